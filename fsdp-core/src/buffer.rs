@@ -1,0 +1,156 @@
+//! Memory that collectives read and write.
+//!
+//! A collective runs while its caller goes on, so it owns what it touches: outputs are [`Buffer`]s moved in and handed back, inputs that must
+//! stay where they are (a parameter's shard inside a tensor) are [`Readable`]s that the collective locks for as long as it copies.
+
+use std::sync::Arc;
+
+use half::{bf16, f16};
+
+use crate::DType;
+
+/// An owned, typed vector of host memory.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Buffer {
+    /// See [`DType::U8`].
+    U8(Vec<u8>),
+    /// See [`DType::U32`].
+    U32(Vec<u32>),
+    /// See [`DType::I64`].
+    I64(Vec<i64>),
+    /// See [`DType::BF16`].
+    BF16(Vec<bf16>),
+    /// See [`DType::F16`].
+    F16(Vec<f16>),
+    /// See [`DType::F32`].
+    F32(Vec<f32>),
+    /// See [`DType::F64`].
+    F64(Vec<f64>),
+}
+
+/// Runs `$body` with `$v` bound to the vector inside a [`Buffer`], whatever its type.
+macro_rules! each {
+    ($buffer:expr, $v:ident => $body:expr) => {
+        match $buffer {
+            Buffer::U8($v) => $body,
+            Buffer::U32($v) => $body,
+            Buffer::I64($v) => $body,
+            Buffer::BF16($v) => $body,
+            Buffer::F16($v) => $body,
+            Buffer::F32($v) => $body,
+            Buffer::F64($v) => $body,
+        }
+    };
+}
+
+impl Buffer {
+    /// A buffer of `len` zeros.
+    pub fn zeros(dtype: DType, len: usize) -> Self {
+        match dtype {
+            DType::U8 => Buffer::U8(vec![0; len]),
+            DType::U32 => Buffer::U32(vec![0; len]),
+            DType::I64 => Buffer::I64(vec![0; len]),
+            DType::BF16 => Buffer::BF16(vec![bf16::ZERO; len]),
+            DType::F16 => Buffer::F16(vec![f16::ZERO; len]),
+            DType::F32 => Buffer::F32(vec![0.0; len]),
+            DType::F64 => Buffer::F64(vec![0.0; len]),
+        }
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        match self {
+            Buffer::U8(_) => DType::U8,
+            Buffer::U32(_) => DType::U32,
+            Buffer::I64(_) => DType::I64,
+            Buffer::BF16(_) => DType::BF16,
+            Buffer::F16(_) => DType::F16,
+            Buffer::F32(_) => DType::F32,
+            Buffer::F64(_) => DType::F64,
+        }
+    }
+
+    /// The number of elements.
+    pub fn len(&self) -> usize {
+        each!(self, v => v.len())
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The elements as bytes, in native order.
+    pub fn bytes(&self) -> &[u8] {
+        each!(self, v => bytemuck::cast_slice(v))
+    }
+
+    /// The elements as bytes to write to, in native order. Every bit pattern is a valid element.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        each!(self, v => bytemuck::cast_slice_mut(v))
+    }
+}
+
+/// Host memory that a collective may read from another thread while it is in flight.
+///
+/// A tensor library implements it for its tensors by locking the storage around `read`, so that nobody writes meanwhile.
+pub trait Readable: Send + Sync {
+    /// The element type.
+    fn dtype(&self) -> DType;
+    /// The number of elements.
+    fn len(&self) -> usize;
+    /// Whether there are no elements.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+    /// Calls `f` once with all elements as bytes in native order.
+    ///
+    /// # Errors
+    /// Says why the memory can't be read now (a tensor whose storage is elsewhere).
+    fn read(&self, f: &mut dyn FnMut(&[u8])) -> Result<(), String>;
+}
+
+impl Readable for Buffer {
+    fn dtype(&self) -> DType {
+        Buffer::dtype(self)
+    }
+    fn len(&self) -> usize {
+        Buffer::len(self)
+    }
+    fn read(&self, f: &mut dyn FnMut(&[u8])) -> Result<(), String> {
+        f(self.bytes());
+        Ok(())
+    }
+}
+
+/// Where collectives take their outputs from and give consumed inputs back to.
+///
+/// Taking happens when a collective starts to run, not when it is issued: memory that an earlier collective of the same group gives back is there
+/// to be taken by the next one, so that a queue of collectives needs no more memory than the largest of them.
+pub trait Allocator: Send + Sync {
+    /// A buffer of `len` elements with unspecified values.
+    fn take(&self, dtype: DType, len: usize) -> Buffer;
+    /// Takes a buffer back.
+    fn give(&self, buffer: Buffer);
+}
+
+/// The [`Allocator`] that allocates and frees.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Heap;
+
+impl Heap {
+    /// The shared instance.
+    pub fn shared() -> Arc<dyn Allocator> {
+        Arc::new(Heap)
+    }
+}
+
+impl Allocator for Heap {
+    fn take(&self, dtype: DType, len: usize) -> Buffer {
+        Buffer::zeros(dtype, len)
+    }
+    fn give(&self, buffer: Buffer) {
+        drop(buffer);
+    }
+}

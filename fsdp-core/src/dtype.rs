@@ -1,0 +1,75 @@
+//! The element types that tensors, buffers and checkpoints share.
+
+use serde::{Deserialize, Serialize};
+
+/// The type of one element. Its text form is that of the safetensors format (`F32`, `BF16`, ...).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "UPPERCASE")]
+#[non_exhaustive]
+pub enum DType {
+    /// Unsigned 8-bit integer.
+    U8,
+    /// Unsigned 32-bit integer.
+    U32,
+    /// Signed 64-bit integer.
+    I64,
+    /// Brain floating point, 16 bits.
+    BF16,
+    /// IEEE half precision.
+    F16,
+    /// IEEE single precision.
+    F32,
+    /// IEEE double precision.
+    F64,
+}
+
+impl DType {
+    /// Every dtype.
+    pub const ALL: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];
+
+    /// Bytes of one element.
+    pub const fn size(self) -> usize {
+        match self {
+            DType::U8 => 1,
+            DType::BF16 | DType::F16 => 2,
+            DType::U32 | DType::F32 => 4,
+            DType::I64 | DType::F64 => 8,
+        }
+    }
+
+    /// The name in the safetensors format.
+    pub const fn name(self) -> &'static str {
+        match self {
+            DType::U8 => "U8",
+            DType::U32 => "U32",
+            DType::I64 => "I64",
+            DType::BF16 => "BF16",
+            DType::F16 => "F16",
+            DType::F32 => "F32",
+            DType::F64 => "F64",
+        }
+    }
+
+    /// Whether this is a floating point type.
+    pub const fn is_float(self) -> bool {
+        matches!(self, DType::BF16 | DType::F16 | DType::F32 | DType::F64)
+    }
+}
+
+impl std::fmt::Display for DType {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_serialized_form_is_the_name() {
+        for dtype in DType::ALL {
+            assert_eq!(serde_json::to_string(&dtype).unwrap(), format!("\"{}\"", dtype.name()));
+        }
+    }
+}

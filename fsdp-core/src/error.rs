@@ -1,0 +1,87 @@
+//! What can go wrong between ranks.
+
+/// The errors of this crate. Each names the rank or the thing at fault and the way out.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A mesh that can't be.
+    #[error("{0}")]
+    Mesh(String),
+    /// A shard layout that can't be.
+    #[error("{0}")]
+    Layout(String),
+    /// The rank environment is incomplete or contradicts itself.
+    #[error("{0}")]
+    Env(String),
+    /// The ranks could not meet.
+    #[error("rank {rank}: {message}")]
+    Rendezvous {
+        /// The rank that reports it.
+        rank: usize,
+        /// What happened and the way out.
+        message: String,
+    },
+    /// Ranks issued different collectives where they should have issued the same.
+    #[error(
+        "rank {rank}: collective {sequence} of group \"{group}\" differs between ranks: {details}. Every rank of a group must issue the same collectives in the same order"
+    )]
+    Mismatch {
+        /// The rank that reports it.
+        rank: usize,
+        /// The group's name.
+        group: String,
+        /// The position in the group's order of collectives.
+        sequence: u64,
+        /// What each side issued.
+        details: String,
+    },
+    /// Some ranks did not arrive in time.
+    #[error("rank {rank}: {what} in group \"{group}\" timed out after {seconds:.1} s: waited for rank(s) {missing:?}")]
+    Timeout {
+        /// The rank that reports it.
+        rank: usize,
+        /// The group's name.
+        group: String,
+        /// The collective with its sequence number.
+        what: String,
+        /// The ranks that did not arrive.
+        missing: Vec<usize>,
+        /// How long it waited, in seconds.
+        seconds: f64,
+    },
+    /// A peer is gone.
+    #[error("rank {rank}: {what} in group \"{group}\" failed: rank {peer} {how}")]
+    PeerLost {
+        /// The rank that reports it.
+        rank: usize,
+        /// The group's name.
+        group: String,
+        /// The collective with its sequence number.
+        what: String,
+        /// The rank that is gone.
+        peer: usize,
+        /// What became of it ("died", "left the group", or the error that it met).
+        how: String,
+    },
+    /// A collective was called with arguments that can't be.
+    #[error("rank {rank}: {message}")]
+    Argument {
+        /// The rank that reports it.
+        rank: usize,
+        /// What is wrong and what was expected.
+        message: String,
+    },
+    /// The operating system refused something.
+    #[error("rank {rank}: {what}: {source}")]
+    Os {
+        /// The rank that reports it.
+        rank: usize,
+        /// What was tried.
+        what: String,
+        /// The operating system's answer.
+        source: std::sync::Arc<std::io::Error>,
+    },
+}
+
+/// A [`std::result::Result`] with this crate's [`enum@Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;

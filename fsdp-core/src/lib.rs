@@ -1,0 +1,23 @@
+//! What fully sharded training needs to know about ranks and shards, without a tensor library: device meshes, DTensor placements and their
+//! layout math, and the process groups that move the bytes.
+//!
+//! From the bottom up: [`DType`] and [`Buffer`] are the memory that travels; [`layout`] says which elements of a tensor a rank holds;
+//! [`MeshLayout`] gives ranks their coordinates; a [`ProcessGroup`] moves buffers between ranks; a [`DeviceMesh`] is a layout with a process
+//! group for each of its dimensions. [`RankEnv`] reads who this process is from what its launcher set.
+
+pub mod buffer;
+pub mod dtype;
+pub mod env;
+pub mod error;
+pub mod layout;
+pub mod mesh;
+pub mod placement;
+pub mod process_group;
+
+pub use buffer::{Allocator, Buffer, Heap, Readable};
+pub use dtype::DType;
+pub use env::RankEnv;
+pub use error::{Error, Result};
+pub use mesh::{DeviceMesh, MeshLayout};
+pub use placement::Placement;
+pub use process_group::{ExchangePart, GatherPart, ProcessGroup, ReduceOp, ScatterPart, Work};

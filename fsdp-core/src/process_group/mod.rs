@@ -1,0 +1,107 @@
+//! Process groups: how ranks exchange buffers.
+//!
+//! One object-safe trait, [`ProcessGroup`], and one file for each transport. Collectives take *lists* of buffers, so that the parameters of one
+//! FSDP unit move in one collective; they are issued without blocking and return a [`Work`] to wait for; those of one group run in issue order.
+//! Reductions sum in rank order, so that they give the same bits on every run.
+
+mod work;
+
+use std::sync::Arc;
+
+pub use work::{Completion, Work};
+
+use crate::{Allocator, Buffer, Readable, Result};
+
+/// How a reduction combines the ranks' elements. Half precision inputs are combined in single precision and rounded once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ReduceOp {
+    /// The sum.
+    Sum,
+    /// The sum divided by the number of ranks.
+    Avg,
+    /// The smallest.
+    Min,
+    /// The largest.
+    Max,
+    /// The product.
+    Product,
+}
+
+impl std::fmt::Display for ReduceOp {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            ReduceOp::Sum => "sum",
+            ReduceOp::Avg => "avg",
+            ReduceOp::Min => "min",
+            ReduceOp::Max => "max",
+            ReduceOp::Product => "product",
+        })
+    }
+}
+
+/// One tensor of an all-gather.
+pub struct GatherPart {
+    /// What this rank contributes: `counts[rank]` elements.
+    pub input: Arc<dyn Readable>,
+    /// How many elements each rank contributes. The output is their concatenation in rank order.
+    pub counts: Vec<usize>,
+}
+
+/// One tensor of a reduce-scatter.
+pub struct ScatterPart {
+    /// What this rank contributes for every rank: the concatenation, in rank order, of `counts[r]` elements for each rank `r`.
+    pub input: Buffer,
+    /// How many elements each rank receives.
+    pub counts: Vec<usize>,
+}
+
+/// One tensor of an all-to-all.
+pub struct ExchangePart {
+    /// The concatenation, in rank order, of `send_counts[r]` elements for each rank `r`.
+    pub input: Buffer,
+    /// How many elements go to each rank.
+    pub send_counts: Vec<usize>,
+    /// How many elements come from each rank.
+    pub recv_counts: Vec<usize>,
+}
+
+/// A group of ranks that run the same collectives in the same order.
+///
+/// Every collective carries a sequence number and a fingerprint; ranks that disagree all get [`crate::Error::Mismatch`]. Waiting ends with
+/// [`crate::Error::Timeout`] after [`ProcessGroup::timeout`] and with [`crate::Error::PeerLost`] soon after a peer died. After any of these the
+/// group is unusable and every later collective returns the same error.
+pub trait ProcessGroup: Send + Sync {
+    /// This process's rank in the group.
+    fn rank(&self) -> usize;
+    /// The number of ranks in the group.
+    fn size(&self) -> usize;
+    /// A name for messages, the same on every rank.
+    fn name(&self) -> &str;
+    /// How long a collective may wait for its peers.
+    fn timeout(&self) -> std::time::Duration;
+
+    /// Every rank gets the concatenation of every rank's input, for each part. Outputs are taken from `memory` when the collective starts.
+    fn all_gather(&self, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work;
+
+    /// Rank `r` gets the reduction over ranks of their elements for `r`, for each part. Outputs are taken from `memory`, inputs given to it as soon as
+    /// they are consumed.
+    fn reduce_scatter(&self, parts: Vec<ScatterPart>, op: ReduceOp, memory: Arc<dyn Allocator>) -> Work;
+
+    /// Every rank gets the reduction over ranks, in place.
+    fn all_reduce(&self, buffers: Vec<Buffer>, op: ReduceOp) -> Work;
+
+    /// Every rank gets what rank `root` passed, in place.
+    fn broadcast(&self, buffers: Vec<Buffer>, root: usize) -> Work;
+
+    /// Rank `r` gets what every rank sent it, concatenated in rank order, for each part.
+    fn all_to_all(&self, parts: Vec<ExchangePart>, memory: Arc<dyn Allocator>) -> Work;
+
+    /// Nobody goes on before everybody is here.
+    fn barrier(&self) -> Work;
+
+    /// Groups of the ranks that pass the same `color`, ordered by `key` and then by rank. Collective over this group; blocks.
+    ///
+    /// # Errors
+    /// As a collective's.
+    fn split(&self, color: usize, key: usize) -> Result<Arc<dyn ProcessGroup>>;
+}
