@@ -1,1 +1,72 @@
-//! x
+//! FSDP2 for Candle: parameters, gradients and optimizer state sharded over ranks, gathered for compute and reduced after it.
+//!
+//! A model stays an ordinary Candle model. Build it from the builder of a [`ShardedVarMap`], inside [`fully_shard`], bottom-up; call it through the
+//! [`FsdpModule`] that this returns; take gradients from [`FsdpModule::backward`] and step an [`AdamW`] on them.
+//!
+//! ```
+//! use candle_core::{DType, Module, Tensor};
+//! use fsdp_candle::{clip_grad_norm, fully_shard, nn, AdamW, AdamWConfig, FullyShard, ShardedVarMap};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let world = fsdp_candle::init()?;                              // RANK, WORLD_SIZE, ...; a world of one without them
+//! let mesh = world.mesh(&[("dp_shard", world.size())])?;
+//! let vars = ShardedVarMap::new(&mesh, world.device());          // what VarMap is to one process
+//! let vb = vars.builder(DType::F32);                             // an ordinary VarBuilder
+//! let opts = FullyShard::new(&vars);
+//!
+//! // Bottom-up: each block, then the root, which takes the parameters that are left.
+//! let blocks = (0..2)
+//!     .map(|i| fully_shard(&opts, vb.pp(format!("blocks.{i}")), |vb| nn::linear(8, 8, vb)))
+//!     .collect::<Result<Vec<_>, _>>()?;
+//! struct Model(Vec<fsdp_candle::FsdpModule<nn::Linear>>, nn::Linear);
+//! impl Module for Model {
+//!     fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+//!         let x = self.0.iter().try_fold(x.clone(), |x, block| nn::gelu(&block.forward(&x)?))?;
+//!         self.1.forward(&x)
+//!     }
+//! }
+//! let model = fully_shard(&opts, vb, |vb| Ok(Model(blocks, nn::linear(8, 1, vb.pp("head"))?)))?;
+//!
+//! let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default())?;
+//! let x = Tensor::ones((4, 8), DType::F32, world.device())?;
+//! for _ in 0..3 {
+//!     let loss = model.forward(&x)?.sqr()?.mean_all()?;
+//!     let mut grads = model.backward(&loss)?;                    // Candle's GradStore, gradients sharded
+//!     clip_grad_norm(&vars, &mut grads, 1.0)?;
+//!     optim.step(&grads)?;
+//! }
+//! # Ok(())
+//! # }
+//! ```
+
+mod clip;
+mod context;
+mod error;
+mod fully_shard;
+mod group;
+mod hooks;
+pub mod initializer;
+mod module;
+pub mod nn;
+mod optim;
+mod param;
+mod policy;
+mod state_dict;
+mod storage;
+mod tensors;
+mod var_map;
+mod weight;
+mod world;
+
+pub use clip::{clip_grad_norm, grad_norm};
+pub use error::{Error, Result};
+pub use fsdp_core::{DeviceMesh, Placement, ProcessGroup, ReduceOp};
+pub use fully_shard::{FullyShard, fully_shard};
+pub use module::FsdpModule;
+pub use optim::{AdamW, AdamWConfig, AdamWState};
+pub use param::FsdpParam;
+pub use policy::{MixedPrecisionPolicy, ReshardAfterForward};
+pub use state_dict::{load_model, load_optimizer, model_tensors, optimizer_tensors};
+pub use tensors::Tensors;
+pub use var_map::ShardedVarMap;
+pub use world::{World, init};

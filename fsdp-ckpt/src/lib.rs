@@ -1,1 +1,46 @@
-//! x
+//! Sharded checkpoints in safetensors files.
+//!
+//! [`save`] writes a checkpoint from the shards of every rank of a process group; [`Checkpoint`] reads any box of any tensor from it, whatever mesh
+//! wrote it and whatever mesh reads it; [`latest`] finds the one to go on from. [`hf`] reads and writes Hugging Face model directories.
+//!
+//! # On disk
+//!
+//! A checkpoint is a directory:
+//!
+//! ```text
+//! step-00000010/
+//!   checkpoint.json                                   the manifest
+//!   shard-00001-model-00001-of-00001.safetensors      what rank 0 wrote
+//!   shard-00002-model-00001-of-00001.safetensors      what rank 1 wrote
+//! ```
+//!
+//! The files are laid out as PyTorch's `HuggingFaceStorageWriter` does, so that its `HuggingFaceStorageReader` reads them: a file holds one chunk of a
+//! tensor at most, under the tensor's name, and `DCP_SHARDING_INFO` in its `__metadata__` says where each chunk starts. The manifest holds the format
+//! version, the mesh, each tensor's dtype, shape and chunks with their checksums (CRC-32C), and the non-tensor state.
+//!
+//! The manifest is written last, when every file is on disk, and the directory then gets its name by an atomic rename: a reader never sees half a
+//! checkpoint. A directory without a manifest is none.
+
+#[cfg(not(target_endian = "little"))]
+compile_error!("safetensors files are little-endian, and this crate copies memory to them as it is");
+
+mod checkpoint;
+mod error;
+mod exchange;
+pub mod hf;
+mod latest;
+mod manifest;
+mod plan;
+mod region;
+mod safetensors;
+mod save;
+mod staging;
+mod tensor;
+
+pub use checkpoint::{Checkpoint, Verified};
+pub use error::{Error, Result};
+pub use latest::latest;
+pub use manifest::{ChunkEntry, FileEntry, MANIFEST, TensorEntry};
+pub use safetensors::SafetensorsFile;
+pub use save::{SaveState, SaveSummary, save};
+pub use tensor::{TensorInfo, TensorShard};

@@ -9,10 +9,13 @@ pub mod buffer;
 pub mod dtype;
 pub mod env;
 pub mod error;
+mod hash;
 pub mod layout;
 pub mod mesh;
 pub mod placement;
 pub mod process_group;
+mod rendezvous;
+mod text;
 
 pub use buffer::{Allocator, Buffer, Heap, Readable};
 pub use dtype::DType;

@@ -1,1 +1,43 @@
-//! x
+//! The launcher: one process per rank, with the environment that `torchrun` gives a rank, watched until the last one has ended.
+//!
+//! [`find_program`] turns what the user typed into a path, building it where it is a target of the Cargo workspace at hand; [`launch`] starts the
+//! ranks and returns an [`Outcome`] that says how each of them ended and prints as the summary. The `fsdp-launch` command is [`Args`] on top of that.
+//!
+//! What the launcher promises, however things end:
+//! - the first rank that fails ends all others, and is the one that is reported;
+//! - nothing that a rank started in its process group outlives the launch, not even when the launcher itself is killed;
+//! - a line of one rank's output is never torn apart by another rank's.
+//!
+//! ```no_run
+//! use fsdp_launch::{LaunchSpec, find_program, launch};
+//!
+//! # fn main() -> Result<(), fsdp_launch::Error> {
+//! let mut spec = LaunchSpec::new(find_program("train".as_ref())?, 2);
+//! spec.args = vec!["--steps".into(), "10".into()];
+//! let outcome = launch(&spec)?;
+//! assert!(outcome.succeeded(), "{outcome}");
+//! # Ok(())
+//! # }
+//! ```
+
+mod args;
+mod environment;
+mod error;
+mod error_file;
+mod guard;
+mod launch;
+mod output;
+mod program;
+mod session;
+mod signals;
+mod spec;
+mod summary;
+mod supervise;
+mod worker;
+
+pub use args::{Args, ProcessCount};
+pub use error::{Error, Result};
+pub use launch::launch;
+pub use program::find_program;
+pub use spec::LaunchSpec;
+pub use summary::{Cause, End, Outcome, RankReport, Request};

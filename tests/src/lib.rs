@@ -1,1 +1,110 @@
-//! x
+//! What the integration tests share: the workspace's programs, built, and runs of them.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+/// The workspace.
+pub fn workspace() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."))
+}
+
+/// A recorded run of PyTorch FSDP2.
+pub fn golden(name: &str) -> PathBuf {
+    workspace().join("tests/golden").join(name)
+}
+
+/// The path of one of the workspace's programs, built in release mode.
+///
+/// # Panics
+/// When the build fails.
+pub fn program(name: &str) -> PathBuf {
+    static DIR: OnceLock<PathBuf> = OnceLock::new();
+    let dir = DIR.get_or_init(|| {
+        let cargo = std::env::var_os("CARGO").unwrap_or("cargo".into());
+        let status = Command::new(cargo)
+            .args(["build", "--release", "--bins", "-p", "fsdp-launch", "-p", "fsdp-ckpt", "-p", "fsdp-examples"])
+            .current_dir(workspace())
+            .status();
+        assert!(matches!(status, Ok(status) if status.success()), "can't build the programs: {status:?}");
+        // A test binary lies in <target>/release/deps.
+        let here = std::env::current_exe().unwrap_or_default();
+        let target = here.ancestors().nth(3).unwrap_or(Path::new("target"));
+        target.join("release")
+    });
+    dir.join(name)
+}
+
+/// What came of a run.
+#[derive(Debug)]
+pub struct Run {
+    /// The exit code; `None` when a signal ended it.
+    pub code: Option<i32>,
+    /// Standard output.
+    pub stdout: String,
+    /// Standard error.
+    pub stderr: String,
+    /// How long it took.
+    pub elapsed: Duration,
+}
+
+impl Run {
+    /// The run, if it ended well.
+    ///
+    /// # Panics
+    /// When it did not, with all that it printed.
+    pub fn ok(self) -> Self {
+        assert_eq!(self.code, Some(0), "{}\n{}", self.stdout, self.stderr);
+        self
+    }
+
+    /// Standard error of a run that failed.
+    ///
+    /// # Panics
+    /// When it did not fail.
+    pub fn failed(self) -> String {
+        assert!(self.code.is_some_and(|code| code != 0), "{self:?}");
+        self.stderr
+    }
+}
+
+/// Runs `fsdp-launch --nproc-per-node ranks program args`, in `dir`.
+///
+/// # Panics
+/// When it can't be started, or does not end within two minutes.
+pub fn launch(ranks: usize, program_name: &str, args: &[&str], dir: &Path) -> Run {
+    let mut command = Command::new(program("fsdp-launch"));
+    command.arg(format!("--nproc-per-node={ranks}")).arg(program(program_name)).args(args).current_dir(dir);
+    run(command, Duration::from_secs(120))
+}
+
+/// Runs a command with a limit on its time.
+///
+/// # Panics
+/// When it can't be started, or does not end in time.
+pub fn run(mut command: Command, limit: Duration) -> Run {
+    let start = Instant::now();
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let child = match command.spawn() {
+        Ok(child) => child,
+        Err(error) => panic!("{command:?}: {error}"),
+    };
+    let id = child.id().to_string();
+    let (sender, receiver) = std::sync::mpsc::channel();
+    std::thread::spawn(move || sender.send(child.wait_with_output()));
+    let output: Output = match receiver.recv_timeout(limit) {
+        Ok(Ok(output)) => output,
+        Ok(Err(error)) => panic!("{command:?}: {error}"),
+        Err(_) => {
+            let _ = Command::new("kill").arg(&id).status();
+            panic!("{command:?} did not end within {limit:?}")
+        }
+    };
+    Run {
+        code: output.status.code(),
+        stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
+        stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
+        elapsed: start.elapsed(),
+    }
+}

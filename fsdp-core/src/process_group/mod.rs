@@ -4,13 +4,21 @@
 //! FSDP unit move in one collective; they are issued without blocking and return a [`Work`] to wait for; those of one group run in issue order.
 //! Reductions sum in rank order, so that they give the same bits on every run.
 
+mod engine;
+pub mod local;
+mod options;
+pub mod shm;
 mod work;
 
 use std::sync::Arc;
 
+pub use options::Options;
 pub use work::{Completion, Work};
 
-use crate::{Allocator, Buffer, Readable, Result};
+use crate::{Allocator, Buffer, Error, RankEnv, Readable, Result};
+
+/// The name of the group of all ranks.
+const WORLD: &str = "world";
 
 /// How a reduction combines the ranks' elements. Half precision inputs are combined in single precision and rounded once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -104,4 +112,51 @@ pub trait ProcessGroup: Send + Sync {
     /// # Errors
     /// As a collective's.
     fn split(&self, color: usize, key: usize) -> Result<Arc<dyn ProcessGroup>>;
+}
+
+/// Makes the process group of all ranks, as the environment of this process wants it: `FSDP_BACKEND` names the backend (by default `local` for a world of one
+/// and `shm` otherwise), `FSDP_TIMEOUT_S` overrides [`Options::timeout`].
+///
+/// # Errors
+/// [`Error::Env`] when a variable can't be understood or names a backend that can't serve this world; those of [`shm::connect`].
+pub fn init(env: &RankEnv, options: Options) -> Result<Arc<dyn ProcessGroup>> {
+    init_with(env, options, |name| std::env::var(name).ok())
+}
+
+fn init_with(env: &RankEnv, options: Options, var: impl Fn(&str) -> Option<String>) -> Result<Arc<dyn ProcessGroup>> {
+    let options = options.overridden_by(&var)?;
+    let default = if env.world_size == 1 { "local" } else { "shm" };
+    match var("FSDP_BACKEND").as_deref().unwrap_or(default) {
+        "local" if env.world_size == 1 => {
+            local::world(1, options)?.pop().ok_or_else(|| Error::Env("a world of one has one rank".into()))
+        }
+        "local" => Err(Error::Env(format!(
+            "FSDP_BACKEND=local serves one process, but WORLD_SIZE={}: choose shm",
+            env.world_size
+        ))),
+        "shm" => shm::connect(env, options),
+        other => {
+            Err(Error::Env(format!("FSDP_BACKEND={other:?} is no backend of this build: choose one of local, shm")))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_backend_is_chosen_by_name_and_an_unknown_one_lists_those_there_are() {
+        let init = |size: usize, backend: Option<&str>| {
+            let env = RankEnv { world_size: size, ..RankEnv::single() };
+            init_with(&env, Options::default(), |name| (name == "FSDP_BACKEND").then(|| backend.map(str::to_string))?)
+        };
+        for backend in [None, Some("local"), Some("shm")] {
+            assert_eq!(init(1, backend).unwrap().size(), 1);
+        }
+        for (size, backend, part) in [(2, "local", "choose shm"), (1, "gloo", "one of local, shm")] {
+            let Err(error) = init(size, Some(backend)) else { panic!("{backend} was taken") };
+            assert!(error.to_string().contains(part), "{error}");
+        }
+    }
 }

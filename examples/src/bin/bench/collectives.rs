@@ -1,0 +1,105 @@
+//! `bench collectives`: the median time of each collective at several sizes.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use fsdp_candle::World;
+use fsdp_core::{Allocator, Buffer, DType, GatherPart, ReduceOp, ScatterPart};
+use serde::Serialize;
+
+/// What to measure.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Full sizes in MiB (of the gathered or reduced f32 tensor).
+    #[arg(long, value_delimiter = ',', default_value = "1,16,64,256")]
+    mib: Vec<usize>,
+    /// Runs of each, after one to warm up.
+    #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..))]
+    runs: u32,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Row {
+    collective: &'static str,
+    mib: usize,
+    world: usize,
+    /// Of the slowest rank.
+    median_ms: f64,
+    gib_per_s: f64,
+}
+
+/// Keeps one buffer, as the pool of a training step does, so that no page is touched for the first time while the clock runs.
+#[derive(Default)]
+struct Reuse(std::sync::Mutex<Vec<Buffer>>);
+
+impl Allocator for Reuse {
+    fn take(&self, dtype: DType, len: usize) -> Buffer {
+        let mut kept = self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        match kept.iter().position(|buffer| buffer.dtype() == dtype && buffer.len() == len) {
+            Some(at) => kept.swap_remove(at),
+            None => Buffer::zeros(dtype, len),
+        }
+    }
+    fn give(&self, buffer: Buffer) {
+        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).push(buffer);
+    }
+}
+
+pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
+    let group = world.group();
+    let memory = Arc::new(Reuse::default());
+    let mut rows = vec![];
+    for &mib in &args.mib {
+        let counts = vec![(mib << 18) / world.size(); world.size()];
+        let total = counts.iter().sum();
+        let shard = Arc::new(Buffer::F32(vec![1.; counts[world.rank()]]));
+        for collective in ["all_gather", "reduce_scatter", "all_reduce"] {
+            let mut times = vec![];
+            for _ in 0..=args.runs {
+                let full = (collective != "all_gather").then(|| memory.take(DType::F32, total));
+                group.barrier().wait()?;
+                let start = Instant::now();
+                let work = match full {
+                    None => group
+                        .all_gather(vec![GatherPart { input: shard.clone(), counts: counts.clone() }], memory.clone()),
+                    Some(full) if collective == "reduce_scatter" => group.reduce_scatter(
+                        vec![ScatterPart { input: full, counts: counts.clone() }],
+                        ReduceOp::Sum,
+                        memory.clone(),
+                    ),
+                    Some(full) => group.all_reduce(vec![full], ReduceOp::Sum),
+                };
+                let outputs = work.wait()?;
+                times.push(start.elapsed().as_secs_f64());
+                outputs.into_iter().for_each(|buffer| memory.give(buffer));
+            }
+            let mut times = world.all_reduce(&times[1..], ReduceOp::Max)?;
+            times.sort_by(f64::total_cmp);
+            let median = times[times.len() / 2];
+            rows.push(Row {
+                collective,
+                mib,
+                world: world.size(),
+                median_ms: median * 1e3,
+                gib_per_s: mib as f64 / 1024. / median,
+            });
+        }
+    }
+    if world.rank() != 0 {
+        return Ok(());
+    }
+    if args.json {
+        println!("{}", serde_json::json!({ "collectives": rows }));
+    } else {
+        for row in rows {
+            println!(
+                "{:<15} {:>5} MiB {:>10.3} ms {:>8.2} GiB/s",
+                row.collective, row.mib, row.median_ms, row.gib_per_s
+            );
+        }
+    }
+    Ok(())
+}

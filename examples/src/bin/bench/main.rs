@@ -1,0 +1,37 @@
+//! Measurements of the library, each printed as a table or, with `--json`, as one JSON object: `fsdp-launch --nproc-per-node 2 bench --help`.
+
+mod collectives;
+mod memory;
+
+use clap::{Parser, Subcommand};
+
+/// Counts every allocation of the process, for `bench memory`.
+#[global_allocator]
+static ALLOCATOR: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
+
+/// Measures candle-fsdp on this machine. Start it under fsdp-launch:
+///
+///     fsdp-launch --nproc-per-node 2 bench collectives
+#[derive(Parser)]
+#[command(version, verbatim_doc_comment)]
+struct Cli {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Subcommand)]
+enum What {
+    /// How long collectives take.
+    Collectives(collectives::Args),
+    /// What a training step keeps in memory on each rank, and what it needs on top for a moment.
+    Memory(memory::Args),
+}
+
+fn main() -> anyhow::Result<()> {
+    let cli = Cli::parse();
+    let world = fsdp_candle::init()?;
+    match cli.what {
+        What::Collectives(args) => collectives::run(&args, &world),
+        What::Memory(args) => memory::run(&args, &world),
+    }
+}

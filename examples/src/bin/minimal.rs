@@ -1,0 +1,70 @@
+//! The tutorial: a sharded model, trained, in one screen. `fsdp-launch --nproc-per-node 2 minimal`.
+
+use candle_core::{DType, Module, Result, Tensor};
+use fsdp_candle::{AdamW, AdamWConfig, FsdpModule, FullyShard, ShardedVarMap, clip_grad_norm, fully_shard, nn};
+
+const WIDTH: usize = 64;
+const LAYERS: usize = 4;
+
+/// An ordinary Candle module: it does not know that its parameters are sharded.
+struct Block {
+    norm: nn::RmsNorm,
+    up: nn::Linear,
+    down: nn::Linear,
+}
+
+impl Module for Block {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        x + self.down.forward(&nn::gelu(&self.up.forward(&self.norm.forward(x)?)?)?)?
+    }
+}
+
+struct Model {
+    blocks: Vec<FsdpModule<Block>>,
+    head: nn::Linear,
+}
+
+impl Module for Model {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.head.forward(&self.blocks.iter().try_fold(x.clone(), |x, block| block.forward(&x))?)
+    }
+}
+
+fn main() -> anyhow::Result<()> {
+    let world = fsdp_candle::init()?;
+    let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())])?, world.device());
+    let vb = vars.builder(DType::F32);
+    let opts = FullyShard::new(&vars);
+
+    // Bottom-up: each block is a unit, then the root takes the parameters that are left.
+    let block = |i: usize| {
+        fully_shard(&opts, vb.pp(format!("blocks.{i}")), |vb| {
+            Ok(Block {
+                norm: nn::rms_norm(WIDTH, 1e-5, vb.pp("norm"))?,
+                up: nn::linear(WIDTH, 4 * WIDTH, vb.pp("up"))?,
+                down: nn::linear(4 * WIDTH, WIDTH, vb.pp("down"))?,
+            })
+        })
+    };
+    let blocks = (0..LAYERS).map(block).collect::<fsdp_candle::Result<_>>()?;
+    let model = fully_shard(&opts, vb.clone(), |vb| Ok(Model { blocks, head: nn::linear(WIDTH, 1, vb.pp("head"))? }))?;
+    let mut optim = AdamW::new(vars.trainable(), AdamWConfig { lr: 3e-3, ..Default::default() })?;
+
+    for step in 1..=50 {
+        // Each rank learns from numbers of its own: to tell the sign of a row's first number.
+        let seed = (step * world.size() + world.rank()) as u32;
+        let numbers: Vec<f32> =
+            (0..32 * WIDTH as u32).map(|i| ((seed * 7919 + i * 104729) % 1009) as f32 / 504.5 - 1.).collect();
+        let x = Tensor::from_vec(numbers, (32, WIDTH), world.device())?;
+        let y = x.narrow(1, 0, 1)?.sign()?;
+
+        let loss = (model.forward(&x)? - y)?.sqr()?.mean_all()?;
+        let mut grads = model.backward(&loss)?;
+        let norm = clip_grad_norm(&vars, &mut grads, 1.0)?;
+        optim.step(&grads)?;
+        if world.rank() == 0 && step % 10 == 0 {
+            println!("step {step:2}  loss {:.4}  gradient norm {norm:.3}", loss.to_scalar::<f32>()?);
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,277 @@
+//! The command line of `train`.
+
+use std::{ffi::OsString, path::PathBuf};
+
+use clap::{
+    Parser, ValueEnum,
+    builder::{OsStringValueParser, TypedValueParser},
+};
+use fsdp_examples::schedule::LrSchedule;
+
+const AFTER_HELP: &str = "Examples:
+
+  Train the built-in byte-level Llama on the sources of the workspace you are in, over two processes:
+      fsdp-launch --nproc-per-node 2 train
+
+  Fine-tune a model that you downloaded from Hugging Face on your own text, and export it for transformers:
+      fsdp-launch --nproc-per-node 4 train --model ./Llama-3.2-1B --data ./texts --lr 1e-5 --seq-len 512 --export-hf ./tuned
+
+  Pre-train a model of a known architecture from random weights, on tokens prepared before, saving every 500 steps:
+      fsdp-launch --nproc-per-node 4 train --model ./gpt2 --init random --data train.bin --steps 10000 --checkpoint-dir ./saved --save-every 500
+
+  Go on where it stopped, also with another number of processes: the same command with --resume auto
+      fsdp-launch --nproc-per-node 2 train --model ./gpt2 --init random --data train.bin --steps 10000 --checkpoint-dir ./saved --save-every 500 --resume auto
+
+One step sees (processes x --batch-size x --grad-accum) sequences. Runs for which this product is the same see the same data in the same order and give the \
+same losses, up to rounding.";
+
+/// Pre-trains or fine-tunes a GPT-2 or Llama model whose parameters, gradients and optimizer state are sharded over the processes.
+#[derive(Parser, Debug, Clone)]
+#[command(name = "train", version, after_long_help = AFTER_HELP, allow_negative_numbers = true)]
+#[command(after_help = "Example: fsdp-launch --nproc-per-node 2 train --steps 100     (--help tells more)")]
+pub(crate) struct Args {
+    /// Hugging Face model directory [default: a built-in byte-level Llama of about 5 M parameters]
+    ///
+    /// Needed there: config.json with model_type `llama` or `gpt2`. Used if there: model.safetensors (or model.safetensors.index.json and the files it
+    /// names) and tokenizer.json. Each process reads only its own slices of the weights.
+    #[arg(long, value_name = "DIR", help_heading = "Model")]
+    pub(crate) model: Option<PathBuf>,
+
+    /// Where the first weights come from
+    #[arg(long, value_enum, default_value_t = InitChoice::Auto, help_heading = "Model")]
+    pub(crate) init: InitChoice,
+
+    /// What to train on: a .bin file of tokens, a text file, or a directory of them [default: the sources of the workspace]
+    ///
+    /// A .bin file holds unsigned 16-bit little-endian token ids and nothing else. Text is tokenised by the model directory's tokenizer.json, or as bytes if
+    /// there is none. A directory is read recursively in the order of the names, without hidden files, directories called target, symbolic links and
+    /// what is not text. Without --data, the .rs, .md and .toml files of the Cargo workspace around the current directory are the text.
+    /// When all the data is read, it starts again.
+    #[arg(long, value_name = "PATH", help_heading = "Data")]
+    pub(crate) data: Option<PathBuf>,
+
+    /// Sequences that each process reads at once
+    #[arg(long, value_name = "N", default_value = "4", value_parser = count, help_heading = "Data")]
+    pub(crate) batch_size: usize,
+
+    /// Tokens a sequence
+    #[arg(long, value_name = "N", default_value = "128", value_parser = count, help_heading = "Data")]
+    pub(crate) seq_len: usize,
+
+    /// Micro-batches of --batch-size sequences whose gradients add up to one step
+    ///
+    /// A larger batch without more memory: `--batch-size 8` and `--batch-size 2 --grad-accum 4` give the same steps.
+    #[arg(long, value_name = "N", default_value = "1", value_parser = count, help_heading = "Data")]
+    pub(crate) grad_accum: usize,
+
+    /// Steps of the whole run; a resumed run counts from where it stopped
+    #[arg(long, value_name = "N", default_value = "150", value_parser = count, help_heading = "Optimizer")]
+    pub(crate) steps: usize,
+
+    /// The highest learning rate
+    #[arg(long, value_name = "RATE", default_value = "1e-3", value_parser = positive, allow_hyphen_values = true, help_heading = "Optimizer")]
+    pub(crate) lr: f64,
+
+    /// AdamW's decay rates of the mean and of the mean square of the gradients, such as 0.9,0.999
+    #[arg(long, value_name = "B1,B2", default_value = "0.9,0.95", value_parser = betas, allow_hyphen_values = true, help_heading = "Optimizer")]
+    pub(crate) betas: (f64, f64),
+
+    /// What AdamW adds to the denominator
+    #[arg(long, value_name = "X", default_value = "1e-8", value_parser = positive, allow_hyphen_values = true, help_heading = "Optimizer")]
+    pub(crate) eps: f64,
+
+    /// AdamW's decoupled weight decay, of every parameter
+    #[arg(long, value_name = "X", default_value = "0.1", value_parser = not_negative, allow_hyphen_values = true, help_heading = "Optimizer")]
+    pub(crate) weight_decay: f64,
+
+    /// Steps in which the learning rate rises to --lr; 0 starts with it
+    #[arg(long, value_name = "N", default_value = "10", help_heading = "Optimizer")]
+    pub(crate) warmup_steps: usize,
+
+    /// What the learning rate does after the warm-up: `cosine` and `linear` let it fall to 0 at the last step
+    #[arg(long, value_enum, default_value_t = LrSchedule::Cosine, help_heading = "Optimizer")]
+    pub(crate) lr_schedule: LrSchedule,
+
+    /// Scale the gradients down to this global norm where theirs is larger; 0 never does
+    #[arg(long, value_name = "NORM", default_value = "1.0", value_parser = not_negative, allow_hyphen_values = true, help_heading = "Optimizer")]
+    pub(crate) clip_grad_norm: f64,
+
+    /// Seed of random weights; the same seed gives the same weights at every number of processes
+    #[arg(long, value_name = "N", default_value = "42", help_heading = "Run")]
+    pub(crate) seed: u64,
+
+    /// Where to compute; `auto` takes CUDA if this build and the machine have it
+    #[arg(long, value_enum, default_value_t = DeviceChoice::Auto, help_heading = "Run")]
+    pub(crate) device: DeviceChoice,
+
+    /// Where checkpoints are written, each a directory in it [default: checkpoints/run-NNN, a new one for each run]
+    #[arg(long, value_name = "DIR", help_heading = "Run")]
+    pub(crate) checkpoint_dir: Option<PathBuf>,
+
+    /// Save after so many steps, again and again; 0 saves only at the end, which is always saved
+    #[arg(long, value_name = "N", default_value = "0", help_heading = "Run")]
+    pub(crate) save_every: usize,
+
+    /// Go on from a checkpoint: `none`, `auto` (the newest whole one in --checkpoint-dir, if any), or its path
+    ///
+    /// Model, optimizer, step and position in the data continue, at the same number of processes bit for bit. The number of processes, --batch-size and
+    /// --grad-accum may differ from the run that saved it. A directory that is called auto or none is ./auto or ./none.
+    #[arg(long, value_name = "auto|none|PATH", default_value = "none", value_parser = OsStringValueParser::new().map(Resume::from), help_heading = "Run")]
+    pub(crate) resume: Resume,
+
+    /// Write the trained model there as a Hugging Face directory, which transformers can load
+    #[arg(long, value_name = "DIR", help_heading = "Run")]
+    pub(crate) export_hf: Option<PathBuf>,
+
+    /// Write what each step measured to this file, one JSON object a line
+    ///
+    /// Fields: step, loss (mean over all processes' tokens), grad_norm (before clipping), lr, step_time_s, tokens_per_s, peak_mem_bytes (the largest
+    /// process's), shard_bytes (parameters, gradients and optimizer state resident a process).
+    #[arg(long, value_name = "FILE", help_heading = "Run")]
+    pub(crate) metrics: Option<PathBuf>,
+}
+
+/// Where the first weights come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum InitChoice {
+    /// The model directory's weights if it has any, else random
+    Auto,
+    /// The model directory's weights; it is an error if it has none
+    Pretrained,
+    /// Random, from --seed
+    Random,
+}
+
+/// Where to compute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum DeviceChoice {
+    Auto,
+    Cpu,
+    Cuda,
+}
+
+/// Which checkpoint to go on from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Resume {
+    None,
+    Auto,
+    Path(PathBuf),
+}
+
+impl From<OsString> for Resume {
+    fn from(value: OsString) -> Self {
+        match value.to_str() {
+            Some("none") => Resume::None,
+            Some("auto") => Resume::Auto,
+            _ => Resume::Path(value.into()),
+        }
+    }
+}
+
+fn count(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|&n| n > 0).ok_or_else(|| "it must be a whole number of at least 1".into())
+}
+
+fn number(text: &str, what: &str, wanted: impl Fn(f64) -> bool) -> Result<f64, String> {
+    text.trim().parse().ok().filter(|&x: &f64| x.is_finite() && wanted(x)).ok_or_else(|| format!("it must be {what}"))
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    number(text, "a number above 0, such as 3e-4", |x| x > 0.0)
+}
+
+fn not_negative(text: &str) -> Result<f64, String> {
+    number(text, "a number of at least 0, such as 0.1", |x| x >= 0.0)
+}
+
+fn betas(text: &str) -> Result<(f64, f64), String> {
+    let beta = |text| number(text, "a beta", |x| (0.0..1.0).contains(&x)).ok();
+    let both = text.split_once(',').and_then(|(first, second)| Some((beta(first)?, beta(second)?)));
+    both.ok_or_else(|| {
+        "it must be two numbers of at least 0 and below 1 with a comma between them, such as 0.9,0.95".into()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    fn parse(arguments: &[&str]) -> Result<Args, String> {
+        Args::try_parse_from([&["train"], arguments].concat()).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn the_definition_is_sound() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn no_flags_are_needed() {
+        let args = parse(&[]).unwrap();
+        assert_eq!(
+            (args.model, args.data, args.checkpoint_dir, args.export_hf, args.metrics),
+            (None, None, None, None, None)
+        );
+        assert_eq!((args.init, args.device, args.resume), (InitChoice::Auto, DeviceChoice::Auto, Resume::None));
+        assert_eq!(args.betas, (0.9, 0.95));
+    }
+
+    #[test]
+    fn the_command_of_the_recorded_runs_is_understood() {
+        let command = "--model DIR --data DIR/tokens.bin --seq-len 32 --steps 20 --lr 1e-3 --betas 0.9,0.95 --eps 1e-8 --weight-decay 0.1 \
+                       --clip-grad-norm 1.0 --lr-schedule constant --warmup-steps 0 --batch-size 2 --grad-accum 2 --resume auto --init pretrained --device cpu";
+        let args = parse(&command.split_whitespace().collect::<Vec<_>>()).unwrap();
+        assert_eq!((args.seq_len, args.steps, args.batch_size, args.grad_accum, args.warmup_steps), (32, 20, 2, 2, 0));
+        assert_eq!((args.lr, args.betas, args.eps, args.weight_decay), (1e-3, (0.9, 0.95), 1e-8, 0.1));
+        assert_eq!(
+            (args.lr_schedule, args.init, args.device),
+            (LrSchedule::Constant, InitChoice::Pretrained, DeviceChoice::Cpu)
+        );
+        assert_eq!(args.clip_grad_norm, 1.0);
+        assert_eq!(args.model, Some("DIR".into()));
+        assert_eq!(args.data, Some("DIR/tokens.bin".into()));
+        assert_eq!(args.resume, Resume::Auto);
+    }
+
+    #[test]
+    fn resume_takes_a_word_or_a_path() {
+        let resume = |value| parse(&["--resume", value]).unwrap().resume;
+        assert_eq!(resume("none"), Resume::None);
+        assert_eq!(resume("./auto"), Resume::Path("./auto".into()));
+    }
+
+    #[test]
+    fn nonsense_is_refused_with_the_flag_and_what_it_must_be() {
+        for (flag, bad, expected) in [
+            ("--steps", &["0", "-1", "x", "1.5"][..], "whole number of at least 1"),
+            ("--batch-size", &["0", "-1", "x", "99999999999999999999999"], "whole number of at least 1"),
+            ("--seq-len", &["0", "-5", ""], "whole number of at least 1"),
+            ("--grad-accum", &["0"], "whole number of at least 1"),
+            ("--lr", &["0", "-1e-3", "nan", "inf", "1e999", "fast"], "number above 0"),
+            ("--eps", &["0", "-1"], "number above 0"),
+            ("--weight-decay", &["-0.1", "NaN", "inf"], "at least 0"),
+            ("--clip-grad-norm", &["-1", "NaN"], "at least 0"),
+            ("--betas", &["0.9", "0.9,1", "0.9,0.95,0.99", "-0.1,0.9", "a,b", "0.9 0.95", "nan,0.5"], "two numbers"),
+            ("--lr-schedule", &["step"], "constant, cosine, linear"),
+            ("--init", &["zeros"], "auto, pretrained, random"),
+            ("--device", &["tpu"], "auto, cpu, cuda"),
+            ("--warmup-steps", &["-1"], ""),
+            ("--seed", &["-1"], ""),
+        ] {
+            for bad in bad {
+                let error = parse(&[flag, bad]).unwrap_err();
+                assert!(
+                    error.contains(flag) && error.contains(bad) && error.contains(expected),
+                    "{flag} {bad}: {error}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn what_the_command_line_does_not_know_is_refused() {
+        assert!(parse(&["--learning-rate", "1"]).unwrap_err().contains("--learning-rate"));
+        assert!(parse(&["extra"]).unwrap_err().contains("extra"));
+    }
+}

@@ -1,0 +1,17 @@
+//! What a model is trained on: a sequence of tokens, read from files, and the batches that are cut from it.
+//!
+//! | file | subject |
+//! |---|---|
+//! | `files` | which files `--data` means |
+//! | `text` | text to tokens and back |
+//! | `tokens` | [`Data`]: all tokens in one sequence, checked against the vocabulary |
+//! | `batches` | [`Batches`]: which tokens each rank reads at each step |
+
+mod batches;
+mod files;
+mod text;
+mod tokens;
+
+pub use batches::{BatchShape, Batches};
+pub use text::Text;
+pub use tokens::Data;

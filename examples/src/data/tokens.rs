@@ -1,0 +1,372 @@
+//! All the data as one sequence of tokens.
+
+use std::{
+    env, fmt,
+    fs::File,
+    io::Read,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use indicatif::HumanCount;
+use memmap2::Mmap;
+
+use super::{
+    files::{DataFiles, Files, read_text},
+    text::Text,
+};
+
+/// A sequence of tokens, each below the vocabulary's size: the concatenation of one or more files.
+///
+/// Files of tokens are mapped into memory, not copied; they must not be cut short while the program runs.
+pub struct Data {
+    files: Vec<FileTokens>,
+    len: u64,
+    origin: String,
+}
+
+/// The tokens of one file; the first of them is number `start` of all.
+struct FileTokens {
+    start: u64,
+    ids: Ids,
+}
+
+enum Ids {
+    /// Text read as bytes.
+    Bytes(String),
+    /// Text by a tokenizer.
+    Tokenised(Vec<u32>),
+    /// Pairs of bytes, little-endian.
+    Mapped(Mmap),
+}
+
+impl Data {
+    /// Reads `path` (`--data`): a `.bin` file of u16 little-endian tokens, a text file, or a directory of either.
+    ///
+    /// A directory is read recursively, in the order of the names. Hidden files, directories called `target`, symbolic links and files that are not text
+    /// (not UTF-8, or with a zero byte) are left out, and the texts are joined by newlines. Without a path the sources (`.rs`, `.md`, `.toml`) of the Cargo
+    /// workspace around the current directory are read.
+    ///
+    /// # Errors
+    /// Nothing to read there, a `.bin` file of an odd length, a text file that is not text, or an id that is not below `vocab_size`.
+    pub fn load(path: Option<&Path>, text: &Text, vocab_size: usize) -> Result<Self> {
+        let found = match path {
+            Some(path) => DataFiles::of_path(path)?,
+            None => DataFiles::of_workspace(&env::current_dir().context("cannot find the current directory")?)?,
+        };
+        let mut data = Data { files: Vec::new(), len: 0, origin: String::new() };
+        let (count, what) = match found.files {
+            Files::Tokens(files) => {
+                for file in &files {
+                    data.push(map_tokens(file, vocab_size)?);
+                }
+                (files.len(), "token")
+            }
+            Files::Text(file) => {
+                let content = read_text(&file)?.ok_or_else(|| {
+                    anyhow!("--data {} is not text (UTF-8 without zero bytes). Tokens (u16 little-endian) are read from files named .bin", file.display())
+                })?;
+                data.push(tokenise(content, &file, text, vocab_size)?);
+                (1, "text")
+            }
+            Files::MaybeText(files) => (data.push_texts(files, &found.root, text, vocab_size)?, "text"),
+        };
+        let read_as = if what == "text" && text.is_bytes() { ", read as bytes" } else { "" };
+        data.origin = if count == 1 {
+            format!("{}{read_as}", found.root.display())
+        } else {
+            format!("{count} {what} files in {}{read_as}", found.root.display())
+        };
+        Ok(data)
+    }
+
+    /// The number of tokens.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Reads the tokens `start..start + out.len()`, which must be there.
+    pub(super) fn copy_to(&self, start: u64, out: &mut [u32]) {
+        let first = self.files.partition_point(|file| file.start <= start) - 1;
+        let (mut at, mut rest) = ((start - self.files[first].start) as usize, out);
+        for file in &self.files[first..] {
+            let (now, later) = rest.split_at_mut(rest.len().min(file.ids.len() - at));
+            file.ids.copy_to(at, now);
+            (at, rest) = (0, later);
+            if rest.is_empty() {
+                return;
+            }
+        }
+        unreachable!("the caller asks for tokens past the end of the data");
+    }
+
+    fn push(&mut self, ids: Ids) {
+        let len = ids.len();
+        if len > 0 {
+            self.files.push(FileTokens { start: self.len, ids });
+            self.len += len as u64;
+        }
+    }
+
+    /// Appends those of `files` that are text, joined by newlines, and returns their number.
+    fn push_texts(&mut self, files: Vec<PathBuf>, root: &Path, text: &Text, vocab_size: usize) -> Result<usize> {
+        let mut count = 0;
+        // A file is tokenised when the next one is there: then it is known that a newline goes between them.
+        let mut last: Option<(PathBuf, String)> = None;
+        for file in files {
+            let Some(content) = read_text(&file)? else { continue };
+            count += 1;
+            if let Some((file, mut content)) = last.replace((file, content)) {
+                content.push('\n');
+                self.push(tokenise(content, &file, text, vocab_size)?);
+            }
+        }
+        let (file, content) =
+            last.with_context(|| format!("{} holds no text files (UTF-8 without zero bytes)", root.display()))?;
+        self.push(tokenise(content, &file, text, vocab_size)?);
+        Ok(count)
+    }
+}
+
+/// `2,561 tokens of tokens.bin`
+impl fmt::Display for Data {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} tokens of {}", HumanCount(self.len), self.origin)
+    }
+}
+
+impl Ids {
+    fn len(&self) -> usize {
+        match self {
+            Ids::Bytes(bytes) => bytes.len(),
+            Ids::Tokenised(ids) => ids.len(),
+            Ids::Mapped(pairs) => pairs.len() / 2,
+        }
+    }
+
+    fn copy_to(&self, start: usize, out: &mut [u32]) {
+        let range = start..start + out.len();
+        match self {
+            Ids::Bytes(bytes) => {
+                out.iter_mut().zip(&bytes.as_bytes()[range]).for_each(|(out, &byte)| *out = byte.into())
+            }
+            Ids::Tokenised(ids) => out.copy_from_slice(&ids[range]),
+            Ids::Mapped(pairs) => {
+                let (pairs, _) = pairs[2 * range.start..2 * range.end].as_chunks();
+                out.iter_mut().zip(pairs).for_each(|(out, &pair)| *out = u16::from_le_bytes(pair).into());
+            }
+        }
+    }
+}
+
+fn tokenise(content: String, file: &Path, text: &Text, vocab_size: usize) -> Result<Ids> {
+    let check = |ids: &mut dyn Iterator<Item = u32>| {
+        ids.enumerate().find(|&(_, id)| id as usize >= vocab_size).map_or(Ok(()), |(at, id)| {
+            Err(anyhow!("{} {}", beyond_vocabulary(at as u64, file, id, vocab_size), text.way_out()))
+        })
+    };
+    if text.is_bytes() {
+        check(&mut content.bytes().map(u32::from))?;
+        return Ok(Ids::Bytes(content));
+    }
+    let ids = text.encode(&content).with_context(|| format!("cannot tokenise {}", file.display()))?;
+    check(&mut ids.iter().copied())?;
+    Ok(Ids::Tokenised(ids))
+}
+
+fn map_tokens(path: &Path, vocab_size: usize) -> Result<Ids> {
+    let open = || -> Result<(File, Mmap)> {
+        let file = File::open(path)?;
+        // SAFETY: the mapping is only read, and every value of its bytes is a token. That nobody cuts the file short meanwhile is the documented condition of
+        // `Data`; a program that maps its input can't see to it.
+        let map = unsafe { Mmap::map(&file)? };
+        Ok((file, map))
+    };
+    let (file, map) = open().with_context(|| format!("cannot read {}", path.display()))?;
+    ensure!(
+        map.len() % 2 == 0,
+        "{} has {} bytes, an odd number: a .bin file is a sequence of unsigned 16-bit little-endian tokens and nothing else",
+        path.display(),
+        map.len()
+    );
+    if vocab_size <= usize::from(u16::MAX) {
+        check_file(file, map.len(), path, vocab_size)?;
+    }
+    Ok(Ids::Mapped(map))
+}
+
+/// Reads the file rather than the mapping: pages of a mapping that were touched count as this process's memory.
+fn check_file(mut file: File, bytes: usize, path: &Path, vocab_size: usize) -> Result<()> {
+    let mut buffer = vec![0; bytes.min(1 << 20)];
+    let mut done = 0;
+    while done < bytes {
+        let part = &mut buffer[..(bytes - done).min(1 << 20)];
+        file.read_exact(part).with_context(|| format!("cannot read {}", path.display()))?;
+        let ids = part.as_chunks().0.iter().map(|&pair| u16::from_le_bytes(pair));
+        if ids.clone().fold(0, u16::max) as usize >= vocab_size {
+            let bad = ids.enumerate().find(|&(_, id)| usize::from(id) >= vocab_size);
+            let (at, id) = bad.context("the largest id is one of them")?;
+            return Err(anyhow!(
+                "{} Tokenise the data with the tokenizer that belongs to this model (a .bin file is read as unsigned 16-bit little-endian)",
+                beyond_vocabulary((done / 2 + at) as u64, path, id.into(), vocab_size)
+            ));
+        }
+        done += part.len();
+    }
+    Ok(())
+}
+
+fn beyond_vocabulary(at: u64, file: &Path, id: u32, vocab_size: usize) -> String {
+    format!(
+        "token {at} of {} has id {id}, but the model's vocabulary has {vocab_size} ids, 0 to {}.",
+        file.display(),
+        vocab_size.saturating_sub(1)
+    )
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::{super::text::tests::TOKENIZER, *};
+    use std::fs;
+
+    pub(crate) fn data_of(ids: &[&[u32]]) -> Data {
+        let mut data = Data { files: Vec::new(), len: 0, origin: "a test".into() };
+        ids.iter().for_each(|ids| data.push(Ids::Tokenised(ids.to_vec())));
+        data
+    }
+
+    fn all(data: &Data) -> Vec<u32> {
+        let mut out = vec![0; data.len() as usize];
+        data.copy_to(0, &mut out);
+        out
+    }
+
+    fn bin(ids: &[u16]) -> Vec<u8> {
+        ids.iter().flat_map(|id| id.to_le_bytes()).collect()
+    }
+
+    fn read(path: &Path, vocab_size: usize) -> Result<Data> {
+        Data::load(Some(path), &Text::new(None).unwrap(), vocab_size)
+    }
+
+    fn message(data: Result<Data>) -> String {
+        format!("{:#}", data.err().unwrap())
+    }
+
+    #[test]
+    fn any_stretch_can_be_read_over_the_borders_of_files() {
+        let data = data_of(&[&[0, 1, 2], &[], &[3], &[4, 5]]);
+        for start in 0..6_u32 {
+            for end in start + 1..=6 {
+                let mut out = vec![99; (end - start) as usize];
+                data.copy_to(start.into(), &mut out);
+                assert_eq!(out, (start..end).collect::<Vec<_>>());
+            }
+        }
+    }
+
+    #[test]
+    fn token_files_are_u16_little_endian_in_the_order_of_their_names() {
+        let directory = tempfile::tempdir().unwrap();
+        fs::write(directory.path().join("b.bin"), bin(&[3, 65_535])).unwrap();
+        fs::write(directory.path().join("a.bin"), bin(&[258])).unwrap();
+        fs::write(directory.path().join("aa.bin"), b"").unwrap();
+        let data = read(directory.path(), 65_536).unwrap();
+        assert_eq!(all(&data), [258, 3, 65_535]);
+        assert_eq!(data.to_string(), format!("3 tokens of 3 token files in {}", directory.path().display()));
+    }
+
+    #[test]
+    fn a_token_file_of_odd_length_is_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("odd.bin");
+        fs::write(&file, b"abc").unwrap();
+        let message = message(read(&file, 65_536));
+        assert!(message.contains("odd.bin has 3 bytes, an odd number"), "{message}");
+    }
+
+    #[test]
+    fn the_first_id_beyond_the_vocabulary_is_named() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("tokens.bin");
+        // Past the first stretch that is read at a time.
+        let mut ids = vec![130; 600_000];
+        (ids[550_000], ids[550_001]) = (131, 200);
+        fs::write(&file, bin(&ids)).unwrap();
+        let message = message(read(&file, 131));
+        assert!(message.contains("token 550000 of ") && message.contains("tokens.bin has id 131"), "{message}");
+        assert!(
+            message.contains("131 ids, 0 to 130") && message.contains("tokenizer that belongs to this model"),
+            "{message}"
+        );
+        assert_eq!(read(&file, 201).unwrap().len(), 600_000);
+    }
+
+    #[test]
+    fn texts_are_joined_by_newlines_and_other_files_left_out() {
+        let directory = tempfile::tempdir().unwrap();
+        fs::write(directory.path().join("1.txt"), "one").unwrap();
+        fs::write(directory.path().join("2.png"), b"\x89PNG\0").unwrap();
+        fs::write(directory.path().join("3.txt"), "").unwrap();
+        fs::write(directory.path().join("4.txt"), "two\n").unwrap();
+        let data = read(directory.path(), 256).unwrap();
+        assert_eq!(Text::new(None).unwrap().decode(&all(&data)).unwrap(), "one\n\ntwo\n");
+        assert!(data.to_string().contains("3 text files in") && data.to_string().ends_with("read as bytes"), "{data}");
+    }
+
+    #[test]
+    fn a_directory_without_text_and_a_file_that_is_none_are_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("weights.safetensors");
+        fs::write(&file, b"\0\0").unwrap();
+        assert!(message(read(directory.path(), 256)).contains("holds no text files"));
+        assert!(message(read(&file, 256)).contains("is not text"));
+    }
+
+    #[test]
+    fn bytes_beyond_a_model_s_vocabulary_point_to_the_missing_tokenizer() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("a.txt");
+        fs::write(&file, "ab\u{e9}").unwrap();
+        let text = Text::new(Some(directory.path())).unwrap();
+        let message = message(Data::load(Some(&file), &text, 131));
+        assert!(
+            message.contains("token 2 of ") && message.contains("id 195") && message.contains("has no tokenizer.json"),
+            "{message}"
+        );
+    }
+
+    #[test]
+    fn text_is_tokenised_and_ids_beyond_the_model_s_vocabulary_point_to_the_tokenizer() {
+        let directory = tempfile::tempdir().unwrap();
+        fs::write(directory.path().join("tokenizer.json"), TOKENIZER).unwrap();
+        let text = Text::new(Some(directory.path())).unwrap();
+        let texts = directory.path().join("texts");
+        fs::create_dir(&texts).unwrap();
+        fs::write(texts.join("1.txt"), "a b").unwrap();
+        fs::write(texts.join("2.txt"), "b rare").unwrap();
+        assert_eq!(all(&Data::load(Some(&texts), &text, 1000).unwrap()), [1, 2, 2, 999]);
+        let message = message(Data::load(Some(&texts), &text, 3));
+        assert!(
+            message.contains("token 1 of ")
+                && message.contains("2.txt has id 999")
+                && message.contains("tokenizer.json gives ids"),
+            "{message}"
+        );
+    }
+
+    #[test]
+    fn the_workspace_is_read_by_default() {
+        // Tests run in their package's directory, which is in a workspace or is the root of none.
+        let data = Data::load(None, &Text::new(None).unwrap(), 256);
+        match DataFiles::of_workspace(&env::current_dir().unwrap()) {
+            Ok(_) => assert!(data.unwrap().len() > 1000),
+            Err(_) => assert!(message(data).contains("Pass --data PATH")),
+        }
+    }
+}

@@ -1,0 +1,58 @@
+//! Sampling text from a model under training.
+
+use candle_core::{Device, IndexOp, Module, Result, Tensor};
+use rand_philox::{Philox, u32_to_unit_f64};
+
+/// Continues `prompt` by `tokens` ids, sampled at `temperature` with the random numbers of `seed`. Every rank calls it and gets the same ids.
+///
+/// The model runs anew on the last `context` ids for every token: simple, and short enough for a sample.
+///
+/// # Errors
+/// Those of the model.
+pub fn sample(
+    model: &impl Module,
+    prompt: &[u32],
+    tokens: usize,
+    context: usize,
+    temperature: f64,
+    seed: u64,
+    device: &Device,
+) -> Result<Vec<u32>> {
+    let mut ids = prompt.to_vec();
+    let mut random = Philox::from_u64_seed(seed);
+    for _ in 0..tokens {
+        let window = &ids[ids.len().saturating_sub(context)..];
+        let logits = model.forward(&Tensor::new(window, device)?.unsqueeze(0)?)?;
+        let last: Vec<f32> = logits.i((0, window.len() - 1))?.to_dtype(candle_core::DType::F32)?.to_vec1()?;
+        ids.push(draw(&last, temperature, u32_to_unit_f64(random.next_u32())));
+    }
+    Ok(ids.split_off(prompt.len()))
+}
+
+/// The id at quantile `u` of softmax(logits / temperature).
+fn draw(logits: &[f32], temperature: f64, u: f64) -> u32 {
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let weights: Vec<f64> = logits.iter().map(|&logit| (f64::from(logit - max) / temperature).exp()).collect();
+    let mut rest = u * weights.iter().sum::<f64>();
+    for (id, weight) in weights.iter().enumerate() {
+        rest -= weight;
+        if rest < 0. {
+            return id as u32;
+        }
+    }
+    weights.len().saturating_sub(1) as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::draw;
+
+    #[test]
+    fn draws_follow_the_logits() {
+        let logits = [0f32, 2f32.ln(), f32::NEG_INFINITY];
+        assert_eq!(draw(&logits, 1., 0.3), 0);
+        assert_eq!(draw(&logits, 1., 0.34), 1);
+        assert_eq!(draw(&logits, 1., 0.9999), 1);
+        assert_eq!(draw(&logits, 0.01, 0.3), 1);
+    }
+}

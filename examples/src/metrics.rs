@@ -1,0 +1,202 @@
+//! What a step measured, and the file that `--metrics` writes: one JSON object a line.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io::{self, BufRead, BufReader, Write},
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context, Result};
+use serde::{Deserialize, Deserializer, Serialize};
+
+/// What one optimizer step measured. Numbers are written so that they read back as the same bits; those that are not finite are written as `null`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StepRecord {
+    /// The step, counted from 1.
+    pub step: usize,
+    /// The mean cross-entropy over the tokens of all ranks.
+    #[serde(deserialize_with = "null_is_nan")]
+    pub loss: f64,
+    /// The global norm of the gradients before clipping.
+    #[serde(deserialize_with = "null_is_nan")]
+    pub grad_norm: f64,
+    /// The learning rate.
+    #[serde(deserialize_with = "null_is_nan")]
+    pub lr: f64,
+    /// How long the step took, in seconds.
+    #[serde(deserialize_with = "null_is_nan")]
+    pub step_time_s: f64,
+    /// Tokens of all ranks a second.
+    #[serde(deserialize_with = "null_is_nan")]
+    pub tokens_per_s: f64,
+    /// The most memory that a rank has had resident so far, in bytes: the largest rank's.
+    pub peak_mem_bytes: u64,
+    /// Parameters, gradients and optimizer state that are resident on a rank, in bytes.
+    pub shard_bytes: u64,
+}
+
+fn null_is_nan<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
+}
+
+/// A file of [`StepRecord`]s, one a line. A line is on its way to the disk when [`MetricsFile::write`] returns, so that the file can be followed.
+#[derive(Debug)]
+pub struct MetricsFile {
+    path: PathBuf,
+    file: File,
+}
+
+impl MetricsFile {
+    /// Opens the file for a run that has `done` steps behind it, and makes its directory if need be. A fresh run (0) starts with an empty file. A resumed one
+    /// appends to what is there up to its step; records of later steps, which are taken again, and half a line that a crash left are removed.
+    ///
+    /// # Errors
+    /// The file can't be written there.
+    pub fn open(path: &Path, done: usize) -> Result<Self> {
+        let open = || -> io::Result<File> {
+            if let Some(directory) = path.parent() {
+                fs::create_dir_all(directory)?;
+            }
+            let file = OpenOptions::new().create(true).read(true).append(true).open(path)?;
+            file.set_len(length_up_to(done, &file)?)?;
+            Ok(file)
+        };
+        let file = open().with_context(|| format!("cannot write metrics to {}", path.display()))?;
+        Ok(MetricsFile { path: path.to_owned(), file })
+    }
+
+    /// Writes one line.
+    ///
+    /// # Errors
+    /// The disk is full, or the file is gone.
+    pub fn write(&mut self, record: &StepRecord) -> Result<()> {
+        let mut line = serde_json::to_vec(record)?;
+        line.push(b'\n');
+        self.file.write_all(&line).with_context(|| format!("cannot write metrics to {}", self.path.display()))
+    }
+}
+
+/// The length in bytes of the whole records of steps up to `step` at the file's start.
+fn length_up_to(step: usize, file: &File) -> io::Result<u64> {
+    let (mut length, mut line) = (0, Vec::new());
+    let mut reader = BufReader::new(file);
+    loop {
+        line.clear();
+        let read = reader.read_until(b'\n', &mut line)?;
+        let keep =
+            line.ends_with(b"\n") && serde_json::from_slice(&line).is_ok_and(|record: StepRecord| record.step <= step);
+        if !keep {
+            return Ok(length);
+        }
+        length += read as u64;
+    }
+}
+
+/// The most memory that this process has had resident so far, in bytes; 0 where the system does not tell (it is read from Linux's `/proc/self/status`).
+pub fn peak_memory_bytes() -> u64 {
+    fs::read_to_string("/proc/self/status").ok().and_then(|status| high_water_mark(&status)).unwrap_or(0)
+}
+
+fn high_water_mark(status: &str) -> Option<u64> {
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(step: usize) -> StepRecord {
+        StepRecord {
+            step,
+            loss: 4.897_181_034_088_135 / step as f64,
+            grad_norm: 0.1 + 0.2,
+            lr: 1e-3,
+            step_time_s: 0.25,
+            tokens_per_s: 4096.0,
+            peak_mem_bytes: 1 << 33,
+            shard_bytes: 123,
+        }
+    }
+
+    fn write(path: &Path, done: usize, steps: impl IntoIterator<Item = usize>) {
+        let mut file = MetricsFile::open(path, done).unwrap();
+        for step in steps {
+            file.write(&record(step)).unwrap();
+        }
+    }
+
+    fn steps(path: &Path) -> Vec<usize> {
+        let lines = fs::read_to_string(path).unwrap();
+        lines.lines().map(|line| serde_json::from_str::<StepRecord>(line).unwrap().step).collect()
+    }
+
+    #[test]
+    fn a_line_holds_exactly_the_promised_fields() {
+        assert_eq!(
+            serde_json::to_string(&record(1)).unwrap(),
+            r#"{"step":1,"loss":4.897181034088135,"grad_norm":0.30000000000000004,"lr":0.001,"step_time_s":0.25,"tokens_per_s":4096.0,"peak_mem_bytes":8589934592,"shard_bytes":123}"#
+        );
+    }
+
+    #[test]
+    fn every_line_can_be_read_as_soon_as_it_is_written() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("new/metrics.jsonl");
+        let mut file = MetricsFile::open(&path, 0).unwrap();
+        for step in 1..=3 {
+            file.write(&record(step)).unwrap();
+            assert_eq!(steps(&path), (1..=step).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn what_is_not_finite_reads_back_as_nan() {
+        let line = serde_json::to_string(&StepRecord { loss: f64::INFINITY, ..record(1) }).unwrap();
+        assert!(line.contains(r#""loss":null"#), "{line}");
+        assert!(serde_json::from_str::<StepRecord>(&line).unwrap().loss.is_nan());
+    }
+
+    #[test]
+    fn a_fresh_run_starts_an_empty_file_and_a_resumed_one_goes_on() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("metrics.jsonl");
+        write(&path, 0, 1..=3);
+        write(&path, 3, 4..=5);
+        assert_eq!(steps(&path), [1, 2, 3, 4, 5]);
+        write(&path, 0, 1..=2);
+        assert_eq!(steps(&path), [1, 2]);
+    }
+
+    #[test]
+    fn steps_that_are_taken_again_and_half_lines_are_replaced() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("metrics.jsonl");
+        write(&path, 0, 1..=5);
+        OpenOptions::new().append(true).open(&path).unwrap().write_all(b"{\"step\":6,\"lo").unwrap();
+        write(&path, 5, 6..=6);
+        assert_eq!(steps(&path), [1, 2, 3, 4, 5, 6]);
+        write(&path, 2, 3..=3);
+        assert_eq!(steps(&path), [1, 2, 3]);
+    }
+
+    #[test]
+    fn a_file_that_can_not_be_written_is_named() {
+        let directory = tempfile::tempdir().unwrap();
+        let error = format!("{:#}", MetricsFile::open(directory.path(), 0).unwrap_err());
+        assert!(
+            error.contains("cannot write metrics to") && error.contains(directory.path().to_str().unwrap()),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn the_high_water_mark_is_in_kib() {
+        assert_eq!(high_water_mark("VmPeak:\t  9 kB\nVmHWM:\t    1752 kB\nVmRSS:\t 5 kB\n"), Some(1752 * 1024));
+        assert_eq!(high_water_mark("VmPeak:\t  9 kB\n"), None);
+        assert_eq!(high_water_mark("VmHWM:\t  many kB\n"), None);
+        if cfg!(target_os = "linux") {
+            assert!(peak_memory_bytes() > 1 << 16);
+        }
+    }
+}

@@ -1,0 +1,112 @@
+//! GPT-2, with the parameter names of Hugging Face's `GPT2LMHeadModel`: `Conv1D` weights are `[in, out]`, the head is the token embedding.
+//!
+//! In shapes, B is the batch, T the time, C the width of the residual stream, H the heads and D their width.
+
+use candle_core::{Module, Result, Tensor};
+use candle_nn::{Init, VarBuilder};
+use fsdp_candle::FsdpModule;
+use fsdp_candle::nn::{self, Conv1D, Embedding, LayerNorm, Linear};
+
+use super::config::Gpt2Config;
+
+/// One block: attention and MLP, each behind a norm and beside a residual.
+pub struct Block {
+    norm_1: LayerNorm,
+    qkv: Conv1D,
+    attention_output: Conv1D,
+    norm_2: LayerNorm,
+    up: Conv1D,
+    down: Conv1D,
+    heads: usize,
+    scale: f64,
+    exact_gelu: bool,
+}
+
+fn conv_1d(inputs: usize, outputs: usize, stdev: f64, vb: VarBuilder) -> Result<Conv1D> {
+    let weight = vb.get_with_hints((inputs, outputs), "weight", Init::Randn { mean: 0., stdev })?;
+    let bias = vb.get_with_hints(outputs, "bias", Init::Const(0.))?;
+    Ok(Conv1D::new(weight, Some(bias)))
+}
+
+impl Block {
+    /// Asks `vb` for the block's parameters.
+    ///
+    /// # Errors
+    /// When a parameter can't be initialised.
+    pub fn new(config: &Gpt2Config, vb: VarBuilder) -> Result<Self> {
+        let width = config.n_embd;
+        let inner = config.n_inner.unwrap_or(4 * width);
+        let stdev = config.initializer_range;
+        // Projections back into the residual stream start smaller, as in the GPT-2 paper.
+        let residual = stdev / (2. * config.n_layer as f64).sqrt();
+        let (attention, mlp) = (vb.pp("attn"), vb.pp("mlp"));
+        Ok(Block {
+            norm_1: nn::layer_norm(width, config.layer_norm_epsilon, vb.pp("ln_1"))?,
+            qkv: conv_1d(width, 3 * width, stdev, attention.pp("c_attn"))?,
+            attention_output: conv_1d(width, width, residual, attention.pp("c_proj"))?,
+            norm_2: nn::layer_norm(width, config.layer_norm_epsilon, vb.pp("ln_2"))?,
+            up: conv_1d(width, inner, stdev, mlp.pp("c_fc"))?,
+            down: conv_1d(inner, width, residual, mlp.pp("c_proj"))?,
+            heads: config.n_head,
+            scale: 1. / ((width / config.n_head) as f64).sqrt(),
+            exact_gelu: config.activation_function == "gelu",
+        })
+    }
+
+    fn attention(&self, x_btc: &Tensor) -> Result<Tensor> {
+        let qkv = self.qkv.forward(x_btc)?;
+        self.attention_output.forward(&nn::causal_attention_qkv(&qkv, self.heads, self.heads, self.scale)?)
+    }
+
+    fn mlp(&self, x_btc: &Tensor) -> Result<Tensor> {
+        let x = self.up.forward(x_btc)?;
+        self.down.forward(&if self.exact_gelu { nn::gelu_erf(&x)? } else { nn::gelu(&x)? })
+    }
+}
+
+impl Module for Block {
+    fn forward(&self, x_btc: &Tensor) -> Result<Tensor> {
+        let x_btc = (x_btc + self.attention(&self.norm_1.forward(x_btc)?)?)?;
+        let mlp = self.mlp(&self.norm_2.forward(&x_btc)?)?;
+        x_btc + mlp
+    }
+}
+
+/// The whole model around its blocks.
+pub struct Gpt2 {
+    tokens: Embedding,
+    positions: Embedding,
+    blocks: Vec<FsdpModule<Block>>,
+    norm: LayerNorm,
+    head: Linear,
+}
+
+impl Gpt2 {
+    /// Asks `vb` for the parameters outside the blocks, whose names start with `prefix`.
+    ///
+    /// # Errors
+    /// When a parameter can't be initialised.
+    pub fn new(config: &Gpt2Config, prefix: &str, blocks: Vec<FsdpModule<Block>>, vb: VarBuilder) -> Result<Self> {
+        let width = config.n_embd;
+        let normal = Init::Randn { mean: 0., stdev: config.initializer_range };
+        let tokens = vb.pp(format!("{prefix}wte")).get_with_hints((config.vocab_size, width), "weight", normal)?;
+        let positions = vb.pp(format!("{prefix}wpe")).get_with_hints((config.n_positions, width), "weight", normal)?;
+        Ok(Gpt2 {
+            head: Linear::new(tokens.clone(), None),
+            tokens: Embedding::new(tokens)?,
+            positions: Embedding::new(positions)?,
+            blocks,
+            norm: nn::layer_norm(width, config.layer_norm_epsilon, vb.pp(format!("{prefix}ln_f")))?,
+        })
+    }
+}
+
+impl Module for Gpt2 {
+    fn forward(&self, ids_bt: &Tensor) -> Result<Tensor> {
+        let (_, t) = ids_bt.dims2()?;
+        let positions = Tensor::arange(0u32, t as u32, ids_bt.device())?;
+        let x_btc = self.tokens.forward(ids_bt)?.broadcast_add(&self.positions.forward(&positions)?)?;
+        let x_btc = self.blocks.iter().try_fold(x_btc, |x_btc, block| block.forward(&x_btc))?;
+        self.head.forward(&self.norm.forward(&x_btc)?)
+    }
+}

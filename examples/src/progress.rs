@@ -1,0 +1,151 @@
+//! How a run shows what it does, on stderr: a bar where that is a terminal, plain lines elsewhere.
+
+use std::{
+    io::{self, IsTerminal, Write},
+    time::Duration,
+};
+
+use indicatif::{FormattedDuration, HumanCount, ProgressBar, ProgressDrawTarget, ProgressFinish, ProgressStyle};
+
+use crate::metrics::StepRecord;
+
+const TEMPLATE: &str = "step {pos}/{len} [{wide_bar:.cyan/blue}] {msg}  ETA {eta}";
+
+/// Shows the steps of a run as they are taken.
+///
+/// Plain lines come for the first step, for every twentieth of the run and for the last step.
+pub struct Progress {
+    bar: Option<ProgressBar>,
+    total: usize,
+    steps: usize,
+    time_s: f64,
+}
+
+impl Progress {
+    /// Shows the steps `done + 1` to `total`. For one rank to have: lines of several would mix.
+    pub fn new(done: usize, total: usize) -> Self {
+        let bar = io::stderr().is_terminal().then(|| bar(ProgressDrawTarget::stderr(), done, total));
+        Progress { bar, total, steps: 0, time_s: 0.0 }
+    }
+
+    /// Shows a step that has been taken.
+    pub fn step(&mut self, record: &StepRecord) {
+        self.steps += 1;
+        self.time_s += record.step_time_s;
+        if let Some(bar) = &self.bar {
+            bar.set_message(format!("loss {:.4}  {} tokens/s", record.loss, tokens_per_s(record)));
+            bar.set_position(record.step as u64);
+        } else if self.steps == 1 || is_line_due(record.step, self.total) {
+            // Unlike `eprintln!` it does not panic when nobody reads stderr any more.
+            writeln!(io::stderr(), "{}", self.line(record)).ok();
+        }
+    }
+
+    /// Leaves the bar as it stands, on a line of its own. Dropping does the same, so that the message of a run that fails comes below the bar.
+    pub fn finish(self) {}
+
+    fn line(&self, record: &StepRecord) -> String {
+        let left = self.total.saturating_sub(record.step) as f64 * self.time_s / self.steps.max(1) as f64;
+        let left = Duration::try_from_secs_f64(left).unwrap_or(Duration::MAX).as_secs();
+        format!(
+            "step {:>width$}/{}  loss {:.4}  grad norm {:.4}  lr {:.3e}  {} tokens/s  ETA {}",
+            record.step,
+            self.total,
+            record.loss,
+            record.grad_norm,
+            record.lr,
+            tokens_per_s(record),
+            FormattedDuration(Duration::from_secs(left)),
+            width = self.total.to_string().len(),
+        )
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        if let Some(bar) = &self.bar {
+            bar.abandon();
+        }
+    }
+}
+
+fn bar(target: ProgressDrawTarget, done: usize, total: usize) -> ProgressBar {
+    // The template is a constant that a test reads; a bar without it would still be a bar.
+    let style = ProgressStyle::with_template(TEMPLATE).unwrap_or_else(|_| ProgressStyle::default_bar());
+    let bar = ProgressBar::with_draw_target(Some(total as u64), target)
+        .with_style(style.progress_chars("=> "))
+        .with_finish(ProgressFinish::Abandon);
+    bar.set_position(done as u64);
+    // What was done before this run says nothing about its speed.
+    bar.reset_eta();
+    bar.tick();
+    bar
+}
+
+fn is_line_due(step: usize, total: usize) -> bool {
+    step == total || step.is_multiple_of((total / 20).max(1))
+}
+
+fn tokens_per_s(record: &StepRecord) -> HumanCount {
+    HumanCount(record.tokens_per_s as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(step: usize) -> StepRecord {
+        StepRecord {
+            step,
+            loss: 5.545_177,
+            grad_norm: 1.25,
+            lr: 1e-3,
+            step_time_s: 2.0,
+            tokens_per_s: 12_345.6,
+            peak_mem_bytes: 0,
+            shard_bytes: 0,
+        }
+    }
+
+    #[test]
+    fn lines_are_due_at_every_twentieth_and_at_the_end() {
+        let due = |total: usize| (1..=total).filter(|&step| is_line_due(step, total)).collect::<Vec<_>>();
+        assert_eq!(due(3), [1, 2, 3]);
+        assert_eq!(due(150).len(), 22);
+        assert_eq!(due(150)[..2], [7, 14]);
+        assert_eq!(due(150).last(), Some(&150));
+        assert_eq!(due(400), (1..=20).map(|n| n * 20).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_line_tells_loss_speed_and_the_time_left() {
+        let mut progress = Progress { bar: Some(ProgressBar::hidden()), total: 150, steps: 0, time_s: 0.0 };
+        progress.step(&record(1));
+        progress.step(&StepRecord { step_time_s: 1.0, ..record(2) });
+        assert_eq!(
+            progress.line(&record(2)),
+            "step   2/150  loss 5.5452  grad norm 1.2500  lr 1.000e-3  12,345 tokens/s  ETA 00:03:42"
+        );
+    }
+
+    #[test]
+    fn numbers_that_are_none_do_no_harm() {
+        let mut progress = Progress { bar: Some(ProgressBar::hidden()), total: 5, steps: 0, time_s: 0.0 };
+        progress.step(&StepRecord { loss: f64::NAN, step_time_s: f64::INFINITY, tokens_per_s: f64::NAN, ..record(1) });
+        assert!(progress.line(&StepRecord { loss: f64::NAN, ..record(9) }).contains("loss NaN"));
+        assert!(progress.line(&record(1)).contains("ETA"));
+    }
+
+    #[test]
+    fn the_bar_follows_the_steps() {
+        assert!(ProgressStyle::with_template(TEMPLATE).is_ok());
+        let bar = bar(ProgressDrawTarget::hidden(), 10, 20);
+        assert_eq!((bar.position(), bar.length()), (10, Some(20)));
+        let mut progress = Progress { bar: Some(bar.clone()), total: 20, steps: 0, time_s: 0.0 };
+        progress.step(&record(11));
+        assert_eq!((bar.position(), bar.message().as_str()), (11, "loss 5.5452  12,345 tokens/s"));
+        progress.finish();
+        assert!(bar.is_finished());
+        assert_eq!(bar.position(), 11);
+    }
+}

@@ -1,0 +1,47 @@
+//! What can go wrong when parameters are sharded.
+
+/// The errors of this crate. Each names the parameter or unit, and the way out.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// Between ranks, or in a mesh.
+    #[error(transparent)]
+    Core(#[from] fsdp_core::Error),
+    /// In a checkpoint or a model file.
+    #[error(transparent)]
+    Checkpoint(#[from] fsdp_ckpt::Error),
+    /// In Candle.
+    #[error(transparent)]
+    Candle(#[from] candle_core::Error),
+    /// A parameter was used, declared or loaded in a way that can't be.
+    #[error("parameter `{name}`: {message}")]
+    Parameter {
+        /// The parameter's FQN.
+        name: String,
+        /// What was expected, what was found, and the way out.
+        message: String,
+    },
+    /// A unit (one `fully_shard` call) was used in a way that can't be.
+    #[error("FSDP unit `{unit}`: {message}")]
+    Unit {
+        /// The unit's path in the model; the root's is `(root)`.
+        unit: String,
+        /// What was expected, what was found, and the way out.
+        message: String,
+    },
+    /// The device can't be used.
+    #[error("device: {0}")]
+    Device(String),
+}
+
+impl From<Error> for candle_core::Error {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Candle(error) => error,
+            error => candle_core::Error::wrap(error),
+        }
+    }
+}
+
+/// A [`std::result::Result`] with this crate's [`enum@Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;

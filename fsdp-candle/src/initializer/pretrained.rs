@@ -1,0 +1,81 @@
+//! Initial values read from a Hugging Face model directory, each rank reading the bytes of its own shards.
+
+use std::path::Path;
+
+use candle_core::DType;
+use fsdp_ckpt::hf::HfModel;
+use half::{bf16, f16};
+
+use super::{Initializer, ShardRequest};
+use crate::{Error, Result};
+
+/// The weights of a model directory: `model.safetensors`, or `model.safetensors.index.json` and the files that it names. Floating point weights are
+/// converted to the parameter's dtype.
+pub struct Pretrained {
+    model: HfModel,
+}
+
+impl Pretrained {
+    /// Opens a directory; weights are read when parameters are built.
+    ///
+    /// # Errors
+    /// When there are no weights, or a file is no safetensors file.
+    pub fn open(dir: impl AsRef<Path>) -> Result<Self> {
+        Ok(Pretrained { model: HfModel::open(dir.as_ref())? })
+    }
+}
+
+impl Initializer for Pretrained {
+    fn fill(&self, request: &ShardRequest<'_>, shard: &mut [u8]) -> Result<()> {
+        let info = self.model.info(request.name)?;
+        let fail = |message: String| Error::Parameter { name: request.name.into(), message };
+        if info.shape != request.shape {
+            return Err(fail(format!(
+                "the model asks for shape {:?}, but {} holds it with shape {:?}: config.json and the weights do not belong together",
+                request.shape,
+                info.file.display(),
+                info.shape
+            )));
+        }
+        if !info.dtype.is_float() {
+            return Err(fail(format!(
+                "{} holds it as {}; weights are F32, F64, BF16 or F16",
+                info.file.display(),
+                info.dtype
+            )));
+        }
+        let wanted = crate::storage::to_core_dtype(request.dtype)?;
+        if wanted == info.dtype {
+            return Ok(self.model.read(request.name, request.region, shard)?);
+        }
+        let mut raw = vec![0; request.region.elements() * info.dtype.size()];
+        self.model.read(request.name, request.region, &mut raw)?;
+        let values = floats(info.dtype, &raw);
+        match request.dtype {
+            DType::F32 => write(shard, values, |v| (v as f32).to_ne_bytes()),
+            DType::F64 => write(shard, values, f64::to_ne_bytes),
+            DType::BF16 => write(shard, values, |v| bf16::from_f64(v).to_ne_bytes()),
+            _ => write(shard, values, |v| f16::from_f64(v).to_ne_bytes()),
+        }
+        Ok(())
+    }
+
+    fn contains(&self, name: &str) -> bool {
+        self.model.info(name).is_ok()
+    }
+}
+
+fn floats(dtype: fsdp_core::DType, raw: &[u8]) -> Box<dyn Iterator<Item = f64> + '_> {
+    match dtype {
+        fsdp_core::DType::F32 => Box::new(raw.as_chunks().0.iter().map(|b| f64::from(f32::from_ne_bytes(*b)))),
+        fsdp_core::DType::BF16 => Box::new(raw.as_chunks().0.iter().map(|b| bf16::from_ne_bytes(*b).to_f64())),
+        fsdp_core::DType::F16 => Box::new(raw.as_chunks().0.iter().map(|b| f16::from_ne_bytes(*b).to_f64())),
+        _ => Box::new(raw.as_chunks().0.iter().map(|b| f64::from_ne_bytes(*b))),
+    }
+}
+
+fn write<const N: usize>(shard: &mut [u8], values: impl Iterator<Item = f64>, bytes: impl Fn(f64) -> [u8; N]) {
+    for (element, value) in shard.as_chunks_mut::<N>().0.iter_mut().zip(values) {
+        *element = bytes(value);
+    }
+}

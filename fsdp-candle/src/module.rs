@@ -1,0 +1,159 @@
+//! A module whose parameters are one unit: its forward runs between the hooks.
+
+use std::sync::Arc;
+
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Module, Result, Tensor};
+
+use crate::context::Context;
+use crate::group::ParamGroup;
+use crate::hooks;
+use crate::param::FsdpParam;
+use crate::tensors::Tensors;
+
+/// A module under `fully_shard`. Calling it gathers its parameters, runs it and frees them again.
+///
+/// A module with Candle's ordinary signature is called by [`Module::forward`]; one with any other by [`FsdpModule::call`], which runs a closure on it.
+pub struct FsdpModule<M> {
+    inner: M,
+    group: Arc<ParamGroup>,
+    context: Arc<Context>,
+}
+
+impl<M> FsdpModule<M> {
+    pub(crate) fn new(inner: M, group: Arc<ParamGroup>, context: Arc<Context>) -> Self {
+        FsdpModule { inner, group, context }
+    }
+
+    /// The module itself. Calling its forward goes past the hooks, and so meets parameters that are not there.
+    pub fn inner(&self) -> &M {
+        &self.inner
+    }
+
+    /// The parameters of this unit: those of the module less those of units inside it.
+    pub fn params(&self) -> &[Arc<FsdpParam>] {
+        self.group.params()
+    }
+
+    /// The unit's path in the model, `(root)` for the root.
+    pub fn name(&self) -> &str {
+        self.group.name()
+    }
+
+    /// Runs `forward` on the module with its parameters gathered: for modules of any signature.
+    ///
+    /// # Errors
+    /// Those of `forward`, and of the collectives. After an error the model can be called again.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device, Tensor, Result};
+    /// # use fsdp_candle::{fully_shard, FullyShard, ShardedVarMap, nn};
+    /// struct Scaled(nn::Linear);
+    /// impl Scaled {
+    ///     fn forward(&self, x: &Tensor, scale: f64) -> Result<Tensor> {
+    ///         use candle_core::Module;
+    ///         self.0.forward(x)? * scale
+    ///     }
+    /// }
+    /// let world = fsdp_candle::World::single().unwrap();
+    /// let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)]).unwrap(), world.device());
+    /// let opts = FullyShard::new(&vars);
+    /// let model = fully_shard(&opts, vars.builder(DType::F32), |vb| Ok(Scaled(nn::linear(4, 2, vb)?))).unwrap();
+    /// let x = Tensor::ones((3, 4), DType::F32, &Device::Cpu).unwrap();
+    /// let y = model.call(|m| m.forward(&x, 2.0)).unwrap();
+    /// assert_eq!(y.dims(), [3, 2]);
+    /// ```
+    pub fn call<O: Tensors>(&self, forward: impl FnOnce(&M) -> Result<O>) -> Result<O> {
+        let guard = self.context.pre_forward(&self.group)?;
+        let outputs = forward(&self.inner).map_err(|error| self.explain(error))?;
+        let outputs = match self.group.mp_policy.output_dtype {
+            Some(dtype) => cast(outputs, dtype)?,
+            None => outputs,
+        };
+        if self.context.post_forward(&self.group, guard)? {
+            outputs.map_tensors(&mut |tensor| hooks::pre_backward(&tensor, &self.group))
+        } else {
+            Ok(outputs)
+        }
+    }
+
+    /// As [`FsdpModule::call`], with inputs that are cast to the unit's `param_dtype` where its policy says so.
+    ///
+    /// # Errors
+    /// As [`FsdpModule::call`].
+    pub fn call_with<I: Tensors, O: Tensors>(&self, inputs: I, forward: impl FnOnce(&M, I) -> Result<O>) -> Result<O> {
+        let policy = &self.group.mp_policy;
+        let inputs = match policy.param_dtype {
+            Some(dtype) if policy.cast_forward_inputs => cast(inputs, dtype)?,
+            _ => inputs,
+        };
+        self.call(|inner| forward(inner, inputs))
+    }
+
+    /// Candle's backward with the gradients reduced: averaged over the data-parallel ranks, sharded as the parameters are, and filed under the ids of the
+    /// parameters' [`FsdpParam::var`]. Collective: every rank calls it, on the outermost module.
+    ///
+    /// # Errors
+    /// Candle's, and those of the collectives. After an error the model can be called again.
+    pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
+        self.context.backward(loss).map_err(|error| self.explain(error))
+    }
+
+    /// Gathers the unit's parameters until [`FsdpModule::reshard`], the next forward that frees them, or backward. Not recursive. Collective.
+    ///
+    /// # Errors
+    /// Those of the all-gather.
+    pub fn unshard(&self) -> Result<()> {
+        self.group.unshard()
+    }
+
+    /// Frees the unit's full parameters. Not recursive.
+    ///
+    /// # Errors
+    /// Candle's.
+    pub fn reshard(&self) -> Result<()> {
+        self.group.reshard()
+    }
+
+    /// Makes the whole model ready for a new iteration after a forward or backward that failed. Errors do this on their own rank; other ranks call it.
+    pub fn reset_iter_state(&self) {
+        self.context.reset_iter_state();
+    }
+
+    /// The trainable parameters that took part in a forward and got no gradient in its backward, by name: layers that cut the graph, or unused ones.
+    pub fn parameters_without_gradient(&self) -> Vec<String> {
+        self.context.without_gradient()
+    }
+
+    /// Says what Candle's message about the poison means.
+    fn explain(&self, error: candle_core::Error) -> candle_core::Error {
+        let text = error.to_string();
+        if !text.contains("F4") || text.contains("FSDP unit") {
+            return error;
+        }
+        let sharded: Vec<String> = self
+            .context
+            .groups()
+            .iter()
+            .filter(|group| !group.is_unsharded())
+            .map(|group| format!("`{}`", group.name()))
+            .collect();
+        error.context(format!(
+            "FSDP unit `{}`: a sharded parameter was used (Candle calls its storage F4) outside the forward of the unit that owns it, or by a layer that \
+             computes on its weights while it is built. It belongs to one of the units that are not gathered here: {}. Call that unit through its \
+             FsdpModule (`forward` or `call`), or `unshard()` it first",
+            self.name(),
+            sharded.join(", ")
+        ))
+    }
+}
+
+fn cast<T: Tensors>(tensors: T, dtype: DType) -> Result<T> {
+    tensors.map_tensors(&mut |tensor| if tensor.dtype().is_float() { tensor.to_dtype(dtype) } else { Ok(tensor) })
+}
+
+impl<M: Module> Module for FsdpModule<M> {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        self.call_with(xs.clone(), |inner, xs| inner.forward(&xs))
+    }
+}

@@ -1,0 +1,300 @@
+//! The affine map of a fully connected layer, `y = x W^T + b`, and GPT-2's `Conv1D`, which stores `W` transposed.
+//!
+//! With `x` of `m` rows: `dx = dy W`, `dW = dy^T x`, `db` = the column sums of `dy`. Each is one matrix product into its destination; the weight's
+//! gradient is accumulated where the parameter keeps it.
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Module, Result, Shape, Tensor, bail};
+use candle_nn::{Init, VarBuilder, init};
+
+use super::matrix::{Mat, MatMut, product};
+use super::parallel::map_rows;
+use super::simd::kernel;
+use super::values::{cpu, floats, read, same_kind, served, small_weight_grad, storage, tensor, weight_grad};
+use crate::weight::Weight;
+
+/// A fully connected layer `y = x W^T + b`: weight `[out, in]`, optional bias `[out]`, input `[.., in]`, output `[.., out]`.
+///
+/// It differs from [`candle_nn::Linear`] in speed only: product and bias are one operation, and the weight's gradient is accumulated in place.
+///
+/// ```
+/// use candle_core::{Device, Module, Tensor};
+/// use fsdp_candle::nn::Linear;
+///
+/// let weight = Tensor::new(&[[1f32, 2.], [3., 4.], [5., 6.]], &Device::Cpu)?;
+/// let layer = Linear::new(weight, None);
+/// let y = layer.forward(&Tensor::new(&[[10f32, 100.]], &Device::Cpu)?)?;
+/// assert_eq!(y.to_vec2::<f32>()?, [[210.0, 430.0, 650.0]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Linear {
+    weight: Tensor,
+    bias: Option<Tensor>,
+}
+
+impl Linear {
+    /// A layer with this weight `[out, in]` and bias `[out]`.
+    pub fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
+        Self { weight, bias }
+    }
+
+    /// The weight, `[out, in]`.
+    pub fn weight(&self) -> &Tensor {
+        &self.weight
+    }
+
+    /// The bias, `[out]`.
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.bias.as_ref()
+    }
+}
+
+impl Module for Linear {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        affine("Linear", x, &self.weight, self.bias.as_ref(), false)
+    }
+}
+
+/// A [`Linear`] layer with a bias, from the tensors `weight` and `bias` of `vb`.
+pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
+    let weight = vb.get_with_hints((out_dim, in_dim), "weight", init::DEFAULT_KAIMING_NORMAL)?;
+    let bound = 1. / (in_dim as f64).sqrt();
+    let bias = vb.get_with_hints(out_dim, "bias", Init::Uniform { lo: -bound, up: bound })?;
+    Ok(Linear::new(weight, Some(bias)))
+}
+
+/// A [`Linear`] layer without a bias, from the tensor `weight` of `vb`.
+pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
+    let weight = vb.get_with_hints((out_dim, in_dim), "weight", init::DEFAULT_KAIMING_NORMAL)?;
+    Ok(Linear::new(weight, None))
+}
+
+/// [`linear`] or [`linear_no_bias`].
+pub fn linear_b(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder) -> Result<Linear> {
+    if bias { linear(in_dim, out_dim, vb) } else { linear_no_bias(in_dim, out_dim, vb) }
+}
+
+/// GPT-2's fully connected layer `y = x W + b`: weight `[in, out]`, bias `[out]`, input `[.., in]`, output `[.., out]`.
+#[derive(Clone, Debug)]
+pub struct Conv1D {
+    weight: Tensor,
+    bias: Option<Tensor>,
+}
+
+impl Conv1D {
+    /// A layer with this weight `[in, out]` and bias `[out]`.
+    pub fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
+        Self { weight, bias }
+    }
+
+    /// The weight, `[in, out]`.
+    pub fn weight(&self) -> &Tensor {
+        &self.weight
+    }
+
+    /// The bias, `[out]`.
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.bias.as_ref()
+    }
+}
+
+impl Module for Conv1D {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        affine("Conv1D", x, &self.weight, self.bias.as_ref(), true)
+    }
+}
+
+/// A [`Conv1D`] layer from the tensors `weight` and `bias` of `vb`, which start as GPT-2's do: normal with standard deviation 0.02, and zero.
+pub fn conv1d(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Conv1D> {
+    let weight = vb.get_with_hints((in_dim, out_dim), "weight", Init::Randn { mean: 0., stdev: 0.02 })?;
+    let bias = vb.get_with_hints(out_dim, "bias", Init::Const(0.))?;
+    Ok(Conv1D::new(weight, Some(bias)))
+}
+
+/// `x W^T + b`, or `x W + b` for a weight stored as `[in, out]`.
+fn affine(function: &'static str, x: &Tensor, w: &Tensor, bias: Option<&Tensor>, in_out: bool) -> Result<Tensor> {
+    let (rows, cols) = w.dims2()?;
+    let (inputs, outputs) = if in_out { (rows, cols) } else { (cols, rows) };
+    if x.rank() == 0 || x.dims()[x.rank() - 1] != inputs {
+        bail!("{function}: the input {:?} must end in {inputs}, for the weight is {:?}", x.dims(), w.dims());
+    }
+    if let Some(bias) = bias
+        && bias.dims() != [outputs]
+    {
+        bail!("{function}: the bias {:?} must be [{outputs}], for the weight is {:?}", bias.dims(), w.dims());
+    }
+    same_kind(function, ("the input", x), ("the weight", w))?;
+    if let Some(bias) = bias {
+        same_kind(function, ("the input", x), ("the bias", bias))?;
+    }
+    if !served(x) {
+        return composite(x, w, bias, in_out);
+    }
+    let weight = Weight::of(w)?;
+    let node = weight.node().clone();
+    match bias {
+        None => x.apply_op2(&node, Affine { function, weight, bias: None, in_out, inputs, outputs }),
+        Some(bias) => {
+            let bias = Weight::of(bias)?;
+            let bias_node = bias.node().clone();
+            x.apply_op3(&node, &bias_node, Affine { function, weight, bias: Some(bias), in_out, inputs, outputs })
+        }
+    }
+}
+
+/// The same from Candle's operations.
+pub(super) fn composite(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, in_out: bool) -> Result<Tensor> {
+    let mut shape = x.dims().to_vec();
+    let inputs = shape.pop().unwrap_or(1);
+    let w = if in_out { w.clone() } else { w.t()? };
+    shape.push(w.dim(1)?);
+    let y = x.reshape(((), inputs))?.matmul(&w)?.reshape(shape)?;
+    match bias {
+        None => Ok(y),
+        Some(bias) => y.broadcast_add(bias),
+    }
+}
+
+struct Affine {
+    function: &'static str,
+    weight: Weight,
+    bias: Option<Weight>,
+    in_out: bool,
+    inputs: usize,
+    outputs: usize,
+}
+
+impl Affine {
+    /// The weight's values and strides in the graph's direction, `[in, out]`; f32 weights with any strides are used where they lie.
+    fn with_weight<R>(&self, f: impl FnOnce(Mat<'_>) -> R) -> Result<R> {
+        let (guard, layout) = self.weight.value().storage_and_layout();
+        let values = cpu(&guard)?;
+        let (rows, cols) = if self.in_out { (self.inputs, self.outputs) } else { (self.outputs, self.inputs) };
+        let dense;
+        let stored = match (values, layout.stride()) {
+            (CpuStorage::F32(values), &[row_stride, col_stride]) => Mat::strided(
+                values.get(layout.start_offset()..).unwrap_or_default(),
+                rows,
+                cols,
+                row_stride,
+                col_stride,
+            ),
+            _ => {
+                dense = floats(values, layout)?;
+                Mat::new(&dense, rows, cols)
+            }
+        };
+        Ok(f(if self.in_out { stored } else { stored.t() }))
+    }
+
+    fn forward(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let dtype = x.dtype();
+        let x = floats(x, layout)?;
+        let rows = x.len() / self.inputs.max(1);
+        let mut y = vec![0f32; rows * self.outputs];
+        if let Some(bias) = &self.bias {
+            read!(bias, bias.value());
+            y.chunks_exact_mut(self.outputs.max(1)).for_each(|row| row.copy_from_slice(&bias));
+        }
+        let accumulate = self.bias.is_some();
+        self.with_weight(|w| {
+            product(MatMut::new(&mut y, rows, self.outputs), accumulate, Mat::new(&x, rows, self.inputs), w);
+        })?;
+        let mut shape = layout.dims().to_vec();
+        shape.pop();
+        shape.push(self.outputs);
+        Ok((storage(y, dtype)?, shape.into()))
+    }
+
+    fn backward(&self, x: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 3]> {
+        read!(grad, dy);
+        let rows = grad.len() / self.outputs.max(1);
+        let dy_mat = Mat::new(&grad, rows, self.outputs);
+        let dx = if x.track_op() {
+            let mut dx = vec![0f32; rows * self.inputs];
+            self.with_weight(|w| product(MatMut::new(&mut dx, rows, self.inputs), false, dy_mat, w.t()))?;
+            Some(tensor(dx, x.shape(), x.dtype())?)
+        } else {
+            None
+        };
+        let dw = weight_grad(&self.weight, |buffer, accumulate| {
+            read!(values, x);
+            let x_mat = Mat::new(&values, rows, self.inputs);
+            if self.in_out {
+                product(MatMut::new(buffer, self.inputs, self.outputs), accumulate, x_mat.t(), dy_mat);
+            } else {
+                product(MatMut::new(buffer, self.outputs, self.inputs), accumulate, dy_mat.t(), x_mat);
+            }
+            Ok(())
+        })?;
+        let db = match &self.bias {
+            Some(bias) if bias.wants_grad() => small_weight_grad(bias, &column_sums(&grad, self.outputs))?,
+            _ => None,
+        };
+        Ok([dx, dw, db])
+    }
+}
+
+impl CustomOp2 for Affine {
+    fn name(&self) -> &'static str {
+        self.function
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, xl: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        self.forward(x, xl)
+    }
+
+    fn bwd(&self, x: &Tensor, _: &Tensor, _: &Tensor, dy: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let [dx, dw, _] = self.backward(x, dy)?;
+        Ok((dx, dw))
+    }
+}
+
+impl CustomOp3 for Affine {
+    fn name(&self) -> &'static str {
+        self.function
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        xl: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        self.forward(x, xl)
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let [dx, dw, db] = self.backward(x, dy)?;
+        Ok((dx, dw, db))
+    }
+}
+
+/// The sum of each column of a row-major matrix.
+fn column_sums(values: &[f32], cols: usize) -> Vec<f32> {
+    let mut sums = vec![0f32; cols];
+    // Each thread takes a strip of columns.
+    map_rows(&mut sums, 1, values.len() / cols.max(1), |first, sums| add_columns(values, cols, first, sums));
+    sums
+}
+
+kernel! {
+    fn add_columns(values: &[f32], cols: usize, first: usize, sums: &mut [f32]) {
+        for row in values.chunks_exact(cols) {
+            for (sum, x) in sums.iter_mut().zip(&row[first..]) {
+                *sum += x;
+            }
+        }
+    }
+}

@@ -1,0 +1,147 @@
+//! Matrices with strides over slices of floats, and their product.
+
+use std::marker::PhantomData;
+
+use gemm::Parallelism;
+
+use super::parallel;
+
+/// Multiply-adds below which a product stays on one thread.
+const ELEMENTS_PER_THREAD: usize = 256;
+
+/// A matrix to read.
+#[derive(Clone, Copy)]
+pub(super) struct Mat<'a> {
+    data: &'a [f32],
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+    col_stride: usize,
+}
+
+impl<'a> Mat<'a> {
+    /// The row-major matrix that fills `data`.
+    pub(super) fn new(data: &'a [f32], rows: usize, cols: usize) -> Self {
+        Self::strided(data, rows, cols, cols, 1)
+    }
+
+    pub(super) fn strided(data: &'a [f32], rows: usize, cols: usize, row_stride: usize, col_stride: usize) -> Self {
+        assert!(span(rows, cols, row_stride, col_stride) <= data.len(), "a matrix reaches beyond its data");
+        Self { data, rows, cols, row_stride, col_stride }
+    }
+
+    pub(super) fn t(self) -> Self {
+        Self { rows: self.cols, cols: self.rows, row_stride: self.col_stride, col_stride: self.row_stride, ..self }
+    }
+}
+
+/// A matrix to write, with rows of adjacent elements.
+pub(super) struct MatMut<'a> {
+    data: *mut f32,
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+    borrow: PhantomData<&'a mut [f32]>,
+}
+
+impl<'a> MatMut<'a> {
+    /// The row-major matrix that fills `data`.
+    pub(super) fn new(data: &'a mut [f32], rows: usize, cols: usize) -> Self {
+        assert!(span(rows, cols, cols, 1) <= data.len(), "a matrix reaches beyond its data");
+        Self { data: data.as_mut_ptr(), rows, cols, row_stride: cols, borrow: PhantomData }
+    }
+}
+
+/// A buffer that several threads write, each its own rows and columns.
+pub(super) struct Shared<'a> {
+    data: *mut f32,
+    len: usize,
+    borrow: PhantomData<&'a mut [f32]>,
+}
+
+// SAFETY: the pointer is only used through `mat` and `slice`, whose callers promise that no two threads touch the same element.
+unsafe impl Send for Shared<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for Shared<'_> {}
+
+impl<'a> Shared<'a> {
+    pub(super) fn new(data: &'a mut [f32]) -> Self {
+        Self { data: data.as_mut_ptr(), len: data.len(), borrow: PhantomData }
+    }
+
+    /// The matrix that starts at `offset`.
+    ///
+    /// # Safety
+    /// As long as the result lives nobody else reads or writes its elements.
+    pub(super) unsafe fn mat(&self, offset: usize, rows: usize, cols: usize, row_stride: usize) -> MatMut<'a> {
+        assert!(offset + span(rows, cols, row_stride, 1) <= self.len, "a matrix reaches beyond its data");
+        // SAFETY: the offset lies within the buffer.
+        let data = unsafe { self.data.add(offset) };
+        MatMut { data, rows, cols, row_stride, borrow: PhantomData }
+    }
+
+    /// The elements `offset..offset + len`.
+    ///
+    /// # Safety
+    /// As long as the result lives nobody else reads or writes its elements.
+    #[allow(clippy::mut_from_ref)]
+    pub(super) unsafe fn slice(&self, offset: usize, len: usize) -> &mut [f32] {
+        assert!(offset + len <= self.len, "a slice reaches beyond its data");
+        // SAFETY: within the buffer, which is borrowed for as long as `self` lives; exclusive by the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.data.add(offset), len) }
+    }
+}
+
+/// Elements from a matrix's first to its last, inclusive.
+fn span(rows: usize, cols: usize, row_stride: usize, col_stride: usize) -> usize {
+    if rows == 0 || cols == 0 { 0 } else { (rows - 1) * row_stride + (cols - 1) * col_stride + 1 }
+}
+
+/// `dst = lhs * rhs`, or `dst += lhs * rhs` when it is to accumulate. Large products use all of rayon's threads.
+pub(super) fn product(dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>) {
+    let threads = parallel::threads(lhs.rows * rhs.cols * lhs.cols / ELEMENTS_PER_THREAD);
+    let parallelism = if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None };
+    multiply(dst, accumulate, lhs, rhs, parallelism);
+}
+
+/// As [`product`], on the calling thread.
+pub(super) fn product_here(dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>) {
+    multiply(dst, accumulate, lhs, rhs, Parallelism::None);
+}
+
+fn multiply(dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>, parallelism: Parallelism) {
+    assert!(
+        dst.rows == lhs.rows && dst.cols == rhs.cols && lhs.cols == rhs.rows,
+        "matrix product of {}x{} and {}x{} into {}x{}",
+        lhs.rows,
+        lhs.cols,
+        rhs.rows,
+        rhs.cols,
+        dst.rows,
+        dst.cols
+    );
+    // SAFETY: the shapes agree, and each matrix was checked against its data when it was made. `dst` is exclusive, so it overlaps neither operand.
+    unsafe {
+        gemm::gemm(
+            dst.rows,
+            dst.cols,
+            lhs.cols,
+            dst.data,
+            1,
+            dst.row_stride as isize,
+            accumulate,
+            lhs.data.as_ptr(),
+            lhs.col_stride as isize,
+            lhs.row_stride as isize,
+            rhs.data.as_ptr(),
+            rhs.col_stride as isize,
+            rhs.row_stride as isize,
+            1.0f32,
+            1.0f32,
+            false,
+            false,
+            false,
+            parallelism,
+        );
+    }
+}

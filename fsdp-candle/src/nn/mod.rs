@@ -1,0 +1,40 @@
+//! Layers and functions that are differentiable and fast: drop-in replacements for those of `candle_nn`.
+//!
+//! Candle's own `LayerNorm`, `RmsNorm`, `softmax_last_dim` and `rotary_emb` have no backward: they cut the graph silently, and everything before them trains as if frozen. The ones
+//! here carry a hand-written backward, make few temporaries, and accumulate a weight's gradient where the parameter keeps it. On the CPU they serve f32, f16 and bf16 (half floats
+//! are computed in f32 and rounded once); on other devices and for f64 each is a chain of Candle's differentiable operations.
+//!
+//! | | input | output | parameters |
+//! |---|---|---|---|
+//! | [`Linear`], [`Conv1D`] | `[.., in]` | `[.., out]` | `weight`, `bias` |
+//! | [`Embedding`] | ids `[..]` | `[.., hidden]` | `weight` |
+//! | [`LayerNorm`], [`RmsNorm`] | `[.., hidden]` | same | `weight`, `bias` |
+//! | [`Rotary`] | `[batch, T, heads * D]` | same | |
+//! | [`causal_attention`], [`causal_attention_qkv`] | q, k, v `[batch, T, heads * D]` | `[batch, T, heads * D]` | |
+//! | [`silu`], [`gelu`], [`gelu_erf`], [`swiglu`] | any | same | |
+//! | [`cross_entropy()`], [`linear_cross_entropy()`] | logits `[.., V]`, targets `[..]` | scalar | |
+
+mod activation;
+mod attention;
+mod cross_entropy;
+mod embedding;
+mod linear;
+mod linear_cross_entropy;
+mod matrix;
+mod norm;
+mod parallel;
+mod rotary;
+mod simd;
+mod values;
+
+#[cfg(test)]
+mod tests;
+
+pub use activation::{gelu, gelu_erf, silu, swiglu};
+pub use attention::{causal_attention, causal_attention_qkv};
+pub use cross_entropy::cross_entropy;
+pub use embedding::{Embedding, embedding};
+pub use linear::{Conv1D, Linear, conv1d, linear, linear_b, linear_no_bias};
+pub use linear_cross_entropy::linear_cross_entropy;
+pub use norm::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm};
+pub use rotary::Rotary;

@@ -1,0 +1,170 @@
+//! Rotary position embedding (Su et al., 2021, arXiv:2104.09864) in the convention of Hugging Face's Llama: a head's first half is paired with its second half.
+//!
+//! At position `p` the pair `(a, b)` number `i` of a head of `d` elements turns by `p theta^(-2i/d)`: `(a cos - b sin, b cos + a sin)`. Backward turns back.
+
+use std::sync::Arc;
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp1, Device, Layout, Result, Shape, Tensor, bail};
+
+use super::parallel::map_rows;
+use super::simd::kernel;
+use super::values::{floats, read, served, storage, tensor};
+
+/// The sines and cosines of the positions `0..max_positions`, to be shared by all layers of a model.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use fsdp_candle::nn::Rotary;
+///
+/// let rotary = Rotary::new(10_000.0, 64, 128, &Device::Cpu)?;
+/// let q = Tensor::ones((2, 16, 4, 64), DType::F32, &Device::Cpu)?; // batch, position, head, element
+/// let turned = rotary.apply(&q, 0)?;
+/// assert_eq!(turned.dims(), q.dims());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Rotary {
+    /// `[max_positions, head_dim / 2]`, f32.
+    cos: Tensor,
+    sin: Tensor,
+    host: Arc<Tables>,
+}
+
+#[derive(Debug)]
+struct Tables {
+    cos: Vec<f32>,
+    sin: Vec<f32>,
+    half: usize,
+    positions: usize,
+}
+
+impl Rotary {
+    /// Tables for heads of `head_dim` elements with the frequencies `theta^(-2i/head_dim)`. An error if `head_dim` is odd or zero.
+    pub fn new(theta: f64, head_dim: usize, max_positions: usize, device: &Device) -> Result<Self> {
+        if head_dim == 0 || !head_dim.is_multiple_of(2) {
+            bail!("Rotary: the head dimension must be even and not zero, found {head_dim}");
+        }
+        let frequencies: Vec<f32> =
+            (0..head_dim / 2).map(|i| 1.0 / theta.powf(2.0 * i as f64 / head_dim as f64) as f32).collect();
+        Self::from_frequencies(&frequencies, max_positions, device)
+    }
+
+    /// Tables for heads of `2 * frequencies.len()` elements, where pair `i` turns by `frequencies[i]` radians at each position: for scaled variants such as Llama 3's.
+    pub fn from_frequencies(frequencies: &[f32], max_positions: usize, device: &Device) -> Result<Self> {
+        let half = frequencies.len();
+        if half == 0 || max_positions == 0 {
+            bail!("Rotary: needs a frequency and a position, found {half} and {max_positions}");
+        }
+        // The angle is rounded to f32, as PyTorch's is: at position 8191 that rounding is larger than everything else.
+        let angles = (0..max_positions).flat_map(|p| frequencies.iter().map(move |f| p as f32 * f));
+        let (sin, cos): (Vec<f32>, Vec<f32>) = angles
+            .map(|angle| {
+                let (sin, cos) = f64::from(angle).sin_cos();
+                (sin as f32, cos as f32)
+            })
+            .unzip();
+        Ok(Self {
+            cos: Tensor::from_slice(&cos, (max_positions, half), device)?,
+            sin: Tensor::from_slice(&sin, (max_positions, half), device)?,
+            host: Arc::new(Tables { cos, sin, half, positions: max_positions }),
+        })
+    }
+
+    /// The elements of a head.
+    pub fn head_dim(&self) -> usize {
+        2 * self.host.half
+    }
+
+    /// Turns the heads of `x`, `[batch, T, heads, head_dim]` or `[batch, T, heads * head_dim]`, whose first position is `offset`.
+    ///
+    /// An error if the shape is another, or if `offset + T` exceeds the tables' positions.
+    pub fn apply(&self, x: &Tensor, offset: usize) -> Result<Tensor> {
+        let (positions, head_dim) = (self.host.positions, self.head_dim());
+        let (steps, width) = match *x.dims() {
+            [_, steps, heads, width] if width == head_dim => (steps, heads * width),
+            [_, steps, width] if width.is_multiple_of(head_dim) => (steps, width),
+            _ => bail!(
+                "Rotary: expected [batch, T, heads, {head_dim}] or [batch, T, heads * {head_dim}], found {:?}",
+                x.dims()
+            ),
+        };
+        if offset + steps > positions {
+            bail!("Rotary: positions {offset}..{} exceed the tables' {positions}", offset + steps);
+        }
+        if !served(x) {
+            return self.composite(x, offset);
+        }
+        x.apply_op1(Turn { tables: self.host.clone(), offset, steps, width })
+    }
+
+    /// The same from Candle's operations.
+    pub(super) fn composite(&self, x: &Tensor, offset: usize) -> Result<Tensor> {
+        let (batch, steps) = (x.dim(0)?, x.dim(1)?);
+        let half = self.host.half;
+        let heads = x.reshape((batch, steps, (), 2 * half))?;
+        let table = |t: &Tensor| t.narrow(0, offset, steps)?.reshape((1, steps, 1, half))?.to_dtype(x.dtype());
+        let (cos, sin) = (table(&self.cos)?, table(&self.sin)?);
+        let (a, b) = (heads.narrow(3, 0, half)?, heads.narrow(3, half, half)?);
+        let first = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
+        let second = (b.broadcast_mul(&cos)? + a.broadcast_mul(&sin)?)?;
+        Tensor::cat(&[first, second], 3)?.reshape(x.shape())
+    }
+}
+
+struct Turn {
+    tables: Arc<Tables>,
+    offset: usize,
+    steps: usize,
+    /// Elements at one position: heads times head_dim.
+    width: usize,
+}
+
+impl Turn {
+    fn turn(&self, x: &[f32], sign: f32) -> Vec<f32> {
+        let mut y = vec![0f32; x.len()];
+        let Tables { cos, sin, half, .. } = &*self.tables;
+        map_rows(&mut y, self.width, self.width, |first, y| {
+            for (i, y) in y.chunks_exact_mut(self.width).enumerate() {
+                let row = first + i;
+                let at = (self.offset + row % self.steps) * half;
+                turn_heads(y, &x[row * self.width..][..self.width], &cos[at..at + half], &sin[at..at + half], sign);
+            }
+        });
+        y
+    }
+}
+
+impl CustomOp1 for Turn {
+    fn name(&self) -> &'static str {
+        "Rotary"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let y = self.turn(&floats(x, layout)?, 1.0);
+        Ok((storage(y, x.dtype())?, layout.shape().clone()))
+    }
+
+    fn bwd(&self, x: &Tensor, _: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
+        read!(grad, dy);
+        Ok(Some(tensor(self.turn(&grad, -1.0), x.shape(), x.dtype())?))
+    }
+}
+
+kernel! {
+    /// Turns each head of one position by the angles whose cosines and sines are given, or back for a negative sign.
+    fn turn_heads(y: &mut [f32], x: &[f32], cos: &[f32], sin: &[f32], sign: f32) {
+        let half = cos.len();
+        let sin = &sin[..half];
+        for (y, x) in y.chunks_exact_mut(2 * half).zip(x.chunks_exact(2 * half)) {
+            let (first, second) = y.split_at_mut(half);
+            let (a, b) = x.split_at(half);
+            let (second, b) = (&mut second[..half], &b[..half]);
+            for i in 0..half {
+                let s = sin[i] * sign;
+                first[i] = a[i] * cos[i] - b[i] * s;
+                second[i] = b[i] * cos[i] + a[i] * s;
+            }
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! Functions compiled once for each level of the CPU's vector instructions, and the arithmetic that they share.
+//!
+//! The crate is compiled for the oldest CPU of its target, which on x86-64 means vectors of four floats and no fused multiply-add. [`kernel!`] compiles
+//! a function's body again with AVX2 and with AVX-512 and picks at run time; the loops inside are plain Rust that the compiler vectorizes.
+
+/// Defines functions whose bodies are compiled for several instruction sets, the best of which is picked at each call. So give them a row or more at a call.
+macro_rules! kernel {
+    ($($(#[$meta:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block)*) => {$(
+        $(#[$meta])*
+        #[allow(clippy::too_many_arguments)]
+        $vis fn $name($($arg: $ty),*) $(-> $ret)? {
+            #[inline(always)]
+            #[allow(clippy::too_many_arguments)]
+            fn body($($arg: $ty),*) $(-> $ret)? $body
+
+            #[cfg(target_arch = "x86_64")]
+            {
+                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+                #[allow(clippy::too_many_arguments)]
+                fn avx512($($arg: $ty),*) $(-> $ret)? {
+                    body($($arg),*)
+                }
+                #[target_feature(enable = "avx2,fma")]
+                #[allow(clippy::too_many_arguments)]
+                fn avx2($($arg: $ty),*) $(-> $ret)? {
+                    body($($arg),*)
+                }
+                if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+                    if is_x86_feature_detected!("avx512f")
+                        && is_x86_feature_detected!("avx512bw")
+                        && is_x86_feature_detected!("avx512dq")
+                        && is_x86_feature_detected!("avx512vl")
+                    {
+                        // SAFETY: the CPU has every instruction set that the function was compiled for.
+                        return unsafe { avx512($($arg),*) };
+                    }
+                    // SAFETY: the CPU has every instruction set that the function was compiled for.
+                    return unsafe { avx2($($arg),*) };
+                }
+            }
+            body($($arg),*)
+        }
+    )*};
+}
+pub(super) use kernel;
+
+/// e^x within 1.5 units in the last place for x in [-87.3, 88.37]; arguments beyond are taken as the bound. NaN stays NaN.
+///
+/// Range reduction by Cody and Waite and the polynomial of Cephes' `expf`.
+#[inline(always)]
+#[allow(clippy::excessive_precision)]
+pub(super) fn exp(x: f32) -> f32 {
+    // 1.5 * 2^23: adding it leaves the nearest integer in the low bits of the mantissa.
+    const ROUND: f32 = 12_582_912.0;
+    let x = if x < -87.336_54 { -87.336_54 } else { x };
+    let x = if x > 88.376_26 { 88.376_26 } else { x };
+    let shifted = x.mul_add(std::f32::consts::LOG2_E, ROUND);
+    let n = shifted - ROUND;
+    let r = n.mul_add(-0.693_359_375, x);
+    let r = n.mul_add(2.121_944_4e-4, r);
+    let p = 1.987_569_15e-4f32;
+    let p = p.mul_add(r, 1.398_199_950_7e-3);
+    let p = p.mul_add(r, 8.333_451_907_3e-3);
+    let p = p.mul_add(r, 4.166_579_589_4e-2);
+    let p = p.mul_add(r, 1.666_666_545_9e-1);
+    let p = p.mul_add(r, 5.000_000_120_1e-1);
+    let y = (p * r).mul_add(r, r) + 1.0;
+    y * f32::from_bits((shifted.to_bits() << 23).wrapping_add(0x3f80_0000))
+}
+
+/// 1 / (1 + e^-x).
+#[inline(always)]
+pub(super) fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + exp(-x))
+}
+
+/// Accumulators that a reduction keeps side by side: enough to fill the vector units while each waits for its own last result.
+const LANES: usize = 64;
+
+/// Folds a row with `LANES` independent accumulators, which `join` then brings together.
+#[inline(always)]
+fn fold(row: &[f32], start: f32, step: impl Fn(f32, f32) -> f32, join: impl Fn(f32, f32) -> f32) -> f32 {
+    let (head, tail) = row.as_chunks::<LANES>();
+    let mut lanes = [start; LANES];
+    for chunk in head {
+        for (lane, &x) in lanes.iter_mut().zip(chunk) {
+            *lane = step(*lane, x);
+        }
+    }
+    for (lane, &x) in lanes.iter_mut().zip(tail) {
+        *lane = step(*lane, x);
+    }
+    join_lanes(lanes, join)
+}
+
+/// The lanes joined pairwise, which is both quick and accurate.
+#[inline(always)]
+fn join_lanes(mut lanes: [f32; LANES], join: impl Fn(f32, f32) -> f32) -> f32 {
+    let mut width = LANES / 2;
+    while width > 0 {
+        for i in 0..width {
+            lanes[i] = join(lanes[i], lanes[i + width]);
+        }
+        width /= 2;
+    }
+    lanes[0]
+}
+
+#[inline(always)]
+pub(super) fn sum(row: &[f32]) -> f32 {
+    fold(row, 0.0, |a, x| a + x, |a, b| a + b)
+}
+
+/// Sum of (x - center)^2.
+#[inline(always)]
+pub(super) fn sum_squares(row: &[f32], center: f32) -> f32 {
+    fold(row, 0.0, |a, x| (x - center).mul_add(x - center, a), |a, b| a + b)
+}
+
+/// The largest value; NaN is passed over.
+#[inline(always)]
+pub(super) fn max(row: &[f32]) -> f32 {
+    let larger = |a: f32, b: f32| if b > a { b } else { a };
+    fold(row, f32::NEG_INFINITY, larger, larger)
+}
+
+/// Sum of e^(scale * x - shift).
+#[inline(always)]
+pub(super) fn sum_exp(row: &[f32], scale: f32, shift: f32) -> f32 {
+    fold(row, 0.0, |a, x| a + exp(x.mul_add(scale, -shift)), |a, b| a + b)
+}
+
+/// Sum of a * (b - center); the rows are as long as the shorter one.
+#[inline(always)]
+pub(super) fn dot(a: &[f32], b: &[f32], center: f32) -> f32 {
+    let (a_head, a_tail) = a.as_chunks::<LANES>();
+    let (b_head, b_tail) = b.as_chunks::<LANES>();
+    let mut lanes = [0.0f32; LANES];
+    for (a, b) in a_head.iter().zip(b_head) {
+        for i in 0..LANES {
+            lanes[i] = a[i].mul_add(b[i] - center, lanes[i]);
+        }
+    }
+    for (lane, (&a, &b)) in lanes.iter_mut().zip(a_tail.iter().zip(b_tail)) {
+        *lane = a.mul_add(b - center, *lane);
+    }
+    join_lanes(lanes, |a, b| a + b)
+}

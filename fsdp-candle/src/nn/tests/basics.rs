@@ -1,0 +1,221 @@
+use candle_core::{DType, Device, Module, Tensor, Var};
+
+use super::super::*;
+use super::super::{activation, embedding as embedding_file, linear as linear_file, norm};
+use super::{DTYPES, assert_close, check, message, random, random_ids};
+
+#[test]
+fn linear_and_conv1d_match_the_composite() {
+    for dtype in DTYPES {
+        for (shape, inputs, outputs) in
+            [(vec![7, 5], 5, 3), (vec![2, 3, 17], 17, 33), (vec![1, 64], 64, 1), (vec![2, 2, 1, 9], 9, 4)]
+        {
+            let x = random(1, &shape, dtype);
+            let bias = random(3, &[outputs], dtype);
+            let w = random(2, &[outputs, inputs], dtype);
+            let layer = Linear::new(w.as_tensor().clone(), Some(bias.as_tensor().clone()));
+            check(
+                "linear",
+                &[&x, &w, &bias],
+                || layer.forward(&x),
+                || linear_file::composite(&x, &w, Some(&bias), false),
+            );
+            let layer = Linear::new(w.as_tensor().clone(), None);
+            check("linear_no_bias", &[&x, &w], || layer.forward(&x), || linear_file::composite(&x, &w, None, false));
+            let w = random(4, &[inputs, outputs], dtype);
+            let layer = Conv1D::new(w.as_tensor().clone(), Some(bias.as_tensor().clone()));
+            check(
+                "conv1d",
+                &[&x, &w, &bias],
+                || layer.forward(&x),
+                || linear_file::composite(&x, &w, Some(&bias), true),
+            );
+        }
+    }
+}
+
+#[test]
+fn linear_takes_views() {
+    for dtype in [DType::F32, DType::BF16] {
+        let x = random(1, &[6, 3, 4], dtype);
+        let w = random(2, &[6, 5], dtype);
+        let forward = |x: &Tensor, w: &Tensor| Linear::new(w.clone(), None).forward(x);
+        let view = || -> candle_core::Result<_> { Ok((x.transpose(0, 2)?.narrow(1, 1, 2)?, w.t()?)) };
+        check(
+            "linear on views",
+            &[&x, &w],
+            || view().and_then(|(x, w)| forward(&x, &w)),
+            || view().and_then(|(x, w)| linear_file::composite(&x, &w, None, false)),
+        );
+    }
+}
+
+#[test]
+fn a_large_product_matches() {
+    let (x, w) = (random(1, &[150, 260], DType::F32), random(2, &[300, 260], DType::F32));
+    let layer = Linear::new(w.as_tensor().clone(), None);
+    check("large linear", &[&x, &w], || layer.forward(&x), || linear_file::composite(&x, &w, None, false));
+}
+
+#[test]
+fn a_frozen_input_gets_no_gradient_and_the_weight_does() {
+    let x = random(1, &[4, 3], DType::F32).as_detached_tensor();
+    let w = random(2, &[2, 3], DType::F32);
+    let y = Linear::new(w.as_tensor().clone(), None).forward(&x).unwrap();
+    let grads = y.sum_all().unwrap().backward().unwrap();
+    assert!(grads.get(&x).is_none());
+    let expected = x.sum(0).unwrap().broadcast_as((2, 3)).unwrap();
+    assert_close("dw", grads.get(&w).unwrap(), &expected, 1e-6);
+}
+
+#[test]
+fn a_weight_used_twice_gets_both_gradients() {
+    let x = random(1, &[2, 5, 8], DType::F32);
+    let w = random(2, &[8, 8], DType::F32);
+    let ids = random_ids(3, &[2, 5], 8);
+    let table = Embedding::new(w.as_tensor().clone()).unwrap();
+    let head = Linear::new(w.as_tensor().clone(), None);
+    check(
+        "tied",
+        &[&x, &w],
+        || head.forward(&(table.forward(&ids)? + x.as_tensor())?),
+        || linear_file::composite(&(embedding_file::composite(&w, &ids)? + x.as_tensor())?, &w, None, false),
+    );
+}
+
+#[test]
+fn embedding_matches_the_composite() {
+    for dtype in DTYPES {
+        let w = random(1, &[11, 6], dtype);
+        let table = Embedding::new(w.as_tensor().clone()).unwrap();
+        for shape in [vec![7], vec![2, 9], vec![3, 1, 2]] {
+            let ids = random_ids(2, &shape, 11);
+            check("embedding", &[&w], || table.forward(&ids), || embedding_file::composite(&w, &ids));
+        }
+    }
+}
+
+#[test]
+fn norms_match_the_composite() {
+    for dtype in DTYPES {
+        for shape in [vec![3, 3], vec![5, 7], vec![2, 3, 64], vec![4, 200], vec![300, 200]] {
+            let hidden = shape[shape.len() - 1];
+            let x = Var::from_tensor(&(random(1, &shape, dtype).as_tensor() + 3.0).unwrap()).unwrap();
+            let (w, b) = (random(2, &[hidden], dtype), random(3, &[hidden], dtype));
+            let layer = LayerNorm::new(w.as_tensor().clone(), Some(b.as_tensor().clone()), 1e-5);
+            check("layer norm", &[&x, &w, &b], || layer.forward(&x), || norm::composite(&x, &w, Some(&b), 1e-5, true));
+            let layer = LayerNorm::new(w.as_tensor().clone(), None, 1e-5);
+            check(
+                "layer norm without bias",
+                &[&x, &w],
+                || layer.forward(&x),
+                || norm::composite(&x, &w, None, 1e-5, true),
+            );
+            let layer = RmsNorm::new(w.as_tensor().clone(), 1e-6);
+            check("rms norm", &[&x, &w], || layer.forward(&x), || norm::composite(&x, &w, None, 1e-6, false));
+        }
+    }
+}
+
+#[test]
+fn activations_match_the_composite() {
+    for dtype in DTYPES {
+        for shape in [vec![1], vec![3, 37], vec![4, 5, 8], vec![40_001]] {
+            let (x, up) = (random(1, &shape, dtype), random(2, &shape, dtype));
+            check("silu", &[&x], || silu(&x), || x.silu());
+            check("gelu", &[&x], || gelu(&x), || x.gelu());
+            check("gelu_erf", &[&x], || gelu_erf(&x), || x.gelu_erf());
+            check("swiglu", &[&x, &up], || swiglu(&x, &up), || x.silu()? * up.as_tensor());
+        }
+        let x = random(5, &[6, 4], dtype);
+        check("gelu of a view", &[&x], || gelu(&x.t()?), || x.t()?.gelu());
+    }
+}
+
+/// Both sides in double precision, over the range where the functions bend, relative to each value.
+#[test]
+fn activations_are_accurate_relative_to_each_value() {
+    let x: Vec<f32> = (-1200..=1200).map(|i| i as f32 * 0.01).collect();
+    let t = Tensor::new(x.as_slice(), &Device::Cpu).unwrap();
+    let s = |x: f64| 1.0 / (1.0 + (-x).exp());
+    let tanh_gelu = |x: f64| x * s(2.0 * (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x));
+    let erf_gelu = |x: f64| x * 0.5 * candle_core::cpu::erf::erfc_f64(-x * std::f64::consts::FRAC_1_SQRT_2);
+    let compare = |name: &str, found: Tensor, exact: &dyn Fn(f64) -> f64, bound: f64| {
+        for (&x, y) in x.iter().zip(found.to_vec1::<f32>().unwrap()) {
+            let exact = exact(f64::from(x));
+            // Below 1e-30 the exponent's own rounding and f32's range take over.
+            if exact.abs() > 1e-30 {
+                let error = (f64::from(y) - exact).abs() / exact.abs();
+                assert!(error < bound, "{name}({x}) is {y}, expected {exact}: relative error {error:e}");
+            }
+        }
+    };
+    compare("silu", silu(&t).unwrap(), &|x| x * s(x), 4e-7);
+    // The argument of the exponential reaches 60, and its rounding with it.
+    compare("gelu", gelu(&t).unwrap(), &tanh_gelu, 1e-5);
+    compare("gelu_erf", gelu_erf(&t).unwrap(), &erf_gelu, 5e-6);
+}
+
+#[test]
+fn activations_survive_extremes() {
+    let x = Tensor::new(&[-1e30f32, -1000., -100., 0., 100., 1000., 1e30, f32::NAN], &Device::Cpu).unwrap();
+    for (name, y) in [("silu", silu(&x)), ("gelu_erf", gelu_erf(&x))] {
+        let y = y.unwrap().to_vec1::<f32>().unwrap();
+        assert!(y[1].abs() < 1e-30 && y[2].abs() < 1e-30 && y[3] == 0.0, "{name}: {y:?}");
+        assert_eq!(y[4..7], [100., 1000., 1e30], "{name}");
+        assert!(y[7].is_nan(), "{name}");
+    }
+    let y = gelu(&x).unwrap().to_vec1::<f32>().unwrap();
+    assert!(y[1].abs() < 1e-30 && y[2].abs() < 1e-30 && y[4] == 100. && y[7].is_nan(), "{y:?}");
+}
+
+#[test]
+fn rotary_matches_the_composite_and_keeps_its_conventions() {
+    let rotary = Rotary::new(10_000.0, 6, 20, &Device::Cpu).unwrap();
+    for dtype in DTYPES {
+        for (shape, offset) in [(vec![2, 5, 3, 6], 0), (vec![1, 1, 18], 19), (vec![3, 4, 6], 7), (vec![40, 20, 48], 0)]
+        {
+            let x = random(1, &shape, dtype);
+            check("rotary", &[&x], || rotary.apply(&x, offset), || rotary.composite(&x, offset));
+        }
+    }
+    // Position 1, pair 0 turns by one radian; the pair is elements 0 and 3.
+    let x = Tensor::new(&[[[1f32, 0., 0., 0., 0., 0.]]], &Device::Cpu).unwrap();
+    let y = rotary.apply(&x, 1).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    assert_eq!((y[0], y[3]), (1f32.cos(), 1f32.sin()));
+}
+
+#[test]
+fn errors_name_the_function_and_what_is_wrong() {
+    let cpu = &Device::Cpu;
+    let t = |shape: &[usize]| Tensor::zeros(shape, DType::F32, cpu).unwrap();
+    let half = t(&[2, 4]).to_dtype(DType::BF16).unwrap();
+    let layer = Linear::new(t(&[3, 4]), None);
+    let m = message(layer.forward(&t(&[2, 5])));
+    assert!(m.contains("Linear") && m.contains("[2, 5]") && m.contains("[3, 4]"), "{m}");
+    let m = message(layer.forward(&half));
+    assert!(m.contains("Linear") && m.contains("BF16") && m.contains("F32"), "{m}");
+    let m = message(Linear::new(t(&[3, 4]), Some(t(&[4]))).forward(&t(&[2, 4])));
+    assert!(m.contains("bias") && m.contains("[3]"), "{m}");
+    let m = message(Conv1D::new(t(&[4, 3]), None).forward(&t(&[2, 3])));
+    assert!(m.contains("Conv1D") && m.contains("[4, 3]"), "{m}");
+    let m = message(LayerNorm::new(t(&[4]), None, 1e-5).forward(&t(&[2, 3])));
+    assert!(m.contains("LayerNorm") && m.contains("[2, 3]"), "{m}");
+    let m = message(RmsNorm::new(t(&[4]), 1e-5).forward(&t(&[])));
+    assert!(m.contains("RmsNorm"), "{m}");
+    let m = message(swiglu(&t(&[2, 3]), &t(&[3, 2])));
+    assert!(m.contains("swiglu") && m.contains("[3, 2]"), "{m}");
+
+    let table = Embedding::new(t(&[10, 4])).unwrap();
+    let m = message(table.forward(&Tensor::new(&[1u32, 10], cpu).unwrap()));
+    assert!(m.contains("id 10") && m.contains("vocabulary size is 10"), "{m}");
+    let m = message(table.forward(&Tensor::new(&[1i64], cpu).unwrap()));
+    assert!(m.contains("u32") && m.contains("I64"), "{m}");
+
+    let rotary = Rotary::new(10_000.0, 4, 8, cpu).unwrap();
+    let m = message(rotary.apply(&t(&[1, 4, 8]), 5));
+    assert!(m.contains("5..9") && m.contains('8'), "{m}");
+    assert!(message(rotary.apply(&t(&[1, 4, 6]), 0)).contains("Rotary"));
+    assert!(Rotary::new(10_000.0, 5, 8, cpu).unwrap_err().to_string().contains("even"));
+    let _ = activation::silu(&t(&[0, 3])).unwrap();
+}

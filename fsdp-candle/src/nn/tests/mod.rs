@@ -1,0 +1,81 @@
+//! Every layer against the same computation in Candle's own differentiable operations: values and all gradients.
+
+mod attention;
+mod basics;
+mod block;
+mod loss;
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+
+/// A repeatable tensor of roughly normal values (the sum of uniform ones), as a leaf of the graph.
+fn random(seed: u64, shape: &[usize], dtype: DType) -> Var {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut uniform = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5
+    };
+    let count = shape.iter().product();
+    let values: Vec<f32> = (0..count).map(|_| 2.0 * (uniform() + uniform() + uniform())).collect();
+    let tensor = Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+    Var::from_tensor(&tensor).unwrap()
+}
+
+/// Repeatable u32 values below `bound`.
+fn random_ids(seed: u64, shape: &[usize], bound: usize) -> Tensor {
+    let count: usize = shape.iter().product();
+    let ids: Vec<u32> =
+        (0..count as u64).map(|i| ((i * 2_654_435_761 + seed * 40_503) % bound as u64) as u32).collect();
+    Tensor::from_vec(ids, shape, &Device::Cpu).unwrap()
+}
+
+/// How far two results may lie apart, relative to the larger's largest element.
+fn tolerance(dtype: DType) -> f64 {
+    match dtype {
+        DType::BF16 => 1.6e-2,
+        DType::F16 => 2e-3,
+        _ => 1e-5,
+    }
+}
+
+fn assert_close(what: &str, found: &Tensor, expected: &Tensor, tolerance: f64) {
+    assert_eq!(found.dims(), expected.dims(), "{what}: shape");
+    assert_eq!(found.dtype(), expected.dtype(), "{what}: dtype");
+    let values = |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
+    let (found, expected) = (values(found), values(expected));
+    let largest = expected.iter().fold(1e-30f64, |a, x| a.max(x.abs()));
+    let worst = found
+        .iter()
+        .zip(&expected)
+        .map(|(a, b)| (a - b).abs())
+        .fold(0.0, |a: f64, x| if x > a || x.is_nan() { x } else { a });
+    assert!(worst <= tolerance * largest, "{what}: differs by {worst:e} where the largest value is {largest:e}");
+}
+
+/// Checks `fused` against `reference`: the result, and the gradients of all of `vars` under a loss that weighs every element differently.
+fn check(what: &str, vars: &[&Var], fused: impl Fn() -> Result<Tensor>, reference: impl Fn() -> Result<Tensor>) {
+    let dtype = vars[0].dtype();
+    let run = |f: &dyn Fn() -> Result<Tensor>| {
+        let y = f().unwrap();
+        let weights = random(99, y.dims(), y.dtype());
+        let loss = (&y * weights.as_detached_tensor()).unwrap().to_dtype(DType::F32).unwrap().sum_all().unwrap();
+        (y.detach(), loss.backward().unwrap())
+    };
+    let (y, grads) = run(&fused);
+    let (expected_y, expected_grads) = run(&reference);
+    let tolerance = tolerance(dtype);
+    assert_close(&format!("{what}: result"), &y, &expected_y, tolerance);
+    for (i, var) in vars.iter().enumerate() {
+        let grad = grads.get(var).unwrap_or_else(|| panic!("{what}: no gradient for argument {i}"));
+        let expected = expected_grads.get(var).unwrap();
+        assert_close(&format!("{what}: gradient of argument {i}"), grad, expected, 2.0 * tolerance);
+    }
+}
+
+/// The message of an error that must occur.
+fn message(result: Result<Tensor>) -> String {
+    result.map(|t| t.dims().to_vec()).unwrap_err().to_string()
+}
+
+const DTYPES: [DType; 4] = [DType::F32, DType::F16, DType::BF16, DType::F64];

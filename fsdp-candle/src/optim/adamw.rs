@@ -1,0 +1,214 @@
+//! AdamW on shards: one pass over parameter, gradient and moments.
+//!
+//! Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv:1711.05101); the arithmetic is that of PyTorch's `torch.optim.AdamW`.
+
+use std::sync::{Arc, Mutex};
+
+use candle_core::backprop::GradStore;
+use candle_core::{CpuStorage, InplaceOp2, Layout, Tensor, bail};
+use half::{bf16, f16};
+
+use crate::param::FsdpParam;
+use crate::storage::{poison, swap};
+use crate::{Error, Result};
+
+/// The hyper-parameters, with PyTorch's defaults.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdamWConfig {
+    /// Learning rate.
+    pub lr: f64,
+    /// Decay of the running mean of gradients and of their squares.
+    pub betas: (f64, f64),
+    /// Added to the denominator.
+    pub eps: f64,
+    /// Decoupled weight decay, for every parameter.
+    pub weight_decay: f64,
+}
+
+impl Default for AdamWConfig {
+    fn default() -> Self {
+        AdamWConfig { lr: 1e-3, betas: (0.9, 0.999), eps: 1e-8, weight_decay: 0.01 }
+    }
+}
+
+/// The state of one parameter: tensors of the shard's shape and dtype.
+#[derive(Clone, Debug)]
+pub struct AdamWState {
+    /// The parameter.
+    pub param: Arc<FsdpParam>,
+    /// The running mean of gradients.
+    pub exp_avg: Tensor,
+    /// The running mean of squared gradients.
+    pub exp_avg_sq: Tensor,
+    /// How many steps the parameter has taken.
+    pub step: u64,
+}
+
+/// AdamW over the shards of parameters.
+pub struct AdamW {
+    config: AdamWConfig,
+    states: Vec<AdamWState>,
+}
+
+impl AdamW {
+    /// An optimizer of these parameters ([`crate::ShardedVarMap::trainable`]), with moments of zero.
+    ///
+    /// # Errors
+    /// Candle's.
+    pub fn new(params: Vec<Arc<FsdpParam>>, config: AdamWConfig) -> Result<Self> {
+        let states = params
+            .into_iter()
+            .map(|param| {
+                let shard = param.var().as_tensor();
+                Ok(AdamWState { exp_avg: shard.zeros_like()?, exp_avg_sq: shard.zeros_like()?, step: 0, param })
+            })
+            .collect::<Result<_>>()?;
+        Ok(AdamW { config, states })
+    }
+
+    /// The hyper-parameters.
+    pub fn config(&self) -> &AdamWConfig {
+        &self.config
+    }
+
+    /// Changes the learning rate of the steps to come.
+    pub fn set_learning_rate(&mut self, lr: f64) {
+        self.config.lr = lr;
+    }
+
+    /// The state of every parameter, in the order in which they were given.
+    pub fn states(&self) -> &[AdamWState] {
+        &self.states
+    }
+
+    pub(crate) fn states_mut(&mut self) -> &mut [AdamWState] {
+        &mut self.states
+    }
+
+    /// Updates every parameter that has a gradient.
+    ///
+    /// # Errors
+    /// When a gradient has another shape or dtype than its parameter's shard.
+    pub fn step(&mut self, grads: &GradStore) -> Result<()> {
+        for state in &mut self.states {
+            let shard = state.param.var().as_tensor();
+            let Some(grad) = grads.get(shard) else { continue };
+            if grad.dtype() != shard.dtype() || grad.shape() != shard.shape() {
+                return Err(Error::Parameter {
+                    name: state.param.name().into(),
+                    message: format!(
+                        "its shard is {:?} {:?}, its gradient {:?} {:?}: take gradients from FsdpModule::backward",
+                        shard.dtype(),
+                        shard.dims(),
+                        grad.dtype(),
+                        grad.dims()
+                    ),
+                });
+            }
+            state.step += 1;
+            let update = Update::new(&self.config, state.step);
+            // The moments' memory moves through the operation, which can borrow one tensor mutably only.
+            let moments = (swap(&state.exp_avg, poison())?, swap(&state.exp_avg_sq, poison())?);
+            let op = Step { update, moments: Mutex::new(moments) };
+            let stepped = shard.inplace_op2(&grad.contiguous()?, &op);
+            let moments = op.moments.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
+            swap(&state.exp_avg, moments.0)?;
+            swap(&state.exp_avg_sq, moments.1)?;
+            stepped?;
+        }
+        Ok(())
+    }
+}
+
+/// The numbers of one step, worked out in f64.
+#[derive(Clone, Copy)]
+struct Update {
+    decay: f64,
+    beta1: f64,
+    beta2: f64,
+    step_size: f64,
+    root_bias_correction2: f64,
+    eps: f64,
+}
+
+impl Update {
+    fn new(config: &AdamWConfig, step: u64) -> Self {
+        let (beta1, beta2) = config.betas;
+        let step = step as f64;
+        Update {
+            decay: 1. - config.lr * config.weight_decay,
+            beta1,
+            beta2,
+            step_size: config.lr / (1. - beta1.powf(step)),
+            root_bias_correction2: (1. - beta2.powf(step)).sqrt(),
+            eps: config.eps,
+        }
+    }
+}
+
+macro_rules! kernel {
+    ($name:ident, $real:ty) => {
+        fn $name<T: Copy>(
+            update: Update,
+            (params, grads, means, squares): (&mut [T], &[T], &mut [T], &mut [T]),
+            (get, put): (impl Fn(T) -> $real, impl Fn($real) -> T),
+        ) {
+            let (decay, beta1, beta2) = (update.decay as $real, update.beta1 as $real, update.beta2 as $real);
+            let (one_minus_beta1, one_minus_beta2) = ((1. - update.beta1) as $real, (1. - update.beta2) as $real);
+            let step_size = update.step_size as $real;
+            let root_correction = update.root_bias_correction2 as $real;
+            let eps = update.eps as $real;
+            for (((p, &g), m), v) in params.iter_mut().zip(grads).zip(means).zip(squares) {
+                let g = get(g);
+                let mean = beta1 * get(*m) + one_minus_beta1 * g;
+                let square = beta2 * get(*v) + one_minus_beta2 * g * g;
+                *m = put(mean);
+                *v = put(square);
+                *p = put(get(*p) * decay - step_size * mean / (square.sqrt() / root_correction + eps));
+            }
+        }
+    };
+}
+kernel!(step_f32, f32);
+kernel!(step_f64, f64);
+
+struct Step {
+    update: Update,
+    moments: Mutex<(CpuStorage, CpuStorage)>,
+}
+
+impl InplaceOp2 for Step {
+    fn name(&self) -> &'static str {
+        "adamw-step"
+    }
+
+    fn cpu_fwd(
+        &self,
+        param: &mut CpuStorage,
+        layout: &Layout,
+        grad: &CpuStorage,
+        grad_layout: &Layout,
+    ) -> candle_core::Result<()> {
+        let (Some((p0, p1)), Some((g0, g1))) = (layout.contiguous_offsets(), grad_layout.contiguous_offsets()) else {
+            bail!("shards and their gradients are contiguous")
+        };
+        let mut moments = self.moments.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let (means, squares) = &mut *moments;
+        match (param, grad, means, squares) {
+            (CpuStorage::F32(p), CpuStorage::F32(g), CpuStorage::F32(m), CpuStorage::F32(v)) => {
+                step_f32(self.update, (&mut p[p0..p1], &g[g0..g1], m, v), (|x| x, |x| x));
+            }
+            (CpuStorage::F64(p), CpuStorage::F64(g), CpuStorage::F64(m), CpuStorage::F64(v)) => {
+                step_f64(self.update, (&mut p[p0..p1], &g[g0..g1], m, v), (|x| x, |x| x));
+            }
+            (CpuStorage::BF16(p), CpuStorage::BF16(g), CpuStorage::BF16(m), CpuStorage::BF16(v)) => {
+                step_f32(self.update, (&mut p[p0..p1], &g[g0..g1], m, v), (bf16::to_f32, bf16::from_f32));
+            }
+            (CpuStorage::F16(p), CpuStorage::F16(g), CpuStorage::F16(m), CpuStorage::F16(v)) => {
+                step_f32(self.update, (&mut p[p0..p1], &g[g0..g1], m, v), (f16::to_f32, f16::from_f32));
+            }
+            _ => bail!("a shard, its gradient and its moments have one floating point dtype"),
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,100 @@
+//! Model and optimizer as named tensors, and back: what checkpoints hold. Names are those of PyTorch's flattened state dicts.
+
+use std::sync::Arc;
+
+use candle_core::Tensor;
+use fsdp_ckpt::{Checkpoint, TensorShard};
+use fsdp_core::layout::Region;
+use fsdp_core::{Buffer, Readable};
+
+use crate::optim::AdamW;
+use crate::param::FsdpParam;
+use crate::storage::{TensorMemory, to_core_dtype, with_bytes_mut};
+use crate::var_map::ShardedVarMap;
+use crate::{Error, Result};
+
+/// Every parameter's shard as `model.<fqn>`.
+pub fn model_tensors(vars: &ShardedVarMap) -> Vec<TensorShard> {
+    vars.params().iter().map(|param| shard(format!("model.{}", param.name()), param, param.var().as_tensor())).collect()
+}
+
+/// The optimizer's state as `optim.state.<fqn>.exp_avg`, `.exp_avg_sq` and `.step`.
+pub fn optimizer_tensors(optim: &AdamW) -> Vec<TensorShard> {
+    optim
+        .states()
+        .iter()
+        .flat_map(|state| {
+            let name = |what: &str| format!("optim.state.{}.{what}", state.param.name());
+            let step: Arc<dyn Readable> = Arc::new(Buffer::F32(vec![state.step as f32]));
+            [
+                shard(name("exp_avg"), &state.param, &state.exp_avg),
+                shard(name("exp_avg_sq"), &state.param, &state.exp_avg_sq),
+                TensorShard::whole(name("step"), &[], step),
+            ]
+        })
+        .collect()
+}
+
+/// Reads every parameter's shard from a checkpoint, whatever mesh wrote it.
+///
+/// # Errors
+/// When the checkpoint lacks a parameter or holds it with another shape or dtype.
+pub fn load_model(vars: &ShardedVarMap, checkpoint: &Checkpoint) -> Result<()> {
+    vars.reshard()?;
+    vars.params()
+        .iter()
+        .try_for_each(|param| load(checkpoint, &format!("model.{}", param.name()), param, param.var().as_tensor()))
+}
+
+/// Reads the optimizer's state from a checkpoint, whatever mesh wrote it.
+///
+/// # Errors
+/// When the checkpoint lacks a parameter's state or holds it with another shape or dtype.
+pub fn load_optimizer(optim: &mut AdamW, checkpoint: &Checkpoint) -> Result<()> {
+    for state in optim.states_mut() {
+        let name = |what: &str| format!("optim.state.{}.{what}", state.param.name());
+        load(checkpoint, &name("exp_avg"), &state.param, &state.exp_avg)?;
+        load(checkpoint, &name("exp_avg_sq"), &state.param, &state.exp_avg_sq)?;
+        let mut step = [0; 4];
+        check(checkpoint, &name("step"), &state.param, &[], fsdp_core::DType::F32)?;
+        checkpoint.read(&name("step"), &Region::whole(&[]), &mut step)?;
+        state.step = f32::from_ne_bytes(step) as u64;
+    }
+    Ok(())
+}
+
+fn shard(fqn: String, param: &FsdpParam, tensor: &Tensor) -> TensorShard {
+    TensorShard {
+        fqn,
+        shape: param.shape().dims().to_vec(),
+        region: param.region().clone(),
+        data: Arc::new(TensorMemory(tensor.clone())),
+    }
+}
+
+fn load(checkpoint: &Checkpoint, fqn: &str, param: &FsdpParam, into: &Tensor) -> Result<()> {
+    check(checkpoint, fqn, param, param.shape().dims(), to_core_dtype(into.dtype())?)?;
+    Ok(with_bytes_mut(into, |bytes| Ok(checkpoint.read(fqn, param.region(), bytes).map_err(Error::from)?))?)
+}
+
+fn check(
+    checkpoint: &Checkpoint,
+    fqn: &str,
+    param: &FsdpParam,
+    shape: &[usize],
+    dtype: fsdp_core::DType,
+) -> Result<()> {
+    let saved = checkpoint.tensor(fqn)?;
+    if saved.shape == shape && saved.dtype == dtype {
+        return Ok(());
+    }
+    Err(Error::Parameter {
+        name: param.name().into(),
+        message: format!(
+            "checkpoint {} holds `{fqn}` as {} {:?}, the model has {dtype} {shape:?}: resume with the model that was saved",
+            checkpoint.path().display(),
+            saved.dtype,
+            saved.shape
+        ),
+    })
+}

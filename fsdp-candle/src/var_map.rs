@@ -1,0 +1,228 @@
+//! The sharded variables of a model, behind an ordinary [`VarBuilder`]: what [`candle_nn::VarMap`] is to one process.
+
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use candle_core::{DType, Device, Shape, Tensor, Var};
+use candle_nn::var_builder::SimpleBackend;
+use candle_nn::{Init, VarBuilder};
+use fsdp_core::layout::{chunk_range, local_region};
+use fsdp_core::{DeviceMesh, Placement, ProcessGroup};
+use indexmap::IndexMap;
+
+use crate::context::Context;
+use crate::fully_shard::FullyShard;
+use crate::group::compute_dtype;
+use crate::initializer::{Initializer, Philox, ShardRequest};
+use crate::param::{FsdpParam, ParamSpec};
+use crate::policy::MixedPrecisionPolicy;
+use crate::storage::with_bytes_mut;
+use crate::{Error, Result};
+
+/// All parameters of a model, each rank holding its shards. Cheap to clone; clones are the same map.
+#[derive(Clone)]
+pub struct ShardedVarMap(Arc<Inner>);
+
+struct Inner {
+    mesh: DeviceMesh,
+    device: Device,
+    context: Arc<Context>,
+    initializer: Mutex<Arc<dyn Initializer>>,
+    frozen: Mutex<Arc<Predicate>>,
+    params: Mutex<IndexMap<String, Owned>>,
+    building: Mutex<Vec<Unit>>,
+}
+
+type Predicate = dyn Fn(&str) -> bool + Send + Sync;
+
+struct Owned {
+    param: Arc<FsdpParam>,
+    /// The unit's name and its position in the order of calls: names alone may repeat.
+    unit: (String, usize),
+}
+
+/// A `fully_shard` call whose closure runs.
+struct Unit {
+    name: String,
+    serial: usize,
+    mp_policy: MixedPrecisionPolicy,
+    params: Vec<Arc<FsdpParam>>,
+}
+
+impl ShardedVarMap {
+    /// An empty map for the ranks of a 1-D mesh. Initial values are drawn with seed 0 until [`ShardedVarMap::init_with`] says otherwise.
+    pub fn new(mesh: &DeviceMesh, device: &Device) -> Self {
+        ShardedVarMap(Arc::new(Inner {
+            mesh: mesh.clone(),
+            device: device.clone(),
+            context: Arc::default(),
+            initializer: Mutex::new(Arc::new(Philox::new(0))),
+            frozen: Mutex::new(Arc::new(|_| false)),
+            params: Mutex::default(),
+            building: Mutex::default(),
+        }))
+    }
+
+    /// Where parameters built from now on get their values.
+    pub fn init_with(&self, initializer: impl Initializer + 'static) {
+        *lock(&self.0.initializer) = Arc::new(initializer);
+    }
+
+    /// Freezes the parameters built from now on whose FQN `frozen` accepts: they are sharded and gathered, and get no gradient.
+    pub fn freeze(&self, frozen: impl Fn(&str) -> bool + Send + Sync + 'static) {
+        *lock(&self.0.frozen) = Arc::new(frozen);
+    }
+
+    /// An ordinary builder whose parameters land here. Parameters are asked for inside [`crate::fully_shard`].
+    pub fn builder(&self, dtype: DType) -> VarBuilder<'static> {
+        VarBuilder::from_backend(Box::new(self.clone()), dtype, self.0.device.clone())
+    }
+
+    /// The mesh.
+    pub fn mesh(&self) -> &DeviceMesh {
+        &self.0.mesh
+    }
+
+    /// Every parameter, in the order in which it was built: the same on all ranks.
+    pub fn params(&self) -> Vec<Arc<FsdpParam>> {
+        lock(&self.0.params).values().map(|owned| owned.param.clone()).collect()
+    }
+
+    /// The parameters that get gradients: what an optimizer is made of.
+    pub fn trainable(&self) -> Vec<Arc<FsdpParam>> {
+        self.params().into_iter().filter(|param| param.trainable()).collect()
+    }
+
+    /// The parameter called `name`.
+    pub fn get(&self, name: &str) -> Option<Arc<FsdpParam>> {
+        lock(&self.0.params).get(name).map(|owned| owned.param.clone())
+    }
+
+    /// Frees the buffers that are kept for the next step, which then allocates them anew.
+    pub fn release_buffers(&self) {
+        self.0.context.pool().clear();
+    }
+
+    /// Frees the full parameters of every unit: what was gathered before the shards changed is stale.
+    pub(crate) fn reshard(&self) -> Result<()> {
+        Ok(self.0.context.groups().iter().try_for_each(|group| group.reshard())?)
+    }
+
+    /// The ranks that the parameters are sharded over.
+    pub(crate) fn shard_ranks(&self) -> Result<Arc<dyn ProcessGroup>> {
+        let layout = self.0.mesh.layout();
+        if layout.shape().len() != 1 {
+            return Err(fsdp_core::Error::Mesh(format!(
+                "fully_shard takes a 1-D mesh; got {layout}: pass a slice of it"
+            ))
+            .into());
+        }
+        Ok(self.0.mesh.group(0)?.clone())
+    }
+
+    pub(crate) fn context(&self) -> &Arc<Context> {
+        &self.0.context
+    }
+
+    pub(crate) fn begin_unit(&self, name: &str, opts: &FullyShard) {
+        let serial = self.0.context.next_index() + lock(&self.0.building).len();
+        lock(&self.0.building).push(Unit { name: name.into(), serial, mp_policy: opts.mp_policy, params: vec![] });
+    }
+
+    /// The parameters of the unit whose closure ended; on failure they are forgotten.
+    pub(crate) fn end_unit(&self, ok: bool) -> Vec<Arc<FsdpParam>> {
+        let params = lock(&self.0.building).pop().map_or_else(Vec::new, |unit| unit.params);
+        if ok {
+            return params;
+        }
+        let mut all = lock(&self.0.params);
+        for param in params {
+            all.shift_remove(param.name());
+        }
+        vec![]
+    }
+
+    fn build(&self, name: &str, shape: Shape, init: Init, dtype: DType) -> Result<Arc<FsdpParam>> {
+        let fail = |message: String| Error::Parameter { name: name.into(), message };
+        let (unit, mp_policy) = match lock(&self.0.building).last() {
+            Some(unit) => ((unit.name.clone(), unit.serial), unit.mp_policy),
+            None => {
+                return Err(fail(
+                    "it was asked for outside fully_shard: build the module inside the closure of a fully_shard call"
+                        .into(),
+                ));
+            }
+        };
+        if let Some(owned) = lock(&self.0.params).get(name) {
+            return if owned.unit != unit {
+                Err(fail(format!(
+                    "it already belongs to FSDP unit `{}` and was asked for again by unit `{}`: apply fully_shard once to each module, bottom-up, and hand the \
+                     built submodules on",
+                    owned.unit.0, unit.0
+                )))
+            } else if owned.param.shape() != &shape || owned.param.dtype() != dtype {
+                Err(fail(format!(
+                    "it is shared inside unit `{}` as {:?} {:?} and as {:?} {dtype:?}: shared parameters have one shape and dtype",
+                    unit.0,
+                    owned.param.shape().dims(),
+                    owned.param.dtype(),
+                    shape.dims()
+                )))
+            } else {
+                Ok(owned.param.clone())
+            };
+        }
+        if !dtype.is_float() {
+            return Err(fail(format!("parameters are floating point; it was asked for as {dtype:?}")));
+        }
+        let ranks = self.shard_ranks()?;
+        if shape.rank() == 0 {
+            return Err(fail("a scalar has no dimension to shard: make it a tensor of shape [1]".into()));
+        }
+        let mesh = self.0.mesh.layout();
+        let dims = shape.dims();
+        let region = local_region(dims, mesh, &self.0.mesh.coordinate(), &[Placement::Shard(0)])?;
+        let row: usize = dims[1..].iter().product();
+        let counts = (0..ranks.size()).map(|rank| chunk_range(dims[0], ranks.size(), rank).len() * row).collect();
+        let shard = Var::zeros(region.sizes.as_slice(), dtype, &self.0.device)?;
+        let request = ShardRequest { name, shape: dims, dtype, region: &region, init };
+        let initializer = lock(&self.0.initializer).clone();
+        with_bytes_mut(shard.as_tensor(), |bytes| Ok(initializer.fill(&request, bytes)?))?;
+        let trainable = !lock(&self.0.frozen)(name);
+        let spec = ParamSpec {
+            name: name.into(),
+            shape,
+            region,
+            counts,
+            compute_dtype: compute_dtype(&mp_policy, dtype),
+            trainable,
+        };
+        let param = FsdpParam::new(spec, shard, self.0.context.pool().clone())?;
+        lock(&self.0.params).insert(name.into(), Owned { param: param.clone(), unit });
+        if let Some(unit) = lock(&self.0.building).last_mut() {
+            unit.params.push(param.clone());
+        }
+        Ok(param)
+    }
+}
+
+impl SimpleBackend for ShardedVarMap {
+    fn get(&self, shape: Shape, name: &str, init: Init, dtype: DType, _: &Device) -> candle_core::Result<Tensor> {
+        Ok(self.build(name, shape, init, dtype)?.full()?.clone())
+    }
+
+    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
+        Err(Error::Parameter {
+            name: name.into(),
+            message: "a sharded parameter needs its shape: ask with `get` instead of `get_unchecked`".into(),
+        }
+        .into())
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        lock(&self.0.params).contains_key(name) || lock(&self.0.initializer).contains(name)
+    }
+}
+
+fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}

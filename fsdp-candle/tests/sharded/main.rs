@@ -1,0 +1,6 @@
+//! Sharded models against plain ones, with ranks as threads.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod common;
+mod contract;
+mod parity;

@@ -1,0 +1,180 @@
+//! What can go wrong with checkpoints.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// The errors of this crate. Each names the file, tensor or rank at fault and, where there is one, the way out.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The operating system refused something.
+    #[error("can't {action} {}", path.display())]
+    Io {
+        /// What was tried: "open", "write", ...
+        action: &'static str,
+        /// The file or directory.
+        path: PathBuf,
+        /// The operating system's answer.
+        source: io::Error,
+    },
+    /// A file or directory that should be there is not.
+    #[error("{} holds no {looked_for}", path.display())]
+    NotFound {
+        /// Where it was looked for.
+        path: PathBuf,
+        /// What was looked for.
+        looked_for: String,
+    },
+    /// A file that is not what a safetensors file should be.
+    #[error("{} is not a whole safetensors file: {reason}", path.display())]
+    NotSafetensors {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A tensor that is not there.
+    #[error("{} has no tensor \"{tensor}\"{hint}", path.display())]
+    MissingTensor {
+        /// The file or directory.
+        path: PathBuf,
+        /// The name that was asked for.
+        tensor: String,
+        /// Names that are there and look alike, in words; may be empty.
+        hint: String,
+    },
+    /// A tensor of a dtype that this crate does not read.
+    #[error("tensor \"{tensor}\" in {} has dtype {dtype}; supported are U8, U32, I64, BF16, F16, F32 and F64", path.display())]
+    DType {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Its dtype's name.
+        dtype: String,
+    },
+    /// A request for a part of a tensor that can't be.
+    #[error("tensor \"{tensor}\": {reason}")]
+    Request {
+        /// The tensor.
+        tensor: String,
+        /// What was asked and what was expected.
+        reason: String,
+    },
+    /// The index of a Hugging Face model that can't be used.
+    #[error("{}: {reason}", path.display())]
+    Index {
+        /// The index file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A manifest that can't be used.
+    #[error("{}: {}{reason}", path.display(), tensor.as_ref().map(|name| format!("tensor \"{name}\": ")).unwrap_or_default())]
+    Manifest {
+        /// The manifest file.
+        path: PathBuf,
+        /// The tensor it is about, if one.
+        tensor: Option<String>,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A checkpoint written by a newer version of this crate.
+    #[error("{} has format version {version}, this program reads versions up to {known}; use a newer fsdp-ckpt", path.display())]
+    Newer {
+        /// The manifest file.
+        path: PathBuf,
+        /// Its version.
+        version: u64,
+        /// The newest version known here.
+        known: u64,
+    },
+    /// A directory without a manifest.
+    #[error("incomplete checkpoint: {} is missing, the save did not finish; use another step", path.join(crate::MANIFEST).display())]
+    Incomplete {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// The target of a save is there already.
+    #[error("{} exists already; choose another name or remove it", path.display())]
+    Exists {
+        /// The target.
+        path: PathBuf,
+    },
+    /// Bytes on disk that are not those that were written.
+    #[error("tensor \"{tensor}\" in {} is damaged: its checksum is {found:08x}, {expected:08x} was written; use another checkpoint", path.display())]
+    Checksum {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// The CRC-32C in the manifest.
+        expected: u32,
+        /// The CRC-32C of the bytes that were read.
+        found: u32,
+    },
+    /// The ranks' shards don't make whole tensors.
+    #[error("tensor \"{tensor}\": {reason}")]
+    Shards {
+        /// The tensor.
+        tensor: String,
+        /// What is wrong, naming ranks.
+        reason: String,
+    },
+    /// A shard's memory could not be read.
+    #[error("tensor \"{tensor}\" can't be read: {reason}")]
+    Unreadable {
+        /// The tensor.
+        tensor: String,
+        /// The cause.
+        reason: String,
+    },
+    /// Arguments that can't be.
+    #[error("{0}")]
+    Argument(String),
+    /// A rank failed; every rank of the group gets this.
+    #[error("rank {rank} failed to {phase}: {cause}")]
+    Rank {
+        /// The rank that failed.
+        rank: usize,
+        /// What it was doing.
+        phase: &'static str,
+        /// Its error with all causes, in words.
+        cause: String,
+        /// Its error, on the rank that failed.
+        error: Option<Box<Error>>,
+    },
+    /// A collective failed.
+    #[error(transparent)]
+    Group(#[from] fsdp_core::Error),
+}
+
+/// A [`std::result::Result`] with this crate's [`enum@Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Turns an [`io::Error`] into [`Error::Io`], for `map_err`.
+pub(crate) fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
+    move |source| Error::Io { action, path: path.to_path_buf(), source }
+}
+
+/// An error and its causes in one line.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        text.push_str(&format!(": {cause}"));
+        next = cause.source();
+    }
+    text
+}
+
+/// "; did you mean ...?" for a name that is not among `names`.
+pub(crate) fn did_you_mean<'a>(name: &str, names: impl Iterator<Item = &'a str>) -> String {
+    // A prefix more or less ("model.", "transformer.") is by far the commonest slip.
+    let extends = |long: &str, short: &str| long.strip_suffix(short).is_some_and(|prefix| prefix.ends_with('.'));
+    let near: Vec<&str> = names
+        .filter(|have| !have.is_empty() && !name.is_empty() && (extends(have, name) || extends(name, have)))
+        .take(3)
+        .collect();
+    if near.is_empty() { String::new() } else { format!("; did you mean {near:?}?") }
+}

@@ -1,0 +1,337 @@
+//! `checkpoint.json`: what a checkpoint holds and where.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Component, Path};
+
+use fsdp_core::layout::Region;
+use fsdp_core::{DType, MeshLayout};
+use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
+use serde::{Deserialize, Serialize};
+
+use crate::error::io_error;
+use crate::region::{Flaw, Span, check_tiling, checked_bytes, fits};
+use crate::{Error, Result};
+
+/// The manifest's file name.
+pub const MANIFEST: &str = "checkpoint.json";
+/// What its `format` says.
+const FORMAT: &str = "candle-fsdp checkpoint";
+/// The version that this crate writes, and the newest that it reads.
+const VERSION: u64 = 1;
+
+/// A whole manifest.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Manifest {
+    format: String,
+    version: u64,
+    /// The program and version that wrote it.
+    pub(crate) created_by: String,
+    pub(crate) world_size: usize,
+    mesh: Mesh,
+    /// Non-tensor state.
+    pub(crate) values: serde_json::Map<String, serde_json::Value>,
+    /// Files by plain name.
+    #[serde(deserialize_with = "unique")]
+    pub(crate) files: BTreeMap<String, FileEntry>,
+    #[serde(deserialize_with = "unique")]
+    pub(crate) tensors: BTreeMap<String, TensorEntry>,
+}
+
+/// [`MeshLayout`] before it is checked.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Mesh {
+    names: Vec<String>,
+    shape: Vec<usize>,
+}
+
+/// A file of a checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FileEntry {
+    /// Its size.
+    pub bytes: u64,
+}
+
+/// A tensor of a checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TensorEntry {
+    /// The element type.
+    pub dtype: DType,
+    /// The global shape.
+    pub shape: Vec<usize>,
+    /// The boxes that together make the tensor, each in a file of its own.
+    pub chunks: Vec<ChunkEntry>,
+}
+
+impl TensorEntry {
+    /// The bytes of all its elements.
+    pub fn bytes(&self) -> u64 {
+        self.shape.iter().product::<usize>() as u64 * self.dtype.size() as u64
+    }
+}
+
+/// A box of a tensor in a file, stored there under the tensor's name.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ChunkEntry {
+    /// Where the box starts in the global tensor.
+    pub offsets: Vec<usize>,
+    /// The shape of the box.
+    pub sizes: Vec<usize>,
+    /// The name of the file, in the checkpoint's directory.
+    pub file: String,
+    /// The CRC-32C of the chunk's bytes.
+    pub crc32c: u32,
+}
+
+impl ChunkEntry {
+    /// The box.
+    pub fn region(&self) -> Region {
+        Region { offsets: self.offsets.clone(), sizes: self.sizes.clone() }
+    }
+}
+
+impl Manifest {
+    pub(crate) fn new(
+        mesh: &MeshLayout,
+        world_size: usize,
+        values: serde_json::Map<String, serde_json::Value>,
+        files: BTreeMap<String, FileEntry>,
+        tensors: BTreeMap<String, TensorEntry>,
+    ) -> Self {
+        Manifest {
+            format: FORMAT.into(),
+            version: VERSION,
+            created_by: concat!("fsdp-ckpt ", env!("CARGO_PKG_VERSION")).into(),
+            world_size,
+            mesh: Mesh { names: mesh.names().to_vec(), shape: mesh.shape().to_vec() },
+            values,
+            files,
+            tensors,
+        }
+    }
+
+    /// Reads and checks the manifest of the checkpoint `dir`.
+    pub(crate) fn read(dir: &Path) -> Result<(Self, MeshLayout)> {
+        let path = dir.join(MANIFEST);
+        let text = std::fs::read(&path).map_err(|error| match error.kind() {
+            std::io::ErrorKind::NotFound if dir.is_dir() => Error::Incomplete { path: dir.to_path_buf() },
+            std::io::ErrorKind::NotFound => {
+                Error::NotFound { path: dir.to_path_buf(), looked_for: "checkpoint: there is no such directory".into() }
+            }
+            _ => io_error("read", &path)(error),
+        })?;
+        Manifest::parse(&text).map_err(|flaw| match flaw {
+            Bad::Newer(version) => Error::Newer { path, version, known: VERSION },
+            Bad::Text(reason) => Error::Manifest { path, tensor: None, reason },
+            Bad::Tensor(name, reason) => Error::Manifest { path, tensor: Some(name), reason },
+        })
+    }
+
+    fn parse(text: &[u8]) -> Result<(Self, MeshLayout), Bad> {
+        #[derive(Deserialize)]
+        struct Head {
+            format: String,
+            version: u64,
+        }
+        let not_one = |error: serde_json::Error| Bad::Text(format!("not a checkpoint manifest: {error}"));
+        let head: Head = serde_json::from_slice(text).map_err(not_one)?;
+        if head.format != FORMAT {
+            return Err(Bad::Text(format!("its format is {:?}, a checkpoint's is {FORMAT:?}", head.format)));
+        }
+        if head.version > VERSION {
+            return Err(Bad::Newer(head.version));
+        }
+        if head.version == 0 {
+            return Err(Bad::Text("format version 0 does not exist".into()));
+        }
+        let manifest: Manifest = serde_json::from_slice(text).map_err(not_one)?;
+        let mesh = manifest.check()?;
+        Ok((manifest, mesh))
+    }
+
+    fn check(&self) -> Result<MeshLayout, Bad> {
+        if self.mesh.names.len() != self.mesh.shape.len() {
+            let (names, shape) = (&self.mesh.names, &self.mesh.shape);
+            return Err(Bad::Text(format!("its mesh has names {names:?} for the shape {shape:?}")));
+        }
+        let dims: Vec<(&str, usize)> =
+            self.mesh.names.iter().map(String::as_str).zip(self.mesh.shape.iter().copied()).collect();
+        let mesh = MeshLayout::new(&dims).map_err(|error| Bad::Text(error.to_string()))?;
+        if mesh.size() != self.world_size {
+            return Err(Bad::Text(format!("its mesh {mesh} is not one of {} ranks", self.world_size)));
+        }
+        for name in self.files.keys() {
+            if !is_plain_file_name(name) || name == MANIFEST {
+                return Err(Bad::Text(format!("{name:?} is not a plain file name")));
+            }
+        }
+        for (name, tensor) in &self.tensors {
+            tensor.check(&self.files).map_err(|reason| Bad::Tensor(name.clone(), reason))?;
+        }
+        Ok(mesh)
+    }
+}
+
+/// What is wrong with a manifest whose path is not known yet.
+enum Bad {
+    Newer(u64),
+    Text(String),
+    Tensor(String, String),
+}
+
+impl TensorEntry {
+    fn check(&self, files: &BTreeMap<String, FileEntry>) -> Result<(), String> {
+        let shape = &self.shape;
+        if checked_bytes(shape, self.dtype.size()).is_none() {
+            return Err(format!("its shape {shape:?} is too large to count its bytes"));
+        }
+        let mut seen = BTreeSet::new();
+        let mut regions = Vec::with_capacity(self.chunks.len());
+        for chunk in &self.chunks {
+            let region = chunk.region();
+            if !is_plain_file_name(&chunk.file) {
+                return Err(format!(
+                    "its chunk {} is in {:?}, which is not a plain file name",
+                    Span(&region),
+                    chunk.file
+                ));
+            }
+            if !files.contains_key(&chunk.file) {
+                return Err(format!(
+                    "its chunk {} is in {:?}, which is not among the files",
+                    Span(&region),
+                    chunk.file
+                ));
+            }
+            if !seen.insert(chunk.file.as_str()) {
+                return Err(format!("two of its chunks are in {:?}; a file holds one at most", chunk.file));
+            }
+            if !fits(&region, shape) {
+                return Err(format!("its chunk {} in {:?} is outside its shape {shape:?}", Span(&region), chunk.file));
+            }
+            if region.is_empty() && !shape.contains(&0) {
+                return Err(format!("its chunk {} in {:?} is empty", Span(&region), chunk.file));
+            }
+            regions.push(region);
+        }
+        check_tiling(shape, &regions.iter().collect::<Vec<_>>()).map_err(|flaw| match flaw {
+            Flaw::Overlap(a, b) => format!(
+                "its chunks {} in {:?} and {} in {:?} overlap",
+                Span(&regions[a]),
+                self.chunks[a].file,
+                Span(&regions[b]),
+                self.chunks[b].file
+            ),
+            Flaw::Gap(missing) => format!("its chunks leave out {missing} elements of its shape {shape:?}"),
+        })
+    }
+}
+
+/// Whether a name from a file may be joined to a directory: it can't leave it, or name another directory in it.
+pub(crate) fn is_plain_file_name(name: &str) -> bool {
+    let mut parts = Path::new(name).components();
+    matches!((parts.next(), parts.next()), (Some(Component::Normal(part)), None) if part == name)
+        && !name.contains('\0')
+}
+
+/// A map whose keys come once each; JSON by itself lets the last one win.
+fn unique<'de, D: Deserializer<'de>, V: Deserialize<'de>>(from: D) -> Result<BTreeMap<String, V>, D::Error> {
+    struct Unique<V>(std::marker::PhantomData<V>);
+    impl<'de, V: Deserialize<'de>> Visitor<'de> for Unique<V> {
+        type Value = BTreeMap<String, V>;
+        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            f.write_str("a map")
+        }
+        fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<Self::Value, A::Error> {
+            let mut map = BTreeMap::new();
+            while let Some((key, value)) = access.next_entry::<String, V>()? {
+                if map.contains_key(&key) {
+                    return Err(A::Error::custom(format!("{key:?} is there twice")));
+                }
+                map.insert(key, value);
+            }
+            Ok(map)
+        }
+    }
+    from.deserialize_map(Unique(std::marker::PhantomData))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn good() -> Value {
+        json!({
+            "format": FORMAT, "version": 1, "created_by": "test", "world_size": 2,
+            "mesh": {"names": ["dp"], "shape": [2]}, "values": {"lr": 0.1},
+            "files": {"a": {"bytes": 100}, "b": {"bytes": 100}},
+            "tensors": {"w": {"dtype": "F32", "shape": [3, 2], "chunks": [
+                {"offsets": [0, 0], "sizes": [2, 2], "file": "a", "crc32c": 1},
+                {"offsets": [2, 0], "sizes": [1, 2], "file": "b", "crc32c": 2},
+            ]}},
+        })
+    }
+
+    fn reason(text: &str) -> String {
+        match Manifest::parse(text.as_bytes()) {
+            Ok(_) => "accepted".into(),
+            Err(Bad::Newer(version)) => format!("newer {version}"),
+            Err(Bad::Text(reason)) => reason,
+            Err(Bad::Tensor(name, reason)) => format!("{name}: {reason}"),
+        }
+    }
+
+    #[test]
+    fn every_way_to_be_wrong_is_told() {
+        assert_eq!(reason(&good().to_string()), "accepted");
+        let huge = usize::MAX / 2;
+        for (pointer, value, part) in [
+            ("/format", json!("other"), "a checkpoint's is"),
+            ("/version", json!(2), "newer 2"),
+            ("/version", json!(0), "version 0"),
+            ("/world_size", json!(3), "not one of 3 ranks"),
+            ("/mesh/names", json!(["a", "b"]), "for the shape [2]"),
+            ("/mesh/shape", json!([0]), "size 0"),
+            ("/tensors/w/dtype", json!("F33"), "unknown variant"),
+            ("/tensors/w/shape", json!([huge, huge]), "too large"),
+            ("/tensors/w/shape", json!([4, 2]), "leave out 2 elements"),
+            ("/tensors/w/shape", json!([3]), "outside its shape"),
+            ("/tensors/w/chunks/0/file", json!("../a"), "not a plain file name"),
+            ("/tensors/w/chunks/0/file", json!("/a"), "not a plain file name"),
+            ("/tensors/w/chunks/0/file", json!("c"), "not among the files"),
+            ("/tensors/w/chunks/0/file", json!("b"), "two of its chunks"),
+            ("/tensors/w/chunks/0/offsets", json!([usize::MAX, 0]), "outside its shape"),
+            ("/tensors/w/chunks/0/sizes", json!([3, 2]), "overlap"),
+            ("/tensors/w/chunks/0/sizes", json!([1, 2]), "leave out 2 elements"),
+            ("/tensors/w/chunks/0/sizes", json!([0, 2]), "is empty"),
+            ("/tensors/w/chunks/0/crc32c", json!(-1), "invalid value"),
+            ("/files", json!({"..": {"bytes": 1}}), "not a plain file name"),
+        ] {
+            let mut bad = good();
+            *bad.pointer_mut(pointer).unwrap() = value;
+            let reason = reason(&bad.to_string());
+            assert!(reason.contains(part), "{pointer}: {reason}");
+        }
+        let mut unknown = good();
+        unknown["more"] = json!(1);
+        assert!(reason(&unknown.to_string()).contains("unknown field"));
+        let twice = good().to_string().replace("\"a\":{\"bytes\":100}", "\"a\":{\"bytes\":100},\"a\":{\"bytes\":1}");
+        assert!(reason(&twice).contains("there twice"), "{}", reason(&twice));
+        assert!(reason("{").contains("not a checkpoint manifest"));
+    }
+
+    #[test]
+    fn values_come_back_to_the_last_bit() {
+        for value in [0.1f64, 1e-3 / 3.0, f64::MIN_POSITIVE, 5e-324, 1.7976931348623157e308, 0.30000000000000004] {
+            let mut manifest = good();
+            manifest["values"]["lr"] = json!(value);
+            let Ok((read, _)) = Manifest::parse(manifest.to_string().as_bytes()) else { panic!("refused") };
+            assert_eq!(read.values["lr"].as_f64().unwrap().to_bits(), value.to_bits());
+        }
+    }
+}

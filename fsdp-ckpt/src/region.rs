@@ -1,0 +1,203 @@
+//! Boxes of tensors as byte ranges.
+
+use fsdp_core::layout::Region;
+
+use crate::{Error, Result};
+
+/// A stretch of bytes that is contiguous on both sides of a copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Run {
+    /// Where it starts in the source box, in bytes.
+    pub(crate) src: usize,
+    /// Where it starts in the destination box, in bytes.
+    pub(crate) dst: usize,
+    /// Its length in bytes.
+    pub(crate) len: usize,
+}
+
+/// The runs that copy `part` from a row-major box `src` into a row-major box `dst`, in the order of both. All three are boxes of one tensor with
+/// elements of `size` bytes, and `part` lies in the other two.
+pub(crate) fn runs(src: &Region, dst: &Region, part: &Region, size: usize) -> impl Iterator<Item = Run> + use<> {
+    let dims = part.sizes.len();
+    // Dimensions from `inner` on are contiguous on both sides.
+    let mut inner = dims;
+    let mut len = size;
+    while inner > 0 {
+        inner -= 1;
+        len *= part.sizes[inner];
+        if part.sizes[inner] != src.sizes[inner] || part.sizes[inner] != dst.sizes[inner] {
+            break;
+        }
+    }
+    let (src_strides, dst_strides) = (strides(&src.sizes, size), strides(&dst.sizes, size));
+    let start = |of: &Region, strides: &[usize]| -> usize {
+        (0..dims).map(|dim| (part.offsets[dim] - of.offsets[dim]) * strides[dim]).sum()
+    };
+    let (src_start, dst_start) = (start(src, &src_strides), start(dst, &dst_strides));
+    let outer = part.sizes[..inner].to_vec();
+    let count = if len == 0 { 0 } else { outer.iter().product::<usize>() };
+    (0..count).map(move |index| {
+        let (mut rest, mut run) = (index, Run { src: src_start, dst: dst_start, len });
+        for dim in (0..outer.len()).rev() {
+            let at = rest % outer[dim];
+            rest /= outer[dim];
+            run.src += at * src_strides[dim];
+            run.dst += at * dst_strides[dim];
+        }
+        run
+    })
+}
+
+/// Bytes from one index to the next in every dimension of a row-major box.
+fn strides(sizes: &[usize], size: usize) -> Vec<usize> {
+    let mut strides = vec![size; sizes.len()];
+    for dim in (1..sizes.len()).rev() {
+        strides[dim - 1] = strides[dim] * sizes[dim];
+    }
+    strides
+}
+
+/// The bytes of a box of this shape, or `None` when they can't be counted.
+pub(crate) fn checked_bytes(sizes: &[usize], size: usize) -> Option<usize> {
+    // A zero hides an overflow in what follows it, and strides are products of that.
+    sizes.iter().try_fold(size, |bytes, &n| bytes.checked_mul(n.max(1)))?;
+    sizes.iter().try_fold(size, |bytes, &n| bytes.checked_mul(n))
+}
+
+/// Whether `region` is a box of a tensor of this shape.
+pub(crate) fn fits(region: &Region, shape: &[usize]) -> bool {
+    region.offsets.len() == shape.len()
+        && region.sizes.len() == shape.len()
+        && (0..shape.len())
+            .all(|dim| region.offsets[dim].checked_add(region.sizes[dim]).is_some_and(|end| end <= shape[dim]))
+}
+
+/// Checks that `region` is a box of `shape` and that a buffer of `bytes` is what it needs.
+pub(crate) fn check_request(tensor: &str, shape: &[usize], size: usize, region: &Region, bytes: usize) -> Result<()> {
+    let fail = |reason| Err(Error::Request { tensor: tensor.to_string(), reason });
+    if !fits(region, shape) {
+        return fail(format!("{} is not a part of its shape {shape:?}", Span(region)));
+    }
+    // It is no larger than the tensor, whose bytes are known to be countable.
+    let need = region.elements() * size;
+    if need != bytes {
+        return fail(format!("{} takes {need} bytes, the buffer has {bytes}", Span(region)));
+    }
+    Ok(())
+}
+
+/// A box as `[0..2, 0..3]`.
+pub(crate) struct Span<'a>(pub(crate) &'a Region);
+
+impl std::fmt::Display for Span<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("[")?;
+        for (dim, (&offset, &size)) in self.0.offsets.iter().zip(&self.0.sizes).enumerate() {
+            write!(f, "{}{offset}..{}", if dim == 0 { "" } else { ", " }, offset.saturating_add(size))?;
+        }
+        f.write_str("]")
+    }
+}
+
+/// What keeps boxes from making a whole tensor.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Flaw {
+    /// These two (by position) have elements in common.
+    Overlap(usize, usize),
+    /// This many elements are in no box.
+    Gap(usize),
+}
+
+/// Checks that non-empty boxes of a tensor of `shape` cover each element exactly once. They must all fit the shape.
+pub(crate) fn check_tiling(shape: &[usize], regions: &[&Region]) -> Result<(), Flaw> {
+    // Sweep along the dimension in which the boxes differ most: only neighbours in it are compared.
+    let distinct = |dim: usize| {
+        let mut offsets: Vec<usize> = regions.iter().map(|region| region.offsets[dim]).collect();
+        offsets.sort_unstable();
+        offsets.dedup();
+        offsets.len()
+    };
+    let sweep = (0..shape.len()).max_by_key(|&dim| distinct(dim));
+    let mut order: Vec<usize> = (0..regions.len()).collect();
+    if let Some(dim) = sweep {
+        order.sort_by_key(|&i| regions[i].offsets[dim]);
+    }
+    for (at, &i) in order.iter().enumerate() {
+        for &j in &order[at + 1..] {
+            if let Some(dim) = sweep
+                && regions[j].offsets[dim] >= regions[i].offsets[dim] + regions[i].sizes[dim]
+            {
+                break;
+            }
+            if regions[i].intersect(regions[j]).is_some() {
+                return Err(Flaw::Overlap(i.min(j), i.max(j)));
+            }
+        }
+    }
+    let covered: usize = regions.iter().map(|region| region.elements()).sum();
+    let all: usize = shape.iter().product();
+    if covered == all { Ok(()) } else { Err(Flaw::Gap(all - covered)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn region(offsets: &[usize], sizes: &[usize]) -> Region {
+        Region { offsets: offsets.to_vec(), sizes: sizes.to_vec() }
+    }
+
+    #[test]
+    fn whole_rows_are_one_run() {
+        let shape = Region::whole(&[4, 3]);
+        let rows = region(&[1, 0], &[2, 3]);
+        assert_eq!(runs(&shape, &rows, &rows, 4).collect::<Vec<_>>(), [Run { src: 12, dst: 0, len: 24 }]);
+        let scalar = Region::whole(&[]);
+        assert_eq!(runs(&scalar, &scalar, &scalar, 8).collect::<Vec<_>>(), [Run { src: 0, dst: 0, len: 8 }]);
+    }
+
+    #[test]
+    fn flaws_are_found() {
+        let (a, b) = (region(&[0, 0], &[2, 2]), region(&[0, 2], &[2, 1]));
+        assert_eq!(check_tiling(&[2, 3], &[&a, &b]), Ok(()));
+        assert_eq!(check_tiling(&[2, 4], &[&a, &b]), Err(Flaw::Gap(2)));
+        assert_eq!(check_tiling(&[2, 3], &[&a, &b, &region(&[1, 1], &[1, 2])]), Err(Flaw::Overlap(0, 2)));
+        let scalar = Region::whole(&[]);
+        assert_eq!(check_tiling(&[], &[&scalar]), Ok(()));
+        assert_eq!(check_tiling(&[], &[&scalar, &scalar]), Err(Flaw::Overlap(0, 1)));
+        assert_eq!(check_tiling(&[], &[]), Err(Flaw::Gap(1)));
+    }
+
+    /// A box within `n` in each of three dimensions.
+    fn any_box(n: usize) -> impl Strategy<Value = Region> {
+        prop::collection::vec((0..n).prop_flat_map(move |at| (Just(at), 0..=n - at)), 3).prop_map(|dims| Region {
+            offsets: dims.iter().map(|dim| dim.0).collect(),
+            sizes: dims.iter().map(|dim| dim.1).collect(),
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn runs_copy_just_what_two_boxes_share(src in any_box(4), dst in any_box(4)) {
+            // Every element's value is its index in the whole tensor.
+            let index = |of: &Region, i: usize| {
+                let (x, y, z) = (i / (of.sizes[1] * of.sizes[2]), i / of.sizes[2] % of.sizes[1], i % of.sizes[2]);
+                (((of.offsets[0] + x) * 4 + of.offsets[1] + y) * 4 + of.offsets[2] + z) as u8
+            };
+            let memory: Vec<u8> = (0..src.elements()).map(|i| index(&src, i)).collect();
+            let mut copy = vec![255u8; dst.elements()];
+            let part = src.intersect(&dst);
+            if let Some(part) = &part {
+                for run in runs(&src, &dst, part, 1) {
+                    copy[run.dst..run.dst + run.len].copy_from_slice(&memory[run.src..run.src + run.len]);
+                }
+            }
+            let shared: Vec<u8> = memory.clone();
+            for (i, &got) in copy.iter().enumerate() {
+                let want = index(&dst, i);
+                prop_assert_eq!(got, if shared.contains(&want) { want } else { 255 });
+            }
+        }
+    }
+}

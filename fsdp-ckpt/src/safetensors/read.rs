@@ -1,0 +1,237 @@
+//! Reading boxes of tensors.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use fsdp_core::DType;
+use fsdp_core::layout::Region;
+use safetensors::tensor::{Dtype, Metadata};
+
+use super::{BLOCK, CACHED};
+use crate::error::{did_you_mean, io_error};
+use crate::region::{Run, check_request, checked_bytes, runs};
+use crate::{Error, Result, TensorInfo};
+
+/// The safetensors library's own limit on a header.
+const MAX_HEADER: u64 = 100_000_000;
+/// Bytes between two runs that are cheaper to read and drop than to read around: a disk gives whole pages anyway.
+const GAP: usize = 4096;
+
+/// A safetensors file that is open, with a header that has been checked against the file's size.
+///
+/// Reads go to the byte ranges that are asked for and take no lock: several threads may read at once.
+#[derive(Debug)]
+pub struct SafetensorsFile {
+    path: PathBuf,
+    file: File,
+    bytes: u64,
+    tensors: BTreeMap<String, Stored>,
+    metadata: HashMap<String, String>,
+}
+
+#[derive(Debug)]
+struct Stored {
+    dtype: Dtype,
+    shape: Vec<usize>,
+    /// Where its bytes start in the file.
+    start: u64,
+}
+
+impl SafetensorsFile {
+    /// Opens a file and reads its header.
+    ///
+    /// # Errors
+    /// [`Error::Io`]; [`Error::NotSafetensors`] when the header is damaged or does not match the file's size.
+    pub fn open(path: &Path) -> Result<Self> {
+        let file = File::open(path).map_err(io_error("open", path))?;
+        let status = file.metadata().map_err(io_error("open", path))?;
+        let bad = |reason: String| Error::NotSafetensors { path: path.to_path_buf(), reason };
+        if !status.is_file() {
+            return Err(bad("it is not a regular file".into()));
+        }
+        let bytes = status.len();
+        if bytes < 8 {
+            return Err(bad(format!("it has {bytes} bytes, a header has at least 8")));
+        }
+        let mut length = [0; 8];
+        file.read_exact_at(&mut length, 0).map_err(io_error("read", path))?;
+        let length = u64::from_le_bytes(length);
+        // Both bounds come before the allocation.
+        if length > bytes - 8 || length > MAX_HEADER {
+            return Err(bad(format!("its header claims {length} bytes, the file has {bytes}")));
+        }
+        let mut header = vec![0; length as usize];
+        file.read_exact_at(&mut header, 8).map_err(io_error("read", path))?;
+        // This checks that tensors lie one after another, that none overlap, and that each has the bytes its dtype and shape need.
+        let header: Metadata =
+            serde_json::from_slice(&header).map_err(|error| bad(format!("its header is damaged: {error}")))?;
+        let base = 8 + length;
+        if base.checked_add(header.data_len() as u64) != Some(bytes) {
+            return Err(bad(format!(
+                "its header describes {} bytes of tensors, the file has {}",
+                header.data_len(),
+                bytes - base
+            )));
+        }
+        let mut tensors = BTreeMap::new();
+        for (name, info) in header.tensors() {
+            if checked_bytes(&info.shape, info.dtype.bitsize().div_ceil(8)).is_none() {
+                return Err(bad(format!("tensor \"{name}\" has the impossible shape {:?}", info.shape)));
+            }
+            let start = base + info.data_offsets.0 as u64;
+            tensors.insert(name, Stored { dtype: info.dtype, shape: info.shape.clone(), start });
+        }
+        let metadata = header.metadata().clone().unwrap_or_default();
+        Ok(SafetensorsFile { path: path.to_path_buf(), file, bytes, tensors, metadata })
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The size of the file in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The names of the tensors, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// Whether there is a tensor of this name.
+    pub fn contains(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
+    /// The header's `__metadata__`.
+    pub fn metadata(&self) -> &HashMap<String, String> {
+        &self.metadata
+    }
+
+    /// A tensor's dtype and shape.
+    ///
+    /// # Errors
+    /// [`Error::MissingTensor`]; [`Error::DType`] for one that [`DType`] has not.
+    pub fn info(&self, name: &str) -> Result<TensorInfo> {
+        let (stored, dtype) = self.find(name)?;
+        Ok(TensorInfo { dtype, shape: stored.shape.clone(), file: self.path.clone() })
+    }
+
+    /// Reads a box of a tensor into `into`, row-major. Only the bytes of the box are read.
+    ///
+    /// # Errors
+    /// As [`SafetensorsFile::info`]; [`Error::Request`] when the tensor has no such box or `into` not its size in bytes; [`Error::Io`].
+    pub fn read(&self, name: &str, region: &Region, into: &mut [u8]) -> Result<()> {
+        let (stored, dtype) = self.find(name)?;
+        check_request(name, &stored.shape, dtype.size(), region, into.len())?;
+        if region.is_empty() {
+            return Ok(());
+        }
+        let whole = Region::whole(&stored.shape);
+        self.read_runs(stored.start, runs(&whole, region, region, dtype.size()), into, &mut |_| ())
+    }
+
+    /// Reads `part` of the box `chunk`, which is what this file holds of a tensor, to its place in `into`, which is the box `region` of the same
+    /// tensor. All three are checked by the caller. `seen` gets what is read, in the file's order: the chunk's bytes, where `part` is all of it.
+    pub(crate) fn read_part(
+        &self,
+        name: &str,
+        [chunk, region, part]: [&Region; 3],
+        into: &mut [u8],
+        seen: &mut dyn FnMut(&[u8]),
+    ) -> Result<()> {
+        let (stored, dtype) = self.find(name)?;
+        self.read_runs(stored.start, runs(chunk, region, part, dtype.size()), into, seen)
+    }
+
+    /// Passes all bytes of a tensor to `seen`, a block at a time.
+    pub(crate) fn scan(&self, name: &str, seen: &mut dyn FnMut(&[u8])) -> Result<()> {
+        let (stored, dtype) = self.find(name)?;
+        let bytes = stored.shape.iter().product::<usize>() * dtype.size();
+        let mut block = vec![0; bytes.min(BLOCK)];
+        let mut at = 0;
+        while at < bytes {
+            let block = &mut block[..(bytes - at).min(BLOCK)];
+            self.read_at(block, stored.start + at as u64)?;
+            seen(block);
+            at += block.len();
+        }
+        Ok(())
+    }
+
+    fn find(&self, name: &str) -> Result<(&Stored, DType)> {
+        let Some(stored) = self.tensors.get(name) else {
+            let hint = did_you_mean(name, self.names());
+            return Err(Error::MissingTensor { path: self.path.clone(), tensor: name.to_string(), hint });
+        };
+        let text = stored.dtype.to_string();
+        match DType::ALL.into_iter().find(|dtype| dtype.name() == text) {
+            Some(dtype) => Ok((stored, dtype)),
+            None => Err(Error::DType { path: self.path.clone(), tensor: name.to_string(), dtype: text }),
+        }
+    }
+
+    fn read_at(&self, into: &mut [u8], at: u64) -> Result<()> {
+        self.file.read_exact_at(into, at).map_err(io_error("read", &self.path))
+    }
+
+    /// Runs that follow each other closely in the file are read in one go, of a block at most.
+    fn read_runs(
+        &self,
+        start: u64,
+        runs: impl Iterator<Item = Run>,
+        into: &mut [u8],
+        seen: &mut dyn FnMut(&[u8]),
+    ) -> Result<()> {
+        let mut staging = Vec::new();
+        let mut batch: Vec<Run> = Vec::new();
+        let mut batch_end = 0;
+        for run in runs {
+            let first = batch.first().map_or(run.src, |first| first.src);
+            if !batch.is_empty() && (run.src - batch_end > GAP || run.src + run.len - first > BLOCK) {
+                self.read_batch(start, &batch, &mut staging, into, seen)?;
+                batch.clear();
+            }
+            batch_end = run.src + run.len;
+            batch.push(run);
+        }
+        self.read_batch(start, &batch, &mut staging, into, seen)
+    }
+
+    fn read_batch(
+        &self,
+        start: u64,
+        batch: &[Run],
+        staging: &mut Vec<u8>,
+        into: &mut [u8],
+        seen: &mut dyn FnMut(&[u8]),
+    ) -> Result<()> {
+        match batch {
+            [] => Ok(()),
+            [run] => {
+                // A single run may be of any length; it goes straight to its place.
+                let mut at = start + run.src as u64;
+                for block in into[run.dst..run.dst + run.len].chunks_mut(CACHED) {
+                    self.read_at(block, at)?;
+                    seen(block);
+                    at += block.len() as u64;
+                }
+                Ok(())
+            }
+            [first, .., last] => {
+                staging.resize(last.src + last.len - first.src, 0);
+                self.read_at(staging, start + first.src as u64)?;
+                seen(staging);
+                for run in batch {
+                    let at = run.src - first.src;
+                    into[run.dst..run.dst + run.len].copy_from_slice(&staging[at..at + run.len]);
+                }
+                Ok(())
+            }
+        }
+    }
+}

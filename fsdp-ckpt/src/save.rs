@@ -1,0 +1,233 @@
+//! Saving: every rank writes what it holds, and the checkpoint appears as a whole or not at all.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use fsdp_core::{MeshLayout, ProcessGroup};
+use serde_json::{Map, Value};
+
+use crate::error::io_error;
+use crate::exchange::{agree, from_first, gather};
+use crate::manifest::{ChunkEntry, FileEntry, Manifest, TensorEntry};
+use crate::plan::{Plan, negotiate};
+use crate::region::checked_bytes;
+use crate::safetensors::{Entry, write_file};
+use crate::staging::{Staging, split};
+use crate::{Error, MANIFEST, Result, TensorShard};
+
+/// What one rank passes to [`save`].
+#[derive(Clone, Debug)]
+pub struct SaveState {
+    /// The mesh that the tensors are sharded over, the same on every rank; it has as many ranks as the group.
+    pub mesh: MeshLayout,
+    /// What this rank holds, in any order.
+    pub tensors: Vec<TensorShard>,
+    /// Non-tensor state (step, data position, hyper-parameters, ...). Rank 0's are written; the other ranks' are not looked at.
+    pub values: Map<String, Value>,
+}
+
+/// What a save has done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SaveSummary {
+    /// The checkpoint.
+    pub path: PathBuf,
+    /// The number of tensors.
+    pub tensors: usize,
+    /// The number of tensor files.
+    pub files: usize,
+    /// The bytes of all tensors, each counted once.
+    pub bytes: u64,
+    /// The bytes of tensors that this rank wrote.
+    pub bytes_by_this_rank: u64,
+}
+
+/// Saves a checkpoint as the directory `dir`, whose parents are created. Collective: every rank of `group` calls it with the same `dir`, on a file
+/// system that all of them share.
+///
+/// Files grow in a temporary directory beside `dir`. Once all of them are on disk, rank 0 writes the manifest and gives the directory its name by an
+/// atomic rename. Equal shards of several ranks are written by one of them. Ranks wait for the slowest writer, for the group's timeout at most.
+///
+/// # Errors
+/// On every rank when any of them fails, naming that rank and its cause ([`Error::Rank`]); nothing is left behind then. [`Error::Shards`] when the ranks'
+/// shards don't make whole tensors, [`Error::Exists`] (within [`Error::Rank`]) when `dir` is there already, [`Error::Group`] when a collective fails.
+///
+/// ```
+/// use std::sync::Arc;
+/// use fsdp_ckpt::{Checkpoint, SaveState, TensorShard, save};
+/// use fsdp_core::{Buffer, MeshLayout, layout::Region, process_group::local};
+///
+/// let root = tempfile::tempdir()?;
+/// let dir = root.path().join("step-00000001");
+/// local::run(2, |group| {
+///     // Each of two ranks holds two of four rows.
+///     let data = Arc::new(Buffer::F32(vec![group.rank() as f32; 6]));
+///     let region = Region { offsets: vec![2 * group.rank(), 0], sizes: vec![2, 3] };
+///     let shard = TensorShard { fqn: "model.weight".into(), shape: vec![4, 3], region, data };
+///     let mesh = MeshLayout::new(&[("dp_shard", 2)])?;
+///     save(&dir, &*group, &SaveState { mesh, tensors: vec![shard], values: Default::default() })?;
+///     Ok::<_, fsdp_ckpt::Error>(())
+/// });
+/// let mut column = vec![0; 16];
+/// let region = Region { offsets: vec![0, 1], sizes: vec![4, 1] };
+/// Checkpoint::open(&dir)?.read("model.weight", &region, &mut column)?;
+/// assert_eq!(column[12..], 1f32.to_ne_bytes());
+/// # Ok::<_, Box<dyn std::error::Error>>(())
+/// ```
+pub fn save(dir: &Path, group: &dyn ProcessGroup, state: &SaveState) -> Result<SaveSummary> {
+    let started = std::time::Instant::now();
+    let name = agree(group, "start the save", check_arguments(dir, group, &state.mesh))?;
+    let plan = negotiate(group, &format!("checkpoint \"{name}\" of mesh {}", state.mesh), &state.tensors)?;
+
+    let mut staging = None;
+    let here = from_first(group, "create the checkpoint's directory", || {
+        let made = staging.insert(Staging::create(dir)?);
+        Ok(split(made.path())?.1)
+    })?;
+    let here = split(dir)?.0.join(here);
+    let own = own_chunks(&plan, group.rank());
+    let written = agree(group, "write its shards", write_own(&here, group.rank(), &plan, &own, &state.tensors))?;
+
+    // The chunks' checksums, and the size of the file in front of them.
+    let reports = gather(group, written.report())?;
+    let committed = match staging {
+        Some(staging) => commit(staging, dir, group, state, &plan, &reports),
+        None => Ok(()),
+    };
+    agree(group, "finish the checkpoint", committed)?;
+    let summary = SaveSummary {
+        path: dir.to_path_buf(),
+        tensors: plan.len(),
+        files: reports.iter().filter(|report| !report.is_empty()).count(),
+        bytes: plan.values().map(|t| t.shape.iter().product::<usize>() as u64 * t.dtype.size() as u64).sum(),
+        bytes_by_this_rank: own.iter().map(|own| own.bytes).sum(),
+    };
+    if group.rank() == 0 {
+        let seconds = started.elapsed().as_secs_f64();
+        tracing::info!(tensors = summary.tensors, bytes = summary.bytes, seconds, "saved {}", dir.display());
+    }
+    Ok(summary)
+}
+
+fn check_arguments(dir: &Path, group: &dyn ProcessGroup, mesh: &MeshLayout) -> Result<String> {
+    if mesh.size() != group.size() {
+        return Err(Error::Argument(format!(
+            "the mesh {mesh} has {} ranks, the group \"{}\" that saves it has {}",
+            mesh.size(),
+            group.name(),
+            group.size()
+        )));
+    }
+    Ok(split(dir)?.1)
+}
+
+/// A chunk that this rank writes.
+struct Own<'a> {
+    fqn: &'a str,
+    /// Its position among the tensor's chunks.
+    chunk: usize,
+    bytes: u64,
+}
+
+fn own_chunks(plan: &Plan, rank: usize) -> Vec<Own<'_>> {
+    let mut own = Vec::new();
+    for (fqn, tensor) in plan {
+        for (chunk, planned) in tensor.chunks.iter().enumerate().filter(|(_, planned)| planned.writer == rank) {
+            let bytes = checked_bytes(&planned.region.sizes, tensor.dtype.size()).unwrap_or(0) as u64;
+            own.push(Own { fqn, chunk, bytes });
+        }
+    }
+    own
+}
+
+/// What a rank has written.
+struct Written {
+    /// The size of its file, none if it had nothing to write.
+    bytes: Option<u64>,
+    /// A checksum for each of its chunks, in the plan's order.
+    checksums: Vec<u32>,
+}
+
+impl Written {
+    fn report(&self) -> Vec<u8> {
+        let size = self.bytes.iter().flat_map(|bytes| bytes.to_le_bytes());
+        size.chain(self.checksums.iter().flat_map(|crc| crc.to_le_bytes())).collect()
+    }
+}
+
+/// PyTorch DCP's name for the file of a rank.
+fn file_name(rank: usize) -> String {
+    format!("shard-{:05}-model-00001-of-00001.safetensors", rank + 1)
+}
+
+fn write_own(dir: &Path, rank: usize, plan: &Plan, own: &[Own<'_>], shards: &[TensorShard]) -> Result<Written> {
+    if own.is_empty() {
+        return Ok(Written { bytes: None, checksums: Vec::new() });
+    }
+    // Only what this rank holds is planned for it.
+    let by_name: BTreeMap<&str, &TensorShard> = shards.iter().map(|shard| (shard.fqn.as_str(), shard)).collect();
+    let mut entries = Vec::with_capacity(own.len());
+    let mut sharding = Map::new();
+    for own in own {
+        let tensor = &plan[own.fqn];
+        let region = &tensor.chunks[own.chunk].region;
+        entries.push(Entry { name: own.fqn.to_string(), dtype: tensor.dtype, shape: region.sizes.clone() });
+        sharding.insert(own.fqn.to_string(), serde_json::json!({ "saved_offsets": region.offsets }));
+    }
+    // What PyTorch's HuggingFaceStorageReader looks for.
+    let metadata = BTreeMap::from([
+        ("DCP_SHARDING_INFO".to_string(), Value::Object(sharding).to_string()),
+        ("DCP_VERSION".to_string(), "1.0".to_string()),
+        ("format".to_string(), "pt".to_string()),
+    ]);
+    let data = |index: usize| &*by_name[own[index].fqn].data;
+    let (bytes, checksums) = write_file(&dir.join(file_name(rank)), &entries, &metadata, data)?;
+    Ok(Written { bytes: Some(bytes), checksums })
+}
+
+/// Rank 0's last steps: the manifest, and the final name.
+fn commit(
+    staging: Staging,
+    dir: &Path,
+    group: &dyn ProcessGroup,
+    state: &SaveState,
+    plan: &Plan,
+    reports: &[Vec<u8>],
+) -> Result<()> {
+    let mut files = BTreeMap::new();
+    let mut checksums = Vec::with_capacity(reports.len());
+    for (rank, report) in reports.iter().enumerate() {
+        if let Some((bytes, rest)) = report.split_first_chunk::<8>() {
+            files.insert(file_name(rank), FileEntry { bytes: u64::from_le_bytes(*bytes) });
+            checksums.push(rest.as_chunks::<4>().0.iter());
+        } else {
+            checksums.push([].iter());
+        }
+    }
+    let mut tensors = BTreeMap::new();
+    for (fqn, tensor) in plan {
+        let mut chunks = Vec::with_capacity(tensor.chunks.len());
+        for chunk in &tensor.chunks {
+            let Some(crc) = checksums[chunk.writer].next() else {
+                return Err(Error::Argument(format!(
+                    "rank {} reported too few checksums; do all ranks run the same program?",
+                    chunk.writer
+                )));
+            };
+            chunks.push(ChunkEntry {
+                offsets: chunk.region.offsets.clone(),
+                sizes: chunk.region.sizes.clone(),
+                file: file_name(chunk.writer),
+                crc32c: u32::from_le_bytes(*crc),
+            });
+        }
+        tensors.insert(fqn.clone(), TensorEntry { dtype: tensor.dtype, shape: tensor.shape.clone(), chunks });
+    }
+    let manifest = Manifest::new(&state.mesh, group.size(), state.values.clone(), files, tensors);
+    let text = serde_json::to_vec_pretty(&manifest)
+        .map_err(|error| Error::Argument(format!("can't write the values as JSON: {error}")))?;
+    let path = staging.path().join(MANIFEST);
+    let file = std::fs::File::create_new(&path).map_err(io_error("create", &path))?;
+    crate::safetensors::write_all_at(&file, &path, &text, 0)?;
+    file.sync_all().map_err(io_error("sync", &path))?;
+    staging.commit(dir)
+}

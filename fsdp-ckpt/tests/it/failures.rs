@@ -1,0 +1,184 @@
+//! A save that can't succeed fails on every rank with the same message and leaves nothing behind.
+
+use std::os::unix::fs::PermissionsExt;
+use std::sync::Arc;
+
+use crate::world::{Global, fresh, line, list, save_all, save_fails, state, world, zoo};
+use fsdp_ckpt::{Checkpoint, Error, save};
+use fsdp_core::layout::Region;
+use fsdp_core::{Buffer, DType, Placement, Readable};
+
+/// Memory that can't be read.
+struct Broken(usize);
+
+impl Readable for Broken {
+    fn dtype(&self) -> DType {
+        DType::F32
+    }
+    fn len(&self) -> usize {
+        self.0
+    }
+    fn read(&self, _: &mut dyn FnMut(&[u8])) -> Result<(), String> {
+        Err("its storage has been resharded".into())
+    }
+}
+
+#[test]
+fn a_rank_that_fails_fails_all_ranks_and_is_named() {
+    let (root, dir) = fresh();
+    let message = save_fails(&dir, 3, |rank| {
+        let mut state = state(&zoo(), &line(3), rank);
+        if rank == 1 {
+            state.tensors[0].data = Arc::new(Broken(state.tensors[0].data.len()));
+        }
+        state
+    });
+    assert_eq!(
+        message,
+        "rank 1 failed to write its shards: tensor \"model.even.weight\" can't be read: its storage has been resharded"
+    );
+    assert!(list(root.path()).is_empty());
+
+    let kinds = world(2, |group| {
+        let mut state = state(&zoo(), &line(2), group.rank());
+        if group.rank() == 1 {
+            state.tensors[0].data = Arc::new(Broken(state.tensors[0].data.len()));
+        }
+        match save(&dir, group, &state) {
+            Err(Error::Rank { rank: 1, error, .. }) => error.map(|error| matches!(*error, Error::Unreadable { .. })),
+            other => panic!("{other:?}"),
+        }
+    });
+    assert_eq!(kinds, [None, Some(true)]);
+}
+
+#[test]
+fn an_existing_target_is_left_alone() {
+    let (root, dir) = fresh();
+    save_all(&dir, &zoo(), &line(2));
+    let message = save_fails(&dir, 2, |rank| state(&zoo(), &line(2), rank));
+    assert!(message.contains("rank 0 failed") && message.contains("exists already; choose another name"), "{message}");
+    Checkpoint::open(&dir).unwrap().verify().unwrap();
+    assert_eq!(list(root.path()), ["step-00000010"]);
+
+    let empty = root.path().join("empty");
+    std::fs::create_dir(&empty).unwrap();
+    assert!(save_fails(&empty, 1, |rank| state(&zoo(), &line(1), rank)).contains("exists already"));
+}
+
+#[test]
+fn what_a_dead_save_left_is_swept_and_what_a_live_one_uses_is_not() {
+    let (root, dir) = fresh();
+    let dead = root.path().join(".step-00000010.tmp-1-1");
+    let live = root.path().join(".step-00000010.tmp-2-2");
+    let other = root.path().join(".step-00000011.tmp-3-3");
+    for left in [&dead, &live, &other] {
+        std::fs::create_dir(left).unwrap();
+        std::fs::write(left.join("shard"), "x").unwrap();
+    }
+    let held = std::fs::File::open(&live).unwrap();
+    rustix::fs::flock(&held, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    save_all(&dir, &zoo(), &line(2));
+    assert_eq!(list(root.path()), [".step-00000010.tmp-2-2", ".step-00000011.tmp-3-3", "step-00000010"]);
+}
+
+#[test]
+fn a_place_that_can_not_be_written_is_named() {
+    let (root, _) = fresh();
+    let file = root.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o444)).unwrap();
+    let message = save_fails(&file.join("step-1"), 2, |rank| state(&zoo(), &line(2), rank));
+    assert!(message.starts_with("rank 0 failed to create the checkpoint's directory: can't create"), "{message}");
+    let message = save_fails("/".as_ref(), 2, |rank| state(&zoo(), &line(2), rank));
+    assert!(message.contains("does not end in a name"), "{message}");
+}
+
+#[test]
+fn shards_that_do_not_fit_together_are_refused() {
+    let (root, dir) = fresh();
+    let fails = |change: &(dyn Fn(usize, &mut fsdp_ckpt::SaveState) + Sync)| {
+        save_fails(&dir, 2, |rank| {
+            let mut state = state(&zoo(), &line(2), rank);
+            change(rank, &mut state);
+            state
+        })
+    };
+    for (part, change) in [
+        (
+            "rank 0 holds [0..6, 0..5] and rank 1 holds [5..11, 0..5] of shape [12, 5]: they overlap in part",
+            &(|rank: usize, state: &mut fsdp_ckpt::SaveState| state.tensors[0].region.offsets[0] -= rank)
+                as &(dyn Fn(usize, &mut fsdp_ckpt::SaveState) + Sync),
+        ),
+        ("\"model.even.weight\": no rank holds 30 of the elements", &|rank, state| {
+            if rank == 1 {
+                state.tensors.remove(0);
+            }
+        }),
+        (
+            "rank 1 failed to list its shards: tensor \"model.even.weight\": [6..12, 0..5] has 30 elements",
+            &|rank, state| {
+                if rank == 1 {
+                    state.tensors[0].data = Arc::new(Buffer::F32(vec![0.0; 3]));
+                }
+            },
+        ),
+        ("[11..17, 0..5] is not a part of its shape", &|rank, state| {
+            if rank == 1 {
+                state.tensors[0].region.offsets[0] = 11;
+            }
+        }),
+        ("it is given twice", &|_, state| state.tensors.push(state.tensors[0].clone())),
+        ("can't be used in a safetensors file", &|_, state| state.tensors[0].fqn = "__metadata__".into()),
+        ("rank 0 has it as F32 [12, 5], rank 1 as F64 [12, 5]", &|rank, state| {
+            if rank == 1 {
+                state.tensors[0].data = Arc::new(Buffer::F64(vec![0.0; 30]));
+            }
+        }),
+        ("too large to count", &|_, state| {
+            state.tensors[0].shape = vec![usize::MAX, usize::MAX, 0];
+            state.tensors[0].region = Region::whole(&[0, 0, 0]);
+            state.tensors[0].data = Arc::new(Buffer::F32(vec![]));
+        }),
+        ("has 3 ranks, the group", &|_, state| state.mesh = line(3)),
+        ("the ranks don't save the same thing", &|rank, state| {
+            if rank == 1 {
+                state.mesh = fsdp_core::MeshLayout::new(&[("other", 2)]).unwrap();
+            }
+        }),
+    ] {
+        let message = fails(change);
+        assert!(message.contains(part), "{message}");
+    }
+    assert!(list(root.path()).is_empty());
+}
+
+#[test]
+fn a_tensor_that_some_ranks_do_not_know_is_saved_from_those_that_do() {
+    let (_root, dir) = fresh();
+    let global = Global::new("w", DType::F32, &[4], &[Placement::Replicate]);
+    world(3, |group| {
+        let mut state = state(std::slice::from_ref(&global), &line(3), group.rank());
+        if group.rank() != 1 {
+            state.tensors.clear();
+        }
+        save(&dir, group, &state).unwrap();
+    });
+    let checkpoint = Checkpoint::open(&dir).unwrap();
+    assert_eq!(crate::world::read(&checkpoint, &global, &Region::whole(&[4])).unwrap(), global.bytes);
+}
+
+#[test]
+fn a_rank_that_goes_away_fails_the_others_and_leaves_nothing() {
+    let (root, dir) = fresh();
+    let outcomes = world(3, |group| {
+        if group.rank() == 2 {
+            return None;
+        }
+        Some(save(&dir, group, &state(&zoo(), &line(3), group.rank())).unwrap_err())
+    });
+    for error in outcomes.into_iter().flatten() {
+        assert!(matches!(error, Error::Group(_)), "{error}");
+    }
+    assert!(list(root.path()).is_empty());
+}

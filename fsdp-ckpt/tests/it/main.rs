@@ -1,0 +1,9 @@
+//! The crate's integration tests, in one program so that it links once.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod cli;
+mod damage;
+mod export;
+mod failures;
+mod save_load;
+mod world;

@@ -1,0 +1,70 @@
+//! What can be chosen about a process group.
+
+use std::time::Duration;
+
+use crate::{Error, Result};
+
+/// Choices for a process group. All ranks should make the same.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Options {
+    /// How long a rank waits for its peers, when they meet and in each collective. 10 minutes by default.
+    pub timeout: Duration,
+    /// Bytes that move at a time. A rank's shared memory is four times this. 256 KiB by default; rounded to what the ranks can share evenly.
+    pub chunk_bytes: usize,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options { timeout: Duration::from_secs(600), chunk_bytes: 256 << 10 }
+    }
+}
+
+impl Options {
+    /// With another [`Options::timeout`].
+    pub fn with_timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// With other [`Options::chunk_bytes`].
+    pub fn with_chunk_bytes(mut self, chunk_bytes: usize) -> Self {
+        self.chunk_bytes = chunk_bytes;
+        self
+    }
+
+    /// With what the environment says: `FSDP_TIMEOUT_S`, in seconds, read through `var`.
+    ///
+    /// # Errors
+    /// When it is set to anything but a positive number.
+    ///
+    /// ```
+    /// use fsdp_core::process_group::Options;
+    /// let options = Options::default().overridden_by(|name| (name == "FSDP_TIMEOUT_S").then(|| "2.5".into()))?;
+    /// assert_eq!(options.timeout.as_millis(), 2500);
+    /// # Ok::<(), fsdp_core::Error>(())
+    /// ```
+    pub fn overridden_by(mut self, var: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        if let Some(text) = var("FSDP_TIMEOUT_S") {
+            let seconds = text.trim().parse().ok().filter(|&seconds: &f64| seconds > 0.0);
+            self.timeout = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()).ok_or_else(|| {
+                Error::Env(format!("FSDP_TIMEOUT_S={text:?} is no positive number of seconds: set one, such as 600"))
+            })?;
+        }
+        Ok(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bad_timeout_is_an_error_that_names_the_variable() {
+        for text in ["", "0", "-1", "nan", "inf", "1e300", "ten"] {
+            let error = Options::default().overridden_by(|_| Some(text.into())).unwrap_err().to_string();
+            assert!(error.contains("FSDP_TIMEOUT_S"), "{error}");
+        }
+        assert_eq!(Options::default().overridden_by(|_| None).unwrap(), Options::default());
+    }
+}

@@ -1,0 +1,278 @@
+//! The shm backend with ranks as processes: each test runs this binary again, once for each rank, with the name of one of the `rank_*` functions.
+
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod support;
+
+use std::{
+    io::Read,
+    process::{Child, Command, Stdio},
+    sync::{
+        Arc,
+        atomic::{AtomicU16, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use fsdp_core::{
+    Buffer, DType, Error, GatherPart, Heap, ProcessGroup, RankEnv, ReduceOp,
+    process_group::{Options, shm},
+};
+
+/// Nothing takes this long unless it hangs.
+const HANG: Duration = Duration::from_secs(100);
+
+/// Runs `ranks` processes. Each gets `role` and the variables, and is expected to print one line.
+struct Job(Vec<Child>);
+
+/// A port of its own for each job of this process; other processes have other run ids.
+fn port() -> u16 {
+    static NEXT: AtomicU16 = AtomicU16::new(20_000);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+fn start(role: &str, port: u16, ranks: impl IntoIterator<Item = (usize, usize)>) -> Job {
+    let children = ranks.into_iter().map(|(rank, size)| {
+        Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "run_as_a_rank", "--nocapture", "--test-threads=1"])
+            .env("FSDP_TEST_ROLE", role)
+            .env("RANK", rank.to_string())
+            .env("WORLD_SIZE", size.to_string())
+            .env("MASTER_PORT", port.to_string())
+            .env("TORCHELASTIC_RUN_ID", format!("test {}", std::process::id()))
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
+    });
+    Job(children.collect())
+}
+
+impl Job {
+    /// What each rank printed after "says: ", or how it ended.
+    fn outcomes(mut self) -> Vec<String> {
+        let started = Instant::now();
+        self.0
+            .iter_mut()
+            .map(|child| {
+                let status = loop {
+                    match child.try_wait().unwrap() {
+                        Some(status) => break status,
+                        None if started.elapsed() > HANG => {
+                            child.kill().unwrap();
+                            return "hung".to_string();
+                        }
+                        None => std::thread::sleep(Duration::from_millis(5)),
+                    }
+                };
+                let mut text = String::new();
+                child.stdout.take().unwrap().read_to_string(&mut text).unwrap();
+                child.stderr.take().unwrap().read_to_string(&mut text).unwrap();
+                match text.lines().find_map(|line| line.split_once("says: ")) {
+                    Some((_, said)) => said.to_string(),
+                    None => format!("{status}: {text}"),
+                }
+            })
+            .collect()
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        for child in &mut self.0 {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+fn all(size: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..size).map(move |rank| (rank, size))
+}
+
+/// No test, but what the processes of the tests run.
+#[test]
+fn run_as_a_rank() {
+    let Ok(role) = std::env::var("FSDP_TEST_ROLE") else { return };
+    let env = RankEnv::from_env().unwrap();
+    let timeout = if role == "is_impatient" { Duration::from_millis(700) } else { Duration::from_secs(60) };
+    let options = Options::default().with_timeout(timeout).with_chunk_bytes(32 << 10);
+    let said = match shm::connect(&env, options) {
+        Err(error) => format!("{error}"),
+        Ok(world) => match role.as_str() {
+            "computes" | "is_impatient" => computes(world),
+            "loses_one" => loses_one(world),
+            "loses_one_in_a_split" => loses_one_in_a_split(world),
+            "exits_after_the_last_collective" => {
+                world.barrier().wait().unwrap();
+                println!("says: done");
+                // Without leaving the group.
+                std::process::exit(0);
+            }
+            "shows_who_it_met" => {
+                let port = Arc::new(Buffer::U32(vec![u32::from(env.master_port)]));
+                let parts = vec![GatherPart { input: port, counts: vec![1; world.size()] }];
+                format!("{:?}", world.all_gather(parts, Heap::shared()).wait().unwrap())
+            }
+            other => panic!("no role {other}"),
+        },
+    };
+    println!("says: {said}");
+}
+
+fn computes(world: Arc<dyn ProcessGroup>) -> String {
+    support::cases().iter().for_each(|case| support::check_all(&*world, case));
+    if world.size() == 4 {
+        let half = world.split(world.rank() % 2, world.rank()).unwrap();
+        let single = half.split(half.rank(), 0).unwrap();
+        drop(world);
+        support::cases().iter().take(4).for_each(|case| support::check_all(&*half, case));
+        support::cases().iter().take(4).for_each(|case| support::check_all(&*single, case));
+    }
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    assert!(!maps.contains("/dev/shm"), "{maps}");
+    "done".into()
+}
+
+fn die() -> ! {
+    rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL).unwrap();
+    unreachable!("killed")
+}
+
+fn loses_one(world: Arc<dyn ProcessGroup>) -> String {
+    for round in 0.. {
+        if world.rank() == 1 && round == 5 {
+            // A large collective is on its way when it happens.
+            let work = world.all_reduce(vec![Buffer::zeros(DType::F32, 50 << 20)], ReduceOp::Sum);
+            drop(work);
+            die();
+        }
+        let len = if round == 5 { 50 << 20 } else { 1000 };
+        match world.all_reduce(vec![Buffer::zeros(DType::F32, len)], ReduceOp::Sum).wait() {
+            Ok(_) => {}
+            Err(error @ Error::PeerLost { peer: 1, .. }) => {
+                assert!(world.barrier().wait().is_err());
+                return format!("lost: {error}");
+            }
+            Err(error) => return format!("unexpected: {error:?}"),
+        }
+    }
+    unreachable!("the loop ends by an error")
+}
+
+fn loses_one_in_a_split(world: Arc<dyn ProcessGroup>) -> String {
+    if world.rank() == 0 {
+        // The other half waits for nobody, this half's first rank never opens the meeting.
+        std::thread::scope(|scope| {
+            scope.spawn(|| world.split(0, 0));
+            std::thread::sleep(Duration::from_millis(1));
+            die()
+        })
+    }
+    for _ in 0..3 {
+        match world.split(world.rank() / 2, 0) {
+            Ok(group) => match group.barrier().wait() {
+                Ok(_) => {}
+                Err(error) => return format!("lost: {error}"),
+            },
+            Err(error) => return format!("lost: {error}"),
+        }
+    }
+    "nothing was lost".into()
+}
+
+#[test]
+fn processes_compute_what_one_thread_computes_and_leave_nothing_behind() {
+    let listed = || {
+        let entries = std::fs::read_dir("/dev/shm").into_iter().flatten();
+        entries
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .filter(|name| name.contains("fsdp"))
+            .count()
+    };
+    let before = listed();
+    for size in 1..=4 {
+        assert_eq!(start("computes", port(), all(size)).outcomes(), vec!["done"; size]);
+    }
+    assert_eq!(listed(), before);
+}
+
+#[test]
+fn a_killed_rank_is_named_by_all_others() {
+    for size in [2, 4] {
+        let outcomes = start("loses_one", port(), all(size)).outcomes();
+        for (rank, outcome) in outcomes.iter().enumerate() {
+            match rank {
+                1 => assert!(outcome.contains("signal: 9"), "{outcome}"),
+                _ => assert!(outcome.contains("lost: ") && outcome.ends_with("rank 1 died"), "{outcome}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_rank_killed_while_a_group_is_split_does_not_hang_the_others() {
+    for outcome in &start("loses_one_in_a_split", port(), all(4)).outcomes()[1..] {
+        // The split may have been done just before.
+        let is_named = outcome.contains("rank 0 died") || outcome.contains("rank 0 left the group");
+        assert!(outcome.starts_with("lost: ") && is_named, "{outcome}");
+    }
+}
+
+#[test]
+fn a_process_may_exit_right_after_its_last_collective() {
+    for _ in 0..5 {
+        assert_eq!(start("exits_after_the_last_collective", port(), all(3)).outcomes(), vec!["done"; 3]);
+    }
+}
+
+#[test]
+fn different_world_sizes_are_refused_on_all_sides() {
+    for outcome in start("computes", port(), [(0, 2), (1, 3)]).outcomes() {
+        assert!(outcome.contains("rank 1 has a world size of 3 but rank 0 has 2"), "{outcome}");
+    }
+}
+
+#[test]
+fn two_processes_of_the_same_rank_are_refused_on_all_sides() {
+    for outcome in start("computes", port(), [(0, 3), (1, 3), (1, 3)]).outcomes() {
+        assert!(outcome.contains("two processes say they are rank 1"), "{outcome}");
+    }
+}
+
+#[test]
+fn ranks_that_never_come_are_named() {
+    for outcome in start("is_impatient", port(), [(0, 4), (2, 4)]).outcomes() {
+        assert!(outcome.contains("rank(s) [1, 3] did not arrive within 0.7 s"), "{outcome}");
+    }
+    let outcomes = start("is_impatient", port(), [(1, 2)]).outcomes();
+    assert!(outcomes[0].contains("rank 1: rank(s) [0] did not arrive"), "{outcomes:?}");
+}
+
+#[test]
+fn a_rank_that_dies_while_ranks_meet_is_named() {
+    let port = port();
+    let mut job = start("computes", port, [(0, 3), (1, 3)]);
+    // The meeting can't be complete; whenever rank 1 is killed, rank 0 either names it or never saw it and is told by the third.
+    std::thread::sleep(Duration::from_millis(300));
+    job.0[1].kill().unwrap();
+    let outcomes = job.outcomes();
+    assert!(outcomes[0].contains("rank 1 went away again"), "{outcomes:?}");
+}
+
+#[test]
+fn jobs_side_by_side_do_not_meet() {
+    let ports = [port(), port(), port()];
+    let jobs: Vec<_> = ports.iter().map(|&port| start("shows_who_it_met", port, all(2))).collect();
+    for (port, job) in ports.iter().zip(jobs) {
+        assert_eq!(job.outcomes(), vec![format!("[U32([{port}, {port}])]"); 2]);
+    }
+}
+
+#[test]
+fn a_job_on_several_hosts_is_told_which_backends_serve_it() {
+    let env = RankEnv { world_size: 4, local_world_size: 2, ..RankEnv::single() };
+    let Err(error) = shm::connect(&env, Options::default()) else { panic!("it connected") };
+    let text = error.to_string();
+    assert!(text.contains("LOCAL_WORLD_SIZE=2 of WORLD_SIZE=4") && text.contains("nccl or the mpi"), "{text}");
+}

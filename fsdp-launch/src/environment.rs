@@ -1,0 +1,108 @@
+//! The environment of a rank: what `torchrun` sets, so that a program can't tell the two launchers apart.
+
+use std::{ffi::OsString, path::Path, process::Command};
+
+use crate::args::cores;
+
+/// What all ranks of a launch have in common.
+pub(crate) struct Job<'a> {
+    pub(crate) world_size: usize,
+    pub(crate) master_addr: &'a str,
+    pub(crate) master_port: u16,
+    pub(crate) run_id: &'a str,
+    /// The directory of the files in which ranks record the error that ended them.
+    pub(crate) error_dir: &'a Path,
+}
+
+impl Job<'_> {
+    /// The file in which `rank` may record its error.
+    pub(crate) fn error_file(&self, rank: usize) -> std::path::PathBuf {
+        self.error_dir.join(format!("rank-{rank}.json"))
+    }
+
+    /// The variables of `rank`, in the order of torchrun's documentation.
+    pub(crate) fn variables(&self, rank: usize) -> Vec<(&'static str, OsString)> {
+        let (rank_text, size) = (rank.to_string(), self.world_size.to_string());
+        vec![
+            ("LOCAL_RANK", rank_text.clone().into()),
+            ("RANK", rank_text.clone().into()),
+            ("GROUP_RANK", "0".into()),
+            ("ROLE_RANK", rank_text.into()),
+            ("ROLE_NAME", "default".into()),
+            ("LOCAL_WORLD_SIZE", size.clone().into()),
+            ("WORLD_SIZE", size.clone().into()),
+            ("GROUP_WORLD_SIZE", "1".into()),
+            ("ROLE_WORLD_SIZE", size.into()),
+            ("MASTER_ADDR", self.master_addr.into()),
+            ("MASTER_PORT", self.master_port.to_string().into()),
+            ("TORCHELASTIC_RESTART_COUNT", "0".into()),
+            ("TORCHELASTIC_MAX_RESTARTS", "0".into()),
+            ("TORCHELASTIC_RUN_ID", self.run_id.into()),
+            ("TORCHELASTIC_ERROR_FILE", self.error_file(rank).into()),
+        ]
+    }
+
+    /// Gives `command` the environment of `rank`.
+    pub(crate) fn apply(&self, rank: usize, command: &mut Command) {
+        forget_cargo_run(command);
+        // Of a torchrun around us: its agent would hold the store at MASTER_PORT. Ours is held by rank 0.
+        command.env_remove("TORCHELASTIC_USE_AGENT_STORE");
+        command.envs(self.variables(rank));
+        let threads = (cores() / self.world_size).max(1).to_string();
+        for name in ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"] {
+            if std::env::var_os(name).is_none() {
+                command.env(name, &threads);
+            }
+        }
+    }
+}
+
+/// Takes out of `command`'s environment what `cargo run` set for the launcher: a build started from here would see other values than one started by
+/// hand and build anew, and a rank would take the launcher's package for its own.
+pub(crate) fn forget_cargo_run(command: &mut Command) {
+    for (name, _) in std::env::vars_os() {
+        let is_ours = name.to_str().is_some_and(|name| {
+            name.starts_with("CARGO_PKG_")
+                || name.starts_with("CARGO_BIN_EXE_")
+                || matches!(
+                    name,
+                    "CARGO_MANIFEST_DIR"
+                        | "CARGO_MANIFEST_PATH"
+                        | "CARGO_MANIFEST_LINKS"
+                        | "CARGO_BIN_NAME"
+                        | "CARGO_CRATE_NAME"
+                        | "CARGO_PRIMARY_PACKAGE"
+                        | "CARGO_TARGET_TMPDIR"
+                        | "CARGO_MAKEFLAGS"
+                        | "OUT_DIR"
+                )
+        });
+        if is_ours {
+            command.env_remove(name);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_reads_what_the_launcher_sets() {
+        let job = Job {
+            world_size: 4,
+            master_addr: "127.0.0.1",
+            master_port: 4000,
+            run_id: "run",
+            error_dir: Path::new("/errors"),
+        };
+        let variables = job.variables(3);
+        let env = fsdp_core::RankEnv::from_vars(|name| {
+            variables.iter().find(|(have, _)| *have == name).map(|(_, value)| value.to_string_lossy().into_owned())
+        })
+        .unwrap();
+        assert_eq!((env.rank, env.world_size, env.local_rank, env.local_world_size), (3, 4, 3, 4));
+        assert_eq!((env.master_addr.as_str(), env.master_port), ("127.0.0.1", 4000));
+        assert_eq!((env.run_id.as_str(), env.restart_count), ("run", 0));
+    }
+}

@@ -1,0 +1,114 @@
+//! What can go wrong before the ranks run; how they end is an [`Outcome`](crate::Outcome), not an error.
+
+use std::{ffi::OsString, io, path::PathBuf, process::ExitStatus};
+
+/// The launcher's result.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Why a launch could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A program given by name is in none of the places where one is looked for.
+    #[error(
+        "program {name:?} was not found. Looked at: (1) {workspace}; (2) {beside}; (3) the directories of PATH. \
+         Check the name against the [[bin]] and [[example]] targets of your workspace, or give a path, which has a '/' in it{hint}"
+    )]
+    ProgramNotFound {
+        /// The name.
+        name: OsString,
+        /// What came of looking through the Cargo workspace.
+        workspace: String,
+        /// The directory of the running executable, in words.
+        beside: String,
+        /// A guess at what was meant, or nothing.
+        hint: String,
+    },
+
+    /// A program given by path does not exist or can't be reached.
+    #[error("program {path:?} can't be run: {source}. Check the path; it counts from the current directory")]
+    ProgramPath {
+        /// The path.
+        path: PathBuf,
+        /// The system's reason.
+        source: io::Error,
+    },
+
+    /// A program given by path is a directory, or lacks the permission to be executed.
+    #[error(
+        "program {path:?} can't be run: it is {found}. \
+         `chmod +x` makes a script with a #! line executable; else start its interpreter: `python3 FILE`"
+    )]
+    NotExecutable {
+        /// The path.
+        path: PathBuf,
+        /// What is there.
+        found: &'static str,
+    },
+
+    /// Several packages of the workspace have a target of this name.
+    #[error("{name:?} is a target of several packages: {}. Change into the one that is meant, or give the path of a built executable", .packages.join(", "))]
+    AmbiguousTarget {
+        /// The target.
+        name: String,
+        /// The packages that have it.
+        packages: Vec<String>,
+    },
+
+    /// Cargo could not build the program; it has said why on stderr.
+    #[error("`{command}` failed with {status}: see its messages above")]
+    Build {
+        /// The command line.
+        command: String,
+        /// How Cargo ended.
+        status: ExitStatus,
+    },
+
+    /// Cargo said it built the program but named no executable.
+    #[error(
+        "`{command}` succeeded but named no executable for the target: run it by hand, and give the path of what it built"
+    )]
+    NoExecutable {
+        /// The command line.
+        command: String,
+    },
+
+    /// There are no ranks to start.
+    #[error("the number of processes per node is 0: start at least 1")]
+    NoRanks,
+
+    /// The run id can't be used.
+    #[error("the run id {id:?} can't be used: it must not be empty and must hold no control characters")]
+    RunId {
+        /// The id.
+        id: String,
+    },
+
+    /// A rank's process could not be started; the ranks before it were ended again.
+    #[error("rank {rank} could not be started from {program:?}: {source}{hint}")]
+    Start {
+        /// The rank.
+        rank: usize,
+        /// The program.
+        program: PathBuf,
+        /// The system's reason.
+        source: io::Error,
+        /// The way out, or nothing.
+        hint: &'static str,
+    },
+
+    /// The system refused something the launcher needs.
+    #[error("could not {what}: {source}")]
+    System {
+        /// What was tried.
+        what: &'static str,
+        /// The system's reason.
+        source: io::Error,
+    },
+}
+
+impl Error {
+    /// For `map_err` on the system calls around a launch.
+    pub(crate) fn system<E: Into<io::Error>>(what: &'static str) -> impl FnOnce(E) -> Error {
+        move |source| Error::System { what, source: source.into() }
+    }
+}

@@ -1,0 +1,59 @@
+//! What ends the ranks' process groups when the launcher is killed by SIGKILL.
+//!
+//! The kernel then kills the ranks themselves (`session.rs`), but not what they started, and a rank is often a shell script around the real program. So a
+//! shell waits for the end of a pipe that only the launcher holds open, and kills the groups it was told of.
+
+use std::{
+    io::{self, Write},
+    path::Path,
+    process::{Child, Command, Stdio},
+};
+
+use rustix::process::Pid;
+
+use crate::session::own_session;
+
+const SCRIPT: &str = r#"
+while read -r group; do groups="$groups -$group"; done
+[ -z "$groups" ] || kill -s KILL -- $groups
+rm -rf -- "$1"
+"#;
+
+/// The waiting shell. Dropping it is the launch's regular end: nothing is left for it to do.
+pub(crate) struct Guard {
+    shell: Option<Child>,
+}
+
+impl Guard {
+    /// Starts the shell, which also removes `directory` in the end.
+    pub(crate) fn start(directory: &Path) -> Self {
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", SCRIPT, "fsdp-launch-guard"]).arg(directory);
+        command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
+        own_session(&mut command);
+        Guard { shell: command.spawn().map_err(|error| without_guard(&error)).ok() }
+    }
+
+    /// Puts a rank's process group in the shell's care.
+    pub(crate) fn watch(&mut self, group: Pid) {
+        if let Some(pipe) = self.shell.as_mut().and_then(|shell| shell.stdin.as_mut()) {
+            writeln!(pipe, "{}", group.as_raw_pid()).unwrap_or_else(|error| without_guard(&error));
+        }
+    }
+}
+
+fn without_guard(error: &io::Error) {
+    tracing::warn!(
+        "no guard ({error}): if the launcher is killed by SIGKILL, processes that the ranks started may remain"
+    );
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        if let Some(mut shell) = self.shell.take()
+            && let Err(error) = shell.kill().and_then(|()| shell.wait())
+        {
+            tracing::warn!("the guard could not be ended: {error}");
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! The ranks' output: read as it comes, printed by whole lines behind the rank's name, so that lines of different ranks never mix.
+
+use std::{
+    fs::File,
+    io::{self, PipeReader, PipeWriter, Read, Write},
+    os::fd::OwnedFd,
+    sync::{Arc, mpsc::Receiver, mpsc::Sender},
+    thread,
+};
+
+use rustix::event::{PollFd, PollFlags, poll};
+
+use crate::{Error, Result, signals::Event};
+
+/// A line longer than this is printed in pieces, each a line of its own.
+const LONGEST_LINE: usize = 64 << 10;
+
+/// Which of our own streams a rank's stream goes to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum To {
+    Stdout,
+    Stderr,
+}
+
+impl To {
+    fn print(self, lines: &[u8]) -> io::Result<()> {
+        match self {
+            To::Stdout => io::stdout().lock().write_all(lines),
+            To::Stderr => io::stderr().lock().write_all(lines),
+        }
+    }
+}
+
+/// The streams that are being printed, each by a thread.
+pub(crate) struct Outputs {
+    events: Sender<Event>,
+    open: usize,
+    /// Dropping the writer tells the threads to stop at the end of what is there: whoever else holds a stream open, it is no rank.
+    ranks_live: Option<PipeWriter>,
+    ranks_gone: Arc<PipeReader>,
+}
+
+impl Outputs {
+    pub(crate) fn new(events: Sender<Event>) -> Result<Self> {
+        let (ranks_gone, ranks_live) = io::pipe().map_err(Error::system("make a pipe"))?;
+        Ok(Outputs { events, open: 0, ranks_live: Some(ranks_live), ranks_gone: Arc::new(ranks_gone) })
+    }
+
+    /// Starts to print one stream of `rank`.
+    pub(crate) fn forward(&mut self, rank: usize, source: OwnedFd, to: To) -> Result<()> {
+        let (events, ranks_gone) = (self.events.clone(), Arc::clone(&self.ranks_gone));
+        let print = move || {
+            if let Err(error) = print_lines(&mut File::from(source), &ranks_gone, Lines::of_rank(rank), to) {
+                // The rank's next write fails, as it would without a launcher: with `fsdp-launch ... | head` all ends when `head` has enough.
+                tracing::debug!("the output of rank {rank} to {to:?} is lost: {error}");
+            }
+            events.send(Event::OutputEnded).ok();
+        };
+        thread::Builder::new()
+            .name(format!("rank {rank} {to:?}"))
+            .spawn(print)
+            .map_err(Error::system("start a thread for a rank's output"))?;
+        self.open += 1;
+        Ok(())
+    }
+
+    /// After the ranks have ended: waits until all they wrote is printed, or a signal says that nobody wants to wait for a reader that has stalled.
+    pub(crate) fn finish(mut self, events: &Receiver<Event>, mut ended_before: usize) {
+        self.ranks_live = None;
+        while ended_before < self.open {
+            match events.recv() {
+                Ok(Event::OutputEnded) => ended_before += 1,
+                Ok(Event::ChildEnded) => {}
+                Ok(Event::Interrupted(_)) | Err(_) => return,
+            }
+        }
+    }
+}
+
+fn print_lines(source: &mut File, ranks_gone: &PipeReader, mut lines: Lines, to: To) -> io::Result<()> {
+    let mut chunk = vec![0; 16 << 10];
+    loop {
+        let mut fds = [PollFd::new(&*source, PollFlags::IN), PollFd::new(ranks_gone, PollFlags::IN)];
+        match poll(&mut fds, None) {
+            Err(rustix::io::Errno::INTR) => continue,
+            polled => polled?,
+        };
+        let nothing_there = fds[0].revents().is_empty();
+        let read = if nothing_there { 0 } else { source.read(&mut chunk)? };
+        lines.push(&chunk[..read]);
+        if read == 0 {
+            lines.end();
+        }
+        to.print(&lines.ready)?;
+        lines.ready.clear();
+        if read == 0 {
+            return Ok(());
+        }
+    }
+}
+
+/// Cuts a stream into lines and names the rank before each.
+struct Lines {
+    prefix: String,
+    /// The start of a line whose end has not come.
+    partial: Vec<u8>,
+    /// Part of the line that `partial` belongs to has been printed.
+    cut: bool,
+    /// Complete lines with their prefix.
+    ready: Vec<u8>,
+}
+
+impl Lines {
+    fn of_rank(rank: usize) -> Self {
+        Lines { prefix: format!("[rank {rank}] "), partial: Vec::new(), cut: false, ready: Vec::new() }
+    }
+
+    fn push(&mut self, bytes: &[u8]) {
+        for piece in bytes.split_inclusive(|&byte| byte == b'\n') {
+            let (text, complete) = piece.strip_suffix(b"\n").map_or((piece, false), |text| (text, true));
+            self.partial.extend_from_slice(text);
+            if complete {
+                // Where the line was cut exactly at its end there is nothing more to print.
+                if !(self.cut && self.partial.is_empty()) {
+                    self.print_partial();
+                }
+                self.cut = false;
+            } else if self.partial.len() >= LONGEST_LINE {
+                self.print_partial();
+                self.cut = true;
+            }
+        }
+    }
+
+    /// The stream has ended, perhaps in the middle of a line.
+    fn end(&mut self) {
+        if !self.partial.is_empty() {
+            self.print_partial();
+        }
+    }
+
+    fn print_partial(&mut self) {
+        self.ready.extend_from_slice(self.prefix.as_bytes());
+        self.ready.append(&mut self.partial);
+        self.ready.push(b'\n');
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lines(chunks: &[&[u8]]) -> Vec<u8> {
+        let mut lines = Lines::of_rank(1);
+        chunks.iter().for_each(|chunk| lines.push(chunk));
+        lines.end();
+        lines.ready
+    }
+
+    #[test]
+    fn lines_are_put_together_from_chunks() {
+        assert_eq!(lines(&[b"a", b"b\n\nc\r", b"\nd"]), b"[rank 1] ab\n[rank 1] \n[rank 1] c\r\n[rank 1] d\n");
+        assert_eq!(lines(&[b"\xff\0\n"]), b"[rank 1] \xff\0\n");
+        assert_eq!(lines(&[]), b"");
+    }
+
+    #[test]
+    fn a_long_line_is_cut() {
+        let half = vec![b'x'; LONGEST_LINE / 2];
+        let piece = [b"[rank 1] ".as_slice(), &half, &half, b"\n"].concat();
+        assert_eq!(lines(&[&half, &half, b"\nrest"]), [&piece, b"[rank 1] rest\n".as_slice()].concat());
+        assert_eq!(lines(&[&half, &half, &half, &half]), [&*piece, &*piece].concat());
+    }
+}

@@ -1,0 +1,197 @@
+//! From what the user typed to an executable: a path, a target of the Cargo workspace at hand, a neighbour of the launcher, or a name in `PATH`.
+
+use std::{
+    env,
+    ffi::{OsStr, OsString},
+    io::{self, BufReader},
+    os::unix::ffi::OsStrExt,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use cargo_metadata::{Message, Metadata, MetadataCommand, PackageId, TargetKind};
+use rustix::fs::{Access, access};
+
+use crate::{Error, Result, environment::forget_cargo_run};
+
+/// The executable that `program` means.
+///
+/// With a `/` in it, it is a path. A name is a binary or example of the Cargo workspace that the current directory is in, which is built in release mode
+/// first (Cargo's messages go to stderr); else an executable beside the running one; else one of `PATH`.
+///
+/// # Errors
+/// [`Error::ProgramNotFound`], [`Error::ProgramPath`] and [`Error::NotExecutable`] where there is nothing to run; [`Error::AmbiguousTarget`] where
+/// two packages have a target of the name; [`Error::Build`] where Cargo fails.
+pub fn find_program(program: &OsStr) -> Result<PathBuf> {
+    if program.as_bytes().contains(&b'/') {
+        return check_path(PathBuf::from(program));
+    }
+    let workspace = match find_target(program)? {
+        Found::Target(target) => return target.build(),
+        Found::Nothing(reason) => reason,
+    };
+    let beside = env::current_exe().ok().and_then(|exe| exe.parent().map(Path::to_owned));
+    let path = env::var_os("PATH").unwrap_or_default();
+    // An empty entry of PATH means the current directory to a shell; naming it by a dot keeps the result a path.
+    let in_path = env::split_paths(&path).map(|dir| if dir.as_os_str().is_empty() { ".".into() } else { dir });
+    if let Some(found) = beside.clone().into_iter().chain(in_path).map(|dir| dir.join(program)).find(|it| runnable(it))
+    {
+        tracing::debug!(program = ?found, "found");
+        return Ok(found);
+    }
+    let here = Path::new(program).is_file();
+    Err(Error::ProgramNotFound {
+        workspace,
+        beside: beside.map_or("beside fsdp-launch".into(), |dir| format!("beside fsdp-launch, in {}", dir.display())),
+        hint: if here {
+            format!(". There is a file of that name here: ./{}", program.display())
+        } else {
+            String::new()
+        },
+        name: program.into(),
+    })
+}
+
+fn check_path(path: PathBuf) -> Result<PathBuf> {
+    match path.metadata() {
+        Err(source) => Err(Error::ProgramPath { path, source }),
+        Ok(meta) if !meta.is_file() => Err(Error::NotExecutable { path, found: "not a regular file" }),
+        Ok(_) if !runnable(&path) => Err(Error::NotExecutable { path, found: "a file without execute permission" }),
+        Ok(_) => Ok(path),
+    }
+}
+
+fn runnable(path: &Path) -> bool {
+    path.is_file() && access(path, Access::EXEC_OK).is_ok()
+}
+
+enum Found {
+    Target(Target),
+    /// No target; the words say where it was looked for.
+    Nothing(String),
+}
+
+/// A binary or example of the workspace.
+struct Target {
+    name: String,
+    example: bool,
+    package: PackageId,
+    package_name: String,
+    package_dir: PathBuf,
+}
+
+fn find_target(name: &OsStr) -> Result<Found> {
+    let here = env::current_dir().map_err(Error::system("read the current directory"))?;
+    // Starting Cargo to learn that there is no workspace would cost each launch more than the launch itself.
+    let Some(root) = here.ancestors().find(|dir| dir.join("Cargo.toml").is_file()) else {
+        return Ok(Found::Nothing(format!("a Cargo workspace, but {} is in none", here.display())));
+    };
+    let Some(name) = name.to_str() else {
+        return Ok(Found::Nothing("the Cargo workspace, whose targets are all named in UTF-8".into()));
+    };
+    let metadata = match read_metadata() {
+        Ok(metadata) => metadata,
+        Err(reason) => {
+            tracing::debug!(%reason, "no workspace");
+            return Ok(Found::Nothing(format!(
+                "the Cargo workspace of {}, which can't be read: {reason}",
+                root.display()
+            )));
+        }
+    };
+    let mut targets = targets_named(&metadata, name);
+    if targets.len() > 1 {
+        // As Cargo does: in a package's directory its own target is meant; and a binary comes before an example.
+        let closest = targets.iter().filter(|it| here.starts_with(&it.package_dir)).map(depth).max();
+        if closest.is_some() {
+            targets.retain(|it| here.starts_with(&it.package_dir) && Some(depth(it)) == closest);
+        }
+        if targets.iter().any(|it| !it.example) {
+            targets.retain(|it| !it.example);
+        }
+    }
+    if targets.len() > 1 {
+        let packages = targets.into_iter().map(|it| it.package_name).collect();
+        return Err(Error::AmbiguousTarget { name: name.into(), packages });
+    }
+    Ok(targets.pop().map_or_else(
+        || Found::Nothing(format!("the binaries and examples of the Cargo workspace {}", metadata.workspace_root)),
+        Found::Target,
+    ))
+}
+
+fn depth(target: &Target) -> usize {
+    target.package_dir.components().count()
+}
+
+fn read_metadata() -> std::result::Result<Metadata, String> {
+    let mut command = MetadataCommand::new().cargo_path(cargo()).no_deps().cargo_command();
+    forget_cargo_run(&mut command);
+    let output = command.output().map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => "there is no cargo in PATH".into(),
+        _ => format!("cargo can't be started: {error}"),
+    })?;
+    if !output.status.success() {
+        return Err(String::from_utf8_lossy(&output.stderr).trim().to_owned());
+    }
+    MetadataCommand::parse(String::from_utf8_lossy(&output.stdout)).map_err(|error| error.to_string())
+}
+
+fn targets_named(metadata: &Metadata, name: &str) -> Vec<Target> {
+    let mut found = Vec::new();
+    for package in metadata.workspace_packages() {
+        for target in package.targets.iter().filter(|target| target.name == name) {
+            let example = target.kind.contains(&TargetKind::Example)
+                && target.crate_types.iter().any(|it| it.to_string() == "bin");
+            if example || target.kind.contains(&TargetKind::Bin) {
+                found.push(Target {
+                    name: name.into(),
+                    example,
+                    package: package.id.clone(),
+                    package_name: package.name.to_string(),
+                    package_dir: package.manifest_path.parent().map_or_else(PathBuf::new, |dir| dir.into()),
+                });
+            }
+        }
+    }
+    found
+}
+
+impl Target {
+    fn build(&self) -> Result<PathBuf> {
+        let kind = if self.example { "--example" } else { "--bin" };
+        // For the eyes: the id in place of the package's name is what makes it the only one.
+        let shown = format!("cargo build --release {kind} {} -p {}", self.name, self.package_name);
+        tracing::debug!(command = %shown, "building");
+        let mut command = Command::new(cargo());
+        command.args(["build", "--release", kind, &self.name, "-p", &self.package.repr]);
+        command.arg("--message-format=json-render-diagnostics").stdin(Stdio::null()).stdout(Stdio::piped());
+        forget_cargo_run(&mut command);
+        let mut cargo = command.spawn().map_err(Error::system("start cargo"))?;
+        let mut executable = None;
+        if let Some(stdout) = cargo.stdout.take() {
+            for message in Message::parse_stream(BufReader::new(stdout)) {
+                match message.map_err(Error::system("read cargo's messages"))? {
+                    Message::CompilerArtifact(artifact)
+                        if artifact.package_id == self.package
+                            && artifact.target.name == self.name
+                            && artifact.target.kind.contains(&TargetKind::Example) == self.example =>
+                    {
+                        executable = artifact.executable.or(executable);
+                    }
+                    _ => {}
+                }
+            }
+        }
+        let status = cargo.wait().map_err(Error::system("wait for cargo"))?;
+        if !status.success() {
+            return Err(Error::Build { command: shown, status });
+        }
+        executable.map(PathBuf::from).ok_or(Error::NoExecutable { command: shown })
+    }
+}
+
+/// Inside `cargo run` the Cargo that runs us, else the one of `PATH`.
+fn cargo() -> OsString {
+    env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
+}

@@ -1,0 +1,38 @@
+//! What to launch.
+
+use std::{ffi::OsString, path::PathBuf, time::Duration};
+
+/// A launch on this host: the program, how often, and how its ranks find each other.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct LaunchSpec {
+    /// The executable; [`find_program`](crate::find_program) finds or builds it.
+    pub program: PathBuf,
+    /// Its arguments, the same for every rank.
+    pub args: Vec<OsString>,
+    /// The number of ranks, at least 1.
+    pub nproc_per_node: usize,
+    /// `MASTER_ADDR`: where the other ranks reach rank 0.
+    pub master_addr: String,
+    /// `MASTER_PORT`; `None` chooses one that is free.
+    pub master_port: Option<u16>,
+    /// `TORCHELASTIC_RUN_ID`; `None` makes one that no other launch has.
+    pub run_id: Option<String>,
+    /// How long ranks that are asked to end (SIGTERM) have until they are killed (SIGKILL).
+    pub shutdown_timeout: Duration,
+}
+
+impl LaunchSpec {
+    /// `nproc_per_node` ranks of `program` without arguments, a free port on 127.0.0.1, a run id of its own, and 5 seconds to end in.
+    pub fn new(program: impl Into<PathBuf>, nproc_per_node: usize) -> Self {
+        LaunchSpec {
+            program: program.into(),
+            args: Vec::new(),
+            nproc_per_node,
+            master_addr: "127.0.0.1".into(),
+            master_port: None,
+            run_id: None,
+            shutdown_timeout: Duration::from_secs(5),
+        }
+    }
+}

@@ -1,0 +1,211 @@
+//! How a launch ended, and how to say it.
+
+use std::{fmt, time::Duration};
+
+use signal_hook::{
+    consts::{SIGKILL, SIGTERM},
+    low_level::signal_name,
+};
+
+/// How a process ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// By itself, with this exit code.
+    Exited(i32),
+    /// By this signal.
+    Signaled(i32),
+}
+
+impl End {
+    /// Exit code 0.
+    pub fn is_success(self) -> bool {
+        self == End::Exited(0)
+    }
+
+    /// As a shell reports it: the exit code, or 128 + the signal's number.
+    pub fn exit_code(self) -> u8 {
+        match self {
+            End::Exited(code) => low_byte(code),
+            End::Signaled(signal) => low_byte(128 + signal),
+        }
+    }
+}
+
+/// All that the system passes on of an exit code.
+fn low_byte(code: i32) -> u8 {
+    code.to_le_bytes()[0]
+}
+
+impl fmt::Display for End {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            End::Exited(code) => write!(f, "exit code {code}"),
+            End::Signaled(signal) => f.write_str(&name_of(signal)),
+        }
+    }
+}
+
+fn name_of(signal: i32) -> String {
+    signal_name(signal).map_or_else(|| format!("signal {signal}"), str::to_owned)
+}
+
+/// What the launcher did to end a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Request {
+    /// Sent SIGTERM.
+    Terminate,
+    /// Sent SIGKILL.
+    Kill,
+}
+
+/// What became of one rank.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct RankReport {
+    /// The rank.
+    pub rank: usize,
+    /// Its process id.
+    pub pid: i32,
+    /// How it ended; `None` for a process that not even SIGKILL ended in time (it hangs in the kernel).
+    pub end: Option<End>,
+    /// The last thing the launcher did to make it end, before it ended; `None` if it ended by itself.
+    pub request: Option<Request>,
+    /// The error it recorded in its `TORCHELASTIC_ERROR_FILE`.
+    pub message: Option<String>,
+}
+
+/// Why a launch ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cause {
+    /// Every rank ended with exit code 0.
+    Succeeded,
+    /// This rank failed, before all others.
+    RankFailed(usize),
+    /// The launcher received this signal.
+    Interrupted(i32),
+}
+
+/// How a launch ended. It prints as the summary for the user.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Outcome {
+    /// Why.
+    pub cause: Cause,
+    /// Every rank, in order.
+    pub ranks: Vec<RankReport>,
+    /// How long the ranks had to end by themselves.
+    pub shutdown_timeout: Duration,
+}
+
+impl Outcome {
+    /// Every rank ended with exit code 0.
+    pub fn succeeded(&self) -> bool {
+        self.cause == Cause::Succeeded
+    }
+
+    /// What the launcher should exit with: 0, what the first failed rank ended with, or 128 + the signal that the launcher received.
+    pub fn exit_code(&self) -> u8 {
+        match self.cause {
+            Cause::Succeeded => 0,
+            Cause::RankFailed(rank) => self.ranks.get(rank).and_then(|rank| rank.end).map_or(1, End::exit_code),
+            Cause::Interrupted(signal) => End::Signaled(signal).exit_code(),
+        }
+    }
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let first = match self.cause {
+            Cause::Succeeded => return write!(f, "all ranks succeeded"),
+            Cause::Interrupted(signal) => {
+                write!(f, "stopped by {}", name_of(signal))?;
+                None
+            }
+            Cause::RankFailed(rank) => {
+                if let Some(report) = self.ranks.get(rank) {
+                    write_first(f, report)?;
+                }
+                Some(rank)
+            }
+        };
+        let mut fates: Vec<(String, Vec<String>)> = Vec::new();
+        for report in self.ranks.iter().filter(|report| Some(report.rank) != first) {
+            let (fate, rank) = (self.fate(report), report.rank.to_string());
+            match fates.iter_mut().find(|(of_others, _)| *of_others == fate) {
+                Some((_, ranks)) => ranks.push(rank),
+                None => fates.push((fate, vec![rank])),
+            }
+        }
+        for (fate, ranks) in fates {
+            write!(f, "\n  {} {}: {fate}", if ranks.len() == 1 { "rank" } else { "ranks" }, ranks.join(", "))?;
+        }
+        Ok(())
+    }
+}
+
+fn write_first(f: &mut fmt::Formatter<'_>, report: &RankReport) -> fmt::Result {
+    write!(f, "rank {} (pid {}) failed first, ", report.rank, report.pid)?;
+    match report.end {
+        Some(end @ End::Exited(_)) => write!(f, "with {end}")?,
+        Some(end @ End::Signaled(SIGKILL)) => {
+            write!(f, "killed by {end}: from outside, often because the host ran out of memory (see `dmesg`)")?;
+        }
+        Some(end) => write!(f, "killed by {end}")?,
+        None => write!(f, "and did not end")?,
+    }
+    match &report.message {
+        Some(message) => write!(f, "\n  it recorded: {}", message.trim_end().replace('\n', "\n    ")),
+        None => Ok(()),
+    }
+}
+
+impl Outcome {
+    fn fate(&self, report: &RankReport) -> String {
+        match (report.end, report.request) {
+            (None, _) => "did not end even after SIGKILL".into(),
+            (Some(end), None) if end.is_success() => "had succeeded".into(),
+            (Some(End::Exited(code)), None) => format!("failed too, with exit code {code}"),
+            (Some(end), None) => format!("failed too, killed by {end}"),
+            (Some(End::Signaled(SIGTERM)), Some(Request::Terminate)) => "ended by SIGTERM".into(),
+            (Some(End::Exited(code)), Some(Request::Terminate)) => format!("asked to end, exit code {code}"),
+            (Some(end), Some(Request::Terminate)) => format!("asked to end, killed by {end}"),
+            (Some(_), Some(Request::Kill)) => {
+                format!(
+                    "killed by SIGKILL, still running after SIGTERM (at most {:?} to end in)",
+                    self.shutdown_timeout
+                )
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_summary_tells_every_fate() {
+        let report = |rank, end, request| RankReport { rank, pid: 100, end, request, message: None };
+        let mut outcome = Outcome {
+            cause: Cause::RankFailed(1),
+            ranks: vec![
+                report(0, Some(End::Signaled(15)), Some(Request::Terminate)),
+                report(1, Some(End::Signaled(11)), None),
+                report(2, Some(End::Exited(0)), None),
+                report(3, Some(End::Signaled(15)), Some(Request::Terminate)),
+                report(4, None, Some(Request::Kill)),
+            ],
+            shutdown_timeout: Duration::from_secs(5),
+        };
+        outcome.ranks[1].message = Some("out of\ndata".into());
+        assert_eq!(outcome.exit_code(), 139);
+        assert_eq!(
+            outcome.to_string(),
+            "rank 1 (pid 100) failed first, killed by SIGSEGV\n  it recorded: out of\n    data\n  ranks 0, 3: ended by SIGTERM\n  \
+             rank 2: had succeeded\n  rank 4: did not end even after SIGKILL"
+        );
+        outcome.cause = Cause::Interrupted(2);
+        assert_eq!(outcome.exit_code(), 130);
+        assert!(outcome.to_string().starts_with("stopped by SIGINT\n"), "{outcome}");
+    }
+}

@@ -1,0 +1,165 @@
+//! Watching the ranks: which one fails first, and how the others are ended.
+
+use std::{
+    cmp::Reverse,
+    sync::mpsc::Receiver,
+    time::{Duration, Instant, SystemTime},
+};
+
+use signal_hook::consts::SIGINT;
+
+use crate::{
+    environment::Job,
+    error_file::recorded_at,
+    signals::Event,
+    summary::{Cause, End, Request},
+    worker::Worker,
+};
+
+/// How often to look for processes whose end the kernel tells someone else than us, while waiting for all to end.
+const TICK: Duration = Duration::from_millis(20);
+
+/// How long the kernel may take to end what was sent SIGKILL.
+const KILL_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Watches `workers` until nothing of them is left. Also returns how many streams ended meanwhile.
+pub(crate) fn supervise(
+    workers: &mut [Worker],
+    job: &Job<'_>,
+    events: &Receiver<Event>,
+    grace: Duration,
+) -> (Cause, usize) {
+    let mut shutdown = Shutdown { workers, grace, sent: None };
+    let mut cause = None;
+    let mut streams_ended = 0;
+    loop {
+        let failed = shutdown.reap();
+        if cause.is_none()
+            && let Some(rank) = first_of(&failed, job)
+        {
+            tracing::info!("rank {rank} failed: ending all ranks");
+            cause = Some(Cause::RankFailed(rank));
+            shutdown.begin();
+        }
+        if shutdown.workers.iter().all(Worker::is_gone) {
+            break;
+        }
+        if shutdown.workers.iter().all(|worker| worker.end.is_some()) {
+            // What the ranks left running ends with them.
+            shutdown.begin();
+        }
+        match shutdown.wait(events) {
+            Some(Event::ChildEnded) => {}
+            Some(Event::OutputEnded) => streams_ended += 1,
+            Some(Event::Interrupted(signal)) => {
+                // Only Ctrl-C is impatience: `timeout` and service managers send their signal twice as a matter of course.
+                if shutdown.sent.is_some() && signal == SIGINT {
+                    shutdown.send(Request::Kill);
+                }
+                shutdown.begin();
+                cause.get_or_insert(Cause::Interrupted(signal));
+            }
+            None => {}
+        }
+        match shutdown.overdue() {
+            Some(Request::Terminate) => {
+                tracing::warn!("not all processes of the ranks ended within {grace:?} of SIGTERM: killing them");
+                shutdown.send(Request::Kill);
+            }
+            Some(Request::Kill) => break,
+            None => {}
+        }
+    }
+    (cause.unwrap_or(Cause::Succeeded), streams_ended)
+}
+
+struct Shutdown<'a> {
+    workers: &'a mut [Worker],
+    grace: Duration,
+    /// What was sent to all groups, and when.
+    sent: Option<(Request, Instant)>,
+}
+
+impl Shutdown<'_> {
+    /// Notes which ranks have ended; returns those that failed.
+    fn reap(&mut self) -> Vec<(usize, End)> {
+        let mut failed = Vec::new();
+        // Once more after each find: a rank that was passed over alive may have failed before one that was found dead behind it.
+        loop {
+            let mut found = false;
+            for worker in self.workers.iter_mut() {
+                if !worker.reap() {
+                    continue;
+                }
+                found = true;
+                failed.extend(worker.end.filter(|end| !end.is_success()).map(|end| (worker.rank, end)));
+            }
+            if !found {
+                return failed;
+            }
+        }
+    }
+
+    /// Asks all ranks to end, unless that was done.
+    fn begin(&mut self) {
+        if self.sent.is_none() {
+            self.send(Request::Terminate);
+        }
+    }
+
+    fn send(&mut self, request: Request) {
+        if self.sent.is_some_and(|(sent, _)| sent >= request) {
+            return;
+        }
+        self.sent = Some((request, Instant::now()));
+        self.workers.iter_mut().for_each(|worker| worker.send(request));
+    }
+
+    /// What was sent last, if it has not had its effect in time.
+    fn overdue(&self) -> Option<Request> {
+        let (request, at) = self.sent?;
+        let limit = if request == Request::Kill { KILL_TIMEOUT } else { self.grace };
+        (at.elapsed() >= limit).then_some(request)
+    }
+
+    /// The next event; none after a while when ranks were asked to end.
+    fn wait(&self, events: &Receiver<Event>) -> Option<Event> {
+        if self.sent.is_none() {
+            return events.recv().ok();
+        }
+        events.recv_timeout(TICK).ok()
+    }
+}
+
+/// The one that failed first of ranks that were found ended at the same time: a signal strikes from outside while an error may be another rank's echo;
+/// then the one that recorded its error first, then the lowest.
+fn first_of(failed: &[(usize, End)], job: &Job<'_>) -> Option<usize> {
+    let order = |&&(rank, end): &&(usize, End)| {
+        let recorded: Option<SystemTime> = recorded_at(&job.error_file(rank));
+        (Reverse(matches!(end, End::Signaled(_))), recorded.is_none(), recorded, rank)
+    };
+    failed.iter().min_by_key(order).map(|&(rank, _)| rank)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_signal_then_the_earlier_record_then_the_lower_rank() {
+        let dir = tempfile::tempdir().unwrap();
+        let job = Job { world_size: 4, master_addr: "", master_port: 1, run_id: "r", error_dir: dir.path() };
+        let record = |rank, second| {
+            let file = std::fs::File::create(job.error_file(rank)).unwrap();
+            file.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(second)).unwrap();
+        };
+        let ended = |rank| (rank, End::Exited(1));
+        assert_eq!(first_of(&[], &job), None);
+        assert_eq!(first_of(&[ended(2), ended(1)], &job), Some(1));
+        record(2, 20);
+        assert_eq!(first_of(&[ended(1), ended(2)], &job), Some(2));
+        record(3, 10);
+        assert_eq!(first_of(&[ended(1), ended(2), ended(3)], &job), Some(3));
+        assert_eq!(first_of(&[ended(1), ended(3), (0, End::Signaled(9))], &job), Some(0));
+    }
+}

@@ -1,0 +1,125 @@
+//! One rank's process and the process group it leads.
+
+use std::{
+    io,
+    process::{ChildStderr, ChildStdout, Command, Stdio},
+};
+
+use rustix::{
+    io::Errno,
+    process::{Pid, Signal, WaitOptions, WaitStatus, kill_process_group, test_kill_process_group, waitpgid, waitpid},
+};
+
+use crate::{
+    Error, LaunchSpec, Result,
+    environment::Job,
+    session::own_session_dying_with_us,
+    summary::{End, Request},
+};
+
+/// A rank. Dropping it kills whatever is left of it.
+pub(crate) struct Worker {
+    pub(crate) rank: usize,
+    /// Of the rank, and so of its process group.
+    pub(crate) pid: Pid,
+    /// How the rank ended, once it has.
+    pub(crate) end: Option<End>,
+    /// What had been sent to the rank when it ended.
+    pub(crate) ended_after: Option<Request>,
+    sent: Option<Request>,
+    group_gone: bool,
+}
+
+/// A rank's streams, less those it shares with the launcher.
+pub(crate) type Streams = (Option<ChildStdout>, Option<ChildStderr>);
+
+impl Worker {
+    /// Starts `rank`; with `shares_stderr` it writes to the launcher's stderr itself.
+    pub(crate) fn start(spec: &LaunchSpec, job: &Job<'_>, rank: usize, shares_stderr: bool) -> Result<(Self, Streams)> {
+        let mut command = Command::new(&spec.program);
+        command.args(&spec.args).stdin(Stdio::null()).stdout(Stdio::piped());
+        command.stderr(if shares_stderr { Stdio::inherit() } else { Stdio::piped() });
+        job.apply(rank, &mut command);
+        own_session_dying_with_us(&mut command);
+        let failed = |source: io::Error| {
+            let hint = match source.kind() {
+                io::ErrorKind::NotFound => ": the file, or the interpreter its #! line names, is not there",
+                io::ErrorKind::WouldBlock => ": too many processes; see `ulimit -u`, or start fewer ranks",
+                _ if source.raw_os_error() == Some(Errno::MFILE.raw_os_error()) => {
+                    ": too many open files; raise `ulimit -n`, or start fewer ranks"
+                }
+                _ => "",
+            };
+            Error::Start { rank, program: spec.program.clone(), source, hint }
+        };
+        let mut child = command.spawn().map_err(failed)?;
+        let pid = Pid::from_child(&child);
+        tracing::debug!(rank, pid = pid.as_raw_pid(), "started");
+        let worker = Worker { rank, pid, end: None, ended_after: None, sent: None, group_gone: false };
+        Ok((worker, (child.stdout.take(), child.stderr.take())))
+    }
+
+    /// Reaps what has ended of the group, as far as it is our child; true if the rank was among it.
+    pub(crate) fn reap(&mut self) -> bool {
+        let mut ended = false;
+        while !self.group_gone {
+            match waitpgid(self.pid, WaitOptions::NOHANG) {
+                Ok(Some((pid, status))) if pid == self.pid => {
+                    self.set_end(status);
+                    ended = true;
+                }
+                // An orphan of the rank's that became our child.
+                Ok(Some(_)) | Err(Errno::INTR) => {}
+                Ok(None) => break,
+                Err(_) => {
+                    // No child of ours is left in the group; a descendant whose parent is outside of it may be.
+                    self.group_gone = self.end.is_some() && test_kill_process_group(self.pid) == Err(Errno::SRCH);
+                    break;
+                }
+            }
+        }
+        ended
+    }
+
+    /// Nothing of the rank's process group is left, as of the last [`reap`](Self::reap).
+    pub(crate) fn is_gone(&self) -> bool {
+        self.group_gone
+    }
+
+    /// Sends the signal of `request` to the whole group.
+    pub(crate) fn send(&mut self, request: Request) {
+        if self.group_gone {
+            return;
+        }
+        let signal = match request {
+            Request::Terminate => Signal::TERM,
+            Request::Kill => Signal::KILL,
+        };
+        tracing::debug!(rank = self.rank, ?signal, "sending");
+        self.sent = Some(request);
+        match kill_process_group(self.pid, signal) {
+            Ok(()) | Err(Errno::SRCH) => {}
+            Err(error) => tracing::warn!("{signal:?} could not be sent to rank {}: {error}", self.rank),
+        }
+    }
+
+    fn set_end(&mut self, status: WaitStatus) {
+        let signaled = status.terminating_signal().map(End::Signaled);
+        let end = signaled.unwrap_or(End::Exited(status.exit_status().unwrap_or(0)));
+        tracing::debug!(rank = self.rank, %end, "ended");
+        self.end = Some(end);
+        self.ended_after = self.sent;
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // After a regular end there is nothing to do, and what SIGKILL did not end is not worth waiting for.
+        if !self.group_gone && self.sent != Some(Request::Kill) {
+            self.send(Request::Kill);
+            if self.end.is_none() {
+                waitpid(Some(self.pid), WaitOptions::empty()).ok();
+            }
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! Exit codes, the first failure, and that nothing is left.
+
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+
+use crate::{Running, assert_gone, assert_gone_soon, finish, launcher, ranks};
+
+#[test]
+fn success_is_silent() {
+    assert_eq!(finish(&mut ranks(3, "exit 0")), (Some(0), String::new(), String::new()));
+}
+
+#[test]
+fn the_failing_ranks_exit_code_is_the_launchers() {
+    let (code, _, stderr) = finish(&mut ranks(2, "[ $RANK = 0 ] || exit 3; sleep 300"));
+    assert_eq!(code, Some(3));
+    assert!(stderr.contains("rank 1 (pid ") && stderr.contains("failed first, with exit code 3"), "{stderr}");
+    assert!(stderr.contains("rank 0: ended by SIGTERM"), "{stderr}");
+}
+
+#[test]
+fn a_signal_is_named() {
+    for (signal, number) in [("SEGV", 11), ("KILL", 9), ("ABRT", 6)] {
+        let (code, _, stderr) = finish(&mut ranks(2, &format!("[ $RANK = 1 ] && kill -{signal} $$; sleep 300")));
+        assert_eq!(code, Some(128 + number));
+        assert!(stderr.contains(&format!("failed first, killed by SIG{signal}")), "{stderr}");
+    }
+}
+
+#[test]
+fn the_cause_is_reported_not_what_followed() {
+    // Rank 0 fails because rank 1 has.
+    let dir = tempfile::tempdir().unwrap();
+    let script = format!(
+        "cd {}; if [ $RANK = 1 ]; then echo $$ > new; mv new pid; exit 5; fi; \
+         while [ ! -e pid ]; do sleep 0.01; done; while kill -0 $(cat pid) 2>/dev/null; do :; done; exit 1",
+        dir.path().display()
+    );
+    let (code, _, stderr) = finish(&mut ranks(2, &script));
+    assert_eq!(code, Some(5));
+    assert!(stderr.contains("rank 1 (pid") && stderr.contains("failed first, with exit code 5"), "{stderr}");
+}
+
+#[test]
+fn a_recorded_error_is_shown() {
+    for recorded in [
+        r#"{"message": {"message": "RuntimeError: no data", "extraInfo": {"timestamp": "17"}}}"#,
+        r#"{"message": "RuntimeError: no data"}"#,
+    ] {
+        let (code, _, stderr) = finish(&mut ranks(
+            2,
+            &format!("[ $RANK = 1 ] && echo '{recorded}' > $TORCHELASTIC_ERROR_FILE && exit 1; sleep 300"),
+        ));
+        assert_eq!(code, Some(1));
+        assert!(stderr.contains("\n  it recorded: RuntimeError: no data\n"), "{stderr}");
+    }
+}
+
+#[test]
+fn a_hostile_error_file_does_no_harm() {
+    for make in [
+        "mkfifo $TORCHELASTIC_ERROR_FILE",
+        "mkdir $TORCHELASTIC_ERROR_FILE",
+        "head -c 9000000 /dev/zero > $TORCHELASTIC_ERROR_FILE",
+    ] {
+        let (code, _, stderr) = finish(&mut ranks(1, &format!("{make}; exit 4")));
+        assert_eq!(code, Some(4));
+        assert!(stderr.len() < 10_000, "{} bytes", stderr.len());
+    }
+}
+
+#[test]
+fn a_rank_that_ignores_sigterm_is_killed_after_the_grace() {
+    let script = "if [ $RANK = 1 ]; then read x < fifo; exit 3; fi; trap '' TERM; echo $$; : > fifo; while :; do sleep 300; done";
+    let dir = tempfile::tempdir().unwrap();
+    let script = format!("cd {}; mkfifo fifo 2>/dev/null; {script}", dir.path().display());
+    let mut command = launcher(&["--nproc-per-node", "2", "--shutdown-timeout", "0.2", "sh", "-c", &script]);
+    let (code, stdout, stderr) = finish(&mut command);
+    assert_eq!(code, Some(3));
+    assert!(stderr.contains("rank 0: killed by SIGKILL"), "{stderr}");
+    assert_gone(&[stdout.trim_start_matches("[rank 0] ").trim().parse().unwrap()]);
+}
+
+#[test]
+fn a_rank_has_the_grace_to_end_well() {
+    let script = "if [ $RANK = 1 ]; then read x < fifo; exit 3; fi; trap 'sleep 0.2; echo saved; exit 0' TERM; : > fifo; while :; do sleep 0.01; done";
+    let dir = tempfile::tempdir().unwrap();
+    let (code, stdout, stderr) =
+        finish(&mut ranks(2, &format!("cd {}; mkfifo fifo 2>/dev/null; {script}", dir.path().display())));
+    assert_eq!((code, stdout.as_str()), (Some(3), "[rank 0] saved\n"));
+    assert!(stderr.contains("rank 0: asked to end, exit code 0"), "{stderr}");
+}
+
+#[test]
+fn grandchildren_end_with_the_ranks() {
+    // After a failure, and after a success.
+    for code in [3, 0] {
+        let script = format!("sleep 300 & echo $!; (trap '' TERM HUP; sleep 300) & echo $!; exit {code}");
+        let mut command = launcher(&["--nproc-per-node", "1", "--shutdown-timeout", "0.2", "sh", "-c", &script]);
+        let (ended, stdout, _) = finish(&mut command);
+        let pids: Vec<i32> = stdout.lines().map(|line| line.rsplit(' ').next().unwrap().parse().unwrap()).collect();
+        assert_eq!((ended, pids.len()), (Some(code), 2));
+        assert_gone(&pids);
+    }
+}
+
+#[test]
+fn a_launcher_killed_by_sigkill_leaves_nothing() {
+    let script = "trap '' TERM HUP; sh -c 'echo $$; sleep 300; :' & echo $$; dirname $TORCHELASTIC_ERROR_FILE; wait";
+    let mut launcher = Running::start(&["--nproc-per-node", "2", "sh", "-c", script]);
+    let lines: Vec<String> = (0..6).map(|_| launcher.line().rsplit(' ').next().unwrap().to_owned()).collect();
+    let pids: Vec<i32> = lines.iter().filter_map(|line| line.parse().ok()).collect();
+    assert_eq!(pids.len(), 4);
+    assert!(pids.iter().all(|&pid| crate::is_alive(pid)));
+    launcher.signal(Signal::KILL);
+    launcher.wait();
+    assert_gone_soon(&pids);
+    let dir = std::path::Path::new(lines.iter().find(|line| line.starts_with('/')).unwrap());
+    let start = Instant::now();
+    while dir.exists() && start.elapsed() < crate::TIMEOUT {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert!(!dir.exists());
+}

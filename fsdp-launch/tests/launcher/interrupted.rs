@@ -1,0 +1,61 @@
+//! Ctrl-C and the other signals that ask the launcher to end.
+
+use rustix::process::Signal;
+
+use crate::{Running, assert_gone};
+
+#[test]
+fn every_request_to_end_reaches_all_ranks_once() {
+    for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)] {
+        let script = "trap 'echo term; exit 0' TERM; echo $$; while :; do sleep 0.01; done";
+        let mut launcher = Running::start(&["--nproc-per-node", "2", "sh", "-c", script]);
+        let pids = launcher.pids(2);
+        launcher.signal(signal);
+        let mut rest = [launcher.line(), launcher.line()];
+        rest.sort();
+        assert_eq!(rest, ["[rank 0] term", "[rank 1] term"]);
+        assert!(launcher.lines.next().is_none());
+        assert_eq!(launcher.wait().code(), Some(code));
+        assert_gone(&pids);
+    }
+}
+
+#[test]
+fn ranks_that_do_not_listen_are_killed_after_the_grace() {
+    let script = "trap '' TERM; echo $$; while :; do sleep 0.01; done";
+    let mut launcher = Running::start(&["--nproc-per-node", "2", "--shutdown-timeout", "0.1", "sh", "-c", script]);
+    let pids = launcher.pids(2);
+    launcher.signal(Signal::TERM);
+    assert_eq!(launcher.wait().code(), Some(143));
+    assert_gone(&pids);
+}
+
+#[test]
+fn a_second_ctrl_c_kills_at_once() {
+    let script = "trap 'echo term' TERM; echo $$; while :; do sleep 0.01; done";
+    let mut launcher = Running::start(&["--nproc-per-node", "2", "--shutdown-timeout", "100000", "sh", "-c", script]);
+    let pids = launcher.pids(2);
+    launcher.signal(Signal::INT);
+    assert!(launcher.line().ends_with("term") && launcher.line().ends_with("term"));
+    // Only Ctrl-C is taken for impatience.
+    launcher.signal(Signal::TERM);
+    launcher.signal(Signal::INT);
+    assert_eq!(launcher.wait().code(), Some(130));
+    assert_gone(&pids);
+}
+
+#[test]
+fn an_ignored_hangup_stays_ignored() {
+    let script = "echo $$; while [ ! -e \"$0\" ]; do sleep 0.01; done; exit 7";
+    let dir = tempfile::tempdir().unwrap();
+    let flag = dir.path().join("go");
+    let program = assert_cmd::cargo::cargo_bin!("fsdp-launch");
+    let nohup = format!("trap '' HUP; exec {} sh -c '{script}' {}", program.display(), flag.display());
+    let mut launcher = Running::start(&["--nproc-per-node", "1", "sh", "-c", &nohup]);
+    let inner = launcher.pids(1)[0];
+    let parent = std::fs::read_to_string(format!("/proc/{inner}/stat")).unwrap();
+    let parent: i32 = parent.rsplit(')').next().unwrap().split_whitespace().nth(1).unwrap().parse().unwrap();
+    rustix::process::kill_process(rustix::process::Pid::from_raw(parent).unwrap(), Signal::HUP).unwrap();
+    std::fs::write(flag, "").unwrap();
+    assert_eq!(launcher.wait().code(), Some(7));
+}

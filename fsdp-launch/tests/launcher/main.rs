@@ -1,0 +1,129 @@
+//! The `fsdp-launch` command, with shell scripts as ranks.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod ending;
+mod environment;
+mod interrupted;
+mod output;
+mod program;
+
+use std::{
+    fs,
+    io::{BufRead, BufReader, Lines},
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    process::{Child, ChildStdout, Command, ExitStatus, Stdio},
+    thread::sleep,
+    time::{Duration, Instant},
+};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+/// Far longer than anything here takes.
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// `fsdp-launch` with `args`; killed (and its ranks with it) if it does not end in time.
+fn launcher(args: &[&str]) -> assert_cmd::Command {
+    let mut command = assert_cmd::Command::new(assert_cmd::cargo::cargo_bin!("fsdp-launch"));
+    command.timeout(TIMEOUT).args(args);
+    for name in ["RUST_LOG", "RAYON_NUM_THREADS", "OMP_NUM_THREADS", "CARGO_TARGET_DIR", "CARGO_BUILD_TARGET_DIR"] {
+        command.env_remove(name);
+    }
+    command
+}
+
+/// `ranks` ranks of a shell script.
+fn ranks(ranks: usize, script: &str) -> assert_cmd::Command {
+    launcher(&["--nproc-per-node", &ranks.to_string(), "/bin/sh", "-c", script])
+}
+
+/// The parts of a finished command's output as text.
+fn finish(command: &mut assert_cmd::Command) -> (Option<i32>, String, String) {
+    let output = command.output().unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    (output.status.code(), text(&output.stdout), text(&output.stderr))
+}
+
+fn sorted(text: &str) -> Vec<&str> {
+    let mut lines: Vec<&str> = text.lines().collect();
+    lines.sort_unstable();
+    lines
+}
+
+fn executable(path: PathBuf, content: &str) -> PathBuf {
+    fs::write(&path, content).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    path
+}
+
+/// A launcher that is watched while it runs.
+struct Running {
+    child: Child,
+    lines: Lines<BufReader<ChildStdout>>,
+}
+
+impl Running {
+    fn start(args: &[&str]) -> Self {
+        let mut command = Command::new(assert_cmd::cargo::cargo_bin!("fsdp-launch"));
+        let mut child = command.args(args).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        // The lines end when the launcher ends, so nobody waits longer than this for one.
+        let launcher = Pid::from_child(&child);
+        std::thread::spawn(move || {
+            sleep(TIMEOUT);
+            kill_process(launcher, Signal::KILL).ok();
+        });
+        Running { child, lines }
+    }
+
+    fn line(&mut self) -> String {
+        self.lines.next().expect("the launcher ended").unwrap()
+    }
+
+    /// The numbers that end the next `count` lines.
+    fn pids(&mut self, count: usize) -> Vec<i32> {
+        (0..count).map(|_| self.line().rsplit(' ').next().unwrap().parse().unwrap()).collect()
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+
+    fn wait(mut self) -> ExitStatus {
+        let start = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status;
+            }
+            assert!(start.elapsed() < TIMEOUT, "the launcher did not end");
+            sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.child.kill().ok();
+        self.child.wait().ok();
+    }
+}
+
+/// A process that ended but that nobody has waited for counts as gone: the first process of a container may never do so.
+fn is_alive(pid: i32) -> bool {
+    let stat = fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("stat")).unwrap_or_default();
+    stat.rsplit(')').next().is_some_and(|rest| !rest.trim().is_empty() && !rest.trim().starts_with(['Z', 'X']))
+}
+
+fn assert_gone(pids: &[i32]) {
+    for pid in pids {
+        assert!(!is_alive(*pid), "process {pid} is still there");
+    }
+}
+
+fn assert_gone_soon(pids: &[i32]) {
+    let start = Instant::now();
+    while pids.iter().any(|&pid| is_alive(pid)) && start.elapsed() < TIMEOUT {
+        sleep(Duration::from_millis(5));
+    }
+    assert_gone(pids);
+}

@@ -1,0 +1,127 @@
+//! How the program is found or built.
+
+use std::{fs, path::Path};
+
+use crate::{executable, finish, launcher};
+
+fn workspace() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let write = |path: &str, content: &str| {
+        let path = dir.path().join(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, content).unwrap();
+    };
+    write("Cargo.toml", "[workspace]\nresolver = \"3\"\nmembers = [\"a\", \"b\"]\n");
+    for package in ["a", "b"] {
+        write(
+            &format!("{package}/Cargo.toml"),
+            &format!("[package]\nname = \"{package}\"\nversion = \"0.1.0\"\nedition = \"2024\"\n"),
+        );
+        write(&format!("{package}/src/lib.rs"), "");
+        write(&format!("{package}/src/bin/both.rs"), &format!("fn main() {{ println!(\"both of {package}\") }}"));
+    }
+    write(
+        "a/src/bin/trainer.rs",
+        "fn main() { println!(\"{:?} {}\", std::env::args().nth(1), std::env::var(\"RANK\").unwrap()) }",
+    );
+    write("a/examples/demo.rs", "fn main() { println!(\"demo, {}\", env!(\"CARGO_PKG_NAME\")) }");
+    write("b/src/bin/broken.rs", "fn main() { no_such_function() }");
+    dir
+}
+
+fn in_dir(dir: &Path, args: &[&str]) -> (Option<i32>, String, String) {
+    // Started by `cargo test` as by `cargo run`, the launcher has another package's variables around it.
+    finish(launcher(args).current_dir(dir).env("CARGO_NET_OFFLINE", "true").env("CARGO_PKG_NAME", "wrong"))
+}
+
+#[test]
+fn targets_of_the_workspace_are_built_and_run() {
+    let dir = workspace();
+    let (code, stdout, stderr) = in_dir(dir.path(), &["--nproc-per-node", "2", "trainer", "--nproc-per-node"]);
+    assert_eq!(code, Some(0), "{stderr}");
+    let lines = crate::sorted(&stdout);
+    assert_eq!(lines, ["[rank 0] Some(\"--nproc-per-node\") 0", "[rank 1] Some(\"--nproc-per-node\") 1"]);
+    assert!(stderr.contains("Compiling a v0.1.0") && stderr.contains("`release` profile"), "{stderr}");
+
+    // From a folder further down, and without building anew what is built.
+    let (code, stdout, stderr) = in_dir(&dir.path().join("b/src"), &["demo"]);
+    assert_eq!((code, stdout.as_str()), (Some(0), "[rank 0] demo, a\n"), "{stderr}");
+    let (code, _, stderr) = in_dir(dir.path(), &["demo"]);
+    assert!(code == Some(0) && !stderr.contains("Compiling"), "{stderr}");
+
+    let (code, _, stderr) = in_dir(dir.path(), &["both"]);
+    assert_eq!(code, Some(1));
+    assert!(stderr.contains("\"both\" is a target of several packages: a, b"), "{stderr}");
+    let (code, stdout, _) = in_dir(&dir.path().join("b"), &["both"]);
+    assert_eq!((code, stdout.as_str()), (Some(0), "[rank 0] both of b\n"));
+
+    let (code, stdout, stderr) = in_dir(dir.path(), &["broken"]);
+    assert_eq!((code, stdout.as_str()), (Some(1), ""));
+    assert!(
+        stderr.contains("no_such_function") && stderr.contains("`cargo build --release --bin broken -p b` failed"),
+        "{stderr}"
+    );
+}
+
+#[test]
+fn a_name_that_is_no_target_is_found_in_path() {
+    let dir = workspace();
+    let tool = executable(dir.path().join("some-tool"), "#!/bin/sh\necho tool $1\n");
+    let path = format!("{}:{}", tool.parent().unwrap().display(), std::env::var("PATH").unwrap());
+    for here in [dir.path(), Path::new("/")] {
+        let (code, stdout, stderr) = finish(launcher(&["some-tool", "x"]).current_dir(here).env("PATH", &path));
+        assert_eq!((code, stdout.as_str()), (Some(0), "[rank 0] tool x\n"), "{stderr}");
+    }
+}
+
+#[test]
+fn without_cargo_and_without_a_workspace_path_is_enough() {
+    let dir = tempfile::tempdir().unwrap();
+    executable(dir.path().join("some-tool"), "#!/bin/sh\necho tool\n");
+    let mut command = launcher(&["some-tool"]);
+    command.current_dir("/").env_remove("CARGO").env("PATH", dir.path());
+    assert_eq!(finish(&mut command), (Some(0), "[rank 0] tool\n".into(), String::new()));
+    // A workspace that can't be read is told of only when nothing is found.
+    let workspace = workspace();
+    command.current_dir(workspace.path());
+    assert_eq!(finish(&mut command), (Some(0), "[rank 0] tool\n".into(), String::new()));
+    let mut command = launcher(&["no-such-tool"]);
+    let (code, _, stderr) = finish(command.current_dir(workspace.path()).env_remove("CARGO").env("PATH", dir.path()));
+    assert_eq!(code, Some(1));
+    assert!(stderr.contains("can't be read: there is no cargo in PATH"), "{stderr}");
+}
+
+#[test]
+fn what_is_not_found_names_the_places_and_the_way_out() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("train.py"), "").unwrap();
+    let (code, stdout, stderr) = finish(launcher(&["train.py"]).current_dir(dir.path()));
+    assert_eq!((code, stdout.as_str()), (Some(1), ""));
+    for part in [
+        "\"train.py\" was not found",
+        "is in none",
+        "beside fsdp-launch, in /",
+        "PATH",
+        "give a path",
+        "here: ./train.py",
+    ] {
+        assert!(stderr.contains(part), "{part} is not in {stderr}");
+    }
+}
+
+#[test]
+fn paths_that_can_not_be_run() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("plain"), "#!/bin/sh\n").unwrap();
+    executable(dir.path().join("orphan"), "#!/no/such/interpreter\n");
+    for (program, part) in [
+        ("./plain", "without execute permission. `chmod +x`"),
+        ("./", "not a regular file"),
+        ("./nothing", "No such file"),
+        ("./orphan", "the interpreter its #! line names"),
+    ] {
+        let (code, stdout, stderr) = finish(launcher(&[program]).current_dir(dir.path()));
+        assert_eq!((code, stdout.as_str()), (Some(1), ""));
+        assert!(stderr.contains(part), "{part} is not in {stderr}");
+    }
+}
