@@ -148,6 +148,10 @@ impl Meeting<'_> {
     }
 }
 
+fn went_away(rank: usize) -> String {
+    format!("rank {rank} went away again before all ranks were there")
+}
+
 fn is_same_user(socket: &OwnedFd) -> bool {
     socket_peercred(socket).is_ok_and(|peer| peer.uid == rustix::process::geteuid())
 }
@@ -199,8 +203,10 @@ fn host(meeting: &Meeting<'_>, number: u64, file: OwnedFd, own: OwnedFd) -> Resu
     fds.extend(guests.iter().map(|guest| guest.process.as_fd()));
     let message = reply(0, number, "");
     for (index, guest) in guests.iter().enumerate() {
-        send(&guest.socket, &message, &fds)
-            .map_err(|errno| meeting.os(&format!("sending the shared memory to rank {}", index + 1), errno))?;
+        send(&guest.socket, &message, &fds).map_err(|errno| match errno {
+            Errno::PIPE | Errno::CONNRESET => meeting.error(went_away(index + 1)),
+            errno => meeting.os(&format!("sending the shared memory to rank {}", index + 1), errno),
+        })?;
     }
     let processes = std::iter::once(own).chain(guests.into_iter().map(|guest| guest.process)).collect();
     Ok(Gathering { file, number, processes })
@@ -248,7 +254,7 @@ fn receive_guests(
     let (strange, known) = ready[1..].split_at(strangers.len());
     if let Some((&index, _)) = seated.iter().zip(known).find(|(_, ready)| **ready) {
         // A seated guest has nothing more to say.
-        return Err(format!("rank {} went away again before all ranks were there", index + 1));
+        return Err(went_away(index + 1));
     }
     let mut strange = strange.iter();
     let (speaking, silent): (Vec<_>, Vec<_>) =
@@ -289,7 +295,11 @@ fn join(meeting: &Meeting<'_>, own: OwnedFd) -> Result<Gathering> {
     if !is_same_user(&socket) {
         return meeting.fail("the process that answers for rank 0 belongs to another user");
     }
-    send(&socket, &meeting.hello(), &[own.as_fd()]).map_err(|errno| meeting.os("saying hello", errno))?;
+    match send(&socket, &meeting.hello(), &[own.as_fd()]) {
+        // What rank 0 said before it hung up is still to be read.
+        Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => {}
+        Err(errno) => return Err(meeting.os("saying hello", errno)),
+    }
     // Rank 0 answers when its own time is over, and it may have started later than this rank.
     let deadline = Instant::now() + meeting.timeout + Duration::from_secs(2);
     loop {
@@ -302,12 +312,17 @@ fn join(meeting: &Meeting<'_>, own: OwnedFd) -> Result<Gathering> {
             return meeting.fail(format!("rank 0 did not answer within {:.1} s", meeting.timeout.as_secs_f64()));
         }
     }
-    let (message, mut fds) = receive(&socket).map_err(|errno| meeting.os("receiving rank 0's answer", errno))?;
+    let (message, mut fds) = match receive(&socket) {
+        Ok(received) => received,
+        Err(Errno::CONNRESET) => Default::default(),
+        Err(errno) => return Err(meeting.os("receiving rank 0's answer", errno)),
+    };
+    if message.is_empty() {
+        (meeting.all_well)()?;
+        return meeting.fail(went_away(0));
+    }
     let Some((status, number, text)) = parse_reply(&message) else {
-        return meeting.fail(match message.is_empty() {
-            true => "rank 0 went away before all ranks were there",
-            false => "rank 0 answered in another protocol: run the same build everywhere",
-        });
+        return meeting.fail("rank 0 answered in another protocol: run the same build everywhere");
     };
     if status != 0 {
         return meeting.fail(format!("rank 0 says: {text}"));

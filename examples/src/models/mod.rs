@@ -47,7 +47,7 @@ pub fn build(
                 .map(|i| {
                     fully_shard(opts, vb.pp(format!("model.layers.{i}")), |vb| llama::Block::new(config, &rotary, vb))
                 })
-                .collect::<Result<Vec<_>, _>>()
+                .collect::<fsdp_candle::Result<Vec<_>>>()
                 .context("can't build the Llama's layers")?;
             fully_shard(opts, vb, |vb| Ok(LanguageModel::Llama(llama::Llama::new(config, blocks, vb)?)))
         }
@@ -56,7 +56,7 @@ pub fn build(
             let prefix = if vb.contains_tensor("wte.weight") { "" } else { "transformer." };
             let blocks = (0..config.n_layer)
                 .map(|i| fully_shard(opts, vb.pp(format!("{prefix}h.{i}")), |vb| gpt2::Block::new(config, vb)))
-                .collect::<Result<Vec<_>, _>>()
+                .collect::<fsdp_candle::Result<Vec<_>>>()
                 .context("can't build GPT-2's layers")?;
             fully_shard(opts, vb, |vb| Ok(LanguageModel::Gpt2(gpt2::Gpt2::new(config, prefix, blocks, vb)?)))
         }

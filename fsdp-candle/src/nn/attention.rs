@@ -13,7 +13,7 @@ use candle_core::{CpuStorage, CustomOp1, CustomOp3, D, DType, Layout, Result, Sh
 
 use super::matrix::{Mat, MatMut, Shared, product_here};
 use super::parallel::each;
-use super::simd::{dot, exp, kernel, max, sum};
+use super::simd::{dot, kernel, max, probability, sum};
 use super::values::{floats, read, same_kind, served, storage, tensor};
 
 /// Queries of a block.
@@ -425,7 +425,7 @@ kernel! {
             let (p, p_unseen) = p.split_at_mut(seen_first + i);
             let (ds, ds_unseen) = ds.split_at_mut(seen_first + i);
             for (p, ds) in p.iter_mut().zip(ds) {
-                *p = exp(p.mul_add(scale, -log_sum));
+                *p = probability(p.mul_add(scale, -log_sum));
                 *ds = *p * (*ds - delta) * scale;
             }
             p_unseen.fill(0.0);
@@ -441,6 +441,6 @@ kernel! {
 /// Replaces each x by e^(scale x - shift) and returns the sum of them.
 #[inline(always)]
 fn sum_exp_in_place(row: &mut [f32], scale: f32, shift: f32) -> f32 {
-    row.iter_mut().for_each(|x| *x = exp(x.mul_add(scale, -shift)));
+    row.iter_mut().for_each(|x| *x = probability(x.mul_add(scale, -shift)));
     sum(row)
 }

@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Result, Shape, Tensor, bail};
 
 use super::parallel::map_rows;
-use super::simd::{exp, kernel, max, sum_exp};
+use super::simd::{kernel, max, probability, sum_exp};
 use super::values::{floats, indices, read, served, storage, tensor};
 
 /// The mean cross-entropy of `logits` `[.., V]` against `targets` (u32) `[..]`: an f32 scalar, whatever the logits' dtype (f64 for f64).
@@ -111,7 +111,7 @@ kernel! {
         let rows = grad.chunks_exact_mut(vocabulary).zip(logits.chunks_exact(vocabulary));
         for (((grad, row), &target), &log_sum) in rows.zip(targets).zip(log_sums) {
             for (grad, &x) in grad.iter_mut().zip(row) {
-                *grad = exp(x - log_sum) * scale;
+                *grad = probability(x - log_sum) * scale;
             }
             grad[target as usize] -= scale;
         }
@@ -125,7 +125,7 @@ kernel! {
         let vocabulary = logits.len() / targets.len();
         for ((row, &target), &log_sum) in logits.chunks_exact_mut(vocabulary).zip(targets).zip(log_sums) {
             for x in row.iter_mut() {
-                *x = exp(*x - log_sum) * scale;
+                *x = probability(*x - log_sum) * scale;
             }
             row[target as usize] -= scale;
         }

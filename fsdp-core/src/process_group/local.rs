@@ -17,12 +17,15 @@ use super::{
 };
 use crate::{Error, Result};
 
+/// Segments by the name of their group, with how many ranks have not taken them yet.
+type Segments = HashMap<String, (Arc<Segment>, usize)>;
+
 /// How threads come to share a segment: the first to ask makes it.
 #[derive(Clone)]
 pub(super) struct Threads {
     options: Options,
-    /// Segments that some of their ranks have not taken yet, with how many those are.
-    segments: Arc<Mutex<HashMap<String, (Arc<Segment>, usize)>>>,
+    /// Those that some rank has not taken yet.
+    segments: Arc<Mutex<Segments>>,
 }
 
 impl Threads {

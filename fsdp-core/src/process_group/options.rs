@@ -10,13 +10,13 @@ use crate::{Error, Result};
 pub struct Options {
     /// How long a rank waits for its peers, when they meet and in each collective. 10 minutes by default.
     pub timeout: Duration,
-    /// Bytes that move at a time. A rank's shared memory is four times this. 256 KiB by default; rounded to what the ranks can share evenly.
+    /// Bytes that move at a time. A rank's shared memory is four times this. 128 KiB by default; rounded to what the ranks can share evenly.
     pub chunk_bytes: usize,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Options { timeout: Duration::from_secs(600), chunk_bytes: 256 << 10 }
+        Options { timeout: Duration::from_secs(600), chunk_bytes: 128 << 10 }
     }
 }
 

@@ -132,7 +132,7 @@ impl Watch {
         rank: usize,
         during: During<'_>,
         look_for_dead: bool,
-        needed: impl Fn(usize, u32) -> bool,
+        needed: impl Fn(usize, u32) -> bool + Copy,
     ) -> Option<Error> {
         // Before the states are read: a process that ended says in its state how.
         let dead = if look_for_dead { self.dead() } else { Vec::new() };
@@ -148,6 +148,10 @@ impl Watch {
             state::LEFT => 2,
             _ => 1,
         })?;
+        if state == state::LEFT && !look_for_dead {
+            // It may have left because another one died.
+            return self.trouble(segment, rank, during, true, needed);
+        }
         if state == state::FAILED {
             return Some(Failure::load(segment.control(peer)).into_error(rank, &self.group, &during.what(), peer));
         }
