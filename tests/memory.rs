@@ -27,6 +27,10 @@ fn state_is_a_share_and_transients_are_two_units_and_one_units_gradients() {
             "{ranks} ranks: {resident} bytes resident, a share is {share}"
         );
         assert!(transient <= 3 * unit + SLACK, "{ranks} ranks: {transient} bytes on top, a unit is {unit}");
-        assert!(transient >= unit, "{ranks} ranks: {transient} bytes on top of the state can't be, a unit is {unit}");
+        // Buffers go round in a pool that keeps them, so that its most is its last: a figure below one unit would mean that nothing was counted.
+        assert!(
+            ranks == 1 || transient >= unit,
+            "{ranks} ranks: {transient} bytes on top can't be all, a unit is {unit}"
+        );
     }
 }

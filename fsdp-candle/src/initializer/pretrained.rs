@@ -25,13 +25,16 @@ impl Pretrained {
     }
 }
 
+/// The way out when weights do not fit.
+const MISFIT: &str = "the weights do not belong to this config.json; use those that do, or start from random ones";
+
 impl Initializer for Pretrained {
     fn fill(&self, request: &ShardRequest<'_>, shard: &mut [u8]) -> Result<()> {
-        let info = self.model.info(request.name)?;
         let fail = |message: String| Error::Parameter { name: request.name.into(), message };
+        let info = self.model.info(request.name).map_err(|error| fail(format!("{error}: {MISFIT}")))?;
         if info.shape != request.shape {
             return Err(fail(format!(
-                "the model asks for shape {:?}, but {} holds it with shape {:?}: config.json and the weights do not belong together",
+                "the model asks for shape {:?}, but {} holds it with shape {:?}: {MISFIT}",
                 request.shape,
                 info.file.display(),
                 info.shape

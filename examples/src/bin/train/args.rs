@@ -65,7 +65,7 @@ pub(crate) struct Args {
     pub(crate) grad_accum: usize,
 
     /// Steps of the whole run; a resumed run counts from where it stopped
-    #[arg(long, value_name = "N", default_value = "150", value_parser = count, help_heading = "Optimizer")]
+    #[arg(long, value_name = "N", default_value = "200", value_parser = count, help_heading = "Optimizer")]
     pub(crate) steps: usize,
 
     /// The highest learning rate

@@ -1,0 +1,266 @@
+//! Bad input ends every rank at once, with an error that names the thing and the way out; nothing stays behind.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use fsdp_tests::{golden, launch, program};
+
+/// A copy of the golden Llama in `dir/model` that a test may spoil.
+fn model(dir: &Path) -> std::path::PathBuf {
+    let model = dir.join("model");
+    fs::create_dir(&model).unwrap();
+    for file in ["config.json", "model.safetensors", "tokens.bin"] {
+        fs::copy(golden("llama_tiny").join(file), model.join(file)).unwrap();
+    }
+    model
+}
+
+/// Trains on two ranks with these arguments added; returns what they print on failure. Both ranks must say it.
+fn fails(dir: &Path, args: &[&str], parts: &[&str]) {
+    let mut all = vec!["--steps", "2", "--batch-size", "1", "--checkpoint-dir", "checkpoints"];
+    all.extend(args);
+    if !args.contains(&"--seq-len") {
+        all.extend(["--seq-len", "32"]);
+    }
+    let run = launch(2, "train", &all, dir);
+    let elapsed = run.elapsed;
+    let text = run.failed();
+    assert!(elapsed < Duration::from_secs(30), "took {elapsed:?}");
+    for rank in ["[rank 0]", "[rank 1]"] {
+        // Continuation lines of one error carry the prefix too.
+        let lines: String = text.lines().filter(|line| line.starts_with(rank)).collect::<Vec<_>>().join("\n");
+        assert!(!lines.contains("panicked"), "{text}");
+        if !parts.iter().all(|part| lines.contains(part)) {
+            // A rank that the launcher ended first has nothing to say; but one of them must.
+            assert!(!lines.contains("Error") || lines.is_empty(), "{rank}: {parts:?} not in\n{text}");
+        }
+    }
+    assert!(parts.iter().all(|part| text.contains(part)), "{parts:?} not in\n{text}");
+    assert!(!dir.join("checkpoints").exists(), "a failed run left checkpoints");
+}
+
+fn with_model(spoil: impl Fn(&Path), args: &[&str], parts: &[&str]) {
+    let dir = tempfile::tempdir().unwrap();
+    let model = model(dir.path());
+    spoil(&model);
+    let mut all = vec!["--model", "model", "--data", "model/tokens.bin"];
+    all.extend(args);
+    fails(dir.path(), &all, parts);
+}
+
+fn edit(path: &Path, from: &str, to: &str) {
+    let text = fs::read_to_string(path).unwrap();
+    assert!(text.contains(from));
+    fs::write(path, text.replace(from, to)).unwrap();
+}
+
+/// Rewrites the header of the weights file, keeping the data.
+fn edit_weights(model: &Path, from: &str, to: &str) {
+    let path = model.join("model.safetensors");
+    let bytes = fs::read(&path).unwrap();
+    let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header = String::from_utf8(bytes[8..8 + length].to_vec()).unwrap();
+    assert!(header.contains(from), "{header}");
+    let header = header.replace(from, to);
+    let mut new = (header.len() as u64).to_le_bytes().to_vec();
+    new.extend(header.as_bytes());
+    new.extend(&bytes[8 + length..]);
+    fs::write(path, new).unwrap();
+}
+
+#[test]
+fn a_model_directory_without_config() {
+    with_model(
+        |model| fs::remove_file(model.join("config.json")).unwrap(),
+        &[],
+        &["model/config.json", "Hugging Face model directory"],
+    );
+}
+
+#[test]
+fn an_unknown_architecture() {
+    with_model(
+        |model| edit(&model.join("config.json"), "\"llama\"", "\"mamba\""),
+        &[],
+        &["\"mamba\" is not known", "\"llama\" and \"gpt2\" are"],
+    );
+}
+
+#[test]
+fn a_missing_weight() {
+    with_model(
+        |model| edit_weights(model, "model.norm.weight", "model.xorm.weight"),
+        &[],
+        &["model.norm.weight", "has no tensor", "config.json"],
+    );
+}
+
+#[test]
+fn a_weight_of_the_wrong_shape() {
+    with_model(
+        |model| edit(&model.join("config.json"), "\"intermediate_size\": 87", "\"intermediate_size\": 88"),
+        &[],
+        &["proj.weight", "[88, 32]", "[87, 32]"],
+    );
+}
+
+#[test]
+fn a_weight_of_the_wrong_dtype() {
+    // The norm's 32 floats as 64 unsigned 16-bit numbers would not fit any parameter.
+    with_model(
+        |model| {
+            edit_weights(model, "\"model.norm.weight\":{\"dtype\":\"F32\"", "\"model.norm.weight\":{\"dtype\":\"U32\"")
+        },
+        &[],
+        &["model.norm.weight", "U32", "F32"],
+    );
+}
+
+#[test]
+fn a_file_that_is_no_safetensors() {
+    with_model(
+        |model| fs::write(model.join("model.safetensors"), "not at all").unwrap(),
+        &[],
+        &["model.safetensors", "not a whole safetensors file"],
+    );
+}
+
+#[test]
+fn weights_that_are_not_there() {
+    with_model(
+        |model| fs::remove_file(model.join("model.safetensors")).unwrap(),
+        &["--init", "pretrained"],
+        &["model.safetensors", "--init random"],
+    );
+}
+
+#[test]
+fn token_ids_beyond_the_vocabulary() {
+    with_model(
+        |model| {
+            let mut tokens = fs::read(model.join("tokens.bin")).unwrap();
+            tokens[200..202].copy_from_slice(&131u16.to_le_bytes());
+            fs::write(model.join("tokens.bin"), tokens).unwrap();
+        },
+        &[],
+        &["131", "tokens.bin", "vocab"],
+    );
+}
+
+#[test]
+fn data_shorter_than_one_batch() {
+    with_model(|model| fs::write(model.join("tokens.bin"), [1, 0, 2, 0]).unwrap(), &[], &["tokens.bin", "--seq-len"]);
+}
+
+#[test]
+fn data_that_is_not_there() {
+    with_model(|model| fs::remove_file(model.join("tokens.bin")).unwrap(), &[], &["tokens.bin"]);
+}
+
+#[test]
+fn a_checkpoint_that_is_incomplete() {
+    let dir = tempfile::tempdir().unwrap();
+    model(dir.path());
+    fs::create_dir(dir.path().join("half")).unwrap();
+    fails(
+        dir.path(),
+        &["--model", "model", "--data", "model/tokens.bin", "--resume", "half"],
+        &["half/checkpoint.json", "did not finish"],
+    );
+}
+
+#[test]
+fn a_checkpoint_of_another_model() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = model(dir.path());
+    let args = ["--model", "model", "--data", "model/tokens.bin", "--seq-len", "32", "--batch-size", "1"];
+    launch(2, "train", &[&args[..], &["--steps", "1", "--checkpoint-dir", "other"]].concat(), dir.path()).ok();
+    edit(&model.join("config.json"), "\"intermediate_size\": 87", "\"intermediate_size\": 88");
+    fails(
+        dir.path(),
+        &["--model", "model", "--init", "random", "--data", "model/tokens.bin", "--resume", "other/step-00000001"],
+        &["proj.weight", "[87, 32]", "[88, 32]"],
+    );
+}
+
+#[test]
+fn a_sequence_longer_than_the_model_and_a_device_that_is_not_there() {
+    with_model(|_| (), &["--seq-len", "129"], &["--seq-len 129", "128 positions"]);
+    with_model(|_| (), &["--device", "cuda"], &["--device cuda", "cpu"]);
+}
+
+/// Processes of this test's run, by the directory that they work in.
+fn processes_in(dir: &Path) -> Vec<u32> {
+    let entries = fs::read_dir("/proc").unwrap().flatten();
+    entries
+        .filter_map(|entry| {
+            let id = entry.file_name().to_str()?.parse().ok()?;
+            (fs::read_link(entry.path().join("cwd")).ok()? == dir).then_some(id)
+        })
+        .collect()
+}
+
+#[test]
+fn one_rank_that_dies_ends_the_others_and_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let work = dir.path().canonicalize().unwrap();
+    model(&work);
+    let segments = || fs::read_dir("/dev/shm").unwrap().count();
+    let before = segments();
+    let mut job = Command::new(program("fsdp-launch"))
+        .arg("--nproc-per-node=3")
+        .arg(program("train"))
+        .args([
+            "--model",
+            "model",
+            "--data",
+            "model/tokens.bin",
+            "--seq-len",
+            "32",
+            "--batch-size",
+            "1",
+            "--steps",
+            "1000000",
+        ])
+        .current_dir(&work)
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let rank_of = |id: &u32| {
+        let environment = fs::read(format!("/proc/{id}/environ")).unwrap_or_default();
+        environment.split(|&byte| byte == 0).find_map(|var| var.strip_prefix(b"RANK=").map(<[u8]>::to_vec))
+    };
+    // Once all ranks run with their progress threads, one of them dies.
+    let start = Instant::now();
+    let victim = loop {
+        assert!(start.elapsed() < Duration::from_secs(60), "the ranks did not start");
+        let ranks: Vec<u32> = processes_in(&work).into_iter().filter(|id| rank_of(id).is_some()).collect();
+        let threads = |id: &u32| fs::read_dir(format!("/proc/{id}/task")).map_or(0, |tasks| tasks.count());
+        if ranks.iter().filter(|id| threads(id) > 1).count() == 3 {
+            break ranks.into_iter().find(|id| rank_of(id).as_deref() == Some(b"1")).unwrap();
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    let killed = Instant::now();
+    assert!(Command::new("kill").args(["-9", &victim.to_string()]).status().unwrap().success());
+    let status = loop {
+        match job.try_wait().unwrap() {
+            Some(status) => break status,
+            None if killed.elapsed() > Duration::from_secs(10) => {
+                let _ = job.kill();
+                panic!("the others still ran 10 s after rank 1 died");
+            }
+            None => std::thread::sleep(Duration::from_millis(10)),
+        }
+    };
+    assert_eq!(status.code(), Some(128 + 9));
+    let mut text = String::new();
+    std::io::Read::read_to_string(&mut job.stderr.take().unwrap(), &mut text).unwrap();
+    assert!(text.contains("rank 1") && text.contains("SIGKILL"), "{text}");
+    assert!(processes_in(&work).is_empty());
+    assert_eq!(segments(), before);
+}

@@ -1,0 +1,37 @@
+//! The first command of the README.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use std::process::Command;
+use std::time::Duration;
+
+use fsdp_tests::{program, run, workspace};
+use serde_json::Value;
+
+#[test]
+fn it_trains_saves_and_prints_a_sample() {
+    let readme = std::fs::read_to_string(workspace().join("README.md")).unwrap();
+    let command = readme.lines().find(|line| line.starts_with("cargo run ")).unwrap();
+    let words: Vec<&str> = command.split_whitespace().collect();
+    let dir = tempfile::tempdir().unwrap();
+    let (metrics, checkpoints) = (dir.path().join("metrics.jsonl"), dir.path().join("checkpoints"));
+    let mut job = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
+    job.args(&words[1..]).arg("--metrics").arg(&metrics).arg("--checkpoint-dir").arg(&checkpoints);
+    job.current_dir(workspace());
+    let job = run(job, Duration::from_secs(900)).ok();
+
+    let text = std::fs::read_to_string(metrics).unwrap();
+    let records: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let losses: Vec<f64> = records.iter().map(|record| record["loss"].as_f64().unwrap()).collect();
+    assert!((5.3..5.8).contains(&losses[0]), "the first loss is {}", losses[0]);
+    let last = losses[losses.len() - 10..].iter().sum::<f64>() / 10.;
+    assert!(last < 3., "the last ten losses average {last}");
+    for key in ["step", "loss", "grad_norm", "lr", "step_time_s", "tokens_per_s", "peak_mem_bytes", "shard_bytes"] {
+        assert!(records.iter().all(|record| record[key].is_number()), "no {key}");
+    }
+    assert!(job.stdout.contains("sample: ") && job.stdout.contains("checkpoint: "), "{}", job.stdout);
+
+    let saved = std::fs::read_dir(&checkpoints).unwrap().next().unwrap().unwrap().path();
+    let mut verify = Command::new(program("fsdp-ckpt"));
+    verify.arg("verify").arg(saved);
+    run(verify, Duration::from_secs(60)).ok();
+}
