@@ -73,7 +73,7 @@ impl Philox {
                 let pair = if index % 4 < 2 { [words[0], words[1]] } else { [words[2], words[3]] };
                 let radius = (-2. * u32_to_unit_f64(pair[0]).ln()).sqrt();
                 let (sin, cos) = (2. * std::f64::consts::PI * u32_to_unit_f64(pair[1])).sin_cos();
-                mean + std * radius * if index % 2 == 0 { cos } else { sin }
+                mean + std * radius * if index.is_multiple_of(2) { cos } else { sin }
             }
         }
     }
