@@ -1,12 +1,38 @@
 //! Gradient clipping over shards.
 
+use std::sync::Arc;
+
 use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, InplaceOp1, Layout, Storage, Tensor, bail};
 use fsdp_core::{Buffer, ReduceOp};
 use half::{bf16, f16};
 
+use crate::data_parallel::DataParallel;
 use crate::var_map::ShardedVarMap;
 use crate::{Error, Result};
+
+/// Which norm of all gradients together.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub enum NormType {
+    /// The square root of the sum of squares.
+    #[default]
+    Two,
+    /// The `p`-th root of the sum of `p`-th powers of magnitudes, `p` > 0.
+    P(f64),
+    /// The largest magnitude.
+    Infinity,
+}
+
+/// What [`clip_grad_norm_with`] does.
+#[derive(Clone, Copy, Debug)]
+pub struct ClipOptions {
+    /// The largest norm that gradients keep.
+    pub max_norm: f64,
+    /// The norm.
+    pub norm_type: NormType,
+    /// Whether a norm that is infinite or not a number is an error instead of being returned.
+    pub error_if_nonfinite: bool,
+}
 
 /// Scales the sharded gradients so that their global 2-norm is at most `max_norm`; returns the norm before, the same on every rank. Collective.
 ///
@@ -15,8 +41,19 @@ use crate::{Error, Result};
 /// # Errors
 /// Those of the all-reduce.
 pub fn clip_grad_norm(vars: &ShardedVarMap, grads: &mut GradStore, max_norm: f64) -> Result<f64> {
-    let norm = grad_norm(vars, grads)?;
-    let factor = max_norm / (norm + 1e-6);
+    clip_grad_norm_with(vars, grads, &ClipOptions { max_norm, norm_type: NormType::Two, error_if_nonfinite: false })
+}
+
+/// [`clip_grad_norm`] with other norms.
+///
+/// # Errors
+/// Those of the all-reduce, and a norm that is not finite where the options say so: on every rank, with the gradients as they were.
+pub fn clip_grad_norm_with(vars: &ShardedVarMap, grads: &mut GradStore, options: &ClipOptions) -> Result<f64> {
+    let norm = norm_of(vars, grads, options.norm_type)?;
+    if options.error_if_nonfinite && !norm.is_finite() {
+        return Err(Error::NonFinite { norm });
+    }
+    let factor = options.max_norm / (norm + 1e-6);
     if factor < 1. {
         for param in vars.trainable() {
             if let Some(grad) = grads.get(param.var()) {
@@ -32,48 +69,100 @@ pub fn clip_grad_norm(vars: &ShardedVarMap, grads: &mut GradStore, max_norm: f64
 /// # Errors
 /// Those of the all-reduce.
 pub fn grad_norm(vars: &ShardedVarMap, grads: &GradStore) -> Result<f64> {
-    let mut squares = 0.;
+    norm_of(vars, grads, NormType::Two)
+}
+
+fn norm_of(vars: &ShardedVarMap, grads: &GradStore, norm_type: NormType) -> Result<f64> {
+    if let NormType::P(p) = norm_type
+        && !(p.is_finite() && p > 0.)
+    {
+        return Err(Error::Argument(format!("a norm of order {p}: the order is a positive number")));
+    }
+    // Parameters on one mesh are summed together; replicas hold the same and do not count twice.
+    let mut meshes: Vec<(Arc<DataParallel>, f64)> = vec![(vars.ranks()?, 0.)];
     for param in vars.trainable() {
-        if let Some(grad) = grads.get(param.var()) {
-            squares += sum_of_squares(grad)?;
+        let Some(grad) = grads.get(param.var()) else { continue };
+        let share = powers(grad, norm_type)?;
+        let at = match meshes.iter().position(|(ranks, _)| Arc::ptr_eq(ranks, param.ranks())) {
+            Some(at) => at,
+            None => {
+                meshes.push((param.ranks().clone(), 0.));
+                meshes.len() - 1
+            }
+        };
+        meshes[at].1 = combine(meshes[at].1, share, norm_type);
+    }
+    let op = if norm_type == NormType::Infinity { ReduceOp::Max } else { ReduceOp::Sum };
+    let mut total = 0.;
+    for (ranks, share) in meshes {
+        let reduced = ranks.shard().all_reduce(vec![Buffer::F64(vec![share])], op).wait()?;
+        match reduced.first() {
+            Some(Buffer::F64(values)) if values.len() == 1 => total = combine(total, values[0], norm_type),
+            _ => return Err(Error::Argument("an all-reduce of one F64 returned something else".into())),
         }
     }
-    let total = vars.shard_ranks()?.all_reduce(vec![Buffer::F64(vec![squares])], ReduceOp::Sum).wait()?;
-    match total.first() {
-        Some(Buffer::F64(total)) if total.len() == 1 => Ok(total[0].sqrt()),
-        _ => Err(Error::Device("an all-reduce of one F64 returned something else".into())),
+    Ok(match norm_type {
+        NormType::Two => total.sqrt(),
+        NormType::P(p) => total.powf(1. / p),
+        NormType::Infinity => total,
+    })
+}
+
+fn combine(a: f64, b: f64, norm_type: NormType) -> f64 {
+    match norm_type {
+        // f64::max would drop a NaN.
+        NormType::Infinity if a.is_nan() || b.is_nan() => f64::NAN,
+        NormType::Infinity => a.max(b),
+        _ => a + b,
     }
 }
 
-fn sum_of_squares(grad: &Tensor) -> Result<f64> {
+/// The sum of powers, or the largest magnitude, of one gradient.
+fn powers(grad: &Tensor, norm_type: NormType) -> Result<f64> {
     let grad = grad.contiguous()?;
     let (storage, layout) = grad.storage_and_layout();
     let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets()) else {
         return Err(Error::Device("gradients are in host memory".into()));
     };
-    /// Sums short runs in f32 lanes and the runs in f64: fast and exact enough.
-    fn sum<T: Copy>(values: &[T], to_f32: impl Fn(T) -> f32) -> f64 {
-        values
-            .chunks(256)
-            .map(|chunk| {
-                let mut lanes = [0f32; 16];
-                for run in chunk.chunks(16) {
-                    for (lane, &value) in lanes.iter_mut().zip(run) {
-                        let value = to_f32(value);
-                        *lane += value * value;
-                    }
-                }
-                lanes.iter().map(|&lane| f64::from(lane)).sum::<f64>()
-            })
-            .sum()
-    }
     Ok(match storage {
-        CpuStorage::F32(v) => sum(&v[start..end], |v| v),
-        CpuStorage::BF16(v) => sum(&v[start..end], bf16::to_f32),
-        CpuStorage::F16(v) => sum(&v[start..end], f16::to_f32),
-        CpuStorage::F64(v) => v[start..end].iter().map(|v| v * v).sum(),
+        CpuStorage::F32(v) => reduce(&v[start..end], |v| v, norm_type),
+        CpuStorage::BF16(v) => reduce(&v[start..end], bf16::to_f32, norm_type),
+        CpuStorage::F16(v) => reduce(&v[start..end], f16::to_f32, norm_type),
+        CpuStorage::F64(v) => {
+            v[start..end].iter().fold(0., |sum, &value| combine(sum, power(value.abs(), norm_type), norm_type))
+        }
         _ => return Err(Error::Device("gradients are floating point".into())),
     })
+}
+
+fn power(magnitude: f64, norm_type: NormType) -> f64 {
+    match norm_type {
+        NormType::Two => magnitude * magnitude,
+        NormType::P(1.) | NormType::Infinity => magnitude,
+        NormType::P(p) => magnitude.powf(p),
+    }
+}
+
+fn reduce<T: Copy>(values: &[T], to_f32: impl Fn(T) -> f32, norm_type: NormType) -> f64 {
+    if norm_type != NormType::Two {
+        return values
+            .iter()
+            .fold(0., |sum, &value| combine(sum, power(f64::from(to_f32(value)).abs(), norm_type), norm_type));
+    }
+    // Short runs in f32 lanes and the runs in f64: fast and exact enough.
+    values
+        .chunks(256)
+        .map(|chunk| {
+            let mut lanes = [0f32; 16];
+            for run in chunk.chunks(16) {
+                for (lane, &value) in lanes.iter_mut().zip(run) {
+                    let value = to_f32(value);
+                    *lane += value * value;
+                }
+            }
+            lanes.iter().map(|&lane| f64::from(lane)).sum::<f64>()
+        })
+        .sum()
 }
 
 struct Scale(f64);

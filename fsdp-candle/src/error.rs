@@ -29,6 +29,15 @@ pub enum Error {
         /// What was expected, what was found, and the way out.
         message: String,
     },
+    /// The gradients' norm is infinite or not a number.
+    #[error("the gradients' norm is {norm}: lower the learning rate or the loss scale, or find the layer that overflows")]
+    NonFinite {
+        /// The norm.
+        norm: f64,
+    },
+    /// An argument that can't be.
+    #[error("{0}")]
+    Argument(String),
     /// The device can't be used.
     #[error("device: {0}")]
     Device(String),

@@ -3,29 +3,58 @@
 use std::sync::Arc;
 
 use candle_nn::VarBuilder;
+use fsdp_core::DeviceMesh;
 
-use crate::group::ParamGroup;
+use crate::data_parallel::DataParallel;
+use crate::extension::AllGatherExtension;
+use crate::group::{GroupSpec, ParamGroup};
 use crate::module::FsdpModule;
-use crate::policy::{MixedPrecisionPolicy, ReshardAfterForward};
+use crate::policy::{MixedPrecisionPolicy, NamePredicate, OffloadPolicy, ReshardAfterForward};
 use crate::var_map::ShardedVarMap;
 use crate::{Error, Result};
+
+/// What the root unit is called in messages.
+pub(crate) const ROOT: &str = "(root)";
+
+/// Chooses the dimension to shard by FQN and shape; `None`: dimension 0.
+pub type ShardPlacementFn = Arc<dyn Fn(&str, &[usize]) -> Option<usize> + Send + Sync>;
+
+/// Chooses the all-gather extension by FQN.
+pub type ExtensionFn = Arc<dyn Fn(&str) -> Option<Arc<dyn AllGatherExtension>> + Send + Sync>;
 
 /// The options of [`fully_shard`], shared by the calls of one model.
 #[derive(Clone)]
 pub struct FullyShard {
     pub(crate) vars: ShardedVarMap,
+    pub(crate) ranks: Option<Arc<DataParallel>>,
     pub(crate) mp_policy: MixedPrecisionPolicy,
     pub(crate) reshard_after_forward: ReshardAfterForward,
+    pub(crate) shard_placement_fn: Option<ShardPlacementFn>,
+    pub(crate) ignored_params: Option<NamePredicate>,
+    pub(crate) extension: Option<ExtensionFn>,
 }
 
 impl FullyShard {
-    /// The defaults: own dtypes, parameters freed after forward but for the root's.
+    /// The defaults: the map's mesh, own dtypes, dimension 0, parameters freed after forward but for the root's.
     pub fn new(vars: &ShardedVarMap) -> Self {
         FullyShard {
             vars: vars.clone(),
+            ranks: None,
             mp_policy: MixedPrecisionPolicy::default(),
             reshard_after_forward: ReshardAfterForward::default(),
+            shard_placement_fn: None,
+            ignored_params: None,
+            extension: None,
         }
+    }
+
+    /// Another mesh than the map's: 1-D, or 2-D as (replicate, shard).
+    ///
+    /// # Errors
+    /// When the mesh has another number of dimensions.
+    pub fn mesh(mut self, mesh: &DeviceMesh) -> Result<Self> {
+        self.ranks = Some(Arc::new(DataParallel::of(mesh)?));
+        Ok(self)
     }
 
     /// The dtypes of compute and communication.
@@ -39,10 +68,43 @@ impl FullyShard {
         self.reshard_after_forward = policy;
         self
     }
+
+    /// Where shards, gradients and optimizer state live. On a CPU device both policies are the same.
+    pub fn offload_policy(self, _policy: OffloadPolicy) -> Self {
+        self
+    }
+
+    /// Chooses the dimension that each parameter is sharded along. A dimension other than 0 must divide evenly.
+    pub fn shard_placement_fn(mut self, choose: impl Fn(&str, &[usize]) -> Option<usize> + Send + Sync + 'static) -> Self {
+        self.shard_placement_fn = Some(Arc::new(choose));
+        self
+    }
+
+    /// Leaves the parameters whose FQN `ignored` accepts alone: whole on every rank, as plain variables ([`ShardedVarMap::ignored`]) whose gradients are not reduced.
+    pub fn ignored_params(mut self, ignored: impl Fn(&str) -> bool + Send + Sync + 'static) -> Self {
+        self.ignored_params = Some(Arc::new(ignored));
+        self
+    }
+
+    /// Chooses what travels in the all-gather of each parameter.
+    pub fn all_gather_extension(
+        mut self,
+        choose: impl Fn(&str) -> Option<Arc<dyn AllGatherExtension>> + Send + Sync + 'static,
+    ) -> Self {
+        self.extension = Some(Arc::new(choose));
+        self
+    }
+
+    pub(crate) fn ranks(&self) -> Result<Arc<DataParallel>> {
+        match &self.ranks {
+            Some(ranks) => Ok(ranks.clone()),
+            None => Ok(self.vars.ranks()?),
+        }
+    }
 }
 
 /// Builds a module with `build` and makes a unit of the parameters that it asks `vb` for, but for those that units inside it have already taken: apply it
-/// bottom-up, as PyTorch's `fully_shard`.
+/// bottom-up, as PyTorch's `fully_shard`. To make one unit of several modules, build a tuple of them and take it apart with [`FsdpModule::into_parts`].
 ///
 /// The module is built as on PyTorch's meta device: each rank makes its shards only, and the tensors that the layers hold have no memory until the unit runs.
 ///
@@ -67,9 +129,13 @@ pub fn fully_shard<M>(
     build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
 ) -> Result<FsdpModule<M>> {
     let prefix = vb.prefix();
-    let name = if prefix.is_empty() { "(root)".to_string() } else { prefix };
+    let name = if prefix.is_empty() { ROOT.to_string() } else { prefix };
     let vars = &opts.vars;
-    vars.begin_unit(&name, opts);
+    let ranks = opts.ranks()?;
+    if let ReshardAfterForward::To(size) = opts.reshard_after_forward {
+        ranks.neighbours(size)?;
+    }
+    vars.begin_unit(&name, opts, &ranks);
     let built = build(vb);
     let params = vars.end_unit(built.is_ok());
     let inner = built?;
@@ -77,21 +143,19 @@ pub fn fully_shard<M>(
     if params.is_empty() && context.groups().iter().any(|group| group.name() == name) {
         return Err(Error::Unit {
             unit: name,
-            message:
-                "fully_shard was already applied here and left no parameters to take; apply it once to each module"
-                    .into(),
+            message: "fully_shard was already applied here and left no parameters to take; apply it once to each module".into(),
         });
     }
-    let group = ParamGroup::new(
+    let spec = GroupSpec {
         name,
-        context.next_index(),
+        index: context.next_index(),
         params,
-        opts.mp_policy,
-        opts.reshard_after_forward,
-        vars.shard_ranks()?,
-        &context,
-    );
+        mp_policy: opts.mp_policy.clone(),
+        reshard_after_forward: opts.reshard_after_forward,
+        ranks,
+    };
+    let group = ParamGroup::new(spec, &context);
     tracing::debug!(unit = group.name(), parameters = group.params().len(), "fully_shard");
     context.add(group.clone());
-    Ok(FsdpModule::new(inner, group, Arc::clone(&context)))
+    Ok(FsdpModule::new(inner, group, context))
 }

@@ -40,8 +40,12 @@
 //! ```
 
 mod clip;
+mod comm;
 mod context;
+mod control;
+mod data_parallel;
 mod error;
+mod extension;
 mod fully_shard;
 mod group;
 mod hooks;
@@ -58,14 +62,17 @@ mod var_map;
 mod weight;
 mod world;
 
-pub use clip::{clip_grad_norm, grad_norm};
+pub use clip::{ClipOptions, NormType, clip_grad_norm, clip_grad_norm_with, grad_norm};
+pub use comm::{AllGather, AllReduceHook, ReduceScatter};
+pub use control::{Unit, UnshardHandle};
 pub use error::{Error, Result};
+pub use extension::{AllGatherExtension, Int8Blocks};
 pub use fsdp_core::{DeviceMesh, Placement, ProcessGroup, ReduceOp};
-pub use fully_shard::{FullyShard, fully_shard};
+pub use fully_shard::{ExtensionFn, FullyShard, ShardPlacementFn, fully_shard};
 pub use module::FsdpModule;
 pub use optim::{AdamW, AdamWConfig, AdamWState};
 pub use param::FsdpParam;
-pub use policy::{MixedPrecisionPolicy, ReshardAfterForward};
+pub use policy::{MixedPrecisionPolicy, NamePredicate, OffloadPolicy, ReshardAfterForward};
 pub use state_dict::{load_model, load_optimizer, model_tensors, optimizer_tensors};
 pub use tensors::Tensors;
 pub use var_map::ShardedVarMap;

@@ -18,11 +18,25 @@ pub struct FsdpModule<M> {
     inner: M,
     group: Arc<ParamGroup>,
     context: Arc<Context>,
+    /// How many modules make up the unit; each of them is called by itself.
+    parts: usize,
+}
+
+impl<A, B> FsdpModule<(A, B)> {
+    /// Two modules of one unit, to be called apart: a norm and a head, say. The unit is resharded after both have run.
+    pub fn into_parts(self) -> (FsdpModule<A>, FsdpModule<B>) {
+        let (group, context, parts) = (self.group.clone(), self.context.clone(), self.parts + 1);
+        let (a, b) = self.inner;
+        (
+            FsdpModule { inner: a, group: self.group, context: self.context, parts },
+            FsdpModule { inner: b, group, context, parts },
+        )
+    }
 }
 
 impl<M> FsdpModule<M> {
     pub(crate) fn new(inner: M, group: Arc<ParamGroup>, context: Arc<Context>) -> Self {
-        FsdpModule { inner, group, context }
+        FsdpModule { inner, group, context, parts: 1 }
     }
 
     /// The module itself. Calling its forward goes past the hooks, and so meets parameters that are not there.
@@ -66,11 +80,11 @@ impl<M> FsdpModule<M> {
     pub fn call<O: Tensors>(&self, forward: impl FnOnce(&M) -> Result<O>) -> Result<O> {
         let guard = self.context.pre_forward(&self.group)?;
         let outputs = forward(&self.inner).map_err(|error| self.explain(error))?;
-        let outputs = match self.group.mp_policy.output_dtype {
+        let outputs = match self.group.mp_policy().output_dtype {
             Some(dtype) => cast(outputs, dtype)?,
             None => outputs,
         };
-        if self.context.post_forward(&self.group, guard)? {
+        if self.context.post_forward(&self.group, guard, self.parts)? {
             outputs.map_tensors(&mut |tensor| hooks::pre_backward(&tensor, &self.group))
         } else {
             Ok(outputs)
@@ -82,7 +96,7 @@ impl<M> FsdpModule<M> {
     /// # Errors
     /// As [`FsdpModule::call`].
     pub fn call_with<I: Tensors, O: Tensors>(&self, inputs: I, forward: impl FnOnce(&M, I) -> Result<O>) -> Result<O> {
-        let policy = &self.group.mp_policy;
+        let policy = self.group.mp_policy();
         let inputs = match policy.param_dtype {
             Some(dtype) if policy.cast_forward_inputs => cast(inputs, dtype)?,
             _ => inputs,
@@ -99,30 +113,17 @@ impl<M> FsdpModule<M> {
         self.context.backward(loss).map_err(|error| self.explain(error))
     }
 
-    /// Gathers the unit's parameters until [`FsdpModule::reshard`], the next forward that frees them, or backward. Not recursive. Collective.
-    ///
-    /// # Errors
-    /// Those of the all-gather.
-    pub fn unshard(&self) -> Result<()> {
-        self.group.unshard()
-    }
-
-    /// Frees the unit's full parameters. Not recursive.
-    ///
-    /// # Errors
-    /// Candle's.
-    pub fn reshard(&self) -> Result<()> {
-        self.group.reshard()
-    }
-
-    /// Makes the whole model ready for a new iteration after a forward or backward that failed. Errors do this on their own rank; other ranks call it.
-    pub fn reset_iter_state(&self) {
-        self.context.reset_iter_state();
-    }
-
     /// The trainable parameters that took part in a forward and got no gradient in its backward, by name: layers that cut the graph, or unused ones.
     pub fn parameters_without_gradient(&self) -> Vec<String> {
         self.context.without_gradient()
+    }
+
+    pub(crate) fn group(&self) -> &Arc<ParamGroup> {
+        &self.group
+    }
+
+    pub(crate) fn context(&self) -> &Arc<Context> {
+        &self.context
     }
 
     /// Says what Candle's message about the poison means.

@@ -6,12 +6,14 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, RwLock, Weak};
 
 use candle_core::{DType, Result, Shape, Tensor, TensorId, Var, WithDType, bail};
 use fsdp_core::layout::Region;
-use fsdp_core::{Allocator, Buffer};
+use fsdp_core::{Allocator, Buffer, Placement};
 
 use crate::Error;
+use crate::data_parallel::{DataParallel, ShardLayout};
+use crate::extension::AllGatherExtension;
 use crate::group::ParamGroup;
 use crate::hooks;
-use crate::storage::{self, Pool, TensorMemory, poison, swap, to_buffer, to_storage};
+use crate::storage::{self, Pool, add, poison, swap, to_buffer, to_core_dtype, to_storage};
 
 /// A parameter sharded over the ranks of its unit.
 ///
@@ -20,9 +22,12 @@ pub struct FsdpParam {
     name: String,
     shape: Shape,
     region: Region,
-    counts: Vec<usize>,
+    shard_dim: usize,
+    layout: ShardLayout,
+    ranks: Arc<DataParallel>,
     compute_dtype: DType,
     trainable: bool,
+    extension: Option<Arc<dyn AllGatherExtension>>,
     shard: Var,
     tensors: OnceLock<Unsharded>,
     group: OnceLock<Weak<ParamGroup>>,
@@ -43,6 +48,14 @@ struct State {
     unsharded: bool,
     /// The unsharded gradient, in the compute dtype, of the backward that is running.
     grad: Option<Buffer>,
+    /// The unsharded gradient, in the reduce dtype, of earlier backwards that did not communicate.
+    unreduced: Option<Buffer>,
+    /// This rank's shard of the gradient, reduced over the shard ranks but not yet over the replicas.
+    partly_reduced: Option<Buffer>,
+    /// This rank's shard of the reduced gradient, until a backward hands it out.
+    reduced: Option<Buffer>,
+    /// Part of the full parameter, kept between forward and backward to gather over fewer ranks.
+    post_forward: Option<Buffer>,
 }
 
 /// What a parameter is made of.
@@ -51,10 +64,12 @@ pub(crate) struct ParamSpec {
     pub(crate) shape: Shape,
     /// The box of the global shape that this rank holds.
     pub(crate) region: Region,
-    /// How many elements each rank of the shard dimension holds.
-    pub(crate) counts: Vec<usize>,
+    pub(crate) shard_dim: usize,
+    pub(crate) layout: ShardLayout,
+    pub(crate) ranks: Arc<DataParallel>,
     pub(crate) compute_dtype: DType,
     pub(crate) trainable: bool,
+    pub(crate) extension: Option<Arc<dyn AllGatherExtension>>,
 }
 
 /// Finds a parameter by the tensor that a layer holds.
@@ -66,9 +81,12 @@ impl FsdpParam {
             name: spec.name,
             shape: spec.shape,
             region: spec.region,
-            counts: spec.counts,
+            shard_dim: spec.shard_dim,
+            layout: spec.layout,
+            ranks: spec.ranks,
             compute_dtype: spec.compute_dtype,
             trainable: spec.trainable,
+            extension: spec.extension,
             shard,
             tensors: OnceLock::new(),
             group: OnceLock::new(),
@@ -114,9 +132,26 @@ impl FsdpParam {
         &self.region
     }
 
-    /// How many elements each rank of the shard dimension holds.
-    pub(crate) fn counts(&self) -> &[usize] {
-        &self.counts
+    /// The tensor dimension that is cut.
+    pub fn shard_dim(&self) -> usize {
+        self.shard_dim
+    }
+
+    /// One placement for each dimension of the mesh.
+    pub fn placements(&self) -> Vec<Placement> {
+        self.ranks.placements(self.shard_dim)
+    }
+
+    pub(crate) fn layout(&self) -> &ShardLayout {
+        &self.layout
+    }
+
+    pub(crate) fn ranks(&self) -> &Arc<DataParallel> {
+        &self.ranks
+    }
+
+    pub(crate) fn extension(&self) -> Option<&Arc<dyn AllGatherExtension>> {
+        self.extension.as_ref()
     }
 
     /// This rank's shard, of shape `region().sizes`: what an optimizer updates, and under whose id `backward` leaves the sharded gradient.
@@ -184,14 +219,10 @@ impl FsdpParam {
         .into())
     }
 
-    /// What this rank contributes to an all-gather: the shard in place, or a copy in the compute dtype.
-    pub(crate) fn gather_input(&self) -> Result<TensorMemory> {
+    /// The shard in the dtype that travels.
+    pub(crate) fn shard_in_compute_dtype(&self) -> Result<Tensor> {
         let shard = self.shard.as_tensor();
-        Ok(TensorMemory(if shard.dtype() == self.compute_dtype {
-            shard.clone()
-        } else {
-            shard.detach().to_dtype(self.compute_dtype)?
-        }))
+        if shard.dtype() == self.compute_dtype { Ok(shard.clone()) } else { shard.detach().to_dtype(self.compute_dtype) }
     }
 
     /// Gives the full tensor its memory.
@@ -201,14 +232,33 @@ impl FsdpParam {
         Ok(())
     }
 
-    /// Takes the full tensor's memory away, if it has any.
-    pub(crate) fn reshard(&self) -> Result<()> {
+    /// Takes the full tensor's memory away, if it has any, and gives it to `memory`.
+    pub(crate) fn reshard(&self, memory: &dyn Allocator) -> Result<()> {
         if std::mem::take(&mut self.state().unsharded)
             && let Some(buffer) = to_buffer(swap(self.full()?, poison())?)
         {
-            self.pool.give(buffer);
+            memory.give(buffer);
         }
         Ok(())
+    }
+
+    /// Takes the full tensor's memory away but for the elements of a chunk, which wait for backward.
+    pub(crate) fn reshard_to(&self, chunk: std::ops::Range<usize>, memory: &dyn Allocator) -> Result<()> {
+        if !self.is_unsharded() {
+            return Ok(());
+        }
+        let mut kept = memory.take(to_core_dtype(self.compute_dtype)?, chunk.len());
+        let size = self.compute_dtype.size_in_bytes();
+        let full = self.full()?.clone();
+        storage::TensorMemory(full)
+            .read_with(|bytes| kept.bytes_mut().copy_from_slice(&bytes[chunk.start * size..chunk.end * size]))?;
+        self.state().post_forward = Some(kept);
+        self.reshard(memory)
+    }
+
+    /// The chunk that forward kept, if it did.
+    pub(crate) fn take_post_forward(&self) -> Option<Buffer> {
+        self.state().post_forward.take()
     }
 
     /// Lets `write(buffer, accumulate)` leave a use's gradient of the whole parameter. The first use of a backward overwrites, later ones add.
@@ -257,6 +307,57 @@ impl FsdpParam {
     pub(crate) fn take_grad(&self) -> Option<Buffer> {
         self.state().grad.take()
     }
+
+    /// Where gradients wait between backwards that do not end in a whole reduction.
+    pub(crate) fn accumulate(&self, stage: Stage, more: Buffer) -> Result<()> {
+        let mut state = self.state();
+        let slot = state.slot(stage);
+        match slot {
+            Some(sum) => {
+                add(sum, &more)?;
+                self.pool.give(more);
+            }
+            None => *slot = Some(more),
+        }
+        Ok(())
+    }
+
+    /// What has accumulated.
+    pub(crate) fn take(&self, stage: Stage) -> Option<Buffer> {
+        self.state().slot(stage).take()
+    }
+
+    /// Drops everything that belongs to a step that failed.
+    pub(crate) fn forget_step(&self) {
+        let mut state = self.state();
+        let State { grad, unreduced, partly_reduced, reduced, post_forward, .. } = &mut *state;
+        for buffer in [grad, unreduced, partly_reduced, reduced, post_forward] {
+            if let Some(buffer) = buffer.take() {
+                self.pool.give(buffer);
+            }
+        }
+    }
+}
+
+/// How far the reduction of a gradient has come.
+#[derive(Clone, Copy)]
+pub(crate) enum Stage {
+    /// Unsharded, in the reduce dtype.
+    Unreduced,
+    /// A shard, reduced over the shard ranks only.
+    PartlyReduced,
+    /// A shard, reduced over all.
+    Reduced,
+}
+
+impl State {
+    fn slot(&mut self, stage: Stage) -> &mut Option<Buffer> {
+        match stage {
+            Stage::Unreduced => &mut self.unreduced,
+            Stage::PartlyReduced => &mut self.partly_reduced,
+            Stage::Reduced => &mut self.reduced,
+        }
+    }
 }
 
 impl Drop for FsdpParam {
@@ -271,15 +372,4 @@ impl std::fmt::Debug for FsdpParam {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "FsdpParam({} {:?} {:?})", self.name, self.shape, self.dtype())
     }
-}
-
-fn add(sum: &mut Buffer, more: &Buffer) -> Result<()> {
-    match (sum, more) {
-        (Buffer::F32(a), Buffer::F32(b)) => a.iter_mut().zip(b).for_each(|(a, b)| *a += b),
-        (Buffer::F64(a), Buffer::F64(b)) => a.iter_mut().zip(b).for_each(|(a, b)| *a += b),
-        (Buffer::BF16(a), Buffer::BF16(b)) => a.iter_mut().zip(b).for_each(|(a, b)| *a += *b),
-        (Buffer::F16(a), Buffer::F16(b)) => a.iter_mut().zip(b).for_each(|(a, b)| *a += *b),
-        (sum, more) => bail!("gradients of {} and {} can't be added", sum.dtype(), more.dtype()),
-    }
-    Ok(())
 }

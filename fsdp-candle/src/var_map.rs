@@ -5,16 +5,16 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
-use fsdp_core::layout::{chunk_range, local_region};
-use fsdp_core::{DeviceMesh, Placement, ProcessGroup};
+use fsdp_core::DeviceMesh;
+use fsdp_core::layout::Region;
 use indexmap::IndexMap;
 
 use crate::context::Context;
+use crate::data_parallel::DataParallel;
 use crate::fully_shard::FullyShard;
 use crate::group::compute_dtype;
 use crate::initializer::{Initializer, Philox, ShardRequest};
 use crate::param::{FsdpParam, ParamSpec};
-use crate::policy::MixedPrecisionPolicy;
 use crate::storage::with_bytes_mut;
 use crate::{Error, Result};
 
@@ -24,11 +24,13 @@ pub struct ShardedVarMap(Arc<Inner>);
 
 struct Inner {
     mesh: DeviceMesh,
+    ranks: Mutex<Option<Arc<DataParallel>>>,
     device: Device,
     context: Arc<Context>,
     initializer: Mutex<Arc<dyn Initializer>>,
     frozen: Mutex<Arc<Predicate>>,
     params: Mutex<IndexMap<String, Owned>>,
+    ignored: Mutex<IndexMap<String, Var>>,
     building: Mutex<Vec<Unit>>,
 }
 
@@ -44,20 +46,23 @@ struct Owned {
 struct Unit {
     name: String,
     serial: usize,
-    mp_policy: MixedPrecisionPolicy,
+    opts: FullyShard,
+    ranks: Arc<DataParallel>,
     params: Vec<Arc<FsdpParam>>,
 }
 
 impl ShardedVarMap {
-    /// An empty map for the ranks of a 1-D mesh. Initial values are drawn with seed 0 until [`ShardedVarMap::init_with`] says otherwise.
+    /// An empty map for the ranks of a mesh: 1-D (shard), or 2-D (replicate, shard). Initial values are drawn with seed 0 until [`ShardedVarMap::init_with`] says otherwise.
     pub fn new(mesh: &DeviceMesh, device: &Device) -> Self {
         ShardedVarMap(Arc::new(Inner {
             mesh: mesh.clone(),
+            ranks: Mutex::default(),
             device: device.clone(),
             context: Arc::default(),
             initializer: Mutex::new(Arc::new(Philox::new(0))),
             frozen: Mutex::new(Arc::new(|_| false)),
             params: Mutex::default(),
+            ignored: Mutex::default(),
             building: Mutex::default(),
         }))
     }
@@ -107,25 +112,30 @@ impl ShardedVarMap {
         Ok(self.0.context.groups().iter().try_for_each(|group| group.reshard())?)
     }
 
-    /// The ranks that the parameters are sharded over.
-    pub(crate) fn shard_ranks(&self) -> Result<Arc<dyn ProcessGroup>> {
-        let layout = self.0.mesh.layout();
-        if layout.shape().len() != 1 {
-            return Err(fsdp_core::Error::Mesh(format!(
-                "fully_shard takes a 1-D mesh; got {layout}: pass a slice of it"
-            ))
-            .into());
+    /// The mesh in its roles.
+    pub(crate) fn ranks(&self) -> Result<Arc<DataParallel>> {
+        let mut ranks = lock(&self.0.ranks);
+        if let Some(ranks) = &*ranks {
+            return Ok(ranks.clone());
         }
-        Ok(self.0.mesh.group(0)?.clone())
+        let made = Arc::new(DataParallel::of(&self.0.mesh)?);
+        *ranks = Some(made.clone());
+        Ok(made)
     }
 
     pub(crate) fn context(&self) -> &Arc<Context> {
         &self.0.context
     }
 
-    pub(crate) fn begin_unit(&self, name: &str, opts: &FullyShard) {
+    pub(crate) fn begin_unit(&self, name: &str, opts: &FullyShard, ranks: &Arc<DataParallel>) {
         let serial = self.0.context.next_index() + lock(&self.0.building).len();
-        lock(&self.0.building).push(Unit { name: name.into(), serial, mp_policy: opts.mp_policy, params: vec![] });
+        lock(&self.0.building).push(Unit {
+            name: name.into(),
+            serial,
+            opts: opts.clone(),
+            ranks: ranks.clone(),
+            params: vec![],
+        });
     }
 
     /// The parameters of the unit whose closure ended; on failure they are forgotten.
@@ -141,73 +151,98 @@ impl ShardedVarMap {
         vec![]
     }
 
-    fn build(&self, name: &str, shape: Shape, init: Init, dtype: DType) -> Result<Arc<FsdpParam>> {
+    /// The parameters that `ignored_params` left alone: whole on every rank.
+    pub fn ignored(&self) -> Vec<(String, Var)> {
+        lock(&self.0.ignored).iter().map(|(name, var)| (name.clone(), var.clone())).collect()
+    }
+
+    fn build(&self, name: &str, shape: Shape, init: Init, dtype: DType) -> Result<Tensor> {
         let fail = |message: String| Error::Parameter { name: name.into(), message };
-        let (unit, mp_policy) = match lock(&self.0.building).last() {
-            Some(unit) => ((unit.name.clone(), unit.serial), unit.mp_policy),
+        let (unit, opts, ranks) = match lock(&self.0.building).last() {
+            Some(unit) => ((unit.name.clone(), unit.serial), unit.opts.clone(), unit.ranks.clone()),
             None => {
-                return Err(fail(
-                    "it was asked for outside fully_shard: build the module inside the closure of a fully_shard call"
-                        .into(),
-                ));
+                return Err(fail("it was asked for outside fully_shard: build the module inside the closure of a fully_shard call".into()));
             }
         };
-        if let Some(owned) = lock(&self.0.params).get(name) {
-            return if owned.unit != unit {
-                Err(fail(format!(
-                    "it already belongs to FSDP unit `{}` and was asked for again by unit `{}`: apply fully_shard once to each module, bottom-up, and hand the \
-                     built submodules on",
-                    owned.unit.0, unit.0
-                )))
-            } else if owned.param.shape() != &shape || owned.param.dtype() != dtype {
-                Err(fail(format!(
-                    "it is shared inside unit `{}` as {:?} {:?} and as {:?} {dtype:?}: shared parameters have one shape and dtype",
-                    unit.0,
-                    owned.param.shape().dims(),
-                    owned.param.dtype(),
-                    shape.dims()
-                )))
-            } else {
-                Ok(owned.param.clone())
-            };
+        if let Some(param) = self.shared(name, &shape, dtype, &unit)? {
+            return Ok(param.full()?.clone());
         }
         if !dtype.is_float() {
             return Err(fail(format!("parameters are floating point; it was asked for as {dtype:?}")));
         }
-        let ranks = self.shard_ranks()?;
-        if shape.rank() == 0 {
-            return Err(fail("a scalar has no dimension to shard: make it a tensor of shape [1]".into()));
-        }
-        let mesh = self.0.mesh.layout();
         let dims = shape.dims();
-        let region = local_region(dims, mesh, &self.0.mesh.coordinate(), &[Placement::Shard(0)])?;
-        let row: usize = dims[1..].iter().product();
-        let counts = (0..ranks.size()).map(|rank| chunk_range(dims[0], ranks.size(), rank).len() * row).collect();
-        let shard = Var::zeros(region.sizes.as_slice(), dtype, &self.0.device)?;
-        let request = ShardRequest { name, shape: dims, dtype, region: &region, init };
-        let initializer = lock(&self.0.initializer).clone();
-        with_bytes_mut(shard.as_tensor(), |bytes| Ok(initializer.fill(&request, bytes)?))?;
-        let trainable = !lock(&self.0.frozen)(name);
+        if opts.ignored_params.as_ref().is_some_and(|ignored| ignored(name)) {
+            return self.whole(name, dims, init, dtype);
+        }
+        let dim = opts.shard_placement_fn.as_ref().and_then(|choose| choose(name, dims)).unwrap_or(0);
+        let (region, layout) = ranks.lay_out(name, dims, dim)?;
+        let shard = self.initial(name, dims, &region, init, dtype)?;
         let spec = ParamSpec {
             name: name.into(),
-            shape,
             region,
-            counts,
-            compute_dtype: compute_dtype(&mp_policy, dtype),
-            trainable,
+            shard_dim: dim,
+            layout,
+            ranks,
+            compute_dtype: compute_dtype(&opts.mp_policy, name, dtype),
+            trainable: !lock(&self.0.frozen)(name),
+            extension: opts.extension.as_ref().and_then(|choose| choose(name)),
+            shape,
         };
         let param = FsdpParam::new(spec, shard, self.0.context.pool().clone())?;
         lock(&self.0.params).insert(name.into(), Owned { param: param.clone(), unit });
         if let Some(unit) = lock(&self.0.building).last_mut() {
             unit.params.push(param.clone());
         }
-        Ok(param)
+        Ok(param.full()?.clone())
+    }
+
+    /// The parameter of this name, if the same unit has it already.
+    fn shared(&self, name: &str, shape: &Shape, dtype: DType, unit: &(String, usize)) -> Result<Option<Arc<FsdpParam>>> {
+        let all = lock(&self.0.params);
+        let Some(owned) = all.get(name) else { return Ok(None) };
+        let message = if owned.unit != *unit {
+            format!(
+                "it already belongs to FSDP unit `{}` and was asked for again by unit `{}`: apply fully_shard once to each module, bottom-up, and hand the built \
+                 submodules on",
+                owned.unit.0, unit.0
+            )
+        } else if owned.param.shape() != shape || owned.param.dtype() != dtype {
+            format!(
+                "it is shared inside unit `{}` as {:?} {:?} and as {:?} {dtype:?}: shared parameters have one shape and dtype",
+                unit.0,
+                owned.param.shape().dims(),
+                owned.param.dtype(),
+                shape.dims()
+            )
+        } else {
+            return Ok(Some(owned.param.clone()));
+        };
+        Err(Error::Parameter { name: name.into(), message })
+    }
+
+    /// An ignored parameter.
+    fn whole(&self, name: &str, dims: &[usize], init: Init, dtype: DType) -> Result<Tensor> {
+        if let Some(var) = lock(&self.0.ignored).get(name) {
+            return Ok(var.as_tensor().clone());
+        }
+        let var = self.initial(name, dims, &Region::whole(dims), init, dtype)?;
+        lock(&self.0.ignored).insert(name.into(), var.clone());
+        Ok(var.as_tensor().clone())
+    }
+
+    /// A variable with the initial values of a region.
+    fn initial(&self, name: &str, dims: &[usize], region: &Region, init: Init, dtype: DType) -> Result<Var> {
+        let shard = Var::zeros(region.sizes.as_slice(), dtype, &self.0.device)?;
+        let request = ShardRequest { name, shape: dims, dtype, region, init };
+        let initializer = lock(&self.0.initializer).clone();
+        with_bytes_mut(shard.as_tensor(), |bytes| Ok(initializer.fill(&request, bytes)?))?;
+        Ok(shard)
     }
 }
 
 impl SimpleBackend for ShardedVarMap {
     fn get(&self, shape: Shape, name: &str, init: Init, dtype: DType, _: &Device) -> candle_core::Result<Tensor> {
-        Ok(self.build(name, shape, init, dtype)?.full()?.clone())
+        Ok(self.build(name, shape, init, dtype)?)
     }
 
     fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {

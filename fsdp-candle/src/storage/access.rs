@@ -7,6 +7,19 @@ use std::sync::Mutex;
 /// A contiguous tensor that a collective or a checkpoint reads in place, its storage locked against writers meanwhile.
 pub(crate) struct TensorMemory(pub(crate) Tensor);
 
+impl TensorMemory {
+    /// Calls `f` with all elements as bytes in native order.
+    pub(crate) fn read_with(&self, f: impl FnOnce(&[u8])) -> Result<()> {
+        let mut f = Some(f);
+        let read = self.read(&mut |bytes| {
+            if let Some(f) = f.take() {
+                f(bytes);
+            }
+        });
+        read.map_err(candle_core::Error::msg)
+    }
+}
+
 impl Readable for TensorMemory {
     fn dtype(&self) -> fsdp_core::DType {
         super::to_core_dtype(self.0.dtype()).unwrap_or(fsdp_core::DType::F32)
@@ -75,5 +88,5 @@ pub(crate) fn copy_out(tensor: &Tensor, buffer: &mut Buffer) -> Result<()> {
         )
     }
     let bytes = buffer.bytes_mut();
-    TensorMemory(tensor).read(&mut |source| bytes.copy_from_slice(source)).map_err(candle_core::Error::msg)
+    TensorMemory(tensor).read_with(|source| bytes.copy_from_slice(source))
 }

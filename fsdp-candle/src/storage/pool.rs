@@ -1,18 +1,19 @@
 //! Buffers that outlive one use: fresh memory costs page faults, which cost more than the copy into it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Mutex;
 
 use fsdp_core::{Allocator, Buffer, DType};
 
-/// Free buffers by dtype and length. What a training step takes and gives back, the next step takes again.
+/// Free buffers by dtype and length, first in, first out. What a training step takes and gives back, the next step takes again; a unit that gives its
+/// parameters' buffers back in order gets the same ones again.
 #[derive(Default)]
 pub(crate) struct Pool {
-    free: Mutex<HashMap<(DType, usize), Vec<Buffer>>>,
+    free: Mutex<HashMap<(DType, usize), VecDeque<Buffer>>>,
 }
 
 impl Pool {
-    fn free(&self) -> std::sync::MutexGuard<'_, HashMap<(DType, usize), Vec<Buffer>>> {
+    fn free(&self) -> std::sync::MutexGuard<'_, HashMap<(DType, usize), VecDeque<Buffer>>> {
         self.free.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
@@ -24,13 +25,13 @@ impl Pool {
 
 impl Allocator for Pool {
     fn take(&self, dtype: DType, len: usize) -> Buffer {
-        let free = self.free().get_mut(&(dtype, len)).and_then(Vec::pop);
+        let free = self.free().get_mut(&(dtype, len)).and_then(VecDeque::pop_front);
         free.unwrap_or_else(|| Buffer::zeros(dtype, len))
     }
 
     fn give(&self, buffer: Buffer) {
         if !buffer.is_empty() {
-            self.free().entry((buffer.dtype(), buffer.len())).or_default().push(buffer);
+            self.free().entry((buffer.dtype(), buffer.len())).or_default().push_back(buffer);
         }
     }
 }

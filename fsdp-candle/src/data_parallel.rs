@@ -1,0 +1,177 @@
+//! The ranks that a parameter is sharded and replicated over.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use fsdp_core::Buffer;
+use fsdp_core::layout::{Region, chunk_range, local_region};
+use fsdp_core::{DeviceMesh, Placement, ProcessGroup};
+
+use crate::{Error, Result};
+
+/// A mesh in its roles: a 1-D mesh shards (FSDP); of a 2-D mesh the first dimension replicates and the second shards (HSDP).
+pub(crate) struct DataParallel {
+    mesh: DeviceMesh,
+    shard: Arc<dyn ProcessGroup>,
+    replicate: Option<Arc<dyn ProcessGroup>>,
+    neighbours: Mutex<HashMap<usize, Arc<dyn ProcessGroup>>>,
+}
+
+impl DataParallel {
+    pub(crate) fn of(mesh: &DeviceMesh) -> Result<Self> {
+        let (shard, replicate) = match mesh.layout().shape().len() {
+            1 => (mesh.group(0)?.clone(), None),
+            2 => (mesh.group(1)?.clone(), Some(mesh.group(0)?.clone())),
+            dims => {
+                return Err(fsdp_core::Error::Mesh(format!(
+                    "fully_shard takes a 1-D mesh (shard) or a 2-D one (replicate, shard); got {} with {dims} dimensions: pass a slice of it",
+                    mesh.layout()
+                ))
+                .into());
+            }
+        };
+        let replicate = replicate.filter(|group| group.size() > 1);
+        Ok(DataParallel { mesh: mesh.clone(), shard, replicate, neighbours: Mutex::default() })
+    }
+
+    /// The ranks that hold different shards.
+    pub(crate) fn shard(&self) -> &Arc<dyn ProcessGroup> {
+        &self.shard
+    }
+
+    /// The ranks that hold the same shard, where there are several.
+    pub(crate) fn replicate(&self) -> Option<&Arc<dyn ProcessGroup>> {
+        self.replicate.as_ref()
+    }
+
+    /// The group of `size` consecutive shard ranks that this one is in. Made once; collective the first time.
+    ///
+    /// # Errors
+    /// When `size` is no proper divisor of the number of shard ranks.
+    pub(crate) fn neighbours(&self, size: usize) -> Result<Arc<dyn ProcessGroup>> {
+        let world = self.shard.size();
+        if size <= 1 || size >= world || world % size != 0 {
+            return Err(fsdp_core::Error::Mesh(format!(
+                "reshard_after_forward = {size}: it must divide the {world} shard ranks, and be neither 1 nor {world}: use Always for {world} and Never for 1"
+            ))
+            .into());
+        }
+        let mut made = self.neighbours.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        if let Some(group) = made.get(&size) {
+            return Ok(group.clone());
+        }
+        let group = self.shard.split(self.shard.rank() / size, self.shard.rank() % size)?;
+        made.insert(size, group.clone());
+        Ok(group)
+    }
+
+    /// One placement a mesh dimension, for a parameter sharded along `dim`.
+    pub(crate) fn placements(&self, dim: usize) -> Vec<Placement> {
+        match self.mesh.layout().shape().len() {
+            1 => vec![Placement::Shard(dim)],
+            _ => vec![Placement::Replicate, Placement::Shard(dim)],
+        }
+    }
+
+    /// What this rank holds of a parameter sharded along `dim`, and how the shards of all ranks lie in it.
+    pub(crate) fn lay_out(&self, name: &str, shape: &[usize], dim: usize) -> Result<(Region, ShardLayout)> {
+        let world = self.shard.size();
+        let fail = |message: String| Error::Parameter { name: name.into(), message };
+        let Some(&extent) = shape.get(dim) else {
+            return Err(fail(format!("its shape {shape:?} has no dimension {dim} to shard; a scalar becomes a tensor of shape [1]")));
+        };
+        if dim > 0 && extent % world != 0 {
+            return Err(fail(format!(
+                "dimension {dim} of its shape {shape:?} does not divide evenly over {world} ranks; dimensions other than 0 must: shard another, or change the mesh"
+            )));
+        }
+        let region = local_region(shape, self.mesh.layout(), &self.mesh.coordinate(), &self.placements(dim))?;
+        let inner: usize = shape[dim + 1..].iter().product();
+        let outer: usize = shape[..dim].iter().product();
+        let chunks = (0..world).map(|rank| chunk_range(extent, world, rank).len() * inner).collect();
+        Ok((region, ShardLayout { outer, chunks }))
+    }
+}
+
+/// How the shards of a parameter lie in it: it is `outer` rows (one, when dimension 0 is sharded), each cut into a chunk for every rank.
+pub(crate) struct ShardLayout {
+    outer: usize,
+    /// Elements of a row that each rank holds.
+    chunks: Vec<usize>,
+}
+
+impl ShardLayout {
+    /// How many elements each rank holds.
+    pub(crate) fn counts(&self) -> Vec<usize> {
+        self.chunks.iter().map(|chunk| chunk * self.outer).collect()
+    }
+
+    /// Whether the concatenation of all shards is the parameter itself.
+    pub(crate) fn is_concatenation(&self) -> bool {
+        self.outer <= 1
+    }
+
+    /// Turns the concatenation of all shards into the parameter.
+    pub(crate) fn unpack<T: Copy>(&self, shards: &[T], full: &mut [T]) {
+        self.for_each_chunk(|packed, at| full[at].copy_from_slice(&shards[packed]));
+    }
+
+    /// Turns the parameter into the concatenation of all shards.
+    pub(crate) fn pack<T: Copy>(&self, full: &[T], shards: &mut [T]) {
+        self.for_each_chunk(|packed, at| shards[packed].copy_from_slice(&full[at]));
+    }
+
+    /// [`ShardLayout::unpack`] for buffers of floats.
+    pub(crate) fn unpack_buffer(&self, shards: &Buffer, full: &mut Buffer) -> candle_core::Result<()> {
+        match (shards, full) {
+            (Buffer::F32(a), Buffer::F32(b)) => self.unpack(a, b),
+            (Buffer::F64(a), Buffer::F64(b)) => self.unpack(a, b),
+            (Buffer::BF16(a), Buffer::BF16(b)) => self.unpack(a, b),
+            (Buffer::F16(a), Buffer::F16(b)) => self.unpack(a, b),
+            (a, b) => candle_core::bail!("shards of {} can't become a parameter of {}", a.dtype(), b.dtype()),
+        }
+        Ok(())
+    }
+
+    /// [`ShardLayout::pack`] for buffers of floats.
+    pub(crate) fn pack_buffer(&self, full: &Buffer, shards: &mut Buffer) -> candle_core::Result<()> {
+        match (full, shards) {
+            (Buffer::F32(a), Buffer::F32(b)) => self.pack(a, b),
+            (Buffer::F64(a), Buffer::F64(b)) => self.pack(a, b),
+            (Buffer::BF16(a), Buffer::BF16(b)) => self.pack(a, b),
+            (Buffer::F16(a), Buffer::F16(b)) => self.pack(a, b),
+            (a, b) => candle_core::bail!("a gradient of {} can't become shards of {}", a.dtype(), b.dtype()),
+        }
+        Ok(())
+    }
+
+    fn for_each_chunk(&self, mut copy: impl FnMut(std::ops::Range<usize>, std::ops::Range<usize>)) {
+        let row: usize = self.chunks.iter().sum();
+        let (mut packed, mut column) = (0, 0);
+        for &chunk in &self.chunks {
+            for i in 0..self.outer {
+                let at = i * row + column;
+                copy(packed..packed + chunk, at..at + chunk);
+                packed += chunk;
+            }
+            column += chunk;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packing_and_unpacking_are_inverse() {
+        let layout = ShardLayout { outer: 2, chunks: vec![2, 1, 0] };
+        let full = [0, 1, 2, 10, 11, 12];
+        let mut shards = [0; 6];
+        layout.pack(&full, &mut shards);
+        assert_eq!(shards, [0, 1, 10, 11, 2, 12]);
+        let mut back = [0; 6];
+        layout.unpack(&shards, &mut back);
+        assert_eq!(back, full);
+    }
+}

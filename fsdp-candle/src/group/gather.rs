@@ -1,0 +1,143 @@
+//! The all-gather of a unit: what each parameter sends, and how what arrives becomes the parameter.
+
+use std::sync::Arc;
+
+use candle_core::{Result, bail};
+use fsdp_core::layout::chunk_range;
+use fsdp_core::{Allocator, Buffer, DType, GatherPart, Readable, Work};
+
+use super::ParamGroup;
+use crate::param::FsdpParam;
+use crate::storage::{Pool, TensorMemory, to_core_dtype};
+
+/// An all-gather in flight.
+pub(super) struct Gathering {
+    pub(super) work: Work,
+    arrivals: Vec<Arrival>,
+}
+
+/// How a parameter arrives.
+#[derive(Clone, Copy)]
+enum Arrival {
+    /// As it is, in one buffer.
+    Whole,
+    /// As the concatenation of its shards, which is another order of its elements.
+    Concatenated,
+    /// In this many buffers that its extension decodes.
+    Encoded(usize),
+}
+
+/// A buffer that goes back to the pool when the collective has read it.
+struct Pooled {
+    buffer: Option<Buffer>,
+    pool: Arc<Pool>,
+}
+
+impl Readable for Pooled {
+    fn dtype(&self) -> DType {
+        self.buffer.as_ref().map_or(DType::U8, Buffer::dtype)
+    }
+    fn len(&self) -> usize {
+        self.buffer.as_ref().map_or(0, Buffer::len)
+    }
+    fn read(&self, f: &mut dyn FnMut(&[u8])) -> std::result::Result<(), String> {
+        f(self.buffer.as_ref().map_or(&[], Buffer::bytes));
+        Ok(())
+    }
+}
+
+impl Drop for Pooled {
+    fn drop(&mut self) {
+        if let Some(buffer) = self.buffer.take() {
+            self.pool.give(buffer);
+        }
+    }
+}
+
+impl ParamGroup {
+    /// Issues the all-gather, unless the parameters are there or on their way.
+    pub(crate) fn start_unshard(&self) -> Result<()> {
+        let memory = self.memory();
+        let mut state = self.state();
+        if state.unsharded || state.gathering.is_some() || self.params.is_empty() {
+            return Ok(());
+        }
+        tracing::debug!(unit = self.name, "unshard");
+        let (mut parts, mut arrivals) = (vec![], vec![]);
+        let ranks = state.post_forward_ranks.clone();
+        for param in &self.params {
+            let kept = ranks.as_ref().and_then(|fewer| Some((fewer, param.take_post_forward()?)));
+            arrivals.push(match kept {
+                Some((fewer, buffer)) => {
+                    let elements = param.shape().elem_count();
+                    let counts = (0..fewer.size()).map(|rank| chunk_range(elements, fewer.size(), rank).len()).collect();
+                    parts.push(GatherPart { input: Arc::new(Pooled { buffer: Some(buffer), pool: self.pool.clone() }), counts });
+                    Arrival::Whole
+                }
+                None => send(param, &mut parts)?,
+            });
+        }
+        let ranks = ranks.as_ref().unwrap_or(self.ranks.shard());
+        let custom = self.settings().all_gather.clone();
+        let work = match custom {
+            Some(custom) => custom.all_gather(ranks, parts, memory),
+            None => ranks.all_gather(parts, memory),
+        };
+        state.gathering = Some(Gathering { work, arrivals });
+        Ok(())
+    }
+
+    /// Waits for an all-gather; returns the full parameters.
+    pub(super) fn finish_gather(&self, gathering: Gathering) -> Result<Vec<Buffer>> {
+        let span = tracing::debug_span!("wait for all-gather", unit = self.name);
+        let buffers = span.in_scope(|| gathering.work.wait()).map_err(|source| self.communication_failed("all-gather", source))?;
+        let memory = self.memory();
+        let mut buffers = buffers.into_iter();
+        let mut next = || match buffers.next() {
+            Some(buffer) => Ok(buffer),
+            None => bail!("FSDP unit `{}`: the all-gather returned too few buffers", self.name),
+        };
+        let mut full = Vec::with_capacity(self.params.len());
+        for (param, arrival) in self.params.iter().zip(gathering.arrivals) {
+            full.push(match arrival {
+                Arrival::Whole => next()?,
+                Arrival::Concatenated => self.unpack(param, next()?, memory.as_ref())?,
+                Arrival::Encoded(count) => {
+                    let encoded = (0..count).map(|_| next()).collect::<Result<Vec<_>>>()?;
+                    let mut decoded = memory.take(to_core_dtype(param.compute_dtype())?, param.shape().elem_count());
+                    if let Some(extension) = param.extension() {
+                        extension.post_all_gather(&encoded, &param.layout().counts(), &mut decoded)?;
+                    }
+                    encoded.into_iter().for_each(|buffer| memory.give(buffer));
+                    if param.layout().is_concatenation() { decoded } else { self.unpack(param, decoded, memory.as_ref())? }
+                }
+            });
+        }
+        Ok(full)
+    }
+
+    fn unpack(&self, param: &FsdpParam, shards: Buffer, memory: &dyn Allocator) -> Result<Buffer> {
+        let mut full = memory.take(shards.dtype(), shards.len());
+        param.layout().unpack_buffer(&shards, &mut full)?;
+        memory.give(shards);
+        Ok(full)
+    }
+}
+
+/// Adds what this rank sends of a parameter.
+fn send(param: &FsdpParam, parts: &mut Vec<GatherPart>) -> Result<Arrival> {
+    let shard = param.shard_in_compute_dtype()?;
+    let counts = param.layout().counts();
+    let Some(extension) = param.extension() else {
+        parts.push(GatherPart { input: Arc::new(TensorMemory(shard)), counts });
+        return Ok(if param.layout().is_concatenation() { Arrival::Whole } else { Arrival::Concatenated });
+    };
+    let lengths: Vec<Vec<usize>> = counts.iter().map(|&count| extension.lengths(count)).collect();
+    let encoded = extension.pre_all_gather(&shard)?;
+    let count = encoded.len();
+    for (i, buffer) in encoded.into_iter().enumerate() {
+        let counts = lengths.iter().map(|of_rank| of_rank.get(i).copied().unwrap_or(0)).collect();
+        parts.push(GatherPart { input: Arc::new(buffer), counts });
+    }
+    Ok(Arrival::Encoded(count))
+}

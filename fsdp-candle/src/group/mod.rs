@@ -1,0 +1,298 @@
+//! The communication unit: the parameters of one `fully_shard` call, gathered, freed and reduced together.
+
+mod gather;
+mod reduction;
+mod settings;
+
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
+
+use candle_core::{DType, Result, Tensor, bail};
+use fsdp_core::layout::chunk_range;
+use fsdp_core::{Allocator, Buffer, ProcessGroup};
+
+pub(crate) use reduction::Reduction;
+pub(crate) use settings::Settings;
+
+use crate::Error;
+use crate::context::Context;
+use crate::data_parallel::DataParallel;
+use crate::param::{FsdpParam, Stage};
+use crate::policy::{MixedPrecisionPolicy, ReshardAfterForward};
+use crate::storage::{Pool, to_storage};
+use gather::Gathering;
+
+/// The parameters that move together.
+pub(crate) struct ParamGroup {
+    name: String,
+    /// The position in the order of `fully_shard` calls.
+    index: usize,
+    params: Vec<Arc<FsdpParam>>,
+    mp_policy: MixedPrecisionPolicy,
+    ranks: Arc<DataParallel>,
+    pool: Arc<Pool>,
+    /// The unit's own buffers, where their addresses must not change.
+    kept: Arc<Pool>,
+    context: Weak<Context>,
+    settings: Mutex<Settings>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    unsharded: bool,
+    gathering: Option<Gathering>,
+    /// The ranks that share what forward kept, while it is kept.
+    post_forward_ranks: Option<Arc<dyn ProcessGroup>>,
+    /// Trainable parameters whose gradient is complete in the backward that is running.
+    reported: usize,
+    /// Whether that backward has issued the unit's reduction.
+    reduced: bool,
+    ran_forward: bool,
+    /// Modules of the unit that ran since it was last resharded after forward.
+    parts_run: usize,
+}
+
+/// What a unit is made of.
+pub(crate) struct GroupSpec {
+    pub(crate) name: String,
+    pub(crate) index: usize,
+    pub(crate) params: Vec<Arc<FsdpParam>>,
+    pub(crate) mp_policy: MixedPrecisionPolicy,
+    pub(crate) reshard_after_forward: ReshardAfterForward,
+    pub(crate) ranks: Arc<DataParallel>,
+}
+
+impl ParamGroup {
+    pub(crate) fn new(spec: GroupSpec, context: &Arc<Context>) -> Arc<Self> {
+        let group = Arc::new(ParamGroup {
+            name: spec.name,
+            index: spec.index,
+            params: spec.params,
+            mp_policy: spec.mp_policy,
+            ranks: spec.ranks,
+            pool: context.pool().clone(),
+            kept: Arc::default(),
+            context: Arc::downgrade(context),
+            settings: Mutex::new(Settings::new(spec.reshard_after_forward)),
+            state: Mutex::default(),
+        });
+        for param in &group.params {
+            param.set_group(&group);
+        }
+        group
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub(crate) fn index(&self) -> usize {
+        self.index
+    }
+
+    pub(crate) fn params(&self) -> &[Arc<FsdpParam>] {
+        &self.params
+    }
+
+    pub(crate) fn mp_policy(&self) -> &MixedPrecisionPolicy {
+        &self.mp_policy
+    }
+
+    pub(crate) fn is_unsharded(&self) -> bool {
+        self.state().unsharded
+    }
+
+    /// Whether this is the unit called `name` or one inside it.
+    pub(crate) fn is_within(&self, name: &str) -> bool {
+        name == crate::fully_shard::ROOT
+            || self.name == name
+            || self.name.strip_prefix(name).is_some_and(|rest| rest.starts_with('.'))
+    }
+
+    pub(crate) fn settings(&self) -> MutexGuard<'_, Settings> {
+        self.settings.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    fn context(&self) -> Result<Arc<Context>> {
+        match self.context.upgrade() {
+            Some(context) => Ok(context),
+            None => bail!("the ShardedVarMap of FSDP unit `{}` was dropped; keep it as long as the model", self.name),
+        }
+    }
+
+    /// Where unsharded parameters come from and go to.
+    fn memory(&self) -> Arc<dyn Allocator> {
+        let settings = self.settings();
+        match settings.all_gather.as_ref().and_then(|custom| custom.allocate()) {
+            Some(memory) => memory,
+            None if settings.keep_unsharded_storage => self.kept.clone(),
+            None => self.pool.clone(),
+        }
+    }
+
+    /// Makes the full parameters available.
+    pub(crate) fn unshard(&self) -> Result<()> {
+        self.start_unshard()?;
+        let mut state = self.state();
+        let Some(gathering) = state.gathering.take() else { return Ok(()) };
+        for (param, buffer) in self.params.iter().zip(self.finish_gather(gathering)?) {
+            param.install(buffer)?;
+        }
+        state.post_forward_ranks = None;
+        state.unsharded = true;
+        Ok(())
+    }
+
+    /// Frees the full parameters, and what forward kept of them.
+    pub(crate) fn reshard(&self) -> Result<()> {
+        let memory = self.memory();
+        let mut state = self.state();
+        if let Some(gathering) = state.gathering.take() {
+            for buffer in self.finish_gather(gathering)? {
+                memory.give(buffer);
+            }
+        }
+        if std::mem::take(&mut state.unsharded) {
+            tracing::debug!(unit = self.name, "reshard");
+        }
+        if state.post_forward_ranks.take().is_some() {
+            self.params.iter().filter_map(|param| param.take_post_forward()).for_each(|buffer| self.pool.give(buffer));
+        }
+        self.params.iter().try_for_each(|param| param.reshard(memory.as_ref()))
+    }
+
+    /// Does what the policy says after forward. Tells whether backward has to gather again.
+    pub(crate) fn reshard_after_forward(&self, is_root: bool, parts: usize) -> Result<bool> {
+        {
+            let mut state = self.state();
+            state.parts_run += 1;
+            if state.parts_run < parts {
+                return Ok(true);
+            }
+            state.parts_run = 0;
+        }
+        let policy = self.settings().reshard_after_forward;
+        match policy {
+            ReshardAfterForward::Never => return Ok(false),
+            ReshardAfterForward::Default if is_root => return Ok(false),
+            ReshardAfterForward::Default | ReshardAfterForward::Always => self.reshard()?,
+            ReshardAfterForward::To(ranks) => {
+                let fewer = self.ranks.neighbours(ranks)?;
+                let memory = self.memory();
+                let mut state = self.state();
+                for param in &self.params {
+                    let chunk = chunk_range(param.shape().elem_count(), fewer.size(), fewer.rank());
+                    param.reshard_to(chunk, memory.as_ref())?;
+                }
+                state.unsharded = false;
+                state.post_forward_ranks = Some(fewer);
+                tracing::debug!(unit = self.name, ranks, "reshard to fewer ranks");
+            }
+        }
+        Ok(true)
+    }
+
+    pub(crate) fn mark_forward(&self) {
+        self.state().ran_forward = true;
+    }
+
+    /// Whether the unit ran in forward since the last call.
+    pub(crate) fn take_ran_forward(&self) -> bool {
+        std::mem::take(&mut self.state().ran_forward)
+    }
+
+    /// Runs before the backward of anything inside the unit.
+    pub(crate) fn pre_backward(&self) -> Result<()> {
+        self.context()?.pre_backward(self)
+    }
+
+    /// Every use of `param` in the graph has been processed: nobody needs its values any more, and its gradient is whole.
+    pub(crate) fn on_gradient_complete(self: &Arc<Self>, param: &FsdpParam) -> Result<()> {
+        let context = self.context()?;
+        context.check_in_backward()?;
+        if self.settings().reshard_after_backward {
+            param.reshard(self.memory().as_ref())?;
+        }
+        let complete = {
+            let mut state = self.state();
+            state.reported += 1;
+            state.reduced = state.reported == self.params.iter().filter(|param| param.trainable()).count();
+            state.reduced
+        };
+        if complete { context.reduce(self) } else { Ok(()) }
+    }
+
+    /// Whether the backward that is running has issued the unit's reduction.
+    pub(crate) fn has_reduced(&self) -> bool {
+        self.state().reduced
+    }
+
+    /// Ends a backward for the unit's parameters.
+    pub(crate) fn finish_backward(&self) -> Result<()> {
+        {
+            let mut state = self.state();
+            state.reported = 0;
+            state.reduced = false;
+        }
+        if self.settings().reshard_after_backward { self.reshard() } else { Ok(()) }
+    }
+
+    /// The sharded gradients that are whole, of the parameters' dtypes.
+    pub(crate) fn take_gradients(&self) -> Result<Vec<(Arc<FsdpParam>, Tensor)>> {
+        let mut grads = vec![];
+        for param in &self.params {
+            if let Some(buffer) = param.take(Stage::Reduced) {
+                grads.push((param.clone(), tensor_of(buffer, param)?));
+            }
+        }
+        Ok(grads)
+    }
+
+    /// Forgets a forward or backward that failed half-way: waits for what is in flight, drops gradients, frees parameters.
+    pub(crate) fn reset(&self) {
+        let gathering = {
+            let mut state = self.state();
+            state.reported = 0;
+            state.reduced = false;
+            state.parts_run = 0;
+            state.ran_forward = false;
+            state.gathering.take()
+        };
+        // What came of it no longer matters; that it is over does.
+        if let Some(gathering) = gathering {
+            drop(gathering.work.wait());
+        }
+        for param in &self.params {
+            param.forget_step();
+        }
+        if let Err(error) = self.reshard() {
+            tracing::warn!(unit = self.name, %error, "reshard after a failed step");
+        }
+    }
+
+    fn communication_failed(&self, what: &str, source: fsdp_core::Error) -> Error {
+        Error::Unit { unit: self.name.clone(), message: format!("{what} of {} parameters: {source}", self.params.len()) }
+    }
+}
+
+/// A sharded gradient as a tensor of the shard's shape.
+fn tensor_of(buffer: Buffer, param: &FsdpParam) -> Result<Tensor> {
+    let shape = param.region().sizes.as_slice();
+    let device = param.var().device();
+    match to_storage(buffer)? {
+        candle_core::CpuStorage::F32(v) => Tensor::from_vec(v, shape, device),
+        candle_core::CpuStorage::F64(v) => Tensor::from_vec(v, shape, device),
+        candle_core::CpuStorage::BF16(v) => Tensor::from_vec(v, shape, device),
+        candle_core::CpuStorage::F16(v) => Tensor::from_vec(v, shape, device),
+        _ => bail!("parameter `{}`: its gradient is not floating point", param.name()),
+    }
+}
+
+/// The dtype that a unit computes in, for a parameter built as `dtype`.
+pub(crate) fn compute_dtype(policy: &MixedPrecisionPolicy, name: &str, dtype: DType) -> DType {
+    policy.param_dtype_of(name).unwrap_or(dtype)
+}
