@@ -118,7 +118,7 @@ fn combine(a: f64, b: f64, norm_type: NormType) -> f64 {
 }
 
 /// The sum of powers, or the largest magnitude, of one gradient.
-fn powers(grad: &Tensor, norm_type: NormType) -> Result<f64> {
+pub(crate) fn powers(grad: &Tensor, norm_type: NormType) -> Result<f64> {
     let grad = grad.contiguous()?;
     let (storage, layout) = grad.storage_and_layout();
     let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets()) else {
@@ -165,7 +165,8 @@ fn reduce<T: Copy>(values: &[T], to_f32: impl Fn(T) -> f32, norm_type: NormType)
         .sum()
 }
 
-struct Scale(f64);
+/// Multiplies a sharded gradient in place.
+pub(crate) struct Scale(pub(crate) f64);
 
 impl InplaceOp1 for Scale {
     fn name(&self) -> &'static str {

@@ -44,8 +44,18 @@ struct Iteration {
     /// Units in the order in which their forwards began, in this iteration and in the last whole one.
     forward_order: Vec<usize>,
     last_forward_order: Vec<usize>,
-    /// Units in the order in which their forwards ended: backward runs in reverse.
-    post_forward_order: Vec<usize>,
+    /// Units in the order in which their forwards ended, with the number of forwards that had begun when this one's began and when it ended. Backward runs
+    /// in reverse.
+    post_forward_order: Vec<Ran>,
+    forwards_begun: usize,
+}
+
+/// A forward that ended.
+#[derive(Clone, Copy)]
+struct Ran {
+    index: usize,
+    began: usize,
+    ended: usize,
 }
 
 impl Default for Context {
@@ -79,6 +89,11 @@ impl Context {
         lock(&self.groups).push(group);
     }
 
+    /// Forgets the units from the `count`-th on: those inside one that failed to build.
+    pub(crate) fn truncate(&self, count: usize) {
+        lock(&self.groups).truncate(count);
+    }
+
     pub(crate) fn groups(&self) -> Vec<Arc<ParamGroup>> {
         lock(&self.groups).clone()
     }
@@ -93,12 +108,14 @@ impl Context {
 
     /// Runs before a unit's forward: gathers its parameters and starts on those of the units that come next.
     pub(crate) fn pre_forward(&self, group: &ParamGroup) -> Result<ForwardGuard<'_>> {
-        let (is_root, followed) = {
+        let (is_root, began, followed) = {
             let mut iteration = lock(&self.iteration);
             if iteration.in_backward {
                 return Err(Error::Unit {
                     unit: group.name().into(),
-                    message: "its forward was called while backward runs: put the checkpoint inside the unit, not around it".into(),
+                    message:
+                        "its forward was called while backward runs: put the checkpoint inside the unit, not around it"
+                            .into(),
                 }
                 .into());
             }
@@ -107,27 +124,32 @@ impl Context {
                 iteration.last_forward_order = std::mem::take(&mut iteration.forward_order);
             }
             iteration.depth += 1;
+            iteration.forwards_begun += 1;
             let position = iteration.forward_order.len();
             iteration.forward_order.push(group.index());
             let as_last_time = iteration.last_forward_order.get(position) == Some(&group.index());
-            (is_root, iteration.last_forward_order.get(position + 1).copied().filter(|_| as_last_time))
+            let followed = iteration.last_forward_order.get(position + 1).copied().filter(|_| as_last_time);
+            (is_root, iteration.forwards_begun, followed)
         };
-        let guard = ForwardGuard { context: self, is_root, ok: false };
+        let guard = ForwardGuard { context: self, is_root, began, ok: false };
+        if is_root {
+            self.groups().iter().try_for_each(|group| group.drop_what_forward_left())?;
+        }
         group.unshard()?;
         group.mark_forward();
         let listed: Vec<_> = group.settings().forward_prefetch.iter().filter_map(|unit| unit.upgrade()).collect();
-        self.prefetch(listed, followed)?;
+        for next in self.next_units(listed, followed) {
+            next.prefetch_for_forward()?;
+        }
         Ok(guard)
     }
 
-    fn prefetch(&self, listed: Vec<Arc<ParamGroup>>, implicit: Option<usize>) -> Result<()> {
+    /// The units to gather ahead: those of a unit's own list, or else the one that the order implies.
+    fn next_units(&self, listed: Vec<Arc<ParamGroup>>, implied: Option<usize>) -> Vec<Arc<ParamGroup>> {
         if !listed.is_empty() {
-            return listed.iter().try_for_each(|group| group.start_unshard());
+            return listed;
         }
-        match implicit.filter(|_| self.settings().implicit_prefetch).and_then(|index| self.group(index)) {
-            Some(next) => next.start_unshard(),
-            None => Ok(()),
-        }
+        implied.filter(|_| self.settings().implicit_prefetch).and_then(|index| self.group(index)).into_iter().collect()
     }
 
     /// Runs after a unit's forward, of which `parts` modules make one. Tells whether its outputs need a hook that unshards it before their backward.
@@ -135,8 +157,9 @@ impl Context {
         {
             // Each unit once, where it ran last: bounded when no backward comes, and right for several forwards before one.
             let mut iteration = lock(&self.iteration);
-            iteration.post_forward_order.retain(|&index| index != group.index());
-            iteration.post_forward_order.push(group.index());
+            let ran = Ran { index: group.index(), began: guard.began, ended: iteration.forwards_begun };
+            iteration.post_forward_order.retain(|other| other.index != ran.index);
+            iteration.post_forward_order.push(ran);
         }
         let resharded = group.reshard_after_forward(guard.is_root, parts)?;
         guard.ok = true;
@@ -154,7 +177,7 @@ impl Context {
     }
 
     /// Runs before the backward of anything inside a unit: gathers its parameters and starts on those of the units that come next in backward.
-    pub(crate) fn pre_backward(&self, group: &ParamGroup) -> Result<()> {
+    pub(crate) fn pre_backward(&self, group: &Arc<ParamGroup>) -> Result<()> {
         self.check_in_backward()?;
         let (unshard, listed) = {
             let settings = group.settings();
@@ -164,13 +187,26 @@ impl Context {
         if unshard {
             group.unshard()?;
         }
-        let preceded = {
+        let (preceded, later) = {
             let iteration = lock(&self.iteration);
             let order = &iteration.post_forward_order;
-            let position = order.iter().rposition(|&index| index == group.index());
-            position.and_then(|position| order[..position].iter().rev().find(|&&index| index != group.index()).copied())
+            match order.iter().position(|ran| ran.index == group.index()) {
+                Some(position) => {
+                    let later: Vec<usize> =
+                        order.iter().filter(|ran| ran.began > order[position].ended).map(|ran| ran.index).collect();
+                    (position.checked_sub(1).map(|before| order[before].index), later)
+                }
+                None => (None, vec![]),
+            }
         };
-        self.prefetch(listed, preceded)
+        // Units that ran after this one are done. One that still waits has parameters that got no gradient: it need not wait for the end.
+        for later in
+            later.into_iter().rev().filter_map(|index| self.group(index)).filter(|later| later.waits_for_gradients())
+        {
+            later.mark_reduced();
+            self.reduce(&later)?;
+        }
+        self.next_units(listed, preceded).iter().try_for_each(|next| next.start_unshard())
     }
 
     /// Issues the reduction of a unit's gradients.
@@ -198,21 +234,22 @@ impl Context {
         {
             let mut iteration = lock(&self.iteration);
             if iteration.in_backward || iteration.depth > 0 {
-                return Err(candle_core::Error::msg("backward was called inside a forward or another backward of the same model"));
+                return Err(candle_core::Error::msg(
+                    "backward was called inside a forward or another backward of the same model",
+                ));
             }
             iteration.in_backward = true;
         }
-        let grads = self.run_backward(loss);
-        lock(&self.iteration).in_backward = false;
-        if grads.is_err() {
-            self.reset_iter_state();
-        }
-        grads
+        let mut guard = BackwardGuard { context: self, ok: false };
+        let grads = self.run_backward(loss)?;
+        guard.ok = true;
+        Ok(grads)
     }
 
     fn run_backward(&self, loss: &Tensor) -> Result<GradStore> {
+        self.groups().iter().for_each(|group| group.begin_backward());
         let last = lock(&self.iteration).post_forward_order.last().copied();
-        if let Some(root) = last.and_then(|index| self.group(index)) {
+        if let Some(root) = last.and_then(|ran| self.group(ran.index)) {
             self.pre_backward(&root)?;
         }
         let mut grads = stacker::grow(BACKWARD_STACK_BYTES, || loss.backward())?;
@@ -299,10 +336,27 @@ fn finish(reduction: Reduction) -> Result<()> {
     Ok(())
 }
 
+/// A backward that runs; dropping it early means that it failed or panicked.
+struct BackwardGuard<'a> {
+    context: &'a Context,
+    ok: bool,
+}
+
+impl Drop for BackwardGuard<'_> {
+    fn drop(&mut self) {
+        lock(&self.context.iteration).in_backward = false;
+        if !self.ok {
+            self.context.reset_iter_state();
+        }
+    }
+}
+
 /// A forward that runs; dropping it without [`Context::post_forward`] means that it failed.
 pub(crate) struct ForwardGuard<'a> {
     context: &'a Context,
     is_root: bool,
+    /// The number of forwards that had begun with this one.
+    began: usize,
     ok: bool,
 }
 

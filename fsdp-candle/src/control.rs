@@ -67,8 +67,11 @@ impl<M> FsdpModule<M> {
         self.group().reshard()
     }
 
-    /// Makes the whole model ready for a new iteration after a forward or backward that failed: what is in flight is waited for, gradients are dropped,
-    /// parameters freed. An error does this on its own rank; on other ranks call it yourself. Gradients that accumulated without synchronisation are lost.
+    /// Makes the whole model ready for a new iteration after one that failed: what is in flight is waited for, gradients are dropped, parameters freed.
+    /// Gradients that accumulated without synchronisation are lost.
+    ///
+    /// An error of a forward or backward does this by itself. Call it when the iteration ends in another way, between a forward and its backward, say. It can't
+    /// bring ranks together that stand at different collectives: what ends an iteration must do so on every rank at the same point.
     pub fn reset_iter_state(&self) {
         self.context().reset_iter_state();
     }

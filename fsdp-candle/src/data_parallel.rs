@@ -78,7 +78,9 @@ impl DataParallel {
         let world = self.shard.size();
         let fail = |message: String| Error::Parameter { name: name.into(), message };
         let Some(&extent) = shape.get(dim) else {
-            return Err(fail(format!("its shape {shape:?} has no dimension {dim} to shard; a scalar becomes a tensor of shape [1]")));
+            return Err(fail(format!(
+                "its shape {shape:?} has no dimension {dim} to shard; a scalar becomes a tensor of shape [1]"
+            )));
         };
         if dim > 0 && extent % world != 0 {
             return Err(fail(format!(

@@ -29,8 +29,22 @@ pub enum Error {
         /// What was expected, what was found, and the way out.
         message: String,
     },
+    /// A unit's collective failed.
+    #[error("FSDP unit `{unit}`: {what} of {parameters} parameters failed")]
+    Communication {
+        /// The unit's path in the model.
+        unit: String,
+        /// The collective.
+        what: String,
+        /// How many parameters it was for.
+        parameters: usize,
+        /// Why.
+        source: fsdp_core::Error,
+    },
     /// The gradients' norm is infinite or not a number.
-    #[error("the gradients' norm is {norm}: lower the learning rate or the loss scale, or find the layer that overflows")]
+    #[error(
+        "the gradients' norm is {norm}: lower the learning rate or the loss scale, or find the layer that overflows"
+    )]
     NonFinite {
         /// The norm.
         norm: f64,
@@ -47,6 +61,11 @@ impl From<Error> for candle_core::Error {
     fn from(error: Error) -> Self {
         match error {
             Error::Candle(error) => error,
+            // Candle's wrapper shows its content and no source, so the cause goes along.
+            error @ Error::Communication { .. } => {
+                let cause = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
+                candle_core::Error::wrap(error).context(cause)
+            }
             error => candle_core::Error::wrap(error),
         }
     }

@@ -75,7 +75,10 @@ impl FullyShard {
     }
 
     /// Chooses the dimension that each parameter is sharded along. A dimension other than 0 must divide evenly.
-    pub fn shard_placement_fn(mut self, choose: impl Fn(&str, &[usize]) -> Option<usize> + Send + Sync + 'static) -> Self {
+    pub fn shard_placement_fn(
+        mut self,
+        choose: impl Fn(&str, &[usize]) -> Option<usize> + Send + Sync + 'static,
+    ) -> Self {
         self.shard_placement_fn = Some(Arc::new(choose));
         self
     }
@@ -135,15 +138,16 @@ pub fn fully_shard<M>(
     if let ReshardAfterForward::To(size) = opts.reshard_after_forward {
         ranks.neighbours(size)?;
     }
-    vars.begin_unit(&name, opts, &ranks);
-    let built = build(vb);
-    let params = vars.end_unit(built.is_ok());
-    let inner = built?;
+    let unit = vars.begin_unit(&name, opts, &ranks);
+    let inner = build(vb)?;
+    let params = unit.close();
     let context = vars.context().clone();
     if params.is_empty() && context.groups().iter().any(|group| group.name() == name) {
         return Err(Error::Unit {
             unit: name,
-            message: "fully_shard was already applied here and left no parameters to take; apply it once to each module".into(),
+            message:
+                "fully_shard was already applied here and left no parameters to take; apply it once to each module"
+                    .into(),
         });
     }
     let spec = GroupSpec {

@@ -2,7 +2,7 @@
 //!
 //! A parameter is `shard -> Anchor -> Unshard`: [`Unshard`] is what Candle's layers use; this crate's own layers use the anchor and leave their gradient
 //! with the parameter directly. Both report to the anchor, whose backward therefore runs exactly once, when the whole gradient is there. A unit's outputs
-//! pass through [`PreBackward`], whose backward runs before anything inside the unit.
+//! pass through [`PassOn`], whose backward runs before anything inside the unit; the inputs of one with frozen parameters do too, and theirs runs after it.
 
 use std::sync::{Arc, Weak};
 
@@ -77,33 +77,60 @@ impl CustomOp1 for Unshard {
 
 /// Passes a unit's output on so that its backward unshards the unit.
 pub(crate) fn pre_backward(output: &Tensor, group: &Arc<ParamGroup>) -> Result<Tensor> {
-    if !output.dtype().is_float() {
-        return Ok(output.clone());
-    }
-    output.contiguous()?.apply_op1(PreBackward(group.clone()))
+    pass_on(output, PassOn { group: group.clone(), at: At::Output })
 }
 
-struct PreBackward(Arc<ParamGroup>);
+/// Passes a unit's input on so that its backward, which comes after everything inside the unit, frees the unit's frozen parameters.
+pub(crate) fn post_backward(input: &Tensor, group: &Arc<ParamGroup>) -> Result<Tensor> {
+    pass_on(input, PassOn { group: group.clone(), at: At::Input })
+}
 
-impl CustomOp1 for PreBackward {
+fn pass_on(tensor: &Tensor, op: PassOn) -> Result<Tensor> {
+    if !tensor.dtype().is_float() {
+        return Ok(tensor.clone());
+    }
+    tensor.contiguous()?.apply_op1(op)
+}
+
+/// The identity, with a hook in backward.
+struct PassOn {
+    group: Arc<ParamGroup>,
+    at: At,
+}
+
+#[derive(Clone, Copy)]
+enum At {
+    Input,
+    Output,
+}
+
+impl CustomOp1 for PassOn {
     fn name(&self) -> &'static str {
-        "fsdp-pre-backward"
+        match self.at {
+            At::Input => "fsdp-post-backward",
+            At::Output => "fsdp-pre-backward",
+        }
     }
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let Some((start, end)) = layout.contiguous_offsets() else { bail!("an FSDP unit's output is not contiguous") };
+        let Some((start, end)) = layout.contiguous_offsets() else {
+            bail!("a tensor at the border of an FSDP unit is not contiguous")
+        };
         let copy = match storage {
             CpuStorage::F32(v) => CpuStorage::F32(v[start..end].to_vec()),
             CpuStorage::F64(v) => CpuStorage::F64(v[start..end].to_vec()),
             CpuStorage::BF16(v) => CpuStorage::BF16(v[start..end].to_vec()),
             CpuStorage::F16(v) => CpuStorage::F16(v[start..end].to_vec()),
-            _ => bail!("FSDP unit `{}` returned a tensor that holds no floats", self.0.name()),
+            _ => bail!("a tensor at the border of FSDP unit `{}` holds no floats", self.group.name()),
         };
         Ok((copy, layout.shape().clone()))
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        self.0.pre_backward()?;
+        match self.at {
+            At::Input => self.group.post_backward()?,
+            At::Output => self.group.pre_backward()?,
+        }
         Ok(Some(grad.clone()))
     }
 }

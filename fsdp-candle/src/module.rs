@@ -54,10 +54,12 @@ impl<M> FsdpModule<M> {
         self.group.name()
     }
 
-    /// Runs `forward` on the module with its parameters gathered: for modules of any signature.
+    /// Runs `forward` on the module with its parameters gathered: for modules of any signature. Inputs are as the closure captures them: they are not cast, and
+    /// frozen parameters stay gathered until backward ends. [`FsdpModule::call_with`] does better.
     ///
     /// # Errors
-    /// Those of `forward`, and of the collectives. After an error the model can be called again.
+    /// Those of `forward`, and of the collectives. An error that all ranks meet at the same point leaves the model ready for the next call; after one of a single
+    /// rank the ranks stand at different collectives: end the job.
     ///
     /// ```
     /// # use candle_core::{DType, Device, Tensor, Result};
@@ -101,6 +103,11 @@ impl<M> FsdpModule<M> {
             Some(dtype) if policy.cast_forward_inputs => cast(inputs, dtype)?,
             _ => inputs,
         };
+        let inputs = if self.group.has_frozen() {
+            inputs.map_tensors(&mut |tensor| hooks::post_backward(&tensor, &self.group))?
+        } else {
+            inputs
+        };
         self.call(|inner| forward(inner, inputs))
     }
 
@@ -108,7 +115,7 @@ impl<M> FsdpModule<M> {
     /// parameters' [`FsdpParam::var`]. Collective: every rank calls it, on the outermost module.
     ///
     /// # Errors
-    /// Candle's, and those of the collectives. After an error the model can be called again.
+    /// Candle's, and those of the collectives; what they leave is as for [`FsdpModule::call`].
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
         self.context.backward(loss).map_err(|error| self.explain(error))
     }
@@ -129,7 +136,8 @@ impl<M> FsdpModule<M> {
     /// Says what Candle's message about the poison means.
     fn explain(&self, error: candle_core::Error) -> candle_core::Error {
         let text = error.to_string();
-        if !text.contains("F4") || text.contains("FSDP unit") {
+        let poison = [": F4", "dtype F4"].iter().any(|words| text.contains(words));
+        if !poison || text.contains("FSDP unit") {
             return error;
         }
         let sharded: Vec<String> = self

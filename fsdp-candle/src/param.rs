@@ -46,6 +46,8 @@ struct Unsharded {
 #[derive(Default)]
 struct State {
     unsharded: bool,
+    /// Whether the backward that runs has processed every use.
+    complete: bool,
     /// The unsharded gradient, in the compute dtype, of the backward that is running.
     grad: Option<Buffer>,
     /// The unsharded gradient, in the reduce dtype, of earlier backwards that did not communicate.
@@ -169,6 +171,15 @@ impl FsdpParam {
         self.state().unsharded
     }
 
+    /// Whether the backward that runs needs its values no more.
+    pub(crate) fn is_complete(&self) -> bool {
+        self.state().complete
+    }
+
+    pub(crate) fn set_complete(&self, complete: bool) {
+        self.state().complete = complete;
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
@@ -222,7 +233,11 @@ impl FsdpParam {
     /// The shard in the dtype that travels.
     pub(crate) fn shard_in_compute_dtype(&self) -> Result<Tensor> {
         let shard = self.shard.as_tensor();
-        if shard.dtype() == self.compute_dtype { Ok(shard.clone()) } else { shard.detach().to_dtype(self.compute_dtype) }
+        if shard.dtype() == self.compute_dtype {
+            Ok(shard.clone())
+        } else {
+            shard.detach().to_dtype(self.compute_dtype)
+        }
     }
 
     /// Gives the full tensor its memory.
@@ -330,6 +345,7 @@ impl FsdpParam {
     /// Drops everything that belongs to a step that failed.
     pub(crate) fn forget_step(&self) {
         let mut state = self.state();
+        state.complete = false;
         let State { grad, unreduced, partly_reduced, reduced, post_forward, .. } = &mut *state;
         for buffer in [grad, unreduced, partly_reduced, reduced, post_forward] {
             if let Some(buffer) = buffer.take() {

@@ -127,28 +127,20 @@ impl ShardedVarMap {
         &self.0.context
     }
 
-    pub(crate) fn begin_unit(&self, name: &str, opts: &FullyShard, ranks: &Arc<DataParallel>) {
-        let serial = self.0.context.next_index() + lock(&self.0.building).len();
-        lock(&self.0.building).push(Unit {
-            name: name.into(),
-            serial,
-            opts: opts.clone(),
-            ranks: ranks.clone(),
-            params: vec![],
-        });
-    }
-
-    /// The parameters of the unit whose closure ended; on failure they are forgotten.
-    pub(crate) fn end_unit(&self, ok: bool) -> Vec<Arc<FsdpParam>> {
-        let params = lock(&self.0.building).pop().map_or_else(Vec::new, |unit| unit.params);
-        if ok {
-            return params;
+    /// Opens a unit: parameters asked for until it is closed are its own.
+    pub(crate) fn begin_unit(&self, name: &str, opts: &FullyShard, ranks: &Arc<DataParallel>) -> OpenUnit<'_> {
+        let units = self.0.context.next_index();
+        let mut building = lock(&self.0.building);
+        let serial = units + building.len();
+        building.push(Unit { name: name.into(), serial, opts: opts.clone(), ranks: ranks.clone(), params: vec![] });
+        OpenUnit {
+            vars: self,
+            depth: building.len(),
+            units,
+            params: lock(&self.0.params).len(),
+            ignored: lock(&self.0.ignored).len(),
+            built: false,
         }
-        let mut all = lock(&self.0.params);
-        for param in params {
-            all.shift_remove(param.name());
-        }
-        vec![]
     }
 
     /// The parameters that `ignored_params` left alone: whole on every rank.
@@ -161,7 +153,10 @@ impl ShardedVarMap {
         let (unit, opts, ranks) = match lock(&self.0.building).last() {
             Some(unit) => ((unit.name.clone(), unit.serial), unit.opts.clone(), unit.ranks.clone()),
             None => {
-                return Err(fail("it was asked for outside fully_shard: build the module inside the closure of a fully_shard call".into()));
+                return Err(fail(
+                    "it was asked for outside fully_shard: build the module inside the closure of a fully_shard call"
+                        .into(),
+                ));
             }
         };
         if let Some(param) = self.shared(name, &shape, dtype, &unit)? {
@@ -197,7 +192,13 @@ impl ShardedVarMap {
     }
 
     /// The parameter of this name, if the same unit has it already.
-    fn shared(&self, name: &str, shape: &Shape, dtype: DType, unit: &(String, usize)) -> Result<Option<Arc<FsdpParam>>> {
+    fn shared(
+        &self,
+        name: &str,
+        shape: &Shape,
+        dtype: DType,
+        unit: &(String, usize),
+    ) -> Result<Option<Arc<FsdpParam>>> {
         let all = lock(&self.0.params);
         let Some(owned) = all.get(name) else { return Ok(None) };
         let message = if owned.unit != *unit {
@@ -232,11 +233,41 @@ impl ShardedVarMap {
 
     /// A variable with the initial values of a region.
     fn initial(&self, name: &str, dims: &[usize], region: &Region, init: Init, dtype: DType) -> Result<Var> {
-        let shard = Var::zeros(region.sizes.as_slice(), dtype, &self.0.device)?;
         let request = ShardRequest { name, shape: dims, dtype, region, init };
         let initializer = lock(&self.0.initializer).clone();
+        initializer.check(&request)?;
+        let shard = Var::zeros(region.sizes.as_slice(), dtype, &self.0.device)?;
         with_bytes_mut(shard.as_tensor(), |bytes| Ok(initializer.fill(&request, bytes)?))?;
         Ok(shard)
+    }
+}
+
+/// A `fully_shard` call whose closure runs. Dropped before it is closed, it takes back all that the closure made.
+pub(crate) struct OpenUnit<'a> {
+    vars: &'a ShardedVarMap,
+    depth: usize,
+    units: usize,
+    params: usize,
+    ignored: usize,
+    built: bool,
+}
+
+impl OpenUnit<'_> {
+    /// The unit's parameters.
+    pub(crate) fn close(mut self) -> Vec<Arc<FsdpParam>> {
+        self.built = true;
+        lock(&self.vars.0.building).pop().map_or_else(Vec::new, |unit| unit.params)
+    }
+}
+
+impl Drop for OpenUnit<'_> {
+    fn drop(&mut self) {
+        if !self.built {
+            lock(&self.vars.0.building).truncate(self.depth - 1);
+            lock(&self.vars.0.params).truncate(self.params);
+            lock(&self.vars.0.ignored).truncate(self.ignored);
+            self.vars.0.context.truncate(self.units);
+        }
     }
 }
 

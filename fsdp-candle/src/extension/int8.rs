@@ -42,7 +42,9 @@ impl AllGatherExtension for Int8Blocks {
     }
 
     fn post_all_gather(&self, gathered: &[Buffer], counts: &[usize], full: &mut Buffer) -> Result<()> {
-        let [Buffer::U8(quantised), Buffer::F32(scales)] = gathered else { bail!("int8 blocks gather bytes and f32 scales") };
+        let [Buffer::U8(quantised), Buffer::F32(scales)] = gathered else {
+            bail!("int8 blocks gather bytes and f32 scales")
+        };
         let (mut at, mut scale_at) = (0, 0);
         let mut values = Vec::with_capacity(quantised.len());
         for &count in counts {

@@ -13,7 +13,8 @@ use crate::storage::{Pool, TensorMemory, to_core_dtype};
 /// An all-gather in flight.
 pub(super) struct Gathering {
     pub(super) work: Work,
-    arrivals: Vec<Arrival>,
+    /// The parameters that it is for, and how they arrive.
+    arrivals: Vec<(Arc<FsdpParam>, Arrival)>,
 }
 
 /// How a parameter arrives.
@@ -59,23 +60,34 @@ impl ParamGroup {
     pub(crate) fn start_unshard(&self) -> Result<()> {
         let memory = self.memory();
         let mut state = self.state();
-        if state.unsharded || state.gathering.is_some() || self.params.is_empty() {
+        if state.gathering.is_some() {
             return Ok(());
         }
-        tracing::debug!(unit = self.name, "unshard");
+        // In backward some may be done with already, and others freed early.
+        let missing: Vec<_> =
+            self.params.iter().filter(|param| !param.is_unsharded() && !param.is_complete()).collect();
+        if missing.is_empty() {
+            return Ok(());
+        }
+        tracing::debug!(unit = self.name, parameters = missing.len(), "unshard");
         let (mut parts, mut arrivals) = (vec![], vec![]);
         let ranks = state.post_forward_ranks.clone();
-        for param in &self.params {
+        for param in missing {
             let kept = ranks.as_ref().and_then(|fewer| Some((fewer, param.take_post_forward()?)));
-            arrivals.push(match kept {
+            let arrival = match kept {
                 Some((fewer, buffer)) => {
                     let elements = param.shape().elem_count();
-                    let counts = (0..fewer.size()).map(|rank| chunk_range(elements, fewer.size(), rank).len()).collect();
-                    parts.push(GatherPart { input: Arc::new(Pooled { buffer: Some(buffer), pool: self.pool.clone() }), counts });
+                    let counts =
+                        (0..fewer.size()).map(|rank| chunk_range(elements, fewer.size(), rank).len()).collect();
+                    parts.push(GatherPart {
+                        input: Arc::new(Pooled { buffer: Some(buffer), pool: self.pool.clone() }),
+                        counts,
+                    });
                     Arrival::Whole
                 }
                 None => send(param, &mut parts)?,
-            });
+            };
+            arrivals.push((param.clone(), arrival));
         }
         let ranks = ranks.as_ref().unwrap_or(self.ranks.shard());
         let custom = self.settings().all_gather.clone();
@@ -88,20 +100,22 @@ impl ParamGroup {
     }
 
     /// Waits for an all-gather; returns the full parameters.
-    pub(super) fn finish_gather(&self, gathering: Gathering) -> Result<Vec<Buffer>> {
+    pub(super) fn finish_gather(&self, gathering: Gathering) -> Result<Vec<(Arc<FsdpParam>, Buffer)>> {
         let span = tracing::debug_span!("wait for all-gather", unit = self.name);
-        let buffers = span.in_scope(|| gathering.work.wait()).map_err(|source| self.communication_failed("all-gather", source))?;
+        let buffers = span
+            .in_scope(|| gathering.work.wait())
+            .map_err(|source| self.communication_failed("all-gather", source))?;
         let memory = self.memory();
         let mut buffers = buffers.into_iter();
         let mut next = || match buffers.next() {
             Some(buffer) => Ok(buffer),
             None => bail!("FSDP unit `{}`: the all-gather returned too few buffers", self.name),
         };
-        let mut full = Vec::with_capacity(self.params.len());
-        for (param, arrival) in self.params.iter().zip(gathering.arrivals) {
-            full.push(match arrival {
+        let mut full = Vec::with_capacity(gathering.arrivals.len());
+        for (param, arrival) in gathering.arrivals {
+            let buffer = match arrival {
                 Arrival::Whole => next()?,
-                Arrival::Concatenated => self.unpack(param, next()?, memory.as_ref())?,
+                Arrival::Concatenated => self.unpack(&param, next()?, memory.as_ref())?,
                 Arrival::Encoded(count) => {
                     let encoded = (0..count).map(|_| next()).collect::<Result<Vec<_>>>()?;
                     let mut decoded = memory.take(to_core_dtype(param.compute_dtype())?, param.shape().elem_count());
@@ -109,9 +123,14 @@ impl ParamGroup {
                         extension.post_all_gather(&encoded, &param.layout().counts(), &mut decoded)?;
                     }
                     encoded.into_iter().for_each(|buffer| memory.give(buffer));
-                    if param.layout().is_concatenation() { decoded } else { self.unpack(param, decoded, memory.as_ref())? }
+                    if param.layout().is_concatenation() {
+                        decoded
+                    } else {
+                        self.unpack(&param, decoded, memory.as_ref())?
+                    }
                 }
-            });
+            };
+            full.push((param, buffer));
         }
         Ok(full)
     }

@@ -48,6 +48,8 @@ struct State {
     /// Whether that backward has issued the unit's reduction.
     reduced: bool,
     ran_forward: bool,
+    /// Whether a forward gathered what is there and no backward has followed: stale, once an optimizer has stepped.
+    left_by_forward: bool,
     /// Modules of the unit that ran since it was last resharded after forward.
     parts_run: usize,
 }
@@ -109,6 +111,11 @@ impl ParamGroup {
             || self.name.strip_prefix(name).is_some_and(|rest| rest.starts_with('.'))
     }
 
+    /// How many of `groups` this one is inside of.
+    pub(crate) fn depth(&self, groups: &[Arc<ParamGroup>]) -> usize {
+        groups.iter().filter(|other| other.name != self.name && self.is_within(&other.name)).count()
+    }
+
     pub(crate) fn settings(&self) -> MutexGuard<'_, Settings> {
         self.settings.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
@@ -139,7 +146,7 @@ impl ParamGroup {
         self.start_unshard()?;
         let mut state = self.state();
         let Some(gathering) = state.gathering.take() else { return Ok(()) };
-        for (param, buffer) in self.params.iter().zip(self.finish_gather(gathering)?) {
+        for (param, buffer) in self.finish_gather(gathering)? {
             param.install(buffer)?;
         }
         state.post_forward_ranks = None;
@@ -152,7 +159,7 @@ impl ParamGroup {
         let memory = self.memory();
         let mut state = self.state();
         if let Some(gathering) = state.gathering.take() {
-            for buffer in self.finish_gather(gathering)? {
+            for (_, buffer) in self.finish_gather(gathering)? {
                 memory.give(buffer);
             }
         }
@@ -175,6 +182,7 @@ impl ParamGroup {
             }
             state.parts_run = 0;
         }
+        self.state().left_by_forward = true;
         let policy = self.settings().reshard_after_forward;
         match policy {
             ReshardAfterForward::Never => return Ok(false),
@@ -205,9 +213,57 @@ impl ParamGroup {
         std::mem::take(&mut self.state().ran_forward)
     }
 
+    /// Starts to gather ahead of a forward that may not come.
+    pub(crate) fn prefetch_for_forward(&self) -> Result<()> {
+        self.start_unshard()?;
+        self.state().left_by_forward = true;
+        Ok(())
+    }
+
+    /// Frees what an earlier forward gathered, if no backward came to free it: an optimizer may have changed the shards since.
+    pub(crate) fn drop_what_forward_left(&self) -> Result<()> {
+        if std::mem::take(&mut self.state().left_by_forward) { self.reshard() } else { Ok(()) }
+    }
+
     /// Runs before the backward of anything inside the unit.
-    pub(crate) fn pre_backward(&self) -> Result<()> {
+    pub(crate) fn pre_backward(self: &Arc<Self>) -> Result<()> {
         self.context()?.pre_backward(self)
+    }
+
+    /// Runs when everything between the unit's inputs and outputs has been processed: frozen parameters, which report nothing, are needed no more.
+    pub(crate) fn post_backward(&self) -> Result<()> {
+        if !self.settings().reshard_after_backward {
+            return Ok(());
+        }
+        let memory = self.memory();
+        self.params.iter().filter(|param| !param.trainable()).try_for_each(|param| param.reshard(memory.as_ref()))
+    }
+
+    /// Whether some parameters are frozen.
+    pub(crate) fn has_frozen(&self) -> bool {
+        self.params.iter().any(|param| !param.trainable())
+    }
+
+    /// Whether some gradients are complete and wait for others.
+    pub(crate) fn waits_for_gradients(&self) -> bool {
+        let state = self.state();
+        state.reported > 0 && !state.reduced
+    }
+
+    /// Marks the unit's gradients of this backward as on their way.
+    pub(crate) fn mark_reduced(&self) {
+        self.state().reduced = true;
+    }
+
+    /// Makes the unit ready for a backward: drops what one that was refused left.
+    pub(crate) fn begin_backward(&self) {
+        {
+            let mut state = self.state();
+            state.reported = 0;
+            state.reduced = false;
+        }
+        self.params.iter().filter_map(|param| param.take_grad()).for_each(|grad| self.pool.give(grad));
+        self.params.iter().for_each(|param| param.set_complete(false));
     }
 
     /// Every use of `param` in the graph has been processed: nobody needs its values any more, and its gradient is whole.
@@ -217,6 +273,7 @@ impl ParamGroup {
         if self.settings().reshard_after_backward {
             param.reshard(self.memory().as_ref())?;
         }
+        param.set_complete(true);
         let complete = {
             let mut state = self.state();
             state.reported += 1;
@@ -237,7 +294,9 @@ impl ParamGroup {
             let mut state = self.state();
             state.reported = 0;
             state.reduced = false;
+            state.left_by_forward = false;
         }
+        self.params.iter().for_each(|param| param.set_complete(false));
         if self.settings().reshard_after_backward { self.reshard() } else { Ok(()) }
     }
 
@@ -246,6 +305,7 @@ impl ParamGroup {
         let mut grads = vec![];
         for param in &self.params {
             if let Some(buffer) = param.take(Stage::Reduced) {
+                self.pool.leave(&buffer);
                 grads.push((param.clone(), tensor_of(buffer, param)?));
             }
         }
@@ -260,6 +320,7 @@ impl ParamGroup {
             state.reduced = false;
             state.parts_run = 0;
             state.ran_forward = false;
+            state.left_by_forward = false;
             state.gathering.take()
         };
         // What came of it no longer matters; that it is over does.
@@ -275,7 +336,7 @@ impl ParamGroup {
     }
 
     fn communication_failed(&self, what: &str, source: fsdp_core::Error) -> Error {
-        Error::Unit { unit: self.name.clone(), message: format!("{what} of {} parameters: {source}", self.params.len()) }
+        Error::Communication { unit: self.name.clone(), what: what.into(), parameters: self.params.len(), source }
     }
 }
 

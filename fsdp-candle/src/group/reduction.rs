@@ -119,7 +119,11 @@ impl ParamGroup {
     /// Sums when the division is the unit's own.
     fn reduce_op(&self) -> ReduceOp {
         let settings = self.settings();
-        if settings.force_sum_reduction || settings.gradient_divide_factor.is_some() { ReduceOp::Sum } else { ReduceOp::Avg }
+        if settings.force_sum_reduction || settings.gradient_divide_factor.is_some() {
+            ReduceOp::Sum
+        } else {
+            ReduceOp::Avg
+        }
     }
 
     fn pack(&self, param: &FsdpParam, grad: Buffer) -> Result<Buffer> {
@@ -136,7 +140,10 @@ impl ParamGroup {
             let lengths: Vec<usize> = buffers.iter().map(Buffer::len).collect();
             buffers = hook.reduce(buffers)?;
             if buffers.iter().map(Buffer::len).ne(lengths.iter().copied()) {
-                bail!("FSDP unit `{}`: the all-reduce hook changed the buffers' number or lengths; it must return {lengths:?}", self.name)
+                bail!(
+                    "FSDP unit `{}`: the all-reduce hook changed the buffers' number or lengths; it must return {lengths:?}",
+                    self.name
+                )
             }
         }
         let divisor = (self.reduce_op() == ReduceOp::Sum).then(|| {

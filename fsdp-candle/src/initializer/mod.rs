@@ -34,6 +34,15 @@ pub trait Initializer: Send + Sync {
     /// When there are no such values; the message names the parameter and the file.
     fn fill(&self, request: &ShardRequest<'_>, shard: &mut [u8]) -> Result<()>;
 
+    /// Whether there will be values, asked before memory is taken for them.
+    ///
+    /// # Errors
+    /// As [`Initializer::fill`].
+    fn check(&self, request: &ShardRequest<'_>) -> Result<()> {
+        let _ = request;
+        Ok(())
+    }
+
     /// Whether there are values of this name in particular, so that a model can ask ([`candle_nn::VarBuilder::contains_tensor`]) what it was saved with.
     fn contains(&self, name: &str) -> bool {
         let _ = name;

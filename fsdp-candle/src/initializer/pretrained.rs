@@ -29,7 +29,7 @@ impl Pretrained {
 const MISFIT: &str = "the weights do not belong to this config.json; use those that do, or start from random ones";
 
 impl Initializer for Pretrained {
-    fn fill(&self, request: &ShardRequest<'_>, shard: &mut [u8]) -> Result<()> {
+    fn check(&self, request: &ShardRequest<'_>) -> Result<()> {
         let fail = |message: String| Error::Parameter { name: request.name.into(), message };
         let info = self.model.info(request.name).map_err(|error| fail(format!("{error}: {MISFIT}")))?;
         if info.shape != request.shape {
@@ -47,6 +47,12 @@ impl Initializer for Pretrained {
                 info.dtype
             )));
         }
+        Ok(())
+    }
+
+    fn fill(&self, request: &ShardRequest<'_>, shard: &mut [u8]) -> Result<()> {
+        self.check(request)?;
+        let info = self.model.info(request.name)?;
         let wanted = crate::storage::to_core_dtype(request.dtype)?;
         if wanted == info.dtype {
             return Ok(self.model.read(request.name, request.region, shard)?);

@@ -90,7 +90,8 @@ impl AdamW {
     /// # Errors
     /// When a gradient has another shape or dtype than its parameter's shard.
     pub fn step(&mut self, grads: &GradStore) -> Result<()> {
-        for state in &mut self.states {
+        // All or nothing: what is wrong shows before anything is updated.
+        for state in &self.states {
             let shard = state.param.var().as_tensor();
             let Some(grad) = grads.get(shard) else { continue };
             if grad.dtype() != shard.dtype() || grad.shape() != shard.shape() {
@@ -105,6 +106,10 @@ impl AdamW {
                     ),
                 });
             }
+        }
+        for state in &mut self.states {
+            let shard = state.param.var().as_tensor();
+            let Some(grad) = grads.get(shard) else { continue };
             state.step += 1;
             let update = Update::new(&self.config, state.step);
             // The moments' memory moves through the operation, which can borrow one tensor mutably only.

@@ -7,31 +7,93 @@ use fsdp_core::{Allocator, Buffer, DType};
 
 /// Free buffers by dtype and length, first in, first out. What a training step takes and gives back, the next step takes again; a unit that gives its
 /// parameters' buffers back in order gets the same ones again.
+///
+/// The pool and what is taken from it never come to more than the most that was taken at once: units of different sizes do not keep a buffer each.
 #[derive(Default)]
-pub(crate) struct Pool {
-    free: Mutex<HashMap<(DType, usize), VecDeque<Buffer>>>,
+pub(crate) struct Pool(Mutex<Shelves>);
+
+type Key = (DType, usize);
+
+#[derive(Default)]
+struct Shelves {
+    free: HashMap<Key, VecDeque<Buffer>>,
+    free_bytes: usize,
+    taken: HashMap<Key, usize>,
+    taken_bytes: usize,
+    most_bytes: usize,
+}
+
+fn bytes((dtype, len): Key) -> usize {
+    dtype.size() * len
+}
+
+impl Shelves {
+    fn returned(&mut self, key: Key) {
+        if let Some(count) = self.taken.get_mut(&key).filter(|count| **count > 0) {
+            *count -= 1;
+            self.taken_bytes -= bytes(key);
+        }
+    }
+
+    /// Frees buffers until everything fits into the most that was ever taken; those of the sizes that are taken least go first.
+    fn trim(&mut self) {
+        while self.free_bytes > 0 && self.taken_bytes + self.free_bytes > self.most_bytes {
+            let taken = &self.taken;
+            let victim = self.free.iter().filter(|(_, shelf)| !shelf.is_empty()).min_by_key(|(key, shelf)| {
+                (taken.get(*key).copied().unwrap_or(0), std::cmp::Reverse(shelf.len()), key.1)
+            });
+            let Some(key) = victim.map(|(key, _)| *key) else { break };
+            if let Some(buffer) = self.free.get_mut(&key).and_then(VecDeque::pop_back) {
+                self.free_bytes -= bytes((buffer.dtype(), buffer.len()));
+            }
+        }
+    }
 }
 
 impl Pool {
-    fn free(&self) -> std::sync::MutexGuard<'_, HashMap<(DType, usize), VecDeque<Buffer>>> {
-        self.free.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    fn shelves(&self) -> std::sync::MutexGuard<'_, Shelves> {
+        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
     /// Frees what is not in use.
     pub(crate) fn clear(&self) {
-        self.free().clear();
+        let mut shelves = self.shelves();
+        shelves.free.clear();
+        shelves.free_bytes = 0;
+    }
+
+    /// Notes that a buffer will not come back: it became a tensor of the user's.
+    pub(crate) fn leave(&self, buffer: &Buffer) {
+        self.shelves().returned((buffer.dtype(), buffer.len()));
     }
 }
 
 impl Allocator for Pool {
     fn take(&self, dtype: DType, len: usize) -> Buffer {
-        let free = self.free().get_mut(&(dtype, len)).and_then(VecDeque::pop_front);
+        let key = (dtype, len);
+        let free = {
+            let mut shelves = self.shelves();
+            let free = shelves.free.get_mut(&key).and_then(VecDeque::pop_front);
+            if free.is_some() {
+                shelves.free_bytes -= bytes(key);
+            }
+            *shelves.taken.entry(key).or_default() += 1;
+            shelves.taken_bytes += bytes(key);
+            shelves.most_bytes = shelves.most_bytes.max(shelves.taken_bytes);
+            shelves.trim();
+            free
+        };
         free.unwrap_or_else(|| Buffer::zeros(dtype, len))
     }
 
     fn give(&self, buffer: Buffer) {
+        let key = (buffer.dtype(), buffer.len());
+        let mut shelves = self.shelves();
+        shelves.returned(key);
         if !buffer.is_empty() {
-            self.free().entry((buffer.dtype(), buffer.len())).or_default().push_back(buffer);
+            shelves.free_bytes += bytes(key);
+            shelves.free.entry(key).or_default().push_back(buffer);
+            shelves.trim();
         }
     }
 }
@@ -47,5 +109,20 @@ mod tests {
         let at = buffer.bytes().as_ptr();
         pool.give(buffer);
         assert_eq!(pool.take(DType::F32, 8).bytes().as_ptr(), at);
+    }
+
+    #[test]
+    fn different_sizes_do_not_keep_a_buffer_each() {
+        let pool = Pool::default();
+        for _ in 0..3 {
+            for len in 100..110 {
+                let (a, b) = (pool.take(DType::F32, len), pool.take(DType::F32, len));
+                pool.give(a);
+                pool.give(b);
+            }
+        }
+        let shelves = pool.shelves();
+        assert_eq!(shelves.taken_bytes, 0);
+        assert!(shelves.free_bytes <= 2 * 109 * 4, "{} bytes are kept", shelves.free_bytes);
     }
 }

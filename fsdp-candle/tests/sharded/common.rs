@@ -1,8 +1,10 @@
 //! What the integration tests share: a small model in ordinary Candle code, and ranks as threads.
 
+use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::VarBuilder;
-use fsdp_candle::{FsdpModule, FullyShard, ShardedVarMap, World, fully_shard, nn};
+use fsdp_candle::{FsdpModule, FsdpParam, FullyShard, ReduceOp, ShardedVarMap, World, fully_shard, nn};
+use fsdp_core::Buffer;
 use fsdp_core::process_group::{Options, local};
 
 /// A residual MLP of Candle's own linear layers and this crate's norm.
@@ -68,4 +70,53 @@ pub(crate) fn ranks<T: Send>(size: usize, f: impl Fn(World) -> T + Sync) -> Vec<
 pub(crate) fn batch(rank: usize, width: usize) -> Tensor {
     let values: Vec<f32> = (0..4 * width).map(|i| ((i * 37 + rank * 101) % 61) as f32 / 61. - 0.5).collect();
     Tensor::from_vec(values, (4, width), &Device::Cpu).unwrap()
+}
+
+/// A whole tensor from its shards, put together the plain way: every rank adds its box to zeros.
+pub(crate) fn whole(vars: &ShardedVarMap, param: &FsdpParam, shard: &Tensor) -> Vec<f32> {
+    let dims = vars.mesh().layout().shape().len();
+    let ranks = vars.mesh().group(dims - 1).unwrap();
+    let shape = param.shape().dims();
+    let region = param.region();
+    let mut full = vec![0f32; shape.iter().product()];
+    for (local, value) in shard.flatten_all().unwrap().to_vec1::<f32>().unwrap().into_iter().enumerate() {
+        let (mut rest, mut at, mut stride) = (local, 0, 1);
+        for dim in (0..shape.len()).rev() {
+            at += stride * (region.offsets[dim] + rest % region.sizes[dim]);
+            rest /= region.sizes[dim];
+            stride *= shape[dim];
+        }
+        full[at] = value;
+    }
+    match ranks.all_reduce(vec![Buffer::F32(full)], ReduceOp::Sum).wait().unwrap().pop() {
+        Some(Buffer::F32(full)) => full,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Every parameter's whole gradient, by name.
+pub(crate) fn gradients(vars: &ShardedVarMap, grads: &GradStore) -> Vec<(String, Vec<f32>)> {
+    vars.trainable()
+        .iter()
+        .map(|param| {
+            let grad = grads.get(param.var()).unwrap_or_else(|| panic!("no gradient of {}", param.name()));
+            (param.name().to_string(), whole(vars, param, grad))
+        })
+        .collect()
+}
+
+/// The mean of squares of what the model makes of a batch.
+pub(crate) fn loss_of(model: &impl Module, x: &Tensor) -> Tensor {
+    model.forward(x).unwrap().to_dtype(DType::F32).unwrap().sqr().unwrap().mean_all().unwrap()
+}
+
+pub(crate) fn assert_close(got: &[(String, Vec<f32>)], want: &[(String, Vec<f32>)], tolerance: f32) {
+    assert_eq!(got.len(), want.len());
+    for ((name, got), (want_name, want)) in got.iter().zip(want) {
+        assert_eq!((name, got.len()), (want_name, want.len()));
+        let scale = want.iter().fold(1e-3f32, |max, v| max.max(v.abs()));
+        for (got, want) in got.iter().zip(want) {
+            assert!((got - want).abs() <= tolerance * scale, "{name}: {got} instead of {want}");
+        }
+    }
 }

@@ -3,4 +3,5 @@
 
 mod common;
 mod contract;
+mod features;
 mod parity;

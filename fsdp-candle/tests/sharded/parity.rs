@@ -1,30 +1,11 @@
 //! A sharded model trains exactly like a plain one: losses, gradients and updates, at every world size.
 
-use crate::common::{batch, plain, ranks, sharded, vars};
+use crate::common::{batch, plain, ranks, sharded, vars, whole};
 use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::{VarBuilder, VarMap};
-use fsdp_candle::{
-    AdamW, AdamWConfig, FullyShard, MixedPrecisionPolicy, ReshardAfterForward, ShardedVarMap, clip_grad_norm,
-};
-use fsdp_core::Buffer;
+use fsdp_candle::{AdamW, AdamWConfig, FullyShard, MixedPrecisionPolicy, ReshardAfterForward, clip_grad_norm};
 
 const WIDTH: usize = 5; // odd, so that shards are uneven and, at 4 ranks, some are empty
-
-/// A shard's rows, all-gathered by hand: the plain way to get the whole.
-fn whole(vars: &ShardedVarMap, shard: &Tensor, shape: &[usize]) -> Vec<f32> {
-    let group = vars.mesh().group(0).unwrap();
-    let mut padded = vec![0f32; shape.iter().product()];
-    let mine = shard.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-    let row: usize = shape[1..].iter().product();
-    let start = shape[0].div_ceil(group.size()) * group.rank() * row;
-    for (i, value) in mine.into_iter().enumerate() {
-        padded[start + i] = value;
-    }
-    match group.all_reduce(vec![Buffer::F32(padded)], fsdp_core::ReduceOp::Sum).wait().unwrap().pop() {
-        Some(Buffer::F32(values)) => values,
-        other => panic!("{other:?}"),
-    }
-}
 
 struct Run {
     losses: Vec<f32>,
@@ -54,12 +35,11 @@ fn train_sharded(
             run.grads = vars
                 .params()
                 .iter()
-                .map(|p| (p.name().to_string(), whole(&vars, grads.get(p.var()).unwrap(), p.shape().dims())))
+                .map(|p| (p.name().to_string(), whole(&vars, p, grads.get(p.var()).unwrap())))
                 .collect();
             optim.step(&grads).unwrap();
         }
-        run.weights =
-            vars.params().iter().map(|p| (p.name().to_string(), whole(&vars, p.var(), p.shape().dims()))).collect();
+        run.weights = vars.params().iter().map(|p| (p.name().to_string(), whole(&vars, p, p.var()))).collect();
         assert!(model.parameters_without_gradient().is_empty());
         run
     })

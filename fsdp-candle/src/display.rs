@@ -1,0 +1,95 @@
+//! A model printed: its units as a tree, with their parameters, placements and bytes.
+
+use std::fmt;
+
+use crate::group::ParamGroup;
+use crate::module::FsdpModule;
+use crate::param::FsdpParam;
+use crate::var_map::ShardedVarMap;
+
+/// Bytes as people read them.
+fn size(bytes: usize) -> String {
+    match bytes {
+        0..1024 => format!("{bytes} B"),
+        1024..1_048_576 => format!("{:.1} KiB", bytes as f64 / 1024.),
+        _ => format!("{:.1} MiB", bytes as f64 / 1_048_576.),
+    }
+}
+
+fn write_param(f: &mut fmt::Formatter<'_>, param: &FsdpParam, indent: &str) -> fmt::Result {
+    let placements: Vec<String> = param.placements().iter().map(ToString::to_string).collect();
+    let width = param.dtype().size_in_bytes();
+    write!(
+        f,
+        "{indent}{} {:?} {:?} ({}) {} of {}",
+        param.name(),
+        param.shape().dims(),
+        param.dtype(),
+        placements.join(", "),
+        size(param.region().elements() * width),
+        size(param.shape().elem_count() * width)
+    )?;
+    if param.compute_dtype() != param.dtype() {
+        write!(f, ", computes in {:?}", param.compute_dtype())?;
+    }
+    writeln!(f, "{}", if param.trainable() { "" } else { ", frozen" })
+}
+
+fn write_group(f: &mut fmt::Formatter<'_>, group: &ParamGroup, depth: usize) -> fmt::Result {
+    let indent = "  ".repeat(depth);
+    let held: usize = group.params().iter().map(|p| p.region().elements() * p.dtype().size_in_bytes()).sum();
+    let whole: usize = group.params().iter().map(|p| p.shape().elem_count() * p.dtype().size_in_bytes()).sum();
+    writeln!(
+        f,
+        "{indent}{} [{:?}, {}]: this rank holds {} of {}",
+        group.name(),
+        group.settings().reshard_after_forward,
+        if group.is_unsharded() { "unsharded" } else { "sharded" },
+        size(held),
+        size(whole)
+    )?;
+    group.params().iter().try_for_each(|param| write_param(f, param, &format!("{indent}  . ")))
+}
+
+/// The units within `name`, each below the nearest unit around it.
+fn write_tree(f: &mut fmt::Formatter<'_>, groups: &[std::sync::Arc<ParamGroup>], name: &str) -> fmt::Result {
+    let mut within: Vec<_> = groups.iter().filter(|group| group.is_within(name)).collect();
+    // A unit comes before those inside it; siblings stay in the order in which they were made.
+    within.sort_by_key(|group| group.depth(groups));
+    let mut written: Vec<usize> = vec![];
+    fn descend(
+        f: &mut fmt::Formatter<'_>,
+        within: &[&std::sync::Arc<ParamGroup>],
+        at: usize,
+        written: &mut Vec<usize>,
+        depth: usize,
+    ) -> fmt::Result {
+        written.push(at);
+        write_group(f, within[at], depth)?;
+        for child in 0..within.len() {
+            if !written.contains(&child) && within[child].is_within(within[at].name()) {
+                descend(f, within, child, written, depth + 1)?;
+            }
+        }
+        Ok(())
+    }
+    for at in 0..within.len() {
+        if !written.contains(&at) {
+            descend(f, &within, at, &mut written, 0)?;
+        }
+    }
+    Ok(())
+}
+
+impl<M> fmt::Display for FsdpModule<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write_tree(f, &self.context().groups(), self.name())
+    }
+}
+
+impl fmt::Display for ShardedVarMap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "mesh {} rank {}", self.mesh().layout(), self.mesh().rank())?;
+        write_tree(f, &self.context().groups(), crate::fully_shard::ROOT)
+    }
+}

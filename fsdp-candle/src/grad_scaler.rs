@@ -1,0 +1,114 @@
+//! Loss scaling for f16, with one verdict over all ranks: PyTorch's `ShardedGradScaler`.
+
+use candle_core::Tensor;
+use candle_core::backprop::GradStore;
+use fsdp_core::{Buffer, ReduceOp};
+
+use crate::clip::{Scale, powers};
+use crate::optim::AdamW;
+use crate::var_map::ShardedVarMap;
+use crate::{Error, NormType, Result};
+
+/// Scales losses up so that small gradients survive f16, gradients back down, and skips steps whose gradients overflowed on any rank.
+///
+/// As `torch.amp.GradScaler`: after an overflow the scale is multiplied by 0.5, after 2000 good steps by 2.
+///
+/// ```no_run
+/// # fn example(model: &fsdp_candle::FsdpModule<()>, vars: &fsdp_candle::ShardedVarMap, optim: &mut fsdp_candle::AdamW, loss: &candle_core::Tensor)
+/// # -> Result<(), Box<dyn std::error::Error>> {
+/// let mut scaler = fsdp_candle::GradScaler::default();
+/// let mut grads = model.backward(&scaler.scale(loss)?)?;
+/// scaler.unscale(vars, &mut grads)?;
+/// fsdp_candle::clip_grad_norm(vars, &mut grads, 1.0)?;
+/// let stepped = scaler.step(optim, &grads)?;
+/// # Ok(()) }
+/// ```
+#[derive(Clone, Debug)]
+pub struct GradScaler {
+    scale: f64,
+    growth_factor: f64,
+    backoff_factor: f64,
+    growth_interval: u32,
+    good_steps: u32,
+    overflowed: bool,
+}
+
+impl Default for GradScaler {
+    fn default() -> Self {
+        Self::new(65536.)
+    }
+}
+
+impl GradScaler {
+    /// A scaler that starts at `scale`.
+    pub fn new(scale: f64) -> Self {
+        GradScaler {
+            scale,
+            growth_factor: 2.,
+            backoff_factor: 0.5,
+            growth_interval: 2000,
+            good_steps: 0,
+            overflowed: false,
+        }
+    }
+
+    /// After how many good steps in a row the scale doubles.
+    pub fn growth_interval(mut self, steps: u32) -> Self {
+        self.growth_interval = steps.max(1);
+        self
+    }
+
+    /// The scale of the next loss.
+    pub fn current_scale(&self) -> f64 {
+        self.scale
+    }
+
+    /// The loss times the scale: what backward takes.
+    ///
+    /// # Errors
+    /// Candle's.
+    pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
+        Ok((loss * self.scale)?)
+    }
+
+    /// Divides the sharded gradients by the scale, and finds out whether any rank's hold an infinity or a NaN; all ranks get the same answer. Collective.
+    ///
+    /// # Errors
+    /// Those of the all-reduce.
+    pub fn unscale(&mut self, vars: &ShardedVarMap, grads: &mut GradStore) -> Result<bool> {
+        let mut finite = true;
+        for param in vars.trainable() {
+            if let Some(grad) = grads.get(param.var()) {
+                finite &= powers(grad, NormType::Infinity)?.is_finite();
+                grad.inplace_op1(&Scale(1. / self.scale))?;
+            }
+        }
+        // Replicas hold the same bits, so the shard ranks' verdict is everybody's.
+        let verdict =
+            vars.ranks()?.shard().all_reduce(vec![Buffer::U32(vec![u32::from(!finite)])], ReduceOp::Max).wait()?;
+        self.overflowed = match verdict.first() {
+            Some(Buffer::U32(flags)) if flags.len() == 1 => flags[0] != 0,
+            _ => return Err(Error::Argument("an all-reduce of one U32 returned something else".into())),
+        };
+        Ok(self.overflowed)
+    }
+
+    /// Steps the optimizer unless the gradients overflowed, and sets the next scale. Tells whether it stepped.
+    ///
+    /// # Errors
+    /// The optimizer's.
+    pub fn step(&mut self, optim: &mut AdamW, grads: &GradStore) -> Result<bool> {
+        if std::mem::take(&mut self.overflowed) {
+            self.scale *= self.backoff_factor;
+            self.good_steps = 0;
+            return Ok(false);
+        }
+        optim.step(grads)?;
+        self.good_steps += 1;
+        if self.good_steps == self.growth_interval {
+            self.scale *= self.growth_factor;
+            self.good_steps = 0;
+        }
+        Ok(true)
+    }
+}
