@@ -179,6 +179,7 @@ impl Context {
     /// Runs before the backward of anything inside a unit: gathers its parameters and starts on those of the units that come next in backward.
     pub(crate) fn pre_backward(&self, group: &Arc<ParamGroup>) -> Result<()> {
         self.check_in_backward()?;
+        trace::enter(tracing::debug_span!("backward", unit = group.name()));
         let (unshard, listed) = {
             let settings = group.settings();
             let listed: Vec<_> = settings.backward_prefetch.iter().filter_map(|unit| unit.upgrade()).collect();
@@ -253,6 +254,7 @@ impl Context {
             self.pre_backward(&root)?;
         }
         let mut grads = stacker::grow(BACKWARD_STACK_BYTES, || loss.backward())?;
+        trace::leave();
         for group in &self.groups() {
             // What has not reported by now never will: unused parameters, and those behind a cut.
             if !group.has_reduced() {
@@ -327,6 +329,27 @@ impl Context {
     }
 }
 
+/// The span of the unit whose backward runs on this thread. Candle runs backward without telling where one unit ends and the next begins: a unit's span lasts
+/// until the next one's.
+mod trace {
+    use std::cell::RefCell;
+
+    use tracing::span::EnteredSpan;
+
+    thread_local! {
+        static UNIT: RefCell<Option<EnteredSpan>> = const { RefCell::new(None) };
+    }
+
+    pub(super) fn enter(span: tracing::Span) {
+        leave();
+        UNIT.with_borrow_mut(|unit| *unit = Some(span.entered()));
+    }
+
+    pub(super) fn leave() {
+        UNIT.with_borrow_mut(|unit| drop(unit.take()));
+    }
+}
+
 /// Waits for a reduction to its end.
 fn finish(reduction: Reduction) -> Result<()> {
     let mut next = Some(reduction);
@@ -345,6 +368,7 @@ struct BackwardGuard<'a> {
 impl Drop for BackwardGuard<'_> {
     fn drop(&mut self) {
         lock(&self.context.iteration).in_backward = false;
+        trace::leave();
         if !self.ok {
             self.context.reset_iter_state();
         }

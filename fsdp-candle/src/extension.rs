@@ -1,10 +1,12 @@
 //! What travels in an all-gather instead of the parameter itself: PyTorch's `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
 
+mod float8;
 mod int8;
 
 use candle_core::{Result, Tensor};
 use fsdp_core::Buffer;
 
+pub use float8::Float8;
 pub use int8::Int8Blocks;
 
 /// Changes what travels in the all-gather of a parameter: quantised weights, other encodings.
@@ -26,4 +28,9 @@ pub trait AllGatherExtension: Send + Sync {
     /// # Errors
     /// When the buffers can't be decoded.
     fn post_all_gather(&self, gathered: &[Buffer], counts: &[usize], full: &mut Buffer) -> Result<()>;
+}
+
+/// A float of any width from an f32, rounded once.
+fn float_from<T: candle_core::WithDType>(value: f32) -> T {
+    T::from_f64(f64::from(value))
 }

@@ -68,8 +68,8 @@ pub use clip::{ClipOptions, NormType, clip_grad_norm, clip_grad_norm_with, grad_
 pub use comm::{AllGather, AllReduceHook, ReduceScatter};
 pub use control::{Unit, UnshardHandle};
 pub use error::{Error, Result};
-pub use extension::{AllGatherExtension, Int8Blocks};
-pub use fsdp_core::{DeviceMesh, Placement, ProcessGroup, ReduceOp};
+pub use extension::{AllGatherExtension, Float8, Int8Blocks};
+pub use fsdp_core::{DTensor, DTensorSpec, DeviceMesh, Placement, ProcessGroup, ReduceOp};
 pub use fully_shard::{ExtensionFn, FullyShard, ShardPlacementFn, fully_shard};
 pub use grad_scaler::GradScaler;
 pub use module::FsdpModule;

@@ -81,7 +81,8 @@ impl<M> FsdpModule<M> {
     /// ```
     pub fn call<O: Tensors>(&self, forward: impl FnOnce(&M) -> Result<O>) -> Result<O> {
         let guard = self.context.pre_forward(&self.group)?;
-        let outputs = forward(&self.inner).map_err(|error| self.explain(error))?;
+        let span = tracing::debug_span!("forward", unit = self.name());
+        let outputs = span.in_scope(|| forward(&self.inner)).map_err(|error| self.explain(error))?;
         let outputs = match self.group.mp_policy().output_dtype {
             Some(dtype) => cast(outputs, dtype)?,
             None => outputs,

@@ -36,7 +36,9 @@ pub enum Error {
         details: String,
     },
     /// Some ranks did not arrive in time.
-    #[error("rank {rank}: {what} in group \"{group}\" timed out after {seconds:.1} s: waited for rank(s) {missing:?}")]
+    #[error(
+        "rank {rank}: {what} in group \"{group}\" timed out after {seconds:.1} s: waited for rank(s) {missing:?}. See what they do instead, or raise FSDP_TIMEOUT_S"
+    )]
     Timeout {
         /// The rank that reports it.
         rank: usize,
@@ -50,7 +52,7 @@ pub enum Error {
         seconds: f64,
     },
     /// A peer is gone.
-    #[error("rank {rank}: {what} in group \"{group}\" failed: rank {peer} {how}")]
+    #[error("rank {rank}: {what} in group \"{group}\" failed: rank {peer} {how}. The output of rank {peer} says more")]
     PeerLost {
         /// The rank that reports it.
         rank: usize,

@@ -3,9 +3,10 @@
 //!
 //! From the bottom up: [`DType`] and [`Buffer`] are the memory that travels; [`layout`] says which elements of a tensor a rank holds;
 //! [`MeshLayout`] gives ranks their coordinates; a [`ProcessGroup`] moves buffers between ranks; a [`DeviceMesh`] is a layout with a process
-//! group for each of its dimensions. [`RankEnv`] reads who this process is from what its launcher set.
+//! group for each of its dimensions; a [`DTensor`] is a buffer on each rank of a mesh that together are one tensor. [`RankEnv`] reads who this process is from what its launcher set.
 
 pub mod buffer;
+pub mod dtensor;
 pub mod dtype;
 pub mod env;
 pub mod error;
@@ -18,6 +19,7 @@ mod rendezvous;
 mod text;
 
 pub use buffer::{Allocator, Buffer, Heap, Readable};
+pub use dtensor::{DTensor, DTensorSpec};
 pub use dtype::DType;
 pub use env::RankEnv;
 pub use error::{Error, Result};

@@ -172,3 +172,30 @@ fn a_mesh_has_a_group_along_each_dimension() {
         assert_eq!(sum(tp.group(0).unwrap()), [Buffer::U32(vec![[1, 5][rank / 2]])]);
     });
 }
+
+#[test]
+fn groups_of_a_mesh_and_of_its_slices_hold_the_ranks_that_the_layout_says_in_its_order() {
+    local::run_with(12, options(4096), |world| {
+        let rank = world.rank();
+        let mesh = DeviceMesh::new(&world, &[("pp", 2), ("dp", 3), ("tp", 2)]).unwrap();
+        let members = |group: &Arc<dyn ProcessGroup>| {
+            let input = Arc::new(Buffer::U32(vec![rank as u32]));
+            let parts = vec![GatherPart { input, counts: vec![1; group.size()] }];
+            group.all_gather(parts, Heap::shared()).wait().unwrap()
+        };
+        let along = |dim| mesh.layout().ranks_along(dim, rank).unwrap().into_iter().map(|rank| rank as u32).collect();
+        let coordinate = mesh.coordinate();
+        let expected: Vec<_> = (0..3).map(|dim| vec![Buffer::U32(along(dim))]).collect();
+        for dim in 0..3 {
+            let group = mesh.group(dim).unwrap();
+            assert_eq!((group.rank(), members(group)), (coordinate[dim], expected[dim].clone()));
+        }
+        for dims in [[0, 1], [1, 2], [0, 2], [2, 0]] {
+            let slice = mesh.slice(&dims.map(|dim| mesh.layout().names()[dim].as_str())).unwrap();
+            assert_eq!(slice.coordinate(), dims.map(|dim| coordinate[dim]));
+            for (at, dim) in dims.into_iter().enumerate() {
+                assert_eq!(members(slice.group(at).unwrap()), expected[dim]);
+            }
+        }
+    });
+}

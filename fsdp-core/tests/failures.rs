@@ -5,8 +5,8 @@
 use std::{sync::Arc, time::Duration};
 
 use fsdp_core::{
-    Allocator, Buffer, DType, Error, ExchangePart, GatherPart, Heap, ProcessGroup, Readable, ReduceOp, ScatterPart,
-    Work,
+    Allocator, Buffer, DType, DeviceMesh, Error, ExchangePart, GatherPart, Heap, ProcessGroup, Readable, ReduceOp,
+    ScatterPart, Work,
     process_group::{Options, local},
 };
 
@@ -120,6 +120,22 @@ fn a_rank_that_leaves_is_named() {
     for error in errors.into_iter().flatten() {
         let Error::PeerLost { peer: 1, how, .. } = &error else { panic!("{error}") };
         assert_eq!(how, "left the group");
+    }
+}
+
+#[test]
+fn dropping_a_group_with_collectives_in_its_queue_ends_also_when_a_peer_has_left() {
+    let errors = local::run(3, |group| {
+        if group.rank() == 2 {
+            return Vec::new();
+        }
+        let works: Vec<_> = (0..5).map(|_| group.barrier()).collect();
+        drop(group);
+        works.into_iter().map(|mut work| work.is_done().then(|| error(work))).collect()
+    });
+    assert_eq!(errors.iter().map(Vec::len).collect::<Vec<_>>(), [5, 5, 0]);
+    for error in errors.into_iter().flatten() {
+        assert!(matches!(error, Some(Error::PeerLost { peer: 2, .. })), "{error:?}");
     }
 }
 
@@ -270,6 +286,20 @@ fn a_panic_of_a_rank_is_reported_with_its_number() {
     .unwrap_err();
     let text = panic.downcast_ref::<String>().unwrap();
     assert!(text.contains("rank 1 panicked: on purpose") && !text.contains("rank 0"), "{text}");
+}
+
+#[test]
+fn ranks_that_lay_out_different_meshes_are_told_so() {
+    let outcomes = local::run(4, |world| {
+        let names = if world.rank() == 2 { ["tp", "dp"] } else { ["dp", "tp"] };
+        DeviceMesh::new(&world, &names.map(|name| (name, 2))).map(drop)
+    });
+    for (rank, outcome) in outcomes.into_iter().enumerate() {
+        let error = outcome.unwrap_err();
+        assert!(matches!(error, Error::Mesh(_)), "{error}");
+        let others = if rank == 2 { "[0, 1, 3]" } else { "[2]" };
+        assert!(error.to_string().contains(&format!("rank(s) {others} another one")), "{error}");
+    }
 }
 
 #[test]

@@ -204,7 +204,7 @@ fn a_killed_rank_is_named_by_all_others() {
         for (rank, outcome) in outcomes.iter().enumerate() {
             match rank {
                 1 => assert!(outcome.contains("signal: 9"), "{outcome}"),
-                _ => assert!(outcome.contains("lost: ") && outcome.ends_with("rank 1 died"), "{outcome}"),
+                _ => assert!(outcome.contains("lost: ") && outcome.contains("rank 1 died. "), "{outcome}"),
             }
         }
     }
@@ -267,6 +267,15 @@ fn jobs_side_by_side_do_not_meet() {
     let jobs: Vec<_> = ports.iter().map(|&port| start("shows_who_it_met", port, all(2))).collect();
     for (port, job) in ports.iter().zip(jobs) {
         assert_eq!(job.outcomes(), vec![format!("[U32([{port}, {port}])]"); 2]);
+    }
+}
+
+#[test]
+fn a_rank_outside_its_world_is_refused() {
+    for (rank, world_size) in [(1, 1), (0, 0), (2, 2)] {
+        let env = RankEnv { rank, world_size, local_world_size: world_size, ..RankEnv::single() };
+        let Err(error) = shm::connect(&env, Options::default()) else { panic!("it connected") };
+        assert!(error.to_string().contains(&format!("rank {rank} is outside a world of {world_size}")), "{error}");
     }
 }
 

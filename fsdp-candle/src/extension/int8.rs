@@ -3,7 +3,7 @@
 use candle_core::{DType, Result, Tensor, bail};
 use fsdp_core::Buffer;
 
-use super::AllGatherExtension;
+use super::{AllGatherExtension, float_from};
 use crate::storage::typed;
 
 /// Symmetric 8-bit quantisation in blocks: `q = round(x / s)` with `s = max|x| / 127` over the block, so that each gathered value differs from its shard's by at
@@ -60,11 +60,6 @@ impl AllGatherExtension for Int8Blocks {
         });
         Ok(())
     }
-}
-
-/// A float of any width from an f32, rounded once.
-fn float_from<T: candle_core::WithDType>(value: f32) -> T {
-    T::from_f64(f64::from(value))
 }
 
 #[cfg(test)]

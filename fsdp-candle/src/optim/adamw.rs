@@ -90,6 +90,7 @@ impl AdamW {
     /// # Errors
     /// When a gradient has another shape or dtype than its parameter's shard.
     pub fn step(&mut self, grads: &GradStore) -> Result<()> {
+        let _span = tracing::debug_span!("optimizer").entered();
         // All or nothing: what is wrong shows before anything is updated.
         for state in &self.states {
             let shard = state.param.var().as_tensor();

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::agreement::agree;
 use crate::{Error, MeshLayout, ProcessGroup, Result};
 
 /// A [`MeshLayout`] with a [`ProcessGroup`] along each dimension, as PyTorch's `DeviceMesh`.
@@ -10,13 +11,17 @@ pub struct DeviceMesh {
     layout: MeshLayout,
     rank: usize,
     groups: Vec<Arc<dyn ProcessGroup>>,
+    /// The group that the mesh was made over, to split for new dimensions.
+    world: Arc<dyn ProcessGroup>,
+    /// The rank in `world` of each rank of this mesh.
+    members: Vec<usize>,
 }
 
 impl DeviceMesh {
     /// Lays the ranks of `world` out in a grid. Collective: every rank of `world` calls it with the same dimensions.
     ///
     /// # Errors
-    /// When the product of the sizes is not the size of `world`, and what [`MeshLayout::new`] and [`ProcessGroup::split`] refuse.
+    /// When the product of the sizes is not the size of `world` or ranks pass different dimensions, and what [`MeshLayout::new`] and [`ProcessGroup::split`] refuse.
     pub fn new(world: &Arc<dyn ProcessGroup>, dims: &[(&str, usize)]) -> Result<Self> {
         let layout = MeshLayout::new(dims)?;
         if layout.size() != world.size() {
@@ -27,20 +32,35 @@ impl DeviceMesh {
                 world.size()
             )));
         }
-        let rank = world.rank();
+        agree(&layout, world)?;
+        let members: Vec<usize> = (0..world.size()).collect();
         let groups = (0..layout.shape().len())
-            .map(|dim| {
-                let size = layout.shape()[dim];
-                if size == world.size() {
-                    return Ok(world.clone());
-                }
-                // Ranks with the same coordinates elsewhere have the same first rank along `dim`: it tells their group from its siblings.
-                let ranks = layout.ranks_along(dim, rank).unwrap_or_default();
-                let color = ranks.first().copied().unwrap_or(rank);
-                world.split(color, layout.coordinate_of(rank).map_or(0, |c| c[dim]))
-            })
+            .map(|dim| group_along(dim, &layout, world.rank(), &members, world))
             .collect::<Result<Vec<_>>>()?;
-        Ok(DeviceMesh { layout, rank, groups })
+        Ok(DeviceMesh { layout, rank: world.rank(), groups, world: world.clone(), members })
+    }
+
+    /// A mesh of one dimension over a group that there is already, which runs its collectives: PyTorch's `DeviceMesh.from_group`. No communication.
+    ///
+    /// ```
+    /// use fsdp_core::{DeviceMesh, process_group::local};
+    /// local::run(4, |world| {
+    ///     let evens_or_odds = world.split(world.rank() % 2, world.rank()).unwrap();
+    ///     let mesh = DeviceMesh::from_group("dp", &evens_or_odds).unwrap();
+    ///     assert_eq!((mesh.size(), mesh.get_local_rank("dp").unwrap()), (2, world.rank() / 2));
+    /// });
+    /// ```
+    ///
+    /// # Errors
+    /// When the name is empty.
+    pub fn from_group(name: &str, group: &Arc<dyn ProcessGroup>) -> Result<Self> {
+        Ok(DeviceMesh {
+            layout: MeshLayout::new(&[(name, group.size())])?,
+            rank: group.rank(),
+            groups: vec![group.clone()],
+            world: group.clone(),
+            members: (0..group.size()).collect(),
+        })
     }
 
     /// The grid.
@@ -73,21 +93,127 @@ impl DeviceMesh {
             .ok_or_else(|| Error::Mesh(format!("mesh {} has no dimension {dim}; they count from 0", self.layout)))
     }
 
-    /// The mesh of the named dimensions that this rank is part of, in the order given: `mesh["dp", "tp"]` in PyTorch.
+    /// The process group along the dimension called `name`: PyTorch's `get_group(name)`.
+    ///
+    /// # Errors
+    /// Names the dimensions there are.
+    pub fn group_by_name(&self, name: &str) -> Result<&Arc<dyn ProcessGroup>> {
+        self.group(self.layout.dim(name)?)
+    }
+
+    /// The number of ranks along the dimension called `name`.
+    ///
+    /// # Errors
+    /// Names the dimensions there are.
+    pub fn size_of(&self, name: &str) -> Result<usize> {
+        Ok(self.layout.shape()[self.layout.dim(name)?])
+    }
+
+    /// Where this process stands along the dimension called `name`.
+    ///
+    /// # Errors
+    /// Names the dimensions there are.
+    pub fn get_local_rank(&self, name: &str) -> Result<usize> {
+        Ok(self.coordinate()[self.layout.dim(name)?])
+    }
+
+    /// The mesh of the named dimensions that this rank is part of, in the order given: `mesh["dp", "tp"]` in PyTorch. No communication.
     ///
     /// # Errors
     /// When a name is unknown or given twice.
     pub fn slice(&self, names: &[&str]) -> Result<Self> {
-        let dims = names.iter().map(|name| self.layout.dim(name)).collect::<Result<Vec<_>>>()?;
-        let layout = MeshLayout::new(
-            &dims.iter().map(|&dim| (self.layout.names()[dim].as_str(), self.layout.shape()[dim])).collect::<Vec<_>>(),
-        )?;
-        let coordinate = self.coordinate();
-        let rank = layout
-            .rank_at(&dims.iter().map(|&dim| coordinate[dim]).collect::<Vec<_>>())
-            .ok_or_else(|| Error::Mesh(format!("rank {} is outside {layout}", self.rank)))?;
-        Ok(DeviceMesh { layout, rank, groups: dims.iter().map(|&dim| self.groups[dim].clone()).collect() })
+        let dims = self.dims(names)?;
+        self.arranged(&names.iter().zip(dims).map(|(&name, dim)| (name, vec![dim])).collect::<Vec<_>>())
     }
+
+    /// This mesh with the named dimensions made into one called `flat`, which stands where the first of them stood: PyTorch's `_flatten`. Along it the ranks
+    /// are in row-major order of the dimensions in the order given. Collective over the world that the mesh was made over (for one slice, its sibling slices too).
+    ///
+    /// ```
+    /// use fsdp_core::{DeviceMesh, process_group::local};
+    /// local::run(4, |world| {
+    ///     let mesh = DeviceMesh::new(&world, &[("replicate", 2), ("shard", 1), ("tp", 2)]).unwrap();
+    ///     let mesh = mesh.flatten(&["replicate", "shard"], "dp").unwrap();
+    ///     assert_eq!(mesh.layout().to_string(), "(dp: 2, tp: 2)");
+    ///     assert_eq!(mesh.get_local_rank("dp").unwrap(), world.rank() / 2);
+    ///     assert_eq!(mesh.slice(&["dp"]).unwrap().size(), 2);
+    /// });
+    /// ```
+    ///
+    /// # Errors
+    /// When no dimension is named, a name is unknown or given twice, or `flat` is the name of a dimension that stays; those of [`ProcessGroup::split`].
+    pub fn flatten(&self, names: &[&str], flat: &str) -> Result<Self> {
+        let flattened = self.dims(names)?;
+        let Some(&place) = flattened.first() else {
+            return Err(Error::Mesh(format!(
+                "no dimension of mesh {} to flatten into \"{flat}\": name some",
+                self.layout
+            )));
+        };
+        let mut arrangement = Vec::new();
+        for (dim, name) in self.layout.names().iter().enumerate() {
+            match dim == place {
+                true => arrangement.push((flat, flattened.clone())),
+                false if !flattened.contains(&dim) => arrangement.push((name, vec![dim])),
+                false => {}
+            }
+        }
+        let mut mesh = self.arranged(&arrangement)?;
+        if flattened.len() > 1 {
+            let dim = mesh.layout.dim(flat)?;
+            mesh.groups[dim] = group_along(dim, &mesh.layout, mesh.rank, &mesh.members, &mesh.world)?;
+        }
+        Ok(mesh)
+    }
+
+    /// The ranks that differ from this one in the given dimensions alone, in a grid of which each dimension has a name and is made of some of them.
+    /// A dimension has the group of the first that it is made of.
+    fn arranged(&self, dims: &[(&str, Vec<usize>)]) -> Result<Self> {
+        let size = |made_of: &[usize]| made_of.iter().map(|&dim| self.layout.shape()[dim]).product();
+        let layout = MeshLayout::new(&dims.iter().map(|(name, made_of)| (*name, size(made_of))).collect::<Vec<_>>())?;
+        let mut members = Vec::with_capacity(layout.size());
+        for rank in 0..layout.size() {
+            let mut coordinate = self.coordinate();
+            for ((_, made_of), mut at) in dims.iter().zip(layout.coordinate_of(rank).unwrap_or_default()) {
+                for &dim in made_of.iter().rev() {
+                    coordinate[dim] = at % self.layout.shape()[dim];
+                    at /= self.layout.shape()[dim];
+                }
+            }
+            members.extend(self.layout.rank_at(&coordinate).map(|rank| self.members[rank]));
+        }
+        let own = self.members[self.rank];
+        let rank = (members.iter().position(|&member| member == own))
+            .ok_or_else(|| Error::Mesh(format!("rank {} is outside {layout}", self.rank)))?;
+        let groups = dims.iter().filter_map(|(_, made_of)| Some(self.groups[*made_of.first()?].clone())).collect();
+        Ok(DeviceMesh { layout, rank, groups, world: self.world.clone(), members })
+    }
+
+    /// The positions of the dimensions with these names, which differ.
+    fn dims(&self, names: &[&str]) -> Result<Vec<usize>> {
+        let dims = names.iter().map(|name| self.layout.dim(name)).collect::<Result<Vec<_>>>()?;
+        match names.iter().enumerate().find(|(at, name)| names[..*at].contains(name)) {
+            Some((_, name)) => Err(Error::Mesh(format!("dimension \"{name}\" of mesh {} is named twice", self.layout))),
+            None => Ok(dims),
+        }
+    }
+}
+
+/// The group of the ranks that differ from `rank` of a mesh in `dim` alone. Collective over `world`, whose ranks `members` are the mesh.
+fn group_along(
+    dim: usize,
+    layout: &MeshLayout,
+    rank: usize,
+    members: &[usize],
+    world: &Arc<dyn ProcessGroup>,
+) -> Result<Arc<dyn ProcessGroup>> {
+    if layout.shape()[dim] == world.size() && members.iter().copied().eq(0..world.size()) {
+        return Ok(world.clone());
+    }
+    // Ranks with the same coordinates elsewhere have the same first rank along `dim`: it tells their group from its siblings.
+    let ranks = layout.ranks_along(dim, rank).unwrap_or_default();
+    let color = ranks.first().map_or(rank, |&first| members[first]);
+    world.split(color, layout.coordinate_of(rank).map_or(0, |coordinate| coordinate[dim]))
 }
 
 impl std::fmt::Debug for DeviceMesh {

@@ -76,7 +76,7 @@ pub struct ExchangePart {
 /// A group of ranks that run the same collectives in the same order.
 ///
 /// Every collective carries a sequence number and a fingerprint; ranks that disagree all get [`crate::Error::Mismatch`]. Waiting ends with
-/// [`crate::Error::Timeout`] after [`ProcessGroup::timeout`] and with [`crate::Error::PeerLost`] soon after a peer died. After any of these the
+/// [`crate::Error::Timeout`] after [`ProcessGroup::timeout`] without progress and with [`crate::Error::PeerLost`] soon after a peer died. After any of these the
 /// group is unusable and every later collective returns the same error.
 pub trait ProcessGroup: Send + Sync {
     /// This process's rank in the group.
@@ -85,7 +85,7 @@ pub trait ProcessGroup: Send + Sync {
     fn size(&self) -> usize;
     /// A name for messages, the same on every rank.
     fn name(&self) -> &str;
-    /// How long a collective may wait for its peers.
+    /// How long a collective may wait for its peers while none of them makes progress.
     fn timeout(&self) -> std::time::Duration;
 
     /// Every rank gets the concatenation of every rank's input, for each part. Outputs are taken from `memory` when the collective starts.

@@ -8,7 +8,7 @@ use crate::{Error, Result};
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Options {
-    /// How long a rank waits for its peers, when they meet and in each collective. 10 minutes by default.
+    /// How long a rank waits for its peers, when they meet and for each step of a collective. 10 minutes by default.
     pub timeout: Duration,
     /// Bytes that move at a time. A rank's shared memory is four times this. 128 KiB by default; rounded to what the ranks can share evenly.
     pub chunk_bytes: usize,

@@ -60,9 +60,15 @@ impl Meet for Processes {
 /// Meets the other processes of the job on this host and returns this rank's handle of the world.
 ///
 /// # Errors
-/// [`Error::Rendezvous`] when the ranks don't meet within the timeout (the message names who is missing), when they disagree about the size of the world or
+/// [`Error::Env`] when `env` names a rank outside its world; [`Error::Rendezvous`] when the ranks don't meet within the timeout (the message names who is missing), when they disagree about the size of the world or
 /// two have the same rank, and when the job spans several hosts; [`Error::Os`] when the system refuses memory, sockets or threads.
 pub fn connect(env: &RankEnv, options: Options) -> Result<Arc<dyn ProcessGroup>> {
+    if env.rank >= env.world_size {
+        return Err(Error::Env(format!(
+            "rank {} is outside a world of {}: ranks count from 0 to the size of the world - 1",
+            env.rank, env.world_size
+        )));
+    }
     if env.local_world_size < env.world_size {
         return Err(Error::Rendezvous {
             rank: env.rank,

@@ -10,6 +10,7 @@ use crate::{Buffer, Error, Result};
 pub struct Work {
     receiver: Receiver<Result<Vec<Buffer>>>,
     arrived: Option<Result<Vec<Buffer>>>,
+    rank: usize,
 }
 
 /// The other end of a [`Work`], held by the backend that runs the collective.
@@ -24,15 +25,15 @@ impl Completion {
 }
 
 impl Work {
-    /// A handle and its other end.
-    pub fn pending() -> (Completion, Work) {
+    /// A handle for `rank` and its other end.
+    pub fn pending(rank: usize) -> (Completion, Work) {
         let (sender, receiver) = channel();
-        (Completion(sender), Work { receiver, arrived: None })
+        (Completion(sender), Work { receiver, arrived: None, rank })
     }
 
     /// A handle that is done.
     pub fn ready(outcome: Result<Vec<Buffer>>) -> Work {
-        let (completion, work) = Work::pending();
+        let (completion, work) = Work::pending(0);
         completion.complete(outcome);
         work
     }
@@ -43,7 +44,7 @@ impl Work {
             self.arrived = match self.receiver.try_recv() {
                 Ok(outcome) => Some(outcome),
                 Err(TryRecvError::Empty) => None,
-                Err(TryRecvError::Disconnected) => Some(Err(abandoned())),
+                Err(TryRecvError::Disconnected) => Some(Err(self.abandoned())),
             };
         }
         self.arrived.is_some()
@@ -56,14 +57,29 @@ impl Work {
     pub fn wait(self) -> Result<Vec<Buffer>> {
         match self.arrived {
             Some(outcome) => outcome,
-            None => self.receiver.recv().unwrap_or_else(|_| Err(abandoned())),
+            None => self.receiver.recv().unwrap_or_else(|_| Err(self.abandoned())),
+        }
+    }
+
+    fn abandoned(&self) -> Error {
+        Error::Argument {
+            rank: self.rank,
+            message: "the backend gave a collective up without an outcome: its thread panicked, and printed why before"
+                .into(),
         }
     }
 }
 
-fn abandoned() -> Error {
-    Error::Rendezvous {
-        rank: 0,
-        message: "the process group was dropped with a collective in flight; keep it until the work is done".into(),
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_collective_that_was_given_up_is_an_error_of_its_rank() {
+        let (completion, mut work) = Work::pending(3);
+        assert!(!work.is_done());
+        drop(completion);
+        assert!(work.is_done());
+        assert!(work.wait().unwrap_err().to_string().starts_with("rank 3: the backend gave a collective up"));
     }
 }

@@ -1,8 +1,14 @@
 //! `bench memory`: what a rank keeps between steps, and what a step needs on top, counted by the allocator.
 
+use std::sync::{Arc, Mutex, MutexGuard};
+
 use candle_core::{DType, Module, Result, Tensor};
-use candle_nn::VarBuilder;
-use fsdp_candle::{AdamW, AdamWConfig, FullyShard, ReshardAfterForward, ShardedVarMap, World, fully_shard, nn};
+use candle_nn::{Optimizer, VarBuilder, VarMap};
+use clap::ValueEnum;
+use fsdp_candle::{
+    AdamW, AdamWConfig, FullyShard, ReduceOp, ReduceScatter, ReshardAfterForward, ShardedVarMap, World, fully_shard, nn,
+};
+use fsdp_core::{Allocator, ProcessGroup, ScatterPart, Work};
 use serde::Serialize;
 
 use crate::ALLOCATOR;
@@ -16,25 +22,37 @@ pub(crate) struct Args {
     /// Layers.
     #[arg(long, default_value_t = 6)]
     layers: usize,
-    /// Keep unsharded parameters between forward and backward (ZeRO-2) instead of freeing them (ZeRO-3).
-    #[arg(long)]
-    keep: bool,
-    /// Print one JSON object.
+    /// How to train: any of these, with commas.
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "zero3,zero2,plain")]
+    mode: Vec<Mode>,
+    /// Print one JSON object a mode.
     #[arg(long)]
     json: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+enum Mode {
+    /// Parameters are freed after forward and gathered again in backward.
+    Zero3,
+    /// Parameters are kept between forward and backward.
+    Zero2,
+    /// Candle by itself: every rank holds everything.
+    Plain,
 }
 
 /// Bytes, of the rank that needs most.
 #[derive(Serialize)]
 struct Report {
+    mode: Mode,
     world: usize,
     /// f32 parameters of the whole model.
     model_bytes: u64,
     /// f32 parameters of one unit.
     unit_bytes: u64,
-    /// Resident between steps: shards of parameters, gradients and two moments.
+    /// Resident between steps: parameters, gradients and two moments.
     resident_bytes: u64,
-    /// The most that a step has beyond that.
+    /// The most that a step has beyond what is resident at that moment.
     transient_bytes: u64,
 }
 
@@ -60,59 +78,153 @@ impl Module for Block {
 }
 
 pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
+    for &mode in &args.mode {
+        let (resident, transient) = match mode {
+            Mode::Plain => plain(args, world)?,
+            Mode::Zero3 => sharded(args, world, ReshardAfterForward::Always)?,
+            Mode::Zero2 => sharded(args, world, ReshardAfterForward::Never)?,
+        };
+        let most = world.all_reduce(&[resident as f64, transient as f64], ReduceOp::Max)?;
+        let unit_bytes = (8 * args.width * args.width * 4) as u64;
+        let report = Report {
+            mode,
+            world: world.size(),
+            model_bytes: unit_bytes * args.layers as u64 + 4 * args.width as u64,
+            unit_bytes,
+            resident_bytes: most[0] as u64,
+            transient_bytes: most[1] as u64,
+        };
+        if world.rank() == 0 {
+            print(&report, args)?;
+        }
+    }
+    Ok(())
+}
+
+fn print(report: &Report, args: &Args) -> anyhow::Result<()> {
+    if args.json {
+        println!("{}", serde_json::to_string(report)?);
+        return Ok(());
+    }
+    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+    println!(
+        "{:<6} {} ranks, {} units of {:.2} MiB: {:>8.2} MiB between steps, {:>8.2} MiB more during one",
+        format!("{:?}", report.mode).to_lowercase(),
+        report.world,
+        args.layers,
+        mib(report.unit_bytes),
+        mib(report.resident_bytes),
+        mib(report.transient_bytes)
+    );
+    Ok(())
+}
+
+const STEPS: usize = 3;
+
+/// Looks at the allocator whenever a unit's gradients are whole. What is resident grows during backward, as sharded gradients come out of reductions; taken off
+/// each figure are those that certainly are there, all but those of the reduction that was in flight: a figure may be too large by one unit's share, never too small.
+#[derive(Default)]
+struct Sampler(Mutex<Samples>);
+
+#[derive(Default)]
+struct Samples {
+    /// Bytes of parameters and moments.
+    state: usize,
+    /// Bytes of one unit's sharded gradients.
+    share: usize,
+    reductions: usize,
+    most: usize,
+}
+
+impl Sampler {
+    fn begin(&self, state: usize, share: usize) {
+        *self.lock() = Samples { state, share, ..Samples::default() };
+        ALLOCATOR.reset_peak_usage();
+    }
+
+    fn look(&self) -> usize {
+        let mut samples = self.lock();
+        let gradients = samples.reductions.saturating_sub(1) * samples.share;
+        samples.most = samples.most.max(ALLOCATOR.peak_usage().saturating_sub(samples.state + gradients));
+        samples.reductions += 1;
+        ALLOCATOR.reset_peak_usage();
+        samples.most
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Samples> {
+        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+impl ReduceScatter for Sampler {
+    fn reduce_scatter(
+        &self,
+        ranks: &Arc<dyn ProcessGroup>,
+        parts: Vec<ScatterPart>,
+        op: ReduceOp,
+        memory: Arc<dyn Allocator>,
+    ) -> Work {
+        self.look();
+        ranks.reduce_scatter(parts, op, memory)
+    }
+}
+
+fn sharded(args: &Args, world: &World, reshard: ReshardAfterForward) -> anyhow::Result<(usize, usize)> {
     let before = ALLOCATOR.current_usage();
     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())])?, world.device());
-    let policy = if args.keep { ReshardAfterForward::Never } else { ReshardAfterForward::Always };
-    let opts = FullyShard::new(&vars).reshard_after_forward(policy);
+    let opts = FullyShard::new(&vars).reshard_after_forward(reshard);
     let vb = vars.builder(DType::F32);
     let blocks = (0..args.layers)
         .map(|i| fully_shard(&opts, vb.pp(format!("blocks.{i}")), |vb| Block::new(args.width, vb)))
         .collect::<fsdp_candle::Result<Vec<_>>>()?;
+    let sampler = Arc::new(Sampler::default());
+    for block in &blocks {
+        block.set_custom_reduce_scatter(Some(sampler.clone()));
+    }
+    let share = blocks.first().map_or(0, |block| {
+        block.params().iter().map(|param| param.region().elements() * param.dtype().size_in_bytes()).sum()
+    });
     let model = fully_shard(&opts, vb, |vb| Ok((blocks, nn::rms_norm(args.width, 1e-5, vb.pp("norm"))?)))?;
     let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default())?;
     let x = Tensor::ones((1, args.width), DType::F32, world.device())?;
-
-    let (mut resident, mut peak) = (0, 0);
-    for _ in 0..3 {
-        ALLOCATOR.reset_peak_usage();
+    let state = ALLOCATOR.current_usage();
+    let (mut resident, mut transient) = (0, 0);
+    for _ in 0..STEPS {
+        sampler.begin(state, share);
         let y = model
             .call(|(blocks, norm)| norm.forward(&blocks.iter().try_fold(x.clone(), |x, block| block.forward(&x))?))?;
         let loss = y.sqr()?.mean_all()?;
         let grads = model.backward(&loss)?;
         drop((y, loss));
         optim.step(&grads)?;
-        peak = ALLOCATOR.peak_usage() - before;
+        transient = sampler.look();
         vars.release_buffers();
-        resident = ALLOCATOR.current_usage() - before;
+        resident = ALLOCATOR.current_usage().saturating_sub(before);
         drop(grads);
     }
-    let numbers = world.all_reduce(&[resident as f64, (peak - resident) as f64], fsdp_candle::ReduceOp::Max)?;
-    let elements = |params: &[std::sync::Arc<fsdp_candle::FsdpParam>]| -> u64 {
-        params.iter().map(|param| param.shape().elem_count() as u64 * 4).sum()
-    };
-    let report = Report {
-        world: world.size(),
-        model_bytes: elements(&vars.params()),
-        unit_bytes: model.inner().0.first().map_or(0, |block| elements(block.params())),
-        resident_bytes: numbers[0] as u64,
-        transient_bytes: numbers[1] as u64,
-    };
-    if world.rank() != 0 {
-        return Ok(());
+    Ok((resident, transient))
+}
+
+fn plain(args: &Args, world: &World) -> anyhow::Result<(usize, usize)> {
+    let before = ALLOCATOR.current_usage();
+    let vars = VarMap::new();
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, world.device());
+    let blocks =
+        (0..args.layers).map(|i| Block::new(args.width, vb.pp(format!("blocks.{i}")))).collect::<Result<Vec<_>>>()?;
+    let norm = nn::rms_norm(args.width, 1e-5, vb.pp("norm"))?;
+    let mut optim = candle_nn::AdamW::new(vars.all_vars(), candle_nn::ParamsAdamW::default())?;
+    let x = Tensor::ones((1, args.width), DType::F32, world.device())?;
+    let (mut resident, mut peak) = (0, 0);
+    for _ in 0..STEPS {
+        ALLOCATOR.reset_peak_usage();
+        let y = norm.forward(&blocks.iter().try_fold(x.clone(), |x, block| block.forward(&x))?)?;
+        let loss = y.sqr()?.mean_all()?;
+        let grads = loss.backward()?;
+        drop((y, loss));
+        optim.step(&grads)?;
+        peak = ALLOCATOR.peak_usage().saturating_sub(before);
+        resident = ALLOCATOR.current_usage().saturating_sub(before);
+        drop(grads);
     }
-    if args.json {
-        println!("{}", serde_json::to_string(&report)?);
-    } else {
-        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
-        println!(
-            "{} ranks, {} layers of {:.2} MiB, {:.2} MiB of parameters",
-            report.world,
-            args.layers,
-            mib(report.unit_bytes),
-            mib(report.model_bytes)
-        );
-        println!("resident on a rank between steps:  {:>8.2} MiB", mib(report.resident_bytes));
-        println!("needed on top during a step:       {:>8.2} MiB", mib(report.transient_bytes));
-    }
-    Ok(())
+    Ok((resident, peak.saturating_sub(resident)))
 }

@@ -113,7 +113,7 @@ impl Group {
                 return Work::ready(Err(error));
             }
         };
-        let (completion, work) = Work::pending();
+        let (completion, work) = Work::pending(self.slot.rank);
         self.send(Job::Run { call, run: Box::new(run), completion });
         work
     }

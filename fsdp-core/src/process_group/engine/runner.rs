@@ -57,7 +57,9 @@ impl Runner {
                 Job::Run { call, run, completion } => {
                     let outcome = match &self.failed {
                         Some(error) => Err(error.clone()),
-                        None => self.attempt(&call, run),
+                        None => {
+                            tracing::debug_span!("collective", op = call.name).in_scope(|| self.attempt(&call, run))
+                        }
                     };
                     if let Err(error) = &outcome {
                         self.fail(error.clone());
@@ -66,9 +68,6 @@ impl Runner {
                     completion.complete(outcome);
                 }
             }
-        }
-        if self.failed.is_none() {
-            self.port.segment().control(self.port.rank()).end(state::LEFT);
         }
     }
 

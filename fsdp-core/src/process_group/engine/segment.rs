@@ -336,6 +336,16 @@ impl Port {
     }
 }
 
+impl Drop for Port {
+    /// Leaves the group, unless the rank failed before. Here, so that peers learn it also when the rank's thread panics or never starts.
+    fn drop(&mut self) {
+        let control = self.segment.control(self.rank);
+        if control.state.0.load(Ordering::Relaxed) == state::ACTIVE {
+            control.end(state::LEFT);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -352,6 +362,18 @@ mod tests {
         assert!(Port::claim(segment.clone(), 0).is_some());
         assert!(Port::claim(segment.clone(), 0).is_none());
         assert!(Port::claim(segment, 1).is_some());
+    }
+
+    #[test]
+    fn a_rank_leaves_when_its_port_goes_unless_it_failed() {
+        let segment = Arc::new(Segment::anonymous(Shape::new(2, 4096)).unwrap());
+        let state = |rank| segment.control(rank).state.0.load(Ordering::Relaxed);
+        drop(Port::claim(segment.clone(), 0));
+        let failed = Port::claim(segment.clone(), 1);
+        segment.control(1).end(state::FAILED);
+        drop(failed);
+        assert_eq!((state(0), state(1)), (state::LEFT, state::FAILED));
+        assert!(Port::claim(segment.clone(), 0).is_none());
     }
 
     #[test]

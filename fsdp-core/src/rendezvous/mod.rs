@@ -4,10 +4,10 @@
 //! group derive. The others connect, say who they are, and hand over a pidfd of themselves. When all are there rank 0 sends each the shared file and
 //! the pidfds of all. Both sides check that the other belongs to the same user.
 
+mod message;
+
 use std::{
-    io::{IoSlice, IoSliceMut},
-    mem::MaybeUninit,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    os::fd::{AsFd, OwnedFd},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -15,26 +15,24 @@ use std::{
 use rustix::{
     event::{PollFd, PollFlags, Timespec},
     io::Errno,
-    net::{
-        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-        SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, sockopt::socket_peercred,
-    },
+    net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt::socket_peercred},
     process::PidfdFlags,
 };
 
+pub(crate) use message::MOST_RANKS;
+use message::{MAGIC, MESSAGE, parse_reply, receive, reply, send};
+
 use crate::{Error, Result};
 
-/// The most ranks: the kernel passes at most 253 descriptors in a message, and one is the shared file.
-pub(crate) const MOST_RANKS: usize = 252;
-
-const MAGIC: &[u8; 8] = b"FSDPSHM\n";
 const VERSION: u32 = 1;
-/// The longest message.
-const MESSAGE: usize = 4096;
 /// How long to wait before looking whether all is well.
 const SLICE: Duration = Duration::from_millis(50);
 /// Connections beyond the number of ranks that may be open at a time.
 const STRANGERS: usize = 64;
+
+/// Descriptors that don't fit, in words.
+const TOO_MANY_FILES: &str =
+    "too many files are open (each group needs one a rank): raise the limit, such as by `ulimit -n 65536`";
 
 /// Who meets whom.
 pub(crate) struct Meeting<'a> {
@@ -67,7 +65,7 @@ pub(crate) struct Gathering {
 /// Meets the other ranks. `number` and `file` are what rank 0 gives to all.
 pub(crate) fn meet(meeting: &Meeting<'_>, number: u64, file: impl FnOnce() -> Result<OwnedFd>) -> Result<Gathering> {
     if meeting.run.len() + meeting.group.len() > MESSAGE / 2 {
-        return meeting.fail("the job's run id is longer than 2000 bytes: choose a shorter TORCHELASTIC_RUN_ID");
+        return meeting.fail("the job's run id and the group's name take more than 2000 bytes: choose a shorter TORCHELASTIC_RUN_ID, or split groups less deep");
     }
     let own = rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty())
         .map_err(|errno| meeting.os("opening a pidfd of this process", errno))?;
@@ -101,6 +99,9 @@ impl Meeting<'_> {
     }
 
     fn os(&self, what: &str, errno: Errno) -> Error {
+        if matches!(errno, Errno::MFILE | Errno::NFILE) {
+            return self.error(format!("{what}: {TOO_MANY_FILES}"));
+        }
         Error::Os {
             rank: self.rank,
             what: format!("{what} to meet group \"{}\"", self.group),
@@ -164,8 +165,8 @@ struct Guest {
 
 /// Rank 0's side.
 fn host(meeting: &Meeting<'_>, number: u64, file: OwnedFd, own: OwnedFd) -> Result<Gathering> {
-    let deadline = Instant::now() + meeting.timeout;
-    let listener = listen(meeting, deadline)?;
+    let started = Instant::now();
+    let listener = listen(meeting)?;
     let mut guests: Vec<Option<Guest>> = (1..meeting.size).map(|_| None).collect();
     let mut strangers: Vec<OwnedFd> = Vec::new();
     let outcome = loop {
@@ -176,7 +177,7 @@ fn host(meeting: &Meeting<'_>, number: u64, file: OwnedFd, own: OwnedFd) -> Resu
         if let Err(error) = (meeting.all_well)() {
             break Err(error);
         }
-        if Instant::now() >= deadline {
+        if started.elapsed() >= meeting.timeout {
             let seconds = meeting.timeout.as_secs_f64();
             break meeting.fail(format!(
                 "rank(s) {missing:?} did not arrive within {seconds:.1} s: are they running, on this host, with the same MASTER_PORT and run id?"
@@ -203,7 +204,16 @@ fn host(meeting: &Meeting<'_>, number: u64, file: OwnedFd, own: OwnedFd) -> Resu
     fds.extend(guests.iter().map(|guest| guest.process.as_fd()));
     let message = reply(0, number, "");
     for (index, guest) in guests.iter().enumerate() {
-        send(&guest.socket, &message, &fds).map_err(|errno| match errno {
+        let sent = loop {
+            match send(&guest.socket, &message, &fds) {
+                // The kernel limits how many descriptors are on their way: the guests before have to take theirs.
+                Err(Errno::TOOMANYREFS | Errno::AGAIN | Errno::INTR) if started.elapsed() < meeting.timeout => {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                sent => break sent,
+            }
+        };
+        sent.map_err(|errno| match errno {
             Errno::PIPE | Errno::CONNRESET => meeting.error(went_away(index + 1)),
             errno => meeting.os(&format!("sending the shared memory to rank {}", index + 1), errno),
         })?;
@@ -212,11 +222,11 @@ fn host(meeting: &Meeting<'_>, number: u64, file: OwnedFd, own: OwnedFd) -> Resu
     Ok(Gathering { file, number, processes })
 }
 
-fn listen(meeting: &Meeting<'_>, deadline: Instant) -> Result<OwnedFd> {
+fn listen(meeting: &Meeting<'_>) -> Result<OwnedFd> {
     let address = meeting.address()?;
     let listener = meeting.socket()?;
     // An earlier job's rank 0 may be about to close it.
-    let deadline = deadline.min(Instant::now() + Duration::from_secs(2));
+    let deadline = Instant::now() + meeting.timeout.min(Duration::from_secs(2));
     loop {
         match rustix::net::bind(&listener, &address) {
             Ok(()) => break,
@@ -261,7 +271,11 @@ fn receive_guests(
         strangers.drain(..).partition(|_| strange.next().is_some_and(|&ready| ready));
     *strangers = silent;
     for socket in speaking {
-        let Ok((message, mut fds)) = receive(&socket) else { continue };
+        let (message, mut fds) = match receive(&socket) {
+            Ok(received) => received,
+            Err(Errno::MFILE | Errno::NFILE) => return Err(format!("letting ranks in: {TOO_MANY_FILES}")),
+            Err(_) => continue,
+        };
         match meeting.guest(&message) {
             None => continue,
             Some(Err(text)) => {
@@ -279,13 +293,16 @@ fn receive_guests(
             }
         }
     }
-    if ready[0] && strangers.len() < meeting.size + STRANGERS {
-        while let Ok(socket) = rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
-            if is_same_user(&socket) {
-                strangers.push(socket);
-            }
+    while ready[0] && strangers.len() < 2 * (meeting.size + STRANGERS) {
+        match rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+            Ok(socket) if is_same_user(&socket) => strangers.push(socket),
+            Ok(_) | Err(Errno::INTR | Errno::CONNABORTED) => {}
+            Err(Errno::MFILE | Errno::NFILE) => return Err(format!("letting ranks in: {TOO_MANY_FILES}")),
+            Err(_) => break,
         }
     }
+    // Ranks speak as soon as they are connected: who has been silent longest keeps others out for nothing.
+    strangers.drain(..strangers.len().saturating_sub(meeting.size + STRANGERS));
     Ok(())
 }
 
@@ -301,15 +318,18 @@ fn join(meeting: &Meeting<'_>, own: OwnedFd) -> Result<Gathering> {
         Err(errno) => return Err(meeting.os("saying hello", errno)),
     }
     // Rank 0 answers when its own time is over, and it may have started later than this rank.
-    let deadline = Instant::now() + meeting.timeout + Duration::from_secs(2);
+    let (started, patience) = (Instant::now(), meeting.timeout.saturating_add(Duration::from_secs(2)));
     loop {
         let mut fds = [PollFd::new(&socket, PollFlags::IN)];
         if rustix::event::poll(&mut fds, timespec(SLICE).as_ref()).is_ok_and(|ready| ready > 0) {
             break;
         }
         (meeting.all_well)()?;
-        if Instant::now() >= deadline {
-            return meeting.fail(format!("rank 0 did not answer within {:.1} s", meeting.timeout.as_secs_f64()));
+        if started.elapsed() >= patience {
+            return meeting.fail(format!(
+                "rank 0 did not answer within {:.1} s: is it stopped? Otherwise raise FSDP_TIMEOUT_S",
+                patience.as_secs_f64()
+            ));
         }
     }
     let (message, mut fds) = match receive(&socket) {
@@ -361,52 +381,82 @@ fn connect(meeting: &Meeting<'_>) -> Result<OwnedFd> {
     }
 }
 
-fn reply(status: u32, number: u64, text: &str) -> Vec<u8> {
-    let mut reply = MAGIC.to_vec();
-    reply.extend(status.to_le_bytes());
-    reply.extend(number.to_le_bytes());
-    reply.extend(crate::text::shortened(text, MESSAGE / 2).as_bytes());
-    reply
-}
-
-fn parse_reply(message: &[u8]) -> Option<(u32, u64, String)> {
-    let rest = message.strip_prefix(MAGIC)?;
-    let (status, rest) = rest.split_first_chunk()?;
-    let (number, text) = rest.split_first_chunk()?;
-    Some((u32::from_le_bytes(*status), u64::from_le_bytes(*number), String::from_utf8_lossy(text).into_owned()))
-}
-
 fn timespec(duration: Duration) -> Option<Timespec> {
     duration.try_into().ok()
 }
 
-fn send(socket: &OwnedFd, message: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
-    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_RANKS + 1))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
-        return Err(Errno::TOOBIG);
-    }
-    rustix::net::sendmsg(socket, &[IoSlice::new(message)], &mut control, SendFlags::NOSIGNAL).map(drop)
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-/// One message with the descriptors in it. Empty when the other side is gone.
-fn receive(socket: &OwnedFd) -> Result<(Vec<u8>, Vec<OwnedFd>), Errno> {
-    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_RANKS + 1))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let mut message = vec![0; MESSAGE];
-    let received =
-        rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut message)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
-    let fds = control
-        .drain()
-        .filter_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(fds) => Some(fds),
-            _ => None,
-        })
-        .flatten()
-        .collect();
-    if received.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
-        return Err(Errno::MSGSIZE);
+    /// Ends waits that should have ended long ago.
+    fn all_well() -> Result<()> {
+        static STARTED: std::sync::LazyLock<Instant> = std::sync::LazyLock::new(Instant::now);
+        if STARTED.elapsed() > Duration::from_secs(60) { Err(Error::Env("hung".into())) } else { Ok(()) }
     }
-    message.truncate(received.bytes);
-    Ok((message, fds))
+
+    fn meeting(group: &str, rank: usize, timeout: Duration) -> Meeting<'_> {
+        let run = format!("unit test {}", std::process::id());
+        Meeting { port: 1, run, group, rank, size: 2, timeout, all_well: &all_well }
+    }
+
+    /// Rank 0 and rank 1 meet, with `before` done between.
+    fn two_meet(group: &str, timeout: Duration, before: impl FnOnce(&Meeting<'_>)) -> [Result<Gathering>; 2] {
+        std::thread::scope(|scope| {
+            let file = || Ok(rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+            let host = scope.spawn(move || meet(&meeting(group, 0, timeout), 7, file));
+            let guest = meeting(group, 1, timeout);
+            before(&guest);
+            let guest = meet(&guest, 0, || unreachable!("rank 0 makes the file"));
+            [host.join().unwrap(), guest]
+        })
+    }
+
+    #[test]
+    fn the_longest_timeout_is_no_overflow() {
+        for met in two_meet("longest", Duration::MAX, |_| ()) {
+            let met = met.unwrap();
+            assert_eq!((met.number, met.processes.len()), (7, 2));
+        }
+    }
+
+    #[test]
+    fn strangers_who_say_nothing_or_nonsense_keep_nobody_out() {
+        let mut strangers = Vec::new();
+        let met = two_meet("strangers", Duration::from_secs(30), |guest| {
+            for index in 0..3 * STRANGERS {
+                let stranger = connect(guest).unwrap();
+                let nonsense: [&[u8]; 4] = [&[], MAGIC, &[0xff; MESSAGE], &guest.hello()[..20]];
+                // Every second one is silent. Rank 0 may have hung up already.
+                if index % 2 == 0 {
+                    let _ = send(&stranger, nonsense[index / 2 % 4], &[]);
+                }
+                strangers.push(stranger);
+            }
+        });
+        for met in met {
+            assert_eq!(met.unwrap().number, 7);
+        }
+    }
+
+    #[test]
+    fn hellos_of_strangers_are_told_from_those_of_ranks_that_disagree() {
+        let host = meeting("hellos", 0, Duration::ZERO);
+        let hello = |change: fn(&mut Meeting<'_>)| {
+            let mut guest = meeting("hellos", 1, Duration::ZERO);
+            change(&mut guest);
+            host.guest(&guest.hello())
+        };
+        assert_eq!(hello(|_| ()), Some(Ok(1)));
+        assert_eq!(hello(|guest| guest.group = "another"), None);
+        for (said, part) in [
+            (hello(|guest| guest.size = 3), "WORLD_SIZE"),
+            (hello(|guest| guest.rank = 0), "RANK of its own"),
+            (hello(|guest| guest.rank = usize::MAX), "RANK of its own"),
+        ] {
+            assert!(said.unwrap().unwrap_err().contains(part));
+        }
+        let whole = meeting("hellos", 1, Duration::ZERO).hello();
+        assert!((0..whole.len()).all(|len| host.guest(&whole[..len]).is_none()));
+    }
 }

@@ -2,7 +2,11 @@
 //!
 //! Uneven sharding is `torch.chunk`'s: chunks of `ceil(n / world)` elements, so that the last ranks hold less or nothing.
 
+mod cuts;
+
 use std::ops::Range;
+
+pub(crate) use cuts::{Cut, Ranges, cuts, ranges};
 
 use crate::{Error, MeshLayout, Placement, Result};
 
@@ -64,10 +68,12 @@ impl Region {
 
 /// The box of a tensor of shape `shape` that the rank at `coordinate` of `mesh` holds under `placements` (one a mesh dimension).
 ///
-/// A tensor dimension that several mesh dimensions shard is cut by the leftmost of them first, as in PyTorch.
+/// A tensor dimension that several mesh dimensions shard is cut by the leftmost of them first, as in PyTorch; a [`Placement::StridedShard`]
+/// comes later, as it says. [`crate::dtensor::DTensorSpec`] asks the same of a rank.
 ///
 /// # Errors
-/// When the numbers of placements, coordinates and mesh dimensions differ, or a placement shards a dimension that the tensor has not.
+/// When the numbers of placements, coordinates and mesh dimensions differ, a coordinate is outside the mesh, a placement does not fit the tensor or the mesh, or the
+/// rank holds several boxes ([`crate::dtensor::DTensorSpec::local_regions`] lists them).
 ///
 /// ```
 /// use fsdp_core::{layout::local_region, MeshLayout, Placement};
@@ -81,25 +87,29 @@ pub fn local_region(
     coordinate: &[usize],
     placements: &[Placement],
 ) -> Result<Region> {
-    let dims = mesh.shape().len();
-    if placements.len() != dims || coordinate.len() != dims {
+    let cuts = cuts(shape, mesh, placements)?;
+    if mesh.rank_at(coordinate).is_none() {
         return Err(Error::Layout(format!(
-            "mesh {mesh} has {dims} dimensions; got {} placements and {} coordinates: pass one of each a dimension",
-            placements.len(),
-            coordinate.len()
+            "coordinate {coordinate:?} is outside mesh {mesh}: pass one index a mesh dimension, below its size"
         )));
     }
-    let mut region = Region::whole(shape);
-    for (dim, placement) in placements.iter().enumerate() {
-        let Placement::Shard(tensor_dim) = *placement else { continue };
-        if tensor_dim >= shape.len() {
+    one_region(&ranges(shape, &cuts, mesh, coordinate), placements)
+}
+
+/// The box that `ranges`, those of each dimension, make.
+pub(crate) fn one_region(ranges: &[Ranges], placements: &[Placement]) -> Result<Region> {
+    let mut region = Region { offsets: Vec::with_capacity(ranges.len()), sizes: Vec::with_capacity(ranges.len()) };
+    for (dim, ranges) in ranges.iter().enumerate() {
+        let [range] = ranges.as_slice() else {
+            let placements: Vec<_> = placements.iter().map(ToString::to_string).collect();
             return Err(Error::Layout(format!(
-                "{placement} on a tensor of shape {shape:?}: it has no dimension {tensor_dim}"
+                "under [{}] a rank holds {} separate ranges of tensor dimension {dim}, which are no single box: ask for its local_regions",
+                placements.join(", "),
+                ranges.len()
             )));
-        }
-        let range = chunk_range(region.sizes[tensor_dim], mesh.shape()[dim], coordinate[dim]);
-        region.offsets[tensor_dim] += range.start;
-        region.sizes[tensor_dim] = range.len();
+        };
+        region.offsets.push(range.start);
+        region.sizes.push(range.len());
     }
     Ok(region)
 }
@@ -140,5 +150,10 @@ mod tests {
         let mesh = MeshLayout::new(&[("dp", 2)]).unwrap();
         let error = local_region(&[4], &mesh, &[0], &[Placement::Shard(1)]).unwrap_err();
         assert!(error.to_string().contains("no dimension 1"), "{error}");
+        let error = local_region(&[4], &mesh, &[2], &[Placement::Shard(0)]).unwrap_err();
+        assert!(error.to_string().contains("[2] is outside mesh (dp: 2)"), "{error}");
+        let strided = Placement::StridedShard { dim: 0, split_factor: 2 };
+        let error = local_region(&[8], &mesh, &[0], &[strided]).unwrap_err();
+        assert!(error.to_string().contains("local_regions"), "{error}");
     }
 }
