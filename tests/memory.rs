@@ -20,7 +20,12 @@ fn memory(ranks: usize, mode: &str) -> Memory {
     let line = run.stdout.lines().find(|line| line.contains('{')).unwrap();
     let report: Value = serde_json::from_str(&line[line.find('{').unwrap()..]).unwrap();
     let number = |key: &str| report[key].as_u64().unwrap();
-    Memory { model: number("model_bytes"), unit: number("unit_bytes"), resident: number("resident_bytes"), transient: number("transient_bytes") }
+    Memory {
+        model: number("model_bytes"),
+        unit: number("unit_bytes"),
+        resident: number("resident_bytes"),
+        transient: number("transient_bytes"),
+    }
 }
 
 #[test]
@@ -29,7 +34,10 @@ fn state_is_a_share_and_transients_are_two_units_and_one_units_gradients() {
         let Memory { model, unit, resident, transient } = memory(ranks, "zero3");
         // Parameters, gradients and two moments, a share each.
         let share = 4 * model / ranks as u64;
-        assert!(resident >= share && resident <= share + SLACK, "{ranks} ranks: {resident} bytes resident, a share is {share}");
+        assert!(
+            resident >= share && resident <= share + SLACK,
+            "{ranks} ranks: {resident} bytes resident, a share is {share}"
+        );
         // The figure may be too large by one unit's share of gradients, which matters only where that is the whole unit.
         let bound = if ranks == 1 { 4 * unit } else { 3 * unit };
         assert!(transient <= bound + SLACK, "{ranks} ranks: {transient} bytes on top, a unit is {unit}");
@@ -41,7 +49,11 @@ fn state_is_a_share_and_transients_are_two_units_and_one_units_gradients() {
 fn keeping_parameters_costs_the_model_and_plain_candle_holds_everything() {
     let (zero3, zero2, plain) = (memory(2, "zero3"), memory(2, "zero2"), memory(2, "plain"));
     // ZeRO-2 holds all parameters between forward and backward.
-    assert!(zero2.transient >= zero2.model && zero2.transient <= zero2.model + zero2.unit + SLACK, "{}", zero2.transient);
+    assert!(
+        zero2.transient >= zero2.model && zero2.transient <= zero2.model + zero2.unit + SLACK,
+        "{}",
+        zero2.transient
+    );
     assert!(zero2.resident.abs_diff(zero3.resident) <= SLACK);
     assert!(plain.resident >= 4 * plain.model && plain.resident <= 4 * plain.model + SLACK, "{}", plain.resident);
     assert!(zero3.resident + zero3.transient < zero2.resident + zero2.transient);

@@ -2,6 +2,7 @@
 
 pub mod data;
 pub mod generate;
+pub mod job;
 pub mod metrics;
 pub mod models;
 pub mod progress;

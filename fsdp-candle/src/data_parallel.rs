@@ -50,7 +50,7 @@ impl DataParallel {
     /// When `size` is no proper divisor of the number of shard ranks.
     pub(crate) fn neighbours(&self, size: usize) -> Result<Arc<dyn ProcessGroup>> {
         let world = self.shard.size();
-        if size <= 1 || size >= world || world % size != 0 {
+        if size <= 1 || size >= world || !world.is_multiple_of(size) {
             return Err(fsdp_core::Error::Mesh(format!(
                 "reshard_after_forward = {size}: it must divide the {world} shard ranks, and be neither 1 nor {world}: use Always for {world} and Never for 1"
             ))
@@ -82,7 +82,7 @@ impl DataParallel {
                 "its shape {shape:?} has no dimension {dim} to shard; a scalar becomes a tensor of shape [1]"
             )));
         };
-        if dim > 0 && extent % world != 0 {
+        if dim > 0 && !extent.is_multiple_of(world) {
             return Err(fail(format!(
                 "dimension {dim} of its shape {shape:?} does not divide evenly over {world} ranks; dimensions other than 0 must: shard another, or change the mesh"
             )));

@@ -39,7 +39,7 @@ pub enum Error {
         /// How many parameters it was for.
         parameters: usize,
         /// Why.
-        source: fsdp_core::Error,
+        source: Box<fsdp_core::Error>,
     },
     /// The gradients' norm is infinite or not a number.
     #[error(

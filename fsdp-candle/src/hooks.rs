@@ -4,6 +4,7 @@
 //! with the parameter directly. Both report to the anchor, whose backward therefore runs exactly once, when the whole gradient is there. A unit's outputs
 //! pass through [`PassOn`], whose backward runs before anything inside the unit; the inputs of one with frozen parameters do too, and theirs runs after it.
 
+use std::cell::Cell;
 use std::sync::{Arc, Weak};
 
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
@@ -29,6 +30,23 @@ pub(crate) fn graph_of(param: &Arc<FsdpParam>) -> Result<(Tensor, Tensor)> {
     }
 }
 
+thread_local! {
+    static UNREPORTED: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Runs a backward within backward: parameters collect its gradients, and their anchors stay silent.
+pub(crate) fn without_reports<T>(backward: impl FnOnce() -> T) -> T {
+    struct Guard;
+    impl Drop for Guard {
+        fn drop(&mut self) {
+            UNREPORTED.set(UNREPORTED.get() - 1);
+        }
+    }
+    UNREPORTED.set(UNREPORTED.get() + 1);
+    let _guard = Guard;
+    backward()
+}
+
 fn upgrade(param: &Weak<FsdpParam>) -> Result<Arc<FsdpParam>> {
     match param.upgrade() {
         Some(param) => Ok(param),
@@ -48,6 +66,9 @@ impl CustomOp1 for Anchor {
     }
 
     fn bwd(&self, _shard: &Tensor, _anchor: &Tensor, _grad: &Tensor) -> Result<Option<Tensor>> {
+        if UNREPORTED.get() > 0 {
+            return Ok(None); // the outer graph has this anchor too, and knows of all uses
+        }
         let param = upgrade(&self.0)?;
         param.group()?.on_gradient_complete(&param)?;
         Ok(None) // the sharded gradient is inserted at the end of backward

@@ -39,6 +39,7 @@
 //! # }
 //! ```
 
+pub mod activation_checkpoint;
 mod clip;
 mod comm;
 mod context;

@@ -74,7 +74,7 @@ pub(crate) struct ParamSpec {
     pub(crate) extension: Option<Arc<dyn AllGatherExtension>>,
 }
 
-/// Finds a parameter by the tensor that a layer holds.
+/// Finds a parameter by the tensor that a layer holds, or by its anchor.
 static BY_TENSOR: LazyLock<RwLock<HashMap<TensorId, Weak<FsdpParam>>>> = LazyLock::new(Default::default);
 
 impl FsdpParam {
@@ -97,14 +97,18 @@ impl FsdpParam {
         });
         let (anchor, full) = hooks::graph_of(&param)?;
         swap(&full, poison())?;
-        BY_TENSOR.write().unwrap_or_else(|poisoned| poisoned.into_inner()).insert(full.id(), Arc::downgrade(&param));
+        let mut by_tensor = BY_TENSOR.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+        for tensor in [&anchor, &full] {
+            by_tensor.insert(tensor.id(), Arc::downgrade(&param));
+        }
+        drop(by_tensor);
         if param.tensors.set(Unsharded { anchor, full }).is_err() {
             bail!("parameter `{}` was built twice", param.name)
         }
         Ok(param)
     }
 
-    /// The parameter behind a tensor that a layer holds.
+    /// The parameter behind a tensor that a layer holds, or behind an anchor.
     pub(crate) fn of(tensor: &Tensor) -> Option<Arc<Self>> {
         BY_TENSOR.read().unwrap_or_else(|poisoned| poisoned.into_inner()).get(&tensor.id())?.upgrade()
     }
@@ -379,7 +383,10 @@ impl State {
 impl Drop for FsdpParam {
     fn drop(&mut self) {
         if let Some(tensors) = self.tensors.get() {
-            BY_TENSOR.write().unwrap_or_else(|poisoned| poisoned.into_inner()).remove(&tensors.full.id());
+            let mut by_tensor = BY_TENSOR.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+            for tensor in [&tensors.anchor, &tensors.full] {
+                by_tensor.remove(&tensor.id());
+            }
         }
     }
 }

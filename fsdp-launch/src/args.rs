@@ -21,7 +21,8 @@ variables that torchrun sets. RAYON_NUM_THREADS and OMP_NUM_THREADS are set to c
 Output is printed line by line behind `[rank N] `. Where stderr is a terminal, rank 0's stderr goes there directly, so that its progress bar shows. \
 The ranks' stdin is empty.
 
-The first rank that fails ends the others: SIGTERM, then SIGKILL after --shutdown-timeout. The exit code is that rank's, or 128 + the number of the \
+The first rank that fails ends the others: SIGTERM, then SIGKILL after --shutdown-timeout. (If it failed by an exit code, SIGTERM comes 0.3 s later, so \
+that ranks which find the same thing wrong tell it.) The exit code is that rank's, or 128 + the number of the \
 signal that killed it. Ctrl-C (also SIGTERM, SIGHUP) ends all ranks in the same way; a second Ctrl-C kills them at once. Processes that a rank \
 left behind in its process group end with the launch.
 

@@ -19,6 +19,10 @@ use crate::{
 /// How often to look for processes whose end the kernel tells someone else than us, while waiting for all to end.
 const TICK: Duration = Duration::from_millis(20);
 
+/// How long the others have to end by themselves once a rank has failed by an exit code: what one rank finds wrong (bad input, most often) the others find
+/// too, a little later, and each should be heard. A rank that died by a signal has nothing more to say and no peers that would.
+const HEARING: Duration = Duration::from_millis(300);
+
 /// How long the kernel may take to end what was sent SIGKILL.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -29,16 +33,26 @@ pub(crate) fn supervise(
     events: &Receiver<Event>,
     grace: Duration,
 ) -> (Cause, usize) {
-    let mut shutdown = Shutdown { workers, grace, sent: None };
+    let mut shutdown = Shutdown { workers, grace, sent: None, begin_at: None };
     let mut cause = None;
     let mut streams_ended = 0;
     loop {
         let failed = shutdown.reap();
-        if cause.is_none()
-            && let Some(rank) = first_of(&failed, job)
-        {
-            tracing::info!("rank {rank} failed: ending all ranks");
-            cause = Some(Cause::RankFailed(rank));
+        match cause {
+            None => {
+                if let Some(rank) = first_of(&failed, job) {
+                    tracing::info!("rank {rank} failed: ending all ranks");
+                    cause = Some(Cause::RankFailed(rank));
+                    shutdown.begin_at = Some(Instant::now() + HEARING);
+                }
+            }
+            // What ended before it was asked to may be the cause, and be slower to end than its echo.
+            Some(Cause::RankFailed(first)) if shutdown.sent.is_none() => {
+                cause = Some(Cause::RankFailed(earlier_of(first, &failed, job)));
+            }
+            Some(_) => {}
+        }
+        if failed.iter().any(|(_, end)| matches!(end, End::Signaled(_))) || shutdown.heard() {
             shutdown.begin();
         }
         if shutdown.workers.iter().all(Worker::is_gone) {
@@ -78,6 +92,8 @@ struct Shutdown<'a> {
     grace: Duration,
     /// What was sent to all groups, and when.
     sent: Option<(Request, Instant)>,
+    /// When to ask all to end.
+    begin_at: Option<Instant>,
 }
 
 impl Shutdown<'_> {
@@ -98,6 +114,11 @@ impl Shutdown<'_> {
                 return failed;
             }
         }
+    }
+
+    /// The others have had their time to end by themselves.
+    fn heard(&self) -> bool {
+        self.begin_at.is_some_and(|at| Instant::now() >= at)
     }
 
     /// Asks all ranks to end, unless that was done.
@@ -122,12 +143,13 @@ impl Shutdown<'_> {
         (at.elapsed() >= limit).then_some(request)
     }
 
-    /// The next event; none after a while when ranks were asked to end.
+    /// The next event; none after a while when ranks were asked to end, or soon will be.
     fn wait(&self, events: &Receiver<Event>) -> Option<Event> {
-        if self.sent.is_none() {
-            return events.recv().ok();
+        match (self.sent, self.begin_at) {
+            (None, None) => events.recv().ok(),
+            (None, Some(at)) => events.recv_timeout(at.saturating_duration_since(Instant::now())).ok(),
+            (Some(_), _) => events.recv_timeout(TICK).ok(),
         }
-        events.recv_timeout(TICK).ok()
     }
 }
 
@@ -139,6 +161,14 @@ fn first_of(failed: &[(usize, End)], job: &Job<'_>) -> Option<usize> {
         (Reverse(matches!(end, End::Signaled(_))), recorded.is_none(), recorded, rank)
     };
     failed.iter().min_by_key(order).map(|&(rank, _)| rank)
+}
+
+/// `first`, unless one of those that failed after it had recorded its error before.
+fn earlier_of(first: usize, failed: &[(usize, End)], job: &Job<'_>) -> usize {
+    let recorded = |rank: usize| recorded_at(&job.error_file(rank));
+    let Some(known) = recorded(first) else { return first };
+    let earlier = failed.iter().filter_map(|&(rank, _)| Some((recorded(rank)?, rank))).min();
+    earlier.filter(|&(at, _)| at < known).map_or(first, |(_, rank)| rank)
 }
 
 #[cfg(test)]
@@ -161,5 +191,12 @@ mod tests {
         record(3, 10);
         assert_eq!(first_of(&[ended(1), ended(2), ended(3)], &job), Some(3));
         assert_eq!(first_of(&[ended(1), ended(3), (0, End::Signaled(9))], &job), Some(0));
+
+        // Found ended later: only an earlier record counts, and none against a rank without one.
+        assert_eq!(earlier_of(2, &[], &job), 2);
+        assert_eq!(earlier_of(2, &[ended(0), ended(1)], &job), 2);
+        assert_eq!(earlier_of(2, &[ended(0), ended(3)], &job), 3);
+        assert_eq!(earlier_of(3, &[ended(2)], &job), 3);
+        assert_eq!(earlier_of(1, &[ended(3)], &job), 1);
     }
 }

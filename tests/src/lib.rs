@@ -22,15 +22,17 @@ pub fn golden(name: &str) -> PathBuf {
 pub fn program(name: &str) -> PathBuf {
     static DIR: OnceLock<PathBuf> = OnceLock::new();
     let dir = DIR.get_or_init(|| {
+        // A test binary lies in <target>/<profile>/deps; wherever the target directory is, the programs go there too.
+        let here = std::env::current_exe().unwrap_or_default();
+        let target = here.ancestors().nth(3).unwrap_or(Path::new("target"));
         let cargo = std::env::var_os("CARGO").unwrap_or("cargo".into());
         let status = Command::new(cargo)
             .args(["build", "--release", "--bins", "-p", "fsdp-launch", "-p", "fsdp-ckpt", "-p", "fsdp-examples"])
+            .arg("--target-dir")
+            .arg(target)
             .current_dir(workspace())
             .status();
         assert!(matches!(status, Ok(status) if status.success()), "can't build the programs: {status:?}");
-        // A test binary lies in <target>/release/deps.
-        let here = std::env::current_exe().unwrap_or_default();
-        let target = here.ancestors().nth(3).unwrap_or(Path::new("target"));
         target.join("release")
     });
     dir.join(name)

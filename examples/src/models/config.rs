@@ -1,8 +1,11 @@
 //! `config.json` of a Hugging Face model directory.
 
+use std::f64::consts::TAU;
 use std::path::Path;
 
 use anyhow::{Context, bail, ensure};
+use candle_core::Device;
+use fsdp_candle::nn::Rotary;
 use serde::Deserialize;
 
 /// `config.json` of the built-in model.
@@ -61,8 +64,9 @@ pub struct LlamaConfig {
     /// Base of the rotary frequencies, where `rope_parameters` is unset.
     pub rope_theta: Option<f64>,
     /// Rotary embedding, as newer versions of transformers write it.
-    #[serde(alias = "rope_scaling")]
-    pub rope_parameters: Option<RopeParameters>,
+    pub rope_parameters: Option<Box<RopeParameters>>,
+    /// Rotary embedding, as older versions write it; `rope_parameters` comes first where both are set.
+    pub rope_scaling: Option<Box<RopeParameters>>,
     /// Whether the head is the embedding.
     #[serde(default)]
     pub tie_word_embeddings: bool,
@@ -85,9 +89,64 @@ pub struct LlamaConfig {
 pub struct RopeParameters {
     /// Base of the rotary frequencies.
     pub rope_theta: Option<f64>,
-    /// The kind; `default` is known.
-    #[serde(alias = "type")]
+    /// The kind; `default` and `llama3` are known.
     pub rope_type: Option<String>,
+    /// `rope_type` in the oldest files.
+    #[serde(rename = "type")]
+    pub old_rope_type: Option<String>,
+    /// `llama3`: the context has grown by this factor.
+    pub factor: Option<f64>,
+    /// `llama3`: frequencies that turn less often than this over the original context are divided by `factor`.
+    pub low_freq_factor: Option<f64>,
+    /// `llama3`: frequencies that turn more often than this over the original context stay.
+    pub high_freq_factor: Option<f64>,
+    /// `llama3`: the longest sequence before the context grew.
+    pub original_max_position_embeddings: Option<f64>,
+}
+
+impl RopeParameters {
+    fn kind(&self) -> &str {
+        self.rope_type.as_deref().or(self.old_rope_type.as_deref()).unwrap_or("default")
+    }
+
+    fn llama3(&self) -> anyhow::Result<Llama3Scaling> {
+        let positive = |name: &str, value: Option<f64>| {
+            let value = value.with_context(|| format!("rope_type \"llama3\" needs {name}"))?;
+            ensure!(value.is_finite() && value > 0., "{name} = {value} must be above 0");
+            Ok(value)
+        };
+        let scaling = Llama3Scaling {
+            factor: positive("factor", self.factor)?,
+            low: positive("low_freq_factor", self.low_freq_factor)?,
+            high: positive("high_freq_factor", self.high_freq_factor)?,
+            context: positive("original_max_position_embeddings", self.original_max_position_embeddings)?,
+        };
+        ensure!(
+            scaling.low < scaling.high,
+            "low_freq_factor = {} must be below high_freq_factor = {}",
+            scaling.low,
+            scaling.high
+        );
+        Ok(scaling)
+    }
+}
+
+/// How Llama 3.1 and later stretch rotary frequencies over a longer context, as transformers' `_compute_llama3_parameters`.
+struct Llama3Scaling {
+    factor: f64,
+    low: f64,
+    high: f64,
+    context: f64,
+}
+
+impl Llama3Scaling {
+    fn apply(&self, frequency: f64) -> f64 {
+        // How often it turns over the original context.
+        let turns = self.context * frequency / TAU;
+        // 0 for the slow ones, which are divided by the factor, 1 for the fast ones, which stay.
+        let smooth = ((turns - self.low) / (self.high - self.low)).clamp(0., 1.);
+        (1. - smooth) * frequency / self.factor + smooth * frequency
+    }
 }
 
 /// What Hugging Face's `GPT2Config` says that matters here.
@@ -114,6 +173,18 @@ pub struct Gpt2Config {
     /// Standard deviation of random initial weights.
     #[serde(default = "default_initializer_range")]
     pub initializer_range: f64,
+    /// Whether attention scores are divided by the square root of a head's width; `true` is known.
+    #[serde(default = "yes")]
+    pub scale_attn_weights: bool,
+    /// Whether they are divided by the layer's number too; `false` is known.
+    #[serde(default)]
+    pub scale_attn_by_inverse_layer_idx: bool,
+    /// Whether attention is computed in another order and in 32 bits; `false` is known.
+    #[serde(default)]
+    pub reorder_and_upcast_attn: bool,
+    /// Whether the head is the embedding; `true` is known.
+    #[serde(default = "yes")]
+    pub tie_word_embeddings: bool,
 }
 
 fn default_positions() -> usize {
@@ -134,6 +205,9 @@ fn default_gpt2_act() -> String {
 fn default_initializer_range() -> f64 {
     0.02
 }
+fn yes() -> bool {
+    true
+}
 
 impl LlamaConfig {
     /// Width of a head.
@@ -146,10 +220,39 @@ impl LlamaConfig {
         self.num_key_value_heads.unwrap_or(self.num_attention_heads)
     }
 
+    fn rope(&self) -> Option<&RopeParameters> {
+        self.rope_parameters.as_deref().or(self.rope_scaling.as_deref())
+    }
+
     /// Base of the rotary frequencies.
     pub fn theta(&self) -> f64 {
-        let parameters = self.rope_parameters.as_ref().and_then(|rope| rope.rope_theta);
+        let parameters = self.rope().and_then(|rope| rope.rope_theta);
         parameters.or(self.rope_theta).unwrap_or(10000.)
+    }
+
+    /// The tables of the rotary embedding for `positions` positions.
+    ///
+    /// # Errors
+    /// When the configuration's `rope_type` is not known or lacks a value, or there is no memory.
+    pub fn rotary(&self, positions: usize, device: &Device) -> anyhow::Result<Rotary> {
+        Ok(match self.frequencies()? {
+            Some(frequencies) => Rotary::from_frequencies(&frequencies, positions, device)?,
+            None => Rotary::new(self.theta(), self.head_dim(), positions, device)?,
+        })
+    }
+
+    /// The rotary frequencies, where they are not the plain ones.
+    fn frequencies(&self) -> anyhow::Result<Option<Vec<f32>>> {
+        let Some(rope) = self.rope() else { return Ok(None) };
+        match rope.kind() {
+            "default" => Ok(None),
+            "llama3" => {
+                let (scaling, width) = (rope.llama3()?, self.head_dim() as f64);
+                let plain = (0..self.head_dim() / 2).map(|i| self.theta().powf(-2. * i as f64 / width));
+                Ok(Some(plain.map(|frequency| scaling.apply(frequency) as f32).collect()))
+            }
+            other => bail!("rope_type = \"{other}\" is not known; \"default\" and \"llama3\" are"),
+        }
     }
 
     fn check(&self) -> anyhow::Result<()> {
@@ -167,10 +270,7 @@ impl LlamaConfig {
             self.head_dim()
         );
         ensure!(self.hidden_act == "silu", "hidden_act = \"{}\" is not known; \"silu\" is", self.hidden_act);
-        if let Some(kind) = self.rope_parameters.as_ref().and_then(|rope| rope.rope_type.as_deref()) {
-            ensure!(kind == "default", "rope_type = \"{kind}\" is not known; \"default\" is");
-        }
-        Ok(())
+        self.frequencies().map(drop)
     }
 }
 
@@ -187,6 +287,14 @@ impl Gpt2Config {
             "activation_function = \"{}\" is not known; \"gelu_new\", \"gelu_pytorch_tanh\" and \"gelu\" are",
             self.activation_function
         );
+        for (name, value, known) in [
+            ("scale_attn_weights", self.scale_attn_weights, true),
+            ("scale_attn_by_inverse_layer_idx", self.scale_attn_by_inverse_layer_idx, false),
+            ("reorder_and_upcast_attn", self.reorder_and_upcast_attn, false),
+            ("tie_word_embeddings", self.tie_word_embeddings, true),
+        ] {
+            ensure!(value == known, "{name} = {value} is not supported for GPT-2; {known} is");
+        }
         Ok(())
     }
 }
@@ -255,6 +363,60 @@ impl ModelConfig {
 mod tests {
     use super::*;
 
+    fn llama(more: &str) -> String {
+        format!(
+            r#"{{"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 4, {more}}}"#
+        )
+    }
+
+    const LLAMA3: &str = r#"{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}"#;
+
+    #[test]
+    fn llama3_frequencies_are_transformers() {
+        let text = llama(&format!(r#""head_dim": 128, "rope_theta": 500000.0, "rope_scaling": {LLAMA3}"#));
+        let Ok(ModelConfig::Llama(config)) = ModelConfig::parse(&text) else { panic!("{text}") };
+        let frequencies = config.frequencies().unwrap().unwrap();
+        assert_eq!(frequencies.len(), 64);
+        let plain = |i: i32| 500000f64.powf(-f64::from(i) / 64.);
+        // 1 turns 1304 times over 8192 positions, 500000^(-28/64) 4.19 times: both stay.
+        assert_eq!(frequencies[0], 1.);
+        assert_eq!(frequencies[28], plain(28) as f32);
+        // The 32nd is 1 / sqrt(500000) = 1.414214e-3: 1.843848 turns, 0.281283 of the way from 1 to 4; 0.718717 / 8 + 0.281283 = 0.371122 of it stays.
+        assert!((f64::from(frequencies[32]) - 5.24846e-4).abs() < 1e-9, "{}", frequencies[32]);
+        // 500000^(-35/64) turns 0.9969 times, the last 0.0032 times: an eighth of both stays.
+        for i in [35, 63] {
+            assert_eq!(frequencies[i as usize], (plain(i) / 8.) as f32);
+        }
+    }
+
+    #[test]
+    fn both_names_of_the_rotary_embedding_may_be_there() {
+        let parse = |more: &str| match ModelConfig::parse(&llama(more)).unwrap() {
+            ModelConfig::Llama(config) => config,
+            ModelConfig::Gpt2(_) => panic!("{more}"),
+        };
+        let both = parse(&format!(r#""rope_parameters": {LLAMA3}, "rope_scaling": {{"type": "default"}}"#));
+        assert!(both.frequencies().unwrap().is_some());
+        let null = parse(r#""rope_theta": 10.0, "rope_scaling": null"#);
+        assert_eq!((null.theta(), null.frequencies().unwrap()), (10., None));
+    }
+
+    #[test]
+    fn what_gpt2_does_not_support_is_refused() {
+        let gpt2 = r#""model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 8, "vocab_size": 4"#;
+        assert!(ModelConfig::parse(&format!("{{{gpt2}}}")).is_ok());
+        for (name, bad, good) in [
+            ("scale_attn_weights", false, true),
+            ("scale_attn_by_inverse_layer_idx", true, false),
+            ("reorder_and_upcast_attn", true, false),
+            ("tie_word_embeddings", false, true),
+        ] {
+            assert!(ModelConfig::parse(&format!("{{{gpt2}, \"{name}\": {good}}}")).is_ok());
+            let error = ModelConfig::parse(&format!("{{{gpt2}, \"{name}\": {bad}}}")).unwrap_err().to_string();
+            assert!(error.contains(&format!("{name} = {bad} is not supported")), "{error}");
+        }
+    }
+
     #[test]
     fn both_ways_to_write_the_rotary_base_are_read() {
         let base = r#""model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 4"#;
@@ -270,11 +432,6 @@ mod tests {
 
     #[test]
     fn what_is_not_known_is_named() {
-        let llama = |more: &str| {
-            format!(
-                r#"{{"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 4, {more}}}"#
-            )
-        };
         for (text, part) in [
             (r#"{"model_type": "mamba"}"#.to_string(), "\"mamba\" is not known"),
             ("{}".to_string(), "model_type is missing"),
@@ -282,6 +439,9 @@ mod tests {
             (r#"{"model_type": "gpt2"}"#.to_string(), "missing field `n_embd`"),
             (llama(r#""num_key_value_heads": 3"#), "multiple of num_key_value_heads = 3"),
             (llama(r#""rope_parameters": {"rope_type": "yarn"}"#), "\"yarn\" is not known"),
+            (llama(r#""rope_scaling": {"type": "linear", "factor": 2.0}"#), "\"linear\" is not known"),
+            (llama(r#""rope_scaling": {"rope_type": "llama3"}"#), "needs factor"),
+            (llama(&format!(r#""rope_scaling": {}"#, LLAMA3.replace("4.0", "1.0"))), "must be below high_freq_factor"),
             (llama(r#""hidden_act": "relu""#), "\"relu\" is not known"),
         ] {
             let error = format!("{:#}", ModelConfig::parse(&text).unwrap_err());

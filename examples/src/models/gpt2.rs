@@ -5,14 +5,15 @@
 use candle_core::{Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use fsdp_candle::FsdpModule;
-use fsdp_candle::nn::{self, Conv1D, Embedding, LayerNorm, Linear};
+use fsdp_candle::nn::{self, Conv1D, Embedding, LayerNorm, Linear, LoraConfig};
 
 use super::config::Gpt2Config;
+use super::layer::{Layer, Projection};
 
 /// One block: attention and MLP, each behind a norm and beside a residual.
 pub struct Block {
     norm_1: LayerNorm,
-    qkv: Conv1D,
+    qkv: Projection<Conv1D>,
     attention_output: Conv1D,
     norm_2: LayerNorm,
     up: Conv1D,
@@ -33,16 +34,17 @@ impl Block {
     ///
     /// # Errors
     /// When a parameter can't be initialised.
-    pub fn new(config: &Gpt2Config, vb: VarBuilder) -> Result<Self> {
+    pub fn new(config: &Gpt2Config, lora: Option<LoraConfig>, vb: VarBuilder) -> Result<Self> {
         let width = config.n_embd;
         let inner = config.n_inner.unwrap_or(4 * width);
         let stdev = config.initializer_range;
         // Projections back into the residual stream start smaller, as in the GPT-2 paper.
         let residual = stdev / (2. * config.n_layer as f64).sqrt();
         let (attention, mlp) = (vb.pp("attn"), vb.pp("mlp"));
+        let qkv = attention.pp("c_attn");
         Ok(Block {
             norm_1: nn::layer_norm(width, config.layer_norm_epsilon, vb.pp("ln_1"))?,
-            qkv: conv_1d(width, 3 * width, stdev, attention.pp("c_attn"))?,
+            qkv: Projection::new(conv_1d(width, 3 * width, stdev, qkv.clone())?, width, 3 * width, lora, qkv)?,
             attention_output: conv_1d(width, width, residual, attention.pp("c_proj"))?,
             norm_2: nn::layer_norm(width, config.layer_norm_epsilon, vb.pp("ln_2"))?,
             up: conv_1d(width, inner, stdev, mlp.pp("c_fc"))?,
@@ -76,7 +78,7 @@ impl Module for Block {
 pub struct Gpt2 {
     tokens: Embedding,
     positions: Embedding,
-    blocks: Vec<FsdpModule<Block>>,
+    blocks: Vec<FsdpModule<Layer<Block>>>,
     norm: LayerNorm,
     head: Linear,
 }
@@ -86,7 +88,12 @@ impl Gpt2 {
     ///
     /// # Errors
     /// When a parameter can't be initialised.
-    pub fn new(config: &Gpt2Config, prefix: &str, blocks: Vec<FsdpModule<Block>>, vb: VarBuilder) -> Result<Self> {
+    pub fn new(
+        config: &Gpt2Config,
+        prefix: &str,
+        blocks: Vec<FsdpModule<Layer<Block>>>,
+        vb: VarBuilder,
+    ) -> Result<Self> {
         let width = config.n_embd;
         let normal = Init::Randn { mean: 0., stdev: config.initializer_range };
         let tokens = vb.pp(format!("{prefix}wte")).get_with_hints((config.vocab_size, width), "weight", normal)?;
@@ -98,6 +105,11 @@ impl Gpt2 {
             blocks,
             norm: nn::layer_norm(width, config.layer_norm_epsilon, vb.pp(format!("{prefix}ln_f")))?,
         })
+    }
+
+    /// The units, in forward order.
+    pub fn blocks(&self) -> &[FsdpModule<Layer<Block>>] {
+        &self.blocks
     }
 }
 

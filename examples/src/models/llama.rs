@@ -5,16 +5,17 @@
 use candle_core::{Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use fsdp_candle::FsdpModule;
-use fsdp_candle::nn::{self, Embedding, Linear, RmsNorm, Rotary};
+use fsdp_candle::nn::{self, Embedding, Linear, LoraConfig, RmsNorm, Rotary};
 
 use super::config::LlamaConfig;
+use super::layer::{Layer, Projection};
 
 /// One block: attention and MLP, each behind a norm and beside a residual.
 pub struct Block {
     input_norm: RmsNorm,
-    query: Linear,
+    query: Projection<Linear>,
     key: Linear,
-    value: Linear,
+    value: Projection<Linear>,
     output: Linear,
     post_norm: RmsNorm,
     gate: Linear,
@@ -38,16 +39,19 @@ impl Block {
     ///
     /// # Errors
     /// When a parameter can't be initialised.
-    pub fn new(config: &LlamaConfig, rotary: &Rotary, vb: VarBuilder) -> Result<Self> {
+    pub fn new(config: &LlamaConfig, rotary: &Rotary, lora: Option<LoraConfig>, vb: VarBuilder) -> Result<Self> {
         let (width, inner, head_dim) = (config.hidden_size, config.intermediate_size, config.head_dim());
         let (q_width, kv_width) = (config.num_attention_heads * head_dim, config.kv_heads() * head_dim);
         let (attention, mlp) = (vb.pp("self_attn"), vb.pp("mlp"));
         let (attention_bias, mlp_bias) = (config.attention_bias, config.mlp_bias);
+        let adapted = |outputs: usize, vb: VarBuilder| {
+            Projection::new(linear(width, outputs, attention_bias, config, vb.clone())?, width, outputs, lora, vb)
+        };
         Ok(Block {
             input_norm: nn::rms_norm(width, config.rms_norm_eps, vb.pp("input_layernorm"))?,
-            query: linear(width, q_width, attention_bias, config, attention.pp("q_proj"))?,
+            query: adapted(q_width, attention.pp("q_proj"))?,
             key: linear(width, kv_width, attention_bias, config, attention.pp("k_proj"))?,
-            value: linear(width, kv_width, attention_bias, config, attention.pp("v_proj"))?,
+            value: adapted(kv_width, attention.pp("v_proj"))?,
             output: linear(q_width, width, attention_bias, config, attention.pp("o_proj"))?,
             post_norm: nn::rms_norm(width, config.rms_norm_eps, vb.pp("post_attention_layernorm"))?,
             gate: linear(width, inner, mlp_bias, config, mlp.pp("gate_proj"))?,
@@ -84,7 +88,7 @@ impl Module for Block {
 /// The whole model around its blocks.
 pub struct Llama {
     embedding: Embedding,
-    blocks: Vec<FsdpModule<Block>>,
+    blocks: Vec<FsdpModule<Layer<Block>>>,
     norm: RmsNorm,
     head: Linear,
 }
@@ -94,7 +98,7 @@ impl Llama {
     ///
     /// # Errors
     /// When a parameter can't be initialised.
-    pub fn new(config: &LlamaConfig, blocks: Vec<FsdpModule<Block>>, vb: VarBuilder) -> Result<Self> {
+    pub fn new(config: &LlamaConfig, blocks: Vec<FsdpModule<Layer<Block>>>, vb: VarBuilder) -> Result<Self> {
         let width = config.hidden_size;
         let normal = Init::Randn { mean: 0., stdev: config.initializer_range };
         let embedding = vb.pp("model.embed_tokens").get_with_hints((config.vocab_size, width), "weight", normal)?;
@@ -109,6 +113,11 @@ impl Llama {
             norm: nn::rms_norm(width, config.rms_norm_eps, vb.pp("model.norm"))?,
             head,
         })
+    }
+
+    /// The units, in forward order.
+    pub fn blocks(&self) -> &[FsdpModule<Layer<Block>>] {
+        &self.blocks
     }
 }
 

@@ -2,14 +2,16 @@
 
 pub mod config;
 pub mod gpt2;
+pub mod layer;
 pub mod llama;
 
 use anyhow::Context;
 use candle_core::{DType, Module, Result, Tensor};
-use fsdp_candle::nn::Rotary;
-use fsdp_candle::{FsdpModule, FullyShard, ShardedVarMap, fully_shard};
+use fsdp_candle::nn::LoraConfig;
+use fsdp_candle::{FsdpModule, FullyShard, ShardedVarMap, Unit, fully_shard};
 
 pub use config::ModelConfig;
+use layer::Layer;
 
 /// A causal language model: token ids `[batch, time]` to logits `[batch, time, vocabulary]`.
 pub enum LanguageModel {
@@ -28,7 +30,20 @@ impl Module for LanguageModel {
     }
 }
 
-/// Builds the model bottom-up: every block a unit, and the root with what is left. It takes sequences of up to `positions` ids.
+/// How a model is built.
+#[derive(Clone, Copy, Debug)]
+pub struct ModelOptions {
+    /// Of the shards, and so of gradients and optimizer state.
+    pub dtype: DType,
+    /// Ids of the longest sequence.
+    pub positions: usize,
+    /// Keep the blocks' inputs alone for backward, and run each block again there.
+    pub activation_checkpoint: bool,
+    /// Adapters beside the attention's query and value projections: a Llama's `q_proj` and `v_proj`, a GPT-2's `c_attn`. The caller freezes the rest.
+    pub lora: Option<LoraConfig>,
+}
+
+/// Builds the model bottom-up: every block a unit, and the root with what is left.
 ///
 /// # Errors
 /// When parameters can't be initialised.
@@ -36,16 +51,18 @@ pub fn build(
     config: &ModelConfig,
     opts: &FullyShard,
     vars: &ShardedVarMap,
-    dtype: DType,
-    positions: usize,
+    options: ModelOptions,
 ) -> anyhow::Result<FsdpModule<LanguageModel>> {
-    let vb = vars.builder(dtype);
+    let vb = vars.builder(options.dtype);
+    let again = options.activation_checkpoint;
     let model = match config {
         ModelConfig::Llama(config) => {
-            let rotary = Rotary::new(config.theta(), config.head_dim(), positions, vb.device())?;
+            let rotary = config.rotary(options.positions, vb.device())?;
             let blocks = (0..config.num_hidden_layers)
                 .map(|i| {
-                    fully_shard(opts, vb.pp(format!("model.layers.{i}")), |vb| llama::Block::new(config, &rotary, vb))
+                    fully_shard(opts, vb.pp(format!("model.layers.{i}")), |vb| {
+                        Ok(Layer::new(llama::Block::new(config, &rotary, options.lora, vb)?, again))
+                    })
                 })
                 .collect::<fsdp_candle::Result<Vec<_>>>()
                 .context("can't build the Llama's layers")?;
@@ -55,11 +72,39 @@ pub fn build(
             // The checkpoints on the Hub say `wte.weight` or `transformer.wte.weight`, depending on who saved them.
             let prefix = if vb.contains_tensor("wte.weight") { "" } else { "transformer." };
             let blocks = (0..config.n_layer)
-                .map(|i| fully_shard(opts, vb.pp(format!("{prefix}h.{i}")), |vb| gpt2::Block::new(config, vb)))
+                .map(|i| {
+                    fully_shard(opts, vb.pp(format!("{prefix}h.{i}")), |vb| {
+                        Ok(Layer::new(gpt2::Block::new(config, options.lora, vb)?, again))
+                    })
+                })
                 .collect::<fsdp_candle::Result<Vec<_>>>()
                 .context("can't build GPT-2's layers")?;
             fully_shard(opts, vb, |vb| Ok(LanguageModel::Gpt2(gpt2::Gpt2::new(config, prefix, blocks, vb)?)))
         }
     };
     model.context("can't build the model")
+}
+
+/// Gathers parameters of `ahead` blocks ahead, in forward and in backward.
+pub fn set_prefetch(model: &FsdpModule<LanguageModel>, ahead: usize) {
+    match model.inner() {
+        LanguageModel::Llama(llama) => prefetch_blocks(model, llama.blocks(), ahead),
+        LanguageModel::Gpt2(gpt2) => prefetch_blocks(model, gpt2.blocks(), ahead),
+    }
+}
+
+fn prefetch_blocks<R, B>(root: &FsdpModule<R>, blocks: &[FsdpModule<B>], ahead: usize) {
+    // One block ahead is what units do by themselves.
+    root.set_implicit_prefetch(ahead == 1);
+    if ahead <= 1 {
+        return;
+    }
+    let units: Vec<Unit> = blocks.iter().map(FsdpModule::unit).collect();
+    let before = |end: usize| -> Vec<Unit> { units[..end].iter().rev().take(ahead).cloned().collect() };
+    root.set_modules_to_forward_prefetch(&units[..ahead.min(units.len())]);
+    root.set_modules_to_backward_prefetch(&before(units.len()));
+    for (i, block) in blocks.iter().enumerate() {
+        block.set_modules_to_forward_prefetch(&units[i + 1..(i + 1 + ahead).min(units.len())]);
+        block.set_modules_to_backward_prefetch(&before(i));
+    }
 }

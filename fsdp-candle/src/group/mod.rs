@@ -336,7 +336,12 @@ impl ParamGroup {
     }
 
     fn communication_failed(&self, what: &str, source: fsdp_core::Error) -> Error {
-        Error::Communication { unit: self.name.clone(), what: what.into(), parameters: self.params.len(), source }
+        Error::Communication {
+            unit: self.name.clone(),
+            what: what.into(),
+            parameters: self.params.len(),
+            source: Box::new(source),
+        }
     }
 }
 

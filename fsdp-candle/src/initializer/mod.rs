@@ -1,11 +1,13 @@
 //! Initial values of parameters: drawn, or read from files, for one rank's shard alone.
 
+mod fallback;
 mod philox;
 mod pretrained;
 
 use candle_nn::Init;
 use fsdp_core::layout::Region;
 
+pub use fallback::Fallback;
 pub use philox::Philox;
 pub use pretrained::Pretrained;
 

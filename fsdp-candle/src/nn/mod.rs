@@ -7,6 +7,7 @@
 //! | | input | output | parameters |
 //! |---|---|---|---|
 //! | [`Linear`], [`Conv1D`] | `[.., in]` | `[.., out]` | `weight`, `bias` |
+//! | [`Lora`] | `[.., in]` | `[.., out]` | `lora_A.weight`, `lora_B.weight`, the base's |
 //! | [`Embedding`] | ids `[..]` | `[.., hidden]` | `weight` |
 //! | [`LayerNorm`], [`RmsNorm`] | `[.., hidden]` | same | `weight`, `bias` |
 //! | [`Rotary`] | `[batch, T, heads * D]` | same | |
@@ -20,6 +21,7 @@ mod cross_entropy;
 mod embedding;
 mod linear;
 mod linear_cross_entropy;
+mod lora;
 mod matrix;
 mod norm;
 mod parallel;
@@ -36,5 +38,6 @@ pub use cross_entropy::cross_entropy;
 pub use embedding::{Embedding, embedding};
 pub use linear::{Conv1D, Linear, conv1d, linear, linear_b, linear_no_bias};
 pub use linear_cross_entropy::linear_cross_entropy;
+pub use lora::{Lora, LoraConfig, is_adapter, lora};
 pub use norm::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm};
 pub use rotary::Rotary;

@@ -43,6 +43,37 @@ fn the_cause_is_reported_not_what_followed() {
 }
 
 #[test]
+fn ranks_that_fail_a_little_later_are_heard() {
+    // Rank 0 says what it found only when rank 1 is gone; sent SIGTERM, it would say something else.
+    let dir = tempfile::tempdir().unwrap();
+    let script = format!(
+        "cd {}; trap 'exit 9' TERM; if [ $RANK = 1 ]; then echo $$ > new; mv new pid; exit 5; fi; \
+         while [ ! -e pid ]; do sleep 0.01; done; while kill -0 $(cat pid) 2>/dev/null; do :; done; echo bad input >&2; exit 6",
+        dir.path().display()
+    );
+    let (code, _, stderr) = finish(&mut ranks(2, &script));
+    assert_eq!(code, Some(5));
+    assert!(stderr.contains("[rank 0] bad input"), "{stderr}");
+    assert!(stderr.contains("rank 0: failed too, with exit code 6"), "{stderr}");
+}
+
+#[test]
+fn the_earlier_record_is_the_cause_whoever_ended_first() {
+    // Rank 1 records its error, but rank 0, which fails because of that, is the first to end.
+    let dir = tempfile::tempdir().unwrap();
+    let script = format!(
+        "cd {}; record() {{ echo '{{\"message\": \"'$1'\"}}' > $TORCHELASTIC_ERROR_FILE; }}; \
+         if [ $RANK = 1 ]; then record cause; : > recorded; while [ ! -e pid0 ]; do sleep 0.01; done; \
+         while kill -0 $(cat pid0) 2>/dev/null; do :; done; exit 5; fi; \
+         while [ ! -e recorded ]; do sleep 0.01; done; sleep 0.02; record echo; echo $$ > new; mv new pid0; exit 6",
+        dir.path().display()
+    );
+    let (code, _, stderr) = finish(&mut ranks(2, &script));
+    assert_eq!(code, Some(5));
+    assert!(stderr.contains("rank 1 (pid ") && stderr.contains("it recorded: cause"), "{stderr}");
+}
+
+#[test]
 fn a_recorded_error_is_shown() {
     for recorded in [
         r#"{"message": {"message": "RuntimeError: no data", "extraInfo": {"timestamp": "17"}}}"#,

@@ -13,17 +13,37 @@ use std::{
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::{Child, ChildStdout, Command, ExitStatus, Stdio},
+    sync::{Arc, Once, atomic::AtomicBool},
     thread::sleep,
     time::{Duration, Instant},
 };
 
 use rustix::process::{Pid, Signal, kill_process};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 /// Far longer than anything here takes.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
+/// Makes what this process starts hear the signals that it ignores itself, as it does in the background of a shell: the launcher and the ranks would
+/// ignore them too, but what a process catches is back to the default in a program that it starts.
+fn hear_signals() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let status = fs::read_to_string("/proc/self/status").unwrap();
+        let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap();
+        let ignored = u64::from_str_radix(ignored.trim(), 16).unwrap();
+        for signal in [SIGINT, SIGTERM, SIGHUP] {
+            // One that is not ignored keeps its effect: Ctrl-C ends the tests.
+            if ignored & (1 << (signal - 1)) != 0 {
+                signal_hook::flag::register(signal, Arc::<AtomicBool>::default()).unwrap();
+            }
+        }
+    });
+}
+
 /// `fsdp-launch` with `args`; killed (and its ranks with it) if it does not end in time.
 fn launcher(args: &[&str]) -> assert_cmd::Command {
+    hear_signals();
     let mut command = assert_cmd::Command::new(assert_cmd::cargo::cargo_bin!("fsdp-launch"));
     command.timeout(TIMEOUT).args(args);
     for name in ["RUST_LOG", "RAYON_NUM_THREADS", "OMP_NUM_THREADS", "CARGO_TARGET_DIR", "CARGO_BUILD_TARGET_DIR"] {
@@ -64,6 +84,7 @@ struct Running {
 
 impl Running {
     fn start(args: &[&str]) -> Self {
+        hear_signals();
         let mut command = Command::new(assert_cmd::cargo::cargo_bin!("fsdp-launch"));
         let mut child = command.args(args).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();

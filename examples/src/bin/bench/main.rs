@@ -3,6 +3,8 @@
 mod collectives;
 mod memory;
 
+use std::process::ExitCode;
+
 use clap::{Parser, Subcommand};
 
 /// Counts every allocation of the process, for `bench memory`.
@@ -27,11 +29,10 @@ enum What {
     Memory(memory::Args),
 }
 
-fn main() -> anyhow::Result<()> {
+fn main() -> ExitCode {
     let cli = Cli::parse();
-    let world = fsdp_candle::init()?;
-    match cli.what {
-        What::Collectives(args) => collectives::run(&args, &world),
-        What::Memory(args) => memory::run(&args, &world),
-    }
+    fsdp_examples::job::run(|world| match cli.what {
+        What::Collectives(args) => collectives::run(&args, world),
+        What::Memory(args) => memory::run(&args, world),
+    })
 }

@@ -2,10 +2,12 @@
 
 use std::{ffi::OsString, path::PathBuf};
 
+use candle_core::DType;
 use clap::{
     Parser, ValueEnum,
     builder::{OsStringValueParser, TypedValueParser},
 };
+use fsdp_candle::ReshardAfterForward;
 use fsdp_examples::schedule::LrSchedule;
 
 const AFTER_HELP: &str = "Examples:
@@ -96,6 +98,49 @@ pub(crate) struct Args {
     #[arg(long, value_name = "NORM", default_value = "1.0", value_parser = not_negative, allow_hyphen_values = true, help_heading = "Optimizer")]
     pub(crate) clip_grad_norm: f64,
 
+    /// Train low-rank adapters of this rank beside the attention's query and value projections, and freeze all else (LoRA, alpha = 2 N)
+    ///
+    /// Weights that the model directory lacks are drawn for adapters only. --export-hf then writes the adapters alone, as PEFT reads them.
+    #[arg(long, value_name = "N", value_parser = count, help_heading = "Model")]
+    pub(crate) lora_rank: Option<usize>,
+
+    /// Copies of the sharded model (HSDP): parameters are sharded over world size / N processes, gradients are summed over the N copies as well
+    #[arg(long, value_name = "N", default_value = "1", value_parser = count, help_heading = "Sharding")]
+    pub(crate) replicate: usize,
+
+    /// What becomes of gathered parameters between forward and backward: `always` frees them (ZeRO-3), `never` keeps them (ZeRO-2), `default` keeps only those outside
+    /// the blocks, a number K keeps what K neighbouring processes need to gather them again among themselves
+    #[arg(long, value_name = "default|always|never|K", default_value = "default", value_parser = reshard, help_heading = "Sharding")]
+    pub(crate) reshard_after_forward: ReshardAfterForward,
+
+    /// The dtype of gathered parameters, and so of compute; shards and optimizer state stay f32
+    #[arg(long, value_enum, default_value_t = Precision::F32, help_heading = "Sharding")]
+    pub(crate) param_dtype: Precision,
+
+    /// The dtype in which gradients are summed over processes
+    #[arg(long, value_enum, default_value_t = Precision::F32, help_heading = "Sharding")]
+    pub(crate) reduce_dtype: Precision,
+
+    /// Keep shards, gradients and optimizer state in host memory (where they are anyway when the device is the CPU)
+    #[arg(long, help_heading = "Sharding")]
+    pub(crate) cpu_offload: bool,
+
+    /// How many blocks ahead parameters are gathered
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Sharding")]
+    pub(crate) prefetch: usize,
+
+    /// With --grad-accum: sum gradients over processes after `every` micro-batch (less memory), or after the `last` one (less communication)
+    #[arg(long, value_enum, default_value_t = GradSync::Every, help_heading = "Sharding")]
+    pub(crate) grad_sync: GradSync,
+
+    /// Write a trace of compute and communication that chrome://tracing and Perfetto open; each process but the first adds its rank to the name
+    #[arg(long, value_name = "FILE", help_heading = "Run")]
+    pub(crate) trace: Option<PathBuf>,
+
+    /// What to run again in backward instead of keeping its activations: less memory, a second forward, the same numbers
+    #[arg(long, value_enum, default_value_t = ActivationCheckpoint::None, help_heading = "Sharding")]
+    pub(crate) activation_checkpoint: ActivationCheckpoint,
+
     /// Seed of random weights; the same seed gives the same weights at every number of processes
     #[arg(long, value_name = "N", default_value = "42", help_heading = "Run")]
     pub(crate) seed: u64,
@@ -140,6 +185,50 @@ pub(crate) enum InitChoice {
     Pretrained,
     /// Random, from --seed
     Random,
+}
+
+/// A floating point dtype.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Precision {
+    F32,
+    Bf16,
+}
+
+impl Precision {
+    pub(crate) fn dtype(self) -> DType {
+        match self {
+            Precision::F32 => DType::F32,
+            Precision::Bf16 => DType::BF16,
+        }
+    }
+}
+
+/// When gradients are summed over processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum GradSync {
+    Every,
+    Last,
+}
+
+fn reshard(text: &str) -> Result<ReshardAfterForward, String> {
+    match text {
+        "default" => Ok(ReshardAfterForward::Default),
+        "always" => Ok(ReshardAfterForward::Always),
+        "never" => Ok(ReshardAfterForward::Never),
+        number => match number.parse() {
+            Ok(ranks) => Ok(ReshardAfterForward::To(ranks)),
+            Err(_) => Err("it must be default, always, never, or a number of processes".into()),
+        },
+    }
+}
+
+/// What runs again in backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ActivationCheckpoint {
+    /// Nothing: all activations are kept
+    None,
+    /// Every block: its input alone is kept
+    Full,
 }
 
 /// Where to compute.
@@ -248,6 +337,12 @@ mod tests {
             ("--batch-size", &["0", "-1", "x", "99999999999999999999999"], "whole number of at least 1"),
             ("--seq-len", &["0", "-5", ""], "whole number of at least 1"),
             ("--grad-accum", &["0"], "whole number of at least 1"),
+            ("--lora-rank", &["0", "-1", "x"], "whole number of at least 1"),
+            ("--activation-checkpoint", &["some"], "none, full"),
+            ("--reshard-after-forward", &["maybe", "-2", "1.5"], "default, always, never, or a number"),
+            ("--param-dtype", &["int8"], "f32, bf16"),
+            ("--replicate", &["0", "two"], "whole number of at least 1"),
+            ("--grad-sync", &["first"], "every, last"),
             ("--lr", &["0", "-1e-3", "nan", "inf", "1e999", "fast"], "number above 0"),
             ("--eps", &["0", "-1"], "number above 0"),
             ("--weight-decay", &["-0.1", "NaN", "inf"], "at least 0"),

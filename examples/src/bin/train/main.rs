@@ -1,41 +1,43 @@
 //! Pre-trains or fine-tunes a Llama or a GPT-2 with its parameters sharded over the ranks: `fsdp-launch --nproc-per-node 2 train --help`.
 
+mod adapters;
 mod args;
 mod checkpoint;
+mod done;
+mod logging;
+mod places;
 mod setup;
 
+use std::process::ExitCode;
 use std::time::Instant;
 
-use anyhow::Context;
 use candle_core::backprop::GradStore;
 use candle_core::{Module, Tensor};
 use clap::Parser;
 use fsdp_candle::{AdamW, AdamWConfig, ReduceOp, World, clip_grad_norm, grad_norm, nn};
+use fsdp_examples::job;
 use fsdp_examples::metrics::{MetricsFile, StepRecord, peak_memory_bytes};
 use fsdp_examples::progress::Progress;
 use fsdp_examples::schedule::Schedule;
 
-use args::Args;
+use args::{Args, GradSync};
 use checkpoint::Checkpoints;
 use setup::Setup;
 
-fn main() -> anyhow::Result<()> {
+fn main() -> ExitCode {
     let args = Args::parse();
-    tracing_subscriber::fmt()
-        .with_env_filter(tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn".into()))
-        .with_writer(std::io::stderr)
-        .init();
-    let world = fsdp_candle::init().context("can't join the other ranks")?;
-    train(&args, &world)
+    let _trace = logging::init(args.trace.as_deref());
+    job::run(|world| train(&args, world))
 }
 
 fn train(args: &Args, world: &World) -> anyhow::Result<()> {
+    // First of all, so that what is in the way shows before anything is read.
+    let checkpoints = Checkpoints::new(args, world)?;
     let Setup { vars, model, batches, text, config } = Setup::new(args, world)?;
     let hyper = AdamWConfig { lr: args.lr, betas: args.betas, eps: args.eps, weight_decay: args.weight_decay };
     let mut optim = AdamW::new(vars.trainable(), hyper)?;
     let schedule = Schedule::new(args.lr_schedule, args.lr, args.warmup_steps, args.steps);
 
-    let checkpoints = Checkpoints::new(args, world)?;
     let mut done = checkpoints.resume(&vars, &mut optim)?;
     let mut metrics = match &args.metrics {
         Some(path) if world.rank() == 0 => Some(MetricsFile::open(path, done.step)?),
@@ -54,6 +56,8 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
         let mut loss_sum = 0.;
         let mut grads: Option<GradStore> = None;
         for micro_step in 0..args.grad_accum {
+            let last = micro_step + 1 == args.grad_accum;
+            model.set_requires_gradient_sync(last || args.grad_sync == GradSync::Every, true);
             let (inputs, targets) = batches.micro_batch(done.sequences, micro_step);
             let inputs_bt = Tensor::from_vec(inputs, (args.batch_size, args.seq_len), world.device())?;
             let targets_bt = Tensor::from_vec(targets, (args.batch_size, args.seq_len), world.device())?;

@@ -2,13 +2,14 @@
 
 use anyhow::{Context, bail, ensure};
 use candle_core::DType;
-use fsdp_candle::initializer::{Philox, Pretrained};
-use fsdp_candle::{FsdpModule, FullyShard, ShardedVarMap, World};
+use fsdp_candle::initializer::{Fallback, Philox, Pretrained};
+use fsdp_candle::nn::{LoraConfig, is_adapter};
+use fsdp_candle::{DeviceMesh, FsdpModule, FullyShard, MixedPrecisionPolicy, OffloadPolicy, ShardedVarMap, World};
 use fsdp_examples::data::{BatchShape, Batches, Data, Text};
 use fsdp_examples::generate;
-use fsdp_examples::models::{self, LanguageModel, ModelConfig};
+use fsdp_examples::models::{self, LanguageModel, ModelConfig, ModelOptions};
 
-use crate::args::{Args, DeviceChoice, InitChoice};
+use crate::args::{ActivationCheckpoint, Args, DeviceChoice, InitChoice};
 
 /// Ids of the data that start the sample, and ids that continue them.
 const PROMPT_TOKENS: usize = 16;
@@ -53,14 +54,14 @@ impl Setup {
         };
         let batches = Batches::new(data, shape)?;
 
-        let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())])?, world.device());
+        let vars = ShardedVarMap::new(&mesh(args, world)?, world.device());
         let weights = args.model.as_deref().filter(|dir| has_weights(dir));
         match (args.init, weights) {
             (InitChoice::Random, _) | (InitChoice::Auto, None) => vars.init_with(Philox::new(args.seed)),
             (InitChoice::Auto | InitChoice::Pretrained, Some(dir)) => {
-                vars.init_with(
-                    Pretrained::open(dir).with_context(|| format!("can't read the weights in {}", dir.display()))?,
-                );
+                let weights =
+                    Pretrained::open(dir).with_context(|| format!("can't read the weights in {}", dir.display()))?;
+                vars.init_with(Fallback::new(weights, Philox::new(args.seed), is_adapter));
             }
             (InitChoice::Pretrained, None) => match &args.model {
                 Some(dir) => bail!(
@@ -72,10 +73,48 @@ impl Setup {
                 ),
             },
         }
-        let model =
-            models::build(&config, &FullyShard::new(&vars), &vars, DType::F32, args.seq_len.max(SAMPLE_CONTEXT))?;
+        let lora = lora(args);
+        if lora.is_some() {
+            vars.freeze(|name| !is_adapter(name));
+        }
+        let options = ModelOptions {
+            dtype: DType::F32,
+            positions: args.seq_len.max(SAMPLE_CONTEXT),
+            activation_checkpoint: args.activation_checkpoint == ActivationCheckpoint::Full,
+            lora,
+        };
+        let policy = MixedPrecisionPolicy {
+            param_dtype: Some(args.param_dtype.dtype()),
+            reduce_dtype: Some(args.reduce_dtype.dtype()),
+            ..Default::default()
+        };
+        let offload = if args.cpu_offload { OffloadPolicy::Cpu { pin_memory: true } } else { OffloadPolicy::None };
+        let opts = FullyShard::new(&vars)
+            .mp_policy(policy)
+            .offload_policy(offload)
+            .reshard_after_forward(args.reshard_after_forward);
+        let model = models::build(&config, &opts, &vars, options)?;
+        models::set_prefetch(&model, args.prefetch);
         Ok(Setup { vars, model, batches, text, config })
     }
+}
+
+/// The ranks as copies of shards.
+fn mesh(args: &Args, world: &World) -> anyhow::Result<DeviceMesh> {
+    let (ranks, copies) = (world.size(), args.replicate);
+    ensure!(
+        ranks.is_multiple_of(copies),
+        "--replicate {copies} does not divide the {ranks} processes: start a multiple of {copies}, or change it"
+    );
+    Ok(match copies {
+        1 => world.mesh(&[("dp_shard", ranks)])?,
+        _ => world.mesh(&[("dp_replicate", copies), ("dp_shard", ranks / copies)])?,
+    })
+}
+
+/// The adapters that the run trains.
+pub(crate) fn lora(args: &Args) -> Option<LoraConfig> {
+    args.lora_rank.map(|rank| LoraConfig { rank, alpha: 2. * rank as f64 })
 }
 
 fn has_weights(dir: &std::path::Path) -> bool {

@@ -1,0 +1,228 @@
+//! The directories that a run reads from and writes to. Rank 0 looks and decides before the first step: all ranks then use the same, and what would be in
+//! the way hours later shows at once.
+
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, anyhow, bail, ensure};
+use fsdp_candle::{ReduceOp, World};
+use fsdp_ckpt::Checkpoint;
+use fsdp_core::Buffer;
+use serde::{Deserialize, Serialize};
+
+use crate::args::{Args, Resume};
+use crate::done::Done;
+
+/// Where runs without --checkpoint-dir keep their checkpoints.
+const ROOT: &str = "checkpoints";
+
+/// Where a run keeps its checkpoints, and the one that it goes on from.
+pub(crate) struct Places {
+    pub(crate) checkpoints: PathBuf,
+    pub(crate) resume_from: Option<PathBuf>,
+    _claim: Option<Claim>,
+}
+
+/// What rank 0 tells the others; what is not here is on everybody's command line.
+#[derive(Serialize, Deserialize)]
+struct Decision {
+    /// The name of the checkpoint in --checkpoint-dir that `--resume auto` goes on from.
+    newest: Option<String>,
+    /// The number of this run's own directory, where there is no --checkpoint-dir.
+    run: Option<u32>,
+}
+
+impl Places {
+    /// Fails on every rank, with rank 0's words, where something is in the way. Collective.
+    pub(crate) fn new(args: &Args, world: &World) -> anyhow::Result<Self> {
+        let mut claim = None;
+        let decision = from_rank_0(world, || {
+            let newest = check(args)?;
+            let run = match args.checkpoint_dir {
+                Some(_) => None,
+                None => Some(claim.insert(Claim::new(Path::new(ROOT))?).number),
+            };
+            Ok(Decision { newest, run })
+        })?;
+        let checkpoints = match (&args.checkpoint_dir, decision.run) {
+            (Some(dir), _) => dir.clone(),
+            (None, Some(number)) => Path::new(ROOT).join(run_name(number)),
+            (None, None) => bail!("rank 0 was started with --checkpoint-dir: start all ranks with the same arguments"),
+        };
+        let resume_from = match &args.resume {
+            Resume::None => None,
+            Resume::Auto => decision.newest.map(|name| checkpoints.join(name)),
+            Resume::Path(path) => Some(path.clone()),
+        };
+        Ok(Places { checkpoints, resume_from, _claim: claim })
+    }
+}
+
+/// The name of the checkpoint at a step.
+pub(crate) fn step_name(step: usize) -> String {
+    format!("step-{step:08}")
+}
+
+pub(crate) fn same_file(a: &Path, b: &Path) -> bool {
+    matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
+}
+
+/// Checks what the run is to read and to write; returns the name of the checkpoint that `--resume auto` goes on from, if any.
+fn check(args: &Args) -> anyhow::Result<Option<String>> {
+    if let Some(dir) = &args.export_hf {
+        check_export(dir)?;
+    }
+    let newest = match (&args.resume, &args.checkpoint_dir) {
+        (Resume::Auto, None) => bail!("--resume auto looks into --checkpoint-dir: pass it"),
+        (Resume::Path(_), _) | (Resume::None, None) => None,
+        (_, Some(dir)) => fsdp_ckpt::latest(dir)?,
+    };
+    let resume_from = match (&args.resume, &newest) {
+        (Resume::Path(path), _) => Some(path),
+        (Resume::None, Some(old)) => bail!(
+            "{} is a checkpoint of an earlier run: pass --resume auto to go on from it, or another --checkpoint-dir",
+            old.display()
+        ),
+        (_, newest) => newest.as_ref(),
+    };
+    let start = match resume_from {
+        Some(path) => Checkpoint::open(path)
+            .map_err(anyhow::Error::from)
+            .and_then(|checkpoint| Done::of(&checkpoint, path))
+            .with_context(|| format!("can't resume from {}", path.display()))?,
+        None => Done::default(),
+    };
+    if let Some(dir) = &args.checkpoint_dir {
+        check_targets(dir, start.step, args, resume_from.map(PathBuf::as_path))?;
+    }
+    // `latest` reads steps off names, so they are text.
+    Ok(newest.as_ref().and_then(|path| Some(path.file_name()?.to_str()?.to_owned())))
+}
+
+/// Nothing may have the name of a checkpoint that the run is going to save; the one that it goes on from is not saved again.
+fn check_targets(dir: &Path, start: usize, args: &Args, resume_from: Option<&Path>) -> anyhow::Result<()> {
+    let last = args.steps.max(start);
+    let saves = |step: usize| {
+        step == last || (args.save_every > 0 && start < step && step < last && step.is_multiple_of(args.save_every))
+    };
+    let entries = match std::fs::read_dir(dir) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        entries => entries.with_context(|| format!("can't list {}", dir.display()))?,
+    };
+    let step_of = |name: &str| name.strip_prefix("step-")?.parse().ok().filter(|&step| step_name(step) == name);
+    let in_the_way = entries
+        .filter_map(|entry| step_of(entry.ok()?.file_name().to_str()?))
+        .filter(|&step| saves(step))
+        .map(|step| (step, dir.join(step_name(step))))
+        .filter(|(_, path)| !resume_from.is_some_and(|from| same_file(from, path)))
+        .min();
+    let Some((step, path)) = in_the_way else { return Ok(()) };
+    let what = match Checkpoint::open(&path) {
+        Ok(_) => "a checkpoint of an earlier run".to_owned(),
+        Err(error) => format!("not a whole checkpoint ({:#})", anyhow::Error::from(error)),
+    };
+    bail!(
+        "{} is in the way of the checkpoint that this run saves at step {step}, and it is {what}: remove it, or pass another --checkpoint-dir",
+        path.display()
+    );
+}
+
+fn check_export(dir: &Path) -> anyhow::Result<()> {
+    ensure!(!dir.exists() || dir.is_dir(), "--export-hf {}: it is a file; pass another directory", dir.display());
+    for name in ["model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"] {
+        ensure!(
+            dir.join(name).symlink_metadata().is_err(),
+            "--export-hf {}: it holds weights already, in {name}; remove them, or pass another directory",
+            dir.display()
+        );
+    }
+    Ok(())
+}
+
+/// A new directory that no other run uses. Dropped while it is still empty, it is removed again.
+struct Claim {
+    number: u32,
+    /// The directories that were made for it, the inner one first.
+    made: Vec<PathBuf>,
+}
+
+impl Claim {
+    /// Makes the one with the number after the highest in `root`.
+    fn new(root: &Path) -> anyhow::Result<Self> {
+        let made_root = !root.exists();
+        let numbers = std::fs::read_dir(root).into_iter().flatten();
+        let number_of = |name: &str| name.strip_prefix("run-")?.parse::<u32>().ok();
+        let highest = numbers.filter_map(|entry| number_of(entry.ok()?.file_name().to_str()?)).max();
+        let mut number = highest.unwrap_or(0);
+        loop {
+            std::fs::create_dir_all(root).with_context(|| format!("can't create {}", root.display()))?;
+            number = number.checked_add(1).with_context(|| {
+                format!("{} is the last of its kind: pass --checkpoint-dir", root.join(run_name(number)).display())
+            })?;
+            let path = root.join(run_name(number));
+            match std::fs::create_dir(&path) {
+                Ok(()) => {
+                    let made = std::iter::once(path).chain(made_root.then(|| root.to_owned())).collect();
+                    return Ok(Claim { number, made });
+                }
+                // Another run took it, or removed the root that was empty again.
+                Err(error) if [ErrorKind::AlreadyExists, ErrorKind::NotFound].contains(&error.kind()) => {}
+                Err(error) => return Err(error).with_context(|| format!("can't create {}", path.display())),
+            }
+        }
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        for dir in &self.made {
+            // Only what is empty can be removed like this.
+            let _ = std::fs::remove_dir(dir);
+        }
+    }
+}
+
+fn run_name(number: u32) -> String {
+    format!("run-{number:03}")
+}
+
+/// Rank 0's answer, on every rank; of its error, the words. Collective.
+fn from_rank_0<T: Serialize + for<'de> Deserialize<'de>>(
+    world: &World,
+    ask: impl FnOnce() -> anyhow::Result<T>,
+) -> anyhow::Result<T> {
+    let mut text = match world.rank() {
+        0 => serde_json::to_vec(&ask().map_err(|error| format!("{error:#}")))?,
+        _ => Vec::new(),
+    };
+    let length = world.all_reduce(&[text.len() as f64], ReduceOp::Max)?[0] as usize;
+    text.resize(length, 0);
+    let answer = match world.group().broadcast(vec![Buffer::U8(text)], 0).wait()?.pop() {
+        Some(Buffer::U8(text)) => serde_json::from_slice::<Result<T, String>>(&text)?,
+        _ => bail!("a broadcast of U8 returned something else"),
+    };
+    answer.map_err(|message| anyhow!(message))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn claims_at_the_same_time_are_different_and_empty_ones_go_away() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("checkpoints");
+        let claims: Vec<Claim> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..8).map(|_| scope.spawn(|| Claim::new(&root).unwrap())).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        let mut numbers: Vec<u32> = claims.iter().map(|claim| claim.number).collect();
+        numbers.sort_unstable();
+        assert_eq!(numbers, (1..=8).collect::<Vec<_>>());
+        std::fs::create_dir(root.join("run-003/step-00000001")).unwrap();
+        drop(claims);
+        let left: Vec<_> = std::fs::read_dir(&root).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(left, ["run-003"]);
+        assert_eq!(Claim::new(&root).unwrap().number, 4);
+    }
+}

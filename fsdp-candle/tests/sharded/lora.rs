@@ -1,0 +1,192 @@
+//! Low-rank adapters: a frozen base and trainable adapters in one FSDP unit.
+
+use std::sync::{Arc, Mutex};
+
+use crate::common::{batch, ranks, vars};
+use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_nn::{Optimizer, VarBuilder, VarMap};
+use fsdp_candle::{AdamW, AdamWConfig, FsdpModule, FullyShard, ReduceScatter, ShardedVarMap, fully_shard, nn};
+use fsdp_core::{Allocator, ProcessGroup, ReduceOp, ScatterPart, Work};
+
+const WIDTH: usize = 6;
+const CONFIG: nn::LoraConfig = nn::LoraConfig { rank: 2, alpha: 3. };
+const STEPS: usize = 4;
+const LR: f64 = 0.02;
+
+/// An adapted linear layer, a frozen one and an adapted `Conv1D`.
+struct Model {
+    first: nn::Lora<nn::Linear>,
+    second: nn::Linear,
+    third: nn::Lora<nn::Conv1D>,
+}
+
+impl Model {
+    fn new(vb: VarBuilder) -> Result<Self> {
+        let (first, third) = (vb.pp("first"), vb.pp("third"));
+        Ok(Model {
+            first: nn::lora(nn::linear(WIDTH, WIDTH, first.clone())?, WIDTH, WIDTH, CONFIG, first)?,
+            second: nn::linear(WIDTH, WIDTH, vb.pp("second"))?,
+            third: nn::lora(nn::conv1d(WIDTH, 3, third.clone())?, WIDTH, 3, CONFIG, third)?,
+        })
+    }
+
+    fn base(&self, x: &Tensor) -> Result<Tensor> {
+        self.third.base().forward(&nn::gelu(&self.second.forward(&self.first.base().forward(x)?)?)?)
+    }
+}
+
+impl Module for Model {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.third.forward(&nn::gelu(&self.second.forward(&self.first.forward(x)?)?)?)
+    }
+}
+
+fn loss(y: &Tensor) -> Tensor {
+    (y - 1.).unwrap().sqr().unwrap().mean_all().unwrap()
+}
+
+fn values(tensor: &Tensor) -> Vec<f32> {
+    tensor.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+fn build(vars: &ShardedVarMap) -> FsdpModule<Model> {
+    vars.freeze(|name| !nn::is_adapter(name));
+    fully_shard(&FullyShard::new(vars), vars.builder(DType::F32), Model::new).unwrap()
+}
+
+/// Name, shape and values of every parameter as a world of one draws it: the same as in any other.
+fn initial() -> Vec<(String, Vec<usize>, Vec<f32>)> {
+    ranks(1, |world| {
+        let vars = vars(&world);
+        let _model = build(&vars);
+        vars.params().iter().map(|p| (p.name().to_string(), p.shape().dims().to_vec(), values(p.var()))).collect()
+    })
+    .swap_remove(0)
+}
+
+/// Losses of rank 0 and the trained adapters of plain Candle's autograd with the same AdamW, on the mean of `replicas` batches.
+fn train_plain(replicas: usize) -> (Vec<f32>, Vec<(String, Vec<f32>)>) {
+    let map = VarMap::new();
+    let model = Model::new(VarBuilder::from_varmap(&map, DType::F32, &Device::Cpu)).unwrap();
+    let data = map.data().lock().unwrap();
+    for (name, shape, values) in initial() {
+        data[&name].set(&Tensor::from_vec(values, shape, &Device::Cpu).unwrap()).unwrap();
+    }
+    let mut names: Vec<&String> = data.keys().filter(|name| nn::is_adapter(name)).collect();
+    names.sort();
+    let adapters = names.iter().map(|name| data[*name].clone()).collect();
+    let params = candle_nn::ParamsAdamW { lr: LR, weight_decay: 0.01, ..Default::default() };
+    let mut optim = candle_nn::AdamW::new(adapters, params).unwrap();
+    let losses = (0..STEPS)
+        .map(|_| {
+            let losses: Vec<Tensor> =
+                (0..replicas).map(|rank| loss(&model.forward(&batch(rank, WIDTH)).unwrap())).collect();
+            let mean = (Tensor::stack(&losses, 0).unwrap().sum_all().unwrap() / replicas as f64).unwrap();
+            optim.backward_step(&mean).unwrap();
+            losses[0].to_scalar().unwrap()
+        })
+        .collect();
+    (losses, names.into_iter().map(|name| (name.clone(), values(&data[name]))).collect())
+}
+
+fn close(a: &[f32], b: &[f32], what: &str) {
+    assert_eq!(a.len(), b.len(), "{what}");
+    for (a, b) in a.iter().zip(b) {
+        assert!((a - b).abs() <= 2e-4 * b.abs().max(0.1), "{what}: {a} and {b}");
+    }
+}
+
+#[test]
+fn adapters_train_like_those_of_plain_candle_and_the_base_stays() {
+    let (plain_losses, plain_adapters) = train_plain(2);
+    let initial = initial();
+    let runs = ranks(2, |world| {
+        let vars = vars(&world);
+        let model = build(&vars);
+        let config = AdamWConfig { lr: LR, weight_decay: 0.01, ..Default::default() };
+        let mut optim = AdamW::new(vars.trainable(), config).unwrap();
+        let losses: Vec<f32> = (0..STEPS)
+            .map(|_| {
+                let loss = loss(&model.forward(&batch(world.rank(), WIDTH)).unwrap());
+                let grads = model.backward(&loss).unwrap();
+                for param in vars.params() {
+                    assert_eq!(grads.get(param.var()).is_some(), nn::is_adapter(param.name()), "{}", param.name());
+                }
+                optim.step(&grads).unwrap();
+                loss.to_scalar().unwrap()
+            })
+            .collect();
+        let shards: Vec<(String, Vec<f32>)> =
+            vars.params().iter().map(|p| (p.name().to_string(), values(p.var()))).collect();
+        (losses, shards)
+    });
+    close(&runs[0].0, &plain_losses, "losses");
+    assert!(plain_losses[STEPS - 1] < plain_losses[0]);
+    for (name, _, before) in initial {
+        // Shards of dimension 0: the ranks' values one after the other are the whole.
+        let after: Vec<f32> =
+            runs.iter().flat_map(|run| run.1.iter().find(|(other, _)| *other == name).unwrap().1.clone()).collect();
+        match plain_adapters.iter().find(|(other, _)| *other == name) {
+            Some((_, plain)) => close(&after, plain, &name),
+            None => assert_eq!(after, before, "{name} is frozen"),
+        }
+    }
+}
+
+/// The unit's own reduce-scatter, which notes how many elements it was given.
+#[derive(Default)]
+struct Watch(Mutex<Vec<usize>>);
+
+impl ReduceScatter for Watch {
+    fn reduce_scatter(
+        &self,
+        ranks: &Arc<dyn ProcessGroup>,
+        parts: Vec<ScatterPart>,
+        op: ReduceOp,
+        memory: Arc<dyn Allocator>,
+    ) -> Work {
+        self.0.lock().unwrap().extend(parts.iter().map(|part| part.input.len()));
+        ranks.reduce_scatter(parts, op, memory)
+    }
+}
+
+#[test]
+fn only_adapters_have_gradients_to_reduce() {
+    ranks(2, |world| {
+        let vars = vars(&world);
+        let model = build(&vars);
+        let watch = Arc::new(Watch::default());
+        model.set_custom_reduce_scatter(Some(watch.clone()));
+        model.backward(&loss(&model.forward(&batch(world.rank(), WIDTH)).unwrap())).unwrap();
+        let adapters: Vec<usize> = vars.trainable().iter().map(|param| param.shape().elem_count()).collect();
+        assert_eq!(adapters, [2 * WIDTH, 2 * WIDTH, 2 * WIDTH, 2 * 3]);
+        assert_eq!(*watch.0.lock().unwrap(), adapters);
+    });
+}
+
+#[test]
+fn an_untrained_adapter_changes_nothing() {
+    ranks(2, |world| {
+        let vars = vars(&world);
+        let model = build(&vars);
+        let x = batch(world.rank(), WIDTH);
+        let (adapted, base) = (model.forward(&x).unwrap(), model.call(|model| model.base(&x)).unwrap());
+        assert_eq!(values(&adapted), values(&base));
+    });
+}
+
+#[test]
+fn an_adapter_without_rank_is_refused() {
+    let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
+    for config in [nn::LoraConfig { rank: 0, alpha: 1. }, nn::LoraConfig { rank: 2, alpha: f64::NAN }] {
+        let base = nn::linear(4, 4, vb.clone()).unwrap();
+        let error = nn::lora(base, 4, 4, config, vb.pp("q_proj")).unwrap_err().to_string();
+        assert!(error.contains("`q_proj`") && error.contains("at least 1"), "{error}");
+    }
+}
+
+#[test]
+fn names_of_adapters_are_told_from_others() {
+    assert!(nn::is_adapter("model.layers.0.self_attn.q_proj.lora_A.weight") && nn::is_adapter("lora_B.weight"));
+    assert!(!nn::is_adapter("q_proj.weight") && !nn::is_adapter("explora_A.weight") && !nn::is_adapter("lora_A.bias"));
+}

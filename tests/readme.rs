@@ -1,0 +1,81 @@
+//! Every command in the README is one that the programs understand.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use std::process::Command;
+use std::time::Duration;
+
+use fsdp_tests::{program, run, workspace};
+
+/// The commands in the README's code blocks, and those between backticks.
+fn commands() -> Vec<Vec<String>> {
+    let text = std::fs::read_to_string(workspace().join("README.md")).unwrap();
+    let mut spans = Vec::new();
+    for (i, block) in text.split("```").enumerate() {
+        if i % 2 == 0 {
+            spans.extend(block.split('`').skip(1).step_by(2));
+        } else if let Some(lines) = block.strip_prefix('\n') {
+            // Blocks of another language say so.
+            spans.extend(lines.lines());
+        }
+    }
+    let words = spans.into_iter().map(|span| span.split_whitespace().map(str::to_owned).collect::<Vec<_>>());
+    // A name alone is a program that the text is about.
+    words
+        .filter(|words| words.len() > 1 && ["cargo", "fsdp-launch", "train", "fsdp-ckpt"].contains(&words[0].as_str()))
+        .collect()
+}
+
+/// Has a program read its command line and do nothing.
+fn understands(name: &str, args: &[String], limit: Duration) {
+    let mut command = Command::new(program(name));
+    command.args(args).arg("--help");
+    let run = run(command, limit);
+    assert_eq!(run.code, Some(0), "`{name} {}`: {}", args.join(" "), run.stderr);
+}
+
+fn check(words: &[String]) {
+    let limit = Duration::from_secs(60);
+    match words[0].as_str() {
+        "cargo" => check_cargo(&words[1..]),
+        "fsdp-launch" => {
+            // The ranks then read their command lines: `--help` goes to them.
+            let mut args = words[1..].to_vec();
+            let train = args.iter().position(|word| word == "train").expect("what the README launches is train");
+            args[train] = program("train").to_str().unwrap().to_owned();
+            understands("fsdp-launch", &args, limit);
+        }
+        name => understands(name, &words[1..], limit),
+    }
+}
+
+/// Of Cargo's commands, the flags are looked up, and what a program gets is checked.
+fn check_cargo(words: &[String]) {
+    let end = words.iter().position(|word| word == "--").unwrap_or(words.len());
+    let mut help = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
+    help.args([&words[0], "--help"]);
+    let help = run(help, Duration::from_secs(60)).ok().stdout;
+    for flag in words[1..end].iter().filter(|word| word.starts_with('-')) {
+        assert!(help.split([' ', ',', '\n', '[', '=']).any(|word| word == flag), "cargo {} has no {flag}", words[0]);
+    }
+    if let Some(package) = words.iter().position(|word| word == "-p").map(|at| &words[at + 1]) {
+        assert!(workspace().join(package).join("Cargo.toml").exists(), "no package {package}");
+        if end < words.len() {
+            check(&[std::slice::from_ref(package), &words[end + 1..]].concat());
+        }
+    }
+}
+
+#[test]
+fn every_command_in_the_readme_is_understood() {
+    let commands = commands();
+    for program in ["cargo", "fsdp-launch", "train", "fsdp-ckpt"] {
+        assert!(commands.iter().any(|words| words[0] == program), "no command of {program} was found");
+    }
+    commands.iter().for_each(|words| check(words));
+}
+
+#[test]
+fn a_wrong_command_would_be_found() {
+    let wrong = "fsdp-launch --nproc-per-node 2 train --no-such-flag".split(' ').map(str::to_owned).collect::<Vec<_>>();
+    assert!(std::panic::catch_unwind(|| check(&wrong)).is_err());
+}
