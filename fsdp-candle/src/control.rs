@@ -8,6 +8,7 @@ use candle_core::Result;
 use candle_core::backprop::GradStore;
 
 use crate::comm::{AllGather, AllReduceHook, ReduceScatter};
+use crate::context::Context;
 use crate::group::{ParamGroup, Settings};
 use crate::module::FsdpModule;
 use crate::policy::ReshardAfterForward;
@@ -33,6 +34,20 @@ impl UnshardHandle {
     /// Those of the all-gather.
     pub fn wait(self) -> Result<()> {
         self.0.unshard()
+    }
+}
+
+/// A finalization in flight.
+#[must_use = "gradients come from wait()"]
+pub struct FinalizeHandle(Arc<Context>);
+
+impl FinalizeHandle {
+    /// Waits for the reductions and files the sharded gradients in `grads`.
+    ///
+    /// # Errors
+    /// Those of the collectives.
+    pub fn wait(self, grads: &mut GradStore) -> Result<()> {
+        self.0.finalize_backward(grads)
     }
 }
 
@@ -125,6 +140,25 @@ impl<M> FsdpModule<M> {
     /// Those of the collectives.
     pub fn finalize_backward(&self, grads: &mut GradStore) -> Result<()> {
         self.context().finalize_backward(grads)
+    }
+
+    /// As [`FsdpModule::finalize_backward`], to be waited for later: PyTorch's `finalize_backward(async_op=True)`. The reductions run meanwhile.
+    pub fn finalize_backward_async(&self) -> FinalizeHandle {
+        FinalizeHandle(self.context().clone())
+    }
+
+    /// Gives reductions a process group of their own, so that they do not queue behind gathers: more overlap, and one more group. Collective.
+    ///
+    /// # Errors
+    /// When the group can't be made.
+    pub fn set_separate_reduce_scatter_group(&self, separate: bool, recurse: bool) -> crate::Result<()> {
+        if separate {
+            for group in self.context().groups().iter().filter(|group| recurse || Arc::ptr_eq(group, self.group())) {
+                group.params().iter().try_for_each(|param| param.ranks().shard_apart().map(drop))?;
+            }
+        }
+        self.change(recurse, |settings| settings.separate_reduce_scatter_group = separate);
+        Ok(())
     }
 
     /// What becomes of unsharded parameters after forward.

@@ -9,12 +9,37 @@ use fsdp_core::{DeviceMesh, Placement, ProcessGroup};
 
 use crate::{Error, Result};
 
+/// A mesh that parameters are sharded over, for [`crate::ShardPlacement`]. Clones are the same: make one for each mesh.
+#[derive(Clone)]
+pub struct ShardMesh(pub(crate) Arc<DataParallel>);
+
+impl ShardMesh {
+    /// A 1-D mesh shards (FSDP); of a 2-D mesh the first dimension replicates and the second shards (HSDP).
+    ///
+    /// # Errors
+    /// When the mesh has another number of dimensions.
+    pub fn new(mesh: &DeviceMesh) -> Result<Self> {
+        Ok(ShardMesh(Arc::new(DataParallel::of(mesh)?)))
+    }
+
+    /// The named dimensions of a larger mesh: PyTorch's `dp_mesh_dims`.
+    ///
+    /// # Errors
+    /// When the mesh has no such dimension.
+    pub fn of_dims(mesh: &DeviceMesh, replicate: Option<&str>, shard: &str) -> Result<Self> {
+        let names: Vec<&str> = replicate.into_iter().chain([shard]).collect();
+        Self::new(&mesh.slice(&names)?)
+    }
+}
+
 /// A mesh in its roles: a 1-D mesh shards (FSDP); of a 2-D mesh the first dimension replicates and the second shards (HSDP).
 pub(crate) struct DataParallel {
     mesh: DeviceMesh,
     shard: Arc<dyn ProcessGroup>,
     replicate: Option<Arc<dyn ProcessGroup>>,
     neighbours: Mutex<HashMap<usize, Arc<dyn ProcessGroup>>>,
+    /// The shard ranks once more, for reductions that do not queue behind gathers.
+    apart: Mutex<Option<Arc<dyn ProcessGroup>>>,
 }
 
 impl DataParallel {
@@ -31,7 +56,7 @@ impl DataParallel {
             }
         };
         let replicate = replicate.filter(|group| group.size() > 1);
-        Ok(DataParallel { mesh: mesh.clone(), shard, replicate, neighbours: Mutex::default() })
+        Ok(DataParallel { mesh: mesh.clone(), shard, replicate, neighbours: Mutex::default(), apart: Mutex::default() })
     }
 
     /// The ranks that hold different shards.
@@ -62,6 +87,17 @@ impl DataParallel {
         }
         let group = self.shard.split(self.shard.rank() / size, self.shard.rank() % size)?;
         made.insert(size, group.clone());
+        Ok(group)
+    }
+
+    /// A second group of the shard ranks. Made once; collective the first time.
+    pub(crate) fn shard_apart(&self) -> Result<Arc<dyn ProcessGroup>> {
+        let mut apart = self.apart.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        if let Some(group) = &*apart {
+            return Ok(group.clone());
+        }
+        let group = self.shard.split(0, self.shard.rank())?;
+        *apart = Some(group.clone());
         Ok(group)
     }
 

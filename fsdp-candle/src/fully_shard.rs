@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_nn::VarBuilder;
 use fsdp_core::DeviceMesh;
 
-use crate::data_parallel::DataParallel;
+use crate::data_parallel::{DataParallel, ShardMesh};
 use crate::extension::AllGatherExtension;
 use crate::group::{GroupSpec, ParamGroup};
 use crate::module::FsdpModule;
@@ -16,8 +16,23 @@ use crate::{Error, Result};
 /// What the root unit is called in messages.
 pub(crate) const ROOT: &str = "(root)";
 
-/// Chooses the dimension to shard by FQN and shape; `None`: dimension 0.
-pub type ShardPlacementFn = Arc<dyn Fn(&str, &[usize]) -> Option<usize> + Send + Sync>;
+/// How a parameter is sharded.
+#[derive(Clone, Default)]
+pub struct ShardPlacement {
+    /// The tensor dimension that is cut. One other than 0 must divide evenly.
+    pub dim: usize,
+    /// Another mesh than the unit's.
+    pub mesh: Option<ShardMesh>,
+}
+
+impl From<usize> for ShardPlacement {
+    fn from(dim: usize) -> Self {
+        ShardPlacement { dim, mesh: None }
+    }
+}
+
+/// Chooses how a parameter is sharded by its FQN and shape; `None`: along dimension 0 on the unit's mesh.
+pub type ShardPlacementFn = Arc<dyn Fn(&str, &[usize]) -> Option<ShardPlacement> + Send + Sync>;
 
 /// Chooses the all-gather extension by FQN.
 pub type ExtensionFn = Arc<dyn Fn(&str) -> Option<Arc<dyn AllGatherExtension>> + Send + Sync>;
@@ -74,10 +89,10 @@ impl FullyShard {
         self
     }
 
-    /// Chooses the dimension that each parameter is sharded along. A dimension other than 0 must divide evenly.
+    /// Chooses the dimension, and maybe the mesh, that each parameter is sharded along.
     pub fn shard_placement_fn(
         mut self,
-        choose: impl Fn(&str, &[usize]) -> Option<usize> + Send + Sync + 'static,
+        choose: impl Fn(&str, &[usize]) -> Option<ShardPlacement> + Send + Sync + 'static,
     ) -> Self {
         self.shard_placement_fn = Some(Arc::new(choose));
         self
@@ -156,7 +171,6 @@ pub fn fully_shard<M>(
         params,
         mp_policy: opts.mp_policy.clone(),
         reshard_after_forward: opts.reshard_after_forward,
-        ranks,
     };
     let group = ParamGroup::new(spec, &context);
     tracing::debug!(unit = group.name(), parameters = group.params().len(), "fully_shard");

@@ -67,11 +67,12 @@ mod world;
 
 pub use clip::{ClipOptions, NormType, clip_grad_norm, clip_grad_norm_with, grad_norm};
 pub use comm::{AllGather, AllReduceHook, ReduceScatter};
-pub use control::{Unit, UnshardHandle};
+pub use control::{FinalizeHandle, Unit, UnshardHandle};
+pub use data_parallel::ShardMesh;
 pub use error::{Error, Result};
 pub use extension::{AllGatherExtension, Float8, Int8Blocks};
 pub use fsdp_core::{DTensor, DTensorSpec, DeviceMesh, Placement, ProcessGroup, ReduceOp};
-pub use fully_shard::{ExtensionFn, FullyShard, ShardPlacementFn, fully_shard};
+pub use fully_shard::{ExtensionFn, FullyShard, ShardPlacement, ShardPlacementFn, fully_shard};
 pub use grad_scaler::GradScaler;
 pub use module::FsdpModule;
 pub use optim::{AdamW, AdamWConfig, AdamWState};

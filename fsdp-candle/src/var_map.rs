@@ -169,7 +169,9 @@ impl ShardedVarMap {
         if opts.ignored_params.as_ref().is_some_and(|ignored| ignored(name)) {
             return self.whole(name, dims, init, dtype);
         }
-        let dim = opts.shard_placement_fn.as_ref().and_then(|choose| choose(name, dims)).unwrap_or(0);
+        let placement = opts.shard_placement_fn.as_ref().and_then(|choose| choose(name, dims)).unwrap_or_default();
+        let ranks = placement.mesh.map_or(ranks, |mesh| mesh.0);
+        let dim = placement.dim;
         let (region, layout) = ranks.lay_out(name, dims, dim)?;
         let shard = self.initial(name, dims, &region, init, dtype)?;
         let spec = ParamSpec {

@@ -4,17 +4,28 @@ use std::sync::Arc;
 
 use candle_core::{Result, bail};
 use fsdp_core::layout::chunk_range;
-use fsdp_core::{Allocator, Buffer, DType, GatherPart, Readable, Work};
+use fsdp_core::{Allocator, Buffer, DType, GatherPart, ProcessGroup, Readable, Work};
 
 use super::ParamGroup;
+use crate::Error;
 use crate::param::FsdpParam;
 use crate::storage::{Pool, TensorMemory, to_core_dtype};
 
+/// The all-gathers in flight, one for each set of ranks.
+pub(super) struct Gathering(Vec<Flight>);
+
 /// An all-gather in flight.
-pub(super) struct Gathering {
-    pub(super) work: Work,
+struct Flight {
+    work: Work,
     /// The parameters that it is for, and how they arrive.
     arrivals: Vec<(Arc<FsdpParam>, Arrival)>,
+}
+
+impl Gathering {
+    /// Waits, and drops what comes.
+    pub(super) fn abandon(self) {
+        self.0.into_iter().for_each(|flight| drop(flight.work.wait()));
+    }
 }
 
 /// How a parameter arrives.
@@ -70,49 +81,69 @@ impl ParamGroup {
             return Ok(());
         }
         tracing::debug!(unit = self.name, parameters = missing.len(), "unshard");
-        let (mut parts, mut arrivals) = (vec![], vec![]);
-        let ranks = state.post_forward_ranks.clone();
+        // Nearly always there is one set of ranks; a placement may put a parameter on another mesh.
+        let mut flights: Vec<(Arc<dyn ProcessGroup>, Vec<GatherPart>, Vec<_>)> = vec![];
         for param in missing {
-            let kept = ranks.as_ref().and_then(|fewer| Some((fewer, param.take_post_forward()?)));
+            let kept = match state.kept_for {
+                Some(size) => {
+                    param.take_post_forward().map(|buffer| Ok::<_, Error>((param.ranks().neighbours(size)?, buffer)))
+                }
+                None => None,
+            };
+            let kept = kept.transpose()?;
+            let ranks = kept.as_ref().map_or(param.ranks().shard(), |(fewer, _)| fewer).clone();
+            let at = match flights.iter().position(|(other, _, _)| Arc::ptr_eq(other, &ranks)) {
+                Some(at) => at,
+                None => {
+                    flights.push((ranks, vec![], vec![]));
+                    flights.len() - 1
+                }
+            };
+            let (ranks, parts, arrivals) = &mut flights[at];
             let arrival = match kept {
-                Some((fewer, buffer)) => {
+                Some((_, buffer)) => {
                     let elements = param.shape().elem_count();
                     let counts =
-                        (0..fewer.size()).map(|rank| chunk_range(elements, fewer.size(), rank).len()).collect();
-                    parts.push(GatherPart {
-                        input: Arc::new(Pooled { buffer: Some(buffer), pool: self.pool.clone() }),
-                        counts,
-                    });
+                        (0..ranks.size()).map(|rank| chunk_range(elements, ranks.size(), rank).len()).collect();
+                    let input = Arc::new(Pooled { buffer: Some(buffer), pool: self.pool.clone() });
+                    parts.push(GatherPart { input, counts });
                     Arrival::Whole
                 }
-                None => send(param, &mut parts)?,
+                None => send(param, parts)?,
             };
             arrivals.push((param.clone(), arrival));
         }
-        let ranks = ranks.as_ref().unwrap_or(self.ranks.shard());
         let custom = self.settings().all_gather.clone();
-        let work = match custom {
-            Some(custom) => custom.all_gather(ranks, parts, memory),
-            None => ranks.all_gather(parts, memory),
-        };
-        state.gathering = Some(Gathering { work, arrivals });
+        let flights = flights.into_iter().map(|(ranks, parts, arrivals)| {
+            let work = match &custom {
+                Some(custom) => custom.all_gather(&ranks, parts, memory.clone()),
+                None => ranks.all_gather(parts, memory.clone()),
+            };
+            Flight { work, arrivals }
+        });
+        state.gathering = Some(Gathering(flights.collect()));
         Ok(())
     }
 
-    /// Waits for an all-gather; returns the full parameters.
+    /// Waits for the all-gathers; returns the full parameters.
     pub(super) fn finish_gather(&self, gathering: Gathering) -> Result<Vec<(Arc<FsdpParam>, Buffer)>> {
-        let span = tracing::debug_span!("wait for all-gather", unit = self.name);
-        let buffers = span
-            .in_scope(|| gathering.work.wait())
-            .map_err(|source| self.communication_failed("all-gather", source))?;
+        let _span = tracing::debug_span!("wait for all-gather", unit = self.name).entered();
+        let mut full = vec![];
+        for flight in gathering.0 {
+            self.land(flight, &mut full)?;
+        }
+        Ok(full)
+    }
+
+    fn land(&self, flight: Flight, full: &mut Vec<(Arc<FsdpParam>, Buffer)>) -> Result<()> {
+        let buffers = flight.work.wait().map_err(|source| self.communication_failed("all-gather", source))?;
         let memory = self.memory();
         let mut buffers = buffers.into_iter();
         let mut next = || match buffers.next() {
             Some(buffer) => Ok(buffer),
             None => bail!("FSDP unit `{}`: the all-gather returned too few buffers", self.name),
         };
-        let mut full = Vec::with_capacity(gathering.arrivals.len());
-        for (param, arrival) in gathering.arrivals {
+        for (param, arrival) in flight.arrivals {
             let buffer = match arrival {
                 Arrival::Whole => next()?,
                 Arrival::Concatenated => self.unpack(&param, next()?, memory.as_ref())?,
@@ -123,16 +154,15 @@ impl ParamGroup {
                         extension.post_all_gather(&encoded, &param.layout().counts(), &mut decoded)?;
                     }
                     encoded.into_iter().for_each(|buffer| memory.give(buffer));
-                    if param.layout().is_concatenation() {
-                        decoded
-                    } else {
-                        self.unpack(&param, decoded, memory.as_ref())?
+                    match param.layout().is_concatenation() {
+                        true => decoded,
+                        false => self.unpack(&param, decoded, memory.as_ref())?,
                     }
                 }
             };
             full.push((param, buffer));
         }
-        Ok(full)
+        Ok(())
     }
 
     fn unpack(&self, param: &FsdpParam, shards: Buffer, memory: &dyn Allocator) -> Result<Buffer> {

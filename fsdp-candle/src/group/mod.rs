@@ -8,14 +8,13 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use candle_core::{DType, Result, Tensor, bail};
 use fsdp_core::layout::chunk_range;
-use fsdp_core::{Allocator, Buffer, ProcessGroup};
+use fsdp_core::{Allocator, Buffer};
 
 pub(crate) use reduction::Reduction;
 pub(crate) use settings::Settings;
 
 use crate::Error;
 use crate::context::Context;
-use crate::data_parallel::DataParallel;
 use crate::param::{FsdpParam, Stage};
 use crate::policy::{MixedPrecisionPolicy, ReshardAfterForward};
 use crate::storage::{Pool, to_storage};
@@ -28,7 +27,6 @@ pub(crate) struct ParamGroup {
     index: usize,
     params: Vec<Arc<FsdpParam>>,
     mp_policy: MixedPrecisionPolicy,
-    ranks: Arc<DataParallel>,
     pool: Arc<Pool>,
     /// The unit's own buffers, where their addresses must not change.
     kept: Arc<Pool>,
@@ -41,8 +39,8 @@ pub(crate) struct ParamGroup {
 struct State {
     unsharded: bool,
     gathering: Option<Gathering>,
-    /// The ranks that share what forward kept, while it is kept.
-    post_forward_ranks: Option<Arc<dyn ProcessGroup>>,
+    /// How many ranks share what forward kept, while it is kept.
+    kept_for: Option<usize>,
     /// Trainable parameters whose gradient is complete in the backward that is running.
     reported: usize,
     /// Whether that backward has issued the unit's reduction.
@@ -61,7 +59,6 @@ pub(crate) struct GroupSpec {
     pub(crate) params: Vec<Arc<FsdpParam>>,
     pub(crate) mp_policy: MixedPrecisionPolicy,
     pub(crate) reshard_after_forward: ReshardAfterForward,
-    pub(crate) ranks: Arc<DataParallel>,
 }
 
 impl ParamGroup {
@@ -71,7 +68,6 @@ impl ParamGroup {
             index: spec.index,
             params: spec.params,
             mp_policy: spec.mp_policy,
-            ranks: spec.ranks,
             pool: context.pool().clone(),
             kept: Arc::default(),
             context: Arc::downgrade(context),
@@ -149,7 +145,7 @@ impl ParamGroup {
         for (param, buffer) in self.finish_gather(gathering)? {
             param.install(buffer)?;
         }
-        state.post_forward_ranks = None;
+        state.kept_for = None;
         state.unsharded = true;
         Ok(())
     }
@@ -166,7 +162,7 @@ impl ParamGroup {
         if std::mem::take(&mut state.unsharded) {
             tracing::debug!(unit = self.name, "reshard");
         }
-        if state.post_forward_ranks.take().is_some() {
+        if state.kept_for.take().is_some() {
             self.params.iter().filter_map(|param| param.take_post_forward()).for_each(|buffer| self.pool.give(buffer));
         }
         self.params.iter().try_for_each(|param| param.reshard(memory.as_ref()))
@@ -189,15 +185,15 @@ impl ParamGroup {
             ReshardAfterForward::Default if is_root => return Ok(false),
             ReshardAfterForward::Default | ReshardAfterForward::Always => self.reshard()?,
             ReshardAfterForward::To(ranks) => {
-                let fewer = self.ranks.neighbours(ranks)?;
                 let memory = self.memory();
                 let mut state = self.state();
                 for param in &self.params {
+                    let fewer = param.ranks().neighbours(ranks)?;
                     let chunk = chunk_range(param.shape().elem_count(), fewer.size(), fewer.rank());
                     param.reshard_to(chunk, memory.as_ref())?;
                 }
                 state.unsharded = false;
-                state.post_forward_ranks = Some(fewer);
+                state.kept_for = Some(ranks);
                 tracing::debug!(unit = self.name, ranks, "reshard to fewer ranks");
             }
         }
@@ -325,7 +321,7 @@ impl ParamGroup {
         };
         // What came of it no longer matters; that it is over does.
         if let Some(gathering) = gathering {
-            drop(gathering.work.wait());
+            gathering.abandon();
         }
         for param in &self.params {
             param.forget_step();

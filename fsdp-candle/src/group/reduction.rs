@@ -6,12 +6,14 @@ use candle_core::{Result, bail};
 use fsdp_core::{Allocator, Buffer, ReduceOp, ScatterPart, Work};
 
 use super::ParamGroup;
+use crate::data_parallel::DataParallel;
 use crate::param::{FsdpParam, Stage};
 use crate::storage::{add, cast, scale, to_core_dtype};
 
 /// A reduction in flight.
 pub(crate) struct Reduction {
     group: Arc<ParamGroup>,
+    ranks: Arc<DataParallel>,
     /// The parameters, by position, whose gradients it carries.
     members: Vec<usize>,
     work: Work,
@@ -26,13 +28,19 @@ enum Over {
 }
 
 impl Reduction {
-    /// Takes the gradients that are there and issues their reduce-scatter, or files them for a later backward where the unit does not synchronise.
-    pub(crate) fn start(group: &Arc<ParamGroup>) -> Result<Option<Self>> {
-        let (sync, unused, custom) = {
+    /// Takes the gradients that are there and issues their reduce-scatters, one for each set of ranks; or files them for a later backward where the unit does not
+    /// synchronise.
+    pub(crate) fn start(group: &Arc<ParamGroup>) -> Result<Vec<Self>> {
+        let (sync, unused, apart, custom) = {
             let settings = group.settings();
-            (settings.requires_gradient_sync, settings.reduce_scatter_unused_params, settings.reduce_scatter.clone())
+            (
+                settings.requires_gradient_sync,
+                settings.reduce_scatter_unused_params,
+                settings.separate_reduce_scatter_group,
+                settings.reduce_scatter.clone(),
+            )
         };
-        let (mut members, mut parts) = (vec![], vec![]);
+        let mut flights: Vec<(Arc<DataParallel>, Vec<usize>, Vec<ScatterPart>)> = vec![];
         for (position, param) in group.params.iter().enumerate().filter(|(_, param)| param.trainable()) {
             if let Some(grad) = param.take_grad() {
                 let grad = cast(grad, group.reduce_dtype(param)?, group.pool.as_ref())?;
@@ -47,19 +55,26 @@ impl Reduction {
                 None => continue,
             };
             let input = if param.layout().is_concatenation() { grad } else { group.pack(param, grad)? };
-            parts.push(ScatterPart { input, counts: param.layout().counts() });
-            members.push(position);
+            let part = ScatterPart { input, counts: param.layout().counts() };
+            match flights.iter_mut().find(|(ranks, _, _)| Arc::ptr_eq(ranks, param.ranks())) {
+                Some((_, members, parts)) => {
+                    members.push(position);
+                    parts.push(part);
+                }
+                None => flights.push((param.ranks().clone(), vec![position], vec![part])),
+            }
         }
-        if members.is_empty() {
-            return Ok(None);
-        }
-        tracing::debug!(unit = group.name, gradients = members.len(), "reduce-scatter");
-        let (op, ranks) = (group.reduce_op(), group.ranks.shard());
-        let work = match custom {
-            Some(custom) => custom.reduce_scatter(ranks, parts, op, group.pool.clone()),
-            None => ranks.reduce_scatter(parts, op, group.pool.clone()),
+        let op = group.reduce_op();
+        let start = |(ranks, members, parts): (Arc<DataParallel>, Vec<usize>, Vec<ScatterPart>)| {
+            tracing::debug!(unit = group.name, gradients = members.len(), "reduce-scatter");
+            let shard = if apart { ranks.shard_apart()? } else { ranks.shard().clone() };
+            let work = match &custom {
+                Some(custom) => custom.reduce_scatter(&shard, parts, op, group.pool.clone()),
+                None => shard.reduce_scatter(parts, op, group.pool.clone()),
+            };
+            Ok(Reduction { group: group.clone(), ranks, members, work, over: Over::Shards })
         };
-        Ok(Some(Reduction { group: group.clone(), members, work, over: Over::Shards }))
+        flights.into_iter().map(start).collect()
     }
 
     /// Whether the next step issues another collective, which must happen in the same order on every rank.
@@ -69,12 +84,12 @@ impl Reduction {
 
     /// Waits, and goes on: to the replicas, or to the end.
     pub(crate) fn advance(self) -> Result<Option<Self>> {
-        let Reduction { group, mut members, work, over } = self;
+        let Reduction { group, ranks, mut members, work, over } = self;
         let what = if over == Over::Shards { "reduce-scatter" } else { "all-reduce" };
         let span = tracing::debug_span!("wait for reduction", unit = group.name, what);
         let mut buffers = span.in_scope(|| work.wait()).map_err(|source| group.communication_failed(what, source))?;
         if over == Over::Shards
-            && let Some(replicas) = group.ranks.replicate()
+            && let Some(replicas) = ranks.replicate()
         {
             if !group.settings().requires_all_reduce {
                 for (position, buffer) in members.into_iter().zip(buffers) {
@@ -82,7 +97,9 @@ impl Reduction {
                 }
                 return Ok(None);
             }
-            for (position, param) in group.params.iter().enumerate() {
+            for (position, param) in
+                group.params.iter().enumerate().filter(|(_, param)| Arc::ptr_eq(param.ranks(), &ranks))
+            {
                 let Some(earlier) = param.take(Stage::PartlyReduced) else { continue };
                 match members.iter().position(|&member| member == position) {
                     Some(at) => {
@@ -97,9 +114,9 @@ impl Reduction {
             }
             tracing::debug!(unit = group.name, gradients = members.len(), "all-reduce");
             let work = replicas.all_reduce(buffers, group.reduce_op());
-            return Ok(Some(Reduction { group, members, work, over: Over::Replicas }));
+            return Ok(Some(Reduction { group, ranks, members, work, over: Over::Replicas }));
         }
-        group.deliver(members, buffers)?;
+        group.deliver(&ranks, members, buffers)?;
         Ok(None)
     }
 
@@ -134,7 +151,7 @@ impl ParamGroup {
     }
 
     /// Files reduced shards of gradients with their parameters.
-    fn deliver(&self, members: Vec<usize>, mut buffers: Vec<Buffer>) -> Result<()> {
+    fn deliver(&self, ranks: &DataParallel, members: Vec<usize>, mut buffers: Vec<Buffer>) -> Result<()> {
         let hook = self.settings().all_reduce_hook.clone();
         if let Some(hook) = hook {
             let lengths: Vec<usize> = buffers.iter().map(Buffer::len).collect();
@@ -147,8 +164,8 @@ impl ParamGroup {
             }
         }
         let divisor = (self.reduce_op() == ReduceOp::Sum).then(|| {
-            let ranks = self.ranks.shard().size() * self.ranks.replicate().map_or(1, |replicas| replicas.size());
-            self.settings().gradient_divide_factor.unwrap_or(ranks as f64)
+            let size = ranks.shard().size() * ranks.replicate().map_or(1, |replicas| replicas.size());
+            self.settings().gradient_divide_factor.unwrap_or(size as f64)
         });
         for (position, mut buffer) in members.into_iter().zip(buffers) {
             if let Some(divisor) = divisor {

@@ -20,6 +20,8 @@ pub(crate) struct Settings {
     pub(crate) gradient_divide_factor: Option<f64>,
     pub(crate) force_sum_reduction: bool,
     pub(crate) keep_unsharded_storage: bool,
+    /// Whether reductions have a group of their own.
+    pub(crate) separate_reduce_scatter_group: bool,
     /// Units to gather when this one's forward begins, in place of the one that followed last time.
     pub(crate) forward_prefetch: Vec<Weak<ParamGroup>>,
     /// Units to gather when this one's backward begins.
@@ -41,6 +43,7 @@ impl Settings {
             gradient_divide_factor: None,
             force_sum_reduction: false,
             keep_unsharded_storage: false,
+            separate_reduce_scatter_group: false,
             forward_prefetch: vec![],
             backward_prefetch: vec![],
             all_gather: None,

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use candle_core::{DType, Module, Tensor};
 use fsdp_candle::{
     AdamW, AdamWConfig, AllGather, AllGatherExtension, ClipOptions, FullyShard, GradScaler, Int8Blocks,
-    MixedPrecisionPolicy, NormType, ReduceScatter, ReshardAfterForward, ShardedVarMap, World, clip_grad_norm_with,
-    fully_shard, nn,
+    MixedPrecisionPolicy, NormType, ReduceScatter, ReshardAfterForward, ShardMesh, ShardPlacement, ShardedVarMap,
+    World, clip_grad_norm_with, fully_shard, nn,
 };
 use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, ReduceOp, ScatterPart, Work};
 
@@ -65,13 +65,13 @@ fn resharding_to_fewer_ranks() {
 fn sharding_another_dimension() {
     for size in [2, 3] {
         ranks(size, |world| {
-            let second = |_: &str, shape: &[usize]| (shape.len() == 2).then_some(1);
+            let second = |_: &str, shape: &[usize]| (shape.len() == 2).then(|| 1.into());
             with_options(&world, &[("shard", size)], move |opts| opts.shard_placement_fn(second), 1e-6);
         });
     }
     ranks(4, |world| {
         let vars = vars(&world);
-        let opts = FullyShard::new(&vars).shard_placement_fn(|_, shape| (shape.len() == 2).then_some(1));
+        let opts = FullyShard::new(&vars).shard_placement_fn(|_, shape| (shape.len() == 2).then(|| 1.into()));
         let error = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear(6, 4, vb)).err().unwrap().to_string();
         assert!(error.contains("`weight`") && error.contains("[4, 6]") && error.contains("4 ranks"), "{error}");
     });
@@ -605,5 +605,140 @@ fn a_parameter_may_keep_its_own_dtype() {
         assert_eq!(head.params()[0].compute_dtype(), DType::BF16);
         // Inputs are cast to the unit's dtype, outputs come in it.
         assert_eq!(head.forward(&batch(0, 4)).unwrap().dtype(), DType::BF16);
+    });
+}
+
+#[test]
+fn a_parameter_on_another_mesh() {
+    ranks(4, |world| {
+        let want = reference(&world);
+        let pairs = world.mesh(&[("replicate", 2), ("shard", 2)]).unwrap();
+        for reshard in [ReshardAfterForward::Always, ReshardAfterForward::Never] {
+            let vars = vars(&world);
+            let other = ShardMesh::of_dims(&pairs, Some("replicate"), "shard").unwrap();
+            let opts = FullyShard::new(&vars).reshard_after_forward(reshard).shard_placement_fn(move |name, _| {
+                name.contains("down").then(|| ShardPlacement { dim: 0, mesh: Some(other.clone()) })
+            });
+            let model = sharded(&opts, &vars, WIDTH);
+            let moved = vars.get("blocks.0.down.weight").unwrap();
+            assert_eq!((moved.placements().len(), moved.region().sizes[0]), (2, WIDTH / 2));
+            model.set_separate_reduce_scatter_group(true, true).unwrap();
+            let mut grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
+            for param in vars.trainable() {
+                let (_, want) = want.iter().find(|(name, _)| name == param.name()).unwrap();
+                let rows = param.region();
+                let row: usize = param.shape().dims()[1..].iter().product();
+                let got: Vec<f32> = grads.get(param.var()).unwrap().flatten_all().unwrap().to_vec1().unwrap();
+                let want = &want[rows.offsets[0] * row..][..got.len()];
+                let largest = want.iter().fold(1e-3f32, |max, v| max.max(v.abs()));
+                assert!(got.iter().zip(want).all(|(a, b)| (a - b).abs() < 1e-5 * largest), "{}", param.name());
+            }
+            // Norms count each mesh's shards once.
+            let all: f64 = want.iter().flat_map(|(_, v)| v).map(|&v| f64::from(v).powi(2)).sum::<f64>().sqrt();
+            let norm = fsdp_candle::clip_grad_norm(&vars, &mut grads, 1e9).unwrap();
+            assert!((norm - all).abs() < 1e-5 * all, "{norm} instead of {all}");
+        }
+    });
+}
+
+/// The identity, whose backward fails when told to.
+struct Fragile(Arc<AtomicUsize>);
+
+impl candle_core::CustomOp1 for Fragile {
+    fn name(&self) -> &'static str {
+        "fragile"
+    }
+    fn cpu_fwd(
+        &self,
+        storage: &candle_core::CpuStorage,
+        layout: &candle_core::Layout,
+    ) -> candle_core::Result<(candle_core::CpuStorage, candle_core::Shape)> {
+        Ok((storage.clone(), layout.shape().clone()))
+    }
+    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        if self.0.load(Ordering::Relaxed) > 0 {
+            candle_core::bail!("injected into backward")
+        } else {
+            Ok(Some(grad.clone()))
+        }
+    }
+}
+
+#[test]
+fn an_error_in_the_middle_of_backward_leaves_the_next_step_right() {
+    ranks(2, |world| {
+        let want = reference(&world);
+        let vars = vars(&world);
+        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        let fail = Arc::new(AtomicUsize::new(0));
+        let backward = || {
+            let y = model.call(|m| {
+                let x = m.blocks[0].forward(&batch(world.rank(), WIDTH))?.apply_op1(Fragile(fail.clone()))?;
+                m.head.forward(&m.blocks[1..].iter().try_fold(x, |x, block| block.forward(&x))?)
+            });
+            model.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap())
+        };
+        for _ in 0..2 {
+            fail.store(1, Ordering::Relaxed);
+            assert!(backward().unwrap_err().to_string().contains("injected into backward"));
+            assert!(vars.params().iter().all(|param| !param.is_unsharded()));
+            fail.store(0, Ordering::Relaxed);
+            assert_close(&gradients(&vars, &backward().unwrap()), &want, 0.);
+        }
+    });
+}
+
+/// Writes down the units in the order in which they communicate.
+struct Journal(&'static str, String, Arc<std::sync::Mutex<Vec<String>>>);
+
+impl AllGather for Journal {
+    fn all_gather(&self, ranks: &Arc<dyn ProcessGroup>, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
+        self.2.lock().unwrap().push(format!("{} {}", self.0, self.1));
+        ranks.all_gather(parts, memory)
+    }
+}
+
+impl ReduceScatter for Journal {
+    fn reduce_scatter(
+        &self,
+        ranks: &Arc<dyn ProcessGroup>,
+        parts: Vec<ScatterPart>,
+        op: ReduceOp,
+        memory: Arc<dyn Allocator>,
+    ) -> Work {
+        self.2.lock().unwrap().push(format!("{} {}", self.0, self.1));
+        ranks.reduce_scatter(parts, op, memory)
+    }
+}
+
+#[test]
+fn collectives_come_in_the_order_that_overlaps_them_and_parameters_go_when_they_should() {
+    ranks(2, |world| {
+        let vars = vars(&world);
+        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        let journal: Arc<std::sync::Mutex<Vec<String>>> = Arc::default();
+        for block in &model.inner().blocks {
+            let name = block.name().trim_start_matches("blocks.").to_string();
+            block.set_custom_all_gather(Some(Arc::new(Journal("gather", name.clone(), journal.clone()))));
+            block.set_custom_reduce_scatter(Some(Arc::new(Journal("reduce", name, journal.clone()))));
+        }
+        let unsharded = || -> Vec<bool> {
+            let blocks = model.inner().blocks.iter();
+            blocks.map(|b| b.params()[0].is_unsharded()).chain([model.params()[0].is_unsharded()]).collect()
+        };
+        let x = batch(world.rank(), WIDTH);
+        for step in 0..2 {
+            journal.lock().unwrap().clear();
+            assert_eq!(unsharded(), [false; 4]);
+            let loss = loss_of(&model, &x);
+            // After forward the root alone is whole.
+            assert_eq!(unsharded(), [false, false, false, true]);
+            let _grads = model.backward(&loss).unwrap();
+            // The next block's gather is issued before this one computes, and its own gradients' reduction after that.
+            let forward = ["gather 0", "gather 1", "gather 2"];
+            let backward = ["gather 2", "gather 1", "reduce 2", "gather 0", "reduce 1", "reduce 0"];
+            assert_eq!(*journal.lock().unwrap(), [&forward[..], &backward[..]].concat(), "step {step}");
+        }
+        assert_eq!(unsharded(), [false; 4]);
     });
 }
