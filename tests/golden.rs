@@ -5,44 +5,14 @@ use std::path::Path;
 
 use fsdp_ckpt::hf::HfModel;
 use fsdp_core::layout::Region;
-use fsdp_tests::{golden, launch};
+use fsdp_tests::{golden, golden_flags, launch};
 use serde_json::Value;
 
 /// Trains as the recorded run did; returns the metrics of each step and leaves the final model in `dir/export`.
 fn train(name: &str, ranks: usize, batch_size: usize, dir: &Path) -> Vec<Value> {
-    let model = golden(name);
-    let data = model.join("tokens.bin");
-    let batch_size = batch_size.to_string();
-    let args = [
-        "--model",
-        model.to_str().unwrap(),
-        "--data",
-        data.to_str().unwrap(),
-        "--seq-len",
-        "32",
-        "--steps",
-        "20",
-        "--lr",
-        "1e-3",
-        "--betas",
-        "0.9,0.95",
-        "--eps",
-        "1e-8",
-        "--weight-decay",
-        "0.1",
-        "--clip-grad-norm",
-        "1.0",
-        "--lr-schedule",
-        "constant",
-        "--warmup-steps",
-        "0",
-        "--batch-size",
-        &batch_size,
-        "--metrics",
-        "metrics.jsonl",
-        "--export-hf",
-        "export",
-    ];
+    let (golden, batch_size) = (golden_flags(name), batch_size.to_string());
+    let mut args: Vec<&str> = golden.iter().map(String::as_str).collect();
+    args.extend(["--batch-size", &batch_size, "--metrics", "metrics.jsonl", "--export-hf", "export"]);
     launch(ranks, "train", &args, dir).ok();
     let text = std::fs::read_to_string(dir.join("metrics.jsonl")).unwrap();
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()

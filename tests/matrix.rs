@@ -4,7 +4,7 @@
 
 use std::path::Path;
 
-use fsdp_tests::{golden, launch};
+use fsdp_tests::{golden, golden_flags, launch};
 use serde_json::Value;
 
 /// Losses and gradient norms of the steps.
@@ -20,37 +20,9 @@ fn recorded(name: &str) -> Trajectory {
 }
 
 fn train(name: &str, ranks: usize, batch_size: usize, flags: &[&str], dir: &Path) -> Trajectory {
-    let model = golden(name);
-    let data = model.join("tokens.bin");
-    let batch_size = batch_size.to_string();
-    let mut args = vec![
-        "--model",
-        model.to_str().unwrap(),
-        "--data",
-        data.to_str().unwrap(),
-        "--seq-len",
-        "32",
-        "--steps",
-        "20",
-        "--lr",
-        "1e-3",
-        "--betas",
-        "0.9,0.95",
-        "--eps",
-        "1e-8",
-        "--weight-decay",
-        "0.1",
-        "--clip-grad-norm",
-        "1.0",
-        "--lr-schedule",
-        "constant",
-        "--warmup-steps",
-        "0",
-        "--batch-size",
-        &batch_size,
-        "--metrics",
-        "metrics.jsonl",
-    ];
+    let (golden, batch_size) = (golden_flags(name), batch_size.to_string());
+    let mut args: Vec<&str> = golden.iter().map(String::as_str).collect();
+    args.extend(["--batch-size", &batch_size, "--metrics", "metrics.jsonl"]);
     args.extend(flags);
     launch(ranks, "train", &args, dir).ok();
     let text = std::fs::read_to_string(dir.join("metrics.jsonl")).unwrap();

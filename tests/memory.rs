@@ -12,6 +12,7 @@ struct Memory {
     unit: u64,
     resident: u64,
     transient: u64,
+    phases: [u64; 4],
 }
 
 fn memory(ranks: usize, mode: &str) -> Memory {
@@ -25,13 +26,14 @@ fn memory(ranks: usize, mode: &str) -> Memory {
         unit: number("unit_bytes"),
         resident: number("resident_bytes"),
         transient: number("transient_bytes"),
+        phases: ["build", "optimizer", "forward", "backward"].map(|phase| report["phases"][phase].as_u64().unwrap()),
     }
 }
 
 #[test]
 fn state_is_a_share_and_transients_are_two_units_and_one_units_gradients() {
     for ranks in [1, 2, 4] {
-        let Memory { model, unit, resident, transient } = memory(ranks, "zero3");
+        let Memory { model, unit, resident, transient, .. } = memory(ranks, "zero3");
         // Parameters, gradients and two moments, a share each.
         let share = 4 * model / ranks as u64;
         assert!(
@@ -58,4 +60,23 @@ fn keeping_parameters_costs_the_model_and_plain_candle_holds_everything() {
     assert!(plain.resident >= 4 * plain.model && plain.resident <= 4 * plain.model + SLACK, "{}", plain.resident);
     assert!(zero3.resident + zero3.transient < zero2.resident + zero2.transient);
     assert!(zero2.resident + zero2.transient < plain.resident + plain.transient);
+}
+
+#[test]
+fn every_phase_holds_what_the_formula_says() {
+    for ranks in [2, 4] {
+        for (mode, kept) in [("zero3", 0), ("zero2", 1)] {
+            let Memory { model, phases, .. } = memory(ranks, mode);
+            let share = model / ranks as u64;
+            // Parameters; two moments; what forward keeps; gradients.
+            let formula = [share, 3 * share, 3 * share + kept * model, 4 * share];
+            for ((phase, found), want) in ["build", "optimizer", "forward", "backward"].iter().zip(phases).zip(formula)
+            {
+                assert!(
+                    found.abs_diff(want) <= SLACK,
+                    "{mode} at {ranks} ranks: {found} bytes after {phase}, not {want}"
+                );
+            }
+        }
+    }
 }

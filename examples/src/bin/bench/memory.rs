@@ -54,6 +54,21 @@ struct Report {
     resident_bytes: u64,
     /// The most that a step has beyond what is resident at that moment.
     transient_bytes: u64,
+    /// In use after each phase of a step, without buffers that are kept for the next one.
+    phases: Phases,
+}
+
+/// Bytes in use after the phases of a step.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+struct Phases {
+    /// After the model is built: parameters.
+    build: u64,
+    /// After the optimizer is made: parameters and moments.
+    optimizer: u64,
+    /// After forward.
+    forward: u64,
+    /// After backward, with gradients.
+    backward: u64,
 }
 
 /// A residual MLP. It keeps nothing but its layers: activations of one row are small beside the parameters.
@@ -79,7 +94,7 @@ impl Module for Block {
 
 pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
     for &mode in &args.mode {
-        let (resident, transient) = match mode {
+        let (resident, transient, phases) = match mode {
             Mode::Plain => plain(args, world)?,
             Mode::Zero3 => sharded(args, world, ReshardAfterForward::Always)?,
             Mode::Zero2 => sharded(args, world, ReshardAfterForward::Never)?,
@@ -93,6 +108,7 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
             unit_bytes,
             resident_bytes: most[0] as u64,
             transient_bytes: most[1] as u64,
+            phases,
         };
         if world.rank() == 0 {
             print(&report, args)?;
@@ -169,8 +185,10 @@ impl ReduceScatter for Sampler {
     }
 }
 
-fn sharded(args: &Args, world: &World, reshard: ReshardAfterForward) -> anyhow::Result<(usize, usize)> {
+fn sharded(args: &Args, world: &World, reshard: ReshardAfterForward) -> anyhow::Result<(usize, usize, Phases)> {
     let before = ALLOCATOR.current_usage();
+    let in_use = || ALLOCATOR.current_usage().saturating_sub(before) as u64;
+    let mut phases = Phases::default();
     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())])?, world.device());
     let opts = FullyShard::new(&vars).reshard_after_forward(reshard);
     let vb = vars.builder(DType::F32);
@@ -185,8 +203,12 @@ fn sharded(args: &Args, world: &World, reshard: ReshardAfterForward) -> anyhow::
         block.params().iter().map(|param| param.region().elements() * param.dtype().size_in_bytes()).sum()
     });
     let model = fully_shard(&opts, vb, |vb| Ok((blocks, nn::rms_norm(args.width, 1e-5, vb.pp("norm"))?)))?;
+    phases.build = in_use();
     let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default())?;
+    phases.optimizer = in_use();
     let x = Tensor::ones((1, args.width), DType::F32, world.device())?;
+    let forward =
+        || model.call(|(blocks, norm)| norm.forward(&blocks.iter().try_fold(x.clone(), |x, block| block.forward(&x))?));
     let state = ALLOCATOR.current_usage();
     let (mut resident, mut transient) = (0, 0);
     for _ in 0..STEPS {
@@ -202,29 +224,43 @@ fn sharded(args: &Args, world: &World, reshard: ReshardAfterForward) -> anyhow::
         resident = ALLOCATOR.current_usage().saturating_sub(before);
         drop(grads);
     }
-    Ok((resident, transient))
+    let loss = forward()?.sqr()?.mean_all()?;
+    vars.release_buffers();
+    phases.forward = in_use();
+    let grads = model.backward(&loss)?;
+    drop(loss);
+    vars.release_buffers();
+    phases.backward = in_use();
+    drop(grads);
+    Ok((resident, transient, phases))
 }
 
-fn plain(args: &Args, world: &World) -> anyhow::Result<(usize, usize)> {
+fn plain(args: &Args, world: &World) -> anyhow::Result<(usize, usize, Phases)> {
     let before = ALLOCATOR.current_usage();
+    let in_use = || ALLOCATOR.current_usage().saturating_sub(before) as u64;
+    let mut phases = Phases::default();
     let vars = VarMap::new();
     let vb = VarBuilder::from_varmap(&vars, DType::F32, world.device());
     let blocks =
         (0..args.layers).map(|i| Block::new(args.width, vb.pp(format!("blocks.{i}")))).collect::<Result<Vec<_>>>()?;
     let norm = nn::rms_norm(args.width, 1e-5, vb.pp("norm"))?;
+    phases.build = in_use();
     let mut optim = candle_nn::AdamW::new(vars.all_vars(), candle_nn::ParamsAdamW::default())?;
+    phases.optimizer = in_use();
     let x = Tensor::ones((1, args.width), DType::F32, world.device())?;
     let (mut resident, mut peak) = (0, 0);
     for _ in 0..STEPS {
         ALLOCATOR.reset_peak_usage();
         let y = norm.forward(&blocks.iter().try_fold(x.clone(), |x, block| block.forward(&x))?)?;
         let loss = y.sqr()?.mean_all()?;
+        phases.forward = in_use();
         let grads = loss.backward()?;
         drop((y, loss));
+        phases.backward = in_use();
         optim.step(&grads)?;
         peak = ALLOCATOR.peak_usage().saturating_sub(before);
         resident = ALLOCATOR.current_usage().saturating_sub(before);
         drop(grads);
     }
-    Ok((resident, peak.saturating_sub(resident)))
+    Ok((resident, peak.saturating_sub(resident), phases))
 }
