@@ -120,3 +120,15 @@ pub(crate) fn assert_close(got: &[(String, Vec<f32>)], want: &[(String, Vec<f32>
         }
     }
 }
+
+pub(crate) const WIDTH: usize = 6;
+
+pub(crate) type Gradients = Vec<(String, Vec<f32>)>;
+
+/// One backward with default options: what every other way is held against.
+pub(crate) fn reference(world: &World) -> Gradients {
+    let vars = vars(world);
+    let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+    let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
+    gradients(&vars, &grads)
+}

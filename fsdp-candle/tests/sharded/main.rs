@@ -1,9 +1,12 @@
 //! Sharded models against plain ones, with ranks as threads.
 #![allow(clippy::unwrap_used, missing_docs)]
 
+mod accumulation;
 mod checkpointing;
 mod common;
+mod communication;
 mod contract;
-mod features;
 mod lora;
+mod numerics;
 mod parity;
+mod placements;

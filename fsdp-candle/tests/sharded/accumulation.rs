@@ -1,0 +1,108 @@
+//! Several forwards and backwards, with and without communication, add up to the gradients that they should.
+
+use fsdp_candle::{FullyShard, ReshardAfterForward, ShardedVarMap};
+
+use crate::common::{Gradients, WIDTH, assert_close, batch, gradients, loss_of, ranks, reference, sharded, vars};
+
+#[test]
+fn accumulation_without_communication() {
+    for (size, mesh) in [(2, vec![("shard", 2)]), (4, vec![("replicate", 2), ("shard", 2)])] {
+        ranks(size, |world| {
+            let run = |sync: bool, all_reduce: bool| {
+                let vars = ShardedVarMap::new(&world.mesh(&mesh).unwrap(), world.device());
+                let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+                model.set_requires_gradient_sync(sync, true);
+                model.set_requires_all_reduce(all_reduce, true);
+                let first = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
+                model.set_requires_gradient_sync(true, true);
+                model.set_requires_all_reduce(true, true);
+                let delivered = vars.trainable().iter().filter(|param| first.get(param.var()).is_some()).count();
+                let waits = !sync || (!all_reduce && mesh.len() == 2);
+                assert_eq!(delivered, if waits { 0 } else { vars.trainable().len() });
+                let mut second = model.backward(&loss_of(&model, &batch(world.rank() + 7, WIDTH))).unwrap();
+                assert!(model.parameters_without_gradient().is_empty());
+                if !waits {
+                    second.extend(first).unwrap();
+                }
+                gradients(&vars, &second)
+            };
+            let want = run(true, true);
+            assert_close(&run(false, true), &want, 1e-5);
+            assert_close(&run(true, false), &want, 1e-5);
+        });
+    }
+}
+
+#[test]
+fn finalization_apart_from_backward() {
+    ranks(2, |world| {
+        let want = reference(&world);
+        let vars = vars(&world);
+        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        model.set_manual_backward_finalization(true);
+        let mut grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
+        assert!(vars.trainable().iter().all(|param| grads.get(param.var()).is_none()));
+        model.finalize_backward(&mut grads).unwrap();
+        assert_close(&gradients(&vars, &grads), &want, 0.);
+
+        // Of two backwards the last hands out the sum.
+        model.set_manual_backward_finalization(false);
+        model.set_is_last_backward(false);
+        let first = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
+        assert!(vars.trainable().iter().all(|param| first.get(param.var()).is_none()));
+        model.set_is_last_backward(true);
+        let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
+        let twice: Gradients =
+            want.iter().map(|(name, v)| (name.clone(), v.iter().map(|v| 2. * v).collect())).collect();
+        assert_close(&gradients(&vars, &grads), &twice, 1e-6);
+    });
+}
+
+#[test]
+fn several_forwards_before_one_backward() {
+    ranks(2, |world| {
+        for reshard in [ReshardAfterForward::Default, ReshardAfterForward::Always, ReshardAfterForward::Never] {
+            let vars = vars(&world);
+            let model = sharded(&FullyShard::new(&vars).reshard_after_forward(reshard), &vars, WIDTH);
+            let (a, b) = (batch(world.rank(), WIDTH), batch(world.rank() + 7, WIDTH));
+            let mut apart = model.backward(&loss_of(&model, &a)).unwrap();
+            apart.extend(model.backward(&loss_of(&model, &b)).unwrap()).unwrap();
+            let want = gradients(&vars, &apart);
+            let (first, second) = (loss_of(&model, &a), loss_of(&model, &b));
+            let together = model.backward(&(first + second).unwrap()).unwrap();
+            assert_close(&gradients(&vars, &together), &want, 1e-5);
+        }
+    });
+}
+
+#[test]
+fn a_validation_forward_before_the_step_leaves_nothing_stale() {
+    ranks(2, |world| {
+        for reshard in [ReshardAfterForward::Default, ReshardAfterForward::Never] {
+            let vars = vars(&world);
+            let model = sharded(&FullyShard::new(&vars).reshard_after_forward(reshard), &vars, WIDTH);
+            let x = batch(world.rank(), WIDTH);
+            let before = loss_of(&model, &x).to_scalar::<f32>().unwrap();
+            for param in vars.params() {
+                param.var().set(&(param.var().as_tensor() * 0.5).unwrap()).unwrap();
+            }
+            let after = loss_of(&model, &x).to_scalar::<f32>().unwrap();
+            model.reset_iter_state();
+            let fresh = loss_of(&model, &x).to_scalar::<f32>().unwrap();
+            assert_eq!(after, fresh);
+            assert_ne!(before, after);
+        }
+    });
+}
+
+#[test]
+fn a_refused_backward_leaves_no_gradients() {
+    ranks(2, |world| {
+        let want = reference(&world);
+        let vars = vars(&world);
+        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        assert!(loss_of(&model, &batch(world.rank(), WIDTH)).backward().is_err());
+        let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
+        assert_close(&gradients(&vars, &grads), &want, 0.);
+    });
+}

@@ -1,0 +1,358 @@
+//! What communicates when, what users put in its place, and what happens when it fails.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use candle_core::{DType, Module, Tensor};
+use fsdp_candle::{AllGather, FullyShard, MixedPrecisionPolicy, ReduceScatter, ReshardAfterForward, fully_shard, nn};
+use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, ReduceOp, ScatterPart, Work};
+
+use crate::common::{Gradients, WIDTH, assert_close, batch, gradients, loss_of, ranks, reference, sharded, vars};
+
+#[test]
+fn prefetch_lists_and_none_at_all() {
+    ranks(2, |world| {
+        let want = reference(&world);
+        let vars = vars(&world);
+        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        model.set_implicit_prefetch(false);
+        for ahead in 0..3 {
+            let blocks = &model.inner().blocks;
+            for (i, block) in blocks.iter().enumerate() {
+                let next: Vec<_> = blocks.iter().skip(i + 1).take(ahead).map(|block| block.unit()).collect();
+                let before: Vec<_> = blocks[..i].iter().rev().take(ahead).map(|block| block.unit()).collect();
+                block.set_modules_to_forward_prefetch(&next);
+                block.set_modules_to_backward_prefetch(&before);
+            }
+            let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
+            assert_close(&gradients(&vars, &grads), &want, 0.);
+        }
+    });
+}
+
+#[test]
+fn unsharding_by_hand() {
+    ranks(2, |world| {
+        let vars = vars(&world);
+        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        let block = &model.inner().blocks[0];
+        let x = batch(0, WIDTH);
+        assert!(block.inner().forward(&x).is_err());
+        block.unshard_async().unwrap().wait().unwrap();
+        assert!(block.params().iter().all(|param| param.is_unsharded()));
+        let past_the_hooks = block.inner().forward(&x).unwrap();
+        block.reshard().unwrap();
+        assert!(block.params().iter().all(|param| !param.is_unsharded()));
+        assert_eq!(past_the_hooks.to_vec2::<f32>().unwrap(), block.forward(&x).unwrap().to_vec2::<f32>().unwrap());
+    });
+}
+
+/// Counts, and passes on; or fails when told to.
+#[derive(Default)]
+struct Watch {
+    gathers: AtomicUsize,
+    scatters: AtomicUsize,
+    fail: AtomicUsize,
+}
+
+impl Watch {
+    fn failure(&self) -> Option<Work> {
+        let injected = || fsdp_core::Error::Argument { rank: 0, message: "injected".into() };
+        (self.fail.load(Ordering::Relaxed) > 0).then(|| Work::ready(Err(injected())))
+    }
+}
+
+impl AllGather for Watch {
+    fn all_gather(&self, ranks: &Arc<dyn ProcessGroup>, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
+        self.gathers.fetch_add(1, Ordering::Relaxed);
+        self.failure().unwrap_or_else(|| ranks.all_gather(parts, memory))
+    }
+}
+
+impl ReduceScatter for Watch {
+    fn reduce_scatter(
+        &self,
+        ranks: &Arc<dyn ProcessGroup>,
+        parts: Vec<ScatterPart>,
+        op: ReduceOp,
+        memory: Arc<dyn Allocator>,
+    ) -> Work {
+        self.scatters.fetch_add(1, Ordering::Relaxed);
+        self.failure().unwrap_or_else(|| ranks.reduce_scatter(parts, op, memory))
+    }
+}
+
+#[test]
+fn collectives_are_counted_and_survive_a_failure() {
+    ranks(2, |world| {
+        let want = reference(&world);
+        for (reshard, gathers) in [(ReshardAfterForward::Always, 2), (ReshardAfterForward::Never, 1)] {
+            let vars = vars(&world);
+            let model = sharded(&FullyShard::new(&vars).reshard_after_forward(reshard), &vars, WIDTH);
+            let watch = Arc::new(Watch::default());
+            for block in &model.inner().blocks {
+                block.set_custom_all_gather(Some(watch.clone()));
+                block.set_custom_reduce_scatter(Some(watch.clone()));
+            }
+            let blocks = model.inner().blocks.len();
+            let x = batch(world.rank(), WIDTH);
+            for step in 1..=3 {
+                let grads = model.backward(&loss_of(&model, &x)).unwrap();
+                assert_close(&gradients(&vars, &grads), &want, 0.);
+                assert_eq!(watch.gathers.load(Ordering::Relaxed), step * blocks * gathers);
+                assert_eq!(watch.scatters.load(Ordering::Relaxed), step * blocks);
+            }
+            // A collective that fails in forward, and one that fails in backward.
+            watch.fail.store(1, Ordering::Relaxed);
+            assert!(model.forward(&x).unwrap_err().to_string().contains("all-gather"));
+            watch.fail.store(0, Ordering::Relaxed);
+            let loss = loss_of(&model, &x);
+            watch.fail.store(1, Ordering::Relaxed);
+            assert!(model.backward(&loss).is_err());
+            watch.fail.store(0, Ordering::Relaxed);
+            model.reset_iter_state();
+            let grads = model.backward(&loss_of(&model, &x)).unwrap();
+            assert_close(&gradients(&vars, &grads), &want, 0.);
+        }
+    });
+}
+
+#[test]
+fn hooks_and_factors_change_the_reduction() {
+    ranks(2, |world| {
+        let want = reference(&world);
+        let halves: Gradients =
+            want.iter().map(|(name, v)| (name.clone(), v.iter().map(|v| v / 2.).collect())).collect();
+        let vars = vars(&world);
+        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        let backward = || gradients(&vars, &model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap());
+        model.set_force_sum_reduction_for_comms(true, true);
+        assert_close(&backward(), &want, 1e-6);
+        model.set_gradient_divide_factor(Some(4.), true);
+        assert_close(&backward(), &halves, 1e-6);
+        model.set_gradient_divide_factor(None, true);
+        model.set_force_sum_reduction_for_comms(false, true);
+        let halve = |shards: Vec<Buffer>| {
+            Ok(shards
+                .into_iter()
+                .map(|shard| match shard {
+                    Buffer::F32(v) => Buffer::F32(v.into_iter().map(|v| v / 2.).collect()),
+                    other => other,
+                })
+                .collect())
+        };
+        for unit in &model.inner().blocks {
+            unit.set_all_reduce_hook(Some(Arc::new(halve)));
+        }
+        model.set_all_reduce_hook(Some(Arc::new(halve)));
+        assert_close(&backward(), &halves, 0.);
+    });
+}
+
+#[test]
+fn unused_parameters_join_with_zeros_where_asked() {
+    ranks(2, |world| {
+        let vars = vars(&world);
+        let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
+            Ok((nn::linear(WIDTH, WIDTH, vb.pp("a"))?, nn::linear(WIDTH, WIDTH, vb.pp("b"))?))
+        })
+        .unwrap();
+        model.set_reduce_scatter_unused_params(true, true);
+        // Each rank uses a layer of its own.
+        let x = batch(world.rank(), WIDTH);
+        let y = model.call(|(a, b)| if world.rank() == 0 { a.forward(&x) } else { b.forward(&x) }).unwrap();
+        let grads = model.backward(&y.sqr().unwrap().mean_all().unwrap()).unwrap();
+        for (name, grad) in gradients(&vars, &grads) {
+            assert!(grad.iter().any(|v| *v != 0.), "{name}");
+        }
+    });
+}
+
+#[test]
+fn one_unused_parameter_does_not_hold_the_others_back() {
+    struct Half(nn::Linear, #[allow(dead_code)] nn::Linear);
+    impl Module for Half {
+        fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+            self.0.forward(x)
+        }
+    }
+    ranks(2, |world| {
+        let vars = vars(&world);
+        let opts = FullyShard::new(&vars);
+        let vb = vars.builder(DType::F32);
+        let watch = Arc::new(Watch::default());
+        let blocks: Vec<_> = (0..3)
+            .map(|i| {
+                let build = |vb: candle_nn::VarBuilder<'static>| {
+                    Ok(Half(nn::linear(WIDTH, WIDTH, vb.pp("used"))?, nn::linear(WIDTH, WIDTH, vb.pp("unused"))?))
+                };
+                let block = fully_shard(&opts, vb.pp(format!("blocks.{i}")), build).unwrap();
+                block.set_custom_reduce_scatter(Some(watch.clone()));
+                block
+            })
+            .collect();
+        let model = fully_shard(&opts, vb, |_| Ok(blocks)).unwrap();
+        let y = model.call(|blocks| blocks.iter().try_fold(batch(world.rank(), WIDTH), |x, b| b.forward(&x))).unwrap();
+        let grads = model.backward(&y.sqr().unwrap().mean_all().unwrap()).unwrap();
+        assert_eq!(watch.scatters.load(Ordering::Relaxed), 3);
+        assert_eq!(model.parameters_without_gradient().len(), 6);
+        for param in vars.trainable() {
+            assert_eq!(grads.get(param.var()).is_some(), param.name().contains(".used."), "{}", param.name());
+        }
+    });
+}
+
+#[test]
+fn frozen_parameters_are_freed_as_backward_passes() {
+    ranks(2, |world| {
+        let vars = vars(&world);
+        vars.freeze(|name| !name.contains("blocks.0"));
+        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        let x = batch(world.rank(), WIDTH);
+        let later = model.inner().blocks[2].params().to_vec();
+        let watch: Arc<std::sync::Mutex<Vec<bool>>> = Arc::default();
+        let seen = watch.clone();
+        struct Look(Vec<Arc<fsdp_candle::FsdpParam>>, Arc<std::sync::Mutex<Vec<bool>>>);
+        impl ReduceScatter for Look {
+            fn reduce_scatter(
+                &self,
+                ranks: &Arc<dyn ProcessGroup>,
+                parts: Vec<ScatterPart>,
+                op: ReduceOp,
+                memory: Arc<dyn Allocator>,
+            ) -> Work {
+                self.1.lock().unwrap().extend(self.0.iter().map(|param| param.is_unsharded()));
+                ranks.reduce_scatter(parts, op, memory)
+            }
+        }
+        model.inner().blocks[0].set_custom_reduce_scatter(Some(Arc::new(Look(later, seen))));
+        let grads = model.backward(&loss_of(&model, &x)).unwrap();
+        assert_eq!(gradients(&vars, &grads).len(), model.inner().blocks[0].params().len());
+        let seen = watch.lock().unwrap();
+        assert!(
+            !seen.is_empty() && seen.iter().all(|unsharded| !unsharded),
+            "frozen parameters stayed gathered: {seen:?}"
+        );
+    });
+}
+
+#[test]
+fn a_printed_model_shows_its_units_and_placements() {
+    ranks(2, |world| {
+        let vars = vars(&world);
+        let policy = MixedPrecisionPolicy { param_dtype: Some(DType::BF16), ..Default::default() };
+        let model = sharded(&FullyShard::new(&vars).mp_policy(policy), &vars, WIDTH);
+        let text = model.to_string();
+        let lines: Vec<&str> = text.lines().collect();
+        assert!(lines[0].starts_with("(root) [Default, sharded]: this rank holds "), "{text}");
+        assert!(lines.iter().any(|line| line.starts_with("  blocks.1 [Default, sharded]")), "{text}");
+        assert!(
+            text.contains("    . blocks.2.up.weight [18, 6] F32 (S(0)) 216 B of 432 B, computes in BF16"),
+            "{text}"
+        );
+        assert!(vars.to_string().starts_with(&format!("mesh (dp_shard: 2) rank {}", world.rank())));
+        assert_eq!(model.inner().blocks[0].to_string().lines().count(), 6);
+    });
+}
+
+/// The identity, whose backward fails when told to.
+struct Fragile(Arc<AtomicUsize>);
+
+impl candle_core::CustomOp1 for Fragile {
+    fn name(&self) -> &'static str {
+        "fragile"
+    }
+    fn cpu_fwd(
+        &self,
+        storage: &candle_core::CpuStorage,
+        layout: &candle_core::Layout,
+    ) -> candle_core::Result<(candle_core::CpuStorage, candle_core::Shape)> {
+        Ok((storage.clone(), layout.shape().clone()))
+    }
+    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        if self.0.load(Ordering::Relaxed) > 0 {
+            candle_core::bail!("injected into backward")
+        } else {
+            Ok(Some(grad.clone()))
+        }
+    }
+}
+
+#[test]
+fn an_error_in_the_middle_of_backward_leaves_the_next_step_right() {
+    ranks(2, |world| {
+        let want = reference(&world);
+        let vars = vars(&world);
+        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        let fail = Arc::new(AtomicUsize::new(0));
+        let backward = || {
+            let y = model.call(|m| {
+                let x = m.blocks[0].forward(&batch(world.rank(), WIDTH))?.apply_op1(Fragile(fail.clone()))?;
+                m.head.forward(&m.blocks[1..].iter().try_fold(x, |x, block| block.forward(&x))?)
+            });
+            model.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap())
+        };
+        for _ in 0..2 {
+            fail.store(1, Ordering::Relaxed);
+            assert!(backward().unwrap_err().to_string().contains("injected into backward"));
+            assert!(vars.params().iter().all(|param| !param.is_unsharded()));
+            fail.store(0, Ordering::Relaxed);
+            assert_close(&gradients(&vars, &backward().unwrap()), &want, 0.);
+        }
+    });
+}
+
+/// Writes down the units in the order in which they communicate.
+struct Journal(&'static str, String, Arc<std::sync::Mutex<Vec<String>>>);
+
+impl AllGather for Journal {
+    fn all_gather(&self, ranks: &Arc<dyn ProcessGroup>, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
+        self.2.lock().unwrap().push(format!("{} {}", self.0, self.1));
+        ranks.all_gather(parts, memory)
+    }
+}
+
+impl ReduceScatter for Journal {
+    fn reduce_scatter(
+        &self,
+        ranks: &Arc<dyn ProcessGroup>,
+        parts: Vec<ScatterPart>,
+        op: ReduceOp,
+        memory: Arc<dyn Allocator>,
+    ) -> Work {
+        self.2.lock().unwrap().push(format!("{} {}", self.0, self.1));
+        ranks.reduce_scatter(parts, op, memory)
+    }
+}
+
+#[test]
+fn collectives_come_in_the_order_that_overlaps_them_and_parameters_go_when_they_should() {
+    ranks(2, |world| {
+        let vars = vars(&world);
+        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        let journal: Arc<std::sync::Mutex<Vec<String>>> = Arc::default();
+        for block in &model.inner().blocks {
+            let name = block.name().trim_start_matches("blocks.").to_string();
+            block.set_custom_all_gather(Some(Arc::new(Journal("gather", name.clone(), journal.clone()))));
+            block.set_custom_reduce_scatter(Some(Arc::new(Journal("reduce", name, journal.clone()))));
+        }
+        let unsharded = || -> Vec<bool> {
+            let blocks = model.inner().blocks.iter();
+            blocks.map(|b| b.params()[0].is_unsharded()).chain([model.params()[0].is_unsharded()]).collect()
+        };
+        let x = batch(world.rank(), WIDTH);
+        for step in 0..2 {
+            journal.lock().unwrap().clear();
+            assert_eq!(unsharded(), [false; 4]);
+            let loss = loss_of(&model, &x);
+            // After forward the root alone is whole.
+            assert_eq!(unsharded(), [false, false, false, true]);
+            let _grads = model.backward(&loss).unwrap();
+            // The next block's gather is issued before this one computes, and its own gradients' reduction after that.
+            let forward = ["gather 0", "gather 1", "gather 2"];
+            let backward = ["gather 2", "gather 1", "reduce 2", "gather 0", "reduce 1", "reduce 0"];
+            assert_eq!(*journal.lock().unwrap(), [&forward[..], &backward[..]].concat(), "step {step}");
+        }
+        assert_eq!(unsharded(), [false; 4]);
+    });
+}

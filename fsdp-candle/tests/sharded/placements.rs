@@ -1,0 +1,172 @@
+//! Wherever parameters are put, the gradients are those of the plainest sharding.
+
+use candle_core::{DType, Module};
+use fsdp_candle::{FullyShard, ReshardAfterForward, ShardMesh, ShardPlacement, ShardedVarMap, World, fully_shard, nn};
+use fsdp_core::ReduceOp;
+
+use crate::common::{Block, WIDTH, assert_close, batch, gradients, loss_of, ranks, reference, sharded, vars};
+
+fn with_options(world: &World, mesh: &[(&str, usize)], opts: impl Fn(FullyShard) -> FullyShard, tolerance: f32) {
+    let want = reference(world);
+    let vars = ShardedVarMap::new(&world.mesh(mesh).unwrap(), world.device());
+    let model = sharded(&opts(FullyShard::new(&vars)), &vars, WIDTH);
+    for _ in 0..2 {
+        let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
+        assert_close(&gradients(&vars, &grads), &want, tolerance);
+    }
+}
+
+#[test]
+fn hsdp() {
+    ranks(4, |world| {
+        with_options(&world, &[("replicate", 2), ("shard", 2)], |opts| opts, 1e-5);
+        with_options(&world, &[("replicate", 4), ("shard", 1)], |opts| opts, 1e-5);
+        with_options(&world, &[("replicate", 1), ("shard", 4)], |opts| opts, 1e-5);
+    });
+}
+
+#[test]
+fn resharding_to_fewer_ranks() {
+    ranks(4, |world| {
+        with_options(&world, &[("shard", 4)], |opts| opts.reshard_after_forward(ReshardAfterForward::To(2)), 1e-6);
+        let vars = vars(&world);
+        for bad in [1, 3, 4] {
+            let opts = FullyShard::new(&vars).reshard_after_forward(ReshardAfterForward::To(bad));
+            let error =
+                fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear(4, 4, vb)).err().unwrap().to_string();
+            assert!(
+                error.contains(&format!("reshard_after_forward = {bad}")) && error.contains("4 shard ranks"),
+                "{error}"
+            );
+        }
+    });
+}
+
+#[test]
+fn sharding_another_dimension() {
+    for size in [2, 3] {
+        ranks(size, |world| {
+            let second = |_: &str, shape: &[usize]| (shape.len() == 2).then(|| 1.into());
+            with_options(&world, &[("shard", size)], move |opts| opts.shard_placement_fn(second), 1e-6);
+        });
+    }
+    ranks(4, |world| {
+        let vars = vars(&world);
+        let opts = FullyShard::new(&vars).shard_placement_fn(|_, shape| (shape.len() == 2).then(|| 1.into()));
+        let error = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear(6, 4, vb)).err().unwrap().to_string();
+        assert!(error.contains("`weight`") && error.contains("[4, 6]") && error.contains("4 ranks"), "{error}");
+    });
+}
+
+#[test]
+fn ignored_parameters_are_whole_and_not_reduced() {
+    ranks(2, |world| {
+        let vars = vars(&world);
+        let opts = FullyShard::new(&vars).ignored_params(|name| name.contains("norm"));
+        let model = sharded(&opts, &vars, WIDTH);
+        let ignored = vars.ignored();
+        assert_eq!(ignored.len(), 3);
+        assert!(vars.params().iter().all(|param| !param.name().contains("norm")));
+        let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
+        let own: Vec<f32> = grads.get(&ignored[0].1).unwrap().to_vec1().unwrap();
+        let mean = world.all_reduce(&own.iter().map(|&v| f64::from(v)).collect::<Vec<_>>(), ReduceOp::Avg).unwrap();
+        assert!(own.iter().zip(&mean).any(|(own, mean)| (f64::from(*own) - mean).abs() > 1e-6), "it was reduced");
+        let want = reference(&world);
+        let (_, want) = want.iter().find(|(name, _)| *name == ignored[0].0).unwrap();
+        assert!(want.iter().zip(&mean).all(|(want, mean)| (f64::from(*want) - mean).abs() < 1e-5));
+    });
+}
+
+#[test]
+fn a_unit_of_two_modules_called_apart() {
+    ranks(2, |world| {
+        let build = |together: bool| {
+            let vars = vars(&world);
+            let opts = FullyShard::new(&vars).reshard_after_forward(ReshardAfterForward::Always);
+            let vb = vars.builder(DType::F32);
+            let x = batch(world.rank(), WIDTH);
+            let parts = fully_shard(&opts, vb, |vb| {
+                Ok((nn::rms_norm(WIDTH, 1e-5, vb.pp("norm"))?, nn::linear(WIDTH, 3, vb.pp("head"))?))
+            })
+            .unwrap();
+            if together {
+                let y = parts.call(|(norm, head)| head.forward(&norm.forward(&x)?)).unwrap();
+                gradients(&vars, &parts.backward(&y.sqr().unwrap().mean_all().unwrap()).unwrap())
+            } else {
+                let (norm, head) = parts.into_parts();
+                let hidden = norm.forward(&x).unwrap();
+                assert!(head.params().iter().all(|param| param.is_unsharded()), "half of the unit has still to run");
+                let y = head.forward(&hidden).unwrap();
+                assert!(head.params().iter().all(|param| !param.is_unsharded()));
+                gradients(&vars, &head.backward(&y.sqr().unwrap().mean_all().unwrap()).unwrap())
+            }
+        };
+        assert_close(&build(false), &build(true), 0.);
+    });
+}
+
+#[test]
+fn nested_units() {
+    ranks(2, |world| {
+        let run = |nested: bool| {
+            let vars = vars(&world);
+            let opts = FullyShard::new(&vars);
+            let vb = vars.builder(DType::F32);
+            let x = batch(world.rank(), WIDTH);
+            let build = |vb: candle_nn::VarBuilder<'static>| Block::new(WIDTH, vb);
+            let grads = if nested {
+                let inner = fully_shard(&opts, vb.pp("outer.inner"), build).unwrap();
+                let outer =
+                    fully_shard(&opts, vb.pp("outer"), |vb| Ok((inner, Block::new(WIDTH, vb.pp("own"))?))).unwrap();
+                let root = fully_shard(&opts, vb, |vb| Ok((outer, nn::linear(WIDTH, 2, vb.pp("head"))?))).unwrap();
+                let y = root.call(|(outer, head)| {
+                    let hidden = outer.call_with(x.clone(), |(inner, own), x| own.forward(&inner.forward(&x)?))?;
+                    head.forward(&hidden)
+                });
+                root.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap()).unwrap()
+            } else {
+                let all = fully_shard(&opts, vb, |vb| {
+                    Ok((build(vb.pp("outer.inner"))?, build(vb.pp("outer.own"))?, nn::linear(WIDTH, 2, vb.pp("head"))?))
+                })
+                .unwrap();
+                let y = all.call(|(inner, own, head)| head.forward(&own.forward(&inner.forward(&x)?)?));
+                all.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap()).unwrap()
+            };
+            gradients(&vars, &grads)
+        };
+        assert_close(&run(true), &run(false), 1e-6);
+    });
+}
+
+#[test]
+fn a_parameter_on_another_mesh() {
+    ranks(4, |world| {
+        let want = reference(&world);
+        let pairs = world.mesh(&[("replicate", 2), ("shard", 2)]).unwrap();
+        for reshard in [ReshardAfterForward::Always, ReshardAfterForward::Never] {
+            let vars = vars(&world);
+            let other = ShardMesh::of_dims(&pairs, Some("replicate"), "shard").unwrap();
+            let opts = FullyShard::new(&vars).reshard_after_forward(reshard).shard_placement_fn(move |name, _| {
+                name.contains("down").then(|| ShardPlacement { dim: 0, mesh: Some(other.clone()) })
+            });
+            let model = sharded(&opts, &vars, WIDTH);
+            let moved = vars.get("blocks.0.down.weight").unwrap();
+            assert_eq!((moved.placements().len(), moved.region().sizes[0]), (2, WIDTH / 2));
+            model.set_separate_reduce_scatter_group(true, true).unwrap();
+            let mut grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
+            for param in vars.trainable() {
+                let (_, want) = want.iter().find(|(name, _)| name == param.name()).unwrap();
+                let rows = param.region();
+                let row: usize = param.shape().dims()[1..].iter().product();
+                let got: Vec<f32> = grads.get(param.var()).unwrap().flatten_all().unwrap().to_vec1().unwrap();
+                let want = &want[rows.offsets[0] * row..][..got.len()];
+                let largest = want.iter().fold(1e-3f32, |max, v| max.max(v.abs()));
+                assert!(got.iter().zip(want).all(|(a, b)| (a - b).abs() < 1e-5 * largest), "{}", param.name());
+            }
+            // Norms count each mesh's shards once.
+            let all: f64 = want.iter().flat_map(|(_, v)| v).map(|&v| f64::from(v).powi(2)).sum::<f64>().sqrt();
+            let norm = fsdp_candle::clip_grad_norm(&vars, &mut grads, 1e9).unwrap();
+            assert!((norm - all).abs() < 1e-5 * all, "{norm} instead of {all}");
+        }
+    });
+}
