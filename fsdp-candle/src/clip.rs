@@ -81,8 +81,7 @@ fn norm_of(vars: &ShardedVarMap, grads: &GradStore, norm_type: NormType) -> Resu
     // Parameters on one mesh are summed together; replicas hold the same and do not count twice.
     let mut meshes: Vec<(Arc<DataParallel>, f64)> = vec![(vars.ranks()?, 0.)];
     for param in vars.trainable() {
-        let Some(grad) = grads.get(param.var()) else { continue };
-        let share = powers(grad, norm_type)?;
+        // Which meshes take part must not depend on which gradients this rank happens to have.
         let at = match meshes.iter().position(|(ranks, _)| Arc::ptr_eq(ranks, param.ranks())) {
             Some(at) => at,
             None => {
@@ -90,7 +89,9 @@ fn norm_of(vars: &ShardedVarMap, grads: &GradStore, norm_type: NormType) -> Resu
                 meshes.len() - 1
             }
         };
-        meshes[at].1 = combine(meshes[at].1, share, norm_type);
+        if let Some(grad) = grads.get(param.var()) {
+            meshes[at].1 = combine(meshes[at].1, powers(grad, norm_type)?, norm_type);
+        }
     }
     let op = if norm_type == NormType::Infinity { ReduceOp::Max } else { ReduceOp::Sum };
     let mut total = 0.;

@@ -1,6 +1,6 @@
 //! What the units of one model share: the buffer pool, the order in which they run, the reductions in flight, and the state of the iteration.
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::{BTreeSet, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use candle_core::Result;
@@ -48,6 +48,8 @@ struct Iteration {
     /// in reverse.
     post_forward_order: Vec<Ran>,
     forwards_begun: usize,
+    /// Units whose outputs went out without a hook at some time: their parameters must be there from the beginning of backward.
+    unhooked: BTreeSet<usize>,
 }
 
 /// A forward that ended.
@@ -164,7 +166,11 @@ impl Context {
         let resharded = group.reshard_after_forward(guard.is_root, parts)?;
         guard.ok = true;
         // A root that keeps its parameters has nothing to do before backward that `backward` does not do itself.
-        Ok(resharded || !guard.is_root)
+        let hook = resharded || !guard.is_root;
+        if !hook {
+            lock(&self.iteration).unhooked.insert(group.index());
+        }
+        Ok(hook)
     }
 
     pub(crate) fn check_in_backward(&self) -> Result<()> {
@@ -180,14 +186,6 @@ impl Context {
     pub(crate) fn pre_backward(&self, group: &Arc<ParamGroup>) -> Result<()> {
         self.check_in_backward()?;
         trace::enter(tracing::debug_span!("backward", unit = group.name()));
-        let (unshard, listed) = {
-            let settings = group.settings();
-            let listed: Vec<_> = settings.backward_prefetch.iter().filter_map(|unit| unit.upgrade()).collect();
-            (settings.unshard_in_backward, listed)
-        };
-        if unshard {
-            group.unshard()?;
-        }
         let (preceded, later) = {
             let iteration = lock(&self.iteration);
             let order = &iteration.post_forward_order;
@@ -207,7 +205,17 @@ impl Context {
             later.mark_reduced();
             self.reduce(&later)?;
         }
-        self.next_units(listed, preceded).iter().try_for_each(|next| next.start_unshard())
+        let (unshard, listed) = {
+            let settings = group.settings();
+            let listed: Vec<_> = settings.backward_prefetch.iter().filter_map(|unit| unit.upgrade()).collect();
+            (settings.unshard_in_backward, listed)
+        };
+        if unshard {
+            group.unshard()?;
+        }
+        let mut next = self.next_units(listed, preceded);
+        next.retain(|next| next.settings().unshard_in_backward);
+        next.iter().try_for_each(|next| next.start_unshard())
     }
 
     /// Issues the reduction of a unit's gradients.
@@ -216,9 +224,11 @@ impl Context {
         // Which reductions go on depends on their number alone, never on their speed: all ranks issue their collectives in the same order.
         let waiting: Vec<Reduction> = lock(&self.reductions).drain(..).collect();
         let mut over_shards = waiting.iter().filter(|reduction| reduction.is_over_shards()).count();
+        let mut over_replicas = waiting.len() - over_shards;
         for reduction in waiting {
-            let next = if reduction.is_over_shards() && over_shards >= max {
-                over_shards -= 1;
+            let count = if reduction.is_over_shards() { &mut over_shards } else { &mut over_replicas };
+            let next = if *count >= max {
+                *count -= 1;
                 reduction.advance()?
             } else {
                 Some(reduction)
@@ -252,6 +262,10 @@ impl Context {
         let last = lock(&self.iteration).post_forward_order.last().copied();
         if let Some(root) = last.and_then(|ran| self.group(ran.index)) {
             self.pre_backward(&root)?;
+        }
+        let unhooked = lock(&self.iteration).unhooked.clone();
+        for group in unhooked.into_iter().filter_map(|index| self.group(index)) {
+            group.unshard()?;
         }
         let mut grads = stacker::grow(BACKWARD_STACK_BYTES, || loss.backward())?;
         trace::leave();
@@ -303,11 +317,17 @@ impl Context {
         let mut reported = lock(&self.reported_without_gradient);
         let new: Vec<String> = names.into_iter().filter(|name| reported.insert(name.clone())).collect();
         if !new.is_empty() {
-            tracing::warn!(
+            let message = format!(
                 "these trainable parameters took part in forward and got no gradient: {}. Either they do not reach the loss, or a layer cut the graph: \
                  candle_nn's LayerNorm, RmsNorm, softmax_last_dim and rotary_emb have no backward; use those of fsdp_candle::nn",
                 new.join(", ")
             );
+            // Too grave to go unheard in a program that has no subscriber.
+            if tracing::dispatcher::has_been_set() {
+                tracing::warn!("{message}");
+            } else {
+                eprintln!("warning: {message}");
+            }
         }
     }
 

@@ -161,9 +161,20 @@ impl<M> FsdpModule<M> {
         Ok(())
     }
 
-    /// What becomes of unsharded parameters after forward.
-    pub fn set_reshard_after_forward(&self, policy: ReshardAfterForward, recurse: bool) {
+    /// What becomes of unsharded parameters after forward. Collective for [`ReshardAfterForward::To`], which makes groups.
+    ///
+    /// # Errors
+    /// When the number of ranks of `To` does not divide those that a parameter is sharded over, or is trivial.
+    pub fn set_reshard_after_forward(&self, policy: ReshardAfterForward, recurse: bool) -> crate::Result<()> {
+        if let ReshardAfterForward::To(size) = policy {
+            for group in self.context().groups() {
+                if Arc::ptr_eq(&group, self.group()) || recurse && group.is_within(self.name()) {
+                    group.params().iter().try_for_each(|param| param.ranks().neighbours(size).map(drop))?;
+                }
+            }
+        }
         self.change(recurse, |settings| settings.reshard_after_forward = policy);
+        Ok(())
     }
 
     /// Whether parameters are freed after backward. Without, they are stale once the optimizer has stepped: for several backwards before a step only.
@@ -176,9 +187,12 @@ impl<M> FsdpModule<M> {
         self.group().settings().unshard_in_backward = unshard;
     }
 
-    /// Whether the unit keeps its unsharded buffers, and so their addresses, while it is sharded.
+    /// Whether the unit keeps its unsharded buffers to itself while it is sharded. Parameters of one size may trade buffers.
     pub fn set_keep_unsharded_storage(&self, keep: bool, recurse: bool) {
         self.change(recurse, |settings| settings.keep_unsharded_storage = keep);
+        if !keep {
+            self.context().groups().iter().for_each(|group| group.release_kept());
+        }
     }
 
     /// What sums of gradients are divided by; `None`: the number of ranks.

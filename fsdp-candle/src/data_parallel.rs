@@ -77,7 +77,8 @@ impl DataParallel {
         let world = self.shard.size();
         if size <= 1 || size >= world || !world.is_multiple_of(size) {
             return Err(fsdp_core::Error::Mesh(format!(
-                "reshard_after_forward = {size}: it must divide the {world} shard ranks, and be neither 1 nor {world}: use Always for {world} and Never for 1"
+                "reshard_after_forward = {size}: it must divide the {world} shard ranks and be neither 1 nor {world}; choose such a number, `always` (gather over all \
+                 again) or `never` (keep everything)"
             ))
             .into());
         }

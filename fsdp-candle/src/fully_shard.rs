@@ -5,13 +5,13 @@ use std::sync::Arc;
 use candle_nn::VarBuilder;
 use fsdp_core::DeviceMesh;
 
+use crate::Result;
 use crate::data_parallel::{DataParallel, ShardMesh};
 use crate::extension::AllGatherExtension;
 use crate::group::{GroupSpec, ParamGroup};
 use crate::module::FsdpModule;
 use crate::policy::{MixedPrecisionPolicy, NamePredicate, OffloadPolicy, ReshardAfterForward};
 use crate::var_map::ShardedVarMap;
-use crate::{Error, Result};
 
 /// What the root unit is called in messages.
 pub(crate) const ROOT: &str = "(root)";
@@ -157,14 +157,6 @@ pub fn fully_shard<M>(
     let inner = build(vb)?;
     let params = unit.close();
     let context = vars.context().clone();
-    if params.is_empty() && context.groups().iter().any(|group| group.name() == name) {
-        return Err(Error::Unit {
-            unit: name,
-            message:
-                "fully_shard was already applied here and left no parameters to take; apply it once to each module"
-                    .into(),
-        });
-    }
     let spec = GroupSpec {
         name,
         index: context.next_index(),

@@ -30,7 +30,8 @@ pub struct GradScaler {
     backoff_factor: f64,
     growth_interval: u32,
     good_steps: u32,
-    overflowed: bool,
+    /// What the last `unscale` found, until a step uses it.
+    overflowed: Option<bool>,
 }
 
 impl Default for GradScaler {
@@ -48,7 +49,7 @@ impl GradScaler {
             backoff_factor: 0.5,
             growth_interval: 2000,
             good_steps: 0,
-            overflowed: false,
+            overflowed: None,
         }
     }
 
@@ -72,10 +73,16 @@ impl GradScaler {
     }
 
     /// Divides the sharded gradients by the scale, and finds out whether any rank's hold an infinity or a NaN; all ranks get the same answer. Collective.
+    /// Ignored parameters' gradients are the caller's.
     ///
     /// # Errors
-    /// Those of the all-reduce.
+    /// Those of the all-reduce, and when it is called twice before a step.
     pub fn unscale(&mut self, vars: &ShardedVarMap, grads: &mut GradStore) -> Result<bool> {
+        if self.overflowed.is_some() {
+            return Err(Error::Argument(
+                "GradScaler::unscale was called twice: call step before the next unscale".into(),
+            ));
+        }
         let mut finite = true;
         for param in vars.trainable() {
             if let Some(grad) = grads.get(param.var()) {
@@ -83,22 +90,28 @@ impl GradScaler {
                 grad.inplace_op1(&Scale(1. / self.scale))?;
             }
         }
-        // Replicas hold the same bits, so the shard ranks' verdict is everybody's.
-        let verdict =
-            vars.ranks()?.shard().all_reduce(vec![Buffer::U32(vec![u32::from(!finite)])], ReduceOp::Max).wait()?;
-        self.overflowed = match verdict.first() {
-            Some(Buffer::U32(flags)) if flags.len() == 1 => flags[0] != 0,
-            _ => return Err(Error::Argument("an all-reduce of one U32 returned something else".into())),
-        };
-        Ok(self.overflowed)
+        let ranks = vars.ranks()?;
+        let mut overflowed = u32::from(!finite);
+        for group in std::iter::once(ranks.shard()).chain(ranks.replicate()) {
+            let verdict = group.all_reduce(vec![Buffer::U32(vec![overflowed])], ReduceOp::Max).wait()?;
+            overflowed = match verdict.first() {
+                Some(Buffer::U32(flags)) if flags.len() == 1 => flags[0],
+                _ => return Err(Error::Argument("an all-reduce of one U32 returned something else".into())),
+            };
+        }
+        self.overflowed = Some(overflowed != 0);
+        Ok(overflowed != 0)
     }
 
     /// Steps the optimizer unless the gradients overflowed, and sets the next scale. Tells whether it stepped.
     ///
     /// # Errors
-    /// The optimizer's.
+    /// The optimizer's, and when the gradients were not unscaled.
     pub fn step(&mut self, optim: &mut AdamW, grads: &GradStore) -> Result<bool> {
-        if std::mem::take(&mut self.overflowed) {
+        let Some(overflowed) = self.overflowed.take() else {
+            return Err(Error::Argument("GradScaler::step needs unscaled gradients: call unscale first".into()));
+        };
+        if overflowed {
             self.scale *= self.backoff_factor;
             self.good_steps = 0;
             return Ok(false);

@@ -5,6 +5,7 @@
 //! pass through [`PassOn`], whose backward runs before anything inside the unit; the inputs of one with frozen parameters do too, and theirs runs after it.
 
 use std::cell::Cell;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
@@ -102,8 +103,12 @@ pub(crate) fn pre_backward(output: &Tensor, group: &Arc<ParamGroup>) -> Result<T
 }
 
 /// Passes a unit's input on so that its backward, which comes after everything inside the unit, frees the unit's frozen parameters.
-pub(crate) fn post_backward(input: &Tensor, group: &Arc<ParamGroup>) -> Result<Tensor> {
-    pass_on(input, PassOn { group: group.clone(), at: At::Input })
+/// Of several inputs the last one does; `inputs` counts them.
+pub(crate) fn post_backward(input: &Tensor, group: &Arc<ParamGroup>, inputs: &Arc<AtomicUsize>) -> Result<Tensor> {
+    if input.dtype().is_float() {
+        inputs.fetch_add(1, Ordering::Relaxed);
+    }
+    pass_on(input, PassOn { group: group.clone(), at: At::Input(inputs.clone()) })
 }
 
 fn pass_on(tensor: &Tensor, op: PassOn) -> Result<Tensor> {
@@ -119,16 +124,16 @@ struct PassOn {
     at: At,
 }
 
-#[derive(Clone, Copy)]
 enum At {
-    Input,
+    /// With the number of inputs whose backward has still to come.
+    Input(Arc<AtomicUsize>),
     Output,
 }
 
 impl CustomOp1 for PassOn {
     fn name(&self) -> &'static str {
-        match self.at {
-            At::Input => "fsdp-post-backward",
+        match &self.at {
+            At::Input(_) => "fsdp-post-backward",
             At::Output => "fsdp-pre-backward",
         }
     }
@@ -148,8 +153,9 @@ impl CustomOp1 for PassOn {
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        match self.at {
-            At::Input => self.group.post_backward()?,
+        match &self.at {
+            At::Input(left) if left.fetch_sub(1, Ordering::Relaxed) == 1 => self.group.post_backward()?,
+            At::Input(_) => {}
             At::Output => self.group.pre_backward()?,
         }
         Ok(Some(grad.clone()))

@@ -23,7 +23,7 @@ pub struct FsdpModule<M> {
 }
 
 impl<A, B> FsdpModule<(A, B)> {
-    /// Two modules of one unit, to be called apart: a norm and a head, say. The unit is resharded after both have run.
+    /// Two modules of one unit, to be called apart inside the forward of another: a norm and a head, say. The unit is resharded after both have run.
     pub fn into_parts(self) -> (FsdpModule<A>, FsdpModule<B>) {
         let (group, context, parts) = (self.group.clone(), self.context.clone(), self.parts + 1);
         let (a, b) = self.inner;
@@ -105,7 +105,8 @@ impl<M> FsdpModule<M> {
             _ => inputs,
         };
         let inputs = if self.group.has_frozen() {
-            inputs.map_tensors(&mut |tensor| hooks::post_backward(&tensor, &self.group))?
+            let count = Arc::default();
+            inputs.map_tensors(&mut |tensor| hooks::post_backward(&tensor, &self.group, &count))?
         } else {
             inputs
         };

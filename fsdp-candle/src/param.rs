@@ -266,7 +266,7 @@ impl FsdpParam {
         if !self.is_unsharded() {
             return Ok(());
         }
-        let mut kept = memory.take(to_core_dtype(self.compute_dtype)?, chunk.len());
+        let mut kept = self.pool.take(to_core_dtype(self.compute_dtype)?, chunk.len());
         let size = self.compute_dtype.size_in_bytes();
         let full = self.full()?.clone();
         storage::TensorMemory(full)

@@ -15,6 +15,7 @@ use crate::fully_shard::FullyShard;
 use crate::group::compute_dtype;
 use crate::initializer::{Initializer, Philox, ShardRequest};
 use crate::param::{FsdpParam, ParamSpec};
+use crate::policy::ReshardAfterForward;
 use crate::storage::with_bytes_mut;
 use crate::{Error, Result};
 
@@ -172,6 +173,9 @@ impl ShardedVarMap {
         let placement = opts.shard_placement_fn.as_ref().and_then(|choose| choose(name, dims)).unwrap_or_default();
         let ranks = placement.mesh.map_or(ranks, |mesh| mesh.0);
         let dim = placement.dim;
+        if let ReshardAfterForward::To(size) = opts.reshard_after_forward {
+            ranks.neighbours(size)?;
+        }
         let (region, layout) = ranks.lay_out(name, dims, dim)?;
         let shard = self.initial(name, dims, &region, init, dtype)?;
         let spec = ParamSpec {

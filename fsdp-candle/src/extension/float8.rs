@@ -22,10 +22,12 @@ impl AllGatherExtension for Float8 {
     fn pre_all_gather(&self, shard: &Tensor) -> Result<Vec<Buffer>> {
         let values: Vec<f32> = shard.detach().to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
         let largest = values.iter().fold(0f32, |max, value| max.max(value.abs()));
-        if !largest.is_finite() {
-            bail!("a weight of {largest} can't be scaled to 8 bits")
-        }
-        let scale = if largest > 0. { largest / LARGEST } else { 1. };
+        // A shard that is not finite becomes NaN as a whole: an error here would leave the other ranks waiting in the all-gather.
+        let scale = match values.iter().all(|value| value.is_finite()) {
+            true if largest > 0. => largest / LARGEST,
+            true => 1.,
+            false => f32::NAN,
+        };
         let encoded = values.iter().map(|value| F8E4M3::from_f32(value / scale).to_bits()).collect();
         Ok(vec![Buffer::U8(encoded), Buffer::F32(vec![scale])])
     }

@@ -30,10 +30,8 @@ impl AllGatherExtension for Int8Blocks {
         let (mut quantised, mut scales) = (Vec::with_capacity(values.len()), vec![]);
         for block in values.chunks(self.block) {
             let largest = block.iter().fold(0f32, |max, value| max.max(value.abs()));
-            if !largest.is_finite() {
-                bail!("a weight of {largest} can't be quantised to 8 bits")
-            }
-            let scale = largest / 127.;
+            // A block that is not finite becomes NaN as a whole: an error here would leave the other ranks waiting in the all-gather.
+            let scale = if block.iter().all(|value| value.is_finite()) { largest / 127. } else { f32::NAN };
             let inverse = if scale > 0. { 1. / scale } else { 0. };
             scales.push(scale);
             quantised.extend(block.iter().map(|value| (value * inverse).round() as i8 as u8));

@@ -160,6 +160,15 @@ impl ParamGroup {
                     }
                 }
             };
+            if buffer.len() != param.shape().elem_count() {
+                bail!(
+                    "FSDP unit `{}`: the all-gather returned {} elements of parameter `{}`, which has {}",
+                    self.name,
+                    buffer.len(),
+                    param.name(),
+                    param.shape().elem_count()
+                )
+            }
             full.push((param, buffer));
         }
         Ok(())

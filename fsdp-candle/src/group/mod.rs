@@ -129,10 +129,14 @@ impl ParamGroup {
 
     /// Where unsharded parameters come from and go to.
     fn memory(&self) -> Arc<dyn Allocator> {
-        let settings = self.settings();
-        match settings.all_gather.as_ref().and_then(|custom| custom.allocate()) {
+        let (custom, keep) = {
+            let settings = self.settings();
+            (settings.all_gather.clone(), settings.keep_unsharded_storage)
+        };
+        // The user's code runs without our locks.
+        match custom.and_then(|custom| custom.allocate()) {
             Some(memory) => memory,
-            None if settings.keep_unsharded_storage => self.kept.clone(),
+            None if keep => self.kept.clone(),
             None => self.pool.clone(),
         }
     }
@@ -148,6 +152,11 @@ impl ParamGroup {
         state.kept_for = None;
         state.unsharded = true;
         Ok(())
+    }
+
+    /// Frees the buffers that the unit kept for itself.
+    pub(crate) fn release_kept(&self) {
+        self.kept.clear();
     }
 
     /// Frees the full parameters, and what forward kept of them.
@@ -172,13 +181,13 @@ impl ParamGroup {
     pub(crate) fn reshard_after_forward(&self, is_root: bool, parts: usize) -> Result<bool> {
         {
             let mut state = self.state();
+            state.left_by_forward = true;
             state.parts_run += 1;
             if state.parts_run < parts {
                 return Ok(true);
             }
             state.parts_run = 0;
         }
-        self.state().left_by_forward = true;
         let policy = self.settings().reshard_after_forward;
         match policy {
             ReshardAfterForward::Never => return Ok(false),
@@ -218,7 +227,12 @@ impl ParamGroup {
 
     /// Frees what an earlier forward gathered, if no backward came to free it: an optimizer may have changed the shards since.
     pub(crate) fn drop_what_forward_left(&self) -> Result<()> {
-        if std::mem::take(&mut self.state().left_by_forward) { self.reshard() } else { Ok(()) }
+        let left = {
+            let mut state = self.state();
+            state.parts_run = 0;
+            std::mem::take(&mut state.left_by_forward)
+        };
+        if left { self.reshard() } else { Ok(()) }
     }
 
     /// Runs before the backward of anything inside the unit.
@@ -291,6 +305,7 @@ impl ParamGroup {
             state.reported = 0;
             state.reduced = false;
             state.left_by_forward = false;
+            state.parts_run = 0;
         }
         self.params.iter().for_each(|param| param.set_complete(false));
         if self.settings().reshard_after_backward { self.reshard() } else { Ok(()) }

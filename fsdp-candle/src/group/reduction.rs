@@ -18,6 +18,16 @@ pub(crate) struct Reduction {
     members: Vec<usize>,
     work: Work,
     over: Over,
+    rule: Rule,
+}
+
+/// How the unit reduced when the reduction began: settings may change while it is in flight.
+#[derive(Clone, Copy)]
+struct Rule {
+    op: ReduceOp,
+    /// What sums are divided by in the end.
+    divisor: Option<f64>,
+    all_reduce: bool,
 }
 
 /// The ranks that a reduction goes over now.
@@ -64,17 +74,40 @@ impl Reduction {
                 None => flights.push((param.ranks().clone(), vec![position], vec![part])),
             }
         }
-        let op = group.reduce_op();
+        let rules = |ranks: &DataParallel| group.rule(ranks);
+        let mut reductions = vec![];
+        if sync {
+            // What waits for its all-reduce goes along even when this backward brought nothing new.
+            for param in group.params.iter().filter(|param| param.trainable()) {
+                let ranks = param.ranks();
+                let known = flights.iter().any(|(other, _, _)| Arc::ptr_eq(other, ranks))
+                    || reductions.iter().any(|other: &Reduction| Arc::ptr_eq(&other.ranks, ranks));
+                if !known && let Some(replicas) = ranks.replicate().filter(|_| rules(ranks).all_reduce) {
+                    let (members, buffers) = group.take_partly_reduced(ranks);
+                    if !members.is_empty() {
+                        let rule = rules(ranks);
+                        let work = replicas.all_reduce(buffers, rule.op);
+                        let (group, ranks) = (group.clone(), ranks.clone());
+                        reductions.push(Reduction { group, ranks, members, work, over: Over::Replicas, rule });
+                    }
+                }
+            }
+        }
         let start = |(ranks, members, parts): (Arc<DataParallel>, Vec<usize>, Vec<ScatterPart>)| {
             tracing::debug!(unit = group.name, gradients = members.len(), "reduce-scatter");
+            let rule = rules(&ranks);
+            let op = rule.op;
             let shard = if apart { ranks.shard_apart()? } else { ranks.shard().clone() };
             let work = match &custom {
                 Some(custom) => custom.reduce_scatter(&shard, parts, op, group.pool.clone()),
                 None => shard.reduce_scatter(parts, op, group.pool.clone()),
             };
-            Ok(Reduction { group: group.clone(), ranks, members, work, over: Over::Shards })
+            Result::Ok(Reduction { group: group.clone(), ranks, members, work, over: Over::Shards, rule })
         };
-        flights.into_iter().map(start).collect()
+        for flight in flights {
+            reductions.push(start(flight)?);
+        }
+        Ok(reductions)
     }
 
     /// Whether the next step issues another collective, which must happen in the same order on every rank.
@@ -84,23 +117,30 @@ impl Reduction {
 
     /// Waits, and goes on: to the replicas, or to the end.
     pub(crate) fn advance(self) -> Result<Option<Self>> {
-        let Reduction { group, ranks, mut members, work, over } = self;
+        let Reduction { group, ranks, mut members, work, over, rule } = self;
         let what = if over == Over::Shards { "reduce-scatter" } else { "all-reduce" };
         let span = tracing::debug_span!("wait for reduction", unit = group.name, what);
         let mut buffers = span.in_scope(|| work.wait()).map_err(|source| group.communication_failed(what, source))?;
+        let expected = || members.iter().map(|&position| group.params[position].region().elements());
+        if buffers.iter().map(Buffer::len).ne(expected()) {
+            bail!(
+                "FSDP unit `{}`: the {what} returned buffers of {:?} elements instead of {:?}",
+                group.name,
+                buffers.iter().map(Buffer::len).collect::<Vec<_>>(),
+                expected().collect::<Vec<_>>()
+            )
+        }
         if over == Over::Shards
             && let Some(replicas) = ranks.replicate()
         {
-            if !group.settings().requires_all_reduce {
+            if !rule.all_reduce {
                 for (position, buffer) in members.into_iter().zip(buffers) {
                     group.params[position].accumulate(Stage::PartlyReduced, buffer)?;
                 }
                 return Ok(None);
             }
-            for (position, param) in
-                group.params.iter().enumerate().filter(|(_, param)| Arc::ptr_eq(param.ranks(), &ranks))
-            {
-                let Some(earlier) = param.take(Stage::PartlyReduced) else { continue };
+            let (positions, earlier) = group.take_partly_reduced(&ranks);
+            for (position, earlier) in positions.into_iter().zip(earlier) {
                 match members.iter().position(|&member| member == position) {
                     Some(at) => {
                         add(&mut buffers[at], &earlier)?;
@@ -113,10 +153,10 @@ impl Reduction {
                 }
             }
             tracing::debug!(unit = group.name, gradients = members.len(), "all-reduce");
-            let work = replicas.all_reduce(buffers, group.reduce_op());
-            return Ok(Some(Reduction { group, ranks, members, work, over: Over::Replicas }));
+            let work = replicas.all_reduce(buffers, rule.op);
+            return Ok(Some(Reduction { group, ranks, members, work, over: Over::Replicas, rule }));
         }
-        group.deliver(&ranks, members, buffers)?;
+        group.deliver(rule, members, buffers)?;
         Ok(None)
     }
 
@@ -133,14 +173,22 @@ impl ParamGroup {
         to_core_dtype(self.mp_policy.reduce_dtype.unwrap_or(param.dtype()))
     }
 
-    /// Sums when the division is the unit's own.
-    fn reduce_op(&self) -> ReduceOp {
+    /// How the unit reduces over these ranks: by sums where the division is its own.
+    fn rule(&self, ranks: &DataParallel) -> Rule {
         let settings = self.settings();
-        if settings.force_sum_reduction || settings.gradient_divide_factor.is_some() {
-            ReduceOp::Sum
-        } else {
-            ReduceOp::Avg
+        let sums = settings.force_sum_reduction || settings.gradient_divide_factor.is_some();
+        let size = ranks.shard().size() * ranks.replicate().map_or(1, |replicas| replicas.size());
+        Rule {
+            op: if sums { ReduceOp::Sum } else { ReduceOp::Avg },
+            divisor: sums.then(|| settings.gradient_divide_factor.unwrap_or(size as f64)),
+            all_reduce: settings.requires_all_reduce,
         }
+    }
+
+    /// The shards that wait for an all-reduce over the replicas of `ranks`, with the positions of their parameters.
+    fn take_partly_reduced(&self, ranks: &Arc<DataParallel>) -> (Vec<usize>, Vec<Buffer>) {
+        let on_ranks = self.params.iter().enumerate().filter(|(_, param)| Arc::ptr_eq(param.ranks(), ranks));
+        on_ranks.filter_map(|(position, param)| Some((position, param.take(Stage::PartlyReduced)?))).unzip()
     }
 
     fn pack(&self, param: &FsdpParam, grad: Buffer) -> Result<Buffer> {
@@ -151,7 +199,7 @@ impl ParamGroup {
     }
 
     /// Files reduced shards of gradients with their parameters.
-    fn deliver(&self, ranks: &DataParallel, members: Vec<usize>, mut buffers: Vec<Buffer>) -> Result<()> {
+    fn deliver(&self, rule: Rule, members: Vec<usize>, mut buffers: Vec<Buffer>) -> Result<()> {
         let hook = self.settings().all_reduce_hook.clone();
         if let Some(hook) = hook {
             let lengths: Vec<usize> = buffers.iter().map(Buffer::len).collect();
@@ -163,12 +211,8 @@ impl ParamGroup {
                 )
             }
         }
-        let divisor = (self.reduce_op() == ReduceOp::Sum).then(|| {
-            let size = ranks.shard().size() * ranks.replicate().map_or(1, |replicas| replicas.size());
-            self.settings().gradient_divide_factor.unwrap_or(size as f64)
-        });
         for (position, mut buffer) in members.into_iter().zip(buffers) {
-            if let Some(divisor) = divisor {
+            if let Some(divisor) = rule.divisor {
                 scale(&mut buffer, 1. / divisor)?;
             }
             let param = &self.params[position];

@@ -1,6 +1,7 @@
 //! Several forwards and backwards, with and without communication, add up to the gradients that they should.
 
-use fsdp_candle::{FullyShard, ReshardAfterForward, ShardedVarMap};
+use candle_core::{DType, Module};
+use fsdp_candle::{FullyShard, ReshardAfterForward, ShardedVarMap, fully_shard, nn};
 
 use crate::common::{Gradients, WIDTH, assert_close, batch, gradients, loss_of, ranks, reference, sharded, vars};
 
@@ -104,5 +105,65 @@ fn a_refused_backward_leaves_no_gradients() {
         assert!(loss_of(&model, &batch(world.rank(), WIDTH)).backward().is_err());
         let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
         assert_close(&gradients(&vars, &grads), &want, 0.);
+    });
+}
+
+#[test]
+fn two_losses_of_one_model_and_two_roots_in_one_map() {
+    ranks(2, |world| {
+        for reshard in [ReshardAfterForward::Default, ReshardAfterForward::Always, ReshardAfterForward::Never] {
+            // Two forwards, then a backward of each.
+            let one = vars(&world);
+            let model = sharded(&FullyShard::new(&one).reshard_after_forward(reshard), &one, WIDTH);
+            let (a, b) = (batch(world.rank(), WIDTH), batch(world.rank() + 7, WIDTH));
+            let apart: Vec<_> = [&a, &b].map(|x| gradients(&one, &model.backward(&loss_of(&model, x)).unwrap())).into();
+            let (first, second) = (loss_of(&model, &a), loss_of(&model, &b));
+            assert_close(&gradients(&one, &model.backward(&first).unwrap()), &apart[0], 0.);
+            assert_close(&gradients(&one, &model.backward(&second).unwrap()), &apart[1], 0.);
+
+            // An encoder and a decoder, called one after the other with nothing around them; and with.
+            let run = |rooted: bool| {
+                let map = vars(&world);
+                let opts = FullyShard::new(&map).reshard_after_forward(reshard);
+                let vb = map.builder(DType::F32);
+                let unit = |name: &str| fully_shard(&opts, vb.pp(name), |vb| nn::linear(WIDTH, WIDTH, vb)).unwrap();
+                let (encoder, decoder) = (unit("encoder"), unit("decoder"));
+                if rooted {
+                    let root = fully_shard(&opts, vb.clone(), |_| Ok((encoder, decoder))).unwrap();
+                    let y = root.call(|(encoder, decoder)| decoder.forward(&encoder.forward(&a)?)).unwrap();
+                    gradients(&map, &root.backward(&y.sqr().unwrap().mean_all().unwrap()).unwrap())
+                } else {
+                    let y = decoder.forward(&encoder.forward(&a).unwrap()).unwrap();
+                    gradients(&map, &decoder.backward(&y.sqr().unwrap().mean_all().unwrap()).unwrap())
+                }
+            };
+            assert_close(&run(false), &run(true), 0.);
+        }
+    });
+}
+
+#[test]
+fn gradients_that_wait_for_their_all_reduce_are_not_forgotten() {
+    ranks(4, |world| {
+        let run = |wait: bool| {
+            let map = ShardedVarMap::new(&world.mesh(&[("replicate", 2), ("shard", 2)]).unwrap(), world.device());
+            let opts = FullyShard::new(&map);
+            let vb = map.builder(DType::F32);
+            let unit = |name: &str| fully_shard(&opts, vb.pp(name), |vb| nn::linear(WIDTH, WIDTH, vb)).unwrap();
+            let (a, b) = (unit("a"), unit("b"));
+            let root = fully_shard(&opts, vb.clone(), |_| Ok((a, b))).unwrap();
+            let x = batch(world.rank(), WIDTH);
+            let loss = |y: candle_core::Tensor| y.sqr().unwrap().mean_all().unwrap();
+            // The first micro-batch uses both units, the last one only `a`.
+            root.set_requires_all_reduce(!wait, true);
+            let first = root.backward(&loss(root.call(|(a, b)| b.forward(&a.forward(&x)?)).unwrap())).unwrap();
+            root.set_requires_all_reduce(true, true);
+            let mut last = root.backward(&loss(root.call(|(a, _)| a.forward(&x)).unwrap())).unwrap();
+            if !wait {
+                last.extend(first).unwrap();
+            }
+            gradients(&map, &last)
+        };
+        assert_close(&run(true), &run(false), 1e-5);
     });
 }

@@ -93,12 +93,17 @@ fn a_unit_of_two_modules_called_apart() {
                 let y = parts.call(|(norm, head)| head.forward(&norm.forward(&x)?)).unwrap();
                 gradients(&vars, &parts.backward(&y.sqr().unwrap().mean_all().unwrap()).unwrap())
             } else {
-                let (norm, head) = parts.into_parts();
-                let hidden = norm.forward(&x).unwrap();
-                assert!(head.params().iter().all(|param| param.is_unsharded()), "half of the unit has still to run");
-                let y = head.forward(&hidden).unwrap();
-                assert!(head.params().iter().all(|param| !param.is_unsharded()));
-                gradients(&vars, &head.backward(&y.sqr().unwrap().mean_all().unwrap()).unwrap())
+                let whole = vars.clone();
+                let model = fully_shard(&opts, vars.builder(DType::F32), |_| Ok(parts.into_parts())).unwrap();
+                let unsharded = || whole.params().iter().all(|param| param.is_unsharded());
+                let y = model.call(|(norm, head)| {
+                    let hidden = norm.forward(&x)?;
+                    assert!(unsharded(), "half of the unit has still to run");
+                    let y = head.forward(&hidden)?;
+                    assert!(!unsharded());
+                    Ok(y)
+                });
+                gradients(&vars, &model.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap()).unwrap())
             }
         };
         assert_close(&build(false), &build(true), 0.);

@@ -29,9 +29,14 @@ impl<'a> Checkpoints<'a> {
     pub(crate) fn resume(&self, vars: &ShardedVarMap, optim: &mut AdamW) -> anyhow::Result<Done> {
         let Some(path) = &self.places.resume_from else { return Ok(Done::default()) };
         let checkpoint = Checkpoint::open(path).with_context(|| format!("can't resume from {}", path.display()))?;
+        // Each rank checks a share of the checksums, so that all is read once.
+        checkpoint
+            .verify_share(self.world.rank(), self.world.size())
+            .with_context(|| format!("can't resume from {}", path.display()))?;
         load_model(vars, &checkpoint)?;
         load_optimizer(optim, &checkpoint)?;
         let done = Done::of(&checkpoint, path)?;
+        self.world.group().barrier().wait().context("another rank could not resume")?;
         if self.world.rank() == 0 {
             eprintln!("resumed from {} at step {}", path.display(), done.step);
         }

@@ -26,8 +26,10 @@ use setup::Setup;
 
 fn main() -> ExitCode {
     let args = Args::parse();
-    let _trace = logging::init(args.trace.as_deref());
-    job::run(|world| train(&args, world))
+    job::run(|world| {
+        let _trace = logging::init(args.trace.as_deref())?;
+        train(&args, world)
+    })
 }
 
 fn train(args: &Args, world: &World) -> anyhow::Result<()> {
@@ -39,6 +41,12 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
     let schedule = Schedule::new(args.lr_schedule, args.lr, args.warmup_steps, args.steps);
 
     let mut done = checkpoints.resume(&vars, &mut optim)?;
+    if world.rank() == 0 && done.step >= args.steps {
+        eprintln!(
+            "nothing to train: step {} is done already and --steps is {}; raise it to go on",
+            done.step, args.steps
+        );
+    }
     let mut metrics = match &args.metrics {
         Some(path) if world.rank() == 0 => Some(MetricsFile::open(path, done.step)?),
         _ => None,

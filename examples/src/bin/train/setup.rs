@@ -9,7 +9,7 @@ use fsdp_examples::data::{BatchShape, Batches, Data, Text};
 use fsdp_examples::generate;
 use fsdp_examples::models::{self, LanguageModel, ModelConfig, ModelOptions};
 
-use crate::args::{ActivationCheckpoint, Args, DeviceChoice, InitChoice};
+use crate::args::{ActivationCheckpoint, Args, DeviceChoice, InitChoice, Resume};
 
 /// Ids of the data that start the sample, and ids that continue them.
 const PROMPT_TOKENS: usize = 16;
@@ -72,6 +72,9 @@ impl Setup {
                     "--init pretrained needs --model DIR with weights; the built-in model starts from random ones"
                 ),
             },
+        }
+        if world.rank() == 0 && args.resume == Resume::None && (args.init == InitChoice::Random || weights.is_none()) {
+            eprintln!("starting from random weights (seed {})", args.seed);
         }
         let lora = lora(args);
         if lora.is_some() {
