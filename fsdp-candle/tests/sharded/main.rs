@@ -10,3 +10,4 @@ mod lora;
 mod numerics;
 mod parity;
 mod placements;
+mod settings;

@@ -1,0 +1,199 @@
+//! Settings that change while a model trains, and options of one unit.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use candle_core::{DType, Module};
+use fsdp_candle::{
+    AllGather, AllGatherExtension, Float8, FullyShard, MixedPrecisionPolicy, ReshardAfterForward, fully_shard, nn,
+};
+use fsdp_core::{Allocator, Buffer, GatherPart, Heap, ProcessGroup, Work};
+
+use crate::common::{WIDTH, assert_close, batch, gradients, loss_of, ranks, reference, sharded, vars};
+
+#[test]
+fn parameters_stay_after_backward_where_asked() {
+    ranks(2, |world| {
+        let want = reference(&world);
+        let vars = vars(&world);
+        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        model.set_reshard_after_backward(false, true);
+        let x = batch(world.rank(), WIDTH);
+        for _ in 0..2 {
+            let grads = model.backward(&loss_of(&model, &x)).unwrap();
+            assert_close(&gradients(&vars, &grads), &want, 0.);
+            assert!(vars.params().iter().all(|param| param.is_unsharded()));
+        }
+        model.set_reshard_after_backward(true, true);
+        let _grads = model.backward(&loss_of(&model, &x)).unwrap();
+        assert!(vars.params().iter().all(|param| !param.is_unsharded()));
+    });
+}
+
+#[test]
+fn resharding_after_forward_can_change() {
+    ranks(4, |world| {
+        let want = reference(&world);
+        let vars = vars(&world);
+        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        let x = batch(world.rank(), WIDTH);
+        let policies = [ReshardAfterForward::Never, ReshardAfterForward::To(2), ReshardAfterForward::Always];
+        for (policy, kept) in policies.into_iter().zip([true, false, false]) {
+            model.set_reshard_after_forward(policy, true).unwrap();
+            let loss = loss_of(&model, &x);
+            assert!(vars.params().iter().all(|param| param.is_unsharded() == kept), "{policy:?}");
+            assert_close(&gradients(&vars, &model.backward(&loss).unwrap()), &want, 0.);
+        }
+        let error = model.set_reshard_after_forward(ReshardAfterForward::To(3), true).unwrap_err().to_string();
+        assert!(error.contains("4 shard ranks"), "{error}");
+        // An evaluation between steps leaves nothing stale, whatever it kept.
+        model.set_reshard_after_forward(ReshardAfterForward::To(2), true).unwrap();
+        let before = loss_of(&model, &x).to_scalar::<f32>().unwrap();
+        for param in vars.params().iter().filter(|param| param.region().elements() > 0) {
+            param.var().set(&(param.var().as_tensor() * 0.5).unwrap()).unwrap();
+        }
+        assert_ne!(loss_of(&model, &x).to_scalar::<f32>().unwrap(), before);
+    });
+}
+
+#[test]
+fn backward_leaves_gathering_to_the_user_where_asked() {
+    ranks(2, |world| {
+        let want = reference(&world);
+        let vars = vars(&world);
+        let opts = FullyShard::new(&vars).reshard_after_forward(ReshardAfterForward::Always);
+        let model = sharded(&opts, &vars, WIDTH);
+        let blocks = &model.inner().blocks;
+        let x = batch(world.rank(), WIDTH);
+        blocks.iter().for_each(|block| block.set_unshard_in_backward(false));
+        let loss = loss_of(&model, &x);
+        assert!(model.backward(&loss).is_err(), "the parameters were not there");
+        let loss = loss_of(&model, &x);
+        blocks.iter().for_each(|block| block.unshard().unwrap());
+        assert_close(&gradients(&vars, &model.backward(&loss).unwrap()), &want, 0.);
+    });
+}
+
+#[test]
+fn more_reductions_in_flight_and_an_end_that_is_waited_for_later() {
+    ranks(2, |world| {
+        let want = reference(&world);
+        let vars = vars(&world);
+        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        model.set_manual_backward_finalization(true);
+        for max in [1, 2, 10] {
+            model.set_reduce_scatter_max_input_buffers(max);
+            let mut grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
+            let end = model.finalize_backward_async();
+            end.wait(&mut grads).unwrap();
+            assert_close(&gradients(&vars, &grads), &want, 0.);
+        }
+    });
+}
+
+/// An allocator that counts what is out, behind an all-gather that is the group's own.
+#[derive(Default)]
+struct Counted {
+    taken: AtomicUsize,
+    given: AtomicUsize,
+}
+
+impl Allocator for Counted {
+    fn take(&self, dtype: fsdp_core::DType, len: usize) -> Buffer {
+        self.taken.fetch_add(1, Ordering::Relaxed);
+        Heap.take(dtype, len)
+    }
+    fn give(&self, buffer: Buffer) {
+        self.given.fetch_add(1, Ordering::Relaxed);
+        Heap.give(buffer);
+    }
+}
+
+struct Own(Arc<Counted>);
+
+impl AllGather for Own {
+    fn all_gather(&self, ranks: &Arc<dyn ProcessGroup>, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
+        ranks.all_gather(parts, memory)
+    }
+    fn allocate(&self) -> Option<Arc<dyn Allocator>> {
+        Some(self.0.clone())
+    }
+}
+
+#[test]
+fn an_allocator_of_the_users_own_gets_everything_back() {
+    ranks(2, |world| {
+        let want = reference(&world);
+        for reshard in [ReshardAfterForward::Always, ReshardAfterForward::Never] {
+            let vars = vars(&world);
+            let model = sharded(&FullyShard::new(&vars).reshard_after_forward(reshard), &vars, WIDTH);
+            let memory = Arc::new(Counted::default());
+            for block in &model.inner().blocks {
+                block.set_custom_all_gather(Some(Arc::new(Own(memory.clone()))));
+            }
+            for _ in 0..2 {
+                let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
+                assert_close(&gradients(&vars, &grads), &want, 0.);
+            }
+            let (taken, given) = (memory.taken.load(Ordering::Relaxed), memory.given.load(Ordering::Relaxed));
+            assert!(taken > 0 && taken == given, "{taken} taken, {given} given back");
+        }
+    });
+}
+
+#[test]
+fn kept_buffers_and_a_mesh_of_its_own_change_nothing_in_the_numbers() {
+    ranks(4, |world| {
+        let want = reference(&world);
+        let vars = vars(&world);
+        let pairs = world.mesh(&[("replicate", 2), ("shard", 2)]).unwrap();
+        let root = FullyShard::new(&vars);
+        let blocks = root.clone().mesh(&pairs).unwrap();
+        let vb = vars.builder(DType::F32);
+        let built = (0..crate::common::LAYERS)
+            .map(|i| {
+                fully_shard(&blocks, vb.pp(format!("blocks.{i}")), |vb| crate::common::Block::new(WIDTH, vb)).unwrap()
+            })
+            .collect();
+        let model = fully_shard(&root, vb, |vb| {
+            Ok(crate::common::Model { blocks: built, head: nn::linear(WIDTH, 2, vb.pp("head"))? })
+        })
+        .unwrap();
+        assert_eq!(model.inner().blocks[0].params()[0].placements().len(), 2);
+        model.set_keep_unsharded_storage(true, true);
+        for keep in [true, true, false] {
+            model.set_keep_unsharded_storage(keep, true);
+            let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
+            for param in vars.trainable() {
+                let (_, want) = want.iter().find(|(name, _)| name == param.name()).unwrap();
+                let row: usize = param.shape().dims()[1..].iter().product();
+                let got: Vec<f32> = grads.get(param.var()).unwrap().flatten_all().unwrap().to_vec1().unwrap();
+                let want = &want[param.region().offsets[0] * row..][..got.len()];
+                let largest = want.iter().fold(1e-3f32, |max, v| max.max(v.abs()));
+                assert!(got.iter().zip(want).all(|(a, b)| (a - b).abs() < 1e-5 * largest), "{}", param.name());
+            }
+        }
+    });
+}
+
+#[test]
+fn outputs_are_cast_and_float8_gathers_stay_near() {
+    ranks(2, |world| {
+        let run = |float8: bool| {
+            let vars = vars(&world);
+            let policy = MixedPrecisionPolicy { output_dtype: Some(DType::F64), ..Default::default() };
+            let extension: Arc<dyn AllGatherExtension> = Arc::new(Float8);
+            let opts = FullyShard::new(&vars)
+                .mp_policy(policy)
+                .all_gather_extension(move |_| float8.then(|| extension.clone()));
+            let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear(WIDTH, 16, vb)).unwrap();
+            let y = model.forward(&batch(world.rank(), WIDTH)).unwrap();
+            assert_eq!(y.dtype(), DType::F64);
+            y.flatten_all().unwrap().to_vec1::<f64>().unwrap()
+        };
+        let (exact, near) = (run(false), run(true));
+        let size = |v: &mut dyn Iterator<Item = f64>| v.map(|v| v * v).sum::<f64>().sqrt();
+        let difference = size(&mut exact.iter().zip(&near).map(|(a, b)| a - b)) / size(&mut exact.iter().copied());
+        assert!(difference > 0. && difference < 0.1, "{difference}");
+    });
+}
