@@ -181,10 +181,9 @@ fn a_checkpoint_that_is_incomplete() {
 #[test]
 fn a_checkpoint_that_is_damaged() {
     let dir = tempfile::tempdir().unwrap();
-    let model = model(dir.path());
+    model(dir.path());
     let args = ["--model", "model", "--data", "model/tokens.bin", "--seq-len", "32", "--batch-size", "1"];
     launch(3, "train", &[&args[..], &["--steps", "1", "--checkpoint-dir", "other"]].concat(), dir.path()).ok();
-    assert!(model.exists());
     // A bit in the middle of a file, resumed at another number of ranks, where no rank reads a whole chunk.
     let file = dir.path().join("other/step-00000001/shard-00002-model-00001-of-00001.safetensors");
     let mut bytes = fs::read(&file).unwrap();

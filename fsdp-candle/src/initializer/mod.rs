@@ -4,14 +4,16 @@ mod fallback;
 mod philox;
 mod pretrained;
 
+use candle_core::DType;
 use candle_nn::Init;
 use fsdp_core::layout::Region;
+use half::{bf16, f16};
 
 pub use fallback::Fallback;
 pub use philox::Philox;
 pub use pretrained::Pretrained;
 
-use crate::Result;
+use crate::{Error, Result};
 
 /// What an initializer is asked for: one rank's part of one parameter.
 #[derive(Debug)]
@@ -21,7 +23,7 @@ pub struct ShardRequest<'a> {
     /// Its global shape.
     pub shape: &'a [usize],
     /// Its dtype (F32, F64, BF16 or F16).
-    pub dtype: candle_core::DType,
+    pub dtype: DType,
     /// The box that this rank holds.
     pub region: &'a Region,
     /// How the layer asks for it to be drawn.
@@ -50,4 +52,26 @@ pub trait Initializer: Send + Sync {
         let _ = name;
         false
     }
+}
+
+/// Writes values in the dtype that is asked for, rounded once.
+fn write_floats(request: &ShardRequest<'_>, values: impl Iterator<Item = f64>, shard: &mut [u8]) -> Result<()> {
+    fn write<const N: usize>(shard: &mut [u8], values: impl Iterator<Item = f64>, bytes: impl Fn(f64) -> [u8; N]) {
+        for (element, value) in shard.as_chunks_mut::<N>().0.iter_mut().zip(values) {
+            *element = bytes(value);
+        }
+    }
+    match request.dtype {
+        DType::F32 => write(shard, values, |v| (v as f32).to_ne_bytes()),
+        DType::F64 => write(shard, values, f64::to_ne_bytes),
+        DType::BF16 => write(shard, values, |v| bf16::from_f64(v).to_ne_bytes()),
+        DType::F16 => write(shard, values, |v| f16::from_f64(v).to_ne_bytes()),
+        other => {
+            return Err(Error::Parameter {
+                name: request.name.into(),
+                message: format!("initial values of {other:?} can't be made; use F32, F64, BF16 or F16"),
+            });
+        }
+    }
+    Ok(())
 }

@@ -8,11 +8,10 @@ use std::hash::Hasher;
 use candle_nn::Init;
 use candle_nn::init::NormalOrUniform;
 use fsdp_core::layout::Region;
-use half::{bf16, f16};
 use rand_philox::{philox4x32_10, u32_to_unit_f64};
 
-use super::{Initializer, ShardRequest};
-use crate::{Error, Result};
+use super::{Initializer, ShardRequest, write_floats};
+use crate::Result;
 
 /// Draws initial values by the layers' hints ([`candle_nn::Init`]).
 #[derive(Clone, Copy, Debug)]
@@ -86,25 +85,7 @@ impl Initializer for Philox {
         hasher.write(request.name.as_bytes());
         let stream = hasher.finish();
         let values = global_indices(request.shape, request.region).map(|index| self.value(distribution, stream, index));
-        match request.dtype {
-            candle_core::DType::F32 => write(shard, values, |v| (v as f32).to_ne_bytes()),
-            candle_core::DType::F64 => write(shard, values, f64::to_ne_bytes),
-            candle_core::DType::BF16 => write(shard, values, |v| bf16::from_f64(v).to_ne_bytes()),
-            candle_core::DType::F16 => write(shard, values, |v| f16::from_f64(v).to_ne_bytes()),
-            other => {
-                return Err(Error::Parameter {
-                    name: request.name.into(),
-                    message: format!("initial values of {other:?} can't be drawn; use F32, F64, BF16 or F16"),
-                });
-            }
-        }
-        Ok(())
-    }
-}
-
-fn write<const N: usize>(shard: &mut [u8], values: impl Iterator<Item = f64>, bytes: impl Fn(f64) -> [u8; N]) {
-    for (element, value) in shard.as_chunks_mut::<N>().0.iter_mut().zip(values) {
-        *element = bytes(value);
+        write_floats(request, values, shard)
     }
 }
 

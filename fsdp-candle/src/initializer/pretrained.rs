@@ -2,11 +2,10 @@
 
 use std::path::Path;
 
-use candle_core::DType;
 use fsdp_ckpt::hf::HfModel;
 use half::{bf16, f16};
 
-use super::{Initializer, ShardRequest};
+use super::{Initializer, ShardRequest, write_floats};
 use crate::{Error, Result};
 
 /// The weights of a model directory: `model.safetensors`, or `model.safetensors.index.json` and the files that it names. Floating point weights are
@@ -60,13 +59,7 @@ impl Initializer for Pretrained {
         let mut raw = vec![0; request.region.elements() * info.dtype.size()];
         self.model.read(request.name, request.region, &mut raw)?;
         let values = floats(info.dtype, &raw);
-        match request.dtype {
-            DType::F32 => write(shard, values, |v| (v as f32).to_ne_bytes()),
-            DType::F64 => write(shard, values, f64::to_ne_bytes),
-            DType::BF16 => write(shard, values, |v| bf16::from_f64(v).to_ne_bytes()),
-            _ => write(shard, values, |v| f16::from_f64(v).to_ne_bytes()),
-        }
-        Ok(())
+        write_floats(request, values, shard)
     }
 
     fn contains(&self, name: &str) -> bool {
@@ -80,11 +73,5 @@ fn floats(dtype: fsdp_core::DType, raw: &[u8]) -> Box<dyn Iterator<Item = f64> +
         fsdp_core::DType::BF16 => Box::new(raw.as_chunks().0.iter().map(|b| bf16::from_ne_bytes(*b).to_f64())),
         fsdp_core::DType::F16 => Box::new(raw.as_chunks().0.iter().map(|b| f16::from_ne_bytes(*b).to_f64())),
         _ => Box::new(raw.as_chunks().0.iter().map(|b| f64::from_ne_bytes(*b))),
-    }
-}
-
-fn write<const N: usize>(shard: &mut [u8], values: impl Iterator<Item = f64>, bytes: impl Fn(f64) -> [u8; N]) {
-    for (element, value) in shard.as_chunks_mut::<N>().0.iter_mut().zip(values) {
-        *element = bytes(value);
     }
 }

@@ -4,13 +4,14 @@
 //! gradient is accumulated where the parameter keeps it.
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Module, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, Layout, Module, Result, Shape, Tensor, bail};
 use candle_nn::{Init, VarBuilder, init};
 
 use super::matrix::{Mat, MatMut, product};
 use super::parallel::map_rows;
 use super::simd::kernel;
 use super::values::{cpu, floats, read, same_kind, served, small_weight_grad, storage, tensor, weight_grad};
+use super::weighted_op::weighted_op;
 use crate::weight::Weight;
 
 /// A fully connected layer `y = x W^T + b`: weight `[out, in]`, optional bias `[out]`, input `[.., in]`, output `[.., out]`.
@@ -236,50 +237,7 @@ impl Affine {
     }
 }
 
-impl CustomOp2 for Affine {
-    fn name(&self) -> &'static str {
-        self.function
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, xl: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        self.forward(x, xl)
-    }
-
-    fn bwd(&self, x: &Tensor, _: &Tensor, _: &Tensor, dy: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let [dx, dw, _] = self.backward(x, dy)?;
-        Ok((dx, dw))
-    }
-}
-
-impl CustomOp3 for Affine {
-    fn name(&self) -> &'static str {
-        self.function
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        xl: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        self.forward(x, xl)
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let [dx, dw, db] = self.backward(x, dy)?;
-        Ok((dx, dw, db))
-    }
-}
+weighted_op!(Affine);
 
 /// The sum of each column of a row-major matrix.
 fn column_sums(values: &[f32], cols: usize) -> Vec<f32> {

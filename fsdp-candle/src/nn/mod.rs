@@ -28,6 +28,7 @@ mod parallel;
 mod rotary;
 mod simd;
 mod values;
+mod weighted_op;
 
 #[cfg(test)]
 mod tests;

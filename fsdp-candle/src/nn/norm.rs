@@ -5,12 +5,13 @@
 //! Statistics are f32 and are taken anew in backward: they cost less than to keep.
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, CustomOp3, D, DType, Layout, Module, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, D, DType, Layout, Module, Result, Shape, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
 
 use super::parallel::map_rows;
 use super::simd::{dot, kernel, sum, sum_squares};
 use super::values::{floats, read, same_kind, served, small_weight_grad, storage, tensor};
+use super::weighted_op::weighted_op;
 use crate::weight::Weight;
 
 /// Layer normalization over the last dimension: weight `[hidden]`, optional bias `[hidden]`, input and output `[.., hidden]`.
@@ -219,50 +220,7 @@ impl Norm {
     }
 }
 
-impl CustomOp2 for Norm {
-    fn name(&self) -> &'static str {
-        self.function
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, xl: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        self.forward(x, xl)
-    }
-
-    fn bwd(&self, x: &Tensor, _: &Tensor, _: &Tensor, dy: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let [dx, dw, _] = self.backward(x, dy)?;
-        Ok((dx, dw))
-    }
-}
-
-impl CustomOp3 for Norm {
-    fn name(&self) -> &'static str {
-        self.function
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        xl: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        self.forward(x, xl)
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let [dx, dw, db] = self.backward(x, dy)?;
-        Ok((dx, dw, db))
-    }
-}
+weighted_op!(Norm);
 
 /// A row's mean (0 if it is not to be centered) and 1 / sqrt(variance + eps).
 #[inline(always)]
