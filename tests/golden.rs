@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use fsdp_ckpt::hf::HfModel;
+use fsdp_ckpt::{TensorSource, hf::HfModel};
 use fsdp_core::layout::Region;
 use fsdp_tests::{golden, golden_flags, launch};
 use serde_json::Value;
@@ -23,7 +23,7 @@ fn number(value: &Value, key: &str) -> f64 {
 }
 
 fn values(model: &HfModel, name: &str) -> Vec<f32> {
-    let info = model.info(name).unwrap();
+    let info = model.tensor(name).unwrap();
     let region = Region::whole(&info.shape);
     let mut bytes = vec![0; region.elements() * 4];
     model.read(name, &region, &mut bytes).unwrap();

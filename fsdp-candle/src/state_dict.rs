@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use fsdp_ckpt::{Checkpoint, TensorShard};
+use fsdp_ckpt::{TensorShard, TensorSource};
 use fsdp_core::layout::Region;
 use fsdp_core::{Buffer, Readable};
 
@@ -39,7 +39,7 @@ pub fn optimizer_tensors(optim: &AdamW) -> Vec<TensorShard> {
 ///
 /// # Errors
 /// When the checkpoint lacks a parameter or holds it with another shape or dtype.
-pub fn load_model(vars: &ShardedVarMap, checkpoint: &Checkpoint) -> Result<()> {
+pub fn load_model(vars: &ShardedVarMap, checkpoint: &dyn TensorSource) -> Result<()> {
     vars.reshard()?;
     vars.params()
         .iter()
@@ -50,7 +50,7 @@ pub fn load_model(vars: &ShardedVarMap, checkpoint: &Checkpoint) -> Result<()> {
 ///
 /// # Errors
 /// When the checkpoint lacks a parameter's state or holds it with another shape or dtype.
-pub fn load_optimizer(optim: &mut AdamW, checkpoint: &Checkpoint) -> Result<()> {
+pub fn load_optimizer(optim: &mut AdamW, checkpoint: &dyn TensorSource) -> Result<()> {
     for state in optim.states_mut() {
         let name = |what: &str| format!("optim.state.{}.{what}", state.param.name());
         load(checkpoint, &name("exp_avg"), &state.param, &state.exp_avg)?;
@@ -72,13 +72,13 @@ fn shard(fqn: String, param: &FsdpParam, tensor: &Tensor) -> TensorShard {
     }
 }
 
-fn load(checkpoint: &Checkpoint, fqn: &str, param: &FsdpParam, into: &Tensor) -> Result<()> {
+fn load(checkpoint: &dyn TensorSource, fqn: &str, param: &FsdpParam, into: &Tensor) -> Result<()> {
     check(checkpoint, fqn, param, param.shape().dims(), to_core_dtype(into.dtype())?)?;
     Ok(with_bytes_mut(into, |bytes| Ok(checkpoint.read(fqn, param.region(), bytes).map_err(Error::from)?))?)
 }
 
 fn check(
-    checkpoint: &Checkpoint,
+    checkpoint: &dyn TensorSource,
     fqn: &str,
     param: &FsdpParam,
     shape: &[usize],

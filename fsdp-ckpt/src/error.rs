@@ -33,6 +33,16 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
+    /// A file that is too large for what it should be.
+    #[error("{} has {bytes} bytes; what it should be has {most} at most", path.display())]
+    TooLarge {
+        /// The file.
+        path: PathBuf,
+        /// Its size.
+        bytes: u64,
+        /// The limit.
+        most: u64,
+    },
     /// A tensor that is not there.
     #[error("{} has no tensor \"{tensor}\"{hint}", path.display())]
     MissingTensor {

@@ -25,22 +25,28 @@
 compile_error!("safetensors files are little-endian, and this crate copies memory to them as it is");
 
 mod checkpoint;
+mod chunked;
 mod error;
 mod exchange;
 pub mod hf;
 mod latest;
 mod manifest;
+mod open;
 mod plan;
 mod region;
 mod safetensors;
 mod save;
+mod source;
 mod staging;
+mod store;
 mod tensor;
 
-pub use checkpoint::{Checkpoint, Verified};
+pub use checkpoint::Checkpoint;
 pub use error::{Error, Result};
 pub use latest::latest;
 pub use manifest::{ChunkEntry, FileEntry, MANIFEST, TensorEntry};
+pub use open::open;
 pub use safetensors::SafetensorsFile;
 pub use save::{SaveState, SaveSummary, save};
+pub use source::{Format, TensorSource, Verified};
 pub use tensor::{TensorInfo, TensorShard};

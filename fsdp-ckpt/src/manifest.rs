@@ -8,8 +8,8 @@ use fsdp_core::{DType, MeshLayout};
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 use serde::{Deserialize, Serialize};
 
-use crate::error::io_error;
 use crate::region::{Flaw, Span, check_tiling, checked_bytes, fits};
+use crate::store::Store;
 use crate::{Error, Result};
 
 /// The manifest's file name.
@@ -18,6 +18,8 @@ pub const MANIFEST: &str = "checkpoint.json";
 const FORMAT: &str = "candle-fsdp checkpoint";
 /// The version that this crate writes, and the newest that it reads.
 const VERSION: u64 = 1;
+/// More than any manifest has.
+const MAX_BYTES: u64 = 1 << 30;
 
 /// A whole manifest.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -83,8 +85,9 @@ pub struct ChunkEntry {
     pub sizes: Vec<usize>,
     /// The name of the file, in the checkpoint's directory.
     pub file: String,
-    /// The CRC-32C of the chunk's bytes.
-    pub crc32c: u32,
+    /// The CRC-32C of the chunk's bytes, where the format keeps one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub crc32c: Option<u32>,
 }
 
 impl ChunkEntry {
@@ -114,16 +117,14 @@ impl Manifest {
         }
     }
 
-    /// Reads and checks the manifest of the checkpoint `dir`.
-    pub(crate) fn read(dir: &Path) -> Result<(Self, MeshLayout)> {
-        let path = dir.join(MANIFEST);
-        let text = std::fs::read(&path).map_err(|error| match error.kind() {
-            std::io::ErrorKind::NotFound if dir.is_dir() => Error::Incomplete { path: dir.to_path_buf() },
-            std::io::ErrorKind::NotFound => {
-                Error::NotFound { path: dir.to_path_buf(), looked_for: "checkpoint: there is no such directory".into() }
-            }
-            _ => io_error("read", &path)(error),
-        })?;
+    /// Reads and checks the manifest of a checkpoint.
+    pub(crate) fn read(store: &dyn Store) -> Result<(Self, MeshLayout)> {
+        let path = store.path().join(MANIFEST);
+        let Some(text) = store.read(MANIFEST, MAX_BYTES)? else {
+            // What is not even there is told by the list.
+            store.list()?;
+            return Err(Error::Incomplete { path: store.path().to_path_buf() });
+        };
         Manifest::parse(&text).map_err(|flaw| match flaw {
             Bad::Newer(version) => Error::Newer { path, version, known: VERSION },
             Bad::Text(reason) => Error::Manifest { path, tensor: None, reason },
@@ -185,31 +186,34 @@ enum Bad {
 
 impl TensorEntry {
     fn check(&self, files: &BTreeMap<String, FileEntry>) -> Result<(), String> {
-        let shape = &self.shape;
-        if checked_bytes(shape, self.dtype.size()).is_none() {
-            return Err(format!("its shape {shape:?} is too large to count its bytes"));
-        }
         let mut seen = BTreeSet::new();
-        let mut regions = Vec::with_capacity(self.chunks.len());
         for chunk in &self.chunks {
-            let region = chunk.region();
+            let span = || format!("its chunk {}", Span(&chunk.region()));
             if !is_plain_file_name(&chunk.file) {
-                return Err(format!(
-                    "its chunk {} is in {:?}, which is not a plain file name",
-                    Span(&region),
-                    chunk.file
-                ));
+                return Err(format!("{} is in {:?}, which is not a plain file name", span(), chunk.file));
             }
             if !files.contains_key(&chunk.file) {
-                return Err(format!(
-                    "its chunk {} is in {:?}, which is not among the files",
-                    Span(&region),
-                    chunk.file
-                ));
+                return Err(format!("{} is in {:?}, which is not among the files", span(), chunk.file));
             }
             if !seen.insert(chunk.file.as_str()) {
                 return Err(format!("two of its chunks are in {:?}; a file holds one at most", chunk.file));
             }
+            if chunk.crc32c.is_none() {
+                return Err(format!("{} in {:?} has no checksum", span(), chunk.file));
+            }
+        }
+        self.check_chunks()
+    }
+
+    /// Checks that the chunks make the whole tensor, each element once.
+    pub(crate) fn check_chunks(&self) -> Result<(), String> {
+        let shape = &self.shape;
+        if checked_bytes(shape, self.dtype.size()).is_none() {
+            return Err(format!("its shape {shape:?} is too large to count its bytes"));
+        }
+        let mut regions = Vec::with_capacity(self.chunks.len());
+        for chunk in &self.chunks {
+            let region = chunk.region();
             if !fits(&region, shape) {
                 return Err(format!("its chunk {} in {:?} is outside its shape {shape:?}", Span(&region), chunk.file));
             }
@@ -310,6 +314,7 @@ mod tests {
             ("/tensors/w/chunks/0/sizes", json!([1, 2]), "leave out 2 elements"),
             ("/tensors/w/chunks/0/sizes", json!([0, 2]), "is empty"),
             ("/tensors/w/chunks/0/crc32c", json!(-1), "invalid value"),
+            ("/tensors/w/chunks/0/crc32c", json!(null), "no checksum"),
             ("/files", json!({"..": {"bytes": 1}}), "not a plain file name"),
         ] {
             let mut bad = good();

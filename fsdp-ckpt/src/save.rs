@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 
 use crate::error::io_error;
 use crate::exchange::{agree, from_first, gather};
+use crate::hf::sharding;
 use crate::manifest::{ChunkEntry, FileEntry, Manifest, TensorEntry};
 use crate::plan::{Plan, negotiate};
 use crate::region::checked_bytes;
@@ -53,7 +54,7 @@ pub struct SaveSummary {
 ///
 /// ```
 /// use std::sync::Arc;
-/// use fsdp_ckpt::{Checkpoint, SaveState, TensorShard, save};
+/// use fsdp_ckpt::{Checkpoint, SaveState, TensorShard, TensorSource, save};
 /// use fsdp_core::{Buffer, MeshLayout, layout::Region, process_group::local};
 ///
 /// let root = tempfile::tempdir()?;
@@ -166,19 +167,13 @@ fn write_own(dir: &Path, rank: usize, plan: &Plan, own: &[Own<'_>], shards: &[Te
     // Only what this rank holds is planned for it.
     let by_name: BTreeMap<&str, &TensorShard> = shards.iter().map(|shard| (shard.fqn.as_str(), shard)).collect();
     let mut entries = Vec::with_capacity(own.len());
-    let mut sharding = Map::new();
     for own in own {
         let tensor = &plan[own.fqn];
         let region = &tensor.chunks[own.chunk].region;
         entries.push(Entry { name: own.fqn.to_string(), dtype: tensor.dtype, shape: region.sizes.clone() });
-        sharding.insert(own.fqn.to_string(), serde_json::json!({ "saved_offsets": region.offsets }));
     }
-    // What PyTorch's HuggingFaceStorageReader looks for.
-    let metadata = BTreeMap::from([
-        ("DCP_SHARDING_INFO".to_string(), Value::Object(sharding).to_string()),
-        ("DCP_VERSION".to_string(), "1.0".to_string()),
-        ("format".to_string(), "pt".to_string()),
-    ]);
+    let parts = own.iter().map(|own| (own.fqn, &plan[own.fqn].chunks[own.chunk].region.offsets[..]));
+    let metadata = sharding::metadata(parts)?;
     let data = |index: usize| &*by_name[own[index].fqn].data;
     let (bytes, checksums) = write_file(&dir.join(file_name(rank)), &entries, &metadata, data)?;
     Ok(Written { bytes: Some(bytes), checksums })
@@ -217,7 +212,7 @@ fn commit(
                 offsets: chunk.region.offsets.clone(),
                 sizes: chunk.region.sizes.clone(),
                 file: file_name(chunk.writer),
-                crc32c: u32::from_le_bytes(*crc),
+                crc32c: Some(u32::from_le_bytes(*crc)),
             });
         }
         tensors.insert(fqn.clone(), TensorEntry { dtype: tensor.dtype, shape: tensor.shape.clone(), chunks });

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use fsdp_ckpt::hf::HfModel;
+use fsdp_ckpt::{TensorSource, hf::HfModel};
 use half::{bf16, f16};
 
 use super::{Initializer, ShardRequest, write_floats};
@@ -30,19 +30,19 @@ const MISFIT: &str = "the weights do not belong to this config.json; use those t
 impl Initializer for Pretrained {
     fn check(&self, request: &ShardRequest<'_>) -> Result<()> {
         let fail = |message: String| Error::Parameter { name: request.name.into(), message };
-        let info = self.model.info(request.name).map_err(|error| fail(format!("{error}: {MISFIT}")))?;
+        let info = self.model.tensor(request.name).map_err(|error| fail(format!("{error}: {MISFIT}")))?;
         if info.shape != request.shape {
             return Err(fail(format!(
                 "the model asks for shape {:?}, but {} holds it with shape {:?}: {MISFIT}",
                 request.shape,
-                info.file.display(),
+                self.model.path().display(),
                 info.shape
             )));
         }
         if !info.dtype.is_float() {
             return Err(fail(format!(
                 "{} holds it as {}; weights are F32, F64, BF16 or F16",
-                info.file.display(),
+                self.model.path().display(),
                 info.dtype
             )));
         }
@@ -51,7 +51,7 @@ impl Initializer for Pretrained {
 
     fn fill(&self, request: &ShardRequest<'_>, shard: &mut [u8]) -> Result<()> {
         self.check(request)?;
-        let info = self.model.info(request.name)?;
+        let info = self.model.tensor(request.name)?;
         let wanted = crate::storage::to_core_dtype(request.dtype)?;
         if wanted == info.dtype {
             return Ok(self.model.read(request.name, request.region, shard)?);
@@ -63,7 +63,7 @@ impl Initializer for Pretrained {
     }
 
     fn contains(&self, name: &str) -> bool {
-        self.model.info(name).is_ok()
+        self.model.tensors().contains_key(name)
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod export;
 mod model;
+pub(crate) mod sharding;
 
 pub use export::export;
 pub use model::HfModel;

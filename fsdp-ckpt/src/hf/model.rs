@@ -1,21 +1,28 @@
 //! Reading weights, a slice at a time.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 
 use fsdp_core::layout::Region;
 use serde::Deserialize;
+use serde_json::{Map, Value};
 
-use super::{INDEX, SINGLE};
-use crate::error::{did_you_mean, io_error};
-use crate::manifest::is_plain_file_name;
+use super::{INDEX, SINGLE, sharding};
+use crate::chunked::Chunked;
+use crate::manifest::{ChunkEntry, FileEntry, TensorEntry, is_plain_file_name};
 use crate::safetensors::SafetensorsFile;
-use crate::{Error, Result, TensorInfo};
+use crate::source::{Format, TensorSource, Verified};
+use crate::store::{LocalDir, Store, store};
+use crate::{Error, Result};
 
-/// The weights of a Hugging Face model directory, in one file or several.
+/// More than any index has.
+const MAX_INDEX: u64 = 1 << 28;
+
+/// Weights in safetensors files: a Hugging Face model directory, what PyTorch's `HuggingFaceStorageWriter` leaves, or a single file.
 ///
 /// ```
-/// use fsdp_ckpt::hf::HfModel;
+/// use fsdp_ckpt::{TensorSource, hf::HfModel};
 /// use fsdp_core::layout::{Region, chunk_range};
 /// # use fsdp_ckpt::TensorShard;
 /// # use fsdp_core::{Buffer, process_group::local};
@@ -26,21 +33,21 @@ use crate::{Error, Result, TensorInfo};
 /// #     fsdp_ckpt::hf::export(&dir, &*group, &[TensorShard::whole("lm_head.weight", &[3, 2], data)], &[]).unwrap();
 /// # });
 /// let model = HfModel::open(&dir)?;
-/// let info = model.info("lm_head.weight")?;
+/// let weight = model.tensor("lm_head.weight")?;
 /// // What rank 1 of 2 holds under FSDP; nothing else is read.
-/// let rows = chunk_range(info.shape[0], 2, 1);
-/// let region = Region { offsets: vec![rows.start, 0], sizes: vec![rows.len(), info.shape[1]] };
-/// let mut bytes = vec![0; region.elements() * info.dtype.size()];
+/// let rows = chunk_range(weight.shape[0], 2, 1);
+/// let region = Region { offsets: vec![rows.start, 0], sizes: vec![rows.len(), weight.shape[1]] };
+/// let mut bytes = vec![0; region.elements() * weight.dtype.size()];
 /// model.read("lm_head.weight", &region, &mut bytes)?;
 /// # assert_eq!(bytes, [0.5f32.to_ne_bytes(); 2].concat());
 /// # Ok::<_, Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
 pub struct HfModel {
-    dir: PathBuf,
-    files: Vec<SafetensorsFile>,
-    /// Each weight's file, by position in `files`.
-    weights: BTreeMap<String, usize>,
+    path: PathBuf,
+    chunked: Chunked,
+    unreadable: BTreeMap<String, String>,
+    values: Map<String, Value>,
 }
 
 #[derive(Deserialize)]
@@ -49,107 +56,203 @@ struct Index {
 }
 
 impl HfModel {
-    /// Opens the weights in `dir`: `model.safetensors`, or else the files that `model.safetensors.index.json` names.
+    /// Opens the weights in `dir`: `model.safetensors`, or else the files that `model.safetensors.index.json` names, or else the files of several ranks
+    /// whose headers say which part of each tensor they hold.
     ///
     /// # Errors
-    /// [`Error::NotFound`] when neither is there or the index names a missing file; [`Error::Index`] when the index is damaged, names a file outside
-    /// of `dir`, or a weight that its file has not; [`Error::NotSafetensors`]; [`Error::Io`].
+    /// [`Error::NotFound`] when none of these is there or the index names a missing file; [`Error::Index`] when the index is damaged, names a file
+    /// outside of `dir`, or a weight that its file has not; [`Error::Manifest`] when the ranks' files don't make whole tensors;
+    /// [`Error::NotSafetensors`]; [`Error::Io`].
     pub fn open(dir: &Path) -> Result<Self> {
-        let single = dir.join(SINGLE);
-        if single.exists() {
-            let file = SafetensorsFile::open(&single)?;
-            let weights = file.names().map(|name| (name.to_string(), 0)).collect();
-            return Ok(HfModel { dir: dir.to_path_buf(), files: vec![file], weights });
+        let store = store(dir)?;
+        if store.size(SINGLE)?.is_some() {
+            return Self::with_files(dir, store, &[SINGLE.to_string()]);
         }
-        let path = dir.join(INDEX);
-        let text = std::fs::read(&path).map_err(|error| match error.kind() {
-            std::io::ErrorKind::NotFound => {
-                let looked_for = if dir.is_dir() {
-                    format!(
-                        "{SINGLE} and no {INDEX}; it should be a Hugging Face model directory with safetensors weights"
-                    )
-                } else {
-                    "model: there is no such directory".to_string()
-                };
-                Error::NotFound { path: dir.to_path_buf(), looked_for }
+        if let Some(text) = store.read(INDEX, MAX_INDEX)? {
+            return Self::with_index(dir, store, &text);
+        }
+        let names: Vec<String> =
+            store.list()?.into_iter().filter(|name| name.ends_with(".safetensors") && !name.starts_with('.')).collect();
+        if names.is_empty() {
+            return Err(Error::NotFound {
+                path: dir.to_path_buf(),
+                looked_for: format!(
+                    "{SINGLE} and no {INDEX}; it should be a Hugging Face model directory with safetensors weights"
+                ),
+            });
+        }
+        Self::with_files(dir, store, &names)
+    }
+
+    /// Opens a single safetensors file.
+    ///
+    /// # Errors
+    /// [`Error::NotSafetensors`]; [`Error::Io`].
+    pub fn open_file(path: &Path) -> Result<Self> {
+        let name = path.file_name().and_then(|name| name.to_str());
+        let Some(name) = name else {
+            return Err(Error::NotFound { path: path.to_path_buf(), looked_for: "safetensors file".into() });
+        };
+        let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        Self::with_files(path, Arc::new(LocalDir::new(dir)), &[name.to_string()])
+    }
+
+    /// Every tensor of these files; those of several files have the parts that their headers say.
+    fn with_files(path: &Path, store: Arc<dyn Store>, names: &[String]) -> Result<Self> {
+        let mut parts = Parts::default();
+        for name in names {
+            let file = SafetensorsFile::new(store.open(name)?)?;
+            let offsets = sharding::saved_offsets(&file)?;
+            let tensors: Vec<String> = file.names().map(str::to_string).collect();
+            for fqn in tensors {
+                parts.add(&file, name, &fqn, offsets.get(&fqn).cloned())?;
             }
-            _ => io_error("read", &path)(error),
-        })?;
+            parts.keep(name, file);
+        }
+        parts.finish(path, path.to_path_buf(), store)
+    }
+
+    /// The tensors that an index names.
+    fn with_index(dir: &Path, store: Arc<dyn Store>, text: &[u8]) -> Result<Self> {
+        let path = dir.join(INDEX);
         let bad = |reason| Error::Index { path: path.clone(), reason };
         let index: Index =
-            serde_json::from_slice(&text).map_err(|error| bad(format!("not the index of a model: {error}")))?;
-        let mut files = Vec::new();
-        let mut positions = BTreeMap::new();
-        let mut weights = BTreeMap::new();
+            serde_json::from_slice(text).map_err(|error| bad(format!("not the index of a model: {error}")))?;
+        let mut by_file = BTreeMap::<String, Vec<String>>::new();
         for (weight, name) in index.weight_map {
-            let position = match positions.get(&name) {
-                Some(&position) => position,
-                None => {
-                    files.push(open_named(dir, &name, &weight, &bad)?);
-                    positions.insert(name.clone(), files.len() - 1);
-                    files.len() - 1
-                }
-            };
-            if !files[position].contains(&weight) {
-                return Err(bad(format!("it says that weight \"{weight}\" is in {name}, which has no such tensor")));
+            if !is_plain_file_name(&name) {
+                return Err(bad(format!("weight \"{weight}\" is in {name:?}, which is not a plain file name")));
             }
-            weights.insert(weight, position);
+            by_file.entry(name).or_default().push(weight);
         }
-        Ok(HfModel { dir: dir.to_path_buf(), files, weights })
+        let mut parts = Parts::default();
+        for (name, weights) in by_file {
+            if store.size(&name)?.is_none() {
+                let weight = weights.first().map(String::as_str).unwrap_or_default();
+                return Err(Error::NotFound {
+                    path: dir.to_path_buf(),
+                    looked_for: format!("file {name:?}, in which {INDEX} says that weight \"{weight}\" is"),
+                });
+            }
+            let file = SafetensorsFile::new(store.open(&name)?)?;
+            for weight in weights {
+                if !file.contains(&weight) {
+                    return Err(bad(format!(
+                        "it says that weight \"{weight}\" is in {name}, which has no such tensor"
+                    )));
+                }
+                parts.add(&file, &name, &weight, None)?;
+            }
+            parts.keep(&name, file);
+        }
+        parts.finish(dir, path, store)
     }
 
-    /// The directory.
-    pub fn path(&self) -> &Path {
-        &self.dir
-    }
-
-    /// The names of all weights, sorted.
+    /// The names of all weights that can be read, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.weights.keys().map(String::as_str)
-    }
-
-    /// Whether there is a weight of this name.
-    pub fn contains(&self, name: &str) -> bool {
-        self.weights.contains_key(name)
-    }
-
-    /// A weight's dtype, shape and file.
-    ///
-    /// # Errors
-    /// [`Error::MissingTensor`]; [`Error::DType`] for a dtype that [`fsdp_core::DType`] has not.
-    pub fn info(&self, name: &str) -> Result<TensorInfo> {
-        self.file(name)?.info(name)
-    }
-
-    /// Reads a box of a weight into `into`, row-major. Only the bytes of the box are read.
-    ///
-    /// # Errors
-    /// As [`HfModel::info`]; [`Error::Request`] when the weight has no such box or `into` not its size in bytes; [`Error::Io`].
-    pub fn read(&self, name: &str, region: &Region, into: &mut [u8]) -> Result<()> {
-        self.file(name)?.read(name, region, into)
-    }
-
-    fn file(&self, name: &str) -> Result<&SafetensorsFile> {
-        match self.weights.get(name) {
-            Some(&position) => Ok(&self.files[position]),
-            None => Err(Error::MissingTensor {
-                path: self.dir.clone(),
-                tensor: name.to_string(),
-                hint: did_you_mean(name, self.names()),
-            }),
-        }
+        self.chunked.tensors.keys().map(String::as_str)
     }
 }
 
-fn open_named(dir: &Path, name: &str, weight: &str, bad: &dyn Fn(String) -> Error) -> Result<SafetensorsFile> {
-    if !is_plain_file_name(name) {
-        return Err(bad(format!("weight \"{weight}\" is in {name:?}, which is not a plain file name")));
+impl TensorSource for HfModel {
+    fn path(&self) -> &Path {
+        &self.path
     }
-    match SafetensorsFile::open(&dir.join(name)) {
-        Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Err(Error::NotFound {
-            path: dir.to_path_buf(),
-            looked_for: format!("file {name:?}, in which {INDEX} says that weight \"{weight}\" is"),
-        }),
-        other => other,
+
+    fn format(&self) -> Format {
+        Format::HuggingFace
+    }
+
+    fn tensors(&self) -> &BTreeMap<String, TensorEntry> {
+        &self.chunked.tensors
+    }
+
+    fn unreadable(&self) -> &BTreeMap<String, String> {
+        &self.unreadable
+    }
+
+    fn files(&self) -> &BTreeMap<String, FileEntry> {
+        &self.chunked.files
+    }
+
+    fn values(&self) -> &Map<String, Value> {
+        &self.values
+    }
+
+    fn read(&self, fqn: &str, region: &Region, into: &mut [u8]) -> Result<()> {
+        self.chunked.read(fqn, self.tensor(fqn)?, region, into)
+    }
+
+    fn verify_share(&self, rank: usize, ranks: usize) -> Result<Verified> {
+        self.chunked.verify_share(rank, ranks)
+    }
+}
+
+/// What the files hold, as far as they have been looked at.
+#[derive(Default)]
+struct Parts {
+    tensors: BTreeMap<String, TensorEntry>,
+    unreadable: BTreeMap<String, String>,
+    files: BTreeMap<String, FileEntry>,
+    open: HashMap<String, Arc<SafetensorsFile>>,
+}
+
+impl Parts {
+    /// Adds what `file` holds of a tensor: all of it, or a box that starts at `offsets`.
+    fn add(&mut self, file: &SafetensorsFile, name: &str, fqn: &str, offsets: Option<Vec<usize>>) -> Result<()> {
+        let info = match file.info(fqn) {
+            Ok(info) => info,
+            Err(Error::DType { dtype, .. }) => {
+                self.unreadable.insert(fqn.to_string(), dtype);
+                return Ok(());
+            }
+            Err(error) => return Err(error),
+        };
+        let offsets = offsets.unwrap_or_else(|| vec![0; info.shape.len()]);
+        let chunk = ChunkEntry { offsets, sizes: info.shape.clone(), file: name.to_string(), crc32c: None };
+        let tensor = self.tensors.entry(fqn.to_string()).or_insert_with(|| TensorEntry {
+            dtype: info.dtype,
+            shape: vec![0; info.shape.len()],
+            chunks: Vec::new(),
+        });
+        let bad = |reason| Error::Manifest { path: file.path().to_path_buf(), tensor: Some(fqn.to_string()), reason };
+        if tensor.dtype != info.dtype || tensor.shape.len() != info.shape.len() {
+            return Err(bad(format!(
+                "it has it as {} {:?}, {:?} has another part of it as {}",
+                info.dtype, info.shape, tensor.chunks[0].file, tensor.dtype
+            )));
+        }
+        if chunk.offsets.len() != chunk.sizes.len() {
+            return Err(bad(format!("the part {:?} is said to start at {:?}", chunk.sizes, chunk.offsets)));
+        }
+        // The whole reaches as far as its parts do.
+        for (dim, (&offset, &size)) in chunk.offsets.iter().zip(&chunk.sizes).enumerate() {
+            let end = offset.checked_add(size);
+            let end = end.ok_or_else(|| bad(format!("the part {:?} starts at {:?}", chunk.sizes, chunk.offsets)))?;
+            tensor.shape[dim] = tensor.shape[dim].max(end);
+        }
+        tensor.chunks.push(chunk);
+        Ok(())
+    }
+
+    fn keep(&mut self, name: &str, file: SafetensorsFile) {
+        self.files.insert(name.to_string(), FileEntry { bytes: file.bytes() });
+        self.open.insert(name.to_string(), Arc::new(file));
+    }
+
+    fn finish(mut self, path: &Path, according_to: PathBuf, store: Arc<dyn Store>) -> Result<HfModel> {
+        for (fqn, tensor) in &mut self.tensors {
+            let bad = |reason| Error::Manifest { path: path.to_path_buf(), tensor: Some(fqn.clone()), reason };
+            // A rank without a part of a tensor may have written an empty one.
+            if tensor.shape.iter().all(|&size| size > 0) {
+                tensor.chunks.retain(|chunk| !chunk.sizes.contains(&0));
+            } else {
+                tensor.chunks.truncate(1);
+            }
+            tensor.check_chunks().map_err(bad)?;
+        }
+        let Parts { tensors, unreadable, files, open } = self;
+        let chunked = Chunked { store, according_to, tensors, files, open: Mutex::new(open) };
+        Ok(HfModel { path: path.to_path_buf(), chunked, unreadable, values: Map::new() })
     }
 }

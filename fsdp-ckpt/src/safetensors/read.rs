@@ -1,17 +1,16 @@
 //! Reading boxes of tensors.
 
 use std::collections::{BTreeMap, HashMap};
-use std::fs::File;
-use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use fsdp_core::DType;
 use fsdp_core::layout::Region;
 use safetensors::tensor::{Dtype, Metadata};
 
 use super::{BLOCK, CACHED};
-use crate::error::{did_you_mean, io_error};
+use crate::error::did_you_mean;
 use crate::region::{Run, check_request, checked_bytes, runs};
+use crate::store::{LocalFile, ReadAt};
 use crate::{Error, Result, TensorInfo};
 
 /// The safetensors library's own limit on a header.
@@ -24,9 +23,7 @@ const GAP: usize = 4096;
 /// Reads go to the byte ranges that are asked for and take no lock: several threads may read at once.
 #[derive(Debug)]
 pub struct SafetensorsFile {
-    path: PathBuf,
-    file: File,
-    bytes: u64,
+    file: Box<dyn ReadAt>,
     tensors: BTreeMap<String, Stored>,
     metadata: HashMap<String, String>,
 }
@@ -45,25 +42,25 @@ impl SafetensorsFile {
     /// # Errors
     /// [`Error::Io`]; [`Error::NotSafetensors`] when the header is damaged or does not match the file's size.
     pub fn open(path: &Path) -> Result<Self> {
-        let file = File::open(path).map_err(io_error("open", path))?;
-        let status = file.metadata().map_err(io_error("open", path))?;
-        let bad = |reason: String| Error::NotSafetensors { path: path.to_path_buf(), reason };
-        if !status.is_file() {
-            return Err(bad("it is not a regular file".into()));
-        }
-        let bytes = status.len();
+        Self::new(Box::new(LocalFile::open(path)?))
+    }
+
+    /// Reads the header of a file.
+    pub(crate) fn new(file: Box<dyn ReadAt>) -> Result<Self> {
+        let bytes = file.bytes();
+        let bad = |reason: String| Error::NotSafetensors { path: file.path().to_path_buf(), reason };
         if bytes < 8 {
             return Err(bad(format!("it has {bytes} bytes, a header has at least 8")));
         }
         let mut length = [0; 8];
-        file.read_exact_at(&mut length, 0).map_err(io_error("read", path))?;
+        file.read_exact_at(&mut length, 0)?;
         let length = u64::from_le_bytes(length);
         // Both bounds come before the allocation.
         if length > bytes - 8 || length > MAX_HEADER {
             return Err(bad(format!("its header claims {length} bytes, the file has {bytes}")));
         }
         let mut header = vec![0; length as usize];
-        file.read_exact_at(&mut header, 8).map_err(io_error("read", path))?;
+        file.read_exact_at(&mut header, 8)?;
         // This checks that tensors lie one after another, that none overlap, and that each has the bytes its dtype and shape need.
         let header: Metadata =
             serde_json::from_slice(&header).map_err(|error| bad(format!("its header is damaged: {error}")))?;
@@ -84,17 +81,17 @@ impl SafetensorsFile {
             tensors.insert(name, Stored { dtype: info.dtype, shape: info.shape.clone(), start });
         }
         let metadata = header.metadata().clone().unwrap_or_default();
-        Ok(SafetensorsFile { path: path.to_path_buf(), file, bytes, tensors, metadata })
+        Ok(SafetensorsFile { file, tensors, metadata })
     }
 
     /// The file.
     pub fn path(&self) -> &Path {
-        &self.path
+        self.file.path()
     }
 
     /// The size of the file in bytes.
     pub fn bytes(&self) -> u64 {
-        self.bytes
+        self.file.bytes()
     }
 
     /// The names of the tensors, sorted.
@@ -118,7 +115,7 @@ impl SafetensorsFile {
     /// [`Error::MissingTensor`]; [`Error::DType`] for one that [`DType`] has not.
     pub fn info(&self, name: &str) -> Result<TensorInfo> {
         let (stored, dtype) = self.find(name)?;
-        Ok(TensorInfo { dtype, shape: stored.shape.clone(), file: self.path.clone() })
+        Ok(TensorInfo { dtype, shape: stored.shape.clone(), file: self.path().to_path_buf() })
     }
 
     /// Reads a box of a tensor into `into`, row-major. Only the bytes of the box are read.
@@ -156,7 +153,7 @@ impl SafetensorsFile {
         let mut at = 0;
         while at < bytes {
             let block = &mut block[..(bytes - at).min(BLOCK)];
-            self.read_at(block, stored.start + at as u64)?;
+            self.file.read_exact_at(block, stored.start + at as u64)?;
             seen(block);
             at += block.len();
         }
@@ -166,17 +163,13 @@ impl SafetensorsFile {
     fn find(&self, name: &str) -> Result<(&Stored, DType)> {
         let Some(stored) = self.tensors.get(name) else {
             let hint = did_you_mean(name, self.names());
-            return Err(Error::MissingTensor { path: self.path.clone(), tensor: name.to_string(), hint });
+            return Err(Error::MissingTensor { path: self.path().to_path_buf(), tensor: name.to_string(), hint });
         };
         let text = stored.dtype.to_string();
         match DType::ALL.into_iter().find(|dtype| dtype.name() == text) {
             Some(dtype) => Ok((stored, dtype)),
-            None => Err(Error::DType { path: self.path.clone(), tensor: name.to_string(), dtype: text }),
+            None => Err(Error::DType { path: self.path().to_path_buf(), tensor: name.to_string(), dtype: text }),
         }
-    }
-
-    fn read_at(&self, into: &mut [u8], at: u64) -> Result<()> {
-        self.file.read_exact_at(into, at).map_err(io_error("read", &self.path))
     }
 
     /// Runs that follow each other closely in the file are read in one go, of a block at most.
@@ -216,7 +209,7 @@ impl SafetensorsFile {
                 // A single run may be of any length; it goes straight to its place.
                 let mut at = start + run.src as u64;
                 for block in into[run.dst..run.dst + run.len].chunks_mut(CACHED) {
-                    self.read_at(block, at)?;
+                    self.file.read_exact_at(block, at)?;
                     seen(block);
                     at += block.len() as u64;
                 }
@@ -224,7 +217,7 @@ impl SafetensorsFile {
             }
             [first, .., last] => {
                 staging.resize(last.src + last.len - first.src, 0);
-                self.read_at(staging, start + first.src as u64)?;
+                self.file.read_exact_at(staging, start + first.src as u64)?;
                 seen(staging);
                 for run in batch {
                     let at = run.src - first.src;

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use crate::world::{Global, fresh, line, read, save_all, zoo};
 use fsdp_ckpt::hf::HfModel;
-use fsdp_ckpt::{Checkpoint, Error, SafetensorsFile};
+use fsdp_ckpt::{Checkpoint, Error, SafetensorsFile, TensorSource};
 use fsdp_core::layout::Region;
 use fsdp_core::{DType, Placement};
 use proptest::prelude::*;
@@ -207,8 +207,8 @@ fn model_directories_that_can_not_be_read_say_why() {
     assert!(HfModel::open(&root.path().join("no")).unwrap_err().to_string().contains("no such directory"));
 
     let model = HfModel::open(one.parent().unwrap()).unwrap();
-    assert!(model.info("v").unwrap_err().to_string().contains("has dtype BOOL; supported are"));
-    assert!(model.info("w").unwrap_err().to_string().contains("has no tensor \"w\""));
+    assert!(model.tensor("v").unwrap_err().to_string().contains("has dtype BOOL; supported are"));
+    assert!(model.tensor("w").unwrap_err().to_string().contains("has no tensor \"w\""));
 }
 
 #[test]

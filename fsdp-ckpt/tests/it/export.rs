@@ -4,8 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::world::{Global, line, list, world, zoo};
-use fsdp_ckpt::TensorShard;
 use fsdp_ckpt::hf::{HfModel, export};
+use fsdp_ckpt::{TensorShard, TensorSource};
 use fsdp_core::layout::Region;
 use fsdp_core::{Buffer, DType, MeshLayout, Placement};
 
@@ -34,7 +34,7 @@ fn what_is_exported_is_what_was_sharded() {
         let model = HfModel::open(&dir).unwrap();
         for global in zoo() {
             assert_eq!(tensors.tensor(&global.fqn).unwrap().data(), global.bytes, "{}", global.fqn);
-            assert_eq!(model.info(&global.fqn).unwrap().shape, global.shape);
+            assert_eq!(model.tensor(&global.fqn).unwrap().shape, global.shape);
             let part = global.region(&line(3), 1);
             let mut slice = vec![0; part.elements() * global.dtype.size()];
             model.read(&global.fqn, &part, &mut slice).unwrap();

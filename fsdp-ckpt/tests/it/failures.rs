@@ -4,7 +4,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::sync::Arc;
 
 use crate::world::{Global, fresh, line, list, save_all, save_fails, state, world, zoo};
-use fsdp_ckpt::{Checkpoint, Error, save};
+use fsdp_ckpt::{Checkpoint, Error, TensorSource, save};
 use fsdp_core::layout::Region;
 use fsdp_core::{Buffer, DType, Placement, Readable};
 

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use fsdp_ckpt::{Checkpoint, Result, SaveState, SaveSummary, TensorShard, save};
+use fsdp_ckpt::{Checkpoint, Result, SaveState, SaveSummary, TensorShard, TensorSource, save};
 use fsdp_core::layout::{Region, local_region};
 use fsdp_core::process_group::local;
 use fsdp_core::{Buffer, DType, MeshLayout, Placement, ProcessGroup};

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use fsdp_candle::{AdamW, ShardedVarMap, World, load_model, load_optimizer, model_tensors, optimizer_tensors};
-use fsdp_ckpt::{Checkpoint, SaveState, TensorShard, hf};
+use fsdp_ckpt::{Checkpoint, SaveState, TensorShard, TensorSource, hf};
 use fsdp_examples::models::config::BUILTIN;
 
 use crate::adapters;

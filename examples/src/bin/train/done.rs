@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::Context;
-use fsdp_ckpt::Checkpoint;
+use fsdp_ckpt::TensorSource;
 use serde_json::{Map, Value};
 
 /// How far a run has come.
@@ -17,7 +17,7 @@ pub(crate) struct Done {
 
 impl Done {
     /// What the checkpoint in `path` says.
-    pub(crate) fn of(checkpoint: &Checkpoint, path: &Path) -> anyhow::Result<Self> {
+    pub(crate) fn of(checkpoint: &dyn TensorSource, path: &Path) -> anyhow::Result<Self> {
         let number = |key: &str| {
             checkpoint.values().get(key).and_then(Value::as_u64).with_context(|| {
                 format!("{} does not say at which {key} it was saved; train saves that", path.display())

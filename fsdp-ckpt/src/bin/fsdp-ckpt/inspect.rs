@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::Path;
 
 use anyhow::Result;
-use fsdp_ckpt::Checkpoint;
+use fsdp_ckpt::{Checkpoint, TensorSource};
 use serde_json::{Map, Value, json};
 
 pub(crate) fn run(dir: &Path, as_json: bool) -> Result<()> {
@@ -46,7 +46,9 @@ fn print(checkpoint: &Checkpoint, out: &mut dyn Write) -> std::io::Result<()> {
     let total: u64 = tensors.values().map(fsdp_ckpt::TensorEntry::bytes).sum();
     writeln!(out, "{}", checkpoint.path().display())?;
     writeln!(out, "  written by  {}", checkpoint.created_by())?;
-    writeln!(out, "  mesh        {} of {} ranks", checkpoint.mesh(), checkpoint.world_size())?;
+    if let Some(mesh) = checkpoint.mesh() {
+        writeln!(out, "  mesh        {mesh} of {} ranks", mesh.size())?;
+    }
     writeln!(out, "  tensors     {} of {} bytes together", tensors.len(), total)?;
 
     writeln!(out, "\nTENSORS")?;

@@ -4,7 +4,7 @@ use std::io::Write;
 use std::path::Path;
 
 use anyhow::Result;
-use fsdp_ckpt::Checkpoint;
+use fsdp_ckpt::{Checkpoint, TensorSource};
 
 pub(crate) fn run(dir: &Path) -> Result<()> {
     let verified = Checkpoint::open(dir)?.verify()?;

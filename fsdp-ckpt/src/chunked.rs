@@ -1,0 +1,105 @@
+//! Tensors in boxes, each box in a safetensors file under its tensor's name: what our checkpoints and Hugging Face's directories have in common.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use fsdp_core::layout::Region;
+
+use crate::manifest::{ChunkEntry, FileEntry, TensorEntry};
+use crate::region::{Span, check_request};
+use crate::safetensors::SafetensorsFile;
+use crate::source::Verified;
+use crate::store::Store;
+use crate::{Error, Result};
+
+/// The tensors and their files. Files are opened when something is read from them: a rank opens those that it needs.
+#[derive(Debug)]
+pub(crate) struct Chunked {
+    pub(crate) store: Arc<dyn Store>,
+    /// What says that the tensors are so.
+    pub(crate) according_to: PathBuf,
+    pub(crate) tensors: BTreeMap<String, TensorEntry>,
+    pub(crate) files: BTreeMap<String, FileEntry>,
+    pub(crate) open: Mutex<HashMap<String, Arc<SafetensorsFile>>>,
+}
+
+impl Chunked {
+    /// Reads a box of a tensor from whatever chunks cover it. A chunk that is read as a whole has its checksum verified on the way.
+    pub(crate) fn read(&self, fqn: &str, tensor: &TensorEntry, region: &Region, into: &mut [u8]) -> Result<()> {
+        check_request(fqn, &tensor.shape, tensor.dtype.size(), region, into.len())?;
+        for chunk in &tensor.chunks {
+            let stored = chunk.region();
+            let Some(part) = region.intersect(&stored) else { continue };
+            let file = self.file(fqn, tensor, chunk)?;
+            let parts = [&stored, region, &part];
+            if part == stored && chunk.crc32c.is_some() {
+                let mut crc = 0;
+                file.read_part(fqn, parts, into, &mut |bytes| crc = crc32c::crc32c_append(crc, bytes))?;
+                check_crc(&file, fqn, chunk, crc)?;
+            } else {
+                file.read_part(fqn, parts, into, &mut |_| ())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads every `ranks`-th chunk, from the `rank`-th on, and checks what has a checksum.
+    pub(crate) fn verify_share(&self, rank: usize, ranks: usize) -> Result<Verified> {
+        let mut verified = Verified { files: self.files.len(), ..Verified::default() };
+        let chunks =
+            self.tensors.iter().flat_map(|(fqn, tensor)| tensor.chunks.iter().map(move |chunk| (fqn, tensor, chunk)));
+        for (fqn, tensor, chunk) in chunks.skip(rank).step_by(ranks.max(1)) {
+            let file = self.file(fqn, tensor, chunk)?;
+            let mut crc = 0;
+            file.scan(fqn, &mut |bytes| {
+                crc = crc32c::crc32c_append(crc, bytes);
+                verified.bytes += bytes.len() as u64;
+            })?;
+            check_crc(&file, fqn, chunk, crc)?;
+            verified.chunks += 1;
+        }
+        Ok(verified)
+    }
+
+    /// The file of a chunk, which must hold it as the tensor's entry says.
+    fn file(&self, fqn: &str, tensor: &TensorEntry, chunk: &ChunkEntry) -> Result<Arc<SafetensorsFile>> {
+        // A panic elsewhere leaves the map as good as it was.
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let file = match open.get(&chunk.file) {
+            Some(file) => Arc::clone(file),
+            None => {
+                let file = Arc::new(SafetensorsFile::new(self.store.open(&chunk.file)?)?);
+                open.insert(chunk.file.clone(), Arc::clone(&file));
+                file
+            }
+        };
+        drop(open);
+        let info = file.info(fqn)?;
+        if (info.dtype, &info.shape) != (tensor.dtype, &chunk.sizes) {
+            return Err(Error::Manifest {
+                path: self.according_to.clone(),
+                tensor: Some(fqn.to_string()),
+                reason: format!(
+                    "its chunk {} in {:?} should be {} {:?}, the file has {} {:?}",
+                    Span(&chunk.region()),
+                    chunk.file,
+                    tensor.dtype,
+                    chunk.sizes,
+                    info.dtype,
+                    info.shape
+                ),
+            });
+        }
+        Ok(file)
+    }
+}
+
+fn check_crc(file: &SafetensorsFile, fqn: &str, chunk: &ChunkEntry, found: u32) -> Result<()> {
+    match chunk.crc32c {
+        Some(expected) if expected != found => {
+            Err(Error::Checksum { path: file.path().to_path_buf(), tensor: fqn.to_string(), expected, found })
+        }
+        _ => Ok(()),
+    }
+}

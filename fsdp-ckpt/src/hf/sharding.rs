@@ -1,0 +1,38 @@
+//! The key of a safetensors file's metadata in which PyTorch's DCP says which part of each tensor the file holds.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::safetensors::SafetensorsFile;
+use crate::{Error, Result};
+
+const KEY: &str = "DCP_SHARDING_INFO";
+
+#[derive(Serialize, Deserialize)]
+struct Saved {
+    saved_offsets: Vec<usize>,
+}
+
+/// The metadata of a file that holds these parts, as PyTorch's `HuggingFaceStorageWriter` writes it.
+pub(crate) fn metadata<'a>(parts: impl Iterator<Item = (&'a str, &'a [usize])>) -> Result<BTreeMap<String, String>> {
+    let saved: BTreeMap<&str, Saved> =
+        parts.map(|(fqn, offsets)| (fqn, Saved { saved_offsets: offsets.to_vec() })).collect();
+    let saved = serde_json::to_string(&saved)
+        .map_err(|error| Error::Argument(format!("can't write where the parts of tensors start: {error}")))?;
+    Ok(BTreeMap::from([
+        (KEY.to_string(), saved),
+        ("DCP_VERSION".to_string(), "1.0".to_string()),
+        ("format".to_string(), "pt".to_string()),
+    ]))
+}
+
+/// Where in its tensor each part in a file starts; nothing for a file with whole tensors.
+pub(crate) fn saved_offsets(file: &SafetensorsFile) -> Result<BTreeMap<String, Vec<usize>>> {
+    let Some(text) = file.metadata().get(KEY) else { return Ok(BTreeMap::new()) };
+    let saved: BTreeMap<String, Saved> = serde_json::from_str(text).map_err(|error| Error::NotSafetensors {
+        path: file.path().to_path_buf(),
+        reason: format!("its {KEY} can't be read: {error}"),
+    })?;
+    Ok(saved.into_iter().map(|(fqn, saved)| (fqn, saved.saved_offsets)).collect())
+}

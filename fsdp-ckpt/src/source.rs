@@ -1,0 +1,109 @@
+//! What checkpoints and models of every format have in common: tensors by name, of which any box can be read.
+
+use std::collections::BTreeMap;
+use std::fmt::{Debug, Display, Formatter};
+use std::path::Path;
+
+use fsdp_core::MeshLayout;
+use fsdp_core::layout::Region;
+use serde_json::{Map, Value};
+
+use crate::error::did_you_mean;
+use crate::manifest::{FileEntry, TensorEntry};
+use crate::{Error, Result};
+
+/// A kind of checkpoint or model on disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Format {
+    /// This project's: safetensors files of each rank and a `checkpoint.json`.
+    Fsdp,
+    /// Safetensors files: a Hugging Face model directory, the directory of PyTorch's `HuggingFaceStorageWriter`, or a single file.
+    HuggingFace,
+}
+
+impl Display for Format {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Format::Fsdp => "fsdp",
+            Format::HuggingFace => "hf",
+        })
+    }
+}
+
+/// What [`TensorSource::verify`] has read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Verified {
+    /// The number of files.
+    pub files: usize,
+    /// The number of chunks, all as they were written as far as the format can tell.
+    pub chunks: usize,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+/// Tensors by name in a checkpoint or model, whatever its format. Several threads may read at once.
+pub trait TensorSource: Debug + Send + Sync {
+    /// Where it is.
+    fn path(&self) -> &Path;
+
+    /// Its format.
+    fn format(&self) -> Format;
+
+    /// The mesh that wrote it, where the format says.
+    fn mesh(&self) -> Option<&MeshLayout> {
+        None
+    }
+
+    /// All tensors of dtypes that [`fsdp_core::DType`] has, by name.
+    fn tensors(&self) -> &BTreeMap<String, TensorEntry>;
+
+    /// The names and dtypes of tensors that can't be read, for their dtypes.
+    fn unreadable(&self) -> &BTreeMap<String, String> {
+        const { &BTreeMap::new() }
+    }
+
+    /// The files that hold the tensors, by name.
+    fn files(&self) -> &BTreeMap<String, FileEntry>;
+
+    /// The non-tensor state.
+    fn values(&self) -> &Map<String, Value>;
+
+    /// Reads a box of a tensor into `into`, row-major. Only the bytes of the box are read.
+    ///
+    /// # Errors
+    /// [`Error::MissingTensor`]; [`Error::Request`] when the tensor has no such box or `into` not its size in bytes; what the format finds wrong.
+    fn read(&self, fqn: &str, region: &Region, into: &mut [u8]) -> Result<()>;
+
+    /// The part of [`TensorSource::verify`] that falls to one of `ranks` ranks: together they read everything once.
+    ///
+    /// # Errors
+    /// As [`TensorSource::verify`].
+    fn verify_share(&self, rank: usize, ranks: usize) -> Result<Verified>;
+
+    /// Reads everything and checks every checksum that the format keeps.
+    ///
+    /// # Errors
+    /// As [`TensorSource::read`], for the first chunk that is damaged.
+    fn verify(&self) -> Result<Verified> {
+        self.verify_share(0, 1)
+    }
+
+    /// One tensor.
+    ///
+    /// # Errors
+    /// [`Error::MissingTensor`]; [`Error::DType`] when it is there and can't be read.
+    fn tensor(&self, fqn: &str) -> Result<&TensorEntry> {
+        if let Some(tensor) = self.tensors().get(fqn) {
+            return Ok(tensor);
+        }
+        let (path, tensor) = (self.path().to_path_buf(), fqn.to_string());
+        Err(match self.unreadable().get(fqn) {
+            Some(dtype) => Error::DType { path, tensor, dtype: dtype.clone() },
+            None => {
+                let hint = did_you_mean(fqn, self.tensors().keys().map(String::as_str));
+                Error::MissingTensor { path, tensor, hint }
+            }
+        })
+    }
+}
