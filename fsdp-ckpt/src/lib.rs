@@ -37,7 +37,6 @@ mod region;
 mod safetensors;
 mod save;
 mod source;
-mod staging;
 mod store;
 mod tensor;
 

@@ -6,14 +6,13 @@ use std::path::{Path, PathBuf};
 use fsdp_core::{MeshLayout, ProcessGroup};
 use serde_json::{Map, Value};
 
-use crate::error::io_error;
 use crate::exchange::{agree, from_first, gather};
 use crate::hf::sharding;
 use crate::manifest::{ChunkEntry, FileEntry, Manifest, TensorEntry};
 use crate::plan::{Plan, negotiate};
 use crate::region::checked_bytes;
-use crate::safetensors::{Entry, write_file};
-use crate::staging::{Staging, split};
+use crate::safetensors::{Entry, read_bytes, write_file};
+use crate::store::{Staging, Store, split, stage, staged};
 use crate::{Error, MANIFEST, Result, TensorShard};
 
 /// What one rank passes to [`save`].
@@ -80,18 +79,15 @@ pub fn save(dir: &Path, group: &dyn ProcessGroup, state: &SaveState) -> Result<S
     let plan = negotiate(group, &format!("checkpoint \"{name}\" of mesh {}", state.mesh), &state.tensors)?;
 
     let mut staging = None;
-    let here = from_first(group, "create the checkpoint's directory", || {
-        let made = staging.insert(Staging::create(dir)?);
-        Ok(split(made.path())?.1)
-    })?;
-    let here = split(dir)?.0.join(here);
+    let here = from_first(group, "create the checkpoint's directory", || Ok(staging.insert(stage(dir)?).name()))?;
+    let here = staged(dir, &here)?;
     let own = own_chunks(&plan, group.rank());
-    let written = agree(group, "write its shards", write_own(&here, group.rank(), &plan, &own, &state.tensors))?;
+    let written = agree(group, "write its shards", write_own(&*here, group.rank(), &plan, &own, &state.tensors))?;
 
     // The chunks' checksums, and the size of the file in front of them.
     let reports = gather(group, written.report())?;
     let committed = match staging {
-        Some(staging) => commit(staging, dir, group, state, &plan, &reports),
+        Some(staging) => commit(staging, group, state, &plan, &reports),
         None => Ok(()),
     };
     agree(group, "finish the checkpoint", committed)?;
@@ -160,7 +156,7 @@ fn file_name(rank: usize) -> String {
     format!("shard-{:05}-model-00001-of-00001.safetensors", rank + 1)
 }
 
-fn write_own(dir: &Path, rank: usize, plan: &Plan, own: &[Own<'_>], shards: &[TensorShard]) -> Result<Written> {
+fn write_own(store: &dyn Store, rank: usize, plan: &Plan, own: &[Own<'_>], shards: &[TensorShard]) -> Result<Written> {
     if own.is_empty() {
         return Ok(Written { bytes: None, checksums: Vec::new() });
     }
@@ -174,15 +170,16 @@ fn write_own(dir: &Path, rank: usize, plan: &Plan, own: &[Own<'_>], shards: &[Te
     }
     let parts = own.iter().map(|own| (own.fqn, &plan[own.fqn].chunks[own.chunk].region.offsets[..]));
     let metadata = sharding::metadata(parts)?;
-    let data = |index: usize| &*by_name[own[index].fqn].data;
-    let (bytes, checksums) = write_file(&dir.join(file_name(rank)), &entries, &metadata, data)?;
+    let (bytes, checksums) = write_file(store, &file_name(rank), &entries, &metadata, &mut |index, sink| {
+        let Own { fqn, bytes, .. } = own[index];
+        read_bytes(fqn, &*by_name[fqn].data, bytes as usize, sink)
+    })?;
     Ok(Written { bytes: Some(bytes), checksums })
 }
 
 /// Rank 0's last steps: the manifest, and the final name.
 fn commit(
-    staging: Staging,
-    dir: &Path,
+    staging: Box<dyn Staging>,
     group: &dyn ProcessGroup,
     state: &SaveState,
     plan: &Plan,
@@ -220,9 +217,5 @@ fn commit(
     let manifest = Manifest::new(&state.mesh, group.size(), state.values.clone(), files, tensors);
     let text = serde_json::to_vec_pretty(&manifest)
         .map_err(|error| Error::Argument(format!("can't write the values as JSON: {error}")))?;
-    let path = staging.path().join(MANIFEST);
-    let file = std::fs::File::create_new(&path).map_err(io_error("create", &path))?;
-    crate::safetensors::write_all_at(&file, &path, &text, 0)?;
-    file.sync_all().map_err(io_error("sync", &path))?;
-    staging.commit(dir)
+    staging.commit(MANIFEST, &text)
 }

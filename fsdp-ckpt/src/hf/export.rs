@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use fsdp_core::ProcessGroup;
@@ -12,8 +13,8 @@ use crate::error::io_error;
 use crate::exchange::{agree, from_first};
 use crate::plan::{Plan, negotiate};
 use crate::region::runs;
-use crate::safetensors::{Entry, Layout, read_bytes, write_all_at};
-use crate::staging::{sync_dir, unique};
+use crate::safetensors::{Entry, Layout, read_bytes};
+use crate::store::{sync_dir, unique};
 use crate::{Error, Result, TensorShard};
 
 /// Writes `model.safetensors` to the directory `dir` (created where it is missing) from every rank's shards, and copies `config_files` (`config.json`,
@@ -110,6 +111,10 @@ fn write_own(path: &Path, rank: usize, plan: &Plan, layout: &Layout, shards: &[T
         }
     }
     file.sync_all().map_err(io_error("sync", path))
+}
+
+fn write_all_at(file: &File, path: &Path, bytes: &[u8], at: u64) -> Result<()> {
+    file.write_all_at(bytes, at).map_err(io_error("write", path))
 }
 
 fn copy_all(files: &[PathBuf], dir: &Path) -> Result<()> {

@@ -5,11 +5,10 @@
 mod header;
 mod read;
 mod write;
-mod written_back;
 
 pub(crate) use header::{Entry, Layout};
 pub use read::SafetensorsFile;
-pub(crate) use write::{read_bytes, write_all_at, write_file};
+pub(crate) use write::{read_bytes, write_file};
 
 /// How many bytes of scattered pieces are read at once.
 const BLOCK: usize = 1 << 20;

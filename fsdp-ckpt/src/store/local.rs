@@ -5,7 +5,8 @@ use std::io::ErrorKind;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use super::{ReadAt, Store};
+use super::written_back::WrittenBack;
+use super::{Append, ReadAt, Store};
 use crate::error::io_error;
 use crate::{Error, Result};
 
@@ -92,5 +93,9 @@ impl Store for LocalDir {
 
     fn open(&self, name: &str) -> Result<Box<dyn ReadAt>> {
         Ok(Box::new(LocalFile::open(&self.path.join(name))?))
+    }
+
+    fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn Append>> {
+        Ok(Box::new(WrittenBack::create(&self.path.join(name), bytes)?))
     }
 }

@@ -6,15 +6,20 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::thread::JoinHandle;
+
+use super::Append;
+use crate::Result;
+use crate::error::io_error;
 
 /// Bytes written before they are sent to disk.
 const TURN: u64 = 32 << 20;
 
 /// A file that grows at its end.
 pub(super) struct WrittenBack {
+    path: PathBuf,
     file: File,
     /// Where the next bytes go.
     at: u64,
@@ -31,16 +36,20 @@ struct Syncer {
 
 impl WrittenBack {
     /// Creates a file, which must not exist, that will have `bytes` bytes.
-    pub(super) fn create(path: &Path, bytes: u64) -> io::Result<Self> {
-        let file = File::create_new(path)?;
-        file.set_len(bytes)?;
-        let syncer = if bytes > TURN { Some(Syncer::start(file.try_clone()?)?) } else { None };
-        Ok(WrittenBack { file, at: 0, turn: TURN, syncer })
+    pub(super) fn create(path: &Path, bytes: u64) -> Result<Self> {
+        let create = || {
+            let file = File::create_new(path)?;
+            file.set_len(bytes)?;
+            let syncer = if bytes > TURN { Some(Syncer::start(file.try_clone()?)?) } else { None };
+            Ok(WrittenBack { path: path.to_path_buf(), file, at: 0, turn: TURN, syncer })
+        };
+        create().map_err(io_error("create", path))
     }
+}
 
-    /// Adds bytes at the end.
-    pub(super) fn append(&mut self, bytes: &[u8]) -> io::Result<()> {
-        self.file.write_all_at(bytes, self.at)?;
+impl Append for WrittenBack {
+    fn append(&mut self, bytes: &[u8]) -> Result<()> {
+        self.file.write_all_at(bytes, self.at).map_err(io_error("write", &self.path))?;
         self.at += bytes.len() as u64;
         if self.at >= self.turn {
             self.turn = self.at + TURN;
@@ -52,14 +61,17 @@ impl WrittenBack {
         Ok(())
     }
 
-    /// Waits until everything is on disk.
-    pub(super) fn finish(self) -> io::Result<()> {
-        if let Some(Syncer { tell, thread }) = self.syncer {
-            drop(tell);
-            // The system tells an error of a write-back once only: the thread may have got it.
-            thread.join().map_err(|_| io::Error::other("the thread that syncs the file panicked"))??;
-        }
-        self.file.sync_all()
+    fn finish(self: Box<Self>) -> Result<()> {
+        let WrittenBack { path, file, syncer, .. } = *self;
+        let finish = || {
+            if let Some(Syncer { tell, thread }) = syncer {
+                drop(tell);
+                // The system tells an error of a write-back once only: the thread may have got it.
+                thread.join().map_err(|_| io::Error::other("the thread that syncs the file panicked"))??;
+            }
+            file.sync_all()
+        };
+        finish().map_err(io_error("write", &path))
     }
 }
 
@@ -87,9 +99,10 @@ mod tests {
             for piece in data.chunks(1_000_003) {
                 file.append(piece).unwrap();
             }
-            file.finish().unwrap();
+            Box::new(file).finish().unwrap();
             assert!(std::fs::read(&path).unwrap() == data, "{bytes} bytes");
-            assert_eq!(WrittenBack::create(&path, 1).err().unwrap().kind(), io::ErrorKind::AlreadyExists);
+            let error = WrittenBack::create(&path, 1).err().unwrap();
+            assert!(matches!(error, crate::Error::Io { source, .. } if source.kind() == io::ErrorKind::AlreadyExists));
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The temporary directory in which a save grows until it is whole.
+//! A directory of this host that grows under another name until it is whole.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -7,21 +7,23 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use rustix::fs::{FlockOperation, RenameFlags, flock, renameat_with};
 use rustix::io::Errno;
 
+use super::{LocalDir, Staging, Store, split};
 use crate::error::io_error;
 use crate::{Error, Result};
 
-/// A directory beside its target, which it becomes by [`Staging::commit`]. Dropped before that, it is removed.
+/// A directory beside its target, which it becomes.
 ///
 /// It is locked for as long as its process lives, so that another save can tell a dead one's directory from one in use.
-pub(crate) struct Staging {
-    path: PathBuf,
+pub(super) struct LocalStaging {
+    dir: LocalDir,
+    target: PathBuf,
     lock: File,
     committed: bool,
 }
 
-impl Staging {
+impl LocalStaging {
     /// Creates the directory for `target`, which must not exist, and removes those that dead saves of the same target have left.
-    pub(crate) fn create(target: &Path) -> Result<Self> {
+    pub(super) fn create(target: &Path) -> Result<Self> {
         let (parent, name) = split(target)?;
         if target.symlink_metadata().is_ok() {
             return Err(Error::Exists { path: target.to_path_buf() });
@@ -31,63 +33,56 @@ impl Staging {
         let path = parent.join(format!("{}{}", prefix(&name), unique()));
         std::fs::create_dir(&path).map_err(io_error("create", &path))?;
         let lock = File::open(&path).map_err(io_error("open", &path))?;
-        let staging = Staging { path, lock, committed: false };
+        let staging = LocalStaging { dir: LocalDir::new(&path), target: target.to_path_buf(), lock, committed: false };
         match flock(&staging.lock, FlockOperation::NonBlockingLockExclusive) {
             // Some network file systems have no locks; there nothing is swept either.
             Ok(()) | Err(Errno::NOSYS | Errno::OPNOTSUPP | Errno::NOLCK) => Ok(staging),
-            Err(error) => Err(io_error("lock", &staging.path)(error.into())),
+            Err(error) => Err(io_error("lock", &path)(error.into())),
         }
     }
+}
 
-    /// Where files go for now.
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
+impl Staging for LocalStaging {
+    fn name(&self) -> String {
+        // It was made from text.
+        self.dir.path().file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
 
-    /// Gives the directory its final name, for good, once everything in it is on disk.
-    pub(crate) fn commit(mut self, target: &Path) -> Result<()> {
-        self.lock.sync_all().map_err(io_error("sync", &self.path))?;
+    fn commit(mut self: Box<Self>, manifest: &str, contents: &[u8]) -> Result<()> {
+        let mut file = self.dir.create(manifest, contents.len() as u64)?;
+        file.append(contents)?;
+        file.finish()?;
+        let (path, target) = (self.dir.path(), &*self.target);
+        self.lock.sync_all().map_err(io_error("sync", path))?;
         let cwd = rustix::fs::CWD;
-        let renamed = match renameat_with(cwd, &self.path, cwd, target, RenameFlags::NOREPLACE) {
+        let renamed = match renameat_with(cwd, path, cwd, target, RenameFlags::NOREPLACE) {
             // Not every file system can refuse to replace; all refuse to replace a directory that holds something.
-            Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => std::fs::rename(&self.path, target),
+            Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => std::fs::rename(path, target),
             other => other.map_err(std::io::Error::from),
         };
         renamed.map_err(|error| match error.kind() {
             std::io::ErrorKind::AlreadyExists | std::io::ErrorKind::DirectoryNotEmpty => {
                 Error::Exists { path: target.to_path_buf() }
             }
-            _ => io_error("rename", &self.path)(error),
+            _ => io_error("rename", path)(error),
         })?;
+        let parent = split(target)?.0;
         self.committed = true;
-        sync_dir(&split(target)?.0)
+        sync_dir(&parent)
     }
 }
 
-impl Drop for Staging {
+impl Drop for LocalStaging {
     fn drop(&mut self) {
         if !self.committed
-            && let Err(error) = std::fs::remove_dir_all(&self.path)
+            && let Err(error) = std::fs::remove_dir_all(self.dir.path())
         {
-            tracing::warn!("can't remove {}: {error}; the next save of the same name tries again", self.path.display());
+            tracing::warn!(
+                "can't remove {}: {error}; the next save of the same name tries again",
+                self.dir.path().display()
+            );
         }
     }
-}
-
-/// A target's parent directory and file name.
-pub(crate) fn split(target: &Path) -> Result<(PathBuf, String)> {
-    let name = target.file_name().and_then(|name| name.to_str());
-    let Some(name) = name else {
-        return Err(Error::Argument(format!(
-            "{:?} does not end in a name for a checkpoint",
-            target.display().to_string()
-        )));
-    };
-    let parent = match target.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent.to_path_buf(),
-        _ => PathBuf::from("."),
-    };
-    Ok((parent, name.to_string()))
 }
 
 /// Waits until a directory's entries are on disk.
