@@ -63,6 +63,26 @@ pub enum Error {
         /// Its dtype's name.
         dtype: String,
     },
+    /// Names that don't match as they should.
+    #[error("{} does not hold what is to be loaded: {}", path.display(), mismatch(missing, unexpected))]
+    Names {
+        /// The checkpoint or model.
+        path: PathBuf,
+        /// Names that it lacks.
+        missing: Vec<String>,
+        /// Names that it should not have.
+        unexpected: Vec<String>,
+    },
+    /// A tensor that can't go where it should.
+    #[error("{} holds tensor \"{tensor}\" with {reason}; load it into the model that was saved", path.display())]
+    Misfit {
+        /// The checkpoint or model.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// What it is and what was expected.
+        reason: String,
+    },
     /// A request for a part of a tensor that can't be.
     #[error("tensor \"{tensor}\": {reason}")]
     Request {
@@ -176,6 +196,18 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
         next = cause.source();
     }
     text
+}
+
+/// Names that are missing and that nobody knows, a few of each.
+fn mismatch(missing: &[String], unexpected: &[String]) -> String {
+    let few = |names: &[String], what: &str| {
+        let shown: Vec<String> = names.iter().take(5).map(|name| format!("\"{name}\"")).collect();
+        let more =
+            if names.len() > shown.len() { format!(" and {} more", names.len() - shown.len()) } else { String::new() };
+        (!names.is_empty()).then(|| format!("it {what} {}{more}", shown.join(", ")))
+    };
+    let parts = [few(missing, "lacks"), few(unexpected, "has unexpected")];
+    parts.into_iter().flatten().collect::<Vec<_>>().join("; ")
 }
 
 /// "; did you mean ...?" for a name that is not among `names`.

@@ -24,13 +24,16 @@
 #[cfg(not(target_endian = "little"))]
 compile_error!("safetensors files are little-endian, and this crate copies memory to them as it is");
 
+mod cast;
 mod checkpoint;
 mod chunked;
 mod error;
 mod exchange;
 pub mod hf;
 mod latest;
+mod load;
 mod manifest;
+mod names;
 mod open;
 mod plan;
 mod region;
@@ -43,7 +46,9 @@ mod tensor;
 pub use checkpoint::Checkpoint;
 pub use error::{Error, Result};
 pub use latest::latest;
+pub use load::{LoadOptions, LoadReport, LoadTensor, Strict, load};
 pub use manifest::{ChunkEntry, FileEntry, MANIFEST, TensorEntry};
+pub use names::{MODEL, Names};
 pub use open::open;
 pub use safetensors::SafetensorsFile;
 pub use save::{SaveState, SaveSummary, save};

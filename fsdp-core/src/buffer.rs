@@ -3,7 +3,7 @@
 //! A collective runs while its caller goes on, so it owns what it touches: outputs are [`Buffer`]s moved in and handed back, inputs that must
 //! stay where they are (a parameter's shard inside a tensor) are [`Readable`]s that the collective locks for as long as it copies.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use half::{bf16, f16};
 
@@ -120,6 +120,36 @@ impl Readable for Buffer {
     }
     fn read(&self, f: &mut dyn FnMut(&[u8])) -> Result<(), String> {
         f(self.bytes());
+        Ok(())
+    }
+}
+
+/// Host memory that can be written in place, such as a tensor's that a checkpoint is loaded into.
+pub trait Writable: Send + Sync {
+    /// The element type.
+    fn dtype(&self) -> DType;
+    /// The number of elements.
+    fn len(&self) -> usize;
+    /// Whether there are no elements.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+    /// Calls `f` once with all elements as bytes in native order, to write to.
+    ///
+    /// # Errors
+    /// Says why the memory can't be written now.
+    fn write(&self, f: &mut dyn FnMut(&mut [u8])) -> Result<(), String>;
+}
+
+impl Writable for Mutex<Buffer> {
+    fn dtype(&self) -> DType {
+        self.lock().unwrap_or_else(PoisonError::into_inner).dtype()
+    }
+    fn len(&self) -> usize {
+        self.lock().unwrap_or_else(PoisonError::into_inner).len()
+    }
+    fn write(&self, f: &mut dyn FnMut(&mut [u8])) -> Result<(), String> {
+        f(self.lock().unwrap_or_else(PoisonError::into_inner).bytes_mut());
         Ok(())
     }
 }

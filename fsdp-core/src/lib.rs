@@ -19,7 +19,7 @@ pub mod process_group;
 mod rendezvous;
 mod text;
 
-pub use buffer::{Allocator, Buffer, Heap, Readable};
+pub use buffer::{Allocator, Buffer, Heap, Readable, Writable};
 pub use dtensor::{DTensor, DTensorSpec};
 pub use dtype::DType;
 pub use env::RankEnv;

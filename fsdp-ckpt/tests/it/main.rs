@@ -5,5 +5,6 @@ mod cli;
 mod damage;
 mod export;
 mod failures;
+mod load;
 mod save_load;
 mod world;

@@ -1,0 +1,238 @@
+//! Loading into memory that is there already: what of a checkpoint belongs to it, and what of it the checkpoint lacks.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use fsdp_core::layout::Region;
+use fsdp_core::{DType, Writable};
+
+use crate::cast::cast;
+use crate::names::Names;
+use crate::region::{checked_bytes, fits};
+use crate::{Error, Result, TensorSource};
+
+/// Bytes of a checkpoint that are converted at once.
+const BLOCK: usize = 4 << 20;
+
+/// Memory of one rank's part of a global tensor, to be filled.
+#[derive(Clone)]
+pub struct LoadTensor {
+    /// The fully qualified name, as in `model.layers.0.weight`.
+    pub fqn: String,
+    /// The shape of the global tensor.
+    pub shape: Vec<usize>,
+    /// The box of the global tensor that this rank holds; may be empty.
+    pub region: Region,
+    /// Where the elements of the box go, row-major. The dtype is this memory's.
+    pub data: Arc<dyn Writable>,
+}
+
+/// Which names a load insists on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Strict {
+    /// The checkpoint has every tensor that is to be loaded, and no other: `strict=True` of PyTorch's `load_state_dict`.
+    Both,
+    /// The checkpoint has every tensor that is to be loaded, and may have others: PyTorch's `dcp.load`.
+    #[default]
+    Missing,
+    /// What both have is loaded.
+    Neither,
+}
+
+/// How to load.
+#[derive(Clone, Debug)]
+pub struct LoadOptions {
+    /// Which names must match.
+    pub strict: Strict,
+    /// Loads only names that one of these patterns matches; all, if there are none. `*` stands for any characters, `?` for one: `model.layers.0.*`.
+    pub include: Vec<String>,
+    /// Leaves names out that one of these patterns matches.
+    pub exclude: Vec<String>,
+    /// Whether floating point elements may be converted to the dtype of the memory.
+    pub convert: bool,
+}
+
+impl Default for LoadOptions {
+    /// Every tensor must be there; dtypes are converted.
+    fn default() -> Self {
+        LoadOptions { strict: Strict::default(), include: Vec::new(), exclude: Vec::new(), convert: true }
+    }
+}
+
+/// What a load has done.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LoadReport {
+    /// The number of tensors that were filled.
+    pub loaded: usize,
+    /// The bytes that this rank's parts of them take in memory.
+    pub bytes: u64,
+    /// Names that were to be loaded and are not in the checkpoint.
+    pub missing: Vec<String>,
+    /// Names in the checkpoint that nothing was to be loaded from.
+    pub unexpected: Vec<String>,
+    /// Names whose elements were converted, with the dtypes in the checkpoint and in memory.
+    pub converted: Vec<(String, DType, DType)>,
+}
+
+/// Fills `tensors` from a checkpoint or model of any format, whatever mesh wrote it; each rank reads the byte ranges of its own boxes only. No communication.
+///
+/// A model that was saved without its optimizer has its names without the prefix `model.`; that is found out. Everything is checked before anything is
+/// written: names, shapes and dtypes.
+///
+/// ```
+/// use std::sync::{Arc, Mutex};
+/// use fsdp_ckpt::{LoadOptions, LoadTensor, TensorShard, hf, load, open};
+/// use fsdp_core::{Buffer, layout::Region, process_group::local};
+///
+/// # let root = tempfile::tempdir()?;
+/// # let dir = root.path().join("model");
+/// # local::run(1, |group| {
+/// #     let data = Arc::new(Buffer::F32(vec![1.0, 2.0, 3.0, 4.0]));
+/// #     hf::export(&dir, &*group, &[TensorShard::whole("lm_head.weight", &[2, 2], data)], &[]).unwrap();
+/// # });
+/// // The second row, in half the precision.
+/// let memory = Arc::new(Mutex::new(Buffer::BF16(vec![Default::default(); 2])));
+/// let region = Region { offsets: vec![1, 0], sizes: vec![1, 2] };
+/// let row = LoadTensor { fqn: "model.lm_head.weight".into(), shape: vec![2, 2], region, data: memory.clone() };
+/// let report = load(&*open(&dir)?, &[row], &LoadOptions::default())?;
+/// assert_eq!(report.loaded, 1);
+/// assert_eq!(memory.lock().unwrap().bytes(), [3.0f32, 4.0].map(|v| half::bf16::from_f32(v).to_ne_bytes()).concat());
+/// # Ok::<_, Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Names`] when names don't match as strictly as asked; [`Error::Misfit`] when a tensor has another shape, or a dtype that is not to be, or can't be,
+/// converted; those of reading.
+pub fn load(source: &dyn TensorSource, tensors: &[LoadTensor], options: &LoadOptions) -> Result<LoadReport> {
+    let patterns = Patterns::new(options)?;
+    let names = Names::of(source, tensors.iter().map(|tensor| tensor.fqn.as_str()));
+    let mut report = LoadReport::default();
+    let mut wanted = BTreeSet::new();
+    let mut found = Vec::new();
+    for tensor in tensors.iter().filter(|tensor| patterns.accept(&tensor.fqn)) {
+        let stored = names.in_source(&tensor.fqn);
+        if source.tensors().contains_key(stored) || source.unreadable().contains_key(stored) {
+            found.push((tensor, stored, check(source, stored, tensor, options)?));
+        } else {
+            report.missing.push(tensor.fqn.clone());
+        }
+        wanted.insert(stored);
+    }
+    let stored = source.tensors().keys().chain(source.unreadable().keys());
+    report.unexpected = stored
+        .filter(|name| !wanted.contains(name.as_str()) && patterns.accept(&names.in_state(name)))
+        .cloned()
+        .collect();
+    let is_bad = match options.strict {
+        Strict::Both => !report.missing.is_empty() || !report.unexpected.is_empty(),
+        Strict::Missing => !report.missing.is_empty(),
+        Strict::Neither => false,
+    };
+    if is_bad {
+        let LoadReport { missing, unexpected, .. } = report;
+        let unexpected = if options.strict == Strict::Both { unexpected } else { Vec::new() };
+        return Err(Error::Names { path: source.path().to_path_buf(), missing, unexpected });
+    }
+    for (tensor, stored, from) in found {
+        fill(source, stored, tensor, from)?;
+        report.loaded += 1;
+        report.bytes += (tensor.region.elements() * tensor.data.dtype().size()) as u64;
+        if from != tensor.data.dtype() {
+            report.converted.push((tensor.fqn.clone(), from, tensor.data.dtype()));
+        }
+    }
+    Ok(report)
+}
+
+/// The dtype of a tensor in the source, whose elements can go to memory.
+fn check(source: &dyn TensorSource, stored: &str, tensor: &LoadTensor, options: &LoadOptions) -> Result<DType> {
+    let entry = source.tensor(stored)?;
+    let misfit =
+        |reason: String| Err(Error::Misfit { path: source.path().to_path_buf(), tensor: stored.to_string(), reason });
+    let (from, to) = (entry.dtype, tensor.data.dtype());
+    if entry.shape != tensor.shape {
+        return misfit(format!("shape {:?}, shape {:?} is to be loaded", entry.shape, tensor.shape));
+    }
+    if from != to && !(options.convert && from.is_float() && to.is_float()) {
+        let why =
+            if options.convert { "only floating point types are converted" } else { "nothing is to be converted" };
+        return misfit(format!("dtype {from}, {to} is to be loaded, and {why}"));
+    }
+    let has_room = checked_bytes(&tensor.region.sizes, 1) == Some(tensor.data.len());
+    if !fits(&tensor.region, &tensor.shape) || !has_room {
+        let reason = format!("its memory of {} elements is not that of {:?}", tensor.data.len(), tensor.region);
+        return Err(Error::Request { tensor: tensor.fqn.clone(), reason });
+    }
+    Ok(from)
+}
+
+fn fill(source: &dyn TensorSource, stored: &str, tensor: &LoadTensor, from: DType) -> Result<()> {
+    let to = tensor.data.dtype();
+    let mut outcome = Ok(());
+    let written = tensor.data.write(&mut |bytes| {
+        outcome = if from == to {
+            source.read(stored, &tensor.region, bytes)
+        } else {
+            fill_converted(source, stored, &tensor.region, (from, to), bytes)
+        };
+    });
+    written.map_err(|reason| Error::Unreadable { tensor: tensor.fqn.clone(), reason })?;
+    outcome
+}
+
+/// Reads and converts some rows at a time.
+fn fill_converted(
+    source: &dyn TensorSource,
+    stored: &str,
+    region: &Region,
+    (from, to): (DType, DType),
+    bytes: &mut [u8],
+) -> Result<()> {
+    if region.is_empty() {
+        return Ok(());
+    }
+    let rows = region.sizes.first().copied().unwrap_or(1);
+    let row = region.elements() / rows;
+    let at_once = (BLOCK / (row * from.size())).clamp(1, rows);
+    let mut raw = Vec::new();
+    for (first, into) in (0..rows).step_by(at_once).zip(bytes.chunks_mut(at_once * row * to.size())) {
+        let mut part = region.clone();
+        if let (Some(offset), Some(size)) = (part.offsets.first_mut(), part.sizes.first_mut()) {
+            *offset += first;
+            *size = at_once.min(rows - first);
+        }
+        raw.resize(part.elements() * from.size(), 0);
+        source.read(stored, &part, &mut raw)?;
+        if cast(&raw, from, into, to).is_none() {
+            let reason = format!("{from} can't be converted to {to}");
+            return Err(Error::Request { tensor: stored.to_string(), reason });
+        }
+    }
+    Ok(())
+}
+
+/// Which names are asked for.
+struct Patterns {
+    include: Vec<glob::Pattern>,
+    exclude: Vec<glob::Pattern>,
+}
+
+impl Patterns {
+    fn new(options: &LoadOptions) -> Result<Self> {
+        let compile = |patterns: &[String]| {
+            patterns
+                .iter()
+                .map(|text| {
+                    glob::Pattern::new(text)
+                        .map_err(|error| Error::Argument(format!("{text:?} is not a pattern of names: {error}")))
+                })
+                .collect::<Result<Vec<_>>>()
+        };
+        Ok(Patterns { include: compile(&options.include)?, exclude: compile(&options.exclude)? })
+    }
+
+    fn accept(&self, name: &str) -> bool {
+        let is_in = |patterns: &[glob::Pattern]| patterns.iter().any(|pattern| pattern.matches(name));
+        (self.include.is_empty() || is_in(&self.include)) && !is_in(&self.exclude)
+    }
+}

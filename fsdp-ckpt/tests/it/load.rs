@@ -1,0 +1,130 @@
+//! Loading into memory: which names, which dtypes, and nothing written when something does not fit.
+
+use std::sync::{Arc, Mutex};
+
+use fsdp_ckpt::{Error, LoadOptions, LoadTensor, Strict, hf, load, open};
+use fsdp_core::{Buffer, DType, layout::Region};
+
+use crate::world::{fresh, line, save_all, world, zoo};
+
+/// Memory for a whole tensor, filled with ones.
+fn memory(fqn: &str, shape: &[usize], dtype: DType) -> (LoadTensor, Arc<Mutex<Buffer>>) {
+    let mut buffer = Buffer::zeros(dtype, shape.iter().product());
+    buffer.bytes_mut().fill(1);
+    let data = Arc::new(Mutex::new(buffer));
+    let tensor =
+        LoadTensor { fqn: fqn.into(), shape: shape.to_vec(), region: Region::whole(shape), data: data.clone() };
+    (tensor, data)
+}
+
+#[test]
+fn every_box_of_every_mesh_is_filled() {
+    let (_root, dir) = fresh();
+    let globals = zoo();
+    save_all(&dir, &globals, &line(3));
+    for ranks in [1, 2, 4] {
+        world(ranks, |group| {
+            let mesh = line(ranks);
+            let (tensors, memories): (Vec<_>, Vec<_>) = globals
+                .iter()
+                .map(|global| {
+                    let (mut tensor, _) = memory(&global.fqn, &global.shape, global.dtype);
+                    tensor.region = global.region(&mesh, group.rank());
+                    let data = Arc::new(Mutex::new(Buffer::zeros(global.dtype, tensor.region.elements())));
+                    tensor.data = data.clone();
+                    (tensor, data)
+                })
+                .unzip();
+            let options = LoadOptions { strict: Strict::Both, convert: false, ..LoadOptions::default() };
+            let report = load(&*open(&dir).unwrap(), &tensors, &options).unwrap();
+            assert_eq!((report.loaded, report.missing.len(), report.unexpected.len()), (globals.len(), 0, 0));
+            for ((global, tensor), memory) in globals.iter().zip(&tensors).zip(&memories) {
+                assert_eq!(memory.lock().unwrap().bytes(), global.cut(&tensor.region), "{}", global.fqn);
+            }
+        });
+    }
+}
+
+#[test]
+fn names_match_as_strictly_as_asked() {
+    let (_root, dir) = fresh();
+    save_all(&dir, &zoo(), &line(2));
+    let source = open(&dir).unwrap();
+    let (norm, _) = memory("model.norm.weight", &[9], DType::F32);
+    let (other, untouched) = memory("model.other.weight", &[9], DType::F32);
+    let asked = |strict| LoadOptions { strict, ..LoadOptions::default() };
+    let tensors = [norm.clone(), other];
+    for strict in [Strict::Both, Strict::Missing] {
+        let error = load(&*source, &tensors, &asked(strict)).unwrap_err();
+        assert!(error.to_string().contains("it lacks \"model.other.weight\""), "{error}");
+        assert_eq!(error.to_string().contains("unexpected"), strict == Strict::Both, "{error}");
+    }
+    let report = load(&*source, &tensors, &asked(Strict::Neither)).unwrap();
+    assert_eq!((report.loaded, &report.missing[..]), (1, &["model.other.weight".to_string()][..]));
+    assert_eq!(report.unexpected.len(), zoo().len() - 1);
+    assert_eq!(untouched.lock().unwrap().bytes(), [1; 36]);
+
+    let only = LoadOptions { strict: Strict::Both, include: vec!["model.norm.*".into()], ..LoadOptions::default() };
+    assert_eq!(load(&*source, &tensors, &only).unwrap().loaded, 1);
+    let none = LoadOptions { exclude: vec!["model.*".into()], ..LoadOptions::default() };
+    assert_eq!(load(&*source, &tensors, &none).unwrap().loaded, 0);
+    let bad = LoadOptions { include: vec!["[".into()], ..LoadOptions::default() };
+    assert!(load(&*source, &tensors, &bad).unwrap_err().to_string().contains("\"[\" is not a pattern"));
+    // Names are known before anything is read or written.
+    assert!(load(&*source, &[norm], &asked(Strict::Both)).unwrap_err().to_string().contains("and 3 more"));
+}
+
+#[test]
+fn dtypes_are_converted_where_that_makes_sense() {
+    let (_root, dir) = fresh();
+    save_all(&dir, &zoo(), &line(2));
+    let source = open(&dir).unwrap();
+    let (exact, exact_memory) = memory("model.even.weight", &[12, 5], DType::F32);
+    let (half, half_memory) = memory("model.even.weight", &[12, 5], DType::BF16);
+    load(&*source, &[exact], &LoadOptions::default()).unwrap();
+    let report = load(&*source, std::slice::from_ref(&half), &LoadOptions::default()).unwrap();
+    assert_eq!(report.converted, [("model.even.weight".to_string(), DType::F32, DType::BF16)]);
+    let (exact, rounded) = (exact_memory.lock().unwrap().clone(), half_memory.lock().unwrap().clone());
+    let (Buffer::F32(exact), Buffer::BF16(rounded)) = (exact, rounded) else { panic!("other dtypes") };
+    assert!(
+        exact.iter().zip(&rounded).all(|(exact, rounded)| half::bf16::from_f32(*exact).to_bits() == rounded.to_bits())
+    );
+
+    let strict = LoadOptions { convert: false, ..LoadOptions::default() };
+    let (integer, untouched) = memory("model.even.weight", &[12, 5], DType::I64);
+    let (misshapen, _) = memory("model.even.weight", &[5, 12], DType::F32);
+    for (tensor, options, part) in [
+        (&half, &strict, "dtype F32, BF16 is to be loaded, and nothing is to be converted"),
+        (&integer, &LoadOptions::default(), "only floating point types are converted"),
+        (&misshapen, &LoadOptions::default(), "shape [12, 5], shape [5, 12] is to be loaded"),
+    ] {
+        let error = load(&*source, std::slice::from_ref(tensor), options).unwrap_err();
+        assert!(matches!(error, Error::Misfit { .. }) && error.to_string().contains(part), "{error}");
+    }
+    assert_eq!(untouched.lock().unwrap().bytes(), [1; 480]);
+}
+
+#[test]
+fn a_model_by_itself_has_no_prefix() {
+    let (_root, dir) = fresh();
+    let globals = zoo();
+    let mesh = line(1);
+    world(1, |group| {
+        // As a causal language model of Hugging Face calls its weights: some begin with `model.`.
+        let tensors = [("model.norm.weight", 4), ("lm_head.weight", 0)].map(|(name, at)| {
+            let mut tensor = globals[at].shard(&mesh, 0);
+            tensor.fqn = name.into();
+            tensor
+        });
+        hf::export(&dir, group, &tensors, &[]).unwrap();
+    });
+    let (norm, data) = memory("model.model.norm.weight", &[9], DType::F32);
+    let (head, _) = memory("model.lm_head.weight", &[12, 5], DType::F32);
+    for path in [dir.clone(), dir.join("model.safetensors")] {
+        let source = open(&path).unwrap();
+        assert_eq!(source.path(), path);
+        let options = LoadOptions { strict: Strict::Both, ..LoadOptions::default() };
+        assert_eq!(load(&*source, &[norm.clone(), head.clone()], &options).unwrap().loaded, 2);
+        assert_eq!(data.lock().unwrap().bytes(), globals[4].bytes);
+    }
+}
