@@ -59,6 +59,11 @@ impl DataParallel {
         Ok(DataParallel { mesh: mesh.clone(), shard, replicate, neighbours: Mutex::default(), apart: Mutex::default() })
     }
 
+    /// The mesh.
+    pub(crate) fn mesh(&self) -> &DeviceMesh {
+        &self.mesh
+    }
+
     /// The ranks that hold different shards.
     pub(crate) fn shard(&self) -> &Arc<dyn ProcessGroup> {
         &self.shard

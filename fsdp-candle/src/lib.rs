@@ -78,7 +78,11 @@ pub use module::FsdpModule;
 pub use optim::{AdamW, AdamWConfig, AdamWState};
 pub use param::FsdpParam;
 pub use policy::{MixedPrecisionPolicy, NamePredicate, OffloadPolicy, ReshardAfterForward};
-pub use state_dict::{load_model, load_optimizer, model_tensors, optimizer_tensors};
+pub use state_dict::{
+    IncompatibleKeys, StateDict, StateDictOptions, StateTensor, get_model_state_dict, get_optimizer_state_dict,
+    get_state_dict, load_model, load_optimizer, model_tensors, optimizer_tensors, optimizer_values,
+    set_model_state_dict, set_optimizer_state_dict, set_state_dict,
+};
 pub use tensors::Tensors;
 pub use var_map::ShardedVarMap;
 pub use world::{World, init};

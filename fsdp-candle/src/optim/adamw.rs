@@ -76,6 +76,10 @@ impl AdamW {
         self.config.lr = lr;
     }
 
+    pub(crate) fn set_config(&mut self, config: AdamWConfig) {
+        self.config = config;
+    }
+
     /// The state of every parameter, in the order in which they were given.
     pub fn states(&self) -> &[AdamWState] {
         &self.states

@@ -1,7 +1,7 @@
 //! Reading and writing a tensor's memory in place.
 
 use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Storage, Tensor, bail};
-use fsdp_core::{Buffer, Readable};
+use fsdp_core::{Buffer, Readable, Writable};
 use std::sync::Mutex;
 
 /// A contiguous tensor that a collective or a checkpoint reads in place, its storage locked against writers meanwhile.
@@ -47,6 +47,26 @@ impl Readable for TensorMemory {
     }
 }
 
+impl Writable for TensorMemory {
+    fn dtype(&self) -> fsdp_core::DType {
+        Readable::dtype(self)
+    }
+
+    fn len(&self) -> usize {
+        self.0.elem_count()
+    }
+
+    fn write(&self, f: &mut dyn FnMut(&mut [u8])) -> std::result::Result<(), String> {
+        // The operation wants a function that can be called from anywhere; it is called once, here.
+        let f = Mutex::new(f);
+        let write = |bytes: &mut [u8]| {
+            f.lock().unwrap_or_else(|poisoned| poisoned.into_inner())(bytes);
+            Ok(())
+        };
+        with_bytes_mut(&self.0, write).map_err(|error| error.to_string())
+    }
+}
+
 struct Write<F>(Mutex<F>);
 
 impl<F: FnMut(&mut [u8]) -> Result<()>> InplaceOp1 for Write<F> {
@@ -78,7 +98,7 @@ pub(crate) fn with_bytes_mut(tensor: &Tensor, f: impl FnMut(&mut [u8]) -> Result
 /// Copies a tensor's elements, row-major, into `buffer`, which has its dtype and length.
 pub(crate) fn copy_out(tensor: &Tensor, buffer: &mut Buffer) -> Result<()> {
     let tensor = tensor.contiguous()?;
-    if TensorMemory(tensor.clone()).dtype() != buffer.dtype() || tensor.elem_count() != buffer.len() {
+    if Readable::dtype(&TensorMemory(tensor.clone())) != buffer.dtype() || tensor.elem_count() != buffer.len() {
         bail!(
             "a gradient of {:?} {:?} for a buffer of {} {}",
             tensor.dtype(),

@@ -11,3 +11,4 @@ mod numerics;
 mod parity;
 mod placements;
 mod settings;
+mod state_dict;

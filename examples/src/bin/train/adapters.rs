@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, ensure};
 use fsdp_candle::nn::{LoraConfig, is_adapter};
-use fsdp_candle::{ShardedVarMap, World, model_tensors};
+use fsdp_candle::{ShardedVarMap, StateDictOptions, World, get_model_state_dict};
 use fsdp_ckpt::{TensorShard, hf};
 use serde_json::{Value, json};
 
@@ -22,14 +22,11 @@ pub(crate) fn export(
 ) -> anyhow::Result<()> {
     let weights = dir.join(WEIGHTS);
     ensure!(!weights.exists(), "{} exists already: export to another directory, or move it away", weights.display());
-    let tensors: Vec<TensorShard> = model_tensors(vars)
+    let tensors: Vec<TensorShard> = get_model_state_dict(vars, &StateDictOptions::default())?
+        .shards("")
         .into_iter()
-        .zip(vars.params())
-        .filter(|(_, param)| is_adapter(param.name()))
-        .map(|(tensor, param)| TensorShard {
-            fqn: format!("base_model.model.{}", in_transformers(param.name())),
-            ..tensor
-        })
+        .filter(|tensor| is_adapter(&tensor.fqn))
+        .map(|tensor| TensorShard { fqn: format!("base_model.model.{}", in_transformers(&tensor.fqn)), ..tensor })
         .collect();
     let names: Vec<String> = vars.params().iter().map(|param| param.name().to_string()).collect();
     hf::export(dir, world.group().as_ref(), &tensors, &[])

@@ -160,7 +160,8 @@ pub(crate) struct Args {
     /// Go on from a checkpoint: `none`, `auto` (the newest whole one in --checkpoint-dir, if any), or its path
     ///
     /// Model, optimizer, step and position in the data continue, at the same number of processes bit for bit. The number of processes, --batch-size and
-    /// --grad-accum may differ from the run that saved it. A directory that is called auto or none is ./auto or ./none.
+    /// --grad-accum may differ from the run that saved it. A path may also be a checkpoint of PyTorch's torch.distributed.checkpoint, a Hugging Face directory or
+    /// file, or a .pt file; the step is then that of its optimizer, or 0 if it has none. A directory that is called auto or none is ./auto or ./none.
     #[arg(long, value_name = "auto|none|PATH", default_value = "none", value_parser = OsStringValueParser::new().map(Resume::from), help_heading = "Run")]
     pub(crate) resume: Resume,
 
@@ -174,6 +175,13 @@ pub(crate) struct Args {
     /// process's), shard_bytes (parameters, gradients and optimizer state resident a process).
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     pub(crate) metrics: Option<PathBuf>,
+}
+
+impl Args {
+    /// How many sequences one step sees, over all ranks.
+    pub(crate) fn sequences_per_step(&self, ranks: usize) -> u64 {
+        (ranks * self.batch_size * self.grad_accum) as u64
+    }
 }
 
 /// Where the first weights come from.

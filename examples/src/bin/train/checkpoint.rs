@@ -2,14 +2,18 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::Context;
-use fsdp_candle::{AdamW, ShardedVarMap, World, load_model, load_optimizer, model_tensors, optimizer_tensors};
-use fsdp_ckpt::{Checkpoint, SaveState, TensorShard, TensorSource, hf};
+use anyhow::{Context, ensure};
+use fsdp_candle::nn::is_adapter;
+use fsdp_candle::{
+    AdamW, ShardedVarMap, StateDictOptions, World, get_model_state_dict, load_model, load_optimizer, model_tensors,
+    optimizer_tensors, optimizer_values,
+};
+use fsdp_ckpt::{LoadOptions, MODEL, SaveState, hf};
 use fsdp_examples::models::config::BUILTIN;
 
 use crate::adapters;
 use crate::args::Args;
-use crate::done::Done;
+use crate::done::{Done, has_optimizer};
 use crate::places::{Places, same_file, step_name};
 use crate::setup;
 
@@ -17,28 +21,46 @@ use crate::setup;
 pub(crate) struct Checkpoints<'a> {
     places: Places,
     world: &'a World,
+    sequences_per_step: u64,
 }
 
 impl<'a> Checkpoints<'a> {
     /// Collective.
     pub(crate) fn new(args: &Args, world: &'a World) -> anyhow::Result<Self> {
-        Ok(Checkpoints { places: Places::new(args, world)?, world })
+        let sequences_per_step = args.sequences_per_step(world.size());
+        Ok(Checkpoints { places: Places::new(args, world)?, world, sequences_per_step })
     }
 
     /// Loads the checkpoint to go on from, if there is one; tells how far it had come.
     pub(crate) fn resume(&self, vars: &ShardedVarMap, optim: &mut AdamW) -> anyhow::Result<Done> {
         let Some(path) = &self.places.resume_from else { return Ok(Done::default()) };
-        let checkpoint = Checkpoint::open(path).with_context(|| format!("can't resume from {}", path.display()))?;
-        // Each rank checks a share of the checksums, so that all is read once.
-        checkpoint
-            .verify_share(self.world.rank(), self.world.size())
-            .with_context(|| format!("can't resume from {}", path.display()))?;
-        load_model(vars, &checkpoint)?;
-        load_optimizer(optim, &checkpoint)?;
-        let done = Done::of(&checkpoint, path)?;
+        let done = self.load(path, vars, optim).with_context(|| format!("can't resume from {}", path.display()))?;
         self.world.group().barrier().wait().context("another rank could not resume")?;
+        Ok(done)
+    }
+
+    fn load(&self, path: &Path, vars: &ShardedVarMap, optim: &mut AdamW) -> anyhow::Result<Done> {
+        let source = fsdp_ckpt::open(path)?;
+        // Each rank checks a share of the checksums, so that all is read once.
+        source.verify_share(self.world.rank(), self.world.size())?;
+        let is_of_adapters = source.tensors().keys().any(|name| is_adapter(name));
+        ensure!(
+            !is_of_adapters || vars.params().iter().any(|param| is_adapter(param.name())),
+            "it holds LoRA adapters: pass the --lora-rank that it was trained with"
+        );
+        let of_model = LoadOptions { include: vec![format!("{MODEL}*")], ..LoadOptions::default() };
+        let loaded = load_model(vars, &*source, &of_model)?;
+        let has_optimizer = has_optimizer(&*source);
+        if has_optimizer {
+            load_optimizer(optim, &*source, &LoadOptions::default())?;
+        }
+        let done = Done::of(&*source, self.sequences_per_step)?;
         if self.world.rank() == 0 {
-            eprintln!("resumed from {} at step {}", path.display(), done.step);
+            let fresh = if has_optimizer { "" } else { ", with a fresh optimizer: it holds none" };
+            eprintln!("resumed from {} at step {}{fresh}", path.display(), done.step);
+            if !loaded.unexpected.is_empty() {
+                eprintln!("not loaded, the model has no such parameters: {}", loaded.unexpected.join(", "));
+            }
         }
         Ok(done)
     }
@@ -50,9 +72,11 @@ impl<'a> Checkpoints<'a> {
         if self.places.resume_from.as_deref().is_some_and(|from| same_file(from, &path)) {
             return Ok(path);
         }
-        let mut tensors = model_tensors(vars);
-        tensors.extend(optimizer_tensors(optim));
-        let state = SaveState { mesh: vars.mesh().layout().clone(), tensors, values: done.values() };
+        let mut tensors = model_tensors(vars)?;
+        tensors.extend(optimizer_tensors(optim)?);
+        let mut values = done.values();
+        values.extend(optimizer_values(optim));
+        let state = SaveState { mesh: vars.mesh().layout().clone(), tensors, values };
         fsdp_ckpt::save(&path, self.world.group().as_ref(), &state)
             .with_context(|| format!("can't save {}", path.display()))?;
         Ok(path)
@@ -65,11 +89,7 @@ pub(crate) fn export_hf(dir: &Path, args: &Args, world: &World, vars: &ShardedVa
     if let Some(config) = setup::lora(args) {
         return adapters::export(dir, config, args.model.as_ref(), world, vars);
     }
-    let tensors: Vec<TensorShard> = model_tensors(vars)
-        .into_iter()
-        .zip(vars.params())
-        .map(|(tensor, param)| TensorShard { fqn: param.name().into(), ..tensor })
-        .collect();
+    let tensors = get_model_state_dict(vars, &StateDictOptions::default())?.shards("");
     let beside: Vec<PathBuf> = args
         .model
         .iter()

@@ -1,9 +1,9 @@
 //! How far a run has come, as its checkpoints say.
 
-use std::path::Path;
-
-use anyhow::Context;
+use anyhow::ensure;
 use fsdp_ckpt::TensorSource;
+use fsdp_core::DType;
+use fsdp_core::layout::Region;
 use serde_json::{Map, Value};
 
 /// How far a run has come.
@@ -16,14 +16,15 @@ pub(crate) struct Done {
 }
 
 impl Done {
-    /// What the checkpoint in `path` says.
-    pub(crate) fn of(checkpoint: &dyn TensorSource, path: &Path) -> anyhow::Result<Self> {
-        let number = |key: &str| {
-            checkpoint.values().get(key).and_then(Value::as_u64).with_context(|| {
-                format!("{} does not say at which {key} it was saved; train saves that", path.display())
-            })
-        };
-        Ok(Done { step: number("step")? as usize, sequences: number("sequences")? })
+    /// What a checkpoint or model says. Of another program's, the step is that of the optimizer, 0 if it has none, and each step is taken to have seen as
+    /// many sequences as one of this run does.
+    pub(crate) fn of(source: &dyn TensorSource, sequences_per_step: u64) -> anyhow::Result<Self> {
+        let number = |key: &str| source.values().get(key).and_then(Value::as_u64);
+        if let (Some(step), Some(sequences)) = (number("step"), number("sequences")) {
+            return Ok(Done { step: step as usize, sequences });
+        }
+        let step = optimizer_step(source)?;
+        Ok(Done { step: step as usize, sequences: step * sequences_per_step })
     }
 
     /// What a checkpoint is to say.
@@ -33,4 +34,25 @@ impl Done {
             ("sequences".to_string(), Value::from(self.sequences)),
         ])
     }
+}
+
+/// The most steps that any parameter has taken.
+fn optimizer_step(source: &dyn TensorSource) -> anyhow::Result<u64> {
+    let is_step = |name: &str| name.starts_with("optim.state.") && name.ends_with(".step");
+    let mut most = 0;
+    for (name, tensor) in source.tensors().iter().filter(|(name, _)| is_step(name)) {
+        let what = || format!("{} holds {name} as {} {:?}", source.path().display(), tensor.dtype, tensor.shape);
+        ensure!(tensor.dtype == DType::F32 && tensor.shape.iter().product::<usize>() == 1, "{}: no step count", what());
+        let mut step = [0; 4];
+        source.read(name, &Region::whole(&tensor.shape), &mut step)?;
+        let step = f32::from_ne_bytes(step);
+        ensure!(step >= 0. && step.fract() == 0., "{}: {step} is no step count", what());
+        most = most.max(step as u64);
+    }
+    Ok(most)
+}
+
+/// Whether there is an optimizer's state in it.
+pub(crate) fn has_optimizer(source: &dyn TensorSource) -> bool {
+    source.tensors().keys().any(|name| name.starts_with("optim.state."))
 }

@@ -86,7 +86,7 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
         drop(grads);
 
         done.step = step;
-        done.sequences += (world.size() * args.batch_size * args.grad_accum) as u64;
+        done.sequences += args.sequences_per_step(world.size());
         let loss = world.all_reduce(&[loss_sum / args.grad_accum as f64], ReduceOp::Avg)?[0];
         let peak = world.all_reduce(&[peak_memory_bytes() as f64], ReduceOp::Max)?[0];
         anyhow::ensure!(loss.is_finite(), "the loss is {loss} at step {step}: lower --lr or use --clip-grad-norm");

@@ -37,7 +37,7 @@ impl Places {
     pub(crate) fn new(args: &Args, world: &World) -> anyhow::Result<Self> {
         let mut claim = None;
         let decision = from_rank_0(world, || {
-            let newest = check(args)?;
+            let newest = check(args, world)?;
             let run = match args.checkpoint_dir {
                 Some(_) => None,
                 None => Some(claim.insert(Claim::new(Path::new(ROOT))?).number),
@@ -68,7 +68,7 @@ pub(crate) fn same_file(a: &Path, b: &Path) -> bool {
 }
 
 /// Checks what the run is to read and to write; returns the name of the checkpoint that `--resume auto` goes on from, if any.
-fn check(args: &Args) -> anyhow::Result<Option<String>> {
+fn check(args: &Args, world: &World) -> anyhow::Result<Option<String>> {
     if let Some(dir) = &args.export_hf {
         check_export(dir)?;
     }
@@ -86,9 +86,9 @@ fn check(args: &Args) -> anyhow::Result<Option<String>> {
         (_, newest) => newest.as_ref(),
     };
     let start = match resume_from {
-        Some(path) => Checkpoint::open(path)
+        Some(path) => fsdp_ckpt::open(path)
             .map_err(anyhow::Error::from)
-            .and_then(|checkpoint| Done::of(&checkpoint, path))
+            .and_then(|source| Done::of(&*source, args.sequences_per_step(world.size())))
             .with_context(|| format!("can't resume from {}", path.display()))?,
         None => Done::default(),
     };

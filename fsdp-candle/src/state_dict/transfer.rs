@@ -1,0 +1,116 @@
+//! State between ranks: whole tensors from shards, and rank 0's to all.
+
+use candle_core::{DType, Device, Tensor};
+use fsdp_core::layout::Region;
+use fsdp_core::{Buffer, DTensor, DeviceMesh};
+
+use super::{StateDict, StateDictOptions, StateTensor};
+use crate::param::FsdpParam;
+use crate::storage::{copy_out, to_core_dtype, typed};
+use crate::{Error, Result};
+
+/// A tensor of the shape, dtype and cut of a parameter, as the options want it. Collective where they want it whole.
+pub(super) fn taken(param: &FsdpParam, shard: &Tensor, options: &StateDictOptions) -> Result<StateTensor> {
+    let shape = param.shape().dims();
+    if !options.full_state_dict {
+        let tensor = if options.cpu_offload { shard.copy()? } else { shard.clone() };
+        return Ok(StateTensor { tensor, shape: shape.to_vec(), region: param.region().clone() });
+    }
+    let mut local = Buffer::zeros(to_core_dtype(shard.dtype())?, shard.elem_count());
+    copy_out(shard, &mut local)?;
+    let full = DTensor::from_local(local, shape, param.ranks().mesh(), &param.placements())?.full_tensor()?;
+    Ok(StateTensor { tensor: tensor(full, shape)?, shape: shape.to_vec(), region: Region::whole(shape) })
+}
+
+/// Only rank 0 keeps a full state dict in host memory.
+pub(super) fn kept(dict: StateDict, mesh: &DeviceMesh, options: &StateDictOptions) -> StateDict {
+    if options.full_state_dict && options.cpu_offload && mesh.rank() != 0 { StateDict::default() } else { dict }
+}
+
+/// A tensor that a state dict may give.
+pub(super) struct Wanted<'a> {
+    /// Its name there.
+    pub(super) name: String,
+    pub(super) shape: &'a [usize],
+    pub(super) region: Region,
+    pub(super) dtype: DType,
+}
+
+/// Rank 0's tensors, each cut for this rank; `None` where rank 0 has none. `Ok(None)` for all where nothing is broadcast. Collective.
+pub(super) fn given(
+    dict: &StateDict,
+    wanted: &[Wanted<'_>],
+    mesh: &DeviceMesh,
+    options: &StateDictOptions,
+) -> Result<Vec<Option<Tensor>>> {
+    if !options.broadcast_from_rank0 {
+        let cut = |wanted: &Wanted<'_>| {
+            let Some(state) = dict.tensors.get(&wanted.name) else { return Ok(None) };
+            state.cut(&wanted.name, wanted.shape, &wanted.region, wanted.dtype).map(Some)
+        };
+        return wanted.iter().map(cut).collect();
+    }
+    if !options.full_state_dict {
+        return Err(Error::Argument("broadcast_from_rank0 sends whole tensors: set full_state_dict as well".into()));
+    }
+    // Rank 0 looks at everything first, so that all ranks go on or none does.
+    let first = mesh.rank() == 0;
+    let mut failed = None;
+    let mut wholes = Vec::new();
+    for wanted in wanted.iter().filter(|_| first) {
+        let whole = Region::whole(wanted.shape);
+        let cut =
+            dict.tensors.get(&wanted.name).map(|state| state.cut(&wanted.name, wanted.shape, &whole, wanted.dtype));
+        wholes.push(cut.transpose().unwrap_or_else(|error| {
+            failed.get_or_insert(error);
+            None
+        }));
+    }
+    let mut flags = vec![u8::from(failed.is_some())];
+    flags.extend((0..wanted.len()).map(|index| u8::from(wholes.get(index).is_some_and(Option::is_some))));
+    let Buffer::U8(flags) = broadcast(mesh, Buffer::U8(flags))? else {
+        return Err(Error::Argument("a broadcast of U8 returned something else".into()));
+    };
+    if let Some(error) = failed {
+        return Err(error);
+    }
+    if flags[0] != 0 {
+        return Err(Error::Argument("the state dict of rank 0 does not fit the model: its error says why".into()));
+    }
+    let mut given = Vec::with_capacity(wanted.len());
+    for (index, (wanted, &flag)) in wanted.iter().zip(&flags[1..]).enumerate() {
+        if flag == 0 {
+            given.push(None);
+            continue;
+        }
+        let elements = wanted.shape.iter().product();
+        let mut whole = Buffer::zeros(to_core_dtype(wanted.dtype)?, elements);
+        if let Some(tensor) = wholes.get_mut(index).and_then(Option::take) {
+            copy_out(&tensor, &mut whole)?;
+        }
+        let whole = StateTensor::whole(tensor(broadcast(mesh, whole)?, wanted.shape)?);
+        given.push(Some(whole.cut(&wanted.name, wanted.shape, &wanted.region, wanted.dtype)?));
+    }
+    Ok(given)
+}
+
+/// Whether it is so on rank 0, told to all where its state dict is what counts.
+pub(super) fn on_rank_0(so: bool, mesh: &DeviceMesh, options: &StateDictOptions) -> Result<bool> {
+    if !options.broadcast_from_rank0 {
+        return Ok(so);
+    }
+    Ok(broadcast(mesh, Buffer::U8(vec![u8::from(so)]))? == Buffer::U8(vec![1]))
+}
+
+/// What the first rank of a mesh has: along one dimension after the other, so that only that is passed on last.
+fn broadcast(mesh: &DeviceMesh, buffer: Buffer) -> Result<Buffer> {
+    let mut buffers = vec![buffer];
+    for dim in 0..mesh.layout().shape().len() {
+        buffers = mesh.group(dim)?.broadcast(buffers, 0).wait()?;
+    }
+    buffers.pop().ok_or_else(|| Error::Argument("a broadcast of one buffer returned none".into()))
+}
+
+fn tensor(buffer: Buffer, shape: &[usize]) -> candle_core::Result<Tensor> {
+    typed!(buffer, elements => Tensor::from_vec(elements, shape, &Device::Cpu))
+}

@@ -1,0 +1,225 @@
+//! State dicts of a model and its optimizer: taken and set as shards, whole, and from rank 0.
+
+use candle_core::{DType, Module, Tensor};
+use fsdp_candle::{
+    AdamW, AdamWConfig, FullyShard, IncompatibleKeys, ShardedVarMap, StateDict, StateDictOptions, StateTensor, World,
+    get_model_state_dict, get_optimizer_state_dict, get_state_dict, set_model_state_dict, set_optimizer_state_dict,
+    set_state_dict,
+};
+use fsdp_ckpt::{LoadOptions, SaveState, save};
+
+use crate::common::{batch, ranks, sharded, vars};
+
+const WIDTH: usize = 5;
+
+fn full() -> StateDictOptions {
+    StateDictOptions { full_state_dict: true, ..StateDictOptions::default() }
+}
+
+/// A model after one step, with a frozen parameter and an ignored one.
+fn stepped(world: &World, vars: &ShardedVarMap) -> AdamW {
+    vars.freeze(|name| name == "blocks.0.up.bias");
+    let opts = FullyShard::new(vars).ignored_params(|name| name == "blocks.1.norm.weight");
+    let model = sharded(&opts, vars, WIDTH);
+    let mut optim = AdamW::new(vars.trainable(), AdamWConfig { lr: 0.01, ..AdamWConfig::default() }).unwrap();
+    let loss = model.forward(&batch(world.rank(), WIDTH)).unwrap().sqr().unwrap().mean_all().unwrap();
+    optim.step(&model.backward(&loss).unwrap()).unwrap();
+    optim
+}
+
+/// Every tensor's elements, by name.
+fn elements(dict: &StateDict) -> Vec<(String, Vec<f32>)> {
+    let vector = |tensor: &Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    dict.tensors.iter().map(|(name, state)| (name.clone(), vector(&state.tensor))).collect()
+}
+
+fn zeroed(dict: &StateDict) -> StateDict {
+    let zero = |state: &StateTensor| StateTensor { tensor: state.tensor.zeros_like().unwrap(), ..state.clone() };
+    let tensors = dict.tensors.iter().map(|(name, state)| (name.clone(), zero(state))).collect();
+    StateDict { tensors, values: dict.values.clone() }
+}
+
+#[test]
+fn whole_tensors_are_the_same_on_every_rank_and_for_every_world_size() {
+    let of_one = ranks(1, |world| {
+        let vars = vars(&world);
+        sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        elements(&get_model_state_dict(&vars, &full()).unwrap())
+    });
+    for size in [2, 3, 4] {
+        for replicate in [1, 2].into_iter().filter(|replicate| size % replicate == 0) {
+            let all = ranks(size, |world| {
+                let mesh = world.mesh(&[("dp_replicate", replicate), ("dp_shard", size / replicate)]).unwrap();
+                let vars = ShardedVarMap::new(&mesh, world.device());
+                sharded(&FullyShard::new(&vars), &vars, WIDTH);
+                elements(&get_model_state_dict(&vars, &full()).unwrap())
+            });
+            assert!(all.iter().all(|dict| *dict == of_one[0]), "{size} ranks, {replicate} replicas");
+        }
+    }
+}
+
+#[test]
+fn what_was_taken_can_be_set_again_in_every_form() {
+    for size in [1, 2, 3] {
+        ranks(size, |world| {
+            let vars = vars(&world);
+            let mut optim = stepped(&world, &vars);
+            let now = |optim: &AdamW| {
+                let (model, moments) = get_state_dict(&vars, optim, &full()).unwrap();
+                [elements(&model), elements(&moments)].concat()
+            };
+            let wanted = now(&optim);
+            let copies = StateDictOptions { cpu_offload: true, ..StateDictOptions::default() };
+            let broadcast = StateDictOptions { broadcast_from_rank0: true, cpu_offload: true, ..full() };
+            for options in [copies, full(), broadcast] {
+                let (model, moments) = get_state_dict(&vars, &optim, &options).unwrap();
+                let is_empty = options.broadcast_from_rank0 && world.rank() > 0;
+                assert_eq!((model.tensors.is_empty(), moments.values.is_empty()), (is_empty, is_empty));
+
+                let shards = get_state_dict(&vars, &optim, &StateDictOptions::default()).unwrap();
+                let zeros = (zeroed(&shards.0), zeroed(&shards.1));
+                set_state_dict(&vars, &mut optim, &zeros.0, &zeros.1, &StateDictOptions::default()).unwrap();
+                assert!(now(&optim).iter().all(|(_, elements)| elements.iter().all(|&x| x == 0.)));
+
+                let keys = set_state_dict(&vars, &mut optim, &model, &moments, &options).unwrap();
+                assert_eq!(keys, IncompatibleKeys::default());
+                assert!(now(&optim) == wanted, "{options:?}");
+            }
+        });
+    }
+}
+
+#[test]
+fn hyper_parameters_come_along() {
+    ranks(1, |world| {
+        let vars = vars(&world);
+        let mut optim = stepped(&world, &vars);
+        let options = StateDictOptions::default();
+        let dict = get_optimizer_state_dict(&vars, &optim, &options).unwrap();
+        assert_eq!(dict.values["param_groups"][0]["lr"], 0.01);
+        optim.set_learning_rate(0.5);
+        set_optimizer_state_dict(&vars, &mut optim, &dict, &options).unwrap();
+        assert_eq!(optim.config().lr, 0.01);
+        let mut two = dict.clone();
+        two.values["param_groups"] = serde_json::json!([{}, {}]);
+        let error = set_optimizer_state_dict(&vars, &mut optim, &two, &options).unwrap_err();
+        assert!(error.to_string().contains("are not one group"), "{error}");
+    });
+}
+
+#[test]
+fn options_select_parameters() {
+    ranks(2, |world| {
+        let vars = vars(&world);
+        stepped(&world, &vars);
+        let names = |options: &StateDictOptions| -> Vec<String> {
+            get_model_state_dict(&vars, options).unwrap().tensors.into_keys().collect()
+        };
+        let all = names(&StateDictOptions::default());
+        assert_eq!(all.len(), vars.params().len() + 1);
+        assert!(all.contains(&"blocks.1.norm.weight".to_string()), "an ignored parameter is state, too");
+
+        let unfrozen = StateDictOptions { ignore_frozen_params: true, ..StateDictOptions::default() };
+        assert_eq!(names(&unfrozen).len(), all.len() - 1);
+        let keys = set_model_state_dict(&vars, &get_model_state_dict(&vars, &full()).unwrap(), &unfrozen).unwrap();
+        assert_eq!(keys, IncompatibleKeys::default());
+
+        let block = StateDictOptions { submodule: Some("blocks.2".into()), ..StateDictOptions::default() };
+        let bare = StateDictOptions { keep_submodule_prefixes: false, ..block.clone() };
+        assert!(names(&block).contains(&"blocks.2.down.weight".to_string()));
+        assert!(names(&bare).contains(&"down.weight".to_string()));
+        assert_eq!(names(&bare).len(), names(&block).len());
+        let dict = zeroed(&get_model_state_dict(&vars, &bare).unwrap());
+        set_model_state_dict(&vars, &dict, &bare).unwrap();
+        let sum = |name: &str| -> f32 {
+            let tensor = vars.get(name).unwrap().var().as_tensor().sqr().unwrap().sum_all().unwrap();
+            world.all_reduce(&[f64::from(tensor.to_scalar::<f32>().unwrap())], fsdp_candle::ReduceOp::Sum).unwrap()[0]
+                as f32
+        };
+        assert_eq!(sum("blocks.2.down.weight"), 0.);
+        assert!(sum("blocks.1.down.weight") > 0.);
+    });
+}
+
+#[test]
+fn what_does_not_fit_is_refused_on_every_rank_and_changes_nothing() {
+    ranks(2, |world| {
+        let vars = vars(&world);
+        stepped(&world, &vars);
+        let whole = get_model_state_dict(&vars, &full()).unwrap();
+        let before = elements(&whole);
+        let broadcast = StateDictOptions { broadcast_from_rank0: true, ..full() };
+
+        let mut lacking = zeroed(&whole);
+        lacking.tensors.remove("head.weight");
+        lacking.tensors.insert("tail".into(), StateTensor::whole(Tensor::ones(2, DType::F32, world.device()).unwrap()));
+        let mut misshapen = zeroed(&whole);
+        let ones = StateTensor::whole(Tensor::ones((1, 1), DType::F32, world.device()).unwrap());
+        misshapen.tensors.insert("head.weight".into(), ones);
+        for options in [full(), broadcast.clone()] {
+            let error = set_model_state_dict(&vars, &lacking, &options).unwrap_err().to_string();
+            assert!(error.contains("lacks \"head.weight\"") && error.contains("unexpected \"tail\""), "{error}");
+            let error = set_model_state_dict(&vars, &misshapen, &options).unwrap_err().to_string();
+            let who = if options.broadcast_from_rank0 && world.rank() > 0 { "rank 0" } else { "`head.weight`" };
+            assert!(error.contains(who), "{error}");
+        }
+        // Only rank 0's counts: what the others pass may be anything.
+        let theirs = if world.rank() == 0 { &whole } else { &misshapen };
+        set_model_state_dict(&vars, theirs, &broadcast).unwrap();
+        assert_eq!(elements(&get_model_state_dict(&vars, &full()).unwrap()), before);
+
+        let shards = StateDictOptions { broadcast_from_rank0: true, ..StateDictOptions::default() };
+        assert!(set_model_state_dict(&vars, &whole, &shards).unwrap_err().to_string().contains("set full_state_dict"));
+
+        let lenient = StateDictOptions { strict: false, ..full() };
+        let keys = set_model_state_dict(&vars, &lacking, &lenient).unwrap();
+        assert_eq!((keys.missing, keys.unexpected), (vec!["head.weight".to_string()], vec!["tail".to_string()]));
+    });
+}
+
+#[test]
+fn shards_of_another_mesh_are_refused() {
+    let of_two = ranks(2, |world| {
+        let vars = vars(&world);
+        stepped(&world, &vars);
+        get_model_state_dict(&vars, &StateDictOptions::default()).unwrap()
+    });
+    ranks(1, |world| {
+        let vars = vars(&world);
+        stepped(&world, &vars);
+        let error = set_model_state_dict(&vars, &of_two[1], &StateDictOptions::default()).unwrap_err().to_string();
+        assert!(error.contains("set the state dict of the same mesh, or a full one"), "{error}");
+    });
+}
+
+#[test]
+fn a_sharded_state_dict_is_loaded_in_place() {
+    let root = tempfile::tempdir().unwrap();
+    let dir = root.path().join("step-1");
+    let saved = ranks(3, |world| {
+        let vars = vars(&world);
+        let optim = stepped(&world, &vars);
+        let (model, moments) = get_state_dict(&vars, &optim, &StateDictOptions::default()).unwrap();
+        let mut tensors = model.shards("model.");
+        tensors.extend(moments.shards("optim."));
+        let state = SaveState { mesh: vars.mesh().layout().clone(), tensors, values: Default::default() };
+        save(&dir, &**world.group(), &state).unwrap();
+        let (model, moments) = get_state_dict(&vars, &optim, &full()).unwrap();
+        [elements(&model), elements(&moments)].concat()
+    });
+    ranks(2, |world| {
+        let vars = vars(&world);
+        let mut optim = stepped(&world, &vars);
+        let options = StateDictOptions::default();
+        let (model, moments) = get_state_dict(&vars, &optim, &options).unwrap();
+        set_state_dict(&vars, &mut optim, &zeroed(&model), &zeroed(&moments), &options).unwrap();
+        let source = fsdp_ckpt::open(&dir).unwrap();
+        let report = model.load("model.", &*source, &LoadOptions::default()).unwrap();
+        assert_eq!((report.loaded, report.missing.len()), (model.tensors.len(), 0));
+        moments.load("optim.", &*source, &LoadOptions::default()).unwrap();
+        set_state_dict(&vars, &mut optim, &model, &moments, &options).unwrap();
+        let (model, moments) = get_state_dict(&vars, &optim, &full()).unwrap();
+        assert_eq!([elements(&model), elements(&moments)].concat(), saved[0]);
+    });
+}
