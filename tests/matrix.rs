@@ -1,9 +1,10 @@
 //! Every way to shard gives the same training: each combination of ranks, resharding, replication, accumulation, checkpointing and prefetch against what PyTorch
-//! recorded.
+//! recorded. And each communicates as it should: what its trace shows of every step is what is written here.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use std::path::Path;
 
+use fsdp_tests::trace::{Event, Trace};
 use fsdp_tests::{golden, golden_flags, launch};
 use serde_json::Value;
 
@@ -36,6 +37,132 @@ fn difference(ours: &Trajectory, theirs: &Trajectory) -> f64 {
     pairs.map(|(ours, theirs)| ((ours - theirs) / theirs).abs()).fold(0., f64::max)
 }
 
+/// A way to shard and to step.
+struct Way {
+    ranks: usize,
+    replicate: &'static str,
+    reshard: &'static str,
+    accumulate: &'static str,
+    sync: &'static str,
+    checkpoint: &'static str,
+    prefetch: &'static str,
+}
+
+impl Way {
+    fn flags(&self) -> [&str; 12] {
+        [
+            "--replicate",
+            self.replicate,
+            "--reshard-after-forward",
+            self.reshard,
+            "--grad-accum",
+            self.accumulate,
+            "--grad-sync",
+            self.sync,
+            "--activation-checkpoint",
+            self.checkpoint,
+            "--prefetch",
+            self.prefetch,
+        ]
+    }
+
+    /// What a step of a model of two blocks, 0 and 1 in the root R, does: (g)ather ahead of (f)orward and of (b)ackward, (c)ompute again, (r)educe-scatter,
+    /// (a)ll-reduce over copies.
+    fn journal(&self) -> Vec<String> {
+        // The next `prefetch` blocks are gathered before a unit computes.
+        let (forward, backward) = match self.prefetch {
+            "0" => ("gR fR g0 f0 g1 f1", "bR gR b1 g1 c1 r1 b0 g0 c0 r0 rR"),
+            "1" => ("gR g0 fR g1 f0 f1", "bR gR g1 b1 g0 c1 r1 b0 c0 r0 rR"),
+            _ => ("gR g0 g1 fR f0 f1", "bR gR g1 g0 b1 c1 r1 b0 c0 r0 rR"),
+        };
+        let micro_batches: usize = self.accumulate.parse().unwrap();
+        let mut journal = vec![];
+        for micro_batch in 1..=micro_batches {
+            journal.extend(forward.split(' ').map(String::from));
+            let mut reduced = None;
+            for event in backward.split(' ') {
+                let gathered = match self.reshard {
+                    "never" => false,
+                    "default" => event != "gR",
+                    _ => true,
+                };
+                match &event[..1] {
+                    "g" if !gathered => {}
+                    "c" if self.checkpoint == "none" => {}
+                    "r" if self.sync == "last" && micro_batch < micro_batches => {}
+                    "r" => {
+                        // The all-reduce of the unit before goes on when this one's gradients are whole.
+                        journal.extend(reduced.replace(event.replace('r', "a")));
+                        journal.push(event.into());
+                    }
+                    _ => journal.push(event.into()),
+                }
+            }
+            journal.extend(reduced);
+        }
+        // A copy of its own has nobody to sum with.
+        journal.retain(|event| !event.starts_with('a') || self.replicate != "1");
+        journal
+    }
+}
+
+/// What a rank did in a step, in the words of [`Way::journal`].
+fn journal(step: &[&Event]) -> Vec<String> {
+    let mut journal: Vec<String> = vec![];
+    let mut last_backward = String::new();
+    for event in step.iter().filter(|event| event.thread == "compute" && event.phase != "E") {
+        let (what, unit) = event.name.rsplit_once(' ').unwrap_or((&event.name, ""));
+        let unit = if unit == "(root)" { "R" } else { unit.rsplit('.').next().unwrap() };
+        match what {
+            "unshard" => journal.push(format!("g{unit}")),
+            "forward" => journal.push(format!("f{unit}")),
+            // The root's begins when backward does, and once more with its outputs.
+            "backward"
+                if journal
+                    .iter()
+                    .rev()
+                    .take_while(|event| !event.starts_with('f'))
+                    .any(|event| *event == format!("b{unit}")) => {}
+            "backward" => {
+                journal.push(format!("b{unit}"));
+                last_backward = unit.into();
+            }
+            "recompute" => journal.push(format!("c{last_backward}")),
+            "reduce-scatter" => journal.push(format!("r{unit}")),
+            "all-reduce" => journal.push(format!("a{unit}")),
+            _ => {}
+        }
+    }
+    journal
+}
+
+/// The collectives that ran in groups whose thread `is_it` accepts, in order.
+fn collectives<'a>(step: &'a [&Event], op: &str, is_it: impl Fn(&str) -> bool) -> Vec<&'a str> {
+    let ran = step.iter().filter(|event| event.is("B", op) && is_it(&event.thread));
+    ran.map(|event| event.name.as_str()).collect()
+}
+
+/// Checks every step but the first, before which nobody knows the order of forward.
+fn check_communication(trace: &Trace, way: &Way) {
+    let events = trace.events();
+    let want = way.journal();
+    let count = |what: &str| want.iter().filter(|event| event.starts_with(what)).count();
+    for rank in 0..way.ranks as u64 {
+        for step in 2..=20 {
+            let step = Trace::step(&events, rank, step);
+            assert_eq!(journal(&step), want, "{}", way.flags().join(" "));
+            // What was issued ran.
+            assert_eq!(collectives(&step, "all_gather", |_| true).len(), count("g"));
+            assert_eq!(collectives(&step, "reduce_scatter", |_| true).len(), count("r"));
+            if way.reshard == "2" {
+                // Backward gathers over two ranks what forward gathered over four.
+                let in_world = collectives(&step, "all_gather", |thread| thread == "communication (world)");
+                assert_eq!(in_world.len(), count("g") / 2);
+            }
+        }
+    }
+}
+
 fn every_combination(name: &str) {
     let dir = tempfile::tempdir().unwrap();
     let four_sequences = recorded(name);
@@ -51,28 +178,17 @@ fn every_combination(name: &str) {
                 for (accumulate, sync) in [("1", "every"), ("2", "every"), ("2", "last")] {
                     for checkpoint in ["none", "full"] {
                         for prefetch in ["0", "1", "2"] {
-                            let flags = [
-                                "--replicate",
-                                replicate,
-                                "--reshard-after-forward",
-                                reshard,
-                                "--grad-accum",
-                                accumulate,
-                                "--grad-sync",
-                                sync,
-                                "--activation-checkpoint",
-                                checkpoint,
-                                "--prefetch",
-                                prefetch,
-                            ];
+                            let way = Way { ranks, replicate, reshard, accumulate, sync, checkpoint, prefetch };
                             let (batch_size, want) = match (ranks, accumulate) {
                                 (2, "1") => (2, &four_sequences),
                                 (4, "2") => (1, &eight_sequences),
                                 _ => (1, &four_sequences),
                             };
                             let run = tempfile::tempdir().unwrap();
+                            let flags = [&way.flags()[..], &["--trace", "trace.json"]].concat();
                             let difference = difference(&train(name, ranks, batch_size, &flags, run.path()), want);
                             assert!(difference < 2e-5, "{name}, {ranks} ranks, {}: {difference:.1e}", flags.join(" "));
+                            check_communication(&Trace::read(&run.path().join("trace.json")), &way);
                         }
                     }
                 }
@@ -100,20 +216,5 @@ fn bf16_compute_stays_near() {
             assert!((ours - theirs).abs() < 0.02 * theirs, "{name}: {ours} instead of {theirs}");
         }
         assert!(difference(&bf16, &recorded(name)) > 1e-6, "{name}: nothing was rounded to bf16");
-    }
-}
-
-#[test]
-fn a_trace_holds_compute_and_communication() {
-    let dir = tempfile::tempdir().unwrap();
-    train("llama_tiny", 2, 2, &["--trace", "trace.json"], dir.path());
-    for file in ["trace.json", "trace.rank1.json"] {
-        let events: Vec<Value> =
-            serde_json::from_str(&std::fs::read_to_string(dir.path().join(file)).unwrap()).unwrap();
-        for span in ["forward", "backward", "collective", "optimizer"] {
-            let count =
-                |phase: &str| events.iter().filter(|event| event["name"] == span && event["ph"] == phase).count();
-            assert!(count("B") >= 20 && count("B") == count("E"), "{span} in {file}");
-        }
     }
 }

@@ -48,6 +48,25 @@ pub fn clip_grad_norm(vars: &ShardedVarMap, grads: &mut GradStore, max_norm: f64
 ///
 /// # Errors
 /// Those of the all-reduce, and a norm that is not finite where the options say so: on every rank, with the gradients as they were.
+///
+/// ```
+/// # use candle_core::{DType, Module, Tensor};
+/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+/// # let world = World::single()?;
+/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+/// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+/// # let weight = vars.params()[0].var().clone();
+/// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+/// use fsdp_candle::{clip_grad_norm, clip_grad_norm_with, grad_norm, ClipOptions, NormType};
+///
+/// let mut grads = model.backward(&model.forward(&x)?.sum_all()?)?; // 8 elements of 3
+/// let norm = |norm_type| ClipOptions { max_norm: f64::INFINITY, norm_type, error_if_nonfinite: true };
+/// assert_eq!(clip_grad_norm_with(&vars, &mut grads, &norm(NormType::P(1.)))?, 24.);
+/// assert_eq!(clip_grad_norm_with(&vars, &mut grads, &norm(NormType::Infinity))?, 3.);
+/// assert_eq!(clip_grad_norm(&vars, &mut grads, 1.)?, 72f64.sqrt()); // the 2-norm before
+/// assert!((grad_norm(&vars, &grads)? - 1.).abs() < 1e-6); // and after
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn clip_grad_norm_with(vars: &ShardedVarMap, grads: &mut GradStore, options: &ClipOptions) -> Result<f64> {
     let norm = norm_of(vars, grads, options.norm_type)?;
     if options.error_if_nonfinite && !norm.is_finite() {

@@ -5,6 +5,52 @@ use std::sync::Arc;
 use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, ReduceOp, ScatterPart, Work};
 
 /// An all-gather that a unit uses instead of its process group's.
+///
+/// ```
+/// use std::sync::Arc;
+/// use std::sync::atomic::{AtomicUsize, Ordering};
+/// use fsdp_candle::{AllGather, ReduceScatter};
+/// use fsdp_core::{Allocator, GatherPart, ProcessGroup, ReduceOp, ScatterPart, Work};
+/// # use candle_core::{DType, Module, Tensor};
+/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+/// # let world = World::single()?;
+/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+/// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+/// # let weight = vars.params()[0].var().clone();
+/// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+///
+/// /// Counts elements that travel, and leaves the work to the group.
+/// #[derive(Default)]
+/// struct Meter(AtomicUsize);
+///
+/// impl AllGather for Meter {
+///     fn all_gather(&self, ranks: &Arc<dyn ProcessGroup>, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
+///         self.0.fetch_add(parts.iter().map(|part| part.counts.iter().sum::<usize>()).sum(), Ordering::Relaxed);
+///         ranks.all_gather(parts, memory)
+///     }
+/// }
+///
+/// impl ReduceScatter for Meter {
+///     fn reduce_scatter(
+///         &self,
+///         ranks: &Arc<dyn ProcessGroup>,
+///         parts: Vec<ScatterPart>,
+///         op: ReduceOp,
+///         memory: Arc<dyn Allocator>,
+///     ) -> Work {
+///         self.0.fetch_add(parts.iter().map(|part| part.input.len()).sum(), Ordering::Relaxed);
+///         ranks.reduce_scatter(parts, op, memory)
+///     }
+/// }
+///
+/// let meter = Arc::new(Meter::default());
+/// model.set_custom_all_gather(Some(meter.clone()));
+/// model.set_custom_reduce_scatter(Some(meter.clone()));
+/// model.backward(&model.forward(&x)?.sum_all()?)?;
+/// // A root keeps its parameters between forward and backward: eight weights came once, and their gradients went once.
+/// assert_eq!(meter.0.load(Ordering::Relaxed), 8 + 8);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub trait AllGather: Send + Sync {
     /// As [`ProcessGroup::all_gather`] of `ranks`.
     fn all_gather(&self, ranks: &Arc<dyn ProcessGroup>, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work;

@@ -69,6 +69,24 @@ impl<M> FsdpModule<M> {
     ///
     /// # Errors
     /// When the all-gather can't be issued.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Module, Tensor};
+    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+    /// # let world = World::single()?;
+    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+    /// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+    /// # let weight = vars.params()[0].var().clone();
+    /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+    /// let handle = model.unshard_async()?;
+    /// // What the gather can overlap with: loading a batch, say.
+    /// handle.wait()?;
+    /// assert!(model.params().iter().all(|param| param.is_unsharded()));
+    /// model.inner().forward(&x)?; // past the hooks: the parameters are there
+    /// model.reshard()?;
+    /// assert!(model.inner().forward(&x).is_err());
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn unshard_async(&self) -> Result<UnshardHandle> {
         self.group().start_unshard()?;
         Ok(UnshardHandle(self.group().clone()))
@@ -87,6 +105,21 @@ impl<M> FsdpModule<M> {
     ///
     /// An error of a forward or backward does this by itself. Call it when the iteration ends in another way, between a forward and its backward, say. It can't
     /// bring ranks together that stand at different collectives: what ends an iteration must do so on every rank at the same point.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Module, Tensor};
+    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+    /// # let world = World::single()?;
+    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+    /// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+    /// # let weight = vars.params()[0].var().clone();
+    /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+    /// let _loss = model.forward(&x)?.sum_all()?; // not a number, say: no backward for it
+    /// model.reset_iter_state();
+    /// assert!(model.params().iter().all(|param| !param.is_unsharded()));
+    /// model.backward(&model.forward(&x)?.sum_all()?)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn reset_iter_state(&self) {
         self.context().reset_iter_state();
     }
@@ -100,6 +133,33 @@ impl<M> FsdpModule<M> {
     }
 
     /// The units to gather when this one's forward begins. An empty list: the unit that followed it in the last iteration.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Module, Tensor};
+    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+    /// # let world = World::single()?;
+    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+    /// # let (opts, vb) = (FullyShard::new(&vars), vars.builder(DType::F32));
+    /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+    /// let blocks = (0..4)
+    ///     .map(|i| fully_shard(&opts, vb.pp(format!("blocks.{i}")), |vb| nn::linear(4, 4, vb)))
+    ///     .collect::<Result<Vec<_>, _>>()?;
+    /// // Two blocks ahead, and two behind in backward.
+    /// let units: Vec<_> = blocks.iter().map(|block| block.unit()).collect();
+    /// for (i, block) in blocks.iter().enumerate() {
+    ///     block.set_modules_to_forward_prefetch(&units[i + 1..(i + 3).min(units.len())]);
+    ///     let before: Vec<_> = units[..i].iter().rev().take(2).cloned().collect();
+    ///     block.set_modules_to_backward_prefetch(&before);
+    /// }
+    /// let model = fully_shard(&opts, vb, |_| Ok(blocks))?;
+    /// let y = model.call(|blocks| {
+    ///     let y = blocks[0].forward(&x)?;
+    ///     assert!(blocks[2].params().iter().all(|param| !param.is_unsharded())); // on its way, not installed
+    ///     blocks[1..].iter().try_fold(y, |x, block| block.forward(&x))
+    /// })?;
+    /// model.backward(&y.sqr()?.mean_all()?)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn set_modules_to_forward_prefetch(&self, units: &[Unit]) {
         self.group().settings().forward_prefetch = units.iter().map(|unit| Arc::downgrade(&unit.0)).collect();
     }
@@ -115,16 +175,79 @@ impl<M> FsdpModule<M> {
     }
 
     /// Whether backward reduces gradients. Without, they stay unsharded, in the reduce dtype, and join those of the next backward that does.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Module, Tensor};
+    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+    /// # let world = World::single()?;
+    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+    /// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+    /// # let weight = vars.params()[0].var().clone();
+    /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+    /// let loss = || model.forward(&x)?.sum_all();
+    /// model.set_requires_gradient_sync(false, true);
+    /// let grads = model.backward(&loss()?)?; // kept by the model, not communicated
+    /// assert!(grads.get(&weight).is_none());
+    /// model.set_requires_gradient_sync(true, true);
+    /// let grads = model.backward(&loss()?)?; // both backwards' gradients, reduced once
+    /// assert_eq!(grads.get(&weight).unwrap().to_vec2::<f32>()?, [[6.; 4]; 2]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn set_requires_gradient_sync(&self, sync: bool, recurse: bool) {
         self.change(recurse, |settings| settings.requires_gradient_sync = sync);
     }
 
     /// Whether gradients are reduced over replicas (HSDP). Without, they are reduced over the shard ranks alone and join those of the next backward that does.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Module, Tensor};
+    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+    /// use fsdp_core::process_group::local;
+    ///
+    /// // Two copies of a model (threads here), each sharded over one rank.
+    /// local::run(2, |group| {
+    ///     let world = World::of(group);
+    ///     let mesh = world.mesh(&[("dp_replicate", 2), ("dp_shard", 1)])?;
+    ///     let vars = ShardedVarMap::new(&mesh, world.device());
+    ///     let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+    ///     let x = Tensor::full(world.rank() as f32, (3, 4), world.device())?;
+    ///     let loss = || model.forward(&x)?.sum_all();
+    ///
+    ///     model.set_requires_all_reduce(false, true);
+    ///     let first = model.backward(&loss()?)?;
+    ///     assert!(first.get(vars.params()[0].var()).is_none());
+    ///     model.set_requires_all_reduce(true, true);
+    ///     let grads = model.backward(&loss()?)?; // one all-reduce for both backwards
+    ///     // The mean over copies of 2 x 0 and 2 x 3.
+    ///     assert_eq!(grads.get(vars.params()[0].var()).unwrap().to_vec2::<f32>()?, [[3.; 4]; 2]);
+    ///     Ok::<_, fsdp_candle::Error>(())
+    /// })
+    /// .into_iter()
+    /// .collect::<Result<Vec<_>, _>>()?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn set_requires_all_reduce(&self, all_reduce: bool, recurse: bool) {
         self.change(recurse, |settings| settings.requires_all_reduce = all_reduce);
     }
 
     /// Whether the next backward ends the iteration. If not, it does not wait for its reductions and hands no gradients out; the last one hands out the sum.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Module, Tensor};
+    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+    /// # let world = World::single()?;
+    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+    /// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+    /// # let weight = vars.params()[0].var().clone();
+    /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+    /// let loss = || model.forward(&x)?.sum_all();
+    /// for micro_batch in 1..=3 {
+    ///     model.set_is_last_backward(micro_batch == 3);
+    ///     let grads = model.backward(&loss()?)?;
+    ///     assert_eq!(grads.get(&weight).is_some(), micro_batch == 3); // the sum of all three
+    /// }
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn set_is_last_backward(&self, last: bool) {
         self.context().settings().is_last_backward = last;
     }
@@ -143,6 +266,24 @@ impl<M> FsdpModule<M> {
     }
 
     /// As [`FsdpModule::finalize_backward`], to be waited for later: PyTorch's `finalize_backward(async_op=True)`. The reductions run meanwhile.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Module, Tensor};
+    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+    /// # let world = World::single()?;
+    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+    /// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+    /// # let weight = vars.params()[0].var().clone();
+    /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+    /// model.set_manual_backward_finalization(true);
+    /// let mut grads = model.backward(&model.forward(&x)?.sum_all()?)?;
+    /// assert!(grads.get(&weight).is_none());
+    /// let handle = model.finalize_backward_async();
+    /// // Work that needs no gradients of this model goes here; `finalize_backward(&mut grads)` is both at once.
+    /// handle.wait(&mut grads)?;
+    /// assert!(grads.get(&weight).is_some());
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn finalize_backward_async(&self) -> FinalizeHandle {
         FinalizeHandle(self.context().clone())
     }
@@ -165,6 +306,26 @@ impl<M> FsdpModule<M> {
     ///
     /// # Errors
     /// When the number of ranks of `To` does not divide those that a parameter is sharded over, or is trivial.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Module, Tensor};
+    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+    /// # let world = World::single()?;
+    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+    /// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+    /// # let weight = vars.params()[0].var().clone();
+    /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+    /// use fsdp_candle::ReshardAfterForward;
+    ///
+    /// for (policy, kept) in [(ReshardAfterForward::Always, false), (ReshardAfterForward::Never, true)] {
+    ///     model.set_reshard_after_forward(policy, true)?;
+    ///     let y = model.forward(&x)?;
+    ///     assert_eq!(model.params()[0].is_unsharded(), kept);
+    ///     model.backward(&y.sum_all()?)?;
+    /// }
+    /// assert!(model.set_reshard_after_forward(ReshardAfterForward::To(2), true).is_err()); // of one rank
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn set_reshard_after_forward(&self, policy: ReshardAfterForward, recurse: bool) -> crate::Result<()> {
         if let ReshardAfterForward::To(size) = policy {
             for group in self.context().groups() {
@@ -196,6 +357,23 @@ impl<M> FsdpModule<M> {
     }
 
     /// What sums of gradients are divided by; `None`: the number of ranks.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Module, Tensor};
+    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+    /// # let world = World::single()?;
+    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+    /// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+    /// # let weight = vars.params()[0].var().clone();
+    /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+    /// let loss = || model.forward(&x)?.sum_all();
+    /// let mean = model.backward(&loss()?)?; // over the ranks
+    /// model.set_gradient_divide_factor(Some(3.), true); // over rows, of which each rank has as many as it may be
+    /// let by_rows = model.backward(&loss()?)?;
+    /// assert_eq!(mean.get(&weight).unwrap().to_vec2::<f32>()?, [[3.; 4]; 2]);
+    /// assert_eq!(by_rows.get(&weight).unwrap().to_vec2::<f32>()?, [[1.; 4]; 2]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn set_gradient_divide_factor(&self, factor: Option<f64>, recurse: bool) {
         self.change(recurse, |settings| settings.gradient_divide_factor = factor);
     }
@@ -216,6 +394,30 @@ impl<M> FsdpModule<M> {
     }
 
     /// A reduction of the user's own on the reduced shards, before they are handed out.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Module, Tensor};
+    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+    /// # let world = World::single()?;
+    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+    /// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+    /// # let weight = vars.params()[0].var().clone();
+    /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+    /// use std::sync::Arc;
+    /// use fsdp_core::Buffer;
+    ///
+    /// let signs = |shards: Vec<Buffer>| {
+    ///     let sign = |shard| match shard {
+    ///         Buffer::F32(values) => Buffer::F32(values.into_iter().map(f32::signum).collect()),
+    ///         other => other,
+    ///     };
+    ///     Ok(shards.into_iter().map(sign).collect())
+    /// };
+    /// model.set_all_reduce_hook(Some(Arc::new(signs)));
+    /// let grads = model.backward(&model.forward(&x)?.sum_all()?)?;
+    /// assert_eq!(grads.get(&weight).unwrap().to_vec2::<f32>()?, [[1.; 4]; 2]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn set_all_reduce_hook(&self, hook: Option<Arc<dyn AllReduceHook>>) {
         self.group().settings().all_reduce_hook = hook;
     }

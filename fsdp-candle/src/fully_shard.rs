@@ -17,6 +17,35 @@ use crate::var_map::ShardedVarMap;
 pub(crate) const ROOT: &str = "(root)";
 
 /// How a parameter is sharded.
+///
+/// ```
+/// use fsdp_candle::{ShardMesh, ShardPlacement};
+/// use fsdp_core::process_group::local;
+/// # use candle_core::{DType, Module, Tensor};
+/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+///
+/// local::run(4, |group| {
+///     let world = World::of(group);
+///     // Experts are sharded over pairs of ranks, all else over all four.
+///     let pairs = world.mesh(&[("expert", 2), ("within", 2)])?;
+///     let pairs = ShardMesh::of_dims(&pairs, Some("expert"), "within")?;
+///     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 4)])?, world.device());
+///     let opts = FullyShard::new(&vars).shard_placement_fn(move |fqn, shape| match fqn {
+///         _ if fqn.starts_with("expert") => Some(ShardPlacement { dim: 0, mesh: Some(pairs.clone()) }),
+///         _ if shape.len() == 2 => Some(ShardPlacement::from(1)), // by columns
+///         _ => None,
+///     });
+///     let model = fully_shard(&opts, vars.builder(DType::F32), |vb| {
+///         Ok((nn::linear(8, 8, vb.pp("gate"))?, nn::linear_no_bias(8, 8, vb.pp("expert"))?))
+///     })?;
+///     let shards: Vec<_> = model.params().iter().map(|param| param.var().dims().to_vec()).collect();
+///     assert_eq!(shards, [vec![8, 2], vec![2], vec![4, 8]]);
+///     Ok::<_, fsdp_candle::Error>(())
+/// })
+/// .into_iter()
+/// .collect::<Result<Vec<_>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Default)]
 pub struct ShardPlacement {
     /// The tensor dimension that is cut. One other than 0 must divide evenly.
@@ -99,6 +128,22 @@ impl FullyShard {
     }
 
     /// Leaves the parameters whose FQN `ignored` accepts alone: whole on every rank, as plain variables ([`ShardedVarMap::ignored`]) whose gradients are not reduced.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Module, Tensor};
+    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+    /// # let world = World::single()?;
+    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+    /// let opts = FullyShard::new(&vars).ignored_params(|fqn| fqn.ends_with("bias"));
+    /// let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear(4, 2, vb))?;
+    /// assert_eq!(model.params().len(), 1);
+    /// let (name, bias) = vars.ignored().remove(0);
+    /// assert_eq!(name, "bias");
+    /// let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+    /// let grads = model.backward(&model.forward(&x)?.sum_all()?)?;
+    /// assert_eq!(grads.get(&bias).unwrap().to_vec1::<f32>()?, [3.; 2]); // of this rank's batch alone
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn ignored_params(mut self, ignored: impl Fn(&str) -> bool + Send + Sync + 'static) -> Self {
         self.ignored_params = Some(Arc::new(ignored));
         self

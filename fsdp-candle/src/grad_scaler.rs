@@ -13,15 +13,29 @@ use crate::{Error, NormType, Result};
 ///
 /// As `torch.amp.GradScaler`: after an overflow the scale is multiplied by 0.5, after 2000 good steps by 2.
 ///
-/// ```no_run
-/// # fn example(model: &fsdp_candle::FsdpModule<()>, vars: &fsdp_candle::ShardedVarMap, optim: &mut fsdp_candle::AdamW, loss: &candle_core::Tensor)
-/// # -> Result<(), Box<dyn std::error::Error>> {
-/// let mut scaler = fsdp_candle::GradScaler::default();
-/// let mut grads = model.backward(&scaler.scale(loss)?)?;
-/// scaler.unscale(vars, &mut grads)?;
-/// fsdp_candle::clip_grad_norm(vars, &mut grads, 1.0)?;
-/// let stepped = scaler.step(optim, &grads)?;
-/// # Ok(()) }
+/// ```
+/// # use candle_core::{DType, Module, Tensor};
+/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+/// # let world = World::single()?;
+/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+/// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+/// # let weight = vars.params()[0].var().clone();
+/// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+/// use fsdp_candle::{clip_grad_norm, AdamW, AdamWConfig, GradScaler};
+///
+/// let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default())?;
+/// let mut scaler = GradScaler::default();
+/// for overflow in [false, true] {
+///     let loss = model.forward(&x)?.sum_all()?;
+///     let loss = if overflow { (loss * f64::INFINITY)? } else { loss };
+///     let mut grads = model.backward(&scaler.scale(&loss)?)?;
+///     scaler.unscale(&vars, &mut grads)?;
+///     clip_grad_norm(&vars, &mut grads, 1.0)?;
+///     let stepped = scaler.step(&mut optim, &grads)?;
+///     assert_eq!(stepped, !overflow);
+/// }
+/// assert_eq!(scaler.current_scale(), 65536. / 2.);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct GradScaler {

@@ -24,6 +24,28 @@ pub struct FsdpModule<M> {
 
 impl<A, B> FsdpModule<(A, B)> {
     /// Two modules of one unit, to be called apart inside the forward of another: a norm and a head, say. The unit is resharded after both have run.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Module, Tensor};
+    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+    /// # let world = World::single()?;
+    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+    /// # let (opts, vb) = (FullyShard::new(&vars), vars.builder(DType::F32));
+    /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+    /// let (norm, head) = fully_shard(&opts, vb.pp("last"), |vb| {
+    ///     Ok((nn::rms_norm(4, 1e-5, vb.pp("norm"))?, nn::linear(4, 2, vb.pp("head"))?))
+    /// })?
+    /// .into_parts();
+    /// let model = fully_shard(&opts, vb, |_| Ok((norm, head)))?;
+    /// let y = model.call(|(norm, head)| {
+    ///     let normed = norm.forward(&x)?;
+    ///     assert!(head.params()[0].is_unsharded()); // the unit waits for its other half
+    ///     head.forward(&normed)
+    /// })?;
+    /// assert!(model.inner().1.params().iter().all(|param| !param.is_unsharded()));
+    /// model.backward(&y.sum_all()?)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn into_parts(self) -> (FsdpModule<A>, FsdpModule<B>) {
         let (group, context, parts) = (self.group.clone(), self.context.clone(), self.parts + 1);
         let (a, b) = self.inner;
@@ -98,6 +120,27 @@ impl<M> FsdpModule<M> {
     ///
     /// # Errors
     /// As [`FsdpModule::call`].
+    ///
+    /// ```
+    /// # use candle_core::{DType, Module, Tensor};
+    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+    /// # let world = World::single()?;
+    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+    /// # let opts = FullyShard::new(&vars);
+    /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+    /// let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear(4, 2, vb))?;
+    /// // Any number of tensors in and out: tuples, vectors, options, and types of yours that implement `Tensors`.
+    /// let (y, gate) = model.call_with((x, None::<Tensor>), |linear, (x, mask)| {
+    ///     let y = linear.forward(&x)?;
+    ///     let masked = match mask {
+    ///         Some(mask) => y.mul(&mask)?,
+    ///         None => y.clone(),
+    ///     };
+    ///     Ok((masked, vec![nn::silu(&y)?]))
+    /// })?;
+    /// model.backward(&(y.sum_all()? + gate[0].sum_all()?)?)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn call_with<I: Tensors, O: Tensors>(&self, inputs: I, forward: impl FnOnce(&M, I) -> Result<O>) -> Result<O> {
         let policy = self.group.mp_policy();
         let inputs = match policy.param_dtype {

@@ -18,6 +18,27 @@ use crate::storage::{self, Pool, add, poison, swap, to_buffer, to_core_dtype, to
 /// A parameter sharded over the ranks of its unit.
 ///
 /// Layers hold its full tensor, whose memory is there only while the unit is unsharded. Optimizers hold [`FsdpParam::var`], this rank's shard.
+///
+/// ```
+/// use fsdp_core::{Placement, process_group::local};
+/// # use candle_core::{DType, Module, Tensor};
+/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+///
+/// local::run(2, |group| {
+///     let world = World::of(group);
+///     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 2)])?, world.device());
+///     let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 3, vb))?;
+///     let weight = &model.params()[0];
+///     assert_eq!((weight.name(), weight.shape().dims(), weight.placements()), ("weight", &[3, 4][..], vec![Placement::Shard(0)]));
+///     // Rows 0 and 1 on rank 0, row 2 on rank 1, as `torch.chunk` cuts.
+///     assert_eq!(weight.region().offsets, [2 * world.rank(), 0]);
+///     assert_eq!(weight.var().dims(), [2 - world.rank(), 4]);
+///     Ok::<_, fsdp_candle::Error>(())
+/// })
+/// .into_iter()
+/// .collect::<Result<Vec<_>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct FsdpParam {
     name: String,
     shape: Shape,

@@ -5,6 +5,34 @@ use std::sync::Arc;
 use candle_core::DType;
 
 /// The dtypes of a unit, as in PyTorch's `MixedPrecisionPolicy`. Shards, sharded gradients and optimizer state keep the dtype that the model was built in.
+///
+/// ```
+/// # use candle_core::{DType, Module, Tensor};
+/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+/// # let world = World::single()?;
+/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+/// use fsdp_candle::MixedPrecisionPolicy;
+///
+/// // Compute in bf16, reduce in f32, and leave the norm in f32 altogether.
+/// let policy = MixedPrecisionPolicy {
+///     param_dtype: Some(DType::BF16),
+///     reduce_dtype: Some(DType::F32),
+///     keep_dtype_fn: Some(std::sync::Arc::new(|fqn: &str| fqn.starts_with("norm"))),
+///     ..Default::default()
+/// };
+/// let model = fully_shard(&FullyShard::new(&vars).mp_policy(policy), vars.builder(DType::F32), |vb| {
+///     Ok((nn::linear(4, 2, vb.pp("up"))?, nn::rms_norm(2, 1e-5, vb.pp("norm"))?))
+/// })?;
+/// let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+/// let y = model.call_with(x, |(up, norm), x| norm.forward(&up.forward(&x)?.to_dtype(DType::F32)?))?;
+/// let grads = model.backward(&y.sum_all()?)?;
+/// for param in model.params() {
+///     let computes_in = if param.name().starts_with("norm") { DType::F32 } else { DType::BF16 };
+///     assert_eq!((param.dtype(), param.compute_dtype()), (DType::F32, computes_in));
+///     assert_eq!(grads.get(param.var()).unwrap().dtype(), DType::F32);
+/// }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone)]
 pub struct MixedPrecisionPolicy {
     /// The dtype of unsharded parameters, and so of the all-gather and of compute. Unset: the parameters' own.

@@ -3,6 +3,26 @@
 use candle_core::{Result, Tensor};
 
 /// A value whose tensors can be replaced one by one. Implement it for a type of your own that a forward takes or returns.
+///
+/// ```
+/// use candle_core::{Result, Tensor};
+/// use fsdp_candle::Tensors;
+///
+/// struct Routed {
+///     hidden: Tensor,
+///     experts: Vec<usize>,
+/// }
+///
+/// impl Tensors for Routed {
+///     fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
+///         Ok(Routed { hidden: f(self.hidden)?, experts: self.experts })
+///     }
+/// }
+/// # let routed = Routed { hidden: Tensor::ones(2, candle_core::DType::F32, &candle_core::Device::Cpu)?, experts: vec![1] };
+/// # let doubled = routed.map_tensors(&mut |tensor| tensor * 2.)?;
+/// # assert_eq!((doubled.hidden.to_vec1::<f32>()?, doubled.experts), (vec![2.; 2], vec![1]));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub trait Tensors: Sized {
     /// Replaces each tensor by what `f` makes of it.
     ///

@@ -20,6 +20,29 @@ use crate::storage::with_bytes_mut;
 use crate::{Error, Result};
 
 /// All parameters of a model, each rank holding its shards. Cheap to clone; clones are the same map.
+///
+/// ```
+/// # use candle_core::{DType, Module, Tensor};
+/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+/// use fsdp_candle::initializer::Philox;
+///
+/// let world = World::single()?;
+/// let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+/// vars.init_with(Philox::new(42)); // the same values at every number of ranks
+/// vars.freeze(|fqn| fqn.starts_with("embed"));
+/// let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
+///     Ok((nn::embedding(10, 4, vb.pp("embed"))?, nn::linear(4, 2, vb.pp("head"))?))
+/// })?;
+/// assert_eq!((vars.params().len(), vars.trainable().len()), (3, 2));
+///
+/// let ids = Tensor::new(&[[1u32, 2]], world.device())?;
+/// let y = model.call(|(embed, head)| head.forward(&embed.forward(&ids)?))?;
+/// let grads = model.backward(&y.sum_all()?)?;
+/// assert!(grads.get(vars.get("embed.weight").unwrap().var()).is_none());
+/// vars.release_buffers(); // before an evaluation on other shapes, say
+/// println!("{vars}"); // units, parameters, placements, bytes
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone)]
 pub struct ShardedVarMap(Arc<Inner>);
 

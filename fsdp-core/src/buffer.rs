@@ -158,6 +158,37 @@ impl Writable for Mutex<Buffer> {
 ///
 /// Taking happens when a collective starts to run, not when it is issued: memory that an earlier collective of the same group gives back is there
 /// to be taken by the next one, so that a queue of collectives needs no more memory than the largest of them.
+///
+/// ```
+/// use std::sync::{Arc, Mutex};
+/// use fsdp_core::{Allocator, Buffer, DType, Heap, ReduceOp, ScatterPart, process_group::local};
+///
+/// /// Keeps buffers for the next who asks for their size.
+/// #[derive(Default)]
+/// struct Kept(Mutex<Vec<Buffer>>);
+///
+/// impl Allocator for Kept {
+///     fn take(&self, dtype: DType, len: usize) -> Buffer {
+///         let mut kept = self.0.lock().unwrap();
+///         match kept.iter().position(|buffer| (buffer.dtype(), buffer.len()) == (dtype, len)) {
+///             Some(at) => kept.swap_remove(at),
+///             None => Heap.take(dtype, len),
+///         }
+///     }
+///
+///     fn give(&self, buffer: Buffer) {
+///         self.0.lock().unwrap().push(buffer);
+///     }
+/// }
+///
+/// local::run(2, |group| {
+///     let kept = Arc::new(Kept::default());
+///     let part = ScatterPart { input: Buffer::F32(vec![1.; 4]), counts: vec![2, 2] };
+///     let sums = group.reduce_scatter(vec![part], ReduceOp::Sum, kept.clone()).wait().unwrap();
+///     assert_eq!(sums, [Buffer::F32(vec![2.; 2])]);
+///     assert_eq!(kept.0.lock().unwrap().len(), 1); // the input, which the collective has consumed
+/// });
+/// ```
 pub trait Allocator: Send + Sync {
     /// A buffer of `len` elements with unspecified values.
     fn take(&self, dtype: DType, len: usize) -> Buffer;

@@ -1,4 +1,6 @@
-//! What the integration tests share: the workspace's programs, built, and runs of them.
+//! What the integration tests share: the workspace's programs, built, runs of them, and their traces.
+
+pub mod trace;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};

@@ -31,6 +31,38 @@ pub struct ShardRequest<'a> {
 }
 
 /// Where initial values come from. The values of an element must not depend on how the parameter is sharded.
+///
+/// ```
+/// use fsdp_candle::initializer::{Fallback, Initializer, Philox, ShardRequest};
+/// # use candle_core::{DType, Module, Tensor};
+/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+/// # let world = World::single()?;
+/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+///
+/// /// Weights whose elements are their own indices.
+/// struct Count;
+///
+/// impl Initializer for Count {
+///     fn fill(&self, request: &ShardRequest<'_>, shard: &mut [u8]) -> fsdp_candle::Result<()> {
+///         // Of a matrix that is cut by rows: this rank's begin here.
+///         let first = request.region.offsets[0] * request.shape[1..].iter().product::<usize>();
+///         for (i, element) in shard.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+///             *element = ((first + i) as f32).to_ne_bytes();
+///         }
+///         Ok(())
+///     }
+///
+///     fn contains(&self, fqn: &str) -> bool {
+///         fqn.ends_with("weight")
+///     }
+/// }
+///
+/// // What `Count` does not have is drawn.
+/// vars.init_with(Fallback::new(Count, Philox::new(0), |_| true));
+/// let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(2, 2, vb))?;
+/// assert_eq!(vars.get("weight").unwrap().var().to_vec2::<f32>()?, [[0., 1.], [2., 3.]]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub trait Initializer: Send + Sync {
     /// Writes the region's elements, row-major and in native byte order, into `shard`.
     ///

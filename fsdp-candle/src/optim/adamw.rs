@@ -45,6 +45,31 @@ pub struct AdamWState {
 }
 
 /// AdamW over the shards of parameters.
+///
+/// ```
+/// # use candle_core::{DType, Module, Tensor};
+/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+/// # let world = World::single()?;
+/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+/// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(4, 2, vb))?;
+/// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+/// use fsdp_candle::{AdamW, AdamWConfig};
+///
+/// // Two groups: no weight decay of biases.
+/// let (biases, weights) = vars.trainable().into_iter().partition(|param| param.name().ends_with("bias"));
+/// let config = AdamWConfig { lr: 1e-2, ..AdamWConfig::default() };
+/// let mut groups = [AdamW::new(weights, config)?, AdamW::new(biases, AdamWConfig { weight_decay: 0., ..config })?];
+///
+/// let grads = model.backward(&model.forward(&x)?.sum_all()?)?;
+/// for optim in &mut groups {
+///     optim.set_learning_rate(1e-3);
+///     optim.step(&grads)?;
+/// }
+/// let state = &groups[1].states()[0];
+/// assert_eq!((state.param.name(), state.step), ("bias", 1));
+/// assert_eq!(state.exp_avg.dims(), state.param.var().dims()); // a shard, as the parameter is
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct AdamW {
     config: AdamWConfig,
     states: Vec<AdamWState>,

@@ -102,6 +102,32 @@ pub(super) fn copy(from: &Tensor, to: &Tensor) -> Result<()> {
 }
 
 /// Every parameter as `model.<fqn>`, in the memory that it has: what [`fsdp_ckpt::save`] takes.
+///
+/// ```
+/// # use candle_core::{DType, Module, Tensor};
+/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+/// # let world = World::single()?;
+/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+/// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+/// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+/// use fsdp_candle::{load_model, load_optimizer, model_tensors, optimizer_tensors, AdamW, AdamWConfig};
+/// use fsdp_ckpt::{save, LoadOptions, SaveState};
+///
+/// let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default())?;
+/// optim.step(&model.backward(&model.forward(&x)?.sum_all()?)?)?;
+/// let mut tensors = model_tensors(&vars)?;
+/// tensors.extend(optimizer_tensors(&optim)?);
+/// let root = tempfile::tempdir()?;
+/// let dir = root.path().join("step-1");
+/// save(&dir, &**world.group(), &SaveState { mesh: vars.mesh().layout().clone(), tensors, values: Default::default() })?;
+///
+/// // In another run, at another number of ranks: build the model and its optimizer, then
+/// let source = fsdp_ckpt::open(&dir)?;
+/// load_model(&vars, &*source, &LoadOptions::default())?;
+/// load_optimizer(&mut optim, &*source, &LoadOptions::default())?;
+/// assert_eq!(optim.states()[0].step, 1);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn model_tensors(vars: &ShardedVarMap) -> Result<Vec<fsdp_ckpt::TensorShard>> {
     Ok(get_model_state_dict(vars, &StateDictOptions::default())?.shards(fsdp_ckpt::MODEL))
 }

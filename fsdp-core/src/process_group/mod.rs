@@ -78,6 +78,36 @@ pub struct ExchangePart {
 /// Every collective carries a sequence number and a fingerprint; ranks that disagree all get [`crate::Error::Mismatch`]. Waiting ends with
 /// [`crate::Error::Timeout`] after [`ProcessGroup::timeout`] without progress and with [`crate::Error::PeerLost`] soon after a peer died. After any of these the
 /// group is unusable and every later collective returns the same error.
+///
+/// ```
+/// use std::sync::Arc;
+/// use fsdp_core::{Buffer, GatherPart, Heap, ReduceOp, ScatterPart, process_group::local};
+///
+/// local::run(2, |group| {
+///     let rank = group.rank();
+///     // One collective for two tensors; rank 1 holds nothing of the second.
+///     let of = |values: Vec<f32>| Arc::new(Buffer::F32(values));
+///     let parts = vec![
+///         GatherPart { input: of(vec![rank as f32; 2]), counts: vec![2, 2] },
+///         GatherPart { input: of(vec![7.; 1 - rank]), counts: vec![1, 0] },
+///     ];
+///     let gathered = group.all_gather(parts, Heap::shared());
+///     // Issued behind it; neither waits for the other.
+///     let part = ScatterPart { input: Buffer::F32(vec![1., 2., 3.]), counts: vec![2, 1] };
+///     let reduced = group.reduce_scatter(vec![part], ReduceOp::Sum, Heap::shared());
+///
+///     assert_eq!(gathered.wait()?, [Buffer::F32(vec![0., 0., 1., 1.]), Buffer::F32(vec![7.])]);
+///     assert_eq!(reduced.wait()?, [Buffer::F32(if rank == 0 { vec![2., 4.] } else { vec![6.] })]);
+///
+///     // Groups of some of the ranks: here each rank by itself.
+///     let alone = group.split(rank, 0)?;
+///     assert_eq!((alone.rank(), alone.size()), (0, 1));
+///     Ok::<_, fsdp_core::Error>(())
+/// })
+/// .into_iter()
+/// .collect::<Result<Vec<_>, _>>()?;
+/// # Ok::<_, fsdp_core::Error>(())
+/// ```
 pub trait ProcessGroup: Send + Sync {
     /// This process's rank in the group.
     fn rank(&self) -> usize;

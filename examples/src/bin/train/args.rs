@@ -133,7 +133,10 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t = GradSync::Every, help_heading = "Sharding")]
     pub(crate) grad_sync: GradSync,
 
-    /// Write a trace of compute and communication that chrome://tracing and Perfetto open; each process but the first adds its rank to the name
+    /// Write a trace of what every process computes and communicates, to be opened at ui.perfetto.dev (`Open trace file`) or chrome://tracing
+    ///
+    /// Each process is a row called `rank N` with a line for compute (steps, and forward and backward of each unit) and one for each group that it communicates
+    /// in. While the run lasts, and after one that fails, the processes have files of their own, such as trace.rank0.json; a run that ends well joins them.
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     pub(crate) trace: Option<PathBuf>,
 

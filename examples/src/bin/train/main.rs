@@ -7,6 +7,7 @@ mod done;
 mod logging;
 mod places;
 mod setup;
+mod trace;
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -27,8 +28,9 @@ use setup::Setup;
 fn main() -> ExitCode {
     let args = Args::parse();
     job::run(|world| {
-        let _trace = logging::init(args.trace.as_deref())?;
-        train(&args, world)
+        let trace = logging::init(args.trace.as_deref(), world)?;
+        train(&args, world)?;
+        trace.map_or(Ok(()), |trace| trace.finish(world))
     })
 }
 
@@ -56,6 +58,7 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
     let tokens_per_step = (world.size() * args.batch_size * args.grad_accum * args.seq_len) as f64;
 
     for step in done.step + 1..=args.steps {
+        let _span = tracing::debug_span!("step", number = step).entered();
         let start = Instant::now();
         let lr = schedule.lr(step);
         optim.set_learning_rate(lr);
@@ -108,18 +111,18 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
             progress.step(&record);
         }
         if args.save_every > 0 && step % args.save_every == 0 && step != args.steps {
-            checkpoints.save(&vars, &optim, &done)?;
+            tracing::debug_span!("save").in_scope(|| checkpoints.save(&vars, &optim, &done))?;
         }
     }
     if let Some(progress) = progress {
         progress.finish();
     }
 
-    let saved = checkpoints.save(&vars, &optim, &done)?;
+    let saved = tracing::debug_span!("save").in_scope(|| checkpoints.save(&vars, &optim, &done))?;
     if let Some(dir) = &args.export_hf {
         checkpoint::export_hf(dir, args, world, &vars)?;
     }
-    let sample = setup::sample(&model, &batches, &text, &config, world)?;
+    let sample = tracing::debug_span!("sample").in_scope(|| setup::sample(&model, &batches, &text, &config, world))?;
     if world.rank() == 0 {
         println!("sample: {sample}");
         println!("checkpoint: {}", saved.display());

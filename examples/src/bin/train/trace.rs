@@ -1,0 +1,263 @@
+//! `--trace`: what every process computes and communicates, on one time axis, in the Chrome trace format.
+//!
+//! Each process writes a file of its own while it runs, `trace.rank0.json`; when all is well at the end rank 0 joins them. `tracing_chrome` collects the
+//! events; [`OfRank`] makes them fit for people: a name says what happened to which unit, a rank is a process, and its clock is that of the others.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, BufWriter, Write};
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use anyhow::Context;
+use fsdp_candle::{ReduceOp, World};
+use serde_json::{Map, Value, json};
+use tracing::Subscriber;
+use tracing_chrome::{ChromeLayer, ChromeLayerBuilder, FlushGuard};
+use tracing_subscriber::registry::LookupSpan;
+
+/// Viewers want ids of threads that no two processes share: each rank has so many.
+const THREADS: u64 = 1000;
+
+/// A trace that is being written.
+pub(crate) struct Trace {
+    file: PathBuf,
+    /// The file of this rank is whole when the guard is dropped.
+    guard: FlushGuard,
+}
+
+impl Trace {
+    /// Starts the trace of all ranks in `file`. Collective.
+    ///
+    /// # Errors
+    /// When it can't be written.
+    pub(crate) fn start<S>(file: &Path, world: &World) -> anyhow::Result<(ChromeLayer<S>, Trace)>
+    where
+        S: Subscriber + for<'span> LookupSpan<'span> + Send + Sync,
+    {
+        let cannot = || format!("can't write --trace {}", file.display());
+        let rank = world.rank();
+        if rank == 0 {
+            // What is in its way should show now, not after hours.
+            File::create(file).and_then(|_| std::fs::remove_file(file)).with_context(cannot)?;
+        }
+        let part = File::create(of_rank(file, rank)).with_context(cannot)?;
+        let first = world.all_reduce(&[now_micros()?], ReduceOp::Min)?[0];
+        let builder = ChromeLayerBuilder::new().include_args(true).include_locations(false);
+        // The layer's clock starts when it is built.
+        let writer = OfRank::new(BufWriter::new(part), rank, now_micros()? - first);
+        let (layer, guard) = builder.writer(writer).build();
+        Ok((layer, Trace { file: file.to_path_buf(), guard }))
+    }
+
+    /// Joins the files of all ranks. Collective.
+    ///
+    /// # Errors
+    /// When a file can't be read or written.
+    pub(crate) fn finish(self, world: &World) -> anyhow::Result<()> {
+        let Trace { file, guard } = self;
+        drop(guard);
+        // Everybody's file is whole.
+        world.all_reduce(&[0.], ReduceOp::Sum)?;
+        if world.rank() == 0 {
+            join(&file, world.size()).with_context(|| format!("can't write --trace {}", file.display()))?;
+            println!("trace: {}", file.display());
+        }
+        Ok(())
+    }
+}
+
+fn now_micros() -> anyhow::Result<f64> {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).context("the clock is before 1970")?;
+    Ok(now.as_micros() as f64)
+}
+
+/// `trace.rank1.json` for rank 1 of `trace.json`.
+fn of_rank(file: &Path, rank: usize) -> PathBuf {
+    let extension = file.extension().and_then(|extension| extension.to_str()).unwrap_or("json");
+    file.with_extension(format!("rank{rank}.{extension}"))
+}
+
+/// Makes one file of the ranks' files, and removes them.
+fn join(file: &Path, ranks: usize) -> std::io::Result<()> {
+    let mut out = BufWriter::new(File::create(file)?);
+    let mut separator = "[\n";
+    for rank in 0..ranks {
+        for line in BufReader::new(File::open(of_rank(file, rank))?).lines() {
+            let line = line?;
+            // The first and the last line of a part are its brackets.
+            if line.starts_with('{') {
+                write!(out, "{separator}{}", line.trim_end_matches(','))?;
+                separator = ",\n";
+            }
+        }
+    }
+    out.write_all(b"\n]\n")?;
+    out.flush()?;
+    (0..ranks).try_for_each(|rank| std::fs::remove_file(of_rank(file, rank)))
+}
+
+/// Rewrites what `tracing_chrome` writes, an event a line, on its way to a rank's file.
+struct OfRank<W: Write> {
+    out: W,
+    rank: usize,
+    /// Microseconds from the first rank's beginning to this one's.
+    late: f64,
+    /// A line that has not ended yet.
+    line: Vec<u8>,
+    /// Whether the process has its name.
+    introduced: bool,
+}
+
+impl<W: Write> OfRank<W> {
+    fn new(out: W, rank: usize, late: f64) -> Self {
+        OfRank { out, rank, late, line: vec![], introduced: false }
+    }
+
+    fn end_line(&mut self) -> std::io::Result<()> {
+        let line = std::mem::take(&mut self.line);
+        let event = line.strip_suffix(b"\n").unwrap_or(&line);
+        let event = event.strip_suffix(b",").unwrap_or(event);
+        match serde_json::from_slice::<Map<String, Value>>(event) {
+            Ok(mut object) => {
+                self.introduce()?;
+                readable(&mut object, self.rank, self.late);
+                serde_json::to_writer(&mut self.out, &object)?;
+                self.out.write_all(&line[event.len()..])
+            }
+            // A bracket.
+            Err(_) => self.out.write_all(&line),
+        }
+    }
+
+    /// Names the process, before its first event.
+    fn introduce(&mut self) -> std::io::Result<()> {
+        if std::mem::replace(&mut self.introduced, true) {
+            return Ok(());
+        }
+        let name = json!({ "name": format!("rank {}", self.rank) });
+        for (what, args) in [("process_name", name), ("process_sort_index", json!({ "sort_index": self.rank }))] {
+            let event = json!({ "ph": "M", "pid": self.rank, "name": what, "args": args });
+            writeln!(self.out, "{event},")?;
+        }
+        Ok(())
+    }
+}
+
+impl<W: Write> Write for OfRank<W> {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        for piece in bytes.split_inclusive(|&byte| byte == b'\n') {
+            self.line.extend_from_slice(piece);
+            if piece.ends_with(b"\n") {
+                self.end_line()?;
+            }
+        }
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.end_line()?;
+        self.out.flush()
+    }
+}
+
+/// Gives an event a name for people, its rank, and a time that all ranks share.
+fn readable(event: &mut Map<String, Value>, rank: usize, late: f64) {
+    event.insert("pid".into(), rank.into());
+    if let Some(tid) = event.get("tid").and_then(Value::as_u64) {
+        event.insert("tid".into(), (rank as u64 * THREADS + tid + 1).into());
+    }
+    if let Some(ts) = event.get("ts").and_then(Value::as_f64) {
+        event.insert("ts".into(), (ts + late).into());
+    }
+    let mut args = match event.remove("args") {
+        Some(Value::Object(args)) => args,
+        _ => Map::new(),
+    };
+    if event.get("name").is_some_and(|name| name == "thread_name") {
+        let thread = args.get("name").and_then(Value::as_str).unwrap_or_default();
+        args.insert("name".into(), thread_name(thread).into());
+    } else {
+        // They come as Rust's Debug writes them: text in quotes, which is JSON nearly always.
+        for value in args.values_mut() {
+            if let Some(better) = value.as_str().and_then(|text| serde_json::from_str(text).ok()) {
+                *value = better;
+            }
+        }
+        let name = event_name(event.get("name").and_then(Value::as_str).unwrap_or_default(), &args);
+        event.insert("name".into(), name.into());
+        args.remove("message");
+    }
+    if !args.is_empty() {
+        event.insert("args".into(), args.into());
+    }
+}
+
+/// What happened, and to which unit.
+fn event_name(name: &str, args: &Map<String, Value>) -> String {
+    let arg = |name: &str| args.get(name).and_then(Value::as_str);
+    let what = match (arg("message"), name) {
+        (Some(message), _) => message.to_string(),
+        (None, "collective") => arg("op").unwrap_or(name).to_string(),
+        (None, "wait for reduction") => format!("wait for {}", arg("what").unwrap_or("reduction")),
+        (None, "step") => return format!("step {}", args.get("number").unwrap_or(&Value::Null)),
+        (None, name) => name.to_string(),
+    };
+    match arg("unit") {
+        Some(unit) => format!("{what} {unit}"),
+        None => what,
+    }
+}
+
+/// The progress thread of a group is called `fsdp <group>:<rank>`.
+fn thread_name(thread: &str) -> String {
+    match thread.strip_prefix("fsdp ").and_then(|group| group.rsplit_once(':')) {
+        Some((group, _)) => format!("communication ({group})"),
+        None if thread == "main" => "compute".into(),
+        None => thread.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rewritten(lines: &str) -> Vec<Value> {
+        let mut file = vec![];
+        let mut writer = OfRank::new(&mut file, 2, 10.);
+        // However the bytes come.
+        lines.as_bytes().chunks(7).for_each(|piece| writer.write_all(piece).unwrap());
+        writer.flush().unwrap();
+        serde_json::from_slice(&file).unwrap()
+    }
+
+    #[test]
+    fn events_say_what_happened_where_and_when() {
+        let event = |fields: Value| {
+            let mut event = json!({"ph": "B", "pid": 1, "tid": 0, "ts": 1.5, "name": "event src/x.rs:3"});
+            event.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+            event.to_string()
+        };
+        let lines = [
+            event(json!({"args": {"message": "unshard", "unit": "\"layers.1\"", "parameters": "3"}})),
+            event(json!({"name": "collective", "args": {"op": "\"all_gather\""}})),
+            event(json!({"name": "wait for reduction", "args": {"unit": "\"layers.1\"", "what": "\"all-reduce\""}})),
+            event(json!({"ph": "M", "name": "thread_name", "args": {"name": "fsdp world/3.0:2"}})),
+        ];
+        let events = rewritten(&format!("[\n{}\n]", lines.join(",\n")));
+        let names: Vec<_> = events.iter().map(|event| event["name"].as_str().unwrap()).collect();
+        let want = ["unshard layers.1", "all_gather", "wait for all-reduce layers.1", "thread_name"];
+        assert_eq!(names, [&["process_name", "process_sort_index"], &want[..]].concat());
+        assert_eq!(events[0]["args"]["name"], "rank 2");
+        assert_eq!(events[2]["args"], json!({"unit": "layers.1", "parameters": 3}));
+        assert_eq!(events[5]["args"]["name"], "communication (world/3.0)");
+        for event in &events {
+            assert_eq!(event["pid"], 2);
+        }
+        assert_eq!((&events[2]["tid"], &events[2]["ts"]), (&json!(2001), &json!(11.5)));
+    }
+
+    #[test]
+    fn a_trace_of_nothing_is_one() {
+        assert!(rewritten("[\n\n]").is_empty());
+    }
+}

@@ -1,0 +1,212 @@
+//! What a rank holds after each phase of a step, against the formula, for the ways of sharding that `bench memory` does not run.
+//!
+//! Ranks are threads here: what the allocator counts is the sum over ranks, taken while all of them wait.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::{DType, Module, Result, Tensor};
+use fsdp_candle::activation_checkpoint::checkpoint;
+use fsdp_candle::nn::{self, LoraConfig, is_adapter};
+use fsdp_candle::{
+    AdamW, AdamWConfig, FsdpModule, FullyShard, MixedPrecisionPolicy, ReshardAfterForward, ShardedVarMap, World,
+    fully_shard,
+};
+use fsdp_core::process_group::local;
+
+#[global_allocator]
+static ALLOCATOR: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
+
+const WIDTH: usize = 256;
+const LAYERS: usize = 4;
+/// Parameters of all blocks, in bytes.
+const MODEL: f64 = (LAYERS * 8 * WIDTH * WIDTH * 4) as f64;
+/// Of an activation of one row.
+const ROW: f64 = (WIDTH * 4) as f64;
+/// Room on a rank for bookkeeping, the root's norm and activations of one row.
+const SLACK: f64 = 200e3;
+const LORA_RANK: usize = 16;
+/// Adapters of all blocks, in bytes.
+const ADAPTERS: f64 = (LAYERS * LORA_RANK * 5 * WIDTH * 4) as f64;
+
+/// How a model is sharded and run.
+#[derive(Clone)]
+struct Way {
+    mesh: &'static [(&'static str, usize)],
+    reshard: ReshardAfterForward,
+    dtype: Option<DType>,
+    lora: bool,
+    checkpoint: bool,
+    sync: bool,
+    rows: usize,
+}
+
+const FSDP: &[(&str, usize)] = &[("dp_shard", 4)];
+const HSDP: &[(&str, usize)] = &[("dp_replicate", 2), ("dp_shard", 2)];
+const WAY: Way = Way {
+    mesh: FSDP,
+    reshard: ReshardAfterForward::Always,
+    dtype: None,
+    lora: false,
+    checkpoint: false,
+    sync: true,
+    rows: 1,
+};
+
+/// A residual MLP.
+struct Block {
+    up: Box<dyn Module + Send + Sync>,
+    down: nn::Linear,
+}
+
+impl Module for Block {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        x + self.down.forward(&nn::gelu(&self.up.forward(x)?)?)?
+    }
+}
+
+/// Bytes in use by a rank, where all of them are at this point.
+fn in_use(world: &World) -> f64 {
+    let barrier = || world.group().barrier().wait().unwrap();
+    barrier();
+    let bytes = ALLOCATOR.current_usage();
+    barrier();
+    bytes as f64 / world.size() as f64
+}
+
+/// Bytes on a rank after the model is built, the optimizer made, a step, the next one's forward, and its backward.
+fn phases(way: &Way) -> [f64; 5] {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    local::run(4, |group| {
+        let world = World::of(group);
+        let mesh = world.mesh(way.mesh).unwrap();
+        let before = in_use(&world);
+        let vars = ShardedVarMap::new(&mesh, world.device());
+        if way.lora {
+            vars.freeze(|name| !is_adapter(name));
+        }
+        let policy = MixedPrecisionPolicy { param_dtype: way.dtype, ..Default::default() };
+        let opts = FullyShard::new(&vars).reshard_after_forward(way.reshard).mp_policy(policy);
+        let vb = vars.builder(DType::F32);
+        let block = |i: usize| {
+            fully_shard(&opts, vb.pp(format!("blocks.{i}")), |vb| {
+                let up = nn::linear_no_bias(WIDTH, 4 * WIDTH, vb.pp("up"))?;
+                let config = LoraConfig { rank: LORA_RANK, alpha: 16. };
+                let up: Box<dyn Module + Send + Sync> = match way.lora {
+                    true => Box::new(nn::lora(up, WIDTH, 4 * WIDTH, config, vb.pp("up"))?),
+                    false => Box::new(up),
+                };
+                Ok(Arc::new(Block { up, down: nn::linear_no_bias(4 * WIDTH, WIDTH, vb.pp("down"))? }))
+            })
+            .unwrap()
+        };
+        let blocks: Vec<FsdpModule<Arc<Block>>> = (0..LAYERS).map(block).collect();
+        let model = fully_shard(&opts, vb.clone(), |vb| Ok((blocks, nn::rms_norm(WIDTH, 1e-5, vb.pp("norm"))?)));
+        let model = model.unwrap();
+        let built = in_use(&world) - before;
+        let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default()).unwrap();
+        let optimizer = in_use(&world) - before;
+        let x = Tensor::ones((way.rows, WIDTH), DType::F32, world.device()).unwrap();
+        let forward = || {
+            let y = model.call(|(blocks, norm)| {
+                let y = blocks.iter().try_fold(x.clone(), |x, block| {
+                    block.call_with(x, |inner, x| match way.checkpoint {
+                        true => {
+                            let inner = inner.clone();
+                            checkpoint(move |x: Tensor| inner.forward(&x), x)
+                        }
+                        false => inner.forward(&x),
+                    })
+                })?;
+                norm.forward(&y)
+            });
+            y.unwrap().to_dtype(DType::F32).unwrap().sqr().unwrap().mean_all().unwrap()
+        };
+        let grads = model.backward(&forward()).unwrap();
+        optim.step(&grads).unwrap();
+        drop(grads);
+        vars.release_buffers();
+        let step = in_use(&world) - before;
+        model.set_requires_gradient_sync(way.sync, true);
+        let loss = forward();
+        vars.release_buffers();
+        let after_forward = in_use(&world) - before;
+        let grads = model.backward(&loss).unwrap();
+        drop(loss);
+        vars.release_buffers();
+        let after_backward = in_use(&world) - before;
+        drop(grads);
+        [built, optimizer, step, after_forward, after_backward]
+    })[0]
+}
+
+fn check(what: &str, way: &Way, formula: [f64; 4]) {
+    let [built, optimizer, forward, backward] = formula;
+    let formula = [built, optimizer, optimizer, forward, backward];
+    let names = ["build", "optimizer", "a step", "forward", "backward"];
+    for ((phase, found), want) in names.iter().zip(phases(way)).zip(formula) {
+        assert!((found - want).abs() <= SLACK, "{what}: {found:.0} bytes after {phase}, not {want:.0}");
+    }
+}
+
+/// Parameters and moments sharded over `shards` ranks, `kept` bytes from forward to backward, then sharded gradients.
+fn formula(shards: f64, kept: f64) -> [f64; 4] {
+    let share = MODEL / shards;
+    [share, 3. * share, 3. * share + kept, 4. * share]
+}
+
+#[test]
+fn resharding_to_fewer_ranks_keeps_their_share_after_forward() {
+    let way = Way { reshard: ReshardAfterForward::To(2), ..WAY };
+    check("K = 2", &way, formula(4., MODEL / 2.));
+}
+
+#[test]
+fn copies_hold_what_a_smaller_world_would() {
+    for (reshard, kept) in [(ReshardAfterForward::Always, 0.), (ReshardAfterForward::Never, MODEL)] {
+        check(&format!("HSDP, {reshard:?}"), &Way { mesh: HSDP, reshard, ..WAY }, formula(2., kept));
+    }
+}
+
+#[test]
+fn half_precision_halves_what_is_gathered_and_nothing_else() {
+    let way = Way { reshard: ReshardAfterForward::Never, dtype: Some(DType::BF16), ..WAY };
+    check("BF16", &way, formula(4., MODEL / 2.));
+}
+
+#[test]
+fn frozen_parameters_have_neither_moments_nor_gradients() {
+    for (reshard, kept) in [(ReshardAfterForward::Always, 0.), (ReshardAfterForward::Never, MODEL + ADAPTERS)] {
+        let (base, adapters) = (MODEL / 4., ADAPTERS / 4.);
+        let formula = [base + adapters, base + 3. * adapters, base + 3. * adapters + kept, base + 4. * adapters];
+        check(&format!("LoRA, {reshard:?}"), &Way { lora: true, reshard, ..WAY }, formula);
+    }
+}
+
+#[test]
+fn gradients_that_wait_for_a_reduction_are_whole() {
+    let share = MODEL / 4.;
+    let way = Way { sync: false, ..WAY };
+    check("without synchronisation", &way, [share, 3. * share, 3. * share, 3. * share + MODEL]);
+}
+
+#[test]
+fn activation_checkpointing_keeps_a_blocks_input_alone() {
+    let rows = 256;
+    let bytes = rows as f64 * ROW;
+    let after_forward = |checkpoint: bool| {
+        // Matrix products keep packing buffers from the first step on.
+        let [_, _, between, forward, backward] = phases(&Way { checkpoint, rows, ..WAY });
+        let beside = (backward - between - MODEL / 4.) / bytes;
+        assert!(beside.abs() <= 2., "{beside} widths outlive backward");
+        (forward - between) / bytes
+    };
+    let (all, inputs) = (after_forward(false), after_forward(true));
+    // In widths of the residual stream: each block's input and, where it is not run again, both sides of the activation, four wide each.
+    let blocks = LAYERS as f64;
+    assert!(all >= 9. * blocks, "{all} widths");
+    // The checkpoint's output passes the unit's hook once more; input, loss and norm are the model's own.
+    assert!(inputs <= 2. * blocks + 4., "{inputs} widths");
+    assert!(all - inputs >= 8. * blocks, "{all} widths without, {inputs} with");
+}

@@ -1,0 +1,95 @@
+//! What `train --trace` wrote.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde_json::Value;
+
+/// Something that happened in one thread of one rank.
+#[derive(Clone, Debug)]
+pub struct Event {
+    /// The rank.
+    pub rank: u64,
+    /// The thread's name.
+    pub thread: String,
+    /// `B` where it begins, `E` where it ends, `i` for a moment.
+    pub phase: String,
+    /// What happened.
+    pub name: String,
+}
+
+impl Event {
+    /// Whether this is the beginning, the end or the moment (`B`, `E`, `i`) of `name`.
+    pub fn is(&self, phase: &str, name: &str) -> bool {
+        self.phase == phase && self.name == name
+    }
+}
+
+/// A trace.
+pub struct Trace(Vec<Value>);
+
+impl Trace {
+    /// Reads one.
+    ///
+    /// # Panics
+    /// When the file is no array of JSON objects.
+    pub fn read(file: &Path) -> Self {
+        let text = match std::fs::read_to_string(file) {
+            Ok(text) => text,
+            Err(error) => panic!("{}: {error}", file.display()),
+        };
+        match serde_json::from_str(&text) {
+            Ok(events) => Trace(events),
+            Err(error) => panic!("{}: {error}", file.display()),
+        }
+    }
+
+    /// The names that it gives to processes (`process_name`, by `pid`) or threads (`thread_name`, by `tid`).
+    pub fn names(&self, what: &str, id: &str) -> BTreeMap<u64, String> {
+        let named = self.0.iter().filter(|event| event["name"] == what);
+        named
+            .map(|event| {
+                (event[id].as_u64().unwrap_or(u64::MAX), event["args"]["name"].as_str().unwrap_or_default().into())
+            })
+            .collect()
+    }
+
+    /// What happened, in order of time.
+    ///
+    /// # Panics
+    /// When an event has no time, or no thread that has a name.
+    pub fn events(&self) -> Vec<Event> {
+        let threads = self.names("thread_name", "tid");
+        let mut timed: Vec<_> = self.0.iter().filter(|event| event["ph"] != "M").collect();
+        assert!(timed.iter().all(|event| event["ts"].is_number()), "an event without a time");
+        timed.sort_by(|a, b| a["ts"].as_f64().unwrap_or(0.).total_cmp(&b["ts"].as_f64().unwrap_or(0.)));
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_string();
+        timed
+            .into_iter()
+            .map(|event| {
+                let Some(thread) = event["tid"].as_u64().and_then(|tid| threads.get(&tid)) else {
+                    panic!("{event} is of no thread that has a name")
+                };
+                Event {
+                    rank: event["pid"].as_u64().unwrap_or(u64::MAX),
+                    thread: thread.clone(),
+                    phase: text(&event["ph"]),
+                    name: text(&event["name"]),
+                }
+            })
+            .collect()
+    }
+
+    /// What happened on one rank in one training step, in order of time.
+    ///
+    /// # Panics
+    /// When the trace has no such step.
+    pub fn step(events: &[Event], rank: u64, step: usize) -> Vec<&Event> {
+        let name = format!("step {step}");
+        let of_rank = events.iter().filter(|event| event.rank == rank);
+        let from = of_rank.skip_while(|event| !event.is("B", &name));
+        let step: Vec<_> = from.take_while(|event| !event.is("E", &name)).collect();
+        assert!(!step.is_empty(), "rank {rank} has no {name}");
+        step
+    }
+}
