@@ -91,12 +91,14 @@ impl<M> FsdpModule<M> {
         self.context().reset_iter_state();
     }
 
+    /// This unit, and those inside it where `recurse`.
+    fn reached(&self, recurse: bool) -> impl Iterator<Item = Arc<ParamGroup>> {
+        let groups = self.context().groups().into_iter();
+        groups.filter(move |group| Arc::ptr_eq(group, self.group()) || recurse && group.is_within(self.name()))
+    }
+
     fn change(&self, recurse: bool, change: impl Fn(&mut Settings)) {
-        for group in self.context().groups() {
-            if Arc::ptr_eq(&group, self.group()) || recurse && group.is_within(self.name()) {
-                change(&mut group.settings());
-            }
-        }
+        self.reached(recurse).for_each(|group| change(&mut group.settings()));
     }
 
     /// The units to gather when this one's forward begins. An empty list: the unit that followed it in the last iteration.
@@ -153,7 +155,7 @@ impl<M> FsdpModule<M> {
     /// When the group can't be made.
     pub fn set_separate_reduce_scatter_group(&self, separate: bool, recurse: bool) -> crate::Result<()> {
         if separate {
-            for group in self.context().groups().iter().filter(|group| recurse || Arc::ptr_eq(group, self.group())) {
+            for group in self.reached(recurse) {
                 group.params().iter().try_for_each(|param| param.ranks().shard_apart().map(drop))?;
             }
         }
@@ -167,10 +169,8 @@ impl<M> FsdpModule<M> {
     /// When the number of ranks of `To` does not divide those that a parameter is sharded over, or is trivial.
     pub fn set_reshard_after_forward(&self, policy: ReshardAfterForward, recurse: bool) -> crate::Result<()> {
         if let ReshardAfterForward::To(size) = policy {
-            for group in self.context().groups() {
-                if Arc::ptr_eq(&group, self.group()) || recurse && group.is_within(self.name()) {
-                    group.params().iter().try_for_each(|param| param.ranks().neighbours(size).map(drop))?;
-                }
+            for group in self.reached(recurse) {
+                group.params().iter().try_for_each(|param| param.ranks().neighbours(size).map(drop))?;
             }
         }
         self.change(recurse, |settings| settings.reshard_after_forward = policy);
@@ -187,11 +187,12 @@ impl<M> FsdpModule<M> {
         self.group().settings().unshard_in_backward = unshard;
     }
 
-    /// Whether the unit keeps its unsharded buffers to itself while it is sharded. Parameters of one size may trade buffers.
+    /// Whether each parameter keeps the buffer of its full values while it is sharded, from its next unshard on: its address is then the same whenever it
+    /// is unsharded, until a step fails. With a custom all-gather values are copied there once more.
     pub fn set_keep_unsharded_storage(&self, keep: bool, recurse: bool) {
         self.change(recurse, |settings| settings.keep_unsharded_storage = keep);
         if !keep {
-            self.context().groups().iter().for_each(|group| group.release_kept());
+            self.reached(recurse).for_each(|group| group.release_kept());
         }
     }
 

@@ -15,7 +15,7 @@ pub(crate) use settings::Settings;
 
 use crate::Error;
 use crate::context::Context;
-use crate::param::{FsdpParam, Stage};
+use crate::param::{FsdpParam, Memory, Stage};
 use crate::policy::{MixedPrecisionPolicy, ReshardAfterForward};
 use crate::storage::{Pool, to_storage};
 use gather::Gathering;
@@ -28,8 +28,6 @@ pub(crate) struct ParamGroup {
     params: Vec<Arc<FsdpParam>>,
     mp_policy: MixedPrecisionPolicy,
     pool: Arc<Pool>,
-    /// The unit's own buffers, where their addresses must not change.
-    kept: Arc<Pool>,
     context: Weak<Context>,
     settings: Mutex<Settings>,
     state: Mutex<State>,
@@ -69,7 +67,6 @@ impl ParamGroup {
             params: spec.params,
             mp_policy: spec.mp_policy,
             pool: context.pool().clone(),
-            kept: Arc::default(),
             context: Arc::downgrade(context),
             settings: Mutex::new(Settings::new(spec.reshard_after_forward)),
             state: Mutex::default(),
@@ -128,17 +125,14 @@ impl ParamGroup {
     }
 
     /// Where unsharded parameters come from and go to.
-    fn memory(&self) -> Arc<dyn Allocator> {
+    fn memory(&self) -> Memory {
         let (custom, keep) = {
             let settings = self.settings();
             (settings.all_gather.clone(), settings.keep_unsharded_storage)
         };
         // The user's code runs without our locks.
-        match custom.and_then(|custom| custom.allocate()) {
-            Some(memory) => memory,
-            None if keep => self.kept.clone(),
-            None => self.pool.clone(),
-        }
+        let allocator = custom.and_then(|custom| custom.allocate()).unwrap_or_else(|| self.pool.clone());
+        Memory { allocator, keep }
     }
 
     /// Makes the full parameters available.
@@ -146,17 +140,17 @@ impl ParamGroup {
         self.start_unshard()?;
         let mut state = self.state();
         let Some(gathering) = state.gathering.take() else { return Ok(()) };
-        for (param, buffer) in self.finish_gather(gathering)? {
-            param.install(buffer)?;
+        for (param, full) in self.finish_gather(gathering)? {
+            param.install(full)?;
         }
         state.kept_for = None;
         state.unsharded = true;
         Ok(())
     }
 
-    /// Frees the buffers that the unit kept for itself.
+    /// Frees the buffers that parameters kept for themselves.
     pub(crate) fn release_kept(&self) {
-        self.kept.clear();
+        self.params.iter().for_each(|param| param.release_kept());
     }
 
     /// Frees the full parameters, and what forward kept of them.
@@ -164,8 +158,8 @@ impl ParamGroup {
         let memory = self.memory();
         let mut state = self.state();
         if let Some(gathering) = state.gathering.take() {
-            for (_, buffer) in self.finish_gather(gathering)? {
-                memory.give(buffer);
+            for (param, full) in self.finish_gather(gathering)? {
+                param.put_away(full, &memory);
             }
         }
         if std::mem::take(&mut state.unsharded) {
@@ -174,7 +168,7 @@ impl ParamGroup {
         if state.kept_for.take().is_some() {
             self.params.iter().filter_map(|param| param.take_post_forward()).for_each(|buffer| self.pool.give(buffer));
         }
-        self.params.iter().try_for_each(|param| param.reshard(memory.as_ref()))
+        self.params.iter().try_for_each(|param| param.reshard(&memory))
     }
 
     /// Does what the policy says after forward. Tells whether backward has to gather again.
@@ -199,7 +193,7 @@ impl ParamGroup {
                 for param in &self.params {
                     let fewer = param.ranks().neighbours(ranks)?;
                     let chunk = chunk_range(param.shape().elem_count(), fewer.size(), fewer.rank());
-                    param.reshard_to(chunk, memory.as_ref())?;
+                    param.reshard_to(chunk, &memory)?;
                 }
                 state.unsharded = false;
                 state.kept_for = Some(ranks);
@@ -246,7 +240,7 @@ impl ParamGroup {
             return Ok(());
         }
         let memory = self.memory();
-        self.params.iter().filter(|param| !param.trainable()).try_for_each(|param| param.reshard(memory.as_ref()))
+        self.params.iter().filter(|param| !param.trainable()).try_for_each(|param| param.reshard(&memory))
     }
 
     /// Whether some parameters are frozen.
@@ -281,7 +275,7 @@ impl ParamGroup {
         let context = self.context()?;
         context.check_in_backward()?;
         if self.settings().reshard_after_backward {
-            param.reshard(self.memory().as_ref())?;
+            param.reshard(&self.memory())?;
         }
         param.set_complete(true);
         let complete = {
