@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::{Result, bail};
-use fsdp_core::{Allocator, Buffer, ReduceOp, ScatterPart, Work};
+use fsdp_core::{Allocator, Buffer, DType, ReduceOp, ScatterPart, Work};
 
 use super::ParamGroup;
 use crate::data_parallel::DataParallel;
@@ -25,9 +25,22 @@ pub(crate) struct Reduction {
 #[derive(Clone, Copy)]
 struct Rule {
     op: ReduceOp,
-    /// What sums are divided by in the end.
+    /// What sums are divided by, all in all.
     divisor: Option<f64>,
     all_reduce: bool,
+}
+
+impl Rule {
+    /// What gradients are divided by before they are summed, and what sums are divided by. A sum of F16 might overflow where its quotient would not: a power
+    /// of two near the root of the divisor goes first, as in PyTorch.
+    fn divisors(&self, dtype: DType) -> (Option<f64>, Option<f64>) {
+        let Some(divisor) = self.divisor.filter(|_| dtype == DType::F16) else { return (None, self.divisor) };
+        let mut before = 1.;
+        while divisor % before == 0. && divisor / before > before {
+            before *= 2.;
+        }
+        (Some(before), Some(divisor / before))
+    }
 }
 
 /// The ranks that a reduction goes over now.
@@ -64,7 +77,10 @@ impl Reduction {
                 None if unused => Buffer::zeros(group.reduce_dtype(param)?, param.shape().elem_count()),
                 None => continue,
             };
-            let input = if param.layout().is_concatenation() { grad } else { group.pack(param, grad)? };
+            let mut input = if param.layout().is_concatenation() { grad } else { group.pack(param, grad)? };
+            if let (Some(before), _) = group.rule(param.ranks()).divisors(input.dtype()) {
+                scale(&mut input, 1. / before)?;
+            }
             let part = ScatterPart { input, counts: param.layout().counts() };
             match flights.iter_mut().find(|(ranks, _, _)| Arc::ptr_eq(ranks, param.ranks())) {
                 Some((_, members, parts)) => {
@@ -212,8 +228,8 @@ impl ParamGroup {
             }
         }
         for (position, mut buffer) in members.into_iter().zip(buffers) {
-            if let Some(divisor) = rule.divisor {
-                scale(&mut buffer, 1. / divisor)?;
+            if let (_, Some(after)) = rule.divisors(buffer.dtype()) {
+                scale(&mut buffer, 1. / after)?;
             }
             let param = &self.params[position];
             let buffer = cast(buffer, to_core_dtype(param.dtype())?, self.pool.as_ref())?;

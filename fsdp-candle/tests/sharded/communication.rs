@@ -4,7 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::{DType, Module, Tensor};
-use fsdp_candle::{AllGather, FullyShard, MixedPrecisionPolicy, ReduceScatter, ReshardAfterForward, fully_shard, nn};
+use fsdp_candle::{
+    AllGather, FullyShard, MixedPrecisionPolicy, ReduceScatter, ReshardAfterForward, ShardedVarMap, fully_shard, nn,
+};
 use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, ReduceOp, ScatterPart, Work};
 
 use crate::common::{Gradients, WIDTH, assert_close, batch, gradients, loss_of, ranks, reference, sharded, vars};
@@ -147,6 +149,41 @@ fn hooks_and_factors_change_the_reduction() {
         model.set_all_reduce_hook(Some(Arc::new(halve)));
         assert_close(&backward(), &halves, 0.);
     });
+}
+
+#[test]
+fn sums_of_f16_do_not_overflow_before_they_are_divided() {
+    const GRADIENT: f64 = 30000.;
+    for mesh in [vec![("shard", 4)], vec![("replicate", 2), ("shard", 2)]] {
+        ranks(4, |world| {
+            let vars = ShardedVarMap::new(&world.mesh(&mesh).unwrap(), world.device());
+            let policy = MixedPrecisionPolicy { reduce_dtype: Some(DType::F16), ..Default::default() };
+            // The gradient reduces in F16, be the parameter's dtype that or another.
+            for (name, dtype) in [("half", DType::F16), ("single", DType::F32)] {
+                let opts = FullyShard::new(&vars).mp_policy(policy.clone());
+                let unit = fully_shard(&opts, vars.builder(dtype), |vb| vb.get((8, 3), name)).unwrap();
+                let reduced = |factor: Option<f64>, force: bool| {
+                    unit.set_gradient_divide_factor(factor, true);
+                    unit.set_force_sum_reduction_for_comms(force, true);
+                    let loss = unit.call(|weight| (weight * GRADIENT)?.sum_all()).unwrap();
+                    let grads = unit.backward(&loss).unwrap();
+                    let grad = grads.get(unit.params()[0].var()).unwrap().to_dtype(DType::F64).unwrap();
+                    grad.flatten_all().unwrap().to_vec1::<f64>().unwrap()
+                };
+                for (factor, force, want) in [
+                    (None, false, 30000.),
+                    (None, true, 30000.),
+                    (Some(4.), false, 30000.),
+                    (Some(8.), false, 15000.),
+                    (Some(6.), true, 20000.),
+                    (Some(3.), false, 40000.),
+                ] {
+                    let got = reduced(factor, force);
+                    assert!(got.iter().all(|v| *v == want), "{name} {mesh:?} {factor:?} {force}: {got:?}");
+                }
+            }
+        });
+    }
 }
 
 #[test]
