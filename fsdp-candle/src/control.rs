@@ -1,6 +1,7 @@
 //! The methods of an FSDP module that steer it: unsharding by hand, prefetch, gradient synchronisation, and the rest of PyTorch's `FSDPModule`.
 //!
-//! Settings with `recurse` reach the units inside this one as well: those whose path starts with its own.
+//! Settings with `recurse` reach the units inside this one as well: those whose path starts with its own. For a unit that was taken apart
+//! ([`FsdpModule::into_parts`]) those are the units inside its modules, which the paths of its own parameters tell, and not those beside them.
 
 use std::sync::Arc;
 
@@ -94,7 +95,7 @@ impl<M> FsdpModule<M> {
     /// This unit, and those inside it where `recurse`.
     fn reached(&self, recurse: bool) -> impl Iterator<Item = Arc<ParamGroup>> {
         let groups = self.context().groups().into_iter();
-        groups.filter(move |group| Arc::ptr_eq(group, self.group()) || recurse && group.is_within(self.name()))
+        groups.filter(move |group| Arc::ptr_eq(group, self.group()) || recurse && self.group().contains(group))
     }
 
     fn change(&self, recurse: bool, change: impl Fn(&mut Settings)) {
@@ -206,7 +207,17 @@ impl<M> FsdpModule<M> {
         self.change(recurse, |settings| settings.force_sum_reduction = force);
     }
 
-    /// Whether parameters without a gradient take part in the reduction with zeros, so that ranks which used different ones still match.
+    /// Whether parameters without a gradient take part in the reduction with zeros, so that ranks which used different ones still match. Set it alike on all
+    /// ranks. Collective the first time: reductions of the whole model then have a process group of their own.
+    ///
+    /// A unit's parameters, and whole units, may then be without a gradient on some ranks: while any unit is set so, all units' collectives come in an order
+    /// that does not depend on what a rank's loss reaches. Reductions go from the unit built last to the first, a unit after those inside it: build
+    /// units in the order in which they run, and none waits for its turn. In backward a rank gathers the units that ran in forward, whether its loss reaches
+    /// them or not.
+    ///
+    /// Forward gathers a unit when it is called, and no setting changes that: every rank must call the same units in the same order, whatever it does with
+    /// their outputs, or the ranks' all-gathers do not match, which is an error on all of them. To call different ones, `unshard()` all of them on every rank
+    /// first, and let them keep their parameters ([`ReshardAfterForward::Never`]).
     pub fn set_reduce_scatter_unused_params(&self, reduce: bool, recurse: bool) {
         self.change(recurse, |settings| settings.reduce_scatter_unused_params = reduce);
     }

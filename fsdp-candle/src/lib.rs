@@ -40,6 +40,7 @@
 //! ```
 
 pub mod activation_checkpoint;
+mod backward_order;
 mod clip;
 mod comm;
 mod context;

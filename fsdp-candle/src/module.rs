@@ -26,6 +26,7 @@ impl<A, B> FsdpModule<(A, B)> {
     /// Two modules of one unit, to be called apart inside the forward of another: a norm and a head, say. The unit is resharded after both have run.
     pub fn into_parts(self) -> (FsdpModule<A>, FsdpModule<B>) {
         let (group, context, parts) = (self.group.clone(), self.context.clone(), self.parts + 1);
+        group.take_apart();
         let (a, b) = self.inner;
         (
             FsdpModule { inner: a, group: self.group, context: self.context, parts },

@@ -134,9 +134,12 @@ impl ParamGroup {
         }
         let custom = self.settings().all_gather.clone();
         let mut gathering = vec![];
-        for (ranks, parts, arrivals) in flights {
+        for (ranks, mut parts, arrivals) in flights {
             // A user's all-gather may take its outputs in any order.
             let in_place = memory.keep && custom.is_none();
+            if custom.is_none() {
+                parts.push(self.signature(ranks.as_ref()));
+            }
             let work = match &custom {
                 Some(custom) => custom.all_gather(&ranks, parts, memory.allocator.clone()),
                 None if in_place => ranks.all_gather(parts, self.places(&arrivals)?),
@@ -146,6 +149,14 @@ impl ParamGroup {
         }
         state.gathering = Some(Gathering(gathering));
         Ok(())
+    }
+
+    /// Bytes that no parameter is made of. Their number makes the gathers of two units different collectives, even of units of one size: a rank that gathers
+    /// another unit than its peers gets an error and not their values.
+    fn signature(&self, ranks: &dyn ProcessGroup) -> GatherPart {
+        let length = |rank: usize| if rank == 0 { self.index + 1 } else { 0 };
+        let input = Arc::new(Buffer::zeros(DType::U8, length(ranks.rank())));
+        GatherPart { input, counts: (0..ranks.size()).map(length).collect() }
     }
 
     fn places(&self, arrivals: &[(Arc<FsdpParam>, Arrival)]) -> Result<Arc<Places>> {
@@ -172,7 +183,16 @@ impl ParamGroup {
     }
 
     fn land(&self, flight: Flight, full: &mut Vec<(Arc<FsdpParam>, Full)>) -> Result<()> {
-        let buffers = flight.work.wait().map_err(|source| self.communication_failed("all-gather", source))?;
+        let buffers = flight.work.wait().map_err(|source| {
+            let differs = matches!(source, fsdp_core::Error::Mismatch { .. });
+            let error = candle_core::Error::from(self.communication_failed("all-gather", source));
+            match differs {
+                true => error.context(
+                    "Units are gathered as they are called: every rank must call the same units in the same order, or `unshard()` all of them first",
+                ),
+                false => error,
+            }
+        })?;
         let memory = self.memory();
         let allocator = memory.allocator.as_ref();
         let mut buffers = buffers.into_iter();
@@ -237,6 +257,8 @@ impl ParamGroup {
             self.check_arrival(&param, &arrived.buffer)?;
             full.push((param, arrived));
         }
+        // The signature.
+        buffers.for_each(|buffer| allocator.give(buffer));
         Ok(())
     }
 

@@ -4,9 +4,10 @@ mod gather;
 mod reduction;
 mod settings;
 
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::collections::{BTreeSet, HashSet};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, TensorId, bail};
 use fsdp_core::layout::chunk_range;
 use fsdp_core::{Allocator, Buffer};
 
@@ -29,6 +30,8 @@ pub(crate) struct ParamGroup {
     mp_policy: MixedPrecisionPolicy,
     pool: Arc<Pool>,
     context: Weak<Context>,
+    /// The paths of its modules, if they are called apart.
+    parts: OnceLock<BTreeSet<String>>,
     settings: Mutex<Settings>,
     state: Mutex<State>,
 }
@@ -41,6 +44,8 @@ struct State {
     kept_for: Option<usize>,
     /// Trainable parameters whose gradient is complete in the backward that is running.
     reported: usize,
+    /// How many will be; `None`: all of them, unless some are unused.
+    expected: Option<usize>,
     /// Whether that backward has issued the unit's reduction.
     reduced: bool,
     ran_forward: bool,
@@ -68,6 +73,7 @@ impl ParamGroup {
             mp_policy: spec.mp_policy,
             pool: context.pool().clone(),
             context: Arc::downgrade(context),
+            parts: OnceLock::new(),
             settings: Mutex::new(Settings::new(spec.reshard_after_forward)),
             state: Mutex::default(),
         });
@@ -97,16 +103,45 @@ impl ParamGroup {
         self.state().unsharded
     }
 
-    /// Whether this is the unit called `name` or one inside it.
-    pub(crate) fn is_within(&self, name: &str) -> bool {
-        name == crate::fully_shard::ROOT
-            || self.name == name
-            || self.name.strip_prefix(name).is_some_and(|rest| rest.starts_with('.'))
+    /// Whether `other` is this unit or one inside it, as far as paths tell.
+    pub(crate) fn contains(&self, other: &ParamGroup) -> bool {
+        match self.parts.get() {
+            None => is_within(&other.name, &self.name),
+            Some(parts) => self.index == other.index || parts.iter().any(|part| is_within(&other.name, part)),
+        }
+    }
+
+    /// Notes that the unit is several modules that are called apart: what is beside them at its path is not inside it.
+    pub(crate) fn take_apart(&self) {
+        let root = self.name == crate::fully_shard::ROOT;
+        let path = if root { "" } else { self.name.as_str() };
+        let mut parts = BTreeSet::new();
+        for param in &self.params {
+            let rest = param.name().strip_prefix(path).map(|rest| rest.trim_start_matches('.'));
+            if let Some((module, _)) = rest.and_then(|rest| rest.split_once('.')) {
+                parts.insert(if root { module.to_string() } else { format!("{path}.{module}") });
+            }
+        }
+        // Taken apart once more, the answer is the same.
+        let _ = self.parts.set(parts);
+    }
+
+    fn is_inside(&self, other: &ParamGroup) -> bool {
+        other.contains(self) && !self.contains(other)
     }
 
     /// How many of `groups` this one is inside of.
     pub(crate) fn depth(&self, groups: &[Arc<ParamGroup>]) -> usize {
-        groups.iter().filter(|other| other.name != self.name && self.is_within(&other.name)).count()
+        groups.iter().filter(|other| self.is_inside(other)).count()
+    }
+
+    /// The innermost of `groups` that this one is inside of.
+    pub(crate) fn parent<'a>(&self, groups: &'a [Arc<ParamGroup>]) -> Option<&'a Arc<ParamGroup>> {
+        // The longest path, and at one path the unit that was taken apart: it contains less.
+        let inner = |other: &&Arc<ParamGroup>| {
+            (other.name != crate::fully_shard::ROOT, other.name.len(), other.parts.get().is_some())
+        };
+        groups.iter().filter(|other| self.is_inside(other)).max_by_key(inner)
     }
 
     pub(crate) fn settings(&self) -> MutexGuard<'_, Settings> {
@@ -248,6 +283,11 @@ impl ParamGroup {
         self.params.iter().any(|param| !param.trainable())
     }
 
+    /// Whether some parameters get gradients.
+    pub(crate) fn has_trainable(&self) -> bool {
+        self.params.iter().any(|param| param.trainable())
+    }
+
     /// Whether some gradients are complete and wait for others.
     pub(crate) fn waits_for_gradients(&self) -> bool {
         let state = self.state();
@@ -264,10 +304,21 @@ impl ParamGroup {
         {
             let mut state = self.state();
             state.reported = 0;
+            state.expected = None;
             state.reduced = false;
         }
         self.params.iter().filter_map(|param| param.take_grad()).for_each(|grad| self.pool.give(grad));
         self.params.iter().for_each(|param| param.set_complete(false));
+    }
+
+    /// Tells the unit which anchors the backward that begins will reach. Returns whether it reaches any.
+    pub(crate) fn expect(&self, reached: &HashSet<TensorId>) -> Result<bool> {
+        let mut expected = 0;
+        for param in self.params.iter().filter(|param| param.trainable()) {
+            expected += usize::from(reached.contains(&param.anchor()?.id()));
+        }
+        self.state().expected = Some(expected);
+        Ok(expected > 0)
     }
 
     /// Every use of `param` in the graph has been processed: nobody needs its values any more, and its gradient is whole.
@@ -281,7 +332,8 @@ impl ParamGroup {
         let complete = {
             let mut state = self.state();
             state.reported += 1;
-            state.reduced = state.reported == self.params.iter().filter(|param| param.trainable()).count();
+            let all = || self.params.iter().filter(|param| param.trainable()).count();
+            state.reduced = state.reported == state.expected.unwrap_or_else(all);
             state.reduced
         };
         if complete { context.reduce(self) } else { Ok(()) }
@@ -348,6 +400,12 @@ impl ParamGroup {
             source: Box::new(source),
         }
     }
+}
+
+/// Whether `path` is `outer` or below it.
+fn is_within(path: &str, outer: &str) -> bool {
+    outer == crate::fully_shard::ROOT
+        || path.strip_prefix(outer).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 
 /// A sharded gradient as a tensor of the shard's shape.

@@ -52,9 +52,9 @@ enum Over {
 
 impl Reduction {
     /// Takes the gradients that are there and issues their reduce-scatters, one for each set of ranks; or files them for a later backward where the unit does not
-    /// synchronise.
-    pub(crate) fn start(group: &Arc<ParamGroup>) -> Result<Vec<Self>> {
-        let (sync, unused, apart, custom) = {
+    /// synchronise. With `apart`, or where the unit is set so, they go over a process group of their own.
+    pub(crate) fn start(group: &Arc<ParamGroup>, apart: bool) -> Result<Vec<Self>> {
+        let (sync, unused, separate, custom) = {
             let settings = group.settings();
             (
                 settings.requires_gradient_sync,
@@ -113,7 +113,7 @@ impl Reduction {
             tracing::debug!(unit = group.name, gradients = members.len(), "reduce-scatter");
             let rule = rules(&ranks);
             let op = rule.op;
-            let shard = if apart { ranks.shard_apart()? } else { ranks.shard().clone() };
+            let shard = if apart || separate { ranks.shard_apart()? } else { ranks.shard().clone() };
             let work = match &custom {
                 Some(custom) => custom.reduce_scatter(&shard, parts, op, group.pool.clone()),
                 None => shard.reduce_scatter(parts, op, group.pool.clone()),

@@ -9,7 +9,9 @@ use fsdp_candle::{
 };
 use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, ReduceOp, ScatterPart, Work};
 
-use crate::common::{Gradients, WIDTH, assert_close, batch, gradients, loss_of, ranks, reference, sharded, vars};
+use crate::common::{
+    Gradients, Journal, WIDTH, assert_close, batch, gradients, loss_of, ranks, reference, sharded, vars,
+};
 
 #[test]
 fn prefetch_lists_and_none_at_all() {
@@ -339,29 +341,6 @@ fn an_error_in_the_middle_of_backward_leaves_the_next_step_right() {
     });
 }
 
-/// Writes down the units in the order in which they communicate.
-struct Journal(&'static str, String, Arc<std::sync::Mutex<Vec<String>>>);
-
-impl AllGather for Journal {
-    fn all_gather(&self, ranks: &Arc<dyn ProcessGroup>, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
-        self.2.lock().unwrap().push(format!("{} {}", self.0, self.1));
-        ranks.all_gather(parts, memory)
-    }
-}
-
-impl ReduceScatter for Journal {
-    fn reduce_scatter(
-        &self,
-        ranks: &Arc<dyn ProcessGroup>,
-        parts: Vec<ScatterPart>,
-        op: ReduceOp,
-        memory: Arc<dyn Allocator>,
-    ) -> Work {
-        self.2.lock().unwrap().push(format!("{} {}", self.0, self.1));
-        ranks.reduce_scatter(parts, op, memory)
-    }
-}
-
 #[test]
 fn collectives_come_in_the_order_that_overlaps_them_and_parameters_go_when_they_should() {
     ranks(2, |world| {
@@ -369,9 +348,9 @@ fn collectives_come_in_the_order_that_overlaps_them_and_parameters_go_when_they_
         let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
         let journal: Arc<std::sync::Mutex<Vec<String>>> = Arc::default();
         for block in &model.inner().blocks {
-            let name = block.name().trim_start_matches("blocks.").to_string();
-            block.set_custom_all_gather(Some(Arc::new(Journal("gather", name.clone(), journal.clone()))));
-            block.set_custom_reduce_scatter(Some(Arc::new(Journal("reduce", name, journal.clone()))));
+            let name = block.name().trim_start_matches("blocks.");
+            block.set_custom_all_gather(Some(Journal::new("gather", name, &journal)));
+            block.set_custom_reduce_scatter(Some(Journal::new("reduce", name, &journal)));
         }
         let unsharded = || -> Vec<bool> {
             let blocks = model.inner().blocks.iter();
