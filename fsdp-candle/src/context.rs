@@ -1,7 +1,7 @@
 //! What the units of one model share: the buffer pool, the order in which they run, the reductions in flight, and the state of the iteration.
 
 use std::collections::{BTreeSet, HashSet, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use candle_core::Result;
 use candle_core::backprop::GradStore;
@@ -9,6 +9,7 @@ use candle_core::{Tensor, TensorId};
 
 use crate::Error;
 use crate::backward_order::FixedOrder;
+use crate::frozen_call::{self, FrozenCall, number};
 use crate::group::{ParamGroup, Reduction};
 use crate::storage::Pool;
 
@@ -51,6 +52,8 @@ struct Iteration {
     forwards_begun: usize,
     /// The order of the collectives of the backward that runs, if it must not depend on what is used.
     fixed_order: Option<FixedOrder>,
+    /// The calls of units with frozen parameters, whose graphs may come to backward.
+    frozen_calls: Vec<Weak<FrozenCall>>,
     /// Units whose outputs went out without a hook at some time: their parameters must be there from the beginning of backward.
     unhooked: BTreeSet<usize>,
 }
@@ -176,6 +179,17 @@ impl Context {
         Ok(hook)
     }
 
+    /// A call of a unit with frozen parameters that begins.
+    pub(crate) fn frozen_call(&self, unit: &ParamGroup) -> Arc<FrozenCall> {
+        let call = Arc::new(FrozenCall::of(unit.index()));
+        let mut iteration = lock(&self.iteration);
+        if iteration.frozen_calls.len() == iteration.frozen_calls.capacity() {
+            iteration.frozen_calls.retain(|call| call.strong_count() > 0);
+        }
+        iteration.frozen_calls.push(Arc::downgrade(&call));
+        call
+    }
+
     pub(crate) fn check_in_backward(&self) -> Result<()> {
         if lock(&self.iteration).in_backward {
             return Ok(());
@@ -250,22 +264,30 @@ impl Context {
     fn issue_reduction(&self, group: &Arc<ParamGroup>, apart: bool) -> Result<()> {
         let max = self.settings().max_reductions.max(1);
         // Which reductions go on depends on their number alone, never on their speed: all ranks issue their collectives in the same order.
-        let waiting: Vec<Reduction> = lock(&self.reductions).drain(..).collect();
+        let mut waiting: VecDeque<Reduction> = lock(&self.reductions).drain(..).collect();
         let mut over_shards = waiting.iter().filter(|reduction| reduction.is_over_shards()).count();
         let mut over_replicas = waiting.len() - over_shards;
-        for reduction in waiting {
+        while let Some(reduction) = waiting.pop_front() {
             let count = if reduction.is_over_shards() { &mut over_shards } else { &mut over_replicas };
             let next = if *count >= max {
                 *count -= 1;
-                reduction.advance()?
+                match reduction.advance() {
+                    Ok(next) => next,
+                    Err(error) => {
+                        // The others are still in flight, and are waited for when the step is forgotten.
+                        lock(&self.reductions).extend(waiting);
+                        return Err(error);
+                    }
+                }
             } else {
                 Some(reduction)
             };
             lock(&self.reductions).extend(next);
         }
-        let started = Reduction::start(group, apart)?;
+        let mut started = vec![];
+        let outcome = Reduction::start(group, apart, &mut started);
         lock(&self.reductions).extend(started);
-        Ok(())
+        outcome
     }
 
     /// Runs the whole backward: gradients of `loss`, reduced and sharded, under the ids of the shards.
@@ -306,9 +328,21 @@ impl Context {
         for group in unhooked.into_iter().filter_map(|index| self.group(index)) {
             group.unshard()?;
         }
-        if lock(&self.iteration).fixed_order.is_some() {
-            let nodes = || loss.sorted_nodes().into_iter().map(Tensor::id).collect();
-            let reached: HashSet<TensorId> = stacker::grow(BACKWARD_STACK_BYTES, nodes);
+        let (fixed, frozen_calls) = {
+            let iteration = lock(&self.iteration);
+            let alive: Vec<_> = iteration.frozen_calls.iter().filter_map(Weak::upgrade).collect();
+            (iteration.fixed_order.is_some(), alive)
+        };
+        let nodes = || loss.sorted_nodes().into_iter().map(Tensor::id).collect();
+        let nodes: Vec<TensorId> = match fixed || !frozen_calls.is_empty() {
+            true => stacker::grow(BACKWARD_STACK_BYTES, nodes),
+            false => vec![],
+        };
+        let numbers: Vec<usize> = nodes.iter().map(|&id| number(id)).collect();
+        frozen_call::begin_backward(&frozen_calls, &numbers);
+        drop(frozen_calls);
+        if fixed {
+            let reached: HashSet<TensorId> = nodes.into_iter().collect();
             // Told before any reduces.
             let unreached =
                 groups.iter().map(|group| Ok((group, group.expect(&reached)?))).collect::<Result<Vec<_>>>()?;

@@ -49,6 +49,7 @@ mod data_parallel;
 mod display;
 mod error;
 mod extension;
+mod frozen_call;
 mod fully_shard;
 mod grad_scaler;
 mod group;

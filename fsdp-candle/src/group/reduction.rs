@@ -53,7 +53,8 @@ enum Over {
 impl Reduction {
     /// Takes the gradients that are there and issues their reduce-scatters, one for each set of ranks; or files them for a later backward where the unit does not
     /// synchronise. With `apart`, or where the unit is set so, they go over a process group of their own.
-    pub(crate) fn start(group: &Arc<ParamGroup>, apart: bool) -> Result<Vec<Self>> {
+    /// `started` gets those in flight, an error or not.
+    pub(crate) fn start(group: &Arc<ParamGroup>, apart: bool, started: &mut Vec<Self>) -> Result<()> {
         let (sync, unused, separate, custom) = {
             let settings = group.settings();
             (
@@ -91,20 +92,19 @@ impl Reduction {
             }
         }
         let rules = |ranks: &DataParallel| group.rule(ranks);
-        let mut reductions = vec![];
         if sync {
             // What waits for its all-reduce goes along even when this backward brought nothing new.
             for param in group.params.iter().filter(|param| param.trainable()) {
                 let ranks = param.ranks();
                 let known = flights.iter().any(|(other, _, _)| Arc::ptr_eq(other, ranks))
-                    || reductions.iter().any(|other: &Reduction| Arc::ptr_eq(&other.ranks, ranks));
+                    || started.iter().any(|other: &Reduction| Arc::ptr_eq(&other.ranks, ranks));
                 if !known && let Some(replicas) = ranks.replicate().filter(|_| rules(ranks).all_reduce) {
                     let (members, buffers) = group.take_partly_reduced(ranks);
                     if !members.is_empty() {
                         let rule = rules(ranks);
                         let work = replicas.all_reduce(buffers, rule.op);
                         let (group, ranks) = (group.clone(), ranks.clone());
-                        reductions.push(Reduction { group, ranks, members, work, over: Over::Replicas, rule });
+                        started.push(Reduction { group, ranks, members, work, over: Over::Replicas, rule });
                     }
                 }
             }
@@ -121,9 +121,9 @@ impl Reduction {
             Result::Ok(Reduction { group: group.clone(), ranks, members, work, over: Over::Shards, rule })
         };
         for flight in flights {
-            reductions.push(start(flight)?);
+            started.push(start(flight)?);
         }
-        Ok(reductions)
+        Ok(())
     }
 
     /// Whether the next step issues another collective, which must happen in the same order on every rank.

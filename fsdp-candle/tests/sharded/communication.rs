@@ -372,3 +372,49 @@ fn collectives_come_in_the_order_that_overlaps_them_and_parameters_go_when_they_
         assert_eq!(unsharded(), [false; 4]);
     });
 }
+
+/// A reduce-scatter that fails, or one that takes its time and says when it is over.
+struct Late(Option<Arc<std::sync::atomic::AtomicBool>>);
+
+impl ReduceScatter for Late {
+    fn reduce_scatter(
+        &self,
+        ranks: &Arc<dyn ProcessGroup>,
+        parts: Vec<ScatterPart>,
+        op: ReduceOp,
+        memory: Arc<dyn Allocator>,
+    ) -> Work {
+        let Some(over) = self.0.clone() else {
+            return Work::ready(Err(fsdp_core::Error::Argument { rank: 0, message: "injected".into() }));
+        };
+        let (completion, work) = Work::pending(ranks.rank());
+        let ranks = ranks.clone();
+        std::thread::spawn(move || {
+            std::thread::sleep(std::time::Duration::from_millis(200));
+            let outcome = ranks.reduce_scatter(parts, op, memory).wait();
+            over.store(true, Ordering::SeqCst);
+            completion.complete(outcome);
+        });
+        work
+    }
+}
+
+#[test]
+fn a_reduction_that_fails_does_not_lose_those_behind_it() {
+    ranks(2, |world| {
+        let want = reference(&world);
+        let vars = vars(&world);
+        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        model.set_reduce_scatter_max_input_buffers(2);
+        let over = Arc::new(std::sync::atomic::AtomicBool::new(false));
+        let blocks = &model.inner().blocks;
+        blocks[2].set_custom_reduce_scatter(Some(Arc::new(Late(None))));
+        blocks[1].set_custom_reduce_scatter(Some(Arc::new(Late(Some(over.clone())))));
+        let error = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap_err().to_string();
+        assert!(error.contains("injected"), "{error}");
+        assert!(over.load(Ordering::SeqCst), "a reduction was in flight when backward had failed");
+        blocks[2].set_custom_reduce_scatter(None);
+        let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
+        assert_close(&gradients(&vars, &grads), &want, 0.);
+    });
+}
