@@ -208,7 +208,7 @@ impl<M> FsdpModule<M> {
     }
 
     /// Whether parameters without a gradient take part in the reduction with zeros, so that ranks which used different ones still match. Set it alike on all
-    /// ranks. Collective the first time: reductions of the whole model then have a process group of their own.
+    /// ranks. The next backward makes a process group for the reductions of the whole model.
     ///
     /// A unit's parameters, and whole units, may then be without a gradient on some ranks: while any unit is set so, all units' collectives come in an order
     /// that does not depend on what a rank's loss reaches. Reductions go from the unit built last to the first, a unit after those inside it: build
