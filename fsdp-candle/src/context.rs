@@ -1,13 +1,15 @@
 //! What the units of one model share: the buffer pool, the order in which they run, the reductions in flight, and the state of the iteration.
 
 use std::collections::{BTreeSet, HashSet, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use candle_core::Result;
-use candle_core::Tensor;
 use candle_core::backprop::GradStore;
+use candle_core::{Tensor, TensorId};
 
 use crate::Error;
+use crate::backward_order::FixedOrder;
+use crate::frozen_call::{self, FrozenCall, number};
 use crate::group::{ParamGroup, Reduction};
 use crate::storage::Pool;
 
@@ -48,6 +50,10 @@ struct Iteration {
     /// in reverse.
     post_forward_order: Vec<Ran>,
     forwards_begun: usize,
+    /// The order of the collectives of the backward that runs, if it must not depend on what is used.
+    fixed_order: Option<FixedOrder>,
+    /// The calls of units with frozen parameters, whose graphs may come to backward.
+    frozen_calls: Vec<Weak<FrozenCall>>,
     /// Units whose outputs went out without a hook at some time: their parameters must be there from the beginning of backward.
     unhooked: BTreeSet<usize>,
 }
@@ -173,6 +179,17 @@ impl Context {
         Ok(hook)
     }
 
+    /// A call of a unit with frozen parameters that begins.
+    pub(crate) fn frozen_call(&self, unit: &ParamGroup) -> Arc<FrozenCall> {
+        let call = Arc::new(FrozenCall::of(unit.index()));
+        let mut iteration = lock(&self.iteration);
+        if iteration.frozen_calls.len() == iteration.frozen_calls.capacity() {
+            iteration.frozen_calls.retain(|call| call.strong_count() > 0);
+        }
+        iteration.frozen_calls.push(Arc::downgrade(&call));
+        call
+    }
+
     pub(crate) fn check_in_backward(&self) -> Result<()> {
         if lock(&self.iteration).in_backward {
             return Ok(());
@@ -191,14 +208,15 @@ impl Context {
             let order = &iteration.post_forward_order;
             match order.iter().position(|ran| ran.index == group.index()) {
                 Some(position) => {
-                    let later: Vec<usize> =
-                        order.iter().filter(|ran| ran.began > order[position].ended).map(|ran| ran.index).collect();
+                    let known = iteration.fixed_order.is_some();
+                    let later = order.iter().filter(|ran| !known && ran.began > order[position].ended);
+                    let later: Vec<usize> = later.map(|ran| ran.index).collect();
                     (position.checked_sub(1).map(|before| order[before].index), later)
                 }
                 None => (None, vec![]),
             }
         };
-        // Units that ran after this one are done. One that still waits has parameters that got no gradient: it need not wait for the end.
+        // Units that ran after this one are done; with a fixed order each knows by itself. One that still waits has parameters that got no gradient: it need not wait for the end.
         for later in
             later.into_iter().rev().filter_map(|index| self.group(index)).filter(|later| later.waits_for_gradients())
         {
@@ -211,33 +229,65 @@ impl Context {
             (settings.unshard_in_backward, listed)
         };
         if unshard {
+            self.start_unshard_in_backward(group)?;
             group.unshard()?;
         }
         let mut next = self.next_units(listed, preceded);
         next.retain(|next| next.settings().unshard_in_backward);
-        next.iter().try_for_each(|next| next.start_unshard())
+        next.iter().try_for_each(|next| self.start_unshard_in_backward(next))
     }
 
-    /// Issues the reduction of a unit's gradients.
+    /// Issues a unit's all-gather, after those of the units that come before it in a fixed order.
+    fn start_unshard_in_backward(&self, group: &ParamGroup) -> Result<()> {
+        self.start_gathers_up_to(group)?;
+        group.start_unshard()
+    }
+
+    fn start_gathers_up_to(&self, group: &ParamGroup) -> Result<()> {
+        let turn = lock(&self.iteration).fixed_order.as_mut().map(|order| order.gathers_up_to(group.index()));
+        turn.into_iter().flatten().filter_map(|index| self.group(index)).try_for_each(|group| group.start_unshard())
+    }
+
+    /// Issues the reduction of a unit's gradients, when its turn has come.
     pub(crate) fn reduce(&self, group: &Arc<ParamGroup>) -> Result<()> {
+        let turn = lock(&self.iteration).fixed_order.as_mut().map(|order| order.ready(group.index()));
+        match turn {
+            None => self.issue_reduction(group, false),
+            // Another rank may need a unit's parameters before it can get to its gradients: they are gathered first.
+            Some(turn) => turn.into_iter().filter_map(|index| self.group(index)).try_for_each(|group| {
+                self.start_gathers_up_to(&group)?;
+                self.issue_reduction(&group, true)
+            }),
+        }
+    }
+
+    fn issue_reduction(&self, group: &Arc<ParamGroup>, apart: bool) -> Result<()> {
         let max = self.settings().max_reductions.max(1);
         // Which reductions go on depends on their number alone, never on their speed: all ranks issue their collectives in the same order.
-        let waiting: Vec<Reduction> = lock(&self.reductions).drain(..).collect();
+        let mut waiting: VecDeque<Reduction> = lock(&self.reductions).drain(..).collect();
         let mut over_shards = waiting.iter().filter(|reduction| reduction.is_over_shards()).count();
         let mut over_replicas = waiting.len() - over_shards;
-        for reduction in waiting {
+        while let Some(reduction) = waiting.pop_front() {
             let count = if reduction.is_over_shards() { &mut over_shards } else { &mut over_replicas };
             let next = if *count >= max {
                 *count -= 1;
-                reduction.advance()?
+                match reduction.advance() {
+                    Ok(next) => next,
+                    Err(error) => {
+                        // The others are still in flight, and are waited for when the step is forgotten.
+                        lock(&self.reductions).extend(waiting);
+                        return Err(error);
+                    }
+                }
             } else {
                 Some(reduction)
             };
             lock(&self.reductions).extend(next);
         }
-        let started = Reduction::start(group)?;
+        let mut started = vec![];
+        let outcome = Reduction::start(group, apart, &mut started);
         lock(&self.reductions).extend(started);
-        Ok(())
+        outcome
     }
 
     /// Runs the whole backward: gradients of `loss`, reduced and sharded, under the ids of the shards.
@@ -258,7 +308,18 @@ impl Context {
     }
 
     fn run_backward(&self, loss: &Tensor) -> Result<GradStore> {
-        self.groups().iter().for_each(|group| group.begin_backward());
+        let groups = self.groups();
+        groups.iter().for_each(|group| group.begin_backward());
+        if groups.iter().any(|group| group.settings().reduce_scatter_unused_params) {
+            // Gathers and reductions queue apart: how they interleave depends on what is used.
+            groups
+                .iter()
+                .flat_map(|group| group.params())
+                .try_for_each(|param| param.ranks().shard_apart().map(drop))?;
+            let mut iteration = lock(&self.iteration);
+            let order = FixedOrder::new(&groups, iteration.post_forward_order.iter().map(|ran| ran.index));
+            iteration.fixed_order = Some(order);
+        }
         let last = lock(&self.iteration).post_forward_order.last().copied();
         if let Some(root) = last.and_then(|ran| self.group(ran.index)) {
             self.pre_backward(&root)?;
@@ -267,15 +328,43 @@ impl Context {
         for group in unhooked.into_iter().filter_map(|index| self.group(index)) {
             group.unshard()?;
         }
+        let (fixed, frozen_calls) = {
+            let iteration = lock(&self.iteration);
+            let alive: Vec<_> = iteration.frozen_calls.iter().filter_map(Weak::upgrade).collect();
+            (iteration.fixed_order.is_some(), alive)
+        };
+        let nodes = || loss.sorted_nodes().into_iter().map(Tensor::id).collect();
+        let nodes: Vec<TensorId> = match fixed || !frozen_calls.is_empty() {
+            true => stacker::grow(BACKWARD_STACK_BYTES, nodes),
+            false => vec![],
+        };
+        let numbers: Vec<usize> = nodes.iter().map(|&id| number(id)).collect();
+        frozen_call::begin_backward(&frozen_calls, &numbers);
+        drop(frozen_calls);
+        if fixed {
+            let reached: HashSet<TensorId> = nodes.into_iter().collect();
+            // Told before any reduces.
+            let unreached =
+                groups.iter().map(|group| Ok((group, group.expect(&reached)?))).collect::<Result<Vec<_>>>()?;
+            for (group, _) in unreached.into_iter().filter(|(_, reached)| !reached) {
+                group.mark_reduced();
+                self.reduce(group)?;
+            }
+        }
         let mut grads = stacker::grow(BACKWARD_STACK_BYTES, || loss.backward())?;
         trace::leave();
-        for group in &self.groups() {
+        let left = lock(&self.iteration).fixed_order.as_mut().map(FixedOrder::gathers_left);
+        for group in left.into_iter().flatten().filter_map(|index| self.group(index)) {
+            group.start_unshard()?;
+        }
+        for group in &groups {
             // What has not reported by now never will: unused parameters, and those behind a cut.
             if !group.has_reduced() {
                 self.reduce(group)?;
             }
             group.finish_backward()?;
         }
+        lock(&self.iteration).fixed_order = None;
         let settings = *self.settings();
         if settings.is_last_backward {
             lock(&self.iteration).post_forward_order.clear();

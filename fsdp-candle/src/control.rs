@@ -1,6 +1,7 @@
 //! The methods of an FSDP module that steer it: unsharding by hand, prefetch, gradient synchronisation, and the rest of PyTorch's `FSDPModule`.
 //!
-//! Settings with `recurse` reach the units inside this one as well: those whose path starts with its own.
+//! Settings with `recurse` reach the units inside this one as well: those whose path starts with its own. For a unit that was taken apart
+//! ([`FsdpModule::into_parts`]) those are the units inside its modules, which the paths of its own parameters tell, and not those beside them.
 
 use std::sync::Arc;
 
@@ -124,12 +125,14 @@ impl<M> FsdpModule<M> {
         self.context().reset_iter_state();
     }
 
+    /// This unit, and those inside it where `recurse`.
+    fn reached(&self, recurse: bool) -> impl Iterator<Item = Arc<ParamGroup>> {
+        let groups = self.context().groups().into_iter();
+        groups.filter(move |group| Arc::ptr_eq(group, self.group()) || recurse && self.group().contains(group))
+    }
+
     fn change(&self, recurse: bool, change: impl Fn(&mut Settings)) {
-        for group in self.context().groups() {
-            if Arc::ptr_eq(&group, self.group()) || recurse && group.is_within(self.name()) {
-                change(&mut group.settings());
-            }
-        }
+        self.reached(recurse).for_each(|group| change(&mut group.settings()));
     }
 
     /// The units to gather when this one's forward begins. An empty list: the unit that followed it in the last iteration.
@@ -294,7 +297,7 @@ impl<M> FsdpModule<M> {
     /// When the group can't be made.
     pub fn set_separate_reduce_scatter_group(&self, separate: bool, recurse: bool) -> crate::Result<()> {
         if separate {
-            for group in self.context().groups().iter().filter(|group| recurse || Arc::ptr_eq(group, self.group())) {
+            for group in self.reached(recurse) {
                 group.params().iter().try_for_each(|param| param.ranks().shard_apart().map(drop))?;
             }
         }
@@ -328,10 +331,8 @@ impl<M> FsdpModule<M> {
     /// ```
     pub fn set_reshard_after_forward(&self, policy: ReshardAfterForward, recurse: bool) -> crate::Result<()> {
         if let ReshardAfterForward::To(size) = policy {
-            for group in self.context().groups() {
-                if Arc::ptr_eq(&group, self.group()) || recurse && group.is_within(self.name()) {
-                    group.params().iter().try_for_each(|param| param.ranks().neighbours(size).map(drop))?;
-                }
+            for group in self.reached(recurse) {
+                group.params().iter().try_for_each(|param| param.ranks().neighbours(size).map(drop))?;
             }
         }
         self.change(recurse, |settings| settings.reshard_after_forward = policy);
@@ -348,11 +349,12 @@ impl<M> FsdpModule<M> {
         self.group().settings().unshard_in_backward = unshard;
     }
 
-    /// Whether the unit keeps its unsharded buffers to itself while it is sharded. Parameters of one size may trade buffers.
+    /// Whether each parameter keeps the buffer of its full values while it is sharded, from its next unshard on: its address is then the same whenever it
+    /// is unsharded, until a step fails. With a custom all-gather values are copied there once more.
     pub fn set_keep_unsharded_storage(&self, keep: bool, recurse: bool) {
         self.change(recurse, |settings| settings.keep_unsharded_storage = keep);
         if !keep {
-            self.context().groups().iter().for_each(|group| group.release_kept());
+            self.reached(recurse).for_each(|group| group.release_kept());
         }
     }
 
@@ -383,7 +385,17 @@ impl<M> FsdpModule<M> {
         self.change(recurse, |settings| settings.force_sum_reduction = force);
     }
 
-    /// Whether parameters without a gradient take part in the reduction with zeros, so that ranks which used different ones still match.
+    /// Whether parameters without a gradient take part in the reduction with zeros, so that ranks which used different ones still match. Set it alike on all
+    /// ranks. The next backward makes a process group for the reductions of the whole model.
+    ///
+    /// A unit's parameters, and whole units, may then be without a gradient on some ranks: while any unit is set so, all units' collectives come in an order
+    /// that does not depend on what a rank's loss reaches. Reductions go from the unit built last to the first, a unit after those inside it: build
+    /// units in the order in which they run, and none waits for its turn. In backward a rank gathers the units that ran in forward, whether its loss reaches
+    /// them or not.
+    ///
+    /// Forward gathers a unit when it is called, and no setting changes that: every rank must call the same units in the same order, whatever it does with
+    /// their outputs, or the ranks' all-gathers do not match, which is an error on all of them. To call different ones, `unshard()` all of them on every rank
+    /// first, and let them keep their parameters ([`ReshardAfterForward::Never`]).
     pub fn set_reduce_scatter_unused_params(&self, reduce: bool, recurse: bool) {
         self.change(recurse, |settings| settings.reduce_scatter_unused_params = reduce);
     }

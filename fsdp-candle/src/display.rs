@@ -1,6 +1,7 @@
 //! A model printed: its units as a tree, with their parameters, placements and bytes.
 
 use std::fmt;
+use std::sync::Arc;
 
 use crate::group::ParamGroup;
 use crate::module::FsdpModule;
@@ -51,15 +52,19 @@ fn write_group(f: &mut fmt::Formatter<'_>, group: &ParamGroup, depth: usize) -> 
     group.params().iter().try_for_each(|param| write_param(f, param, &format!("{indent}  . ")))
 }
 
-/// The units within `name`, each below the nearest unit around it.
-fn write_tree(f: &mut fmt::Formatter<'_>, groups: &[std::sync::Arc<ParamGroup>], name: &str) -> fmt::Result {
-    let mut within: Vec<_> = groups.iter().filter(|group| group.is_within(name)).collect();
+/// Some of `groups`, each below the nearest unit around it.
+fn write_tree(
+    f: &mut fmt::Formatter<'_>,
+    groups: &[Arc<ParamGroup>],
+    some: impl Fn(&ParamGroup) -> bool,
+) -> fmt::Result {
+    let mut within: Vec<_> = groups.iter().filter(|group| some(group)).collect();
     // A unit comes before those inside it; siblings stay in the order in which they were made.
     within.sort_by_key(|group| group.depth(groups));
     let mut written: Vec<usize> = vec![];
     fn descend(
         f: &mut fmt::Formatter<'_>,
-        within: &[&std::sync::Arc<ParamGroup>],
+        within: &[&Arc<ParamGroup>],
         at: usize,
         written: &mut Vec<usize>,
         depth: usize,
@@ -67,7 +72,7 @@ fn write_tree(f: &mut fmt::Formatter<'_>, groups: &[std::sync::Arc<ParamGroup>],
         written.push(at);
         write_group(f, within[at], depth)?;
         for child in 0..within.len() {
-            if !written.contains(&child) && within[child].is_within(within[at].name()) {
+            if !written.contains(&child) && within[at].contains(within[child]) {
                 descend(f, within, child, written, depth + 1)?;
             }
         }
@@ -83,13 +88,13 @@ fn write_tree(f: &mut fmt::Formatter<'_>, groups: &[std::sync::Arc<ParamGroup>],
 
 impl<M> fmt::Display for FsdpModule<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write_tree(f, &self.context().groups(), self.name())
+        write_tree(f, &self.context().groups(), |group| self.group().contains(group))
     }
 }
 
 impl fmt::Display for ShardedVarMap {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "mesh {} rank {}", self.mesh().layout(), self.mesh().rank())?;
-        write_tree(f, &self.context().groups(), crate::fully_shard::ROOT)
+        write_tree(f, &self.context().groups(), |_| true)
     }
 }

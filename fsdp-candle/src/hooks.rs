@@ -2,14 +2,15 @@
 //!
 //! A parameter is `shard -> Anchor -> Unshard`: [`Unshard`] is what Candle's layers use; this crate's own layers use the anchor and leave their gradient
 //! with the parameter directly. Both report to the anchor, whose backward therefore runs exactly once, when the whole gradient is there. A unit's outputs
-//! pass through [`PassOn`], whose backward runs before anything inside the unit; the inputs of one with frozen parameters do too, and theirs runs after it.
+//! pass through [`PassOn`], whose backward runs before anything inside the unit; the inputs of one with frozen parameters do too, and theirs runs after it
+//! (unless the closure captured more: see [`FrozenCall`]).
 
 use std::cell::Cell;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
 
+use crate::frozen_call::FrozenCall;
 use crate::group::ParamGroup;
 use crate::param::FsdpParam;
 use crate::storage;
@@ -102,13 +103,13 @@ pub(crate) fn pre_backward(output: &Tensor, group: &Arc<ParamGroup>) -> Result<T
     pass_on(output, PassOn { group: group.clone(), at: At::Output })
 }
 
-/// Passes a unit's input on so that its backward, which comes after everything inside the unit, frees the unit's frozen parameters.
-/// Of several inputs the last one does; `inputs` counts them.
-pub(crate) fn post_backward(input: &Tensor, group: &Arc<ParamGroup>, inputs: &Arc<AtomicUsize>) -> Result<Tensor> {
+/// Passes a unit's input on so that its backward, when it comes after everything inside the unit, frees the unit's frozen parameters.
+pub(crate) fn post_backward(input: &Tensor, group: &Arc<ParamGroup>, call: &Arc<FrozenCall>) -> Result<Tensor> {
+    let passed = pass_on(input, PassOn { group: group.clone(), at: At::Input(call.clone()) })?;
     if input.dtype().is_float() {
-        inputs.fetch_add(1, Ordering::Relaxed);
+        call.add_input(&passed);
     }
-    pass_on(input, PassOn { group: group.clone(), at: At::Input(inputs.clone()) })
+    Ok(passed)
 }
 
 fn pass_on(tensor: &Tensor, op: PassOn) -> Result<Tensor> {
@@ -125,8 +126,7 @@ struct PassOn {
 }
 
 enum At {
-    /// With the number of inputs whose backward has still to come.
-    Input(Arc<AtomicUsize>),
+    Input(Arc<FrozenCall>),
     Output,
 }
 
@@ -154,7 +154,7 @@ impl CustomOp1 for PassOn {
 
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         match &self.at {
-            At::Input(left) if left.fetch_sub(1, Ordering::Relaxed) == 1 => self.group.post_backward()?,
+            At::Input(call) if call.input_done() => self.group.post_backward()?,
             At::Input(_) => {}
             At::Output => self.group.pre_backward()?,
         }

@@ -38,8 +38,21 @@
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! # Candle's messages about F4
+//!
+//! While a parameter is sharded, Candle calls its storage F4. A layer that meets it fails: inside the forward of some unit, or with a layer of [`nn`], the error
+//! says which unit to call. A layer of Candle's own that is called with no [`FsdpModule`] around it can only say
+//!
+//! ```text
+//! dtype mismatch in matmul, lhs: F32, rhs: F4
+//! ```
+//!
+//! or the like with another operation, or `found F4`, or `unsupported dtype F4`. Call the unit that the layer belongs to through its [`FsdpModule`]
+//! ([`FsdpModule::call`] or `forward`), which gathers its parameters, or [`FsdpModule::unshard`] it first.
 
 pub mod activation_checkpoint;
+mod backward_order;
 mod clip;
 mod comm;
 mod context;
@@ -48,6 +61,7 @@ mod data_parallel;
 mod display;
 mod error;
 mod extension;
+mod frozen_call;
 mod fully_shard;
 mod grad_scaler;
 mod group;

@@ -48,6 +48,7 @@ impl<A, B> FsdpModule<(A, B)> {
     /// ```
     pub fn into_parts(self) -> (FsdpModule<A>, FsdpModule<B>) {
         let (group, context, parts) = (self.group.clone(), self.context.clone(), self.parts + 1);
+        group.take_apart();
         let (a, b) = self.inner;
         (
             FsdpModule { inner: a, group: self.group, context: self.context, parts },
@@ -102,6 +103,11 @@ impl<M> FsdpModule<M> {
     /// assert_eq!(y.dims(), [3, 2]);
     /// ```
     pub fn call<O: Tensors>(&self, forward: impl FnOnce(&M) -> Result<O>) -> Result<O> {
+        Ok(self.run(forward)?.0)
+    }
+
+    /// As [`FsdpModule::call`]. Tells as well whether the backward of the outputs gathers the unit.
+    fn run<O: Tensors>(&self, forward: impl FnOnce(&M) -> Result<O>) -> Result<(O, bool)> {
         let guard = self.context.pre_forward(&self.group)?;
         let span = tracing::debug_span!("forward", unit = self.name());
         let outputs = span.in_scope(|| forward(&self.inner)).map_err(|error| self.explain(error))?;
@@ -109,11 +115,12 @@ impl<M> FsdpModule<M> {
             Some(dtype) => cast(outputs, dtype)?,
             None => outputs,
         };
-        if self.context.post_forward(&self.group, guard, self.parts)? {
-            outputs.map_tensors(&mut |tensor| hooks::pre_backward(&tensor, &self.group))
-        } else {
-            Ok(outputs)
-        }
+        let hook = self.context.post_forward(&self.group, guard, self.parts)?;
+        let outputs = match hook {
+            true => outputs.map_tensors(&mut |tensor| hooks::pre_backward(&tensor, &self.group))?,
+            false => outputs,
+        };
+        Ok((outputs, hook))
     }
 
     /// As [`FsdpModule::call`], with inputs that are cast to the unit's `param_dtype` where its policy says so.
@@ -147,13 +154,14 @@ impl<M> FsdpModule<M> {
             Some(dtype) if policy.cast_forward_inputs => cast(inputs, dtype)?,
             _ => inputs,
         };
-        let inputs = if self.group.has_frozen() {
-            let count = Arc::default();
-            inputs.map_tensors(&mut |tensor| hooks::post_backward(&tensor, &self.group, &count))?
-        } else {
-            inputs
-        };
-        self.call(|inner| forward(inner, inputs))
+        if !self.group.has_frozen() {
+            return self.call(|inner| forward(inner, inputs));
+        }
+        let call = self.context.frozen_call(&self.group);
+        let inputs = inputs.map_tensors(&mut |tensor| hooks::post_backward(&tensor, &self.group, &call))?;
+        let (outputs, hook) = self.run(|inner| forward(inner, inputs))?;
+        call.ended(hook)?;
+        Ok(outputs)
     }
 
     /// Candle's backward with the gradients reduced: averaged over the data-parallel ranks, sharded as the parameters are, and filed under the ids of the
@@ -162,7 +170,7 @@ impl<M> FsdpModule<M> {
     /// # Errors
     /// Candle's, and those of the collectives; what they leave is as for [`FsdpModule::call`].
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
-        self.context.backward(loss).map_err(|error| self.explain(error))
+        self.context.backward(loss).map_err(|error| self.explain_backward(error))
     }
 
     /// The trainable parameters that took part in a forward and got no gradient in its backward, by name: layers that cut the graph, or unused ones.
@@ -178,11 +186,22 @@ impl<M> FsdpModule<M> {
         &self.context
     }
 
+    /// Says what Candle's message about the poison means in backward, where no call of a unit is missing.
+    fn explain_backward(&self, error: candle_core::Error) -> candle_core::Error {
+        if !is_of_poison(&error) {
+            return error;
+        }
+        error.context(format!(
+            "FSDP unit `{}`: backward came to parameters that are not gathered (Candle calls their storage F4). Either the loss's graph has been through \
+             backward, or reset_iter_state forgot it, as a forward or backward that fails does by itself: run forward again, and call backward on the new loss. \
+             Or a unit has set_unshard_in_backward(false) and was not unsharded by hand",
+            self.name()
+        ))
+    }
+
     /// Says what Candle's message about the poison means.
     fn explain(&self, error: candle_core::Error) -> candle_core::Error {
-        let text = error.to_string();
-        let poison = [": F4", "dtype F4"].iter().any(|words| text.contains(words));
-        if !poison || text.contains("FSDP unit") {
+        if !is_of_poison(&error) {
             return error;
         }
         let sharded: Vec<String> = self
@@ -200,6 +219,12 @@ impl<M> FsdpModule<M> {
             sharded.join(", ")
         ))
     }
+}
+
+/// Whether Candle says that it met a sharded parameter, and nobody has explained it yet.
+fn is_of_poison(error: &candle_core::Error) -> bool {
+    let text = error.to_string();
+    [": F4", "dtype F4", "found F4"].iter().any(|words| text.contains(words)) && !text.contains("FSDP unit")
 }
 
 fn cast<T: Tensors>(tensors: T, dtype: DType) -> Result<T> {

@@ -79,6 +79,10 @@ struct State {
     reduced: Option<Buffer>,
     /// Part of the full parameter, kept between forward and backward to gather over fewer ranks.
     post_forward: Option<Buffer>,
+    /// The parameter's own buffer, while it is sharded and keeps one: always the same memory.
+    kept: Option<Buffer>,
+    /// Whether the buffer that is installed is the parameter's own.
+    owns_installed: bool,
 }
 
 /// What a parameter is made of.
@@ -266,24 +270,50 @@ impl FsdpParam {
     }
 
     /// Gives the full tensor its memory.
-    pub(crate) fn install(&self, buffer: Buffer) -> Result<()> {
-        swap(self.full()?, to_storage(buffer)?)?;
-        self.state().unsharded = true;
+    pub(crate) fn install(&self, full: Full) -> Result<()> {
+        swap(self.full()?, to_storage(full.buffer)?)?;
+        let mut state = self.state();
+        state.unsharded = true;
+        state.owns_installed = full.own;
         Ok(())
     }
 
-    /// Takes the full tensor's memory away, if it has any, and gives it to `memory`.
-    pub(crate) fn reshard(&self, memory: &dyn Allocator) -> Result<()> {
+    /// Takes the full tensor's memory away, if it has any.
+    pub(crate) fn reshard(&self, memory: &Memory) -> Result<()> {
         if std::mem::take(&mut self.state().unsharded)
             && let Some(buffer) = to_buffer(swap(self.full()?, poison())?)
         {
-            memory.give(buffer);
+            let own = std::mem::take(&mut self.state().owns_installed);
+            self.put_away(Full { buffer, own }, memory);
         }
         Ok(())
     }
 
+    /// Stores the memory of a full parameter where it belongs.
+    pub(crate) fn put_away(&self, full: Full, memory: &Memory) {
+        match full {
+            Full { buffer, own: false } => memory.allocator.give(buffer),
+            Full { buffer, own: true } if memory.keep => self.state().kept = Some(buffer),
+            // The setting was taken back meanwhile.
+            Full { buffer, own: true } => drop(buffer),
+        }
+    }
+
+    /// The parameter's own buffer, for a gather to fill. The first call makes it.
+    pub(crate) fn take_kept(&self) -> Result<Buffer> {
+        match self.state().kept.take() {
+            Some(buffer) => Ok(buffer),
+            None => Ok(self.pool.take_for_good(to_core_dtype(self.compute_dtype)?, self.shape.elem_count())),
+        }
+    }
+
+    /// Frees the parameter's own buffer, unless it is in use.
+    pub(crate) fn release_kept(&self) {
+        self.state().kept = None;
+    }
+
     /// Takes the full tensor's memory away but for the elements of a chunk, which wait for backward.
-    pub(crate) fn reshard_to(&self, chunk: std::ops::Range<usize>, memory: &dyn Allocator) -> Result<()> {
+    pub(crate) fn reshard_to(&self, chunk: std::ops::Range<usize>, memory: &Memory) -> Result<()> {
         if !self.is_unsharded() {
             return Ok(());
         }
@@ -378,6 +408,20 @@ impl FsdpParam {
             }
         }
     }
+}
+
+/// The memory of a full parameter.
+pub(crate) struct Full {
+    pub(crate) buffer: Buffer,
+    /// Whether it is the parameter's own, rather than an allocator's.
+    pub(crate) own: bool,
+}
+
+/// Where the memory of a unit's full parameters comes from and goes to.
+pub(crate) struct Memory {
+    pub(crate) allocator: Arc<dyn Allocator>,
+    /// Whether parameters have buffers of their own, whose addresses never change.
+    pub(crate) keep: bool,
 }
 
 /// How far the reduction of a gradient has come.

@@ -253,7 +253,15 @@ impl ShardedVarMap {
     /// An ignored parameter.
     fn whole(&self, name: &str, dims: &[usize], init: Init, dtype: DType) -> Result<Tensor> {
         if let Some(var) = lock(&self.0.ignored).get(name) {
-            return Ok(var.as_tensor().clone());
+            if (var.dims(), var.dtype()) == (dims, dtype) {
+                return Ok(var.as_tensor().clone());
+            }
+            let message = format!(
+                "it is ignored by fully_shard, and was asked for as {:?} {:?} and as {dims:?} {dtype:?}: shared parameters have one shape and dtype",
+                var.dims(),
+                var.dtype()
+            );
+            return Err(Error::Parameter { name: name.into(), message });
         }
         let var = self.initial(name, dims, &Region::whole(dims), init, dtype)?;
         lock(&self.0.ignored).insert(name.into(), var.clone());

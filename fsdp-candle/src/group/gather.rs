@@ -1,6 +1,6 @@
 //! The all-gather of a unit: what each parameter sends, and how what arrives becomes the parameter.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use candle_core::{Result, bail};
 use fsdp_core::layout::chunk_range;
@@ -8,7 +8,7 @@ use fsdp_core::{Allocator, Buffer, DType, GatherPart, ProcessGroup, Readable, Wo
 
 use super::ParamGroup;
 use crate::Error;
-use crate::param::FsdpParam;
+use crate::param::{FsdpParam, Full};
 use crate::storage::{Pool, TensorMemory, to_core_dtype};
 
 /// The all-gathers in flight, one for each set of ranks.
@@ -19,12 +19,31 @@ struct Flight {
     work: Work,
     /// The parameters that it is for, and how they arrive.
     arrivals: Vec<(Arc<FsdpParam>, Arrival)>,
+    /// Whether those that arrive whole do so in their own buffers.
+    in_place: bool,
 }
 
 impl Gathering {
     /// Waits, and drops what comes.
     pub(super) fn abandon(self) {
         self.0.into_iter().for_each(|flight| drop(flight.work.wait()));
+    }
+}
+
+/// Hands out the outputs of one all-gather: the parameters' own buffers where they have some. The engine takes an output for each part, in order.
+struct Places {
+    /// One for each part, from the last to the first.
+    own: Mutex<Vec<Option<Buffer>>>,
+    pool: Arc<Pool>,
+}
+
+impl Allocator for Places {
+    fn take(&self, dtype: DType, len: usize) -> Buffer {
+        let own = self.own.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).pop();
+        own.flatten().unwrap_or_else(|| self.pool.take(dtype, len))
+    }
+    fn give(&self, buffer: Buffer) {
+        self.pool.give(buffer);
     }
 }
 
@@ -114,19 +133,47 @@ impl ParamGroup {
             arrivals.push((param.clone(), arrival));
         }
         let custom = self.settings().all_gather.clone();
-        let flights = flights.into_iter().map(|(ranks, parts, arrivals)| {
+        let mut gathering = vec![];
+        for (ranks, mut parts, arrivals) in flights {
+            // A user's all-gather may take its outputs in any order.
+            let in_place = memory.keep && custom.is_none();
+            if custom.is_none() {
+                parts.push(self.signature(ranks.as_ref()));
+            }
             let work = match &custom {
-                Some(custom) => custom.all_gather(&ranks, parts, memory.clone()),
-                None => ranks.all_gather(parts, memory.clone()),
+                Some(custom) => custom.all_gather(&ranks, parts, memory.allocator.clone()),
+                None if in_place => ranks.all_gather(parts, self.places(&arrivals)?),
+                None => ranks.all_gather(parts, memory.allocator.clone()),
             };
-            Flight { work, arrivals }
-        });
-        state.gathering = Some(Gathering(flights.collect()));
+            gathering.push(Flight { work, arrivals, in_place });
+        }
+        state.gathering = Some(Gathering(gathering));
         Ok(())
     }
 
+    /// Bytes that no parameter is made of. Their number makes the gathers of two units different collectives, even of units of one size: a rank that gathers
+    /// another unit than its peers gets an error and not their values.
+    fn signature(&self, ranks: &dyn ProcessGroup) -> GatherPart {
+        let length = |rank: usize| if rank == 0 { self.index + 1 } else { 0 };
+        let input = Arc::new(Buffer::zeros(DType::U8, length(ranks.rank())));
+        GatherPart { input, counts: (0..ranks.size()).map(length).collect() }
+    }
+
+    fn places(&self, arrivals: &[(Arc<FsdpParam>, Arrival)]) -> Result<Arc<Places>> {
+        let mut own = vec![];
+        for (param, arrival) in arrivals {
+            match arrival {
+                Arrival::Whole => own.push(Some(param.take_kept()?)),
+                Arrival::Concatenated => own.push(None),
+                Arrival::Encoded(count) => own.extend((0..*count).map(|_| None)),
+            }
+        }
+        own.reverse();
+        Ok(Arc::new(Places { own: Mutex::new(own), pool: self.pool.clone() }))
+    }
+
     /// Waits for the all-gathers; returns the full parameters.
-    pub(super) fn finish_gather(&self, gathering: Gathering) -> Result<Vec<(Arc<FsdpParam>, Buffer)>> {
+    pub(super) fn finish_gather(&self, gathering: Gathering) -> Result<Vec<(Arc<FsdpParam>, Full)>> {
         let _span = tracing::debug_span!("wait for all-gather", unit = self.name).entered();
         let mut full = vec![];
         for flight in gathering.0 {
@@ -135,50 +182,98 @@ impl ParamGroup {
         Ok(full)
     }
 
-    fn land(&self, flight: Flight, full: &mut Vec<(Arc<FsdpParam>, Buffer)>) -> Result<()> {
-        let buffers = flight.work.wait().map_err(|source| self.communication_failed("all-gather", source))?;
+    fn land(&self, flight: Flight, full: &mut Vec<(Arc<FsdpParam>, Full)>) -> Result<()> {
+        let buffers = flight.work.wait().map_err(|source| {
+            let differs = matches!(source, fsdp_core::Error::Mismatch { .. });
+            let error = candle_core::Error::from(self.communication_failed("all-gather", source));
+            match differs {
+                true => error.context(
+                    "Units are gathered as they are called: every rank must call the same units in the same order, or `unshard()` all of them first",
+                ),
+                false => error,
+            }
+        })?;
         let memory = self.memory();
+        let allocator = memory.allocator.as_ref();
         let mut buffers = buffers.into_iter();
         let mut next = || match buffers.next() {
             Some(buffer) => Ok(buffer),
             None => bail!("FSDP unit `{}`: the all-gather returned too few buffers", self.name),
         };
         for (param, arrival) in flight.arrivals {
-            let buffer = match arrival {
-                Arrival::Whole => next()?,
-                Arrival::Concatenated => self.unpack(&param, next()?, memory.as_ref())?,
+            let elements = param.shape().elem_count();
+            // Where the parameter goes when it does not arrive in place.
+            let place = || {
+                Ok::<_, candle_core::Error>(match memory.keep {
+                    true => Full { buffer: param.take_kept()?, own: true },
+                    false => {
+                        let buffer = allocator.take(to_core_dtype(param.compute_dtype())?, elements);
+                        Full { buffer, own: false }
+                    }
+                })
+            };
+            let arrived = match arrival {
+                Arrival::Whole if flight.in_place => Full { buffer: next()?, own: true },
+                Arrival::Whole | Arrival::Concatenated => {
+                    let shards = next()?;
+                    self.check_arrival(&param, &shards)?;
+                    let whole = matches!(arrival, Arrival::Whole);
+                    if whole && !memory.keep {
+                        Full { buffer: shards, own: false }
+                    } else {
+                        let mut full = place()?;
+                        match whole {
+                            true => full.buffer.bytes_mut().copy_from_slice(shards.bytes()),
+                            false => param.layout().unpack_buffer(&shards, &mut full.buffer)?,
+                        }
+                        allocator.give(shards);
+                        full
+                    }
+                }
                 Arrival::Encoded(count) => {
                     let encoded = (0..count).map(|_| next()).collect::<Result<Vec<_>>>()?;
-                    let mut decoded = memory.take(to_core_dtype(param.compute_dtype())?, param.shape().elem_count());
+                    let concatenation = param.layout().is_concatenation();
+                    let mut decoded = match concatenation {
+                        true => place()?,
+                        false => {
+                            let buffer = allocator.take(to_core_dtype(param.compute_dtype())?, elements);
+                            Full { buffer, own: false }
+                        }
+                    };
                     if let Some(extension) = param.extension() {
-                        extension.post_all_gather(&encoded, &param.layout().counts(), &mut decoded)?;
+                        extension.post_all_gather(&encoded, &param.layout().counts(), &mut decoded.buffer)?;
                     }
-                    encoded.into_iter().for_each(|buffer| memory.give(buffer));
-                    match param.layout().is_concatenation() {
-                        true => decoded,
-                        false => self.unpack(&param, decoded, memory.as_ref())?,
+                    encoded.into_iter().for_each(|buffer| allocator.give(buffer));
+                    if concatenation {
+                        decoded
+                    } else {
+                        let mut full = place()?;
+                        param.layout().unpack_buffer(&decoded.buffer, &mut full.buffer)?;
+                        allocator.give(decoded.buffer);
+                        full
                     }
                 }
             };
-            if buffer.len() != param.shape().elem_count() {
-                bail!(
-                    "FSDP unit `{}`: the all-gather returned {} elements of parameter `{}`, which has {}",
-                    self.name,
-                    buffer.len(),
-                    param.name(),
-                    param.shape().elem_count()
-                )
-            }
-            full.push((param, buffer));
+            self.check_arrival(&param, &arrived.buffer)?;
+            full.push((param, arrived));
         }
+        // The signature.
+        buffers.for_each(|buffer| allocator.give(buffer));
         Ok(())
     }
 
-    fn unpack(&self, param: &FsdpParam, shards: Buffer, memory: &dyn Allocator) -> Result<Buffer> {
-        let mut full = memory.take(shards.dtype(), shards.len());
-        param.layout().unpack_buffer(&shards, &mut full)?;
-        memory.give(shards);
-        Ok(full)
+    fn check_arrival(&self, param: &FsdpParam, buffer: &Buffer) -> Result<()> {
+        let (elements, dtype) = (param.shape().elem_count(), to_core_dtype(param.compute_dtype())?);
+        if (buffer.len(), buffer.dtype()) == (elements, dtype) {
+            return Ok(());
+        }
+        bail!(
+            "FSDP unit `{}`: the all-gather returned {} elements of {} of parameter `{}`, which has {elements} of {dtype}",
+            self.name,
+            buffer.len(),
+            buffer.dtype(),
+            param.name()
+        )
     }
 }
 

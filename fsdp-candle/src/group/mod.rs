@@ -4,9 +4,10 @@ mod gather;
 mod reduction;
 mod settings;
 
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::collections::{BTreeSet, HashSet};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, TensorId, bail};
 use fsdp_core::layout::chunk_range;
 use fsdp_core::{Allocator, Buffer};
 
@@ -15,7 +16,7 @@ pub(crate) use settings::Settings;
 
 use crate::Error;
 use crate::context::Context;
-use crate::param::{FsdpParam, Stage};
+use crate::param::{FsdpParam, Memory, Stage};
 use crate::policy::{MixedPrecisionPolicy, ReshardAfterForward};
 use crate::storage::{Pool, to_storage};
 use gather::Gathering;
@@ -28,9 +29,9 @@ pub(crate) struct ParamGroup {
     params: Vec<Arc<FsdpParam>>,
     mp_policy: MixedPrecisionPolicy,
     pool: Arc<Pool>,
-    /// The unit's own buffers, where their addresses must not change.
-    kept: Arc<Pool>,
     context: Weak<Context>,
+    /// The paths of its modules, if they are called apart.
+    parts: OnceLock<BTreeSet<String>>,
     settings: Mutex<Settings>,
     state: Mutex<State>,
 }
@@ -43,6 +44,8 @@ struct State {
     kept_for: Option<usize>,
     /// Trainable parameters whose gradient is complete in the backward that is running.
     reported: usize,
+    /// How many will be; `None`: all of them, unless some are unused.
+    expected: Option<usize>,
     /// Whether that backward has issued the unit's reduction.
     reduced: bool,
     ran_forward: bool,
@@ -69,8 +72,8 @@ impl ParamGroup {
             params: spec.params,
             mp_policy: spec.mp_policy,
             pool: context.pool().clone(),
-            kept: Arc::default(),
             context: Arc::downgrade(context),
+            parts: OnceLock::new(),
             settings: Mutex::new(Settings::new(spec.reshard_after_forward)),
             state: Mutex::default(),
         });
@@ -100,16 +103,45 @@ impl ParamGroup {
         self.state().unsharded
     }
 
-    /// Whether this is the unit called `name` or one inside it.
-    pub(crate) fn is_within(&self, name: &str) -> bool {
-        name == crate::fully_shard::ROOT
-            || self.name == name
-            || self.name.strip_prefix(name).is_some_and(|rest| rest.starts_with('.'))
+    /// Whether `other` is this unit or one inside it, as far as paths tell.
+    pub(crate) fn contains(&self, other: &ParamGroup) -> bool {
+        match self.parts.get() {
+            None => is_within(&other.name, &self.name),
+            Some(parts) => self.index == other.index || parts.iter().any(|part| is_within(&other.name, part)),
+        }
+    }
+
+    /// Notes that the unit is several modules that are called apart: what is beside them at its path is not inside it.
+    pub(crate) fn take_apart(&self) {
+        let root = self.name == crate::fully_shard::ROOT;
+        let path = if root { "" } else { self.name.as_str() };
+        let mut parts = BTreeSet::new();
+        for param in &self.params {
+            let rest = param.name().strip_prefix(path).map(|rest| rest.trim_start_matches('.'));
+            if let Some((module, _)) = rest.and_then(|rest| rest.split_once('.')) {
+                parts.insert(if root { module.to_string() } else { format!("{path}.{module}") });
+            }
+        }
+        // Taken apart once more, the answer is the same.
+        let _ = self.parts.set(parts);
+    }
+
+    fn is_inside(&self, other: &ParamGroup) -> bool {
+        other.contains(self) && !self.contains(other)
     }
 
     /// How many of `groups` this one is inside of.
     pub(crate) fn depth(&self, groups: &[Arc<ParamGroup>]) -> usize {
-        groups.iter().filter(|other| other.name != self.name && self.is_within(&other.name)).count()
+        groups.iter().filter(|other| self.is_inside(other)).count()
+    }
+
+    /// The innermost of `groups` that this one is inside of.
+    pub(crate) fn parent<'a>(&self, groups: &'a [Arc<ParamGroup>]) -> Option<&'a Arc<ParamGroup>> {
+        // The longest path, and at one path the unit that was taken apart: it contains less.
+        let inner = |other: &&Arc<ParamGroup>| {
+            (other.name != crate::fully_shard::ROOT, other.name.len(), other.parts.get().is_some())
+        };
+        groups.iter().filter(|other| self.is_inside(other)).max_by_key(inner)
     }
 
     pub(crate) fn settings(&self) -> MutexGuard<'_, Settings> {
@@ -128,17 +160,14 @@ impl ParamGroup {
     }
 
     /// Where unsharded parameters come from and go to.
-    fn memory(&self) -> Arc<dyn Allocator> {
+    fn memory(&self) -> Memory {
         let (custom, keep) = {
             let settings = self.settings();
             (settings.all_gather.clone(), settings.keep_unsharded_storage)
         };
         // The user's code runs without our locks.
-        match custom.and_then(|custom| custom.allocate()) {
-            Some(memory) => memory,
-            None if keep => self.kept.clone(),
-            None => self.pool.clone(),
-        }
+        let allocator = custom.and_then(|custom| custom.allocate()).unwrap_or_else(|| self.pool.clone());
+        Memory { allocator, keep }
     }
 
     /// Makes the full parameters available.
@@ -146,17 +175,17 @@ impl ParamGroup {
         self.start_unshard()?;
         let mut state = self.state();
         let Some(gathering) = state.gathering.take() else { return Ok(()) };
-        for (param, buffer) in self.finish_gather(gathering)? {
-            param.install(buffer)?;
+        for (param, full) in self.finish_gather(gathering)? {
+            param.install(full)?;
         }
         state.kept_for = None;
         state.unsharded = true;
         Ok(())
     }
 
-    /// Frees the buffers that the unit kept for itself.
+    /// Frees the buffers that parameters kept for themselves.
     pub(crate) fn release_kept(&self) {
-        self.kept.clear();
+        self.params.iter().for_each(|param| param.release_kept());
     }
 
     /// Frees the full parameters, and what forward kept of them.
@@ -164,8 +193,8 @@ impl ParamGroup {
         let memory = self.memory();
         let mut state = self.state();
         if let Some(gathering) = state.gathering.take() {
-            for (_, buffer) in self.finish_gather(gathering)? {
-                memory.give(buffer);
+            for (param, full) in self.finish_gather(gathering)? {
+                param.put_away(full, &memory);
             }
         }
         if std::mem::take(&mut state.unsharded) {
@@ -174,7 +203,7 @@ impl ParamGroup {
         if state.kept_for.take().is_some() {
             self.params.iter().filter_map(|param| param.take_post_forward()).for_each(|buffer| self.pool.give(buffer));
         }
-        self.params.iter().try_for_each(|param| param.reshard(memory.as_ref()))
+        self.params.iter().try_for_each(|param| param.reshard(&memory))
     }
 
     /// Does what the policy says after forward. Tells whether backward has to gather again.
@@ -199,7 +228,7 @@ impl ParamGroup {
                 for param in &self.params {
                     let fewer = param.ranks().neighbours(ranks)?;
                     let chunk = chunk_range(param.shape().elem_count(), fewer.size(), fewer.rank());
-                    param.reshard_to(chunk, memory.as_ref())?;
+                    param.reshard_to(chunk, &memory)?;
                 }
                 state.unsharded = false;
                 state.kept_for = Some(ranks);
@@ -246,12 +275,17 @@ impl ParamGroup {
             return Ok(());
         }
         let memory = self.memory();
-        self.params.iter().filter(|param| !param.trainable()).try_for_each(|param| param.reshard(memory.as_ref()))
+        self.params.iter().filter(|param| !param.trainable()).try_for_each(|param| param.reshard(&memory))
     }
 
     /// Whether some parameters are frozen.
     pub(crate) fn has_frozen(&self) -> bool {
         self.params.iter().any(|param| !param.trainable())
+    }
+
+    /// Whether some parameters get gradients.
+    pub(crate) fn has_trainable(&self) -> bool {
+        self.params.iter().any(|param| param.trainable())
     }
 
     /// Whether some gradients are complete and wait for others.
@@ -270,10 +304,21 @@ impl ParamGroup {
         {
             let mut state = self.state();
             state.reported = 0;
+            state.expected = None;
             state.reduced = false;
         }
         self.params.iter().filter_map(|param| param.take_grad()).for_each(|grad| self.pool.give(grad));
         self.params.iter().for_each(|param| param.set_complete(false));
+    }
+
+    /// Tells the unit which anchors the backward that begins will reach. Returns whether it reaches any.
+    pub(crate) fn expect(&self, reached: &HashSet<TensorId>) -> Result<bool> {
+        let mut expected = 0;
+        for param in self.params.iter().filter(|param| param.trainable()) {
+            expected += usize::from(reached.contains(&param.anchor()?.id()));
+        }
+        self.state().expected = Some(expected);
+        Ok(expected > 0)
     }
 
     /// Every use of `param` in the graph has been processed: nobody needs its values any more, and its gradient is whole.
@@ -281,13 +326,14 @@ impl ParamGroup {
         let context = self.context()?;
         context.check_in_backward()?;
         if self.settings().reshard_after_backward {
-            param.reshard(self.memory().as_ref())?;
+            param.reshard(&self.memory())?;
         }
         param.set_complete(true);
         let complete = {
             let mut state = self.state();
             state.reported += 1;
-            state.reduced = state.reported == self.params.iter().filter(|param| param.trainable()).count();
+            let all = || self.params.iter().filter(|param| param.trainable()).count();
+            state.reduced = state.reported == state.expected.unwrap_or_else(all);
             state.reduced
         };
         if complete { context.reduce(self) } else { Ok(()) }
@@ -354,6 +400,12 @@ impl ParamGroup {
             source: Box::new(source),
         }
     }
+}
+
+/// Whether `path` is `outer` or below it.
+fn is_within(path: &str, outer: &str) -> bool {
+    outer == crate::fully_shard::ROOT
+        || path.strip_prefix(outer).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 
 /// A sharded gradient as a tensor of the shard's shape.

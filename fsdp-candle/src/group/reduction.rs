@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::{Result, bail};
-use fsdp_core::{Allocator, Buffer, ReduceOp, ScatterPart, Work};
+use fsdp_core::{Allocator, Buffer, DType, ReduceOp, ScatterPart, Work};
 
 use super::ParamGroup;
 use crate::data_parallel::DataParallel;
@@ -25,9 +25,22 @@ pub(crate) struct Reduction {
 #[derive(Clone, Copy)]
 struct Rule {
     op: ReduceOp,
-    /// What sums are divided by in the end.
+    /// What sums are divided by, all in all.
     divisor: Option<f64>,
     all_reduce: bool,
+}
+
+impl Rule {
+    /// What gradients are divided by before they are summed, and what sums are divided by. A sum of F16 might overflow where its quotient would not: a power
+    /// of two near the root of the divisor goes first, as in PyTorch.
+    fn divisors(&self, dtype: DType) -> (Option<f64>, Option<f64>) {
+        let Some(divisor) = self.divisor.filter(|_| dtype == DType::F16) else { return (None, self.divisor) };
+        let mut before = 1.;
+        while divisor % before == 0. && divisor / before > before {
+            before *= 2.;
+        }
+        (Some(before), Some(divisor / before))
+    }
 }
 
 /// The ranks that a reduction goes over now.
@@ -39,9 +52,10 @@ enum Over {
 
 impl Reduction {
     /// Takes the gradients that are there and issues their reduce-scatters, one for each set of ranks; or files them for a later backward where the unit does not
-    /// synchronise.
-    pub(crate) fn start(group: &Arc<ParamGroup>) -> Result<Vec<Self>> {
-        let (sync, unused, apart, custom) = {
+    /// synchronise. With `apart`, or where the unit is set so, they go over a process group of their own.
+    /// `started` gets those in flight, an error or not.
+    pub(crate) fn start(group: &Arc<ParamGroup>, apart: bool, started: &mut Vec<Self>) -> Result<()> {
+        let (sync, unused, separate, custom) = {
             let settings = group.settings();
             (
                 settings.requires_gradient_sync,
@@ -64,7 +78,10 @@ impl Reduction {
                 None if unused => Buffer::zeros(group.reduce_dtype(param)?, param.shape().elem_count()),
                 None => continue,
             };
-            let input = if param.layout().is_concatenation() { grad } else { group.pack(param, grad)? };
+            let mut input = if param.layout().is_concatenation() { grad } else { group.pack(param, grad)? };
+            if let (Some(before), _) = group.rule(param.ranks()).divisors(input.dtype()) {
+                scale(&mut input, 1. / before)?;
+            }
             let part = ScatterPart { input, counts: param.layout().counts() };
             match flights.iter_mut().find(|(ranks, _, _)| Arc::ptr_eq(ranks, param.ranks())) {
                 Some((_, members, parts)) => {
@@ -75,20 +92,19 @@ impl Reduction {
             }
         }
         let rules = |ranks: &DataParallel| group.rule(ranks);
-        let mut reductions = vec![];
         if sync {
             // What waits for its all-reduce goes along even when this backward brought nothing new.
             for param in group.params.iter().filter(|param| param.trainable()) {
                 let ranks = param.ranks();
                 let known = flights.iter().any(|(other, _, _)| Arc::ptr_eq(other, ranks))
-                    || reductions.iter().any(|other: &Reduction| Arc::ptr_eq(&other.ranks, ranks));
+                    || started.iter().any(|other: &Reduction| Arc::ptr_eq(&other.ranks, ranks));
                 if !known && let Some(replicas) = ranks.replicate().filter(|_| rules(ranks).all_reduce) {
                     let (members, buffers) = group.take_partly_reduced(ranks);
                     if !members.is_empty() {
                         let rule = rules(ranks);
                         let work = replicas.all_reduce(buffers, rule.op);
                         let (group, ranks) = (group.clone(), ranks.clone());
-                        reductions.push(Reduction { group, ranks, members, work, over: Over::Replicas, rule });
+                        started.push(Reduction { group, ranks, members, work, over: Over::Replicas, rule });
                     }
                 }
             }
@@ -97,7 +113,7 @@ impl Reduction {
             tracing::debug!(unit = group.name, gradients = members.len(), "reduce-scatter");
             let rule = rules(&ranks);
             let op = rule.op;
-            let shard = if apart { ranks.shard_apart()? } else { ranks.shard().clone() };
+            let shard = if apart || separate { ranks.shard_apart()? } else { ranks.shard().clone() };
             let work = match &custom {
                 Some(custom) => custom.reduce_scatter(&shard, parts, op, group.pool.clone()),
                 None => shard.reduce_scatter(parts, op, group.pool.clone()),
@@ -105,9 +121,9 @@ impl Reduction {
             Result::Ok(Reduction { group: group.clone(), ranks, members, work, over: Over::Shards, rule })
         };
         for flight in flights {
-            reductions.push(start(flight)?);
+            started.push(start(flight)?);
         }
-        Ok(reductions)
+        Ok(())
     }
 
     /// Whether the next step issues another collective, which must happen in the same order on every rank.
@@ -212,8 +228,8 @@ impl ParamGroup {
             }
         }
         for (position, mut buffer) in members.into_iter().zip(buffers) {
-            if let Some(divisor) = rule.divisor {
-                scale(&mut buffer, 1. / divisor)?;
+            if let (_, Some(after)) = rule.divisors(buffer.dtype()) {
+                scale(&mut buffer, 1. / after)?;
             }
             let param = &self.params[position];
             let buffer = cast(buffer, to_core_dtype(param.dtype())?, self.pool.as_ref())?;

@@ -62,6 +62,17 @@ impl Pool {
         shelves.free_bytes = 0;
     }
 
+    /// A buffer that is not the pool's: it never goes back.
+    pub(crate) fn take_for_good(&self, dtype: DType, len: usize) -> Buffer {
+        let mut shelves = self.shelves();
+        let free = shelves.free.get_mut(&(dtype, len)).and_then(VecDeque::pop_front);
+        if free.is_some() {
+            shelves.free_bytes -= bytes((dtype, len));
+        }
+        drop(shelves);
+        free.unwrap_or_else(|| Buffer::zeros(dtype, len))
+    }
+
     /// Notes that a buffer will not come back: it became a tensor of the user's.
     pub(crate) fn leave(&self, buffer: &Buffer) {
         self.shelves().returned((buffer.dtype(), buffer.len()));

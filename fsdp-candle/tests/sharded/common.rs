@@ -1,11 +1,16 @@
 //! What the integration tests share: a small model in ordinary Candle code, and ranks as threads.
 
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::VarBuilder;
-use fsdp_candle::{FsdpModule, FsdpParam, FullyShard, ReduceOp, ShardedVarMap, World, fully_shard, nn};
-use fsdp_core::Buffer;
+use fsdp_candle::{
+    AllGather, FsdpModule, FsdpParam, FullyShard, ReduceOp, ReduceScatter, ShardedVarMap, World, fully_shard, nn,
+};
 use fsdp_core::process_group::{Options, local};
+use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, ScatterPart, Work};
 
 /// A residual MLP of Candle's own linear layers and this crate's norm.
 pub(crate) struct Block {
@@ -63,7 +68,7 @@ pub(crate) fn vars(world: &World) -> ShardedVarMap {
 
 /// Runs a closure on each rank of a world of threads.
 pub(crate) fn ranks<T: Send>(size: usize, f: impl Fn(World) -> T + Sync) -> Vec<T> {
-    local::run_with(size, Options::default(), |group| f(World::of(group)))
+    local::run_with(size, Options::default().with_timeout(Duration::from_secs(60)), |group| f(World::of(group)))
 }
 
 /// A batch that depends on the rank.
@@ -131,4 +136,33 @@ pub(crate) fn reference(world: &World) -> Gradients {
     let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
     let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
     gradients(&vars, &grads)
+}
+
+/// Writes down the units in the order in which they communicate.
+pub(crate) struct Journal(String, Arc<Mutex<Vec<String>>>);
+
+impl Journal {
+    pub(crate) fn new(what: &str, unit: impl std::fmt::Display, entries: &Arc<Mutex<Vec<String>>>) -> Arc<Self> {
+        Arc::new(Journal(format!("{what} {unit}"), entries.clone()))
+    }
+}
+
+impl AllGather for Journal {
+    fn all_gather(&self, ranks: &Arc<dyn ProcessGroup>, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
+        self.1.lock().unwrap().push(self.0.clone());
+        ranks.all_gather(parts, memory)
+    }
+}
+
+impl ReduceScatter for Journal {
+    fn reduce_scatter(
+        &self,
+        ranks: &Arc<dyn ProcessGroup>,
+        parts: Vec<ScatterPart>,
+        op: ReduceOp,
+        memory: Arc<dyn Allocator>,
+    ) -> Work {
+        self.1.lock().unwrap().push(self.0.clone());
+        ranks.reduce_scatter(parts, op, memory)
+    }
 }

@@ -4,10 +4,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::{DType, Module, Tensor};
-use fsdp_candle::{AllGather, FullyShard, MixedPrecisionPolicy, ReduceScatter, ReshardAfterForward, fully_shard, nn};
+use fsdp_candle::{
+    AllGather, FullyShard, MixedPrecisionPolicy, ReduceScatter, ReshardAfterForward, ShardedVarMap, fully_shard, nn,
+};
 use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, ReduceOp, ScatterPart, Work};
 
-use crate::common::{Gradients, WIDTH, assert_close, batch, gradients, loss_of, ranks, reference, sharded, vars};
+use crate::common::{
+    Gradients, Journal, WIDTH, assert_close, batch, gradients, loss_of, ranks, reference, sharded, vars,
+};
 
 #[test]
 fn prefetch_lists_and_none_at_all() {
@@ -147,6 +151,41 @@ fn hooks_and_factors_change_the_reduction() {
         model.set_all_reduce_hook(Some(Arc::new(halve)));
         assert_close(&backward(), &halves, 0.);
     });
+}
+
+#[test]
+fn sums_of_f16_do_not_overflow_before_they_are_divided() {
+    const GRADIENT: f64 = 30000.;
+    for mesh in [vec![("shard", 4)], vec![("replicate", 2), ("shard", 2)]] {
+        ranks(4, |world| {
+            let vars = ShardedVarMap::new(&world.mesh(&mesh).unwrap(), world.device());
+            let policy = MixedPrecisionPolicy { reduce_dtype: Some(DType::F16), ..Default::default() };
+            // The gradient reduces in F16, be the parameter's dtype that or another.
+            for (name, dtype) in [("half", DType::F16), ("single", DType::F32)] {
+                let opts = FullyShard::new(&vars).mp_policy(policy.clone());
+                let unit = fully_shard(&opts, vars.builder(dtype), |vb| vb.get((8, 3), name)).unwrap();
+                let reduced = |factor: Option<f64>, force: bool| {
+                    unit.set_gradient_divide_factor(factor, true);
+                    unit.set_force_sum_reduction_for_comms(force, true);
+                    let loss = unit.call(|weight| (weight * GRADIENT)?.sum_all()).unwrap();
+                    let grads = unit.backward(&loss).unwrap();
+                    let grad = grads.get(unit.params()[0].var()).unwrap().to_dtype(DType::F64).unwrap();
+                    grad.flatten_all().unwrap().to_vec1::<f64>().unwrap()
+                };
+                for (factor, force, want) in [
+                    (None, false, 30000.),
+                    (None, true, 30000.),
+                    (Some(4.), false, 30000.),
+                    (Some(8.), false, 15000.),
+                    (Some(6.), true, 20000.),
+                    (Some(3.), false, 40000.),
+                ] {
+                    let got = reduced(factor, force);
+                    assert!(got.iter().all(|v| *v == want), "{name} {mesh:?} {factor:?} {force}: {got:?}");
+                }
+            }
+        });
+    }
 }
 
 #[test]
@@ -302,29 +341,6 @@ fn an_error_in_the_middle_of_backward_leaves_the_next_step_right() {
     });
 }
 
-/// Writes down the units in the order in which they communicate.
-struct Journal(&'static str, String, Arc<std::sync::Mutex<Vec<String>>>);
-
-impl AllGather for Journal {
-    fn all_gather(&self, ranks: &Arc<dyn ProcessGroup>, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
-        self.2.lock().unwrap().push(format!("{} {}", self.0, self.1));
-        ranks.all_gather(parts, memory)
-    }
-}
-
-impl ReduceScatter for Journal {
-    fn reduce_scatter(
-        &self,
-        ranks: &Arc<dyn ProcessGroup>,
-        parts: Vec<ScatterPart>,
-        op: ReduceOp,
-        memory: Arc<dyn Allocator>,
-    ) -> Work {
-        self.2.lock().unwrap().push(format!("{} {}", self.0, self.1));
-        ranks.reduce_scatter(parts, op, memory)
-    }
-}
-
 #[test]
 fn collectives_come_in_the_order_that_overlaps_them_and_parameters_go_when_they_should() {
     ranks(2, |world| {
@@ -332,9 +348,9 @@ fn collectives_come_in_the_order_that_overlaps_them_and_parameters_go_when_they_
         let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
         let journal: Arc<std::sync::Mutex<Vec<String>>> = Arc::default();
         for block in &model.inner().blocks {
-            let name = block.name().trim_start_matches("blocks.").to_string();
-            block.set_custom_all_gather(Some(Arc::new(Journal("gather", name.clone(), journal.clone()))));
-            block.set_custom_reduce_scatter(Some(Arc::new(Journal("reduce", name, journal.clone()))));
+            let name = block.name().trim_start_matches("blocks.");
+            block.set_custom_all_gather(Some(Journal::new("gather", name, &journal)));
+            block.set_custom_reduce_scatter(Some(Journal::new("reduce", name, &journal)));
         }
         let unsharded = || -> Vec<bool> {
             let blocks = model.inner().blocks.iter();
@@ -354,5 +370,51 @@ fn collectives_come_in_the_order_that_overlaps_them_and_parameters_go_when_they_
             assert_eq!(*journal.lock().unwrap(), [&forward[..], &backward[..]].concat(), "step {step}");
         }
         assert_eq!(unsharded(), [false; 4]);
+    });
+}
+
+/// A reduce-scatter that fails, or one that takes its time and says when it is over.
+struct Late(Option<Arc<std::sync::atomic::AtomicBool>>);
+
+impl ReduceScatter for Late {
+    fn reduce_scatter(
+        &self,
+        ranks: &Arc<dyn ProcessGroup>,
+        parts: Vec<ScatterPart>,
+        op: ReduceOp,
+        memory: Arc<dyn Allocator>,
+    ) -> Work {
+        let Some(over) = self.0.clone() else {
+            return Work::ready(Err(fsdp_core::Error::Argument { rank: 0, message: "injected".into() }));
+        };
+        let (completion, work) = Work::pending(ranks.rank());
+        let ranks = ranks.clone();
+        std::thread::spawn(move || {
+            std::thread::sleep(std::time::Duration::from_millis(200));
+            let outcome = ranks.reduce_scatter(parts, op, memory).wait();
+            over.store(true, Ordering::SeqCst);
+            completion.complete(outcome);
+        });
+        work
+    }
+}
+
+#[test]
+fn a_reduction_that_fails_does_not_lose_those_behind_it() {
+    ranks(2, |world| {
+        let want = reference(&world);
+        let vars = vars(&world);
+        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        model.set_reduce_scatter_max_input_buffers(2);
+        let over = Arc::new(std::sync::atomic::AtomicBool::new(false));
+        let blocks = &model.inner().blocks;
+        blocks[2].set_custom_reduce_scatter(Some(Arc::new(Late(None))));
+        blocks[1].set_custom_reduce_scatter(Some(Arc::new(Late(Some(over.clone())))));
+        let error = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap_err().to_string();
+        assert!(error.contains("injected"), "{error}");
+        assert!(over.load(Ordering::SeqCst), "a reduction was in flight when backward had failed");
+        blocks[2].set_custom_reduce_scatter(None);
+        let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
+        assert_close(&gradients(&vars, &grads), &want, 0.);
     });
 }

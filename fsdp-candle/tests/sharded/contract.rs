@@ -1,6 +1,6 @@
 //! What users rely on beside the numbers: errors that name the parameter, units that recover, graphs that report what they lost.
 
-use crate::common::{Block, batch, ranks, sharded, vars};
+use crate::common::{Block, assert_close, batch, gradients, loss_of, ranks, sharded, vars};
 use candle_core::{DType, Device, Module, Tensor};
 use fsdp_candle::{FullyShard, World, fully_shard, nn};
 
@@ -192,4 +192,137 @@ fn frozen_parameters_get_no_gradient_and_tied_ones_get_one() {
         (got - want).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap()
     });
     assert!(all.iter().all(|&difference| difference < 1e-5), "{all:?}");
+}
+
+#[test]
+fn an_ignored_parameter_has_one_shape_and_dtype() {
+    let world = World::single().unwrap();
+    let vars = vars(&world);
+    let opts = FullyShard::new(&vars).ignored_params(|name| name == "scale");
+    let ask = |shape: usize, dtype: DType| {
+        fully_shard(&opts, vars.builder(DType::F32), |vb| {
+            vb.get(4, "scale")?;
+            vb.get_with_hints_dtype(shape, "scale", candle_nn::Init::Const(0.), dtype)
+        })
+    };
+    let text = error(ask(5, DType::F32));
+    assert!(text.contains("parameter `scale`") && text.contains("[4] F32") && text.contains("[5] F32"), "{text}");
+    assert!(error(ask(4, DType::F64)).contains("[4] F64"));
+    ask(4, DType::F32).unwrap();
+}
+
+#[test]
+fn settings_of_a_unit_taken_apart_do_not_reach_what_is_beside_it() {
+    let world = World::single().unwrap();
+    let vars = vars(&world);
+    let opts = FullyShard::new(&vars);
+    let vb = vars.builder(DType::F32);
+    let linear = |name: &str| fully_shard(&opts, vb.pp(name), |vb| nn::linear(4, 4, vb)).unwrap();
+    let (block, adapter) = (linear("block"), linear("head.adapter"));
+    let pair = fully_shard(&opts, vb.clone(), |vb| {
+        Ok((nn::rms_norm(4, 1e-5, vb.pp("norm"))?, nn::linear(4, 4, vb.pp("head"))?))
+    });
+    let (norm, head) = pair.unwrap().into_parts();
+    let root = fully_shard(&opts, vb.clone(), |vb| nn::linear(4, 4, vb.pp("embed"))).unwrap();
+    let x = batch(0, 4);
+    let run = || {
+        let y = root.call(|embed| {
+            let y = adapter.forward(&block.forward(&embed.forward(&x)?)?)?;
+            head.forward(&norm.forward(&y)?)
+        });
+        let units = [block.params(), adapter.params(), norm.params(), root.params()];
+        let kept = units.map(|params| params[0].is_unsharded());
+        root.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap()).unwrap();
+        kept
+    };
+    assert_eq!(run(), [false, false, false, true]);
+    norm.set_reshard_after_forward(fsdp_candle::ReshardAfterForward::Never, true).unwrap();
+    assert_eq!(run(), [false, true, true, true]);
+    root.set_reshard_after_forward(fsdp_candle::ReshardAfterForward::Always, true).unwrap();
+    assert_eq!(run(), [false; 4]);
+    let tree = root.to_string();
+    for unit in ["\n  block [", "\n  (root) [", "\n    head.adapter ["] {
+        assert!(tree.contains(unit), "{unit:?} in {tree}");
+    }
+}
+
+#[test]
+fn what_candle_says_of_a_sharded_weight_outside_of_any_unit() {
+    let world = World::single().unwrap();
+    let vars = vars(&world);
+    let vb = vars.builder(DType::F32);
+    let unit = fully_shard(&FullyShard::new(&vars), vb, |vb| candle_nn::linear(4, 4, vb)).unwrap();
+    let text = error(unit.inner().forward(&batch(0, 4)));
+    // The crate's documentation cites it.
+    assert!(text.contains("dtype mismatch in matmul, lhs: F32, rhs: F4"), "{text}");
+}
+
+#[test]
+fn a_second_backward_gathers_again_and_one_of_a_forgotten_graph_says_so() {
+    use fsdp_candle::ReshardAfterForward::{Always, Default, Never};
+    for policy in [Default, Always, Never] {
+        ranks(2, |world| {
+            let vars = vars(&world);
+            vars.freeze(|name| name.contains("blocks.1.up"));
+            let model = sharded(&FullyShard::new(&vars).reshard_after_forward(policy), &vars, 4);
+            let loss = || loss_of(&model, &batch(world.rank(), 4));
+            let first = loss();
+            let want = gradients(&vars, &model.backward(&first).unwrap());
+            assert_close(&gradients(&vars, &model.backward(&first).unwrap()), &want, 0.);
+            if policy == Default {
+                let forgotten = loss();
+                model.reset_iter_state();
+                for loss in [&forgotten, &first] {
+                    let text = error(model.backward(loss));
+                    assert!(text.contains("has been through backward") && text.contains("run forward again"), "{text}");
+                    assert!(!text.contains("outside the forward"), "{text}");
+                }
+            }
+            assert_close(&gradients(&vars, &model.backward(&loss()).unwrap()), &want, 0.);
+        });
+    }
+}
+
+#[test]
+fn frozen_parameters_stay_while_a_captured_tensor_needs_them() {
+    ranks(2, |world| {
+        let run = |captured: bool| {
+            let vars = vars(&world);
+            vars.freeze(|name| name.contains("frozen"));
+            let vb = vars.builder(DType::F32);
+            let opts = FullyShard::new(&vars).reshard_after_forward(fsdp_candle::ReshardAfterForward::Always);
+            let before = fully_shard(&opts, vb.pp("before"), |vb| nn::linear(4, 4, vb)).unwrap();
+            // Candle's own layers: their frozen weights are in no hook's sight.
+            let unit = fully_shard(&opts, vb.pp("unit"), |vb| {
+                Ok((candle_nn::linear(4, 4, vb.pp("frozen"))?, nn::linear(4, 4, vb.pp("trained"))?))
+            });
+            let unit = unit.unwrap();
+            let root = fully_shard(&opts, vb, |_| Ok(())).unwrap();
+            let x = batch(world.rank(), 4);
+            let seen = std::sync::Mutex::new(vec![]);
+            let y = root.call(|()| {
+                let h = before.forward(&x)?;
+                let both = |(frozen, trained): &(candle_nn::Linear, nn::Linear), a: &Tensor, b: &Tensor| {
+                    let y = (frozen.forward(&frozen.forward(a)?)? + trained.forward(&frozen.forward(b)?.sqr()?)?)?;
+                    y + frozen.forward(&a.sqr()?)?
+                };
+                // In both orders; the other tensor comes from before the unit.
+                let first = match captured {
+                    true => unit.call_with(h.sin()?, |m, a| both(m, &a, &h))?,
+                    false => unit.call(|m| both(m, &h.sin()?, &h))?,
+                };
+                seen.lock().unwrap().push(unit.params()[0].is_unsharded());
+                let other = h.cos()?;
+                match captured {
+                    true => unit.call_with(first, |m, a| both(m, &other, &a)),
+                    false => unit.call(|m| both(m, &other, &first)),
+                }
+            });
+            let grads = root.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap()).unwrap();
+            assert_eq!(*seen.lock().unwrap(), [false]);
+            assert!(vars.params().iter().all(|param| !param.is_unsharded()));
+            gradients(&vars, &grads)
+        };
+        assert_close(&run(true), &run(false), 1e-6);
+    });
 }

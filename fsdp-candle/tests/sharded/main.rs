@@ -12,3 +12,4 @@ mod parity;
 mod placements;
 mod settings;
 mod state_dict;
+mod unused;

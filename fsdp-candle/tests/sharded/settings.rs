@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use candle_core::{DType, Module};
+use candle_core::{CpuStorage, DType, Module, Storage, Tensor};
 use fsdp_candle::{
     AllGather, AllGatherExtension, Float8, FullyShard, MixedPrecisionPolicy, ReshardAfterForward, fully_shard, nn,
 };
@@ -174,6 +174,60 @@ fn kept_buffers_and_a_mesh_of_its_own_change_nothing_in_the_numbers() {
             }
         }
     });
+}
+
+/// Where a tensor's memory is.
+fn address(tensor: &Tensor) -> usize {
+    match &*tensor.storage_and_layout().0 {
+        Storage::Cpu(CpuStorage::F32(v)) => v.as_ptr() as usize,
+        _ => panic!("no memory"),
+    }
+}
+
+#[test]
+fn kept_storage_stays_with_its_parameter() {
+    for size in 1..=3 {
+        ranks(size, |world| {
+            for custom in [false, true] {
+                let vars = vars(&world);
+                let float8: Arc<dyn AllGatherExtension> = Arc::new(Float8);
+                let opts = FullyShard::new(&vars)
+                    .reshard_after_forward(ReshardAfterForward::Always)
+                    .shard_placement_fn(|name, _| name.starts_with("columns").then(|| 1.into()))
+                    .all_gather_extension(move |name| name.starts_with("encoded").then(|| float8.clone()));
+                // All of one size, and used in another order than they were built in.
+                let names = ["a", "columns", "b", "encoded", "c"];
+                let unit = fully_shard(&opts, vars.builder(DType::F32), |vb| {
+                    names
+                        .iter()
+                        .map(|name| Ok(candle_nn::Linear::new(vb.get((WIDTH, WIDTH), name)?, None)))
+                        .collect::<candle_core::Result<Vec<_>>>()
+                })
+                .unwrap();
+                unit.set_keep_unsharded_storage(true, true);
+                if custom {
+                    unit.set_custom_all_gather(Some(Arc::new(Own(Arc::default()))));
+                }
+                let addresses = || unit.inner().iter().map(|layer| address(layer.weight())).collect::<Vec<_>>();
+                let mut first = None;
+                for step in 0..6usize {
+                    // Buffers come back in another order in each step.
+                    let mut seen = vec![];
+                    let y = unit.call(|layers| {
+                        seen = addresses();
+                        (0..5)
+                            .map(|i| &layers[(i * (step % 4 + 1) + step) % 5])
+                            .try_fold(batch(world.rank(), WIDTH), |x, layer| layer.forward(&x))
+                    });
+                    assert_eq!(&seen, first.get_or_insert(seen.clone()), "forward of step {step}");
+                    let _grads = unit.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap()).unwrap();
+                    unit.unshard().unwrap();
+                    assert_eq!(&addresses(), &seen, "by hand in step {step}");
+                    unit.reshard().unwrap();
+                }
+            }
+        });
+    }
 }
 
 #[test]

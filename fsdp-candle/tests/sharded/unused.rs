@@ -1,0 +1,175 @@
+//! Ranks that use different units: with `set_reduce_scatter_unused_params` their collectives match all the same.
+
+use candle_core::{DType, Module, Result, Tensor};
+use fsdp_candle::{FsdpModule, FullyShard, ReshardAfterForward, ShardedVarMap, World, fully_shard, nn};
+
+use crate::common::{Gradients, Journal, WIDTH, assert_close, batch, gradients, ranks, vars};
+
+const UNITS: usize = 4;
+
+type Model = FsdpModule<Vec<FsdpModule<nn::Linear>>>;
+
+/// Units of different sizes, and a root with nothing of its own or a parameter.
+fn model(opts: &FullyShard, vars: &ShardedVarMap) -> Model {
+    let vb = vars.builder(DType::F32);
+    let units =
+        (0..UNITS).map(|i| fully_shard(opts, vb.pp(format!("unit.{i}")), |vb| nn::linear(WIDTH, WIDTH + i, vb)));
+    let units = units.collect::<fsdp_candle::Result<Vec<_>>>().unwrap();
+    fully_shard(opts, vb, |_| Ok(units)).unwrap()
+}
+
+/// The sum of squares of each unit's output.
+fn outputs(units: &[FsdpModule<nn::Linear>], x: &Tensor, chain: bool) -> Result<Vec<Tensor>> {
+    let mut x = x.clone();
+    let mut losses = vec![];
+    for unit in units {
+        let y = unit.forward(&x)?;
+        if chain {
+            x = y.narrow(1, 0, WIDTH)?.contiguous()?;
+        }
+        losses.push(y.sqr()?.mean_all()?);
+    }
+    Ok(losses)
+}
+
+/// Which units' outputs a rank's loss reaches.
+fn used(rank: usize, step: usize) -> impl Fn(usize) -> bool {
+    move |unit| [0b0001u32, 0b1000, 0b0110, 0b0101][(rank + step) % 4] & (1 << unit) != 0
+}
+
+/// One step; the outputs that a rank does not use are in its loss with the factor 0 where `all`.
+fn step(world: &World, vars: &ShardedVarMap, model: &Model, step: usize, chain: bool, all: bool) -> Gradients {
+    let used = used(world.rank(), step);
+    let loss = model.call(|units| {
+        let losses = outputs(units, &batch(world.rank(), WIDTH), chain)?;
+        let chosen = losses.iter().enumerate().filter_map(|(i, loss)| match (used(i), all) {
+            (true, _) => Some(Ok(loss.clone())),
+            (false, true) => Some(loss.zeros_like().and_then(|zero| loss * zero)),
+            (false, false) => None,
+        });
+        chosen.reduce(|a, b| a? + b?).unwrap()
+    });
+    gradients(vars, &model.backward(&loss.unwrap()).unwrap())
+}
+
+fn whole_vars(world: &World, mesh: &[(&str, usize)]) -> ShardedVarMap {
+    ShardedVarMap::new(&world.mesh(mesh).unwrap(), world.device())
+}
+
+#[test]
+fn units_that_ran_everywhere_and_reach_the_loss_on_some_ranks() {
+    let worlds = [(1, vec![("s", 1)]), (2, vec![("s", 2)]), (3, vec![("s", 3)]), (4, vec![("r", 2), ("s", 2)])];
+    for (size, mesh) in worlds {
+        ranks(size, |world| {
+            for reshard in [ReshardAfterForward::Default, ReshardAfterForward::Always, ReshardAfterForward::Never] {
+                for (chain, prefetch, max) in [(true, true, 1), (false, true, 2), (true, false, 1), (false, false, 3)] {
+                    let make = || {
+                        let vars = whole_vars(&world, &mesh);
+                        let model = model(&FullyShard::new(&vars).reshard_after_forward(reshard), &vars);
+                        model.set_implicit_prefetch(prefetch);
+                        model.set_reduce_scatter_max_input_buffers(max);
+                        (vars, model)
+                    };
+                    let ((all_vars, all), (vars, some)) = (make(), make());
+                    some.set_reduce_scatter_unused_params(true, true);
+                    for i in 0..4 {
+                        let want = step(&world, &all_vars, &all, i, chain, true);
+                        assert_close(&step(&world, &vars, &some, i, chain, false), &want, 1e-6);
+                        assert!(vars.params().iter().all(|param| !param.is_unsharded()));
+                    }
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn resharding_to_fewer_ranks_and_lists_of_units_to_prefetch() {
+    ranks(4, |world| {
+        let make = || {
+            let vars = vars(&world);
+            let model = model(&FullyShard::new(&vars).reshard_after_forward(ReshardAfterForward::To(2)), &vars);
+            (vars, model)
+        };
+        let ((all_vars, all), (vars, some)) = (make(), make());
+        some.set_reduce_scatter_unused_params(true, true);
+        some.inner()[3].set_modules_to_backward_prefetch(&[some.inner()[1].unit()]);
+        for i in 0..4 {
+            let want = step(&world, &all_vars, &all, i, false, true);
+            assert_close(&step(&world, &vars, &some, i, false, false), &want, 1e-6);
+        }
+    });
+}
+
+#[test]
+fn units_that_ran_on_some_ranks_only() {
+    for size in 1..=4 {
+        ranks(size, |world| {
+            let vars = vars(&world);
+            let model = model(&FullyShard::new(&vars).reshard_after_forward(ReshardAfterForward::Never), &vars);
+            model.set_reduce_scatter_unused_params(true, true);
+            let x = batch(world.rank(), WIDTH);
+            for step in 0..3 {
+                // Every rank gathers all of them, and calls those that it wants in an order of its own.
+                model.inner().iter().for_each(|unit| unit.unshard().unwrap());
+                let mut mine: Vec<usize> = (0..UNITS).filter(|&unit| used(world.rank(), step)(unit)).collect();
+                if world.rank() % 2 == 1 {
+                    mine.reverse();
+                }
+                let loss = model.call(|units| {
+                    let losses = mine.iter().map(|&i| units[i].forward(&x)?.sqr()?.mean_all());
+                    losses.reduce(|a, b| a? + b?).unwrap()
+                });
+                let grads = gradients(&vars, &model.backward(&loss.unwrap()).unwrap());
+                for (name, grad) in grads {
+                    let unit: usize = name.split('.').nth(1).unwrap().parse().unwrap();
+                    let somewhere = (0..size).any(|rank| used(rank, step)(unit));
+                    assert_eq!(grad.iter().any(|v| *v != 0.), somewhere, "{name} of {size} ranks in step {step}");
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn forwards_that_gather_different_units_fail_on_every_rank() {
+    for (size, same) in [(2, false), (3, false), (2, true), (3, true)] {
+        let errors = ranks(size, |world| {
+            let vars = vars(&world);
+            let opts = FullyShard::new(&vars);
+            let vb = vars.builder(DType::F32);
+            let unit =
+                |name: &str, out: usize| fully_shard(&opts, vb.pp(name), |vb| nn::linear(WIDTH, out, vb)).unwrap();
+            // Units of one size move the same number of bytes, and must not be taken for one another.
+            let (a, b) = (unit("a", WIDTH), unit("b", if same { WIDTH } else { 2 * WIDTH }));
+            let x = batch(world.rank(), WIDTH);
+            let chosen = if world.rank() == 0 { &a } else { &b };
+            let error = chosen.forward(&x).err().map(|error| error.to_string());
+            (chosen.name().to_string(), error)
+        });
+        for (unit, error) in errors {
+            let error = error.unwrap_or_else(|| panic!("unit {unit} took another for itself"));
+            assert!(error.contains(&format!("FSDP unit `{unit}`: all-gather")), "{error}");
+            assert!(error.contains("call the same units in the same order"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn reductions_overlap_backward_where_all_units_are_used() {
+    ranks(2, |world| {
+        let vars = vars(&world);
+        let model = model(&FullyShard::new(&vars), &vars);
+        model.set_reduce_scatter_unused_params(true, true);
+        let journal: std::sync::Arc<std::sync::Mutex<Vec<String>>> = Default::default();
+        for (i, unit) in model.inner().iter().enumerate() {
+            unit.set_custom_all_gather(Some(Journal::new("gather", i, &journal)));
+            unit.set_custom_reduce_scatter(Some(Journal::new("reduce", i, &journal)));
+        }
+        let losses = model.call(|units| outputs(units, &batch(0, WIDTH), true)).unwrap();
+        journal.lock().unwrap().clear();
+        let _grads = model.backward(&losses[UNITS - 1]).unwrap();
+        let want = ["gather 3", "gather 2", "reduce 3", "gather 1", "reduce 2", "gather 0", "reduce 1", "reduce 0"];
+        assert_eq!(*journal.lock().unwrap(), want);
+    });
+}
