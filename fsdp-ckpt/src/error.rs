@@ -174,6 +174,30 @@ pub enum Error {
         /// Its error, on the rank that failed.
         error: Option<Box<Error>>,
     },
+    /// A save in the background failed.
+    #[error("the asynchronous save of {} failed", path.display())]
+    AsyncSave {
+        /// The checkpoint that it was to become.
+        path: PathBuf,
+        /// The cause.
+        source: Box<Error>,
+    },
+    /// A save in the background is still running.
+    #[error("the asynchronous save of {} is still running on rank {rank}; try again later, or wait for it", path.display())]
+    Busy {
+        /// The checkpoint that it is to become.
+        path: PathBuf,
+        /// The first rank that is not done.
+        rank: usize,
+    },
+    /// State that is no tensor can't be given back to its owner.
+    #[error("the state \"{name}\" can't be restored: {reason}")]
+    State {
+        /// Its name.
+        name: String,
+        /// The cause.
+        reason: String,
+    },
     /// A collective failed.
     #[error(transparent)]
     Group(#[from] fsdp_core::Error),

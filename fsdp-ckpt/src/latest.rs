@@ -14,8 +14,19 @@ use crate::{Checkpoint, Result};
 /// # Errors
 /// [`crate::Error::Io`] when `dir` can't be listed.
 pub fn latest(dir: &Path) -> Result<Option<PathBuf>> {
+    for path in newest_first(dir)? {
+        match Checkpoint::open(&path) {
+            Ok(_) => return Ok(Some(path)),
+            Err(error) => tracing::warn!("skipping {}: {}", path.display(), chain(&error)),
+        }
+    }
+    Ok(None)
+}
+
+/// What may be checkpoints under `dir`, by its names. Nothing when there is no directory `dir`.
+pub(crate) fn newest_first(dir: &Path) -> Result<Vec<PathBuf>> {
     let entries = match std::fs::read_dir(dir) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
         entries => entries.map_err(io_error("list", dir))?,
     };
     let mut candidates = Vec::new();
@@ -31,13 +42,7 @@ pub fn latest(dir: &Path) -> Result<Option<PathBuf>> {
         }
     }
     candidates.sort();
-    for (_, path) in candidates {
-        match Checkpoint::open(&path) {
-            Ok(_) => return Ok(Some(path)),
-            Err(error) => tracing::warn!("skipping {}: {}", path.display(), chain(&error)),
-        }
-    }
-    Ok(None)
+    Ok(candidates.into_iter().map(|(_, path)| path).collect())
 }
 
 /// The number at the end of a name.

@@ -1,7 +1,8 @@
 //! Sharded checkpoints in safetensors files.
 //!
 //! [`save`] writes a checkpoint from the shards of every rank of a process group; [`Checkpoint`] reads any box of any tensor from it, whatever mesh
-//! wrote it and whatever mesh reads it; [`latest`] finds the one to go on from. [`hf`] reads and writes Hugging Face model directories.
+//! wrote it and whatever mesh reads it; [`latest`] finds the one to go on from, [`keep_newest`] removes older ones. [`AsyncSaver`] saves while training goes
+//! on; [`Stateful`] is for what is no tensor. [`hf`] reads and writes Hugging Face model directories.
 //!
 //! # On disk
 //!
@@ -25,6 +26,7 @@
 compile_error!("safetensors files are little-endian, and this crate copies memory to them as it is");
 
 mod cast;
+mod async_save;
 mod checkpoint;
 mod chunked;
 mod error;
@@ -37,12 +39,16 @@ mod names;
 mod open;
 mod plan;
 mod region;
+mod retention;
 mod safetensors;
 mod save;
 mod source;
+mod staged;
+mod stateful;
 mod store;
 mod tensor;
 
+pub use async_save::{AsyncSaver, WhenBusy};
 pub use checkpoint::Checkpoint;
 pub use error::{Error, Result};
 pub use latest::latest;
@@ -50,7 +56,9 @@ pub use load::{LoadOptions, LoadReport, LoadTensor, Strict, load};
 pub use manifest::{ChunkEntry, FileEntry, MANIFEST, TensorEntry};
 pub use names::{MODEL, Names};
 pub use open::open;
+pub use retention::keep_newest;
 pub use safetensors::SafetensorsFile;
 pub use save::{SaveState, SaveSummary, save};
 pub use source::{Format, TensorSource, Verified};
+pub use stateful::{Stateful, collect_state, restore_state};
 pub use tensor::{TensorInfo, TensorShard};

@@ -3,6 +3,7 @@
 //! Formats know files by name, read them at any place and write them from front to back; what a file is, is known here only. A path says which store it
 //! is in.
 
+mod hidden;
 mod local;
 mod staging;
 mod written_back;
@@ -11,8 +12,9 @@ use std::fmt::Debug;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+pub(crate) use hidden::{sync_dir, unique};
 pub(crate) use local::{LocalDir, LocalFile};
-pub(crate) use staging::{sync_dir, unique};
+pub(crate) use staging::discard;
 
 use crate::{Error, Result};
 
@@ -84,7 +86,7 @@ pub(crate) fn store(dir: &Path) -> Result<Arc<dyn Store>> {
     Ok(Arc::new(LocalDir::new(dir)))
 }
 
-/// Begins a directory that is to become `target`, which must not exist. What dead writers of the same target have left is removed.
+/// Begins a directory that is to become `target`, which must not exist. What dead writers have left beside it is removed.
 pub(crate) fn stage(target: &Path) -> Result<Box<dyn Staging>> {
     Ok(Box::new(staging::LocalStaging::create(target)?))
 }

@@ -67,19 +67,40 @@ fn an_existing_target_is_left_alone() {
 }
 
 #[test]
-fn what_a_dead_save_left_is_swept_and_what_a_live_one_uses_is_not() {
+fn what_dead_saves_left_is_swept_and_what_is_in_use_or_not_ours_is_not() {
     let (root, dir) = fresh();
-    let dead = root.path().join(".step-00000010.tmp-1-1");
-    let live = root.path().join(".step-00000010.tmp-2-2");
-    let other = root.path().join(".step-00000011.tmp-3-3");
-    for left in [&dead, &live, &other] {
-        std::fs::create_dir(left).unwrap();
-        std::fs::write(left.join("shard"), "x").unwrap();
+    let leftovers =
+        [".step-00000010.tmp-host-1-1", ".step-00000011.tmp-another-host-3-3f", ".step-00000009.deleting-host-4-1"];
+    let live = ".step-00000010.tmp-host-2-2";
+    let others = [".cache.tmp", ".step-00000010.tmp-1", ".venv-1-1"];
+    for left in leftovers.iter().chain([&live]).chain(&others) {
+        std::fs::create_dir(root.path().join(left)).unwrap();
+        std::fs::write(root.path().join(left).join("shard"), "x").unwrap();
     }
-    let held = std::fs::File::open(&live).unwrap();
+    let held = std::fs::File::open(root.path().join(live)).unwrap();
     rustix::fs::flock(&held, rustix::fs::FlockOperation::LockExclusive).unwrap();
     save_all(&dir, &zoo(), &line(2));
-    assert_eq!(list(root.path()), [".step-00000010.tmp-2-2", ".step-00000011.tmp-3-3", "step-00000010"]);
+    assert_eq!(list(root.path()), [".cache.tmp", ".step-00000010.tmp-1", live, ".venv-1-1", "step-00000010"]);
+}
+
+#[test]
+fn of_two_writers_of_one_checkpoint_one_succeeds() {
+    let (root, dir) = fresh();
+    for _ in 0..20 {
+        let outcomes: Vec<Vec<_>> = std::thread::scope(|scope| {
+            let writer = || world(2, |group| save(&dir, group, &state(&zoo(), &line(2), group.rank())));
+            let threads = [scope.spawn(writer), scope.spawn(writer)];
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        let succeeded = outcomes.iter().filter(|ranks| ranks.iter().all(Result::is_ok)).count();
+        let failed = outcomes.iter().filter(|ranks| ranks.iter().all(Result::is_err)).count();
+        assert_eq!((succeeded, failed), (1, 1), "{outcomes:?}");
+        let message = outcomes.iter().flatten().find_map(|rank| rank.as_ref().err()).unwrap().to_string();
+        assert!(message.contains("exists already"), "{message}");
+        Checkpoint::open(&dir).unwrap().verify().unwrap();
+        assert_eq!(list(root.path()), ["step-00000010"]);
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
 }
 
 #[test]

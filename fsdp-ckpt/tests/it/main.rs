@@ -1,10 +1,17 @@
 //! The crate's integration tests, in one program so that it links once.
 #![allow(clippy::unwrap_used, missing_docs)]
 
+mod async_save;
 mod cli;
 mod damage;
+mod disk_full;
 mod export;
 mod failures;
 mod load;
+mod gated;
+mod kills;
+mod processes;
+mod resharding;
+mod retention;
 mod save_load;
 mod world;

@@ -1,5 +1,6 @@
 //! Measurements of the library, each printed as a table or, with `--json`, as one JSON object: `fsdp-launch --nproc-per-node 2 bench --help`.
 
+mod ckpt;
 mod collectives;
 mod memory;
 
@@ -23,6 +24,8 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum What {
+    /// How fast checkpoints are saved and loaded, and for how long an asynchronous save stops training.
+    Ckpt(ckpt::Args),
     /// How long collectives take.
     Collectives(collectives::Args),
     /// What a training step keeps in memory on each rank, and what it needs on top for a moment.
@@ -32,6 +35,7 @@ enum What {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     fsdp_examples::job::run(|world| match cli.what {
+        What::Ckpt(args) => ckpt::run(&args, world),
         What::Collectives(args) => collectives::run(&args, world),
         What::Memory(args) => memory::run(&args, world),
     })

@@ -1,0 +1,205 @@
+//! Saving while training goes on.
+
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use fsdp_core::ProcessGroup;
+
+use crate::error::chain;
+use crate::exchange::{agree, gather};
+use crate::staged::StagedTensors;
+use crate::store::split;
+use crate::{Error, Result, SaveState, SaveSummary, TensorShard, keep_newest, save};
+
+/// What [`AsyncSaver::save`] does while the save before is still running.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum WhenBusy {
+    /// It waits for that one to end.
+    #[default]
+    Wait,
+    /// It returns [`Error::Busy`] on every rank when any of them is still writing, and nothing changes.
+    Refuse,
+}
+
+/// Saves checkpoints in the background: PyTorch's `async_save`.
+///
+/// [`AsyncSaver::save`] copies the state to buffers of its own, which it keeps for the next save, and returns; a thread then does what [`crate::save`]
+/// does, over a process group of its own. One save runs at a time. Its failure is returned by the next call of [`AsyncSaver::save`],
+/// [`AsyncSaver::wait`] or [`AsyncSaver::finish`], on every rank; no rank waits for another for longer than the group's timeout.
+///
+/// A program ends with [`AsyncSaver::finish`]. Dropping the saver waits for the write as well, and can only log a failure; `std::process::exit` waits for
+/// nothing, and the checkpoint that was being written is then an unfinished one.
+///
+/// ```
+/// use std::sync::Arc;
+/// use fsdp_ckpt::{AsyncSaver, SaveState, TensorShard, WhenBusy, latest};
+/// use fsdp_core::{Buffer, MeshLayout, process_group::local};
+///
+/// let root = tempfile::tempdir()?;
+/// local::run(2, |group| {
+///     let mut saver = AsyncSaver::new(group, WhenBusy::Wait)?;
+///     for step in [10, 20] {
+///         let weight = TensorShard::whole("weight", &[3], Arc::new(Buffer::F32(vec![step as f32; 3])));
+///         let mesh = MeshLayout::new(&[("dp", 2)])?;
+///         let state = SaveState { mesh, tensors: vec![weight], values: Default::default() };
+///         saver.save(&root.path().join(format!("step-{step}")), &state)?;
+///         // Here training goes on, and may change the weight.
+///     }
+///     saver.finish()
+/// })
+/// .into_iter()
+/// .collect::<Result<Vec<_>, _>>()?;
+/// assert_eq!(latest(root.path())?, Some(root.path().join("step-20")));
+/// # Ok::<_, Box<dyn std::error::Error>>(())
+/// ```
+pub struct AsyncSaver {
+    /// The caller's, for what ranks agree on while the caller waits.
+    group: Arc<dyn ProcessGroup>,
+    /// The background's; none after a failure, of which it may not recover.
+    own: Option<Arc<dyn ProcessGroup>>,
+    when_busy: WhenBusy,
+    keep: Option<NonZeroUsize>,
+    staged: StagedTensors,
+    running: Option<Running>,
+}
+
+/// A save in the background.
+struct Running {
+    path: PathBuf,
+    thread: JoinHandle<Result<SaveSummary>>,
+}
+
+impl Running {
+    fn join(self) -> Result<SaveSummary> {
+        let outcome = self.thread.join().unwrap_or_else(|_| Err(Error::Argument("its thread panicked".into())));
+        outcome.map_err(|error| Error::AsyncSave { path: self.path, source: Box::new(error) })
+    }
+}
+
+impl AsyncSaver {
+    /// Collective over `group`, which it splits once: the background has a group of its own.
+    ///
+    /// # Errors
+    /// [`Error::Group`].
+    pub fn new(group: Arc<dyn ProcessGroup>, when_busy: WhenBusy) -> Result<Self> {
+        let own = Some(group.split(0, group.rank())?);
+        Ok(AsyncSaver { group, own, when_busy, keep: None, staged: StagedTensors::default(), running: None })
+    }
+
+    /// After each save, rank 0 removes all but the `keep` newest checkpoints beside it, as [`keep_newest`] does. What can't be removed is logged.
+    pub fn keep_newest(mut self, keep: NonZeroUsize) -> Self {
+        self.keep = Some(keep);
+        self
+    }
+
+    /// Allocates the buffers for a state of these tensors now, so that the first save blocks no longer than the others. Not collective.
+    pub fn reserve(&mut self, tensors: &[TensorShard]) {
+        self.staged.reserve(tensors);
+    }
+
+    /// Copies the state and starts to save it as the directory `dir`; see [`crate::save`]. Collective; the tensors may change as soon as it returns.
+    ///
+    /// # Errors
+    /// On every rank: that of the save before, when that has failed (the state is not saved then; call again to go on); [`Error::Busy`] with
+    /// [`WhenBusy::Refuse`]; [`Error::Rank`] when a rank can't read its tensors or start a thread; [`Error::Group`].
+    pub fn save(&mut self, dir: &Path, state: &SaveState) -> Result<()> {
+        if self.when_busy == WhenBusy::Refuse {
+            self.refuse_when_busy()?;
+        }
+        self.wait()?;
+        let own = match &self.own {
+            Some(own) => Arc::clone(own),
+            None => Arc::clone(self.own.insert(self.group.split(0, self.group.rank())?)),
+        };
+        let started = split(dir).and_then(|_| self.stage(state)).and_then(|state| {
+            let (go, told) = std::sync::mpsc::channel();
+            let (path, keep) = (dir.to_path_buf(), self.keep);
+            let thread = std::thread::Builder::new()
+                .name("fsdp-ckpt-save".into())
+                .spawn(move || match told.recv() {
+                    Ok(()) => run(&path, &*own, &state, keep),
+                    Err(_) => Err(Error::Argument("it was not begun".into())),
+                })
+                .map_err(|error| Error::Argument(format!("can't start a thread for the save: {error}")))?;
+            Ok((go, Running { path: dir.to_path_buf(), thread }))
+        });
+        // The background begins once every rank has got here: one that could not would be waited for.
+        let (go, running) = agree(&*self.group, "stage its tensors", started)?;
+        // It waits for this.
+        let _ = go.send(());
+        self.running = Some(running);
+        Ok(())
+    }
+
+    /// Waits until the save that is running, if one is, has ended on every rank; what it has done. Collective.
+    ///
+    /// # Errors
+    /// That of the save: [`Error::AsyncSave`], or [`Error::Rank`] where it failed on another rank only. [`Error::Group`].
+    pub fn wait(&mut self) -> Result<Option<SaveSummary>> {
+        let outcome = self.running.take().map(Running::join).transpose();
+        let message = outcome.as_ref().err().map(|error| chain(error).into_bytes()).unwrap_or_default();
+        let messages = match gather(&*self.group, message) {
+            Ok(messages) => messages,
+            Err(error) => {
+                self.own = None;
+                return outcome.and(Err(error));
+            }
+        };
+        let failed = messages.iter().enumerate().find(|(_, message)| !message.is_empty());
+        let Some((rank, cause)) = failed else { return outcome };
+        self.own = None;
+        let cause = String::from_utf8_lossy(cause).into_owned();
+        outcome.and(Err(Error::Rank { rank, phase: "save in the background", cause, error: None }))
+    }
+
+    /// [`AsyncSaver::wait`] for the last time.
+    ///
+    /// # Errors
+    /// As [`AsyncSaver::wait`].
+    pub fn finish(mut self) -> Result<Option<SaveSummary>> {
+        self.wait()
+    }
+
+    /// Whether a save is running on this rank. The others may be ahead or behind.
+    pub fn is_busy(&self) -> bool {
+        self.running.as_ref().is_some_and(|running| !running.thread.is_finished())
+    }
+
+    fn refuse_when_busy(&self) -> Result<()> {
+        let busy = self.running.as_ref().filter(|_| self.is_busy());
+        let message = busy.map(|running| running.path.display().to_string().into_bytes()).unwrap_or_default();
+        let messages = gather(&*self.group, message)?;
+        match messages.iter().enumerate().find(|(_, message)| !message.is_empty()) {
+            Some((rank, path)) => Err(Error::Busy { path: String::from_utf8_lossy(path).into_owned().into(), rank }),
+            None => Ok(()),
+        }
+    }
+
+    fn stage(&mut self, state: &SaveState) -> Result<SaveState> {
+        let tensors = self.staged.copy(&state.tensors)?;
+        Ok(SaveState { mesh: state.mesh.clone(), tensors, values: state.values.clone() })
+    }
+}
+
+impl Drop for AsyncSaver {
+    fn drop(&mut self) {
+        // Not agreed upon: the other ranks may not be here.
+        if let Some(running) = self.running.take()
+            && let Err(error) = running.join()
+        {
+            tracing::error!("rank {}: {}", self.group.rank(), chain(&error));
+        }
+    }
+}
+
+fn run(path: &Path, group: &dyn ProcessGroup, state: &SaveState, keep: Option<NonZeroUsize>) -> Result<SaveSummary> {
+    let summary = save(path, group, state)?;
+    if let Some(keep) = keep.filter(|_| group.rank() == 0)
+        && let Err(error) = split(path).and_then(|(parent, _)| keep_newest(&parent, keep, &[path]))
+    {
+        tracing::warn!("can't remove older checkpoints: {}", chain(&error));
+    }
+    Ok(summary)
+}

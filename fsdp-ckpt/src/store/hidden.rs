@@ -1,0 +1,206 @@
+//! Directories out of sight: those that grow and those that go, how to tell whether their makers still live, and the end of those whose makers do not.
+
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+use rustix::process::{Pid, test_kill_process};
+
+use crate::Result;
+use crate::error::io_error;
+
+/// What a directory out of sight is on its way to.
+const GROWING: &str = "tmp";
+const GOING: &str = "deleting";
+/// Nothing is saved or removed for as long as this.
+const STALE: Duration = Duration::from_secs(24 * 60 * 60);
+/// How often a sweep may take a new directory before it is locked.
+const ATTEMPTS: usize = 32;
+
+/// A directory out of sight that is locked for as long as its process lives, so that others can tell a dead one's from one in use.
+#[derive(Debug)]
+pub(super) struct Hidden {
+    pub(super) path: PathBuf,
+    pub(super) dir: File,
+}
+
+impl Hidden {
+    /// A new directory in `parent` that is to become `name`.
+    pub(super) fn create(parent: &Path, name: &str) -> Result<Self> {
+        for _ in 0..ATTEMPTS {
+            let path = parent.join(hidden_name(name, GROWING));
+            std::fs::create_dir(&path).map_err(io_error("create", &path))?;
+            let dir = match File::open(&path) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                opened => opened.map_err(io_error("open", &path))?,
+            };
+            // Between these calls another save's sweep may have taken it for a dead one's.
+            let locked = lock(&dir).map_err(io_error("lock", &path))?;
+            if locked != Lock::Taken && path.exists() {
+                return Ok(Hidden { path, dir });
+            }
+        }
+        Err(io_error("lock a new directory in", parent)(io::Error::other("other processes took each of them")))
+    }
+
+    /// Moves the directory `path` out of sight, to be removed. `None` when another process is at it.
+    pub(super) fn take(path: &Path, parent: &Path, name: &str) -> Result<Option<Self>> {
+        let dir = File::open(path).map_err(io_error("open", path))?;
+        if lock(&dir).map_err(io_error("lock", path))? == Lock::Taken {
+            return Ok(None);
+        }
+        let hidden = parent.join(hidden_name(name, GOING));
+        match std::fs::rename(path, &hidden) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            renamed => renamed.map_err(io_error("rename", path))?,
+        }
+        // No crash may bring back its name once its files begin to go.
+        sync_dir(parent)?;
+        Ok(Some(Hidden { path: hidden, dir }))
+    }
+
+    pub(super) fn remove(self) -> Result<()> {
+        std::fs::remove_dir_all(&self.path).map_err(io_error("remove", &self.path))
+    }
+}
+
+/// Waits until a directory's entries are on disk.
+pub(crate) fn sync_dir(dir: &Path) -> Result<()> {
+    File::open(dir).and_then(|dir| dir.sync_all()).map_err(io_error("sync", dir))
+}
+
+/// Something that no other process, live or dead, has likely used: its host, its number and the time.
+pub(crate) fn unique() -> String {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    format!("{}-{}-{:x}", host(), std::process::id(), since.as_nanos())
+}
+
+/// Removes the directories in `parent` whose makers are dead. What can't be removed is no reason not to save.
+pub(super) fn sweep(parent: &Path) {
+    let Ok(entries) = std::fs::read_dir(parent) else { return };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let Some(maker) = name.to_str().and_then(Maker::of) else { continue };
+        if !entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            continue;
+        }
+        let path = entry.path();
+        let Ok(dir) = File::open(&path) else { continue };
+        let dead = match lock(&dir) {
+            Ok(Lock::Held) => true,
+            Ok(Lock::Unsupported) => maker.is_dead(),
+            Ok(Lock::Taken) | Err(_) => false,
+        };
+        if !dead {
+            tracing::info!("{} is in use by another process", path.display());
+            continue;
+        }
+        match std::fs::remove_dir_all(&path) {
+            Ok(()) => tracing::info!("removed {}, left by a process that did not finish", path.display()),
+            Err(error) => tracing::warn!("can't remove {}: {error}", path.display()),
+        }
+    }
+}
+
+fn hidden_name(name: &str, purpose: &str) -> String {
+    format!(".{name}.{purpose}-{}", unique())
+}
+
+fn host() -> String {
+    let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    name.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '-').take(40).collect()
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Lock {
+    Held,
+    /// By another process.
+    Taken,
+    /// The file system has none, or none for directories.
+    Unsupported,
+}
+
+fn lock(dir: &File) -> io::Result<Lock> {
+    match flock(dir, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(Lock::Held),
+        Err(Errno::WOULDBLOCK) => Ok(Lock::Taken),
+        // NFS locks only what is open for writing, which a directory never is.
+        Err(Errno::NOSYS | Errno::OPNOTSUPP | Errno::NOLCK | Errno::BADF | Errno::INVAL) => Ok(Lock::Unsupported),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Who made a directory, as its name says.
+#[derive(Debug, PartialEq)]
+struct Maker<'a> {
+    host: &'a str,
+    process: i32,
+    /// Since the epoch.
+    at: Duration,
+}
+
+impl<'a> Maker<'a> {
+    /// `None` for a name that [`hidden_name`] does not make.
+    fn of(name: &'a str) -> Option<Self> {
+        let rest = name.strip_prefix('.')?;
+        let (rest, nanos) = rest.rsplit_once('-')?;
+        let (rest, process) = rest.rsplit_once('-')?;
+        let host = [GROWING, GOING].iter().find_map(|purpose| {
+            let (name, host) = rest.rsplit_once(&format!(".{purpose}-"))?;
+            (!name.is_empty()).then_some(host)
+        })?;
+        let nanos = u64::from_str_radix(nanos, 16).ok()?;
+        Some(Maker { host, process: process.parse().ok()?, at: Duration::from_nanos(nanos) })
+    }
+
+    /// Where there are no locks: a process of this host that is gone, or one of any host that can't be at it any more.
+    fn is_dead(&self) -> bool {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let gone = || Pid::from_raw(self.process).is_some_and(|process| test_kill_process(process) == Err(Errno::SRCH));
+        now.saturating_sub(self.at) > STALE || (self.host == host() && gone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_tell_who_made_them() {
+        let name = hidden_name("step-00000010", GROWING);
+        let maker = Maker::of(&name).unwrap();
+        assert_eq!((maker.host, maker.process), (&*host(), std::process::id() as i32));
+        assert!(!maker.is_dead());
+        assert!(Maker { at: Duration::ZERO, ..maker }.is_dead());
+        let other = Maker { host: "another.host", process: i32::MAX, ..Maker::of(&name).unwrap() };
+        assert!(!other.is_dead());
+        assert!(Maker { process: i32::MAX, ..Maker::of(&name).unwrap() }.is_dead());
+        assert!(Maker::of(&hidden_name("a.tmp-b", GOING)).is_some());
+        for no in ["step-1", ".hidden", ".step-1.tmp-x", ".tmp-host-1-1f", ".step.tmp-host-x-1f", "step.tmp-host-1-1f"]
+        {
+            assert_eq!(Maker::of(no), None, "{no}");
+        }
+    }
+
+    #[test]
+    fn what_is_taken_is_out_of_sight_and_one_in_use_is_left() {
+        let root = tempfile::tempdir().unwrap();
+        let path = root.path().join("step-1");
+        std::fs::create_dir(&path).unwrap();
+        let user = File::open(&path).unwrap();
+        assert!(lock(&user).unwrap() == Lock::Held);
+        assert!(Hidden::take(&path, root.path(), "step-1").unwrap().is_none());
+        drop(user);
+        let taken = Hidden::take(&path, root.path(), "step-1").unwrap().unwrap();
+        assert!(!path.exists() && taken.path.exists());
+        sweep(root.path());
+        assert!(taken.path.exists(), "it is locked");
+        let left = taken.path.clone();
+        drop(taken);
+        sweep(root.path());
+        assert!(!left.exists());
+    }
+}

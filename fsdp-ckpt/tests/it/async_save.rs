@@ -1,0 +1,157 @@
+//! Saving in the background.
+
+use std::num::NonZeroUsize;
+use std::path::Path;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+use fsdp_ckpt::{AsyncSaver, Checkpoint, Error, SaveState, TensorShard, TensorSource, WhenBusy};
+use fsdp_core::layout::Region;
+use fsdp_core::process_group::{Options, local};
+use fsdp_core::{Buffer, DType, ProcessGroup, Readable};
+
+use crate::gated::{Gate, Gated};
+use crate::world::{fresh, line, list, state, zoo};
+
+/// Memory that changes, as a parameter's does.
+struct Changing(Mutex<Vec<f32>>);
+
+impl Readable for Changing {
+    fn dtype(&self) -> DType {
+        DType::F32
+    }
+    fn len(&self) -> usize {
+        self.0.lock().unwrap().len()
+    }
+    fn read(&self, f: &mut dyn FnMut(&[u8])) -> Result<(), String> {
+        Buffer::F32(self.0.lock().unwrap().clone()).read(f)
+    }
+}
+
+fn of(group: &dyn ProcessGroup, tensors: Vec<TensorShard>) -> SaveState {
+    SaveState { mesh: line(group.size()), tensors, values: Default::default() }
+}
+
+fn values(dir: &Path) -> Vec<f32> {
+    let checkpoint = Checkpoint::open(dir).unwrap();
+    checkpoint.verify().unwrap();
+    let mut bytes = vec![0; 4 * 1000];
+    checkpoint.read("weight", &Region::whole(&[1000]), &mut bytes).unwrap();
+    bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
+}
+
+#[test]
+fn what_is_saved_is_what_was_there_when_it_was_asked_for() {
+    let (root, _) = fresh();
+    let dir = |step: usize| root.path().join(format!("step-{step}"));
+    local::run(2, |group| {
+        let weight = Arc::new(Changing(Mutex::new(vec![0.0; 1000])));
+        let shard = TensorShard::whole("weight", &[1000], weight.clone());
+        let mut saver =
+            AsyncSaver::new(group.clone(), WhenBusy::Wait).unwrap().keep_newest(NonZeroUsize::new(2).unwrap());
+        saver.reserve(std::slice::from_ref(&shard));
+        assert!(saver.wait().unwrap().is_none());
+        for step in 1..=6 {
+            weight.0.lock().unwrap().fill(step as f32);
+            saver.save(&dir(step), &of(&*group, vec![shard.clone()])).unwrap();
+            weight.0.lock().unwrap().fill(-1.0);
+            // Training's collectives go on meanwhile.
+            for _ in 0..20 {
+                group.barrier().wait().unwrap();
+            }
+        }
+        assert_eq!(saver.finish().unwrap().unwrap().path, dir(6));
+    });
+    assert_eq!(list(root.path()), ["step-5", "step-6"]);
+    assert_eq!((values(&dir(5)), values(&dir(6))), (vec![5.0; 1000], vec![6.0; 1000]));
+}
+
+#[test]
+fn a_failure_is_told_by_the_next_call_on_every_rank_and_the_one_after_goes_on() {
+    let (root, dir) = fresh();
+    std::fs::create_dir(&dir).unwrap();
+    let messages = local::run(3, |group| {
+        let mut saver = AsyncSaver::new(group.clone(), WhenBusy::Wait).unwrap();
+        let state = state(&zoo(), &line(3), group.rank());
+        saver.save(&dir, &state).unwrap();
+        let next = root.path().join("step-00000020");
+        let error = saver.save(&next, &state).unwrap_err();
+        assert!(matches!(error, Error::AsyncSave { .. }), "{error}");
+        saver.save(&next, &state).unwrap();
+        assert!(saver.wait().unwrap().is_some() && saver.wait().unwrap().is_none());
+        std::error::Error::source(&error).unwrap().to_string()
+    });
+    assert!(messages.iter().all(|message| message.contains("rank 0") && message.contains("exists already")));
+    assert_eq!(list(root.path()), ["step-00000010", "step-00000020"]);
+}
+
+#[test]
+fn a_rank_that_can_not_stage_fails_all_ranks_and_nothing_is_written() {
+    struct Broken;
+    impl Readable for Broken {
+        fn dtype(&self) -> DType {
+            DType::F32
+        }
+        fn len(&self) -> usize {
+            3
+        }
+        fn read(&self, _: &mut dyn FnMut(&[u8])) -> Result<(), String> {
+            Err("it is elsewhere".into())
+        }
+    }
+    let (root, dir) = fresh();
+    local::run(2, |group| {
+        let mut saver = AsyncSaver::new(group.clone(), WhenBusy::Wait).unwrap();
+        let good: Arc<dyn Readable> = Arc::new(Buffer::F32(vec![1.0; 3]));
+        let data = if group.rank() == 1 { Arc::new(Broken) } else { good.clone() };
+        let error = saver.save(&dir, &of(&*group, vec![TensorShard::whole("w", &[3], data)])).unwrap_err();
+        assert!(error.to_string().starts_with("rank 1 failed to stage its tensors: tensor \"w\""), "{error}");
+        assert!(saver.wait().unwrap().is_none());
+        saver.save(&dir, &of(&*group, vec![TensorShard::whole("w", &[3], good)])).unwrap();
+        saver.finish().unwrap();
+    });
+    assert_eq!(list(root.path()), ["step-00000010"]);
+}
+
+#[test]
+fn a_second_save_is_refused_on_every_rank_while_any_is_writing() {
+    let (root, dir) = fresh();
+    // Rank 1 may start its first background collective only when rank 0 has been refused.
+    let gate: Gate = Arc::new((Mutex::new(false), Condvar::new()));
+    local::run(2, |group| {
+        let slow: Arc<dyn ProcessGroup> = match group.rank() {
+            1 => Gated::new(group.clone(), &gate),
+            _ => group.clone(),
+        };
+        let mut saver = AsyncSaver::new(slow, WhenBusy::Refuse).unwrap();
+        let state = state(&zoo(), &line(2), group.rank());
+        saver.save(&dir, &state).unwrap();
+        let error = saver.save(&root.path().join("step-00000020"), &state).unwrap_err();
+        assert!(matches!(&error, Error::Busy { path, .. } if *path == dir), "{error}");
+        *gate.0.lock().unwrap() = true;
+        gate.1.notify_all();
+        assert_eq!(saver.wait().unwrap().unwrap().path, dir);
+        saver.save(&root.path().join("step-00000020"), &state).unwrap();
+        saver.finish().unwrap();
+    });
+    assert_eq!(list(root.path()), ["step-00000010", "step-00000020"]);
+}
+
+#[test]
+fn a_rank_that_goes_away_does_not_hang_the_others() {
+    let (root, dir) = fresh();
+    let options = Options::default().with_timeout(Duration::from_secs(5));
+    local::run_with(3, options, |group| {
+        let mut saver = AsyncSaver::new(group.clone(), WhenBusy::Wait).unwrap();
+        let state = state(&zoo(), &line(3), group.rank());
+        saver.save(&dir, &state).unwrap();
+        if group.rank() == 2 {
+            // Dropped: it waits for the write.
+            return;
+        }
+        let error = saver.save(&root.path().join("step-00000020"), &state).unwrap_err();
+        assert!(matches!(error, Error::Group(_)), "{error}");
+    });
+    assert_eq!(list(root.path()), ["step-00000010"]);
+    Checkpoint::open(&dir).unwrap().verify().unwrap();
+}

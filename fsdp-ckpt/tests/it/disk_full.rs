@@ -1,0 +1,35 @@
+//! Where the bytes have no room.
+
+use std::path::Path;
+
+use fsdp_ckpt::{Checkpoint, TensorSource, save};
+use fsdp_core::{DType, Placement, ProcessGroup};
+
+use crate::processes::Job;
+use crate::world::{Global, fresh, line, list, save_all, state, zoo};
+
+fn large() -> Global {
+    Global::new("large", DType::F32, &[10_000_000], &[Placement::Shard(0)])
+}
+
+pub(crate) fn saves_too_much(group: &dyn ProcessGroup, root: &Path) {
+    let saved = save(&root.join("step-20"), group, &state(&[large()], &line(group.size()), group.rank()));
+    println!("says: {}", saved.unwrap_err());
+}
+
+/// A limit on the size of files stands for a disk that is full: the system refuses the same calls.
+#[test]
+fn a_save_without_room_fails_on_every_rank_and_the_checkpoint_before_stays() {
+    let (root, _) = fresh();
+    let before = root.path().join("step-10");
+    save_all(&before, &zoo(), &line(2));
+    // 8 MiB, or 16 where the shell is bash: more than the process group's shared memory, less than a rank's file.
+    let job = Job::start("saves_too_much", root.path(), 2, "trap '' XFSZ; ulimit -f 16384");
+    let outcomes = job.outcomes();
+    for said in &outcomes {
+        assert!(said.starts_with("rank 0 failed to write its shards: can't"), "{said}");
+        assert!(said.contains("shard-00001-model-00001-of-00001.safetensors: File too large"), "{said}");
+    }
+    assert_eq!(list(root.path()), ["step-10"]);
+    Checkpoint::open(&before).unwrap().verify().unwrap();
+}
