@@ -36,9 +36,11 @@ mod plan;
 mod region;
 mod safetensors;
 mod save;
+mod scattered;
 mod source;
 mod store;
 mod tensor;
+pub mod torch;
 
 pub use checkpoint::Checkpoint;
 pub use error::{Error, Result};
