@@ -33,6 +33,16 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
+    /// A file of PyTorch's that can't be used.
+    #[error("{}: {}{reason}", path.display(), item.as_ref().map(|name| format!("\"{name}\": ")).unwrap_or_default())]
+    NotTorch {
+        /// The file.
+        path: PathBuf,
+        /// The tensor or value it is about, if one.
+        item: Option<String>,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// A file that is too large for what it should be.
     #[error("{} has {bytes} bytes; what it should be has {most} at most", path.display())]
     TooLarge {
@@ -138,9 +148,9 @@ pub enum Error {
         path: PathBuf,
         /// The tensor.
         tensor: String,
-        /// The CRC-32C in the manifest.
+        /// The checksum that was kept: a CRC-32C in our manifest, a CRC-32 in PyTorch's files.
         expected: u32,
-        /// The CRC-32C of the bytes that were read.
+        /// That of the bytes that were read.
         found: u32,
     },
     /// The ranks' shards don't make whole tensors.

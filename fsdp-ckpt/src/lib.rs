@@ -42,11 +42,13 @@ mod region;
 mod retention;
 mod safetensors;
 mod save;
+mod scattered;
 mod source;
 mod staged;
 mod stateful;
 mod store;
 mod tensor;
+pub mod torch;
 
 pub use async_save::{AsyncSaver, WhenBusy};
 pub use checkpoint::Checkpoint;

@@ -20,6 +20,10 @@ pub enum Format {
     Fsdp,
     /// Safetensors files: a Hugging Face model directory, the directory of PyTorch's `HuggingFaceStorageWriter`, or a single file.
     HuggingFace,
+    /// State dicts of PyTorch's `torch.save`: a `.pt`, `.pth` or `.bin` file, or a Hugging Face model directory with `pytorch_model.bin`.
+    TorchFile,
+    /// The classic format of PyTorch's DCP: `.metadata` and `.distcp` files.
+    TorchDcp,
 }
 
 impl Display for Format {
@@ -27,6 +31,8 @@ impl Display for Format {
         f.write_str(match self {
             Format::Fsdp => "fsdp",
             Format::HuggingFace => "hf",
+            Format::TorchFile => "torch",
+            Format::TorchDcp => "torch-dcp",
         })
     }
 }

@@ -9,8 +9,3 @@ mod write;
 pub(crate) use header::{Entry, Layout};
 pub use read::SafetensorsFile;
 pub(crate) use write::{read_bytes, write_file};
-
-/// How many bytes of scattered pieces are read at once.
-const BLOCK: usize = 1 << 20;
-/// How many bytes are read or written at once where they are summed as well: what stays in a core's cache between the two.
-const CACHED: usize = 256 << 10;

@@ -7,16 +7,14 @@ use fsdp_core::DType;
 use fsdp_core::layout::Region;
 use safetensors::tensor::{Dtype, Metadata};
 
-use super::{BLOCK, CACHED};
 use crate::error::did_you_mean;
-use crate::region::{Run, check_request, checked_bytes, runs};
+use crate::region::{check_request, checked_bytes, runs};
+use crate::scattered::{BLOCK, read_runs};
 use crate::store::{LocalFile, ReadAt};
 use crate::{Error, Result, TensorInfo};
 
 /// The safetensors library's own limit on a header.
 const MAX_HEADER: u64 = 100_000_000;
-/// Bytes between two runs that are cheaper to read and drop than to read around: a disk gives whole pages anyway.
-const GAP: usize = 4096;
 
 /// A safetensors file that is open, with a header that has been checked against the file's size.
 ///
@@ -129,7 +127,7 @@ impl SafetensorsFile {
             return Ok(());
         }
         let whole = Region::whole(&stored.shape);
-        self.read_runs(stored.start, runs(&whole, region, region, dtype.size()), into, &mut |_| ())
+        read_runs(&*self.file, stored.start, runs(&whole, region, region, dtype.size()), into, &mut |_| ())
     }
 
     /// Reads `part` of the box `chunk`, which is what this file holds of a tensor, to its place in `into`, which is the box `region` of the same
@@ -142,7 +140,7 @@ impl SafetensorsFile {
         seen: &mut dyn FnMut(&[u8]),
     ) -> Result<()> {
         let (stored, dtype) = self.find(name)?;
-        self.read_runs(stored.start, runs(chunk, region, part, dtype.size()), into, seen)
+        read_runs(&*self.file, stored.start, runs(chunk, region, part, dtype.size()), into, seen)
     }
 
     /// Passes all bytes of a tensor to `seen`, a block at a time.
@@ -169,62 +167,6 @@ impl SafetensorsFile {
         match DType::ALL.into_iter().find(|dtype| dtype.name() == text) {
             Some(dtype) => Ok((stored, dtype)),
             None => Err(Error::DType { path: self.path().to_path_buf(), tensor: name.to_string(), dtype: text }),
-        }
-    }
-
-    /// Runs that follow each other closely in the file are read in one go, of a block at most.
-    fn read_runs(
-        &self,
-        start: u64,
-        runs: impl Iterator<Item = Run>,
-        into: &mut [u8],
-        seen: &mut dyn FnMut(&[u8]),
-    ) -> Result<()> {
-        let mut staging = Vec::new();
-        let mut batch: Vec<Run> = Vec::new();
-        let mut batch_end = 0;
-        for run in runs {
-            let first = batch.first().map_or(run.src, |first| first.src);
-            if !batch.is_empty() && (run.src - batch_end > GAP || run.src + run.len - first > BLOCK) {
-                self.read_batch(start, &batch, &mut staging, into, seen)?;
-                batch.clear();
-            }
-            batch_end = run.src + run.len;
-            batch.push(run);
-        }
-        self.read_batch(start, &batch, &mut staging, into, seen)
-    }
-
-    fn read_batch(
-        &self,
-        start: u64,
-        batch: &[Run],
-        staging: &mut Vec<u8>,
-        into: &mut [u8],
-        seen: &mut dyn FnMut(&[u8]),
-    ) -> Result<()> {
-        match batch {
-            [] => Ok(()),
-            [run] => {
-                // A single run may be of any length; it goes straight to its place.
-                let mut at = start + run.src as u64;
-                for block in into[run.dst..run.dst + run.len].chunks_mut(CACHED) {
-                    self.file.read_exact_at(block, at)?;
-                    seen(block);
-                    at += block.len() as u64;
-                }
-                Ok(())
-            }
-            [first, .., last] => {
-                staging.resize(last.src + last.len - first.src, 0);
-                self.file.read_exact_at(staging, start + first.src as u64)?;
-                seen(staging);
-                for run in batch {
-                    let at = run.src - first.src;
-                    into[run.dst..run.dst + run.len].copy_from_slice(&staging[at..at + run.len]);
-                }
-                Ok(())
-            }
         }
     }
 }

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use fsdp_core::Readable;
 
-use super::{CACHED, Entry, Layout};
+use super::{Entry, Layout};
+use crate::scattered::CACHED;
 use crate::store::Store;
 use crate::{Error, Result};
 

@@ -1,0 +1,171 @@
+//! What `torch.save` writes: a zip archive of stored entries, among them a pickle and the bytes of each storage.
+
+use std::io::{Read, Seek, SeekFrom};
+use std::path::Path;
+
+use zip::{CompressionMethod, ZipArchive};
+
+use super::not_torch;
+use crate::store::ReadAt;
+use crate::{Error, Result};
+
+/// More than any pickle of a state dict or of a checkpoint's metadata has.
+pub(super) const MAX_PICKLE: u64 = 256 << 20;
+/// How many bytes of an archive are read at once: the directory of a tensor's archive and more.
+const BLOCK: u64 = 4096;
+
+/// The bytes of a storage in a file.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Storage {
+    /// Where they start in the file.
+    pub(super) start: u64,
+    pub(super) bytes: u64,
+    pub(super) crc32: u32,
+}
+
+/// An archive that is a part of a file.
+pub(super) struct Archive<'a> {
+    path: &'a Path,
+    /// What it is of, for messages.
+    item: Option<&'a str>,
+    zip: ZipArchive<Part<'a>>,
+    start: u64,
+    bytes: u64,
+    /// What its entries' names begin with.
+    prefix: String,
+}
+
+impl<'a> Archive<'a> {
+    /// Reads the directory of the archive that lies in `bytes` bytes of `file` from `start` on. `item` says what it is of.
+    pub(super) fn open(file: &'a dyn ReadAt, item: Option<&'a str>, start: u64, bytes: u64) -> Result<Self> {
+        let path = file.path();
+        let part = Part { file, start, bytes, at: 0, block: Vec::new(), block_at: 0 };
+        let zip = ZipArchive::new(part)
+            .map_err(|error| not_torch(path, item, format!("it is not what torch.save writes: {error}")))?;
+        let prefix = zip.file_names().filter_map(|name| Some(name.ok()?.strip_suffix("data.pkl")?.to_string())).next();
+        let Some(prefix) = prefix else {
+            return Err(not_torch(path, item, "it is a zip file without the data.pkl of torch.save".into()));
+        };
+        let mut archive = Archive { path, item, zip, start, bytes, prefix };
+        match archive.entry("byteorder", 16)? {
+            None => {}
+            Some(order) if order.trim_ascii() == b"little" => {}
+            Some(order) => {
+                let order = String::from_utf8_lossy(&order).into_owned();
+                return Err(archive.bad(format!("its byte order is {order:?}; only little is read")));
+            }
+        }
+        Ok(archive)
+    }
+
+    /// The pickle.
+    pub(super) fn pickle(&mut self) -> Result<Vec<u8>> {
+        match self.entry("data.pkl", MAX_PICKLE)? {
+            Some(pickle) => Ok(pickle),
+            None => Err(self.bad("it has no data.pkl".into())),
+        }
+    }
+
+    /// Where the bytes of a storage are.
+    pub(super) fn storage(&mut self, key: &str) -> Result<Storage> {
+        let name = format!("{}data/{key}", self.prefix);
+        let (path, item) = (self.path, self.item);
+        let bad = |reason: String| not_torch(path, item, reason);
+        let Some(index) = self.zip.index_for_name(&name) else {
+            return Err(bad(format!("it has no storage {key:?}, which its pickle names")));
+        };
+        let whole = self.bytes;
+        let entry = self.zip.by_index_raw(index).map_err(|error| bad(format!("its storage {key:?}: {error}")))?;
+        if entry.compression() != CompressionMethod::Stored || entry.encrypted() {
+            return Err(bad(format!("its storage {key:?} is compressed; torch.save does not do that")));
+        }
+        let (bytes, crc32) = (entry.size(), entry.crc32());
+        let start = entry.data_start().filter(|start| start.checked_add(bytes).is_some_and(|end| end <= whole));
+        let Some(start) = start else {
+            return Err(bad(format!("its storage {key:?} of {bytes} bytes does not lie in it; is it truncated?")));
+        };
+        Ok(Storage { start: self.start + start, bytes, crc32 })
+    }
+
+    /// A small entry.
+    fn entry(&mut self, name: &str, most: u64) -> Result<Option<Vec<u8>>> {
+        let (path, item) = (self.path, self.item);
+        let full = format!("{}{name}", self.prefix);
+        let bad = |reason: String| not_torch(path, item, format!("its {name}: {reason}"));
+        let whole = self.bytes;
+        let Some(index) = self.zip.index_for_name(&full) else { return Ok(None) };
+        let mut entry = self.zip.by_index(index).map_err(|error| bad(error.to_string()))?;
+        let size = entry.size();
+        if entry.compression() != CompressionMethod::Stored || entry.encrypted() {
+            return Err(bad("it is compressed; torch.save does not do that".into()));
+        }
+        if size > whole {
+            return Err(bad(format!("it claims {size} bytes, all there is has {whole}")));
+        }
+        if size > most {
+            return Err(Error::TooLarge { path: path.to_path_buf(), bytes: size, most });
+        }
+        let mut contents = Vec::with_capacity(size as usize);
+        entry.read_to_end(&mut contents).map_err(|error| bad(error.to_string()))?;
+        if contents.len() as u64 != size {
+            return Err(bad(format!("it has {} bytes of {size}", contents.len())));
+        }
+        Ok(Some(contents))
+    }
+
+    fn bad(&self, reason: String) -> Error {
+        not_torch(self.path, self.item, reason)
+    }
+}
+
+/// A part of a file that is read in blocks.
+struct Part<'a> {
+    file: &'a dyn ReadAt,
+    start: u64,
+    bytes: u64,
+    at: u64,
+    block: Vec<u8>,
+    block_at: u64,
+}
+
+impl Read for Part<'_> {
+    fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
+        let left = self.bytes.saturating_sub(self.at);
+        let count = (into.len() as u64).min(left) as usize;
+        if count == 0 {
+            return Ok(0);
+        }
+        let read = |into: &mut [u8], at| self.file.read_exact_at(into, at).map_err(std::io::Error::other);
+        if count as u64 >= BLOCK {
+            read(&mut into[..count], self.start + self.at)?;
+            self.at += count as u64;
+            return Ok(count);
+        }
+        let held = self.block_at..self.block_at + self.block.len() as u64;
+        if !held.contains(&self.at) {
+            self.block_at = self.at / BLOCK * BLOCK;
+            self.block.resize(BLOCK.min(self.bytes - self.block_at) as usize, 0);
+            if let Err(error) = read(&mut self.block, self.start + self.block_at) {
+                self.block.clear();
+                return Err(error);
+            }
+        }
+        let from = &self.block[(self.at - self.block_at) as usize..];
+        let count = count.min(from.len());
+        into[..count].copy_from_slice(&from[..count]);
+        self.at += count as u64;
+        Ok(count)
+    }
+}
+
+impl Seek for Part<'_> {
+    fn seek(&mut self, to: SeekFrom) -> std::io::Result<u64> {
+        let at = match to {
+            SeekFrom::Start(at) => Some(at),
+            SeekFrom::End(by) => self.bytes.checked_add_signed(by),
+            SeekFrom::Current(by) => self.at.checked_add_signed(by),
+        };
+        self.at = at.ok_or_else(|| std::io::Error::from(std::io::ErrorKind::InvalidInput))?;
+        Ok(self.at)
+    }
+}

@@ -1,0 +1,205 @@
+//! Checkpoints of PyTorch's DCP in its classic format.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use fsdp_core::layout::Region;
+use serde_json::{Map, Value};
+
+use super::archive::{Archive, MAX_PICKLE};
+use super::file::{read_checked, verify};
+use super::metadata::{self, Place, ValueItem};
+use super::not_torch;
+use super::pickle::{Flaw, Pickle};
+use super::tensor::{Stored, sole};
+use super::walk;
+use crate::manifest::{FileEntry, TensorEntry};
+use crate::region::{Span, check_request};
+use crate::store::{ReadAt, Store, store};
+use crate::{Error, Format, Result, TensorSource, Verified};
+
+/// The file that makes a directory a checkpoint.
+pub(crate) const METADATA: &str = ".metadata";
+
+/// A directory that `torch.distributed.checkpoint.save` has written with its `FileSystemWriter`: `.metadata` and `.distcp` files.
+///
+/// [`TensorSource::values`] has what is not a tensor under its flattened name, such as `optim.param_groups.<fqn>.lr`. A value that JSON can't hold, or that
+/// is an object of some Python class, is left out; [`TensorSource::unreadable`] says what it is.
+///
+/// Each item has a CRC-32, which is checked by [`TensorSource::verify`] and where a chunk is read as a whole.
+#[derive(Debug)]
+pub struct TorchDcp {
+    store: Arc<dyn Store>,
+    tensors: BTreeMap<String, TensorEntry>,
+    /// Where the chunks of each tensor are, in the order of its entry.
+    places: BTreeMap<String, Vec<Chunk>>,
+    unreadable: BTreeMap<String, String>,
+    files: BTreeMap<String, FileEntry>,
+    values: Map<String, Value>,
+    open: Mutex<HashMap<String, Arc<dyn ReadAt>>>,
+}
+
+/// A chunk in its file.
+#[derive(Debug)]
+struct Chunk {
+    place: Place,
+    /// Where its elements are, once that has been looked up.
+    stored: OnceLock<Stored>,
+}
+
+impl TorchDcp {
+    /// Opens the checkpoint in the directory `dir`, and reads its values.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] without a `.metadata` or when a file that it names is missing; [`Error::NotTorch`] when it can't be read, contradicts itself, has
+    /// names that metadata does not need, or a file is truncated; [`Error::TooLarge`]; [`Error::Io`].
+    pub fn open(dir: &Path) -> Result<Self> {
+        let store = store(dir)?;
+        let Some(bytes) = store.read(METADATA, MAX_PICKLE)? else {
+            store.list()?;
+            return Err(Error::NotFound {
+                path: dir.to_path_buf(),
+                looked_for: format!("{METADATA}: it is no DCP checkpoint, or its save did not finish"),
+            });
+        };
+        let according_to = dir.join(METADATA);
+        let metadata::Metadata { tensors, unreadable, values, files: ends } =
+            metadata::parse(&bytes).map_err(|bad| not_torch(&according_to, bad.item.as_deref(), bad.reason))?;
+        let mut files = BTreeMap::new();
+        for (name, end) in ends {
+            let Some(bytes) = store.size(&name)? else {
+                return Err(Error::NotFound {
+                    path: dir.to_path_buf(),
+                    looked_for: format!("file {name:?}, which its {METADATA} names"),
+                });
+            };
+            if bytes < end {
+                let reason = format!("it has {bytes} bytes, {METADATA} has items up to byte {end} of it; is it truncated?");
+                return Err(not_torch(&dir.join(name), None, reason));
+            }
+            files.insert(name, FileEntry { bytes });
+        }
+        let mut entries = BTreeMap::new();
+        let mut places = BTreeMap::new();
+        for (fqn, (entry, at)) in tensors {
+            let chunks = at.into_iter().map(|place| Chunk { place, stored: OnceLock::new() }).collect();
+            places.insert(fqn.clone(), chunks);
+            entries.insert(fqn, entry);
+        }
+        let mut checkpoint = TorchDcp {
+            store,
+            tensors: entries,
+            places,
+            unreadable,
+            files,
+            values: Map::new(),
+            open: Mutex::default(),
+        };
+        for (fqn, item) in values {
+            match checkpoint.value(&fqn, &item)? {
+                Ok(value) => drop(checkpoint.values.insert(fqn, value)),
+                Err(what) => {
+                    tracing::warn!("{}: \"{fqn}\" is {what}, which is left out", dir.display());
+                    checkpoint.unreadable.insert(fqn, what);
+                }
+            }
+        }
+        Ok(checkpoint)
+    }
+
+    /// A value as JSON, or what it is instead.
+    fn value(&self, fqn: &str, item: &ValueItem) -> Result<Result<Value, String>> {
+        let file = self.file(&item.file)?;
+        let mut archive = Archive::open(&*file, Some(fqn), item.place.offset, item.place.bytes)?;
+        let bytes = archive.pickle()?;
+        match Pickle::parse(&bytes) {
+            Ok(pickle) => Ok(walk::json(&pickle, pickle.root())),
+            Err(Flaw::Refused { name }) => Ok(Err(format!("a pickle that uses {name}"))),
+            Err(flaw) => Err(not_torch(file.path(), Some(fqn), flaw.to_string())),
+        }
+    }
+
+    fn file(&self, name: &str) -> Result<Arc<dyn ReadAt>> {
+        // A panic elsewhere leaves the map as good as it was.
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(file) = open.get(name) {
+            return Ok(Arc::clone(file));
+        }
+        let file: Arc<dyn ReadAt> = Arc::from(self.store.open(name)?);
+        open.insert(name.to_string(), Arc::clone(&file));
+        Ok(file)
+    }
+
+    /// The file of a chunk, and where in it the elements are.
+    fn chunk<'a>(&'a self, fqn: &str, at: usize) -> Result<(Arc<dyn ReadAt>, &'a Stored)> {
+        let (tensor, chunk) = (&self.tensors[fqn], &self.places[fqn][at]);
+        let entry = &tensor.chunks[at];
+        let file = self.file(&entry.file)?;
+        if let Some(stored) = chunk.stored.get() {
+            return Ok((file, stored));
+        }
+        let mut archive = Archive::open(&*file, Some(fqn), chunk.place.offset, chunk.place.bytes)?;
+        let stored = sole(file.path(), fqn, &mut archive, tensor.dtype, file.bytes())?;
+        if stored.shape != entry.sizes {
+            let reason = format!(
+                "{METADATA} says that its chunk {} is there, it is of shape {:?}",
+                Span(&entry.region()),
+                stored.shape
+            );
+            return Err(not_torch(file.path(), Some(fqn), reason));
+        }
+        drop(archive);
+        Ok((file, chunk.stored.get_or_init(|| stored)))
+    }
+}
+
+impl TensorSource for TorchDcp {
+    fn path(&self) -> &Path {
+        self.store.path()
+    }
+
+    fn format(&self) -> Format {
+        Format::TorchDcp
+    }
+
+    fn tensors(&self) -> &BTreeMap<String, TensorEntry> {
+        &self.tensors
+    }
+
+    fn unreadable(&self) -> &BTreeMap<String, String> {
+        &self.unreadable
+    }
+
+    fn files(&self) -> &BTreeMap<String, FileEntry> {
+        &self.files
+    }
+
+    fn values(&self) -> &Map<String, Value> {
+        &self.values
+    }
+
+    fn read(&self, fqn: &str, region: &Region, into: &mut [u8]) -> Result<()> {
+        let tensor = self.tensor(fqn)?;
+        check_request(fqn, &tensor.shape, tensor.dtype.size(), region, into.len())?;
+        for (at, chunk) in tensor.chunks.iter().enumerate() {
+            let held = chunk.region();
+            let Some(part) = region.intersect(&held) else { continue };
+            let (file, stored) = self.chunk(fqn, at)?;
+            read_checked(&*file, fqn, stored, [&held, region, &part], into)?;
+        }
+        Ok(())
+    }
+
+    fn verify_share(&self, rank: usize, ranks: usize) -> Result<Verified> {
+        let mut verified = Verified { files: self.files.len(), ..Verified::default() };
+        let chunks = self.tensors.iter().flat_map(|(fqn, tensor)| (0..tensor.chunks.len()).map(move |at| (fqn, at)));
+        for (fqn, at) in chunks.skip(rank).step_by(ranks.max(1)) {
+            let (file, stored) = self.chunk(fqn, at)?;
+            verify(&*file, fqn, stored.storage)?;
+            verified.chunks += 1;
+            verified.bytes += stored.storage.bytes;
+        }
+        Ok(verified)
+    }
+}

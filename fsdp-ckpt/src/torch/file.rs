@@ -1,0 +1,294 @@
+//! State dicts that `torch.save` has written.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use fsdp_core::layout::Region;
+use serde::Deserialize;
+use serde_json::{Map, Value};
+
+use super::archive::{Archive, Storage};
+use super::not_torch;
+use super::pickle::Pickle;
+use super::strided::read_part;
+use super::tensor::{Stored, our_dtype, view};
+use super::walk::{Leaf, flatten};
+use crate::manifest::{ChunkEntry, FileEntry, TensorEntry, is_plain_file_name};
+use crate::region::check_request;
+use crate::scattered::BLOCK;
+use crate::store::{LocalDir, ReadAt, Store, store};
+use crate::{Error, Format, Result, TensorSource, Verified};
+
+/// The weights of a Hugging Face model in one file of `torch.save`.
+pub(crate) const BIN: &str = "pytorch_model.bin";
+/// The index of a Hugging Face model in several of them.
+pub(crate) const BIN_INDEX: &str = "pytorch_model.bin.index.json";
+/// More than any index has.
+const MAX_INDEX: u64 = 1 << 28;
+/// How a zip file begins.
+const ZIP: &[u8] = b"PK\x03\x04";
+/// How `torch.save` began before PyTorch 1.6: a pickle of its magic number.
+const LEGACY: &[u8] = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19";
+
+/// A state dict in a file of `torch.save`, or a Hugging Face model in several of them.
+///
+/// Nested dicts become names with dots: `{"model": {"weight": ...}}` has the tensor `model.weight`. What is not a tensor is in
+/// [`TensorSource::values`] under such names, where JSON can hold it. Views are read as what they show; tensors that share a storage are each read from
+/// it. Files are checked against their CRC-32 by [`TensorSource::verify`], and where a tensor is read as a whole.
+#[derive(Debug)]
+pub struct TorchFile {
+    path: PathBuf,
+    tensors: BTreeMap<String, TensorEntry>,
+    unreadable: BTreeMap<String, String>,
+    files: BTreeMap<String, FileEntry>,
+    values: Map<String, Value>,
+    stored: BTreeMap<String, (Arc<dyn ReadAt>, Stored)>,
+}
+
+#[derive(Deserialize)]
+struct Index {
+    weight_map: BTreeMap<String, String>,
+}
+
+impl TorchFile {
+    /// Opens a single file, whatever its name.
+    ///
+    /// # Errors
+    /// [`Error::NotTorch`] when it is not what `torch.save` of PyTorch 1.6 or newer writes, or its pickle has more than tensors and plain values;
+    /// [`Error::TooLarge`]; [`Error::Io`].
+    pub fn open(path: &Path) -> Result<Self> {
+        let name = path.file_name().and_then(|name| name.to_str());
+        let Some(name) = name else {
+            return Err(Error::NotFound { path: path.to_path_buf(), looked_for: "file of torch.save".into() });
+        };
+        let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let mut file = Self::empty(path);
+        file.add(name, Arc::from(LocalDir::new(dir).open(name)?))?;
+        Ok(file)
+    }
+
+    /// Opens the Hugging Face model in the directory `dir`: `pytorch_model.bin`, or else the files that `pytorch_model.bin.index.json` names.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] when none of these is there or the index names a missing file; [`Error::Index`] when the index is damaged, names a file outside
+    /// of `dir`, or a weight that its file has not; those of [`TorchFile::open`].
+    pub fn open_model(dir: &Path) -> Result<Self> {
+        let store = store(dir)?;
+        let mut model = Self::empty(dir);
+        if store.size(BIN)?.is_some() {
+            model.add(BIN, Arc::from(store.open(BIN)?))?;
+            return Ok(model);
+        }
+        let Some(text) = store.read(BIN_INDEX, MAX_INDEX)? else {
+            return Err(Error::NotFound {
+                path: dir.to_path_buf(),
+                looked_for: format!("{BIN} and no {BIN_INDEX}"),
+            });
+        };
+        model.add_indexed(&*store, &text)?;
+        Ok(model)
+    }
+
+    /// Whether a file is one of `torch.save` by its first bytes, or by its name where these say nothing.
+    pub(crate) fn is_one(path: &Path) -> Result<bool> {
+        let file = crate::store::LocalFile::open(path)?;
+        let mut start = [0; LEGACY.len()];
+        let count = file.bytes().min(start.len() as u64) as usize;
+        file.read_exact_at(&mut start[..count], 0)?;
+        // The length of a safetensors header may look like a zip file's signature.
+        let is_safetensors = start[8] == b'{';
+        let is_named = path.extension().is_some_and(|ext| ["pt", "pth", "bin"].iter().any(|name| ext == *name));
+        Ok(!is_safetensors && (start.starts_with(ZIP) || start == LEGACY || is_named))
+    }
+
+    fn empty(path: &Path) -> Self {
+        TorchFile {
+            path: path.to_path_buf(),
+            tensors: BTreeMap::new(),
+            unreadable: BTreeMap::new(),
+            files: BTreeMap::new(),
+            values: Map::new(),
+            stored: BTreeMap::new(),
+        }
+    }
+
+    fn add_indexed(&mut self, store: &dyn Store, text: &[u8]) -> Result<()> {
+        let bad = |reason| Error::Index { path: store.path().join(BIN_INDEX), reason };
+        let index: Index =
+            serde_json::from_slice(text).map_err(|error| bad(format!("not the index of a model: {error}")))?;
+        for (weight, name) in &index.weight_map {
+            if !is_plain_file_name(name) {
+                return Err(bad(format!("weight \"{weight}\" is in {name:?}, which is not a plain file name")));
+            }
+            if self.files.contains_key(name) {
+                continue;
+            }
+            if store.size(name)?.is_none() {
+                return Err(Error::NotFound {
+                    path: store.path().to_path_buf(),
+                    looked_for: format!("file {name:?}, in which {BIN_INDEX} says that weight \"{weight}\" is"),
+                });
+            }
+            self.add(name, Arc::from(store.open(name)?))?;
+        }
+        for (weight, name) in &index.weight_map {
+            let is_there = self.tensors.get(weight).is_some_and(|tensor| tensor.chunks[0].file == *name);
+            if !is_there && !self.unreadable.contains_key(weight) {
+                return Err(bad(format!("it says that weight \"{weight}\" is in {name}, which has no such tensor")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds everything in a file.
+    fn add(&mut self, name: &str, file: Arc<dyn ReadAt>) -> Result<()> {
+        let path = file.path().to_path_buf();
+        let bytes = file.bytes();
+        let mut start = vec![0; LEGACY.len().min(bytes as usize)];
+        file.read_exact_at(&mut start, 0)?;
+        if !start.starts_with(ZIP) {
+            let reason = if start == LEGACY {
+                "it is in the format of PyTorch before 1.6, which is not read; load it and save it again with a newer one"
+            } else {
+                "it is not what torch.save writes: it is no zip file"
+            };
+            return Err(not_torch(&path, None, reason.into()));
+        }
+        let mut archive = Archive::open(&*file, None, 0, bytes)?;
+        let pickle = archive.pickle()?;
+        let pickle = Pickle::parse(&pickle).map_err(|flaw| not_torch(&path, None, flaw.to_string()))?;
+        let mut leaves = Vec::new();
+        let mut keep = |name, leaf| {
+            leaves.push((name, leaf));
+            Ok(())
+        };
+        flatten(&pickle, pickle.root(), &mut keep).map_err(|reason| not_torch(&path, None, reason))?;
+        let mut storages = HashMap::<String, Storage>::new();
+        for (fqn, leaf) in leaves {
+            let bad = |reason| not_torch(&path, Some(&fqn), reason);
+            if self.tensors.contains_key(&fqn) || self.unreadable.contains_key(&fqn) || self.values.contains_key(&fqn) {
+                return Err(bad("this name is there twice".into()));
+            }
+            let tensor = match leaf {
+                Leaf::Plain(value) => {
+                    self.values.insert(fqn, value);
+                    continue;
+                }
+                Leaf::Other(what) => {
+                    tracing::warn!("{}: \"{fqn}\" is {what}, which is left out", path.display());
+                    self.unreadable.insert(fqn, what);
+                    continue;
+                }
+                Leaf::Tensor(value) => view(&pickle, value).map_err(bad)?,
+            };
+            let Some(dtype) = our_dtype(tensor.dtype) else {
+                self.unreadable.insert(fqn, tensor.dtype.into());
+                continue;
+            };
+            let storage = match storages.get(&tensor.key) {
+                Some(storage) => *storage,
+                None => {
+                    let storage = archive.storage(&tensor.key)?;
+                    storages.insert(tensor.key.clone(), storage);
+                    storage
+                }
+            };
+            let stored = tensor.within(storage, dtype, bytes).map_err(bad)?;
+            let shape = stored.shape.clone();
+            let chunk =
+                ChunkEntry { offsets: vec![0; shape.len()], sizes: shape.clone(), file: name.into(), crc32c: None };
+            self.tensors.insert(fqn.clone(), TensorEntry { dtype, shape, chunks: vec![chunk] });
+            self.stored.insert(fqn, (Arc::clone(&file), stored));
+        }
+        self.files.insert(name.to_string(), FileEntry { bytes });
+        Ok(())
+    }
+}
+
+impl TensorSource for TorchFile {
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn format(&self) -> Format {
+        Format::TorchFile
+    }
+
+    fn tensors(&self) -> &BTreeMap<String, TensorEntry> {
+        &self.tensors
+    }
+
+    fn unreadable(&self) -> &BTreeMap<String, String> {
+        &self.unreadable
+    }
+
+    fn files(&self) -> &BTreeMap<String, FileEntry> {
+        &self.files
+    }
+
+    fn values(&self) -> &Map<String, Value> {
+        &self.values
+    }
+
+    fn read(&self, fqn: &str, region: &Region, into: &mut [u8]) -> Result<()> {
+        let tensor = self.tensor(fqn)?;
+        check_request(fqn, &tensor.shape, tensor.dtype.size(), region, into.len())?;
+        let (file, stored) = &self.stored[fqn];
+        read_checked(&**file, fqn, stored, [&Region::whole(&tensor.shape), region, region], into)
+    }
+
+    fn verify_share(&self, rank: usize, ranks: usize) -> Result<Verified> {
+        // Tensors that share a storage are checked once.
+        let mut storages = BTreeMap::new();
+        for (fqn, (file, stored)) in &self.stored {
+            storages.entry((file.path(), stored.storage.start)).or_insert((fqn, file, stored.storage));
+        }
+        let mut verified = Verified { files: self.files.len(), ..Verified::default() };
+        for (fqn, file, storage) in storages.into_values().skip(rank).step_by(ranks.max(1)) {
+            verify(&**file, fqn, storage)?;
+            verified.chunks += 1;
+            verified.bytes += storage.bytes;
+        }
+        Ok(verified)
+    }
+}
+
+/// Reads `part` of a chunk to its place in the box `region`; where that is all of a storage, its checksum is checked on the way.
+pub(super) fn read_checked(
+    file: &dyn ReadAt,
+    fqn: &str,
+    stored: &Stored,
+    [chunk, region, part]: [&Region; 3],
+    into: &mut [u8],
+) -> Result<()> {
+    let is_whole = part == chunk && stored.bytes() as u64 == stored.storage.bytes && stored.is_contiguous();
+    if !is_whole {
+        return read_part(file, stored, [chunk, region, part], into, &mut |_| ());
+    }
+    let mut crc = crc32fast::Hasher::new();
+    read_part(file, stored, [chunk, region, part], into, &mut |bytes| crc.update(bytes))?;
+    check(file, fqn, stored.storage, crc)
+}
+
+/// Reads a storage and checks it.
+pub(super) fn verify(file: &dyn ReadAt, fqn: &str, storage: Storage) -> Result<()> {
+    let mut crc = crc32fast::Hasher::new();
+    let mut block = vec![0; storage.bytes.min(BLOCK as u64) as usize];
+    let mut at = 0;
+    while at < storage.bytes {
+        let count = (storage.bytes - at).min(BLOCK as u64) as usize;
+        file.read_exact_at(&mut block[..count], storage.start + at)?;
+        crc.update(&block[..count]);
+        at += count as u64;
+    }
+    check(file, fqn, storage, crc)
+}
+
+fn check(file: &dyn ReadAt, fqn: &str, storage: Storage, crc: crc32fast::Hasher) -> Result<()> {
+    let (expected, found) = (storage.crc32, crc.finalize());
+    if expected == found {
+        return Ok(());
+    }
+    Err(Error::Checksum { path: file.path().to_path_buf(), tensor: fqn.to_string(), expected, found })
+}

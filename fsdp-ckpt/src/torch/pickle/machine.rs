@@ -1,0 +1,402 @@
+//! The stack machine of pickles, protocols 2 to 5.
+
+use std::collections::HashMap;
+
+use super::globals::allowed;
+use super::{Flaw, Node, Pickle, Value};
+
+/// Runs a pickle up to its end.
+pub(super) fn run(bytes: &[u8]) -> Result<Pickle<'_>, Flaw> {
+    let mut machine =
+        Machine { bytes, at: 0, start: 0, nodes: Vec::new(), stack: Vec::new(), marks: Vec::new(), memo: HashMap::new() };
+    loop {
+        machine.start = machine.at;
+        let op = machine.byte()?;
+        if op == b'.' {
+            let root = machine.pop()?;
+            return Ok(Pickle { nodes: machine.nodes, root, bytes: bytes.len() });
+        }
+        machine.step(op)?;
+    }
+}
+
+struct Machine<'a> {
+    bytes: &'a [u8],
+    at: usize,
+    /// Where the operation in hand starts.
+    start: usize,
+    nodes: Vec<Node<'a>>,
+    stack: Vec<Value>,
+    /// Heights of the stack.
+    marks: Vec<usize>,
+    memo: HashMap<u32, Value>,
+}
+
+impl<'a> Machine<'a> {
+    fn step(&mut self, op: u8) -> Result<(), Flaw> {
+        match op {
+            // PROTO
+            0x80 => match self.byte()? {
+                2..=5 => {}
+                other => return self.fail(format!("its protocol is {other}; 2 to 5 are read")),
+            },
+            // FRAME: what is in it follows
+            0x95 => drop(self.length(8)?),
+            // MARK
+            b'(' => self.marks.push(self.stack.len()),
+            // POP, POP_MARK, DUP
+            b'0' => drop(self.pop()?),
+            b'1' => drop(self.pop_mark()?),
+            b'2' => {
+                let top = self.pop()?;
+                self.stack.extend([top, top]);
+            }
+            b'N' => self.stack.push(Value::None),
+            0x88 => self.stack.push(Value::Bool(true)),
+            0x89 => self.stack.push(Value::Bool(false)),
+            // BININT, BININT1, BININT2, LONG1, LONG4
+            b'J' => {
+                let number = i32::from_le_bytes(self.array()?);
+                self.stack.push(Value::Int(number.into()));
+            }
+            b'K' => {
+                let number = self.byte()?;
+                self.stack.push(Value::Int(number.into()));
+            }
+            b'M' => {
+                let number = u16::from_le_bytes(self.array()?);
+                self.stack.push(Value::Int(number.into()));
+            }
+            0x8a => self.long(1)?,
+            0x8b => self.long(4)?,
+            // BINFLOAT
+            b'G' => {
+                let number = f64::from_be_bytes(self.array()?);
+                self.stack.push(Value::Float(number));
+            }
+            // BINUNICODE, SHORT_BINUNICODE, BINUNICODE8
+            b'X' => self.text(4)?,
+            0x8c => self.text(1)?,
+            0x8d => self.text(8)?,
+            // BINSTRING, SHORT_BINSTRING: Python 2's strings
+            b'T' => self.string(4)?,
+            b'U' => self.string(1)?,
+            // BINBYTES, SHORT_BINBYTES, BINBYTES8, BYTEARRAY8
+            b'B' => self.binary(4)?,
+            b'C' => self.binary(1)?,
+            0x8e | 0x96 => self.binary(8)?,
+            // EMPTY_LIST, EMPTY_TUPLE, EMPTY_DICT, EMPTY_SET
+            b']' | 0x8f => self.push(Node::List(Vec::new()))?,
+            b')' => self.push(Node::Tuple(Vec::new()))?,
+            b'}' => self.push(Node::Dict(Vec::new()))?,
+            // TUPLE, TUPLE1, TUPLE2, TUPLE3
+            b't' => {
+                let items = self.pop_mark()?;
+                self.push(Node::Tuple(items))?;
+            }
+            0x85..=0x87 => {
+                let items = self.pop_many(usize::from(op - 0x84))?;
+                self.push(Node::Tuple(items))?;
+            }
+            // LIST, FROZENSET, DICT
+            b'l' | 0x91 => {
+                let items = self.pop_mark()?;
+                self.push(Node::List(items))?;
+            }
+            b'd' => {
+                let items = self.pop_mark()?;
+                let pairs = self.pairs(&items)?;
+                self.push(Node::Dict(pairs))?;
+            }
+            // APPEND, APPENDS, ADDITEMS
+            b'a' => {
+                let items = self.pop_many(1)?;
+                self.append(items)?;
+            }
+            b'e' | 0x90 => {
+                let items = self.pop_mark()?;
+                self.append(items)?;
+            }
+            // SETITEM, SETITEMS
+            b's' => {
+                let items = self.pop_many(2)?;
+                self.set(&items)?;
+            }
+            b'u' => {
+                let items = self.pop_mark()?;
+                self.set(&items)?;
+            }
+            // BINGET, LONG_BINGET, BINPUT, LONG_BINPUT, MEMOIZE
+            b'h' => {
+                let key = self.byte()?;
+                self.get(key.into())?;
+            }
+            b'j' => {
+                let key = u32::from_le_bytes(self.array()?);
+                self.get(key)?;
+            }
+            b'q' => {
+                let key = self.byte()?;
+                self.put(key.into())?;
+            }
+            b'r' => {
+                let key = u32::from_le_bytes(self.array()?);
+                self.put(key)?;
+            }
+            0x94 => self.put(self.memo.len() as u32)?,
+            // GLOBAL, STACK_GLOBAL
+            b'c' => {
+                let (module, name) = (self.line()?, self.line()?);
+                self.global(module, name)?;
+            }
+            0x93 => {
+                let names = self.pop_many(2)?;
+                match (self.text_of(names[0]), self.text_of(names[1])) {
+                    (Some(module), Some(name)) => self.global(module, name)?,
+                    _ => return self.fail("a name is not a string"),
+                }
+            }
+            // REDUCE, NEWOBJ
+            b'R' | 0x81 => {
+                let args = self.pop()?;
+                let class = self.pop()?;
+                self.object(class, args)?;
+            }
+            // NEWOBJ_EX: nothing that is allowed has keyword arguments
+            0x92 => {
+                let keywords = self.pop()?;
+                if !matches!(self.node(keywords), Some(Node::Dict(pairs)) if pairs.is_empty()) {
+                    return self.fail("an object with keyword arguments");
+                }
+                let args = self.pop()?;
+                let class = self.pop()?;
+                self.object(class, args)?;
+            }
+            b'b' => self.build()?,
+            // BINPERSID
+            b'Q' => {
+                let id = self.pop()?;
+                self.push(Node::Persistent(id))?;
+            }
+            other => return self.fail(format!("operation 0x{other:02x} is none that PyTorch writes")),
+        }
+        Ok(())
+    }
+
+    fn fail<T>(&self, reason: impl Into<String>) -> Result<T, Flaw> {
+        Err(Flaw::Damaged { at: self.start, reason: reason.into() })
+    }
+
+    // What the bytes hold.
+
+    fn take(&mut self, count: usize) -> Result<&'a [u8], Flaw> {
+        let left = self.bytes.len() - self.at;
+        if count > left {
+            return self.fail(format!("it needs {count} bytes more and has {left}"));
+        }
+        let taken = &self.bytes[self.at..self.at + count];
+        self.at += count;
+        Ok(taken)
+    }
+
+    fn byte(&mut self) -> Result<u8, Flaw> {
+        Ok(self.array::<1>()?[0])
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], Flaw> {
+        let mut array = [0; N];
+        array.copy_from_slice(self.take(N)?);
+        Ok(array)
+    }
+
+    /// A length in `width` bytes. What exceeds a `usize` exceeds the pickle as well.
+    fn length(&mut self, width: usize) -> Result<usize, Flaw> {
+        let mut bytes = [0; 8];
+        bytes[..width].copy_from_slice(self.take(width)?);
+        Ok(usize::try_from(u64::from_le_bytes(bytes)).unwrap_or(usize::MAX))
+    }
+
+    fn counted(&mut self, width: usize) -> Result<&'a [u8], Flaw> {
+        let count = self.length(width)?;
+        self.take(count)
+    }
+
+    fn line(&mut self) -> Result<&'a str, Flaw> {
+        let rest = &self.bytes[self.at..];
+        let Some(end) = rest.iter().position(|&byte| byte == b'\n') else { return self.fail("a name does not end") };
+        self.at += end + 1;
+        match std::str::from_utf8(&rest[..end]) {
+            Ok(line) => Ok(line),
+            Err(_) => self.fail("a name is not UTF-8"),
+        }
+    }
+
+    fn long(&mut self, width: usize) -> Result<(), Flaw> {
+        let bytes = self.counted(width)?;
+        if bytes.len() > 8 {
+            return self.fail(format!("a whole number of {} bytes; 8 are read at most", bytes.len()));
+        }
+        let negative = bytes.last().is_some_and(|last| last & 0x80 != 0);
+        let mut number = [if negative { 0xff } else { 0 }; 8];
+        number[..bytes.len()].copy_from_slice(bytes);
+        self.stack.push(Value::Int(i64::from_le_bytes(number)));
+        Ok(())
+    }
+
+    fn text(&mut self, width: usize) -> Result<(), Flaw> {
+        let bytes = self.counted(width)?;
+        match std::str::from_utf8(bytes) {
+            Ok(text) => self.push(Node::Str(text)),
+            Err(_) => self.fail("a string is not UTF-8"),
+        }
+    }
+
+    fn string(&mut self, width: usize) -> Result<(), Flaw> {
+        let bytes = self.counted(width)?;
+        self.push(std::str::from_utf8(bytes).map_or(Node::Bytes(bytes), Node::Str))
+    }
+
+    fn binary(&mut self, width: usize) -> Result<(), Flaw> {
+        let bytes = self.counted(width)?;
+        self.push(Node::Bytes(bytes))
+    }
+
+    // The stack, the arena and the memo.
+
+    fn push(&mut self, node: Node<'a>) -> Result<(), Flaw> {
+        let Ok(at) = u32::try_from(self.nodes.len()) else { return self.fail("more values than can be counted") };
+        self.nodes.push(node);
+        self.stack.push(Value::Node(at));
+        Ok(())
+    }
+
+    /// Where the part of the stack that operations may take from begins.
+    fn floor(&self) -> usize {
+        self.marks.last().copied().unwrap_or(0)
+    }
+
+    fn pop(&mut self) -> Result<Value, Flaw> {
+        if self.stack.len() > self.floor()
+            && let Some(value) = self.stack.pop()
+        {
+            return Ok(value);
+        }
+        self.fail("the stack is empty")
+    }
+
+    fn pop_many(&mut self, count: usize) -> Result<Vec<Value>, Flaw> {
+        if self.stack.len() - self.floor() < count {
+            return self.fail("the stack is empty");
+        }
+        Ok(self.stack.split_off(self.stack.len() - count))
+    }
+
+    fn pop_mark(&mut self) -> Result<Vec<Value>, Flaw> {
+        match self.marks.pop() {
+            Some(mark) => Ok(self.stack.split_off(mark)),
+            None => self.fail("the stack has no mark"),
+        }
+    }
+
+    /// What is on top and stays there.
+    fn top(&mut self) -> Result<&mut Node<'a>, Flaw> {
+        let start = self.start;
+        let top = if self.stack.len() > self.floor() { self.stack.last().copied() } else { None };
+        match top {
+            Some(Value::Node(at)) => Ok(&mut self.nodes[at as usize]),
+            _ => Err(Flaw::Damaged { at: start, reason: "nothing on the stack can be changed".into() }),
+        }
+    }
+
+    fn node(&self, value: Value) -> Option<&Node<'a>> {
+        match value {
+            Value::Node(at) => self.nodes.get(at as usize),
+            _ => None,
+        }
+    }
+
+    fn text_of(&self, value: Value) -> Option<&'a str> {
+        match self.node(value) {
+            Some(Node::Str(text)) => Some(text),
+            _ => None,
+        }
+    }
+
+    fn get(&mut self, key: u32) -> Result<(), Flaw> {
+        match self.memo.get(&key) {
+            Some(value) => self.stack.push(*value),
+            None => return self.fail(format!("nothing is remembered as {key}")),
+        }
+        Ok(())
+    }
+
+    fn put(&mut self, key: u32) -> Result<(), Flaw> {
+        let top = self.pop()?;
+        self.stack.push(top);
+        self.memo.insert(key, top);
+        Ok(())
+    }
+
+    // Containers and objects.
+
+    fn append(&mut self, items: Vec<Value>) -> Result<(), Flaw> {
+        match self.top()? {
+            Node::List(list) => list.extend(items),
+            _ => return self.fail("items are appended to what is no list"),
+        }
+        Ok(())
+    }
+
+    fn pairs(&self, items: &[Value]) -> Result<Vec<(Value, Value)>, Flaw> {
+        match items.as_chunks() {
+            (pairs, []) => Ok(pairs.iter().map(|&[key, value]| (key, value)).collect()),
+            _ => self.fail("a key has no value"),
+        }
+    }
+
+    fn set(&mut self, items: &[Value]) -> Result<(), Flaw> {
+        let more = self.pairs(items)?;
+        match self.top()? {
+            Node::Dict(pairs) => pairs.extend(more),
+            _ => return self.fail("items are set in what is no dict"),
+        }
+        Ok(())
+    }
+
+    fn global(&mut self, module: &str, name: &str) -> Result<(), Flaw> {
+        match allowed(module, name) {
+            Some(name) => self.push(Node::Global(name)),
+            None => {
+                let shown: String = format!("{module}.{name}").escape_debug().take(200).collect();
+                Err(Flaw::Refused { name: shown })
+            }
+        }
+    }
+
+    fn object(&mut self, class: Value, args: Value) -> Result<(), Flaw> {
+        let Some(Node::Global(class)) = self.node(class) else { return self.fail("what is called is no name") };
+        let class = *class;
+        let Some(Node::Tuple(items)) = self.node(args) else {
+            return self.fail(format!("the arguments of {class} are no tuple"));
+        };
+        match (class, &items[..]) {
+            ("collections.OrderedDict", []) => self.push(Node::Dict(Vec::new())),
+            ("torch.Size", &[sizes]) if matches!(self.node(sizes), Some(Node::Tuple(_) | Node::List(_))) => {
+                self.stack.push(sizes);
+                Ok(())
+            }
+            _ => self.push(Node::Object { class, args, state: Value::None }),
+        }
+    }
+
+    fn build(&mut self) -> Result<(), Flaw> {
+        let new = self.pop()?;
+        match self.top()? {
+            Node::Object { state, .. } if *state == Value::None => *state = new,
+            // The attributes of a dict; a module's state dict keeps versions there.
+            Node::Dict(_) => {}
+            _ => return self.fail("a state is given to what has none, or one already"),
+        }
+        Ok(())
+    }
+}
