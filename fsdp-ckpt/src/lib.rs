@@ -27,6 +27,8 @@ compile_error!("safetensors files are little-endian, and this crate copies memor
 mod cast;
 mod checkpoint;
 mod chunked;
+pub mod convert;
+mod diff;
 mod error;
 mod exchange;
 pub mod hf;
@@ -41,9 +43,11 @@ mod safetensors;
 mod save;
 mod source;
 mod store;
+mod stream;
 mod tensor;
 
 pub use checkpoint::Checkpoint;
+pub use diff::{Diff, TensorDiff, Tolerance, ValueDiff, diff};
 pub use error::{Error, Result};
 pub use latest::latest;
 pub use load::{LoadOptions, LoadReport, LoadTensor, Strict, load};
@@ -53,4 +57,5 @@ pub use open::open;
 pub use safetensors::SafetensorsFile;
 pub use save::{SaveState, SaveSummary, save};
 pub use source::{Format, TensorSource, Verified};
+pub use stream::{blocks, stream};
 pub use tensor::{TensorInfo, TensorShard};

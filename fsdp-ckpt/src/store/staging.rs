@@ -48,10 +48,14 @@ impl Staging for LocalStaging {
         self.dir.path().file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
 
-    fn commit(mut self: Box<Self>, manifest: &str, contents: &[u8]) -> Result<()> {
+    fn commit(self: Box<Self>, manifest: &str, contents: &[u8]) -> Result<()> {
         let mut file = self.dir.create(manifest, contents.len() as u64)?;
         file.append(contents)?;
         file.finish()?;
+        self.publish()
+    }
+
+    fn publish(mut self: Box<Self>) -> Result<()> {
         let (path, target) = (self.dir.path(), &*self.target);
         self.lock.sync_all().map_err(io_error("sync", path))?;
         let cwd = rustix::fs::CWD;
