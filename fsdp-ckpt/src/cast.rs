@@ -38,6 +38,34 @@ fn to_odd(value: f64) -> f32 {
     f32::from_bits(if f64::from(near).abs() < value.abs() { bits + 1 } else { bits - 1 })
 }
 
+/// How many elements are infinite: after a conversion, those that were too large for the new type come to those that were so before.
+pub(crate) fn infinities(bytes: &[u8], dtype: DType) -> u64 {
+    fn count<const N: usize>(bytes: &[u8], is_one: impl Fn([u8; N]) -> bool) -> u64 {
+        bytes.as_chunks().0.iter().filter(|bytes| is_one(**bytes)).count() as u64
+    }
+    match dtype {
+        DType::BF16 => count(bytes, |bytes| bf16::from_ne_bytes(bytes).is_infinite()),
+        DType::F16 => count(bytes, |bytes| f16::from_ne_bytes(bytes).is_infinite()),
+        DType::F32 => count(bytes, |bytes| f32::from_ne_bytes(bytes).is_infinite()),
+        DType::F64 => count(bytes, |bytes| f64::from_ne_bytes(bytes).is_infinite()),
+        _ => 0,
+    }
+}
+
+/// One element of any type, from its bytes, as f64. Integers beyond 2^53 lose their last bits.
+pub(crate) fn decode(bytes: &[u8], dtype: DType) -> f64 {
+    let bits = bytes.iter().rev().fold(0u64, |bits, &byte| bits << 8 | u64::from(byte));
+    match dtype {
+        DType::BF16 => bf16::from_bits(bits as u16).to_f64(),
+        DType::F16 => f16::from_bits(bits as u16).to_f64(),
+        DType::F32 => f32::from_bits(bits as u32).into(),
+        DType::F64 => f64::from_bits(bits),
+        DType::I64 => bits as i64 as f64,
+        // The unsigned ones.
+        _ => bits as f64,
+    }
+}
+
 fn write<const N: usize>(to: &mut [u8], values: impl Iterator<Item = f64>, bytes: impl Fn(f64) -> [u8; N]) {
     for (to, value) in to.as_chunks_mut::<N>().0.iter_mut().zip(values) {
         *to = bytes(value);
@@ -60,5 +88,24 @@ mod tests {
         assert_eq!(f32::from_ne_bytes(back), 1.0 + 2f32.powi(-7));
         assert!(cast(&[0; 4], DType::U32, &mut [0; 4], DType::F32).is_none());
         assert!(cast(&[0; 4], DType::F32, &mut [0; 8], DType::I64).is_none());
+    }
+    #[test]
+    fn numbers_are_decoded_and_infinities_counted() {
+        for (dtype, bytes, number) in [
+            (DType::U8, vec![200], 200.0),
+            (DType::U32, 4_000_000_000u32.to_ne_bytes().to_vec(), 4e9),
+            (DType::I64, (-5i64).to_ne_bytes().to_vec(), -5.0),
+            (DType::BF16, bf16::from_f32(-1.5).to_ne_bytes().to_vec(), -1.5),
+            (DType::F16, f16::from_f32(0.25).to_ne_bytes().to_vec(), 0.25),
+            (DType::F32, 3.5f32.to_ne_bytes().to_vec(), 3.5),
+            (DType::F64, 1e300f64.to_ne_bytes().to_vec(), 1e300),
+        ] {
+            assert_eq!(decode(&bytes, dtype), number, "{dtype}");
+        }
+        let numbers = [1.0f32, 7e4, -7e4, f32::INFINITY, f32::NAN];
+        let mut halves = [0; 10];
+        cast(&numbers.map(f32::to_ne_bytes).concat(), DType::F32, &mut halves, DType::F16).unwrap();
+        assert_eq!(infinities(&numbers.map(f32::to_ne_bytes).concat(), DType::F32), 1);
+        assert_eq!(infinities(&halves, DType::F16), 3);
     }
 }

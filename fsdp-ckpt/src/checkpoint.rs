@@ -9,9 +9,10 @@ use fsdp_core::layout::Region;
 use serde_json::{Map, Value};
 
 use crate::chunked::Chunked;
+use crate::error::io_error;
 use crate::manifest::{FileEntry, Manifest, TensorEntry};
 use crate::store::store;
-use crate::{Error, Format, MANIFEST, Result, TensorSource, Verified};
+use crate::{Error, Format, MANIFEST, Result, TensorSource};
 
 /// A checkpoint on disk, with a manifest that has been checked in itself and against the sizes of the files.
 ///
@@ -35,6 +36,11 @@ impl Checkpoint {
         let store = store(dir)?;
         let (manifest, mesh) = Manifest::read(&*store)?;
         for (name, entry) in &manifest.files {
+            if store.is_link(name) {
+                let reason =
+                    "it is a symbolic link, and the files of a checkpoint are its own; put a copy in its place";
+                return Err(io_error("open", &dir.join(name))(std::io::Error::other(reason)));
+            }
             let Some(bytes) = store.size(name)? else {
                 return Err(Error::NotFound {
                     path: dir.to_path_buf(),
@@ -93,7 +99,7 @@ impl TensorSource for Checkpoint {
         self.chunked.read(fqn, self.tensor(fqn)?, region, into)
     }
 
-    fn verify_share(&self, rank: usize, ranks: usize) -> Result<Verified> {
-        self.chunked.verify_share(rank, ranks)
+    fn verify_chunk(&self, fqn: &str, chunk: usize, seen: &mut dyn FnMut(u64)) -> Result<()> {
+        self.chunked.verify_chunk(fqn, self.tensor(fqn)?, chunk, seen)
     }
 }

@@ -9,7 +9,6 @@ use fsdp_core::layout::Region;
 use crate::manifest::{ChunkEntry, FileEntry, TensorEntry};
 use crate::region::{Span, check_request};
 use crate::safetensors::SafetensorsFile;
-use crate::source::Verified;
 use crate::store::Store;
 use crate::{Error, Result};
 
@@ -44,22 +43,25 @@ impl Chunked {
         Ok(())
     }
 
-    /// Reads every `ranks`-th chunk, from the `rank`-th on, and checks what has a checksum.
-    pub(crate) fn verify_share(&self, rank: usize, ranks: usize) -> Result<Verified> {
-        let mut verified = Verified { files: self.files.len(), ..Verified::default() };
-        let chunks =
-            self.tensors.iter().flat_map(|(fqn, tensor)| tensor.chunks.iter().map(move |chunk| (fqn, tensor, chunk)));
-        for (fqn, tensor, chunk) in chunks.skip(rank).step_by(ranks.max(1)) {
-            let file = self.file(fqn, tensor, chunk)?;
-            let mut crc = 0;
-            file.scan(fqn, &mut |bytes| {
-                crc = crc32c::crc32c_append(crc, bytes);
-                verified.bytes += bytes.len() as u64;
-            })?;
-            check_crc(&file, fqn, chunk, crc)?;
-            verified.chunks += 1;
-        }
-        Ok(verified)
+    /// Reads a chunk, by its position, and checks it if it has a checksum. `seen` is told the bytes.
+    pub(crate) fn verify_chunk(
+        &self,
+        fqn: &str,
+        tensor: &TensorEntry,
+        chunk: usize,
+        seen: &mut dyn FnMut(u64),
+    ) -> Result<()> {
+        let Some(chunk) = tensor.chunks.get(chunk) else {
+            let reason = format!("it has {} chunks, none at {chunk}", tensor.chunks.len());
+            return Err(Error::Request { tensor: fqn.to_string(), reason });
+        };
+        let file = self.file(fqn, tensor, chunk)?;
+        let mut crc = 0;
+        file.scan(fqn, &mut |bytes| {
+            crc = crc32c::crc32c_append(crc, bytes);
+            seen(bytes.len() as u64);
+        })?;
+        check_crc(&file, fqn, chunk, crc)
     }
 
     /// The file of a chunk, which must hold it as the tensor's entry says.

@@ -1,5 +1,6 @@
 //! What can go wrong with checkpoints.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -92,6 +93,19 @@ pub enum Error {
         tensor: String,
         /// What it is and what was expected.
         reason: String,
+    },
+    /// Tensors of dtypes that this crate does not read, where all are needed.
+    #[error(
+        "{} has {} tensors of dtypes that can't be read: {}; they can be left out (--skip-unreadable)",
+        path.display(),
+        tensors.len(),
+        some(tensors.iter().map(|(name, dtype)| format!("\"{name}\" ({dtype})")))
+    )]
+    Dtypes {
+        /// The file or directory.
+        path: PathBuf,
+        /// Their names and dtypes.
+        tensors: BTreeMap<String, String>,
     },
     /// A request for a part of a tensor that can't be.
     #[error("tensor \"{tensor}\": {reason}")]
@@ -242,6 +256,14 @@ fn mismatch(missing: &[String], unexpected: &[String]) -> String {
     };
     let parts = [few(missing, "lacks"), few(unexpected, "has unexpected")];
     parts.into_iter().flatten().collect::<Vec<_>>().join("; ")
+}
+
+/// The first of a list, and how many more there are.
+fn some(items: impl ExactSizeIterator<Item = String>) -> String {
+    const MOST: usize = 20;
+    let more = items.len().saturating_sub(MOST);
+    let listed = items.take(MOST).collect::<Vec<_>>().join(", ");
+    if more > 0 { format!("{listed} and {more} more") } else { listed }
 }
 
 /// "; did you mean ...?" for a name that is not among `names`.

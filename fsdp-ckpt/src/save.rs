@@ -152,7 +152,7 @@ impl Written {
 }
 
 /// PyTorch DCP's name for the file of a rank.
-fn file_name(rank: usize) -> String {
+pub(crate) fn file_name(rank: usize) -> String {
     format!("shard-{:05}-model-00001-of-00001.safetensors", rank + 1)
 }
 

@@ -10,6 +10,7 @@ use serde_json::{Map, Value};
 
 use crate::error::did_you_mean;
 use crate::manifest::{FileEntry, TensorEntry};
+use crate::stream::stream;
 use crate::{Error, Result};
 
 /// A kind of checkpoint or model on disk.
@@ -81,11 +82,37 @@ pub trait TensorSource: Debug + Send + Sync {
     /// [`Error::MissingTensor`]; [`Error::Request`] when the tensor has no such box or `into` not its size in bytes; what the format finds wrong.
     fn read(&self, fqn: &str, region: &Region, into: &mut [u8]) -> Result<()>;
 
+    /// Reads one chunk of a tensor, by its position in [`TensorEntry::chunks`], and checks its checksum where the format keeps one. `seen` is told the
+    /// bytes as they are read. Memory stays bounded, however large the chunk is.
+    ///
+    /// # Errors
+    /// As [`TensorSource::read`]; [`Error::Request`] when there is no such chunk.
+    fn verify_chunk(&self, fqn: &str, chunk: usize, seen: &mut dyn FnMut(u64)) -> Result<()> {
+        let tensor = self.tensor(fqn)?;
+        let Some(chunk) = tensor.chunks.get(chunk) else {
+            let reason = format!("it has {} chunks, none at {chunk}", tensor.chunks.len());
+            return Err(Error::Request { tensor: fqn.to_string(), reason });
+        };
+        stream(self, fqn, &chunk.region(), &mut |bytes| {
+            seen(bytes.len() as u64);
+            Ok(())
+        })
+    }
+
     /// The part of [`TensorSource::verify`] that falls to one of `ranks` ranks: together they read everything once.
     ///
     /// # Errors
     /// As [`TensorSource::verify`].
-    fn verify_share(&self, rank: usize, ranks: usize) -> Result<Verified>;
+    fn verify_share(&self, rank: usize, ranks: usize) -> Result<Verified> {
+        let mut verified = Verified { files: self.files().len(), ..Verified::default() };
+        let chunks =
+            self.tensors().iter().flat_map(|(fqn, tensor)| (0..tensor.chunks.len()).map(move |chunk| (fqn, chunk)));
+        for (fqn, chunk) in chunks.skip(rank).step_by(ranks.max(1)) {
+            self.verify_chunk(fqn, chunk, &mut |bytes| verified.bytes += bytes)?;
+            verified.chunks += 1;
+        }
+        Ok(verified)
+    }
 
     /// Reads everything and checks every checksum that the format keeps.
     ///

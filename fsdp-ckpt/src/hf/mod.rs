@@ -3,9 +3,11 @@
 mod export;
 mod model;
 pub(crate) mod sharding;
+mod write;
 
 pub use export::export;
 pub use model::HfModel;
+pub use write::{config_files, write};
 
 /// The weights of a model in one file.
 const SINGLE: &str = "model.safetensors";

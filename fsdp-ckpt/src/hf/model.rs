@@ -12,7 +12,7 @@ use super::{INDEX, SINGLE, sharding};
 use crate::chunked::Chunked;
 use crate::manifest::{ChunkEntry, FileEntry, TensorEntry, is_plain_file_name};
 use crate::safetensors::SafetensorsFile;
-use crate::source::{Format, TensorSource, Verified};
+use crate::source::{Format, TensorSource};
 use crate::store::{LocalDir, Store, store};
 use crate::{Error, Result};
 
@@ -183,8 +183,8 @@ impl TensorSource for HfModel {
         self.chunked.read(fqn, self.tensor(fqn)?, region, into)
     }
 
-    fn verify_share(&self, rank: usize, ranks: usize) -> Result<Verified> {
-        self.chunked.verify_share(rank, ranks)
+    fn verify_chunk(&self, fqn: &str, chunk: usize, seen: &mut dyn FnMut(u64)) -> Result<()> {
+        self.chunked.verify_chunk(fqn, self.tensor(fqn)?, chunk, seen)
     }
 }
 

@@ -91,6 +91,10 @@ impl Store for LocalDir {
         }
     }
 
+    fn is_link(&self, name: &str) -> bool {
+        std::fs::symlink_metadata(self.path.join(name)).is_ok_and(|status| status.is_symlink())
+    }
+
     fn open(&self, name: &str) -> Result<Box<dyn ReadAt>> {
         Ok(Box::new(LocalFile::open(&self.path.join(name))?))
     }

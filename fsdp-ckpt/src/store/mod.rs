@@ -50,6 +50,11 @@ pub(crate) trait Store: Debug + Send + Sync {
     /// The size of a file, `None` when there is none of this name.
     fn size(&self, name: &str) -> Result<Option<u64>>;
 
+    /// Whether what has this name is a link to a file elsewhere.
+    fn is_link(&self, _name: &str) -> bool {
+        false
+    }
+
     /// Opens a file.
     fn open(&self, name: &str) -> Result<Box<dyn ReadAt>>;
 
@@ -79,6 +84,9 @@ pub(crate) trait Staging: Send {
 
     /// Writes the file that makes it whole, and shows it under its final name, for good.
     fn commit(self: Box<Self>, manifest: &str, contents: &[u8]) -> Result<()>;
+
+    /// Shows it under its final name, for good, when it is whole as it is.
+    fn publish(self: Box<Self>) -> Result<()>;
 }
 
 /// The store of a directory's files.

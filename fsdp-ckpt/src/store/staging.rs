@@ -37,11 +37,15 @@ impl Staging for LocalStaging {
         self.hidden.path.file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
 
-    fn commit(mut self: Box<Self>, manifest: &str, contents: &[u8]) -> Result<()> {
-        let (path, target) = (&*self.hidden.path, &*self.target);
-        let mut file = LocalDir::new(path).create(manifest, contents.len() as u64)?;
+    fn commit(self: Box<Self>, manifest: &str, contents: &[u8]) -> Result<()> {
+        let mut file = LocalDir::new(&self.hidden.path).create(manifest, contents.len() as u64)?;
         file.append(contents)?;
         file.finish()?;
+        self.publish()
+    }
+
+    fn publish(mut self: Box<Self>) -> Result<()> {
+        let (path, target) = (&*self.hidden.path, &*self.target);
         self.hidden.dir.sync_all().map_err(io_error("sync", path))?;
         let cwd = rustix::fs::CWD;
         let renamed = match renameat_with(cwd, path, cwd, target, RenameFlags::NOREPLACE) {

@@ -1,6 +1,9 @@
-//! The `fsdp-ckpt` command: looks into checkpoints.
+//! The `fsdp-ckpt` command: looks into checkpoints, checks, converts and compares them.
 
+mod convert;
+mod diff;
 mod inspect;
+mod progress;
 mod verify;
 
 use std::path::PathBuf;
@@ -8,16 +11,20 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-/// Look into sharded checkpoints.
+/// Look into sharded checkpoints, check them, convert them, compare them.
 ///
-/// A checkpoint is a directory with a checkpoint.json and one safetensors file for each rank that wrote it. Its tensors are whole, however many ranks
-/// wrote them: what is shown are global shapes.
+/// Wherever a checkpoint is read, its format is found out: a directory with a checkpoint.json (fsdp), a Hugging Face model directory, the directory of
+/// PyTorch's HuggingFaceStorageWriter, a single safetensors file (hf), and what PyTorch itself writes. Tensors are whole, however many ranks wrote them:
+/// what is shown are global shapes. No command changes what it reads.
 #[derive(Parser)]
 #[command(
     version,
     after_help = "EXAMPLES:
-    fsdp-ckpt inspect runs/llama/step-00000010      what is in it
-    fsdp-ckpt verify runs/llama/step-00000010       is it undamaged
+    fsdp-ckpt inspect runs/llama                                  which steps a run has
+    fsdp-ckpt inspect runs/llama/step-00000010                    what is in one, and which file holds what
+    fsdp-ckpt verify runs/llama/step-00000010                     is it undamaged
+    fsdp-ckpt convert runs/llama/step-00000010 out --to hf        as a Hugging Face model
+    fsdp-ckpt diff runs/llama/step-00000010 out                   are they equal
 
 Exit status: 0 when all is well, 1 when not, 2 for a wrong command line."
 )]
@@ -28,23 +35,57 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Show a checkpoint's mesh, tensors, files and values.
+    /// Show a checkpoint's tensors, files and values, and which file holds what; or the steps of a run.
     ///
-    /// Reads the manifest only, so it is as fast for a large model as for a small one; files are checked for being there with the right size.
+    /// Reads headers and manifests only, so it is as fast for a large model as for a small one. Layers that are alike are shown once.
+    #[command(after_help = "EXAMPLES:
+    fsdp-ckpt inspect runs/llama                                  the steps, and which of them are whole
+    fsdp-ckpt inspect runs/llama/step-00000010 --svg files.svg    which file holds what, as a picture
+    fsdp-ckpt inspect model.safetensors --json                    for programs")]
     Inspect {
-        /// The checkpoint: a directory with a checkpoint.json.
+        /// A checkpoint or model, or a directory of steps.
         dir: PathBuf,
-        /// Write JSON, for programs: mesh, world_size, created_by, tensors (dtype, shape, bytes, chunks), files, values.
+        /// Write JSON, for programs: format, mesh, tensors (dtype, shape, bytes, chunks), files, values; of a run its steps.
         #[arg(long)]
         json: bool,
+        /// Draw which file holds what as an SVG picture, to this file.
+        #[arg(long, value_name = "FILE")]
+        svg: Option<PathBuf>,
+        /// Show every tensor, alike or not.
+        #[arg(long)]
+        full: bool,
     },
     /// Read everything in a checkpoint and check it against its checksums.
     ///
-    /// Names the first tensor and file that are damaged. Takes as long as reading all files.
+    /// Names all that is damaged: tensor, file, and how. Takes as long as reading all files. Formats that keep no checksums are checked for being whole.
+    #[command(after_help = "EXAMPLES:
+    fsdp-ckpt verify runs/llama/step-00000010
+    fsdp-ckpt verify runs/llama/step-00000010 --json | jq .damaged")]
     Verify {
-        /// The checkpoint: a directory with a checkpoint.json.
+        /// A checkpoint or model.
         dir: PathBuf,
+        /// Write JSON, for programs: ok, files, chunks, bytes, damaged.
+        #[arg(long)]
+        json: bool,
     },
+    /// Write a checkpoint or model in another format, for another world size, or in another dtype.
+    ///
+    /// Tensors are streamed: a checkpoint of any size needs little memory. The destination must not exist and appears as a whole or not at all. A source
+    /// with checksums is verified first.
+    Convert(convert::Convert),
+    /// Write a checkpoint as one safetensors file, or a few with an index, under the names that it has.
+    ///
+    /// What PyTorch's consolidate_hf_safetensors_files does, for every format: all tensors, the optimizer's too, renamed in nothing. `convert --to hf`
+    /// writes what others take for a model: the parameters alone, by their own names.
+    Consolidate(convert::Consolidate),
+    /// Compare two checkpoints or models, whatever their formats.
+    ///
+    /// Exit status 0 when they are equal, 1 when they differ by more than the tolerance allows. When one has a model alone and the other a whole training
+    /// state, the parameters are compared.
+    #[command(after_help = "EXAMPLES:
+    fsdp-ckpt diff runs/a/step-00000010 runs/b/step-00000010              equal to the bit?
+    fsdp-ckpt diff runs/a/step-00000010 model --rtol 1e-2 --atol 1e-5     nearly equal? dtypes may differ then")]
+    Diff(diff::Diff),
 }
 
 fn main() -> ExitCode {
@@ -53,11 +94,15 @@ fn main() -> ExitCode {
         .with_writer(std::io::stderr)
         .init();
     let done = match Cli::parse().command {
-        Command::Inspect { dir, json } => inspect::run(&dir, json),
-        Command::Verify { dir } => verify::run(&dir),
+        Command::Inspect { dir, json, svg, full } => inspect::run(&dir, json, svg.as_deref(), full).map(|()| true),
+        Command::Verify { dir, json } => verify::run(&dir, json),
+        Command::Convert(command) => command.run().map(|()| true),
+        Command::Consolidate(command) => command.run().map(|()| true),
+        Command::Diff(command) => command.run(),
     };
     match done {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
         // Whoever reads our output has seen enough, as in `fsdp-ckpt inspect DIR | head`.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
@@ -69,4 +114,23 @@ fn main() -> ExitCode {
 
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.downcast_ref::<std::io::Error>().is_some_and(|error| error.kind() == std::io::ErrorKind::BrokenPipe)
+}
+
+/// Opens what a path holds. That a run is no checkpoint is told in the words of whoever gave its path.
+fn open(path: &std::path::Path) -> anyhow::Result<Box<dyn fsdp_ckpt::TensorSource>> {
+    fsdp_ckpt::open(path).map_err(|error| match inspect::newest_step(path) {
+        Some(step) => anyhow::anyhow!(
+            "{} holds the steps of a run; name one of them, as in {}",
+            path.display(),
+            path.join(step).display()
+        ),
+        None => error.into(),
+    })
+}
+
+/// A value as pretty JSON, on stdout.
+fn print_json(value: &serde_json::Value) -> anyhow::Result<()> {
+    use std::io::Write;
+    writeln!(std::io::stdout(), "{value:#}")?;
+    Ok(())
 }

@@ -1,0 +1,249 @@
+//! `fsdp-ckpt convert` and `fsdp-ckpt consolidate`.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+use bytesize::ByteSize;
+use clap::error::ErrorKind;
+use clap::{Args, CommandFactory, ValueEnum};
+use fsdp_ckpt::convert::{View, Written, check, write_fsdp};
+use fsdp_ckpt::{TensorEntry, TensorSource, hf};
+use fsdp_core::{DType, MeshLayout};
+use indicatif::ProgressBar;
+use serde_json::json;
+
+use crate::progress::bar;
+
+/// More ranks than any run of ours has; plans grow with them.
+const MOST_RANKS: usize = 4096;
+
+#[derive(Clone, Copy, ValueEnum)]
+enum To {
+    /// This project's own: what `train --resume` goes on from, with the optimizer's state if the source has it.
+    Fsdp,
+    /// A Hugging Face model directory: the parameters alone, by their own names.
+    Hf,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum To16 {
+    Bf16,
+    F16,
+    F32,
+}
+
+#[derive(Args)]
+#[command(after_help = "EXAMPLES:
+    fsdp-ckpt convert runs/llama/step-00000010 llama-hf --to hf --config-from base-model
+    fsdp-ckpt convert runs/llama/step-00000010 llama-hf --to hf --dtype bf16 --max-shard-size 5GB
+    fsdp-ckpt convert base-model runs/llama/step-00000000 --to fsdp --world-size 8
+    fsdp-ckpt convert runs/llama/step-00000010 step-on-8 --to fsdp --mesh 2x4
+
+A checkpoint is loaded at any world size as it is; another one makes reading faster where each rank reads its own file.")]
+pub(crate) struct Convert {
+    /// A checkpoint or model of any format.
+    src: PathBuf,
+    /// The new directory.
+    dst: PathBuf,
+    /// The format to write.
+    #[arg(long, value_name = "FORMAT")]
+    to: To,
+    /// With --to fsdp: the number of ranks to write for [default: 1].
+    #[arg(long, value_name = "N", value_parser = world_size, conflicts_with = "mesh")]
+    world_size: Option<MeshLayout>,
+    /// With --to fsdp: the mesh to write for, as REPLICASxSHARDS.
+    #[arg(long, value_name = "RxS", value_parser = mesh)]
+    mesh: Option<MeshLayout>,
+    /// Write floating point parameters in this dtype. The optimizer's state and integers stay as they are.
+    #[arg(long)]
+    dtype: Option<To16>,
+    /// With --to hf: the most bytes of tensors in a file, as in 5GB or 500MiB [default: 5GB].
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    max_shard_size: Option<ByteSize>,
+    /// With --to hf: copy config.json and the tokenizer's files from this directory.
+    #[arg(long, value_name = "DIR")]
+    config_from: Option<PathBuf>,
+    /// Leave out tensors of dtypes that can't be read.
+    #[arg(long)]
+    skip_unreadable: bool,
+    /// Write what was done as JSON, for programs.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args)]
+#[command(after_help = "EXAMPLES:
+    fsdp-ckpt consolidate torch-hf-checkpoint whole
+    fsdp-ckpt consolidate runs/llama/step-00000010 whole --max-shard-size 5GB")]
+pub(crate) struct Consolidate {
+    /// A checkpoint or model of any format.
+    src: PathBuf,
+    /// The new directory.
+    dst: PathBuf,
+    /// The most bytes of tensors in a file, as in 5GB or 500MiB [default: all in one].
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    max_shard_size: Option<ByteSize>,
+    /// Leave out tensors of dtypes that can't be read.
+    #[arg(long)]
+    skip_unreadable: bool,
+    /// Write what was done as JSON, for programs.
+    #[arg(long)]
+    json: bool,
+}
+
+fn world_size(text: &str) -> Result<MeshLayout, String> {
+    layout(&[("dp_shard", ranks(text)?)])
+}
+
+fn mesh(text: &str) -> Result<MeshLayout, String> {
+    match text.split_once('x') {
+        Some((replicas, shards)) => layout(&[("dp_replicate", ranks(replicas)?), ("dp_shard", ranks(shards)?)]),
+        None => Err("a mesh is REPLICASxSHARDS, as in 2x4".into()),
+    }
+}
+
+fn ranks(text: &str) -> Result<usize, String> {
+    let number = text.parse().ok().filter(|number| (1..=MOST_RANKS).contains(number));
+    number.ok_or_else(|| format!("{text:?} is not a number from 1 to {MOST_RANKS}"))
+}
+
+fn layout(dims: &[(&str, usize)]) -> Result<MeshLayout, String> {
+    let mesh = MeshLayout::new(dims).map_err(|error| error.to_string())?;
+    if mesh.size() > MOST_RANKS { Err(format!("more than {MOST_RANKS} ranks")) } else { Ok(mesh) }
+}
+
+fn size(text: &str) -> Result<ByteSize, String> {
+    let size: ByteSize = text.parse().map_err(|_| "a size is a number and a unit, as in 5GB or 500MiB".to_string())?;
+    if size.0 == 0 { Err("a file needs room for something".into()) } else { Ok(size) }
+}
+
+impl To16 {
+    fn dtype(self) -> DType {
+        match self {
+            To16::Bf16 => DType::BF16,
+            To16::F16 => DType::F16,
+            To16::F32 => DType::F32,
+        }
+    }
+}
+
+impl Convert {
+    pub(crate) fn run(&self) -> Result<()> {
+        let of_hf =
+            [("--max-shard-size", self.max_shard_size.is_some()), ("--config-from", self.config_from.is_some())];
+        let of_fsdp = [("--world-size", self.world_size.is_some()), ("--mesh", self.mesh.is_some())];
+        let (name, strange) = match self.to {
+            To::Fsdp => ("fsdp", &of_hf[..]),
+            To::Hf => ("hf", &of_fsdp[..]),
+        };
+        if let Some((flag, _)) = strange.iter().find(|(_, given)| *given) {
+            let message = format!("{flag} can't be used with --to {name}");
+            crate::Cli::command().error(ErrorKind::ArgumentConflict, message).exit();
+        }
+        let config = match &self.config_from {
+            Some(dir) => hf::config_files(dir).context("--config-from")?,
+            None => Vec::new(),
+        };
+        let source = crate::open(&self.src)?;
+        let work = Work::begin(&*source, &self.src, &self.dst, self.skip_unreadable)?;
+        let mut view = match self.to {
+            To::Hf => View::model(&*source),
+            To::Fsdp => View::training(&*source),
+        };
+        if let Some(dtype) = self.dtype {
+            view = view.dtype(dtype.dtype())?;
+        }
+        work.write(view, name, self.json, &|view| match self.to {
+            To::Fsdp => {
+                let mesh = match self.world_size.as_ref().or(self.mesh.as_ref()) {
+                    Some(mesh) => mesh.clone(),
+                    None => MeshLayout::new(&[("dp_shard", 1)])?,
+                };
+                Ok(write_fsdp(&self.dst, view, &mesh)?)
+            }
+            To::Hf => {
+                let most = self.max_shard_size.unwrap_or(ByteSize::gb(5));
+                Ok(hf::write(&self.dst, view, most.0, &config)?)
+            }
+        })
+    }
+}
+
+impl Consolidate {
+    pub(crate) fn run(&self) -> Result<()> {
+        let source = crate::open(&self.src)?;
+        let work = Work::begin(&*source, &self.src, &self.dst, self.skip_unreadable)?;
+        let most = self.max_shard_size.map_or(u64::MAX, |size| size.0);
+        work.write(View::all(&*source), "safetensors", self.json, &|view| Ok(hf::write(&self.dst, view, most, &[])?))
+    }
+}
+
+/// What both commands do around the writing.
+struct Work<'a> {
+    source: &'a dyn TensorSource,
+    src: &'a Path,
+    dst: &'a Path,
+    started: Instant,
+    bar: ProgressBar,
+}
+
+impl<'a> Work<'a> {
+    fn begin(source: &'a dyn TensorSource, src: &'a Path, dst: &'a Path, skip_unreadable: bool) -> Result<Self> {
+        let started = Instant::now();
+        if source.tensors().is_empty() && source.unreadable().is_empty() {
+            bail!("{} has no tensors", src.display());
+        }
+        let bar = bar("verifying", source.tensors().values().map(TensorEntry::bytes).sum());
+        check(source, dst, skip_unreadable, &mut |bytes| bar.inc(bytes))?;
+        Ok(Work { source, src, dst, started, bar })
+    }
+
+    fn write(self, view: View<'a>, to: &str, as_json: bool, write: &dyn Fn(&View) -> Result<Written>) -> Result<()> {
+        self.bar.reset();
+        self.bar.set_message("writing");
+        let seen = |bytes| self.bar.inc(bytes);
+        let view = view.on_read(&seen);
+        let written = write(&view)?;
+        self.bar.finish_and_clear();
+
+        let seconds = self.started.elapsed().as_secs_f64();
+        let (left_out, skipped) = (view.left_out(), self.source.unreadable());
+        if as_json {
+            let converted = view.converted().into_iter();
+            let converted: Vec<_> =
+                converted.map(|([from, to], count)| json!({ "from": from, "to": to, "tensors": count })).collect();
+            return crate::print_json(&json!({
+                "from": self.source.format().to_string(), "to": to, "path": written.path,
+                "tensors": written.tensors, "files": written.files, "bytes": written.bytes,
+                "converted": converted, "overflowed": view.overflowed(), "left_out": left_out,
+                "unreadable": skipped, "seconds": seconds,
+            }));
+        }
+        let mut out = std::io::stdout().lock();
+        let files = if written.files == 1 { "1 file".to_string() } else { format!("{} files", written.files) };
+        writeln!(
+            out,
+            "{}: {to}, {} tensors, {} in {files}, from {} ({}) in {seconds:.1} s",
+            self.dst.display(),
+            written.tensors,
+            ByteSize(written.bytes),
+            self.src.display(),
+            self.source.format(),
+        )?;
+        for ([from, to], count) in view.converted() {
+            writeln!(out, "  {count} tensors were converted from {from} to {to}")?;
+        }
+        if view.overflowed() > 0 {
+            writeln!(out, "  {} numbers were too large for the new dtype and are infinite now", view.overflowed())?;
+        }
+        if left_out > 0 {
+            writeln!(out, "  {left_out} tensors are no parameters (the optimizer's state) and were left out")?;
+        }
+        if !skipped.is_empty() {
+            writeln!(out, "  {} tensors of dtypes that can't be read were left out", skipped.len())?;
+        }
+        Ok(())
+    }
+}

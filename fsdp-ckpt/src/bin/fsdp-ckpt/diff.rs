@@ -1,0 +1,104 @@
+//! `fsdp-ckpt diff`.
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use anyhow::Result;
+use clap::Args;
+use fsdp_ckpt::{TensorDiff, TensorEntry, Tolerance, diff};
+
+use crate::progress::bar;
+
+#[derive(Args)]
+pub(crate) struct Diff {
+    /// A checkpoint or model.
+    a: PathBuf,
+    /// Another one.
+    b: PathBuf,
+    /// Allow |a - b| up to this times |b|.
+    #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = tolerance)]
+    rtol: f64,
+    /// Allow |a - b| up to this.
+    #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = tolerance)]
+    atol: f64,
+    /// Write JSON, for programs: equal, only_a, only_b, differing (dtypes, shapes, beyond, values), within_tolerance.
+    #[arg(long)]
+    json: bool,
+}
+
+fn tolerance(text: &str) -> Result<f64, String> {
+    let number: f64 = text.parse().map_err(|_| "not a number".to_string())?;
+    if number >= 0.0 && number.is_finite() { Ok(number) } else { Err("a tolerance is a number from 0 on".into()) }
+}
+
+impl Diff {
+    /// Whether they are equal within the tolerance.
+    pub(crate) fn run(&self) -> Result<bool> {
+        let (a, b) = (crate::open(&self.a)?, crate::open(&self.b)?);
+        let bytes = a.tensors().values().chain(b.tensors().values()).map(TensorEntry::bytes).sum();
+        let bar = bar("comparing", bytes);
+        let tolerance = Tolerance { rtol: self.rtol, atol: self.atol };
+        let found = diff(&*a, &*b, tolerance, &mut |read| bar.inc(read))?;
+        bar.finish_and_clear();
+        let same = found.is_within_tolerance();
+        if self.json {
+            let mut json = serde_json::to_value(&found)?;
+            json["within_tolerance"] = same.into();
+            crate::print_json(&json)?;
+            return Ok(same);
+        }
+        let mut out = std::io::stdout().lock();
+        for (side, names) in [(&self.a, &found.only_a), (&self.b, &found.only_b)] {
+            for name in names {
+                writeln!(out, "{name}  only in {}", side.display())?;
+            }
+        }
+        let width = found.differing.keys().map(|name| name.chars().count()).max().unwrap_or(0);
+        for (name, tensor) in &found.differing {
+            writeln!(out, "{name:<width$}  {}", in_words(tensor))?;
+        }
+        let beyond = found.differing.values().filter(|tensor| tensor.beyond).count();
+        let within = found.differing.len() - beyond;
+        write!(out, "{} tensors equal to the bit", found.equal)?;
+        if self.rtol > 0.0 || self.atol > 0.0 || within > 0 {
+            write!(out, ", {within} within the tolerance")?;
+        }
+        write!(out, ", {beyond} differ")?;
+        if found.only_a.len() + found.only_b.len() > 0 {
+            write!(out, ", {} only on one side", found.only_a.len() + found.only_b.len())?;
+        }
+        writeln!(out)?;
+        if found.not_compared > 0 {
+            writeln!(
+                out,
+                "one side is a model alone: {} tensors of the other that are no parameters were not compared",
+                found.not_compared
+            )?;
+        }
+        for (side, count) in [&self.a, &self.b].into_iter().zip(found.unreadable) {
+            if count > 0 {
+                writeln!(out, "{} has {count} tensors of dtypes that can't be read; not compared", side.display())?;
+            }
+        }
+        Ok(same)
+    }
+}
+
+fn in_words(tensor: &TensorDiff) -> String {
+    let mut parts = Vec::new();
+    let ([dtype_a, dtype_b], [shape_a, shape_b]) = (&tensor.dtypes, &tensor.shapes);
+    if dtype_a != dtype_b {
+        parts.push(format!("{dtype_a} against {dtype_b}"));
+    }
+    if shape_a != shape_b {
+        parts.push(format!("{shape_a:?} against {shape_b:?}"));
+    }
+    if let Some(values) = &tensor.values {
+        parts.push(format!("max abs {:.3e}, max rel {:.3e}", values.max_abs, values.max_rel));
+        parts.push(match values.beyond {
+            0 => format!("all of {} elements within the tolerance", values.elements),
+            n => format!("{n} of {} elements differ", values.elements),
+        });
+    }
+    parts.join("; ")
+}

@@ -1,0 +1,138 @@
+//! `fsdp-ckpt inspect`.
+
+mod holdings;
+mod map;
+mod steps;
+mod svg;
+mod tree;
+
+use std::io::{IsTerminal, Write};
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use bytesize::ByteSize;
+use fsdp_ckpt::{Checkpoint, Format, TensorEntry, TensorSource};
+use serde_json::{Map, Value, json};
+
+use holdings::Holdings;
+pub(crate) use steps::newest as newest_step;
+
+/// Columns of what is not a terminal.
+const PLAIN_WIDTH: usize = 120;
+
+pub(crate) fn run(dir: &Path, as_json: bool, svg: Option<&Path>, full: bool) -> Result<()> {
+    let source = match fsdp_ckpt::open(dir) {
+        Ok(source) => source,
+        Err(error) => {
+            let steps = steps::list(dir);
+            if steps.is_empty() {
+                return Err(error.into());
+            }
+            if svg.is_some() {
+                bail!("{} holds the steps of a run; --svg draws one of them", dir.display());
+            }
+            return steps::show(dir, &steps, as_json);
+        }
+    };
+    if let Some(path) = svg {
+        // Neither an older picture nor anything else is replaced.
+        let mut file = std::fs::File::create_new(path).with_context(|| format!("can't create {}", path.display()))?;
+        svg::draw(&Holdings::of(&*source, usize::MAX), &title(&*source), &mut file)
+            .with_context(|| format!("can't write {}", path.display()))?;
+    }
+    if as_json {
+        return crate::print_json(&describe(&*source)?);
+    }
+    let mut out = std::io::BufWriter::new(std::io::stdout().lock());
+    print(&*source, full, &mut out)?;
+    Ok(out.flush()?)
+}
+
+fn title(source: &dyn TensorSource) -> String {
+    let mesh = source.mesh().map_or(String::new(), |mesh| format!(", mesh {mesh}"));
+    format!("{} ({}{mesh})", source.path().display(), source.format())
+}
+
+/// Who wrote it, which only our own format says.
+fn created_by(source: &dyn TensorSource) -> Result<Option<String>> {
+    match source.format() {
+        Format::Fsdp => Ok(Some(Checkpoint::open(source.path())?.created_by().to_string())),
+        _ => Ok(None),
+    }
+}
+
+fn describe(source: &dyn TensorSource) -> Result<Value> {
+    let tensors: Map<String, Value> = source
+        .tensors()
+        .iter()
+        .map(|(fqn, tensor)| {
+            let sharded: Vec<Value> =
+                tree::sharded(tensor).into_iter().map(|(dim, count)| json!({ "dim": dim, "count": count })).collect();
+            let about = json!({
+                "dtype": tensor.dtype, "shape": tensor.shape, "bytes": tensor.bytes(),
+                "sharded": sharded, "chunks": tensor.chunks,
+            });
+            (fqn.clone(), about)
+        })
+        .collect();
+    Ok(json!({
+        "path": source.path(),
+        "format": source.format().to_string(),
+        "created_by": created_by(source)?,
+        "world_size": source.mesh().map(|mesh| mesh.size()),
+        "mesh": source.mesh(),
+        "tensors": tensors,
+        "unreadable": source.unreadable(),
+        "files": source.files(),
+        "values": source.values(),
+    }))
+}
+
+fn print(source: &dyn TensorSource, full: bool, out: &mut dyn Write) -> Result<()> {
+    let tensors = source.tensors();
+    let total: u64 = tensors.values().map(TensorEntry::bytes).sum();
+    writeln!(out, "{}", source.path().display())?;
+    writeln!(out, "  format      {}", source.format())?;
+    if let Some(program) = created_by(source)? {
+        writeln!(out, "  written by  {program}")?;
+    }
+    if let Some(mesh) = source.mesh() {
+        writeln!(out, "  mesh        {mesh} of {} ranks", mesh.size())?;
+    }
+    writeln!(out, "  tensors     {} of {} together", tensors.len(), ByteSize(total))?;
+
+    writeln!(out, "\nTENSORS")?;
+    tree::print(source, full, out)?;
+    if !source.unreadable().is_empty() {
+        writeln!(out, "\nOF DTYPES THAT CAN'T BE READ")?;
+        for (name, dtype) in source.unreadable() {
+            writeln!(out, "  {name}  {dtype}")?;
+        }
+    }
+
+    let holdings = Holdings::of(source, 40);
+    writeln!(out, "\nFILES")?;
+    for (at, file) in holdings.files.iter().enumerate() {
+        let plural = if file.chunks == 1 { "" } else { "s" };
+        let (size, chunks) = (ByteSize(file.bytes).to_string(), file.chunks);
+        writeln!(out, "  {:>3}  {}  {size:>10}  {chunks} chunk{plural}", at + 1, file.name)?;
+    }
+    if holdings.files.len() > 1 {
+        let terminal = std::io::stdout().is_terminal();
+        let width = match terminal_size::terminal_size() {
+            Some((terminal_size::Width(width), _)) if terminal => usize::from(width),
+            _ => PLAIN_WIDTH,
+        };
+        let color = terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+        writeln!(out, "\nWHICH FILE HOLDS WHAT (a bar is full at the largest share of its row)")?;
+        map::draw(&holdings, width, color, out)?;
+    }
+
+    if !source.values().is_empty() {
+        writeln!(out, "\nVALUES")?;
+        for (key, value) in source.values() {
+            writeln!(out, "  {key} = {value}")?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,103 @@
+//! The steps of a run: a directory of checkpoints.
+
+use std::io::Write;
+use std::path::Path;
+
+use anyhow::Result;
+use bytesize::ByteSize;
+use fsdp_ckpt::{Error, TensorEntry, TensorSource};
+use serde_json::{Value, json};
+
+/// A directory in a run's.
+pub(super) struct Step {
+    name: String,
+    number: u64,
+    state: State,
+}
+
+enum State {
+    Whole(Box<dyn TensorSource>),
+    /// No manifest: the save is going on or ended too early.
+    Unfinished,
+    Damaged(String),
+}
+
+/// The checkpoints in a directory by their numbers, and saves that are unfinished. Empty for a directory that is none of a run.
+pub(super) fn list(dir: &Path) -> Vec<Step> {
+    let Ok(entries) = std::fs::read_dir(dir) else { return Vec::new() };
+    let mut steps = Vec::new();
+    for entry in entries.flatten() {
+        let Ok(name) = entry.file_name().into_string() else { continue };
+        if !entry.path().is_dir() {
+            continue;
+        }
+        // A save grows as `.step-00000010.tmp-...`.
+        let growing = name.strip_prefix('.').and_then(|rest| rest.split_once(".tmp-")).map(|(target, _)| target);
+        let Some(number) = number_of(growing.unwrap_or(&name)) else { continue };
+        let state = match (growing, fsdp_ckpt::open(&entry.path())) {
+            (Some(_), _) | (_, Err(Error::Incomplete { .. } | Error::NotFound { .. })) => State::Unfinished,
+            (_, Ok(source)) => State::Whole(source),
+            (_, Err(error)) => State::Damaged(format!("{:#}", anyhow::Error::from(error))),
+        };
+        steps.push(Step { name, number, state });
+    }
+    steps.sort_by(|a, b| (a.number, &a.name).cmp(&(b.number, &b.name)));
+    steps
+}
+
+/// The name of a run's newest whole step.
+pub(crate) fn newest(dir: &Path) -> Option<String> {
+    let whole = |step: &Step| matches!(step.state, State::Whole(_));
+    list(dir).into_iter().rev().find(whole).map(|step| step.name)
+}
+
+/// The number at the end of a step's name.
+fn number_of(name: &str) -> Option<u64> {
+    let (_, digits) = name.rsplit_once(|c: char| !c.is_ascii_digit()).unwrap_or(("", name));
+    digits.parse().ok()
+}
+
+pub(super) fn show(dir: &Path, steps: &[Step], as_json: bool) -> Result<()> {
+    if as_json {
+        let steps: Vec<Value> = steps.iter().map(describe).collect();
+        return crate::print_json(&json!({ "path": dir, "steps": steps }));
+    }
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{}", dir.display())?;
+    writeln!(out, "\nSTEPS")?;
+    let width = steps.iter().map(|step| step.name.chars().count()).max().unwrap_or(0);
+    let newest = steps.iter().rposition(|step| matches!(step.state, State::Whole(_)));
+    for (at, Step { name, state, .. }) in steps.iter().enumerate() {
+        let about = match state {
+            State::Whole(source) => {
+                let mesh = source.mesh().map_or(String::new(), |mesh| format!(", mesh {mesh}"));
+                let newest = if newest == Some(at) { "  <- the newest" } else { "" };
+                let (tensors, format) = (source.tensors().len(), source.format());
+                format!(
+                    "whole       {:>10}  {tensors} tensors, {format}{mesh}{newest}",
+                    ByteSize(bytes(&**source)).to_string()
+                )
+            }
+            State::Unfinished => "unfinished  its save goes on, or ended too early".to_string(),
+            State::Damaged(error) => format!("damaged     {error}"),
+        };
+        writeln!(out, "  {name:<width$}  {about}")?;
+    }
+    Ok(())
+}
+
+fn bytes(source: &dyn TensorSource) -> u64 {
+    source.tensors().values().map(TensorEntry::bytes).sum()
+}
+
+fn describe(step: &Step) -> Value {
+    let (name, number) = (&step.name, step.number);
+    match &step.state {
+        State::Whole(source) => json!({
+            "name": name, "step": number, "state": "whole", "format": source.format().to_string(),
+            "mesh": source.mesh(), "tensors": source.tensors().len(), "bytes": bytes(&**source),
+        }),
+        State::Unfinished => json!({ "name": name, "step": number, "state": "unfinished" }),
+        State::Damaged(error) => json!({ "name": name, "step": number, "state": "damaged", "error": error }),
+    }
+}

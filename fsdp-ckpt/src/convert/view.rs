@@ -1,0 +1,177 @@
+//! A source as it is to be written: some of its tensors, under other names and in other dtypes.
+
+use std::collections::BTreeMap;
+use std::fmt::{Debug, Formatter};
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use fsdp_core::layout::Region;
+use fsdp_core::{DType, MeshLayout};
+use serde_json::{Map, Value};
+
+use crate::cast::{cast, infinities};
+use crate::manifest::{FileEntry, TensorEntry};
+use crate::{Error, Format, Names, Result, TensorSource};
+
+/// Some tensors of a source, under other names and in other dtypes. What is read is converted on the way, so that writers know nothing of it.
+///
+/// ```
+/// use fsdp_ckpt::{TensorSource, convert::View};
+/// # use fsdp_ckpt::TensorShard;
+/// # use fsdp_core::{Buffer, DType, layout::Region, process_group::local};
+/// # let root = tempfile::tempdir()?;
+/// # let dir = root.path().join("model");
+/// # local::run(1, |group| {
+/// #     let data = std::sync::Arc::new(Buffer::F32(vec![0.5; 6]));
+/// #     fsdp_ckpt::hf::export(&dir, &*group, &[TensorShard::whole("lm_head.weight", &[3, 2], data)], &[]).unwrap();
+/// # });
+/// let model = fsdp_ckpt::open(&dir)?;
+/// let view = View::training(&*model).dtype(DType::BF16)?;
+/// let weight = view.tensor("model.lm_head.weight")?;
+/// assert_eq!((weight.dtype, &weight.shape[..]), (DType::BF16, &[3, 2][..]));
+/// let mut bytes = vec![0; 12];
+/// view.read("model.lm_head.weight", &Region::whole(&[3, 2]), &mut bytes)?;
+/// assert_eq!(bytes, [0x00, 0x3f].repeat(6));
+/// # Ok::<_, Box<dyn std::error::Error>>(())
+/// ```
+pub struct View<'a> {
+    source: &'a dyn TensorSource,
+    names: Names,
+    tensors: BTreeMap<String, TensorEntry>,
+    /// The source's names of the tensors.
+    from: BTreeMap<String, String>,
+    seen: Option<&'a (dyn Fn(u64) + Send + Sync)>,
+    overflowed: AtomicU64,
+}
+
+impl<'a> View<'a> {
+    /// Everything as it is.
+    pub fn all(source: &'a dyn TensorSource) -> Self {
+        Self::new(source, |_, name| Some(name.to_string()))
+    }
+
+    /// Everything, under the names of a training run: `model.<fqn>` for parameters.
+    pub fn training(source: &'a dyn TensorSource) -> Self {
+        Self::new(source, |names, name| Some(names.in_state(name).into_owned()))
+    }
+
+    /// The parameters alone, by their FQNs.
+    pub fn model(source: &'a dyn TensorSource) -> Self {
+        Self::new(source, |names, name| names.fqn(name).map(str::to_string))
+    }
+
+    fn new(source: &'a dyn TensorSource, name: impl Fn(Names, &str) -> Option<String>) -> Self {
+        let names = Names::guess(source);
+        let (mut tensors, mut from) = (BTreeMap::new(), BTreeMap::new());
+        for (old, tensor) in source.tensors() {
+            if let Some(new) = name(names, old) {
+                tensors.insert(new.clone(), tensor.clone());
+                from.insert(new, old.clone());
+            }
+        }
+        View { source, names, tensors, from, seen: None, overflowed: AtomicU64::new(0) }
+    }
+
+    /// Floating point parameters become `dtype`; the optimizer's state and integers stay as they are.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] when `dtype` is none of BF16, F16, F32 and F64.
+    pub fn dtype(mut self, dtype: DType) -> Result<Self> {
+        if !dtype.is_float() {
+            return Err(Error::Argument(format!("parameters can't become {dtype}; choose bf16, f16 or f32")));
+        }
+        for (name, tensor) in &mut self.tensors {
+            if tensor.dtype.is_float() && self.names.fqn(&self.from[name]).is_some() {
+                tensor.dtype = dtype;
+                // They are sums of other bytes.
+                tensor.chunks.iter_mut().for_each(|chunk| chunk.crc32c = None);
+            }
+        }
+        Ok(self)
+    }
+
+    /// `seen` is told the bytes of the source as they are read.
+    pub fn on_read(mut self, seen: &'a (dyn Fn(u64) + Send + Sync)) -> Self {
+        self.seen = Some(seen);
+        self
+    }
+
+    /// The tensors of the source that are left out.
+    pub fn left_out(&self) -> usize {
+        self.source.tensors().len() - self.tensors.len()
+    }
+
+    /// How many tensors change from one dtype to another.
+    pub fn converted(&self) -> Vec<([DType; 2], usize)> {
+        let mut converted = Vec::<([DType; 2], usize)>::new();
+        for (new, old) in &self.from {
+            let dtypes = [self.source.tensors()[old].dtype, self.tensors[new].dtype];
+            match converted.iter_mut().find(|(known, _)| *known == dtypes) {
+                Some((_, count)) => *count += 1,
+                None if dtypes[0] != dtypes[1] => converted.push((dtypes, 1)),
+                None => (),
+            }
+        }
+        converted
+    }
+
+    /// How many finite numbers have been read so far that the new dtype has no room for: they became infinite.
+    pub fn overflowed(&self) -> u64 {
+        self.overflowed.load(Ordering::Relaxed)
+    }
+}
+
+impl Debug for View<'_> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("View").field("source", &self.source).field("tensors", &self.tensors).finish_non_exhaustive()
+    }
+}
+
+impl TensorSource for View<'_> {
+    fn path(&self) -> &Path {
+        self.source.path()
+    }
+
+    fn format(&self) -> Format {
+        self.source.format()
+    }
+
+    fn mesh(&self) -> Option<&MeshLayout> {
+        self.source.mesh()
+    }
+
+    fn tensors(&self) -> &BTreeMap<String, TensorEntry> {
+        &self.tensors
+    }
+
+    fn files(&self) -> &BTreeMap<String, FileEntry> {
+        self.source.files()
+    }
+
+    fn values(&self) -> &Map<String, Value> {
+        self.source.values()
+    }
+
+    fn read(&self, fqn: &str, region: &Region, into: &mut [u8]) -> Result<()> {
+        let to = self.tensor(fqn)?.dtype;
+        let old = &self.from[fqn];
+        let from = self.source.tensor(old)?.dtype;
+        let bytes = if from == to {
+            self.source.read(old, region, into)?;
+            into.len()
+        } else {
+            let mut bytes = vec![0; into.len() / to.size() * from.size()];
+            self.source.read(old, region, &mut bytes)?;
+            if cast(&bytes, from, into, to).is_none() {
+                let reason = format!("{from} can't be converted to {to}");
+                return Err(Error::Request { tensor: fqn.to_string(), reason });
+            }
+            self.overflowed.fetch_add(infinities(into, to) - infinities(&bytes, from), Ordering::Relaxed);
+            bytes.len()
+        };
+        if let Some(seen) = self.seen {
+            seen(bytes as u64);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,126 @@
+//! Writing a model directory from any source, with little memory.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use fsdp_core::layout::Region;
+use serde_json::json;
+
+use super::{INDEX, SINGLE};
+use crate::convert::Written;
+use crate::safetensors::{Entry, write_file};
+use crate::store::{LocalFile, ReadAt, Store, stage, staged};
+use crate::stream::stream;
+use crate::{Error, Result, TensorSource};
+
+/// The files beside a model's weights that others need to use it: of these, [`config_files`] finds those that are there.
+const CONFIG: [&str; 14] = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+];
+
+/// The configuration and tokenizer files of a model directory.
+///
+/// # Errors
+/// [`Error::NotFound`] when there is no `config.json`.
+pub fn config_files(dir: &Path) -> Result<Vec<PathBuf>> {
+    let files: Vec<PathBuf> = CONFIG.iter().map(|name| dir.join(name)).filter(|path| path.is_file()).collect();
+    if files.first().is_none_or(|path| !path.ends_with(CONFIG[0])) {
+        return Err(Error::NotFound { path: dir.to_path_buf(), looked_for: CONFIG[0].to_string() });
+    }
+    Ok(files)
+}
+
+/// Writes the tensors of `source`, under its names, as the directory `dst`: `model.safetensors`, or files of at most `max_shard_bytes` bytes of tensors
+/// each (a larger tensor has a file to itself) with an index. `config_files` are copied beside them.
+///
+/// # Errors
+/// [`Error::Exists`] when `dst` is there already; [`Error::Argument`] when there is nothing to write; [`Error::Io`]; as [`TensorSource::read`].
+pub fn write(dst: &Path, source: &dyn TensorSource, max_shard_bytes: u64, config_files: &[PathBuf]) -> Result<Written> {
+    let parts = partition(source, max_shard_bytes);
+    if parts.is_empty() {
+        return Err(Error::Argument(format!("{} has no tensors for a model", source.path().display())));
+    }
+    let staging = stage(dst)?;
+    let store = staged(dst, &staging.name())?;
+    let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
+    let (mut map, mut total) = (BTreeMap::new(), 0);
+    for (at, names) in parts.iter().enumerate() {
+        let file = match parts.len() {
+            1 => SINGLE.to_string(),
+            n => format!("model-{:05}-of-{n:05}.safetensors", at + 1),
+        };
+        let entries: Vec<Entry> = names
+            .iter()
+            .map(|&name| {
+                let tensor = &source.tensors()[name];
+                Entry { name: name.to_string(), dtype: tensor.dtype, shape: tensor.shape.clone() }
+            })
+            .collect();
+        write_file(&*store, &file, &entries, &metadata, &mut |index, sink| {
+            stream(source, &entries[index].name, &Region::whole(&entries[index].shape), sink)
+        })?;
+        for name in names {
+            total += source.tensors()[*name].bytes();
+            map.insert(*name, file.clone());
+        }
+    }
+    for path in config_files {
+        copy(path, &*store)?;
+    }
+    let written = Written { path: dst.to_path_buf(), tensors: map.len(), files: parts.len(), bytes: total };
+    if parts.len() == 1 {
+        staging.publish()?;
+    } else {
+        let index = json!({ "metadata": { "total_size": total }, "weight_map": map });
+        staging.commit(INDEX, format!("{index:#}\n").as_bytes())?;
+    }
+    Ok(written)
+}
+
+/// The names of each file's tensors.
+fn partition(source: &dyn TensorSource, most: u64) -> Vec<Vec<&str>> {
+    let mut parts: Vec<Vec<&str>> = Vec::new();
+    let mut room = 0;
+    for (name, tensor) in source.tensors() {
+        let bytes = tensor.bytes();
+        match parts.last_mut() {
+            Some(part) if bytes <= room => part.push(name),
+            _ => {
+                parts.push(vec![name]);
+                room = most;
+            }
+        }
+        room = room.saturating_sub(bytes);
+    }
+    parts
+}
+
+fn copy(path: &Path, store: &dyn Store) -> Result<()> {
+    let Some(name) = path.file_name().and_then(|name| name.to_str()) else {
+        return Err(Error::Argument(format!("{} is not a file to copy", path.display())));
+    };
+    let from = LocalFile::open(path)?;
+    let mut to = store.create(name, from.bytes())?;
+    let mut block = vec![0; from.bytes().min(1 << 20) as usize];
+    let mut at = 0;
+    while at < from.bytes() {
+        let block = &mut block[..(from.bytes() - at).min(1 << 20) as usize];
+        from.read_exact_at(block, at)?;
+        to.append(block)?;
+        at += block.len() as u64;
+    }
+    to.finish()
+}
