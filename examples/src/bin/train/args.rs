@@ -1,6 +1,6 @@
 //! The command line of `train`.
 
-use std::{ffi::OsString, path::PathBuf};
+use std::{ffi::OsString, num::NonZeroUsize, path::PathBuf};
 
 use candle_core::DType;
 use clap::{
@@ -159,6 +159,14 @@ pub(crate) struct Args {
     /// Save after so many steps, again and again; 0 saves only at the end, which is always saved
     #[arg(long, value_name = "N", default_value = "0", help_heading = "Run")]
     pub(crate) save_every: usize,
+
+    /// Keep the newest N checkpoints of this run and remove older ones after each save [default: keep all]
+    #[arg(long, value_name = "N", help_heading = "Run")]
+    pub(crate) keep: Option<NonZeroUsize>,
+
+    /// Write checkpoints in the background: training stops only while they are copied in memory, which takes once more the memory of a rank's state
+    #[arg(long, help_heading = "Run")]
+    pub(crate) async_save: bool,
 
     /// Go on from a checkpoint: `none`, `auto` (the newest whole one in --checkpoint-dir, if any), or its path
     ///

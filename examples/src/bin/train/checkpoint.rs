@@ -1,5 +1,6 @@
 //! Checkpoints of a run: what is in them, and going on from one.
 
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, ensure};
@@ -8,7 +9,7 @@ use fsdp_candle::{
     AdamW, ShardedVarMap, StateDictOptions, World, get_model_state_dict, load_model, load_optimizer, model_tensors,
     optimizer_tensors, optimizer_values,
 };
-use fsdp_ckpt::{LoadOptions, MODEL, SaveState, hf};
+use fsdp_ckpt::{AsyncSaver, LoadOptions, MODEL, SaveState, WhenBusy, hf};
 use fsdp_examples::models::config::BUILTIN;
 
 use crate::adapters;
@@ -22,13 +23,22 @@ pub(crate) struct Checkpoints<'a> {
     places: Places,
     world: &'a World,
     sequences_per_step: u64,
+    keep: Option<NonZeroUsize>,
+    /// Where saves go on in the background.
+    saver: Option<AsyncSaver>,
 }
 
 impl<'a> Checkpoints<'a> {
     /// Collective.
     pub(crate) fn new(args: &Args, world: &'a World) -> anyhow::Result<Self> {
         let sequences_per_step = args.sequences_per_step(world.size());
-        Ok(Checkpoints { places: Places::new(args, world)?, world, sequences_per_step })
+        let places = Places::new(args, world)?;
+        let saver = match (args.async_save, args.keep) {
+            (false, _) => None,
+            (true, None) => Some(AsyncSaver::new(world.group().clone(), WhenBusy::Wait)?),
+            (true, Some(keep)) => Some(AsyncSaver::new(world.group().clone(), WhenBusy::Wait)?.keep_newest(keep)),
+        };
+        Ok(Checkpoints { places, world, sequences_per_step, keep: args.keep, saver })
     }
 
     /// Loads the checkpoint to go on from, if there is one; tells how far it had come.
@@ -65,8 +75,8 @@ impl<'a> Checkpoints<'a> {
         Ok(done)
     }
 
-    /// Saves model, optimizer and position; the directory is named after the step. Collective.
-    pub(crate) fn save(&self, vars: &ShardedVarMap, optim: &AdamW, done: &Done) -> anyhow::Result<PathBuf> {
+    /// Saves model, optimizer and position, or begins to; the directory is named after the step. Collective.
+    pub(crate) fn save(&mut self, vars: &ShardedVarMap, optim: &AdamW, done: &Done) -> anyhow::Result<PathBuf> {
         let path = self.places.checkpoints.join(step_name(done.step));
         // A run that had nothing left to do is where it resumed from already.
         if self.places.resume_from.as_deref().is_some_and(|from| same_file(from, &path)) {
@@ -77,9 +87,27 @@ impl<'a> Checkpoints<'a> {
         let mut values = done.values();
         values.extend(optimizer_values(optim));
         let state = SaveState { mesh: vars.mesh().layout().clone(), tensors, values };
-        fsdp_ckpt::save(&path, self.world.group().as_ref(), &state)
-            .with_context(|| format!("can't save {}", path.display()))?;
+        let failed = || format!("can't save {}", path.display());
+        match &mut self.saver {
+            Some(saver) => saver.save(&path, &state).with_context(failed)?,
+            None => {
+                fsdp_ckpt::save(&path, self.world.group().as_ref(), &state).with_context(failed)?;
+                if let Some(keep) = self.keep.filter(|_| self.world.rank() == 0)
+                    && let Err(error) = fsdp_ckpt::keep_newest(&self.places.checkpoints, keep, &[&path])
+                {
+                    eprintln!("can't remove older checkpoints: {:#}", anyhow::Error::from(error));
+                }
+            }
+        }
         Ok(path)
+    }
+
+    /// Waits for what is being saved. Collective.
+    pub(crate) fn finish(&mut self) -> anyhow::Result<()> {
+        if let Some(saver) = &mut self.saver {
+            saver.wait()?;
+        }
+        Ok(())
     }
 }
 

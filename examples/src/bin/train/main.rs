@@ -36,7 +36,7 @@ fn main() -> ExitCode {
 
 fn train(args: &Args, world: &World) -> anyhow::Result<()> {
     // First of all, so that what is in the way shows before anything is read.
-    let checkpoints = Checkpoints::new(args, world)?;
+    let mut checkpoints = Checkpoints::new(args, world)?;
     let Setup { vars, model, batches, text, config } = Setup::new(args, world)?;
     let hyper = AdamWConfig { lr: args.lr, betas: args.betas, eps: args.eps, weight_decay: args.weight_decay };
     let mut optim = AdamW::new(vars.trainable(), hyper)?;
@@ -122,6 +122,7 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
     if let Some(dir) = &args.export_hf {
         checkpoint::export_hf(dir, args, world, &vars)?;
     }
+    checkpoints.finish()?;
     let sample = tracing::debug_span!("sample").in_scope(|| setup::sample(&model, &batches, &text, &config, world))?;
     if world.rank() == 0 {
         println!("sample: {sample}");
