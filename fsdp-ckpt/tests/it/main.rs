@@ -3,6 +3,7 @@
 
 mod async_save;
 mod cli;
+mod convert;
 mod damage;
 mod disk_full;
 mod export;
