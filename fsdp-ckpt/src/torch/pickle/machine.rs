@@ -7,8 +7,15 @@ use super::{Flaw, Node, Pickle, Value};
 
 /// Runs a pickle up to its end.
 pub(super) fn run(bytes: &[u8]) -> Result<Pickle<'_>, Flaw> {
-    let mut machine =
-        Machine { bytes, at: 0, start: 0, nodes: Vec::new(), stack: Vec::new(), marks: Vec::new(), memo: HashMap::new() };
+    let mut machine = Machine {
+        bytes,
+        at: 0,
+        start: 0,
+        nodes: Vec::new(),
+        stack: Vec::new(),
+        marks: Vec::new(),
+        memo: HashMap::new(),
+    };
     loop {
         machine.start = machine.at;
         let op = machine.byte()?;
