@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use clap::Parser;
 use fsdp_ckpt::torch::{DcpOptions, write_dcp};
-use fsdp_ckpt::{SaveState, TensorShard, TensorSource, open, save};
+use fsdp_ckpt::{SaveState, TensorShard, open, save};
 use fsdp_core::layout::local_region;
 use fsdp_core::process_group::local;
 use fsdp_core::{Buffer, MeshLayout, Placement};
@@ -40,8 +40,7 @@ fn main() -> anyhow::Result<()> {
         Ok(shards)
     };
     let saved = local::run(world_size, |group| -> anyhow::Result<()> {
-        let state =
-            SaveState { mesh: mesh.clone(), tensors: shards(group.rank())?, values: source.values().clone() };
+        let state = SaveState { mesh: mesh.clone(), tensors: shards(group.rank())?, values: source.values().clone() };
         save(&target, &*group, &state)?;
         Ok(())
     });

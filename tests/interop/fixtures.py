@@ -1,6 +1,7 @@
 """Writes the small PyTorch files that fsdp-ckpt's own tests read: python fixtures.py [DIRECTORY]."""
 
 import collections
+import fractions
 import pathlib
 import sys
 
@@ -64,7 +65,9 @@ def main():
         "step": 7,
         "betas": (0.9, 0.95),
         "scheduler": {"last": 2, "kind": "cosine"},
-        "code": collections.Counter("ab"),
+        "half": fractions.Fraction(1, 2),
+        "seed": 2**64 - 1,
+        "state": 2**127,
     }
     dcp.save(state, checkpoint_id=target / "dcp", no_dist=True)
 
