@@ -15,4 +15,5 @@ mod processes;
 mod resharding;
 mod retention;
 mod save_load;
+mod torch;
 mod world;
