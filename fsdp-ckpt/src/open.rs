@@ -14,7 +14,11 @@ use crate::{Checkpoint, MANIFEST, Result, TensorSource};
 /// [`crate::Error::NotFound`] when nothing there is of a known format; those of the format.
 pub fn open(path: &Path) -> Result<Box<dyn TensorSource>> {
     if path.is_file() {
-        return Ok(if TorchFile::is_one(path)? { Box::new(TorchFile::open(path)?) } else { Box::new(HfModel::open_file(path)?) });
+        return Ok(if TorchFile::is_one(path)? {
+            Box::new(TorchFile::open(path)?)
+        } else {
+            Box::new(HfModel::open_file(path)?)
+        });
     }
     let store = store(path)?;
     if store.size(MANIFEST)?.is_some() {

@@ -75,7 +75,8 @@ impl TorchDcp {
                 });
             };
             if bytes < end {
-                let reason = format!("it has {bytes} bytes, {METADATA} has items up to byte {end} of it; is it truncated?");
+                let reason =
+                    format!("it has {bytes} bytes, {METADATA} has items up to byte {end} of it; is it truncated?");
                 return Err(not_torch(&dir.join(name), None, reason));
             }
             files.insert(name, FileEntry { bytes });
@@ -87,15 +88,8 @@ impl TorchDcp {
             places.insert(fqn.clone(), chunks);
             entries.insert(fqn, entry);
         }
-        let mut checkpoint = TorchDcp {
-            store,
-            tensors: entries,
-            places,
-            unreadable,
-            files,
-            values: Map::new(),
-            open: Mutex::default(),
-        };
+        let mut checkpoint =
+            TorchDcp { store, tensors: entries, places, unreadable, files, values: Map::new(), open: Mutex::default() };
         for (fqn, item) in values {
             match checkpoint.value(&fqn, &item)? {
                 Ok(value) => drop(checkpoint.values.insert(fqn, value)),

@@ -81,10 +81,7 @@ impl TorchFile {
             return Ok(model);
         }
         let Some(text) = store.read(BIN_INDEX, MAX_INDEX)? else {
-            return Err(Error::NotFound {
-                path: dir.to_path_buf(),
-                looked_for: format!("{BIN} and no {BIN_INDEX}"),
-            });
+            return Err(Error::NotFound { path: dir.to_path_buf(), looked_for: format!("{BIN} and no {BIN_INDEX}") });
         };
         model.add_indexed(&*store, &text)?;
         Ok(model)

@@ -64,7 +64,8 @@ pub(super) fn parse(bytes: &[u8]) -> Result<Metadata, Bad> {
         return Err(whole("it is not the metadata of a DCP checkpoint"));
     }
     let field = |name| pickle.field(root, name).and_then(|value| pickle.dict(value));
-    let items = field("storage_data").ok_or_else(|| whole("it has no storage_data: it is of no file system's checkpoint"))?;
+    let items =
+        field("storage_data").ok_or_else(|| whole("it has no storage_data: it is of no file system's checkpoint"))?;
     let mut items = storage(&pickle, items)?;
     let mut metadata = Metadata { files: files(&items)?, ..Metadata::default() };
     let mut left = bytes.len();
@@ -101,7 +102,9 @@ fn storage<'a>(pickle: &Pickle<'a>, pairs: &[(Value, Value)]) -> Result<BTreeMap
     let mut items = BTreeMap::<&str, Vec<Item<'_>>>::new();
     for &(index, info) in pairs {
         let fqn = pickle.field(index, "fqn").and_then(|fqn| pickle.str(fqn));
-        let Some(fqn) = fqn else { return Err(Bad { item: None, reason: "an item of storage_data has no name".into() }) };
+        let Some(fqn) = fqn else {
+            return Err(Bad { item: None, reason: "an item of storage_data has no name".into() });
+        };
         let offsets = match pickle.field(index, "offset") {
             None | Some(Value::None) => None,
             Some(offsets) => Some(
@@ -112,7 +115,10 @@ fn storage<'a>(pickle: &Pickle<'a>, pairs: &[(Value, Value)]) -> Result<BTreeMap
             && transforms != Value::None
             && pickle.items(transforms).is_none_or(|items| !items.is_empty())
         {
-            return Err(bad(fqn, "it is stored with transforms (compressed?), which are not read; save without extensions"));
+            return Err(bad(
+                fqn,
+                "it is stored with transforms (compressed?), which are not read; save without extensions",
+            ));
         }
         let number = |name| pickle.field(info, name).and_then(|number| pickle.size(number));
         let file = pickle.field(info, "relative_path").and_then(|path| pickle.str(path));

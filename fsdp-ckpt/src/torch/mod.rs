@@ -15,8 +15,8 @@ mod write;
 
 use std::path::Path;
 
-pub use dcp::TorchDcp;
 pub(crate) use dcp::METADATA;
+pub use dcp::TorchDcp;
 pub use file::TorchFile;
 pub(crate) use file::{BIN, BIN_INDEX};
 pub use write::{DcpOptions, write_dcp};

@@ -136,7 +136,13 @@ impl Stored {
 }
 
 /// A tensor's archive, in which there is nothing else: where the tensor is. `item` is its name.
-pub(super) fn sole(path: &Path, item: &str, archive: &mut Archive<'_>, dtype: DType, file_bytes: u64) -> Result<Stored> {
+pub(super) fn sole(
+    path: &Path,
+    item: &str,
+    archive: &mut Archive<'_>,
+    dtype: DType,
+    file_bytes: u64,
+) -> Result<Stored> {
     let bad = |reason| not_torch(path, Some(item), reason);
     let bytes = archive.pickle()?;
     let pickle = Pickle::parse(&bytes).map_err(|flaw| bad(flaw.to_string()))?;

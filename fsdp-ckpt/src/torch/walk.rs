@@ -127,6 +127,7 @@ impl<'p, 'a> Walk<'p, 'a> {
             Value::None => return Ok(Json::Null),
             Value::Bool(value) => return Ok(value.into()),
             Value::Int(number) => return Ok(number.into()),
+            Value::Unsigned(number) => return Ok(number.into()),
             Value::Float(number) => return Number::from_f64(number).map(Json::Number).map_or_else(other, Ok),
             Value::Node(_) if is_tensor(pickle, value) => return Err(Stop::Tensor),
             Value::Node(_) => {}

@@ -3,6 +3,7 @@
 
 mod async_save;
 mod cli;
+mod convert;
 mod damage;
 mod disk_full;
 mod export;
@@ -14,4 +15,5 @@ mod processes;
 mod resharding;
 mod retention;
 mod save_load;
+mod torch;
 mod world;

@@ -7,8 +7,15 @@ use super::{Flaw, Node, Pickle, Value};
 
 /// Runs a pickle up to its end.
 pub(super) fn run(bytes: &[u8]) -> Result<Pickle<'_>, Flaw> {
-    let mut machine =
-        Machine { bytes, at: 0, start: 0, nodes: Vec::new(), stack: Vec::new(), marks: Vec::new(), memo: HashMap::new() };
+    let mut machine = Machine {
+        bytes,
+        at: 0,
+        start: 0,
+        nodes: Vec::new(),
+        stack: Vec::new(),
+        marks: Vec::new(),
+        memo: HashMap::new(),
+    };
     loop {
         machine.start = machine.at;
         let op = machine.byte()?;
@@ -233,13 +240,18 @@ impl<'a> Machine<'a> {
 
     fn long(&mut self, width: usize) -> Result<(), Flaw> {
         let bytes = self.counted(width)?;
-        if bytes.len() > 8 {
-            return self.fail(format!("a whole number of {} bytes; 8 are read at most", bytes.len()));
-        }
         let negative = bytes.last().is_some_and(|last| last & 0x80 != 0);
-        let mut number = [if negative { 0xff } else { 0 }; 8];
-        number[..bytes.len()].copy_from_slice(bytes);
-        self.stack.push(Value::Int(i64::from_le_bytes(number)));
+        let fill = if negative { 0xff } else { 0 };
+        let mut number = [fill; 8];
+        let (low, high) = bytes.split_at(bytes.len().min(8));
+        number[..low.len()].copy_from_slice(low);
+        let signed = i64::from_le_bytes(number);
+        let is_small = high.iter().all(|&byte| byte == fill);
+        match (is_small, signed < 0) {
+            (true, sign) if sign == negative => self.stack.push(Value::Int(signed)),
+            (true, true) => self.stack.push(Value::Unsigned(u64::from_le_bytes(number))),
+            _ => self.push(Node::Long(bytes.len()))?,
+        }
         Ok(())
     }
 

@@ -15,6 +15,8 @@ pub(super) enum Value {
     None,
     Bool(bool),
     Int(i64),
+    /// What exceeds an `i64`.
+    Unsigned(u64),
     Float(f64),
     /// What is larger is in the arena.
     Node(u32),
@@ -25,6 +27,8 @@ pub(super) enum Value {
 pub(super) enum Node<'a> {
     Str(&'a str),
     Bytes(&'a [u8]),
+    /// A whole number of more than 64 bits; so many bytes.
+    Long(usize),
     /// Sets are lists as well.
     List(Vec<Value>),
     /// `torch.Size` is a tuple.
@@ -165,10 +169,12 @@ impl<'a> Pickle<'a> {
             Value::None => "None".into(),
             Value::Bool(value) => value.to_string(),
             Value::Int(value) => value.to_string(),
+            Value::Unsigned(value) => value.to_string(),
             Value::Float(value) => value.to_string(),
             Value::Node(_) => match self.node(value) {
                 Some(Node::Str(_)) => "a string".into(),
                 Some(Node::Bytes(_)) => "bytes".into(),
+                Some(Node::Long(bytes)) => format!("a whole number of {bytes} bytes"),
                 Some(Node::List(_)) => "a list".into(),
                 Some(Node::Tuple(_)) => "a tuple".into(),
                 Some(Node::Dict(_)) => "a dict".into(),

@@ -35,7 +35,10 @@ impl Plan {
     pub(super) fn new(source: &dyn TensorSource, options: &DcpOptions) -> Result<Self> {
         let world = options.world_size;
         if !(1..=1 << 16).contains(&world) {
-            return Err(Error::Argument(format!("a checkpoint of {world} ranks can't be written; 1 to {} can", 1 << 16)));
+            return Err(Error::Argument(format!(
+                "a checkpoint of {world} ranks can't be written; 1 to {} can",
+                1 << 16
+            )));
         }
         let values = values(source, &options.hyper_parameters)?;
         let mut plan = Plan { files: Vec::new(), values: BTreeMap::new() };

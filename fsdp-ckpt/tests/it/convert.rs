@@ -1,0 +1,255 @@
+//! `fsdp-ckpt convert` and `consolidate`: what comes out is what went in.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use crate::cli::{fails, fsdp_ckpt, json, succeeds, text};
+use crate::world::{Global, fresh, line, list, read, save_all, zoo};
+use fsdp_ckpt::{Checkpoint, TensorSource, open};
+use fsdp_core::layout::Region;
+use fsdp_core::{DType, MeshLayout, Placement};
+use half::bf16;
+use proptest::prelude::*;
+use tempfile::TempDir;
+
+/// The bytes of every file below a directory, by path.
+fn tree(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let mut files = BTreeMap::new();
+    for entry in std::fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            files.extend(tree(&path));
+        } else {
+            files.insert(path.clone(), std::fs::read(&path).unwrap());
+        }
+    }
+    files
+}
+
+fn saved(world: usize) -> (TempDir, PathBuf) {
+    let (root, dir) = fresh();
+    save_all(&dir, &zoo(), &line(world));
+    (root, dir)
+}
+
+fn assert_holds(dir: &Path, globals: &[Global]) {
+    let checkpoint = Checkpoint::open(dir).unwrap();
+    assert_eq!(checkpoint.tensors().len(), globals.len());
+    for global in globals {
+        assert_eq!(checkpoint.tensor(&global.fqn).unwrap().shape, global.shape);
+        assert_eq!(read(&checkpoint, global, &Region::whole(&global.shape)).unwrap(), global.bytes, "{}", global.fqn);
+    }
+    checkpoint.verify().unwrap();
+}
+
+#[test]
+fn our_format_for_another_world_is_as_if_that_world_had_saved_it() {
+    let (root, src) = saved(2);
+    let before = tree(&src);
+    for (args, mesh) in [
+        (["--world-size", "1"], line(1)),
+        (["--world-size", "3"], line(3)),
+        (["--world-size", "6"], line(6)),
+        (["--mesh", "2x4"], MeshLayout::new(&[("dp_replicate", 2), ("dp_shard", 4)]).unwrap()),
+    ] {
+        let dst = root.path().join(args.concat());
+        let out = succeeds(&["convert", text(&src), text(&dst), "--to", "fsdp", args[0], args[1]]);
+        assert!(out.contains(": fsdp, 9 tensors, "), "{out}");
+        assert_holds(&dst, &zoo());
+
+        // The same chunks in the same files as a save of that mesh; what is not sharded there is sharded here.
+        let last = mesh.shape().len() - 1;
+        let mut globals = zoo();
+        for global in &mut globals {
+            global.placements = vec![Placement::Replicate; last + 1];
+            if !global.shape.is_empty() {
+                global.placements[last] = Placement::Shard(0);
+            }
+        }
+        let saved = root.path().join("saved").join(args.concat());
+        save_all(&saved, &globals, &mesh);
+        assert_eq!(list(&dst), list(&saved));
+        for name in list(&dst) {
+            assert!(std::fs::read(dst.join(&name)).unwrap() == std::fs::read(saved.join(&name)).unwrap(), "{name}");
+        }
+    }
+    assert!(tree(&src) == before, "the source was touched");
+}
+
+#[test]
+fn a_model_directory_has_the_parameters_by_their_names() {
+    let (root, src) = saved(3);
+    let before = tree(&src);
+    let config = root.path().join("base");
+    std::fs::create_dir(&config).unwrap();
+    for (name, contents) in
+        [("config.json", "{}"), ("tokenizer.json", "[]"), ("model.safetensors", "no"), ("notes", "")]
+    {
+        std::fs::write(config.join(name), contents).unwrap();
+    }
+    let whole = root.path().join("whole");
+    let out = succeeds(&["convert", text(&src), text(&whole), "--to", "hf", "--config-from", text(&config)]);
+    assert!(out.contains("2 tensors are no parameters (the optimizer's state) and were left out"), "{out}");
+    assert_eq!(list(&whole), ["config.json", "model.safetensors", "tokenizer.json"]);
+    let file = std::fs::read(whole.join("model.safetensors")).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
+    let parameters: Vec<Global> = zoo().into_iter().filter(|global| global.fqn.starts_with("model.")).collect();
+    assert_eq!(tensors.len(), parameters.len());
+    for global in &parameters {
+        assert_eq!(tensors.tensor(&global.fqn["model.".len()..]).unwrap().data(), global.bytes);
+    }
+
+    let parts = root.path().join("parts");
+    let about =
+        json(&succeeds(&["convert", text(&src), text(&parts), "--to", "hf", "--max-shard-size", "200B", "--json"]));
+    assert_eq!((&about["left_out"], &about["tensors"]), (&2.into(), &7.into()));
+    let files = about["files"].as_u64().unwrap();
+    assert!(files > 1);
+    let index = json(&std::fs::read_to_string(parts.join("model.safetensors.index.json")).unwrap());
+    assert_eq!(index["metadata"]["total_size"], about["bytes"]);
+    assert_eq!(index["weight_map"].as_object().unwrap().len(), 7);
+    assert_eq!(index["weight_map"]["uneven.weight"], format!("model-{files:05}-of-{files:05}.safetensors"));
+    for name in list(&parts).iter().filter(|name| name.ends_with(".safetensors")) {
+        let bytes = std::fs::read(parts.join(name)).unwrap();
+        let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let sum: usize = tensors.iter().map(|(_, tensor)| tensor.data().len()).sum();
+        assert!(sum <= 200 || tensors.len() == 1, "{name} has {sum} bytes");
+    }
+    // Either compares equal to the source, from either side.
+    for dir in [&whole, &parts] {
+        let out = succeeds(&["diff", text(dir), text(&src)]);
+        assert!(
+            out.contains("7 tensors equal to the bit, 0 differ") && out.contains("2 tensors of the other"),
+            "{out}"
+        );
+        succeeds(&["diff", text(&src), text(dir)]);
+    }
+    // And back: the prefix comes back.
+    let back = root.path().join("back");
+    succeeds(&["convert", text(&parts), text(&back), "--to", "fsdp", "--world-size", "2"]);
+    assert_holds(&back, &parameters);
+    assert!(tree(&src) == before, "the source was touched");
+    let out = fails(&["convert", text(&src), text(&root.path().join("x")), "--to", "hf", "--config-from", text(&src)]);
+    assert!(out.contains("holds no config.json"), "{out}");
+}
+
+#[test]
+fn everything_in_one_file_keeps_its_names() {
+    let (root, src) = saved(2);
+    let dst = root.path().join("one");
+    succeeds(&["consolidate", text(&src), text(&dst)]);
+    let file = std::fs::read(dst.join("model.safetensors")).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
+    assert_eq!(tensors.len(), 9);
+    for global in zoo() {
+        assert_eq!(tensors.tensor(&global.fqn).unwrap().data(), global.bytes);
+    }
+    let out = succeeds(&["diff", text(&dst), text(&src)]);
+    assert!(out.starts_with("9 tensors equal to the bit, 0 differ"), "{out}");
+    // What has the optimizer's state is known for a training state again.
+    let back = root.path().join("back");
+    succeeds(&["convert", text(&dst), text(&back), "--to", "fsdp"]);
+    assert_holds(&back, &zoo());
+}
+
+#[test]
+fn floating_point_parameters_are_converted_and_nothing_else() {
+    let (root, src) = fresh();
+    let mut globals = zoo();
+    let numbers: Vec<f32> = (0..60).map(|i| if i == 7 { f32::MAX } else { i as f32 / 7.0 - 3.0 }).collect();
+    globals[0].bytes = numbers.iter().flat_map(|x| x.to_le_bytes()).collect();
+    save_all(&src, &globals, &line(2));
+    let dst = root.path().join("bf16");
+    let out = succeeds(&["convert", text(&src), text(&dst), "--to", "fsdp", "--world-size", "2", "--dtype", "bf16"]);
+    assert!(out.contains("3 tensors were converted from F32 to BF16"), "{out}");
+    assert!(out.contains("1 tensors were converted from F16 to BF16"), "{out}");
+    assert!(out.contains("1 numbers were too large for the new dtype and are infinite now"), "{out}");
+    let checkpoint = Checkpoint::open(&dst).unwrap();
+    checkpoint.verify().unwrap();
+    let mut bytes = vec![0; 120];
+    checkpoint.read("model.even.weight", &Region::whole(&[12, 5]), &mut bytes).unwrap();
+    let expected: Vec<u8> = numbers.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect();
+    assert_eq!(bytes, expected);
+    let dtype = |name: &str| checkpoint.tensor(name).unwrap().dtype;
+    assert_eq!(dtype("model.buffer"), DType::U8);
+    assert_eq!(dtype("optim.state.even.weight.step"), DType::F32);
+    assert_eq!(dtype("optim.state.even.weight.exp_avg"), DType::F64);
+    let (code, out, _) = fsdp_ckpt(&["diff", text(&src), text(&dst)]);
+    assert!(code == 1 && out.contains("F32 against BF16"), "{out}");
+}
+
+#[test]
+fn what_can_not_be_done_leaves_nothing_behind() {
+    let (root, src) = saved(2);
+    let before = tree(&src);
+    let there = root.path().join("there");
+    std::fs::create_dir(&there).unwrap();
+    let message = fails(&["convert", text(&src), text(&there), "--to", "hf"]);
+    assert!(message.contains("exists already; choose another name or remove it"), "{message}");
+    let within = src.join("new");
+    let message = fails(&["convert", text(&src), text(&within), "--to", "hf"]);
+    assert!(message.contains("is within") && message.contains("is not to be touched"), "{message}");
+
+    let path = src.join("shard-00001-model-00001-of-00001.safetensors");
+    let good = std::fs::read(&path).unwrap();
+    let mut bad = good.clone();
+    *bad.last_mut().unwrap() ^= 1;
+    std::fs::write(&path, bad).unwrap();
+    for args in [&["--to", "hf"][..], &["--to", "fsdp", "--world-size", "3"]] {
+        let dst = root.path().join("dst");
+        let message = fails(&[&["convert", text(&src), text(&dst)], args].concat());
+        assert!(message.contains("is damaged: its checksum is"), "{message}");
+    }
+    std::fs::write(&path, good).unwrap();
+    assert_eq!(list(root.path()), ["step-00000010", "there"]);
+    assert!(tree(&src) == before, "the source was touched");
+}
+
+#[test]
+fn tensors_of_other_dtypes_are_left_out_only_when_asked() {
+    let root = tempfile::tempdir().unwrap();
+    let src = root.path().join("m.safetensors");
+    let header = r#"{"mask":{"dtype":"BOOL","shape":[2],"data_offsets":[0,2]},"w":{"dtype":"U8","shape":[1],"data_offsets":[2,3]}}"#;
+    let bytes = [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &[1, 0, 7]].concat();
+    std::fs::write(&src, bytes).unwrap();
+    let dst = root.path().join("dst");
+    let message = fails(&["convert", text(&src), text(&dst), "--to", "fsdp"]);
+    assert!(message.contains("1 tensors of dtypes that can't be read: \"mask\" (BOOL)"), "{message}");
+    let out = succeeds(&["convert", text(&src), text(&dst), "--to", "fsdp", "--skip-unreadable"]);
+    assert!(out.contains("1 tensors of dtypes that can't be read were left out"), "{out}");
+    assert_eq!(open(&dst).unwrap().tensors().len(), 1);
+    assert!(succeeds(&["inspect", text(&src)]).contains("mask  BOOL"));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(40))]
+    #[test]
+    fn any_mesh_to_any_other_and_back(
+        shapes in prop::collection::vec(prop::collection::vec(1usize..9, 1..4), 1..5),
+        dim in 0usize..3,
+        from in 1usize..6,
+        to in (1usize..4, 1usize..6),
+    ) {
+        let globals: Vec<Global> = shapes
+            .iter()
+            .enumerate()
+            .map(|(i, shape)| {
+                let placement = Placement::Shard(dim.min(shape.len() - 1) as _);
+                Global::new(&format!("model.{i}"), DType::F16, shape, &[placement])
+            })
+            .collect();
+        let (root, src) = fresh();
+        save_all(&src, &globals, &line(from));
+        let mesh = MeshLayout::new(&[("dp_replicate", to.0), ("dp_shard", to.1)]).unwrap();
+        let (there, back) = (root.path().join("there"), root.path().join("back"));
+        fsdp_ckpt::convert::write_fsdp(&there, &*open(&src).unwrap(), &mesh).unwrap();
+        assert_holds(&there, &globals);
+        fsdp_ckpt::hf::write(&back, &*open(&there).unwrap(), 64, &[]).unwrap();
+        let back = open(&back).unwrap();
+        for global in &globals {
+            let mut bytes = vec![0; global.bytes.len()];
+            back.read(&global.fqn, &Region::whole(&global.shape), &mut bytes).unwrap();
+            prop_assert_eq!(&bytes, &global.bytes);
+        }
+    }
+}
