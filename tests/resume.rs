@@ -68,3 +68,26 @@ fn a_resumed_run_is_the_undisturbed_run() {
     let auto = train(dir.path(), 4, 12, &["--checkpoint-dir", "stopped", "--resume", "auto"], "auto.jsonl");
     assert_eq!(auto, undisturbed[10..12]);
 }
+
+#[test]
+fn saving_in_the_background_keeps_the_same_and_only_the_newest() {
+    let dir = tempfile::tempdir().unwrap();
+    let saves = ["--save-every", "3", "--keep", "2", "--checkpoint-dir"];
+    let plain = train(dir.path(), 2, 10, &[&saves[..], &["plain"]].concat(), "plain.jsonl");
+    let background =
+        train(dir.path(), 2, 10, &[&saves[..], &["background", "--async-save"]].concat(), "background.jsonl");
+    assert_eq!(background, plain);
+    for run in ["plain", "background"] {
+        let mut kept: Vec<_> =
+            std::fs::read_dir(dir.path().join(run)).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        kept.sort();
+        assert_eq!(kept, ["step-00000009", "step-00000010"], "{run}");
+    }
+    for step in ["step-00000009", "step-00000010"] {
+        let (plain, background) = (dir.path().join("plain").join(step), dir.path().join("background").join(step));
+        for file in std::fs::read_dir(&plain).unwrap().map(|entry| entry.unwrap().file_name()) {
+            let read = |dir: &Path| std::fs::read(dir.join(&file)).unwrap();
+            assert!(read(&plain) == read(&background), "{step}: {file:?}");
+        }
+    }
+}

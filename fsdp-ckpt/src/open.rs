@@ -2,16 +2,16 @@
 
 use std::path::Path;
 
-use crate::hf::HfModel;
+use crate::hf::{HfModel, INDEX};
 use crate::store::store;
 use crate::torch::{BIN, BIN_INDEX, METADATA, TorchDcp, TorchFile};
-use crate::{Checkpoint, MANIFEST, Result, TensorSource};
+use crate::{Checkpoint, Error, MANIFEST, Result, TensorSource, latest};
 
 /// Opens a checkpoint or model whose format is found out: a directory with a `checkpoint.json`, one with the `.metadata` of PyTorch's DCP, a directory of
 /// safetensors files (see [`HfModel::open`]), one with a `pytorch_model.bin` or its index, a single file of `torch.save`, or a single safetensors file.
 ///
 /// # Errors
-/// [`crate::Error::NotFound`] when nothing there is of a known format; those of the format.
+/// [`Error::NotFound`] when nothing there is of a known format; those of the format.
 pub fn open(path: &Path) -> Result<Box<dyn TensorSource>> {
     if path.is_file() {
         return Ok(if TorchFile::is_one(path)? {
@@ -27,9 +27,23 @@ pub fn open(path: &Path) -> Result<Box<dyn TensorSource>> {
     if store.size(METADATA)?.is_some() {
         return Ok(Box::new(TorchDcp::open(path)?));
     }
-    let has_bin = store.size(BIN)?.is_some() || store.size(BIN_INDEX)?.is_some();
-    if has_bin && !store.list()?.iter().any(|name| name.ends_with(".safetensors")) {
+    if store.list()?.iter().any(|name| name.ends_with(".safetensors") || name == INDEX) {
+        return Ok(Box::new(HfModel::open(path)?));
+    }
+    if store.size(BIN)?.is_some() || store.size(BIN_INDEX)?.is_some() {
         return Ok(Box::new(TorchFile::open_model(path)?));
     }
-    Ok(Box::new(HfModel::open(path)?))
+    Err(nothing(path))
+}
+
+/// What to say of a directory with nothing to open, which may be a run's.
+fn nothing(path: &Path) -> Error {
+    let hint = match latest(path) {
+        Ok(Some(step)) => format!("; its newest checkpoint is {}: pass that", step.display()),
+        _ => String::new(),
+    };
+    let looked_for = format!(
+        "checkpoint and no model: no {MANIFEST} (did the save finish?), no {METADATA}, no file of safetensors, no {BIN}{hint}"
+    );
+    Error::NotFound { path: path.to_path_buf(), looked_for }
 }

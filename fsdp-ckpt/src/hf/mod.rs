@@ -12,4 +12,4 @@ pub use write::{config_files, write};
 /// The weights of a model in one file.
 const SINGLE: &str = "model.safetensors";
 /// The index of a model in several files.
-const INDEX: &str = "model.safetensors.index.json";
+pub(crate) const INDEX: &str = "model.safetensors.index.json";

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use fsdp_core::layout::Region;
 use serde::Deserialize;
@@ -62,7 +62,7 @@ impl HfModel {
     /// # Errors
     /// [`Error::NotFound`] when none of these is there or the index names a missing file; [`Error::Index`] when the index is damaged, names a file
     /// outside of `dir`, or a weight that its file has not; [`Error::Manifest`] when the ranks' files don't make whole tensors;
-    /// [`Error::NotSafetensors`]; [`Error::Io`].
+    /// [`Error::Incomplete`] for a checkpoint of this project without its manifest; [`Error::NotSafetensors`]; [`Error::Io`].
     pub fn open(dir: &Path) -> Result<Self> {
         let store = store(dir)?;
         if store.size(SINGLE)?.is_some() {
@@ -81,7 +81,13 @@ impl HfModel {
                 ),
             });
         }
-        Self::with_files(dir, store, &names)
+        let model = Self::with_files(dir, store, &names)?;
+        let open = model.chunked.open.lock().unwrap_or_else(PoisonError::into_inner);
+        if open.values().any(|file| sharding::has_manifest(file)) {
+            return Err(Error::Incomplete { path: dir.to_path_buf() });
+        }
+        drop(open);
+        Ok(model)
     }
 
     /// Opens a single safetensors file.

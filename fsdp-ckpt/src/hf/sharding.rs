@@ -5,16 +5,18 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use crate::safetensors::SafetensorsFile;
-use crate::{Error, Result};
+use crate::{Error, MANIFEST, Result};
 
 const KEY: &str = "DCP_SHARDING_INFO";
+/// The key of this project, which names the file that says that all others are there.
+const OURS: &str = "candle_fsdp_manifest";
 
 #[derive(Serialize, Deserialize)]
 struct Saved {
     saved_offsets: Vec<usize>,
 }
 
-/// The metadata of a file that holds these parts, as PyTorch's `HuggingFaceStorageWriter` writes it.
+/// The metadata of a file that holds these parts, as PyTorch's `HuggingFaceStorageWriter` writes it, and that there is a manifest.
 pub(crate) fn metadata<'a>(parts: impl Iterator<Item = (&'a str, &'a [usize])>) -> Result<BTreeMap<String, String>> {
     let saved: BTreeMap<&str, Saved> =
         parts.map(|(fqn, offsets)| (fqn, Saved { saved_offsets: offsets.to_vec() })).collect();
@@ -24,7 +26,13 @@ pub(crate) fn metadata<'a>(parts: impl Iterator<Item = (&'a str, &'a [usize])>) 
         (KEY.to_string(), saved),
         ("DCP_VERSION".to_string(), "1.0".to_string()),
         ("format".to_string(), "pt".to_string()),
+        (OURS.to_string(), MANIFEST.to_string()),
     ]))
+}
+
+/// Whether a file is one of a checkpoint with a manifest, which is not whole without.
+pub(crate) fn has_manifest(file: &SafetensorsFile) -> bool {
+    file.metadata().contains_key(OURS)
 }
 
 /// Where in its tensor each part in a file starts; nothing for a file with whole tensors.

@@ -42,7 +42,7 @@ fn files_are_laid_out_as_pytorch_lays_them_out() {
         assert_eq!(header % 8, 0);
         let mut keys: Vec<&str> = metadata.metadata().as_ref().unwrap().keys().map(String::as_str).collect();
         keys.sort_unstable();
-        assert_eq!(keys, ["DCP_SHARDING_INFO", "DCP_VERSION", "format"]);
+        assert_eq!(keys, ["DCP_SHARDING_INFO", "DCP_VERSION", "candle_fsdp_manifest", "format"]);
         let about = metadata.metadata().as_ref().unwrap();
         assert_eq!((about["DCP_VERSION"].as_str(), about["format"].as_str()), ("1.0", "pt"));
         let sharding: serde_json::Value = serde_json::from_str(&about["DCP_SHARDING_INFO"]).unwrap();
