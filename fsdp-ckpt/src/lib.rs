@@ -25,8 +25,8 @@
 #[cfg(not(target_endian = "little"))]
 compile_error!("safetensors files are little-endian, and this crate copies memory to them as it is");
 
-mod cast;
 mod async_save;
+mod cast;
 mod checkpoint;
 mod chunked;
 pub mod convert;
