@@ -9,7 +9,7 @@ use fsdp_core::layout::Region;
 use serde_json::{Map, Value};
 
 use crate::error::did_you_mean;
-use crate::manifest::{FileEntry, TensorEntry};
+use crate::manifest::{ChunkEntry, FileEntry, TensorEntry};
 use crate::stream::stream;
 use crate::{Error, Result};
 
@@ -81,6 +81,11 @@ pub trait TensorSource: Debug + Send + Sync {
     /// # Errors
     /// [`Error::MissingTensor`]; [`Error::Request`] when the tensor has no such box or `into` not its size in bytes; what the format finds wrong.
     fn read(&self, fqn: &str, region: &Region, into: &mut [u8]) -> Result<()>;
+
+    /// Whether the format keeps a checksum of a chunk.
+    fn has_checksum(&self, chunk: &ChunkEntry) -> bool {
+        chunk.crc32c.is_some()
+    }
 
     /// Reads one chunk of a tensor, by its position in [`TensorEntry::chunks`], and checks its checksum where the format keeps one. `seen` is told the
     /// bytes as they are read. Memory stays bounded, however large the chunk is.

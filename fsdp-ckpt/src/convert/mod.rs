@@ -1,4 +1,5 @@
-//! Writing what any source holds in another format, with little memory: a [`View`] says what, [`write_fsdp`] and [`crate::hf::write`] write it.
+//! Writing what any source holds in another format, with little memory: a [`View`] says what, [`write_fsdp`], [`crate::hf::write`] and
+//! [`crate::torch::write_dcp`] write it.
 //!
 //! The source is never touched. The destination must not exist, and appears as a whole or not at all.
 
@@ -48,7 +49,7 @@ pub fn check(source: &dyn TensorSource, dst: &Path, skip_unreadable: bool, seen:
         )));
     }
     for (fqn, tensor) in source.tensors() {
-        for (at, _) in tensor.chunks.iter().enumerate().filter(|(_, chunk)| chunk.crc32c.is_some()) {
+        for (at, _) in tensor.chunks.iter().enumerate().filter(|(_, chunk)| source.has_checksum(chunk)) {
             source.verify_chunk(fqn, at, seen)?;
         }
     }

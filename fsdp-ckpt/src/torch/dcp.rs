@@ -14,10 +14,10 @@ use super::not_torch;
 use super::pickle::{Flaw, Pickle};
 use super::tensor::{Stored, sole};
 use super::walk;
-use crate::manifest::{FileEntry, TensorEntry};
+use crate::manifest::{ChunkEntry, FileEntry, TensorEntry};
 use crate::region::{Span, check_request};
 use crate::store::{ReadAt, Store, store};
-use crate::{Error, Format, Result, TensorSource, Verified};
+use crate::{Error, Format, Result, TensorSource};
 
 /// The file that makes a directory a checkpoint.
 pub(crate) const METADATA: &str = ".metadata";
@@ -185,15 +185,17 @@ impl TensorSource for TorchDcp {
         Ok(())
     }
 
-    fn verify_share(&self, rank: usize, ranks: usize) -> Result<Verified> {
-        let mut verified = Verified { files: self.files.len(), ..Verified::default() };
-        let chunks = self.tensors.iter().flat_map(|(fqn, tensor)| (0..tensor.chunks.len()).map(move |at| (fqn, at)));
-        for (fqn, at) in chunks.skip(rank).step_by(ranks.max(1)) {
-            let (file, stored) = self.chunk(fqn, at)?;
-            verify(&*file, fqn, stored.storage)?;
-            verified.chunks += 1;
-            verified.bytes += stored.storage.bytes;
+    fn has_checksum(&self, _: &ChunkEntry) -> bool {
+        true
+    }
+
+    fn verify_chunk(&self, fqn: &str, chunk: usize, seen: &mut dyn FnMut(u64)) -> Result<()> {
+        let chunks = self.tensor(fqn)?.chunks.len();
+        if chunk >= chunks {
+            let reason = format!("it has {chunks} chunks, none at {chunk}");
+            return Err(Error::Request { tensor: fqn.to_string(), reason });
         }
-        Ok(verified)
+        let (file, stored) = self.chunk(fqn, chunk)?;
+        verify(&*file, fqn, stored.storage, seen)
     }
 }

@@ -235,6 +235,21 @@ impl TensorSource for TorchFile {
         read_checked(&**file, fqn, stored, [&Region::whole(&tensor.shape), region, region], into)
     }
 
+    fn has_checksum(&self, _: &ChunkEntry) -> bool {
+        true
+    }
+
+    /// The whole storage of the tensor is read.
+    fn verify_chunk(&self, fqn: &str, chunk: usize, seen: &mut dyn FnMut(u64)) -> Result<()> {
+        self.tensor(fqn)?;
+        if chunk > 0 {
+            let reason = format!("it has 1 chunk, none at {chunk}");
+            return Err(Error::Request { tensor: fqn.to_string(), reason });
+        }
+        let (file, stored) = &self.stored[fqn];
+        verify(&**file, fqn, stored.storage, seen)
+    }
+
     fn verify_share(&self, rank: usize, ranks: usize) -> Result<Verified> {
         // Tensors that share a storage are checked once.
         let mut storages = BTreeMap::new();
@@ -243,9 +258,8 @@ impl TensorSource for TorchFile {
         }
         let mut verified = Verified { files: self.files.len(), ..Verified::default() };
         for (fqn, file, storage) in storages.into_values().skip(rank).step_by(ranks.max(1)) {
-            verify(&**file, fqn, storage)?;
+            verify(&**file, fqn, storage, &mut |bytes| verified.bytes += bytes)?;
             verified.chunks += 1;
-            verified.bytes += storage.bytes;
         }
         Ok(verified)
     }
@@ -268,8 +282,8 @@ pub(super) fn read_checked(
     check(file, fqn, stored.storage, crc)
 }
 
-/// Reads a storage and checks it.
-pub(super) fn verify(file: &dyn ReadAt, fqn: &str, storage: Storage) -> Result<()> {
+/// Reads a storage and checks it. `seen` is told the bytes as they are read.
+pub(super) fn verify(file: &dyn ReadAt, fqn: &str, storage: Storage, seen: &mut dyn FnMut(u64)) -> Result<()> {
     let mut crc = crc32fast::Hasher::new();
     let mut block = vec![0; storage.bytes.min(BLOCK as u64) as usize];
     let mut at = 0;
@@ -278,6 +292,7 @@ pub(super) fn verify(file: &dyn ReadAt, fqn: &str, storage: Storage) -> Result<(
         file.read_exact_at(&mut block[..count], storage.start + at)?;
         crc.update(&block[..count]);
         at += count as u64;
+        seen(count as u64);
     }
     check(file, fqn, storage, crc)
 }

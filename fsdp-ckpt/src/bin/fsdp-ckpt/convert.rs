@@ -9,6 +9,7 @@ use bytesize::ByteSize;
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, ValueEnum};
 use fsdp_ckpt::convert::{View, Written, check, write_fsdp};
+use fsdp_ckpt::torch::{DcpOptions, write_dcp};
 use fsdp_ckpt::{TensorEntry, TensorSource, hf};
 use fsdp_core::{DType, MeshLayout};
 use indicatif::ProgressBar;
@@ -25,6 +26,8 @@ enum To {
     Fsdp,
     /// A Hugging Face model directory: the parameters alone, by their own names.
     Hf,
+    /// The classic format of PyTorch's DCP: what its dcp.load and FileSystemReader read, with the optimizer's state if the source has it.
+    TorchDcp,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -40,6 +43,7 @@ enum To16 {
     fsdp-ckpt convert runs/llama/step-00000010 llama-hf --to hf --dtype bf16 --max-shard-size 5GB
     fsdp-ckpt convert base-model runs/llama/step-00000000 --to fsdp --world-size 8
     fsdp-ckpt convert runs/llama/step-00000010 step-on-8 --to fsdp --mesh 2x4
+    fsdp-ckpt convert runs/llama/step-00000010 llama-dcp --to torch-dcp --world-size 4
 
 A checkpoint is loaded at any world size as it is; another one makes reading faster where each rank reads its own file.")]
 pub(crate) struct Convert {
@@ -50,7 +54,7 @@ pub(crate) struct Convert {
     /// The format to write.
     #[arg(long, value_name = "FORMAT")]
     to: To,
-    /// With --to fsdp: the number of ranks to write for [default: 1].
+    /// With --to fsdp and --to torch-dcp: the number of ranks to write for [default: 1].
     #[arg(long, value_name = "N", value_parser = world_size, conflicts_with = "mesh")]
     world_size: Option<MeshLayout>,
     /// With --to fsdp: the mesh to write for, as REPLICASxSHARDS.
@@ -133,10 +137,11 @@ impl Convert {
     pub(crate) fn run(&self) -> Result<()> {
         let of_hf =
             [("--max-shard-size", self.max_shard_size.is_some()), ("--config-from", self.config_from.is_some())];
-        let of_fsdp = [("--world-size", self.world_size.is_some()), ("--mesh", self.mesh.is_some())];
+        let of_ranks = [("--world-size", self.world_size.is_some()), ("--mesh", self.mesh.is_some())];
         let (name, strange) = match self.to {
-            To::Fsdp => ("fsdp", &of_hf[..]),
-            To::Hf => ("hf", &of_fsdp[..]),
+            To::Fsdp => ("fsdp", of_hf.to_vec()),
+            To::Hf => ("hf", of_ranks.to_vec()),
+            To::TorchDcp => ("torch-dcp", [&of_hf[..], &of_ranks[1..]].concat()),
         };
         if let Some((flag, _)) = strange.iter().find(|(_, given)| *given) {
             let message = format!("{flag} can't be used with --to {name}");
@@ -150,7 +155,7 @@ impl Convert {
         let work = Work::begin(&*source, &self.src, &self.dst, self.skip_unreadable)?;
         let mut view = match self.to {
             To::Hf => View::model(&*source),
-            To::Fsdp => View::training(&*source),
+            To::Fsdp | To::TorchDcp => View::training(&*source),
         };
         if let Some(dtype) = self.dtype {
             view = view.dtype(dtype.dtype())?;
@@ -162,6 +167,10 @@ impl Convert {
                     None => MeshLayout::new(&[("dp_shard", 1)])?,
                 };
                 Ok(write_fsdp(&self.dst, view, &mesh)?)
+            }
+            To::TorchDcp => {
+                let world_size = self.world_size.as_ref().map_or(1, MeshLayout::size);
+                Ok(write_dcp(&self.dst, view, &DcpOptions::new(world_size))?)
             }
             To::Hf => {
                 let most = self.max_shard_size.unwrap_or(ByteSize::gb(5));

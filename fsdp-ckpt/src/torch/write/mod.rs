@@ -1,6 +1,5 @@
 //! Writing DCP's classic format.
 
-mod blocks;
 mod item;
 mod pickler;
 mod plan;
@@ -9,14 +8,12 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use self::blocks::blocks;
-use self::plan::{Plan, metadata};
+use self::plan::{Plan, Planned, metadata};
 use super::dcp::METADATA;
+use crate::convert::Written;
 use crate::store::{Store, stage, staged};
+use crate::stream::stream;
 use crate::{Result, TensorSource};
-
-/// How many bytes of a tensor are in memory at once.
-const BLOCK: usize = 4 << 20;
 
 /// How [`write_dcp`] writes.
 #[derive(Clone, Debug)]
@@ -24,7 +21,7 @@ pub struct DcpOptions {
     /// The number of files, as from so many ranks: each tensor is cut along its first dimension into so many parts, as FSDP2 does. 1 to 65536.
     pub world_size: usize,
     /// Hyper-parameters of the optimizer ("lr", "betas", ...). Each is written as `optim.param_groups.<fqn>.<key>` for each parameter that has optimizer
-    /// state, unless the source has that value. PyTorch refuses optimizer state whose groups lack one that its optimizer has.
+    /// state, unless the source says otherwise.
     pub hyper_parameters: Map<String, Value>,
 }
 
@@ -35,10 +32,13 @@ impl DcpOptions {
     }
 }
 
-/// Writes tensors and values of any format as the directory `dst`, which PyTorch's `dcp.load` and `FileSystemReader` read. Returns the bytes of all tensors.
+/// Writes tensors and values of any format as the directory `dst`, which PyTorch's `dcp.load` and `FileSystemReader` read.
 ///
 /// Names stay as they are; `model.` and `optim.` become dicts of their own where PyTorch unflattens names. Values that are nested become several, as PyTorch
-/// flattens them. A block of 4 MiB is in memory at a time; `progress` gets the bytes of each. The directory appears as a whole, or not at all.
+/// flattens them. Of `optim.param_groups` as our checkpoints have it, each parameter gets the hyper-parameters of its group, and PyTorch's defaults for
+/// those that only its AdamW has: it refuses optimizer state that lacks one.
+///
+/// Memory stays small, however large the tensors are. The directory appears as a whole, or not at all.
 ///
 /// # Errors
 /// [`crate::Error::Exists`] when `dst` is there already; [`crate::Error::Argument`] for a world size that can't be, or a name that is a tensor's and a value's;
@@ -57,30 +57,22 @@ impl DcpOptions {
 /// # });
 /// let source = HfModel::open(&model)?;
 /// let dst = root.path().join("dcp");
-/// let bytes = write_dcp(&dst, &source, &DcpOptions::new(2), &mut |_| ())?;
-/// assert_eq!(bytes, 24);
+/// let written = write_dcp(&dst, &source, &DcpOptions::new(2))?;
+/// assert_eq!((written.files, written.bytes), (2, 24));
 /// assert_eq!(TorchDcp::open(&dst)?.tensor("lm_head.weight")?.chunks.len(), 2);
 /// # Ok::<_, Box<dyn std::error::Error>>(())
 /// ```
-pub fn write_dcp(
-    dst: &Path,
-    source: &dyn TensorSource,
-    options: &DcpOptions,
-    progress: &mut dyn FnMut(u64),
-) -> Result<u64> {
+pub fn write_dcp(dst: &Path, source: &dyn TensorSource, options: &DcpOptions) -> Result<Written> {
     let plan = Plan::new(source, options)?;
     let staging = stage(dst)?;
     let store = staged(dst, &staging.name())?;
-    let mut bytes = 0;
-    let mut count = |read| {
-        bytes += read;
-        progress(read);
-    };
-    for rank in 0..plan.files.len() {
-        write_file(&*store, rank, &plan, source, &mut count)?;
+    let mut written = Written { path: dst.to_path_buf(), tensors: source.tensors().len(), files: 0, bytes: 0 };
+    for (rank, items) in plan.files.iter().enumerate().filter(|(_, items)| !items.is_empty()) {
+        written.bytes += write_file(&*store, &file_name(rank), items, source)?;
+        written.files += 1;
     }
     staging.commit(METADATA, &metadata(&plan, source.tensors()))?;
-    Ok(bytes)
+    Ok(written)
 }
 
 /// PyTorch's name for the file of a rank.
@@ -88,31 +80,23 @@ fn file_name(rank: usize) -> String {
     format!("__{rank}_0.distcp")
 }
 
-fn write_file(
-    store: &dyn Store,
-    rank: usize,
-    plan: &Plan,
-    source: &dyn TensorSource,
-    count: &mut dyn FnMut(u64),
-) -> Result<()> {
-    let items = &plan.files[rank];
-    let Some(last) = items.last() else { return Ok(()) };
-    let mut file = store.create(&file_name(rank), last.place.offset + last.place.bytes)?;
-    let mut block = Vec::new();
+/// Writes a file and returns the bytes of tensors in it.
+fn write_file(store: &dyn Store, name: &str, items: &[Planned], source: &dyn TensorSource) -> Result<u64> {
+    let size = items.last().map_or(0, |last| last.place.offset + last.place.bytes);
+    let mut file = store.create(name, size)?;
+    let mut written = 0;
     for planned in items {
         file.append(&planned.item.head)?;
         let mut crc = crc32fast::Hasher::new();
         if let Some(region) = &planned.region {
-            let size = source.tensor(&planned.fqn)?.dtype.size();
-            for part in blocks(region, size, BLOCK) {
-                block.resize(part.elements() * size, 0);
-                source.read(&planned.fqn, &part, &mut block)?;
-                crc.update(&block);
-                file.append(&block)?;
-                count(block.len() as u64);
-            }
+            stream(source, &planned.fqn, region, &mut |bytes| {
+                crc.update(bytes);
+                written += bytes.len() as u64;
+                file.append(bytes)
+            })?;
         }
         file.append(&planned.item.tail(crc.finalize()))?;
     }
-    file.finish()
+    file.finish()?;
+    Ok(written)
 }

@@ -13,6 +13,19 @@ use crate::torch::metadata::Place;
 use crate::torch::tensor::{storage_class, torch_dtype};
 use crate::{Error, Result, TensorEntry, TensorSource};
 
+/// The hyper-parameters of an optimizer.
+const GROUPS: &str = "optim.param_groups";
+/// What PyTorch's AdamW has beside ours, at its defaults.
+const ADAMW: [(&str, Value); 7] = [
+    ("amsgrad", Value::Bool(false)),
+    ("capturable", Value::Bool(false)),
+    ("decoupled_weight_decay", Value::Bool(true)),
+    ("differentiable", Value::Bool(false)),
+    ("foreach", Value::Null),
+    ("fused", Value::Null),
+    ("maximize", Value::Bool(false)),
+];
+
 /// Values by their flattened names, each with the keys that lead to it.
 type Values = BTreeMap<String, (Vec<String>, Value)>;
 
@@ -46,7 +59,7 @@ impl Plan {
         for (fqn, (_, value)) in &values {
             let mut pickler = Pickler::new();
             // Hyper-parameters such as betas are tuples; nothing else of a state dict is likely to be.
-            pickler.json(value, fqn.starts_with("optim.param_groups."));
+            pickler.json(value, fqn.starts_with(GROUPS));
             plan.add(0, fqn, None, Item::new(&pickler.finish(), None));
         }
         plan.values = values;
@@ -93,12 +106,17 @@ impl Plan {
 fn values(source: &dyn TensorSource, hyper_parameters: &Map<String, Value>) -> Result<Values> {
     let mut values = BTreeMap::new();
     for (key, value) in source.values() {
-        flatten(&mut values, path(key), value);
+        match groups(key, value) {
+            Some(groups) => {
+                groups.into_iter().for_each(|(name, value)| drop(values.insert(name.clone(), (path(&name), value))))
+            }
+            None => flatten(&mut values, path(key), value),
+        }
     }
     for fqn in source.tensors().keys() {
         let Some((fqn, _)) = fqn.strip_prefix("optim.state.").and_then(|rest| rest.rsplit_once('.')) else { continue };
         for (key, value) in hyper_parameters {
-            let name = format!("optim.param_groups.{fqn}.{key}");
+            let name = format!("{GROUPS}.{fqn}.{key}");
             if !values.contains_key(&name) {
                 values.insert(name.clone(), (path(&name), value.clone()));
             }
@@ -113,6 +131,23 @@ fn values(source: &dyn TensorSource, hyper_parameters: &Map<String, Value>) -> R
         }
     }
     Ok(values)
+}
+
+/// The hyper-parameters of each parameter by itself, from a list of groups that name their parameters, as our checkpoints have it.
+fn groups(key: &str, value: &Value) -> Option<Vec<(String, Value)>> {
+    let groups = value.as_array().filter(|_| key == GROUPS)?;
+    let mut flat = Vec::new();
+    for group in groups {
+        let group = group.as_object()?;
+        let defaults = ADAMW.iter().map(|(key, value)| (key.to_string(), value.clone()));
+        let mut all: Map<String, Value> = defaults.collect();
+        all.extend(group.clone());
+        for fqn in all.remove("params")?.as_array()? {
+            let fqn = fqn.as_str()?;
+            flat.extend(all.iter().map(|(key, value)| (format!("{GROUPS}.{fqn}.{key}"), value.clone())));
+        }
+    }
+    Some(flat)
 }
 
 fn flatten(into: &mut Values, path: Vec<String>, value: &Value) {

@@ -3,17 +3,16 @@
 use std::path::Path;
 
 use fsdp_ckpt::torch::{DcpOptions, TorchDcp, write_dcp};
-use fsdp_ckpt::{Checkpoint, Error, TensorSource, open};
+use fsdp_ckpt::{Checkpoint, Error, TensorSource, open, save};
 use serde_json::{Map, json};
 
 use super::{assert_same_tensors, recorded};
-use crate::world::{fresh, line, list, save_all, zoo};
+use crate::world::{fresh, line, list, save_all, state, world, zoo};
 
 fn written(dst: &Path, source: &dyn TensorSource, world_size: usize) -> TorchDcp {
-    let mut seen = 0;
-    let bytes = write_dcp(dst, source, &DcpOptions::new(world_size), &mut |bytes| seen += bytes).unwrap();
-    assert_eq!(bytes, source.tensors().values().map(|tensor| tensor.bytes()).sum::<u64>());
-    assert_eq!(bytes, seen);
+    let written = write_dcp(dst, source, &DcpOptions::new(world_size)).unwrap();
+    assert_eq!(written.bytes, source.tensors().values().map(|tensor| tensor.bytes()).sum::<u64>());
+    assert_eq!((written.tensors, written.files), (source.tensors().len(), world_size));
     let dcp = TorchDcp::open(dst).unwrap();
     dcp.verify().unwrap();
     dcp
@@ -58,7 +57,7 @@ fn hyper_parameters_are_those_of_every_parameter_with_state() {
     let mut options = DcpOptions::new(1);
     options.hyper_parameters = Map::from_iter([("lr".into(), json!(0.1)), ("betas".into(), json!([0.9, 0.5]))]);
     let dst = root.path().join("dcp");
-    write_dcp(&dst, &source, &options, &mut |_| ()).unwrap();
+    write_dcp(&dst, &source, &options).unwrap();
     let dcp = TorchDcp::open(&dst).unwrap();
     let mut expected = source.values().clone();
     expected.insert("optim.param_groups.even.weight.lr".into(), json!(0.1));
@@ -67,12 +66,36 @@ fn hyper_parameters_are_those_of_every_parameter_with_state() {
 }
 
 #[test]
+fn groups_of_our_optimizer_are_those_of_pytorch() {
+    let (root, dir) = fresh();
+    let mesh = line(1);
+    let mut state = state(&zoo(), &mesh, 0);
+    let group = json!({ "lr": 0.1, "betas": [0.9, 0.5], "params": ["a.weight", "b"] });
+    state.values =
+        Map::from_iter([("optim.param_groups".into(), json!([group])), ("seen".into(), json!({ "by": [1] }))]);
+    world(1, |group| save(&dir, group, &state).unwrap());
+    let dst = root.path().join("dcp");
+    write_dcp(&dst, &Checkpoint::open(&dir).unwrap(), &DcpOptions::new(1)).unwrap();
+    let dcp = TorchDcp::open(&dst).unwrap();
+    let values = dcp.values();
+    assert_eq!(values.len(), 1 + 2 * 9);
+    assert_eq!(values["seen.by"], json!([1]));
+    for fqn in ["a.weight", "b"] {
+        let value = |key: &str| &values[&format!("optim.param_groups.{fqn}.{key}")];
+        assert_eq!(*value("lr"), json!(0.1));
+        assert_eq!(*value("betas"), json!([0.9, 0.5]));
+        assert_eq!(*value("fused"), json!(null));
+        assert_eq!(*value("decoupled_weight_decay"), json!(true));
+    }
+}
+
+#[test]
 fn failures_leave_nothing() {
     let (root, dir) = fresh();
     save_all(&dir, &zoo(), &line(1));
     let source = Checkpoint::open(&dir).unwrap();
     let before = list(root.path());
-    let write = |dst: &Path, world| write_dcp(dst, &source, &DcpOptions::new(world), &mut |_| ()).unwrap_err();
+    let write = |dst: &Path, world| write_dcp(dst, &source, &DcpOptions::new(world)).unwrap_err();
     assert!(matches!(write(&dir, 1), Error::Exists { path } if path == dir));
     assert!(write(&root.path().join("dcp"), 0).to_string().contains("a checkpoint of 0 ranks can't be written"));
     let file = source.files().keys().next().unwrap().clone();
