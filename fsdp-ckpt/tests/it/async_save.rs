@@ -120,7 +120,7 @@ fn a_second_save_is_refused_on_every_rank_while_any_is_writing() {
     let gate: Gate = Arc::new((Mutex::new(false), Condvar::new()));
     local::run(2, |group| {
         let slow: Arc<dyn ProcessGroup> = match group.rank() {
-            1 => Gated::new(group.clone(), &gate),
+            1 => Gated::around(group.clone(), &gate),
             _ => group.clone(),
         };
         let mut saver = AsyncSaver::new(slow, WhenBusy::Refuse).unwrap();

@@ -14,7 +14,7 @@ pub(crate) struct Gated {
 }
 
 impl Gated {
-    pub(crate) fn new(inner: Arc<dyn ProcessGroup>, gate: &Gate) -> Arc<dyn ProcessGroup> {
+    pub(crate) fn around(inner: Arc<dyn ProcessGroup>, gate: &Gate) -> Arc<dyn ProcessGroup> {
         Arc::new(Gated { inner, gate: Arc::clone(gate), behind: false })
     }
 
