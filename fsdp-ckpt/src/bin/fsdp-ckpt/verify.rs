@@ -25,7 +25,7 @@ pub(crate) fn run(dir: &Path, as_json: bool) -> Result<bool> {
                 bar.inc(read);
             };
             chunks += 1;
-            sums += usize::from(chunk.crc32c.is_some());
+            sums += usize::from(source.has_checksum(chunk));
             if let Err(error) = source.verify_chunk(fqn, at, &mut seen) {
                 damaged.entry(in_words(error)).or_default().push(fqn);
             }
