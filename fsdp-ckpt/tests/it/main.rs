@@ -4,11 +4,14 @@
 mod async_save;
 mod cli;
 mod convert;
+mod corpus;
 mod damage;
 mod disk_full;
+mod docs;
 mod export;
 mod failures;
 mod gated;
+mod hostile;
 mod kills;
 mod load;
 mod processes;
