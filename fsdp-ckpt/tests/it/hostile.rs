@@ -36,25 +36,19 @@ pub(crate) fn manifest(bytes: &[u8], dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The files that the manifests of the corpus are about: what two ranks save of a few small tensors.
-#[allow(dead_code)]
+/// Puts the files that the manifests of the corpus are about into `dir`: what two ranks once saved of a few small tensors.
 pub(crate) fn files(dir: &Path) {
-    use std::sync::Arc;
-
-    use fsdp_ckpt::{SaveState, TensorShard, save};
-    use fsdp_core::{Buffer, MeshLayout, process_group::local};
-
-    local::run(2, |group| {
-        let rank = group.rank();
-        let half = |fqn: &str, columns: usize| TensorShard {
-            fqn: fqn.into(),
-            shape: vec![4, columns],
-            region: Region { offsets: vec![2 * rank, 0], sizes: vec![2, columns] },
-            data: Arc::new(Buffer::F32(vec![rank as f32 + 0.5; 2 * columns])),
-        };
-        let step = TensorShard::whole("step", &[], Arc::new(Buffer::I64(vec![10])));
-        let mesh = MeshLayout::new(&[("dp_shard", 2)]).unwrap();
-        let state = SaveState { mesh, tensors: vec![half("a", 3), half("b", 1), step], values: Default::default() };
-        save(dir, &*group, &state).unwrap();
-    });
+    std::fs::create_dir(dir).unwrap();
+    for (name, bytes) in [
+        (
+            "shard-00001-model-00001-of-00001.safetensors",
+            &include_bytes!("fixtures/shard-00001-model-00001-of-00001.safetensors")[..],
+        ),
+        (
+            "shard-00002-model-00001-of-00001.safetensors",
+            &include_bytes!("fixtures/shard-00002-model-00001-of-00001.safetensors")[..],
+        ),
+    ] {
+        std::fs::write(dir.join(name), bytes).unwrap();
+    }
 }

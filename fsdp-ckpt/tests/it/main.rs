@@ -3,6 +3,7 @@
 
 mod async_save;
 mod cli;
+mod cli_damage;
 mod convert;
 mod corpus;
 mod damage;
