@@ -33,13 +33,15 @@ impl Names {
 
     /// Finds out by the source's own names, where none are wanted.
     ///
-    /// Of a model by itself, `model.` may be the FQNs' own: it is the prefix where the optimizer is there too, or `model.model.` is.
+    /// `model.` may be the FQNs' own: in files of a model by itself, it is the prefix where the optimizer is there too, or `model.model.` is.
     pub fn guess(source: &dyn TensorSource) -> Self {
         let names = || source.tensors().keys().chain(source.unreadable().keys());
         let any = |prefix: &str| names().any(|name| name.starts_with(prefix));
         let all = || names().all(|name| name.starts_with(MODEL) || name.starts_with(OPTIM));
         let has_prefix = match source.format() {
             Format::Fsdp => any(MODEL) || any(OPTIM),
+            // Of what is saved so, a model is a part: `{"model": ..., "optim": ...}`.
+            Format::TorchDcp => all(),
             _ => all() && (any(OPTIM) || any("model.model.")),
         };
         Names { has_prefix }

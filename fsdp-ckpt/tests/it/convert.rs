@@ -153,6 +153,33 @@ fn everything_in_one_file_keeps_its_names() {
 }
 
 #[test]
+fn pytorch_gets_every_option_of_its_optimizer_and_gives_them_back() {
+    let (root, src) = fresh();
+    let mesh = line(2);
+    crate::world::world(2, |group| {
+        let mut state = crate::world::state(&zoo(), &mesh, group.rank());
+        let group_of_ours = serde_json::json!([{ "lr": 0.25, "betas": [0.9, 0.95], "params": ["even.weight"] }]);
+        state.values.insert("optim.param_groups".into(), group_of_ours);
+        fsdp_ckpt::save(&src, group, &state).unwrap();
+    });
+    let dcp = root.path().join("dcp");
+    let out = succeeds(&["convert", text(&src), text(&dcp), "--to", "torch-dcp", "--world-size", "3"]);
+    assert!(out.contains(": torch-dcp, 9 tensors, "), "{out}");
+    assert_eq!(list(&dcp), [".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]);
+    let values = open(&dcp).unwrap().values().clone();
+    let option = |key: &str| &values[&format!("optim.param_groups.even.weight.{key}")];
+    assert_eq!((option("lr"), option("amsgrad"), option("fused")), (&0.25.into(), &false.into(), &().into()));
+    assert!(!values.contains_key("optim.param_groups") && values["step"] == 10);
+    assert!(succeeds(&["verify", text(&dcp)]).contains("in 3 files"));
+    succeeds(&["diff", text(&dcp), text(&src)]);
+
+    let back = root.path().join("back");
+    succeeds(&["convert", text(&dcp), text(&back), "--to", "fsdp", "--mesh", "2x2"]);
+    assert_holds(&back, &zoo());
+    assert_eq!(*open(&back).unwrap().values(), values);
+}
+
+#[test]
 fn floating_point_parameters_are_converted_and_nothing_else() {
     let (root, src) = fresh();
     let mut globals = zoo();

@@ -3,12 +3,16 @@
 
 mod async_save;
 mod cli;
+mod cli_damage;
 mod convert;
+mod corpus;
 mod damage;
 mod disk_full;
+mod docs;
 mod export;
 mod failures;
 mod gated;
+mod hostile;
 mod kills;
 mod load;
 mod processes;

@@ -130,9 +130,28 @@ fn print(source: &dyn TensorSource, full: bool, out: &mut dyn Write) -> Result<(
 
     if !source.values().is_empty() {
         writeln!(out, "\nVALUES")?;
-        for (key, value) in source.values() {
-            writeln!(out, "  {key} = {value}")?;
+        for (key, value, count) in values(source.values(), full) {
+            let alike = if count > 1 { format!("  ({count} alike)") } else { String::new() };
+            writeln!(out, "  {key} = {value}{alike}")?;
         }
     }
     Ok(())
+}
+
+/// The values, those of the parameters of PyTorch's optimizers (`optim.param_groups.<fqn>.lr`) once for all that are alike.
+fn values(all: &Map<String, Value>, full: bool) -> Vec<(String, &Value, usize)> {
+    const GROUPS: &str = "optim.param_groups.";
+    let mut shown = Vec::<(String, &Value, usize)>::new();
+    for (key, value) in all {
+        let option = key.strip_prefix(GROUPS).and_then(|rest| rest.rsplit_once('.'));
+        let key = match option {
+            Some((_, option)) if !full => format!("{GROUPS}*.{option}"),
+            _ => key.clone(),
+        };
+        match shown.iter_mut().find(|(known, same, _)| *known == key && *same == value) {
+            Some((.., count)) => *count += 1,
+            None => shown.push((key, value, 1)),
+        }
+    }
+    shown
 }

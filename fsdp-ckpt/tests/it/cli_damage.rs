@@ -1,0 +1,152 @@
+//! Damaged and hostile input as the command's user meets it: one line that says what and where, and a failing status.
+
+use std::path::{Path, PathBuf};
+
+use crate::cli::{fails, fsdp_ckpt, json, succeeds, text};
+use crate::world::{fresh, line, save_all, zoo};
+use serde_json::Value;
+use tempfile::TempDir;
+
+const FILES: [&str; 2] =
+    ["shard-00001-model-00001-of-00001.safetensors", "shard-00002-model-00001-of-00001.safetensors"];
+
+fn saved() -> (TempDir, PathBuf) {
+    let (root, dir) = fresh();
+    save_all(&dir, &zoo(), &line(2));
+    (root, dir)
+}
+
+fn change(path: &Path, change: impl FnOnce(&mut Vec<u8>)) {
+    let mut bytes = std::fs::read(path).unwrap();
+    change(&mut bytes);
+    std::fs::write(path, bytes).unwrap();
+}
+
+/// Every command that reads a checkpoint fails with a line that has all of these parts.
+fn all_fail(dir: &Path, parts: &[&str]) {
+    let dst = dir.with_file_name("dst");
+    for args in [
+        &["inspect", text(dir)][..],
+        &["verify", text(dir)],
+        &["convert", text(dir), text(&dst), "--to", "hf"],
+        &["consolidate", text(dir), text(&dst)],
+        &["diff", text(dir), text(dir)],
+    ] {
+        let message = fails(args);
+        assert!(parts.iter().all(|part| message.contains(part)), "{args:?}: {message}");
+        assert!(!dst.exists());
+    }
+}
+
+#[test]
+fn all_that_is_damaged_is_listed() {
+    let (_root, dir) = saved();
+    for name in FILES {
+        change(&dir.join(name), |bytes| {
+            // In the largest alignment, which comes first, and at the very end.
+            let start = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+            bytes[start] ^= 4;
+            *bytes.last_mut().unwrap() ^= 1;
+        });
+    }
+    let (code, out, err) = fsdp_ckpt(&["verify", text(&dir)]);
+    assert_eq!(code, 1);
+    assert_eq!(out.lines().count(), 4, "{out}");
+    assert_eq!(out.matches("is damaged: its checksum is").count(), 4, "{out}");
+    assert!(FILES.iter().all(|name| out.matches(name).count() == 2), "{out}");
+    assert!(err.contains("4 of its 14 chunks can't be used") && err.lines().count() == 1, "{err}");
+    let (code, out, _) = fsdp_ckpt(&["verify", text(&dir), "--json"]);
+    let found = json(&out);
+    assert_eq!((code, &found["ok"], found["damaged"].as_array().unwrap().len()), (1, &Value::Bool(false), 4));
+
+    // A file whose header is gone is told once, with what it should hold.
+    change(&dir.join(FILES[0]), |bytes| bytes[9] = b'?');
+    let (code, out, _) = fsdp_ckpt(&["verify", text(&dir)]);
+    assert!(code == 1 && out.matches("its header is damaged").count() == 1, "{out}");
+    assert!(out.contains("it holds \"model.buffer\""), "{out}");
+}
+
+#[test]
+fn files_that_are_not_those_that_were_written() {
+    let (_root, dir) = saved();
+    let path = dir.join(FILES[1]);
+    let good = std::fs::read(&path).unwrap();
+    std::fs::write(&path, &good[..good.len() / 2]).unwrap();
+    all_fail(&dir, &[FILES[1], &format!("{} were written", good.len())]);
+    std::fs::remove_file(&path).unwrap();
+    all_fail(&dir, &["holds no file", FILES[1]]);
+    // A link, though it leads to the very bytes.
+    let elsewhere = dir.with_file_name("elsewhere");
+    std::fs::write(&elsewhere, &good).unwrap();
+    std::os::unix::fs::symlink(&elsewhere, &path).unwrap();
+    all_fail(&dir, &[FILES[1], "it is a symbolic link", "put a copy in its place"]);
+    std::fs::remove_file(&path).unwrap();
+    std::fs::write(&path, &good).unwrap();
+    succeeds(&["verify", text(&dir)]);
+}
+
+#[test]
+fn manifests_that_lie() {
+    let (_root, dir) = saved();
+    let path = dir.join("checkpoint.json");
+    let good: Value = json(&std::fs::read_to_string(&path).unwrap());
+    let chunk = "/tensors/model.even.weight/chunks/0";
+    for (at, value, part) in [
+        ("/version".into(), 2.into(), "use a newer fsdp-ckpt"),
+        (format!("{chunk}/file"), "../elsewhere".into(), "not a plain file name"),
+        (format!("{chunk}/file"), "/etc/passwd".into(), "not a plain file name"),
+        (format!("{chunk}/offsets/0"), 3.into(), "overlap"),
+        (format!("{chunk}/sizes/0"), 5.into(), "leave out 5 elements"),
+        (format!("{chunk}/offsets/0"), u64::MAX.into(), "outside its shape"),
+        ("/tensors/model.even.weight/shape/0".into(), (1u64 << 62).into(), "too large to count"),
+        ("/world_size".into(), 3.into(), "not one of 3 ranks"),
+    ] {
+        let mut bad = good.clone();
+        *bad.pointer_mut(&at).unwrap() = value;
+        std::fs::write(&path, bad.to_string()).unwrap();
+        all_fail(&dir, &["checkpoint.json", part]);
+    }
+    // What only the files can tell: another dtype.
+    let mut bad = good.clone();
+    bad["tensors"]["model.even.weight"]["dtype"] = "U32".into();
+    std::fs::write(&path, bad.to_string()).unwrap();
+    let (code, out, _) = fsdp_ckpt(&["verify", text(&dir)]);
+    assert!(code == 1 && out.contains("should be U32 [6, 5], the file has F32 [6, 5]"), "{out}");
+    let message = fails(&["convert", text(&dir), text(&dir.with_file_name("dst")), "--to", "fsdp"]);
+    assert!(message.contains("\"model.even.weight\"") && message.contains("should be U32"), "{message}");
+}
+
+#[test]
+fn what_is_no_checkpoint_at_all() {
+    let root = tempfile::tempdir().unwrap();
+    let file = root.path().join("m.safetensors");
+    for (bytes, part) in [
+        (&b""[..], "it has 0 bytes"),
+        (b"hello, this is text", "claims"),
+        (&u64::MAX.to_le_bytes(), "claims 18446744073709551615 bytes"),
+    ] {
+        std::fs::write(&file, bytes).unwrap();
+        all_fail(&file, &["m.safetensors", "not a whole safetensors file", part]);
+    }
+    let empty = root.path().join("empty");
+    std::fs::create_dir(&empty).unwrap();
+    all_fail(&empty, &["holds no"]);
+    all_fail(Path::new("/dev/null"), &["/dev/null"]);
+    // Nobody writes to this pipe: opening it must not wait for that.
+    let pipe = empty.join("model.safetensors");
+    let made = std::process::Command::new("mkfifo").arg(&pipe).status().unwrap();
+    assert!(made.success());
+    all_fail(&empty, &["holds no"]);
+}
+
+#[test]
+fn hugging_face_caches_are_made_of_links() {
+    let (root, dir) = saved();
+    let (real, cache) = (root.path().join("real"), root.path().join("cache"));
+    succeeds(&["convert", text(&dir), text(&real), "--to", "hf"]);
+    std::fs::create_dir(&cache).unwrap();
+    std::os::unix::fs::symlink(real.join("model.safetensors"), cache.join("model.safetensors")).unwrap();
+    let out = succeeds(&["verify", text(&cache)]);
+    assert!(out.contains("keeps no checksums"), "{out}");
+    succeeds(&["diff", text(&cache), text(&dir)]);
+}
