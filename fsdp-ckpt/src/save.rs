@@ -45,7 +45,10 @@ pub struct SaveSummary {
 /// system that all of them share.
 ///
 /// Files grow in a temporary directory beside `dir`. Once all of them are on disk, rank 0 writes the manifest and gives the directory its name by an
-/// atomic rename. In an object store (`s3://bucket/step-1`), files go to their place under names that no other save uses, and the manifest comes last. Equal shards of several ranks are written by one of them. Ranks wait for the slowest writer, for the group's timeout at most.
+/// atomic rename. Equal shards of several ranks are written by one of them. Ranks wait for the slowest writer, for the group's timeout at most.
+///
+/// In an object store (`s3://bucket/run/step-1`, with the feature `object-store`), files go to their place under names that no other save uses, and the
+/// manifest comes last.
 ///
 /// # Errors
 /// On every rank when any of them fails, naming that rank and its cause ([`Error::Rank`]); nothing is left behind then. [`Error::Shards`] when the ranks'
@@ -170,10 +173,11 @@ fn write_own(store: &dyn Store, rank: usize, plan: &Plan, own: &[Own<'_>], shard
     }
     let parts = own.iter().map(|own| (own.fqn, &plan[own.fqn].chunks[own.chunk].region.offsets[..]));
     let metadata = sharding::metadata(parts)?;
-    let (bytes, checksums) = write_file(store, &store.unique_name(&file_name(rank)), &entries, &metadata, &mut |index, sink| {
-        let Own { fqn, bytes, .. } = own[index];
-        read_bytes(fqn, &*by_name[fqn].data, bytes as usize, sink)
-    })?;
+    let (bytes, checksums) =
+        write_file(store, &store.unique_name(&file_name(rank)), &entries, &metadata, &mut |index, sink| {
+            let Own { fqn, bytes, .. } = own[index];
+            read_bytes(fqn, &*by_name[fqn].data, bytes as usize, sink)
+        })?;
     Ok(Written { bytes: Some(bytes), checksums })
 }
 

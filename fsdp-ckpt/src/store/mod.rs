@@ -235,3 +235,40 @@ pub(crate) fn split(target: &Path) -> Result<(PathBuf, String)> {
     };
     Ok((parent, name.to_string()))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_says_where_it_leads() {
+        let local = |path: &str| match Place::of(Path::new(path)) {
+            Ok(Place::Local(local)) => local.to_str().map(str::to_string),
+            Ok(Place::Object(_)) | Err(_) => None,
+        };
+        for path in ["runs/step-1", "/runs", "a b://c", "://"] {
+            assert_eq!(local(path).as_deref(), Some(path));
+        }
+        assert_eq!(local("file:///runs/step 1").as_deref(), Some("/runs/step 1"));
+        for url in ["s3://bucket/run", "s3a://b/r", "gs://b/r", "az://c/r", "abfss://c@account.dfs.core.windows.net/r"]
+        {
+            assert!(matches!(Place::of(Path::new(url)), Ok(Place::Object(same)) if same == url));
+        }
+        for (url, part) in
+            [("ftp://host/run", "s3://"), ("https://host/run", "s3://"), ("file://host/run", "file:///path")]
+        {
+            assert!(matches!(Place::of(Path::new(url)), Err(error) if error.to_string().contains(part)), "{url}");
+        }
+        assert!(local_path(Path::new("s3://b/r"), "this").is_err_and(|error| error.to_string().contains("this needs")));
+    }
+
+    #[cfg(not(feature = "object-store"))]
+    #[test]
+    fn without_the_feature_its_name_is_told() {
+        let path = Path::new("s3://bucket/step-1");
+        let errors = [store(path).err(), is_file(path).err(), stage(path).err(), staged(path, "x").err()];
+        for error in errors {
+            assert!(error.is_some_and(|error| error.to_string().contains("--features object-store")));
+        }
+    }
+}

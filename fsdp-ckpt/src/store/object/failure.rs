@@ -117,9 +117,9 @@ fn advice(error: &object_store::Error, settings: &Settings) -> String {
         _ if has(&["NoSuchBucket", "ContainerNotFound", "bucket does not exist"]) => {
             "there is no such bucket; create it, or correct its name".into()
         }
-        E::PermissionDenied { .. } | E::Unauthenticated { .. } => format!(
-            "access denied; set {credentials} to credentials that may list, read and write this bucket"
-        ),
+        E::PermissionDenied { .. } | E::Unauthenticated { .. } => {
+            format!("access denied; set {credentials} to credentials that may list, read and write this bucket")
+        }
         E::NotFound { .. } => "there is no such object".into(),
         E::NotImplemented { .. } | E::NotSupported { .. } => "this store can't do it".into(),
         // Without credentials the clients ask the host that a cloud's machines have at this address.

@@ -118,7 +118,9 @@ impl Drop for Upload {
         let aborted = start(TIDY_UP, async move { upload.abort().await }).and_then(Pending::wait);
         if let Err(failure) = aborted {
             let error = failure.at("give up the upload of", &self.url);
-            tracing::warn!("{error}; parts of it may stay in the store until its rule for unfinished uploads removes them");
+            tracing::warn!(
+                "{error}; parts of it may stay in the store until its rule for unfinished uploads removes them"
+            );
         }
     }
 }
