@@ -13,6 +13,8 @@ use crate::Error;
 pub(super) enum Failure {
     /// The store's answer, or that there is none.
     Store(object_store::Error),
+    /// The environment has not what a client needs.
+    Settings(object_store::Error),
     /// It took too long, with all repetitions.
     Late(Duration),
     /// The thread that made it is gone.
@@ -56,6 +58,7 @@ impl Failure {
         let settings = Settings::of(text.split_once("://").map_or("", |(scheme, _)| scheme));
         let reason = match &self {
             Failure::Store(error) => advice(error, &settings),
+            Failure::Settings(_) => format!("its settings are missing or wrong; set {}", settings.credentials),
             Failure::Late(limit) => format!(
                 "no answer within {} s; check {} and the network, or raise FSDP_STORE_TIMEOUT_S",
                 limit.as_secs_f64(),
@@ -65,7 +68,7 @@ impl Failure {
             Failure::NoThreads(cause) => format!("can't start threads: {cause}"),
         };
         let source = match self {
-            Failure::Store(error) => Some(error.into()),
+            Failure::Store(error) | Failure::Settings(error) => Some(error.into()),
             _ => None,
         };
         Error::Object { action, path: url.to_path_buf(), reason, source }
@@ -123,7 +126,7 @@ fn advice(error: &object_store::Error, settings: &Settings) -> String {
         E::NotFound { .. } => "there is no such object".into(),
         E::NotImplemented { .. } | E::NotSupported { .. } => "this store can't do it".into(),
         // Without credentials the clients ask the host that a cloud's machines have at this address.
-        _ if has(&["169.254.169.254", "metadata.google", "metadata/instance", "Account must be specified"]) => {
+        _ if has(&["169.254.169.254", "metadata.google", "metadata/instance"]) => {
             format!("there are no credentials; set {credentials}")
         }
         _ if has(&["URL scheme is not allowed"]) => format!("its endpoint is not https; set {http}=true to allow it"),
@@ -133,7 +136,7 @@ fn advice(error: &object_store::Error, settings: &Settings) -> String {
             Some(HttpErrorKind::Interrupted | HttpErrorKind::Request) => {
                 "the connection broke off; check the network and try again".into()
             }
-            _ => "the request failed".into(),
+            _ => "the store failed or gave a strange answer; try again later".into(),
         },
     }
 }

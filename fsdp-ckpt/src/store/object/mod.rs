@@ -74,16 +74,18 @@ impl ObjectDir {
         Ok(ObjectDir { store, url: PathBuf::from(url), prefix, tag: tag.to_string(), sizes: OnceLock::new() })
     }
 
-    /// Whether the URL is that of an object.
+    /// Whether the URL is that of an object. Where there are objects below it, it is a prefix.
     pub(super) fn is_object(url: &str) -> Result<bool> {
-        let (store, key) = connect(url)?;
-        if key.as_ref().is_empty() {
+        let dir = Self::new(url)?;
+        let below = dir.listing()?;
+        if dir.prefix.as_ref().is_empty() || !below.files.is_empty() || !below.dirs.is_empty() {
             return Ok(false);
         }
+        let (store, key) = (dir.store, dir.prefix);
         match wait(async move { store.head(&key).await.map(drop) }) {
             Ok(()) => Ok(true),
             Err(failure) if failure.is_not_found() => Ok(false),
-            Err(failure) => Err(failure.at("open", Path::new(url))),
+            Err(failure) => Err(failure.at("open", &dir.url)),
         }
     }
 
@@ -213,7 +215,7 @@ fn connect(url: &str) -> Result<(Arc<dyn ObjectStore>, Key)> {
         "gs" => GoogleCloudStorageBuilder::from_env().with_url(&root).with_retry(retry).build().map(shared),
         _ => MicrosoftAzureBuilder::from_env().with_url(&root).with_retry(retry).build().map(shared),
     };
-    let client = built.map_err(|error| Failure::from(error).at("connect to", Path::new(&root)))?;
+    let client = built.map_err(|error| Failure::Settings(error).at("connect to", Path::new(&root)))?;
     clients.insert(root, Arc::clone(&client));
     Ok((client, key))
 }
