@@ -17,7 +17,6 @@ use std::sync::Arc;
 
 pub(crate) use hidden::{sync_dir, unique};
 pub(crate) use local::{LocalDir, LocalFile};
-pub(crate) use staging::discard;
 
 use crate::{Error, Result};
 
@@ -147,6 +146,25 @@ impl<'a> Place<'a> {
                 "{url} is of no known kind; use a directory, or a URL that begins with s3://, gs://, az:// or file://"
             ))),
         }
+    }
+}
+
+/// The path of this host that `path` is, `None` for one of an object store.
+pub(crate) fn on_this_host(path: &Path) -> Result<Option<&Path>> {
+    match Place::of(path)? {
+        Place::Local(path) => Ok(Some(path)),
+        Place::Object(_) => Ok(None),
+    }
+}
+
+/// Removes a checkpoint's directory, so that at no time it seems to be one that is not whole. `false` when another process is at it.
+pub(crate) fn discard(dir: &Path) -> Result<bool> {
+    match Place::of(dir)? {
+        Place::Local(dir) => staging::discard(dir),
+        #[cfg(feature = "object-store")]
+        Place::Object(url) => object::discard(url),
+        #[cfg(not(feature = "object-store"))]
+        Place::Object(url) => Err(without_object_stores(url)),
     }
 }
 

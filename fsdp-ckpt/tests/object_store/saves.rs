@@ -1,11 +1,12 @@
 //! Saving to the server and loading from it.
 
-use std::path::Path;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use fsdp_ckpt::{Checkpoint, Error, MANIFEST, SaveState, TensorSource, latest, save};
+use fsdp_ckpt::{Checkpoint, Error, MANIFEST, SaveState, TensorSource, keep_newest, latest, save};
 use fsdp_core::layout::Region;
 use fsdp_core::{DType, Placement, Readable};
 
@@ -182,6 +183,41 @@ pub(crate) fn a_single_object_is_a_model() {
     let name = names("single/step-1").remove(1);
     let source = fsdp_ckpt::open(&dir.join(&name)).unwrap();
     assert_eq!(source.tensors().len(), zoo().len());
+}
+
+pub(crate) fn old_checkpoints_are_removed() {
+    let run = Path::new("s3://bucket/kept");
+    let steps: Vec<PathBuf> = (1..=4).map(|step| run.join(format!("step-{step}"))).collect();
+    for step in &steps {
+        save_all(step, &zoo(), &line(1));
+    }
+    std::fs::write(server_root().join("objects/bucket/kept/step-2/notes.txt"), "mine").unwrap();
+    let removed = keep_newest(run, NonZeroUsize::MIN, &[&steps[0]]).unwrap();
+    assert_eq!(removed, [steps[2].clone()]);
+    assert!(names("kept/step-3").is_empty());
+    for step in [&steps[0], &steps[1], &steps[3]] {
+        Checkpoint::open(step).unwrap().verify().unwrap();
+    }
+}
+
+/// Runs `fsdp-ckpt` to a good end.
+fn command(args: &[&str]) {
+    assert_cmd::Command::new(env!("CARGO_BIN_EXE_fsdp-ckpt"))
+        .args(args)
+        .timeout(Duration::from_secs(90))
+        .assert()
+        .success();
+}
+
+pub(crate) fn converted_there_and_back() {
+    let first = "s3://bucket/converted/step-1";
+    save_all(Path::new(first), &zoo(), &line(2));
+    for (to, by) in [("torch-dcp", first), ("fsdp", "s3://bucket/converted/torch-dcp")] {
+        let dst = format!("s3://bucket/converted/{to}");
+        command(&["convert", by, &dst, "--to", to]);
+        command(&["diff", first, &dst]);
+    }
+    command(&["verify", "s3://bucket/converted/fsdp"]);
 }
 
 pub(crate) fn file_urls_are_directories() {

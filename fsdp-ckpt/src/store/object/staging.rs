@@ -10,7 +10,19 @@ use super::upload::TIDY_UP;
 use super::{ObjectDir, TAGGED, TENSORS, is_tagged};
 use crate::error::chain;
 use crate::store::{Staging, Store, unique};
-use crate::{Error, Result};
+use crate::{Error, MANIFEST, Result};
+
+/// Deletes a checkpoint: its manifest first, so that it is at no time one that is not whole.
+pub(in crate::store) fn discard(url: &str) -> Result<bool> {
+    let dir = ObjectDir::new(url)?;
+    let mut names: Vec<String> = dir.listing()?.files.into_keys().collect();
+    names.sort_by_key(|name| name != MANIFEST);
+    for name in &names {
+        let (store, key) = (Arc::clone(&dir.store), dir.key(name)?);
+        wait(async move { store.delete(&key).await }).map_err(|failure| failure.at("delete", &dir.url.join(name)))?;
+    }
+    Ok(true)
+}
 
 /// An attempt. Dropped before its manifest is written, it deletes its files.
 pub(in crate::store) struct ObjectStaging {
@@ -83,6 +95,10 @@ impl Staging for ObjectStaging {
                 Ok(None) | Err(_) => return Err(failure.at("write", Path::new(&self.dir.url.join(manifest)))),
             }
         }
+        self.publish()
+    }
+
+    fn publish(mut self: Box<Self>) -> Result<()> {
         self.keep = true;
         self.delete(false);
         Ok(())
