@@ -109,7 +109,7 @@ pub(crate) fn errors_say_what_to_do() {
         (
             url,
             &[("AWS_SECRET_ACCESS_KEY", "wrong")],
-            &["can't read s3://bucket/errors/step-1/checkpoint.json", "access denied", "AWS_ACCESS_KEY_ID"],
+            &["can't list s3://bucket/errors/step-1: access denied", "access denied", "AWS_ACCESS_KEY_ID"],
         ),
         (url, &[("AWS_ACCESS_KEY_ID", "nobody")], &["access denied"]),
         (url, &[("AWS_ENDPOINT", "http://127.0.0.1:1")], &[url, "AWS_ENDPOINT", "the network"]),

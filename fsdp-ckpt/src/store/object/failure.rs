@@ -68,7 +68,8 @@ impl Failure {
             Failure::NoThreads(cause) => format!("can't start threads: {cause}"),
         };
         let source = match self {
-            Failure::Store(error) | Failure::Settings(error) => Some(error.into()),
+            // Its text has those of its causes already.
+            Failure::Store(error) | Failure::Settings(error) => Some(error.to_string().into()),
             _ => None,
         };
         Error::Object { action, path: url.to_path_buf(), reason, source }
@@ -116,13 +117,14 @@ fn advice(error: &object_store::Error, settings: &Settings) -> String {
         next = cause.source();
     }
     let has = |words: &[&str]| words.iter().any(|word| text.contains(word));
+    let denied = format!("access denied; set {credentials} to credentials that may list, read and write this bucket");
     match error {
         _ if has(&["NoSuchBucket", "ContainerNotFound", "bucket does not exist"]) => {
             "there is no such bucket; create it, or correct its name".into()
         }
-        E::PermissionDenied { .. } | E::Unauthenticated { .. } => {
-            format!("access denied; set {credentials} to credentials that may list, read and write this bucket")
-        }
+        E::PermissionDenied { .. } | E::Unauthenticated { .. } => denied,
+        // A refused list comes without a kind.
+        _ if has(&["403 Forbidden", "401 Unauthorized"]) => denied,
         E::NotFound { .. } => "there is no such object".into(),
         E::NotImplemented { .. } | E::NotSupported { .. } => "this store can't do it".into(),
         // Without credentials the clients ask the host that a cloud's machines have at this address.
