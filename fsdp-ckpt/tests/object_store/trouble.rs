@@ -102,10 +102,13 @@ fn inspect(url: &str, env: &[(&str, &str)]) -> String {
     message
 }
 
+/// A URL, the environment, and parts of the message.
+type Case = (&'static str, &'static [(&'static str, &'static str)], &'static [&'static str]);
+
 pub(crate) fn errors_say_what_to_do() {
     let url = "s3://bucket/errors/step-1";
     save_all(Path::new(url), &zoo(), &line(1));
-    let cases: [(&str, &[(&str, &str)], &[&str]); 7] = [
+    let cases: [Case; 7] = [
         (
             url,
             &[("AWS_SECRET_ACCESS_KEY", "wrong")],
