@@ -106,18 +106,18 @@ fn inspect(url: &str, env: &[(&str, &str)]) -> String {
 type Case = (&'static str, &'static [(&'static str, &'static str)], &'static [&'static str]);
 
 pub(crate) fn errors_say_what_to_do() {
-    let url = "s3://bucket/errors/step-1";
-    save_all(Path::new(url), &zoo(), &line(1));
+    const URL: &str = "s3://bucket/errors/step-1";
+    save_all(Path::new(URL), &zoo(), &line(1));
     let cases: [Case; 7] = [
         (
-            url,
+            URL,
             &[("AWS_SECRET_ACCESS_KEY", "wrong")],
             &["can't list s3://bucket/errors/step-1: access denied", "access denied", "AWS_ACCESS_KEY_ID"],
         ),
-        (url, &[("AWS_ACCESS_KEY_ID", "nobody")], &["access denied"]),
-        (url, &[("AWS_ENDPOINT", "http://127.0.0.1:1")], &[url, "AWS_ENDPOINT", "the network"]),
-        (url, &[("AWS_ALLOW_HTTP", "")], &["AWS_ALLOW_HTTP=true"]),
-        (url, &[("FSDP_STORE_TIMEOUT_S", "soon")], &["FSDP_STORE_TIMEOUT_S=\"soon\" is not a number"]),
+        (URL, &[("AWS_ACCESS_KEY_ID", "nobody")], &["access denied"]),
+        (URL, &[("AWS_ENDPOINT", "http://127.0.0.1:1")], &[URL, "AWS_ENDPOINT", "the network"]),
+        (URL, &[("AWS_ALLOW_HTTP", "")], &["AWS_ALLOW_HTTP=true"]),
+        (URL, &[("FSDP_STORE_TIMEOUT_S", "soon")], &["FSDP_STORE_TIMEOUT_S=\"soon\" is not a number"]),
         ("s3://no-such-bucket/step-1", &[], &["no-such-bucket", "there is no such bucket"]),
         ("s3://bucket/errors/step-2", &[], &["s3://bucket/errors/step-2 holds no checkpoint"]),
     ];
