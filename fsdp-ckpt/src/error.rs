@@ -18,6 +18,18 @@ pub enum Error {
         /// The operating system's answer.
         source: io::Error,
     },
+    /// An object store did not do what it was asked for.
+    #[error("can't {action} {}: {reason}", path.display())]
+    Object {
+        /// What was tried: "read", "write", "list", ...
+        action: &'static str,
+        /// The URL of the object or prefix.
+        path: PathBuf,
+        /// What went wrong, and what to do.
+        reason: String,
+        /// The store's own words.
+        source: Option<Box<dyn std::error::Error + Send + Sync>>,
+    },
     /// A file or directory that should be there is not.
     #[error("{} holds no {looked_for}", path.display())]
     NotFound {

@@ -3,8 +3,9 @@
 use std::cmp::Reverse;
 use std::path::{Path, PathBuf};
 
-use crate::error::{chain, io_error};
-use crate::{Checkpoint, Result};
+use crate::error::chain;
+use crate::store::store;
+use crate::{Checkpoint, Error, Result};
 
 /// The newest whole checkpoint under `dir`: the one with the highest number at the end of its name, as in `step-00000010`.
 ///
@@ -12,11 +13,13 @@ use crate::{Checkpoint, Result};
 /// `None` when there is no whole checkpoint, or no directory `dir`: a run that starts from nothing.
 ///
 /// # Errors
-/// [`crate::Error::Io`] when `dir` can't be listed.
+/// [`Error::Io`] when `dir` can't be listed; [`Error::Object`] when an object store does not answer.
 pub fn latest(dir: &Path) -> Result<Option<PathBuf>> {
     for path in newest_first(dir)? {
         match Checkpoint::open(&path) {
             Ok(_) => return Ok(Some(path)),
+            // A store that does not answer says nothing about the checkpoint: an older one would be the wrong one.
+            Err(error @ Error::Object { .. }) => return Err(error),
             Err(error) => tracing::warn!("skipping {}: {}", path.display(), chain(&error)),
         }
     }
@@ -25,20 +28,15 @@ pub fn latest(dir: &Path) -> Result<Option<PathBuf>> {
 
 /// What may be checkpoints under `dir`, by its names. Nothing when there is no directory `dir`.
 pub(crate) fn newest_first(dir: &Path) -> Result<Vec<PathBuf>> {
-    let entries = match std::fs::read_dir(dir) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        entries => entries.map_err(io_error("list", dir))?,
+    let names = match store(dir)?.dirs() {
+        Err(Error::NotFound { .. }) => return Ok(Vec::new()),
+        names => names?,
     };
     let mut candidates = Vec::new();
-    for entry in entries {
-        let path = entry.map_err(io_error("list", dir))?.path();
-        let name = path.file_name().and_then(|name| name.to_str());
+    for name in names {
         // Names with a dot in front are saves in progress.
-        if let Some(name) = name.filter(|name| !name.starts_with('.'))
-            && let Some(step) = step_of(name)
-            && path.is_dir()
-        {
-            candidates.push((Reverse(step), path));
+        if let Some(step) = step_of(&name).filter(|_| !name.starts_with('.')) {
+            candidates.push((Reverse(step), dir.join(name)));
         }
     }
     candidates.sort();

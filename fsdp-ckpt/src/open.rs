@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use crate::hf::{HfModel, INDEX};
-use crate::store::store;
+use crate::store::{is_file, store};
 use crate::torch::{BIN, BIN_INDEX, METADATA, TorchDcp, TorchFile};
 use crate::{Checkpoint, Error, MANIFEST, Result, TensorSource, latest};
 
@@ -13,7 +13,7 @@ use crate::{Checkpoint, Error, MANIFEST, Result, TensorSource, latest};
 /// # Errors
 /// [`Error::NotFound`] when nothing there is of a known format; those of the format.
 pub fn open(path: &Path) -> Result<Box<dyn TensorSource>> {
-    if path.is_file() {
+    if is_file(path)? {
         return Ok(if TorchFile::is_one(path)? {
             Box::new(TorchFile::open(path)?)
         } else {

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use crate::error::{chain, io_error};
 use crate::latest::newest_first;
-use crate::store::discard;
-use crate::{Checkpoint, MANIFEST, Result, TensorSource};
+use crate::store::{discard, on_this_host, store};
+use crate::{Checkpoint, Error, MANIFEST, Result, TensorSource};
 
 /// Removes all whole checkpoints under `dir` but the `keep` newest, by the number at the end of their names, and those in `spare` (what was just written,
 /// and what the run went on from: neither has the highest number after a step back). Returns what was removed. One process calls it, after a save.
@@ -26,10 +26,10 @@ use crate::{Checkpoint, MANIFEST, Result, TensorSource};
 pub fn keep_newest(dir: &Path, keep: NonZeroUsize, spare: &[&Path]) -> Result<Vec<PathBuf>> {
     let mut spared = Vec::with_capacity(spare.len());
     for path in spare {
-        match path.canonicalize() {
+        match resolved(path) {
             Ok(path) => spared.push(path),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-            Err(error) => return Err(io_error("open", path)(error)),
+            Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
         }
     }
     let mut whole = 0;
@@ -43,7 +43,7 @@ pub fn keep_newest(dir: &Path, keep: NonZeroUsize, spare: &[&Path]) -> Result<Ve
             }
         };
         whole += 1;
-        if whole <= keep.get() || spared.contains(&path.canonicalize().map_err(io_error("open", &path))?) {
+        if whole <= keep.get() || spared.contains(&resolved(&path)?) {
             continue;
         }
         if let Some(other) = other_than(&checkpoint, &path)? {
@@ -56,8 +56,21 @@ pub fn keep_newest(dir: &Path, keep: NonZeroUsize, spare: &[&Path]) -> Result<Ve
     Ok(removed)
 }
 
+/// One path for each place. A URL is the only one of its place, but for slashes at its end.
+fn resolved(path: &Path) -> Result<PathBuf> {
+    match on_this_host(path)? {
+        Some(path) => path.canonicalize().map_err(io_error("open", path)),
+        None => Ok(path.components().collect()),
+    }
+}
+
 /// Something in the directory that no save has put there; the directory itself when it is a link.
 fn other_than(checkpoint: &Checkpoint, path: &Path) -> Result<Option<PathBuf>> {
+    let Some(path) = on_this_host(path)? else {
+        let store = store(path)?;
+        let ours = |name: &String| name == MANIFEST || checkpoint.files().contains_key(name);
+        return Ok(store.dirs()?.into_iter().chain(store.list()?).find(|name| !ours(name)).map(PathBuf::from));
+    };
     if path.is_symlink() {
         return Ok(Some(path.to_path_buf()));
     }

@@ -47,6 +47,9 @@ pub struct SaveSummary {
 /// Files grow in a temporary directory beside `dir`. Once all of them are on disk, rank 0 writes the manifest and gives the directory its name by an
 /// atomic rename. Equal shards of several ranks are written by one of them. Ranks wait for the slowest writer, for the group's timeout at most.
 ///
+/// In an object store (`s3://bucket/run/step-1`, with the feature `object-store`), files go to their place under names that no other save uses, and the
+/// manifest comes last.
+///
 /// # Errors
 /// On every rank when any of them fails, naming that rank and its cause ([`Error::Rank`]); nothing is left behind then. [`Error::Shards`] when the ranks'
 /// shards don't make whole tensors, [`Error::Exists`] (within [`Error::Rank`]) when `dir` is there already, [`Error::Group`] when a collective fails.
@@ -87,7 +90,7 @@ pub fn save(dir: &Path, group: &dyn ProcessGroup, state: &SaveState) -> Result<S
     // The chunks' checksums, and the size of the file in front of them.
     let reports = gather(group, written.report())?;
     let committed = match staging {
-        Some(staging) => commit(staging, group, state, &plan, &reports),
+        Some(staging) => commit(staging, &*here, group, state, &plan, &reports),
         None => Ok(()),
     };
     agree(group, "finish the checkpoint", committed)?;
@@ -170,16 +173,18 @@ fn write_own(store: &dyn Store, rank: usize, plan: &Plan, own: &[Own<'_>], shard
     }
     let parts = own.iter().map(|own| (own.fqn, &plan[own.fqn].chunks[own.chunk].region.offsets[..]));
     let metadata = sharding::metadata(parts)?;
-    let (bytes, checksums) = write_file(store, &file_name(rank), &entries, &metadata, &mut |index, sink| {
-        let Own { fqn, bytes, .. } = own[index];
-        read_bytes(fqn, &*by_name[fqn].data, bytes as usize, sink)
-    })?;
+    let (bytes, checksums) =
+        write_file(store, &store.unique_name(&file_name(rank)), &entries, &metadata, &mut |index, sink| {
+            let Own { fqn, bytes, .. } = own[index];
+            read_bytes(fqn, &*by_name[fqn].data, bytes as usize, sink)
+        })?;
     Ok(Written { bytes: Some(bytes), checksums })
 }
 
 /// Rank 0's last steps: the manifest, and the final name.
 fn commit(
     staging: Box<dyn Staging>,
+    store: &dyn Store,
     group: &dyn ProcessGroup,
     state: &SaveState,
     plan: &Plan,
@@ -189,7 +194,7 @@ fn commit(
     let mut checksums = Vec::with_capacity(reports.len());
     for (rank, report) in reports.iter().enumerate() {
         if let Some((bytes, rest)) = report.split_first_chunk::<8>() {
-            files.insert(file_name(rank), FileEntry { bytes: u64::from_le_bytes(*bytes) });
+            files.insert(store.unique_name(&file_name(rank)), FileEntry { bytes: u64::from_le_bytes(*bytes) });
             checksums.push(rest.as_chunks::<4>().0.iter());
         } else {
             checksums.push([].iter());
@@ -208,7 +213,7 @@ fn commit(
             chunks.push(ChunkEntry {
                 offsets: chunk.region.offsets.clone(),
                 sizes: chunk.region.sizes.clone(),
-                file: file_name(chunk.writer),
+                file: store.unique_name(&file_name(chunk.writer)),
                 crc32c: Some(u32::from_le_bytes(*crc)),
             });
         }

@@ -2,14 +2,12 @@
 
 use crate::Result;
 use crate::region::Run;
-use crate::store::ReadAt;
+use crate::store::{Grain, ReadAt};
 
-/// How many bytes of scattered pieces are read at once.
+/// How many bytes are read at once where all are wanted.
 pub(crate) const BLOCK: usize = 1 << 20;
-/// How many bytes are read or written at once where they are summed as well: what stays in a core's cache between the two.
+/// How many bytes are written at once where they are summed as well: what stays in a core's cache between the two.
 pub(crate) const CACHED: usize = 256 << 10;
-/// Bytes between two runs that are cheaper to read and drop than to read around: a disk gives whole pages anyway.
-const GAP: usize = 4096;
 /// More runs than this are not kept for one go.
 const MOST: usize = 1 << 16;
 
@@ -22,14 +20,15 @@ pub(crate) fn read_runs(
     into: &mut [u8],
     seen: &mut dyn FnMut(&[u8]),
 ) -> Result<()> {
+    let Grain { gap, block, .. } = file.grain();
     let mut staging = Vec::new();
     let mut batch: Vec<Run> = Vec::new();
     let mut end = 0;
     for run in runs {
         if let Some(first) = batch.first()
             && (run.src < first.src
-                || run.src > end + GAP
-                || run.src + run.len - first.src > BLOCK
+                || run.src > end + gap
+                || run.src + run.len - first.src > block
                 || batch.len() == MOST)
         {
             read_batch(file, start, &batch, end, &mut staging, into, seen)?;
@@ -55,7 +54,7 @@ fn read_batch(
         [run] => {
             // A single run may be of any length; it goes straight to its place.
             let mut at = start + run.src as u64;
-            for block in into[run.dst..run.dst + run.len].chunks_mut(CACHED) {
+            for block in into[run.dst..run.dst + run.len].chunks_mut(file.grain().piece) {
                 file.read_exact_at(block, at)?;
                 seen(block);
                 at += block.len() as u64;

@@ -14,7 +14,7 @@ use crate::exchange::{agree, from_first};
 use crate::plan::{Plan, negotiate};
 use crate::region::runs;
 use crate::safetensors::{Entry, Layout, read_bytes};
-use crate::store::{sync_dir, unique};
+use crate::store::{local_path, sync_dir, unique};
 use crate::{Error, Result, TensorShard};
 
 /// Writes `model.safetensors` to the directory `dir` (created where it is missing) from every rank's shards, and copies `config_files` (`config.json`,
@@ -28,6 +28,7 @@ use crate::{Error, Result, TensorShard};
 /// On every rank when any of them fails, naming that rank and its cause ([`Error::Rank`]). [`Error::Shards`] when the ranks' shards don't make whole
 /// tensors, [`Error::Exists`] (within [`Error::Rank`]) when `dir` holds weights already, [`Error::Group`] when a collective fails.
 pub fn export(dir: &Path, group: &dyn ProcessGroup, tensors: &[TensorShard], config_files: &[PathBuf]) -> Result<u64> {
+    let dir = agree(group, "start the export", local_path(dir, "an export from shards"))?;
     let plan = negotiate(group, "a model for export", tensors)?;
     let entries: Vec<Entry> = plan
         .iter()

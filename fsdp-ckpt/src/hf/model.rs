@@ -13,7 +13,7 @@ use crate::chunked::Chunked;
 use crate::manifest::{ChunkEntry, FileEntry, TensorEntry, is_plain_file_name};
 use crate::safetensors::SafetensorsFile;
 use crate::source::{Format, TensorSource};
-use crate::store::{LocalDir, Store, store};
+use crate::store::{Store, split, store};
 use crate::{Error, Result};
 
 /// More than any index has.
@@ -95,12 +95,8 @@ impl HfModel {
     /// # Errors
     /// [`Error::NotSafetensors`]; [`Error::Io`].
     pub fn open_file(path: &Path) -> Result<Self> {
-        let name = path.file_name().and_then(|name| name.to_str());
-        let Some(name) = name else {
-            return Err(Error::NotFound { path: path.to_path_buf(), looked_for: "safetensors file".into() });
-        };
-        let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        Self::with_files(path, Arc::new(LocalDir::new(dir)), &[name.to_string()])
+        let (dir, name) = split(path)?;
+        Self::with_files(path, store(&dir)?, &[name])
     }
 
     /// Every tensor of these files; those of several files have the parts that their headers say.

@@ -9,7 +9,7 @@ use serde_json::json;
 use super::{INDEX, SINGLE};
 use crate::convert::Written;
 use crate::safetensors::{Entry, write_file};
-use crate::store::{LocalFile, ReadAt, Store, stage, staged};
+use crate::store::{Store, open_file, stage, staged, store};
 use crate::stream::stream;
 use crate::{Error, Result, TensorSource};
 
@@ -36,7 +36,12 @@ const CONFIG: [&str; 14] = [
 /// # Errors
 /// [`Error::NotFound`] when there is no `config.json`.
 pub fn config_files(dir: &Path) -> Result<Vec<PathBuf>> {
-    let files: Vec<PathBuf> = CONFIG.iter().map(|name| dir.join(name)).filter(|path| path.is_file()).collect();
+    let there = match store(dir)?.list() {
+        Err(Error::NotFound { .. }) => Vec::new(),
+        names => names?,
+    };
+    let files: Vec<PathBuf> =
+        CONFIG.iter().filter(|name| there.iter().any(|there| there == *name)).map(|name| dir.join(name)).collect();
     if files.first().is_none_or(|path| !path.ends_with(CONFIG[0])) {
         return Err(Error::NotFound { path: dir.to_path_buf(), looked_for: CONFIG[0].to_string() });
     }
@@ -112,7 +117,7 @@ fn copy(path: &Path, store: &dyn Store) -> Result<()> {
     let Some(name) = path.file_name().and_then(|name| name.to_str()) else {
         return Err(Error::Argument(format!("{} is not a file to copy", path.display())));
     };
-    let from = LocalFile::open(path)?;
+    let from = open_file(path)?;
     let mut to = store.create(name, from.bytes())?;
     let mut block = vec![0; from.bytes().min(1 << 20) as usize];
     let mut at = 0;

@@ -9,8 +9,8 @@ use safetensors::tensor::{Dtype, Metadata};
 
 use crate::error::did_you_mean;
 use crate::region::{check_request, checked_bytes, runs};
-use crate::scattered::{BLOCK, read_runs};
-use crate::store::{LocalFile, ReadAt};
+use crate::scattered::read_runs;
+use crate::store::{ReadAt, open_file};
 use crate::{Error, Result, TensorInfo};
 
 /// The safetensors library's own limit on a header.
@@ -40,7 +40,7 @@ impl SafetensorsFile {
     /// # Errors
     /// [`Error::Io`]; [`Error::NotSafetensors`] when the header is damaged or does not match the file's size.
     pub fn open(path: &Path) -> Result<Self> {
-        Self::new(Box::new(LocalFile::open(path)?))
+        Self::new(open_file(path)?)
     }
 
     /// Reads the header of a file.
@@ -147,10 +147,11 @@ impl SafetensorsFile {
     pub(crate) fn scan(&self, name: &str, seen: &mut dyn FnMut(&[u8])) -> Result<()> {
         let (stored, dtype) = self.find(name)?;
         let bytes = stored.shape.iter().product::<usize>() * dtype.size();
-        let mut block = vec![0; bytes.min(BLOCK)];
+        let most = self.file.grain().block;
+        let mut block = vec![0; bytes.min(most)];
         let mut at = 0;
         while at < bytes {
-            let block = &mut block[..(bytes - at).min(BLOCK)];
+            let block = &mut block[..(bytes - at).min(most)];
             self.file.read_exact_at(block, stored.start + at as u64)?;
             seen(block);
             at += block.len();

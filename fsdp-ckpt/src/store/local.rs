@@ -58,14 +58,9 @@ impl LocalDir {
     pub(crate) fn new(path: &Path) -> Self {
         LocalDir { path: path.to_path_buf() }
     }
-}
 
-impl Store for LocalDir {
-    fn path(&self) -> &Path {
-        &self.path
-    }
-
-    fn list(&self) -> Result<Vec<String>> {
+    /// The names of its entries that are `wanted`, sorted.
+    fn names(&self, wanted: impl Fn(&std::fs::Metadata) -> bool) -> Result<Vec<String>> {
         let entries = std::fs::read_dir(&self.path).map_err(|error| match error.kind() {
             ErrorKind::NotFound => {
                 Error::NotFound { path: self.path.clone(), looked_for: "checkpoint: there is no such directory".into() }
@@ -77,13 +72,27 @@ impl Store for LocalDir {
             let entry = entry.map_err(io_error("list", &self.path))?;
             // A name that is no text is none of a checkpoint's.
             if let Ok(name) = entry.file_name().into_string()
-                && std::fs::metadata(entry.path()).is_ok_and(|status| status.is_file())
+                && std::fs::metadata(entry.path()).is_ok_and(|status| wanted(&status))
             {
                 names.push(name);
             }
         }
         names.sort_unstable();
         Ok(names)
+    }
+}
+
+impl Store for LocalDir {
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn list(&self) -> Result<Vec<String>> {
+        self.names(std::fs::Metadata::is_file)
+    }
+
+    fn dirs(&self) -> Result<Vec<String>> {
+        self.names(std::fs::Metadata::is_dir)
     }
 
     fn size(&self, name: &str) -> Result<Option<u64>> {

@@ -1,10 +1,13 @@
-//! Where the files of a checkpoint lie: a directory of this host's file systems.
+//! Where the files of a checkpoint lie: a directory of this host's file systems, or a prefix of an object store.
 //!
 //! Formats know files by name, read them at any place and write them from front to back; what a file is, is known here only. A path says which store it
-//! is in.
+//! is in: `s3://bucket/path` and its like are URLs, `file:///path` and everything else are directories of this host. A URL is taken as it is written,
+//! without percent-encoding.
 
 mod hidden;
 mod local;
+#[cfg(feature = "object-store")]
+mod object;
 mod staging;
 mod written_back;
 
@@ -14,7 +17,6 @@ use std::sync::Arc;
 
 pub(crate) use hidden::{sync_dir, unique};
 pub(crate) use local::{LocalDir, LocalFile};
-pub(crate) use staging::discard;
 
 use crate::{Error, Result};
 
@@ -26,8 +28,29 @@ pub(crate) trait ReadAt: Debug + Send + Sync {
     /// Its size.
     fn bytes(&self) -> u64;
 
+    /// How it is best read.
+    fn grain(&self) -> Grain {
+        Grain::LOCAL
+    }
+
     /// Reads as many bytes as `into` has, from `at` on.
     fn read_exact_at(&self, into: &mut [u8], at: u64) -> Result<()>;
+}
+
+/// How much of a file to read at once.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Grain {
+    /// Bytes between two wanted ranges that are cheaper to read and drop than to read around.
+    pub(crate) gap: usize,
+    /// How many bytes of scattered ranges are read at once.
+    pub(crate) block: usize,
+    /// How many bytes of one range are read at once.
+    pub(crate) piece: usize,
+}
+
+impl Grain {
+    /// A disk gives whole pages anyway; a piece stays in a core's cache until it has been summed as well.
+    const LOCAL: Grain = Grain { gap: 4096, block: 1 << 20, piece: 256 << 10 };
 }
 
 /// A new file that grows at its end. Dropped before [`Append::finish`], it is unfinished, or not there.
@@ -47,6 +70,9 @@ pub(crate) trait Store: Debug + Send + Sync {
     /// The names of its files, sorted. [`Error::NotFound`] when there is no such directory.
     fn list(&self) -> Result<Vec<String>>;
 
+    /// The names of the directories in it, sorted. [`Error::NotFound`] as for [`Store::list`].
+    fn dirs(&self) -> Result<Vec<String>>;
+
     /// The size of a file, `None` when there is none of this name.
     fn size(&self, name: &str) -> Result<Option<u64>>;
 
@@ -57,6 +83,11 @@ pub(crate) trait Store: Debug + Send + Sync {
 
     /// Opens a file.
     fn open(&self, name: &str) -> Result<Box<dyn ReadAt>>;
+
+    /// The name to create a file under that no other writer of the same directory uses, for formats that leave the name free.
+    fn unique_name(&self, name: &str) -> String {
+        name.to_string()
+    }
 
     /// Creates a file, which must not exist, that will have `bytes` bytes.
     fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn Append>>;
@@ -89,19 +120,122 @@ pub(crate) trait Staging: Send {
     fn publish(self: Box<Self>) -> Result<()>;
 }
 
-/// The store of a directory's files.
-pub(crate) fn store(dir: &Path) -> Result<Arc<dyn Store>> {
-    Ok(Arc::new(LocalDir::new(dir)))
+/// Where a path leads.
+enum Place<'a> {
+    Local(&'a Path),
+    Object(&'a str),
 }
 
-/// Begins a directory that is to become `target`, which must not exist. What dead writers have left beside it is removed.
+impl<'a> Place<'a> {
+    fn of(path: &'a Path) -> Result<Self> {
+        let Some((scheme, rest)) = path.to_str().and_then(|text| text.split_once("://")) else {
+            return Ok(Place::Local(path));
+        };
+        let url = path.display();
+        match scheme {
+            "file" if rest.starts_with('/') => Ok(Place::Local(Path::new(rest))),
+            "file" => Err(Error::Argument(format!("{url} is not on this host; the form is file:///path"))),
+            "s3" | "s3a" | "gs" | "az" | "adl" | "azure" | "abfs" | "abfss" => {
+                path.to_str().map(Place::Object).ok_or_else(|| Error::Argument(format!("{url} is not text")))
+            }
+            // A directory's name may hold any text.
+            _ if scheme.is_empty() || !scheme.bytes().all(|b| b.is_ascii_alphanumeric() || b"+-.".contains(&b)) => {
+                Ok(Place::Local(path))
+            }
+            _ => Err(Error::Argument(format!(
+                "{url} is of no known kind; use a directory, or a URL that begins with s3://, gs://, az:// or file://"
+            ))),
+        }
+    }
+}
+
+/// The path of this host that `path` is, `None` for one of an object store.
+pub(crate) fn on_this_host(path: &Path) -> Result<Option<&Path>> {
+    match Place::of(path)? {
+        Place::Local(path) => Ok(Some(path)),
+        Place::Object(_) => Ok(None),
+    }
+}
+
+/// Removes a checkpoint's directory, so that at no time it seems to be one that is not whole. `false` when another process is at it.
+pub(crate) fn discard(dir: &Path) -> Result<bool> {
+    match Place::of(dir)? {
+        Place::Local(dir) => staging::discard(dir),
+        #[cfg(feature = "object-store")]
+        Place::Object(url) => object::discard(url),
+        #[cfg(not(feature = "object-store"))]
+        Place::Object(url) => Err(without_object_stores(url)),
+    }
+}
+
+/// The path of this host that `path` is; an object store's is refused, as `purpose` needs files.
+pub(crate) fn local_path<'a>(path: &'a Path, purpose: &str) -> Result<&'a Path> {
+    match Place::of(path)? {
+        Place::Local(path) => Ok(path),
+        Place::Object(url) => Err(Error::Argument(format!("{purpose} needs a directory of this host, not {url}"))),
+    }
+}
+
+/// The store of a directory's files.
+pub(crate) fn store(dir: &Path) -> Result<Arc<dyn Store>> {
+    match Place::of(dir)? {
+        Place::Local(dir) => Ok(Arc::new(LocalDir::new(dir))),
+        #[cfg(feature = "object-store")]
+        Place::Object(url) => Ok(Arc::new(object::ObjectDir::new(url)?)),
+        #[cfg(not(feature = "object-store"))]
+        Place::Object(url) => Err(without_object_stores(url)),
+    }
+}
+
+/// Whether a path leads to a file, not to a directory or nowhere.
+pub(crate) fn is_file(path: &Path) -> Result<bool> {
+    match Place::of(path)? {
+        Place::Local(path) => Ok(path.is_file()),
+        #[cfg(feature = "object-store")]
+        Place::Object(url) => object::ObjectDir::is_object(url),
+        #[cfg(not(feature = "object-store"))]
+        Place::Object(url) => Err(without_object_stores(url)),
+    }
+}
+
+/// Opens a file by its path.
+pub(crate) fn open_file(path: &Path) -> Result<Box<dyn ReadAt>> {
+    match Place::of(path)? {
+        Place::Local(path) => Ok(Box::new(LocalFile::open(path)?)),
+        Place::Object(_) => {
+            let (dir, name) = split(path)?;
+            store(&dir)?.open(&name)
+        }
+    }
+}
+
+/// Begins a directory that is to become `target`, which must not exist. What dead writers of the same target have left is removed, when that is safe.
 pub(crate) fn stage(target: &Path) -> Result<Box<dyn Staging>> {
-    Ok(Box::new(staging::LocalStaging::create(target)?))
+    match Place::of(target)? {
+        Place::Local(target) => Ok(Box::new(staging::LocalStaging::create(target)?)),
+        #[cfg(feature = "object-store")]
+        Place::Object(url) => Ok(Box::new(object::ObjectStaging::create(url)?)),
+        #[cfg(not(feature = "object-store"))]
+        Place::Object(url) => Err(without_object_stores(url)),
+    }
 }
 
 /// What another rank has begun for `target`, by its name.
 pub(crate) fn staged(target: &Path, name: &str) -> Result<Arc<dyn Store>> {
-    Ok(Arc::new(LocalDir::new(&split(target)?.0.join(name))))
+    match Place::of(target)? {
+        Place::Local(target) => Ok(Arc::new(LocalDir::new(&split(target)?.0.join(name)))),
+        #[cfg(feature = "object-store")]
+        Place::Object(url) => Ok(Arc::new(object::ObjectDir::with_tag(url, name)?)),
+        #[cfg(not(feature = "object-store"))]
+        Place::Object(url) => Err(without_object_stores(url)),
+    }
+}
+
+#[cfg(not(feature = "object-store"))]
+fn without_object_stores(url: &str) -> Error {
+    Error::Argument(format!(
+        "{url} is in an object store; this program was built without them: build it with `--features object-store` of fsdp-ckpt"
+    ))
 }
 
 /// A target's parent directory and file name.
@@ -118,4 +252,41 @@ pub(crate) fn split(target: &Path) -> Result<(PathBuf, String)> {
         _ => PathBuf::from("."),
     };
     Ok((parent, name.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_says_where_it_leads() {
+        let local = |path: &str| match Place::of(Path::new(path)) {
+            Ok(Place::Local(local)) => local.to_str().map(str::to_string),
+            Ok(Place::Object(_)) | Err(_) => None,
+        };
+        for path in ["runs/step-1", "/runs", "a b://c", "://"] {
+            assert_eq!(local(path).as_deref(), Some(path));
+        }
+        assert_eq!(local("file:///runs/step 1").as_deref(), Some("/runs/step 1"));
+        for url in ["s3://bucket/run", "s3a://b/r", "gs://b/r", "az://c/r", "abfss://c@account.dfs.core.windows.net/r"]
+        {
+            assert!(matches!(Place::of(Path::new(url)), Ok(Place::Object(same)) if same == url));
+        }
+        for (url, part) in
+            [("ftp://host/run", "s3://"), ("https://host/run", "s3://"), ("file://host/run", "file:///path")]
+        {
+            assert!(matches!(Place::of(Path::new(url)), Err(error) if error.to_string().contains(part)), "{url}");
+        }
+        assert!(local_path(Path::new("s3://b/r"), "this").is_err_and(|error| error.to_string().contains("this needs")));
+    }
+
+    #[cfg(not(feature = "object-store"))]
+    #[test]
+    fn without_the_feature_its_name_is_told() {
+        let path = Path::new("s3://bucket/step-1");
+        let errors = [store(path).err(), is_file(path).err(), stage(path).err(), staged(path, "x").err()];
+        for error in errors {
+            assert!(error.is_some_and(|error| error.to_string().contains("--features object-store")));
+        }
+    }
 }

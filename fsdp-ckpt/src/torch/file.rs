@@ -17,7 +17,7 @@ use super::walk::{Leaf, flatten};
 use crate::manifest::{ChunkEntry, FileEntry, TensorEntry, is_plain_file_name};
 use crate::region::check_request;
 use crate::scattered::BLOCK;
-use crate::store::{LocalDir, ReadAt, Store, store};
+use crate::store::{ReadAt, Store, open_file, split, store};
 use crate::{Error, Format, Result, TensorSource, Verified};
 
 /// The weights of a Hugging Face model in one file of `torch.save`.
@@ -58,13 +58,9 @@ impl TorchFile {
     /// [`Error::NotTorch`] when it is not what `torch.save` of PyTorch 1.6 or newer writes, or its pickle has more than tensors and plain values;
     /// [`Error::TooLarge`]; [`Error::Io`].
     pub fn open(path: &Path) -> Result<Self> {
-        let name = path.file_name().and_then(|name| name.to_str());
-        let Some(name) = name else {
-            return Err(Error::NotFound { path: path.to_path_buf(), looked_for: "file of torch.save".into() });
-        };
-        let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let (_, name) = split(path)?;
         let mut file = Self::empty(path);
-        file.add(name, Arc::from(LocalDir::new(dir).open(name)?))?;
+        file.add(&name, Arc::from(open_file(path)?))?;
         Ok(file)
     }
 
@@ -89,7 +85,7 @@ impl TorchFile {
 
     /// Whether a file is one of `torch.save` by its first bytes, or by its name where these say nothing.
     pub(crate) fn is_one(path: &Path) -> Result<bool> {
-        let file = crate::store::LocalFile::open(path)?;
+        let file = open_file(path)?;
         let mut start = [0; LEGACY.len()];
         let count = file.bytes().min(start.len() as u64) as usize;
         file.read_exact_at(&mut start[..count], 0)?;

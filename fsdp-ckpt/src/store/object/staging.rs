@@ -1,0 +1,114 @@
+//! An attempt to save a checkpoint under a prefix.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use object_store::{ObjectStoreExt, PutMode};
+
+use super::runtime::{Pending, start, wait};
+use super::upload::TIDY_UP;
+use super::{ObjectDir, TAGGED, TENSORS, is_tagged};
+use crate::error::chain;
+use crate::store::{Staging, Store, unique};
+use crate::{Error, MANIFEST, Result};
+
+/// Deletes a checkpoint: its manifest first, so that it is at no time one that is not whole.
+pub(in crate::store) fn discard(url: &str) -> Result<bool> {
+    let dir = ObjectDir::new(url)?;
+    let mut names: Vec<String> = dir.listing()?.files.into_keys().collect();
+    names.sort_by_key(|name| name != MANIFEST);
+    for name in &names {
+        let (store, key) = (Arc::clone(&dir.store), dir.key(name)?);
+        wait(async move { store.delete(&key).await }).map_err(|failure| failure.at("delete", &dir.url.join(name)))?;
+    }
+    Ok(true)
+}
+
+/// An attempt. Dropped before its manifest is written, it deletes its files.
+pub(in crate::store) struct ObjectStaging {
+    dir: ObjectDir,
+    keep: bool,
+}
+
+impl ObjectStaging {
+    /// Begins an attempt under a prefix that holds nothing, or only what other attempts left.
+    pub(in crate::store) fn create(url: &str) -> Result<Self> {
+        let tag: String = unique().chars().filter(|c| c.is_ascii_alphanumeric() || *c == '-').collect();
+        let dir = ObjectDir::with_tag(url, &tag)?;
+        if dir.prefix.as_ref().is_empty() {
+            return Err(Error::Argument(format!("{url} is a whole bucket; name a prefix in it, as in {url}/step-1")));
+        }
+        let there = dir.listing()?;
+        if !there.dirs.is_empty() || there.files.keys().any(|name| !is_tagged(name)) {
+            return Err(Error::Exists { path: dir.url });
+        }
+        if !there.files.is_empty() {
+            tracing::warn!(
+                "{url} holds {} objects of a save that did not finish, or is running; they are deleted when this save has finished",
+                there.files.len()
+            );
+        }
+        Ok(ObjectStaging { dir, keep: false })
+    }
+
+    /// Deletes the files of attempts, of this one or of all others. What can't be deleted does no harm.
+    fn delete(&self, own: bool) {
+        let ours = format!("{TAGGED}{}{TENSORS}", self.dir.tag);
+        let tidy = || -> Result<usize> {
+            let names = self.dir.listing()?.files.into_keys();
+            let names: Vec<String> = names.filter(|name| is_tagged(name) && name.ends_with(&ours) == own).collect();
+            for name in &names {
+                let (store, key) = (Arc::clone(&self.dir.store), self.dir.key(name)?);
+                start(TIDY_UP, async move { store.delete(&key).await })
+                    .and_then(Pending::wait)
+                    .map_err(|failure| failure.at("delete", &self.dir.url.join(name)))?;
+            }
+            Ok(names.len())
+        };
+        match tidy() {
+            Ok(0) => {}
+            Ok(count) => tracing::info!("deleted {count} objects of unfinished saves under {}", self.dir.url.display()),
+            Err(error) => tracing::warn!("{}; a later save to the same prefix tries again", chain(&error)),
+        }
+    }
+}
+
+impl Staging for ObjectStaging {
+    fn name(&self) -> String {
+        self.dir.tag.clone()
+    }
+
+    fn commit(mut self: Box<Self>, manifest: &str, contents: &[u8]) -> Result<()> {
+        let (store, key) = (Arc::clone(&self.dir.store), self.dir.key(manifest)?);
+        let payload = contents.to_vec();
+        let put = wait(async move { store.put_opts(&key, payload.into(), PutMode::Create.into()).await.map(drop) });
+        if let Err(failure) = put {
+            // Without an answer it may still arrive, and then the files are a checkpoint.
+            self.keep = !failure.is_refusal();
+            // A request that is repeated meets what it has written itself.
+            match self.dir.read(manifest, contents.len() as u64) {
+                Ok(Some(found)) if found == contents => {}
+                Ok(Some(_)) | Err(Error::TooLarge { .. }) => {
+                    self.keep = false;
+                    return Err(Error::Exists { path: self.dir.url.clone() });
+                }
+                Ok(None) | Err(_) => return Err(failure.at("write", Path::new(&self.dir.url.join(manifest)))),
+            }
+        }
+        self.publish()
+    }
+
+    fn publish(mut self: Box<Self>) -> Result<()> {
+        self.keep = true;
+        self.delete(false);
+        Ok(())
+    }
+}
+
+impl Drop for ObjectStaging {
+    fn drop(&mut self) {
+        if !self.keep {
+            self.delete(true);
+        }
+    }
+}
