@@ -8,10 +8,11 @@ use std::time::Duration;
 use fsdp_ckpt::{AsyncSaver, Checkpoint, Error, SaveState, TensorShard, TensorSource, WhenBusy};
 use fsdp_core::layout::Region;
 use fsdp_core::process_group::{Options, local};
-use fsdp_core::{Buffer, DType, ProcessGroup, Readable};
+use fsdp_core::{Buffer, DType, Placement, ProcessGroup, Readable};
 
 use crate::gated::{Gate, Gated};
-use crate::world::{fresh, line, list, state, zoo};
+use crate::processes::Job;
+use crate::world::{Global, fresh, line, list, state, zoo};
 
 /// Memory that changes, as a parameter's does.
 struct Changing(Mutex<Vec<f32>>);
@@ -154,4 +155,32 @@ fn a_rank_that_goes_away_does_not_hang_the_others() {
     });
     assert_eq!(list(root.path()), ["step-00000010"]);
     Checkpoint::open(&dir).unwrap().verify().unwrap();
+}
+
+pub(crate) fn dies_while_saving(group: Arc<dyn ProcessGroup>, root: &Path) {
+    let large = Global::new("large", DType::F32, &[4_000_000], &[Placement::Shard(0)]);
+    let state = state(&[large], &line(2), group.rank());
+    let mut saver = AsyncSaver::new(group.clone(), WhenBusy::Wait).unwrap();
+    saver.save(&root.join("step-00000010"), &state).unwrap();
+    saver.wait().unwrap();
+    saver.save(&root.join("step-00000020"), &state).unwrap();
+    if group.rank() == 1 {
+        rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL).unwrap();
+    }
+    let error = saver.wait().unwrap_err();
+    let source = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
+    println!("says: {error}: {source}");
+}
+
+#[test]
+fn a_rank_that_is_killed_while_it_saves_fails_the_others_and_the_checkpoint_before_stays() {
+    let (root, dir) = fresh();
+    let outcomes = Job::start("dies_while_saving", root.path(), 2, "").outcomes();
+    assert!(outcomes[0].contains("rank 1") && outcomes[1].contains("signal"), "{outcomes:?}");
+    Checkpoint::open(&dir).unwrap().verify().unwrap();
+    let left = list(root.path());
+    assert!(left.iter().all(|name| name.starts_with("step-")), "{left:?}");
+    for name in left {
+        Checkpoint::open(&root.path().join(name)).unwrap().verify().unwrap();
+    }
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use fsdp_core::process_group::{Options, shm};
 use fsdp_core::{ProcessGroup, RankEnv};
 
-use crate::{disk_full, kills};
+use crate::{async_save, disk_full, kills};
 
 /// Nothing takes this long unless it hangs.
 const HANG: Duration = Duration::from_secs(100);
@@ -24,6 +24,7 @@ fn run_as_a_rank() {
     let group: Arc<dyn ProcessGroup> = shm::connect(&RankEnv::from_env().unwrap(), options).unwrap();
     match role.as_str() {
         "saves_for_ever" => kills::saves_for_ever(group, Path::new(&root)),
+        "dies_while_saving" => async_save::dies_while_saving(group, Path::new(&root)),
         "saves_too_much" => disk_full::saves_too_much(&*group, Path::new(&root)),
         other => panic!("no role {other}"),
     }
@@ -80,7 +81,7 @@ impl Job {
             child.stderr.take().unwrap().read_to_string(&mut text).unwrap();
             match text.lines().find_map(|line| line.split_once("says: ")) {
                 Some((_, said)) => said.to_string(),
-                None => format!("{status:?}: {text}"),
+                None => format!("{}: {text}", status.map_or("hung".into(), |status| status.to_string())),
             }
         };
         self.0.iter_mut().map(said).collect()
