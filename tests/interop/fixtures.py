@@ -1,9 +1,9 @@
-"""Writes the small PyTorch files that fsdp-ckpt's own tests read: python fixtures.py [DIRECTORY]."""
+"""Writes the small PyTorch files that fsdp-ckpt's own tests read: python fixtures.py."""
 
 import collections
 import fractions
 import pathlib
-import sys
+import shutil
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 HERE = pathlib.Path(__file__).resolve().parent
 TARGET = HERE.parent.parent / "fsdp-ckpt" / "tests" / "it" / "torch" / "fixtures"
+SEED = HERE.parent.parent / "fuzz" / "corpus" / "dcp_metadata" / "torch"
 
 
 def tensors():
@@ -33,7 +34,7 @@ def tensors():
 
 
 def main():
-    target = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else TARGET
+    target = TARGET
     target.mkdir(parents=True, exist_ok=True)
     state = collections.OrderedDict(tensors())
     state["flags"] = torch.tensor([True, False])
@@ -70,6 +71,8 @@ def main():
         "state": 2**127,
     }
     dcp.save(state, checkpoint_id=target / "dcp", no_dist=True)
+    # The seed of a fuzz target, which reads the same files.
+    shutil.copy(target / "dcp" / ".metadata", SEED)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ CONVERT is the command that converts: CONVERT SRC DST --to fsdp|torch-dcp --worl
 A run is started in PyTorch FSDP2 on two ranks, saved in PyTorch's formats, taken over to ours and back, and each stop is compared to the bit.
 """
 
+import json
 import pathlib
 import subprocess
 import sys
@@ -36,6 +37,15 @@ def model():
     )
 
 
+def sharded():
+    net = model()
+    for layer in net:
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer)
+    fully_shard(net)
+    return net
+
+
 def optimizer(net):
     return torch.optim.AdamW(net.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
 
@@ -60,11 +70,7 @@ def rank_main(rank, root):
     """One of two FSDP2 ranks: trains and saves."""
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2)
-    net = model()
-    for layer in net:
-        if any(True for _ in layer.parameters()):
-            fully_shard(layer)
-    fully_shard(net)
+    net = sharded()
     optim = trained(net)
     state = dict(zip(("model", "optim"), get_state_dict(net, optim, options=FLAT)))
     dcp.save({**state, "step": STEPS, "data": {"epoch": 1, "name": "tokens"}}, checkpoint_id=root / "classic")
@@ -74,6 +80,40 @@ def rank_main(rank, root):
         torch.save({**state, "step": STEPS}, root / "full.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def rank_back(rank, root, path):
+    """One of two FSDP2 ranks: goes on from what was converted."""
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous-back", rank=rank, world_size=2)
+    net = sharded()
+    for parameter in net.parameters():
+        torch.nn.init.zeros_(parameter)
+    optim = optimizer(net)
+    state = dict(zip(("model", "optim"), get_state_dict(net, optim, options=FLAT)))
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(net, optim, model_state_dict=state["model"], optim_state_dict=state["optim"], options=FLAT)
+    full = dict(zip(("model", "optim"), get_state_dict(net, optim, options=FULL)))
+    if rank == 0:
+        same(flat(full), flat(torch.load(root / "full.pt")), "classic, by PyTorch FSDP2 on 2 ranks")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def grouped(path):
+    """Gives a checkpoint of ours the hyper-parameters as our own optimizer saves them."""
+    manifest = json.loads((path / "checkpoint.json").read_text())
+    values = manifest["values"]
+    group = {"params": []}
+    for key in [key for key in values if key.startswith("optim.param_groups.")]:
+        fqn, name = key.removeprefix("optim.param_groups.").rsplit(".", 1)
+        value = values.pop(key)
+        if name in ("lr", "betas", "eps", "weight_decay"):
+            group[name] = value
+        if name == "lr":
+            group["params"].append(fqn)
+    values["optim.param_groups"] = [group]
+    (path / "checkpoint.json").write_text(json.dumps(manifest))
 
 
 def convert(source, target, to, world_size):
@@ -141,6 +181,10 @@ def main():
             for seed in range(STEPS, STEPS + 3):
                 assert step(net, optim, seed) == step(other, other_optim, seed)
         print("ok  losses after the way there and back are equal")
+        mp.start_processes(rank_back, args=(root, root / "back-3"), nprocs=2, start_method="spawn")
+        grouped(root / "ours")
+        convert(root / "ours", root / "back-grouped", "torch-dcp", 2)
+        same(load_classic(root / "back-grouped")[0], expected, "ours with one group of hyper-parameters to classic")
 
         # The other formats that PyTorch writes.
         convert(root / "full.pt", root / "from-pt", "torch-dcp", 2)

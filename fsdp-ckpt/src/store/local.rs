@@ -5,6 +5,8 @@ use std::io::ErrorKind;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use rustix::fs::OFlags;
+
 use super::written_back::WrittenBack;
 use super::{Append, ReadAt, Store};
 use crate::error::io_error;
@@ -21,9 +23,9 @@ pub(crate) struct LocalFile {
 impl LocalFile {
     /// Opens a regular file.
     pub(crate) fn open(path: &Path) -> Result<Self> {
-        // A pipe that nobody writes to must not be waited for; to a regular file the flag means nothing.
-        let flags = rustix::fs::OFlags::NONBLOCK.bits() as i32;
-        let file = File::options().read(true).custom_flags(flags).open(path).map_err(io_error("open", path))?;
+        // A pipe that nobody writes to would be waited for; a regular file knows no difference.
+        let options = OFlags::NONBLOCK.bits() as i32;
+        let file = File::options().read(true).custom_flags(options).open(path).map_err(io_error("open", path))?;
         let status = file.metadata().map_err(io_error("open", path))?;
         if !status.is_file() {
             return Err(io_error("open", path)(std::io::Error::other("it is not a regular file")));

@@ -243,6 +243,12 @@ fn links_and_directories_are_no_files() {
     std::fs::remove_file(&path).unwrap();
     std::fs::create_dir(&path).unwrap();
     assert!(TorchDcp::open(root.path()).is_err());
+    // A pipe is not waited for.
+    let path = root.path().join(".metadata");
+    std::fs::remove_file(&path).unwrap();
+    rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+    let error = TorchDcp::open(root.path()).unwrap_err();
+    assert!(format!("{error:?}").contains("not a regular file"), "{error:?}");
 }
 
 fn flipped(mut bytes: Vec<u8>, flips: &[(usize, u8)]) -> Vec<u8> {

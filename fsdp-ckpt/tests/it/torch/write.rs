@@ -50,6 +50,25 @@ fn a_checkpoint_of_pytorch_is_written_again() {
 }
 
 #[test]
+fn the_command_writes_it() {
+    let root = tempfile::tempdir().unwrap();
+    let (source, dst) = (recorded("llama_tiny/dcp_step10"), root.path().join("dcp"));
+    let command = |more: &[&str]| {
+        let mut command = assert_cmd::Command::cargo_bin("fsdp-ckpt").unwrap();
+        let output = command.args(["convert".as_ref(), &*source, &dst]).args(["--to", "torch-dcp"]).args(more).output();
+        let output = output.unwrap();
+        (output.status.code(), String::from_utf8([output.stdout, output.stderr].concat()).unwrap())
+    };
+    let (code, said) = command(&["--mesh", "2x2"]);
+    assert!(code == Some(2) && said.contains("--mesh can't be used with --to torch-dcp"), "{said}");
+    let (code, said) = command(&["--world-size", "3"]);
+    assert!(code == Some(0) && said.contains("torch-dcp, 84 tensors"), "{said}");
+    assert_same_tensors(&TorchDcp::open(&dst).unwrap(), &*open(&source).unwrap());
+    let (code, said) = command(&[]);
+    assert!(code == Some(1) && said.contains("exists already"), "{said}");
+}
+
+#[test]
 fn hyper_parameters_are_those_of_every_parameter_with_state() {
     let (root, dir) = fresh();
     save_all(&dir, &zoo(), &line(1));
