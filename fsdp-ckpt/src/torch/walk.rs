@@ -57,7 +57,7 @@ struct Walk<'p, 'a> {
 
 impl<'p, 'a> Walk<'p, 'a> {
     fn new(pickle: &'p Pickle<'a>) -> Self {
-        Walk { pickle, left: pickle.bytes().saturating_mul(64).saturating_add(1 << 20) }
+        Walk { pickle, left: pickle.bytes().saturating_mul(64).saturating_add(1 << 12) }
     }
 
     fn spend(&mut self, count: usize, depth: usize) -> Result<(), Stop> {
