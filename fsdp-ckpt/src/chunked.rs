@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use fsdp_core::layout::Region;
 
+use crate::checksum::Checksum;
 use crate::manifest::{ChunkEntry, FileEntry, TensorEntry};
 use crate::region::{Span, check_request};
 use crate::safetensors::SafetensorsFile;
@@ -33,9 +34,9 @@ impl Chunked {
             let file = self.file(fqn, tensor, chunk)?;
             let parts = [&stored, region, &part];
             if part == stored && chunk.crc32c.is_some() {
-                let mut crc = 0;
-                file.read_part(fqn, parts, into, &mut |bytes| crc = crc32c::crc32c_append(crc, bytes))?;
-                check_crc(&file, fqn, chunk, crc)?;
+                let mut checksum = Checksum::new();
+                file.read_part(fqn, parts, into, &mut |bytes| checksum.update(bytes))?;
+                check_crc(&file, fqn, chunk, checksum.value())?;
             } else {
                 file.read_part(fqn, parts, into, &mut |_| ())?;
             }
@@ -56,12 +57,12 @@ impl Chunked {
             return Err(Error::Request { tensor: fqn.to_string(), reason });
         };
         let file = self.file(fqn, tensor, chunk)?;
-        let mut crc = 0;
+        let mut checksum = Checksum::new();
         file.scan(fqn, &mut |bytes| {
-            crc = crc32c::crc32c_append(crc, bytes);
+            checksum.update(bytes);
             seen(bytes.len() as u64);
         })?;
-        check_crc(&file, fqn, chunk, crc)
+        check_crc(&file, fqn, chunk, checksum.value())
     }
 
     /// The file of a chunk, which must hold it as the tensor's entry says.

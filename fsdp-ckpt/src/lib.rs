@@ -28,6 +28,7 @@ compile_error!("safetensors files are little-endian, and this crate copies memor
 mod async_save;
 mod cast;
 mod checkpoint;
+mod checksum;
 mod chunked;
 pub mod convert;
 mod diff;

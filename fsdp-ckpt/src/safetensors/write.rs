@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use fsdp_core::Readable;
 
 use super::{Entry, Layout};
+use crate::checksum::Checksum;
 use crate::scattered::CACHED;
 use crate::store::Store;
 use crate::{Error, Result};
@@ -28,17 +29,19 @@ pub(crate) fn write_file(
     for &index in &layout.order {
         let expected = layout.ranges[index].end - layout.ranges[index].start;
         let mut written = 0;
+        let mut checksum = Checksum::new();
         data(index, &mut |bytes| {
             written += bytes.len() as u64;
             if written > expected {
                 return Ok(());
             }
             for piece in bytes.chunks(CACHED) {
-                checksums[index] = crc32c::crc32c_append(checksums[index], piece);
+                checksum.update(piece);
                 file.append(piece)?;
             }
             Ok(())
         })?;
+        checksums[index] = checksum.value();
         if written != expected {
             let reason = format!("it gave {written} bytes, {expected} are expected");
             return Err(Error::Unreadable { tensor: entries[index].name.clone(), reason });

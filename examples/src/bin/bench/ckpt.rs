@@ -26,9 +26,9 @@ pub(crate) struct Args {
     /// Where to write; a directory there is made and removed again.
     #[arg(long, default_value = ".")]
     dir: PathBuf,
-    /// The number of ranks that the figures are meant for; an error when there are others.
-    #[arg(long)]
-    world: Option<usize>,
+    /// Ranks to start; under a launcher, how many it must have started.
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
+    pub(crate) world: Option<u16>,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -59,9 +59,9 @@ const ALIGN: usize = 4096;
 pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
     let size = world.size();
     ensure!(
-        args.world.is_none_or(|wanted| wanted == size),
+        args.world.is_none_or(|wanted| usize::from(wanted) == size),
         "there are {size} ranks, not {}: start them with fsdp-launch --nproc-per-node {0}",
-        args.world.unwrap_or(size)
+        args.world.unwrap_or_default()
     );
     let group = world.group();
     let rows = (args.mib as usize * (1 << 20) / 4 / TENSORS / COLUMNS).max(size);

@@ -3,6 +3,7 @@
 mod ckpt;
 mod collectives;
 mod memory;
+mod ranks;
 
 use std::process::ExitCode;
 
@@ -15,6 +16,8 @@ static ALLOCATOR: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
 /// Measures candle-fsdp on this machine. Start it under fsdp-launch:
 ///
 ///     fsdp-launch --nproc-per-node 2 bench collectives
+///
+/// `bench ckpt --world 2` starts its ranks by itself.
 #[derive(Parser)]
 #[command(version, verbatim_doc_comment)]
 struct Cli {
@@ -34,6 +37,15 @@ enum What {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
+    if let What::Ckpt(ckpt::Args { world: Some(world), .. }) = cli.what
+        && world > 1
+        && std::env::var_os("WORLD_SIZE").is_none()
+    {
+        return ranks::start(usize::from(world)).unwrap_or_else(|error| {
+            eprintln!("Error: {error:#}");
+            ExitCode::FAILURE
+        });
+    }
     fsdp_examples::job::run(|world| match cli.what {
         What::Ckpt(args) => ckpt::run(&args, world),
         What::Collectives(args) => collectives::run(&args, world),

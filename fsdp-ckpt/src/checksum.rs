@@ -1,0 +1,36 @@
+//! The checksum of a chunk: CRC-32C.
+
+use crc_fast::{CrcAlgorithm, Digest};
+
+/// A checksum of bytes that come in pieces.
+pub(crate) struct Checksum(Digest);
+
+impl Checksum {
+    pub(crate) fn new() -> Self {
+        Checksum(Digest::new(CrcAlgorithm::Crc32Iscsi))
+    }
+
+    pub(crate) fn update(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
+    pub(crate) fn value(&self) -> u32 {
+        // A checksum of 32 bits in a type for those of 64 as well.
+        self.0.finalize() as u32
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_is_castagnolis() {
+        // The check value of the catalogue of CRCs, and RFC 3720, B.4.
+        for (bytes, value) in [(&b"123456789"[..], 0xe306_9283), (&[0; 32], 0x8a91_36aa), (&[0xff; 32], 0x62a8_ab43)] {
+            let mut checksum = Checksum::new();
+            bytes.chunks(5).for_each(|piece| checksum.update(piece));
+            assert_eq!(checksum.value(), value);
+        }
+    }
+}
