@@ -1,6 +1,6 @@
 //! A source as it is to be written: some of its tensors, under other names and in other dtypes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{Debug, Formatter};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -90,6 +90,20 @@ impl<'a> View<'a> {
         Ok(self)
     }
 
+    /// Shows the tensor `of` under the name `alias`, too: a parameter that two layers share is one here, and two in the state dict of a PyTorch module.
+    ///
+    /// # Errors
+    /// [`Error::MissingTensor`] when there is no `of`; [`Error::Argument`] when there is an `alias` already.
+    pub fn alias(mut self, alias: &str, of: &str) -> Result<Self> {
+        let tensor = self.tensor(of)?.clone();
+        if self.tensors.contains_key(alias) {
+            return Err(Error::Argument(format!("{} has a tensor \"{alias}\" already", self.path().display())));
+        }
+        self.tensors.insert(alias.to_string(), tensor);
+        self.from.insert(alias.to_string(), self.from[of].clone());
+        Ok(self)
+    }
+
     /// `seen` is told the bytes of the source as they are read.
     pub fn on_read(mut self, seen: &'a (dyn Fn(u64) + Send + Sync)) -> Self {
         self.seen = Some(seen);
@@ -98,7 +112,8 @@ impl<'a> View<'a> {
 
     /// The tensors of the source that are left out.
     pub fn left_out(&self) -> usize {
-        self.source.tensors().len() - self.tensors.len()
+        let shown: BTreeSet<&String> = self.from.values().collect();
+        self.source.tensors().len() - shown.len()
     }
 
     /// How many tensors change from one dtype to another.

@@ -180,6 +180,34 @@ fn pytorch_gets_every_option_of_its_optimizer_and_gives_them_back() {
 }
 
 #[test]
+fn a_shared_parameter_is_written_under_both_names() {
+    let (root, src) = fresh();
+    save_all(&src, &zoo(), &line(2));
+    let dcp = root.path().join("dcp");
+    let alias = "--alias=model.head.weight=model.even.weight";
+    let out = succeeds(&["convert", text(&src), text(&dcp), "--to", "torch-dcp", "--world-size", "2", alias]);
+    assert!(out.contains(": torch-dcp, 10 tensors, ") && !out.contains("left out"), "{out}");
+    let source = open(&dcp).unwrap();
+    let whole = |name| {
+        let mut bytes = vec![0; 240];
+        source.read(name, &Region::whole(&[12, 5]), &mut bytes).unwrap();
+        bytes
+    };
+    assert_eq!(whole("model.head.weight"), zoo()[0].bytes);
+    assert_eq!(whole("model.even.weight"), zoo()[0].bytes);
+    for (alias, part) in [
+        ("a=model.nothing", "has no tensor \"model.nothing\""),
+        ("model.even.weight=model.norm.weight", "has a tensor \"model.even.weight\" already"),
+    ] {
+        let to = root.path().join("none");
+        let said = fails(&["convert", text(&src), text(&to), "--to", "fsdp", "--alias", alias]);
+        assert!(said.contains(part) && !to.exists(), "{said}");
+    }
+    let (code, _, said) = fsdp_ckpt(&["convert", text(&src), "none", "--to", "fsdp", "--alias", "a"]);
+    assert!(code == 2 && said.contains("an alias is NEW=OLD"), "{said}");
+}
+
+#[test]
 fn floating_point_parameters_are_converted_and_nothing_else() {
     let (root, src) = fresh();
     let mut globals = zoo();

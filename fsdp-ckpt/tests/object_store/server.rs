@@ -57,6 +57,7 @@ impl Server {
             .envs(settings.map(|(name, value)| (format!("AWS_{name}"), value)))
             .env("AWS_ACCESS_KEY_ID", "key")
             .env("AWS_SECRET_ACCESS_KEY", "secret")
+            .env("NO_PROXY", "*")
     }
 
     pub(crate) fn wait_for_request(&self, part: &str) {

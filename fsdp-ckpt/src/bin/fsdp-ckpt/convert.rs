@@ -69,6 +69,12 @@ pub(crate) struct Convert {
     /// With --to hf: copy config.json and the tokenizer's files from this directory.
     #[arg(long, value_name = "DIR")]
     config_from: Option<PathBuf>,
+    /// Write the tensor OLD under the name NEW as well, both as the destination has them; may be given several times.
+    ///
+    /// A parameter that two layers share is one here and two in PyTorch's state dict of such a model: GPT-2's
+    /// model.lm_head.weight=model.transformer.wte.weight.
+    #[arg(long, value_name = "NEW=OLD", value_parser = alias)]
+    alias: Vec<(String, String)>,
     /// Leave out tensors of dtypes that can't be read.
     #[arg(long)]
     skip_unreadable: bool,
@@ -99,6 +105,13 @@ pub(crate) struct Consolidate {
 
 fn world_size(text: &str) -> Result<MeshLayout, String> {
     layout(&[("dp_shard", ranks(text)?)])
+}
+
+fn alias(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((new, old)) if !new.is_empty() && !old.is_empty() => Ok((new.into(), old.into())),
+        _ => Err("an alias is NEW=OLD, two names of tensors".into()),
+    }
 }
 
 fn mesh(text: &str) -> Result<MeshLayout, String> {
@@ -159,6 +172,9 @@ impl Convert {
         };
         if let Some(dtype) = self.dtype {
             view = view.dtype(dtype.dtype())?;
+        }
+        for (alias, of) in &self.alias {
+            view = view.alias(alias, of).with_context(|| format!("--alias {alias}={of}"))?;
         }
         work.write(view, name, self.json, &|view| match self.to {
             To::Fsdp => {
