@@ -1,6 +1,6 @@
 //! The command line of `train`.
 
-use std::{ffi::OsString, num::NonZeroUsize, path::PathBuf};
+use std::{ffi::OsString, path::PathBuf};
 
 use candle_core::DType;
 use clap::{
@@ -161,8 +161,8 @@ pub(crate) struct Args {
     pub(crate) save_every: usize,
 
     /// Keep the newest N checkpoints of this run and remove older ones after each save [default: keep all]
-    #[arg(long, value_name = "N", help_heading = "Run")]
-    pub(crate) keep: Option<NonZeroUsize>,
+    #[arg(long, value_name = "N", value_parser = count, help_heading = "Run")]
+    pub(crate) keep: Option<usize>,
 
     /// Write checkpoints in the background: training stops only while they are copied in memory, which takes once more the memory of a rank's state
     #[arg(long, help_heading = "Run")]
@@ -353,6 +353,7 @@ mod tests {
     fn nonsense_is_refused_with_the_flag_and_what_it_must_be() {
         for (flag, bad, expected) in [
             ("--steps", &["0", "-1", "x", "1.5"][..], "whole number of at least 1"),
+            ("--keep", &["0", "all"], "whole number of at least 1"),
             ("--batch-size", &["0", "-1", "x", "99999999999999999999999"], "whole number of at least 1"),
             ("--seq-len", &["0", "-5", ""], "whole number of at least 1"),
             ("--grad-accum", &["0"], "whole number of at least 1"),

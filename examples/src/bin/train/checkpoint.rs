@@ -33,12 +33,13 @@ impl<'a> Checkpoints<'a> {
     pub(crate) fn new(args: &Args, world: &'a World) -> anyhow::Result<Self> {
         let sequences_per_step = args.sequences_per_step(world.size());
         let places = Places::new(args, world)?;
-        let saver = match (args.async_save, args.keep) {
+        let keep = args.keep.and_then(NonZeroUsize::new);
+        let saver = match (args.async_save, keep) {
             (false, _) => None,
             (true, None) => Some(AsyncSaver::new(world.group().clone(), WhenBusy::Wait)?),
             (true, Some(keep)) => Some(AsyncSaver::new(world.group().clone(), WhenBusy::Wait)?.keep_newest(keep)),
         };
-        Ok(Checkpoints { places, world, sequences_per_step, keep: args.keep, saver })
+        Ok(Checkpoints { places, world, sequences_per_step, keep, saver })
     }
 
     /// Loads the checkpoint to go on from, if there is one; tells how far it had come.
