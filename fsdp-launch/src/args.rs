@@ -1,57 +1,130 @@
 //! The command line, in `torchrun`'s names. Every option is also understood with underscores for dashes, as `torchrun` does.
 
-use std::{ffi::OsString, num::NonZeroU16, str::FromStr, time::Duration};
+use std::{
+    ffi::{OsStr, OsString},
+    num::NonZeroU16,
+    path::PathBuf,
+    time::Duration,
+};
 
-use clap::Parser;
+use clap::{ArgAction, Parser, builder::FalseyValueParser};
+use clap_complete::Shell;
 
-use crate::{LaunchSpec, Result, find_program};
-
-const AFTER_HELP: &str = "\
-Example:
-  fsdp-launch --nproc-per-node 2 train --steps 100
-
-builds the binary or example `train` of the Cargo workspace you are in (release mode) and starts it twice, as rank 0 and rank 1. \
-A name that is no target of a workspace is looked for beside fsdp-launch, then in PATH; a PROGRAM with a '/' in it is a path:
-  fsdp-launch --nproc-per-node auto ./target/release/train
-  fsdp-launch --nproc-per-node 2 python3 train.py
-
-Each rank finds who it is in RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID and the other \
-variables that torchrun sets. RAYON_NUM_THREADS and OMP_NUM_THREADS are set to cores / ranks unless you set them.
-
-Output is printed line by line behind `[rank N] `. Where stderr is a terminal, rank 0's stderr goes there directly, so that its progress bar shows. \
-The ranks' stdin is empty.
-
-The first rank that fails ends the others: SIGTERM, then SIGKILL after --shutdown-timeout. (If it failed by an exit code, SIGTERM comes 0.3 s later, so \
-that ranks which find the same thing wrong tell it.) The exit code is that rank's, or 128 + the number of the \
-signal that killed it. Ctrl-C (also SIGTERM, SIGHUP) ends all ranks in the same way; a second Ctrl-C kills them at once. Processes that a rank \
-left behind in its process group end with the launch.
-
-RUST_LOG=fsdp_launch=debug shows what the launcher does.";
+use crate::{
+    LaunchSpec, Result, cores, find_program, gpus,
+    help::{AFTER_HELP, EXAMPLES},
+    program::plan_program,
+    python::{self, Kind},
+    rendezvous::{self, Endpoint},
+    signals::SignalList,
+};
 
 /// Starts one process per rank of a training program on this host, and ends them all when one fails.
 #[derive(Parser, Debug)]
-#[command(name = "fsdp-launch", version, after_long_help = AFTER_HELP, override_usage = "fsdp-launch [OPTIONS] PROGRAM [ARGS]...")]
-#[command(after_help = "Example: fsdp-launch --nproc-per-node 2 train --steps 100     (--help tells more)")]
+#[command(name = "fsdp-launch", version, after_long_help = AFTER_HELP, after_help = EXAMPLES)]
+#[command(override_usage = "fsdp-launch [OPTIONS] PROGRAM [ARGS]...", next_help_heading = "Ranks")]
 pub struct Args {
-    /// Ranks to start on this host: a number, or `auto` or `cpu` for one per core
-    #[arg(long, alias = "nproc_per_node", value_name = "N", default_value = "1")]
-    pub nproc_per_node: ProcessCount,
+    /// Ranks to start on this host: a number, `gpu` for one per GPU, `cpu` for one per core, `auto` for GPUs if there are any, else cores
+    #[arg(long, alias = "nproc_per_node", value_name = "N", default_value = "1", value_parser = process_count)]
+    #[arg(env = "PET_NPROC_PER_NODE", hide_env = true)]
+    pub nproc_per_node: usize,
 
-    /// Where the ranks reach rank 0
-    #[arg(long, alias = "master_addr", value_name = "ADDRESS", default_value = "127.0.0.1")]
-    pub master_addr: String,
+    /// Hosts: this version launches one
+    #[arg(long, value_name = "1|1:1", default_value = "1", value_parser = rendezvous::nnodes)]
+    #[arg(env = "PET_NNODES", hide_env = true)]
+    pub nnodes: u32,
+
+    /// This host's rank: 0
+    #[arg(long, alias = "node_rank", value_name = "0", default_value = "0", value_parser = rendezvous::node_rank)]
+    #[arg(env = "PET_NODE_RANK", hide_env = true)]
+    pub node_rank: u32,
+
+    /// ROLE_NAME of the ranks
+    #[arg(long, value_name = "NAME", default_value = "default", value_parser = rendezvous::word)]
+    #[arg(env = "PET_ROLE", hide_env = true)]
+    pub role: String,
+
+    /// Set LOCAL_RANK=0 for every rank, and CUDA_VISIBLE_DEVICES to the one GPU that is its own
+    #[arg(long, alias = "virtual_local_rank", action = ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
+    #[arg(env = "PET_VIRTUAL_LOCAL_RANK", hide_env = true)]
+    pub virtual_local_rank: bool,
+
+    /// Give every rank its own share of the cores to run on
+    #[arg(long, alias = "pin_cores")]
+    pub pin_cores: bool,
+
+    /// Run PROGRAM as a Python module (`python3 -u -m PROGRAM`)
+    #[arg(short, long, action = ArgAction::SetTrue, value_parser = FalseyValueParser::new(), help_heading = "Program")]
+    #[arg(env = "PET_MODULE", hide_env = true, conflicts_with_all = ["no_python", "run_path"])]
+    pub module: bool,
+
+    /// Execute PROGRAM itself, also if its name ends in .py
+    #[arg(long, alias = "no_python", action = ArgAction::SetTrue, value_parser = FalseyValueParser::new(), help_heading = "Program")]
+    #[arg(env = "PET_NO_PYTHON", hide_env = true)]
+    pub no_python: bool,
+
+    /// Run PROGRAM, an absolute path, with Python's runpy.run_path
+    #[arg(long, alias = "run_path", action = ArgAction::SetTrue, value_parser = FalseyValueParser::new(), help_heading = "Program")]
+    #[arg(env = "PET_RUN_PATH", hide_env = true)]
+    pub run_path: bool,
+
+    /// Print the environment and the command of each rank, and start nothing
+    #[arg(long, alias = "dry_run", help_heading = "Program")]
+    pub dry_run: bool,
+
+    /// Where the ranks reach rank 0 [default: 127.0.0.1]
+    #[arg(long, alias = "master_addr", value_name = "ADDRESS", value_parser = rendezvous::word, help_heading = "Meeting")]
+    #[arg(env = "PET_MASTER_ADDR", hide_env = true)]
+    pub master_addr: Option<String>,
 
     /// The port there [default: one that is free]
-    #[arg(long, alias = "master_port", value_name = "PORT")]
+    #[arg(long, alias = "master_port", value_name = "PORT", help_heading = "Meeting")]
+    #[arg(env = "PET_MASTER_PORT", hide_env = true)]
     pub master_port: Option<NonZeroU16>,
 
+    /// This host's address: MASTER_ADDR, unless --master-addr is given
+    #[arg(long, alias = "local_addr", value_name = "ADDRESS", value_parser = rendezvous::word, help_heading = "Meeting")]
+    #[arg(env = "PET_LOCAL_ADDR", hide_env = true)]
+    pub local_addr: Option<String>,
+
+    /// One host, a free port and a run id of its own: ignores the --rdzv options
+    #[arg(long, action = ArgAction::SetTrue, value_parser = FalseyValueParser::new(), help_heading = "Meeting")]
+    #[arg(env = "PET_STANDALONE", hide_env = true)]
+    pub standalone: bool,
+
     /// The run's id, TORCHELASTIC_RUN_ID [default: one that no other run has]
-    #[arg(long, alias = "rdzv_id", value_name = "ID")]
+    #[arg(long, alias = "rdzv_id", value_name = "ID", help_heading = "Meeting")]
+    #[arg(env = "PET_RDZV_ID", hide_env = true)]
     pub rdzv_id: Option<String>,
+
+    /// c10d: --rdzv-endpoint must be this host, and nothing listens there; static: it is MASTER_ADDR and MASTER_PORT
+    #[arg(long, alias = "rdzv_backend", value_name = "NAME", default_value = "static", value_parser = ["static", "c10d"])]
+    #[arg(env = "PET_RDZV_BACKEND", hide_env = true, help_heading = "Meeting")]
+    pub rdzv_backend: String,
+
+    /// An address of this host
+    #[arg(long, alias = "rdzv_endpoint", value_name = "HOST[:PORT]", help_heading = "Meeting")]
+    #[arg(env = "PET_RDZV_ENDPOINT", hide_env = true)]
+    pub rdzv_endpoint: Option<Endpoint>,
+
+    /// Accepted; one host has nothing to tune here
+    #[arg(long, alias = "rdzv_conf", value_name = "KEY=VALUE,...", value_parser = rendezvous::conf, help_heading = "Meeting")]
+    #[arg(env = "PET_RDZV_CONF", hide_env = true)]
+    pub rdzv_conf: Option<String>,
 
     /// How long ranks have to end after SIGTERM before they are killed
     #[arg(long, alias = "shutdown_timeout", value_name = "SECONDS", default_value = "5", value_parser = seconds)]
+    #[arg(env = "PET_SHUTDOWN_TIMEOUT", hide_env = true, help_heading = "Failure")]
     pub shutdown_timeout: Duration,
+
+    /// The signals that end the launch; others than the default's are passed on to the ranks as they are
+    #[arg(long, alias = "signals_to_handle", value_name = "NAMES", default_value = "SIGTERM,SIGINT,SIGHUP,SIGQUIT")]
+    #[arg(env = "PET_SIGNALS_TO_HANDLE", hide_env = true, help_heading = "Failure")]
+    pub signals_to_handle: SignalList,
+
+    /// Print the completions of a shell for this command
+    #[arg(long, alias = "print_completion", value_name = "SHELL", exclusive = true, help_heading = "Shell")]
+    pub print_completion: Option<Shell>,
 
     /// The program, by name or by path, and its arguments
     #[arg(required = true, trailing_var_arg = true, value_names = ["PROGRAM", "ARGS"], num_args = 1..)]
@@ -62,67 +135,93 @@ impl Args {
     /// Finds or builds the program and puts the launch together.
     ///
     /// # Errors
-    /// As [`find_program`].
+    /// As [`find_program`]; [`Error::Usage`](crate::Error::Usage) where options contradict each other.
     pub fn into_spec(self) -> Result<LaunchSpec> {
+        self.spec_with(find_program)
+    }
+
+    /// As [`into_spec`](Self::into_spec), but builds nothing: a program that would be built comes with the command that builds it.
+    ///
+    /// # Errors
+    /// As [`into_spec`](Self::into_spec).
+    pub fn plan(self) -> Result<(LaunchSpec, Option<String>)> {
+        let mut build = None;
+        let spec = self.spec_with(|program| {
+            let (path, command) = plan_program(program)?;
+            build = command;
+            Ok(path)
+        })?;
+        Ok((spec, build))
+    }
+
+    fn spec_with(self, find: impl FnOnce(&OsStr) -> Result<PathBuf>) -> Result<LaunchSpec> {
+        let endpoint = self.rdzv_endpoint.filter(|_| !self.standalone);
+        if let Some(endpoint) = &endpoint {
+            endpoint.check_is_here()?;
+        }
+        let is_master = self.rdzv_backend == "static";
+        let (host, port) = endpoint.filter(|_| is_master).map_or((None, None), |it| (Some(it.host), it.port));
+
         let mut command = self.command.into_iter();
-        let program = find_program(&command.next().unwrap_or_default())?;
-        Ok(LaunchSpec {
-            program,
-            args: command.collect(),
-            nproc_per_node: self.nproc_per_node.get(),
-            master_addr: self.master_addr,
-            master_port: self.master_port.map(NonZeroU16::get),
-            run_id: self.rdzv_id,
-            shutdown_timeout: self.shutdown_timeout,
-        })
+        let name = command.next().unwrap_or_default();
+        let kind = match (self.module, self.run_path) {
+            (true, _) => Some(Kind::Module),
+            (_, true) => Some(Kind::RunPath),
+            _ => (!self.no_python && python::is_script(&name)).then_some(Kind::Script),
+        };
+        let (program, mut args) = match kind {
+            Some(kind) => python::command(kind, name)?,
+            None => (find(&name)?, Vec::new()),
+        };
+        args.extend(command);
+        let mut spec = LaunchSpec::new(program, self.nproc_per_node);
+        spec.args = args;
+        spec.master_addr = self.master_addr.or(host).or(self.local_addr).unwrap_or(spec.master_addr);
+        spec.master_port = self.master_port.map(NonZeroU16::get).or(port);
+        spec.run_id = self.rdzv_id.filter(|_| !self.standalone);
+        spec.shutdown_timeout = self.shutdown_timeout;
+        spec.role = self.role;
+        spec.signals = self.signals_to_handle.0;
+        spec.virtual_local_rank = self.virtual_local_rank;
+        spec.pin_cores = self.pin_cores;
+        Ok(spec)
     }
 }
 
-/// How many ranks to start on this host.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ProcessCount {
-    /// This many.
-    Exactly(NonZeroU16),
-    /// One per core that this process may use (`auto`, `cpu`).
-    Cores,
-}
-
-impl ProcessCount {
-    /// The number of ranks, at least 1.
-    pub fn get(self) -> usize {
-        match self {
-            ProcessCount::Exactly(count) => usize::from(count.get()),
-            ProcessCount::Cores => cores(),
-        }
+fn process_count(text: &str) -> std::result::Result<usize, String> {
+    match text {
+        "cpu" => Ok(cores::count()),
+        "auto" => Ok(Some(gpus::count()).filter(|&count| count > 0).unwrap_or_else(cores::count)),
+        "gpu" => match gpus::count() {
+            0 => Err("there is no GPU here, or CUDA_VISIBLE_DEVICES hides it; expected a number, or `cpu`".into()),
+            count => Ok(count),
+        },
+        number => number
+            .parse::<NonZeroU16>()
+            .map(|count| usize::from(count.get()))
+            .map_err(|_| format!("expected a number from 1 to {}, `auto`, `cpu` or `gpu`", u16::MAX)),
     }
-}
-
-impl FromStr for ProcessCount {
-    type Err = String;
-
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
-        match text {
-            "auto" | "cpu" => Ok(ProcessCount::Cores),
-            number => number
-                .parse()
-                .map(ProcessCount::Exactly)
-                .map_err(|_| format!("expected a number from 1 to {}, `auto` or `cpu`", u16::MAX)),
-        }
-    }
-}
-
-/// The cores that this process may use, at least 1.
-pub(crate) fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 fn seconds(text: &str) -> std::result::Result<Duration, String> {
-    let seconds = text.parse().map_err(|_| "expected a number of seconds".to_owned())?;
-    Duration::try_from_secs_f64(seconds).map_err(|error| error.to_string())
+    let seconds: Option<f64> = text.parse().ok();
+    let duration = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    duration.ok_or_else(|| "expected a number of seconds, 0 or more".to_owned())
+}
+
+/// A wrong command line in one line: the option, its value, and what it must be.
+pub fn one_line(error: &clap::Error) -> String {
+    let text = error.to_string();
+    let told =
+        |line: &&str| !line.is_empty() && !line.starts_with("Usage:") && !line.starts_with("For more information");
+    let lines: Vec<&str> = text.lines().map(str::trim).filter(told).collect();
+    format!("{} (--help tells more)", lines.join(" ").trim_start_matches("error: "))
 }
 
 #[cfg(test)]
 mod tests {
+    use clap::CommandFactory;
+
     use super::*;
 
     fn parse(line: &str) -> std::result::Result<Args, clap::Error> {
@@ -132,40 +231,80 @@ mod tests {
     #[test]
     fn what_follows_the_program_belongs_to_it() {
         let args = parse("fsdp-launch --nproc_per_node 2 train -x --nproc-per-node 7 -- --help").unwrap();
-        assert_eq!(args.nproc_per_node.get(), 2);
+        assert_eq!(args.nproc_per_node, 2);
         assert_eq!(args.command, ["train", "-x", "--nproc-per-node", "7", "--", "--help"]);
         assert_eq!(parse("fsdp-launch -- -odd name").unwrap().command, ["-odd", "name"]);
     }
 
     #[test]
     fn both_spellings_of_every_option() {
+        Args::command().debug_assert();
+        for arg in Args::command().get_arguments() {
+            if let Some(long) = arg.get_long().filter(|long| long.contains('-')) {
+                assert_eq!(arg.get_all_aliases(), Some(vec![long.replace('-', "_").as_str()]), "--{long}");
+            }
+        }
         for line in [
-            "l --nproc-per-node=auto --master-addr=a --master-port=7 --rdzv-id=r --shutdown-timeout=0.5 p",
-            "l --nproc_per_node=cpu --master_addr=a --master_port=7 --rdzv_id=r --shutdown_timeout=0.5 p",
+            "l --nproc-per-node=3 --master-addr=a --master-port=7 --rdzv-id=r --shutdown-timeout=0.5 p",
+            "l --nproc_per_node=3 --master_addr=a --master_port=7 --rdzv_id=r --shutdown_timeout=0.5 p",
         ] {
             let args = parse(line).unwrap();
-            assert_eq!(args.nproc_per_node, ProcessCount::Cores);
-            assert_eq!((args.master_addr.as_str(), args.master_port.map(u16::from)), ("a", Some(7)));
+            assert_eq!((args.nproc_per_node, args.master_addr.as_deref()), (3, Some("a")));
+            assert_eq!(args.master_port.map(u16::from), Some(7));
             assert_eq!((args.rdzv_id.as_deref(), args.shutdown_timeout), (Some("r"), Duration::from_millis(500)));
         }
     }
 
     #[test]
-    fn bad_values_are_refused() {
+    fn bad_values_are_refused_in_one_line_that_names_them() {
         for line in [
-            "l --nproc-per-node 0 p",
-            "l --nproc-per-node -1 p",
-            "l --nproc-per-node many p",
-            "l --nproc-per-node 65536 p",
-            "l --master-port 0 p",
-            "l --master-port 65536 p",
-            "l --shutdown-timeout -1 p",
-            "l --shutdown-timeout inf p",
-            "l --shutdown-timeout nan p",
-            "l --no-such-option p",
-            "l",
+            "--nproc-per-node 0",
+            "--nproc-per-node -1",
+            "--nproc-per-node many",
+            "--nproc-per-node 65536",
+            "--nnodes 2",
+            "--nnodes 1:4",
+            "--nnodes 2:1",
+            "--node-rank 1",
+            "--role ",
+            "--master-port 0",
+            "--master-port 65536",
+            "--master-addr ",
+            "--rdzv-backend etcd",
+            "--rdzv-endpoint host:port",
+            "--rdzv-conf timeout",
+            "--shutdown-timeout -1",
+            "--shutdown-timeout inf",
+            "--shutdown-timeout nan",
+            "--signals-to-handle SIGKILL",
+            "--signals-to-handle SIGTERM,,",
+            "--print-completion dos",
         ] {
+            let (flag, value) = line.split_once(' ').unwrap();
+            let error = Args::try_parse_from(["l", &format!("{flag}={value}"), "p"]).unwrap_err();
+            let told = one_line(&error);
+            assert!(told.contains(flag) && told.contains(value) && told.lines().count() == 1, "{line}: {told}");
+            assert_eq!(error.exit_code(), 2);
+        }
+        for line in ["l --no-such-option p", "l", "l --module --no-python p", "l --nproc-per-node"] {
             assert!(parse(line).is_err(), "{line}");
         }
+    }
+
+    #[test]
+    fn the_endpoint_is_the_master_for_the_static_backend_only() {
+        let spec = |line: &str| parse(line).unwrap().into_spec().unwrap();
+        let is = |line: &str| (spec(line).master_addr, spec(line).master_port);
+        assert_eq!(is("l --rdzv-endpoint localhost:29400 /bin/true"), ("localhost".into(), Some(29400)));
+        assert_eq!(is("l --rdzv-backend c10d --rdzv-endpoint localhost:29400 /bin/true"), ("127.0.0.1".into(), None));
+        assert_eq!(is("l --standalone --rdzv-endpoint 192.0.2.1:1 /bin/true"), ("127.0.0.1".into(), None));
+        assert_eq!(is("l --local-addr ::1 /bin/true"), ("::1".into(), None));
+        assert_eq!(is("l --rdzv-endpoint localhost --master-addr a --master-port 5 /bin/true"), ("a".into(), Some(5)));
+        assert_eq!(spec("l --standalone --rdzv-id x /bin/true").run_id, None);
+        let elsewhere = parse("l --rdzv-endpoint 192.0.2.1:29400 /bin/true").unwrap().into_spec().unwrap_err();
+        assert!(
+            elsewhere.exit_code() == 2 && elsewhere.to_string().contains("\"192.0.2.1\" for --rdzv-endpoint"),
+            "{elsewhere}"
+        );
     }
 }

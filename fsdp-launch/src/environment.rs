@@ -2,12 +2,11 @@
 
 use std::{ffi::OsString, path::Path, process::Command};
 
-use crate::args::cores;
+use crate::{LaunchSpec, Result, cores, gpus};
 
 /// What all ranks of a launch have in common.
 pub(crate) struct Job<'a> {
-    pub(crate) world_size: usize,
-    pub(crate) master_addr: &'a str,
+    pub(crate) spec: &'a LaunchSpec,
     pub(crate) master_port: u16,
     pub(crate) run_id: &'a str,
     /// The directory of the files in which ranks record the error that ended them.
@@ -20,40 +19,60 @@ impl Job<'_> {
         self.error_dir.join(format!("rank-{rank}.json"))
     }
 
-    /// The variables of `rank`, in the order of torchrun's documentation.
-    pub(crate) fn variables(&self, rank: usize) -> Vec<(&'static str, OsString)> {
-        let (rank_text, size) = (rank.to_string(), self.world_size.to_string());
-        vec![
-            ("LOCAL_RANK", rank_text.clone().into()),
+    /// What is set for `rank`, the variables of torchrun's documentation in its order first.
+    ///
+    /// # Errors
+    /// [`Error::Usage`](crate::Error::Usage) where the rank should see one GPU but there is none for it.
+    pub(crate) fn variables(&self, rank: usize) -> Result<Vec<(&'static str, OsString)>> {
+        let spec = self.spec;
+        let (rank_text, size) = (rank.to_string(), spec.nproc_per_node.to_string());
+        let local_rank = if spec.virtual_local_rank { "0".into() } else { rank_text.clone() };
+        let mut variables: Vec<(&str, OsString)> = vec![
+            ("LOCAL_RANK", local_rank.into()),
             ("RANK", rank_text.clone().into()),
             ("GROUP_RANK", "0".into()),
             ("ROLE_RANK", rank_text.into()),
-            ("ROLE_NAME", "default".into()),
+            ("ROLE_NAME", spec.role.as_str().into()),
             ("LOCAL_WORLD_SIZE", size.clone().into()),
             ("WORLD_SIZE", size.clone().into()),
             ("GROUP_WORLD_SIZE", "1".into()),
             ("ROLE_WORLD_SIZE", size.into()),
-            ("MASTER_ADDR", self.master_addr.into()),
+            ("MASTER_ADDR", spec.master_addr.as_str().into()),
             ("MASTER_PORT", self.master_port.to_string().into()),
             ("TORCHELASTIC_RESTART_COUNT", "0".into()),
             ("TORCHELASTIC_MAX_RESTARTS", "0".into()),
             ("TORCHELASTIC_RUN_ID", self.run_id.into()),
             ("TORCHELASTIC_ERROR_FILE", self.error_file(rank).into()),
-        ]
+        ];
+        if spec.virtual_local_rank {
+            let device = gpus::only_device_of(rank).map_err(|expected| crate::Error::Usage {
+                flag: "--virtual-local-rank",
+                value: "true".into(),
+                expected,
+            })?;
+            variables.push(("CUDA_VISIBLE_DEVICES", device.into()));
+        }
+        let threads = (cores::count() / spec.nproc_per_node).max(1).to_string();
+        let defaults = [
+            ("RAYON_NUM_THREADS", threads.as_str()),
+            ("OMP_NUM_THREADS", &threads),
+            ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        ];
+        let unset = defaults.into_iter().filter(|(name, _)| std::env::var_os(name).is_none());
+        variables.extend(unset.map(|(name, value)| (name, value.into())));
+        Ok(variables)
     }
 
     /// Gives `command` the environment of `rank`.
-    pub(crate) fn apply(&self, rank: usize, command: &mut Command) {
+    ///
+    /// # Errors
+    /// As [`variables`](Self::variables).
+    pub(crate) fn apply(&self, rank: usize, command: &mut Command) -> Result<()> {
         forget_cargo_run(command);
         // Of a torchrun around us: its agent would hold the store at MASTER_PORT. Ours is held by rank 0.
         command.env_remove("TORCHELASTIC_USE_AGENT_STORE");
-        command.envs(self.variables(rank));
-        let threads = (cores() / self.world_size).max(1).to_string();
-        for name in ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"] {
-            if std::env::var_os(name).is_none() {
-                command.env(name, &threads);
-            }
-        }
+        command.envs(self.variables(rank)?);
+        Ok(())
     }
 }
 
@@ -89,14 +108,9 @@ mod tests {
 
     #[test]
     fn a_rank_reads_what_the_launcher_sets() {
-        let job = Job {
-            world_size: 4,
-            master_addr: "127.0.0.1",
-            master_port: 4000,
-            run_id: "run",
-            error_dir: Path::new("/errors"),
-        };
-        let variables = job.variables(3);
+        let spec = LaunchSpec::new("p", 4);
+        let job = Job { spec: &spec, master_port: 4000, run_id: "run", error_dir: Path::new("/errors") };
+        let variables = job.variables(3).unwrap();
         let env = fsdp_core::RankEnv::from_vars(|name| {
             variables.iter().find(|(have, _)| *have == name).map(|(_, value)| value.to_string_lossy().into_owned())
         })

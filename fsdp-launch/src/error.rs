@@ -72,6 +72,24 @@ pub enum Error {
         command: String,
     },
 
+    /// There is no Python interpreter of this name.
+    #[error("the Python interpreter {name:?} is not in PATH: set PYTHON_EXEC to the one that is meant")]
+    NoPython {
+        /// The name, of `PYTHON_EXEC` or `python3`.
+        name: OsString,
+    },
+
+    /// An option's value can't be used together with the others, or on this host.
+    #[error("invalid value {value:?} for {flag}: {expected}")]
+    Usage {
+        /// The option.
+        flag: &'static str,
+        /// Its value.
+        value: String,
+        /// What it must be.
+        expected: String,
+    },
+
     /// There are no ranks to start.
     #[error("the number of processes per node is 0: start at least 1")]
     NoRanks,
@@ -107,6 +125,11 @@ pub enum Error {
 }
 
 impl Error {
+    /// What the command exits with: 2 where the command line has to be changed, else 1.
+    pub fn exit_code(&self) -> u8 {
+        if matches!(self, Error::Usage { .. } | Error::NoRanks | Error::RunId { .. }) { 2 } else { 1 }
+    }
+
     /// For `map_err` on the system calls around a launch.
     pub(crate) fn system<E: Into<io::Error>>(what: &'static str) -> impl FnOnce(E) -> Error {
         move |source| Error::System { what, source: source.into() }

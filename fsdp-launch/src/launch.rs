@@ -34,7 +34,7 @@ use crate::{
 pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
     let (run_id, master_port) = check(spec)?;
     let (sender, events) = mpsc::channel();
-    let _signals = SignalWatch::start(sender.clone())?;
+    let _signals = SignalWatch::start(&spec.signals, sender.clone())?;
     // So that what a rank leaves behind is ours to reap: the first process of a container often does not.
     set_child_subreaper(Some(getpid())).map_err(Error::system("become the parent of orphaned processes"))?;
     let error_dir = tempfile::Builder::new()
@@ -42,13 +42,7 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
         .permissions(Permissions::from_mode(0o700))
         .tempdir()
         .map_err(Error::system("make a temporary directory"))?;
-    let job = Job {
-        world_size: spec.nproc_per_node,
-        master_addr: &spec.master_addr,
-        master_port,
-        run_id: &run_id,
-        error_dir: error_dir.path(),
-    };
+    let job = Job { spec, master_port, run_id: &run_id, error_dir: error_dir.path() };
     tracing::debug!(?spec, master_port, run_id, "launching");
 
     let mut guard = Guard::start(error_dir.path());
@@ -78,7 +72,7 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
 }
 
 /// Checks what a rank would stumble over, and fills in the run's id and the port.
-fn check(spec: &LaunchSpec) -> Result<(String, u16)> {
+pub(crate) fn check(spec: &LaunchSpec) -> Result<(String, u16)> {
     if spec.nproc_per_node == 0 {
         return Err(Error::NoRanks);
     }

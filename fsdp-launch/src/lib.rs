@@ -21,13 +21,19 @@
 //! ```
 
 mod args;
+mod cores;
+mod dry_run;
 mod environment;
 mod error;
 mod error_file;
+mod gpus;
 mod guard;
+mod help;
 mod launch;
 mod output;
 mod program;
+mod python;
+mod rendezvous;
 mod session;
 mod signals;
 mod spec;
@@ -35,9 +41,12 @@ mod summary;
 mod supervise;
 mod worker;
 
-pub use args::{Args, ProcessCount};
+pub use args::{Args, one_line};
+pub use dry_run::dry_run;
 pub use error::{Error, Result};
 pub use launch::launch;
 pub use program::find_program;
+pub use rendezvous::Endpoint;
+pub use signals::SignalList;
 pub use spec::LaunchSpec;
 pub use summary::{Cause, End, Outcome, RankReport, Request};

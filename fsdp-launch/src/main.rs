@@ -1,29 +1,53 @@
 //! The `fsdp-launch` command.
 
 use std::{
-    io::{self, IsTerminal},
+    io::{self, IsTerminal, Write},
     process::ExitCode,
 };
 
-use clap::Parser;
-use fsdp_launch::{Args, Result, launch};
+use clap::{CommandFactory, Parser};
+use fsdp_launch::{Args, Result, dry_run, launch, one_line};
 use tracing_subscriber::EnvFilter;
 
 fn main() -> ExitCode {
-    let args = Args::parse();
+    let args = match Args::try_parse() {
+        Ok(args) => args,
+        // --help and --version are told in this way too.
+        Err(error) if !error.use_stderr() => error.exit(),
+        Err(error) => {
+            eprintln!("fsdp-launch: {}", one_line(&error));
+            return ExitCode::from(2);
+        }
+    };
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
     let ansi = io::stderr().is_terminal();
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).with_ansi(ansi).without_time().init();
     run(args).unwrap_or_else(|error| {
         eprintln!("fsdp-launch: {error}");
-        ExitCode::FAILURE
+        ExitCode::from(error.exit_code())
     })
 }
 
 fn run(args: Args) -> Result<ExitCode> {
+    if let Some(shell) = args.print_completion {
+        let mut script = Vec::new();
+        clap_complete::generate(shell, &mut Args::command(), "fsdp-launch", &mut script);
+        return Ok(printed(&script));
+    }
+    if args.dry_run {
+        let (spec, build) = args.plan()?;
+        let text = dry_run(&spec)?;
+        let build = build.map_or_else(String::new, |command| format!("# built first by: {command}\n"));
+        return Ok(printed((build + &text).as_bytes()));
+    }
     let outcome = launch(&args.into_spec()?)?;
     if !outcome.succeeded() {
         eprintln!("fsdp-launch: {outcome}");
     }
     Ok(ExitCode::from(outcome.exit_code()))
+}
+
+/// Prints to stdout; that nobody reads on (`| head`) is no panic.
+fn printed(text: &[u8]) -> ExitCode {
+    if io::stdout().write_all(text).is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

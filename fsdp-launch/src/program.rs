@@ -23,21 +23,41 @@ use crate::{Error, Result, environment::forget_cargo_run};
 /// [`Error::ProgramNotFound`], [`Error::ProgramPath`] and [`Error::NotExecutable`] where there is nothing to run; [`Error::AmbiguousTarget`] where
 /// two packages have a target of the name; [`Error::Build`] where Cargo fails.
 pub fn find_program(program: &OsStr) -> Result<PathBuf> {
+    match locate(program)? {
+        Located::Executable(path) => Ok(path),
+        Located::Target(target) => target.build(),
+    }
+}
+
+/// What [`find_program`] would return, and the command that it would build it with; nothing is built.
+///
+/// # Errors
+/// As [`find_program`], less those of a build.
+pub(crate) fn plan_program(program: &OsStr) -> Result<(PathBuf, Option<String>)> {
+    Ok(match locate(program)? {
+        Located::Executable(path) => (path, None),
+        Located::Target(target) => (target.executable.clone(), Some(target.build_command())),
+    })
+}
+
+enum Located {
+    Executable(PathBuf),
+    Target(Target),
+}
+
+fn locate(program: &OsStr) -> Result<Located> {
     if program.as_bytes().contains(&b'/') {
-        return check_path(PathBuf::from(program));
+        return check_path(PathBuf::from(program)).map(Located::Executable);
     }
     let workspace = match find_target(program)? {
-        Found::Target(target) => return target.build(),
+        Found::Target(target) => return Ok(Located::Target(target)),
         Found::Nothing(reason) => reason,
     };
     let beside = env::current_exe().ok().and_then(|exe| exe.parent().map(Path::to_owned));
-    let path = env::var_os("PATH").unwrap_or_default();
-    // An empty entry of PATH means the current directory to a shell; naming it by a dot keeps the result a path.
-    let in_path = env::split_paths(&path).map(|dir| if dir.as_os_str().is_empty() { ".".into() } else { dir });
-    if let Some(found) = beside.clone().into_iter().chain(in_path).map(|dir| dir.join(program)).find(|it| runnable(it))
-    {
+    let found = beside.as_ref().map(|dir| dir.join(program)).filter(|it| runnable(it));
+    if let Some(found) = found.or_else(|| find_in_path(program)) {
         tracing::debug!(program = ?found, "found");
-        return Ok(found);
+        return Ok(Located::Executable(found));
     }
     let here = Path::new(program).is_file();
     Err(Error::ProgramNotFound {
@@ -52,7 +72,15 @@ pub fn find_program(program: &OsStr) -> Result<PathBuf> {
     })
 }
 
-fn check_path(path: PathBuf) -> Result<PathBuf> {
+/// The executable of this name in the directories of `PATH`.
+pub(crate) fn find_in_path(program: &OsStr) -> Option<PathBuf> {
+    let path = env::var_os("PATH").unwrap_or_default();
+    // An empty entry of PATH means the current directory to a shell; naming it by a dot keeps the result a path.
+    let dirs = env::split_paths(&path).map(|dir| if dir.as_os_str().is_empty() { ".".into() } else { dir });
+    dirs.map(|dir| dir.join(program)).find(|it| runnable(it))
+}
+
+pub(crate) fn check_path(path: PathBuf) -> Result<PathBuf> {
     match path.metadata() {
         Err(source) => Err(Error::ProgramPath { path, source }),
         Ok(meta) if !meta.is_file() => Err(Error::NotExecutable { path, found: "not a regular file" }),
@@ -78,6 +106,8 @@ struct Target {
     package: PackageId,
     package_name: String,
     package_dir: PathBuf,
+    /// Where Cargo puts it, unless it is told to build for another target.
+    executable: PathBuf,
 }
 
 fn find_target(name: &OsStr) -> Result<Found> {
@@ -144,7 +174,10 @@ fn targets_named(metadata: &Metadata, name: &str) -> Vec<Target> {
             let example = target.kind.contains(&TargetKind::Example)
                 && target.crate_types.iter().any(|it| it.to_string() == "bin");
             if example || target.kind.contains(&TargetKind::Bin) {
+                let directory = metadata.target_directory.join("release");
+                let directory = if example { directory.join("examples") } else { directory };
                 found.push(Target {
+                    executable: directory.join(name).into(),
                     name: name.into(),
                     example,
                     package: package.id.clone(),
@@ -158,13 +191,20 @@ fn targets_named(metadata: &Metadata, name: &str) -> Vec<Target> {
 }
 
 impl Target {
+    fn kind(&self) -> &'static str {
+        if self.example { "--example" } else { "--bin" }
+    }
+
+    /// For the eyes: the id in place of the package's name is what makes it the only one.
+    fn build_command(&self) -> String {
+        format!("cargo build --release {} {} -p {}", self.kind(), self.name, self.package_name)
+    }
+
     fn build(&self) -> Result<PathBuf> {
-        let kind = if self.example { "--example" } else { "--bin" };
-        // For the eyes: the id in place of the package's name is what makes it the only one.
-        let shown = format!("cargo build --release {kind} {} -p {}", self.name, self.package_name);
+        let shown = self.build_command();
         tracing::debug!(command = %shown, "building");
         let mut command = Command::new(cargo());
-        command.args(["build", "--release", kind, &self.name, "-p", &self.package.repr]);
+        command.args(["build", "--release", self.kind(), &self.name, "-p", &self.package.repr]);
         command.arg("--message-format=json-render-diagnostics").stdin(Stdio::null()).stdout(Stdio::piped());
         forget_cargo_run(&mut command);
         let mut cargo = command.spawn().map_err(Error::system("start cargo"))?;

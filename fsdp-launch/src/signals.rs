@@ -2,22 +2,61 @@
 
 use std::{
     fs,
+    str::FromStr,
     sync::mpsc::Sender,
     thread::{self, JoinHandle},
 };
 
 use signal_hook::{
-    consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM},
+    consts::{SIGALRM, SIGCHLD, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2, SIGXCPU},
     iterator::{Handle, Signals},
 };
 
 use crate::{Error, Result};
 
+/// The signals that can be asked for in `--signals-to-handle`.
+const KNOWN: [(&str, i32); 9] = [
+    ("SIGTERM", SIGTERM),
+    ("SIGINT", SIGINT),
+    ("SIGHUP", SIGHUP),
+    ("SIGQUIT", SIGQUIT),
+    ("SIGUSR1", SIGUSR1),
+    ("SIGUSR2", SIGUSR2),
+    ("SIGALRM", SIGALRM),
+    ("SIGTSTP", SIGTSTP),
+    ("SIGXCPU", SIGXCPU),
+];
+
+/// The value of `--signals-to-handle`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SignalList(pub Vec<i32>);
+
+impl FromStr for SignalList {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let number = |name: &str| {
+            let known = KNOWN.iter().find(|(known, _)| *known == name || known.strip_prefix("SIG") == Some(name));
+            known.map(|(_, number)| *number).ok_or_else(|| {
+                let names = KNOWN.map(|(name, _)| name).join(", ");
+                format!("{name:?} can't be handled; expected names with commas between them, of {names}")
+            })
+        };
+        text.split(',').map(|name| number(name.trim())).collect::<std::result::Result<_, _>>().map(SignalList)
+    }
+}
+
+/// What the ranks are sent when the launcher receives `signal`: SIGTERM for those that mean "end" by custom, else the signal itself, which the
+/// training program is then likely to know.
+pub(crate) fn passed_on(signal: i32) -> i32 {
+    if matches!(signal, SIGINT | SIGHUP | SIGQUIT) { SIGTERM } else { signal }
+}
+
 /// Something the supervisor has to look at.
 pub(crate) enum Event {
     /// Some child process ended.
     ChildEnded,
-    /// The launcher was asked to end: SIGINT, SIGTERM or SIGHUP.
+    /// The launcher received one of the signals that ask it to end.
     Interrupted(i32),
     /// One of the ranks' streams has been printed to its end.
     OutputEnded,
@@ -30,9 +69,9 @@ pub(crate) struct SignalWatch {
 }
 
 impl SignalWatch {
-    pub(crate) fn start(events: Sender<Event>) -> Result<Self> {
+    pub(crate) fn start(wanted: &[i32], events: Sender<Event>) -> Result<Self> {
         let ignored = ignored_signals();
-        let wanted = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| ignored & (1 << (signal - 1)) == 0);
+        let wanted = wanted.iter().copied().filter(|signal| ignored & (1 << (signal - 1)) == 0);
         let mut signals = Signals::new(wanted.chain([SIGCHLD])).map_err(Error::system("watch for signals"))?;
         let handle = signals.handle();
         let forward = move || {

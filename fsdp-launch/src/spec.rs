@@ -2,6 +2,8 @@
 
 use std::{ffi::OsString, path::PathBuf, time::Duration};
 
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
+
 /// A launch on this host: the program, how often, and how its ranks find each other.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
@@ -20,6 +22,15 @@ pub struct LaunchSpec {
     pub run_id: Option<String>,
     /// How long ranks that are asked to end (SIGTERM) have until they are killed (SIGKILL).
     pub shutdown_timeout: Duration,
+    /// `ROLE_NAME`.
+    pub role: String,
+    /// The numbers of the signals upon which the launcher ends the ranks; SIGUSR1 and others that do not mean "end" by custom are passed on as they are, for
+    /// SIGINT, SIGTERM, SIGHUP and SIGQUIT ranks get SIGTERM.
+    pub signals: Vec<i32>,
+    /// Every rank finds `LOCAL_RANK=0` and sees one GPU, its own, in `CUDA_VISIBLE_DEVICES`.
+    pub virtual_local_rank: bool,
+    /// Every rank runs on its own share of the cores.
+    pub pin_cores: bool,
 }
 
 impl LaunchSpec {
@@ -33,6 +44,10 @@ impl LaunchSpec {
             master_port: None,
             run_id: None,
             shutdown_timeout: Duration::from_secs(5),
+            role: "default".into(),
+            signals: vec![SIGTERM, SIGINT, SIGHUP, SIGQUIT],
+            virtual_local_rank: false,
+            pin_cores: false,
         }
     }
 }

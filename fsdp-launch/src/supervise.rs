@@ -6,12 +6,12 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-use signal_hook::consts::SIGINT;
+use signal_hook::consts::{SIGINT, SIGTERM};
 
 use crate::{
     environment::Job,
     error_file::recorded_at,
-    signals::Event,
+    signals::{Event, passed_on},
     summary::{Cause, End, Request},
     worker::Worker,
 };
@@ -33,7 +33,7 @@ pub(crate) fn supervise(
     events: &Receiver<Event>,
     grace: Duration,
 ) -> (Cause, usize) {
-    let mut shutdown = Shutdown { workers, grace, sent: None, begin_at: None };
+    let mut shutdown = Shutdown { workers, grace, gentle: SIGTERM, sent: None, begin_at: None };
     let mut cause = None;
     let mut streams_ended = 0;
     loop {
@@ -70,6 +70,7 @@ pub(crate) fn supervise(
                 if shutdown.sent.is_some() && signal == SIGINT {
                     shutdown.send(Request::Kill);
                 }
+                shutdown.gentle = passed_on(signal);
                 shutdown.begin();
                 cause.get_or_insert(Cause::Interrupted(signal));
             }
@@ -90,6 +91,8 @@ pub(crate) fn supervise(
 struct Shutdown<'a> {
     workers: &'a mut [Worker],
     grace: Duration,
+    /// The number of the signal that asks the ranks to end.
+    gentle: i32,
     /// What was sent to all groups, and when.
     sent: Option<(Request, Instant)>,
     /// When to ask all to end.
@@ -133,7 +136,7 @@ impl Shutdown<'_> {
             return;
         }
         self.sent = Some((request, Instant::now()));
-        self.workers.iter_mut().for_each(|worker| worker.send(request));
+        self.workers.iter_mut().for_each(|worker| worker.send(request, self.gentle));
     }
 
     /// What was sent last, if it has not had its effect in time.
@@ -178,7 +181,8 @@ mod tests {
     #[test]
     fn a_signal_then_the_earlier_record_then_the_lower_rank() {
         let dir = tempfile::tempdir().unwrap();
-        let job = Job { world_size: 4, master_addr: "", master_port: 1, run_id: "r", error_dir: dir.path() };
+        let spec = crate::LaunchSpec::new("p", 4);
+        let job = Job { spec: &spec, master_port: 1, run_id: "r", error_dir: dir.path() };
         let record = |rank, second| {
             let file = std::fs::File::create(job.error_file(rank)).unwrap();
             file.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(second)).unwrap();

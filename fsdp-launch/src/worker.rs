@@ -11,7 +11,7 @@ use rustix::{
 };
 
 use crate::{
-    Error, LaunchSpec, Result,
+    Error, LaunchSpec, Result, cores,
     environment::Job,
     session::own_session_dying_with_us,
     summary::{End, Request},
@@ -39,7 +39,10 @@ impl Worker {
         let mut command = Command::new(&spec.program);
         command.args(&spec.args).stdin(Stdio::null()).stdout(Stdio::piped());
         command.stderr(if shares_stderr { Stdio::inherit() } else { Stdio::piped() });
-        job.apply(rank, &mut command);
+        job.apply(rank, &mut command)?;
+        if spec.pin_cores {
+            cores::pin(&mut command, &cores::share_of(rank, spec.nproc_per_node)?);
+        }
         own_session_dying_with_us(&mut command);
         let failed = |source: io::Error| {
             let hint = match source.kind() {
@@ -87,12 +90,14 @@ impl Worker {
     }
 
     /// Sends the signal of `request` to the whole group.
-    pub(crate) fn send(&mut self, request: Request) {
+    ///
+    /// `gentle` is the number of the signal of [`Request::Terminate`].
+    pub(crate) fn send(&mut self, request: Request, gentle: i32) {
         if self.group_gone {
             return;
         }
         let signal = match request {
-            Request::Terminate => Signal::TERM,
+            Request::Terminate => Signal::from_named_raw(gentle).unwrap_or(Signal::TERM),
             Request::Kill => Signal::KILL,
         };
         tracing::debug!(rank = self.rank, ?signal, "sending");
@@ -116,7 +121,7 @@ impl Drop for Worker {
     fn drop(&mut self) {
         // After a regular end there is nothing to do, and what SIGKILL did not end is not worth waiting for.
         if !self.group_gone && self.sent != Some(Request::Kill) {
-            self.send(Request::Kill);
+            self.send(Request::Kill, 0);
             if self.end.is_none() {
                 waitpid(Some(self.pid), WaitOptions::empty()).ok();
             }

@@ -43,6 +43,13 @@ fn targets_of_the_workspace_are_built_and_run() {
     assert_eq!(lines, ["[rank 0] Some(\"--nproc-per-node\") 0", "[rank 1] Some(\"--nproc-per-node\") 1"]);
     assert!(stderr.contains("Compiling a v0.1.0") && stderr.contains("`release` profile"), "{stderr}");
 
+    let (code, stdout, stderr) = in_dir(dir.path(), &["--dry-run", "demo"]);
+    assert_eq!((code, stderr.as_str()), (Some(0), ""));
+    assert!(stdout.starts_with("# built first by: cargo build --release --example demo -p a\n"), "{stdout}");
+    assert!(
+        stdout.ends_with("target/release/examples/demo\n") && !dir.path().join("target/release/examples/demo").exists()
+    );
+
     // From a folder further down, and without building anew what is built.
     let (code, stdout, stderr) = in_dir(&dir.path().join("b/src"), &["demo"]);
     assert_eq!((code, stdout.as_str()), (Some(0), "[rank 0] demo, a\n"), "{stderr}");
@@ -94,16 +101,16 @@ fn without_cargo_and_without_a_workspace_path_is_enough() {
 #[test]
 fn what_is_not_found_names_the_places_and_the_way_out() {
     let dir = tempfile::tempdir().unwrap();
-    fs::write(dir.path().join("train.py"), "").unwrap();
-    let (code, stdout, stderr) = finish(launcher(&["train.py"]).current_dir(dir.path()));
+    fs::write(dir.path().join("train.sh"), "").unwrap();
+    let (code, stdout, stderr) = finish(launcher(&["train.sh"]).current_dir(dir.path()));
     assert_eq!((code, stdout.as_str()), (Some(1), ""));
     for part in [
-        "\"train.py\" was not found",
+        "\"train.sh\" was not found",
         "is in none",
         "beside fsdp-launch, in /",
         "PATH",
         "give a path",
-        "here: ./train.py",
+        "here: ./train.sh",
     ] {
         assert!(stderr.contains(part), "{part} is not in {stderr}");
     }

@@ -1,0 +1,62 @@
+//! `--dry-run`: what would be started, as lines that a shell understands.
+
+use std::{ffi::OsStr, fmt::Write, os::unix::ffi::OsStrExt, path::Path};
+
+use crate::{LaunchSpec, Result, cores, environment::Job, launch::check};
+
+/// For each rank of `spec` the variables it is given and its command, one shell command a rank. Nothing is started; the port and the run id are such as a
+/// launch would choose.
+///
+/// # Errors
+/// As [`launch`](crate::launch), as far as they show before a rank is started.
+pub fn dry_run(spec: &LaunchSpec) -> Result<String> {
+    let (run_id, master_port) = check(spec)?;
+    let job = Job { spec, master_port, run_id: &run_id, error_dir: Path::new("") };
+    let mut text = String::new();
+    for rank in 0..spec.nproc_per_node {
+        line(&mut text, format_args!("# rank {rank}"));
+        for (name, value) in job.variables(rank)? {
+            // The launch makes the file's directory, and reads the file.
+            if name != "TORCHELASTIC_ERROR_FILE" {
+                line(&mut text, format_args!("{name}={} \\", quoted(&value)));
+            }
+        }
+        let mut words: Vec<String> = Vec::new();
+        if spec.pin_cores {
+            let cores: Vec<String> = cores::share_of(rank, spec.nproc_per_node)?.iter().map(usize::to_string).collect();
+            words.extend(["taskset".into(), "--cpu-list".into(), cores.join(",")]);
+        }
+        words.push(quoted(spec.program.as_os_str()));
+        words.extend(spec.args.iter().map(|arg| quoted(arg)));
+        line(&mut text, format_args!("{}", words.join(" ")));
+    }
+    Ok(text)
+}
+
+fn line(text: &mut String, arguments: std::fmt::Arguments<'_>) {
+    // Writing to a string does not fail.
+    writeln!(text, "{arguments}").ok();
+}
+
+fn quoted(word: &OsStr) -> String {
+    let plain = |byte: &u8| byte.is_ascii_alphanumeric() || b"-_./:,=@%+".contains(byte);
+    let text = word.to_string_lossy();
+    if !word.is_empty() && word.as_bytes().iter().all(plain) {
+        return text.into_owned();
+    }
+    format!("'{}'", text.replace('\'', r"'\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_survive_a_shell() {
+        for word in ["plain", "", "two words", "it's", "$HOME `x` \"y\"", "a\nb", "*"] {
+            let script = format!("printf %s {}", quoted(OsStr::new(word)));
+            let output = std::process::Command::new("sh").args(["-c", &script]).output().unwrap();
+            assert_eq!(String::from_utf8(output.stdout).unwrap(), word);
+        }
+    }
+}

@@ -1,0 +1,66 @@
+//! Which GPUs the ranks may use.
+
+use std::{env, path::Path};
+
+/// The variables that say which GPUs a process sees; the first that is set counts, as for `torchrun`.
+const VISIBLE: [&str; 2] = ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"];
+
+/// The NVIDIA GPUs that this process may use.
+pub(crate) fn count() -> usize {
+    count_in(Path::new("/dev"), visible().map(|(_, devices)| devices).as_deref())
+}
+
+fn count_in(dev: &Path, visible: Option<&[String]>) -> usize {
+    let is_gpu = |name: &str| name.strip_prefix("nvidia").is_some_and(|number| number.parse::<u16>().is_ok());
+    let entries = dev.read_dir().into_iter().flatten().flatten();
+    let devices = entries.filter(|entry| entry.file_name().to_str().is_some_and(is_gpu)).count();
+    match visible {
+        // As CUDA reads the list: what follows an invalid entry is not seen.
+        Some(list) if devices > 0 => list.iter().take_while(|it| !it.is_empty() && !it.starts_with('-')).count(),
+        _ => devices,
+    }
+}
+
+/// The variable that limits the GPUs, and the GPUs it names.
+fn visible() -> Option<(&'static str, Vec<String>)> {
+    let (name, list) = VISIBLE.into_iter().find_map(|name| Some((name, env::var(name).ok()?)))?;
+    Some((name, list.split(',').map(|device| device.trim().to_owned()).collect()))
+}
+
+/// The one GPU that the rank sees under `--virtual-local-rank`.
+///
+/// # Errors
+/// In words, where the list of visible GPUs is too short for the rank.
+pub(crate) fn only_device_of(local_rank: usize) -> Result<String, String> {
+    match visible() {
+        None => Ok(local_rank.to_string()),
+        Some((name, devices)) => devices.get(local_rank).cloned().ok_or_else(|| {
+            format!(
+                "local rank {local_rank} needs a GPU of its own, but {name}={} names only {}",
+                devices.join(","),
+                devices.len()
+            )
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gpus_are_device_files_less_the_hidden_ones() {
+        let dev = tempfile::tempdir().unwrap();
+        let list = |text: &str| -> Vec<String> { text.split(',').map(str::to_owned).collect() };
+        assert_eq!(count_in(dev.path(), None), 0);
+        assert_eq!(count_in(dev.path(), Some(&list("0,1"))), 0);
+        for name in ["nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "null"] {
+            std::fs::write(dev.path().join(name), "").unwrap();
+        }
+        assert_eq!(count_in(dev.path(), None), 3);
+        assert_eq!(count_in(dev.path(), Some(&list("1,0"))), 2);
+        assert_eq!(count_in(dev.path(), Some(&list("1,-1,0"))), 1);
+        assert_eq!(count_in(dev.path(), Some(&list(""))), 0);
+        assert_eq!(count_in(Path::new("/no/such/directory"), None), 0);
+    }
+}

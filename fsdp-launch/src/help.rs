@@ -1,0 +1,33 @@
+//! What `--help` teaches beyond the options.
+
+/// The end of the short help.
+pub(crate) const EXAMPLES: &str = "\
+Examples:
+  fsdp-launch --nproc-per-node 2 train --steps 100
+  fsdp-launch --nproc-per-node gpu script.py          (--help tells more)";
+
+/// The end of the long help.
+pub(crate) const AFTER_HELP: &str = "\
+Examples:
+  fsdp-launch --nproc-per-node 2 train --steps 100      a binary or example of the Cargo workspace you are in, built first
+  fsdp-launch --nproc-per-node auto ./target/release/train
+  fsdp-launch --nproc-per-node 2 script.py --epochs 3   $PYTHON_EXEC or python3 -u script.py
+  fsdp-launch --nproc-per-node 2 -m package.train       python3 -u -m package.train
+  fsdp-launch --nproc-per-node 2 --dry-run script.py    what would be started
+
+PROGRAM: what ends in .py is a Python script (unless --no-python is given). With a '/' in it, it is a path. A name is a target of the workspace, built in \
+release mode; else an executable beside fsdp-launch; else one in PATH.
+
+Each rank finds who it is in RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID and the other \
+variables that torchrun sets. RAYON_NUM_THREADS and OMP_NUM_THREADS are set to cores / ranks unless you set them. The launcher holds no port: rank 0 may \
+listen at MASTER_PORT, as PyTorch's store does.
+
+Output is printed line by line behind `[rank N] `. Where stderr is a terminal, rank 0's stderr goes there directly, so that its progress bar shows. \
+The ranks' stdin is empty.
+
+The first rank that fails ends the others: SIGTERM, then SIGKILL after --shutdown-timeout. (If it failed by an exit code, SIGTERM comes 0.3 s later, so \
+that ranks which find the same thing wrong tell it.) The exit code is that rank's, or 128 + the number of the \
+signal that killed it; 2 for a wrong command line. Ctrl-C (also SIGTERM, SIGHUP, SIGQUIT) ends all ranks in the same way; a second Ctrl-C kills them at \
+once. Processes that a rank left behind in its process group end with the launch.
+
+Options can be set in the environment as for torchrun: PET_NPROC_PER_NODE=2 is --nproc-per-node 2. RUST_LOG=fsdp_launch=debug shows what the launcher does.";

@@ -1,0 +1,146 @@
+//! torchrun's options, and what `--dry-run` and `--print-completion` print.
+
+use std::process::Command;
+
+use rustix::process::Signal;
+
+use crate::{Running, executable, finish, launcher, sorted};
+
+#[test]
+fn a_wrong_value_is_one_line_and_exit_code_2() {
+    for (args, parts) in [
+        (vec!["--nnodes", "2", "true"], ["--nnodes", "'2'", "this version launches one host"]),
+        (vec!["--nproc_per_node", "some", "true"], ["--nproc-per-node", "'some'", "expected a number from 1 to 65535"]),
+        (vec!["--rdzv-endpoint", "192.0.2.1:5", "true"], ["--rdzv-endpoint", "192.0.2.1", "no address of it"]),
+        (vec!["--signals-to-handle", "SIGKILL", "true"], ["--signals-to-handle", "SIGKILL", "SIGTERM, SIGINT"]),
+        (vec!["--rdzv-id", "", "true"], ["run id", "\"\"", "must not be empty"]),
+        (vec!["--nproc-per-nod", "2", "true"], ["--nproc-per-nod", "similar", "--nproc-per-node"]),
+        (vec![], ["required", "PROGRAM", "--help"]),
+    ] {
+        let (code, stdout, stderr) = finish(&mut launcher(&args));
+        assert_eq!((code, stdout.as_str(), stderr.lines().count()), (Some(2), "", 1), "{args:?}: {stderr}");
+        assert!(stderr.starts_with("fsdp-launch: ") && parts.iter().all(|part| stderr.contains(part)), "{stderr}");
+    }
+}
+
+#[test]
+fn options_from_torchruns_environment() {
+    let mut command = launcher(&["/bin/sh", "-c", "echo $ROLE_NAME $WORLD_SIZE"]);
+    command.env("PET_NPROC_PER_NODE", "2").env("PET_ROLE", "trainer").env("PET_STANDALONE", "1");
+    let (code, stdout, stderr) = finish(&mut command);
+    assert_eq!((code, sorted(&stdout)), (Some(0), vec!["[rank 0] trainer 2", "[rank 1] trainer 2"]), "{stderr}");
+    let (code, _, stderr) = finish(command.env("PET_NPROC_PER_NODE", "x"));
+    assert!(code == Some(2) && stderr.contains("'x' for '--nproc-per-node"), "{stderr}");
+}
+
+#[test]
+fn one_host_said_in_torchruns_ways() {
+    for args in [
+        vec!["--standalone"],
+        vec!["--nnodes=1:1", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--rdzv_conf=timeout=5,a=b"],
+        vec!["--nnodes=1", "--node_rank=0", "--master_addr=127.0.0.1", "--local-addr=127.0.0.1"],
+    ] {
+        let (code, stdout, stderr) = finish(&mut launcher(&[&args[..], &["/bin/echo", "here"]].concat()));
+        assert_eq!((code, stdout.as_str()), (Some(0), "[rank 0] here\n"), "{stderr}");
+    }
+}
+
+#[test]
+fn a_virtual_local_rank_sees_one_gpu() {
+    let args =
+        ["--nproc-per-node=2", "--virtual-local-rank", "/bin/sh", "-c", "echo $RANK $LOCAL_RANK $CUDA_VISIBLE_DEVICES"];
+    let mut command = launcher(&args);
+    let (_, stdout, _) = finish(command.env_remove("CUDA_VISIBLE_DEVICES").env_remove("HIP_VISIBLE_DEVICES"));
+    assert_eq!(sorted(&stdout), ["[rank 0] 0 0 0", "[rank 1] 1 0 1"]);
+    let (_, stdout, _) = finish(command.env("CUDA_VISIBLE_DEVICES", "5,3"));
+    assert_eq!(sorted(&stdout), ["[rank 0] 0 0 5", "[rank 1] 1 0 3"]);
+    let (code, stdout, stderr) = finish(command.env("CUDA_VISIBLE_DEVICES", "5"));
+    assert_eq!((code, stdout.as_str()), (Some(2), ""));
+    assert!(
+        stderr.contains("local rank 1 needs a GPU of its own, but CUDA_VISIBLE_DEVICES=5 names only 1"),
+        "{stderr}"
+    );
+}
+
+#[test]
+fn pinned_ranks_share_the_cores() {
+    let script = "grep Cpus_allowed_list /proc/self/status | cut -f 2";
+    let cores = std::thread::available_parallelism().unwrap().get();
+    let args = ["--nproc-per-node", &cores.to_string(), "--pin-cores", "/bin/sh", "-c", script];
+    let (code, stdout, stderr) = finish(&mut launcher(&args));
+    assert_eq!(code, Some(0), "{stderr}");
+    let mut pinned: Vec<usize> = stdout.lines().map(|line| line.rsplit(' ').next().unwrap().parse().unwrap()).collect();
+    pinned.sort_unstable();
+    pinned.dedup();
+    assert_eq!(pinned.len(), cores, "{stdout}");
+}
+
+#[test]
+fn a_signal_of_the_users_choice_is_passed_on() {
+    let script = "trap 'echo usr1; exit 0' USR1; echo $$; while :; do sleep 0.01; done";
+    let args = ["--nproc-per-node=2", "--signals-to-handle=SIGTERM,SIGUSR1", "sh", "-c", script];
+    let mut launcher = Running::start(&args);
+    launcher.pids(2);
+    launcher.signal(Signal::USR1);
+    let mut rest = [launcher.line(), launcher.line()];
+    rest.sort();
+    assert_eq!(rest, ["[rank 0] usr1", "[rank 1] usr1"]);
+    assert_eq!(launcher.wait().code(), Some(138));
+}
+
+#[test]
+fn a_dry_run_prints_commands_that_do_what_the_launch_does() {
+    let args = [
+        "--nproc-per-node=2",
+        "--role=it",
+        "--dry-run",
+        "/bin/sh",
+        "-c",
+        "echo \"$RANK of $WORLD_SIZE\" $0 $ROLE_NAME",
+        "it's",
+    ];
+    let (code, stdout, stderr) = finish(&mut launcher(&args));
+    assert_eq!((code, stderr.as_str()), (Some(0), ""));
+    assert!(stdout.starts_with("# rank 0\nLOCAL_RANK=0 \\\nRANK=0 \\\n"), "{stdout}");
+    let shell = Command::new("sh").args(["-c", &stdout]).output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&shell.stdout), "0 of 2 it's it\n1 of 2 it's it\n", "{stdout}");
+}
+
+#[test]
+fn python_scripts_and_modules_get_the_interpreter() {
+    let dir = tempfile::tempdir().unwrap();
+    let python = executable(dir.path().join("python"), "#!/bin/sh\necho \"$@\"\n");
+    executable(dir.path().join("script.py"), "#!/bin/sh\necho itself $1\n");
+    let run = |args: &[&str]| finish(launcher(args).current_dir(dir.path()).env("PYTHON_EXEC", &python));
+    let told = |text: &str| (Some(0), format!("[rank 0] {text}\n"), String::new());
+    assert_eq!(run(&["script.py", "--epochs", "3"]), told("-u script.py --epochs 3"));
+    assert_eq!(run(&["./script.py"]), told("-u ./script.py"));
+    assert_eq!(run(&["-m", "package.train", "-x"]), told("-u -m package.train -x"));
+    assert_eq!(run(&["--no-python", "./script.py", "x"]), told("itself x"));
+    let (_, stdout, _) = run(&["--run-path", "--no-python", "script.py", "x"]);
+    assert!(stdout.contains("-u -c import runpy") && stdout.ends_with("script.py x\n"), "{stdout}");
+
+    let (code, _, stderr) = run(&["missing.py"]);
+    assert!(code == Some(1) && stderr.contains("\"missing.py\" can't be run: No such file"), "{stderr}");
+    let mut command = launcher(&["script.py"]);
+    command.current_dir(dir.path()).env_remove("PYTHON_EXEC").env("PATH", "/no/such/directory");
+    let (code, _, stderr) = finish(&mut command);
+    assert!(code == Some(1) && stderr.contains("\"python3\" is not in PATH: set PYTHON_EXEC"), "{stderr}");
+    let (code, _, stderr) = finish(command.env("PYTHON_EXEC", "/no/such/python"));
+    assert!(code == Some(1) && stderr.contains("\"/no/such/python\" can't be run"), "{stderr}");
+}
+
+#[test]
+fn completions_and_help() {
+    for shell in ["bash", "zsh", "fish"] {
+        let (code, stdout, stderr) = finish(&mut launcher(&["--print_completion", shell]));
+        assert_eq!((code, stderr.as_str()), (Some(0), ""));
+        assert!(stdout.contains("fsdp-launch") && stdout.contains("nproc-per-node"), "{shell}");
+    }
+    let (code, stdout, stderr) = finish(&mut launcher(&["--help"]));
+    assert_eq!((code, stderr.as_str()), (Some(0), ""));
+    for part in ["Ranks:", "Program:", "Meeting:", "Failure:", "Examples:", "script.py"] {
+        assert!(stdout.contains(part), "{part} is not in {stdout}");
+    }
+    assert!(finish(&mut launcher(&["--version"])).1.starts_with("fsdp-launch "));
+}
