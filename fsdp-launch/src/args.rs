@@ -112,6 +112,16 @@ pub struct Args {
     #[arg(env = "PET_RDZV_CONF", hide_env = true)]
     pub rdzv_conf: Option<String>,
 
+    /// How often all ranks start again after one has failed
+    #[arg(long, alias = "max_restarts", value_name = "N", default_value = "0", value_parser = restarts)]
+    #[arg(env = "PET_MAX_RESTARTS", hide_env = true, help_heading = "Failure")]
+    pub max_restarts: u32,
+
+    /// Accepted; the launcher is told at once when a rank ends
+    #[arg(long, alias = "monitor_interval", value_name = "SECONDS", default_value = "0.1", value_parser = seconds)]
+    #[arg(env = "PET_MONITOR_INTERVAL", hide_env = true, help_heading = "Failure")]
+    pub monitor_interval: Duration,
+
     /// How long ranks have to end after SIGTERM before they are killed
     #[arg(long, alias = "shutdown_timeout", value_name = "SECONDS", default_value = "5", value_parser = seconds)]
     #[arg(env = "PET_SHUTDOWN_TIMEOUT", hide_env = true, help_heading = "Failure")]
@@ -180,6 +190,7 @@ impl Args {
         spec.master_port = self.master_port.map(NonZeroU16::get).or(port);
         spec.run_id = self.rdzv_id.filter(|_| !self.standalone);
         spec.shutdown_timeout = self.shutdown_timeout;
+        spec.max_restarts = self.max_restarts;
         spec.role = self.role;
         spec.signals = self.signals_to_handle.0;
         spec.virtual_local_rank = self.virtual_local_rank;
@@ -201,6 +212,10 @@ fn process_count(text: &str) -> std::result::Result<usize, String> {
             .map(|count| usize::from(count.get()))
             .map_err(|_| format!("expected a number from 1 to {}, `auto`, `cpu` or `gpu`", u16::MAX)),
     }
+}
+
+fn restarts(text: &str) -> std::result::Result<u32, String> {
+    text.parse().map_err(|_| format!("expected a number of restarts from 0 to {}", u32::MAX))
 }
 
 fn seconds(text: &str) -> std::result::Result<Duration, String> {
@@ -278,6 +293,9 @@ mod tests {
             "--shutdown-timeout nan",
             "--signals-to-handle SIGKILL",
             "--signals-to-handle SIGTERM,,",
+            "--max-restarts -1",
+            "--max-restarts 1.5",
+            "--monitor-interval soon",
             "--print-completion dos",
         ] {
             let (flag, value) = line.split_once(' ').unwrap();

@@ -2,7 +2,11 @@
 
 use std::{ffi::OsStr, fmt::Write, os::unix::ffi::OsStrExt, path::Path};
 
-use crate::{LaunchSpec, Result, cores, environment::Job, launch::check};
+use crate::{
+    LaunchSpec, Result, cores,
+    environment::Job,
+    launch::{master_port, run_id},
+};
 
 /// For each rank of `spec` the variables it is given and its command, one shell command a rank. Nothing is started; the port and the run id are such as a
 /// launch would choose.
@@ -10,8 +14,8 @@ use crate::{LaunchSpec, Result, cores, environment::Job, launch::check};
 /// # Errors
 /// As [`launch`](crate::launch), as far as they show before a rank is started.
 pub fn dry_run(spec: &LaunchSpec) -> Result<String> {
-    let (run_id, master_port) = check(spec)?;
-    let job = Job { spec, master_port, run_id: &run_id, error_dir: Path::new("") };
+    let (run_id, master_port) = (run_id(spec)?, master_port(spec)?);
+    let job = Job { spec, master_port, run_id: &run_id, restart_count: 0, error_dir: Path::new("") };
     let mut text = String::new();
     for rank in 0..spec.nproc_per_node {
         line(&mut text, format_args!("# rank {rank}"));

@@ -9,6 +9,8 @@ pub(crate) struct Job<'a> {
     pub(crate) spec: &'a LaunchSpec,
     pub(crate) master_port: u16,
     pub(crate) run_id: &'a str,
+    /// How often the ranks were started before.
+    pub(crate) restart_count: u32,
     /// The directory of the files in which ranks record the error that ended them.
     pub(crate) error_dir: &'a Path,
 }
@@ -16,7 +18,7 @@ pub(crate) struct Job<'a> {
 impl Job<'_> {
     /// The file in which `rank` may record its error.
     pub(crate) fn error_file(&self, rank: usize) -> std::path::PathBuf {
-        self.error_dir.join(format!("rank-{rank}.json"))
+        self.error_dir.join(format!("attempt-{}-rank-{rank}.json", self.restart_count))
     }
 
     /// What is set for `rank`, the variables of torchrun's documentation in its order first.
@@ -39,8 +41,8 @@ impl Job<'_> {
             ("ROLE_WORLD_SIZE", size.into()),
             ("MASTER_ADDR", spec.master_addr.as_str().into()),
             ("MASTER_PORT", self.master_port.to_string().into()),
-            ("TORCHELASTIC_RESTART_COUNT", "0".into()),
-            ("TORCHELASTIC_MAX_RESTARTS", "0".into()),
+            ("TORCHELASTIC_RESTART_COUNT", self.restart_count.to_string().into()),
+            ("TORCHELASTIC_MAX_RESTARTS", spec.max_restarts.to_string().into()),
             ("TORCHELASTIC_RUN_ID", self.run_id.into()),
             ("TORCHELASTIC_ERROR_FILE", self.error_file(rank).into()),
         ];
@@ -109,7 +111,8 @@ mod tests {
     #[test]
     fn a_rank_reads_what_the_launcher_sets() {
         let spec = LaunchSpec::new("p", 4);
-        let job = Job { spec: &spec, master_port: 4000, run_id: "run", error_dir: Path::new("/errors") };
+        let job =
+            Job { spec: &spec, master_port: 4000, run_id: "run", restart_count: 2, error_dir: Path::new("/errors") };
         let variables = job.variables(3).unwrap();
         let env = fsdp_core::RankEnv::from_vars(|name| {
             variables.iter().find(|(have, _)| *have == name).map(|(_, value)| value.to_string_lossy().into_owned())
@@ -117,6 +120,6 @@ mod tests {
         .unwrap();
         assert_eq!((env.rank, env.world_size, env.local_rank, env.local_world_size), (3, 4, 3, 4));
         assert_eq!((env.master_addr.as_str(), env.master_port), ("127.0.0.1", 4000));
-        assert_eq!((env.run_id.as_str(), env.restart_count), ("run", 0));
+        assert_eq!((env.run_id.as_str(), env.restart_count), ("run", 2));
     }
 }

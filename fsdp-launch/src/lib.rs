@@ -4,7 +4,7 @@
 //! ranks and returns an [`Outcome`] that says how each of them ended and prints as the summary. The `fsdp-launch` command is [`Args`] on top of that.
 //!
 //! What the launcher promises, however things end:
-//! - the first rank that fails ends all others, and is the one that is reported;
+//! - the first rank that fails ends all others, and is the one that is reported; with [`max_restarts`](LaunchSpec::max_restarts) all start again;
 //! - nothing that a rank started in its process group outlives the launch, not even when the launcher itself is killed;
 //! - a line of one rank's output is never torn apart by another rank's.
 //!
@@ -21,6 +21,7 @@
 //! ```
 
 mod args;
+mod attempt;
 mod cores;
 mod dry_run;
 mod environment;

@@ -41,7 +41,7 @@ fn run(args: Args) -> Result<ExitCode> {
         return Ok(printed((build + &text).as_bytes()));
     }
     let outcome = launch(&args.into_spec()?)?;
-    if !outcome.succeeded() {
+    if !outcome.succeeded() || !outcome.failures.is_empty() {
         eprintln!("fsdp-launch: {outcome}");
     }
     Ok(ExitCode::from(outcome.exit_code()))

@@ -64,16 +64,18 @@ impl Outputs {
         Ok(())
     }
 
-    /// After the ranks have ended: waits until all they wrote is printed, or a signal says that nobody wants to wait for a reader that has stalled.
-    pub(crate) fn finish(mut self, events: &Receiver<Event>, mut ended_before: usize) {
+    /// After the ranks have ended: waits until all they wrote is printed, or a signal says that nobody wants to wait for a reader that has
+    /// stalled; true if there was one.
+    pub(crate) fn finish(mut self, events: &Receiver<Event>, mut ended_before: usize) -> bool {
         self.ranks_live = None;
         while ended_before < self.open {
             match events.recv() {
                 Ok(Event::OutputEnded) => ended_before += 1,
                 Ok(Event::ChildEnded) => {}
-                Ok(Event::Interrupted(_)) | Err(_) => return,
+                Ok(Event::Interrupted(_)) | Err(_) => return true,
             }
         }
+        false
     }
 }
 

@@ -22,6 +22,8 @@ pub struct LaunchSpec {
     pub run_id: Option<String>,
     /// How long ranks that are asked to end (SIGTERM) have until they are killed (SIGKILL).
     pub shutdown_timeout: Duration,
+    /// How often all ranks are started again after one has failed.
+    pub max_restarts: u32,
     /// `ROLE_NAME`.
     pub role: String,
     /// The numbers of the signals upon which the launcher ends the ranks; SIGUSR1 and others that do not mean "end" by custom are passed on as they are, for
@@ -44,6 +46,7 @@ impl LaunchSpec {
             master_port: None,
             run_id: None,
             shutdown_timeout: Duration::from_secs(5),
+            max_restarts: 0,
             role: "default".into(),
             signals: vec![SIGTERM, SIGINT, SIGHUP, SIGQUIT],
             virtual_local_rank: false,

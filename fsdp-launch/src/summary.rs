@@ -91,10 +91,14 @@ pub enum Cause {
 pub struct Outcome {
     /// Why.
     pub cause: Cause,
-    /// Every rank, in order.
+    /// Every rank, in order; of the last attempt.
     pub ranks: Vec<RankReport>,
     /// How long the ranks had to end by themselves.
     pub shutdown_timeout: Duration,
+    /// The first failure of each attempt before the last, in order: as many as there were restarts.
+    pub failures: Vec<RankReport>,
+    /// How many restarts were allowed.
+    pub max_restarts: u32,
 }
 
 impl Outcome {
@@ -116,14 +120,17 @@ impl Outcome {
 impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let first = match self.cause {
-            Cause::Succeeded => return write!(f, "all ranks succeeded"),
+            Cause::Succeeded => {
+                write!(f, "all ranks succeeded")?;
+                return self.write_attempts(f);
+            }
             Cause::Interrupted(signal) => {
                 write!(f, "stopped by {}", name_of(signal))?;
                 None
             }
             Cause::RankFailed(rank) => {
                 if let Some(report) = self.ranks.get(rank) {
-                    write_first(f, report)?;
+                    write!(f, "{}", report.as_first())?;
                 }
                 Some(rank)
             }
@@ -139,27 +146,50 @@ impl fmt::Display for Outcome {
         for (fate, ranks) in fates {
             write!(f, "\n  {} {}: {fate}", if ranks.len() == 1 { "rank" } else { "ranks" }, ranks.join(", "))?;
         }
-        Ok(())
+        self.write_attempts(f)
     }
 }
 
-fn write_first(f: &mut fmt::Formatter<'_>, report: &RankReport) -> fmt::Result {
-    write!(f, "rank {} (pid {}) failed first, ", report.rank, report.pid)?;
-    match report.end {
-        Some(end @ End::Exited(_)) => write!(f, "with {end}")?,
-        Some(end @ End::Signaled(SIGKILL)) => {
-            write!(f, "killed by {end}: from outside, often because the host ran out of memory (see `dmesg`)")?;
-        }
-        Some(end) => write!(f, "killed by {end}")?,
-        None => write!(f, "and did not end")?,
+/// Says how the rank that failed first did.
+pub(crate) struct First<'a>(&'a RankReport);
+
+impl RankReport {
+    pub(crate) fn as_first(&self) -> First<'_> {
+        First(self)
     }
-    match &report.message {
-        Some(message) => write!(f, "\n  it recorded: {}", message.trim_end().replace('\n', "\n    ")),
-        None => Ok(()),
+}
+
+impl fmt::Display for First<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let report = self.0;
+        write!(f, "rank {} (pid {}) failed first, ", report.rank, report.pid)?;
+        match report.end {
+            Some(end @ End::Exited(_)) => write!(f, "with {end}")?,
+            Some(end @ End::Signaled(SIGKILL)) => {
+                write!(f, "killed by {end}: from outside, often because the host ran out of memory (see `dmesg`)")?;
+            }
+            Some(end) => write!(f, "killed by {end}")?,
+            None => write!(f, "and did not end")?,
+        }
+        match &report.message {
+            Some(message) => write!(f, "\n  it recorded: {}", message.trim_end().replace('\n', "\n    ")),
+            None => Ok(()),
+        }
     }
 }
 
 impl Outcome {
+    fn write_attempts(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.max_restarts == 0 {
+            return Ok(());
+        }
+        write!(f, "\n  restarts used: {} of at most {}", self.failures.len(), self.max_restarts)?;
+        for (attempt, failure) in self.failures.iter().enumerate() {
+            write!(f, "\n  attempt {attempt}: {}", failure.as_first().to_string().replace('\n', "\n  "))?;
+        }
+        Ok(())
+    }
+
     fn fate(&self, report: &RankReport) -> String {
         match (report.end, report.request) {
             (None, _) => "did not end even after SIGKILL".into(),
@@ -196,6 +226,8 @@ mod tests {
                 report(4, None, Some(Request::Kill)),
             ],
             shutdown_timeout: Duration::from_secs(5),
+            failures: Vec::new(),
+            max_restarts: 0,
         };
         outcome.ranks[1].message = Some("out of\ndata".into());
         assert_eq!(outcome.exit_code(), 139);
@@ -204,6 +236,12 @@ mod tests {
             "rank 1 (pid 100) failed first, killed by SIGSEGV\n  it recorded: out of\n    data\n  ranks 0, 3: ended by SIGTERM\n  \
              rank 2: had succeeded\n  rank 4: did not end even after SIGKILL"
         );
+        outcome.failures = vec![report(2, Some(End::Exited(7)), None)];
+        outcome.max_restarts = 3;
+        let told = "\n  restarts used: 1 of at most 3\n  attempt 0: rank 2 (pid 100) failed first, with exit code 7";
+        assert!(outcome.to_string().ends_with(told), "{outcome}");
+        outcome.cause = Cause::Succeeded;
+        assert_eq!(outcome.to_string(), format!("all ranks succeeded{told}"));
         outcome.cause = Cause::Interrupted(2);
         assert_eq!(outcome.exit_code(), 130);
         assert!(outcome.to_string().starts_with("stopped by SIGINT\n"), "{outcome}");

@@ -26,16 +26,20 @@ const HEARING: Duration = Duration::from_millis(300);
 /// How long the kernel may take to end what was sent SIGKILL.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Watches `workers` until nothing of them is left. Also returns how many streams ended meanwhile.
-pub(crate) fn supervise(
-    workers: &mut [Worker],
-    job: &Job<'_>,
-    events: &Receiver<Event>,
-    grace: Duration,
-) -> (Cause, usize) {
+/// What was seen until all had ended.
+pub(crate) struct Ended {
+    pub(crate) cause: Cause,
+    /// The launcher was asked to end, even if that was not the cause.
+    pub(crate) interrupted: bool,
+    /// How many of the ranks' streams were printed to their end.
+    pub(crate) streams: usize,
+}
+
+/// Watches `workers` until nothing of them is left.
+pub(crate) fn supervise(workers: &mut [Worker], job: &Job<'_>, events: &Receiver<Event>, grace: Duration) -> Ended {
     let mut shutdown = Shutdown { workers, grace, gentle: SIGTERM, sent: None, begin_at: None };
     let mut cause = None;
-    let mut streams_ended = 0;
+    let (mut streams, mut interrupted) = (0, false);
     loop {
         let failed = shutdown.reap();
         match cause {
@@ -64,8 +68,9 @@ pub(crate) fn supervise(
         }
         match shutdown.wait(events) {
             Some(Event::ChildEnded) => {}
-            Some(Event::OutputEnded) => streams_ended += 1,
+            Some(Event::OutputEnded) => streams += 1,
             Some(Event::Interrupted(signal)) => {
+                interrupted = true;
                 // Only Ctrl-C is impatience: `timeout` and service managers send their signal twice as a matter of course.
                 if shutdown.sent.is_some() && signal == SIGINT {
                     shutdown.send(Request::Kill);
@@ -85,7 +90,7 @@ pub(crate) fn supervise(
             None => {}
         }
     }
-    (cause.unwrap_or(Cause::Succeeded), streams_ended)
+    Ended { cause: cause.unwrap_or(Cause::Succeeded), interrupted, streams }
 }
 
 struct Shutdown<'a> {
@@ -182,7 +187,7 @@ mod tests {
     fn a_signal_then_the_earlier_record_then_the_lower_rank() {
         let dir = tempfile::tempdir().unwrap();
         let spec = crate::LaunchSpec::new("p", 4);
-        let job = Job { spec: &spec, master_port: 1, run_id: "r", error_dir: dir.path() };
+        let job = Job { spec: &spec, master_port: 1, run_id: "r", restart_count: 0, error_dir: dir.path() };
         let record = |rank, second| {
             let file = std::fs::File::create(job.error_file(rank)).unwrap();
             file.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(second)).unwrap();

@@ -7,6 +7,7 @@ mod interrupted;
 mod options;
 mod output;
 mod program;
+mod restarts;
 
 use std::{
     fs,

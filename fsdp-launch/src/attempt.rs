@@ -1,0 +1,64 @@
+//! One attempt of a launch: all ranks from their start to their end.
+
+use std::{
+    io::{self, IsTerminal},
+    os::fd::OwnedFd,
+    path::Path,
+    sync::mpsc::{Receiver, Sender},
+};
+
+use crate::{
+    Cause, RankReport, Result,
+    environment::Job,
+    error_file::read_message,
+    guard::Guard,
+    output::{Outputs, To},
+    signals::Event,
+    supervise::supervise,
+    worker::Worker,
+};
+
+/// How an attempt ended.
+pub(crate) struct Attempt {
+    pub(crate) cause: Cause,
+    /// Every rank, in order.
+    pub(crate) ranks: Vec<RankReport>,
+    /// Nothing of it is left, and nobody asked the launcher to end.
+    pub(crate) may_restart: bool,
+}
+
+/// Starts the ranks of `job` and waits until nothing of them is left; should the launcher be killed, `temp_dir` is removed.
+pub(crate) fn run(job: &Job<'_>, temp_dir: &Path, sender: &Sender<Event>, events: &Receiver<Event>) -> Result<Attempt> {
+    let spec = job.spec;
+    let mut guard = Guard::start(temp_dir);
+    let mut outputs = Outputs::new(sender.clone())?;
+    let mut workers = Vec::new();
+    let has_terminal = io::stderr().is_terminal();
+    for rank in 0..spec.nproc_per_node {
+        let (worker, (stdout, stderr)) = Worker::start(spec, job, rank, rank == 0 && has_terminal)?;
+        guard.watch(worker.pid);
+        workers.push(worker);
+        let streams = [(stdout.map(OwnedFd::from), To::Stdout), (stderr.map(OwnedFd::from), To::Stderr)];
+        for (stream, to) in streams {
+            stream.map_or(Ok(()), |stream| outputs.forward(rank, stream, to))?;
+        }
+    }
+
+    let ended = supervise(&mut workers, job, events, spec.shutdown_timeout);
+    let mut interrupted = outputs.finish(events, ended.streams) || ended.interrupted;
+    while let Ok(event) = events.try_recv() {
+        interrupted |= matches!(event, Event::Interrupted(_));
+    }
+    let report = |worker: &Worker| RankReport {
+        rank: worker.rank,
+        pid: worker.pid.as_raw_pid(),
+        end: worker.end,
+        request: worker.ended_after,
+        message: read_message(&job.error_file(worker.rank)),
+    };
+    Ok(Attempt {
+        cause: ended.cause,
+        ranks: workers.iter().map(report).collect(),
+        may_restart: !interrupted && workers.iter().all(Worker::is_gone),
+    })
+}

@@ -1,0 +1,98 @@
+//! `--max-restarts`: all ranks start again after one has failed.
+
+use rustix::process::Signal;
+
+use crate::{Running, assert_gone, finish, launcher, sorted};
+
+fn run(max_restarts: &str, script: &str) -> (Option<i32>, String, String) {
+    finish(&mut launcher(&["--nproc-per-node=2", "--max-restarts", max_restarts, "/bin/sh", "-c", script]))
+}
+
+#[test]
+fn the_group_starts_again_until_it_succeeds() {
+    let script = "echo $TORCHELASTIC_RESTART_COUNT of $TORCHELASTIC_MAX_RESTARTS; [ $TORCHELASTIC_RESTART_COUNT = 2 ] && exit 0; \
+                  [ $RANK = $TORCHELASTIC_RESTART_COUNT ] && exit 7; sleep 300";
+    let (code, stdout, stderr) = run("5", script);
+    assert_eq!(code, Some(0), "{stderr}");
+    let attempts = [
+        "[rank 0] 0 of 5",
+        "[rank 0] 1 of 5",
+        "[rank 0] 2 of 5",
+        "[rank 1] 0 of 5",
+        "[rank 1] 1 of 5",
+        "[rank 1] 2 of 5",
+    ];
+    assert_eq!(sorted(&stdout), attempts);
+    for part in [
+        "starting all ranks again, restart 1 of at most 5",
+        "all ranks succeeded\n  restarts used: 2 of at most 5\n  attempt 0: rank 0 (pid ",
+        "\n  attempt 1: rank 1 (pid ",
+    ] {
+        assert!(stderr.contains(part), "{part} is not in {stderr}");
+    }
+}
+
+#[test]
+fn the_last_failure_is_the_launchers_when_restarts_are_used_up() {
+    let script = "[ $RANK = 1 ] && echo '{\"message\": \"try '$TORCHELASTIC_RESTART_COUNT'\"}' > $TORCHELASTIC_ERROR_FILE && \
+                  exit $((TORCHELASTIC_RESTART_COUNT + 3)); sleep 300";
+    let (code, _, stderr) = run("2", script);
+    assert_eq!(code, Some(5));
+    let summary = stderr.split("fsdp-launch: ").last().unwrap();
+    for part in [
+        "failed first, with exit code 5\n  it recorded: try 2\n  rank 0: ended by SIGTERM\n  restarts used: 2 of at most 2\n",
+        "failed first, with exit code 3\n    it recorded: try 0\n",
+        "failed first, with exit code 4\n    it recorded: try 1\n",
+    ] {
+        assert!(summary.contains(part), "{part} is not in {summary}");
+    }
+}
+
+#[test]
+fn every_attempt_is_the_same_run_without_what_the_last_one_left() {
+    let script = "echo $TORCHELASTIC_RUN_ID; sleep 300 & echo pid $!; [ $RANK = 0 ] && kill -9 $$; wait";
+    let (code, stdout, _) = run("1", script);
+    assert_eq!(code, Some(137));
+    let lines: Vec<Vec<&str>> = stdout.lines().map(|line| line.split(' ').skip(2).collect()).collect();
+    let pids: Vec<i32> = lines.iter().filter(|line| line[0] == "pid").map(|line| line[1].parse().unwrap()).collect();
+    assert_gone(&pids);
+    let mut seen: Vec<&Vec<&str>> = lines.iter().filter(|line| line[0] != "pid").collect();
+    seen.sort();
+    seen.dedup_by_key(|line| line[0]);
+    assert_eq!(seen.len(), 1, "{stdout}");
+}
+
+#[test]
+fn ctrl_c_never_restarts() {
+    let script = "trap 'exit 3' TERM; echo $$; while :; do sleep 0.01; done";
+    for signal in [Signal::INT, Signal::TERM] {
+        let mut launcher = Running::start(&["--nproc-per-node=2", "--max-restarts=9", "sh", "-c", script]);
+        let pids = launcher.pids(2);
+        launcher.signal(signal);
+        assert!(launcher.lines.next().is_none());
+        assert_eq!(launcher.wait().code(), Some(128 + signal.as_raw()));
+        assert_gone(&pids);
+    }
+}
+
+#[test]
+fn ctrl_c_while_a_failed_attempt_ends_is_heard_too() {
+    // Rank 1 fails; rank 0, asked to end, says so and stays, until a Ctrl-C during the shutdown kills it.
+    let dir = tempfile::tempdir().unwrap();
+    let script = format!(
+        "cd {}; if [ $RANK = 1 ]; then while [ ! -e ready ]; do sleep 0.01; done; exit 3; fi; \
+         trap 'echo asked' TERM; : > ready; while :; do sleep 0.01; done",
+        dir.path().display()
+    );
+    let args = ["--nproc-per-node=2", "--max-restarts=9", "--shutdown-timeout=1000", "sh", "-c", &script];
+    let mut launcher = Running::start(&args);
+    assert_eq!(launcher.line(), "[rank 0] asked");
+    launcher.signal(Signal::INT);
+    assert!(launcher.lines.next().is_none());
+    assert_eq!(launcher.wait().code(), Some(3));
+}
+
+#[test]
+fn a_clean_run_says_nothing_of_restarts() {
+    assert_eq!(run("3", "exit 0"), (Some(0), String::new(), String::new()));
+}
