@@ -11,7 +11,7 @@ use clap::{ArgAction, Parser, builder::FalseyValueParser};
 use clap_complete::Shell;
 
 use crate::{
-    LaunchSpec, Result, cores, find_program, gpus,
+    Error, LaunchSpec, LinePrefix, RankFilter, Result, StreamChoice, Streams, cores, find_program, gpus,
     help::{AFTER_HELP, EXAMPLES},
     program::plan_program,
     python::{self, Kind},
@@ -132,6 +132,31 @@ pub struct Args {
     #[arg(env = "PET_SIGNALS_TO_HANDLE", hide_env = true, help_heading = "Failure")]
     pub signals_to_handle: SignalList,
 
+    /// Keep what the ranks print: DIR/<run id>/attempt_<n>/<local rank>/stdout.log, stderr.log; without --tee and --redirects all of it
+    #[arg(long, alias = "log_dir", value_name = "DIR", help_heading = "Output")]
+    #[arg(env = "PET_LOG_DIR", hide_env = true)]
+    pub log_dir: Option<PathBuf>,
+
+    /// Print to log files and not here: 0 nothing, 1 stdout, 2 stderr, 3 both, or by local rank: 0:1,1:3
+    #[arg(short, long, value_name = "STREAMS", help_heading = "Output")]
+    #[arg(env = "PET_REDIRECTS", hide_env = true)]
+    pub redirects: Option<StreamChoice>,
+
+    /// Print to log files and here; values as for --redirects
+    #[arg(short, long, value_name = "STREAMS", help_heading = "Output")]
+    #[arg(env = "PET_TEE", hide_env = true)]
+    pub tee: Option<StreamChoice>,
+
+    /// Show only these local ranks here: 0,2
+    #[arg(long, alias = "local_ranks_filter", value_name = "RANKS", default_value = "", help_heading = "Output")]
+    #[arg(env = "PET_LOCAL_RANKS_FILTER", hide_env = true, hide_default_value = true)]
+    pub local_ranks_filter: RankFilter,
+
+    /// What stands before each line: ${role_name}, ${local_rank}, ${rank}, ${hostname} [default: "[rank ${rank}] "]
+    #[arg(long, alias = "log_line_prefix_template", value_name = "TEXT", default_value = "", help_heading = "Output")]
+    #[arg(env = "PET_LOG_LINE_PREFIX_TEMPLATE", hide_env = true, hide_default_value = true)]
+    pub log_line_prefix_template: LinePrefix,
+
     /// Print the completions of a shell for this command
     #[arg(long, alias = "print_completion", value_name = "SHELL", exclusive = true, help_heading = "Shell")]
     pub print_completion: Option<Shell>,
@@ -145,7 +170,7 @@ impl Args {
     /// Finds or builds the program and puts the launch together.
     ///
     /// # Errors
-    /// As [`find_program`]; [`Error::Usage`](crate::Error::Usage) where options contradict each other.
+    /// As [`find_program`]; [`Error::Usage`] where options contradict each other.
     pub fn into_spec(self) -> Result<LaunchSpec> {
         self.spec_with(find_program)
     }
@@ -195,8 +220,34 @@ impl Args {
         spec.signals = self.signals_to_handle.0;
         spec.virtual_local_rank = self.virtual_local_rank;
         spec.pin_cores = self.pin_cores;
+        // Who names a directory for logs wants some.
+        let all = self.log_dir.is_some() && self.redirects.is_none() && self.tee.is_none();
+        spec.logs.dir = self.log_dir;
+        spec.logs.redirects = self.redirects.unwrap_or_default();
+        spec.logs.tee = self
+            .tee
+            .unwrap_or_else(|| if all { StreamChoice::EveryRank(Streams::BOTH) } else { StreamChoice::default() });
+        spec.logs.local_ranks_filter = self.local_ranks_filter;
+        spec.logs.line_prefix = self.log_line_prefix_template;
+        check_ranks(&spec)?;
         Ok(spec)
     }
+}
+
+/// Options that name local ranks must name ranks that there are.
+fn check_ranks(spec: &LaunchSpec) -> Result<()> {
+    let logs = &spec.logs;
+    for (flag, highest) in [
+        ("--redirects", logs.redirects.highest()),
+        ("--tee", logs.tee.highest()),
+        ("--local-ranks-filter", logs.local_ranks_filter.0.iter().max().copied()),
+    ] {
+        if let Some(rank) = highest.filter(|&rank| rank >= spec.nproc_per_node) {
+            let expected = format!("there is no local rank {rank}: they count from 0 to {}", spec.nproc_per_node - 1);
+            return Err(Error::Usage { flag, value: rank.to_string(), expected });
+        }
+    }
+    Ok(())
 }
 
 fn process_count(text: &str) -> std::result::Result<usize, String> {
@@ -293,6 +344,10 @@ mod tests {
             "--shutdown-timeout nan",
             "--signals-to-handle SIGKILL",
             "--signals-to-handle SIGTERM,,",
+            "--tee 4",
+            "--redirects 0:1,1:x",
+            "--local-ranks-filter all",
+            "--log-line-prefix-template ${pid}",
             "--max-restarts -1",
             "--max-restarts 1.5",
             "--monitor-interval soon",

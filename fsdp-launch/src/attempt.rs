@@ -2,8 +2,8 @@
 
 use std::{
     io::{self, IsTerminal},
-    os::fd::OwnedFd,
     path::Path,
+    process::Stdio,
     sync::mpsc::{Receiver, Sender},
 };
 
@@ -12,6 +12,7 @@ use crate::{
     environment::Job,
     error_file::read_message,
     guard::Guard,
+    logs::{Destination, destinations},
     output::{Outputs, To},
     signals::Event,
     supervise::supervise,
@@ -35,12 +36,20 @@ pub(crate) fn run(job: &Job<'_>, temp_dir: &Path, sender: &Sender<Event>, events
     let mut workers = Vec::new();
     let has_terminal = io::stderr().is_terminal();
     for rank in 0..spec.nproc_per_node {
-        let (worker, (stdout, stderr)) = Worker::start(spec, job, rank, rank == 0 && has_terminal)?;
+        let [stdout, stderr] = destinations(&spec.logs, job.log_dir, rank)?;
+        // A terminal of its own: rank 0's progress bar shows.
+        let shares_stderr = rank == 0 && has_terminal && matches!(stderr, Destination::Console);
+        let (stdout, stdout_copy) = stdout.open();
+        let (stderr, stderr_copy) = if shares_stderr { (Stdio::inherit(), None) } else { stderr.open() };
+        let (worker, (stdout, stderr)) = Worker::start(job, rank, stdout, stderr)?;
         guard.watch(worker.pid);
         workers.push(worker);
-        let streams = [(stdout.map(OwnedFd::from), To::Stdout), (stderr.map(OwnedFd::from), To::Stderr)];
-        for (stream, to) in streams {
-            stream.map_or(Ok(()), |stream| outputs.forward(rank, stream, to))?;
+        let prefix = spec.logs.line_prefix.of(&spec.role, rank);
+        if let Some(stream) = stdout {
+            outputs.forward(rank, &prefix, stream.into(), To::Stdout, stdout_copy)?;
+        }
+        if let Some(stream) = stderr {
+            outputs.forward(rank, &prefix, stream.into(), To::Stderr, stderr_copy)?;
         }
     }
 

@@ -15,7 +15,7 @@ use crate::{
 /// As [`launch`](crate::launch), as far as they show before a rank is started.
 pub fn dry_run(spec: &LaunchSpec) -> Result<String> {
     let (run_id, master_port) = (run_id(spec)?, master_port(spec)?);
-    let job = Job { spec, master_port, run_id: &run_id, restart_count: 0, error_dir: Path::new("") };
+    let job = Job { spec, master_port, run_id: &run_id, restart_count: 0, log_dir: None, error_dir: Path::new("") };
     let mut text = String::new();
     for rank in 0..spec.nproc_per_node {
         line(&mut text, format_args!("# rank {rank}"));

@@ -11,13 +11,18 @@ pub(crate) struct Job<'a> {
     pub(crate) run_id: &'a str,
     /// How often the ranks were started before.
     pub(crate) restart_count: u32,
-    /// The directory of the files in which ranks record the error that ended them.
+    /// The directory of the attempt's logs, if there are any.
+    pub(crate) log_dir: Option<&'a Path>,
+    /// Without logs: the directory of the files in which ranks record the error that ended them.
     pub(crate) error_dir: &'a Path,
 }
 
 impl Job<'_> {
     /// The file in which `rank` may record its error.
     pub(crate) fn error_file(&self, rank: usize) -> std::path::PathBuf {
+        if let Some(dir) = self.log_dir {
+            return dir.join(rank.to_string()).join("error.json");
+        }
         self.error_dir.join(format!("attempt-{}-rank-{rank}.json", self.restart_count))
     }
 
@@ -111,8 +116,14 @@ mod tests {
     #[test]
     fn a_rank_reads_what_the_launcher_sets() {
         let spec = LaunchSpec::new("p", 4);
-        let job =
-            Job { spec: &spec, master_port: 4000, run_id: "run", restart_count: 2, error_dir: Path::new("/errors") };
+        let job = Job {
+            spec: &spec,
+            master_port: 4000,
+            run_id: "run",
+            restart_count: 2,
+            log_dir: None,
+            error_dir: Path::new("/errors"),
+        };
         let variables = job.variables(3).unwrap();
         let env = fsdp_core::RankEnv::from_vars(|name| {
             variables.iter().find(|(have, _)| *have == name).map(|(_, value)| value.to_string_lossy().into_owned())

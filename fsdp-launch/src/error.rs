@@ -79,6 +79,15 @@ pub enum Error {
         name: OsString,
     },
 
+    /// A log file or its directory can't be made.
+    #[error("the log {path:?} can't be made: {source}. Check --log-dir")]
+    Log {
+        /// The file or directory.
+        path: PathBuf,
+        /// The system's reason.
+        source: io::Error,
+    },
+
     /// An option's value can't be used together with the others, or on this host.
     #[error("invalid value {value:?} for {flag}: {expected}")]
     Usage {

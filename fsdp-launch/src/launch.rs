@@ -12,7 +12,12 @@ use std::{
 
 use rustix::process::{getpid, set_child_subreaper};
 
-use crate::{Cause, Error, LaunchSpec, Outcome, Result, attempt, environment::Job, signals::SignalWatch};
+use crate::{
+    Cause, Error, LaunchSpec, Outcome, Result, attempt,
+    environment::Job,
+    logs::{create_attempt_dir, create_run_dir},
+    signals::SignalWatch,
+};
 
 /// Starts the ranks of `spec`, prints what they print, and returns when nothing of them is left. When a rank fails
 /// they all end, and start again as often as the spec allows. That a rank fails is an [`Outcome`], not an error.
@@ -33,12 +38,16 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
         .permissions(Permissions::from_mode(0o700))
         .tempdir()
         .map_err(Error::system("make a temporary directory"))?;
+    let run_dir = create_run_dir(&spec.logs, spec.nproc_per_node, &run_id)?;
     let mut failures = Vec::new();
     let mut restart_count = 0;
     loop {
         // Of an attempt that failed, the old port may still be in use.
         let master_port = master_port(spec)?;
-        let job = Job { spec, master_port, run_id: &run_id, restart_count, error_dir: temp_dir.path() };
+        let log_dir = run_dir.as_ref().map(|dir| create_attempt_dir(dir, restart_count, spec.nproc_per_node));
+        let log_dir = log_dir.transpose()?;
+        let error_dir = temp_dir.path();
+        let job = Job { spec, master_port, run_id: &run_id, restart_count, log_dir: log_dir.as_deref(), error_dir };
         tracing::debug!(?spec, master_port, run_id, restart_count, "launching");
         let attempt = attempt::run(&job, temp_dir.path(), &sender, &events)?;
         let failed = match attempt.cause {
@@ -59,6 +68,7 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
                     shutdown_timeout: spec.shutdown_timeout,
                     failures,
                     max_restarts: spec.max_restarts,
+                    log_dir: run_dir,
                 });
             }
         }

@@ -40,9 +40,13 @@ fn run(args: Args) -> Result<ExitCode> {
         let build = build.map_or_else(String::new, |command| format!("# built first by: {command}\n"));
         return Ok(printed((build + &text).as_bytes()));
     }
-    let outcome = launch(&args.into_spec()?)?;
+    let spec = args.into_spec()?;
+    let outcome = launch(&spec)?;
     if !outcome.succeeded() || !outcome.failures.is_empty() {
         eprintln!("fsdp-launch: {outcome}");
+    }
+    if let (true, None, Some(dir)) = (outcome.succeeded(), &spec.logs.dir, &outcome.log_dir) {
+        eprintln!("fsdp-launch: the logs are in {} (--log-dir names another place)", dir.display());
     }
     Ok(ExitCode::from(outcome.exit_code()))
 }

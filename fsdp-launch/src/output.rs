@@ -1,4 +1,4 @@
-//! The ranks' output: read as it comes, printed by whole lines behind the rank's name, so that lines of different ranks never mix.
+//! The ranks' output: read as it comes, printed by whole lines behind the rank's prefix, so that lines of different ranks never mix.
 
 use std::{
     fs::File,
@@ -46,11 +46,19 @@ impl Outputs {
         Ok(Outputs { events, open: 0, ranks_live: Some(ranks_live), ranks_gone: Arc::new(ranks_gone) })
     }
 
-    /// Starts to print one stream of `rank`.
-    pub(crate) fn forward(&mut self, rank: usize, source: OwnedFd, to: To) -> Result<()> {
+    /// Starts to print one stream of `rank` behind `prefix`; `copy` gets it as it is.
+    pub(crate) fn forward(
+        &mut self,
+        rank: usize,
+        prefix: &str,
+        source: OwnedFd,
+        to: To,
+        copy: Option<File>,
+    ) -> Result<()> {
+        let lines = Lines::behind(prefix);
         let (events, ranks_gone) = (self.events.clone(), Arc::clone(&self.ranks_gone));
         let print = move || {
-            if let Err(error) = print_lines(&mut File::from(source), &ranks_gone, Lines::of_rank(rank), to) {
+            if let Err(error) = print_lines(&mut File::from(source), &ranks_gone, lines, to, copy) {
                 // The rank's next write fails, as it would without a launcher: with `fsdp-launch ... | head` all ends when `head` has enough.
                 tracing::debug!("the output of rank {rank} to {to:?} is lost: {error}");
             }
@@ -79,7 +87,13 @@ impl Outputs {
     }
 }
 
-fn print_lines(source: &mut File, ranks_gone: &PipeReader, mut lines: Lines, to: To) -> io::Result<()> {
+fn print_lines(
+    source: &mut File,
+    ranks_gone: &PipeReader,
+    mut lines: Lines,
+    to: To,
+    mut copy: Option<File>,
+) -> io::Result<()> {
     let mut chunk = vec![0; 16 << 10];
     loop {
         let mut fds = [PollFd::new(&*source, PollFlags::IN), PollFd::new(ranks_gone, PollFlags::IN)];
@@ -89,6 +103,11 @@ fn print_lines(source: &mut File, ranks_gone: &PipeReader, mut lines: Lines, to:
         };
         let nothing_there = fds[0].revents().is_empty();
         let read = if nothing_there { 0 } else { source.read(&mut chunk)? };
+        if let Err(error) = copy.as_mut().map_or(Ok(()), |copy| copy.write_all(&chunk[..read])) {
+            // A full disk is no reason to end the run.
+            tracing::warn!("the log file of {}is not written any further: {error}", lines.prefix);
+            copy = None;
+        }
         lines.push(&chunk[..read]);
         if read == 0 {
             lines.end();
@@ -113,8 +132,8 @@ struct Lines {
 }
 
 impl Lines {
-    fn of_rank(rank: usize) -> Self {
-        Lines { prefix: format!("[rank {rank}] "), partial: Vec::new(), cut: false, ready: Vec::new() }
+    fn behind(prefix: &str) -> Self {
+        Lines { prefix: prefix.into(), partial: Vec::new(), cut: false, ready: Vec::new() }
     }
 
     fn push(&mut self, bytes: &[u8]) {
@@ -153,7 +172,7 @@ mod tests {
     use super::*;
 
     fn lines(chunks: &[&[u8]]) -> Vec<u8> {
-        let mut lines = Lines::of_rank(1);
+        let mut lines = Lines::behind("[rank 1] ");
         chunks.iter().for_each(|chunk| lines.push(chunk));
         lines.end();
         lines.ready

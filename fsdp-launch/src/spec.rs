@@ -4,6 +4,8 @@ use std::{ffi::OsString, path::PathBuf, time::Duration};
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 
+use crate::{LinePrefix, RankFilter, StreamChoice};
+
 /// A launch on this host: the program, how often, and how its ranks find each other.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
@@ -33,6 +35,25 @@ pub struct LaunchSpec {
     pub virtual_local_rank: bool,
     /// Every rank runs on its own share of the cores.
     pub pin_cores: bool,
+    /// Where the ranks' output goes.
+    pub logs: LogSpec,
+}
+
+/// Where the ranks' output goes; by default to the launcher's own stdout and stderr, by lines behind `[rank N] `.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct LogSpec {
+    /// Files are `DIR/<run id>/attempt_<restarts>/<local rank>/stdout.log`, stderr.log and error.json. `None`: a new temporary directory, if a stream goes to a
+    /// file.
+    pub dir: Option<PathBuf>,
+    /// The streams that go to their file and not to the console.
+    pub redirects: StreamChoice,
+    /// The streams that go to both, also if they are among the `redirects`.
+    pub tee: StreamChoice,
+    /// The ranks that the console shows; files are written of all.
+    pub local_ranks_filter: RankFilter,
+    /// What stands before each line on the console.
+    pub line_prefix: LinePrefix,
 }
 
 impl LaunchSpec {
@@ -51,6 +72,7 @@ impl LaunchSpec {
             signals: vec![SIGTERM, SIGINT, SIGHUP, SIGQUIT],
             virtual_local_rank: false,
             pin_cores: false,
+            logs: LogSpec::default(),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! How a launch ended, and how to say it.
 
-use std::{fmt, time::Duration};
+use std::{fmt, path::PathBuf, time::Duration};
 
 use signal_hook::{
     consts::{SIGKILL, SIGTERM},
@@ -99,6 +99,8 @@ pub struct Outcome {
     pub failures: Vec<RankReport>,
     /// How many restarts were allowed.
     pub max_restarts: u32,
+    /// The directory of the run's log files, if there are any.
+    pub log_dir: Option<PathBuf>,
 }
 
 impl Outcome {
@@ -146,7 +148,8 @@ impl fmt::Display for Outcome {
         for (fate, ranks) in fates {
             write!(f, "\n  {} {}: {fate}", if ranks.len() == 1 { "rank" } else { "ranks" }, ranks.join(", "))?;
         }
-        self.write_attempts(f)
+        self.write_attempts(f)?;
+        self.log_dir.as_ref().map_or(Ok(()), |dir| write!(f, "\n  logs: {}", dir.display()))
     }
 }
 
@@ -228,6 +231,7 @@ mod tests {
             shutdown_timeout: Duration::from_secs(5),
             failures: Vec::new(),
             max_restarts: 0,
+            log_dir: None,
         };
         outcome.ranks[1].message = Some("out of\ndata".into());
         assert_eq!(outcome.exit_code(), 139);

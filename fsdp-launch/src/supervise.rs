@@ -187,7 +187,8 @@ mod tests {
     fn a_signal_then_the_earlier_record_then_the_lower_rank() {
         let dir = tempfile::tempdir().unwrap();
         let spec = crate::LaunchSpec::new("p", 4);
-        let job = Job { spec: &spec, master_port: 1, run_id: "r", restart_count: 0, error_dir: dir.path() };
+        let job =
+            Job { spec: &spec, master_port: 1, run_id: "r", restart_count: 0, log_dir: None, error_dir: dir.path() };
         let record = |rank, second| {
             let file = std::fs::File::create(job.error_file(rank)).unwrap();
             file.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(second)).unwrap();

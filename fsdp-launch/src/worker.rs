@@ -11,7 +11,7 @@ use rustix::{
 };
 
 use crate::{
-    Error, LaunchSpec, Result, cores,
+    Error, Result, cores,
     environment::Job,
     session::own_session_dying_with_us,
     summary::{End, Request},
@@ -30,15 +30,15 @@ pub(crate) struct Worker {
     group_gone: bool,
 }
 
-/// A rank's streams, less those it shares with the launcher.
-pub(crate) type Streams = (Option<ChildStdout>, Option<ChildStderr>);
+/// Where a rank's streams are read, as far as they come through pipes.
+pub(crate) type Pipes = (Option<ChildStdout>, Option<ChildStderr>);
 
 impl Worker {
-    /// Starts `rank`; with `shares_stderr` it writes to the launcher's stderr itself.
-    pub(crate) fn start(spec: &LaunchSpec, job: &Job<'_>, rank: usize, shares_stderr: bool) -> Result<(Self, Streams)> {
+    /// Starts `rank` with these for its stdout and stderr.
+    pub(crate) fn start(job: &Job<'_>, rank: usize, stdout: Stdio, stderr: Stdio) -> Result<(Self, Pipes)> {
+        let spec = job.spec;
         let mut command = Command::new(&spec.program);
-        command.args(&spec.args).stdin(Stdio::null()).stdout(Stdio::piped());
-        command.stderr(if shares_stderr { Stdio::inherit() } else { Stdio::piped() });
+        command.args(&spec.args).stdin(Stdio::null()).stdout(stdout).stderr(stderr);
         job.apply(rank, &mut command)?;
         if spec.pin_cores {
             cores::pin(&mut command, &cores::share_of(rank, spec.nproc_per_node)?);

@@ -4,6 +4,7 @@
 mod ending;
 mod environment;
 mod interrupted;
+mod logs;
 mod options;
 mod output;
 mod program;

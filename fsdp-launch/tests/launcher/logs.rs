@@ -1,0 +1,134 @@
+//! `--log-dir`, `--redirects`, `--tee`, `--local-ranks-filter` and `--log-line-prefix-template`.
+
+use std::{fs, path::Path};
+
+use crate::{finish, launcher, sorted};
+
+const SCRIPT: &str = "echo out $RANK; echo err $RANK >&2";
+
+/// Two ranks of [`SCRIPT`] with a log directory: exit code, stdout, stderr.
+fn run(dir: &Path, options: &[&str], script: &str) -> (Option<i32>, String, String) {
+    let dir = dir.to_str().unwrap();
+    let args = ["--nproc-per-node=2", "--rdzv-id=job", "--log-dir", dir];
+    finish(&mut launcher(&[&args[..], options, &["/bin/sh", "-c", script]].concat()))
+}
+
+fn read(dir: &Path, path: &str) -> Option<String> {
+    fs::read_to_string(dir.join(path)).ok()
+}
+
+#[test]
+fn a_log_dir_keeps_everything_and_hides_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let (code, stdout, stderr) = run(&dir.path().join("new/logs"), &[], SCRIPT);
+    assert_eq!((code, sorted(&stdout)), (Some(0), vec!["[rank 0] out 0", "[rank 1] out 1"]));
+    assert_eq!(sorted(&stderr), ["[rank 0] err 0", "[rank 1] err 1"]);
+    for rank in [0, 1] {
+        let log = |name| read(dir.path(), &format!("new/logs/job/attempt_0/{rank}/{name}"));
+        assert_eq!(log("stdout.log"), Some(format!("out {rank}\n")));
+        assert_eq!(log("stderr.log"), Some(format!("err {rank}\n")));
+    }
+}
+
+#[test]
+fn redirected_streams_are_in_the_files_only() {
+    let dir = tempfile::tempdir().unwrap();
+    let (code, stdout, stderr) = run(dir.path(), &["--redirects", "0:1,1:3"], SCRIPT);
+    assert_eq!((code, stdout.as_str(), stderr.as_str()), (Some(0), "", "[rank 0] err 0\n"));
+    assert_eq!(read(dir.path(), "job/attempt_0/0/stdout.log").as_deref(), Some("out 0\n"));
+    assert_eq!(read(dir.path(), "job/attempt_0/0/stderr.log"), None);
+    assert_eq!(read(dir.path(), "job/attempt_0/1/stderr.log").as_deref(), Some("err 1\n"));
+}
+
+#[test]
+fn what_is_redirected_and_teed_is_shown() {
+    let dir = tempfile::tempdir().unwrap();
+    let (code, stdout, stderr) = run(dir.path(), &["-r", "3", "-t", "1:1"], SCRIPT);
+    assert_eq!((code, stdout.as_str(), stderr.as_str()), (Some(0), "[rank 1] out 1\n", ""));
+    assert_eq!(read(dir.path(), "job/attempt_0/1/stdout.log").as_deref(), Some("out 1\n"));
+    assert_eq!(read(dir.path(), "job/attempt_0/0/stderr.log").as_deref(), Some("err 0\n"));
+}
+
+#[test]
+fn the_filter_hides_ranks_but_keeps_their_files() {
+    let dir = tempfile::tempdir().unwrap();
+    let (code, stdout, stderr) = run(dir.path(), &["--tee=1", "--local_ranks_filter=1"], SCRIPT);
+    assert_eq!((code, stdout.as_str(), stderr.as_str()), (Some(0), "[rank 1] out 1\n", "[rank 1] err 1\n"));
+    assert_eq!(read(dir.path(), "job/attempt_0/0/stdout.log").as_deref(), Some("out 0\n"));
+    assert_eq!(read(dir.path(), "job/attempt_0/0/stderr.log"), None);
+    let args = ["--nproc-per-node=2", "--local-ranks-filter=0", "/bin/sh", "-c", SCRIPT];
+    assert_eq!(finish(&mut launcher(&args)), (Some(0), "[rank 0] out 0\n".into(), "[rank 0] err 0\n".into()));
+}
+
+#[test]
+fn every_attempt_has_its_files_and_the_summary_names_the_place() {
+    let dir = tempfile::tempdir().unwrap();
+    let script = "echo attempt $TORCHELASTIC_RESTART_COUNT; [ $RANK = 1 ] && echo '{\"message\": \"bad\"}' > $TORCHELASTIC_ERROR_FILE && exit 3; sleep 300";
+    let (code, _, stderr) = run(dir.path(), &["--max-restarts=1", "--redirects=1"], script);
+    assert_eq!(code, Some(3));
+    let place = dir.path().join("job");
+    assert!(
+        stderr.contains("it recorded: bad") && stderr.ends_with(&format!("\n  logs: {}\n", place.display())),
+        "{stderr}"
+    );
+    for attempt in [0, 1] {
+        let log = |name| read(&place, &format!("attempt_{attempt}/1/{name}"));
+        assert_eq!(log("stdout.log"), Some(format!("attempt {attempt}\n")));
+        assert_eq!(log("error.json").as_deref(), Some("{\"message\": \"bad\"}\n"));
+    }
+}
+
+#[test]
+fn a_second_run_of_the_same_id_overwrites_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    for _ in 0..2 {
+        assert_eq!(run(dir.path(), &["--redirects=3"], SCRIPT).0, Some(0));
+    }
+    for run in ["job", "job_2"] {
+        assert_eq!(read(dir.path(), &format!("{run}/attempt_0/0/stdout.log")).as_deref(), Some("out 0\n"));
+    }
+}
+
+#[test]
+fn a_run_id_leads_nowhere_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let logs = dir.path().join("logs");
+    assert_eq!(run(&logs, &["--rdzv-id=../out"], SCRIPT).0, Some(2), "an option twice");
+    let args = ["--rdzv-id=../out", "--log-dir", logs.to_str().unwrap(), "true"];
+    assert_eq!(finish(&mut launcher(&args)).0, Some(0));
+    assert!(logs.join("_.._out/attempt_0/0").is_dir() && !dir.path().join("out").exists());
+}
+
+#[test]
+fn without_a_directory_one_is_made_and_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut command = launcher(&["--tee", "3", "/bin/sh", "-c", "echo out"]);
+    let (code, stdout, stderr) = finish(command.env("TMPDIR", dir.path()));
+    assert_eq!((code, stdout.as_str()), (Some(0), "[rank 0] out\n"));
+    let place = stderr.split("the logs are in ").nth(1).unwrap().split(' ').next().unwrap();
+    assert_eq!(read(Path::new(place), "attempt_0/0/stdout.log").as_deref(), Some("out\n"));
+}
+
+#[test]
+fn lines_stand_behind_the_users_prefix() {
+    let prefix = "--log-line-prefix-template=<${role_name}|${local_rank}|${rank}> ";
+    let (code, stdout, _) = finish(&mut launcher(&[prefix, "--role=t", "/bin/echo", "out"]));
+    assert_eq!((code, stdout.as_str()), (Some(0), "<t|0|0> out\n"));
+}
+
+#[test]
+fn what_can_not_be_logged_is_told_before_anything_starts() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("file"), "").unwrap();
+    let (code, stdout, stderr) = run(&dir.path().join("file"), &[], SCRIPT);
+    assert_eq!((code, stdout.as_str()), (Some(1), ""));
+    assert!(stderr.contains("file\" can't be made: ") && stderr.contains("Check --log-dir"), "{stderr}");
+    for option in ["--tee=2:1", "--redirects=0:1,2:3", "--local-ranks-filter=2"] {
+        let (code, stdout, stderr) = run(dir.path(), &[option], SCRIPT);
+        assert_eq!((code, stdout.as_str()), (Some(2), ""));
+        assert!(
+            stderr.contains(option.split('=').next().unwrap()) && stderr.contains("there is no local rank 2"),
+            "{stderr}"
+        );
+    }
+}
