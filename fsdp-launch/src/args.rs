@@ -132,7 +132,7 @@ pub struct Args {
     #[arg(env = "PET_SIGNALS_TO_HANDLE", hide_env = true, help_heading = "Failure")]
     pub signals_to_handle: SignalList,
 
-    /// Keep what the ranks print: DIR/<run id>/attempt_<n>/<local rank>/stdout.log, stderr.log; without --tee and --redirects all of it
+    /// Keep what the ranks print, in `DIR/<run id>/attempt_<n>/<local rank>/stdout.log` and stderr.log; without --tee and --redirects all of it
     #[arg(long, alias = "log_dir", value_name = "DIR", help_heading = "Output")]
     #[arg(env = "PET_LOG_DIR", hide_env = true)]
     pub log_dir: Option<PathBuf>,
