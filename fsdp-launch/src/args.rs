@@ -112,7 +112,7 @@ pub struct Args {
     #[arg(env = "PET_RDZV_CONF", hide_env = true)]
     pub rdzv_conf: Option<String>,
 
-    /// How often all ranks start again after one has failed
+    /// How often all ranks start again after one has failed; never after Ctrl-C
     #[arg(long, alias = "max_restarts", value_name = "N", default_value = "0", value_parser = restarts)]
     #[arg(env = "PET_MAX_RESTARTS", hide_env = true, help_heading = "Failure")]
     pub max_restarts: u32,
@@ -162,7 +162,7 @@ pub struct Args {
     pub print_completion: Option<Shell>,
 
     /// The program, by name or by path, and its arguments
-    #[arg(required = true, trailing_var_arg = true, value_names = ["PROGRAM", "ARGS"], num_args = 1..)]
+    #[arg(required = true, trailing_var_arg = true, value_names = ["PROGRAM", "ARGS"], num_args = 1.., help_heading = "Arguments")]
     pub command: Vec<OsString>,
 }
 

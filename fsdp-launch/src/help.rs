@@ -9,11 +9,12 @@ Examples:
 /// The end of the long help.
 pub(crate) const AFTER_HELP: &str = "\
 Examples:
-  fsdp-launch --nproc-per-node 2 train --steps 100      a binary or example of the Cargo workspace you are in, built first
+  fsdp-launch --nproc-per-node 2 train --steps 100      a target of your Cargo workspace, built first
   fsdp-launch --nproc-per-node auto ./target/release/train
   fsdp-launch --nproc-per-node 2 script.py --epochs 3   $PYTHON_EXEC or python3 -u script.py
   fsdp-launch --nproc-per-node 2 -m package.train       python3 -u -m package.train
   fsdp-launch --nproc-per-node 2 --dry-run script.py    what would be started
+  fsdp-launch --nproc-per-node 2 --max-restarts 3 --log-dir logs train --checkpoint-dir ckpt --resume auto
 
 PROGRAM: what ends in .py is a Python script (unless --no-python is given). With a '/' in it, it is a path. A name is a target of the workspace, built in \
 release mode; else an executable beside fsdp-launch; else one in PATH.
@@ -28,6 +29,7 @@ The ranks' stdin is empty.
 The first rank that fails ends the others: SIGTERM, then SIGKILL after --shutdown-timeout. (If it failed by an exit code, SIGTERM comes 0.3 s later, so \
 that ranks which find the same thing wrong tell it.) The exit code is that rank's, or 128 + the number of the \
 signal that killed it; 2 for a wrong command line. Ctrl-C (also SIGTERM, SIGHUP, SIGQUIT) ends all ranks in the same way; a second Ctrl-C kills them at \
-once. Processes that a rank left behind in its process group end with the launch.
+once. With --max-restarts, all ranks start again after a failure: TORCHELASTIC_RESTART_COUNT tells them how often, and the summary names each attempt's \
+first failure. Processes that a rank left behind in its process group end with the attempt.
 
 Options can be set in the environment as for torchrun: PET_NPROC_PER_NODE=2 is --nproc-per-node 2. RUST_LOG=fsdp_launch=debug shows what the launcher does.";
