@@ -158,11 +158,11 @@ pub struct Args {
     pub log_line_prefix_template: LinePrefix,
 
     /// Print the completions of a shell for this command
-    #[arg(long, alias = "print_completion", value_name = "SHELL", exclusive = true, help_heading = "Shell")]
+    #[arg(long, alias = "print_completion", value_name = "SHELL", help_heading = "Shell")]
     pub print_completion: Option<Shell>,
 
     /// The program, by name or by path, and its arguments
-    #[arg(required = true, trailing_var_arg = true, value_names = ["PROGRAM", "ARGS"], num_args = 1.., help_heading = "Arguments")]
+    #[arg(required_unless_present = "print_completion", trailing_var_arg = true, value_names = ["PROGRAM", "ARGS"], num_args = 1.., help_heading = "Arguments")]
     pub command: Vec<OsString>,
 }
 

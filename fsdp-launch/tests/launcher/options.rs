@@ -133,7 +133,7 @@ fn python_scripts_and_modules_get_the_interpreter() {
 #[test]
 fn completions_and_help() {
     for shell in ["bash", "zsh", "fish"] {
-        let (code, stdout, stderr) = finish(&mut launcher(&["--print_completion", shell]));
+        let (code, stdout, stderr) = finish(launcher(&["--print_completion", shell]).env("PET_ROLE", "trainer"));
         assert_eq!((code, stderr.as_str()), (Some(0), ""));
         assert!(stdout.contains("fsdp-launch") && stdout.contains("nproc-per-node"), "{shell}");
     }
