@@ -2,7 +2,7 @@
 
 use rustix::process::Signal;
 
-use crate::{Running, assert_gone, finish, launcher, sorted};
+use crate::{Running, assert_gone, assert_gone_soon, finish, launcher, sorted};
 
 fn run(max_restarts: &str, script: &str) -> (Option<i32>, String, String) {
     finish(&mut launcher(&["--nproc-per-node=2", "--max-restarts", max_restarts, "/bin/sh", "-c", script]))
@@ -95,4 +95,14 @@ fn ctrl_c_while_a_failed_attempt_ends_is_heard_too() {
 #[test]
 fn a_clean_run_says_nothing_of_restarts() {
     assert_eq!(run("3", "exit 0"), (Some(0), String::new(), String::new()));
+}
+
+#[test]
+fn a_launcher_killed_after_a_restart_leaves_nothing() {
+    let script = "[ $TORCHELASTIC_RESTART_COUNT = 0 ] && exit 3; trap '' TERM HUP; sh -c 'echo $$; sleep 300; :' & echo $$; wait";
+    let mut launcher = Running::start(&["--nproc-per-node=2", "--max-restarts=1", "sh", "-c", script]);
+    let pids = launcher.pids(4);
+    launcher.signal(Signal::KILL);
+    launcher.wait();
+    assert_gone_soon(&pids);
 }
