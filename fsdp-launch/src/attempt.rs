@@ -31,6 +31,8 @@ pub(crate) struct Attempt {
 /// Starts the ranks of `job` and waits until nothing of them is left; should the launcher be killed, `temp_dir` is removed.
 pub(crate) fn run(job: &Job<'_>, temp_dir: &Path, sender: &Sender<Event>, events: &Receiver<Event>) -> Result<Attempt> {
     let spec = job.spec;
+    // What one rank lacks shows before any of them is started.
+    (0..spec.nproc_per_node).try_for_each(|rank| job.variables(rank).map(drop))?;
     let mut guard = Guard::start(temp_dir);
     let mut outputs = Outputs::new(sender.clone())?;
     let mut workers = Vec::new();

@@ -14,13 +14,15 @@ fn every_command_of_the_document_runs() {
     let blocks = document.split("```").skip(1).step_by(2);
     let commands: Vec<&str> = blocks.flat_map(|block| block.strip_prefix("sh\n").unwrap().lines()).collect();
     assert!(commands.len() > 10);
+    // Beside the launcher that was built there may be a `train` that was built, and that would be found first.
+    let alone = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    fs::hard_link(assert_cmd::cargo::cargo_bin!("fsdp-launch"), alone.path().join("fsdp-launch")).unwrap();
     for line in commands {
         let dir = tempfile::tempdir().unwrap();
         executable(dir.path().join("train"), "#!/bin/sh\necho trained \"$@\"\n");
         executable(dir.path().join("script.py"), "#!/bin/sh\necho itself\n");
         executable(dir.path().join("python3"), "#!/bin/sh\necho python \"$@\"\n");
-        let program = assert_cmd::cargo::cargo_bin!("fsdp-launch");
-        let path = [dir.path(), program.parent().unwrap(), Path::new("/usr/bin"), Path::new("/bin")];
+        let path = [dir.path(), alone.path(), Path::new("/usr/bin"), Path::new("/bin")];
         let mut command = assert_cmd::Command::new("sh");
         command.timeout(TIMEOUT).args(["-c", line]).current_dir(dir.path());
         command.env("PATH", std::env::join_paths(path).unwrap()).env_remove("PYTHON_EXEC");
