@@ -39,6 +39,8 @@ pub fn program(name: &str) -> PathBuf {
         let cargo = std::env::var_os("CARGO").unwrap_or("cargo".into());
         let status = Command::new(cargo)
             .args(["build", "--release", "--bins", "-p", "fsdp-launch", "-p", "fsdp-ckpt", "-p", "fsdp-examples"])
+            // As the tests of the workspace have it: nothing is compiled once more, and `fsdp-ckpt` stays what its tests need.
+            .args(["--features", "fsdp-ckpt/object-store"])
             .arg("--target-dir")
             .arg(target)
             .current_dir(workspace())
