@@ -59,7 +59,7 @@ pub use checkpoint::Checkpoint;
 pub use diff::{Diff, TensorDiff, Tolerance, ValueDiff, diff};
 pub use error::{Error, Result};
 pub use latest::latest;
-pub use load::{LoadOptions, LoadReport, LoadTensor, Strict, load};
+pub use load::{LoadOptions, LoadReport, LoadTensor, Strict, load, read_as};
 pub use manifest::{ChunkEntry, FileEntry, MANIFEST, TensorEntry};
 pub use names::{MODEL, Names};
 pub use open::open;

@@ -8,11 +8,9 @@ use fsdp_core::{DType, Writable};
 
 use crate::cast::cast;
 use crate::names::Names;
-use crate::region::{checked_bytes, fits};
+use crate::region::{check_request, checked_bytes, fits};
+use crate::stream::stream;
 use crate::{Error, Result, TensorSource};
-
-/// Bytes of a checkpoint that are converted at once.
-const BLOCK: usize = 4 << 20;
 
 /// Memory of one rank's part of a global tensor, to be filled.
 #[derive(Clone)]
@@ -134,7 +132,7 @@ pub fn load(source: &dyn TensorSource, tensors: &[LoadTensor], options: &LoadOpt
         return Err(Error::Names { path: source.path().to_path_buf(), missing, unexpected });
     }
     for (tensor, stored, from) in found {
-        fill(source, stored, tensor, from)?;
+        fill(source, stored, tensor)?;
         report.loaded += 1;
         report.bytes += (tensor.region.elements() * tensor.data.dtype().size()) as u64;
         if from != tensor.data.dtype() {
@@ -166,49 +164,34 @@ fn check(source: &dyn TensorSource, stored: &str, tensor: &LoadTensor, options: 
     Ok(from)
 }
 
-fn fill(source: &dyn TensorSource, stored: &str, tensor: &LoadTensor, from: DType) -> Result<()> {
+fn fill(source: &dyn TensorSource, stored: &str, tensor: &LoadTensor) -> Result<()> {
     let to = tensor.data.dtype();
     let mut outcome = Ok(());
-    let written = tensor.data.write(&mut |bytes| {
-        outcome = if from == to {
-            source.read(stored, &tensor.region, bytes)
-        } else {
-            fill_converted(source, stored, &tensor.region, (from, to), bytes)
-        };
-    });
+    let written = tensor.data.write(&mut |bytes| outcome = read_as(source, stored, &tensor.region, to, bytes));
     written.map_err(|reason| Error::Unreadable { tensor: tensor.fqn.clone(), reason })?;
     outcome
 }
 
-/// Reads and converts some rows at a time.
-fn fill_converted(
-    source: &dyn TensorSource,
-    stored: &str,
-    region: &Region,
-    (from, to): (DType, DType),
-    bytes: &mut [u8],
-) -> Result<()> {
-    if region.is_empty() {
-        return Ok(());
+/// Reads a box of a tensor into `into`, row-major, as elements of dtype `to`: floating point elements of another are converted, rounded once, some MiB at a time.
+///
+/// # Errors
+/// As [`TensorSource::read`]; [`Error::Request`] when `into` has not the size of the box, or one of the dtypes is no floating point type and they differ.
+pub fn read_as(source: &dyn TensorSource, fqn: &str, region: &Region, to: DType, into: &mut [u8]) -> Result<()> {
+    let tensor = source.tensor(fqn)?;
+    let from = tensor.dtype;
+    if from == to {
+        return source.read(fqn, region, into);
     }
-    let rows = region.sizes.first().copied().unwrap_or(1);
-    let row = region.elements() / rows;
-    let at_once = (BLOCK / (row * from.size())).clamp(1, rows);
-    let mut raw = Vec::new();
-    for (first, into) in (0..rows).step_by(at_once).zip(bytes.chunks_mut(at_once * row * to.size())) {
-        let mut part = region.clone();
-        if let (Some(offset), Some(size)) = (part.offsets.first_mut(), part.sizes.first_mut()) {
-            *offset += first;
-            *size = at_once.min(rows - first);
-        }
-        raw.resize(part.elements() * from.size(), 0);
-        source.read(stored, &part, &mut raw)?;
-        if cast(&raw, from, into, to).is_none() {
+    check_request(fqn, &tensor.shape, to.size(), region, into.len())?;
+    let mut rest = into;
+    stream(source, fqn, region, &mut |bytes| {
+        let (block, more) = std::mem::take(&mut rest).split_at_mut(bytes.len() / from.size() * to.size());
+        rest = more;
+        cast(bytes, from, block, to).ok_or_else(|| {
             let reason = format!("{from} can't be converted to {to}");
-            return Err(Error::Request { tensor: stored.to_string(), reason });
-        }
-    }
-    Ok(())
+            Error::Request { tensor: fqn.to_string(), reason }
+        })
+    })
 }
 
 /// Which names are asked for.

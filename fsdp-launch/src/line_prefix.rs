@@ -14,6 +14,13 @@ impl Default for LinePrefix {
     }
 }
 
+impl LinePrefix {
+    /// Lines as they are.
+    pub fn none() -> Self {
+        LinePrefix(String::new())
+    }
+}
+
 impl FromStr for LinePrefix {
     type Err = String;
 

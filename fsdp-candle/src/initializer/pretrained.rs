@@ -3,9 +3,8 @@
 use std::path::Path;
 
 use fsdp_ckpt::{TensorSource, hf::HfModel};
-use half::{bf16, f16};
 
-use super::{Initializer, ShardRequest, write_floats};
+use super::{Initializer, ShardRequest};
 use crate::{Error, Result};
 
 /// The weights of a model directory: `model.safetensors`, or `model.safetensors.index.json` and the files that it names. Floating point weights are
@@ -51,27 +50,11 @@ impl Initializer for Pretrained {
 
     fn fill(&self, request: &ShardRequest<'_>, shard: &mut [u8]) -> Result<()> {
         self.check(request)?;
-        let info = self.model.tensor(request.name)?;
-        let wanted = crate::storage::to_core_dtype(request.dtype)?;
-        if wanted == info.dtype {
-            return Ok(self.model.read(request.name, request.region, shard)?);
-        }
-        let mut raw = vec![0; request.region.elements() * info.dtype.size()];
-        self.model.read(request.name, request.region, &mut raw)?;
-        let values = floats(info.dtype, &raw);
-        write_floats(request, values, shard)
+        let dtype = crate::storage::to_core_dtype(request.dtype)?;
+        Ok(fsdp_ckpt::read_as(&self.model, request.name, request.region, dtype, shard)?)
     }
 
     fn contains(&self, name: &str) -> bool {
         self.model.tensors().contains_key(name)
-    }
-}
-
-fn floats(dtype: fsdp_core::DType, raw: &[u8]) -> Box<dyn Iterator<Item = f64> + '_> {
-    match dtype {
-        fsdp_core::DType::F32 => Box::new(raw.as_chunks().0.iter().map(|b| f64::from(f32::from_ne_bytes(*b)))),
-        fsdp_core::DType::BF16 => Box::new(raw.as_chunks().0.iter().map(|b| bf16::from_ne_bytes(*b).to_f64())),
-        fsdp_core::DType::F16 => Box::new(raw.as_chunks().0.iter().map(|b| f16::from_ne_bytes(*b).to_f64())),
-        _ => Box::new(raw.as_chunks().0.iter().map(|b| f64::from_ne_bytes(*b))),
     }
 }

@@ -3,8 +3,8 @@
 use candle_core::{DType, Module, Tensor};
 use fsdp_candle::{
     AdamW, AdamWConfig, FullyShard, IncompatibleKeys, ShardedVarMap, StateDict, StateDictOptions, StateTensor, World,
-    get_model_state_dict, get_optimizer_state_dict, get_state_dict, set_model_state_dict, set_optimizer_state_dict,
-    set_state_dict,
+    get_model_state_dict, get_optimizer_state_dict, get_state_dict, load_optimizer, optimizer_tensors,
+    set_model_state_dict, set_optimizer_state_dict, set_state_dict,
 };
 use fsdp_ckpt::{LoadOptions, SaveState, save};
 
@@ -221,5 +221,23 @@ fn a_sharded_state_dict_is_loaded_in_place() {
         set_state_dict(&vars, &mut optim, &model, &moments, &options).unwrap();
         let (model, moments) = get_state_dict(&vars, &optim, &full()).unwrap();
         assert_eq!([elements(&model), elements(&moments)].concat(), saved[0]);
+    });
+}
+
+#[test]
+fn a_number_of_steps_that_is_none_is_refused() {
+    let root = tempfile::tempdir().unwrap();
+    let dir = root.path().join("step-1");
+    ranks(1, |world| {
+        let vars = vars(&world);
+        let mut optim = stepped(&world, &vars);
+        let mut tensors = optimizer_tensors(&optim).unwrap();
+        let step = tensors.iter_mut().find(|tensor| tensor.fqn == "optim.state.head.bias.step").unwrap();
+        step.data = std::sync::Arc::new(fsdp_core::Buffer::F32(vec![1.5]));
+        let state = SaveState { mesh: vars.mesh().layout().clone(), tensors, values: Default::default() };
+        save(&dir, &**world.group(), &state).unwrap();
+        let source = fsdp_ckpt::open(&dir).unwrap();
+        let error = load_optimizer(&mut optim, &*source, &LoadOptions::default()).unwrap_err().to_string();
+        assert!(error.contains("`head.bias`") && error.contains("says that it has taken 1.5 steps"), "{error}");
     });
 }

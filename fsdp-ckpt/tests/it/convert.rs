@@ -207,6 +207,28 @@ fn a_shared_parameter_is_written_under_both_names() {
     assert!(code == 2 && said.contains("an alias is NEW=OLD"), "{said}");
 }
 
+/// With room for half of the tensor, programs and libraries included.
+#[test]
+fn a_tensor_larger_than_memory_is_converted() {
+    let root = tempfile::tempdir().unwrap();
+    let (src, dst) = (root.path().join("large.safetensors"), root.path().join("dst"));
+    let bytes = 512u64 << 20;
+    let header = format!(r#"{{"w":{{"dtype":"F32","shape":[{},1024],"data_offsets":[0,{bytes}]}}}}"#, bytes / 4096);
+    std::fs::write(&src, [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat()).unwrap();
+    let file = std::fs::File::options().write(true).open(&src).unwrap();
+    file.set_len(8 + header.len() as u64 + bytes).unwrap();
+    drop(file);
+    let converted = assert_cmd::Command::new("sh")
+        .args(["-c", "ulimit -v 262144; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_fsdp-ckpt"), "convert"])
+        .args([text(&src), text(&dst), "--to", "fsdp", "--world-size", "2", "--dtype", "bf16"])
+        .env("RAYON_NUM_THREADS", "2")
+        .timeout(std::time::Duration::from_secs(100))
+        .assert()
+        .success();
+    let out = String::from_utf8_lossy(&converted.get_output().stdout).into_owned();
+    assert!(out.contains("256.0 MiB in 2 files"), "{out}");
+}
+
 #[test]
 fn floating_point_parameters_are_converted_and_nothing_else() {
     let (root, src) = fresh();
