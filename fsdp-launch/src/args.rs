@@ -11,11 +11,15 @@ use clap::{ArgAction, Parser, builder::FalseyValueParser};
 use clap_complete::Shell;
 
 use crate::{
-    Error, LaunchSpec, LinePrefix, RankFilter, Result, StreamChoice, Streams, cores, find_program, gpus,
+    Error, LaunchSpec, LinePrefix, RankFilter, RendezvousSpec, Result, StreamChoice, Streams, cores, find_program,
+    gpus,
     help::{AFTER_HELP, EXAMPLES},
     program::plan_program,
     python::{self, Kind},
-    rendezvous::{self, Endpoint},
+    rendezvous::{
+        Endpoint, HOW_TO_MAKE_ONE,
+        options::{self, RendezvousConf},
+    },
     signals::SignalList,
 };
 
@@ -29,18 +33,18 @@ pub struct Args {
     #[arg(env = "PET_NPROC_PER_NODE", hide_env = true)]
     pub nproc_per_node: usize,
 
-    /// Hosts: this version launches one
-    #[arg(long, value_name = "1|1:1", default_value = "1", value_parser = rendezvous::nnodes)]
+    /// Hosts: a number, or the fewest and the most that a run may go on with
+    #[arg(long, value_name = "N|MIN:MAX", default_value = "1", value_parser = options::nnodes)]
     #[arg(env = "PET_NNODES", hide_env = true)]
-    pub nnodes: u32,
+    pub nnodes: (u32, u32),
 
-    /// This host's rank: 0
-    #[arg(long, alias = "node_rank", value_name = "0", default_value = "0", value_parser = rendezvous::node_rank)]
+    /// This host's place among them [default: as they come]
+    #[arg(long, alias = "node_rank", value_name = "N", value_parser = options::node_rank)]
     #[arg(env = "PET_NODE_RANK", hide_env = true)]
-    pub node_rank: u32,
+    pub node_rank: Option<u32>,
 
     /// ROLE_NAME of the ranks
-    #[arg(long, value_name = "NAME", default_value = "default", value_parser = rendezvous::word)]
+    #[arg(long, value_name = "NAME", default_value = "default", value_parser = options::word)]
     #[arg(env = "PET_ROLE", hide_env = true)]
     pub role: String,
 
@@ -72,8 +76,8 @@ pub struct Args {
     #[arg(long, alias = "dry_run", help_heading = "Program")]
     pub dry_run: bool,
 
-    /// Where the ranks reach rank 0 [default: 127.0.0.1]
-    #[arg(long, alias = "master_addr", value_name = "ADDRESS", value_parser = rendezvous::word, help_heading = "Meeting")]
+    /// Where the ranks reach rank 0 [default: 127.0.0.1, of several hosts that of rank 0]
+    #[arg(long, alias = "master_addr", value_name = "ADDRESS", value_parser = options::word, help_heading = "Meeting")]
     #[arg(env = "PET_MASTER_ADDR", hide_env = true)]
     pub master_addr: Option<String>,
 
@@ -82,8 +86,8 @@ pub struct Args {
     #[arg(env = "PET_MASTER_PORT", hide_env = true)]
     pub master_port: Option<NonZeroU16>,
 
-    /// This host's address: MASTER_ADDR, unless --master-addr is given
-    #[arg(long, alias = "local_addr", value_name = "ADDRESS", value_parser = rendezvous::word, help_heading = "Meeting")]
+    /// This host's address for the others
+    #[arg(long, alias = "local_addr", value_name = "ADDRESS", value_parser = options::word, help_heading = "Meeting")]
     #[arg(env = "PET_LOCAL_ADDR", hide_env = true)]
     pub local_addr: Option<String>,
 
@@ -97,20 +101,25 @@ pub struct Args {
     #[arg(env = "PET_RDZV_ID", hide_env = true)]
     pub rdzv_id: Option<String>,
 
-    /// c10d: --rdzv-endpoint must be this host, and nothing listens there; static: it is MASTER_ADDR and MASTER_PORT
+    /// Of one host: static: --rdzv-endpoint is MASTER_ADDR and MASTER_PORT; c10d: it must be this host. Of several: static: hosts need --node-rank, and host 0 holds the rendezvous
     #[arg(long, alias = "rdzv_backend", value_name = "NAME", default_value = "static", value_parser = ["static", "c10d"])]
     #[arg(env = "PET_RDZV_BACKEND", hide_env = true, help_heading = "Meeting")]
     pub rdzv_backend: String,
 
-    /// An address of this host
+    /// Where hosts meet: the same on all of them, an address of one [port: 29400; static: --master-addr and --master-port]
     #[arg(long, alias = "rdzv_endpoint", value_name = "HOST[:PORT]", help_heading = "Meeting")]
     #[arg(env = "PET_RDZV_ENDPOINT", hide_env = true)]
     pub rdzv_endpoint: Option<Endpoint>,
 
-    /// Accepted; one host has nothing to tune here
-    #[arg(long, alias = "rdzv_conf", value_name = "KEY=VALUE,...", value_parser = rendezvous::conf, help_heading = "Meeting")]
-    #[arg(env = "PET_RDZV_CONF", hide_env = true)]
-    pub rdzv_conf: Option<String>,
+    /// join_timeout=600,last_call_timeout=30,keep_alive_interval=5,keep_alive_max_attempt=3 (in seconds), is_host=true|false
+    #[arg(long, alias = "rdzv_conf", value_name = "KEY=VALUE,...", default_value = "", help_heading = "Meeting")]
+    #[arg(env = "PET_RDZV_CONF", hide_env = true, hide_default_value = true)]
+    pub rdzv_conf: RendezvousConf,
+
+    /// The secret that all hosts share, at least 16 bytes; hosts that are this one need none
+    #[arg(long, alias = "rdzv_token_file", value_name = "FILE", help_heading = "Meeting")]
+    #[arg(env = "PET_RDZV_TOKEN_FILE", hide_env = true)]
+    pub rdzv_token_file: Option<PathBuf>,
 
     /// How often all ranks start again after one has failed; never after Ctrl-C
     #[arg(long, alias = "max_restarts", value_name = "N", default_value = "0", value_parser = restarts)]
@@ -190,12 +199,15 @@ impl Args {
     }
 
     fn spec_with(self, find: impl FnOnce(&OsStr) -> Result<PathBuf>) -> Result<LaunchSpec> {
-        let endpoint = self.rdzv_endpoint.filter(|_| !self.standalone);
-        if let Some(endpoint) = &endpoint {
-            endpoint.check_is_here()?;
-        }
-        let is_master = self.rdzv_backend == "static";
-        let (host, port) = endpoint.filter(|_| is_master).map_or((None, None), |it| (Some(it.host), it.port));
+        let meeting = self.meeting()?;
+        let (host, port) = match (&meeting, &self.rdzv_endpoint) {
+            (None, Some(endpoint)) if !self.standalone => {
+                check_is_here(endpoint)?;
+                let is_master = self.rdzv_backend == "static";
+                if is_master { (Some(endpoint.host.clone()), endpoint.port) } else { (None, None) }
+            }
+            _ => (None, None),
+        };
 
         let mut command = self.command.into_iter();
         let name = command.next().unwrap_or_default();
@@ -211,8 +223,16 @@ impl Args {
         args.extend(command);
         let mut spec = LaunchSpec::new(program, self.nproc_per_node);
         spec.args = args;
-        spec.master_addr = self.master_addr.or(host).or(self.local_addr).unwrap_or(spec.master_addr);
-        spec.master_port = self.master_port.map(NonZeroU16::get).or(port);
+        if let Some(meeting) = meeting {
+            // Where the endpoint is made of them, the launchers meet there, and the ranks elsewhere.
+            let is_endpoint = self.rdzv_endpoint.is_none();
+            spec.master_addr = self.master_addr;
+            spec.master_port = self.master_port.map(NonZeroU16::get).filter(|_| !is_endpoint);
+            spec.rendezvous = Some(meeting);
+        } else {
+            spec.master_addr = self.master_addr.or(host).or(self.local_addr);
+            spec.master_port = self.master_port.map(NonZeroU16::get).or(port);
+        }
         spec.run_id = self.rdzv_id.filter(|_| !self.standalone);
         spec.shutdown_timeout = self.shutdown_timeout;
         spec.max_restarts = self.max_restarts;
@@ -232,6 +252,68 @@ impl Args {
         check_ranks(&spec)?;
         Ok(spec)
     }
+}
+
+impl Args {
+    /// How this host meets others, if there may be others.
+    fn meeting(&self) -> Result<Option<RendezvousSpec>> {
+        let (min, max) = self.nnodes;
+        let usage =
+            |flag, value: &dyn ToString, expected: String| Error::Usage { flag, value: value.to_string(), expected };
+        if self.standalone && min > 1 {
+            return Err(usage("--standalone", &true, format!("it means one host, and --nnodes wants at least {min}")));
+        }
+        if let Some(rank) = self.node_rank.filter(|&rank| rank >= max) {
+            return Err(usage(
+                "--node-rank",
+                &rank,
+                format!("of {max} hosts (--nnodes), the ranks are 0 to {}", max - 1),
+            ));
+        }
+        if max == 1 || self.standalone {
+            return Ok(None);
+        }
+        let is_static = self.rdzv_backend == "static";
+        let of_master = || {
+            let host = self.master_addr.clone().filter(|_| is_static)?;
+            Some(Endpoint { host, port: self.master_port.map(NonZeroU16::get) })
+        };
+        let nnodes = if min == max { max.to_string() } else { format!("{min}:{max}") };
+        let Some(endpoint) = self.rdzv_endpoint.clone().or_else(of_master) else {
+            let expected = "several hosts need --rdzv-endpoint HOST:PORT, the same on all of them: HOST is one of them, whose launcher the others can reach there";
+            return Err(usage("--nnodes", &nnodes, expected.into()));
+        };
+        if self.rdzv_token_file.is_none() && !endpoint.is_loopback() {
+            let expected =
+                format!("several hosts need --rdzv-token-file FILE, so that no stranger takes part. {HOW_TO_MAKE_ONE}");
+            return Err(usage("--nnodes", &nnodes, expected));
+        }
+        let conf = &self.rdzv_conf;
+        let mut meeting = RendezvousSpec::new(endpoint, (min, max));
+        meeting.node_rank = self.node_rank;
+        let is_first = self.node_rank.filter(|_| is_static).map(|rank| rank == 0);
+        meeting.is_host = conf.is_host.or(is_first);
+        meeting.local_addr.clone_from(&self.local_addr);
+        meeting.token_file.clone_from(&self.rdzv_token_file);
+        meeting.join_timeout = conf.join_timeout.unwrap_or(meeting.join_timeout);
+        meeting.last_call_timeout = conf.last_call_timeout.unwrap_or(meeting.last_call_timeout);
+        meeting.keep_alive_interval = conf.keep_alive_interval.unwrap_or(meeting.keep_alive_interval);
+        meeting.keep_alive_attempts = conf.keep_alive_max_attempt.unwrap_or(meeting.keep_alive_attempts);
+        Ok(Some(meeting))
+    }
+}
+
+/// One host can't meet anybody elsewhere.
+fn check_is_here(endpoint: &Endpoint) -> Result<()> {
+    if endpoint.is_here() {
+        return Ok(());
+    }
+    Err(Error::Usage {
+        flag: "--rdzv-endpoint",
+        value: endpoint.host.clone(),
+        expected: "one host is launched (--nnodes 1), and this is no address of it: use localhost, or leave it out"
+            .into(),
+    })
 }
 
 /// Options that name local ranks must name ranks that there are.
@@ -328,10 +410,9 @@ mod tests {
             "--nproc-per-node -1",
             "--nproc-per-node many",
             "--nproc-per-node 65536",
-            "--nnodes 2",
-            "--nnodes 1:4",
+            "--nnodes 0",
             "--nnodes 2:1",
-            "--node-rank 1",
+            "--node-rank -1",
             "--role ",
             "--master-port 0",
             "--master-port 65536",
@@ -339,6 +420,7 @@ mod tests {
             "--rdzv-backend etcd",
             "--rdzv-endpoint host:port",
             "--rdzv-conf timeout",
+            "--rdzv-conf join_timeout=soon",
             "--shutdown-timeout -1",
             "--shutdown-timeout inf",
             "--shutdown-timeout nan",
@@ -368,16 +450,46 @@ mod tests {
     fn the_endpoint_is_the_master_for_the_static_backend_only() {
         let spec = |line: &str| parse(line).unwrap().into_spec().unwrap();
         let is = |line: &str| (spec(line).master_addr, spec(line).master_port);
-        assert_eq!(is("l --rdzv-endpoint localhost:29400 /bin/true"), ("localhost".into(), Some(29400)));
-        assert_eq!(is("l --rdzv-backend c10d --rdzv-endpoint localhost:29400 /bin/true"), ("127.0.0.1".into(), None));
-        assert_eq!(is("l --standalone --rdzv-endpoint 192.0.2.1:1 /bin/true"), ("127.0.0.1".into(), None));
-        assert_eq!(is("l --local-addr ::1 /bin/true"), ("::1".into(), None));
-        assert_eq!(is("l --rdzv-endpoint localhost --master-addr a --master-port 5 /bin/true"), ("a".into(), Some(5)));
+        let here = |address: &str, port| (Some(address.to_owned()), port);
+        assert_eq!(is("l --rdzv-endpoint localhost:29400 /bin/true"), here("localhost", Some(29400)));
+        assert_eq!(is("l --rdzv-backend c10d --rdzv-endpoint localhost:29400 /bin/true"), (None, None));
+        assert_eq!(is("l --standalone --rdzv-endpoint 192.0.2.1:1 /bin/true"), (None, None));
+        assert_eq!(is("l --local-addr ::1 /bin/true"), here("::1", None));
+        assert_eq!(is("l --rdzv-endpoint localhost --master-addr a --master-port 5 /bin/true"), here("a", Some(5)));
         assert_eq!(spec("l --standalone --rdzv-id x /bin/true").run_id, None);
         let elsewhere = parse("l --rdzv-endpoint 192.0.2.1:29400 /bin/true").unwrap().into_spec().unwrap_err();
         assert!(
             elsewhere.exit_code() == 2 && elsewhere.to_string().contains("\"192.0.2.1\" for --rdzv-endpoint"),
             "{elsewhere}"
         );
+    }
+
+    #[test]
+    fn several_hosts_meet_at_the_endpoint_or_at_the_master() {
+        let spec = |line: &str| parse(line).unwrap().into_spec();
+        let met = |line: &str| spec(line).unwrap().rendezvous.unwrap();
+        assert!(spec("l --nnodes 1:1 /bin/true").unwrap().rendezvous.is_none());
+        assert!(spec("l --nnodes 1:4 --standalone /bin/true").unwrap().rendezvous.is_none());
+        let c10d = met(
+            "l --nnodes 1:4 --rdzv-backend c10d --rdzv-endpoint a:5 --rdzv-token-file t --rdzv-conf last_call_timeout=2 /bin/true",
+        );
+        assert_eq!((c10d.nnodes, c10d.port(), c10d.is_host, c10d.node_rank), ((1, 4), 5, None, None));
+        assert_eq!((c10d.last_call_timeout, c10d.join_timeout), (Duration::from_secs(2), Duration::from_secs(600)));
+        let line = "l --nnodes 2 --node-rank 1 --master-addr a --master-port 7 --rdzv-token-file t /bin/true";
+        assert_eq!((met(line).port(), met(line).is_host, met(line).node_rank), (7, Some(false), Some(1)));
+        // Where the launchers meet, no rank can listen.
+        assert_eq!((spec(line).unwrap().master_addr.as_deref(), spec(line).unwrap().master_port), (Some("a"), None));
+        assert_eq!(met("l --nnodes 2 --rdzv-endpoint localhost /bin/true").port(), 29400);
+
+        for (line, part) in [
+            ("l --nnodes 2 /bin/true", "need --rdzv-endpoint HOST:PORT"),
+            ("l --nnodes 2 --rdzv-endpoint a:5 /bin/true", "need --rdzv-token-file FILE"),
+            ("l --nnodes 2 --node-rank 2 --rdzv-endpoint localhost /bin/true", "the ranks are 0 to 1"),
+            ("l --node-rank 1 /bin/true", "the ranks are 0 to 0"),
+            ("l --nnodes 2 --standalone /bin/true", "it means one host"),
+        ] {
+            let error = spec(line).unwrap_err();
+            assert!(error.exit_code() == 2 && error.to_string().contains(part), "{line}: {error}");
+        }
     }
 }

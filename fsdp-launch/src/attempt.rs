@@ -8,28 +8,40 @@ use std::{
 };
 
 use crate::{
-    Cause, RankReport, Result,
+    RankReport, Result,
     environment::Job,
     error_file::read_message,
     guard::Guard,
     logs::{Destination, destinations},
     output::{Outputs, To},
+    rendezvous::News,
     signals::Event,
-    supervise::supervise,
+    supervise::{Cause, supervise},
     worker::Worker,
 };
 
 /// How an attempt ended.
 pub(crate) struct Attempt {
     pub(crate) cause: Cause,
-    /// Every rank, in order.
+    /// Every rank of this host, in order.
     pub(crate) ranks: Vec<RankReport>,
-    /// Nothing of it is left, and nobody asked the launcher to end.
-    pub(crate) may_restart: bool,
+    /// Nothing of it is left.
+    pub(crate) is_gone: bool,
+    /// A signal asked the launcher to end, even if that was not the cause.
+    pub(crate) interrupted: Option<i32>,
+    /// What was heard of other hosts.
+    pub(crate) news: Vec<News>,
 }
 
-/// Starts the ranks of `job` and waits until nothing of them is left; should the launcher be killed, `temp_dir` is removed.
-pub(crate) fn run(job: &Job<'_>, temp_dir: &Path, sender: &Sender<Event>, events: &Receiver<Event>) -> Result<Attempt> {
+/// Starts the ranks of `job` and waits until nothing of them is left; should the launcher be killed, `temp_dir` is removed. The first failure is told by `failed` before
+/// the other ranks are ended.
+pub(crate) fn run(
+    job: &Job<'_>,
+    temp_dir: &Path,
+    sender: &Sender<Event>,
+    events: &Receiver<Event>,
+    mut failed: impl FnMut(RankReport),
+) -> Result<Attempt> {
     let spec = job.spec;
     // What one rank lacks shows before any of them is started.
     (0..spec.nproc_per_node).try_for_each(|rank| job.variables(rank).map(drop))?;
@@ -46,7 +58,7 @@ pub(crate) fn run(job: &Job<'_>, temp_dir: &Path, sender: &Sender<Event>, events
         let (worker, (stdout, stderr)) = Worker::start(job, rank, stdout, stderr)?;
         guard.watch(worker.pid);
         workers.push(worker);
-        let prefix = spec.logs.line_prefix.of(&spec.role, rank);
+        let prefix = spec.logs.line_prefix.of(&spec.role, job.rank(rank), rank);
         if let Some(stream) = stdout {
             outputs.forward(rank, &prefix, stream.into(), To::Stdout, stdout_copy)?;
         }
@@ -55,21 +67,35 @@ pub(crate) fn run(job: &Job<'_>, temp_dir: &Path, sender: &Sender<Event>, events
         }
     }
 
-    let ended = supervise(&mut workers, job, events, spec.shutdown_timeout);
-    let mut interrupted = outputs.finish(events, ended.streams) || ended.interrupted;
+    let mut told = |worker: &Worker| failed(report(job, worker));
+    let ended = supervise(&mut workers, job, events, spec.shutdown_timeout, &mut told);
+    let mut news = ended.news;
+    let mut interrupted = outputs.finish(events, ended.streams, &mut news).or(ended.interrupted);
     while let Ok(event) = events.try_recv() {
-        interrupted |= matches!(event, Event::Interrupted(_));
+        match event {
+            Event::Interrupted(signal) => interrupted = Some(signal),
+            Event::News(heard) => news.push(heard),
+            Event::ChildEnded | Event::OutputEnded => {}
+        }
     }
-    let report = |worker: &Worker| RankReport {
+    Ok(Attempt {
+        cause: ended.cause,
+        ranks: workers.iter().map(|worker| report(job, worker)).collect(),
+        is_gone: workers.iter().all(Worker::is_gone),
+        interrupted,
+        news,
+    })
+}
+
+/// What became of a rank, as far as it is known.
+fn report(job: &Job<'_>, worker: &Worker) -> RankReport {
+    let hostname = || rustix::system::uname().nodename().to_string_lossy().into_owned();
+    RankReport {
         rank: worker.rank,
+        host: (job.place.group_world_size > 1).then(hostname),
         pid: worker.pid.as_raw_pid(),
         end: worker.end,
         request: worker.ended_after,
-        message: read_message(&job.error_file(worker.rank)),
-    };
-    Ok(Attempt {
-        cause: ended.cause,
-        ranks: workers.iter().map(report).collect(),
-        may_restart: !interrupted && workers.iter().all(Worker::is_gone),
-    })
+        message: read_message(&job.error_file(worker.local_rank)),
+    }
 }

@@ -6,19 +6,34 @@ use crate::{
     LaunchSpec, Result, cores,
     environment::Job,
     launch::{master_port, run_id},
+    rendezvous::Place,
 };
 
-/// For each rank of `spec` the variables it is given and its command, one shell command a rank. Nothing is started; the port and the run id are such as a
-/// launch would choose.
+/// For each rank of this host the variables it is given and its command, one shell command a rank. Nothing is started; the port and the run id are such as a
+/// launch would choose, and of several hosts all are taken to be like this one.
 ///
 /// # Errors
 /// As [`launch`](crate::launch), as far as they show before a rank is started.
 pub fn dry_run(spec: &LaunchSpec) -> Result<String> {
-    let (run_id, master_port) = (run_id(spec)?, master_port(spec)?);
-    let job = Job { spec, master_port, run_id: &run_id, restart_count: 0, log_dir: None, error_dir: Path::new("") };
+    let mut place = Place::alone(&run_id(spec)?, spec.nproc_per_node, master_port(spec)?);
     let mut text = String::new();
+    if let Some(meeting) = &spec.rendezvous {
+        let hosts = meeting.nnodes.1 as usize;
+        place.group_rank = meeting.node_rank.unwrap_or(0) as usize;
+        (place.group_world_size, place.machines) = (hosts, hosts);
+        place.first_rank = place.group_rank * spec.nproc_per_node;
+        place.first_role_rank = place.first_rank;
+        place.world_size = hosts * spec.nproc_per_node;
+        place.role_world_size = place.world_size;
+        place.master_addr.clone_from(&meeting.endpoint.host);
+        line(&mut text, format_args!("# host {} of {hosts}, if all are like this one", place.group_rank));
+    }
+    if let Some(address) = &spec.master_addr {
+        place.master_addr.clone_from(address);
+    }
+    let job = Job { spec, place: &place, log_dir: None, error_dir: Path::new("") };
     for rank in 0..spec.nproc_per_node {
-        line(&mut text, format_args!("# rank {rank}"));
+        line(&mut text, format_args!("# rank {}", job.rank(rank)));
         for (name, value) in job.variables(rank)? {
             // The launch makes the file's directory, and reads the file.
             if name != "TORCHELASTIC_ERROR_FILE" {

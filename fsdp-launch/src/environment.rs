@@ -2,15 +2,12 @@
 
 use std::{ffi::OsString, path::Path, process::Command};
 
-use crate::{LaunchSpec, Result, cores, gpus};
+use crate::{LaunchSpec, Result, cores, gpus, rendezvous::Place};
 
-/// What all ranks of a launch have in common.
+/// What all ranks of an attempt on this host have in common.
 pub(crate) struct Job<'a> {
     pub(crate) spec: &'a LaunchSpec,
-    pub(crate) master_port: u16,
-    pub(crate) run_id: &'a str,
-    /// How often the ranks were started before.
-    pub(crate) restart_count: u32,
+    pub(crate) place: &'a Place,
     /// The directory of the attempt's logs, if there are any.
     pub(crate) log_dir: Option<&'a Path>,
     /// Without logs: the directory of the files in which ranks record the error that ended them.
@@ -18,41 +15,47 @@ pub(crate) struct Job<'a> {
 }
 
 impl Job<'_> {
-    /// The file in which `rank` may record its error.
-    pub(crate) fn error_file(&self, rank: usize) -> std::path::PathBuf {
-        if let Some(dir) = self.log_dir {
-            return dir.join(rank.to_string()).join("error.json");
-        }
-        self.error_dir.join(format!("attempt-{}-rank-{rank}.json", self.restart_count))
+    /// The rank in the world of a rank of this host.
+    pub(crate) fn rank(&self, local_rank: usize) -> usize {
+        self.place.first_rank + local_rank
     }
 
-    /// What is set for `rank`, the variables of torchrun's documentation in its order first.
+    /// The file in which a rank may record its error.
+    pub(crate) fn error_file(&self, local_rank: usize) -> std::path::PathBuf {
+        if let Some(dir) = self.log_dir {
+            return dir.join(local_rank.to_string()).join("error.json");
+        }
+        self.error_dir.join(format!("attempt-{}-rank-{local_rank}.json", self.place.attempt))
+    }
+
+    /// What is set for a rank, the variables of torchrun's documentation in its order first.
     ///
     /// # Errors
     /// [`Error::Usage`](crate::Error::Usage) where the rank should see one GPU but there is none for it.
-    pub(crate) fn variables(&self, rank: usize) -> Result<Vec<(&'static str, OsString)>> {
-        let spec = self.spec;
-        let (rank_text, size) = (rank.to_string(), spec.nproc_per_node.to_string());
-        let local_rank = if spec.virtual_local_rank { "0".into() } else { rank_text.clone() };
+    pub(crate) fn variables(&self, local_rank: usize) -> Result<Vec<(&'static str, OsString)>> {
+        let (spec, place) = (self.spec, self.place);
+        let text = |number: usize| OsString::from(number.to_string());
+        let shown_local_rank = if spec.virtual_local_rank { 0 } else { local_rank };
         let mut variables: Vec<(&str, OsString)> = vec![
-            ("LOCAL_RANK", local_rank.into()),
-            ("RANK", rank_text.clone().into()),
-            ("GROUP_RANK", "0".into()),
-            ("ROLE_RANK", rank_text.into()),
+            ("LOCAL_RANK", text(shown_local_rank)),
+            ("RANK", text(self.rank(local_rank))),
+            ("GROUP_RANK", text(place.group_rank)),
+            ("ROLE_RANK", text(place.first_role_rank + local_rank)),
             ("ROLE_NAME", spec.role.as_str().into()),
-            ("LOCAL_WORLD_SIZE", size.clone().into()),
-            ("WORLD_SIZE", size.clone().into()),
-            ("GROUP_WORLD_SIZE", "1".into()),
-            ("ROLE_WORLD_SIZE", size.into()),
-            ("MASTER_ADDR", spec.master_addr.as_str().into()),
-            ("MASTER_PORT", self.master_port.to_string().into()),
-            ("TORCHELASTIC_RESTART_COUNT", self.restart_count.to_string().into()),
+            ("LOCAL_WORLD_SIZE", text(spec.nproc_per_node)),
+            ("WORLD_SIZE", text(place.world_size)),
+            ("GROUP_WORLD_SIZE", text(place.group_world_size)),
+            ("ROLE_WORLD_SIZE", text(place.role_world_size)),
+            ("MASTER_ADDR", place.master_addr.as_str().into()),
+            ("MASTER_PORT", text(place.master_port.into())),
+            ("TORCHELASTIC_RESTART_COUNT", place.attempt.to_string().into()),
             ("TORCHELASTIC_MAX_RESTARTS", spec.max_restarts.to_string().into()),
-            ("TORCHELASTIC_RUN_ID", self.run_id.into()),
-            ("TORCHELASTIC_ERROR_FILE", self.error_file(rank).into()),
+            ("TORCHELASTIC_RUN_ID", place.run_id.as_str().into()),
+            ("TORCHELASTIC_ERROR_FILE", self.error_file(local_rank).into()),
+            ("FSDP_HOSTS", text(place.machines)),
         ];
         if spec.virtual_local_rank {
-            let device = gpus::only_device_of(rank).map_err(|expected| crate::Error::Usage {
+            let device = gpus::only_device_of(local_rank).map_err(|expected| crate::Error::Usage {
                 flag: "--virtual-local-rank",
                 value: "true".into(),
                 expected,
@@ -70,15 +73,15 @@ impl Job<'_> {
         Ok(variables)
     }
 
-    /// Gives `command` the environment of `rank`.
+    /// Gives `command` the environment of a rank.
     ///
     /// # Errors
     /// As [`variables`](Self::variables).
-    pub(crate) fn apply(&self, rank: usize, command: &mut Command) -> Result<()> {
+    pub(crate) fn apply(&self, local_rank: usize, command: &mut Command) -> Result<()> {
         forget_cargo_run(command);
         // Of a torchrun around us: its agent would hold the store at MASTER_PORT. Ours is held by rank 0.
         command.env_remove("TORCHELASTIC_USE_AGENT_STORE");
-        command.envs(self.variables(rank)?);
+        command.envs(self.variables(local_rank)?);
         Ok(())
     }
 }
@@ -116,20 +119,33 @@ mod tests {
     #[test]
     fn a_rank_reads_what_the_launcher_sets() {
         let spec = LaunchSpec::new("p", 4);
-        let job = Job {
-            spec: &spec,
-            master_port: 4000,
-            run_id: "run",
-            restart_count: 2,
-            log_dir: None,
-            error_dir: Path::new("/errors"),
+        let place = Place {
+            attempt: 2,
+            group_rank: 1,
+            group_world_size: 3,
+            first_rank: 2,
+            world_size: 9,
+            first_role_rank: 1,
+            role_world_size: 5,
+            machines: 3,
+            ..Place::alone("run", 4, 4000)
         };
+        let job = Job { spec: &spec, place: &place, log_dir: None, error_dir: Path::new("/errors") };
         let variables = job.variables(3).unwrap();
-        let env = fsdp_core::RankEnv::from_vars(|name| {
-            variables.iter().find(|(have, _)| *have == name).map(|(_, value)| value.to_string_lossy().into_owned())
-        })
-        .unwrap();
-        assert_eq!((env.rank, env.world_size, env.local_rank, env.local_world_size), (3, 4, 3, 4));
+        let of =
+            |name: &str| variables.iter().find(|(have, _)| *have == name).map(|(_, value)| value.to_string_lossy());
+        for (name, value) in [
+            ("GROUP_RANK", "1"),
+            ("GROUP_WORLD_SIZE", "3"),
+            ("ROLE_RANK", "4"),
+            ("ROLE_WORLD_SIZE", "5"),
+            ("FSDP_HOSTS", "3"),
+            ("TORCHELASTIC_ERROR_FILE", "/errors/attempt-2-rank-3.json"),
+        ] {
+            assert_eq!(of(name).as_deref(), Some(value), "{name}");
+        }
+        let env = fsdp_core::RankEnv::from_vars(|name| of(name).map(Into::into)).unwrap();
+        assert_eq!((env.rank, env.world_size, env.local_rank, env.local_world_size), (5, 9, 3, 4));
         assert_eq!((env.master_addr.as_str(), env.master_port), ("127.0.0.1", 4000));
         assert_eq!((env.run_id.as_str(), env.restart_count), ("run", 2));
     }

@@ -4,6 +4,8 @@ use std::{fs::File, io::Read, path::Path, time::SystemTime};
 
 use serde::Deserialize;
 
+use crate::summary::shorten;
+
 /// No more of a file is read, and no more of a message shown: a rank writes what it likes.
 const MAX_FILE: u64 = 1 << 20;
 const MAX_MESSAGE: usize = 4 << 10;
@@ -31,11 +33,7 @@ pub(crate) fn read_message(path: &Path) -> Option<String> {
         // Cut off while it was being written, or of another format: better shown than lost.
         Err(_) => String::from_utf8_lossy(&bytes).into_owned(),
     };
-    if message.len() > MAX_MESSAGE {
-        let end = (0..=MAX_MESSAGE).rev().find(|&end| message.is_char_boundary(end));
-        message.truncate(end.unwrap_or(0));
-        message.push_str(" ...");
-    }
+    shorten(&mut message, MAX_MESSAGE);
     (!message.trim().is_empty()).then_some(message)
 }
 

@@ -1,26 +1,34 @@
 //! A launch from its start to its outcome.
 
 use std::{
+    collections::VecDeque,
     fs::Permissions,
     hash::BuildHasher,
-    net::{Ipv4Addr, TcpListener},
     os::unix::fs::PermissionsExt,
+    path::PathBuf,
     process,
-    sync::mpsc,
-    time::SystemTime,
+    sync::mpsc::{self, Receiver, RecvTimeoutError},
+    time::{Duration, SystemTime},
 };
 
 use rustix::process::{getpid, set_child_subreaper};
 
 use crate::{
-    Cause, Error, LaunchSpec, Outcome, Result, attempt,
+    Cause, Error, Failure, LaunchSpec, Outcome, RankReport, Result, attempt,
     environment::Job,
     logs::{create_attempt_dir, create_run_dir},
-    signals::SignalWatch,
+    rendezvous::{self, Ended, FromAgent, Member, Membership, News, Place, ToAgent, Verdict},
+    signals::{Event, SignalWatch},
+    supervise,
 };
+
+/// How long hosts are waited for before the user is told, and between one time and the next.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Starts the ranks of `spec`, prints what they print, and returns when nothing of them is left. When a rank fails
 /// they all end, and start again as often as the spec allows. That a rank fails is an [`Outcome`], not an error.
+///
+/// With [`rendezvous`](LaunchSpec::rendezvous) it waits for the other hosts' launchers first, and ends, restarts and fails together with them.
 ///
 /// It is made to be the one thing a process does: call it from the main thread (the ranks are killed when the thread that called it ends), once at a
 /// time. It takes over SIGINT, SIGTERM, SIGHUP and SIGCHLD, as far as they were not ignored, and makes the process the parent of its orphaned descendants.
@@ -38,39 +46,223 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
         .permissions(Permissions::from_mode(0o700))
         .tempdir()
         .map_err(Error::system("make a temporary directory"))?;
-    let run_dir = create_run_dir(&spec.logs, spec.nproc_per_node, &run_id)?;
-    let mut failures = Vec::new();
-    let mut restart_count = 0;
+    let meet = |attempts, restarts| {
+        let member = member(spec, attempts, restarts)?;
+        Membership::start(spec.rendezvous.as_ref(), spec.rules(&run_id), member, &sender)
+    };
+    let mut so_far = SoFar { spec, restarts: 0, ranks: Vec::new(), run_dir: None };
+    let mut membership = meet(0, 0)?;
+    let mut attempts = 0;
+    let mut pending = VecDeque::new();
+    // What stopped the attempt before.
+    let mut why: Option<String> = None;
     loop {
-        // Of an attempt that failed, the old port may still be in use.
-        let master_port = master_port(spec)?;
-        let log_dir = run_dir.as_ref().map(|dir| create_attempt_dir(dir, restart_count, spec.nproc_per_node));
-        let log_dir = log_dir.transpose()?;
-        let error_dir = temp_dir.path();
-        let job = Job { spec, master_port, run_id: &run_id, restart_count, log_dir: log_dir.as_deref(), error_dir };
-        tracing::debug!(?spec, master_port, run_id, restart_count, "launching");
-        let attempt = attempt::run(&job, temp_dir.path(), &sender, &events)?;
-        let failed = match attempt.cause {
-            Cause::RankFailed(rank) => attempt.ranks.get(rank).cloned(),
-            _ => None,
+        let place = match next(spec, &mut pending, &events) {
+            Next::Start(place) => place,
+            Next::End(verdict) => return Ok(so_far.end(verdict)),
+            Next::Failed(failure) => return Ok(so_far.fail(failure)),
+            Next::Interrupted(signal) => {
+                membership.say(leave(signal));
+                return Ok(so_far.interrupted(signal));
+            }
+            Next::Gone(how) => {
+                why = Some(how.clone());
+                so_far.restarts += 1;
+                if so_far.restarts > spec.max_restarts {
+                    so_far.restarts -= 1;
+                    return Ok(so_far.fail(Failure::Meeting { why: how }));
+                }
+                tracing::warn!("{how}: waiting for it to come back");
+                drop(membership);
+                membership = meet(attempts, so_far.restarts)?;
+                continue;
+            }
         };
-        match failed.filter(|_| attempt.may_restart && restart_count < spec.max_restarts) {
-            Some(failed) => {
-                let (next, most) = (restart_count + 1, spec.max_restarts);
-                tracing::warn!("{}\n  starting all ranks again, restart {next} of at most {most}", failed.as_first());
-                failures.push(failed);
-                restart_count = next;
+        if place.attempt > 0 && attempts > 0 {
+            tell_restart(spec, &place, why.take(), so_far.restarts);
+        }
+        (attempts, so_far.restarts) = (place.attempt + 1, place.restarts);
+        if so_far.run_dir.is_none() {
+            so_far.run_dir = create_run_dir(&spec.logs, spec.nproc_per_node, &place.run_id)?;
+        }
+        let log_dir = so_far.run_dir.as_ref().map(|dir| create_attempt_dir(dir, place.attempt, spec.nproc_per_node));
+        let log_dir = log_dir.transpose()?;
+        let job = Job { spec, place: &place, log_dir: log_dir.as_deref(), error_dir: temp_dir.path() };
+        tracing::debug!(?spec, ?place, "launching");
+        let told = |report: RankReport| {
+            why = Some(Failure::Rank(report.clone()).to_string());
+            membership.say(FromAgent::Failed { attempt: place.attempt, report: Box::new(report) });
+        };
+        let attempt = match attempt::run(&job, temp_dir.path(), &sender, &events, told) {
+            Ok(attempt) => attempt,
+            Err(error) => {
+                membership.say(FromAgent::Leave { why: format!("is gone: {error}") });
+                return Err(error);
             }
-            None => {
-                return Ok(Outcome {
-                    cause: attempt.cause,
-                    ranks: attempt.ranks,
-                    shutdown_timeout: spec.shutdown_timeout,
-                    failures,
-                    max_restarts: spec.max_restarts,
-                    log_dir: run_dir,
-                });
+        };
+        so_far.ranks = attempt.ranks;
+        for heard in attempt.news {
+            match heard {
+                News::Said(ToAgent::Stop { why: told, .. }) => why = why.or(Some(told)),
+                heard => pending.push_back(heard),
             }
+        }
+        let may_restart = attempt.is_gone && attempt.interrupted.is_none();
+        let result = match attempt.cause {
+            supervise::Cause::Interrupted(signal) => {
+                membership.say(leave(signal));
+                return Ok(so_far.interrupted(signal));
+            }
+            supervise::Cause::Succeeded => Ended::Succeeded,
+            supervise::Cause::Stopped => Ended::Stopped { may_restart },
+            supervise::Cause::RankFailed(first) => match so_far.ranks.get(first).cloned() {
+                Some(report) => Ended::Failed { report: Box::new(report), may_restart },
+                None => Ended::Stopped { may_restart: false },
+            },
+        };
+        // Of an attempt that failed, the old port may still be in use.
+        membership.say(FromAgent::Ended { attempt: place.attempt, result, master_port: master_port(spec)? });
+        if let (Some(signal), true) = (attempt.interrupted, spec.rendezvous.is_some()) {
+            membership.say(leave(signal));
+            return Ok(so_far.interrupted(signal));
+        }
+    }
+}
+
+/// What comes after an attempt, or first.
+enum Next {
+    Start(Place),
+    End(Verdict),
+    Failed(Failure),
+    Gone(String),
+    Interrupted(i32),
+}
+
+/// Waits for the coordinator's word; `pending` was heard before.
+fn next(spec: &LaunchSpec, pending: &mut VecDeque<News>, events: &Receiver<Event>) -> Next {
+    let mut patience = PATIENCE;
+    let mut waiting_for = None;
+    loop {
+        let event = match pending.pop_front() {
+            Some(news) => Ok(Event::News(news)),
+            None => events.recv_timeout(patience),
+        };
+        match event {
+            Ok(Event::News(News::Said(ToAgent::Start(place)))) => return Next::Start(place),
+            Ok(Event::News(News::Said(ToAgent::End(verdict)))) => return Next::End(verdict),
+            Ok(Event::News(News::Said(ToAgent::Refused { why }))) => {
+                let at = spec.rendezvous.as_ref().map(|meeting| meeting.endpoint.to_string()).unwrap_or_default();
+                return Next::Failed(Failure::Meeting { why: format!("the launcher at {at} refused this one: {why}") });
+            }
+            Ok(Event::News(News::Unreachable(why))) => return Next::Failed(Failure::Meeting { why }),
+            Ok(Event::News(News::Gone(how))) => return Next::Gone(how),
+            Ok(Event::News(News::Said(ToAgent::Waiting { joined, nnodes }))) => waiting_for = Some((joined, nnodes)),
+            Ok(Event::Interrupted(signal)) => return Next::Interrupted(signal),
+            Ok(
+                Event::News(News::Said(ToAgent::Stop { .. } | ToAgent::Ping)) | Event::ChildEnded | Event::OutputEnded,
+            ) => {}
+            Err(RecvTimeoutError::Timeout) => {
+                if let Some(meeting) = &spec.rendezvous {
+                    tell_waiting(&meeting.endpoint.to_string(), waiting_for.as_ref());
+                }
+                patience = patience.saturating_mul(2);
+            }
+            // We hold a sender ourselves.
+            Err(RecvTimeoutError::Disconnected) => {
+                return Next::Failed(Failure::Meeting { why: "nothing more can be heard".into() });
+            }
+        }
+    }
+}
+
+fn tell_waiting(endpoint: &str, joined: Option<&(Vec<String>, (u32, u32))>) {
+    match joined {
+        None => tracing::warn!("waiting for the launcher at {endpoint}, which holds the rendezvous"),
+        Some((hosts, (min, max))) => {
+            let wanted = if min == max { min.to_string() } else { format!("{min} to {max}") };
+            tracing::warn!(
+                "waiting for other hosts at {endpoint}: {wanted} are wanted, there were {}",
+                hosts.join(", ")
+            );
+        }
+    }
+}
+
+/// Says that all ranks start again, and why.
+fn tell_restart(spec: &LaunchSpec, place: &Place, why: Option<String>, restarts_before: u32) {
+    let why = why.unwrap_or_else(|| "the hosts have changed".into());
+    let count = if place.restarts > restarts_before {
+        format!(", restart {} of at most {}", place.restarts, spec.max_restarts)
+    } else {
+        String::new()
+    };
+    let hosts = place.group_world_size;
+    let places = if spec.rendezvous.is_some() {
+        format!(": {} ranks on {hosts} {}", place.world_size, if hosts == 1 { "host" } else { "hosts" })
+    } else {
+        String::new()
+    };
+    tracing::warn!("{why}\n  starting all ranks again{count}{places}");
+}
+
+fn leave(signal: i32) -> FromAgent {
+    FromAgent::Leave { why: format!("is gone: its launcher was stopped by {}", crate::summary::name_of(signal)) }
+}
+
+/// What this host brings.
+fn member(spec: &LaunchSpec, attempts: u32, restarts: u32) -> Result<Member> {
+    let meeting = spec.rendezvous.as_ref();
+    Ok(Member {
+        host: rustix::system::uname().nodename().to_string_lossy().into_owned(),
+        machine: rendezvous::machine(),
+        node_rank: meeting.and_then(|meeting| meeting.node_rank),
+        ranks: spec.nproc_per_node,
+        role: spec.role.clone(),
+        address: meeting.and_then(|meeting| meeting.local_addr.clone()),
+        master_addr: spec.master_addr.clone(),
+        master_port: master_port(spec)?,
+        run_id: spec.run_id.clone(),
+        nnodes: spec.nnodes(),
+        max_restarts: spec.max_restarts,
+        attempts,
+        restarts,
+    })
+}
+
+/// What is known of the launch when it ends.
+struct SoFar<'a> {
+    spec: &'a LaunchSpec,
+    restarts: u32,
+    ranks: Vec<RankReport>,
+    run_dir: Option<PathBuf>,
+}
+
+impl SoFar<'_> {
+    fn end(self, verdict: Verdict) -> Outcome {
+        let cause = verdict.failure.map_or(Cause::Succeeded, Cause::Failed);
+        let mut outcome = self.outcome(cause);
+        outcome.setbacks = verdict.setbacks;
+        outcome.restarts = verdict.restarts;
+        outcome
+    }
+
+    fn fail(self, failure: Failure) -> Outcome {
+        self.outcome(Cause::Failed(failure))
+    }
+
+    fn interrupted(self, signal: i32) -> Outcome {
+        self.outcome(Cause::Interrupted(signal))
+    }
+
+    fn outcome(self, cause: Cause) -> Outcome {
+        Outcome {
+            cause,
+            ranks: self.ranks,
+            shutdown_timeout: self.spec.shutdown_timeout,
+            setbacks: Vec::new(),
+            restarts: self.restarts,
+            max_restarts: self.spec.max_restarts,
+            log_dir: self.run_dir,
         }
     }
 }
@@ -89,16 +281,11 @@ pub(crate) fn run_id(spec: &LaunchSpec) -> Result<String> {
 
 /// The port that rank 0 may listen at: nothing holds it.
 pub(crate) fn master_port(spec: &LaunchSpec) -> Result<u16> {
-    spec.master_port.map_or_else(free_port, Ok)
+    spec.master_port.map_or_else(|| rendezvous::free_port().map_err(Error::system("find a free port")), Ok)
 }
 
 /// An id that no other launch has: a hash with random keys of what tells processes apart.
 fn unique_id() -> String {
     let moment = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     format!("{:016x}", std::hash::RandomState::new().hash_one((process::id(), moment)))
-}
-
-fn free_port() -> Result<u16> {
-    let find = || TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0))?.local_addr().map(|address| address.port());
-    find().map_err(Error::system("find a free port"))
 }

@@ -40,8 +40,8 @@ impl FromStr for LinePrefix {
 }
 
 impl LinePrefix {
-    /// The prefix of one rank on a host.
-    pub(crate) fn of(&self, role: &str, rank: usize) -> String {
+    /// The prefix of one rank.
+    pub(crate) fn of(&self, role: &str, rank: usize, local_rank: usize) -> String {
         let mut parts = self.0.split("${");
         let mut prefix = parts.next().unwrap_or_default().to_owned();
         for part in parts {
@@ -49,6 +49,7 @@ impl LinePrefix {
             match name {
                 "role_name" => prefix.push_str(role),
                 "hostname" => prefix.push_str(&rustix::system::uname().nodename().to_string_lossy()),
+                "local_rank" => prefix.push_str(&local_rank.to_string()),
                 _ => prefix.push_str(&rank.to_string()),
             }
             prefix.push_str(rest);
@@ -63,9 +64,9 @@ mod tests {
 
     #[test]
     fn names_are_filled_in() {
-        assert_eq!(LinePrefix::default().of("r", 3), "[rank 3] ");
-        let of = |text: &str| text.parse::<LinePrefix>().unwrap().of("role ${rank}", 3);
-        assert_eq!(of("${role_name}:${local_rank}/${rank} $x} "), "role ${rank}:3/3 $x} ");
+        assert_eq!(LinePrefix::default().of("r", 3, 1), "[rank 3] ");
+        let of = |text: &str| text.parse::<LinePrefix>().unwrap().of("role ${rank}", 3, 1);
+        assert_eq!(of("${role_name}:${local_rank}/${rank} $x} "), "role ${rank}:1/3 $x} ");
         assert!(!of("${hostname}").contains("host"), "{}", of("${hostname}"));
         assert_eq!(of(""), "[rank 3] ");
         for text in ["${other}", "${rank", "a\nb", "${}"] {

@@ -42,7 +42,7 @@ fn run(args: Args) -> Result<ExitCode> {
     }
     let spec = args.into_spec()?;
     let outcome = launch(&spec)?;
-    if !outcome.succeeded() || !outcome.failures.is_empty() {
+    if !outcome.succeeded() || outcome.restarts > 0 {
         eprintln!("fsdp-launch: {outcome}");
     }
     if let (true, None, Some(dir)) = (outcome.succeeded(), &spec.logs.dir, &outcome.log_dir) {

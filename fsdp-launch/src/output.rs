@@ -10,7 +10,7 @@ use std::{
 
 use rustix::event::{PollFd, PollFlags, poll};
 
-use crate::{Error, Result, signals::Event};
+use crate::{Error, Result, rendezvous::News, signals::Event};
 
 /// A line longer than this is printed in pieces, each a line of its own.
 const LONGEST_LINE: usize = 64 << 10;
@@ -72,18 +72,25 @@ impl Outputs {
         Ok(())
     }
 
-    /// After the ranks have ended: waits until all they wrote is printed, or a signal says that nobody wants to wait for a reader that has
-    /// stalled; true if there was one.
-    pub(crate) fn finish(mut self, events: &Receiver<Event>, mut ended_before: usize) -> bool {
+    /// After the ranks have ended: waits until all they wrote is printed, or a signal, which is returned, says that nobody wants to wait for a reader that has
+    /// stalled. What is heard of other hosts goes to `news`.
+    pub(crate) fn finish(
+        mut self,
+        events: &Receiver<Event>,
+        mut ended_before: usize,
+        news: &mut Vec<News>,
+    ) -> Option<i32> {
         self.ranks_live = None;
         while ended_before < self.open {
             match events.recv() {
                 Ok(Event::OutputEnded) => ended_before += 1,
                 Ok(Event::ChildEnded) => {}
-                Ok(Event::Interrupted(_)) | Err(_) => return true,
+                Ok(Event::News(heard)) => news.push(heard),
+                Ok(Event::Interrupted(signal)) => return Some(signal),
+                Err(_) => return None,
             }
         }
-        false
+        None
     }
 }
 

@@ -1,4 +1,4 @@
-//! What wakes the supervisor: signals, and the end of the ranks' output.
+//! What wakes the launcher: signals, the end of the ranks' output, and what other hosts' launchers say.
 
 use std::{
     fs,
@@ -12,7 +12,7 @@ use signal_hook::{
     iterator::{Handle, Signals},
 };
 
-use crate::{Error, Result};
+use crate::{Error, Result, rendezvous::News};
 
 /// The signals that can be asked for in `--signals-to-handle`.
 const KNOWN: [(&str, i32); 9] = [
@@ -60,6 +60,8 @@ pub(crate) enum Event {
     Interrupted(i32),
     /// One of the ranks' streams has been printed to its end.
     OutputEnded,
+    /// Something of the other hosts.
+    News(News),
 }
 
 /// Turns signals into events for as long as it lives.

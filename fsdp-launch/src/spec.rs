@@ -4,9 +4,12 @@ use std::{ffi::OsString, path::PathBuf, time::Duration};
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 
-use crate::{LinePrefix, RankFilter, StreamChoice};
+use crate::{
+    Endpoint, LinePrefix, RankFilter, StreamChoice,
+    rendezvous::{KeepAlive, Rules},
+};
 
-/// A launch on this host: the program, how often, and how its ranks find each other.
+/// What this host has to do for a launch: the program, how often, how its ranks find each other, and whether other hosts take part.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct LaunchSpec {
@@ -16,8 +19,8 @@ pub struct LaunchSpec {
     pub args: Vec<OsString>,
     /// The number of ranks, at least 1.
     pub nproc_per_node: usize,
-    /// `MASTER_ADDR`: where the other ranks reach rank 0.
-    pub master_addr: String,
+    /// `MASTER_ADDR`: where the other ranks reach rank 0. `None`: 127.0.0.1 for one host, else the address of the host of rank 0.
+    pub master_addr: Option<String>,
     /// `MASTER_PORT`; `None` chooses one that is free.
     pub master_port: Option<u16>,
     /// `TORCHELASTIC_RUN_ID`; `None` makes one that no other launch has.
@@ -37,6 +40,64 @@ pub struct LaunchSpec {
     pub pin_cores: bool,
     /// Where the ranks' output goes.
     pub logs: LogSpec,
+    /// How this launcher meets those of other hosts; `None` for one host.
+    pub rendezvous: Option<RendezvousSpec>,
+}
+
+/// How the launchers of several hosts meet.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct RendezvousSpec {
+    /// Where; the launcher of that host holds the rendezvous. Port 29400 if there is none.
+    pub endpoint: Endpoint,
+    /// The fewest and the most hosts.
+    pub nnodes: (u32, u32),
+    /// The order of this host among them; `None` as they come.
+    pub node_rank: Option<u32>,
+    /// Whether this launcher is the one that holds the rendezvous; `None`: if the endpoint is an address of this host, and nobody listens there.
+    pub is_host: Option<bool>,
+    /// This host's address for the others; `None`: as the connection shows it.
+    pub local_addr: Option<String>,
+    /// The file with the secret that all launchers share, at least 16 bytes; `None`, for launchers of one user on one host, makes one.
+    pub token_file: Option<PathBuf>,
+    /// How long to wait for the fewest hosts.
+    pub join_timeout: Duration,
+    /// How long to wait for more than the fewest.
+    pub last_call_timeout: Duration,
+    /// The time between two signs of life of a launcher.
+    pub keep_alive_interval: Duration,
+    /// How many may be missed until its host is given up.
+    pub keep_alive_attempts: u32,
+}
+
+impl RendezvousSpec {
+    /// From `nnodes.0` to `nnodes.1` hosts that meet at `endpoint`, with `torchrun`'s times: 600 s for the fewest, 30 s for more, 3 signs of life 5 s apart.
+    pub fn new(endpoint: Endpoint, nnodes: (u32, u32)) -> Self {
+        RendezvousSpec {
+            endpoint,
+            nnodes,
+            node_rank: None,
+            is_host: None,
+            local_addr: None,
+            token_file: None,
+            join_timeout: Duration::from_secs(600),
+            last_call_timeout: Duration::from_secs(30),
+            keep_alive_interval: Duration::from_secs(5),
+            keep_alive_attempts: 3,
+        }
+    }
+
+    pub(crate) fn port(&self) -> u16 {
+        self.endpoint.port.unwrap_or(29400)
+    }
+
+    pub(crate) fn may_hold(&self) -> bool {
+        self.is_host.unwrap_or_else(|| self.endpoint.is_here())
+    }
+
+    pub(crate) fn keep_alive(&self) -> KeepAlive {
+        KeepAlive { interval: self.keep_alive_interval, attempts: self.keep_alive_attempts }
+    }
 }
 
 /// Where the ranks' output goes; by default to the launcher's own stdout and stderr, by lines behind `[rank N] `.
@@ -63,7 +124,7 @@ impl LaunchSpec {
             program: program.into(),
             args: Vec::new(),
             nproc_per_node,
-            master_addr: "127.0.0.1".into(),
+            master_addr: None,
             master_port: None,
             run_id: None,
             shutdown_timeout: Duration::from_secs(5),
@@ -73,6 +134,23 @@ impl LaunchSpec {
             virtual_local_rank: false,
             pin_cores: false,
             logs: LogSpec::default(),
+            rendezvous: None,
+        }
+    }
+
+    pub(crate) fn nnodes(&self) -> (u32, u32) {
+        self.rendezvous.as_ref().map_or((1, 1), |meeting| meeting.nnodes)
+    }
+
+    pub(crate) fn rules(&self, run_id: &str) -> Rules {
+        let forever = Duration::MAX;
+        let times = self.rendezvous.as_ref().map_or((forever, forever), |it| (it.join_timeout, it.last_call_timeout));
+        Rules {
+            run_id: run_id.to_owned(),
+            nnodes: self.nnodes(),
+            max_restarts: self.max_restarts,
+            join_timeout: times.0,
+            last_call_timeout: times.1,
         }
     }
 }

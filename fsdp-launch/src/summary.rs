@@ -2,13 +2,14 @@
 
 use std::{fmt, path::PathBuf, time::Duration};
 
+use serde::{Deserialize, Serialize};
 use signal_hook::{
     consts::{SIGKILL, SIGTERM},
     low_level::signal_name,
 };
 
 /// How a process ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum End {
     /// By itself, with this exit code.
     Exited(i32),
@@ -45,12 +46,12 @@ impl fmt::Display for End {
     }
 }
 
-fn name_of(signal: i32) -> String {
+pub(crate) fn name_of(signal: i32) -> String {
     signal_name(signal).map_or_else(|| format!("signal {signal}"), str::to_owned)
 }
 
 /// What the launcher did to end a rank.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Request {
     /// Sent SIGTERM.
     Terminate,
@@ -59,11 +60,13 @@ pub enum Request {
 }
 
 /// What became of one rank.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct RankReport {
     /// The rank.
     pub rank: usize,
+    /// The host it ran on, where there are several.
+    pub host: Option<String>,
     /// Its process id.
     pub pid: i32,
     /// How it ended; `None` for a process that not even SIGKILL ended in time (it hangs in the kernel).
@@ -74,13 +77,83 @@ pub struct RankReport {
     pub message: Option<String>,
 }
 
+/// What went wrong.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Failure {
+    /// This rank failed, before all others.
+    Rank(RankReport),
+    /// A host is gone with its ranks.
+    NodeLost {
+        /// The host.
+        host: String,
+        /// How it went.
+        how: String,
+    },
+    /// The hosts did not come together.
+    Meeting {
+        /// Why not, and the way out.
+        why: String,
+    },
+}
+
+impl Failure {
+    /// What the launcher should exit with.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Failure::Rank(report) => report.end.map_or(1, End::exit_code),
+            Failure::NodeLost { .. } | Failure::Meeting { .. } => 1,
+        }
+    }
+
+    /// The same with no more than the start of what the rank said.
+    pub(crate) fn shortened(mut self) -> Self {
+        if let Failure::Rank(RankReport { message: Some(message), .. }) = &mut self {
+            shorten(message, SHORT);
+        }
+        self
+    }
+}
+
+/// Bytes of a message that are kept of an attempt before the last.
+const SHORT: usize = 300;
+
+/// Cuts `text` to about `most` bytes.
+pub(crate) fn shorten(text: &mut String, most: usize) {
+    if text.len() > most {
+        let end = (0..=most).rev().find(|&end| text.is_char_boundary(end));
+        text.truncate(end.unwrap_or(0));
+        text.push_str(" ...");
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Failure::Rank(report) => write!(f, "{}", report.as_first()),
+            Failure::NodeLost { host, how } => write!(f, "node {host} {how}"),
+            Failure::Meeting { why } => f.write_str(why),
+        }
+    }
+}
+
+/// What went wrong in an attempt that was followed by another.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Setback {
+    /// The attempt, counted from 0.
+    pub attempt: u32,
+    /// What went wrong first.
+    pub failure: Failure,
+}
+
 /// Why a launch ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Cause {
     /// Every rank ended with exit code 0.
     Succeeded,
-    /// This rank failed, before all others.
-    RankFailed(usize),
+    /// This went wrong.
+    Failed(Failure),
     /// The launcher received this signal.
     Interrupted(i32),
 }
@@ -91,13 +164,15 @@ pub enum Cause {
 pub struct Outcome {
     /// Why.
     pub cause: Cause,
-    /// Every rank, in order; of the last attempt.
+    /// Every rank of this host, in order; of the last attempt.
     pub ranks: Vec<RankReport>,
     /// How long the ranks had to end by themselves.
     pub shutdown_timeout: Duration,
-    /// The first failure of each attempt before the last, in order: as many as there were restarts.
-    pub failures: Vec<RankReport>,
-    /// How many restarts were allowed.
+    /// What went wrong in attempts before the last, in order; no more than the last few.
+    pub setbacks: Vec<Setback>,
+    /// How many restarts were used.
+    pub restarts: u32,
+    /// How many were allowed.
     pub max_restarts: u32,
     /// The directory of the run's log files, if there are any.
     pub log_dir: Option<PathBuf>,
@@ -111,30 +186,28 @@ impl Outcome {
 
     /// What the launcher should exit with: 0, what the first failed rank ended with, or 128 + the signal that the launcher received.
     pub fn exit_code(&self) -> u8 {
-        match self.cause {
+        match &self.cause {
             Cause::Succeeded => 0,
-            Cause::RankFailed(rank) => self.ranks.get(rank).and_then(|rank| rank.end).map_or(1, End::exit_code),
-            Cause::Interrupted(signal) => End::Signaled(signal).exit_code(),
+            Cause::Failed(failure) => failure.exit_code(),
+            Cause::Interrupted(signal) => End::Signaled(*signal).exit_code(),
         }
     }
 }
 
 impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let first = match self.cause {
+        let first = match &self.cause {
             Cause::Succeeded => {
                 write!(f, "all ranks succeeded")?;
                 return self.write_attempts(f);
             }
             Cause::Interrupted(signal) => {
-                write!(f, "stopped by {}", name_of(signal))?;
+                write!(f, "stopped by {}", name_of(*signal))?;
                 None
             }
-            Cause::RankFailed(rank) => {
-                if let Some(report) = self.ranks.get(rank) {
-                    write!(f, "{}", report.as_first())?;
-                }
-                Some(rank)
+            Cause::Failed(failure) => {
+                write!(f, "{failure}")?;
+                if let Failure::Rank(report) = failure { Some(report.rank) } else { None }
             }
         };
         let mut fates: Vec<(String, Vec<String>)> = Vec::new();
@@ -165,7 +238,8 @@ impl RankReport {
 impl fmt::Display for First<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let report = self.0;
-        write!(f, "rank {} (pid {}) failed first, ", report.rank, report.pid)?;
+        let place = report.host.as_ref().map_or_else(String::new, |host| format!(" on {host}"));
+        write!(f, "rank {} (pid {}{place}) failed first, ", report.rank, report.pid)?;
         match report.end {
             Some(end @ End::Exited(_)) => write!(f, "with {end}")?,
             Some(end @ End::Signaled(SIGKILL)) => {
@@ -186,9 +260,9 @@ impl Outcome {
         if self.max_restarts == 0 {
             return Ok(());
         }
-        write!(f, "\n  restarts used: {} of at most {}", self.failures.len(), self.max_restarts)?;
-        for (attempt, failure) in self.failures.iter().enumerate() {
-            write!(f, "\n  attempt {attempt}: {}", failure.as_first().to_string().replace('\n', "\n  "))?;
+        write!(f, "\n  restarts used: {} of at most {}", self.restarts, self.max_restarts)?;
+        for Setback { attempt, failure } in &self.setbacks {
+            write!(f, "\n  attempt {attempt}: {}", failure.to_string().replace('\n', "\n  "))?;
         }
         Ok(())
     }
@@ -218,30 +292,33 @@ mod tests {
 
     #[test]
     fn the_summary_tells_every_fate() {
-        let report = |rank, end, request| RankReport { rank, pid: 100, end, request, message: None };
+        let report = |rank, end, request| RankReport { rank, host: None, pid: 100, end, request, message: None };
+        let mut first = report(1, Some(End::Signaled(11)), None);
+        first.message = Some("out of\ndata".into());
         let mut outcome = Outcome {
-            cause: Cause::RankFailed(1),
+            cause: Cause::Failed(Failure::Rank(first.clone())),
             ranks: vec![
                 report(0, Some(End::Signaled(15)), Some(Request::Terminate)),
-                report(1, Some(End::Signaled(11)), None),
+                first,
                 report(2, Some(End::Exited(0)), None),
                 report(3, Some(End::Signaled(15)), Some(Request::Terminate)),
                 report(4, None, Some(Request::Kill)),
             ],
             shutdown_timeout: Duration::from_secs(5),
-            failures: Vec::new(),
+            setbacks: Vec::new(),
+            restarts: 0,
             max_restarts: 0,
             log_dir: None,
         };
-        outcome.ranks[1].message = Some("out of\ndata".into());
         assert_eq!(outcome.exit_code(), 139);
         assert_eq!(
             outcome.to_string(),
             "rank 1 (pid 100) failed first, killed by SIGSEGV\n  it recorded: out of\n    data\n  ranks 0, 3: ended by SIGTERM\n  \
              rank 2: had succeeded\n  rank 4: did not end even after SIGKILL"
         );
-        outcome.failures = vec![report(2, Some(End::Exited(7)), None)];
-        outcome.max_restarts = 3;
+        let failure = Failure::Rank(report(2, Some(End::Exited(7)), None));
+        outcome.setbacks = vec![Setback { attempt: 0, failure }];
+        (outcome.restarts, outcome.max_restarts) = (1, 3);
         let told = "\n  restarts used: 1 of at most 3\n  attempt 0: rank 2 (pid 100) failed first, with exit code 7";
         assert!(outcome.to_string().ends_with(told), "{outcome}");
         outcome.cause = Cause::Succeeded;

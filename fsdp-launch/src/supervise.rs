@@ -11,8 +11,9 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use crate::{
     environment::Job,
     error_file::recorded_at,
+    rendezvous::{News, ToAgent},
     signals::{Event, passed_on},
-    summary::{Cause, End, Request},
+    summary::{End, Request},
     worker::Worker,
 };
 
@@ -26,26 +27,47 @@ const HEARING: Duration = Duration::from_millis(300);
 /// How long the kernel may take to end what was sent SIGKILL.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Why the ranks ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Cause {
+    /// By themselves, with exit code 0.
+    Succeeded,
+    /// This rank of the host failed, before the host's others.
+    RankFailed(usize),
+    /// The launcher received this signal.
+    Interrupted(i32),
+    /// The coordinator wanted it, or is gone.
+    Stopped,
+}
+
 /// What was seen until all had ended.
 pub(crate) struct Ended {
     pub(crate) cause: Cause,
-    /// The launcher was asked to end, even if that was not the cause.
-    pub(crate) interrupted: bool,
+    /// The signal that asked the launcher to end, even if that was not the cause.
+    pub(crate) interrupted: Option<i32>,
     /// How many of the ranks' streams were printed to their end.
     pub(crate) streams: usize,
+    /// What was heard of other hosts.
+    pub(crate) news: Vec<News>,
 }
 
-/// Watches `workers` until nothing of them is left.
-pub(crate) fn supervise(workers: &mut [Worker], job: &Job<'_>, events: &Receiver<Event>, grace: Duration) -> Ended {
+/// Watches `workers` until nothing of them is left. The one that failed first is told by `failed` when the others are about to be ended.
+pub(crate) fn supervise(
+    workers: &mut [Worker],
+    job: &Job<'_>,
+    events: &Receiver<Event>,
+    grace: Duration,
+    failed_first: &mut dyn FnMut(&Worker),
+) -> Ended {
     let mut shutdown = Shutdown { workers, grace, gentle: SIGTERM, sent: None, begin_at: None };
     let mut cause = None;
-    let (mut streams, mut interrupted) = (0, false);
+    let (mut streams, mut interrupted, mut is_told, mut news) = (0, None, false, Vec::new());
     loop {
         let failed = shutdown.reap();
         match cause {
             None => {
                 if let Some(rank) = first_of(&failed, job) {
-                    tracing::info!("rank {rank} failed: ending all ranks");
+                    tracing::info!("rank {} failed: ending all ranks", job.rank(rank));
                     cause = Some(Cause::RankFailed(rank));
                     shutdown.begin_at = Some(Instant::now() + HEARING);
                 }
@@ -59,6 +81,10 @@ pub(crate) fn supervise(workers: &mut [Worker], job: &Job<'_>, events: &Receiver
         if failed.iter().any(|(_, end)| matches!(end, End::Signaled(_))) || shutdown.heard() {
             shutdown.begin();
         }
+        if let (Some(Cause::RankFailed(first)), true, false) = (cause, shutdown.sent.is_some(), is_told) {
+            is_told = true;
+            shutdown.workers.get(first).into_iter().for_each(&mut *failed_first);
+        }
         if shutdown.workers.iter().all(Worker::is_gone) {
             break;
         }
@@ -70,7 +96,7 @@ pub(crate) fn supervise(workers: &mut [Worker], job: &Job<'_>, events: &Receiver
             Some(Event::ChildEnded) => {}
             Some(Event::OutputEnded) => streams += 1,
             Some(Event::Interrupted(signal)) => {
-                interrupted = true;
+                interrupted = Some(signal);
                 // Only Ctrl-C is impatience: `timeout` and service managers send their signal twice as a matter of course.
                 if shutdown.sent.is_some() && signal == SIGINT {
                     shutdown.send(Request::Kill);
@@ -78,6 +104,18 @@ pub(crate) fn supervise(workers: &mut [Worker], job: &Job<'_>, events: &Receiver
                 shutdown.gentle = passed_on(signal);
                 shutdown.begin();
                 cause.get_or_insert(Cause::Interrupted(signal));
+            }
+            Some(Event::News(heard)) => {
+                let means_stop = match &heard {
+                    News::Said(ToAgent::Stop { attempt, .. }) => *attempt == job.place.attempt,
+                    News::Gone(_) => true,
+                    News::Said(_) | News::Unreachable(_) => false,
+                };
+                if means_stop {
+                    shutdown.begin();
+                    cause.get_or_insert(Cause::Stopped);
+                }
+                news.push(heard);
             }
             None => {}
         }
@@ -90,7 +128,7 @@ pub(crate) fn supervise(workers: &mut [Worker], job: &Job<'_>, events: &Receiver
             None => {}
         }
     }
-    Ended { cause: cause.unwrap_or(Cause::Succeeded), interrupted, streams }
+    Ended { cause: cause.unwrap_or(Cause::Succeeded), interrupted, streams, news }
 }
 
 struct Shutdown<'a> {
@@ -116,7 +154,7 @@ impl Shutdown<'_> {
                     continue;
                 }
                 found = true;
-                failed.extend(worker.end.filter(|end| !end.is_success()).map(|end| (worker.rank, end)));
+                failed.extend(worker.end.filter(|end| !end.is_success()).map(|end| (worker.local_rank, end)));
             }
             if !found {
                 return failed;
@@ -187,8 +225,8 @@ mod tests {
     fn a_signal_then_the_earlier_record_then_the_lower_rank() {
         let dir = tempfile::tempdir().unwrap();
         let spec = crate::LaunchSpec::new("p", 4);
-        let job =
-            Job { spec: &spec, master_port: 1, run_id: "r", restart_count: 0, log_dir: None, error_dir: dir.path() };
+        let place = crate::rendezvous::Place::alone("r", 4, 1);
+        let job = Job { spec: &spec, place: &place, log_dir: None, error_dir: dir.path() };
         let record = |rank, second| {
             let file = std::fs::File::create(job.error_file(rank)).unwrap();
             file.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(second)).unwrap();

@@ -19,6 +19,8 @@ use crate::{
 
 /// A rank. Dropping it kills whatever is left of it.
 pub(crate) struct Worker {
+    /// Its rank on this host, and in the world.
+    pub(crate) local_rank: usize,
     pub(crate) rank: usize,
     /// Of the rank, and so of its process group.
     pub(crate) pid: Pid,
@@ -34,16 +36,17 @@ pub(crate) struct Worker {
 pub(crate) type Pipes = (Option<ChildStdout>, Option<ChildStderr>);
 
 impl Worker {
-    /// Starts `rank` with these for its stdout and stderr.
-    pub(crate) fn start(job: &Job<'_>, rank: usize, stdout: Stdio, stderr: Stdio) -> Result<(Self, Pipes)> {
+    /// Starts a rank with these for its stdout and stderr.
+    pub(crate) fn start(job: &Job<'_>, local_rank: usize, stdout: Stdio, stderr: Stdio) -> Result<(Self, Pipes)> {
         let spec = job.spec;
         let mut command = Command::new(&spec.program);
         command.args(&spec.args).stdin(Stdio::null()).stdout(stdout).stderr(stderr);
-        job.apply(rank, &mut command)?;
+        job.apply(local_rank, &mut command)?;
         if spec.pin_cores {
-            cores::pin(&mut command, &cores::share_of(rank, spec.nproc_per_node)?);
+            cores::pin(&mut command, &cores::share_of(local_rank, spec.nproc_per_node)?);
         }
         own_session_dying_with_us(&mut command);
+        let rank = job.rank(local_rank);
         let failed = |source: io::Error| {
             let hint = match source.kind() {
                 io::ErrorKind::NotFound => ": the file, or the interpreter its #! line names, is not there",
@@ -58,7 +61,7 @@ impl Worker {
         let mut child = command.spawn().map_err(failed)?;
         let pid = Pid::from_child(&child);
         tracing::debug!(rank, pid = pid.as_raw_pid(), "started");
-        let worker = Worker { rank, pid, end: None, ended_after: None, sent: None, group_gone: false };
+        let worker = Worker { local_rank, rank, pid, end: None, ended_after: None, sent: None, group_gone: false };
         Ok((worker, (child.stdout.take(), child.stderr.take())))
     }
 

@@ -9,7 +9,9 @@ use crate::{Running, executable, finish, launcher, sorted};
 #[test]
 fn a_wrong_value_is_one_line_and_exit_code_2() {
     for (args, parts) in [
-        (vec!["--nnodes", "2", "true"], ["--nnodes", "'2'", "this version launches one host"]),
+        (vec!["--nnodes", "2", "true"], ["--nnodes", "\"2\"", "--rdzv-endpoint HOST:PORT"]),
+        (vec!["--nnodes", "2", "--rdzv-endpoint", "a:5", "true"], ["--nnodes", "\"2\"", "--rdzv-token-file FILE"]),
+        (vec!["--nnodes", "3:2", "true"], ["--nnodes", "'3:2'", "MIN <= MAX"]),
         (vec!["--nproc_per_node", "some", "true"], ["--nproc-per-node", "'some'", "expected a number from 1 to 65535"]),
         (vec!["--rdzv-endpoint", "192.0.2.1:5", "true"], ["--rdzv-endpoint", "192.0.2.1", "no address of it"]),
         (vec!["--signals-to-handle", "SIGKILL", "true"], ["--signals-to-handle", "SIGKILL", "SIGTERM, SIGINT"]),

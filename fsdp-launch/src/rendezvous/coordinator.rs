@@ -1,0 +1,402 @@
+//! Who takes part, when ranks start, and what follows from a failure: decided in one place for all agents, without a clock, a socket or a thread of its own.
+//!
+//! A launch on one host has a coordinator too, with one agent; so there is one set of rules.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    time::{Duration, Instant},
+};
+
+use super::message::{Ended, FromAgent, Member, Place, ToAgent, Verdict};
+use crate::{Failure, Setback};
+
+/// How much of the past is kept: it has to fit a message.
+const KEPT: usize = 8;
+
+/// Tells agents apart, in the order in which they came.
+pub(crate) type AgentId = u64;
+
+/// What does not change while a launch lasts.
+#[derive(Clone, Debug)]
+pub(crate) struct Rules {
+    pub(crate) run_id: String,
+    /// The fewest and the most agents.
+    pub(crate) nnodes: (u32, u32),
+    pub(crate) max_restarts: u32,
+    /// How long to wait for the fewest.
+    pub(crate) join_timeout: Duration,
+    /// How long to wait for more than the fewest.
+    pub(crate) last_call_timeout: Duration,
+}
+
+pub(crate) struct Coordinator {
+    rules: Rules,
+    agents: BTreeMap<AgentId, Agent>,
+    phase: Phase,
+    /// How often ranks were started.
+    attempts: u32,
+    /// How often something went wrong that cost a restart.
+    restarts: u32,
+    /// The last of what went wrong.
+    setbacks: VecDeque<Setback>,
+    out: Vec<(AgentId, ToAgent)>,
+}
+
+struct Agent {
+    member: Member,
+    state: State,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// It has no ranks and could start some.
+    Ready,
+    /// It has ranks.
+    Running,
+    /// Its ranks have all succeeded.
+    Succeeded,
+    /// What is left of its ranks can't be ended.
+    Stuck,
+}
+
+enum Phase {
+    /// Agents are waited for.
+    Gathering {
+        since: Instant,
+        last_call: LastCall,
+    },
+    /// Ranks run.
+    Running,
+    /// Ranks are being ended.
+    Stopping(Why),
+    Over,
+}
+
+#[derive(Clone, Copy)]
+enum LastCall {
+    /// There are not enough agents.
+    NotYet,
+    /// There have been enough since.
+    Since(Instant),
+    /// Nobody is missing who was there before: no need to wait for more.
+    Unneeded,
+}
+
+/// Why ranks are being ended.
+enum Why {
+    /// Something failed; the agent that said so.
+    Failed(Failure, Option<AgentId>),
+    /// An agent is gone.
+    Lost(Failure),
+    /// An agent has come.
+    Grown(String),
+}
+
+impl Coordinator {
+    pub(crate) fn new(rules: Rules, now: Instant) -> Self {
+        let phase = Phase::Gathering { since: now, last_call: LastCall::NotYet };
+        Coordinator {
+            rules,
+            agents: BTreeMap::new(),
+            phase,
+            attempts: 0,
+            restarts: 0,
+            setbacks: VecDeque::new(),
+            out: Vec::new(),
+        }
+    }
+
+    /// What to tell whom, in this order.
+    pub(crate) fn take_messages(&mut self) -> Vec<(AgentId, ToAgent)> {
+        std::mem::take(&mut self.out)
+    }
+
+    /// Takes in what an agent says.
+    pub(crate) fn hear(&mut self, now: Instant, from: AgentId, message: FromAgent) {
+        match message {
+            FromAgent::Ping => {}
+            FromAgent::Join(member) => self.join(now, from, *member),
+            FromAgent::Leave { why } => self.lose(now, from, &why),
+            FromAgent::Failed { attempt, report } => {
+                if self.is_running(from, attempt) {
+                    self.fail(from, Failure::Rank(*report));
+                }
+            }
+            FromAgent::Ended { attempt, result, master_port } => {
+                if self.is_running(from, attempt) {
+                    self.ended(now, from, result, master_port);
+                }
+            }
+        }
+    }
+
+    /// Takes in that an agent is gone.
+    pub(crate) fn lose(&mut self, now: Instant, id: AgentId, how: &str) {
+        let Some(agent) = self.agents.remove(&id) else { return };
+        // One that has done its part may go.
+        let had_ranks = matches!(agent.state, State::Running | State::Stuck);
+        let lost = Failure::NodeLost { host: agent.member.host, how: how.to_owned() };
+        match &mut self.phase {
+            Phase::Running if had_ranks => self.stop(Why::Lost(lost)),
+            // What others said after it went was an echo. (If it was itself what failed, that stands.)
+            Phase::Stopping(why) if had_ranks => {
+                if !matches!(*why, Why::Failed(_, Some(failed)) if failed == id) {
+                    *why = Why::Lost(lost);
+                }
+            }
+            _ => {}
+        }
+        self.go_on(now);
+    }
+
+    /// Does what is due.
+    pub(crate) fn tick(&mut self, now: Instant) {
+        self.go_on(now);
+    }
+
+    /// Everybody has been told that all is over.
+    pub(crate) fn is_over(&self) -> bool {
+        matches!(self.phase, Phase::Over)
+    }
+
+    fn is_running(&self, id: AgentId, attempt: u32) -> bool {
+        let is_running = self.agents.get(&id).is_some_and(|agent| agent.state == State::Running);
+        is_running && attempt + 1 == self.attempts
+    }
+
+    fn join(&mut self, now: Instant, id: AgentId, member: Member) {
+        if let Some(why) = self.refusal(&member) {
+            self.out.push((id, ToAgent::Refused { why }));
+            return;
+        }
+        self.attempts = self.attempts.max(member.attempts);
+        self.restarts = self.restarts.max(member.restarts);
+        let host = member.host.clone();
+        self.agents.insert(id, Agent { member, state: State::Ready });
+        let finishing = self.agents.values().any(|agent| agent.state == State::Succeeded);
+        let running = self.agents.values().filter(|agent| agent.state != State::Ready).count();
+        if matches!(self.phase, Phase::Running) && running < self.rules.nnodes.1 as usize && !finishing {
+            self.stop(Why::Grown(host));
+        }
+        if !matches!(self.phase, Phase::Stopping(_)) {
+            let joined: Vec<String> = self.agents.values().map(|agent| agent.member.host.clone()).collect();
+            self.out.push((id, ToAgent::Waiting { joined, nnodes: self.rules.nnodes }));
+        }
+        self.go_on(now);
+    }
+
+    fn refusal(&self, member: &Member) -> Option<String> {
+        if matches!(self.phase, Phase::Over) {
+            return Some("the run is over".into());
+        }
+        if let Some(id) = member.run_id.as_ref().filter(|id| **id != self.rules.run_id) {
+            return Some(format!("the run here is {:?}, not {id:?} (--rdzv-id)", self.rules.run_id));
+        }
+        let (min, max) = self.rules.nnodes;
+        if member.nnodes != (min, max) {
+            let (its_min, its_max) = member.nnodes;
+            return Some(format!("the run here has --nnodes {min}:{max}, not {its_min}:{its_max}"));
+        }
+        if member.max_restarts != self.rules.max_restarts {
+            let (ours, its) = (self.rules.max_restarts, member.max_restarts);
+            return Some(format!("the run here has --max-restarts {ours}, not {its}"));
+        }
+        let taken =
+            self.agents.values().find(|it| it.member.node_rank.is_some() && it.member.node_rank == member.node_rank);
+        taken.map(|it| {
+            let rank = member.node_rank.unwrap_or_default();
+            format!("--node-rank {rank} is taken by {}: every host has its own", it.member.host)
+        })
+    }
+
+    fn fail(&mut self, from: AgentId, failure: Failure) {
+        if matches!(self.phase, Phase::Running) {
+            self.stop(Why::Failed(failure, Some(from)));
+        }
+    }
+
+    fn ended(&mut self, now: Instant, from: AgentId, result: Ended, master_port: u16) {
+        let mut state = State::Ready;
+        match result {
+            Ended::Succeeded if matches!(self.phase, Phase::Running) => state = State::Succeeded,
+            Ended::Succeeded => {}
+            Ended::Stopped { may_restart } => {
+                let host = self.agents.get(&from).map(|agent| agent.member.host.clone()).unwrap_or_default();
+                self.fail(from, Failure::NodeLost { host, how: "ended its ranks unasked".into() });
+                if !may_restart {
+                    state = State::Stuck;
+                }
+            }
+            Ended::Failed { report, may_restart } => {
+                self.fail(from, Failure::Rank((*report).clone()));
+                // It may have found out since which of its ranks was the first.
+                if let Phase::Stopping(Why::Failed(failure, Some(told_by))) = &mut self.phase
+                    && *told_by == from
+                {
+                    *failure = Failure::Rank(*report);
+                }
+                if !may_restart {
+                    state = State::Stuck;
+                }
+            }
+        }
+        if let Some(agent) = self.agents.get_mut(&from) {
+            agent.state = state;
+            agent.member.master_port = master_port;
+        }
+        self.go_on(now);
+    }
+
+    fn stop(&mut self, why: Why) {
+        let text = match &why {
+            Why::Failed(failure, _) | Why::Lost(failure) => failure.to_string(),
+            Why::Grown(host) => format!("{host} has joined"),
+        };
+        let attempt = self.attempts.saturating_sub(1);
+        for (&id, agent) in &mut self.agents {
+            match agent.state {
+                State::Running => self.out.push((id, ToAgent::Stop { attempt, why: text.clone() })),
+                // They start again with the others.
+                State::Succeeded => agent.state = State::Ready,
+                State::Ready | State::Stuck => {}
+            }
+        }
+        self.phase = Phase::Stopping(why);
+    }
+
+    /// Goes as far as it can without hearing more.
+    fn go_on(&mut self, now: Instant) {
+        let states = || self.agents.values().map(|agent| agent.state);
+        match self.phase {
+            Phase::Over => {}
+            Phase::Running => {
+                // Agents that came too late are Ready.
+                if states().all(|state| matches!(state, State::Succeeded | State::Ready)) {
+                    self.end(None);
+                }
+            }
+            Phase::Stopping(_) => {
+                if states().all(|state| state != State::Running) {
+                    self.stopped(now);
+                }
+            }
+            Phase::Gathering { since, last_call } => self.gather(now, since, last_call),
+        }
+    }
+
+    /// All ranks have been ended.
+    fn stopped(&mut self, now: Instant) {
+        let Phase::Stopping(why) = std::mem::replace(&mut self.phase, Phase::Over) else { return };
+        let stuck = self.agents.values().any(|agent| agent.state == State::Stuck);
+        let enough = self.agents.len() >= self.rules.nnodes.0 as usize;
+        let may_restart = !stuck && self.restarts < self.rules.max_restarts;
+        let last_call = match why {
+            Why::Failed(failure, _) | Why::Lost(failure) if stuck => return self.end(Some(failure)),
+            Why::Failed(failure, _) if !may_restart => return self.end(Some(failure)),
+            Why::Lost(failure) if !enough && !may_restart => return self.end(Some(failure)),
+            Why::Failed(failure, _) => {
+                self.set_back(failure);
+                LastCall::Unneeded
+            }
+            Why::Lost(_) if enough => LastCall::Since(now),
+            Why::Lost(failure) => {
+                self.set_back(failure);
+                LastCall::NotYet
+            }
+            Why::Grown(_) => LastCall::Since(now),
+        };
+        self.phase = Phase::Gathering { since: now, last_call };
+        self.go_on(now);
+    }
+
+    /// Notes what costs a restart.
+    fn set_back(&mut self, failure: Failure) {
+        self.restarts += 1;
+        self.setbacks.push_back(Setback { attempt: self.attempts.saturating_sub(1), failure: failure.shortened() });
+        if self.setbacks.len() > KEPT {
+            self.setbacks.pop_front();
+        }
+    }
+
+    fn gather(&mut self, now: Instant, since: Instant, last_call: LastCall) {
+        let (min, max) = (self.rules.nnodes.0 as usize, self.rules.nnodes.1 as usize);
+        let there = self.agents.len();
+        let last_call = match last_call {
+            _ if there < min => LastCall::NotYet,
+            LastCall::NotYet => LastCall::Since(now),
+            last_call => last_call,
+        };
+        self.phase = Phase::Gathering { since, last_call };
+        let is_time = match last_call {
+            LastCall::NotYet => false,
+            LastCall::Unneeded => true,
+            LastCall::Since(at) => now.saturating_duration_since(at) >= self.rules.last_call_timeout,
+        };
+        if there >= max || is_time {
+            self.start();
+        } else if there < min && now.saturating_duration_since(since) >= self.rules.join_timeout {
+            let hosts: Vec<&str> = self.agents.values().map(|agent| agent.member.host.as_str()).collect();
+            let why = format!(
+                "only {there} of at least {min} nodes ({}) came within {:?}. See what the others' launchers say, and \
+                 that they have the same --rdzv-endpoint; --rdzv-conf join_timeout=SECONDS waits longer",
+                hosts.join(", "),
+                self.rules.join_timeout
+            );
+            self.end(Some(Failure::Meeting { why }));
+        }
+    }
+
+    fn start(&mut self) {
+        let mut members: Vec<AgentId> = self.agents.keys().copied().collect();
+        // By the ranks they were given, then as they came.
+        members.sort_by_key(|id| self.agents.get(id).map(|agent| (agent.member.node_rank.unwrap_or(u32::MAX), *id)));
+        members.truncate(self.rules.nnodes.1 as usize);
+        let of = |id: &AgentId| self.agents.get(id).map(|agent| &agent.member);
+        let chosen: Vec<&Member> = members.iter().filter_map(of).collect();
+        let Some(first) = chosen.first() else { return };
+        let mut machines: Vec<&str> = chosen.iter().map(|member| member.machine.as_str()).collect();
+        machines.sort_unstable();
+        machines.dedup();
+        let common = Place {
+            attempt: self.attempts,
+            restarts: self.restarts,
+            run_id: self.rules.run_id.clone(),
+            group_rank: 0,
+            group_world_size: chosen.len(),
+            first_rank: 0,
+            world_size: chosen.iter().map(|member| member.ranks).sum(),
+            first_role_rank: 0,
+            role_world_size: 0,
+            master_addr: first.master_addr.clone().or(first.address.clone()).unwrap_or_else(|| "127.0.0.1".into()),
+            master_port: first.master_port,
+            machines: machines.len(),
+        };
+        let ranks_of = |members: &[&Member], role: &str| -> usize {
+            members.iter().filter(|member| member.role == role).map(|member| member.ranks).sum()
+        };
+        for (group_rank, (id, member)) in members.iter().zip(&chosen).enumerate() {
+            let before = &chosen[..group_rank];
+            let place = Place {
+                group_rank,
+                first_rank: before.iter().map(|member| member.ranks).sum(),
+                first_role_rank: ranks_of(before, &member.role),
+                role_world_size: ranks_of(&chosen, &member.role),
+                ..common.clone()
+            };
+            self.out.push((*id, ToAgent::Start(place)));
+        }
+        for id in members {
+            if let Some(agent) = self.agents.get_mut(&id) {
+                agent.state = State::Running;
+            }
+        }
+        self.attempts += 1;
+        self.phase = Phase::Running;
+    }
+
+    fn end(&mut self, failure: Option<Failure>) {
+        let verdict = Verdict { failure, setbacks: self.setbacks.iter().cloned().collect(), restarts: self.restarts };
+        self.out.extend(self.agents.keys().map(|&id| (id, ToAgent::End(verdict.clone()))));
+        self.phase = Phase::Over;
+    }
+}

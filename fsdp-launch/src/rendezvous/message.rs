@@ -1,0 +1,133 @@
+//! What agents and the coordinator tell each other.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Failure, RankReport, Setback};
+
+/// What an agent brings with it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Member {
+    /// The host's name, for messages.
+    pub(crate) host: String,
+    /// Equal for agents between which shared memory can be handed over.
+    pub(crate) machine: String,
+    /// `--node-rank`.
+    pub(crate) node_rank: Option<u32>,
+    /// How many ranks it starts.
+    pub(crate) ranks: usize,
+    /// `--role` of its ranks.
+    pub(crate) role: String,
+    /// Where other hosts reach it, if it was told.
+    pub(crate) address: Option<String>,
+    /// `MASTER_ADDR`, if it was told, for when rank 0 is here.
+    pub(crate) master_addr: Option<String>,
+    /// `MASTER_PORT` for when rank 0 is here: given, or one that was free a moment ago.
+    pub(crate) master_port: u16,
+    /// `--rdzv-id`.
+    pub(crate) run_id: Option<String>,
+    /// `--nnodes`.
+    pub(crate) nnodes: (u32, u32),
+    /// `--max-restarts`.
+    pub(crate) max_restarts: u32,
+    /// How often its ranks were started before, under a coordinator that is gone.
+    pub(crate) attempts: u32,
+    /// How many restarts were used then.
+    pub(crate) restarts: u32,
+}
+
+/// What an agent says.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) enum FromAgent {
+    /// It wants to take part, and has no ranks running. The first message.
+    Join(Box<Member>),
+    /// The first rank has failed; the others are being ended.
+    Failed { attempt: u32, report: Box<RankReport> },
+    /// Nothing is left of an attempt, or what is left can't be ended.
+    Ended { attempt: u32, result: Ended, master_port: u16 },
+    /// It was asked to end.
+    Leave { why: String },
+    /// It is alive.
+    Ping,
+}
+
+/// How an attempt ended on one host.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) enum Ended {
+    /// Every rank with exit code 0.
+    Succeeded,
+    /// By this rank's failure.
+    Failed { report: Box<RankReport>, may_restart: bool },
+    /// Because the coordinator wanted it.
+    Stopped { may_restart: bool },
+}
+
+/// What the coordinator says.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) enum ToAgent {
+    /// It can't take part. The last message.
+    Refused { why: String },
+    /// Others are waited for.
+    Waiting { joined: Vec<String>, nnodes: (u32, u32) },
+    /// Start your ranks.
+    Start(Place),
+    /// End your ranks.
+    Stop { attempt: u32, why: String },
+    /// All is over. The last message.
+    End(Verdict),
+    /// It is alive.
+    Ping,
+}
+
+/// An agent's place in one attempt.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Place {
+    /// How often ranks were started before.
+    pub(crate) attempt: u32,
+    /// How many of the restarts that are allowed are used: those because of a failure.
+    pub(crate) restarts: u32,
+    pub(crate) run_id: String,
+    /// `GROUP_RANK` and `GROUP_WORLD_SIZE`: agents.
+    pub(crate) group_rank: usize,
+    pub(crate) group_world_size: usize,
+    /// The rank of local rank 0.
+    pub(crate) first_rank: usize,
+    pub(crate) world_size: usize,
+    /// The role rank of local rank 0.
+    pub(crate) first_role_rank: usize,
+    pub(crate) role_world_size: usize,
+    pub(crate) master_addr: String,
+    pub(crate) master_port: u16,
+    /// The number of machines, which may be fewer than agents.
+    pub(crate) machines: usize,
+}
+
+impl Place {
+    /// The place of the only agent.
+    pub(crate) fn alone(run_id: &str, ranks: usize, master_port: u16) -> Self {
+        Place {
+            attempt: 0,
+            restarts: 0,
+            run_id: run_id.to_owned(),
+            group_rank: 0,
+            group_world_size: 1,
+            first_rank: 0,
+            world_size: ranks,
+            first_role_rank: 0,
+            role_world_size: ranks,
+            master_addr: "127.0.0.1".into(),
+            master_port,
+            machines: 1,
+        }
+    }
+}
+
+/// How the whole launch ended.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Verdict {
+    /// What ended it, if it was no success.
+    pub(crate) failure: Option<Failure>,
+    /// What went wrong before that, as far back as it is kept.
+    pub(crate) setbacks: Vec<Setback>,
+    /// How many restarts were used.
+    pub(crate) restarts: u32,
+}

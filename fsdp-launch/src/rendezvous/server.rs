@@ -1,0 +1,152 @@
+//! The port at which agents of other hosts reach the coordinator.
+
+use std::{
+    io::{self, PipeReader, PipeWriter},
+    net::{SocketAddr, TcpListener, TcpStream},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+        mpsc,
+    },
+    thread::{self, JoinHandle},
+    time::Duration,
+};
+
+use rustix::event::{PollFd, PollFlags, poll};
+
+use super::{KeepAlive, channel::Channel, hub::Hub, message::FromAgent, sender::send_until_closed, token::Token};
+
+/// The most connections that have not shown yet that they have the token. More are closed at once.
+const MOST_STRANGERS: usize = 64;
+/// The most agents beyond those that can take part.
+const MOST_SPARES: usize = 64;
+/// How long a connection with the token has to say what it wants.
+const FIRST_MESSAGE: Duration = Duration::from_secs(5);
+/// What a thread of a connection needs is little.
+const STACK: usize = 256 << 10;
+
+/// Listens for as long as it lives.
+pub(crate) struct Server {
+    /// Dropping it ends the thread.
+    stop: Option<PipeWriter>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What the connections' threads share.
+struct Shared {
+    hub: Arc<Hub>,
+    token: Token,
+    keep_alive: KeepAlive,
+    strangers: AtomicUsize,
+    most_agents: usize,
+}
+
+impl Server {
+    /// Admits up to `most` agents (and some spare ones) that connect to `listener` with the token.
+    pub(crate) fn start(
+        listener: TcpListener,
+        hub: Arc<Hub>,
+        token: Token,
+        keep_alive: KeepAlive,
+        most: u32,
+    ) -> io::Result<Self> {
+        listener.set_nonblocking(true)?;
+        let (stopped, stop) = io::pipe()?;
+        let most_agents = (most as usize).saturating_add(MOST_SPARES);
+        let shared = Arc::new(Shared { hub, token, keep_alive, strangers: AtomicUsize::new(0), most_agents });
+        let thread = thread::Builder::new().name("rendezvous port".into());
+        let thread = thread.spawn(move || listen(&listener, &stopped, &shared))?;
+        Ok(Server { stop: Some(stop), thread: Some(thread) })
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            // It only fails by a panic, which has been printed.
+            thread.join().ok();
+        }
+    }
+}
+
+fn listen(listener: &TcpListener, stopped: &PipeReader, shared: &Arc<Shared>) {
+    loop {
+        let mut fds = [PollFd::new(listener, PollFlags::IN), PollFd::new(stopped, PollFlags::IN)];
+        if poll(&mut fds, None).is_ok() && !fds[1].revents().is_empty() {
+            return;
+        }
+        match listener.accept() {
+            Ok((stream, from)) => admit(stream, from, shared),
+            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {}
+            Err(error) => {
+                // Of descriptors, most likely; they come back.
+                tracing::debug!("a connection could not be accepted: {error}");
+                thread::sleep(Duration::from_millis(50));
+            }
+        }
+    }
+}
+
+/// Lets a stranger try, unless too many do.
+fn admit(stream: TcpStream, from: SocketAddr, shared: &Arc<Shared>) {
+    if shared.strangers.fetch_add(1, Ordering::Relaxed) >= MOST_STRANGERS {
+        shared.strangers.fetch_sub(1, Ordering::Relaxed);
+        return;
+    }
+    let of_thread = shared.clone();
+    let serve = move || {
+        if let Err(error) = serve(stream, from, &of_thread) {
+            tracing::debug!("the connection from {from} was closed: {error}");
+        }
+    };
+    let thread = thread::Builder::new().name(format!("agent {from}")).stack_size(STACK);
+    if let Err(error) = thread.spawn(serve) {
+        tracing::debug!("no thread for the connection from {from}: {error}");
+        shared.strangers.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+fn serve(stream: TcpStream, from: SocketAddr, shared: &Shared) -> io::Result<()> {
+    // Accepted sockets do not inherit it everywhere.
+    let opened = stream.set_nonblocking(false).and_then(|()| {
+        let mut channel = Channel::accept(stream, &shared.token)?;
+        let first = channel.reader.receive::<FromAgent>(FIRST_MESSAGE)?;
+        Ok((channel, first))
+    });
+    shared.strangers.fetch_sub(1, Ordering::Relaxed);
+    let (Channel { mut reader, writer }, first) = opened?;
+    let FromAgent::Join(mut member) = first else {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "its first message is not that it joins"));
+    };
+    if shared.hub.len() >= shared.most_agents {
+        return Err(io::Error::other("there are too many agents"));
+    }
+    member.address.get_or_insert_with(|| from.ip().to_canonical().to_string());
+    let host = member.host.clone();
+    let (outbox, messages) = mpsc::channel();
+    let interval = shared.keep_alive.interval;
+    thread::Builder::new()
+        .name(format!("to agent {from}"))
+        .stack_size(STACK)
+        .spawn(move || send_until_closed(writer, &messages, interval, &super::message::ToAgent::Ping))?;
+    let id = shared.hub.enter(Box::new(move |message| {
+        // The thread ends when the connection breaks, which the reader notices.
+        outbox.send(message).ok();
+    }));
+    shared.hub.hear(id, FromAgent::Join(member));
+    let limit = shared.keep_alive.limit();
+    let error = loop {
+        match reader.receive(limit) {
+            Ok(message) => shared.hub.hear(id, message),
+            Err(error) => break error,
+        }
+    };
+    let how = match error.kind() {
+        io::ErrorKind::TimedOut => format!("is gone: nothing was heard of its launcher for {limit:?}"),
+        _ => "is gone: its launcher has ended".to_owned(),
+    };
+    tracing::debug!("agent {host} {how} ({error})");
+    shared.hub.lose(id, &how);
+    Ok(())
+}

@@ -1,0 +1,139 @@
+//! The secret that agents of one launch share.
+
+use std::{
+    fs::{self, OpenOptions},
+    io::{self, Read, Write},
+    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
+    path::{Path, PathBuf},
+};
+
+use sha2::{Digest, Sha256};
+
+use crate::{Error, Result};
+
+/// A shorter token could be guessed.
+const SHORTEST: usize = 16;
+/// No more of a token file is read.
+const LONGEST: u64 = 64 << 10;
+
+/// What is made of a token: a key of 256 bits.
+#[derive(Clone)]
+pub(crate) struct Token(pub(crate) [u8; 32]);
+
+impl Token {
+    fn of(text: &[u8]) -> Self {
+        let hash = Sha256::new().chain_update(b"fsdp-launch rendezvous token\0").chain_update(text);
+        Token(hash.finalize().into())
+    }
+
+    /// Reads `--rdzv-token-file`; white space around the token does not count.
+    pub(crate) fn read(path: &Path) -> Result<Self> {
+        let failed = |expected: String| Error::Usage {
+            flag: "--rdzv-token-file",
+            value: path.display().to_string(),
+            expected: format!("{expected}. {HOW_TO_MAKE_ONE}"),
+        };
+        let mut text = Vec::new();
+        let file = fs::File::open(path).and_then(|file| Ok((file.metadata()?, file)));
+        let (meta, file) = file.map_err(|error| failed(format!("it can't be read: {error}")))?;
+        if !meta.is_file() {
+            return Err(failed("it is not a regular file".into()));
+        }
+        file.take(LONGEST).read_to_end(&mut text).map_err(|error| failed(format!("it can't be read: {error}")))?;
+        let token = text.trim_ascii();
+        if token.len() < SHORTEST {
+            return Err(failed(format!("it holds {} bytes, a token has at least {SHORTEST}", token.len())));
+        }
+        if meta.mode() & 0o004 != 0 {
+            tracing::warn!("everybody on this host can read the token in {path:?}: chmod 600 closes it");
+        }
+        Ok(Token::of(token))
+    }
+
+    /// A new one for the agents of this user on this host that meet at `port`; it goes when the returned file does.
+    pub(crate) fn make_for(port: u16) -> io::Result<(Self, Shared)> {
+        let mut bytes = [0; 32];
+        OpenOptions::new().read(true).open("/dev/urandom")?.read_exact(&mut bytes)?;
+        let path = shared_path(port)?;
+        // Under another name first, so that nobody reads half a token.
+        let mut file = tempfile::NamedTempFile::new_in(path.parent().unwrap_or(Path::new("/")))?;
+        file.write_all(&bytes)?;
+        file.persist(&path)?;
+        Ok((Token::of(&bytes), Shared(path)))
+    }
+
+    /// What [`make_for`](Self::make_for) made.
+    pub(crate) fn shared_at(port: u16) -> io::Result<Self> {
+        let mut bytes = [0; 32];
+        let path = shared_path(port)?;
+        let mut file =
+            OpenOptions::new().read(true).custom_flags(rustix::fs::OFlags::NOFOLLOW.bits() as i32).open(path)?;
+        file.read_exact(&mut bytes)?;
+        Ok(Token::of(&bytes))
+    }
+}
+
+/// The way out of a launch without a token.
+pub(crate) const HOW_TO_MAKE_ONE: &str = "A token is a file that all hosts of the launch have and nobody else can read: \
+    `(umask 077; head -c 32 /dev/urandom | base64 > token)` makes one, to be copied to every host";
+
+/// The file of a token that was made.
+pub(crate) struct Shared(PathBuf);
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        fs::remove_file(&self.0).ok();
+    }
+}
+
+/// A place that only this user can write to and read.
+fn shared_path(port: u16) -> io::Result<PathBuf> {
+    let user = rustix::process::geteuid().as_raw();
+    let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|dir| dir.is_dir());
+    let dir = runtime.unwrap_or_else(std::env::temp_dir).join(format!("fsdp-launch-user-{user}"));
+    match fs::DirBuilder::new().mode(0o700).create(&dir) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
+    }
+    let meta = dir.symlink_metadata()?;
+    if !meta.is_dir() || meta.uid() != user || meta.mode() & 0o077 != 0 {
+        let text = format!("{} is not a directory of this user's alone: remove it", dir.display());
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
+    }
+    Ok(dir.join(format!("rendezvous-{port}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn white_space_does_not_count_and_short_tokens_are_refused() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let read = |text: &str| {
+            fs::write(file.path(), text).unwrap();
+            Token::read(file.path()).map(|token| token.0)
+        };
+        let plain = read("0123456789abcdef").unwrap();
+        assert_eq!(plain, read(" 0123456789abcdef\r\n").unwrap());
+        assert_ne!(plain, read("0123456789abcdeg").unwrap());
+        for (text, part) in
+            [("", "holds 0 bytes"), ("short\n", "holds 5 bytes"), ("               \n", "holds 0 bytes")]
+        {
+            let told = read(text).unwrap_err().to_string();
+            assert!(told.contains(part) && told.contains("/dev/urandom"), "{told}");
+        }
+        for path in ["/", "/no/such/file", "/dev/zero"] {
+            assert_eq!(Token::read(Path::new(path)).map(|_| ()).unwrap_err().exit_code(), 2);
+        }
+    }
+
+    #[test]
+    fn a_token_of_this_host_is_found_by_its_port_until_it_goes() {
+        let (token, file) = Token::make_for(1).unwrap();
+        assert_eq!(token.0, Token::shared_at(1).unwrap().0);
+        assert!(Token::shared_at(2).is_err());
+        drop(file);
+        assert!(Token::shared_at(1).is_err());
+    }
+}
