@@ -76,7 +76,7 @@ pub(crate) enum News {
 /// An agent's connection to the coordinator, or to the one that it holds itself.
 pub(crate) enum Membership {
     /// One host.
-    Alone(Hub),
+    Alone(Box<Hub>),
     /// Several; the thread connects, or holds the coordinator.
     Several { to: Option<Sender<FromAgent>>, thread: Option<JoinHandle<()>> },
 }
@@ -93,7 +93,7 @@ impl Membership {
             let hub = Hub::new(rules);
             hub.enter(local_outbox(events));
             hub.hear(0, FromAgent::Join(Box::new(member)));
-            return Ok(Membership::Alone(hub));
+            return Ok(Membership::Alone(Box::new(hub)));
         };
         let token = spec.token_file.as_deref().map(Token::read).transpose()?;
         let (to, from_us) = mpsc::channel();
