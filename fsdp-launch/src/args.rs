@@ -26,7 +26,11 @@ use crate::{
 /// Starts one process per rank of a training program on this host, and ends them all when one fails.
 #[derive(Parser, Debug)]
 #[command(name = "fsdp-launch", version, after_long_help = AFTER_HELP, after_help = EXAMPLES)]
-#[command(override_usage = "fsdp-launch [OPTIONS] PROGRAM [ARGS]...", next_help_heading = "Ranks")]
+#[command(
+    override_usage = "fsdp-launch [OPTIONS] PROGRAM [ARGS]...",
+    next_help_heading = "Ranks",
+    args_override_self = true
+)]
 pub struct Args {
     /// Ranks to start on this host: a number, `gpu` for one per GPU, `cpu` for one per core, `auto` for GPUs if there are any, else cores
     #[arg(long, alias = "nproc_per_node", value_name = "N", default_value = "1", value_parser = process_count)]

@@ -53,6 +53,7 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
     let mut so_far = SoFar { spec, restarts: 0, ranks: Vec::new(), run_dir: None };
     let mut membership = meet(0, 0)?;
     let mut attempts = 0;
+    let mut told_restarts = 0;
     let mut pending = VecDeque::new();
     // What stopped the attempt before.
     let mut why: Option<String> = None;
@@ -79,8 +80,9 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
             }
         };
         if place.attempt > 0 && attempts > 0 {
-            tell_restart(spec, &place, why.take(), so_far.restarts);
+            tell_restart(spec, &place, why.take(), told_restarts);
         }
+        told_restarts = place.restarts;
         (attempts, so_far.restarts) = (place.attempt + 1, place.restarts);
         if so_far.run_dir.is_none() {
             so_far.run_dir = create_run_dir(&spec.logs, spec.nproc_per_node, &place.run_id)?;
@@ -116,7 +118,10 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
             supervise::Cause::Succeeded => Ended::Succeeded,
             supervise::Cause::Stopped => Ended::Stopped { may_restart },
             supervise::Cause::RankFailed(first) => match so_far.ranks.get(first).cloned() {
-                Some(report) => Ended::Failed { report: Box::new(report), may_restart },
+                Some(report) => {
+                    why.get_or_insert_with(|| Failure::Rank(report.clone()).to_string());
+                    Ended::Failed { report: Box::new(report), may_restart }
+                }
                 None => Ended::Stopped { may_restart: false },
             },
         };
@@ -198,7 +203,8 @@ fn tell_restart(spec: &LaunchSpec, place: &Place, why: Option<String>, restarts_
     };
     let hosts = place.group_world_size;
     let places = if spec.rendezvous.is_some() {
-        format!(": {} ranks on {hosts} {}", place.world_size, if hosts == 1 { "host" } else { "hosts" })
+        let counted = |count: usize, name: &str| format!("{count} {name}{}", if count == 1 { "" } else { "s" });
+        format!(": {} on {}", counted(place.world_size, "rank"), counted(hosts, "node"))
     } else {
         String::new()
     };

@@ -93,9 +93,8 @@ fn a_second_run_of_the_same_id_overwrites_nothing() {
 fn a_run_id_leads_nowhere_else() {
     let dir = tempfile::tempdir().unwrap();
     let logs = dir.path().join("logs");
-    assert_eq!(run(&logs, &["--rdzv-id=../out"], SCRIPT).0, Some(2), "an option twice");
-    let args = ["--rdzv-id=../out", "--log-dir", logs.to_str().unwrap(), "true"];
-    assert_eq!(finish(&mut launcher(&args)).0, Some(0));
+    // Of an option that is there twice the last counts, as torchrun has it.
+    assert_eq!(run(&logs, &["--rdzv-id=../out"], SCRIPT).0, Some(0));
     assert!(logs.join("_.._out/attempt_0/0").is_dir() && !dir.path().join("out").exists());
 }
 

@@ -4,12 +4,14 @@
 mod docs;
 mod ending;
 mod environment;
+mod hosts;
 mod interrupted;
 mod logs;
 mod options;
 mod output;
 mod program;
 mod restarts;
+mod strangers;
 
 use std::{
     fs,

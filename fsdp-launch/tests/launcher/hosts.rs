@@ -1,0 +1,315 @@
+//! Launchers that work as one: several on this host, at a rendezvous on the loopback.
+
+use std::{
+    fs,
+    net::{TcpListener, TcpStream},
+    path::Path,
+    process::{Child, Command, Stdio},
+    thread::sleep,
+    time::{Duration, Instant},
+};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::{TIMEOUT, assert_gone_soon, hear_signals, launcher, sorted};
+
+/// A port that was free a moment ago.
+pub(crate) fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// One launcher, whose output goes to a file.
+struct Agent {
+    child: Child,
+    output: tempfile::NamedTempFile,
+}
+
+impl Agent {
+    /// With `options`, and a script for its ranks.
+    fn start(options: &[&str], script: &str) -> Self {
+        hear_signals();
+        let output = tempfile::NamedTempFile::new().unwrap();
+        let file = fs::OpenOptions::new().append(true).open(output.path()).unwrap();
+        let mut command = Command::new(assert_cmd::cargo::cargo_bin!("fsdp-launch"));
+        command.args(options).args(["/bin/sh", "-c", script]).env_remove("RUST_LOG");
+        let child = command.stdout(file.try_clone().unwrap()).stderr(file).stdin(Stdio::null()).spawn().unwrap();
+        let launcher = Pid::from_child(&child);
+        std::thread::spawn(move || {
+            sleep(TIMEOUT);
+            kill_process(launcher, Signal::KILL).ok();
+        });
+        Agent { child, output }
+    }
+
+    fn text(&self) -> String {
+        fs::read_to_string(self.output.path()).unwrap()
+    }
+
+    /// What the ranks printed so far.
+    fn lines(&self) -> Vec<String> {
+        self.text().lines().filter(|line| line.starts_with("[rank ")).map(str::to_owned).collect()
+    }
+
+    /// Waits until the launcher and its ranks have printed `part` so often.
+    fn wait_for(&self, part: &str, count: usize) {
+        let start = Instant::now();
+        while self.text().matches(part).count() < count {
+            assert!(start.elapsed() < TIMEOUT, "{part:?} did not come {count} times: {}", self.text());
+            sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// The numbers behind `pid ` in what was printed.
+    fn pids(&self) -> Vec<i32> {
+        self.lines().iter().filter_map(|line| line.split(" pid ").nth(1)?.parse().ok()).collect()
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+
+    /// The exit code, and all that was printed.
+    fn finish(mut self) -> (Option<i32>, String) {
+        let start = Instant::now();
+        let status = loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                break status;
+            }
+            assert!(start.elapsed() < TIMEOUT, "the launcher did not end: {}", self.text());
+            sleep(Duration::from_millis(5));
+        };
+        (status.code(), self.text())
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        self.child.kill().ok();
+        self.child.wait().ok();
+    }
+}
+
+/// `options` for all agents, as one text; the endpoint is added.
+fn agents_of(options: &str, port: u16) -> Vec<String> {
+    let mut all: Vec<String> = options.split(' ').map(str::to_owned).collect();
+    all.push(format!("--rdzv-endpoint=localhost:{port}"));
+    all
+}
+
+/// Starts the one that holds the rendezvous.
+fn start_first(options: &[String], more: &[&str], script: &str) -> Agent {
+    let agent = start(options, more, script);
+    let endpoint = options.iter().find_map(|option| option.strip_prefix("--rdzv-endpoint=")).unwrap();
+    let began = Instant::now();
+    while TcpStream::connect(endpoint).is_err() {
+        assert!(began.elapsed() < TIMEOUT, "nobody listens at {endpoint}");
+        sleep(Duration::from_millis(2));
+    }
+    agent
+}
+
+fn start(options: &[String], more: &[&str], script: &str) -> Agent {
+    let mut all: Vec<&str> = options.iter().map(String::as_str).collect();
+    all.extend(more);
+    Agent::start(&all, script)
+}
+
+#[test]
+fn every_rank_finds_its_place_among_all() {
+    let options = agents_of("--nnodes=2 --rdzv-id=job", free_port());
+    let script = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE $ROLE_NAME $ROLE_RANK/$ROLE_WORLD_SIZE \
+                  $TORCHELASTIC_RUN_ID $FSDP_HOSTS $MASTER_ADDR:$MASTER_PORT";
+    let second = start(&options, &["--nproc-per-node=1", "--node-rank=1"], script);
+    let first = start(&options, &["--nproc-per-node=2", "--node-rank=0", "--role=writer"], script);
+    let (first, second) = (first.finish(), second.finish());
+    assert_eq!((first.0, second.0), (Some(0), Some(0)), "{first:?} {second:?}");
+    let all = [first.1, second.1].concat();
+    let (_, master) = all.lines().next().unwrap().rsplit_once(' ').unwrap();
+    assert!(master.strip_prefix("localhost:").is_some_and(|port| port.parse::<u16>().is_ok()), "{master}");
+    let expected = [
+        format!("[rank 0] 0/3 0/2 0/2 writer 0/2 job 1 {master}"),
+        format!("[rank 1] 1/3 1/2 0/2 writer 1/2 job 1 {master}"),
+        format!("[rank 2] 2/3 0/1 1/2 default 0/1 job 1 {master}"),
+    ];
+    assert_eq!(sorted(&all), expected);
+}
+
+#[test]
+fn a_failure_ends_all_hosts_with_its_exit_code_and_is_told_on_each() {
+    let options = agents_of("--nnodes=2 --nproc-per-node=2", free_port());
+    let script = "echo pid $$; [ $RANK = 3 ] && echo '{\"message\": \"no data\"}' > $TORCHELASTIC_ERROR_FILE && exit 7; sleep 300";
+    let agents = [0, 1].map(|_| start(&options, &[], script));
+    let pids: Vec<i32> = agents
+        .iter()
+        .flat_map(|agent| {
+            agent.wait_for("pid", 2);
+            agent.pids()
+        })
+        .collect();
+    for (code, text) in agents.map(Agent::finish) {
+        assert_eq!(code, Some(7), "{text}");
+        assert!(
+            text.contains("rank 3 (pid ") && text.contains("failed first, with exit code 7\n  it recorded: no data"),
+            "{text}"
+        );
+    }
+    assert_gone_soon(&pids);
+}
+
+#[test]
+fn all_hosts_start_again_together_until_restarts_are_used_up() {
+    let options = agents_of("--nnodes=2 --nproc-per-node=1 --max-restarts=2", free_port());
+    let script = "echo attempt $TORCHELASTIC_RESTART_COUNT; [ $RANK = $((TORCHELASTIC_RESTART_COUNT % 2)) ] && exit 5; sleep 300";
+    let ended = [0, 1].map(|_| start(&options, &[], script)).map(Agent::finish);
+    for (code, text) in &ended {
+        assert_eq!(*code, Some(5), "{text}");
+        for restart in 1..=2 {
+            let told = format!("  starting all ranks again, restart {restart} of at most 2: 2 ranks on 2 nodes\n");
+            assert!(text.contains(&format!("failed first, with exit code 5\n{told}")), "{text}");
+        }
+        assert!(text.contains("restarts used: 2 of at most 2\n  attempt 0: rank 0 (pid "), "{text}");
+    }
+    let all = ended.map(|(_, text)| text).concat();
+    assert!((0..3).all(|attempt| all.contains(&format!("[rank {}] attempt {attempt}\n", attempt % 2))), "{all}");
+}
+
+#[test]
+fn a_run_shrinks_when_a_host_is_killed_and_grows_when_it_comes_back() {
+    let options = agents_of("--nnodes=1:2 --nproc-per-node=1 --rdzv-conf=last_call_timeout=0.5", free_port());
+    let dir = tempfile::tempdir().unwrap();
+    let flag = dir.path().join("enough");
+    let script = format!(
+        "echo world $WORLD_SIZE attempt $TORCHELASTIC_RESTART_COUNT; echo pid $$; until [ -e {} ]; do sleep 0.02; done",
+        flag.display()
+    );
+    let first = start_first(&options, &[], &script);
+    let second = start(&options, &[], &script);
+    first.wait_for("world 2 attempt 0", 1);
+    second.wait_for("pid", 1);
+    let lost = second.pids();
+    second.signal(Signal::KILL);
+    first.wait_for("world 1 attempt 1", 1);
+    assert_gone_soon(&lost);
+    let third = start(&options, &[], &script);
+    first.wait_for("world 2 attempt 2", 1);
+    third.wait_for("world 2 attempt 2", 1);
+    fs::write(flag, "").unwrap();
+    let (code, text) = first.finish();
+    assert_eq!((code, third.finish().0), (Some(0), Some(0)), "{text}");
+    assert!(text.contains("is gone: its launcher has ended\n  starting all ranks again: 1 rank on 1 node\n"), "{text}");
+    assert!(text.contains("has joined\n  starting all ranks again: 2 ranks on 2 nodes\n"), "{text}");
+}
+
+#[test]
+fn a_host_that_must_not_be_missing_is_replaced_within_the_restarts() {
+    let options = agents_of("--nnodes=2 --nproc-per-node=1 --max-restarts=1", free_port());
+    let script =
+        "echo world $WORLD_SIZE attempt $TORCHELASTIC_RESTART_COUNT; [ $TORCHELASTIC_RESTART_COUNT = 1 ] || sleep 300";
+    let first = start_first(&options, &[], script);
+    let second = start(&options, &[], script);
+    second.wait_for("attempt 0", 1);
+    second.signal(Signal::TERM);
+    let (code, text) = second.finish();
+    assert!(code == Some(143) && text.contains("stopped by SIGTERM"), "{text}");
+    let third = start(&options, &[], script);
+    let (code, text) = first.finish();
+    assert_eq!((code, third.finish().0), (Some(0), Some(0)), "{text}");
+    assert!(
+        text.contains("its launcher was stopped by SIGTERM\n  starting all ranks again, restart 1 of at most 1"),
+        "{text}"
+    );
+}
+
+#[test]
+fn the_host_of_the_rendezvous_may_come_back() {
+    let options = agents_of("--nnodes=2 --nproc-per-node=1 --max-restarts=3", free_port());
+    let script =
+        "echo attempt $TORCHELASTIC_RESTART_COUNT; echo pid $$; [ $TORCHELASTIC_RESTART_COUNT = 1 ] || sleep 300";
+    let first = start_first(&options, &["--rdzv-conf=is_host=true"], script);
+    let second = start(&options, &["--rdzv-conf=is_host=false"], script);
+    [&first, &second].into_iter().for_each(|agent| agent.wait_for("pid", 1));
+    let pids = [first.pids(), second.pids()].concat();
+    first.signal(Signal::KILL);
+    second.wait_for("which holds the rendezvous, is gone", 1);
+    assert_gone_soon(&pids);
+    let third = start(&options, &["--rdzv-conf=is_host=true"], script);
+    let (code, text) = second.finish();
+    assert_eq!((code, third.finish().0), (Some(0), Some(0)), "{text}");
+    assert!(text.contains("] attempt 1\n"), "{text}");
+}
+
+#[test]
+fn without_restarts_the_loss_of_the_rendezvous_is_the_end() {
+    let options = agents_of("--nnodes=2 --nproc-per-node=1", free_port());
+    let script = "echo pid $$; sleep 300";
+    let first = start_first(&options, &["--rdzv-conf=is_host=true"], script);
+    let second = start(&options, &["--rdzv-conf=is_host=false"], script);
+    [&first, &second].into_iter().for_each(|agent| agent.wait_for("pid", 1));
+    let pids = [first.pids(), second.pids()].concat();
+    first.signal(Signal::KILL);
+    let (code, text) = second.finish();
+    assert!(
+        code == Some(1) && text.contains("which holds the rendezvous, is gone: the connection was closed"),
+        "{text}"
+    );
+    assert_gone_soon(&pids);
+}
+
+#[test]
+fn who_waits_in_vain_says_for_whom() {
+    let port = free_port();
+    let alone = agents_of("--nnodes=2 --rdzv-conf=join_timeout=0.3", port);
+    let (code, text) = start(&alone, &[], "true").finish();
+    assert!(
+        code == Some(1) && text.contains("only 1 of at least 2 nodes (") && text.contains("join_timeout"),
+        "{text}"
+    );
+    let (code, text) = start(&alone, &["--rdzv-conf=join_timeout=0.3,is_host=false"], "true").finish();
+    assert!(code == Some(1) && text.contains(&format!("no launcher was reached at localhost:{port}")), "{text}");
+}
+
+#[test]
+fn launchers_that_contradict_each_other_are_refused_by_name() {
+    let options = agents_of("--nnodes=2 --rdzv-id=a --node-rank=0", free_port());
+    let first = start_first(&options, &[], "true");
+    let others = [
+        (vec!["--nnodes=1:2"], "--nnodes 2:2, not 1:2"),
+        (vec!["--rdzv-id=b"], "the run here is \"a\", not \"b\""),
+        (vec!["--max-restarts=1"], "--max-restarts 0, not 1"),
+        (vec![], "--node-rank 0 is taken by "),
+    ];
+    for (more, part) in others {
+        let replaced = |option: &&String| !more.iter().any(|new| option.split('=').next() == new.split('=').next());
+        let options: Vec<String> = options.iter().filter(replaced).cloned().collect();
+        let (code, text) = start(&options, &more, "true").finish();
+        assert!(code == Some(1) && text.contains(part) && text.contains("refused this one"), "{text}");
+    }
+    first.signal(Signal::INT);
+    assert_eq!(first.finish().0, Some(130));
+}
+
+#[test]
+fn logs_of_a_host_are_by_its_local_ranks() {
+    let options = agents_of("--nnodes=2 --nproc-per-node=1 --rdzv-id=job", free_port());
+    let dir = tempfile::tempdir().unwrap();
+    let agents = ["a", "b"].map(|name| {
+        let log_dir = format!("--log-dir={}", dir.path().join(name).display());
+        start(&options, &[&log_dir, "--log-line-prefix-template=${local_rank}/${rank} "], "echo $RANK")
+    });
+    let texts = agents.map(|agent| agent.finish().1).concat();
+    assert_eq!(sorted(&texts).iter().filter(|line| line.starts_with("0/")).count(), 2, "{texts}");
+    let mut logged = ["a", "b"]
+        .map(|name| fs::read_to_string(Path::new(dir.path()).join(name).join("job/attempt_0/0/stdout.log")).unwrap());
+    logged.sort();
+    assert_eq!(logged, ["0\n", "1\n"]);
+}
+
+#[test]
+fn dry_run_shows_a_host_of_several() {
+    let line = "--nnodes=2 --node-rank=1 --nproc-per-node=2 --rdzv-endpoint=localhost:29400 --dry-run true";
+    let output = launcher(&line.split(' ').collect::<Vec<_>>()).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    for part in ["# host 1 of 2", "# rank 2\n", "# rank 3\n", "WORLD_SIZE=4 ", "GROUP_RANK=1 "] {
+        assert!(text.contains(part), "{part} is not in {text}");
+    }
+}

@@ -1,0 +1,148 @@
+//! The port of the rendezvous is closed to whoever has not the token.
+
+use std::{
+    fs,
+    io::{Read, Write},
+    net::TcpStream,
+    time::Duration,
+};
+
+use rustix::process::Signal;
+
+use crate::{Running, finish, hosts::free_port, launcher};
+
+/// A launcher that waits for a second one, with its token.
+fn waiting(dir: &std::path::Path) -> (Running, u16, String) {
+    let port = free_port();
+    let token = dir.join("token");
+    fs::write(&token, "a secret of 32 bytes, or about it").unwrap();
+    let token = token.to_str().unwrap().to_owned();
+    let endpoint = format!("127.0.0.1:{port}");
+    let options = ["--nnodes=2", "--rdzv-endpoint", &endpoint, "--rdzv-token-file", &token, "sh", "-c", "echo go"];
+    let launcher = Running::start(&options);
+    while TcpStream::connect(&endpoint).is_err() {
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    (launcher, port, token)
+}
+
+/// Bytes that look random and are the same in every run.
+struct Noise(u64);
+
+impl Noise {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+}
+
+fn status_kib(pid: u32, field: &str) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix(field)).unwrap();
+    line.trim().trim_end_matches(" kB").trim().parse().unwrap()
+}
+
+#[test]
+fn ten_thousand_strangers_get_nothing_and_leave_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let (launcher, port, token) = waiting(dir.path());
+    let pid = launcher.child.id();
+    let before = status_kib(pid, "VmRSS:");
+    let mut noise = Noise(0x9e37_79b9_7f4a_7c15);
+    let mut answered = 0;
+    for round in 0..10_000 {
+        let Ok(mut stream) = TcpStream::connect(("127.0.0.1", port)) else { panic!("round {round}: nobody listens") };
+        // Nothing, a part of a handshake, one of the right length, and much more than one.
+        let len = match round % 4 {
+            0 => noise.next() % 48,
+            1 => 48,
+            2 => 48 + noise.next() % 100,
+            _ => noise.next() % 70_000,
+        };
+        let bytes: Vec<u8> = (0..len).map(|_| noise.next() as u8).collect();
+        // It may have been closed in the middle.
+        stream.write_all(&bytes).ok();
+        stream.shutdown(std::net::Shutdown::Write).ok();
+        stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        let mut answer = [0; 64];
+        answered += stream.read(&mut answer).unwrap_or(0);
+    }
+    assert_eq!(answered, 0, "a stranger was answered");
+    let (now, threads) = (status_kib(pid, "VmRSS:"), status_kib(pid, "Threads:"));
+    println!("resident: {before} KiB before, {now} KiB after; {threads} threads");
+    assert!(now < before + (16 << 10), "{before} KiB before, {now} KiB after");
+
+    // With another token: refused, in words that say why; with the right one: admitted.
+    let other = dir.path().join("other");
+    fs::write(&other, "another secret, as long as the one").unwrap();
+    let endpoint = format!("127.0.0.1:{port}");
+    let options = |token: &str| {
+        [
+            "--nnodes=2",
+            "--rdzv-conf=join_timeout=1",
+            "--rdzv-endpoint",
+            &endpoint,
+            "--rdzv-token-file",
+            token,
+            "sh",
+            "-c",
+            "echo go",
+        ]
+        .map(str::to_owned)
+    };
+    let run = |token: &str| {
+        let options = options(token);
+        finish(&mut launcher_of(&options))
+    };
+    let (code, stdout, stderr) = run(other.to_str().unwrap());
+    assert!(code == Some(1) && stdout.is_empty() && stderr.contains("did not accept the token"), "{stdout} {stderr}");
+    let (code, stdout, stderr) = run(&token);
+    assert_eq!((code, stdout.as_str()), (Some(0), "[rank 1] go\n"), "{stderr}");
+    assert_eq!(launcher.wait().code(), Some(0));
+}
+
+fn launcher_of(options: &[String]) -> assert_cmd::Command {
+    launcher(&options.iter().map(String::as_str).collect::<Vec<_>>())
+}
+
+#[test]
+fn many_connections_that_say_nothing_do_not_keep_an_agent_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let (launcher, port, token) = waiting(dir.path());
+    let silent: Vec<_> = (0..200).map(|_| TcpStream::connect(("127.0.0.1", port)).unwrap()).collect();
+    let endpoint = format!("127.0.0.1:{port}");
+    let options = ["--nnodes=2", "--rdzv-endpoint", &endpoint, "--rdzv-token-file", &token, "sh", "-c", "echo go"];
+    let (code, stdout, stderr) = finish(&mut self::launcher(&options));
+    assert_eq!((code, stdout.as_str()), (Some(0), "[rank 1] go\n"), "{stderr}");
+    assert_eq!(launcher.wait().code(), Some(0));
+    drop(silent);
+}
+
+#[test]
+fn one_host_listens_at_the_loopback_alone_and_one_launcher_nowhere() {
+    let listens = |pid: u32| -> Vec<String> {
+        let tcp = ["tcp", "tcp6"].map(|name| fs::read_to_string(format!("/proc/{pid}/net/{name}")).unwrap()).concat();
+        let fds = fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+        let links = fds.filter_map(|entry| fs::read_link(entry.unwrap().path()).ok());
+        let inodes: Vec<String> = links
+            .filter_map(|link| Some(link.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.to_owned()))
+            .collect();
+        let fields = tcp.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+        // 0A is LISTEN.
+        fields
+            .filter(|fields| fields.get(3) == Some(&"0A") && inodes.iter().any(|inode| inode == fields[9]))
+            .map(|fields| fields[1].to_owned())
+            .collect()
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let (launcher, port, _) = waiting(dir.path());
+    assert_eq!(listens(launcher.child.id()), [format!("0100007F:{port:04X}")]);
+    launcher.signal(Signal::TERM);
+    assert_eq!(launcher.wait().code(), Some(143));
+
+    let mut launcher = Running::start(&["sh", "-c", "echo $$; sleep 300"]);
+    launcher.pids(1);
+    assert!(listens(launcher.child.id()).is_empty());
+}
