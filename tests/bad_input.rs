@@ -255,6 +255,16 @@ fn an_export_that_would_overwrite_weights_shows_before_the_first_step() {
 }
 
 #[test]
+fn curves_that_can_not_be_written_show_before_the_first_step() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("file"), "").unwrap();
+    for logs in ["file", "file/below"] {
+        let expected = format!("cannot write --tensorboard {logs}");
+        fails(dir.path(), &["--data", "file", "--tensorboard", logs], &[&expected, "irectory"]);
+    }
+}
+
+#[test]
 fn runs_at_the_same_time_have_directories_of_their_own_and_failed_ones_leave_none() {
     let dir = tempfile::tempdir().unwrap();
     let model = model(dir.path());

@@ -1,4 +1,4 @@
-//! What the example programs share: models, data, learning-rate schedules, metrics and progress.
+//! What the example programs share: models, data, learning-rate schedules, metrics, TensorBoard and progress.
 
 pub mod data;
 pub mod generate;
@@ -7,3 +7,4 @@ pub mod metrics;
 pub mod models;
 pub mod progress;
 pub mod schedule;
+pub mod tensorboard;

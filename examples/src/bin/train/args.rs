@@ -186,6 +186,14 @@ pub(crate) struct Args {
     /// process's), shard_bytes (parameters, gradients and optimizer state resident a process).
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     pub(crate) metrics: Option<PathBuf>,
+
+    /// Write what each step measured as TensorBoard event files, to be seen by `tensorboard --logdir DIR`
+    ///
+    /// Curves: train/loss, train/grad_norm (before clipping), train/lr, speed/tokens_per_s, speed/step_time_s, memory/peak_bytes, memory/shard_bytes. Rank 0
+    /// writes, step by step. Each start of the run is a file of its own; a run that goes on from an earlier step, or from the beginning, hides what the files
+    /// before it tell of later steps. For several runs in one picture, give each a directory below the one that --logdir names.
+    #[arg(long, value_name = "DIR", help_heading = "Run")]
+    pub(crate) tensorboard: Option<PathBuf>,
 }
 
 impl Args {
@@ -318,8 +326,8 @@ mod tests {
     fn no_flags_are_needed() {
         let args = parse(&[]).unwrap();
         assert_eq!(
-            (args.model, args.data, args.checkpoint_dir, args.export_hf, args.metrics),
-            (None, None, None, None, None)
+            (args.model, args.data, args.checkpoint_dir, args.export_hf, args.metrics, args.tensorboard),
+            (None, None, None, None, None, None)
         );
         assert_eq!((args.init, args.device, args.resume), (InitChoice::Auto, DeviceChoice::Auto, Resume::None));
         assert_eq!(args.betas, (0.9, 0.95));

@@ -20,6 +20,7 @@ use fsdp_examples::job;
 use fsdp_examples::metrics::{MetricsFile, StepRecord, peak_memory_bytes};
 use fsdp_examples::progress::Progress;
 use fsdp_examples::schedule::Schedule;
+use fsdp_examples::tensorboard::EventFile;
 
 use args::{Args, GradSync};
 use checkpoint::Checkpoints;
@@ -51,6 +52,10 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
     }
     let mut metrics = match &args.metrics {
         Some(path) if world.rank() == 0 => Some(MetricsFile::open(path, done.step)?),
+        _ => None,
+    };
+    let mut events = match &args.tensorboard {
+        Some(directory) if world.rank() == 0 => Some(EventFile::open(directory, done.step)?),
         _ => None,
     };
     let shard_bytes = setup::shard_bytes(&vars);
@@ -106,6 +111,9 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
         };
         if let Some(metrics) = &mut metrics {
             metrics.write(&record)?;
+        }
+        if let Some(events) = &mut events {
+            events.write(&record)?;
         }
         if let Some(progress) = &mut progress {
             progress.step(&record);

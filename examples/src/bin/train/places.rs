@@ -8,6 +8,7 @@ use anyhow::{Context, anyhow, bail, ensure};
 use fsdp_candle::{ReduceOp, World};
 use fsdp_ckpt::Checkpoint;
 use fsdp_core::Buffer;
+use fsdp_examples::tensorboard::EventFile;
 use serde::{Deserialize, Serialize};
 
 use crate::args::{Args, Resume};
@@ -71,6 +72,9 @@ pub(crate) fn same_file(a: &Path, b: &Path) -> bool {
 fn check(args: &Args, world: &World) -> anyhow::Result<Option<String>> {
     if let Some(dir) = &args.export_hf {
         check_export(dir)?;
+    }
+    if let Some(dir) = &args.tensorboard {
+        EventFile::check(dir)?;
     }
     let newest = match (&args.resume, &args.checkpoint_dir) {
         (Resume::Auto, None) => bail!("--resume auto looks into --checkpoint-dir: pass it"),

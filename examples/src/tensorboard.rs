@@ -1,0 +1,256 @@
+//! The files that `--tensorboard` writes: TensorBoard's event files, with a curve for each number that a step measures.
+//!
+//! An event file is a row of TFRecords, each a protocol buffer between checksums. The few messages that scalars need are here by hand.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io::{self, Write},
+    path::{Path, PathBuf},
+    time::{Duration, SystemTime},
+};
+
+use anyhow::{Context, Result};
+use crc_fast::CrcAlgorithm;
+use prost::Message;
+
+use crate::metrics::StepRecord;
+
+/// How the names of event files begin: TensorBoard knows them by it.
+const PREFIX: &str = "events.out.tfevents.";
+
+/// An event file of a run. An event is on its way to the disk when [`EventFile::write`] returns: a run that is killed keeps what it had.
+#[derive(Debug)]
+pub struct EventFile {
+    path: PathBuf,
+    file: File,
+}
+
+impl EventFile {
+    /// Makes `directory` if need be, and tries whether a file can be written there.
+    ///
+    /// # Errors
+    /// It can not, or `directory` is a file.
+    pub fn check(directory: &Path) -> Result<()> {
+        let probe = directory.join(format!(".tensorboard-{}", std::process::id()));
+        let write =
+            || fs::create_dir_all(directory).and_then(|()| File::create(&probe)).and_then(|_| fs::remove_file(&probe));
+        write().with_context(|| cannot(directory))
+    }
+
+    /// Opens a new file in `directory` for a run that has `done` steps behind it. What earlier runs wrote there of later steps is no longer shown.
+    ///
+    /// # Errors
+    /// The file can't be written there.
+    pub fn open(directory: &Path, done: usize) -> Result<Self> {
+        let open = || -> io::Result<Self> {
+            fs::create_dir_all(directory)?;
+            let path = directory.join(name_after(directory)?);
+            let file = OpenOptions::new().create_new(true).append(true).open(&path)?;
+            Ok(EventFile { path, file })
+        };
+        let mut events = open().with_context(|| cannot(directory))?;
+        events.append(0, What::FileVersion("brain.Event:2".into()))?;
+        events.append(done + 1, What::SessionLog(SessionLog { status: SessionLog::START }))?;
+        Ok(events)
+    }
+
+    /// Writes what a step measured.
+    ///
+    /// # Errors
+    /// The disk is full, or the file is gone.
+    pub fn write(&mut self, record: &StepRecord) -> Result<()> {
+        let scalars = [
+            ("train/loss", record.loss),
+            ("train/grad_norm", record.grad_norm),
+            ("train/lr", record.lr),
+            ("speed/tokens_per_s", record.tokens_per_s),
+            ("speed/step_time_s", record.step_time_s),
+            ("memory/peak_bytes", record.peak_mem_bytes as f64),
+            ("memory/shard_bytes", record.shard_bytes as f64),
+        ];
+        let value = scalars.map(|(tag, value)| Value { tag: tag.into(), simple_value: Some(value as f32) }).to_vec();
+        self.append(record.step, What::Summary(Summary { value }))
+    }
+
+    fn append(&mut self, step: usize, what: What) -> Result<()> {
+        let event = Event { wall_time: now().as_secs_f64(), step: step as i64, what: Some(what) };
+        // In one piece, so that a reader of the growing file sees all of it or nothing.
+        self.file.write_all(&framed(&event.encode_to_vec())).with_context(|| cannot(&self.path))
+    }
+}
+
+fn cannot(path: &Path) -> String {
+    format!("cannot write --tensorboard {}", path.display())
+}
+
+fn now() -> Duration {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
+}
+
+/// A name that sorts after those in `directory`: TensorBoard reads a directory's files in the order of their names.
+fn name_after(directory: &Path) -> io::Result<String> {
+    let mut seconds = now().as_secs();
+    for entry in fs::read_dir(directory)? {
+        let name = entry?.file_name();
+        let time = name.to_str().and_then(|name| name.strip_prefix(PREFIX)?.split('.').next()?.parse::<u64>().ok());
+        seconds = seconds.max(time.map_or(0, |time| time.saturating_add(1)));
+    }
+    let host = rustix::system::uname().nodename().to_string_lossy().replace('/', "_");
+    Ok(format!("{PREFIX}{seconds:010}.{host}.{}", std::process::id()))
+}
+
+/// A TFRecord: the length, its checksum, the bytes, their checksum.
+fn framed(bytes: &[u8]) -> Vec<u8> {
+    let length = (bytes.len() as u64).to_le_bytes();
+    [&length[..], &masked_checksum(&length).to_le_bytes(), bytes, &masked_checksum(bytes).to_le_bytes()].concat()
+}
+
+/// CRC-32C, turned and shifted so that a checksum of bytes that hold checksums is none of a special kind.
+fn masked_checksum(bytes: &[u8]) -> u32 {
+    // A checksum of 32 bits in a type for those of 64 as well.
+    let checksum = crc_fast::checksum(CrcAlgorithm::Crc32Iscsi, bytes) as u32;
+    checksum.rotate_right(15).wrapping_add(0xa282_ead8)
+}
+
+/// TensorFlow's `Event`, as far as it is needed.
+#[derive(Clone, PartialEq, Message)]
+struct Event {
+    #[prost(double, tag = "1")]
+    wall_time: f64,
+    #[prost(int64, tag = "2")]
+    step: i64,
+    #[prost(oneof = "What", tags = "3, 5, 7")]
+    what: Option<What>,
+}
+
+#[derive(Clone, PartialEq, prost::Oneof)]
+enum What {
+    #[prost(string, tag = "3")]
+    FileVersion(String),
+    #[prost(message, tag = "5")]
+    Summary(Summary),
+    #[prost(message, tag = "7")]
+    SessionLog(SessionLog),
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct Summary {
+    #[prost(message, repeated, tag = "1")]
+    value: Vec<Value>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct Value {
+    #[prost(string, tag = "1")]
+    tag: String,
+    #[prost(float, optional, tag = "2")]
+    simple_value: Option<f32>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct SessionLog {
+    #[prost(int32, tag = "1")]
+    status: i32,
+}
+
+impl SessionLog {
+    /// From this event's step on, everything before it in the directory is void.
+    const START: i32 = 1;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(step: usize) -> StepRecord {
+        StepRecord {
+            step,
+            loss: 4.5 / step as f64,
+            grad_norm: f64::INFINITY,
+            lr: 1e-3,
+            step_time_s: 0.25,
+            tokens_per_s: 4096.0,
+            peak_mem_bytes: 1 << 33,
+            shard_bytes: 123,
+        }
+    }
+
+    fn files(directory: &Path) -> Vec<PathBuf> {
+        let mut files: Vec<_> = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path()).collect();
+        files.sort();
+        files
+    }
+
+    /// The events of a file; checks lengths and checksums.
+    fn events(path: &Path) -> Vec<Event> {
+        let bytes = fs::read(path).unwrap();
+        let (mut rest, mut events) = (&bytes[..], Vec::new());
+        while !rest.is_empty() {
+            let length = u64::from_le_bytes(rest[..8].try_into().unwrap()) as usize;
+            let (record, after) = rest.split_at(12 + length + 4);
+            assert_eq!(record[8..12], masked_checksum(&record[..8]).to_le_bytes());
+            assert_eq!(record[12 + length..], masked_checksum(&record[12..12 + length]).to_le_bytes());
+            events.push(Event::decode(&record[12..12 + length]).unwrap());
+            rest = after;
+        }
+        events
+    }
+
+    #[test]
+    fn a_record_is_framed_as_tensorflow_does() {
+        // What TensorFlow's writer makes of the first event of a file, with a wall time of 0.
+        let event = Event { wall_time: 0., step: 0, what: Some(What::FileVersion("brain.Event:2".into())) };
+        let bytes = event.encode_to_vec();
+        assert_eq!(bytes, b"\x1a\x0dbrain.Event:2");
+        // The catalogue's check value e3069283, masked.
+        assert_eq!(masked_checksum(b"123456789"), 0xe306_9283_u32.rotate_right(15).wrapping_add(0xa282_ead8));
+        assert_eq!(framed(&bytes)[..8], [15, 0, 0, 0, 0, 0, 0, 0]);
+    }
+
+    #[test]
+    fn every_step_can_be_read_as_soon_as_it_is_written() {
+        let directory = tempfile::tempdir().unwrap();
+        let logs = directory.path().join("new/logs");
+        let mut file = EventFile::open(&logs, 0).unwrap();
+        for step in 1..=3 {
+            file.write(&record(step)).unwrap();
+            let events = events(&files(&logs)[0]);
+            assert_eq!(events.len(), 2 + step);
+            assert_eq!(events[0].what, Some(What::FileVersion("brain.Event:2".into())));
+            let last = events.last().unwrap();
+            let Some(What::Summary(summary)) = &last.what else { panic!("{last:?}") };
+            assert!(last.step == step as i64 && last.wall_time > 1e9);
+            let value = |tag: &str| summary.value.iter().find(|value| value.tag == tag).unwrap().simple_value;
+            assert_eq!(value("train/loss"), Some(4.5 / step as f32));
+            assert_eq!(value("train/grad_norm"), Some(f32::INFINITY));
+            assert_eq!(value("memory/peak_bytes"), Some((1u64 << 33) as f32));
+        }
+    }
+
+    #[test]
+    fn a_run_that_goes_on_voids_later_steps_in_a_file_that_sorts_last() {
+        let directory = tempfile::tempdir().unwrap();
+        for done in [0, 7, 3] {
+            EventFile::open(directory.path(), done).unwrap();
+        }
+        let files = files(directory.path());
+        let starts: Vec<_> = files.iter().map(|file| events(file)[1].clone()).collect();
+        assert_eq!(starts.iter().map(|event| event.step).collect::<Vec<_>>(), [1, 8, 4]);
+        assert!(starts.iter().all(|event| event.what == Some(What::SessionLog(SessionLog { status: 1 }))));
+    }
+
+    #[test]
+    fn what_is_no_directory_is_named() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("file");
+        fs::write(&file, "").unwrap();
+        for path in [&file, &file.join("below")] {
+            for error in [EventFile::check(path).unwrap_err(), EventFile::open(path, 0).unwrap_err()] {
+                let error = format!("{error:#}");
+                assert!(error.contains("--tensorboard") && error.contains(path.to_str().unwrap()), "{error}");
+            }
+        }
+        EventFile::check(directory.path()).unwrap();
+        assert_eq!(files(directory.path()), [file]);
+    }
+}

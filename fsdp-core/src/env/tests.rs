@@ -1,0 +1,181 @@
+use super::*;
+use launcher::LAUNCHERS;
+
+fn read(vars: &[(&str, &str)]) -> Result<RankEnv> {
+    RankEnv::read(
+        &|name| vars.iter().find(|(have, _)| *have == name).map(|(_, value)| value.to_string()),
+        &|descriptor| (descriptor == "7").then(|| "1252470".to_string()),
+    )
+}
+
+/// What a launcher set for a process, one `NAME=VALUE` a line, and what is to be read from it.
+struct Recorded {
+    vars: &'static str,
+    /// Rank, world size, local rank, local world size.
+    place: (usize, usize, usize, usize),
+    master: (&'static str, u16),
+    run_id: &'static str,
+}
+
+/// From real runs, without what is of no interest here and with host names and addresses replaced. Slurm's are put together from its manual.
+const RECORDED: [Recorded; 8] = [
+    // torchrun --nproc-per-node 2, of PyTorch 2.15
+    Recorded {
+        vars: "GROUP_RANK=0 GROUP_WORLD_SIZE=1 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=37827 RANK=1 ROLE_NAME=default ROLE_RANK=1 \
+               ROLE_WORLD_SIZE=2 TORCHELASTIC_MAX_RESTARTS=0 TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_RUN_ID=c47e112f-a61f-43f2-92a9-5dc017355004 \
+               TORCHELASTIC_USE_AGENT_STORE=True WORLD_SIZE=2",
+        place: (1, 2, 1, 2),
+        master: ("localhost", 37827),
+        run_id: "c47e112f-a61f-43f2-92a9-5dc017355004",
+    },
+    // mpirun -np 2, Open MPI 4.1.4
+    Recorded {
+        vars: "OMPI_APP_CTX_NUM_PROCS=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_NODE_RANK=1 OMPI_COMM_WORLD_RANK=1 \
+               OMPI_COMM_WORLD_SIZE=2 OMPI_FIRST_RANKS=0 OMPI_MCA_ess_base_jobid=270467073 OMPI_MCA_ess_base_vpid=1 OMPI_MCA_orte_ess_node_rank=1 \
+               OMPI_MCA_orte_ess_num_procs=2 OMPI_MCA_orte_num_nodes=1 OMPI_UNIVERSE_SIZE=2 PMIX_ID=270467073.1 PMIX_NAMESPACE=270467073 PMIX_RANK=1 \
+               PMIX_HOSTNAME=host PMIX_VERSION=4.2.2rc2",
+        place: (1, 2, 1, 2),
+        master: ("127.0.0.1", 29500),
+        run_id: "270467073",
+    },
+    // The same from within a Slurm allocation.
+    Recorded {
+        vars: "ENVIRONMENT=BATCH SLURM_JOB_ID=41 SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_LOCALID=0 SLURM_JOB_NODELIST=node1 OMPI_COMM_WORLD_LOCAL_RANK=1 \
+               OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 PMIX_NAMESPACE=270467073",
+        place: (1, 2, 1, 2),
+        master: ("127.0.0.1", 29500),
+        run_id: "270467073",
+    },
+    // mpirun -np 2, MPICH 4.0.2
+    Recorded {
+        vars: "GFORTRAN_UNBUFFERED_PRECONNECTED=y HYDI_CONTROL_FD=7 MPIR_CVAR_CH3_INTERFACE_HOSTNAME=host MPI_LOCALNRANKS=2 MPI_LOCALRANKID=1 PMI_FD=8 \
+               PMI_RANK=1 PMI_SIZE=2",
+        place: (1, 2, 1, 2),
+        master: ("127.0.0.1", 29500),
+        run_id: "mpich-1252470",
+    },
+    // srun, 7 tasks on 4 nodes, the last of them
+    Recorded {
+        vars: "ENVIRONMENT=BATCH SLURM_JOB_ID=1234567 SLURM_STEP_ID=3 SLURM_STEPID=3 SLURM_PROCID=6 SLURM_NTASKS=7 SLURM_NPROCS=7 SLURM_STEP_NUM_TASKS=7 \
+               SLURM_LOCALID=0 SLURM_NODEID=3 SLURM_NNODES=4 SLURM_STEP_NUM_NODES=4 SLURM_STEP_TASKS_PER_NODE=2(x3),1 SLURM_TASKS_PER_NODE=8(x8) \
+               SLURM_STEP_NODELIST=node[03-05,11] SLURM_JOB_NODELIST=node[01-05,11-13] SLURM_STEP_LAUNCHER_PORT=35071 SLURM_SRUN_COMM_HOST=192.0.2.7",
+        place: (6, 7, 0, 1),
+        master: ("node03", 27594),
+        run_id: "slurm-1234567.3",
+    },
+    // srun with fewer tasks than the allocation has room for
+    Recorded {
+        vars: "SLURM_JOB_ID=9 SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=1 SLURM_NODEID=0 \
+               SLURM_STEP_TASKS_PER_NODE=2 SLURM_NTASKS_PER_NODE=8 SLURM_STEP_NODELIST=n1",
+        place: (1, 2, 1, 2),
+        master: ("n1", 20009),
+        run_id: "slurm-9.0",
+    },
+    // srun --mpi=pmi2
+    Recorded {
+        vars: "PMI_FD=20 PMI_JOBID=9.0 PMI_RANK=3 PMI_SIZE=4 SLURM_JOB_ID=9 SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_NTASKS=4 SLURM_LOCALID=1 SLURM_NODEID=1 \
+               SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_STEP_NODELIST=n[1-2]",
+        place: (3, 4, 1, 2),
+        master: ("n1", 20009),
+        run_id: "slurm-9.0",
+    },
+    // The script of sbatch itself
+    Recorded {
+        vars: "ENVIRONMENT=BATCH SLURM_JOB_ID=9 SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_TASKS_PER_NODE=4(x2) SLURM_JOB_NODELIST=n[1-2]",
+        place: (0, 1, 0, 1),
+        master: ("127.0.0.1", 29500),
+        run_id: "slurm-9.batch",
+    },
+];
+
+#[test]
+fn what_launchers_set_is_read() {
+    for Recorded { vars, place, master, run_id } in RECORDED {
+        let vars: Vec<_> = vars.split_whitespace().map(|var| var.split_once('=').unwrap()).collect();
+        let env = read(&vars).unwrap();
+        assert_eq!((env.rank, env.world_size, env.local_rank, env.local_world_size), place, "{vars:?}");
+        assert_eq!((env.master_addr.as_str(), env.master_port), master, "{vars:?}");
+        assert_eq!(env.run_id, run_id, "{vars:?}");
+        // What a user sets counts more.
+        let env = read(&[&vars, &[("TORCHELASTIC_RUN_ID", "none")][..]].concat()).unwrap();
+        assert_eq!(env.run_id, "none");
+        let own = [("MASTER_ADDR", "m"), ("MASTER_PORT", "7"), ("TORCHELASTIC_RUN_ID", "mine")];
+        let env = read(&[&own[..], &vars].concat()).unwrap();
+        assert_eq!((env.master_addr.as_str(), env.master_port, env.run_id.as_str()), ("m", 7, "mine"));
+    }
+}
+
+#[test]
+fn nothing_set_is_a_world_of_one() {
+    assert_eq!(read(&[]).unwrap(), RankEnv::single());
+    assert_eq!(read(&[("SLURM_NTASKS", "8")]).unwrap(), RankEnv::single());
+}
+
+#[test]
+fn four_variables_are_enough() {
+    for launcher in LAUNCHERS {
+        for size in launcher.size {
+            let vars = [(launcher.rank, "5"), (*size, "8"), (launcher.local_rank, "1"), (launcher.local_size, "4")];
+            let env = read(&vars).unwrap();
+            assert_eq!((env.rank, env.world_size, env.local_rank, env.local_world_size), (5, 8, 1, 4));
+            // Without the local ones all are on one host.
+            let env = read(&vars[..2]).unwrap();
+            assert_eq!((env.local_rank, env.local_world_size), (5, 8));
+        }
+    }
+}
+
+#[test]
+fn steps_and_jobs_have_ids_and_ports_of_their_own() {
+    let step = |job: &str, step: &str| {
+        let vars = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2"), ("SLURM_JOB_ID", job), ("SLURM_STEP_ID", step)];
+        let env = read(&vars).unwrap();
+        assert!((20_000..30_000).contains(&env.master_port));
+        (env.run_id, env.master_port)
+    };
+    let all = [step("7", "0"), step("7", "1"), step("8", "0"), step("4294967293", "0")];
+    for (i, one) in all.iter().enumerate() {
+        for other in &all[..i] {
+            assert!(one.0 != other.0 && one.1 != other.1, "{one:?} {other:?}");
+        }
+    }
+}
+
+#[test]
+fn a_descriptor_that_is_no_socket_names_no_job() {
+    let vars = [("PMI_RANK", "0"), ("PMI_SIZE", "1"), ("HYDI_CONTROL_FD", "6")];
+    assert_eq!(read(&vars).unwrap().run_id, "none");
+    for descriptor in ["", "-1", "x", "../0", "4000000000"] {
+        assert_eq!(mpich::socket(descriptor), None);
+    }
+    let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+    let descriptor = std::os::fd::AsRawFd::as_raw_fd(&socket).to_string();
+    assert!(mpich::socket(&descriptor).unwrap().parse::<u64>().is_ok());
+}
+
+#[test]
+fn contradictions_name_the_variables() {
+    const RANK: [(&str, &str); 2] = [("RANK", "0"), ("WORLD_SIZE", "4")];
+    const TASK: [(&str, &str); 2] = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4")];
+    for (base, more, part) in [
+        (&[][..], &[("RANK", "2"), ("WORLD_SIZE", "2")][..], "RANK=2 is outside"),
+        (&[], &[("RANK", "0")], "WORLD_SIZE is not"),
+        (&[], &[("WORLD_SIZE", "1")], "RANK is not"),
+        (&[], &[("RANK", "x"), ("WORLD_SIZE", "2")], "RANK=\"x\""),
+        (&RANK, &[("MASTER_PORT", "70000")], "MASTER_PORT"),
+        (&RANK, &[("LOCAL_WORLD_SIZE", "0")], "LOCAL_WORLD_SIZE says that 0"),
+        (&RANK, &[("LOCAL_WORLD_SIZE", "5")], "WORLD_SIZE=4"),
+        (&RANK, &[("LOCAL_WORLD_SIZE", "2"), ("LOCAL_RANK", "2")], "LOCAL_RANK=2 is outside the 2"),
+        (&TASK, &[("SLURM_STEP_TASKS_PER_NODE", "2(x")], "SLURM_STEP_TASKS_PER_NODE=\"2(x\" is malformed"),
+        (&TASK, &[("SLURM_TASKS_PER_NODE", "")], "SLURM_TASKS_PER_NODE=\"\" is malformed"),
+        (&TASK, &[("SLURM_STEP_TASKS_PER_NODE", "2(x2)")], "SLURM_NODEID is not set"),
+        (&TASK, &[("SLURM_STEP_TASKS_PER_NODE", "2(x2)"), ("SLURM_NODEID", "2")], "SLURM_NODEID=2 is not among the 2"),
+        (&TASK, &[("SLURM_STEP_TASKS_PER_NODE", "2"), ("SLURM_LOCALID", "2")], "SLURM_LOCALID=2"),
+        (&TASK, &[("SLURM_STEP_NODELIST", "n[1-")], "SLURM_STEP_NODELIST=\"n[1-\" is malformed"),
+        (&TASK, &[("SLURM_JOB_ID", "seven")], "SLURM_JOB_ID=\"seven\""),
+        (&TASK, &[("SLURM_JOB_ID", "7"), ("SLURM_STEP_ID", "-2")], "SLURM_STEP_ID=\"-2\""),
+    ] {
+        let error = read(&[base, more].concat()).unwrap_err().to_string();
+        assert!(error.contains(part), "{error}");
+    }
+}
