@@ -70,5 +70,5 @@ fn a_training_step_tells_where_it_is() {
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(text.contains("says: done"), "{text}{}", String::from_utf8_lossy(&output.stderr));
     let snapshot = board.snapshot();
-    assert!(snapshot.beat_seconds.is_some() && snapshot.step.is_some_and(|step| step.number == 2));
+    assert!(snapshot.beat.is_some() && snapshot.step.is_some_and(|step| step.number == 2));
 }

@@ -5,11 +5,13 @@ use std::{
     os::fd::{AsRawFd, OwnedFd},
     path::Path,
     sync::atomic::{AtomicU64, Ordering},
+    time::Duration,
 };
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::{
+    age::Age,
     entry::{Entry, unpack},
     memory::{Page, WORDS},
 };
@@ -69,7 +71,7 @@ pub(super) fn now() -> u64 {
 }
 
 /// What became of a collective.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Progress {
     /// The rank has arrived and is not done.
@@ -100,7 +102,7 @@ impl Progress {
 }
 
 /// The last collective that a rank has begun in one of its process groups.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Collective {
     /// The group's name, the same on all its ranks.
@@ -115,8 +117,8 @@ pub struct Collective {
     pub sequence: u64,
     /// What became of it.
     pub progress: Progress,
-    /// How long that is so, in seconds.
-    pub seconds: f64,
+    /// How long that is so.
+    pub age: Age,
     /// Ranks of the group that did not arrive, of one that timed out; those above 255 are not told.
     pub missing: Vec<usize>,
     /// The rank was stopped or killed while it wrote this: parts may be of the collective before.
@@ -124,39 +126,39 @@ pub struct Collective {
 }
 
 /// What a rank's main thread does.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Doing {
     /// What, such as `forward layers.3`.
     pub what: String,
-    /// For how long, in seconds.
-    pub seconds: f64,
+    /// For how long.
+    pub age: Age,
     /// The rank was stopped or killed while it wrote this: the text may be a mixture.
     pub torn: bool,
 }
 
 /// A training step.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct StepDone {
     /// Its number.
     pub number: u64,
-    /// How long ago it was done, in seconds.
-    pub seconds: f64,
+    /// How long ago it was done.
+    pub age: Age,
     /// The rank was stopped or killed while it wrote this.
     pub torn: bool,
 }
 
 /// What a board says of its rank at one moment.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Snapshot {
     /// The process that writes the board; `None` if none has begun to.
     pub pid: Option<u32>,
     /// When that process was started, as in field 22 of `/proc/PID/stat`: another process may have its pid by now.
     pub pid_started: Option<u64>,
-    /// How long ago its heart beat, in seconds. It beats every half second.
-    pub beat_seconds: Option<f64>,
+    /// How long ago its heart beat; it does every half second. `None` if it has not begun to.
+    pub beat: Option<Age>,
     /// The last training step that was done.
     pub step: Option<StepDone>,
     /// What the main thread does.
@@ -229,12 +231,12 @@ fn snapshot(page: &[AtomicU64]) -> Snapshot {
     let (step, span) = (step_entry(page).read(), span_entry(page).read());
     let groups: Vec<_> = (0..MOST_GROUPS).map(|index| group_entry(page, index).read()).collect();
     let now = now();
-    let seconds = |since: u64| now.saturating_sub(since) as f64 / 1e9;
+    let age = |since: u64| Age(Duration::from_nanos(now.saturating_sub(since)));
 
     let [number, when] = step.words;
-    let step = (when != 0).then(|| StepDone { number, seconds: seconds(when), torn: step.torn });
+    let step = (when != 0).then(|| StepDone { number, age: age(when), torn: step.torn });
     let [since, len, text @ ..] = &span.words;
-    let doing = (*len != 0).then(|| Doing { what: unpack(text, *len), seconds: seconds(*since), torn: span.torn });
+    let doing = (*len != 0).then(|| Doing { what: unpack(text, *len), age: age(*since), torn: span.torn });
     let collectives = groups.iter().filter_map(|seen| {
         let [since, sequence, progress, rank, size, group_len, name_len, rest @ ..] = &seen.words;
         let (missing, texts) = rest.split_at(MISSING);
@@ -247,7 +249,7 @@ fn snapshot(page: &[AtomicU64]) -> Snapshot {
             size: *size as usize,
             name: unpack(name, *name_len),
             sequence: *sequence,
-            seconds: seconds(*since),
+            age: age(*since),
             missing: (0..64 * MISSING).filter(is_missing).collect(),
             torn: seen.torn,
         })
@@ -255,7 +257,7 @@ fn snapshot(page: &[AtomicU64]) -> Snapshot {
     Snapshot {
         pid: load(PID).map(|pid| pid as u32),
         pid_started: load(BORN),
-        beat_seconds: beat.map(seconds),
+        beat: beat.map(age),
         step,
         doing,
         collectives: collectives.collect(),
@@ -286,6 +288,7 @@ mod tests {
         fn any_words_can_be_read(words in proptest::collection::vec(any::<u64>(), WORDS)) {
             let page: Vec<AtomicU64> = words.into_iter().map(AtomicU64::new).collect();
             let text = serde_json::to_string(&snapshot(&page)).unwrap();
+            serde_json::from_str::<Snapshot>(&text).unwrap();
             prop_assert!(!text.chars().any(char::is_control));
         }
     }

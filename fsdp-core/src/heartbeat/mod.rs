@@ -5,8 +5,9 @@
 //! that they are in, and the rank's own thread what it does ([`span`], [`step`]). A rank without a board does nothing of this, and a
 //! board never makes a rank fail. Reading needs nothing of the rank: a rank that is stopped, or killed, has a board that says where.
 //!
-//! From the bottom up: `memory` (the page), `entry` (several words at once), `board` (what lies where; reading), `writer`.
+//! From the bottom up: `age` (a time for people), `memory` (the page), `entry` (several words at once), `board` (what lies where; reading), `writer`.
 
+mod age;
 mod board;
 mod entry;
 mod memory;
@@ -19,6 +20,7 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
+pub use age::Age;
 pub use board::{Board, Collective, Doing, Progress, Snapshot, StepDone, read};
 pub(crate) use writer::Collectives;
 use writer::{SpanWords, Writer};

@@ -173,7 +173,7 @@ mod tests {
         drop(writer);
         assert!(Writer::claim(Path::new(&board.path()), 8).is_err());
         let snapshot = board.snapshot();
-        assert_eq!((snapshot.pid, snapshot.beat_seconds), (Some(7), None));
+        assert_eq!((snapshot.pid, snapshot.beat), (Some(7), None));
         assert_eq!(snapshot.pid_started, start_time());
         assert!(start_time().is_some());
     }
@@ -191,8 +191,10 @@ mod tests {
         writer.restore(&inner);
         assert_eq!(doing().as_deref(), Some("forward layers.3"));
         let snapshot = board.snapshot();
-        assert!(snapshot.beat_seconds.is_some_and(|age| age < 60.));
-        assert!(snapshot.step.is_some_and(|step| step.number == 42 && step.seconds < 60. && !step.torn));
+        assert!(snapshot.beat.is_some_and(|age| age.0 < Duration::from_secs(60)));
+        assert!(
+            snapshot.step.is_some_and(|step| step.number == 42 && step.age.0 < Duration::from_secs(60) && !step.torn)
+        );
         writer.restore(&before);
         assert_eq!(doing(), None);
     }
