@@ -136,6 +136,11 @@ pub struct Args {
     #[arg(env = "PET_SHUTDOWN_TIMEOUT", hide_env = true, help_heading = "Failure")]
     pub shutdown_timeout: Duration,
 
+    /// A rank that had a heartbeat (programs that use fsdp-core do) and has none for so long hangs, which is a failure; 0: never
+    #[arg(long, alias = "heartbeat_timeout", value_name = "SECONDS", default_value = "15", value_parser = seconds)]
+    #[arg(env = "PET_HEARTBEAT_TIMEOUT", hide_env = true, help_heading = "Failure")]
+    pub heartbeat_timeout: Duration,
+
     /// The signals that end the launch; others than the default's are passed on to the ranks as they are
     #[arg(long, alias = "signals_to_handle", value_name = "NAMES", default_value = "SIGTERM,SIGINT,SIGHUP,SIGQUIT")]
     #[arg(env = "PET_SIGNALS_TO_HANDLE", hide_env = true, help_heading = "Failure")]
@@ -236,6 +241,7 @@ impl Args {
         spec.run_id = self.rdzv_id.filter(|_| !self.standalone);
         spec.shutdown_timeout = self.shutdown_timeout;
         spec.max_restarts = self.max_restarts;
+        spec.heartbeat_timeout = self.heartbeat_timeout;
         spec.role = self.role;
         spec.signals = self.signals_to_handle.0;
         spec.virtual_local_rank = self.virtual_local_rank;
@@ -424,6 +430,8 @@ mod tests {
             "--shutdown-timeout -1",
             "--shutdown-timeout inf",
             "--shutdown-timeout nan",
+            "--heartbeat-timeout -1",
+            "--heartbeat-timeout never",
             "--signals-to-handle SIGKILL",
             "--signals-to-handle SIGTERM,,",
             "--tee 4",

@@ -7,6 +7,8 @@ use std::{
     sync::mpsc::{Receiver, Sender},
 };
 
+use fsdp_core::heartbeat::Age;
+
 use crate::{
     RankReport, Result,
     environment::Job,
@@ -96,6 +98,8 @@ fn report(job: &Job<'_>, worker: &Worker) -> RankReport {
         pid: worker.pid.as_raw_pid(),
         end: worker.end,
         request: worker.ended_after,
+        silent_for: worker.silent_for.map(Age),
+        whereabouts: worker.whereabouts.clone().map(Box::new),
         message: read_message(&job.error_file(worker.local_rank)),
     }
 }

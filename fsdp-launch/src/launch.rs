@@ -19,6 +19,7 @@ use crate::{
     logs::{create_attempt_dir, create_run_dir},
     rendezvous::{self, Ended, FromAgent, Member, Membership, News, Place, ToAgent, Verdict},
     signals::{Event, SignalWatch},
+    summary::stuck,
     supervise,
 };
 
@@ -101,6 +102,9 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
             }
         };
         so_far.ranks = attempt.ranks;
+        if let Some(why) = &mut why {
+            stuck(&so_far.ranks).iter().for_each(|line| *why += &format!("\n  {line}"));
+        }
         for heard in attempt.news {
             match heard {
                 News::Said(ToAgent::Stop { why: told, .. }) => why = why.or(Some(told)),
