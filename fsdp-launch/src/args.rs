@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use clap::{ArgAction, Parser, builder::FalseyValueParser};
+use clap::{ArgAction, Parser, Subcommand, builder::FalseyValueParser};
 use clap_complete::Shell;
 
 use crate::{
@@ -21,12 +21,15 @@ use crate::{
         options::{self, RendezvousConf},
     },
     signals::SignalList,
+    status::StatusArgs,
 };
 
 /// Starts one process per rank of a training program on this host, and ends them all when one fails.
 #[derive(Parser, Debug)]
 #[command(name = "fsdp-launch", version, after_long_help = AFTER_HELP, after_help = EXAMPLES)]
-#[command(override_usage = "fsdp-launch [OPTIONS] PROGRAM [ARGS]...", next_help_heading = "Ranks")]
+#[command(override_usage = "fsdp-launch [OPTIONS] PROGRAM [ARGS]...\n       fsdp-launch status [RUN] [--json]")]
+#[command(next_help_heading = "Ranks", subcommand_help_heading = "Instead of a program")]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true, disable_help_subcommand = true)]
 pub struct Args {
     /// Ranks to start on this host: a number, `gpu` for one per GPU, `cpu` for one per core, `auto` for GPUs if there are any, else cores
     #[arg(long, alias = "nproc_per_node", value_name = "N", default_value = "1", value_parser = process_count)]
@@ -178,6 +181,17 @@ pub struct Args {
     /// The program, by name or by path, and its arguments
     #[arg(required_unless_present = "print_completion", trailing_var_arg = true, value_names = ["PROGRAM", "ARGS"], num_args = 1.., help_heading = "Arguments")]
     pub command: Vec<OsString>,
+
+    /// What to do instead of launching a program.
+    #[command(subcommand)]
+    pub action: Option<Action>,
+}
+
+/// What the command does besides launching. Programs of these names are launched by a path: `./status`.
+#[derive(Subcommand, Clone, Debug)]
+pub enum Action {
+    /// Show the runs of this user on this host: their ranks, and what each of them does
+    Status(StatusArgs),
 }
 
 impl Args {

@@ -14,6 +14,7 @@ use crate::{
     environment::Job,
     error_file::read_message,
     guard::Guard,
+    job_file::JobFile,
     logs::{Destination, destinations},
     output::{Outputs, To},
     rendezvous::News,
@@ -69,6 +70,9 @@ pub(crate) fn run(
         }
     }
 
+    if let Err(error) = JobFile::of(job, &workers).write(temp_dir) {
+        tracing::warn!("`fsdp-launch status` won't find this run: {error}");
+    }
     let mut told = |worker: &Worker| failed(report(job, worker));
     let ended = supervise(&mut workers, job, events, spec.shutdown_timeout, &mut told);
     let mut news = ended.news;

@@ -16,6 +16,7 @@ use rustix::process::{getpid, set_child_subreaper};
 use crate::{
     Cause, Error, Failure, LaunchSpec, Outcome, RankReport, Result, attempt,
     environment::Job,
+    job_file::PREFIX,
     logs::{create_attempt_dir, create_run_dir},
     rendezvous::{self, Ended, FromAgent, Member, Membership, News, Place, ToAgent, Verdict},
     signals::{Event, SignalWatch},
@@ -43,7 +44,7 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
     // So that what a rank leaves behind is ours to reap: the first process of a container often does not.
     set_child_subreaper(Some(getpid())).map_err(Error::system("become the parent of orphaned processes"))?;
     let temp_dir = tempfile::Builder::new()
-        .prefix("fsdp-launch-")
+        .prefix(PREFIX)
         .permissions(Permissions::from_mode(0o700))
         .tempdir()
         .map_err(Error::system("make a temporary directory"))?;
