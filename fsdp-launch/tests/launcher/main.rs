@@ -4,12 +4,14 @@
 mod docs;
 mod ending;
 mod environment;
+mod heartbeats;
 mod interrupted;
 mod logs;
 mod options;
 mod output;
 mod program;
 mod restarts;
+mod status;
 
 use std::{
     fs,
