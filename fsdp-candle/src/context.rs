@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use candle_core::Result;
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId};
+use fsdp_core::heartbeat;
 
 use crate::Error;
 use crate::backward_order::FixedOrder;
@@ -202,7 +203,7 @@ impl Context {
     /// Runs before the backward of anything inside a unit: gathers its parameters and starts on those of the units that come next in backward.
     pub(crate) fn pre_backward(&self, group: &Arc<ParamGroup>) -> Result<()> {
         self.check_in_backward()?;
-        trace::enter(tracing::debug_span!("backward", unit = group.name()));
+        trace::enter(group.name());
         let (preceded, later) = {
             let iteration = lock(&self.iteration);
             let order = &iteration.post_forward_order;
@@ -301,7 +302,7 @@ impl Context {
             }
             iteration.in_backward = true;
         }
-        let mut guard = BackwardGuard { context: self, ok: false };
+        let mut guard = BackwardGuard { context: self, ok: false, _told: heartbeat::span("backward", "") };
         let grads = self.run_backward(loss)?;
         guard.ok = true;
         Ok(grads)
@@ -443,15 +444,17 @@ impl Context {
 mod trace {
     use std::cell::RefCell;
 
+    use fsdp_core::heartbeat;
     use tracing::span::EnteredSpan;
 
     thread_local! {
-        static UNIT: RefCell<Option<EnteredSpan>> = const { RefCell::new(None) };
+        static UNIT: RefCell<Option<(EnteredSpan, heartbeat::Span)>> = const { RefCell::new(None) };
     }
 
-    pub(super) fn enter(span: tracing::Span) {
+    pub(super) fn enter(unit: &str) {
         leave();
-        UNIT.with_borrow_mut(|unit| *unit = Some(span.entered()));
+        let entered = (tracing::debug_span!("backward", unit).entered(), heartbeat::span("backward", unit));
+        UNIT.with_borrow_mut(|unit| *unit = Some(entered));
     }
 
     pub(super) fn leave() {
@@ -472,6 +475,8 @@ fn finish(reduction: Reduction) -> Result<()> {
 struct BackwardGuard<'a> {
     context: &'a Context,
     ok: bool,
+    /// Ends after the spans of units, which `drop` ends.
+    _told: heartbeat::Span,
 }
 
 impl Drop for BackwardGuard<'_> {

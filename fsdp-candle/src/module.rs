@@ -110,7 +110,9 @@ impl<M> FsdpModule<M> {
     fn run<O: Tensors>(&self, forward: impl FnOnce(&M) -> Result<O>) -> Result<(O, bool)> {
         let guard = self.context.pre_forward(&self.group)?;
         let span = tracing::debug_span!("forward", unit = self.name());
+        let told = fsdp_core::heartbeat::span("forward", self.name());
         let outputs = span.in_scope(|| forward(&self.inner)).map_err(|error| self.explain(error))?;
+        drop(told);
         let outputs = match self.group.mp_policy().output_dtype {
             Some(dtype) => cast(outputs, dtype)?,
             None => outputs,

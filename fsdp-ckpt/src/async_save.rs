@@ -105,6 +105,7 @@ impl AsyncSaver {
     /// On every rank: that of the save before, when that has failed (the state is not saved then; call again to go on); [`Error::Busy`] with
     /// [`WhenBusy::Refuse`]; [`Error::Rank`] when a rank can't read its tensors or start a thread; [`Error::Group`].
     pub fn save(&mut self, dir: &Path, state: &SaveState) -> Result<()> {
+        let _told = fsdp_core::heartbeat::span("checkpoint save", "");
         if self.when_busy == WhenBusy::Refuse {
             self.refuse_when_busy()?;
         }
@@ -138,6 +139,7 @@ impl AsyncSaver {
     /// # Errors
     /// That of the save: [`Error::AsyncSave`], or [`Error::Rank`] where it failed on another rank only. [`Error::Group`].
     pub fn wait(&mut self) -> Result<Option<SaveSummary>> {
+        let _told = fsdp_core::heartbeat::span("wait for checkpoint save", "");
         let outcome = self.running.take().map(Running::join).transpose();
         let message = outcome.as_ref().err().map(|error| chain(error).into_bytes()).unwrap_or_default();
         let messages = match gather(&*self.group, message) {

@@ -102,6 +102,7 @@ pub struct LoadReport {
 /// [`Error::Names`] when names don't match as strictly as asked; [`Error::Misfit`] when a tensor has another shape, or a dtype that is not to be, or can't be,
 /// converted; those of reading.
 pub fn load(source: &dyn TensorSource, tensors: &[LoadTensor], options: &LoadOptions) -> Result<LoadReport> {
+    let _told = fsdp_core::heartbeat::span("checkpoint load", "");
     let patterns = Patterns::new(options)?;
     let names = Names::of(source, tensors.iter().map(|tensor| tensor.fqn.as_str()));
     let mut report = LoadReport::default();

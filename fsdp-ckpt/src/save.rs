@@ -78,6 +78,7 @@ pub struct SaveSummary {
 /// ```
 pub fn save(dir: &Path, group: &dyn ProcessGroup, state: &SaveState) -> Result<SaveSummary> {
     let started = std::time::Instant::now();
+    let _told = fsdp_core::heartbeat::span("checkpoint save", "");
     let name = agree(group, "start the save", check_arguments(dir, group, &state.mesh))?;
     let plan = negotiate(group, &format!("checkpoint \"{name}\" of mesh {}", state.mesh), &state.tensors)?;
 

@@ -12,6 +12,7 @@ pub mod env;
 pub mod error;
 mod error_file;
 mod hash;
+pub mod heartbeat;
 pub mod layout;
 pub mod mesh;
 pub mod placement;

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use clap::{ArgAction, Parser, builder::FalseyValueParser};
+use clap::{ArgAction, Parser, Subcommand, builder::FalseyValueParser};
 use clap_complete::Shell;
 
 use crate::{
@@ -21,16 +21,15 @@ use crate::{
         options::{self, RendezvousConf},
     },
     signals::SignalList,
+    status::StatusArgs,
 };
 
 /// Starts one process per rank of a training program on this host, and ends them all when one fails.
 #[derive(Parser, Debug)]
 #[command(name = "fsdp-launch", version, after_long_help = AFTER_HELP, after_help = EXAMPLES)]
-#[command(
-    override_usage = "fsdp-launch [OPTIONS] PROGRAM [ARGS]...",
-    next_help_heading = "Ranks",
-    args_override_self = true
-)]
+#[command(override_usage = "fsdp-launch [OPTIONS] PROGRAM [ARGS]...\n       fsdp-launch status [RUN] [--json]")]
+#[command(next_help_heading = "Ranks", args_override_self = true, subcommand_help_heading = "Instead of a program")]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true, disable_help_subcommand = true)]
 pub struct Args {
     /// Ranks to start on this host: a number, `gpu` for one per GPU, `cpu` for one per core, `auto` for GPUs if there are any, else cores
     #[arg(long, alias = "nproc_per_node", value_name = "N", default_value = "1", value_parser = process_count)]
@@ -140,6 +139,11 @@ pub struct Args {
     #[arg(env = "PET_SHUTDOWN_TIMEOUT", hide_env = true, help_heading = "Failure")]
     pub shutdown_timeout: Duration,
 
+    /// A rank that had a heartbeat (programs that use fsdp-core do) and has none for so long hangs, which is a failure; 0: never
+    #[arg(long, alias = "heartbeat_timeout", value_name = "SECONDS", default_value = "15", value_parser = seconds)]
+    #[arg(env = "PET_HEARTBEAT_TIMEOUT", hide_env = true, help_heading = "Failure")]
+    pub heartbeat_timeout: Duration,
+
     /// The signals that end the launch; others than the default's are passed on to the ranks as they are
     #[arg(long, alias = "signals_to_handle", value_name = "NAMES", default_value = "SIGTERM,SIGINT,SIGHUP,SIGQUIT")]
     #[arg(env = "PET_SIGNALS_TO_HANDLE", hide_env = true, help_heading = "Failure")]
@@ -177,6 +181,17 @@ pub struct Args {
     /// The program, by name or by path, and its arguments
     #[arg(required_unless_present = "print_completion", trailing_var_arg = true, value_names = ["PROGRAM", "ARGS"], num_args = 1.., help_heading = "Arguments")]
     pub command: Vec<OsString>,
+
+    /// What to do instead of launching a program.
+    #[command(subcommand)]
+    pub action: Option<Action>,
+}
+
+/// What the command does besides launching. Programs of these names are launched by a path: `./status`.
+#[derive(Subcommand, Clone, Debug)]
+pub enum Action {
+    /// Show the runs of this user on this host: their ranks, and what each of them does
+    Status(StatusArgs),
 }
 
 impl Args {
@@ -240,6 +255,7 @@ impl Args {
         spec.run_id = self.rdzv_id.filter(|_| !self.standalone);
         spec.shutdown_timeout = self.shutdown_timeout;
         spec.max_restarts = self.max_restarts;
+        spec.heartbeat_timeout = self.heartbeat_timeout;
         spec.role = self.role;
         spec.signals = self.signals_to_handle.0;
         spec.virtual_local_rank = self.virtual_local_rank;
@@ -428,6 +444,8 @@ mod tests {
             "--shutdown-timeout -1",
             "--shutdown-timeout inf",
             "--shutdown-timeout nan",
+            "--heartbeat-timeout -1",
+            "--heartbeat-timeout never",
             "--signals-to-handle SIGKILL",
             "--signals-to-handle SIGTERM,,",
             "--tee 4",

@@ -7,11 +7,14 @@ use std::{
     sync::mpsc::{Receiver, Sender},
 };
 
+use fsdp_core::heartbeat::Age;
+
 use crate::{
     RankReport, Result,
     environment::Job,
     error_file::read_message,
     guard::Guard,
+    job_file::JobFile,
     logs::{Destination, destinations},
     output::{Outputs, To},
     rendezvous::News,
@@ -67,6 +70,9 @@ pub(crate) fn run(
         }
     }
 
+    if let Err(error) = JobFile::of(job, &workers).write(temp_dir) {
+        tracing::warn!("`fsdp-launch status` won't find this run: {error}");
+    }
     let mut told = |worker: &Worker| failed(report(job, worker));
     let ended = supervise(&mut workers, job, events, spec.shutdown_timeout, &mut told);
     let mut news = ended.news;
@@ -96,6 +102,8 @@ fn report(job: &Job<'_>, worker: &Worker) -> RankReport {
         pid: worker.pid.as_raw_pid(),
         end: worker.end,
         request: worker.ended_after,
+        silent_for: worker.silent_for.map(Age),
+        whereabouts: worker.whereabouts.clone().map(Box::new),
         message: read_message(&job.error_file(worker.local_rank)),
     }
 }

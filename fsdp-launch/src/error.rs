@@ -123,6 +123,15 @@ pub enum Error {
         hint: &'static str,
     },
 
+    /// There is no run to tell of.
+    #[error("{}", no_run(.run.as_deref(), .known))]
+    NoRun {
+        /// The id that was asked for.
+        run: Option<String>,
+        /// The ids that there are.
+        known: Vec<String>,
+    },
+
     /// The system refused something the launcher needs.
     #[error("could not {what}: {source}")]
     System {
@@ -131,6 +140,14 @@ pub enum Error {
         /// The system's reason.
         source: io::Error,
     },
+}
+
+fn no_run(run: Option<&str>, known: &[String]) -> String {
+    match (run, known) {
+        (None, _) => "no run of this user is under way on this host (runs are found through TMPDIR, which must be the launcher's)".into(),
+        (Some(run), []) => format!("no run {run:?}: none is under way on this host"),
+        (Some(run), known) => format!("no run {run:?}: there are {}", known.join(", ")),
+    }
 }
 
 impl Error {

@@ -16,9 +16,11 @@ use rustix::process::{getpid, set_child_subreaper};
 use crate::{
     Cause, Error, Failure, LaunchSpec, Outcome, RankReport, Result, attempt,
     environment::Job,
+    job_file::PREFIX,
     logs::{create_attempt_dir, create_run_dir},
     rendezvous::{self, Ended, FromAgent, Member, Membership, News, Place, ToAgent, Verdict},
     signals::{Event, SignalWatch},
+    summary::stuck,
     supervise,
 };
 
@@ -42,7 +44,7 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
     // So that what a rank leaves behind is ours to reap: the first process of a container often does not.
     set_child_subreaper(Some(getpid())).map_err(Error::system("become the parent of orphaned processes"))?;
     let temp_dir = tempfile::Builder::new()
-        .prefix("fsdp-launch-")
+        .prefix(PREFIX)
         .permissions(Permissions::from_mode(0o700))
         .tempdir()
         .map_err(Error::system("make a temporary directory"))?;
@@ -103,6 +105,9 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
             }
         };
         so_far.ranks = attempt.ranks;
+        if let Some(why) = &mut why {
+            stuck(&so_far.ranks).iter().for_each(|line| *why += &format!("\n  {line}"));
+        }
         for heard in attempt.news {
             match heard {
                 News::Said(ToAgent::Stop { why: told, .. }) => why = why.or(Some(told)),

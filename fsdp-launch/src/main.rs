@@ -6,7 +6,7 @@ use std::{
 };
 
 use clap::{CommandFactory, Parser};
-use fsdp_launch::{Args, Result, dry_run, launch, one_line};
+use fsdp_launch::{Action, Args, Result, StatusArgs, dry_run, launch, one_line, status};
 use tracing_subscriber::EnvFilter;
 
 fn main() -> ExitCode {
@@ -34,6 +34,9 @@ fn run(args: Args) -> Result<ExitCode> {
         clap_complete::generate(shell, &mut Args::command(), "fsdp-launch", &mut script);
         return Ok(printed(&script));
     }
+    if let Some(Action::Status(args)) = &args.action {
+        return show_status(args);
+    }
     if args.dry_run {
         let (spec, build) = args.plan()?;
         let text = dry_run(&spec)?;
@@ -49,6 +52,16 @@ fn run(args: Args) -> Result<ExitCode> {
         eprintln!("fsdp-launch: the logs are in {} (--log-dir names another place)", dir.display());
     }
     Ok(ExitCode::from(outcome.exit_code()))
+}
+
+fn show_status(args: &StatusArgs) -> Result<ExitCode> {
+    let runs = status(args.run.as_deref());
+    let text = match (args.json, runs) {
+        (true, Ok(runs)) => format!("{:#}\n", serde_json::json!(runs)),
+        (false, Ok(runs)) => runs.iter().map(|run| format!("{run}\n")).collect::<Vec<_>>().join("\n"),
+        (_, Err(error)) => return Err(error),
+    };
+    Ok(printed(text.as_bytes()))
 }
 
 /// Prints to stdout; that nobody reads on (`| head`) is no panic.

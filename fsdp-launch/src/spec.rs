@@ -29,6 +29,8 @@ pub struct LaunchSpec {
     pub shutdown_timeout: Duration,
     /// How often all ranks are started again after one has failed.
     pub max_restarts: u32,
+    /// A rank whose heartbeat had begun and has stopped for longer has failed; zero: it is waited for. Ranks that use `fsdp-core` have one.
+    pub heartbeat_timeout: Duration,
     /// `ROLE_NAME`.
     pub role: String,
     /// The numbers of the signals upon which the launcher ends the ranks; SIGUSR1 and others that do not mean "end" by custom are passed on as they are, for
@@ -129,6 +131,7 @@ impl LaunchSpec {
             run_id: None,
             shutdown_timeout: Duration::from_secs(5),
             max_restarts: 0,
+            heartbeat_timeout: Duration::from_secs(15),
             role: "default".into(),
             signals: vec![SIGTERM, SIGINT, SIGHUP, SIGQUIT],
             virtual_local_rank: false,

@@ -2,11 +2,14 @@
 
 use std::{fmt, path::PathBuf, time::Duration};
 
+use fsdp_core::heartbeat::Age;
 use serde::{Deserialize, Serialize};
 use signal_hook::{
     consts::{SIGKILL, SIGTERM},
     low_level::signal_name,
 };
+
+use crate::whereabouts::{Whereabouts, lines};
 
 /// How a process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -73,6 +76,10 @@ pub struct RankReport {
     pub end: Option<End>,
     /// The last thing the launcher did to make it end, before it ended; `None` if it ended by itself.
     pub request: Option<Request>,
+    /// How long its heart had stood still, if it was ended because of that.
+    pub silent_for: Option<Age>,
+    /// Where it was when the first rank of its host failed, or when the ranks were asked to end for another reason.
+    pub whereabouts: Option<Box<Whereabouts>>,
     /// The error it recorded in its `TORCHELASTIC_ERROR_FILE`.
     pub message: Option<String>,
 }
@@ -106,10 +113,13 @@ impl Failure {
         }
     }
 
-    /// The same with no more than the start of what the rank said.
+    /// The same with no more than the start of what the rank said, and without where it was.
     pub(crate) fn shortened(mut self) -> Self {
-        if let Failure::Rank(RankReport { message: Some(message), .. }) = &mut self {
-            shorten(message, SHORT);
+        if let Failure::Rank(report) = &mut self {
+            report.whereabouts = None;
+            if let Some(message) = &mut report.message {
+                shorten(message, SHORT);
+            }
         }
         self
     }
@@ -221,9 +231,21 @@ impl fmt::Display for Outcome {
         for (fate, ranks) in fates {
             write!(f, "\n  {} {}: {fate}", if ranks.len() == 1 { "rank" } else { "ranks" }, ranks.join(", "))?;
         }
+        for line in stuck(&self.ranks) {
+            write!(f, "\n  {line}")?;
+        }
         self.write_attempts(f)?;
         self.log_dir.as_ref().map_or(Ok(()), |dir| write!(f, "\n  logs: {}", dir.display()))
     }
+}
+
+/// Where all ranks of a host were, if one of them hung or waited in vain; else nothing.
+pub(crate) fn stuck(ranks: &[RankReport]) -> Vec<String> {
+    let all: Vec<(usize, &Whereabouts)> =
+        ranks.iter().filter_map(|report| Some((report.rank, report.whereabouts.as_deref()?))).collect();
+    let is_stuck =
+        ranks.iter().any(|report| report.silent_for.is_some()) || all.iter().any(|(_, at)| at.has_timed_out());
+    if is_stuck { lines(&all) } else { Vec::new() }
 }
 
 /// Says how the rank that failed first did.
@@ -241,6 +263,12 @@ impl fmt::Display for First<'_> {
         let place = report.host.as_ref().map_or_else(String::new, |host| format!(" on {host}"));
         write!(f, "rank {} (pid {}{place}) failed first, ", report.rank, report.pid)?;
         match report.end {
+            _ if report.silent_for.is_some() => {
+                let silent = report.silent_for.unwrap_or_default();
+                let state = report.whereabouts.as_ref().and_then(|at| at.process.as_ref());
+                let state = state.map_or_else(String::new, |process| format!(" ({process})"));
+                write!(f, "it hung: no heartbeat for {silent}{state}")?;
+            }
             Some(end @ End::Exited(_)) => write!(f, "with {end}")?,
             Some(end @ End::Signaled(SIGKILL)) => {
                 write!(f, "killed by {end}: from outside, often because the host ran out of memory (see `dmesg`)")?;
@@ -276,6 +304,9 @@ impl Outcome {
             (Some(End::Signaled(SIGTERM)), Some(Request::Terminate)) => "ended by SIGTERM".into(),
             (Some(End::Exited(code)), Some(Request::Terminate)) => format!("asked to end, exit code {code}"),
             (Some(end), Some(Request::Terminate)) => format!("asked to end, killed by {end}"),
+            (Some(_), Some(Request::Kill)) if report.whereabouts.as_ref().is_some_and(|at| at.is_stopped()) => {
+                "killed by SIGKILL: it was stopped, and could not be asked to end".into()
+            }
             (Some(_), Some(Request::Kill)) => {
                 format!(
                     "killed by SIGKILL, still running after SIGTERM (at most {:?} to end in)",
@@ -292,7 +323,16 @@ mod tests {
 
     #[test]
     fn the_summary_tells_every_fate() {
-        let report = |rank, end, request| RankReport { rank, host: None, pid: 100, end, request, message: None };
+        let report = |rank, end, request| RankReport {
+            rank,
+            host: None,
+            pid: 100,
+            end,
+            request,
+            silent_for: None,
+            whereabouts: None,
+            message: None,
+        };
         let mut first = report(1, Some(End::Signaled(11)), None);
         first.message = Some("out of\ndata".into());
         let mut outcome = Outcome {

@@ -14,6 +14,7 @@ use crate::{
     rendezvous::{News, ToAgent},
     signals::{Event, passed_on},
     summary::{End, Request},
+    watchdog::Watchdog,
     worker::Worker,
 };
 
@@ -59,6 +60,7 @@ pub(crate) fn supervise(
     grace: Duration,
     failed_first: &mut dyn FnMut(&Worker),
 ) -> Ended {
+    let mut watchdog = Watchdog::new(job.spec.heartbeat_timeout, workers.len(), Instant::now());
     let mut shutdown = Shutdown { workers, grace, gentle: SIGTERM, sent: None, begin_at: None };
     let mut cause = None;
     let (mut streams, mut interrupted, mut is_told, mut news) = (0, None, false, Vec::new());
@@ -69,7 +71,13 @@ pub(crate) fn supervise(
                 if let Some(rank) = first_of(&failed, job) {
                     tracing::info!("rank {} failed: ending all ranks", job.rank(rank));
                     cause = Some(Cause::RankFailed(rank));
+                    shutdown.note_whereabouts();
                     shutdown.begin_at = Some(Instant::now() + HEARING);
+                } else if let Some((rank, silent)) = watchdog.look(shutdown.workers) {
+                    tracing::info!("rank {} hangs: ending all ranks", job.rank(rank));
+                    cause = Some(Cause::RankFailed(rank));
+                    shutdown.note_whereabouts();
+                    shutdown.kill_hung(rank, silent);
                 }
             }
             // What ended before it was asked to may be the cause, and be slower to end than its echo.
@@ -92,7 +100,7 @@ pub(crate) fn supervise(
             // What the ranks left running ends with them.
             shutdown.begin();
         }
-        match shutdown.wait(events) {
+        match shutdown.wait(events, watchdog.period()) {
             Some(Event::ChildEnded) => {}
             Some(Event::OutputEnded) => streams += 1,
             Some(Event::Interrupted(signal)) => {
@@ -167,9 +175,24 @@ impl Shutdown<'_> {
         self.begin_at.is_some_and(|at| Instant::now() >= at)
     }
 
+    /// Notes where all ranks are: before they are ended, and not again.
+    fn note_whereabouts(&mut self) {
+        self.workers.iter_mut().for_each(Worker::note_whereabouts);
+    }
+
+    /// Kills a rank that hangs, which hears nothing gentle, and asks the others to end: it has nothing to say that they could find too.
+    fn kill_hung(&mut self, rank: usize, silent: Duration) {
+        if let Some(worker) = self.workers.get_mut(rank) {
+            worker.silent_for = Some(silent);
+            worker.send(Request::Kill, self.gentle);
+        }
+        self.begin();
+    }
+
     /// Asks all ranks to end, unless that was done.
     fn begin(&mut self) {
         if self.sent.is_none() {
+            self.note_whereabouts();
             self.send(Request::Terminate);
         }
     }
@@ -189,10 +212,13 @@ impl Shutdown<'_> {
         (at.elapsed() >= limit).then_some(request)
     }
 
-    /// The next event; none after a while when ranks were asked to end, or soon will be.
-    fn wait(&self, events: &Receiver<Event>) -> Option<Event> {
+    /// The next event; none after a while when ranks were asked to end, or soon will be, or heartbeats are to be looked at.
+    fn wait(&self, events: &Receiver<Event>, watch: Option<Duration>) -> Option<Event> {
         match (self.sent, self.begin_at) {
-            (None, None) => events.recv().ok(),
+            (None, None) => match watch {
+                Some(period) => events.recv_timeout(period).ok(),
+                None => events.recv().ok(),
+            },
             (None, Some(at)) => events.recv_timeout(at.saturating_duration_since(Instant::now())).ok(),
             (Some(_), _) => events.recv_timeout(TICK).ok(),
         }

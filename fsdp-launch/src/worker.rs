@@ -3,8 +3,10 @@
 use std::{
     io,
     process::{ChildStderr, ChildStdout, Command, Stdio},
+    time::Duration,
 };
 
+use fsdp_core::heartbeat::{Board, VARIABLE};
 use rustix::{
     io::Errno,
     process::{Pid, Signal, WaitOptions, WaitStatus, kill_process_group, test_kill_process_group, waitpgid, waitpid},
@@ -15,6 +17,7 @@ use crate::{
     environment::Job,
     session::own_session_dying_with_us,
     summary::{End, Request},
+    whereabouts::Whereabouts,
 };
 
 /// A rank. Dropping it kills whatever is left of it.
@@ -28,6 +31,12 @@ pub(crate) struct Worker {
     pub(crate) end: Option<End>,
     /// What had been sent to the rank when it ended.
     pub(crate) ended_after: Option<Request>,
+    /// On which it tells how it is; none where the system refused the memory.
+    pub(crate) board: Option<Board>,
+    /// How long its heart had not beaten, if it was ended for that.
+    pub(crate) silent_for: Option<Duration>,
+    /// Where it was when something went wrong.
+    pub(crate) whereabouts: Option<Whereabouts>,
     sent: Option<Request>,
     group_gone: bool,
 }
@@ -42,6 +51,12 @@ impl Worker {
         let mut command = Command::new(&spec.program);
         command.args(&spec.args).stdin(Stdio::null()).stdout(stdout).stderr(stderr);
         job.apply(local_rank, &mut command)?;
+        let board = Board::new().inspect_err(|error| tracing::warn!("no heartbeats: {error}")).ok();
+        match &board {
+            Some(board) => command.env(VARIABLE, board.path()),
+            // Of a launcher around us.
+            None => command.env_remove(VARIABLE),
+        };
         if spec.pin_cores {
             cores::pin(&mut command, &cores::share_of(local_rank, spec.nproc_per_node)?);
         }
@@ -61,7 +76,18 @@ impl Worker {
         let mut child = command.spawn().map_err(failed)?;
         let pid = Pid::from_child(&child);
         tracing::debug!(rank, pid = pid.as_raw_pid(), "started");
-        let worker = Worker { local_rank, rank, pid, end: None, ended_after: None, sent: None, group_gone: false };
+        let worker = Worker {
+            local_rank,
+            rank,
+            pid,
+            end: None,
+            ended_after: None,
+            board,
+            silent_for: None,
+            whereabouts: None,
+            sent: None,
+            group_gone: false,
+        };
         Ok((worker, (child.stdout.take(), child.stderr.take())))
     }
 
@@ -92,11 +118,21 @@ impl Worker {
         self.group_gone
     }
 
-    /// Sends the signal of `request` to the whole group.
+    /// Notes where the rank is, unless that was noted before.
+    pub(crate) fn note_whereabouts(&mut self) {
+        if self.whereabouts.is_none() {
+            let told = self.board.as_ref().map(Board::snapshot).unwrap_or_default();
+            self.whereabouts = Some(Whereabouts::of(self.pid.as_raw_nonzero().get().unsigned_abs(), told));
+        }
+    }
+
+    /// Sends the signal of `request` to the whole group, unless more was sent before. What is stopped hears nothing gentle, and gets SIGKILL.
     ///
     /// `gentle` is the number of the signal of [`Request::Terminate`].
     pub(crate) fn send(&mut self, request: Request, gentle: i32) {
-        if self.group_gone {
+        let is_stopped = || self.end.is_none() && self.whereabouts.as_ref().is_some_and(Whereabouts::is_stopped);
+        let request = if is_stopped() { Request::Kill } else { request };
+        if self.group_gone || self.sent >= Some(request) {
             return;
         }
         let signal = match request {

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{Result, bail};
 use fsdp_core::layout::chunk_range;
-use fsdp_core::{Allocator, Buffer, DType, GatherPart, ProcessGroup, Readable, Work};
+use fsdp_core::{Allocator, Buffer, DType, GatherPart, ProcessGroup, Readable, Work, heartbeat};
 
 use super::ParamGroup;
 use crate::Error;
@@ -175,6 +175,7 @@ impl ParamGroup {
     /// Waits for the all-gathers; returns the full parameters.
     pub(super) fn finish_gather(&self, gathering: Gathering) -> Result<Vec<(Arc<FsdpParam>, Full)>> {
         let _span = tracing::debug_span!("wait for all-gather", unit = self.name).entered();
+        let _told = heartbeat::span("wait for all-gather", &self.name);
         let mut full = vec![];
         for flight in gathering.0 {
             self.land(flight, &mut full)?;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::{Result, bail};
-use fsdp_core::{Allocator, Buffer, DType, ReduceOp, ScatterPart, Work};
+use fsdp_core::{Allocator, Buffer, DType, ReduceOp, ScatterPart, Work, heartbeat};
 
 use super::ParamGroup;
 use crate::data_parallel::DataParallel;
@@ -136,7 +136,9 @@ impl Reduction {
         let Reduction { group, ranks, mut members, work, over, rule } = self;
         let what = if over == Over::Shards { "reduce-scatter" } else { "all-reduce" };
         let span = tracing::debug_span!("wait for reduction", unit = group.name, what);
+        let told = heartbeat::span("wait for reduction", &group.name);
         let mut buffers = span.in_scope(|| work.wait()).map_err(|source| group.communication_failed(what, source))?;
+        drop(told);
         let expected = || members.iter().map(|&position| group.params[position].region().elements());
         if buffers.iter().map(Buffer::len).ne(expected()) {
             bail!(

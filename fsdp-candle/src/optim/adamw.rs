@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, InplaceOp2, Layout, Tensor, bail};
+use fsdp_core::heartbeat;
 use half::{bf16, f16};
 
 use crate::param::FsdpParam;
@@ -114,12 +115,13 @@ impl AdamW {
         &mut self.states
     }
 
-    /// Updates every parameter that has a gradient.
+    /// Updates every parameter that has a gradient, and tells the launcher the step's number: the most that a parameter has taken.
     ///
     /// # Errors
     /// When a gradient has another shape or dtype than its parameter's shard.
     pub fn step(&mut self, grads: &GradStore) -> Result<()> {
         let _span = tracing::debug_span!("optimizer").entered();
+        let _told = heartbeat::span("optimizer", "");
         // All or nothing: what is wrong shows before anything is updated.
         for state in &self.states {
             let shard = state.param.var().as_tensor();
@@ -151,6 +153,7 @@ impl AdamW {
             swap(&state.exp_avg_sq, moments.1)?;
             stepped?;
         }
+        heartbeat::step(self.states.iter().map(|state| state.step).max().unwrap_or(0));
         Ok(())
     }
 }

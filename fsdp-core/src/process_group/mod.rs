@@ -145,11 +145,12 @@ pub trait ProcessGroup: Send + Sync {
 }
 
 /// Makes the process group of all ranks, as the environment of this process wants it: `FSDP_BACKEND` names the backend (by default `local` for a world of one
-/// and `shm` otherwise), `FSDP_TIMEOUT_S` overrides [`Options::timeout`].
+/// and `shm` otherwise), `FSDP_TIMEOUT_S` overrides [`Options::timeout`]. Starts this process's [heartbeat](crate::heartbeat) as well.
 ///
 /// # Errors
 /// [`Error::Env`] when a variable can't be understood or names a backend that can't serve this world; those of [`shm::connect`].
 pub fn init(env: &RankEnv, options: Options) -> Result<Arc<dyn ProcessGroup>> {
+    crate::heartbeat::start();
     init_with(env, options, |name| std::env::var(name).ok())
 }
 

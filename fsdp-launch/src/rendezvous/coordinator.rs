@@ -523,7 +523,16 @@ mod tests {
 
     fn report(message: &str) -> RankReport {
         let (host, end) = (Some("h".into()), Some(End::Exited(7)));
-        RankReport { rank: 1, host, pid: 5, end, request: None, message: Some(message.into()) }
+        RankReport {
+            rank: 1,
+            host,
+            pid: 5,
+            end,
+            request: None,
+            silent_for: None,
+            whereabouts: None,
+            message: Some(message.into()),
+        }
     }
 
     #[test]

@@ -4,6 +4,7 @@
 mod docs;
 mod ending;
 mod environment;
+mod heartbeats;
 mod hosts;
 mod interrupted;
 mod logs;
@@ -11,6 +12,7 @@ mod options;
 mod output;
 mod program;
 mod restarts;
+mod status;
 mod strangers;
 
 use std::{

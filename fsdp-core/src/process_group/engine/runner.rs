@@ -12,7 +12,7 @@ use super::{
     segment::{Port, state},
     watch::Watch,
 };
-use crate::{Buffer, Error, Result, process_group::Completion};
+use crate::{Buffer, Error, Result, heartbeat, process_group::Completion};
 
 /// Runs a collective, given the runner and how it was announced.
 type Run = Box<dyn FnOnce(&mut Runner, &Call) -> Result<Vec<Buffer>> + Send>;
@@ -32,11 +32,14 @@ pub(crate) struct Runner {
     sequence: u64,
     /// The first error, which every later collective gets.
     failed: Option<Error>,
+    /// Where the launcher can read what runs here.
+    told: Option<heartbeat::Collectives>,
 }
 
 impl Runner {
     pub(crate) fn new(port: Port, watch: Arc<Watch>) -> Self {
-        Runner { port, watch, sequence: 0, failed: None }
+        let told = heartbeat::collectives(&watch.group, port.rank(), port.ranks());
+        Runner { port, watch, sequence: 0, failed: None, told }
     }
 
     /// The position of the current collective in the group's order.
@@ -73,11 +76,18 @@ impl Runner {
 
     fn attempt(&mut self, call: &Call, run: Run) -> Result<Vec<Buffer>> {
         let rank = self.port.rank();
+        if let Some(told) = &mut self.told {
+            told.begin(call.name, self.sequence);
+        }
         // Inputs and allocators are the caller's code. If they panic the peers must not be left waiting.
-        catch_unwind(AssertUnwindSafe(|| run(self, call))).unwrap_or_else(|panic| {
+        let outcome = catch_unwind(AssertUnwindSafe(|| run(self, call))).unwrap_or_else(|panic| {
             let text = crate::text::of_panic(&*panic);
             Err(Error::Argument { rank, message: format!("{} panicked: {text}", call.name) })
-        })
+        });
+        if let Some(told) = &mut self.told {
+            told.end(&outcome);
+        }
+        outcome
     }
 
     fn fail(&mut self, error: Error) {

@@ -1,0 +1,74 @@
+//! What a training step tells the launcher: this binary runs itself as a rank with a board, which the rank looks at in the middle of things.
+
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use candle_core::{DType, Module, Tensor};
+use fsdp_candle::{AdamW, AdamWConfig, FullyShard, ShardedVarMap, fully_shard, nn};
+use fsdp_core::heartbeat::{Board, Snapshot, VARIABLE, read};
+
+/// The rank's own board.
+fn board() -> Snapshot {
+    read(std::env::var_os(VARIABLE).unwrap()).unwrap()
+}
+
+fn doing() -> String {
+    board().doing.map_or_else(String::new, |doing| doing.what)
+}
+
+struct Looks(nn::Linear);
+
+impl Module for Looks {
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        assert_eq!(doing(), "forward inner");
+        self.0.forward(x)
+    }
+}
+
+struct Model(fsdp_candle::FsdpModule<Looks>);
+
+impl Module for Model {
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        let y = self.0.forward(x)?;
+        assert!(doing().starts_with("forward") && !doing().contains("inner"), "{}", doing());
+        y.sum_all()
+    }
+}
+
+/// No test, but what the rank runs.
+#[test]
+fn run_as_a_rank() {
+    if std::env::var_os("FSDP_TEST_ROLE").is_none() {
+        return;
+    }
+    let world = fsdp_candle::init().unwrap();
+    let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)]).unwrap(), world.device());
+    let opts = FullyShard::new(&vars);
+    let model = fully_shard(&opts, vars.builder(DType::F32), |vb| {
+        let inner = fully_shard(&opts, vb.pp("inner"), |vb| Ok(Looks(nn::linear(4, 2, vb)?)))?;
+        Ok(Model(inner))
+    })
+    .unwrap();
+    let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default()).unwrap();
+    assert_eq!(board().step, None);
+    for step in 1..=2 {
+        let loss = model.forward(&Tensor::ones((3, 4), DType::F32, world.device()).unwrap()).unwrap();
+        assert_eq!(doing(), "");
+        let grads = model.backward(&loss).unwrap();
+        optim.step(&grads).unwrap();
+        assert!(board().step.is_some_and(|done| done.number == step));
+        assert_eq!(doing(), "");
+    }
+    println!("says: done");
+}
+
+#[test]
+fn a_training_step_tells_where_it_is() {
+    let board = Board::new().unwrap();
+    let mut rank = std::process::Command::new(std::env::current_exe().unwrap());
+    rank.args(["--exact", "run_as_a_rank", "--nocapture", "--test-threads=1"]).env("FSDP_TEST_ROLE", "trains");
+    let output = rank.env(VARIABLE, board.path()).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(text.contains("says: done"), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    let snapshot = board.snapshot();
+    assert!(snapshot.beat.is_some() && snapshot.step.is_some_and(|step| step.number == 2));
+}

@@ -1,0 +1,152 @@
+//! Ranks that hang or wait in vain, and what is told of them. The ranks are this binary.
+
+use std::time::Duration;
+
+use fsdp_core::{
+    Buffer, RankEnv, ReduceOp, heartbeat,
+    process_group::{self, Options},
+};
+use rustix::process::{Signal, getpid, kill_process};
+
+use crate::{finish, launcher, ranks};
+
+/// What runs [`run_as_a_rank`] in a role, behind the launcher's options.
+pub(crate) fn rank_program(role: &str) -> Vec<String> {
+    let this = std::env::current_exe().unwrap().to_str().unwrap().to_owned();
+    let words = [this.as_str(), "--exact", "heartbeats::run_as_a_rank", "--nocapture", "--test-threads=1"];
+    let role = format!("FSDP_TEST_ROLE={role}");
+    ["/usr/bin/env", &role].into_iter().chain(words).map(str::to_owned).collect()
+}
+
+/// No test, but what the ranks run: rank 1 does not come to the second collective.
+#[test]
+fn run_as_a_rank() {
+    let Ok(role) = std::env::var("FSDP_TEST_ROLE") else { return };
+    let env = RankEnv::from_env().unwrap();
+    let world = process_group::init(&env, Options::default()).unwrap();
+    world.barrier().wait().unwrap();
+    heartbeat::step(7);
+    if env.rank == 1 && env.restart_count == 0 {
+        let _span = heartbeat::span("forward", "layers.3");
+        match role.as_str() {
+            "stops" => kill_process(getpid(), Signal::STOP).unwrap(),
+            "stays_away" => std::thread::sleep(Duration::from_secs(1000)),
+            "fails" => std::process::exit(4),
+            _ => {}
+        }
+    }
+    let sum = world.all_reduce(vec![Buffer::F32(vec![1.])], ReduceOp::Sum).wait();
+    if let Err(error) = sum {
+        fsdp_core::record_error(&error.to_string());
+        std::process::exit(3);
+    }
+}
+
+/// The launcher's exit code and what it said of two ranks in a role.
+fn run(options: &[&str], role: &str, timeout: &str) -> (Option<i32>, String) {
+    let program = rank_program(role);
+    let args: Vec<&str> =
+        ["--nproc-per-node=2"].iter().chain(options).copied().chain(program.iter().map(String::as_str)).collect();
+    let (code, _, stderr) = finish(launcher(&args).env("FSDP_TIMEOUT_S", timeout));
+    (code, stderr)
+}
+
+fn assert_all(text: &str, parts: &[&str]) {
+    parts.iter().for_each(|part| assert!(text.contains(part), "{part:?} is not in:\n{text}"));
+}
+
+const WHO_ARRIVED: &str = "all_reduce (collective 1 of \"world\", 2 ranks): rank 0 arrived; rank 1 did not";
+
+#[test]
+fn a_stopped_rank_is_found_and_all_start_again() {
+    let (code, stderr) = run(&["--heartbeat-timeout=1.5", "--max-restarts=1"], "stops", "100");
+    assert_eq!(code, Some(0), "{stderr}");
+    let (told, summary) = stderr.split_once("starting all ranks again").unwrap();
+    assert_all(
+        told,
+        &[
+            "rank 1 (pid ",
+            "failed first, it hung: no heartbeat for ",
+            " s (stopped",
+            "\n  rank 0 was here: step 7, waits in all_reduce (collective 1 of \"world\") for ",
+            "\n  rank 1 was here: step 7, forward layers.3 for ",
+            WHO_ARRIVED,
+        ],
+    );
+    assert_all(
+        summary,
+        &["all ranks succeeded\n  restarts used: 1 of at most 1\n  attempt 0: rank 1 (pid ", "it hung"],
+    );
+}
+
+#[test]
+fn a_stopped_rank_is_not_waited_for() {
+    // It would hear SIGTERM only if somebody made it go on.
+    let (code, stderr) = run(&["--heartbeat-timeout=1", "--shutdown-timeout=1000"], "stops", "100");
+    assert_eq!(code, Some(137), "{stderr}");
+    assert_all(&stderr, &["it hung: no heartbeat for ", "\n  rank 0: ended by SIGTERM", WHO_ARRIVED]);
+
+    // The same for one that is stopped when another fails.
+    let dir = tempfile::tempdir().unwrap();
+    let script = format!(
+        "cd {}; if [ $RANK = 1 ]; then echo $$ > new; mv new pid; kill -STOP $$; fi; \
+         while [ ! -e pid ] || ! grep -q ') T' /proc/$(cat pid)/stat; do sleep 0.01; done; exit 3",
+        dir.path().display()
+    );
+    let mut command = launcher(&["--nproc-per-node=2", "--shutdown-timeout=1000", "sh", "-c", &script]);
+    let (code, _, stderr) = finish(&mut command);
+    assert_eq!(code, Some(3), "{stderr}");
+    assert_all(&stderr, &["\n  rank 1: killed by SIGKILL: it was stopped, and could not be asked to end"]);
+}
+
+#[test]
+fn a_collective_that_times_out_names_who_arrived() {
+    let (code, stderr) = run(&[], "stays_away", "1");
+    assert_eq!(code, Some(3), "{stderr}");
+    assert_all(
+        &stderr,
+        &[
+            "rank 0 (pid ",
+            "failed first, with exit code 3\n  it recorded: rank 0: all_reduce (collective 1) in group \"world\" timed out",
+            "\n  rank 0 was here: step 7, all_reduce (collective 1 of \"world\") timed out ",
+            "\n  rank 1 was here: step 7, forward layers.3 for ",
+            WHO_ARRIVED,
+        ],
+    );
+}
+
+#[test]
+fn an_ordinary_failure_is_told_in_few_words() {
+    let (code, stderr) = run(&[], "fails", "100");
+    assert_eq!(code, Some(4), "{stderr}");
+    assert!(!stderr.contains("was here") && stderr.contains("rank 0: failed too, with exit code 3"), "{stderr}");
+}
+
+#[test]
+fn what_runs_on_after_the_process_that_beat_does_not_hang() {
+    let program = rank_program("ends").join(" ");
+    let script = format!("{program} || exit 9; sleep 2; echo went on");
+    let args = ["--nproc-per-node=2", "--heartbeat-timeout=0.3", "sh", "-c", &script];
+    let (code, stdout, stderr) = finish(&mut launcher(&args));
+    assert_eq!((code, stderr.as_str()), (Some(0), ""));
+    assert_eq!(stdout.matches("went on").count(), 2, "{stdout}");
+}
+
+#[test]
+fn ranks_without_a_heartbeat_are_left_alone_and_a_board_is_each_ranks_own() {
+    let args = ["--nproc-per-node=2", "--heartbeat-timeout=0.1", "sh", "-c", "sleep 1; echo $FSDP_HEARTBEAT"];
+    let (code, stdout, stderr) = finish(launcher(&args).env("FSDP_HEARTBEAT", "/of/another/launcher"));
+    assert_eq!((code, stderr.as_str()), (Some(0), ""));
+    let mut boards: Vec<&str> = stdout.lines().filter_map(|line| line.split(' ').next_back()).collect();
+    boards.sort_unstable();
+    boards.dedup();
+    assert!(boards.len() == 2 && boards.iter().all(|board| board.starts_with("/proc/")), "{stdout}");
+}
+
+#[test]
+fn nonsense_on_a_board_does_no_harm() {
+    let script = "head -c 4096 /dev/urandom > $FSDP_HEARTBEAT; [ $RANK = 1 ] && exit 5; sleep 300";
+    let (code, _, stderr) = finish(&mut ranks(2, script));
+    assert_eq!(code, Some(5), "{stderr}");
+    assert!(stderr.len() < 20_000 && !stderr.trim().contains(|c: char| c.is_control() && c != '\n'), "{stderr}");
+}

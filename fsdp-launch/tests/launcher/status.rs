@@ -1,0 +1,115 @@
+//! `fsdp-launch status`.
+
+use std::{
+    thread::sleep,
+    time::{Duration, Instant},
+};
+
+use serde_json::Value;
+
+use crate::{Running, TIMEOUT, executable, finish, heartbeats::rank_program, launcher};
+
+/// The run of this id as JSON, once it is as wanted.
+fn status_when(run: &str, wanted: impl Fn(&Value) -> bool) -> Value {
+    let start = Instant::now();
+    loop {
+        let (code, stdout, stderr) = finish(&mut launcher(&["status", run, "--json"]));
+        if code == Some(0) {
+            let mut runs: Vec<Value> = serde_json::from_str(&stdout).unwrap();
+            assert_eq!(runs.len(), 1, "{stdout}");
+            let run = runs.remove(0);
+            if wanted(&run) {
+                return run;
+            }
+        }
+        assert!(start.elapsed() < TIMEOUT, "{stdout}{stderr}");
+        sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn a_run_is_shown_with_what_its_ranks_do() {
+    let id = format!("status-{}", std::process::id());
+    let program = rank_program("stays_away");
+    let mut args = vec!["--nproc-per-node=2", "--max-restarts=3", "--rdzv-id", &id];
+    args.extend(program.iter().map(String::as_str));
+    let launched = Running::start(&args);
+    let is_stuck = |run: &Value| {
+        run["ranks"][0]["told"]["collectives"][0]["name"] == "all_reduce"
+            && run["ranks"][1]["told"]["doing"]["what"] == "forward layers.3"
+    };
+    let run = status_when(&id, is_stuck);
+    assert_eq!((&run["run_id"], &run["launcher_pid"]), (&Value::from(&*id), &Value::from(launched.child.id())));
+    assert_eq!((&run["attempt"], &run["restarts"], &run["max_restarts"]), (&0.into(), &0.into(), &3.into()));
+    assert_eq!(run["program"], "/usr/bin/env");
+    let rank = &run["ranks"][1];
+    assert_eq!((&rank["rank"], &rank["told"]["pid"], &rank["process"]["pid"]), (&1.into(), &rank["pid"], &rank["pid"]));
+    assert!(rank["told"]["beat"].as_f64().unwrap() >= 0. && rank["process"]["resident_bytes"].as_u64().unwrap() > 0);
+
+    // By the start of the id too, and as text.
+    let (code, stdout, stderr) = finish(&mut launcher(&["status", &id[..id.len() - 1]]));
+    assert_eq!((code, stderr.as_str()), (Some(0), ""));
+    for part in [
+        format!("run {id}: /usr/bin/env FSDP_TEST_ROLE=stays_away "),
+        format!("\n  launcher pid {}, attempt 0 for ", launched.child.id()),
+        "restarts used: 0 of at most 3\n  rank  pid ".into(),
+        "waits in all_reduce (collective 1 of \"world\") for ".into(),
+        format!("\n  1     {}  ", rank["pid"]),
+        " MiB   7     ".into(),
+        "forward layers.3 for ".into(),
+    ] {
+        assert!(stdout.contains(&part), "{part:?} is not in {stdout}");
+    }
+
+    // One that is not there: those that are.
+    let (code, stdout, stderr) = finish(&mut launcher(&["status", "no-such-run"]));
+    assert_eq!((code, stdout.as_str()), (Some(1), ""));
+    assert!(stderr.starts_with("fsdp-launch: no run \"no-such-run\": there are ") && stderr.contains(&id), "{stderr}");
+
+    // Killed, it leaves nothing that is shown.
+    drop(launched);
+    assert_eq!(finish(&mut launcher(&["status", &id])).0, Some(1));
+}
+
+#[test]
+fn an_attempt_after_a_restart_is_shown() {
+    let id = format!("restarted-{}", std::process::id());
+    let script = "[ $TORCHELASTIC_RESTART_COUNT = 0 ] && exit 3; sleep 1000";
+    let _launched = Running::start(&["--max-restarts=1", "--rdzv-id", &id, "sh", "-c", script]);
+    let run = status_when(&id, |run| run["attempt"] == 1);
+    assert_eq!((&run["restarts"], &run["ranks"][0]["told"]["pid"]), (&1.into(), &Value::Null));
+    assert_eq!(run["ranks"][0]["process"]["pid"], run["ranks"][0]["pid"]);
+}
+
+#[test]
+fn no_run_is_said_and_bad_input_is_one_line() {
+    let empty = tempfile::tempdir().unwrap();
+    for (args, code, part) in [
+        (vec!["status"], 1, "no run of this user is under way"),
+        (vec!["status", "x", "--json"], 1, "no run \"x\": none is under way"),
+        (vec!["status", "x", "y"], 2, "'y'"),
+        (vec!["status", "--nproc-per-node=2"], 2, "--nproc-per-node"),
+    ] {
+        let (ended, stdout, stderr) = finish(launcher(&args).env("TMPDIR", empty.path()));
+        assert_eq!((ended, stdout.as_str(), stderr.lines().count()), (Some(code), "", 1), "{args:?}: {stderr}");
+        assert!(stderr.starts_with("fsdp-launch: ") && stderr.contains(part), "{stderr}");
+    }
+    let (code, _, stderr) = finish(launcher(&["status"]).env("TMPDIR", "/no/such/directory"));
+    assert!(code == Some(1) && stderr.contains("directory for temporary files"), "{stderr}");
+    // Options from the environment are for launches.
+    let mut command = launcher(&["status"]);
+    command.env("PET_NPROC_PER_NODE", "2").env("PET_ROLE", "it").env("TMPDIR", empty.path());
+    assert_eq!(finish(&mut command).0, Some(1));
+}
+
+#[test]
+fn a_program_of_that_name_is_started_by_its_path() {
+    let dir = tempfile::tempdir().unwrap();
+    executable(dir.path().join("status"), "#!/bin/sh\necho itself \"$@\"\n");
+    for args in [vec!["./status", "x"], vec!["--nproc-per-node=1", "./status", "x"]] {
+        let (code, stdout, stderr) = finish(launcher(&args).current_dir(dir.path()));
+        assert_eq!((code, stdout.as_str()), (Some(0), "[rank 0] itself x\n"), "{stderr}");
+    }
+    // An argument of a program is none of ours.
+    assert_eq!(finish(&mut launcher(&["/bin/echo", "status"])).1, "[rank 0] status\n");
+}
