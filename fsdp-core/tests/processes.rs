@@ -282,8 +282,8 @@ fn a_rank_outside_its_world_is_refused() {
 
 #[test]
 fn a_job_on_several_hosts_is_told_which_backends_serve_it() {
-    let env = RankEnv { world_size: 4, local_world_size: 2, ..RankEnv::single() };
+    let env = RankEnv { world_size: 4, local_world_size: 2, hosts: 2, ..RankEnv::single() };
     let Err(error) = shm::connect(&env, Options::default()) else { panic!("it connected") };
     let text = error.to_string();
-    assert!(text.contains("LOCAL_WORLD_SIZE=2 of WORLD_SIZE=4") && text.contains("nccl or the mpi"), "{text}");
+    assert!(text.contains("the 4 ranks run on 2 hosts, 2 on this one") && text.contains("nccl or the mpi"), "{text}");
 }

@@ -5,7 +5,7 @@ use crate::{Error, Result};
 
 type Var<'a> = &'a dyn Fn(&str) -> Option<String>;
 
-const TORCHRUN: &str = "torchrun";
+pub(super) const TORCHRUN: &str = "torchrun";
 const MPICH: &str = "MPICH";
 pub(super) const SLURM: &str = "Slurm";
 

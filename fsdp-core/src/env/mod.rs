@@ -5,7 +5,7 @@ mod mpich;
 mod slurm;
 
 use crate::{Error, Result};
-use launcher::{Launcher, SLURM};
+use launcher::{Launcher, SLURM, TORCHRUN};
 
 /// What a launcher tells a rank, in the terms of `torchrun`.
 ///
@@ -30,6 +30,9 @@ pub struct RankEnv {
     pub local_rank: usize,
     /// The number of processes on this host (`LOCAL_WORLD_SIZE`).
     pub local_world_size: usize,
+    /// The number of hosts: `FSDP_HOSTS`, which `fsdp-launch` sets because several of it may run on one host; else so many as `local_world_size` makes of
+    /// `world_size`.
+    pub hosts: usize,
     /// Where rank 0 can be reached (`MASTER_ADDR`).
     pub master_addr: String,
     /// The port there (`MASTER_PORT`).
@@ -56,6 +59,7 @@ impl RankEnv {
             world_size: 1,
             local_rank: 0,
             local_world_size: 1,
+            hosts: 1,
             master_addr: "127.0.0.1".into(),
             master_port: 29500,
             run_id: "none".into(),
@@ -91,6 +95,12 @@ impl RankEnv {
         if launcher.is_some_and(|launcher| launcher.name == SLURM) {
             slurm::meeting(&mut env, var)?;
         }
+        // Of another launcher below ours, ours knows nothing.
+        let of_ours = launcher.filter(|launcher| launcher.name == TORCHRUN).and_then(|_| var("FSDP_HOSTS"));
+        env.hosts = match of_ours {
+            Some(count) => number("FSDP_HOSTS", &count)?,
+            None => env.world_size.div_ceil(env.local_world_size.max(1)),
+        };
         if let Some(addr) = var("MASTER_ADDR") {
             env.master_addr = addr;
         }

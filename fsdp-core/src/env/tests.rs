@@ -126,6 +126,18 @@ fn four_variables_are_enough() {
 }
 
 #[test]
+fn hosts_are_counted_unless_they_are_told() {
+    let of_two = [("RANK", "5"), ("WORLD_SIZE", "7"), ("LOCAL_WORLD_SIZE", "3")];
+    assert_eq!(read(&of_two).unwrap().hosts, 3);
+    assert_eq!(read(&[&of_two[..], &[("FSDP_HOSTS", "1")]].concat()).unwrap().hosts, 1);
+    // It was set for a process above `mpirun`.
+    let below = [("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "4"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "2")];
+    assert_eq!(read(&[&below[..], &[("FSDP_HOSTS", "1")]].concat()).unwrap().hosts, 2);
+    let error = read(&[&of_two[..], &[("FSDP_HOSTS", "x")]].concat()).unwrap_err().to_string();
+    assert!(error.contains("FSDP_HOSTS=\"x\""), "{error}");
+}
+
+#[test]
 fn steps_and_jobs_have_ids_and_ports_of_their_own() {
     let step = |job: &str, step: &str| {
         let vars = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2"), ("SLURM_JOB_ID", job), ("SLURM_STEP_ID", step)];

@@ -69,13 +69,13 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<Arc<dyn ProcessGroup>>
             env.rank, env.world_size
         )));
     }
-    if env.local_world_size < env.world_size {
+    if env.hosts > 1 {
         return Err(Error::Rendezvous {
             rank: env.rank,
             message: format!(
-                "the shm backend serves the processes of one host, but LOCAL_WORLD_SIZE={} of WORLD_SIZE={} run on this one: \
+                "the shm backend serves the processes of one host, but the {} ranks run on {} hosts, {} on this one: \
                  choose the nccl or the mpi backend (FSDP_BACKEND) for a job on several hosts",
-                env.local_world_size, env.world_size
+                env.world_size, env.hosts, env.local_world_size
             ),
         });
     }
