@@ -32,8 +32,7 @@ impl EventFile {
     /// It can not, or `directory` is a file.
     pub fn check(directory: &Path) -> Result<()> {
         let probe = directory.join(format!(".tensorboard-{}", std::process::id()));
-        let write =
-            || fs::create_dir_all(directory).and_then(|()| File::create(&probe)).and_then(|_| fs::remove_file(&probe));
+        let write = || make(directory).and_then(|()| File::create(&probe)).and_then(|_| fs::remove_file(&probe));
         write().with_context(|| cannot(directory))
     }
 
@@ -43,7 +42,7 @@ impl EventFile {
     /// The file can't be written there.
     pub fn open(directory: &Path, done: usize) -> Result<Self> {
         let open = || -> io::Result<Self> {
-            fs::create_dir_all(directory)?;
+            make(directory)?;
             let path = directory.join(name_after(directory)?);
             let file = OpenOptions::new().create_new(true).append(true).open(&path)?;
             Ok(EventFile { path, file })
@@ -76,6 +75,15 @@ impl EventFile {
         let event = Event { wall_time: now().as_secs_f64(), step: step as i64, what: Some(what) };
         // In one piece, so that a reader of the growing file sees all of it or nothing.
         self.file.write_all(&framed(&event.encode_to_vec())).with_context(|| cannot(&self.path))
+    }
+}
+
+fn make(directory: &Path) -> io::Result<()> {
+    match fs::create_dir_all(directory) {
+        Err(_) if directory.is_file() => {
+            Err(io::Error::new(io::ErrorKind::NotADirectory, "it is a file; pass a directory"))
+        }
+        made => made,
     }
 }
 

@@ -11,8 +11,8 @@ use clap::{ArgAction, Parser, Subcommand, builder::FalseyValueParser};
 use clap_complete::Shell;
 
 use crate::{
-    Error, LaunchSpec, LinePrefix, RankFilter, RendezvousSpec, Result, StreamChoice, Streams, cores, find_program,
-    gpus,
+    Error, LaunchSpec, LinePrefix, NumaBinding, RankFilter, RendezvousSpec, Result, StreamChoice, Streams, cores,
+    find_program, gpus,
     help::{AFTER_HELP, EXAMPLES},
     program::plan_program,
     python::{self, Kind},
@@ -59,6 +59,11 @@ pub struct Args {
     /// Give every rank its own share of the cores to run on
     #[arg(long, alias = "pin_cores")]
     pub pin_cores: bool,
+
+    /// Run every rank near to the GPU of its local rank, or where there is none on one NUMA node after the other
+    #[arg(long, alias = "numa_binding", value_name = "WHERE", value_enum, conflicts_with = "pin_cores")]
+    #[arg(env = "PET_NUMA_BINDING", hide_env = true)]
+    pub numa_binding: Option<NumaBinding>,
 
     /// Run PROGRAM as a Python module (`python3 -u -m PROGRAM`)
     #[arg(short, long, action = ArgAction::SetTrue, value_parser = FalseyValueParser::new(), help_heading = "Program")]
@@ -260,6 +265,7 @@ impl Args {
         spec.signals = self.signals_to_handle.0;
         spec.virtual_local_rank = self.virtual_local_rank;
         spec.pin_cores = self.pin_cores;
+        spec.numa_binding = self.numa_binding;
         // Who names a directory for logs wants some.
         let all = self.log_dir.is_some() && self.redirects.is_none() && self.tee.is_none();
         spec.logs.dir = self.log_dir;
@@ -455,6 +461,7 @@ mod tests {
             "--max-restarts -1",
             "--max-restarts 1.5",
             "--monitor-interval soon",
+            "--numa-binding core",
             "--print-completion dos",
         ] {
             let (flag, value) = line.split_once(' ').unwrap();
@@ -463,7 +470,13 @@ mod tests {
             assert!(told.contains(flag) && told.contains(value) && told.lines().count() == 1, "{line}: {told}");
             assert_eq!(error.exit_code(), 2);
         }
-        for line in ["l --no-such-option p", "l", "l --module --no-python p", "l --nproc-per-node"] {
+        for line in [
+            "l --no-such-option p",
+            "l",
+            "l --module --no-python p",
+            "l --pin-cores --numa-binding node p",
+            "l --nproc-per-node",
+        ] {
             assert!(parse(line).is_err(), "{line}");
         }
     }

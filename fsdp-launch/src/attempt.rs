@@ -10,7 +10,7 @@ use std::{
 use fsdp_core::heartbeat::Age;
 
 use crate::{
-    RankReport, Result,
+    RankReport, Result, cores,
     environment::Job,
     error_file::read_message,
     guard::Guard,
@@ -47,7 +47,7 @@ pub(crate) fn run(
 ) -> Result<Attempt> {
     let spec = job.spec;
     // What one rank lacks shows before any of them is started.
-    (0..spec.nproc_per_node).try_for_each(|rank| job.variables(rank).map(drop))?;
+    (0..spec.nproc_per_node).try_for_each(|rank| job.variables(rank).and(cores::of_rank(spec, rank)).map(drop))?;
     let mut guard = Guard::start(temp_dir);
     let mut outputs = Outputs::new(sender.clone())?;
     let mut workers = Vec::new();

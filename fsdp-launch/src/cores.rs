@@ -1,23 +1,47 @@
 //! The cores of this host, and a share of them for each rank.
 
-use std::{io, os::unix::process::CommandExt, process::Command};
+use std::{io, os::unix::process::CommandExt, path::Path, process::Command};
 
+use clap::ValueEnum;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-use crate::{Error, Result};
+use crate::{
+    Error, LaunchSpec, Result, gpus,
+    numa::{NumaBinding, Topology},
+};
 
 /// The cores that this process may use, at least 1.
 pub(crate) fn count() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// The numbers of the cores that `local_rank` of `ranks` is pinned to: neighbours, and no two ranks' the same unless there are fewer cores than ranks.
-pub(crate) fn share_of(local_rank: usize, ranks: usize) -> Result<Vec<usize>> {
-    let allowed = sched_getaffinity(None).map_err(Error::system("read which cores may be used"))?;
-    let cores: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|&core| allowed.is_set(core)).collect();
-    Ok(share(&cores, local_rank, ranks))
+/// The numbers of the cores that a rank is pinned to, if it is.
+///
+/// # Errors
+/// [`Error::Usage`] where there are none for it.
+pub(crate) fn of_rank(spec: &LaunchSpec, local_rank: usize) -> Result<Option<Vec<usize>>> {
+    let ranks = spec.nproc_per_node;
+    match spec.numa_binding {
+        Some(binding) => near(binding, local_rank, ranks).map(Some),
+        None if spec.pin_cores => Ok(Some(share(&allowed()?, local_rank, ranks))),
+        None => Ok(None),
+    }
 }
 
+fn allowed() -> Result<Vec<usize>> {
+    let allowed = sched_getaffinity(None).map_err(Error::system("read which cores may be used"))?;
+    Ok((0..CpuSet::MAX_CPU).filter(|&core| allowed.is_set(core)).collect())
+}
+
+fn near(binding: NumaBinding, local_rank: usize, ranks: usize) -> Result<Vec<usize>> {
+    let topology = Topology::read(Path::new("/"), &allowed()?);
+    topology.cores_of(binding, local_rank, ranks, gpus::visible_devices().as_deref()).map_err(|expected| {
+        let value = binding.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned());
+        Error::Usage { flag: "--numa-binding", value, expected }
+    })
+}
+
+/// Neighbours, and no two ranks' the same unless there are fewer cores than ranks.
 fn share(cores: &[usize], local_rank: usize, ranks: usize) -> Vec<usize> {
     if cores.len() < ranks {
         return cores.iter().copied().cycle().skip(local_rank).take(1).collect();

@@ -41,8 +41,8 @@ pub fn dry_run(spec: &LaunchSpec) -> Result<String> {
             }
         }
         let mut words: Vec<String> = Vec::new();
-        if spec.pin_cores {
-            let cores: Vec<String> = cores::share_of(rank, spec.nproc_per_node)?.iter().map(usize::to_string).collect();
+        if let Some(cores) = cores::of_rank(spec, rank)? {
+            let cores: Vec<String> = cores.iter().map(usize::to_string).collect();
             words.extend(["taskset".into(), "--cpu-list".into(), cores.join(",")]);
         }
         words.push(quoted(spec.program.as_os_str()));

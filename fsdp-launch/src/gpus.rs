@@ -15,10 +15,20 @@ fn count_in(dev: &Path, visible: Option<&[String]>) -> usize {
     let entries = dev.read_dir().into_iter().flatten().flatten();
     let devices = entries.filter(|entry| entry.file_name().to_str().is_some_and(is_gpu)).count();
     match visible {
-        // As CUDA reads the list: what follows an invalid entry is not seen.
-        Some(list) if devices > 0 => list.iter().take_while(|it| !it.is_empty() && !it.starts_with('-')).count(),
+        Some(list) if devices > 0 => seen(list).len(),
         _ => devices,
     }
+}
+
+/// The GPUs that this process sees, as far as a variable names them.
+pub(crate) fn visible_devices() -> Option<Vec<String>> {
+    visible().map(|(_, devices)| seen(&devices).to_vec())
+}
+
+/// As CUDA reads the list: what follows an invalid entry is not seen.
+fn seen(list: &[String]) -> &[String] {
+    let invalid = list.iter().position(|it| it.is_empty() || it.starts_with('-'));
+    &list[..invalid.unwrap_or(list.len())]
 }
 
 /// The variable that limits the GPUs, and the GPUs it names.

@@ -5,7 +5,7 @@ use std::{ffi::OsString, path::PathBuf, time::Duration};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 
 use crate::{
-    Endpoint, LinePrefix, RankFilter, StreamChoice,
+    Endpoint, LinePrefix, NumaBinding, RankFilter, StreamChoice,
     rendezvous::{KeepAlive, Rules},
 };
 
@@ -40,6 +40,8 @@ pub struct LaunchSpec {
     pub virtual_local_rank: bool,
     /// Every rank runs on its own share of the cores.
     pub pin_cores: bool,
+    /// Every rank runs near to its GPU, or on a NUMA node; counts more than `pin_cores`.
+    pub numa_binding: Option<NumaBinding>,
     /// Where the ranks' output goes.
     pub logs: LogSpec,
     /// How this launcher meets those of other hosts; `None` for one host.
@@ -136,6 +138,7 @@ impl LaunchSpec {
             signals: vec![SIGTERM, SIGINT, SIGHUP, SIGQUIT],
             virtual_local_rank: false,
             pin_cores: false,
+            numa_binding: None,
             logs: LogSpec::default(),
             rendezvous: None,
         }

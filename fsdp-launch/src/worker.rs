@@ -57,8 +57,8 @@ impl Worker {
             // Of a launcher around us.
             None => command.env_remove(VARIABLE),
         };
-        if spec.pin_cores {
-            cores::pin(&mut command, &cores::share_of(local_rank, spec.nproc_per_node)?);
+        if let Some(cores) = cores::of_rank(spec, local_rank)? {
+            cores::pin(&mut command, &cores);
         }
         own_session_dying_with_us(&mut command);
         let rank = job.rank(local_rank);

@@ -1,6 +1,7 @@
 //! The `fsdp-launch` command, with shell scripts as ranks.
 #![allow(clippy::unwrap_used, missing_docs)]
 
+mod deploy;
 mod docs;
 mod ending;
 mod environment;
