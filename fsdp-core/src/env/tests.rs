@@ -97,7 +97,7 @@ fn what_launchers_set_is_read() {
         assert_eq!((env.master_addr.as_str(), env.master_port), master, "{vars:?}");
         assert_eq!(env.run_id, run_id, "{vars:?}");
         // What a user sets counts more.
-        let env = read(&[&vars, &[("TORCHELASTIC_RUN_ID", "none")][..]].concat()).unwrap();
+        let env = read(&[&[("TORCHELASTIC_RUN_ID", "none")][..], &vars].concat()).unwrap();
         assert_eq!(env.run_id, "none");
         let own = [("MASTER_ADDR", "m"), ("MASTER_PORT", "7"), ("TORCHELASTIC_RUN_ID", "mine")];
         let env = read(&[&own[..], &vars].concat()).unwrap();
