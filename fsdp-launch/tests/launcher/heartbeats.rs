@@ -29,7 +29,11 @@ fn run_as_a_rank() {
     if env.rank == 1 && env.restart_count == 0 {
         let _span = heartbeat::span("forward", "layers.3");
         match role.as_str() {
-            "stops" => kill_process(getpid(), Signal::STOP).unwrap(),
+            // It goes on for a moment until the signal has reached all threads.
+            "stops" => {
+                kill_process(getpid(), Signal::STOP).unwrap();
+                std::thread::sleep(Duration::from_secs(1000));
+            }
             "stays_away" => std::thread::sleep(Duration::from_secs(1000)),
             "fails" => std::process::exit(4),
             _ => {}
