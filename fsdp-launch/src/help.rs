@@ -14,6 +14,7 @@ Examples:
   fsdp-launch --nproc-per-node 2 script.py --epochs 3   $PYTHON_EXEC or python3 -u script.py
   fsdp-launch --nproc-per-node 2 -m package.train       python3 -u -m package.train
   fsdp-launch --nproc-per-node 2 --dry-run script.py    what would be started
+  fsdp-launch status                                    the runs on this host, and what each rank does
   fsdp-launch --nproc-per-node 2 --max-restarts 3 --log-dir logs train --checkpoint-dir ckpt --resume auto
 
 PROGRAM: what ends in .py is a Python script (unless --no-python is given). With a '/' in it, it is a path. A name is a target of the workspace, built in \
@@ -31,5 +32,9 @@ that ranks which find the same thing wrong tell it.) The exit code is that rank'
 signal that killed it; 2 for a wrong command line. Ctrl-C (also SIGTERM, SIGHUP, SIGQUIT) ends all ranks in the same way; a second Ctrl-C kills them at \
 once. With --max-restarts, all ranks start again after a failure: TORCHELASTIC_RESTART_COUNT tells them how often, and the summary names each attempt's \
 first failure. Processes that a rank left behind in its process group end with the attempt.
+
+A rank that hangs is a failure too: in programs that use fsdp-core each rank has a heartbeat, and one whose heart stands still for --heartbeat-timeout is killed. After \
+a hang, or a collective that timed out, the summary tells where every rank was, and who did not arrive. `fsdp-launch status` shows the same of runs under way; a program \
+of that name is launched by a path, ./status.
 
 Options can be set in the environment as for torchrun: PET_NPROC_PER_NODE=2 is --nproc-per-node 2. RUST_LOG=fsdp_launch=debug shows what the launcher does.";

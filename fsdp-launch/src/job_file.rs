@@ -11,7 +11,11 @@ use std::{
 use rustix::process::geteuid;
 use serde::{Deserialize, Serialize};
 
-use crate::{environment::Job, process::ProcessInfo, worker::Worker};
+use crate::{
+    environment::Job,
+    process::ProcessInfo,
+    worker::{Worker, pid_of},
+};
 
 const NAME: &str = "job.json";
 /// How the temporary directories of launchers begin.
@@ -71,7 +75,7 @@ impl JobFile {
         let (spec, place) = (job.spec, job.place);
         let rank = |worker: &Worker| RankFile {
             rank: worker.rank,
-            process: ProcessId::of(worker.pid.as_raw_nonzero().get().unsigned_abs()),
+            process: ProcessId::of(pid_of(worker.pid)),
             board: worker.board.as_ref().map(fsdp_core::heartbeat::Board::path),
         };
         JobFile {

@@ -95,7 +95,7 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
         tracing::debug!(?spec, ?place, "launching");
         let told = |report: RankReport| {
             why = Some(Failure::Rank(report.clone()).to_string());
-            membership.say(FromAgent::Failed { attempt: place.attempt, report: Box::new(report) });
+            membership.say(FromAgent::Failed { attempt: place.attempt, report: Box::new(report.for_others()) });
         };
         let attempt = match attempt::run(&job, temp_dir.path(), &sender, &events, told) {
             Ok(attempt) => attempt,
@@ -106,7 +106,7 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
         };
         so_far.ranks = attempt.ranks;
         if let Some(why) = &mut why {
-            stuck(&so_far.ranks).iter().for_each(|line| *why += &format!("\n  {line}"));
+            stuck(&so_far.ranks, None).iter().for_each(|line| *why += &format!("\n  {line}"));
         }
         for heard in attempt.news {
             match heard {
@@ -125,7 +125,7 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
             supervise::Cause::RankFailed(first) => match so_far.ranks.get(first).cloned() {
                 Some(report) => {
                     why.get_or_insert_with(|| Failure::Rank(report.clone()).to_string());
-                    Ended::Failed { report: Box::new(report), may_restart }
+                    Ended::Failed { report: Box::new(report.for_others()), may_restart }
                 }
                 None => Ended::Stopped { may_restart: false },
             },

@@ -231,7 +231,8 @@ impl fmt::Display for Outcome {
         for (fate, ranks) in fates {
             write!(f, "\n  {} {}: {fate}", if ranks.len() == 1 { "rank" } else { "ranks" }, ranks.join(", "))?;
         }
-        for line in stuck(&self.ranks) {
+        let failure = if let Cause::Failed(failure) = &self.cause { Some(failure) } else { None };
+        for line in stuck(&self.ranks, failure) {
             write!(f, "\n  {line}")?;
         }
         self.write_attempts(f)?;
@@ -239,12 +240,15 @@ impl fmt::Display for Outcome {
     }
 }
 
-/// Where all ranks of a host were, if one of them hung or waited in vain; else nothing.
-pub(crate) fn stuck(ranks: &[RankReport]) -> Vec<String> {
+/// Where all ranks of a host were, if one of them, or the one that failed on another host, hung or waited in vain; else nothing.
+pub(crate) fn stuck(ranks: &[RankReport], failure: Option<&Failure>) -> Vec<String> {
     let all: Vec<(usize, &Whereabouts)> =
         ranks.iter().filter_map(|report| Some((report.rank, report.whereabouts.as_deref()?))).collect();
-    let is_stuck =
-        ranks.iter().any(|report| report.silent_for.is_some()) || all.iter().any(|(_, at)| at.has_timed_out());
+    let elsewhere = if let Some(Failure::Rank(report)) = failure { Some(report) } else { None };
+    let is_stuck = ranks
+        .iter()
+        .chain(elsewhere)
+        .any(|report| report.silent_for.is_some() || report.whereabouts.as_ref().is_some_and(|at| at.has_timed_out()));
     if is_stuck { lines(&all) } else { Vec::new() }
 }
 
@@ -252,6 +256,14 @@ pub(crate) fn stuck(ranks: &[RankReport]) -> Vec<String> {
 pub(crate) struct First<'a>(&'a RankReport);
 
 impl RankReport {
+    /// What other hosts are told: no more of where it was than fits a message, whatever a rank wrote on its board.
+    pub(crate) fn for_others(mut self) -> Self {
+        if let Some(at) = &mut self.whereabouts {
+            at.told.collectives.truncate(4);
+        }
+        self
+    }
+
     pub(crate) fn as_first(&self) -> First<'_> {
         First(self)
     }

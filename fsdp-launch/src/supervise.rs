@@ -100,6 +100,7 @@ pub(crate) fn supervise(
             // What the ranks left running ends with them.
             shutdown.begin();
         }
+        shutdown.workers.iter_mut().for_each(Worker::kill_if_stopped);
         match shutdown.wait(events, watchdog.period()) {
             Some(Event::ChildEnded) => {}
             Some(Event::OutputEnded) => streams += 1,

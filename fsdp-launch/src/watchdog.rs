@@ -2,7 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-use crate::{process::ProcessInfo, process::is_held, worker::Worker};
+use fsdp_core::heartbeat::Snapshot;
+
+use crate::{
+    process::{ProcessInfo, ProcessState, is_held},
+    worker::{Worker, pid_of},
+};
 
 /// How often to look.
 const PERIOD: Duration = Duration::from_secs(1);
@@ -14,7 +19,7 @@ pub(crate) struct Watchdog {
     /// How long a heart may stand still; `None`: for ever.
     timeout: Option<Duration>,
     last_look: Instant,
-    /// For each rank, since when silence counts.
+    /// For each rank, since when silence counts: longer than this nobody is told to have been silent.
     counts_since: Vec<Instant>,
 }
 
@@ -32,13 +37,23 @@ impl Watchdog {
 
     /// The first of the ranks that hangs, by its place among `workers`, and how long it was silent.
     pub(crate) fn look(&mut self, workers: &[Worker]) -> Option<(usize, Duration)> {
-        let silence = |worker: &Worker| {
-            let told = worker.board.as_ref().filter(|_| worker.end.is_none())?.snapshot();
-            Some((told.beat?.0, told.pid?, told.pid_started?))
+        let told = |worker: &Worker| Some(worker.board.as_ref().filter(|_| worker.end.is_none())?.snapshot());
+        let beats: Vec<_> = workers.iter().map(told).collect();
+        let some_beat = beats.iter().flatten().any(|told| told.beat.is_some());
+        let silence = |(worker, told): (&Worker, &Option<Snapshot>)| {
+            let told = told.as_ref()?;
+            match told.beat {
+                Some(age) => Some((age.0, told.pid?, told.pid_started?)),
+                // It was stopped before its heart began to beat, as those of the others have.
+                None if some_beat => ProcessInfo::of(pid_of(worker.pid))
+                    .filter(|process| process.state == ProcessState::Stopped)
+                    .map(|process| (Duration::MAX, process.pid, process.started)),
+                None => None,
+            }
         };
         // A process that is gone is silent with reason: a rank that is a shell script goes on after it.
         let may_be_silent = |pid, started| ProcessInfo::started_at(pid, started).is_none() || is_held(pid);
-        self.judge(Instant::now(), workers.iter().map(silence), may_be_silent)
+        self.judge(Instant::now(), workers.iter().zip(&beats).map(silence), may_be_silent)
     }
 
     fn judge(
@@ -53,8 +68,12 @@ impl Watchdog {
         }
         self.last_look = now;
         for ((index, rank), counts_since) in ranks.enumerate().zip(&mut self.counts_since) {
-            let Some((silent, pid, started)) = rank else { continue };
-            if silent.min(now.saturating_duration_since(*counts_since)) <= timeout {
+            let Some((silent, pid, started)) = rank else {
+                *counts_since = now;
+                continue;
+            };
+            let silent = silent.min(now.saturating_duration_since(*counts_since));
+            if silent <= timeout {
                 continue;
             }
             if !may_be_silent(pid, started) {
@@ -78,7 +97,7 @@ mod tests {
             let silent = Some((SECOND * second, 7, 7));
             let ranks = [None, Some((SECOND / 2, 6, 6)), silent];
             let judged = watchdog.judge(start + SECOND * second, ranks.into_iter(), |_, _| is_held(second));
-            judged.is_some_and(|judged| judged == (2, SECOND * second))
+            judged.is_some_and(|(index, silent)| index == 2 && silent > 15 * SECOND)
         })
     }
 

@@ -15,6 +15,7 @@ use rustix::{
 use crate::{
     Error, Result, cores,
     environment::Job,
+    process::{ProcessInfo, ProcessState},
     session::own_session_dying_with_us,
     summary::{End, Request},
     whereabouts::Whereabouts,
@@ -122,16 +123,14 @@ impl Worker {
     pub(crate) fn note_whereabouts(&mut self) {
         if self.whereabouts.is_none() {
             let told = self.board.as_ref().map(Board::snapshot).unwrap_or_default();
-            self.whereabouts = Some(Whereabouts::of(self.pid.as_raw_nonzero().get().unsigned_abs(), told));
+            self.whereabouts = Some(Whereabouts::of(pid_of(self.pid), told));
         }
     }
 
-    /// Sends the signal of `request` to the whole group, unless more was sent before. What is stopped hears nothing gentle, and gets SIGKILL.
+    /// Sends the signal of `request` to the whole group, unless more was sent before.
     ///
     /// `gentle` is the number of the signal of [`Request::Terminate`].
     pub(crate) fn send(&mut self, request: Request, gentle: i32) {
-        let is_stopped = || self.end.is_none() && self.whereabouts.as_ref().is_some_and(Whereabouts::is_stopped);
-        let request = if is_stopped() { Request::Kill } else { request };
         if self.group_gone || self.sent >= Some(request) {
             return;
         }
@@ -147,6 +146,20 @@ impl Worker {
         }
     }
 
+    /// Kills the rank if it was asked to end and is stopped: it hears nothing until somebody makes it go on.
+    pub(crate) fn kill_if_stopped(&mut self) {
+        if self.end.is_some() || self.sent != Some(Request::Terminate) {
+            return;
+        }
+        let told = self.board.as_ref().map(Board::snapshot).unwrap_or_default();
+        let own = ProcessInfo::of(pid_of(self.pid));
+        let is_stopped = |process: ProcessInfo| process.state == ProcessState::Stopped;
+        // A rank may be a script around the process that tells.
+        if own.is_some_and(is_stopped) || Whereabouts::of(pid_of(self.pid), told).process.is_some_and(is_stopped) {
+            self.send(Request::Kill, 0);
+        }
+    }
+
     fn set_end(&mut self, status: WaitStatus) {
         let signaled = status.terminating_signal().map(End::Signaled);
         let end = signaled.unwrap_or(End::Exited(status.exit_status().unwrap_or(0)));
@@ -154,6 +167,11 @@ impl Worker {
         self.end = Some(end);
         self.ended_after = self.sent;
     }
+}
+
+/// As others write it.
+pub(crate) fn pid_of(pid: Pid) -> u32 {
+    pid.as_raw_nonzero().get().unsigned_abs()
 }
 
 impl Drop for Worker {

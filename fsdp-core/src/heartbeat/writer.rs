@@ -47,11 +47,13 @@ impl Writer {
 
     /// Starts the heart: a thread that beats for as long as the process runs.
     pub(super) fn start_beating(self: &Arc<Self>) -> io::Result<()> {
+        // Whatever happens to the thread: from now on silence means something.
+        self.beat();
         let writer = self.clone();
         let beat = move || {
             loop {
-                writer.beat();
                 std::thread::sleep(BEATS);
+                writer.beat();
             }
         };
         std::thread::Builder::new().name("fsdp heartbeat".into()).stack_size(64 << 10).spawn(beat)?;

@@ -1,18 +1,43 @@
 //! Every command of docs/launching.md works as it stands there, and --help and the document name every option.
 
-use std::{fs, path::Path};
+use std::{
+    fs,
+    path::Path,
+    thread::sleep,
+    time::{Duration, Instant},
+};
 
-use crate::{TIMEOUT, executable, finish, launcher};
+use crate::{Running, TIMEOUT, executable, finish, launcher};
 
 fn document() -> String {
     fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/launching.md")).unwrap()
+}
+
+/// A run that has started, with its files in `temp`.
+fn a_run(temp: &Path) -> Running {
+    let (variable, command) = (format!("TMPDIR={}", temp.display()), assert_cmd::cargo::cargo_bin!("fsdp-launch"));
+    let started = "echo started; exec sleep 1000";
+    let args = [&variable, command.to_str().unwrap(), "--rdzv-id", "job7", "sh", "-c", started];
+    let mut run = Running::of("env", &args);
+    run.line();
+    // Written when the ranks have been started.
+    let is_known = || fs::read_dir(temp).unwrap().any(|entry| entry.unwrap().path().join("job.json").exists());
+    let start = Instant::now();
+    while !is_known() {
+        assert!(start.elapsed() < TIMEOUT);
+        sleep(Duration::from_millis(5));
+    }
+    run
 }
 
 #[test]
 fn every_command_of_the_document_runs() {
     let document = document();
     let blocks = document.split("```").skip(1).step_by(2);
-    let commands: Vec<&str> = blocks.flat_map(|block| block.strip_prefix("sh\n").unwrap().lines()).collect();
+    let commands: Vec<&str> = blocks
+        .filter(|block| !block.starts_with("text\n"))
+        .flat_map(|block| block.strip_prefix("sh\n").unwrap().lines())
+        .collect();
     assert!(commands.len() > 10);
     // Beside the launcher that was built there may be a `train` that was built, and that would be found first.
     let alone = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -22,15 +47,21 @@ fn every_command_of_the_document_runs() {
         executable(dir.path().join("train"), "#!/bin/sh\necho trained \"$@\"\n");
         executable(dir.path().join("script.py"), "#!/bin/sh\necho itself\n");
         executable(dir.path().join("python3"), "#!/bin/sh\necho python \"$@\"\n");
+        // There is a run to show.
+        let _run = line.starts_with("fsdp-launch status").then(|| a_run(dir.path()));
         let path = [dir.path(), alone.path(), Path::new("/usr/bin"), Path::new("/bin")];
         let mut command = assert_cmd::Command::new("sh");
         command.timeout(TIMEOUT).args(["-c", line]).current_dir(dir.path());
         command.env("PATH", std::env::join_paths(path).unwrap()).env_remove("PYTHON_EXEC");
+        command.env("TMPDIR", dir.path());
         let (code, stdout, stderr) = finish(&mut command);
         assert_eq!((code, stderr.as_str()), (Some(0), ""), "{line}");
         // What is redirected into files is not on the console.
         let silent = line.contains(" > ");
-        assert!(silent || ["trained", "python", "itself"].iter().any(|word| stdout.contains(word)), "{line}: {stdout}");
+        assert!(
+            silent || ["trained", "python", "itself", "# rank 0", "job7"].iter().any(|word| stdout.contains(word)),
+            "{line}: {stdout}"
+        );
     }
 }
 

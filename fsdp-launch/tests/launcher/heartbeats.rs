@@ -23,13 +23,21 @@ pub(crate) fn rank_program(role: &str) -> Vec<String> {
 fn run_as_a_rank() {
     let Ok(role) = std::env::var("FSDP_TEST_ROLE") else { return };
     let env = RankEnv::from_env().unwrap();
+    if role == "stops_early" && env.rank == 1 {
+        kill_process(getpid(), Signal::STOP).unwrap();
+        std::thread::sleep(Duration::from_secs(1000));
+    }
     let world = process_group::init(&env, Options::default()).unwrap();
     world.barrier().wait().unwrap();
     heartbeat::step(7);
     if env.rank == 1 && env.restart_count == 0 {
         let _span = heartbeat::span("forward", "layers.3");
         match role.as_str() {
-            "stops" => kill_process(getpid(), Signal::STOP).unwrap(),
+            // It goes on for a moment until the signal has reached all threads.
+            "stops" => {
+                kill_process(getpid(), Signal::STOP).unwrap();
+                std::thread::sleep(Duration::from_secs(1000));
+            }
             "stays_away" => std::thread::sleep(Duration::from_secs(1000)),
             "fails" => std::process::exit(4),
             _ => {}
@@ -59,7 +67,7 @@ const WHO_ARRIVED: &str = "all_reduce (collective 1 of \"world\", 2 ranks): rank
 
 #[test]
 fn a_stopped_rank_is_found_and_all_start_again() {
-    let (code, stderr) = run(&["--heartbeat-timeout=1.5", "--max-restarts=1"], "stops", "100");
+    let (code, stderr) = run(&["--heartbeat-timeout=2", "--max-restarts=1"], "stops", "100");
     assert_eq!(code, Some(0), "{stderr}");
     let (told, summary) = stderr.split_once("starting all ranks again").unwrap();
     assert_all(
@@ -82,9 +90,14 @@ fn a_stopped_rank_is_found_and_all_start_again() {
 #[test]
 fn a_stopped_rank_is_not_waited_for() {
     // It would hear SIGTERM only if somebody made it go on.
-    let (code, stderr) = run(&["--heartbeat-timeout=1", "--shutdown-timeout=1000"], "stops", "100");
+    let (code, stderr) = run(&["--heartbeat-timeout=2", "--shutdown-timeout=1000"], "stops", "100");
     assert_eq!(code, Some(137), "{stderr}");
     assert_all(&stderr, &["it hung: no heartbeat for ", "\n  rank 0: ended by SIGTERM", WHO_ARRIVED]);
+
+    // Nor one that was stopped before its heart began to beat.
+    let (code, stderr) = run(&["--heartbeat-timeout=2", "--shutdown-timeout=1000"], "stops_early", "100");
+    assert_eq!(code, Some(137), "{stderr}");
+    assert_all(&stderr, &["rank 1 (pid ", "it hung: no heartbeat for ", "\n  rank 1 was here: tells nothing; stopped"]);
 
     // The same for one that is stopped when another fails.
     let dir = tempfile::tempdir().unwrap();

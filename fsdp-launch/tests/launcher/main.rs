@@ -17,6 +17,7 @@ mod status;
 mod strangers;
 
 use std::{
+    ffi::OsStr,
     fs,
     io::{BufRead, BufReader, Lines},
     os::unix::fs::PermissionsExt,
@@ -93,9 +94,12 @@ struct Running {
 
 impl Running {
     fn start(args: &[&str]) -> Self {
+        Running::of(assert_cmd::cargo::cargo_bin!("fsdp-launch"), args)
+    }
+
+    fn of(program: impl AsRef<OsStr>, args: &[&str]) -> Self {
         hear_signals();
-        let mut command = Command::new(assert_cmd::cargo::cargo_bin!("fsdp-launch"));
-        let mut child = command.args(args).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+        let mut child = Command::new(program).args(args).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
         // The lines end when the launcher ends, so nobody waits longer than this for one.
         let launcher = Pid::from_child(&child);
