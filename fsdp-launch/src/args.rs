@@ -24,7 +24,7 @@ use crate::{
     status::StatusArgs,
 };
 
-/// Starts one process per rank of a training program on this host, and ends them all when one fails.
+/// Starts one process per rank of a training program, on one host or several, and ends them all when one fails.
 #[derive(Parser, Debug)]
 #[command(name = "fsdp-launch", version, after_long_help = AFTER_HELP, after_help = EXAMPLES)]
 #[command(override_usage = "fsdp-launch [OPTIONS] PROGRAM [ARGS]...\n       fsdp-launch status [RUN] [--json]")]

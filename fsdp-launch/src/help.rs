@@ -14,6 +14,7 @@ Examples:
   fsdp-launch --nproc-per-node 2 script.py --epochs 3   $PYTHON_EXEC or python3 -u script.py
   fsdp-launch --nproc-per-node 2 -m package.train       python3 -u -m package.train
   fsdp-launch --nproc-per-node 2 --dry-run script.py    what would be started
+  fsdp-launch --nnodes 2 --nproc-per-node 8 --rdzv-endpoint node0:29400 --rdzv-token-file token script.py     on each of two hosts
   fsdp-launch status                                    the runs on this host, and what each rank does
   fsdp-launch --nproc-per-node 2 --max-restarts 3 --log-dir logs train --checkpoint-dir ckpt --resume auto
 
@@ -23,6 +24,10 @@ release mode; else an executable beside fsdp-launch; else one in PATH.
 Each rank finds who it is in RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID and the other \
 variables that torchrun sets. RAYON_NUM_THREADS and OMP_NUM_THREADS are set to cores / ranks unless you set them. The launcher holds no port: rank 0 may \
 listen at MASTER_PORT, as PyTorch's store does.
+
+Several hosts: a launcher on each, with the same --nnodes, --rdzv-endpoint and token. The one on the endpoint's host gives all their ranks; a failure on one host ends or \
+restarts all. With --nnodes MIN:MAX a run goes on with the hosts that are left, and grows when one comes; neither counts as a restart. Launchers that share a host and \
+meet at localhost need no token.
 
 Output is printed line by line behind `[rank N] `. Where stderr is a terminal, rank 0's stderr goes there directly, so that its progress bar shows. \
 The ranks' stdin is empty.

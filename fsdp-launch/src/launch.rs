@@ -166,7 +166,7 @@ fn next(spec: &LaunchSpec, pending: &mut VecDeque<News>, events: &Receiver<Event
             }
             Ok(Event::News(News::Unreachable(why))) => return Next::Failed(Failure::Meeting { why }),
             Ok(Event::News(News::Gone(how))) => return Next::Gone(how),
-            Ok(Event::News(News::Said(ToAgent::Waiting { joined, nnodes }))) => waiting_for = Some((joined, nnodes)),
+            Ok(Event::News(News::Said(ToAgent::Waiting { there, nnodes }))) => waiting_for = Some((there, nnodes)),
             Ok(Event::Interrupted(signal)) => return Next::Interrupted(signal),
             Ok(
                 Event::News(News::Said(ToAgent::Stop { .. } | ToAgent::Ping)) | Event::ChildEnded | Event::OutputEnded,
@@ -185,15 +185,12 @@ fn next(spec: &LaunchSpec, pending: &mut VecDeque<News>, events: &Receiver<Event
     }
 }
 
-fn tell_waiting(endpoint: &str, joined: Option<&(Vec<String>, (u32, u32))>) {
+fn tell_waiting(endpoint: &str, joined: Option<&(String, (u32, u32))>) {
     match joined {
         None => tracing::warn!("waiting for the launcher at {endpoint}, which holds the rendezvous"),
         Some((hosts, (min, max))) => {
             let wanted = if min == max { min.to_string() } else { format!("{min} to {max}") };
-            tracing::warn!(
-                "waiting for other hosts at {endpoint}: {wanted} are wanted, there were {}",
-                hosts.join(", ")
-            );
+            tracing::warn!("waiting for other hosts at {endpoint}: {wanted} are wanted, there were {hosts}");
         }
     }
 }

@@ -115,11 +115,12 @@ impl Failure {
 
     /// The same with no more than the start of what the rank said, and without where it was.
     pub(crate) fn shortened(mut self) -> Self {
-        if let Failure::Rank(report) = &mut self {
-            report.whereabouts = None;
-            if let Some(message) = &mut report.message {
-                shorten(message, SHORT);
+        match &mut self {
+            Failure::Rank(report) => {
+                report.whereabouts = None;
+                report.message.iter_mut().for_each(|message| shorten(message, SHORT));
             }
+            Failure::NodeLost { how: text, .. } | Failure::Meeting { why: text } => shorten(text, SHORT),
         }
         self
     }

@@ -12,6 +12,8 @@ use crate::{Failure, Setback};
 
 /// How much of the past is kept: it has to fit a message.
 const KEPT: usize = 8;
+/// How many hosts a message names.
+const NAMED: usize = 20;
 
 /// Tells agents apart, in the order in which they came.
 pub(crate) type AgentId = u64;
@@ -86,8 +88,8 @@ enum LastCall {
 enum Why {
     /// Something failed; the agent that said so.
     Failed(Failure, AgentId),
-    /// An agent is gone.
-    Lost(Failure),
+    /// An agent is gone; whether enough were left.
+    Lost(Failure, bool),
     /// An agent has come.
     Grown(String),
 }
@@ -142,10 +144,13 @@ impl Coordinator {
         // One that has done its part may go.
         let had_ranks = matches!(agent.state, State::Running | State::Stuck);
         let lost = Failure::NodeLost { host: agent.member.host, how: how.to_owned() };
+        let enough = self.agents.len() >= self.rules.nnodes.0 as usize;
         match &mut self.phase {
-            Phase::Running if had_ranks => self.stop(Why::Lost(lost)),
+            Phase::Running if had_ranks => self.stop(Why::Lost(lost, enough)),
             // What others said after it went was an echo. (If it was itself what failed, that stands.)
-            Phase::Stopping(why) if had_ranks && why.told_by() != Some(id) => *why = Why::Lost(lost),
+            Phase::Stopping(why) if had_ranks && why.told_by() != Some(id) => {
+                *why = Why::Lost(lost, enough);
+            }
             _ => {}
         }
         self.go_on(now);
@@ -181,8 +186,7 @@ impl Coordinator {
             self.stop(Why::Grown(host));
         }
         if !matches!(self.phase, Phase::Stopping(_)) {
-            let joined: Vec<String> = self.agents.values().map(|agent| agent.member.host.clone()).collect();
-            self.out.push((id, ToAgent::Waiting { joined, nnodes: self.rules.nnodes }));
+            self.out.push((id, ToAgent::Waiting { there: self.hosts(), nnodes: self.rules.nnodes }));
         }
         self.go_on(now);
     }
@@ -246,7 +250,7 @@ impl Coordinator {
 
     fn stop(&mut self, why: Why) {
         let text = match &why {
-            Why::Failed(failure, _) | Why::Lost(failure) => failure.to_string(),
+            Why::Failed(failure, _) | Why::Lost(failure, _) => failure.to_string(),
             Why::Grown(host) => format!("{host} has joined"),
         };
         let attempt = self.attempts.saturating_sub(1);
@@ -285,18 +289,17 @@ impl Coordinator {
     fn stopped(&mut self, now: Instant) {
         let Phase::Stopping(why) = std::mem::replace(&mut self.phase, Phase::Over) else { return };
         let stuck = self.agents.values().any(|agent| agent.state == State::Stuck);
-        let enough = self.agents.len() >= self.rules.nnodes.0 as usize;
         let may_restart = !stuck && self.restarts < self.rules.max_restarts;
         let last_call = match why {
-            Why::Failed(failure, _) | Why::Lost(failure) if stuck => return self.end(Some(failure)),
-            Why::Failed(failure, _) if !may_restart => return self.end(Some(failure)),
-            Why::Lost(failure) if !enough && !may_restart => return self.end(Some(failure)),
+            Why::Failed(failure, _) | Why::Lost(failure, _) if stuck => return self.end(Some(failure)),
+            // Who is left goes on; nobody has to come back.
+            Why::Lost(_, true) => LastCall::Since(now),
+            Why::Failed(failure, _) | Why::Lost(failure, false) if !may_restart => return self.end(Some(failure)),
             Why::Failed(failure, _) => {
                 self.set_back(failure);
                 LastCall::Unneeded
             }
-            Why::Lost(_) if enough => LastCall::Since(now),
-            Why::Lost(failure) => {
+            Why::Lost(failure, false) => {
                 self.set_back(failure);
                 LastCall::NotYet
             }
@@ -332,15 +335,22 @@ impl Coordinator {
         if there >= max || is_time {
             self.start();
         } else if there < min && now.saturating_duration_since(since) >= self.rules.join_timeout {
-            let hosts: Vec<&str> = self.agents.values().map(|agent| agent.member.host.as_str()).collect();
             let why = format!(
                 "only {there} of at least {min} nodes ({}) came within {:?}. See what the others' launchers say, and \
                  that they have the same --rdzv-endpoint; --rdzv-conf join_timeout=SECONDS waits longer",
-                hosts.join(", "),
+                self.hosts(),
                 self.rules.join_timeout
             );
             self.end(Some(Failure::Meeting { why }));
         }
+    }
+
+    /// Who is there, in a few words.
+    fn hosts(&self) -> String {
+        let names: Vec<&str> = self.agents.values().take(NAMED).map(|agent| agent.member.host.as_str()).collect();
+        let more = self.agents.len() - names.len();
+        let names = names.join(", ");
+        if more == 0 { names } else { format!("{names} and {more} more") }
     }
 
     fn start(&mut self) {

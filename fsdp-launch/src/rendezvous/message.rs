@@ -66,8 +66,8 @@ pub(crate) enum Ended {
 pub(crate) enum ToAgent {
     /// It can't take part. The last message.
     Refused { why: String },
-    /// Others are waited for.
-    Waiting { joined: Vec<String>, nnodes: (u32, u32) },
+    /// Others are waited for; these are there.
+    Waiting { there: String, nnodes: (u32, u32) },
     /// Start your ranks.
     Start(Place),
     /// End your ranks.

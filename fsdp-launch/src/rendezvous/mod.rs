@@ -20,7 +20,7 @@ use std::{
         Arc,
         mpsc::{self, Receiver, RecvTimeoutError, Sender},
     },
-    thread::{self, JoinHandle},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -78,7 +78,11 @@ pub(crate) enum Membership {
     /// One host.
     Alone(Box<Hub>),
     /// Several; the thread connects, or holds the coordinator.
-    Several { to: Option<Sender<FromAgent>>, thread: Option<JoinHandle<()>> },
+    Several {
+        to: Option<Sender<FromAgent>>,
+        /// Ends when the thread has.
+        done: Receiver<()>,
+    },
 }
 
 impl Membership {
@@ -98,9 +102,14 @@ impl Membership {
         let token = spec.token_file.as_deref().map(Token::read).transpose()?;
         let (to, from_us) = mpsc::channel();
         let agent = Agent { spec: spec.clone(), token, rules, member, events: events.clone(), from_us };
-        let thread = thread::Builder::new().name("rendezvous".into()).spawn(move || agent.run());
-        let thread = thread.map_err(Error::system("start a thread for the rendezvous"))?;
-        Ok(Membership::Several { to: Some(to), thread: Some(thread) })
+        let (until_done, done) = mpsc::channel();
+        let run = move || {
+            agent.run();
+            drop(until_done);
+        };
+        let thread = thread::Builder::new().name("rendezvous".into()).spawn(run);
+        thread.map_err(Error::system("start a thread for the rendezvous"))?;
+        Ok(Membership::Several { to: Some(to), done })
     }
 
     pub(crate) fn say(&self, message: FromAgent) {
@@ -119,12 +128,10 @@ impl Membership {
 impl Drop for Membership {
     /// Leaves when all that was said is sent, and what others have to hear of us is heard.
     fn drop(&mut self) {
-        if let Membership::Several { to, thread } = self {
+        if let Membership::Several { to, done } = self {
             drop(to.take());
-            if let Some(thread) = thread.take() {
-                // It only fails by a panic, which has been printed.
-                thread.join().ok();
-            }
+            // A thread that looks a name up, or waits for a connection to be made, is left to itself.
+            done.recv_timeout(FAREWELL + TICK).ok();
         }
     }
 }

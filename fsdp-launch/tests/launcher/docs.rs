@@ -3,11 +3,11 @@
 use std::{
     fs,
     path::Path,
-    thread::sleep,
+    thread::{self, sleep},
     time::{Duration, Instant},
 };
 
-use crate::{Running, TIMEOUT, executable, finish, launcher};
+use crate::{Running, TIMEOUT, executable, finish, hosts::free_port, launcher};
 
 fn document() -> String {
     fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/launching.md")).unwrap()
@@ -47,15 +47,26 @@ fn every_command_of_the_document_runs() {
         executable(dir.path().join("train"), "#!/bin/sh\necho trained \"$@\"\n");
         executable(dir.path().join("script.py"), "#!/bin/sh\necho itself\n");
         executable(dir.path().join("python3"), "#!/bin/sh\necho python \"$@\"\n");
+        fs::write(dir.path().join("token"), "0123456789abcdef").unwrap();
+        // The hosts are this one.
+        let line = line.replace("node0", "localhost").replace("29400", &free_port().to_string());
         // There is a run to show.
         let _run = line.starts_with("fsdp-launch status").then(|| a_run(dir.path()));
         let path = [dir.path(), alone.path(), Path::new("/usr/bin"), Path::new("/bin")];
-        let mut command = assert_cmd::Command::new("sh");
-        command.timeout(TIMEOUT).args(["-c", line]).current_dir(dir.path());
-        command.env("PATH", std::env::join_paths(path).unwrap()).env_remove("PYTHON_EXEC");
-        command.env("TMPDIR", dir.path());
-        let (code, stdout, stderr) = finish(&mut command);
-        assert_eq!((code, stderr.as_str()), (Some(0), ""), "{line}");
+        let path = std::env::join_paths(path).unwrap();
+        let run = || {
+            let mut command = assert_cmd::Command::new("sh");
+            command.timeout(TIMEOUT).args(["-c", &line]).current_dir(dir.path());
+            command.env("PATH", &path).env_remove("PYTHON_EXEC").env("TMPDIR", dir.path());
+            finish(&mut command)
+        };
+        let launchers = if line.contains("--nnodes 2") { 2 } else { 1 };
+        let ended = thread::scope(|scope| {
+            let started: Vec<_> = (0..launchers).map(|_| scope.spawn(run)).collect();
+            started.into_iter().map(|run| run.join().unwrap()).collect::<Vec<_>>()
+        });
+        assert!(ended.iter().all(|(code, _, stderr)| *code == Some(0) && stderr.is_empty()), "{line}: {ended:?}");
+        let stdout: String = ended.into_iter().map(|(_, stdout, _)| stdout).collect();
         // What is redirected into files is not on the console.
         let silent = line.contains(" > ");
         assert!(
