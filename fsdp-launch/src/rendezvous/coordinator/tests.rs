@@ -1,0 +1,313 @@
+//! Agents that come, go, fail and succeed, and a clock that is turned by hand.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::{End, RankReport};
+
+/// Agents that do as they are told at once, and a clock that is turned by hand.
+struct Hall {
+    coordinator: Coordinator,
+    now: Instant,
+    /// What each agent heard, and which attempt's ranks it has running.
+    agents: BTreeMap<AgentId, (Vec<ToAgent>, Option<u32>)>,
+}
+
+const LAST_CALL: Duration = Duration::from_secs(30);
+
+impl Hall {
+    fn new(nnodes: (u32, u32), max_restarts: u32) -> Self {
+        let times = (Duration::from_secs(600), LAST_CALL);
+        let rules =
+            Rules { run_id: "run".into(), nnodes, max_restarts, join_timeout: times.0, last_call_timeout: times.1 };
+        let now = Instant::now();
+        Hall { coordinator: Coordinator::new(rules, now), now, agents: BTreeMap::new() }
+    }
+
+    fn join_as(&mut self, id: AgentId, change: impl FnOnce(&mut Member)) {
+        let rules = &self.coordinator.rules;
+        let mut member = Member {
+            host: format!("host{id}"),
+            machine: format!("machine{id}"),
+            node_rank: None,
+            ranks: 2,
+            role: "default".into(),
+            address: Some(format!("10.0.0.{id}")),
+            master_addr: None,
+            master_port: 1000 + id as u16,
+            run_id: None,
+            nnodes: rules.nnodes,
+            max_restarts: rules.max_restarts,
+            attempts: 0,
+            restarts: 0,
+        };
+        change(&mut member);
+        self.agents.insert(id, (Vec::new(), None));
+        self.say(id, FromAgent::Join(Box::new(member)));
+    }
+
+    fn join(&mut self, id: AgentId) {
+        self.join_as(id, |_| {});
+    }
+
+    fn say(&mut self, id: AgentId, message: FromAgent) {
+        self.coordinator.hear(self.now, id, message);
+        self.deliver();
+    }
+
+    fn lose(&mut self, id: AgentId) {
+        self.agents.remove(&id);
+        self.coordinator.lose(self.now, id, "is gone");
+        self.deliver();
+    }
+
+    fn pass(&mut self, time: Duration) {
+        self.now += time;
+        self.coordinator.tick(self.now);
+        self.deliver();
+    }
+
+    /// Tells agents what is for them; those that are to end their ranks do.
+    fn deliver(&mut self) {
+        loop {
+            let messages = self.coordinator.take_messages();
+            if messages.is_empty() {
+                return;
+            }
+            for (id, message) in messages {
+                let Some((heard, running)) = self.agents.get_mut(&id) else { continue };
+                match &message {
+                    ToAgent::Start(place) => {
+                        assert_eq!(*running, None, "two attempts at once on {id}");
+                        *running = Some(place.attempt);
+                    }
+                    ToAgent::Stop { attempt, .. } => assert!(running.is_none_or(|running| running == *attempt)),
+                    ToAgent::End(_) => assert_eq!(*running, None, "ranks of {id} outlive the end"),
+                    _ => {}
+                }
+                heard.push(message.clone());
+                if let ToAgent::Stop { .. } = message {
+                    self.end(id, Ended::Stopped { may_restart: true });
+                }
+            }
+        }
+    }
+
+    fn end(&mut self, id: AgentId, result: Ended) {
+        let Some(attempt) = self.agents.get_mut(&id).and_then(|(_, running)| running.take()) else { return };
+        self.coordinator.hear(self.now, id, FromAgent::Ended { attempt, result, master_port: 2000 + id as u16 });
+        self.deliver();
+    }
+
+    fn fail(&mut self, id: AgentId, message: &str) {
+        let report = Box::new(report(message));
+        self.end(id, Ended::Failed { report, may_restart: true });
+    }
+
+    fn place(&self, id: AgentId) -> Option<&Place> {
+        let heard = &self.agents.get(&id)?.0;
+        heard.iter().rev().find_map(|message| if let ToAgent::Start(place) = message { Some(place) } else { None })
+    }
+
+    fn verdict(&self, id: AgentId) -> Option<&Verdict> {
+        match self.agents.get(&id)?.0.last()? {
+            ToAgent::End(verdict) => Some(verdict),
+            _ => None,
+        }
+    }
+
+    fn is_running(&self, id: AgentId) -> bool {
+        self.agents.get(&id).is_some_and(|(_, running)| running.is_some())
+    }
+}
+
+fn report(message: &str) -> RankReport {
+    let (host, end) = (Some("h".into()), Some(End::Exited(7)));
+    RankReport {
+        rank: 1,
+        host,
+        pid: 5,
+        end,
+        request: None,
+        silent_for: None,
+        whereabouts: None,
+        message: Some(message.into()),
+    }
+}
+
+#[test]
+fn one_agent_starts_at_once_and_restarts_by_itself() {
+    let mut hall = Hall::new((1, 1), 1);
+    hall.join(0);
+    let place = hall.place(0).unwrap();
+    assert_eq!((place.attempt, place.world_size, place.master_port), (0, 2, 1000));
+    hall.fail(0, "a");
+    let place = hall.place(0).unwrap();
+    assert_eq!((place.attempt, place.restarts, place.master_port), (1, 1, 2000));
+    hall.fail(0, &"b".repeat(1000));
+    let verdict = hall.verdict(0).unwrap();
+    assert_eq!(verdict.failure, Some(Failure::Rank(report(&"b".repeat(1000)))));
+    assert_eq!((verdict.restarts, verdict.setbacks.len(), verdict.setbacks[0].attempt), (1, 1, 0));
+}
+
+#[test]
+fn ranks_follow_node_ranks_and_then_the_order_of_coming() {
+    let mut hall = Hall::new((3, 3), 0);
+    hall.join_as(0, |it| (it.role, it.ranks) = ("a".into(), 1));
+    hall.join_as(1, |it| (it.role, it.node_rank) = ("b".into(), Some(0)));
+    assert!(hall.place(0).is_none());
+    hall.join_as(2, |it| (it.role, it.ranks) = ("a".into(), 4));
+    let of = |id| {
+        let place = hall.place(id).unwrap();
+        let role = (place.first_role_rank, place.role_world_size);
+        (place.group_rank, place.first_rank, role, place.master_addr.as_str(), place.master_port)
+    };
+    assert_eq!(of(1), (0, 0, (0, 2), "10.0.0.1", 1001));
+    assert_eq!(of(0), (1, 2, (0, 5), "10.0.0.1", 1001));
+    assert_eq!(of(2), (2, 3, (1, 5), "10.0.0.1", 1001));
+    assert_eq!(hall.place(0).map(|place| (place.world_size, place.group_world_size, place.machines)), Some((7, 3, 3)));
+    (0..3).for_each(|id| hall.end(id, Ended::Succeeded));
+    assert!((0..3).all(|id| hall.verdict(id).unwrap().failure.is_none()));
+}
+
+#[test]
+fn one_failure_stops_and_restarts_all_without_a_last_call() {
+    let mut hall = Hall::new((1, 4), 1);
+    hall.join(0);
+    hall.join(1);
+    assert!(!hall.is_running(0));
+    hall.pass(LAST_CALL);
+    hall.end(0, Ended::Succeeded);
+    hall.fail(1, "x");
+    assert!(hall.is_running(0) && hall.is_running(1) && hall.place(0).unwrap().attempt == 1);
+    // The first word counts; what the same agent finds out later replaces it, an echo does not.
+    hall.say(1, FromAgent::Failed { attempt: 1, report: Box::new(report("first")) });
+    hall.fail(0, "echo");
+    let failure = hall.verdict(1).unwrap().failure.clone();
+    assert!(failure.is_some_and(|failure| failure.to_string().contains("first")));
+}
+
+#[test]
+fn a_lost_agent_costs_a_restart_unless_enough_are_left() {
+    let mut hall = Hall::new((1, 2), 0);
+    hall.join(0);
+    hall.join(1);
+    hall.lose(1);
+    assert!(!hall.is_running(0));
+    hall.pass(LAST_CALL);
+    let place = hall.place(0).unwrap();
+    assert_eq!((place.attempt, place.restarts, place.world_size), (1, 0, 2));
+    // It comes back: all start again, larger.
+    hall.join(2);
+    let place = hall.place(2).unwrap();
+    assert_eq!((place.attempt, place.first_rank, place.world_size), (2, 2, 4));
+
+    let mut fixed = Hall::new((2, 2), 1);
+    [0, 1].into_iter().for_each(|id| fixed.join(id));
+    fixed.lose(1);
+    assert!(!fixed.is_running(0) && fixed.verdict(0).is_none());
+    fixed.join(2);
+    assert_eq!(fixed.place(0).map(|place| (place.attempt, place.restarts)), Some((1, 1)));
+    fixed.lose(2);
+    assert!(fixed.verdict(0).unwrap().failure.as_ref().unwrap().to_string().contains("host2 is gone"));
+}
+
+#[test]
+fn a_loss_explains_the_failures_that_came_before_it() {
+    let mut hall = Hall::new((1, 2), 0);
+    [0, 1].into_iter().for_each(|id| hall.join(id));
+    // Its end is heard only after the others' ranks have noticed.
+    hall.agents.get_mut(&1).unwrap().1 = None;
+    hall.fail(0, "rank 2 is gone");
+    assert!(hall.verdict(0).is_none());
+    hall.lose(1);
+    hall.pass(LAST_CALL);
+    assert!(hall.is_running(0));
+}
+
+#[test]
+fn too_few_agents_are_an_end_with_their_names() {
+    let mut hall = Hall::new((3, 3), 0);
+    hall.join(0);
+    hall.join(1);
+    hall.pass(Duration::from_secs(599));
+    assert!(hall.verdict(0).is_none());
+    hall.pass(Duration::from_secs(1));
+    let told = hall.verdict(1).unwrap().failure.as_ref().unwrap().to_string();
+    assert!(told.contains("only 2 of at least 3 nodes (host0, host1)") && told.contains("join_timeout"), "{told}");
+}
+
+#[test]
+fn who_does_not_fit_is_refused_and_who_is_one_too_many_waits() {
+    let mut hall = Hall::new((2, 2), 5);
+    hall.join_as(0, |it| it.node_rank = Some(0));
+    for part in [
+        "--node-rank 0 is taken by host0",
+        "the run here is \"run\", not \"other\"",
+        "--nnodes 2:2, not 1:2",
+        "--max-restarts 5, not 0",
+    ] {
+        hall.join_as(9, |it| match part {
+            _ if part.contains("other") => it.run_id = Some("other".into()),
+            _ if part.contains("nnodes") => it.nnodes = (1, 2),
+            _ if part.contains("restarts") => it.max_restarts = 0,
+            _ => it.node_rank = Some(0),
+        });
+        let Some(ToAgent::Refused { why }) = hall.agents[&9].0.last() else { panic!("{part}: taken") };
+        assert!(why.contains(part), "{why}");
+    }
+    hall.join(1);
+    hall.join(2);
+    assert!(hall.is_running(1) && !hall.is_running(2));
+    hall.lose(1);
+    assert!(hall.is_running(2) && hall.place(2).unwrap().restarts == 0);
+    hall.end(0, Ended::Succeeded);
+    hall.end(2, Ended::Succeeded);
+    hall.join(3);
+    assert!(matches!(hall.agents[&3].0.last(), Some(ToAgent::Refused { .. })));
+}
+
+#[test]
+fn what_a_coordinator_before_it_counted_is_not_forgotten() {
+    let mut hall = Hall::new((2, 2), 3);
+    hall.join_as(0, |it| (it.attempts, it.restarts) = (4, 2));
+    hall.join(1);
+    assert_eq!(hall.place(1).map(|place| (place.attempt, place.restarts)), Some((4, 2)));
+}
+
+proptest! {
+    /// However agents come, go, fail and succeed: no attempt overlaps another (asserted by the hall), and it ends.
+    #[test]
+    fn any_story_ends(
+        min in 1u32..4,
+        more in 0u32..3,
+        max_restarts in 0u32..4,
+        story in proptest::collection::vec((0u8..6, 0u64..6), 0..60),
+    ) {
+        let mut hall = Hall::new((min, min + more), max_restarts);
+        let mut next = 100;
+        for (what, id) in story {
+            match what {
+                0 | 1 => {
+                    hall.join(next);
+                    next += 1;
+                }
+                2 => hall.pass(LAST_CALL),
+                other => {
+                    let Some(&id) = hall.agents.keys().nth(id as usize) else { continue };
+                    match other {
+                        3 => hall.lose(id),
+                        4 => hall.fail(id, "x"),
+                        _ => hall.end(id, Ended::Succeeded),
+                    }
+                }
+            }
+        }
+        for _ in 0..3 {
+            hall.pass(Duration::from_secs(600));
+            let ids: Vec<_> = hall.agents.keys().copied().collect();
+            ids.into_iter().for_each(|id| hall.end(id, Ended::Succeeded));
+        }
+        prop_assert!(hall.coordinator.is_over() || hall.agents.is_empty());
+    }
+}
