@@ -2,6 +2,7 @@
 
 use std::{
     fs,
+    os::unix::fs::PermissionsExt,
     path::Path,
     thread::{self, sleep},
     time::{Duration, Instant},
@@ -48,6 +49,7 @@ fn every_command_of_the_document_runs() {
         executable(dir.path().join("script.py"), "#!/bin/sh\necho itself\n");
         executable(dir.path().join("python3"), "#!/bin/sh\necho python \"$@\"\n");
         fs::write(dir.path().join("token"), "0123456789abcdef").unwrap();
+        fs::set_permissions(dir.path().join("token"), fs::Permissions::from_mode(0o600)).unwrap();
         // The hosts are this one.
         let line = line.replace("node0", "localhost").replace("29400", &free_port().to_string());
         // There is a run to show.
