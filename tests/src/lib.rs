@@ -38,12 +38,13 @@ pub fn program(name: &str) -> PathBuf {
         let target = here.ancestors().nth(3).unwrap_or(Path::new("target"));
         let cargo = std::env::var_os("CARGO").unwrap_or("cargo".into());
         let status = Command::new(cargo)
-            .args(["build", "--release", "--bins", "-p", "fsdp-launch", "-p", "fsdp-ckpt", "-p", "fsdp-examples"])
-            // As the tests of the workspace have it: nothing is compiled once more, and `fsdp-ckpt` stays what its tests need.
-            .args(["--features", "fsdp-ckpt/object-store"])
+            // What `cargo test --workspace` builds, with the same features: there nothing is compiled once more. (The programs are built because their packages
+            // have tests that run them.)
+            .args(["test", "--release", "--workspace", "--no-run"])
             .arg("--target-dir")
             .arg(target)
             .current_dir(workspace())
+            .stdout(Stdio::null())
             .status();
         assert!(matches!(status, Ok(status) if status.success()), "can't build the programs: {status:?}");
         target.join("release")
