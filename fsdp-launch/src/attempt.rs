@@ -36,11 +36,12 @@ pub(crate) struct Attempt {
     pub(crate) news: Vec<News>,
 }
 
-/// Starts the ranks of `job` and waits until nothing of them is left; should the launcher be killed, `temp_dir` is removed. The first failure is told by `failed` before
-/// the other ranks are ended.
+/// Starts the ranks of `job`, in the guard's care, and waits until nothing of them is left. What `fsdp-launch status` shows is written into `temp_dir`. The first failure
+/// is told by `failed` before the other ranks are ended.
 pub(crate) fn run(
     job: &Job<'_>,
     temp_dir: &Path,
+    guard: &mut Guard,
     sender: &Sender<Event>,
     events: &Receiver<Event>,
     mut failed: impl FnMut(RankReport),
@@ -48,7 +49,6 @@ pub(crate) fn run(
     let spec = job.spec;
     // What one rank lacks shows before any of them is started.
     (0..spec.nproc_per_node).try_for_each(|rank| job.variables(rank).and(cores::of_rank(spec, rank)).map(drop))?;
-    let mut guard = Guard::start(temp_dir);
     let mut outputs = Outputs::new(sender.clone())?;
     let mut workers = Vec::new();
     let has_terminal = io::stderr().is_terminal();
@@ -84,10 +84,14 @@ pub(crate) fn run(
             Event::ChildEnded | Event::OutputEnded => {}
         }
     }
+    let is_gone = workers.iter().all(Worker::is_gone);
+    if is_gone {
+        guard.forget();
+    }
     Ok(Attempt {
         cause: ended.cause,
         ranks: workers.iter().map(|worker| report(job, worker)).collect(),
-        is_gone: workers.iter().all(Worker::is_gone),
+        is_gone,
         interrupted,
         news,
     })

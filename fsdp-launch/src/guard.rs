@@ -13,8 +13,11 @@ use rustix::process::Pid;
 
 use crate::session::own_session;
 
+/// A line is a group, an empty one says that those before are gone.
 const SCRIPT: &str = r#"
-while read -r group; do groups="$groups -$group"; done
+while read -r group; do
+    if [ -n "$group" ]; then groups="$groups -$group"; else groups=; fi
+done
 [ -z "$groups" ] || kill -s KILL -- $groups
 rm -rf -- "$1"
 "#;
@@ -25,7 +28,7 @@ pub(crate) struct Guard {
 }
 
 impl Guard {
-    /// Starts the shell, which also removes `directory` in the end.
+    /// Starts the shell, which also removes `directory` in the end. To be called before that is made: the launcher may be killed in between.
     pub(crate) fn start(directory: &Path) -> Self {
         let mut command = Command::new("/bin/sh");
         command.args(["-c", SCRIPT, "fsdp-launch-guard"]).arg(directory);
@@ -36,8 +39,18 @@ impl Guard {
 
     /// Puts a rank's process group in the shell's care.
     pub(crate) fn watch(&mut self, group: Pid) {
+        self.tell(&format!("{}\n", group.as_raw_pid()));
+    }
+
+    /// All groups are gone: others may get their ids.
+    pub(crate) fn forget(&mut self) {
+        self.tell("\n");
+    }
+
+    /// In one write, so that no part of a line is read if the launcher is killed meanwhile.
+    fn tell(&mut self, line: &str) {
         if let Some(pipe) = self.shell.as_mut().and_then(|shell| shell.stdin.as_mut()) {
-            writeln!(pipe, "{}", group.as_raw_pid()).unwrap_or_else(|error| without_guard(&error));
+            pipe.write_all(line.as_bytes()).unwrap_or_else(|error| without_guard(&error));
         }
     }
 }

@@ -16,6 +16,7 @@ use rustix::process::{getpid, set_child_subreaper};
 use crate::{
     Cause, Error, Failure, LaunchSpec, Outcome, RankReport, Result, attempt,
     environment::Job,
+    guard::Guard,
     job_file::PREFIX,
     logs::{create_attempt_dir, create_run_dir},
     rendezvous::{self, Ended, FromAgent, Member, Membership, News, Place, ToAgent, Verdict},
@@ -43,8 +44,12 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
     let _signals = SignalWatch::start(&spec.signals, sender.clone())?;
     // So that what a rank leaves behind is ours to reap: the first process of a container often does not.
     set_child_subreaper(Some(getpid())).map_err(Error::system("become the parent of orphaned processes"))?;
+    let temp_name = format!("{PREFIX}{}", unique_id());
+    // From before there is the directory until after it is removed: the launcher may be killed at any moment.
+    let mut guard = Guard::start(&std::env::temp_dir().join(&temp_name));
     let temp_dir = tempfile::Builder::new()
-        .prefix(PREFIX)
+        .prefix(&temp_name)
+        .rand_bytes(0)
         .permissions(Permissions::from_mode(0o700))
         .tempdir()
         .map_err(Error::system("make a temporary directory"))?;
@@ -97,7 +102,7 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
             why = Some(Failure::Rank(report.clone()).to_string());
             membership.say(FromAgent::Failed { attempt: place.attempt, report: Box::new(report.for_others()) });
         };
-        let attempt = match attempt::run(&job, temp_dir.path(), &sender, &events, told) {
+        let attempt = match attempt::run(&job, temp_dir.path(), &mut guard, &sender, &events, told) {
             Ok(attempt) => attempt,
             Err(error) => {
                 membership.say(FromAgent::Leave { why: format!("is gone: {error}") });

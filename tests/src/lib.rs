@@ -1,5 +1,6 @@
 //! What the integration tests share: the workspace's programs, built, runs of them, and their traces.
 
+pub mod remains;
 pub mod trace;
 
 use std::path::{Path, PathBuf};

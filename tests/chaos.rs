@@ -1,0 +1,325 @@
+//! Runs whose ranks are killed and stopped and whose launcher is killed, at random instants: each goes on to the weights of a run that nothing happened to,
+//! and leaves nothing behind.
+//!
+//! `FSDP_CHAOS_RUNS` says how many runs, `FSDP_CHAOS_SEED` which ones: run 7 of a seed is the same run 7 however many there are.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use fsdp_tests::remains::{Holdings, MARK, Process, processes, wait_until_gone};
+use fsdp_tests::{golden, program};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+const RANKS: usize = 3;
+const RUNS: u64 = 12;
+const SEED: u64 = 20_261_121;
+const STEPS: &str = "12";
+const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(2);
+/// What the project promises: so long after a failure is detected, the run has ended or goes on.
+const DEADLINE: Duration = Duration::from_secs(15);
+/// No run takes so long, whatever happens to it.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// Random numbers for tests: SplitMix64.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, n: u64) -> u64 {
+        self.next() % n
+    }
+
+    /// From 0 to 1.
+    fn part(&mut self) -> f64 {
+        self.below(1 << 32) as f64 / (1_u64 << 32) as f64
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Kind {
+    KillRank,
+    StopRank,
+    KillLauncher,
+}
+
+const KINDS: [Kind; 3] = [Kind::KillRank, Kind::StopRank, Kind::KillLauncher];
+
+/// Something that happens to a run.
+#[derive(Clone, Copy, Debug)]
+struct Blow {
+    kind: Kind,
+    rank: usize,
+    /// When, after the one before or the start, in durations of an undisturbed run.
+    after: f64,
+}
+
+/// What happens to run `index` of a seed.
+fn blows(seed: u64, index: u64) -> Vec<Blow> {
+    let mut random = Random(seed ^ index.wrapping_mul(0xa076_1d64_78bd_642f));
+    let first = KINDS[(index % 3) as usize];
+    let mut kinds = vec![first];
+    if first == Kind::KillLauncher && random.below(2) == 0 {
+        kinds.extend([first; 2]);
+    } else if random.below(3) == 0 {
+        kinds.push(KINDS[random.below(3) as usize]);
+    }
+    let most = |at: usize| if at == 0 { 1.2 } else { 0.8 };
+    let blow = |(at, kind)| Blow { kind, rank: random.below(RANKS as u64) as usize, after: random.part() * most(at) };
+    kinds.into_iter().enumerate().map(blow).collect()
+}
+
+/// A run of `train` under the launcher.
+struct Job {
+    dir: tempfile::TempDir,
+    mark: String,
+    async_save: bool,
+    launcher: Child,
+    held: Holdings,
+}
+
+impl Job {
+    fn start(mark: String, async_save: bool) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("tmp")).unwrap();
+        let launcher = Self::launch(dir.path(), &mark, async_save);
+        Job { dir, mark, async_save, launcher, held: Holdings::default() }
+    }
+
+    fn launch(dir: &Path, mark: &str, async_save: bool) -> Child {
+        let model = golden("llama_tiny");
+        let log = || File::options().create(true).append(true).open(dir.join("log")).unwrap();
+        let mut command = Command::new(program("fsdp-launch"));
+        command.args(["--nproc-per-node", &RANKS.to_string(), "--max-restarts=3", "--shutdown-timeout=2"]);
+        command.arg(format!("--heartbeat-timeout={}", HEARTBEAT_TIMEOUT.as_secs())).arg(program("train"));
+        command.arg("--model").arg(&model).arg("--data").arg(model.join("tokens.bin"));
+        command.args(["--init=random", "--seq-len=32", "--batch-size=2", "--steps", STEPS, "--lr=1e-3"]);
+        command.args(["--checkpoint-dir=saved", "--save-every=2", "--keep=2", "--resume=auto"]);
+        command.args(async_save.then_some("--async-save"));
+        command.current_dir(dir).env(MARK, mark).env("TMPDIR", dir.join("tmp"));
+        command.stdin(Stdio::null()).stdout(log()).stderr(log()).spawn().unwrap()
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.dir.path().join("log")).unwrap_or_default()
+    }
+
+    fn ended(&mut self) -> Option<ExitStatus> {
+        self.launcher.try_wait().unwrap()
+    }
+
+    /// The ranks there are, by their number; what is held by them and by the launcher is noted.
+    fn ranks(&mut self) -> BTreeMap<usize, Process> {
+        let processes = processes(&self.mark);
+        self.held.add(&processes);
+        let launcher = self.launcher.id();
+        let ranks = processes.into_iter().filter(|process| process.parent.unsigned_abs() == launcher);
+        ranks.filter_map(|process| Some((process.rank?, process))).collect()
+    }
+
+    /// All ranks have made a step, and none of them is among `old`.
+    fn has_resumed(&self, old: &[i32]) -> bool {
+        let mut command = Command::new(program("fsdp-launch"));
+        let output = command.args(["status", "--json"]).env("TMPDIR", self.dir.path().join("tmp")).output().unwrap();
+        let runs: Vec<Value> = serde_json::from_slice(&output.stdout).unwrap_or_default();
+        let launcher = Value::from(self.launcher.id());
+        let Some(run) = runs.iter().find(|run| run["launcher_pid"] == launcher) else { return false };
+        let ranks = run["ranks"].as_array().unwrap();
+        let is_new = |rank: &Value| !old.iter().any(|&pid| rank["pid"] == pid) && !rank["told"]["step"].is_null();
+        ranks.len() == RANKS && ranks.iter().all(is_new)
+    }
+
+    /// The checkpoints: what each of their files holds.
+    fn checkpoints(&self) -> BTreeMap<PathBuf, Vec<u8>> {
+        let root = self.dir.path().join("saved");
+        let mut files = BTreeMap::new();
+        for step in fs::read_dir(&root).unwrap().map(|entry| entry.unwrap().path()) {
+            for file in fs::read_dir(&step).unwrap().map(|entry| entry.unwrap().path()) {
+                files.insert(file.strip_prefix(&root).unwrap().to_owned(), fs::read(&file).unwrap());
+            }
+        }
+        files
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        // After a test that failed. What runs on dies with the launcher, or is the failure.
+        self.launcher.kill().ok();
+        self.launcher.wait().ok();
+        for process in processes(&self.mark) {
+            kill(process.pid, Signal::KILL);
+        }
+    }
+}
+
+/// Sends a signal; false when the process is gone.
+fn kill(pid: i32, signal: Signal) -> bool {
+    Pid::from_raw(pid).is_some_and(|pid| kill_process(pid, signal).is_ok())
+}
+
+/// What was seen in all runs.
+#[derive(Debug, Default)]
+struct Seen {
+    blows: BTreeMap<Kind, u32>,
+    /// The run had ended before.
+    too_late: u32,
+    /// From a failure's detection until all ranks have made a step again, or the run has ended.
+    until_resumed: Vec<(Duration, Kind)>,
+    until_gone: Duration,
+}
+
+impl Seen {
+    fn longest(&self, kind: Kind) -> Duration {
+        self.until_resumed.iter().filter(|(_, of)| *of == kind).map(|(time, _)| *time).max().unwrap_or_default()
+    }
+}
+
+/// A failure that the run has not yet recovered from.
+struct Wound {
+    kind: Kind,
+    /// When it can have been detected.
+    detected: Instant,
+    /// The ranks of that moment.
+    old: Vec<i32>,
+}
+
+/// One run to its end.
+fn disturbed(job: &mut Job, blows: &[Blow], undisturbed: Duration, seen: &mut Seen) -> Result<(), String> {
+    let start = Instant::now();
+    let mut next_at = start;
+    let mut blows = blows.iter();
+    let mut next = blows.next();
+    next_at += next.map_or(Duration::ZERO, |blow| undisturbed.mul_f64(blow.after));
+    let mut wound: Option<Wound> = None;
+    let (mut looked, mut status_looked) = (start, start);
+    let ended = loop {
+        if let Some(status) = job.ended() {
+            break status;
+        }
+        if let Some(blow) = next.filter(|_| Instant::now() >= next_at) {
+            let ranks = job.ranks();
+            let old = ranks.values().map(|process| process.pid).collect();
+            let mut detected = Instant::now();
+            let has_struck = match blow.kind {
+                Kind::KillLauncher => {
+                    let is_there = job.ended().is_none();
+                    if is_there {
+                        job.launcher.kill().unwrap();
+                        job.launcher.wait().unwrap();
+                        // As a service manager would.
+                        job.launcher = Job::launch(job.dir.path(), &job.mark, job.async_save);
+                    }
+                    is_there
+                }
+                // Until it is there.
+                Kind::KillRank => ranks.get(&blow.rank).is_some_and(|rank| kill(rank.pid, Signal::KILL)),
+                Kind::StopRank => {
+                    detected += HEARTBEAT_TIMEOUT;
+                    ranks.get(&blow.rank).is_some_and(|rank| kill(rank.pid, Signal::STOP))
+                }
+            };
+            if has_struck {
+                *seen.blows.entry(blow.kind).or_default() += 1;
+                wound = Some(Wound { kind: blow.kind, detected, old });
+                next = blows.next();
+                next_at = Instant::now() + next.map_or(Duration::ZERO, |blow| undisturbed.mul_f64(blow.after));
+            }
+        }
+        if looked.elapsed() > Duration::from_millis(50) {
+            job.ranks();
+            looked = Instant::now();
+        }
+        if status_looked.elapsed() > Duration::from_millis(50) {
+            if wound.as_ref().is_some_and(|wound| job.has_resumed(&wound.old)) {
+                let wound = wound.take().unwrap();
+                seen.until_resumed.push((wound.detected.elapsed(), wound.kind));
+            }
+            status_looked = Instant::now();
+        }
+        if start.elapsed() > LIMIT {
+            let ranks: Vec<String> = processes(&job.mark).iter().map(|process| format!("{process:?}")).collect();
+            return Err(format!("did not end within {LIMIT:?}:\n  {}", ranks.join("\n  ")));
+        }
+        sleep(Duration::from_millis(2));
+    };
+    if let Some(wound) = wound {
+        seen.until_resumed.push((wound.detected.elapsed(), wound.kind));
+    }
+    seen.too_late += next.into_iter().chain(blows).count() as u32;
+    if !ended.success() {
+        return Err(format!("ended with {ended}"));
+    }
+    let gone = wait_until_gone(&job.mark, &job.held, &job.dir.path().join("tmp"))?;
+    seen.until_gone = seen.until_gone.max(gone);
+    Ok(())
+}
+
+/// A number from the environment.
+fn setting(name: &str, default: u64) -> u64 {
+    let text = std::env::var(name).ok();
+    text.map_or(default, |text| text.parse().unwrap_or_else(|_| panic!("{name}={text}: expected a number")))
+}
+
+#[test]
+fn whatever_is_killed_or_stopped_the_weights_are_the_same_and_nothing_remains() {
+    let (runs, seed) = (setting("FSDP_CHAOS_RUNS", RUNS), setting("FSDP_CHAOS_SEED", SEED));
+    let mark = |index: &str| format!("chaos-{}-{seed}-{index}", std::process::id());
+    let started = Instant::now();
+    let mut reference = Job::start(mark("undisturbed"), false);
+    disturbed(&mut reference, &[], Duration::ZERO, &mut Seen::default())
+        .unwrap_or_else(|error| panic!("the undisturbed run {error}\n{}", reference.log()));
+    let undisturbed = started.elapsed();
+    let (sockets, segments) = reference.held.seen();
+    assert!(sockets > 0 && segments > RANKS, "{sockets} sockets and {segments} segments were seen");
+    let want = reference.checkpoints();
+    let steps: Vec<_> = want.keys().filter(|file| file.ends_with("manifest.json")).collect();
+    assert_eq!(steps.len(), 2, "{:?}", want.keys());
+
+    let mut seen = Seen::default();
+    let mut failures = Vec::new();
+    for index in 0..runs {
+        let blows = blows(seed, index);
+        let mut job = Job::start(mark(&index.to_string()), index % 2 == 1);
+        let mut outcome = disturbed(&mut job, &blows, undisturbed, &mut seen);
+        if outcome.is_ok() {
+            let got = job.checkpoints();
+            let differs = |file: &&PathBuf| got.get(*file) != want.get(*file);
+            let different: Vec<_> = got.keys().chain(want.keys()).filter(differs).collect();
+            if !different.is_empty() {
+                outcome = Err(format!("has other checkpoints than the undisturbed run: {different:?}"));
+            }
+        }
+        if let Err(error) = outcome {
+            println!("run {index}, {blows:?} {error}\n{}", job.log());
+            failures.push(index);
+        }
+    }
+    println!(
+        "{runs} chaos runs of seed {seed} in {:.1?}, an undisturbed one takes {undisturbed:.1?}: {:?}, {} came too late; \
+         nothing remained after at most {:.1?}; resumed or ended after at most {:.1?}, {:.1?} and {:.1?}",
+        started.elapsed(),
+        seen.blows,
+        seen.too_late,
+        seen.until_gone,
+        seen.longest(Kind::KillRank),
+        seen.longest(Kind::StopRank),
+        seen.longest(Kind::KillLauncher),
+    );
+    assert!(failures.is_empty(), "runs {failures:?} of seed {seed} failed");
+    // Far above what it takes: one or two seconds.
+    let longest = KINDS.map(|kind| seen.longest(kind)).into_iter().max().unwrap();
+    assert!(longest < DEADLINE, "{longest:?} from detection until the run went on, in seed {seed}");
+}
