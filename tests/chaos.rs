@@ -19,7 +19,7 @@ use serde_json::Value;
 const RANKS: usize = 3;
 const RUNS: u64 = 12;
 const SEED: u64 = 20_261_121;
-const STEPS: &str = "12";
+const STEPS: u32 = 60;
 const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(2);
 /// What the project promises: so long after a failure is detected, the run has ended or goes on.
 const DEADLINE: Duration = Duration::from_secs(15);
@@ -86,26 +86,28 @@ struct Job {
     dir: tempfile::TempDir,
     mark: String,
     async_save: bool,
+    steps: u32,
     launcher: Child,
     held: Holdings,
 }
 
 impl Job {
-    fn start(mark: String, async_save: bool) -> Self {
+    fn start(mark: String, async_save: bool, steps: u32) -> Self {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join("tmp")).unwrap();
-        let launcher = Self::launch(dir.path(), &mark, async_save);
-        Job { dir, mark, async_save, launcher, held: Holdings::default() }
+        let launcher = Self::launch(dir.path(), &mark, async_save, steps);
+        Job { dir, mark, async_save, steps, launcher, held: Holdings::default() }
     }
 
-    fn launch(dir: &Path, mark: &str, async_save: bool) -> Child {
+    fn launch(dir: &Path, mark: &str, async_save: bool, steps: u32) -> Child {
         let model = golden("llama_tiny");
         let log = || File::options().create(true).append(true).open(dir.join("log")).unwrap();
         let mut command = Command::new(program("fsdp-launch"));
         command.args(["--nproc-per-node", &RANKS.to_string(), "--max-restarts=3", "--shutdown-timeout=2"]);
         command.arg(format!("--heartbeat-timeout={}", HEARTBEAT_TIMEOUT.as_secs())).arg(program("train"));
         command.arg("--model").arg(&model).arg("--data").arg(model.join("tokens.bin"));
-        command.args(["--init=random", "--seq-len=32", "--batch-size=2", "--steps", STEPS, "--lr=1e-3"]);
+        command.args(["--init=random", "--seq-len=32", "--batch-size=2", "--lr=1e-3"]);
+        command.arg(format!("--steps={steps}"));
         command.args(["--checkpoint-dir=saved", "--save-every=2", "--keep=2", "--resume=auto"]);
         command.args(async_save.then_some("--async-save"));
         command.current_dir(dir).env(MARK, mark).env("TMPDIR", dir.join("tmp"));
@@ -220,7 +222,7 @@ fn disturbed(job: &mut Job, blows: &[Blow], undisturbed: Duration, seen: &mut Se
                         job.launcher.kill().unwrap();
                         job.launcher.wait().unwrap();
                         // As a service manager would.
-                        job.launcher = Job::launch(job.dir.path(), &job.mark, job.async_save);
+                        job.launcher = Job::launch(job.dir.path(), &job.mark, job.async_save, job.steps);
                     }
                     is_there
                 }
@@ -277,22 +279,24 @@ fn setting(name: &str, default: u64) -> u64 {
 fn whatever_is_killed_or_stopped_the_weights_are_the_same_and_nothing_remains() {
     let (runs, seed) = (setting("FSDP_CHAOS_RUNS", RUNS), setting("FSDP_CHAOS_SEED", SEED));
     let mark = |index: &str| format!("chaos-{}-{seed}-{index}", std::process::id());
+    // Built before anything is timed.
+    program("fsdp-launch");
     let started = Instant::now();
-    let mut reference = Job::start(mark("undisturbed"), false);
+    let mut reference = Job::start(mark("undisturbed"), false, STEPS);
     disturbed(&mut reference, &[], Duration::ZERO, &mut Seen::default())
         .unwrap_or_else(|error| panic!("the undisturbed run {error}\n{}", reference.log()));
     let undisturbed = started.elapsed();
     let (sockets, segments) = reference.held.seen();
     assert!(sockets > 0 && segments > RANKS, "{sockets} sockets and {segments} segments were seen");
     let want = reference.checkpoints();
-    let steps: Vec<_> = want.keys().filter(|file| file.ends_with("manifest.json")).collect();
+    let steps: Vec<_> = want.keys().filter(|file| file.ends_with("checkpoint.json")).collect();
     assert_eq!(steps.len(), 2, "{:?}", want.keys());
 
     let mut seen = Seen::default();
     let mut failures = Vec::new();
     for index in 0..runs {
         let blows = blows(seed, index);
-        let mut job = Job::start(mark(&index.to_string()), index % 2 == 1);
+        let mut job = Job::start(mark(&index.to_string()), index % 2 == 1, STEPS);
         let mut outcome = disturbed(&mut job, &blows, undisturbed, &mut seen);
         if outcome.is_ok() {
             let got = job.checkpoints();
@@ -322,4 +326,29 @@ fn whatever_is_killed_or_stopped_the_weights_are_the_same_and_nothing_remains() 
     // Far above what it takes: one or two seconds.
     let longest = KINDS.map(|kind| seen.longest(kind)).into_iter().max().unwrap();
     assert!(longest < DEADLINE, "{longest:?} from detection until the run went on, in seed {seed}");
+}
+
+#[test]
+fn nothing_remains_of_a_launcher_that_is_killed_while_it_or_its_ranks_are_stopped() {
+    for (index, (stop_launcher, stop_ranks)) in [(true, false), (false, true), (true, true)].into_iter().enumerate() {
+        let mark = format!("chaos-{}-stopped-{index}", std::process::id());
+        let mut job = Job::start(mark, false, 1_000_000);
+        let start = Instant::now();
+        while !job.has_resumed(&[]) {
+            assert!(job.ended().is_none() && start.elapsed() < LIMIT, "{}", job.log());
+            sleep(Duration::from_millis(10));
+        }
+        let ranks = job.ranks();
+        assert_eq!(ranks.len(), RANKS);
+        if stop_ranks {
+            assert!(ranks.values().all(|rank| kill(rank.pid, Signal::STOP)));
+        }
+        if stop_launcher {
+            assert!(kill(job.launcher.id() as i32, Signal::STOP));
+        }
+        job.launcher.kill().unwrap();
+        job.launcher.wait().unwrap();
+        let gone = wait_until_gone(&job.mark, &job.held, &job.dir.path().join("tmp"));
+        assert!(gone.is_ok(), "launcher stopped: {stop_launcher}, ranks stopped: {stop_ranks}: {}", gone.unwrap_err());
+    }
 }
