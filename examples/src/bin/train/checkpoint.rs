@@ -81,6 +81,8 @@ impl<'a> Checkpoints<'a> {
         let path = self.places.checkpoints.join(step_name(done.step));
         // A run that had nothing left to do is where it resumed from already.
         if self.places.resume_from.as_deref().is_some_and(|from| same_file(from, &path)) {
+            // It may have been killed after it saved and before it removed older ones.
+            self.remove_older(&path);
             return Ok(path);
         }
         let mut tensors = model_tensors(vars)?;
@@ -93,14 +95,19 @@ impl<'a> Checkpoints<'a> {
             Some(saver) => saver.save(&path, &state).with_context(failed)?,
             None => {
                 fsdp_ckpt::save(&path, self.world.group().as_ref(), &state).with_context(failed)?;
-                if let Some(keep) = self.keep.filter(|_| self.world.rank() == 0)
-                    && let Err(error) = fsdp_ckpt::keep_newest(&self.places.checkpoints, keep, &[&path])
-                {
-                    eprintln!("can't remove older checkpoints: {:#}", anyhow::Error::from(error));
-                }
+                self.remove_older(&path);
             }
         }
         Ok(path)
+    }
+
+    /// Leaves `newest` and those that --keep allows beside it.
+    fn remove_older(&self, newest: &Path) {
+        if let Some(keep) = self.keep.filter(|_| self.world.rank() == 0)
+            && let Err(error) = fsdp_ckpt::keep_newest(&self.places.checkpoints, keep, &[newest])
+        {
+            eprintln!("can't remove older checkpoints: {:#}", anyhow::Error::from(error));
+        }
     }
 
     /// Waits for what is being saved. Collective.
