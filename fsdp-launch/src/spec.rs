@@ -100,7 +100,9 @@ impl RendezvousSpec {
     }
 
     pub(crate) fn keep_alive(&self) -> KeepAlive {
-        KeepAlive { interval: self.keep_alive_interval, attempts: self.keep_alive_attempts }
+        // Neither a flood of messages, nor more time than a clock can count.
+        let interval = self.keep_alive_interval.clamp(Duration::from_millis(10), Duration::from_secs(86400));
+        KeepAlive { interval, attempts: self.keep_alive_attempts }
     }
 }
 

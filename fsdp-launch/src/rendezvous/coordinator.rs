@@ -7,7 +7,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::message::{Ended, FromAgent, Member, Place, ToAgent, Verdict};
+use super::{
+    message::{Ended, FromAgent, Member, Place, ToAgent, Verdict},
+    options::nnodes_text,
+};
 use crate::{Failure, Setback};
 
 /// How much of the past is kept: it has to fit a message.
@@ -198,10 +201,9 @@ impl Coordinator {
         if let Some(id) = member.run_id.as_ref().filter(|id| **id != self.rules.run_id) {
             return Some(format!("the run here is {:?}, not {id:?} (--rdzv-id)", self.rules.run_id));
         }
-        let (min, max) = self.rules.nnodes;
-        if member.nnodes != (min, max) {
-            let (its_min, its_max) = member.nnodes;
-            return Some(format!("the run here has --nnodes {min}:{max}, not {its_min}:{its_max}"));
+        if member.nnodes != self.rules.nnodes {
+            let (ours, its) = (nnodes_text(self.rules.nnodes), nnodes_text(member.nnodes));
+            return Some(format!("the run here has --nnodes {ours}, not {its}"));
         }
         if member.max_restarts != self.rules.max_restarts {
             let (ours, its) = (self.rules.max_restarts, member.max_restarts);
@@ -256,11 +258,12 @@ impl Coordinator {
         let attempt = self.attempts.saturating_sub(1);
         for (&id, agent) in &mut self.agents {
             match agent.state {
-                State::Running => self.out.push((id, ToAgent::Stop { attempt, why: text.clone() })),
                 // They start again with the others.
                 State::Succeeded => agent.state = State::Ready,
-                State::Ready | State::Stuck => {}
+                State::Running => {}
+                State::Ready | State::Stuck => continue,
             }
+            self.out.push((id, ToAgent::Stop { attempt, why: text.clone() }));
         }
         self.phase = Phase::Stopping(why);
     }
@@ -288,10 +291,18 @@ impl Coordinator {
     /// All ranks have been ended.
     fn stopped(&mut self, now: Instant) {
         let Phase::Stopping(why) = std::mem::replace(&mut self.phase, Phase::Over) else { return };
-        let stuck = self.agents.values().any(|agent| agent.state == State::Stuck);
-        let may_restart = !stuck && self.restarts < self.rules.max_restarts;
+        let may_restart = self.restarts < self.rules.max_restarts;
+        if let Some(stuck) = self.agents.values().find(|agent| agent.state == State::Stuck) {
+            let failure = match why {
+                Why::Failed(failure, _) | Why::Lost(failure, _) => failure,
+                Why::Grown(_) => Failure::NodeLost {
+                    host: stuck.member.host.clone(),
+                    how: "can't start again: not even SIGKILL ended its ranks".into(),
+                },
+            };
+            return self.end(Some(failure));
+        }
         let last_call = match why {
-            Why::Failed(failure, _) | Why::Lost(failure, _) if stuck => return self.end(Some(failure)),
             // Who is left goes on; nobody has to come back.
             Why::Lost(_, true) => LastCall::Since(now),
             Why::Failed(failure, _) | Why::Lost(failure, false) if !may_restart => return self.end(Some(failure)),

@@ -69,6 +69,8 @@ pub(crate) enum News {
     Said(ToAgent),
     /// The coordinator is gone.
     Gone(String),
+    /// The coordinator was not reached yet; why the last try failed.
+    NotYet(String),
     /// The coordinator was not reached.
     Unreachable(String),
 }
@@ -173,12 +175,20 @@ impl Agent {
     fn run(self) {
         let began = Instant::now();
         let mut strange_since: Option<Instant> = None;
+        let mut told = String::new();
         loop {
-            let error = match self.listener() {
-                Ok(Some(listener)) => match self.hold(listener) {
-                    Ok(()) => return,
-                    Err(error) => error,
-                },
+            let held = match self.listener() {
+                Ok(Some(listener)) => self.hold(listener).map(Some),
+                Ok(None) => Ok(None),
+                Err(error) => Err(error),
+            };
+            let error = match held {
+                Ok(Some(())) => return,
+                // Waiting does not help.
+                Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                    let why = format!("the rendezvous can't be held at {}: {error}", self.spec.endpoint);
+                    return self.tell(News::Unreachable(why));
+                }
                 Ok(None) => match self.connect() {
                     Ok(channel) => return self.take_part(channel),
                     Err(Trouble::Later(error)) => {
@@ -195,7 +205,12 @@ impl Agent {
                 },
                 Err(error) => error,
             };
-            tracing::debug!("no rendezvous at {} yet: {error}", self.spec.endpoint);
+            let error = error.to_string();
+            if error != told {
+                tracing::debug!("no rendezvous at {} yet: {error}", self.spec.endpoint);
+                self.tell(News::NotYet(error.clone()));
+                told.clone_from(&error);
+            }
             if began.elapsed() >= self.rules.join_timeout {
                 return self.tell(News::Unreachable(format!(
                     "no launcher was reached at {} within {:?}: {error}. Check --rdzv-endpoint, and that the launcher of that host runs",
@@ -264,14 +279,13 @@ impl Agent {
 
     fn connect(&self) -> std::result::Result<Channel, Trouble> {
         let port = self.spec.port();
-        let token = match &self.token {
-            Some(token) => token.clone(),
-            None => Token::shared_at(port).map_err(Trouble::Later)?,
-        };
         let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
         for address in (self.spec.endpoint.host.as_str(), port).to_socket_addrs().map_err(Trouble::Later)? {
             match TcpStream::connect_timeout(&address, CONNECT) {
-                Ok(stream) => return Channel::connect(stream, &token).map_err(Trouble::Stranger),
+                Ok(stream) => {
+                    let token = self.token.clone().map_or_else(|| Token::shared_at(port).map_err(no_token), Ok);
+                    return token.and_then(|token| Channel::connect(stream, &token)).map_err(Trouble::Stranger);
+                }
                 Err(error) => last = error,
             }
         }
@@ -325,6 +339,15 @@ impl Agent {
             }
         }
     }
+}
+
+/// Whoever listens at the port has made no token for it.
+fn no_token(error: io::Error) -> io::Error {
+    let text = format!(
+        "what listens there is no launcher of this user: there is no token of its ({error}). Choose another port; or, if TMPDIR or XDG_RUNTIME_DIR \
+         differ between your launchers, give all of them the same --rdzv-token-file"
+    );
+    io::Error::new(error.kind(), text)
 }
 
 /// A port that was free a moment ago.
