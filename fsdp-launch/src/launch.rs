@@ -14,7 +14,7 @@ use std::{
 use rustix::process::{getpid, set_child_subreaper};
 
 use crate::{
-    Cause, Endpoint, Error, Failure, LaunchSpec, Outcome, RankReport, Result, attempt,
+    Cause, Endpoint, Error, Failure, LaunchSpec, Outcome, RankReport, RendezvousSpec, Result, attempt,
     environment::Job,
     job_file::PREFIX,
     logs::{create_attempt_dir, create_run_dir},
@@ -257,6 +257,7 @@ fn member(spec: &LaunchSpec, attempts: u32, restarts: u32) -> Result<Member> {
         master_port: master_port(spec)?,
         run_id: spec.run_id.clone(),
         nnodes: spec.nnodes(),
+        keep_alive: meeting.map(RendezvousSpec::keep_alive),
         max_restarts: spec.max_restarts,
         attempts,
         restarts,

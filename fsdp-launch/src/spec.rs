@@ -157,6 +157,7 @@ impl LaunchSpec {
             run_id: run_id.to_owned(),
             nnodes: self.nnodes(),
             max_restarts: self.max_restarts,
+            keep_alive: self.rendezvous.as_ref().map(RendezvousSpec::keep_alive),
             join_timeout: times.0,
             last_call_timeout: times.1,
         }

@@ -8,6 +8,7 @@ use std::{
 };
 
 use super::{
+    KeepAlive,
     message::{Ended, FromAgent, Member, Place, ToAgent, Verdict},
     options::nnodes_text,
 };
@@ -17,6 +18,9 @@ use crate::{Failure, Setback};
 const KEPT: usize = 8;
 /// How many hosts a message names.
 const NAMED: usize = 20;
+
+/// Why an agent ends its ranks though nobody asked for it.
+const LOST_TOUCH: &str = "has ended its ranks: it had heard nothing of the rendezvous for too long";
 
 /// Tells agents apart, in the order in which they came.
 pub(crate) type AgentId = u64;
@@ -28,6 +32,7 @@ pub(crate) struct Rules {
     /// The fewest and the most agents.
     pub(crate) nnodes: (u32, u32),
     pub(crate) max_restarts: u32,
+    pub(crate) keep_alive: Option<KeepAlive>,
     /// How long to wait for the fewest.
     pub(crate) join_timeout: Duration,
     /// How long to wait for more than the fewest.
@@ -209,6 +214,12 @@ impl Coordinator {
             let (ours, its) = (self.rules.max_restarts, member.max_restarts);
             return Some(format!("the run here has --max-restarts {ours}, not {its}"));
         }
+        // Whoever gives fewer than another expects would be given up while it lives.
+        if let (Some(ours), Some(its)) = (self.rules.keep_alive, member.keep_alive)
+            && ours != its
+        {
+            return Some(format!("the run here has --rdzv-conf {ours}, not {its}"));
+        }
         let taken =
             self.agents.values().find(|it| it.member.node_rank.is_some() && it.member.node_rank == member.node_rank);
         taken.map(|it| {
@@ -236,7 +247,7 @@ impl Coordinator {
         let host = agent.member.host.clone();
         match result {
             Ended::Succeeded => {}
-            Ended::Stopped { .. } => self.fail(from, Failure::NodeLost { host, how: "ended its ranks unasked".into() }),
+            Ended::Stopped { .. } => self.fail(from, Failure::NodeLost { host, how: LOST_TOUCH.into() }),
             Ended::Failed { report, .. } => {
                 self.fail(from, Failure::Rank((*report).clone()));
                 // It may have found out since which of its ranks was the first.

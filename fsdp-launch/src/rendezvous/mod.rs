@@ -14,7 +14,7 @@ mod server;
 mod token;
 
 use std::{
-    io,
+    fmt, io,
     net::{IpAddr, Ipv4Addr, TcpListener, TcpStream, ToSocketAddrs},
     sync::{
         Arc,
@@ -30,6 +30,7 @@ pub use endpoint::Endpoint;
 use hub::Hub;
 pub(crate) use message::{Ended, FromAgent, Member, Place, ToAgent, Verdict};
 use sender::send_until_closed;
+use serde::{Deserialize, Serialize};
 use server::Server;
 pub(crate) use token::HOW_TO_MAKE_ONE;
 use token::Token;
@@ -48,12 +49,19 @@ const TICK: Duration = Duration::from_millis(50);
 const FAREWELL: Duration = Duration::from_secs(5);
 
 /// How agents notice that one is gone without a word.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct KeepAlive {
     /// The time between signs of life.
     pub(crate) interval: Duration,
     /// How many may be missed.
     pub(crate) attempts: u32,
+}
+
+impl fmt::Display for KeepAlive {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let seconds = self.interval.as_secs_f64();
+        write!(f, "keep_alive_interval={seconds},keep_alive_max_attempt={}", self.attempts)
+    }
 }
 
 impl KeepAlive {

@@ -13,13 +13,20 @@ struct Hall {
     agents: BTreeMap<AgentId, (Vec<ToAgent>, Option<u32>)>,
 }
 
+const KEEP_ALIVE: KeepAlive = KeepAlive { interval: Duration::from_millis(500), attempts: 3 };
 const LAST_CALL: Duration = Duration::from_secs(30);
 
 impl Hall {
     fn new(nnodes: (u32, u32), max_restarts: u32) -> Self {
         let times = (Duration::from_secs(600), LAST_CALL);
-        let rules =
-            Rules { run_id: "run".into(), nnodes, max_restarts, join_timeout: times.0, last_call_timeout: times.1 };
+        let rules = Rules {
+            run_id: "run".into(),
+            nnodes,
+            max_restarts,
+            keep_alive: Some(KEEP_ALIVE),
+            join_timeout: times.0,
+            last_call_timeout: times.1,
+        };
         let now = Instant::now();
         Hall { coordinator: Coordinator::new(rules, now), now, agents: BTreeMap::new() }
     }
@@ -37,6 +44,7 @@ impl Hall {
             master_port: 1000 + id as u16,
             run_id: None,
             nnodes: rules.nnodes,
+            keep_alive: rules.keep_alive,
             max_restarts: rules.max_restarts,
             attempts: 0,
             restarts: 0,
@@ -279,11 +287,13 @@ fn who_does_not_fit_is_refused_and_who_is_one_too_many_waits() {
         "the run here is \"run\", not \"other\"",
         "--nnodes 2, not 1:2",
         "--max-restarts 5, not 0",
+        "--rdzv-conf keep_alive_interval=0.5,keep_alive_max_attempt=3, not keep_alive_interval=0.5,keep_alive_max_attempt=2",
     ] {
         hall.join_as(9, |it| match part {
             _ if part.contains("other") => it.run_id = Some("other".into()),
             _ if part.contains("nnodes") => it.nnodes = (1, 2),
             _ if part.contains("restarts") => it.max_restarts = 0,
+            _ if part.contains("keep_alive") => it.keep_alive = Some(KeepAlive { attempts: 2, ..KEEP_ALIVE }),
             _ => it.node_rank = Some(0),
         });
         let Some(ToAgent::Refused { why }) = hall.agents[&9].0.last() else { panic!("{part}: taken") };
