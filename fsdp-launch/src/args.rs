@@ -2,6 +2,7 @@
 
 use std::{
     ffi::{OsStr, OsString},
+    net::IpAddr,
     num::NonZeroU16,
     path::PathBuf,
     time::Duration,
@@ -304,11 +305,16 @@ impl Args {
             let host = self.master_addr.clone().filter(|_| is_static)?;
             Some(Endpoint { host, port: self.master_port.map(NonZeroU16::get) })
         };
-        let nnodes = if min == max { max.to_string() } else { format!("{min}:{max}") };
+        let nnodes = options::nnodes_text(self.nnodes);
         let Some(endpoint) = self.rdzv_endpoint.clone().or_else(of_master) else {
             let expected = "several hosts need --rdzv-endpoint HOST:PORT, the same on all of them: HOST is one of them, whose launcher the others can reach there";
             return Err(usage("--nnodes", &nnodes, expected.into()));
         };
+        if endpoint.host.parse::<IpAddr>().is_ok_and(|ip| ip.is_unspecified()) {
+            let expected =
+                "the other hosts can't reach that: give the name or address of the host that they reach it by";
+            return Err(usage("--rdzv-endpoint", &endpoint, expected.into()));
+        }
         if self.rdzv_token_file.is_none() && !endpoint.is_loopback() {
             let expected =
                 format!("several hosts need --rdzv-token-file FILE, so that no stranger takes part. {HOW_TO_MAKE_ONE}");
@@ -386,9 +392,9 @@ fn seconds(text: &str) -> std::result::Result<Duration, String> {
 /// A wrong command line in one line: the option, its value, and what it must be.
 pub fn one_line(error: &clap::Error) -> String {
     let text = error.to_string();
-    let told =
-        |line: &&str| !line.is_empty() && !line.starts_with("Usage:") && !line.starts_with("For more information");
-    let lines: Vec<&str> = text.lines().map(str::trim).filter(told).collect();
+    let usage = |line: &&str| line.starts_with("Usage:") || line.starts_with("For more information");
+    let lines: Vec<&str> =
+        text.lines().map(str::trim).take_while(|line| !usage(line)).filter(|line| !line.is_empty()).collect();
     format!("{} (--help tells more)", lines.join(" ").trim_start_matches("error: "))
 }
 
@@ -477,7 +483,8 @@ mod tests {
             "l --pin-cores --numa-binding node p",
             "l --nproc-per-node",
         ] {
-            assert!(parse(line).is_err(), "{line}");
+            let told = one_line(&parse(line).unwrap_err());
+            assert!(!told.contains("status [RUN]") && told.lines().count() == 1, "{line}: {told}");
         }
     }
 
@@ -519,6 +526,10 @@ mod tests {
         for (line, part) in [
             ("l --nnodes 2 /bin/true", "need --rdzv-endpoint HOST:PORT"),
             ("l --nnodes 2 --rdzv-endpoint a:5 /bin/true", "need --rdzv-token-file FILE"),
+            (
+                "l --nnodes 2 --rdzv-endpoint 0.0.0.0:5 --rdzv-token-file t /bin/true",
+                "\"0.0.0.0:5\" for --rdzv-endpoint",
+            ),
             ("l --nnodes 2 --node-rank 2 --rdzv-endpoint localhost /bin/true", "the ranks are 0 to 1"),
             ("l --node-rank 1 /bin/true", "the ranks are 0 to 0"),
             ("l --nnodes 2 --standalone /bin/true", "it means one host"),

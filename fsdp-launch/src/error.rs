@@ -144,7 +144,7 @@ pub enum Error {
 
 fn no_run(run: Option<&str>, known: &[String]) -> String {
     match (run, known) {
-        (None, _) => "no run of this user is under way on this host (runs are found through TMPDIR, which must be the launcher's)".into(),
+        (None, _) => "no run of this user has ranks on this host (one that waits for other hosts has none yet; runs are found through TMPDIR, which must be the launcher's)".into(),
         (Some(run), []) => format!("no run {run:?}: none is under way on this host"),
         (Some(run), known) => format!("no run {run:?}: there are {}", known.join(", ")),
     }

@@ -14,7 +14,7 @@ use std::{
 use rustix::process::{getpid, set_child_subreaper};
 
 use crate::{
-    Cause, Error, Failure, LaunchSpec, Outcome, RankReport, Result, attempt,
+    Cause, Endpoint, Error, Failure, LaunchSpec, Outcome, RankReport, RendezvousSpec, Result, attempt,
     environment::Job,
     guard::Guard,
     job_file::PREFIX,
@@ -39,7 +39,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// # Errors
 /// When the ranks can't be started; none is left running then.
 pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
-    let run_id = run_id(spec)?;
+    let mut run_id = run_id(spec)?;
     let (sender, events) = mpsc::channel();
     let _signals = SignalWatch::start(&spec.signals, sender.clone())?;
     // So that what a rank leaves behind is ours to reap: the first process of a container often does not.
@@ -53,19 +53,19 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
         .permissions(Permissions::from_mode(0o700))
         .tempdir()
         .map_err(Error::system("make a temporary directory"))?;
-    let meet = |attempts, restarts| {
+    let meet = |run_id: &str, attempts, restarts| {
         let member = member(spec, attempts, restarts)?;
-        Membership::start(spec.rendezvous.as_ref(), spec.rules(&run_id), member, &sender)
+        Membership::start(spec.rendezvous.as_ref(), spec.rules(run_id), member, &sender)
     };
     let mut so_far = SoFar { spec, restarts: 0, ranks: Vec::new(), run_dir: None };
-    let mut membership = meet(0, 0)?;
+    let mut membership = meet(&run_id, 0, 0)?;
     let mut attempts = 0;
     let mut told_restarts = 0;
     let mut pending = VecDeque::new();
     // What stopped the attempt before.
     let mut why: Option<String> = None;
     loop {
-        let place = match next(spec, &mut pending, &events) {
+        let place = match next(spec, &mut pending, &mut why, &events) {
             Next::Start(place) => place,
             Next::End(verdict) => return Ok(so_far.end(verdict)),
             Next::Failed(failure) => return Ok(so_far.fail(failure)),
@@ -74,6 +74,8 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
                 return Ok(so_far.interrupted(signal));
             }
             Next::Gone(how) => {
+                // It may have said before why it goes.
+                let how = why.map_or(how.clone(), |first| format!("{first}\n  then {how}"));
                 why = Some(how.clone());
                 so_far.restarts += 1;
                 if so_far.restarts > spec.max_restarts {
@@ -82,7 +84,7 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
                 }
                 tracing::warn!("{how}: waiting for it to come back");
                 drop(membership);
-                membership = meet(attempts, so_far.restarts)?;
+                membership = meet(&run_id, attempts, so_far.restarts)?;
                 continue;
             }
         };
@@ -90,6 +92,8 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
             tell_restart(spec, &place, why.take(), told_restarts);
         }
         told_restarts = place.restarts;
+        // Of the one that made it up; should it go and this launcher hold the next rendezvous, the run is still the same.
+        run_id.clone_from(&place.run_id);
         (attempts, so_far.restarts) = (place.attempt + 1, place.restarts);
         if so_far.run_dir.is_none() {
             so_far.run_dir = create_run_dir(&spec.logs, spec.nproc_per_node, &place.run_id)?;
@@ -135,9 +139,13 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
                 None => Ended::Stopped { may_restart: false },
             },
         };
-        // Of an attempt that failed, the old port may still be in use.
-        membership.say(FromAgent::Ended { attempt: place.attempt, result, master_port: master_port(spec)? });
-        if let (Some(signal), true) = (attempt.interrupted, spec.rendezvous.is_some()) {
+        let leaves = attempt.interrupted.filter(|_| spec.rendezvous.is_some());
+        // Who leaves with nothing left behind is lost to the others, and no reason for them to end.
+        if leaves.is_none() || !attempt.is_gone || matches!(result, Ended::Succeeded) {
+            // Of an attempt that failed, the old port may still be in use.
+            membership.say(FromAgent::Ended { attempt: place.attempt, result, master_port: master_port(spec)? });
+        }
+        if let Some(signal) = leaves {
             membership.say(leave(signal));
             return Ok(so_far.interrupted(signal));
         }
@@ -153,10 +161,10 @@ enum Next {
     Interrupted(i32),
 }
 
-/// Waits for the coordinator's word; `pending` was heard before.
-fn next(spec: &LaunchSpec, pending: &mut VecDeque<News>, events: &Receiver<Event>) -> Next {
+/// Waits for the coordinator's word; `pending` was heard before. What stopped the attempt, if it was not known, is put into `why`.
+fn next(spec: &LaunchSpec, pending: &mut VecDeque<News>, why: &mut Option<String>, events: &Receiver<Event>) -> Next {
     let mut patience = PATIENCE;
-    let mut waiting_for = None;
+    let mut waiting_for = Waiting::Nothing;
     loop {
         let event = match pending.pop_front() {
             Some(news) => Ok(Event::News(news)),
@@ -171,14 +179,19 @@ fn next(spec: &LaunchSpec, pending: &mut VecDeque<News>, events: &Receiver<Event
             }
             Ok(Event::News(News::Unreachable(why))) => return Next::Failed(Failure::Meeting { why }),
             Ok(Event::News(News::Gone(how))) => return Next::Gone(how),
-            Ok(Event::News(News::Said(ToAgent::Waiting { there, nnodes }))) => waiting_for = Some((there, nnodes)),
+            Ok(Event::News(News::Said(ToAgent::Waiting { there, nnodes }))) => {
+                waiting_for = Waiting::Hosts(there, nnodes);
+            }
+            Ok(Event::News(News::NotYet(error))) => waiting_for = Waiting::Rendezvous(error),
+            // The ranks of this host had succeeded.
+            Ok(Event::News(News::Said(ToAgent::Stop { why: told, .. }))) => {
+                why.get_or_insert(told);
+            }
             Ok(Event::Interrupted(signal)) => return Next::Interrupted(signal),
-            Ok(
-                Event::News(News::Said(ToAgent::Stop { .. } | ToAgent::Ping)) | Event::ChildEnded | Event::OutputEnded,
-            ) => {}
+            Ok(Event::News(News::Said(ToAgent::Ping)) | Event::ChildEnded | Event::OutputEnded) => {}
             Err(RecvTimeoutError::Timeout) => {
                 if let Some(meeting) = &spec.rendezvous {
-                    tell_waiting(&meeting.endpoint.to_string(), waiting_for.as_ref());
+                    tell_waiting(&meeting.endpoint, &waiting_for);
                 }
                 patience = patience.saturating_mul(2);
             }
@@ -190,12 +203,25 @@ fn next(spec: &LaunchSpec, pending: &mut VecDeque<News>, events: &Receiver<Event
     }
 }
 
-fn tell_waiting(endpoint: &str, joined: Option<&(String, (u32, u32))>) {
-    match joined {
-        None => tracing::warn!("waiting for the launcher at {endpoint}, which holds the rendezvous"),
-        Some((hosts, (min, max))) => {
+/// What is waited for.
+enum Waiting {
+    Nothing,
+    /// The coordinator; why it was not reached.
+    Rendezvous(String),
+    /// Other hosts; who was there, and how many are wanted.
+    Hosts(String, (u32, u32)),
+}
+
+fn tell_waiting(endpoint: &Endpoint, waiting_for: &Waiting) {
+    match waiting_for {
+        Waiting::Nothing => tracing::warn!("waiting for the launcher at {endpoint}, which holds the rendezvous"),
+        Waiting::Rendezvous(error) => {
+            tracing::warn!("waiting for the launcher at {endpoint}, which holds the rendezvous: {error}");
+        }
+        Waiting::Hosts(hosts, (min, max)) => {
             let wanted = if min == max { min.to_string() } else { format!("{min} to {max}") };
-            tracing::warn!("waiting for other hosts at {endpoint}: {wanted} are wanted, there were {hosts}");
+            let only = if endpoint.is_loopback() { " (an address that only launchers of this host reach)" } else { "" };
+            tracing::warn!("waiting for other hosts at {endpoint}{only}: {wanted} are wanted, there were {hosts}");
         }
     }
 }
@@ -236,6 +262,7 @@ fn member(spec: &LaunchSpec, attempts: u32, restarts: u32) -> Result<Member> {
         master_port: master_port(spec)?,
         run_id: spec.run_id.clone(),
         nnodes: spec.nnodes(),
+        keep_alive: meeting.map(RendezvousSpec::keep_alive),
         max_restarts: spec.max_restarts,
         attempts,
         restarts,

@@ -100,7 +100,9 @@ impl RendezvousSpec {
     }
 
     pub(crate) fn keep_alive(&self) -> KeepAlive {
-        KeepAlive { interval: self.keep_alive_interval, attempts: self.keep_alive_attempts }
+        // Neither a flood of messages, nor more time than a clock can count.
+        let interval = self.keep_alive_interval.clamp(Duration::from_millis(10), Duration::from_secs(86400));
+        KeepAlive { interval, attempts: self.keep_alive_attempts }
     }
 }
 
@@ -155,6 +157,7 @@ impl LaunchSpec {
             run_id: run_id.to_owned(),
             nnodes: self.nnodes(),
             max_restarts: self.max_restarts,
+            keep_alive: self.rendezvous.as_ref().map(RendezvousSpec::keep_alive),
             join_timeout: times.0,
             last_call_timeout: times.1,
         }

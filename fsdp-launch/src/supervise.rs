@@ -118,7 +118,7 @@ pub(crate) fn supervise(
                 let means_stop = match &heard {
                     News::Said(ToAgent::Stop { attempt, .. }) => *attempt == job.place.attempt,
                     News::Gone(_) => true,
-                    News::Said(_) | News::Unreachable(_) => false,
+                    News::Said(_) | News::NotYet(_) | News::Unreachable(_) => false,
                 };
                 if means_stop {
                     shutdown.begin();

@@ -47,8 +47,6 @@ impl Writer {
 
     /// Starts the heart: a thread that beats for as long as the process runs.
     pub(super) fn start_beating(self: &Arc<Self>) -> io::Result<()> {
-        // Whatever happens to the thread: from now on silence means something.
-        self.beat();
         let writer = self.clone();
         let beat = move || {
             loop {
@@ -57,6 +55,8 @@ impl Writer {
             }
         };
         std::thread::Builder::new().name("fsdp heartbeat".into()).stack_size(64 << 10).spawn(beat)?;
+        // From now on silence means something: not before, or a rank without the thread would be taken for one that hangs.
+        self.beat();
         Ok(())
     }
 

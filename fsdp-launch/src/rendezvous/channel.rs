@@ -53,7 +53,8 @@ impl Channel {
         let mut state = noise(token, |builder| builder.build_responder())?;
         let mut message = [0; HANDSHAKE];
         stream.read_exact(&mut message)?;
-        state.read_message(&message, &mut []).map_err(broken)?;
+        let other = |_| io::Error::new(io::ErrorKind::PermissionDenied, "it has another token");
+        state.read_message(&message, &mut []).map_err(other)?;
         state.write_message(&[], &mut message).map_err(broken)?;
         stream.write_all(&message)?;
         Channel::new(stream, state)

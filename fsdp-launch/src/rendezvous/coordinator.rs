@@ -7,13 +7,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::message::{Ended, FromAgent, Member, Place, ToAgent, Verdict};
+use super::{
+    KeepAlive,
+    message::{Ended, FromAgent, Member, Place, ToAgent, Verdict},
+    options::nnodes_text,
+};
 use crate::{Failure, Setback};
 
 /// How much of the past is kept: it has to fit a message.
 const KEPT: usize = 8;
 /// How many hosts a message names.
 const NAMED: usize = 20;
+
+/// Why an agent ends its ranks though nobody asked for it.
+const LOST_TOUCH: &str = "has ended its ranks: it had heard nothing of the rendezvous for too long";
 
 /// Tells agents apart, in the order in which they came.
 pub(crate) type AgentId = u64;
@@ -25,6 +32,7 @@ pub(crate) struct Rules {
     /// The fewest and the most agents.
     pub(crate) nnodes: (u32, u32),
     pub(crate) max_restarts: u32,
+    pub(crate) keep_alive: Option<KeepAlive>,
     /// How long to wait for the fewest.
     pub(crate) join_timeout: Duration,
     /// How long to wait for more than the fewest.
@@ -198,14 +206,19 @@ impl Coordinator {
         if let Some(id) = member.run_id.as_ref().filter(|id| **id != self.rules.run_id) {
             return Some(format!("the run here is {:?}, not {id:?} (--rdzv-id)", self.rules.run_id));
         }
-        let (min, max) = self.rules.nnodes;
-        if member.nnodes != (min, max) {
-            let (its_min, its_max) = member.nnodes;
-            return Some(format!("the run here has --nnodes {min}:{max}, not {its_min}:{its_max}"));
+        if member.nnodes != self.rules.nnodes {
+            let (ours, its) = (nnodes_text(self.rules.nnodes), nnodes_text(member.nnodes));
+            return Some(format!("the run here has --nnodes {ours}, not {its}"));
         }
         if member.max_restarts != self.rules.max_restarts {
             let (ours, its) = (self.rules.max_restarts, member.max_restarts);
             return Some(format!("the run here has --max-restarts {ours}, not {its}"));
+        }
+        // Whoever gives fewer than another expects would be given up while it lives.
+        if let (Some(ours), Some(its)) = (self.rules.keep_alive, member.keep_alive)
+            && ours != its
+        {
+            return Some(format!("the run here has --rdzv-conf {ours}, not {its}"));
         }
         let taken =
             self.agents.values().find(|it| it.member.node_rank.is_some() && it.member.node_rank == member.node_rank);
@@ -234,7 +247,7 @@ impl Coordinator {
         let host = agent.member.host.clone();
         match result {
             Ended::Succeeded => {}
-            Ended::Stopped { .. } => self.fail(from, Failure::NodeLost { host, how: "ended its ranks unasked".into() }),
+            Ended::Stopped { .. } => self.fail(from, Failure::NodeLost { host, how: LOST_TOUCH.into() }),
             Ended::Failed { report, .. } => {
                 self.fail(from, Failure::Rank((*report).clone()));
                 // It may have found out since which of its ranks was the first.
@@ -256,11 +269,12 @@ impl Coordinator {
         let attempt = self.attempts.saturating_sub(1);
         for (&id, agent) in &mut self.agents {
             match agent.state {
-                State::Running => self.out.push((id, ToAgent::Stop { attempt, why: text.clone() })),
                 // They start again with the others.
                 State::Succeeded => agent.state = State::Ready,
-                State::Ready | State::Stuck => {}
+                State::Running => {}
+                State::Ready | State::Stuck => continue,
             }
+            self.out.push((id, ToAgent::Stop { attempt, why: text.clone() }));
         }
         self.phase = Phase::Stopping(why);
     }
@@ -288,10 +302,18 @@ impl Coordinator {
     /// All ranks have been ended.
     fn stopped(&mut self, now: Instant) {
         let Phase::Stopping(why) = std::mem::replace(&mut self.phase, Phase::Over) else { return };
-        let stuck = self.agents.values().any(|agent| agent.state == State::Stuck);
-        let may_restart = !stuck && self.restarts < self.rules.max_restarts;
+        let may_restart = self.restarts < self.rules.max_restarts;
+        if let Some(stuck) = self.agents.values().find(|agent| agent.state == State::Stuck) {
+            let failure = match why {
+                Why::Failed(failure, _) | Why::Lost(failure, _) => failure,
+                Why::Grown(_) => Failure::NodeLost {
+                    host: stuck.member.host.clone(),
+                    how: "can't start again: not even SIGKILL ended its ranks".into(),
+                },
+            };
+            return self.end(Some(failure));
+        }
         let last_call = match why {
-            Why::Failed(failure, _) | Why::Lost(failure, _) if stuck => return self.end(Some(failure)),
             // Who is left goes on; nobody has to come back.
             Why::Lost(_, true) => LastCall::Since(now),
             Why::Failed(failure, _) | Why::Lost(failure, false) if !may_restart => return self.end(Some(failure)),

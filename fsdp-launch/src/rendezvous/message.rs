@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::KeepAlive;
 use crate::{Failure, RankReport, Setback};
 
 /// What an agent brings with it.
@@ -27,6 +28,8 @@ pub(crate) struct Member {
     pub(crate) run_id: Option<String>,
     /// `--nnodes`.
     pub(crate) nnodes: (u32, u32),
+    /// The signs of life that it gives and expects; nothing where it is the only one.
+    pub(crate) keep_alive: Option<KeepAlive>,
     /// `--max-restarts`.
     pub(crate) max_restarts: u32,
     /// How often its ranks were started before, under a coordinator that is gone.

@@ -14,7 +14,7 @@ mod server;
 mod token;
 
 use std::{
-    io,
+    fmt, io,
     net::{IpAddr, Ipv4Addr, TcpListener, TcpStream, ToSocketAddrs},
     sync::{
         Arc,
@@ -30,6 +30,7 @@ pub use endpoint::Endpoint;
 use hub::Hub;
 pub(crate) use message::{Ended, FromAgent, Member, Place, ToAgent, Verdict};
 use sender::send_until_closed;
+use serde::{Deserialize, Serialize};
 use server::Server;
 pub(crate) use token::HOW_TO_MAKE_ONE;
 use token::Token;
@@ -48,12 +49,19 @@ const TICK: Duration = Duration::from_millis(50);
 const FAREWELL: Duration = Duration::from_secs(5);
 
 /// How agents notice that one is gone without a word.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct KeepAlive {
     /// The time between signs of life.
     pub(crate) interval: Duration,
     /// How many may be missed.
     pub(crate) attempts: u32,
+}
+
+impl fmt::Display for KeepAlive {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let seconds = self.interval.as_secs_f64();
+        write!(f, "keep_alive_interval={seconds},keep_alive_max_attempt={}", self.attempts)
+    }
 }
 
 impl KeepAlive {
@@ -69,6 +77,8 @@ pub(crate) enum News {
     Said(ToAgent),
     /// The coordinator is gone.
     Gone(String),
+    /// The coordinator was not reached yet; why the last try failed.
+    NotYet(String),
     /// The coordinator was not reached.
     Unreachable(String),
 }
@@ -173,12 +183,20 @@ impl Agent {
     fn run(self) {
         let began = Instant::now();
         let mut strange_since: Option<Instant> = None;
+        let mut told = String::new();
         loop {
-            let error = match self.listener() {
-                Ok(Some(listener)) => match self.hold(listener) {
-                    Ok(()) => return,
-                    Err(error) => error,
-                },
+            let held = match self.listener() {
+                Ok(Some(listener)) => self.hold(listener).map(Some),
+                Ok(None) => Ok(None),
+                Err(error) => Err(error),
+            };
+            let error = match held {
+                Ok(Some(())) => return,
+                // Waiting does not help.
+                Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                    let why = format!("the rendezvous can't be held at {}: {error}", self.spec.endpoint);
+                    return self.tell(News::Unreachable(why));
+                }
                 Ok(None) => match self.connect() {
                     Ok(channel) => return self.take_part(channel),
                     Err(Trouble::Later(error)) => {
@@ -195,7 +213,12 @@ impl Agent {
                 },
                 Err(error) => error,
             };
-            tracing::debug!("no rendezvous at {} yet: {error}", self.spec.endpoint);
+            let error = error.to_string();
+            if error != told {
+                tracing::debug!("no rendezvous at {} yet: {error}", self.spec.endpoint);
+                self.tell(News::NotYet(error.clone()));
+                told.clone_from(&error);
+            }
             if began.elapsed() >= self.rules.join_timeout {
                 return self.tell(News::Unreachable(format!(
                     "no launcher was reached at {} within {:?}: {error}. Check --rdzv-endpoint, and that the launcher of that host runs",
@@ -264,14 +287,13 @@ impl Agent {
 
     fn connect(&self) -> std::result::Result<Channel, Trouble> {
         let port = self.spec.port();
-        let token = match &self.token {
-            Some(token) => token.clone(),
-            None => Token::shared_at(port).map_err(Trouble::Later)?,
-        };
         let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
         for address in (self.spec.endpoint.host.as_str(), port).to_socket_addrs().map_err(Trouble::Later)? {
             match TcpStream::connect_timeout(&address, CONNECT) {
-                Ok(stream) => return Channel::connect(stream, &token).map_err(Trouble::Stranger),
+                Ok(stream) => {
+                    let token = self.token.clone().map_or_else(|| Token::shared_at(port).map_err(no_token), Ok);
+                    return token.and_then(|token| Channel::connect(stream, &token)).map_err(Trouble::Stranger);
+                }
                 Err(error) => last = error,
             }
         }
@@ -325,6 +347,15 @@ impl Agent {
             }
         }
     }
+}
+
+/// Whoever listens at the port has made no token for it.
+fn no_token(error: io::Error) -> io::Error {
+    let text = format!(
+        "what listens there is no launcher of this user: there is no token of its ({error}). Choose another port; or, if TMPDIR or XDG_RUNTIME_DIR \
+         differ between your launchers, give all of them the same --rdzv-token-file"
+    );
+    io::Error::new(error.kind(), text)
 }
 
 /// A port that was free a moment ago.

@@ -12,6 +12,11 @@ pub(crate) fn nnodes(text: &str) -> Result<(u32, u32), String> {
     }
 }
 
+/// Writes what [`nnodes`] reads.
+pub(crate) fn nnodes_text((min, max): (u32, u32)) -> String {
+    if min == max { max.to_string() } else { format!("{min}:{max}") }
+}
+
 /// The most hosts of a launch: the coordinator has two threads for each.
 const MOST_NODES: u32 = 4096;
 
@@ -89,6 +94,7 @@ mod tests {
 
     #[test]
     fn node_counts() {
+        assert_eq!([(2, 2), (1, 4)].map(nnodes_text), ["2", "1:4"]);
         assert_eq!([nnodes("1"), nnodes("2"), nnodes("1:4")], [Ok((1, 1)), Ok((2, 2)), Ok((1, 4))]);
         for text in ["0", "2:1", "", "x", "1:", "1:1:1", "-1", "0:2", "1:99999"] {
             assert!(nnodes(text).unwrap_err().contains("MIN <= MAX"), "{text}");

@@ -5,7 +5,7 @@ use std::{
     net::{SocketAddr, TcpListener, TcpStream},
     sync::{
         Arc,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
         mpsc,
     },
     thread::{self, JoinHandle},
@@ -38,6 +38,8 @@ struct Shared {
     token: Token,
     keep_alive: KeepAlive,
     strangers: AtomicUsize,
+    /// The user has been told of one.
+    is_stranger_told: AtomicBool,
     most_agents: usize,
 }
 
@@ -53,7 +55,8 @@ impl Server {
         listener.set_nonblocking(true)?;
         let (stopped, stop) = io::pipe()?;
         let most_agents = (most as usize).saturating_add(MOST_SPARES);
-        let shared = Arc::new(Shared { hub, token, keep_alive, strangers: AtomicUsize::new(0), most_agents });
+        let (strangers, is_stranger_told) = (AtomicUsize::new(0), AtomicBool::new(false));
+        let shared = Arc::new(Shared { hub, token, keep_alive, strangers, is_stranger_told, most_agents });
         let thread = thread::Builder::new().name("rendezvous port".into());
         let thread = thread.spawn(move || listen(&listener, &stopped, &shared))?;
         Ok(Server { stop: Some(stop), thread: Some(thread) })
@@ -97,6 +100,12 @@ fn admit(stream: TcpStream, from: SocketAddr, shared: &Arc<Shared>) {
     let of_thread = shared.clone();
     let serve = move || {
         if let Err(error) = serve(stream, from, &of_thread) {
+            // Once: a stranger could come often.
+            if error.kind() == io::ErrorKind::PermissionDenied
+                && !of_thread.is_stranger_told.swap(true, Ordering::Relaxed)
+            {
+                tracing::warn!("refused {}: {error} (--rdzv-token-file), or is no fsdp-launch", from.ip());
+            }
             tracing::debug!("the connection from {from} was closed: {error}");
         }
     };

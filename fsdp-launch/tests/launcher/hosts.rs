@@ -167,10 +167,30 @@ fn all_hosts_start_again_together_until_restarts_are_used_up() {
             let told = format!("  starting all ranks again, restart {restart} of at most 2: 2 ranks on 2 nodes\n");
             assert!(text.contains(&format!("failed first, with exit code 5\n{told}")), "{text}");
         }
+        assert!(!text.contains("the hosts have changed"), "{text}");
         assert!(text.contains("restarts used: 2 of at most 2\n  attempt 0: rank 0 (pid "), "{text}");
     }
     let all = ended.map(|(_, text)| text).concat();
     assert!((0..3).all(|attempt| all.contains(&format!("[rank {}] attempt {attempt}\n", attempt % 2))), "{all}");
+}
+
+#[test]
+fn a_host_whose_ranks_had_succeeded_is_told_why_they_start_again() {
+    let options = agents_of("--nnodes=2 --nproc-per-node=1 --max-restarts=1", free_port());
+    let script =
+        "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 0; [ $RANK = 0 ] && exit 0; echo waits; read -r _ < $FIFO; exit 5";
+    let dir = tempfile::tempdir().unwrap();
+    let fifo = dir.path().join("fifo");
+    rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+    let script = script.replace("$FIFO", &fifo.display().to_string());
+    let agents = [0, 1].map(|rank| start(&options, &[&format!("--node-rank={rank}")], &script));
+    agents[1].wait_for("waits", 1);
+    fs::write(&fifo, "go\n").unwrap();
+    for (code, text) in agents.map(Agent::finish) {
+        let told =
+            "failed first, with exit code 5\n  starting all ranks again, restart 1 of at most 1: 2 ranks on 2 nodes\n";
+        assert!(code == Some(0) && text.contains(told), "{text}");
+    }
 }
 
 #[test]
@@ -269,11 +289,54 @@ fn who_waits_in_vain_says_for_whom() {
 }
 
 #[test]
+fn another_program_at_the_endpoint_is_told() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let options = agents_of("--nnodes=2 --rdzv-conf=join_timeout=0.3", taken.local_addr().unwrap().port());
+    let (code, text) = start(&options, &[], "true").finish();
+    assert!(code == Some(1) && text.contains("is no launcher of this user") && text.contains("another port"), "{text}");
+}
+
+#[test]
+fn signs_of_life_may_be_as_rare_or_as_frequent_as_one_likes() {
+    for interval in ["1e18", "1e-9"] {
+        let conf = format!("--rdzv-conf=keep_alive_interval={interval},keep_alive_max_attempt=4000000000");
+        let options = agents_of(&format!("--nnodes=2 {conf}"), free_port());
+        let ended = [0, 1].map(|_| start(&options, &[], "true")).map(Agent::finish);
+        assert!(ended.iter().all(|(code, text)| *code == Some(0) && text.is_empty()), "{ended:?}");
+    }
+}
+
+#[test]
+fn several_hosts_that_are_stopped_at_once_are_no_reason_for_the_others_to_end() {
+    let options = agents_of("--nnodes=1:3 --rdzv-conf=last_call_timeout=0.5", free_port());
+    let dir = tempfile::tempdir().unwrap();
+    let flag = dir.path().join("told");
+    let script = format!(
+        "echo world $WORLD_SIZE; [ $WORLD_SIZE = 1 ] && exit 0; \
+         trap 'echo asked; until [ -e {} ]; do sleep 0.02; done; exit 0' TERM; while :; do sleep 0.02; done",
+        flag.display()
+    );
+    let first = start_first(&options, &[], &script);
+    let others = [0, 1].map(|_| start(&options, &["--shutdown-timeout=60"], &script));
+    [&first, &others[0], &others[1]].into_iter().for_each(|agent| agent.wait_for("world 3", 1));
+    let [second, third] = others;
+    third.signal(Signal::KILL);
+    // It is about to end its ranks for the others' sake.
+    second.wait_for("asked", 1);
+    second.signal(Signal::TERM);
+    sleep(Duration::from_millis(100));
+    fs::write(flag, "").unwrap();
+    assert_eq!(second.finish().0, Some(143));
+    let (code, text) = first.finish();
+    assert!(code == Some(0) && text.contains("world 1\n"), "{text}");
+}
+
+#[test]
 fn launchers_that_contradict_each_other_are_refused_by_name() {
     let options = agents_of("--nnodes=2 --rdzv-id=a --node-rank=0", free_port());
     let first = start_first(&options, &[], "true");
     let others = [
-        (vec!["--nnodes=1:2"], "--nnodes 2:2, not 1:2"),
+        (vec!["--nnodes=1:2"], "--nnodes 2, not 1:2"),
         (vec!["--rdzv-id=b"], "the run here is \"a\", not \"b\""),
         (vec!["--max-restarts=1"], "--max-restarts 0, not 1"),
         (vec![], "--node-rank 0 is taken by "),

@@ -13,13 +13,20 @@ struct Hall {
     agents: BTreeMap<AgentId, (Vec<ToAgent>, Option<u32>)>,
 }
 
+const KEEP_ALIVE: KeepAlive = KeepAlive { interval: Duration::from_millis(500), attempts: 3 };
 const LAST_CALL: Duration = Duration::from_secs(30);
 
 impl Hall {
     fn new(nnodes: (u32, u32), max_restarts: u32) -> Self {
         let times = (Duration::from_secs(600), LAST_CALL);
-        let rules =
-            Rules { run_id: "run".into(), nnodes, max_restarts, join_timeout: times.0, last_call_timeout: times.1 };
+        let rules = Rules {
+            run_id: "run".into(),
+            nnodes,
+            max_restarts,
+            keep_alive: Some(KEEP_ALIVE),
+            join_timeout: times.0,
+            last_call_timeout: times.1,
+        };
         let now = Instant::now();
         Hall { coordinator: Coordinator::new(rules, now), now, agents: BTreeMap::new() }
     }
@@ -37,6 +44,7 @@ impl Hall {
             master_port: 1000 + id as u16,
             run_id: None,
             nnodes: rules.nnodes,
+            keep_alive: rules.keep_alive,
             max_restarts: rules.max_restarts,
             attempts: 0,
             restarts: 0,
@@ -74,6 +82,8 @@ impl Hall {
             if messages.is_empty() {
                 return;
             }
+            // As the hub does: all have their messages before one answers.
+            let mut asked = Vec::new();
             for (id, message) in messages {
                 let Some((heard, running)) = self.agents.get_mut(&id) else { continue };
                 match &message {
@@ -86,7 +96,13 @@ impl Hall {
                     _ => {}
                 }
                 heard.push(message.clone());
-                if let ToAgent::Stop { .. } = message {
+                if let ToAgent::Stop { attempt, .. } = message {
+                    asked.push((id, attempt));
+                }
+            }
+            for (id, attempt) in asked {
+                // Of an attempt that is over, it changes nothing.
+                if self.agents.get(&id).is_some_and(|(_, running)| *running == Some(attempt)) {
                     self.end(id, Ended::Stopped { may_restart: true });
                 }
             }
@@ -226,6 +242,31 @@ fn a_loss_explains_the_failures_that_came_before_it() {
 }
 
 #[test]
+fn a_host_whose_ranks_do_not_end_is_never_told_to_start_again() {
+    let mut hall = Hall::new((1, 2), 5);
+    hall.join(0);
+    hall.pass(LAST_CALL);
+    // Its ranks are asked to end because another host has come.
+    hall.agents.get_mut(&0).unwrap().1 = None;
+    hall.join(1);
+    let result = Ended::Stopped { may_restart: false };
+    hall.say(0, FromAgent::Ended { attempt: 0, result, master_port: 1 });
+    let failure = hall.verdict(1).unwrap().failure.as_ref().unwrap().to_string();
+    assert!(failure.contains("host0 can't start again"), "{failure}");
+}
+
+#[test]
+fn who_had_succeeded_is_told_why_all_start_again() {
+    let mut hall = Hall::new((2, 2), 1);
+    [0, 1].into_iter().for_each(|id| hall.join(id));
+    hall.end(0, Ended::Succeeded);
+    hall.fail(1, "x");
+    let heard = &hall.agents[&0].0;
+    assert!(heard.iter().any(|it| matches!(it, ToAgent::Stop { attempt: 0, why } if why.contains("failed first"))));
+    assert!(hall.is_running(0) && hall.is_running(1));
+}
+
+#[test]
 fn too_few_agents_are_an_end_with_their_names() {
     let mut hall = Hall::new((3, 3), 0);
     hall.join(0);
@@ -244,13 +285,15 @@ fn who_does_not_fit_is_refused_and_who_is_one_too_many_waits() {
     for part in [
         "--node-rank 0 is taken by host0",
         "the run here is \"run\", not \"other\"",
-        "--nnodes 2:2, not 1:2",
+        "--nnodes 2, not 1:2",
         "--max-restarts 5, not 0",
+        "--rdzv-conf keep_alive_interval=0.5,keep_alive_max_attempt=3, not keep_alive_interval=0.5,keep_alive_max_attempt=2",
     ] {
         hall.join_as(9, |it| match part {
             _ if part.contains("other") => it.run_id = Some("other".into()),
             _ if part.contains("nnodes") => it.nnodes = (1, 2),
             _ if part.contains("restarts") => it.max_restarts = 0,
+            _ if part.contains("keep_alive") => it.keep_alive = Some(KeepAlive { attempts: 2, ..KEEP_ALIVE }),
             _ => it.node_rank = Some(0),
         });
         let Some(ToAgent::Refused { why }) = hall.agents[&9].0.last() else { panic!("{part}: taken") };
