@@ -102,14 +102,21 @@ fn print_lines(
     mut copy: Option<File>,
 ) -> io::Result<()> {
     let mut chunk = vec![0; 16 << 10];
+    // Bytes that were there when the ranks had ended: who writes on is no rank, and may do so for ever.
+    let mut left: Option<usize> = None;
     loop {
         let mut fds = [PollFd::new(&*source, PollFlags::IN), PollFd::new(ranks_gone, PollFlags::IN)];
         match poll(&mut fds, None) {
             Err(rustix::io::Errno::INTR) => continue,
             polled => polled?,
         };
-        let nothing_there = fds[0].revents().is_empty();
-        let read = if nothing_there { 0 } else { source.read(&mut chunk)? };
+        let (nothing_there, are_gone) = (fds[0].revents().is_empty(), !fds[1].revents().is_empty());
+        if are_gone && left.is_none() {
+            left = Some(usize::try_from(rustix::io::ioctl_fionread(&*source)?).unwrap_or(usize::MAX));
+        }
+        let wanted = left.map_or(chunk.len(), |left| left.min(chunk.len()));
+        let read = if nothing_there { 0 } else { source.read(&mut chunk[..wanted])? };
+        left = left.map(|left| left - read);
         if let Err(error) = copy.as_mut().map_or(Ok(()), |copy| copy.write_all(&chunk[..read])) {
             // A full disk is no reason to end the run.
             tracing::warn!("the log file of {}is not written any further: {error}", lines.prefix);

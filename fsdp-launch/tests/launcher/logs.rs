@@ -2,7 +2,7 @@
 
 use std::{fs, path::Path};
 
-use crate::{finish, launcher, sorted};
+use crate::{TIMEOUT, finish, hear_signals, launcher, sorted};
 
 const SCRIPT: &str = "echo out $RANK; echo err $RANK >&2";
 
@@ -130,4 +130,23 @@ fn what_can_not_be_logged_is_told_before_anything_starts() {
             "{stderr}"
         );
     }
+}
+
+#[test]
+fn who_prints_for_ever_outside_of_the_group_does_not_keep_the_launcher() {
+    hear_signals();
+    let mut command = std::process::Command::new(assert_cmd::cargo::cargo_bin!("fsdp-launch"));
+    command.args(["/bin/sh", "-c", "setsid yes 2>/dev/null & sleep 0.2"]).stdout(std::process::Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let mut output = child.stdout.take().unwrap();
+    let (start, mut chunk) = (std::time::Instant::now(), vec![0; 4096]);
+    // Slower than `yes`, so that there is always more.
+    while std::io::Read::read(&mut output, &mut chunk).unwrap() > 0 {
+        if start.elapsed() > TIMEOUT {
+            child.kill().unwrap();
+            panic!("it prints on");
+        }
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    assert_eq!(child.wait().unwrap().code(), Some(0));
 }
