@@ -16,10 +16,11 @@ use crate::{
     guard::Guard,
     job_file::JobFile,
     logs::{Destination, destinations},
+    orphans,
     output::{Outputs, To},
     rendezvous::News,
     signals::Event,
-    supervise::{Cause, supervise},
+    supervise::{Cause, Sign, supervise},
     worker::Worker,
 };
 
@@ -36,15 +37,23 @@ pub(crate) struct Attempt {
     pub(crate) news: Vec<News>,
 }
 
-/// Starts the ranks of `job`, in the guard's care, and waits until nothing of them is left. What `fsdp-launch status` shows is written into `temp_dir`. The first failure
-/// is told by `failed` before the other ranks are ended.
+/// What others should hear before the attempt has ended.
+pub(crate) enum Told {
+    /// This rank failed first, and the others are about to be ended.
+    Failed(RankReport),
+    /// The launcher received this signal, and the ranks are about to be ended.
+    Leaving(i32),
+}
+
+/// Starts the ranks of `job`, in the guard's care, and waits until nothing of them is left. What `fsdp-launch status` shows is written into `temp_dir`. What
+/// others should hear meanwhile goes to `tell`.
 pub(crate) fn run(
     job: &Job<'_>,
     temp_dir: &Path,
     guard: &mut Guard,
     sender: &Sender<Event>,
     events: &Receiver<Event>,
-    mut failed: impl FnMut(RankReport),
+    mut tell: impl FnMut(Told),
 ) -> Result<Attempt> {
     let spec = job.spec;
     // What one rank lacks shows before any of them is started.
@@ -73,8 +82,12 @@ pub(crate) fn run(
     if let Err(error) = JobFile::of(job, &workers).write(temp_dir) {
         tracing::warn!("`fsdp-launch status` won't find this run: {error}");
     }
-    let mut told = |worker: &Worker| failed(report(job, worker));
-    let ended = supervise(&mut workers, job, events, spec.shutdown_timeout, &mut told);
+    let mut tell = |sign: Sign<'_>| match sign {
+        Sign::Failed(worker) => tell(Told::Failed(report(job, worker))),
+        Sign::Leaving(signal) => tell(Told::Leaving(signal)),
+    };
+    let ended = supervise(&mut workers, job, events, spec.shutdown_timeout, &mut tell);
+    orphans::end();
     let mut news = ended.news;
     let mut interrupted = outputs.finish(events, ended.streams, &mut news).or(ended.interrupted);
     while let Ok(event) = events.try_recv() {

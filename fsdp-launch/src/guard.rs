@@ -1,7 +1,8 @@
 //! What ends the ranks' process groups when the launcher is killed by SIGKILL.
 //!
 //! The kernel then kills the ranks themselves (`session.rs`), but not what they started, and a rank is often a shell script around the real program. So a
-//! shell waits for the end of a pipe that only the launcher holds open, and kills the groups it was told of.
+//! shell waits for the end of a pipe that only the launcher holds open, kills the groups it was told of, and then what left its group but still has the variable that says which
+//! launcher its rank was of.
 
 use std::{
     io::{self, Write},
@@ -11,7 +12,7 @@ use std::{
 
 use rustix::process::Pid;
 
-use crate::session::own_session;
+use crate::{orphans, session::own_session};
 
 /// A line is a group, an empty one says that those before are gone.
 const SCRIPT: &str = r#"
@@ -19,6 +20,10 @@ while read -r group; do
     if [ -n "$group" ]; then groups="$groups -$group"; else groups=; fi
 done
 [ -z "$groups" ] || kill -s KILL -- $groups
+for file in $(grep -alz -e "^$2" /proc/[0-9]*/environ 2>/dev/null); do
+    pid=${file#/proc/}
+    kill -s KILL "${pid%/environ}" 2>/dev/null
+done
 rm -rf -- "$1"
 "#;
 
@@ -31,7 +36,7 @@ impl Guard {
     /// Starts the shell, which also removes `directory` in the end. To be called before that is made: the launcher may be killed in between.
     pub(crate) fn start(directory: &Path) -> Self {
         let mut command = Command::new("/bin/sh");
-        command.args(["-c", SCRIPT, "fsdp-launch-guard"]).arg(directory);
+        command.args(["-c", SCRIPT, "fsdp-launch-guard"]).arg(directory).arg(orphans::mark());
         command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
         own_session(&mut command);
         Guard { shell: command.spawn().map_err(|error| without_guard(&error)).ok() }

@@ -36,7 +36,7 @@ The first rank that fails ends the others: SIGTERM, then SIGKILL after --shutdow
 that ranks which find the same thing wrong tell it.) The exit code is that rank's, or 128 + the number of the \
 signal that killed it; 2 for a wrong command line. Ctrl-C (also SIGTERM, SIGHUP, SIGQUIT) ends all ranks in the same way; a second Ctrl-C kills them at \
 once. With --max-restarts, all ranks start again after a failure: TORCHELASTIC_RESTART_COUNT tells them how often, and the summary names each attempt's \
-first failure. Processes that a rank left behind in its process group end with the attempt.
+first failure. Processes that a rank left behind end with the attempt.
 
 A rank that hangs is a failure too: in programs that use fsdp-core each rank has a heartbeat, and one whose heart stands still for --heartbeat-timeout is killed. After \
 a hang, or a collective that timed out, the summary tells where every rank was, and who did not arrive. `fsdp-launch status` shows the same of runs under way; a program \

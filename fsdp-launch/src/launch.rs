@@ -14,7 +14,8 @@ use std::{
 use rustix::process::{getpid, set_child_subreaper};
 
 use crate::{
-    Cause, Endpoint, Error, Failure, LaunchSpec, Outcome, RankReport, RendezvousSpec, Result, attempt,
+    Cause, Endpoint, Error, Failure, LaunchSpec, Outcome, RankReport, RendezvousSpec, Result,
+    attempt::{self, Told},
     environment::Job,
     guard::Guard,
     job_file::PREFIX,
@@ -96,17 +97,25 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
         run_id.clone_from(&place.run_id);
         (attempts, so_far.restarts) = (place.attempt + 1, place.restarts);
         if so_far.run_dir.is_none() {
-            so_far.run_dir = create_run_dir(&spec.logs, spec.nproc_per_node, &place.run_id)?;
+            // Hosts may share the directory.
+            let host = spec.rendezvous.as_ref().map(|_| format!("_{}", hostname()));
+            let name = place.run_id.clone() + &host.unwrap_or_default();
+            so_far.run_dir = create_run_dir(&spec.logs, spec.nproc_per_node, &name)?;
         }
         let log_dir = so_far.run_dir.as_ref().map(|dir| create_attempt_dir(dir, place.attempt, spec.nproc_per_node));
         let log_dir = log_dir.transpose()?;
         let job = Job { spec, place: &place, log_dir: log_dir.as_deref(), error_dir: temp_dir.path() };
         tracing::debug!(?spec, ?place, "launching");
-        let told = |report: RankReport| {
-            why = Some(Failure::Rank(report.clone()).to_string());
-            membership.say(FromAgent::Failed { attempt: place.attempt, report: Box::new(report.for_others()) });
+        let tell = |told: Told| match told {
+            Told::Failed(report) => {
+                why = Some(Failure::Rank(report.clone()).to_string());
+                membership.say(FromAgent::Failed { attempt: place.attempt, report: Box::new(report.for_others()) });
+            }
+            Told::Leaving(signal) => {
+                membership.say(FromAgent::Leaving { attempt: place.attempt, why: stopped_by(signal) });
+            }
         };
-        let attempt = match attempt::run(&job, temp_dir.path(), &mut guard, &sender, &events, told) {
+        let attempt = match attempt::run(&job, temp_dir.path(), &mut guard, &sender, &events, tell) {
             Ok(attempt) => attempt,
             Err(error) => {
                 membership.say(FromAgent::Leave { why: format!("is gone: {error}") });
@@ -245,14 +254,18 @@ fn tell_restart(spec: &LaunchSpec, place: &Place, why: Option<String>, restarts_
 }
 
 fn leave(signal: i32) -> FromAgent {
-    FromAgent::Leave { why: format!("is gone: its launcher was stopped by {}", crate::summary::name_of(signal)) }
+    FromAgent::Leave { why: stopped_by(signal) }
+}
+
+fn stopped_by(signal: i32) -> String {
+    format!("is gone: its launcher was stopped by {}", crate::summary::name_of(signal))
 }
 
 /// What this host brings.
 fn member(spec: &LaunchSpec, attempts: u32, restarts: u32) -> Result<Member> {
     let meeting = spec.rendezvous.as_ref();
     Ok(Member {
-        host: rustix::system::uname().nodename().to_string_lossy().into_owned(),
+        host: hostname(),
         machine: rendezvous::machine(),
         node_rank: meeting.and_then(|meeting| meeting.node_rank),
         ranks: spec.nproc_per_node,
@@ -264,9 +277,14 @@ fn member(spec: &LaunchSpec, attempts: u32, restarts: u32) -> Result<Member> {
         nnodes: spec.nnodes(),
         keep_alive: meeting.map(RendezvousSpec::keep_alive),
         max_restarts: spec.max_restarts,
+        grace: spec.shutdown_timeout,
         attempts,
         restarts,
     })
+}
+
+fn hostname() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
 /// What is known of the launch when it ends.

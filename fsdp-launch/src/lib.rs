@@ -5,7 +5,7 @@
 //!
 //! What the launcher promises, however things end:
 //! - the first rank that fails ends all others, and is the one that is reported; with [`max_restarts`](LaunchSpec::max_restarts) all start again;
-//! - nothing that a rank started in its process group outlives the launch, not even when the launcher itself is killed;
+//! - nothing that a rank started outlives the attempt, not even when the launcher itself is killed (unless it leaves its group and its environment too);
 //! - a line of one rank's output is never torn apart by another rank's.
 //!
 //! ```no_run
@@ -35,6 +35,7 @@ mod launch;
 mod line_prefix;
 mod logs;
 mod numa;
+mod orphans;
 mod output;
 mod process;
 mod program;

@@ -52,13 +52,21 @@ pub(crate) struct Ended {
     pub(crate) news: Vec<News>,
 }
 
-/// Watches `workers` until nothing of them is left. The one that failed first is told by `failed` when the others are about to be ended.
+/// What others should hear at once.
+pub(crate) enum Sign<'a> {
+    /// This rank failed first, and the others are about to be ended.
+    Failed(&'a Worker),
+    /// The launcher received this signal, and the ranks are about to be ended.
+    Leaving(i32),
+}
+
+/// Watches `workers` until nothing of them is left. What others should hear meanwhile goes to `tell`.
 pub(crate) fn supervise(
     workers: &mut [Worker],
     job: &Job<'_>,
     events: &Receiver<Event>,
     grace: Duration,
-    failed_first: &mut dyn FnMut(&Worker),
+    tell: &mut dyn FnMut(Sign<'_>),
 ) -> Ended {
     let mut watchdog = Watchdog::new(job.spec.heartbeat_timeout, workers.len(), Instant::now());
     let mut shutdown = Shutdown { workers, grace, gentle: SIGTERM, sent: None, begin_at: None };
@@ -91,7 +99,7 @@ pub(crate) fn supervise(
         }
         if let (Some(Cause::RankFailed(first)), true, false) = (cause, shutdown.sent.is_some(), is_told) {
             is_told = true;
-            shutdown.workers.get(first).into_iter().for_each(&mut *failed_first);
+            shutdown.workers.get(first).into_iter().for_each(|worker| tell(Sign::Failed(worker)));
         }
         if shutdown.workers.iter().all(Worker::is_gone) {
             break;
@@ -105,7 +113,9 @@ pub(crate) fn supervise(
             Some(Event::ChildEnded) => {}
             Some(Event::OutputEnded) => streams += 1,
             Some(Event::Interrupted(signal)) => {
-                interrupted = Some(signal);
+                if interrupted.replace(signal).is_none() {
+                    tell(Sign::Leaving(signal));
+                }
                 // Only Ctrl-C is impatience: `timeout` and service managers send their signal twice as a matter of course.
                 if shutdown.sent.is_some() && signal == SIGINT {
                     shutdown.send(Request::Kill);

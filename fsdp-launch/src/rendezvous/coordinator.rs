@@ -16,6 +16,10 @@ use crate::{Failure, Setback};
 
 /// How much of the past is kept: it has to fit a message.
 const KEPT: usize = 8;
+/// Beyond their grace, how long an agent's ranks may take to end: the agent gives up on what SIGKILL does not end after 10 s.
+const ENDING: Duration = Duration::from_secs(30);
+/// More attempts than any launch makes.
+const MOST_ATTEMPTS: u32 = 1 << 24;
 /// How many hosts a message names.
 const NAMED: usize = 20;
 
@@ -49,6 +53,8 @@ pub(crate) struct Coordinator {
     restarts: u32,
     /// The last of what went wrong.
     setbacks: VecDeque<Setback>,
+    /// Until then ranks may still run on a host that nothing is heard of.
+    not_before: Option<Instant>,
     out: Vec<(AgentId, ToAgent)>,
 }
 
@@ -78,7 +84,10 @@ enum Phase {
     /// Ranks run.
     Running,
     /// Ranks are being ended.
-    Stopping(Why),
+    Stopping {
+        why: Why,
+        since: Instant,
+    },
     Over,
 }
 
@@ -118,6 +127,7 @@ impl Coordinator {
             attempts: 0,
             restarts: 0,
             setbacks: VecDeque::new(),
+            not_before: None,
             out: Vec::new(),
         }
     }
@@ -133,9 +143,16 @@ impl Coordinator {
             FromAgent::Ping => {}
             FromAgent::Join(member) => self.join(now, from, *member),
             FromAgent::Leave { why } => self.lose(now, from, &why),
+            FromAgent::Leaving { attempt, why } => {
+                if self.is_running(from, attempt) && matches!(self.phase, Phase::Running) {
+                    let host = self.agents.get(&from).map(|agent| agent.member.host.clone()).unwrap_or_default();
+                    let enough = self.agents.len() > self.rules.nnodes.0 as usize;
+                    self.stop(now, Why::Lost(Failure::NodeLost { host, how: why }, enough));
+                }
+            }
             FromAgent::Failed { attempt, report } => {
                 if self.is_running(from, attempt) {
-                    self.fail(from, Failure::Rank(*report));
+                    self.fail(now, from, Failure::Rank(*report));
                 }
             }
             FromAgent::Ended { attempt, result, master_port } => {
@@ -146,6 +163,17 @@ impl Coordinator {
         }
     }
 
+    /// Takes in that nothing is heard of an agent any more. It hears nothing either, and ends its ranks, in its own time.
+    pub(crate) fn fall_silent(&mut self, now: Instant, id: AgentId, how: &str) {
+        if let (Some(agent), Some(keep_alive)) = (self.agents.get(&id), self.rules.keep_alive)
+            && agent.state == State::Running
+        {
+            let by_then = now.checked_add(keep_alive.interval.saturating_add(agent.member.grace));
+            self.not_before = self.not_before.max(by_then);
+        }
+        self.lose(now, id, how);
+    }
+
     /// Takes in that an agent is gone.
     pub(crate) fn lose(&mut self, now: Instant, id: AgentId, how: &str) {
         let Some(agent) = self.agents.remove(&id) else { return };
@@ -154,9 +182,9 @@ impl Coordinator {
         let lost = Failure::NodeLost { host: agent.member.host, how: how.to_owned() };
         let enough = self.agents.len() >= self.rules.nnodes.0 as usize;
         match &mut self.phase {
-            Phase::Running if had_ranks => self.stop(Why::Lost(lost, enough)),
+            Phase::Running if had_ranks => self.stop(now, Why::Lost(lost, enough)),
             // What others said after it went was an echo. (If it was itself what failed, that stands.)
-            Phase::Stopping(why) if had_ranks && why.told_by() != Some(id) => {
+            Phase::Stopping { why, .. } if had_ranks && why.told_by() != Some(id) => {
                 *why = Why::Lost(lost, enough);
             }
             _ => {}
@@ -166,6 +194,17 @@ impl Coordinator {
 
     /// Does what is due.
     pub(crate) fn tick(&mut self, now: Instant) {
+        if let Phase::Stopping { since, .. } = self.phase {
+            let time = now.saturating_duration_since(since);
+            let is_late =
+                |agent: &Agent| agent.state == State::Running && time > agent.member.grace.saturating_add(ENDING);
+            let late: Vec<AgentId> = self.agents.iter().filter(|(_, it)| is_late(it)).map(|(&id, _)| id).collect();
+            for id in late {
+                let why = "it did not end its ranks in time, and the others went on without it".to_owned();
+                self.out.push((id, ToAgent::Refused { why }));
+                self.lose(now, id, "did not end its ranks in time");
+            }
+        }
         self.go_on(now);
     }
 
@@ -180,20 +219,23 @@ impl Coordinator {
     }
 
     fn join(&mut self, now: Instant, id: AgentId, member: Member) {
+        if self.agents.contains_key(&id) {
+            return;
+        }
         if let Some(why) = self.refusal(&member) {
             self.out.push((id, ToAgent::Refused { why }));
             return;
         }
-        self.attempts = self.attempts.max(member.attempts);
+        self.attempts = self.attempts.max(member.attempts.min(MOST_ATTEMPTS));
         self.restarts = self.restarts.max(member.restarts);
         let host = member.host.clone();
         self.agents.insert(id, Agent { member, state: State::Ready });
         let finishing = self.agents.values().any(|agent| agent.state == State::Succeeded);
         let running = self.agents.values().filter(|agent| agent.state != State::Ready).count();
         if matches!(self.phase, Phase::Running) && running < self.rules.nnodes.1 as usize && !finishing {
-            self.stop(Why::Grown(host));
+            self.stop(now, Why::Grown(host));
         }
-        if !matches!(self.phase, Phase::Stopping(_)) {
+        if !matches!(self.phase, Phase::Stopping { .. }) {
             self.out.push((id, ToAgent::Waiting { there: self.hosts(), nnodes: self.rules.nnodes }));
         }
         self.go_on(now);
@@ -228,9 +270,9 @@ impl Coordinator {
         })
     }
 
-    fn fail(&mut self, from: AgentId, failure: Failure) {
+    fn fail(&mut self, now: Instant, from: AgentId, failure: Failure) {
         if matches!(self.phase, Phase::Running) {
-            self.stop(Why::Failed(failure, from));
+            self.stop(now, Why::Failed(failure, from));
         }
     }
 
@@ -247,11 +289,11 @@ impl Coordinator {
         let host = agent.member.host.clone();
         match result {
             Ended::Succeeded => {}
-            Ended::Stopped { .. } => self.fail(from, Failure::NodeLost { host, how: LOST_TOUCH.into() }),
+            Ended::Stopped { .. } => self.fail(now, from, Failure::NodeLost { host, how: LOST_TOUCH.into() }),
             Ended::Failed { report, .. } => {
-                self.fail(from, Failure::Rank((*report).clone()));
+                self.fail(now, from, Failure::Rank((*report).clone()));
                 // It may have found out since which of its ranks was the first.
-                if let Phase::Stopping(Why::Failed(failure, told_by)) = &mut self.phase
+                if let Phase::Stopping { why: Why::Failed(failure, told_by), .. } = &mut self.phase
                     && *told_by == from
                 {
                     *failure = Failure::Rank(*report);
@@ -261,7 +303,7 @@ impl Coordinator {
         self.go_on(now);
     }
 
-    fn stop(&mut self, why: Why) {
+    fn stop(&mut self, now: Instant, why: Why) {
         let text = match &why {
             Why::Failed(failure, _) | Why::Lost(failure, _) => failure.to_string(),
             Why::Grown(host) => format!("{host} has joined"),
@@ -276,7 +318,7 @@ impl Coordinator {
             }
             self.out.push((id, ToAgent::Stop { attempt, why: text.clone() }));
         }
-        self.phase = Phase::Stopping(why);
+        self.phase = Phase::Stopping { why, since: now };
     }
 
     /// Goes as far as it can without hearing more.
@@ -290,7 +332,7 @@ impl Coordinator {
                     self.end(None);
                 }
             }
-            Phase::Stopping(_) => {
+            Phase::Stopping { .. } => {
                 if states().all(|state| state != State::Running) {
                     self.stopped(now);
                 }
@@ -301,7 +343,7 @@ impl Coordinator {
 
     /// All ranks have been ended.
     fn stopped(&mut self, now: Instant) {
-        let Phase::Stopping(why) = std::mem::replace(&mut self.phase, Phase::Over) else { return };
+        let Phase::Stopping { why, .. } = std::mem::replace(&mut self.phase, Phase::Over) else { return };
         let may_restart = self.restarts < self.rules.max_restarts;
         if let Some(stuck) = self.agents.values().find(|agent| agent.state == State::Stuck) {
             let failure = match why {
@@ -354,6 +396,9 @@ impl Coordinator {
             LastCall::Unneeded => true,
             LastCall::Since(at) => now.saturating_duration_since(at) >= self.rules.last_call_timeout,
         };
+        if self.not_before.is_some_and(|moment| now < moment) {
+            return;
+        }
         if there >= max || is_time {
             self.start();
         } else if there < min && now.saturating_duration_since(since) >= self.rules.join_timeout {

@@ -47,6 +47,12 @@ impl Hub {
         self.lock().outboxes.remove(&id);
     }
 
+    /// Nothing is heard of an agent any more.
+    pub(crate) fn fall_silent(&self, id: AgentId, how: &str) {
+        self.with(|coordinator, now| coordinator.fall_silent(now, id, how));
+        self.lock().outboxes.remove(&id);
+    }
+
     pub(crate) fn tick(&self) {
         self.with(Coordinator::tick);
     }

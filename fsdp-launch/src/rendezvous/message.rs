@@ -1,5 +1,7 @@
 //! What agents and the coordinator tell each other.
 
+use std::time::Duration;
+
 use serde::{Deserialize, Serialize};
 
 use super::KeepAlive;
@@ -32,6 +34,8 @@ pub(crate) struct Member {
     pub(crate) keep_alive: Option<KeepAlive>,
     /// `--max-restarts`.
     pub(crate) max_restarts: u32,
+    /// `--shutdown-timeout`: how long its ranks have to end when they are asked to.
+    pub(crate) grace: Duration,
     /// How often its ranks were started before, under a coordinator that is gone.
     pub(crate) attempts: u32,
     /// How many restarts were used then.
@@ -47,7 +51,9 @@ pub(crate) enum FromAgent {
     Failed { attempt: u32, report: Box<RankReport> },
     /// Nothing is left of an attempt, or what is left can't be ended.
     Ended { attempt: u32, result: Ended, master_port: u16 },
-    /// It was asked to end.
+    /// It was asked to end, and is ending its ranks.
+    Leaving { attempt: u32, why: String },
+    /// It goes; nothing is left of its ranks, or what is left can't be ended.
     Leave { why: String },
     /// It is alive.
     Ping,

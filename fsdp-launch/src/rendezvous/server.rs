@@ -151,11 +151,12 @@ fn serve(stream: TcpStream, from: SocketAddr, shared: &Shared) -> io::Result<()>
             Err(error) => break error,
         }
     };
-    let how = match error.kind() {
-        io::ErrorKind::TimedOut => format!("is gone: nothing was heard of its launcher for {limit:?}"),
-        _ => "is gone: its launcher has ended".to_owned(),
-    };
-    tracing::debug!("agent {host} {how} ({error})");
-    shared.hub.lose(id, &how);
+    tracing::debug!("agent {host} is gone ({error})");
+    match error.kind() {
+        io::ErrorKind::TimedOut => {
+            shared.hub.fall_silent(id, &format!("is gone: nothing was heard of its launcher for {limit:?}"));
+        }
+        _ => shared.hub.lose(id, "is gone: its launcher has ended"),
+    }
     Ok(())
 }

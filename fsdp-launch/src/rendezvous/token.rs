@@ -55,11 +55,15 @@ impl Token {
         let mut bytes = [0; 32];
         OpenOptions::new().read(true).open("/dev/urandom")?.read_exact(&mut bytes)?;
         let path = shared_path(port)?;
+        let dir = path.parent().unwrap_or(Path::new("/"));
+        remove_stale(dir);
         // Under another name first, so that nobody reads half a token.
-        let mut file = tempfile::NamedTempFile::new_in(path.parent().unwrap_or(Path::new("/")))?;
+        let mut file = tempfile::NamedTempFile::new_in(dir)?;
         file.write_all(&bytes)?;
-        file.persist(&path)?;
-        Ok((Token::of(&bytes), Shared(path)))
+        // For as long as this process lives.
+        file.as_file().try_lock()?;
+        let file = file.persist(&path)?;
+        Ok((Token::of(&bytes), Shared { path, _locked: file }))
     }
 
     /// What [`make_for`](Self::make_for) made.
@@ -78,11 +82,24 @@ pub(crate) const HOW_TO_MAKE_ONE: &str = "A token is a file that all hosts of th
     `(umask 077; head -c 32 /dev/urandom | base64 > token)` makes one, to be copied to every host";
 
 /// The file of a token that was made.
-pub(crate) struct Shared(PathBuf);
+pub(crate) struct Shared {
+    path: PathBuf,
+    _locked: fs::File,
+}
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        fs::remove_file(&self.0).ok();
+        fs::remove_file(&self.path).ok();
+    }
+}
+
+/// Removes what launchers that were killed have left.
+fn remove_stale(dir: &Path) {
+    for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
+        let is_stale = fs::File::open(entry.path()).is_ok_and(|file| file.try_lock().is_ok());
+        if is_stale {
+            fs::remove_file(entry.path()).ok();
+        }
     }
 }
 
@@ -133,7 +150,12 @@ mod tests {
         let (token, file) = Token::make_for(1).unwrap();
         assert_eq!(token.0, Token::shared_at(1).unwrap().0);
         assert!(Token::shared_at(2).is_err());
-        drop(file);
+        // That of a launcher which was killed goes when the next one comes; that of one which lives stays.
+        let stale = shared_path(3).unwrap();
+        fs::write(&stale, "left").unwrap();
+        let (_, other) = Token::make_for(4).unwrap();
+        assert!(!stale.exists() && Token::shared_at(1).is_ok());
+        drop((file, other));
         assert!(Token::shared_at(1).is_err());
     }
 }

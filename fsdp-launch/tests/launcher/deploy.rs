@@ -85,7 +85,7 @@ fn the_batch_script_starts_one_launcher_a_host() {
     let (args, spec) = understood(&words[start..]);
     assert_eq!((args.nnodes, args.rdzv_id.as_deref(), args.rdzv_backend.as_str()), ((2, 2), Some("77"), "c10d"));
     let meeting = spec.rendezvous.unwrap();
-    assert_eq!((meeting.endpoint.host.as_str(), meeting.endpoint.port), ("node07", Some(29400)));
+    assert_eq!((meeting.endpoint.host.as_str(), meeting.endpoint.port), ("node07", Some(20077)));
     assert_eq!(meeting.join_timeout, Duration::from_secs(600));
     assert_eq!(meeting.token_file, Some(batch.dir.path().join("run-77/rdzv-token")));
     // The token was there for the launchers, for nobody else, and it is gone.

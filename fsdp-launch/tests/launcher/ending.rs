@@ -154,3 +154,17 @@ fn a_launcher_killed_by_sigkill_leaves_nothing() {
     }
     assert!(!dir.exists());
 }
+
+#[test]
+fn what_left_its_group_ends_with_its_rank_however_that_ends() {
+    let leaves = "setsid sleep 777 & echo $!; exit 3";
+    let (code, stdout, stderr) = finish(&mut ranks(1, leaves));
+    assert_eq!(code, Some(3), "{stderr}");
+    let pid: i32 = stdout.trim().rsplit(' ').next().unwrap().parse().unwrap();
+    assert_gone(&[pid]);
+
+    let mut launcher = Running::start(&["sh", "-c", "setsid sleep 777 & echo $!; wait"]);
+    let pids = launcher.pids(1);
+    launcher.signal(Signal::KILL);
+    assert_gone_soon(&pids);
+}

@@ -136,7 +136,7 @@ fn what_can_not_be_logged_is_told_before_anything_starts() {
 fn who_prints_for_ever_outside_of_the_group_does_not_keep_the_launcher() {
     hear_signals();
     let mut command = std::process::Command::new(assert_cmd::cargo::cargo_bin!("fsdp-launch"));
-    command.args(["/bin/sh", "-c", "setsid yes 2>/dev/null & sleep 0.2"]).stdout(std::process::Stdio::piped());
+    command.args(["/bin/sh", "-c", "env -i setsid yes 2>/dev/null & sleep 0.2"]).stdout(std::process::Stdio::piped());
     let mut child = command.spawn().unwrap();
     let mut output = child.stdout.take().unwrap();
     let (start, mut chunk) = (std::time::Instant::now(), vec![0; 4096]);

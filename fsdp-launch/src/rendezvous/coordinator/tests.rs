@@ -15,6 +15,7 @@ struct Hall {
 
 const KEEP_ALIVE: KeepAlive = KeepAlive { interval: Duration::from_millis(500), attempts: 3 };
 const LAST_CALL: Duration = Duration::from_secs(30);
+const GRACE: Duration = Duration::from_secs(5);
 
 impl Hall {
     fn new(nnodes: (u32, u32), max_restarts: u32) -> Self {
@@ -46,6 +47,7 @@ impl Hall {
             nnodes: rules.nnodes,
             keep_alive: rules.keep_alive,
             max_restarts: rules.max_restarts,
+            grace: GRACE,
             attempts: 0,
             restarts: 0,
         };
@@ -316,6 +318,50 @@ fn what_a_coordinator_before_it_counted_is_not_forgotten() {
     hall.join_as(0, |it| (it.attempts, it.restarts) = (4, 2));
     hall.join(1);
     assert_eq!(hall.place(1).map(|place| (place.attempt, place.restarts)), Some((4, 2)));
+}
+
+#[test]
+fn an_agent_that_is_ending_its_ranks_stops_the_others_and_is_waited_for() {
+    let mut hall = Hall::new((1, 2), 0);
+    [0, 1].into_iter().for_each(|id| hall.join(id));
+    hall.pass(LAST_CALL);
+    let grace = hall.agents.get_mut(&1).unwrap().1.take();
+    hall.say(1, FromAgent::Leaving { attempt: grace.unwrap(), why: "is going".into() });
+    assert!(!hall.is_running(0) && hall.place(0).unwrap().attempt == 0);
+    hall.say(1, FromAgent::Leave { why: "is gone".into() });
+    hall.pass(LAST_CALL);
+    assert_eq!(hall.place(0).map(|place| (place.attempt, place.restarts, place.world_size)), Some((1, 0, 2)));
+}
+
+#[test]
+fn ranks_do_not_start_while_a_silent_host_may_have_some() {
+    let mut hall = Hall::new((1, 2), 0);
+    hall.coordinator.rules.last_call_timeout = Duration::from_secs(1);
+    [0, 1].into_iter().for_each(|id| hall.join(id));
+    hall.agents.remove(&1);
+    hall.coordinator.fall_silent(hall.now, 1, "is gone");
+    hall.deliver();
+    hall.pass(GRACE);
+    assert!(!hall.is_running(0));
+    // Not for one that comes in its place either.
+    hall.join(2);
+    assert!(!hall.is_running(0));
+    hall.pass(KEEP_ALIVE.interval);
+    assert!(hall.is_running(0) && hall.is_running(2));
+}
+
+#[test]
+fn an_agent_that_never_ends_its_ranks_is_given_up() {
+    let mut hall = Hall::new((1, 2), 1);
+    [0, 1].into_iter().for_each(|id| hall.join(id));
+    // It hears nothing of what it is told.
+    hall.agents.remove(&1);
+    hall.fail(0, "x");
+    hall.pass(GRACE + ENDING);
+    assert!(!hall.is_running(0));
+    hall.pass(Duration::from_millis(1));
+    hall.pass(LAST_CALL);
+    assert_eq!(hall.place(0).map(|place| (place.attempt, place.world_size)), Some((1, 2)));
 }
 
 proptest! {
