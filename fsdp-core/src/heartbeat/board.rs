@@ -26,7 +26,8 @@ pub(super) const BORN: usize = 2;
 /// The time of the last beat, 0 before the first.
 pub(super) const BEAT: usize = 3;
 
-const STEP: usize = 4;
+/// Where what is told begins.
+pub(super) const STEP: usize = 4;
 const SPAN: usize = 8;
 const GROUPS: usize = 24;
 /// Process groups that a board has room for.

@@ -13,7 +13,7 @@ use std::{
 use super::{
     board::{
         BEAT, BORN, GROUP_HEAD, GROUP_TEXT, GROUP_WORDS, MISSING, MOST_GROUPS, NAME_TEXT, PID, Progress, SPAN_TEXT,
-        group_entry, now, open, span_entry, step_entry,
+        STEP, group_entry, now, open, span_entry, step_entry,
     },
     entry::pack,
     memory::Page,
@@ -37,11 +37,15 @@ impl Writer {
     /// Opens a board and claims it for `pid`.
     pub(super) fn claim(path: &Path, pid: u32) -> io::Result<Self> {
         let page = open(path)?;
-        if let Err(other) = page[PID].compare_exchange(0, u64::from(pid), Ordering::AcqRel, Ordering::Relaxed) {
-            // A program that a rank starts inherits the rank's variables.
-            return Err(io::Error::new(io::ErrorKind::AlreadyExists, format!("process {other} writes it")));
+        let (ours, born) = (u64::from(pid), start_time().unwrap_or(0));
+        if let Err(other) = page[PID].compare_exchange(0, ours, Ordering::AcqRel, Ordering::Relaxed) {
+            // A program that a rank starts inherits the rank's variables; one that a rank becomes by `exec` goes on with its board.
+            if (other, page[BORN].load(Ordering::Acquire)) != (ours, born) {
+                return Err(io::Error::new(io::ErrorKind::AlreadyExists, format!("process {other} writes it")));
+            }
+            page[STEP..].iter().for_each(|word| word.store(0, Ordering::Release));
         }
-        page[BORN].store(start_time().unwrap_or(0), Ordering::Release);
+        page[BORN].store(born, Ordering::Release);
         Ok(Writer { page, used: Default::default() })
     }
 
@@ -177,6 +181,13 @@ mod tests {
         let snapshot = board.snapshot();
         assert_eq!((snapshot.pid, snapshot.beat), (Some(7), None));
         assert_eq!(snapshot.pid_started, start_time());
+        // The same process, which has become another program.
+        let writer = Arc::new(Writer::claim(Path::new(&board.path()), 7).unwrap());
+        writer.step(3);
+        writer.group("world", 0, 2).unwrap().begin("barrier", 0);
+        Writer::claim(Path::new(&board.path()), 7).unwrap();
+        let snapshot = board.snapshot();
+        assert!(snapshot.step.is_none() && snapshot.collectives.is_empty(), "{snapshot:?}");
         assert!(start_time().is_some());
     }
 
