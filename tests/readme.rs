@@ -37,6 +37,7 @@ fn check(words: &[String]) {
     let limit = Duration::from_secs(60);
     match words[0].as_str() {
         "cargo" => check_cargo(&words[1..]),
+        "fsdp-launch" if words[1] == "status" => understands("fsdp-launch", &words[1..], limit),
         "fsdp-launch" => {
             // The ranks then read their command lines: `--help` goes to them.
             let mut args = words[1..].to_vec();
