@@ -79,9 +79,7 @@ pub(crate) fn run(
         }
     }
 
-    if let Err(error) = JobFile::of(job, &workers).write(temp_dir) {
-        tracing::warn!("`fsdp-launch status` won't find this run: {error}");
-    }
+    JobFile::of(job, &workers).offer(temp_dir);
     let mut tell = |sign: Sign<'_>| match sign {
         Sign::Failed(worker) => tell(Told::Failed(report(job, worker))),
         Sign::Leaving(signal) => tell(Told::Leaving(signal)),

@@ -1,4 +1,5 @@
-//! The file in which a launcher tells `fsdp-launch status` of its run: `job.json` in its temporary directory, replaced whenever an attempt starts.
+//! The file in which a launcher tells `fsdp-launch status` of its run: `job.json` in its temporary directory, replaced whenever an attempt starts, or other hosts are
+//! waited for.
 
 use std::{
     fs::{self, File},
@@ -12,6 +13,7 @@ use rustix::process::geteuid;
 use serde::{Deserialize, Serialize};
 
 use crate::{
+    LaunchSpec,
     environment::Job,
     process::ProcessInfo,
     worker::{Worker, pid_of},
@@ -30,13 +32,15 @@ pub(crate) struct JobFile {
     pub(crate) run_id: String,
     pub(crate) program: String,
     pub(crate) args: Vec<String>,
+    /// What the launcher waits for before it starts an attempt: the two that follow are 0 and there are no ranks then.
+    pub(crate) waiting: Option<String>,
+    pub(crate) world_size: usize,
+    pub(crate) hosts: usize,
     /// How often ranks were started before.
     pub(crate) attempt: u32,
     pub(crate) restarts: u32,
     pub(crate) max_restarts: u32,
-    pub(crate) world_size: usize,
-    pub(crate) hosts: usize,
-    /// When the attempt started, in seconds since 1970.
+    /// When the attempt, or the waiting, began: in seconds since 1970.
     pub(crate) since: u64,
     /// Those of this host.
     pub(crate) ranks: Vec<RankFile>,
@@ -79,22 +83,40 @@ impl JobFile {
             board: worker.board.as_ref().map(fsdp_core::heartbeat::Board::path),
         };
         JobFile {
-            launcher: ProcessId::of(std::process::id()),
-            run_id: place.run_id.clone(),
-            program: spec.program.to_string_lossy().into_owned(),
-            args: spec.args.iter().map(|arg| arg.to_string_lossy().into_owned()).collect(),
-            attempt: place.attempt,
-            restarts: place.restarts,
-            max_restarts: spec.max_restarts,
             world_size: place.world_size,
             hosts: place.group_world_size,
-            since: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs(),
             ranks: workers.iter().map(rank).collect(),
+            ..Self::new(spec, &place.run_id, place.attempt, place.restarts, SystemTime::now())
         }
     }
 
-    /// Writes it into `dir`; a reader sees the old file or the new one.
-    pub(crate) fn write(&self, dir: &Path) -> io::Result<()> {
+    /// Without any ranks.
+    pub(crate) fn new(spec: &LaunchSpec, run_id: &str, attempt: u32, restarts: u32, since: SystemTime) -> Self {
+        JobFile {
+            launcher: ProcessId::of(std::process::id()),
+            run_id: run_id.to_owned(),
+            program: spec.program.to_string_lossy().into_owned(),
+            args: spec.args.iter().map(|arg| arg.to_string_lossy().into_owned()).collect(),
+            waiting: None,
+            world_size: 0,
+            hosts: 0,
+            attempt,
+            restarts,
+            max_restarts: spec.max_restarts,
+            since: since.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs(),
+            ranks: Vec::new(),
+        }
+    }
+
+    /// Writes it into `dir`. A run that can't be shown goes on all the same.
+    pub(crate) fn offer(&self, dir: &Path) {
+        if let Err(error) = self.write(dir) {
+            tracing::warn!("`fsdp-launch status` won't find this run: {error}");
+        }
+    }
+
+    /// A reader sees the old file or the new one.
+    fn write(&self, dir: &Path) -> io::Result<()> {
         let new = dir.join("job.json.new");
         fs::write(&new, serde_json::to_vec(self)?)?;
         fs::rename(new, dir.join(NAME))
@@ -137,11 +159,12 @@ mod tests {
             run_id: run_id.into(),
             program: "p".into(),
             args: Vec::new(),
+            waiting: None,
+            world_size: 1,
+            hosts: 1,
             attempt: 0,
             restarts: 0,
             max_restarts: 0,
-            world_size: 1,
-            hosts: 1,
             since: 0,
             ranks: Vec::new(),
         }

@@ -1,33 +1,25 @@
 //! A launch from its start to its outcome.
 
 use std::{
-    collections::VecDeque,
-    fs::Permissions,
-    hash::BuildHasher,
-    os::unix::fs::PermissionsExt,
-    path::PathBuf,
-    process,
-    sync::mpsc::{self, Receiver, RecvTimeoutError},
-    time::{Duration, SystemTime},
+    collections::VecDeque, fs::Permissions, hash::BuildHasher, os::unix::fs::PermissionsExt, path::PathBuf, process,
+    sync::mpsc, time::SystemTime,
 };
 
 use rustix::process::{getpid, set_child_subreaper};
 
 use crate::{
-    Cause, Endpoint, Error, Failure, LaunchSpec, Outcome, RankReport, RendezvousSpec, Result,
+    Cause, Error, Failure, LaunchSpec, Outcome, RankReport, RendezvousSpec, Result,
     attempt::{self, Told},
     environment::Job,
     guard::Guard,
-    job_file::PREFIX,
+    job_file::{JobFile, PREFIX},
     logs::{create_attempt_dir, create_run_dir},
     rendezvous::{self, Ended, FromAgent, Member, Membership, News, Place, ToAgent, Verdict},
-    signals::{Event, SignalWatch},
+    signals::SignalWatch,
     summary::stuck,
     supervise,
+    waiting::{Next, next},
 };
-
-/// How long hosts are waited for before the user is told, and between one time and the next.
-const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Starts the ranks of `spec`, prints what they print, and returns when nothing of them is left. When a rank fails
 /// they all end, and start again as often as the spec allows. That a rank fails is an [`Outcome`], not an error.
@@ -66,7 +58,12 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
     // What stopped the attempt before.
     let mut why: Option<String> = None;
     loop {
-        let place = match next(spec, &mut pending, &mut why, &events) {
+        let since = SystemTime::now();
+        let show = |what: &str| {
+            let job = JobFile::new(spec, &run_id, attempts, so_far.restarts, since);
+            JobFile { waiting: Some(what.to_owned()), ..job }.offer(temp_dir.path());
+        };
+        let place = match next(spec, &mut pending, &mut why, &events, show) {
             Next::Start(place) => place,
             Next::End(verdict) => return Ok(so_far.end(verdict)),
             Next::Failed(failure) => return Ok(so_far.fail(failure)),
@@ -157,80 +154,6 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
         if let Some(signal) = leaves {
             membership.say(leave(signal));
             return Ok(so_far.interrupted(signal));
-        }
-    }
-}
-
-/// What comes after an attempt, or first.
-enum Next {
-    Start(Place),
-    End(Verdict),
-    Failed(Failure),
-    Gone(String),
-    Interrupted(i32),
-}
-
-/// Waits for the coordinator's word; `pending` was heard before. What stopped the attempt, if it was not known, is put into `why`.
-fn next(spec: &LaunchSpec, pending: &mut VecDeque<News>, why: &mut Option<String>, events: &Receiver<Event>) -> Next {
-    let mut patience = PATIENCE;
-    let mut waiting_for = Waiting::Nothing;
-    loop {
-        let event = match pending.pop_front() {
-            Some(news) => Ok(Event::News(news)),
-            None => events.recv_timeout(patience),
-        };
-        match event {
-            Ok(Event::News(News::Said(ToAgent::Start(place)))) => return Next::Start(place),
-            Ok(Event::News(News::Said(ToAgent::End(verdict)))) => return Next::End(verdict),
-            Ok(Event::News(News::Said(ToAgent::Refused { why }))) => {
-                let at = spec.rendezvous.as_ref().map(|meeting| meeting.endpoint.to_string()).unwrap_or_default();
-                return Next::Failed(Failure::Meeting { why: format!("the launcher at {at} refused this one: {why}") });
-            }
-            Ok(Event::News(News::Unreachable(why))) => return Next::Failed(Failure::Meeting { why }),
-            Ok(Event::News(News::Gone(how))) => return Next::Gone(how),
-            Ok(Event::News(News::Said(ToAgent::Waiting { there, nnodes }))) => {
-                waiting_for = Waiting::Hosts(there, nnodes);
-            }
-            Ok(Event::News(News::NotYet(error))) => waiting_for = Waiting::Rendezvous(error),
-            // The ranks of this host had succeeded.
-            Ok(Event::News(News::Said(ToAgent::Stop { why: told, .. }))) => {
-                why.get_or_insert(told);
-            }
-            Ok(Event::Interrupted(signal)) => return Next::Interrupted(signal),
-            Ok(Event::News(News::Said(ToAgent::Ping)) | Event::ChildEnded | Event::OutputEnded) => {}
-            Err(RecvTimeoutError::Timeout) => {
-                if let Some(meeting) = &spec.rendezvous {
-                    tell_waiting(&meeting.endpoint, &waiting_for);
-                }
-                patience = patience.saturating_mul(2);
-            }
-            // We hold a sender ourselves.
-            Err(RecvTimeoutError::Disconnected) => {
-                return Next::Failed(Failure::Meeting { why: "nothing more can be heard".into() });
-            }
-        }
-    }
-}
-
-/// What is waited for.
-enum Waiting {
-    Nothing,
-    /// The coordinator; why it was not reached.
-    Rendezvous(String),
-    /// Other hosts; who was there, and how many are wanted.
-    Hosts(String, (u32, u32)),
-}
-
-fn tell_waiting(endpoint: &Endpoint, waiting_for: &Waiting) {
-    match waiting_for {
-        Waiting::Nothing => tracing::warn!("waiting for the launcher at {endpoint}, which holds the rendezvous"),
-        Waiting::Rendezvous(error) => {
-            tracing::warn!("waiting for the launcher at {endpoint}, which holds the rendezvous: {error}");
-        }
-        Waiting::Hosts(hosts, (min, max)) => {
-            let wanted = if min == max { min.to_string() } else { format!("{min} to {max}") };
-            let only = if endpoint.is_loopback() { " (an address that only launchers of this host reach)" } else { "" };
-            tracing::warn!("waiting for other hosts at {endpoint}{only}: {wanted} are wanted, there were {hosts}");
         }
     }
 }

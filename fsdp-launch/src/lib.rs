@@ -48,6 +48,7 @@ mod status;
 mod streams;
 mod summary;
 mod supervise;
+mod waiting;
 mod watchdog;
 mod whereabouts;
 mod worker;

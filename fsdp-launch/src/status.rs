@@ -40,17 +40,20 @@ pub struct RunStatus {
     pub args: Vec<String>,
     /// The process that this host's ranks were started by.
     pub launcher_pid: u32,
+    /// What the launcher waits for, if it can't start ranks yet: the coordinator, or other hosts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub waiting: Option<String>,
     /// How often ranks were started before: `TORCHELASTIC_RESTART_COUNT`.
     pub attempt: u32,
     /// How many of the restarts that are allowed were used.
     pub restarts: u32,
     /// How many are allowed.
     pub max_restarts: u32,
-    /// How long ago the attempt started.
+    /// How long ago the attempt, or the waiting, began.
     pub age: Age,
-    /// The number of ranks, on all hosts.
+    /// The number of ranks, on all hosts; 0 as long as it waits.
     pub world_size: usize,
-    /// The number of launchers that take part.
+    /// The number of launchers that take part; 0 as long as it waits.
     pub hosts: usize,
     /// The ranks of this host.
     pub ranks: Vec<RankStatus>,
@@ -102,6 +105,7 @@ fn of_run(job: JobFile, now: Duration) -> RunStatus {
         program: job.program,
         args: job.args,
         launcher_pid: job.launcher.pid,
+        waiting: job.waiting,
         attempt: job.attempt,
         restarts: job.restarts,
         max_restarts: job.max_restarts,
@@ -127,8 +131,12 @@ impl fmt::Display for RunStatus {
         let shown = |text: &str| text.chars().map(|c| if c.is_control() { '?' } else { c }).collect::<String>();
         let command: Vec<String> = std::iter::once(&self.program).chain(&self.args).map(|word| shown(word)).collect();
         writeln!(f, "run {}: {}", shown(&self.run_id), command.join(" "))?;
-        write!(f, "  launcher pid {}, attempt {} for {}", self.launcher_pid, self.attempt, self.age)?;
+        let before = if self.waiting.is_some() { "before " } else { "" };
+        write!(f, "  launcher pid {}, {before}attempt {} for {}", self.launcher_pid, self.attempt, self.age)?;
         write!(f, ", restarts used: {} of at most {}", self.restarts, self.max_restarts)?;
+        if let Some(waiting) = &self.waiting {
+            return write!(f, "\n  {}", shown(waiting));
+        }
         if self.hosts > 1 {
             write!(f, ", {} ranks on {} hosts, here:", self.world_size, self.hosts)?;
         }

@@ -7,7 +7,7 @@ use std::{
 
 use serde_json::Value;
 
-use crate::{Running, TIMEOUT, executable, finish, heartbeats::rank_program, launcher};
+use crate::{Running, TIMEOUT, executable, finish, heartbeats::rank_program, hosts::free_port, launcher};
 
 /// The run of this id as JSON, once it is as wanted.
 fn status_when(run: &str, wanted: impl Fn(&Value) -> bool) -> Value {
@@ -79,6 +79,24 @@ fn an_attempt_after_a_restart_is_shown() {
     let run = status_when(&id, |run| run["attempt"] == 1);
     assert_eq!((&run["restarts"], &run["ranks"][0]["told"]["pid"]), (&1.into(), &Value::Null));
     assert_eq!(run["ranks"][0]["process"]["pid"], run["ranks"][0]["pid"]);
+}
+
+#[test]
+fn a_launcher_that_waits_for_other_hosts_is_shown() {
+    let id = format!("waits-{}", std::process::id());
+    let endpoint = format!("localhost:{}", free_port());
+    let alone = ["--nnodes=2", "--rdzv-endpoint", &endpoint, "--rdzv-id", &id, "true"];
+    let launched = Running::start(&alone);
+    let run = status_when(&id, |run| !run["waiting"].is_null());
+    let told = format!(
+        "waiting for other hosts at {endpoint} (an address that only launchers of this host reach): 2 are wanted"
+    );
+    assert!(run["waiting"].as_str().unwrap().starts_with(&told), "{run}");
+    assert_eq!((&run["launcher_pid"], &run["ranks"]), (&Value::from(launched.child.id()), &Value::Array(Vec::new())));
+    let (code, stdout, stderr) = finish(&mut launcher(&["status", &id]));
+    assert_eq!((code, stderr.as_str()), (Some(0), ""));
+    let line = format!("launcher pid {}, before attempt 0 for ", launched.child.id());
+    assert!(stdout.contains(&line) && stdout.contains(&format!("\n  {told}")), "{stdout}");
 }
 
 #[test]
