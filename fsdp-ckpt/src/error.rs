@@ -239,6 +239,26 @@ pub enum Error {
     Group(#[from] fsdp_core::Error),
 }
 
+impl Error {
+    /// Whether it says that a checkpoint is not as it was written: bytes that changed, files that are missing or too short. It is not damage when the
+    /// system or a store refuses something, when a checkpoint is of a newer version, or when it is another model's.
+    pub fn is_damage(&self) -> bool {
+        match self {
+            Error::NotFound { .. }
+            | Error::NotSafetensors { .. }
+            | Error::TooLarge { .. }
+            | Error::Manifest { .. }
+            | Error::Incomplete { .. }
+            | Error::Checksum { .. } => true,
+            // A file that went, or became shorter, after its checkpoint was opened.
+            Error::Io { action: "open" | "read", source, .. } => {
+                matches!(source.kind(), io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof)
+            }
+            _ => false,
+        }
+    }
+}
+
 /// A [`std::result::Result`] with this crate's [`enum@Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 

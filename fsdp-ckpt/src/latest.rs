@@ -3,8 +3,9 @@
 use std::cmp::Reverse;
 use std::path::{Path, PathBuf};
 
+use crate::aside::name_before_aside;
 use crate::error::chain;
-use crate::store::store;
+use crate::store::{on_this_host, store};
 use crate::{Checkpoint, Error, Result};
 
 /// The newest whole checkpoint under `dir`: the one with the highest number at the end of its name, as in `step-00000010`.
@@ -15,32 +16,75 @@ use crate::{Checkpoint, Error, Result};
 /// # Errors
 /// [`Error::Io`] when `dir` can't be listed; [`Error::Object`] when an object store does not answer.
 pub fn latest(dir: &Path) -> Result<Option<PathBuf>> {
-    for path in newest_first(dir)? {
+    let found = survey(dir)?;
+    for (path, error) in found.skipped {
+        tracing::warn!("skipping {}: {}", path.display(), chain(&error));
+    }
+    Ok(found.newest)
+}
+
+/// What [`survey`] has found under a directory.
+#[derive(Debug, Default)]
+pub struct Survey {
+    /// The newest whole checkpoint.
+    pub newest: Option<PathBuf>,
+    /// What has a higher number and is none, with what is wrong with it ([`Error::is_damage`] tells whether it was one). Newest first.
+    pub skipped: Vec<(PathBuf, Error)>,
+    /// What was [set aside](crate::set_aside).
+    pub set_aside: Vec<PathBuf>,
+}
+
+/// As [`latest`], with what it has skipped, for programs that want to do something about that. A save to an object store that has not finished, yet or
+/// ever, is no part of it: it is in nobody's way.
+///
+/// # Errors
+/// As [`latest`].
+pub fn survey(dir: &Path) -> Result<Survey> {
+    let names = names(dir)?;
+    let mut found = Survey::default();
+    found.set_aside.extend(names.iter().filter(|name| name_before_aside(name).is_some()).map(|name| dir.join(name)));
+    let is_local = on_this_host(dir)?.is_some();
+    for path in candidates(dir, names) {
         match Checkpoint::open(&path) {
-            Ok(_) => return Ok(Some(path)),
+            Ok(_) => {
+                found.newest = Some(path);
+                break;
+            }
             // A store that does not answer says nothing about the checkpoint: an older one would be the wrong one.
             Err(error @ Error::Object { .. }) => return Err(error),
-            Err(error) => tracing::warn!("skipping {}: {}", path.display(), chain(&error)),
+            Err(error @ Error::Incomplete { .. }) if !is_local => {
+                tracing::warn!("skipping {}: {}", path.display(), chain(&error));
+            }
+            Err(error) => found.skipped.push((path, error)),
         }
     }
-    Ok(None)
+    Ok(found)
 }
 
 /// What may be checkpoints under `dir`, by its names. Nothing when there is no directory `dir`.
 pub(crate) fn newest_first(dir: &Path) -> Result<Vec<PathBuf>> {
-    let names = match store(dir)?.dirs() {
-        Err(Error::NotFound { .. }) => return Ok(Vec::new()),
-        names => names?,
-    };
+    Ok(candidates(dir, names(dir)?))
+}
+
+/// The names of the directories in `dir`, none when there is no such directory.
+fn names(dir: &Path) -> Result<Vec<String>> {
+    match store(dir)?.dirs() {
+        Err(Error::NotFound { .. }) => Ok(Vec::new()),
+        names => names,
+    }
+}
+
+fn candidates(dir: &Path, names: Vec<String>) -> Vec<PathBuf> {
     let mut candidates = Vec::new();
     for name in names {
         // Names with a dot in front are saves in progress.
-        if let Some(step) = step_of(&name).filter(|_| !name.starts_with('.')) {
+        let step = step_of(&name).filter(|_| !name.starts_with('.') && name_before_aside(&name).is_none());
+        if let Some(step) = step {
             candidates.push((Reverse(step), dir.join(name)));
         }
     }
     candidates.sort();
-    Ok(candidates.into_iter().map(|(_, path)| path).collect())
+    candidates.into_iter().map(|(_, path)| path).collect()
 }
 
 /// The number at the end of a name.

@@ -1,7 +1,7 @@
 //! Sharded checkpoints in safetensors files.
 //!
 //! [`save`] writes a checkpoint from the shards of every rank of a process group; [`Checkpoint`] reads any box of any tensor from it, whatever mesh
-//! wrote it and whatever mesh reads it; [`latest`] finds the one to go on from, [`keep_newest`] removes older ones. [`AsyncSaver`] saves while training goes
+//! wrote it and whatever mesh reads it; [`latest`] finds the one to go on from, [`set_aside`] moves a damaged one away, [`keep_newest`] removes older ones. [`AsyncSaver`] saves while training goes
 //! on; [`Stateful`] is for what is no tensor. [`hf`] reads and writes Hugging Face model directories, [`torch`] PyTorch's files.
 //!
 //! # On disk
@@ -25,6 +25,7 @@
 #[cfg(not(target_endian = "little"))]
 compile_error!("safetensors files are little-endian, and this crate copies memory to them as it is");
 
+mod aside;
 mod async_save;
 mod cast;
 mod checkpoint;
@@ -54,11 +55,12 @@ mod stream;
 mod tensor;
 pub mod torch;
 
+pub use aside::{name_before_aside, set_aside};
 pub use async_save::{AsyncSaver, WhenBusy};
 pub use checkpoint::Checkpoint;
 pub use diff::{Diff, TensorDiff, Tolerance, ValueDiff, diff};
 pub use error::{Error, Result};
-pub use latest::latest;
+pub use latest::{Survey, latest, survey};
 pub use load::{LoadOptions, LoadReport, LoadTensor, Strict, load, read_as};
 pub use manifest::{ChunkEntry, FileEntry, MANIFEST, TensorEntry};
 pub use names::{MODEL, Names};

@@ -168,6 +168,27 @@ pub(crate) fn discard(dir: &Path) -> Result<bool> {
     }
 }
 
+/// What came of [`move_dir`].
+pub(crate) enum Moved {
+    Done,
+    /// There is something under the new name.
+    Taken,
+    /// There is nothing under the old one.
+    Gone,
+}
+
+/// Gives a directory a new name, that nothing has, in the same parent directory.
+pub(crate) fn move_dir(from: &Path, to: &Path) -> Result<Moved> {
+    match (Place::of(from)?, Place::of(to)?) {
+        (Place::Local(from), Place::Local(to)) => staging::move_dir(from, to),
+        #[cfg(feature = "object-store")]
+        (Place::Object(from), Place::Object(to)) => object::move_dir(from, to),
+        #[cfg(not(feature = "object-store"))]
+        (Place::Object(url), _) => Err(without_object_stores(url)),
+        _ => Err(Error::Argument(format!("{} and {} are in different stores", from.display(), to.display()))),
+    }
+}
+
 /// The path of this host that `path` is; an object store's is refused, as `purpose` needs files.
 pub(crate) fn local_path<'a>(path: &'a Path, purpose: &str) -> Result<&'a Path> {
     match Place::of(path)? {

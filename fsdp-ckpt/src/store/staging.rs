@@ -1,12 +1,13 @@
 //! A directory of this host that grows under another name until it is whole, and one that goes.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{RenameFlags, renameat_with};
 use rustix::io::Errno;
 
 use super::hidden::{Hidden, sweep, sync_dir};
-use super::{LocalDir, Staging, Store, split};
+use super::{LocalDir, Moved, Staging, Store, split};
 use crate::error::io_error;
 use crate::{Error, Result};
 
@@ -47,16 +48,8 @@ impl Staging for LocalStaging {
     fn publish(mut self: Box<Self>) -> Result<()> {
         let (path, target) = (&*self.hidden.path, &*self.target);
         self.hidden.dir.sync_all().map_err(io_error("sync", path))?;
-        let cwd = rustix::fs::CWD;
-        let renamed = match renameat_with(cwd, path, cwd, target, RenameFlags::NOREPLACE) {
-            // Not every file system can refuse to replace; all refuse to replace a directory that holds something.
-            Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => std::fs::rename(path, target),
-            other => other.map_err(std::io::Error::from),
-        };
-        renamed.map_err(|error| match error.kind() {
-            std::io::ErrorKind::AlreadyExists | std::io::ErrorKind::DirectoryNotEmpty => {
-                Error::Exists { path: target.to_path_buf() }
-            }
+        rename_to_new(path, target).map_err(|error| match error.kind() {
+            ErrorKind::AlreadyExists | ErrorKind::DirectoryNotEmpty => Error::Exists { path: target.to_path_buf() },
             _ => io_error("rename", path)(error),
         })?;
         self.committed = true;
@@ -72,6 +65,32 @@ impl Drop for LocalStaging {
             tracing::warn!("can't remove {}: {error}; the next save beside it tries again", self.hidden.path.display());
         }
     }
+}
+
+/// Renames a directory to a name that nothing has.
+fn rename_to_new(path: &Path, target: &Path) -> std::io::Result<()> {
+    let cwd = rustix::fs::CWD;
+    match renameat_with(cwd, path, cwd, target, RenameFlags::NOREPLACE) {
+        // Not every file system can refuse to replace; all refuse to replace a directory that holds something.
+        Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => std::fs::rename(path, target),
+        other => other.map_err(std::io::Error::from),
+    }
+}
+
+/// Gives a directory a new name for good.
+pub(super) fn move_dir(from: &Path, to: &Path) -> Result<Moved> {
+    match rename_to_new(from, to) {
+        Ok(()) => {}
+        Err(error) => {
+            return match error.kind() {
+                ErrorKind::NotFound => Ok(Moved::Gone),
+                ErrorKind::AlreadyExists | ErrorKind::DirectoryNotEmpty | ErrorKind::NotADirectory => Ok(Moved::Taken),
+                _ => Err(io_error("rename", from)(error)),
+            };
+        }
+    }
+    sync_dir(&split(to)?.0)?;
+    Ok(Moved::Done)
 }
 
 /// Removes a directory: under its name it is there as a whole, or not at all. `false` when another process is at it.

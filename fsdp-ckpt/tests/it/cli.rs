@@ -123,15 +123,23 @@ fn a_run_is_shown_by_its_steps() {
     std::fs::create_dir(run.join(".step-00000012.tmp-7-abc")).unwrap();
     save_all(&run.join("step-00000013"), &zoo(), &line(1));
     std::fs::write(run.join("step-00000013/checkpoint.json"), "{").unwrap();
+    // Damaged where only a load sees it; its new name ends in a number.
+    for _ in 0..2 {
+        save_all(&run.join("step-00000014"), &zoo(), &line(1));
+        fsdp_ckpt::set_aside(&run.join("step-00000014")).unwrap().unwrap();
+    }
     std::fs::write(run.join("losses.jsonl"), "").unwrap();
     let out = succeeds(&["inspect", text(&run)]);
     let lines: Vec<&str> = out.lines().filter(|line| line.contains("step-")).collect();
-    for (line, part) in lines.iter().zip(["whole", "<- the newest", "unfinished", "unfinished", "damaged"]) {
+    for (line, part) in
+        lines.iter().zip(["whole", "<- the newest", "unfinished", "unfinished", "damaged ", "set aside", "set aside"])
+    {
         assert!(line.contains(part), "{part} is not in {line}");
     }
-    assert_eq!(lines.len(), 5, "{out}");
+    assert_eq!(lines.len(), 7, "{out}");
     let steps = json(&succeeds(&["inspect", text(&run), "--json"]));
     assert_eq!((&steps["steps"][1]["step"], &steps["steps"][1]["state"]), (&10.into(), &"whole".into()));
+    assert_eq!((&steps["steps"][6]["step"], &steps["steps"][6]["state"]), (&14.into(), &"set aside".into()));
     // The others want one of them.
     let newest = text(&run).to_string() + "/step-00000010";
     for args in

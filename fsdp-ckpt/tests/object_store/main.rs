@@ -25,7 +25,7 @@ fn main() {
         Ok("server") => server::serve(),
         Ok("saver") => trouble::saver(),
         Ok("tests") => {
-            let tests: [(&str, fn()); 14] = [
+            let tests: [(&str, fn()); 15] = [
                 ("saved_by_two_loaded_by_three", saves::saved_by_two_loaded_by_three),
                 ("only_the_wanted_ranges_are_asked_for", saves::only_the_wanted_ranges_are_asked_for),
                 ("a_large_tensor_goes_in_parts", saves::a_large_tensor_goes_in_parts),
@@ -34,6 +34,7 @@ fn main() {
                 ("a_failed_save_leaves_nothing", saves::a_failed_save_leaves_nothing),
                 ("a_single_object_is_a_model", saves::a_single_object_is_a_model),
                 ("old_checkpoints_are_removed", saves::old_checkpoints_are_removed),
+                ("a_damaged_checkpoint_is_set_aside", saves::a_damaged_checkpoint_is_set_aside),
                 ("converted_there_and_back", saves::converted_there_and_back),
                 ("file_urls_are_directories", saves::file_urls_are_directories),
                 ("what_a_killed_writer_leaves", trouble::what_a_killed_writer_leaves),

@@ -6,7 +6,7 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use fsdp_ckpt::{Checkpoint, Error, MANIFEST, SaveState, TensorSource, keep_newest, latest, save};
+use fsdp_ckpt::{Checkpoint, Error, MANIFEST, SaveState, TensorSource, keep_newest, latest, save, set_aside, survey};
 use fsdp_core::layout::Region;
 use fsdp_core::{DType, Placement, Readable};
 
@@ -198,6 +198,32 @@ pub(crate) fn old_checkpoints_are_removed() {
     for step in [&steps[0], &steps[1], &steps[3]] {
         Checkpoint::open(step).unwrap().verify().unwrap();
     }
+}
+
+pub(crate) fn a_damaged_checkpoint_is_set_aside() {
+    let run = Path::new("s3://bucket/aside");
+    let steps: Vec<PathBuf> = (1..=3).map(|step| run.join(format!("step-{step}"))).collect();
+    save_all(&steps[0], &zoo(), &line(1));
+    // Its save has not finished: that is no damage, and in nobody's way.
+    save_all(&steps[2], &zoo(), &line(1));
+    std::fs::remove_file(server_root().join("objects/bucket/aside/step-3").join(MANIFEST)).unwrap();
+    for name in ["step-2.damaged", "step-2.damaged-2"] {
+        save_all(&steps[1], &zoo(), &line(2));
+        std::fs::write(server_root().join("objects/bucket/aside/step-2").join(MANIFEST), "{").unwrap();
+        let before = names("aside/step-2");
+        let found = survey(run).unwrap();
+        assert_eq!(found.newest.as_ref(), Some(&steps[0]));
+        assert!(
+            found.skipped.len() == 1 && found.skipped[0].0 == steps[1] && found.skipped[0].1.is_damage(),
+            "{found:?}"
+        );
+        assert_eq!(set_aside(&steps[1]).unwrap(), Some(run.join(name)));
+        assert!(names("aside/step-2").is_empty());
+        assert_eq!(names(&format!("aside/{name}")), before);
+    }
+    assert_eq!(set_aside(&steps[1]).unwrap(), None);
+    assert_eq!(survey(run).unwrap().set_aside.len(), 2);
+    assert_eq!(keep_newest(run, NonZeroUsize::MIN, &[]).unwrap(), [""; 0].map(PathBuf::from));
 }
 
 /// Runs `fsdp-ckpt` to a good end.

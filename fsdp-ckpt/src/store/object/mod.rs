@@ -38,7 +38,7 @@ use self::upload::Upload;
 use super::{Append, ReadAt, Store};
 use crate::{Error, Result};
 
-pub(super) use self::staging::{ObjectStaging, discard};
+pub(super) use self::staging::{ObjectStaging, discard, move_dir};
 
 /// What is in front of an attempt's tag in the names of its files.
 const TAGGED: &str = ".save-";

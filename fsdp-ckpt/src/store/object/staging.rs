@@ -9,19 +9,45 @@ use super::runtime::{Pending, start, wait};
 use super::upload::TIDY_UP;
 use super::{ObjectDir, TAGGED, TENSORS, is_tagged};
 use crate::error::chain;
-use crate::store::{Staging, Store, unique};
+use crate::store::{Moved, Staging, Store, unique};
 use crate::{Error, MANIFEST, Result};
 
 /// Deletes a checkpoint: its manifest first, so that it is at no time one that is not whole.
 pub(in crate::store) fn discard(url: &str) -> Result<bool> {
     let dir = ObjectDir::new(url)?;
-    let mut names: Vec<String> = dir.listing()?.files.into_keys().collect();
+    let names = dir.listing()?.files.into_keys().collect();
+    delete_all(&dir, names)?;
+    Ok(true)
+}
+
+fn delete_all(dir: &ObjectDir, mut names: Vec<String>) -> Result<()> {
     names.sort_by_key(|name| name != MANIFEST);
     for name in &names {
         let (store, key) = (Arc::clone(&dir.store), dir.key(name)?);
         wait(async move { store.delete(&key).await }).map_err(|failure| failure.at("delete", &dir.url.join(name)))?;
     }
-    Ok(true)
+    Ok(())
+}
+
+/// Moves what is directly under a prefix: the store copies it, and then the old objects go. Interrupted, it has left a copy of a part, or an old prefix
+/// without a manifest, which is an unfinished checkpoint.
+pub(in crate::store) fn move_dir(from: &str, to: &str) -> Result<Moved> {
+    let (from, to) = (ObjectDir::new(from)?, ObjectDir::new(to)?);
+    let names: Vec<String> = from.listing()?.files.into_keys().collect();
+    if names.is_empty() {
+        return Ok(Moved::Gone);
+    }
+    let there = to.listing()?;
+    if !there.files.is_empty() || !there.dirs.is_empty() {
+        return Ok(Moved::Taken);
+    }
+    for name in &names {
+        let (store, old, new) = (Arc::clone(&from.store), from.key(name)?, to.key(name)?);
+        wait(async move { store.copy(&old, &new).await })
+            .map_err(|failure| failure.at("copy", &from.url.join(name)))?;
+    }
+    delete_all(&from, names)?;
+    Ok(Moved::Done)
 }
 
 /// An attempt. Dropped before its manifest is written, it deletes its files.

@@ -20,6 +20,8 @@ enum State {
     /// No manifest: the save is going on or ended too early.
     Unfinished,
     Damaged(String),
+    /// A run that went on from an older one has given it this name, because it was damaged.
+    SetAside,
 }
 
 /// The checkpoints in a directory by their numbers, and saves that are unfinished. Empty for a directory that is none of a run.
@@ -33,8 +35,10 @@ pub(super) fn list(dir: &Path) -> Vec<Step> {
         }
         // A save grows as `.step-00000010.tmp-...`.
         let growing = name.strip_prefix('.').and_then(|rest| rest.split_once(".tmp-")).map(|(target, _)| target);
-        let Some(number) = number_of(growing.unwrap_or(&name)) else { continue };
+        let aside = fsdp_ckpt::name_before_aside(&name);
+        let Some(number) = number_of(aside.or(growing).unwrap_or(&name)) else { continue };
         let state = match (growing, fsdp_ckpt::open(&entry.path())) {
+            _ if aside.is_some() => State::SetAside,
             (Some(_), _) | (_, Err(Error::Incomplete { .. } | Error::NotFound { .. })) => State::Unfinished,
             (_, Ok(source)) => State::Whole(source),
             (_, Err(error)) => State::Damaged(format!("{:#}", anyhow::Error::from(error))),
@@ -80,6 +84,7 @@ pub(super) fn show(dir: &Path, steps: &[Step], as_json: bool) -> Result<()> {
             }
             State::Unfinished => "unfinished  its save goes on, or ended too early".to_string(),
             State::Damaged(error) => format!("damaged     {error}"),
+            State::SetAside => "set aside   it was damaged; nothing needs it any more".to_string(),
         };
         writeln!(out, "  {name:<width$}  {about}")?;
     }
@@ -98,6 +103,7 @@ fn describe(step: &Step) -> Value {
             "mesh": source.mesh(), "tensors": source.tensors().len(), "bytes": bytes(&**source),
         }),
         State::Unfinished => json!({ "name": name, "step": number, "state": "unfinished" }),
+        State::SetAside => json!({ "name": name, "step": number, "state": "set aside" }),
         State::Damaged(error) => json!({ "name": name, "step": number, "state": "damaged", "error": error }),
     }
 }
