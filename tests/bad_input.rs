@@ -207,6 +207,10 @@ fn a_checkpoint_of_another_model() {
         &["--model", "model", "--init", "random", "--data", "model/tokens.bin", "--resume", "other/step-00000001"],
         &["proj.weight", "[32, 87]", "[32, 88]"],
     );
+    // That is no damage: `auto` does not go on from an older one.
+    let auto = ["--model", "model", "--init", "random", "--data", "model/tokens.bin", "--resume", "auto"];
+    fails(dir.path(), &[&auto[..], &["--checkpoint-dir", "other"]].concat(), &["proj.weight", "[32, 87]", "[32, 88]"]);
+    assert!(dir.path().join("other/step-00000001/checkpoint.json").exists());
 }
 
 #[test]
@@ -239,14 +243,18 @@ fn what_is_in_the_way_of_a_checkpoint_shows_before_the_first_step() {
         &["--resume", "saved/step-00000001", "--steps", "9", "--save-every", "1"],
         &["saved/step-00000002 is in the way", "a checkpoint of an earlier run", "another --checkpoint-dir"],
     );
-    // Half of a checkpoint, in the way of an intermediate step and of the last.
+    // Half of a checkpoint, in the way of an intermediate step and of the last. (With `auto` it is set aside: tests/resume.rs.)
     fs::create_dir(dir.path().join("saved/step-00000006")).unwrap();
     for more in [["--steps", "9", "--save-every", "3"], ["--steps", "6", "--save-every", "0"]] {
         fails(
-            &[&["--resume", "auto"][..], &more].concat(),
+            &[&["--resume", "saved/step-00000002"][..], &more].concat(),
             &["saved/step-00000006 is in the way", "step 6", "did not finish", "remove it"],
         );
     }
+    // No checkpoint at all, also for `auto`.
+    fs::remove_dir(dir.path().join("saved/step-00000006")).unwrap();
+    fs::write(dir.path().join("saved/step-00000006"), "").unwrap();
+    fails(&["--resume", "auto", "--steps", "6"], &["saved/step-00000006 is in the way", "step 6", "remove it"]);
 }
 
 #[test]

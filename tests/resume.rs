@@ -1,6 +1,8 @@
 //! A run that stops and goes on, at the same world size or another, is the run that never stopped.
 #![allow(clippy::unwrap_used, missing_docs)]
 
+use std::collections::BTreeMap;
+use std::fs;
 use std::path::Path;
 
 use fsdp_tests::{golden, launch};
@@ -32,7 +34,8 @@ fn train(dir: &Path, ranks: usize, steps: usize, more: &[&str], metrics: &str) -
     ];
     args.extend(more);
     std::fs::copy(model.join("tokens.bin"), dir.join("tokens.bin")).unwrap();
-    launch(ranks, "train", &args, dir).ok();
+    let run = launch(ranks, "train", &args, dir).ok();
+    fs::write(dir.join("stderr"), run.stderr).unwrap();
     let text = std::fs::read_to_string(dir.join(metrics)).unwrap();
     text.lines()
         .map(|line| {
@@ -89,5 +92,106 @@ fn saving_in_the_background_keeps_the_same_and_only_the_newest() {
             let read = |dir: &Path| std::fs::read(dir.join(&file)).unwrap();
             assert!(read(&plain) == read(&background), "{step}: {file:?}");
         }
+    }
+}
+
+/// The files of a checkpoint.
+fn files(checkpoint: &Path) -> BTreeMap<std::ffi::OsString, Vec<u8>> {
+    let entries = fs::read_dir(checkpoint).unwrap().map(|entry| entry.unwrap());
+    entries.map(|entry| (entry.file_name(), fs::read(entry.path()).unwrap())).collect()
+}
+
+fn names(dir: &Path) -> Vec<String> {
+    let mut names: Vec<_> =
+        fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+fn truncate(file: &Path) {
+    let bytes = fs::read(file).unwrap();
+    fs::write(file, &bytes[..bytes.len() / 2]).unwrap();
+}
+
+/// Changes three bytes in the middle of what rank 1 wrote.
+fn flip(checkpoint: &Path) {
+    let shard = checkpoint.join("shard-00002-model-00001-of-00001.safetensors");
+    let mut bytes = fs::read(&shard).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle..middle + 3].iter_mut().for_each(|byte| *byte ^= 0x55);
+    fs::write(shard, bytes).unwrap();
+}
+
+#[test]
+fn a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_an_older_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let saves = |to| ["--save-every", "2", "--checkpoint-dir", to];
+    let undisturbed = train(dir.path(), 2, 8, &saves("undisturbed"), "undisturbed.jsonl");
+    let want = files(&dir.path().join("undisturbed/step-00000008"));
+    // What each does to the newest checkpoint, and what is said of it.
+    let damages: [(&str, fn(&Path), &str); 4] = [
+        ("no-manifest", |step| fs::remove_file(step.join("checkpoint.json")).unwrap(), "checkpoint.json is missing"),
+        ("half-manifest", |step| truncate(&step.join("checkpoint.json")), "checkpoint.json"),
+        (
+            "half-shard",
+            |step| truncate(&step.join("shard-00001-model-00001-of-00001.safetensors")),
+            "shard-00001-model-00001-of-00001.safetensors",
+        ),
+        // Nothing shows before it is read, and then one rank sees it.
+        ("flipped", flip, "shard-00002-model-00001-of-00001.safetensors is damaged: its checksum is"),
+    ];
+    for (run, damage, said) in damages {
+        train(dir.path(), 2, 6, &saves(run), "first.jsonl");
+        let root = dir.path().join(run);
+        damage(&root.join("step-00000006"));
+        let spoilt = files(&root.join("step-00000006"));
+        let resume = ["--resume", "auto", "--keep", "2"];
+        let resumed = train(dir.path(), 2, 8, &[&saves(run)[..], &resume].concat(), &format!("{run}.jsonl"));
+        assert_eq!(resumed, undisturbed[4..], "{run}");
+        let stderr = fs::read_to_string(dir.path().join("stderr")).unwrap();
+        let warning = format!("{run}/step-00000006 is damaged and was set aside as {run}/step-00000006.damaged: ");
+        let warnings: Vec<&str> = stderr.lines().filter(|line| line.contains(&warning)).collect();
+        assert!(warnings.len() == 1 && warnings[0].contains(said), "{stderr}");
+        // It is as it was, and none of the two that are kept.
+        assert_eq!(names(&root), ["step-00000006", "step-00000006.damaged", "step-00000008"], "{run}");
+        assert!(files(&root.join("step-00000006.damaged")) == spoilt, "{run}");
+        assert!(files(&root.join("step-00000008")) == want, "{run}: other weights than those of the undisturbed run");
+    }
+
+    // To the bit what a run that is told to go on from the older one makes. The next damage gets the next name.
+    let flipped = dir.path().join("flipped");
+    flip(&flipped.join("step-00000008"));
+    fs::rename(flipped.join("step-00000006.damaged"), flipped.join("step-00000008.damaged")).unwrap();
+    let direct = ["--resume", "flipped/step-00000006", "--checkpoint-dir", "direct"];
+    let direct = train(dir.path(), 2, 10, &direct, "direct.jsonl");
+    let auto = ["--resume", "auto", "--checkpoint-dir", "flipped"];
+    assert_eq!(train(dir.path(), 2, 10, &auto, "auto.jsonl"), direct);
+    assert_eq!(names(&flipped), ["step-00000006", "step-00000008.damaged", "step-00000008.damaged-2", "step-00000010"]);
+    assert!(files(&flipped.join("step-00000010")) == files(&dir.path().join("direct/step-00000010")));
+}
+
+#[test]
+fn a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew() {
+    let dir = tempfile::tempdir().unwrap();
+    let saves = ["--save-every", "2", "--checkpoint-dir", "saved"];
+    train(dir.path(), 2, 4, &saves, "first.jsonl");
+    let root = dir.path().join("saved");
+    flip(&root.join("step-00000002"));
+    flip(&root.join("step-00000004"));
+    let model = golden("llama_tiny");
+    let args = ["--model", model.to_str().unwrap(), "--data", "tokens.bin", "--seq-len", "32", "--resume", "auto"];
+    let args = [&args[..], &saves, &["--steps", "6", "--batch-size", "6"]].concat();
+    // Also when it is started again, with nothing but what was set aside.
+    for _ in 0..2 {
+        let stderr = launch(2, "train", &args, dir.path()).failed();
+        for part in [
+            "no checkpoint in saved can be used",
+            "saved/step-00000002.damaged: set aside",
+            "saved/step-00000004.damaged: set aside",
+            "another --checkpoint-dir",
+        ] {
+            assert!(stderr.contains(part), "{part:?} not in\n{stderr}");
+        }
+        assert_eq!(names(&root), ["step-00000002.damaged", "step-00000004.damaged"]);
     }
 }

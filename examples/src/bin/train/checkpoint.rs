@@ -3,17 +3,19 @@
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, ensure};
+use anyhow::{Context, anyhow, bail, ensure};
 use fsdp_candle::nn::is_adapter;
 use fsdp_candle::{
     AdamW, ShardedVarMap, StateDictOptions, World, get_model_state_dict, load_model, load_optimizer, model_tensors,
     optimizer_tensors, optimizer_values,
 };
-use fsdp_ckpt::{AsyncSaver, LoadOptions, MODEL, SaveState, WhenBusy, hf};
+use fsdp_ckpt::{AsyncSaver, LoadOptions, MODEL, SaveState, TensorSource, WhenBusy, hf};
 use fsdp_examples::models::config::BUILTIN;
 
 use crate::adapters;
-use crate::args::Args;
+use crate::agree::{Finding, worst};
+use crate::args::{Args, Resume};
+use crate::damage::in_words;
 use crate::done::{Done, has_optimizer};
 use crate::places::{Places, same_file, step_name};
 use crate::setup;
@@ -42,33 +44,56 @@ impl<'a> Checkpoints<'a> {
         Ok(Checkpoints { places, world, sequences_per_step, keep, saver })
     }
 
-    /// Loads the checkpoint to go on from, if there is one; tells how far it had come.
-    pub(crate) fn resume(&self, vars: &ShardedVarMap, optim: &mut AdamW) -> anyhow::Result<Done> {
-        let Some(path) = &self.places.resume_from else { return Ok(Done::default()) };
-        let done = self.load(path, vars, optim).with_context(|| format!("can't resume from {}", path.display()))?;
-        self.world.group().barrier().wait().context("another rank could not resume")?;
-        Ok(done)
+    /// Loads the checkpoint to go on from, if there is one; tells how far it had come. Where `--resume auto` chose one that turns out to be damaged, it is
+    /// set aside, and an older one loaded. Collective.
+    pub(crate) fn resume(&mut self, args: &Args, vars: &ShardedVarMap, optim: &mut AdamW) -> anyhow::Result<Done> {
+        while let Some(path) = self.places.resume_from.clone() {
+            let failed = || format!("can't resume from {}", path.display());
+            // Nothing is loaded before everything has been found good: of a damaged checkpoint nothing gets into the model.
+            let (source, own) = self.verify(&path);
+            match worst(self.world, own)? {
+                Finding::Damaged(why) if args.resume == Resume::Auto => {
+                    self.places.fall_back(args, self.world, &why)?;
+                }
+                Finding::Damaged(why) | Finding::Failed(why) => return Err(anyhow!(why).context(failed())),
+                Finding::Good => {
+                    let Some(source) = source else { bail!("a checkpoint that was not opened was found good") };
+                    let done = self.load(&*source, vars, optim).with_context(failed)?;
+                    self.world.group().barrier().wait().context("another rank could not resume")?;
+                    return Ok(done);
+                }
+            }
+        }
+        Ok(Done::default())
     }
 
-    fn load(&self, path: &Path, vars: &ShardedVarMap, optim: &mut AdamW) -> anyhow::Result<Done> {
-        let source = fsdp_ckpt::open(path)?;
-        // Each rank checks a share of the checksums, so that all is read once.
-        source.verify_share(self.world.rank(), self.world.size())?;
+    /// Opens a checkpoint and checks this rank's share of the checksums, so that all is read once.
+    fn verify(&self, path: &Path) -> (Option<Box<dyn TensorSource>>, Finding) {
+        let (rank, ranks) = (self.world.rank(), self.world.size());
+        let opened = fsdp_ckpt::open(path).and_then(|source| source.verify_share(rank, ranks).map(|_| source));
+        match opened {
+            Ok(source) => (Some(source), Finding::Good),
+            Err(error) if error.is_damage() => (None, Finding::Damaged(in_words(&error))),
+            Err(error) => (None, Finding::Failed(format!("rank {rank}: {}", in_words(&error)))),
+        }
+    }
+
+    fn load(&self, source: &dyn TensorSource, vars: &ShardedVarMap, optim: &mut AdamW) -> anyhow::Result<Done> {
         let is_of_adapters = source.tensors().keys().any(|name| is_adapter(name));
         ensure!(
             !is_of_adapters || vars.params().iter().any(|param| is_adapter(param.name())),
             "it holds LoRA adapters: pass the --lora-rank that it was trained with"
         );
         let of_model = LoadOptions { include: vec![format!("{MODEL}*")], ..LoadOptions::default() };
-        let loaded = load_model(vars, &*source, &of_model)?;
-        let has_optimizer = has_optimizer(&*source);
+        let loaded = load_model(vars, source, &of_model)?;
+        let has_optimizer = has_optimizer(source);
         if has_optimizer {
-            load_optimizer(optim, &*source, &LoadOptions::default())?;
+            load_optimizer(optim, source, &LoadOptions::default())?;
         }
-        let done = Done::of(&*source, self.sequences_per_step)?;
+        let done = Done::of(source, self.sequences_per_step)?;
         if self.world.rank() == 0 {
             let fresh = if has_optimizer { "" } else { ", with a fresh optimizer: it holds none" };
-            eprintln!("resumed from {} at step {}{fresh}", path.display(), done.step);
+            eprintln!("resumed from {} at step {}{fresh}", source.path().display(), done.step);
             if !loaded.unexpected.is_empty() {
                 eprintln!("not loaded, the model has no such parameters: {}", loaded.unexpected.join(", "));
             }

@@ -1,8 +1,10 @@
 //! Pre-trains or fine-tunes a Llama or a GPT-2 with its parameters sharded over the ranks: `fsdp-launch --nproc-per-node 2 train --help`.
 
 mod adapters;
+mod agree;
 mod args;
 mod checkpoint;
+mod damage;
 mod done;
 mod logging;
 mod places;
@@ -43,7 +45,7 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
     let mut optim = AdamW::new(vars.trainable(), hyper)?;
     let schedule = Schedule::new(args.lr_schedule, args.lr, args.warmup_steps, args.steps);
 
-    let mut done = checkpoints.resume(&vars, &mut optim)?;
+    let mut done = checkpoints.resume(args, &vars, &mut optim)?;
     if world.rank() == 0 && done.step >= args.steps {
         eprintln!(
             "nothing to train: step {} is done already and --steps is {}; raise it to go on",

@@ -4,14 +4,15 @@
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, anyhow, bail, ensure};
-use fsdp_candle::{ReduceOp, World};
-use fsdp_ckpt::Checkpoint;
-use fsdp_core::Buffer;
+use anyhow::{Context, bail, ensure};
+use fsdp_candle::World;
+use fsdp_ckpt::{Checkpoint, Survey};
 use fsdp_examples::tensorboard::EventFile;
 use serde::{Deserialize, Serialize};
 
+use crate::agree::from_rank;
 use crate::args::{Args, Resume};
+use crate::damage;
 use crate::done::Done;
 
 /// Where runs without --checkpoint-dir keep their checkpoints.
@@ -37,7 +38,7 @@ impl Places {
     /// Fails on every rank, with rank 0's words, where something is in the way. Collective.
     pub(crate) fn new(args: &Args, world: &World) -> anyhow::Result<Self> {
         let mut claim = None;
-        let decision = from_rank_0(world, || {
+        let decision = from_rank(world, 0, || {
             let newest = check(args, world)?;
             let run = match args.checkpoint_dir {
                 Some(_) => None,
@@ -57,11 +58,28 @@ impl Places {
         };
         Ok(Places { checkpoints, resume_from, _claim: claim })
     }
+
+    /// Sets the checkpoint aside that `--resume auto` chose and that turned out to be damaged, for which `why` has the words; chooses the next older one.
+    /// Collective.
+    pub(crate) fn fall_back(&mut self, args: &Args, world: &World, why: &str) -> anyhow::Result<()> {
+        let Some(damaged) = &self.resume_from else { bail!("there is no checkpoint to set aside") };
+        let newest = from_rank(world, 0, || {
+            damage::set_aside(damaged, why)?;
+            check(args, world)
+        })?;
+        self.resume_from = newest.map(|name| self.checkpoints.join(name));
+        Ok(())
+    }
 }
 
 /// The name of the checkpoint at a step.
 pub(crate) fn step_name(step: usize) -> String {
     format!("step-{step:08}")
+}
+
+/// The step of a checkpoint's name.
+pub(crate) fn step_of(name: &str) -> Option<usize> {
+    name.strip_prefix("step-")?.parse().ok().filter(|&step| step_name(step) == name)
 }
 
 pub(crate) fn same_file(a: &Path, b: &Path) -> bool {
@@ -76,10 +94,15 @@ fn check(args: &Args, world: &World) -> anyhow::Result<Option<String>> {
     if let Some(dir) = &args.tensorboard {
         EventFile::check(dir)?;
     }
-    let newest = match (&args.resume, &args.checkpoint_dir) {
+    let Survey { newest, skipped, .. } = match (&args.resume, &args.checkpoint_dir) {
         (Resume::Auto, None) => bail!("--resume auto looks into --checkpoint-dir: pass it"),
-        (Resume::Path(_), _) | (Resume::None, None) => None,
-        (_, Some(dir)) => fsdp_ckpt::latest(dir)?,
+        (Resume::Path(_), _) | (Resume::None, None) => Survey::default(),
+        (Resume::None, Some(dir)) => fsdp_ckpt::survey(dir)?,
+        (Resume::Auto, Some(dir)) => {
+            let found = fsdp_ckpt::survey(dir)?;
+            damage::check_something_is_left(dir, &found)?;
+            found
+        }
     };
     let resume_from = match (&args.resume, &newest) {
         (Resume::Path(path), _) => Some(path),
@@ -90,45 +113,73 @@ fn check(args: &Args, world: &World) -> anyhow::Result<Option<String>> {
         (_, newest) => newest.as_ref(),
     };
     let start = match resume_from {
-        Some(path) => fsdp_ckpt::open(path)
-            .map_err(anyhow::Error::from)
-            .and_then(|source| Done::of(&*source, args.sequences_per_step(world.size())))
-            .with_context(|| format!("can't resume from {}", path.display()))?,
+        Some(path) => {
+            let done = fsdp_ckpt::open(path)
+                .map_err(anyhow::Error::from)
+                .and_then(|source| Done::of(&*source, args.sequences_per_step(world.size())));
+            match done {
+                Err(error) if args.resume == Resume::Auto && damage::is_damage(&error) => {
+                    damage::set_aside(path, &format!("{error:#}"))?;
+                    return check(args, world);
+                }
+                done => done.with_context(|| format!("can't resume from {}", path.display()))?,
+            }
+        }
         None => Done::default(),
     };
     if let Some(dir) = &args.checkpoint_dir {
-        check_targets(dir, start.step, args, resume_from.map(PathBuf::as_path))?;
+        clear_targets(dir, start.step, args, skipped, resume_from.map(PathBuf::as_path))?;
     }
-    // `latest` reads steps off names, so they are text.
+    // `survey` reads steps off names, so they are text.
     Ok(newest.as_ref().and_then(|path| Some(path.file_name()?.to_str()?.to_owned())))
 }
 
-/// Nothing may have the name of a checkpoint that the run is going to save; the one that it goes on from is not saved again.
-fn check_targets(dir: &Path, start: usize, args: &Args, resume_from: Option<&Path>) -> anyhow::Result<()> {
+/// Nothing may have the name of a checkpoint that the run is going to save; the one that it goes on from is not saved again. What `--resume auto` has
+/// `skipped` because it is damaged is set aside if it has.
+fn clear_targets(
+    dir: &Path,
+    start: usize,
+    args: &Args,
+    skipped: Vec<(PathBuf, fsdp_ckpt::Error)>,
+    resume_from: Option<&Path>,
+) -> anyhow::Result<()> {
     let last = args.steps.max(start);
     let saves = |step: usize| {
         step == last || (args.save_every > 0 && start < step && step < last && step.is_multiple_of(args.save_every))
     };
+    let saves_as = |path: &Path| step_of(path.file_name()?.to_str()?).filter(|&step| saves(step));
+    let (aside, left): (Vec<_>, Vec<_>) = skipped
+        .into_iter()
+        .partition(|(path, error)| args.resume == Resume::Auto && saves_as(path).is_some() && error.is_damage());
     let entries = match std::fs::read_dir(dir) {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
-        entries => entries.with_context(|| format!("can't list {}", dir.display()))?,
+        Err(error) if error.kind() == ErrorKind::NotFound => None,
+        entries => Some(entries.with_context(|| format!("can't list {}", dir.display()))?),
     };
-    let step_of = |name: &str| name.strip_prefix("step-")?.parse().ok().filter(|&step| step_name(step) == name);
     let in_the_way = entries
-        .filter_map(|entry| step_of(entry.ok()?.file_name().to_str()?))
-        .filter(|&step| saves(step))
-        .map(|step| (step, dir.join(step_name(step))))
+        .into_iter()
+        .flatten()
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .filter_map(|path| Some((saves_as(&path)?, path)))
         .filter(|(_, path)| !resume_from.is_some_and(|from| same_file(from, path)))
+        .filter(|(_, path)| !aside.iter().any(|(aside, _)| same_file(aside, path)))
         .min();
-    let Some((step, path)) = in_the_way else { return Ok(()) };
-    let what = match Checkpoint::open(&path) {
-        Ok(_) => "a checkpoint of an earlier run".to_owned(),
-        Err(error) => format!("not a whole checkpoint ({:#})", anyhow::Error::from(error)),
-    };
-    bail!(
-        "{} is in the way of the checkpoint that this run saves at step {step}, and it is {what}: remove it, or pass another --checkpoint-dir",
-        path.display()
-    );
+    if let Some((step, path)) = in_the_way {
+        let what = match Checkpoint::open(&path) {
+            Ok(_) => "a checkpoint of an earlier run".to_owned(),
+            Err(error) => format!("not a whole checkpoint ({})", damage::in_words(&error)),
+        };
+        bail!(
+            "{} is in the way of the checkpoint that this run saves at step {step}, and it is {what}: remove it, or pass another --checkpoint-dir",
+            path.display()
+        );
+    }
+    for (path, error) in left {
+        tracing::warn!("skipping {}: {}", path.display(), damage::in_words(&error));
+    }
+    for (path, error) in aside {
+        damage::set_aside(&path, &damage::in_words(&error))?;
+    }
+    Ok(())
 }
 
 fn check_export(dir: &Path) -> anyhow::Result<()> {
@@ -188,24 +239,6 @@ impl Drop for Claim {
 
 fn run_name(number: u32) -> String {
     format!("run-{number:03}")
-}
-
-/// Rank 0's answer, on every rank; of its error, the words. Collective.
-fn from_rank_0<T: Serialize + for<'de> Deserialize<'de>>(
-    world: &World,
-    ask: impl FnOnce() -> anyhow::Result<T>,
-) -> anyhow::Result<T> {
-    let mut text = match world.rank() {
-        0 => serde_json::to_vec(&ask().map_err(|error| format!("{error:#}")))?,
-        _ => Vec::new(),
-    };
-    let length = world.all_reduce(&[text.len() as f64], ReduceOp::Max)?[0] as usize;
-    text.resize(length, 0);
-    let answer = match world.group().broadcast(vec![Buffer::U8(text)], 0).wait()?.pop() {
-        Some(Buffer::U8(text)) => serde_json::from_slice::<Result<T, String>>(&text)?,
-        _ => bail!("a broadcast of U8 returned something else"),
-    };
-    answer.map_err(|message| anyhow!(message))
 }
 
 #[cfg(test)]

@@ -1,0 +1,58 @@
+//! What ranks decide together: one rank's answer for all, and the worst of what each has found.
+
+use anyhow::{anyhow, bail};
+use fsdp_candle::{ReduceOp, World};
+use fsdp_core::Buffer;
+use serde::{Deserialize, Serialize};
+
+/// What a rank has found in a checkpoint.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Finding {
+    Good,
+    /// It could not be read, for another reason than damage.
+    Failed(String),
+    /// It is not what was written.
+    Damaged(String),
+}
+
+impl Finding {
+    fn badness(&self) -> u8 {
+        match self {
+            Finding::Good => 0,
+            Finding::Failed(_) => 1,
+            Finding::Damaged(_) => 2,
+        }
+    }
+}
+
+/// The worst finding, of the first rank that has one so bad, on every rank. Collective.
+pub(crate) fn worst(world: &World, own: Finding) -> anyhow::Result<Finding> {
+    let badness = f64::from(own.badness());
+    let most = world.all_reduce(&[badness], ReduceOp::Max)?[0];
+    if most == 0. {
+        return Ok(Finding::Good);
+    }
+    let bearer = if badness == most { world.rank() } else { world.size() };
+    let first = world.all_reduce(&[bearer as f64], ReduceOp::Min)?[0] as usize;
+    from_rank(world, first, || Ok(own))
+}
+
+/// One rank's answer, on every rank; of its error, the words. Collective.
+pub(crate) fn from_rank<T: Serialize + for<'de> Deserialize<'de>>(
+    world: &World,
+    rank: usize,
+    ask: impl FnOnce() -> anyhow::Result<T>,
+) -> anyhow::Result<T> {
+    let mut text = if world.rank() == rank {
+        serde_json::to_vec(&ask().map_err(|error| format!("{error:#}")))?
+    } else {
+        Vec::new()
+    };
+    let length = world.all_reduce(&[text.len() as f64], ReduceOp::Max)?[0] as usize;
+    text.resize(length, 0);
+    let answer = match world.group().broadcast(vec![Buffer::U8(text)], rank).wait()?.pop() {
+        Some(Buffer::U8(text)) => serde_json::from_slice::<Result<T, String>>(&text)?,
+        _ => bail!("a broadcast of U8 returned something else"),
+    };
+    answer.map_err(|message| anyhow!(message))
+}

@@ -1,0 +1,49 @@
+//! Checkpoints that `--resume auto` can't use because they are damaged. They are set aside, never deleted, and the run goes on from an older one.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail};
+use fsdp_ckpt::Survey;
+
+use crate::places::step_of;
+
+/// Whether an error says that what is on disk is not what was written.
+pub(crate) fn is_damage(error: &anyhow::Error) -> bool {
+    error.chain().filter_map(|cause| cause.downcast_ref()).any(fsdp_ckpt::Error::is_damage)
+}
+
+/// Renames a damaged checkpoint. `why` says what is wrong with it. One rank calls it, while the others wait for what comes of it.
+pub(crate) fn set_aside(path: &Path, why: &str) -> anyhow::Result<()> {
+    let moved =
+        fsdp_ckpt::set_aside(path).with_context(|| format!("can't set {} aside, which is damaged", path.display()))?;
+    if let Some(moved) = moved {
+        tracing::warn!("{} is damaged and was set aside as {}: {why}", path.display(), moved.display());
+    }
+    Ok(())
+}
+
+/// Fails when there have been checkpoints under `dir` and none of them can be gone on from: a run that begins anew then is not what was asked for.
+pub(crate) fn check_something_is_left(dir: &Path, found: &Survey) -> anyhow::Result<()> {
+    let was_step = |path: &Path| {
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        step_of(fsdp_ckpt::name_before_aside(name).unwrap_or(name)).is_some()
+    };
+    let unusable = found.skipped.iter().map(|(path, error)| (path, format!("{}: {}", path.display(), in_words(error))));
+    let aside = found.set_aside.iter().map(|path| (path, format!("{}: set aside as damaged", path.display())));
+    let lost: Vec<String> =
+        unusable.chain(aside).filter(|(path, _): &(&PathBuf, _)| was_step(path)).map(|(_, about)| about).collect();
+    if found.newest.is_some() || lost.is_empty() {
+        return Ok(());
+    }
+    bail!(
+        "--resume auto: no checkpoint in {} can be used ({}); put a good one there, or move these away, or pass another --checkpoint-dir, to begin anew",
+        dir.display(),
+        lost.join("; ")
+    );
+}
+
+/// An error with its causes.
+pub(crate) fn in_words(error: &fsdp_ckpt::Error) -> String {
+    let causes = std::iter::successors(Some(error as &dyn std::error::Error), |error| error.source());
+    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
+}
