@@ -18,7 +18,7 @@ pub use work::{Completion, Work};
 use crate::{Allocator, Buffer, Error, RankEnv, Readable, Result};
 
 /// The name of the group of all ranks.
-const WORLD: &str = "world";
+pub(crate) const WORLD: &str = "world";
 
 /// How a reduction combines the ranks' elements. Half precision inputs are combined in single precision and rounded once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

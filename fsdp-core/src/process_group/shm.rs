@@ -34,6 +34,7 @@ impl Meet for Processes {
             source: Arc::new(source.into()),
         };
         let meeting = Meeting {
+            addr: &self.env.master_addr,
             port: self.env.master_port,
             run: format!("{}\n{}", self.env.run_id, self.env.restart_count),
             group: &group.name,

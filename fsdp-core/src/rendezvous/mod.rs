@@ -5,6 +5,7 @@
 //! the pidfds of all. Both sides check that the other belongs to the same user.
 
 mod message;
+mod patience;
 
 use std::{
     os::fd::{AsFd, OwnedFd},
@@ -22,6 +23,7 @@ use rustix::{
 pub(crate) use message::MOST_RANKS;
 use message::{MAGIC, MESSAGE, parse_reply, receive, reply, send};
 
+use self::patience::Patience;
 use crate::{Error, Result};
 
 const VERSION: u32 = 1;
@@ -36,6 +38,8 @@ const TOO_MANY_FILES: &str =
 
 /// Who meets whom.
 pub(crate) struct Meeting<'a> {
+    /// The job's `MASTER_ADDR`, for messages.
+    pub(crate) addr: &'a str,
     /// The job's `MASTER_PORT`.
     pub(crate) port: u16,
     /// What tells this job from others.
@@ -94,6 +98,25 @@ impl Meeting<'_> {
         Error::Rendezvous { rank: self.rank, message: message.into() }
     }
 
+    /// Tells that this rank still waits, when it is time to.
+    fn tell(&self, patience: &mut Patience, whom: impl FnOnce() -> String) {
+        let Some(waited) = patience.is_due() else { return };
+        let of = if self.group == crate::process_group::WORLD {
+            String::new()
+        } else {
+            format!(" of group \"{}\"", self.group)
+        };
+        tracing::warn!(
+            "rank {}{of} waits for {} at {}:{}, for {:.0} s now; it gives up after {:.0} s (FSDP_TIMEOUT_S)",
+            self.rank,
+            whom(),
+            self.addr,
+            self.port,
+            waited.as_secs_f64(),
+            self.timeout.as_secs_f64(),
+        );
+    }
+
     fn fail<T>(&self, message: impl Into<String>) -> Result<T> {
         Err(self.error(message))
     }
@@ -149,6 +172,16 @@ impl Meeting<'_> {
     }
 }
 
+/// Numbers with commas; of many, the first ones.
+fn listed(ranks: &[usize]) -> String {
+    const MOST: usize = 16;
+    let shown: Vec<String> = ranks.iter().take(MOST).map(ToString::to_string).collect();
+    match ranks.len().saturating_sub(MOST) {
+        0 => shown.join(", "),
+        more => format!("{} and {more} more", shown.join(", ")),
+    }
+}
+
 fn went_away(rank: usize) -> String {
     format!("rank {rank} went away again before all ranks were there")
 }
@@ -166,6 +199,7 @@ struct Guest {
 /// Rank 0's side.
 fn host(meeting: &Meeting<'_>, number: u64, file: OwnedFd, own: OwnedFd) -> Result<Gathering> {
     let started = Instant::now();
+    let mut patience = Patience::default();
     let listener = listen(meeting)?;
     let mut guests: Vec<Option<Guest>> = (1..meeting.size).map(|_| None).collect();
     let mut strangers: Vec<OwnedFd> = Vec::new();
@@ -183,6 +217,7 @@ fn host(meeting: &Meeting<'_>, number: u64, file: OwnedFd, own: OwnedFd) -> Resu
                 "rank(s) {missing:?} did not arrive within {seconds:.1} s: are they running, on this host, with the same MASTER_PORT and run id?"
             ));
         }
+        meeting.tell(&mut patience, || format!("rank(s) {}", listed(&missing)));
         if let Err(text) = receive_guests(meeting, &listener, &mut strangers, &mut guests) {
             break meeting.fail(text);
         }
@@ -308,7 +343,8 @@ fn receive_guests(
 
 /// The side of every other rank.
 fn join(meeting: &Meeting<'_>, own: OwnedFd) -> Result<Gathering> {
-    let socket = connect(meeting)?;
+    let mut patience = Patience::default();
+    let socket = connect(meeting, &mut patience)?;
     if !is_same_user(&socket) {
         return meeting.fail("the process that answers for rank 0 belongs to another user");
     }
@@ -318,19 +354,20 @@ fn join(meeting: &Meeting<'_>, own: OwnedFd) -> Result<Gathering> {
         Err(errno) => return Err(meeting.os("saying hello", errno)),
     }
     // Rank 0 answers when its own time is over, and it may have started later than this rank.
-    let (started, patience) = (Instant::now(), meeting.timeout.saturating_add(Duration::from_secs(2)));
+    let (started, longest) = (Instant::now(), meeting.timeout.saturating_add(Duration::from_secs(2)));
     loop {
         let mut fds = [PollFd::new(&socket, PollFlags::IN)];
         if rustix::event::poll(&mut fds, timespec(SLICE).as_ref()).is_ok_and(|ready| ready > 0) {
             break;
         }
         (meeting.all_well)()?;
-        if started.elapsed() >= patience {
+        if started.elapsed() >= longest {
             return meeting.fail(format!(
                 "rank 0 did not answer within {:.1} s: is it stopped? Otherwise raise FSDP_TIMEOUT_S",
-                patience.as_secs_f64()
+                longest.as_secs_f64()
             ));
         }
+        meeting.tell(&mut patience, || "the ranks that rank 0 has not met yet".into());
     }
     let (message, mut fds) = match receive(&socket) {
         Ok(received) => received,
@@ -357,7 +394,7 @@ fn join(meeting: &Meeting<'_>, own: OwnedFd) -> Result<Gathering> {
     }
 }
 
-fn connect(meeting: &Meeting<'_>) -> Result<OwnedFd> {
+fn connect(meeting: &Meeting<'_>, patience: &mut Patience) -> Result<OwnedFd> {
     let address = meeting.address()?;
     let socket = meeting.socket()?;
     let started = Instant::now();
@@ -376,6 +413,7 @@ fn connect(meeting: &Meeting<'_>) -> Result<OwnedFd> {
                 meeting.timeout.as_secs_f64()
             ));
         }
+        meeting.tell(patience, || "rank(s) 0".into());
         std::thread::sleep(pause);
         pause = (pause * 2).min(Duration::from_millis(20));
     }
@@ -397,7 +435,7 @@ mod tests {
 
     fn meeting(group: &str, rank: usize, timeout: Duration) -> Meeting<'_> {
         let run = format!("unit test {}", std::process::id());
-        Meeting { port: 1, run, group, rank, size: 2, timeout, all_well: &all_well }
+        Meeting { addr: "127.0.0.1", port: 1, run, group, rank, size: 2, timeout, all_well: &all_well }
     }
 
     /// Rank 0 and rank 1 meet, with `before` done between.
@@ -425,7 +463,7 @@ mod tests {
         let mut strangers = Vec::new();
         let met = two_meet("strangers", Duration::from_secs(30), |guest| {
             for index in 0..3 * STRANGERS {
-                let stranger = connect(guest).unwrap();
+                let stranger = connect(guest, &mut Patience::default()).unwrap();
                 let nonsense: [&[u8]; 4] = [&[], MAGIC, &[0xff; MESSAGE], &guest.hello()[..20]];
                 // Every second one is silent. Rank 0 may have hung up already.
                 if index % 2 == 0 {
