@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use fsdp_tests::{golden, launch, program};
+use fsdp_tests::{Run, golden, launch, program, run};
 
 /// A copy of the golden Llama in `dir/model` that a test may spoil.
 fn model(dir: &Path) -> std::path::PathBuf {
@@ -383,4 +383,61 @@ fn one_rank_that_dies_ends_the_others_and_leaves_nothing() {
     let sockets = fs::read_to_string("/proc/net/unix").unwrap();
     let ours = sockets.lines().filter(|line| line.contains("@fsdp-") && line.contains(&format!("-{port}-")));
     assert_eq!(ours.collect::<Vec<_>>(), [""; 0]);
+}
+
+/// Runs one rank of two by itself, without a launcher.
+fn alone(rank: usize, port: u16, more: &[(&str, &str)], dir: &Path) -> Run {
+    let mut command = Command::new(program("train"));
+    command.args(["--steps", "1"]).current_dir(dir).env("RANK", rank.to_string()).env("WORLD_SIZE", "2");
+    command.env("LOCAL_RANK", rank.to_string()).env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
+    command.env("TORCHELASTIC_RUN_ID", format!("alone {}", std::process::id())).env_remove("RUST_LOG");
+    command.envs(more.iter().copied());
+    run(command, Duration::from_secs(60))
+}
+
+#[test]
+fn a_rank_that_waits_for_the_others_says_for_whom() {
+    let dir = tempfile::tempdir().unwrap();
+    for rank in [0, 1] {
+        let port = 29_540 + rank as u16;
+        let stderr = alone(rank, port, &[("FSDP_TIMEOUT_S", "6")], dir.path()).failed();
+        let told = format!("rank {rank} waits for rank(s) {} at 127.0.0.1:{port}, for 5 s now", 1 - rank);
+        assert_eq!(stderr.matches(&told).count(), 1, "{stderr}");
+        assert!(stderr.contains("Error: can't join the other ranks: "), "{stderr}");
+    }
+}
+
+#[test]
+fn errors_of_the_user_come_without_a_backtrace() {
+    let dir = tempfile::tempdir().unwrap();
+    let backtraces = ("RUST_BACKTRACE", "1");
+    let errors = dir.path().join("error.json");
+    let recorded = ("TORCHELASTIC_ERROR_FILE", errors.to_str().unwrap());
+    let stderr = alone(0, 29_542, &[("FSDP_TIMEOUT_S", "0.1"), backtraces, recorded], dir.path()).failed();
+    assert!(stderr.lines().count() == 1 && stderr.contains("did not arrive"), "{stderr}");
+    let error: serde_json::Value = serde_json::from_slice(&fs::read(&errors).unwrap()).unwrap();
+    assert_eq!(format!("Error: {}", error["message"]["message"].as_str().unwrap()), stderr.trim_end());
+
+    // An error that comes through Candle, and has a backtrace in its words.
+    let model = model(dir.path());
+    edit_weights(&model, "model.norm.weight", "model.xorm.weight");
+    for args in [
+        &["train", "--model", "model", "--data", "model/tokens.bin", "--seq-len", "32"][..],
+        &["train", "--data", "gone"],
+    ] {
+        let mut command = Command::new(program(args[0]));
+        command.args(&args[1..]).current_dir(dir.path()).envs([backtraces]);
+        let stderr = run(command, Duration::from_secs(60)).failed();
+        assert!(stderr.contains("Error: ") && !stderr.contains("   0: "), "{stderr}");
+    }
+    let mut command = Command::new(program("fsdp-ckpt"));
+    let stderr = run(
+        {
+            command.args(["verify", "gone"]).envs([backtraces]);
+            command
+        },
+        Duration::from_secs(60),
+    )
+    .failed();
+    assert_eq!(stderr.lines().count(), 1, "{stderr}");
 }

@@ -1,5 +1,7 @@
 //! The tutorial: a sharded model, trained, in one screen. `fsdp-launch --nproc-per-node 2 minimal`.
 
+use std::process::ExitCode;
+
 use candle_core::{DType, Module, Result, Tensor};
 use fsdp_candle::{AdamW, AdamWConfig, FsdpModule, FullyShard, ShardedVarMap, clip_grad_norm, fully_shard, nn};
 
@@ -30,7 +32,17 @@ impl Module for Model {
     }
 }
 
-fn main() -> anyhow::Result<()> {
+fn main() -> ExitCode {
+    match train() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("Error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn train() -> anyhow::Result<()> {
     let world = fsdp_candle::init()?;
     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())])?, world.device());
     let vb = vars.builder(DType::F32);

@@ -1,9 +1,9 @@
 //! What a run tells about itself: events on stderr as `RUST_LOG` asks, and the trace.
 
-use std::io::IsTerminal;
 use std::path::Path;
 
 use fsdp_candle::World;
+use fsdp_examples::job;
 use tracing_subscriber::{EnvFilter, Layer, layer::SubscriberExt, util::SubscriberInitExt};
 
 use crate::trace::Trace;
@@ -13,11 +13,6 @@ use crate::trace::Trace;
 /// # Errors
 /// When the trace file can't be written.
 pub(crate) fn init(trace: Option<&Path>, world: &World) -> anyhow::Result<Option<Trace>> {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn".into());
-    let events = tracing_subscriber::fmt::layer()
-        .with_ansi(std::io::stderr().is_terminal())
-        .with_writer(std::io::stderr)
-        .with_filter(filter);
     let (spans, trace) = match trace {
         Some(file) => {
             let (layer, trace) = Trace::start(file, world)?;
@@ -26,6 +21,6 @@ pub(crate) fn init(trace: Option<&Path>, world: &World) -> anyhow::Result<Option
         }
         None => (None, None),
     };
-    tracing_subscriber::registry().with(spans).with(events).init();
+    tracing_subscriber::registry().with(spans).with(job::events()).init();
     Ok(trace)
 }
