@@ -15,51 +15,90 @@ use fsdp_launch::{Args, LaunchSpec};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use crate::{TIMEOUT, executable, finish, hear_signals};
+use crate::{TIMEOUT, executable, finish, hear_signals, sorted};
 
 fn example(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/deploy").join(name)
 }
 
-/// What a command line of the examples means. Its program is `train`, and that knows the flags it is given.
+/// What a command line of the examples means. `train` knows the flags that it is given, and goes on where it stopped.
 fn understood(words: &[&str]) -> (Args, LaunchSpec) {
     let parse = || Args::try_parse_from(words).unwrap_or_else(|error| panic!("{words:?}: {error}"));
     let mut args = parse();
-    assert!(args.command[0].to_str().unwrap().ends_with("train"), "{words:?}");
-    let known = fs::read_to_string(example("../src/bin/train/args.rs")).unwrap();
-    for flag in args.command.iter().filter_map(|word| word.to_str()?.strip_prefix("--")) {
-        let field = flag.split('=').next().unwrap().replace('-', "_");
-        assert!(known.contains(&format!("pub(crate) {field}:")), "train has no --{flag}");
+    let program = args.command[0].to_str().unwrap();
+    assert!(program.ends_with("train") || program == "script.py", "{words:?}");
+    if program.ends_with("train") {
+        let known = fs::read_to_string(example("../src/bin/train/args.rs")).unwrap();
+        for flag in args.command.iter().filter_map(|word| word.to_str()?.strip_prefix("--")) {
+            let field = flag.split('=').next().unwrap().replace('-', "_");
+            assert!(known.contains(&format!("pub(crate) {field}:")), "train has no --{flag}");
+        }
+        for flag in ["--resume", "--data"] {
+            assert!(args.command.iter().any(|word| word.to_str().unwrap().starts_with(flag)), "{words:?}");
+        }
     }
-    assert!(args.command.iter().any(|word| word == "--resume" || word == "--resume=auto"));
     args.command[0] = OsString::from("/bin/true");
     (parse(), args.into_spec().unwrap())
 }
 
-/// The batch script, with `srun` and `scontrol` that write down what they are told and do `srun`.
+/// A directory with our launcher, and programs that say which rank they are and with what they were started: `train`, and a Python for `script.py`.
+fn programs() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let launcher = assert_cmd::cargo::cargo_bin!("fsdp-launch");
+    // Not a link by name: beside where it really lies there may be another `train`.
+    if fs::hard_link(launcher, dir.path().join("fsdp-launch")).is_err() {
+        fs::copy(launcher, dir.path().join("fsdp-launch")).unwrap();
+    }
+    let say = "#!/bin/sh\necho \"rank $RANK of $WORLD_SIZE: $(basename \"$0\") $*\"\n";
+    fs::write(dir.path().join("script.py"), "").unwrap();
+    for name in ["train", "python"] {
+        executable(dir.path().join(name), say);
+    }
+    dir
+}
+
+/// The batch script, with `srun` and `scontrol` that write down what they are told and do `srun`. It is called in the directory with the programs, where
+/// `data` is.
 struct Batch {
     dir: tempfile::TempDir,
 }
 
+/// What `srun` does where it does all: a launcher for each host of the job.
+const LAUNCHERS: &str = "while [ \"$1\" != fsdp-launch ]; do shift; done
+for host in $(seq \"$SLURM_NNODES\"); do \"$@\" & hosts=\"$hosts $!\"; done
+code=0; for host in $hosts; do wait \"$host\" || code=$?; done; exit \"$code\"";
+
 impl Batch {
     fn new(srun: &str) -> Self {
-        let dir = tempfile::tempdir().unwrap();
+        let dir = programs();
+        fs::write(dir.path().join("data"), "some text").unwrap();
         let log = "printf '%s\\n' \"$@\" > \"$SLURM_SUBMIT_DIR/srun.log\"\n";
         executable(dir.path().join("srun"), &format!("#!/bin/sh\n{log}{srun}\n"));
-        let scontrol = "echo \"$@\" >> \"$SLURM_SUBMIT_DIR/scontrol.log\"\n[ \"$1\" = show ] && printf 'node07\\nnode08\\n'\nexit 0";
+        let scontrol = "echo \"$@\" >> \"$SLURM_SUBMIT_DIR/scontrol.log\"\n[ \"$1\" = show ] && printf '%s\\nnode08\\n' \"${FIRST:-localhost}\"\nexit 0";
         executable(dir.path().join("scontrol"), &format!("#!/bin/sh\n{scontrol}\n"));
         Batch { dir }
     }
 
-    fn command(&self, args: &[&str]) -> Command {
+    /// `sbatch --nodes NODES slurm.sbatch ARGS`, as it is by default where `nodes` is `None`.
+    fn command(&self, nodes: Option<&str>, args: &[&str]) -> Command {
         hear_signals();
+        let text = fs::read_to_string(example("slurm.sbatch")).unwrap();
+        let of_file = text.lines().find_map(|line| line.strip_prefix("#SBATCH --nodes=")).unwrap();
         let mut command = Command::new("bash");
         let path = [self.dir.path(), Path::new("/usr/bin"), Path::new("/bin")];
         command.arg(example("slurm.sbatch")).args(args).env("PATH", std::env::join_paths(path).unwrap());
-        let set = [("JOB_ID", "77"), ("JOB_NODELIST", "node[07-08]"), ("NNODES", "2"), ("CPUS_PER_TASK", "16")];
+        let nodes = nodes.unwrap_or(of_file);
+        let set =
+            [("JOB_ID", &*Self::job()), ("JOB_NODELIST", "node[07-08]"), ("NNODES", nodes), ("CPUS_PER_TASK", "16")];
         command.envs(set.map(|(name, value)| (format!("SLURM_{name}"), value)));
-        command.env("SLURM_SUBMIT_DIR", self.dir.path());
+        command.env("SLURM_SUBMIT_DIR", self.dir.path()).env("NPROC_PER_NODE", "1").env("DATA", "data");
+        command.env("PYTHON_EXEC", self.dir.path().join("python")).current_dir(self.dir.path());
         command
+    }
+
+    /// The job's id, from which ports are made: another one for each process of tests.
+    fn job() -> String {
+        std::process::id().to_string()
     }
 
     fn read(&self, name: &str) -> String {
@@ -67,37 +106,85 @@ impl Batch {
     }
 }
 
-#[test]
-fn the_batch_script_starts_one_launcher_a_host() {
-    let batch = Batch::new("stat -c %a \"$SLURM_SUBMIT_DIR/run-77/rdzv-token\" > \"$SLURM_SUBMIT_DIR/mode\"; exit 0");
-    let mut syntax = assert_cmd::Command::new("bash");
-    assert_eq!(finish(syntax.timeout(TIMEOUT).arg("-n").arg(example("slurm.sbatch"))).0, Some(0));
-    let mut command = assert_cmd::Command::from_std(batch.command(&[]));
-    let (code, _, stderr) = finish(command.timeout(TIMEOUT));
-    assert_eq!((code, stderr.as_str()), (Some(0), ""));
-
-    let recorded = batch.read("srun.log");
-    let words: Vec<&str> = recorded.lines().collect();
-    let start = words.iter().position(|word| *word == "fsdp-launch").unwrap();
-    for word in ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=16", "--kill-on-bad-exit=1"] {
-        assert!(words[..start].contains(&word), "{words:?}");
-    }
-    let (args, spec) = understood(&words[start..]);
-    assert_eq!((args.nnodes, args.rdzv_id.as_deref(), args.rdzv_backend.as_str()), ((2, 2), Some("77"), "c10d"));
-    let meeting = spec.rendezvous.unwrap();
-    assert_eq!((meeting.endpoint.host.as_str(), meeting.endpoint.port), ("node07", Some(20077)));
-    assert_eq!(meeting.join_timeout, Duration::from_secs(600));
-    assert_eq!(meeting.token_file, Some(batch.dir.path().join("run-77/rdzv-token")));
-    // The token was there for the launchers, for nobody else, and it is gone.
-    assert_eq!(batch.read("mode").trim(), "600");
-    assert!(!meeting.token_file.unwrap().exists());
-    assert!(!batch.read("scontrol.log").contains("requeue"));
+/// A command that ends well; the ranks' lines of its output.
+fn rank_lines(command: Command) -> Vec<String> {
+    let (code, stdout, stderr) = finish(assert_cmd::Command::from_std(command).timeout(TIMEOUT));
+    assert_eq!(code, Some(0), "{stdout}\n{stderr}");
+    let lines = sorted(&stdout).into_iter().filter_map(|line| Some(line.split_once("] rank ")?.1.to_owned()));
+    lines.collect()
 }
 
 #[test]
-fn the_batch_script_takes_another_program_and_keeps_the_exit_code() {
+fn the_batch_script_runs_train_on_one_host_and_a_script_on_two() {
+    let batch = Batch::new(LAUNCHERS);
+    let checkpoints = batch.dir.path().join(format!("run-{}/checkpoints", Batch::job()));
+    let train = format!(
+        "0 of 1: train --data data --steps 10000 --checkpoint-dir {} --save-every 500 --keep 3 --resume auto",
+        checkpoints.display()
+    );
+    let mut one = batch.command(None, &[]);
+    // Where it is alone, nobody needs to know the host by name.
+    one.env("FIRST", "no-such-host.invalid");
+    assert_eq!(rank_lines(one), [train]);
+    let script = ["script.py", "--epochs", "3"];
+    let started = [0, 1].map(|rank| format!("{rank} of 2: python -u script.py --epochs 3"));
+    assert_eq!(rank_lines(batch.command(Some("2"), &script)), started);
+}
+
+#[test]
+fn the_batch_script_says_at_once_what_train_can_not_do() {
+    let batch = Batch::new("exit 0");
+    for (nodes, data, said) in [(None, "", "DATA=''"), (None, "gone", "DATA='gone'"), (Some("2"), "data", "one host")] {
+        let mut command = batch.command(nodes, &[]);
+        command.env("DATA", data);
+        let (code, _, stderr) = finish(assert_cmd::Command::from_std(command).timeout(TIMEOUT));
+        assert!(code == Some(2) && stderr.lines().count() == 1 && stderr.contains(said), "{stderr}");
+    }
+    assert!(!batch.dir.path().join("srun.log").exists());
+}
+
+#[test]
+fn the_batch_script_starts_one_launcher_a_host() {
+    let mut syntax = assert_cmd::Command::new("bash");
+    assert_eq!(finish(syntax.timeout(TIMEOUT).arg("-n").arg(example("slurm.sbatch"))).0, Some(0));
+    for (nodes, command) in [(1, &[][..]), (2, &["script.py"])] {
+        let token = format!("run-{}/rdzv-token", Batch::job());
+        let batch =
+            Batch::new(&format!("stat -c %a \"$SLURM_SUBMIT_DIR/{token}\" > \"$SLURM_SUBMIT_DIR/mode\"; exit 0"));
+        let command = batch.command((nodes == 2).then_some("2"), command);
+        let (code, _, stderr) = finish(assert_cmd::Command::from_std(command).timeout(TIMEOUT));
+        assert_eq!((code, stderr.as_str()), (Some(0), ""));
+
+        let recorded = batch.read("srun.log");
+        let words: Vec<&str> = recorded.lines().collect();
+        let start = words.iter().position(|word| *word == "fsdp-launch").unwrap();
+        let of_nodes = [format!("--nodes={nodes}"), format!("--ntasks={nodes}")];
+        let others = ["--ntasks-per-node=1", "--cpus-per-task=16", "--kill-on-bad-exit=1"];
+        for word in of_nodes.iter().map(String::as_str).chain(others) {
+            assert!(words[..start].contains(&word), "{words:?}");
+        }
+        let (args, spec) = understood(&words[start..]);
+        let job = Batch::job();
+        assert_eq!((args.nnodes, args.rdzv_id.as_deref()), ((nodes, nodes), Some(&*job)));
+        assert_eq!(spec.rendezvous.is_some(), nodes > 1);
+        if let Some(meeting) = spec.rendezvous {
+            assert_eq!(args.rdzv_backend.as_str(), "c10d");
+            let port = 20_000 + u16::try_from(job.parse::<u32>().unwrap() % 10_000).unwrap();
+            assert_eq!((meeting.endpoint.host.as_str(), meeting.endpoint.port), ("localhost", Some(port)));
+            assert_eq!(meeting.join_timeout, Duration::from_secs(600));
+            assert_eq!(meeting.token_file, Some(batch.dir.path().join(&token)));
+        }
+        // The token was there for the launchers, for nobody else, and it is gone.
+        assert_eq!(batch.read("mode").trim(), "600");
+        assert!(!batch.dir.path().join(&token).exists());
+        assert!(!batch.read("scontrol.log").contains("requeue"));
+    }
+}
+
+#[test]
+fn the_batch_script_keeps_the_exit_code() {
     let batch = Batch::new("exit 3");
-    let mut command = assert_cmd::Command::from_std(batch.command(&["script.py", "--epochs", "3"]));
+    let mut command = assert_cmd::Command::from_std(batch.command(None, &["script.py", "--epochs", "3"]));
     assert_eq!(finish(command.timeout(TIMEOUT)).0, Some(3));
     assert!(batch.read("srun.log").ends_with("script.py\n--epochs\n3\n"));
 }
@@ -117,7 +204,7 @@ fn near_the_end_of_its_time_the_batch_job_ends_its_step_and_goes_into_the_queue_
         let batch = Batch::new(
             "trap 'echo ended > \"$SLURM_SUBMIT_DIR/ended\"; exit 143' TERM; touch \"$SLURM_SUBMIT_DIR/up\"; while :; do sleep 0.05; done",
         );
-        let mut child: Child = batch.command(&[]).stdin(Stdio::null()).spawn().unwrap();
+        let mut child: Child = batch.command(None, &[]).stdin(Stdio::null()).spawn().unwrap();
         wait_until("srun was not started", || batch.dir.path().join("up").exists());
         kill_process(Pid::from_child(&child), signal).unwrap();
         let mut status = None;
@@ -127,17 +214,89 @@ fn near_the_end_of_its_time_the_batch_job_ends_its_step_and_goes_into_the_queue_
         });
         assert_eq!(status.unwrap().code(), Some(143));
         assert_eq!(batch.read("ended"), "ended\n");
-        assert_eq!(batch.read("scontrol.log").contains("requeue 77"), requeued);
+        assert_eq!(batch.read("scontrol.log").contains(&format!("requeue {}", Batch::job())), requeued);
+    }
+}
+
+/// The manifest for one pod as it is shipped, and for several by the line that it shows at its top.
+fn manifests() -> [String; 2] {
+    let text = fs::read_to_string(example("kubernetes.yaml")).unwrap();
+    let line = text.lines().find_map(|line| line.strip_prefix("#   sed ")).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("kubernetes.yaml"), &text).unwrap();
+    let mut sed = Command::new("sh");
+    sed.arg("-c").arg(format!("sed {line}")).current_dir(dir.path());
+    assert!(sed.status().unwrap().success());
+    let several = fs::read_to_string(dir.path().join("several.yaml")).unwrap();
+    [text, several]
+}
+
+fn documents(text: &str) -> BTreeMap<String, Value> {
+    let documents: Vec<Value> = serde_saphyr::from_multiple(text).unwrap();
+    documents.into_iter().map(|document| (document["kind"].as_str().unwrap().to_owned(), document)).collect()
+}
+
+/// The command line of the Job's pod with this index.
+fn pod_words(job: &Value, index: u64) -> Vec<String> {
+    let container = &job["spec"]["template"]["spec"]["containers"][0];
+    let strings = |value: &Value| -> Vec<String> {
+        value.as_array().unwrap().iter().map(|word| word.as_str().unwrap().to_owned()).collect()
+    };
+    let mut words = [strings(&container["command"]), strings(&container["args"])].concat();
+    for set in container["env"].as_array().unwrap() {
+        let value = match set["valueFrom"]["fieldRef"]["fieldPath"].as_str() {
+            Some("metadata.annotations['batch.kubernetes.io/job-completion-index']") => index.to_string(),
+            Some("metadata.labels['batch.kubernetes.io/controller-uid']") => "uid".to_owned(),
+            Some(other) => panic!("{other}"),
+            None => set["value"].as_str().unwrap().to_owned(),
+        };
+        let name = format!("$({})", set["name"].as_str().unwrap());
+        words.iter_mut().for_each(|word| *word = word.replace(&name, &value));
+    }
+    assert!(!words.iter().any(|word| word.contains('$')), "{words:?}");
+    words
+}
+
+#[test]
+fn the_pods_run_train_in_one_and_a_script_in_several() {
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let train = "0 of 1: train --data=/data/texts --steps=10000 --checkpoint-dir=/checkpoints --save-every=500 --keep=3 --resume=auto";
+    let script =
+        [0, 1].map(|rank| format!("{rank} of 2: python -u script.py --data=/data/texts --checkpoint-dir=/checkpoints"));
+    for (text, want) in manifests().iter().zip([vec![train.to_owned()], script.to_vec()]) {
+        let job = &documents(text)["Job"];
+        let dir = programs();
+        let token = dir.path().join("token");
+        fs::write(&token, "a secret for this test alone").unwrap();
+        fs::set_permissions(&token, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+        let pods = (0..job["spec"]["completions"].as_u64().unwrap()).map(|index| {
+            let here = |word: String| match word.split_once('=').map_or(&*word, |(name, _)| name) {
+                "--nproc-per-node" => "--nproc-per-node=1".into(),
+                "--rdzv-endpoint" => format!("--rdzv-endpoint=localhost:{port}"),
+                "--rdzv-token-file" => format!("--rdzv-token-file={}", token.display()),
+                _ => word,
+            };
+            let words: Vec<String> = pod_words(job, index).into_iter().map(here).collect();
+            let mut command = Command::new(dir.path().join(&words[0]));
+            command.args(&words[1..]).current_dir(dir.path()).env("PYTHON_EXEC", dir.path().join("python"));
+            std::thread::spawn(move || rank_lines(command))
+        });
+        let pods: Vec<_> = pods.collect();
+        let lines: Vec<String> = pods.into_iter().flat_map(|pod| pod.join().unwrap()).collect();
+        assert_eq!(lines, want);
     }
 }
 
 #[test]
 fn the_manifest_agrees_with_itself_and_with_the_launcher() {
-    let text = fs::read_to_string(example("kubernetes.yaml")).unwrap();
-    let documents: Vec<Value> = serde_saphyr::from_multiple(&text).unwrap();
-    let of_kind: BTreeMap<&str, &Value> =
-        documents.iter().map(|document| (document["kind"].as_str().unwrap(), document)).collect();
-    let (service, claim, job) = (of_kind["Service"], of_kind["PersistentVolumeClaim"], of_kind["Job"]);
+    for (text, pods) in manifests().iter().zip([1, 2]) {
+        agrees(text, pods);
+    }
+}
+
+fn agrees(text: &str, pods: u64) {
+    let documents = documents(text);
+    let (service, claim, job) = (&documents["Service"], &documents["PersistentVolumeClaim"], &documents["Job"]);
     let template = &job["spec"]["template"];
     let (pod, container) = (&template["spec"], &template["spec"]["containers"][0]);
 
@@ -151,29 +310,20 @@ fn the_manifest_agrees_with_itself_and_with_the_launcher() {
     assert_eq!(job["spec"]["completionMode"], "Indexed");
     assert_eq!(job["spec"]["completions"], job["spec"]["parallelism"]);
 
-    let strings = |value: &Value| -> Vec<String> {
-        value.as_array().unwrap().iter().map(|word| word.as_str().unwrap().to_owned()).collect()
-    };
-    let mut words = [strings(&container["command"]), strings(&container["args"])].concat();
-    let env = container["env"].as_array().unwrap();
-    for (name, field, value) in [
-        ("NODE_RANK", "metadata.annotations['batch.kubernetes.io/job-completion-index']", "1"),
-        ("RUN_ID", "metadata.labels['batch.kubernetes.io/controller-uid']", "uid"),
-    ] {
-        let set = env.iter().find(|set| set["name"] == name).unwrap();
-        assert_eq!(set["valueFrom"]["fieldRef"]["fieldPath"], field);
-        words.iter_mut().for_each(|word| *word = word.replace(&format!("$({name})"), value));
-    }
-    assert!(!words.iter().any(|word| word.contains('$')), "{words:?}");
+    assert_eq!(job["spec"]["completions"], pods);
+
+    let words = pod_words(job, pods - 1);
     let (args, spec) = understood(&words.iter().map(String::as_str).collect::<Vec<_>>());
-    assert_eq!((args.node_rank, args.rdzv_id.as_deref()), (Some(1), Some("uid")));
-    assert_eq!(Some(u64::from(args.nnodes.1)), job["spec"]["completions"].as_u64());
-    let meeting = spec.rendezvous.unwrap();
-    let first = format!("{}-0.{}", job["metadata"]["name"].as_str().unwrap(), pod["subdomain"].as_str().unwrap());
-    assert_eq!(meeting.endpoint.host, first);
-    let port = meeting.endpoint.port.map(u64::from);
-    assert_eq!(port, service["spec"]["ports"][0]["port"].as_u64());
-    assert_eq!(port, container["ports"][0]["containerPort"].as_u64());
+    assert_eq!((args.node_rank.map(u64::from), args.rdzv_id.as_deref()), (Some(pods - 1), Some("uid")));
+    assert_eq!(u64::from(args.nnodes.1), pods);
+    assert_eq!(spec.rendezvous.is_some(), pods > 1);
+    if let Some(meeting) = &spec.rendezvous {
+        let first = format!("{}-0.{}", job["metadata"]["name"].as_str().unwrap(), pod["subdomain"].as_str().unwrap());
+        assert_eq!(meeting.endpoint.host, first);
+        let port = meeting.endpoint.port.map(u64::from);
+        assert_eq!(port, service["spec"]["ports"][0]["port"].as_u64());
+        assert_eq!(port, container["ports"][0]["containerPort"].as_u64());
+    }
     assert!(pod["terminationGracePeriodSeconds"].as_u64().unwrap() > spec.shutdown_timeout.as_secs());
 
     // Volumes: the token is read-only, the checkpoints are the claim.
@@ -181,12 +331,18 @@ fn the_manifest_agrees_with_itself_and_with_the_launcher() {
     let mount = |path: &str| {
         container["volumeMounts"].as_array().unwrap().iter().find(|mount| mount["mountPath"] == path).unwrap()
     };
-    let token = meeting.token_file.unwrap();
-    let token_mount = mount(token.parent().unwrap().to_str().unwrap());
-    assert_eq!(token_mount["readOnly"], true);
-    let secret = volume(token_mount["name"].as_str().unwrap())["secret"]["secretName"].as_str().unwrap();
-    let made = format!("kubectl create secret generic {secret} --from-file={}", token.file_name().unwrap().display());
-    assert!(text.contains(&made), "{made}");
+    if let Some(token) = args.rdzv_token_file {
+        let token_mount = mount(token.parent().unwrap().to_str().unwrap());
+        assert_eq!(token_mount["readOnly"], true);
+        let secret = volume(token_mount["name"].as_str().unwrap())["secret"]["secretName"].as_str().unwrap();
+        let made =
+            format!("kubectl create secret generic {secret} --from-file={}", token.file_name().unwrap().display());
+        assert!(text.contains(&made), "{made}");
+    }
+    let data = spec.args.iter().find_map(|arg| arg.to_str()?.strip_prefix("--data=")).unwrap();
+    let data_mount = mount(Path::new(data).parent().unwrap().to_str().unwrap());
+    assert_eq!(data_mount["readOnly"], true);
+    assert_eq!(volume(data_mount["name"].as_str().unwrap())["persistentVolumeClaim"]["claimName"], "train-data");
     let checkpoints = spec.args.iter().find_map(|arg| arg.to_str()?.strip_prefix("--checkpoint-dir=")).unwrap();
     let claimed = &volume(mount(checkpoints)["name"].as_str().unwrap())["persistentVolumeClaim"]["claimName"];
     assert_eq!(*claimed, claim["metadata"]["name"]);
