@@ -22,6 +22,7 @@
 
 mod args;
 mod attempt;
+mod console;
 mod cores;
 mod dry_run;
 mod environment;
@@ -54,6 +55,7 @@ mod whereabouts;
 mod worker;
 
 pub use args::{Action, Args, one_line};
+pub use console::Console;
 pub use dry_run::dry_run;
 pub use error::{Error, Result};
 pub use launch::launch;

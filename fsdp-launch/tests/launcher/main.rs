@@ -1,6 +1,7 @@
 //! The `fsdp-launch` command, with shell scripts as ranks.
 #![allow(clippy::unwrap_used, missing_docs)]
 
+mod consoles;
 mod deploy;
 mod docs;
 mod ending;
