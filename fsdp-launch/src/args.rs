@@ -1,6 +1,7 @@
 //! The command line, in `torchrun`'s names. Every option is also understood with underscores for dashes, as `torchrun` does.
 
 use std::{
+    env,
     ffi::{OsStr, OsString},
     net::IpAddr,
     num::NonZeroU16,
@@ -140,20 +141,20 @@ pub struct Args {
     #[arg(env = "PET_MONITOR_INTERVAL", hide_env = true, help_heading = "Failure")]
     pub monitor_interval: Duration,
 
-    /// How long ranks have to end after SIGTERM before they are killed
-    #[arg(long, alias = "shutdown_timeout", value_name = "SECONDS", default_value = "5", value_parser = seconds)]
-    #[arg(env = "PET_SHUTDOWN_TIMEOUT", hide_env = true, help_heading = "Failure")]
-    pub shutdown_timeout: Duration,
+    /// How long ranks that are asked to end have until they are killed [default: $TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else 30]
+    #[arg(long, alias = "shutdown_timeout", value_name = "SECONDS", value_parser = seconds, help_heading = "Failure")]
+    #[arg(env = "PET_SHUTDOWN_TIMEOUT", hide_env = true)]
+    pub shutdown_timeout: Option<Duration>,
 
     /// A rank that had a heartbeat (programs that use fsdp-core do) and has none for so long hangs, which is a failure; 0: never
     #[arg(long, alias = "heartbeat_timeout", value_name = "SECONDS", default_value = "15", value_parser = seconds)]
     #[arg(env = "PET_HEARTBEAT_TIMEOUT", hide_env = true, help_heading = "Failure")]
     pub heartbeat_timeout: Duration,
 
-    /// The signals that end the launch; others than the default's are passed on to the ranks as they are
-    #[arg(long, alias = "signals_to_handle", value_name = "NAMES", default_value = "SIGTERM,SIGINT,SIGHUP,SIGQUIT")]
-    #[arg(env = "PET_SIGNALS_TO_HANDLE", hide_env = true, help_heading = "Failure")]
-    pub signals_to_handle: SignalList,
+    /// The signals that end the launch, and reach the ranks as they are [default: SIGTERM,SIGINT,SIGHUP,SIGQUIT, less those that are ignored, as SIGHUP under nohup]
+    #[arg(long, alias = "signals_to_handle", value_name = "NAMES", help_heading = "Failure")]
+    #[arg(env = "PET_SIGNALS_TO_HANDLE", hide_env = true)]
+    pub signals_to_handle: Option<SignalList>,
 
     /// Keep what the ranks print, in `DIR/<run id>/attempt_<n>/<local rank>/stdout.log` and stderr.log; without --tee and --redirects all of it
     #[arg(long, alias = "log_dir", value_name = "DIR", help_heading = "Output")]
@@ -259,11 +260,15 @@ impl Args {
             spec.master_port = self.master_port.map(NonZeroU16::get).or(port);
         }
         spec.run_id = self.rdzv_id.filter(|_| !self.standalone);
-        spec.shutdown_timeout = self.shutdown_timeout;
+        let timeout = || variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", seconds);
+        spec.shutdown_timeout =
+            self.shutdown_timeout.map_or_else(timeout, |it| Ok(Some(it)))?.unwrap_or(spec.shutdown_timeout);
         spec.max_restarts = self.max_restarts;
         spec.heartbeat_timeout = self.heartbeat_timeout;
         spec.role = self.role;
-        spec.signals = self.signals_to_handle.0;
+        if let Some(SignalList(signals)) = self.signals_to_handle {
+            spec.signals = signals;
+        }
         spec.virtual_local_rank = self.virtual_local_rank;
         spec.pin_cores = self.pin_cores;
         spec.numa_binding = self.numa_binding;
@@ -383,6 +388,13 @@ fn restarts(text: &str) -> std::result::Result<u32, String> {
     text.parse().map_err(|_| format!("expected a number of restarts from 0 to {}", u32::MAX))
 }
 
+/// What a variable of the environment says that is `torchrun`'s default for an option; an empty one says nothing.
+fn variable<T>(name: &'static str, parse: impl FnOnce(&str) -> std::result::Result<T, String>) -> Result<Option<T>> {
+    let Some(value) = env::var_os(name).filter(|value| !value.is_empty()) else { return Ok(None) };
+    let value = value.to_string_lossy();
+    parse(&value).map(Some).map_err(|expected| Error::Usage { flag: name, value: value.into_owned(), expected })
+}
+
 fn seconds(text: &str) -> std::result::Result<Duration, String> {
     let seconds: Option<f64> = text.parse().ok();
     let duration = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
@@ -431,7 +443,7 @@ mod tests {
             let args = parse(line).unwrap();
             assert_eq!((args.nproc_per_node, args.master_addr.as_deref()), (3, Some("a")));
             assert_eq!(args.master_port.map(u16::from), Some(7));
-            assert_eq!((args.rdzv_id.as_deref(), args.shutdown_timeout), (Some("r"), Duration::from_millis(500)));
+            assert_eq!((args.rdzv_id.as_deref(), args.shutdown_timeout), (Some("r"), Some(Duration::from_millis(500))));
         }
     }
 

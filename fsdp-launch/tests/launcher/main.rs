@@ -30,7 +30,7 @@ use std::{
 };
 
 use rustix::process::{Pid, Signal, kill_process};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 
 /// Far longer than anything here takes.
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -43,7 +43,7 @@ fn hear_signals() {
         let status = fs::read_to_string("/proc/self/status").unwrap();
         let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap();
         let ignored = u64::from_str_radix(ignored.trim(), 16).unwrap();
-        for signal in [SIGINT, SIGTERM, SIGHUP] {
+        for signal in [SIGINT, SIGTERM, SIGHUP, SIGQUIT] {
             // One that is not ignored keeps its effect: Ctrl-C ends the tests.
             if ignored & (1 << (signal - 1)) != 0 {
                 signal_hook::flag::register(signal, Arc::<AtomicBool>::default()).unwrap();

@@ -4,7 +4,7 @@ use std::process::Command;
 
 use rustix::process::Signal;
 
-use crate::{Running, executable, finish, launcher, sorted};
+use crate::{Running, executable, finish, launcher, ranks, sorted};
 
 #[test]
 fn a_wrong_value_is_one_line_and_exit_code_2() {
@@ -33,6 +33,19 @@ fn options_from_torchruns_environment() {
     assert_eq!((code, sorted(&stdout)), (Some(0), vec!["[rank 0] trainer 2", "[rank 1] trainer 2"]), "{stderr}");
     let (code, _, stderr) = finish(command.env("PET_NPROC_PER_NODE", "x"));
     assert!(code == Some(2) && stderr.contains("'x' for '--nproc-per-node"), "{stderr}");
+}
+
+#[test]
+fn the_time_to_end_from_torchruns_other_variable() {
+    let script = "trap 'echo asked' TERM; [ $RANK = 0 ] && { sleep 0.3; exit 3; }; while :; do sleep 0.01; done";
+    let mut command = ranks(2, script);
+    let (code, stdout, stderr) = finish(command.env("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "0.2"));
+    assert_eq!((code, stdout.as_str()), (Some(3), "[rank 1] asked\n"), "{stderr}");
+    assert!(stderr.contains("at most 200ms to end in"), "{stderr}");
+    let (code, _, stderr) = finish(command.env("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "soon"));
+    assert!(code == Some(2) && stderr.contains("\"soon\" for TORCH_ELASTIC_SHUTDOWN_TIMEOUT"), "{stderr}");
+    let (_, _, stderr) = finish(command.env("PET_SHUTDOWN_TIMEOUT", "0.1"));
+    assert!(stderr.contains("at most 100ms to end in"), "{stderr}");
 }
 
 #[test]

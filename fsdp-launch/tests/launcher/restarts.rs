@@ -64,7 +64,7 @@ fn every_attempt_is_the_same_run_without_what_the_last_one_left() {
 
 #[test]
 fn ctrl_c_never_restarts() {
-    let script = "trap 'exit 3' TERM; echo $$; while :; do sleep 0.01; done";
+    let script = "trap 'exit 3' TERM INT; echo $$; while :; do sleep 0.01; done";
     for signal in [Signal::INT, Signal::TERM] {
         let mut launcher = Running::start(&["--nproc-per-node=2", "--max-restarts=9", "sh", "-c", script]);
         let pids = launcher.pids(2);
