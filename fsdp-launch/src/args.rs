@@ -14,6 +14,7 @@ use crate::{
     },
     signals::SignalList,
     status::StatusArgs,
+    torchrun_only::TorchrunOnly,
 };
 
 /// Starts one process per rank of a training program, on one host or several, and ends them all when one fails.
@@ -24,17 +25,17 @@ use crate::{
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true, disable_help_subcommand = true)]
 pub struct Args {
     /// Ranks to start on this host: a number, `gpu` for one per GPU, `cpu` for one per core, `auto` for GPUs if there are any, else cores
-    #[arg(long, alias = "nproc_per_node", value_name = "N", default_value = "1", value_parser = process_count)]
+    #[arg(long, alias = "nproc_per_node", allow_negative_numbers = true, value_name = "N", default_value = "1", value_parser = process_count)]
     #[arg(env = "PET_NPROC_PER_NODE", hide_env = true)]
     pub nproc_per_node: usize,
 
     /// Hosts: a number, or the fewest and the most that a run may go on with
-    #[arg(long, value_name = "N|MIN:MAX", default_value = "1", value_parser = options::nnodes)]
+    #[arg(long, value_name = "N|MIN:MAX", allow_negative_numbers = true, default_value = "1", value_parser = options::nnodes)]
     #[arg(env = "PET_NNODES", hide_env = true)]
     pub nnodes: (u32, u32),
 
     /// This host's place among them [default: as they come]
-    #[arg(long, alias = "node_rank", value_name = "N", value_parser = options::node_rank)]
+    #[arg(long, alias = "node_rank", allow_negative_numbers = true, value_name = "N", value_parser = options::node_rank)]
     #[arg(env = "PET_NODE_RANK", hide_env = true)]
     pub node_rank: Option<u32>,
 
@@ -82,7 +83,7 @@ pub struct Args {
     pub master_addr: Option<String>,
 
     /// The port there [default: one that is free]
-    #[arg(long, alias = "master_port", value_name = "PORT", help_heading = "Meeting")]
+    #[arg(long, alias = "master_port", allow_negative_numbers = true, value_name = "PORT", help_heading = "Meeting")]
     #[arg(env = "PET_MASTER_PORT", hide_env = true)]
     pub master_port: Option<NonZeroU16>,
 
@@ -122,22 +123,17 @@ pub struct Args {
     pub rdzv_token_file: Option<PathBuf>,
 
     /// How often all ranks start again after one has failed; never after Ctrl-C
-    #[arg(long, alias = "max_restarts", value_name = "N", default_value = "0", value_parser = restarts)]
+    #[arg(long, alias = "max_restarts", allow_negative_numbers = true, value_name = "N", default_value = "0", value_parser = restarts)]
     #[arg(env = "PET_MAX_RESTARTS", hide_env = true, help_heading = "Failure")]
     pub max_restarts: u32,
 
-    /// Accepted; the launcher is told at once when a rank ends
-    #[arg(long, alias = "monitor_interval", value_name = "SECONDS", default_value = "0.1", value_parser = seconds)]
-    #[arg(env = "PET_MONITOR_INTERVAL", hide_env = true, help_heading = "Failure")]
-    pub monitor_interval: Duration,
-
     /// How long ranks that are asked to end have until they are killed [default: $TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else 30]
-    #[arg(long, alias = "shutdown_timeout", value_name = "SECONDS", value_parser = seconds, help_heading = "Failure")]
+    #[arg(long, alias = "shutdown_timeout", allow_negative_numbers = true, value_name = "SECONDS", value_parser = seconds, help_heading = "Failure")]
     #[arg(env = "PET_SHUTDOWN_TIMEOUT", hide_env = true)]
     pub shutdown_timeout: Option<Duration>,
 
     /// A rank that had a heartbeat (programs that use fsdp-core do) and has none for so long hangs, which is a failure; 0: never
-    #[arg(long, alias = "heartbeat_timeout", value_name = "SECONDS", default_value = "15", value_parser = seconds)]
+    #[arg(long, alias = "heartbeat_timeout", allow_negative_numbers = true, value_name = "SECONDS", default_value = "15", value_parser = seconds)]
     #[arg(env = "PET_HEARTBEAT_TIMEOUT", hide_env = true, help_heading = "Failure")]
     pub heartbeat_timeout: Duration,
 
@@ -152,24 +148,34 @@ pub struct Args {
     pub log_dir: Option<PathBuf>,
 
     /// Print to log files and not here: 0 nothing, 1 stdout, 2 stderr, 3 both, or by local rank: 0:1,1:3
-    #[arg(short, long, value_name = "STREAMS", help_heading = "Output")]
+    #[arg(short, long, value_name = "STREAMS", allow_negative_numbers = true, help_heading = "Output")]
     #[arg(env = "PET_REDIRECTS", hide_env = true)]
     pub redirects: Option<StreamChoice>,
 
     /// Print to log files and here; values as for --redirects
-    #[arg(short, long, value_name = "STREAMS", help_heading = "Output")]
+    #[arg(short, long, value_name = "STREAMS", allow_negative_numbers = true, help_heading = "Output")]
     #[arg(env = "PET_TEE", hide_env = true)]
     pub tee: Option<StreamChoice>,
 
     /// Show only these local ranks here: 0,2
-    #[arg(long, alias = "local_ranks_filter", value_name = "RANKS", default_value = "", help_heading = "Output")]
+    #[arg(
+        long,
+        alias = "local_ranks_filter",
+        allow_negative_numbers = true,
+        value_name = "RANKS",
+        default_value = "",
+        help_heading = "Output"
+    )]
     #[arg(env = "PET_LOCAL_RANKS_FILTER", hide_env = true, hide_default_value = true)]
     pub local_ranks_filter: RankFilter,
 
-    /// What stands before each line: ${role_name}, ${local_rank}, ${rank}, ${hostname} [default: "[rank ${rank}] "]
-    #[arg(long, alias = "log_line_prefix_template", value_name = "TEXT", default_value = "", help_heading = "Output")]
-    #[arg(env = "PET_LOG_LINE_PREFIX_TEMPLATE", hide_env = true, hide_default_value = true)]
-    pub log_line_prefix_template: LinePrefix,
+    /// What stands before each line: ${role_name}, ${local_rank}, ${rank}, ${hostname} [default: $TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, else "[rank ${rank}] "]
+    #[arg(long, alias = "log_line_prefix_template", value_name = "TEXT", help_heading = "Output")]
+    #[arg(env = "PET_LOG_LINE_PREFIX_TEMPLATE", hide_env = true)]
+    pub log_line_prefix_template: Option<LinePrefix>,
+
+    #[command(flatten, next_help_heading = "Accepted, without effect")]
+    pub(crate) torchrun_only: TorchrunOnly,
 
     /// Print the completions of a shell for this command
     #[arg(long, alias = "print_completion", value_name = "SHELL", help_heading = "Shell")]

@@ -3,9 +3,10 @@
 use std::{env, ffi::OsStr, net::IpAddr, num::NonZeroU16, path::PathBuf};
 
 use crate::{
-    Args, Endpoint, Error, LaunchSpec, RendezvousSpec, Result, SignalList, StreamChoice, Streams,
+    Args, Endpoint, Error, LaunchSpec, LinePrefix, RendezvousSpec, Result, SignalList, StreamChoice, Streams,
     args::seconds,
     find_program,
+    nearest::nearest,
     program::plan_program,
     python::{self, Kind},
     rendezvous::{HOW_TO_MAKE_ONE, options},
@@ -36,6 +37,9 @@ impl Args {
 
     fn spec_with(self, find: impl FnOnce(&OsStr) -> Result<PathBuf>) -> Result<LaunchSpec> {
         let meeting = self.meeting()?;
+        if !self.standalone {
+            self.rdzv_conf.unknown.iter().for_each(|key| warn_of_key(key));
+        }
         let (host, port) = match (&meeting, &self.rdzv_endpoint) {
             (None, Some(endpoint)) if !self.standalone => {
                 check_is_here(endpoint)?;
@@ -70,9 +74,8 @@ impl Args {
             spec.master_port = self.master_port.map(NonZeroU16::get).or(port);
         }
         spec.run_id = self.rdzv_id.filter(|_| !self.standalone);
-        let timeout = || variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", seconds);
-        spec.shutdown_timeout =
-            self.shutdown_timeout.map_or_else(timeout, |it| Ok(Some(it)))?.unwrap_or(spec.shutdown_timeout);
+        spec.shutdown_timeout = or_variable(self.shutdown_timeout, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", seconds)?
+            .unwrap_or(spec.shutdown_timeout);
         spec.max_restarts = self.max_restarts;
         spec.heartbeat_timeout = self.heartbeat_timeout;
         spec.role = self.role;
@@ -90,7 +93,10 @@ impl Args {
             .tee
             .unwrap_or_else(|| if all { StreamChoice::EveryRank(Streams::BOTH) } else { StreamChoice::default() });
         spec.logs.local_ranks_filter = self.local_ranks_filter;
-        spec.logs.line_prefix = self.log_line_prefix_template;
+        // An empty template is none.
+        let template = self.log_line_prefix_template.filter(|it| *it != LinePrefix::default());
+        spec.logs.line_prefix =
+            or_variable(template, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", str::parse)?.unwrap_or_default();
         check_ranks(&spec)?;
         Ok(spec)
     }
@@ -100,8 +106,9 @@ impl Args {
         let (min, max) = self.nnodes;
         let usage =
             |flag, value: &dyn ToString, expected: String| Error::Usage { flag, value: value.to_string(), expected };
+        let nnodes = options::nnodes_text(self.nnodes);
         if self.standalone && min > 1 {
-            return Err(usage("--standalone", &true, format!("it means one host, and --nnodes wants at least {min}")));
+            return Err(Error::Options(format!("--standalone means one host, but --nnodes is {nnodes}")));
         }
         if let Some(rank) = self.node_rank.filter(|&rank| rank >= max) {
             return Err(usage(
@@ -118,10 +125,10 @@ impl Args {
             let host = self.master_addr.clone().filter(|_| is_static)?;
             Some(Endpoint { host, port: self.master_port.map(NonZeroU16::get) })
         };
-        let nnodes = options::nnodes_text(self.nnodes);
         let Some(endpoint) = self.rdzv_endpoint.clone().or_else(of_master) else {
-            let expected = "several hosts need --rdzv-endpoint HOST:PORT, the same on all of them: HOST is one of them, whose launcher the others can reach there";
-            return Err(usage("--nnodes", &nnodes, expected.into()));
+            return Err(Error::Options(format!(
+                "--nnodes {nnodes} needs --rdzv-endpoint HOST:PORT, the same on all hosts: HOST is one of them, whose launcher the others can reach there"
+            )));
         };
         if endpoint.host.parse::<IpAddr>().is_ok_and(|ip| ip.is_unspecified()) {
             let expected =
@@ -129,9 +136,9 @@ impl Args {
             return Err(usage("--rdzv-endpoint", &endpoint, expected.into()));
         }
         if self.rdzv_token_file.is_none() && !endpoint.is_loopback() {
-            let expected =
-                format!("several hosts need --rdzv-token-file FILE, so that no stranger takes part. {HOW_TO_MAKE_ONE}");
-            return Err(usage("--nnodes", &nnodes, expected));
+            return Err(Error::Options(format!(
+                "--nnodes {nnodes} needs --rdzv-token-file FILE, so that no stranger takes part. {HOW_TO_MAKE_ONE}"
+            )));
         }
         let conf = &self.rdzv_conf;
         let mut meeting = RendezvousSpec::new(endpoint, (min, max));
@@ -145,6 +152,14 @@ impl Args {
         meeting.keep_alive_interval = conf.keep_alive_interval.unwrap_or(meeting.keep_alive_interval);
         meeting.keep_alive_attempts = conf.keep_alive_max_attempt.unwrap_or(meeting.keep_alive_attempts);
         Ok(Some(meeting))
+    }
+}
+
+/// A misspelt key must not pass for one of `torchrun`'s that means nothing here.
+fn warn_of_key(key: &str) {
+    match nearest(key, options::CONF_KEYS.into_iter().chain(options::TORCHRUN_CONF_KEYS)) {
+        Some(meant) => tracing::warn!("--rdzv-conf knows no key {key:?}; did you mean {meant}?"),
+        None => tracing::warn!("--rdzv-conf knows no key {key:?}, only {}", options::CONF_KEYS.join(", ")),
     }
 }
 
@@ -177,9 +192,15 @@ fn check_ranks(spec: &LaunchSpec) -> Result<()> {
     Ok(())
 }
 
-/// What a variable of the environment says that is `torchrun`'s default for an option; an empty one says nothing.
-fn variable<T>(name: &'static str, parse: impl FnOnce(&str) -> std::result::Result<T, String>) -> Result<Option<T>> {
-    let Some(value) = env::var_os(name).filter(|value| !value.is_empty()) else { return Ok(None) };
+/// An option's value, else that of the variable that is `torchrun`'s default for it; an empty one says nothing.
+fn or_variable<T>(
+    option: Option<T>,
+    name: &'static str,
+    parse: impl FnOnce(&str) -> std::result::Result<T, String>,
+) -> Result<Option<T>> {
+    let Some(value) = env::var_os(name).filter(|value| option.is_none() && !value.is_empty()) else {
+        return Ok(option);
+    };
     let value = value.to_string_lossy();
     parse(&value).map(Some).map_err(|expected| Error::Usage { flag: name, value: value.into_owned(), expected })
 }
@@ -232,15 +253,15 @@ mod tests {
         assert_eq!(met("l --nnodes 2 --rdzv-endpoint localhost /bin/true").port(), 29400);
 
         for (line, part) in [
-            ("l --nnodes 2 /bin/true", "need --rdzv-endpoint HOST:PORT"),
-            ("l --nnodes 2 --rdzv-endpoint a:5 /bin/true", "need --rdzv-token-file FILE"),
+            ("l --nnodes 2 /bin/true", "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
+            ("l --nnodes 2 --rdzv-endpoint a:5 /bin/true", "--nnodes 2 needs --rdzv-token-file FILE"),
             (
                 "l --nnodes 2 --rdzv-endpoint 0.0.0.0:5 --rdzv-token-file t /bin/true",
                 "\"0.0.0.0:5\" for --rdzv-endpoint",
             ),
             ("l --nnodes 2 --node-rank 2 --rdzv-endpoint localhost /bin/true", "the ranks are 0 to 1"),
             ("l --node-rank 1 /bin/true", "the ranks are 0 to 0"),
-            ("l --nnodes 2 --standalone /bin/true", "it means one host"),
+            ("l --nnodes 2 --standalone /bin/true", "--standalone means one host, but --nnodes is 2"),
         ] {
             let error = spec(line).unwrap_err();
             assert!(error.exit_code() == 2 && error.to_string().contains(part), "{line}: {error}");

@@ -113,6 +113,15 @@ fn lines_stand_behind_the_users_prefix() {
     let prefix = "--log-line-prefix-template=<${role_name}|${local_rank}|${rank}> ";
     let (code, stdout, _) = finish(&mut launcher(&[prefix, "--role=t", "/bin/echo", "out"]));
     assert_eq!((code, stdout.as_str()), (Some(0), "<t|0|0> out\n"));
+
+    let name = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE";
+    let run = |args: &[&str], template| finish(launcher(&[args, &["/bin/echo", "out"]].concat()).env(name, template));
+    assert_eq!(run(&[], "${rank}: ").1, "0: out\n");
+    assert_eq!(run(&["--log-line-prefix-template="], "${rank}: ").1, "0: out\n");
+    assert_eq!(run(&[prefix, "--role=t"], "${rank}: ").1, "<t|0|0> out\n");
+    assert_eq!(run(&[], "").1, "[rank 0] out\n");
+    let (code, _, stderr) = run(&[], "${pid} ");
+    assert!(code == Some(2) && stderr.contains("\"${pid} \" for TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"), "{stderr}");
 }
 
 #[test]
