@@ -28,7 +28,9 @@ fn run(args: Args) -> Result<ExitCode> {
     if let Some(shell) = args.print_completion {
         let mut script = Vec::new();
         clap_complete::generate(shell, &mut Args::command(), "fsdp-launch", &mut script);
-        return Ok(printed(&script));
+        // Of a command with a dash in its name, the script for bash calls what belongs to a subcommand by two names.
+        let script = String::from_utf8_lossy(&script).replace("fsdp__subcmd__launch", "fsdp__launch");
+        return Ok(printed(script.as_bytes()));
     }
     if let Some(Action::Status(args)) = &args.action {
         return show_status(args);
