@@ -10,7 +10,7 @@ use rustix::process::{getpid, set_child_subreaper};
 use crate::{
     Cause, Error, Failure, LaunchSpec, Outcome, RankReport, RendezvousSpec, Result,
     attempt::{self, Told},
-    environment::Job,
+    environment::{Job, hostname},
     guard::Guard,
     job_file::{JobFile, PREFIX},
     logs::{create_attempt_dir, create_run_dir},
@@ -20,6 +20,9 @@ use crate::{
     supervise,
     waiting::{Next, next},
 };
+
+/// Bytes of a run id: it is part of the names of directories, with the host's name behind it.
+const LONGEST_RUN_ID: usize = 128;
 
 /// Starts the ranks of `spec`, prints what they print, and returns when nothing of them is left. When a rank fails
 /// they all end, and start again as often as the spec allows. That a rank fails is an [`Outcome`], not an error.
@@ -37,9 +40,10 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
     let _signals = SignalWatch::start(&spec.signals, sender.clone())?;
     // So that what a rank leaves behind is ours to reap: the first process of a container often does not.
     set_child_subreaper(Some(getpid())).map_err(Error::system("become the parent of orphaned processes"))?;
-    let temp_name = format!("{PREFIX}{}", unique_id());
+    let launch_id = unique_id();
+    let temp_name = format!("{PREFIX}{launch_id}");
     // From before there is the directory until after it is removed: the launcher may be killed at any moment.
-    let mut guard = Guard::start(&std::env::temp_dir().join(&temp_name));
+    let mut guard = Guard::start(&std::env::temp_dir().join(&temp_name), &launch_id);
     let temp_dir = tempfile::Builder::new()
         .prefix(&temp_name)
         .rand_bytes(0)
@@ -54,6 +58,7 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
     let mut membership = meet(&run_id, 0, 0)?;
     let mut attempts = 0;
     let mut told_restarts = 0;
+    let mut has_run = false;
     let mut pending = VecDeque::new();
     // What stopped the attempt before.
     let mut why: Option<String> = None;
@@ -75,10 +80,15 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
                 // It may have said before why it goes.
                 let how = why.map_or(how.clone(), |first| format!("{first}\n  then {how}"));
                 why = Some(how.clone());
-                so_far.restarts += 1;
-                if so_far.restarts > spec.max_restarts {
-                    so_far.restarts -= 1;
-                    return Ok(so_far.fail(Failure::Meeting { why: how }));
+                // As the coordinator counts: the loss of a host that may be missing is free.
+                let (min, max) = spec.nnodes();
+                if min == max {
+                    if so_far.restarts >= spec.max_restarts {
+                        let max = spec.max_restarts;
+                        let why = format!("{how}\n  that costs a restart, and all of --max-restarts {max} are used");
+                        return Ok(so_far.fail(Failure::Meeting { why }));
+                    }
+                    so_far.restarts += 1;
                 }
                 tracing::warn!("{how}: waiting for it to come back");
                 drop(membership);
@@ -101,7 +111,8 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
         }
         let log_dir = so_far.run_dir.as_ref().map(|dir| create_attempt_dir(dir, place.attempt, spec.nproc_per_node));
         let log_dir = log_dir.transpose()?;
-        let job = Job { spec, place: &place, log_dir: log_dir.as_deref(), error_dir: temp_dir.path() };
+        let (log_dir, error_dir) = (log_dir.as_deref(), temp_dir.path());
+        let job = Job { spec, place: &place, launch_id: &launch_id, log_dir, error_dir };
         tracing::debug!(?spec, ?place, "launching");
         let tell = |told: Told| match told {
             Told::Failed(report) => {
@@ -115,10 +126,16 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
         let attempt = match attempt::run(&job, temp_dir.path(), &mut guard, &sender, &events, tell) {
             Ok(attempt) => attempt,
             Err(error) => {
-                membership.say(FromAgent::Leave { why: format!("is gone: {error}") });
-                return Err(error);
+                membership.say(FromAgent::NotStarted { attempt: place.attempt, why: error.to_string() });
+                if !has_run {
+                    return Err(error);
+                }
+                // The end that is heard now tells what came before.
+                so_far.ranks.clear();
+                continue;
             }
         };
+        has_run = true;
         so_far.ranks = attempt.ranks;
         if let Some(why) = &mut why {
             stuck(&so_far.ranks, None).iter().for_each(|line| *why += &format!("\n  {line}"));
@@ -188,7 +205,11 @@ fn stopped_by(signal: i32) -> String {
 fn member(spec: &LaunchSpec, attempts: u32, restarts: u32) -> Result<Member> {
     let meeting = spec.rendezvous.as_ref();
     Ok(Member {
-        host: hostname(),
+        host: match meeting {
+            // All on this host.
+            Some(meeting) if meeting.endpoint.is_loopback() => format!("{} (launcher {})", hostname(), process::id()),
+            _ => hostname(),
+        },
         machine: rendezvous::machine(),
         node_rank: meeting.and_then(|meeting| meeting.node_rank),
         ranks: spec.nproc_per_node,
@@ -204,10 +225,6 @@ fn member(spec: &LaunchSpec, attempts: u32, restarts: u32) -> Result<Member> {
         attempts,
         restarts,
     })
-}
-
-fn hostname() -> String {
-    rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
 /// What is known of the launch when it ends.
@@ -254,7 +271,7 @@ pub(crate) fn run_id(spec: &LaunchSpec) -> Result<String> {
         return Err(Error::NoRanks);
     }
     let run_id = spec.run_id.clone().unwrap_or_else(unique_id);
-    if run_id.is_empty() || run_id.contains(char::is_control) {
+    if run_id.is_empty() || run_id.len() > LONGEST_RUN_ID || run_id.contains(char::is_control) {
         return Err(Error::RunId { id: run_id });
     }
     Ok(run_id)

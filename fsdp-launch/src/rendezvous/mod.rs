@@ -280,7 +280,9 @@ impl Agent {
         while hub.is_over() && hub.len() > 1 && Instant::now() < until {
             thread::sleep(Duration::from_millis(5));
         }
-        drop((server, shared));
+        // In this order: once the port is free another agent may hold it, and have made a token of its own.
+        drop(shared);
+        drop(server);
         hub.close();
         Ok(())
     }
