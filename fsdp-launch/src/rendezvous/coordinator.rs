@@ -292,7 +292,7 @@ impl Coordinator {
     fn not_started(&mut self, now: Instant, from: AgentId, why: String) {
         let Some(agent) = self.agents.remove(&from) else { return };
         let failure = Failure::NotStarted { host: agent.member.host, why };
-        self.out.push((from, ToAgent::End(self.verdict(Some(failure.clone())))));
+        self.out.push((from, ToAgent::End(Box::new(self.verdict(Some(failure.clone()))))));
         self.fail(now, from, failure);
         self.go_on(now);
     }
@@ -496,7 +496,7 @@ impl Coordinator {
     }
 
     fn end(&mut self, failure: Option<Failure>) {
-        let verdict = self.verdict(failure);
+        let verdict = Box::new(self.verdict(failure));
         self.out.extend(self.agents.keys().map(|&id| (id, ToAgent::End(verdict.clone()))));
         self.phase = Phase::Over;
     }

@@ -84,7 +84,7 @@ pub(crate) enum ToAgent {
     /// End your ranks.
     Stop { attempt: u32, why: String },
     /// All is over. The last message.
-    End(Verdict),
+    End(Box<Verdict>),
     /// It is alive.
     Ping,
 }
