@@ -122,7 +122,9 @@ pub enum Error {
     NoRanks,
 
     /// The run id can't be used.
-    #[error("the run id {id:?} can't be used: it must not be empty and must hold no control characters")]
+    #[error(
+        "the run id {id:?} can't be used: it must not be empty or longer than 128 bytes, and hold no control characters"
+    )]
     RunId {
         /// The id.
         id: String,
@@ -162,8 +164,8 @@ pub enum Error {
 
 fn no_run(run: Option<&str>, known: &[String]) -> String {
     match (run, known) {
-        (None, _) => "no run of this user has ranks on this host (one that waits for other hosts has none yet; runs are found through TMPDIR, which must be the launcher's)".into(),
-        (Some(run), []) => format!("no run {run:?}: none is under way on this host"),
+        (None, _) => "no run of this user is under way on this host (runs are found through TMPDIR, which must be the launcher's)".into(),
+        (Some(run), []) => format!("no run {run:?}: none of this user is under way on this host"),
         (Some(run), known) => format!("no run {run:?}: there are {}", known.join(", ")),
     }
 }

@@ -6,11 +6,13 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
+use rustix::process::Pid;
 use signal_hook::consts::{SIGINT, SIGTERM};
 
 use crate::{
     environment::Job,
     error_file::recorded_at,
+    orphans,
     rendezvous::{News, ToAgent},
     signals::{Event, passed_on},
     summary::{End, Request},
@@ -60,14 +62,16 @@ pub(crate) enum Sign<'a> {
     Leaving(i32),
 }
 
-/// Watches `workers` until nothing of them is left. What others should hear meanwhile goes to `tell`.
+/// Watches `workers` until nothing of them is left. What others should hear meanwhile goes to `tell`. Orphans that end meanwhile are reaped; `children` are
+/// none.
 pub(crate) fn supervise(
     workers: &mut [Worker],
     job: &Job<'_>,
     events: &Receiver<Event>,
-    grace: Duration,
+    children: &[Pid],
     tell: &mut dyn FnMut(Sign<'_>),
 ) -> Ended {
+    let grace = job.spec.shutdown_timeout;
     let mut watchdog = Watchdog::new(job.spec.heartbeat_timeout, workers.len(), Instant::now());
     let mut shutdown = Shutdown { workers, grace, gentle: SIGTERM, sent: None, begin_at: None };
     let mut cause = None;
@@ -110,7 +114,7 @@ pub(crate) fn supervise(
         }
         shutdown.workers.iter_mut().for_each(Worker::kill_if_stopped);
         match shutdown.wait(events, watchdog.period()) {
-            Some(Event::ChildEnded) => {}
+            Some(Event::ChildEnded) => orphans::reap(children),
             Some(Event::OutputEnded) => streams += 1,
             Some(Event::Interrupted(signal)) => {
                 if interrupted.replace(signal).is_none() {
@@ -127,7 +131,8 @@ pub(crate) fn supervise(
             Some(Event::News(heard)) => {
                 let means_stop = match &heard {
                     News::Said(ToAgent::Stop { attempt, .. }) => *attempt == job.place.attempt,
-                    News::Gone(_) => true,
+                    // It goes on without this host, or has ended.
+                    News::Said(ToAgent::Refused { .. } | ToAgent::End(_)) | News::Gone(_) => true,
                     News::Said(_) | News::NotYet(_) | News::Unreachable(_) => false,
                 };
                 if means_stop {
@@ -263,7 +268,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let spec = crate::LaunchSpec::new("p", 4);
         let place = crate::rendezvous::Place::alone("r", 4, 1);
-        let job = Job { spec: &spec, place: &place, log_dir: None, error_dir: dir.path() };
+        let job = Job { spec: &spec, place: &place, launch_id: "id", log_dir: None, error_dir: dir.path() };
         let record = |rank, second| {
             let file = std::fs::File::create(job.error_file(rank)).unwrap();
             file.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(second)).unwrap();

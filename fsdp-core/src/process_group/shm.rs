@@ -35,7 +35,7 @@ impl Meet for Processes {
         };
         let meeting = Meeting {
             port: self.env.master_port,
-            run: format!("{}\n{}", self.env.run_id, self.env.restart_count),
+            run: format!("{}\n{}", self.env.run_id, self.env.attempt),
             group: &group.name,
             rank: group.rank,
             size: group.size,

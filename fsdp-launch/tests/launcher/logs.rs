@@ -159,3 +159,20 @@ fn who_prints_for_ever_outside_of_the_group_does_not_keep_the_launcher() {
     }
     assert_eq!(child.wait().unwrap().code(), Some(0));
 }
+
+#[test]
+fn the_end_of_an_error_that_nobody_saw_is_in_the_summary() {
+    let logs = tempfile::tempdir().unwrap();
+    let dir = logs.path().display().to_string();
+    let script = "echo shown; seq 1 50 >&2; [ $RANK = 1 ] && echo ValueError: bad >&2 && exit 3; sleep 300";
+    let run = |options: &[&str]| {
+        let args = [&["--nproc-per-node=2", "--log-dir", &dir, "--rdzv-id=j"], options, &["sh", "-c", script]].concat();
+        finish(&mut launcher(&args)).2
+    };
+    let stderr = run(&["--redirects=2"]);
+    assert!(stderr.contains(&format!("\n  {dir}/j/attempt_0/1/stderr.log ends with:\n    42\n")), "{stderr}");
+    assert!(stderr.contains("\n    50\n    ValueError: bad\n  rank 0: "), "{stderr}");
+    // Where it was seen it is not repeated.
+    assert!(!run(&["--tee=2"]).contains("ends with:"));
+    assert!(!run(&[]).contains("ends with:"));
+}

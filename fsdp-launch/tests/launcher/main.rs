@@ -75,6 +75,11 @@ fn finish(command: &mut assert_cmd::Command) -> (Option<i32>, String, String) {
     (output.status.code(), text(&output.stdout), text(&output.stderr))
 }
 
+/// `text` without the lines that say when a rank failed.
+fn without_times(text: &str) -> String {
+    text.lines().filter(|line| !line.trim_start().starts_with("at 20")).map(|line| format!("{line}\n")).collect()
+}
+
 fn sorted(text: &str) -> Vec<&str> {
     let mut lines: Vec<&str> = text.lines().collect();
     lines.sort_unstable();
