@@ -37,7 +37,7 @@ const LONGEST_RUN_ID: usize = 128;
 /// With [`rendezvous`](LaunchSpec::rendezvous) it waits for the other hosts' launchers first, and ends, restarts and fails together with them.
 ///
 /// It is made to be the one thing a process does: call it from the main thread (the ranks are killed when the thread that called it ends), once at a
-/// time. It takes over SIGINT, SIGTERM, SIGHUP and SIGCHLD, as far as they were not ignored, and makes the process the parent of its orphaned descendants.
+/// time. It takes over the [`signals`](LaunchSpec::signals) and SIGCHLD, and makes the process the parent of its orphaned descendants.
 ///
 /// # Errors
 /// When the ranks can't be started; none is left running then.
@@ -100,7 +100,7 @@ impl<'a> Launch<'a> {
             .rand_bytes(0)
             .permissions(Permissions::from_mode(0o700))
             .tempdir()
-            .map_err(Error::system("make a temporary directory"))?;
+            .map_err(Error::system("make a directory for temporary files, whose place TMPDIR names"))?;
         let membership = meet(spec, &run_id, 0, 0, &sender)?;
         Ok(Launch {
             spec,

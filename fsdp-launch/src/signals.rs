@@ -52,12 +52,6 @@ pub(crate) fn default_signals() -> Vec<i32> {
     [SIGTERM, SIGINT, SIGHUP, SIGQUIT].into_iter().filter(|signal| ignored & (1 << (signal - 1)) == 0).collect()
 }
 
-/// What the ranks are sent when the launcher receives `signal`: the same, as `torchrun` does. Python makes a `KeyboardInterrupt` of SIGINT, and other programs too may know
-/// one signal and not another. No rank inherits it as ignored: what a process catches is back to the default in those that it starts.
-pub(crate) fn passed_on(signal: i32) -> i32 {
-    signal
-}
-
 /// Something the supervisor has to look at.
 pub(crate) enum Event {
     /// Some child process ended.

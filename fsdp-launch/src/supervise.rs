@@ -14,7 +14,7 @@ use crate::{
     error_file::recorded_at,
     orphans,
     rendezvous::{News, ToAgent},
-    signals::{Event, passed_on},
+    signals::Event,
     summary::{End, Request},
     watchdog::Watchdog,
     worker::Worker,
@@ -113,6 +113,7 @@ pub(crate) fn supervise(
             shutdown.begin();
         }
         shutdown.workers.iter_mut().for_each(Worker::kill_if_stopped);
+        shutdown.ask_what_is_left();
         match shutdown.wait(events, watchdog.period()) {
             Some(Event::ChildEnded) => orphans::reap(children),
             Some(Event::OutputEnded) => streams += 1,
@@ -124,7 +125,11 @@ pub(crate) fn supervise(
                 if shutdown.sent.is_some() && signal == SIGINT {
                     shutdown.send(Request::Kill);
                 }
-                shutdown.gentle = passed_on(signal);
+                if shutdown.sent.is_none() {
+                    // As `torchrun` does: Python makes a `KeyboardInterrupt` of SIGINT. No rank inherits it as ignored: what a process catches is back to
+                    // the default in those that it starts.
+                    shutdown.gentle = signal;
+                }
                 shutdown.begin();
                 cause.get_or_insert(Cause::Interrupted(signal));
             }
@@ -210,6 +215,13 @@ impl Shutdown<'_> {
         if self.sent.is_none() {
             self.note_whereabouts();
             self.send(Request::Terminate);
+        }
+    }
+
+    /// Asks what ranks that have ended left running by SIGTERM: the jobs in the background of a shell ignore the SIGINT and SIGQUIT that the rank was asked by.
+    fn ask_what_is_left(&mut self) {
+        if self.gentle != SIGTERM && self.sent.is_some_and(|(sent, _)| sent == Request::Terminate) {
+            self.workers.iter_mut().filter(|worker| worker.end.is_some()).for_each(Worker::ask_what_is_left);
         }
     }
 

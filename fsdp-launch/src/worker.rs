@@ -44,6 +44,8 @@ pub(crate) struct Worker {
     started: Instant,
     sent: Option<Request>,
     group_gone: bool,
+    /// What the rank left running was sent SIGTERM.
+    rest_was_asked: bool,
 }
 
 /// Where a rank's streams are read, as far as they come through pipes.
@@ -95,6 +97,7 @@ impl Worker {
             started: Instant::now(),
             sent: None,
             group_gone: false,
+            rest_was_asked: false,
         };
         Ok((worker, (child.stdout.take(), child.stderr.take())))
     }
@@ -150,6 +153,13 @@ impl Worker {
         match kill_process_group(self.pid, signal) {
             Ok(()) | Err(Errno::SRCH) => {}
             Err(error) => tracing::warn!("{signal:?} could not be sent to rank {}: {error}", self.rank),
+        }
+    }
+
+    /// Sends SIGTERM to what is left of the group, once.
+    pub(crate) fn ask_what_is_left(&mut self) {
+        if !self.group_gone && !std::mem::replace(&mut self.rest_was_asked, true) {
+            kill_process_group(self.pid, Signal::TERM).ok();
         }
     }
 

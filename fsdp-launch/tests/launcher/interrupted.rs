@@ -76,3 +76,16 @@ fn an_ignored_signal_that_is_named_is_handled() {
     assert_eq!(launcher.wait().code(), Some(129));
     assert_gone(&pids);
 }
+
+#[test]
+fn what_ignores_the_signal_behind_a_rank_is_asked_by_another() {
+    // Jobs in the background of a shell ignore SIGINT and SIGQUIT; the rank itself ends by them.
+    let script = "sleep 1000 & echo $!; echo $$; wait";
+    for signal in [Signal::INT, Signal::QUIT] {
+        let mut launcher = Running::start(&["--shutdown-timeout", "100000", "sh", "-c", script]);
+        let pids = launcher.pids(2);
+        launcher.signal(signal);
+        assert_eq!(launcher.wait().code(), Some(128 + signal.as_raw()));
+        assert_gone(&pids);
+    }
+}

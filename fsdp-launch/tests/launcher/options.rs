@@ -74,6 +74,12 @@ fn the_time_to_end_from_torchruns_other_variable() {
 }
 
 #[test]
+fn a_wrong_place_for_temporary_files_is_named() {
+    let (code, _, stderr) = finish(launcher(&["/bin/true"]).env("TMPDIR", "/no/such/directory"));
+    assert!(code == Some(1) && stderr.contains("TMPDIR") && stderr.contains("/no/such/directory"), "{stderr}");
+}
+
+#[test]
 fn one_host_said_in_torchruns_ways() {
     for args in [
         vec!["--standalone"],
