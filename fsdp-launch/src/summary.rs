@@ -348,10 +348,7 @@ impl Outcome {
                 "killed by SIGKILL: it was stopped, and could not be asked to end".into()
             }
             (Some(_), Some(Request::Kill)) => {
-                format!(
-                    "killed by SIGKILL, still running after SIGTERM (at most {:?} to end in)",
-                    self.shutdown_timeout
-                )
+                format!("killed by SIGKILL, still running {:?} after it was asked to end", self.shutdown_timeout)
             }
         }
     }

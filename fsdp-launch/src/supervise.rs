@@ -150,7 +150,9 @@ pub(crate) fn supervise(
         }
         match shutdown.overdue() {
             Some(Request::Terminate) => {
-                tracing::warn!("not all processes of the ranks ended within {grace:?} of SIGTERM: killing them");
+                tracing::warn!(
+                    "not all processes of the ranks ended within {grace:?} after they were asked to: killing them"
+                );
                 shutdown.send(Request::Kill);
             }
             Some(Request::Kill) => break,
