@@ -8,14 +8,16 @@ use std::{
 };
 
 use fsdp_core::heartbeat::Age;
+use rustix::process::Pid;
 
 use crate::{
     RankReport, Result, cores,
-    environment::Job,
+    environment::{Job, hostname},
     error_file::read_message,
     guard::Guard,
     job_file::JobFile,
-    logs::{Destination, destinations},
+    log_end::LogEnd,
+    logs::{Destination, destinations, hidden_stderr},
     orphans,
     output::{Outputs, To},
     rendezvous::News,
@@ -59,34 +61,24 @@ pub(crate) fn run(
     // What one rank lacks shows before any of them is started.
     (0..spec.nproc_per_node).try_for_each(|rank| job.variables(rank).and(cores::of_rank(spec, rank)).map(drop))?;
     let mut outputs = Outputs::new(sender.clone())?;
-    let mut workers = Vec::new();
-    let has_terminal = io::stderr().is_terminal();
-    for rank in 0..spec.nproc_per_node {
-        let [stdout, stderr] = destinations(&spec.logs, job.log_dir, rank)?;
-        // A terminal of its own: rank 0's progress bar shows.
-        let shares_stderr = rank == 0 && has_terminal && matches!(stderr, Destination::Console);
-        let (stdout, stdout_copy) = stdout.open();
-        let (stderr, stderr_copy) = if shares_stderr { (Stdio::inherit(), None) } else { stderr.open() };
-        let (worker, (stdout, stderr)) = Worker::start(job, rank, stdout, stderr)?;
-        guard.watch(worker.pid);
-        workers.push(worker);
-        let prefix = spec.logs.line_prefix.of(&spec.role, job.rank(rank), rank);
-        if let Some(stream) = stdout {
-            outputs.forward(rank, &prefix, stream.into(), To::Stdout, stdout_copy)?;
-        }
-        if let Some(stream) = stderr {
-            outputs.forward(rank, &prefix, stream.into(), To::Stderr, stderr_copy)?;
-        }
+    let (mut workers, mut news) = (Vec::new(), Vec::new());
+    if let Err(error) = start(job, guard, &mut workers, &mut outputs) {
+        // Those that were started are killed.
+        drop(workers);
+        orphans::end(job.launch_id);
+        guard.forget();
+        outputs.finish(events, 0, &mut news);
+        return Err(error);
     }
-
     JobFile::of(job, &workers).offer(temp_dir);
     let mut tell = |sign: Sign<'_>| match sign {
         Sign::Failed(worker) => tell(Told::Failed(report(job, worker))),
         Sign::Leaving(signal) => tell(Told::Leaving(signal)),
     };
-    let ended = supervise(&mut workers, job, events, spec.shutdown_timeout, &mut tell);
-    orphans::end();
-    let mut news = ended.news;
+    let keep: Vec<Pid> = workers.iter().map(|worker| worker.pid).chain(guard.pid()).collect();
+    let ended = supervise(&mut workers, job, events, &keep, &mut tell);
+    orphans::end(job.launch_id);
+    news.extend(ended.news);
     let mut interrupted = outputs.finish(events, ended.streams, &mut news).or(ended.interrupted);
     while let Ok(event) = events.try_recv() {
         match event {
@@ -108,17 +100,45 @@ pub(crate) fn run(
     })
 }
 
+/// Starts all ranks, and the printing of what they print.
+fn start(job: &Job<'_>, guard: &mut Guard, workers: &mut Vec<Worker>, outputs: &mut Outputs) -> Result<()> {
+    let spec = job.spec;
+    let has_terminal = io::stderr().is_terminal();
+    for rank in 0..spec.nproc_per_node {
+        let [stdout, stderr] = destinations(&spec.logs, job.log_dir, rank)?;
+        // A terminal of its own: rank 0's progress bar shows.
+        let shares_stderr = rank == 0 && has_terminal && matches!(stderr, Destination::Console);
+        let (stdout, stdout_copy) = stdout.open();
+        let (stderr, stderr_copy) = if shares_stderr { (Stdio::inherit(), None) } else { stderr.open() };
+        let (worker, (stdout, stderr)) = Worker::start(job, rank, stdout, stderr)?;
+        guard.watch(worker.pid);
+        workers.push(worker);
+        let prefix = spec.logs.line_prefix.of(&spec.role, job.rank(rank), rank);
+        if let Some(stream) = stdout {
+            outputs.forward(rank, &prefix, stream.into(), To::Stdout, stdout_copy)?;
+        }
+        if let Some(stream) = stderr {
+            outputs.forward(rank, &prefix, stream.into(), To::Stderr, stderr_copy)?;
+        }
+    }
+    Ok(())
+}
+
 /// What became of a rank, as far as it is known.
 fn report(job: &Job<'_>, worker: &Worker) -> RankReport {
-    let hostname = || rustix::system::uname().nodename().to_string_lossy().into_owned();
+    let failed = worker.ended_after.is_none() && worker.end.is_some_and(|end| !end.is_success());
+    let hidden = if failed { hidden_stderr(&job.spec.logs, job.log_dir, worker.local_rank) } else { None };
     RankReport {
         rank: worker.rank,
-        host: (job.place.group_world_size > 1).then(hostname),
+        host: hostname(),
         pid: worker.pid.as_raw_pid(),
         end: worker.end,
+        ended_at: worker.ended_at.map(|(at, _)| at),
+        after: worker.ended_at.map(|(_, after)| Age(after)),
         request: worker.ended_after,
         silent_for: worker.silent_for.map(Age),
         whereabouts: worker.whereabouts.clone().map(Box::new),
         message: read_message(&job.error_file(worker.local_rank)),
+        stderr: hidden.as_deref().and_then(LogEnd::of),
     }
 }

@@ -31,7 +31,7 @@ pub fn dry_run(spec: &LaunchSpec) -> Result<String> {
     if let Some(address) = &spec.master_addr {
         place.master_addr.clone_from(address);
     }
-    let job = Job { spec, place: &place, log_dir: None, error_dir: Path::new("") };
+    let job = Job { spec, place: &place, launch_id: "", log_dir: None, error_dir: Path::new("") };
     for rank in 0..spec.nproc_per_node {
         line(&mut text, format_args!("# rank {}", job.rank(rank)));
         for (name, value) in job.variables(rank)? {

@@ -8,6 +8,8 @@ use crate::{LaunchSpec, Result, cores, gpus, rendezvous::Place};
 pub(crate) struct Job<'a> {
     pub(crate) spec: &'a LaunchSpec,
     pub(crate) place: &'a Place,
+    /// An id that no other launch has.
+    pub(crate) launch_id: &'a str,
     /// The directory of the attempt's logs, if there are any.
     pub(crate) log_dir: Option<&'a Path>,
     /// Without logs: the directory of the files in which ranks record the error that ended them.
@@ -48,11 +50,12 @@ impl Job<'_> {
             ("ROLE_WORLD_SIZE", text(place.role_world_size)),
             ("MASTER_ADDR", place.master_addr.as_str().into()),
             ("MASTER_PORT", text(place.master_port.into())),
-            ("TORCHELASTIC_RESTART_COUNT", place.attempt.to_string().into()),
+            ("TORCHELASTIC_RESTART_COUNT", place.restarts.to_string().into()),
             ("TORCHELASTIC_MAX_RESTARTS", spec.max_restarts.to_string().into()),
             ("TORCHELASTIC_RUN_ID", place.run_id.as_str().into()),
             ("TORCHELASTIC_ERROR_FILE", self.error_file(local_rank).into()),
             ("FSDP_HOSTS", text(place.machines)),
+            ("FSDP_ATTEMPT", place.attempt.to_string().into()),
         ];
         if spec.virtual_local_rank {
             let device = gpus::only_device_of(local_rank).map_err(|expected| crate::Error::Usage {
@@ -84,6 +87,11 @@ impl Job<'_> {
         command.envs(self.variables(local_rank)?);
         Ok(())
     }
+}
+
+/// The name of this host.
+pub(crate) fn hostname() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
 /// Takes out of `command`'s environment what `cargo run` set for the launcher: a build started from here would see other values than one started by
@@ -121,6 +129,7 @@ mod tests {
         let spec = LaunchSpec::new("p", 4);
         let place = Place {
             attempt: 2,
+            restarts: 1,
             group_rank: 1,
             group_world_size: 3,
             first_rank: 2,
@@ -130,7 +139,7 @@ mod tests {
             machines: 3,
             ..Place::alone("run", 4, 4000)
         };
-        let job = Job { spec: &spec, place: &place, log_dir: None, error_dir: Path::new("/errors") };
+        let job = Job { spec: &spec, place: &place, launch_id: "id", log_dir: None, error_dir: Path::new("/errors") };
         let variables = job.variables(3).unwrap();
         let of =
             |name: &str| variables.iter().find(|(have, _)| *have == name).map(|(_, value)| value.to_string_lossy());
@@ -147,6 +156,6 @@ mod tests {
         let env = fsdp_core::RankEnv::from_vars(|name| of(name).map(Into::into)).unwrap();
         assert_eq!((env.rank, env.world_size, env.local_rank, env.local_world_size), (5, 9, 3, 4));
         assert_eq!((env.master_addr.as_str(), env.master_port), ("127.0.0.1", 4000));
-        assert_eq!((env.run_id.as_str(), env.restart_count), ("run", 2));
+        assert_eq!((env.run_id.as_str(), env.attempt, env.restart_count), ("run", 2, 1));
     }
 }

@@ -33,12 +33,19 @@ pub enum Error {
         source: io::Error,
     },
 
-    /// A program given by path is a directory, or lacks the permission to be executed.
+    /// A program given by path lacks the permission to be executed.
     #[error(
-        "program {path:?} can't be run: it is {found}. \
+        "program {path:?} can't be run: it is a file without execute permission. \
          `chmod +x` makes a script with a #! line executable; else start its interpreter: `python3 FILE`"
     )]
     NotExecutable {
+        /// The path.
+        path: PathBuf,
+    },
+
+    /// A program given by path is a directory, or something else that is no file.
+    #[error("program {path:?} can't be run: it is {found}. Give the path of an executable or a script")]
+    NotAFile {
         /// The path.
         path: PathBuf,
         /// What is there.
@@ -79,6 +86,13 @@ pub enum Error {
         name: OsString,
     },
 
+    /// `PYTHON_EXEC` is the path of nothing that can be run.
+    #[error("PYTHON_EXEC names no Python interpreter: {source}")]
+    PythonExec {
+        /// Why it can't be run.
+        source: Box<Error>,
+    },
+
     /// A log file or its directory can't be made.
     #[error("the log {path:?} can't be made: {source}. Check --log-dir")]
     Log {
@@ -99,12 +113,18 @@ pub enum Error {
         expected: String,
     },
 
+    /// Options contradict each other, or one lacks another; the text names them.
+    #[error("{0}")]
+    Options(String),
+
     /// There are no ranks to start.
     #[error("the number of processes per node is 0: start at least 1")]
     NoRanks,
 
     /// The run id can't be used.
-    #[error("the run id {id:?} can't be used: it must not be empty and must hold no control characters")]
+    #[error(
+        "the run id {id:?} can't be used: it must not be empty or longer than 128 bytes, and hold no control characters"
+    )]
     RunId {
         /// The id.
         id: String,
@@ -144,8 +164,8 @@ pub enum Error {
 
 fn no_run(run: Option<&str>, known: &[String]) -> String {
     match (run, known) {
-        (None, _) => "no run of this user has ranks on this host (one that waits for other hosts has none yet; runs are found through TMPDIR, which must be the launcher's)".into(),
-        (Some(run), []) => format!("no run {run:?}: none is under way on this host"),
+        (None, _) => "no run of this user is under way on this host (runs are found through TMPDIR, which must be the launcher's)".into(),
+        (Some(run), []) => format!("no run {run:?}: none of this user is under way on this host"),
         (Some(run), known) => format!("no run {run:?}: there are {}", known.join(", ")),
     }
 }
@@ -153,7 +173,11 @@ fn no_run(run: Option<&str>, known: &[String]) -> String {
 impl Error {
     /// What the command exits with: 2 where the command line has to be changed, else 1.
     pub fn exit_code(&self) -> u8 {
-        if matches!(self, Error::Usage { .. } | Error::NoRanks | Error::RunId { .. }) { 2 } else { 1 }
+        if matches!(self, Error::Usage { .. } | Error::Options(_) | Error::NoRanks | Error::RunId { .. }) {
+            2
+        } else {
+            1
+        }
     }
 
     /// For `map_err` on the system calls around a launch.

@@ -2,7 +2,7 @@
 //!
 //! The kernel then kills the ranks themselves (`session.rs`), but not what they started, and a rank is often a shell script around the real program. So a
 //! shell waits for the end of a pipe that only the launcher holds open, kills the groups it was told of, and then what left its group but still has the variable that says which
-//! launcher its rank was of.
+//! launch its rank was of.
 
 use std::{
     io::{self, Write},
@@ -20,7 +20,7 @@ while read -r group; do
     if [ -n "$group" ]; then groups="$groups -$group"; else groups=; fi
 done
 [ -z "$groups" ] || kill -s KILL -- $groups
-for file in $(grep -alz -e "^$2" /proc/[0-9]*/environ 2>/dev/null); do
+for file in $(grep -alzx -F -e "$2" /proc/[0-9]*/environ 2>/dev/null); do
     pid=${file#/proc/}
     kill -s KILL "${pid%/environ}" 2>/dev/null
 done
@@ -34,12 +34,17 @@ pub(crate) struct Guard {
 
 impl Guard {
     /// Starts the shell, which also removes `directory` in the end. To be called before that is made: the launcher may be killed in between.
-    pub(crate) fn start(directory: &Path) -> Self {
+    pub(crate) fn start(directory: &Path, launch_id: &str) -> Self {
         let mut command = Command::new("/bin/sh");
-        command.args(["-c", SCRIPT, "fsdp-launch-guard"]).arg(directory).arg(orphans::mark());
+        command.args(["-c", SCRIPT, "fsdp-launch-guard"]).arg(directory).arg(format!("{}={launch_id}", orphans::MARK));
         command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
         own_session(&mut command);
         Guard { shell: command.spawn().map_err(|error| without_guard(&error)).ok() }
+    }
+
+    /// The shell's process.
+    pub(crate) fn pid(&self) -> Option<Pid> {
+        self.shell.as_ref().map(Pid::from_child)
     }
 
     /// Puts a rank's process group in the shell's care.

@@ -34,7 +34,7 @@ The ranks' stdin is empty.
 
 The first rank that fails ends the others: SIGTERM, then SIGKILL after --shutdown-timeout. (If it failed by an exit code, SIGTERM comes 0.3 s later, so \
 that ranks which find the same thing wrong tell it.) The exit code is that rank's, or 128 + the number of the \
-signal that killed it; 2 for a wrong command line. Ctrl-C (also SIGTERM, SIGHUP, SIGQUIT) ends all ranks in the same way; a second Ctrl-C kills them at \
+signal that killed it; 2 for a wrong command line. Ctrl-C (also SIGTERM, SIGHUP, SIGQUIT) ends all ranks in the same way, but by the signal itself; a second Ctrl-C kills them at \
 once. With --max-restarts, all ranks start again after a failure: TORCHELASTIC_RESTART_COUNT tells them how often, and the summary names each attempt's \
 first failure. Processes that a rank left behind end with the attempt.
 

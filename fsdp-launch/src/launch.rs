@@ -1,25 +1,35 @@
 //! A launch from its start to its outcome.
 
 use std::{
-    collections::VecDeque, fs::Permissions, hash::BuildHasher, os::unix::fs::PermissionsExt, path::PathBuf, process,
-    sync::mpsc, time::SystemTime,
+    collections::VecDeque,
+    fs::Permissions,
+    hash::BuildHasher,
+    os::unix::fs::PermissionsExt,
+    path::PathBuf,
+    process,
+    sync::mpsc::{self, Receiver, Sender},
+    time::SystemTime,
 };
 
 use rustix::process::{getpid, set_child_subreaper};
+use tempfile::TempDir;
 
 use crate::{
     Cause, Error, Failure, LaunchSpec, Outcome, RankReport, RendezvousSpec, Result,
-    attempt::{self, Told},
-    environment::Job,
+    attempt::{self, Attempt, Told},
+    environment::{Job, hostname},
     guard::Guard,
     job_file::{JobFile, PREFIX},
     logs::{create_attempt_dir, create_run_dir},
     rendezvous::{self, Ended, FromAgent, Member, Membership, News, Place, ToAgent, Verdict},
-    signals::SignalWatch,
+    signals::{Event, SignalWatch},
     summary::stuck,
     supervise,
     waiting::{Next, next},
 };
+
+/// Bytes of a run id: it is part of the names of directories, with the host's name behind it.
+const LONGEST_RUN_ID: usize = 128;
 
 /// Starts the ranks of `spec`, prints what they print, and returns when nothing of them is left. When a rank fails
 /// they all end, and start again as often as the spec allows. That a rank fails is an [`Outcome`], not an error.
@@ -27,135 +37,227 @@ use crate::{
 /// With [`rendezvous`](LaunchSpec::rendezvous) it waits for the other hosts' launchers first, and ends, restarts and fails together with them.
 ///
 /// It is made to be the one thing a process does: call it from the main thread (the ranks are killed when the thread that called it ends), once at a
-/// time. It takes over SIGINT, SIGTERM, SIGHUP and SIGCHLD, as far as they were not ignored, and makes the process the parent of its orphaned descendants.
+/// time. It takes over the [`signals`](LaunchSpec::signals) and SIGCHLD, and makes the process the parent of its orphaned descendants.
 ///
 /// # Errors
 /// When the ranks can't be started; none is left running then.
 pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
-    let mut run_id = run_id(spec)?;
-    let (sender, events) = mpsc::channel();
-    let _signals = SignalWatch::start(&spec.signals, sender.clone())?;
-    // So that what a rank leaves behind is ours to reap: the first process of a container often does not.
-    set_child_subreaper(Some(getpid())).map_err(Error::system("become the parent of orphaned processes"))?;
-    let temp_name = format!("{PREFIX}{}", unique_id());
-    // From before there is the directory until after it is removed: the launcher may be killed at any moment.
-    let mut guard = Guard::start(&std::env::temp_dir().join(&temp_name));
-    let temp_dir = tempfile::Builder::new()
-        .prefix(&temp_name)
-        .rand_bytes(0)
-        .permissions(Permissions::from_mode(0o700))
-        .tempdir()
-        .map_err(Error::system("make a temporary directory"))?;
-    let meet = |run_id: &str, attempts, restarts| {
-        let member = member(spec, attempts, restarts)?;
-        Membership::start(spec.rendezvous.as_ref(), spec.rules(run_id), member, &sender)
-    };
-    let mut so_far = SoFar { spec, restarts: 0, ranks: Vec::new(), run_dir: None };
-    let mut membership = meet(&run_id, 0, 0)?;
-    let mut attempts = 0;
-    let mut told_restarts = 0;
-    let mut pending = VecDeque::new();
-    // What stopped the attempt before.
-    let mut why: Option<String> = None;
+    let mut launch = Launch::begin(spec)?;
     loop {
+        let outcome = match launch.next() {
+            Next::Start(place) => launch.attempt(&place)?,
+            Next::End(verdict) => Some(launch.end(verdict)),
+            Next::Failed(failure) => Some(launch.outcome(Cause::Failed(failure))),
+            Next::Gone(how) => launch.meet_again(how)?,
+            Next::Interrupted(signal) => Some(launch.leave(signal)),
+        };
+        if let Some(outcome) = outcome {
+            return Ok(outcome);
+        }
+    }
+}
+
+/// A launch under way. What is dropped first stands first.
+struct Launch<'a> {
+    spec: &'a LaunchSpec,
+    /// Of the coordinator that made it up; should it go and this launcher hold the next rendezvous, the run is still the same.
+    run_id: String,
+    membership: Membership,
+    temp_dir: TempDir,
+    /// From before there is the directory until after it is removed: the launcher may be killed at any moment.
+    guard: Guard,
+    /// An id that no other launch has.
+    id: String,
+    sender: Sender<Event>,
+    events: Receiver<Event>,
+    _signals: SignalWatch,
+    /// What was heard and has not been looked at.
+    pending: VecDeque<News>,
+    /// The number of the next attempt, as far as it is known here.
+    attempts: u32,
+    /// How many restarts were used, and how many of them the user was told of.
+    restarts: u32,
+    restarts_told: u32,
+    /// What stopped the attempt before.
+    why: Option<String>,
+    run_dir: Option<PathBuf>,
+    /// Every rank of this host, of the last attempt; none before the first.
+    ranks: Vec<RankReport>,
+}
+
+impl<'a> Launch<'a> {
+    fn begin(spec: &'a LaunchSpec) -> Result<Self> {
+        let run_id = run_id(spec)?;
+        let (sender, events) = mpsc::channel();
+        let signals = SignalWatch::start(&spec.signals, sender.clone())?;
+        // So that what a rank leaves behind is ours to reap: the first process of a container often does not.
+        set_child_subreaper(Some(getpid())).map_err(Error::system("become the parent of orphaned processes"))?;
+        let id = unique_id();
+        let temp_name = format!("{PREFIX}{id}");
+        let guard = Guard::start(&std::env::temp_dir().join(&temp_name), &id);
+        let temp_dir = tempfile::Builder::new()
+            .prefix(&temp_name)
+            .rand_bytes(0)
+            .permissions(Permissions::from_mode(0o700))
+            .tempdir()
+            .map_err(Error::system("make a directory for temporary files, whose place TMPDIR names"))?;
+        let membership = meet(spec, &run_id, 0, 0, &sender)?;
+        Ok(Launch {
+            spec,
+            run_id,
+            membership,
+            temp_dir,
+            guard,
+            id,
+            sender,
+            events,
+            _signals: signals,
+            pending: VecDeque::new(),
+            attempts: 0,
+            restarts: 0,
+            restarts_told: 0,
+            why: None,
+            run_dir: None,
+            ranks: Vec::new(),
+        })
+    }
+
+    /// Waits for what comes after an attempt, or first.
+    fn next(&mut self) -> Next {
         let since = SystemTime::now();
         let show = |what: &str| {
-            let job = JobFile::new(spec, &run_id, attempts, so_far.restarts, since);
-            JobFile { waiting: Some(what.to_owned()), ..job }.offer(temp_dir.path());
+            let job = JobFile::new(self.spec, &self.run_id, self.attempts, self.restarts, since);
+            JobFile { waiting: Some(what.to_owned()), ..job }.offer(self.temp_dir.path());
         };
-        let place = match next(spec, &mut pending, &mut why, &events, show) {
-            Next::Start(place) => place,
-            Next::End(verdict) => return Ok(so_far.end(verdict)),
-            Next::Failed(failure) => return Ok(so_far.fail(failure)),
-            Next::Interrupted(signal) => {
-                membership.say(leave(signal));
-                return Ok(so_far.interrupted(signal));
+        next(self.spec, &mut self.pending, &mut self.why, &self.events, show)
+    }
+
+    /// The coordinator is gone, as is told by `how`: waits for another, unless that is the end.
+    fn meet_again(&mut self, how: String) -> Result<Option<Outcome>> {
+        // It may have said before why it goes.
+        let how = self.why.take().map_or(how.clone(), |first| format!("{first}\n  then {how}"));
+        self.why = Some(how.clone());
+        // As the coordinator counts: the loss of a host that may be missing is free.
+        let (min, max) = self.spec.nnodes();
+        if min == max {
+            let allowed = self.spec.max_restarts;
+            if self.restarts >= allowed {
+                let why = format!("{how}\n  that costs a restart, and all of --max-restarts {allowed} are used");
+                return Ok(Some(self.outcome(Cause::Failed(Failure::Meeting { why }))));
             }
-            Next::Gone(how) => {
-                // It may have said before why it goes.
-                let how = why.map_or(how.clone(), |first| format!("{first}\n  then {how}"));
-                why = Some(how.clone());
-                so_far.restarts += 1;
-                if so_far.restarts > spec.max_restarts {
-                    so_far.restarts -= 1;
-                    return Ok(so_far.fail(Failure::Meeting { why: how }));
-                }
-                tracing::warn!("{how}: waiting for it to come back");
-                drop(membership);
-                membership = meet(&run_id, attempts, so_far.restarts)?;
-                continue;
-            }
-        };
-        if place.attempt > 0 && attempts > 0 {
-            tell_restart(spec, &place, why.take(), told_restarts);
+            self.restarts += 1;
         }
-        told_restarts = place.restarts;
-        // Of the one that made it up; should it go and this launcher hold the next rendezvous, the run is still the same.
-        run_id.clone_from(&place.run_id);
-        (attempts, so_far.restarts) = (place.attempt + 1, place.restarts);
-        if so_far.run_dir.is_none() {
-            // Hosts may share the directory.
-            let host = spec.rendezvous.as_ref().map(|_| format!("_{}", hostname()));
-            let name = place.run_id.clone() + &host.unwrap_or_default();
-            so_far.run_dir = create_run_dir(&spec.logs, spec.nproc_per_node, &name)?;
+        tracing::warn!("{how}: waiting for it to come back");
+        self.membership.part();
+        self.membership = meet(self.spec, &self.run_id, self.attempts, self.restarts, &self.sender)?;
+        Ok(None)
+    }
+
+    /// Starts the ranks of this host in their `place`, waits for their end, and tells how that was; an outcome if this launcher has nothing more to do.
+    fn attempt(&mut self, place: &Place) -> Result<Option<Outcome>> {
+        if place.attempt > 0 && self.attempts > 0 {
+            tell_restart(self.spec, place, self.why.take(), self.restarts_told);
         }
-        let log_dir = so_far.run_dir.as_ref().map(|dir| create_attempt_dir(dir, place.attempt, spec.nproc_per_node));
-        let log_dir = log_dir.transpose()?;
-        let job = Job { spec, place: &place, log_dir: log_dir.as_deref(), error_dir: temp_dir.path() };
-        tracing::debug!(?spec, ?place, "launching");
-        let tell = |told: Told| match told {
-            Told::Failed(report) => {
-                why = Some(Failure::Rank(report.clone()).to_string());
-                membership.say(FromAgent::Failed { attempt: place.attempt, report: Box::new(report.for_others()) });
-            }
-            Told::Leaving(signal) => {
-                membership.say(FromAgent::Leaving { attempt: place.attempt, why: stopped_by(signal) });
-            }
-        };
-        let attempt = match attempt::run(&job, temp_dir.path(), &mut guard, &sender, &events, tell) {
+        self.restarts_told = place.restarts;
+        self.run_id.clone_from(&place.run_id);
+        (self.attempts, self.restarts) = (place.attempt + 1, place.restarts);
+        let attempt = match self.run_ranks(place) {
             Ok(attempt) => attempt,
             Err(error) => {
-                membership.say(FromAgent::Leave { why: format!("is gone: {error}") });
-                return Err(error);
+                self.membership.say(FromAgent::NotStarted { attempt: place.attempt, why: error.to_string() });
+                if self.ranks.is_empty() {
+                    return Err(error);
+                }
+                // The end that is heard next tells what came before.
+                self.ranks.clear();
+                return Ok(None);
             }
         };
-        so_far.ranks = attempt.ranks;
-        if let Some(why) = &mut why {
-            stuck(&so_far.ranks, None).iter().for_each(|line| *why += &format!("\n  {line}"));
+        self.ranks = attempt.ranks;
+        if let Some(why) = &mut self.why {
+            stuck(&self.ranks, None).iter().for_each(|line| *why += &format!("\n  {line}"));
         }
         for heard in attempt.news {
             match heard {
-                News::Said(ToAgent::Stop { why: told, .. }) => why = why.or(Some(told)),
-                heard => pending.push_back(heard),
+                News::Said(ToAgent::Stop { why, .. }) => self.why = self.why.take().or(Some(why)),
+                heard => self.pending.push_back(heard),
             }
         }
         let may_restart = attempt.is_gone && attempt.interrupted.is_none();
         let result = match attempt.cause {
-            supervise::Cause::Interrupted(signal) => {
-                membership.say(leave(signal));
-                return Ok(so_far.interrupted(signal));
-            }
+            supervise::Cause::Interrupted(signal) => return Ok(Some(self.leave(signal))),
             supervise::Cause::Succeeded => Ended::Succeeded,
             supervise::Cause::Stopped => Ended::Stopped { may_restart },
-            supervise::Cause::RankFailed(first) => match so_far.ranks.get(first).cloned() {
+            supervise::Cause::RankFailed(first) => match self.ranks.get(first).cloned() {
                 Some(report) => {
-                    why.get_or_insert_with(|| Failure::Rank(report.clone()).to_string());
+                    self.why.get_or_insert_with(|| Failure::Rank(report.clone()).to_string());
                     Ended::Failed { report: Box::new(report.for_others()), may_restart }
                 }
                 None => Ended::Stopped { may_restart: false },
             },
         };
-        let leaves = attempt.interrupted.filter(|_| spec.rendezvous.is_some());
+        let leaves = attempt.interrupted.filter(|_| self.spec.rendezvous.is_some());
         // Who leaves with nothing left behind is lost to the others, and no reason for them to end.
         if leaves.is_none() || !attempt.is_gone || matches!(result, Ended::Succeeded) {
             // Of an attempt that failed, the old port may still be in use.
-            membership.say(FromAgent::Ended { attempt: place.attempt, result, master_port: master_port(spec)? });
+            let master_port = master_port(self.spec)?;
+            self.membership.say(FromAgent::Ended { attempt: place.attempt, result, master_port });
         }
-        if let Some(signal) = leaves {
-            membership.say(leave(signal));
-            return Ok(so_far.interrupted(signal));
+        Ok(leaves.map(|signal| self.leave(signal)))
+    }
+
+    fn run_ranks(&mut self, place: &Place) -> Result<Attempt> {
+        let spec = self.spec;
+        if self.run_dir.is_none() {
+            // Hosts may share the directory.
+            let host = spec.rendezvous.as_ref().map(|_| format!("_{}", hostname()));
+            let name = place.run_id.clone() + &host.unwrap_or_default();
+            self.run_dir = create_run_dir(&spec.logs, spec.nproc_per_node, &name)?;
+        }
+        let log_dir = self.run_dir.as_ref().map(|dir| create_attempt_dir(dir, place.attempt, spec.nproc_per_node));
+        let log_dir = log_dir.transpose()?;
+        let (log_dir, error_dir) = (log_dir.as_deref(), self.temp_dir.path());
+        let job = Job { spec, place, launch_id: &self.id, log_dir, error_dir };
+        tracing::debug!(?spec, ?place, "launching");
+        let (membership, why, attempt) = (&self.membership, &mut self.why, place.attempt);
+        let tell = |told: Told| match told {
+            Told::Failed(report) => {
+                *why = Some(Failure::Rank(report.clone()).to_string());
+                membership.say(FromAgent::Failed { attempt, report: Box::new(report.for_others()) });
+            }
+            Told::Leaving(signal) => membership.say(FromAgent::Leaving { attempt, why: stopped_by(signal) }),
+        };
+        attempt::run(&job, error_dir, &mut self.guard, &self.sender, &self.events, tell)
+    }
+
+    /// The launcher was asked to end by `signal`, and says so.
+    fn leave(&mut self, signal: i32) -> Outcome {
+        self.membership.say(FromAgent::Leave { why: stopped_by(signal) });
+        self.outcome(Cause::Interrupted(signal))
+    }
+
+    fn end(&mut self, verdict: Verdict) -> Outcome {
+        let cause = verdict.failure.map_or(Cause::Succeeded, Cause::Failed);
+        Outcome { setbacks: verdict.setbacks, restarts: verdict.restarts, ..self.outcome(cause) }
+    }
+
+    fn outcome(&mut self, cause: Cause) -> Outcome {
+        Outcome {
+            cause,
+            ranks: std::mem::take(&mut self.ranks),
+            shutdown_timeout: self.spec.shutdown_timeout,
+            setbacks: Vec::new(),
+            restarts: self.restarts,
+            max_restarts: self.spec.max_restarts,
+            log_dir: self.run_dir.clone(),
         }
     }
+}
+
+/// Begins to take part, with so many attempts and restarts behind it.
+fn meet(spec: &LaunchSpec, run_id: &str, attempts: u32, restarts: u32, events: &Sender<Event>) -> Result<Membership> {
+    let member = member(spec, attempts, restarts)?;
+    Membership::start(spec.rendezvous.as_ref(), spec.rules(run_id), member, events)
 }
 
 /// Says that all ranks start again, and why.
@@ -176,10 +278,6 @@ fn tell_restart(spec: &LaunchSpec, place: &Place, why: Option<String>, restarts_
     tracing::warn!("{why}\n  starting all ranks again{count}{places}");
 }
 
-fn leave(signal: i32) -> FromAgent {
-    FromAgent::Leave { why: stopped_by(signal) }
-}
-
 fn stopped_by(signal: i32) -> String {
     format!("is gone: its launcher was stopped by {}", crate::summary::name_of(signal))
 }
@@ -188,7 +286,11 @@ fn stopped_by(signal: i32) -> String {
 fn member(spec: &LaunchSpec, attempts: u32, restarts: u32) -> Result<Member> {
     let meeting = spec.rendezvous.as_ref();
     Ok(Member {
-        host: hostname(),
+        host: match meeting {
+            // All on this host.
+            Some(meeting) if meeting.endpoint.is_loopback() => format!("{} (launcher {})", hostname(), process::id()),
+            _ => hostname(),
+        },
         machine: rendezvous::machine(),
         node_rank: meeting.and_then(|meeting| meeting.node_rank),
         ranks: spec.nproc_per_node,
@@ -206,55 +308,13 @@ fn member(spec: &LaunchSpec, attempts: u32, restarts: u32) -> Result<Member> {
     })
 }
 
-fn hostname() -> String {
-    rustix::system::uname().nodename().to_string_lossy().into_owned()
-}
-
-/// What is known of the launch when it ends.
-struct SoFar<'a> {
-    spec: &'a LaunchSpec,
-    restarts: u32,
-    ranks: Vec<RankReport>,
-    run_dir: Option<PathBuf>,
-}
-
-impl SoFar<'_> {
-    fn end(self, verdict: Verdict) -> Outcome {
-        let cause = verdict.failure.map_or(Cause::Succeeded, Cause::Failed);
-        let mut outcome = self.outcome(cause);
-        outcome.setbacks = verdict.setbacks;
-        outcome.restarts = verdict.restarts;
-        outcome
-    }
-
-    fn fail(self, failure: Failure) -> Outcome {
-        self.outcome(Cause::Failed(failure))
-    }
-
-    fn interrupted(self, signal: i32) -> Outcome {
-        self.outcome(Cause::Interrupted(signal))
-    }
-
-    fn outcome(self, cause: Cause) -> Outcome {
-        Outcome {
-            cause,
-            ranks: self.ranks,
-            shutdown_timeout: self.spec.shutdown_timeout,
-            setbacks: Vec::new(),
-            restarts: self.restarts,
-            max_restarts: self.spec.max_restarts,
-            log_dir: self.run_dir,
-        }
-    }
-}
-
 /// The id of the run, made up unless it is given.
 pub(crate) fn run_id(spec: &LaunchSpec) -> Result<String> {
     if spec.nproc_per_node == 0 {
         return Err(Error::NoRanks);
     }
     let run_id = spec.run_id.clone().unwrap_or_else(unique_id);
-    if run_id.is_empty() || run_id.contains(char::is_control) {
+    if run_id.is_empty() || run_id.len() > LONGEST_RUN_ID || run_id.contains(char::is_control) {
         return Err(Error::RunId { id: run_id });
     }
     Ok(run_id)

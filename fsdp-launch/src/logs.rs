@@ -84,6 +84,13 @@ pub(crate) fn destinations(spec: &LogSpec, dir: Option<&Path>, rank: usize) -> R
     ])
 }
 
+/// The file of `rank`'s stderr, where the user sees nothing of it elsewhere.
+pub(crate) fn hidden_stderr(spec: &LogSpec, dir: Option<&Path>, rank: usize) -> Option<PathBuf> {
+    let (redirect, tee, shown) = (spec.redirects.of(rank), spec.tee.of(rank), spec.local_ranks_filter.shows(rank));
+    let is_hidden = (redirect.stderr || tee.stderr) && !(tee.stderr && shown);
+    dir.filter(|_| is_hidden).map(|dir| dir.join(rank.to_string()).join("stderr.log"))
+}
+
 fn failed(path: &Path) -> impl FnOnce(io::Error) -> Error {
     move |source| Error::Log { path: path.to_owned(), source }
 }

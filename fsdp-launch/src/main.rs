@@ -1,13 +1,11 @@
 //! The `fsdp-launch` command.
 
-use std::{
-    io::{self, IsTerminal, Write},
-    process::ExitCode,
-};
+mod logging;
+
+use std::{io::Write, process::ExitCode};
 
 use clap::{CommandFactory, Parser};
-use fsdp_launch::{Action, Args, Result, StatusArgs, dry_run, launch, one_line, status};
-use tracing_subscriber::EnvFilter;
+use fsdp_launch::{Action, Args, Console, Result, StatusArgs, dry_run, launch, one_line, status};
 
 fn main() -> ExitCode {
     let args = match Args::try_parse() {
@@ -15,15 +13,13 @@ fn main() -> ExitCode {
         // --help and --version are told in this way too.
         Err(error) if !error.use_stderr() => error.exit(),
         Err(error) => {
-            eprintln!("fsdp-launch: {}", one_line(&error));
+            tell(&one_line(&error));
             return ExitCode::from(2);
         }
     };
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
-    let ansi = io::stderr().is_terminal();
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).with_ansi(ansi).without_time().init();
+    logging::start();
     run(args).unwrap_or_else(|error| {
-        eprintln!("fsdp-launch: {error}");
+        tell(&error.to_string());
         ExitCode::from(error.exit_code())
     })
 }
@@ -32,7 +28,9 @@ fn run(args: Args) -> Result<ExitCode> {
     if let Some(shell) = args.print_completion {
         let mut script = Vec::new();
         clap_complete::generate(shell, &mut Args::command(), "fsdp-launch", &mut script);
-        return Ok(printed(&script));
+        // Of a command with a dash in its name, the script for bash calls what belongs to a subcommand by two names.
+        let script = String::from_utf8_lossy(&script).replace("fsdp__subcmd__launch", "fsdp__launch");
+        return Ok(printed(script.as_bytes()));
     }
     if let Some(Action::Status(args)) = &args.action {
         return show_status(args);
@@ -46,10 +44,10 @@ fn run(args: Args) -> Result<ExitCode> {
     let spec = args.into_spec()?;
     let outcome = launch(&spec)?;
     if !outcome.succeeded() || outcome.restarts > 0 {
-        eprintln!("fsdp-launch: {outcome}");
+        tell(&outcome.to_string());
     }
     if let (true, None, Some(dir)) = (outcome.succeeded(), &spec.logs.dir, &outcome.log_dir) {
-        eprintln!("fsdp-launch: the logs are in {} (--log-dir names another place)", dir.display());
+        tell(&format!("the logs are in {} (--log-dir names another place)", dir.display()));
     }
     Ok(ExitCode::from(outcome.exit_code()))
 }
@@ -64,7 +62,12 @@ fn show_status(args: &StatusArgs) -> Result<ExitCode> {
     Ok(printed(text.as_bytes()))
 }
 
+/// Says something on stderr, if anybody reads that.
+fn tell(text: &str) {
+    Console::Stderr.tell(&format!("fsdp-launch: {text}"));
+}
+
 /// Prints to stdout; that nobody reads on (`| head`) is no panic.
 fn printed(text: &[u8]) -> ExitCode {
-    if io::stdout().write_all(text).is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    if Console::Stdout.write_all(text).is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

@@ -1,6 +1,6 @@
 //! What ranks started and what then left their process groups (`setsid`): it ends with them too.
 //!
-//! It is known by the variable that tells each rank where its board is, which names the launcher.
+//! It is known by a variable in the environment of each rank, which names the launch.
 
 use std::{
     fs,
@@ -8,33 +8,46 @@ use std::{
     time::{Duration, Instant},
 };
 
-use fsdp_core::heartbeat;
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 
 /// How long what was killed may take to be gone.
 const LIMIT: Duration = Duration::from_secs(2);
 
-/// How an environment variable of all ranks of this launcher begins, and of what they start.
-pub(crate) fn mark() -> String {
-    format!("{}=/proc/{}/", heartbeat::VARIABLE, std::process::id())
-}
+/// The variable that tells what a rank has started from what anybody else has: the launch, by an id that no other has, whatever host, container or user
+/// it is of.
+pub(crate) const MARK: &str = "FSDP_LAUNCH_ID";
 
-/// Kills the orphans of ranks that have ended. They are this process's children, because it is the subreaper of its descendants.
-pub(crate) fn end() {
-    let (mark, until) = (mark(), Instant::now() + LIMIT);
+/// Kills the orphans of ranks of launch `id` that have ended. They are this process's children, because it is the subreaper of its descendants.
+pub(crate) fn end(id: &str) {
+    let (mark, until) = (format!("{MARK}={id}"), Instant::now() + LIMIT);
     loop {
         let orphans: Vec<Pid> = children().into_iter().filter(|pid| has_mark(*pid, &mark)).collect();
-        if orphans.is_empty() || Instant::now() > until {
+        if orphans.is_empty() {
             return;
         }
-        for pid in orphans {
+        for &pid in &orphans {
             tracing::debug!(pid = pid.as_raw_pid(), "killing what a rank left behind");
             // Where it has ended meanwhile there is nothing to kill.
             kill_process(pid, Signal::KILL).ok();
+        }
+        // What they had started is ours when they are gone, not before, which may take a while: memory has to be given back.
+        for pid in orphans {
+            while matches!(waitpid(Some(pid), WaitOptions::NOHANG), Ok(None)) {
+                if Instant::now() > until {
+                    return;
+                }
+                sleep(Duration::from_millis(1));
+            }
+        }
+    }
+}
+
+/// Reaps orphans that have ended by themselves. Of `own`, the launcher's other children, somebody else wants to know how they ended.
+pub(crate) fn reap(own: &[Pid]) {
+    for pid in children() {
+        if !own.contains(&pid) {
             waitpid(Some(pid), WaitOptions::NOHANG).ok();
         }
-        // What they had started is ours now.
-        sleep(Duration::from_millis(2));
     }
 }
 
@@ -49,5 +62,5 @@ fn children() -> Vec<Pid> {
 
 fn has_mark(pid: Pid, mark: &str) -> bool {
     let environment = fs::read(format!("/proc/{}/environ", pid.as_raw_pid())).unwrap_or_default();
-    environment.split(|&byte| byte == 0).any(|variable| variable.starts_with(mark.as_bytes()))
+    environment.split(|&byte| byte == 0).any(|variable| variable == mark.as_bytes())
 }

@@ -4,32 +4,18 @@ use std::{
     fs::File,
     io::{self, PipeReader, PipeWriter, Read, Write},
     os::fd::OwnedFd,
-    sync::{Arc, mpsc::Receiver, mpsc::Sender},
+    sync::{Arc, Once, mpsc::Receiver, mpsc::Sender},
     thread,
 };
 
 use rustix::event::{PollFd, PollFlags, poll};
 
+/// Which of our own streams a rank's stream goes to.
+pub(crate) use crate::console::Console as To;
 use crate::{Error, Result, rendezvous::News, signals::Event};
 
 /// A line longer than this is printed in pieces, each a line of its own.
 const LONGEST_LINE: usize = 64 << 10;
-
-/// Which of our own streams a rank's stream goes to.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum To {
-    Stdout,
-    Stderr,
-}
-
-impl To {
-    fn print(self, lines: &[u8]) -> io::Result<()> {
-        match self {
-            To::Stdout => io::stdout().lock().write_all(lines),
-            To::Stderr => io::stderr().lock().write_all(lines),
-        }
-    }
-}
 
 /// The streams that are being printed, each by a thread.
 pub(crate) struct Outputs {
@@ -98,10 +84,11 @@ fn print_lines(
     source: &mut File,
     ranks_gone: &PipeReader,
     mut lines: Lines,
-    to: To,
+    mut to: To,
     mut copy: Option<File>,
 ) -> io::Result<()> {
     let mut chunk = vec![0; 16 << 10];
+    let (mut is_shown, is_kept) = (true, copy.is_some());
     // Bytes that were there when the ranks had ended: who writes on is no rank, and may do so for ever.
     let mut left: Option<usize> = None;
     loop {
@@ -122,16 +109,34 @@ fn print_lines(
             tracing::warn!("the log file of {}is not written any further: {error}", lines.prefix);
             copy = None;
         }
-        lines.push(&chunk[..read]);
-        if read == 0 {
-            lines.end();
+        if is_shown {
+            lines.push(&chunk[..read]);
+            if read == 0 {
+                lines.end();
+            }
+            match to.write_all(&lines.ready) {
+                Ok(()) => {}
+                // Whoever keeps what is printed wants it whole, also when `head` has seen enough.
+                Err(error) if is_kept => {
+                    is_shown = false;
+                    tell_of_loss(to, &error);
+                }
+                Err(error) => return Err(error),
+            }
+            lines.ready.clear();
         }
-        to.print(&lines.ready)?;
-        lines.ready.clear();
         if read == 0 {
             return Ok(());
         }
     }
+}
+
+/// Says once that there is no console any more.
+fn tell_of_loss(to: To, error: &io::Error) {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        tracing::warn!("what the ranks print is no longer shown, only kept in the log files: {to:?}: {error}")
+    });
 }
 
 /// Cuts a stream into lines and names the rank before each.

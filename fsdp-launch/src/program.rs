@@ -3,16 +3,17 @@
 use std::{
     env,
     ffi::{OsStr, OsString},
+    fs::Metadata,
     io::{self, BufReader},
     os::unix::ffi::OsStrExt,
     path::{Path, PathBuf},
     process::{Command, Stdio},
 };
 
-use cargo_metadata::{Message, Metadata, MetadataCommand, PackageId, TargetKind};
+use cargo_metadata::{Message, MetadataCommand, PackageId, TargetKind};
 use rustix::fs::{Access, access};
 
-use crate::{Error, Result, environment::forget_cargo_run};
+use crate::{Error, Result, environment::forget_cargo_run, nearest::nearest};
 
 /// The executable that `program` means.
 ///
@@ -20,7 +21,7 @@ use crate::{Error, Result, environment::forget_cargo_run};
 /// first (Cargo's messages go to stderr); else an executable beside the running one; else one of `PATH`.
 ///
 /// # Errors
-/// [`Error::ProgramNotFound`], [`Error::ProgramPath`] and [`Error::NotExecutable`] where there is nothing to run; [`Error::AmbiguousTarget`] where
+/// [`Error::ProgramNotFound`], [`Error::ProgramPath`], [`Error::NotAFile`] and [`Error::NotExecutable`] where there is nothing to run; [`Error::AmbiguousTarget`] where
 /// two packages have a target of the name; [`Error::Build`] where Cargo fails.
 pub fn find_program(program: &OsStr) -> Result<PathBuf> {
     match locate(program)? {
@@ -49,9 +50,9 @@ fn locate(program: &OsStr) -> Result<Located> {
     if program.as_bytes().contains(&b'/') {
         return check_path(PathBuf::from(program)).map(Located::Executable);
     }
-    let workspace = match find_target(program)? {
+    let (workspace, meant) = match find_target(program)? {
         Found::Target(target) => return Ok(Located::Target(target)),
-        Found::Nothing(reason) => reason,
+        Found::Nothing { places, meant } => (places, meant),
     };
     let beside = env::current_exe().ok().and_then(|exe| exe.parent().map(Path::to_owned));
     let found = beside.as_ref().map(|dir| dir.join(program)).filter(|it| runnable(it));
@@ -59,15 +60,13 @@ fn locate(program: &OsStr) -> Result<Located> {
         tracing::debug!(program = ?found, "found");
         return Ok(Located::Executable(found));
     }
-    let here = Path::new(program).is_file();
+    let here =
+        Path::new(program).is_file().then(|| format!(". There is a file of that name here: ./{}", program.display()));
+    let meant = meant.map(|name| format!(". Did you mean {name}?"));
     Err(Error::ProgramNotFound {
         workspace,
         beside: beside.map_or("beside fsdp-launch".into(), |dir| format!("beside fsdp-launch, in {}", dir.display())),
-        hint: if here {
-            format!(". There is a file of that name here: ./{}", program.display())
-        } else {
-            String::new()
-        },
+        hint: here.or(meant).unwrap_or_default(),
         name: program.into(),
     })
 }
@@ -83,10 +82,15 @@ pub(crate) fn find_in_path(program: &OsStr) -> Option<PathBuf> {
 pub(crate) fn check_path(path: PathBuf) -> Result<PathBuf> {
     match path.metadata() {
         Err(source) => Err(Error::ProgramPath { path, source }),
-        Ok(meta) if !meta.is_file() => Err(Error::NotExecutable { path, found: "not a regular file" }),
-        Ok(_) if !runnable(&path) => Err(Error::NotExecutable { path, found: "a file without execute permission" }),
+        Ok(meta) if !meta.is_file() => Err(not_a_file(path, &meta)),
+        Ok(_) if !runnable(&path) => Err(Error::NotExecutable { path }),
         Ok(_) => Ok(path),
     }
+}
+
+/// Why that can't be run.
+pub(crate) fn not_a_file(path: PathBuf, meta: &Metadata) -> Error {
+    Error::NotAFile { path, found: if meta.is_dir() { "a directory" } else { "not a regular file" } }
 }
 
 fn runnable(path: &Path) -> bool {
@@ -95,8 +99,18 @@ fn runnable(path: &Path) -> bool {
 
 enum Found {
     Target(Target),
-    /// No target; the words say where it was looked for.
-    Nothing(String),
+    Nothing {
+        /// Where it was looked for, in words.
+        places: String,
+        /// A target of a similar name.
+        meant: Option<String>,
+    },
+}
+
+impl Found {
+    fn nothing(places: String) -> Self {
+        Found::Nothing { places, meant: None }
+    }
 }
 
 /// A binary or example of the workspace.
@@ -114,22 +128,23 @@ fn find_target(name: &OsStr) -> Result<Found> {
     let here = env::current_dir().map_err(Error::system("read the current directory"))?;
     // Starting Cargo to learn that there is no workspace would cost each launch more than the launch itself.
     let Some(root) = here.ancestors().find(|dir| dir.join("Cargo.toml").is_file()) else {
-        return Ok(Found::Nothing(format!("a Cargo workspace, but {} is in none", here.display())));
+        return Ok(Found::nothing(format!("a Cargo workspace, but {} is in none", here.display())));
     };
     let Some(name) = name.to_str() else {
-        return Ok(Found::Nothing("the Cargo workspace, whose targets are all named in UTF-8".into()));
+        return Ok(Found::nothing("the Cargo workspace, whose targets are all named in UTF-8".into()));
     };
     let metadata = match read_metadata() {
         Ok(metadata) => metadata,
         Err(reason) => {
             tracing::debug!(%reason, "no workspace");
-            return Ok(Found::Nothing(format!(
+            return Ok(Found::nothing(format!(
                 "the Cargo workspace of {}, which can't be read: {reason}",
                 root.display()
             )));
         }
     };
-    let mut targets = targets_named(&metadata, name);
+    let (mut targets, others): (Vec<_>, Vec<_>) =
+        runnable_targets(&metadata).into_iter().partition(|it| it.name == name);
     if targets.len() > 1 {
         // As Cargo does: in a package's directory its own target is meant; and a binary comes before an example.
         let closest = targets.iter().filter(|it| here.starts_with(&it.package_dir)).map(depth).max();
@@ -144,17 +159,18 @@ fn find_target(name: &OsStr) -> Result<Found> {
         let packages = targets.into_iter().map(|it| it.package_name).collect();
         return Err(Error::AmbiguousTarget { name: name.into(), packages });
     }
-    Ok(targets.pop().map_or_else(
-        || Found::Nothing(format!("the binaries and examples of the Cargo workspace {}", metadata.workspace_root)),
-        Found::Target,
-    ))
+    let nothing = || Found::Nothing {
+        places: format!("the binaries and examples of the Cargo workspace {}", metadata.workspace_root),
+        meant: nearest(name, others.iter().map(|it| it.name.as_str())).map(str::to_owned),
+    };
+    Ok(targets.pop().map_or_else(nothing, Found::Target))
 }
 
 fn depth(target: &Target) -> usize {
     target.package_dir.components().count()
 }
 
-fn read_metadata() -> std::result::Result<Metadata, String> {
+fn read_metadata() -> std::result::Result<cargo_metadata::Metadata, String> {
     let mut command = MetadataCommand::new().cargo_path(cargo()).no_deps().cargo_command();
     forget_cargo_run(&mut command);
     let output = command.output().map_err(|error| match error.kind() {
@@ -167,18 +183,18 @@ fn read_metadata() -> std::result::Result<Metadata, String> {
     MetadataCommand::parse(String::from_utf8_lossy(&output.stdout)).map_err(|error| error.to_string())
 }
 
-fn targets_named(metadata: &Metadata, name: &str) -> Vec<Target> {
+fn runnable_targets(metadata: &cargo_metadata::Metadata) -> Vec<Target> {
     let mut found = Vec::new();
     for package in metadata.workspace_packages() {
-        for target in package.targets.iter().filter(|target| target.name == name) {
+        for target in &package.targets {
             let example = target.kind.contains(&TargetKind::Example)
                 && target.crate_types.iter().any(|it| it.to_string() == "bin");
             if example || target.kind.contains(&TargetKind::Bin) {
                 let directory = metadata.target_directory.join("release");
                 let directory = if example { directory.join("examples") } else { directory };
                 found.push(Target {
-                    executable: directory.join(name).into(),
-                    name: name.into(),
+                    executable: directory.join(&target.name).into(),
+                    name: target.name.clone(),
                     example,
                     package: package.id.clone(),
                     package_name: package.name.to_string(),

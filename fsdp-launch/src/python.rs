@@ -8,7 +8,7 @@ use std::{
 
 use crate::{
     Error, Result,
-    program::{check_path, find_in_path},
+    program::{check_path, find_in_path, not_a_file},
 };
 
 /// Runs a script with `runpy`, as torchrun's `--run-path`.
@@ -39,9 +39,7 @@ pub(crate) fn command(kind: Kind, name: OsString) -> Result<(PathBuf, Vec<OsStri
         let path = PathBuf::from(&name);
         match path.metadata() {
             Err(source) => return Err(Error::ProgramPath { path, source }),
-            Ok(meta) if kind == Kind::Script && !meta.is_file() => {
-                return Err(Error::NotExecutable { path, found: "not a regular file" });
-            }
+            Ok(meta) if kind == Kind::Script && !meta.is_file() => return Err(not_a_file(path, &meta)),
             Ok(_) => {}
         }
     }
@@ -59,7 +57,7 @@ pub(crate) fn command(kind: Kind, name: OsString) -> Result<(PathBuf, Vec<OsStri
 fn interpreter() -> Result<PathBuf> {
     let name = env::var_os("PYTHON_EXEC").filter(|name| !name.is_empty()).unwrap_or_else(|| "python3".into());
     if Path::new(&name).components().count() > 1 {
-        return check_path(name.into());
+        return check_path(name.into()).map_err(|error| Error::PythonExec { source: Box::new(error) });
     }
     find_in_path(&name).ok_or(Error::NoPython { name })
 }

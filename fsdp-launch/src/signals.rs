@@ -46,10 +46,10 @@ impl FromStr for SignalList {
     }
 }
 
-/// What the ranks are sent when the launcher receives `signal`: SIGTERM for those that mean "end" by custom, else the signal itself, which the
-/// training program is then likely to know.
-pub(crate) fn passed_on(signal: i32) -> i32 {
-    if matches!(signal, SIGINT | SIGHUP | SIGQUIT) { SIGTERM } else { signal }
+/// The signals that end a launch unless others are named: those that mean "end" by custom, less the ones that whoever started us wants ignored.
+pub(crate) fn default_signals() -> Vec<i32> {
+    let ignored = ignored_signals();
+    [SIGTERM, SIGINT, SIGHUP, SIGQUIT].into_iter().filter(|signal| ignored & (1 << (signal - 1)) == 0).collect()
 }
 
 /// Something the supervisor has to look at.
@@ -72,9 +72,8 @@ pub(crate) struct SignalWatch {
 
 impl SignalWatch {
     pub(crate) fn start(wanted: &[i32], events: Sender<Event>) -> Result<Self> {
-        let ignored = ignored_signals();
-        let wanted = wanted.iter().copied().filter(|signal| ignored & (1 << (signal - 1)) == 0);
-        let mut signals = Signals::new(wanted.chain([SIGCHLD])).map_err(Error::system("watch for signals"))?;
+        let wanted = wanted.iter().copied().chain([SIGCHLD]);
+        let mut signals = Signals::new(wanted).map_err(Error::system("watch for signals"))?;
         let handle = signals.handle();
         let forward = move || {
             for signal in signals.forever() {

@@ -2,11 +2,10 @@
 
 use std::{ffi::OsString, path::PathBuf, time::Duration};
 
-use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
-
 use crate::{
     Endpoint, LinePrefix, NumaBinding, RankFilter, StreamChoice,
     rendezvous::{KeepAlive, Rules},
+    signals::default_signals,
 };
 
 /// What this host has to do for a launch: the program, how often, how its ranks find each other, and whether other hosts take part.
@@ -33,8 +32,8 @@ pub struct LaunchSpec {
     pub heartbeat_timeout: Duration,
     /// `ROLE_NAME`.
     pub role: String,
-    /// The numbers of the signals upon which the launcher ends the ranks; SIGUSR1 and others that do not mean "end" by custom are passed on as they are, for
-    /// SIGINT, SIGTERM, SIGHUP and SIGQUIT ranks get SIGTERM.
+    /// The numbers of the signals upon which the launcher ends the ranks; they are passed on as they are. By default SIGTERM, SIGINT, SIGHUP and SIGQUIT, less
+    /// those that this process ignores (SIGHUP under `nohup`).
     pub signals: Vec<i32>,
     /// Every rank finds `LOCAL_RANK=0` and sees one GPU, its own, in `CUDA_VISIBLE_DEVICES`.
     pub virtual_local_rank: bool,
@@ -124,7 +123,7 @@ pub struct LogSpec {
 }
 
 impl LaunchSpec {
-    /// `nproc_per_node` ranks of `program` without arguments, a free port on 127.0.0.1, a run id of its own, and 5 seconds to end in.
+    /// `nproc_per_node` ranks of `program` without arguments, a free port on 127.0.0.1, a run id of its own, and 30 seconds to end in.
     pub fn new(program: impl Into<PathBuf>, nproc_per_node: usize) -> Self {
         LaunchSpec {
             program: program.into(),
@@ -133,11 +132,11 @@ impl LaunchSpec {
             master_addr: None,
             master_port: None,
             run_id: None,
-            shutdown_timeout: Duration::from_secs(5),
+            shutdown_timeout: Duration::from_secs(30),
             max_restarts: 0,
             heartbeat_timeout: Duration::from_secs(15),
             role: "default".into(),
-            signals: vec![SIGTERM, SIGINT, SIGHUP, SIGQUIT],
+            signals: default_signals(),
             virtual_local_rank: false,
             pin_cores: false,
             numa_binding: None,

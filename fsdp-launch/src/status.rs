@@ -84,7 +84,9 @@ fn status_in(temp: &Path, run: Option<&str>) -> Result<Vec<RunStatus>> {
     let mut jobs =
         JobFile::running(temp).map_err(Error::system("look for runs in the directory for temporary files"))?;
     if let Some(run) = run {
-        let known = jobs.iter().map(|job| job.run_id.clone()).collect();
+        let mut known: Vec<String> = jobs.iter().map(|job| job.run_id.clone()).collect();
+        known.sort();
+        known.dedup();
         let is_exact = jobs.iter().any(|job| job.run_id == run);
         jobs.retain(|job| if is_exact { job.run_id == run } else { job.run_id.starts_with(run) });
         if jobs.is_empty() {

@@ -1,6 +1,10 @@
 //! How a launch ended, and how to say it.
 
-use std::{fmt, path::PathBuf, time::Duration};
+use std::{
+    fmt,
+    path::PathBuf,
+    time::{Duration, SystemTime},
+};
 
 use fsdp_core::heartbeat::Age;
 use serde::{Deserialize, Serialize};
@@ -9,7 +13,10 @@ use signal_hook::{
     low_level::signal_name,
 };
 
-use crate::whereabouts::{Whereabouts, lines};
+use crate::{
+    log_end::LogEnd,
+    whereabouts::{Whereabouts, lines},
+};
 
 /// How a process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -68,12 +75,16 @@ pub enum Request {
 pub struct RankReport {
     /// The rank.
     pub rank: usize,
-    /// The host it ran on, where there are several.
-    pub host: Option<String>,
+    /// The host it ran on.
+    pub host: String,
     /// Its process id.
     pub pid: i32,
     /// How it ended; `None` for a process that not even SIGKILL ended in time (it hangs in the kernel).
     pub end: Option<End>,
+    /// When it ended.
+    pub ended_at: Option<SystemTime>,
+    /// How long after its start.
+    pub after: Option<Age>,
     /// The last thing the launcher did to make it end, before it ended; `None` if it ended by itself.
     pub request: Option<Request>,
     /// How long its heart had stood still, if it was ended because of that.
@@ -82,6 +93,8 @@ pub struct RankReport {
     pub whereabouts: Option<Box<Whereabouts>>,
     /// The error it recorded in its `TORCHELASTIC_ERROR_FILE`.
     pub message: Option<String>,
+    /// The end of its stderr, if it failed and its stderr goes to a file only.
+    pub stderr: Option<LogEnd>,
 }
 
 /// What went wrong.
@@ -97,6 +110,13 @@ pub enum Failure {
         /// How it went.
         how: String,
     },
+    /// A host could not start its ranks.
+    NotStarted {
+        /// The host.
+        host: String,
+        /// Why not.
+        why: String,
+    },
     /// The hosts did not come together.
     Meeting {
         /// Why not, and the way out.
@@ -109,7 +129,7 @@ impl Failure {
     pub fn exit_code(&self) -> u8 {
         match self {
             Failure::Rank(report) => report.end.map_or(1, End::exit_code),
-            Failure::NodeLost { .. } | Failure::Meeting { .. } => 1,
+            Failure::NodeLost { .. } | Failure::NotStarted { .. } | Failure::Meeting { .. } => 1,
         }
     }
 
@@ -118,9 +138,12 @@ impl Failure {
         match &mut self {
             Failure::Rank(report) => {
                 report.whereabouts = None;
+                report.stderr = None;
                 report.message.iter_mut().for_each(|message| shorten(message, SHORT));
             }
-            Failure::NodeLost { how: text, .. } | Failure::Meeting { why: text } => shorten(text, SHORT),
+            Failure::NodeLost { how: text, .. }
+            | Failure::NotStarted { why: text, .. }
+            | Failure::Meeting { why: text } => shorten(text, SHORT),
         }
         self
     }
@@ -143,6 +166,7 @@ impl fmt::Display for Failure {
         match self {
             Failure::Rank(report) => write!(f, "{}", report.as_first()),
             Failure::NodeLost { host, how } => write!(f, "node {host} {how}"),
+            Failure::NotStarted { host, why } => write!(f, "node {host}: {why}"),
             Failure::Meeting { why } => f.write_str(why),
         }
     }
@@ -273,8 +297,7 @@ impl RankReport {
 impl fmt::Display for First<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let report = self.0;
-        let place = report.host.as_ref().map_or_else(String::new, |host| format!(" on {host}"));
-        write!(f, "rank {} (pid {}{place}) failed first, ", report.rank, report.pid)?;
+        write!(f, "rank {} (pid {} on {}) failed first, ", report.rank, report.pid, report.host)?;
         match report.end {
             _ if report.silent_for.is_some() => {
                 let silent = report.silent_for.unwrap_or_default();
@@ -289,10 +312,14 @@ impl fmt::Display for First<'_> {
             Some(end) => write!(f, "killed by {end}")?,
             None => write!(f, "and did not end")?,
         }
-        match &report.message {
-            Some(message) => write!(f, "\n  it recorded: {}", message.trim_end().replace('\n', "\n    ")),
-            None => Ok(()),
+        if let Some(message) = &report.message {
+            write!(f, "\n  it recorded: {}", message.trim_end().replace('\n', "\n    "))?;
         }
+        if let Some(at) = report.ended_at {
+            write!(f, "\n  at {}", humantime::format_rfc3339_seconds(at))?;
+            report.after.map_or(Ok(()), |after| write!(f, ", {after} after its start"))?;
+        }
+        report.stderr.as_ref().map_or(Ok(()), |end| write!(f, "\n  {end}"))
     }
 }
 
@@ -321,10 +348,7 @@ impl Outcome {
                 "killed by SIGKILL: it was stopped, and could not be asked to end".into()
             }
             (Some(_), Some(Request::Kill)) => {
-                format!(
-                    "killed by SIGKILL, still running after SIGTERM (at most {:?} to end in)",
-                    self.shutdown_timeout
-                )
+                format!("killed by SIGKILL, still running {:?} after it was asked to end", self.shutdown_timeout)
             }
         }
     }
@@ -338,16 +362,23 @@ mod tests {
     fn the_summary_tells_every_fate() {
         let report = |rank, end, request| RankReport {
             rank,
-            host: None,
+            host: "h".into(),
             pid: 100,
             end,
+            ended_at: None,
+            after: None,
             request,
             silent_for: None,
             whereabouts: None,
             message: None,
+            stderr: None,
         };
         let mut first = report(1, Some(End::Signaled(11)), None);
         first.message = Some("out of\ndata".into());
+        first.ended_at = Some(SystemTime::UNIX_EPOCH + Duration::from_secs(86_399));
+        first.after = Some(Age(Duration::from_secs(4330)));
+        first.stderr =
+            Some(LogEnd { file: "logs/stderr.log".into(), lines: vec!["Traceback".into(), "ValueError".into()] });
         let mut outcome = Outcome {
             cause: Cause::Failed(Failure::Rank(first.clone())),
             ranks: vec![
@@ -366,13 +397,15 @@ mod tests {
         assert_eq!(outcome.exit_code(), 139);
         assert_eq!(
             outcome.to_string(),
-            "rank 1 (pid 100) failed first, killed by SIGSEGV\n  it recorded: out of\n    data\n  ranks 0, 3: ended by SIGTERM\n  \
+            "rank 1 (pid 100 on h) failed first, killed by SIGSEGV\n  it recorded: out of\n    data\n  at 1970-01-01T23:59:59Z, 1 h 12 min after its \
+             start\n  logs/stderr.log ends with:\n    Traceback\n    ValueError\n  ranks 0, 3: ended by SIGTERM\n  \
              rank 2: had succeeded\n  rank 4: did not end even after SIGKILL"
         );
         let failure = Failure::Rank(report(2, Some(End::Exited(7)), None));
         outcome.setbacks = vec![Setback { attempt: 0, failure }];
         (outcome.restarts, outcome.max_restarts) = (1, 3);
-        let told = "\n  restarts used: 1 of at most 3\n  attempt 0: rank 2 (pid 100) failed first, with exit code 7";
+        let told =
+            "\n  restarts used: 1 of at most 3\n  attempt 0: rank 2 (pid 100 on h) failed first, with exit code 7";
         assert!(outcome.to_string().ends_with(told), "{outcome}");
         outcome.cause = Cause::Succeeded;
         assert_eq!(outcome.to_string(), format!("all ranks succeeded{told}"));

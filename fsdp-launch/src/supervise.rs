@@ -6,13 +6,15 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
+use rustix::process::Pid;
 use signal_hook::consts::{SIGINT, SIGTERM};
 
 use crate::{
     environment::Job,
     error_file::recorded_at,
+    orphans,
     rendezvous::{News, ToAgent},
-    signals::{Event, passed_on},
+    signals::Event,
     summary::{End, Request},
     watchdog::Watchdog,
     worker::Worker,
@@ -60,14 +62,16 @@ pub(crate) enum Sign<'a> {
     Leaving(i32),
 }
 
-/// Watches `workers` until nothing of them is left. What others should hear meanwhile goes to `tell`.
+/// Watches `workers` until nothing of them is left. What others should hear meanwhile goes to `tell`. Orphans that end meanwhile are reaped; `children` are
+/// none.
 pub(crate) fn supervise(
     workers: &mut [Worker],
     job: &Job<'_>,
     events: &Receiver<Event>,
-    grace: Duration,
+    children: &[Pid],
     tell: &mut dyn FnMut(Sign<'_>),
 ) -> Ended {
+    let grace = job.spec.shutdown_timeout;
     let mut watchdog = Watchdog::new(job.spec.heartbeat_timeout, workers.len(), Instant::now());
     let mut shutdown = Shutdown { workers, grace, gentle: SIGTERM, sent: None, begin_at: None };
     let mut cause = None;
@@ -109,8 +113,9 @@ pub(crate) fn supervise(
             shutdown.begin();
         }
         shutdown.workers.iter_mut().for_each(Worker::kill_if_stopped);
+        shutdown.ask_what_is_left();
         match shutdown.wait(events, watchdog.period()) {
-            Some(Event::ChildEnded) => {}
+            Some(Event::ChildEnded) => orphans::reap(children),
             Some(Event::OutputEnded) => streams += 1,
             Some(Event::Interrupted(signal)) => {
                 if interrupted.replace(signal).is_none() {
@@ -120,14 +125,19 @@ pub(crate) fn supervise(
                 if shutdown.sent.is_some() && signal == SIGINT {
                     shutdown.send(Request::Kill);
                 }
-                shutdown.gentle = passed_on(signal);
+                if shutdown.sent.is_none() {
+                    // As `torchrun` does: Python makes a `KeyboardInterrupt` of SIGINT. No rank inherits it as ignored: what a process catches is back to
+                    // the default in those that it starts.
+                    shutdown.gentle = signal;
+                }
                 shutdown.begin();
                 cause.get_or_insert(Cause::Interrupted(signal));
             }
             Some(Event::News(heard)) => {
                 let means_stop = match &heard {
                     News::Said(ToAgent::Stop { attempt, .. }) => *attempt == job.place.attempt,
-                    News::Gone(_) => true,
+                    // It goes on without this host, or has ended.
+                    News::Said(ToAgent::Refused { .. } | ToAgent::End(_)) | News::Gone(_) => true,
                     News::Said(_) | News::NotYet(_) | News::Unreachable(_) => false,
                 };
                 if means_stop {
@@ -140,7 +150,9 @@ pub(crate) fn supervise(
         }
         match shutdown.overdue() {
             Some(Request::Terminate) => {
-                tracing::warn!("not all processes of the ranks ended within {grace:?} of SIGTERM: killing them");
+                tracing::warn!(
+                    "not all processes of the ranks ended within {grace:?} after they were asked to: killing them"
+                );
                 shutdown.send(Request::Kill);
             }
             Some(Request::Kill) => break,
@@ -208,6 +220,13 @@ impl Shutdown<'_> {
         }
     }
 
+    /// Asks what ranks that have ended left running by SIGTERM: the jobs in the background of a shell ignore the SIGINT and SIGQUIT that the rank was asked by.
+    fn ask_what_is_left(&mut self) {
+        if self.gentle != SIGTERM && self.sent.is_some_and(|(sent, _)| sent == Request::Terminate) {
+            self.workers.iter_mut().filter(|worker| worker.end.is_some()).for_each(Worker::ask_what_is_left);
+        }
+    }
+
     fn send(&mut self, request: Request) {
         if self.sent.is_some_and(|(sent, _)| sent >= request) {
             return;
@@ -263,7 +282,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let spec = crate::LaunchSpec::new("p", 4);
         let place = crate::rendezvous::Place::alone("r", 4, 1);
-        let job = Job { spec: &spec, place: &place, log_dir: None, error_dir: dir.path() };
+        let job = Job { spec: &spec, place: &place, launch_id: "id", log_dir: None, error_dir: dir.path() };
         let record = |rank, second| {
             let file = std::fs::File::create(job.error_file(rank)).unwrap();
             file.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(second)).unwrap();

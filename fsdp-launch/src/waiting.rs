@@ -50,7 +50,7 @@ pub(crate) fn next(
         };
         match event {
             Ok(Event::News(News::Said(ToAgent::Start(place)))) => return Next::Start(place),
-            Ok(Event::News(News::Said(ToAgent::End(verdict)))) => return Next::End(verdict),
+            Ok(Event::News(News::Said(ToAgent::End(verdict)))) => return Next::End(*verdict),
             Ok(Event::News(News::Said(ToAgent::Refused { why }))) => {
                 let at = endpoint.map(ToString::to_string).unwrap_or_default();
                 return Next::Failed(Failure::Meeting { why: format!("the launcher at {at} refused this one: {why}") });

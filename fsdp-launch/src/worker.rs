@@ -3,7 +3,7 @@
 use std::{
     io,
     process::{ChildStderr, ChildStdout, Command, Stdio},
-    time::Duration,
+    time::{Duration, Instant, SystemTime},
 };
 
 use fsdp_core::heartbeat::{Board, VARIABLE};
@@ -15,6 +15,7 @@ use rustix::{
 use crate::{
     Error, Result, cores,
     environment::Job,
+    orphans,
     process::{ProcessInfo, ProcessState},
     session::own_session_dying_with_us,
     summary::{End, Request},
@@ -30,6 +31,8 @@ pub(crate) struct Worker {
     pub(crate) pid: Pid,
     /// How the rank ended, once it has.
     pub(crate) end: Option<End>,
+    /// When that was, and how long after its start.
+    pub(crate) ended_at: Option<(SystemTime, Duration)>,
     /// What had been sent to the rank when it ended.
     pub(crate) ended_after: Option<Request>,
     /// On which it tells how it is; none where the system refused the memory.
@@ -38,8 +41,11 @@ pub(crate) struct Worker {
     pub(crate) silent_for: Option<Duration>,
     /// Where it was when something went wrong.
     pub(crate) whereabouts: Option<Whereabouts>,
+    started: Instant,
     sent: Option<Request>,
     group_gone: bool,
+    /// What the rank left running was sent SIGTERM.
+    rest_was_asked: bool,
 }
 
 /// Where a rank's streams are read, as far as they come through pipes.
@@ -52,6 +58,7 @@ impl Worker {
         let mut command = Command::new(&spec.program);
         command.args(&spec.args).stdin(Stdio::null()).stdout(stdout).stderr(stderr);
         job.apply(local_rank, &mut command)?;
+        command.env(orphans::MARK, job.launch_id);
         let board = Board::new().inspect_err(|error| tracing::warn!("no heartbeats: {error}")).ok();
         match &board {
             Some(board) => command.env(VARIABLE, board.path()),
@@ -82,12 +89,15 @@ impl Worker {
             rank,
             pid,
             end: None,
+            ended_at: None,
             ended_after: None,
             board,
             silent_for: None,
             whereabouts: None,
+            started: Instant::now(),
             sent: None,
             group_gone: false,
+            rest_was_asked: false,
         };
         Ok((worker, (child.stdout.take(), child.stderr.take())))
     }
@@ -146,6 +156,13 @@ impl Worker {
         }
     }
 
+    /// Sends SIGTERM to what is left of the group, once.
+    pub(crate) fn ask_what_is_left(&mut self) {
+        if !self.group_gone && !std::mem::replace(&mut self.rest_was_asked, true) {
+            kill_process_group(self.pid, Signal::TERM).ok();
+        }
+    }
+
     /// Kills the rank if it was asked to end and is stopped: it hears nothing until somebody makes it go on.
     pub(crate) fn kill_if_stopped(&mut self) {
         if self.end.is_some() || self.sent != Some(Request::Terminate) {
@@ -165,6 +182,7 @@ impl Worker {
         let end = signaled.unwrap_or(End::Exited(status.exit_status().unwrap_or(0)));
         tracing::debug!(rank = self.rank, %end, "ended");
         self.end = Some(end);
+        self.ended_at = Some((SystemTime::now(), self.started.elapsed()));
         self.ended_after = self.sent;
     }
 }

@@ -39,8 +39,11 @@ pub struct RankEnv {
     pub master_port: u16,
     /// The job's name, the same on every rank (`TORCHELASTIC_RUN_ID`).
     pub run_id: String,
-    /// How often the job was restarted (`TORCHELASTIC_RESTART_COUNT`).
+    /// How often the job was restarted after a failure (`TORCHELASTIC_RESTART_COUNT`).
     pub restart_count: u32,
+    /// How often its ranks were started before: `FSDP_ATTEMPT`, which `fsdp-launch` sets because hosts that come and go make attempts that are no restarts;
+    /// else `restart_count`.
+    pub attempt: u32,
 }
 
 impl RankEnv {
@@ -64,6 +67,7 @@ impl RankEnv {
             master_port: 29500,
             run_id: "none".into(),
             restart_count: 0,
+            attempt: 0,
         }
     }
 
@@ -96,8 +100,8 @@ impl RankEnv {
             slurm::meeting(&mut env, var)?;
         }
         // Of another launcher below ours, ours knows nothing.
-        let of_ours = launcher.filter(|launcher| launcher.name == TORCHRUN).and_then(|_| var("FSDP_HOSTS"));
-        env.hosts = match of_ours {
+        let of_ours = |name| launcher.filter(|launcher| launcher.name == TORCHRUN).and_then(|_| var(name));
+        env.hosts = match of_ours("FSDP_HOSTS") {
             Some(count) => number("FSDP_HOSTS", &count)?,
             None => env.world_size.div_ceil(env.local_world_size.max(1)),
         };
@@ -114,6 +118,10 @@ impl RankEnv {
         if let Some(count) = var("TORCHELASTIC_RESTART_COUNT") {
             env.restart_count = number("TORCHELASTIC_RESTART_COUNT", &count)?;
         }
+        env.attempt = match of_ours("FSDP_ATTEMPT") {
+            Some(count) => number("FSDP_ATTEMPT", &count)?,
+            None => env.restart_count,
+        };
         Ok(env)
     }
 }

@@ -36,7 +36,7 @@ impl Meet for Processes {
         let meeting = Meeting {
             addr: &self.env.master_addr,
             port: self.env.master_port,
-            run: format!("{}\n{}", self.env.run_id, self.env.restart_count),
+            run: format!("{}\n{}", self.env.run_id, self.env.attempt),
             group: &group.name,
             rank: group.rank,
             size: group.size,

@@ -47,8 +47,10 @@ pub(crate) struct Coordinator {
     rules: Rules,
     agents: BTreeMap<AgentId, Agent>,
     phase: Phase,
-    /// How often ranks were started.
-    attempts: u32,
+    /// The number of the attempt that runs, or ran last.
+    attempt: Option<u32>,
+    /// No attempt has had this number, or a higher one, under any coordinator of the run.
+    next_attempt: u32,
     /// How often something went wrong that cost a restart.
     restarts: u32,
     /// The last of what went wrong.
@@ -124,7 +126,8 @@ impl Coordinator {
             rules,
             agents: BTreeMap::new(),
             phase,
-            attempts: 0,
+            attempt: None,
+            next_attempt: 0,
             restarts: 0,
             setbacks: VecDeque::new(),
             not_before: None,
@@ -153,6 +156,11 @@ impl Coordinator {
             FromAgent::Failed { attempt, report } => {
                 if self.is_running(from, attempt) {
                     self.fail(now, from, Failure::Rank(*report));
+                }
+            }
+            FromAgent::NotStarted { attempt, why } => {
+                if self.is_running(from, attempt) {
+                    self.not_started(now, from, why);
                 }
             }
             FromAgent::Ended { attempt, result, master_port } => {
@@ -215,7 +223,7 @@ impl Coordinator {
 
     fn is_running(&self, id: AgentId, attempt: u32) -> bool {
         let is_running = self.agents.get(&id).is_some_and(|agent| agent.state == State::Running);
-        is_running && attempt + 1 == self.attempts
+        is_running && self.attempt == Some(attempt)
     }
 
     fn join(&mut self, now: Instant, id: AgentId, member: Member) {
@@ -226,8 +234,11 @@ impl Coordinator {
             self.out.push((id, ToAgent::Refused { why }));
             return;
         }
-        self.attempts = self.attempts.max(member.attempts.min(MOST_ATTEMPTS));
-        self.restarts = self.restarts.max(member.restarts);
+        self.next_attempt = self.next_attempt.max(member.attempts.min(MOST_ATTEMPTS));
+        // What a coordinator before this one counted. This one has counted by itself since its first attempt, the going of this agent too.
+        if self.attempt.is_none() {
+            self.restarts = self.restarts.max(member.restarts);
+        }
         let host = member.host.clone();
         self.agents.insert(id, Agent { member, state: State::Ready });
         let finishing = self.agents.values().any(|agent| agent.state == State::Succeeded);
@@ -276,6 +287,16 @@ impl Coordinator {
         }
     }
 
+    /// An agent could not start its ranks. It would not next time either, so it goes; that it goes is no reason to be spared a restart, because
+    /// whatever starts its launcher may do so again and again.
+    fn not_started(&mut self, now: Instant, from: AgentId, why: String) {
+        let Some(agent) = self.agents.remove(&from) else { return };
+        let failure = Failure::NotStarted { host: agent.member.host, why };
+        self.out.push((from, ToAgent::End(Box::new(self.verdict(Some(failure.clone()))))));
+        self.fail(now, from, failure);
+        self.go_on(now);
+    }
+
     fn ended(&mut self, now: Instant, from: AgentId, result: Ended, master_port: u16) {
         let is_running = matches!(self.phase, Phase::Running);
         let state = match &result {
@@ -308,7 +329,7 @@ impl Coordinator {
             Why::Failed(failure, _) | Why::Lost(failure, _) => failure.to_string(),
             Why::Grown(host) => format!("{host} has joined"),
         };
-        let attempt = self.attempts.saturating_sub(1);
+        let attempt = self.attempt.unwrap_or_default();
         for (&id, agent) in &mut self.agents {
             match agent.state {
                 // They start again with the others.
@@ -376,7 +397,8 @@ impl Coordinator {
     /// Notes what costs a restart.
     fn set_back(&mut self, failure: Failure) {
         self.restarts += 1;
-        self.setbacks.push_back(Setback { attempt: self.attempts.saturating_sub(1), failure: failure.shortened() });
+        let attempt = self.attempt.unwrap_or_default();
+        self.setbacks.push_back(Setback { attempt, failure: failure.shortened() });
         if self.setbacks.len() > KEPT {
             self.setbacks.pop_front();
         }
@@ -432,7 +454,7 @@ impl Coordinator {
         machines.sort_unstable();
         machines.dedup();
         let common = Place {
-            attempt: self.attempts,
+            attempt: self.next_attempt,
             restarts: self.restarts,
             run_id: self.rules.run_id.clone(),
             group_rank: 0,
@@ -464,12 +486,17 @@ impl Coordinator {
                 agent.state = State::Running;
             }
         }
-        self.attempts += 1;
+        self.attempt = Some(self.next_attempt);
+        self.next_attempt += 1;
         self.phase = Phase::Running;
     }
 
+    fn verdict(&self, failure: Option<Failure>) -> Verdict {
+        Verdict { failure, setbacks: self.setbacks.iter().cloned().collect(), restarts: self.restarts }
+    }
+
     fn end(&mut self, failure: Option<Failure>) {
-        let verdict = Verdict { failure, setbacks: self.setbacks.iter().cloned().collect(), restarts: self.restarts };
+        let verdict = Box::new(self.verdict(failure));
         self.out.extend(self.agents.keys().map(|&id| (id, ToAgent::End(verdict.clone()))));
         self.phase = Phase::Over;
     }

@@ -49,6 +49,8 @@ pub(crate) enum FromAgent {
     Join(Box<Member>),
     /// The first rank has failed; the others are being ended.
     Failed { attempt: u32, report: Box<RankReport> },
+    /// Not all of its ranks could be started, and nothing is left of those that were. The last message.
+    NotStarted { attempt: u32, why: String },
     /// Nothing is left of an attempt, or what is left can't be ended.
     Ended { attempt: u32, result: Ended, master_port: u16 },
     /// It was asked to end, and is ending its ranks.
@@ -82,7 +84,7 @@ pub(crate) enum ToAgent {
     /// End your ranks.
     Stop { attempt: u32, why: String },
     /// All is over. The last message.
-    End(Verdict),
+    End(Box<Verdict>),
     /// It is alive.
     Ping,
 }

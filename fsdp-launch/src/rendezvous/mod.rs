@@ -122,6 +122,15 @@ impl Membership {
         Ok(Membership::Several { to: Some(to), done })
     }
 
+    /// Leaves when all that was said is sent, and what others have to hear of us is heard.
+    pub(crate) fn part(&mut self) {
+        if let Membership::Several { to, done } = self {
+            drop(to.take());
+            // A thread that looks a name up, or waits for a connection to be made, is left to itself.
+            done.recv_timeout(FAREWELL + TICK).ok();
+        }
+    }
+
     pub(crate) fn say(&self, message: FromAgent) {
         match self {
             Membership::Alone(hub) => hub.hear(0, message),
@@ -136,13 +145,8 @@ impl Membership {
 }
 
 impl Drop for Membership {
-    /// Leaves when all that was said is sent, and what others have to hear of us is heard.
     fn drop(&mut self) {
-        if let Membership::Several { to, done } = self {
-            drop(to.take());
-            // A thread that looks a name up, or waits for a connection to be made, is left to itself.
-            done.recv_timeout(FAREWELL + TICK).ok();
-        }
+        self.part();
     }
 }
 
@@ -280,7 +284,9 @@ impl Agent {
         while hub.is_over() && hub.len() > 1 && Instant::now() < until {
             thread::sleep(Duration::from_millis(5));
         }
-        drop((server, shared));
+        // In this order: once the port is free another agent may hold it, and have made a token of its own.
+        drop(shared);
+        drop(server);
         hub.close();
         Ok(())
     }

@@ -25,8 +25,30 @@ pub(crate) fn node_rank(text: &str) -> Result<u32, String> {
     text.parse().map_err(|_| "expected a number, 0 for the first host".into())
 }
 
+/// The keys of `--rdzv-conf` that say something to the launcher.
+pub(crate) const CONF_KEYS: [&str; 6] =
+    ["join_timeout", "timeout", "last_call_timeout", "keep_alive_interval", "keep_alive_max_attempt", "is_host"];
+
+/// Keys of `torchrun`'s backends that mean nothing here.
+pub(crate) const TORCHRUN_CONF_KEYS: [&str; 14] = [
+    "close_timeout",
+    "heartbeat_timeout",
+    "cas_backoff_max_seconds",
+    "read_timeout",
+    "store_type",
+    "rank",
+    "protocol",
+    "cert",
+    "key",
+    "cacert",
+    "ssl_cert",
+    "ssl_cert_key",
+    "ca_cert",
+    "etcd_prefix",
+];
+
 /// `--rdzv-conf KEY=VALUE,...`, in `torchrun`'s names. Keys that only its backends know are accepted.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RendezvousConf {
     /// `join_timeout` or `timeout`, in seconds: how long to wait for the fewest hosts.
     pub join_timeout: Option<Duration>,
@@ -38,6 +60,8 @@ pub struct RendezvousConf {
     pub keep_alive_max_attempt: Option<u32>,
     /// `is_host`: this agent holds the rendezvous, or does not.
     pub is_host: Option<bool>,
+    /// Keys that neither the launcher nor `torchrun` knows.
+    pub unknown: Vec<String>,
 }
 
 impl std::str::FromStr for RendezvousConf {
@@ -62,9 +86,13 @@ impl std::str::FromStr for RendezvousConf {
                 "last_call_timeout" => conf.last_call_timeout = seconds()?,
                 "keep_alive_interval" => conf.keep_alive_interval = seconds()?,
                 "keep_alive_max_attempt" => {
-                    let count = value.parse().ok().filter(|&count: &u32| count > 0);
-                    conf.keep_alive_max_attempt =
-                        Some(count.ok_or_else(|| format!("expected a positive number in {pair:?}"))?);
+                    let count = value.parse().ok().filter(|&count: &u32| count > 1);
+                    conf.keep_alive_max_attempt = Some(count.ok_or_else(|| {
+                        format!(
+                            "expected 2 or more in {pair:?}: a host tells once in a keep_alive_interval that it is alive, \
+                             and with less would be given up before it can"
+                        )
+                    })?);
                 }
                 "is_host" => {
                     conf.is_host = Some(match value.to_ascii_lowercase().as_str() {
@@ -73,7 +101,8 @@ impl std::str::FromStr for RendezvousConf {
                         _ => return Err(format!("expected true or false in {pair:?}")),
                     });
                 }
-                _ => {}
+                _ if TORCHRUN_CONF_KEYS.contains(&key) => {}
+                _ => conf.unknown.push(key.to_owned()),
             }
         }
         Ok(conf)
@@ -113,6 +142,8 @@ mod tests {
             (Some(Duration::from_secs(900)), Some(Duration::from_millis(1500)))
         );
         assert_eq!((conf.is_host, conf.keep_alive_max_attempt, conf.keep_alive_interval), (Some(false), Some(4), None));
+        assert!(conf.unknown.is_empty());
+        assert_eq!("join_timeot=3,store_type=file".parse::<RendezvousConf>().unwrap().unknown, ["join_timeot"]);
         assert_eq!("".parse(), Ok(RendezvousConf::default()));
         for text in [
             "a",
@@ -122,6 +153,7 @@ mod tests {
             "join_timeout=soon",
             "join_timeout=0",
             "keep_alive_max_attempt=0",
+            "keep_alive_max_attempt=1",
             "is_host=maybe",
         ] {
             assert!(text.parse::<RendezvousConf>().is_err(), "{text}");

@@ -1,10 +1,11 @@
 //! The port at which agents of other hosts reach the coordinator.
 
 use std::{
+    collections::VecDeque,
     io::{self, PipeReader, PipeWriter},
-    net::{SocketAddr, TcpListener, TcpStream},
+    net::{Shutdown, SocketAddr, TcpListener, TcpStream},
     sync::{
-        Arc,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicUsize, Ordering},
         mpsc,
     },
@@ -16,7 +17,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 use super::{KeepAlive, channel::Channel, hub::Hub, message::FromAgent, sender::send_until_closed, token::Token};
 
-/// The most connections that have not shown yet that they have the token. More are closed at once.
+/// The most connections that have not shown yet that they have the token. For one more the oldest is closed: who has the token shows it at once.
 const MOST_STRANGERS: usize = 64;
 /// The most agents beyond those that can take part.
 const MOST_SPARES: usize = 64;
@@ -37,7 +38,10 @@ struct Shared {
     hub: Arc<Hub>,
     token: Token,
     keep_alive: KeepAlive,
-    strangers: AtomicUsize,
+    /// The oldest first; each has a thread.
+    strangers: Mutex<VecDeque<(SocketAddr, TcpStream)>>,
+    /// The threads of strangers, those whose connection was closed too.
+    stranger_threads: AtomicUsize,
     /// The user has been told of one.
     is_stranger_told: AtomicBool,
     most_agents: usize,
@@ -55,8 +59,15 @@ impl Server {
         listener.set_nonblocking(true)?;
         let (stopped, stop) = io::pipe()?;
         let most_agents = (most as usize).saturating_add(MOST_SPARES);
-        let (strangers, is_stranger_told) = (AtomicUsize::new(0), AtomicBool::new(false));
-        let shared = Arc::new(Shared { hub, token, keep_alive, strangers, is_stranger_told, most_agents });
+        let shared = Arc::new(Shared {
+            hub,
+            token,
+            keep_alive,
+            strangers: Mutex::default(),
+            stranger_threads: AtomicUsize::new(0),
+            is_stranger_told: AtomicBool::new(false),
+            most_agents,
+        });
         let thread = thread::Builder::new().name("rendezvous port".into());
         let thread = thread.spawn(move || listen(&listener, &stopped, &shared))?;
         Ok(Server { stop: Some(stop), thread: Some(thread) })
@@ -79,8 +90,17 @@ fn listen(listener: &TcpListener, stopped: &PipeReader, shared: &Arc<Shared>) {
         if poll(&mut fds, None).is_ok() && !fds[1].revents().is_empty() {
             return;
         }
+        if shared.stranger_threads.load(Ordering::Relaxed) >= 2 * MOST_STRANGERS {
+            // Those of closed connections are about to end.
+            thread::sleep(Duration::from_millis(1));
+            continue;
+        }
         match listener.accept() {
-            Ok((stream, from)) => admit(stream, from, shared),
+            Ok((stream, from)) => {
+                if let Err(error) = admit(stream, from, shared) {
+                    tracing::debug!("the connection from {from} could not be served: {error}");
+                }
+            }
             Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {}
             Err(error) => {
                 // Of descriptors, most likely; they come back.
@@ -91,12 +111,34 @@ fn listen(listener: &TcpListener, stopped: &PipeReader, shared: &Arc<Shared>) {
     }
 }
 
-/// Lets a stranger try, unless too many do.
-fn admit(stream: TcpStream, from: SocketAddr, shared: &Arc<Shared>) {
-    if shared.strangers.fetch_add(1, Ordering::Relaxed) >= MOST_STRANGERS {
-        shared.strangers.fetch_sub(1, Ordering::Relaxed);
-        return;
+impl Shared {
+    fn strangers(&self) -> MutexGuard<'_, VecDeque<(SocketAddr, TcpStream)>> {
+        self.strangers.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    /// Notes one that came just now, in the place of the oldest if they are too many.
+    fn come(&self, stranger: (SocketAddr, TcpStream)) {
+        let mut strangers = self.strangers();
+        if strangers.len() >= MOST_STRANGERS
+            && let Some((from, oldest)) = strangers.pop_front()
+        {
+            tracing::debug!("the connection from {from} was closed: it did not show the token while many others came");
+            oldest.shutdown(Shutdown::Both).ok();
+        }
+        strangers.push_back(stranger);
+    }
+
+    /// The one from there is none any more.
+    fn known(&self, from: SocketAddr) {
+        self.strangers().retain(|(other, _)| *other != from);
+        self.stranger_threads.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Lets a stranger try.
+fn admit(stream: TcpStream, from: SocketAddr, shared: &Arc<Shared>) -> io::Result<()> {
+    shared.come((from, stream.try_clone()?));
+    shared.stranger_threads.fetch_add(1, Ordering::Relaxed);
     let of_thread = shared.clone();
     let serve = move || {
         if let Err(error) = serve(stream, from, &of_thread) {
@@ -110,10 +152,7 @@ fn admit(stream: TcpStream, from: SocketAddr, shared: &Arc<Shared>) {
         }
     };
     let thread = thread::Builder::new().name(format!("agent {from}")).stack_size(STACK);
-    if let Err(error) = thread.spawn(serve) {
-        tracing::debug!("no thread for the connection from {from}: {error}");
-        shared.strangers.fetch_sub(1, Ordering::Relaxed);
-    }
+    thread.spawn(serve).map(drop).inspect_err(|_| shared.known(from))
 }
 
 fn serve(stream: TcpStream, from: SocketAddr, shared: &Shared) -> io::Result<()> {
@@ -123,7 +162,7 @@ fn serve(stream: TcpStream, from: SocketAddr, shared: &Shared) -> io::Result<()>
         let first = channel.reader.receive::<FromAgent>(FIRST_MESSAGE)?;
         Ok((channel, first))
     });
-    shared.strangers.fetch_sub(1, Ordering::Relaxed);
+    shared.known(from);
     let (Channel { mut reader, writer }, first) = opened?;
     let FromAgent::Join(mut member) = first else {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "its first message is not that it joins"));

@@ -168,3 +168,41 @@ fn what_left_its_group_ends_with_its_rank_however_that_ends() {
     launcher.signal(Signal::KILL);
     assert_gone_soon(&pids);
 }
+
+#[test]
+fn what_a_process_outside_of_the_groups_has_started_ends_too() {
+    // It takes the kernel a while to end the one in the middle; until then the last is not the launcher's to find.
+    let inner = "import subprocess; memory = bytearray(b'x' * (400 << 20)); \
+                 child = subprocess.Popen(['sleep', '300'], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL); \
+                 open('pid.new', 'w').write(f'{child.pid}'); import os; os.rename('pid.new', 'pid'); import time; time.sleep(300)";
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().display();
+    let script = format!(
+        "cd {path}; setsid python3 -c \"{inner}\" >/dev/null 2>&1 & cd {path}; until [ -e pid ]; do sleep 0.02; done"
+    );
+    let (code, _, stderr) = finish(&mut ranks(1, &script));
+    assert_eq!(code, Some(0), "{stderr}");
+    let pid = std::fs::read_to_string(dir.path().join("pid")).unwrap();
+    assert_gone(&[pid.parse().unwrap()]);
+}
+
+#[test]
+fn orphans_that_end_by_themselves_are_no_zombies() {
+    let script = "for i in 1 2 3 4 5 6 7 8 9 10; do ( setsid sleep 0.01 & ); done; echo started $$; sleep 300";
+    let mut launcher = Running::start(&["sh", "-c", script]);
+    assert!(launcher.line().contains("started"));
+    let zombies = || {
+        let own = launcher.child.id();
+        let children = std::fs::read_dir(format!("/proc/{own}/task")).unwrap().flatten();
+        let children = children.map(|task| std::fs::read_to_string(task.path().join("children")).unwrap_or_default());
+        let children = children.collect::<String>();
+        let state = |pid: &&str| std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        children.split_whitespace().filter(|pid| state(pid).contains(") Z")).count()
+    };
+    let start = Instant::now();
+    std::thread::sleep(Duration::from_millis(200));
+    while zombies() > 0 {
+        assert!(start.elapsed() < crate::TIMEOUT, "{} zombies", zombies());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}

@@ -30,7 +30,7 @@ fn run_as_a_rank() {
     let world = process_group::init(&env, Options::default()).unwrap();
     world.barrier().wait().unwrap();
     heartbeat::step(7);
-    if env.rank == 1 && env.restart_count == 0 {
+    if env.rank == 1 && env.attempt == 0 {
         let _span = heartbeat::span("forward", "layers.3");
         match role.as_str() {
             // It goes on for a moment until the signal has reached all threads.

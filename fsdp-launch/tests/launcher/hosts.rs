@@ -10,7 +10,7 @@ use std::{
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::{TIMEOUT, assert_gone_soon, hear_signals, launcher, sorted};
+use crate::{TIMEOUT, assert_gone_soon, executable, finish, hear_signals, launcher, sorted, without_times};
 
 /// A port that was free a moment ago.
 pub(crate) fn free_port() -> u16 {
@@ -158,13 +158,13 @@ fn a_failure_ends_all_hosts_with_its_exit_code_and_is_told_on_each() {
 #[test]
 fn all_hosts_start_again_together_until_restarts_are_used_up() {
     let options = agents_of("--nnodes=2 --nproc-per-node=1 --max-restarts=2", free_port());
-    let script = "echo attempt $TORCHELASTIC_RESTART_COUNT; [ $RANK = $((TORCHELASTIC_RESTART_COUNT % 2)) ] && exit 5; sleep 300";
+    let script = "echo attempt $FSDP_ATTEMPT; [ $RANK = $((FSDP_ATTEMPT % 2)) ] && exit 5; sleep 300";
     let ended = [0, 1].map(|_| start(&options, &[], script)).map(Agent::finish);
     for (code, text) in &ended {
         assert_eq!(*code, Some(5), "{text}");
         for restart in 1..=2 {
             let told = format!("  starting all ranks again, restart {restart} of at most 2: 2 ranks on 2 nodes\n");
-            assert!(text.contains(&format!("failed first, with exit code 5\n{told}")), "{text}");
+            assert!(without_times(text).contains(&format!("failed first, with exit code 5\n{told}")), "{text}");
         }
         assert!(!text.contains("the hosts have changed"), "{text}");
         assert!(text.contains("restarts used: 2 of at most 2\n  attempt 0: rank 0 (pid "), "{text}");
@@ -176,8 +176,7 @@ fn all_hosts_start_again_together_until_restarts_are_used_up() {
 #[test]
 fn a_host_whose_ranks_had_succeeded_is_told_why_they_start_again() {
     let options = agents_of("--nnodes=2 --nproc-per-node=1 --max-restarts=1", free_port());
-    let script =
-        "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 0; [ $RANK = 0 ] && exit 0; echo waits; read -r _ < $FIFO; exit 5";
+    let script = "[ $FSDP_ATTEMPT = 1 ] && exit 0; [ $RANK = 0 ] && exit 0; echo waits; read -r _ < $FIFO; exit 5";
     let dir = tempfile::tempdir().unwrap();
     let fifo = dir.path().join("fifo");
     rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
@@ -188,7 +187,7 @@ fn a_host_whose_ranks_had_succeeded_is_told_why_they_start_again() {
     for (code, text) in agents.map(Agent::finish) {
         let told =
             "failed first, with exit code 5\n  starting all ranks again, restart 1 of at most 1: 2 ranks on 2 nodes\n";
-        assert!(code == Some(0) && text.contains(told), "{text}");
+        assert!(code == Some(0) && without_times(&text).contains(told), "{text}");
     }
 }
 
@@ -198,7 +197,7 @@ fn a_run_shrinks_when_a_host_is_killed_and_grows_when_it_comes_back() {
     let dir = tempfile::tempdir().unwrap();
     let flag = dir.path().join("enough");
     let script = format!(
-        "echo world $WORLD_SIZE attempt $TORCHELASTIC_RESTART_COUNT; echo pid $$; until [ -e {} ]; do sleep 0.02; done",
+        "echo world $WORLD_SIZE attempt $FSDP_ATTEMPT; echo pid $$; until [ -e {} ]; do sleep 0.02; done",
         flag.display()
     );
     let first = start_first(&options, &[], &script);
@@ -222,8 +221,7 @@ fn a_run_shrinks_when_a_host_is_killed_and_grows_when_it_comes_back() {
 #[test]
 fn a_host_that_must_not_be_missing_is_replaced_within_the_restarts() {
     let options = agents_of("--nnodes=2 --nproc-per-node=1 --max-restarts=1", free_port());
-    let script =
-        "echo world $WORLD_SIZE attempt $TORCHELASTIC_RESTART_COUNT; [ $TORCHELASTIC_RESTART_COUNT = 1 ] || sleep 300";
+    let script = "echo world $WORLD_SIZE attempt $FSDP_ATTEMPT; [ $FSDP_ATTEMPT = 1 ] || sleep 300";
     let first = start_first(&options, &[], script);
     let second = start(&options, &[], script);
     second.wait_for("attempt 0", 1);
@@ -242,8 +240,7 @@ fn a_host_that_must_not_be_missing_is_replaced_within_the_restarts() {
 #[test]
 fn the_host_of_the_rendezvous_may_come_back() {
     let options = agents_of("--nnodes=2 --nproc-per-node=1 --max-restarts=3", free_port());
-    let script =
-        "echo attempt $TORCHELASTIC_RESTART_COUNT; echo pid $$; [ $TORCHELASTIC_RESTART_COUNT = 1 ] || sleep 300";
+    let script = "echo attempt $FSDP_ATTEMPT; echo pid $$; [ $FSDP_ATTEMPT = 1 ] || sleep 300";
     let first = start_first(&options, &["--rdzv-conf=is_host=true"], script);
     let second = start(&options, &["--rdzv-conf=is_host=false"], script);
     [&first, &second].into_iter().for_each(|agent| agent.wait_for("pid", 1));
@@ -268,10 +265,77 @@ fn without_restarts_the_loss_of_the_rendezvous_is_the_end() {
     first.signal(Signal::KILL);
     let (code, text) = second.finish();
     assert!(
-        code == Some(1) && text.contains("which holds the rendezvous, is gone: the connection was closed"),
+        code == Some(1) && text.contains("which holds the rendezvous, is gone: the connection was closed\n  that costs a restart, and all of --max-restarts 0 are used"),
         "{text}"
     );
     assert_gone_soon(&pids);
+}
+
+#[test]
+fn an_elastic_run_goes_on_without_the_host_of_its_rendezvous_and_without_a_restart() {
+    let options = agents_of("--nnodes=1:2 --nproc-per-node=1 --rdzv-conf=last_call_timeout=0.5", free_port());
+    let script = "echo world $WORLD_SIZE attempt $FSDP_ATTEMPT restart $TORCHELASTIC_RESTART_COUNT; \
+                  [ $FSDP_ATTEMPT = 2 ] || sleep 300";
+    let first = start_first(&options, &[], script);
+    let second = start(&options, &[], script);
+    second.wait_for("world 2 attempt 0", 1);
+    first.signal(Signal::KILL);
+    second.wait_for("world 1 attempt 1 restart 0", 1);
+    // It brings no count of its own, and is heard by those who have one.
+    let third = start(&options, &[], script);
+    let (code, text) = second.finish();
+    assert_eq!((code, third.finish().0), (Some(0), Some(0)), "{text}");
+    assert!(text.contains("world 2 attempt 2 restart 0"), "{text}");
+}
+
+#[test]
+fn a_new_coordinator_ends_its_ranks_for_one_that_counted_further() {
+    // The second takes long to end its ranks, and finds the new coordinator with ranks of its own, in its first attempt.
+    let options =
+        agents_of("--nnodes=1:2 --nproc-per-node=1 --max-restarts=9 --rdzv-conf=last_call_timeout=0.5", free_port());
+    let dir = tempfile::tempdir().unwrap();
+    let enough = dir.path().join("enough");
+    let enough = enough.display();
+    let script = format!(
+        "trap 'sleep 2; exit 1' TERM; echo world $WORLD_SIZE attempt $FSDP_ATTEMPT; \
+         if [ $FSDP_ATTEMPT = 0 ] && [ $WORLD_SIZE = 2 ]; then exit 5; fi; until [ -e {enough} ]; do sleep 0.02; done"
+    );
+    let first = start_first(&options, &[], &script);
+    let second = start(&options, &[], &script);
+    [&first, &second].into_iter().for_each(|agent| agent.wait_for("world 2 attempt 1", 1));
+    first.signal(Signal::KILL);
+    let third = start(&options, &[], &script);
+    third.wait_for("world 1 attempt 0", 1);
+    [&second, &third].into_iter().for_each(|agent| agent.wait_for("world 2 attempt 2", 1));
+    fs::write(dir.path().join("enough"), "").unwrap();
+    for (code, text) in [second, third].map(Agent::finish) {
+        assert_eq!(code, Some(0), "{text}");
+    }
+}
+
+#[test]
+fn a_host_that_can_not_start_its_ranks_does_not_restart_the_others_for_ever() {
+    let options =
+        agents_of("--nnodes=1:2 --nproc-per-node=1 --max-restarts=1 --rdzv-conf=last_call_timeout=0.5", free_port());
+    let options = &options[..];
+    let first = start_first(options, &[], "echo attempt $FSDP_ATTEMPT; sleep 300");
+    first.wait_for("attempt 0", 1);
+    let dir = tempfile::tempdir().unwrap();
+    let program = executable(dir.path().join("program"), "#!/no/such/interpreter\n");
+    for attempt in [2, 4] {
+        let mut args: Vec<&str> = options.iter().map(String::as_str).collect();
+        let program = program.display().to_string();
+        args.push(&program);
+        let (code, _, stderr) = finish(&mut launcher(&args));
+        assert_eq!(code, Some(1), "{stderr}");
+        assert!(stderr.contains("could not be started") && stderr.contains("interpreter"), "{stderr}");
+        if attempt == 2 {
+            first.wait_for("attempt 2", 1);
+        }
+    }
+    let (code, text) = first.finish();
+    assert!(code == Some(1) && text.contains("restarts used: 1 of at most 1"), "{text}");
+    assert_eq!(text.matches("could not be started from").count(), 3, "{text}");
 }
 
 #[test]

@@ -6,14 +6,18 @@ use crate::{Running, assert_gone};
 
 #[test]
 fn every_request_to_end_reaches_all_ranks_once() {
-    for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)] {
-        let script = "trap 'echo term; exit 0' TERM; echo $$; while :; do sleep 0.01; done";
+    for (signal, name, code) in
+        [(Signal::INT, "INT", 130), (Signal::TERM, "TERM", 143), (Signal::HUP, "HUP", 129), (Signal::QUIT, "QUIT", 131)]
+    {
+        // Each rank says which signal it was.
+        let traps = ["INT", "TERM", "HUP", "QUIT"].map(|name| format!("trap 'echo {name}; exit 0' {name}; ")).concat();
+        let script = &format!("{traps} echo $$; while :; do sleep 0.01; done");
         let mut launcher = Running::start(&["--nproc-per-node", "2", "sh", "-c", script]);
         let pids = launcher.pids(2);
         launcher.signal(signal);
         let mut rest = [launcher.line(), launcher.line()];
         rest.sort();
-        assert_eq!(rest, ["[rank 0] term", "[rank 1] term"]);
+        assert_eq!(rest, [0, 1].map(|rank| format!("[rank {rank}] {name}")));
         assert!(launcher.lines.next().is_none());
         assert_eq!(launcher.wait().code(), Some(code));
         assert_gone(&pids);
@@ -32,7 +36,7 @@ fn ranks_that_do_not_listen_are_killed_after_the_grace() {
 
 #[test]
 fn a_second_ctrl_c_kills_at_once() {
-    let script = "trap 'echo term' TERM; echo $$; while :; do sleep 0.01; done";
+    let script = "trap 'echo term' TERM INT; echo $$; while :; do sleep 0.01; done";
     let mut launcher = Running::start(&["--nproc-per-node", "2", "--shutdown-timeout", "100000", "sh", "-c", script]);
     let pids = launcher.pids(2);
     launcher.signal(Signal::INT);
@@ -58,4 +62,30 @@ fn an_ignored_hangup_stays_ignored() {
     rustix::process::kill_process(rustix::process::Pid::from_raw(parent).unwrap(), Signal::HUP).unwrap();
     std::fs::write(flag, "").unwrap();
     assert_eq!(launcher.wait().code(), Some(7));
+}
+
+#[test]
+fn an_ignored_signal_that_is_named_is_handled() {
+    let script = "trap \"echo hup; exit 0\" HUP; echo $$; while :; do sleep 0.01; done";
+    let program = assert_cmd::cargo::cargo_bin!("fsdp-launch");
+    let nohup = format!("trap '' HUP; exec {} --signals-to-handle SIGHUP sh -c '{script}'", program.display());
+    let mut launcher = Running::of("sh", &["-c", &nohup]);
+    let pids = launcher.pids(1);
+    launcher.signal(Signal::HUP);
+    assert_eq!(launcher.line(), "[rank 0] hup");
+    assert_eq!(launcher.wait().code(), Some(129));
+    assert_gone(&pids);
+}
+
+#[test]
+fn what_ignores_the_signal_behind_a_rank_is_asked_by_another() {
+    // Jobs in the background of a shell ignore SIGINT and SIGQUIT; the rank itself ends by them.
+    let script = "sleep 1000 & echo $!; echo $$; wait";
+    for signal in [Signal::INT, Signal::QUIT] {
+        let mut launcher = Running::start(&["--shutdown-timeout", "100000", "sh", "-c", script]);
+        let pids = launcher.pids(2);
+        launcher.signal(signal);
+        assert_eq!(launcher.wait().code(), Some(128 + signal.as_raw()));
+        assert_gone(&pids);
+    }
 }

@@ -113,6 +113,15 @@ fn lines_stand_behind_the_users_prefix() {
     let prefix = "--log-line-prefix-template=<${role_name}|${local_rank}|${rank}> ";
     let (code, stdout, _) = finish(&mut launcher(&[prefix, "--role=t", "/bin/echo", "out"]));
     assert_eq!((code, stdout.as_str()), (Some(0), "<t|0|0> out\n"));
+
+    let name = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE";
+    let run = |args: &[&str], template| finish(launcher(&[args, &["/bin/echo", "out"]].concat()).env(name, template));
+    assert_eq!(run(&[], "${rank}: ").1, "0: out\n");
+    assert_eq!(run(&["--log-line-prefix-template="], "${rank}: ").1, "0: out\n");
+    assert_eq!(run(&[prefix, "--role=t"], "${rank}: ").1, "<t|0|0> out\n");
+    assert_eq!(run(&[], "").1, "[rank 0] out\n");
+    let (code, _, stderr) = run(&[], "${pid} ");
+    assert!(code == Some(2) && stderr.contains("\"${pid} \" for TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"), "{stderr}");
 }
 
 #[test]
@@ -149,4 +158,21 @@ fn who_prints_for_ever_outside_of_the_group_does_not_keep_the_launcher() {
         std::thread::sleep(std::time::Duration::from_millis(1));
     }
     assert_eq!(child.wait().unwrap().code(), Some(0));
+}
+
+#[test]
+fn the_end_of_an_error_that_nobody_saw_is_in_the_summary() {
+    let logs = tempfile::tempdir().unwrap();
+    let dir = logs.path().display().to_string();
+    let script = "echo shown; seq 1 50 >&2; [ $RANK = 1 ] && echo ValueError: bad >&2 && exit 3; sleep 300";
+    let run = |options: &[&str]| {
+        let args = [&["--nproc-per-node=2", "--log-dir", &dir, "--rdzv-id=j"], options, &["sh", "-c", script]].concat();
+        finish(&mut launcher(&args)).2
+    };
+    let stderr = run(&["--redirects=2"]);
+    assert!(stderr.contains(&format!("\n  {dir}/j/attempt_0/1/stderr.log ends with:\n    42\n")), "{stderr}");
+    assert!(stderr.contains("\n    50\n    ValueError: bad\n  rank 0: "), "{stderr}");
+    // Where it was seen it is not repeated.
+    assert!(!run(&["--tee=2"]).contains("ends with:"));
+    assert!(!run(&[]).contains("ends with:"));
 }

@@ -1,6 +1,7 @@
 //! The `fsdp-launch` command, with shell scripts as ranks.
 #![allow(clippy::unwrap_used, missing_docs)]
 
+mod consoles;
 mod deploy;
 mod docs;
 mod ending;
@@ -29,7 +30,7 @@ use std::{
 };
 
 use rustix::process::{Pid, Signal, kill_process};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 
 /// Far longer than anything here takes.
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -42,7 +43,7 @@ fn hear_signals() {
         let status = fs::read_to_string("/proc/self/status").unwrap();
         let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap();
         let ignored = u64::from_str_radix(ignored.trim(), 16).unwrap();
-        for signal in [SIGINT, SIGTERM, SIGHUP] {
+        for signal in [SIGINT, SIGTERM, SIGHUP, SIGQUIT] {
             // One that is not ignored keeps its effect: Ctrl-C ends the tests.
             if ignored & (1 << (signal - 1)) != 0 {
                 signal_hook::flag::register(signal, Arc::<AtomicBool>::default()).unwrap();
@@ -72,6 +73,11 @@ fn finish(command: &mut assert_cmd::Command) -> (Option<i32>, String, String) {
     let output = command.output().unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     (output.status.code(), text(&output.stdout), text(&output.stderr))
+}
+
+/// `text` without the lines that say when a rank failed.
+fn without_times(text: &str) -> String {
+    text.lines().filter(|line| !line.trim_start().starts_with("at 20")).map(|line| format!("{line}\n")).collect()
 }
 
 fn sorted(text: &str) -> Vec<&str> {

@@ -4,13 +4,33 @@ use std::process::Command;
 
 use rustix::process::Signal;
 
-use crate::{Running, executable, finish, launcher, sorted};
+use crate::{Running, executable, finish, launcher, ranks, sorted};
 
 #[test]
 fn a_wrong_value_is_one_line_and_exit_code_2() {
     for (args, parts) in [
-        (vec!["--nnodes", "2", "true"], ["--nnodes", "\"2\"", "--rdzv-endpoint HOST:PORT"]),
-        (vec!["--nnodes", "2", "--rdzv-endpoint", "a:5", "true"], ["--nnodes", "\"2\"", "--rdzv-token-file FILE"]),
+        (vec!["--nnodes", "2", "true"], ["--nnodes 2 needs", "--rdzv-endpoint HOST:PORT", "the same on all hosts"]),
+        (
+            vec!["--nnodes", "2", "--rdzv-endpoint", "a:5", "true"],
+            ["--nnodes 2 needs", "--rdzv-token-file FILE", "no stranger"],
+        ),
+        (vec!["--nnodes", "2", "--standalone", "true"], ["--standalone means one host", "--nnodes is 2", ""]),
+        (vec!["--nproc-per-node", "-1", "true"], ["'-1' for '--nproc-per-node", "expected a number from 1", ""]),
+        (vec!["--max-restarts", "-1", "true"], ["'-1' for '--max-restarts", "expected a number of restarts", ""]),
+        (vec!["--shutdown-timeout", "-3", "true"], ["'-3' for '--shutdown-timeout", "0 or more", ""]),
+        (vec!["--node-rank", "-1", "true"], ["'-1' for '--node-rank", "0 for the first host", ""]),
+        (vec!["--rdzv-backend", "etcd", "true"], ["'etcd' for '--rdzv-backend", "static, c10d", "c10d serves"]),
+        (
+            vec!["--rdzv-conf", "keep_alive_max_attempt=1", "true"],
+            ["--rdzv-conf", "\"keep_alive_max_attempt=1\"", "expected 2 or more"],
+        ),
+        (vec!["--start-method", "thread", "true"], ["'thread' for '--start-method", "spawn, fork, forkserver", ""]),
+        (vec!["--logs-specs", "mine", "true"], ["'mine' for '--logs-specs", "--log-dir", "--tee"]),
+        (
+            vec!["--duplicate-stdout-filters=a", "true"],
+            ["'a' for '--duplicate-stdout-filters", "--local-ranks-filter", "--log-dir"],
+        ),
+        (vec!["--duplicate_stderr_filters", "a", "true"], ["'a' for '--duplicate-stderr-filters", "--log-dir", ""]),
         (vec!["--nnodes", "3:2", "true"], ["--nnodes", "'3:2'", "MIN <= MAX"]),
         (vec!["--nproc_per_node", "some", "true"], ["--nproc-per-node", "'some'", "expected a number from 1 to 65535"]),
         (vec!["--rdzv-endpoint", "192.0.2.1:5", "true"], ["--rdzv-endpoint", "192.0.2.1", "no address of it"]),
@@ -21,6 +41,7 @@ fn a_wrong_value_is_one_line_and_exit_code_2() {
     ] {
         let (code, stdout, stderr) = finish(&mut launcher(&args));
         assert_eq!((code, stdout.as_str(), stderr.lines().count()), (Some(2), "", 1), "{args:?}: {stderr}");
+        assert!(!stderr.contains("to pass '--"), "{stderr}");
         assert!(stderr.starts_with("fsdp-launch: ") && parts.iter().all(|part| stderr.contains(part)), "{stderr}");
     }
 }
@@ -31,20 +52,65 @@ fn options_from_torchruns_environment() {
     command.env("PET_NPROC_PER_NODE", "2").env("PET_ROLE", "trainer").env("PET_STANDALONE", "1");
     let (code, stdout, stderr) = finish(&mut command);
     assert_eq!((code, sorted(&stdout)), (Some(0), vec!["[rank 0] trainer 2", "[rank 1] trainer 2"]), "{stderr}");
-    let (code, _, stderr) = finish(command.env("PET_NPROC_PER_NODE", "x"));
-    assert!(code == Some(2) && stderr.contains("'x' for '--nproc-per-node"), "{stderr}");
+    let (code, _, stderr) = finish(command.env("PET_NPROC_PER_NODE", "zwei"));
+    let told = "'zwei' for '--nproc-per-node <N>' from PET_NPROC_PER_NODE: expected";
+    assert!(code == Some(2) && stderr.contains(told), "{stderr}");
+    let mut command = launcher(&["--nproc-per-node", "drei", "true"]);
+    let (_, _, stderr) = finish(command.env("PET_NPROC_PER_NODE", "zwei"));
+    assert!(stderr.contains("'drei' for '--nproc-per-node <N>': expected"), "{stderr}");
+}
+
+#[test]
+fn the_time_to_end_from_torchruns_other_variable() {
+    let script = "trap 'echo asked' TERM; [ $RANK = 0 ] && { sleep 0.3; exit 3; }; while :; do sleep 0.01; done";
+    let mut command = ranks(2, script);
+    let (code, stdout, stderr) = finish(command.env("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "0.2"));
+    assert_eq!((code, stdout.as_str()), (Some(3), "[rank 1] asked\n"), "{stderr}");
+    assert!(stderr.contains("still running 200ms after it was asked to end"), "{stderr}");
+    let (code, _, stderr) = finish(command.env("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "soon"));
+    assert!(code == Some(2) && stderr.contains("\"soon\" for TORCH_ELASTIC_SHUTDOWN_TIMEOUT"), "{stderr}");
+    let (_, _, stderr) = finish(command.env("PET_SHUTDOWN_TIMEOUT", "0.1"));
+    assert!(stderr.contains("still running 100ms after it was asked to end"), "{stderr}");
+}
+
+#[test]
+fn a_wrong_place_for_temporary_files_is_named() {
+    let (code, _, stderr) = finish(launcher(&["/bin/true"]).env("TMPDIR", "/no/such/directory"));
+    assert!(code == Some(1) && stderr.contains("TMPDIR") && stderr.contains("/no/such/directory"), "{stderr}");
 }
 
 #[test]
 fn one_host_said_in_torchruns_ways() {
     for args in [
         vec!["--standalone"],
-        vec!["--nnodes=1:1", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--rdzv_conf=timeout=5,a=b"],
+        vec![
+            "--nnodes=1:1",
+            "--rdzv_backend=c10d",
+            "--rdzv_endpoint=localhost:0",
+            "--rdzv_conf=timeout=5,read_timeout=60",
+        ],
+        vec!["--start_method=fork", "--event-log-handler", "null", "--monitor-interval=5"],
+        vec!["--logs-specs=default", "--duplicate-stdout-filters", "", "--duplicate-stderr-filters="],
         vec!["--nnodes=1", "--node_rank=0", "--master_addr=127.0.0.1", "--local-addr=127.0.0.1"],
     ] {
         let (code, stdout, stderr) = finish(&mut launcher(&[&args[..], &["/bin/echo", "here"]].concat()));
-        assert_eq!((code, stdout.as_str()), (Some(0), "[rank 0] here\n"), "{stderr}");
+        assert_eq!((code, stdout.as_str(), stderr.as_str()), (Some(0), "[rank 0] here\n", ""));
     }
+}
+
+#[test]
+fn a_misspelt_key_of_the_rendezvous_is_warned_of() {
+    let warned = |conf: &str| finish(&mut launcher(&["--rdzv-conf", conf, "/bin/true"]));
+    for (conf, told) in [
+        ("join_timeot=3", "--rdzv-conf knows no key \"join_timeot\"; did you mean join_timeout?"),
+        ("store_tpye=file,timeout=1", "\"store_tpye\"; did you mean store_type?"),
+        ("zzz=1", "\"zzz\", only join_timeout, timeout, last_call_timeout"),
+    ] {
+        let (code, _, stderr) = warned(conf);
+        assert!(code == Some(0) && stderr.contains(told) && stderr.lines().count() == 1, "{stderr}");
+    }
+    let known = "close_timeout=1,heartbeat_timeout=2,protocol=http,cacert=a,ca_cert=b,etcd_prefix=/c,is_host=1";
+    assert_eq!(warned(known), (Some(0), String::new(), String::new()));
 }
 
 #[test]
@@ -129,7 +195,11 @@ fn python_scripts_and_modules_get_the_interpreter() {
     let (code, _, stderr) = finish(&mut command);
     assert!(code == Some(1) && stderr.contains("\"python3\" is not in PATH: set PYTHON_EXEC"), "{stderr}");
     let (code, _, stderr) = finish(command.env("PYTHON_EXEC", "/no/such/python"));
-    assert!(code == Some(1) && stderr.contains("\"/no/such/python\" can't be run"), "{stderr}");
+    assert!(
+        code == Some(1)
+            && stderr.contains("PYTHON_EXEC names no Python interpreter: program \"/no/such/python\" can't be run"),
+        "{stderr}"
+    );
 }
 
 #[test]
@@ -145,4 +215,14 @@ fn completions_and_help() {
         assert!(stdout.contains(part), "{part} is not in {stdout}");
     }
     assert!(finish(&mut launcher(&["--version"])).1.starts_with("fsdp-launch "));
+}
+
+#[test]
+fn bash_completes_a_subcommand_with_its_own_options() {
+    let (_, script, _) = finish(&mut launcher(&["--print-completion", "bash"]));
+    let complete =
+        "COMP_WORDS=(fsdp-launch status --); COMP_CWORD=2; _fsdp__launch fsdp-launch -- status; echo ${COMPREPLY[@]}";
+    let output = Command::new("bash").args(["-c", &format!("{script}\n{complete}")]).output().unwrap();
+    let offered = String::from_utf8_lossy(&output.stdout);
+    assert!(offered.contains("--json") && !offered.contains("--nproc-per-node"), "{output:?}");
 }

@@ -62,6 +62,13 @@ fn targets_of_the_workspace_are_built_and_run() {
     let (code, stdout, _) = in_dir(&dir.path().join("b"), &["both"]);
     assert_eq!((code, stdout.as_str()), (Some(0), "[rank 0] both of b\n"));
 
+    for (name, hint) in
+        [("trianer", ". Did you mean trainer?"), ("demos", ". Did you mean demo?"), ("zzz", "'/' in it\n")]
+    {
+        let (code, _, stderr) = in_dir(dir.path(), &[name]);
+        assert!(code == Some(1) && stderr.contains(hint), "{stderr}");
+    }
+
     let (code, stdout, stderr) = in_dir(dir.path(), &["broken"]);
     assert_eq!((code, stdout.as_str()), (Some(1), ""));
     assert!(
@@ -123,12 +130,14 @@ fn paths_that_can_not_be_run() {
     executable(dir.path().join("orphan"), "#!/no/such/interpreter\n");
     for (program, part) in [
         ("./plain", "without execute permission. `chmod +x`"),
-        ("./", "not a regular file"),
+        ("./", "it is a directory. Give the path of an executable"),
+        ("/dev/null", "not a regular file"),
         ("./nothing", "No such file"),
         ("./orphan", "the interpreter its #! line names"),
     ] {
         let (code, stdout, stderr) = finish(launcher(&[program]).current_dir(dir.path()));
         assert_eq!((code, stdout.as_str()), (Some(1), ""));
         assert!(stderr.contains(part), "{part} is not in {stderr}");
+        assert_eq!(stderr.contains("chmod"), program == "./plain", "{stderr}");
     }
 }

@@ -2,7 +2,7 @@
 
 use rustix::process::Signal;
 
-use crate::{Running, assert_gone, assert_gone_soon, finish, launcher, sorted};
+use crate::{Running, assert_gone, assert_gone_soon, executable, finish, launcher, sorted, without_times};
 
 fn run(max_restarts: &str, script: &str) -> (Option<i32>, String, String) {
     finish(&mut launcher(&["--nproc-per-node=2", "--max-restarts", max_restarts, "/bin/sh", "-c", script]))
@@ -38,7 +38,7 @@ fn the_last_failure_is_the_launchers_when_restarts_are_used_up() {
                   exit $((TORCHELASTIC_RESTART_COUNT + 3)); sleep 300";
     let (code, _, stderr) = run("2", script);
     assert_eq!(code, Some(5));
-    let summary = stderr.split("fsdp-launch: ").last().unwrap();
+    let summary = without_times(stderr.split("fsdp-launch: ").last().unwrap());
     for part in [
         "failed first, with exit code 5\n  it recorded: try 2\n  rank 0: ended by SIGTERM\n  restarts used: 2 of at most 2\n",
         "failed first, with exit code 3\n    it recorded: try 0\n",
@@ -64,7 +64,7 @@ fn every_attempt_is_the_same_run_without_what_the_last_one_left() {
 
 #[test]
 fn ctrl_c_never_restarts() {
-    let script = "trap 'exit 3' TERM; echo $$; while :; do sleep 0.01; done";
+    let script = "trap 'exit 3' TERM INT; echo $$; while :; do sleep 0.01; done";
     for signal in [Signal::INT, Signal::TERM] {
         let mut launcher = Running::start(&["--nproc-per-node=2", "--max-restarts=9", "sh", "-c", script]);
         let pids = launcher.pids(2);
@@ -105,4 +105,21 @@ fn a_launcher_killed_after_a_restart_leaves_nothing() {
     launcher.signal(Signal::KILL);
     launcher.wait();
     assert_gone_soon(&pids);
+}
+
+#[test]
+fn a_program_that_is_gone_ends_the_run_with_what_came_before() {
+    let dir = tempfile::tempdir().unwrap();
+    let program = executable(dir.path().join("program"), "#!/bin/sh\n[ $RANK = 1 ] || exec sleep 300\nrm $0\nexit 3\n");
+    let program = program.display().to_string();
+    let (code, _, stderr) = finish(&mut launcher(&["--nproc-per-node=2", "--max-restarts=5", &program]));
+    assert_eq!(code, Some(1), "{stderr}");
+    let summary = stderr.split("\nfsdp-launch: ").last().unwrap();
+    for part in [
+        "rank 0 could not be started from",
+        "restarts used: 1 of at most 5\n  attempt 0: rank 1 (pid ",
+        "with exit code 3",
+    ] {
+        assert!(summary.contains(part), "{part} is not in {stderr}");
+    }
 }

@@ -103,8 +103,8 @@ fn a_launcher_that_waits_for_other_hosts_is_shown() {
 fn no_run_is_said_and_bad_input_is_one_line() {
     let empty = tempfile::tempdir().unwrap();
     for (args, code, part) in [
-        (vec!["status"], 1, "no run of this user has ranks on this host"),
-        (vec!["status", "x", "--json"], 1, "no run \"x\": none is under way"),
+        (vec!["status"], 1, "no run of this user is under way on this host"),
+        (vec!["status", "x", "--json"], 1, "no run \"x\": none of this user is under way"),
         (vec!["status", "x", "y"], 2, "'y'"),
         (vec!["status", "--nproc-per-node=2"], 2, "--nproc-per-node"),
     ] {

@@ -1,9 +1,12 @@
 //! The port of the rendezvous is closed to whoever has not the token.
 
 use std::{
+    collections::VecDeque,
     fs,
     io::{Read, Write},
     net::TcpStream,
+    sync::mpsc,
+    thread,
     time::Duration,
 };
 
@@ -111,13 +114,26 @@ fn launcher_of(options: &[String]) -> assert_cmd::Command {
 fn many_connections_that_say_nothing_do_not_keep_an_agent_out() {
     let dir = tempfile::tempdir().unwrap();
     let (launcher, port, token) = waiting(dir.path());
-    let silent: Vec<_> = (0..200).map(|_| TcpStream::connect(("127.0.0.1", port)).unwrap()).collect();
+    // As many as the system takes, and new ones for those that are closed.
+    let (stop, stopped) = mpsc::channel::<()>();
+    let strangers = thread::spawn(move || {
+        let mut silent = VecDeque::new();
+        while let Err(mpsc::TryRecvError::Empty) = stopped.try_recv() {
+            silent.extend(TcpStream::connect(("127.0.0.1", port)));
+            if silent.len() > 200 {
+                silent.pop_front();
+                thread::sleep(Duration::from_millis(1));
+            }
+        }
+    });
+    thread::sleep(Duration::from_millis(300));
     let endpoint = format!("127.0.0.1:{port}");
     let options = ["--nnodes=2", "--rdzv-endpoint", &endpoint, "--rdzv-token-file", &token, "sh", "-c", "echo go"];
     let (code, stdout, stderr) = finish(&mut self::launcher(&options));
     assert_eq!((code, stdout.as_str()), (Some(0), "[rank 1] go\n"), "{stderr}");
     assert_eq!(launcher.wait().code(), Some(0));
-    drop(silent);
+    drop(stop);
+    strangers.join().unwrap();
 }
 
 #[test]

@@ -27,7 +27,7 @@ fn main() -> Result<()> {
         env.hosts,
         met.trim(),
         env.master_addr,
-        env.restart_count
+        env.attempt
     );
     let file = std::env::args().nth(1).ok_or_else(|| Error::other("usage: meeting-rank FILE"))?;
     while !Path::new(&file).exists() {

@@ -140,16 +140,19 @@ impl Hall {
 }
 
 fn report(message: &str) -> RankReport {
-    let (host, end) = (Some("h".into()), Some(End::Exited(7)));
+    let (host, end) = ("h".into(), Some(End::Exited(7)));
     RankReport {
         rank: 1,
         host,
         pid: 5,
         end,
+        ended_at: None,
+        after: None,
         request: None,
         silent_for: None,
         whereabouts: None,
         message: Some(message.into()),
+        stderr: None,
     }
 }
 
@@ -321,6 +324,45 @@ fn what_a_coordinator_before_it_counted_is_not_forgotten() {
 }
 
 #[test]
+fn an_agent_of_a_later_attempt_stops_the_one_that_runs_and_is_heard() {
+    let mut hall = Hall::new((1, 2), 1);
+    hall.join(0);
+    hall.pass(LAST_CALL);
+    // Of a coordinator before this one, which counted further than this one.
+    hall.join_as(1, |it| (it.attempts, it.restarts) = (3, 1));
+    let place = |hall: &Hall, id| hall.place(id).map(|place| (place.attempt, place.restarts, place.world_size));
+    assert_eq!((place(&hall, 0), place(&hall, 1)), (Some((3, 0, 4)), Some((3, 0, 4))));
+    hall.fail(1, "x");
+    assert_eq!((place(&hall, 0), place(&hall, 1)), (Some((4, 1, 4)), Some((4, 1, 4))));
+}
+
+#[test]
+fn an_agent_that_can_not_start_its_ranks_goes_and_costs_a_restart() {
+    let mut hall = Hall::new((1, 2), 1);
+    [0, 1].into_iter().for_each(|id| hall.join(id));
+    let not_started = |hall: &mut Hall, id| {
+        let attempt = hall.agents.get_mut(&id).and_then(|(_, running)| running.take()).unwrap();
+        hall.say(id, FromAgent::NotStarted { attempt, why: "no interpreter".into() });
+    };
+    not_started(&mut hall, 1);
+    let failure = hall.verdict(1).unwrap().failure.as_ref().unwrap();
+    assert_eq!(failure.to_string(), "node host1: no interpreter");
+    assert_eq!(hall.place(0).map(|place| (place.attempt, place.restarts, place.world_size)), Some((1, 1, 2)));
+    hall.join(2);
+    not_started(&mut hall, 2);
+    assert_eq!(hall.verdict(0).unwrap().failure.as_ref().unwrap().to_string(), "node host2: no interpreter");
+    assert_eq!(hall.verdict(0).unwrap().setbacks.len(), 1);
+
+    // Alone, it hears the end, and what came before it.
+    let mut alone = Hall::new((1, 1), 1);
+    alone.join(0);
+    alone.fail(0, "x");
+    not_started(&mut alone, 0);
+    let verdict = alone.verdict(0).unwrap();
+    assert_eq!((verdict.restarts, verdict.setbacks.len()), (1, 1));
+}
+
+#[test]
 fn an_agent_that_is_ending_its_ranks_stops_the_others_and_is_waited_for() {
     let mut hall = Hall::new((1, 2), 0);
     [0, 1].into_iter().for_each(|id| hall.join(id));
@@ -371,7 +413,7 @@ proptest! {
         min in 1u32..4,
         more in 0u32..3,
         max_restarts in 0u32..4,
-        story in proptest::collection::vec((0u8..6, 0u64..6), 0..60),
+        story in proptest::collection::vec((0u8..8, 0u64..6), 0..60),
     ) {
         let mut hall = Hall::new((min, min + more), max_restarts);
         let mut next = 100;
@@ -381,12 +423,21 @@ proptest! {
                     hall.join(next);
                     next += 1;
                 }
+                7 => {
+                    hall.join_as(next, |it| it.attempts = id as u32 * 3);
+                    next += 1;
+                }
                 2 => hall.pass(LAST_CALL),
                 other => {
                     let Some(&id) = hall.agents.keys().nth(id as usize) else { continue };
                     match other {
                         3 => hall.lose(id),
                         4 => hall.fail(id, "x"),
+                        6 => {
+                            if let Some(attempt) = hall.agents.get_mut(&id).and_then(|(_, running)| running.take()) {
+                                hall.say(id, FromAgent::NotStarted { attempt, why: "x".into() });
+                            }
+                        }
                         _ => hall.end(id, Ended::Succeeded),
                     }
                 }
