@@ -171,7 +171,8 @@ pub(crate) struct Args {
     /// Go on from a checkpoint: `none`, `auto` (the newest whole one in --checkpoint-dir, if any), or its path
     ///
     /// Model, optimizer, step and position in the data continue, at the same number of processes bit for bit. The number of processes, --batch-size and
-    /// --grad-accum may differ from the run that saved it. A path may also be a checkpoint of PyTorch's torch.distributed.checkpoint, a Hugging Face directory or
+    /// --grad-accum may differ from the run that saved it. A checkpoint that turns out to be damaged is set aside by `auto`, as step-00000010.damaged, and an
+    /// older one taken. A path may also be a checkpoint of PyTorch's torch.distributed.checkpoint, a Hugging Face directory or
     /// file, or a .pt file; the step is then that of its optimizer, or 0 if it has none. A directory that is called auto or none is ./auto or ./none.
     #[arg(long, value_name = "auto|none|PATH", default_value = "none", value_parser = OsStringValueParser::new().map(Resume::from), help_heading = "Run")]
     pub(crate) resume: Resume,
