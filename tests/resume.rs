@@ -128,8 +128,9 @@ fn a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_an_older_one() {
     let saves = |to| ["--save-every", "2", "--checkpoint-dir", to];
     let undisturbed = train(dir.path(), 2, 8, &saves("undisturbed"), "undisturbed.jsonl");
     let want = files(&dir.path().join("undisturbed/step-00000008"));
-    // What each does to the newest checkpoint, and what is said of it.
-    let damages: [(&str, fn(&Path), &str); 4] = [
+    // What is done to the newest checkpoint, and what is said of it.
+    type Damage = (&'static str, fn(&Path), &'static str);
+    let damages: [Damage; 4] = [
         ("no-manifest", |step| fs::remove_file(step.join("checkpoint.json")).unwrap(), "checkpoint.json is missing"),
         ("half-manifest", |step| truncate(&step.join("checkpoint.json")), "checkpoint.json"),
         (
