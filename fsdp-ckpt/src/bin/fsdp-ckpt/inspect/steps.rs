@@ -84,7 +84,7 @@ pub(super) fn show(dir: &Path, steps: &[Step], as_json: bool) -> Result<()> {
             }
             State::Unfinished => "unfinished  its save goes on, or ended too early".to_string(),
             State::Damaged(error) => format!("damaged     {error}"),
-            State::SetAside => "set aside   it was damaged; nothing needs it any more".to_string(),
+            State::SetAside => "set aside   it is damaged; no run looks at it".to_string(),
         };
         writeln!(out, "  {name:<width$}  {about}")?;
     }
