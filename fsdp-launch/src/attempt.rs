@@ -67,7 +67,7 @@ pub(crate) fn run(
         drop(workers);
         orphans::end(job.launch_id);
         guard.forget();
-        outputs.finish(events, 0, &mut news);
+        outputs.finish(events, 0, None, &mut news);
         return Err(error);
     }
     JobFile::of(job, &workers).offer(temp_dir);
@@ -79,7 +79,7 @@ pub(crate) fn run(
     let ended = supervise(&mut workers, job, events, &keep, &mut tell);
     orphans::end(job.launch_id);
     news.extend(ended.news);
-    let mut interrupted = outputs.finish(events, ended.streams, &mut news).or(ended.interrupted);
+    let mut interrupted = outputs.finish(events, ended.streams, ended.interrupted, &mut news);
     while let Ok(event) = events.try_recv() {
         match event {
             Event::Interrupted(signal) => interrupted = Some(signal),

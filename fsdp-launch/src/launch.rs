@@ -25,7 +25,7 @@ use crate::{
     signals::{Event, SignalWatch},
     summary::stuck,
     supervise,
-    waiting::{Next, next},
+    waiting::{Next, Reason, next},
 };
 
 /// Bytes of a run id: it is part of the names of directories, with the host's name behind it.
@@ -79,7 +79,7 @@ struct Launch<'a> {
     restarts: u32,
     restarts_told: u32,
     /// What stopped the attempt before.
-    why: Option<String>,
+    why: Option<Reason>,
     run_dir: Option<PathBuf>,
     /// Every rank of this host, of the last attempt; none before the first.
     ranks: Vec<RankReport>,
@@ -135,11 +135,13 @@ impl<'a> Launch<'a> {
     /// The coordinator is gone, as is told by `how`: waits for another, unless that is the end.
     fn meet_again(&mut self, how: String) -> Result<Option<Outcome>> {
         // It may have said before why it goes.
-        let how = self.why.take().map_or(how.clone(), |first| format!("{first}\n  then {how}"));
-        self.why = Some(how.clone());
-        // As the coordinator counts: the loss of a host that may be missing is free.
+        let before = self.why.take();
+        let how = before.as_ref().map_or(how.clone(), |first| format!("{}\n  then {how}", first.text));
+        // As the coordinator counts: the loss of a host that may be missing is free, but a failure was to be counted, and is not when the coordinator goes.
         let (min, max) = self.spec.nnodes();
-        if min == max {
+        let costs = min == max || before.is_some_and(|first| first.costs);
+        self.why = Some(Reason { text: how.clone(), costs: false });
+        if costs {
             let allowed = self.spec.max_restarts;
             if self.restarts >= allowed {
                 let why = format!("{how}\n  that costs a restart, and all of --max-restarts {allowed} are used");
@@ -156,7 +158,7 @@ impl<'a> Launch<'a> {
     /// Starts the ranks of this host in their `place`, waits for their end, and tells how that was; an outcome if this launcher has nothing more to do.
     fn attempt(&mut self, place: &Place) -> Result<Option<Outcome>> {
         if place.attempt > 0 && self.attempts > 0 {
-            tell_restart(self.spec, place, self.why.take(), self.restarts_told);
+            tell_restart(self.spec, place, self.why.take().map(|why| why.text), self.restarts_told);
         }
         self.restarts_told = place.restarts;
         self.run_id.clone_from(&place.run_id);
@@ -175,11 +177,13 @@ impl<'a> Launch<'a> {
         };
         self.ranks = attempt.ranks;
         if let Some(why) = &mut self.why {
-            stuck(&self.ranks, None).iter().for_each(|line| *why += &format!("\n  {line}"));
+            stuck(&self.ranks, None).iter().for_each(|line| why.text += &format!("\n  {line}"));
         }
         for heard in attempt.news {
             match heard {
-                News::Said(ToAgent::Stop { why, .. }) => self.why = self.why.take().or(Some(why)),
+                News::Said(ToAgent::Stop { why: text, costs, .. }) => {
+                    self.why.get_or_insert(Reason { text, costs });
+                }
                 heard => self.pending.push_back(heard),
             }
         }
@@ -190,7 +194,7 @@ impl<'a> Launch<'a> {
             supervise::Cause::Stopped => Ended::Stopped { may_restart },
             supervise::Cause::RankFailed(first) => match self.ranks.get(first).cloned() {
                 Some(report) => {
-                    self.why.get_or_insert_with(|| Failure::Rank(report.clone()).to_string());
+                    self.why.get_or_insert_with(|| failed(&report));
                     Ended::Failed { report: Box::new(report.for_others()), may_restart }
                 }
                 None => Ended::Stopped { may_restart: false },
@@ -222,7 +226,7 @@ impl<'a> Launch<'a> {
         let (membership, why, attempt) = (&self.membership, &mut self.why, place.attempt);
         let tell = |told: Told| match told {
             Told::Failed(report) => {
-                *why = Some(Failure::Rank(report.clone()).to_string());
+                *why = Some(failed(&report));
                 membership.say(FromAgent::Failed { attempt, report: Box::new(report.for_others()) });
             }
             Told::Leaving(signal) => membership.say(FromAgent::Leaving { attempt, why: stopped_by(signal) }),
@@ -276,6 +280,11 @@ fn tell_restart(spec: &LaunchSpec, place: &Place, why: Option<String>, restarts_
         String::new()
     };
     tracing::warn!("{why}\n  starting all ranks again{count}{places}");
+}
+
+/// A rank of this host has failed.
+fn failed(report: &RankReport) -> Reason {
+    Reason { text: Failure::Rank(report.clone()).to_string(), costs: true }
 }
 
 fn stopped_by(signal: i32) -> String {

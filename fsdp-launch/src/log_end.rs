@@ -4,7 +4,7 @@ use std::{
     fmt,
     fs::File,
     io::{self, Read, Seek, SeekFrom},
-    path::{Path, PathBuf},
+    path::Path,
 };
 
 use serde::{Deserialize, Serialize};
@@ -18,7 +18,7 @@ const BYTES: u64 = 2 << 10;
 #[non_exhaustive]
 pub struct LogEnd {
     /// The file.
-    pub file: PathBuf,
+    pub file: String,
     /// Its last lines, without control characters; at most 10, and 2 KiB.
     pub lines: Vec<String>,
 }
@@ -28,9 +28,9 @@ impl LogEnd {
     pub(crate) fn of(path: &Path) -> Option<Self> {
         let text = last_bytes(path).ok()?;
         let plain = |line: &str| line.chars().filter(|c| !c.is_control() || *c == '\t').collect();
-        let mut lines: Vec<String> = text.trim_end().lines().rev().take(LINES).map(plain).collect();
+        let mut lines: Vec<String> = text.lines().rev().take(LINES).map(plain).collect();
         lines.reverse();
-        (!lines.is_empty()).then(|| LogEnd { file: path.to_owned(), lines })
+        (!lines.is_empty()).then(|| LogEnd { file: path.display().to_string(), lines })
     }
 }
 
@@ -40,14 +40,15 @@ fn last_bytes(path: &Path) -> io::Result<String> {
     file.seek(SeekFrom::Start(start))?;
     let mut bytes = Vec::new();
     file.take(BYTES).read_to_end(&mut bytes)?;
-    // A line that was cut tells little.
-    let first = if start == 0 { 0 } else { bytes.iter().position(|&byte| byte == b'\n').map_or(0, |end| end + 1) };
-    Ok(String::from_utf8_lossy(&bytes[first..]).into_owned())
+    let text = bytes.trim_ascii_end();
+    // A line that was cut tells little, unless it is the only one.
+    let first = if start == 0 { 0 } else { text.iter().position(|&byte| byte == b'\n').map_or(0, |end| end + 1) };
+    Ok(String::from_utf8_lossy(&text[first..]).into_owned())
 }
 
 impl fmt::Display for LogEnd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} ends with:", self.file.display())?;
+        write!(f, "{} ends with:", self.file)?;
         self.lines.iter().try_for_each(|line| write!(f, "\n    {line}"))
     }
 }
@@ -72,6 +73,7 @@ mod tests {
         let long = format!("{}\nend\n", "x".repeat(5000));
         assert_eq!(lines_of(long.as_bytes()).unwrap(), ["end"]);
         assert_eq!(lines_of("x".repeat(5000).as_bytes()).unwrap()[0].len(), 2048);
+        assert_eq!(lines_of(format!("Traceback\n{}\n", "x".repeat(5000)).as_bytes()).unwrap()[0].len(), 2047);
         assert_eq!(LogEnd::of(Path::new("/no/such/file")), None);
     }
 }

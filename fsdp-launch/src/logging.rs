@@ -10,7 +10,7 @@ pub(crate) fn start() {
     let filter = std::env::var("RUST_LOG").ok().and_then(|text| EnvFilter::try_new(with_warnings(&text)).ok());
     let filter = filter.unwrap_or_else(|| EnvFilter::new("warn"));
     let ansi = io::stderr().is_terminal();
-    let to_stderr = || Console::Stderr;
+    let to_stderr = || Console::Stderr.for_own_words();
     // An error of writing to stderr would be told on stderr, by a macro that panics when that fails.
     let subscriber = tracing_subscriber::fmt().log_internal_errors(false).with_writer(to_stderr);
     subscriber.with_env_filter(filter).with_ansi(ansi).without_time().init();

@@ -6,6 +6,7 @@ use std::{
     os::fd::OwnedFd,
     sync::{Arc, Once, mpsc::Receiver, mpsc::Sender},
     thread,
+    time::{Duration, Instant},
 };
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -16,6 +17,9 @@ use crate::{Error, Result, rendezvous::News, signals::Event};
 
 /// A line longer than this is printed in pieces, each a line of its own.
 const LONGEST_LINE: usize = 64 << 10;
+
+/// How long the reader of a launcher that was asked to end may take for what is left.
+const LAST_WORDS: Duration = Duration::from_secs(5);
 
 /// The streams that are being printed, each by a thread.
 pub(crate) struct Outputs {
@@ -59,24 +63,30 @@ impl Outputs {
     }
 
     /// After the ranks have ended: waits until all they wrote is printed, or a signal, which is returned, says that nobody wants to wait for a reader that has
-    /// stalled. What is heard of other hosts goes to `news`.
+    /// stalled; if one had said so `before`, not for long. What is heard of other hosts goes to `news`.
     pub(crate) fn finish(
         mut self,
         events: &Receiver<Event>,
         mut ended_before: usize,
+        before: Option<i32>,
         news: &mut Vec<News>,
     ) -> Option<i32> {
         self.ranks_live = None;
+        let until = before.map(|_| Instant::now() + LAST_WORDS);
         while ended_before < self.open {
-            match events.recv() {
-                Ok(Event::OutputEnded) => ended_before += 1,
-                Ok(Event::ChildEnded) => {}
-                Ok(Event::News(heard)) => news.push(heard),
-                Ok(Event::Interrupted(signal)) => return Some(signal),
-                Err(_) => return None,
+            let event = match until {
+                Some(until) => events.recv_timeout(until.saturating_duration_since(Instant::now())).ok(),
+                None => events.recv().ok(),
+            };
+            match event {
+                Some(Event::OutputEnded) => ended_before += 1,
+                Some(Event::ChildEnded) => {}
+                Some(Event::News(heard)) => news.push(heard),
+                Some(Event::Interrupted(signal)) => return Some(signal),
+                None => break,
             }
         }
-        None
+        before
     }
 }
 

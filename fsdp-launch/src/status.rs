@@ -43,7 +43,7 @@ pub struct RunStatus {
     /// What the launcher waits for, if it can't start ranks yet: the coordinator, or other hosts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub waiting: Option<String>,
-    /// How often ranks were started before: `TORCHELASTIC_RESTART_COUNT`.
+    /// How often ranks were started before: `FSDP_ATTEMPT`.
     pub attempt: u32,
     /// How many of the restarts that are allowed were used.
     pub restarts: u32,

@@ -150,10 +150,10 @@ pub(crate) fn supervise(
         }
         match shutdown.overdue() {
             Some(Request::Terminate) => {
-                tracing::warn!(
-                    "not all processes of the ranks ended within {grace:?} after they were asked to: killing them"
-                );
                 shutdown.send(Request::Kill);
+                tracing::warn!(
+                    "not all processes of the ranks ended within {grace:?} after they were asked to: killed them"
+                );
             }
             Some(Request::Kill) => break,
             None => {}

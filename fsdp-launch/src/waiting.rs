@@ -4,7 +4,7 @@ use std::{
     collections::VecDeque,
     fmt,
     sync::mpsc::{Receiver, RecvTimeoutError},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use crate::{
@@ -25,16 +25,25 @@ pub(crate) enum Next {
     Interrupted(i32),
 }
 
+/// What stopped an attempt.
+pub(crate) struct Reason {
+    /// As it is told to the user.
+    pub(crate) text: String,
+    /// It costs a restart.
+    pub(crate) costs: bool,
+}
+
 /// Waits for the coordinator's word; `pending` was heard before. What stopped the attempt, if it was not known, is put into `why`. What is waited for is
 /// shown to `fsdp-launch status` by `show`, and told to the user when it takes long.
 pub(crate) fn next(
     spec: &LaunchSpec,
     pending: &mut VecDeque<News>,
-    why: &mut Option<String>,
+    why: &mut Option<Reason>,
     events: &Receiver<Event>,
     show: impl Fn(&str),
 ) -> Next {
     let mut patience = PATIENCE;
+    let mut tell_at = Instant::now() + patience;
     let endpoint = spec.rendezvous.as_ref().map(|meeting| &meeting.endpoint);
     let mut waiting = endpoint.map(|at| Waiting { at, what: What::Rendezvous(None) });
     let change = |waiting: &mut Option<Waiting<'_>>, what| {
@@ -46,7 +55,7 @@ pub(crate) fn next(
     loop {
         let event = match pending.pop_front() {
             Some(news) => Ok(Event::News(news)),
-            None => events.recv_timeout(patience),
+            None => events.recv_timeout(tell_at.saturating_duration_since(Instant::now())),
         };
         match event {
             Ok(Event::News(News::Said(ToAgent::Start(place)))) => return Next::Start(place),
@@ -62,8 +71,8 @@ pub(crate) fn next(
             }
             Ok(Event::News(News::NotYet(error))) => change(&mut waiting, What::Rendezvous(Some(error))),
             // The ranks of this host had succeeded.
-            Ok(Event::News(News::Said(ToAgent::Stop { why: told, .. }))) => {
-                why.get_or_insert(told);
+            Ok(Event::News(News::Said(ToAgent::Stop { why: text, costs, .. }))) => {
+                why.get_or_insert(Reason { text, costs });
             }
             Ok(Event::Interrupted(signal)) => return Next::Interrupted(signal),
             Ok(Event::News(News::Said(ToAgent::Ping)) | Event::ChildEnded | Event::OutputEnded) => {}
@@ -72,6 +81,7 @@ pub(crate) fn next(
                     tracing::warn!("{waiting}");
                 }
                 patience = patience.saturating_mul(2);
+                tell_at += patience;
             }
             // We hold a sender ourselves.
             Err(RecvTimeoutError::Disconnected) => {

@@ -114,6 +114,11 @@ enum Why {
 }
 
 impl Why {
+    /// A restart.
+    fn costs(&self) -> bool {
+        matches!(self, Why::Failed(..) | Why::Lost(_, false))
+    }
+
     fn told_by(&self) -> Option<AgentId> {
         if let Why::Failed(_, told_by) = self { Some(*told_by) } else { None }
     }
@@ -337,7 +342,7 @@ impl Coordinator {
                 State::Running => {}
                 State::Ready | State::Stuck => continue,
             }
-            self.out.push((id, ToAgent::Stop { attempt, why: text.clone() }));
+            self.out.push((id, ToAgent::Stop { attempt, why: text.clone(), costs: why.costs() }));
         }
         self.phase = Phase::Stopping { why, since: now };
     }

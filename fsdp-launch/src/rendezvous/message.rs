@@ -81,8 +81,8 @@ pub(crate) enum ToAgent {
     Waiting { there: String, nnodes: (u32, u32) },
     /// Start your ranks.
     Start(Place),
-    /// End your ranks.
-    Stop { attempt: u32, why: String },
+    /// End your ranks; `costs` a restart, if the coordinator lives to count it.
+    Stop { attempt: u32, why: String, costs: bool },
     /// All is over. The last message.
     End(Box<Verdict>),
     /// It is alive.

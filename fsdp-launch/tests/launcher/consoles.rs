@@ -2,13 +2,16 @@
 
 use std::{
     fs,
-    io::{self, Read},
+    io::{self, Read, Write},
     process::{Command, Stdio},
     thread::sleep,
     time::{Duration, Instant},
 };
 
-use rustix::io::ioctl_fionread;
+use rustix::{
+    io::ioctl_fionread,
+    process::{Pid, Signal, kill_process},
+};
 
 use crate::{Running, TIMEOUT, hear_signals};
 
@@ -96,4 +99,25 @@ fn a_programs_filter_leaves_the_launchers_warnings() {
         told.contains("starting all ranks again")
     };
     assert!(warned("foo=debug") && warned("") && !warned("off") && !warned("fsdp_launch=error"));
+}
+
+#[test]
+fn a_console_that_nobody_reads_delays_no_end() {
+    // Full, and read by nobody.
+    let (reader, mut writer) = io::pipe().unwrap();
+    rustix::io::ioctl_fionbio(&writer, true).unwrap();
+    while writer.write(&[b'x'; 4096]).is_ok() {}
+    rustix::io::ioctl_fionbio(&writer, false).unwrap();
+    let script = "[ $RANK = 1 ] && exit 3; trap '' TERM; while :; do sleep 0.02; done";
+    let args = ["--nproc-per-node=2", "--shutdown-timeout=0.2", "sh", "-c", script];
+    assert_eq!(command().args(args).stderr(writer.try_clone().unwrap()).status().unwrap().code(), Some(3));
+
+    // The ranks too have much to say.
+    let mut launcher = command();
+    launcher.args(["--shutdown-timeout=0.2", "yes"]).stdout(writer.try_clone().unwrap()).stderr(writer);
+    let mut launcher = launcher.spawn().unwrap();
+    sleep(Duration::from_millis(300));
+    kill_process(Pid::from_child(&launcher), Signal::TERM).unwrap();
+    assert_eq!(launcher.wait().unwrap().code(), Some(143));
+    drop(reader);
 }

@@ -295,10 +295,11 @@ fn a_new_coordinator_ends_its_ranks_for_one_that_counted_further() {
         agents_of("--nnodes=1:2 --nproc-per-node=1 --max-restarts=9 --rdzv-conf=last_call_timeout=0.5", free_port());
     let dir = tempfile::tempdir().unwrap();
     let enough = dir.path().join("enough");
-    let enough = enough.display();
+    let (enough, other) = (enough.display(), dir.path().join("other"));
+    let other = other.display();
     let script = format!(
-        "trap 'sleep 2; exit 1' TERM; echo world $WORLD_SIZE attempt $FSDP_ATTEMPT; \
-         if [ $FSDP_ATTEMPT = 0 ] && [ $WORLD_SIZE = 2 ]; then exit 5; fi; until [ -e {enough} ]; do sleep 0.02; done"
+        "echo world $WORLD_SIZE attempt $FSDP_ATTEMPT; case $WORLD_SIZE$FSDP_ATTEMPT in 20) exit 5;; \
+         21) trap 'until [ -e {other} ]; do sleep 0.02; done; exit 1' TERM;; esac; until [ -e {enough} ]; do sleep 0.02; done"
     );
     let first = start_first(&options, &[], &script);
     let second = start(&options, &[], &script);
@@ -306,11 +307,33 @@ fn a_new_coordinator_ends_its_ranks_for_one_that_counted_further() {
     first.signal(Signal::KILL);
     let third = start(&options, &[], &script);
     third.wait_for("world 1 attempt 0", 1);
+    fs::write(dir.path().join("other"), "").unwrap();
     [&second, &third].into_iter().for_each(|agent| agent.wait_for("world 2 attempt 2", 1));
     fs::write(dir.path().join("enough"), "").unwrap();
     for (code, text) in [second, third].map(Agent::finish) {
         assert_eq!(code, Some(0), "{text}");
     }
+}
+
+#[test]
+fn a_host_of_the_rendezvous_that_can_not_start_its_ranks_costs_restarts_too() {
+    let options =
+        agents_of("--nnodes=1:2 --nproc-per-node=1 --max-restarts=1 --rdzv-conf=last_call_timeout=0.5", free_port());
+    let guest =
+        start(&options, &["--rdzv-conf=is_host=false,last_call_timeout=0.5"], "echo attempt $FSDP_ATTEMPT; sleep 300");
+    let dir = tempfile::tempdir().unwrap();
+    let program = executable(dir.path().join("program"), "#!/no/such/interpreter\n").display().to_string();
+    let host = |()| {
+        let mut args: Vec<&str> = options.iter().map(String::as_str).collect();
+        args.extend(["--rdzv-conf=is_host=true,last_call_timeout=30", &program]);
+        let (code, _, stderr) = finish(&mut launcher(&args));
+        assert!(code == Some(1) && stderr.contains("could not be started"), "{stderr}");
+    };
+    host(());
+    host(());
+    let (code, text) = guest.finish();
+    assert!(code == Some(1) && text.contains("could not be started"), "{text}");
+    assert!(text.contains("restarts used: 1 of at most 1"), "{text}");
 }
 
 #[test]

@@ -267,7 +267,11 @@ fn who_had_succeeded_is_told_why_all_start_again() {
     hall.end(0, Ended::Succeeded);
     hall.fail(1, "x");
     let heard = &hall.agents[&0].0;
-    assert!(heard.iter().any(|it| matches!(it, ToAgent::Stop { attempt: 0, why } if why.contains("failed first"))));
+    assert!(
+        heard
+            .iter()
+            .any(|it| matches!(it, ToAgent::Stop { attempt: 0, why, costs: true } if why.contains("failed first")))
+    );
     assert!(hall.is_running(0) && hall.is_running(1));
 }
 
