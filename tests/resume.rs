@@ -196,3 +196,34 @@ fn a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew() {
         assert_eq!(names(&root), ["step-00000002.damaged", "step-00000004.damaged"]);
     }
 }
+
+#[test]
+fn what_is_not_damaged_is_neither_set_aside_nor_passed_over() {
+    let dir = tempfile::tempdir().unwrap();
+    let saves = ["--save-every", "2", "--checkpoint-dir", "saved"];
+    train(dir.path(), 2, 4, &saves, "first.jsonl");
+    let root = dir.path().join("saved");
+    let model = golden("llama_tiny");
+    let args = ["--model", model.to_str().unwrap(), "--data", "tokens.bin", "--seq-len", "32", "--resume", "auto"];
+    let args = [&args[..], &saves, &["--steps", "6", "--batch-size", "6"]].concat();
+    let refused = |parts: &[&str]| {
+        let before = names(&root);
+        let stderr = launch(2, "train", &args, dir.path()).failed();
+        parts.iter().for_each(|part| assert!(stderr.contains(part), "{part:?} not in\n{stderr}"));
+        assert_eq!(names(&root), before);
+    };
+    // Another program's model under the name of the next save.
+    fs::create_dir(root.join("step-00000006")).unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        fs::copy(model.join(file), root.join("step-00000006").join(file)).unwrap();
+    }
+    refused(&["step-00000006 is in the way of the checkpoint that this run saves at step 6"]);
+    fs::remove_dir_all(root.join("step-00000006")).unwrap();
+
+    // A newer program's checkpoint, which may be better than the one that can be read.
+    let manifest = root.join("step-00000004/checkpoint.json");
+    let mut json: Value = serde_json::from_slice(&fs::read(&manifest).unwrap()).unwrap();
+    json["version"] = 1000.into();
+    fs::write(&manifest, json.to_string()).unwrap();
+    refused(&["saved/step-00000004 can't be read, which does not mean that it is damaged", "1000", "--resume"]);
+}

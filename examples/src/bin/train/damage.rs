@@ -12,6 +12,14 @@ pub(crate) fn is_damage(error: &anyhow::Error) -> bool {
     error.chain().filter_map(|cause| cause.downcast_ref()).any(fsdp_ckpt::Error::is_damage)
 }
 
+/// Whether there is something whole that `train` has not saved, as a model of Hugging Face's. Without its manifest a checkpoint of ours reads like one of PyTorch's, so
+/// the names of its files decide too.
+pub(crate) fn is_of_another_program(path: &Path) -> bool {
+    let is_shard = |entry: std::fs::DirEntry| entry.file_name().to_string_lossy().starts_with("shard-");
+    let has_shards = std::fs::read_dir(path).is_ok_and(|entries| entries.flatten().any(is_shard));
+    !has_shards && fsdp_ckpt::open(path).is_ok()
+}
+
 /// Renames a damaged checkpoint. `why` says what is wrong with it. One rank calls it, while the others wait for what comes of it.
 pub(crate) fn set_aside(path: &Path, why: &str) -> anyhow::Result<()> {
     let moved =
@@ -39,6 +47,16 @@ pub(crate) fn check_something_is_left(dir: &Path, found: &Survey) -> anyhow::Res
         "--resume auto: no checkpoint in {} can be used ({}); put a good one there, or move these away, or pass another --checkpoint-dir, to begin anew",
         dir.display(),
         lost.join("; ")
+    );
+}
+
+/// Fails when a checkpoint newer than the one to go on from can't be read for another reason than damage: it may be whole, and what was trained since would be lost.
+pub(crate) fn check_no_newer_is_whole(found: &Survey) -> anyhow::Result<()> {
+    let Some((path, error)) = found.skipped.iter().find(|(_, error)| !error.is_damage()) else { return Ok(()) };
+    bail!(
+        "--resume auto: {} can't be read, which does not mean that it is damaged: {}; mend that, move it away, or pass the path of the one to go on from to --resume",
+        path.display(),
+        in_words(error)
     );
 }
 

@@ -101,6 +101,7 @@ fn check(args: &Args, world: &World) -> anyhow::Result<Option<String>> {
         (Resume::Auto, Some(dir)) => {
             let found = fsdp_ckpt::survey(dir)?;
             damage::check_something_is_left(dir, &found)?;
+            damage::check_no_newer_is_whole(&found)?;
             found
         }
     };
@@ -135,7 +136,7 @@ fn check(args: &Args, world: &World) -> anyhow::Result<Option<String>> {
 }
 
 /// Nothing may have the name of a checkpoint that the run is going to save; the one that it goes on from is not saved again. What `--resume auto` has
-/// `skipped` because it is damaged is set aside if it has.
+/// `skipped` because it is damaged is set aside if it has. What another program saved is not ours to move.
 fn clear_targets(
     dir: &Path,
     start: usize,
@@ -148,9 +149,10 @@ fn clear_targets(
         step == last || (args.save_every > 0 && start < step && step < last && step.is_multiple_of(args.save_every))
     };
     let saves_as = |path: &Path| step_of(path.file_name()?.to_str()?).filter(|&step| saves(step));
-    let (aside, left): (Vec<_>, Vec<_>) = skipped
-        .into_iter()
-        .partition(|(path, error)| args.resume == Resume::Auto && saves_as(path).is_some() && error.is_damage());
+    let (aside, left): (Vec<_>, Vec<_>) = skipped.into_iter().partition(|(path, error)| {
+        let is_damaged = error.is_damage() && !damage::is_of_another_program(path);
+        args.resume == Resume::Auto && saves_as(path).is_some() && is_damaged
+    });
     let entries = match std::fs::read_dir(dir) {
         Err(error) if error.kind() == ErrorKind::NotFound => None,
         entries => Some(entries.with_context(|| format!("can't list {}", dir.display()))?),
