@@ -116,11 +116,15 @@ impl Write for OwnWords {
 
 /// Waits until something can be written; an error after `until`.
 fn wait_for_room(stream: BorrowedFd<'_>, until: Option<Instant>) -> io::Result<()> {
-    let left = until.map(|until| until.saturating_duration_since(Instant::now()));
-    let left = left.and_then(|left| Timespec::try_from(left).ok());
-    match poll(&mut [PollFd::from_borrowed_fd(stream, PollFlags::OUT)], left.as_ref()) {
-        Ok(0) => Err(io::ErrorKind::TimedOut.into()),
-        Ok(_) | Err(Errno::INTR) => Ok(()),
-        Err(error) => Err(error.into()),
+    loop {
+        let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+        let left = left.and_then(|left| Timespec::try_from(left).ok());
+        match poll(&mut [PollFd::from_borrowed_fd(stream, PollFlags::OUT)], left.as_ref()) {
+            Ok(0) => return Err(io::ErrorKind::TimedOut.into()),
+            Ok(_) => return Ok(()),
+            // Ranks that end interrupt it too.
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
     }
 }
