@@ -19,7 +19,7 @@ use crate::{Running, TIMEOUT, hear_signals};
 fn command() -> Command {
     hear_signals();
     let mut command = Command::new("timeout");
-    command.args(["-k", "5"]).arg(TIMEOUT.as_secs().to_string()).arg(assert_cmd::cargo::cargo_bin!("fsdp-launch"));
+    command.args(["-k", "30"]).arg(TIMEOUT.as_secs().to_string()).arg(assert_cmd::cargo::cargo_bin!("fsdp-launch"));
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).env_remove("RUST_LOG");
     command
 }
