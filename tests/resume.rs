@@ -171,28 +171,28 @@ fn a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_an_older_one() {
     assert!(files(&flipped.join("step-00000010")) == files(&dir.path().join("direct/step-00000010")));
 }
 
+const SAVES: [&str; 4] = ["--save-every", "2", "--checkpoint-dir", "saved"];
+
+/// A run of six steps that resumes by itself in `dir` is refused in these words.
+fn refused(dir: &Path, parts: &[&str]) {
+    let model = golden("llama_tiny");
+    let args = ["--model", model.to_str().unwrap(), "--data", "tokens.bin", "--seq-len", "32", "--resume", "auto"];
+    let stderr =
+        launch(2, "train", &[&args[..], &SAVES, &["--steps", "6", "--batch-size", "6"]].concat(), dir).failed();
+    parts.iter().for_each(|part| assert!(stderr.contains(part), "{part:?} not in\n{stderr}"));
+}
+
 #[test]
 fn a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew() {
     let dir = tempfile::tempdir().unwrap();
-    let saves = ["--save-every", "2", "--checkpoint-dir", "saved"];
-    train(dir.path(), 2, 4, &saves, "first.jsonl");
+    train(dir.path(), 2, 4, &SAVES, "first.jsonl");
     let root = dir.path().join("saved");
     flip(&root.join("step-00000002"));
     flip(&root.join("step-00000004"));
-    let model = golden("llama_tiny");
-    let args = ["--model", model.to_str().unwrap(), "--data", "tokens.bin", "--seq-len", "32", "--resume", "auto"];
-    let args = [&args[..], &saves, &["--steps", "6", "--batch-size", "6"]].concat();
     // Also when it is started again, with nothing but what was set aside.
     for _ in 0..2 {
-        let stderr = launch(2, "train", &args, dir.path()).failed();
-        for part in [
-            "no checkpoint in saved can be used",
-            "saved/step-00000002.damaged: set aside",
-            "saved/step-00000004.damaged: set aside",
-            "another --checkpoint-dir",
-        ] {
-            assert!(stderr.contains(part), "{part:?} not in\n{stderr}");
-        }
+        let aside = ["saved/step-00000002.damaged: set aside", "saved/step-00000004.damaged: set aside"];
+        refused(dir.path(), &["no checkpoint in saved can be used", aside[0], aside[1], "another --checkpoint-dir"]);
         assert_eq!(names(&root), ["step-00000002.damaged", "step-00000004.damaged"]);
     }
 }
@@ -200,24 +200,17 @@ fn a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew() {
 #[test]
 fn what_is_not_damaged_is_neither_set_aside_nor_passed_over() {
     let dir = tempfile::tempdir().unwrap();
-    let saves = ["--save-every", "2", "--checkpoint-dir", "saved"];
-    train(dir.path(), 2, 4, &saves, "first.jsonl");
+    train(dir.path(), 2, 4, &SAVES, "first.jsonl");
     let root = dir.path().join("saved");
     let model = golden("llama_tiny");
-    let args = ["--model", model.to_str().unwrap(), "--data", "tokens.bin", "--seq-len", "32", "--resume", "auto"];
-    let args = [&args[..], &saves, &["--steps", "6", "--batch-size", "6"]].concat();
-    let refused = |parts: &[&str]| {
-        let before = names(&root);
-        let stderr = launch(2, "train", &args, dir.path()).failed();
-        parts.iter().for_each(|part| assert!(stderr.contains(part), "{part:?} not in\n{stderr}"));
-        assert_eq!(names(&root), before);
-    };
     // Another program's model under the name of the next save.
     fs::create_dir(root.join("step-00000006")).unwrap();
     for file in ["config.json", "model.safetensors"] {
         fs::copy(model.join(file), root.join("step-00000006").join(file)).unwrap();
     }
-    refused(&["step-00000006 is in the way of the checkpoint that this run saves at step 6"]);
+    let before = names(&root);
+    refused(dir.path(), &["step-00000006 is in the way of the checkpoint that this run saves at step 6"]);
+    assert_eq!(names(&root), before);
     fs::remove_dir_all(root.join("step-00000006")).unwrap();
 
     // A newer program's checkpoint, which may be better than the one that can be read.
@@ -225,5 +218,7 @@ fn what_is_not_damaged_is_neither_set_aside_nor_passed_over() {
     let mut json: Value = serde_json::from_slice(&fs::read(&manifest).unwrap()).unwrap();
     json["version"] = 1000.into();
     fs::write(&manifest, json.to_string()).unwrap();
-    refused(&["saved/step-00000004 can't be read, which does not mean that it is damaged", "1000", "--resume"]);
+    let told = "saved/step-00000004 can't be read, which does not mean that it is damaged";
+    refused(dir.path(), &[told, "1000", "--resume"]);
+    assert_eq!(names(&root), ["step-00000002", "step-00000004"]);
 }

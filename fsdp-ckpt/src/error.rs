@@ -240,6 +240,11 @@ pub enum Error {
 }
 
 impl Error {
+    /// It and its causes in one line.
+    pub fn with_causes(&self) -> String {
+        chain(self)
+    }
+
     /// Whether it says that a checkpoint is not as it was written: bytes that changed, files that are missing or too short. It is not damage when the
     /// system or a store refuses something, when a checkpoint is of a newer version, or when it is another model's.
     pub fn is_damage(&self) -> bool {

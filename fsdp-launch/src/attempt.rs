@@ -11,7 +11,7 @@ use fsdp_core::heartbeat::Age;
 use rustix::process::Pid;
 
 use crate::{
-    RankReport, Result, cores,
+    Console, RankReport, Result, cores,
     environment::{Job, hostname},
     error_file::read_message,
     guard::Guard,
@@ -19,7 +19,7 @@ use crate::{
     log_end::LogEnd,
     logs::{Destination, destinations, hidden_stderr},
     orphans,
-    output::{Outputs, To},
+    output::Outputs,
     rendezvous::News,
     signals::Event,
     supervise::{Cause, Sign, supervise},
@@ -115,10 +115,10 @@ fn start(job: &Job<'_>, guard: &mut Guard, workers: &mut Vec<Worker>, outputs: &
         workers.push(worker);
         let prefix = spec.logs.line_prefix.of(&spec.role, job.rank(rank), rank);
         if let Some(stream) = stdout {
-            outputs.forward(rank, &prefix, stream.into(), To::Stdout, stdout_copy)?;
+            outputs.forward(rank, &prefix, stream.into(), Console::Stdout, stdout_copy)?;
         }
         if let Some(stream) = stderr {
-            outputs.forward(rank, &prefix, stream.into(), To::Stderr, stderr_copy)?;
+            outputs.forward(rank, &prefix, stream.into(), Console::Stderr, stderr_copy)?;
         }
     }
     Ok(())

@@ -3,14 +3,14 @@
 use std::{
     io::{self, Write},
     os::fd::BorrowedFd,
-    sync::{Mutex, PoisonError, TryLockError},
+    sync::{Mutex, MutexGuard, PoisonError, TryLockError},
     thread,
     time::{Duration, Instant},
 };
 
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
-    io::{Errno, write},
+    io::{Errno, retry_on_intr, write},
     pipe::PIPE_BUF,
     stdio,
 };
@@ -32,7 +32,7 @@ impl Console {
     /// Writes a line of the launcher's own, and is content if nobody reads it: that must change neither what the launcher does nor its exit code, and not
     /// stop it for longer than a second.
     pub fn tell(self, line: &str) {
-        self.offer(format!("{line}\n").as_bytes()).ok();
+        self.put(format!("{line}\n").as_bytes(), Some(Instant::now() + LONGEST)).ok();
     }
 
     /// Where [`tell`](Self::tell) writes.
@@ -49,30 +49,39 @@ impl Console {
         }
     }
 
-    fn offer(self, mut bytes: &[u8]) -> io::Result<()> {
-        let until = Instant::now() + LONGEST;
+    /// With `until` it gives up then, and never waits in the write itself.
+    fn put(self, mut bytes: &[u8], until: Option<Instant>) -> io::Result<()> {
         let (lock, stream) = self.stream();
-        // Who has it may wait for the reader.
-        let _guard = loop {
-            match lock.try_lock() {
-                Ok(guard) => break guard,
-                Err(TryLockError::Poisoned(poisoned)) => break poisoned.into_inner(),
-                Err(TryLockError::WouldBlock) if Instant::now() >= until => return Err(io::ErrorKind::TimedOut.into()),
-                Err(TryLockError::WouldBlock) => thread::sleep(Duration::from_millis(5)),
-            }
-        };
+        let _guard = take(lock, until)?;
         while !bytes.is_empty() {
-            wait_for_room(stream, Some(until))?;
             // So much is taken without waiting where there is room.
-            let (now, _) = bytes.split_at(bytes.len().min(PIPE_BUF));
-            match write(stream, now) {
+            let most = if until.is_some() { PIPE_BUF } else { usize::MAX };
+            if until.is_some() {
+                wait_for_room(stream, until)?;
+            }
+            match write(stream, &bytes[..bytes.len().min(most)]) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(written) => bytes = &bytes[written..],
-                Err(Errno::INTR | Errno::AGAIN) => {}
+                Err(Errno::INTR) => {}
+                // `EWOULDBLOCK` is the same number.
+                Err(Errno::AGAIN) => wait_for_room(stream, until)?,
                 Err(error) => return Err(error.into()),
             }
         }
         Ok(())
+    }
+}
+
+/// Who has the lock may wait for the reader.
+fn take(lock: &'static Mutex<()>, until: Option<Instant>) -> io::Result<MutexGuard<'static, ()>> {
+    let Some(until) = until else { return Ok(lock.lock().unwrap_or_else(PoisonError::into_inner)) };
+    loop {
+        match lock.try_lock() {
+            Ok(guard) => return Ok(guard),
+            Err(TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) if Instant::now() >= until => return Err(io::ErrorKind::TimedOut.into()),
+            Err(TryLockError::WouldBlock) => thread::sleep(Duration::from_millis(5)),
+        }
     }
 }
 
@@ -81,20 +90,8 @@ impl Write for Console {
         self.write_all(bytes).map(|()| bytes.len())
     }
 
-    fn write_all(&mut self, mut bytes: &[u8]) -> io::Result<()> {
-        let (lock, stream) = self.stream();
-        let _guard = lock.lock().unwrap_or_else(PoisonError::into_inner);
-        while !bytes.is_empty() {
-            match write(stream, bytes) {
-                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(written) => bytes = &bytes[written..],
-                Err(Errno::INTR) => {}
-                // `EWOULDBLOCK` is the same number.
-                Err(Errno::AGAIN) => wait_for_room(stream, None)?,
-                Err(error) => return Err(error.into()),
-            }
-        }
-        Ok(())
+    fn write_all(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.put(bytes, None)
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -106,7 +103,7 @@ struct OwnWords(Console);
 
 impl Write for OwnWords {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.offer(bytes).map(|()| bytes.len())
+        self.0.put(bytes, Some(Instant::now() + LONGEST)).map(|()| bytes.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -116,15 +113,11 @@ impl Write for OwnWords {
 
 /// Waits until something can be written; an error after `until`.
 fn wait_for_room(stream: BorrowedFd<'_>, until: Option<Instant>) -> io::Result<()> {
-    loop {
+    // Ranks that end interrupt it.
+    let ready = retry_on_intr(|| {
         let left = until.map(|until| until.saturating_duration_since(Instant::now()));
         let left = left.and_then(|left| Timespec::try_from(left).ok());
-        match poll(&mut [PollFd::from_borrowed_fd(stream, PollFlags::OUT)], left.as_ref()) {
-            Ok(0) => return Err(io::ErrorKind::TimedOut.into()),
-            Ok(_) => return Ok(()),
-            // Ranks that end interrupt it too.
-            Err(Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
-        }
-    }
+        poll(&mut [PollFd::from_borrowed_fd(stream, PollFlags::OUT)], left.as_ref())
+    })?;
+    if ready == 0 { Err(io::ErrorKind::TimedOut.into()) } else { Ok(()) }
 }

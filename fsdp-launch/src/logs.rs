@@ -9,6 +9,9 @@ use std::{
 
 use crate::{Error, LogSpec, Result};
 
+const STDOUT: &str = "stdout.log";
+const STDERR: &str = "stderr.log";
+
 /// Where one stream of a rank goes.
 pub(crate) enum Destination {
     Console,
@@ -67,28 +70,54 @@ pub(crate) fn create_attempt_dir(run_dir: &Path, restart_count: u32, ranks: usiz
     Ok(dir)
 }
 
+/// What becomes of one stream of a rank.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Route {
+    Console,
+    File,
+    Both,
+    Nowhere,
+}
+
+/// For `rank`'s stdout and stderr; files are in the attempt's directory, if it has one.
+fn routes(spec: &LogSpec, has_dir: bool, rank: usize) -> [Route; 2] {
+    let (redirect, tee, shown) = (spec.redirects.of(rank), spec.tee.of(rank), spec.local_ranks_filter.shows(rank));
+    [(redirect.stdout, tee.stdout), (redirect.stderr, tee.stderr)].map(|(redirect, tee)| {
+        match (has_dir && (redirect || tee), shown) {
+            (true, true) if tee => Route::Both,
+            (true, _) => Route::File,
+            (false, true) => Route::Console,
+            (false, false) => Route::Nowhere,
+        }
+    })
+}
+
 /// Where `rank`'s stdout and stderr go; `dir` is the attempt's.
 pub(crate) fn destinations(spec: &LogSpec, dir: Option<&Path>, rank: usize) -> Result<[Destination; 2]> {
-    let (redirect, tee, shown) = (spec.redirects.of(rank), spec.tee.of(rank), spec.local_ranks_filter.shows(rank));
-    let destination = |redirect: bool, tee: bool, name: &str| {
-        let Some(dir) = dir.filter(|_| redirect || tee) else {
-            return Ok(if shown { Destination::Console } else { Destination::Nowhere });
-        };
-        let path = dir.join(rank.to_string()).join(name);
-        let file = OpenOptions::new().create(true).append(true).open(&path).map_err(failed(&path))?;
-        Ok(if tee && shown { Destination::Both(file) } else { Destination::File(file) })
+    let open = |name: &str| {
+        let path = dir.map(|dir| log_file(dir, rank, name)).unwrap_or_default();
+        OpenOptions::new().create(true).append(true).open(&path).map_err(failed(&path))
     };
-    Ok([
-        destination(redirect.stdout, tee.stdout, "stdout.log")?,
-        destination(redirect.stderr, tee.stderr, "stderr.log")?,
-    ])
+    let destination = |route, name| {
+        Ok(match route {
+            Route::Console => Destination::Console,
+            Route::File => Destination::File(open(name)?),
+            Route::Both => Destination::Both(open(name)?),
+            Route::Nowhere => Destination::Nowhere,
+        })
+    };
+    let [stdout, stderr] = routes(spec, dir.is_some(), rank);
+    Ok([destination(stdout, STDOUT)?, destination(stderr, STDERR)?])
 }
 
 /// The file of `rank`'s stderr, where the user sees nothing of it elsewhere.
 pub(crate) fn hidden_stderr(spec: &LogSpec, dir: Option<&Path>, rank: usize) -> Option<PathBuf> {
-    let (redirect, tee, shown) = (spec.redirects.of(rank), spec.tee.of(rank), spec.local_ranks_filter.shows(rank));
-    let is_hidden = (redirect.stderr || tee.stderr) && !(tee.stderr && shown);
-    dir.filter(|_| is_hidden).map(|dir| dir.join(rank.to_string()).join("stderr.log"))
+    let [_, stderr] = routes(spec, dir.is_some(), rank);
+    dir.filter(|_| stderr == Route::File).map(|dir| log_file(dir, rank, STDERR))
+}
+
+fn log_file(dir: &Path, rank: usize, name: &str) -> PathBuf {
+    dir.join(rank.to_string()).join(name)
 }
 
 fn failed(path: &Path) -> impl FnOnce(io::Error) -> Error {

@@ -11,9 +11,7 @@ use std::{
 
 use rustix::event::{PollFd, PollFlags, poll};
 
-/// Which of our own streams a rank's stream goes to.
-pub(crate) use crate::console::Console as To;
-use crate::{Error, Result, rendezvous::News, signals::Event};
+use crate::{Console, Error, Result, rendezvous::News, signals::Event};
 
 /// A line longer than this is printed in pieces, each a line of its own.
 const LONGEST_LINE: usize = 64 << 10;
@@ -42,7 +40,7 @@ impl Outputs {
         rank: usize,
         prefix: &str,
         source: OwnedFd,
-        to: To,
+        to: Console,
         copy: Option<File>,
     ) -> Result<()> {
         let lines = Lines::behind(prefix);
@@ -94,7 +92,7 @@ fn print_lines(
     source: &mut File,
     ranks_gone: &PipeReader,
     mut lines: Lines,
-    mut to: To,
+    mut to: Console,
     mut copy: Option<File>,
 ) -> io::Result<()> {
     let mut chunk = vec![0; 16 << 10];
@@ -142,7 +140,7 @@ fn print_lines(
 }
 
 /// Says once that there is no console any more.
-fn tell_of_loss(to: To, error: &io::Error) {
+fn tell_of_loss(to: Console, error: &io::Error) {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         tracing::warn!("what the ranks print is no longer shown, only kept in the log files: {to:?}: {error}")

@@ -277,6 +277,35 @@ fn earlier_of(first: usize, failed: &[(usize, End)], job: &Job<'_>) -> usize {
 mod tests {
     use super::*;
 
+    /// What ends ranks that would go on, and what does not.
+    #[test]
+    fn the_coordinators_last_words_end_the_ranks() {
+        use std::process::Stdio;
+        let dir = tempfile::tempdir().unwrap();
+        let mut spec = crate::LaunchSpec::new("/bin/sleep", 1);
+        spec.args = vec!["1000".into()];
+        let place = crate::rendezvous::Place::alone("r", 1, 1);
+        let job = Job { spec: &spec, place: &place, launch_id: "id", log_dir: None, error_dir: dir.path() };
+        let verdict = crate::rendezvous::Verdict { failure: None, setbacks: Vec::new(), restarts: 0 };
+        let stop = |attempt| ToAgent::Stop { attempt, why: "x".into(), costs: false };
+        let ends = [
+            News::Said(stop(0)),
+            News::Said(ToAgent::Refused { why: "x".into() }),
+            News::Said(ToAgent::End(Box::new(verdict))),
+            News::Gone("x".into()),
+        ];
+        for last in ends {
+            let (sender, events) = std::sync::mpsc::channel();
+            let (worker, _) = Worker::start(&job, 0, Stdio::null(), Stdio::null()).unwrap();
+            // Of another attempt, or no more than a sign of life.
+            for other in [News::Said(ToAgent::Ping), News::Said(stop(1)), last] {
+                sender.send(Event::News(other)).unwrap();
+            }
+            let ended = supervise(&mut [worker], &job, &events, &[], &mut |_| {});
+            assert_eq!((ended.cause, ended.news.len()), (Cause::Stopped, 3));
+        }
+    }
+
     #[test]
     fn a_signal_then_the_earlier_record_then_the_lower_rank() {
         let dir = tempfile::tempdir().unwrap();

@@ -15,7 +15,6 @@ use fsdp_examples::models::config::BUILTIN;
 use crate::adapters;
 use crate::agree::{Finding, worst};
 use crate::args::{Args, Resume};
-use crate::damage::in_words;
 use crate::done::{Done, has_optimizer};
 use crate::places::{Places, same_file, step_name};
 use crate::setup;
@@ -73,8 +72,8 @@ impl<'a> Checkpoints<'a> {
         let opened = fsdp_ckpt::open(path).and_then(|source| source.verify_share(rank, ranks).map(|_| source));
         match opened {
             Ok(source) => (Some(source), Finding::Good),
-            Err(error) if error.is_damage() => (None, Finding::Damaged(in_words(&error))),
-            Err(error) => (None, Finding::Failed(format!("rank {rank}: {}", in_words(&error)))),
+            Err(error) if error.is_damage() => (None, Finding::Damaged(error.with_causes())),
+            Err(error) => (None, Finding::Failed(format!("rank {rank}: {}", error.with_causes()))),
         }
     }
 

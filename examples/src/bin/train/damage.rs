@@ -36,7 +36,8 @@ pub(crate) fn check_something_is_left(dir: &Path, found: &Survey) -> anyhow::Res
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         step_of(fsdp_ckpt::name_before_aside(name).unwrap_or(name)).is_some()
     };
-    let unusable = found.skipped.iter().map(|(path, error)| (path, format!("{}: {}", path.display(), in_words(error))));
+    let unusable =
+        found.skipped.iter().map(|(path, error)| (path, format!("{}: {}", path.display(), error.with_causes())));
     let aside = found.set_aside.iter().map(|path| (path, format!("{}: set aside as damaged", path.display())));
     let lost: Vec<String> =
         unusable.chain(aside).filter(|(path, _): &(&PathBuf, _)| was_step(path)).map(|(_, about)| about).collect();
@@ -56,12 +57,6 @@ pub(crate) fn check_no_newer_is_whole(found: &Survey) -> anyhow::Result<()> {
     bail!(
         "--resume auto: {} can't be read, which does not mean that it is damaged: {}; mend that, move it away, or pass the path of the one to go on from to --resume",
         path.display(),
-        in_words(error)
+        error.with_causes()
     );
-}
-
-/// An error with its causes.
-pub(crate) fn in_words(error: &fsdp_ckpt::Error) -> String {
-    let causes = std::iter::successors(Some(error as &dyn std::error::Error), |error| error.source());
-    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }

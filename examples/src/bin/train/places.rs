@@ -168,7 +168,7 @@ fn clear_targets(
     if let Some((step, path)) = in_the_way {
         let what = match Checkpoint::open(&path) {
             Ok(_) => "a checkpoint of an earlier run".to_owned(),
-            Err(error) => format!("not a whole checkpoint ({})", damage::in_words(&error)),
+            Err(error) => format!("not a whole checkpoint ({})", error.with_causes()),
         };
         bail!(
             "{} is in the way of the checkpoint that this run saves at step {step}, and it is {what}: remove it, or pass another --checkpoint-dir",
@@ -176,10 +176,10 @@ fn clear_targets(
         );
     }
     for (path, error) in left {
-        tracing::warn!("skipping {}: {}", path.display(), damage::in_words(&error));
+        tracing::warn!("skipping {}: {}", path.display(), error.with_causes());
     }
     for (path, error) in aside {
-        damage::set_aside(&path, &damage::in_words(&error))?;
+        damage::set_aside(&path, &error.with_causes())?;
     }
     Ok(())
 }
