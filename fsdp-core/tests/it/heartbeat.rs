@@ -1,7 +1,5 @@
 //! Boards of ranks that are processes: each test runs this binary again, once for each rank, and reads their boards while they run and when they are gone.
 
-#![allow(clippy::unwrap_used, missing_docs)]
-
 use std::{
     io::{Read, Write},
     process::{Child, Command, Stdio},
@@ -28,7 +26,7 @@ fn start(role: &str, timeout: &str) -> [Rank; 2] {
     [0, 1].map(|rank| {
         let board = Board::new().unwrap();
         let child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "run_as_a_rank", "--nocapture", "--test-threads=1"])
+            .args(["--exact", "heartbeat::run_as_a_rank", "--nocapture", "--test-threads=1"])
             .env("FSDP_TEST_ROLE", role)
             .env("FSDP_TIMEOUT_S", timeout)
             .env(VARIABLE, board.path())
@@ -94,7 +92,7 @@ fn run_as_a_rank() {
             std::thread::spawn(|| drop(heartbeat::span("saving", ""))).join().unwrap();
             if role == "starts_a_child" {
                 let child = Command::new(std::env::current_exe().unwrap())
-                    .args(["--exact", "run_as_a_rank", "--nocapture"])
+                    .args(["--exact", "heartbeat::run_as_a_rank", "--nocapture"])
                     .env("FSDP_TEST_ROLE", "waits")
                     .env("RANK", "0")
                     .env("WORLD_SIZE", "1")

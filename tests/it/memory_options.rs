@@ -1,9 +1,11 @@
 //! What a rank holds after each phase of a step, against the formula, for the ways of sharding that `bench memory` does not run.
 //!
-//! Ranks are threads here: what the allocator counts is the sum over ranks, taken while all of them wait.
-#![allow(clippy::unwrap_used, missing_docs)]
+//! Ranks are threads here: what the allocator counts is the sum over ranks, taken while all of them wait. Each test is a process of its own, so that no other
+//! counts with it.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
 
 use candle_core::{DType, Module, Result, Tensor};
 use fsdp_candle::activation_checkpoint::checkpoint;
@@ -76,8 +78,6 @@ fn in_use(world: &World) -> f64 {
 
 /// Bytes on a rank after the model is built, the optimizer made, a step, the next one's forward, and its backward.
 fn phases(way: &Way) -> [f64; 5] {
-    static ALONE: Mutex<()> = Mutex::new(());
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     local::run(4, |group| {
         let world = World::of(group);
         let mesh = world.mesh(way.mesh).unwrap();
@@ -141,6 +141,18 @@ fn phases(way: &Way) -> [f64; 5] {
     })[0]
 }
 
+/// Runs a test of this file in a process that does nothing else.
+fn alone(test: &str, body: impl FnOnce()) {
+    const ALONE: &str = "FSDP_TEST_ALONE";
+    if std::env::var_os(ALONE).is_some() {
+        return body();
+    }
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", &format!("memory_options::{test}"), "--nocapture", "--test-threads=1"]).env(ALONE, "1");
+    let run = fsdp_tests::run(command, Duration::from_secs(120)).ok();
+    assert!(run.stdout.contains("1 passed"), "{}", run.stdout);
+}
+
 fn check(what: &str, way: &Way, formula: [f64; 4]) {
     let [built, optimizer, forward, backward] = formula;
     let formula = [built, optimizer, optimizer, forward, backward];
@@ -158,55 +170,67 @@ fn formula(shards: f64, kept: f64) -> [f64; 4] {
 
 #[test]
 fn resharding_to_fewer_ranks_keeps_their_share_after_forward() {
-    let way = Way { reshard: ReshardAfterForward::To(2), ..WAY };
-    check("K = 2", &way, formula(4., MODEL / 2.));
+    alone("resharding_to_fewer_ranks_keeps_their_share_after_forward", || {
+        let way = Way { reshard: ReshardAfterForward::To(2), ..WAY };
+        check("K = 2", &way, formula(4., MODEL / 2.));
+    });
 }
 
 #[test]
 fn copies_hold_what_a_smaller_world_would() {
-    for (reshard, kept) in [(ReshardAfterForward::Always, 0.), (ReshardAfterForward::Never, MODEL)] {
-        check(&format!("HSDP, {reshard:?}"), &Way { mesh: HSDP, reshard, ..WAY }, formula(2., kept));
-    }
+    alone("copies_hold_what_a_smaller_world_would", || {
+        for (reshard, kept) in [(ReshardAfterForward::Always, 0.), (ReshardAfterForward::Never, MODEL)] {
+            check(&format!("HSDP, {reshard:?}"), &Way { mesh: HSDP, reshard, ..WAY }, formula(2., kept));
+        }
+    });
 }
 
 #[test]
 fn half_precision_halves_what_is_gathered_and_nothing_else() {
-    let way = Way { reshard: ReshardAfterForward::Never, dtype: Some(DType::BF16), ..WAY };
-    check("BF16", &way, formula(4., MODEL / 2.));
+    alone("half_precision_halves_what_is_gathered_and_nothing_else", || {
+        let way = Way { reshard: ReshardAfterForward::Never, dtype: Some(DType::BF16), ..WAY };
+        check("BF16", &way, formula(4., MODEL / 2.));
+    });
 }
 
 #[test]
 fn frozen_parameters_have_neither_moments_nor_gradients() {
-    for (reshard, kept) in [(ReshardAfterForward::Always, 0.), (ReshardAfterForward::Never, MODEL + ADAPTERS)] {
-        let (base, adapters) = (MODEL / 4., ADAPTERS / 4.);
-        let formula = [base + adapters, base + 3. * adapters, base + 3. * adapters + kept, base + 4. * adapters];
-        check(&format!("LoRA, {reshard:?}"), &Way { lora: true, reshard, ..WAY }, formula);
-    }
+    alone("frozen_parameters_have_neither_moments_nor_gradients", || {
+        for (reshard, kept) in [(ReshardAfterForward::Always, 0.), (ReshardAfterForward::Never, MODEL + ADAPTERS)] {
+            let (base, adapters) = (MODEL / 4., ADAPTERS / 4.);
+            let formula = [base + adapters, base + 3. * adapters, base + 3. * adapters + kept, base + 4. * adapters];
+            check(&format!("LoRA, {reshard:?}"), &Way { lora: true, reshard, ..WAY }, formula);
+        }
+    });
 }
 
 #[test]
 fn gradients_that_wait_for_a_reduction_are_whole() {
-    let share = MODEL / 4.;
-    let way = Way { sync: false, ..WAY };
-    check("without synchronisation", &way, [share, 3. * share, 3. * share, 3. * share + MODEL]);
+    alone("gradients_that_wait_for_a_reduction_are_whole", || {
+        let share = MODEL / 4.;
+        let way = Way { sync: false, ..WAY };
+        check("without synchronisation", &way, [share, 3. * share, 3. * share, 3. * share + MODEL]);
+    });
 }
 
 #[test]
 fn activation_checkpointing_keeps_a_blocks_input_alone() {
-    let rows = 256;
-    let bytes = rows as f64 * ROW;
-    let after_forward = |checkpoint: bool| {
-        // Matrix products keep packing buffers from the first step on.
-        let [_, _, between, forward, backward] = phases(&Way { checkpoint, rows, ..WAY });
-        let beside = (backward - between - MODEL / 4.) / bytes;
-        assert!(beside.abs() <= 2., "{beside} widths outlive backward");
-        (forward - between) / bytes
-    };
-    let (all, inputs) = (after_forward(false), after_forward(true));
-    // In widths of the residual stream: each block's input and, where it is not run again, both sides of the activation, four wide each.
-    let blocks = LAYERS as f64;
-    assert!(all >= 9. * blocks, "{all} widths");
-    // The checkpoint's output passes the unit's hook once more; input, loss and norm are the model's own.
-    assert!(inputs <= 2. * blocks + 4., "{inputs} widths");
-    assert!(all - inputs >= 8. * blocks, "{all} widths without, {inputs} with");
+    alone("activation_checkpointing_keeps_a_blocks_input_alone", || {
+        let rows = 256;
+        let bytes = rows as f64 * ROW;
+        let after_forward = |checkpoint: bool| {
+            // Matrix products keep packing buffers from the first step on.
+            let [_, _, between, forward, backward] = phases(&Way { checkpoint, rows, ..WAY });
+            let beside = (backward - between - MODEL / 4.) / bytes;
+            assert!(beside.abs() <= 2., "{beside} widths outlive backward");
+            (forward - between) / bytes
+        };
+        let (all, inputs) = (after_forward(false), after_forward(true));
+        // In widths of the residual stream: each block's input and, where it is not run again, both sides of the activation, four wide each.
+        let blocks = LAYERS as f64;
+        assert!(all >= 9. * blocks, "{all} widths");
+        // The checkpoint's output passes the unit's hook once more; input, loss and norm are the model's own.
+        assert!(inputs <= 2. * blocks + 4., "{inputs} widths");
+        assert!(all - inputs >= 8. * blocks, "{all} widths without, {inputs} with");
+    });
 }

@@ -1,5 +1,4 @@
 //! A run that stops and goes on, at the same world size or another, is the run that never stopped.
-#![allow(clippy::unwrap_used, missing_docs)]
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -6,6 +6,7 @@ mod checkpointing;
 mod common;
 mod communication;
 mod contract;
+mod heartbeat;
 mod lora;
 mod numerics;
 mod parity;

@@ -1,7 +1,5 @@
 //! What collectives should give, computed on one thread, and running all of them against it.
 
-#![allow(dead_code, unreachable_pub)]
-
 use std::sync::Arc;
 
 use fsdp_core::{Buffer, DType, ExchangePart, GatherPart, Heap, ProcessGroup, ReduceOp, ScatterPart};

@@ -1,5 +1,4 @@
 //! `train --tensorboard`: event files that TensorBoard reads, by a parser of their format.
-#![allow(clippy::unwrap_used, missing_docs)]
 
 use std::fs;
 use std::path::Path;

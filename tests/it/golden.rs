@@ -1,5 +1,4 @@
 //! Training reproduces what PyTorch FSDP2 recorded: losses, gradient norms and final weights, at every split of the batch over ranks.
-#![allow(clippy::unwrap_used, missing_docs)]
 
 use std::path::Path;
 

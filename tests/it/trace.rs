@@ -1,5 +1,4 @@
 //! `train --trace` shows what each rank computes and communicates, and that the two overlap.
-#![allow(clippy::unwrap_used, missing_docs)]
 
 use std::path::Path;
 

@@ -1,5 +1,4 @@
 //! Runs that PyTorch began go on here, from its own checkpoints.
-#![allow(clippy::unwrap_used, missing_docs)]
 
 use std::path::Path;
 use std::process::Command;

@@ -1,7 +1,5 @@
 //! What ranks are told when something goes wrong, with ranks as threads.
 
-#![allow(clippy::unwrap_used, missing_docs)]
-
 use std::{sync::Arc, time::Duration};
 
 use fsdp_core::{

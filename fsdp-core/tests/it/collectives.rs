@@ -1,20 +1,16 @@
 //! Every collective against the same computed on one thread, with ranks as threads.
 
-#![allow(clippy::unwrap_used, missing_docs)]
-
-mod support;
-
 use std::{
     sync::{Arc, Mutex},
     time::Duration,
 };
 
+use crate::support::{Case, cases, check_all};
 use fsdp_core::{
     Allocator, Buffer, DType, DeviceMesh, ExchangePart, GatherPart, Heap, ProcessGroup, ReduceOp, ScatterPart,
     process_group::{Options, local},
 };
 use proptest::prelude::*;
-use support::{Case, cases, check_all};
 
 fn options(chunk_bytes: usize) -> Options {
     Options::default().with_timeout(Duration::from_secs(60)).with_chunk_bytes(chunk_bytes)

@@ -1,5 +1,4 @@
 //! A rank really holds only its share.
-#![allow(clippy::unwrap_used, missing_docs)]
 
 use fsdp_tests::launch;
 use serde_json::Value;

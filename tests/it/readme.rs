@@ -1,5 +1,4 @@
 //! Every command in the README is one that the programs understand.
-#![allow(clippy::unwrap_used, missing_docs)]
 
 use std::process::Command;
 use std::time::Duration;

@@ -1,7 +1,5 @@
 //! DTensors and meshes with ranks as threads, against the same computed on one thread.
 
-#![allow(clippy::unwrap_used, missing_docs)]
-
 use fsdp_core::{
     Buffer, DTensor, DTensorSpec, DType, DeviceMesh, MeshLayout,
     Placement::{self, Partial, Replicate, Shard},

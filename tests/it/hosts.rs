@@ -1,5 +1,4 @@
 //! Launchers on two hosts (network namespaces of this one, joined by a veth pair), and a run of `train` that shrinks and grows.
-#![allow(clippy::unwrap_used, missing_docs)]
 
 use std::{
     fs,

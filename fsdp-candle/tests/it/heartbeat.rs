@@ -1,7 +1,5 @@
 //! What a training step tells the launcher: this binary runs itself as a rank with a board, which the rank looks at in the middle of things.
 
-#![allow(clippy::unwrap_used, missing_docs)]
-
 use candle_core::{DType, Module, Tensor};
 use fsdp_candle::{AdamW, AdamWConfig, FullyShard, ShardedVarMap, fully_shard, nn};
 use fsdp_core::heartbeat::{Board, Snapshot, VARIABLE, read};
@@ -65,7 +63,8 @@ fn run_as_a_rank() {
 fn a_training_step_tells_where_it_is() {
     let board = Board::new().unwrap();
     let mut rank = std::process::Command::new(std::env::current_exe().unwrap());
-    rank.args(["--exact", "run_as_a_rank", "--nocapture", "--test-threads=1"]).env("FSDP_TEST_ROLE", "trains");
+    rank.args(["--exact", "heartbeat::run_as_a_rank", "--nocapture", "--test-threads=1"])
+        .env("FSDP_TEST_ROLE", "trains");
     let output = rank.env(VARIABLE, board.path()).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(text.contains("says: done"), "{text}{}", String::from_utf8_lossy(&output.stderr));

@@ -1,6 +1,5 @@
 //! Every way to shard gives the same training: each combination of ranks, resharding, replication, accumulation, checkpointing and prefetch against what PyTorch
 //! recorded. And each communicates as it should: what its trace shows of every step is what is written here.
-#![allow(clippy::unwrap_used, missing_docs)]
 
 use std::path::Path;
 

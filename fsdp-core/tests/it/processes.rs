@@ -1,9 +1,5 @@
 //! The shm backend with ranks as processes: each test runs this binary again, once for each rank, with the name of one of the `rank_*` functions.
 
-#![allow(clippy::unwrap_used, missing_docs)]
-
-mod support;
-
 use std::{
     io::Read,
     process::{Child, Command, Stdio},
@@ -34,7 +30,7 @@ fn port() -> u16 {
 fn start(role: &str, port: u16, ranks: impl IntoIterator<Item = (usize, usize)>) -> Job {
     let children = ranks.into_iter().map(|(rank, size)| {
         Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "run_as_a_rank", "--nocapture", "--test-threads=1"])
+            .args(["--exact", "processes::run_as_a_rank", "--nocapture", "--test-threads=1"])
             .env("FSDP_TEST_ROLE", role)
             .env("RANK", rank.to_string())
             .env("WORLD_SIZE", size.to_string())

@@ -1,6 +1,5 @@
 //! `train` under other launchers than ours: their variables set by hand, and the launchers themselves where they are installed. Jobs run in pairs, at the same
 //! time, so that those that do not tell each other apart meet.
-#![allow(clippy::unwrap_used, missing_docs)]
 
 use std::fs;
 use std::os::unix::net::UnixStream;

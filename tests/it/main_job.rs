@@ -1,5 +1,4 @@
 //! The first command of the README.
-#![allow(clippy::unwrap_used, missing_docs)]
 
 use std::process::Command;
 use std::time::Duration;

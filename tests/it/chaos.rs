@@ -2,7 +2,6 @@
 //! and leaves nothing behind.
 //!
 //! `FSDP_CHAOS_RUNS` says how many runs, `FSDP_CHAOS_SEED` which ones: run 7 of a seed is the same run 7 however many there are.
-#![allow(clippy::unwrap_used, missing_docs)]
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};

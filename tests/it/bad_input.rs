@@ -1,5 +1,4 @@
 //! Bad input ends every rank at once, with an error that names the thing and the way out; nothing stays behind.
-#![allow(clippy::unwrap_used, missing_docs)]
 
 use std::fs;
 use std::path::Path;

@@ -1,5 +1,4 @@
 //! docs/from-pytorch.md: every name of PyTorch's surface has a row, and every name of ours in it exists.
-#![allow(clippy::unwrap_used, missing_docs)]
 
 use std::collections::BTreeSet;
 use std::path::Path;

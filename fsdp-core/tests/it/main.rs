@@ -1,0 +1,9 @@
+//! Tests of meshes, placements and process groups, over threads and over processes.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod collectives;
+mod dtensor;
+mod failures;
+mod heartbeat;
+mod processes;
+mod support;
