@@ -120,6 +120,8 @@ struct Target {
     package: PackageId,
     package_name: String,
     package_dir: PathBuf,
+    /// Whether no other package has a target of this name and kind.
+    unique: bool,
     /// Where Cargo puts it, unless it is told to build for another target.
     executable: PathBuf,
 }
@@ -199,9 +201,15 @@ fn runnable_targets(metadata: &cargo_metadata::Metadata) -> Vec<Target> {
                     package: package.id.clone(),
                     package_name: package.name.to_string(),
                     package_dir: package.manifest_path.parent().map_or_else(PathBuf::new, |dir| dir.into()),
+                    unique: true,
                 });
             }
         }
+    }
+    let names: Vec<_> = found.iter().map(|it| (it.name.clone(), it.example)).collect();
+    for target in &mut found {
+        target.unique =
+            names.iter().filter(|(name, example)| (name, *example) == (&target.name, target.example)).count() == 1;
     }
     found
 }
@@ -213,14 +221,22 @@ impl Target {
 
     /// For the eyes: the id in place of the package's name is what makes it the only one.
     fn build_command(&self) -> String {
-        format!("cargo build --release {} {} -p {}", self.kind(), self.name, self.package_name)
+        let packages = if self.unique { "--workspace".into() } else { format!("-p {}", self.package_name) };
+        format!("cargo build --release {packages} {} {}", self.kind(), self.name)
     }
 
     fn build(&self) -> Result<PathBuf> {
         let shown = self.build_command();
         tracing::debug!(command = %shown, "building");
         let mut command = Command::new(cargo());
-        command.args(["build", "--release", self.kind(), &self.name, "-p", &self.package.repr]);
+        command.args(["build", "--release"]);
+        // The packages' features together, as `cargo build` and `cargo test` there have them: else much would be
+        // compiled once more.
+        match self.unique {
+            true => command.arg("--workspace"),
+            false => command.args(["-p", &self.package.repr]),
+        };
+        command.args([self.kind(), &self.name]);
         command.arg("--message-format=json-render-diagnostics").stdin(Stdio::null()).stdout(Stdio::piped());
         forget_cargo_run(&mut command);
         let mut cargo = command.spawn().map_err(Error::system("start cargo"))?;

@@ -45,7 +45,7 @@ fn targets_of_the_workspace_are_built_and_run() {
 
     let (code, stdout, stderr) = in_dir(dir.path(), &["--dry-run", "demo"]);
     assert_eq!((code, stderr.as_str()), (Some(0), ""));
-    assert!(stdout.starts_with("# built first by: cargo build --release --example demo -p a\n"), "{stdout}");
+    assert!(stdout.starts_with("# built first by: cargo build --release --workspace --example demo\n"), "{stdout}");
     assert!(
         stdout.ends_with("target/release/examples/demo\n") && !dir.path().join("target/release/examples/demo").exists()
     );
@@ -72,7 +72,8 @@ fn targets_of_the_workspace_are_built_and_run() {
     let (code, stdout, stderr) = in_dir(dir.path(), &["broken"]);
     assert_eq!((code, stdout.as_str()), (Some(1), ""));
     assert!(
-        stderr.contains("no_such_function") && stderr.contains("`cargo build --release --bin broken -p b` failed"),
+        stderr.contains("no_such_function")
+            && stderr.contains("`cargo build --release --workspace --bin broken` failed"),
         "{stderr}"
     );
 }
