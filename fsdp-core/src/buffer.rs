@@ -5,9 +5,10 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use bytemuck::allocation::try_zeroed_vec;
 use half::{bf16, f16};
 
-use crate::DType;
+use crate::{DType, Error, Result};
 
 /// An owned, typed vector of host memory.
 #[derive(Clone, Debug, PartialEq)]
@@ -45,7 +46,8 @@ macro_rules! each {
 }
 
 impl Buffer {
-    /// A buffer of `len` zeros.
+    /// A buffer of `len` zeros, for lengths that are known to be small: memory that is not there ends the process.
+    /// [`Buffer::try_zeros`] makes it an error.
     pub fn zeros(dtype: DType, len: usize) -> Self {
         match dtype {
             DType::U8 => Buffer::U8(vec![0; len]),
@@ -56,6 +58,33 @@ impl Buffer {
             DType::F32 => Buffer::F32(vec![0.0; len]),
             DType::F64 => Buffer::F64(vec![0.0; len]),
         }
+    }
+
+    /// A buffer of `len` zeros.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] when there is no memory for them, or never could be.
+    ///
+    /// ```
+    /// use fsdp_core::{Buffer, DType};
+    /// assert_eq!(Buffer::try_zeros(DType::F32, 2).unwrap(), Buffer::F32(vec![0., 0.]));
+    /// let error = Buffer::try_zeros(DType::F32, 1 << 62).unwrap_err().to_string();
+    /// assert!(error.contains("4611686018427387904 elements of F32") && error.contains("GiB"), "{error}");
+    /// ```
+    pub fn try_zeros(dtype: DType, len: usize) -> Result<Self> {
+        let zeros = match dtype {
+            DType::U8 => try_zeroed_vec(len).map(Buffer::U8),
+            DType::U32 => try_zeroed_vec(len).map(Buffer::U32),
+            DType::I64 => try_zeroed_vec(len).map(Buffer::I64),
+            DType::BF16 => try_zeroed_vec(len).map(Buffer::BF16),
+            DType::F16 => try_zeroed_vec(len).map(Buffer::F16),
+            DType::F32 => try_zeroed_vec(len).map(Buffer::F32),
+            DType::F64 => try_zeroed_vec(len).map(Buffer::F64),
+        };
+        zeros.map_err(|()| Error::Memory {
+            what: format!("{len} elements of {dtype}"),
+            bytes: len as u128 * dtype.size() as u128,
+        })
     }
 
     /// The element type.
@@ -161,17 +190,17 @@ impl Writable for Mutex<Buffer> {
 ///
 /// ```
 /// use std::sync::{Arc, Mutex};
-/// use fsdp_core::{Allocator, Buffer, DType, Heap, ReduceOp, ScatterPart, process_group::local};
+/// use fsdp_core::{Allocator, Buffer, DType, Heap, ReduceOp, Result, ScatterPart, process_group::local};
 ///
 /// /// Keeps buffers for the next who asks for their size.
 /// #[derive(Default)]
 /// struct Kept(Mutex<Vec<Buffer>>);
 ///
 /// impl Allocator for Kept {
-///     fn take(&self, dtype: DType, len: usize) -> Buffer {
+///     fn take(&self, dtype: DType, len: usize) -> Result<Buffer> {
 ///         let mut kept = self.0.lock().unwrap();
 ///         match kept.iter().position(|buffer| (buffer.dtype(), buffer.len()) == (dtype, len)) {
-///             Some(at) => kept.swap_remove(at),
+///             Some(at) => Ok(kept.swap_remove(at)),
 ///             None => Heap.take(dtype, len),
 ///         }
 ///     }
@@ -191,7 +220,10 @@ impl Writable for Mutex<Buffer> {
 /// ```
 pub trait Allocator: Send + Sync {
     /// A buffer of `len` elements with unspecified values.
-    fn take(&self, dtype: DType, len: usize) -> Buffer;
+    ///
+    /// # Errors
+    /// When there is no memory for it: the collective fails on every rank.
+    fn take(&self, dtype: DType, len: usize) -> Result<Buffer>;
     /// Takes a buffer back.
     fn give(&self, buffer: Buffer);
 }
@@ -208,8 +240,8 @@ impl Heap {
 }
 
 impl Allocator for Heap {
-    fn take(&self, dtype: DType, len: usize) -> Buffer {
-        Buffer::zeros(dtype, len)
+    fn take(&self, dtype: DType, len: usize) -> Result<Buffer> {
+        Buffer::try_zeros(dtype, len)
     }
     fn give(&self, buffer: Buffer) {
         drop(buffer);

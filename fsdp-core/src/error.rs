@@ -23,7 +23,8 @@ pub enum Error {
     },
     /// Ranks issued different collectives where they should have issued the same.
     #[error(
-        "rank {rank}: collective {sequence} of group \"{group}\" differs between ranks: {details}. Every rank of a group must issue the same collectives in the same order"
+        "rank {rank}: collective {sequence} of group \"{group}\" differs between ranks: {details}. Every rank of a group \
+         must issue the same collectives in the same order{advice}"
     )]
     Mismatch {
         /// The rank that reports it.
@@ -32,8 +33,10 @@ pub enum Error {
         group: String,
         /// The position in the group's order of collectives.
         sequence: u64,
-        /// What each side issued.
+        /// What each side issued, and what differs.
         details: String,
+        /// The way out where what the collectives are about has one, as further sentences.
+        advice: String,
     },
     /// Some ranks did not arrive in time.
     #[error(
@@ -72,6 +75,18 @@ pub enum Error {
         rank: usize,
         /// What is wrong and what was expected.
         message: String,
+    },
+    /// There is no memory for something.
+    #[error(
+        "no memory for {what}: {:.1} GiB ({bytes} bytes) were wanted. Make it smaller, spread it over more ranks, or \
+         raise the limit of the process (ulimit -v)",
+        *bytes as f64 / (1u64 << 30) as f64
+    )]
+    Memory {
+        /// What it was for.
+        what: String,
+        /// How much was wanted, in bytes; it may be more than memory can ever hold.
+        bytes: u128,
     },
     /// The operating system refused something.
     #[error("rank {rank}: {what}: {source}")]

@@ -27,7 +27,7 @@ pub(super) fn take(
     })?;
     match action {
         Action::AllReduce(op) => all_reduce(group, local, op).map(Arc::new),
-        Action::Split(op) => Ok(split(group, local, op)),
+        Action::Split(op) => split(group, local, op),
         Action::Slice => Sides::new(step, from, to, mesh)?.slice(&local).map(Arc::new),
         Action::AllGather => Sides::new(step, from, to, mesh)?.all_gather(group, local).map(Arc::new),
         Action::ReduceScatter(op) => Sides::new(step, from, to, mesh)?.reduce_scatter(group, &local, op).map(Arc::new),
@@ -40,10 +40,10 @@ fn all_reduce(group: &Arc<dyn ProcessGroup>, local: Arc<Buffer>, op: ReduceOp) -
 }
 
 /// Terms of what every rank holds: for a sum the first rank keeps it and the others have zeros, otherwise it is its own average, smallest and largest.
-fn split(group: &Arc<dyn ProcessGroup>, local: Arc<Buffer>, op: ReduceOp) -> Arc<Buffer> {
+fn split(group: &Arc<dyn ProcessGroup>, local: Arc<Buffer>, op: ReduceOp) -> Result<Arc<Buffer>> {
     match op {
-        ReduceOp::Sum if group.rank() > 0 => Arc::new(Buffer::zeros(local.dtype(), local.len())),
-        _ => local,
+        ReduceOp::Sum if group.rank() > 0 => Buffer::try_zeros(local.dtype(), local.len()).map(Arc::new),
+        _ => Ok(local),
     }
 }
 
@@ -85,29 +85,29 @@ impl Sides {
 
     fn slice(&self, local: &Buffer) -> Result<Buffer> {
         let (from, to) = (&self.from[self.own], &self.to[self.own]);
-        Ok(packed(local, &[runs(&shape_of(from), &overlap(from, to).0)]))
+        packed(local, &[runs(&shape_of(from), &overlap(from, to).0)])
     }
 
     fn all_gather(&self, group: &Arc<dyn ProcessGroup>, local: Arc<Buffer>) -> Result<Buffer> {
         let arriving = self.arriving();
         let part = GatherPart { input: local, counts: counts(&arriving) };
-        Ok(unpacked(one(group, group.all_gather(vec![part], Heap::shared()))?, &arriving))
+        unpacked(one(group, group.all_gather(vec![part], Heap::shared()))?, &arriving)
     }
 
     fn reduce_scatter(&self, group: &Arc<dyn ProcessGroup>, local: &Buffer, op: ReduceOp) -> Result<Buffer> {
         let leaving = self.leaving();
-        let part = ScatterPart { input: packed(local, &leaving), counts: counts(&leaving) };
+        let part = ScatterPart { input: packed(local, &leaving)?, counts: counts(&leaving) };
         one(group, group.reduce_scatter(vec![part], op, Heap::shared()))
     }
 
     fn all_to_all(&self, group: &Arc<dyn ProcessGroup>, local: &Buffer) -> Result<Buffer> {
         let (leaving, arriving) = (self.leaving(), self.arriving());
         let part = ExchangePart {
-            input: packed(local, &leaving),
+            input: packed(local, &leaving)?,
             send_counts: counts(&leaving),
             recv_counts: counts(&arriving),
         };
-        Ok(unpacked(one(group, group.all_to_all(vec![part], Heap::shared()))?, &arriving))
+        unpacked(one(group, group.all_to_all(vec![part], Heap::shared()))?, &arriving)
     }
 }
 
@@ -116,26 +116,26 @@ fn counts(runs: &[Vec<Range<usize>>]) -> Vec<usize> {
 }
 
 /// The runs of `local`, one list after the other.
-fn packed(local: &Buffer, runs: &[Vec<Range<usize>>]) -> Buffer {
-    let mut packed = Buffer::zeros(local.dtype(), counts(runs).iter().sum());
+fn packed(local: &Buffer, runs: &[Vec<Range<usize>>]) -> Result<Buffer> {
+    let mut packed = Buffer::try_zeros(local.dtype(), counts(runs).iter().sum())?;
     let mut rest = packed.bytes_mut();
     for runs in runs {
         rest = pack(local.bytes(), runs, local.dtype().size(), rest);
     }
-    packed
+    Ok(packed)
 }
 
 /// The elements of `parts`, one list of runs after the other, where these runs are.
-fn unpacked(parts: Buffer, runs: &[Vec<Range<usize>>]) -> Buffer {
+fn unpacked(parts: Buffer, runs: &[Vec<Range<usize>>]) -> Result<Buffer> {
     let mut end = 0;
     let in_place = runs.iter().flatten().all(|run| run.start == std::mem::replace(&mut end, run.end));
     if in_place {
-        return parts;
+        return Ok(parts);
     }
-    let mut whole = Buffer::zeros(parts.dtype(), parts.len());
+    let mut whole = Buffer::try_zeros(parts.dtype(), parts.len())?;
     let mut rest = parts.bytes();
     for runs in runs {
         rest = unpack(rest, runs, parts.dtype().size(), whole.bytes_mut());
     }
-    whole
+    Ok(whole)
 }

@@ -30,6 +30,8 @@ pub(super) const BEAT: usize = 3;
 pub(super) const STEP: usize = 4;
 const SPAN: usize = 8;
 const GROUPS: usize = 24;
+/// What the launcher tells: a number for the world, and in the words up to the end a bit for each rank that has ended.
+pub(super) const WORLD: usize = WORDS - 5;
 /// Process groups that a board has room for.
 pub(super) const MOST_GROUPS: usize = 16;
 
@@ -51,7 +53,7 @@ pub(super) const GROUP_HEAD: usize = 7 + MISSING;
 pub(super) const GROUP_WORDS: usize = GROUP_HEAD + GROUP_TEXT + NAME_TEXT;
 
 const _: () = assert!(STEP + StepEntry::LEN <= SPAN && SPAN + SpanEntry::LEN <= GROUPS);
-const _: () = assert!(GROUPS + MOST_GROUPS * GroupEntry::LEN <= WORDS);
+const _: () = assert!(GROUPS + MOST_GROUPS * GroupEntry::LEN <= WORLD);
 
 pub(super) fn step_entry(page: &[AtomicU64]) -> StepEntry<'_> {
     Entry::at(page, STEP)
@@ -181,7 +183,7 @@ pub struct Snapshot {
 /// ```
 pub struct Board {
     file: OwnedFd,
-    page: Page,
+    pub(super) page: Page,
 }
 
 impl Board {

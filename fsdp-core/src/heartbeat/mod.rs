@@ -5,10 +5,14 @@
 //! that they are in, and the rank's own thread what it does ([`span`], [`step`]). A rank without a board does nothing of this, and a
 //! board never makes a rank fail. Reading needs nothing of the rank: a rank that is stopped, or killed, has a board that says where.
 //!
-//! From the bottom up: `age` (a time for people), `memory` (the page), `entry` (several words at once), `board` (what lies where; reading), `writer`.
+//! A board also carries what the launcher tells its rank: which of the others have ended ([`Board::tell_ended`]).
+//!
+//! From the bottom up: `age` (a time for people), `memory` (the page), `entry` (several words at once), `board` (what
+//! lies where; reading), `ended`, `writer`.
 
 mod age;
 mod board;
+mod ended;
 mod entry;
 mod memory;
 mod writer;
@@ -22,6 +26,7 @@ use std::{
 
 pub use age::Age;
 pub use board::{Board, Collective, Doing, Progress, Snapshot, StepDone, read};
+pub(crate) use ended::Peers;
 pub(crate) use writer::Collectives;
 use writer::{SpanWords, Writer};
 

@@ -13,7 +13,7 @@ use std::{
 use super::{
     board::{
         BEAT, BORN, GROUP_HEAD, GROUP_TEXT, GROUP_WORDS, MISSING, MOST_GROUPS, NAME_TEXT, PID, Progress, SPAN_TEXT,
-        STEP, group_entry, now, open, span_entry, step_entry,
+        STEP, WORLD, group_entry, now, open, span_entry, step_entry,
     },
     entry::pack,
     memory::Page,
@@ -43,7 +43,7 @@ impl Writer {
             if (other, page[BORN].load(Ordering::Acquire)) != (ours, born) {
                 return Err(io::Error::new(io::ErrorKind::AlreadyExists, format!("process {other} writes it")));
             }
-            page[STEP..].iter().for_each(|word| word.store(0, Ordering::Release));
+            page[STEP..WORLD].iter().for_each(|word| word.store(0, Ordering::Release));
         }
         page[BORN].store(born, Ordering::Release);
         Ok(Writer { page, used: Default::default() })

@@ -20,8 +20,8 @@ use crate::{Error, MeshLayout, Placement, Result};
 /// ```
 pub fn chunk_range(n: usize, chunks: usize, index: usize) -> Range<usize> {
     let chunk = n.div_ceil(chunks.max(1));
-    let start = (chunk * index).min(n);
-    start..(start + chunk).min(n)
+    let start = chunk.saturating_mul(index).min(n);
+    start..start.saturating_add(chunk).min(n)
 }
 
 /// A box of a global tensor: where it starts and how far it reaches in every dimension.
@@ -39,9 +39,9 @@ impl Region {
         Region { offsets: vec![0; shape.len()], sizes: shape.to_vec() }
     }
 
-    /// The number of elements.
+    /// The number of elements; the largest `usize` where there are more.
     pub fn elements(&self) -> usize {
-        self.sizes.iter().product()
+        self.sizes.iter().fold(1, |elements, &size| elements.saturating_mul(size))
     }
 
     /// Whether it holds no element.

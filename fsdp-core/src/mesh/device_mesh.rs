@@ -78,6 +78,24 @@ impl DeviceMesh {
         self.layout.size()
     }
 
+    /// Whether every rank of `other`, which this rank is in too, is in this mesh. Of meshes that were made over
+    /// different groups the numbers of ranks decide.
+    ///
+    /// ```
+    /// use fsdp_core::{DeviceMesh, process_group::local};
+    /// local::run(4, |world| {
+    ///     let mesh = DeviceMesh::new(&world, &[("replicate", 2), ("shard", 2)]).unwrap();
+    ///     let (rows, columns) = (mesh.slice(&["shard"]).unwrap(), mesh.slice(&["replicate"]).unwrap());
+    ///     assert!(mesh.covers(&rows) && !rows.covers(&mesh) && !rows.covers(&columns));
+    /// });
+    /// ```
+    pub fn covers(&self, other: &DeviceMesh) -> bool {
+        match Arc::ptr_eq(&self.world, &other.world) {
+            true => other.members.iter().all(|member| self.members.contains(member)),
+            false => self.size() >= other.size(),
+        }
+    }
+
     /// Where this process stands, one index a dimension.
     pub fn coordinate(&self) -> Vec<usize> {
         self.layout.coordinate_of(self.rank).unwrap_or_default()

@@ -8,11 +8,13 @@ mod engine;
 pub mod local;
 mod options;
 pub mod shm;
+mod signature;
 mod work;
 
 use std::sync::Arc;
 
 pub use options::Options;
+pub use signature::{Signature, Subject};
 pub use work::{Completion, Work};
 
 use crate::{Allocator, Buffer, Error, RankEnv, Readable, Result};
@@ -117,6 +119,10 @@ pub trait ProcessGroup: Send + Sync {
     fn name(&self) -> &str;
     /// How long a collective may wait for its peers while none of them makes progress.
     fn timeout(&self) -> std::time::Duration;
+
+    /// The same group, whose collectives are about something: ranks that issue them with different signatures all get
+    /// [`crate::Error::Mismatch`], which names what differs. It travels with the fingerprint: no data, no wait.
+    fn signed(&self, signature: Signature) -> Arc<dyn ProcessGroup>;
 
     /// Every rank gets the concatenation of every rank's input, for each part. Outputs are taken from `memory` when the collective starts.
     fn all_gather(&self, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work;

@@ -4,6 +4,9 @@ use std::time::Duration;
 
 use crate::{Error, Result};
 
+/// Timeouts that make sense: longer than a look at a clock, and at most 30 years.
+const SECONDS: std::ops::RangeInclusive<f64> = 1e-3..=1e9;
+
 /// Choices for a process group. All ranks should make the same.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -36,7 +39,7 @@ impl Options {
     /// With what the environment says: `FSDP_TIMEOUT_S`, in seconds, read through `var`.
     ///
     /// # Errors
-    /// When it is set to anything but a positive number.
+    /// When it is set to anything but a number from 0.001 to 1000000000.
     ///
     /// ```
     /// use fsdp_core::process_group::Options;
@@ -46,9 +49,13 @@ impl Options {
     /// ```
     pub fn overridden_by(mut self, var: impl Fn(&str) -> Option<String>) -> Result<Self> {
         if let Some(text) = var("FSDP_TIMEOUT_S") {
-            let seconds = text.trim().parse().ok().filter(|&seconds: &f64| seconds > 0.0);
+            let seconds = text.trim().parse().ok().filter(|seconds: &f64| SECONDS.contains(seconds));
             self.timeout = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()).ok_or_else(|| {
-                Error::Env(format!("FSDP_TIMEOUT_S={text:?} is no positive number of seconds: set one, such as 600"))
+                let (least, most) = (SECONDS.start(), SECONDS.end());
+                Error::Env(format!(
+                    "FSDP_TIMEOUT_S={text:?}: a timeout is a number of seconds from {least} to {most}, such as 600. Set one, \
+                     or leave the variable unset for 600"
+                ))
             })?;
         }
         Ok(self)
@@ -61,9 +68,16 @@ mod tests {
 
     #[test]
     fn a_bad_timeout_is_an_error_that_names_the_variable() {
-        for text in ["", "0", "-1", "nan", "inf", "1e300", "ten"] {
+        for text in
+            ["", " ", "0", "-1", "nan", "-nan", "inf", "-inf", "1e30", "1e300", "1e-30", "2e9", "ten", "600s", "1,5"]
+        {
             let error = Options::default().overridden_by(|_| Some(text.into())).unwrap_err().to_string();
-            assert!(error.contains("FSDP_TIMEOUT_S"), "{error}");
+            assert!(error.starts_with(&format!("FSDP_TIMEOUT_S={text:?}: ")), "{error}");
+            assert!(error.contains("a number of seconds from 0.001 to 1000000000, such as 600"), "{error}");
+        }
+        for (text, millis) in [("0.001", 1), (" 2.5 ", 2500), ("1e9", 1_000_000_000_000)] {
+            let options = Options::default().overridden_by(|_| Some(text.into())).unwrap();
+            assert_eq!(options.timeout.as_millis(), millis);
         }
         assert_eq!(Options::default().overridden_by(|_| None).unwrap(), Options::default());
     }

@@ -13,6 +13,7 @@ use super::{
 };
 use crate::{
     Error, RankEnv, Result,
+    heartbeat::Peers,
     rendezvous::{self, Meeting},
 };
 
@@ -21,6 +22,7 @@ use crate::{
 struct Processes {
     env: RankEnv,
     options: Options,
+    peers: Arc<Peers>,
 }
 
 impl Meet for Processes {
@@ -42,6 +44,8 @@ impl Meet for Processes {
             size: group.size,
             timeout: self.options.timeout,
             all_well: group.all_well,
+            // In the groups within it each rank watches the others' processes.
+            has_ended: &|rank| group.name == super::WORLD && self.peers.has_ended(rank),
         };
         let gathering = rendezvous::meet(&meeting, self.options.chunk_bytes as u64, || {
             Segment::file(Shape::new(group.size, self.options.chunk_bytes)).map_err(os)
@@ -75,7 +79,7 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<Arc<dyn ProcessGroup>>
             rank: env.rank,
             message: format!(
                 "the shm backend serves the processes of one host, but the {} ranks run on {} hosts, {} on this one: \
-                 choose the nccl or the mpi backend (FSDP_BACKEND) for a job on several hosts",
+                 collectives between hosts are not there yet, so start all ranks on one host",
                 env.world_size, env.hosts, env.local_world_size
             ),
         });
@@ -87,7 +91,7 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<Arc<dyn ProcessGroup>>
         });
     }
     let subgroup = Subgroup { name: super::WORLD.into(), rank: env.rank, size: env.world_size, all_well: &|| Ok(()) };
-    let processes = Processes { env: env.clone(), options };
+    let processes = Processes { env: env.clone(), options, peers: Arc::new(Peers::of(env)) };
     let (port, watch, meet) = processes.meet(&subgroup)?;
     Ok(Arc::new(Group::start(port, watch, meet)?))
 }

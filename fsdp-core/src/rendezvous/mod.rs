@@ -54,6 +54,8 @@ pub(crate) struct Meeting<'a> {
     pub(crate) timeout: Duration,
     /// Fails when there is a reason not to wait any longer.
     pub(crate) all_well: &'a dyn Fn() -> Result<()>,
+    /// Whether the launcher says that a rank of the group has ended, with exit code 0.
+    pub(crate) has_ended: &'a dyn Fn(usize) -> bool,
 }
 
 /// What the ranks share after they met.
@@ -119,6 +121,22 @@ impl Meeting<'_> {
 
     fn fail<T>(&self, message: impl Into<String>) -> Result<T> {
         Err(self.error(message))
+    }
+
+    /// Fails when there is a reason not to wait any longer for `missing`: nobody who has ended comes.
+    ///
+    /// Who has met a rank that has ended, and who has not, only rank 0 knows; the others ask for rank 0 alone.
+    fn may_come(&self, missing: &[usize]) -> Result<()> {
+        (self.all_well)()?;
+        let ended: Vec<usize> = missing.iter().copied().filter(|&rank| (self.has_ended)(rank)).collect();
+        if ended.is_empty() {
+            return Ok(());
+        }
+        self.fail(format!(
+            "rank(s) {} ended with exit code 0 before they joined the others, and will not come: see what they printed, \
+             and start the same program with the same arguments as every rank",
+            listed(&ended)
+        ))
     }
 
     fn os(&self, what: &str, errno: Errno) -> Error {
@@ -208,7 +226,7 @@ fn host(meeting: &Meeting<'_>, number: u64, file: OwnedFd, own: OwnedFd) -> Resu
         if missing.is_empty() {
             break Ok(());
         }
-        if let Err(error) = (meeting.all_well)() {
+        if let Err(error) = meeting.may_come(&missing) {
             break Err(error);
         }
         if started.elapsed() >= meeting.timeout {
@@ -406,7 +424,7 @@ fn connect(meeting: &Meeting<'_>, patience: &mut Patience) -> Result<OwnedFd> {
             Err(Errno::CONNREFUSED | Errno::AGAIN | Errno::INTR) => {}
             Err(errno) => return Err(meeting.os("connecting to rank 0", errno)),
         }
-        (meeting.all_well)()?;
+        meeting.may_come(&[0])?;
         if started.elapsed() >= meeting.timeout {
             return meeting.fail(format!(
                 "rank(s) [0] did not arrive within {:.1} s: is it running, on this host, with the same MASTER_PORT and run id?",
@@ -435,7 +453,17 @@ mod tests {
 
     fn meeting(group: &str, rank: usize, timeout: Duration) -> Meeting<'_> {
         let run = format!("unit test {}", std::process::id());
-        Meeting { addr: "127.0.0.1", port: 1, run, group, rank, size: 2, timeout, all_well: &all_well }
+        Meeting {
+            addr: "127.0.0.1",
+            port: 1,
+            run,
+            group,
+            rank,
+            size: 2,
+            timeout,
+            all_well: &all_well,
+            has_ended: &|_| false,
+        }
     }
 
     /// Rank 0 and rank 1 meet, with `before` done between.

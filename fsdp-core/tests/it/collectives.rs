@@ -7,7 +7,7 @@ use std::{
 
 use crate::support::{Case, cases, check_all};
 use fsdp_core::{
-    Allocator, Buffer, DType, DeviceMesh, ExchangePart, GatherPart, Heap, ProcessGroup, ReduceOp, ScatterPart,
+    Allocator, Buffer, DType, DeviceMesh, ExchangePart, GatherPart, Heap, ProcessGroup, ReduceOp, Result, ScatterPart,
     process_group::{Options, local},
 };
 use proptest::prelude::*;
@@ -100,9 +100,9 @@ fn sums_have_the_same_bits_every_time_and_on_every_rank() {
 struct Ledger(Mutex<Vec<String>>);
 
 impl Allocator for Ledger {
-    fn take(&self, dtype: DType, len: usize) -> Buffer {
+    fn take(&self, dtype: DType, len: usize) -> Result<Buffer> {
         self.0.lock().unwrap().push(format!("take {dtype} {len}"));
-        Buffer::zeros(dtype, len)
+        Buffer::try_zeros(dtype, len)
     }
     fn give(&self, buffer: Buffer) {
         self.0.lock().unwrap().push(format!("give {} {}", buffer.dtype(), buffer.len()));

@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 use fsdp_core::{
     Allocator, Buffer, DType, DeviceMesh, Error, ExchangePart, GatherPart, Heap, ProcessGroup, Readable, ReduceOp,
     ScatterPart, Work,
-    process_group::{Options, local},
+    process_group::{Options, Signature, Subject, local},
 };
 
 fn gather(group: &dyn ProcessGroup, counts: Vec<usize>) -> Work {
@@ -53,6 +53,147 @@ fn everybody_learns_who_issued_what_when_ranks_disagree() {
                 assert_eq!(details.matches("issued").count(), 2, "{details}");
             }
         }
+    }
+}
+
+/// Where the texts of the calls are the same, what differs is said all the same.
+#[test]
+fn what_differs_is_spelled_out_for_everything_that_is_compared() {
+    type Issue = fn(&dyn ProcessGroup, bool) -> Work;
+    fn parts(group: &dyn ProcessGroup, count: usize, odd: impl Fn(usize, &mut Buffer)) -> Work {
+        let mut buffers = vec![Buffer::zeros(DType::F32, 4); count];
+        buffers.iter_mut().enumerate().for_each(|(at, buffer)| odd(at, buffer));
+        group.all_reduce(buffers, ReduceOp::Sum)
+    }
+    fn names(
+        group: &dyn ProcessGroup,
+        names: impl Iterator<Item = usize>,
+        members: impl Iterator<Item = usize>,
+    ) -> Work {
+        let subject = Subject::new("unit `x`", names.map(|name| format!("p{name}")));
+        group.signed(Signature::new(&subject, members)).barrier()
+    }
+    let cases: [(Issue, &str); 8] = [
+        (
+            |group, odd| {
+                parts(group, 9, |at, b| {
+                    if odd && at == 7 {
+                        *b = Buffer::zeros(DType::F32, 5)
+                    }
+                })
+            },
+            "; part 7 is 4 F32 on rank(s) [0, 2], 5 F32 on rank(s) [1]",
+        ),
+        (
+            |group, odd| {
+                parts(group, 9, |at, b| {
+                    if odd && at == 8 {
+                        *b = Buffer::zeros(DType::BF16, 4)
+                    }
+                })
+            },
+            "; part 8 is 4 F32 on rank(s) [0, 2], 4 BF16 on rank(s) [1]",
+        ),
+        (
+            |group, odd| {
+                let counts = |at: usize| if odd && at == 6 { vec![2, 1, 1] } else { vec![1, 1, 2] };
+                let part = |at| ScatterPart { input: Buffer::zeros(DType::F32, 4), counts: counts(at) };
+                group.reduce_scatter((0..8).map(part).collect(), ReduceOp::Sum, Heap::shared())
+            },
+            "; part 6 is 4 F32 (split ",
+        ),
+        (
+            |group, odd| {
+                parts(group, 400, |at, b| {
+                    if odd && at == 399 {
+                        *b = Buffer::zeros(DType::F32, 5)
+                    }
+                })
+            },
+            "; they differ after part 191: their fingerprints are ",
+        ),
+        (
+            |group, odd| names(group, 0..20, if odd { 9..19 } else { 8..18 }),
+            "; `p8` is on rank(s) [0, 2] only, `p18` on rank(s) [1] only",
+        ),
+        (
+            |group, odd| names(group, (0..19).chain(Some(if odd { 99 } else { 19 })), 0..20),
+            "; they list other names by that, or in another order: 20 on rank(s) [0, 2], 20 on rank(s) [1]",
+        ),
+        (
+            |group, odd| names(group, 0..5000, (0..7).chain(Some(if odd { 4500 } else { 4501 }))),
+            "; they differ after the 4096th name: their fingerprints are ",
+        ),
+        (
+            |group, odd| {
+                let how = "h".repeat(2000) + if odd { "1" } else { "2" };
+                group.signed(Signature::new(&Subject::new("unit `x`", []), []).with_how(how)).barrier()
+            },
+            "; they differ behind the end of these texts: their fingerprints are ",
+        ),
+    ];
+    for (issue, text) in cases {
+        let errors = local::run(3, |group| error(issue(&*group, group.rank() == 1)));
+        for (rank, error) in errors.iter().enumerate() {
+            assert!(matches!(error, Error::Mismatch { rank: by, .. } if *by == rank), "{error}");
+            assert!(error.to_string().contains(text), "{error}");
+        }
+    }
+}
+
+#[test]
+fn a_signature_costs_nothing_where_ranks_agree_and_goes_where_the_group_goes() {
+    local::run(3, |group| {
+        let subject = Subject::new("unit `x`", ["a".to_string(), "b".to_string()]);
+        let signed = group.signed(Signature::new(&subject, [1]));
+        assert_eq!((signed.rank(), signed.size(), signed.name()), (group.rank(), 3, group.name()));
+        let sum = |group: &dyn ProcessGroup| group.all_reduce(vec![Buffer::U32(vec![1])], ReduceOp::Sum);
+        let (first, second) = (sum(&*signed), sum(&*group));
+        drop(signed);
+        assert_eq!(
+            (first.wait().unwrap(), second.wait().unwrap()),
+            (vec![Buffer::U32(vec![3])], vec![Buffer::U32(vec![3])])
+        );
+        // The handle that stays behind keeps the group.
+        let signed = group.signed(Signature::new(&subject, [0]));
+        drop(group);
+        signed.barrier().wait().unwrap();
+        assert_eq!(signed.split(0, 0).unwrap().size(), 3);
+        // One that is signed and one that is not are two.
+        let other = if signed.rank() == 0 { signed.signed(Signature::new(&subject, [])) } else { signed };
+        let error = error(other.barrier());
+        assert!(
+            error
+                .to_string()
+                .contains("rank(s) [0] issued barrier(unit `x`); rank(s) [1, 2] issued barrier(unit `x`: a)"),
+            "{error}"
+        );
+    });
+}
+
+#[test]
+fn an_output_that_there_is_no_memory_for_is_an_error_for_everybody() {
+    let errors = local::run(2, |group| {
+        let huge = 1 << 55;
+        let counts = vec![huge, 4];
+        /// Says that it has more than there is.
+        struct Huge(usize);
+        impl Readable for Huge {
+            fn dtype(&self) -> DType {
+                DType::F32
+            }
+            fn len(&self) -> usize {
+                self.0
+            }
+            fn read(&self, _: &mut dyn FnMut(&[u8])) -> Result<(), String> {
+                Err("there is nothing".into())
+            }
+        }
+        let input = Arc::new(Huge(counts[group.rank()]));
+        error(group.all_gather(vec![GatherPart { input, counts }], Heap::shared()))
+    });
+    for error in errors {
+        assert!(error.to_string().contains("no memory for 36028797018963972 elements of F32"), "{error}");
     }
 }
 
@@ -257,8 +398,8 @@ fn inputs_that_misbehave_fail_the_group_instead_of_hanging_it() {
 struct Stingy;
 
 impl Allocator for Stingy {
-    fn take(&self, dtype: DType, len: usize) -> Buffer {
-        Buffer::zeros(dtype, len - 1)
+    fn take(&self, dtype: DType, len: usize) -> Result<Buffer, Error> {
+        Buffer::try_zeros(dtype, len - 1)
     }
     fn give(&self, _: Buffer) {}
 }

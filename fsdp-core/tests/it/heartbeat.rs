@@ -139,7 +139,7 @@ fn the_boards_tell_who_waits_for_whom() {
 
 #[test]
 fn a_timeout_names_those_who_did_not_arrive() {
-    let [mut waits, mut stays_away] = start("times_out", "0.5");
+    let [mut waits, mut stays_away] = start("times_out", "3");
     let snapshot = waits.until(|snapshot| snapshot.collectives.iter().any(|it| it.progress == Progress::TimedOut));
     assert_eq!(snapshot.collectives[0].missing, [1]);
     assert_eq!(doing(&stays_away.board.snapshot()), "forward layers.3");

@@ -18,7 +18,7 @@ fn float(value: i64) -> f64 {
 }
 
 /// What rank `rank` passes as part `part`.
-pub fn input(seed: u64, rank: usize, part: usize, dtype: DType, len: usize) -> Buffer {
+pub(crate) fn input(seed: u64, rank: usize, part: usize, dtype: DType, len: usize) -> Buffer {
     let values = (0..len).map(|index| value(seed, rank, part, index));
     match dtype {
         DType::U8 => Buffer::U8(values.map(|v| v as u8).collect()),
@@ -55,7 +55,7 @@ macro_rules! fold {
 }
 
 /// The reduction of all ranks' inputs, in rank order.
-pub fn reduced(inputs: &[Buffer], op: ReduceOp) -> Buffer {
+pub(crate) fn reduced(inputs: &[Buffer], op: ReduceOp) -> Buffer {
     let same = |x| x;
     match inputs[0].dtype() {
         DType::U8 => fold!(inputs, U8, u8, |x: u8| x, |x: u8| x, u8::wrapping_add, u8::wrapping_mul, op),
@@ -70,7 +70,7 @@ pub fn reduced(inputs: &[Buffer], op: ReduceOp) -> Buffer {
 }
 
 /// The concatenation of buffers of one dtype.
-pub fn concat(dtype: DType, parts: &[Buffer]) -> Buffer {
+pub(crate) fn concat(dtype: DType, parts: &[Buffer]) -> Buffer {
     let bytes: Vec<u8> = parts.iter().flat_map(|part| part.bytes().iter().copied()).collect();
     let mut all = Buffer::zeros(dtype, bytes.len() / dtype.size());
     all.bytes_mut().copy_from_slice(&bytes);
@@ -78,19 +78,19 @@ pub fn concat(dtype: DType, parts: &[Buffer]) -> Buffer {
 }
 
 /// Elements `start..start + len` of a buffer.
-pub fn slice(buffer: &Buffer, start: usize, len: usize) -> Buffer {
+pub(crate) fn slice(buffer: &Buffer, start: usize, len: usize) -> Buffer {
     let mut part = Buffer::zeros(buffer.dtype(), len);
     let size = buffer.dtype().size();
     part.bytes_mut().copy_from_slice(&buffer.bytes()[start * size..(start + len) * size]);
     part
 }
 
-pub fn start(counts: &[usize], rank: usize) -> usize {
+pub(crate) fn start(counts: &[usize], rank: usize) -> usize {
     counts[..rank].iter().sum()
 }
 
 /// Equality of bits: NaN is NaN, and zero is not minus zero.
-pub fn assert_same(got: &[Buffer], expected: &[Buffer], what: &str) {
+pub(crate) fn assert_same(got: &[Buffer], expected: &[Buffer], what: &str) {
     assert_eq!(got.len(), expected.len(), "{what}: number of outputs");
     for (part, (got, expected)) in got.iter().zip(expected).enumerate() {
         assert_eq!((got.dtype(), got.len()), (expected.dtype(), expected.len()), "{what}: part {part}");
@@ -100,11 +100,11 @@ pub fn assert_same(got: &[Buffer], expected: &[Buffer], what: &str) {
 
 /// A list of parts: for each a dtype, and for each pair of ranks how many elements go from the one to the other.
 #[derive(Clone, Debug)]
-pub struct Case {
-    pub seed: u64,
-    pub op: ReduceOp,
-    pub root: usize,
-    pub parts: Vec<(DType, Vec<Vec<usize>>)>,
+pub(crate) struct Case {
+    pub(crate) seed: u64,
+    pub(crate) op: ReduceOp,
+    pub(crate) root: usize,
+    pub(crate) parts: Vec<(DType, Vec<Vec<usize>>)>,
 }
 
 impl Case {
@@ -119,7 +119,7 @@ impl Case {
 }
 
 /// Runs every collective on the case, all in flight at once, and compares.
-pub fn check_all(group: &dyn ProcessGroup, case: &Case) {
+pub(crate) fn check_all(group: &dyn ProcessGroup, case: &Case) {
     let (rank, size, seed) = (group.rank(), group.size(), case.seed);
     let root = case.root % size;
 
@@ -204,7 +204,7 @@ pub fn check_all(group: &dyn ProcessGroup, case: &Case) {
 }
 
 /// A fixed list of cases: even, uneven, empty, many parts.
-pub fn cases() -> Vec<Case> {
+pub(crate) fn cases() -> Vec<Case> {
     let matrix = |f: fn(usize, usize) -> usize| -> Vec<Vec<usize>> {
         (0..4).map(|from| (0..4).map(|to| f(from, to)).collect()).collect()
     };

@@ -11,7 +11,7 @@ use crate::{Error, text::shortened};
 /// A failure in a form that fits a control block.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Failure {
-    Mismatch { sequence: u64, details: String },
+    Mismatch { sequence: u64, details: String, advice: String },
     Timeout { what: String, missing: Vec<usize>, waited: Duration },
     PeerLost { what: String, peer: usize, how: String },
     Other { text: String },
@@ -21,8 +21,8 @@ impl Failure {
     /// What peers are told of an error of this rank.
     pub(crate) fn of(error: &Error) -> Self {
         match error {
-            Error::Mismatch { sequence, details, .. } => {
-                Failure::Mismatch { sequence: *sequence, details: details.clone() }
+            Error::Mismatch { sequence, details, advice, .. } => {
+                Failure::Mismatch { sequence: *sequence, details: details.clone(), advice: advice.clone() }
             }
             Error::Timeout { what, missing, seconds, .. } => Failure::Timeout {
                 what: what.clone(),
@@ -40,7 +40,9 @@ impl Failure {
     pub(crate) fn into_error(self, rank: usize, group: &str, what: &str, peer: usize) -> Error {
         let group = group.to_string();
         match self {
-            Failure::Mismatch { sequence, details } => Error::Mismatch { rank, group, sequence, details },
+            Failure::Mismatch { sequence, details, advice } => {
+                Error::Mismatch { rank, group, sequence, details, advice }
+            }
             Failure::Timeout { missing, .. } if missing.contains(&rank) => Error::PeerLost {
                 rank,
                 group,
@@ -63,10 +65,10 @@ impl Failure {
         let mut fields = Vec::new();
         let number = |n: usize| (n as u64).to_le_bytes();
         let texts: [&str; 2] = match self {
-            Failure::Mismatch { sequence, details } => {
+            Failure::Mismatch { sequence, details, advice } => {
                 fields.push(1);
                 fields.extend(sequence.to_le_bytes());
-                [details, ""]
+                [details, advice]
             }
             Failure::Timeout { what, missing, waited } => {
                 fields.push(2);
@@ -111,7 +113,7 @@ impl Failure {
             Some(u64::from_le_bytes(*head))
         };
         let failure = match kind {
-            1 => Failure::Mismatch { sequence: number()?, details: String::new() },
+            1 => Failure::Mismatch { sequence: number()?, details: String::new(), advice: String::new() },
             2 => {
                 let waited = Duration::from_millis(number()?);
                 let count = number()?.min(RECORD as u64);
@@ -129,7 +131,7 @@ impl Failure {
             Some(String::from_utf8_lossy(text).into_owned())
         };
         Some(match failure {
-            Failure::Mismatch { sequence, .. } => Failure::Mismatch { sequence, details: text()? },
+            Failure::Mismatch { sequence, .. } => Failure::Mismatch { sequence, details: text()?, advice: text()? },
             Failure::Timeout { missing, waited, .. } => Failure::Timeout { what: text()?, missing, waited },
             Failure::PeerLost { peer, .. } => Failure::PeerLost { what: text()?, peer, how: text()? },
             Failure::Other { .. } => Failure::Other { text: text()? },
@@ -164,7 +166,7 @@ mod tests {
     #[test]
     fn every_kind_survives() {
         for failure in [
-            Failure::Mismatch { sequence: 7, details: "rank 0 does this, rank 1 that: \u{2260}".into() },
+            Failure::Mismatch { sequence: 7, details: "rank 0: this, rank 1: \u{2260}".into(), advice: ". Or".into() },
             Failure::Timeout { what: "barrier".into(), missing: vec![1, 3], waited: Duration::from_millis(1500) },
             Failure::PeerLost { what: "barrier".into(), peer: 2, how: "died".into() },
             Failure::Other { text: "no".into() },

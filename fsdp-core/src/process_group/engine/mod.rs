@@ -1,8 +1,9 @@
 //! The process group of ranks that share memory, be they threads or processes.
 //!
 //! Each rank has a thread that runs the issued collectives in order, a collective being a number of rounds over a [`segment`]. From the bottom up:
-//! `segment` (the mapping and who may touch what), `failure` (telling peers why), `watch` (waiting), `call` (what ranks compare), `stream`
-//! (lists of buffers as chunks), `reduce` and `copy` (kernels), `output`, `rounds` (running one collective), a file for each collective, `runner` (the thread), and
+//! `segment` (the mapping and who may touch what), `failure` (telling peers why), `watch` (waiting), `call` (what ranks
+//! compare) and `mismatch` (what differs), `stream` (lists of buffers as chunks), `reduce` and `copy` (kernels),
+//! `output`, `rounds` (running one collective), a file for each collective, `runner` (the thread), and
 //! here the group.
 
 mod all_gather;
@@ -13,6 +14,7 @@ mod call;
 mod check;
 mod copy;
 mod failure;
+mod mismatch;
 mod output;
 mod reduce;
 mod reduce_scatter;
@@ -42,7 +44,7 @@ use runner::{Job, Runner};
 use segment::{Port, Segment};
 use watch::{During, Watch};
 
-use super::{ExchangePart, GatherPart, ProcessGroup, ReduceOp, ScatterPart, Work};
+use super::{ExchangePart, GatherPart, ProcessGroup, ReduceOp, ScatterPart, Signature, Work};
 use crate::{Allocator, Buffer, Error, Heap, Result};
 
 /// What a new group of some of a group's ranks is to be.
@@ -65,6 +67,13 @@ pub(crate) trait Meet: Send + Sync {
 
 /// A rank's handle of its group.
 pub(crate) struct Group {
+    ranks: Arc<Ranks>,
+    /// What its collectives are about.
+    signature: Option<Signature>,
+}
+
+/// What the handles of a group share.
+struct Ranks {
     slot: Slot,
     segment: Arc<Segment>,
     watch: Arc<Watch>,
@@ -89,11 +98,16 @@ impl Group {
                 what: format!("starting the thread of group \"{}\"", watch.group),
                 source: Arc::new(source),
             })?;
-        Ok(Group { slot, segment, watch, meet, jobs: Some(sender), thread: Some(thread) })
+        let ranks = Ranks { slot, segment, watch, meet, jobs: Some(sender), thread: Some(thread) };
+        Ok(Group { ranks: Arc::new(ranks), signature: None })
+    }
+
+    fn slot(&self) -> Slot {
+        self.ranks.slot
     }
 
     fn send(&self, job: Job) {
-        if let Some(jobs) = &self.jobs {
+        if let Some(jobs) = &self.ranks.jobs {
             // A thread that is gone drops the job, and with it the completion: the work then says so.
             let _ = jobs.send(job);
         }
@@ -106,20 +120,23 @@ impl Group {
         run: impl FnOnce(&mut Runner, &Call) -> Result<Vec<Buffer>> + Send + 'static,
     ) -> Work {
         let call = match checked {
-            Ok(call) => call,
+            Ok(call) => match &self.signature {
+                Some(signature) => call.signed(signature),
+                None => call,
+            },
             Err(error) => {
                 // The peers are about to wait for this collective.
                 self.send(Job::Fail(error.clone()));
                 return Work::ready(Err(error));
             }
         };
-        let (completion, work) = Work::pending(self.slot.rank);
+        let (completion, work) = Work::pending(self.slot().rank);
         self.send(Job::Run { call, run: Box::new(run), completion });
         work
     }
 
     fn gather(&self, call: Call, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
-        let slot = self.slot;
+        let slot = self.slot();
         self.issue(Ok(call), move |runner, call| {
             let mut collective = AllGather::new(parts, slot, &*memory)?;
             match slot.ranks {
@@ -133,30 +150,34 @@ impl Group {
 
 impl ProcessGroup for Group {
     fn rank(&self) -> usize {
-        self.slot.rank
+        self.slot().rank
     }
 
     fn size(&self) -> usize {
-        self.slot.ranks
+        self.slot().ranks
     }
 
     fn name(&self) -> &str {
-        &self.watch.group
+        &self.ranks.watch.group
     }
 
     fn timeout(&self) -> Duration {
-        self.watch.timeout
+        self.ranks.watch.timeout
+    }
+
+    fn signed(&self, signature: Signature) -> Arc<dyn ProcessGroup> {
+        Arc::new(Group { ranks: self.ranks.clone(), signature: Some(signature) })
     }
 
     fn all_gather(&self, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
-        match check::gather(&parts, self.slot) {
+        match check::gather(&parts, self.slot()) {
             Ok(call) => self.gather(call, parts, memory),
             Err(error) => self.issue(Err(error), |_, _| Ok(Vec::new())),
         }
     }
 
     fn reduce_scatter(&self, parts: Vec<ScatterPart>, op: ReduceOp, memory: Arc<dyn Allocator>) -> Work {
-        let slot = self.slot;
+        let slot = self.slot();
         self.issue(check::scatter(&parts, op, slot), move |runner, call| {
             if slot.ranks == 1 {
                 return Ok(parts.into_iter().map(|part| part.input).collect());
@@ -168,7 +189,7 @@ impl ProcessGroup for Group {
     }
 
     fn all_reduce(&self, buffers: Vec<Buffer>, op: ReduceOp) -> Work {
-        let slot = self.slot;
+        let slot = self.slot();
         self.issue(check::reduce(&buffers, op, slot), move |runner, call| {
             if slot.ranks == 1 {
                 return Ok(buffers);
@@ -180,7 +201,7 @@ impl ProcessGroup for Group {
     }
 
     fn broadcast(&self, buffers: Vec<Buffer>, root: usize) -> Work {
-        let slot = self.slot;
+        let slot = self.slot();
         self.issue(check::broadcast(&buffers, root, slot), move |runner, call| {
             if slot.ranks == 1 {
                 return Ok(buffers);
@@ -192,7 +213,7 @@ impl ProcessGroup for Group {
     }
 
     fn all_to_all(&self, parts: Vec<ExchangePart>, memory: Arc<dyn Allocator>) -> Work {
-        let slot = self.slot;
+        let slot = self.slot();
         self.issue(check::exchange(&parts, slot), move |runner, call| {
             if slot.ranks == 1 {
                 return Ok(parts.into_iter().map(|part| part.input).collect());
@@ -204,7 +225,7 @@ impl ProcessGroup for Group {
     }
 
     fn barrier(&self) -> Work {
-        let slot = self.slot;
+        let slot = self.slot();
         self.issue(Ok(Call::new("barrier", "", std::iter::empty())), move |runner, call| {
             if slot.ranks > 1 {
                 runner.run(call, &mut AllGather::barrier(slot))?;
@@ -214,8 +235,8 @@ impl ProcessGroup for Group {
     }
 
     fn split(&self, color: usize, key: usize) -> Result<Arc<dyn ProcessGroup>> {
-        let ranks = self.slot.ranks;
-        let slot = self.slot;
+        let slot = self.slot();
+        let ranks = slot.ranks;
         // The sequence number of this collective gives the subgroups names of their own.
         let (tell, sequence) = channel();
         let parts = vec![numbers(&[color as i64, key as i64], ranks)];
@@ -245,14 +266,14 @@ impl ProcessGroup for Group {
         let members: Vec<_> = members.into_iter().map(|(_, rank)| rank).collect();
         let sequence = sequence.recv().unwrap_or_default();
         let during = During { name: "split", sequence, end: 0 };
-        let all_well = || self.watch.all_well(&self.segment, slot.rank, during, &members);
+        let all_well = || self.ranks.watch.all_well(&self.ranks.segment, slot.rank, during, &members);
         let subgroup = Subgroup {
-            name: format!("{}/{sequence}.{color}", self.watch.group),
+            name: format!("{}/{sequence}.{color}", self.ranks.watch.group),
             rank: members.iter().position(|&rank| rank == slot.rank).unwrap_or(0),
             size: members.len(),
             all_well: &all_well,
         };
-        let started = self.meet.meet(&subgroup).and_then(|(port, watch, meet)| Group::start(port, watch, meet));
+        let started = self.ranks.meet.meet(&subgroup).and_then(|(port, watch, meet)| Group::start(port, watch, meet));
         match started {
             Ok(group) => Ok(Arc::new(group)),
             Err(error) => {
@@ -263,7 +284,7 @@ impl ProcessGroup for Group {
     }
 }
 
-impl Drop for Group {
+impl Drop for Ranks {
     /// Lets the queued collectives finish and leaves the group.
     fn drop(&mut self) {
         drop(self.jobs.take());

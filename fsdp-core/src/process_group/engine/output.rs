@@ -36,7 +36,7 @@ pub(crate) fn range(counts: &[usize], rank: usize, dtype: DType) -> Range<usize>
 
 /// Takes an output and checks that it is what was asked for.
 pub(crate) fn take(memory: &dyn Allocator, dtype: DType, len: usize, rank: usize) -> Result<Buffer> {
-    let buffer = memory.take(dtype, len);
+    let buffer = memory.take(dtype, len)?;
     if buffer.dtype() != dtype || buffer.len() != len {
         return Err(Error::Argument {
             rank,

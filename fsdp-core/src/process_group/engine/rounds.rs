@@ -1,11 +1,12 @@
 //! Running a collective: filling slots, reading those of the peers, and comparing at the start what everybody issued.
 
 use super::{
-    call::{Announcement, Call},
+    call::{self, Announcement, Call},
+    mismatch,
     segment::{Port, SLOTS},
     watch::{During, Goal, Watch},
 };
-use crate::{Error, Result};
+use crate::{Result, process_group::Signature};
 
 /// A collective as a number of rounds. In each every rank may write one slot and read everybody's.
 pub(crate) trait Rounds {
@@ -126,22 +127,10 @@ fn compare(port: &Port, watch: &Watch, call: &Call, sequence: u64, collective: &
     } else {
         None
     };
-    let mut issued: Vec<(String, Vec<usize>)> = Vec::new();
-    for peer in 0..port.ranks() {
-        let text = if peer == rank {
-            crate::text::shortened(&call.text, super::call::TEXT).to_string()
-        } else {
-            announcement(peer).text()
-        };
-        match issued.iter_mut().find(|(have, _)| *have == text) {
-            Some((_, ranks)) => ranks.push(peer),
-            None => issued.push((text, vec![peer])),
-        }
-    }
-    let mut details: Vec<_> = issued.iter().map(|(text, ranks)| format!("rank(s) {ranks:?} issued {text}")).collect();
-    details.extend(disagreement);
-    if details.len() == 1 {
-        details.push("they differ in what is not spelled out here".into());
-    }
-    Err(Error::Mismatch { rank, group: watch.group.clone(), sequence, details: details.join("; ") })
+    let mut own = vec![0; call::FIXED + 8 * call.row.len()];
+    call.write(sequence, &mut own);
+    let issued: Vec<_> =
+        (0..port.ranks()).map(|peer| if peer == rank { Announcement::new(&own) } else { announcement(peer) }).collect();
+    let subject = call.signature().map(Signature::subject);
+    Err(mismatch::error(rank, &watch.group, sequence, &issued, subject, disagreement))
 }

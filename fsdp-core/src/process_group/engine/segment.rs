@@ -30,7 +30,7 @@ pub(crate) const SLOTS: u32 = 4;
 /// The longest failure record, in bytes.
 pub(crate) const RECORD: usize = 2048;
 /// Bytes at the start of a slot for the announcement of a collective.
-const HEADER: usize = super::call::FIXED + super::call::TEXT;
+const HEADER: usize = super::call::FIXED;
 const PAGE: usize = 4096;
 
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
