@@ -6,6 +6,7 @@
 //! use. `Recompute`'s backward runs the closure again on copies of its inputs, runs Candle's backward over the new graph, and leaves each source's
 //! gradient in its bridge, whose backward comes next.
 
+use std::cell::Cell;
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
 
@@ -13,12 +14,22 @@ use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, T
 
 use crate::hooks;
 use crate::param::FsdpParam;
+use crate::stack;
 use crate::storage::{self, swap};
 use crate::tensors::Tensors;
 
 /// Candle walks a graph recursively: below this much stack the walk moves to a stack of its own.
 const STACK_RED_ZONE_BYTES: usize = 1 << 20;
 const STACK_BYTES: usize = 64 << 20;
+
+thread_local! {
+    static CHECKPOINTS: Cell<usize> = const { Cell::new(0) };
+}
+
+/// How many closures this thread has checkpointed: their graphs are out of sight.
+pub(crate) fn checkpoints() -> usize {
+    CHECKPOINTS.get()
+}
 
 /// Runs `f` on `inputs` and keeps the inputs alone for backward, which runs `f` once more to get at the rest: less memory for a second forward.
 ///
@@ -68,6 +79,7 @@ where
     O: Tensors,
     F: Fn(I) -> Result<O> + Send + Sync + 'static,
 {
+    CHECKPOINTS.set(CHECKPOINTS.get().wrapping_add(1));
     // Inputs come first among the sources: Candle's backward then goes on into what is before the closure when all else is done.
     let (mut sources, mut wanted) = (vec![], vec![]);
     let saved = inputs.map_tensors(&mut |tensor| {
@@ -149,7 +161,7 @@ impl Start {
     fn of(outputs: &[Tensor]) -> Result<Self> {
         let (mut start, mut seen, mut shards) = (Start::default(), HashSet::new(), HashSet::new());
         for output in outputs {
-            for node in on_enough_stack(|| output.sorted_nodes()) {
+            for node in on_enough_stack(|| output.sorted_nodes())? {
                 if !seen.insert(node.id()) {
                     continue;
                 }
@@ -168,8 +180,8 @@ impl Start {
     }
 }
 
-fn on_enough_stack<T>(f: impl FnOnce() -> T) -> T {
-    stacker::maybe_grow(STACK_RED_ZONE_BYTES, STACK_BYTES, f)
+fn on_enough_stack<T>(f: impl FnOnce() -> T) -> Result<T> {
+    stack::with_at_least(STACK_RED_ZONE_BYTES, STACK_BYTES, "a checkpoint's backward", f)
 }
 
 fn scalar() -> (CpuStorage, Shape) {
@@ -256,7 +268,7 @@ impl Recompute {
         }
         let Some(root) = root else { return Ok(()) };
         drop(outputs);
-        let gradients = hooks::without_reports(|| on_enough_stack(|| root.backward()))?;
+        let gradients = hooks::without_reports(|| on_enough_stack(|| root.backward())?)?;
         for (position, (id, slot)) in self.bridges.iter().enumerate() {
             let id = copies.get(position).map_or(*id, Tensor::id);
             slot.put(gradients.get_id(id).cloned());

@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, InplaceOp1, Layout, Storage, Tensor, bail};
+use fsdp_core::process_group::{Signature, Subject};
 use fsdp_core::{Buffer, ReduceOp};
 use half::{bf16, f16};
 
-use crate::data_parallel::DataParallel;
+use crate::finite::of_norm;
 use crate::var_map::ShardedVarMap;
 use crate::{Error, Result};
 
@@ -30,13 +31,16 @@ pub struct ClipOptions {
     pub max_norm: f64,
     /// The norm.
     pub norm_type: NormType,
-    /// Whether a norm that is infinite or not a number is an error instead of being returned.
+    /// Whether a norm that is infinite or not a number is an error, which names the parameters, instead of being
+    /// returned.
     pub error_if_nonfinite: bool,
 }
 
 /// Scales the sharded gradients so that their global 2-norm is at most `max_norm`; returns the norm before, the same on every rank. Collective.
 ///
-/// As PyTorch's `clip_grad_norm_`: the factor is `max_norm / (norm + 1e-6)`, at most 1.
+/// As PyTorch's `clip_grad_norm_`: the factor is `max_norm / (norm + 1e-6)`, at most 1. A gradient that is infinite
+/// makes the norm infinite and the others zero, and one that is not a number makes the norm none: look at what is
+/// returned before you step, or use [`ClipOptions::error_if_nonfinite`].
 ///
 /// # Errors
 /// Those of the all-reduce.
@@ -70,7 +74,7 @@ pub fn clip_grad_norm(vars: &ShardedVarMap, grads: &mut GradStore, max_norm: f64
 pub fn clip_grad_norm_with(vars: &ShardedVarMap, grads: &mut GradStore, options: &ClipOptions) -> Result<f64> {
     let norm = norm_of(vars, grads, options.norm_type)?;
     if options.error_if_nonfinite && !norm.is_finite() {
-        return Err(Error::NonFinite { norm });
+        return Err(Error::NonFinite(of_norm(vars, grads, norm)?));
     }
     let factor = options.max_norm / (norm + 1e-6);
     if factor < 1. {
@@ -98,24 +102,20 @@ fn norm_of(vars: &ShardedVarMap, grads: &GradStore, norm_type: NormType) -> Resu
         return Err(Error::Argument(format!("a norm of order {p}: the order is a positive number")));
     }
     // Parameters on one mesh are summed together; replicas hold the same and do not count twice.
-    let mut meshes: Vec<(Arc<DataParallel>, f64)> = vec![(vars.ranks()?, 0.)];
+    let mut meshes: Vec<_> = vars.all_ranks()?.into_iter().map(|ranks| (ranks, 0.)).collect();
     for param in vars.trainable() {
-        // Which meshes take part must not depend on which gradients this rank happens to have.
-        let at = match meshes.iter().position(|(ranks, _)| Arc::ptr_eq(ranks, param.ranks())) {
-            Some(at) => at,
-            None => {
-                meshes.push((param.ranks().clone(), 0.));
-                meshes.len() - 1
-            }
-        };
-        if let Some(grad) = grads.get(param.var()) {
-            meshes[at].1 = combine(meshes[at].1, powers(grad, norm_type)?, norm_type);
+        let on_its_ranks = meshes.iter_mut().find(|(ranks, _)| Arc::ptr_eq(ranks, param.ranks()));
+        if let (Some((_, share)), Some(grad)) = (on_its_ranks, grads.get(param.var())) {
+            *share = combine(*share, powers(grad, norm_type)?, norm_type);
         }
     }
     let op = if norm_type == NormType::Infinity { ReduceOp::Max } else { ReduceOp::Sum };
+    // One number is like another: a rank that reduces something else at once must not get a norm.
+    let subject = Subject::new(format!("the gradients' norm ({norm_type:?})"), []);
     let mut total = 0.;
     for (ranks, share) in meshes {
-        let reduced = ranks.shard().all_reduce(vec![Buffer::F64(vec![share])], op).wait()?;
+        let reduced =
+            ranks.shard().signed(Signature::new(&subject, [])).all_reduce(vec![Buffer::F64(vec![share])], op).wait()?;
         match reduced.first() {
             Some(Buffer::F64(values)) if values.len() == 1 => total = combine(total, values[0], norm_type),
             _ => return Err(Error::Argument("an all-reduce of one F64 returned something else".into())),
@@ -180,7 +180,9 @@ fn reduce<T: Copy>(values: &[T], to_f32: impl Fn(T) -> f32, norm_type: NormType)
                     *lane += value * value;
                 }
             }
-            lanes.iter().map(|&lane| f64::from(lane)).sum::<f64>()
+            let sum: f64 = lanes.iter().map(|&lane| f64::from(lane)).sum();
+            // Squares of numbers that f32 has room for may need f64.
+            if sum.is_finite() { sum } else { chunk.iter().map(|&value| f64::from(to_f32(value)).powi(2)).sum() }
         })
         .sum()
 }

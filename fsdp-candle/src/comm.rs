@@ -1,4 +1,8 @@
 //! Collectives of the user's own in place of a unit's: PyTorch's `set_custom_all_gather` and `set_custom_reduce_scatter`.
+//!
+//! The group that they get is signed ([`ProcessGroup::signed`]) with the unit and the parameters that the call is for:
+//! ranks whose collectives on it are for different ones get an error. It is that of this call alone; keep the result of
+//! a `split`, not the group.
 
 use std::sync::Arc;
 
@@ -63,7 +67,9 @@ pub trait AllGather: Send + Sync {
 
 /// A reduce-scatter that a unit uses instead of its process group's.
 pub trait ReduceScatter: Send + Sync {
-    /// As [`ProcessGroup::reduce_scatter`] of `ranks`.
+    /// As [`ProcessGroup::reduce_scatter`] of `ranks`. With [`crate::FsdpModule::set_reduce_scatter_unused_params`] a
+    /// last part of F32 has for each of the others whether this rank used the parameter (1 or 0), and is reduced as
+    /// they are.
     fn reduce_scatter(
         &self,
         ranks: &Arc<dyn ProcessGroup>,

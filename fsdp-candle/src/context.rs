@@ -11,11 +11,13 @@ use fsdp_core::heartbeat;
 use crate::Error;
 use crate::backward_order::FixedOrder;
 use crate::frozen_call::{self, FrozenCall, number};
+use crate::graph_cut::{GraphCut, GraphWatch, WatchedCall};
 use crate::group::{ParamGroup, Reduction};
+use crate::stack;
 use crate::storage::Pool;
 
 /// Room for the recursion over a deep graph in Candle's backward; only touched pages cost memory.
-const BACKWARD_STACK_BYTES: usize = 256 << 20;
+pub(crate) const BACKWARD_STACK_BYTES: usize = 256 << 20;
 
 pub(crate) struct Context {
     pool: Arc<Pool>,
@@ -24,6 +26,9 @@ pub(crate) struct Context {
     reductions: Mutex<VecDeque<Reduction>>,
     settings: Mutex<IterationSettings>,
     reported_without_gradient: Mutex<HashSet<String>>,
+    graph: GraphWatch,
+    /// This process's rank in the mesh: the first speaks for all.
+    rank: usize,
 }
 
 /// What can be changed of the iteration of a whole model.
@@ -67,8 +72,8 @@ struct Ran {
     ended: usize,
 }
 
-impl Default for Context {
-    fn default() -> Self {
+impl Context {
+    pub(crate) fn of_rank(rank: usize) -> Self {
         Context {
             pool: Arc::default(),
             groups: Mutex::default(),
@@ -81,11 +86,11 @@ impl Default for Context {
                 max_reductions: 1,
             }),
             reported_without_gradient: Mutex::default(),
+            graph: GraphWatch::default(),
+            rank,
         }
     }
-}
 
-impl Context {
     pub(crate) fn pool(&self) -> &Arc<Pool> {
         &self.pool
     }
@@ -180,6 +185,19 @@ impl Context {
         Ok(hook)
     }
 
+    /// A call of a unit that begins, if cuts of its graph are still looked for.
+    pub(crate) fn watch(&self, unit: &Arc<ParamGroup>, inputs: Vec<Tensor>) -> Result<Option<WatchedCall<'_>>> {
+        self.graph.begin(unit, inputs)
+    }
+
+    pub(crate) fn is_watched(&self, unit: &ParamGroup) -> bool {
+        self.graph.is_watched(unit.index())
+    }
+
+    pub(crate) fn graph_cuts(&self) -> Vec<GraphCut> {
+        self.graph.told()
+    }
+
     /// A call of a unit with frozen parameters that begins.
     pub(crate) fn frozen_call(&self, unit: &ParamGroup) -> Arc<FrozenCall> {
         let call = Arc::new(FrozenCall::of(unit.index()));
@@ -196,7 +214,8 @@ impl Context {
             return Ok(());
         }
         Err(candle_core::Error::msg(
-            "the loss's own backward() was called on a sharded model: call `backward(&loss)` of the FsdpModule, which reduces the gradients",
+            "the loss's own backward() was called on a sharded model: call `backward(&loss)` of the FsdpModule, which \
+             reduces the gradients, and `step(&grads)` in place of an optimizer's backward_step",
         ))
     }
 
@@ -336,7 +355,7 @@ impl Context {
         };
         let nodes = || loss.sorted_nodes().into_iter().map(Tensor::id).collect();
         let nodes: Vec<TensorId> = match fixed || !frozen_calls.is_empty() {
-            true => stacker::grow(BACKWARD_STACK_BYTES, nodes),
+            true => stack::with(BACKWARD_STACK_BYTES, "backward", nodes)?,
             false => vec![],
         };
         let numbers: Vec<usize> = nodes.iter().map(|&id| number(id)).collect();
@@ -352,7 +371,7 @@ impl Context {
                 self.reduce(group)?;
             }
         }
-        let mut grads = stacker::grow(BACKWARD_STACK_BYTES, || loss.backward())?;
+        let mut grads = stack::with(BACKWARD_STACK_BYTES, "backward", || loss.backward())??;
         trace::leave();
         let left = lock(&self.iteration).fixed_order.as_mut().map(FixedOrder::gathers_left);
         for group in left.into_iter().flatten().filter_map(|index| self.group(index)) {
@@ -382,42 +401,45 @@ impl Context {
             let Some(oldest) = lock(&self.reductions).pop_front() else { break };
             finish(oldest)?;
         }
-        let mut without_gradient = vec![];
+        let (mut without_gradient, mut cuts) = (vec![], vec![]);
         for group in self.groups() {
             let reduced = group.take_gradients()?;
             let communicated = {
                 let settings = group.settings();
                 settings.requires_gradient_sync && settings.requires_all_reduce
             };
-            if group.take_ran_forward() && communicated {
+            let ran = group.take_ran_forward();
+            if ran {
+                cuts.extend(self.graph.pass(group.index()));
+            }
+            if ran && communicated {
                 let silent = |param: &&Arc<crate::FsdpParam>| {
-                    param.trainable() && !reduced.iter().any(|(other, _)| Arc::ptr_eq(other, param))
+                    param.trainable() && !reduced.iter().any(|(other, _, used)| *used && Arc::ptr_eq(other, param))
                 };
                 without_gradient.extend(group.params().iter().filter(silent).map(|param| param.name().to_string()));
             }
-            for (param, grad) in reduced {
-                grads.insert(param.var().as_tensor(), grad);
+            for (param, grad, _) in reduced {
+                param.file_gradient(grad, grads)?;
             }
         }
-        self.report_without_gradient(without_gradient);
+        self.report(without_gradient, &cuts);
         Ok(())
     }
 
-    fn report_without_gradient(&self, names: Vec<String>) {
+    /// Says once what is wrong with gradients: on the first rank, for all others ran the same units.
+    fn report(&self, names: Vec<String>, cuts: &[GraphCut]) {
         let mut reported = lock(&self.reported_without_gradient);
         let new: Vec<String> = names.into_iter().filter(|name| reported.insert(name.clone())).collect();
-        if !new.is_empty() {
-            let message = format!(
-                "these trainable parameters took part in forward and got no gradient: {}. Either they do not reach the loss, or a layer cut the graph: \
-                 candle_nn's LayerNorm, RmsNorm, softmax_last_dim and rotary_emb have no backward; use those of fsdp_candle::nn",
-                new.join(", ")
-            );
+        drop(reported);
+        let Some(message) = crate::graph_cut::report(&new, cuts) else { return };
+        if self.rank != 0 {
+            tracing::debug!("{message}");
+        } else if tracing::dispatcher::has_been_set() {
+            tracing::warn!("{message}");
+        } else {
             // Too grave to go unheard in a program that has no subscriber.
-            if tracing::dispatcher::has_been_set() {
-                tracing::warn!("{message}");
-            } else {
-                eprintln!("warning: {message}");
-            }
+            // `eprintln!` panics where stderr is on a full disk.
+            let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("warning: {message}\n"));
         }
     }
 

@@ -385,8 +385,10 @@ impl<M> FsdpModule<M> {
         self.change(recurse, |settings| settings.force_sum_reduction = force);
     }
 
-    /// Whether parameters without a gradient take part in the reduction with zeros, so that ranks which used different ones still match. Set it alike on all
-    /// ranks. The next backward makes a process group for the reductions of the whole model.
+    /// Whether parameters without a gradient take part in the reduction with zeros, so that ranks which used different
+    /// ones still match; without it they get an error that names the parameters. Set it alike on all ranks.
+    /// [`FsdpModule::parameters_without_gradient`] then names what no rank used. The next backward makes a process
+    /// group for the reductions of the whole model.
     ///
     /// A unit's parameters, and whole units, may then be without a gradient on some ranks: while any unit is set so, all units' collectives come in an order
     /// that does not depend on what a rank's loss reaches. Reductions go from the unit built last to the first, a unit after those inside it: build

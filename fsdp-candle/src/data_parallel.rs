@@ -59,6 +59,23 @@ impl DataParallel {
         Ok(DataParallel { mesh: mesh.clone(), shard, replicate, neighbours: Mutex::default(), apart: Mutex::default() })
     }
 
+    /// Fails when ranks of `of`, the mesh of all copies, hold none of these.
+    pub(crate) fn check_covers(&self, of: &DeviceMesh) -> std::result::Result<(), String> {
+        if self.mesh.covers(of) {
+            return Ok(());
+        }
+        Err(format!(
+            "it is trained on the mesh {} of {} rank(s), which leaves out some of the {} ranks of its ShardedVarMap's \
+             mesh {}: gradients would not reach those, and their copies would drift apart. Replicate it over them (a \
+             mesh (replicate, shard) of all ranks), freeze it, or give the ranks that share it a ShardedVarMap of \
+             their own on their mesh",
+            self.mesh.layout(),
+            self.mesh.size(),
+            of.size(),
+            of.layout()
+        ))
+    }
+
     /// The mesh.
     pub(crate) fn mesh(&self) -> &DeviceMesh {
         &self.mesh
@@ -81,9 +98,18 @@ impl DataParallel {
     pub(crate) fn neighbours(&self, size: usize) -> Result<Arc<dyn ProcessGroup>> {
         let world = self.shard.size();
         if size <= 1 || size >= world || !world.is_multiple_of(size) {
+            let proper: Vec<String> =
+                (2..world).filter(|size| world.is_multiple_of(*size)).map(|size| size.to_string()).collect();
+            let numbers = match proper.as_slice() {
+                [] if world == 1 => "there is one shard rank alone. Choose ".to_string(),
+                [] => format!("nothing but 1 and {world} divides the {world} shard ranks. Choose "),
+                some => {
+                    format!("it must be a proper divisor of the {world} shard ranks. Choose {}, ", some.join(" or "))
+                }
+            };
             return Err(fsdp_core::Error::Mesh(format!(
-                "reshard_after_forward = {size}: it must divide the {world} shard ranks and be neither 1 nor {world}; choose such a number, `always` (gather over all \
-                 again) or `never` (keep everything)"
+                "reshard_after_forward = {size}: {numbers}`always` (gather over all again) or `never` (keep \
+                 everything)"
             ))
             .into());
         }

@@ -1,5 +1,7 @@
 //! What can go wrong when parameters are sharded.
 
+use std::fmt::{Display, Formatter};
+
 /// The errors of this crate. Each names the parameter or unit, and the way out.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -29,6 +31,14 @@ pub enum Error {
         /// What was expected, what was found, and the way out.
         message: String,
     },
+    /// A unit's module could not be built.
+    #[error("FSDP unit `{unit}`, while it was built: {cause}")]
+    Build {
+        /// The unit's path in the model; the root's is `(root)`.
+        unit: String,
+        /// Why: what the closure of `fully_shard` returned.
+        cause: Box<Error>,
+    },
     /// A unit's collective failed.
     #[error("FSDP unit `{unit}`: {what} of {parameters} parameters failed")]
     Communication {
@@ -41,14 +51,9 @@ pub enum Error {
         /// Why.
         source: Box<fsdp_core::Error>,
     },
-    /// The gradients' norm is infinite or not a number.
-    #[error(
-        "the gradients' norm is {norm}: lower the learning rate or the loss scale, or find the layer that overflows"
-    )]
-    NonFinite {
-        /// The norm.
-        norm: f64,
-    },
+    /// Parameters, gradients or an optimizer's moments hold values that are infinite or not a number.
+    #[error("{0}; lower the learning rate or the loss scale, or find the layer that overflows")]
+    NonFinite(NonFinite),
     /// An argument that can't be.
     #[error("{0}")]
     Argument(String),
@@ -68,6 +73,67 @@ impl From<Error> for candle_core::Error {
             }
             error => candle_core::Error::wrap(error),
         }
+    }
+}
+
+/// Tensors with values that are infinite or not a number; the same on every rank.
+#[derive(Clone, Debug, PartialEq)]
+pub struct NonFinite {
+    /// The norm of the gradients, where that is what was not finite.
+    pub norm: Option<f64>,
+    /// The tensors, in the order in which the parameters were built. Empty when every value is finite and only their
+    /// norm is not.
+    pub tensors: Vec<NonFiniteTensor>,
+    /// The ranks of the map's mesh whose shards hold such values.
+    pub ranks: Vec<usize>,
+}
+
+/// A tensor of [`NonFinite`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct NonFiniteTensor {
+    /// The parameter's FQN.
+    pub parameter: String,
+    /// What of the parameter it is: empty for its values, else `gradient`, `exp_avg` or `exp_avg_sq`.
+    pub what: &'static str,
+    /// How many values are infinite or not a number, over all shards; replicas count once.
+    pub values: u64,
+    /// How many there are.
+    pub of: u64,
+}
+
+/// How many tensors and ranks a message names.
+const NAMED: usize = 4;
+
+impl Display for NonFinite {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        if let Some(norm) = self.norm {
+            write!(f, "the gradients' norm is {norm}: ")?;
+        }
+        if self.tensors.is_empty() {
+            return f.write_str("each value is finite, and the sum of their powers is not");
+        }
+        let total: u64 = self.tensors.iter().map(|tensor| tensor.values).sum();
+        write!(f, "{total} values are infinite or not a number (on rank {}): ", list(&self.ranks))?;
+        write!(f, "{}", list(&self.tensors))
+    }
+}
+
+impl Display for NonFiniteTensor {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        let NonFiniteTensor { parameter, what, values, of } = self;
+        match *what {
+            "" => write!(f, "{values} of {of} in `{parameter}`"),
+            what => write!(f, "{values} of {of} in the {what} of `{parameter}`"),
+        }
+    }
+}
+
+/// The first of them, and how many more there are.
+fn list(items: &[impl Display]) -> String {
+    let named: Vec<String> = items.iter().take(NAMED).map(ToString::to_string).collect();
+    match items.len().saturating_sub(NAMED) {
+        0 => named.join(", "),
+        more => format!("{} and {more} more", named.join(", ")),
     }
 }
 

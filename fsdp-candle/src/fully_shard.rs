@@ -5,16 +5,23 @@ use std::sync::Arc;
 use candle_nn::VarBuilder;
 use fsdp_core::DeviceMesh;
 
-use crate::Result;
 use crate::data_parallel::{DataParallel, ShardMesh};
 use crate::extension::AllGatherExtension;
 use crate::group::{GroupSpec, ParamGroup};
-use crate::module::FsdpModule;
+use crate::module::{FsdpModule, is_of_poison};
 use crate::policy::{MixedPrecisionPolicy, NamePredicate, OffloadPolicy, ReshardAfterForward};
 use crate::var_map::ShardedVarMap;
+use crate::{Error, Result};
 
 /// What the root unit is called in messages.
 pub(crate) const ROOT: &str = "(root)";
+
+/// What is wrong with a builder of Candle's own.
+const FOREIGN_BUILDER: &str = "it has no parameters, for its VarBuilder is not of the ShardedVarMap that FullyShard \
+     was made of. VarBuilder::from_varmap, from_mmaped_safetensors, from_tensors and the like make whole tensors that \
+     nothing shards, reduces or trains: pass `vars.builder(dtype)`. Weights of a Hugging Face directory come by \
+     `vars.init_with(initializer::Pretrained::open(dir)?)` before the model is built, those of a checkpoint by \
+     `load_model` after";
 
 /// How a parameter is sharded.
 ///
@@ -50,7 +57,7 @@ pub(crate) const ROOT: &str = "(root)";
 pub struct ShardPlacement {
     /// The tensor dimension that is cut. One other than 0 must divide evenly.
     pub dim: usize,
-    /// Another mesh than the unit's.
+    /// Another mesh than the unit's. It has all ranks of the map's mesh, but for frozen parameters.
     pub mesh: Option<ShardMesh>,
 }
 
@@ -92,7 +99,8 @@ impl FullyShard {
         }
     }
 
-    /// Another mesh than the map's: 1-D, or 2-D as (replicate, shard).
+    /// Another mesh than the map's: 1-D, or 2-D as (replicate, shard). It has all ranks of the map's, but for frozen
+    /// parameters.
     ///
     /// # Errors
     /// When the mesh has another number of dimensions.
@@ -172,7 +180,9 @@ impl FullyShard {
 /// The module is built as on PyTorch's meta device: each rank makes its shards only, and the tensors that the layers hold have no memory until the unit runs.
 ///
 /// # Errors
-/// Those of `build`, and when it asks for a parameter that another unit owns.
+/// Those of `build`, and when it asks for a parameter that another unit owns, that no memory can hold, or that is
+/// trained on a mesh without some ranks of the map's; all name the unit. When `vb` is a builder of something else than the
+/// options' map ([`ShardedVarMap::builder`]), and so would make a unit of no parameters.
 ///
 /// ```
 /// use candle_core::{DType, Device, Module, Tensor};
@@ -199,7 +209,18 @@ pub fn fully_shard<M>(
         ranks.neighbours(size)?;
     }
     let unit = vars.begin_unit(&name, opts, &ranks);
-    let inner = build(vb)?;
+    let inner = build(vb.clone()).map_err(|cause| {
+        let cause = match is_of_poison(&cause) {
+            true => {
+                cause.context("a parameter's values are not there while a model is built: compute on them in forward")
+            }
+            false => cause,
+        };
+        Error::Build { unit: name.clone(), cause: Box::new(cause.into()) }
+    })?;
+    if unit.is_empty() && !vars.is_behind(&vb) {
+        return Err(Error::Unit { unit: name, message: FOREIGN_BUILDER.into() });
+    }
     let params = unit.close();
     let context = vars.context().clone();
     let spec = GroupSpec {

@@ -2,6 +2,7 @@
 
 use candle_core::Tensor;
 use candle_core::backprop::GradStore;
+use fsdp_core::process_group::{Signature, Subject};
 use fsdp_core::{Buffer, ReduceOp};
 
 use crate::clip::{Scale, powers};
@@ -86,8 +87,9 @@ impl GradScaler {
         Ok((loss * self.scale)?)
     }
 
-    /// Divides the sharded gradients by the scale, and finds out whether any rank's hold an infinity or a NaN; all ranks get the same answer. Collective.
-    /// Ignored parameters' gradients are the caller's.
+    /// Divides the sharded gradients by the scale, and finds out whether any rank's hold an infinity or a NaN; all
+    /// ranks that a trainable parameter lives on get the same answer. Collective. Ignored parameters' gradients are the
+    /// caller's.
     ///
     /// # Errors
     /// Those of the all-reduce, and when it is called twice before a step.
@@ -104,9 +106,13 @@ impl GradScaler {
                 grad.inplace_op1(&Scale(1. / self.scale))?;
             }
         }
-        let ranks = vars.ranks()?;
+        // From the smallest mesh to the largest, whose ranks are those of all: each of them covers the map's.
+        let mut meshes = vars.all_ranks()?;
+        meshes.sort_by_key(|ranks| ranks.mesh().size());
+        let subject = Subject::new("GradScaler's verdict", []);
         let mut overflowed = u32::from(!finite);
-        for group in std::iter::once(ranks.shard()).chain(ranks.replicate()) {
+        for group in meshes.iter().flat_map(|ranks| std::iter::once(ranks.shard()).chain(ranks.replicate())) {
+            let group = group.signed(Signature::new(&subject, []));
             let verdict = group.all_reduce(vec![Buffer::U32(vec![overflowed])], ReduceOp::Max).wait()?;
             overflowed = match verdict.first() {
                 Some(Buffer::U32(flags)) if flags.len() == 1 => flags[0],

@@ -48,11 +48,19 @@
 //! dtype mismatch in matmul, lhs: F32, rhs: F4
 //! ```
 //!
-//! or the like with another operation, or `found F4`, or `unsupported dtype F4`. Call the unit that the layer belongs to through its [`FsdpModule`]
+//! or the like with another operation, or `found F4`, or `unsupported dtype F4`. Its norms name the dtype of their
+//! input alone:
+//!
+//! ```text
+//! unsupported dtype for rmsnorm F32
+//! ```
+//!
+//! Call the unit that the layer belongs to through its [`FsdpModule`]
 //! ([`FsdpModule::call`] or `forward`), which gathers its parameters, or [`FsdpModule::unshard`] it first.
 
 pub mod activation_checkpoint;
 mod backward_order;
+mod buffers;
 mod clip;
 mod comm;
 mod context;
@@ -61,17 +69,21 @@ mod data_parallel;
 mod display;
 mod error;
 mod extension;
+mod finite;
 mod frozen_call;
 mod fully_shard;
 mod grad_scaler;
+mod graph_cut;
 mod group;
 mod hooks;
 pub mod initializer;
+mod lookup;
 mod module;
 pub mod nn;
 mod optim;
 mod param;
 mod policy;
+mod stack;
 mod state_dict;
 mod storage;
 mod tensors;
@@ -83,11 +95,13 @@ pub use clip::{ClipOptions, NormType, clip_grad_norm, clip_grad_norm_with, grad_
 pub use comm::{AllGather, AllReduceHook, ReduceScatter};
 pub use control::{FinalizeHandle, Unit, UnshardHandle};
 pub use data_parallel::ShardMesh;
-pub use error::{Error, Result};
+pub use error::{Error, NonFinite, NonFiniteTensor, Result};
 pub use extension::{AllGatherExtension, Float8, Int8Blocks};
+pub use finite::{ValuesOf, check_finite};
 pub use fsdp_core::{DTensor, DTensorSpec, DeviceMesh, Placement, ProcessGroup, ReduceOp};
 pub use fully_shard::{ExtensionFn, FullyShard, ShardPlacement, ShardPlacementFn, fully_shard};
 pub use grad_scaler::GradScaler;
+pub use graph_cut::{Cut, GraphCut};
 pub use module::FsdpModule;
 pub use optim::{AdamW, AdamWConfig, AdamWState};
 pub use param::FsdpParam;

@@ -6,6 +6,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, Result, Tensor};
 
 use crate::context::Context;
+use crate::graph_cut::GraphCut;
 use crate::group::ParamGroup;
 use crate::hooks;
 use crate::param::FsdpParam;
@@ -14,12 +15,26 @@ use crate::tensors::Tensors;
 /// A module under `fully_shard`. Calling it gathers its parameters, runs it and frees them again.
 ///
 /// A module with Candle's ordinary signature is called by [`Module::forward`]; one with any other by [`FsdpModule::call`], which runs a closure on it.
+///
+/// A clone is the same unit, as the clones of Candle's layers share their tensors: its calls gather the same
+/// parameters, and gradients of all clones add up.
+#[derive(Clone)]
 pub struct FsdpModule<M> {
     inner: M,
     group: Arc<ParamGroup>,
     context: Arc<Context>,
     /// How many modules make up the unit; each of them is called by itself.
     parts: usize,
+}
+
+impl<M: std::fmt::Debug> std::fmt::Debug for FsdpModule<M> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("FsdpModule")
+            .field("unit", &self.name())
+            .field("params", &self.params())
+            .field("inner", &self.inner)
+            .finish()
+    }
 }
 
 impl<A, B> FsdpModule<(A, B)> {
@@ -103,16 +118,22 @@ impl<M> FsdpModule<M> {
     /// assert_eq!(y.dims(), [3, 2]);
     /// ```
     pub fn call<O: Tensors>(&self, forward: impl FnOnce(&M) -> Result<O>) -> Result<O> {
-        Ok(self.run(forward)?.0)
+        Ok(self.run(vec![], forward)?.0)
     }
 
-    /// As [`FsdpModule::call`]. Tells as well whether the backward of the outputs gathers the unit.
-    fn run<O: Tensors>(&self, forward: impl FnOnce(&M) -> Result<O>) -> Result<(O, bool)> {
+    /// As [`FsdpModule::call`], with those of its inputs that are known. Tells as well whether the backward of the
+    /// outputs gathers the unit.
+    fn run<O: Tensors>(&self, inputs: Vec<Tensor>, forward: impl FnOnce(&M) -> Result<O>) -> Result<(O, bool)> {
         let guard = self.context.pre_forward(&self.group)?;
+        let watch = self.context.watch(&self.group, inputs)?;
         let span = tracing::debug_span!("forward", unit = self.name());
         let told = fsdp_core::heartbeat::span("forward", self.name());
         let outputs = span.in_scope(|| forward(&self.inner)).map_err(|error| self.explain(error))?;
         drop(told);
+        let outputs = match watch {
+            Some(watch) => watch.end(outputs)?,
+            None => outputs,
+        };
         let outputs = match self.group.mp_policy().output_dtype {
             Some(dtype) => cast(outputs, dtype)?,
             None => outputs,
@@ -157,13 +178,28 @@ impl<M> FsdpModule<M> {
             _ => inputs,
         };
         if !self.group.has_frozen() {
-            return self.call(|inner| forward(inner, inputs));
+            let (inputs, known) = self.known(inputs)?;
+            return Ok(self.run(known, |inner| forward(inner, inputs))?.0);
         }
         let call = self.context.frozen_call(&self.group);
         let inputs = inputs.map_tensors(&mut |tensor| hooks::post_backward(&tensor, &self.group, &call))?;
-        let (outputs, hook) = self.run(|inner| forward(inner, inputs))?;
+        let (inputs, known) = self.known(inputs)?;
+        let (outputs, hook) = self.run(known, |inner| forward(inner, inputs))?;
         call.ended(hook)?;
         Ok(outputs)
+    }
+
+    /// The tensors of the inputs, beside them, while the unit is watched.
+    fn known<I: Tensors>(&self, inputs: I) -> Result<(I, Vec<Tensor>)> {
+        let mut known = vec![];
+        if !self.context.is_watched(&self.group) {
+            return Ok((inputs, known));
+        }
+        let inputs = inputs.map_tensors(&mut |tensor| {
+            known.push(tensor.clone());
+            Ok(tensor)
+        })?;
+        Ok((inputs, known))
     }
 
     /// Candle's backward with the gradients reduced: averaged over the data-parallel ranks, sharded as the parameters are, and filed under the ids of the
@@ -175,9 +211,17 @@ impl<M> FsdpModule<M> {
         self.context.backward(loss).map_err(|error| self.explain_backward(error))
     }
 
-    /// The trainable parameters that took part in a forward and got no gradient in its backward, by name: layers that cut the graph, or unused ones.
+    /// The trainable parameters that took part in a forward and got no gradient in its backward, on this rank or any
+    /// other, by name: layers that cut the graph, or unused ones. Those that got a wrong one, since some of their uses are
+    /// before a cut, are in [`FsdpModule::graph_cuts`].
     pub fn parameters_without_gradient(&self) -> Vec<String> {
         self.context.without_gradient()
+    }
+
+    /// Where forward was seen to leave the graph, in the units that have been through a backward: gradients before such
+    /// a place are wrong. Said once on rank 0 as well. [`GraphCut`] says what can be seen.
+    pub fn graph_cuts(&self) -> Vec<GraphCut> {
+        self.context.graph_cuts()
     }
 
     pub(crate) fn group(&self) -> &Arc<ParamGroup> {
@@ -213,10 +257,14 @@ impl<M> FsdpModule<M> {
             .filter(|group| !group.is_unsharded())
             .map(|group| format!("`{}`", group.name()))
             .collect();
+        if sharded.is_empty() {
+            return error; // a norm's weight of another dtype than its input
+        }
         error.context(format!(
-            "FSDP unit `{}`: a sharded parameter was used (Candle calls its storage F4) outside the forward of the unit that owns it, or by a layer that \
-             computes on its weights while it is built. It belongs to one of the units that are not gathered here: {}. Call that unit through its \
-             FsdpModule (`forward` or `call`), or `unshard()` it first",
+            "FSDP unit `{}`: a sharded parameter was used (Candle calls its storage F4, and its norms name their input's \
+             dtype alone) outside the forward of the unit that owns it, or by a layer that computes on its weights \
+             while it is built. It belongs to one of the units that are not gathered here: {}. Call that unit through \
+             its FsdpModule (`forward` or `call`), or `unshard()` it first",
             self.name(),
             sharded.join(", ")
         ))
@@ -224,9 +272,13 @@ impl<M> FsdpModule<M> {
 }
 
 /// Whether Candle says that it met a sharded parameter, and nobody has explained it yet.
-fn is_of_poison(error: &candle_core::Error) -> bool {
+pub(crate) fn is_of_poison(error: &candle_core::Error) -> bool {
     let text = error.to_string();
-    [": F4", "dtype F4", "found F4"].iter().any(|words| text.contains(words)) && !text.contains("FSDP unit")
+    let names_it = text.split(|c: char| !c.is_alphanumeric()).any(|word| word == "F4");
+    // Fused norms name the dtype of their input, which they serve, and not the weight's.
+    let norm = ["F32", "F16", "BF16"].map(|dtype| format!("unsupported dtype for rmsnorm {dtype}"));
+    let norm = norm.iter().any(|words| text.contains(words));
+    (names_it || norm) && !text.contains("FSDP unit")
 }
 
 fn cast<T: Tensors>(tensors: T, dtype: DType) -> Result<T> {

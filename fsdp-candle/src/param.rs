@@ -1,10 +1,10 @@
 //! One parameter's life: a shard that the optimizer owns, a full tensor that layers hold and whose memory comes and goes, and the gradient that collects
 //! in backward.
 
-use std::collections::HashMap;
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, RwLock, Weak};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, Weak};
 
-use candle_core::{DType, Result, Shape, Tensor, TensorId, Var, WithDType, bail};
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Result, Shape, Tensor, Var, WithDType, bail};
 use fsdp_core::layout::Region;
 use fsdp_core::{Allocator, Buffer, Placement};
 
@@ -13,6 +13,7 @@ use crate::data_parallel::{DataParallel, ShardLayout};
 use crate::extension::AllGatherExtension;
 use crate::group::ParamGroup;
 use crate::hooks;
+use crate::lookup::Lookup;
 use crate::storage::{self, Pool, add, poison, swap, to_buffer, to_core_dtype, to_storage};
 
 /// A parameter sharded over the ranks of its unit.
@@ -77,6 +78,8 @@ struct State {
     partly_reduced: Option<Buffer>,
     /// This rank's shard of the reduced gradient, until a backward hands it out.
     reduced: Option<Buffer>,
+    /// Whether some rank used the parameter in what was reduced since then.
+    used: bool,
     /// Part of the full parameter, kept between forward and backward to gather over fewer ranks.
     post_forward: Option<Buffer>,
     /// The parameter's own buffer, while it is sharded and keeps one: always the same memory.
@@ -99,8 +102,11 @@ pub(crate) struct ParamSpec {
     pub(crate) extension: Option<Arc<dyn AllGatherExtension>>,
 }
 
-/// Finds a parameter by the tensor that a layer holds, or by its anchor.
-static BY_TENSOR: LazyLock<RwLock<HashMap<TensorId, Weak<FsdpParam>>>> = LazyLock::new(Default::default);
+/// By the tensor that a layer holds, and by the anchor.
+static BY_TENSOR: LazyLock<Lookup> = LazyLock::new(Default::default);
+
+/// By the shard.
+static BY_SHARD: LazyLock<Lookup> = LazyLock::new(Default::default);
 
 impl FsdpParam {
     pub(crate) fn new(spec: ParamSpec, shard: Var, pool: Arc<Pool>) -> Result<Arc<Self>> {
@@ -122,11 +128,9 @@ impl FsdpParam {
         });
         let (anchor, full) = hooks::graph_of(&param)?;
         swap(&full, poison())?;
-        let mut by_tensor = BY_TENSOR.write().unwrap_or_else(|poisoned| poisoned.into_inner());
-        for tensor in [&anchor, &full] {
-            by_tensor.insert(tensor.id(), Arc::downgrade(&param));
-        }
-        drop(by_tensor);
+        BY_TENSOR.insert(&anchor, &param);
+        BY_TENSOR.insert(&full, &param);
+        BY_SHARD.insert(&param.shard, &param);
         if param.tensors.set(Unsharded { anchor, full }).is_err() {
             bail!("parameter `{}` was built twice", param.name)
         }
@@ -135,7 +139,12 @@ impl FsdpParam {
 
     /// The parameter behind a tensor that a layer holds, or behind an anchor.
     pub(crate) fn of(tensor: &Tensor) -> Option<Arc<Self>> {
-        BY_TENSOR.read().unwrap_or_else(|poisoned| poisoned.into_inner()).get(&tensor.id())?.upgrade()
+        BY_TENSOR.find(tensor)
+    }
+
+    /// The parameter whose shard this is.
+    pub(crate) fn of_shard(var: &Var) -> Option<Arc<Self>> {
+        BY_SHARD.find(var)
     }
 
     /// The fully qualified name.
@@ -186,8 +195,26 @@ impl FsdpParam {
     }
 
     /// This rank's shard, of shape `region().sizes`: what an optimizer updates, and under whose id `backward` leaves the sharded gradient.
+    ///
+    /// A rank whose shard is empty gets no gradient of it: Candle's optimizers, which skip what has none, fail on
+    /// tensors without elements.
     pub fn var(&self) -> &Var {
         &self.shard
+    }
+
+    /// Files the sharded gradient. Of an empty shard there is none: what tells that the parameter has one elsewhere is
+    /// filed under the anchor.
+    pub(crate) fn file_gradient(&self, grad: Tensor, grads: &mut GradStore) -> Result<()> {
+        match self.region.is_empty() {
+            true => grads.insert(self.anchor()?, self.anchor()?.zeros_like()?),
+            false => grads.insert(self.shard.as_tensor(), grad),
+        };
+        Ok(())
+    }
+
+    /// Whether this rank's shard is empty and the others' have gradients.
+    pub(crate) fn is_empty_with_gradient(&self, grads: &GradStore) -> Result<bool> {
+        Ok(self.region.is_empty() && grads.get(self.anchor()?).is_some())
     }
 
     /// Whether a gradient is computed for it.
@@ -303,8 +330,18 @@ impl FsdpParam {
     pub(crate) fn take_kept(&self) -> Result<Buffer> {
         match self.state().kept.take() {
             Some(buffer) => Ok(buffer),
-            None => Ok(self.pool.take_for_good(to_core_dtype(self.compute_dtype)?, self.shape.elem_count())),
+            None => self.have(self.pool.take_for_good(to_core_dtype(self.compute_dtype)?, self.shape.elem_count())),
         }
+    }
+
+    /// A gradient of zeros of the whole parameter.
+    pub(crate) fn zeros(&self, dtype: fsdp_core::DType) -> Result<Buffer> {
+        self.have(Buffer::try_zeros(dtype, self.shape.elem_count()))
+    }
+
+    /// Memory for the parameter, whose error names it.
+    fn have(&self, memory: fsdp_core::Result<Buffer>) -> Result<Buffer> {
+        Ok(memory.map_err(|error| Error::Parameter { name: self.name.clone(), message: error.to_string() })?)
     }
 
     /// Frees the parameter's own buffer, unless it is in use.
@@ -317,7 +354,7 @@ impl FsdpParam {
         if !self.is_unsharded() {
             return Ok(());
         }
-        let mut kept = self.pool.take(to_core_dtype(self.compute_dtype)?, chunk.len());
+        let mut kept = self.have(self.pool.take(to_core_dtype(self.compute_dtype)?, chunk.len()))?;
         let size = self.compute_dtype.size_in_bytes();
         let full = self.full()?.clone();
         storage::TensorMemory(full)
@@ -355,7 +392,7 @@ impl FsdpParam {
     pub(crate) fn add_grad(&self, grad: &Tensor) -> Result<()> {
         let (mut buffer, accumulate) = self.take_or_allocate_grad()?;
         let outcome = if accumulate {
-            let mut more = self.pool.take(buffer.dtype(), buffer.len());
+            let mut more = self.have(self.pool.take(buffer.dtype(), buffer.len()))?;
             let added = storage::copy_out(grad, &mut more).and_then(|()| add(&mut buffer, &more));
             self.pool.give(more);
             added
@@ -369,7 +406,10 @@ impl FsdpParam {
     fn take_or_allocate_grad(&self) -> Result<(Buffer, bool)> {
         Ok(match self.state().grad.take() {
             Some(buffer) => (buffer, true),
-            None => (self.pool.take(storage::to_core_dtype(self.compute_dtype)?, self.shape.elem_count()), false),
+            None => {
+                let dtype = storage::to_core_dtype(self.compute_dtype)?;
+                (self.have(self.pool.take(dtype, self.shape.elem_count()))?, false)
+            }
         })
     }
 
@@ -397,9 +437,24 @@ impl FsdpParam {
         self.state().slot(stage).take()
     }
 
+    /// Notes whether some rank used the parameter in what was reduced.
+    pub(crate) fn note_used(&self, used: bool) {
+        self.state().used |= used;
+    }
+
+    /// Whether some rank has used it since a gradient was handed out.
+    pub(crate) fn is_used(&self) -> bool {
+        self.state().used
+    }
+
+    pub(crate) fn take_used(&self) -> bool {
+        std::mem::take(&mut self.state().used)
+    }
+
     /// Drops everything that belongs to a step that failed.
     pub(crate) fn forget_step(&self) {
         let mut state = self.state();
+        state.used = false;
         state.complete = false;
         let State { grad, unreduced, partly_reduced, reduced, post_forward, .. } = &mut *state;
         for buffer in [grad, unreduced, partly_reduced, reduced, post_forward] {
@@ -447,12 +502,11 @@ impl State {
 
 impl Drop for FsdpParam {
     fn drop(&mut self) {
-        if let Some(tensors) = self.tensors.get() {
-            let mut by_tensor = BY_TENSOR.write().unwrap_or_else(|poisoned| poisoned.into_inner());
-            for tensor in [&tensors.anchor, &tensors.full] {
-                by_tensor.remove(&tensor.id());
-            }
+        if let Some(Unsharded { anchor, full }) = self.tensors.get() {
+            BY_TENSOR.remove(anchor);
+            BY_TENSOR.remove(full);
         }
+        BY_SHARD.remove(&self.shard);
     }
 }
 

@@ -1,14 +1,16 @@
 //! The sharded variables of a model, behind an ordinary [`VarBuilder`]: what [`candle_nn::VarMap`] is to one process.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
-use fsdp_core::DeviceMesh;
 use fsdp_core::layout::Region;
+use fsdp_core::{Buffer, DeviceMesh};
 use indexmap::IndexMap;
 
+use crate::buffers::is_buffer;
 use crate::context::Context;
 use crate::data_parallel::DataParallel;
 use crate::fully_shard::FullyShard;
@@ -16,8 +18,11 @@ use crate::group::compute_dtype;
 use crate::initializer::{Initializer, Philox, ShardRequest};
 use crate::param::{FsdpParam, ParamSpec};
 use crate::policy::ReshardAfterForward;
-use crate::storage::with_bytes_mut;
+use crate::storage::{to_core_dtype, to_var};
 use crate::{Error, Result};
+
+/// The end of a name that no tensor has: a builder that is asked for it tells its map so.
+const PROBE: &str = "fsdp_candle_whose_builder_is_this";
 
 /// All parameters of a model, each rank holding its shards. Cheap to clone; clones are the same map.
 ///
@@ -55,7 +60,10 @@ struct Inner {
     frozen: Mutex<Arc<Predicate>>,
     params: Mutex<IndexMap<String, Owned>>,
     ignored: Mutex<IndexMap<String, Var>>,
+    buffers: Mutex<IndexMap<String, Var>>,
     building: Mutex<Vec<Unit>>,
+    /// Whether a builder of this map was asked for [`PROBE`].
+    probed: AtomicBool,
 }
 
 type Predicate = dyn Fn(&str) -> bool + Send + Sync;
@@ -76,18 +84,21 @@ struct Unit {
 }
 
 impl ShardedVarMap {
-    /// An empty map for the ranks of a mesh: 1-D (shard), or 2-D (replicate, shard). Initial values are drawn with seed 0 until [`ShardedVarMap::init_with`] says otherwise.
+    /// An empty map for the ranks of a mesh, those that train copies of one model: 1-D (shard), or 2-D (replicate,
+    /// shard). Initial values are drawn with seed 0 until [`ShardedVarMap::init_with`] says otherwise.
     pub fn new(mesh: &DeviceMesh, device: &Device) -> Self {
         ShardedVarMap(Arc::new(Inner {
             mesh: mesh.clone(),
             ranks: Mutex::default(),
             device: device.clone(),
-            context: Arc::default(),
+            context: Arc::new(Context::of_rank(mesh.rank())),
             initializer: Mutex::new(Arc::new(Philox::new(0))),
             frozen: Mutex::new(Arc::new(|_| false)),
             params: Mutex::default(),
             ignored: Mutex::default(),
+            buffers: Mutex::default(),
             building: Mutex::default(),
+            probed: AtomicBool::new(false),
         }))
     }
 
@@ -101,7 +112,12 @@ impl ShardedVarMap {
         *lock(&self.0.frozen) = Arc::new(frozen);
     }
 
-    /// An ordinary builder whose parameters land here. Parameters are asked for inside [`crate::fully_shard`].
+    /// An ordinary builder whose parameters land here: the only kind that [`crate::fully_shard`] takes, inside whose
+    /// closure parameters are asked for.
+    ///
+    /// It is what `VarBuilder::from_varmap` is to one process. In place of `from_mmaped_safetensors` comes
+    /// [`ShardedVarMap::init_with`] with [`Pretrained`](crate::initializer::Pretrained), before the model is built:
+    /// each rank then reads its own shards alone.
     pub fn builder(&self, dtype: DType) -> VarBuilder<'static> {
         VarBuilder::from_backend(Box::new(self.clone()), dtype, self.0.device.clone())
     }
@@ -119,6 +135,27 @@ impl ShardedVarMap {
     /// The parameters that get gradients: what an optimizer is made of.
     pub fn trainable(&self) -> Vec<Arc<FsdpParam>> {
         self.params().into_iter().filter(|param| param.trainable()).collect()
+    }
+
+    /// Their shards: what an optimizer of `candle_nn`'s kind is made of.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Module, Tensor};
+    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+    /// # let world = World::single()?;
+    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+    /// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(4, 2, vb))?;
+    /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+    /// use candle_nn::Optimizer;
+    ///
+    /// let mut optim = candle_nn::SGD::new(vars.trainable_vars(), 0.1)?;
+    /// // In place of `optim.backward_step(&loss)`, which does not reduce:
+    /// let grads = model.backward(&model.forward(&x)?.sqr()?.sum_all()?)?;
+    /// optim.step(&grads)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn trainable_vars(&self) -> Vec<Var> {
+        self.trainable().iter().map(|param| param.var().clone()).collect()
     }
 
     /// The parameter called `name`.
@@ -147,6 +184,18 @@ impl ShardedVarMap {
         Ok(made)
     }
 
+    /// The map's mesh, and the others that trainable parameters are on, in the order in which they came: which they are
+    /// does not depend on a rank's gradients.
+    pub(crate) fn all_ranks(&self) -> Result<Vec<Arc<DataParallel>>> {
+        let mut all = vec![self.ranks()?];
+        for param in self.trainable() {
+            if !all.iter().any(|ranks| Arc::ptr_eq(ranks, param.ranks())) {
+                all.push(param.ranks().clone());
+            }
+        }
+        Ok(all)
+    }
+
     pub(crate) fn context(&self) -> &Arc<Context> {
         &self.0.context
     }
@@ -163,13 +212,37 @@ impl ShardedVarMap {
             units,
             params: lock(&self.0.params).len(),
             ignored: lock(&self.0.ignored).len(),
+            buffers: lock(&self.0.buffers).len(),
             built: false,
         }
+    }
+
+    /// Whether `vb` is a builder of this map, renamed or not. Candle has no way to ask a builder where it gets its
+    /// tensors.
+    pub(crate) fn is_behind(&self, vb: &VarBuilder<'_>) -> bool {
+        self.0.probed.store(false, Ordering::Relaxed);
+        vb.contains_tensor(PROBE);
+        self.0.probed.swap(false, Ordering::Relaxed)
     }
 
     /// The parameters that `ignored_params` left alone: whole on every rank.
     pub fn ignored(&self) -> Vec<(String, Var)> {
         lock(&self.0.ignored).iter().map(|(name, var)| (name.clone(), var.clone())).collect()
+    }
+
+    /// What is neither sharded nor trained: running statistics, which layers of Candle's own (`BatchNorm`) ask for as
+    /// `running_mean` and `running_var` and update in forward. Each rank keeps those of its own batches, whole;
+    /// [`ShardedVarMap::average_buffers`] makes them one. State dicts and checkpoints hold them. A checkpointed closure
+    /// runs twice and updates them twice.
+    pub fn buffers(&self) -> Vec<(String, Var)> {
+        lock(&self.0.buffers).iter().map(|(name, var)| (name.clone(), var.clone())).collect()
+    }
+
+    /// All that is held whole: ignored parameters and buffers.
+    pub(crate) fn wholes(&self) -> Vec<(String, Var)> {
+        let mut all = self.ignored();
+        all.extend(self.buffers());
+        all
     }
 
     fn build(&self, name: &str, shape: Shape, init: Init, dtype: DType) -> Result<Tensor> {
@@ -190,14 +263,22 @@ impl ShardedVarMap {
             return Err(fail(format!("parameters are floating point; it was asked for as {dtype:?}")));
         }
         let dims = shape.dims();
+        self.check_size(name, dims, dtype)?;
+        if is_buffer(name) {
+            return self.whole(&self.0.buffers, name, dims, init, dtype);
+        }
         if opts.ignored_params.as_ref().is_some_and(|ignored| ignored(name)) {
-            return self.whole(name, dims, init, dtype);
+            return self.whole(&self.0.ignored, name, dims, init, dtype);
         }
         let placement = opts.shard_placement_fn.as_ref().and_then(|choose| choose(name, dims)).unwrap_or_default();
         let ranks = placement.mesh.map_or(ranks, |mesh| mesh.0);
         let dim = placement.dim;
         if let ReshardAfterForward::To(size) = opts.reshard_after_forward {
             ranks.neighbours(size)?;
+        }
+        let trainable = !lock(&self.0.frozen)(name);
+        if trainable {
+            ranks.check_covers(&self.0.mesh).map_err(fail)?;
         }
         let (region, layout) = ranks.lay_out(name, dims, dim)?;
         let shard = self.initial(name, dims, &region, init, dtype)?;
@@ -208,7 +289,7 @@ impl ShardedVarMap {
             layout,
             ranks,
             compute_dtype: compute_dtype(&opts.mp_policy, name, dtype),
-            trainable: !lock(&self.0.frozen)(name),
+            trainable,
             extension: opts.extension.as_ref().and_then(|choose| choose(name)),
             shape,
         };
@@ -250,22 +331,41 @@ impl ShardedVarMap {
         Err(Error::Parameter { name: name.into(), message })
     }
 
-    /// An ignored parameter.
-    fn whole(&self, name: &str, dims: &[usize], init: Init, dtype: DType) -> Result<Tensor> {
-        if let Some(var) = lock(&self.0.ignored).get(name) {
+    /// An ignored parameter or a buffer.
+    fn whole(
+        &self,
+        all: &Mutex<IndexMap<String, Var>>,
+        name: &str,
+        dims: &[usize],
+        init: Init,
+        dtype: DType,
+    ) -> Result<Tensor> {
+        if let Some(var) = lock(all).get(name) {
             if (var.dims(), var.dtype()) == (dims, dtype) {
                 return Ok(var.as_tensor().clone());
             }
             let message = format!(
-                "it is ignored by fully_shard, and was asked for as {:?} {:?} and as {dims:?} {dtype:?}: shared parameters have one shape and dtype",
+                "it is held whole, and was asked for as {:?} {:?} and as {dims:?} {dtype:?}: shared tensors have one \
+                 shape and dtype",
                 var.dims(),
                 var.dtype()
             );
             return Err(Error::Parameter { name: name.into(), message });
         }
         let var = self.initial(name, dims, &Region::whole(dims), init, dtype)?;
-        lock(&self.0.ignored).insert(name.into(), var.clone());
+        lock(all).insert(name.into(), var.clone());
         Ok(var.as_tensor().clone())
+    }
+
+    /// Fails for a parameter that no memory can hold, before any is asked for.
+    fn check_size(&self, name: &str, dims: &[usize], dtype: DType) -> Result<()> {
+        let bytes = dims.iter().try_fold(dtype.size_in_bytes(), |bytes, &size| bytes.checked_mul(size.max(1)));
+        if bytes.is_some_and(|bytes| bytes <= isize::MAX as usize) {
+            return Ok(());
+        }
+        let message =
+            format!("of shape {dims:?} and {dtype:?} it is larger than memory can be: check the model's sizes");
+        Err(Error::Parameter { name: name.into(), message })
     }
 
     /// A variable with the initial values of a region.
@@ -273,9 +373,10 @@ impl ShardedVarMap {
         let request = ShardRequest { name, shape: dims, dtype, region, init };
         let initializer = lock(&self.0.initializer).clone();
         initializer.check(&request)?;
-        let shard = Var::zeros(region.sizes.as_slice(), dtype, &self.0.device)?;
-        with_bytes_mut(shard.as_tensor(), |bytes| Ok(initializer.fill(&request, bytes)?))?;
-        Ok(shard)
+        let memory = Buffer::try_zeros(to_core_dtype(dtype)?, region.elements());
+        let mut shard = memory.map_err(|error| Error::Parameter { name: name.into(), message: error.to_string() })?;
+        initializer.fill(&request, shard.bytes_mut())?;
+        Ok(to_var(shard, &region.sizes, &self.0.device)?)
     }
 }
 
@@ -286,10 +387,19 @@ pub(crate) struct OpenUnit<'a> {
     units: usize,
     params: usize,
     ignored: usize,
+    buffers: usize,
     built: bool,
 }
 
 impl OpenUnit<'_> {
+    /// Whether nothing was asked for in the unit's own name.
+    pub(crate) fn is_empty(&self) -> bool {
+        let inner = &self.vars.0;
+        lock(&inner.building).last().is_none_or(|unit| unit.params.is_empty())
+            && lock(&inner.ignored).len() == self.ignored
+            && lock(&inner.buffers).len() == self.buffers
+    }
+
     /// The unit's parameters.
     pub(crate) fn close(mut self) -> Vec<Arc<FsdpParam>> {
         self.built = true;
@@ -303,6 +413,7 @@ impl Drop for OpenUnit<'_> {
             lock(&self.vars.0.building).truncate(self.depth - 1);
             lock(&self.vars.0.params).truncate(self.params);
             lock(&self.vars.0.ignored).truncate(self.ignored);
+            lock(&self.vars.0.buffers).truncate(self.buffers);
             self.vars.0.context.truncate(self.units);
         }
     }
@@ -322,6 +433,10 @@ impl SimpleBackend for ShardedVarMap {
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
+        if name.ends_with(PROBE) {
+            self.0.probed.store(true, Ordering::Relaxed);
+            return false;
+        }
         lock(&self.0.params).contains_key(name) || lock(&self.0.initializer).contains(name)
     }
 }

@@ -11,8 +11,21 @@ use crate::Error;
 use crate::param::{FsdpParam, Full};
 use crate::storage::{Pool, TensorMemory, to_core_dtype};
 
+/// The way out for ranks that gather different parameters.
+const ADVICE: &str = "Units are gathered as they are called: every rank must call the same units in the same order, \
+                      or `unshard()` all of them first";
+
 /// The all-gathers in flight, one for each set of ranks.
 pub(super) struct Gathering(Vec<Flight>);
+
+/// An all-gather that is put together.
+struct Departure {
+    ranks: Arc<dyn ProcessGroup>,
+    /// The parameters, by position.
+    positions: Vec<usize>,
+    parts: Vec<GatherPart>,
+    arrivals: Vec<(Arc<FsdpParam>, Arrival)>,
+}
 
 /// An all-gather in flight.
 struct Flight {
@@ -38,9 +51,9 @@ struct Places {
 }
 
 impl Allocator for Places {
-    fn take(&self, dtype: DType, len: usize) -> Buffer {
+    fn take(&self, dtype: DType, len: usize) -> fsdp_core::Result<Buffer> {
         let own = self.own.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).pop();
-        own.flatten().unwrap_or_else(|| self.pool.take(dtype, len))
+        own.flatten().map_or_else(|| self.pool.take(dtype, len), Ok)
     }
     fn give(&self, buffer: Buffer) {
         self.pool.give(buffer);
@@ -94,15 +107,15 @@ impl ParamGroup {
             return Ok(());
         }
         // In backward some may be done with already, and others freed early.
-        let missing: Vec<_> =
-            self.params.iter().filter(|param| !param.is_unsharded() && !param.is_complete()).collect();
+        let all = self.params.iter().enumerate();
+        let missing: Vec<_> = all.filter(|(_, param)| !param.is_unsharded() && !param.is_complete()).collect();
         if missing.is_empty() {
             return Ok(());
         }
         tracing::debug!(unit = self.name, parameters = missing.len(), "unshard");
         // Nearly always there is one set of ranks; a placement may put a parameter on another mesh.
-        let mut flights: Vec<(Arc<dyn ProcessGroup>, Vec<GatherPart>, Vec<_>)> = vec![];
-        for param in missing {
+        let mut departures: Vec<Departure> = vec![];
+        for (position, param) in missing {
             let kept = match state.kept_for {
                 Some(size) => {
                     param.take_post_forward().map(|buffer| Ok::<_, Error>((param.ranks().neighbours(size)?, buffer)))
@@ -111,14 +124,15 @@ impl ParamGroup {
             };
             let kept = kept.transpose()?;
             let ranks = kept.as_ref().map_or(param.ranks().shard(), |(fewer, _)| fewer).clone();
-            let at = match flights.iter().position(|(other, _, _)| Arc::ptr_eq(other, &ranks)) {
+            let at = match departures.iter().position(|other| Arc::ptr_eq(&other.ranks, &ranks)) {
                 Some(at) => at,
                 None => {
-                    flights.push((ranks, vec![], vec![]));
-                    flights.len() - 1
+                    departures.push(Departure { ranks, positions: vec![], parts: vec![], arrivals: vec![] });
+                    departures.len() - 1
                 }
             };
-            let (ranks, parts, arrivals) = &mut flights[at];
+            let Departure { ranks, positions, parts, arrivals } = &mut departures[at];
+            positions.push(position);
             let arrival = match kept {
                 Some((_, buffer)) => {
                     let elements = param.shape().elem_count();
@@ -134,12 +148,10 @@ impl ParamGroup {
         }
         let custom = self.settings().all_gather.clone();
         let mut gathering = vec![];
-        for (ranks, mut parts, arrivals) in flights {
+        for Departure { ranks, positions, parts, arrivals } in departures {
             // A user's all-gather may take its outputs in any order.
             let in_place = memory.keep && custom.is_none();
-            if custom.is_none() {
-                parts.push(self.signature(ranks.as_ref()));
-            }
+            let ranks = ranks.signed(self.signature(positions).with_advice(ADVICE));
             let work = match &custom {
                 Some(custom) => custom.all_gather(&ranks, parts, memory.allocator.clone()),
                 None if in_place => ranks.all_gather(parts, self.places(&arrivals)?),
@@ -149,14 +161,6 @@ impl ParamGroup {
         }
         state.gathering = Some(Gathering(gathering));
         Ok(())
-    }
-
-    /// Bytes that no parameter is made of. Their number makes the gathers of two units different collectives, even of units of one size: a rank that gathers
-    /// another unit than its peers gets an error and not their values.
-    fn signature(&self, ranks: &dyn ProcessGroup) -> GatherPart {
-        let length = |rank: usize| if rank == 0 { self.index + 1 } else { 0 };
-        let input = Arc::new(Buffer::zeros(DType::U8, length(ranks.rank())));
-        GatherPart { input, counts: (0..ranks.size()).map(length).collect() }
     }
 
     fn places(&self, arrivals: &[(Arc<FsdpParam>, Arrival)]) -> Result<Arc<Places>> {
@@ -184,16 +188,7 @@ impl ParamGroup {
     }
 
     fn land(&self, flight: Flight, full: &mut Vec<(Arc<FsdpParam>, Full)>) -> Result<()> {
-        let buffers = flight.work.wait().map_err(|source| {
-            let differs = matches!(source, fsdp_core::Error::Mismatch { .. });
-            let error = candle_core::Error::from(self.communication_failed("all-gather", source));
-            match differs {
-                true => error.context(
-                    "Units are gathered as they are called: every rank must call the same units in the same order, or `unshard()` all of them first",
-                ),
-                false => error,
-            }
-        })?;
+        let buffers = flight.work.wait().map_err(|source| self.communication_failed("all-gather", source))?;
         let memory = self.memory();
         let allocator = memory.allocator.as_ref();
         let mut buffers = buffers.into_iter();
@@ -208,7 +203,8 @@ impl ParamGroup {
                 Ok::<_, candle_core::Error>(match memory.keep {
                     true => Full { buffer: param.take_kept()?, own: true },
                     false => {
-                        let buffer = allocator.take(to_core_dtype(param.compute_dtype())?, elements);
+                        let buffer =
+                            allocator.take(to_core_dtype(param.compute_dtype())?, elements).map_err(Error::from)?;
                         Full { buffer, own: false }
                     }
                 })
@@ -237,7 +233,8 @@ impl ParamGroup {
                     let mut decoded = match concatenation {
                         true => place()?,
                         false => {
-                            let buffer = allocator.take(to_core_dtype(param.compute_dtype())?, elements);
+                            let buffer =
+                                allocator.take(to_core_dtype(param.compute_dtype())?, elements).map_err(Error::from)?;
                             Full { buffer, own: false }
                         }
                     };
@@ -258,8 +255,6 @@ impl ParamGroup {
             self.check_arrival(&param, &arrived.buffer)?;
             full.push((param, arrived));
         }
-        // The signature.
-        buffers.for_each(|buffer| allocator.give(buffer));
         Ok(())
     }
 

@@ -8,8 +8,9 @@ use std::collections::{BTreeSet, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 
 use candle_core::{DType, Result, Tensor, TensorId, bail};
+use fsdp_core::Allocator;
 use fsdp_core::layout::chunk_range;
-use fsdp_core::{Allocator, Buffer};
+use fsdp_core::process_group::{Signature, Subject};
 
 pub(crate) use reduction::Reduction;
 pub(crate) use settings::Settings;
@@ -18,7 +19,7 @@ use crate::Error;
 use crate::context::Context;
 use crate::param::{FsdpParam, Memory, Stage};
 use crate::policy::{MixedPrecisionPolicy, ReshardAfterForward};
-use crate::storage::{Pool, to_storage};
+use crate::storage::{Pool, to_tensor};
 use gather::Gathering;
 
 /// The parameters that move together.
@@ -27,6 +28,8 @@ pub(crate) struct ParamGroup {
     /// The position in the order of `fully_shard` calls.
     index: usize,
     params: Vec<Arc<FsdpParam>>,
+    /// The parameters, for the signatures of collectives.
+    subject: Arc<Subject>,
     mp_policy: MixedPrecisionPolicy,
     pool: Arc<Pool>,
     context: Weak<Context>,
@@ -48,11 +51,37 @@ struct State {
     expected: Option<usize>,
     /// Whether that backward has issued the unit's reduction.
     reduced: bool,
+    /// Backwards since the last reduce-scatter and since the last all-reduce.
+    unscattered: Backwards,
+    unreplicated: Backwards,
     ran_forward: bool,
     /// Whether a forward gathered what is there and no backward has followed: stale, once an optimizer has stepped.
     left_by_forward: bool,
     /// Modules of the unit that ran since it was last resharded after forward.
     parts_run: usize,
+}
+
+/// How many backwards' gradients a reduction carries: which is the same on all ranks, or some sum what others have
+/// summed already.
+#[derive(Clone, Copy, Default)]
+struct Backwards {
+    count: usize,
+    carried: bool,
+}
+
+impl Backwards {
+    fn begin(&mut self) {
+        if std::mem::take(&mut self.carried) {
+            self.count = 0;
+        }
+        self.count += 1;
+    }
+
+    /// The number, which starts anew with the next backward.
+    fn carry(&mut self) -> usize {
+        self.carried = true;
+        self.count
+    }
 }
 
 /// What a unit is made of.
@@ -66,7 +95,9 @@ pub(crate) struct GroupSpec {
 
 impl ParamGroup {
     pub(crate) fn new(spec: GroupSpec, context: &Arc<Context>) -> Arc<Self> {
+        let names = spec.params.iter().map(|param| param.name().to_string());
         let group = Arc::new(ParamGroup {
+            subject: Subject::new(format!("unit `{}`", spec.name), names),
             name: spec.name,
             index: spec.index,
             params: spec.params,
@@ -306,6 +337,8 @@ impl ParamGroup {
             state.reported = 0;
             state.expected = None;
             state.reduced = false;
+            state.unscattered.begin();
+            state.unreplicated.begin();
         }
         self.params.iter().filter_map(|param| param.take_grad()).for_each(|grad| self.pool.give(grad));
         self.params.iter().for_each(|param| param.set_complete(false));
@@ -357,13 +390,16 @@ impl ParamGroup {
         if self.settings().reshard_after_backward { self.reshard() } else { Ok(()) }
     }
 
-    /// The sharded gradients that are whole, of the parameters' dtypes.
-    pub(crate) fn take_gradients(&self) -> Result<Vec<(Arc<FsdpParam>, Tensor)>> {
+    /// The sharded gradients that are whole, of the parameters' dtypes, and whether a rank used the parameter: what
+    /// none used has a gradient of zeros.
+    pub(crate) fn take_gradients(&self) -> Result<Vec<(Arc<FsdpParam>, Tensor, bool)>> {
         let mut grads = vec![];
         for param in &self.params {
             if let Some(buffer) = param.take(Stage::Reduced) {
                 self.pool.leave(&buffer);
-                grads.push((param.clone(), tensor_of(buffer, param)?));
+                let used = param.take_used();
+                let grad = to_tensor(buffer, &param.region().sizes, param.var().device())?;
+                grads.push((param.clone(), grad, used));
             }
         }
         Ok(grads)
@@ -378,6 +414,8 @@ impl ParamGroup {
             state.parts_run = 0;
             state.ran_forward = false;
             state.left_by_forward = false;
+            state.unscattered = Backwards::default();
+            state.unreplicated = Backwards::default();
             state.gathering.take()
         };
         // What came of it no longer matters; that it is over does.
@@ -390,6 +428,11 @@ impl ParamGroup {
         if let Err(error) = self.reshard() {
             tracing::warn!(unit = self.name, %error, "reshard after a failed step");
         }
+    }
+
+    /// What a collective of the parameters at these positions is about.
+    fn signature(&self, positions: impl IntoIterator<Item = usize>) -> Signature {
+        Signature::new(&self.subject, positions)
     }
 
     fn communication_failed(&self, what: &str, source: fsdp_core::Error) -> Error {
@@ -406,19 +449,6 @@ impl ParamGroup {
 fn is_within(path: &str, outer: &str) -> bool {
     outer == crate::fully_shard::ROOT
         || path.strip_prefix(outer).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
-}
-
-/// A sharded gradient as a tensor of the shard's shape.
-fn tensor_of(buffer: Buffer, param: &FsdpParam) -> Result<Tensor> {
-    let shape = param.region().sizes.as_slice();
-    let device = param.var().device();
-    match to_storage(buffer)? {
-        candle_core::CpuStorage::F32(v) => Tensor::from_vec(v, shape, device),
-        candle_core::CpuStorage::F64(v) => Tensor::from_vec(v, shape, device),
-        candle_core::CpuStorage::BF16(v) => Tensor::from_vec(v, shape, device),
-        candle_core::CpuStorage::F16(v) => Tensor::from_vec(v, shape, device),
-        _ => bail!("parameter `{}`: its gradient is not floating point", param.name()),
-    }
 }
 
 /// The dtype that a unit computes in, for a parameter built as `dtype`.

@@ -3,12 +3,19 @@
 use std::sync::Arc;
 
 use candle_core::{Result, bail};
+use fsdp_core::process_group::Signature;
 use fsdp_core::{Allocator, Buffer, DType, ReduceOp, ScatterPart, Work, heartbeat};
 
 use super::ParamGroup;
+use crate::Error;
 use crate::data_parallel::DataParallel;
 use crate::param::{FsdpParam, Stage};
-use crate::storage::{add, cast, scale, to_core_dtype};
+use crate::storage::{cast, scale, to_core_dtype};
+
+/// The way out for ranks that reduce different gradients.
+const ADVICE: &str = "Ranks reduce the gradients of the same parameters, of as many backwards. Where ranks may use \
+                      different parameters, call `set_reduce_scatter_unused_params(true, true)` of the root on every \
+                      rank";
 
 /// A reduction in flight.
 pub(crate) struct Reduction {
@@ -28,6 +35,10 @@ struct Rule {
     /// What sums are divided by, all in all.
     divisor: Option<f64>,
     all_reduce: bool,
+    /// Whether a last buffer tells which parameters the ranks have used.
+    told: bool,
+    /// How many backwards' gradients the reduce-scatter and the all-reduce carry.
+    backwards: (usize, usize),
 }
 
 impl Rule {
@@ -50,6 +61,16 @@ enum Over {
     Replicas,
 }
 
+/// The gradients that go over one set of ranks.
+struct Flight {
+    ranks: Arc<DataParallel>,
+    /// The parameters, by position.
+    members: Vec<usize>,
+    parts: Vec<ScatterPart>,
+    /// Which of them this rank used.
+    used: Vec<bool>,
+}
+
 impl Reduction {
     /// Takes the gradients that are there and issues their reduce-scatters, one for each set of ranks; or files them for a later backward where the unit does not
     /// synchronise. With `apart`, or where the unit is set so, they go over a process group of their own.
@@ -64,7 +85,7 @@ impl Reduction {
                 settings.reduce_scatter.clone(),
             )
         };
-        let mut flights: Vec<(Arc<DataParallel>, Vec<usize>, Vec<ScatterPart>)> = vec![];
+        let mut flights: Vec<Flight> = vec![];
         for (position, param) in group.params.iter().enumerate().filter(|(_, param)| param.trainable()) {
             if let Some(grad) = param.take_grad() {
                 let grad = cast(grad, group.reduce_dtype(param)?, group.pool.as_ref())?;
@@ -73,9 +94,9 @@ impl Reduction {
             if !sync {
                 continue;
             }
-            let grad = match param.take(Stage::Unreduced) {
-                Some(grad) => grad,
-                None if unused => Buffer::zeros(group.reduce_dtype(param)?, param.shape().elem_count()),
+            let (grad, used) = match param.take(Stage::Unreduced) {
+                Some(grad) => (grad, true),
+                None if unused => (param.zeros(group.reduce_dtype(param)?)?, false),
                 None => continue,
             };
             let mut input = if param.layout().is_concatenation() { grad } else { group.pack(param, grad)? };
@@ -83,47 +104,72 @@ impl Reduction {
                 scale(&mut input, 1. / before)?;
             }
             let part = ScatterPart { input, counts: param.layout().counts() };
-            match flights.iter_mut().find(|(ranks, _, _)| Arc::ptr_eq(ranks, param.ranks())) {
-                Some((_, members, parts)) => {
-                    members.push(position);
-                    parts.push(part);
+            match flights.iter_mut().find(|flight| Arc::ptr_eq(&flight.ranks, param.ranks())) {
+                Some(flight) => {
+                    flight.members.push(position);
+                    flight.parts.push(part);
+                    flight.used.push(used);
                 }
-                None => flights.push((param.ranks().clone(), vec![position], vec![part])),
-            }
-        }
-        let rules = |ranks: &DataParallel| group.rule(ranks);
-        if sync {
-            // What waits for its all-reduce goes along even when this backward brought nothing new.
-            for param in group.params.iter().filter(|param| param.trainable()) {
-                let ranks = param.ranks();
-                let known = flights.iter().any(|(other, _, _)| Arc::ptr_eq(other, ranks))
-                    || started.iter().any(|other: &Reduction| Arc::ptr_eq(&other.ranks, ranks));
-                if !known && let Some(replicas) = ranks.replicate().filter(|_| rules(ranks).all_reduce) {
-                    let (members, buffers) = group.take_partly_reduced(ranks);
-                    if !members.is_empty() {
-                        let rule = rules(ranks);
-                        let work = replicas.all_reduce(buffers, rule.op);
-                        let (group, ranks) = (group.clone(), ranks.clone());
-                        started.push(Reduction { group, ranks, members, work, over: Over::Replicas, rule });
-                    }
+                None => {
+                    let (ranks, members) = (param.ranks().clone(), vec![position]);
+                    flights.push(Flight { ranks, members, parts: vec![part], used: vec![used] });
                 }
             }
         }
-        let start = |(ranks, members, parts): (Arc<DataParallel>, Vec<usize>, Vec<ScatterPart>)| {
+        if !sync {
+            return Ok(());
+        }
+        let backwards = group.carry_backwards();
+        // What waits for its all-reduce goes along even when this backward brought nothing new.
+        for param in group.params.iter().filter(|param| param.trainable()) {
+            let ranks = param.ranks();
+            let known = flights.iter().any(|flight| Arc::ptr_eq(&flight.ranks, ranks))
+                || started.iter().any(|other: &Reduction| Arc::ptr_eq(&other.ranks, ranks));
+            let rule = Rule { told: unused, backwards, ..group.rule(ranks) };
+            if !known && rule.all_reduce && ranks.replicate().is_some() {
+                let (members, buffers) = group.take_partly_reduced(ranks);
+                if !members.is_empty() {
+                    started.push(Reduction::over_replicas(group.clone(), ranks.clone(), rule, members, buffers)?);
+                }
+            }
+        }
+        for Flight { ranks, members, mut parts, used } in flights {
             tracing::debug!(unit = group.name, gradients = members.len(), "reduce-scatter");
-            let rule = rules(&ranks);
-            let op = rule.op;
+            let rule = Rule { told: unused, backwards, ..group.rule(&ranks) };
             let shard = if apart || separate { ranks.shard_apart()? } else { ranks.shard().clone() };
+            let shard = shard.signed(group.signs(&members, backwards.0));
+            if rule.told {
+                let counts = vec![members.len(); shard.size()];
+                let input = Buffer::F32(counts.iter().flat_map(|_| used.iter().map(|&used| f32::from(used))).collect());
+                parts.push(ScatterPart { input, counts });
+            }
             let work = match &custom {
-                Some(custom) => custom.reduce_scatter(&shard, parts, op, group.pool.clone()),
-                None => shard.reduce_scatter(parts, op, group.pool.clone()),
+                Some(custom) => custom.reduce_scatter(&shard, parts, rule.op, group.pool.clone()),
+                None => shard.reduce_scatter(parts, rule.op, group.pool.clone()),
             };
-            Result::Ok(Reduction { group: group.clone(), ranks, members, work, over: Over::Shards, rule })
-        };
-        for flight in flights {
-            started.push(start(flight)?);
+            started.push(Reduction { group: group.clone(), ranks, members, work, over: Over::Shards, rule });
         }
         Ok(())
+    }
+
+    /// The all-reduce of shards that are reduced over the shard ranks.
+    fn over_replicas(
+        group: Arc<ParamGroup>,
+        ranks: Arc<DataParallel>,
+        rule: Rule,
+        members: Vec<usize>,
+        mut buffers: Vec<Buffer>,
+    ) -> Result<Self> {
+        tracing::debug!(unit = group.name, gradients = members.len(), "all-reduce");
+        let Some(replicas) = ranks.replicate() else {
+            bail!("FSDP unit `{}` has no replicas to reduce over", group.name)
+        };
+        if rule.told {
+            let used = members.iter().map(|&position| f32::from(group.params[position].is_used()));
+            buffers.push(Buffer::F32(used.collect()));
+        }
+        let work = replicas.signed(group.signs(&members, rule.backwards.1)).all_reduce(buffers, rule.op);
+        Ok(Reduction { group, ranks, members, work, over: Over::Replicas, rule })
     }
 
     /// Whether the next step issues another collective, which must happen in the same order on every rank.
@@ -133,13 +179,14 @@ impl Reduction {
 
     /// Waits, and goes on: to the replicas, or to the end.
     pub(crate) fn advance(self) -> Result<Option<Self>> {
-        let Reduction { group, ranks, mut members, work, over, rule } = self;
+        let Reduction { group, ranks, members, work, over, rule } = self;
         let what = if over == Over::Shards { "reduce-scatter" } else { "all-reduce" };
         let span = tracing::debug_span!("wait for reduction", unit = group.name, what);
         let told = heartbeat::span("wait for reduction", &group.name);
         let mut buffers = span.in_scope(|| work.wait()).map_err(|source| group.communication_failed(what, source))?;
         drop(told);
-        let expected = || members.iter().map(|&position| group.params[position].region().elements());
+        let shards = members.iter().map(|&position| group.params[position].region().elements());
+        let expected = || shards.clone().chain(rule.told.then_some(members.len()));
         if buffers.iter().map(Buffer::len).ne(expected()) {
             bail!(
                 "FSDP unit `{}`: the {what} returned buffers of {:?} elements instead of {:?}",
@@ -148,34 +195,27 @@ impl Reduction {
                 expected().collect::<Vec<_>>()
             )
         }
-        if over == Over::Shards
-            && let Some(replicas) = ranks.replicate()
-        {
-            if !rule.all_reduce {
-                for (position, buffer) in members.into_iter().zip(buffers) {
-                    group.params[position].accumulate(Stage::PartlyReduced, buffer)?;
-                }
-                return Ok(None);
-            }
-            let (positions, earlier) = group.take_partly_reduced(&ranks);
-            for (position, earlier) in positions.into_iter().zip(earlier) {
-                match members.iter().position(|&member| member == position) {
-                    Some(at) => {
-                        add(&mut buffers[at], &earlier)?;
-                        group.pool.give(earlier);
-                    }
-                    None => {
-                        members.push(position);
-                        buffers.push(earlier);
-                    }
-                }
-            }
-            tracing::debug!(unit = group.name, gradients = members.len(), "all-reduce");
-            let work = replicas.all_reduce(buffers, rule.op);
-            return Ok(Some(Reduction { group, ranks, members, work, over: Over::Replicas, rule }));
+        // A sum or a mean over ranks is positive where one of them has used the parameter.
+        let used = if rule.told { buffers.pop() } else { None };
+        for (at, &position) in members.iter().enumerate() {
+            let some_rank = match &used {
+                Some(Buffer::F32(used)) => used[at] > 0.,
+                _ => true,
+            };
+            group.params[position].note_used(some_rank);
         }
-        group.deliver(rule, members, buffers)?;
-        Ok(None)
+        if over == Over::Replicas || ranks.replicate().is_none() {
+            group.deliver(rule, members, buffers)?;
+            return Ok(None);
+        }
+        for (&position, buffer) in members.iter().zip(buffers) {
+            group.params[position].accumulate(Stage::PartlyReduced, buffer)?;
+        }
+        if !rule.all_reduce {
+            return Ok(None);
+        }
+        let (members, buffers) = group.take_partly_reduced(&ranks);
+        Reduction::over_replicas(group, ranks, rule, members, buffers).map(Some)
     }
 
     /// Waits and forgets the outcome.
@@ -187,6 +227,21 @@ impl Reduction {
 }
 
 impl ParamGroup {
+    /// The numbers of backwards whose gradients the reductions that begin carry: since the last reduce-scatter, and
+    /// since the last all-reduce.
+    fn carry_backwards(&self) -> (usize, usize) {
+        let all_reduce = self.settings().requires_all_reduce;
+        let mut state = self.state();
+        let scattered = state.unscattered.carry();
+        (scattered, if all_reduce { state.unreplicated.carry() } else { 0 })
+    }
+
+    /// What a reduction is about.
+    fn signs(&self, members: &[usize], backwards: usize) -> Signature {
+        let signature = self.signature(members.iter().copied()).with_advice(ADVICE);
+        if backwards == 1 { signature } else { signature.with_how(format!(", gradients of {backwards} backwards")) }
+    }
+
     fn reduce_dtype(&self, param: &FsdpParam) -> Result<fsdp_core::DType> {
         to_core_dtype(self.mp_policy.reduce_dtype.unwrap_or(param.dtype()))
     }
@@ -200,6 +255,8 @@ impl ParamGroup {
             op: if sums { ReduceOp::Sum } else { ReduceOp::Avg },
             divisor: sums.then(|| settings.gradient_divide_factor.unwrap_or(size as f64)),
             all_reduce: settings.requires_all_reduce,
+            told: false,
+            backwards: (0, 0),
         }
     }
 
@@ -210,7 +267,7 @@ impl ParamGroup {
     }
 
     fn pack(&self, param: &FsdpParam, grad: Buffer) -> Result<Buffer> {
-        let mut shards = self.pool.take(grad.dtype(), grad.len());
+        let mut shards = self.pool.take(grad.dtype(), grad.len()).map_err(Error::from)?;
         param.layout().pack_buffer(&grad, &mut shards)?;
         self.pool.give(grad);
         Ok(shards)

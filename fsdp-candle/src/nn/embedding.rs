@@ -38,6 +38,11 @@ impl Embedding {
         &self.weight
     }
 
+    /// The weight, by the name that [`candle_nn::Embedding`] has for it.
+    pub fn embeddings(&self) -> &Tensor {
+        &self.weight
+    }
+
     /// Length of one embedding.
     pub fn hidden_size(&self) -> usize {
         self.hidden

@@ -69,13 +69,22 @@ impl<M: Module> Module for Lora<M> {
 /// keeps its own name (`q_proj.weight`, where PEFT's wrapped model says `q_proj.base_layer.weight`), so that pretrained weights load as they are.
 ///
 /// # Errors
-/// When the rank is 0, `alpha` is not finite, or a tensor can't be had.
+/// When the rank is 0 or the adapter is larger than any memory, `alpha` is not finite, or a tensor can't be had.
 pub fn lora<M>(base: M, in_dim: usize, out_dim: usize, config: LoraConfig, vb: VarBuilder) -> Result<Lora<M>> {
     let LoraConfig { rank, alpha } = config;
     if rank == 0 || !alpha.is_finite() {
         bail!(
             "lora: `{}` is to have an adapter of rank {rank} with alpha = {alpha}: the rank is at least 1 and alpha finite",
             vb.prefix()
+        );
+    }
+    let longest = in_dim.max(out_dim).max(1);
+    if rank > isize::MAX as usize / longest / vb.dtype().size_in_bytes().max(1) {
+        bail!(
+            "lora: `{}` is to have an adapter of rank {rank} on {in_dim} inputs and {out_dim} outputs, which is larger \
+             than any memory: a rank is a small number, and one above {} adds nothing",
+            vb.prefix(),
+            in_dim.min(out_dim)
         );
     }
     // Kaiming-uniform with a = sqrt(5), as the paper's authors and PEFT draw it.

@@ -1,8 +1,30 @@
-//! Layers and functions that are differentiable and fast: drop-in replacements for those of `candle_nn`.
+//! Layers and functions that are differentiable and fast.
 //!
-//! Candle's own `LayerNorm`, `RmsNorm`, `softmax_last_dim` and `rotary_emb` have no backward: they cut the graph silently, and everything before them trains as if frozen. The ones
-//! here carry a hand-written backward, make few temporaries, and accumulate a weight's gradient where the parameter keeps it. On the CPU they serve f32, f16 and bf16 (half floats
-//! are computed in f32 and rounded once); on other devices and for f64 each is a chain of Candle's differentiable operations.
+//! Candle's own `LayerNorm` (with a bias), `RmsNorm`, `softmax_last_dim` and `rotary_emb` have no backward: they cut
+//! the graph silently, and everything before them trains as if frozen, or wrongly where a residual leads around them.
+//! The ones here carry a hand-written backward, make few temporaries, and accumulate a weight's gradient where the
+//! parameter keeps it. On the CPU they serve f32, f16 and bf16 (half floats are computed in f32 and rounded once); on
+//! other devices and for f64 each is a chain of Candle's differentiable operations.
+//!
+//! Of one name and signature with `candle_nn`'s, so that another `use` is all it takes: [`Linear`], [`linear()`],
+//! [`linear_no_bias`], [`linear_b`], [`LayerNorm`], [`layer_norm`], [`layer_norm_no_bias`], [`RmsNorm`], [`rms_norm`],
+//! [`embedding()`], [`silu`] (Candle's in `ops`) and [`cross_entropy()`] (in `loss`), which takes batches of more
+//! dimensions too. These differ:
+//!
+//! | here | in Candle |
+//! |---|---|
+//! | [`Embedding::new`] takes the table alone, and fails if it is no matrix | takes its width as well |
+//! | [`conv1d`], [`Conv1D`]: GPT-2's fully connected layer | `candle_nn::conv1d` is a convolution |
+//! | [`gelu`] (tanh), [`gelu_erf`] | `Tensor::gelu`, `Tensor::gelu_erf` |
+//! | [`swiglu`] of two tensors | of one that holds both halves |
+//! | [`Rotary`], [`causal_attention`] | `rotary_emb` on heads apart; masks and softmax by hand |
+//!
+//! All other layers of `candle_nn` train as they are: convolutions (but `ConvTranspose1d`, whose backward is an error),
+//! `GroupNorm`, `BatchNorm` (its running statistics are [`buffers`](crate::ShardedVarMap::buffers)), `PReLU`, `LSTM`,
+//! `GRU`, and `LayerNorm` without a bias; so do `RmsNorm::forward_diff`, `ops::softmax` and `rotary_emb::rope_slow`.
+//! `tests/it/layers.rs` holds each of them against plain Candle.
+//!
+//! The layers:
 //!
 //! | | input | output | parameters |
 //! |---|---|---|---|

@@ -39,12 +39,29 @@ struct Tables {
     positions: usize,
 }
 
+/// Room for a table.
+fn room(positions: usize, half: usize) -> Result<Vec<f32>> {
+    let mut table = Vec::new();
+    let count = positions.checked_mul(half);
+    match count.map(|count| table.try_reserve_exact(count)) {
+        Some(Ok(())) => Ok(table),
+        _ => {
+            let what = format!("the rotary table of {positions} positions and heads of {} elements", 2 * half);
+            let bytes = positions as u128 * half as u128 * 4;
+            Err(crate::Error::from(fsdp_core::Error::Memory { what, bytes }).into())
+        }
+    }
+}
+
 impl Rotary {
-    /// Tables for heads of `head_dim` elements with the frequencies `theta^(-2i/head_dim)`. An error if `head_dim` is odd or zero.
+    /// Tables for heads of `head_dim` elements with the frequencies `theta^(-2i/head_dim)`. An error if `head_dim` is odd or zero, or
+    /// there is no memory for the tables.
     pub fn new(theta: f64, head_dim: usize, max_positions: usize, device: &Device) -> Result<Self> {
         if head_dim == 0 || !head_dim.is_multiple_of(2) {
             bail!("Rotary: the head dimension must be even and not zero, found {head_dim}");
         }
+        // Before they are made: both come from a model's configuration.
+        room(max_positions, head_dim / 2)?;
         let frequencies: Vec<f32> =
             (0..head_dim / 2).map(|i| 1.0 / theta.powf(2.0 * i as f64 / head_dim as f64) as f32).collect();
         Self::from_frequencies(&frequencies, max_positions, device)
@@ -58,15 +75,20 @@ impl Rotary {
         }
         // The angle is rounded to f32, as PyTorch's is: at position 8191 that rounding is larger than everything else.
         let angles = (0..max_positions).flat_map(|p| frequencies.iter().map(move |f| p as f32 * f));
-        let (sin, cos): (Vec<f32>, Vec<f32>) = angles
-            .map(|angle| {
-                let (sin, cos) = f64::from(angle).sin_cos();
-                (sin as f32, cos as f32)
-            })
-            .unzip();
+        let (mut sin, mut cos) = (room(max_positions, half)?, room(max_positions, half)?);
+        for angle in angles {
+            let (of_angle, co) = f64::from(angle).sin_cos();
+            sin.push(of_angle as f32);
+            cos.push(co as f32);
+        }
+        let tensor_of = |values: &[f32]| {
+            let mut own = room(max_positions, half)?;
+            own.extend_from_slice(values);
+            Tensor::from_vec(own, (max_positions, half), device)
+        };
         Ok(Self {
-            cos: Tensor::from_slice(&cos, (max_positions, half), device)?,
-            sin: Tensor::from_slice(&sin, (max_positions, half), device)?,
+            cos: tensor_of(&cos)?,
+            sin: tensor_of(&sin)?,
             host: Arc::new(Tables { cos, sin, half, positions: max_positions }),
         })
     }

@@ -5,12 +5,13 @@
 use std::sync::{Arc, Mutex};
 
 use candle_core::backprop::GradStore;
-use candle_core::{CpuStorage, InplaceOp2, Layout, Tensor, bail};
-use fsdp_core::heartbeat;
+use candle_core::{CpuStorage, InplaceOp2, Layout, Tensor, Var, bail};
+use candle_nn::Optimizer;
+use fsdp_core::{Buffer, heartbeat};
 use half::{bf16, f16};
 
 use crate::param::FsdpParam;
-use crate::storage::{poison, swap};
+use crate::storage::{poison, swap, to_core_dtype, to_tensor};
 use crate::{Error, Result};
 
 /// The hyper-parameters, with PyTorch's defaults.
@@ -71,23 +72,33 @@ pub struct AdamWState {
 /// assert_eq!(state.exp_avg.dims(), state.param.var().dims()); // a shard, as the parameter is
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+///
+/// It is a [`candle_nn::Optimizer`] too, made of [`crate::ShardedVarMap::trainable_vars`], but for `backward_step`,
+/// which would not reduce gradients.
+#[derive(Debug)]
 pub struct AdamW {
     config: AdamWConfig,
     states: Vec<AdamWState>,
+}
+
+/// Zeros of a shard's shape and dtype.
+fn moment(param: &FsdpParam) -> Result<Tensor> {
+    let shard = param.var().as_tensor();
+    let fail =
+        |error: fsdp_core::Error| Error::Parameter { name: param.name().into(), message: format!("AdamW: {error}") };
+    let zeros = Buffer::try_zeros(to_core_dtype(shard.dtype())?, shard.elem_count()).map_err(fail)?;
+    Ok(to_tensor(zeros, shard.dims(), shard.device())?)
 }
 
 impl AdamW {
     /// An optimizer of these parameters ([`crate::ShardedVarMap::trainable`]), with moments of zero.
     ///
     /// # Errors
-    /// Candle's.
+    /// When there is no memory for the moments.
     pub fn new(params: Vec<Arc<FsdpParam>>, config: AdamWConfig) -> Result<Self> {
         let states = params
             .into_iter()
-            .map(|param| {
-                let shard = param.var().as_tensor();
-                Ok(AdamWState { exp_avg: shard.zeros_like()?, exp_avg_sq: shard.zeros_like()?, step: 0, param })
-            })
+            .map(|param| Ok(AdamWState { exp_avg: moment(&param)?, exp_avg_sq: moment(&param)?, step: 0, param }))
             .collect::<Result<_>>()?;
         Ok(AdamW { config, states })
     }
@@ -141,6 +152,9 @@ impl AdamW {
         }
         for state in &mut self.states {
             let shard = state.param.var().as_tensor();
+            if state.param.is_empty_with_gradient(grads)? {
+                state.step += 1; // as on the ranks that hold something
+            }
             let Some(grad) = grads.get(shard) else { continue };
             state.step += 1;
             let update = Update::new(&self.config, state.step);
@@ -155,6 +169,44 @@ impl AdamW {
         }
         heartbeat::step(self.states.iter().map(|state| state.step).max().unwrap_or(0));
         Ok(())
+    }
+}
+
+impl Optimizer for AdamW {
+    type Config = AdamWConfig;
+
+    /// An optimizer of these shards ([`crate::ShardedVarMap::trainable_vars`]). Plain variables belong into an
+    /// optimizer of `candle_nn`'s own.
+    fn new(vars: Vec<Var>, config: AdamWConfig) -> candle_core::Result<Self> {
+        let param = |var: &Var| match FsdpParam::of_shard(var) {
+            Some(param) => Ok(param),
+            None => bail!(
+                "fsdp_candle::AdamW: a variable of shape {:?} is no shard of a ShardedVarMap: pass `vars.trainable_vars()`, and \
+                 plain variables (ignored parameters) to candle_nn::AdamW",
+                var.dims()
+            ),
+        };
+        Ok(AdamW::new(vars.iter().map(param).collect::<candle_core::Result<_>>()?, config)?)
+    }
+
+    fn step(&mut self, grads: &GradStore) -> candle_core::Result<()> {
+        Ok(AdamW::step(self, grads)?)
+    }
+
+    fn learning_rate(&self) -> f64 {
+        self.config.lr
+    }
+
+    fn set_learning_rate(&mut self, lr: f64) {
+        AdamW::set_learning_rate(self, lr);
+    }
+
+    /// Refused: the loss's own backward reduces no gradients.
+    fn backward_step(&mut self, _: &Tensor) -> candle_core::Result<()> {
+        bail!(
+            "fsdp_candle::AdamW::backward_step would take gradients that no rank has reduced: call \
+             `optim.step(&model.backward(&loss)?)` with the outermost FsdpModule"
+        )
     }
 }
 

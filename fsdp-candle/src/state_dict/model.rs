@@ -11,7 +11,7 @@ use crate::Result;
 use crate::storage::{TensorMemory, with_bytes_mut};
 use crate::var_map::ShardedVarMap;
 
-/// Every parameter, ignored ones too, by its FQN. Collective when a full state dict is asked for.
+/// Every parameter, ignored ones too, and every buffer by its FQN. Collective when a full state dict is asked for.
 ///
 /// # Errors
 /// Those of the collectives.
@@ -23,7 +23,7 @@ pub fn get_model_state_dict(vars: &ShardedVarMap, options: &StateDictOptions) ->
             dict.tensors.insert(name.into(), taken(&param, param.var().as_tensor(), options)?);
         }
     }
-    for (fqn, var) in vars.ignored() {
+    for (fqn, var) in vars.wholes() {
         let Some(name) = options.name(&fqn) else { continue };
         let shared = !options.full_state_dict && !options.cpu_offload;
         let tensor = if shared { var.as_tensor().clone() } else { var.as_tensor().copy()? };
@@ -43,7 +43,7 @@ pub fn set_model_state_dict(
     options: &StateDictOptions,
 ) -> Result<IncompatibleKeys> {
     let params = vars.params();
-    let ignored = vars.ignored();
+    let wholes = vars.wholes();
     let mut wanted = Vec::new();
     let mut targets = Vec::new();
     let names = |fqn: &str| options.name(fqn).map(str::to_string);
@@ -53,7 +53,7 @@ pub fn set_model_state_dict(
         wanted.push(Wanted { name, shape, region, dtype: param.dtype() });
         targets.push(param.var().as_tensor());
     }
-    for (fqn, var) in &ignored {
+    for (fqn, var) in &wholes {
         let Some(name) = names(fqn) else { continue };
         wanted.push(Wanted { name, shape: var.dims(), region: Region::whole(var.dims()), dtype: var.dtype() });
         targets.push(var.as_tensor());
@@ -101,7 +101,7 @@ pub(super) fn copy(from: &Tensor, to: &Tensor) -> Result<()> {
     Ok(with_bytes_mut(to, |bytes| from.read_with(|elements| bytes.copy_from_slice(elements)))?)
 }
 
-/// Every parameter as `model.<fqn>`, in the memory that it has: what [`fsdp_ckpt::save`] takes.
+/// Every parameter and buffer as `model.<fqn>`, in the memory that it has: what [`fsdp_ckpt::save`] takes.
 ///
 /// ```
 /// # use candle_core::{DType, Module, Tensor};
@@ -132,7 +132,7 @@ pub fn model_tensors(vars: &ShardedVarMap) -> Result<Vec<fsdp_ckpt::TensorShard>
     Ok(get_model_state_dict(vars, &StateDictOptions::default())?.shards(fsdp_ckpt::MODEL))
 }
 
-/// Reads every parameter's shard from a checkpoint or model of any format, whatever mesh wrote it.
+/// Reads every parameter's shard and every buffer from a checkpoint or model of any format, whatever mesh wrote it.
 ///
 /// # Errors
 /// Those of [`fsdp_ckpt::load`].

@@ -6,7 +6,7 @@ use fsdp_core::{Buffer, DTensor, DeviceMesh};
 
 use super::{StateDict, StateDictOptions, StateTensor};
 use crate::param::FsdpParam;
-use crate::storage::{copy_out, to_core_dtype, typed};
+use crate::storage::{copy_out, to_core_dtype, to_tensor};
 use crate::{Error, Result};
 
 /// A tensor of the shape, dtype and cut of a parameter, as the options want it. Collective where they want it whole.
@@ -16,10 +16,14 @@ pub(super) fn taken(param: &FsdpParam, shard: &Tensor, options: &StateDictOption
         let tensor = if options.cpu_offload { shard.copy()? } else { shard.clone() };
         return Ok(StateTensor { tensor, shape: shape.to_vec(), region: param.region().clone() });
     }
-    let mut local = Buffer::zeros(to_core_dtype(shard.dtype())?, shard.elem_count());
+    let mut local = Buffer::try_zeros(to_core_dtype(shard.dtype())?, shard.elem_count())?;
     copy_out(shard, &mut local)?;
     let full = DTensor::from_local(local, shape, param.ranks().mesh(), &param.placements())?.full_tensor()?;
-    Ok(StateTensor { tensor: tensor(full, shape)?, shape: shape.to_vec(), region: Region::whole(shape) })
+    Ok(StateTensor {
+        tensor: to_tensor(full, shape, &Device::Cpu)?,
+        shape: shape.to_vec(),
+        region: Region::whole(shape),
+    })
 }
 
 /// Only rank 0 keeps a full state dict in host memory.
@@ -84,11 +88,11 @@ pub(super) fn given(
             continue;
         }
         let elements = wanted.shape.iter().product();
-        let mut whole = Buffer::zeros(to_core_dtype(wanted.dtype)?, elements);
+        let mut whole = Buffer::try_zeros(to_core_dtype(wanted.dtype)?, elements)?;
         if let Some(tensor) = wholes.get_mut(index).and_then(Option::take) {
             copy_out(&tensor, &mut whole)?;
         }
-        let whole = StateTensor::whole(tensor(broadcast(mesh, whole)?, wanted.shape)?);
+        let whole = StateTensor::whole(to_tensor(broadcast(mesh, whole)?, wanted.shape, &Device::Cpu)?);
         given.push(Some(whole.cut(&wanted.name, wanted.shape, &wanted.region, wanted.dtype)?));
     }
     Ok(given)
@@ -109,8 +113,4 @@ fn broadcast(mesh: &DeviceMesh, buffer: Buffer) -> Result<Buffer> {
         buffers = mesh.group(dim)?.broadcast(buffers, 0).wait()?;
     }
     buffers.pop().ok_or_else(|| Error::Argument("a broadcast of one buffer returned none".into()))
-}
-
-fn tensor(buffer: Buffer, shape: &[usize]) -> candle_core::Result<Tensor> {
-    typed!(buffer, elements => Tensor::from_vec(elements, shape, &Device::Cpu))
 }

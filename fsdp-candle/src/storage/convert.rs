@@ -1,6 +1,6 @@
 //! Candle's vectors and the collectives' buffers are the same vectors: these move them across without copying.
 
-use candle_core::{CpuStorage, DType, Result, bail};
+use candle_core::{CpuStorage, DType, Device, Result, Tensor, Var, bail};
 use fsdp_core::Buffer;
 
 /// Runs `$body` with `$v` bound to the typed vector inside a [`Buffer`] of floats; any other dtype is an error.
@@ -29,6 +29,16 @@ pub(crate) fn to_storage(buffer: Buffer) -> Result<CpuStorage> {
         Buffer::F64(v) => CpuStorage::F64(v),
         other => bail!("a buffer of {} has no Candle storage", other.dtype()),
     })
+}
+
+/// The buffer as a tensor of floats.
+pub(crate) fn to_tensor(buffer: Buffer, shape: &[usize], device: &Device) -> Result<Tensor> {
+    typed!(buffer, elements => Tensor::from_vec(elements, shape, device))
+}
+
+/// The buffer as a variable of floats.
+pub(crate) fn to_var(buffer: Buffer, shape: &[usize], device: &Device) -> Result<Var> {
+    typed!(buffer, elements => Var::from_vec(elements, shape, device))
 }
 
 /// The storage as a buffer; `None` for the poison and for dtypes that collectives do not move.

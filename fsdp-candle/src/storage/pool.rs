@@ -3,7 +3,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Mutex;
 
-use fsdp_core::{Allocator, Buffer, DType};
+use fsdp_core::{Allocator, Buffer, DType, Result};
 
 /// Free buffers by dtype and length, first in, first out. What a training step takes and gives back, the next step takes again; a unit that gives its
 /// parameters' buffers back in order gets the same ones again.
@@ -24,7 +24,7 @@ struct Shelves {
 }
 
 fn bytes((dtype, len): Key) -> usize {
-    dtype.size() * len
+    dtype.size().saturating_mul(len)
 }
 
 impl Shelves {
@@ -63,14 +63,14 @@ impl Pool {
     }
 
     /// A buffer that is not the pool's: it never goes back.
-    pub(crate) fn take_for_good(&self, dtype: DType, len: usize) -> Buffer {
+    pub(crate) fn take_for_good(&self, dtype: DType, len: usize) -> Result<Buffer> {
         let mut shelves = self.shelves();
         let free = shelves.free.get_mut(&(dtype, len)).and_then(VecDeque::pop_front);
         if free.is_some() {
             shelves.free_bytes -= bytes((dtype, len));
         }
         drop(shelves);
-        free.unwrap_or_else(|| Buffer::zeros(dtype, len))
+        free.map_or_else(|| Buffer::try_zeros(dtype, len), Ok)
     }
 
     /// Notes that a buffer will not come back: it became a tensor of the user's.
@@ -80,10 +80,14 @@ impl Pool {
 }
 
 impl Allocator for Pool {
-    fn take(&self, dtype: DType, len: usize) -> Buffer {
+    fn take(&self, dtype: DType, len: usize) -> Result<Buffer> {
         let key = (dtype, len);
-        let free = {
+        if bytes(key) > isize::MAX as usize {
+            return Buffer::try_zeros(dtype, len);
+        }
+        let (free, most_before) = {
             let mut shelves = self.shelves();
+            let most_before = shelves.most_bytes;
             let free = shelves.free.get_mut(&key).and_then(VecDeque::pop_front);
             if free.is_some() {
                 shelves.free_bytes -= bytes(key);
@@ -92,9 +96,17 @@ impl Allocator for Pool {
             shelves.taken_bytes += bytes(key);
             shelves.most_bytes = shelves.most_bytes.max(shelves.taken_bytes);
             shelves.trim();
-            free
+            (free, most_before)
         };
-        free.unwrap_or_else(|| Buffer::zeros(dtype, len))
+        match free.map_or_else(|| Buffer::try_zeros(dtype, len), Ok) {
+            Ok(buffer) => Ok(buffer),
+            Err(error) => {
+                let mut shelves = self.shelves();
+                shelves.returned(key);
+                shelves.most_bytes = most_before.max(shelves.taken_bytes);
+                Err(error)
+            }
+        }
     }
 
     fn give(&self, buffer: Buffer) {
@@ -116,10 +128,10 @@ mod tests {
     #[test]
     fn a_buffer_given_is_taken_again() {
         let pool = Pool::default();
-        let buffer = pool.take(DType::F32, 8);
+        let buffer = pool.take(DType::F32, 8).unwrap();
         let at = buffer.bytes().as_ptr();
         pool.give(buffer);
-        assert_eq!(pool.take(DType::F32, 8).bytes().as_ptr(), at);
+        assert_eq!(pool.take(DType::F32, 8).unwrap().bytes().as_ptr(), at);
     }
 
     #[test]
@@ -127,7 +139,7 @@ mod tests {
         let pool = Pool::default();
         for _ in 0..3 {
             for len in 100..110 {
-                let (a, b) = (pool.take(DType::F32, len), pool.take(DType::F32, len));
+                let (a, b) = (pool.take(DType::F32, len).unwrap(), pool.take(DType::F32, len).unwrap());
                 pool.give(a);
                 pool.give(b);
             }
@@ -135,5 +147,22 @@ mod tests {
         let shelves = pool.shelves();
         assert_eq!(shelves.taken_bytes, 0);
         assert!(shelves.free_bytes <= 2 * 109 * 4, "{} bytes are kept", shelves.free_bytes);
+    }
+
+    #[test]
+    fn memory_that_is_not_there_is_an_error_and_not_counted() {
+        let pool = Pool::default();
+        // More than any address space, and than any length.
+        for len in [1 << 48, 1 << 61, usize::MAX] {
+            for take in [Pool::take, Pool::take_for_good] {
+                let error = take(&pool, DType::F32, len).unwrap_err().to_string();
+                assert!(error.contains(&format!("no memory for {len} elements of F32")), "{error}");
+            }
+        }
+        let shelves = pool.shelves();
+        assert_eq!((shelves.taken_bytes, shelves.most_bytes), (0, 0));
+        drop(shelves);
+        pool.give(pool.take(DType::F32, 8).unwrap());
+        assert_eq!(pool.shelves().free_bytes, 32);
     }
 }

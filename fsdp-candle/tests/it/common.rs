@@ -99,14 +99,20 @@ pub(crate) fn whole(vars: &ShardedVarMap, param: &FsdpParam, shard: &Tensor) -> 
     }
 }
 
+/// This rank's part of a parameter's gradient. There is none of an empty shard.
+pub(crate) fn shard_of_gradient<'a>(param: &'a FsdpParam, grads: &'a GradStore) -> &'a Tensor {
+    match grads.get(param.var()) {
+        Some(grad) => grad,
+        None if param.region().is_empty() => param.var(),
+        None => panic!("no gradient of {}", param.name()),
+    }
+}
+
 /// Every parameter's whole gradient, by name.
 pub(crate) fn gradients(vars: &ShardedVarMap, grads: &GradStore) -> Vec<(String, Vec<f32>)> {
     vars.trainable()
         .iter()
-        .map(|param| {
-            let grad = grads.get(param.var()).unwrap_or_else(|| panic!("no gradient of {}", param.name()));
-            (param.name().to_string(), whole(vars, param, grad))
-        })
+        .map(|param| (param.name().to_string(), whole(vars, param, shard_of_gradient(param, grads))))
         .collect()
 }
 

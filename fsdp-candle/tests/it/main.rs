@@ -2,14 +2,23 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod accumulation;
+mod building;
 mod checkpointing;
 mod common;
 mod communication;
 mod contract;
+mod finite;
+mod graph_cut;
 mod heartbeat;
+mod layers;
 mod lora;
+mod memory;
+mod mesh;
+mod mismatch;
 mod numerics;
+mod optimizers;
 mod parity;
+mod past_the_hooks;
 mod placements;
 mod settings;
 mod state_dict;

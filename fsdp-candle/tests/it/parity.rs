@@ -1,6 +1,6 @@
 //! A sharded model trains exactly like a plain one: losses, gradients and updates, at every world size.
 
-use crate::common::{batch, plain, ranks, sharded, vars, whole};
+use crate::common::{batch, plain, ranks, shard_of_gradient, sharded, vars, whole};
 use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use fsdp_candle::{AdamW, AdamWConfig, FullyShard, MixedPrecisionPolicy, ReshardAfterForward, clip_grad_norm};
@@ -35,7 +35,7 @@ fn train_sharded(
             run.grads = vars
                 .params()
                 .iter()
-                .map(|p| (p.name().to_string(), whole(&vars, p, grads.get(p.var()).unwrap())))
+                .map(|p| (p.name().to_string(), whole(&vars, p, shard_of_gradient(p, &grads))))
                 .collect();
             optim.step(&grads).unwrap();
         }

@@ -102,9 +102,9 @@ fn norms_match_the_composite() {
             let hidden = shape[shape.len() - 1];
             let x = Var::from_tensor(&(random(1, &shape, dtype).as_tensor() + 3.0).unwrap()).unwrap();
             let (w, b) = (random(2, &[hidden], dtype), random(3, &[hidden], dtype));
-            let layer = LayerNorm::new(w.as_tensor().clone(), Some(b.as_tensor().clone()), 1e-5);
+            let layer = LayerNorm::new(w.as_tensor().clone(), b.as_tensor().clone(), 1e-5);
             check("layer norm", &[&x, &w, &b], || layer.forward(&x), || norm::composite(&x, &w, Some(&b), 1e-5, true));
-            let layer = LayerNorm::new(w.as_tensor().clone(), None, 1e-5);
+            let layer = LayerNorm::new_no_bias(w.as_tensor().clone(), 1e-5);
             check(
                 "layer norm without bias",
                 &[&x, &w],
@@ -199,7 +199,7 @@ fn errors_name_the_function_and_what_is_wrong() {
     assert!(m.contains("bias") && m.contains("[3]"), "{m}");
     let m = message(Conv1D::new(t(&[4, 3]), None).forward(&t(&[2, 3])));
     assert!(m.contains("Conv1D") && m.contains("[4, 3]"), "{m}");
-    let m = message(LayerNorm::new(t(&[4]), None, 1e-5).forward(&t(&[2, 3])));
+    let m = message(LayerNorm::new_no_bias(t(&[4]), 1e-5).forward(&t(&[2, 3])));
     assert!(m.contains("LayerNorm") && m.contains("[2, 3]"), "{m}");
     let m = message(RmsNorm::new(t(&[4]), 1e-5).forward(&t(&[])));
     assert!(m.contains("RmsNorm"), "{m}");

@@ -1,0 +1,146 @@
+//! Building units: what a builder of Candle's own does, errors inside the closure, sizes that can't be, modules that
+//! are cloned and printed.
+
+use std::collections::HashMap;
+
+use candle_core::{DType, Device, Module, Tensor};
+use candle_nn::{VarBuilder, VarMap};
+use fsdp_candle::{Error, FsdpModule, FullyShard, World, fully_shard, nn};
+
+use crate::common::{assert_close, batch, gradients, loss_of, ranks, vars};
+
+fn error<T>(result: Result<T, impl std::fmt::Display>) -> String {
+    match result {
+        Ok(_) => panic!("expected an error"),
+        Err(error) => error.to_string(),
+    }
+}
+
+#[test]
+fn a_builder_of_candles_own_is_refused() {
+    let world = World::single().unwrap();
+    let device = Device::Cpu;
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("model.safetensors");
+    let tensors = || {
+        let ones = |shape: &[usize]| Tensor::ones(shape, DType::F32, &device).unwrap();
+        HashMap::from([("a.weight".to_string(), ones(&[4, 4])), ("a.bias".to_string(), ones(&[4]))])
+    };
+    candle_core::safetensors::save(&tensors(), &file).unwrap();
+    // SAFETY: nobody changes the file meanwhile.
+    #[allow(unsafe_code)]
+    let mapped = unsafe { VarBuilder::from_mmaped_safetensors(&[&file], DType::F32, &device) }.unwrap();
+    let other = vars(&world);
+    for (what, vb) in [
+        ("varmap", VarBuilder::from_varmap(&VarMap::new(), DType::F32, &device)),
+        ("file", mapped),
+        ("tensors", VarBuilder::from_tensors(tensors(), DType::F32, &device)),
+        ("zeros", VarBuilder::zeros(DType::F32, &device)),
+    ] {
+        let vars = vars(&world);
+        let opts = FullyShard::new(&vars);
+        let text = error(fully_shard(&opts, vb.pp("a"), |vb| candle_nn::linear(4, 4, vb)));
+        for words in ["unit `a`", "vars.builder(dtype)", "Pretrained::open", "from_mmaped_safetensors"] {
+            assert!(text.contains(words), "{what}: {words:?} in {text}");
+        }
+        // The root too, when its units are right.
+        let vb = (vars.builder(DType::F32), vb);
+        let block = fully_shard(&opts, vb.0.pp("block"), |vb| nn::linear(4, 4, vb)).unwrap();
+        let text = error(fully_shard(&opts, vb.1, |vb| Ok((block, candle_nn::linear(4, 4, vb.pp("a"))?))));
+        assert!(text.contains("unit `(root)`") && text.contains("vars.builder(dtype)"), "{what}: {text}");
+    }
+    let vars = vars(&world);
+    let text = error(fully_shard(&FullyShard::new(&vars), other.builder(DType::F32), |_| Ok(())));
+    assert!(text.contains("not of the ShardedVarMap"), "{text}");
+}
+
+#[test]
+fn a_unit_without_parameters_of_our_builder_is_legal() {
+    let world = World::single().unwrap();
+    let vars = vars(&world);
+    let opts = FullyShard::new(&vars).ignored_params(|name| name == "ignored");
+    let vb = vars.builder(DType::F32);
+    assert!(fully_shard(&opts, vb.pp("none"), |_| Ok(())).unwrap().params().is_empty());
+    let renamed = vb.clone().rename_f(|name: &str| format!("model.{name}"));
+    assert!(fully_shard(&opts, renamed.pp("renamed"), |_| Ok(())).unwrap().params().is_empty());
+    let unit = fully_shard(&opts, renamed.pp("other"), |vb| nn::linear(2, 2, vb)).unwrap();
+    assert_eq!(unit.params()[0].name(), "model.other.weight");
+    fully_shard(&opts, vb, |vb| vb.get(3, "ignored")).unwrap();
+}
+
+#[test]
+fn an_error_inside_the_closure_names_the_unit_and_keeps_the_cause() {
+    let world = World::single().unwrap();
+    let vars = vars(&world);
+    let opts = FullyShard::new(&vars);
+    let vb = vars.builder(DType::F32);
+    let outer = fully_shard(&opts, vb.pp("model"), |vb| {
+        let inner = fully_shard(&opts, vb.pp("block"), |_| Err::<(), _>(candle_core::Error::msg("no such layer")))?;
+        Ok(inner)
+    });
+    let Err(Error::Build { unit, cause }) = outer else { panic!("an error of the build") };
+    assert_eq!(unit, "model");
+    let text = cause.to_string();
+    assert!(text.contains("unit `model.block`") && text.contains("no such layer"), "{text}");
+    // A layer that computes on its weights before they are there.
+    let text = error(fully_shard(&opts, vb.pp("scaled"), |vb| vb.get((2, 2), "weight")? * 2.));
+    assert!(text.contains("unit `scaled`") && text.contains("compute on them in forward"), "{text}");
+}
+
+#[test]
+fn sizes_that_no_memory_has_are_errors() {
+    let world = World::single().unwrap();
+    let vars = vars(&world);
+    let opts = FullyShard::new(&vars);
+    let vb = vars.builder(DType::F32);
+    for shape in [(1 << 62, 4), (1 << 31, 1 << 31), (1 << 40, 1 << 15)] {
+        let text = error(fully_shard(&opts, vb.pp("big"), |vb| vb.get(shape, "weight")));
+        assert!(text.contains("`big.weight`") && text.contains("memory"), "{text}");
+    }
+    for rank in [usize::MAX, 1 << 61, 1 << 58] {
+        let config = nn::LoraConfig { rank, alpha: 1. };
+        let text =
+            error(fully_shard(&opts, vb.pp("q_proj"), |vb| nn::lora(nn::linear(8, 6, vb.clone())?, 8, 6, config, vb)));
+        assert!(text.contains(&format!("rank {rank}")) && text.contains("`q_proj`"), "{text}");
+    }
+    assert!(vars.params().is_empty());
+}
+
+/// What every author of a Candle model writes.
+#[derive(Clone, Debug)]
+struct Model {
+    blocks: Vec<FsdpModule<nn::Linear>>,
+    head: nn::Linear,
+}
+
+impl Module for Model {
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        self.head.forward(&self.blocks.iter().try_fold(x.clone(), |x, block| nn::gelu(&block.forward(&x)?))?)
+    }
+}
+
+#[test]
+fn a_model_can_be_cloned_and_printed_and_its_clones_are_one_model() {
+    ranks(2, |world| {
+        let vars = vars(&world);
+        let (opts, vb) = (FullyShard::new(&vars), vars.builder(DType::F32));
+        let blocks = (0..2).map(|i| fully_shard(&opts, vb.pp(i), |vb| nn::linear(5, 5, vb)).unwrap()).collect();
+        let model = fully_shard(&opts, vb, |vb| Ok(Model { blocks, head: nn::linear(5, 2, vb.pp("head"))? })).unwrap();
+        let x = batch(world.rank(), 5);
+        let want = gradients(&vars, &model.backward(&loss_of(&model, &x)).unwrap());
+
+        let text = format!("{model:?}");
+        for words in ["(root)", "FsdpParam(head.weight [2, 5]", "FsdpParam(1.bias [5]"] {
+            assert!(text.contains(words), "{words:?} in {text}");
+        }
+        let clone = model.clone();
+        assert_close(&gradients(&vars, &clone.backward(&loss_of(&clone, &x)).unwrap()), &want, 0.);
+        // Both in one loss: the gradients of all uses add up.
+        let both = (loss_of(&model, &x) + loss_of(&clone, &x)).unwrap();
+        let twice: Vec<(String, Vec<f32>)> =
+            want.iter().map(|(name, grad)| (name.clone(), grad.iter().map(|g| 2. * g).collect())).collect();
+        assert_close(&gradients(&vars, &model.backward(&both).unwrap()), &twice, 1e-5);
+        drop(model);
+        assert_close(&gradients(&vars, &clone.backward(&loss_of(&clone, &x)).unwrap()), &want, 0.);
+    });
+}

@@ -1,0 +1,132 @@
+//! Values that are infinite or not a number are found on any rank, and named on all.
+
+use candle_core::Tensor;
+use candle_core::backprop::GradStore;
+use fsdp_candle::{
+    AdamW, AdamWConfig, ClipOptions, Error, FsdpParam, FullyShard, NonFinite, NonFiniteTensor, NormType, ShardedVarMap,
+    ValuesOf, World, check_finite, clip_grad_norm, clip_grad_norm_with, grad_norm,
+};
+
+use crate::common::{WIDTH, batch, loss_of, ranks, sharded};
+
+fn found(outcome: fsdp_candle::Result<()>) -> NonFinite {
+    match outcome {
+        Err(Error::NonFinite(found)) => found,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// A tensor like this one that is `value` everywhere.
+fn filled(like: &Tensor, value: f32) -> Tensor {
+    Tensor::full(value, like.shape(), like.device()).unwrap()
+}
+
+fn of(param: &FsdpParam, what: &'static str, values: u64) -> NonFiniteTensor {
+    NonFiniteTensor { parameter: param.name().into(), what, values, of: param.shape().elem_count() as u64 }
+}
+
+/// A map over two dimensions when it says so: replicas, and shards.
+fn map(world: &World, replicas: usize) -> ShardedVarMap {
+    let mesh = match replicas {
+        1 => world.mesh(&[("dp_shard", world.size())]).unwrap(),
+        _ => world.mesh(&[("dp_replicate", replicas), ("dp_shard", world.size() / replicas)]).unwrap(),
+    };
+    ShardedVarMap::new(&mesh, world.device())
+}
+
+fn backward(world: &World, vars: &ShardedVarMap) -> GradStore {
+    let model = sharded(&FullyShard::new(vars).ignored_params(|name| name == "head.bias"), vars, WIDTH);
+    model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap()
+}
+
+#[test]
+fn what_one_rank_finds_all_ranks_hear_wherever_it_is() {
+    // Four ranks: four shards, or two replicas of two.
+    for replicas in [1, 2] {
+        ranks(4, |world| {
+            let vars = map(&world, replicas);
+            let mut grads = backward(&world, &vars);
+            let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default()).unwrap();
+            optim.step(&grads).unwrap();
+            let check = |grads: &GradStore| {
+                check_finite(&vars, &[ValuesOf::Parameters, ValuesOf::Gradients(grads), ValuesOf::Moments(&optim)])
+            };
+            check(&grads).unwrap();
+
+            // One element of one rank's gradient, on both replicas as a reduction leaves it.
+            let param = vars.get("blocks.1.up.weight").unwrap();
+            let shards = world.size() / replicas;
+            let holders: Vec<usize> = (0..world.size()).filter(|rank| rank % shards == 1).collect();
+            let good = grads.get(param.var()).unwrap().clone();
+            if holders.contains(&world.rank()) {
+                let mut values = good.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+                values[0] = f32::INFINITY;
+                grads.insert(param.var(), Tensor::from_vec(values, good.shape(), good.device()).unwrap());
+            }
+            let one = NonFinite { norm: None, tensors: vec![of(&param, "gradient", 1)], ranks: holders.clone() };
+            assert_eq!(found(check(&grads)), one);
+            // Where the norm must be finite, the same is told of it, and nothing is scaled.
+            let strict = ClipOptions { max_norm: 1., norm_type: NormType::Two, error_if_nonfinite: true };
+            let clipped = clip_grad_norm_with(&vars, &mut grads, &strict).map(drop);
+            assert_eq!(found(clipped), NonFinite { norm: Some(f64::INFINITY), ..one });
+            assert_eq!(found(check(&grads)).tensors[0].values, 1);
+            grads.insert(param.var(), good);
+
+            // All of a parameter, one moment of another, and what is whole on every rank.
+            let moment = &optim.states()[0];
+            let nan = |tensor: &Tensor| tensor.slice_set(&filled(tensor, f32::NAN), 0, 0);
+            if param.region().elements() > 0 {
+                nan(param.var()).unwrap();
+            }
+            if moment.param.region().elements() > 0 {
+                nan(&moment.exp_avg_sq).unwrap();
+            }
+            let (name, bias) = vars.ignored().pop().unwrap();
+            nan(&bias).unwrap();
+            let all = found(check(&grads));
+            let elements = |param: &FsdpParam| param.shape().elem_count() as u64;
+            let whole = NonFiniteTensor { parameter: name, what: "", values: 2, of: 2 };
+            let tensors =
+                vec![of(&param, "", elements(&param)), whole, of(&moment.param, "exp_avg_sq", elements(&moment.param))];
+            assert_eq!(all, NonFinite { norm: None, tensors, ranks: (0..4).collect() });
+            assert_eq!(
+                all.to_string(),
+                "116 values are infinite or not a number (on rank 0, 1, 2, 3): 108 of 108 in `blocks.1.up.weight`, \
+                 2 of 2 in `head.bias`, 6 of 6 in the exp_avg_sq of `blocks.0.norm.weight`"
+            );
+        });
+    }
+}
+
+#[test]
+fn large_gradients_have_a_norm_and_are_clipped_to_it() {
+    ranks(2, |world| {
+        let vars = map(&world, 1);
+        let mut grads = backward(&world, &vars);
+        // Their squares are beyond f32.
+        let mut elements = 0;
+        for param in vars.trainable() {
+            elements += param.shape().elem_count();
+            grads.insert(param.var(), filled(param.var(), 1e30));
+        }
+        let want = 1e30 * (elements as f64).sqrt();
+        for norm in [grad_norm(&vars, &grads).unwrap(), clip_grad_norm(&vars, &mut grads, 1.).unwrap()] {
+            assert!((norm / want - 1.).abs() < 1e-6, "{norm} instead of {want}");
+        }
+        assert!((grad_norm(&vars, &grads).unwrap() - 1.).abs() < 1e-5);
+    });
+}
+
+#[test]
+fn values_may_be_finite_though_their_norm_is_not() {
+    ranks(2, |world| {
+        let vars = map(&world, 1);
+        let mut grads = backward(&world, &vars);
+        vars.trainable().iter().for_each(|param| {
+            grads.insert(param.var(), filled(param.var(), 1e30));
+        });
+        let strict = ClipOptions { max_norm: 1., norm_type: NormType::P(99.), error_if_nonfinite: true };
+        let error = clip_grad_norm_with(&vars, &mut grads, &strict).unwrap_err();
+        assert!(error.to_string().contains("norm is inf: each value is finite"), "{error}");
+    });
+}

@@ -1,0 +1,105 @@
+//! Memory that is not there is an error that says how much was wanted for what.
+
+use std::process::Command;
+
+use candle_core::{DType, Device};
+use fsdp_candle::{AdamW, AdamWConfig, FullyShard, World, fully_shard, nn};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+use crate::common::{WIDTH, batch, loss_of, sharded, vars};
+
+#[test]
+fn a_parameter_that_no_memory_can_hold_is_named() {
+    let world = World::single().unwrap();
+    let error = |shape: (usize, usize), ignored: bool| {
+        let vars = vars(&world);
+        let opts = FullyShard::new(&vars).ignored_params(move |_| ignored);
+        let built =
+            fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear_no_bias(shape.1, shape.0, vb.pp("big")));
+        built.err().unwrap().to_string()
+    };
+    for ignored in [false, true] {
+        for shape in [(1 << 62, 1), (1 << 62, 4), (1 << 31, 1 << 31), (usize::MAX, usize::MAX)] {
+            let error = error(shape, ignored);
+            assert!(
+                error.contains("parameter `big.weight`: of shape [") && error.contains("larger than memory"),
+                "{error}"
+            );
+        }
+        // A shape that is possible, on a machine that does not exist.
+        let error = error((1 << 45, 256), ignored);
+        assert!(error.contains("parameter `big.weight`: no memory for 9007199254740992 elements of F32"), "{error}");
+        assert!(error.contains("33554432.0 GiB (36028797018963968 bytes) were wanted"), "{error}");
+    }
+}
+
+#[test]
+fn a_rotary_table_that_no_memory_can_hold_says_so() {
+    for (dim, positions) in [(1 << 62, 8), (64, 1 << 62), (1 << 40, 1 << 40)] {
+        let error = nn::Rotary::new(1e4, dim, positions, &Device::Cpu).unwrap_err().to_string();
+        let what = format!("no memory for the rotary table of {positions} positions and heads of {dim} elements: ");
+        assert!(error.contains(&what), "{error}");
+    }
+}
+
+/// Runs `f` with at most `more` bytes of address space beyond what this process has now.
+fn with_little_memory<T>(more: u64, f: impl FnOnce() -> T) -> T {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let size = status.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();
+    let kib: u64 = size.trim().trim_end_matches(" kB").parse().unwrap();
+    let before = getrlimit(Resource::As);
+    setrlimit(Resource::As, Rlimit { current: Some((kib << 10) + more), maximum: before.maximum }).unwrap();
+    let outcome = f();
+    setrlimit(Resource::As, before).unwrap();
+    outcome
+}
+
+/// No test, but what the process of the next one runs: limits are a whole process's.
+#[test]
+fn run_with_little_memory() {
+    if std::env::var("FSDP_TEST_ROLE").is_err() {
+        return;
+    }
+    let world = World::single().unwrap();
+    let vars = vars(&world);
+    let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+    let x = batch(0, WIDTH);
+    for _ in 0..2 {
+        // Once with memory, so that threads and buffers are there.
+        model.backward(&loss_of(&model, &x)).unwrap();
+        let loss = loss_of(&model, &x);
+        let error = with_little_memory(200 << 20, || model.backward(&loss).unwrap_err().to_string());
+        println!("says: {error}");
+    }
+    // A parameter and its moments: 256 MiB each.
+    let build = || fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| vb.get(64 << 20, "big"));
+    let error = with_little_memory(200 << 20, || build().err().unwrap().to_string());
+    println!("says: {error}");
+    let big = build().unwrap();
+    let optim = || AdamW::new(big.params().to_vec(), AdamWConfig::default()).err().unwrap().to_string();
+    println!("says: {}", with_little_memory(400 << 20, optim));
+    // Unsharding and a gradient, where they do not fit.
+    let error = with_little_memory(200 << 20, || big.unshard().unwrap_err().to_string());
+    println!("says: {error}");
+    big.reset_iter_state();
+}
+
+#[test]
+fn memory_that_is_not_there_is_an_error_and_the_model_goes_on() {
+    let child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "memory::run_with_little_memory", "--nocapture", "--test-threads=1"])
+        .env("FSDP_TEST_ROLE", "little memory")
+        .output()
+        .unwrap();
+    let (stdout, stderr) = (String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
+    assert!(child.status.success() && !stderr.contains("panicked"), "{}: {stdout}{stderr}", child.status);
+    let said: Vec<&str> = stdout.lines().filter_map(|line| Some(line.split_once("says: ")?.1)).collect();
+    let stack = "no memory for the stack of backward: ";
+    let big = "parameter `big`: no memory for 67108864 elements of F32: 0.2 GiB (268435456 bytes) were wanted";
+    let moments = "parameter `big`: AdamW: no memory for 67108864 elements of F32";
+    let gather = "no memory for 67108864 elements of F32";
+    assert_eq!(said.len(), 5, "{stdout}");
+    for (said, want) in said.iter().zip([stack, stack, big, moments, gather]) {
+        assert!(said.contains(want), "{said}");
+    }
+}

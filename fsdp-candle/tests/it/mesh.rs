@@ -1,0 +1,96 @@
+//! Which meshes a unit and a parameter may be on.
+
+use candle_core::{DType, Tensor};
+use fsdp_candle::{
+    AdamW, AdamWConfig, FullyShard, GradScaler, ReshardAfterForward, ShardMesh, ShardPlacement, ShardedVarMap,
+    fully_shard, nn,
+};
+use fsdp_core::DeviceMesh;
+
+use crate::common::{WIDTH, batch, loss_of, ranks, vars};
+
+#[test]
+fn a_trained_parameter_on_a_mesh_that_leaves_out_ranks_of_the_map_is_refused() {
+    ranks(4, |world| {
+        let grid = world.mesh(&[("replicate", 2), ("shard", 2)]).unwrap();
+        let rows = grid.slice(&["shard"]).unwrap();
+        let columns = grid.slice(&["replicate"]).unwrap();
+        let pair = world.group().split(world.rank() % 2, world.rank()).unwrap();
+        let unrelated = DeviceMesh::from_group("pair", &pair).unwrap();
+        let build = |map: &DeviceMesh, unit: &DeviceMesh, frozen: bool, placed: bool| {
+            let vars = ShardedVarMap::new(map, world.device());
+            vars.freeze(move |_| frozen);
+            let opts = FullyShard::new(&vars);
+            let opts = if placed {
+                let mesh = ShardMesh::new(unit).unwrap();
+                opts.shard_placement_fn(move |_, _| Some(ShardPlacement { dim: 0, mesh: Some(mesh.clone()) }))
+            } else {
+                opts.mesh(unit).unwrap()
+            };
+            fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 4, vb.pp("head"))).map(drop)
+        };
+        for placed in [false, true] {
+            for (map, unit) in [(&grid, &rows), (&grid, &unrelated), (&rows, &columns)] {
+                let error = build(map, unit, false, placed).unwrap_err().to_string();
+                let (few, all) = (unit.layout(), map.layout());
+                assert!(error.contains("parameter `head.weight`: it is trained on the mesh "), "{error}");
+                assert!(error.contains(&format!("{few} of 2 rank(s)")) && error.contains(&all.to_string()), "{error}");
+                assert!(error.contains("(replicate, shard) of all ranks") && error.contains("of their own"), "{error}");
+                // What is not trained does not drift.
+                build(map, unit, true, placed).unwrap();
+            }
+            for (map, unit) in [(&grid, &grid), (&rows, &rows), (&rows, &grid), (&unrelated, &grid)] {
+                build(map, unit, false, placed).unwrap();
+            }
+        }
+    });
+}
+
+#[test]
+fn the_numbers_of_ranks_to_reshard_to_are_listed() {
+    for (size, want) in [
+        (1, "there is one shard rank alone. Choose `always`"),
+        (3, "nothing but 1 and 3 divides the 3 shard ranks. Choose `always`"),
+        (4, "it must be a proper divisor of the 4 shard ranks. Choose 2, `always`"),
+    ] {
+        ranks(size, |world| {
+            for bad in [0, 1, 3, size, usize::MAX] {
+                let vars = vars(&world);
+                let opts = FullyShard::new(&vars).reshard_after_forward(ReshardAfterForward::To(bad));
+                let error = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear(4, 4, vb)).err().unwrap();
+                let error = error.to_string();
+                assert!(
+                    error.starts_with(&format!("reshard_after_forward = {bad}: ")) && error.contains(want),
+                    "{error}"
+                );
+            }
+        });
+    }
+}
+
+#[test]
+fn the_verdict_on_an_overflow_covers_every_rank_that_a_parameter_lives_on() {
+    let verdicts = ranks(4, |world| {
+        let grid = world.mesh(&[("stage", 2), ("shard", 2)]).unwrap();
+        // A map for the ranks of a stage, and a parameter that the stages share.
+        let vars = ShardedVarMap::new(&grid.slice(&["shard"]).unwrap(), world.device());
+        let opts = FullyShard::new(&vars).mesh(&world.mesh(&[("all", 4)]).unwrap()).unwrap();
+        let tied =
+            fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear_no_bias(WIDTH, 4, vb.pp("tied"))).unwrap();
+        let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default()).unwrap();
+        let mut scaler = GradScaler::new(1024.);
+        let mut steps = vec![];
+        for odd in [None, Some(0), Some(3)] {
+            let loss = scaler.scale(&loss_of(&tied, &batch(world.rank(), WIDTH))).unwrap();
+            let mut grads = tied.backward(&loss).unwrap();
+            if odd == Some(world.rank()) {
+                let shard = vars.params()[0].var().clone();
+                grads.insert(&shard, Tensor::full(f32::INFINITY, shard.dims(), world.device()).unwrap());
+            }
+            scaler.unscale(&vars, &mut grads).unwrap();
+            steps.push(scaler.step(&mut optim, &grads).unwrap());
+        }
+        (steps, scaler.current_scale())
+    });
+    assert!(verdicts.iter().all(|verdict| *verdict == (vec![true, false, false], 256.)), "{verdicts:?}");
+}

@@ -1,0 +1,330 @@
+//! Ranks that use different parameters: an error on all of them that says which, or with
+//! `set_reduce_scatter_unused_params` the right gradients.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Module, Result, Tensor};
+use fsdp_candle::{
+    FsdpModule, FullyShard, MixedPrecisionPolicy, ReshardAfterForward, ShardedVarMap, World, clip_grad_norm,
+    fully_shard, nn,
+};
+
+use crate::common::{Journal, WIDTH, assert_close, batch, gradients, ranks, shard_of_gradient};
+
+const ADVICE: &str = "call `set_reduce_scatter_unused_params(true, true)` of the root on every rank";
+
+/// One unit: a body, and heads of one shape of which each rank chooses.
+type Heads = FsdpModule<(nn::Linear, Vec<nn::Linear>)>;
+
+fn heads(opts: &FullyShard, vars: &ShardedVarMap, dtype: DType) -> Heads {
+    fully_shard(opts, vars.builder(dtype), |vb| {
+        let heads = ["a", "b", "c"].iter().map(|name| nn::linear_no_bias(WIDTH, WIDTH, vb.pp(name)));
+        Ok((nn::linear_no_bias(WIDTH, WIDTH, vb.pp("body"))?, heads.collect::<Result<_>>()?))
+    })
+    .unwrap()
+}
+
+/// The loss of some heads; the others are in it with the factor 0 where `all`.
+fn loss(model: &Heads, x: &Tensor, chosen: &[usize], all: bool) -> Tensor {
+    let x = x.to_dtype(model.params()[0].dtype()).unwrap();
+    let loss = model.call(|(body, heads)| {
+        let hidden = body.forward(&x)?;
+        let used = |head: &usize| chosen.contains(head);
+        let losses = (0..heads.len()).filter(|head| all || used(head)).map(|head| {
+            let loss = heads[head].forward(&hidden)?.to_dtype(DType::F32)?.sqr()?.mean_all()?;
+            if used(&head) { Ok(loss) } else { &loss * loss.zeros_like()? }
+        });
+        losses.reduce(|a, b| a? + b?).unwrap()
+    });
+    loss.unwrap()
+}
+
+fn on(world: &World, mesh: &[(&str, usize)]) -> ShardedVarMap {
+    ShardedVarMap::new(&world.mesh(mesh).unwrap(), world.device())
+}
+
+fn worlds() -> [(usize, Vec<(&'static str, usize)>); 5] {
+    [
+        (2, vec![("shard", 2)]),
+        (3, vec![("shard", 3)]),
+        (4, vec![("shard", 4)]),
+        (2, vec![("replicate", 2), ("shard", 1)]),
+        (4, vec![("replicate", 2), ("shard", 2)]),
+    ]
+}
+
+#[test]
+fn heads_of_one_shape_chosen_differently_are_an_error_on_every_rank() {
+    for (size, mesh) in worlds() {
+        for (dtype, own) in [(DType::F32, false), (DType::BF16, false), (DType::F32, true)] {
+            let errors = ranks(size, |world| {
+                let vars = on(&world, &mesh);
+                let model = heads(&FullyShard::new(&vars), &vars, dtype);
+                if own {
+                    model.set_custom_reduce_scatter(Some(Journal::new("reduce", 0, &Arc::default())));
+                }
+                let loss = loss(&model, &batch(world.rank(), WIDTH), &[world.rank() % 2], false);
+                model.backward(&loss).unwrap_err().to_string()
+            });
+            // Over pairs of shards both replicas have both heads.
+            for error in errors {
+                assert!(error.contains("FSDP unit `(root)`: ") && error.contains(" of 4 parameters failed"), "{error}");
+                assert!(error.contains("unit `(root)`: body.weight, a.weight; "), "{error}");
+                assert!(error.contains("unit `(root)`: body.weight, b.weight; "), "{error}");
+                assert!(error.contains("`a.weight` is on rank(s) [0"), "{error}");
+                assert!(error.contains("] only, `b.weight` on rank(s) [1"), "{error}");
+                assert!(error.contains(ADVICE), "{error}");
+            }
+        }
+    }
+}
+
+#[test]
+fn with_unused_parameters_reduced_it_trains_right_and_names_what_no_rank_used() {
+    for (size, mesh) in worlds() {
+        for dtype in [DType::F32, DType::BF16] {
+            ranks(size, |world| {
+                let make = || {
+                    let vars = on(&world, &mesh);
+                    let model = heads(&FullyShard::new(&vars), &vars, dtype);
+                    (vars, model)
+                };
+                let ((all_vars, all), (vars, some)) = (make(), make());
+                some.set_reduce_scatter_unused_params(true, true);
+                let x = batch(world.rank(), WIDTH);
+                let whole = |vars: &ShardedVarMap, model: &Heads, loss: &Tensor| {
+                    let mut grads = model.backward(loss).unwrap();
+                    for param in vars.trainable() {
+                        let grad = shard_of_gradient(&param, &grads).to_dtype(DType::F32).unwrap();
+                        grads.insert(param.var(), grad);
+                    }
+                    gradients(vars, &grads)
+                };
+                for step in 0..2 {
+                    let chosen = [(world.rank() + step) % 2];
+                    let want = whole(&all_vars, &all, &loss(&all, &x, &chosen, true));
+                    assert_close(&whole(&vars, &some, &loss(&some, &x, &chosen, false)), &want, 1e-6);
+                    assert_eq!(some.parameters_without_gradient(), ["c.weight"]);
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn what_a_rank_used_in_any_backward_of_an_iteration_is_not_named() {
+    ranks(4, |world| {
+        let vars = on(&world, &[("replicate", 2), ("shard", 2)]);
+        let model = heads(&FullyShard::new(&vars), &vars, DType::F32);
+        model.set_reduce_scatter_unused_params(true, true);
+        let x = batch(world.rank(), WIDTH);
+        let run = |chosen: &[usize]| drop(model.backward(&loss(&model, &x, chosen, false)).unwrap());
+        // The head `b` is used by rank 3 alone: once in a backward that reduces nothing, once in one that reduces over
+        // shards alone, and once in one that waits for nothing.
+        let chosen: &[usize] = if world.rank() == 3 { &[0, 1] } else { &[0] };
+        let switches: [fn(&Heads, bool); 3] = [
+            |model, on| model.set_requires_gradient_sync(on, true),
+            |model, on| model.set_requires_all_reduce(on, true),
+            |model, on| model.set_is_last_backward(on),
+        ];
+        for switch in switches {
+            switch(&model, false);
+            run(chosen);
+            switch(&model, true);
+            run(&[0]);
+            assert_eq!(model.parameters_without_gradient(), ["c.weight"]);
+        }
+        run(&[0]);
+        assert_eq!(model.parameters_without_gradient(), ["b.weight", "c.weight"]);
+    });
+}
+
+#[test]
+fn experts_chosen_differently() {
+    /// A unit with a gate, and experts of two weights each of which a rank runs those that its tokens go to.
+    struct Experts(nn::Linear, Vec<(nn::Linear, nn::Linear)>);
+    const EXPERTS: usize = 6;
+    let build = |opts: &FullyShard, vars: &ShardedVarMap| {
+        fully_shard(opts, vars.builder(DType::F32).pp("moe"), |vb| {
+            let experts = (0..EXPERTS).map(|i| {
+                let vb = vb.pp(format!("experts.{i}"));
+                Ok((
+                    nn::linear_no_bias(WIDTH, 2 * WIDTH, vb.pp("w1"))?,
+                    nn::linear_no_bias(2 * WIDTH, WIDTH, vb.pp("w2"))?,
+                ))
+            });
+            let experts = experts.collect::<Result<Vec<_>>>()?;
+            Ok(Experts(nn::linear_no_bias(WIDTH, EXPERTS, vb.pp("gate"))?, experts))
+        })
+        .unwrap()
+    };
+    let run = |model: &FsdpModule<Experts>, rank: usize, all: bool| {
+        let loss = model.call(|Experts(gate, experts)| {
+            let x = batch(rank, WIDTH);
+            let weights = gate.forward(&x)?;
+            let terms = (0..EXPERTS).filter(|i| all || (i + rank).is_multiple_of(3)).map(|i| {
+                let y = experts[i].1.forward(&nn::gelu(&experts[i].0.forward(&x)?)?)?;
+                let loss = y.broadcast_mul(&weights.narrow(1, i, 1)?)?.sqr()?.mean_all()?;
+                if (i + rank).is_multiple_of(3) { Ok(loss) } else { &loss * loss.zeros_like()? }
+            });
+            terms.reduce(|a, b| a? + b?).unwrap()
+        });
+        loss.unwrap()
+    };
+    for size in [2, 3, 4] {
+        let errors = ranks(size, |world| {
+            let vars = on(&world, &[("shard", size)]);
+            let model = build(&FullyShard::new(&vars), &vars);
+            model.backward(&run(&model, world.rank(), false)).unwrap_err().to_string()
+        });
+        for error in errors {
+            assert!(error.contains("FSDP unit `moe`: reduce-scatter of 13 parameters failed"), "{error}");
+            let first = [0, 3].map(|i| format!("`moe.experts.{i}.w1.weight`, `moe.experts.{i}.w2.weight`")).join(", ");
+            let on = if size == 4 { "[0, 3]" } else { "[0]" };
+            assert!(error.contains(&format!("{first} are on rank(s) {on} only, ")), "{error}");
+            assert!(error.contains(ADVICE), "{error}");
+        }
+        ranks(size, |world| {
+            let make = || {
+                let vars = on(&world, &[("shard", size)]);
+                let model = build(&FullyShard::new(&vars), &vars);
+                (vars, model)
+            };
+            let ((all_vars, all), (vars, some)) = (make(), make());
+            some.set_reduce_scatter_unused_params(true, true);
+            let want = gradients(&all_vars, &all.backward(&run(&all, world.rank(), true)).unwrap());
+            let got = gradients(&vars, &some.backward(&run(&some, world.rank(), false)).unwrap());
+            assert_close(&got, &want, 1e-6);
+            // Two ranks leave the experts of a third alone.
+            let unused: &[_] = match size {
+                2 => &[1, 4].map(|i| [1, 2].map(|w| format!("moe.experts.{i}.w{w}.weight"))),
+                _ => &[],
+            };
+            assert_eq!(some.parameters_without_gradient(), unused.concat());
+        });
+    }
+}
+
+#[test]
+fn replicas_that_reduced_different_parameters() {
+    for (size, shards) in [(2, 1), (4, 2)] {
+        let errors = ranks(size, |world| {
+            let vars = on(&world, &[("replicate", 2), ("shard", shards)]);
+            let model = heads(&FullyShard::new(&vars), &vars, DType::F32);
+            // The ranks of a replica agree; the replicas do not.
+            let loss = loss(&model, &batch(world.rank(), WIDTH), &[world.rank() / shards], false);
+            model.backward(&loss).unwrap_err().to_string()
+        });
+        for error in errors {
+            assert!(error.contains("FSDP unit `(root)`: all-reduce of 4 parameters failed"), "{error}");
+            assert!(error.contains("`a.weight` is on rank(s) [0] only, `b.weight` on rank(s) [1] only"), "{error}");
+            assert!(error.contains(ADVICE), "{error}");
+        }
+    }
+}
+
+#[test]
+fn backwards_that_reduce_on_some_ranks_only() {
+    type Dims = &'static [(&'static str, usize)];
+    type Off = fn(&Heads);
+    let cases: [(Dims, Off, &str); 4] = [
+        (&[("shard", 2)], |model| model.set_requires_gradient_sync(false, true), "reduce-scatter"),
+        (&[("shard", 3)], |model| model.set_requires_gradient_sync(false, true), "reduce-scatter"),
+        (&[("replicate", 2), ("shard", 1)], |model| model.set_requires_gradient_sync(false, true), "all-reduce"),
+        (&[("replicate", 2), ("shard", 2)], |model| model.set_requires_all_reduce(false, true), "all-reduce"),
+    ];
+    for (mesh, off, what) in cases {
+        let size = mesh.iter().map(|(_, size)| size).product();
+        let errors = ranks(size, |world| {
+            let vars = on(&world, mesh);
+            let model =
+                heads(&FullyShard::new(&vars).reshard_after_forward(ReshardAfterForward::Never), &vars, DType::F32);
+            // Nothing else is gathered or reduced, so that nothing else tells.
+            model.set_reshard_after_backward(false, true);
+            model.unshard().unwrap();
+            let quiet = world.rank() < size.div_ceil(2);
+            for backward in 0..2 {
+                if quiet && backward == 0 {
+                    off(&model);
+                } else {
+                    model.set_requires_gradient_sync(true, true);
+                    model.set_requires_all_reduce(true, true);
+                }
+                if let Err(error) = model.backward(&loss(&model, &batch(world.rank(), WIDTH), &[0], false)) {
+                    return error.to_string();
+                }
+            }
+            panic!("rank {} summed what others had summed already", world.rank())
+        });
+        for error in errors {
+            assert!(error.contains(&format!("FSDP unit `(root)`: {what} of 4 parameters failed")), "{error}");
+            assert!(error.contains("unit `(root)`, gradients of 2 backwards: body.weight, a.weight; "), "{error}");
+            assert!(error.contains("unit `(root)`: body.weight, a.weight; "), "{error}");
+            assert!(error.contains("of as many backwards"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_reduces_nothing_is_told_in_its_next_collective() {
+    let errors = ranks(2, |world| {
+        let vars = on(&world, &[("shard", 2)]);
+        let model = heads(&FullyShard::new(&vars), &vars, DType::F32);
+        let x = batch(world.rank(), WIDTH);
+        let y = loss(&model, &x, &[0], false);
+        let loss = if world.rank() == 0 { y } else { x.sum_all().unwrap() };
+        let clipped = model.backward(&loss).map_err(Into::into);
+        let clipped = clipped.and_then(|mut grads| clip_grad_norm(&vars, &mut grads, 1.));
+        clipped.unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("rank(s) [0] issued reduce_scatter(unit `(root)`: body.weight, a.weight; "), "{error}");
+        assert!(error.contains("rank(s) [1] issued all_reduce(the gradients' norm (Two); sum, F64 [1])"), "{error}");
+        assert!(error.contains(ADVICE), "{error}");
+    }
+}
+
+#[test]
+fn numbers_that_are_not_the_same_do_not_become_one_norm() {
+    let errors = ranks(2, |world| {
+        let vars = on(&world, &[("shard", 2)]);
+        let model = heads(&FullyShard::new(&vars), &vars, DType::F32);
+        let mut grads = model.backward(&loss(&model, &batch(world.rank(), WIDTH), &[0], false)).unwrap();
+        match world.rank() {
+            0 => clip_grad_norm(&vars, &mut grads, 1.).map(drop).unwrap_err().to_string(),
+            // One number too.
+            _ => world.all_reduce(&[1.], fsdp_core::ReduceOp::Sum).map(drop).unwrap_err().to_string(),
+        }
+    });
+    for error in errors {
+        assert!(error.contains("rank(s) [0] issued all_reduce(the gradients' norm (Two); sum, F64 [1])"), "{error}");
+        assert!(error.contains("rank(s) [1] issued all_reduce(sum, F64 [1])"), "{error}");
+    }
+}
+
+#[test]
+fn gathers_of_units_of_one_size_name_both_also_behind_the_users_own() {
+    for own in [false, true] {
+        let errors = ranks(3, |world| {
+            let vars = on(&world, &[("shard", 3)]);
+            let policy = MixedPrecisionPolicy { param_dtype: Some(DType::BF16), ..Default::default() };
+            let opts = FullyShard::new(&vars).mp_policy(policy);
+            let unit = |name: &str| {
+                let unit =
+                    fully_shard(&opts, vars.builder(DType::F32).pp(name), |vb| nn::linear(WIDTH, WIDTH, vb)).unwrap();
+                if own {
+                    unit.set_custom_all_gather(Some(Journal::new("gather", name, &Arc::default())));
+                }
+                unit
+            };
+            let (a, b) = (unit("a"), unit("b"));
+            let chosen = if world.rank() == 1 { &b } else { &a };
+            chosen.unshard().unwrap_err().to_string()
+        });
+        for error in errors {
+            assert!(error.contains("rank(s) [0, 2] issued all_gather(unit `a`: a.weight, a.bias; BF16 [12"), "{error}");
+            assert!(error.contains("rank(s) [1] issued all_gather(unit `b`: b.weight, b.bias; BF16 [12"), "{error}");
+            assert!(error.contains("call the same units in the same order"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! Any `candle_nn::Optimizer` trains a sharded model as it trains a plain one, on ranks whose shards are uneven or
+//! empty too.
+
+use candle_core::{DType, Device, Tensor, Var};
+use candle_nn::{Optimizer, ParamsAdamW, VarBuilder, VarMap};
+use fsdp_candle::{AdamW, AdamWConfig, FullyShard, ShardedVarMap};
+
+use crate::common::{Gradients, assert_close, batch, loss_of, plain, ranks, sharded, vars, whole};
+
+/// Odd: shards are uneven, and at 4 ranks those of the head's two rows are empty.
+const WIDTH: usize = 5;
+const STEPS: usize = 4;
+
+fn weights(vars: &ShardedVarMap) -> Gradients {
+    vars.params().iter().map(|p| (p.name().to_string(), whole(vars, p, p.var()))).collect()
+}
+
+/// Weights before and after the training of a sharded model by the optimizer that `make` makes of its shards.
+fn train<O: Optimizer>(world_size: usize, make: impl Fn(&ShardedVarMap) -> O + Sync) -> (Gradients, Gradients) {
+    ranks(world_size, |world| {
+        let vars = vars(&world);
+        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        let before = weights(&vars);
+        let mut optim = make(&vars);
+        for _ in 0..STEPS {
+            let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
+            optim.step(&grads).unwrap();
+        }
+        (before, weights(&vars))
+    })
+    .swap_remove(0)
+}
+
+/// The same of plain Candle, on the mean of the ranks' losses.
+fn train_plain<O: Optimizer>(before: &Gradients, replicas: usize, make: impl Fn(Vec<Var>) -> O) -> Gradients {
+    let map = VarMap::new();
+    let model = plain(VarBuilder::from_varmap(&map, DType::F32, &Device::Cpu), WIDTH);
+    let data = map.data().lock().unwrap();
+    for (name, values) in before {
+        data[name].set(&Tensor::from_slice(values, data[name].shape(), &Device::Cpu).unwrap()).unwrap();
+    }
+    let mut optim = make(before.iter().map(|(name, _)| data[name].clone()).collect());
+    for _ in 0..STEPS {
+        let losses: Vec<Tensor> = (0..replicas).map(|rank| loss_of(&model, &batch(rank, WIDTH))).collect();
+        let mean = (Tensor::stack(&losses, 0).unwrap().sum_all().unwrap() / replicas as f64).unwrap();
+        optim.backward_step(&mean).unwrap();
+    }
+    let values = |name: &String| data[name].flatten_all().unwrap().to_vec1().unwrap();
+    before.iter().map(|(name, _)| (name.clone(), values(name))).collect()
+}
+
+#[test]
+fn candles_optimizers_train_a_sharded_model_like_a_plain_one() {
+    let params = ParamsAdamW { lr: 0.02, weight_decay: 0.1, ..Default::default() };
+    for world_size in 1..=4 {
+        let (before, after) = train(world_size, |vars| candle_nn::SGD::new(vars.trainable_vars(), 0.1).unwrap());
+        assert_ne!(before, after);
+        assert_close(&after, &train_plain(&before, world_size, |vars| candle_nn::SGD::new(vars, 0.1).unwrap()), 1e-4);
+
+        let (before, after) =
+            train(world_size, |vars| candle_nn::AdamW::new(vars.trainable_vars(), params.clone()).unwrap());
+        let plain = train_plain(&before, world_size, |vars| candle_nn::AdamW::new(vars, params.clone()).unwrap());
+        assert_close(&after, &plain, 1e-3);
+    }
+}
+
+#[test]
+fn this_crates_adamw_is_one_of_candles_optimizers() {
+    let config = AdamWConfig { lr: 0.02, weight_decay: 0.1, ..Default::default() };
+    for world_size in 1..=4 {
+        // Through the trait, as a generic training loop has it.
+        fn make<O: Optimizer>(vars: Vec<Var>, config: O::Config) -> O {
+            let mut optim = O::new(vars, config).unwrap();
+            let lr = optim.learning_rate();
+            optim.set_learning_rate(lr);
+            optim
+        }
+        let (before, after) = train(world_size, |vars| make::<AdamW>(vars.trainable_vars(), config));
+        let params = ParamsAdamW { lr: 0.02, weight_decay: 0.1, ..Default::default() };
+        let plain = train_plain(&before, world_size, |vars| candle_nn::AdamW::new(vars, params.clone()).unwrap());
+        assert_close(&after, &plain, 1e-3);
+    }
+}
+
+#[test]
+fn what_adamw_can_not_do_as_candles_optimizer_is_said() {
+    let world = fsdp_candle::World::single().unwrap();
+    let vars = vars(&world);
+    let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+    let config = AdamWConfig::default();
+    let mut optim = <AdamW as Optimizer>::new(vars.trainable_vars(), config).unwrap();
+    let text = optim.backward_step(&loss_of(&model, &batch(0, WIDTH))).unwrap_err().to_string();
+    assert!(text.contains("model.backward(&loss)"), "{text}");
+    let text = candle_nn::SGD::new(vars.trainable_vars(), 0.1)
+        .unwrap()
+        .backward_step(&loss_of(&model, &batch(0, WIDTH)))
+        .unwrap_err()
+        .to_string();
+    assert!(text.contains("backward(&loss)") && text.contains("step(&grads)"), "{text}");
+    let stranger = Var::zeros(3, DType::F32, &Device::Cpu).unwrap();
+    let text = <AdamW as Optimizer>::new(vec![stranger], config).unwrap_err().to_string();
+    assert!(text.contains("trainable_vars") && text.contains("[3]"), "{text}");
+}
+
+#[test]
+fn a_rank_with_an_empty_shard_counts_steps_like_the_others() {
+    let steps = ranks(4, |world| {
+        let vars = vars(&world);
+        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        let mut optim = fsdp_candle::AdamW::new(vars.trainable(), AdamWConfig::default()).unwrap();
+        for _ in 0..3 {
+            let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
+            for param in vars.trainable() {
+                assert_eq!(grads.get(param.var()).is_none(), param.region().is_empty(), "{}", param.name());
+            }
+            optim.step(&grads).unwrap();
+        }
+        optim.states().iter().map(|state| state.step).collect::<Vec<_>>()
+    });
+    assert!(steps.iter().flatten().all(|&step| step == 3), "{steps:?}");
+}
