@@ -11,7 +11,7 @@ use crate::error::chain;
 use crate::exchange::{agree, gather};
 use crate::staged::StagedTensors;
 use crate::store::split;
-use crate::{Error, Result, SaveState, SaveSummary, TensorShard, keep_newest, save};
+use crate::{Error, Result, SaveOptions, SaveState, SaveSummary, TensorShard, keep_newest, save_with};
 
 /// What [`AsyncSaver::save`] does while the save before is still running.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -105,6 +105,14 @@ impl AsyncSaver {
     /// On every rank: that of the save before, when that has failed (the state is not saved then; call again to go on); [`Error::Busy`] with
     /// [`WhenBusy::Refuse`]; [`Error::Rank`] when a rank can't read its tensors or start a thread; [`Error::Group`].
     pub fn save(&mut self, dir: &Path, state: &SaveState) -> Result<()> {
+        self.save_with(dir, state, &SaveOptions::default())
+    }
+
+    /// [`AsyncSaver::save`] with options.
+    ///
+    /// # Errors
+    /// As [`AsyncSaver::save`].
+    pub fn save_with(&mut self, dir: &Path, state: &SaveState, options: &SaveOptions) -> Result<()> {
         let _told = fsdp_core::heartbeat::span("checkpoint save", "");
         if self.when_busy == WhenBusy::Refuse {
             self.refuse_when_busy()?;
@@ -116,11 +124,11 @@ impl AsyncSaver {
         };
         let started = split(dir).and_then(|_| self.stage(state)).and_then(|state| {
             let (go, told) = std::sync::mpsc::channel();
-            let (path, keep) = (dir.to_path_buf(), self.keep);
+            let (path, keep, options) = (dir.to_path_buf(), self.keep, *options);
             let thread = std::thread::Builder::new()
                 .name("fsdp-ckpt-save".into())
                 .spawn(move || match told.recv() {
-                    Ok(()) => run(&path, &*own, &state, keep),
+                    Ok(()) => run(&path, &*own, &state, &options, keep),
                     Err(_) => Err(Error::Argument("it was not begun".into())),
                 })
                 .map_err(|error| Error::Argument(format!("can't start a thread for the save: {error}")))?;
@@ -196,8 +204,14 @@ impl Drop for AsyncSaver {
     }
 }
 
-fn run(path: &Path, group: &dyn ProcessGroup, state: &SaveState, keep: Option<NonZeroUsize>) -> Result<SaveSummary> {
-    let summary = save(path, group, state)?;
+fn run(
+    path: &Path,
+    group: &dyn ProcessGroup,
+    state: &SaveState,
+    options: &SaveOptions,
+    keep: Option<NonZeroUsize>,
+) -> Result<SaveSummary> {
+    let summary = save_with(path, group, state, options)?;
     if let Some(keep) = keep.filter(|_| group.rank() == 0)
         && let Err(error) = split(path).and_then(|(parent, _)| keep_newest(&parent, keep, &[path]))
     {

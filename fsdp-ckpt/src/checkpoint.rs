@@ -12,17 +12,21 @@ use crate::chunked::Chunked;
 use crate::error::io_error;
 use crate::manifest::{FileEntry, Manifest, TensorEntry};
 use crate::store::store;
-use crate::{Error, Format, MANIFEST, Result, TensorSource};
+use crate::{Checksums, Error, Format, MANIFEST, Result, TensorSource};
 
-/// A checkpoint on disk, with a manifest that has been checked in itself and against the sizes of the files.
+/// A checkpoint on disk, with a manifest that has been checked in itself, by its checksum and against the sizes of the
+/// files.
 ///
-/// Files are opened when something is read from them, so that a rank opens those that it needs. Several threads may read at once.
+/// Files are opened, and their headers checked by their checksums, when something is read from them, so that a rank
+/// opens those that it needs. Several threads may read at once.
 #[derive(Debug)]
 pub struct Checkpoint {
     chunked: Chunked,
     values: Map<String, Value>,
     world_size: usize,
     created_by: String,
+    is_finite: bool,
+    checksums: Checksums,
     mesh: MeshLayout,
 }
 
@@ -36,7 +40,7 @@ impl Checkpoint {
         let store = store(dir)?;
         let (manifest, mesh) = Manifest::read(&*store)?;
         for (name, entry) in &manifest.files {
-            if store.is_link(name) {
+            if store.link(name).is_some() {
                 let reason =
                     "it is a symbolic link, and the files of a checkpoint are its own; put a copy in its place";
                 return Err(io_error("open", &dir.join(name))(std::io::Error::other(reason)));
@@ -52,9 +56,10 @@ impl Checkpoint {
                 return Err(Error::NotSafetensors { path: dir.join(name), reason });
             }
         }
-        let Manifest { created_by, world_size, values, files, tensors, .. } = manifest;
+        let checksums = if manifest.covers_everything() { Checksums::Everything } else { Checksums::Tensors };
+        let Manifest { created_by, world_size, finite: is_finite, values, files, tensors, .. } = manifest;
         let chunked = Chunked { store, according_to: dir.join(MANIFEST), tensors, files, open: Mutex::default() };
-        Ok(Checkpoint { chunked, values, world_size, created_by, mesh })
+        Ok(Checkpoint { chunked, values, world_size, created_by, is_finite, checksums, mesh })
     }
 
     /// The number of ranks that wrote it.
@@ -65,6 +70,12 @@ impl Checkpoint {
     /// The program and version that wrote it.
     pub fn created_by(&self) -> &str {
         &self.created_by
+    }
+
+    /// Whether those who saved it had found all of its floating point numbers finite ([`crate::SaveOptions::finite`]).
+    /// Where they have not looked, it may be so all the same: [`crate::non_finite`] looks.
+    pub fn is_finite(&self) -> bool {
+        self.is_finite
     }
 }
 
@@ -97,6 +108,10 @@ impl TensorSource for Checkpoint {
     /// [`TensorSource::verify_share`].
     fn read(&self, fqn: &str, region: &Region, into: &mut [u8]) -> Result<()> {
         self.chunked.read(fqn, self.tensor(fqn)?, region, into)
+    }
+
+    fn checksums(&self) -> Checksums {
+        self.checksums
     }
 
     fn verify_chunk(&self, fqn: &str, chunk: usize, seen: &mut dyn FnMut(u64)) -> Result<()> {

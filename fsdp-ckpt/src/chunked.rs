@@ -72,7 +72,8 @@ impl Chunked {
         let file = match open.get(&chunk.file) {
             Some(file) => Arc::clone(file),
             None => {
-                let file = Arc::new(SafetensorsFile::new(self.store.open(&chunk.file)?)?);
+                let expected = self.files.get(&chunk.file).and_then(|file| file.header_crc32c);
+                let file = Arc::new(SafetensorsFile::with_header(self.store.open(&chunk.file)?, expected)?);
                 open.insert(chunk.file.clone(), Arc::clone(&file));
                 file
             }

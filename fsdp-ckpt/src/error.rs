@@ -4,12 +4,14 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use crate::shown::shown;
+
 /// The errors of this crate. Each names the file, tensor or rank at fault and, where there is one, the way out.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The operating system refused something.
-    #[error("can't {action} {}", path.display())]
+    #[error("can't {action} {}", shown(path.display()))]
     Io {
         /// What was tried: "open", "write", ...
         action: &'static str,
@@ -19,7 +21,7 @@ pub enum Error {
         source: io::Error,
     },
     /// An object store did not do what it was asked for.
-    #[error("can't {action} {}: {reason}", path.display())]
+    #[error("can't {action} {}: {}", shown(path.display()), shown(reason))]
     Object {
         /// What was tried: "read", "write", "list", ...
         action: &'static str,
@@ -31,7 +33,7 @@ pub enum Error {
         source: Option<Box<dyn std::error::Error + Send + Sync>>,
     },
     /// A file or directory that should be there is not.
-    #[error("{} holds no {looked_for}", path.display())]
+    #[error("{} holds no {}", shown(path.display()), shown(looked_for))]
     NotFound {
         /// Where it was looked for.
         path: PathBuf,
@@ -39,7 +41,7 @@ pub enum Error {
         looked_for: String,
     },
     /// A file that is not what a safetensors file should be.
-    #[error("{} is not a whole safetensors file: {reason}", path.display())]
+    #[error("{} is not a whole safetensors file: {}", shown(path.display()), shown(reason))]
     NotSafetensors {
         /// The file.
         path: PathBuf,
@@ -47,7 +49,7 @@ pub enum Error {
         reason: String,
     },
     /// A file of PyTorch's that can't be used.
-    #[error("{}: {}{reason}", path.display(), item.as_ref().map(|name| format!("\"{name}\": ")).unwrap_or_default())]
+    #[error("{}: {}{}", shown(path.display()), named("", item.as_ref()), shown(reason))]
     NotTorch {
         /// The file.
         path: PathBuf,
@@ -57,7 +59,7 @@ pub enum Error {
         reason: String,
     },
     /// A file that is too large for what it should be.
-    #[error("{} has {bytes} bytes; what it should be has {most} at most", path.display())]
+    #[error("{} has {bytes} bytes; what it should be has {most} at most", shown(path.display()))]
     TooLarge {
         /// The file.
         path: PathBuf,
@@ -67,7 +69,7 @@ pub enum Error {
         most: u64,
     },
     /// A tensor that is not there.
-    #[error("{} has no tensor \"{tensor}\"{hint}", path.display())]
+    #[error("{} has no tensor \"{}\"{}", shown(path.display()), shown(tensor), shown(hint))]
     MissingTensor {
         /// The file or directory.
         path: PathBuf,
@@ -77,7 +79,12 @@ pub enum Error {
         hint: String,
     },
     /// A tensor of a dtype that this crate does not read.
-    #[error("tensor \"{tensor}\" in {} has dtype {dtype}; supported are U8, U32, I64, BF16, F16, F32 and F64", path.display())]
+    #[error(
+        "tensor \"{}\" in {} has dtype {}; supported are U8, U32, I64, BF16, F16, F32 and F64",
+        shown(tensor),
+        shown(path.display()),
+        shown(dtype)
+    )]
     DType {
         /// The file.
         path: PathBuf,
@@ -87,7 +94,7 @@ pub enum Error {
         dtype: String,
     },
     /// Names that don't match as they should.
-    #[error("{} does not hold what is to be loaded: {}", path.display(), mismatch(missing, unexpected))]
+    #[error("{} does not hold what is to be loaded: {}", shown(path.display()), shown(mismatch(missing, unexpected)))]
     Names {
         /// The checkpoint or model.
         path: PathBuf,
@@ -97,7 +104,12 @@ pub enum Error {
         unexpected: Vec<String>,
     },
     /// A tensor that can't go where it should.
-    #[error("{} holds tensor \"{tensor}\" with {reason}; load it into the model that was saved", path.display())]
+    #[error(
+        "{} holds tensor \"{}\" with {}; load it into the model that was saved",
+        shown(path.display()),
+        shown(tensor),
+        shown(reason)
+    )]
     Misfit {
         /// The checkpoint or model.
         path: PathBuf,
@@ -109,9 +121,9 @@ pub enum Error {
     /// Tensors of dtypes that this crate does not read, where all are needed.
     #[error(
         "{} has {} tensors of dtypes that can't be read: {}; they can be left out (--skip-unreadable)",
-        path.display(),
+        shown(path.display()),
         tensors.len(),
-        some(tensors.iter().map(|(name, dtype)| format!("\"{name}\" ({dtype})")))
+        shown(some(tensors.iter().map(|(name, dtype)| format!("\"{name}\" ({dtype})"))))
     )]
     Dtypes {
         /// The file or directory.
@@ -120,7 +132,7 @@ pub enum Error {
         tensors: BTreeMap<String, String>,
     },
     /// A request for a part of a tensor that can't be.
-    #[error("tensor \"{tensor}\": {reason}")]
+    #[error("tensor \"{}\": {}", shown(tensor), shown(reason))]
     Request {
         /// The tensor.
         tensor: String,
@@ -128,7 +140,7 @@ pub enum Error {
         reason: String,
     },
     /// The index of a Hugging Face model that can't be used.
-    #[error("{}: {reason}", path.display())]
+    #[error("{}: {}", shown(path.display()), shown(reason))]
     Index {
         /// The index file.
         path: PathBuf,
@@ -136,7 +148,7 @@ pub enum Error {
         reason: String,
     },
     /// A manifest that can't be used.
-    #[error("{}: {}{reason}", path.display(), tensor.as_ref().map(|name| format!("tensor \"{name}\": ")).unwrap_or_default())]
+    #[error("{}: {}{}", shown(path.display()), named("tensor ", tensor.as_ref()), shown(reason))]
     Manifest {
         /// The manifest file.
         path: PathBuf,
@@ -146,7 +158,10 @@ pub enum Error {
         reason: String,
     },
     /// A checkpoint written by a newer version of this crate.
-    #[error("{} has format version {version}, this program reads versions up to {known}; use a newer fsdp-ckpt", path.display())]
+    #[error(
+        "{} has format version {version}, this program reads versions up to {known}; use a newer fsdp-ckpt",
+        shown(path.display())
+    )]
     Newer {
         /// The manifest file.
         path: PathBuf,
@@ -156,19 +171,26 @@ pub enum Error {
         known: u64,
     },
     /// A directory without a manifest.
-    #[error("incomplete checkpoint: {} is missing, the save did not finish; use another step", path.join(crate::MANIFEST).display())]
+    #[error(
+        "incomplete checkpoint: {} is missing, the save did not finish; use another step",
+        shown(path.join(crate::MANIFEST).display())
+    )]
     Incomplete {
         /// The directory.
         path: PathBuf,
     },
     /// The target of a save is there already.
-    #[error("{} exists already; choose another name or remove it", path.display())]
+    #[error("{} exists already; choose another name or remove it", shown(path.display()))]
     Exists {
         /// The target.
         path: PathBuf,
     },
     /// Bytes on disk that are not those that were written.
-    #[error("tensor \"{tensor}\" in {} is damaged: its checksum is {found:08x}, {expected:08x} was written; use another checkpoint", path.display())]
+    #[error(
+        "tensor \"{}\" in {} is damaged: its checksum is {found:08x}, {expected:08x} was written; use another checkpoint",
+        shown(tensor),
+        shown(path.display())
+    )]
     Checksum {
         /// The file.
         path: PathBuf,
@@ -179,8 +201,21 @@ pub enum Error {
         /// That of the bytes that were read.
         found: u32,
     },
+    /// The header of a file that is not the one that was written.
+    #[error(
+        "{}: its header is damaged: its checksum is {found:08x}, {expected:08x} was written; use another checkpoint",
+        shown(path.display())
+    )]
+    Header {
+        /// The file.
+        path: PathBuf,
+        /// The CRC-32C that the manifest keeps.
+        expected: u32,
+        /// That of the header that was read.
+        found: u32,
+    },
     /// The ranks' shards don't make whole tensors.
-    #[error("tensor \"{tensor}\": {reason}")]
+    #[error("tensor \"{}\": {}", shown(tensor), shown(reason))]
     Shards {
         /// The tensor.
         tensor: String,
@@ -188,7 +223,7 @@ pub enum Error {
         reason: String,
     },
     /// A shard's memory could not be read.
-    #[error("tensor \"{tensor}\" can't be read: {reason}")]
+    #[error("tensor \"{}\" can't be read: {}", shown(tensor), shown(reason))]
     Unreadable {
         /// The tensor.
         tensor: String,
@@ -196,10 +231,10 @@ pub enum Error {
         reason: String,
     },
     /// Arguments that can't be.
-    #[error("{0}")]
+    #[error("{}", shown(_0))]
     Argument(String),
     /// A rank failed; every rank of the group gets this.
-    #[error("rank {rank} failed to {phase}: {cause}")]
+    #[error("rank {rank} failed to {phase}: {}", shown(cause))]
     Rank {
         /// The rank that failed.
         rank: usize,
@@ -211,7 +246,7 @@ pub enum Error {
         error: Option<Box<Error>>,
     },
     /// A save in the background failed.
-    #[error("the asynchronous save of {} failed", path.display())]
+    #[error("the asynchronous save of {} failed", shown(path.display()))]
     AsyncSave {
         /// The checkpoint that it was to become.
         path: PathBuf,
@@ -219,7 +254,10 @@ pub enum Error {
         source: Box<Error>,
     },
     /// A save in the background is still running.
-    #[error("the asynchronous save of {} is still running on rank {rank}; try again later, or wait for it", path.display())]
+    #[error(
+        "the asynchronous save of {} is still running on rank {rank}; try again later, or wait for it",
+        shown(path.display())
+    )]
     Busy {
         /// The checkpoint that it is to become.
         path: PathBuf,
@@ -227,7 +265,7 @@ pub enum Error {
         rank: usize,
     },
     /// State that is no tensor can't be given back to its owner.
-    #[error("the state \"{name}\" can't be restored: {reason}")]
+    #[error("the state \"{}\" can't be restored: {}", shown(name), shown(reason))]
     State {
         /// Its name.
         name: String,
@@ -254,7 +292,8 @@ impl Error {
             | Error::TooLarge { .. }
             | Error::Manifest { .. }
             | Error::Incomplete { .. }
-            | Error::Checksum { .. } => true,
+            | Error::Checksum { .. }
+            | Error::Header { .. } => true,
             // A file that went, or became shorter, after its checkpoint was opened.
             Error::Io { action: "open" | "read", source, .. } => {
                 matches!(source.kind(), io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof)
@@ -277,10 +316,15 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut next = error.source();
     while let Some(cause) = next {
-        text.push_str(&format!(": {cause}"));
+        text.push_str(&format!(": {}", shown(cause)));
         next = cause.source();
     }
     text
+}
+
+/// What a message is about, in front of it.
+fn named(what: &str, name: Option<&String>) -> String {
+    name.map(|name| format!("{what}\"{}\": ", shown(name))).unwrap_or_default()
 }
 
 /// Names that are missing and that nobody knows, a few of each.

@@ -5,20 +5,23 @@ use std::path::{Path, PathBuf};
 
 use crate::aside::name_before_aside;
 use crate::error::chain;
+use crate::shown::shown;
 use crate::store::{on_this_host, store};
 use crate::{Checkpoint, Error, Result};
 
 /// The newest whole checkpoint under `dir`: the one with the highest number at the end of its name, as in `step-00000010`.
 ///
 /// Every candidate is opened, so that what is returned has a valid manifest and all of its files; what does not open is skipped with a warning.
-/// `None` when there is no whole checkpoint, or no directory `dir`: a run that starts from nothing.
+/// `None` when there is no whole checkpoint, or no directory `dir`: a run that starts from nothing. A link is no
+/// checkpoint of its own: it is skipped with a warning when it leads to another directory in `dir`, or to one whose
+/// name ends in another number.
 ///
 /// # Errors
 /// [`Error::Io`] when `dir` can't be listed; [`Error::Object`] when an object store does not answer.
 pub fn latest(dir: &Path) -> Result<Option<PathBuf>> {
     let found = survey(dir)?;
     for (path, error) in found.skipped {
-        tracing::warn!("skipping {}: {}", path.display(), chain(&error));
+        tracing::warn!("skipping {}: {}", shown(path.display()), chain(&error));
     }
     Ok(found.newest)
 }
@@ -53,7 +56,7 @@ pub fn survey(dir: &Path) -> Result<Survey> {
             // A store that does not answer says nothing about the checkpoint: an older one would be the wrong one.
             Err(error @ Error::Object { .. }) => return Err(error),
             Err(error @ Error::Incomplete { .. }) if !is_local => {
-                tracing::warn!("skipping {}: {}", path.display(), chain(&error));
+                tracing::warn!("skipping {}: {}", shown(path.display()), chain(&error));
             }
             Err(error) => found.skipped.push((path, error)),
         }
@@ -79,12 +82,30 @@ fn candidates(dir: &Path, names: Vec<String>) -> Vec<PathBuf> {
     for name in names {
         // Names with a dot in front are saves in progress.
         let step = step_of(&name).filter(|_| !name.starts_with('.') && name_before_aside(&name).is_none());
-        if let Some(step) = step {
-            candidates.push((Reverse(step), dir.join(name)));
+        let Some(step) = step else { continue };
+        let path = dir.join(&name);
+        match other_name_of(&path) {
+            Some(target) => {
+                let (path, target) = (shown(path.display()), shown(target.display()));
+                tracing::warn!("skipping {path}: it is a link, and {target} has a name of its own");
+            }
+            None => candidates.push((Reverse(step), path)),
         }
     }
     candidates.sort();
     candidates.into_iter().map(|(_, path)| path).collect()
+}
+
+/// The directory that a link is only another name of: it lies beside the link, or its name ends in another number.
+/// `None` for what is no link, and for a link to where a checkpoint was moved.
+pub fn other_name_of(link: &Path) -> Option<PathBuf> {
+    let link = on_this_host(link).ok()??;
+    link.read_link().ok()?;
+    let target = link.canonicalize().ok()?;
+    let number = |path: &Path| path.file_name().and_then(|name| step_of(name.to_str()?));
+    let is_beside = link.parent()?.canonicalize().is_ok_and(|dir| target.parent() == Some(&dir));
+    let is_other = number(&target).is_some() && number(&target) != number(link);
+    (is_beside || is_other).then_some(target)
 }
 
 /// The number at the end of a name.

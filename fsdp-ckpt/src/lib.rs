@@ -17,7 +17,9 @@
 //!
 //! The files are laid out as PyTorch's `HuggingFaceStorageWriter` does, so that its `HuggingFaceStorageReader` reads them: a file holds one chunk of a
 //! tensor at most, under the tensor's name, and `DCP_SHARDING_INFO` in its `__metadata__` says where each chunk starts. The manifest holds the format
-//! version, the mesh, each tensor's dtype, shape and chunks with their checksums (CRC-32C), and the non-tensor state.
+//! version, the mesh, each tensor's dtype, shape and chunks with their checksums (CRC-32C), those of the files'
+//! headers, and the non-tensor state. It ends with a checksum of itself, so that every byte of a checkpoint is under
+//! one.
 //!
 //! The manifest is written last, when every file is on disk, and the directory then gets its name by an atomic rename: a reader never sees half a
 //! checkpoint. A directory without a manifest is none.
@@ -35,6 +37,7 @@ pub mod convert;
 mod diff;
 mod error;
 mod exchange;
+mod finite;
 pub mod hf;
 mod latest;
 mod load;
@@ -47,6 +50,8 @@ mod retention;
 mod safetensors;
 mod save;
 mod scattered;
+mod seal;
+mod shown;
 mod source;
 mod staged;
 mod stateful;
@@ -54,21 +59,25 @@ mod store;
 mod stream;
 mod tensor;
 pub mod torch;
+mod writable;
 
 pub use aside::{name_before_aside, set_aside};
 pub use async_save::{AsyncSaver, WhenBusy};
 pub use checkpoint::Checkpoint;
 pub use diff::{Diff, TensorDiff, Tolerance, ValueDiff, diff};
 pub use error::{Error, Result};
-pub use latest::{Survey, latest, survey};
+pub use finite::{NonFinite, count_non_finite, non_finite};
+pub use latest::{Survey, latest, other_name_of, survey};
 pub use load::{LoadOptions, LoadReport, LoadTensor, Strict, load, read_as};
 pub use manifest::{ChunkEntry, FileEntry, MANIFEST, TensorEntry};
 pub use names::{MODEL, Names};
 pub use open::open;
 pub use retention::keep_newest;
 pub use safetensors::SafetensorsFile;
-pub use save::{SaveState, SaveSummary, save};
-pub use source::{Format, TensorSource, Verified};
+pub use save::{SaveOptions, SaveState, SaveSummary, save, save_with};
+pub use shown::{Shown, shown};
+pub use source::{Checksums, Format, TensorSource, Verified};
 pub use stateful::{Stateful, collect_state, restore_state};
 pub use stream::{blocks, stream};
 pub use tensor::{TensorInfo, TensorShard};
+pub use writable::check_writable;

@@ -9,6 +9,7 @@ use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 use serde::{Deserialize, Serialize};
 
 use crate::region::{Flaw, Span, check_tiling, checked_bytes, fits};
+use crate::seal::{self, Seal};
 use crate::store::Store;
 use crate::{Error, Result};
 
@@ -16,8 +17,12 @@ use crate::{Error, Result};
 pub const MANIFEST: &str = "checkpoint.json";
 /// What its `format` says.
 const FORMAT: &str = "candle-fsdp checkpoint";
-/// The version that this crate writes, and the newest that it reads.
-const VERSION: u64 = 1;
+/// The version that this crate writes, and the newest that it reads. Version 1 had no checksums but those of chunks.
+const VERSION: u64 = 2;
+/// The first version with checksums of everything.
+const CHECKED: u64 = 2;
+/// Larger numbers are not the same to every reader of JSON, and no run takes as many steps.
+const MOST_STEPS: u64 = 1 << 53;
 /// More than any manifest has.
 const MAX_BYTES: u64 = 1 << 30;
 
@@ -31,6 +36,9 @@ pub(crate) struct Manifest {
     pub(crate) created_by: String,
     pub(crate) world_size: usize,
     mesh: Mesh,
+    /// Whether those who saved it had found every floating point number finite.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) finite: bool,
     /// Non-tensor state.
     pub(crate) values: serde_json::Map<String, serde_json::Value>,
     /// Files by plain name.
@@ -38,6 +46,9 @@ pub(crate) struct Manifest {
     pub(crate) files: BTreeMap<String, FileEntry>,
     #[serde(deserialize_with = "unique")]
     pub(crate) tensors: BTreeMap<String, TensorEntry>,
+    /// What [`seal`] adds to the text.
+    #[serde(default, skip_serializing)]
+    crc32c: Option<u32>,
 }
 
 /// [`MeshLayout`] before it is checked.
@@ -54,6 +65,10 @@ struct Mesh {
 pub struct FileEntry {
     /// Its size.
     pub bytes: u64,
+    /// The CRC-32C of all that comes before the tensors' bytes: the header with its length and padding. Only our own
+    /// format keeps one, since version 2.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub header_crc32c: Option<u32>,
 }
 
 /// A tensor of a checkpoint.
@@ -101,6 +116,7 @@ impl Manifest {
     pub(crate) fn new(
         mesh: &MeshLayout,
         world_size: usize,
+        finite: bool,
         values: serde_json::Map<String, serde_json::Value>,
         files: BTreeMap<String, FileEntry>,
         tensors: BTreeMap<String, TensorEntry>,
@@ -111,10 +127,27 @@ impl Manifest {
             created_by: concat!("fsdp-ckpt ", env!("CARGO_PKG_VERSION")).into(),
             world_size,
             mesh: Mesh { names: mesh.names().to_vec(), shape: mesh.shape().to_vec() },
+            finite,
             values,
             files,
             tensors,
+            crc32c: None,
         }
+    }
+
+    /// The text of a new manifest, with the checksum at its end.
+    pub(crate) fn to_text(&self) -> Result<Vec<u8>> {
+        check_values(&self.values)
+            .map_err(|reason| Error::Argument(format!("a checkpoint can't be saved: {reason}")))?;
+        let mut text = serde_json::to_vec_pretty(self)
+            .map_err(|error| Error::Argument(format!("can't write the values as JSON: {error}")))?;
+        seal::seal(&mut text);
+        Ok(text)
+    }
+
+    /// Whether checksums cover every byte of the checkpoint, this manifest's too.
+    pub(crate) fn covers_everything(&self) -> bool {
+        self.version >= CHECKED
     }
 
     /// Reads and checks the manifest of a checkpoint.
@@ -139,6 +172,13 @@ impl Manifest {
             version: u64,
         }
         let not_one = |error: serde_json::Error| Bad::Text(format!("not a checkpoint manifest: {error}"));
+        // This comes first: a number that was changed says nothing, that of the version included.
+        let seal = seal::check(text);
+        if let Seal::Broken(found) = seal {
+            return Err(Bad::Text(format!(
+                "it is damaged, or was changed by hand: its checksum is {found}, at its end is another; {ADVICE}"
+            )));
+        }
         let head: Head = serde_json::from_slice(text).map_err(not_one)?;
         if head.format != FORMAT {
             return Err(Bad::Text(format!("its format is {:?}, a checkpoint's is {FORMAT:?}", head.format)));
@@ -148,6 +188,9 @@ impl Manifest {
         }
         if head.version == 0 {
             return Err(Bad::Text("format version 0 does not exist".into()));
+        }
+        if head.version >= CHECKED && seal == Seal::Missing {
+            return Err(Bad::Text(format!("it is damaged: it does not end with its checksum; {ADVICE}")));
         }
         let manifest: Manifest = serde_json::from_slice(text).map_err(not_one)?;
         let mesh = manifest.check()?;
@@ -165,15 +208,57 @@ impl Manifest {
         if mesh.size() != self.world_size {
             return Err(Bad::Text(format!("its mesh {mesh} is not one of {} ranks", self.world_size)));
         }
-        for name in self.files.keys() {
+        check_values(&self.values).map_err(Bad::Text)?;
+        if !self.covers_everything() && (self.finite || self.crc32c.is_some()) {
+            return Err(Bad::Text("it says that it is of version 1, and has fields that came later".into()));
+        }
+        // What the chunks in each file take, and how many there are.
+        let mut held = BTreeMap::new();
+        for (name, file) in &self.files {
             if !is_plain_file_name(name) || name == MANIFEST {
                 return Err(Bad::Text(format!("{name:?} is not a plain file name")));
             }
+            if file.header_crc32c.is_some() != self.covers_everything() {
+                let has = if file.header_crc32c.is_some() { "a" } else { "no" };
+                let version = self.version;
+                return Err(Bad::Text(format!("file {name:?} has {has} checksum of its header, in version {version}")));
+            }
+            held.insert(name.as_str(), (0usize, 0u64));
         }
         for (name, tensor) in &self.tensors {
             tensor.check(&self.files).map_err(|reason| Bad::Tensor(name.clone(), reason))?;
+            for chunk in &tensor.chunks {
+                if let Some((chunks, bytes)) = held.get_mut(chunk.file.as_str()) {
+                    *chunks += 1;
+                    *bytes = bytes.saturating_add(chunk.region().elements() as u64 * tensor.dtype.size() as u64);
+                }
+            }
+        }
+        for (name, (chunks, bytes)) in held {
+            let size = self.files[name].bytes;
+            if chunks == 0 {
+                return Err(Bad::Text(format!("no tensor has a chunk in its file {name:?}")));
+            }
+            if bytes > size {
+                return Err(Bad::Text(format!("its file {name:?} has {size} bytes, the chunks in it {bytes}")));
+            }
         }
         Ok(mesh)
+    }
+}
+
+/// What is to be done about a manifest that is damaged.
+const ADVICE: &str = "use another checkpoint";
+
+/// What is wrong with values that mean something to others than those who saved them.
+fn check_values(values: &serde_json::Map<String, serde_json::Value>) -> Result<(), String> {
+    match values.get("step") {
+        Some(serde_json::Value::Number(step))
+            if step.as_f64().is_none_or(|number| number.abs() > MOST_STEPS as f64) =>
+        {
+            Err(format!("its value \"step\" is {step}, and no run takes more than {MOST_STEPS} steps"))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -296,8 +381,11 @@ mod tests {
         let huge = usize::MAX / 2;
         for (pointer, value, part) in [
             ("/format", json!("other"), "a checkpoint's is"),
-            ("/version", json!(2), "newer 2"),
+            ("/version", json!(3), "newer 3"),
             ("/version", json!(0), "version 0"),
+            ("/version", json!(2), "does not end with its checksum"),
+            ("/values/step", json!(1u64 << 63), "no run takes more than"),
+            ("/values/step", json!(-1e300), "no run takes more than"),
             ("/world_size", json!(3), "not one of 3 ranks"),
             ("/mesh/names", json!(["a", "b"]), "for the shape [2]"),
             ("/mesh/shape", json!([0]), "size 0"),
@@ -316,9 +404,19 @@ mod tests {
             ("/tensors/w/chunks/0/crc32c", json!(-1), "invalid value"),
             ("/tensors/w/chunks/0/crc32c", json!(null), "no checksum"),
             ("/files", json!({"..": {"bytes": 1}}), "not a plain file name"),
+            ("/files/a/bytes", json!(15), "has 15 bytes, the chunks in it 16"),
+            ("/files/c", json!({"bytes": 9}), "no tensor has a chunk in its file \"c\""),
+            ("/files/a/header_crc32c", json!(1), "has a checksum of its header, in version 1"),
+            ("/tensors", json!({}), "no tensor has a chunk"),
+            ("/finite", json!(true), "fields that came later"),
+            ("/crc32c", json!(1), "fields that came later"),
         ] {
             let mut bad = good();
-            *bad.pointer_mut(pointer).unwrap() = value;
+            let (at, key) = pointer.rsplit_once('/').unwrap();
+            match bad.pointer_mut(at).unwrap() {
+                Value::Array(items) => items[key.parse::<usize>().unwrap()] = value,
+                object => object[key] = value,
+            }
             let reason = reason(&bad.to_string());
             assert!(reason.contains(part), "{pointer}: {reason}");
         }
@@ -328,6 +426,32 @@ mod tests {
         let twice = good().to_string().replace("\"a\":{\"bytes\":100}", "\"a\":{\"bytes\":100},\"a\":{\"bytes\":1}");
         assert!(reason(&twice).contains("there twice"), "{}", reason(&twice));
         assert!(reason("{").contains("not a checkpoint manifest"));
+    }
+
+    #[test]
+    fn a_manifest_that_ends_with_its_checksum_has_one_of_every_header() {
+        let text = |change: &dyn Fn(&mut Value)| {
+            let mut manifest = good();
+            manifest["version"] = json!(2);
+            for file in ["a", "b"] {
+                manifest["files"][file]["header_crc32c"] = json!(7);
+            }
+            change(&mut manifest);
+            let mut text = serde_json::to_vec_pretty(&manifest).unwrap();
+            seal::seal(&mut text);
+            String::from_utf8(text).unwrap()
+        };
+        let whole = text(&|_| ());
+        assert_eq!(reason(&whole), "accepted");
+        assert_eq!(reason(&text(&|manifest| manifest["finite"] = json!(true))), "accepted");
+        assert_eq!(reason(&text(&|manifest| manifest["version"] = json!(3))), "newer 3");
+        let none = text(&|manifest| drop(manifest["files"]["a"].as_object_mut().unwrap().remove("header_crc32c")));
+        assert!(reason(&none).contains("has no checksum of its header"), "{}", reason(&none));
+        // Another version, and an older one, are damage where the checksum says so.
+        for other in ["1", "3"] {
+            let changed = whole.replace("\"version\": 2", &format!("\"version\": {other}"));
+            assert!(reason(&changed).contains("it is damaged"), "{}", reason(&changed));
+        }
     }
 
     #[test]

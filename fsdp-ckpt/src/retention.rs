@@ -5,13 +5,15 @@ use std::path::{Path, PathBuf};
 
 use crate::error::{chain, io_error};
 use crate::latest::newest_first;
+use crate::shown::shown;
 use crate::store::{discard, on_this_host, store};
 use crate::{Checkpoint, Error, MANIFEST, Result, TensorSource};
 
 /// Removes all whole checkpoints under `dir` but the `keep` newest, by the number at the end of their names, and those in `spare` (what was just written,
 /// and what the run went on from: neither has the highest number after a step back). Returns what was removed. One process calls it, after a save.
 ///
-/// Only what [`Checkpoint::open`] accepts counts, and only that is removed, and only when nothing else has been put into its directory. A directory
+/// Only what [`Checkpoint::open`] accepts counts, and only that is removed, and only when nothing else has been put
+/// into its directory. Links are never removed, nor what they lead to. A directory
 /// is renamed out of sight before its files go: a crash leaves it as a whole, or with no name that [`crate::latest`] looks at, and the next save sweeps it.
 ///
 /// # Errors
@@ -38,7 +40,7 @@ pub fn keep_newest(dir: &Path, keep: NonZeroUsize, spare: &[&Path]) -> Result<Ve
         let checkpoint = match Checkpoint::open(&path) {
             Ok(checkpoint) => checkpoint,
             Err(error) => {
-                tracing::warn!("leaving {}: {}", path.display(), chain(&error));
+                tracing::warn!("leaving {}: {}", shown(path.display()), chain(&error));
                 continue;
             }
         };
@@ -47,9 +49,9 @@ pub fn keep_newest(dir: &Path, keep: NonZeroUsize, spare: &[&Path]) -> Result<Ve
             continue;
         }
         if let Some(other) = other_than(&checkpoint, &path)? {
-            tracing::warn!("leaving {}: it holds {other:?}, which is not the checkpoint's", path.display());
+            tracing::warn!("leaving {}: it holds {other:?}, which is not the checkpoint's", shown(path.display()));
         } else if discard(&path)? {
-            tracing::info!("removed {}", path.display());
+            tracing::info!("removed {}", shown(path.display()));
             removed.push(path);
         }
     }

@@ -11,7 +11,7 @@ use crate::hf::sharding;
 use crate::manifest::{ChunkEntry, FileEntry, Manifest, TensorEntry};
 use crate::plan::{Plan, negotiate};
 use crate::region::checked_bytes;
-use crate::safetensors::{Entry, read_bytes, write_file};
+use crate::safetensors::{Entry, WrittenFile, read_bytes, write_file};
 use crate::store::{Staging, Store, split, stage, staged};
 use crate::{Error, MANIFEST, Result, TensorShard};
 
@@ -24,6 +24,15 @@ pub struct SaveState {
     pub tensors: Vec<TensorShard>,
     /// Non-tensor state (step, data position, hyper-parameters, ...). Rank 0's are written; the other ranks' are not looked at.
     pub values: Map<String, Value>,
+}
+
+/// How to save.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SaveOptions {
+    /// Whether the caller has looked at every floating point number of this rank's tensors, as they are now, and found
+    /// it finite. When all ranks have, the checkpoint says so ([`crate::Checkpoint::is_finite`], `fsdp-ckpt inspect`).
+    /// It is the caller's word: the save itself does not look.
+    pub finite: bool,
 }
 
 /// What a save has done.
@@ -77,6 +86,19 @@ pub struct SaveSummary {
 /// # Ok::<_, Box<dyn std::error::Error>>(())
 /// ```
 pub fn save(dir: &Path, group: &dyn ProcessGroup, state: &SaveState) -> Result<SaveSummary> {
+    save_with(dir, group, state, &SaveOptions::default())
+}
+
+/// [`save`] with options.
+///
+/// # Errors
+/// As [`save`].
+pub fn save_with(
+    dir: &Path,
+    group: &dyn ProcessGroup,
+    state: &SaveState,
+    options: &SaveOptions,
+) -> Result<SaveSummary> {
     let started = std::time::Instant::now();
     let _told = fsdp_core::heartbeat::span("checkpoint save", "");
     let name = agree(group, "start the save", check_arguments(dir, group, &state.mesh))?;
@@ -88,8 +110,9 @@ pub fn save(dir: &Path, group: &dyn ProcessGroup, state: &SaveState) -> Result<S
     let own = own_chunks(&plan, group.rank());
     let written = agree(group, "write its shards", write_own(&*here, group.rank(), &plan, &own, &state.tensors))?;
 
-    // The chunks' checksums, and the size of the file in front of them.
-    let reports = gather(group, written.report())?;
+    let reports = gather(group, report(written.as_ref(), options))?;
+    let reports = reports.iter().enumerate().map(|(rank, report)| Report::of(rank, report)).collect::<Result<Vec<_>>>();
+    let reports = agree(group, "report what it wrote", reports)?;
     let committed = match staging {
         Some(staging) => commit(staging, &*here, group, state, &plan, &reports),
         None => Ok(()),
@@ -98,7 +121,7 @@ pub fn save(dir: &Path, group: &dyn ProcessGroup, state: &SaveState) -> Result<S
     let summary = SaveSummary {
         path: dir.to_path_buf(),
         tensors: plan.len(),
-        files: reports.iter().filter(|report| !report.is_empty()).count(),
+        files: reports.iter().filter(|report| report.file.is_some()).count(),
         bytes: plan.values().map(|t| t.shape.iter().product::<usize>() as u64 * t.dtype.size() as u64).sum(),
         bytes_by_this_rank: own.iter().map(|own| own.bytes).sum(),
     };
@@ -140,19 +163,47 @@ fn own_chunks(plan: &Plan, rank: usize) -> Vec<Own<'_>> {
     own
 }
 
-/// What a rank has written.
-struct Written {
-    /// The size of its file, none if it had nothing to write.
-    bytes: Option<u64>,
+/// What a rank tells the others of what it has written.
+struct Report {
+    /// As [`SaveOptions::finite`].
+    finite: bool,
+    /// None if it had nothing to write.
+    file: Option<FileEntry>,
     /// A checksum for each of its chunks, in the plan's order.
     checksums: Vec<u32>,
 }
 
-impl Written {
-    fn report(&self) -> Vec<u8> {
-        let size = self.bytes.iter().flat_map(|bytes| bytes.to_le_bytes());
-        size.chain(self.checksums.iter().flat_map(|crc| crc.to_le_bytes())).collect()
+impl Report {
+    fn of(rank: usize, message: &[u8]) -> Result<Self> {
+        let report = (|| {
+            let (&finite, rest) = message.split_first()?;
+            let finite = finite != 0;
+            if rest.is_empty() {
+                return Some(Report { finite, file: None, checksums: Vec::new() });
+            }
+            let (&bytes, rest) = rest.split_first_chunk::<8>()?;
+            let (&header, rest) = rest.split_first_chunk::<4>()?;
+            let file = FileEntry { bytes: u64::from_le_bytes(bytes), header_crc32c: Some(u32::from_le_bytes(header)) };
+            let checksums = rest.as_chunks::<4>().0.iter().map(|crc| u32::from_le_bytes(*crc)).collect();
+            Some(Report { finite, file: Some(file), checksums })
+        })();
+        report.ok_or_else(|| too_little(rank))
     }
+}
+
+fn too_little(rank: usize) -> Error {
+    Error::Argument(format!("rank {rank} reported too few checksums; do all ranks run the same program?"))
+}
+
+/// The message that [`Report::of`] reads.
+fn report(written: Option<&WrittenFile>, options: &SaveOptions) -> Vec<u8> {
+    let mut message = vec![u8::from(options.finite)];
+    if let Some(written) = written {
+        message.extend(written.bytes.to_le_bytes());
+        message.extend(written.header_crc32c.to_le_bytes());
+        message.extend(written.checksums.iter().flat_map(|crc| crc.to_le_bytes()));
+    }
+    message
 }
 
 /// PyTorch DCP's name for the file of a rank.
@@ -160,9 +211,16 @@ pub(crate) fn file_name(rank: usize) -> String {
     format!("shard-{:05}-model-00001-of-00001.safetensors", rank + 1)
 }
 
-fn write_own(store: &dyn Store, rank: usize, plan: &Plan, own: &[Own<'_>], shards: &[TensorShard]) -> Result<Written> {
+/// Writes the file of this rank, nothing if it has none.
+fn write_own(
+    store: &dyn Store,
+    rank: usize,
+    plan: &Plan,
+    own: &[Own<'_>],
+    shards: &[TensorShard],
+) -> Result<Option<WrittenFile>> {
     if own.is_empty() {
-        return Ok(Written { bytes: None, checksums: Vec::new() });
+        return Ok(None);
     }
     // Only what this rank holds is planned for it.
     let by_name: BTreeMap<&str, &TensorShard> = shards.iter().map(|shard| (shard.fqn.as_str(), shard)).collect();
@@ -174,12 +232,12 @@ fn write_own(store: &dyn Store, rank: usize, plan: &Plan, own: &[Own<'_>], shard
     }
     let parts = own.iter().map(|own| (own.fqn, &plan[own.fqn].chunks[own.chunk].region.offsets[..]));
     let metadata = sharding::metadata(parts)?;
-    let (bytes, checksums) =
-        write_file(store, &store.unique_name(&file_name(rank)), &entries, &metadata, &mut |index, sink| {
-            let Own { fqn, bytes, .. } = own[index];
-            read_bytes(fqn, &*by_name[fqn].data, bytes as usize, sink)
-        })?;
-    Ok(Written { bytes: Some(bytes), checksums })
+    let name = store.unique_name(&file_name(rank));
+    let written = write_file(store, &name, &entries, &metadata, &mut |index, sink| {
+        let Own { fqn, bytes, .. } = own[index];
+        read_bytes(fqn, &*by_name[fqn].data, bytes as usize, sink)
+    })?;
+    Ok(Some(written))
 }
 
 /// Rank 0's last steps: the manifest, and the final name.
@@ -189,39 +247,30 @@ fn commit(
     group: &dyn ProcessGroup,
     state: &SaveState,
     plan: &Plan,
-    reports: &[Vec<u8>],
+    reports: &[Report],
 ) -> Result<()> {
     let mut files = BTreeMap::new();
-    let mut checksums = Vec::with_capacity(reports.len());
     for (rank, report) in reports.iter().enumerate() {
-        if let Some((bytes, rest)) = report.split_first_chunk::<8>() {
-            files.insert(store.unique_name(&file_name(rank)), FileEntry { bytes: u64::from_le_bytes(*bytes) });
-            checksums.push(rest.as_chunks::<4>().0.iter());
-        } else {
-            checksums.push([].iter());
+        if let Some(file) = &report.file {
+            files.insert(store.unique_name(&file_name(rank)), file.clone());
         }
     }
+    let mut checksums: Vec<_> = reports.iter().map(|report| report.checksums.iter()).collect();
     let mut tensors = BTreeMap::new();
     for (fqn, tensor) in plan {
         let mut chunks = Vec::with_capacity(tensor.chunks.len());
         for chunk in &tensor.chunks {
-            let Some(crc) = checksums[chunk.writer].next() else {
-                return Err(Error::Argument(format!(
-                    "rank {} reported too few checksums; do all ranks run the same program?",
-                    chunk.writer
-                )));
-            };
+            let crc = checksums[chunk.writer].next().ok_or_else(|| too_little(chunk.writer))?;
             chunks.push(ChunkEntry {
                 offsets: chunk.region.offsets.clone(),
                 sizes: chunk.region.sizes.clone(),
                 file: store.unique_name(&file_name(chunk.writer)),
-                crc32c: Some(u32::from_le_bytes(*crc)),
+                crc32c: Some(*crc),
             });
         }
         tensors.insert(fqn.clone(), TensorEntry { dtype: tensor.dtype, shape: tensor.shape.clone(), chunks });
     }
-    let manifest = Manifest::new(&state.mesh, group.size(), state.values.clone(), files, tensors);
-    let text = serde_json::to_vec_pretty(&manifest)
-        .map_err(|error| Error::Argument(format!("can't write the values as JSON: {error}")))?;
-    staging.commit(MANIFEST, &text)
+    let finite = reports.iter().all(|report| report.finite);
+    let manifest = Manifest::new(&state.mesh, group.size(), finite, state.values.clone(), files, tensors);
+    staging.commit(MANIFEST, &manifest.to_text()?)
 }

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use fsdp_core::MeshLayout;
 use fsdp_core::layout::Region;
+use serde::Serialize;
 use serde_json::{Map, Value};
 
 use crate::error::did_you_mean;
@@ -36,6 +37,18 @@ impl Display for Format {
             Format::TorchDcp => "torch-dcp",
         })
     }
+}
+
+/// What of a checkpoint or model its format keeps checksums of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Checksums {
+    /// Nothing: files are known to be whole, their bytes may be others.
+    Nothing,
+    /// The tensors' bytes, and not what says which tensors there are, where they lie and what the values are.
+    Tensors,
+    /// Every byte.
+    Everything,
 }
 
 /// What [`TensorSource::verify`] has read.
@@ -81,6 +94,11 @@ pub trait TensorSource: Debug + Send + Sync {
     /// # Errors
     /// [`Error::MissingTensor`]; [`Error::Request`] when the tensor has no such box or `into` not its size in bytes; what the format finds wrong.
     fn read(&self, fqn: &str, region: &Region, into: &mut [u8]) -> Result<()>;
+
+    /// What checksums are kept of it.
+    fn checksums(&self) -> Checksums {
+        Checksums::Nothing
+    }
 
     /// Whether the format keeps a checksum of a chunk.
     fn has_checksum(&self, chunk: &ChunkEntry) -> bool {

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use fsdp_core::{Buffer, DType, Readable};
+use fsdp_core::{Buffer, Readable};
 use rayon::prelude::*;
 
 use crate::safetensors::read_bytes;
-use crate::{Result, TensorShard};
+use crate::{Error, Result, TensorShard};
 
 /// What one core copies at a time: large enough for the copy to be one that goes around the caches.
 const PIECE: usize = 8 << 20;
@@ -23,7 +23,7 @@ impl StagedTensors {
         let mut free = std::mem::take(&mut self.buffers);
         let mut copies = Vec::with_capacity(shards.len());
         for shard in shards {
-            let mut buffer = take(&mut free, shard.data.dtype(), shard.data.len());
+            let mut buffer = take(&mut free, shard)?;
             // It is ours alone.
             if let Some(buffer) = Arc::get_mut(&mut buffer) {
                 let into = buffer.bytes_mut();
@@ -42,7 +42,8 @@ impl StagedTensors {
     pub(crate) fn reserve(&mut self, shards: &[TensorShard]) {
         let mut free = std::mem::take(&mut self.buffers);
         for shard in shards {
-            let mut buffer = take(&mut free, shard.data.dtype(), shard.data.len());
+            // Where there is no memory the save says so.
+            let Ok(mut buffer) = take(&mut free, shard) else { continue };
             if let Some(buffer) = Arc::get_mut(&mut buffer) {
                 // Fresh zeros are no memory yet.
                 buffer.bytes_mut().par_chunks_mut(PIECE).for_each(|piece| piece.fill(1));
@@ -53,12 +54,21 @@ impl StagedTensors {
 }
 
 /// A buffer that nobody else has. In most states the first free one is it.
-fn take(free: &mut Vec<Arc<Buffer>>, dtype: DType, len: usize) -> Arc<Buffer> {
+fn take(free: &mut Vec<Arc<Buffer>>, shard: &TensorShard) -> Result<Arc<Buffer>> {
+    let (dtype, len) = (shard.data.dtype(), shard.data.len());
     let fits =
         |buffer: &mut Arc<Buffer>| buffer.dtype() == dtype && buffer.len() == len && Arc::get_mut(buffer).is_some();
     match free.iter_mut().position(fits) {
-        Some(at) => free.remove(at),
-        None => Arc::new(Buffer::zeros(dtype, len)),
+        Some(at) => Ok(free.remove(at)),
+        None => {
+            // A buffer that can't be allocated ends the process: it is asked for before, where that can be told.
+            let bytes = len.saturating_mul(dtype.size());
+            if Vec::<u8>::new().try_reserve_exact(bytes).is_err() {
+                let reason = format!("there is no memory for a copy of its {bytes} bytes");
+                return Err(Error::Unreadable { tensor: shard.fqn.clone(), reason });
+            }
+            Ok(Arc::new(Buffer::zeros(dtype, len)))
+        }
     }
 }
 
@@ -77,6 +87,31 @@ mod tests {
 
     fn shard(fqn: &str, data: Buffer) -> TensorShard {
         TensorShard::whole(fqn, &[data.len()], Arc::new(data))
+    }
+
+    /// Memory of a size that there is not.
+    struct Huge;
+
+    impl Readable for Huge {
+        fn dtype(&self) -> fsdp_core::DType {
+            fsdp_core::DType::F32
+        }
+        fn len(&self) -> usize {
+            1 << 60
+        }
+        fn read(&self, _: &mut dyn FnMut(&[u8])) -> std::result::Result<(), String> {
+            Err("nobody gets here".into())
+        }
+    }
+
+    #[test]
+    fn memory_that_is_not_there_is_an_error() {
+        let shards = [TensorShard::whole("a", &[1 << 60], Arc::new(Huge))];
+        let mut staged = StagedTensors::default();
+        staged.reserve(&shards);
+        let message = staged.copy(&shards).unwrap_err().to_string();
+        let want = "tensor \"a\" can't be read: there is no memory for a copy of its 4611686018427387904 bytes";
+        assert_eq!(message, want);
     }
 
     #[test]

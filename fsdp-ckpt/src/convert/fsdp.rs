@@ -14,13 +14,13 @@ use crate::safetensors::{Entry, write_file};
 use crate::save::file_name;
 use crate::store::{Store, stage, staged};
 use crate::stream::stream;
-use crate::{Error, MANIFEST, Result, TensorSource};
+use crate::{MANIFEST, Result, TensorSource};
 
 /// Writes what `source` holds as the checkpoint `dst`, as if the ranks of `mesh` had saved it: tensors are sharded on dimension 0 over the last mesh
 /// dimension, as `fully_shard` cuts them, and replicated over the others; scalars are replicated. The values are kept.
 ///
 /// # Errors
-/// [`Error::Exists`] when `dst` is there already; [`Error::Io`]; as [`TensorSource::read`].
+/// [`crate::Error::Exists`] when `dst` is there already; [`crate::Error::Io`]; as [`TensorSource::read`].
 pub fn write_fsdp(dst: &Path, source: &dyn TensorSource, mesh: &MeshLayout) -> Result<Written> {
     let plan = plan_for(source, mesh)?;
     let staging = stage(dst)?;
@@ -31,8 +31,8 @@ pub fn write_fsdp(dst: &Path, source: &dyn TensorSource, mesh: &MeshLayout) -> R
         tensors.insert(fqn.clone(), TensorEntry { dtype, shape, chunks: Vec::with_capacity(tensor.chunks.len()) });
     }
     for rank in 0..mesh.size() {
-        if let Some(bytes) = write_rank(&*store, source, &plan, rank, &mut tensors)? {
-            files.insert(file_name(rank), FileEntry { bytes });
+        if let Some(file) = write_rank(&*store, source, &plan, rank, &mut tensors)? {
+            files.insert(file_name(rank), file);
         }
     }
     let summary =
@@ -40,10 +40,8 @@ pub fn write_fsdp(dst: &Path, source: &dyn TensorSource, mesh: &MeshLayout) -> R
     for tensor in tensors.values_mut() {
         tensor.chunks.sort_by(|a, b| a.offsets.cmp(&b.offsets));
     }
-    let manifest = Manifest::new(mesh, mesh.size(), source.values().clone(), files, tensors);
-    let text = serde_json::to_vec_pretty(&manifest)
-        .map_err(|error| Error::Argument(format!("can't write the values as JSON: {error}")))?;
-    staging.commit(MANIFEST, &text)?;
+    let manifest = Manifest::new(mesh, mesh.size(), false, source.values().clone(), files, tensors);
+    staging.commit(MANIFEST, &manifest.to_text()?)?;
     Ok(summary)
 }
 
@@ -72,14 +70,14 @@ fn plan_for(source: &dyn TensorSource, mesh: &MeshLayout) -> Result<Plan> {
     plan(&claims)
 }
 
-/// Writes the file of a rank and returns its size, nothing if the rank has none.
+/// Writes the file of a rank, nothing if the rank has none.
 fn write_rank(
     store: &dyn Store,
     source: &dyn TensorSource,
     plan: &Plan,
     rank: usize,
     tensors: &mut BTreeMap<String, TensorEntry>,
-) -> Result<Option<u64>> {
+) -> Result<Option<FileEntry>> {
     let mut own = Vec::new();
     let mut entries = Vec::new();
     for (fqn, tensor) in plan {
@@ -94,15 +92,15 @@ fn write_rank(
     }
     let metadata = sharding::metadata(own.iter().map(|(fqn, region)| (fqn.as_str(), &region.offsets[..])))?;
     let file = file_name(rank);
-    let (bytes, checksums) = write_file(store, &file, &entries, &metadata, &mut |index, sink| {
+    let written = write_file(store, &file, &entries, &metadata, &mut |index, sink| {
         let (fqn, region) = own[index];
         stream(source, fqn, region, sink)
     })?;
-    for ((fqn, region), crc) in own.into_iter().zip(checksums) {
+    for ((fqn, region), crc) in own.into_iter().zip(written.checksums) {
         if let Some(tensor) = tensors.get_mut(fqn) {
             let (offsets, sizes) = (region.offsets.clone(), region.sizes.clone());
             tensor.chunks.push(ChunkEntry { offsets, sizes, file: file.clone(), crc32c: Some(crc) });
         }
     }
-    Ok(Some(bytes))
+    Ok(Some(FileEntry { bytes: written.bytes, header_crc32c: Some(written.header_crc32c) }))
 }

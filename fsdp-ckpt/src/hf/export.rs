@@ -14,73 +14,115 @@ use crate::exchange::{agree, from_first};
 use crate::plan::{Plan, negotiate};
 use crate::region::runs;
 use crate::safetensors::{Entry, Layout, read_bytes};
-use crate::store::{local_path, sync_dir, unique};
+use crate::shown::shown;
+use crate::store::{Hidden, local_path, sweep, sync_dir};
 use crate::{Error, Result, TensorShard};
+
+/// What [`export_with`] writes besides tensors, and where.
+#[derive(Clone, Debug)]
+pub struct ExportOptions {
+    /// The name of the weights file.
+    pub file: String,
+    /// Files to copy beside it: `config.json`, the tokenizer, ...
+    pub config_files: Vec<PathBuf>,
+    /// What the file's `__metadata__` says besides its format; the same on every rank.
+    pub metadata: BTreeMap<String, String>,
+    /// Whether a file of that name that is there already is replaced, at once and as a whole. An index of several files
+    /// never is.
+    pub replace: bool,
+}
+
+impl Default for ExportOptions {
+    /// `model.safetensors` alone, where there is none yet.
+    fn default() -> Self {
+        ExportOptions { file: SINGLE.into(), config_files: Vec::new(), metadata: BTreeMap::new(), replace: false }
+    }
+}
 
 /// Writes `model.safetensors` to the directory `dir` (created where it is missing) from every rank's shards, and copies `config_files` (`config.json`,
 /// the tokenizer, ...) beside it. Collective: every rank of `group` calls it with the same `dir`, on a file system that all of them share; rank 0's
 /// `config_files` count. Names are written as given. Returns the size of the file in bytes.
 ///
 /// Nothing is gathered: each rank writes its own parts to their places in a temporary file, and rank 0 gives that its name by an atomic rename. Equal
-/// shards of several ranks are written by one of them.
+/// shards of several ranks are written by one of them. What exports that were killed have left in `dir` is removed.
 ///
 /// # Errors
 /// On every rank when any of them fails, naming that rank and its cause ([`Error::Rank`]). [`Error::Shards`] when the ranks' shards don't make whole
 /// tensors, [`Error::Exists`] (within [`Error::Rank`]) when `dir` holds weights already, [`Error::Group`] when a collective fails.
 pub fn export(dir: &Path, group: &dyn ProcessGroup, tensors: &[TensorShard], config_files: &[PathBuf]) -> Result<u64> {
+    export_with(dir, group, tensors, &ExportOptions { config_files: config_files.to_vec(), ..ExportOptions::default() })
+}
+
+/// [`export`] under another name, with words of the caller's in the file's header, or over an earlier one.
+///
+/// # Errors
+/// As [`export`].
+pub fn export_with(
+    dir: &Path,
+    group: &dyn ProcessGroup,
+    tensors: &[TensorShard],
+    options: &ExportOptions,
+) -> Result<u64> {
     let dir = agree(group, "start the export", local_path(dir, "an export from shards"))?;
     let plan = negotiate(group, "a model for export", tensors)?;
     let entries: Vec<Entry> = plan
         .iter()
         .map(|(name, tensor)| Entry { name: name.clone(), dtype: tensor.dtype, shape: tensor.shape.clone() })
         .collect();
-    let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
+    let mut metadata = options.metadata.clone();
+    metadata.insert("format".into(), "pt".into());
     let layout = agree(group, "lay out the file", Layout::new(&entries, &metadata))?;
 
     let mut temporary = None;
     let name = from_first(group, "create the file", || {
-        let (made, name) = Temporary::create(dir, &layout)?;
+        let made = Temporary::create(dir, options, layout.bytes)?;
+        write_all_at(&made.hidden.file, &made.hidden.path, &layout.header, 0)?;
+        made.hidden.file.sync_all().map_err(io_error("sync", &made.hidden.path))?;
+        let name = made.hidden.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         temporary = Some(made);
         Ok(name)
     })?;
     let written = write_own(&dir.join(name), group.rank(), &plan, &layout, tensors);
     agree(group, "write its shards", written)?;
     let committed = match temporary {
-        Some(temporary) => copy_all(config_files, dir).and_then(|()| temporary.commit(dir)),
+        Some(temporary) => copy_all(&options.config_files, dir).and_then(|()| temporary.commit(dir, &options.file)),
         None => Ok(()),
     };
     agree(group, "finish the export", committed)?;
     Ok(layout.bytes)
 }
 
-/// The file while it is written. Dropped before [`Temporary::commit`], it is removed.
+/// A file while it is written. Dropped before [`Temporary::commit`], it is removed.
 struct Temporary {
-    path: PathBuf,
+    hidden: Hidden,
     committed: bool,
 }
 
 impl Temporary {
-    /// Creates the file in its full size, with its header.
-    fn create(dir: &Path, layout: &Layout) -> Result<(Self, String)> {
-        for name in [SINGLE, INDEX] {
+    /// Creates the weights file in its full size, where nothing is in its way.
+    fn create(dir: &Path, options: &ExportOptions, bytes: u64) -> Result<Self> {
+        sweep(dir);
+        let in_the_way = |name: &&str| *name == INDEX || !options.replace || *name != options.file;
+        for name in [SINGLE, INDEX, &options.file].iter().filter(|name| in_the_way(name)) {
             let path = dir.join(name);
             if path.symlink_metadata().is_ok() {
                 return Err(Error::Exists { path });
             }
         }
         std::fs::create_dir_all(dir).map_err(io_error("create", dir))?;
-        let name = format!(".{SINGLE}.tmp-{}", unique());
-        let path = dir.join(&name);
-        let file = File::create_new(&path).map_err(io_error("create", &path))?;
-        let temporary = Temporary { path, committed: false };
-        file.set_len(layout.bytes).map_err(io_error("make room for", &temporary.path))?;
-        write_all_at(&file, &temporary.path, &layout.header, 0)?;
-        file.sync_all().map_err(io_error("sync", &temporary.path))?;
-        Ok((temporary, name))
+        let temporary = Self::new(dir, &options.file)?;
+        temporary.hidden.file.set_len(bytes).map_err(io_error("make room for", &temporary.hidden.path))?;
+        Ok(temporary)
     }
 
-    fn commit(mut self, dir: &Path) -> Result<()> {
-        std::fs::rename(&self.path, dir.join(SINGLE)).map_err(io_error("rename", &self.path))?;
+    fn new(dir: &Path, name: &str) -> Result<Self> {
+        Ok(Temporary { hidden: Hidden::create_file(dir, name)?, committed: false })
+    }
+
+    /// Gives it its name, for good.
+    fn commit(mut self, dir: &Path, name: &str) -> Result<()> {
+        let path = &self.hidden.path;
+        std::fs::rename(path, dir.join(name)).map_err(io_error("rename", path))?;
         self.committed = true;
         sync_dir(dir)
     }
@@ -89,9 +131,9 @@ impl Temporary {
 impl Drop for Temporary {
     fn drop(&mut self) {
         if !self.committed
-            && let Err(error) = std::fs::remove_file(&self.path)
+            && let Err(error) = std::fs::remove_file(&self.hidden.path)
         {
-            tracing::warn!("can't remove {}: {error}", self.path.display());
+            tracing::warn!("can't remove {}: {error}", shown(self.hidden.path.display()));
         }
     }
 }
@@ -120,19 +162,17 @@ fn write_all_at(file: &File, path: &Path, bytes: &[u8], at: u64) -> Result<()> {
 
 fn copy_all(files: &[PathBuf], dir: &Path) -> Result<()> {
     for from in files {
-        let Some(name) = from.file_name() else {
+        let Some(name) = from.file_name().and_then(|name| name.to_str()) else {
             return Err(Error::Argument(format!("{} is not a file to copy", from.display())));
         };
         // Copied under another name first: what has its final name is whole.
-        let temporary = dir.join(format!(".{}.tmp-{}", name.to_string_lossy(), unique()));
-        let copied = std::fs::copy(from, &temporary)
-            .and_then(|_| File::open(&temporary)?.sync_all())
-            .and_then(|()| std::fs::rename(&temporary, dir.join(name)));
-        if let Err(error) = copied {
-            // It may not be there at all; the copy's own error is the one to tell.
-            let _ = std::fs::remove_file(&temporary);
-            return Err(io_error("copy", from)(error));
-        }
+        let temporary = Temporary::new(dir, name)?;
+        let mut to = &temporary.hidden.file;
+        File::open(from)
+            .and_then(|mut from| std::io::copy(&mut from, &mut to))
+            .and_then(|_| to.sync_all())
+            .map_err(io_error("copy", from))?;
+        temporary.commit(dir, name)?;
     }
     Ok(())
 }

@@ -5,7 +5,7 @@ mod model;
 pub(crate) mod sharding;
 mod write;
 
-pub use export::export;
+pub use export::{ExportOptions, export, export_with};
 pub use model::HfModel;
 pub use write::{config_files, write};
 

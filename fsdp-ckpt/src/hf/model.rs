@@ -238,7 +238,7 @@ impl Parts {
     }
 
     fn keep(&mut self, name: &str, file: SafetensorsFile) {
-        self.files.insert(name.to_string(), FileEntry { bytes: file.bytes() });
+        self.files.insert(name.to_string(), FileEntry { bytes: file.bytes(), header_crc32c: None });
         self.open.insert(name.to_string(), Arc::new(file));
     }
 

@@ -8,4 +8,4 @@ mod write;
 
 pub(crate) use header::{Entry, Layout};
 pub use read::SafetensorsFile;
-pub(crate) use write::{read_bytes, write_file};
+pub(crate) use write::{WrittenFile, read_bytes, write_file};

@@ -7,10 +7,11 @@ use fsdp_core::DType;
 use fsdp_core::layout::Region;
 use safetensors::tensor::{Dtype, Metadata};
 
+use crate::checksum::Checksum;
 use crate::error::did_you_mean;
 use crate::region::{check_request, checked_bytes, runs};
 use crate::scattered::read_runs;
-use crate::store::{ReadAt, open_file};
+use crate::store::{ReadAt, open_file, room};
 use crate::{Error, Result, TensorInfo};
 
 /// The safetensors library's own limit on a header.
@@ -45,6 +46,11 @@ impl SafetensorsFile {
 
     /// Reads the header of a file.
     pub(crate) fn new(file: Box<dyn ReadAt>) -> Result<Self> {
+        Self::with_header(file, None)
+    }
+
+    /// Reads the header of a file, which must have this CRC-32C, its length and padding included.
+    pub(crate) fn with_header(file: Box<dyn ReadAt>, expected: Option<u32>) -> Result<Self> {
         let bytes = file.bytes();
         let bad = |reason: String| Error::NotSafetensors { path: file.path().to_path_buf(), reason };
         if bytes < 8 {
@@ -57,8 +63,17 @@ impl SafetensorsFile {
         if length > bytes - 8 || length > MAX_HEADER {
             return Err(bad(format!("its header claims {length} bytes, the file has {bytes}")));
         }
-        let mut header = vec![0; length as usize];
+        let mut header = room(file.path(), length)?;
         file.read_exact_at(&mut header, 8)?;
+        if let Some(expected) = expected {
+            let mut checksum = Checksum::new();
+            checksum.update(&length.to_le_bytes());
+            checksum.update(&header);
+            let found = checksum.value();
+            if found != expected {
+                return Err(Error::Header { path: file.path().to_path_buf(), expected, found });
+            }
+        }
         // This checks that tensors lie one after another, that none overlap, and that each has the bytes its dtype and shape need.
         let header: Metadata =
             serde_json::from_slice(&header).map_err(|error| bad(format!("its header is damaged: {error}")))?;

@@ -13,18 +13,30 @@ use crate::{Error, Result};
 /// Takes a tensor's bytes, a piece at a time and in order.
 pub(crate) type Sink<'a> = dyn FnMut(&[u8]) -> Result<()> + 'a;
 
-/// Writes a new safetensors file, which must not exist. `data` passes the bytes of an entry, which it is asked for by position, to a sink. Returns the
-/// size of the file and the CRC-32C of each entry's bytes, once everything is on disk.
+/// A file that is on disk.
+pub(crate) struct WrittenFile {
+    /// Its size.
+    pub(crate) bytes: u64,
+    /// The CRC-32C of what comes before the entries' bytes.
+    pub(crate) header_crc32c: u32,
+    /// The CRC-32C of each entry's bytes.
+    pub(crate) checksums: Vec<u32>,
+}
+
+/// Writes a new safetensors file, which must not exist. `data` passes the bytes of an entry, which it is asked for by
+/// position, to a sink. Returns once everything is on disk.
 pub(crate) fn write_file(
     store: &dyn Store,
     name: &str,
     entries: &[Entry],
     metadata: &BTreeMap<String, String>,
     data: &mut dyn FnMut(usize, &mut Sink<'_>) -> Result<()>,
-) -> Result<(u64, Vec<u32>)> {
+) -> Result<WrittenFile> {
     let layout = Layout::new(entries, metadata)?;
     let mut file = store.create(name, layout.bytes)?;
     file.append(&layout.header)?;
+    let mut header = Checksum::new();
+    header.update(&layout.header);
     let mut checksums = vec![0; entries.len()];
     for &index in &layout.order {
         let expected = layout.ranges[index].end - layout.ranges[index].start;
@@ -48,7 +60,7 @@ pub(crate) fn write_file(
         }
     }
     file.finish()?;
-    Ok((layout.bytes, checksums))
+    Ok(WrittenFile { bytes: layout.bytes, header_crc32c: header.value(), checksums })
 }
 
 /// Passes the bytes of `data`, which must be `expected` many, on in one piece.

@@ -1,4 +1,5 @@
-//! Directories out of sight: those that grow and those that go, how to tell whether their makers still live, and the end of those whose makers do not.
+//! Directories and files out of sight: those that grow and those that go, how to tell whether their makers still live,
+//! and the end of those whose makers do not.
 
 use std::fs::File;
 use std::io;
@@ -11,8 +12,9 @@ use rustix::process::{Pid, test_kill_process};
 
 use crate::Result;
 use crate::error::io_error;
+use crate::shown::shown;
 
-/// What a directory out of sight is on its way to.
+/// What is done to something out of sight.
 const GROWING: &str = "tmp";
 const GOING: &str = "deleting";
 /// Nothing is saved or removed for as long as this.
@@ -20,36 +22,50 @@ const STALE: Duration = Duration::from_secs(24 * 60 * 60);
 /// How often a sweep may take a new directory before it is locked.
 const ATTEMPTS: usize = 32;
 
-/// A directory out of sight that is locked for as long as its process lives, so that others can tell a dead one's from one in use.
+/// A directory or file out of sight that is locked for as long as its process lives, so that others can tell a dead
+/// one's from one in use.
 #[derive(Debug)]
-pub(super) struct Hidden {
-    pub(super) path: PathBuf,
-    pub(super) dir: File,
+pub(crate) struct Hidden {
+    pub(crate) path: PathBuf,
+    pub(crate) file: File,
 }
 
 impl Hidden {
     /// A new directory in `parent` that is to become `name`.
-    pub(super) fn create(parent: &Path, name: &str) -> Result<Self> {
-        for _ in 0..ATTEMPTS {
+    pub(super) fn create_dir(parent: &Path, name: &str) -> Result<Self> {
+        Self::create(parent, name, |path| std::fs::create_dir(path).and_then(|()| File::open(path)))
+    }
+
+    /// A new file in `parent`, open for writing, that is to become `name`.
+    pub(crate) fn create_file(parent: &Path, name: &str) -> Result<Self> {
+        Self::create(parent, name, |path| File::create_new(path))
+    }
+
+    fn create(parent: &Path, name: &str, make: impl Fn(&Path) -> io::Result<File>) -> Result<Self> {
+        for attempt in 1.. {
             let path = parent.join(hidden_name(name, GROWING));
-            std::fs::create_dir(&path).map_err(io_error("create", &path))?;
-            let dir = match File::open(&path) {
-                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-                opened => opened.map_err(io_error("open", &path))?,
+            let file = match make(&path) {
+                // Between these calls another save's sweep may have taken it for a dead one's.
+                Err(error) if error.kind() == io::ErrorKind::NotFound && parent.exists() && attempt < ATTEMPTS => {
+                    continue;
+                }
+                made => made.map_err(io_error("create", &path))?,
             };
-            // Between these calls another save's sweep may have taken it for a dead one's.
-            let locked = lock(&dir).map_err(io_error("lock", &path))?;
+            let locked = lock(&file).map_err(io_error("lock", &path))?;
             if locked != Lock::Taken && path.exists() {
-                return Ok(Hidden { path, dir });
+                return Ok(Hidden { path, file });
+            }
+            if attempt == ATTEMPTS {
+                break;
             }
         }
-        Err(io_error("lock a new directory in", parent)(io::Error::other("other processes took each of them")))
+        Err(io_error("lock something new in", parent)(io::Error::other("other processes took each of them")))
     }
 
     /// Moves the directory `path` out of sight, to be removed. `None` when another process is at it.
     pub(super) fn take(path: &Path, parent: &Path, name: &str) -> Result<Option<Self>> {
-        let dir = File::open(path).map_err(io_error("open", path))?;
-        if lock(&dir).map_err(io_error("lock", path))? == Lock::Taken {
+        let file = File::open(path).map_err(io_error("open", path))?;
+        if lock(&file).map_err(io_error("lock", path))? == Lock::Taken {
             return Ok(None);
         }
         let hidden = parent.join(hidden_name(name, GOING));
@@ -59,7 +75,7 @@ impl Hidden {
         }
         // No crash may bring back its name once its files begin to go.
         sync_dir(parent)?;
-        Ok(Some(Hidden { path: hidden, dir }))
+        Ok(Some(Hidden { path: hidden, file }))
     }
 
     pub(super) fn remove(self) -> Result<()> {
@@ -78,29 +94,31 @@ pub(crate) fn unique() -> String {
     format!("{}-{}-{:x}", host(), std::process::id(), since.as_nanos())
 }
 
-/// Removes the directories in `parent` whose makers are dead. What can't be removed is no reason not to save.
-pub(super) fn sweep(parent: &Path) {
+/// Removes the directories and files in `parent` whose makers are dead. What can't be removed is no reason not to save.
+pub(crate) fn sweep(parent: &Path) {
     let Ok(entries) = std::fs::read_dir(parent) else { return };
     for entry in entries.flatten() {
         let name = entry.file_name();
         let Some(maker) = name.to_str().and_then(Maker::of) else { continue };
-        if !entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+        let Ok(kind) = entry.file_type() else { continue };
+        if !kind.is_dir() && !kind.is_file() {
             continue;
         }
         let path = entry.path();
-        let Ok(dir) = File::open(&path) else { continue };
-        let dead = match lock(&dir) {
+        let Ok(file) = File::open(&path) else { continue };
+        let dead = match lock(&file) {
             Ok(Lock::Held) => true,
             Ok(Lock::Unsupported) => maker.is_dead(),
             Ok(Lock::Taken) | Err(_) => false,
         };
         if !dead {
-            tracing::info!("{} is in use by another process", path.display());
+            tracing::info!("{} is in use by another process", shown(path.display()));
             continue;
         }
-        match std::fs::remove_dir_all(&path) {
-            Ok(()) => tracing::info!("removed {}, left by a process that did not finish", path.display()),
-            Err(error) => tracing::warn!("can't remove {}: {error}", path.display()),
+        let removed = if kind.is_dir() { std::fs::remove_dir_all(&path) } else { std::fs::remove_file(&path) };
+        match removed {
+            Ok(()) => tracing::info!("removed {}, left by a process that did not finish", shown(path.display())),
+            Err(error) => tracing::warn!("can't remove {}: {error}", shown(path.display())),
         }
     }
 }
@@ -123,8 +141,8 @@ enum Lock {
     Unsupported,
 }
 
-fn lock(dir: &File) -> io::Result<Lock> {
-    match flock(dir, FlockOperation::NonBlockingLockExclusive) {
+fn lock(file: &File) -> io::Result<Lock> {
+    match flock(file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(Lock::Held),
         Err(Errno::WOULDBLOCK) => Ok(Lock::Taken),
         // NFS locks only what is open for writing, which a directory never is.
@@ -133,7 +151,7 @@ fn lock(dir: &File) -> io::Result<Lock> {
     }
 }
 
-/// Who made a directory, as its name says.
+/// Who made a directory or a file, as its name says.
 #[derive(Debug, PartialEq)]
 struct Maker<'a> {
     host: &'a str,
@@ -202,5 +220,15 @@ mod tests {
         drop(taken);
         sweep(root.path());
         assert!(!left.exists());
+        // A file is no different; what has another name is nobody's to remove.
+        let file = Hidden::create_file(root.path(), "model.safetensors").unwrap();
+        let other = root.path().join(".model.safetensors.tmp-mine");
+        std::fs::write(&other, "").unwrap();
+        sweep(root.path());
+        let left = file.path.clone();
+        assert!(left.exists(), "it is locked");
+        drop(file);
+        sweep(root.path());
+        assert!(!left.exists() && other.exists());
     }
 }

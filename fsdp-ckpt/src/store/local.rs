@@ -104,8 +104,10 @@ impl Store for LocalDir {
         }
     }
 
-    fn is_link(&self, name: &str) -> bool {
-        std::fs::symlink_metadata(self.path.join(name)).is_ok_and(|status| status.is_symlink())
+    fn link(&self, name: &str) -> Option<PathBuf> {
+        let path = self.path.join(name);
+        let target = std::fs::read_link(&path).ok()?;
+        Some(path.canonicalize().unwrap_or(target))
     }
 
     fn open(&self, name: &str) -> Result<Box<dyn ReadAt>> {

@@ -15,9 +15,12 @@ use std::fmt::Debug;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-pub(crate) use hidden::{sync_dir, unique};
+#[cfg(feature = "object-store")]
+pub(crate) use hidden::unique;
+pub(crate) use hidden::{Hidden, sweep, sync_dir};
 pub(crate) use local::{LocalDir, LocalFile};
 
+use crate::error::io_error;
 use crate::{Error, Result};
 
 /// A file that several threads may read at once, at any place.
@@ -76,9 +79,9 @@ pub(crate) trait Store: Debug + Send + Sync {
     /// The size of a file, `None` when there is none of this name.
     fn size(&self, name: &str) -> Result<Option<u64>>;
 
-    /// Whether what has this name is a link to a file elsewhere.
-    fn is_link(&self, _name: &str) -> bool {
-        false
+    /// Where what has this name leads if it is a link, with nothing left to resolve as far as there is something.
+    fn link(&self, _name: &str) -> Option<PathBuf> {
+        None
     }
 
     /// Opens a file.
@@ -102,10 +105,22 @@ pub(crate) trait Store: Debug + Send + Sync {
         if bytes > most {
             return Err(Error::TooLarge { path: self.path().join(name), bytes, most });
         }
-        let mut contents = vec![0; bytes as usize];
+        let mut contents = room(file.path(), bytes)?;
         file.read_exact_at(&mut contents, 0)?;
         Ok(Some(contents))
     }
+}
+
+/// Memory for what a file has, which may claim more than there is memory.
+pub(crate) fn room(path: &Path, bytes: u64) -> Result<Vec<u8>> {
+    let mut contents = Vec::new();
+    let reserved = usize::try_from(bytes).is_ok_and(|bytes| contents.try_reserve_exact(bytes).is_ok());
+    if !reserved {
+        let reason = format!("there is no memory for the {bytes} bytes to be read at once");
+        return Err(io_error("read", path)(std::io::Error::new(std::io::ErrorKind::OutOfMemory, reason)));
+    }
+    contents.resize(bytes as usize, 0);
+    Ok(contents)
 }
 
 /// A directory that grows out of sight until it is whole. Dropped before [`Staging::commit`], it is removed.

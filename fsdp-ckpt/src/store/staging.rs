@@ -27,7 +27,7 @@ impl LocalStaging {
         }
         std::fs::create_dir_all(&parent).map_err(io_error("create", &parent))?;
         sweep(&parent);
-        let hidden = Hidden::create(&parent, &name)?;
+        let hidden = Hidden::create_dir(&parent, &name)?;
         Ok(LocalStaging { hidden, target: target.to_path_buf(), committed: false })
     }
 }
@@ -47,7 +47,7 @@ impl Staging for LocalStaging {
 
     fn publish(mut self: Box<Self>) -> Result<()> {
         let (path, target) = (&*self.hidden.path, &*self.target);
-        self.hidden.dir.sync_all().map_err(io_error("sync", path))?;
+        self.hidden.file.sync_all().map_err(io_error("sync", path))?;
         rename_to_new(path, target).map_err(|error| match error.kind() {
             ErrorKind::AlreadyExists | ErrorKind::DirectoryNotEmpty => Error::Exists { path: target.to_path_buf() },
             _ => io_error("rename", path)(error),

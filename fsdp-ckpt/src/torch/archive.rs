@@ -6,7 +6,7 @@ use std::path::Path;
 use zip::{CompressionMethod, ZipArchive};
 
 use super::not_torch;
-use crate::store::ReadAt;
+use crate::store::{ReadAt, room};
 use crate::{Error, Result};
 
 /// More than any pickle of a state dict or of a checkpoint's metadata has.
@@ -105,7 +105,8 @@ impl<'a> Archive<'a> {
         if size > most {
             return Err(Error::TooLarge { path: path.to_path_buf(), bytes: size, most });
         }
-        let mut contents = Vec::with_capacity(size as usize);
+        let mut contents = room(path, size)?;
+        contents.clear();
         entry.read_to_end(&mut contents).map_err(|error| bad(error.to_string()))?;
         if contents.len() as u64 != size {
             return Err(bad(format!("it has {} bytes of {size}", contents.len())));

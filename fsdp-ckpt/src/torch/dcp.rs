@@ -14,10 +14,12 @@ use super::not_torch;
 use super::pickle::{Flaw, Pickle};
 use super::tensor::{Stored, sole};
 use super::walk;
+use crate::error::io_error;
 use crate::manifest::{ChunkEntry, FileEntry, TensorEntry};
 use crate::region::{Span, check_request};
+use crate::shown::shown;
 use crate::store::{ReadAt, Store, store};
-use crate::{Error, Format, Result, TensorSource};
+use crate::{Checksums, Error, Format, Result, TensorSource};
 
 /// The file that makes a directory a checkpoint.
 pub(crate) const METADATA: &str = ".metadata";
@@ -53,9 +55,11 @@ impl TorchDcp {
     ///
     /// # Errors
     /// [`Error::NotFound`] without a `.metadata` or when a file that it names is missing; [`Error::NotTorch`] when it can't be read, contradicts itself, has
-    /// names that metadata does not need, or a file is truncated; [`Error::TooLarge`]; [`Error::Io`].
+    /// names that metadata does not need, or a file is truncated; [`Error::TooLarge`]; [`Error::Io`], also for a link
+    /// that leads out of `dir`.
     pub fn open(dir: &Path) -> Result<Self> {
         let store = store(dir)?;
+        check_stays(&*store, METADATA)?;
         let Some(bytes) = store.read(METADATA, MAX_PICKLE)? else {
             store.list()?;
             return Err(Error::NotFound {
@@ -68,6 +72,7 @@ impl TorchDcp {
             metadata::parse(&bytes).map_err(|bad| not_torch(&according_to, bad.item.as_deref(), bad.reason))?;
         let mut files = BTreeMap::new();
         for (name, end) in ends {
+            check_stays(&*store, &name)?;
             let Some(bytes) = store.size(&name)? else {
                 return Err(Error::NotFound {
                     path: dir.to_path_buf(),
@@ -79,7 +84,7 @@ impl TorchDcp {
                     format!("it has {bytes} bytes, {METADATA} has items up to byte {end} of it; is it truncated?");
                 return Err(not_torch(&dir.join(name), None, reason));
             }
-            files.insert(name, FileEntry { bytes });
+            files.insert(name, FileEntry { bytes, header_crc32c: None });
         }
         let mut entries = BTreeMap::new();
         let mut places = BTreeMap::new();
@@ -94,7 +99,12 @@ impl TorchDcp {
             match checkpoint.value(&fqn, &item)? {
                 Ok(value) => drop(checkpoint.values.insert(fqn, value)),
                 Err(what) => {
-                    tracing::warn!("{}: \"{fqn}\" is {what}, which is left out", dir.display());
+                    tracing::warn!(
+                        "{}: \"{}\" is {}, which is left out",
+                        shown(dir.display()),
+                        shown(&fqn),
+                        shown(&what)
+                    );
                     checkpoint.unreadable.insert(fqn, what);
                 }
             }
@@ -148,6 +158,22 @@ impl TorchDcp {
     }
 }
 
+/// Refuses a link that leads out of the checkpoint's directory: whoever made it could have any file of this host read.
+fn check_stays(store: &dyn Store, name: &str) -> Result<()> {
+    let Some(target) = store.link(name) else { return Ok(()) };
+    if store.size(name)?.is_none() {
+        return Ok(());
+    }
+    if store.path().canonicalize().is_ok_and(|dir| target.parent() == Some(&dir)) {
+        return Ok(());
+    }
+    let reason = format!(
+        "it is a symbolic link that leads out of the checkpoint, to {}; put a copy in its place",
+        shown(target.display())
+    );
+    Err(io_error("open", &store.path().join(name))(std::io::Error::other(reason)))
+}
+
 impl TensorSource for TorchDcp {
     fn path(&self) -> &Path {
         self.store.path()
@@ -183,6 +209,10 @@ impl TensorSource for TorchDcp {
             read_checked(&*file, fqn, stored, [&held, region, &part], into)?;
         }
         Ok(())
+    }
+
+    fn checksums(&self) -> Checksums {
+        Checksums::Tensors
     }
 
     fn has_checksum(&self, _: &ChunkEntry) -> bool {

@@ -17,8 +17,9 @@ use super::walk::{Leaf, flatten};
 use crate::manifest::{ChunkEntry, FileEntry, TensorEntry, is_plain_file_name};
 use crate::region::check_request;
 use crate::scattered::BLOCK;
+use crate::shown::shown;
 use crate::store::{ReadAt, Store, open_file, split, store};
-use crate::{Error, Format, Result, TensorSource, Verified};
+use crate::{Checksums, Error, Format, Result, TensorSource, Verified};
 
 /// The weights of a Hugging Face model in one file of `torch.save`.
 pub(crate) const BIN: &str = "pytorch_model.bin";
@@ -169,7 +170,12 @@ impl TorchFile {
                     continue;
                 }
                 Leaf::Other(what) => {
-                    tracing::warn!("{}: \"{fqn}\" is {what}, which is left out", path.display());
+                    tracing::warn!(
+                        "{}: \"{}\" is {}, which is left out",
+                        shown(path.display()),
+                        shown(&fqn),
+                        shown(&what)
+                    );
                     self.unreadable.insert(fqn, what);
                     continue;
                 }
@@ -194,7 +200,7 @@ impl TorchFile {
             self.tensors.insert(fqn.clone(), TensorEntry { dtype, shape, chunks: vec![chunk] });
             self.stored.insert(fqn, (Arc::clone(&file), stored));
         }
-        self.files.insert(name.to_string(), FileEntry { bytes });
+        self.files.insert(name.to_string(), FileEntry { bytes, header_crc32c: None });
         Ok(())
     }
 }
@@ -229,6 +235,10 @@ impl TensorSource for TorchFile {
         check_request(fqn, &tensor.shape, tensor.dtype.size(), region, into.len())?;
         let (file, stored) = &self.stored[fqn];
         read_checked(&**file, fqn, stored, [&Region::whole(&tensor.shape), region, region], into)
+    }
+
+    fn checksums(&self) -> Checksums {
+        Checksums::Tensors
     }
 
     fn has_checksum(&self, _: &ChunkEntry) -> bool {

@@ -40,7 +40,8 @@ fn strided_runs(stored: &Stored, [chunk, region, part]: [&Region; 3]) -> impl It
     let mut dims = Vec::with_capacity(part.sizes.len());
     let (mut src_start, mut dst_start, mut dst) = (0, 0, size);
     for at in (0..part.sizes.len()).rev() {
-        let src = stored.strides[at] * size;
+        // The stride of a dimension of one index leads nowhere, and may be any number.
+        let src = if stored.shape[at] > 1 { stored.strides[at] * size } else { 0 };
         src_start += (part.offsets[at] - chunk.offsets[at]) * src;
         dst_start += (part.offsets[at] - region.offsets[at]) * dst;
         if part.sizes[at] > 1 {
@@ -82,9 +83,11 @@ mod tests {
         #[test]
         fn any_box_of_any_view_is_read(
             sizes in prop::collection::vec(1usize..5, 3),
-            strides in prop::collection::vec(0usize..12, 3),
+            mut strides in prop::collection::vec(0usize..12, 3),
             cut in prop::collection::vec((0usize..4, 1usize..5), 3),
         ) {
+            // Nothing is reached by the stride of one index.
+            strides.iter_mut().zip(&sizes).filter(|(_, size)| **size == 1).for_each(|(stride, _)| *stride = usize::MAX);
             let reach: usize = sizes.iter().zip(&strides).map(|(size, stride)| (size - 1) * stride).sum();
             let memory: Vec<u8> = (0..4 + 2 * (reach + 1)).map(|i| (i * 7 + 3) as u8).collect();
             let root = tempfile::tempdir().unwrap();

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::cli::{fails, fsdp_ckpt, json, succeeds, text};
+use crate::hostile::{self, change_manifest};
 use crate::world::{fresh, line, save_all, zoo};
 use serde_json::Value;
 use tempfile::TempDir;
@@ -89,10 +90,12 @@ fn files_that_are_not_those_that_were_written() {
 fn manifests_that_lie() {
     let (_root, dir) = saved();
     let path = dir.join("checkpoint.json");
-    let good: Value = json(&std::fs::read_to_string(&path).unwrap());
+    let good = std::fs::read(&path).unwrap();
     let chunk = "/tensors/model.even.weight/chunks/0";
     for (at, value, part) in [
-        ("/version".into(), 2.into(), "use a newer fsdp-ckpt"),
+        ("/version".into(), 3.into(), "use a newer fsdp-ckpt"),
+        ("/values/step".into(), (1u64 << 63).into(), "no run takes more than"),
+        ("/tensors".into(), serde_json::json!({}), "no tensor has a chunk in its file"),
         (format!("{chunk}/file"), "../elsewhere".into(), "not a plain file name"),
         (format!("{chunk}/file"), "/etc/passwd".into(), "not a plain file name"),
         (format!("{chunk}/offsets/0"), 3.into(), "overlap"),
@@ -101,19 +104,46 @@ fn manifests_that_lie() {
         ("/tensors/model.even.weight/shape/0".into(), (1u64 << 62).into(), "too large to count"),
         ("/world_size".into(), 3.into(), "not one of 3 ranks"),
     ] {
-        let mut bad = good.clone();
-        *bad.pointer_mut(&at).unwrap() = value;
-        std::fs::write(&path, bad.to_string()).unwrap();
+        std::fs::write(&path, &good).unwrap();
+        change_manifest(&dir, |manifest| *manifest.pointer_mut(&at).unwrap() = value);
         all_fail(&dir, &["checkpoint.json", part]);
     }
+    // Changed by hand, or by a disk.
+    let words = String::from_utf8(good.clone()).unwrap();
+    std::fs::write(&path, words.replace("\"step\": 10", "\"step\": 11")).unwrap();
+    all_fail(&dir, &["checkpoint.json", "it is damaged, or was changed by hand"]);
     // What only the files can tell: another dtype.
-    let mut bad = good.clone();
-    bad["tensors"]["model.even.weight"]["dtype"] = "U32".into();
-    std::fs::write(&path, bad.to_string()).unwrap();
+    std::fs::write(&path, &good).unwrap();
+    change_manifest(&dir, |manifest| manifest["tensors"]["model.even.weight"]["dtype"] = "U32".into());
     let (code, out, _) = fsdp_ckpt(&["verify", text(&dir)]);
     assert!(code == 1 && out.contains("should be U32 [6, 5], the file has F32 [6, 5]"), "{out}");
     let message = fails(&["convert", text(&dir), text(&dir.with_file_name("dst")), "--to", "fsdp"]);
     assert!(message.contains("\"model.even.weight\"") && message.contains("should be U32"), "{message}");
+}
+
+#[test]
+fn of_a_checkpoint_of_version_1_it_is_told_what_is_not_checked() {
+    let root = tempfile::tempdir().unwrap();
+    let dir = root.path().join("old");
+    hostile::files(&dir);
+    let old = std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus/manifest/good")).unwrap();
+    std::fs::write(dir.join("checkpoint.json"), &old).unwrap();
+    let out = succeeds(&["verify", text(&dir)]);
+    assert!(out.contains("ok, 5 chunks") && out.contains("an older fsdp-ckpt has written it"), "{out}");
+    assert_eq!(json(&succeeds(&["verify", text(&dir), "--json"]))["covered"], "tensors");
+    assert!(succeeds(&["inspect", text(&dir)]).contains("not checked"));
+    // Written anew, it is as others are.
+    let new = root.path().join("new");
+    succeeds(&["convert", text(&dir), text(&new), "--to", "fsdp"]);
+    assert_eq!(json(&succeeds(&["verify", text(&new), "--json"]))["covered"], "everything");
+    succeeds(&["diff", text(&dir), text(&new)]);
+    // What can be known to be wrong without a checksum is.
+    change(&dir.join("checkpoint.json"), |bytes| {
+        let mut manifest: Value = serde_json::from_slice(bytes).unwrap();
+        manifest["tensors"] = serde_json::json!({});
+        *bytes = manifest.to_string().into_bytes();
+    });
+    all_fail(&dir, &["checkpoint.json", "no tensor has a chunk in its file"]);
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::hostile::{change_manifest, crc32c};
 use crate::world::{Global, fresh, line, read, save_all, zoo};
 use fsdp_ckpt::hf::HfModel;
 use fsdp_ckpt::{Checkpoint, Error, SafetensorsFile, TensorSource};
@@ -75,15 +76,20 @@ fn a_file_of_another_tensor_is_noticed() {
     save_all(&other, &globals, &line(2));
     let (from, to) = (other.join(FIRST), dir.join(FIRST));
     std::fs::copy(from, &to).unwrap();
-    let manifest = dir.join("checkpoint.json");
-    let mut json: serde_json::Value = serde_json::from_slice(&std::fs::read(&manifest).unwrap()).unwrap();
-    json["files"][FIRST]["bytes"] = std::fs::metadata(&to).unwrap().len().into();
-    std::fs::write(&manifest, json.to_string()).unwrap();
+    change_manifest(&dir, |json| json["files"][FIRST]["bytes"] = std::fs::metadata(&to).unwrap().len().into());
+    let error = Checkpoint::open(&dir).unwrap().verify().unwrap_err();
+    assert!(matches!(error, Error::Header { .. }) && error.is_damage(), "{error}");
+
+    // One that has the header that the manifest has, and not what that says.
+    let file = std::fs::read(&to).unwrap();
+    let header = 8 + u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
+    change_manifest(&dir, |json| json["files"][FIRST]["header_crc32c"] = crc32c(&file[..header]).into());
     let message = Checkpoint::open(&dir).unwrap().verify().unwrap_err().to_string();
     assert!(message.contains("\"model.even.weight\"") && message.contains("the file has F32 [3, 10]"), "{message}");
 
-    json["tensors"]["model.even.weight"]["chunks"][0]["file"] = "../other/x".into();
-    std::fs::write(&manifest, json.to_string()).unwrap();
+    change_manifest(&dir, |json| {
+        json["tensors"]["model.even.weight"]["chunks"][0]["file"] = "../other/x".into();
+    });
     assert!(open_fails(&dir).contains("not a plain file name"));
 }
 

@@ -4,8 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::world::{Global, line, list, world, zoo};
-use fsdp_ckpt::hf::{HfModel, export};
-use fsdp_ckpt::{TensorShard, TensorSource};
+use fsdp_ckpt::hf::{ExportOptions, HfModel, export, export_with};
+use fsdp_ckpt::{SafetensorsFile, TensorShard, TensorSource};
 use fsdp_core::layout::Region;
 use fsdp_core::{Buffer, DType, MeshLayout, Placement};
 
@@ -87,6 +87,28 @@ fn several_files_with_an_index_are_one_model() {
 }
 
 #[test]
+fn what_a_killed_export_left_is_swept_and_what_is_in_use_is_not() {
+    let root = tempfile::tempdir().unwrap();
+    let dir = root.path().join("model");
+    std::fs::create_dir(&dir).unwrap();
+    let left = [".model.safetensors.tmp-host-1-1f", ".config.json.tmp-another-host-2-2f"];
+    let live = ".model.safetensors.tmp-host-3-3f";
+    let others = [".model.safetensors.tmp", ".model.safetensors.tmp-host-x-1f", "notes.tmp-host-1-1f"];
+    for name in left.iter().chain([&live]).chain(&others) {
+        std::fs::write(dir.join(name), "x").unwrap();
+    }
+    let held = std::fs::File::open(dir.join(live)).unwrap();
+    rustix::fs::flock(&held, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    export_all(&dir, &zoo(), &line(2)).into_iter().for_each(|bytes| assert!(bytes.is_ok()));
+    let [plain, strange, notes] = others;
+    assert_eq!(list(&dir), [plain, live, strange, "config.json", "model.safetensors", notes]);
+    // Also where there is nothing to do but that.
+    std::fs::write(dir.join(left[0]), "x").unwrap();
+    export_all(&dir, &zoo(), &line(1)).into_iter().for_each(|bytes| assert!(bytes.is_err()));
+    assert!(!dir.join(left[0]).exists());
+}
+
+#[test]
 fn failures_leave_no_file_and_reach_every_rank() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("model");
@@ -110,5 +132,51 @@ fn failures_leave_no_file_and_reach_every_rank() {
     export_all(&dir, &zoo(), &line(2)).into_iter().for_each(|bytes| assert!(bytes.is_ok()));
     for again in export_all(&dir, &zoo(), &line(2)) {
         assert!(again.unwrap_err().to_string().contains("model.safetensors exists already"));
+    }
+}
+
+#[test]
+fn what_a_killed_export_left_is_swept_by_the_next_one() {
+    let root = tempfile::tempdir().unwrap();
+    let dir = root.path().join("model");
+    std::fs::create_dir(&dir).unwrap();
+    // No lock is held on them, as when their process is dead.
+    for name in [".model.safetensors.tmp-host-1-1f", ".config.json.tmp-host-1-2f"] {
+        std::fs::write(dir.join(name), "half").unwrap();
+    }
+    std::fs::write(dir.join(".model.safetensors.tmp-not-ours"), "").unwrap();
+    export_all(&dir, &zoo(), &line(2)).into_iter().for_each(|bytes| assert!(bytes.is_ok(), "{bytes:?}"));
+    assert_eq!(list(&dir), [".model.safetensors.tmp-not-ours", "config.json", "model.safetensors"]);
+}
+
+#[test]
+fn an_export_says_what_it_is_told_and_replaces_what_it_may() {
+    let root = tempfile::tempdir().unwrap();
+    let dir = root.path().join("model");
+    let all = |options: &ExportOptions| {
+        let outcomes = world(2, |group| {
+            let shards: Vec<TensorShard> = zoo().iter().map(|global| global.shard(&line(2), group.rank())).collect();
+            export_with(&dir, group, &shards, options).map_err(|error| error.to_string())
+        });
+        assert_eq!(outcomes[0], outcomes[1]);
+        outcomes.into_iter().next().unwrap()
+    };
+    let step = |step: &str| ExportOptions {
+        file: "adapter_model.safetensors".into(),
+        metadata: [("step".to_string(), step.to_string())].into(),
+        ..ExportOptions::default()
+    };
+    let said = || SafetensorsFile::open(&dir.join("adapter_model.safetensors")).unwrap().metadata()["step"].clone();
+    all(&step("1")).unwrap();
+    assert!(all(&step("2")).unwrap_err().contains("adapter_model.safetensors exists already"));
+    assert_eq!(said(), "1");
+    let over = ExportOptions { replace: true, ..step("2") };
+    all(&over).unwrap();
+    assert_eq!((said(), list(&dir)), ("2".to_string(), vec!["adapter_model.safetensors".to_string()]));
+    // What has another name is not what may be replaced.
+    for other in ["model.safetensors", "model.safetensors.index.json"] {
+        std::fs::write(dir.join(other), "").unwrap();
+        assert!(all(&over).unwrap_err().contains(&format!("{other} exists already")));
+        std::fs::remove_file(dir.join(other)).unwrap();
     }
 }

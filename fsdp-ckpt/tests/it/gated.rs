@@ -3,6 +3,7 @@
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
+use fsdp_core::process_group::Signature;
 use fsdp_core::{Allocator, Buffer, ExchangePart, GatherPart, ProcessGroup, ReduceOp, Result, ScatterPart, Work};
 
 pub(crate) type Gate = Arc<(Mutex<bool>, Condvar)>;
@@ -41,6 +42,10 @@ impl ProcessGroup for Gated {
     }
     fn timeout(&self) -> Duration {
         self.inner.timeout()
+    }
+    fn signed(&self, signature: Signature) -> Arc<dyn ProcessGroup> {
+        let inner = self.inner.signed(signature);
+        Arc::new(Gated { inner, gate: Arc::clone(&self.gate), behind: self.behind })
     }
     fn all_gather(&self, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
         self.pass().all_gather(parts, memory)

@@ -67,7 +67,7 @@ pub(crate) fn saves_for_ever(group: Arc<dyn ProcessGroup>, root: &Path) {
 }
 
 /// The next of a sequence of numbers that look random.
-fn splitmix(state: &mut u64) -> u64 {
+pub(crate) fn splitmix(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
     let mixed = (*state ^ (*state >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);

@@ -3,7 +3,7 @@
 use std::num::NonZeroUsize;
 use std::path::Path;
 
-use fsdp_ckpt::{Checkpoint, TensorSource, keep_newest, latest};
+use fsdp_ckpt::{Checkpoint, TensorSource, keep_newest, latest, other_name_of, survey};
 
 use crate::world::{fresh, line, list, save_all, zoo};
 
@@ -38,4 +38,44 @@ fn the_newest_stay_and_only_whole_checkpoints_count_and_go() {
     }
     assert!(keep(root.path(), 9, &[]).is_empty());
     assert!(keep(&root.path().join("not there"), 1, &[]).is_empty());
+}
+
+#[test]
+fn a_link_is_no_checkpoint_of_its_own() {
+    use std::os::unix::fs::symlink;
+    let (root, _) = fresh();
+    let elsewhere = tempfile::tempdir().unwrap();
+    let dir = |step: usize| root.path().join(format!("step-{step:08}"));
+    for step in [4, 8] {
+        save_all(&dir(step), &zoo(), &line(2));
+    }
+    symlink("step-00000004", dir(12)).unwrap();
+    save_all(&elsewhere.path().join("step-00000002"), &zoo(), &line(2));
+    symlink(elsewhere.path().join("step-00000002"), dir(13)).unwrap();
+    // What leads nowhere, or to itself, is none either.
+    symlink("nowhere", dir(14)).unwrap();
+    symlink(dir(15), dir(15)).unwrap();
+    let found = survey(root.path()).unwrap();
+    assert!(found.newest == Some(dir(8)) && found.skipped.is_empty(), "{found:?}");
+    assert_eq!(other_name_of(&dir(12)), Some(dir(4).canonicalize().unwrap()));
+    assert_eq!(other_name_of(&dir(4)), None);
+
+    let out = crate::cli::succeeds(&["inspect", crate::cli::text(root.path())]);
+    assert_eq!(out.matches("no run looks at it").count(), 2, "{out}");
+    assert!(out.lines().any(|line| line.contains("step-00000008") && line.contains("<- the newest")), "{out}");
+
+    // Moved to another disk, with a link in its place, it is the one that it was; neither it nor the link goes.
+    for (name, target) in [("step-00000020", "step-00000020"), ("step-00000021", "moved")] {
+        save_all(&elsewhere.path().join(target), &zoo(), &line(2));
+        symlink(elsewhere.path().join(target), root.path().join(name)).unwrap();
+        assert_eq!(latest(root.path()).unwrap(), Some(root.path().join(name)));
+    }
+    save_all(&dir(22), &zoo(), &line(2));
+    assert_eq!(keep(root.path(), 1, &[]), ["step-00000008", "step-00000004"]);
+    for step in [12, 13, 20, 21] {
+        assert!(dir(step).symlink_metadata().unwrap().is_symlink(), "{step}");
+    }
+    for name in ["step-00000002", "step-00000020", "moved"] {
+        Checkpoint::open(&elsewhere.path().join(name)).unwrap().verify().unwrap();
+    }
 }

@@ -25,7 +25,7 @@ fn main() {
         Ok("server") => server::serve(),
         Ok("saver") => trouble::saver(),
         Ok("tests") => {
-            let tests: [(&str, fn()); 15] = [
+            let tests: [(&str, fn()); 17] = [
                 ("saved_by_two_loaded_by_three", saves::saved_by_two_loaded_by_three),
                 ("only_the_wanted_ranges_are_asked_for", saves::only_the_wanted_ranges_are_asked_for),
                 ("a_large_tensor_goes_in_parts", saves::a_large_tensor_goes_in_parts),
@@ -40,6 +40,11 @@ fn main() {
                 ("what_a_killed_writer_leaves", trouble::what_a_killed_writer_leaves),
                 ("a_server_that_dies_in_an_upload", trouble::a_server_that_dies_in_an_upload),
                 ("errors_say_what_to_do", trouble::errors_say_what_to_do),
+                (
+                    "the_clouds_metadata_address_is_asked_unless_it_is_turned_off",
+                    trouble::the_clouds_metadata_address_is_asked_unless_it_is_turned_off,
+                ),
+                ("every_flipped_byte_is_seen", saves::every_flipped_byte_is_seen),
                 ("other_clouds_say_what_they_need", trouble::other_clouds_say_what_they_need),
             ];
             let trials = tests.map(|(name, test)| {

@@ -226,6 +226,26 @@ pub(crate) fn a_damaged_checkpoint_is_set_aside() {
     assert_eq!(keep_newest(run, NonZeroUsize::MIN, &[]).unwrap(), [""; 0].map(PathBuf::from));
 }
 
+pub(crate) fn every_flipped_byte_is_seen() {
+    let dir = Path::new("s3://bucket/flipped/step-1");
+    save_all(dir, &zoo(), &line(2));
+    let verify = || Checkpoint::open(dir).and_then(|checkpoint| checkpoint.verify());
+    verify().unwrap();
+    for name in names("flipped/step-1") {
+        let path = server_root().join("objects/bucket/flipped/step-1").join(&name);
+        let good = std::fs::read(&path).unwrap();
+        for at in (0..good.len()).step_by(good.len() / 8) {
+            let mut bad = good.clone();
+            bad[at] ^= 1 << (at % 8);
+            std::fs::write(&path, &bad).unwrap();
+            let error = verify().expect_err(&format!("byte {at} of {name}"));
+            assert!(error.is_damage(), "byte {at} of {name}: {error}");
+        }
+        std::fs::write(&path, &good).unwrap();
+    }
+    verify().unwrap();
+}
+
 /// Runs `fsdp-ckpt` to a good end.
 fn command(args: &[&str]) {
     assert_cmd::Command::new(env!("CARGO_BIN_EXE_fsdp-ckpt"))

@@ -1,7 +1,10 @@
 //! Writers and servers that die, and stores that refuse.
 
+use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use fsdp_ckpt::{Checkpoint, Error, TensorSource, latest, save};
@@ -131,6 +134,58 @@ pub(crate) fn errors_say_what_to_do() {
         let message = inspect(url, &[]);
         assert!(message.contains(url), "{message}");
     }
+}
+
+pub(crate) fn the_clouds_metadata_address_is_asked_unless_it_is_turned_off() {
+    let home = tempfile::tempdir().unwrap();
+    let home = home.path().to_str().unwrap();
+    for (url, variables, settings, theirs) in [
+        (
+            "s3://bucket/run/step-1",
+            &["AWS_METADATA_ENDPOINT"][..],
+            &[("AWS_ACCESS_KEY_ID", ""), ("AWS_SECRET_ACCESS_KEY", "")][..],
+            Some(("AWS_EC2_METADATA_DISABLED", "true")),
+        ),
+        (
+            "gs://bucket/run/step-1",
+            &["GCE_METADATA_HOST", "GCE_METADATA_IP"],
+            &[("GOOGLE_APPLICATION_CREDENTIALS", "")],
+            Some(("NO_GCE_CHECK", "true")),
+        ),
+        ("az://container/run/step-1", &["IDENTITY_ENDPOINT"], &[("AZURE_STORAGE_ACCOUNT_NAME", "account")], None),
+    ] {
+        let (address, asked) = deaf_server();
+        let endpoint = if url.starts_with("gs") { address.clone() } else { format!("http://{address}") };
+        let mut env: Vec<(&str, &str)> = variables.iter().map(|name| (*name, endpoint.as_str())).collect();
+        env.extend(settings);
+        env.push(("HOME", home));
+        for off in [Some(("FSDP_STORE_METADATA", "off")), theirs].into_iter().flatten() {
+            let message = inspect(url, &[&env[..], &[off]].concat());
+            assert!(message.contains("no credentials") && message.contains("is turned off"), "{message}");
+            assert_eq!(asked.load(Ordering::SeqCst), 0, "{url} {off:?}");
+        }
+        let message = inspect(url, &env);
+        assert!(
+            message.contains("no credentials") && message.contains("metadata address does not answer"),
+            "{message}"
+        );
+        assert!(asked.load(Ordering::SeqCst) > 0, "{url}");
+    }
+}
+
+/// A server that hangs up on everybody: its address, and how many have called.
+fn deaf_server() -> (String, Arc<AtomicUsize>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let calls = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&calls);
+    std::thread::spawn(move || {
+        for call in listener.incoming() {
+            counted.fetch_add(1, Ordering::SeqCst);
+            drop(call);
+        }
+    });
+    (address, calls)
 }
 
 pub(crate) fn other_clouds_say_what_they_need() {

@@ -10,7 +10,7 @@ use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, ValueEnum};
 use fsdp_ckpt::convert::{View, Written, check, write_fsdp};
 use fsdp_ckpt::torch::{DcpOptions, write_dcp};
-use fsdp_ckpt::{TensorEntry, TensorSource, hf};
+use fsdp_ckpt::{TensorEntry, TensorSource, hf, shown};
 use fsdp_core::{DType, MeshLayout};
 use indicatif::ProgressBar;
 use serde_json::json;
@@ -220,7 +220,7 @@ impl<'a> Work<'a> {
         if source.tensors().is_empty() && source.unreadable().is_empty() {
             bail!("{} has no tensors", src.display());
         }
-        let bar = bar("verifying", source.tensors().values().map(TensorEntry::bytes).sum());
+        let bar = bar("verifying", source.tensors().values().map(TensorEntry::bytes).fold(0, u64::saturating_add));
         check(source, dst, skip_unreadable, &mut |bytes| bar.inc(bytes))?;
         Ok(Work { source, src, dst, started, bar })
     }
@@ -251,10 +251,10 @@ impl<'a> Work<'a> {
         writeln!(
             out,
             "{}: {to}, {} tensors, {} in {files}, from {} ({}) in {seconds:.1} s",
-            self.dst.display(),
+            shown(self.dst.display()),
             written.tensors,
             ByteSize(written.bytes),
-            self.src.display(),
+            shown(self.src.display()),
             self.source.format(),
         )?;
         for ([from, to], count) in view.converted() {

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use clap::Args;
-use fsdp_ckpt::{TensorDiff, TensorEntry, Tolerance, diff};
+use fsdp_ckpt::{TensorDiff, TensorEntry, Tolerance, diff, shown};
 
 use crate::progress::bar;
 
@@ -35,7 +35,8 @@ impl Diff {
     /// Whether they are equal within the tolerance.
     pub(crate) fn run(&self) -> Result<bool> {
         let (a, b) = (crate::open(&self.a)?, crate::open(&self.b)?);
-        let bytes = a.tensors().values().chain(b.tensors().values()).map(TensorEntry::bytes).sum();
+        let bytes =
+            a.tensors().values().chain(b.tensors().values()).map(TensorEntry::bytes).fold(0, u64::saturating_add);
         let bar = bar("comparing", bytes);
         let tolerance = Tolerance { rtol: self.rtol, atol: self.atol };
         let found = diff(&*a, &*b, tolerance, &mut |read| bar.inc(read))?;
@@ -50,11 +51,13 @@ impl Diff {
         let mut out = std::io::stdout().lock();
         for (side, names) in [(&self.a, &found.only_a), (&self.b, &found.only_b)] {
             for name in names {
-                writeln!(out, "{name}  only in {}", side.display())?;
+                writeln!(out, "{}  only in {}", shown(name), shown(side.display()))?;
             }
         }
-        let width = found.differing.keys().map(|name| name.chars().count()).max().unwrap_or(0);
-        for (name, tensor) in &found.differing {
+        let differing: Vec<(String, &TensorDiff)> =
+            found.differing.iter().map(|(name, tensor)| (shown(name).to_string(), tensor)).collect();
+        let width = differing.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
+        for (name, tensor) in differing {
             writeln!(out, "{name:<width$}  {}", in_words(tensor))?;
         }
         let beyond = found.differing.values().filter(|tensor| tensor.beyond).count();
@@ -77,7 +80,8 @@ impl Diff {
         }
         for (side, count) in [&self.a, &self.b].into_iter().zip(found.unreadable) {
             if count > 0 {
-                writeln!(out, "{} has {count} tensors of dtypes that can't be read; not compared", side.display())?;
+                let side = shown(side.display());
+                writeln!(out, "{side} has {count} tensors of dtypes that can't be read; not compared")?;
             }
         }
         Ok(same)

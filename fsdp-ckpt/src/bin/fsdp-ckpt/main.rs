@@ -10,6 +10,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use fsdp_ckpt::shown;
 
 /// Look into sharded checkpoints, check them, convert them, compare them.
 ///
@@ -58,13 +59,22 @@ enum Command {
     /// Read everything in a checkpoint and check it against its checksums.
     ///
     /// Names all that is damaged: tensor, file, and how. Takes as long as reading all files. Formats that keep no checksums are checked for being whole.
+    ///
+    /// What was saved undamaged may still be of no use: --finite looks for numbers that are none, NaN or infinite, and
+    /// fails where it finds any.
     #[command(after_help = "EXAMPLES:
     fsdp-ckpt verify runs/llama/step-00000010
+    fsdp-ckpt verify runs/llama/step-00000010 --finite            and are its numbers finite
     fsdp-ckpt verify runs/llama/step-00000010 --json | jq .damaged")]
     Verify {
         /// A checkpoint or model.
         dir: PathBuf,
-        /// Write JSON, for programs: ok, files, chunks, bytes, damaged.
+        /// Look for NaNs and infinities in all floating point tensors, too; each tensor with any is listed, with how
+        /// many, and where the first is.
+        #[arg(long)]
+        finite: bool,
+        /// Write JSON, for programs: ok, files, chunks, bytes, covered (what the checksums are of), damaged,
+        /// non_finite.
         #[arg(long)]
         json: bool,
     },
@@ -95,7 +105,7 @@ fn main() -> ExitCode {
         .init();
     let done = match Cli::parse().command {
         Command::Inspect { dir, json, svg, full } => inspect::run(&dir, json, svg.as_deref(), full).map(|()| true),
-        Command::Verify { dir, json } => verify::run(&dir, json),
+        Command::Verify { dir, finite, json } => verify::run(&dir, finite, json),
         Command::Convert(command) => command.run().map(|()| true),
         Command::Consolidate(command) => command.run().map(|()| true),
         Command::Diff(command) => command.run(),
@@ -106,7 +116,7 @@ fn main() -> ExitCode {
         // Whoever reads our output has seen enough, as in `fsdp-ckpt inspect DIR | head`.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("fsdp-ckpt: {error:#}");
+            eprintln!("fsdp-ckpt: {}", shown(format!("{error:#}")));
             ExitCode::FAILURE
         }
     }
@@ -128,9 +138,18 @@ fn open(path: &std::path::Path) -> anyhow::Result<Box<dyn fsdp_ckpt::TensorSourc
     })
 }
 
-/// A value as pretty JSON, on stdout.
+/// A value as pretty JSON, on stdout. Characters that steer a terminal stand in strings only, and JSON has escapes for
+/// all of them.
 fn print_json(value: &serde_json::Value) -> anyhow::Result<()> {
     use std::io::Write;
-    writeln!(std::io::stdout(), "{value:#}")?;
+    let mut text = String::new();
+    for c in format!("{value:#}\n").chars() {
+        if c == '\n' || shown(c).to_string().chars().eq([c]) {
+            text.push(c);
+        } else {
+            text.extend(c.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}")));
+        }
+    }
+    std::io::stdout().write_all(text.as_bytes())?;
     Ok(())
 }

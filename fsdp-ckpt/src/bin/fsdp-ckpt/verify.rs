@@ -6,15 +6,15 @@ use std::path::Path;
 
 use anyhow::{Result, bail};
 use bytesize::ByteSize;
-use fsdp_ckpt::{Error, TensorEntry};
+use fsdp_ckpt::{Checksums, Error, Format, NonFinite, TensorEntry, TensorSource, non_finite, shown};
 use serde_json::json;
 
 use crate::progress::bar;
 
 /// Whether all is well.
-pub(crate) fn run(dir: &Path, as_json: bool) -> Result<bool> {
+pub(crate) fn run(dir: &Path, finite: bool, as_json: bool) -> Result<bool> {
     let source = crate::open(dir)?;
-    let bar = bar("verifying", source.tensors().values().map(TensorEntry::bytes).sum());
+    let bar = bar("verifying", source.tensors().values().map(TensorEntry::bytes).fold(0, u64::saturating_add));
     let (mut chunks, mut bytes, mut sums) = (0usize, 0u64, 0usize);
     // What is wrong, with the tensors that it concerns: a file that can't be opened is told once.
     let mut damaged = BTreeMap::<String, Vec<&str>>::new();
@@ -31,47 +31,86 @@ pub(crate) fn run(dir: &Path, as_json: bool) -> Result<bool> {
             }
         }
     }
+    // Numbers that are others than those that were written say nothing.
+    let strange = match finite && damaged.is_empty() {
+        true => {
+            bar.reset();
+            bar.set_message("looking for NaN");
+            Some(non_finite(&*source, &mut |read| bar.inc(read))?)
+        }
+        false => None,
+    };
     bar.finish_and_clear();
+    let ok = damaged.is_empty() && strange.as_ref().is_none_or(Vec::is_empty);
     let (files, unreadable) = (source.files().len(), source.unreadable());
     if as_json {
         let list: Vec<_> =
             damaged.iter().map(|(error, tensors)| json!({ "error": error, "tensors": tensors })).collect();
         crate::print_json(&json!({
-            "ok": damaged.is_empty(), "format": source.format().to_string(), "files": files, "chunks": chunks,
-            "bytes": bytes, "checksums": sums, "damaged": list, "unreadable": unreadable,
+            "ok": ok, "format": source.format().to_string(), "files": files, "chunks": chunks, "bytes": bytes,
+            "checksums": sums, "covered": source.checksums(), "damaged": list, "non_finite": strange,
+            "unreadable": unreadable,
         }))?;
-        return Ok(damaged.is_empty());
+        return Ok(ok);
     }
     let mut out = std::io::stdout().lock();
     for (error, tensors) in &damaged {
         writeln!(out, "{error}")?;
-        if tensors.len() > 1 || !error.contains(tensors[0]) {
+        if tensors.len() > 1 || !error.contains(&shown(tensors[0]).to_string()) {
             writeln!(out, "  it holds {}", some(tensors))?;
         }
     }
+    let place = shown(dir.display());
     if !unreadable.is_empty() {
-        writeln!(out, "{}: {} tensors of other dtypes were not read", dir.display(), unreadable.len())?;
+        writeln!(out, "{place}: {} tensors of other dtypes were not read", unreadable.len())?;
     }
     if !damaged.is_empty() {
         let count: usize = damaged.values().map(Vec::len).sum();
-        bail!("{} is damaged: {count} of its {chunks} chunks can't be used; use another checkpoint", dir.display());
+        bail!("{place} is damaged: {count} of its {chunks} chunks can't be used; use another checkpoint");
     }
-    let kept = match sums {
-        0 => "; this format keeps no checksums: the files are whole, their numbers may be others",
-        _ => "",
-    };
-    writeln!(out, "{}: ok, {chunks} chunks in {files} files, {}{kept}", dir.display(), ByteSize(bytes))?;
+    let kept = not_covered(&*source);
+    writeln!(out, "{place}: ok, {chunks} chunks in {files} files, {}{kept}", ByteSize(bytes))?;
+    match strange.as_deref() {
+        None => {}
+        Some([]) if unreadable.is_empty() => writeln!(out, "all floating point numbers are finite")?,
+        Some([]) => writeln!(out, "all floating point numbers that were read are finite")?,
+        Some(strange) => {
+            strange.iter().try_for_each(|tensor| writeln!(out, "{}", counted(tensor)))?;
+            let numbers: u64 = strange.iter().map(|tensor| tensor.nan + tensor.infinite).sum();
+            let tensors = strange.len();
+            bail!("{place} has {numbers} numbers that are not finite, in {tensors} tensors; use an earlier checkpoint");
+        }
+    }
     Ok(true)
+}
+
+/// What no checksum can tell about a source that is as its checksums say.
+fn not_covered(source: &dyn TensorSource) -> &'static str {
+    match (source.checksums(), source.format()) {
+        (Checksums::Everything, _) => "",
+        (Checksums::Tensors, Format::Fsdp) => {
+            "; an older fsdp-ckpt has written it: its manifest and the headers of its files are under no checksum"
+        }
+        (Checksums::Tensors, _) => "; the tensors' numbers alone: names, shapes and values are under no checksum",
+        (Checksums::Nothing, _) => "; this format keeps no checksums: the files are whole, their numbers may be others",
+    }
+}
+
+fn counted(found: &NonFinite) -> String {
+    let NonFinite { tensor, dtype, elements, nan, infinite, first, file } = found;
+    let (tensor, file) = (shown(tensor), shown(file));
+    let counts = format!("of {elements} numbers {nan} are NaN and {infinite} infinite");
+    format!("\"{tensor}\" ({dtype}): {counts}, the first at {first:?}, in {file}")
 }
 
 /// An error without the advice that comes once, at the end.
 fn in_words(error: Error) -> String {
     let text = format!("{:#}", anyhow::Error::from(error));
-    text.strip_suffix("; use another checkpoint").unwrap_or(&text).to_string()
+    shown(text.strip_suffix("; use another checkpoint").unwrap_or(&text)).to_string()
 }
 
 fn some(tensors: &[&str]) -> String {
     let more = tensors.len().saturating_sub(8);
-    let listed = tensors.iter().take(8).map(|name| format!("\"{name}\"")).collect::<Vec<_>>().join(", ");
+    let listed = tensors.iter().take(8).map(|name| format!("\"{}\"", shown(name))).collect::<Vec<_>>().join(", ");
     if more > 0 { format!("{listed} and {more} more") } else { listed }
 }

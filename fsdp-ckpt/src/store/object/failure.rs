@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use object_store::client::{HttpError, HttpErrorKind};
 
+use super::metadata;
 use crate::Error;
 
 /// A request that failed.
@@ -127,9 +128,10 @@ fn advice(error: &object_store::Error, settings: &Settings) -> String {
         _ if has(&["403 Forbidden", "401 Unauthorized"]) => denied,
         E::NotFound { .. } => "there is no such object".into(),
         E::NotImplemented { .. } | E::NotSupported { .. } => "this store can't do it".into(),
-        // Without credentials the clients ask the host that a cloud's machines have at this address.
-        _ if has(&["169.254.169.254", "metadata.google", "metadata/instance"]) => {
-            format!("there are no credentials; set {credentials}")
+        // Without credentials the clients ask for those of a cloud's machine.
+        _ if has(&[metadata::OFF]) => format!("there are no credentials, and {}; set {credentials}", metadata::OFF),
+        _ if has(&[metadata::SILENT, "169.254.169.254", "metadata.google", "metadata/instance"]) => {
+            format!("there are no credentials, and {}; set {credentials}", metadata::SILENT)
         }
         _ if has(&["URL scheme is not allowed"]) => format!("its endpoint is not https; set {http}=true to allow it"),
         _ => match kind {

@@ -17,6 +17,7 @@
 
 mod failure;
 mod file;
+mod metadata;
 mod runtime;
 mod staging;
 mod upload;
@@ -33,6 +34,7 @@ use object_store::{ObjectStore, ObjectStoreExt, RetryConfig};
 
 use self::failure::Failure;
 use self::file::ObjectFile;
+use self::metadata::Connector;
 use self::runtime::{limit, wait};
 use self::upload::Upload;
 use super::{Append, ReadAt, Store};
@@ -210,10 +212,16 @@ fn connect(url: &str) -> Result<(Arc<dyn ObjectStore>, Key)> {
     // The program may have chosen another provider of TLS, or choose it later: then this one is not it.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let retry = RetryConfig { retry_timeout: limit()?, ..RetryConfig::default() };
+    let http = Connector::of(scheme);
+    macro_rules! built {
+        ($builder:ty) => {
+            <$builder>::from_env().with_url(&root).with_retry(retry).with_http_connector(http).build().map(shared)
+        };
+    }
     let built = match scheme {
-        "s3" | "s3a" => AmazonS3Builder::from_env().with_url(&root).with_retry(retry).build().map(shared),
-        "gs" => GoogleCloudStorageBuilder::from_env().with_url(&root).with_retry(retry).build().map(shared),
-        _ => MicrosoftAzureBuilder::from_env().with_url(&root).with_retry(retry).build().map(shared),
+        "s3" | "s3a" => built!(AmazonS3Builder),
+        "gs" => built!(GoogleCloudStorageBuilder),
+        _ => built!(MicrosoftAzureBuilder),
     };
     let client = built.map_err(|error| Failure::Settings(error).at("connect to", Path::new(&root)))?;
     clients.insert(root, Arc::clone(&client));

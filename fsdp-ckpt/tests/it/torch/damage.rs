@@ -300,3 +300,35 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn links_that_lead_out_of_a_checkpoint_are_refused() {
+    use std::os::unix::fs::symlink;
+    let root = tempfile::tempdir().unwrap();
+    let (dir, inner) = (root.path().join("checkpoint"), root.path().join("inner"));
+    let files = std::fs::read_dir(fixture("dcp")).unwrap().map(|entry| entry.unwrap().file_name());
+    let files: Vec<String> = files.map(|name| name.into_string().unwrap()).collect();
+    assert!(files.len() >= 2, "{files:?}");
+    for name in &files {
+        for dir in [&dir, &inner] {
+            std::fs::create_dir_all(dir).unwrap();
+            std::fs::copy(fixture("dcp").join(name), dir.join(name)).unwrap();
+        }
+    }
+    for name in &files {
+        let path = dir.join(name);
+        std::fs::remove_file(&path).unwrap();
+        symlink(inner.join(name), &path).unwrap();
+        let message = format!("{:#}", anyhow::Error::from(TorchDcp::open(&dir).unwrap_err()));
+        assert!(
+            message.contains(name) && message.contains("symbolic link that leads out of the checkpoint"),
+            "{message}"
+        );
+        // Within the directory a link is as good as the file.
+        std::fs::remove_file(&path).unwrap();
+        let beside = format!("other-{name}");
+        std::fs::copy(inner.join(name), dir.join(&beside)).unwrap();
+        symlink(&beside, &path).unwrap();
+        TorchDcp::open(&dir).unwrap().verify().unwrap();
+    }
+}

@@ -41,7 +41,7 @@ pub(crate) fn checkpoint(metadata: &[u8], files: &Path) -> TempDir {
     for entry in std::fs::read_dir(files).unwrap() {
         let entry = entry.unwrap();
         if entry.file_name() != ".metadata" {
-            std::os::unix::fs::symlink(entry.path(), root.path().join(entry.file_name())).unwrap();
+            std::fs::copy(entry.path(), root.path().join(entry.file_name())).unwrap();
         }
     }
     root

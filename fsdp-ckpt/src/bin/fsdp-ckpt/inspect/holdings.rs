@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use fsdp_ckpt::TensorSource;
+use fsdp_ckpt::{TensorSource, shown};
 
-/// A file, a column.
+/// A file, a column. Its name, as that of a row, is as people are shown it.
 #[derive(Debug)]
 pub(super) struct File {
     pub(super) name: String,
@@ -30,7 +30,7 @@ pub(super) struct Holdings {
 
 impl Row {
     pub(super) fn total(&self) -> u64 {
-        self.bytes.iter().sum()
+        self.bytes.iter().copied().fold(0, u64::saturating_add)
     }
 
     /// The share of each file, where the largest one is 1.
@@ -66,7 +66,8 @@ impl Holdings {
                 rows[row].tensors += 1;
                 for chunk in &tensor.chunks {
                     if let Some(&at) = at.get(&chunk.file) {
-                        rows[row].bytes[at] += chunk.region().elements() as u64 * tensor.dtype.size() as u64;
+                        let bytes = chunk.region().elements() as u64 * tensor.dtype.size() as u64;
+                        rows[row].bytes[at] = rows[row].bytes[at].saturating_add(bytes);
                     }
                 }
             }
@@ -80,6 +81,9 @@ impl Holdings {
         if found.len() > 2 * most {
             found = rows(&|fqn| layer(fqn, true));
         }
+        // Names are looked at by people from here on.
+        files.iter_mut().for_each(|file| file.name = shown(&file.name).to_string());
+        found.iter_mut().for_each(|row| row.name = shown(&row.name).to_string());
         Holdings { files, rows: found }
     }
 }

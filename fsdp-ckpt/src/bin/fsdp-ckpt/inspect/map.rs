@@ -40,7 +40,7 @@ pub(super) fn draw(holdings: &Holdings, width: usize, color: bool, out: &mut dyn
     writeln!(out, "{indent}{blank}{indent}{}", head.trim_end())?;
     let mut total = Row { name: "all".into(), tensors: 1, bytes: vec![0; files] };
     for (row, label) in holdings.rows.iter().zip(&labels) {
-        total.bytes.iter_mut().zip(&row.bytes).for_each(|(sum, bytes)| *sum += bytes);
+        total.bytes.iter_mut().zip(&row.bytes).for_each(|(sum, bytes)| *sum = sum.saturating_add(*bytes));
         line(row, label, (names, columns, each, cell), color, out)?;
     }
     writeln!(out, "{indent}{}", "─".repeat(names + GAP + SIZE + GAP + columns * cell - usize::from(cell > 1)))?;
@@ -62,7 +62,7 @@ fn line(
     color: bool,
     out: &mut dyn Write,
 ) -> Result<()> {
-    let bytes = row.bytes.chunks(each).map(|files| files.iter().sum()).collect();
+    let bytes = row.bytes.chunks(each).map(|files| files.iter().copied().fold(0, u64::saturating_add)).collect();
     let shared = Row { name: String::new(), tensors: 0, bytes };
     let mut bars = String::new();
     for share in shared.shares().into_iter().take(columns) {

@@ -11,7 +11,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use bytesize::ByteSize;
-use fsdp_ckpt::{Checkpoint, Format, TensorEntry, TensorSource};
+use fsdp_ckpt::{Checkpoint, Format, TensorEntry, TensorSource, shown};
 use serde_json::{Map, Value, json};
 
 use holdings::Holdings;
@@ -53,10 +53,10 @@ fn title(source: &dyn TensorSource) -> String {
     format!("{} ({}{mesh})", source.path().display(), source.format())
 }
 
-/// Who wrote it, which only our own format says.
-fn created_by(source: &dyn TensorSource) -> Result<Option<String>> {
+/// It again, for what only our own format says: who wrote it, and whether its numbers were looked at.
+fn ours(source: &dyn TensorSource) -> Result<Option<Checkpoint>> {
     match source.format() {
-        Format::Fsdp => Ok(Some(Checkpoint::open(source.path())?.created_by().to_string())),
+        Format::Fsdp => Ok(Some(Checkpoint::open(source.path())?)),
         _ => Ok(None),
     }
 }
@@ -75,10 +75,13 @@ fn describe(source: &dyn TensorSource) -> Result<Value> {
             (fqn.clone(), about)
         })
         .collect();
+    let ours = ours(source)?;
     Ok(json!({
         "path": source.path(),
         "format": source.format().to_string(),
-        "created_by": created_by(source)?,
+        "created_by": ours.as_ref().map(Checkpoint::created_by),
+        "finite_when_saved": ours.as_ref().map(Checkpoint::is_finite),
+        "covered": source.checksums(),
         "world_size": source.mesh().map(|mesh| mesh.size()),
         "mesh": source.mesh(),
         "tensors": tensors,
@@ -90,23 +93,29 @@ fn describe(source: &dyn TensorSource) -> Result<Value> {
 
 fn print(source: &dyn TensorSource, full: bool, out: &mut dyn Write) -> Result<()> {
     let tensors = source.tensors();
-    let total: u64 = tensors.values().map(TensorEntry::bytes).sum();
-    writeln!(out, "{}", source.path().display())?;
+    let total = tensors.values().map(TensorEntry::bytes).fold(0, u64::saturating_add);
+    writeln!(out, "{}", shown(source.path().display()))?;
     writeln!(out, "  format      {}", source.format())?;
-    if let Some(program) = created_by(source)? {
-        writeln!(out, "  written by  {program}")?;
+    let ours = ours(source)?;
+    if let Some(ours) = &ours {
+        writeln!(out, "  written by  {}", shown(ours.created_by()))?;
     }
     if let Some(mesh) = source.mesh() {
-        writeln!(out, "  mesh        {mesh} of {} ranks", mesh.size())?;
+        writeln!(out, "  mesh        {} of {} ranks", shown(mesh), mesh.size())?;
     }
     writeln!(out, "  tensors     {} of {} together", tensors.len(), ByteSize(total))?;
+    if let Some(ours) = ours {
+        let about =
+            if ours.is_finite() { "checked when saved" } else { "not checked; `fsdp-ckpt verify --finite` looks" };
+        writeln!(out, "  finite      {about}")?;
+    }
 
     writeln!(out, "\nTENSORS")?;
     tree::print(source, full, out)?;
     if !source.unreadable().is_empty() {
         writeln!(out, "\nOF DTYPES THAT CAN'T BE READ")?;
         for (name, dtype) in source.unreadable() {
-            writeln!(out, "  {name}  {dtype}")?;
+            writeln!(out, "  {}  {}", shown(name), shown(dtype))?;
         }
     }
 
@@ -132,7 +141,7 @@ fn print(source: &dyn TensorSource, full: bool, out: &mut dyn Write) -> Result<(
         writeln!(out, "\nVALUES")?;
         for (key, value, count) in values(source.values(), full) {
             let alike = if count > 1 { format!("  ({count} alike)") } else { String::new() };
-            writeln!(out, "  {key} = {value}{alike}")?;
+            writeln!(out, "  {} = {}{alike}", shown(key), shown(value))?;
         }
     }
     Ok(())

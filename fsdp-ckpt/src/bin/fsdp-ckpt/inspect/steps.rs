@@ -1,11 +1,11 @@
 //! The steps of a run: a directory of checkpoints.
 
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use bytesize::ByteSize;
-use fsdp_ckpt::{Error, TensorEntry, TensorSource};
+use fsdp_ckpt::{Error, TensorEntry, TensorSource, shown};
 use serde_json::{Value, json};
 
 /// A directory in a run's.
@@ -20,6 +20,8 @@ enum State {
     /// No manifest: the save is going on or ended too early.
     Unfinished,
     Damaged(String),
+    /// Another name of a checkpoint, which no run looks at.
+    Link(PathBuf),
     /// A run that went on from an older one has given it this name, because it was damaged.
     SetAside,
 }
@@ -37,9 +39,11 @@ pub(super) fn list(dir: &Path) -> Vec<Step> {
         let growing = name.strip_prefix('.').and_then(|rest| rest.split_once(".tmp-")).map(|(target, _)| target);
         let aside = fsdp_ckpt::name_before_aside(&name);
         let Some(number) = number_of(aside.or(growing).unwrap_or(&name)) else { continue };
-        let state = match (growing, fsdp_ckpt::open(&entry.path())) {
+        let state = match (fsdp_ckpt::other_name_of(&entry.path()), fsdp_ckpt::open(&entry.path())) {
             _ if aside.is_some() => State::SetAside,
-            (Some(_), _) | (_, Err(Error::Incomplete { .. } | Error::NotFound { .. })) => State::Unfinished,
+            (Some(target), _) => State::Link(target),
+            _ if growing.is_some() => State::Unfinished,
+            (_, Err(Error::Incomplete { .. } | Error::NotFound { .. })) => State::Unfinished,
             (_, Ok(source)) => State::Whole(source),
             (_, Err(error)) => State::Damaged(format!("{:#}", anyhow::Error::from(error))),
         };
@@ -67,14 +71,14 @@ pub(super) fn show(dir: &Path, steps: &[Step], as_json: bool) -> Result<()> {
         return crate::print_json(&json!({ "path": dir, "steps": steps }));
     }
     let mut out = std::io::stdout().lock();
-    writeln!(out, "{}", dir.display())?;
+    writeln!(out, "{}", shown(dir.display()))?;
     writeln!(out, "\nSTEPS")?;
-    let width = steps.iter().map(|step| step.name.chars().count()).max().unwrap_or(0);
+    let width = steps.iter().map(|step| shown(&step.name).to_string().chars().count()).max().unwrap_or(0);
     let newest = steps.iter().rposition(|step| matches!(step.state, State::Whole(_)));
     for (at, Step { name, state, .. }) in steps.iter().enumerate() {
         let about = match state {
             State::Whole(source) => {
-                let mesh = source.mesh().map_or(String::new(), |mesh| format!(", mesh {mesh}"));
+                let mesh = source.mesh().map_or(String::new(), |mesh| format!(", mesh {}", shown(mesh)));
                 let newest = if newest == Some(at) { "  <- the newest" } else { "" };
                 let (tensors, format) = (source.tensors().len(), source.format());
                 format!(
@@ -83,16 +87,17 @@ pub(super) fn show(dir: &Path, steps: &[Step], as_json: bool) -> Result<()> {
                 )
             }
             State::Unfinished => "unfinished  its save goes on, or ended too early".to_string(),
-            State::Damaged(error) => format!("damaged     {error}"),
+            State::Damaged(error) => format!("damaged     {}", shown(error)),
+            State::Link(target) => format!("link        to {}; no run looks at it", shown(target.display())),
             State::SetAside => "set aside   it is damaged; no run looks at it".to_string(),
         };
-        writeln!(out, "  {name:<width$}  {about}")?;
+        writeln!(out, "  {:<width$}  {about}", shown(name).to_string())?;
     }
     Ok(())
 }
 
 fn bytes(source: &dyn TensorSource) -> u64 {
-    source.tensors().values().map(TensorEntry::bytes).sum()
+    source.tensors().values().map(TensorEntry::bytes).fold(0, u64::saturating_add)
 }
 
 fn describe(step: &Step) -> Value {
@@ -102,6 +107,7 @@ fn describe(step: &Step) -> Value {
             "name": name, "step": number, "state": "whole", "format": source.format().to_string(),
             "mesh": source.mesh(), "tensors": source.tensors().len(), "bytes": bytes(&**source),
         }),
+        State::Link(target) => json!({ "name": name, "step": number, "state": "link", "target": target }),
         State::Unfinished => json!({ "name": name, "step": number, "state": "unfinished" }),
         State::SetAside => json!({ "name": name, "step": number, "state": "set aside" }),
         State::Damaged(error) => json!({ "name": name, "step": number, "state": "damaged", "error": error }),

@@ -3,6 +3,7 @@
 use std::io::{Result, Write};
 
 use bytesize::ByteSize;
+use fsdp_ckpt::shown;
 
 use super::holdings::Holdings;
 
@@ -57,8 +58,9 @@ pub(super) fn draw(holdings: &Holdings, title: &str, out: &mut dyn Write) -> Res
     writeln!(out, "</svg>")
 }
 
+/// Text in XML, in which control characters can't be even as its own escapes.
 fn escaped(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+    shown(text).to_string().replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
 #[cfg(test)]

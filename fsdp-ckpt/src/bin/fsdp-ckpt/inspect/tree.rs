@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::io::{Result, Write};
 
 use bytesize::ByteSize;
-use fsdp_ckpt::{TensorEntry, TensorSource};
+use fsdp_ckpt::{TensorEntry, TensorSource, shown};
 
 /// What shares the beginning of a name: a tensor, or more names, or both.
 #[derive(Default)]
@@ -79,7 +79,8 @@ impl<'a> Node<'a> {
     }
 
     fn bytes(&self) -> u64 {
-        self.tensor.map_or(0, TensorEntry::bytes) + self.children.iter().map(Node::bytes).sum::<u64>()
+        let own = self.tensor.map_or(0, TensorEntry::bytes);
+        self.children.iter().map(Node::bytes).fold(own, u64::saturating_add)
     }
 
     fn tensors(&self) -> usize {
@@ -103,7 +104,7 @@ impl<'a> Node<'a> {
             let alike = if full { 1 } else { alike.max(1) };
             let last = at + alike == self.children.len();
             let name = match alike {
-                1 => child.name.clone(),
+                1 => shown(&child.name).to_string(),
                 n => format!("{}..{} ({n} alike)", child.name, self.children[at + n - 1].name),
             };
             let (branch, below) = if last { ("└─ ", "   ") } else { ("├─ ", "│  ") };
@@ -116,7 +117,7 @@ impl<'a> Node<'a> {
                 dtype: String::new(),
                 shape: String::new(),
                 placement: if child.children.is_empty() { String::new() } else { format!("{tensors} tensors") },
-                bytes: ByteSize(group.iter().map(Node::bytes).sum()).to_string(),
+                bytes: ByteSize(group.iter().map(Node::bytes).fold(0, u64::saturating_add)).to_string(),
             };
             if let Some(tensor) = child.tensor {
                 line.dtype = tensor.dtype.name().to_string();

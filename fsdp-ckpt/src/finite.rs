@@ -1,0 +1,182 @@
+//! Numbers that are none: NaNs and infinities in floating point tensors.
+
+use fsdp_core::DType;
+use serde::Serialize;
+
+use crate::stream::blocks;
+use crate::{Result, TensorSource};
+
+/// Bytes that are read at once, and looked at while they are in a core's cache.
+const BLOCK: usize = 256 << 10;
+/// Bytes that are looked at before the next branch.
+const STRIDE: usize = 4 << 10;
+
+/// The numbers of a tensor that are not finite.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct NonFinite {
+    /// The tensor.
+    pub tensor: String,
+    /// Its dtype.
+    pub dtype: DType,
+    /// How many numbers it has.
+    pub elements: u64,
+    /// How many of them are NaN.
+    pub nan: u64,
+    /// How many are infinite, of either sign.
+    pub infinite: u64,
+    /// The index of the first of these, in the tensor as a whole; first in the order in which its chunks are listed.
+    pub first: Vec<usize>,
+    /// The file that this one is in.
+    pub file: String,
+}
+
+/// Reads all floating point tensors of a source and lists those with numbers that are not finite, by name. `seen` is
+/// told the bytes as they are read. Memory stays bounded. Tensors that can't be read, for their dtypes, are not looked
+/// at ([`TensorSource::unreadable`]).
+///
+/// # Errors
+/// As [`TensorSource::read`].
+///
+/// ```
+/// use fsdp_ckpt::{non_finite, open};
+/// # use fsdp_ckpt::TensorShard;
+/// # use fsdp_core::{Buffer, process_group::local};
+/// # let root = tempfile::tempdir()?;
+/// # let dir = root.path().join("model");
+/// # local::run(1, |group| {
+/// #     let data = std::sync::Arc::new(Buffer::F32(vec![1.0, 2.0, 3.0, f32::NAN, 5.0, f32::INFINITY]));
+/// #     fsdp_ckpt::hf::export(&dir, &*group, &[TensorShard::whole("lm_head.weight", &[3, 2], data)], &[]).unwrap();
+/// # });
+/// let found = non_finite(&*open(&dir)?, &mut |_| ())?;
+/// assert_eq!((found[0].tensor.as_str(), found[0].nan, found[0].infinite), ("lm_head.weight", 1, 1));
+/// assert_eq!(found[0].first, [1, 1]);
+/// # Ok::<_, Box<dyn std::error::Error>>(())
+/// ```
+pub fn non_finite(source: &dyn TensorSource, seen: &mut dyn FnMut(u64)) -> Result<Vec<NonFinite>> {
+    let mut found = Vec::new();
+    let mut memory = Vec::new();
+    for (fqn, tensor) in source.tensors().iter().filter(|(_, tensor)| tensor.dtype.is_float()) {
+        let (dtype, size) = (tensor.dtype, tensor.dtype.size());
+        let elements = tensor.bytes() / size as u64;
+        let mut here: Option<NonFinite> = None;
+        for chunk in &tensor.chunks {
+            for block in blocks(&chunk.region(), size, BLOCK) {
+                memory.resize(block.elements() * size, 0);
+                source.read(fqn, &block, &mut memory)?;
+                seen(memory.len() as u64);
+                let Some((first, [nan, infinite])) = count_non_finite(dtype, &memory) else { continue };
+                let here = here.get_or_insert_with(|| NonFinite {
+                    tensor: fqn.clone(),
+                    dtype,
+                    elements,
+                    nan: 0,
+                    infinite: 0,
+                    first: index(first, &block.offsets, &block.sizes),
+                    file: chunk.file.clone(),
+                });
+                here.nan += nan;
+                here.infinite += infinite;
+            }
+        }
+        found.extend(here);
+    }
+    Ok(found)
+}
+
+/// Looks at elements of `dtype` in native order, as fast as memory gives them: the position of the first that is not
+/// finite, and how many are NaN and infinite; `None` when all are finite, or `dtype` is no floating point type. For
+/// savers that look before they save.
+///
+/// ```
+/// use fsdp_ckpt::count_non_finite;
+/// use fsdp_core::{Buffer, DType};
+/// let numbers = Buffer::F32(vec![1.0, f32::NAN, -f32::INFINITY, f32::MAX]);
+/// assert_eq!(count_non_finite(DType::F32, numbers.bytes()), Some((1, [1, 1])));
+/// ```
+pub fn count_non_finite(dtype: DType, bytes: &[u8]) -> Option<(usize, [u64; 2])> {
+    // All bits of the exponent are set in what is not finite, and no bit of the mantissa in what is infinite.
+    macro_rules! scan {
+        ($bits:ty, $exponent:expr) => {{
+            const SIZE: usize = size_of::<$bits>();
+            const EXPONENT: $bits = $exponent;
+            const MANTISSA: $bits = <$bits>::MAX >> 1 & !EXPONENT;
+            let (mut first, mut nan, mut infinite) = (None, 0, 0);
+            for (stride, bytes) in bytes.chunks(STRIDE).enumerate() {
+                let elements = bytes.as_chunks::<SIZE>().0.iter().map(|bytes| <$bits>::from_ne_bytes(*bytes));
+                // Without a branch, so that it becomes vector instructions.
+                let any = elements.clone().fold(0, |any: $bits, bits| any | <$bits>::from(bits & EXPONENT == EXPONENT));
+                if any == 0 {
+                    continue;
+                }
+                for (at, bits) in elements.enumerate().filter(|(_, bits)| bits & EXPONENT == EXPONENT) {
+                    first.get_or_insert(stride * (STRIDE / SIZE) + at);
+                    *(if bits & MANTISSA == 0 { &mut infinite } else { &mut nan }) += 1u64;
+                }
+            }
+            first.map(|first| (first, [nan, infinite]))
+        }};
+    }
+    match dtype {
+        DType::BF16 => scan!(u16, 0x7f80),
+        DType::F16 => scan!(u16, 0x7c00),
+        DType::F32 => scan!(u32, 0x7f80_0000),
+        DType::F64 => scan!(u64, 0x7ff0_0000_0000_0000),
+        _ => None,
+    }
+}
+
+/// The index of an element of a box in the tensor as a whole.
+fn index(element: usize, offsets: &[usize], sizes: &[usize]) -> Vec<usize> {
+    let mut rest = element;
+    let mut index = offsets.to_vec();
+    for (dim, &size) in sizes.iter().enumerate().rev() {
+        index[dim] += rest % size;
+        rest /= size;
+    }
+    index
+}
+
+#[cfg(test)]
+mod tests {
+    use half::{bf16, f16};
+
+    use super::*;
+
+    #[test]
+    fn each_dtype_has_its_own_numbers_that_are_none() {
+        fn check<const N: usize>(dtype: DType, finite: [[u8; N]; 4], nan: [u8; N], infinities: [[u8; N]; 2]) {
+            // Beyond the first stride, and at its end.
+            for count in [4, STRIDE / N, STRIDE / N + 1, 3 * STRIDE / N + 5] {
+                let mut numbers: Vec<[u8; N]> = finite.into_iter().cycle().take(count).collect();
+                assert_eq!(count_non_finite(dtype, numbers.as_flattened()), None, "{dtype}");
+                numbers[count - 1] = nan;
+                assert_eq!(count_non_finite(dtype, numbers.as_flattened()), Some((count - 1, [1, 0])), "{dtype}");
+                [numbers[1], numbers[2]] = infinities;
+                assert_eq!(count_non_finite(dtype, numbers.as_flattened()), Some((1, [1, 2])), "{dtype}");
+            }
+        }
+        macro_rules! check {
+            ($dtype:ident, $float:ty) => {
+                check(
+                    DType::$dtype,
+                    [<$float>::MAX, <$float>::MIN, <$float>::MIN_POSITIVE, -<$float>::from(0u8)]
+                        .map(<$float>::to_ne_bytes),
+                    (-<$float>::NAN).to_ne_bytes(),
+                    [<$float>::INFINITY, -<$float>::INFINITY].map(<$float>::to_ne_bytes),
+                )
+            };
+        }
+        check!(F32, f32);
+        check!(F64, f64);
+        check!(BF16, bf16);
+        check!(F16, f16);
+        assert_eq!(count_non_finite(DType::I64, &[0xff; 64]), None);
+        assert_eq!(count_non_finite(DType::F32, &[]), None);
+    }
+
+    #[test]
+    fn positions_in_a_box_are_indices_of_the_tensor() {
+        assert_eq!(index(7, &[10, 0, 5], &[2, 2, 3]), [11, 0, 6]);
+        assert_eq!(index(0, &[], &[]), [0; 0]);
+    }
+}
