@@ -83,8 +83,8 @@ pub struct Args {
     pub master_addr: Option<String>,
 
     /// The port there [default: one that is free]
-    #[arg(long, alias = "master_port", allow_negative_numbers = true, value_name = "PORT", help_heading = "Meeting")]
-    #[arg(env = "PET_MASTER_PORT", hide_env = true)]
+    #[arg(long, alias = "master_port", allow_negative_numbers = true, value_name = "PORT", value_parser = port)]
+    #[arg(env = "PET_MASTER_PORT", hide_env = true, help_heading = "Meeting")]
     pub master_port: Option<NonZeroU16>,
 
     /// This host's address for the others
@@ -216,10 +216,14 @@ fn restarts(text: &str) -> std::result::Result<u32, String> {
     text.parse().map_err(|_| format!("expected a number of restarts from 0 to {}", u32::MAX))
 }
 
+fn port(text: &str) -> std::result::Result<NonZeroU16, String> {
+    text.parse().map_err(|_| format!("expected a port from 1 to {}", u16::MAX))
+}
+
 pub(crate) fn seconds(text: &str) -> std::result::Result<Duration, String> {
-    let seconds: Option<f64> = text.parse().ok();
+    let seconds = text.parse().ok().filter(|&seconds: &f64| seconds <= options::MOST_SECONDS);
     let duration = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-    duration.ok_or_else(|| "expected a number of seconds, 0 or more".to_owned())
+    duration.ok_or_else(|| format!("expected a number of seconds, 0 or more and at most {:e}", options::MOST_SECONDS))
 }
 
 #[cfg(test)]
@@ -270,6 +274,14 @@ mod tests {
             "--nnodes 0",
             "--nnodes 2:1",
             "--node-rank -1",
+            "--node-rank 18446744073709551615",
+            "--nproc-per-node 18446744073709551615",
+            "--max-restarts 18446744073709551615",
+            "--master-port 18446744073709551615",
+            "--shutdown-timeout 1e30",
+            "--heartbeat-timeout 1e30",
+            "--rdzv-conf join_timeout=1e30",
+            "--rdzv-conf keep_alive_max_attempt=18446744073709551615",
             "--role ",
             "--master-port 0",
             "--master-port 65536",
@@ -299,6 +311,9 @@ mod tests {
             let error = Args::try_parse_from(["l", &format!("{flag}={value}"), "p"]).unwrap_err();
             let told = one_line(&error);
             assert!(told.contains(flag) && told.contains(value) && told.lines().count() == 1, "{line}: {told}");
+            // Not the words of who parsed the number.
+            let is_ours = ["expected", "possible values", "can't be handled"].iter().any(|part| told.contains(part));
+            assert!(is_ours && !told.contains("target type") && !told.contains("digit"), "{line}: {told}");
             assert_eq!(error.exit_code(), 2);
         }
         for line in [

@@ -45,6 +45,8 @@ pub(crate) enum Told {
     Failed(RankReport),
     /// The launcher received this signal, and the ranks are about to be ended.
     Leaving(i32),
+    /// This rank of the world has ended with exit code 0.
+    Done(usize),
 }
 
 /// Starts the ranks of `job`, in the guard's care, and waits until nothing of them is left. What `fsdp-launch status` shows is written into `temp_dir`. What
@@ -74,6 +76,7 @@ pub(crate) fn run(
     let mut tell = |sign: Sign<'_>| match sign {
         Sign::Failed(worker) => tell(Told::Failed(report(job, worker))),
         Sign::Leaving(signal) => tell(Told::Leaving(signal)),
+        Sign::Done(rank) => tell(Told::Done(rank)),
     };
     let keep: Vec<Pid> = workers.iter().map(|worker| worker.pid).chain(guard.pid()).collect();
     let ended = supervise(&mut workers, job, events, &keep, &mut tell);

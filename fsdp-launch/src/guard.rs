@@ -12,7 +12,7 @@ use std::{
 
 use rustix::process::Pid;
 
-use crate::{orphans, session::own_session};
+use crate::{orphans, session::own_session, temp_dir::UNLOCKED};
 
 /// A line is a group, an empty one says that those before are gone.
 const SCRIPT: &str = r#"
@@ -24,7 +24,7 @@ for file in $(grep -alzx -F -e "$2" /proc/[0-9]*/environ 2>/dev/null); do
     pid=${file#/proc/}
     kill -s KILL "${pid%/environ}" 2>/dev/null
 done
-rm -rf -- "$1"
+rm -rf -- "$1" "$3"
 "#;
 
 /// The waiting shell. Dropping it is the launch's regular end: nothing is left for it to do.
@@ -36,7 +36,10 @@ impl Guard {
     /// Starts the shell, which also removes `directory` in the end. To be called before that is made: the launcher may be killed in between.
     pub(crate) fn start(directory: &Path, launch_id: &str) -> Self {
         let mut command = Command::new("/bin/sh");
-        command.args(["-c", SCRIPT, "fsdp-launch-guard"]).arg(directory).arg(format!("{}={launch_id}", orphans::MARK));
+        let mut unlocked = directory.as_os_str().to_owned();
+        unlocked.push(UNLOCKED);
+        let mark = format!("{}={launch_id}", orphans::MARK);
+        command.args(["-c", SCRIPT, "fsdp-launch-guard"]).arg(directory).arg(mark).arg(unlocked);
         command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
         own_session(&mut command);
         Guard { shell: command.spawn().map_err(|error| without_guard(&error)).ok() }

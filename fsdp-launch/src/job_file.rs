@@ -16,12 +16,11 @@ use crate::{
     LaunchSpec,
     environment::Job,
     process::ProcessInfo,
+    temp_dir::PREFIX,
     worker::{Worker, pid_of},
 };
 
 const NAME: &str = "job.json";
-/// How the temporary directories of launchers begin.
-pub(crate) const PREFIX: &str = "fsdp-launch-";
 /// No more of a file is read: enough for all ranks that a host can have.
 const MOST: u64 = 16 << 20;
 

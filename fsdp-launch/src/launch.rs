@@ -2,9 +2,7 @@
 
 use std::{
     collections::VecDeque,
-    fs::Permissions,
     hash::BuildHasher,
-    os::unix::fs::PermissionsExt,
     path::PathBuf,
     process,
     sync::mpsc::{self, Receiver, Sender},
@@ -12,19 +10,19 @@ use std::{
 };
 
 use rustix::process::{getpid, set_child_subreaper};
-use tempfile::TempDir;
 
 use crate::{
     Cause, Error, Failure, LaunchSpec, Outcome, RankReport, RendezvousSpec, Result,
     attempt::{self, Attempt, Told},
     environment::{Job, hostname},
     guard::Guard,
-    job_file::{JobFile, PREFIX},
+    job_file::JobFile,
     logs::{create_attempt_dir, create_run_dir},
     rendezvous::{self, Ended, FromAgent, Member, Membership, News, Place, ToAgent, Verdict},
     signals::{Event, SignalWatch},
     summary::stuck,
     supervise,
+    temp_dir::{ID_DIGITS, TempDir, sweep},
     waiting::{Next, Reason, next},
 };
 
@@ -37,7 +35,7 @@ const LONGEST_RUN_ID: usize = 128;
 /// With [`rendezvous`](LaunchSpec::rendezvous) it waits for the other hosts' launchers first, and ends, restarts and fails together with them.
 ///
 /// It is made to be the one thing a process does: call it from the main thread (the ranks are killed when the thread that called it ends), once at a
-/// time. It takes over the [`signals`](LaunchSpec::signals) and SIGCHLD, and makes the process the parent of its orphaned descendants.
+/// time. It takes over the [`signals`](LaunchSpec::signals), SIGCHLD and SIGXFSZ, and makes the process the parent of its orphaned descendants.
 ///
 /// # Errors
 /// When the ranks can't be started; none is left running then.
@@ -93,13 +91,10 @@ impl<'a> Launch<'a> {
         // So that what a rank leaves behind is ours to reap: the first process of a container often does not.
         set_child_subreaper(Some(getpid())).map_err(Error::system("become the parent of orphaned processes"))?;
         let id = unique_id();
-        let temp_name = format!("{PREFIX}{id}");
-        let guard = Guard::start(&std::env::temp_dir().join(&temp_name), &id);
-        let temp_dir = tempfile::Builder::new()
-            .prefix(&temp_name)
-            .rand_bytes(0)
-            .permissions(Permissions::from_mode(0o700))
-            .tempdir()
+        let parent = std::env::temp_dir();
+        sweep(&parent);
+        let guard = Guard::start(&TempDir::path_of(&parent, &id), &id);
+        let temp_dir = TempDir::create(&parent, &id)
             .map_err(Error::system("make a directory for temporary files, whose place TMPDIR names"))?;
         let membership = meet(spec, &run_id, 0, 0, &sender)?;
         Ok(Launch {
@@ -219,7 +214,14 @@ impl<'a> Launch<'a> {
             self.run_dir = create_run_dir(&spec.logs, spec.nproc_per_node, &name)?;
         }
         let log_dir = self.run_dir.as_ref().map(|dir| create_attempt_dir(dir, place.attempt, spec.nproc_per_node));
-        let log_dir = log_dir.transpose()?;
+        let log_dir = match log_dir.transpose() {
+            // The disk may be full by now, which is no reason to end a run.
+            Err(error) if !self.ranks.is_empty() => {
+                tracing::warn!("this attempt has no log files: {error}");
+                None
+            }
+            made => made?,
+        };
         let (log_dir, error_dir) = (log_dir.as_deref(), self.temp_dir.path());
         let job = Job { spec, place, launch_id: &self.id, log_dir, error_dir };
         tracing::debug!(?spec, ?place, "launching");
@@ -230,6 +232,11 @@ impl<'a> Launch<'a> {
                 membership.say(FromAgent::Failed { attempt, report: Box::new(report.for_others()) });
             }
             Told::Leaving(signal) => membership.say(FromAgent::Leaving { attempt, why: stopped_by(signal) }),
+            // Ranks meet only within a machine; where each has one launcher, nobody else's wait for this one.
+            Told::Done(rank) if place.machines < place.group_world_size => {
+                membership.say(FromAgent::RankDone { attempt, rank });
+            }
+            Told::Done(_) => {}
         };
         attempt::run(&job, error_dir, &mut self.guard, &self.sender, &self.events, tell)
     }
@@ -337,5 +344,5 @@ pub(crate) fn master_port(spec: &LaunchSpec) -> Result<u16> {
 /// An id that no other launch has: a hash with random keys of what tells processes apart.
 fn unique_id() -> String {
     let moment = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    format!("{:016x}", std::hash::RandomState::new().hash_one((process::id(), moment)))
+    format!("{:0ID_DIGITS$x}", std::hash::RandomState::new().hash_one((process::id(), moment)))
 }

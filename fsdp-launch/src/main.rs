@@ -2,7 +2,10 @@
 
 mod logging;
 
-use std::{io::Write, process::ExitCode};
+use std::{
+    io::{ErrorKind, Write},
+    process::ExitCode,
+};
 
 use clap::{CommandFactory, Parser};
 use fsdp_launch::{Action, Args, Console, Result, StatusArgs, dry_run, launch, one_line, status};
@@ -67,7 +70,12 @@ fn tell(text: &str) {
     Console::Stderr.tell(&format!("fsdp-launch: {text}"));
 }
 
-/// Prints to stdout; that nobody reads on (`| head`) is no panic.
+/// Prints to stdout; that nobody reads on (`| head`) is nothing to tell.
 fn printed(text: &[u8]) -> ExitCode {
-    if Console::Stdout.write_all(text).is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    match Console::Stdout.write_all(text) {
+        Ok(()) => return ExitCode::SUCCESS,
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => {}
+        Err(error) => tell(&format!("stdout takes no more: {error}")),
+    }
+    ExitCode::FAILURE
 }

@@ -47,7 +47,6 @@ impl Outputs {
         let (events, ranks_gone) = (self.events.clone(), Arc::clone(&self.ranks_gone));
         let print = move || {
             if let Err(error) = print_lines(&mut File::from(source), &ranks_gone, lines, to, copy) {
-                // The rank's next write fails, as it would without a launcher: with `fsdp-launch ... | head` all ends when `head` has enough.
                 tracing::debug!("the output of rank {rank} to {to:?} is lost: {error}");
             }
             events.send(Event::OutputEnded).ok();
@@ -96,7 +95,7 @@ fn print_lines(
     mut copy: Option<File>,
 ) -> io::Result<()> {
     let mut chunk = vec![0; 16 << 10];
-    let (mut is_shown, is_kept) = (true, copy.is_some());
+    let mut is_shown = true;
     // Bytes that were there when the ranks had ended: who writes on is no rank, and may do so for ever.
     let mut left: Option<usize> = None;
     loop {
@@ -122,14 +121,11 @@ fn print_lines(
             if read == 0 {
                 lines.end();
             }
-            match to.write_all(&lines.ready) {
-                Ok(()) => {}
-                // Whoever keeps what is printed wants it whole, also when `head` has seen enough.
-                Err(error) if is_kept => {
-                    is_shown = false;
-                    tell_of_loss(to, &error);
-                }
-                Err(error) => return Err(error),
+            if let Err(error) = to.write_all(&lines.ready) {
+                // Neither a full disk nor a reader that has seen enough is a reason to end the run, and a rank whose
+                // output nobody takes would end.
+                is_shown = false;
+                tell_of_loss(to, &error, copy.is_some());
             }
             lines.ready.clear();
         }
@@ -139,11 +135,19 @@ fn print_lines(
     }
 }
 
-/// Says once that there is no console any more.
-fn tell_of_loss(to: Console, error: &io::Error) {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| {
-        tracing::warn!("what the ranks print is no longer shown, only kept in the log files: {to:?}: {error}")
+/// Says once of each console that it takes nothing any more.
+fn tell_of_loss(to: Console, error: &io::Error, is_kept: bool) {
+    static TOLD: [Once; 2] = [const { Once::new() }; 2];
+    let (name, once) = match to {
+        Console::Stdout => ("stdout", &TOLD[0]),
+        Console::Stderr => ("stderr", &TOLD[1]),
+    };
+    once.call_once(|| {
+        if is_kept {
+            tracing::warn!("what the ranks print to {name} is no longer shown, only kept in the log files: {error}");
+        } else {
+            tracing::warn!("what the ranks print to {name} is lost from now on, and the run goes on: {error}");
+        }
     });
 }
 

@@ -114,7 +114,11 @@ impl Args {
             return Err(usage(
                 "--node-rank",
                 &rank,
-                format!("of {max} hosts (--nnodes), the ranks are 0 to {}", max - 1),
+                if max == 1 {
+                    "one host is launched (--nnodes 1), whose rank is 0".into()
+                } else {
+                    format!("of {max} hosts (--nnodes), the ranks are 0 to {}", max - 1)
+                },
             ));
         }
         if max == 1 || self.standalone {
@@ -260,7 +264,7 @@ mod tests {
                 "\"0.0.0.0:5\" for --rdzv-endpoint",
             ),
             ("l --nnodes 2 --node-rank 2 --rdzv-endpoint localhost /bin/true", "the ranks are 0 to 1"),
-            ("l --node-rank 1 /bin/true", "the ranks are 0 to 0"),
+            ("l --node-rank 1 /bin/true", "one host is launched (--nnodes 1), whose rank is 0"),
             ("l --nnodes 2 --standalone /bin/true", "--standalone means one host, but --nnodes is 2"),
         ] {
             let error = spec(line).unwrap_err();

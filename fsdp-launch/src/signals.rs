@@ -3,12 +3,12 @@
 use std::{
     fs,
     str::FromStr,
-    sync::mpsc::Sender,
+    sync::{Arc, mpsc::Sender},
     thread::{self, JoinHandle},
 };
 
 use signal_hook::{
-    consts::{SIGALRM, SIGCHLD, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2, SIGXCPU},
+    consts::{SIGALRM, SIGCHLD, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2, SIGXCPU, SIGXFSZ},
     iterator::{Handle, Signals},
 };
 
@@ -72,6 +72,9 @@ pub(crate) struct SignalWatch {
 
 impl SignalWatch {
     pub(crate) fn start(wanted: &[i32], events: Sender<Event>) -> Result<Self> {
+        // A log file that has reached the limit of `ulimit -f` is an error, as a full disk is, and no end. What the
+        // ranks do is theirs: caught, it is not inherited.
+        signal_hook::flag::register(SIGXFSZ, Arc::default()).map_err(Error::system("watch for signals"))?;
         let wanted = wanted.iter().copied().chain([SIGCHLD]);
         let mut signals = Signals::new(wanted).map_err(Error::system("watch for signals"))?;
         let handle = signals.handle();

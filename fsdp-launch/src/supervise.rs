@@ -6,6 +6,7 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
+use fsdp_core::RankEnv;
 use rustix::process::Pid;
 use signal_hook::consts::{SIGINT, SIGTERM};
 
@@ -60,6 +61,8 @@ pub(crate) enum Sign<'a> {
     Failed(&'a Worker),
     /// The launcher received this signal, and the ranks are about to be ended.
     Leaving(i32),
+    /// This rank of the world has ended with exit code 0.
+    Done(usize),
 }
 
 /// Watches `workers` until nothing of them is left. What others should hear meanwhile goes to `tell`. Orphans that end meanwhile are reaped; `children` are
@@ -77,7 +80,11 @@ pub(crate) fn supervise(
     let mut cause = None;
     let (mut streams, mut interrupted, mut is_told, mut news) = (0, None, false, Vec::new());
     loop {
-        let failed = shutdown.reap();
+        let (done, failed): (Vec<_>, Vec<_>) = shutdown.reap().into_iter().partition(|(_, end)| end.is_success());
+        for rank in done.into_iter().map(|(rank, _)| job.rank(rank)) {
+            shutdown.tell_ended(rank, job);
+            tell(Sign::Done(rank));
+        }
         match cause {
             None => {
                 if let Some(rank) = first_of(&failed, job) {
@@ -133,6 +140,9 @@ pub(crate) fn supervise(
                 shutdown.begin();
                 cause.get_or_insert(Cause::Interrupted(signal));
             }
+            Some(Event::News(News::Said(ToAgent::RankDone { attempt, rank }))) if attempt == job.place.attempt => {
+                shutdown.tell_ended(rank, job);
+            }
             Some(Event::News(heard)) => {
                 let means_stop = match &heard {
                     News::Said(ToAgent::Stop { attempt, .. }) => *attempt == job.place.attempt,
@@ -174,9 +184,9 @@ struct Shutdown<'a> {
 }
 
 impl Shutdown<'_> {
-    /// Notes which ranks have ended; returns those that failed.
+    /// Notes which ranks have ended, and returns them.
     fn reap(&mut self) -> Vec<(usize, End)> {
-        let mut failed = Vec::new();
+        let mut ended = Vec::new();
         // Once more after each find: a rank that was passed over alive may have failed before one that was found dead behind it.
         loop {
             let mut found = false;
@@ -185,12 +195,21 @@ impl Shutdown<'_> {
                     continue;
                 }
                 found = true;
-                failed.extend(worker.end.filter(|end| !end.is_success()).map(|end| (worker.local_rank, end)));
+                ended.extend(worker.end.map(|end| (worker.local_rank, end)));
             }
             if !found {
-                return failed;
+                return ended;
             }
         }
+    }
+
+    /// Lets this host's ranks know that `rank` has ended with exit code 0: those that wait for it to join them do so in
+    /// vain.
+    fn tell_ended(&self, rank: usize, job: &Job<'_>) {
+        let place = job.place;
+        let (world_size, run_id, attempt) = (place.world_size, place.run_id.clone(), place.attempt);
+        let ended = RankEnv { rank, world_size, run_id, attempt, ..RankEnv::single() };
+        self.workers.iter().filter_map(|worker| worker.board.as_ref()).for_each(|board| board.tell_ended(&ended));
     }
 
     /// The others have had their time to end by themselves.

@@ -75,7 +75,8 @@ pub(crate) fn next(
                 why.get_or_insert(Reason { text, costs });
             }
             Ok(Event::Interrupted(signal)) => return Next::Interrupted(signal),
-            Ok(Event::News(News::Said(ToAgent::Ping)) | Event::ChildEnded | Event::OutputEnded) => {}
+            Ok(Event::News(News::Said(ToAgent::Ping | ToAgent::RankDone { .. })))
+            | Ok(Event::ChildEnded | Event::OutputEnded) => {}
             Err(RecvTimeoutError::Timeout) => {
                 if let Some(waiting) = &waiting {
                     tracing::warn!("{waiting}");

@@ -15,6 +15,7 @@ use rustix::{
 use crate::{
     Error, Result, cores,
     environment::Job,
+    exec::only_what_runs,
     orphans,
     process::{ProcessInfo, ProcessState},
     session::own_session_dying_with_us,
@@ -74,6 +75,10 @@ impl Worker {
             let hint = match source.kind() {
                 io::ErrorKind::NotFound => ": the file, or the interpreter its #! line names, is not there",
                 io::ErrorKind::WouldBlock => ": too many processes; see `ulimit -u`, or start fewer ranks",
+                _ if source.raw_os_error() == Some(Errno::NOEXEC.raw_os_error()) => {
+                    ": it is no program of this kind of machine, and no script: \
+                     damaged, cut short, empty, or built for another machine"
+                }
                 _ if source.raw_os_error() == Some(Errno::MFILE.raw_os_error()) => {
                     ": too many open files; raise `ulimit -n`, or start fewer ranks"
                 }
@@ -81,7 +86,7 @@ impl Worker {
             };
             Error::Start { rank, program: spec.program.clone(), source, hint }
         };
-        let mut child = command.spawn().map_err(failed)?;
+        let mut child = only_what_runs(&mut command).and_then(|()| command.spawn()).map_err(failed)?;
         let pid = Pid::from_child(&child);
         tracing::debug!(rank, pid = pid.as_raw_pid(), "started");
         let worker = Worker {

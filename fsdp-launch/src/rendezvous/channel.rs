@@ -15,7 +15,7 @@ use super::token::Token;
 /// Noise's NNpsk0: who has not the token can't make the first message, so nothing of a stranger's is looked at.
 const PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
 /// Both sides must mean the same by the bytes that follow.
-const PROLOGUE: &[u8] = b"fsdp-launch rendezvous 1";
+const PROLOGUE: &[u8] = b"fsdp-launch rendezvous 2";
 /// Each of the two handshake messages: a public key and a tag.
 const HANDSHAKE: usize = 48;
 /// The longest message on the wire, by Noise's definition.

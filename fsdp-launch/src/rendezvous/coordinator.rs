@@ -158,6 +158,11 @@ impl Coordinator {
                     self.stop(now, Why::Lost(Failure::NodeLost { host, how: why }, enough));
                 }
             }
+            FromAgent::RankDone { attempt, rank } => {
+                if self.is_running(from, attempt) {
+                    self.pass_on(from, attempt, rank);
+                }
+            }
             FromAgent::Failed { attempt, report } => {
                 if self.is_running(from, attempt) {
                     self.fail(now, from, Failure::Rank(*report));
@@ -284,6 +289,16 @@ impl Coordinator {
             let rank = member.node_rank.unwrap_or_default();
             format!("--node-rank {rank} is taken by {}: every host has its own", it.member.host)
         })
+    }
+
+    /// Tells those whose ranks may wait for this one.
+    fn pass_on(&mut self, from: AgentId, attempt: u32, rank: usize) {
+        let machine = self.agents.get(&from).map(|agent| agent.member.machine.clone());
+        let is_meant = |id: AgentId, agent: &Agent| {
+            id != from && agent.state == State::Running && Some(&agent.member.machine) == machine.as_ref()
+        };
+        let others = self.agents.iter().filter(|&(&id, agent)| is_meant(id, agent));
+        self.out.extend(others.map(|(&id, _)| (id, ToAgent::RankDone { attempt, rank })));
     }
 
     fn fail(&mut self, now: Instant, from: AgentId, failure: Failure) {

@@ -47,6 +47,8 @@ pub(crate) struct Member {
 pub(crate) enum FromAgent {
     /// It wants to take part, and has no ranks running. The first message.
     Join(Box<Member>),
+    /// A rank has ended with exit code 0, while others may still run.
+    RankDone { attempt: u32, rank: usize },
     /// The first rank has failed; the others are being ended.
     Failed { attempt: u32, report: Box<RankReport> },
     /// Not all of its ranks could be started, and nothing is left of those that were. The last message.
@@ -83,6 +85,8 @@ pub(crate) enum ToAgent {
     Start(Place),
     /// End your ranks; `costs` a restart, if the coordinator lives to count it.
     Stop { attempt: u32, why: String, costs: bool },
+    /// A rank of another agent of the machine has ended with exit code 0.
+    RankDone { attempt: u32, rank: usize },
     /// All is over. The last message.
     End(Box<Verdict>),
     /// It is alive.

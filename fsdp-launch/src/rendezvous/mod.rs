@@ -27,8 +27,9 @@ use std::{
 use channel::Channel;
 pub(crate) use coordinator::Rules;
 pub use endpoint::Endpoint;
-use hub::Hub;
+use hub::{Hub, Outbox};
 pub(crate) use message::{Ended, FromAgent, Member, Place, ToAgent, Verdict};
+use rustix::net::sockopt::set_socket_linger;
 use sender::send_until_closed;
 use serde::{Deserialize, Serialize};
 use server::Server;
@@ -150,12 +151,13 @@ impl Drop for Membership {
     }
 }
 
-fn local_outbox(events: &Sender<Event>) -> hub::Outbox {
+fn local_outbox(events: &Sender<Event>) -> Outbox {
     let events = events.clone();
-    Box::new(move |message| {
+    let put = move |message| {
         // Nobody listens once the launch is over.
         events.send(Event::News(News::Said(message))).ok();
-    })
+    };
+    Outbox { put: Box::new(put), sender: None }
 }
 
 /// Text that is equal for agents between whose ranks shared memory can be handed over: of one boot of one kernel, in one network namespace.
@@ -296,6 +298,13 @@ impl Agent {
         let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
         for address in (self.spec.endpoint.host.as_str(), port).to_socket_addrs().map_err(Trouble::Later)? {
             match TcpStream::connect_timeout(&address, CONNECT) {
+                // Where nobody listens at a port that connections may begin at, one may begin at the port that it leads
+                // to.
+                Ok(stream) if stream.local_addr().ok() == stream.peer_addr().ok() => {
+                    // Without a trace that would keep the port from who is to listen there.
+                    set_socket_linger(&stream, Some(Duration::ZERO)).map_err(|errno| Trouble::Later(errno.into()))?;
+                    last = io::ErrorKind::ConnectionRefused.into();
+                }
                 Ok(stream) => {
                     let token = self.token.clone().map_or_else(|| Token::shared_at(port).map_err(no_token), Ok);
                     return token.and_then(|token| Channel::connect(stream, &token)).map_err(Trouble::Stranger);

@@ -20,9 +20,13 @@ pub(crate) fn nnodes_text((min, max): (u32, u32)) -> String {
 /// The most hosts of a launch: the coordinator has two threads for each.
 const MOST_NODES: u32 = 4096;
 
+/// The most that may be waited for, which is for ever.
+pub(crate) const MOST_SECONDS: f64 = 1e19;
+
 /// Reads `--node-rank N`.
 pub(crate) fn node_rank(text: &str) -> Result<u32, String> {
-    text.parse().map_err(|_| "expected a number, 0 for the first host".into())
+    let rank = text.parse().ok().filter(|&rank| rank < MOST_NODES);
+    rank.ok_or_else(|| format!("expected a number, 0 for the first host, and less than {MOST_NODES}"))
 }
 
 /// The keys of `--rdzv-conf` that say something to the launcher.
@@ -77,9 +81,11 @@ impl std::str::FromStr for RendezvousConf {
                 return Err(wrong());
             }
             let seconds = || {
-                let seconds = value.parse().ok().filter(|&seconds: &f64| seconds > 0.0);
+                let seconds = value.parse().ok().filter(|&seconds: &f64| seconds > 0.0 && seconds <= MOST_SECONDS);
                 let duration = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-                duration.map(Some).ok_or_else(|| format!("expected a positive number of seconds in {pair:?}"))
+                let expected =
+                    || format!("expected a positive number of seconds, at most {MOST_SECONDS:e}, in {pair:?}");
+                duration.map(Some).ok_or_else(expected)
             };
             match key {
                 "join_timeout" | "timeout" => conf.join_timeout = seconds()?,
@@ -89,8 +95,9 @@ impl std::str::FromStr for RendezvousConf {
                     let count = value.parse().ok().filter(|&count: &u32| count > 1);
                     conf.keep_alive_max_attempt = Some(count.ok_or_else(|| {
                         format!(
-                            "expected 2 or more in {pair:?}: a host tells once in a keep_alive_interval that it is alive, \
-                             and with less would be given up before it can"
+                            "expected 2 or more, at most {}, in {pair:?}: a host tells once in a keep_alive_interval \
+                             that it is alive, and with less than 2 would be given up before it can",
+                            u32::MAX
                         )
                     })?);
                 }

@@ -15,7 +15,14 @@ use std::{
 
 use rustix::event::{PollFd, PollFlags, poll};
 
-use super::{KeepAlive, channel::Channel, hub::Hub, message::FromAgent, sender::send_until_closed, token::Token};
+use super::{
+    KeepAlive,
+    channel::Channel,
+    hub::{Hub, Outbox},
+    message::{FromAgent, ToAgent},
+    sender::send_until_closed,
+    token::Token,
+};
 
 /// The most connections that have not shown yet that they have the token. For one more the oldest is closed: who has the token shows it at once.
 const MOST_STRANGERS: usize = 64;
@@ -174,14 +181,15 @@ fn serve(stream: TcpStream, from: SocketAddr, shared: &Shared) -> io::Result<()>
     let host = member.host.clone();
     let (outbox, messages) = mpsc::channel();
     let interval = shared.keep_alive.interval;
-    thread::Builder::new()
+    let sender = thread::Builder::new()
         .name(format!("to agent {from}"))
         .stack_size(STACK)
-        .spawn(move || send_until_closed(writer, &messages, interval, &super::message::ToAgent::Ping))?;
-    let id = shared.hub.enter(Box::new(move |message| {
+        .spawn(move || send_until_closed(writer, &messages, interval, &ToAgent::Ping))?;
+    let put = move |message| {
         // The thread ends when the connection breaks, which the reader notices.
         outbox.send(message).ok();
-    }));
+    };
+    let id = shared.hub.enter(Outbox { put: Box::new(put), sender: Some(sender) });
     shared.hub.hear(id, FromAgent::Join(member));
     let limit = shared.keep_alive.limit();
     let error = loop {

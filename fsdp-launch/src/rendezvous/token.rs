@@ -56,6 +56,10 @@ impl Token {
         OpenOptions::new().read(true).open("/dev/urandom")?.read_exact(&mut bytes)?;
         let path = shared_path(port)?;
         let dir = path.parent().unwrap_or(Path::new("/"));
+        // One launcher at a time: what another is making is not stale, nor what it puts in the place of something
+        // stale.
+        let turn = fs::File::open(dir)?;
+        turn.lock()?;
         remove_stale(dir);
         // Under another name first, so that nobody reads half a token.
         let mut file = tempfile::NamedTempFile::new_in(dir)?;

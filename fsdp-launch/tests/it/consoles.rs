@@ -24,6 +24,10 @@ fn command() -> Command {
     command
 }
 
+fn full_disk() -> fs::File {
+    fs::File::options().write(true).open("/dev/full").unwrap()
+}
+
 fn without_reader() -> io::PipeWriter {
     io::pipe().unwrap().1
 }
@@ -88,6 +92,70 @@ fn what_is_kept_is_kept_whole_when_nobody_looks_any_more() {
 }
 
 #[test]
+fn a_console_that_takes_nothing_costs_what_was_printed_and_no_more() {
+    // More than fits a pipe, so that nobody could print on if it was not read.
+    let script = "seq 1 100000; seq 1 100000 >&2; [ $RANK = 0 ] || exit 7; sleep 1000";
+    for why in ["Broken pipe", "No space left on device"] {
+        let target = || -> Stdio { if why == "Broken pipe" { without_reader().into() } else { full_disk().into() } };
+        let run = |stdout: Stdio, stderr: Stdio| {
+            let mut launcher = command();
+            launcher.args(["--nproc-per-node=2", "sh", "-c", script]).stdout(stdout).stderr(stderr);
+            let output = launcher.spawn().unwrap().wait_with_output().unwrap();
+            assert_eq!(output.status.code(), Some(7), "{why}");
+            String::from_utf8(output.stderr).unwrap()
+        };
+        let told = run(target(), Stdio::piped());
+        let warning = format!("what the ranks print to stdout is lost from now on, and the run goes on: {why}");
+        assert_eq!(told.matches(&warning).count(), 1, "{}", told.len());
+        assert!(told.contains("[rank 1] 100000\n") && told.contains("failed first, with exit code 7"));
+        run(Stdio::null(), target());
+        run(target(), target());
+        // What the launcher itself was asked to print.
+        for args in [&["--dry-run", "true"][..], &["--print-completion", "bash"]] {
+            let output = command().args(args).stdout(target()).stderr(Stdio::piped()).spawn().unwrap();
+            let output = output.wait_with_output().unwrap();
+            let told = String::from_utf8(output.stderr).unwrap();
+            assert_eq!(output.status.code(), Some(1), "{told}");
+            assert_eq!(told.contains(why), why != "Broken pipe", "{told}");
+        }
+    }
+}
+
+#[test]
+fn a_log_file_that_may_not_grow_costs_what_it_would_have_kept_and_no_more() {
+    let dir = tempfile::tempdir().unwrap();
+    let launcher = assert_cmd::cargo::cargo_bin!("fsdp-launch").display();
+    let script = format!(
+        "ulimit -f 100; exec {launcher} --rdzv-id j --log-dir {} sh -c 'seq 1 100000; exit 7'",
+        dir.path().display()
+    );
+    let output = Command::new("sh").args(["-c", &script]).output().unwrap();
+    let told = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(7), "{told}");
+    assert_eq!(told.matches("is not written any further: File too large").count(), 1, "{told}");
+    assert_eq!(output.stdout.iter().filter(|&&byte| byte == b'\n').count(), 100_000);
+    let log = fs::read_to_string(dir.path().join("j/attempt_0/0/stdout.log")).unwrap();
+    assert!(log.starts_with("1\n2\n") && log.len() < 200_000, "{} bytes", log.len());
+}
+
+#[test]
+fn a_place_for_logs_that_goes_costs_the_logs_and_no_more() {
+    let dir = tempfile::tempdir().unwrap();
+    let place = dir.path().join("j");
+    let script = format!(
+        "echo attempt $FSDP_ATTEMPT; [ $FSDP_ATTEMPT = 1 ] || {{ rm -r {0}; : > {0}; exit 5; }}; exit 0",
+        place.display()
+    );
+    let mut launcher = command();
+    launcher.args(["--max-restarts=1", "--rdzv-id=j", "--log-dir"]).arg(dir.path()).args(["sh", "-c", &script]);
+    let output = launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap().wait_with_output().unwrap();
+    let told = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(0), "{told}");
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), "[rank 0] attempt 0\n[rank 0] attempt 1\n");
+    assert!(told.contains("this attempt has no log files: the log "), "{told}");
+}
+
+#[test]
 fn a_programs_filter_leaves_the_launchers_warnings() {
     let warned = |filter: &str| {
         let (mut reader, writer) = io::pipe().unwrap();
@@ -113,10 +181,17 @@ fn a_console_that_nobody_reads_delays_no_end() {
     assert_eq!(command().args(args).stderr(writer.try_clone().unwrap()).status().unwrap().code(), Some(3));
 
     // The ranks too have much to say.
+    let dir = tempfile::tempdir().unwrap();
+    let started = dir.path().join("started");
+    let script = format!(": > {}; exec yes", started.display());
     let mut launcher = command();
-    launcher.args(["--shutdown-timeout=0.2", "yes"]).stdout(writer.try_clone().unwrap()).stderr(writer);
+    launcher.args(["--shutdown-timeout=0.2", "sh", "-c", &script]).stdout(writer.try_clone().unwrap()).stderr(writer);
     let mut launcher = launcher.spawn().unwrap();
-    sleep(Duration::from_millis(300));
+    let start = Instant::now();
+    while !started.exists() {
+        assert!(start.elapsed() < TIMEOUT);
+        sleep(Duration::from_millis(5));
+    }
     kill_process(Pid::from_child(&launcher), Signal::TERM).unwrap();
     assert_eq!(launcher.wait().unwrap().code(), Some(143));
     drop(reader);

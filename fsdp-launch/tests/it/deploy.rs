@@ -15,7 +15,7 @@ use fsdp_launch::{Args, LaunchSpec};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use crate::{TIMEOUT, executable, finish, hear_signals, sorted};
+use crate::{TIMEOUT, executable, finish, hear_signals, hosts::free_port, sorted};
 
 fn example(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/deploy").join(name)
@@ -47,7 +47,8 @@ fn programs() -> tempfile::TempDir {
     let launcher = assert_cmd::cargo::cargo_bin!("fsdp-launch");
     // Not a link by name: beside where it really lies there may be another `train`.
     if fs::hard_link(launcher, dir.path().join("fsdp-launch")).is_err() {
-        fs::copy(launcher, dir.path().join("fsdp-launch")).unwrap();
+        // By a process of its own, for the reason of `executable`.
+        assert!(Command::new("cp").arg(launcher).arg(dir.path().join("fsdp-launch")).status().unwrap().success());
     }
     let say = "#!/bin/sh\necho \"rank $RANK of $WORLD_SIZE: $(basename \"$0\") $*\"\n";
     fs::write(dir.path().join("script.py"), "").unwrap();
@@ -73,9 +74,9 @@ impl Batch {
         let dir = programs();
         fs::write(dir.path().join("data"), "some text").unwrap();
         let log = "printf '%s\\n' \"$@\" > \"$SLURM_SUBMIT_DIR/srun.log\"\n";
-        executable(dir.path().join("srun"), &format!("#!/bin/sh\n{log}{srun}\n"));
+        executable(dir.path().join("srun"), format!("#!/bin/sh\n{log}{srun}\n"));
         let scontrol = "echo \"$@\" >> \"$SLURM_SUBMIT_DIR/scontrol.log\"\n[ \"$1\" = show ] && printf '%s\\nnode08\\n' \"${FIRST:-localhost}\"\nexit 0";
-        executable(dir.path().join("scontrol"), &format!("#!/bin/sh\n{scontrol}\n"));
+        executable(dir.path().join("scontrol"), format!("#!/bin/sh\n{scontrol}\n"));
         Batch { dir }
     }
 
@@ -259,7 +260,7 @@ fn pod_words(job: &Value, index: u64) -> Vec<String> {
 
 #[test]
 fn the_pods_run_train_in_one_and_a_script_in_several() {
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let port = free_port();
     let train = "0 of 1: train --data=/data/texts --steps=10000 --checkpoint-dir=/checkpoints --save-every=500 --keep=3 --resume=auto";
     let script =
         [0, 1].map(|rank| format!("{rank} of 2: python -u script.py --data=/data/texts --checkpoint-dir=/checkpoints"));

@@ -1,8 +1,11 @@
 //! Exit codes, the first failure, and that nothing is left.
 
-use std::time::{Duration, Instant};
+use std::{
+    path::PathBuf,
+    time::{Duration, Instant},
+};
 
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::{Running, assert_gone, assert_gone_soon, finish, launcher, ranks};
 
@@ -48,7 +51,8 @@ fn ranks_that_fail_a_little_later_are_heard() {
     let dir = tempfile::tempdir().unwrap();
     let script = format!(
         "cd {}; trap 'exit 9' TERM; if [ $RANK = 1 ]; then echo $$ > new; mv new pid; exit 5; fi; \
-         while [ ! -e pid ]; do sleep 0.01; done; while kill -0 $(cat pid) 2>/dev/null; do :; done; echo bad input >&2; exit 6",
+         while [ ! -e pid ]; do sleep 0.01; done; read pid < pid; \
+         while kill -0 $pid 2>/dev/null; do :; done; echo bad input >&2; exit 6",
         dir.path().display()
     );
     let (code, _, stderr) = finish(&mut ranks(2, &script));
@@ -64,7 +68,7 @@ fn the_earlier_record_is_the_cause_whoever_ended_first() {
     let script = format!(
         "cd {}; record() {{ echo '{{\"message\": \"'$1'\"}}' > $TORCHELASTIC_ERROR_FILE; }}; \
          if [ $RANK = 1 ]; then record cause; : > recorded; while [ ! -e pid0 ]; do sleep 0.01; done; \
-         while kill -0 $(cat pid0) 2>/dev/null; do :; done; exit 5; fi; \
+         read pid < pid0; while kill -0 $pid 2>/dev/null; do :; done; exit 5; fi; \
          while [ ! -e recorded ]; do sleep 0.01; done; sleep 0.02; record echo; echo $$ > new; mv new pid0; exit 6",
         dir.path().display()
     );
@@ -153,6 +157,39 @@ fn a_launcher_killed_by_sigkill_leaves_nothing() {
         std::thread::sleep(Duration::from_millis(5));
     }
     assert!(!dir.exists());
+}
+
+#[test]
+fn what_a_launcher_left_that_was_killed_with_its_guard_is_removed_by_the_next() {
+    let temp = tempfile::tempdir().unwrap();
+    let start = |script: &str| {
+        let tmpdir = format!("TMPDIR={}", temp.path().display());
+        let program = assert_cmd::cargo::cargo_bin!("fsdp-launch").display().to_string();
+        Running::of("/usr/bin/env", &[&tmpdir, &program, "sh", "-c", script])
+    };
+    let script = "dirname $TORCHELASTIC_ERROR_FILE; sleep 300";
+    let [mut dead, mut alive] = [start(script), start(script)];
+    let dir_of = |launcher: &mut Running| PathBuf::from(launcher.line().trim_start_matches("[rank 0] "));
+    let [left, kept] = [dir_of(&mut dead), dir_of(&mut alive)];
+    assert!(left.starts_with(temp.path()) && kept.starts_with(temp.path()));
+    // The guard first, so that it can do nothing.
+    let pid = dead.child.id();
+    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
+    let is_guard = |pid: &&str| {
+        std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default().contains("fsdp-launch-guard")
+    };
+    let guard: i32 = children.split_whitespace().find(is_guard).unwrap().parse().unwrap();
+    kill_process(Pid::from_raw(guard).unwrap(), Signal::KILL).unwrap();
+    dead.signal(Signal::KILL);
+    dead.wait();
+    assert!(left.is_dir());
+
+    assert_eq!(finish(launcher(&["true"]).env("TMPDIR", temp.path())).0, Some(0));
+    assert!(!left.exists(), "{} is left", left.display());
+    assert!(kept.is_dir());
+    alive.signal(Signal::TERM);
+    assert_eq!(alive.wait().code(), Some(143));
+    assert_eq!(std::fs::read_dir(temp.path()).unwrap().count(), 0);
 }
 
 #[test]

@@ -23,11 +23,18 @@ pub(crate) fn rank_program(role: &str) -> Vec<String> {
 fn run_as_a_rank() {
     let Ok(role) = std::env::var("FSDP_TEST_ROLE") else { return };
     let env = RankEnv::from_env().unwrap();
-    if role == "stops_early" && env.rank == 1 {
-        kill_process(getpid(), Signal::STOP).unwrap();
-        std::thread::sleep(Duration::from_secs(1000));
+    match (role.as_str(), env.rank) {
+        ("stops_early", 1) => {
+            kill_process(getpid(), Signal::STOP).unwrap();
+            std::thread::sleep(Duration::from_secs(1000));
+        }
+        ("rank_0_does_not_join", 0) | ("rank_1_does_not_join", 1) => std::process::exit(0),
+        _ => {}
     }
-    let world = process_group::init(&env, Options::default()).unwrap();
+    let world = process_group::init(&env, Options::default()).unwrap_or_else(|error| fail(&error));
+    if role == "joins" {
+        std::process::exit(0);
+    }
     world.barrier().wait().unwrap();
     heartbeat::step(7);
     if env.rank == 1 && env.attempt == 0 {
@@ -44,10 +51,12 @@ fn run_as_a_rank() {
         }
     }
     let sum = world.all_reduce(vec![Buffer::F32(vec![1.])], ReduceOp::Sum).wait();
-    if let Err(error) = sum {
-        fsdp_core::record_error(&error.to_string());
-        std::process::exit(3);
-    }
+    sum.unwrap_or_else(|error| fail(&error));
+}
+
+fn fail(error: &fsdp_core::Error) -> ! {
+    fsdp_core::record_error(&error.to_string());
+    std::process::exit(3);
 }
 
 /// The launcher's exit code and what it said of two ranks in a role.
@@ -64,6 +73,29 @@ fn assert_all(text: &str, parts: &[&str]) {
 }
 
 const WHO_ARRIVED: &str = "all_reduce (collective 1 of \"world\", 2 ranks): rank 0 arrived; rank 1 did not";
+
+#[test]
+fn nobody_waits_for_a_rank_that_has_ended_before_it_joined() {
+    for (ended, waits) in [(0, 1), (1, 0)] {
+        let (code, stderr) = run(&[], &format!("rank_{ended}_does_not_join"), "10000");
+        assert_eq!(code, Some(3), "{stderr}");
+        let told =
+            format!("it recorded: rank {waits}: rank(s) {ended} ended with exit code 0 before they joined the others");
+        assert_all(&stderr, &[&told]);
+    }
+    // Of several, all hear it; who waits for rank 0's answer hears it from there.
+    let (code, stderr) = run(&["--nproc-per-node=4"], "rank_1_does_not_join", "10000");
+    assert_eq!(code, Some(3), "{stderr}");
+    assert_all(&stderr, &["rank(s) 1 ended with exit code 0", "failed too, with exit code 3"]);
+}
+
+#[test]
+fn a_rank_may_end_while_others_still_hear_that_all_have_joined() {
+    for _ in 0..3 {
+        let (code, stderr) = run(&["--nproc-per-node=6"], "joins", "10000");
+        assert_eq!((code, stderr.as_str()), (Some(0), ""));
+    }
+}
 
 #[test]
 fn a_stopped_rank_is_found_and_all_start_again() {
@@ -114,7 +146,7 @@ fn a_stopped_rank_is_not_waited_for() {
 
 #[test]
 fn a_collective_that_times_out_names_who_arrived() {
-    let (code, stderr) = run(&[], "stays_away", "1");
+    let (code, stderr) = run(&[], "stays_away", "5");
     assert_eq!(code, Some(3), "{stderr}");
     assert_all(
         &stderr,
@@ -138,8 +170,8 @@ fn an_ordinary_failure_is_told_in_few_words() {
 #[test]
 fn what_runs_on_after_the_process_that_beat_does_not_hang() {
     let program = rank_program("ends").join(" ");
-    let script = format!("{program} || exit 9; sleep 2; echo went on");
-    let args = ["--nproc-per-node=2", "--heartbeat-timeout=0.3", "sh", "-c", &script];
+    let script = format!("{program} || exit 9; sleep 5; echo went on");
+    let args = ["--nproc-per-node=2", "--heartbeat-timeout=3", "sh", "-c", &script];
     let (code, stdout, stderr) = finish(&mut launcher(&args));
     assert_eq!((code, stderr.as_str()), (Some(0), ""));
     assert_eq!(stdout.matches("went on").count(), 2, "{stdout}");

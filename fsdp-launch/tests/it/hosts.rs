@@ -2,19 +2,32 @@
 
 use std::{
     fs,
-    net::{TcpListener, TcpStream},
+    mem::ManuallyDrop,
+    net::{Ipv4Addr, SocketAddrV4, TcpListener, TcpStream},
     process::{Child, Command, Stdio},
     thread::sleep,
     time::{Duration, Instant},
 };
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::{
+    net::{AddressFamily, SocketFlags, SocketType, bind, socket_with, sockopt::set_socket_reuseaddr},
+    process::{Pid, Signal, kill_process},
+};
 
-use crate::{TIMEOUT, assert_gone_soon, executable, finish, hear_signals, launcher, sorted, without_times};
+use crate::{
+    TIMEOUT, assert_gone_soon, executable, finish, hear_signals, heartbeats::rank_program, launcher, sorted,
+    without_times,
+};
 
-/// A port that was free a moment ago.
+/// A port that nobody but who names it gets for as long as this program runs: a socket that does not listen holds it.
 pub(crate) fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    let socket = socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
+    // As listeners have it, so that one may bind it too.
+    set_socket_reuseaddr(&socket, true).unwrap();
+    bind(&socket, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0)).unwrap();
+    // Never closed.
+    let held = ManuallyDrop::new(TcpListener::from(socket));
+    held.local_addr().unwrap().port()
 }
 
 /// One launcher, whose output goes to a file.
@@ -58,6 +71,23 @@ impl Agent {
         }
     }
 
+    /// Waits until its ranks are in an attempt with `world` ranks, not before attempt `first`, as a script with
+    /// [`PLACE`] prints it; which attempt that is. How many attempts come before depends on when hosts come.
+    fn attempt_of(&self, world: u32, first: u32) -> u32 {
+        let mut found = None;
+        let start = Instant::now();
+        while found.is_none() {
+            let attempts = self.lines().into_iter().filter_map(|line| {
+                let (_, place) = line.split_once(&format!("world {world} attempt "))?;
+                place.split(' ').next()?.parse().ok()
+            });
+            found = attempts.filter(|&attempt: &u32| attempt >= first).max();
+            assert!(start.elapsed() < TIMEOUT, "no attempt {first} or later of {world} ranks: {}", self.text());
+            sleep(Duration::from_millis(5));
+        }
+        found.unwrap()
+    }
+
     /// The numbers behind `pid ` in what was printed.
     fn pids(&self) -> Vec<i32> {
         self.lines().iter().filter_map(|line| line.split(" pid ").nth(1)?.parse().ok()).collect()
@@ -87,6 +117,9 @@ impl Drop for Agent {
         self.child.wait().ok();
     }
 }
+
+/// Prints which attempt this is.
+const PLACE: &str = "echo world $WORLD_SIZE attempt $FSDP_ATTEMPT restart $TORCHELASTIC_RESTART_COUNT";
 
 /// `options` for all agents, as one text; the endpoint is added.
 fn agents_of(options: &str, port: u16) -> Vec<String> {
@@ -136,8 +169,14 @@ fn every_rank_finds_its_place_among_all() {
 #[test]
 fn a_failure_ends_all_hosts_with_its_exit_code_and_is_told_on_each() {
     let options = agents_of("--nnodes=2 --nproc-per-node=2", free_port());
-    let script = "echo pid $$; [ $RANK = 3 ] && echo '{\"message\": \"no data\"}' > $TORCHELASTIC_ERROR_FILE && exit 7; sleep 300";
-    let agents = [0, 1].map(|_| start(&options, &[], script));
+    let dir = tempfile::tempdir().unwrap();
+    let go = dir.path().join("go");
+    let script = format!(
+        "echo pid $$; if [ $RANK = 3 ]; then until [ -e {} ]; do sleep 0.02; done; \
+         echo '{{\"message\": \"no data\"}}' > $TORCHELASTIC_ERROR_FILE; exit 7; fi; sleep 300",
+        go.display()
+    );
+    let agents = [0, 1].map(|_| start(&options, &[], &script));
     let pids: Vec<i32> = agents
         .iter()
         .flat_map(|agent| {
@@ -145,6 +184,7 @@ fn a_failure_ends_all_hosts_with_its_exit_code_and_is_told_on_each() {
             agent.pids()
         })
         .collect();
+    fs::write(go, "").unwrap();
     for (code, text) in agents.map(Agent::finish) {
         assert_eq!(code, Some(7), "{text}");
         assert!(
@@ -196,21 +236,17 @@ fn a_run_shrinks_when_a_host_is_killed_and_grows_when_it_comes_back() {
     let options = agents_of("--nnodes=1:2 --nproc-per-node=1 --rdzv-conf=last_call_timeout=0.5", free_port());
     let dir = tempfile::tempdir().unwrap();
     let flag = dir.path().join("enough");
-    let script = format!(
-        "echo world $WORLD_SIZE attempt $FSDP_ATTEMPT; echo pid $$; until [ -e {} ]; do sleep 0.02; done",
-        flag.display()
-    );
+    let script = format!("{PLACE}; echo pid $$; until [ -e {} ]; do sleep 0.02; done", flag.display());
     let first = start_first(&options, &[], &script);
     let second = start(&options, &[], &script);
-    first.wait_for("world 2 attempt 0", 1);
+    let both = first.attempt_of(2, 0);
     second.wait_for("pid", 1);
     let lost = second.pids();
     second.signal(Signal::KILL);
-    first.wait_for("world 1 attempt 1", 1);
+    assert_eq!(first.attempt_of(1, both), both + 1);
     assert_gone_soon(&lost);
     let third = start(&options, &[], &script);
-    first.wait_for("world 2 attempt 2", 1);
-    third.wait_for("world 2 attempt 2", 1);
+    assert_eq!([&first, &third].map(|agent| agent.attempt_of(2, both + 1)), [both + 2; 2]);
     fs::write(flag, "").unwrap();
     let (code, text) = first.finish();
     assert_eq!((code, third.finish().0), (Some(0), Some(0)), "{text}");
@@ -274,18 +310,21 @@ fn without_restarts_the_loss_of_the_rendezvous_is_the_end() {
 #[test]
 fn an_elastic_run_goes_on_without_the_host_of_its_rendezvous_and_without_a_restart() {
     let options = agents_of("--nnodes=1:2 --nproc-per-node=1 --rdzv-conf=last_call_timeout=0.5", free_port());
-    let script = "echo world $WORLD_SIZE attempt $FSDP_ATTEMPT restart $TORCHELASTIC_RESTART_COUNT; \
-                  [ $FSDP_ATTEMPT = 2 ] || sleep 300";
-    let first = start_first(&options, &[], script);
-    let second = start(&options, &[], script);
-    second.wait_for("world 2 attempt 0", 1);
+    let dir = tempfile::tempdir().unwrap();
+    let flag = dir.path().join("enough");
+    let script = format!("{PLACE}; until [ -e {} ]; do sleep 0.02; done", flag.display());
+    let first = start_first(&options, &[], &script);
+    let second = start(&options, &[], &script);
+    let both = second.attempt_of(2, 0);
     first.signal(Signal::KILL);
-    second.wait_for("world 1 attempt 1 restart 0", 1);
+    assert_eq!(second.attempt_of(1, both), both + 1);
     // It brings no count of its own, and is heard by those who have one.
-    let third = start(&options, &[], script);
+    let third = start(&options, &[], &script);
+    assert_eq!([&second, &third].map(|agent| agent.attempt_of(2, both + 1)), [both + 2; 2]);
+    fs::write(flag, "").unwrap();
     let (code, text) = second.finish();
     assert_eq!((code, third.finish().0), (Some(0), Some(0)), "{text}");
-    assert!(text.contains("world 2 attempt 2 restart 0"), "{text}");
+    assert!(text.contains("restart 0") && !text.contains("restart 1"), "{text}");
 }
 
 #[test]
@@ -295,20 +334,22 @@ fn a_new_coordinator_ends_its_ranks_for_one_that_counted_further() {
         agents_of("--nnodes=1:2 --nproc-per-node=1 --max-restarts=9 --rdzv-conf=last_call_timeout=0.5", free_port());
     let dir = tempfile::tempdir().unwrap();
     let enough = dir.path().join("enough");
-    let (enough, other) = (enough.display(), dir.path().join("other"));
-    let other = other.display();
+    let (other, later) = (dir.path().join("other"), dir.path().join("later"));
+    let (enough, other, later) = (enough.display(), other.display(), later.display());
     let script = format!(
-        "echo world $WORLD_SIZE attempt $FSDP_ATTEMPT; case $WORLD_SIZE$FSDP_ATTEMPT in 20) exit 5;; \
-         21) trap 'until [ -e {other} ]; do sleep 0.02; done; exit 1' TERM;; esac; until [ -e {enough} ]; do sleep 0.02; done"
+        "case $WORLD_SIZE$TORCHELASTIC_RESTART_COUNT in 20) [ -e {later} ] || exit 5;; \
+         21) trap 'until [ -e {other} ]; do sleep 0.02; done; exit 1' TERM;; esac; \
+         {PLACE}; until [ -e {enough} ]; do sleep 0.02; done"
     );
     let first = start_first(&options, &[], &script);
     let second = start(&options, &[], &script);
-    [&first, &second].into_iter().for_each(|agent| agent.wait_for("world 2 attempt 1", 1));
+    let [both, _] = [&first, &second].map(|agent| agent.attempt_of(2, 0));
     first.signal(Signal::KILL);
+    fs::write(dir.path().join("later"), "").unwrap();
     let third = start(&options, &[], &script);
-    third.wait_for("world 1 attempt 0", 1);
+    assert_eq!(third.attempt_of(1, 0), 0);
     fs::write(dir.path().join("other"), "").unwrap();
-    [&second, &third].into_iter().for_each(|agent| agent.wait_for("world 2 attempt 2", 1));
+    assert_eq!([&second, &third].map(|agent| agent.attempt_of(2, both + 1)), [both + 1; 2]);
     fs::write(dir.path().join("enough"), "").unwrap();
     for (code, text) in [second, third].map(Agent::finish) {
         assert_eq!(code, Some(0), "{text}");
@@ -397,9 +438,11 @@ fn several_hosts_that_are_stopped_at_once_are_no_reason_for_the_others_to_end() 
     let options = agents_of("--nnodes=1:3 --rdzv-conf=last_call_timeout=0.5", free_port());
     let dir = tempfile::tempdir().unwrap();
     let flag = dir.path().join("told");
+    // Hosts may come too late for the first attempt, which is then smaller.
     let script = format!(
-        "echo world $WORLD_SIZE; [ $WORLD_SIZE = 1 ] && exit 0; \
-         trap 'echo asked; until [ -e {} ]; do sleep 0.02; done; exit 0' TERM; while :; do sleep 0.02; done",
+        "flag={}; asked() {{ echo asked; until [ -e $flag ]; do sleep 0.02; done; exit 0; }}; \
+         if [ $WORLD_SIZE = 3 ]; then trap asked TERM; fi; \
+         {PLACE}; until [ $WORLD_SIZE = 1 ] && [ -e $flag ]; do sleep 0.02; done",
         flag.display()
     );
     let first = start_first(&options, &[], &script);
@@ -410,11 +453,12 @@ fn several_hosts_that_are_stopped_at_once_are_no_reason_for_the_others_to_end() 
     // It is about to end its ranks for the others' sake.
     second.wait_for("asked", 1);
     second.signal(Signal::TERM);
+    // Most often it hears that before its ranks have ended; the outcome is the same.
     sleep(Duration::from_millis(100));
     fs::write(flag, "").unwrap();
     assert_eq!(second.finish().0, Some(143));
     let (code, text) = first.finish();
-    assert!(code == Some(0) && text.contains("world 1\n"), "{text}");
+    assert!(code == Some(0) && text.contains("world 1 attempt "), "{text}");
 }
 
 #[test]
@@ -464,5 +508,18 @@ fn dry_run_shows_a_host_of_several() {
     let text = String::from_utf8(output.stdout).unwrap();
     for part in ["# host 1 of 2", "# rank 2\n", "# rank 3\n", "WORLD_SIZE=4 ", "GROUP_RANK=1 "] {
         assert!(text.contains(part), "{part} is not in {text}");
+    }
+}
+
+#[test]
+fn ranks_of_several_launchers_wait_for_nobody_who_has_ended() {
+    // On one host, where ranks of different launchers meet.
+    let options = agents_of("--nnodes=2 --nproc-per-node=1", free_port());
+    for (ended, waits) in [(0, 1), (1, 0)] {
+        let script = rank_program(&format!("rank_{ended}_does_not_join")).join(" ");
+        for (code, text) in [0, 1].map(|_| start(&options, &[], &script)).map(Agent::finish) {
+            let told = format!("it recorded: rank {waits}: rank(s) {ended} ended with exit code 0 before they joined");
+            assert!(code == Some(3) && text.contains(&told), "{text}");
+        }
     }
 }

@@ -20,8 +20,7 @@ mod strangers;
 use std::{
     ffi::OsStr,
     fs,
-    io::{BufRead, BufReader, Lines},
-    os::unix::fs::PermissionsExt,
+    io::{BufRead, BufReader, Lines, Write},
     path::{Path, PathBuf},
     process::{Child, ChildStdout, Command, ExitStatus, Stdio},
     sync::{Arc, Once, atomic::AtomicBool},
@@ -33,7 +32,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 
 /// Far longer than anything here takes.
-const TIMEOUT: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(180);
 
 /// Makes what this process starts hear the signals that it ignores itself, as it does in the background of a shell: the launcher and the ranks would
 /// ignore them too, but what a process catches is back to the default in a program that it starts.
@@ -86,9 +85,14 @@ fn sorted(text: &str) -> Vec<&str> {
     lines
 }
 
-fn executable(path: PathBuf, content: &str) -> PathBuf {
-    fs::write(&path, content).unwrap();
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+/// Written by a process of its own: what another test starts meanwhile would have a file that is written here open for
+/// a moment, and no program can be executed that somebody has open for writing.
+fn executable(path: PathBuf, content: impl AsRef<[u8]>) -> PathBuf {
+    let mut writer = Command::new("sh");
+    writer.args(["-c", "cat > \"$0\" && chmod 755 \"$0\""]).arg(&path).stdin(Stdio::piped());
+    let mut writer = writer.spawn().unwrap();
+    writer.stdin.take().unwrap().write_all(content.as_ref()).unwrap();
+    assert!(writer.wait().unwrap().success());
     path
 }
 

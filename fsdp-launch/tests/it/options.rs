@@ -62,8 +62,13 @@ fn options_from_torchruns_environment() {
 
 #[test]
 fn the_time_to_end_from_torchruns_other_variable() {
-    let script = "trap 'echo asked' TERM; [ $RANK = 0 ] && { sleep 0.3; exit 3; }; while :; do sleep 0.01; done";
-    let mut command = ranks(2, script);
+    let dir = tempfile::tempdir().unwrap();
+    let script = format!(
+        "cd {}; if [ $RANK = 0 ]; then until [ -e ready ]; do sleep 0.01; done; rm ready; exit 3; fi; \
+         trap 'echo asked' TERM; : > ready; while :; do sleep 0.01; done",
+        dir.path().display()
+    );
+    let mut command = ranks(2, &script);
     let (code, stdout, stderr) = finish(command.env("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "0.2"));
     assert_eq!((code, stdout.as_str()), (Some(3), "[rank 1] asked\n"), "{stderr}");
     assert!(stderr.contains("still running 200ms after it was asked to end"), "{stderr}");

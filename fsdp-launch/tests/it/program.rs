@@ -142,3 +142,30 @@ fn paths_that_can_not_be_run() {
         assert_eq!(stderr.contains("chmod"), program == "./plain", "{stderr}");
     }
 }
+
+#[test]
+fn what_the_kernel_refuses_is_no_shell_script() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name);
+    // A program that is cut short, one of another machine, words behind a zero byte, and nothing at all.
+    let whole = fs::read("/bin/sh").unwrap();
+    let mut foreign = whole.clone();
+    foreign[18] ^= 0xff;
+    let files: [(&str, &[u8]); 4] =
+        [("cut", &whole[..60]), ("foreign", &foreign), ("words", b"\0\necho a shell ran this\n"), ("empty", b"")];
+    for (name, content) in files {
+        executable(path(name), content);
+    }
+    let interpreter = format!("#!{}\necho a shell ran this\n", path("cut").display());
+    executable(path("script"), &interpreter);
+    for name in ["cut", "foreign", "words", "empty", "script"] {
+        let (code, stdout, stderr) = finish(launcher(&[&format!("./{name}")]).current_dir(dir.path()));
+        assert_eq!((code, stdout.as_str()), (Some(1), ""), "{name}: {stderr}");
+        let told = "Exec format error (os error 8): it is no program of this kind of machine, and no script: damaged";
+        assert!(stderr.contains(told) && stderr.lines().count() == 1, "{name}: {stderr}");
+    }
+    // Text without a #! line is a shell script, as in a shell.
+    executable(path("text"), "echo \"$RANK $*\"\n");
+    let (code, stdout, _) = finish(launcher(&["./text", "a", "b"]).current_dir(dir.path()));
+    assert_eq!((code, stdout.as_str()), (Some(0), "[rank 0] 0 a b\n"));
+}

@@ -110,7 +110,13 @@ fn a_launcher_killed_after_a_restart_leaves_nothing() {
 #[test]
 fn a_program_that_is_gone_ends_the_run_with_what_came_before() {
     let dir = tempfile::tempdir().unwrap();
-    let program = executable(dir.path().join("program"), "#!/bin/sh\n[ $RANK = 1 ] || exec sleep 300\nrm $0\nexit 3\n");
+    // Not before the other's shell has read it.
+    let script = format!(
+        "#!/bin/sh\ncd {}\nif [ $RANK = 0 ]; then : > up; exec sleep 300; fi\n\
+         until [ -e up ]; do sleep 0.01; done\nrm $0\nexit 3\n",
+        dir.path().display()
+    );
+    let program = executable(dir.path().join("program"), script);
     let program = program.display().to_string();
     let (code, _, stderr) = finish(&mut launcher(&["--nproc-per-node=2", "--max-restarts=5", &program]));
     assert_eq!(code, Some(1), "{stderr}");

@@ -157,6 +157,25 @@ fn report(message: &str) -> RankReport {
 }
 
 #[test]
+fn that_a_rank_is_done_is_passed_on_within_its_machine() {
+    let mut hall = Hall::new((4, 4), 0);
+    for id in 0..4 {
+        // The last is elsewhere.
+        hall.join_as(id, |member| member.machine = format!("machine{}", id / 3));
+    }
+    hall.end(2, Ended::Succeeded);
+    for attempt in [0, 1] {
+        hall.say(0, FromAgent::RankDone { attempt, rank: 1 });
+    }
+    let told = |id: AgentId| {
+        let heard = hall.agents[&id].0.iter();
+        heard.filter(|it| matches!(it, ToAgent::RankDone { attempt: 0, rank: 1 })).count()
+    };
+    // Not to who said it, whose ranks are all done, nor elsewhere; and nothing of another attempt.
+    assert_eq!([0, 1, 2, 3].map(told), [0, 1, 0, 0]);
+}
+
+#[test]
 fn one_agent_starts_at_once_and_restarts_by_itself() {
     let mut hall = Hall::new((1, 1), 1);
     hall.join(0);
