@@ -1,6 +1,6 @@
 //! A rank's life in a job: joining, working, and telling what went wrong while the others still listen.
 
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use anyhow::Context;
@@ -9,6 +9,8 @@ use tracing::Subscriber;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::{EnvFilter, Layer};
+
+use crate::console::Console;
 
 /// Joins the job that the environment describes and does this rank's work in it.
 ///
@@ -35,15 +37,14 @@ where
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn".into());
     tracing_subscriber::fmt::layer()
         .with_ansi(std::io::stderr().is_terminal())
-        .with_writer(std::io::stderr)
+        .with_writer(|| Console::Stderr)
         .with_filter(filter)
 }
 
 fn report(error: &anyhow::Error) -> ExitCode {
     let words = without_backtraces(&format!("{error:#}"));
     fsdp_core::record_error(&words);
-    // There is nowhere left to tell that stderr is closed.
-    let _ = std::io::stderr().write_all(format!("Error: {words}\n").as_bytes());
+    Console::Stderr.line(format_args!("Error: {words}"));
     ExitCode::FAILURE
 }
 

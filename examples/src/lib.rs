@@ -1,5 +1,7 @@
-//! What the example programs share: models, data, learning-rate schedules, metrics, TensorBoard and progress.
+//! What the example programs share: models, data, learning-rate schedules, metrics, TensorBoard, progress and consoles.
+#![deny(clippy::print_stdout, clippy::print_stderr)]
 
+pub mod console;
 pub mod data;
 pub mod generate;
 pub mod job;
@@ -8,3 +10,4 @@ pub mod models;
 pub mod progress;
 pub mod schedule;
 pub mod tensorboard;
+pub mod writable;

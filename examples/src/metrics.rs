@@ -58,7 +58,10 @@ impl MetricsFile {
                 fs::create_dir_all(directory)?;
             }
             let file = OpenOptions::new().create(true).read(true).append(true).open(path)?;
-            file.set_len(length_up_to(done, &file)?)?;
+            // A pipe or a device has no earlier records, and may have no end.
+            if file.metadata()?.is_file() {
+                file.set_len(length_up_to(done, &file)?)?;
+            }
             Ok(file)
         };
         let file = open().with_context(|| format!("cannot write metrics to {}", path.display()))?;
@@ -178,6 +181,12 @@ mod tests {
         assert_eq!(steps(&path), [1, 2, 3, 4, 5, 6]);
         write(&path, 2, 3..=3);
         assert_eq!(steps(&path), [1, 2, 3]);
+    }
+
+    #[test]
+    fn what_is_no_file_of_its_own_can_be_written_to() {
+        let mut file = MetricsFile::open(Path::new("/dev/null"), 3).unwrap();
+        file.write(&record(1)).unwrap();
     }
 
     #[test]

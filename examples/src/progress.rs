@@ -1,13 +1,13 @@
 //! How a run shows what it does, on stderr: a bar where that is a terminal, plain lines elsewhere.
 
 use std::{
-    io::{self, IsTerminal, Write},
+    io::{self, IsTerminal},
     time::Duration,
 };
 
 use indicatif::{FormattedDuration, HumanCount, ProgressBar, ProgressDrawTarget, ProgressFinish, ProgressStyle};
 
-use crate::metrics::StepRecord;
+use crate::{console::Console, metrics::StepRecord};
 
 const TEMPLATE: &str = "step {pos}/{len} [{wide_bar:.cyan/blue}] {msg}  ETA {eta}";
 
@@ -36,8 +36,7 @@ impl Progress {
             bar.set_message(format!("loss {:.4}  {} tokens/s", record.loss, tokens_per_s(record)));
             bar.set_position(record.step as u64);
         } else if self.steps == 1 || is_line_due(record.step, self.total) {
-            // Unlike `eprintln!` it does not panic when nobody reads stderr any more.
-            writeln!(io::stderr(), "{}", self.line(record)).ok();
+            Console::Stderr.line(self.line(record));
         }
     }
 

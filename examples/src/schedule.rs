@@ -3,7 +3,8 @@
 use std::f64::consts::PI;
 
 /// What the learning rate does after the warm-up.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
 pub enum LrSchedule {
     /// Stays at its peak.
     Constant,

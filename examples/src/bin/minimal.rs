@@ -1,9 +1,12 @@
 //! The tutorial: a sharded model, trained, in one screen. `fsdp-launch --nproc-per-node 2 minimal`.
 
+#![deny(clippy::print_stdout, clippy::print_stderr)]
+
 use std::process::ExitCode;
 
 use candle_core::{DType, Module, Result, Tensor};
 use fsdp_candle::{AdamW, AdamWConfig, FsdpModule, FullyShard, ShardedVarMap, clip_grad_norm, fully_shard, nn};
+use fsdp_examples::console::Console;
 
 const WIDTH: usize = 64;
 const LAYERS: usize = 4;
@@ -36,7 +39,7 @@ fn main() -> ExitCode {
     match train() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("Error: {error:#}");
+            Console::Stderr.line(format_args!("Error: {error:#}"));
             ExitCode::FAILURE
         }
     }
@@ -75,7 +78,9 @@ fn train() -> anyhow::Result<()> {
         let norm = clip_grad_norm(&vars, &mut grads, 1.0)?;
         optim.step(&grads)?;
         if world.rank() == 0 && step % 20 == 0 {
-            println!("step {step:3}  loss {:.4}  gradient norm {norm:.3}", loss.to_scalar::<f32>()?);
+            let loss = loss.to_scalar::<f32>()?;
+            // `println!` panics where stdout is on a full disk.
+            Console::Stdout.line(format_args!("step {step:3}  loss {loss:.4}  gradient norm {norm:.3}"));
         }
     }
     Ok(())

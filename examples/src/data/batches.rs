@@ -1,7 +1,9 @@
 //! Which tokens each rank reads at each step.
 
+use std::fmt;
+
 use anyhow::{Context, Result, ensure};
-use indicatif::HumanCount;
+use indicatif::{HumanBytes, HumanCount};
 
 use super::tokens::Data;
 
@@ -36,7 +38,7 @@ pub struct BatchShape {
 /// let mut position = 0; // or where the checkpoint says
 /// for _step in 0..100 {
 ///     for a in 0..2 {
-///         let (inputs, targets) = batches.micro_batch(position, a); // 4 * 128 tokens each
+///         let (inputs, targets) = batches.micro_batch(position, a)?; // 4 * 128 tokens each
 ///     }
 ///     position += batches.sequences_per_step();
 /// }
@@ -48,27 +50,47 @@ pub struct Batches {
     sequences_per_step: u64,
 }
 
+impl BatchShape {
+    /// The sequences of one step, of all ranks and micro-batches.
+    ///
+    /// # Errors
+    /// A number is 0, or the tokens of one step are more than can be counted.
+    pub fn sequences_per_step(&self) -> Result<u64> {
+        let BatchShape { world_size, batch_size, grad_accum, seq_len, .. } = *self;
+        let factors = [world_size, batch_size, grad_accum, seq_len];
+        ensure!(!factors.contains(&0), "a batch of nothing: {self}");
+        let tokens = factors.iter().try_fold(1, |product: u64, &factor| product.checked_mul(factor as u64));
+        // Their bytes can be counted too.
+        let tokens = tokens.filter(|&tokens| tokens < u64::MAX / 4).with_context(|| {
+            format!(
+                "no data is large enough for one step of {self}: use a smaller --seq-len, --batch-size or --grad-accum"
+            )
+        })?;
+        Ok(tokens / seq_len as u64)
+    }
+}
+
+/// `2 ranks x 4 sequences x 1 micro-batches x 128 tokens`
+impl fmt::Display for BatchShape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let BatchShape { world_size, batch_size, grad_accum, seq_len, .. } = self;
+        write!(f, "{world_size} ranks x {batch_size} sequences x {grad_accum} micro-batches x {seq_len} tokens")
+    }
+}
+
 impl Batches {
     /// Deals out `data`.
     ///
     /// # Errors
     /// A number of `shape` is 0, the rank is none of the world, or the data is shorter than one step of all ranks.
     pub fn new(data: Data, shape: BatchShape) -> Result<Self> {
-        let BatchShape { world_size, rank, batch_size, grad_accum, seq_len } = shape;
-        ensure!(world_size > 0 && batch_size > 0 && grad_accum > 0 && seq_len > 0, "a batch of nothing: {shape:?}");
-        ensure!(rank < world_size, "rank {rank} is none of {world_size}");
-        let size = || {
-            let sequences = [world_size, batch_size, grad_accum]
-                .iter()
-                .try_fold(1_u64, |product, &n| product.checked_mul(n as u64))?;
-            Some((sequences, sequences.checked_mul(seq_len as u64)?.checked_add(1)?))
-        };
-        let (sequences_per_step, needed) =
-            size().with_context(|| format!("no data is large enough for one step of {shape:?}"))?;
+        ensure!(shape.rank < shape.world_size, "rank {} is none of {}", shape.rank, shape.world_size);
+        let sequences_per_step = shape.sequences_per_step()?;
+        let needed = sequences_per_step * shape.seq_len as u64 + 1;
         ensure!(
             data.len() >= needed,
-            "the data is too short: {data}, but one step needs {} tokens ({world_size} ranks x {batch_size} sequences x {grad_accum} micro-batches x {seq_len} tokens, \
-             and one to predict). Use a smaller --seq-len, --batch-size or --grad-accum, or more data (--data)",
+            "the data is too short: {data}, but one step needs {} tokens ({shape}, and one to predict). Use a smaller \
+             --seq-len, --batch-size or --grad-accum, or more data (--data)",
             HumanCount(needed)
         );
         Ok(Batches { data, shape, sequences_per_step })
@@ -76,19 +98,33 @@ impl Batches {
 
     /// The inputs and targets of this rank's micro-batch `a` (from 0) of the step before which all ranks together had consumed `position` sequences:
     /// `batch_size * seq_len` token ids each, sequence after sequence.
-    pub fn micro_batch(&self, position: u64, a: usize) -> (Vec<u32>, Vec<u32>) {
+    ///
+    /// # Errors
+    /// There is no memory for them, or the file that they are in has been cut short or can't be read any more.
+    pub fn micro_batch(&self, position: u64, a: usize) -> Result<(Vec<u32>, Vec<u32>)> {
         let BatchShape { world_size, rank, batch_size, seq_len, .. } = self.shape;
-        let (mut inputs, mut targets) =
-            (Vec::with_capacity(batch_size * seq_len), Vec::with_capacity(batch_size * seq_len));
-        let mut tokens = vec![0; seq_len + 1];
+        let room = |tokens: usize| -> Result<Vec<u32>> {
+            let mut room = Vec::new();
+            let wanted = HumanBytes(4 * tokens as u64);
+            room.try_reserve_exact(tokens).with_context(|| {
+                format!(
+                    "there are no {wanted} of memory for {batch_size} sequences of {seq_len} tokens: use a smaller \
+                     --batch-size"
+                )
+            })?;
+            Ok(room)
+        };
+        let (mut inputs, mut targets) = (room(batch_size * seq_len)?, room(batch_size * seq_len)?);
+        let mut tokens = room(seq_len + 1)?;
+        tokens.resize(seq_len + 1, 0);
         let first = position % self.num_sequences() + ((a * world_size + rank) * batch_size) as u64;
         for b in 0..batch_size as u64 {
             let sequence = (first + b) % self.num_sequences();
-            self.data.copy_to(sequence * seq_len as u64, &mut tokens);
+            self.data.copy_to(sequence * seq_len as u64, &mut tokens)?;
             inputs.extend_from_slice(&tokens[..seq_len]);
             targets.extend_from_slice(&tokens[1..]);
         }
-        (inputs, targets)
+        Ok((inputs, targets))
     }
 
     /// By how much a step moves the position: the sequences of all ranks and micro-batches.
@@ -107,10 +143,13 @@ impl Batches {
     }
 
     /// The first `tokens` tokens of the data, or all if it has less: something to let a model continue.
-    pub fn prompt(&self, tokens: usize) -> Vec<u32> {
+    ///
+    /// # Errors
+    /// The file that they are in has been cut short or can't be read any more.
+    pub fn prompt(&self, tokens: usize) -> Result<Vec<u32>> {
         let mut prompt = vec![0; self.data.len().min(tokens as u64) as usize];
-        self.data.copy_to(0, &mut prompt);
-        prompt
+        self.data.copy_to(0, &mut prompt)?;
+        Ok(prompt)
     }
 
     /// The data.
@@ -149,7 +188,7 @@ mod tests {
         for step in 0..steps {
             for a in 0..grad_accum {
                 for rank in &ranks {
-                    let (inputs, targets) = rank.micro_batch(position + step * rank.sequences_per_step(), a);
+                    let (inputs, targets) = rank.micro_batch(position + step * rank.sequences_per_step(), a).unwrap();
                     assert_eq!((inputs.len(), targets.len()), (batch_size * seq_len, batch_size * seq_len));
                     all.extend(inputs.chunks(seq_len).map(Vec::from).zip(targets.chunks(seq_len).map(Vec::from)));
                 }
@@ -189,7 +228,7 @@ mod tests {
         let batches = Batches::new(counting(200), shape(2, 1, 2, 1, 4)).unwrap();
         assert_eq!(batches.sequences_per_step(), 4);
         assert_eq!(batches.tokens_per_step(), 16);
-        let (inputs, targets) = batches.micro_batch(2 * 4, 0);
+        let (inputs, targets) = batches.micro_batch(2 * 4, 0).unwrap();
         assert_eq!(inputs, [40, 41, 42, 43, 44, 45, 46, 47]);
         assert_eq!(targets, [41, 42, 43, 44, 45, 46, 47, 48]);
     }
@@ -199,8 +238,8 @@ mod tests {
         // 11 tokens: sequences at 0, 3 and 6; the token 10 is left over.
         let batches = Batches::new(counting(11), shape(1, 0, 2, 1, 3)).unwrap();
         assert_eq!(batches.num_sequences(), 3);
-        assert_eq!(batches.micro_batch(2, 0), (vec![6, 7, 8, 0, 1, 2], vec![7, 8, 9, 1, 2, 3]));
-        assert_eq!(batches.micro_batch(u64::MAX, 0), batches.micro_batch(u64::MAX % 3, 0));
+        assert_eq!(batches.micro_batch(2, 0).unwrap(), (vec![6, 7, 8, 0, 1, 2], vec![7, 8, 9, 1, 2, 3]));
+        assert_eq!(batches.micro_batch(u64::MAX, 0).unwrap(), batches.micro_batch(u64::MAX % 3, 0).unwrap());
     }
 
     #[test]
@@ -215,8 +254,8 @@ mod tests {
     #[test]
     fn a_prompt_is_the_start_of_the_data() {
         let batches = Batches::new(counting(9), shape(1, 0, 1, 1, 2)).unwrap();
-        assert_eq!(batches.prompt(4), [0, 1, 2, 3]);
-        assert_eq!((batches.prompt(0).len(), batches.prompt(100).len()), (0, 9));
+        assert_eq!(batches.prompt(4).unwrap(), [0, 1, 2, 3]);
+        assert_eq!((batches.prompt(0).unwrap().len(), batches.prompt(100).unwrap().len()), (0, 9));
     }
 
     #[test]
@@ -230,7 +269,15 @@ mod tests {
         ] {
             assert!(Batches::new(counting(100), bad).is_err(), "{bad:?}");
         }
-        let error = Batches::new(counting(100), shape(usize::MAX, 0, 2, 1, 1)).err().unwrap().to_string();
-        assert!(error.contains("no data is large enough"), "{error}");
+        for (huge, words) in [
+            (shape(usize::MAX, 0, 2, 1, 1), "18446744073709551615 ranks x 2 sequences"),
+            (shape(1, 0, usize::MAX, 1, 1), "18446744073709551615 sequences"),
+            (shape(2, 0, 1, 1 << 63, 1), "9223372036854775808 micro-batches"),
+            (shape(1, 0, 1, 1, usize::MAX), "18446744073709551615 tokens"),
+        ] {
+            let error = Batches::new(counting(100), huge).err().unwrap().to_string();
+            let parts = ["no data is large enough for one step of", words, "use a smaller --seq-len"];
+            assert!(parts.iter().all(|part| error.contains(part)) && !error.contains("BatchShape"), "{error}");
+        }
     }
 }

@@ -4,12 +4,13 @@ use std::{
     env, fmt,
     fs::File,
     io::Read,
+    os::unix::fs::FileExt,
     path::{Path, PathBuf},
 };
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use crc_fast::{CrcAlgorithm, Digest};
 use indicatif::HumanCount;
-use memmap2::Mmap;
 
 use super::{
     files::{DataFiles, Files, read_text},
@@ -18,11 +19,12 @@ use super::{
 
 /// A sequence of tokens, each below the vocabulary's size: the concatenation of one or more files.
 ///
-/// Files of tokens are mapped into memory, not copied; they must not be cut short while the program runs.
+/// Of files of tokens only what a batch needs is in memory.
 pub struct Data {
     files: Vec<FileTokens>,
     len: u64,
     origin: String,
+    digest: Digest,
 }
 
 /// The tokens of one file; the first of them is number `start` of all.
@@ -36,8 +38,17 @@ enum Ids {
     Bytes(String),
     /// Text by a tokenizer.
     Tokenised(Vec<u32>),
-    /// Pairs of bytes, little-endian.
-    Mapped(Mmap),
+    /// In a file of tokens.
+    Stored(TokenFile),
+}
+
+/// A file of tokens as pairs of bytes, little-endian. It is read rather than mapped: a mapping of a file that somebody
+/// cuts short ends the process by SIGBUS.
+struct TokenFile {
+    path: PathBuf,
+    file: File,
+    /// Its tokens when it was opened.
+    len: usize,
 }
 
 impl Data {
@@ -54,11 +65,12 @@ impl Data {
             Some(path) => DataFiles::of_path(path)?,
             None => DataFiles::of_workspace(&env::current_dir().context("cannot find the current directory")?)?,
         };
-        let mut data = Data { files: Vec::new(), len: 0, origin: String::new() };
+        let mut data = Data::empty(String::new());
         let (count, what) = match found.files {
             Files::Tokens(files) => {
                 for file in &files {
-                    data.push(map_tokens(file, vocab_size)?);
+                    let tokens = TokenFile::open(file, vocab_size, &mut data.digest)?;
+                    data.push(Ids::Stored(tokens));
                 }
                 (files.len(), "token")
             }
@@ -66,7 +78,7 @@ impl Data {
                 let content = read_text(&file)?.ok_or_else(|| {
                     anyhow!("--data {} is not text (UTF-8 without zero bytes). Tokens (u16 little-endian) are read from files named .bin", file.display())
                 })?;
-                data.push(tokenise(content, &file, text, vocab_size)?);
+                data.push_text(content, &file, text, vocab_size)?;
                 (1, "text")
             }
             Files::MaybeText(files) => (data.push_texts(files, &found.root, text, vocab_size)?, "text"),
@@ -80,6 +92,15 @@ impl Data {
         Ok(data)
     }
 
+    fn empty(origin: String) -> Self {
+        Data { files: Vec::new(), len: 0, origin, digest: Digest::new(CrcAlgorithm::Crc64Nvme) }
+    }
+
+    /// A checksum of all tokens: data that has the same, and as many tokens, read in the same way, is the same data.
+    pub fn checksum(&self) -> u64 {
+        self.digest.finalize()
+    }
+
     /// The number of tokens.
     pub fn len(&self) -> u64 {
         self.len
@@ -90,19 +111,27 @@ impl Data {
         self.len == 0
     }
 
-    /// Reads the tokens `start..start + out.len()`, which must be there.
-    pub(super) fn copy_to(&self, start: u64, out: &mut [u32]) {
+    /// Reads the tokens `start..start + out.len()`.
+    ///
+    /// # Errors
+    /// They are not there, or their file has been cut short or can't be read any more.
+    pub(super) fn copy_to(&self, start: u64, out: &mut [u32]) -> Result<()> {
+        let past_the_end = || format!("tokens {start} to {} are not in {self}", start.saturating_add(out.len() as u64));
+        let end = start.checked_add(out.len() as u64).filter(|&end| end <= self.len).with_context(past_the_end)?;
+        if start == end {
+            return Ok(());
+        }
         let first = self.files.partition_point(|file| file.start <= start) - 1;
         let (mut at, mut rest) = ((start - self.files[first].start) as usize, out);
         for file in &self.files[first..] {
             let (now, later) = rest.split_at_mut(rest.len().min(file.ids.len() - at));
-            file.ids.copy_to(at, now);
+            file.ids.copy_to(at, now)?;
             (at, rest) = (0, later);
             if rest.is_empty() {
-                return;
+                break;
             }
         }
-        unreachable!("the caller asks for tokens past the end of the data");
+        Ok(())
     }
 
     fn push(&mut self, ids: Ids) {
@@ -123,13 +152,27 @@ impl Data {
             count += 1;
             if let Some((file, mut content)) = last.replace((file, content)) {
                 content.push('\n');
-                self.push(tokenise(content, &file, text, vocab_size)?);
+                self.push_text(content, &file, text, vocab_size)?;
             }
         }
         let (file, content) =
             last.with_context(|| format!("{} holds no text files (UTF-8 without zero bytes)", root.display()))?;
-        self.push(tokenise(content, &file, text, vocab_size)?);
+        self.push_text(content, &file, text, vocab_size)?;
         Ok(count)
+    }
+
+    fn push_text(&mut self, content: String, file: &Path, text: &Text, vocab_size: usize) -> Result<()> {
+        let ids = tokenise(content, file, text, vocab_size)?;
+        match &ids {
+            Ids::Bytes(bytes) => self.digest.update(bytes.as_bytes()),
+            Ids::Tokenised(ids) => ids.chunks(1 << 16).for_each(|ids| {
+                let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+                self.digest.update(&bytes);
+            }),
+            Ids::Stored(file) => bail!("{} is no text", file.path.display()),
+        }
+        self.push(ids);
+        Ok(())
     }
 }
 
@@ -145,22 +188,20 @@ impl Ids {
         match self {
             Ids::Bytes(bytes) => bytes.len(),
             Ids::Tokenised(ids) => ids.len(),
-            Ids::Mapped(pairs) => pairs.len() / 2,
+            Ids::Stored(file) => file.len,
         }
     }
 
-    fn copy_to(&self, start: usize, out: &mut [u32]) {
+    fn copy_to(&self, start: usize, out: &mut [u32]) -> Result<()> {
         let range = start..start + out.len();
         match self {
             Ids::Bytes(bytes) => {
                 out.iter_mut().zip(&bytes.as_bytes()[range]).for_each(|(out, &byte)| *out = byte.into())
             }
             Ids::Tokenised(ids) => out.copy_from_slice(&ids[range]),
-            Ids::Mapped(pairs) => {
-                let (pairs, _) = pairs[2 * range.start..2 * range.end].as_chunks();
-                out.iter_mut().zip(pairs).for_each(|(out, &pair)| *out = u16::from_le_bytes(pair).into());
-            }
+            Ids::Stored(file) => file.copy_to(start, out)?,
         }
+        Ok(())
     }
 }
 
@@ -179,46 +220,50 @@ fn tokenise(content: String, file: &Path, text: &Text, vocab_size: usize) -> Res
     Ok(Ids::Tokenised(ids))
 }
 
-fn map_tokens(path: &Path, vocab_size: usize) -> Result<Ids> {
-    let open = || -> Result<(File, Mmap)> {
-        let file = File::open(path)?;
-        // SAFETY: the mapping is only read, and every value of its bytes is a token. That nobody cuts the file short meanwhile is the documented condition of
-        // `Data`; a program that maps its input can't see to it.
-        let map = unsafe { Mmap::map(&file)? };
-        Ok((file, map))
-    };
-    let (file, map) = open().with_context(|| format!("cannot read {}", path.display()))?;
-    ensure!(
-        map.len() % 2 == 0,
-        "{} has {} bytes, an odd number: a .bin file is a sequence of unsigned 16-bit little-endian tokens and nothing else",
-        path.display(),
-        map.len()
-    );
-    if vocab_size <= usize::from(u16::MAX) {
-        check_file(file, map.len(), path, vocab_size)?;
-    }
-    Ok(Ids::Mapped(map))
-}
-
-/// Reads the file rather than the mapping: pages of a mapping that were touched count as this process's memory.
-fn check_file(mut file: File, bytes: usize, path: &Path, vocab_size: usize) -> Result<()> {
-    let mut buffer = vec![0; bytes.min(1 << 20)];
-    let mut done = 0;
-    while done < bytes {
-        let part = &mut buffer[..(bytes - done).min(1 << 20)];
-        file.read_exact(part).with_context(|| format!("cannot read {}", path.display()))?;
-        let ids = part.as_chunks().0.iter().map(|&pair| u16::from_le_bytes(pair));
-        if ids.clone().fold(0, u16::max) as usize >= vocab_size {
-            let bad = ids.enumerate().find(|&(_, id)| usize::from(id) >= vocab_size);
-            let (at, id) = bad.context("the largest id is one of them")?;
-            return Err(anyhow!(
-                "{} Tokenise the data with the tokenizer that belongs to this model (a .bin file is read as unsigned 16-bit little-endian)",
-                beyond_vocabulary((done / 2 + at) as u64, path, id.into(), vocab_size)
-            ));
+impl TokenFile {
+    /// Opens a file, and reads it once: for ids beyond the vocabulary, and for the digest.
+    fn open(path: &Path, vocab_size: usize, digest: &mut Digest) -> Result<Self> {
+        let cannot = || format!("cannot read {}", path.display());
+        let mut file = File::open(path).with_context(cannot)?;
+        let bytes = usize::try_from(file.metadata().with_context(cannot)?.len())?;
+        ensure!(
+            bytes.is_multiple_of(2),
+            "{} has {bytes} bytes, an odd number: a .bin file is a sequence of unsigned 16-bit little-endian tokens and \
+             nothing else",
+            path.display()
+        );
+        let mut buffer = vec![0; bytes.min(1 << 20)];
+        let mut done = 0;
+        while done < bytes {
+            let part = &mut buffer[..(bytes - done).min(1 << 20)];
+            file.read_exact(part).with_context(cannot)?;
+            digest.update(part);
+            let ids = part.as_chunks().0.iter().map(|&pair| u16::from_le_bytes(pair));
+            if ids.clone().fold(0, u16::max) as usize >= vocab_size {
+                let bad = ids.enumerate().find(|&(_, id)| usize::from(id) >= vocab_size);
+                let (at, id) = bad.context("the largest id is one of them")?;
+                bail!(
+                    "{} Tokenise the data with the tokenizer that belongs to this model (a .bin file is read as \
+                     unsigned 16-bit little-endian)",
+                    beyond_vocabulary((done / 2 + at) as u64, path, id.into(), vocab_size)
+                );
+            }
+            done += part.len();
         }
-        done += part.len();
+        Ok(TokenFile { path: path.to_owned(), file, len: bytes / 2 })
     }
-    Ok(())
+
+    /// Reads the tokens from number `start` on.
+    fn copy_to(&self, start: usize, out: &mut [u32]) -> Result<()> {
+        let mut bytes = vec![0; 2 * out.len()];
+        self.file.read_exact_at(&mut bytes, 2 * start as u64).with_context(|| {
+            let (path, last) = (self.path.display(), start + out.len() - 1);
+            format!("cannot read tokens {start} to {last} of {path}, which had {} when the run began", self.len)
+        })?;
+        let pairs = bytes.as_chunks().0.iter();
+        out.iter_mut().zip(pairs).for_each(|(out, &pair)| *out = u16::from_le_bytes(pair).into());
+        Ok(())
+    }
 }
 
 fn beyond_vocabulary(at: u64, file: &Path, id: u32, vocab_size: usize) -> String {
@@ -235,14 +280,14 @@ pub(super) mod tests {
     use std::fs;
 
     pub(crate) fn data_of(ids: &[&[u32]]) -> Data {
-        let mut data = Data { files: Vec::new(), len: 0, origin: "a test".into() };
+        let mut data = Data::empty("a test".into());
         ids.iter().for_each(|ids| data.push(Ids::Tokenised(ids.to_vec())));
         data
     }
 
     fn all(data: &Data) -> Vec<u32> {
         let mut out = vec![0; data.len() as usize];
-        data.copy_to(0, &mut out);
+        data.copy_to(0, &mut out).unwrap();
         out
     }
 
@@ -264,10 +309,55 @@ pub(super) mod tests {
         for start in 0..6_u32 {
             for end in start + 1..=6 {
                 let mut out = vec![99; (end - start) as usize];
-                data.copy_to(start.into(), &mut out);
+                data.copy_to(start.into(), &mut out).unwrap();
                 assert_eq!(out, (start..end).collect::<Vec<_>>());
             }
         }
+        data.copy_to(6, &mut []).unwrap();
+        for (start, len) in [(0, 7), (6, 1), (7, 0), (u64::MAX, 2)] {
+            let error = data.copy_to(start, &mut vec![0; len]).unwrap_err().to_string();
+            assert!(error.contains("are not in 6 tokens of a test"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_token_file_that_is_cut_short_while_it_is_read_is_an_error() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("tokens.bin");
+        fs::write(&file, bin(&[1; 10_000])).unwrap();
+        let data = read(&file, 256).unwrap();
+        File::options().write(true).open(&file).unwrap().set_len(4_000).unwrap();
+        let mut out = vec![0; 100];
+        data.copy_to(1_900, &mut out).unwrap();
+        let error = format!("{:#}", data.copy_to(1_901, &mut out).unwrap_err());
+        assert!(error.contains("cannot read tokens 1901 to 2000 of") && error.contains("tokens.bin"), "{error}");
+        assert!(error.contains("which had 10000 when the run began"), "{error}");
+    }
+
+    #[test]
+    fn the_checksum_tells_data_apart_however_they_are_read() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name);
+        let checksum = |name: &str| read(&path(name), 256).unwrap().checksum();
+        fs::write(path("a.bin"), bin(&[1, 2, 3])).unwrap();
+        fs::write(path("b.bin"), bin(&[1, 2, 4])).unwrap();
+        assert_ne!(checksum("a.bin"), checksum("b.bin"));
+        fs::create_dir(path("halves")).unwrap();
+        fs::write(path("halves/1.bin"), bin(&[1])).unwrap();
+        fs::write(path("halves/2.bin"), bin(&[2, 3])).unwrap();
+        assert_eq!(checksum("a.bin"), checksum("halves"));
+        fs::write(path("a.txt"), "one").unwrap();
+        fs::write(path("b.txt"), "onE").unwrap();
+        assert_ne!(checksum("a.txt"), checksum("b.txt"));
+        let model = path("model");
+        fs::create_dir(&model).unwrap();
+        fs::write(model.join("tokenizer.json"), TOKENIZER).unwrap();
+        let tokenised = |content: &str| {
+            fs::write(path("words.txt"), content).unwrap();
+            Data::load(Some(&path("words.txt")), &Text::new(Some(&model)).unwrap(), 1000).unwrap().checksum()
+        };
+        assert_eq!(tokenised("a b"), tokenised("a  b"));
+        assert_ne!(tokenised("a b"), tokenised("b a"));
     }
 
     #[test]

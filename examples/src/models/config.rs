@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::{Context, bail, ensure};
 use candle_core::Device;
 use fsdp_candle::nn::Rotary;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 /// `config.json` of the built-in model.
 pub const BUILTIN: &str = r#"{
@@ -29,8 +29,10 @@ pub const BUILTIN: &str = r#"{
 }
 "#;
 
-/// The configuration of a model of a known architecture.
-#[derive(Clone, Debug)]
+/// The configuration of a model of a known architecture. It is serialised as the fields of `config.json` that matter,
+/// with `model_type`.
+#[derive(Clone, Debug, Serialize)]
+#[serde(tag = "model_type", rename_all = "lowercase")]
 pub enum ModelConfig {
     /// `"model_type": "llama"`.
     Llama(LlamaConfig),
@@ -39,7 +41,7 @@ pub enum ModelConfig {
 }
 
 /// What Hugging Face's `LlamaConfig` says that matters here.
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, Deserialize, Serialize)]
 pub struct LlamaConfig {
     /// Width of the residual stream.
     pub hidden_size: usize,
@@ -85,7 +87,7 @@ pub struct LlamaConfig {
 }
 
 /// `rope_parameters` (or the older `rope_scaling`).
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, Deserialize, Serialize)]
 pub struct RopeParameters {
     /// Base of the rotary frequencies.
     pub rope_theta: Option<f64>,
@@ -150,7 +152,7 @@ impl Llama3Scaling {
 }
 
 /// What Hugging Face's `GPT2Config` says that matters here.
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, Deserialize, Serialize)]
 pub struct Gpt2Config {
     /// Width of the residual stream.
     pub n_embd: usize,
@@ -241,43 +243,94 @@ impl LlamaConfig {
         })
     }
 
-    /// The rotary frequencies, where they are not the plain ones.
-    fn frequencies(&self) -> anyhow::Result<Option<Vec<f32>>> {
+    /// What becomes of the plain rotary frequencies, if anything.
+    fn scaling(&self) -> anyhow::Result<Option<Llama3Scaling>> {
         let Some(rope) = self.rope() else { return Ok(None) };
         match rope.kind() {
             "default" => Ok(None),
-            "llama3" => {
-                let (scaling, width) = (rope.llama3()?, self.head_dim() as f64);
-                let plain = (0..self.head_dim() / 2).map(|i| self.theta().powf(-2. * i as f64 / width));
-                Ok(Some(plain.map(|frequency| scaling.apply(frequency) as f32).collect()))
-            }
+            "llama3" => rope.llama3().map(Some),
             other => bail!("rope_type = \"{other}\" is not known; \"default\" and \"llama3\" are"),
         }
     }
 
+    /// The rotary frequencies, where they are not the plain ones.
+    fn frequencies(&self) -> anyhow::Result<Option<Vec<f32>>> {
+        let Some(scaling) = self.scaling()? else { return Ok(None) };
+        let width = self.head_dim() as f64;
+        let plain = (0..self.head_dim() / 2).map(|i| self.theta().powf(-2. * i as f64 / width));
+        Ok(Some(plain.map(|frequency| scaling.apply(frequency) as f32).collect()))
+    }
+
     fn check(&self) -> anyhow::Result<()> {
+        at_least_one(&[
+            ("hidden_size", self.hidden_size),
+            ("intermediate_size", self.intermediate_size),
+            ("num_hidden_layers", self.num_hidden_layers),
+            ("num_attention_heads", self.num_attention_heads),
+            ("num_key_value_heads", self.kv_heads()),
+            ("vocab_size", self.vocab_size),
+            ("max_position_embeddings", self.max_position_embeddings),
+        ])?;
+        not_negative(&[("rms_norm_eps", self.rms_norm_eps), ("initializer_range", self.initializer_range)])?;
         ensure!(
-            self.num_attention_heads > 0
-                && self.kv_heads() > 0
-                && self.num_attention_heads.is_multiple_of(self.kv_heads()),
+            self.num_attention_heads.is_multiple_of(self.kv_heads()),
             "num_attention_heads = {} must be a multiple of num_key_value_heads = {}",
             self.num_attention_heads,
             self.kv_heads()
         );
         ensure!(
+            self.head_dim.is_some() || self.hidden_size.is_multiple_of(self.num_attention_heads),
+            "hidden_size = {} must be a multiple of num_attention_heads = {}, or head_dim be given",
+            self.hidden_size,
+            self.num_attention_heads
+        );
+        ensure!(
             self.head_dim() > 0 && self.head_dim().is_multiple_of(2),
-            "head_dim = {} must be even",
+            "head_dim = {} must be even and at least 2",
             self.head_dim()
         );
+        ensure!(self.theta().is_finite() && self.theta() > 0., "rope_theta = {} must be above 0", self.theta());
         ensure!(self.hidden_act == "silu", "hidden_act = \"{}\" is not known; \"silu\" is", self.hidden_act);
-        self.frequencies().map(drop)
+        self.scaling().map(drop)
     }
 }
 
+/// Numbers of things there must be.
+fn at_least_one(fields: &[(&str, usize)]) -> anyhow::Result<()> {
+    fields.iter().try_for_each(|(name, value)| {
+        ensure!(*value > 0, "{name} = {value} must be at least 1");
+        Ok(())
+    })
+}
+
+fn not_negative(fields: &[(&str, f64)]) -> anyhow::Result<()> {
+    fields.iter().try_for_each(|(name, value)| {
+        ensure!(value.is_finite() && *value >= 0., "{name} = {value} must be at least 0");
+        Ok(())
+    })
+}
+
 impl Gpt2Config {
+    /// Width inside the MLP.
+    pub fn inner(&self) -> usize {
+        self.n_inner.unwrap_or(self.n_embd.saturating_mul(4))
+    }
+
     fn check(&self) -> anyhow::Result<()> {
+        at_least_one(&[
+            ("n_embd", self.n_embd),
+            ("n_head", self.n_head),
+            ("n_layer", self.n_layer),
+            ("n_positions", self.n_positions),
+            ("n_inner", self.inner()),
+            ("vocab_size", self.vocab_size),
+        ])?;
+        not_negative(&[
+            ("layer_norm_epsilon", self.layer_norm_epsilon),
+            ("initializer_range", self.initializer_range),
+        ])?;
         ensure!(
-            self.n_head > 0 && self.n_embd.is_multiple_of(self.n_head),
+            self.n_embd.is_multiple_of(self.n_head),
             "n_embd = {} must be a multiple of n_head = {}",
             self.n_embd,
             self.n_head
@@ -315,7 +368,7 @@ impl ModelConfig {
         Self::parse(&text).with_context(|| format!("in {}", path.display()))
     }
 
-    fn parse(text: &str) -> anyhow::Result<Self> {
+    pub(super) fn parse(text: &str) -> anyhow::Result<Self> {
         #[derive(Deserialize)]
         struct Kind {
             model_type: Option<String>,
@@ -360,92 +413,4 @@ impl ModelConfig {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn llama(more: &str) -> String {
-        format!(
-            r#"{{"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 4, {more}}}"#
-        )
-    }
-
-    const LLAMA3: &str = r#"{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}"#;
-
-    #[test]
-    fn llama3_frequencies_are_transformers() {
-        let text = llama(&format!(r#""head_dim": 128, "rope_theta": 500000.0, "rope_scaling": {LLAMA3}"#));
-        let Ok(ModelConfig::Llama(config)) = ModelConfig::parse(&text) else { panic!("{text}") };
-        let frequencies = config.frequencies().unwrap().unwrap();
-        assert_eq!(frequencies.len(), 64);
-        let plain = |i: i32| 500000f64.powf(-f64::from(i) / 64.);
-        // 1 turns 1304 times over 8192 positions, 500000^(-28/64) 4.19 times: both stay.
-        assert_eq!(frequencies[0], 1.);
-        assert_eq!(frequencies[28], plain(28) as f32);
-        // The 32nd is 1 / sqrt(500000) = 1.414214e-3: 1.843848 turns, 0.281283 of the way from 1 to 4; 0.718717 / 8 + 0.281283 = 0.371122 of it stays.
-        assert!((f64::from(frequencies[32]) - 5.24846e-4).abs() < 1e-9, "{}", frequencies[32]);
-        // 500000^(-35/64) turns 0.9969 times, the last 0.0032 times: an eighth of both stays.
-        for i in [35, 63] {
-            assert_eq!(frequencies[i as usize], (plain(i) / 8.) as f32);
-        }
-    }
-
-    #[test]
-    fn both_names_of_the_rotary_embedding_may_be_there() {
-        let parse = |more: &str| match ModelConfig::parse(&llama(more)).unwrap() {
-            ModelConfig::Llama(config) => config,
-            ModelConfig::Gpt2(_) => panic!("{more}"),
-        };
-        let both = parse(&format!(r#""rope_parameters": {LLAMA3}, "rope_scaling": {{"type": "default"}}"#));
-        assert!(both.frequencies().unwrap().is_some());
-        let null = parse(r#""rope_theta": 10.0, "rope_scaling": null"#);
-        assert_eq!((null.theta(), null.frequencies().unwrap()), (10., None));
-    }
-
-    #[test]
-    fn what_gpt2_does_not_support_is_refused() {
-        let gpt2 = r#""model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 8, "vocab_size": 4"#;
-        assert!(ModelConfig::parse(&format!("{{{gpt2}}}")).is_ok());
-        for (name, bad, good) in [
-            ("scale_attn_weights", false, true),
-            ("scale_attn_by_inverse_layer_idx", true, false),
-            ("reorder_and_upcast_attn", true, false),
-            ("tie_word_embeddings", false, true),
-        ] {
-            assert!(ModelConfig::parse(&format!("{{{gpt2}, \"{name}\": {good}}}")).is_ok());
-            let error = ModelConfig::parse(&format!("{{{gpt2}, \"{name}\": {bad}}}")).unwrap_err().to_string();
-            assert!(error.contains(&format!("{name} = {bad} is not supported")), "{error}");
-        }
-    }
-
-    #[test]
-    fn both_ways_to_write_the_rotary_base_are_read() {
-        let base = r#""model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 4"#;
-        for rope in
-            [r#""rope_theta": 500000.0"#, r#""rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}"#]
-        {
-            let Ok(ModelConfig::Llama(config)) = ModelConfig::parse(&format!("{{{base}, {rope}}}")) else {
-                panic!("{rope}")
-            };
-            assert_eq!(config.theta(), 500000.);
-        }
-    }
-
-    #[test]
-    fn what_is_not_known_is_named() {
-        for (text, part) in [
-            (r#"{"model_type": "mamba"}"#.to_string(), "\"mamba\" is not known"),
-            ("{}".to_string(), "model_type is missing"),
-            ("[".to_string(), "not a JSON object"),
-            (r#"{"model_type": "gpt2"}"#.to_string(), "missing field `n_embd`"),
-            (llama(r#""num_key_value_heads": 3"#), "multiple of num_key_value_heads = 3"),
-            (llama(r#""rope_parameters": {"rope_type": "yarn"}"#), "\"yarn\" is not known"),
-            (llama(r#""rope_scaling": {"type": "linear", "factor": 2.0}"#), "\"linear\" is not known"),
-            (llama(r#""rope_scaling": {"rope_type": "llama3"}"#), "needs factor"),
-            (llama(&format!(r#""rope_scaling": {}"#, LLAMA3.replace("4.0", "1.0"))), "must be below high_freq_factor"),
-            (llama(r#""hidden_act": "relu""#), "\"relu\" is not known"),
-        ] {
-            let error = format!("{:#}", ModelConfig::parse(&text).unwrap_err());
-            assert!(error.contains(part), "{error}");
-        }
-    }
-}
+mod tests;

@@ -36,7 +36,7 @@ impl Block {
     /// When a parameter can't be initialised.
     pub fn new(config: &Gpt2Config, lora: Option<LoraConfig>, vb: VarBuilder) -> Result<Self> {
         let width = config.n_embd;
-        let inner = config.n_inner.unwrap_or(4 * width);
+        let inner = config.inner();
         let stdev = config.initializer_range;
         // Projections back into the residual stream start smaller, as in the GPT-2 paper.
         let residual = stdev / (2. * config.n_layer as f64).sqrt();

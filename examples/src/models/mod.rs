@@ -4,6 +4,8 @@ pub mod config;
 pub mod gpt2;
 pub mod layer;
 pub mod llama;
+mod size;
+mod weights;
 
 use anyhow::Context;
 use candle_core::{DType, Module, Result, Tensor};
@@ -12,6 +14,8 @@ use fsdp_candle::{FsdpModule, FullyShard, ShardedVarMap, Unit, fully_shard};
 
 pub use config::ModelConfig;
 use layer::Layer;
+pub use size::ModelSize;
+pub use weights::fingerprint;
 
 /// A causal language model: token ids `[batch, time]` to logits `[batch, time, vocabulary]`.
 pub enum LanguageModel {
@@ -101,10 +105,11 @@ fn prefetch_blocks<R, B>(root: &FsdpModule<R>, blocks: &[FsdpModule<B>], ahead: 
     }
     let units: Vec<Unit> = blocks.iter().map(FsdpModule::unit).collect();
     let before = |end: usize| -> Vec<Unit> { units[..end].iter().rev().take(ahead).cloned().collect() };
-    root.set_modules_to_forward_prefetch(&units[..ahead.min(units.len())]);
+    let after = |start: usize| &units[start..start.saturating_add(ahead).min(units.len())];
+    root.set_modules_to_forward_prefetch(after(0));
     root.set_modules_to_backward_prefetch(&before(units.len()));
     for (i, block) in blocks.iter().enumerate() {
-        block.set_modules_to_forward_prefetch(&units[i + 1..(i + 1 + ahead).min(units.len())]);
+        block.set_modules_to_forward_prefetch(after(i + 1));
         block.set_modules_to_backward_prefetch(&before(i));
     }
 }

@@ -14,6 +14,8 @@ use fsdp_core::layout::{Region, chunk_range};
 use fsdp_core::{Buffer, MeshLayout, ReduceOp};
 use serde::Serialize;
 
+use crate::print;
+
 /// What to measure.
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -159,22 +161,22 @@ fn report(args: &Args, world: &World, bytes: usize, times: &[Vec<f64>; KINDS.len
         return Ok(());
     }
     if args.json {
-        println!("{}", serde_json::json!({ "ckpt": rows }));
-        return Ok(());
+        return print(serde_json::json!({ "ckpt": rows }));
     }
     for row in rows {
-        println!("{:<15} {:>8.3} s, first {:>8.3} s {:>8.2} GiB/s", row.what, row.median_s, row.first_s, row.gib_per_s);
+        let Row { what, median_s, first_s, gib_per_s, .. } = row;
+        print(format_args!("{what:<15} {median_s:>8.3} s, first {first_s:>8.3} s {gib_per_s:>8.2} GiB/s"))?;
     }
     Ok(())
 }
 
 /// A directory of one run of this program, with all that is in it.
-struct Scratch(PathBuf);
+pub(crate) struct Scratch(pub(crate) PathBuf);
 
 impl Scratch {
-    fn new(parent: &Path, world: &World) -> anyhow::Result<Self> {
+    pub(crate) fn new(parent: &Path, world: &World) -> anyhow::Result<Self> {
         // The job's port tells its runs apart.
-        let dir = parent.join(format!("bench-ckpt-{}", world.env().master_port));
+        let dir = parent.join(format!("bench-{}", world.env().master_port));
         if world.rank() == 0 {
             std::fs::create_dir_all(&dir).with_context(|| format!("can't create {}", dir.display()))?;
         }
@@ -183,7 +185,7 @@ impl Scratch {
     }
 
     /// Collective.
-    fn remove(&self, dir: &Path, world: &World) -> anyhow::Result<()> {
+    pub(crate) fn remove(&self, dir: &Path, world: &World) -> anyhow::Result<()> {
         if world.rank() == 0 {
             std::fs::remove_dir_all(dir).with_context(|| format!("can't remove {}", dir.display()))?;
         }

@@ -7,6 +7,8 @@ use fsdp_candle::World;
 use fsdp_core::{Allocator, Buffer, DType, GatherPart, ReduceOp, ScatterPart};
 use serde::Serialize;
 
+use crate::print;
+
 /// What to measure.
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -36,11 +38,11 @@ struct Row {
 struct Reuse(std::sync::Mutex<Vec<Buffer>>);
 
 impl Allocator for Reuse {
-    fn take(&self, dtype: DType, len: usize) -> Buffer {
+    fn take(&self, dtype: DType, len: usize) -> fsdp_core::Result<Buffer> {
         let mut kept = self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         match kept.iter().position(|buffer| buffer.dtype() == dtype && buffer.len() == len) {
-            Some(at) => kept.swap_remove(at),
-            None => Buffer::zeros(dtype, len),
+            Some(at) => Ok(kept.swap_remove(at)),
+            None => Buffer::try_zeros(dtype, len),
         }
     }
     fn give(&self, buffer: Buffer) {
@@ -59,7 +61,7 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
         for collective in ["all_gather", "reduce_scatter", "all_reduce"] {
             let mut times = vec![];
             for _ in 0..=args.runs {
-                let full = (collective != "all_gather").then(|| memory.take(DType::F32, total));
+                let full = (collective != "all_gather").then(|| memory.take(DType::F32, total)).transpose()?;
                 group.barrier().wait()?;
                 let start = Instant::now();
                 let work = match full {
@@ -92,13 +94,11 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
         return Ok(());
     }
     if args.json {
-        println!("{}", serde_json::json!({ "collectives": rows }));
+        print(serde_json::json!({ "collectives": rows }))?;
     } else {
         for row in rows {
-            println!(
-                "{:<15} {:>5} MiB {:>10.3} ms {:>8.2} GiB/s",
-                row.collective, row.mib, row.median_ms, row.gib_per_s
-            );
+            let Row { collective, mib, median_ms, gib_per_s, .. } = row;
+            print(format_args!("{collective:<15} {mib:>5} MiB {median_ms:>10.3} ms {gib_per_s:>8.2} GiB/s"))?;
         }
     }
     Ok(())

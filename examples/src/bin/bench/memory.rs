@@ -11,7 +11,7 @@ use fsdp_candle::{
 use fsdp_core::{Allocator, ProcessGroup, ScatterPart, Work};
 use serde::Serialize;
 
-use crate::ALLOCATOR;
+use crate::{ALLOCATOR, print};
 
 /// What to measure.
 #[derive(clap::Args)]
@@ -72,13 +72,13 @@ struct Phases {
 }
 
 /// A residual MLP. It keeps nothing but its layers: activations of one row are small beside the parameters.
-struct Block {
+pub(crate) struct Block {
     up: nn::Linear,
     down: nn::Linear,
 }
 
 impl Block {
-    fn new(width: usize, vb: VarBuilder) -> Result<Self> {
+    pub(crate) fn new(width: usize, vb: VarBuilder) -> Result<Self> {
         Ok(Block {
             up: nn::linear_no_bias(width, 4 * width, vb.pp("up"))?,
             down: nn::linear_no_bias(4 * width, width, vb.pp("down"))?,
@@ -111,19 +111,18 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
             phases,
         };
         if world.rank() == 0 {
-            print(&report, args)?;
+            show(&report, args)?;
         }
     }
     Ok(())
 }
 
-fn print(report: &Report, args: &Args) -> anyhow::Result<()> {
+fn show(report: &Report, args: &Args) -> anyhow::Result<()> {
     if args.json {
-        println!("{}", serde_json::to_string(report)?);
-        return Ok(());
+        return print(serde_json::to_string(report)?);
     }
     let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
-    println!(
+    print(format_args!(
         "{:<6} {} ranks, {} units of {:.2} MiB: {:>8.2} MiB between steps, {:>8.2} MiB more during one",
         format!("{:?}", report.mode).to_lowercase(),
         report.world,
@@ -131,8 +130,7 @@ fn print(report: &Report, args: &Args) -> anyhow::Result<()> {
         mib(report.unit_bytes),
         mib(report.resident_bytes),
         mib(report.transient_bytes)
-    );
-    Ok(())
+    ))
 }
 
 const STEPS: usize = 3;

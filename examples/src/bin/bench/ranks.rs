@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 
 use anyhow::Context;
+use fsdp_examples::console::Console;
 use fsdp_launch::{LaunchSpec, LinePrefix, launch};
 
 /// Starts this program, with the arguments that it has, once for each of `ranks` ranks, and waits for all.
@@ -13,7 +14,7 @@ pub(crate) fn start(ranks: usize) -> anyhow::Result<ExitCode> {
     spec.logs.line_prefix = LinePrefix::none();
     let outcome = launch(&spec)?;
     if !outcome.succeeded() {
-        eprintln!("{outcome}");
+        Console::Stderr.line(&outcome);
     }
     Ok(ExitCode::from(outcome.exit_code()))
 }

@@ -1,44 +1,37 @@
 //! Adapters on disk, as PEFT reads them: `adapter_model.safetensors` and `adapter_config.json`.
 
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use anyhow::{Context, ensure};
+use anyhow::Context;
+use fsdp_candle::ShardedVarMap;
 use fsdp_candle::nn::{LoraConfig, is_adapter};
-use fsdp_candle::{ShardedVarMap, StateDictOptions, World, get_model_state_dict};
-use fsdp_ckpt::{TensorShard, hf};
+use fsdp_ckpt::TensorShard;
 use serde_json::{Value, json};
 
-const WEIGHTS: &str = "adapter_model.safetensors";
+/// PEFT's name for the file of weights.
+pub(crate) const WEIGHTS: &str = "adapter_model.safetensors";
 const CONFIG: &str = "adapter_config.json";
 
-/// Writes the adapters alone. Collective.
-pub(crate) fn export(
+/// The adapters alone, by their names in PEFT's files.
+pub(crate) fn of(tensors: Vec<TensorShard>) -> Vec<TensorShard> {
+    let adapters = tensors.into_iter().filter(|tensor| is_adapter(&tensor.fqn));
+    adapters
+        .map(|tensor| TensorShard { fqn: format!("base_model.model.{}", in_transformers(&tensor.fqn)), ..tensor })
+        .collect()
+}
+
+/// Writes what PEFT wants to know about the adapters of a model.
+pub(crate) fn write_config(
     dir: &Path,
     config: LoraConfig,
-    base: Option<&PathBuf>,
-    world: &World,
+    base: Option<&Path>,
     vars: &ShardedVarMap,
 ) -> anyhow::Result<()> {
-    let weights = dir.join(WEIGHTS);
-    ensure!(!weights.exists(), "{} exists already: export to another directory, or move it away", weights.display());
-    let tensors: Vec<TensorShard> = get_model_state_dict(vars, &StateDictOptions::default())?
-        .shards("")
-        .into_iter()
-        .filter(|tensor| is_adapter(&tensor.fqn))
-        .map(|tensor| TensorShard { fqn: format!("base_model.model.{}", in_transformers(&tensor.fqn)), ..tensor })
-        .collect();
     let names: Vec<String> = vars.params().iter().map(|param| param.name().to_string()).collect();
-    hf::export(dir, world.group().as_ref(), &tensors, &[])
-        .with_context(|| format!("can't export the adapters to {}", dir.display()))?;
-    if world.rank() == 0 {
-        std::fs::rename(dir.join("model.safetensors"), &weights)
-            .with_context(|| format!("can't name {}", weights.display()))?;
-        let config = peft_config(config, base.map(PathBuf::as_path), &names);
-        std::fs::write(dir.join(CONFIG), format!("{config:#}\n"))
-            .with_context(|| format!("can't write {}/{CONFIG}", dir.display()))?;
-    }
-    Ok(())
+    let config = peft_config(config, base, &names);
+    std::fs::write(dir.join(CONFIG), format!("{config:#}\n"))
+        .with_context(|| format!("can't write {}/{CONFIG}", dir.display()))
 }
 
 /// The name of a parameter in transformers' `GPT2LMHeadModel`, whatever the base model's file says.

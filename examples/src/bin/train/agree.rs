@@ -1,8 +1,11 @@
-//! What ranks decide together: one rank's answer for all, and the worst of what each has found.
+//! What ranks tell each other: one rank's answer for all, every rank's for every one, and the worst of what each has
+//! found.
+
+use std::sync::Arc;
 
 use anyhow::{anyhow, bail};
 use fsdp_candle::{ReduceOp, World};
-use fsdp_core::Buffer;
+use fsdp_core::{Buffer, GatherPart, Heap};
 use serde::{Deserialize, Serialize};
 
 /// What a rank has found in a checkpoint.
@@ -55,4 +58,33 @@ pub(crate) fn from_rank<T: Serialize + for<'de> Deserialize<'de>>(
         _ => bail!("a broadcast of U8 returned something else"),
     };
     answer.map_err(|message| anyhow!(message))
+}
+
+/// Every rank's answer, by rank, on every rank. Collective.
+pub(crate) fn from_every_rank<T: Serialize + for<'de> Deserialize<'de>>(
+    world: &World,
+    own: &T,
+) -> anyhow::Result<Vec<T>> {
+    let text = serde_json::to_vec(own)?;
+    let lengths = match gather(world, Buffer::I64(vec![text.len() as i64]), vec![1; world.size()])? {
+        Buffer::I64(lengths) => lengths.into_iter().map(usize::try_from).collect::<Result<Vec<_>, _>>()?,
+        other => bail!("an all-gather of I64 returned {}", other.dtype()),
+    };
+    let texts = match gather(world, Buffer::U8(text), lengths.clone())? {
+        Buffer::U8(texts) => texts,
+        other => bail!("an all-gather of U8 returned {}", other.dtype()),
+    };
+    let mut rest = &texts[..];
+    let answers = lengths.into_iter().map(|length| {
+        let (text, after) = rest.split_at(length);
+        rest = after;
+        Ok(serde_json::from_slice(text)?)
+    });
+    answers.collect()
+}
+
+/// The concatenation of the ranks' buffers, of `counts` elements each.
+fn gather(world: &World, own: Buffer, counts: Vec<usize>) -> anyhow::Result<Buffer> {
+    let part = GatherPart { input: Arc::new(own), counts };
+    world.group().all_gather(vec![part], Heap::shared()).wait()?.pop().ok_or_else(|| anyhow!("an all-gather is empty"))
 }

@@ -1,14 +1,17 @@
 //! The command line of `train`.
 
-use std::{ffi::OsString, path::PathBuf};
+use std::path::PathBuf;
 
-use candle_core::DType;
 use clap::{
-    Parser, ValueEnum,
+    Parser,
     builder::{OsStringValueParser, TypedValueParser},
 };
-use fsdp_candle::ReshardAfterForward;
-use fsdp_examples::schedule::LrSchedule;
+use fsdp_candle::{ReshardAfterForward, World};
+use fsdp_examples::{data::BatchShape, schedule::LrSchedule};
+use serde::Serialize;
+
+pub(crate) use crate::values::{ActivationCheckpoint, DeviceChoice, GradSync, InitChoice, Resume};
+use crate::values::{Precision, betas, checkpoint_place, count, not_negative, place, positive, reshard, reshard_word};
 
 const AFTER_HELP: &str = "Examples:
 
@@ -27,8 +30,13 @@ const AFTER_HELP: &str = "Examples:
 One step sees (processes x --batch-size x --grad-accum) sequences. Runs for which this product is the same see the same data in the same order and give the \
 same losses, up to rounding.";
 
+/// Flags that may differ from rank to rank: what is read through the first two is compared by itself, and the last two
+/// are for rank 0 alone.
+pub(crate) const FREE_TO_DIFFER: [&str; 4] = ["model", "data", "metrics", "tensorboard"];
+
 /// Pre-trains or fine-tunes a GPT-2 or Llama model whose parameters, gradients and optimizer state are sharded over the processes.
-#[derive(Parser, Debug, Clone)]
+#[derive(Parser, Debug, Clone, Serialize)]
+#[serde(rename_all = "kebab-case")]
 #[command(name = "train", version, after_long_help = AFTER_HELP, allow_negative_numbers = true)]
 #[command(after_help = "Example: fsdp-launch --nproc-per-node 2 train --steps 100     (--help tells more)")]
 pub(crate) struct Args {
@@ -37,6 +45,7 @@ pub(crate) struct Args {
     /// Needed there: config.json with model_type `llama` or `gpt2`. Used if there: model.safetensors (or model.safetensors.index.json and the files it
     /// names) and tokenizer.json. Each process reads only its own slices of the weights.
     #[arg(long, value_name = "DIR", help_heading = "Model")]
+    #[serde(serialize_with = "place")]
     pub(crate) model: Option<PathBuf>,
 
     /// Where the first weights come from
@@ -50,6 +59,7 @@ pub(crate) struct Args {
     /// what is not text. Without --data, the .rs, .md and .toml files of the Cargo workspace around the current directory are the text.
     /// When all the data is read, it starts again.
     #[arg(long, value_name = "PATH", help_heading = "Data")]
+    #[serde(serialize_with = "place")]
     pub(crate) data: Option<PathBuf>,
 
     /// Sequences that each process reads at once
@@ -111,6 +121,7 @@ pub(crate) struct Args {
     /// What becomes of gathered parameters between forward and backward: `always` frees them (ZeRO-3), `never` keeps them (ZeRO-2), `default` keeps only those outside
     /// the blocks, a number K keeps what K neighbouring processes need to gather them again among themselves
     #[arg(long, value_name = "default|always|never|K", default_value = "default", value_parser = reshard, help_heading = "Sharding")]
+    #[serde(serialize_with = "reshard_word")]
     pub(crate) reshard_after_forward: ReshardAfterForward,
 
     /// The dtype of gathered parameters, and so of compute; shards and optimizer state stay f32
@@ -120,10 +131,6 @@ pub(crate) struct Args {
     /// The dtype in which gradients are summed over processes
     #[arg(long, value_enum, default_value_t = Precision::F32, help_heading = "Sharding")]
     pub(crate) reduce_dtype: Precision,
-
-    /// Keep shards, gradients and optimizer state in host memory (where they are anyway when the device is the CPU)
-    #[arg(long, help_heading = "Sharding")]
-    pub(crate) cpu_offload: bool,
 
     /// How many blocks ahead parameters are gathered
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Sharding")]
@@ -138,6 +145,7 @@ pub(crate) struct Args {
     /// Each process is a row called `rank N` with a line for compute (steps, and forward and backward of each unit) and one for each group that it communicates
     /// in. While the run lasts, and after one that fails, the processes have files of their own, such as trace.rank0.json; a run that ends well joins them.
     #[arg(long, value_name = "FILE", help_heading = "Run")]
+    #[serde(serialize_with = "place")]
     pub(crate) trace: Option<PathBuf>,
 
     /// What to run again in backward instead of keeping its activations: less memory, a second forward, the same numbers
@@ -148,12 +156,17 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value = "42", help_heading = "Run")]
     pub(crate) seed: u64,
 
-    /// Where to compute; `auto` takes CUDA if this build and the machine have it
+    /// Where to compute: on the CPU, which `auto` means too. GPUs are not there yet: `cuda` is an error
     #[arg(long, value_enum, default_value_t = DeviceChoice::Auto, help_heading = "Run")]
     pub(crate) device: DeviceChoice,
 
     /// Where checkpoints are written, each a directory in it [default: checkpoints/run-NNN, a new one for each run]
+    ///
+    /// Every process tries to write there before the first step. Weights that are infinite or not a number are not
+    /// saved: the run ends, and says which they are and which checkpoint is the newest good one. So it does when the
+    /// loss or the norm of the gradients is not finite, before the step is taken.
     #[arg(long, value_name = "DIR", help_heading = "Run")]
+    #[serde(serialize_with = "checkpoint_place")]
     pub(crate) checkpoint_dir: Option<PathBuf>,
 
     /// Save after so many steps, again and again; 0 saves only at the end, which is always saved
@@ -170,15 +183,21 @@ pub(crate) struct Args {
 
     /// Go on from a checkpoint: `none`, `auto` (the newest whole one in --checkpoint-dir, if any), or its path
     ///
-    /// Model, optimizer, step and position in the data continue, at the same number of processes bit for bit. The number of processes, --batch-size and
-    /// --grad-accum may differ from the run that saved it. A checkpoint that turns out to be damaged is set aside by `auto`, as step-00000010.damaged, and an
-    /// older one taken. A path may also be a checkpoint of PyTorch's torch.distributed.checkpoint, a Hugging Face directory or
-    /// file, or a .pt file; the step is then that of its optimizer, or 0 if it has none. A directory that is called auto or none is ./auto or ./none.
+    /// Model, optimizer, step and position in the data continue, at the same number of processes bit for bit. The
+    /// number of processes, --batch-size and --grad-accum may differ from the run that saved it. A checkpoint that
+    /// turns out to be damaged, or to hold values that are infinite or not a number, is set aside by `auto`, as
+    /// step-00000010.damaged, and an older one taken. A path may also be a checkpoint of PyTorch's
+    /// torch.distributed.checkpoint, a Hugging Face directory or file, or a .pt file; the step is then that of its
+    /// optimizer, or 0 if it has none. A directory that is called auto or none is ./auto or ./none.
     #[arg(long, value_name = "auto|none|PATH", default_value = "none", value_parser = OsStringValueParser::new().map(Resume::from), help_heading = "Run")]
     pub(crate) resume: Resume,
 
     /// Write the trained model there as a Hugging Face directory, which transformers can load
+    ///
+    /// Weights that are there already are never overwritten, but for those that this run has exported itself before it
+    /// was started again with --resume auto.
     #[arg(long, value_name = "DIR", help_heading = "Run")]
+    #[serde(serialize_with = "place")]
     pub(crate) export_hf: Option<PathBuf>,
 
     /// Write what each step measured to this file, one JSON object a line
@@ -186,6 +205,7 @@ pub(crate) struct Args {
     /// Fields: step, loss (mean over all processes' tokens), grad_norm (before clipping), lr, step_time_s, tokens_per_s, peak_mem_bytes (the largest
     /// process's), shard_bytes (parameters, gradients and optimizer state resident a process).
     #[arg(long, value_name = "FILE", help_heading = "Run")]
+    #[serde(serialize_with = "place")]
     pub(crate) metrics: Option<PathBuf>,
 
     /// Write what each step measured as TensorBoard event files, to be seen by `tensorboard --logdir DIR`
@@ -194,123 +214,37 @@ pub(crate) struct Args {
     /// writes, step by step. Each start of the run is a file of its own; a run that goes on from an earlier step, or from the beginning, hides what the files
     /// before it tell of later steps. For several runs in one picture, give each a directory below the one that --logdir names.
     #[arg(long, value_name = "DIR", help_heading = "Run")]
+    #[serde(serialize_with = "place")]
     pub(crate) tensorboard: Option<PathBuf>,
 }
 
 impl Args {
+    /// What a rank reads at each step.
+    ///
+    /// # Errors
+    /// When all ranks together would read more than any data holds.
+    pub(crate) fn batch_shape(&self, world: &World) -> anyhow::Result<BatchShape> {
+        let shape = BatchShape {
+            world_size: world.size(),
+            rank: world.rank(),
+            batch_size: self.batch_size,
+            grad_accum: self.grad_accum,
+            seq_len: self.seq_len,
+        };
+        shape.sequences_per_step()?;
+        Ok(shape)
+    }
+
     /// How many sequences one step sees, over all ranks.
     pub(crate) fn sequences_per_step(&self, ranks: usize) -> u64 {
         (ranks * self.batch_size * self.grad_accum) as u64
     }
 }
 
-/// Where the first weights come from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum InitChoice {
-    /// The model directory's weights if it has any, else random
-    Auto,
-    /// The model directory's weights; it is an error if it has none
-    Pretrained,
-    /// Random, from --seed
-    Random,
-}
-
-/// A floating point dtype.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Precision {
-    F32,
-    Bf16,
-}
-
-impl Precision {
-    pub(crate) fn dtype(self) -> DType {
-        match self {
-            Precision::F32 => DType::F32,
-            Precision::Bf16 => DType::BF16,
-        }
-    }
-}
-
-/// When gradients are summed over processes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum GradSync {
-    Every,
-    Last,
-}
-
-fn reshard(text: &str) -> Result<ReshardAfterForward, String> {
-    match text {
-        "default" => Ok(ReshardAfterForward::Default),
-        "always" => Ok(ReshardAfterForward::Always),
-        "never" => Ok(ReshardAfterForward::Never),
-        number => match number.parse() {
-            Ok(ranks) => Ok(ReshardAfterForward::To(ranks)),
-            Err(_) => Err("it must be default, always, never, or a number of processes".into()),
-        },
-    }
-}
-
-/// What runs again in backward.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum ActivationCheckpoint {
-    /// Nothing: all activations are kept
-    None,
-    /// Every block: its input alone is kept
-    Full,
-}
-
-/// Where to compute.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum DeviceChoice {
-    Auto,
-    Cpu,
-    Cuda,
-}
-
-/// Which checkpoint to go on from.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Resume {
-    None,
-    Auto,
-    Path(PathBuf),
-}
-
-impl From<OsString> for Resume {
-    fn from(value: OsString) -> Self {
-        match value.to_str() {
-            Some("none") => Resume::None,
-            Some("auto") => Resume::Auto,
-            _ => Resume::Path(value.into()),
-        }
-    }
-}
-
-fn count(text: &str) -> Result<usize, String> {
-    text.parse().ok().filter(|&n| n > 0).ok_or_else(|| "it must be a whole number of at least 1".into())
-}
-
-fn number(text: &str, what: &str, wanted: impl Fn(f64) -> bool) -> Result<f64, String> {
-    text.trim().parse().ok().filter(|&x: &f64| x.is_finite() && wanted(x)).ok_or_else(|| format!("it must be {what}"))
-}
-
-fn positive(text: &str) -> Result<f64, String> {
-    number(text, "a number above 0, such as 3e-4", |x| x > 0.0)
-}
-
-fn not_negative(text: &str) -> Result<f64, String> {
-    number(text, "a number of at least 0, such as 0.1", |x| x >= 0.0)
-}
-
-fn betas(text: &str) -> Result<(f64, f64), String> {
-    let beta = |text| number(text, "a beta", |x| (0.0..1.0).contains(&x)).ok();
-    let both = text.split_once(',').and_then(|(first, second)| Some((beta(first)?, beta(second)?)));
-    both.ok_or_else(|| {
-        "it must be two numbers of at least 0 and below 1 with a comma between them, such as 0.9,0.95".into()
-    })
-}
-
 #[cfg(test)]
 mod tests {
+    use std::{collections::BTreeSet, ffi::OsString, os::unix::ffi::OsStringExt};
+
     use super::*;
     use clap::CommandFactory;
 
@@ -349,6 +283,33 @@ mod tests {
         assert_eq!(args.model, Some("DIR".into()));
         assert_eq!(args.data, Some("DIR/tokens.bin".into()));
         assert_eq!(args.resume, Resume::Auto);
+    }
+
+    /// Every flag is compared between ranks, unless it is named as one that is not.
+    #[test]
+    fn no_flag_is_forgotten_when_ranks_compare_theirs() {
+        let described = serde_json::to_value(parse(&[]).unwrap()).unwrap();
+        let described: BTreeSet<&str> = described.as_object().unwrap().keys().map(String::as_str).collect();
+        let command = Args::command();
+        let flags = command.get_arguments().filter_map(|argument| argument.get_long());
+        assert_eq!(described, flags.filter(|flag| !["help", "version"].contains(flag)).collect());
+        assert!(FREE_TO_DIFFER.iter().all(|flag| described.contains(flag)));
+    }
+
+    #[test]
+    fn places_are_compared_as_they_are_meant() {
+        let place = |flag: &str, value: &str| {
+            serde_json::to_value(parse(&[&format!("--{flag}"), value]).unwrap()).unwrap()[flag].clone()
+        };
+        let here = std::env::current_dir().unwrap();
+        for flag in ["checkpoint-dir", "export-hf", "trace", "resume", "data"] {
+            assert_eq!(place(flag, "some/where"), here.join("some/where").to_str().unwrap(), "{flag}");
+            assert_eq!(place(flag, "/a/b"), "/a/b", "{flag}");
+        }
+        assert_eq!(place("resume", "auto"), "auto");
+        let unnamed = OsString::from_vec(b"/a\xff".to_vec());
+        let args = Args::try_parse_from([OsString::from("train"), "--data".into(), unnamed]).unwrap();
+        assert_eq!(serde_json::to_value(args).unwrap()["data"], "/a\\xff");
     }
 
     #[test]

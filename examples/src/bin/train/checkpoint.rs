@@ -6,18 +6,18 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, anyhow, bail, ensure};
 use fsdp_candle::nn::is_adapter;
 use fsdp_candle::{
-    AdamW, ShardedVarMap, StateDictOptions, World, get_model_state_dict, load_model, load_optimizer, model_tensors,
-    optimizer_tensors, optimizer_values,
+    AdamW, ShardedVarMap, ValuesOf, World, load_model, load_optimizer, model_tensors, optimizer_tensors,
+    optimizer_values,
 };
-use fsdp_ckpt::{AsyncSaver, LoadOptions, MODEL, SaveState, TensorSource, WhenBusy, hf};
-use fsdp_examples::models::config::BUILTIN;
+use fsdp_ckpt::{AsyncSaver, LoadOptions, MODEL, SaveOptions, SaveState, TensorSource, WhenBusy, shown};
+use fsdp_examples::console::Console;
 
-use crate::adapters;
 use crate::agree::{Finding, worst};
 use crate::args::{Args, Resume};
 use crate::done::{Done, has_optimizer};
+use crate::export::Export;
+use crate::health::{ADVICE, look};
 use crate::places::{Places, same_file, step_name};
-use crate::setup;
 
 /// A run's checkpoints.
 pub(crate) struct Checkpoints<'a> {
@@ -27,6 +27,12 @@ pub(crate) struct Checkpoints<'a> {
     keep: Option<NonZeroUsize>,
     /// Where saves go on in the background.
     saver: Option<AsyncSaver>,
+    /// The step after which the weights were looked at last, and were finite.
+    finite_after: usize,
+    /// The newest checkpoint that this run has saved, or gone on from.
+    newest: Option<PathBuf>,
+    /// The one that is being saved in the background.
+    growing: Option<PathBuf>,
 }
 
 impl<'a> Checkpoints<'a> {
@@ -40,11 +46,13 @@ impl<'a> Checkpoints<'a> {
             (true, None) => Some(AsyncSaver::new(world.group().clone(), WhenBusy::Wait)?),
             (true, Some(keep)) => Some(AsyncSaver::new(world.group().clone(), WhenBusy::Wait)?.keep_newest(keep)),
         };
-        Ok(Checkpoints { places, world, sequences_per_step, keep, saver })
+        let (newest, growing) = (None, None);
+        Ok(Checkpoints { places, world, sequences_per_step, keep, saver, finite_after: 0, newest, growing })
     }
 
-    /// Loads the checkpoint to go on from, if there is one; tells how far it had come. Where `--resume auto` chose one that turns out to be damaged, it is
-    /// set aside, and an older one loaded. Collective.
+    /// Loads the checkpoint to go on from, if there is one; tells how far it had come. Where `--resume auto` chose one
+    /// that turns out to be damaged, or to hold values that are not finite, it is set aside, and an older one loaded.
+    /// Weights that no training can start from are an error. Collective.
     pub(crate) fn resume(&mut self, args: &Args, vars: &ShardedVarMap, optim: &mut AdamW) -> anyhow::Result<Done> {
         while let Some(path) = self.places.resume_from.clone() {
             let failed = || format!("can't resume from {}", path.display());
@@ -57,13 +65,51 @@ impl<'a> Checkpoints<'a> {
                 Finding::Damaged(why) | Finding::Failed(why) => return Err(anyhow!(why).context(failed())),
                 Finding::Good => {
                     let Some(source) = source else { bail!("a checkpoint that was not opened was found good") };
-                    let done = self.load(&*source, vars, optim).with_context(failed)?;
+                    let (done, about) = self.load(&*source, vars, optim).with_context(failed)?;
                     self.world.group().barrier().wait().context("another rank could not resume")?;
-                    return Ok(done);
+                    match look(vars, &[ValuesOf::Parameters, ValuesOf::Moments(optim)])? {
+                        None => {
+                            if self.world.rank() == 0 {
+                                let (path, step) = (path.display(), done.step);
+                                Console::Stderr.line(format_args!("resumed from {path} at step {step}{about}"));
+                            }
+                            (self.finite_after, self.newest) = (done.step, Some(path));
+                            return Ok(done);
+                        }
+                        Some(found) if args.resume == Resume::Auto => {
+                            // The older one has all weights, but need not have moments.
+                            *optim = AdamW::new(vars.trainable(), *optim.config())?;
+                            self.places.fall_back(args, self.world, &found.to_string())?;
+                        }
+                        Some(found) => return Err(anyhow!("{found}; pass an older one").context(failed())),
+                    }
                 }
             }
         }
+        if let Some(found) = look(vars, &[ValuesOf::Parameters])? {
+            let from = args.model.as_ref().map(|dir| format!(" from {}", dir.display())).unwrap_or_default();
+            bail!("the weights{from} are no good before any step: {found}; pass another --model, or --init random");
+        }
         Ok(Done::default())
+    }
+
+    /// The step after which the weights were found finite last.
+    pub(crate) fn finite_after(&self) -> usize {
+        self.finite_after
+    }
+
+    /// Which checkpoint is to be gone on from if the run ends here, in words. Collective: a save in the background ends
+    /// first.
+    pub(crate) fn healthy(&mut self) -> String {
+        let mut text = match self.finish() {
+            Ok(()) => String::new(),
+            Err(error) => format!("The last save failed as well: {error:#}. "),
+        };
+        text.push_str(&match &self.newest {
+            Some(path) => format!("The newest healthy checkpoint, {}, is untouched", path.display()),
+            None => "There is no checkpoint of this run yet".into(),
+        });
+        text
     }
 
     /// Opens a checkpoint and checks this rank's share of the checksums, so that all is read once.
@@ -77,7 +123,13 @@ impl<'a> Checkpoints<'a> {
         }
     }
 
-    fn load(&self, source: &dyn TensorSource, vars: &ShardedVarMap, optim: &mut AdamW) -> anyhow::Result<Done> {
+    /// Loads what is there; tells how far it had come, and in words what it has not.
+    fn load(
+        &self,
+        source: &dyn TensorSource,
+        vars: &ShardedVarMap,
+        optim: &mut AdamW,
+    ) -> anyhow::Result<(Done, String)> {
         let is_of_adapters = source.tensors().keys().any(|name| is_adapter(name));
         ensure!(
             !is_of_adapters || vars.params().iter().any(|param| is_adapter(param.name())),
@@ -85,24 +137,32 @@ impl<'a> Checkpoints<'a> {
         );
         let of_model = LoadOptions { include: vec![format!("{MODEL}*")], ..LoadOptions::default() };
         let loaded = load_model(vars, source, &of_model)?;
-        let has_optimizer = has_optimizer(source);
-        if has_optimizer {
+        let mut about = String::new();
+        if has_optimizer(source) {
             load_optimizer(optim, source, &LoadOptions::default())?;
+        } else {
+            about.push_str(", with a fresh optimizer: it holds none");
         }
-        let done = Done::of(source, self.sequences_per_step)?;
-        if self.world.rank() == 0 {
-            let fresh = if has_optimizer { "" } else { ", with a fresh optimizer: it holds none" };
-            eprintln!("resumed from {} at step {}{fresh}", source.path().display(), done.step);
-            if !loaded.unexpected.is_empty() {
-                eprintln!("not loaded, the model has no such parameters: {}", loaded.unexpected.join(", "));
-            }
+        if !loaded.unexpected.is_empty() {
+            let names = shown(loaded.unexpected.join(", "));
+            about.push_str(&format!("\nnot loaded, the model has no such parameters: {names}"));
         }
-        Ok(done)
+        Ok((Done::of(source, self.sequences_per_step)?, about))
     }
 
-    /// Saves model, optimizer and position, or begins to; the directory is named after the step. Collective.
+    /// Saves model, optimizer and position, or begins to; the directory is named after the step. What is not finite is
+    /// not saved: that is an error. Collective.
     pub(crate) fn save(&mut self, vars: &ShardedVarMap, optim: &AdamW, done: &Done) -> anyhow::Result<PathBuf> {
         let path = self.places.checkpoints.join(step_name(done.step));
+        if let Some(found) = look(vars, &[ValuesOf::Parameters, ValuesOf::Moments(optim)])? {
+            let (step, since) = (done.step, self.finite_after);
+            bail!(
+                "{} was not saved: after step {step}, {found}. They were finite after step {since}. {}. {ADVICE}",
+                path.display(),
+                self.healthy()
+            );
+        }
+        self.finite_after = done.step;
         // A run that had nothing left to do is where it resumed from already.
         if self.places.resume_from.as_deref().is_some_and(|from| same_file(from, &path)) {
             // It may have been killed after it saved and before it removed older ones.
@@ -115,11 +175,18 @@ impl<'a> Checkpoints<'a> {
         values.extend(optimizer_values(optim));
         let state = SaveState { mesh: vars.mesh().layout().clone(), tensors, values };
         let failed = || format!("can't save {}", path.display());
+        let options = SaveOptions { finite: true };
         match &mut self.saver {
-            Some(saver) => saver.save(&path, &state).with_context(failed)?,
+            Some(saver) => {
+                // It waits for the one before.
+                saver.save_with(&path, &state, &options).with_context(failed)?;
+                let before = self.growing.replace(path.clone());
+                self.newest = before.or(self.newest.take());
+            }
             None => {
-                fsdp_ckpt::save(&path, self.world.group().as_ref(), &state).with_context(failed)?;
+                fsdp_ckpt::save_with(&path, self.world.group().as_ref(), &state, &options).with_context(failed)?;
                 self.remove_older(&path);
+                self.newest = Some(path.clone());
             }
         }
         Ok(path)
@@ -130,49 +197,26 @@ impl<'a> Checkpoints<'a> {
         if let Some(keep) = self.keep.filter(|_| self.world.rank() == 0)
             && let Err(error) = fsdp_ckpt::keep_newest(&self.places.checkpoints, keep, &[newest])
         {
-            eprintln!("can't remove older checkpoints: {:#}", anyhow::Error::from(error));
+            let error = anyhow::Error::from(error);
+            Console::Stderr.line(format_args!("can't remove older checkpoints: {error:#}"));
         }
     }
 
     /// Waits for what is being saved. Collective.
     pub(crate) fn finish(&mut self) -> anyhow::Result<()> {
+        let growing = self.growing.take();
         if let Some(saver) = &mut self.saver {
             saver.wait()?;
         }
+        self.newest = growing.or(self.newest.take());
         Ok(())
     }
-}
 
-/// Writes the model as a Hugging Face directory: weights, configuration and, if there is one, the tokenizer. Of a run that trains adapters, it writes
-/// these. Collective.
-pub(crate) fn export_hf(dir: &Path, args: &Args, world: &World, vars: &ShardedVarMap) -> anyhow::Result<()> {
-    if let Some(config) = setup::lora(args) {
-        return adapters::export(dir, config, args.model.as_ref(), world, vars);
+    /// Writes the model, which is that of the last save, to --export-hf, if it is there. Collective.
+    pub(crate) fn export(&self, args: &Args, vars: &ShardedVarMap, done: &Done) -> anyhow::Result<()> {
+        match &args.export_hf {
+            Some(dir) => Export { dir, step: done.step, places: &self.places }.write(args, self.world, vars),
+            None => Ok(()),
+        }
     }
-    let tensors = get_model_state_dict(vars, &StateDictOptions::default())?.shards("");
-    let beside: Vec<PathBuf> = args
-        .model
-        .iter()
-        .flat_map(|model| CONFIG_FILES.iter().map(|name| model.join(name)))
-        .filter(|path| path.exists())
-        .collect();
-    hf::export(dir, world.group().as_ref(), &tensors, &beside)
-        .with_context(|| format!("can't export the model to {}", dir.display()))?;
-    if args.model.is_none() && world.rank() == 0 {
-        std::fs::write(dir.join("config.json"), BUILTIN)
-            .with_context(|| format!("can't write {}/config.json", dir.display()))?;
-    }
-    Ok(())
 }
-
-/// What makes a model directory besides the weights.
-const CONFIG_FILES: [&str; 8] = [
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-];

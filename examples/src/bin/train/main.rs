@@ -1,15 +1,23 @@
 //! Pre-trains or fine-tunes a Llama or a GPT-2 with its parameters sharded over the ranks: `fsdp-launch --nproc-per-node 2 train --help`.
+#![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod adapters;
 mod agree;
+mod alike;
 mod args;
 mod checkpoint;
 mod damage;
 mod done;
+mod export;
+mod health;
 mod logging;
+mod memory;
 mod places;
 mod setup;
+mod step_log;
 mod trace;
+mod values;
+mod writable;
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -18,19 +26,24 @@ use candle_core::backprop::GradStore;
 use candle_core::{Module, Tensor};
 use clap::Parser;
 use fsdp_candle::{AdamW, AdamWConfig, ReduceOp, World, clip_grad_norm, grad_norm, nn};
+use fsdp_examples::console::Console;
 use fsdp_examples::job;
-use fsdp_examples::metrics::{MetricsFile, StepRecord, peak_memory_bytes};
-use fsdp_examples::progress::Progress;
+use fsdp_examples::metrics::{StepRecord, peak_memory_bytes};
 use fsdp_examples::schedule::Schedule;
-use fsdp_examples::tensorboard::EventFile;
 
 use args::{Args, GradSync};
 use checkpoint::Checkpoints;
+use health::BadStep;
 use setup::Setup;
+use step_log::StepLog;
 
 fn main() -> ExitCode {
     let args = Args::parse();
     job::run(|world| {
+        // First of all: what follows counts on it.
+        alike::settings(&args, world)?;
+        args.batch_shape(world)?;
+        writable::check(&args, world)?;
         let trace = logging::init(args.trace.as_deref(), world)?;
         train(&args, world)?;
         trace.map_or(Ok(()), |trace| trace.finish(world))
@@ -38,7 +51,7 @@ fn main() -> ExitCode {
 }
 
 fn train(args: &Args, world: &World) -> anyhow::Result<()> {
-    // First of all, so that what is in the way shows before anything is read.
+    // Before all else, so that what is in the way shows before anything is read.
     let mut checkpoints = Checkpoints::new(args, world)?;
     let Setup { vars, model, batches, text, config } = Setup::new(args, world)?;
     let hyper = AdamWConfig { lr: args.lr, betas: args.betas, eps: args.eps, weight_decay: args.weight_decay };
@@ -47,21 +60,13 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
 
     let mut done = checkpoints.resume(args, &vars, &mut optim)?;
     if world.rank() == 0 && done.step >= args.steps {
-        eprintln!(
+        Console::Stderr.line(format_args!(
             "nothing to train: step {} is done already and --steps is {}; raise it to go on",
             done.step, args.steps
-        );
+        ));
     }
-    let mut metrics = match &args.metrics {
-        Some(path) if world.rank() == 0 => Some(MetricsFile::open(path, done.step)?),
-        _ => None,
-    };
-    let mut events = match &args.tensorboard {
-        Some(directory) if world.rank() == 0 => Some(EventFile::open(directory, done.step)?),
-        _ => None,
-    };
+    let mut log = if world.rank() == 0 { Some(StepLog::open(args, done.step)?) } else { None };
     let shard_bytes = setup::shard_bytes(&vars);
-    let mut progress = (world.rank() == 0).then(|| Progress::new(done.step, args.steps));
     let tokens_per_step = (world.size() * args.batch_size * args.grad_accum * args.seq_len) as f64;
 
     for step in done.step + 1..=args.steps {
@@ -76,7 +81,7 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
         for micro_step in 0..args.grad_accum {
             let last = micro_step + 1 == args.grad_accum;
             model.set_requires_gradient_sync(last || args.grad_sync == GradSync::Every, true);
-            let (inputs, targets) = batches.micro_batch(done.sequences, micro_step);
+            let (inputs, targets) = batches.micro_batch(done.sequences, micro_step)?;
             let inputs_bt = Tensor::from_vec(inputs, (args.batch_size, args.seq_len), world.device())?;
             let targets_bt = Tensor::from_vec(targets, (args.batch_size, args.seq_len), world.device())?;
             let loss = nn::cross_entropy(&model.forward(&inputs_bt)?, &targets_bt)?;
@@ -92,14 +97,20 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
             0. => grad_norm(&vars, &grads)?,
             max => clip_grad_norm(&vars, &mut grads, max)?,
         };
+        // What is not finite on one rank makes the mean so: all ranks stop together, while the weights are good.
+        let own_loss = loss_sum / args.grad_accum as f64;
+        let means = world.all_reduce(&[own_loss, norm], ReduceOp::Avg)?;
+        let loss = means[0];
+        if !means.iter().all(|mean| mean.is_finite()) {
+            let bad = BadStep { step, loss, own_loss, norm, grads: &grads };
+            anyhow::bail!(bad.explain(world, &vars, &optim, &mut checkpoints)?);
+        }
         optim.step(&grads)?;
         drop(grads);
 
         done.step = step;
         done.sequences += args.sequences_per_step(world.size());
-        let loss = world.all_reduce(&[loss_sum / args.grad_accum as f64], ReduceOp::Avg)?[0];
         let peak = world.all_reduce(&[peak_memory_bytes() as f64], ReduceOp::Max)?[0];
-        anyhow::ensure!(loss.is_finite(), "the loss is {loss} at step {step}: lower --lr or use --clip-grad-norm");
         let seconds = start.elapsed().as_secs_f64();
         let record = StepRecord {
             step,
@@ -111,34 +122,26 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
             peak_mem_bytes: peak as u64,
             shard_bytes,
         };
-        if let Some(metrics) = &mut metrics {
-            metrics.write(&record)?;
-        }
-        if let Some(events) = &mut events {
-            events.write(&record)?;
-        }
-        if let Some(progress) = &mut progress {
-            progress.step(&record);
+        if let Some(log) = &mut log {
+            log.step(&record);
         }
         if args.save_every > 0 && step % args.save_every == 0 && step != args.steps {
             tracing::debug_span!("save").in_scope(|| checkpoints.save(&vars, &optim, &done))?;
         }
     }
-    if let Some(progress) = progress {
-        progress.finish();
+    if let Some(log) = log {
+        log.finish();
     }
 
     let saved = tracing::debug_span!("save").in_scope(|| checkpoints.save(&vars, &optim, &done))?;
-    if let Some(dir) = &args.export_hf {
-        checkpoint::export_hf(dir, args, world, &vars)?;
-    }
+    checkpoints.export(args, &vars, &done)?;
     checkpoints.finish()?;
     let sample = tracing::debug_span!("sample").in_scope(|| setup::sample(&model, &batches, &text, &config, world))?;
     if world.rank() == 0 {
-        println!("sample: {sample}");
-        println!("checkpoint: {}", saved.display());
+        Console::Stdout.line(format_args!("sample: {sample}"));
+        Console::Stdout.line(format_args!("checkpoint: {}", saved.display()));
         if let Some(dir) = &args.export_hf {
-            println!("exported: {}", dir.display());
+            Console::Stdout.line(format_args!("exported: {}", dir.display()));
         }
     }
     Ok(())

@@ -4,24 +4,26 @@
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, bail};
 use fsdp_candle::World;
 use fsdp_ckpt::{Checkpoint, Survey};
-use fsdp_examples::tensorboard::EventFile;
 use serde::{Deserialize, Serialize};
 
 use crate::agree::from_rank;
 use crate::args::{Args, Resume};
 use crate::damage;
 use crate::done::Done;
+use crate::export;
 
 /// Where runs without --checkpoint-dir keep their checkpoints.
-const ROOT: &str = "checkpoints";
+pub(crate) const ROOT: &str = "checkpoints";
 
 /// Where a run keeps its checkpoints, and the one that it goes on from.
 pub(crate) struct Places {
     pub(crate) checkpoints: PathBuf,
     pub(crate) resume_from: Option<PathBuf>,
+    /// Whether what --export-hf holds is an earlier export of this run.
+    pub(crate) replaces_export: bool,
     _claim: Option<Claim>,
 }
 
@@ -32,6 +34,13 @@ struct Decision {
     newest: Option<String>,
     /// The number of this run's own directory, where there is no --checkpoint-dir.
     run: Option<u32>,
+    replaces_export: bool,
+}
+
+/// What rank 0 has found.
+struct Found {
+    newest: Option<String>,
+    replaces_export: bool,
 }
 
 impl Places {
@@ -39,12 +48,12 @@ impl Places {
     pub(crate) fn new(args: &Args, world: &World) -> anyhow::Result<Self> {
         let mut claim = None;
         let decision = from_rank(world, 0, || {
-            let newest = check(args, world)?;
+            let Found { newest, replaces_export } = check(args, world)?;
             let run = match args.checkpoint_dir {
                 Some(_) => None,
                 None => Some(claim.insert(Claim::new(Path::new(ROOT))?).number),
             };
-            Ok(Decision { newest, run })
+            Ok(Decision { newest, run, replaces_export })
         })?;
         let checkpoints = match (&args.checkpoint_dir, decision.run) {
             (Some(dir), _) => dir.clone(),
@@ -56,7 +65,7 @@ impl Places {
             Resume::Auto => decision.newest.map(|name| checkpoints.join(name)),
             Resume::Path(path) => Some(path.clone()),
         };
-        Ok(Places { checkpoints, resume_from, _claim: claim })
+        Ok(Places { checkpoints, resume_from, replaces_export: decision.replaces_export, _claim: claim })
     }
 
     /// Sets the checkpoint aside that `--resume auto` chose and that turned out to be damaged, for which `why` has the words; chooses the next older one.
@@ -65,7 +74,7 @@ impl Places {
         let Some(damaged) = &self.resume_from else { bail!("there is no checkpoint to set aside") };
         let newest = from_rank(world, 0, || {
             damage::set_aside(damaged, why)?;
-            check(args, world)
+            Ok(check(args, world)?.newest)
         })?;
         self.resume_from = newest.map(|name| self.checkpoints.join(name));
         Ok(())
@@ -86,14 +95,8 @@ pub(crate) fn same_file(a: &Path, b: &Path) -> bool {
     matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
 }
 
-/// Checks what the run is to read and to write; returns the name of the checkpoint that `--resume auto` goes on from, if any.
-fn check(args: &Args, world: &World) -> anyhow::Result<Option<String>> {
-    if let Some(dir) = &args.export_hf {
-        check_export(dir)?;
-    }
-    if let Some(dir) = &args.tensorboard {
-        EventFile::check(dir)?;
-    }
+/// Checks what the run is to read and to write; finds the checkpoint that `--resume auto` goes on from, if any.
+fn check(args: &Args, world: &World) -> anyhow::Result<Found> {
     let Survey { newest, skipped, .. } = match (&args.resume, &args.checkpoint_dir) {
         (Resume::Auto, None) => bail!("--resume auto looks into --checkpoint-dir: pass it"),
         (Resume::Path(_), _) | (Resume::None, None) => Survey::default(),
@@ -128,11 +131,17 @@ fn check(args: &Args, world: &World) -> anyhow::Result<Option<String>> {
         }
         None => Done::default(),
     };
+    let own = args.checkpoint_dir.as_deref().filter(|_| args.resume == Resume::Auto && newest.is_some());
+    let replaces_export = match &args.export_hf {
+        Some(dir) => export::may_replace(dir, own, args.steps.max(start.step))?,
+        None => false,
+    };
     if let Some(dir) = &args.checkpoint_dir {
         clear_targets(dir, start.step, args, skipped, resume_from.map(PathBuf::as_path))?;
     }
     // `survey` reads steps off names, so they are text.
-    Ok(newest.as_ref().and_then(|path| Some(path.file_name()?.to_str()?.to_owned())))
+    let newest = newest.as_ref().and_then(|path| Some(path.file_name()?.to_str()?.to_owned()));
+    Ok(Found { newest, replaces_export })
 }
 
 /// Nothing may have the name of a checkpoint that the run is going to save; the one that it goes on from is not saved again. What `--resume auto` has
@@ -180,18 +189,6 @@ fn clear_targets(
     }
     for (path, error) in aside {
         damage::set_aside(&path, &error.with_causes())?;
-    }
-    Ok(())
-}
-
-fn check_export(dir: &Path) -> anyhow::Result<()> {
-    ensure!(!dir.exists() || dir.is_dir(), "--export-hf {}: it is a file; pass another directory", dir.display());
-    for name in ["model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"] {
-        ensure!(
-            dir.join(name).symlink_metadata().is_err(),
-            "--export-hf {}: it holds weights already, in {name}; remove them, or pass another directory",
-            dir.display()
-        );
     }
     Ok(())
 }

@@ -1,15 +1,20 @@
 //! From the command line to a model and its data.
 
+use std::path::Path;
+
 use anyhow::{Context, bail, ensure};
 use candle_core::DType;
 use fsdp_candle::initializer::{Fallback, Philox, Pretrained};
 use fsdp_candle::nn::{LoraConfig, is_adapter};
-use fsdp_candle::{DeviceMesh, FsdpModule, FullyShard, MixedPrecisionPolicy, OffloadPolicy, ShardedVarMap, World};
-use fsdp_examples::data::{BatchShape, Batches, Data, Text};
+use fsdp_candle::{DeviceMesh, FsdpModule, FullyShard, MixedPrecisionPolicy, ShardedVarMap, World};
+use fsdp_examples::console::Console;
+use fsdp_examples::data::{Batches, Data, Text};
 use fsdp_examples::generate;
 use fsdp_examples::models::{self, LanguageModel, ModelConfig, ModelOptions};
 
+use crate::alike::{self, Words};
 use crate::args::{ActivationCheckpoint, Args, DeviceChoice, InitChoice, Resume};
+use crate::memory;
 
 /// Ids of the data that start the sample, and ids that continue them.
 const PROMPT_TOKENS: usize = 16;
@@ -29,7 +34,10 @@ pub(crate) struct Setup {
 impl Setup {
     pub(crate) fn new(args: &Args, world: &World) -> anyhow::Result<Self> {
         if args.device == DeviceChoice::Cuda {
-            bail!("--device cuda: this build computes on CPUs only; use --device cpu or auto");
+            bail!(
+                "--device cuda: GPUs are not there yet, and this build has no CUDA: it computes on CPUs. Use \
+                 --device cpu"
+            );
         }
         let config = match &args.model {
             Some(dir) => ModelConfig::from_dir(dir)?,
@@ -45,36 +53,23 @@ impl Setup {
         // Data before the model: what is wrong with it shows at once.
         let text = Text::new(args.model.as_deref())?;
         let data = Data::load(args.data.as_deref(), &text, config.vocab_size())?;
-        let shape = BatchShape {
-            world_size: world.size(),
-            rank: world.rank(),
-            batch_size: args.batch_size,
-            grad_accum: args.grad_accum,
-            seq_len: args.seq_len,
-        };
-        let batches = Batches::new(data, shape)?;
+        let batches = Batches::new(data, args.batch_shape(world)?)?;
+        let weights = pretrained(args)?;
+        alike::inputs(read(&config, batches.data(), weights)?, args, world)?;
+        let positions = args.seq_len.max(SAMPLE_CONTEXT);
+        memory::check(args, &config, positions, world)?;
 
         let vars = ShardedVarMap::new(&mesh(args, world)?, world.device());
-        let weights = args.model.as_deref().filter(|dir| has_weights(dir));
-        match (args.init, weights) {
-            (InitChoice::Random, _) | (InitChoice::Auto, None) => vars.init_with(Philox::new(args.seed)),
-            (InitChoice::Auto | InitChoice::Pretrained, Some(dir)) => {
+        match weights {
+            Some(dir) => {
                 let weights =
                     Pretrained::open(dir).with_context(|| format!("can't read the weights in {}", dir.display()))?;
                 vars.init_with(Fallback::new(weights, Philox::new(args.seed), is_adapter));
             }
-            (InitChoice::Pretrained, None) => match &args.model {
-                Some(dir) => bail!(
-                    "--init pretrained: {} has neither model.safetensors nor model.safetensors.index.json; add one, or use --init random",
-                    dir.display()
-                ),
-                None => bail!(
-                    "--init pretrained needs --model DIR with weights; the built-in model starts from random ones"
-                ),
-            },
+            None => vars.init_with(Philox::new(args.seed)),
         }
-        if world.rank() == 0 && args.resume == Resume::None && (args.init == InitChoice::Random || weights.is_none()) {
-            eprintln!("starting from random weights (seed {})", args.seed);
+        if world.rank() == 0 && args.resume == Resume::None && weights.is_none() {
+            Console::Stderr.line(format_args!("starting from random weights (seed {})", args.seed));
         }
         let lora = lora(args);
         if lora.is_some() {
@@ -82,7 +77,7 @@ impl Setup {
         }
         let options = ModelOptions {
             dtype: DType::F32,
-            positions: args.seq_len.max(SAMPLE_CONTEXT),
+            positions,
             activation_checkpoint: args.activation_checkpoint == ActivationCheckpoint::Full,
             lora,
         };
@@ -91,11 +86,7 @@ impl Setup {
             reduce_dtype: Some(args.reduce_dtype.dtype()),
             ..Default::default()
         };
-        let offload = if args.cpu_offload { OffloadPolicy::Cpu { pin_memory: true } } else { OffloadPolicy::None };
-        let opts = FullyShard::new(&vars)
-            .mp_policy(policy)
-            .offload_policy(offload)
-            .reshard_after_forward(args.reshard_after_forward);
+        let opts = FullyShard::new(&vars).mp_policy(policy).reshard_after_forward(args.reshard_after_forward);
         let model = models::build(&config, &opts, &vars, options)?;
         models::set_prefetch(&model, args.prefetch);
         Ok(Setup { vars, model, batches, text, config })
@@ -120,8 +111,37 @@ pub(crate) fn lora(args: &Args) -> Option<LoraConfig> {
     args.lora_rank.map(|rank| LoraConfig { rank, alpha: 2. * rank as f64 })
 }
 
-fn has_weights(dir: &std::path::Path) -> bool {
-    ["model.safetensors", "model.safetensors.index.json"].iter().any(|name| dir.join(name).exists())
+/// Where the first weights are read from, unless they are random.
+fn pretrained(args: &Args) -> anyhow::Result<Option<&Path>> {
+    let has_weights =
+        |dir: &&Path| ["model.safetensors", "model.safetensors.index.json"].iter().any(|name| dir.join(name).exists());
+    let weights = args.model.as_deref().filter(has_weights);
+    match (args.init, weights, &args.model) {
+        (InitChoice::Random, ..) => Ok(None),
+        (InitChoice::Auto, ..) | (InitChoice::Pretrained, Some(_), _) => Ok(weights),
+        (InitChoice::Pretrained, None, Some(dir)) => bail!(
+            "--init pretrained: {} has neither model.safetensors nor model.safetensors.index.json; add one, or use \
+             --init random",
+            dir.display()
+        ),
+        (InitChoice::Pretrained, None, None) => {
+            bail!("--init pretrained needs --model DIR with weights; the built-in model starts from random ones")
+        }
+    }
+}
+
+/// What this rank has read, for the others to compare with.
+fn read(config: &ModelConfig, data: &Data, weights: Option<&Path>) -> anyhow::Result<Words> {
+    let weights = match weights {
+        Some(dir) => {
+            models::fingerprint(dir).with_context(|| format!("can't read the weights in {}", dir.display()))?
+        }
+        None => "random".into(),
+    };
+    let mut read = alike::words("config.json's ", config)?;
+    read.insert("the data".into(), format!("{} tokens with checksum {:016x}", data.len(), data.checksum()));
+    read.insert("the first weights".into(), weights);
+    Ok(read)
 }
 
 /// Bytes that this rank keeps between steps: its shards, their gradients, and AdamW's two moments.
@@ -143,7 +163,7 @@ pub(crate) fn sample(
     config: &ModelConfig,
     world: &World,
 ) -> anyhow::Result<String> {
-    let prompt = batches.prompt(PROMPT_TOKENS);
+    let prompt = batches.prompt(PROMPT_TOKENS)?;
     let context = config.max_positions().min(SAMPLE_CONTEXT);
     let ids = generate::sample(model, &prompt, SAMPLE_TOKENS, context, 0.8, 0, world.device())
         .context("can't generate a sample")?;

@@ -6,10 +6,13 @@
 use std::fs::File;
 use std::io::{BufRead, BufReader, BufWriter, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::SystemTime;
 
 use anyhow::Context;
 use fsdp_candle::{ReduceOp, World};
+use fsdp_examples::console::Console;
 use serde_json::{Map, Value, json};
 use tracing::Subscriber;
 use tracing_chrome::{ChromeLayer, ChromeLayerBuilder, FlushGuard};
@@ -23,6 +26,8 @@ pub(crate) struct Trace {
     file: PathBuf,
     /// The file of this rank is whole when the guard is dropped.
     guard: FlushGuard,
+    /// Unless something could not be written.
+    lost: Arc<AtomicBool>,
 }
 
 impl Trace {
@@ -38,31 +43,58 @@ impl Trace {
         let rank = world.rank();
         if rank == 0 {
             // What is in its way should show now, not after hours.
-            File::create(file).and_then(|_| std::fs::remove_file(file)).with_context(cannot)?;
+            try_place(file).with_context(cannot)?;
         }
         let part = File::create(of_rank(file, rank)).with_context(cannot)?;
         let first = world.all_reduce(&[now_micros()?], ReduceOp::Min)?[0];
         let builder = ChromeLayerBuilder::new().include_args(true).include_locations(false);
         // The layer's clock starts when it is built.
-        let writer = OfRank::new(BufWriter::new(part), rank, now_micros()? - first);
+        let writer = UntilLost::new(OfRank::new(BufWriter::new(part), rank, now_micros()? - first), file);
+        let lost = writer.lost.clone();
         let (layer, guard) = builder.writer(writer).build();
-        Ok((layer, Trace { file: file.to_path_buf(), guard }))
+        Ok((layer, Trace { file: file.to_path_buf(), guard, lost }))
     }
 
-    /// Joins the files of all ranks. Collective.
+    /// Joins the files of all ranks. A trace that can't be written is a warning: what was traced has ended well.
+    /// Collective.
     ///
     /// # Errors
-    /// When a file can't be read or written.
+    /// Those of the collective.
     pub(crate) fn finish(self, world: &World) -> anyhow::Result<()> {
-        let Trace { file, guard } = self;
+        let Trace { file, guard, lost } = self;
         drop(guard);
-        // Everybody's file is whole.
-        world.all_reduce(&[0.], ReduceOp::Sum)?;
-        if world.rank() == 0 {
-            join(&file, world.size()).with_context(|| format!("can't write --trace {}", file.display()))?;
-            println!("trace: {}", file.display());
+        // Everybody's file is written.
+        let own = f64::from(u8::from(lost.load(Ordering::Relaxed)));
+        let lost = world.all_reduce(&[own], ReduceOp::Max)?[0] > 0.;
+        if world.rank() != 0 {
+            return Ok(());
+        }
+        let path = file.display();
+        if lost {
+            Console::Stderr.line(format_args!(
+                "warning: --trace {path}: a process could not write all of its own, so the processes' files are not \
+                 joined"
+            ));
+        } else if let Err(error) = join(&file, world.size()) {
+            // Half a trace is none. What removes it may fail as what wrote it has.
+            let _ = std::fs::remove_file(&file);
+            Console::Stderr.line(format_args!(
+                "warning: can't join the processes' files, such as {}, to --trace {path}: {error}",
+                of_rank(&file, 0).display()
+            ));
+        } else {
+            Console::Stdout.line(format_args!("trace: {path}"));
         }
         Ok(())
+    }
+}
+
+/// Fails where the trace can't be. What is there stays until the trace is.
+fn try_place(file: &Path) -> std::io::Result<()> {
+    match std::fs::metadata(file) {
+        Ok(there) if there.is_file() => File::options().append(true).open(file).map(drop),
+        Ok(_) => Err(std::io::Error::other("there is something that is no file")),
+        Err(_) => File::create_new(file).and_then(|_| std::fs::remove_file(file)),
     }
 }
 
@@ -72,7 +104,7 @@ fn now_micros() -> anyhow::Result<f64> {
 }
 
 /// `trace.rank1.json` for rank 1 of `trace.json`.
-fn of_rank(file: &Path, rank: usize) -> PathBuf {
+pub(crate) fn of_rank(file: &Path, rank: usize) -> PathBuf {
     let extension = file.extension().and_then(|extension| extension.to_str()).unwrap_or("json");
     file.with_extension(format!("rank{rank}.{extension}"))
 }
@@ -94,6 +126,42 @@ fn join(file: &Path, ranks: usize) -> std::io::Result<()> {
     out.write_all(b"\n]\n")?;
     out.flush()?;
     (0..ranks).try_for_each(|rank| std::fs::remove_file(of_rank(file, rank)))
+}
+
+/// Takes whatever comes, also when it can't be written any more: `tracing_chrome` would panic. It says so once.
+struct UntilLost<W> {
+    out: W,
+    file: PathBuf,
+    lost: Arc<AtomicBool>,
+}
+
+impl<W: Write> UntilLost<W> {
+    fn new(out: W, file: &Path) -> Self {
+        UntilLost { out, file: file.to_path_buf(), lost: Arc::default() }
+    }
+
+    fn attempt(&mut self, write: impl FnOnce(&mut W) -> std::io::Result<()>) {
+        if self.lost.load(Ordering::Relaxed) {
+            return;
+        }
+        if let Err(error) = write(&mut self.out) {
+            self.lost.store(true, Ordering::Relaxed);
+            let path = self.file.display();
+            Console::Stderr.line(format_args!("warning: can't write --trace {path}: {error}: the rest of it is lost"));
+        }
+    }
+}
+
+impl<W: Write> Write for UntilLost<W> {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.attempt(|out| out.write_all(bytes));
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.attempt(W::flush);
+        Ok(())
+    }
 }
 
 /// Rewrites what `tracing_chrome` writes, an event a line, on its way to a rank's file.
@@ -254,6 +322,34 @@ mod tests {
             assert_eq!(event["pid"], 2);
         }
         assert_eq!((&events[2]["tid"], &events[2]["ts"]), (&json!(2001), &json!(11.5)));
+    }
+
+    #[test]
+    fn a_full_disk_takes_the_rest_of_the_trace_and_nothing_else() {
+        let full = File::options().write(true).open("/dev/full").unwrap();
+        let mut writer = UntilLost::new(OfRank::new(BufWriter::with_capacity(16, full), 0, 0.), Path::new("t.json"));
+        let lost = writer.lost.clone();
+        writer.write_all(b"[\n").unwrap();
+        assert!(!lost.load(Ordering::Relaxed), "it is still in the buffer");
+        for _ in 0..2 {
+            writer.write_all(b"{\"ph\": \"B\", \"name\": \"step\"},\n").unwrap();
+            writer.flush().unwrap();
+            assert!(lost.load(Ordering::Relaxed));
+        }
+    }
+
+    #[test]
+    fn the_place_of_a_trace_is_tried_and_left_as_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("trace.json");
+        try_place(&file).unwrap();
+        assert!(!file.exists());
+        std::fs::write(&file, "an older one").unwrap();
+        try_place(&file).unwrap();
+        assert_eq!(std::fs::read(&file).unwrap(), b"an older one");
+        assert!(try_place(dir.path()).is_err() && try_place(&dir.path().join("not/there")).is_err());
+        // A device is not replaced by a file.
+        assert!(try_place(Path::new("/dev/null")).is_err());
     }
 
     #[test]

@@ -1,0 +1,157 @@
+//! What the flags of `train` take, how it is read, and how ranks tell each other of it.
+
+use std::{
+    ffi::OsString,
+    path::{Path, PathBuf},
+};
+
+use candle_core::DType;
+use clap::ValueEnum;
+use fsdp_candle::ReshardAfterForward;
+use serde::{Serialize, Serializer};
+
+/// Where the first weights come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum InitChoice {
+    /// The model directory's weights if it has any, else random
+    Auto,
+    /// The model directory's weights; it is an error if it has none
+    Pretrained,
+    /// Random, from --seed
+    Random,
+}
+
+/// A floating point dtype.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Precision {
+    F32,
+    Bf16,
+}
+
+impl Precision {
+    pub(crate) fn dtype(self) -> DType {
+        match self {
+            Precision::F32 => DType::F32,
+            Precision::Bf16 => DType::BF16,
+        }
+    }
+}
+
+/// When gradients are summed over processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum GradSync {
+    Every,
+    Last,
+}
+
+pub(crate) fn reshard(text: &str) -> Result<ReshardAfterForward, String> {
+    match text {
+        "default" => Ok(ReshardAfterForward::Default),
+        "always" => Ok(ReshardAfterForward::Always),
+        "never" => Ok(ReshardAfterForward::Never),
+        number => match number.parse() {
+            Ok(ranks) => Ok(ReshardAfterForward::To(ranks)),
+            Err(_) => Err("it must be default, always, never, or a number of processes".into()),
+        },
+    }
+}
+
+pub(crate) fn reshard_word<S: Serializer>(value: &ReshardAfterForward, serializer: S) -> Result<S::Ok, S::Error> {
+    format!("{value:?}").to_lowercase().serialize(serializer)
+}
+
+/// What runs again in backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum ActivationCheckpoint {
+    /// Nothing: all activations are kept
+    None,
+    /// Every block: its input alone is kept
+    Full,
+}
+
+/// Where to compute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum DeviceChoice {
+    Auto,
+    Cpu,
+    Cuda,
+}
+
+/// Which checkpoint to go on from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Resume {
+    None,
+    Auto,
+    Path(PathBuf),
+}
+
+impl Serialize for Resume {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Resume::None => "none".serialize(serializer),
+            Resume::Auto => "auto".serialize(serializer),
+            Resume::Path(path) => absolute(path, serializer),
+        }
+    }
+}
+
+impl From<OsString> for Resume {
+    fn from(value: OsString) -> Self {
+        match value.to_str() {
+            Some("none") => Resume::None,
+            Some("auto") => Resume::Auto,
+            _ => Resume::Path(value.into()),
+        }
+    }
+}
+
+/// Where a path leads from here: ranks may work in different directories. Of what is not UTF-8 the bytes are spelled
+/// out.
+fn absolute<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
+    match path.to_str() {
+        Some(text) => text.serialize(serializer),
+        None => path.as_os_str().as_encoded_bytes().escape_ascii().to_string().serialize(serializer),
+    }
+}
+
+pub(crate) fn place<S: Serializer>(path: &Option<PathBuf>, serializer: S) -> Result<S::Ok, S::Error> {
+    match path {
+        Some(path) => absolute(path, serializer),
+        None => serializer.serialize_none(),
+    }
+}
+
+/// Without the flag a directory is made below this one.
+pub(crate) fn checkpoint_place<S: Serializer>(path: &Option<PathBuf>, serializer: S) -> Result<S::Ok, S::Error> {
+    absolute(path.as_deref().unwrap_or(Path::new("checkpoints/run-NNN")), serializer)
+}
+
+pub(crate) fn count(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|&n| n > 0).ok_or_else(|| "it must be a whole number of at least 1".into())
+}
+
+fn number(text: &str, what: &str, wanted: impl Fn(f64) -> bool) -> Result<f64, String> {
+    text.trim().parse().ok().filter(|&x: &f64| x.is_finite() && wanted(x)).ok_or_else(|| format!("it must be {what}"))
+}
+
+pub(crate) fn positive(text: &str) -> Result<f64, String> {
+    number(text, "a number above 0, such as 3e-4", |x| x > 0.0)
+}
+
+pub(crate) fn not_negative(text: &str) -> Result<f64, String> {
+    number(text, "a number of at least 0, such as 0.1", |x| x >= 0.0)
+}
+
+pub(crate) fn betas(text: &str) -> Result<(f64, f64), String> {
+    let beta = |text| number(text, "a beta", |x| (0.0..1.0).contains(&x)).ok();
+    let both = text.split_once(',').and_then(|(first, second)| Some((beta(first)?, beta(second)?)));
+    both.ok_or_else(|| {
+        "it must be two numbers of at least 0 and below 1 with a comma between them, such as 0.9,0.95".into()
+    })
+}

@@ -1,0 +1,62 @@
+//! Whether what a run is going to write can be written, found out before its first step by writing.
+
+use std::path::Path;
+
+use anyhow::{Context, anyhow};
+use fsdp_candle::World;
+use fsdp_examples::writable::{MadeDirs, try_directory, try_file};
+
+use crate::agree::{Finding, from_rank, worst};
+use crate::args::Args;
+use crate::places::ROOT;
+use crate::trace;
+
+/// Each rank tries what it is going to write; where one can't, all of them fail with its words. Collective.
+pub(crate) fn check(args: &Args, world: &World) -> anyhow::Result<()> {
+    // Rank 0's word on what all of them write together.
+    let shared = from_rank(world, 0, || {
+        let checkpoints = ("--checkpoint-dir", args.checkpoint_dir.clone().unwrap_or_else(|| ROOT.into()));
+        let export = args.export_hf.clone().map(|dir| ("--export-hf", dir));
+        Ok([checkpoints].into_iter().chain(export).map(|(flag, dir)| (flag.to_owned(), dir)).collect::<Vec<_>>())
+    })?;
+    for (flag, dir) in shared {
+        fsdp_ckpt::check_writable(&dir, &**world.group()).map_err(|error| {
+            anyhow!(
+                "can't write to {flag} {} ({}); pass a directory that every rank can write to, on a file system that \
+                 all hosts share",
+                dir.display(),
+                error.with_causes()
+            )
+        })?;
+    }
+    let own = match own_files(args, world.rank()) {
+        Ok(()) => Finding::Good,
+        Err(error) => Finding::Failed(format!("rank {}: {error:#}", world.rank())),
+    };
+    match worst(world, own)? {
+        Finding::Good => Ok(()),
+        Finding::Failed(why) | Finding::Damaged(why) => Err(anyhow!("{why}; pass another path, or make room there")),
+    }
+}
+
+/// What a rank writes by itself.
+fn own_files(args: &Args, rank: usize) -> anyhow::Result<()> {
+    let cannot = |flag: &str, path: &Path| format!("can't write {flag} {}", path.display());
+    if let Some(file) = &args.trace {
+        let part = trace::of_rank(file, rank);
+        for file in [file, &part].iter().skip(usize::from(rank > 0)) {
+            try_file(file).with_context(|| cannot("--trace", file))?;
+        }
+    }
+    if rank > 0 {
+        return Ok(());
+    }
+    if let Some(file) = &args.metrics {
+        let _made = file.parent().map(MadeDirs::new).transpose().with_context(|| cannot("--metrics", file))?;
+        try_file(file).with_context(|| cannot("--metrics", file))?;
+    }
+    if let Some(dir) = &args.tensorboard {
+        try_directory(dir).with_context(|| cannot("--tensorboard", dir))?;
+    }
+    Ok(())
+}
