@@ -4,188 +4,32 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use fsdp_tests::workspace;
+use serde_json::Value;
 
-/// Names that users of PyTorch come with: FSDP2's surface, what goes with it, and FSDP1's.
-const SURFACE: &[&str] = &[
-    // fully_shard
-    "fully_shard",
-    "mesh",
-    "reshard_after_forward",
-    "shard_placement_fn",
-    "mp_policy",
-    "offload_policy",
-    "ignored_params",
-    "dp_mesh_dims",
-    "MixedPrecisionPolicy",
-    "param_dtype",
-    "reduce_dtype",
-    "output_dtype",
-    "cast_forward_inputs",
-    "param_dtype_override_fn",
-    "OffloadPolicy",
-    "CPUOffloadPolicy",
-    "pin_memory",
-    // FSDPModule
-    "FSDPModule",
-    "unshard",
-    "UnshardHandle",
-    "reshard",
-    "set_modules_to_forward_prefetch",
-    "set_modules_to_backward_prefetch",
-    "set_requires_gradient_sync",
-    "set_requires_all_reduce",
-    "set_is_last_backward",
-    "set_manual_backward_finalization",
-    "finalize_backward",
-    "set_reshard_after_forward",
-    "set_reshard_after_backward",
-    "set_unshard_in_backward",
-    "set_keep_unsharded_storage",
-    "set_gradient_divide_factor",
-    "set_force_sum_reduction_for_comms",
-    "set_reduce_scatter_unused_params",
-    "set_all_reduce_hook",
-    "set_custom_all_gather",
-    "set_custom_reduce_scatter",
-    "Comm::allocate",
-    "set_reduce_scatter_max_input_buffers",
-    "set_separate_reduce_scatter_group",
-    "set_allocate_memory_from_process_group_for_comm",
-    "set_symm_mem_for_comm",
-    "set_post_optim_event",
-    "reset_iter_state",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
-    "fsdp_pre_all_gather",
-    "fsdp_post_all_gather",
+/// What users of PyTorch come with beside the names in `tests/interop/surface.json`: protocols, idioms, and names that
+/// descriptions of PyTorch use.
+const IDIOMS: &[&str] = &[
+    "FSDPLinear",
     "tied parameters",
     "frozen and trainable",
+    "torch.no_grad()",
+    "to_empty",
     "reset_parameters",
-    // DeviceMesh and DTensor
-    "init_device_mesh",
+    "param_device",
+    "reduce_device",
+    "output_device",
+    "optimizer_state_device",
+    "fsdp_pre_all_gather",
+    "fsdp_post_all_gather",
     "mesh[\"dp\"]",
     "mesh[\"dp\", \"tp\"]",
-    "_flatten",
-    "get_group",
-    "get_local_rank",
-    "get_coordinate",
-    "from_group",
-    "Shard",
-    "Replicate",
-    "Partial",
-    "_StridedShard",
-    "from_local",
-    "to_local",
-    "redistribute",
-    "full_tensor",
-    "distribute_tensor",
-    "placements",
-    "device_mesh",
-    // Clipping, optimizers, scaling
-    "clip_grad_norm_",
-    "norm_type",
-    "error_if_nonfinite",
-    "AdamW",
-    "foreach",
-    "fused",
+    "SGD",
     "parameter groups",
     "zero_grad",
-    "GradScaler",
-    "ShardedGradScaler",
-    "checkpoint_wrapper",
-    // State dicts and checkpoints
-    "get_model_state_dict",
-    "set_model_state_dict",
-    "get_optimizer_state_dict",
-    "set_optimizer_state_dict",
-    "get_state_dict",
-    "set_state_dict",
-    "StateDictOptions",
-    "full_state_dict",
-    "cpu_offload",
-    "broadcast_from_rank0",
-    "strict",
-    "ignore_frozen_params",
-    "keep_submodule_prefixes",
-    "flatten_optimizer_state_dict",
-    "dcp.save",
-    "dcp.load",
-    "async_save",
-    "Stateful",
-    "allow_partial_load",
-    "no_dist",
-    "SavePlanner",
-    "LoadPlanner",
-    "StorageWriter",
-    "StorageReader",
-    "FileSystemReader",
-    "FileSystemWriter",
-    "HuggingFaceStorageReader",
-    "HuggingFaceStorageWriter",
-    "FsspecReader",
-    "FsspecWriter",
-    "consolidate_safetensors_files_on_every_rank",
-    "dcp_to_torch_save",
-    "torch_save_to_dcp",
-    // torchrun
-    "--nnodes",
-    "--nproc-per-node",
-    "--node-rank",
-    "--rdzv-backend",
-    "--rdzv-endpoint",
-    "--rdzv-id",
-    "--rdzv-conf",
-    "--standalone",
-    "--max-restarts",
-    "--monitor-interval",
-    "--log-dir",
-    "--redirects",
-    "--tee",
-    "--local-ranks-filter",
-    "--log-line-prefix-template",
-    "--master-addr",
-    "--master-port",
-    "--local-addr",
-    "--role",
-    "--no-python",
-    "--run-path",
-    "--numa-binding",
-    "--signals-to-handle",
-    "--shutdown-timeout",
-    "--print-completion",
-    "--virtual-local-rank",
     "underscores",
-    // FSDP1
-    "FullyShardedDataParallel",
-    "sharding_strategy",
-    "FULL_SHARD",
-    "SHARD_GRAD_OP",
-    "HYBRID_SHARD",
-    "_HYBRID_SHARD_ZERO2",
-    "NO_SHARD",
-    "ModuleWrapPolicy",
-    "auto_wrap_policy",
-    "param_init_fn",
-    "CPUOffload",
-    "offload_params",
-    "BACKWARD_PRE",
-    "BACKWARD_POST",
-    "backward_prefetch",
-    "forward_prefetch",
-    "MixedPrecision",
-    "buffer_dtype",
-    "cast_root_forward_inputs",
-    "device_id",
-    "sync_module_states",
-    "limit_all_gathers",
-    "use_orig_params",
-    "no_sync",
-    "ignored_states",
-    "ignored_modules",
-    "summon_full_params",
-    "state_dict_type",
-    "optim_state_dict",
-    "register_comm_hook",
+    "FlatParameter",
+    "ignored_parameters",
+    "_module_classes_to_ignore",
 ];
 
 /// Names in our column that are Candle's, Rust's, or stand for the user's own.
@@ -213,32 +57,43 @@ const PLACEHOLDERS: &[&str] = &[
     "hook", "tp", "unit", "group",
 ];
 
+/// A row of a table.
 struct Row {
     line: usize,
+    /// The headings above it, from the section's on.
+    headings: Vec<String>,
     theirs: String,
     ours: String,
+    differences: String,
 }
 
-/// The tables' rows. Panics where a row is outside a table, or has another number of cells than its table.
+/// The tables' rows. Panics where a row is outside a table, or has another number of cells than three.
 fn rows() -> Vec<Row> {
     let text = std::fs::read_to_string(workspace().join("docs/from-pytorch.md")).unwrap();
-    let mut rows = vec![];
-    let (mut columns, mut in_head) = (0, 0);
+    let (mut rows, mut headings) = (vec![], vec![]);
+    let mut in_table = 0;
     for (line, text) in text.lines().enumerate() {
+        let line = line + 1;
         let Some(inner) = text.strip_prefix('|') else {
-            (columns, in_head) = (0, 0);
+            in_table = 0;
+            if let Some((level, heading)) = text.split_once(' ').filter(|(level, _)| level.starts_with("##")) {
+                headings.truncate(level.len() - 2);
+                headings.push(heading.to_string());
+            }
             continue;
         };
         let inner = inner.replace("\\|", "\u{1}");
         let mut cells: Vec<String> = inner.split('|').map(|cell| cell.trim().replace('\u{1}', "|")).collect();
-        assert_eq!(cells.pop().as_deref(), Some(""), "line {}: the row does not end", line + 1);
-        match in_head {
-            0 => columns = cells.len(),
-            1 => assert!(cells.iter().all(|cell| cell == "---"), "line {}: a row outside a table", line + 1),
-            _ => rows.push(Row { line: line + 1, theirs: cells[0].clone(), ours: cells[1].clone() }),
+        assert_eq!(cells.pop().as_deref(), Some(""), "line {line}: the row does not end");
+        let Ok([theirs, ours, differences]) = <[String; 3]>::try_from(cells) else {
+            panic!("line {line}: a row has three cells")
+        };
+        match in_table {
+            0 => assert_eq!([theirs, ours, differences], ["PyTorch", "ours", "differences"], "line {line}"),
+            1 => assert_eq!([theirs, ours, differences], ["---"; 3], "line {line}: a row outside a table"),
+            _ => rows.push(Row { line, headings: headings.clone(), theirs, ours, differences }),
         }
-        assert_eq!(cells.len(), columns, "line {}", line + 1);
-        in_head += 1;
+        in_table += 1;
     }
     rows
 }
@@ -257,17 +112,100 @@ fn names(text: &str, name: &str) -> bool {
     })
 }
 
+/// Whether `name` is in the code of `text`.
+fn in_code(text: &str, name: &str) -> bool {
+    text.split('`').skip(1).step_by(2).any(|code| names(code, name))
+}
+
+/// The names in an object of the record.
+fn keys(value: &Value) -> Vec<&str> {
+    value.as_object().unwrap().keys().map(String::as_str).collect()
+}
+
+fn strings(value: &Value) -> Vec<&str> {
+    value.as_array().unwrap().iter().map(|value| value.as_str().unwrap()).collect()
+}
+
+/// The names of `record` that no row is about. A function, a class or an option must be in the code of a row's first cell.
+/// So must what belongs to one (a parameter, a member), with its owner there too or in a heading above, and a method's
+/// parameter, with the method.
+fn missing(record: &Value, rows: &[Row]) -> Vec<String> {
+    let is_about = |row: &Row, owner: &str| {
+        in_code(&row.theirs, owner) || row.headings.iter().any(|heading| in_code(heading, owner))
+    };
+    let has = |owner: &str, name: &str| rows.iter().any(|row| is_about(row, owner) && in_code(&row.theirs, name));
+    let mut missing = vec![];
+    for option in strings(&record["torchrun"]) {
+        if !has("torchrun", option) {
+            missing.push(format!("torchrun {option}"));
+        }
+    }
+    for (module, items) in record["modules"].as_object().unwrap() {
+        for (item, entry) in items.as_object().unwrap() {
+            let of_item = |name: &str| format!("{module}.{item}: {name}");
+            if !rows.iter().any(|row| is_about(row, item)) {
+                missing.push(format!("{module}.{item}"));
+            }
+            let parameters = entry.get("parameters").map(strings).unwrap_or_default();
+            let members = entry.get("members").map(keys).unwrap_or_default();
+            missing.extend(parameters.iter().chain(&members).filter(|name| !has(item, name)).map(|name| of_item(name)));
+            for member in members {
+                let of_method = strings(&entry["members"][member]);
+                let lost = of_method.iter().filter(|name| {
+                    !rows
+                        .iter()
+                        .any(|row| is_about(row, item) && [member, name].iter().all(|n| in_code(&row.theirs, n)))
+                });
+                missing.extend(lost.map(|name| of_item(&format!("{member}({name})"))));
+            }
+        }
+    }
+    missing
+}
+
+fn record() -> Value {
+    let text = std::fs::read_to_string(workspace().join("tests/interop/surface.json")).unwrap();
+    serde_json::from_str(&text).unwrap()
+}
+
 #[test]
-fn every_name_of_the_surface_has_a_row() {
+fn every_name_that_pytorch_has_has_a_row() {
+    let missing = missing(&record(), &rows());
+    assert!(missing.is_empty(), "docs/from-pytorch.md has no row for {missing:#?}");
+}
+
+#[test]
+fn every_idiom_has_a_row() {
     let rows = rows();
-    let missing: Vec<_> = SURFACE.iter().filter(|name| !rows.iter().any(|row| names(&row.theirs, name))).collect();
+    let missing: Vec<_> = IDIOMS.iter().filter(|name| !rows.iter().any(|row| names(&row.theirs, name))).collect();
     assert!(missing.is_empty(), "docs/from-pytorch.md has no row for {missing:?}");
 }
 
 #[test]
-fn every_row_says_what_is_ours() {
-    for row in rows() {
-        assert!(!row.ours.is_empty(), "line {}: {} has no counterpart, and no reason why", row.line, row.theirs);
+fn a_name_without_a_row_would_be_found() {
+    let mut rows = rows();
+    rows.retain(|row| !in_code(&row.theirs, "dp_mesh_dims") && !in_code(&row.theirs, "set_requires_all_reduce"));
+    let lost = missing(&record(), &rows);
+    let fsdp = "torch.distributed.fsdp";
+    for name in [
+        format!("{fsdp}.DataParallelMeshDims"),
+        format!("{fsdp}.DataParallelMeshDims: shard"),
+        format!("{fsdp}.fully_shard: dp_mesh_dims"),
+        format!("{fsdp}.FSDPModule: set_requires_all_reduce"),
+        format!("{fsdp}.FSDPModule: set_requires_all_reduce(recurse)"),
+    ] {
+        assert!(lost.contains(&name), "{name} was not missed: {lost:#?}");
+    }
+}
+
+/// What is not there is said to be so with the reason.
+#[test]
+fn every_row_says_what_is_ours_or_why_there_is_none() {
+    for Row { line, theirs, ours, differences, .. } in rows() {
+        assert!(!ours.is_empty(), "line {line}: {theirs} has no counterpart, and no reason why");
+        let is_known = ["not yet", "not needed", "not offered"].iter().any(|status| ours.starts_with(status));
+        assert!(!ours.starts_with("not ") || is_known, "line {line}: {ours:?} is explained nowhere");
+        assert!(!is_known || !differences.is_empty(), "line {line}: {ours}, and no reason why");
     }
 }
 
@@ -334,14 +272,34 @@ fn ours(cell: &str) -> Vec<String> {
     names
 }
 
+/// The names of ours in a row: what is in the code of our cell, and, where ours is the same, what is theirs without its
+/// parameters.
+fn names_of_ours(row: &Row) -> Vec<String> {
+    let mut names = ours(&row.ours);
+    if row.ours.starts_with("the same") {
+        let theirs = row.theirs.split('`').skip(1).step_by(2).map(|code| {
+            // A constructor of theirs, a flag's values, a variable of the environment.
+            let name = code.split(['(', ' ', '=', '.']).next().unwrap();
+            if name.starts_with('-') && !name.starts_with("--") || name.ends_with(char::is_uppercase) {
+                ""
+            } else {
+                name
+            }
+        });
+        names.extend(theirs.flat_map(|name| ours(&format!("`{name}`"))));
+    }
+    names
+}
+
 #[test]
 fn every_name_of_ours_exists() {
     let mut known = definitions();
+    known.extend(["torchrun", "torch-dcp"].map(String::from));
     known.extend(["train", "fsdp-launch", "fsdp-ckpt", "debug", "true", "false", "auto", "cpu"].map(String::from));
     known.extend(NOT_OURS.iter().chain(PLACEHOLDERS).map(|name| name.to_string()));
     let unknown: Vec<_> = rows()
         .into_iter()
-        .flat_map(|row| ours(&row.ours).into_iter().map(move |name| (row.line, name)))
+        .flat_map(|row| names_of_ours(&row).into_iter().map(move |name| (row.line, name)))
         .filter(|(_, name)| !known.contains(name))
         .collect();
     assert!(unknown.is_empty(), "docs/from-pytorch.md tells of names that are defined nowhere, by line: {unknown:?}");

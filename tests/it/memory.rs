@@ -1,6 +1,6 @@
 //! A rank really holds only its share.
 
-use fsdp_tests::launch;
+use fsdp_tests::{launch, workspace};
 use serde_json::Value;
 
 /// Room for activations, bookkeeping and threads beside the tensors.
@@ -77,5 +77,29 @@ fn every_phase_holds_what_the_formula_says() {
                 );
             }
         }
+    }
+}
+
+/// The numbers in a line of `bench memory` for people: the units' size, what is held between steps, what a step adds.
+fn figures(line: &str) -> [f64; 3] {
+    let words: Vec<&str> = line.split_whitespace().collect();
+    let figures = words.windows(2).filter(|pair| pair[1].trim_end_matches([':', ',']) == "MiB");
+    figures.map(|pair| pair[0].parse().unwrap()).collect::<Vec<_>>().try_into().unwrap()
+}
+
+#[test]
+fn the_figures_in_the_docs_are_what_bench_prints() {
+    let docs = std::fs::read_to_string(workspace().join("docs/memory.md")).unwrap();
+    for mode in ["zero3", "zero2", "plain"] {
+        let of_mode = |text: &str| {
+            let at = text.find(&format!("{mode}  4 ranks, 6 units of ")).unwrap_or_else(|| panic!("{mode}: {text}"));
+            figures(text[at..].lines().next().unwrap())
+        };
+        let dir = tempfile::tempdir().unwrap();
+        let printed = of_mode(&launch(4, "bench", &["memory", "--mode", mode], dir.path()).ok().stdout);
+        let written = of_mode(&docs);
+        let slack = SLACK as f64 / f64::from(1 << 20);
+        let near = printed.iter().zip(written).all(|(printed, written)| (printed - written).abs() <= slack);
+        assert!(near, "{mode}: {printed:?} MiB, not {written:?}");
     }
 }

@@ -226,11 +226,13 @@ fn activation_checkpointing_keeps_a_blocks_input_alone() {
             (forward - between) / bytes
         };
         let (all, inputs) = (after_forward(false), after_forward(true));
-        // In widths of the residual stream: each block's input and, where it is not run again, both sides of the activation, four wide each.
+        // In widths of the residual stream: each block's input, output and sum and, where it is not run again, both sides of
+        // the activation, four wide each.
         let blocks = LAYERS as f64;
-        assert!(all >= 9. * blocks, "{all} widths");
-        // The checkpoint's output passes the unit's hook once more; input, loss and norm are the model's own.
-        assert!(inputs <= 2. * blocks + 4., "{inputs} widths");
-        assert!(all - inputs >= 8. * blocks, "{all} widths without, {inputs} with");
+        // Beside the blocks there are the model's input, norm and loss.
+        let beside = 0. ..=4.;
+        assert!(beside.contains(&(all - 11. * blocks)), "{all} widths");
+        // The checkpoint's output passes the unit's hook once more.
+        assert!(beside.contains(&(inputs - 2. * blocks)), "{inputs} widths");
     });
 }

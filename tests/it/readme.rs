@@ -79,3 +79,20 @@ fn a_wrong_command_would_be_found() {
     let wrong = "fsdp-launch --nproc-per-node 2 train --no-such-flag".split(' ').map(str::to_owned).collect::<Vec<_>>();
     assert!(std::panic::catch_unwind(|| check(&wrong)).is_err());
 }
+
+/// The files that the README names or links to.
+fn files(text: &str) -> Vec<String> {
+    let spans = text.split('`').skip(1).step_by(2).filter(|span| span.contains('/') && span.ends_with(".rs"));
+    let links = text.split("](").skip(1).filter_map(|rest| rest.split_once(')')).map(|(link, _)| link);
+    let local = links.filter(|link| !link.contains("://")).filter_map(|link| link.split('#').next());
+    spans.chain(local).map(str::to_owned).collect()
+}
+
+#[test]
+fn every_file_that_the_readme_names_is_there() {
+    let files = files(&std::fs::read_to_string(workspace().join("README.md")).unwrap());
+    assert!(files.iter().any(|file| file == "tests/it/golden.rs"), "{files:?}");
+    assert!(files.iter().any(|file| file == "docs/memory.md"), "{files:?}");
+    let missing: Vec<_> = files.iter().filter(|file| !workspace().join(file).exists()).collect();
+    assert!(missing.is_empty(), "the README names files that are not there: {missing:?}");
+}

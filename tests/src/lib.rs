@@ -2,6 +2,7 @@
 
 pub mod remains;
 pub mod trace;
+pub mod trajectory;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};

@@ -1,125 +1,42 @@
-//! Launchers on two hosts (network namespaces of this one, joined by a veth pair), and a run of `train` that shrinks and grows.
+//! Launchers on two hosts, and a run of `train` that shrinks and grows.
 
 use std::{
     fs,
     net::{TcpListener, TcpStream},
     path::Path,
-    process::{Child, Command, Stdio},
+    process::Command,
     thread::sleep,
     time::{Duration, Instant},
 };
 
 use fsdp_tests::{golden, program};
+use libtest_mimic::Trial;
+
+use crate::agent::Agent;
+use crate::need::{Need, trial};
+use crate::network::{Host, two_hosts};
 
 const LIMIT: Duration = Duration::from_secs(100);
 
-/// A network of its own, which goes when this is dropped or the test dies.
-struct Host(Child);
-
-impl Host {
-    fn new() -> Option<Self> {
-        // It lives until its stdin ends.
-        let mut command = Command::new("unshare");
-        command.args(["--net", "cat"]).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
-        let mut child = command.spawn().ok()?;
-        let of = |pid: u32| fs::read_link(format!("/proc/{pid}/ns/net")).ok();
-        let began = Instant::now();
-        while of(child.id()) == of(std::process::id()) {
-            // Where namespaces may not be made, it ends at once.
-            if child.try_wait().ok()?.is_some() || began.elapsed() > LIMIT {
-                return None;
-            }
-            sleep(Duration::from_millis(2));
-        }
-        Some(Host(child))
-    }
-
-    /// A command that runs there.
-    fn command(&self, name: &Path) -> Command {
-        let mut command = Command::new("nsenter");
-        command.args(["--net", "--target", &self.0.id().to_string()]).arg(name);
-        command
-    }
-
-    fn ip(&self, args: &str) -> bool {
-        let mut command = self.command(Path::new("ip"));
-        command.args(args.split(' ')).stderr(Stdio::null()).status().is_ok_and(|status| status.success())
-    }
-}
-
-impl Drop for Host {
-    fn drop(&mut self) {
-        self.0.kill().ok();
-        self.0.wait().ok();
-    }
-}
-
-/// Two hosts with the addresses 10.77.0.1 and 10.77.0.2; `None`, and a line that says so, where this process may not make them.
-fn two_hosts() -> Option<[Host; 2]> {
-    let made = Host::new().zip(Host::new()).and_then(|(first, second)| {
-        let peer = second.0.id();
-        let is_made = first.ip(&format!("link add fsdp0 type veth peer name fsdp0 netns {peer}"))
-            && [&first, &second].iter().zip(1..).all(|(host, number)| {
-                host.ip(&format!("address add 10.77.0.{number}/24 dev fsdp0"))
-                    && host.ip("link set fsdp0 up")
-                    && host.ip("link set lo up")
-            });
-        is_made.then_some([first, second])
-    });
-    if made.is_none() {
-        println!("NOT RUN: two hosts need network namespaces, which this process may not make (root, unshare and ip)");
-    }
-    made
-}
-
-/// A launcher whose output goes to a file.
-struct Agent {
-    child: Child,
-    output: tempfile::NamedTempFile,
-}
-
-impl Agent {
-    fn start(mut command: Command) -> Self {
-        let output = tempfile::NamedTempFile::new().unwrap();
-        let file = fs::OpenOptions::new().append(true).open(output.path()).unwrap();
-        let child = command.stdin(Stdio::null()).stdout(file.try_clone().unwrap()).stderr(file).spawn().unwrap();
-        Agent { child, output }
-    }
-
-    fn text(&self) -> String {
-        fs::read_to_string(self.output.path()).unwrap()
-    }
-
-    fn wait_for(&self, part: &str, count: usize) {
-        let began = Instant::now();
-        while self.text().matches(part).count() < count {
-            assert!(began.elapsed() < LIMIT, "{part:?} did not come {count} times:\n{}", self.text());
-            sleep(Duration::from_millis(10));
-        }
-    }
-
-    fn kill(&mut self) {
-        self.child.kill().unwrap();
-        self.child.wait().unwrap();
-    }
-
-    fn finish(mut self) -> (Option<i32>, String) {
-        let began = Instant::now();
-        loop {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                return (status.code(), self.text());
-            }
-            assert!(began.elapsed() < LIMIT, "the launcher did not end:\n{}", self.text());
-            sleep(Duration::from_millis(10));
-        }
-    }
-}
-
-impl Drop for Agent {
-    fn drop(&mut self) {
-        self.child.kill().ok();
-        self.child.wait().ok();
-    }
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![
+        trial("hosts::ranks_of_two_hosts_meet", &[Need::Networks], ranks_of_two_hosts_meet),
+        trial(
+            "hosts::a_host_that_is_killed_or_cut_off_is_done_without_until_it_is_back",
+            &[Need::Networks],
+            a_host_that_is_killed_or_cut_off_is_done_without_until_it_is_back,
+        ),
+        trial(
+            "hosts::shared_memory_between_hosts_is_refused_by_name",
+            &[Need::Networks],
+            shared_memory_between_hosts_is_refused_by_name,
+        ),
+        trial(
+            "hosts::a_training_run_goes_on_resharded_when_a_launcher_goes_and_when_it_comes_back",
+            &[],
+            a_training_run_goes_on_resharded_when_a_launcher_goes_and_when_it_comes_back,
+        ),
+    ]
 }
 
 /// Processes with `marker` among their arguments.
@@ -153,9 +70,8 @@ fn with_token() -> tempfile::TempDir {
     dir
 }
 
-#[test]
 fn ranks_of_two_hosts_meet() {
-    let Some([first, second]) = two_hosts() else { return };
+    let [first, second] = two_hosts().unwrap();
     let dir = with_token();
     let agents = [agent(&first, "--nnodes=2", dir.path()), agent(&second, "--nnodes=2", dir.path())];
     agents.iter().for_each(|agent| agent.wait_for("met 0,1,2,3 at 10.77.0.1 attempt 0", 2));
@@ -171,9 +87,8 @@ fn ranks_of_two_hosts_meet() {
     }
 }
 
-#[test]
 fn a_host_that_is_killed_or_cut_off_is_done_without_until_it_is_back() {
-    let Some([first, second]) = two_hosts() else { return };
+    let [first, second] = two_hosts().unwrap();
     let dir = with_token();
     let marker = dir.path().to_str().unwrap();
     let options = "--nnodes=1:2 --rdzv-conf=last_call_timeout=1,keep_alive_interval=0.3,join_timeout=2";
@@ -214,9 +129,8 @@ fn a_host_that_is_killed_or_cut_off_is_done_without_until_it_is_back() {
     assert_gone_soon(marker);
 }
 
-#[test]
 fn shared_memory_between_hosts_is_refused_by_name() {
-    let Some([first, second]) = two_hosts() else { return };
+    let [first, second] = two_hosts().unwrap();
     let dir = with_token();
     let model = golden("llama_tiny");
     let agents = [&first, &second].map(|host| {
@@ -228,7 +142,7 @@ fn shared_memory_between_hosts_is_refused_by_name() {
     });
     for agent in agents {
         let (code, text) = agent.finish();
-        let parts = ["the 2 ranks run on 2 hosts, 1 on this one", "choose the nccl or the mpi backend (FSDP_BACKEND)"];
+        let parts = ["the 2 ranks run on 2 hosts, 1 on this one", "between hosts are not there yet"];
         assert!(code == Some(1) && parts.iter().all(|part| text.contains(part)), "{text}");
     }
 }
@@ -244,7 +158,6 @@ fn train(dir: &Path, options: &str, sequences: usize, metrics: &str) -> Agent {
     Agent::start(command)
 }
 
-#[test]
 fn a_training_run_goes_on_resharded_when_a_launcher_goes_and_when_it_comes_back() {
     let dir = tempfile::tempdir().unwrap();
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();

@@ -1,0 +1,26 @@
+"""Has transformers load two directories of one model, and compares their losses: python export.py OURS THEIRS TOKENS"""
+
+import sys
+
+import numpy
+import torch
+from transformers import AutoModelForCausalLM
+
+
+def loss(directory, tokens):
+    model, info = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), f"{directory}: {info}"
+    with torch.no_grad():
+        return model.eval()(tokens, labels=tokens).loss.item()
+
+
+def main():
+    ours, theirs, tokens = sys.argv[1:]
+    tokens = torch.from_numpy(numpy.fromfile(tokens, dtype="<u2").astype("int64"))[:512].reshape(8, 64)
+    found, expected = loss(ours, tokens), loss(theirs, tokens)
+    assert abs(found - expected) < 2e-6 * expected, f"{ours} has a loss of {found}, {theirs} of {expected}"
+    print(f"ok  transformers reads {ours}: a loss of {found}, and of {expected} for {theirs}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+//! Numbers that are infinite or not a number get into no checkpoint and no export, and no run goes on from them while
+//! there is something better.
+
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+
+use fsdp_ckpt::{SaveState, TensorShard};
+use fsdp_core::layout::Region;
+use fsdp_core::process_group::local;
+use fsdp_core::{Buffer, MeshLayout};
+use fsdp_tests::{Run, golden, launch};
+
+/// Trains the golden Llama on two ranks in `dir`.
+fn train(dir: &Path, args: &str) -> Run {
+    let model = golden("llama_tiny").display().to_string();
+    let mut common = format!("--data {model}/tokens.bin --seq-len 32 --batch-size 2 --warmup-steps 0");
+    if !args.contains("--model") {
+        common.push_str(&format!(" --model {model}"));
+    }
+    let words: Vec<&str> = common.split(' ').chain(args.split_whitespace()).collect();
+    launch(2, "train", &words, dir)
+}
+
+/// A run that takes the weights beyond what f32 has room for in one step.
+const OVERFLOW: &str = "--lr 3e38 --clip-grad-norm 0";
+
+/// Both ranks said all of this.
+fn refused(run: Run, parts: &[&str]) {
+    let text = run.failed();
+    for rank in ["[rank 0]", "[rank 1]"] {
+        let lines: Vec<&str> = text.lines().filter(|line| line.starts_with(rank)).collect();
+        let said = lines.join("\n");
+        assert!(parts.iter().all(|part| said.contains(part)), "{rank}: {parts:?} not in\n{text}");
+    }
+    assert!(!text.contains("panicked"), "{text}");
+}
+
+fn names(dir: &Path) -> Vec<String> {
+    let Ok(entries) = fs::read_dir(dir) else { return vec![] };
+    let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+/// The files of a checkpoint.
+fn files(step: &Path) -> Vec<(String, Vec<u8>)> {
+    names(step).into_iter().map(|name| (name.clone(), fs::read(step.join(name)).unwrap())).collect()
+}
+
+/// Writes a checkpoint again with one value that is not a number, as a version without the check would have written it:
+/// every checksum is right.
+fn poison(step: &Path, tensor: &str) {
+    let source = fsdp_ckpt::open(step).unwrap();
+    let mut tensors = vec![];
+    for (fqn, entry) in source.tensors() {
+        let mut data = Buffer::zeros(entry.dtype, entry.shape.iter().product());
+        source.read(fqn, &Region::whole(&entry.shape), data.bytes_mut()).unwrap();
+        if fqn == tensor {
+            let Buffer::F32(values) = &mut data else { panic!("{fqn} is {}", entry.dtype) };
+            values[3] = f32::NAN;
+        }
+        tensors.push(TensorShard::whole(fqn, &entry.shape, Arc::new(data)));
+    }
+    let values = source.values().clone();
+    fs::remove_dir_all(step).unwrap();
+    let state = SaveState { mesh: MeshLayout::new(&[("dp_shard", 1)]).unwrap(), tensors, values };
+    local::run(1, |group| fsdp_ckpt::save(step, &*group, &state).unwrap());
+}
+
+#[test]
+fn weights_that_overflow_are_neither_saved_nor_exported() {
+    let dir = tempfile::tempdir().unwrap();
+    for more in ["", "--async-save", "--save-every 1"] {
+        let run = train(dir.path(), &format!("--steps 1 {OVERFLOW} --checkpoint-dir saved --export-hf qh {more}"));
+        refused(
+            run,
+            &[
+                "saved/step-00000001 was not saved: after step 1, ",
+                "values are infinite or not a number (on rank 0, 1)",
+                "in `model.layers.0.input_layernorm.weight`",
+                "They were finite after step 0",
+                "no checkpoint of this run yet",
+                "Lower --lr",
+            ],
+        );
+        assert_eq!(names(dir.path()), [""; 0], "{more}");
+    }
+}
+
+#[test]
+fn the_last_healthy_checkpoint_stays_and_is_gone_on_from() {
+    let dir = tempfile::tempdir().unwrap();
+    let saved = dir.path().join("saved");
+    let keep = "--checkpoint-dir saved --save-every 1 --resume auto";
+    train(dir.path(), &format!("--steps 2 --lr 1e-3 {keep} --keep 1")).ok();
+    let healthy = files(&saved.join("step-00000002"));
+    for more in ["--keep 1", "--keep 2 --async-save"] {
+        let run = train(dir.path(), &format!("--steps 4 {OVERFLOW} {keep} {more}"));
+        refused(
+            run,
+            &["step-00000003 was not saved", "The newest healthy checkpoint, saved/step-00000002, is untouched"],
+        );
+        assert_eq!(names(&saved), ["step-00000002"]);
+        assert!(files(&saved.join("step-00000002")) == healthy);
+    }
+    // Where only the end is saved, the next step sees what the one before has done.
+    let run = train(dir.path(), &format!("--steps 5 {OVERFLOW} --checkpoint-dir saved --resume auto"));
+    refused(
+        run,
+        &[
+            "step 4 was not taken: the loss is NaN (on every rank)",
+            "the weights had become so in a step after step 2: ",
+            "in `model.layers.0.input_layernorm.weight`",
+            "The newest healthy checkpoint, saved/step-00000002, is untouched",
+        ],
+    );
+    train(dir.path(), &format!("--steps 4 --lr 1e-3 {keep} --keep 1")).ok();
+    assert_eq!(names(&saved), ["step-00000004"]);
+}
+
+#[test]
+fn checkpoints_that_were_poisoned_before_are_set_aside() {
+    let dir = tempfile::tempdir().unwrap();
+    let saved = dir.path().join("saved");
+    let keep = "--checkpoint-dir saved --save-every 1 --resume auto --lr 1e-3";
+    train(dir.path(), &format!("--steps 3 {keep}")).ok();
+    let undisturbed = files(&saved.join("step-00000003"));
+    poison(&saved.join("step-00000002"), "model.model.norm.weight");
+    poison(&saved.join("step-00000003"), "optim.state.model.norm.weight.exp_avg");
+    // Told to go on from it, a run does not.
+    let run = train(dir.path(), &format!("--steps 4 --lr 1e-3 --resume {}", saved.join("step-00000003").display()));
+    let found = "1 values are infinite or not a number (on rank 0): 1 of 32 in the exp_avg of `model.norm.weight`";
+    refused(run, &["can't resume from", found, "pass an older one"]);
+
+    let run = train(dir.path(), &format!("--steps 3 {keep} --keep 1")).ok();
+    let aside = format!("saved/step-00000003 is damaged and was set aside as saved/step-00000003.damaged: {found}");
+    assert!(run.stderr.contains(&aside), "{}", run.stderr);
+    let aside = "saved/step-00000002 is damaged and was set aside as saved/step-00000002.damaged: 1 values";
+    assert!(run.stderr.contains(aside), "{}", run.stderr);
+    assert!(run.stderr.contains("resumed from saved/step-00000001 at step 1"), "{}", run.stderr);
+    assert_eq!(run.stderr.matches("resumed from").count(), 1, "{}", run.stderr);
+    assert_eq!(names(&saved), ["step-00000002.damaged", "step-00000003", "step-00000003.damaged"]);
+    assert!(files(&saved.join("step-00000003")) == undisturbed);
+
+    // Where there is nothing else, a run does not begin anew by itself.
+    poison(&saved.join("step-00000003"), "model.model.norm.weight");
+    for _ in 0..2 {
+        let run = train(dir.path(), &format!("--steps 5 {keep} --keep 1"));
+        refused(run, &["no checkpoint in saved can be used", "saved/step-00000003.damaged: set aside"]);
+    }
+}
+
+/// The golden Llama in `dir/model`, with the first so many values of some tensors replaced.
+fn model_with(dir: &Path, values: &[(&str, usize, f32)]) {
+    let model = dir.join("model");
+    fs::create_dir(&model).unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        fs::copy(golden("llama_tiny").join(file), model.join(file)).unwrap();
+    }
+    let path = model.join("model.safetensors");
+    let mut bytes = fs::read(&path).unwrap();
+    let header = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let json: serde_json::Value = serde_json::from_slice(&bytes[8..header]).unwrap();
+    for &(tensor, count, value) in values {
+        let at = header + json[tensor]["data_offsets"][0].as_u64().unwrap() as usize;
+        bytes[at..at + 4 * count].as_chunks_mut().0.fill(value.to_le_bytes());
+    }
+    fs::write(&path, bytes).unwrap();
+}
+
+#[test]
+fn weights_that_are_no_good_before_any_step_are_not_blamed_on_the_learning_rate() {
+    let dir = tempfile::tempdir().unwrap();
+    model_with(dir.path(), &[("model.norm.weight", 1, f32::NAN)]);
+    let run = train(dir.path(), "--model model --steps 1 --lr 1e-3 --checkpoint-dir saved");
+    assert!(!run.stderr.contains("--lr"), "{run:?}");
+    refused(
+        run,
+        &[
+            "the weights from model are no good before any step: ",
+            "1 of 32 in `model.norm.weight`",
+            "pass another --model, or --init random",
+        ],
+    );
+    assert_eq!(names(dir.path()), ["model"]);
+}
+
+#[test]
+fn a_step_whose_gradients_are_not_finite_is_not_taken() {
+    let dir = tempfile::tempdir().unwrap();
+    // Zeros times the largest numbers are zeros in forward; in backward nothing holds these back.
+    let attention = "model.layers.0.self_attn";
+    let (values, output) = (format!("{attention}.v_proj.weight"), format!("{attention}.o_proj.weight"));
+    model_with(dir.path(), &[(&values, 512, 0.), (&output, 1024, 3.4e38)]);
+    for clip in ["", "--clip-grad-norm 0"] {
+        let run = train(dir.path(), &format!("--model model --steps 2 --lr 1e-3 --checkpoint-dir saved {clip}"));
+        refused(
+            run,
+            &[
+                "step 1 was not taken: the loss is 4.9",
+                "and the gradients' norm is inf: ",
+                " of 512 in the gradient of `model.layers.0.self_attn.v_proj.weight`. ",
+                "The weights are those of step 0 and finite",
+                "No step has been taken yet, so it is no matter of --lr",
+            ],
+        );
+        assert_eq!(names(dir.path()), ["model"]);
+    }
+}

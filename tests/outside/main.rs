@@ -1,0 +1,19 @@
+//! Tests that need more than Rust: PyTorch, hosts, and disks that are full.
+//!
+//! Where this machine has not got what a test needs, the test counts as ignored, with the reason. With
+//! `FSDP_TESTS_REQUIRE=all`, as CI runs them, it fails.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod agent;
+mod full_disk;
+mod hosts;
+mod need;
+mod network;
+mod pytorch;
+
+use libtest_mimic::Arguments;
+
+fn main() {
+    let trials = [full_disk::trials(), hosts::trials(), pytorch::trials()].into_iter().flatten().collect();
+    libtest_mimic::run(&Arguments::from_args(), trials).exit()
+}

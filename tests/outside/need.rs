@@ -1,0 +1,86 @@
+//! What a test needs of the machine, and whether it is there.
+
+use std::env;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::OnceLock;
+
+use fsdp_tests::workspace;
+use libtest_mimic::{Completion, Trial};
+
+use crate::{full_disk, network};
+
+/// Why a test can't run here; looked for once.
+type Missing = OnceLock<Option<String>>;
+
+#[derive(Clone, Copy)]
+pub(crate) enum Need {
+    /// A Python with the packages of `tests/interop/requirements.txt`.
+    Pytorch,
+    /// Two hosts.
+    Networks,
+    /// File systems of its own.
+    Mounts,
+}
+
+impl Need {
+    fn missing(self) -> Option<&'static str> {
+        static PYTORCH: Missing = OnceLock::new();
+        static NETWORKS: Missing = OnceLock::new();
+        static MOUNTS: Missing = OnceLock::new();
+        match self {
+            Need::Pytorch => PYTORCH.get_or_init(|| pytorch().err()).as_deref(),
+            Need::Mounts => MOUNTS.get_or_init(|| full_disk::mounts().err()).as_deref(),
+            Need::Networks => NETWORKS.get_or_init(|| network::two_hosts().err()).as_deref(),
+        }
+    }
+}
+
+/// A test that is ignored where something that it needs is missing, unless nothing may be.
+pub(crate) fn trial(name: &str, needs: &'static [Need], test: fn()) -> Trial {
+    Trial::ignorable_test(name, move || match needs.iter().find_map(|need| need.missing()) {
+        Some(reason) if env::var_os("FSDP_TESTS_REQUIRE").is_some_and(|value| value == "all") => Err(reason.into()),
+        Some(reason) => Ok(Completion::ignored_with(reason)),
+        None => {
+            test();
+            Ok(Completion::Completed)
+        }
+    })
+}
+
+/// The interpreter of the tests, whatever is installed there.
+pub(crate) fn python() -> PathBuf {
+    let installed = workspace().join("target/interop/bin/python");
+    match env::var_os("FSDP_TESTS_PYTHON") {
+        Some(chosen) => chosen.into(),
+        None if installed.exists() => installed,
+        None => "python3".into(),
+    }
+}
+
+/// Looks into the packages' metadata, because importing them takes seconds.
+const LOOK: &str = "
+import importlib.metadata, sys
+for line in open(sys.argv[1]).read().split():
+    name, version = line.split('==')
+    try:
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        found = 'none'
+    if found != version:
+        sys.exit(f'{line} is needed, there is {found}')
+";
+
+fn pytorch() -> Result<(), String> {
+    let python = python();
+    let requirements = workspace().join("tests/interop/requirements.txt");
+    let said = match Command::new(&python).arg("-c").arg(LOOK).arg(requirements).output() {
+        Ok(output) if output.status.success() => return Ok(()),
+        Ok(output) => String::from_utf8_lossy(&output.stderr).lines().last().unwrap_or_default().to_string(),
+        Err(error) => error.to_string(),
+    };
+    let python = python.display();
+    Err(format!(
+        "{python}: {said} (.ci/install installs it in target/interop; FSDP_TESTS_PYTHON chooses another Python)"
+    ))
+}

@@ -1,0 +1,151 @@
+//! PyTorch itself reads what is ours, and is what `tests/golden` and `tests/interop` say it is.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use fsdp_tests::trajectory::Trajectory;
+use fsdp_tests::{golden, golden_flags, launch, program, run, workspace};
+use libtest_mimic::Trial;
+
+use crate::agent::Agent;
+use crate::need::{Need, python, trial};
+use crate::network::two_hosts;
+
+/// Far longer than two ranks of PyTorch take on one busy core.
+const LIMIT: Duration = Duration::from_secs(600);
+const MODELS: [&str; 2] = ["llama_tiny", "gpt2_tiny"];
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![
+        trial("pytorch::checkpoints_go_both_ways", &[Need::Pytorch], checkpoints_go_both_ways),
+        trial("pytorch::a_run_of_ours_goes_on_there", &[Need::Pytorch], a_run_of_ours_goes_on_there),
+        trial("pytorch::transformers_reads_an_export", &[Need::Pytorch], transformers_reads_an_export),
+        trial("pytorch::the_recorded_runs_come_again", &[Need::Pytorch], the_recorded_runs_come_again),
+        trial("pytorch::the_recorded_surface_is_there", &[Need::Pytorch], the_recorded_surface_is_there),
+        trial(
+            "pytorch::a_run_over_two_hosts_under_our_launcher",
+            &[Need::Pytorch, Need::Networks],
+            a_run_over_two_hosts_under_our_launcher,
+        ),
+    ]
+}
+
+/// A script of `tests`, run by the interpreter alone; returns what it printed.
+fn script(name: &str, args: &[&Path]) -> String {
+    let mut command = Command::new(python());
+    command.arg(workspace().join("tests").join(name)).args(args);
+    run(command, LIMIT).ok().stdout
+}
+
+/// `tests/golden/record.py` under our launcher.
+fn record(mut launcher: Command, out: &Path, args: &[&str]) -> Command {
+    // Two ranks on a machine of two cores: threads of their own would only be in each other's way.
+    launcher.env("PYTHON_EXEC", python()).env("OMP_NUM_THREADS", "1");
+    launcher.arg(golden("record.py")).arg("--out").arg(out).args(args);
+    launcher
+}
+
+fn record_on_two_ranks(out: &Path, args: &[&str]) {
+    let mut launcher = Command::new(program("fsdp-launch"));
+    launcher.arg("--nproc-per-node=2");
+    run(record(launcher, out, args), LIMIT).ok();
+}
+
+/// `train` for ten steps as PyTorch was recorded.
+fn train_ten_steps(name: &str, flags: &[&str], dir: &Path) {
+    let mut args = golden_flags(name);
+    let steps = args.iter().position(|arg| arg == "--steps").unwrap();
+    args[steps + 1] = "10".into();
+    let args: Vec<&str> = args.iter().map(String::as_str).chain(["--batch-size", "2"]).collect();
+    launch(2, "train", &[&args, flags].concat(), dir).ok();
+}
+
+fn checkpoints_go_both_ways() {
+    let printed = script("interop/interop.py", &[&program("fsdp-ckpt"), Path::new("convert")]);
+    assert_eq!(printed.lines().filter(|line| line.starts_with("ok  ")).count(), 11, "{printed}");
+}
+
+/// PyTorch resumes from our files as they are, and from what `convert` makes of them; the losses are those of a run that
+/// PyTorch did alone.
+fn a_run_of_ours_goes_on_there() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in MODELS {
+        let saved = format!("saved/{name}");
+        train_ten_steps(name, &["--checkpoint-dir", &saved], dir.path());
+        let (from, to) = (format!("{saved}/step-00000010"), format!("classic/{name}/step-00000010"));
+        let mut convert = Command::new(program("fsdp-ckpt"));
+        convert.args(["convert", &from, &to, "--to", "torch-dcp", "--world-size", "3"]).current_dir(dir.path());
+        run(convert, LIMIT).ok();
+    }
+    for kind in ["saved", "classic"] {
+        let (from, out) = (dir.path().join(kind), dir.path().join(format!("from-{kind}")));
+        record_on_two_ranks(&out, &["--runs", "run", "--from", from.to_str().unwrap()]);
+        for name in MODELS {
+            let steps = Trajectory::of_record(&out.join(name).join("run.json"));
+            let difference = steps.difference(&Trajectory::recorded(name, "run").after(10));
+            assert!(difference.max() < 2e-6, "{name}, {kind}: {difference:?}");
+        }
+    }
+}
+
+fn transformers_reads_an_export() {
+    for name in MODELS {
+        let dir = tempfile::tempdir().unwrap();
+        train_ten_steps(name, &["--export-hf", "export"], dir.path());
+        // The same model as PyTorch saved it, beside the configuration that it was made from.
+        let theirs = dir.path().join("theirs");
+        fs::create_dir(&theirs).unwrap();
+        fs::copy(golden(name).join("config.json"), theirs.join("config.json")).unwrap();
+        let mut convert = Command::new(program("fsdp-ckpt"));
+        convert.arg("convert").arg(golden(name).join("dcp_step10")).arg(theirs.join("weights")).args(["--to", "hf"]);
+        run(convert, LIMIT).ok();
+        fs::copy(theirs.join("weights/model.safetensors"), theirs.join("model.safetensors")).unwrap();
+        let printed =
+            script("interop/export.py", &[&dir.path().join("export"), &theirs, &golden(name).join("tokens.bin")]);
+        assert!(printed.starts_with("ok  "), "{printed}");
+    }
+}
+
+/// `record.py` makes the files in `tests/golden`. In bf16 another processor rounds in other places.
+fn the_recorded_runs_come_again() {
+    let out = tempfile::tempdir().unwrap();
+    record_on_two_ranks(out.path(), &[]);
+    for name in MODELS {
+        let mut runs = 0;
+        for entry in fs::read_dir(out.path().join(name)).unwrap() {
+            let file = entry.unwrap().path();
+            let run = file.file_stem().unwrap().to_str().unwrap();
+            let difference = Trajectory::of_record(&file).difference(&Trajectory::recorded(name, run));
+            let (loss, grad_norm) = if run == "run" { (2e-6, 2e-6) } else { (2e-4, 2.5e-3) };
+            assert!(difference.loss < loss && difference.grad_norm < grad_norm, "{name}, {run}: {difference:?}");
+            runs += 1;
+        }
+        assert_eq!(runs, 4);
+    }
+}
+
+fn the_recorded_surface_is_there() {
+    script("interop/surface.py", &[Path::new("--check")]);
+}
+
+fn a_run_over_two_hosts_under_our_launcher() {
+    let hosts = two_hosts().unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let token = dir.path().join("token");
+    fs::write(&token, "0123456789abcdef0123456789abcdef").unwrap();
+    let agents = hosts.each_ref().map(|host| {
+        let mut launcher = host.command(&program("fsdp-launch"));
+        launcher.args(["--nnodes=2", "--nproc-per-node=1", "--rdzv-endpoint=10.77.0.1:29400", "--rdzv-token-file"]);
+        launcher.arg(&token).env("GLOO_SOCKET_IFNAME", "fsdp0");
+        Agent::start(record(launcher, dir.path(), &["--models", "llama_tiny", "--runs", "run"]))
+    });
+    for agent in agents {
+        let (code, text) = agent.finish();
+        assert_eq!(code, Some(0), "{text}");
+    }
+    let steps = Trajectory::of_record(&dir.path().join("llama_tiny/run.json"));
+    let difference = steps.difference(&Trajectory::recorded("llama_tiny", "run"));
+    assert!(difference.max() < 2e-6, "{difference:?}");
+}

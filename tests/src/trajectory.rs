@@ -1,0 +1,105 @@
+//! Losses and gradient norms of a run, step by step: ours from its metrics, PyTorch's from its record.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::golden;
+
+/// A step's number, the mean loss over all ranks' tokens, and the gradient norm before clipping.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Step {
+    /// The first is 1.
+    pub number: u64,
+    /// The mean loss.
+    pub loss: f64,
+    /// The norm over all parameters.
+    pub grad_norm: f64,
+}
+
+/// The steps of a run, in order.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Trajectory(pub Vec<Step>);
+
+/// The largest relative differences between two trajectories.
+#[derive(Clone, Copy, Debug)]
+pub struct Difference {
+    /// Of any loss.
+    pub loss: f64,
+    /// Of any gradient norm.
+    pub grad_norm: f64,
+}
+
+impl Difference {
+    /// The larger of the two.
+    pub fn max(self) -> f64 {
+        self.loss.max(self.grad_norm)
+    }
+}
+
+impl Trajectory {
+    /// What `train --metrics` wrote.
+    ///
+    /// # Panics
+    /// When the file can't be read, or is something else.
+    pub fn of_metrics(path: &Path) -> Self {
+        read(path).lines().map(|line| step(&parse(line, path), path)).collect()
+    }
+
+    /// What `tests/golden/record.py` wrote.
+    ///
+    /// # Panics
+    /// When the file can't be read, or is something else.
+    pub fn of_record(path: &Path) -> Self {
+        let record = parse(&read(path), path);
+        let steps = record["trajectory"].as_array().unwrap_or_else(|| panic!("{}: no trajectory", path.display()));
+        steps.iter().map(|value| step(value, path)).collect()
+    }
+
+    /// The run `run` of the model `name` in `tests/golden`.
+    ///
+    /// # Panics
+    /// When it is not there.
+    pub fn recorded(name: &str, run: &str) -> Self {
+        Trajectory::of_record(&golden(name).join(run).with_extension("json"))
+    }
+
+    /// The steps after `number`.
+    pub fn after(&self, number: u64) -> Self {
+        self.0.iter().copied().filter(|step| step.number > number).collect()
+    }
+
+    /// How far this one is from `other`.
+    ///
+    /// # Panics
+    /// When they have not the same steps, or none.
+    pub fn difference(&self, other: &Self) -> Difference {
+        let numbers = |of: &Self| of.0.iter().map(|step| step.number).collect::<Vec<_>>();
+        assert_eq!(numbers(self), numbers(other));
+        assert!(!self.0.is_empty(), "no steps");
+        let largest = |of: fn(&Step) -> f64| {
+            self.0.iter().zip(&other.0).map(|(a, b)| ((of(a) - of(b)) / of(b)).abs()).fold(0., f64::max)
+        };
+        Difference { loss: largest(|step| step.loss), grad_norm: largest(|step| step.grad_norm) }
+    }
+}
+
+impl FromIterator<Step> for Trajectory {
+    fn from_iter<I: IntoIterator<Item = Step>>(steps: I) -> Self {
+        Trajectory(steps.into_iter().collect())
+    }
+}
+
+fn read(path: &Path) -> String {
+    fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+fn parse(text: &str, path: &Path) -> Value {
+    serde_json::from_str(text).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+fn step(value: &Value, path: &Path) -> Step {
+    let number = |key: &str| value[key].as_f64().unwrap_or_else(|| panic!("{}: no {key} in {value}", path.display()));
+    Step { number: number("step") as u64, loss: number("loss"), grad_norm: number("grad_norm") }
+}
