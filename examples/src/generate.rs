@@ -3,7 +3,8 @@
 use candle_core::{Device, IndexOp, Module, Result, Tensor};
 use rand_philox::{Philox, u32_to_unit_f64};
 
-/// Continues `prompt` by `tokens` ids, sampled at `temperature` with the random numbers of `seed`. Every rank calls it and gets the same ids.
+/// Continues `prompt` by `tokens` ids, sampled at `temperature` with the random numbers of `seed`. Every rank calls it
+/// and gets the same ids.
 ///
 /// The model runs anew on the last `context` ids for every token: simple, and short enough for a sample.
 ///

@@ -14,8 +14,9 @@ use crate::console::Console;
 
 /// Joins the job that the environment describes and does this rank's work in it.
 ///
-/// An error is recorded for the launcher and printed, with all of its causes and in one piece, before this rank leaves the job: the others would print
-/// first that it left. `RUST_BACKTRACE` shows where programs panic; an error is for the user, and says by itself what is wrong.
+/// An error is recorded for the launcher and printed, with all of its causes and in one piece, before this rank leaves
+/// the job: the others would print first that it left. `RUST_BACKTRACE` shows where programs panic; an error is for the
+/// user, and says by itself what is wrong.
 pub fn run(work: impl FnOnce(&World) -> anyhow::Result<()>) -> ExitCode {
     // Shows for whom this rank waits; `work` may want to see more than events, but knows only then which rank it is.
     let joined = tracing::subscriber::with_default(tracing_subscriber::registry().with(events()), fsdp_candle::init);

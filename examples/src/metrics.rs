@@ -9,7 +9,10 @@ use std::{
 use anyhow::{Context, Result};
 use serde::{Deserialize, Deserializer, Serialize};
 
-/// What one optimizer step measured. Numbers are written so that they read back as the same bits; those that are not finite are written as `null`.
+use crate::writable::in_directory;
+
+/// What one optimizer step measured. Numbers are written so that they read back as the same bits; those that are not
+/// finite are written as `null`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StepRecord {
     /// The step, counted from 1.
@@ -39,7 +42,8 @@ fn null_is_nan<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Err
     Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
 }
 
-/// A file of [`StepRecord`]s, one a line. A line is on its way to the disk when [`MetricsFile::write`] returns, so that the file can be followed.
+/// A file of [`StepRecord`]s, one a line. A line is on its way to the disk when [`MetricsFile::write`] returns, so that
+/// the file can be followed.
 #[derive(Debug)]
 pub struct MetricsFile {
     path: PathBuf,
@@ -47,17 +51,17 @@ pub struct MetricsFile {
 }
 
 impl MetricsFile {
-    /// Opens the file for a run that has `done` steps behind it, and makes its directory if need be. A fresh run (0) starts with an empty file. A resumed one
-    /// appends to what is there up to its step; records of later steps, which are taken again, and half a line that a crash left are removed.
+    /// Opens the file for a run that has `done` steps behind it, and makes its directory if need be. A fresh run (0)
+    /// starts with an empty file. A resumed one appends to what is there up to its step; records of later steps, which
+    /// are taken again, and half a line that a crash left are removed.
     ///
     /// # Errors
     /// The file can't be written there.
     pub fn open(path: &Path, done: usize) -> Result<Self> {
         let open = || -> io::Result<File> {
-            if let Some(directory) = path.parent() {
-                fs::create_dir_all(directory)?;
-            }
-            let file = OpenOptions::new().create(true).read(true).append(true).open(path)?;
+            let file = in_directory(path.parent().unwrap_or(Path::new("")), || {
+                OpenOptions::new().create(true).read(true).append(true).open(path)
+            })?;
             // A pipe or a device has no earlier records, and may have no end.
             if file.metadata()?.is_file() {
                 file.set_len(length_up_to(done, &file)?)?;
@@ -95,7 +99,8 @@ fn length_up_to(step: usize, file: &File) -> io::Result<u64> {
     }
 }
 
-/// The most memory that this process has had resident so far, in bytes; 0 where the system does not tell (it is read from Linux's `/proc/self/status`).
+/// The most memory that this process has had resident so far, in bytes; 0 where the system does not tell (it is read
+/// from Linux's `/proc/self/status`).
 pub fn peak_memory_bytes() -> u64 {
     fs::read_to_string("/proc/self/status").ok().and_then(|status| high_water_mark(&status)).unwrap_or(0)
 }

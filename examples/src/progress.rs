@@ -40,7 +40,8 @@ impl Progress {
         }
     }
 
-    /// Leaves the bar as it stands, on a line of its own. Dropping does the same, so that the message of a run that fails comes below the bar.
+    /// Leaves the bar as it stands, on a line of its own. Dropping does the same, so that the message of a run that
+    /// fails comes below the bar.
     pub fn finish(self) {}
 
     fn line(&self, record: &StepRecord) -> String {

@@ -17,8 +17,9 @@ pub enum LrSchedule {
 
 /// The learning rate of every step: it rises in a straight line to its peak, and from there follows the [`LrSchedule`].
 ///
-/// As in the `get_*_schedule_with_warmup` of Hugging Face transformers, with one difference: they give the first step of a warm-up the rate 0, so that it
-/// changes nothing. Here the first of w warm-up steps has 1/w of the peak and the last has all of it.
+/// As in the `get_*_schedule_with_warmup` of Hugging Face transformers, with one difference: they give the first step
+/// of a warm-up the rate 0, so that it changes nothing. Here the first of w warm-up steps has 1/w of the peak and the
+/// last has all of it.
 ///
 /// ```
 /// use fsdp_examples::schedule::{LrSchedule, Schedule};

@@ -1,6 +1,7 @@
 //! The files that `--tensorboard` writes: TensorBoard's event files, with a curve for each number that a step measures.
 //!
-//! An event file is a row of TFRecords, each a protocol buffer between checksums. The few messages that scalars need are here by hand.
+//! An event file is a row of TFRecords, each a protocol buffer between checksums. The few messages that scalars need
+//! are here by hand.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -14,11 +15,13 @@ use crc_fast::CrcAlgorithm;
 use prost::Message;
 
 use crate::metrics::StepRecord;
+use crate::writable::in_directory;
 
 /// How the names of event files begin: TensorBoard knows them by it.
 const PREFIX: &str = "events.out.tfevents.";
 
-/// An event file of a run. An event is on its way to the disk when [`EventFile::write`] returns: a run that is killed keeps what it had.
+/// An event file of a run. An event is on its way to the disk when [`EventFile::write`] returns: a run that is killed
+/// keeps what it had.
 #[derive(Debug)]
 pub struct EventFile {
     path: PathBuf,
@@ -26,18 +29,18 @@ pub struct EventFile {
 }
 
 impl EventFile {
-    /// Opens a new file in `directory` for a run that has `done` steps behind it. What earlier runs wrote there of later steps is no longer shown.
+    /// Opens a new file in `directory` for a run that has `done` steps behind it. What earlier runs wrote there of
+    /// later steps is no longer shown.
     ///
     /// # Errors
     /// The file can't be written there.
     pub fn open(directory: &Path, done: usize) -> Result<Self> {
-        let open = || -> io::Result<Self> {
-            make(directory)?;
+        let made = in_directory(directory, || {
             let path = directory.join(name_after(directory)?);
             let file = OpenOptions::new().create_new(true).append(true).open(&path)?;
             Ok(EventFile { path, file })
-        };
-        let mut events = open().with_context(|| cannot(directory))?;
+        });
+        let mut events = made.with_context(|| cannot(directory))?;
         events.append(0, What::FileVersion("brain.Event:2".into()))?;
         events.append(done + 1, What::SessionLog(SessionLog { status: SessionLog::START }))?;
         Ok(events)
@@ -65,15 +68,6 @@ impl EventFile {
         let event = Event { wall_time: now().as_secs_f64(), step: step as i64, what: Some(what) };
         // In one piece, so that a reader of the growing file sees all of it or nothing.
         self.file.write_all(&framed(&event.encode_to_vec())).with_context(|| cannot(&self.path))
-    }
-}
-
-fn make(directory: &Path) -> io::Result<()> {
-    match fs::create_dir_all(directory) {
-        Err(_) if directory.is_file() => {
-            Err(io::Error::new(io::ErrorKind::NotADirectory, "it is a file; pass a directory"))
-        }
-        made => made,
     }
 }
 

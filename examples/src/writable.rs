@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 
 /// What is written: a block of most file systems, because less may go to room that a file has already.
 const BLOCK: [u8; 4096] = [b'\n'; 4096];
+/// How often other runs may remove a directory before something is made in it.
+const ATTEMPTS: usize = 32;
 
 /// Tries whether a file can be appended to. One that was not there goes again.
 ///
@@ -16,19 +18,52 @@ pub fn try_file(path: &Path) -> io::Result<()> {
     append(path).map_err(|error| explained(path, error))
 }
 
+/// As [`try_file`], in a directory that is made where it is missing, and goes again.
+///
+/// # Errors
+/// It can't, or the directory can't be made.
+pub fn try_file_and_directory(path: &Path) -> io::Result<()> {
+    let Some(directory) = path.parent() else { return try_file(path) };
+    let _made = MadeDirs::before(directory);
+    in_directory(directory, || try_file(path))
+}
+
 /// Tries whether files can be made in a directory, which is made where it is missing, and goes again.
 ///
 /// # Errors
 /// They can't.
 pub fn try_directory(directory: &Path) -> io::Result<()> {
-    let _made = MadeDirs::new(directory)?;
-    append(&directory.join(format!(".write-test-{}", std::process::id())))
+    let _made = MadeDirs::before(directory);
+    in_directory(directory, || append(&directory.join(format!(".write-test-{}", std::process::id()))))
+}
+
+/// Makes a directory and those above it, then what belongs in it: again when another run that only tried whether it
+/// could write has removed the empty directory in between.
+///
+/// # Errors
+/// One of them can't be made.
+pub fn in_directory<T>(directory: &Path, make: impl Fn() -> io::Result<T>) -> io::Result<T> {
+    let make_all = || {
+        if !directory.as_os_str().is_empty() {
+            fs::create_dir_all(directory).map_err(|error| explained(&directory.join("entry"), error))?;
+        }
+        make()
+    };
+    let mut made = make_all();
+    for _ in 1..ATTEMPTS {
+        match &made {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => made = make_all(),
+            _ => break,
+        }
+    }
+    made
 }
 
 fn append(path: &Path) -> io::Result<()> {
     let is_new = !path.exists();
-    // Read as well: a pipe that nobody reads yet would be waited for.
-    let mut file = OpenOptions::new().create(true).read(true).append(true).open(path)?;
+    let is_pipe = path.metadata().is_ok_and(|status| status.file_type().is_fifo());
+    // A pipe that nobody reads yet would be waited for, unless it is read here as well.
+    let mut file = OpenOptions::new().create(true).read(is_pipe).append(true).open(path)?;
     let status = file.metadata()?;
     let kind = status.file_type();
     if kind.is_file() {
@@ -63,23 +98,13 @@ fn explained(path: &Path, error: io::Error) -> io::Error {
     io::Error::new(error.kind(), why)
 }
 
-/// Directories that were made, the inner one first. Dropped, those that are empty go again.
-#[derive(Debug)]
-pub struct MadeDirs(Vec<PathBuf>);
+/// Directories that are going to be made, the inner one first. Dropped, those that are empty go again.
+struct MadeDirs(Vec<PathBuf>);
 
 impl MadeDirs {
-    /// Makes a directory and those above it.
-    ///
-    /// # Errors
-    /// It can't be made.
-    pub fn new(directory: &Path) -> io::Result<Self> {
+    fn before(directory: &Path) -> Self {
         let missing = directory.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists());
-        let made = MadeDirs(missing.map(Path::to_path_buf).collect());
-        if !directory.as_os_str().is_empty() {
-            let of_entry = |error| explained(&directory.join("entry"), error);
-            fs::create_dir_all(directory).map_err(of_entry)?;
-        }
-        Ok(made)
+        MadeDirs(missing.map(Path::to_path_buf).collect())
     }
 }
 
@@ -105,9 +130,7 @@ mod tests {
         fs::write(path("old"), "a line\n").unwrap();
         symlink("target", path("link")).unwrap();
         for name in ["old", "new", "sub/dir/new", "link"] {
-            let file = path(name);
-            let _made = MadeDirs::new(file.parent().unwrap()).unwrap();
-            try_file(&file).unwrap();
+            try_file_and_directory(&path(name)).unwrap();
         }
         for name in ["sub/dir", "."] {
             try_directory(&path(name)).unwrap();
@@ -117,6 +140,22 @@ mod tests {
         assert_eq!(left, ["link", "old"]);
         assert_eq!(fs::read_to_string(path("old")).unwrap(), "a line\n");
         try_file(Path::new("/dev/null")).unwrap();
+    }
+
+    #[test]
+    fn runs_that_try_at_the_same_time_do_not_hinder_each_other() {
+        let root = tempfile::tempdir().unwrap();
+        let directory = root.path().join("new/logs");
+        std::thread::scope(|scope| {
+            for thread in 0..6 {
+                let file = directory.join(format!("{thread}.jsonl"));
+                scope.spawn(move || {
+                    for _ in 0..100 {
+                        try_file_and_directory(&file).unwrap();
+                    }
+                });
+            }
+        });
     }
 
     #[test]

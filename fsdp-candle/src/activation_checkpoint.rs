@@ -1,10 +1,12 @@
-//! Activation checkpointing: a part of forward keeps nothing for backward but its inputs, and runs again when backward comes to it.
+//! Activation checkpointing: a part of forward keeps nothing for backward but its inputs, and runs again when backward
+//! comes to it.
 //!
-//! In the outer graph a checkpointed closure is `sources -> Bridge.. -> sum -> Recompute -> Output..`: everything in between is a scalar. The sources are
-//! what the closure's graph starts from: its inputs, the variables that it used, and the anchors of the sharded parameters that it used. So
-//! Candle's own backward knows every use: a variable or parameter may be used inside and outside of closures, and a parameter's anchor still reports once, after the last
-//! use. `Recompute`'s backward runs the closure again on copies of its inputs, runs Candle's backward over the new graph, and leaves each source's
-//! gradient in its bridge, whose backward comes next.
+//! In the outer graph a checkpointed closure is `sources -> Bridge.. -> sum -> Recompute -> Output..`: everything in
+//! between is a scalar. The sources are what the closure's graph starts from: its inputs, the variables that it used,
+//! and the anchors of the sharded parameters that it used. So Candle's own backward knows every use: a variable or
+//! parameter may be used inside and outside of closures, and a parameter's anchor still reports once, after the last
+//! use. `Recompute`'s backward runs the closure again on copies of its inputs, runs Candle's backward over the new
+//! graph, and leaves each source's gradient in its bridge, whose backward comes next.
 
 use std::cell::Cell;
 use std::collections::HashSet;
@@ -12,11 +14,10 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, TensorId, Var, bail};
 
-use crate::hooks;
-use crate::param::FsdpParam;
-use crate::stack;
+use crate::graph::{on_at_least, without_reports};
 use crate::storage::{self, swap};
 use crate::tensors::Tensors;
+use crate::unit::FsdpParam;
 
 /// Candle walks a graph recursively: below this much stack the walk moves to a stack of its own.
 const STACK_RED_ZONE_BYTES: usize = 1 << 20;
@@ -31,17 +32,19 @@ pub(crate) fn checkpoints() -> usize {
     CHECKPOINTS.get()
 }
 
-/// Runs `f` on `inputs` and keeps the inputs alone for backward, which runs `f` once more to get at the rest: less memory for a second forward.
+/// Runs `f` on `inputs` and keeps the inputs alone for backward, which runs `f` once more to get at the rest: less
+/// memory for a second forward.
 ///
-/// Inputs and outputs are a [`Tensor`], a tuple, a `Vec`, or a type of your own ([`Tensors`]). Tensors of integers are passed on as they are. Losses and
-/// gradients are the same bits as without checkpointing.
+/// Inputs and outputs are a [`Tensor`], a tuple, a `Vec`, or a type of your own ([`Tensors`]). Tensors of integers are
+/// passed on as they are. Losses and gradients are the same bits as without checkpointing.
 ///
-/// `f` must do the same each time: no randomness, unless it is seeded inside `f`. It captures its layers, in an [`Arc`]; whatever else has a gradient
-/// comes in through `inputs` (a captured tensor with a graph keeps that graph alive, and backward goes through it once more). Variables that
-/// `f` uses get their gradients, sharded or not, used elsewhere or not.
+/// `f` must do the same each time: no randomness, unless it is seeded inside `f`. It captures its layers, in an
+/// [`Arc`]; whatever else has a gradient comes in through `inputs` (a captured tensor with a graph keeps that graph
+/// alive, and backward goes through it once more). Variables that `f` uses get their gradients, sharded or not, used
+/// elsewhere or not.
 ///
-/// Under `fully_shard`, checkpoint *inside* a unit: its parameters are gathered before backward enters it, thus before `f` runs again. `f` itself may not call
-/// an [`FsdpModule`](crate::FsdpModule). Checkpoints may be nested.
+/// Under `fully_shard`, checkpoint *inside* a unit: its parameters are gathered before backward enters it, thus before
+/// `f` runs again. `f` itself may not call an [`FsdpModule`](crate::FsdpModule). Checkpoints may be nested.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -80,7 +83,8 @@ where
     F: Fn(I) -> Result<O> + Send + Sync + 'static,
 {
     CHECKPOINTS.set(CHECKPOINTS.get().wrapping_add(1));
-    // Inputs come first among the sources: Candle's backward then goes on into what is before the closure when all else is done.
+    // Inputs come first among the sources: Candle's backward then goes on into what is before the closure when all else
+    // is done.
     let (mut sources, mut wanted) = (vec![], vec![]);
     let saved = inputs.map_tensors(&mut |tensor| {
         let saved = tensor.detach();
@@ -167,7 +171,7 @@ impl Start {
                 }
                 if let Some(param) = FsdpParam::of(node) {
                     if shards.insert(param.var().id()) {
-                        start.anchors.push(param.anchor()?.clone());
+                        start.anchors.push(param.anchor().clone());
                     }
                 } else if node.is_variable() {
                     start.variables.push(node.clone());
@@ -181,7 +185,7 @@ impl Start {
 }
 
 fn on_enough_stack<T>(f: impl FnOnce() -> T) -> Result<T> {
-    stack::with_at_least(STACK_RED_ZONE_BYTES, STACK_BYTES, "a checkpoint's backward", f)
+    on_at_least(STACK_RED_ZONE_BYTES, STACK_BYTES, "a checkpoint's backward", f)
 }
 
 fn scalar() -> (CpuStorage, Shape) {
@@ -268,7 +272,7 @@ impl Recompute {
         }
         let Some(root) = root else { return Ok(()) };
         drop(outputs);
-        let gradients = hooks::without_reports(|| on_enough_stack(|| root.backward())?)?;
+        let gradients = without_reports(|| on_enough_stack(|| root.backward())?)?;
         for (position, (id, slot)) in self.bridges.iter().enumerate() {
             let id = copies.get(position).map_or(*id, Tensor::id);
             slot.put(gradients.get_id(id).cloned());

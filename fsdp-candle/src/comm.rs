@@ -1,4 +1,5 @@
-//! Collectives of the user's own in place of a unit's: PyTorch's `set_custom_all_gather` and `set_custom_reduce_scatter`.
+//! Collectives of the user's own in place of a unit's: PyTorch's `set_custom_all_gather` and
+//! `set_custom_reduce_scatter`.
 //!
 //! The group that they get is signed ([`ProcessGroup::signed`]) with the unit and the parameters that the call is for:
 //! ranks whose collectives on it are for different ones get an error. It is that of this call alone; keep the result of
@@ -28,7 +29,12 @@ use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, ReduceOp, ScatterPa
 /// struct Meter(AtomicUsize);
 ///
 /// impl AllGather for Meter {
-///     fn all_gather(&self, ranks: &Arc<dyn ProcessGroup>, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
+///     fn all_gather(
+///         &self,
+///         ranks: &ProcessGroup,
+///         parts: Vec<GatherPart>,
+///         memory: Arc<dyn Allocator>,
+///     ) -> Work {
 ///         self.0.fetch_add(parts.iter().map(|part| part.counts.iter().sum::<usize>()).sum(), Ordering::Relaxed);
 ///         ranks.all_gather(parts, memory)
 ///     }
@@ -37,7 +43,7 @@ use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, ReduceOp, ScatterPa
 /// impl ReduceScatter for Meter {
 ///     fn reduce_scatter(
 ///         &self,
-///         ranks: &Arc<dyn ProcessGroup>,
+///         ranks: &ProcessGroup,
 ///         parts: Vec<ScatterPart>,
 ///         op: ReduceOp,
 ///         memory: Arc<dyn Allocator>,
@@ -57,7 +63,7 @@ use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, ReduceOp, ScatterPa
 /// ```
 pub trait AllGather: Send + Sync {
     /// As [`ProcessGroup::all_gather`] of `ranks`.
-    fn all_gather(&self, ranks: &Arc<dyn ProcessGroup>, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work;
+    fn all_gather(&self, ranks: &ProcessGroup, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work;
 
     /// Where its outputs come from; `None`: the unit's pool. Whatever it is takes them back when the unit is resharded.
     fn allocate(&self) -> Option<Arc<dyn Allocator>> {
@@ -72,14 +78,15 @@ pub trait ReduceScatter: Send + Sync {
     /// they are.
     fn reduce_scatter(
         &self,
-        ranks: &Arc<dyn ProcessGroup>,
+        ranks: &ProcessGroup,
         parts: Vec<ScatterPart>,
         op: ReduceOp,
         memory: Arc<dyn Allocator>,
     ) -> Work;
 }
 
-/// Changes a unit's reduced gradient shards, one buffer a parameter, before they are handed out: PyTorch's `set_all_reduce_hook`.
+/// Changes a unit's reduced gradient shards, one buffer a parameter, before they are handed out: PyTorch's
+/// `set_all_reduce_hook`.
 pub trait AllReduceHook: Send + Sync {
     /// Returns the buffers, with the same lengths.
     ///

@@ -1,13 +1,13 @@
 //! The ranks that a parameter is sharded and replicated over.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fsdp_core::Buffer;
 use fsdp_core::layout::{Region, chunk_range, local_region};
 use fsdp_core::{DeviceMesh, Placement, ProcessGroup};
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// A mesh that parameters are sharded over, for [`crate::ShardPlacement`]. Clones are the same: make one for each mesh.
 #[derive(Clone)]
@@ -32,14 +32,15 @@ impl ShardMesh {
     }
 }
 
-/// A mesh in its roles: a 1-D mesh shards (FSDP); of a 2-D mesh the first dimension replicates and the second shards (HSDP).
+/// A mesh in its roles: a 1-D mesh shards (FSDP); of a 2-D mesh the first dimension replicates and the second shards
+/// (HSDP).
 pub(crate) struct DataParallel {
     mesh: DeviceMesh,
-    shard: Arc<dyn ProcessGroup>,
-    replicate: Option<Arc<dyn ProcessGroup>>,
-    neighbours: Mutex<HashMap<usize, Arc<dyn ProcessGroup>>>,
+    shard: ProcessGroup,
+    replicate: Option<ProcessGroup>,
+    neighbours: Mutex<HashMap<usize, ProcessGroup>>,
     /// The shard ranks once more, for reductions that do not queue behind gathers.
-    apart: Mutex<Option<Arc<dyn ProcessGroup>>>,
+    apart: Mutex<Option<ProcessGroup>>,
 }
 
 impl DataParallel {
@@ -49,7 +50,8 @@ impl DataParallel {
             2 => (mesh.group(1)?.clone(), Some(mesh.group(0)?.clone())),
             dims => {
                 return Err(fsdp_core::Error::Mesh(format!(
-                    "fully_shard takes a 1-D mesh (shard) or a 2-D one (replicate, shard); got {} with {dims} dimensions: pass a slice of it",
+                    "fully_shard takes a 1-D mesh (shard) or a 2-D one (replicate, shard); got {} with {dims} \
+                     dimensions: pass a slice of it",
                     mesh.layout()
                 ))
                 .into());
@@ -82,12 +84,12 @@ impl DataParallel {
     }
 
     /// The ranks that hold different shards.
-    pub(crate) fn shard(&self) -> &Arc<dyn ProcessGroup> {
+    pub(crate) fn shard(&self) -> &ProcessGroup {
         &self.shard
     }
 
     /// The ranks that hold the same shard, where there are several.
-    pub(crate) fn replicate(&self) -> Option<&Arc<dyn ProcessGroup>> {
+    pub(crate) fn replicate(&self) -> Option<&ProcessGroup> {
         self.replicate.as_ref()
     }
 
@@ -95,7 +97,7 @@ impl DataParallel {
     ///
     /// # Errors
     /// When `size` is no proper divisor of the number of shard ranks.
-    pub(crate) fn neighbours(&self, size: usize) -> Result<Arc<dyn ProcessGroup>> {
+    pub(crate) fn neighbours(&self, size: usize) -> Result<ProcessGroup> {
         let world = self.shard.size();
         if size <= 1 || size >= world || !world.is_multiple_of(size) {
             let proper: Vec<String> =
@@ -113,24 +115,23 @@ impl DataParallel {
             ))
             .into());
         }
-        let mut made = self.neighbours.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        if let Some(group) = made.get(&size) {
-            return Ok(group.clone());
+        let made = lock(&self.neighbours).get(&size).cloned();
+        if let Some(group) = made {
+            return Ok(group);
         }
+        // No lock is held while ranks meet.
         let group = self.shard.split(self.shard.rank() / size, self.shard.rank() % size)?;
-        made.insert(size, group.clone());
-        Ok(group)
+        Ok(lock(&self.neighbours).entry(size).or_insert(group).clone())
     }
 
     /// A second group of the shard ranks. Made once; collective the first time.
-    pub(crate) fn shard_apart(&self) -> Result<Arc<dyn ProcessGroup>> {
-        let mut apart = self.apart.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        if let Some(group) = &*apart {
-            return Ok(group.clone());
+    pub(crate) fn shard_apart(&self) -> Result<ProcessGroup> {
+        let made = lock(&self.apart).clone();
+        if let Some(group) = made {
+            return Ok(group);
         }
         let group = self.shard.split(0, self.shard.rank())?;
-        *apart = Some(group.clone());
-        Ok(group)
+        Ok(lock(&self.apart).get_or_insert(group).clone())
     }
 
     /// One placement a mesh dimension, for a parameter sharded along `dim`.
@@ -152,7 +153,8 @@ impl DataParallel {
         };
         if dim > 0 && !extent.is_multiple_of(world) {
             return Err(fail(format!(
-                "dimension {dim} of its shape {shape:?} does not divide evenly over {world} ranks; dimensions other than 0 must: shard another, or change the mesh"
+                "dimension {dim} of its shape {shape:?} does not divide evenly over {world} ranks; dimensions other \
+                 than 0 must: shard another, or change the mesh"
             )));
         }
         let region = local_region(shape, self.mesh.layout(), &self.mesh.coordinate(), &self.placements(dim))?;
@@ -163,7 +165,12 @@ impl DataParallel {
     }
 }
 
-/// How the shards of a parameter lie in it: it is `outer` rows (one, when dimension 0 is sharded), each cut into a chunk for every rank.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// How the shards of a parameter lie in it: it is `outer` rows (one, when dimension 0 is sharded), each cut into a
+/// chunk for every rank.
 pub(crate) struct ShardLayout {
     outer: usize,
     /// Elements of a row that each rank holds.

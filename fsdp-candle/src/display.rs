@@ -3,10 +3,10 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::group::ParamGroup;
+use crate::build::ShardedVarMap;
 use crate::module::FsdpModule;
-use crate::param::FsdpParam;
-use crate::var_map::ShardedVarMap;
+use crate::step::Schedule;
+use crate::unit::{FsdpParam, ParamGroup, UnitPath};
 
 /// Bytes as people read them.
 fn size(bytes: usize) -> String {
@@ -36,51 +36,51 @@ fn write_param(f: &mut fmt::Formatter<'_>, param: &FsdpParam, indent: &str) -> f
     writeln!(f, "{}", if param.trainable() { "" } else { ", frozen" })
 }
 
-fn write_group(f: &mut fmt::Formatter<'_>, group: &ParamGroup, depth: usize) -> fmt::Result {
+fn write_unit(f: &mut fmt::Formatter<'_>, schedule: &Schedule, unit: &ParamGroup, depth: usize) -> fmt::Result {
     let indent = "  ".repeat(depth);
-    let held: usize = group.params().iter().map(|p| p.region().elements() * p.dtype().size_in_bytes()).sum();
-    let whole: usize = group.params().iter().map(|p| p.shape().elem_count() * p.dtype().size_in_bytes()).sum();
+    let params = unit.params();
+    let held: usize = params.iter().map(|p| p.region().elements() * p.dtype().size_in_bytes()).sum();
+    let whole: usize = params.iter().map(|p| p.shape().elem_count() * p.dtype().size_in_bytes()).sum();
     writeln!(
         f,
         "{indent}{} [{:?}, {}]: this rank holds {} of {}",
-        group.name(),
-        group.settings().reshard_after_forward,
-        if group.is_unsharded() { "unsharded" } else { "sharded" },
+        unit.name(),
+        schedule.reshard_after_forward(unit.id()),
+        if unit.is_unsharded() { "unsharded" } else { "sharded" },
         size(held),
         size(whole)
     )?;
-    group.params().iter().try_for_each(|param| write_param(f, param, &format!("{indent}  . ")))
+    params.iter().try_for_each(|param| write_param(f, param, &format!("{indent}  . ")))
 }
 
-/// Some of `groups`, each below the nearest unit around it.
-fn write_tree(
-    f: &mut fmt::Formatter<'_>,
-    groups: &[Arc<ParamGroup>],
-    some: impl Fn(&ParamGroup) -> bool,
-) -> fmt::Result {
-    let mut within: Vec<_> = groups.iter().filter(|group| some(group)).collect();
+/// Some of a model's units, each below the nearest unit around it.
+fn write_tree(f: &mut fmt::Formatter<'_>, schedule: &Schedule, some: impl Fn(&ParamGroup) -> bool) -> fmt::Result {
+    let units = schedule.units();
+    let paths: Vec<&UnitPath> = units.iter().map(|unit| unit.path()).collect();
+    let mut within: Vec<_> = units.iter().filter(|unit| some(unit)).collect();
     // A unit comes before those inside it; siblings stay in the order in which they were made.
-    within.sort_by_key(|group| group.depth(groups));
+    within.sort_by_key(|unit| unit.path().depth(&paths));
     let mut written: Vec<usize> = vec![];
     fn descend(
         f: &mut fmt::Formatter<'_>,
+        schedule: &Schedule,
         within: &[&Arc<ParamGroup>],
         at: usize,
         written: &mut Vec<usize>,
         depth: usize,
     ) -> fmt::Result {
         written.push(at);
-        write_group(f, within[at], depth)?;
+        write_unit(f, schedule, within[at], depth)?;
         for child in 0..within.len() {
-            if !written.contains(&child) && within[at].contains(within[child]) {
-                descend(f, within, child, written, depth + 1)?;
+            if !written.contains(&child) && within[at].path().contains(within[child].path()) {
+                descend(f, schedule, within, child, written, depth + 1)?;
             }
         }
         Ok(())
     }
     for at in 0..within.len() {
         if !written.contains(&at) {
-            descend(f, &within, at, &mut written, 0)?;
+            descend(f, schedule, &within, at, &mut written, 0)?;
         }
     }
     Ok(())
@@ -88,13 +88,13 @@ fn write_tree(
 
 impl<M> fmt::Display for FsdpModule<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write_tree(f, &self.context().groups(), |group| self.group().contains(group))
+        write_tree(f, self.schedule(), |unit| self.group().path().contains(unit.path()))
     }
 }
 
 impl fmt::Display for ShardedVarMap {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "mesh {} rank {}", self.mesh().layout(), self.mesh().rank())?;
-        write_tree(f, &self.context().groups(), |_| true)
+        write_tree(f, self.schedule(), |_| true)
     }
 }

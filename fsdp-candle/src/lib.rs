@@ -1,7 +1,9 @@
-//! FSDP2 for Candle: parameters, gradients and optimizer state sharded over ranks, gathered for compute and reduced after it.
+//! FSDP2 for Candle: parameters, gradients and optimizer state sharded over ranks, gathered for compute and reduced
+//! after it.
 //!
-//! A model stays an ordinary Candle model. Build it from the builder of a [`ShardedVarMap`], inside [`fully_shard`], bottom-up; call it through the
-//! [`FsdpModule`] that this returns; take gradients from [`FsdpModule::backward`] and step an [`AdamW`] on them.
+//! A model stays an ordinary Candle model. Build it from the builder of a [`ShardedVarMap`], inside [`fully_shard`],
+//! bottom-up; call it through the [`FsdpModule`] that this returns; take gradients from [`FsdpModule::backward`] and
+//! step an [`AdamW`] on them.
 //!
 //! ```
 //! use candle_core::{DType, Module, Tensor};
@@ -41,8 +43,9 @@
 //!
 //! # Candle's messages about F4
 //!
-//! While a parameter is sharded, Candle calls its storage F4. A layer that meets it fails: inside the forward of some unit, or with a layer of [`nn`], the error
-//! says which unit to call. A layer of Candle's own that is called with no [`FsdpModule`] around it can only say
+//! While a parameter is sharded, Candle calls its storage F4. A layer that meets it fails: inside the forward of some
+//! unit, or with a layer of [`nn`], the error says which unit to call. A layer of Candle's own that is called with no
+//! [`FsdpModule`] around it can only say
 //!
 //! ```text
 //! dtype mismatch in matmul, lhs: F32, rhs: F4
@@ -59,52 +62,40 @@
 //! ([`FsdpModule::call`] or `forward`), which gathers its parameters, or [`FsdpModule::unshard`] it first.
 
 pub mod activation_checkpoint;
-mod backward_order;
-mod buffers;
-mod clip;
+mod build;
 mod comm;
-mod context;
 mod control;
 mod data_parallel;
+mod diagnostics;
 mod display;
 mod error;
 mod extension;
-mod finite;
-mod frozen_call;
-mod fully_shard;
-mod grad_scaler;
-mod graph_cut;
-mod group;
-mod hooks;
+mod graph;
 pub mod initializer;
-mod lookup;
 mod module;
 pub mod nn;
 mod optim;
-mod param;
 mod policy;
-mod stack;
 mod state_dict;
+mod step;
 mod storage;
 mod tensors;
-mod var_map;
-mod weight;
+mod unit;
 mod world;
 
-pub use clip::{ClipOptions, NormType, clip_grad_norm, clip_grad_norm_with, grad_norm};
+pub use build::{ExtensionFn, FullyShard, ShardPlacement, ShardPlacementFn, ShardedVarMap, fully_shard};
 pub use comm::{AllGather, AllReduceHook, ReduceScatter};
 pub use control::{FinalizeHandle, Unit, UnshardHandle};
 pub use data_parallel::ShardMesh;
+pub use diagnostics::{Cut, GraphCut};
 pub use error::{Error, NonFinite, NonFiniteTensor, Result};
 pub use extension::{AllGatherExtension, Float8, Int8Blocks};
-pub use finite::{ValuesOf, check_finite};
 pub use fsdp_core::{DTensor, DTensorSpec, DeviceMesh, Placement, ProcessGroup, ReduceOp};
-pub use fully_shard::{ExtensionFn, FullyShard, ShardPlacement, ShardPlacementFn, fully_shard};
-pub use grad_scaler::GradScaler;
-pub use graph_cut::{Cut, GraphCut};
 pub use module::FsdpModule;
-pub use optim::{AdamW, AdamWConfig, AdamWState};
-pub use param::FsdpParam;
+pub use optim::{
+    AdamW, AdamWConfig, AdamWState, ClipOptions, GradScaler, NormType, ValuesOf, check_finite, clip_grad_norm,
+    clip_grad_norm_with, grad_norm,
+};
 pub use policy::{MixedPrecisionPolicy, NamePredicate, OffloadPolicy, ReshardAfterForward};
 pub use state_dict::{
     IncompatibleKeys, StateDict, StateDictOptions, StateTensor, get_model_state_dict, get_optimizer_state_dict,
@@ -112,5 +103,5 @@ pub use state_dict::{
     set_model_state_dict, set_optimizer_state_dict, set_state_dict,
 };
 pub use tensors::Tensors;
-pub use var_map::ShardedVarMap;
+pub use unit::FsdpParam;
 pub use world::{World, init};

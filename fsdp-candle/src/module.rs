@@ -5,16 +5,16 @@ use std::sync::Arc;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, Result, Tensor};
 
-use crate::context::Context;
-use crate::graph_cut::GraphCut;
-use crate::group::ParamGroup;
-use crate::hooks;
-use crate::param::FsdpParam;
+use crate::diagnostics::{GraphCut, is_of_poison};
+use crate::graph;
+use crate::step::Schedule;
 use crate::tensors::Tensors;
+use crate::unit::{FsdpParam, ParamGroup};
 
 /// A module under `fully_shard`. Calling it gathers its parameters, runs it and frees them again.
 ///
-/// A module with Candle's ordinary signature is called by [`Module::forward`]; one with any other by [`FsdpModule::call`], which runs a closure on it.
+/// A module with Candle's ordinary signature is called by [`Module::forward`]; one with any other by
+/// [`FsdpModule::call`], which runs a closure on it.
 ///
 /// A clone is the same unit, as the clones of Candle's layers share their tensors: its calls gather the same
 /// parameters, and gradients of all clones add up.
@@ -22,7 +22,7 @@ use crate::tensors::Tensors;
 pub struct FsdpModule<M> {
     inner: M,
     group: Arc<ParamGroup>,
-    context: Arc<Context>,
+    schedule: Arc<Schedule>,
     /// How many modules make up the unit; each of them is called by itself.
     parts: usize,
 }
@@ -38,7 +38,8 @@ impl<M: std::fmt::Debug> std::fmt::Debug for FsdpModule<M> {
 }
 
 impl<A, B> FsdpModule<(A, B)> {
-    /// Two modules of one unit, to be called apart inside the forward of another: a norm and a head, say. The unit is resharded after both have run.
+    /// Two modules of one unit, to be called apart inside the forward of another: a norm and a head, say. The unit is
+    /// resharded after both have run.
     ///
     /// ```
     /// # use candle_core::{DType, Module, Tensor};
@@ -62,19 +63,19 @@ impl<A, B> FsdpModule<(A, B)> {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn into_parts(self) -> (FsdpModule<A>, FsdpModule<B>) {
-        let (group, context, parts) = (self.group.clone(), self.context.clone(), self.parts + 1);
+        let (group, schedule, parts) = (self.group.clone(), self.schedule.clone(), self.parts + 1);
         group.take_apart();
         let (a, b) = self.inner;
         (
-            FsdpModule { inner: a, group: self.group, context: self.context, parts },
-            FsdpModule { inner: b, group, context, parts },
+            FsdpModule { inner: a, group: self.group, schedule: self.schedule, parts },
+            FsdpModule { inner: b, group, schedule, parts },
         )
     }
 }
 
 impl<M> FsdpModule<M> {
-    pub(crate) fn new(inner: M, group: Arc<ParamGroup>, context: Arc<Context>) -> Self {
-        FsdpModule { inner, group, context, parts: 1 }
+    pub(crate) fn new(inner: M, group: Arc<ParamGroup>, schedule: Arc<Schedule>) -> Self {
+        FsdpModule { inner, group, schedule, parts: 1 }
     }
 
     /// The module itself. Calling its forward goes past the hooks, and so meets parameters that are not there.
@@ -92,12 +93,13 @@ impl<M> FsdpModule<M> {
         self.group.name()
     }
 
-    /// Runs `forward` on the module with its parameters gathered: for modules of any signature. Inputs are as the closure captures them: they are not cast, and
-    /// frozen parameters stay gathered until backward ends. [`FsdpModule::call_with`] does better.
+    /// Runs `forward` on the module with its parameters gathered: for modules of any signature. Inputs are as the
+    /// closure captures them: they are not cast, and frozen parameters stay gathered until backward ends.
+    /// [`FsdpModule::call_with`] does better.
     ///
     /// # Errors
-    /// Those of `forward`, and of the collectives. An error that all ranks meet at the same point leaves the model ready for the next call; after one of a single
-    /// rank the ranks stand at different collectives: end the job.
+    /// Those of `forward`, and of the collectives. An error that all ranks meet at the same point leaves the model
+    /// ready for the next call; after one of a single rank the ranks stand at different collectives: end the job.
     ///
     /// ```
     /// # use candle_core::{DType, Device, Tensor, Result};
@@ -124,8 +126,8 @@ impl<M> FsdpModule<M> {
     /// As [`FsdpModule::call`], with those of its inputs that are known. Tells as well whether the backward of the
     /// outputs gathers the unit.
     fn run<O: Tensors>(&self, inputs: Vec<Tensor>, forward: impl FnOnce(&M) -> Result<O>) -> Result<(O, bool)> {
-        let guard = self.context.pre_forward(&self.group)?;
-        let watch = self.context.watch(&self.group, inputs)?;
+        let guard = self.schedule.pre_forward(&self.group)?;
+        let watch = self.schedule.diagnostics().graph.begin(&self.group, inputs)?;
         let span = tracing::debug_span!("forward", unit = self.name());
         let told = fsdp_core::heartbeat::span("forward", self.name());
         let outputs = span.in_scope(|| forward(&self.inner)).map_err(|error| self.explain(error))?;
@@ -138,9 +140,11 @@ impl<M> FsdpModule<M> {
             Some(dtype) => cast(outputs, dtype)?,
             None => outputs,
         };
-        let hook = self.context.post_forward(&self.group, guard, self.parts)?;
+        let hook = self.schedule.post_forward(&self.group, guard, self.parts)?;
         let outputs = match hook {
-            true => outputs.map_tensors(&mut |tensor| hooks::pre_backward(&tensor, &self.group))?,
+            true => {
+                outputs.map_tensors(&mut |tensor| graph::output(&tensor, self.group.id(), self.schedule.listener()))?
+            }
             false => outputs,
         };
         Ok((outputs, hook))
@@ -181,8 +185,9 @@ impl<M> FsdpModule<M> {
             let (inputs, known) = self.known(inputs)?;
             return Ok(self.run(known, |inner| forward(inner, inputs))?.0);
         }
-        let call = self.context.frozen_call(&self.group);
-        let inputs = inputs.map_tensors(&mut |tensor| hooks::post_backward(&tensor, &self.group, &call))?;
+        let call = self.schedule.frozen_call(&self.group);
+        let inputs = inputs
+            .map_tensors(&mut |tensor| graph::input(&tensor, self.group.id(), self.schedule.listener(), &call))?;
         let (inputs, known) = self.known(inputs)?;
         let (outputs, hook) = self.run(known, |inner| forward(inner, inputs))?;
         call.ended(hook)?;
@@ -192,7 +197,7 @@ impl<M> FsdpModule<M> {
     /// The tensors of the inputs, beside them, while the unit is watched.
     fn known<I: Tensors>(&self, inputs: I) -> Result<(I, Vec<Tensor>)> {
         let mut known = vec![];
-        if !self.context.is_watched(&self.group) {
+        if !self.schedule.diagnostics().graph.is_watched(self.group.index()) {
             return Ok((inputs, known));
         }
         let inputs = inputs.map_tensors(&mut |tensor| {
@@ -202,34 +207,35 @@ impl<M> FsdpModule<M> {
         Ok((inputs, known))
     }
 
-    /// Candle's backward with the gradients reduced: averaged over the data-parallel ranks, sharded as the parameters are, and filed under the ids of the
-    /// parameters' [`FsdpParam::var`]. Collective: every rank calls it, on the outermost module.
+    /// Candle's backward with the gradients reduced: averaged over the data-parallel ranks, sharded as the parameters
+    /// are, and filed under the ids of the parameters' [`FsdpParam::var`]. Collective: every rank calls it, on the
+    /// outermost module.
     ///
     /// # Errors
     /// Candle's, and those of the collectives; what they leave is as for [`FsdpModule::call`].
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
-        self.context.backward(loss).map_err(|error| self.explain_backward(error))
+        self.schedule.backward(loss).map_err(|error| self.explain_backward(error))
     }
 
     /// The trainable parameters that took part in a forward and got no gradient in its backward, on this rank or any
-    /// other, by name: layers that cut the graph, or unused ones. Those that got a wrong one, since some of their uses are
-    /// before a cut, are in [`FsdpModule::graph_cuts`].
+    /// other, by name: layers that cut the graph, or unused ones. Those that got a wrong one, since some of their uses
+    /// are before a cut, are in [`FsdpModule::graph_cuts`].
     pub fn parameters_without_gradient(&self) -> Vec<String> {
-        self.context.without_gradient()
+        self.schedule.diagnostics().without_gradient()
     }
 
     /// Where forward was seen to leave the graph, in the units that have been through a backward: gradients before such
     /// a place are wrong. Said once on rank 0 as well. [`GraphCut`] says what can be seen.
     pub fn graph_cuts(&self) -> Vec<GraphCut> {
-        self.context.graph_cuts()
+        self.schedule.diagnostics().graph.told()
     }
 
     pub(crate) fn group(&self) -> &Arc<ParamGroup> {
         &self.group
     }
 
-    pub(crate) fn context(&self) -> &Arc<Context> {
-        &self.context
+    pub(crate) fn schedule(&self) -> &Arc<Schedule> {
+        &self.schedule
     }
 
     /// Says what Candle's message about the poison means in backward, where no call of a unit is missing.
@@ -238,8 +244,10 @@ impl<M> FsdpModule<M> {
             return error;
         }
         error.context(format!(
-            "FSDP unit `{}`: backward came to parameters that are not gathered (Candle calls their storage F4). Either the loss's graph has been through \
-             backward, or reset_iter_state forgot it, as a forward or backward that fails does by itself: run forward again, and call backward on the new loss. \
+            "FSDP unit `{}`: backward came to parameters that are not gathered (Candle calls their storage F4). Either \
+             the loss's graph has been through \
+             backward, or reset_iter_state forgot it, as a forward or backward that fails does by itself: run forward \
+             again, and call backward on the new loss. \
              Or a unit has set_unshard_in_backward(false) and was not unsharded by hand",
             self.name()
         ))
@@ -251,8 +259,8 @@ impl<M> FsdpModule<M> {
             return error;
         }
         let sharded: Vec<String> = self
-            .context
-            .groups()
+            .schedule
+            .units()
             .iter()
             .filter(|group| !group.is_unsharded())
             .map(|group| format!("`{}`", group.name()))
@@ -261,7 +269,8 @@ impl<M> FsdpModule<M> {
             return error; // a norm's weight of another dtype than its input
         }
         error.context(format!(
-            "FSDP unit `{}`: a sharded parameter was used (Candle calls its storage F4, and its norms name their input's \
+            "FSDP unit `{}`: a sharded parameter was used (Candle calls its storage F4, and its norms name their \
+             input's \
              dtype alone) outside the forward of the unit that owns it, or by a layer that computes on its weights \
              while it is built. It belongs to one of the units that are not gathered here: {}. Call that unit through \
              its FsdpModule (`forward` or `call`), or `unshard()` it first",
@@ -269,16 +278,6 @@ impl<M> FsdpModule<M> {
             sharded.join(", ")
         ))
     }
-}
-
-/// Whether Candle says that it met a sharded parameter, and nobody has explained it yet.
-pub(crate) fn is_of_poison(error: &candle_core::Error) -> bool {
-    let text = error.to_string();
-    let names_it = text.split(|c: char| !c.is_alphanumeric()).any(|word| word == "F4");
-    // Fused norms name the dtype of their input, which they serve, and not the weight's.
-    let norm = ["F32", "F16", "BF16"].map(|dtype| format!("unsupported dtype for rmsnorm {dtype}"));
-    let norm = norm.iter().any(|words| text.contains(words));
-    (names_it || norm) && !text.contains("FSDP unit")
 }
 
 fn cast<T: Tensors>(tensors: T, dtype: DType) -> Result<T> {

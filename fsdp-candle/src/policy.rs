@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use candle_core::DType;
 
-/// The dtypes of a unit, as in PyTorch's `MixedPrecisionPolicy`. Shards, sharded gradients and optimizer state keep the dtype that the model was built in.
+/// The dtypes of a unit, as in PyTorch's `MixedPrecisionPolicy`. Shards, sharded gradients and optimizer state keep the
+/// dtype that the model was built in.
 ///
 /// ```
 /// # use candle_core::{DType, Module, Tensor};
@@ -37,7 +38,8 @@ use candle_core::DType;
 pub struct MixedPrecisionPolicy {
     /// The dtype of unsharded parameters, and so of the all-gather and of compute. Unset: the parameters' own.
     pub param_dtype: Option<DType>,
-    /// The dtype of gradient reduction, and of gradients that wait for one. Unset: the parameters' own (as in PyTorch since 2.15).
+    /// The dtype of gradient reduction, and of gradients that wait for one. Unset: the parameters' own (as in PyTorch
+    /// since 2.15).
     pub reduce_dtype: Option<DType>,
     /// The dtype that the unit's floating point outputs are cast to. Unset: as they are.
     pub output_dtype: Option<DType>,
@@ -90,8 +92,8 @@ pub enum ReshardAfterForward {
     Always,
     /// Keeps them until backward is done with them (ZeRO-2). PyTorch's `False`.
     Never,
-    /// Keeps the part that each of so many neighbouring ranks needs to hold for backward to gather over them alone. PyTorch's integer: a divisor of the number of
-    /// shard ranks, neither 1 nor that number.
+    /// Keeps the part that each of so many neighbouring ranks needs to hold for backward to gather over them alone.
+    /// PyTorch's integer: a divisor of the number of shard ranks, neither 1 nor that number.
     To(usize),
 }
 
@@ -101,7 +103,8 @@ pub enum OffloadPolicy {
     /// On the device that computes.
     #[default]
     None,
-    /// On the CPU; shards go to the device before the all-gather, reduced gradients come back. On a CPU device nothing has to move.
+    /// On the CPU; shards go to the device before the all-gather, reduced gradients come back. On a CPU device nothing
+    /// has to move.
     Cpu {
         /// Whether the CPU memory is page-locked, so that copies overlap with compute.
         pin_memory: bool,

@@ -2,7 +2,8 @@
 
 use candle_core::{Result, Tensor};
 
-/// A value whose tensors can be replaced one by one. Implement it for a type of your own that a forward takes or returns.
+/// A value whose tensors can be replaced one by one. Implement it for a type of your own that a forward takes or
+/// returns.
 ///
 /// ```
 /// use candle_core::{Result, Tensor};
@@ -18,7 +19,8 @@ use candle_core::{Result, Tensor};
 ///         Ok(Routed { hidden: f(self.hidden)?, experts: self.experts })
 ///     }
 /// }
-/// # let routed = Routed { hidden: Tensor::ones(2, candle_core::DType::F32, &candle_core::Device::Cpu)?, experts: vec![1] };
+/// # let hidden = Tensor::ones(2, candle_core::DType::F32, &candle_core::Device::Cpu)?;
+/// # let routed = Routed { hidden, experts: vec![1] };
 /// # let doubled = routed.map_tensors(&mut |tensor| tensor * 2.)?;
 /// # assert_eq!((doubled.hidden.to_vec1::<f32>()?, doubled.experts), (vec![2.; 2], vec![1]));
 /// # Ok::<(), Box<dyn std::error::Error>>(())

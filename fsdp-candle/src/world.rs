@@ -1,21 +1,20 @@
 //! The ranks of a job: who this process is, its device, and the group of all.
 
-use std::sync::Arc;
-
 use candle_core::Device;
-use fsdp_core::process_group::{self, Options, local};
-use fsdp_core::{Buffer, DeviceMesh, ProcessGroup, RankEnv, ReduceOp};
+use fsdp_core::process_group::{self, Options};
+use fsdp_core::{DeviceMesh, ProcessGroup, RankEnv, ReduceOp};
 
-use crate::{Error, Result};
+use crate::error::Result;
 
 /// All ranks of a job, seen from one of them.
 pub struct World {
-    group: Arc<dyn ProcessGroup>,
+    group: ProcessGroup,
     env: RankEnv,
     device: Device,
 }
 
-/// Joins the job that this process's environment describes (`RANK`, `WORLD_SIZE`, ...; without them, a world of one). Collective.
+/// Joins the job that this process's environment describes (`RANK`, `WORLD_SIZE`, ...; without them, a world of one).
+/// Collective.
 ///
 /// # Errors
 /// When the environment contradicts itself, or the ranks do not meet.
@@ -31,14 +30,11 @@ impl World {
     /// # Errors
     /// When the system refuses memory or threads.
     pub fn single() -> Result<Self> {
-        match local::world(1, Options::default())?.pop() {
-            Some(group) => Ok(Self::of(group)),
-            None => Err(fsdp_core::Error::Env("a world of one has no rank".into()).into()),
-        }
+        Ok(Self::of(ProcessGroup::alone(Options::default().timeout)?))
     }
 
     /// The world of a process group that is there already.
-    pub fn of(group: Arc<dyn ProcessGroup>) -> Self {
+    pub fn of(group: ProcessGroup) -> Self {
         let env = RankEnv {
             rank: group.rank(),
             world_size: group.size(),
@@ -70,7 +66,7 @@ impl World {
     }
 
     /// The group of all ranks.
-    pub fn group(&self) -> &Arc<dyn ProcessGroup> {
+    pub fn group(&self) -> &ProcessGroup {
         &self.group
     }
 
@@ -87,9 +83,6 @@ impl World {
     /// # Errors
     /// Those of the collective.
     pub fn all_reduce(&self, values: &[f64], op: ReduceOp) -> Result<Vec<f64>> {
-        match self.group.all_reduce(vec![Buffer::F64(values.to_vec())], op).wait()?.pop() {
-            Some(Buffer::F64(values)) => Ok(values),
-            _ => Err(Error::Device("an all-reduce of F64 returned something else".into())),
-        }
+        Ok(self.group.all_reduce_values(values.to_vec(), op)?)
     }
 }

@@ -2,13 +2,12 @@
 
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use fsdp_core::ProcessGroup;
 
 use crate::error::chain;
-use crate::exchange::{agree, gather};
+use crate::exchange::agree;
 use crate::staged::StagedTensors;
 use crate::store::split;
 use crate::{Error, Result, SaveOptions, SaveState, SaveSummary, TensorShard, keep_newest, save_with};
@@ -25,12 +24,14 @@ pub enum WhenBusy {
 
 /// Saves checkpoints in the background: PyTorch's `async_save`.
 ///
-/// [`AsyncSaver::save`] copies the state to buffers of its own, which it keeps for the next save, and returns; a thread then does what [`crate::save`]
-/// does, over a process group of its own. One save runs at a time. Its failure is returned by the next call of [`AsyncSaver::save`],
-/// [`AsyncSaver::wait`] or [`AsyncSaver::finish`], on every rank; no rank waits for another for longer than the group's timeout.
+/// [`AsyncSaver::save`] copies the state to buffers of its own, which it keeps for the next save, and returns; a thread
+/// then does what [`crate::save`] does, over a process group of its own. One save runs at a time. Its failure is
+/// returned by the next call of [`AsyncSaver::save`], [`AsyncSaver::wait`] or [`AsyncSaver::finish`], on every rank; no
+/// rank waits for another for longer than the group's timeout.
 ///
-/// A program ends with [`AsyncSaver::finish`]. Dropping the saver waits for the write as well, and can only log a failure; `std::process::exit` waits for
-/// nothing, and the checkpoint that was being written is then an unfinished one.
+/// A program ends with [`AsyncSaver::finish`]. Dropping the saver waits for the write as well, and can only log a
+/// failure; `std::process::exit` waits for nothing, and the checkpoint that was being written is then an unfinished
+/// one.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -56,9 +57,9 @@ pub enum WhenBusy {
 /// ```
 pub struct AsyncSaver {
     /// The caller's, for what ranks agree on while the caller waits.
-    group: Arc<dyn ProcessGroup>,
+    group: ProcessGroup,
     /// The background's; none after a failure, of which it may not recover.
-    own: Option<Arc<dyn ProcessGroup>>,
+    own: Option<ProcessGroup>,
     when_busy: WhenBusy,
     keep: Option<NonZeroUsize>,
     staged: StagedTensors,
@@ -83,27 +84,31 @@ impl AsyncSaver {
     ///
     /// # Errors
     /// [`Error::Group`].
-    pub fn new(group: Arc<dyn ProcessGroup>, when_busy: WhenBusy) -> Result<Self> {
+    pub fn new(group: ProcessGroup, when_busy: WhenBusy) -> Result<Self> {
         let own = Some(group.split(0, group.rank())?);
         Ok(AsyncSaver { group, own, when_busy, keep: None, staged: StagedTensors::default(), running: None })
     }
 
-    /// After each save, rank 0 removes all but the `keep` newest checkpoints beside it, as [`keep_newest`] does. What can't be removed is logged.
+    /// After each save, rank 0 removes all but the `keep` newest checkpoints beside it, as [`keep_newest`] does. What
+    /// can't be removed is logged.
     pub fn keep_newest(mut self, keep: NonZeroUsize) -> Self {
         self.keep = Some(keep);
         self
     }
 
-    /// Allocates the buffers for a state of these tensors now, so that the first save blocks no longer than the others. Not collective.
+    /// Allocates the buffers for a state of these tensors now, so that the first save blocks no longer than the others.
+    /// Not collective.
     pub fn reserve(&mut self, tensors: &[TensorShard]) {
         self.staged.reserve(tensors);
     }
 
-    /// Copies the state and starts to save it as the directory `dir`; see [`crate::save`]. Collective; the tensors may change as soon as it returns.
+    /// Copies the state and starts to save it as the directory `dir`; see [`crate::save`]. Collective; the tensors may
+    /// change as soon as it returns.
     ///
     /// # Errors
-    /// On every rank: that of the save before, when that has failed (the state is not saved then; call again to go on); [`Error::Busy`] with
-    /// [`WhenBusy::Refuse`]; [`Error::Rank`] when a rank can't read its tensors or start a thread; [`Error::Group`].
+    /// On every rank: that of the save before, when that has failed (the state is not saved then; call again to go on);
+    /// [`Error::Busy`] with [`WhenBusy::Refuse`]; [`Error::Rank`] when a rank can't read its tensors or start a thread;
+    /// [`Error::Group`].
     pub fn save(&mut self, dir: &Path, state: &SaveState) -> Result<()> {
         self.save_with(dir, state, &SaveOptions::default())
     }
@@ -119,8 +124,8 @@ impl AsyncSaver {
         }
         self.wait()?;
         let own = match &self.own {
-            Some(own) => Arc::clone(own),
-            None => Arc::clone(self.own.insert(self.group.split(0, self.group.rank())?)),
+            Some(own) => own.clone(),
+            None => self.own.insert(self.group.split(0, self.group.rank())?).clone(),
         };
         let started = split(dir).and_then(|_| self.stage(state)).and_then(|state| {
             let (go, told) = std::sync::mpsc::channel();
@@ -128,14 +133,14 @@ impl AsyncSaver {
             let thread = std::thread::Builder::new()
                 .name("fsdp-ckpt-save".into())
                 .spawn(move || match told.recv() {
-                    Ok(()) => run(&path, &*own, &state, &options, keep),
+                    Ok(()) => run(&path, &own, &state, &options, keep),
                     Err(_) => Err(Error::Argument("it was not begun".into())),
                 })
                 .map_err(|error| Error::Argument(format!("can't start a thread for the save: {error}")))?;
             Ok((go, Running { path: dir.to_path_buf(), thread }))
         });
         // The background begins once every rank has got here: one that could not would be waited for.
-        let (go, running) = agree(&*self.group, "stage its tensors", started)?;
+        let (go, running) = agree(&self.group, "stage its tensors", started)?;
         // It waits for this.
         let _ = go.send(());
         self.running = Some(running);
@@ -145,16 +150,17 @@ impl AsyncSaver {
     /// Waits until the save that is running, if one is, has ended on every rank; what it has done. Collective.
     ///
     /// # Errors
-    /// That of the save: [`Error::AsyncSave`], or [`Error::Rank`] where it failed on another rank only. [`Error::Group`].
+    /// That of the save: [`Error::AsyncSave`], or [`Error::Rank`] where it failed on another rank only.
+    /// [`Error::Group`].
     pub fn wait(&mut self) -> Result<Option<SaveSummary>> {
         let _told = fsdp_core::heartbeat::span("wait for checkpoint save", "");
         let outcome = self.running.take().map(Running::join).transpose();
         let message = outcome.as_ref().err().map(|error| chain(error).into_bytes()).unwrap_or_default();
-        let messages = match gather(&*self.group, message) {
+        let messages = match self.group.gather_bytes(message) {
             Ok(messages) => messages,
             Err(error) => {
                 self.own = None;
-                return outcome.and(Err(error));
+                return outcome.and(Err(error.into()));
             }
         };
         let failed = messages.iter().enumerate().find(|(_, message)| !message.is_empty());
@@ -180,7 +186,7 @@ impl AsyncSaver {
     fn refuse_when_busy(&self) -> Result<()> {
         let busy = self.running.as_ref().filter(|_| self.is_busy());
         let message = busy.map(|running| running.path.display().to_string().into_bytes()).unwrap_or_default();
-        let messages = gather(&*self.group, message)?;
+        let messages = self.group.gather_bytes(message)?;
         match messages.iter().enumerate().find(|(_, message)| !message.is_empty()) {
             Some((rank, path)) => Err(Error::Busy { path: String::from_utf8_lossy(path).into_owned().into(), rank }),
             None => Ok(()),
@@ -206,7 +212,7 @@ impl Drop for AsyncSaver {
 
 fn run(
     path: &Path,
-    group: &dyn ProcessGroup,
+    group: &ProcessGroup,
     state: &SaveState,
     options: &SaveOptions,
     keep: Option<NonZeroUsize>,

@@ -3,7 +3,8 @@
 use fsdp_core::DType;
 use half::{bf16, f16};
 
-/// Converts elements in native order, rounding to nearest; `None` unless both types are floating point. `to` has room for as many elements as `from` has.
+/// Converts elements in native order, rounding to nearest; `None` unless both types are floating point. `to` has room
+/// for as many elements as `from` has.
 pub(crate) fn cast(from: &[u8], from_dtype: DType, to: &mut [u8], to_dtype: DType) -> Option<()> {
     // An f64 holds every value of the others: nothing is rounded twice.
     macro_rules! into {
@@ -27,8 +28,8 @@ pub(crate) fn cast(from: &[u8], from_dtype: DType, to: &mut [u8], to_dtype: DTyp
     Some(())
 }
 
-/// The f32 at or beside `value` whose last bit is set where it is not exact: what is rounded further then is rounded as `value` itself would be. (The
-/// conversions of `half` ignore the lower half of an f64.)
+/// The f32 at or beside `value` whose last bit is set where it is not exact: what is rounded further then is rounded as
+/// `value` itself would be. (The conversions of `half` ignore the lower half of an f64.)
 fn to_odd(value: f64) -> f32 {
     let near = value as f32;
     let bits = near.to_bits();
@@ -38,7 +39,8 @@ fn to_odd(value: f64) -> f32 {
     f32::from_bits(if f64::from(near).abs() < value.abs() { bits + 1 } else { bits - 1 })
 }
 
-/// How many elements are infinite: after a conversion, those that were too large for the new type come to those that were so before.
+/// How many elements are infinite: after a conversion, those that were too large for the new type come to those that
+/// were so before.
 pub(crate) fn infinities(bytes: &[u8], dtype: DType) -> u64 {
     fn count<const N: usize>(bytes: &[u8], is_one: impl Fn([u8; N]) -> bool) -> u64 {
         bytes.as_chunks().0.iter().filter(|bytes| is_one(**bytes)).count() as u64

@@ -34,8 +34,8 @@ impl Checkpoint {
     /// Opens the checkpoint in the directory `dir`.
     ///
     /// # Errors
-    /// [`Error::Incomplete`] without a manifest; [`Error::Newer`]; [`Error::Manifest`] when it contradicts itself; [`Error::NotFound`] and
-    /// [`Error::NotSafetensors`] when a file is missing or of another size; [`Error::Io`].
+    /// [`Error::Incomplete`] without a manifest; [`Error::Newer`]; [`Error::Manifest`] when it contradicts itself;
+    /// [`Error::NotFound`] and [`Error::NotSafetensors`] when a file is missing or of another size; [`Error::Io`].
     pub fn open(dir: &Path) -> Result<Self> {
         let store = store(dir)?;
         let (manifest, mesh) = Manifest::read(&*store)?;
@@ -104,8 +104,8 @@ impl TensorSource for Checkpoint {
         &self.values
     }
 
-    /// From whatever chunks cover the box. A chunk that is read as a whole has its checksum verified on the way; for the rest there is
-    /// [`TensorSource::verify_share`].
+    /// From whatever chunks cover the box. A chunk that is read as a whole has its checksum verified on the way; for
+    /// the rest there is [`TensorSource::verify_share`].
     fn read(&self, fqn: &str, region: &Region, into: &mut [u8]) -> Result<()> {
         self.chunked.read(fqn, self.tensor(fqn)?, region, into)
     }

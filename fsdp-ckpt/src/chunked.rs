@@ -1,4 +1,5 @@
-//! Tensors in boxes, each box in a safetensors file under its tensor's name: what our checkpoints and Hugging Face's directories have in common.
+//! Tensors in boxes, each box in a safetensors file under its tensor's name: what our checkpoints and Hugging Face's
+//! directories have in common.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
@@ -25,7 +26,8 @@ pub(crate) struct Chunked {
 }
 
 impl Chunked {
-    /// Reads a box of a tensor from whatever chunks cover it. A chunk that is read as a whole has its checksum verified on the way.
+    /// Reads a box of a tensor from whatever chunks cover it. A chunk that is read as a whole has its checksum verified
+    /// on the way.
     pub(crate) fn read(&self, fqn: &str, tensor: &TensorEntry, region: &Region, into: &mut [u8]) -> Result<()> {
         check_request(fqn, &tensor.shape, tensor.dtype.size(), region, into.len())?;
         for chunk in &tensor.chunks {

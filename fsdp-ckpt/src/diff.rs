@@ -6,15 +6,15 @@ use fsdp_core::DType;
 use fsdp_core::layout::Region;
 use serde::Serialize;
 
+use crate::blocks::blocks;
 use crate::cast::decode;
-use crate::stream::blocks;
 use crate::{MODEL, Result, TensorSource};
 
 /// The most bytes of a tensor that are read at once from each side.
 const BLOCK: usize = 4 << 20;
 
-/// Numbers `a` and `b` are as good as equal when |a - b| <= `atol` + `rtol` * |b|, or both are NaN. With both zero, tensors must be equal to the bit
-/// and of one dtype.
+/// Numbers `a` and `b` are as good as equal when |a - b| <= `atol` + `rtol` * |b|, or both are NaN. With both zero,
+/// tensors must be equal to the bit and of one dtype.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Tolerance {
     /// Relative to the second side.

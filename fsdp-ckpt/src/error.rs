@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use crate::file_names::MANIFEST;
 use crate::shown::shown;
 
 /// The errors of this crate. Each names the file, tensor or rank at fault and, where there is one, the way out.
@@ -173,7 +174,7 @@ pub enum Error {
     /// A directory without a manifest.
     #[error(
         "incomplete checkpoint: {} is missing, the save did not finish; use another step",
-        shown(path.join(crate::MANIFEST).display())
+        shown(path.join(MANIFEST).display())
     )]
     Incomplete {
         /// The directory.
@@ -187,7 +188,8 @@ pub enum Error {
     },
     /// Bytes on disk that are not those that were written.
     #[error(
-        "tensor \"{}\" in {} is damaged: its checksum is {found:08x}, {expected:08x} was written; use another checkpoint",
+        "tensor \"{}\" in {} is damaged: its checksum is {found:08x}, {expected:08x} was written; use another \
+            checkpoint",
         shown(tensor),
         shown(path.display())
     )]
@@ -283,8 +285,9 @@ impl Error {
         chain(self)
     }
 
-    /// Whether it says that a checkpoint is not as it was written: bytes that changed, files that are missing or too short. It is not damage when the
-    /// system or a store refuses something, when a checkpoint is of a newer version, or when it is another model's.
+    /// Whether it says that a checkpoint is not as it was written: bytes that changed, files that are missing or too
+    /// short. It is not damage when the system or a store refuses something, when a checkpoint is of a newer version,
+    /// or when it is another model's.
     pub fn is_damage(&self) -> bool {
         match self {
             Error::NotFound { .. }
@@ -356,4 +359,48 @@ pub(crate) fn did_you_mean<'a>(name: &str, names: impl Iterator<Item = &'a str>)
         .take(3)
         .collect();
     if near.is_empty() { String::new() } else { format!("; did you mean {near:?}?") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_error_says_anything_that_steers_a_terminal() {
+        let text = || "a\u{1b}[2J\nb".to_string();
+        let (path, tensor, reason) = (|| PathBuf::from(text()), text, text);
+        let io = || io::Error::other(text());
+        let errors = [
+            Error::Io { action: "open", path: path(), source: io() },
+            Error::Object { action: "read", path: path(), reason: reason(), source: Some(Box::new(io())) },
+            Error::NotFound { path: path(), looked_for: text() },
+            Error::NotSafetensors { path: path(), reason: reason() },
+            Error::NotTorch { path: path(), item: Some(text()), reason: reason() },
+            Error::TooLarge { path: path(), bytes: 2, most: 1 },
+            Error::MissingTensor { path: path(), tensor: tensor(), hint: text() },
+            Error::DType { path: path(), tensor: tensor(), dtype: text() },
+            Error::Names { path: path(), missing: vec![text()], unexpected: vec![text()] },
+            Error::Misfit { path: path(), tensor: tensor(), reason: reason() },
+            Error::Dtypes { path: path(), tensors: [(text(), text())].into() },
+            Error::Request { tensor: tensor(), reason: reason() },
+            Error::Index { path: path(), reason: reason() },
+            Error::Manifest { path: path(), tensor: Some(tensor()), reason: reason() },
+            Error::Newer { path: path(), version: 2, known: 1 },
+            Error::Incomplete { path: path() },
+            Error::Exists { path: path() },
+            Error::Checksum { path: path(), tensor: tensor(), expected: 1, found: 2 },
+            Error::Header { path: path(), expected: 1, found: 2 },
+            Error::Shards { tensor: tensor(), reason: reason() },
+            Error::Unreadable { tensor: tensor(), reason: reason() },
+            Error::Argument(text()),
+            Error::Rank { rank: 0, phase: "test", cause: text(), error: None },
+            Error::AsyncSave { path: path(), source: Box::new(Error::Argument(text())) },
+            Error::Busy { path: path(), rank: 0 },
+            Error::State { name: text(), reason: reason() },
+        ];
+        for error in errors {
+            let said = [error.to_string(), error.with_causes()];
+            assert!(!said.iter().any(|said| said.contains(char::is_control)), "{said:?}");
+        }
+    }
 }

@@ -3,11 +3,11 @@
 use fsdp_core::DType;
 use serde::Serialize;
 
-use crate::stream::blocks;
+use crate::blocks::blocks;
 use crate::{Result, TensorSource};
 
-/// Bytes that are read at once, and looked at while they are in a core's cache.
-const BLOCK: usize = 256 << 10;
+/// Bytes that are read at once: what an object store gives in the requests that one read makes at a time.
+const BLOCK: usize = 48 << 20;
 /// Bytes that are looked at before the next branch.
 const STRIDE: usize = 4 << 10;
 
@@ -45,7 +45,7 @@ pub struct NonFinite {
 /// # let dir = root.path().join("model");
 /// # local::run(1, |group| {
 /// #     let data = std::sync::Arc::new(Buffer::F32(vec![1.0, 2.0, 3.0, f32::NAN, 5.0, f32::INFINITY]));
-/// #     fsdp_ckpt::hf::export(&dir, &*group, &[TensorShard::whole("lm_head.weight", &[3, 2], data)], &[]).unwrap();
+/// #     fsdp_ckpt::hf::export(&dir, &group, &[TensorShard::whole("lm_head.weight", &[3, 2], data)], &[]).unwrap();
 /// # });
 /// let found = non_finite(&*open(&dir)?, &mut |_| ())?;
 /// assert_eq!((found[0].tensor.as_str(), found[0].nan, found[0].infinite), ("lm_head.weight", 1, 1));

@@ -9,17 +9,19 @@ use crate::shown::shown;
 use crate::store::{on_this_host, store};
 use crate::{Checkpoint, Error, Result};
 
-/// The newest whole checkpoint under `dir`: the one with the highest number at the end of its name, as in `step-00000010`.
+/// The newest whole checkpoint under `dir`: the one with the highest number at the end of its name, as in
+/// `step-00000010`.
 ///
-/// Every candidate is opened, so that what is returned has a valid manifest and all of its files; what does not open is skipped with a warning.
-/// `None` when there is no whole checkpoint, or no directory `dir`: a run that starts from nothing. A link is no
-/// checkpoint of its own: it is skipped with a warning when it leads to another directory in `dir`, or to one whose
-/// name ends in another number.
+/// Every candidate is opened, so that what is returned has a valid manifest and all of its files; what does not open is
+/// skipped with a warning. `None` when there is no whole checkpoint, or no directory `dir`: a run that starts from
+/// nothing. A link is no checkpoint of its own: it is skipped with a warning when it leads to another directory in
+/// `dir`, or to one whose name ends in another number.
 ///
 /// # Errors
 /// [`Error::Io`] when `dir` can't be listed; [`Error::Object`] when an object store does not answer.
 pub fn latest(dir: &Path) -> Result<Option<PathBuf>> {
     let found = survey(dir)?;
+    found.warn_of_links();
     for (path, error) in found.skipped {
         tracing::warn!("skipping {}: {}", shown(path.display()), chain(&error));
     }
@@ -31,14 +33,28 @@ pub fn latest(dir: &Path) -> Result<Option<PathBuf>> {
 pub struct Survey {
     /// The newest whole checkpoint.
     pub newest: Option<PathBuf>,
-    /// What has a higher number and is none, with what is wrong with it ([`Error::is_damage`] tells whether it was one). Newest first.
+    /// What has a higher number and is none, with what is wrong with it ([`Error::is_damage`] tells whether it was
+    /// one). Newest first.
     pub skipped: Vec<(PathBuf, Error)>,
     /// What was [set aside](crate::set_aside).
     pub set_aside: Vec<PathBuf>,
+    /// Links that are no checkpoints, with what they lead to: a directory that has a [name of its
+    /// own](other_name_of), or nothing, as when a disk is not mounted.
+    pub links: Vec<(PathBuf, PathBuf)>,
 }
 
-/// As [`latest`], with what it has skipped, for programs that want to do something about that. A save to an object store that has not finished, yet or
-/// ever, is no part of it: it is in nobody's way.
+impl Survey {
+    /// Warns of the links that were passed over.
+    pub fn warn_of_links(&self) {
+        for (link, target) in &self.links {
+            let why = if target.exists() { "which has a name of its own" } else { "which is not there" };
+            tracing::warn!("skipping {}: it is a link to {}, {why}", shown(link.display()), shown(target.display()));
+        }
+    }
+}
+
+/// As [`latest`], with what it has skipped, for programs that want to do something about that. A save to an object
+/// store that has not finished, yet or ever, is no part of it: it is in nobody's way.
 ///
 /// # Errors
 /// As [`latest`].
@@ -47,7 +63,10 @@ pub fn survey(dir: &Path) -> Result<Survey> {
     let mut found = Survey::default();
     found.set_aside.extend(names.iter().filter(|name| name_before_aside(name).is_some()).map(|name| dir.join(name)));
     let is_local = on_this_host(dir)?.is_some();
-    for path in candidates(dir, names) {
+    let (candidates, links) = candidates(dir, names);
+    found.links = links;
+    found.links.extend(links_to_nothing(dir)?);
+    for path in candidates {
         match Checkpoint::open(&path) {
             Ok(_) => {
                 found.newest = Some(path);
@@ -66,7 +85,7 @@ pub fn survey(dir: &Path) -> Result<Survey> {
 
 /// What may be checkpoints under `dir`, by its names. Nothing when there is no directory `dir`.
 pub(crate) fn newest_first(dir: &Path) -> Result<Vec<PathBuf>> {
-    Ok(candidates(dir, names(dir)?))
+    Ok(candidates(dir, names(dir)?).0)
 }
 
 /// The names of the directories in `dir`, none when there is no such directory.
@@ -77,23 +96,33 @@ fn names(dir: &Path) -> Result<Vec<String>> {
     }
 }
 
-fn candidates(dir: &Path, names: Vec<String>) -> Vec<PathBuf> {
-    let mut candidates = Vec::new();
+/// What may be checkpoints, newest first, and the links that are other names of some.
+fn candidates(dir: &Path, names: Vec<String>) -> (Vec<PathBuf>, Vec<(PathBuf, PathBuf)>) {
+    let (mut candidates, mut links) = (Vec::new(), Vec::new());
     for name in names {
-        // Names with a dot in front are saves in progress.
-        let step = step_of(&name).filter(|_| !name.starts_with('.') && name_before_aside(&name).is_none());
-        let Some(step) = step else { continue };
+        let Some(step) = step_of_candidate(&name) else { continue };
         let path = dir.join(&name);
         match other_name_of(&path) {
-            Some(target) => {
-                let (path, target) = (shown(path.display()), shown(target.display()));
-                tracing::warn!("skipping {path}: it is a link, and {target} has a name of its own");
-            }
+            Some(target) => links.push((path, target)),
             None => candidates.push((Reverse(step), path)),
         }
     }
     candidates.sort();
-    candidates.into_iter().map(|(_, path)| path).collect()
+    (candidates.into_iter().map(|(_, path)| path).collect(), links)
+}
+
+/// Links by the names of checkpoints under `dir` that lead to nothing, and to what.
+fn links_to_nothing(dir: &Path) -> Result<Vec<(PathBuf, PathBuf)>> {
+    let Some(dir) = on_this_host(dir)? else { return Ok(Vec::new()) };
+    // Whether `dir` can be listed, others have found out.
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut links: Vec<(PathBuf, PathBuf)> = entries
+        .filter(|entry| entry.file_name().to_str().is_some_and(|name| step_of_candidate(name).is_some()))
+        .filter(|entry| entry.path().metadata().is_err())
+        .filter_map(|entry| Some((entry.path(), dir.join(entry.path().read_link().ok()?))))
+        .collect();
+    links.sort();
+    Ok(links)
 }
 
 /// The directory that a link is only another name of: it lies beside the link, or its name ends in another number.
@@ -108,6 +137,11 @@ pub fn other_name_of(link: &Path) -> Option<PathBuf> {
     (is_beside || is_other).then_some(target)
 }
 
+/// The number of what may be a checkpoint by its name. Those with a dot in front are saves in progress.
+fn step_of_candidate(name: &str) -> Option<u64> {
+    step_of(name).filter(|_| !name.starts_with('.') && name_before_aside(name).is_none())
+}
+
 /// The number at the end of a name.
 fn step_of(name: &str) -> Option<u64> {
     let digits = name.len() - name.trim_end_matches(|c: char| c.is_ascii_digit()).len();
@@ -117,6 +151,7 @@ fn step_of(name: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::aside::set_aside;
 
     #[test]
     fn steps_are_the_numbers_at_the_end() {
@@ -124,5 +159,18 @@ mod tests {
         assert_eq!(step_of("7"), Some(7));
         assert_eq!(step_of("step"), None);
         assert_eq!(step_of("step-99999999999999999999999"), None);
+    }
+
+    #[test]
+    fn what_was_set_aside_is_looked_at_by_nothing() {
+        let root = tempfile::tempdir().unwrap();
+        for _ in 0..3 {
+            let step = root.path().join("step-00000006");
+            std::fs::create_dir(&step).unwrap();
+            set_aside(&step).unwrap().unwrap();
+        }
+        assert!(newest_first(root.path()).unwrap().is_empty());
+        let found = survey(root.path()).unwrap();
+        assert!(found.newest.is_none() && found.skipped.is_empty() && found.set_aside.len() == 3, "{found:?}");
     }
 }

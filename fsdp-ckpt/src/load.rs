@@ -9,7 +9,7 @@ use fsdp_core::{DType, Writable};
 use crate::cast::cast;
 use crate::names::Names;
 use crate::region::{check_request, checked_bytes, fits};
-use crate::stream::stream;
+use crate::source::stream;
 use crate::{Error, Result, TensorSource};
 
 /// Memory of one rank's part of a global tensor, to be filled.
@@ -28,7 +28,8 @@ pub struct LoadTensor {
 /// Which names a load insists on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Strict {
-    /// The checkpoint has every tensor that is to be loaded, and no other: `strict=True` of PyTorch's `load_state_dict`.
+    /// The checkpoint has every tensor that is to be loaded, and no other: `strict=True` of PyTorch's
+    /// `load_state_dict`.
     Both,
     /// The checkpoint has every tensor that is to be loaded, and may have others: PyTorch's `dcp.load`.
     #[default]
@@ -42,7 +43,8 @@ pub enum Strict {
 pub struct LoadOptions {
     /// Which names must match.
     pub strict: Strict,
-    /// Loads only names that one of these patterns matches; all, if there are none. `*` stands for any characters, `?` for one: `model.layers.0.*`.
+    /// Loads only names that one of these patterns matches; all, if there are none. `*` stands for any characters, `?`
+    /// for one: `model.layers.0.*`.
     pub include: Vec<String>,
     /// Leaves names out that one of these patterns matches.
     pub exclude: Vec<String>,
@@ -72,10 +74,11 @@ pub struct LoadReport {
     pub converted: Vec<(String, DType, DType)>,
 }
 
-/// Fills `tensors` from a checkpoint or model of any format, whatever mesh wrote it; each rank reads the byte ranges of its own boxes only. No communication.
+/// Fills `tensors` from a checkpoint or model of any format, whatever mesh wrote it; each rank reads the byte ranges of
+/// its own boxes only. No communication.
 ///
-/// A model that was saved without its optimizer has its names without the prefix `model.`; that is found out. Everything is checked before anything is
-/// written: names, shapes and dtypes.
+/// A model that was saved without its optimizer has its names without the prefix `model.`; that is found out.
+/// Everything is checked before anything is written: names, shapes and dtypes.
 ///
 /// ```
 /// use std::sync::{Arc, Mutex};
@@ -86,7 +89,7 @@ pub struct LoadReport {
 /// # let dir = root.path().join("model");
 /// # local::run(1, |group| {
 /// #     let data = Arc::new(Buffer::F32(vec![1.0, 2.0, 3.0, 4.0]));
-/// #     hf::export(&dir, &*group, &[TensorShard::whole("lm_head.weight", &[2, 2], data)], &[]).unwrap();
+/// #     hf::export(&dir, &group, &[TensorShard::whole("lm_head.weight", &[2, 2], data)], &[]).unwrap();
 /// # });
 /// // The second row, in half the precision.
 /// let memory = Arc::new(Mutex::new(Buffer::BF16(vec![Default::default(); 2])));
@@ -99,8 +102,8 @@ pub struct LoadReport {
 /// ```
 ///
 /// # Errors
-/// [`Error::Names`] when names don't match as strictly as asked; [`Error::Misfit`] when a tensor has another shape, or a dtype that is not to be, or can't be,
-/// converted; those of reading.
+/// [`Error::Names`] when names don't match as strictly as asked; [`Error::Misfit`] when a tensor has another shape, or
+/// a dtype that is not to be, or can't be, converted; those of reading.
 pub fn load(source: &dyn TensorSource, tensors: &[LoadTensor], options: &LoadOptions) -> Result<LoadReport> {
     let _told = fsdp_core::heartbeat::span("checkpoint load", "");
     let patterns = Patterns::new(options)?;
@@ -173,10 +176,12 @@ fn fill(source: &dyn TensorSource, stored: &str, tensor: &LoadTensor) -> Result<
     outcome
 }
 
-/// Reads a box of a tensor into `into`, row-major, as elements of dtype `to`: floating point elements of another are converted, rounded once, some MiB at a time.
+/// Reads a box of a tensor into `into`, row-major, as elements of dtype `to`: floating point elements of another are
+/// converted, rounded once, some MiB at a time.
 ///
 /// # Errors
-/// As [`TensorSource::read`]; [`Error::Request`] when `into` has not the size of the box, or one of the dtypes is no floating point type and they differ.
+/// As [`TensorSource::read`]; [`Error::Request`] when `into` has not the size of the box, or one of the dtypes is no
+/// floating point type and they differ.
 pub fn read_as(source: &dyn TensorSource, fqn: &str, region: &Region, to: DType, into: &mut [u8]) -> Result<()> {
     let tensor = source.tensor(fqn)?;
     let from = tensor.dtype;

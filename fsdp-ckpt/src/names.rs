@@ -1,6 +1,7 @@
 //! Names in a training state and in what it is loaded from.
 //!
-//! A checkpoint of a run holds a model's tensors as `model.<fqn>`, beside `optim.*`; a model by itself holds them as `<fqn>`, which may begin with `model.`, too.
+//! A checkpoint of a run holds a model's tensors as `model.<fqn>`, beside `optim.*`; a model by itself holds them as
+//! `<fqn>`, which may begin with `model.`, too.
 
 use std::borrow::Cow;
 
@@ -33,7 +34,8 @@ impl Names {
 
     /// Finds out by the source's own names, where none are wanted.
     ///
-    /// `model.` may be the FQNs' own: in files of a model by itself, it is the prefix where the optimizer is there too, or `model.model.` is.
+    /// `model.` may be the FQNs' own: in files of a model by itself, it is the prefix where the optimizer is there too,
+    /// or `model.model.` is.
     pub fn guess(source: &dyn TensorSource) -> Self {
         let names = || source.tensors().keys().chain(source.unreadable().keys());
         let any = |prefix: &str| names().any(|name| name.starts_with(prefix));

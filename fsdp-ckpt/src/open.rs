@@ -7,8 +7,9 @@ use crate::store::{is_file, store};
 use crate::torch::{BIN, BIN_INDEX, METADATA, TorchDcp, TorchFile};
 use crate::{Checkpoint, Error, MANIFEST, Result, TensorSource, latest};
 
-/// Opens a checkpoint or model whose format is found out: a directory with a `checkpoint.json`, one with the `.metadata` of PyTorch's DCP, a directory of
-/// safetensors files (see [`HfModel::open`]), one with a `pytorch_model.bin` or its index, a single file of `torch.save`, or a single safetensors file.
+/// Opens a checkpoint or model whose format is found out: a directory with a `checkpoint.json`, one with the
+/// `.metadata` of PyTorch's DCP, a directory of safetensors files (see [`HfModel::open`]), one with a
+/// `pytorch_model.bin` or its index, a single file of `torch.save`, or a single safetensors file.
 ///
 /// # Errors
 /// [`Error::NotFound`] when nothing there is of a known format; those of the format.
@@ -43,7 +44,8 @@ fn nothing(path: &Path) -> Error {
         _ => String::new(),
     };
     let looked_for = format!(
-        "checkpoint and no model: no {MANIFEST} (did the save finish?), no {METADATA}, no file of safetensors, no {BIN}{hint}"
+        "checkpoint and no model: no {MANIFEST} (did the save finish?), no {METADATA}, no file of safetensors, no \
+            {BIN}{hint}"
     );
     Error::NotFound { path: path.to_path_buf(), looked_for }
 }

@@ -6,7 +6,7 @@ use fsdp_core::layout::Region;
 use fsdp_core::{DType, ProcessGroup};
 use serde::{Deserialize, Serialize};
 
-use crate::exchange::{agree, gather};
+use crate::exchange::agree;
 use crate::region::{Flaw, Span, check_tiling, checked_bytes, fits};
 use crate::{Error, Result, TensorShard};
 
@@ -38,8 +38,9 @@ pub(crate) struct PlannedTensor {
 /// All tensors by name.
 pub(crate) type Plan = BTreeMap<String, PlannedTensor>;
 
-/// Exchanges what the ranks hold and plans who writes what. Collective. `subject` must be the same on every rank; it says what is being saved.
-pub(crate) fn negotiate(group: &dyn ProcessGroup, subject: &str, shards: &[TensorShard]) -> Result<Plan> {
+/// Exchanges what the ranks hold and plans who writes what. Collective. `subject` must be the same on every rank; it
+/// says what is being saved.
+pub(crate) fn negotiate(group: &ProcessGroup, subject: &str, shards: &[TensorShard]) -> Result<Plan> {
     let claims = claims(shards).and_then(|claims| {
         serde_json::to_vec(&(subject, claims))
             .map_err(|error| Error::Argument(format!("can't list the shards: {error}")))
@@ -47,7 +48,7 @@ pub(crate) fn negotiate(group: &dyn ProcessGroup, subject: &str, shards: &[Tenso
     let message = agree(group, "list its shards", claims)?;
     let mut all = Vec::<Vec<Claim>>::with_capacity(group.size());
     let mut first: Option<String> = None;
-    for (rank, message) in gather(group, message)?.iter().enumerate() {
+    for (rank, message) in group.gather_bytes(message)?.iter().enumerate() {
         let (theirs, claims): (String, Vec<Claim>) = serde_json::from_slice(message).map_err(|error| {
             Error::Argument(format!("rank {rank} sent a list of shards that can't be read: {error}"))
         })?;
@@ -97,7 +98,8 @@ fn claims(shards: &[TensorShard]) -> Result<Vec<Claim>> {
         .collect()
 }
 
-/// Plans from every rank's claims. Equal regions are written once; of the ranks that hold one, the one with the fewest bytes so far writes it.
+/// Plans from every rank's claims. Equal regions are written once; of the ranks that hold one, the one with the fewest
+/// bytes so far writes it.
 pub(crate) fn plan(claims: &[Vec<Claim>]) -> Result<Plan> {
     let mut tensors = BTreeMap::<&str, Holdings<'_>>::new();
     for (rank, claims) in claims.iter().enumerate() {
@@ -168,7 +170,8 @@ impl<'a> Holdings<'a> {
                 ),
             });
         }
-        // A tensor without elements is written by somebody, so that it is there; other empty shards are nobody's business.
+        // A tensor without elements is written by somebody, so that it is there; other empty shards are nobody's
+        // business.
         if claim.shape.contains(&0) {
             self.held.entry((vec![0; claim.shape.len()], claim.shape.clone())).or_default().push(rank);
         } else if !claim.sizes.contains(&0) {
@@ -195,7 +198,8 @@ impl<'a> Holdings<'a> {
             Err(Flaw::Overlap(a, b)) => {
                 let ((left, rank_a), (right, rank_b)) = (&regions[a], &regions[b]);
                 fail(format!(
-                    "rank {rank_a} holds {} and rank {rank_b} holds {} of shape {shape:?}: they overlap in part; shards must be equal or disjoint",
+                    "rank {rank_a} holds {} and rank {rank_b} holds {} of shape {shape:?}: they overlap in part; \
+                        shards must be equal or disjoint",
                     Span(left),
                     Span(right)
                 ))

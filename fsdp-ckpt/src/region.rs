@@ -15,8 +15,8 @@ pub(crate) struct Run {
     pub(crate) len: usize,
 }
 
-/// The runs that copy `part` from a row-major box `src` into a row-major box `dst`, in the order of both. All three are boxes of one tensor with
-/// elements of `size` bytes, and `part` lies in the other two.
+/// The runs that copy `part` from a row-major box `src` into a row-major box `dst`, in the order of both. All three are
+/// boxes of one tensor with elements of `size` bytes, and `part` lies in the other two.
 pub(crate) fn runs(src: &Region, dst: &Region, part: &Region, size: usize) -> impl Iterator<Item = Run> + use<> {
     let dims = part.sizes.len();
     // Dimensions from `inner` on are contiguous on both sides.

@@ -9,12 +9,14 @@ use crate::shown::shown;
 use crate::store::{discard, on_this_host, store};
 use crate::{Checkpoint, Error, MANIFEST, Result, TensorSource};
 
-/// Removes all whole checkpoints under `dir` but the `keep` newest, by the number at the end of their names, and those in `spare` (what was just written,
-/// and what the run went on from: neither has the highest number after a step back). Returns what was removed. One process calls it, after a save.
+/// Removes all whole checkpoints under `dir` but the `keep` newest, by the number at the end of their names, and those
+/// in `spare` (what was just written, and what the run went on from: neither has the highest number after a step back).
+/// Returns what was removed. One process calls it, after a save.
 ///
 /// Only what [`Checkpoint::open`] accepts counts, and only that is removed, and only when nothing else has been put
-/// into its directory. Links are never removed, nor what they lead to. A directory
-/// is renamed out of sight before its files go: a crash leaves it as a whole, or with no name that [`crate::latest`] looks at, and the next save sweeps it.
+/// into its directory. Links are never removed, nor what they lead to. A directory is renamed out of sight before its
+/// files go: a crash leaves it as a whole, or with no name that [`crate::latest`] looks at, and the next save sweeps
+/// it.
 ///
 /// # Errors
 /// [`crate::Error::Io`] when `dir` can't be listed, or a checkpoint not be renamed or removed.

@@ -6,14 +6,15 @@ use std::path::{Path, PathBuf};
 use fsdp_core::{MeshLayout, ProcessGroup};
 use serde_json::{Map, Value};
 
-use crate::exchange::{agree, from_first, gather};
+use crate::exchange::{agree, from_first};
+use crate::file_names::{MANIFEST, file_name};
 use crate::hf::sharding;
 use crate::manifest::{ChunkEntry, FileEntry, Manifest, TensorEntry};
 use crate::plan::{Plan, negotiate};
 use crate::region::checked_bytes;
 use crate::safetensors::{Entry, WrittenFile, read_bytes, write_file};
 use crate::store::{Staging, Store, split, stage, staged};
-use crate::{Error, MANIFEST, Result, TensorShard};
+use crate::{Error, Result, TensorShard};
 
 /// What one rank passes to [`save`].
 #[derive(Clone, Debug)]
@@ -22,7 +23,8 @@ pub struct SaveState {
     pub mesh: MeshLayout,
     /// What this rank holds, in any order.
     pub tensors: Vec<TensorShard>,
-    /// Non-tensor state (step, data position, hyper-parameters, ...). Rank 0's are written; the other ranks' are not looked at.
+    /// Non-tensor state (step, data position, hyper-parameters, ...). Rank 0's are written; the other ranks' are not
+    /// looked at.
     pub values: Map<String, Value>,
 }
 
@@ -50,18 +52,20 @@ pub struct SaveSummary {
     pub bytes_by_this_rank: u64,
 }
 
-/// Saves a checkpoint as the directory `dir`, whose parents are created. Collective: every rank of `group` calls it with the same `dir`, on a file
-/// system that all of them share.
+/// Saves a checkpoint as the directory `dir`, whose parents are created. Collective: every rank of `group` calls it
+/// with the same `dir`, on a file system that all of them share.
 ///
-/// Files grow in a temporary directory beside `dir`. Once all of them are on disk, rank 0 writes the manifest and gives the directory its name by an
-/// atomic rename. Equal shards of several ranks are written by one of them. Ranks wait for the slowest writer, for the group's timeout at most.
+/// Files grow in a temporary directory beside `dir`. Once all of them are on disk, rank 0 writes the manifest and gives
+/// the directory its name by an atomic rename. Equal shards of several ranks are written by one of them. Ranks wait for
+/// the slowest writer, for the group's timeout at most.
 ///
-/// In an object store (`s3://bucket/run/step-1`, with the feature `object-store`), files go to their place under names that no other save uses, and the
-/// manifest comes last.
+/// In an object store (`s3://bucket/run/step-1`, with the feature `object-store`), files go to their place under names
+/// that no other save uses, and the manifest comes last.
 ///
 /// # Errors
-/// On every rank when any of them fails, naming that rank and its cause ([`Error::Rank`]); nothing is left behind then. [`Error::Shards`] when the ranks'
-/// shards don't make whole tensors, [`Error::Exists`] (within [`Error::Rank`]) when `dir` is there already, [`Error::Group`] when a collective fails.
+/// On every rank when any of them fails, naming that rank and its cause ([`Error::Rank`]); nothing is left behind then.
+/// [`Error::Shards`] when the ranks' shards don't make whole tensors, [`Error::Exists`] (within [`Error::Rank`]) when
+/// `dir` is there already, [`Error::Group`] when a collective fails.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -76,7 +80,7 @@ pub struct SaveSummary {
 ///     let region = Region { offsets: vec![2 * group.rank(), 0], sizes: vec![2, 3] };
 ///     let shard = TensorShard { fqn: "model.weight".into(), shape: vec![4, 3], region, data };
 ///     let mesh = MeshLayout::new(&[("dp_shard", 2)])?;
-///     save(&dir, &*group, &SaveState { mesh, tensors: vec![shard], values: Default::default() })?;
+///     save(&dir, &group, &SaveState { mesh, tensors: vec![shard], values: Default::default() })?;
 ///     Ok::<_, fsdp_ckpt::Error>(())
 /// });
 /// let mut column = vec![0; 16];
@@ -85,7 +89,7 @@ pub struct SaveSummary {
 /// assert_eq!(column[12..], 1f32.to_ne_bytes());
 /// # Ok::<_, Box<dyn std::error::Error>>(())
 /// ```
-pub fn save(dir: &Path, group: &dyn ProcessGroup, state: &SaveState) -> Result<SaveSummary> {
+pub fn save(dir: &Path, group: &ProcessGroup, state: &SaveState) -> Result<SaveSummary> {
     save_with(dir, group, state, &SaveOptions::default())
 }
 
@@ -93,12 +97,7 @@ pub fn save(dir: &Path, group: &dyn ProcessGroup, state: &SaveState) -> Result<S
 ///
 /// # Errors
 /// As [`save`].
-pub fn save_with(
-    dir: &Path,
-    group: &dyn ProcessGroup,
-    state: &SaveState,
-    options: &SaveOptions,
-) -> Result<SaveSummary> {
+pub fn save_with(dir: &Path, group: &ProcessGroup, state: &SaveState, options: &SaveOptions) -> Result<SaveSummary> {
     let started = std::time::Instant::now();
     let _told = fsdp_core::heartbeat::span("checkpoint save", "");
     let name = agree(group, "start the save", check_arguments(dir, group, &state.mesh))?;
@@ -110,9 +109,10 @@ pub fn save_with(
     let own = own_chunks(&plan, group.rank());
     let written = agree(group, "write its shards", write_own(&*here, group.rank(), &plan, &own, &state.tensors))?;
 
-    let reports = gather(group, report(written.as_ref(), options))?;
-    let reports = reports.iter().enumerate().map(|(rank, report)| Report::of(rank, report)).collect::<Result<Vec<_>>>();
-    let reports = agree(group, "report what it wrote", reports)?;
+    let reports = group.gather_bytes(report(written.as_ref(), options))?;
+    // All ranks read the same: who can't, can't on any.
+    let reports =
+        reports.iter().enumerate().map(|(rank, report)| Report::of(rank, report)).collect::<Result<Vec<_>>>()?;
     let committed = match staging {
         Some(staging) => commit(staging, &*here, group, state, &plan, &reports),
         None => Ok(()),
@@ -132,7 +132,7 @@ pub fn save_with(
     Ok(summary)
 }
 
-fn check_arguments(dir: &Path, group: &dyn ProcessGroup, mesh: &MeshLayout) -> Result<String> {
+fn check_arguments(dir: &Path, group: &ProcessGroup, mesh: &MeshLayout) -> Result<String> {
     if mesh.size() != group.size() {
         return Err(Error::Argument(format!(
             "the mesh {mesh} has {} ranks, the group \"{}\" that saves it has {}",
@@ -206,11 +206,6 @@ fn report(written: Option<&WrittenFile>, options: &SaveOptions) -> Vec<u8> {
     message
 }
 
-/// PyTorch DCP's name for the file of a rank.
-pub(crate) fn file_name(rank: usize) -> String {
-    format!("shard-{:05}-model-00001-of-00001.safetensors", rank + 1)
-}
-
 /// Writes the file of this rank, nothing if it has none.
 fn write_own(
     store: &dyn Store,
@@ -244,7 +239,7 @@ fn write_own(
 fn commit(
     staging: Box<dyn Staging>,
     store: &dyn Store,
-    group: &dyn ProcessGroup,
+    group: &ProcessGroup,
     state: &SaveState,
     plan: &Plan,
     reports: &[Report],

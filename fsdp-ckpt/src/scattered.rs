@@ -11,8 +11,9 @@ pub(crate) const CACHED: usize = 256 << 10;
 /// More runs than this are not kept for one go.
 const MOST: usize = 1 << 16;
 
-/// Reads runs, whose sources count from `start` in the file, to their places in `into`. Runs that follow each other closely in the file are read in one
-/// go, of a block at most. `seen` gets what is read in the order of the file, if the runs are in it.
+/// Reads runs, whose sources count from `start` in the file, to their places in `into`. Runs that follow each other
+/// closely in the file are read in one go, of a block at most. `seen` gets what is read in the order of the file, if
+/// the runs are in it.
 pub(crate) fn read_runs(
     file: &dyn ReadAt,
     start: u64,

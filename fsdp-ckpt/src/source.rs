@@ -9,10 +9,13 @@ use fsdp_core::layout::Region;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
+use crate::blocks::blocks;
 use crate::error::did_you_mean;
 use crate::manifest::{ChunkEntry, FileEntry, TensorEntry};
-use crate::stream::stream;
 use crate::{Error, Result};
+
+/// The most bytes that are read at once.
+const BLOCK: usize = 8 << 20;
 
 /// A kind of checkpoint or model on disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -20,9 +23,11 @@ use crate::{Error, Result};
 pub enum Format {
     /// This project's: safetensors files of each rank and a `checkpoint.json`.
     Fsdp,
-    /// Safetensors files: a Hugging Face model directory, the directory of PyTorch's `HuggingFaceStorageWriter`, or a single file.
+    /// Safetensors files: a Hugging Face model directory, the directory of PyTorch's `HuggingFaceStorageWriter`, or a
+    /// single file.
     HuggingFace,
-    /// State dicts of PyTorch's `torch.save`: a `.pt`, `.pth` or `.bin` file, or a Hugging Face model directory with `pytorch_model.bin`.
+    /// State dicts of PyTorch's `torch.save`: a `.pt`, `.pth` or `.bin` file, or a Hugging Face model directory with
+    /// `pytorch_model.bin`.
     TorchFile,
     /// The classic format of PyTorch's DCP: `.metadata` and `.distcp` files.
     TorchDcp,
@@ -78,6 +83,11 @@ pub trait TensorSource: Debug + Send + Sync {
     /// All tensors of dtypes that [`fsdp_core::DType`] has, by name.
     fn tensors(&self) -> &BTreeMap<String, TensorEntry>;
 
+    /// The bytes of all tensors.
+    fn bytes(&self) -> u64 {
+        self.tensors().values().map(TensorEntry::bytes).fold(0, u64::saturating_add)
+    }
+
     /// The names and dtypes of tensors that can't be read, for their dtypes.
     fn unreadable(&self) -> &BTreeMap<String, String> {
         const { &BTreeMap::new() }
@@ -92,7 +102,8 @@ pub trait TensorSource: Debug + Send + Sync {
     /// Reads a box of a tensor into `into`, row-major. Only the bytes of the box are read.
     ///
     /// # Errors
-    /// [`Error::MissingTensor`]; [`Error::Request`] when the tensor has no such box or `into` not its size in bytes; what the format finds wrong.
+    /// [`Error::MissingTensor`]; [`Error::Request`] when the tensor has no such box or `into` not its size in bytes;
+    /// what the format finds wrong.
     fn read(&self, fqn: &str, region: &Region, into: &mut [u8]) -> Result<()>;
 
     /// What checksums are kept of it.
@@ -105,8 +116,8 @@ pub trait TensorSource: Debug + Send + Sync {
         chunk.crc32c.is_some()
     }
 
-    /// Reads one chunk of a tensor, by its position in [`TensorEntry::chunks`], and checks its checksum where the format keeps one. `seen` is told the
-    /// bytes as they are read. Memory stays bounded, however large the chunk is.
+    /// Reads one chunk of a tensor, by its position in [`TensorEntry::chunks`], and checks its checksum where the
+    /// format keeps one. `seen` is told the bytes as they are read. Memory stays bounded, however large the chunk is.
     ///
     /// # Errors
     /// As [`TensorSource::read`]; [`Error::Request`] when there is no such chunk.
@@ -162,4 +173,24 @@ pub trait TensorSource: Debug + Send + Sync {
             }
         })
     }
+}
+
+/// Passes the bytes of a box of a tensor to `sink`, row-major, in pieces of some MiB.
+///
+/// # Errors
+/// As [`TensorSource::read`]; the sink's.
+pub fn stream<S: TensorSource + ?Sized>(
+    source: &S,
+    fqn: &str,
+    region: &Region,
+    sink: &mut dyn FnMut(&[u8]) -> Result<()>,
+) -> Result<()> {
+    let size = source.tensor(fqn)?.dtype.size();
+    let mut buffer = Vec::new();
+    for block in blocks(region, size, BLOCK) {
+        buffer.resize(block.elements() * size, 0);
+        source.read(fqn, &block, &mut buffer)?;
+        sink(&buffer)?;
+    }
+    Ok(())
 }

@@ -18,7 +18,8 @@ pub(crate) struct StagedTensors {
 }
 
 impl StagedTensors {
-    /// Copies of the shards. Buffers of the copies before that nobody has any more are written to again; what fits no shard is freed.
+    /// Copies of the shards. Buffers of the copies before that nobody has any more are written to again; what fits no
+    /// shard is freed.
     pub(crate) fn copy(&mut self, shards: &[TensorShard]) -> Result<Vec<TensorShard>> {
         let mut free = std::mem::take(&mut self.buffers);
         let mut copies = Vec::with_capacity(shards.len());

@@ -8,7 +8,7 @@ use fsdp_core::ProcessGroup;
 use crate::Result;
 use crate::error::io_error;
 use crate::exchange::{agree, from_first};
-use crate::save::file_name;
+use crate::file_names::file_name;
 use crate::store::{Store, on_this_host, stage, staged};
 
 /// What is tried has this name while it grows.
@@ -31,14 +31,14 @@ const BYTES: usize = 4096;
 /// let root = tempfile::tempdir()?;
 /// std::fs::write(root.path().join("file"), "")?;
 /// local::run(2, |group| {
-///     fsdp_ckpt::check_writable(&root.path().join("new/runs"), &*group).unwrap();
-///     let error = fsdp_ckpt::check_writable(&root.path().join("file/below"), &*group).unwrap_err();
+///     fsdp_ckpt::check_writable(&root.path().join("new/runs"), &group).unwrap();
+///     let error = fsdp_ckpt::check_writable(&root.path().join("file/below"), &group).unwrap_err();
 ///     assert!(error.to_string().starts_with("rank 0 failed to make a directory there: can't create"));
 /// });
 /// assert_eq!(std::fs::read_dir(root.path())?.count(), 1);
 /// # Ok::<_, std::io::Error>(())
 /// ```
-pub fn check_writable(dir: &Path, group: &dyn ProcessGroup) -> Result<()> {
+pub fn check_writable(dir: &Path, group: &ProcessGroup) -> Result<()> {
     let target = dir.join(NAME);
     let (mut made, mut staging) = (None, None);
     let here = from_first(group, "make a directory there", || {
@@ -110,7 +110,7 @@ mod tests {
         // Rank 1 sees another file system, as a host does that has not mounted the shared one.
         let messages = local::run(3, |group| {
             let dir = if group.rank() == 1 { "elsewhere" } else { "runs" };
-            check_writable(&root.path().join(dir), &*group).unwrap_err().to_string()
+            check_writable(&root.path().join(dir), &group).unwrap_err().to_string()
         });
         let told = "rank 1 failed to write a file there: can't create";
         assert!(messages[0].starts_with(told) && messages[0].contains("elsewhere/..write-test.tmp-"), "{messages:?}");
@@ -130,10 +130,27 @@ mod tests {
             (root.path().join("file/below"), "file is not a directory"),
             ("/proc/runs".into(), "/proc/runs: No such file or directory"),
         ] {
-            let outcome = local::run(1, |group| check_writable(&dir, &*group)).pop().unwrap();
+            let outcome = local::run(1, |group| check_writable(&dir, &group)).pop().unwrap();
             let Err(Error::Rank { cause, .. }) = outcome else { panic!("{outcome:?}") };
             assert!(cause.contains(part), "{cause}");
         }
+    }
+
+    #[test]
+    fn runs_that_try_at_the_same_time_do_not_hinder_each_other() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = root.path().join("new/checkpoints");
+        std::thread::scope(|scope| {
+            for _ in 0..6 {
+                scope.spawn(|| {
+                    for _ in 0..50 {
+                        local::run(1, |group| check_writable(&dir, &group).unwrap());
+                    }
+                });
+            }
+        });
+        // Two that end at once may each leave a directory to the other.
+        assert!(!dir.exists() || std::fs::read_dir(dir).unwrap().next().is_none());
     }
 
     #[test]
@@ -142,7 +159,7 @@ mod tests {
         std::fs::create_dir(root.path().join(".step-1.tmp-host-1-1f")).unwrap();
         std::fs::create_dir(root.path().join("runs")).unwrap();
         for dir in ["runs", "runs/new/one", "."] {
-            local::run(2, |group| check_writable(&root.path().join(dir), &*group).unwrap());
+            local::run(2, |group| check_writable(&root.path().join(dir), &group).unwrap());
         }
         let left: Vec<_> = std::fs::read_dir(root.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         assert_eq!((left, std::fs::read_dir(root.path().join("runs")).unwrap().count()), (vec!["runs".into()], 0));

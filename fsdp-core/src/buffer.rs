@@ -1,16 +1,17 @@
 //! Memory that collectives read and write.
 //!
-//! A collective runs while its caller goes on, so it owns what it touches: outputs are [`Buffer`]s moved in and handed back, inputs that must
-//! stay where they are (a parameter's shard inside a tensor) are [`Readable`]s that the collective locks for as long as it copies.
+//! A collective runs while its caller goes on, so it owns what it touches: outputs are [`Buffer`]s moved in and handed
+//! back, inputs that must stay where they are (a parameter's shard inside a tensor) are [`Readable`]s that the
+//! collective locks for as long as it copies.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytemuck::allocation::try_zeroed_vec;
 use half::{bf16, f16};
 
-use crate::{DType, Error, Result};
+use crate::{DType, DeviceId, Error, Result, View};
 
-/// An owned, typed vector of host memory.
+/// Owned memory of one element type. The variants that there are hold vectors in the host's memory.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Buffer {
@@ -45,7 +46,65 @@ macro_rules! each {
     };
 }
 
+mod sealed {
+    use super::Buffer;
+
+    /// What [`super::Element`] is made of; only the types of [`super::DType`] have it.
+    pub trait Vector: Sized {
+        fn wrap(elements: Vec<Self>) -> Buffer;
+        fn unwrap(buffer: Buffer) -> Result<Vec<Self>, Buffer>;
+    }
+}
+
+/// A type whose vectors are [`Buffer`]s.
+///
+/// ```
+/// use fsdp_core::{Buffer, DType, Element};
+/// assert_eq!(f32::DTYPE, DType::F32);
+/// assert_eq!(Buffer::from(vec![1u8, 2]), Buffer::U8(vec![1, 2]));
+/// assert_eq!(Buffer::U8(vec![1, 2]).into_vec::<u8>(), Ok(vec![1, 2]));
+/// assert_eq!(Buffer::U8(vec![1, 2]).into_vec::<f32>(), Err(Buffer::U8(vec![1, 2])));
+/// ```
+pub trait Element: sealed::Vector + Copy + Send + 'static {
+    /// Its dtype.
+    const DTYPE: DType;
+}
+
+macro_rules! elements {
+    ($($t:ty: $variant:ident),*) => {$(
+        impl sealed::Vector for $t {
+            fn wrap(elements: Vec<Self>) -> Buffer {
+                Buffer::$variant(elements)
+            }
+            fn unwrap(buffer: Buffer) -> Result<Vec<Self>, Buffer> {
+                match buffer {
+                    Buffer::$variant(elements) => Ok(elements),
+                    other => Err(other),
+                }
+            }
+        }
+        impl Element for $t {
+            const DTYPE: DType = DType::$variant;
+        }
+    )*};
+}
+elements!(u8: U8, u32: U32, i64: I64, bf16: BF16, f16: F16, f32: F32, f64: F64);
+
+impl<T: Element> From<Vec<T>> for Buffer {
+    fn from(elements: Vec<T>) -> Self {
+        T::wrap(elements)
+    }
+}
+
 impl Buffer {
+    /// The elements, if they are of this type.
+    ///
+    /// # Errors
+    /// The buffer itself, when they are of another.
+    pub fn into_vec<T: Element>(self) -> Result<Vec<T>, Buffer> {
+        T::unwrap(self)
+    }
+
     /// A buffer of `len` zeros, for lengths that are known to be small: memory that is not there ends the process.
     /// [`Buffer::try_zeros`] makes it an error.
     pub fn zeros(dtype: DType, len: usize) -> Self {
@@ -121,9 +180,10 @@ impl Buffer {
     }
 }
 
-/// Host memory that a collective may read from another thread while it is in flight.
+/// Memory that a collective may read from another thread while it is in flight.
 ///
-/// A tensor library implements it for its tensors by locking the storage around `read`, so that nobody writes meanwhile.
+/// A tensor library implements it for its tensors by locking the storage around `read`, so that nobody writes
+/// meanwhile.
 pub trait Readable: Send + Sync {
     /// The element type.
     fn dtype(&self) -> DType;
@@ -133,11 +193,22 @@ pub trait Readable: Send + Sync {
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
-    /// Calls `f` once with all elements as bytes in native order.
+    /// Where the elements are. Collectives refuse memory of another device than their backend's.
+    fn device(&self) -> DeviceId {
+        DeviceId::Host
+    }
+    /// Calls `f` once with all elements as bytes in native order, wherever they are.
     ///
     /// # Errors
     /// Says why the memory can't be read now (a tensor whose storage is elsewhere).
     fn read(&self, f: &mut dyn FnMut(&[u8])) -> Result<(), String>;
+    /// Calls `f` once with all elements where they are: what a backend reads.
+    ///
+    /// # Errors
+    /// As [`Readable::read`].
+    fn view(&self, f: &mut dyn FnMut(View<'_>)) -> Result<(), String> {
+        self.read(&mut |bytes| f(View::Host(bytes)))
+    }
 }
 
 impl Readable for Buffer {
@@ -185,8 +256,9 @@ impl Writable for Mutex<Buffer> {
 
 /// Where collectives take their outputs from and give consumed inputs back to.
 ///
-/// Taking happens when a collective starts to run, not when it is issued: memory that an earlier collective of the same group gives back is there
-/// to be taken by the next one, so that a queue of collectives needs no more memory than the largest of them.
+/// Taking happens when a collective starts to run, not when it is issued: memory that an earlier collective of the same
+/// group gives back is there to be taken by the next one, so that a queue of collectives needs no more memory than the
+/// largest of them.
 ///
 /// ```
 /// use std::sync::{Arc, Mutex};

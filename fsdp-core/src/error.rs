@@ -23,7 +23,8 @@ pub enum Error {
     },
     /// Ranks issued different collectives where they should have issued the same.
     #[error(
-        "rank {rank}: collective {sequence} of group \"{group}\" differs between ranks: {details}. Every rank of a group \
+        "rank {rank}: collective {sequence} of group \"{group}\" differs between ranks: {details}. Every rank of a \
+         group \
          must issue the same collectives in the same order{advice}"
     )]
     Mismatch {
@@ -40,7 +41,8 @@ pub enum Error {
     },
     /// Some ranks did not arrive in time.
     #[error(
-        "rank {rank}: {what} in group \"{group}\" timed out after {seconds:.1} s: waited for rank(s) {missing:?}. See what they do instead, or raise FSDP_TIMEOUT_S"
+        "rank {rank}: {what} in group \"{group}\" timed out after {seconds:.1} s: waited for rank(s) {missing:?}. See \
+         what they do instead, or raise FSDP_TIMEOUT_S"
     )]
     Timeout {
         /// The rank that reports it.
@@ -87,6 +89,17 @@ pub enum Error {
         what: String,
         /// How much was wanted, in bytes; it may be more than memory can ever hold.
         bytes: u128,
+    },
+    /// Something has happened that can't happen: a fault of this library or of a backend.
+    #[error(
+        "rank {rank}: {what}. This is a fault of the library and not of its use: please report this message, with what \
+         all ranks printed and the program"
+    )]
+    Internal {
+        /// The rank that reports it.
+        rank: usize,
+        /// What happened, and what was expected.
+        what: String,
     },
     /// The operating system refused something.
     #[error("rank {rank}: {what}: {source}")]

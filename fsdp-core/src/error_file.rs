@@ -4,11 +4,13 @@ use std::ffi::OsStr;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Records why this rank fails, in the format of `torch.distributed.elastic`'s `record`, for the summary that `fsdp-launch` or `torchrun` prints. The
-/// launcher takes the error that was recorded first for the cause of the others: call it as soon as the error is known, before the process groups are
-/// dropped and the other ranks fail because of that.
+/// Records why this rank fails, in the format of `torch.distributed.elastic`'s `record`, for the summary that
+/// `fsdp-launch` or `torchrun` prints. The launcher takes the error that was recorded first for the cause of the
+/// others: call it as soon as the error is known, before the process groups are dropped and the other ranks fail
+/// because of that.
 ///
-/// Without a launcher (`TORCHELASTIC_ERROR_FILE` unset) it does nothing, and where the file can't be written the error to tell is still the caller's.
+/// Without a launcher (`TORCHELASTIC_ERROR_FILE` unset) it does nothing, and where the file can't be written the error
+/// to tell is still the caller's.
 ///
 /// ```
 /// let outcome: Result<(), String> = Err("no data in ./texts".into());

@@ -1,34 +1,53 @@
-//! A hash that is the same in every process.
+//! A hash that is the same in every process, unlike the standard library's default ones: FNV-1a.
 
-/// FNV-1a: the same in every process, unlike the standard library's default hashers.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Hash(pub(crate) u64);
+use std::hash::Hasher;
 
-impl Default for Hash {
-    fn default() -> Self {
-        Hash(0xcbf2_9ce4_8422_2325)
-    }
-}
+use fnv::FnvHasher;
+
+/// What is hashed so far. Numbers count in little-endian order whatever the machine's is.
+#[derive(Default)]
+pub(crate) struct Hash(FnvHasher);
 
 impl Hash {
-    fn raw(&mut self, bytes: &[u8]) {
-        for &byte in bytes {
-            self.0 = (self.0 ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
-        }
-    }
-
     pub(crate) fn number(&mut self, number: u64) {
-        self.raw(&number.to_le_bytes());
+        self.0.write(&number.to_le_bytes());
     }
 
     /// Hashes the length too, so that neighbours can't be confused.
     pub(crate) fn bytes(&mut self, bytes: &[u8]) {
         self.number(bytes.len() as u64);
-        self.raw(bytes);
+        self.0.write(bytes);
     }
 
     pub(crate) fn counts(&mut self, counts: impl ExactSizeIterator<Item = usize>) {
         self.number(counts.len() as u64);
         counts.for_each(|count| self.number(count as u64));
+    }
+
+    /// The hash of all that.
+    pub(crate) fn value(&self) -> u64 {
+        self.0.finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Ranks of one job, and a launcher with its ranks, may run different builds: what they compare stays the same.
+    #[test]
+    fn the_values_are_those_of_every_build() {
+        assert_eq!(Hash::default().value(), 0xcbf2_9ce4_8422_2325);
+        let mut hash = Hash::default();
+        hash.bytes(b"world");
+        hash.counts([1, 2].into_iter());
+        assert_eq!(
+            hash.value(),
+            by_hand(b"\x05\0\0\0\0\0\0\0world\x02\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0")
+        );
+    }
+
+    fn by_hand(bytes: &[u8]) -> u64 {
+        bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
     }
 }

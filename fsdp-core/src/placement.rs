@@ -5,16 +5,19 @@ use crate::ReduceOp;
 /// One mesh dimension's share in the layout of a tensor, as in PyTorch's `torch.distributed.tensor.placement_types`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Placement {
-    /// The tensor dimension is cut into chunks, one for each rank of the mesh dimension ([`crate::layout::chunk_range`]).
+    /// The tensor dimension is cut into chunks, one for each rank of the mesh dimension
+    /// ([`crate::layout::chunk_range`]).
     Shard(usize),
     /// As [`Placement::Shard`], but of what mesh dimensions further right leave: PyTorch's `_StridedShard`.
     ///
-    /// It is what FSDP over tensor parallelism makes: on a mesh (dp, tp), a parameter that tp has sharded is sharded once more by dp, which stands further left:
-    /// `[StridedShard { dim: 0, split_factor: <size of tp> }, Shard(0)]`. The mesh dimensions to the right that shard the same tensor dimension come first, as many
-    /// of them as it takes for their sizes to multiply to `split_factor`.
+    /// It is what FSDP over tensor parallelism makes: on a mesh (dp, tp), a parameter that tp has sharded is sharded
+    /// once more by dp, which stands further left: `[StridedShard { dim: 0, split_factor: <size of tp> }, Shard(0)]`.
+    /// The mesh dimensions to the right that shard the same tensor dimension come first, as many of them as it takes
+    /// for their sizes to multiply to `split_factor`.
     ///
-    /// Where nothing to the right shards the tensor dimension (a mesh without tp), the dimension is cut into `split_factor` pieces, each piece into chunks, and
-    /// every rank holds its chunk of every piece: several boxes of the tensor.
+    /// Where nothing to the right shards the tensor dimension (a mesh without tp), the dimension is cut into
+    /// `split_factor` pieces, each piece into chunks, and every rank holds its chunk of every piece: several boxes of
+    /// the tensor.
     StridedShard {
         /// The tensor dimension.
         dim: usize,

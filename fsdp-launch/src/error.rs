@@ -11,7 +11,8 @@ pub enum Error {
     /// A program given by name is in none of the places where one is looked for.
     #[error(
         "program {name:?} was not found. Looked at: (1) {workspace}; (2) {beside}; (3) the directories of PATH. \
-         Check the name against the [[bin]] and [[example]] targets of your workspace, or give a path, which has a '/' in it{hint}"
+         Check the name against the [[bin]] and [[example]] targets of your workspace, \
+         or give a path, which has a '/' in it{hint}"
     )]
     ProgramNotFound {
         /// The name.
@@ -53,7 +54,8 @@ pub enum Error {
     },
 
     /// Several packages of the workspace have a target of this name.
-    #[error("{name:?} is a target of several packages: {}. Change into the one that is meant, or give the path of a built executable", .packages.join(", "))]
+    #[error("{name:?} is a target of several packages: {}. Change into the one that is meant, or give the path of a \
+        built executable", .packages.join(", "))]
     AmbiguousTarget {
         /// The target.
         name: String,
@@ -72,7 +74,8 @@ pub enum Error {
 
     /// Cargo said it built the program but named no executable.
     #[error(
-        "`{command}` succeeded but named no executable for the target: run it by hand, and give the path of what it built"
+        "`{command}` succeeded but named no executable for the target: run it by hand, and give the path of what it \
+            built"
     )]
     NoExecutable {
         /// The command line.
@@ -164,7 +167,9 @@ pub enum Error {
 
 fn no_run(run: Option<&str>, known: &[String]) -> String {
     match (run, known) {
-        (None, _) => "no run of this user is under way on this host (runs are found through TMPDIR, which must be the launcher's)".into(),
+        (None, _) => "no run of this user is under way on this host (runs are found through TMPDIR, which must be the \
+            launcher's)"
+            .into(),
         (Some(run), []) => format!("no run {run:?}: none of this user is under way on this host"),
         (Some(run), known) => format!("no run {run:?}: there are {}", known.join(", ")),
     }

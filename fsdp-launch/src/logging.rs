@@ -16,7 +16,8 @@ pub(crate) fn start() {
     subscriber.with_env_filter(filter).with_ansi(ansi).without_time().init();
 }
 
-/// `RUST_LOG` is most often meant for the training program, and does not take the launcher's warnings away unless it speaks of the launcher, or of everything.
+/// `RUST_LOG` is most often meant for the training program, and does not take the launcher's warnings away unless it
+/// speaks of the launcher, or of everything.
 fn with_warnings(filter: &str) -> String {
     let speaks_of_us = |directive: &str| {
         let target = directive.split(['=', '[']).next().unwrap_or_default();

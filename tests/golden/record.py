@@ -1,10 +1,10 @@
-"""Records runs of PyTorch FSDP2, on two CPU ranks: torchrun --nproc-per-node 2 record.py --out DIR [--models NAME ..] [--runs RUN ..]
-                                                                                      [--from DIR]
+"""Records runs of PyTorch FSDP2, on two CPU ranks:
+torchrun --nproc-per-node 2 record.py --out DIR [--models NAME ..] [--runs RUN ..] [--from DIR]
 
     pip install -r ../interop/requirements.txt
 
-Each model beside this file is trained as README.md says, into DIR/NAME/RUN.json. With --from, the runs go on from what candle-fsdp has saved (or
-`fsdp-ckpt convert` has made of it) as DIR/NAME/step-N, and the files have the steps after it.
+Each model beside this file is trained as README.md says, into DIR/NAME/RUN.json. With --from, the runs go on from what
+candle-fsdp has saved (or `fsdp-ckpt convert` has made of it) as DIR/NAME/step-N, and the files have the steps after it.
 """
 
 import argparse
@@ -40,7 +40,8 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def sharded(name, param_dtype, reduce_dtype, attention):
-    model = AutoModelForCausalLM.from_pretrained(HERE / name, attn_implementation=attention, dtype=torch.float32).train()
+    model = AutoModelForCausalLM.from_pretrained(HERE / name, attn_implementation=attention, dtype=torch.float32)
+    model = model.train()
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     for block in model.model.layers if name.startswith("llama") else model.transformer.h:
         fully_shard(block, mp_policy=policy)
@@ -110,9 +111,11 @@ def main():
             run = RUNS[file]
             checkpoint = options.checkpoints and next((options.checkpoints / name).glob("step-*"))
             trajectory = train(name, run, checkpoint)
-            settings = {"torch": torch.__version__, "world_size": dist.get_world_size(), "batch_per_rank": SEQUENCES // dist.get_world_size()}
+            size = dist.get_world_size()
+            settings = {"torch": torch.__version__, "world_size": size, "batch_per_rank": SEQUENCES // size}
             settings |= {"seq_len": LENGTH, "steps": STEPS, "clip_grad_norm": CLIP, **ADAMW}
-            settings |= {"param_dtype": str(run[0]), "reduce_dtype": str(run[1]), "attention": run[2], "trajectory": trajectory}
+            settings |= {"param_dtype": str(run[0]), "reduce_dtype": str(run[1])}
+            settings |= {"attention": run[2], "trajectory": trajectory}
             if dist.get_rank() == 0:
                 (options.out / name).mkdir(parents=True, exist_ok=True)
                 (options.out / name / f"{file}.json").write_text(json.dumps(settings, indent=1))

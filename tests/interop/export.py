@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 
 def loss(directory, tokens):
     model, info = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), f"{directory}: {info}"
+    kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
+    assert not any(info[kind] for kind in kinds), f"{directory}: {info}"
     with torch.no_grad():
         return model.eval()(tokens, labels=tokens).loss.item()
 

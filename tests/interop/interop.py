@@ -3,9 +3,11 @@
     pip install -r requirements.txt
     python interop.py [CONVERT ...]
 
-CONVERT is the command that converts: CONVERT SRC DST --to fsdp|torch-dcp --world-size N. It is `fsdp-ckpt convert`, built by cargo, unless given.
+CONVERT is the command that converts: CONVERT SRC DST --to fsdp|torch-dcp --world-size N. It is `fsdp-ckpt convert`,
+built by cargo, unless given.
 Tests that `cargo test` runs where PyTorch is installed: tests/outside/pytorch.rs.
-A run is started in PyTorch FSDP2 on two ranks, saved in PyTorch's formats, taken over to ours and back, and each stop is compared to the bit.
+A run is started in PyTorch FSDP2 on two ranks, saved in PyTorch's formats, taken over to ours and back, and each stop
+is compared to the bit.
 """
 
 import pathlib
@@ -23,7 +25,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import fully_shard
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-DEFAULT = ["cargo", "run", "--quiet", "--release", "--manifest-path", str(ROOT / "Cargo.toml"), "-p", "fsdp-ckpt", "--", "convert"]
+MANIFEST = str(ROOT / "Cargo.toml")
+DEFAULT = ["cargo", "run", "--quiet", "--release", "--manifest-path", MANIFEST, "-p", "fsdp-ckpt", "--", "convert"]
 CONVERT = sys.argv[1:] or DEFAULT
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 FULL = StateDictOptions(flatten_optimizer_state_dict=True, full_state_dict=True)
@@ -33,7 +36,11 @@ STEPS = 3
 def model():
     torch.manual_seed(0)
     return torch.nn.Sequential(
-        torch.nn.Embedding(13, 7), torch.nn.Linear(7, 5), torch.nn.GELU(), torch.nn.LayerNorm(5), torch.nn.Linear(5, 13, bias=False)
+        torch.nn.Embedding(13, 7),
+        torch.nn.Linear(7, 5),
+        torch.nn.GELU(),
+        torch.nn.LayerNorm(5),
+        torch.nn.Linear(5, 13, bias=False),
     )
 
 
@@ -153,7 +160,8 @@ def main():
         convert(root / "classic", root / "ours", "fsdp", 3)
         found = {name: torch.zeros_like(value) for name, value in expected.items() if isinstance(value, torch.Tensor)}
         dcp.load(found, storage_reader=HuggingFaceStorageReader(str(root / "ours")), no_dist=True)
-        same(found, {name: value for name, value in expected.items() if name in found}, "ours, by HuggingFaceStorageReader")
+        wanted = {name: value for name, value in expected.items() if name in found}
+        same(found, wanted, "ours, by HuggingFaceStorageReader")
 
         # Converted, by its classic reader; and the run goes on as if nothing had been.
         for world_size in (1, 2, 3, 8):

@@ -2,9 +2,10 @@
 
     python surface.py [--check]
 
-Of each module its `__all__` (or what is listed here), of functions and constructors the parameters, of classes the public members that they define
-themselves, of those in METHODS with parameters. `docs/from-pytorch.md` has a row for every one: tests/it/from_pytorch.rs. `--check` fails where the file
-says something else than the PyTorch that is installed.
+Of each module: its `__all__`, or what is listed here. Of functions and constructors: the parameters. Of classes: the
+public members that they define themselves, of those in METHODS with parameters. `docs/from-pytorch.md` has a row for
+every one: tests/it/from_pytorch.rs. `--check` fails where the file says something else
+than the PyTorch that is installed.
 """
 
 import enum
@@ -36,10 +37,6 @@ MODULES = {
         "consolidate_safetensors_files",
         "consolidate_safetensors_files_on_every_rank",
     ],
-    "torch.distributed.checkpoint._consolidate_hf_safetensors": [
-        "consolidate_safetensors_files",
-        "consolidate_safetensors_files_on_every_rank",
-    ],
     "torch.distributed.checkpoint.format_utils": None,
     "torch.distributed.checkpoint.staging": None,
     "torch.distributed.checkpoint.state_dict": [
@@ -60,8 +57,10 @@ METHODS = {"FSDPModule", "UnshardHandle", "GradientReductionHandle", "Comm", "DT
 def public(module):
     names = getattr(module, "__all__", None)
     if names is None:
-        defined = {name: value for name, value in vars(module).items() if not name.startswith("_") and not inspect.ismodule(value)}
-        names = [name for name, value in defined.items() if getattr(value, "__module__", "").startswith(module.__name__)]
+        public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        defined = {name: value for name, value in public.items() if not inspect.ismodule(value)}
+        own = module.__name__
+        names = [name for name, value in defined.items() if getattr(value, "__module__", "").startswith(own)]
     return names
 
 
@@ -71,7 +70,8 @@ def parameters(function):
     except (TypeError, ValueError):
         return []
     starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [item.name for item in found if item.kind not in starred and item.name not in ("self", "cls") and not item.name.startswith("_")]
+    named = [item.name for item in found if item.kind not in starred and item.name not in ("self", "cls")]
+    return [name for name in named if not name.startswith("_")]
 
 
 def members(owner, constructor):
@@ -106,7 +106,8 @@ def text(record):
     for name, items in record["modules"].items():
         lines = ",\n".join(f"   {json.dumps(item)}: {json.dumps(value)}" for item, value in items.items())
         modules.append(f"  {json.dumps(name)}: {{\n{lines}\n  }}")
-    head = f'{{\n "torch": {json.dumps(record["torch"])},\n "torchrun": {json.dumps(record["torchrun"])},\n "modules": {{\n'
+    head = f'{{\n "torch": {json.dumps(record["torch"])},\n "torchrun": {json.dumps(record["torchrun"])},\n'
+    head += ' "modules": {\n'
     return head + ",\n".join(modules) + "\n }\n}\n"
 
 
@@ -114,7 +115,8 @@ def main():
     warnings.simplefilter("ignore")
     found = text(surface())
     if sys.argv[1:] == ["--check"]:
-        assert OUTPUT.read_text() == found, f"{OUTPUT.name} is not what PyTorch {torch.__version__} has: run surface.py, and see docs/from-pytorch.md"
+        hint = f"{OUTPUT.name} is not what PyTorch {torch.__version__} has: run surface.py, see docs/from-pytorch.md"
+        assert OUTPUT.read_text() == found, hint
     else:
         OUTPUT.write_text(found)
 

@@ -1,7 +1,8 @@
-//! Runs whose ranks are killed and stopped and whose launcher is killed, at random instants: each goes on to the weights of a run that nothing happened to,
-//! and leaves nothing behind.
+//! Runs whose ranks are killed and stopped and whose launcher is killed, at random instants: each goes on to the
+//! weights of a run that nothing happened to, and leaves nothing behind.
 //!
-//! `FSDP_CHAOS_RUNS` says how many runs, `FSDP_CHAOS_SEED` which ones: run 7 of a seed is the same run 7 however many there are.
+//! `FSDP_CHAOS_RUNS` says how many runs, `FSDP_CHAOS_SEED` which ones: run 7 of a seed is the same run 7 however many
+//! there are.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};

@@ -25,17 +25,6 @@ fn train(dir: &Path, args: &str) -> Run {
 /// A run that takes the weights beyond what f32 has room for in one step.
 const OVERFLOW: &str = "--lr 3e38 --clip-grad-norm 0";
 
-/// Both ranks said all of this.
-fn refused(run: Run, parts: &[&str]) {
-    let text = run.failed();
-    for rank in ["[rank 0]", "[rank 1]"] {
-        let lines: Vec<&str> = text.lines().filter(|line| line.starts_with(rank)).collect();
-        let said = lines.join("\n");
-        assert!(parts.iter().all(|part| said.contains(part)), "{rank}: {parts:?} not in\n{text}");
-    }
-    assert!(!text.contains("panicked"), "{text}");
-}
-
 fn names(dir: &Path) -> Vec<String> {
     let Ok(entries) = fs::read_dir(dir) else { return vec![] };
     let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
@@ -65,7 +54,7 @@ fn poison(step: &Path, tensor: &str) {
     let values = source.values().clone();
     fs::remove_dir_all(step).unwrap();
     let state = SaveState { mesh: MeshLayout::new(&[("dp_shard", 1)]).unwrap(), tensors, values };
-    local::run(1, |group| fsdp_ckpt::save(step, &*group, &state).unwrap());
+    local::run(1, |group| fsdp_ckpt::save(step, &group, &state).unwrap());
 }
 
 #[test]
@@ -73,8 +62,8 @@ fn weights_that_overflow_are_neither_saved_nor_exported() {
     let dir = tempfile::tempdir().unwrap();
     for more in ["", "--async-save", "--save-every 1"] {
         let run = train(dir.path(), &format!("--steps 1 {OVERFLOW} --checkpoint-dir saved --export-hf qh {more}"));
-        refused(
-            run,
+        run.refused(
+            2,
             &[
                 "saved/step-00000001 was not saved: after step 1, ",
                 "values are infinite or not a number (on rank 0, 1)",
@@ -97,8 +86,8 @@ fn the_last_healthy_checkpoint_stays_and_is_gone_on_from() {
     let healthy = files(&saved.join("step-00000002"));
     for more in ["--keep 1", "--keep 2 --async-save"] {
         let run = train(dir.path(), &format!("--steps 4 {OVERFLOW} {keep} {more}"));
-        refused(
-            run,
+        run.refused(
+            2,
             &["step-00000003 was not saved", "The newest healthy checkpoint, saved/step-00000002, is untouched"],
         );
         assert_eq!(names(&saved), ["step-00000002"]);
@@ -106,8 +95,8 @@ fn the_last_healthy_checkpoint_stays_and_is_gone_on_from() {
     }
     // Where only the end is saved, the next step sees what the one before has done.
     let run = train(dir.path(), &format!("--steps 5 {OVERFLOW} --checkpoint-dir saved --resume auto"));
-    refused(
-        run,
+    run.refused(
+        2,
         &[
             "step 4 was not taken: the loss is NaN (on every rank)",
             "the weights had become so in a step after step 2: ",
@@ -131,12 +120,13 @@ fn checkpoints_that_were_poisoned_before_are_set_aside() {
     // Told to go on from it, a run does not.
     let run = train(dir.path(), &format!("--steps 4 --lr 1e-3 --resume {}", saved.join("step-00000003").display()));
     let found = "1 values are infinite or not a number (on rank 0): 1 of 32 in the exp_avg of `model.norm.weight`";
-    refused(run, &["can't resume from", found, "pass an older one"]);
+    run.refused(2, &["can't resume from", found, "pass an older one"]);
 
     let run = train(dir.path(), &format!("--steps 3 {keep} --keep 1")).ok();
-    let aside = format!("saved/step-00000003 is damaged and was set aside as saved/step-00000003.damaged: {found}");
+    let aside =
+        format!("saved/step-00000003 can't be gone on from and was set aside as saved/step-00000003.damaged: {found}");
     assert!(run.stderr.contains(&aside), "{}", run.stderr);
-    let aside = "saved/step-00000002 is damaged and was set aside as saved/step-00000002.damaged: 1 values";
+    let aside = "saved/step-00000002 can't be gone on from and was set aside as saved/step-00000002.damaged: 1 values";
     assert!(run.stderr.contains(aside), "{}", run.stderr);
     assert!(run.stderr.contains("resumed from saved/step-00000001 at step 1"), "{}", run.stderr);
     assert_eq!(run.stderr.matches("resumed from").count(), 1, "{}", run.stderr);
@@ -147,7 +137,7 @@ fn checkpoints_that_were_poisoned_before_are_set_aside() {
     poison(&saved.join("step-00000003"), "model.model.norm.weight");
     for _ in 0..2 {
         let run = train(dir.path(), &format!("--steps 5 {keep} --keep 1"));
-        refused(run, &["no checkpoint in saved can be used", "saved/step-00000003.damaged: set aside"]);
+        run.refused(2, &["no checkpoint in saved can be used", "saved/step-00000003.damaged: set aside"]);
     }
 }
 
@@ -175,8 +165,8 @@ fn weights_that_are_no_good_before_any_step_are_not_blamed_on_the_learning_rate(
     model_with(dir.path(), &[("model.norm.weight", 1, f32::NAN)]);
     let run = train(dir.path(), "--model model --steps 1 --lr 1e-3 --checkpoint-dir saved");
     assert!(!run.stderr.contains("--lr"), "{run:?}");
-    refused(
-        run,
+    run.refused(
+        2,
         &[
             "the weights from model are no good before any step: ",
             "1 of 32 in `model.norm.weight`",
@@ -184,6 +174,13 @@ fn weights_that_are_no_good_before_any_step_are_not_blamed_on_the_learning_rate(
         ],
     );
     assert_eq!(names(dir.path()), ["model"]);
+
+    let config = dir.path().join("model/config.json");
+    let mut fields: serde_json::Value = serde_json::from_slice(&fs::read(&config).unwrap()).unwrap();
+    fields["initializer_range"] = 1e39.into();
+    fs::write(&config, fields.to_string()).unwrap();
+    let run = train(dir.path(), "--model model --init random --steps 1 --checkpoint-dir saved");
+    run.refused(2, &["the weights drawn at random are no good before any step: ", "look at initializer_range"]);
 }
 
 #[test]
@@ -195,8 +192,8 @@ fn a_step_whose_gradients_are_not_finite_is_not_taken() {
     model_with(dir.path(), &[(&values, 512, 0.), (&output, 1024, 3.4e38)]);
     for clip in ["", "--clip-grad-norm 0"] {
         let run = train(dir.path(), &format!("--model model --steps 2 --lr 1e-3 --checkpoint-dir saved {clip}"));
-        refused(
-            run,
+        run.refused(
+            2,
             &[
                 "step 1 was not taken: the loss is 4.9",
                 "and the gradients' norm is inf: ",

@@ -126,9 +126,9 @@ fn strings(value: &Value) -> Vec<&str> {
     value.as_array().unwrap().iter().map(|value| value.as_str().unwrap()).collect()
 }
 
-/// The names of `record` that no row is about. A function, a class or an option must be in the code of a row's first cell.
-/// So must what belongs to one (a parameter, a member), with its owner there too or in a heading above, and a method's
-/// parameter, with the method.
+/// The names of `record` that no row is about. A function, a class or an option must be in the code of a row's first
+/// cell. So must what belongs to one (a parameter, a member), with its owner there too or in a heading above, and a
+/// method's parameter, with the method.
 fn missing(record: &Value, rows: &[Row]) -> Vec<String> {
     let is_about = |row: &Row, owner: &str| {
         in_code(&row.theirs, owner) || row.headings.iter().any(|heading| in_code(heading, owner))

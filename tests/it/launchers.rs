@@ -1,5 +1,5 @@
-//! `train` under other launchers than ours: their variables set by hand, and the launchers themselves where they are installed. Jobs run in pairs, at the same
-//! time, so that those that do not tell each other apart meet.
+//! `train` under other launchers than ours: their variables set by hand, and the launchers themselves where they are
+//! installed. Jobs run in pairs, at the same time, so that those that do not tell each other apart meet.
 
 use std::fs;
 use std::os::unix::net::UnixStream;
@@ -105,7 +105,8 @@ fn variables_set_by_hand_are_enough_and_jobs_side_by_side_do_not_meet() {
     let slurm = |step: usize| {
         move |rank: usize| {
             format!(
-                "SLURM_JOB_ID=1234567 SLURM_STEP_ID={step} SLURM_PROCID={rank} SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID={rank} SLURM_NODEID=0 \
+                "SLURM_JOB_ID=1234567 SLURM_STEP_ID={step} SLURM_PROCID={rank} SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=2 \
+                SLURM_LOCALID={rank} SLURM_NODEID=0 \
                  SLURM_NNODES=1 SLURM_STEP_TASKS_PER_NODE=2 SLURM_STEP_NODELIST=node[07] SLURM_JOB_NODELIST=node[01-07]"
             )
         }
@@ -113,14 +114,17 @@ fn variables_set_by_hand_are_enough_and_jobs_side_by_side_do_not_meet() {
     let open_mpi = |job: usize| {
         move |rank: usize| {
             format!(
-                "OMPI_COMM_WORLD_RANK={rank} OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK={rank} OMPI_COMM_WORLD_LOCAL_SIZE=2 \
-                 OMPI_COMM_WORLD_NODE_RANK={rank} OMPI_MCA_ess_base_jobid={job} PMIX_NAMESPACE={job} PMIX_RANK={rank} PMIX_ID={job}.{rank}"
+                "OMPI_COMM_WORLD_RANK={rank} OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK={rank} \
+                 OMPI_COMM_WORLD_LOCAL_SIZE=2 \
+                 OMPI_COMM_WORLD_NODE_RANK={rank} OMPI_MCA_ess_base_jobid={job} PMIX_NAMESPACE={job} \
+                 PMIX_RANK={rank} PMIX_ID={job}.{rank}"
             )
         }
     };
     let mpich = |rank: usize| {
         format!(
-            "PMI_RANK={rank} PMI_SIZE=2 MPI_LOCALRANKID={rank} MPI_LOCALNRANKS=2 HYDI_CONTROL_FD=0 MPIR_CVAR_CH3_INTERFACE_HOSTNAME=host"
+            "PMI_RANK={rank} PMI_SIZE=2 MPI_LOCALRANKID={rank} MPI_LOCALNRANKS=2 HYDI_CONTROL_FD=0 \
+                MPIR_CVAR_CH3_INTERFACE_HOSTNAME=host"
         )
     };
     let sockets = UnixStream::pair().unwrap();

@@ -1,5 +1,6 @@
-//! Every way to shard gives the same training: each combination of ranks, resharding, replication, accumulation, checkpointing and prefetch against what PyTorch
-//! recorded. And each communicates as it should: what its trace shows of every step is what is written here.
+//! Every way to shard gives the same training: each combination of ranks, resharding, replication, accumulation,
+//! checkpointing and prefetch against what PyTorch recorded. And each communicates as it should: what its trace shows
+//! of every step is what is written here.
 
 use std::path::Path;
 
@@ -45,8 +46,8 @@ impl Way {
         ]
     }
 
-    /// What a step of a model of two blocks, 0 and 1 in the root R, does: (g)ather ahead of (f)orward and of (b)ackward, (c)ompute again, (r)educe-scatter,
-    /// (a)ll-reduce over copies.
+    /// What a step of a model of two blocks, 0 and 1 in the root R, does: (g)ather ahead of (f)orward and of
+    /// (b)ackward, (c)ompute again, (r)educe-scatter, (a)ll-reduce over copies.
     fn journal(&self) -> Vec<String> {
         // The next `prefetch` blocks are gathered before a unit computes.
         let (forward, backward) = match self.prefetch {
@@ -145,7 +146,8 @@ fn check_communication(trace: &Trace, way: &Way) {
 fn every_combination(name: &str) {
     let dir = tempfile::tempdir().unwrap();
     let four_sequences = Trajectory::recorded(name, "run");
-    // Accumulating at four ranks takes eight sequences a step, which PyTorch did not record: one rank, nothing sharded, stands in.
+    // Accumulating at four ranks takes eight sequences a step, which PyTorch did not record: one rank, nothing sharded,
+    // stands in.
     let eight_sequences = train(name, 1, 8, &[], dir.path());
     for ranks in [2, 4] {
         for replicate in ["1", "2"] {

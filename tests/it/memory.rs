@@ -39,7 +39,8 @@ fn state_is_a_share_and_transients_are_two_units_and_one_units_gradients() {
             resident >= share && resident <= share + SLACK,
             "{ranks} ranks: {resident} bytes resident, a share is {share}"
         );
-        // The figure may be too large by one unit's share of gradients, which matters only where that is the whole unit.
+        // The figure may be too large by one unit's share of gradients, which matters only where that is the whole
+        // unit.
         let bound = if ranks == 1 { 4 * unit } else { 3 * unit };
         assert!(transient <= bound + SLACK, "{ranks} ranks: {transient} bytes on top, a unit is {unit}");
         assert!(transient >= unit, "{ranks} ranks: {transient} bytes on top can't be all, a unit is {unit}");

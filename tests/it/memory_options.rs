@@ -1,7 +1,8 @@
-//! What a rank holds after each phase of a step, against the formula, for the ways of sharding that `bench memory` does not run.
+//! What a rank holds after each phase of a step, against the formula, for the ways of sharding that `bench memory` does
+//! not run.
 //!
-//! Ranks are threads here: what the allocator counts is the sum over ranks, taken while all of them wait. Each test is a process of its own, so that no other
-//! counts with it.
+//! Ranks are threads here: what the allocator counts is the sum over ranks, taken while all of them wait. Each test is
+//! a process of its own, so that no other counts with it.
 
 use std::process::Command;
 use std::sync::Arc;
@@ -226,8 +227,8 @@ fn activation_checkpointing_keeps_a_blocks_input_alone() {
             (forward - between) / bytes
         };
         let (all, inputs) = (after_forward(false), after_forward(true));
-        // In widths of the residual stream: each block's input, output and sum and, where it is not run again, both sides of
-        // the activation, four wide each.
+        // In widths of the residual stream: each block's input, output and sum and, where it is not run again, both
+        // sides of the activation, four wide each.
         let blocks = LAYERS as f64;
         // Beside the blocks there are the model's input, norm and loss.
         let beside = 0. ..=4.;

@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use fsdp_tests::{program, run, workspace};
 
-/// The commands in the README's code blocks, and those between backticks.
+/// The commands in code blocks of the README and of CONTRIBUTING, and those between backticks.
 fn commands() -> Vec<Vec<String>> {
-    let text = std::fs::read_to_string(workspace().join("README.md")).unwrap();
+    let text = ["README.md", "CONTRIBUTING.md"].map(|name| std::fs::read_to_string(workspace().join(name)).unwrap());
+    let text = text.join("\n").replace("```sh\n", "```\n");
     let mut spans = Vec::new();
     for (i, block) in text.split("```").enumerate() {
         if i % 2 == 0 {
@@ -20,7 +21,9 @@ fn commands() -> Vec<Vec<String>> {
     let words = spans.into_iter().map(|span| span.split_whitespace().map(str::to_owned).collect::<Vec<_>>());
     // A name alone is a program that the text is about.
     words
-        .filter(|words| words.len() > 1 && ["cargo", "fsdp-launch", "train", "fsdp-ckpt"].contains(&words[0].as_str()))
+        .filter(|words| {
+            words.len() > 1 && ["cargo", "fsdp-launch", "train", "fsdp-ckpt", "bench"].contains(&words[0].as_str())
+        })
         .collect()
 }
 
@@ -40,8 +43,9 @@ fn check(words: &[String]) {
         "fsdp-launch" => {
             // The ranks then read their command lines: `--help` goes to them.
             let mut args = words[1..].to_vec();
-            let train = args.iter().position(|word| word == "train").expect("what the README launches is train");
-            args[train] = program("train").to_str().unwrap().to_owned();
+            let launched = |word: &String| ["train", "bench"].contains(&word.as_str());
+            let at = args.iter().position(launched).expect("what the README launches is train or bench");
+            args[at] = program(&args[at]).to_str().unwrap().to_owned();
             understands("fsdp-launch", &args, limit);
         }
         name => understands(name, &words[1..], limit),
@@ -68,7 +72,7 @@ fn check_cargo(words: &[String]) {
 #[test]
 fn every_command_in_the_readme_is_understood() {
     let commands = commands();
-    for program in ["cargo", "fsdp-launch", "train", "fsdp-ckpt"] {
+    for program in ["cargo", "fsdp-launch", "train", "fsdp-ckpt", "bench"] {
         assert!(commands.iter().any(|words| words[0] == program), "no command of {program} was found");
     }
     commands.iter().for_each(|words| check(words));
@@ -86,6 +90,15 @@ fn files(text: &str) -> Vec<String> {
     let links = text.split("](").skip(1).filter_map(|rest| rest.split_once(')')).map(|(link, _)| link);
     let local = links.filter(|link| !link.contains("://")).filter_map(|link| link.split('#').next());
     spans.chain(local).map(str::to_owned).collect()
+}
+
+#[test]
+fn every_stop_of_the_tour_is_there() {
+    let docs = workspace().join("docs");
+    let files = files(&std::fs::read_to_string(docs.join("tour.md")).unwrap());
+    assert!(files.len() > 15, "{files:?}");
+    let missing: Vec<_> = files.iter().filter(|file| !docs.join(file).exists()).collect();
+    assert!(missing.is_empty(), "the tour leads to files that are not there: {missing:?}");
 }
 
 #[test]

@@ -2,12 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::os::unix::fs::symlink;
 use std::path::Path;
 
 use fsdp_tests::{golden, launch};
 use serde_json::Value;
 
-/// Runs `steps` steps of 12 sequences each at `ranks` ranks in `dir`; returns the losses of the steps taken, as their bits and values.
+/// Runs `steps` steps of 12 sequences each at `ranks` ranks in `dir`; returns the losses of the steps taken, as their
+/// bits and values.
 fn train(dir: &Path, ranks: usize, steps: usize, more: &[&str], metrics: &str) -> Vec<(u64, f64)> {
     let model = golden("llama_tiny");
     let (steps, batch_size) = (steps.to_string(), (12 / ranks).to_string());
@@ -149,7 +151,8 @@ fn a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_an_older_one() {
         let resumed = train(dir.path(), 2, 8, &[&saves(run)[..], &resume].concat(), &format!("{run}.jsonl"));
         assert_eq!(resumed, undisturbed[4..], "{run}");
         let stderr = fs::read_to_string(dir.path().join("stderr")).unwrap();
-        let warning = format!("{run}/step-00000006 is damaged and was set aside as {run}/step-00000006.damaged: ");
+        let warning =
+            format!("{run}/step-00000006 can't be gone on from and was set aside as {run}/step-00000006.damaged: ");
         let warnings: Vec<&str> = stderr.lines().filter(|line| line.contains(&warning)).collect();
         assert!(warnings.len() == 1 && warnings[0].contains(said), "{stderr}");
         // It is as it was, and none of the two that are kept.
@@ -193,6 +196,19 @@ fn a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew() {
         let aside = ["saved/step-00000002.damaged: set aside", "saved/step-00000004.damaged: set aside"];
         refused(dir.path(), &["no checkpoint in saved can be used", aside[0], aside[1], "another --checkpoint-dir"]);
         assert_eq!(names(&root), ["step-00000002.damaged", "step-00000004.damaged"]);
+    }
+}
+
+#[test]
+fn a_run_whose_only_checkpoint_is_behind_a_link_that_does_not_count_does_not_begin_anew() {
+    let dir = tempfile::tempdir().unwrap();
+    train(dir.path(), 2, 2, &SAVES, "first.jsonl");
+    let step = dir.path().join("saved/step-00000002");
+    fs::rename(&step, dir.path().join("step-00000009")).unwrap();
+    for (target, why) in [("../gone/step-00000002", "is not there"), ("../step-00000009", "has a name of its own")] {
+        symlink(target, &step).unwrap();
+        refused(dir.path(), &["no checkpoint in saved can be used", "saved/step-00000002: a link to ", why]);
+        fs::remove_file(&step).unwrap();
     }
 }
 

@@ -26,7 +26,7 @@ fn train(dir: &Path, limit: Option<u64>, more: &[&str]) -> Run {
             command.args(more);
             command
         },
-        Duration::from_secs(60),
+        Duration::from_secs(150),
     )
 }
 
@@ -133,15 +133,37 @@ fn data_cut_short_while_it_is_read_is_an_error() {
     let dir = model("llama_tiny");
     let (data, metrics) = (dir.path().join("model/tokens.bin"), dir.path().join("steps.jsonl"));
     let length = fs::metadata(&data).unwrap().len();
+    // The first to ask builds it, which is no part of the time that a step may take.
+    program("train");
     std::thread::scope(|scope| {
         let training = scope.spawn(|| train(dir.path(), None, &["--steps", "10000000", "--metrics", "steps.jsonl"]));
         let start = Instant::now();
-        while !fs::metadata(&metrics).is_ok_and(|file| file.len() > 0) {
-            assert!(start.elapsed() < Duration::from_secs(60) && !training.is_finished(), "no step was taken");
+        // Not only what is written there to see whether it can be, before the data is opened.
+        while !fs::read_to_string(&metrics).is_ok_and(|text| text.contains("\"step\"")) {
+            assert!(start.elapsed() < Duration::from_secs(120) && !training.is_finished(), "no step was taken");
             std::thread::sleep(Duration::from_millis(5));
         }
         File::options().write(true).open(&data).unwrap().set_len(length / 2).unwrap();
         let parts = ["cannot read tokens ", "of model/tokens.bin, which had ", "when the run began"];
         refused(training.join().unwrap(), &parts);
     });
+}
+
+#[test]
+fn what_is_measured_has_a_size_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let bench = |args: &[&str]| {
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", "ulimit -v 8388608; exec \"$0\" \"$@\""]).arg(program("bench")).args(args);
+        command.current_dir(dir.path());
+        run(command, Duration::from_secs(60))
+    };
+    for flag in [&["memory", "--width"][..], &["finite", "--layers"], &["finite", "--rows"], &["collectives", "--mib"]]
+    {
+        let run = bench(&[flag, &[HUGE]].concat());
+        assert_eq!(run.code, Some(2), "{run:?}");
+        assert!(run.failed().contains("is not in 1..="), "{flag:?}");
+    }
+    refused(bench(&["collectives", "--mib", "1048576"]), &["memory"]);
+    refused(bench(&["memory", "--width", "65536", "--layers", "65536", "--mode", "zero3"]), &["memory"]);
 }

@@ -84,7 +84,8 @@ fn the_next_unit_is_gathered_before_this_one_has_computed() {
     for (rank, step) in [(0, 2), (1, 2), (0, 3), (1, 3)] {
         let of_step = Trace::step(&events, rank, step);
         let at = |phase: &str, name: &str| nth(&of_step, phase, name, 0);
-        // Forward: the all-gather of layer 1 is issued before layer 0 computes, and its outcome is asked for after that.
+        // Forward: the all-gather of layer 1 is issued before layer 0 computes, and its outcome is asked for after
+        // that.
         let issued = at("i", "unshard model.layers.1");
         assert!(issued < at("E", "forward model.layers.0"), "rank {rank}, step {step}");
         assert!(at("E", "forward model.layers.0") < at("B", "wait for all-gather model.layers.1"));

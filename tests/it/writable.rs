@@ -4,6 +4,7 @@
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
+use std::time::Duration;
 
 use fsdp_tests::{Run, golden, launch};
 
@@ -22,16 +23,6 @@ fn names(dir: &Path) -> Vec<String> {
     names
 }
 
-/// Both ranks said all of this.
-fn refused(run: Run, parts: &[&str]) {
-    let text = run.failed();
-    for rank in ["[rank 0]", "[rank 1]"] {
-        let lines: Vec<&str> = text.lines().filter(|line| line.starts_with(rank)).collect();
-        let said = lines.join("\n");
-        assert!(parts.iter().all(|part| said.contains(part)), "{rank}: {parts:?} not in\n{text}");
-    }
-}
-
 #[test]
 fn every_rank_hears_before_the_first_step_what_one_can_not_write() {
     let dir = tempfile::tempdir().unwrap();
@@ -40,7 +31,7 @@ fn every_rank_hears_before_the_first_step_what_one_can_not_write() {
     symlink("gone/file", dir.path().join("link-to-file")).unwrap();
     fs::create_dir(dir.path().join("t.rank1.json")).unwrap();
     let before = names(dir.path());
-    let cases: [(&str, &str, &[&str]); 11] = [
+    let cases: [(&str, &str, &[&str]); 12] = [
         (
             "--checkpoint-dir",
             "file/below",
@@ -59,6 +50,7 @@ fn every_rank_hears_before_the_first_step_what_one_can_not_write() {
         ("--metrics", "link-to-file", &["link-to-file is a symbolic link to gone/file, which can't be made"]),
         ("--tensorboard", "file", &["rank 0: can't write --tensorboard file: file is not a directory"]),
         ("--trace", "file/below.json", &["rank 0: can't write --trace file/below.json: file is not a directory"]),
+        ("--trace", "/dev/null", &["can't write --trace /dev/null: it is there and no file"]),
         // What one rank alone can't write.
         ("--trace", "t.json", &["rank 1: can't write --trace t.rank1.json", "irectory"]),
     ];
@@ -67,9 +59,10 @@ fn every_rank_hears_before_the_first_step_what_one_can_not_write() {
         if flag != "--checkpoint-dir" {
             args.extend(["--checkpoint-dir", "saved"]);
         }
-        refused(train(dir.path(), &args), &[parts, &[flag]].concat());
+        train(dir.path(), &args).refused(2, &[parts, &[flag]].concat());
         assert_eq!(names(dir.path()), before, "{flag} {path}");
     }
+    assert!(Path::new("/dev/null").exists());
 }
 
 const RUN: [&str; 4] = ["--checkpoint-dir", "saved", "--resume", "auto"];
@@ -94,16 +87,40 @@ fn a_run_that_is_started_again_replaces_what_it_has_exported_and_nobody_elses() 
         let second = fs::read(out.join(weights)).unwrap();
         assert!(second != first);
         // Another run's, also when it has the same directory of checkpoints, and what goes beyond this one's end.
-        refused(run("3", &["--checkpoint-dir", "other"]), &["holds weights already", "another run exported at step 2"]);
+        run("3", &["--checkpoint-dir", "other"])
+            .refused(2, &["holds weights already", "another run exported at step 2"]);
         fs::rename(dir.path().join("saved/step-00000002"), dir.path().join("away")).unwrap();
-        refused(run("1", &RUN), &["holds weights already", "this run exported at step 2, and it is to end at step 1"]);
+        run("1", &RUN)
+            .refused(2, &["holds weights already", "this run exported at step 2, and it is to end at step 1"]);
         fs::remove_dir_all(dir.path().join("saved")).unwrap();
-        refused(run("3", &RUN), &["holds weights already", "another run exported at step 2"]);
+        run("3", &RUN).refused(2, &["holds weights already", "another run exported at step 2"]);
         assert!(fs::read(out.join(weights)).unwrap() == second);
         // Somebody else's.
         fs::copy(golden("llama_tiny").join("model.safetensors"), out.join(weights)).unwrap();
-        refused(run("1", &RUN), &["holds weights already", "which this program did not export"]);
+        run("1", &RUN).refused(2, &["holds weights already", "which this program did not export"]);
     }
+}
+
+#[test]
+fn weights_that_come_while_a_run_trains_are_not_replaced() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("out/model.safetensors");
+    let theirs = golden("llama_tiny").join("model.safetensors");
+    train(dir.path(), &[&["--steps", "1", "--export-hf", "out"], &RUN[..]].concat()).ok();
+    let metrics = dir.path().join("steps.jsonl");
+    let more = ["--steps", "1000", "--export-hf", "out", "--metrics", "steps.jsonl"];
+    std::thread::scope(|scope| {
+        let training = scope.spawn(|| train(dir.path(), &[&more[..], &RUN].concat()));
+        // A step, and not only what is written there to see whether it can be.
+        let has_begun = || fs::read_to_string(&metrics).is_ok_and(|text| text.contains("\"step\""));
+        while !has_begun() && !training.is_finished() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        fs::copy(&theirs, &out).unwrap();
+        training.join().unwrap().refused(2, &["out: it holds weights already", "which this program did not export"]);
+    });
+    assert!(fs::read(&out).unwrap() == fs::read(&theirs).unwrap());
+    assert!(dir.path().join("saved/step-00001000/checkpoint.json").exists());
 }
 
 #[test]

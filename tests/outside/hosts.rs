@@ -2,7 +2,7 @@
 
 use std::{
     fs,
-    net::{TcpListener, TcpStream},
+    net::{Ipv4Addr, SocketAddrV4, TcpListener, TcpStream},
     path::Path,
     process::Command,
     thread::sleep,
@@ -11,6 +11,7 @@ use std::{
 
 use fsdp_tests::{golden, program};
 use libtest_mimic::Trial;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, socket_with, sockopt::set_socket_reuseaddr};
 
 use crate::agent::Agent;
 use crate::need::{Need, trial};
@@ -158,14 +159,28 @@ fn train(dir: &Path, options: &str, sequences: usize, metrics: &str) -> Agent {
     Agent::start(command)
 }
 
+/// A port of the loopback that nobody but who names it gets while the socket, which does not listen, is there.
+fn held_port() -> (TcpListener, u16) {
+    let socket = socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
+    // As listeners have it, so that one may bind it too.
+    set_socket_reuseaddr(&socket, true).unwrap();
+    bind(&socket, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let held = TcpListener::from(socket);
+    let port = held.local_addr().unwrap().port();
+    (held, port)
+}
+
 fn a_training_run_goes_on_resharded_when_a_launcher_goes_and_when_it_comes_back() {
     let dir = tempfile::tempdir().unwrap();
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let (_held, port) = held_port();
     let options = format!(
-        "--nnodes=1:2 --nproc-per-node=2 --rdzv-endpoint=127.0.0.1:{port} --rdzv-conf=last_call_timeout=0.5 --shutdown-timeout=2"
+        "--nnodes=1:2 --nproc-per-node=2 --rdzv-endpoint=127.0.0.1:{port} --rdzv-conf=last_call_timeout=0.5 \
+            --shutdown-timeout=2"
     );
     let stays = train(dir.path(), &options, 2, "metrics.jsonl");
+    let began = Instant::now();
     while TcpStream::connect(("127.0.0.1", port)).is_err() {
+        assert!(began.elapsed() < LIMIT, "nobody listens at port {port}:\n{}", stays.text());
         sleep(Duration::from_millis(5));
     }
     let mut goes = train(dir.path(), &options, 2, "metrics.jsonl");

@@ -67,8 +67,8 @@ fn checkpoints_go_both_ways() {
     assert_eq!(printed.lines().filter(|line| line.starts_with("ok  ")).count(), 11, "{printed}");
 }
 
-/// PyTorch resumes from our files as they are, and from what `convert` makes of them; the losses are those of a run that
-/// PyTorch did alone.
+/// PyTorch resumes from our files as they are, and from what `convert` makes of them; the losses are those of a run
+/// that PyTorch did alone.
 fn a_run_of_ours_goes_on_there() {
     let dir = tempfile::tempdir().unwrap();
     for name in MODELS {

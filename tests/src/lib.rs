@@ -1,5 +1,6 @@
 //! What the integration tests share: the workspace's programs, built, runs of them, and their traces.
 
+mod paths;
 pub mod remains;
 pub mod trace;
 pub mod trajectory;
@@ -9,24 +10,7 @@ use std::process::{Command, Output, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// The workspace.
-pub fn workspace() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."))
-}
-
-/// A recorded run of PyTorch FSDP2.
-pub fn golden(name: &str) -> PathBuf {
-    workspace().join("tests/golden").join(name)
-}
-
-/// The flags with which `train` repeats a recorded run, but for the batch size: sequences a rank and step make four over all ranks.
-pub fn golden_flags(name: &str) -> Vec<String> {
-    let model = golden(name).display().to_string();
-    let settings = "--seq-len 32 --steps 20 --lr 1e-3 --betas 0.9,0.95 --eps 1e-8 --weight-decay 0.1 --clip-grad-norm 1.0 --lr-schedule constant --warmup-steps 0";
-    let mut flags = vec!["--data".to_string(), format!("{model}/tokens.bin"), "--model".into(), model];
-    flags.extend(settings.split(' ').map(String::from));
-    flags
-}
+pub use paths::{golden, golden_flags, workspace};
 
 /// The path of one of the workspace's programs, built in release mode.
 ///
@@ -39,14 +23,15 @@ pub fn program(name: &str) -> PathBuf {
         let here = std::env::current_exe().unwrap_or_default();
         let target = here.ancestors().nth(3).unwrap_or(Path::new("target"));
         let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
-        // What cargo tells this test of its crate. The build script of ring runs again when that changes, and much is compiled after it, twice a test.
+        // What cargo tells this test of its crate. The build script of ring runs again when that changes, and much is
+        // compiled after it, twice a test.
         let of_this_crate = |name: &str| name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_");
         for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_str().is_some_and(of_this_crate)) {
             cargo.env_remove(name);
         }
         let status = cargo
-            // What `cargo test --workspace` builds, with the same features: there nothing is compiled once more. (The programs are built because their packages
-            // have tests that run them.)
+            // What `cargo test --workspace` builds, with the same features: there nothing is compiled once more. (The
+            // programs are built because their packages have tests that run them.)
             .args(["test", "--release", "--workspace", "--no-run"])
             .arg("--target-dir")
             .arg(target)
@@ -80,6 +65,30 @@ impl Run {
     pub fn ok(self) -> Self {
         assert_eq!(self.code, Some(0), "{}\n{}", self.stdout, self.stderr);
         self
+    }
+
+    /// Standard error of a run that failed because each of its `ranks` ranks was refused, in words that have all of
+    /// `parts`. The launcher ends the others soon after the first has failed: a rank that it has ended before it said
+    /// anything need not be heard, as long as one was.
+    ///
+    /// # Panics
+    /// When it did not fail, when one of them panicked, or has said something else.
+    pub fn refused(self, ranks: usize, parts: &[&str]) -> String {
+        let text = self.failed();
+        assert!(!text.contains("panicked"), "{text}");
+        let mut heard = 0;
+        for rank in 0..ranks {
+            // Further lines of one error have the prefix too.
+            let prefix = format!("[rank {rank}]");
+            let lines = text.lines().filter(|line| line.starts_with(&prefix)).collect::<Vec<_>>().join("\n");
+            if lines.is_empty() && text.contains(&format!("rank {rank}: ended by SIGTERM")) {
+                continue;
+            }
+            assert!(parts.iter().all(|part| lines.contains(part)), "{prefix}: {parts:?} not in\n{text}");
+            heard += 1;
+        }
+        assert!(heard > 0, "no rank was heard:\n{text}");
+        text
     }
 
     /// Standard error of a run that failed.

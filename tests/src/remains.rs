@@ -25,7 +25,8 @@ pub struct Process {
     pub command: String,
 }
 
-/// The processes whose environment says that they are of the run `mark`, but for those that have ended and that nobody has waited for.
+/// The processes whose environment says that they are of the run `mark`, but for those that have ended and that nobody
+/// has waited for.
 pub fn processes(mark: &str) -> Vec<Process> {
     let mark = format!("{MARK}={mark}");
     let mut found = Vec::new();

@@ -7,7 +7,8 @@ use indicatif::{HumanBytes, HumanCount};
 
 use super::tokens::Data;
 
-/// How one optimizer step's sequences are laid out over ranks and micro-batches. None of the numbers but `rank` may be 0.
+/// How one optimizer step's sequences are laid out over ranks and micro-batches. None of the numbers but `rank` may be
+/// 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BatchShape {
     /// Data-parallel ranks.
@@ -24,17 +25,20 @@ pub struct BatchShape {
 
 /// The data, cut into sequences of `seq_len` tokens and dealt out to the ranks.
 ///
-/// Sequence k reads `tokens[k*T .. k*T+T]` and predicts `tokens[k*T+1 .. k*T+T+1]`, T being `seq_len`. With `position` sequences consumed before a step, rank r
-/// reads in micro-batch a the sequences `position + (a*world_size + r)*batch_size + b` for b in `0..batch_size`. So a step takes the next
-/// `world_size * batch_size * grad_accum` sequences however this product is made up: a run that is resumed at `position` with another number of ranks goes on with
-/// the same data. After the last of the `(len - 1) / T` sequences the first one follows again.
+/// Sequence k reads `tokens[k*T .. k*T+T]` and predicts `tokens[k*T+1 .. k*T+T+1]`, T being `seq_len`. With `position`
+/// sequences consumed before a step, rank r reads in micro-batch a the sequences
+/// `position + (a*world_size + r)*batch_size + b` for b in `0..batch_size`. So a step takes the next
+/// `world_size * batch_size * grad_accum` sequences however this product is made up: a run that is resumed at
+/// `position` with another number of ranks goes on with the same data. After the last of the `(len - 1) / T` sequences
+/// the first one follows again.
 ///
 /// ```no_run
 /// use fsdp_examples::data::{BatchShape, Batches, Data, Text};
 ///
 /// let text = Text::new(None)?;
 /// let data = Data::load(Some("input.txt".as_ref()), &text, 256)?;
-/// let batches = Batches::new(data, BatchShape { world_size: 2, rank: 0, batch_size: 4, grad_accum: 2, seq_len: 128 })?;
+/// let shape = BatchShape { world_size: 2, rank: 0, batch_size: 4, grad_accum: 2, seq_len: 128 };
+/// let batches = Batches::new(data, shape)?;
 /// let mut position = 0; // or where the checkpoint says
 /// for _step in 0..100 {
 ///     for a in 0..2 {
@@ -96,8 +100,8 @@ impl Batches {
         Ok(Batches { data, shape, sequences_per_step })
     }
 
-    /// The inputs and targets of this rank's micro-batch `a` (from 0) of the step before which all ranks together had consumed `position` sequences:
-    /// `batch_size * seq_len` token ids each, sequence after sequence.
+    /// The inputs and targets of this rank's micro-batch `a` (from 0) of the step before which all ranks together had
+    /// consumed `position` sequences: `batch_size * seq_len` token ids each, sequence after sequence.
     ///
     /// # Errors
     /// There is no memory for them, or the file that they are in has been cut short or can't be read any more.
@@ -200,7 +204,8 @@ mod tests {
     proptest! {
         #[test]
         fn a_step_takes_the_same_sequences_however_they_are_dealt_out(
-            (w, b, a) in (1..5_usize, 1..5_usize, 1..5_usize), seq_len in 1..9_usize, extra in 0..50_u32, position in 0..1000_u64, steps in 1..4_u64,
+            (w, b, a) in (1..5_usize, 1..5_usize, 1..5_usize), seq_len in 1..9_usize, extra in 0..50_u32,
+            position in 0..1000_u64, steps in 1..4_u64,
         ) {
             let product = w * b * a;
             let len = (product * seq_len) as u32 + 1 + extra;

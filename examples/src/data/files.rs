@@ -56,7 +56,8 @@ impl DataFiles {
             .find(|ancestor| is_workspace(ancestor))
             .with_context(|| {
                 format!(
-                    "there is no data: without --data the sources of the Cargo workspace you are in are read, and {} is in none. Pass --data PATH: a .bin \
+                    "there is no data: without --data the sources of the Cargo workspace you are in are read, and {} \
+                    is in none. Pass --data PATH: a .bin \
                      file of u16 little-endian tokens, a text file or a directory of them",
                     directory.display()
                 )
@@ -75,7 +76,8 @@ fn of_directory(path: &Path) -> Result<Files> {
     }
     if let Some(other) = text.first() {
         bail!(
-            "--data {} holds both .bin files of tokens ({}) and other files ({}): pass the file you mean, or a directory that holds only one kind",
+            "--data {} holds both .bin files of tokens ({}) and other files ({}): pass the file you mean, or a \
+                directory that holds only one kind",
             path.display(),
             tokens[0].display(),
             other.display()
@@ -84,7 +86,8 @@ fn of_directory(path: &Path) -> Result<Files> {
     Ok(Files::Tokens(tokens))
 }
 
-/// All files below `root` in the same order on every machine, but hidden ones and those in `target` directories. Symbolic links are not followed.
+/// All files below `root` in the same order on every machine, but hidden ones and those in `target` directories.
+/// Symbolic links are not followed.
 fn walk(root: &Path) -> Result<Vec<PathBuf>> {
     let wanted = |entry: &DirEntry| {
         let name = entry.file_name().as_encoded_bytes();

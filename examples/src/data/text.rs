@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Error, Result};
 use tokenizers::Tokenizer;
 
-/// Longer text is tokenised in pieces of about this many bytes: a tokenizer keeps some 100 bytes a token while it works.
+/// Longer text is tokenised in pieces of about this many bytes: a tokenizer keeps some 100 bytes a token while it
+/// works.
 const PIECE: usize = 256 << 10;
 /// So many pieces are tokenised at a time, in parallel.
 const PIECES: usize = 32;
@@ -28,7 +29,8 @@ enum Kind {
 }
 
 impl Text {
-    /// The tokenizer of a model directory, its `tokenizer.json`. Without such a file, or without a model, tokens are bytes (ids 0 to 255).
+    /// The tokenizer of a model directory, its `tokenizer.json`. Without such a file, or without a model, tokens are
+    /// bytes (ids 0 to 255).
     ///
     /// Truncation and padding that the file asks for are left out: all the text is data.
     ///
@@ -49,7 +51,8 @@ impl Text {
         Ok(Text(Kind::Tokenizer { tokenizer: Box::new(tokenizer), file }))
     }
 
-    /// The tokens of `text`, without special tokens around them. Text of more than 256 KiB is tokenised in pieces that end at a line's end.
+    /// The tokens of `text`, without special tokens around them. Text of more than 256 KiB is tokenised in pieces that
+    /// end at a line's end.
     ///
     /// # Errors
     /// The tokenizer has no token for a part of the text, not even an unknown one.
@@ -67,7 +70,8 @@ impl Text {
         Ok(ids)
     }
 
-    /// The text of `tokens`, fit for a terminal: what is no text, or a control character other than tab and newline, shows as U+FFFD.
+    /// The text of `tokens`, fit for a terminal: what is no text, or a control character other than tab and newline,
+    /// shows as U+FFFD.
     ///
     /// # Errors
     /// The tokenizer's decoder fails on them.
@@ -96,11 +100,13 @@ impl Text {
         match &self.0 {
             Kind::Bytes { model: None } => "Text is read as bytes, which need a vocabulary of 256".into(),
             Kind::Bytes { model: Some(model) } => format!(
-                "{} has no tokenizer.json, so text is read as bytes, which need a vocabulary of 256: put the model's tokenizer.json there, or pass tokens as a .bin file",
+                "{} has no tokenizer.json, so text is read as bytes, which need a vocabulary of 256: put the model's \
+                    tokenizer.json there, or pass tokens as a .bin file",
                 model.display()
             ),
             Kind::Tokenizer { file, .. } => format!(
-                "{} gives ids that config.json's vocab_size does not allow: use the tokenizer that belongs to this model",
+                "{} gives ids that config.json's vocab_size does not allow: use the tokenizer that belongs to this \
+                    model",
                 file.display()
             ),
         }
@@ -128,7 +134,8 @@ pub(super) mod tests {
     use super::*;
     use std::fs;
 
-    /// A tokenizer that knows three words, one of them under an id beyond what a small model has, and that wants to cut after two tokens.
+    /// A tokenizer that knows three words, one of them under an id beyond what a small model has, and that wants to cut
+    /// after two tokens.
     pub(crate) const TOKENIZER: &str = r#"{
         "version": "1.0", "added_tokens": [], "normalizer": null, "post_processor": null, "decoder": null,
         "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}, "padding": null,

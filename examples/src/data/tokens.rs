@@ -3,7 +3,7 @@
 use std::{
     env, fmt,
     fs::File,
-    io::Read,
+    io::{self, Read},
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
 };
@@ -11,6 +11,8 @@ use std::{
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use crc_fast::{CrcAlgorithm, Digest};
 use indicatif::HumanCount;
+use rustix::io::Errno;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::{
     files::{DataFiles, Files, read_text},
@@ -54,12 +56,14 @@ struct TokenFile {
 impl Data {
     /// Reads `path` (`--data`): a `.bin` file of u16 little-endian tokens, a text file, or a directory of either.
     ///
-    /// A directory is read recursively, in the order of the names. Hidden files, directories called `target`, symbolic links and files that are not text
-    /// (not UTF-8, or with a zero byte) are left out, and the texts are joined by newlines. Without a path the sources (`.rs`, `.md`, `.toml`) of the Cargo
-    /// workspace around the current directory are read.
+    /// A directory is read recursively, in the order of the names. Hidden files, directories called `target`, symbolic
+    /// links and files that are not text (not UTF-8, or with a zero byte) are left out, and the texts are joined by
+    /// newlines. Without a path the sources (`.rs`, `.md`, `.toml`) of the Cargo workspace around the current directory
+    /// are read.
     ///
     /// # Errors
-    /// Nothing to read there, a `.bin` file of an odd length, a text file that is not text, or an id that is not below `vocab_size`.
+    /// Nothing to read there, a `.bin` file of an odd length, a text file that is not text, or an id that is not below
+    /// `vocab_size`.
     pub fn load(path: Option<&Path>, text: &Text, vocab_size: usize) -> Result<Self> {
         let found = match path {
             Some(path) => DataFiles::of_path(path)?,
@@ -76,7 +80,11 @@ impl Data {
             }
             Files::Text(file) => {
                 let content = read_text(&file)?.ok_or_else(|| {
-                    anyhow!("--data {} is not text (UTF-8 without zero bytes). Tokens (u16 little-endian) are read from files named .bin", file.display())
+                    anyhow!(
+                        "--data {} is not text (UTF-8 without zero bytes). Tokens (u16 little-endian) are read \
+                        from files named .bin",
+                        file.display()
+                    )
                 })?;
                 data.push_text(content, &file, text, vocab_size)?;
                 (1, "text")
@@ -224,11 +232,12 @@ impl TokenFile {
     /// Opens a file, and reads it once: for ids beyond the vocabulary, and for the digest.
     fn open(path: &Path, vocab_size: usize, digest: &mut Digest) -> Result<Self> {
         let cannot = || format!("cannot read {}", path.display());
-        let mut file = File::open(path).with_context(cannot)?;
+        let mut file = open(path).with_context(cannot)?;
         let bytes = usize::try_from(file.metadata().with_context(cannot)?.len())?;
         ensure!(
             bytes.is_multiple_of(2),
-            "{} has {bytes} bytes, an odd number: a .bin file is a sequence of unsigned 16-bit little-endian tokens and \
+            "{} has {bytes} bytes, an odd number: a .bin file is a sequence of unsigned 16-bit little-endian tokens \
+            and \
              nothing else",
             path.display()
         );
@@ -266,6 +275,18 @@ impl TokenFile {
     }
 }
 
+/// Opens a file. All files of tokens stay open; there may be more of them than a process may have at first.
+fn open(path: &Path) -> io::Result<File> {
+    match File::open(path) {
+        Err(error) if error.raw_os_error() == Some(Errno::MFILE.raw_os_error()) => {
+            let limit = getrlimit(Resource::Nofile);
+            setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?;
+            File::open(path)
+        }
+        outcome => outcome,
+    }
+}
+
 fn beyond_vocabulary(at: u64, file: &Path, id: u32, vocab_size: usize) -> String {
     format!(
         "token {at} of {} has id {id}, but the model's vocabulary has {vocab_size} ids, 0 to {}.",
@@ -275,188 +296,4 @@ fn beyond_vocabulary(at: u64, file: &Path, id: u32, vocab_size: usize) -> String
 }
 
 #[cfg(test)]
-pub(super) mod tests {
-    use super::{super::text::tests::TOKENIZER, *};
-    use std::fs;
-
-    pub(crate) fn data_of(ids: &[&[u32]]) -> Data {
-        let mut data = Data::empty("a test".into());
-        ids.iter().for_each(|ids| data.push(Ids::Tokenised(ids.to_vec())));
-        data
-    }
-
-    fn all(data: &Data) -> Vec<u32> {
-        let mut out = vec![0; data.len() as usize];
-        data.copy_to(0, &mut out).unwrap();
-        out
-    }
-
-    fn bin(ids: &[u16]) -> Vec<u8> {
-        ids.iter().flat_map(|id| id.to_le_bytes()).collect()
-    }
-
-    fn read(path: &Path, vocab_size: usize) -> Result<Data> {
-        Data::load(Some(path), &Text::new(None).unwrap(), vocab_size)
-    }
-
-    fn message(data: Result<Data>) -> String {
-        format!("{:#}", data.err().unwrap())
-    }
-
-    #[test]
-    fn any_stretch_can_be_read_over_the_borders_of_files() {
-        let data = data_of(&[&[0, 1, 2], &[], &[3], &[4, 5]]);
-        for start in 0..6_u32 {
-            for end in start + 1..=6 {
-                let mut out = vec![99; (end - start) as usize];
-                data.copy_to(start.into(), &mut out).unwrap();
-                assert_eq!(out, (start..end).collect::<Vec<_>>());
-            }
-        }
-        data.copy_to(6, &mut []).unwrap();
-        for (start, len) in [(0, 7), (6, 1), (7, 0), (u64::MAX, 2)] {
-            let error = data.copy_to(start, &mut vec![0; len]).unwrap_err().to_string();
-            assert!(error.contains("are not in 6 tokens of a test"), "{error}");
-        }
-    }
-
-    #[test]
-    fn a_token_file_that_is_cut_short_while_it_is_read_is_an_error() {
-        let directory = tempfile::tempdir().unwrap();
-        let file = directory.path().join("tokens.bin");
-        fs::write(&file, bin(&[1; 10_000])).unwrap();
-        let data = read(&file, 256).unwrap();
-        File::options().write(true).open(&file).unwrap().set_len(4_000).unwrap();
-        let mut out = vec![0; 100];
-        data.copy_to(1_900, &mut out).unwrap();
-        let error = format!("{:#}", data.copy_to(1_901, &mut out).unwrap_err());
-        assert!(error.contains("cannot read tokens 1901 to 2000 of") && error.contains("tokens.bin"), "{error}");
-        assert!(error.contains("which had 10000 when the run began"), "{error}");
-    }
-
-    #[test]
-    fn the_checksum_tells_data_apart_however_they_are_read() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = |name: &str| directory.path().join(name);
-        let checksum = |name: &str| read(&path(name), 256).unwrap().checksum();
-        fs::write(path("a.bin"), bin(&[1, 2, 3])).unwrap();
-        fs::write(path("b.bin"), bin(&[1, 2, 4])).unwrap();
-        assert_ne!(checksum("a.bin"), checksum("b.bin"));
-        fs::create_dir(path("halves")).unwrap();
-        fs::write(path("halves/1.bin"), bin(&[1])).unwrap();
-        fs::write(path("halves/2.bin"), bin(&[2, 3])).unwrap();
-        assert_eq!(checksum("a.bin"), checksum("halves"));
-        fs::write(path("a.txt"), "one").unwrap();
-        fs::write(path("b.txt"), "onE").unwrap();
-        assert_ne!(checksum("a.txt"), checksum("b.txt"));
-        let model = path("model");
-        fs::create_dir(&model).unwrap();
-        fs::write(model.join("tokenizer.json"), TOKENIZER).unwrap();
-        let tokenised = |content: &str| {
-            fs::write(path("words.txt"), content).unwrap();
-            Data::load(Some(&path("words.txt")), &Text::new(Some(&model)).unwrap(), 1000).unwrap().checksum()
-        };
-        assert_eq!(tokenised("a b"), tokenised("a  b"));
-        assert_ne!(tokenised("a b"), tokenised("b a"));
-    }
-
-    #[test]
-    fn token_files_are_u16_little_endian_in_the_order_of_their_names() {
-        let directory = tempfile::tempdir().unwrap();
-        fs::write(directory.path().join("b.bin"), bin(&[3, 65_535])).unwrap();
-        fs::write(directory.path().join("a.bin"), bin(&[258])).unwrap();
-        fs::write(directory.path().join("aa.bin"), b"").unwrap();
-        let data = read(directory.path(), 65_536).unwrap();
-        assert_eq!(all(&data), [258, 3, 65_535]);
-        assert_eq!(data.to_string(), format!("3 tokens of 3 token files in {}", directory.path().display()));
-    }
-
-    #[test]
-    fn a_token_file_of_odd_length_is_refused() {
-        let directory = tempfile::tempdir().unwrap();
-        let file = directory.path().join("odd.bin");
-        fs::write(&file, b"abc").unwrap();
-        let message = message(read(&file, 65_536));
-        assert!(message.contains("odd.bin has 3 bytes, an odd number"), "{message}");
-    }
-
-    #[test]
-    fn the_first_id_beyond_the_vocabulary_is_named() {
-        let directory = tempfile::tempdir().unwrap();
-        let file = directory.path().join("tokens.bin");
-        // Past the first stretch that is read at a time.
-        let mut ids = vec![130; 600_000];
-        (ids[550_000], ids[550_001]) = (131, 200);
-        fs::write(&file, bin(&ids)).unwrap();
-        let message = message(read(&file, 131));
-        assert!(message.contains("token 550000 of ") && message.contains("tokens.bin has id 131"), "{message}");
-        assert!(
-            message.contains("131 ids, 0 to 130") && message.contains("tokenizer that belongs to this model"),
-            "{message}"
-        );
-        assert_eq!(read(&file, 201).unwrap().len(), 600_000);
-    }
-
-    #[test]
-    fn texts_are_joined_by_newlines_and_other_files_left_out() {
-        let directory = tempfile::tempdir().unwrap();
-        fs::write(directory.path().join("1.txt"), "one").unwrap();
-        fs::write(directory.path().join("2.png"), b"\x89PNG\0").unwrap();
-        fs::write(directory.path().join("3.txt"), "").unwrap();
-        fs::write(directory.path().join("4.txt"), "two\n").unwrap();
-        let data = read(directory.path(), 256).unwrap();
-        assert_eq!(Text::new(None).unwrap().decode(&all(&data)).unwrap(), "one\n\ntwo\n");
-        assert!(data.to_string().contains("3 text files in") && data.to_string().ends_with("read as bytes"), "{data}");
-    }
-
-    #[test]
-    fn a_directory_without_text_and_a_file_that_is_none_are_refused() {
-        let directory = tempfile::tempdir().unwrap();
-        let file = directory.path().join("weights.safetensors");
-        fs::write(&file, b"\0\0").unwrap();
-        assert!(message(read(directory.path(), 256)).contains("holds no text files"));
-        assert!(message(read(&file, 256)).contains("is not text"));
-    }
-
-    #[test]
-    fn bytes_beyond_a_model_s_vocabulary_point_to_the_missing_tokenizer() {
-        let directory = tempfile::tempdir().unwrap();
-        let file = directory.path().join("a.txt");
-        fs::write(&file, "ab\u{e9}").unwrap();
-        let text = Text::new(Some(directory.path())).unwrap();
-        let message = message(Data::load(Some(&file), &text, 131));
-        assert!(
-            message.contains("token 2 of ") && message.contains("id 195") && message.contains("has no tokenizer.json"),
-            "{message}"
-        );
-    }
-
-    #[test]
-    fn text_is_tokenised_and_ids_beyond_the_model_s_vocabulary_point_to_the_tokenizer() {
-        let directory = tempfile::tempdir().unwrap();
-        fs::write(directory.path().join("tokenizer.json"), TOKENIZER).unwrap();
-        let text = Text::new(Some(directory.path())).unwrap();
-        let texts = directory.path().join("texts");
-        fs::create_dir(&texts).unwrap();
-        fs::write(texts.join("1.txt"), "a b").unwrap();
-        fs::write(texts.join("2.txt"), "b rare").unwrap();
-        assert_eq!(all(&Data::load(Some(&texts), &text, 1000).unwrap()), [1, 2, 2, 999]);
-        let message = message(Data::load(Some(&texts), &text, 3));
-        assert!(
-            message.contains("token 1 of ")
-                && message.contains("2.txt has id 999")
-                && message.contains("tokenizer.json gives ids"),
-            "{message}"
-        );
-    }
-
-    #[test]
-    fn the_workspace_is_read_by_default() {
-        // Tests run in their package's directory, which is in a workspace or is the root of none.
-        let data = Data::load(None, &Text::new(None).unwrap(), 256);
-        match DataFiles::of_workspace(&env::current_dir().unwrap()) {
-            Ok(_) => assert!(data.unwrap().len() > 1000),
-            Err(_) => assert!(message(data).contains("Pass --data PATH")),
-        }
-    }
-}
+pub(super) mod tests;

@@ -133,7 +133,8 @@ impl RopeParameters {
     }
 }
 
-/// How Llama 3.1 and later stretch rotary frequencies over a longer context, as transformers' `_compute_llama3_parameters`.
+/// How Llama 3.1 and later stretch rotary frequencies over a longer context, as transformers'
+/// `_compute_llama3_parameters`.
 struct Llama3Scaling {
     factor: f64,
     low: f64,
@@ -361,7 +362,8 @@ impl ModelConfig {
         let path = dir.join("config.json");
         let text = std::fs::read_to_string(&path).with_context(|| {
             format!(
-                "can't read {}: --model takes a Hugging Face model directory, with config.json and, for --init pretrained, model.safetensors",
+                "can't read {}: --model takes a Hugging Face model directory, with config.json and, for --init \
+                    pretrained, model.safetensors",
                 path.display()
             )
         })?;

@@ -1,4 +1,5 @@
-//! GPT-2, with the parameter names of Hugging Face's `GPT2LMHeadModel`: `Conv1D` weights are `[in, out]`, the head is the token embedding.
+//! GPT-2, with the parameter names of Hugging Face's `GPT2LMHeadModel`: `Conv1D` weights are `[in, out]`, the head is
+//! the token embedding.
 //!
 //! In shapes, B is the batch, T the time, C the width of the residual stream, H the heads and D their width.
 

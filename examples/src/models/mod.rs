@@ -1,10 +1,13 @@
-//! The models that `train` knows, built from Hugging Face directories: plain Candle modules whose blocks are FSDP units.
+//! The models that `train` knows, built from Hugging Face directories: plain Candle modules whose blocks are FSDP
+//! units.
 
 pub mod config;
 pub mod gpt2;
 pub mod layer;
 pub mod llama;
 mod size;
+#[cfg(test)]
+mod tests;
 mod weights;
 
 use anyhow::Context;
@@ -43,7 +46,8 @@ pub struct ModelOptions {
     pub positions: usize,
     /// Keep the blocks' inputs alone for backward, and run each block again there.
     pub activation_checkpoint: bool,
-    /// Adapters beside the attention's query and value projections: a Llama's `q_proj` and `v_proj`, a GPT-2's `c_attn`. The caller freezes the rest.
+    /// Adapters beside the attention's query and value projections: a Llama's `q_proj` and `v_proj`, a GPT-2's
+    /// `c_attn`. The caller freezes the rest.
     pub lora: Option<LoraConfig>,
 }
 

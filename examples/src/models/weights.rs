@@ -62,7 +62,7 @@ mod tests {
                 |fqn: &str, shape: &[usize], values| TensorShard::whole(fqn, shape, Arc::new(Buffer::F32(values)));
             let scalar = shard("scalar", &[], vec![1.]);
             let dir = root.path().join(name);
-            hf::export(&dir, world.group().as_ref(), &[shard(fqn, shape, values), scalar], &[]).unwrap();
+            hf::export(&dir, world.group(), &[shard(fqn, shape, values), scalar], &[]).unwrap();
             fingerprint(&dir).unwrap()
         };
         let base = print("base", "w", None);

@@ -4,11 +4,12 @@ use candle_core::{DType, Result, Tensor, bail};
 use float8::F8E4M3;
 use fsdp_core::Buffer;
 
-use super::{AllGatherExtension, float_from};
+use super::all_gather::{AllGatherExtension, float_from};
 use crate::storage::typed;
 
-/// E4M3 floats, scaled so that a shard's largest magnitude is E4M3's largest, 448. Each gathered value differs from its shard's by at most 1/16 of its own magnitude
-/// (half a step of 3 mantissa bits), or, where it is below 2^-6 of the scale, by 2^-10 of the scale, with `scale = max|x| / 448` (Micikevicius et al., arXiv:2209.05433).
+/// E4M3 floats, scaled so that a shard's largest magnitude is E4M3's largest, 448. Each gathered value differs from its
+/// shard's by at most 1/16 of its own magnitude (half a step of 3 mantissa bits), or, where it is below 2^-6 of the
+/// scale, by 2^-10 of the scale, with `scale = max|x| / 448` (Micikevicius et al., arXiv:2209.05433).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Float8;
 
@@ -22,7 +23,8 @@ impl AllGatherExtension for Float8 {
     fn pre_all_gather(&self, shard: &Tensor) -> Result<Vec<Buffer>> {
         let values: Vec<f32> = shard.detach().to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
         let largest = values.iter().fold(0f32, |max, value| max.max(value.abs()));
-        // A shard that is not finite becomes NaN as a whole: an error here would leave the other ranks waiting in the all-gather.
+        // A shard that is not finite becomes NaN as a whole: an error here would leave the other ranks waiting in the
+        // all-gather.
         let scale = match values.iter().all(|value| value.is_finite()) {
             true if largest > 0. => largest / LARGEST,
             true => 1.,

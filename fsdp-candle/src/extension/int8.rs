@@ -1,13 +1,15 @@
-//! Frozen weights gathered as 8-bit integers with a scale for each block: a quarter of the bytes of f32. The QLoRA case.
+//! Frozen weights gathered as 8-bit integers with a scale for each block: a quarter of the bytes of f32. The QLoRA
+//! case.
 
 use candle_core::{DType, Result, Tensor, bail};
 use fsdp_core::Buffer;
 
-use super::{AllGatherExtension, float_from};
+use super::all_gather::{AllGatherExtension, float_from};
 use crate::storage::typed;
 
-/// Symmetric 8-bit quantisation in blocks: `q = round(x / s)` with `s = max|x| / 127` over the block, so that each gathered value differs from its shard's by at
-/// most `s / 2`, 1/254 of the block's largest magnitude. Shards keep their precision; what is lost is lost in compute only.
+/// Symmetric 8-bit quantisation in blocks: `q = round(x / s)` with `s = max|x| / 127` over the block, so that each
+/// gathered value differs from its shard's by at most `s / 2`, 1/254 of the block's largest magnitude. Shards keep
+/// their precision; what is lost is lost in compute only.
 #[derive(Clone, Copy, Debug)]
 pub struct Int8Blocks {
     block: usize,
@@ -30,7 +32,8 @@ impl AllGatherExtension for Int8Blocks {
         let (mut quantised, mut scales) = (Vec::with_capacity(values.len()), vec![]);
         for block in values.chunks(self.block) {
             let largest = block.iter().fold(0f32, |max, value| max.max(value.abs()));
-            // A block that is not finite becomes NaN as a whole: an error here would leave the other ranks waiting in the all-gather.
+            // A block that is not finite becomes NaN as a whole: an error here would leave the other ranks waiting in
+            // the all-gather.
             let scale = if block.iter().all(|value| value.is_finite()) { largest / 127. } else { f32::NAN };
             let inverse = if scale > 0. { 1. / scale } else { 0. };
             scales.push(scale);

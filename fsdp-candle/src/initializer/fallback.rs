@@ -1,12 +1,13 @@
 //! Values from one source, and from another for what the first does not have.
 
-use super::{Initializer, ShardRequest};
-use crate::Result;
+use super::request::{Initializer, ShardRequest};
+use crate::error::Result;
 
-/// Asks `first`; parameters that it [does not contain](Initializer::contains) and whose names `accepts` come from `second`. All others that `first` lacks are
-/// an error, as without the fallback.
+/// Asks `first`; parameters that it [does not contain](Initializer::contains) and whose names `accepts` come from
+/// `second`. All others that `first` lacks are an error, as without the fallback.
 ///
-/// For a pretrained model with new adapters: `Fallback::new(Pretrained::open(dir)?, Philox::new(seed), nn::is_adapter)`.
+/// For a pretrained model with new adapters:
+/// `Fallback::new(Pretrained::open(dir)?, Philox::new(seed), nn::is_adapter)`.
 pub struct Fallback<A, B> {
     first: A,
     second: B,
@@ -37,7 +38,7 @@ impl<A: Initializer, B: Initializer> Initializer for Fallback<A, B> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Error;
+    use crate::error::Error;
     use fsdp_core::layout::Region;
 
     struct Ones;
@@ -67,7 +68,7 @@ mod tests {
 
     #[test]
     fn only_accepted_names_that_are_missing_fall_back() {
-        let both = Fallback::new(Ones, Twos, crate::nn::is_adapter);
+        let both = Fallback::new(Ones, Twos, |name| name.contains(".lora_"));
         let fill = |name: &str| {
             let (mut shard, region) = ([0], Region::whole(&[1]));
             let init = candle_nn::Init::Const(0.);

@@ -1,5 +1,5 @@
-//! Counter-based random values: element `i` of a parameter is a function of the seed, the parameter's name and `i` alone, so that each rank draws only
-//! its shard and the model is the same at every world size.
+//! Counter-based random values: element `i` of a parameter is a function of the seed, the parameter's name and `i`
+//! alone, so that each rank draws only its shard and the model is the same at every world size.
 //!
 //! Philox4x32-10: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011).
 
@@ -10,8 +10,8 @@ use candle_nn::init::NormalOrUniform;
 use fsdp_core::layout::Region;
 use rand_philox::{philox4x32_10, u32_to_unit_f64};
 
-use super::{Initializer, ShardRequest, write_floats};
-use crate::Result;
+use super::request::{Initializer, ShardRequest, write_floats};
+use crate::error::Result;
 
 /// Draws initial values by the layers' hints ([`candle_nn::Init`]).
 #[derive(Clone, Copy, Debug)]
@@ -59,7 +59,8 @@ impl Philox {
         )
     }
 
-    /// The value of the element with the global index `index`. Two neighbours share a block: two words each, a normal pair by Box and Muller.
+    /// The value of the element with the global index `index`. Two neighbours share a block: two words each, a normal
+    /// pair by Box and Muller.
     fn value(&self, distribution: Distribution, stream: u64, index: u64) -> f64 {
         match distribution {
             Distribution::Constant(value) => value,

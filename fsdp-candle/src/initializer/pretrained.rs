@@ -4,11 +4,11 @@ use std::path::Path;
 
 use fsdp_ckpt::{TensorSource, hf::HfModel};
 
-use super::{Initializer, ShardRequest};
-use crate::{Error, Result};
+use super::request::{Initializer, ShardRequest};
+use crate::error::{Error, Result};
 
-/// The weights of a model directory: `model.safetensors`, or `model.safetensors.index.json` and the files that it names. Floating point weights are
-/// converted to the parameter's dtype.
+/// The weights of a model directory: `model.safetensors`, or `model.safetensors.index.json` and the files that it
+/// names. Floating point weights are converted to the parameter's dtype.
 pub struct Pretrained {
     model: HfModel,
 }

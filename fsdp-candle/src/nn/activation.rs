@@ -1,8 +1,9 @@
 //! The activations of transformers' feed-forward layers.
 //!
 //! - SiLU `x s(x)` with the logistic function `s`; SwiGLU (Shazeer, 2020, arXiv:2002.05202) `silu(gate) * up`.
-//! - GELU (Hendrycks and Gimpel, 2016, arXiv:1606.08415) `x Phi(x)`, and its approximation `x (1 + tanh(u)) / 2` with `u = sqrt(2/pi) (x + 0.044715 x^3)`. Since
-//!   `(1 + tanh(u)) / 2 = s(2u)`, the approximation needs one exponential and keeps its relative accuracy for large negative `x`.
+//! - GELU (Hendrycks and Gimpel, 2016, arXiv:1606.08415) `x Phi(x)`, and its approximation `x (1 + tanh(u)) / 2` with
+//!   `u = sqrt(2/pi) (x + 0.044715 x^3)`. Since `(1 + tanh(u)) / 2 = s(2u)`, the approximation needs one exponential
+//!   and keeps its relative accuracy for large negative `x`.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
@@ -115,7 +116,8 @@ const CUBIC: f32 = 0.044_715;
 
 /// The normal distribution function and density at `x`.
 ///
-/// The function is Chebyshev's fit to erfc of Press et al., Numerical Recipes (1992), section 6.2, whose relative error is below 1.2e-7 everywhere.
+/// The function is Chebyshev's fit to erfc of Press et al., Numerical Recipes (1992), section 6.2, whose relative error
+/// is below 1.2e-7 everywhere.
 #[inline(always)]
 #[allow(clippy::excessive_precision)]
 fn normal(x: f32) -> (f32, f32) {

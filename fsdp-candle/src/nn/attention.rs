@@ -1,10 +1,13 @@
-//! Causal attention with grouped-query heads, in the manner of FlashAttention (Dao et al., 2022, arXiv:2205.14135): the matrix of probabilities never exists whole.
+//! Causal attention with grouped-query heads, in the manner of FlashAttention (Dao et al., 2022, arXiv:2205.14135): the
+//! matrix of probabilities never exists whole.
 //!
-//! For query `i` of a head: `p_ij = e^(scale q_i.k_j - L_i)` over the keys `j <= S - T + i`, `o_i = sum_j p_ij v_j`. Forward keeps `L_i`, the logarithm of the sum. Backward has
-//! `dv_j = sum_i p_ij do_i`, `ds_ij = scale p_ij (do_i.v_j - do_i.o_i)`, `dq_i = sum_j ds_ij k_j`, `dk_j = sum_i ds_ij q_i`.
+//! For query `i` of a head: `p_ij = e^(scale q_i.k_j - L_i)` over the keys `j <= S - T + i`, `o_i = sum_j p_ij v_j`.
+//! Forward keeps `L_i`, the logarithm of the sum. Backward has `dv_j = sum_i p_ij do_i`,
+//! `ds_ij = scale p_ij (do_i.v_j - do_i.o_i)`, `dq_i = sum_j ds_ij k_j`, `dk_j = sum_i ds_ij q_i`.
 //!
-//! Queries are taken in blocks of rows; a block's products reach as far as its last query's keys, so of the upper triangle only the corners along the diagonal are computed. Heads are read
-//! and written where they lie in `[batch, T, heads * head_dim]`: nothing is transposed.
+//! Queries are taken in blocks of rows; a block's products reach as far as its last query's keys, so of the upper
+//! triangle only the corners along the diagonal are computed. Heads are read and written where they lie in
+//! `[batch, T, heads * head_dim]`: nothing is transposed.
 
 use std::sync::OnceLock;
 
@@ -13,17 +16,18 @@ use candle_core::{CpuStorage, CustomOp1, CustomOp3, D, DType, Layout, Result, Sh
 
 use super::matrix::{Mat, MatMut, Shared, product_here};
 use super::parallel::each;
-use super::simd::{dot, kernel, max, probability, sum};
+use super::softmax::{row_dot, softmax_rows, softmax_rows_back};
 use super::values::{floats, read, same_kind, served, storage, tensor};
 
 /// Queries of a block.
 const BLOCK: usize = 64;
 
-/// Causal self-attention: `q` `[batch, T, n_heads * D]` (or `[batch, T, n_heads, D]`), `k` and `v` `[batch, S, n_kv_heads * D]` (or with the heads apart), output
-/// `[batch, T, n_heads * D]`. Query head `h` uses key head `h / (n_heads / n_kv_heads)`.
+/// Causal self-attention: `q` `[batch, T, n_heads * D]` (or `[batch, T, n_heads, D]`), `k` and `v`
+/// `[batch, S, n_kv_heads * D]` (or with the heads apart), output `[batch, T, n_heads * D]`. Query head `h` uses key
+/// head `h / (n_heads / n_kv_heads)`.
 ///
-/// The queries are the last `T` of the `S >= T` positions, so that with a cache of earlier keys query `i` sees the keys `0..=S - T + i`. `scale` is usually `1 / sqrt(D)`.
-/// An error if the shapes or dtypes disagree.
+/// The queries are the last `T` of the `S >= T` positions, so that with a cache of earlier keys query `i` sees the keys
+/// `0..=S - T + i`. `scale` is usually `1 / sqrt(D)`. An error if the shapes or dtypes disagree.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -53,7 +57,8 @@ pub fn causal_attention(
         || keys < queries
     {
         bail!(
-            "{function}: q {:?}, k {:?} and v {:?} do not fit together: with {n_heads} heads of {dim} they must be [batch, T, {q_width}] and twice [batch, S, {}] with S >= T",
+            "{function}: q {:?}, k {:?} and v {:?} do not fit together: with {n_heads} heads of {dim} they must be \
+             [batch, T, {q_width}] and twice [batch, S, {}] with S >= T",
             q.dims(),
             k.dims(),
             v.dims(),
@@ -69,8 +74,9 @@ pub fn causal_attention(
     q.apply_op3(k, v, Attention { shape, log_sums: OnceLock::new() })
 }
 
-/// [`causal_attention`] on queries, keys and values that one layer made: `qkv` `[batch, T, (n_heads + 2 * n_kv_heads) * D]` holds the heads of the queries, then those of the
-/// keys, then those of the values, at each position. Output `[batch, T, n_heads * D]`.
+/// [`causal_attention`] on queries, keys and values that one layer made: `qkv`
+/// `[batch, T, (n_heads + 2 * n_kv_heads) * D]` holds the heads of the queries, then those of the keys, then those of
+/// the values, at each position. Output `[batch, T, n_heads * D]`.
 ///
 /// It saves the copies that taking `qkv` apart would cost in forward, and more of them in backward.
 pub fn causal_attention_qkv(qkv: &Tensor, n_heads: usize, n_kv_heads: usize, scale: f64) -> Result<Tensor> {
@@ -301,7 +307,8 @@ impl Dims {
                     let sums = &log_sums[(batch * self.n_heads + head) * self.queries + first..][..count];
                     softmax_rows_back(p, ds, sums, deltas, seen, rows.seen_first, self.scale);
                     let (p, ds) = (Mat::new(p, count, seen), Mat::new(ds, count, seen));
-                    // SAFETY: only this task touches this key head's columns of the gradients, and its query heads' columns; each product is done when it returns.
+                    // SAFETY: only this task touches this key head's columns of the gradients, and its query heads'
+                    // columns; each product is done when it returns.
                     unsafe {
                         let d = self.dim;
                         product_here(dv.mat(vp.at(batch, 0, kv_head, d), seen, d, vp.row_stride), true, p.t(), d_o);
@@ -401,46 +408,4 @@ impl CustomOp1 for Attention {
         self.shape.backward([&values; 3], self.shape.fused(), &out_values, &grad, self.log_sums()?, [&shared; 3]);
         Ok(Some(tensor(d_qkv, qkv.shape(), qkv.dtype())?))
     }
-}
-
-kernel! {
-    /// Turns rows of `seen` scores into probabilities; row `i` sees `seen_first + i` of them and the rest become 0.
-    fn softmax_rows(scores: &mut [f32], log_sums: &mut [f32], seen: usize, seen_first: usize, scale: f32) {
-        for (i, (row, log_sum)) in scores.chunks_exact_mut(seen).zip(log_sums).enumerate() {
-            let (row, unseen) = row.split_at_mut(seen_first + i);
-            // The largest scaled score, whatever the sign of the scale.
-            let highest = if scale >= 0.0 { max(row) * scale } else { row.iter().fold(f32::NEG_INFINITY, |a, x| a.max(x * scale)) };
-            let total = sum_exp_in_place(row, scale, highest);
-            let inverse = 1.0 / total;
-            row.iter_mut().for_each(|x| *x *= inverse);
-            unseen.fill(0.0);
-            *log_sum = highest + total.ln();
-        }
-    }
-
-    /// Turns rows of scores into probabilities, and rows of the probabilities' gradients into the scores' gradients.
-    fn softmax_rows_back(p: &mut [f32], ds: &mut [f32], log_sums: &[f32], deltas: &[f32], seen: usize, seen_first: usize, scale: f32) {
-        let rows = p.chunks_exact_mut(seen).zip(ds.chunks_exact_mut(seen));
-        for (i, (((p, ds), &log_sum), &delta)) in rows.zip(log_sums).zip(deltas).enumerate() {
-            let (p, p_unseen) = p.split_at_mut(seen_first + i);
-            let (ds, ds_unseen) = ds.split_at_mut(seen_first + i);
-            for (p, ds) in p.iter_mut().zip(ds) {
-                *p = probability(p.mul_add(scale, -log_sum));
-                *ds = *p * (*ds - delta) * scale;
-            }
-            p_unseen.fill(0.0);
-            ds_unseen.fill(0.0);
-        }
-    }
-
-    fn row_dot(a: &[f32], b: &[f32]) -> f32 {
-        dot(a, b, 0.0)
-    }
-}
-
-/// Replaces each x by e^(scale x - shift) and returns the sum of them.
-#[inline(always)]
-fn sum_exp_in_place(row: &mut [f32], scale: f32, shift: f32) -> f32 {
-    row.iter_mut().for_each(|x| *x = probability(x.mul_add(scale, -shift)));
-    sum(row)
 }

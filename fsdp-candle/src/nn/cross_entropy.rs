@@ -1,6 +1,7 @@
 //! The cross-entropy loss of a language model, `mean(log(sum_j e^(l_j)) - l_target)` over the rows of the logits `l`.
 //!
-//! Backward is `(softmax(l) - onehot(target)) / rows`, in one pass over the logits; each row's `log sum exp` is all that forward keeps.
+//! Backward is `(softmax(l) - onehot(target)) / rows`, in one pass over the logits; each row's `log sum exp` is all
+//! that forward keeps.
 
 use std::sync::OnceLock;
 
@@ -10,7 +11,8 @@ use super::parallel::map_rows;
 use super::simd::{kernel, max, probability, sum_exp};
 use super::values::{floats, indices, read, served, storage, tensor};
 
-/// The mean cross-entropy of `logits` `[.., V]` against `targets` (u32) `[..]`: an f32 scalar, whatever the logits' dtype (f64 for f64).
+/// The mean cross-entropy of `logits` `[.., V]` against `targets` (u32) `[..]`: an f32 scalar, whatever the logits'
+/// dtype (f64 for f64).
 ///
 /// An error if the shapes disagree, there is no row, or a target is not below `V`.
 ///
@@ -29,7 +31,8 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     };
     if targets.dims() != rows || targets.elem_count() == 0 {
         bail!(
-            "cross_entropy: the targets {:?} must have the shape of the logits {:?} without its last dimension, and a row",
+            "cross_entropy: the targets {:?} must have the shape of the logits {:?} without its last dimension, and a \
+             row",
             targets.dims(),
             logits.dims()
         );
@@ -103,7 +106,13 @@ kernel! {
     }
 
     /// The gradient of the logits, `scale (softmax - onehot)`, for as many rows as there are targets.
-    pub(super) fn softmax_minus_onehot(grad: &mut [f32], logits: &[f32], targets: &[u32], log_sums: &[f32], scale: f32) {
+    pub(super) fn softmax_minus_onehot(
+        grad: &mut [f32],
+        logits: &[f32],
+        targets: &[u32],
+        log_sums: &[f32],
+        scale: f32,
+    ) {
         if targets.is_empty() {
             return;
         }

@@ -4,7 +4,7 @@ use candle_core::{CpuStorage, CustomOp1, DType, Layout, Module, Result, Shape, T
 use candle_nn::{Init, VarBuilder};
 
 use super::values::{indices, read, served, storage, weight_grad};
-use crate::weight::Weight;
+use super::weight::Weight;
 
 /// An embedding: weight `[vocabulary, hidden]`, ids (u32) of any shape `[..]`, output `[.., hidden]`.
 ///

@@ -1,7 +1,7 @@
 //! The affine map of a fully connected layer, `y = x W^T + b`, and GPT-2's `Conv1D`, which stores `W` transposed.
 //!
-//! With `x` of `m` rows: `dx = dy W`, `dW = dy^T x`, `db` = the column sums of `dy`. Each is one matrix product into its destination; the weight's
-//! gradient is accumulated where the parameter keeps it.
+//! With `x` of `m` rows: `dx = dy W`, `dW = dy^T x`, `db` = the column sums of `dy`. Each is one matrix product into
+//! its destination; the weight's gradient is accumulated where the parameter keeps it.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, Layout, Module, Result, Shape, Tensor, bail};
@@ -11,12 +11,14 @@ use super::matrix::{Mat, MatMut, product};
 use super::parallel::map_rows;
 use super::simd::kernel;
 use super::values::{cpu, floats, read, same_kind, served, small_weight_grad, storage, tensor, weight_grad};
+use super::weight::Weight;
 use super::weighted_op::weighted_op;
-use crate::weight::Weight;
 
-/// A fully connected layer `y = x W^T + b`: weight `[out, in]`, optional bias `[out]`, input `[.., in]`, output `[.., out]`.
+/// A fully connected layer `y = x W^T + b`: weight `[out, in]`, optional bias `[out]`, input `[.., in]`, output
+/// `[.., out]`.
 ///
-/// It differs from [`candle_nn::Linear`] in speed only: product and bias are one operation, and the weight's gradient is accumulated in place.
+/// It differs from [`candle_nn::Linear`] in speed only: product and bias are one operation, and the weight's gradient
+/// is accumulated in place.
 ///
 /// ```
 /// use candle_core::{Device, Module, Tensor};
@@ -106,7 +108,8 @@ impl Module for Conv1D {
     }
 }
 
-/// A [`Conv1D`] layer from the tensors `weight` and `bias` of `vb`, which start as GPT-2's do: normal with standard deviation 0.02, and zero.
+/// A [`Conv1D`] layer from the tensors `weight` and `bias` of `vb`, which start as GPT-2's do: normal with standard
+/// deviation 0.02, and zero.
 pub fn conv1d(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Conv1D> {
     let weight = vb.get_with_hints((in_dim, out_dim), "weight", Init::Randn { mean: 0., stdev: 0.02 })?;
     let bias = vb.get_with_hints(out_dim, "bias", Init::Const(0.))?;
@@ -167,7 +170,8 @@ struct Affine {
 }
 
 impl Affine {
-    /// The weight's values and strides in the graph's direction, `[in, out]`; f32 weights with any strides are used where they lie.
+    /// The weight's values and strides in the graph's direction, `[in, out]`; f32 weights with any strides are used
+    /// where they lie.
     fn with_weight<R>(&self, f: impl FnOnce(Mat<'_>) -> R) -> Result<R> {
         let (guard, layout) = self.weight.value().storage_and_layout();
         let values = cpu(&guard)?;

@@ -1,8 +1,9 @@
 //! A language model's head and its loss in one operation, so that the logits `[rows, V]` never exist whole.
 //!
-//! Rows are taken in stretches that keep the logits of one within a bound. Backward computes the logits of a stretch anew, turns them into their gradient in place, and multiplies
-//! that into the gradients of the hidden states and the weight: a third more arithmetic than [`cross_entropy`](super::cross_entropy()) after [`Linear`](super::Linear), and less memory by
-//! twice the logits.
+//! Rows are taken in stretches that keep the logits of one within a bound. Backward computes the logits of a stretch
+//! anew, turns them into their gradient in place, and multiplies that into the gradients of the hidden states and the
+//! weight: a third more arithmetic than [`cross_entropy`](super::cross_entropy()) after [`Linear`](super::Linear), and
+//! less memory by twice the logits.
 
 use std::sync::OnceLock;
 
@@ -12,19 +13,21 @@ use super::cross_entropy::{losses, softmax_minus_onehot_in_place};
 use super::matrix::{Mat, MatMut, product};
 use super::parallel::map_rows;
 use super::values::{floats, indices, read, same_kind, served, storage, tensor, weight_grad};
-use crate::weight::Weight;
+use super::weight::Weight;
 
 /// Logits that exist at a time: 64 MiB of f32.
 const LOGITS: usize = 1 << 24;
 
-/// `cross_entropy(hidden W^T, targets)` for hidden states `[.., H]`, the head's weight `[V, H]` and targets (u32) `[..]`: an f32 scalar (f64 for f64).
+/// `cross_entropy(hidden W^T, targets)` for hidden states `[.., H]`, the head's weight `[V, H]` and targets (u32)
+/// `[..]`: an f32 scalar (f64 for f64).
 ///
 /// An error if the shapes or dtypes disagree, there is no row, or a target is not below `V`.
 pub fn linear_cross_entropy(hidden: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Tensor> {
     let (vocabulary, width) = weight.dims2()?;
     if hidden.dims().split_last() != Some((&width, targets.dims())) || targets.elem_count() == 0 {
         bail!(
-            "linear_cross_entropy: hidden {:?} must be the targets' shape {:?} and {width}, for the weight is {:?}; and there must be a row",
+            "linear_cross_entropy: hidden {:?} must be the targets' shape {:?} and {width}, for the weight is {:?}; \
+             and there must be a row",
             hidden.dims(),
             targets.dims(),
             weight.dims()

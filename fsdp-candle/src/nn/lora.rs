@@ -1,7 +1,8 @@
 //! Low-rank adapters (LoRA): a frozen layer and a small trainable difference beside it.
 //!
-//! Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021), arXiv:2106.09685: `y = base(x) + alpha / r * B A x` with `A` `[r, in]` random and
-//! `B` `[out, r]` zero, so that training starts from the base model.
+//! Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021), arXiv:2106.09685:
+//! `y = base(x) + alpha / r * B A x` with `A` `[r, in]` random and `B` `[out, r]` zero, so that training starts from
+//! the base model.
 
 use candle_core::{Module, Result, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
@@ -10,9 +11,9 @@ use super::linear::Linear;
 
 /// A layer with a low-rank adapter: input `[.., in]`, output `[.., out]`, as the base layer's.
 ///
-/// The base layer is [`Linear`], [`Conv1D`](super::Conv1D) or any other module. To train the adapters alone, freeze what they adapt, before the model is built:
-/// `vars.freeze(|name| !is_adapter(name))`. Base and adapter may be of one FSDP unit: frozen parameters are gathered with the rest, and have neither
-/// gradients nor optimizer state.
+/// The base layer is [`Linear`], [`Conv1D`](super::Conv1D) or any other module. To train the adapters alone, freeze
+/// what they adapt, before the model is built: `vars.freeze(|name| !is_adapter(name))`. Base and adapter may be of one
+/// FSDP unit: frozen parameters are gathered with the rest, and have neither gradients nor optimizer state.
 ///
 /// ```
 /// use candle_core::{DType, Device, Module, Tensor};
@@ -26,7 +27,10 @@ use super::linear::Linear;
 ///     nn::lora(nn::linear(8, 6, vb.clone())?, 8, 6, nn::LoraConfig { rank: 2, alpha: 4. }, vb)
 /// })
 /// .unwrap();
-/// let names = |trainable| vars.params().iter().filter(|p| p.trainable() == trainable).map(|p| p.name().to_string()).collect::<Vec<_>>();
+/// let names = |trainable| {
+///     let params = vars.params().into_iter().filter(|param| param.trainable() == trainable);
+///     params.map(|param| param.name().to_string()).collect::<Vec<_>>()
+/// };
 /// assert_eq!(names(true), ["q_proj.lora_A.weight", "q_proj.lora_B.weight"]);
 /// assert_eq!(names(false), ["q_proj.weight", "q_proj.bias"]);
 /// let x = Tensor::ones((3, 8), DType::F32, &Device::Cpu).unwrap();
@@ -65,8 +69,9 @@ impl<M: Module> Module for Lora<M> {
 
 /// A [`Lora`] around `base`, with the tensors `lora_A.weight` `[rank, in]` and `lora_B.weight` `[out, rank]` of `vb`.
 ///
-/// Pass the `vb` that the base layer was built from: the adapter then stands beside its `weight`, under the names that PEFT gives it in adapter files. The base
-/// keeps its own name (`q_proj.weight`, where PEFT's wrapped model says `q_proj.base_layer.weight`), so that pretrained weights load as they are.
+/// Pass the `vb` that the base layer was built from: the adapter then stands beside its `weight`, under the names that
+/// PEFT gives it in adapter files. The base keeps its own name (`q_proj.weight`, where PEFT's wrapped model says
+/// `q_proj.base_layer.weight`), so that pretrained weights load as they are.
 ///
 /// # Errors
 /// When the rank is 0 or the adapter is larger than any memory, `alpha` is not finite, or a tensor can't be had.
@@ -74,7 +79,8 @@ pub fn lora<M>(base: M, in_dim: usize, out_dim: usize, config: LoraConfig, vb: V
     let LoraConfig { rank, alpha } = config;
     if rank == 0 || !alpha.is_finite() {
         bail!(
-            "lora: `{}` is to have an adapter of rank {rank} with alpha = {alpha}: the rank is at least 1 and alpha finite",
+            "lora: `{}` is to have an adapter of rank {rank} with alpha = {alpha}: the rank is at least 1 and alpha \
+             finite",
             vb.prefix()
         );
     }

@@ -59,7 +59,8 @@ pub(super) struct Shared<'a> {
     borrow: PhantomData<&'a mut [f32]>,
 }
 
-// SAFETY: the pointer is only used through `mat` and `slice`, whose callers promise that no two threads touch the same element.
+// SAFETY: the pointer is only used through `mat` and `slice`, whose callers promise that no two threads touch the same
+// element.
 unsafe impl Send for Shared<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for Shared<'_> {}
@@ -120,7 +121,8 @@ fn multiply(dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>, paral
         dst.rows,
         dst.cols
     );
-    // SAFETY: the shapes agree, and each matrix was checked against its data when it was made. `dst` is exclusive, so it overlaps neither operand.
+    // SAFETY: the shapes agree, and each matrix was checked against its data when it was made. `dst` is exclusive, so
+    // it overlaps neither operand.
     unsafe {
         gemm::gemm(
             dst.rows,

@@ -49,7 +49,9 @@ mod norm;
 mod parallel;
 mod rotary;
 mod simd;
+mod softmax;
 mod values;
+mod weight;
 mod weighted_op;
 
 #[cfg(test)]

@@ -1,8 +1,10 @@
-//! Layer normalization (Ba et al., 2016, arXiv:1607.06450) and root-mean-square normalization (Zhang and Sennrich, 2019, arXiv:1910.07467).
+//! Layer normalization (Ba et al., 2016, arXiv:1607.06450) and root-mean-square normalization (Zhang and Sennrich,
+//! 2019, arXiv:1910.07467).
 //!
-//! For each row of `n` elements, with mean `m` (0 for RMS) and `r = 1 / sqrt(mean((x - m)^2) + eps)`: `h = (x - m) r`, `y = h w + b`.
-//! With `g = dy w`: `dx = r (g - mean(g) - h mean(g h))` (RMS has no `mean(g)`), `dw` = sum over rows of `dy h`, `db` = sum over rows of `dy`.
-//! Statistics are f32 and are taken anew in backward: they cost less than to keep.
+//! For each row of `n` elements, with mean `m` (0 for RMS) and `r = 1 / sqrt(mean((x - m)^2) + eps)`: `h = (x - m) r`,
+//! `y = h w + b`. With `g = dy w`: `dx = r (g - mean(g) - h mean(g h))` (RMS has no `mean(g)`), `dw` = sum over rows of
+//! `dy h`, `db` = sum over rows of `dy`. Statistics are f32 and are taken anew in backward: they cost less than to
+//! keep.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, D, DType, Layout, Module, Result, Shape, Tensor, bail};
@@ -11,10 +13,11 @@ use candle_nn::{Init, LayerNormConfig, VarBuilder};
 use super::parallel::map_rows;
 use super::simd::{dot, kernel, sum, sum_squares};
 use super::values::{floats, read, same_kind, served, small_weight_grad, storage, tensor};
+use super::weight::Weight;
 use super::weighted_op::weighted_op;
-use crate::weight::Weight;
 
-/// Layer normalization over the last dimension: weight `[hidden]`, optional bias `[hidden]`, input and output `[.., hidden]`.
+/// Layer normalization over the last dimension: weight `[hidden]`, optional bias `[hidden]`, input and output
+/// `[.., hidden]`.
 ///
 /// It is built as [`candle_nn::LayerNorm`] is.
 ///

@@ -1,6 +1,7 @@
 //! Spreading rows over rayon's threads.
 //!
-//! A rank of a job on CPUs often has one thread, and handing work to rayon's own thread would only cost the caller's cache: then everything runs in place.
+//! A rank of a job on CPUs often has one thread, and handing work to rayon's own thread would only cost the caller's
+//! cache: then everything runs in place.
 
 use candle_core::utils::get_num_threads;
 use rayon::prelude::*;
@@ -18,7 +19,8 @@ fn share(rows: usize, cost: usize) -> usize {
     rows.div_ceil(threads(rows.saturating_mul(cost))).max(1)
 }
 
-/// Calls `f(first_row, rows)` on stretches of whole rows of `out`, each of `width` elements, and collects what it returns in order.
+/// Calls `f(first_row, rows)` on stretches of whole rows of `out`, each of `width` elements, and collects what it
+/// returns in order.
 pub(super) fn map_rows<R: Send>(
     out: &mut [f32],
     width: usize,

@@ -1,6 +1,8 @@
-//! Rotary position embedding (Su et al., 2021, arXiv:2104.09864) in the convention of Hugging Face's Llama: a head's first half is paired with its second half.
+//! Rotary position embedding (Su et al., 2021, arXiv:2104.09864) in the convention of Hugging Face's Llama: a head's
+//! first half is paired with its second half.
 //!
-//! At position `p` the pair `(a, b)` number `i` of a head of `d` elements turns by `p theta^(-2i/d)`: `(a cos - b sin, b cos + a sin)`. Backward turns back.
+//! At position `p` the pair `(a, b)` number `i` of a head of `d` elements turns by `p theta^(-2i/d)`:
+//! `(a cos - b sin, b cos + a sin)`. Backward turns back.
 
 use std::sync::Arc;
 
@@ -48,14 +50,14 @@ fn room(positions: usize, half: usize) -> Result<Vec<f32>> {
         _ => {
             let what = format!("the rotary table of {positions} positions and heads of {} elements", 2 * half);
             let bytes = positions as u128 * half as u128 * 4;
-            Err(crate::Error::from(fsdp_core::Error::Memory { what, bytes }).into())
+            Err(crate::error::Error::from(fsdp_core::Error::Memory { what, bytes }).into())
         }
     }
 }
 
 impl Rotary {
-    /// Tables for heads of `head_dim` elements with the frequencies `theta^(-2i/head_dim)`. An error if `head_dim` is odd or zero, or
-    /// there is no memory for the tables.
+    /// Tables for heads of `head_dim` elements with the frequencies `theta^(-2i/head_dim)`. An error if `head_dim` is
+    /// odd or zero, or there is no memory for the tables.
     pub fn new(theta: f64, head_dim: usize, max_positions: usize, device: &Device) -> Result<Self> {
         if head_dim == 0 || !head_dim.is_multiple_of(2) {
             bail!("Rotary: the head dimension must be even and not zero, found {head_dim}");
@@ -67,7 +69,8 @@ impl Rotary {
         Self::from_frequencies(&frequencies, max_positions, device)
     }
 
-    /// Tables for heads of `2 * frequencies.len()` elements, where pair `i` turns by `frequencies[i]` radians at each position: for scaled variants such as Llama 3's.
+    /// Tables for heads of `2 * frequencies.len()` elements, where pair `i` turns by `frequencies[i]` radians at each
+    /// position: for scaled variants such as Llama 3's.
     pub fn from_frequencies(frequencies: &[f32], max_positions: usize, device: &Device) -> Result<Self> {
         let half = frequencies.len();
         if half == 0 || max_positions == 0 {
@@ -98,7 +101,8 @@ impl Rotary {
         2 * self.host.half
     }
 
-    /// Turns the heads of `x`, `[batch, T, heads, head_dim]` or `[batch, T, heads * head_dim]`, whose first position is `offset`.
+    /// Turns the heads of `x`, `[batch, T, heads, head_dim]` or `[batch, T, heads * head_dim]`, whose first position is
+    /// `offset`.
     ///
     /// An error if the shape is another, or if `offset + T` exceeds the tables' positions.
     pub fn apply(&self, x: &Tensor, offset: usize) -> Result<Tensor> {

@@ -1,9 +1,11 @@
 //! Functions compiled once for each level of the CPU's vector instructions, and the arithmetic that they share.
 //!
-//! The crate is compiled for the oldest CPU of its target, which on x86-64 means vectors of four floats and no fused multiply-add. [`kernel!`] compiles
-//! a function's body again with AVX2 and with AVX-512 and picks at run time; the loops inside are plain Rust that the compiler vectorizes.
+//! The crate is compiled for the oldest CPU of its target, which on x86-64 means vectors of four floats and no fused
+//! multiply-add. [`kernel!`] compiles a function's body again with AVX2 and with AVX-512 and picks at run time; the
+//! loops inside are plain Rust that the compiler vectorizes.
 
-/// Defines functions whose bodies are compiled for several instruction sets, the best of which is picked at each call. So give them a row or more at a call.
+/// Defines functions whose bodies are compiled for several instruction sets, the best of which is picked at each call.
+/// So give them a row or more at a call.
 macro_rules! kernel {
     ($($(#[$meta:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block)*) => {$(
         $(#[$meta])*
@@ -44,7 +46,8 @@ macro_rules! kernel {
 }
 pub(super) use kernel;
 
-/// e^x within 1.5 units in the last place for x in [-87.3, 88.37]; arguments beyond are taken as the bound. NaN stays NaN.
+/// e^x within 1.5 units in the last place for x in [-87.3, 88.37]; arguments beyond are taken as the bound. NaN stays
+/// NaN.
 ///
 /// Range reduction by Cody and Waite and the polynomial of Cephes' `expf`.
 #[inline(always)]
@@ -68,7 +71,8 @@ pub(super) fn exp(x: f32) -> f32 {
     y * f32::from_bits((shifted.to_bits() << 23).wrapping_add(0x3f80_0000))
 }
 
-/// A probability e^x, or 0 where it is below 1e-30: the subnormal numbers that would come of it slow a matrix product down by a factor of ten and more.
+/// A probability e^x, or 0 where it is below 1e-30: the subnormal numbers that would come of it slow a matrix product
+/// down by a factor of ten and more.
 #[inline(always)]
 pub(super) fn probability(x: f32) -> f32 {
     if x < -69.0 { 0.0 } else { exp(x) }
@@ -80,7 +84,8 @@ pub(super) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// Accumulators that a reduction keeps side by side: enough to fill the vector units while each waits for its own last result.
+/// Accumulators that a reduction keeps side by side: enough to fill the vector units while each waits for its own last
+/// result.
 const LANES: usize = 64;
 
 /// Folds a row with `LANES` independent accumulators, which `join` then brings together.

@@ -1,4 +1,5 @@
-//! Between tensors and the slices of f32 that the kernels work on: half floats are widened on the way in and rounded once on the way out.
+//! Between tensors and the slices of f32 that the kernels work on: half floats are widened on the way in and rounded
+//! once on the way out.
 
 use std::borrow::Cow;
 
@@ -7,7 +8,7 @@ use candle_core::{CpuStorage, DType, Layout, Result, Shape, Storage, Tensor, bai
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-use crate::weight::Weight;
+use super::weight::Weight;
 
 /// Whether the kernels serve this tensor; otherwise its layer falls back to a chain of Candle's own operations.
 pub(super) fn served(tensor: &Tensor) -> bool {
@@ -50,7 +51,8 @@ pub(super) fn dense<'a, T: Copy>(values: &'a [T], layout: &Layout) -> Result<Cow
     if let Some((start, end)) = layout.contiguous_offsets() {
         return Ok(Cow::Borrowed(values.get(start..end).ok_or_else(missing)?));
     }
-    // The trailing dimensions that lie in memory without gaps are copied as one run, from each of the places that the dimensions before them lead to.
+    // The trailing dimensions that lie in memory without gaps are copied as one run, from each of the places that the
+    // dimensions before them lead to.
     let (dims, strides) = (layout.dims(), layout.stride());
     let (mut outer, mut run) = (dims.len(), 1);
     while outer > 0 && strides[outer - 1] == run {
@@ -127,7 +129,8 @@ impl<T: Half> FromF32<T> for Vec<T> {
     }
 }
 
-/// What an operation's `bwd` returns for a weight: `write(gradient, accumulate)` computes it in f32, whatever the weight's dtype.
+/// What an operation's `bwd` returns for a weight: `write(gradient, accumulate)` computes it in f32, whatever the
+/// weight's dtype.
 pub(super) fn weight_grad(
     weight: &Weight,
     write: impl FnOnce(&mut [f32], bool) -> Result<()>,
@@ -165,7 +168,8 @@ pub(super) fn small_weight_grad(weight: &Weight, gradient: &[f32]) -> Result<Opt
     })
 }
 
-/// The values of a tensor of u32 indices, each checked to be less than `bound`. `function` and `bound_name` are for the error.
+/// The values of a tensor of u32 indices, each checked to be less than `bound`. `function` and `bound_name` are for the
+/// error.
 pub(super) fn indices(function: &str, what: &str, ids: &Tensor, bound: usize, bound_name: &str) -> Result<Vec<u32>> {
     if ids.dtype() != DType::U32 {
         bail!("{function}: {what}s must be u32, found {:?}: cast them with to_dtype(DType::U32)", ids.dtype());

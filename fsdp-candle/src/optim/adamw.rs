@@ -1,6 +1,7 @@
 //! AdamW on shards: one pass over parameter, gradient and moments.
 //!
-//! Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv:1711.05101); the arithmetic is that of PyTorch's `torch.optim.AdamW`.
+//! Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv:1711.05101); the arithmetic is that of
+//! PyTorch's `torch.optim.AdamW`.
 
 use std::sync::{Arc, Mutex};
 
@@ -10,9 +11,9 @@ use candle_nn::Optimizer;
 use fsdp_core::{Buffer, heartbeat};
 use half::{bf16, f16};
 
-use crate::param::FsdpParam;
+use crate::error::{Error, Result};
 use crate::storage::{poison, swap, to_core_dtype, to_tensor};
-use crate::{Error, Result};
+use crate::unit::FsdpParam;
 
 /// The hyper-parameters, with PyTorch's defaults.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -126,7 +127,8 @@ impl AdamW {
         &mut self.states
     }
 
-    /// Updates every parameter that has a gradient, and tells the launcher the step's number: the most that a parameter has taken.
+    /// Updates every parameter that has a gradient, and tells the launcher the step's number: the most that a parameter
+    /// has taken.
     ///
     /// # Errors
     /// When a gradient has another shape or dtype than its parameter's shard.
@@ -152,7 +154,7 @@ impl AdamW {
         }
         for state in &mut self.states {
             let shard = state.param.var().as_tensor();
-            if state.param.is_empty_with_gradient(grads)? {
+            if state.param.is_empty_with_gradient(grads) {
                 state.step += 1; // as on the ranks that hold something
             }
             let Some(grad) = grads.get(shard) else { continue };
@@ -181,7 +183,8 @@ impl Optimizer for AdamW {
         let param = |var: &Var| match FsdpParam::of_shard(var) {
             Some(param) => Ok(param),
             None => bail!(
-                "fsdp_candle::AdamW: a variable of shape {:?} is no shard of a ShardedVarMap: pass `vars.trainable_vars()`, and \
+                "fsdp_candle::AdamW: a variable of shape {:?} is no shard of a ShardedVarMap: pass \
+                 `vars.trainable_vars()`, and \
                  plain variables (ignored parameters) to candle_nn::AdamW",
                 var.dims()
             ),

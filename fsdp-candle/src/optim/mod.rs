@@ -1,5 +1,12 @@
-//! Optimizers over shards, with their state in the open.
+//! What becomes of gradients: optimizers over shards, clipping, loss scaling, and a look for values that are no
+//! numbers.
 
 mod adamw;
+mod clip;
+mod finite;
+mod grad_scaler;
 
 pub use adamw::{AdamW, AdamWConfig, AdamWState};
+pub use clip::{ClipOptions, NormType, clip_grad_norm, clip_grad_norm_with, grad_norm};
+pub use finite::{ValuesOf, check_finite};
+pub use grad_scaler::GradScaler;

@@ -8,8 +8,8 @@ use fsdp_ckpt::{LoadOptions, LoadReport, LoadTensor, TensorShard, TensorSource};
 use fsdp_core::layout::Region;
 use serde_json::{Map, Value};
 
+use crate::error::{Error, Result};
 use crate::storage::TensorMemory;
-use crate::{Error, Result};
 
 /// One rank's part of a global tensor, or all of it.
 #[derive(Clone, Debug)]
@@ -50,7 +50,8 @@ impl StateTensor {
         let mut part = self.tensor.clone();
         if !region.is_empty() && self.region.intersect(region).as_ref() != Some(region) {
             return fail(format!(
-                "the state dict has the part {:?} of it and this rank holds {region:?}: set the state dict of the same mesh, or a full one",
+                "the state dict has the part {:?} of it and this rank holds {region:?}: set the state dict of the same \
+                 mesh, or a full one",
                 self.region
             ));
         }
@@ -66,7 +67,8 @@ impl StateTensor {
 /// Named tensors and values: the state of a model or an optimizer.
 #[derive(Clone, Debug, Default)]
 pub struct StateDict {
-    /// Tensors by name. Of a sharded state dict they share their memory with the model: loading into them is loading into the model.
+    /// Tensors by name. Of a sharded state dict they share their memory with the model: loading into them is loading
+    /// into the model.
     pub tensors: BTreeMap<String, StateTensor>,
     /// What is no tensor: an optimizer's `param_groups`.
     pub values: Map<String, Value>,
@@ -84,8 +86,8 @@ impl StateDict {
         self.tensors.iter().map(shard).collect()
     }
 
-    /// Fills the tensors in place from a checkpoint or model of any format, whatever mesh wrote it: PyTorch's `dcp.load`. Names in the checkpoint begin with
-    /// `prefix`. No communication.
+    /// Fills the tensors in place from a checkpoint or model of any format, whatever mesh wrote it: PyTorch's
+    /// `dcp.load`. Names in the checkpoint begin with `prefix`. No communication.
     ///
     /// # Errors
     /// Those of [`fsdp_ckpt::load`].

@@ -5,11 +5,12 @@ use std::collections::BTreeSet;
 use candle_core::Tensor;
 use fsdp_core::layout::Region;
 
+use super::dict::{IncompatibleKeys, StateDict, StateTensor};
+use super::options::StateDictOptions;
 use super::transfer::{Wanted, given, kept, on_rank_0, taken};
-use super::{IncompatibleKeys, StateDict, StateDictOptions, StateTensor};
-use crate::Result;
+use crate::build::ShardedVarMap;
+use crate::error::Result;
 use crate::storage::{TensorMemory, with_bytes_mut};
-use crate::var_map::ShardedVarMap;
 
 /// Every parameter, ignored ones too, and every buffer by its FQN. Collective when a full state dict is asked for.
 ///
@@ -32,11 +33,12 @@ pub fn get_model_state_dict(vars: &ShardedVarMap, options: &StateDictOptions) ->
     Ok(kept(dict, vars.mesh(), options))
 }
 
-/// Copies a state dict into the parameters: shards of the same mesh, or whole tensors, of which each rank takes its part; rank 0's, where it is broadcast (then
-/// collective). Floating point dtypes are converted.
+/// Copies a state dict into the parameters: shards of the same mesh, or whole tensors, of which each rank takes its
+/// part; rank 0's, where it is broadcast (then collective). Floating point dtypes are converted.
 ///
 /// # Errors
-/// When `strict` and names differ; when a tensor has another shape, or a part that this rank does not hold. Nothing is changed then.
+/// When `strict` and names differ; when a tensor has another shape, or a part that this rank does not hold. Nothing is
+/// changed then.
 pub fn set_model_state_dict(
     vars: &ShardedVarMap,
     dict: &StateDict,
@@ -119,7 +121,8 @@ pub(super) fn copy(from: &Tensor, to: &Tensor) -> Result<()> {
 /// tensors.extend(optimizer_tensors(&optim)?);
 /// let root = tempfile::tempdir()?;
 /// let dir = root.path().join("step-1");
-/// save(&dir, &**world.group(), &SaveState { mesh: vars.mesh().layout().clone(), tensors, values: Default::default() })?;
+/// let state = SaveState { mesh: vars.mesh().layout().clone(), tensors, values: Default::default() };
+/// save(&dir, world.group(), &state)?;
 ///
 /// // In another run, at another number of ranks: build the model and its optimizer, then
 /// let source = fsdp_ckpt::open(&dir)?;

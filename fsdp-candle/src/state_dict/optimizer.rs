@@ -4,12 +4,13 @@ use candle_core::{DType, Device, Tensor};
 use fsdp_core::layout::Region;
 use serde_json::{Map, Value, json};
 
+use super::dict::{IncompatibleKeys, StateDict, StateTensor};
 use super::model::{compare, copy};
+use super::options::StateDictOptions;
 use super::transfer::{Wanted, given, kept, taken};
-use super::{IncompatibleKeys, StateDict, StateDictOptions, StateTensor};
+use crate::build::ShardedVarMap;
+use crate::error::{Error, Result};
 use crate::optim::{AdamW, AdamWConfig, AdamWState};
-use crate::var_map::ShardedVarMap;
-use crate::{Error, Result};
 
 /// What the names of an optimizer's tensors begin with in a checkpoint.
 const OPTIM: &str = "optim.";
@@ -18,8 +19,8 @@ const GROUPS: &str = "param_groups";
 /// PyTorch's name for the number of steps that a parameter has taken.
 const STEP: &str = "step";
 
-/// The moments and step counts as `state.<fqn>.exp_avg`, `.exp_avg_sq` and `.step`, and the hyper-parameters as `param_groups`. Collective when a full state
-/// dict is asked for.
+/// The moments and step counts as `state.<fqn>.exp_avg`, `.exp_avg_sq` and `.step`, and the hyper-parameters as
+/// `param_groups`. Collective when a full state dict is asked for.
 ///
 /// # Errors
 /// Those of the collectives.
@@ -41,11 +42,12 @@ fn of(optim: &AdamW, options: &StateDictOptions) -> Result<StateDict> {
     Ok(dict)
 }
 
-/// Copies a state dict into the optimizer, tensors as [`crate::set_model_state_dict`] does, and takes its hyper-parameters.
+/// Copies a state dict into the optimizer, tensors as [`crate::set_model_state_dict`] does, and takes its
+/// hyper-parameters.
 ///
 /// # Errors
-/// When `strict` and names differ; when a tensor has another shape, or a part that this rank does not hold; when `param_groups` are not those of one group.
-/// Nothing is changed then.
+/// When `strict` and names differ; when a tensor has another shape, or a part that this rank does not hold; when
+/// `param_groups` are not those of one group. Nothing is changed then.
 pub fn set_optimizer_state_dict(
     vars: &ShardedVarMap,
     optim: &mut AdamW,
@@ -83,7 +85,8 @@ pub fn set_optimizer_state_dict(
     Ok(keys)
 }
 
-/// The state of every parameter in the memory that it has, as `optim.state.<fqn>.exp_avg` and so on: what [`fsdp_ckpt::save`] takes.
+/// The state of every parameter in the memory that it has, as `optim.state.<fqn>.exp_avg` and so on: what
+/// [`fsdp_ckpt::save`] takes.
 pub fn optimizer_tensors(optim: &AdamW) -> Result<Vec<fsdp_ckpt::TensorShard>> {
     Ok(of(optim, &StateDictOptions::default())?.shards(OPTIM))
 }
@@ -94,7 +97,8 @@ pub fn optimizer_values(optim: &AdamW) -> Map<String, Value> {
     Map::from_iter([(format!("{OPTIM}{GROUPS}"), json!([group(optim.config(), names)]))])
 }
 
-/// Reads the moments and step counts from a checkpoint of any format, whatever mesh wrote it. The optimizer keeps its hyper-parameters.
+/// Reads the moments and step counts from a checkpoint of any format, whatever mesh wrote it. The optimizer keeps its
+/// hyper-parameters.
 ///
 /// # Errors
 /// Those of [`fsdp_ckpt::load`]; when a step count is no number of steps.

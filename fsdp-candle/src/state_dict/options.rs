@@ -2,7 +2,8 @@
 
 /// How a state dict is taken and set, as PyTorch's `StateDictOptions`.
 ///
-/// Of PyTorch's fields there is no `flatten_optimizer_state_dict`: names are always flat (`state.<fqn>.exp_avg`), which is what checkpoints hold.
+/// Of PyTorch's fields there is no `flatten_optimizer_state_dict`: names are always flat (`state.<fqn>.exp_avg`), which
+/// is what checkpoints hold.
 #[derive(Clone, Debug)]
 pub struct StateDictOptions {
     /// Whole tensors instead of shards. Taking them is collective, a tensor at a time.

@@ -4,10 +4,11 @@ use candle_core::{DType, Device, Tensor};
 use fsdp_core::layout::Region;
 use fsdp_core::{Buffer, DTensor, DeviceMesh};
 
-use super::{StateDict, StateDictOptions, StateTensor};
-use crate::param::FsdpParam;
+use super::dict::{StateDict, StateTensor};
+use super::options::StateDictOptions;
+use crate::error::{Error, Result};
 use crate::storage::{copy_out, to_core_dtype, to_tensor};
-use crate::{Error, Result};
+use crate::unit::FsdpParam;
 
 /// A tensor of the shape, dtype and cut of a parameter, as the options want it. Collective where they want it whole.
 pub(super) fn taken(param: &FsdpParam, shard: &Tensor, options: &StateDictOptions) -> Result<StateTensor> {
@@ -40,7 +41,8 @@ pub(super) struct Wanted<'a> {
     pub(super) dtype: DType,
 }
 
-/// Rank 0's tensors, each cut for this rank; `None` where rank 0 has none. `Ok(None)` for all where nothing is broadcast. Collective.
+/// Rank 0's tensors, each cut for this rank; `None` where rank 0 has none. `Ok(None)` for all where nothing is
+/// broadcast. Collective.
 pub(super) fn given(
     dict: &StateDict,
     wanted: &[Wanted<'_>],

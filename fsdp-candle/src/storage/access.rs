@@ -4,6 +4,8 @@ use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Storage, Tensor, bail}
 use fsdp_core::{Buffer, Readable, Writable};
 use std::sync::Mutex;
 
+use super::convert::to_core_dtype;
+
 /// A contiguous tensor that a collective or a checkpoint reads in place, its storage locked against writers meanwhile.
 pub(crate) struct TensorMemory(pub(crate) Tensor);
 
@@ -22,7 +24,7 @@ impl TensorMemory {
 
 impl Readable for TensorMemory {
     fn dtype(&self) -> fsdp_core::DType {
-        super::to_core_dtype(self.0.dtype()).unwrap_or(fsdp_core::DType::F32)
+        to_core_dtype(self.0.dtype()).unwrap_or(fsdp_core::DType::F32)
     }
 
     fn len(&self) -> usize {

@@ -34,7 +34,7 @@ pub(crate) fn cast(from: Buffer, dtype: DType, memory: &dyn Allocator) -> Result
     if from.dtype() == dtype {
         return Ok(from);
     }
-    let mut to = memory.take(dtype, from.len()).map_err(crate::Error::from)?;
+    let mut to = memory.take(dtype, from.len()).map_err(crate::error::Error::from)?;
     macro_rules! convert {
         ($from:expr, $to:expr, $f:expr) => {
             $to.iter_mut().zip($from).for_each(|(to, from)| *to = $f(*from))

@@ -5,10 +5,11 @@ use std::sync::Mutex;
 
 use fsdp_core::{Allocator, Buffer, DType, Result};
 
-/// Free buffers by dtype and length, first in, first out. What a training step takes and gives back, the next step takes again; a unit that gives its
-/// parameters' buffers back in order gets the same ones again.
+/// Free buffers by dtype and length, first in, first out. What a training step takes and gives back, the next step
+/// takes again; a unit that gives its parameters' buffers back in order gets the same ones again.
 ///
-/// The pool and what is taken from it never come to more than the most that was taken at once: units of different sizes do not keep a buffer each.
+/// The pool and what is taken from it never come to more than the most that was taken at once: units of different sizes
+/// do not keep a buffer each.
 #[derive(Default)]
 pub(crate) struct Pool(Mutex<Shelves>);
 
@@ -35,7 +36,8 @@ impl Shelves {
         }
     }
 
-    /// Frees buffers until everything fits into the most that was ever taken; those of the sizes that are taken least go first.
+    /// Frees buffers until everything fits into the most that was ever taken; those of the sizes that are taken least
+    /// go first.
     fn trim(&mut self) {
         while self.free_bytes > 0 && self.taken_bytes + self.free_bytes > self.most_bytes {
             let taken = &self.taken;

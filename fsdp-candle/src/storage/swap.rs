@@ -1,4 +1,5 @@
-//! Putting a storage into a tensor and taking the old one out, as PyTorch's `untyped_storage().resize_()` does for FSDP2.
+//! Putting a storage into a tensor and taking the old one out, as PyTorch's `untyped_storage().resize_()` does for
+//! FSDP2.
 //!
 //! Views of a tensor share its storage, so the graph that forward recorded sees what is put in before backward.
 
@@ -32,7 +33,8 @@ pub(crate) fn swap(tensor: &Tensor, storage: CpuStorage) -> Result<CpuStorage> {
     }
 }
 
-/// What lies under a sharded parameter: no compute kernel accepts it, so that every use is a clean error instead of freed memory being read.
+/// What lies under a sharded parameter: no compute kernel accepts it, so that every use is a clean error instead of
+/// freed memory being read.
 pub(crate) fn poison() -> CpuStorage {
     CpuStorage::F4(vec![])
 }

@@ -144,31 +144,42 @@ pub(crate) fn reference(world: &World) -> Gradients {
     gradients(&vars, &grads)
 }
 
-/// Writes down the units in the order in which they communicate.
-pub(crate) struct Journal(String, Arc<Mutex<Vec<String>>>);
+/// What a collective of a user's own is given.
+pub(crate) enum Parts<'a> {
+    Gather(&'a [GatherPart]),
+    Scatter(&'a [ScatterPart]),
+}
 
-impl Journal {
-    pub(crate) fn new(what: &str, unit: impl std::fmt::Display, entries: &Arc<Mutex<Vec<String>>>) -> Arc<Self> {
-        Arc::new(Journal(format!("{what} {unit}"), entries.clone()))
+/// A collective of a user's own, which calls a closure first: it may look at the parts, and answer in place of the
+/// unit's own collective.
+pub(crate) struct Own<F>(pub(crate) F);
+
+impl<F: Fn(Parts<'_>) -> Option<Work> + Send + Sync> AllGather for Own<F> {
+    fn all_gather(&self, ranks: &ProcessGroup, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
+        self.0(Parts::Gather(&parts)).unwrap_or_else(|| ranks.all_gather(parts, memory))
     }
 }
 
-impl AllGather for Journal {
-    fn all_gather(&self, ranks: &Arc<dyn ProcessGroup>, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
-        self.1.lock().unwrap().push(self.0.clone());
-        ranks.all_gather(parts, memory)
-    }
-}
-
-impl ReduceScatter for Journal {
+impl<F: Fn(Parts<'_>) -> Option<Work> + Send + Sync> ReduceScatter for Own<F> {
     fn reduce_scatter(
         &self,
-        ranks: &Arc<dyn ProcessGroup>,
+        ranks: &ProcessGroup,
         parts: Vec<ScatterPart>,
         op: ReduceOp,
         memory: Arc<dyn Allocator>,
     ) -> Work {
-        self.1.lock().unwrap().push(self.0.clone());
-        ranks.reduce_scatter(parts, op, memory)
+        self.0(Parts::Scatter(&parts)).unwrap_or_else(|| ranks.reduce_scatter(parts, op, memory))
     }
+}
+
+/// A custom collective that writes `entry` down when it is issued.
+pub(crate) fn journal(
+    entry: String,
+    entries: &Arc<Mutex<Vec<String>>>,
+) -> Arc<Own<impl Fn(Parts<'_>) -> Option<Work> + use<>>> {
+    let entries = entries.clone();
+    Arc::new(Own(move |_: Parts<'_>| {
+        entries.lock().unwrap().push(entry.clone());
+        None
+    }))
 }

@@ -5,12 +5,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::{DType, Module, Tensor};
 use fsdp_candle::{
-    AllGather, FullyShard, MixedPrecisionPolicy, ReduceScatter, ReshardAfterForward, ShardedVarMap, fully_shard, nn,
+    FullyShard, MixedPrecisionPolicy, ReduceScatter, ReshardAfterForward, ShardMesh, ShardPlacement, ShardedVarMap,
+    fully_shard, nn,
 };
-use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, ReduceOp, ScatterPart, Work};
+use fsdp_core::{Allocator, Buffer, ProcessGroup, ReduceOp, ScatterPart, Work};
 
 use crate::common::{
-    Gradients, Journal, WIDTH, assert_close, batch, gradients, loss_of, ranks, reference, sharded, vars,
+    Gradients, Own, Parts, WIDTH, assert_close, batch, gradients, journal, loss_of, ranks, reference, sharded, vars,
 };
 
 #[test]
@@ -64,25 +65,14 @@ impl Watch {
         let injected = || fsdp_core::Error::Argument { rank: 0, message: "injected".into() };
         (self.fail.load(Ordering::Relaxed) > 0).then(|| Work::ready(Err(injected())))
     }
-}
 
-impl AllGather for Watch {
-    fn all_gather(&self, ranks: &Arc<dyn ProcessGroup>, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
-        self.gathers.fetch_add(1, Ordering::Relaxed);
-        self.failure().unwrap_or_else(|| ranks.all_gather(parts, memory))
-    }
-}
-
-impl ReduceScatter for Watch {
-    fn reduce_scatter(
-        &self,
-        ranks: &Arc<dyn ProcessGroup>,
-        parts: Vec<ScatterPart>,
-        op: ReduceOp,
-        memory: Arc<dyn Allocator>,
-    ) -> Work {
-        self.scatters.fetch_add(1, Ordering::Relaxed);
-        self.failure().unwrap_or_else(|| ranks.reduce_scatter(parts, op, memory))
+    fn collective(self: &Arc<Self>) -> Arc<Own<impl Fn(Parts<'_>) -> Option<Work> + use<>>> {
+        let watch = self.clone();
+        Arc::new(Own(move |parts: Parts<'_>| {
+            let count = if matches!(parts, Parts::Gather(_)) { &watch.gathers } else { &watch.scatters };
+            count.fetch_add(1, Ordering::Relaxed);
+            watch.failure()
+        }))
     }
 }
 
@@ -95,8 +85,8 @@ fn collectives_are_counted_and_survive_a_failure() {
             let model = sharded(&FullyShard::new(&vars).reshard_after_forward(reshard), &vars, WIDTH);
             let watch = Arc::new(Watch::default());
             for block in &model.inner().blocks {
-                block.set_custom_all_gather(Some(watch.clone()));
-                block.set_custom_reduce_scatter(Some(watch.clone()));
+                block.set_custom_all_gather(Some(watch.collective()));
+                block.set_custom_reduce_scatter(Some(watch.collective()));
             }
             let blocks = model.inner().blocks.len();
             let x = batch(world.rank(), WIDTH);
@@ -226,7 +216,7 @@ fn one_unused_parameter_does_not_hold_the_others_back() {
                     Ok(Half(nn::linear(WIDTH, WIDTH, vb.pp("used"))?, nn::linear(WIDTH, WIDTH, vb.pp("unused"))?))
                 };
                 let block = fully_shard(&opts, vb.pp(format!("blocks.{i}")), build).unwrap();
-                block.set_custom_reduce_scatter(Some(watch.clone()));
+                block.set_custom_reduce_scatter(Some(watch.collective()));
                 block
             })
             .collect();
@@ -251,20 +241,11 @@ fn frozen_parameters_are_freed_as_backward_passes() {
         let later = model.inner().blocks[2].params().to_vec();
         let watch: Arc<std::sync::Mutex<Vec<bool>>> = Arc::default();
         let seen = watch.clone();
-        struct Look(Vec<Arc<fsdp_candle::FsdpParam>>, Arc<std::sync::Mutex<Vec<bool>>>);
-        impl ReduceScatter for Look {
-            fn reduce_scatter(
-                &self,
-                ranks: &Arc<dyn ProcessGroup>,
-                parts: Vec<ScatterPart>,
-                op: ReduceOp,
-                memory: Arc<dyn Allocator>,
-            ) -> Work {
-                self.1.lock().unwrap().extend(self.0.iter().map(|param| param.is_unsharded()));
-                ranks.reduce_scatter(parts, op, memory)
-            }
-        }
-        model.inner().blocks[0].set_custom_reduce_scatter(Some(Arc::new(Look(later, seen))));
+        let look = move |_: Parts<'_>| {
+            seen.lock().unwrap().extend(later.iter().map(|param| param.is_unsharded()));
+            None
+        };
+        model.inner().blocks[0].set_custom_reduce_scatter(Some(Arc::new(Own(look))));
         let grads = model.backward(&loss_of(&model, &x)).unwrap();
         assert_eq!(gradients(&vars, &grads).len(), model.inner().blocks[0].params().len());
         let seen = watch.lock().unwrap();
@@ -346,11 +327,11 @@ fn collectives_come_in_the_order_that_overlaps_them_and_parameters_go_when_they_
     ranks(2, |world| {
         let vars = vars(&world);
         let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
-        let journal: Arc<std::sync::Mutex<Vec<String>>> = Arc::default();
+        let entries: Arc<std::sync::Mutex<Vec<String>>> = Arc::default();
         for block in &model.inner().blocks {
             let name = block.name().trim_start_matches("blocks.");
-            block.set_custom_all_gather(Some(Journal::new("gather", name, &journal)));
-            block.set_custom_reduce_scatter(Some(Journal::new("reduce", name, &journal)));
+            block.set_custom_all_gather(Some(journal(format!("gather {name}"), &entries)));
+            block.set_custom_reduce_scatter(Some(journal(format!("reduce {name}"), &entries)));
         }
         let unsharded = || -> Vec<bool> {
             let blocks = model.inner().blocks.iter();
@@ -358,7 +339,7 @@ fn collectives_come_in_the_order_that_overlaps_them_and_parameters_go_when_they_
         };
         let x = batch(world.rank(), WIDTH);
         for step in 0..2 {
-            journal.lock().unwrap().clear();
+            entries.lock().unwrap().clear();
             assert_eq!(unsharded(), [false; 4]);
             let loss = loss_of(&model, &x);
             // After forward the root alone is whole.
@@ -367,7 +348,7 @@ fn collectives_come_in_the_order_that_overlaps_them_and_parameters_go_when_they_
             // The next block's gather is issued before this one computes, and its own gradients' reduction after that.
             let forward = ["gather 0", "gather 1", "gather 2"];
             let backward = ["gather 2", "gather 1", "reduce 2", "gather 0", "reduce 1", "reduce 0"];
-            assert_eq!(*journal.lock().unwrap(), [&forward[..], &backward[..]].concat(), "step {step}");
+            assert_eq!(*entries.lock().unwrap(), [&forward[..], &backward[..]].concat(), "step {step}");
         }
         assert_eq!(unsharded(), [false; 4]);
     });
@@ -379,7 +360,7 @@ struct Late(Option<Arc<std::sync::atomic::AtomicBool>>);
 impl ReduceScatter for Late {
     fn reduce_scatter(
         &self,
-        ranks: &Arc<dyn ProcessGroup>,
+        ranks: &ProcessGroup,
         parts: Vec<ScatterPart>,
         op: ReduceOp,
         memory: Arc<dyn Allocator>,
@@ -416,5 +397,69 @@ fn a_reduction_that_fails_does_not_lose_those_behind_it() {
         blocks[2].set_custom_reduce_scatter(None);
         let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
         assert_close(&gradients(&vars, &grads), &want, 0.);
+    });
+}
+
+#[test]
+fn a_gather_that_fails_leaves_none_of_its_unit_in_flight() {
+    ranks(4, |world| {
+        // Two of a unit's parameters are on one mesh and two on another: two all-gathers.
+        let grid = world.mesh(&[("replicate", 2), ("shard", 2)]).unwrap();
+        let vars = ShardedVarMap::new(&grid.slice(&["shard"]).unwrap(), world.device());
+        let all = ShardMesh::new(&world.mesh(&[("all", 4)]).unwrap()).unwrap();
+        let on_all = move |name: &str, _: &candle_core::Shape| {
+            name.starts_with("b.").then(|| ShardPlacement { dim: 0, mesh: Some(all.clone()) })
+        };
+        let opts = FullyShard::new(&vars).shard_placement_fn(on_all);
+        let unit = fully_shard(&opts, vars.builder(DType::F32), |vb| {
+            Ok((nn::linear(WIDTH, WIDTH, vb.pp("a"))?, nn::linear(WIDTH, WIDTH, vb.pp("b"))?))
+        })
+        .unwrap();
+        let x = batch(world.rank(), WIDTH);
+        let forward = || unit.call(|(a, b)| b.forward(&a.forward(&x)?));
+        let want = forward().unwrap().to_vec2::<f32>().unwrap();
+        unit.reset_iter_state();
+        unit.reshard().unwrap();
+
+        // The first fails; the second takes its time, and is waited for.
+        let (calls, over) = (AtomicUsize::new(0), Arc::new(std::sync::atomic::AtomicBool::new(false)));
+        let is_over = over.clone();
+        let one_of_two = move |_: Parts<'_>| {
+            if calls.fetch_add(1, Ordering::Relaxed) == 0 {
+                let injected = fsdp_core::Error::Argument { rank: 0, message: "injected".into() };
+                return Some(Work::ready(Err(injected)));
+            }
+            let (completion, work) = Work::pending(0);
+            let over = over.clone();
+            std::thread::spawn(move || {
+                std::thread::sleep(std::time::Duration::from_millis(200));
+                over.store(true, Ordering::SeqCst);
+                completion.complete(Ok(vec![]));
+            });
+            Some(work)
+        };
+        unit.set_custom_all_gather(Some(Arc::new(Own(one_of_two))));
+        let error = forward().unwrap_err().to_string();
+        assert!(error.contains("injected"), "{error}");
+        assert!(is_over.load(Ordering::SeqCst), "an all-gather was in flight when forward had failed");
+
+        // What a user's all-gather returns is looked at.
+        unit.reset_iter_state();
+        unit.set_custom_all_gather(Some(Arc::new(Own(|_: Parts<'_>| Some(Work::ready(Ok(vec![])))))));
+        let error = forward().unwrap_err().to_string();
+        assert!(error.contains("the all-gather returned too few buffers"), "{error}");
+        let wrong = |parts: Parts<'_>| {
+            let Parts::Gather(parts) = parts else { return None };
+            Some(Work::ready(Ok(parts.iter().map(|_| Buffer::F32(vec![0.; 1])).collect())))
+        };
+        unit.reset_iter_state();
+        unit.set_custom_all_gather(Some(Arc::new(Own(wrong))));
+        let error = forward().unwrap_err().to_string();
+        assert!(error.contains("the all-gather returned 1 elements of F32 of parameter `a.weight`"), "{error}");
+
+        unit.reset_iter_state();
+        unit.set_custom_all_gather(None);
+        assert_eq!(forward().unwrap().to_vec2::<f32>().unwrap(), want);
+        unit.reset_iter_state();
     });
 }

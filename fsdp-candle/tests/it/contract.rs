@@ -1,4 +1,5 @@
-//! What users rely on beside the numbers: errors that name the parameter, units that recover, graphs that report what they lost.
+//! What users rely on beside the numbers: errors that name the parameter, units that recover, graphs that report what
+//! they lost.
 
 use crate::common::{Block, assert_close, batch, gradients, loss_of, ranks, sharded, vars};
 use candle_core::{DType, Device, Module, Tensor};

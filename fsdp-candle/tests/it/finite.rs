@@ -1,10 +1,10 @@
 //! Values that are infinite or not a number are found on any rank, and named on all.
 
-use candle_core::Tensor;
 use candle_core::backprop::GradStore;
+use candle_core::{DType, Tensor};
 use fsdp_candle::{
     AdamW, AdamWConfig, ClipOptions, Error, FsdpParam, FullyShard, NonFinite, NonFiniteTensor, NormType, ShardedVarMap,
-    ValuesOf, World, check_finite, clip_grad_norm, clip_grad_norm_with, grad_norm,
+    ValuesOf, World, check_finite, clip_grad_norm, clip_grad_norm_with, fully_shard, grad_norm, nn,
 };
 
 use crate::common::{WIDTH, batch, loss_of, ranks, sharded};
@@ -128,5 +128,57 @@ fn values_may_be_finite_though_their_norm_is_not() {
         let strict = ClipOptions { max_norm: 1., norm_type: NormType::P(99.), error_if_nonfinite: true };
         let error = clip_grad_norm_with(&vars, &mut grads, &strict).unwrap_err();
         assert!(error.to_string().contains("norm is inf: each value is finite"), "{error}");
+    });
+}
+
+#[test]
+fn what_only_one_stage_finds_that_stage_alone_hears_and_nobody_waits() {
+    ranks(4, |world| {
+        let grid = world.mesh(&[("stage", 2), ("shard", 2)]).unwrap();
+        // A map for the ranks of a stage, with a parameter that the stages share and one of its own.
+        let vars = ShardedVarMap::new(&grid.slice(&["shard"]).unwrap(), world.device());
+        let shared = FullyShard::new(&vars).mesh(&world.mesh(&[("all", 4)]).unwrap()).unwrap();
+        let linear = |opts: &FullyShard, name: &str| {
+            fully_shard(opts, vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 4, vb.pp(name))).unwrap()
+        };
+        let (_shared, _own) = (linear(&shared, "shared"), linear(&FullyShard::new(&vars), "own"));
+        let check = || check_finite(&vars, &[ValuesOf::Parameters]);
+        check().unwrap();
+        let stage = world.rank() / 2;
+        let own = vars.get("own.weight").unwrap();
+        if stage == 0 {
+            let nan = filled(own.var(), f32::NAN);
+            own.var().as_tensor().slice_set(&nan, 0, 0).unwrap();
+            assert_eq!(found(check()).tensors, vec![of(&own, "", 16)]);
+        } else {
+            check().unwrap();
+        }
+        // Both hear of what they share.
+        let tied = vars.get("shared.weight").unwrap();
+        if world.rank() % 2 == 0 {
+            tied.var().as_tensor().slice_set(&filled(tied.var(), f32::INFINITY), 0, 0).unwrap();
+        }
+        let all = found(check());
+        assert!(all.tensors.iter().any(|found| found.parameter == "shared.weight"), "{all:?}");
+    });
+}
+
+#[test]
+fn buffers_are_looked_at_for_they_are_saved() {
+    ranks(2, |world| {
+        let vars = map(&world, 1);
+        let opts = FullyShard::new(&vars);
+        let _layer =
+            fully_shard(&opts, vars.builder(DType::F32), |vb| candle_nn::batch_norm(5, 1e-5, vb.pp("bn"))).unwrap();
+        check_finite(&vars, &[ValuesOf::Parameters]).unwrap();
+        let (name, variance) = vars.buffers().pop().unwrap();
+        if world.rank() == 1 {
+            variance.as_tensor().slice_set(&filled(&variance, f32::NAN), 0, 0).unwrap();
+        }
+        let of_variance = NonFiniteTensor { parameter: name, what: "", values: 5, of: 5 };
+        assert_eq!(
+            found(check_finite(&vars, &[ValuesOf::Parameters])),
+            NonFinite { norm: None, tensors: vec![of_variance], ranks: vec![1] }
+        );
     });
 }

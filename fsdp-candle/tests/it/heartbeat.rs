@@ -1,4 +1,5 @@
-//! What a training step tells the launcher: this binary runs itself as a rank with a board, which the rank looks at in the middle of things.
+//! What a training step tells the launcher: this binary runs itself as a rank with a board, which the rank looks at in
+//! the middle of things.
 
 use candle_core::{DType, Module, Tensor};
 use fsdp_candle::{AdamW, AdamWConfig, FullyShard, ShardedVarMap, fully_shard, nn};

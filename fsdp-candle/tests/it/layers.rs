@@ -292,7 +292,7 @@ fn running_statistics_go_into_checkpoints_and_come_back() {
             tensors: fsdp_candle::model_tensors(&vars).unwrap(),
             values: Default::default(),
         };
-        fsdp_ckpt::save(&dir, &**world.group(), &state).unwrap();
+        fsdp_ckpt::save(&dir, world.group(), &state).unwrap();
         vars.buffers()[0].1.to_vec1::<f32>().unwrap()
     });
     ranks(3, |world| {

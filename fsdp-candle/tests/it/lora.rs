@@ -2,11 +2,10 @@
 
 use std::sync::{Arc, Mutex};
 
-use crate::common::{batch, ranks, vars};
+use crate::common::{Own, Parts, batch, ranks, vars};
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::{Optimizer, VarBuilder, VarMap};
-use fsdp_candle::{AdamW, AdamWConfig, FsdpModule, FullyShard, ReduceScatter, ShardedVarMap, fully_shard, nn};
-use fsdp_core::{Allocator, ProcessGroup, ReduceOp, ScatterPart, Work};
+use fsdp_candle::{AdamW, AdamWConfig, FsdpModule, FullyShard, ShardedVarMap, fully_shard, nn};
 
 const WIDTH: usize = 6;
 const CONFIG: nn::LoraConfig = nn::LoraConfig { rank: 2, alpha: 3. };
@@ -64,7 +63,8 @@ fn initial() -> Vec<(String, Vec<usize>, Vec<f32>)> {
     .swap_remove(0)
 }
 
-/// Losses of rank 0 and the trained adapters of plain Candle's autograd with the same AdamW, on the mean of `replicas` batches.
+/// Losses of rank 0 and the trained adapters of plain Candle's autograd with the same AdamW, on the mean of `replicas`
+/// batches.
 fn train_plain(replicas: usize) -> (Vec<f32>, Vec<(String, Vec<f32>)>) {
     let map = VarMap::new();
     let model = Model::new(VarBuilder::from_varmap(&map, DType::F32, &Device::Cpu)).unwrap();
@@ -133,34 +133,23 @@ fn adapters_train_like_those_of_plain_candle_and_the_base_stays() {
     }
 }
 
-/// The unit's own reduce-scatter, which notes how many elements it was given.
-#[derive(Default)]
-struct Watch(Mutex<Vec<usize>>);
-
-impl ReduceScatter for Watch {
-    fn reduce_scatter(
-        &self,
-        ranks: &Arc<dyn ProcessGroup>,
-        parts: Vec<ScatterPart>,
-        op: ReduceOp,
-        memory: Arc<dyn Allocator>,
-    ) -> Work {
-        self.0.lock().unwrap().extend(parts.iter().map(|part| part.input.len()));
-        ranks.reduce_scatter(parts, op, memory)
-    }
-}
-
 #[test]
 fn only_adapters_have_gradients_to_reduce() {
     ranks(2, |world| {
         let vars = vars(&world);
         let model = build(&vars);
-        let watch = Arc::new(Watch::default());
-        model.set_custom_reduce_scatter(Some(watch.clone()));
+        let seen: Arc<Mutex<Vec<usize>>> = Arc::default();
+        let lengths = seen.clone();
+        let watch = move |parts: Parts<'_>| {
+            let Parts::Scatter(parts) = parts else { panic!("a reduce-scatter gathers") };
+            lengths.lock().unwrap().extend(parts.iter().map(|part| part.input.len()));
+            None
+        };
+        model.set_custom_reduce_scatter(Some(Arc::new(Own(watch))));
         model.backward(&loss(&model.forward(&batch(world.rank(), WIDTH)).unwrap())).unwrap();
         let adapters: Vec<usize> = vars.trainable().iter().map(|param| param.shape().elem_count()).collect();
         assert_eq!(adapters, [2 * WIDTH, 2 * WIDTH, 2 * WIDTH, 2 * 3]);
-        assert_eq!(*watch.0.lock().unwrap(), adapters);
+        assert_eq!(*seen.lock().unwrap(), adapters);
     });
 }
 

@@ -11,6 +11,7 @@ mod finite;
 mod graph_cut;
 mod heartbeat;
 mod layers;
+mod looks;
 mod lora;
 mod memory;
 mod mesh;

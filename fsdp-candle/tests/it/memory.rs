@@ -64,6 +64,8 @@ fn run_with_little_memory() {
     let vars = vars(&world);
     let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
     let x = batch(0, WIDTH);
+    // The first call of each unit is looked at for cuts, which a stack that is not there only leaves out.
+    with_little_memory(200 << 20, || loss_of(&model, &x));
     for _ in 0..2 {
         // Once with memory, so that threads and buffers are there.
         model.backward(&loss_of(&model, &x)).unwrap();

@@ -9,7 +9,7 @@ use fsdp_candle::{
     fully_shard, nn,
 };
 
-use crate::common::{Journal, WIDTH, assert_close, batch, gradients, ranks, shard_of_gradient};
+use crate::common::{WIDTH, assert_close, batch, gradients, journal, ranks, shard_of_gradient};
 
 const ADVICE: &str = "call `set_reduce_scatter_unused_params(true, true)` of the root on every rank";
 
@@ -61,7 +61,7 @@ fn heads_of_one_shape_chosen_differently_are_an_error_on_every_rank() {
                 let vars = on(&world, &mesh);
                 let model = heads(&FullyShard::new(&vars), &vars, dtype);
                 if own {
-                    model.set_custom_reduce_scatter(Some(Journal::new("reduce", 0, &Arc::default())));
+                    model.set_custom_reduce_scatter(Some(journal("reduce 0".into(), &Arc::default())));
                 }
                 let loss = loss(&model, &batch(world.rank(), WIDTH), &[world.rank() % 2], false);
                 model.backward(&loss).unwrap_err().to_string()
@@ -313,7 +313,7 @@ fn gathers_of_units_of_one_size_name_both_also_behind_the_users_own() {
                 let unit =
                     fully_shard(&opts, vars.builder(DType::F32).pp(name), |vb| nn::linear(WIDTH, WIDTH, vb)).unwrap();
                 if own {
-                    unit.set_custom_all_gather(Some(Journal::new("gather", name, &Arc::default())));
+                    unit.set_custom_all_gather(Some(journal(format!("gather {name}"), &Arc::default())));
                 }
                 unit
             };

@@ -114,7 +114,7 @@ impl Allocator for Counted {
 struct Own(Arc<Counted>);
 
 impl AllGather for Own {
-    fn all_gather(&self, ranks: &Arc<dyn ProcessGroup>, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
+    fn all_gather(&self, ranks: &ProcessGroup, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
         ranks.all_gather(parts, memory)
     }
     fn allocate(&self) -> Option<Arc<dyn Allocator>> {

@@ -204,7 +204,7 @@ fn a_sharded_state_dict_is_loaded_in_place() {
         let mut tensors = model.shards("model.");
         tensors.extend(moments.shards("optim."));
         let state = SaveState { mesh: vars.mesh().layout().clone(), tensors, values: Default::default() };
-        save(&dir, &**world.group(), &state).unwrap();
+        save(&dir, world.group(), &state).unwrap();
         let (model, moments) = get_state_dict(&vars, &optim, &full()).unwrap();
         [elements(&model), elements(&moments)].concat()
     });
@@ -235,7 +235,7 @@ fn a_number_of_steps_that_is_none_is_refused() {
         let step = tensors.iter_mut().find(|tensor| tensor.fqn == "optim.state.head.bias.step").unwrap();
         step.data = std::sync::Arc::new(fsdp_core::Buffer::F32(vec![1.5]));
         let state = SaveState { mesh: vars.mesh().layout().clone(), tensors, values: Default::default() };
-        save(&dir, &**world.group(), &state).unwrap();
+        save(&dir, world.group(), &state).unwrap();
         let source = fsdp_ckpt::open(&dir).unwrap();
         let error = load_optimizer(&mut optim, &*source, &LoadOptions::default()).unwrap_err().to_string();
         assert!(error.contains("`head.bias`") && error.contains("says that it has taken 1.5 steps"), "{error}");

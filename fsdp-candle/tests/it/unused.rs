@@ -3,7 +3,7 @@
 use candle_core::{DType, Module, Result, Tensor};
 use fsdp_candle::{FsdpModule, FullyShard, ReshardAfterForward, ShardedVarMap, World, fully_shard, nn};
 
-use crate::common::{Gradients, Journal, WIDTH, assert_close, batch, gradients, ranks, vars};
+use crate::common::{Gradients, WIDTH, assert_close, batch, gradients, journal, ranks, vars};
 
 const UNITS: usize = 4;
 
@@ -78,6 +78,39 @@ fn units_that_ran_everywhere_and_reach_the_loss_on_some_ranks() {
                         assert!(vars.params().iter().all(|param| !param.is_unsharded()));
                     }
                 }
+            }
+        });
+    }
+}
+
+#[test]
+fn several_forwards_of_which_each_loss_reaches_some() {
+    for size in 2..=3 {
+        ranks(size, |world| {
+            let make = || {
+                let vars = vars(&world);
+                let model = model(&FullyShard::new(&vars), &vars);
+                (vars, model)
+            };
+            let ((all_vars, all), (vars, some)) = (make(), make());
+            some.set_reduce_scatter_unused_params(true, true);
+            for step in 0..4 {
+                // Every rank's second forward counts, and the first of some.
+                let counts = (world.rank() + step) % 2 == 0;
+                let loss = |model: &Model, zeros: bool| {
+                    let last = |batch: Tensor| {
+                        model.call(|units| Ok(outputs(units, &batch, true)?.swap_remove(UNITS - 1))).unwrap()
+                    };
+                    let (first, second) = (last(batch(world.rank(), WIDTH)), last(batch(world.rank() + 7, WIDTH)));
+                    match (counts, zeros) {
+                        (true, _) => first + second,
+                        (false, true) => (&first * first.zeros_like().unwrap()).unwrap() + second,
+                        (false, false) => Ok(second),
+                    }
+                };
+                let want = gradients(&all_vars, &all.backward(&loss(&all, true).unwrap()).unwrap());
+                let got = gradients(&vars, &some.backward(&loss(&some, false).unwrap()).unwrap());
+                assert_close(&got, &want, 1e-6);
             }
         });
     }
@@ -161,15 +194,15 @@ fn reductions_overlap_backward_where_all_units_are_used() {
         let vars = vars(&world);
         let model = model(&FullyShard::new(&vars), &vars);
         model.set_reduce_scatter_unused_params(true, true);
-        let journal: std::sync::Arc<std::sync::Mutex<Vec<String>>> = Default::default();
+        let entries: std::sync::Arc<std::sync::Mutex<Vec<String>>> = Default::default();
         for (i, unit) in model.inner().iter().enumerate() {
-            unit.set_custom_all_gather(Some(Journal::new("gather", i, &journal)));
-            unit.set_custom_reduce_scatter(Some(Journal::new("reduce", i, &journal)));
+            unit.set_custom_all_gather(Some(journal(format!("gather {i}"), &entries)));
+            unit.set_custom_reduce_scatter(Some(journal(format!("reduce {i}"), &entries)));
         }
         let losses = model.call(|units| outputs(units, &batch(0, WIDTH), true)).unwrap();
-        journal.lock().unwrap().clear();
+        entries.lock().unwrap().clear();
         let _grads = model.backward(&losses[UNITS - 1]).unwrap();
         let want = ["gather 3", "gather 2", "reduce 3", "gather 1", "reduce 2", "gather 0", "reduce 1", "reduce 0"];
-        assert_eq!(*journal.lock().unwrap(), want);
+        assert_eq!(*entries.lock().unwrap(), want);
     });
 }

@@ -6,18 +6,19 @@ use std::path::Path;
 use fsdp_core::layout::local_region;
 use fsdp_core::{MeshLayout, Placement};
 
-use super::{Written, bytes_of};
+use crate::file_names::{MANIFEST, file_name};
 use crate::hf::sharding;
 use crate::manifest::{ChunkEntry, FileEntry, Manifest, TensorEntry};
 use crate::plan::{Claim, Plan, plan};
 use crate::safetensors::{Entry, write_file};
-use crate::save::file_name;
+use crate::source::stream;
 use crate::store::{Store, stage, staged};
-use crate::stream::stream;
-use crate::{MANIFEST, Result, TensorSource};
+use crate::written::Written;
+use crate::{Result, TensorSource};
 
-/// Writes what `source` holds as the checkpoint `dst`, as if the ranks of `mesh` had saved it: tensors are sharded on dimension 0 over the last mesh
-/// dimension, as `fully_shard` cuts them, and replicated over the others; scalars are replicated. The values are kept.
+/// Writes what `source` holds as the checkpoint `dst`, as if the ranks of `mesh` had saved it: tensors are sharded on
+/// dimension 0 over the last mesh dimension, as `fully_shard` cuts them, and replicated over the others; scalars are
+/// replicated. The values are kept.
 ///
 /// # Errors
 /// [`crate::Error::Exists`] when `dst` is there already; [`crate::Error::Io`]; as [`TensorSource::read`].
@@ -36,7 +37,7 @@ pub fn write_fsdp(dst: &Path, source: &dyn TensorSource, mesh: &MeshLayout) -> R
         }
     }
     let summary =
-        Written { path: dst.to_path_buf(), tensors: tensors.len(), files: files.len(), bytes: bytes_of(source) };
+        Written { path: dst.to_path_buf(), tensors: tensors.len(), files: files.len(), bytes: source.bytes() };
     for tensor in tensors.values_mut() {
         tensor.chunks.sort_by(|a, b| a.offsets.cmp(&b.offsets));
     }

@@ -1,5 +1,5 @@
-//! Writing what any source holds in another format, with little memory: a [`View`] says what, [`write_fsdp`], [`crate::hf::write`] and
-//! [`crate::torch::write_dcp`] write it.
+//! Writing what any source holds in another format, with little memory: a [`View`] says what, [`write_fsdp`],
+//! [`crate::hf::write`] and [`crate::torch::write_dcp`] write it.
 //!
 //! The source is never touched. The destination must not exist, and appears as a whole or not at all.
 
@@ -11,27 +11,16 @@ use std::path::{Path, PathBuf};
 pub use fsdp::write_fsdp;
 pub use view::View;
 
+pub use crate::written::Written;
+
 use crate::{Error, Result, TensorSource};
 
-/// What has been written.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Written {
-    /// Where.
-    pub path: PathBuf,
-    /// The number of tensors.
-    pub tensors: usize,
-    /// The number of files that hold them.
-    pub files: usize,
-    /// The bytes of the tensors.
-    pub bytes: u64,
-}
-
-/// Checks that everything in `source` can be read and has the checksums that its format keeps, and that writing `dst` does not touch it.
-/// `seen` is told the bytes as they are read; nothing is read from a format without checksums.
+/// Checks that everything in `source` can be read and has the checksums that its format keeps, and that writing `dst`
+/// does not touch it. `seen` is told the bytes as they are read; nothing is read from a format without checksums.
 ///
 /// # Errors
-/// [`Error::Dtypes`] when there are tensors of dtypes that can't be read, unless `skip_unreadable`; [`Error::Exists`] when `dst` is there;
-/// [`Error::Argument`] when `dst` is within the source; as [`TensorSource::verify`].
+/// [`Error::Dtypes`] when there are tensors of dtypes that can't be read, unless `skip_unreadable`; [`Error::Exists`]
+/// when `dst` is there; [`Error::Argument`] when `dst` is within the source; as [`TensorSource::verify`].
 pub fn check(source: &dyn TensorSource, dst: &Path, skip_unreadable: bool, seen: &mut dyn FnMut(u64)) -> Result<()> {
     if !skip_unreadable && !source.unreadable().is_empty() {
         return Err(Error::Dtypes { path: source.path().to_path_buf(), tensors: source.unreadable().clone() });
@@ -62,9 +51,4 @@ fn existing_parent(path: &Path) -> Option<PathBuf> {
         let dir = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
         dir.canonicalize().ok()
     })
-}
-
-/// The bytes of all tensors.
-pub(crate) fn bytes_of(source: &dyn TensorSource) -> u64 {
-    source.tensors().values().map(crate::TensorEntry::bytes).fold(0, u64::saturating_add)
 }

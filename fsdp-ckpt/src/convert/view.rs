@@ -13,7 +13,8 @@ use crate::cast::{cast, infinities};
 use crate::manifest::{FileEntry, TensorEntry};
 use crate::{Error, Format, Names, Result, TensorSource};
 
-/// Some tensors of a source, under other names and in other dtypes. What is read is converted on the way, so that writers know nothing of it.
+/// Some tensors of a source, under other names and in other dtypes. What is read is converted on the way, so that
+/// writers know nothing of it.
 ///
 /// ```
 /// use fsdp_ckpt::{TensorSource, convert::View};
@@ -23,7 +24,7 @@ use crate::{Error, Format, Names, Result, TensorSource};
 /// # let dir = root.path().join("model");
 /// # local::run(1, |group| {
 /// #     let data = std::sync::Arc::new(Buffer::F32(vec![0.5; 6]));
-/// #     fsdp_ckpt::hf::export(&dir, &*group, &[TensorShard::whole("lm_head.weight", &[3, 2], data)], &[]).unwrap();
+/// #     fsdp_ckpt::hf::export(&dir, &group, &[TensorShard::whole("lm_head.weight", &[3, 2], data)], &[]).unwrap();
 /// # });
 /// let model = fsdp_ckpt::open(&dir)?;
 /// let view = View::training(&*model).dtype(DType::BF16)?;
@@ -90,7 +91,8 @@ impl<'a> View<'a> {
         Ok(self)
     }
 
-    /// Shows the tensor `of` under the name `alias`, too: a parameter that two layers share is one here, and two in the state dict of a PyTorch module.
+    /// Shows the tensor `of` under the name `alias`, too: a parameter that two layers share is one here, and two in the
+    /// state dict of a PyTorch module.
     ///
     /// # Errors
     /// [`Error::MissingTensor`] when there is no `of`; [`Error::Argument`] when there is an `alias` already.

@@ -2,20 +2,21 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::io::ErrorKind;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use fsdp_core::ProcessGroup;
 use fsdp_core::layout::Region;
 
-use super::{INDEX, SINGLE};
+use super::files::{INDEX, SINGLE};
 use crate::error::io_error;
 use crate::exchange::{agree, from_first};
 use crate::plan::{Plan, negotiate};
 use crate::region::runs;
 use crate::safetensors::{Entry, Layout, read_bytes};
 use crate::shown::shown;
-use crate::store::{Hidden, local_path, sweep, sync_dir};
+use crate::store::{Hidden, local_path, rename_to_new, sweep, sync_dir};
 use crate::{Error, Result, TensorShard};
 
 /// What [`export_with`] writes besides tensors, and where.
@@ -39,17 +40,20 @@ impl Default for ExportOptions {
     }
 }
 
-/// Writes `model.safetensors` to the directory `dir` (created where it is missing) from every rank's shards, and copies `config_files` (`config.json`,
-/// the tokenizer, ...) beside it. Collective: every rank of `group` calls it with the same `dir`, on a file system that all of them share; rank 0's
-/// `config_files` count. Names are written as given. Returns the size of the file in bytes.
+/// Writes `model.safetensors` to the directory `dir` (created where it is missing) from every rank's shards, and copies
+/// `config_files` (`config.json`, the tokenizer, ...) beside it. Collective: every rank of `group` calls it with the
+/// same `dir`, on a file system that all of them share; rank 0's `config_files` count. Names are written as given.
+/// Returns the size of the file in bytes.
 ///
-/// Nothing is gathered: each rank writes its own parts to their places in a temporary file, and rank 0 gives that its name by an atomic rename. Equal
-/// shards of several ranks are written by one of them. What exports that were killed have left in `dir` is removed.
+/// Nothing is gathered: each rank writes its own parts to their places in a temporary file, and rank 0 gives that its
+/// name by an atomic rename. Equal shards of several ranks are written by one of them. What exports that were killed
+/// have left in `dir` is removed.
 ///
 /// # Errors
-/// On every rank when any of them fails, naming that rank and its cause ([`Error::Rank`]). [`Error::Shards`] when the ranks' shards don't make whole
-/// tensors, [`Error::Exists`] (within [`Error::Rank`]) when `dir` holds weights already, [`Error::Group`] when a collective fails.
-pub fn export(dir: &Path, group: &dyn ProcessGroup, tensors: &[TensorShard], config_files: &[PathBuf]) -> Result<u64> {
+/// On every rank when any of them fails, naming that rank and its cause ([`Error::Rank`]). [`Error::Shards`] when the
+/// ranks' shards don't make whole tensors, [`Error::Exists`] (within [`Error::Rank`]) when `dir` holds weights already,
+/// [`Error::Group`] when a collective fails.
+pub fn export(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], config_files: &[PathBuf]) -> Result<u64> {
     export_with(dir, group, tensors, &ExportOptions { config_files: config_files.to_vec(), ..ExportOptions::default() })
 }
 
@@ -57,12 +61,7 @@ pub fn export(dir: &Path, group: &dyn ProcessGroup, tensors: &[TensorShard], con
 ///
 /// # Errors
 /// As [`export`].
-pub fn export_with(
-    dir: &Path,
-    group: &dyn ProcessGroup,
-    tensors: &[TensorShard],
-    options: &ExportOptions,
-) -> Result<u64> {
+pub fn export_with(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], options: &ExportOptions) -> Result<u64> {
     let dir = agree(group, "start the export", local_path(dir, "an export from shards"))?;
     let plan = negotiate(group, "a model for export", tensors)?;
     let entries: Vec<Entry> = plan
@@ -85,7 +84,9 @@ pub fn export_with(
     let written = write_own(&dir.join(name), group.rank(), &plan, &layout, tensors);
     agree(group, "write its shards", written)?;
     let committed = match temporary {
-        Some(temporary) => copy_all(&options.config_files, dir).and_then(|()| temporary.commit(dir, &options.file)),
+        Some(temporary) => {
+            copy_all(&options.config_files, dir).and_then(|()| temporary.commit(dir, &options.file, options.replace))
+        }
         None => Ok(()),
     };
     agree(group, "finish the export", committed)?;
@@ -109,7 +110,6 @@ impl Temporary {
                 return Err(Error::Exists { path });
             }
         }
-        std::fs::create_dir_all(dir).map_err(io_error("create", dir))?;
         let temporary = Self::new(dir, &options.file)?;
         temporary.hidden.file.set_len(bytes).map_err(io_error("make room for", &temporary.hidden.path))?;
         Ok(temporary)
@@ -119,10 +119,14 @@ impl Temporary {
         Ok(Temporary { hidden: Hidden::create_file(dir, name)?, committed: false })
     }
 
-    /// Gives it its name, for good.
-    fn commit(mut self, dir: &Path, name: &str) -> Result<()> {
-        let path = &self.hidden.path;
-        std::fs::rename(path, dir.join(name)).map_err(io_error("rename", path))?;
+    /// Gives it its name, for good. Unless it may `replace` what has that, something that has come meanwhile stays.
+    fn commit(mut self, dir: &Path, name: &str, replace: bool) -> Result<()> {
+        let (path, target) = (&*self.hidden.path, dir.join(name));
+        let renamed = if replace { std::fs::rename(path, &target) } else { rename_to_new(path, &target) };
+        renamed.map_err(|error| match error.kind() {
+            ErrorKind::AlreadyExists => Error::Exists { path: target },
+            _ => io_error("rename", path)(error),
+        })?;
         self.committed = true;
         sync_dir(dir)
     }
@@ -172,7 +176,7 @@ fn copy_all(files: &[PathBuf], dir: &Path) -> Result<()> {
             .and_then(|mut from| std::io::copy(&mut from, &mut to))
             .and_then(|_| to.sync_all())
             .map_err(io_error("copy", from))?;
-        temporary.commit(dir, name)?;
+        temporary.commit(dir, name, true)?;
     }
     Ok(())
 }

@@ -8,7 +8,8 @@ use fsdp_core::layout::Region;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::{INDEX, SINGLE, sharding};
+use super::files::{INDEX, SINGLE};
+use super::sharding;
 use crate::chunked::Chunked;
 use crate::manifest::{ChunkEntry, FileEntry, TensorEntry, is_plain_file_name};
 use crate::safetensors::SafetensorsFile;
@@ -19,7 +20,8 @@ use crate::{Error, Result};
 /// More than any index has.
 const MAX_INDEX: u64 = 1 << 28;
 
-/// Weights in safetensors files: a Hugging Face model directory, what PyTorch's `HuggingFaceStorageWriter` leaves, or a single file.
+/// Weights in safetensors files: a Hugging Face model directory, what PyTorch's `HuggingFaceStorageWriter` leaves, or a
+/// single file.
 ///
 /// ```
 /// use fsdp_ckpt::{TensorSource, hf::HfModel};
@@ -30,7 +32,7 @@ const MAX_INDEX: u64 = 1 << 28;
 /// # let dir = root.path().join("model");
 /// # local::run(1, |group| {
 /// #     let data = std::sync::Arc::new(Buffer::F32(vec![0.5; 6]));
-/// #     fsdp_ckpt::hf::export(&dir, &*group, &[TensorShard::whole("lm_head.weight", &[3, 2], data)], &[]).unwrap();
+/// #     fsdp_ckpt::hf::export(&dir, &group, &[TensorShard::whole("lm_head.weight", &[3, 2], data)], &[]).unwrap();
 /// # });
 /// let model = HfModel::open(&dir)?;
 /// let weight = model.tensor("lm_head.weight")?;
@@ -56,13 +58,14 @@ struct Index {
 }
 
 impl HfModel {
-    /// Opens the weights in `dir`: `model.safetensors`, or else the files that `model.safetensors.index.json` names, or else the files of several ranks
-    /// whose headers say which part of each tensor they hold.
+    /// Opens the weights in `dir`: `model.safetensors`, or else the files that `model.safetensors.index.json` names, or
+    /// else the files of several ranks whose headers say which part of each tensor they hold.
     ///
     /// # Errors
-    /// [`Error::NotFound`] when none of these is there or the index names a missing file; [`Error::Index`] when the index is damaged, names a file
-    /// outside of `dir`, or a weight that its file has not; [`Error::Manifest`] when the ranks' files don't make whole tensors;
-    /// [`Error::Incomplete`] for a checkpoint of this project without its manifest; [`Error::NotSafetensors`]; [`Error::Io`].
+    /// [`Error::NotFound`] when none of these is there or the index names a missing file; [`Error::Index`] when the
+    /// index is damaged, names a file outside of `dir`, or a weight that its file has not; [`Error::Manifest`] when the
+    /// ranks' files don't make whole tensors; [`Error::Incomplete`] for a checkpoint of this project without its
+    /// manifest; [`Error::NotSafetensors`]; [`Error::Io`].
     pub fn open(dir: &Path) -> Result<Self> {
         let store = store(dir)?;
         if store.size(SINGLE)?.is_some() {

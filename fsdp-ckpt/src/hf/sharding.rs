@@ -16,7 +16,8 @@ struct Saved {
     saved_offsets: Vec<usize>,
 }
 
-/// The metadata of a file that holds these parts, as PyTorch's `HuggingFaceStorageWriter` writes it, and that there is a manifest.
+/// The metadata of a file that holds these parts, as PyTorch's `HuggingFaceStorageWriter` writes it, and that there is
+/// a manifest.
 pub(crate) fn metadata<'a>(parts: impl Iterator<Item = (&'a str, &'a [usize])>) -> Result<BTreeMap<String, String>> {
     let saved: BTreeMap<&str, Saved> =
         parts.map(|(fqn, offsets)| (fqn, Saved { saved_offsets: offsets.to_vec() })).collect();

@@ -6,14 +6,15 @@ use std::path::{Path, PathBuf};
 use fsdp_core::layout::Region;
 use serde_json::json;
 
-use super::{INDEX, SINGLE};
-use crate::convert::Written;
+use super::files::{INDEX, SINGLE};
 use crate::safetensors::{Entry, write_file};
+use crate::source::stream;
 use crate::store::{Store, open_file, stage, staged, store};
-use crate::stream::stream;
+use crate::written::Written;
 use crate::{Error, Result, TensorSource};
 
-/// The files beside a model's weights that others need to use it: of these, [`config_files`] finds those that are there.
+/// The files beside a model's weights that others need to use it: of these, [`config_files`] finds those that are
+/// there.
 const CONFIG: [&str; 14] = [
     "config.json",
     "generation_config.json",
@@ -48,11 +49,13 @@ pub fn config_files(dir: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// Writes the tensors of `source`, under its names, as the directory `dst`: `model.safetensors`, or files of at most `max_shard_bytes` bytes of tensors
-/// each (a larger tensor has a file to itself) with an index. `config_files` are copied beside them.
+/// Writes the tensors of `source`, under its names, as the directory `dst`: `model.safetensors`, or files of at most
+/// `max_shard_bytes` bytes of tensors each (a larger tensor has a file to itself) with an index. `config_files` are
+/// copied beside them.
 ///
 /// # Errors
-/// [`Error::Exists`] when `dst` is there already; [`Error::Argument`] when there is nothing to write; [`Error::Io`]; as [`TensorSource::read`].
+/// [`Error::Exists`] when `dst` is there already; [`Error::Argument`] when there is nothing to write; [`Error::Io`]; as
+/// [`TensorSource::read`].
 pub fn write(dst: &Path, source: &dyn TensorSource, max_shard_bytes: u64, config_files: &[PathBuf]) -> Result<Written> {
     let parts = partition(source, max_shard_bytes);
     if parts.is_empty() {

@@ -33,7 +33,8 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    /// Lays out a file as the safetensors library does: the largest alignment first, then by name. Equal input gives equal bytes.
+    /// Lays out a file as the safetensors library does: the largest alignment first, then by name. Equal input gives
+    /// equal bytes.
     pub(crate) fn new(entries: &[Entry], metadata: &BTreeMap<String, String>) -> Result<Self> {
         let too_large = || Error::Argument("the tensors are too large for one file".into());
         let mut order: Vec<(Dtype, usize)> = Vec::with_capacity(entries.len());

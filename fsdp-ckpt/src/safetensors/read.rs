@@ -74,7 +74,8 @@ impl SafetensorsFile {
                 return Err(Error::Header { path: file.path().to_path_buf(), expected, found });
             }
         }
-        // This checks that tensors lie one after another, that none overlap, and that each has the bytes its dtype and shape need.
+        // This checks that tensors lie one after another, that none overlap, and that each has the bytes its dtype and
+        // shape need.
         let header: Metadata =
             serde_json::from_slice(&header).map_err(|error| bad(format!("its header is damaged: {error}")))?;
         let base = 8 + length;
@@ -134,7 +135,8 @@ impl SafetensorsFile {
     /// Reads a box of a tensor into `into`, row-major. Only the bytes of the box are read.
     ///
     /// # Errors
-    /// As [`SafetensorsFile::info`]; [`Error::Request`] when the tensor has no such box or `into` not its size in bytes; [`Error::Io`].
+    /// As [`SafetensorsFile::info`]; [`Error::Request`] when the tensor has no such box or `into` not its size in
+    /// bytes; [`Error::Io`].
     pub fn read(&self, name: &str, region: &Region, into: &mut [u8]) -> Result<()> {
         let (stored, dtype) = self.find(name)?;
         check_request(name, &stored.shape, dtype.size(), region, into.len())?;
@@ -145,8 +147,9 @@ impl SafetensorsFile {
         read_runs(&*self.file, stored.start, runs(&whole, region, region, dtype.size()), into, &mut |_| ())
     }
 
-    /// Reads `part` of the box `chunk`, which is what this file holds of a tensor, to its place in `into`, which is the box `region` of the same
-    /// tensor. All three are checked by the caller. `seen` gets what is read, in the file's order: the chunk's bytes, where `part` is all of it.
+    /// Reads `part` of the box `chunk`, which is what this file holds of a tensor, to its place in `into`, which is the
+    /// box `region` of the same tensor. All three are checked by the caller. `seen` gets what is read, in the file's
+    /// order: the chunk's bytes, where `part` is all of it.
     pub(crate) fn read_part(
         &self,
         name: &str,

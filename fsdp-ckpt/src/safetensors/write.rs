@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use fsdp_core::Readable;
 
-use super::{Entry, Layout};
 use crate::checksum::Checksum;
+use crate::safetensors::header::{Entry, Layout};
 use crate::scattered::CACHED;
 use crate::store::Store;
 use crate::{Error, Result};

@@ -19,7 +19,7 @@ const GROWING: &str = "tmp";
 const GOING: &str = "deleting";
 /// Nothing is saved or removed for as long as this.
 const STALE: Duration = Duration::from_secs(24 * 60 * 60);
-/// How often a sweep may take a new directory before it is locked.
+/// How often other processes may take a new directory before it is locked, or the empty one that it is made in.
 const ATTEMPTS: usize = 32;
 
 /// A directory or file out of sight that is locked for as long as its process lives, so that others can tell a dead
@@ -31,12 +31,12 @@ pub(crate) struct Hidden {
 }
 
 impl Hidden {
-    /// A new directory in `parent` that is to become `name`.
+    /// A new directory in `parent`, which is made, that is to become `name`.
     pub(super) fn create_dir(parent: &Path, name: &str) -> Result<Self> {
         Self::create(parent, name, |path| std::fs::create_dir(path).and_then(|()| File::open(path)))
     }
 
-    /// A new file in `parent`, open for writing, that is to become `name`.
+    /// A new file in `parent`, which is made, open for writing, that is to become `name`.
     pub(crate) fn create_file(parent: &Path, name: &str) -> Result<Self> {
         Self::create(parent, name, |path| File::create_new(path))
     }
@@ -44,12 +44,15 @@ impl Hidden {
     fn create(parent: &Path, name: &str, make: impl Fn(&Path) -> io::Result<File>) -> Result<Self> {
         for attempt in 1.. {
             let path = parent.join(hidden_name(name, GROWING));
-            let file = match make(&path) {
-                // Between these calls another save's sweep may have taken it for a dead one's.
-                Err(error) if error.kind() == io::ErrorKind::NotFound && parent.exists() && attempt < ATTEMPTS => {
-                    continue;
-                }
-                made => made.map_err(io_error("create", &path))?,
+            let (made, what) = match std::fs::create_dir_all(parent) {
+                Ok(()) => (make(&path), &*path),
+                Err(error) => (Err(error), parent),
+            };
+            let file = match made {
+                // Between these calls a run that only tried to write may have removed the empty parent, or another
+                // save's sweep the new directory, which it took for a dead one's.
+                Err(error) if error.kind() == io::ErrorKind::NotFound && attempt < ATTEMPTS => continue,
+                made => made.map_err(io_error("create", what))?,
             };
             let locked = lock(&file).map_err(io_error("lock", &path))?;
             if locked != Lock::Taken && path.exists() {
@@ -107,7 +110,9 @@ pub(crate) fn sweep(parent: &Path) {
         let path = entry.path();
         let Ok(file) = File::open(&path) else { continue };
         let dead = match lock(&file) {
-            Ok(Lock::Held) => true,
+            // A file system that several hosts share may keep locks on each for itself, as NFS with `local_lock=flock`
+            // does: then this one says nothing about a process of another host.
+            Ok(Lock::Held) => maker.is_of_this_host() || maker.is_stale(),
             Ok(Lock::Unsupported) => maker.is_dead(),
             Ok(Lock::Taken) | Err(_) => false,
         };
@@ -176,9 +181,18 @@ impl<'a> Maker<'a> {
 
     /// Where there are no locks: a process of this host that is gone, or one of any host that can't be at it any more.
     fn is_dead(&self) -> bool {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let gone = || Pid::from_raw(self.process).is_some_and(|process| test_kill_process(process) == Err(Errno::SRCH));
-        now.saturating_sub(self.at) > STALE || (self.host == host() && gone())
+        self.is_stale() || (self.is_of_this_host() && gone())
+    }
+
+    fn is_of_this_host(&self) -> bool {
+        self.host == host()
+    }
+
+    /// Nobody can be at it any more.
+    fn is_stale(&self) -> bool {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        now.saturating_sub(self.at) > STALE
     }
 }
 
@@ -230,5 +244,22 @@ mod tests {
         drop(file);
         sweep(root.path());
         assert!(!left.exists() && other.exists());
+    }
+
+    #[test]
+    fn what_another_host_may_be_writing_is_left_for_a_day() {
+        let root = tempfile::tempdir().unwrap();
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+        let left = |host: &str, at: Duration| {
+            let path = root.path().join(format!(".step-1.tmp-{host}-{}-{:x}", i32::MAX, at.as_nanos()));
+            std::fs::create_dir(&path).unwrap();
+            path
+        };
+        // Nobody on this host holds a lock on any of them.
+        let fresh = left("another-host", now);
+        let stale = left("another-host", now - STALE - Duration::from_secs(1));
+        let ours = left(&host(), now);
+        sweep(root.path());
+        assert!(fresh.exists() && !stale.exists() && !ours.exists());
     }
 }

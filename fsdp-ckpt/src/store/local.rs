@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::OFlags;
 
+use super::files::{Append, ReadAt, Store};
 use super::written_back::WrittenBack;
-use super::{Append, ReadAt, Store};
 use crate::error::io_error;
 use crate::{Error, Result};
 

@@ -2,17 +2,21 @@
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use rustix::fs::{RenameFlags, renameat_with};
 use rustix::io::Errno;
 
+use super::files::{Location, Moved, ReadAt, Staging, Store};
 use super::hidden::{Hidden, sweep, sync_dir};
-use super::{LocalDir, Moved, Staging, Store, split};
+use super::local::{LocalDir, LocalFile};
+use super::place::split;
 use crate::error::io_error;
+use crate::shown::shown;
 use crate::{Error, Result};
 
 /// A directory beside its target, which it becomes.
-pub(super) struct LocalStaging {
+struct LocalStaging {
     hidden: Hidden,
     target: PathBuf,
     committed: bool,
@@ -20,12 +24,11 @@ pub(super) struct LocalStaging {
 
 impl LocalStaging {
     /// Creates the directory for `target`, which must not exist, and removes what dead processes have left beside it.
-    pub(super) fn create(target: &Path) -> Result<Self> {
+    fn create(target: &Path) -> Result<Self> {
         let (parent, name) = split(target)?;
         if target.symlink_metadata().is_ok() {
             return Err(Error::Exists { path: target.to_path_buf() });
         }
-        std::fs::create_dir_all(&parent).map_err(io_error("create", &parent))?;
         sweep(&parent);
         let hidden = Hidden::create_dir(&parent, &name)?;
         Ok(LocalStaging { hidden, target: target.to_path_buf(), committed: false })
@@ -62,42 +65,74 @@ impl Drop for LocalStaging {
         if !self.committed
             && let Err(error) = std::fs::remove_dir_all(&self.hidden.path)
         {
-            tracing::warn!("can't remove {}: {error}; the next save beside it tries again", self.hidden.path.display());
+            let path = shown(self.hidden.path.display());
+            tracing::warn!("can't remove {path}: {error}; the next save beside it tries again");
         }
     }
 }
 
-/// Renames a directory to a name that nothing has.
-fn rename_to_new(path: &Path, target: &Path) -> std::io::Result<()> {
+/// Renames a directory or a file to a name that nothing has.
+pub(crate) fn rename_to_new(path: &Path, target: &Path) -> std::io::Result<()> {
     let cwd = rustix::fs::CWD;
     match renameat_with(cwd, path, cwd, target, RenameFlags::NOREPLACE) {
-        // Not every file system can refuse to replace; all refuse to replace a directory that holds something.
-        Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => std::fs::rename(path, target),
+        // Not every file system can refuse to replace. All refuse to replace a directory that holds something; a file
+        // is looked for first.
+        Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => match target.symlink_metadata() {
+            Ok(there) if !there.is_dir() => Err(ErrorKind::AlreadyExists.into()),
+            _ => std::fs::rename(path, target),
+        },
         other => other.map_err(std::io::Error::from),
     }
 }
 
-/// Gives a directory a new name for good.
-pub(super) fn move_dir(from: &Path, to: &Path) -> Result<Moved> {
-    match rename_to_new(from, to) {
-        Ok(()) => {}
-        Err(error) => {
-            return match error.kind() {
-                ErrorKind::NotFound => Ok(Moved::Gone),
-                ErrorKind::AlreadyExists | ErrorKind::DirectoryNotEmpty | ErrorKind::NotADirectory => Ok(Moved::Taken),
-                _ => Err(io_error("rename", from)(error)),
-            };
-        }
-    }
-    sync_dir(&split(to)?.0)?;
-    Ok(Moved::Done)
-}
+/// A path of this host.
+pub(super) struct LocalPath<'a>(pub(super) &'a Path);
 
-/// Removes a directory: under its name it is there as a whole, or not at all. `false` when another process is at it.
-pub(crate) fn discard(dir: &Path) -> Result<bool> {
-    let (parent, name) = split(dir)?;
-    match Hidden::take(dir, &parent, &name)? {
-        Some(hidden) => hidden.remove().map(|()| true),
-        None => Ok(false),
+impl Location for LocalPath<'_> {
+    fn store(&self) -> Result<Arc<dyn Store>> {
+        Ok(Arc::new(LocalDir::new(self.0)))
+    }
+
+    fn is_file(&self) -> Result<bool> {
+        Ok(self.0.is_file())
+    }
+
+    fn open(&self) -> Result<Box<dyn ReadAt>> {
+        Ok(Box::new(LocalFile::open(self.0)?))
+    }
+
+    fn stage(&self) -> Result<Box<dyn Staging>> {
+        Ok(Box::new(LocalStaging::create(self.0)?))
+    }
+
+    fn staged(&self, name: &str) -> Result<Arc<dyn Store>> {
+        Ok(Arc::new(LocalDir::new(&split(self.0)?.0.join(name))))
+    }
+
+    /// For good.
+    fn move_to(&self, to: &Path) -> Result<Moved> {
+        match rename_to_new(self.0, to) {
+            Ok(()) => {}
+            Err(error) => {
+                return match error.kind() {
+                    ErrorKind::NotFound => Ok(Moved::Gone),
+                    ErrorKind::AlreadyExists | ErrorKind::DirectoryNotEmpty | ErrorKind::NotADirectory => {
+                        Ok(Moved::Taken)
+                    }
+                    _ => Err(io_error("rename", self.0)(error)),
+                };
+            }
+        }
+        sync_dir(&split(to)?.0)?;
+        Ok(Moved::Done)
+    }
+
+    /// Under its name it is there as a whole, or not at all.
+    fn discard(&self) -> Result<bool> {
+        let (parent, name) = split(self.0)?;
+        match Hidden::take(self.0, &parent, &name)? {
+            Some(hidden) => hidden.remove().map(|()| true),
+            None => Ok(false),
+        }
     }
 }

@@ -1,8 +1,9 @@
 //! A file written from front to back whose bytes go to disk while more of them come.
 //!
-//! Left to itself the page cache keeps what is written until the end, and then there is a long wait, or it stops the writer when it holds too much. Here the
-//! system begins to write a piece as soon as it is whole, into blocks that were allocated at once: that is as fast as writing around the page cache, and the
-//! bytes stay in it: a run that is restarted on the same host has them back at the speed of memory.
+//! Left to itself the page cache keeps what is written until the end, and then there is a long wait, or it stops the
+//! writer when it holds too much. Here the system begins to write a piece as soon as it is whole, into blocks that were
+//! allocated at once: that is as fast as writing around the page cache, and the bytes stay in it: a run that is
+//! restarted on the same host has them back at the speed of memory.
 
 use std::fs::File;
 use std::io;
@@ -13,7 +14,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
 
-use super::Append;
+use super::files::Append;
 use crate::Result;
 use crate::error::io_error;
 

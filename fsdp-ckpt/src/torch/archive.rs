@@ -5,7 +5,7 @@ use std::path::Path;
 
 use zip::{CompressionMethod, ZipArchive};
 
-use super::not_torch;
+use super::error::not_torch;
 use crate::store::{ReadAt, room};
 use crate::{Error, Result};
 
@@ -36,7 +36,8 @@ pub(super) struct Archive<'a> {
 }
 
 impl<'a> Archive<'a> {
-    /// Reads the directory of the archive that lies in `bytes` bytes of `file` from `start` on. `item` says what it is of.
+    /// Reads the directory of the archive that lies in `bytes` bytes of `file` from `start` on. `item` says what it is
+    /// of.
     pub(super) fn open(file: &'a dyn ReadAt, item: Option<&'a str>, start: u64, bytes: u64) -> Result<Self> {
         let path = file.path();
         let part = Part { file, start, bytes, at: 0, block: Vec::new(), block_at: 0 };

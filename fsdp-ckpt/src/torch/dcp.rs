@@ -8,9 +8,9 @@ use fsdp_core::layout::Region;
 use serde_json::{Map, Value};
 
 use super::archive::{Archive, MAX_PICKLE};
+use super::error::not_torch;
 use super::file::{read_checked, verify};
 use super::metadata::{self, Place, ValueItem};
-use super::not_torch;
 use super::pickle::{Flaw, Pickle};
 use super::tensor::{Stored, sole};
 use super::walk;
@@ -24,10 +24,12 @@ use crate::{Checksums, Error, Format, Result, TensorSource};
 /// The file that makes a directory a checkpoint.
 pub(crate) const METADATA: &str = ".metadata";
 
-/// A directory that `torch.distributed.checkpoint.save` has written with its `FileSystemWriter`: `.metadata` and `.distcp` files.
+/// A directory that `torch.distributed.checkpoint.save` has written with its `FileSystemWriter`: `.metadata` and
+/// `.distcp` files.
 ///
-/// [`TensorSource::values`] has what is not a tensor under its flattened name, such as `optim.param_groups.<fqn>.lr`. A value that JSON can't hold, or that
-/// is an object of some Python class, is left out; [`TensorSource::unreadable`] says what it is.
+/// [`TensorSource::values`] has what is not a tensor under its flattened name, such as `optim.param_groups.<fqn>.lr`. A
+/// value that JSON can't hold, or that is an object of some Python class, is left out; [`TensorSource::unreadable`]
+/// says what it is.
 ///
 /// Each item has a CRC-32, which is checked by [`TensorSource::verify`] and where a chunk is read as a whole.
 #[derive(Debug)]
@@ -54,9 +56,9 @@ impl TorchDcp {
     /// Opens the checkpoint in the directory `dir`, and reads its values.
     ///
     /// # Errors
-    /// [`Error::NotFound`] without a `.metadata` or when a file that it names is missing; [`Error::NotTorch`] when it can't be read, contradicts itself, has
-    /// names that metadata does not need, or a file is truncated; [`Error::TooLarge`]; [`Error::Io`], also for a link
-    /// that leads out of `dir`.
+    /// [`Error::NotFound`] without a `.metadata` or when a file that it names is missing; [`Error::NotTorch`] when it
+    /// can't be read, contradicts itself, has names that metadata does not need, or a file is truncated;
+    /// [`Error::TooLarge`]; [`Error::Io`], also for a link that leads out of `dir`.
     pub fn open(dir: &Path) -> Result<Self> {
         let store = store(dir)?;
         check_stays(&*store, METADATA)?;

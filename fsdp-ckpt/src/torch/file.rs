@@ -9,7 +9,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use super::archive::{Archive, Storage};
-use super::not_torch;
+use super::error::not_torch;
 use super::pickle::Pickle;
 use super::strided::read_part;
 use super::tensor::{Stored, our_dtype, view};
@@ -34,9 +34,10 @@ const LEGACY: &[u8] = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19
 
 /// A state dict in a file of `torch.save`, or a Hugging Face model in several of them.
 ///
-/// Nested dicts become names with dots: `{"model": {"weight": ...}}` has the tensor `model.weight`. What is not a tensor is in
-/// [`TensorSource::values`] under such names, where JSON can hold it. Views are read as what they show; tensors that share a storage are each read from
-/// it. Files are checked against their CRC-32 by [`TensorSource::verify`], and where a tensor is read as a whole.
+/// Nested dicts become names with dots: `{"model": {"weight": ...}}` has the tensor `model.weight`. What is not a
+/// tensor is in [`TensorSource::values`] under such names, where JSON can hold it. Views are read as what they show;
+/// tensors that share a storage are each read from it. Files are checked against their CRC-32 by
+/// [`TensorSource::verify`], and where a tensor is read as a whole.
 #[derive(Debug)]
 pub struct TorchFile {
     path: PathBuf,
@@ -56,8 +57,8 @@ impl TorchFile {
     /// Opens a single file, whatever its name.
     ///
     /// # Errors
-    /// [`Error::NotTorch`] when it is not what `torch.save` of PyTorch 1.6 or newer writes, or its pickle has more than tensors and plain values;
-    /// [`Error::TooLarge`]; [`Error::Io`].
+    /// [`Error::NotTorch`] when it is not what `torch.save` of PyTorch 1.6 or newer writes, or its pickle has more than
+    /// tensors and plain values; [`Error::TooLarge`]; [`Error::Io`].
     pub fn open(path: &Path) -> Result<Self> {
         let (_, name) = split(path)?;
         let mut file = Self::empty(path);
@@ -65,11 +66,13 @@ impl TorchFile {
         Ok(file)
     }
 
-    /// Opens the Hugging Face model in the directory `dir`: `pytorch_model.bin`, or else the files that `pytorch_model.bin.index.json` names.
+    /// Opens the Hugging Face model in the directory `dir`: `pytorch_model.bin`, or else the files that
+    /// `pytorch_model.bin.index.json` names.
     ///
     /// # Errors
-    /// [`Error::NotFound`] when none of these is there or the index names a missing file; [`Error::Index`] when the index is damaged, names a file outside
-    /// of `dir`, or a weight that its file has not; those of [`TorchFile::open`].
+    /// [`Error::NotFound`] when none of these is there or the index names a missing file; [`Error::Index`] when the
+    /// index is damaged, names a file outside of `dir`, or a weight that its file has not; those of
+    /// [`TorchFile::open`].
     pub fn open_model(dir: &Path) -> Result<Self> {
         let store = store(dir)?;
         let mut model = Self::empty(dir);
@@ -143,7 +146,8 @@ impl TorchFile {
         file.read_exact_at(&mut start, 0)?;
         if !start.starts_with(ZIP) {
             let reason = if start == LEGACY {
-                "it is in the format of PyTorch before 1.6, which is not read; load it and save it again with a newer one"
+                "it is in the format of PyTorch before 1.6, which is not read; load it and save it again with a newer \
+                    one"
             } else {
                 "it is not what torch.save writes: it is no zip file"
             };
@@ -271,7 +275,8 @@ impl TensorSource for TorchFile {
     }
 }
 
-/// Reads `part` of a chunk to its place in the box `region`; where that is all of a storage, its checksum is checked on the way.
+/// Reads `part` of a chunk to its place in the box `region`; where that is all of a storage, its checksum is checked on
+/// the way.
 pub(super) fn read_checked(
     file: &dyn ReadAt,
     fqn: &str,

@@ -158,7 +158,8 @@ fn files(items: &BTreeMap<&str, Vec<Item<'_>>>) -> Result<BTreeMap<String, u64>,
     Ok(files)
 }
 
-/// A tensor with its chunks; the name of its dtype when that is none of ours. `left` is how many chunks all tensors may still have.
+/// A tensor with its chunks; the name of its dtype when that is none of ours. `left` is how many chunks all tensors may
+/// still have.
 fn tensor(
     pickle: &Pickle<'_>,
     fqn: &str,

@@ -8,8 +8,9 @@ use crate::region::{Run, runs};
 use crate::scattered::read_runs;
 use crate::store::ReadAt;
 
-/// Reads `part` of the box `chunk`, which is what `stored` holds of a tensor, to its place in `into`, which is the box `region` of the same tensor. All
-/// three are checked by the caller. `seen` gets what is read, in the file's order where the elements are.
+/// Reads `part` of the box `chunk`, which is what `stored` holds of a tensor, to its place in `into`, which is the box
+/// `region` of the same tensor. All three are checked by the caller. `seen` gets what is read, in the file's order
+/// where the elements are.
 pub(super) fn read_part(
     file: &dyn ReadAt,
     stored: &Stored,
@@ -94,7 +95,8 @@ mod tests {
             std::fs::write(root.path().join("f"), &memory).unwrap();
             let file = LocalFile::open(&root.path().join("f")).unwrap();
             let storage = Storage { start: 0, bytes: memory.len() as u64, crc32: 0 };
-            let stored = Stored { dtype: DType::BF16, shape: sizes.clone(), strides: strides.clone(), start: 4, storage };
+            let (shape, dtype) = (sizes.clone(), DType::BF16);
+            let stored = Stored { dtype, shape, strides: strides.clone(), start: 4, storage };
             let offsets: Vec<usize> = cut.iter().zip(&sizes).map(|(cut, &size)| cut.0.min(size - 1)).collect();
             let counts: Vec<usize> =
                 cut.iter().zip(&sizes).zip(&offsets).map(|((cut, size), at)| cut.1.min(size - at)).collect();
@@ -105,7 +107,8 @@ mod tests {
             for x in 0..counts[0] {
                 for y in 0..counts[1] {
                     for z in 0..counts[2] {
-                        let index = (offsets[0] + x) * strides[0] + (offsets[1] + y) * strides[1] + (offsets[2] + z) * strides[2];
+                        let steps = [x, y, z].into_iter().zip(&offsets).zip(&strides);
+                        let index: usize = steps.map(|((step, offset), stride)| (offset + step) * stride).sum();
                         prop_assert_eq!(&into[at..at + 2], &memory[4 + 2 * index..6 + 2 * index]);
                         at += 2;
                     }

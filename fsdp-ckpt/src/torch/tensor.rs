@@ -5,7 +5,7 @@ use std::path::Path;
 use fsdp_core::DType;
 
 use super::archive::{Archive, Storage};
-use super::not_torch;
+use super::error::not_torch;
 use super::pickle::{Node, Pickle, Value};
 use crate::Result;
 use crate::region::checked_bytes;

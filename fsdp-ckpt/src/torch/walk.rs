@@ -18,8 +18,8 @@ pub(super) enum Leaf {
     Other(String),
 }
 
-/// Passes all leaves of a value to `leaf`, under the names of the dicts that lead to them, joined by dots. A list is a leaf, unless
-/// there is something in it that JSON has not: tensors above all.
+/// Passes all leaves of a value to `leaf`, under the names of the dicts that lead to them, joined by dots. A list is a
+/// leaf, unless there is something in it that JSON has not: tensors above all.
 pub(super) fn flatten(
     pickle: &Pickle<'_>,
     value: Value,
@@ -51,7 +51,8 @@ enum Stop {
 
 struct Walk<'p, 'a> {
     pickle: &'p Pickle<'a>,
-    /// How much may be looked at yet: parts that are shared are looked at several times, and an honest pickle shares little.
+    /// How much may be looked at yet: parts that are shared are looked at several times, and an honest pickle shares
+    /// little.
     left: usize,
 }
 

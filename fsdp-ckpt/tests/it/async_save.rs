@@ -10,7 +10,7 @@ use fsdp_core::layout::Region;
 use fsdp_core::process_group::{Options, local};
 use fsdp_core::{Buffer, DType, Placement, ProcessGroup, Readable};
 
-use crate::gated::{Gate, Gated};
+use crate::gated::{self, Gate};
 use crate::processes::Job;
 use crate::world::{Global, fresh, line, list, state, zoo};
 
@@ -29,7 +29,7 @@ impl Readable for Changing {
     }
 }
 
-fn of(group: &dyn ProcessGroup, tensors: Vec<TensorShard>) -> SaveState {
+fn of(group: &ProcessGroup, tensors: Vec<TensorShard>) -> SaveState {
     SaveState { mesh: line(group.size()), tensors, values: Default::default() }
 }
 
@@ -54,7 +54,7 @@ fn what_is_saved_is_what_was_there_when_it_was_asked_for() {
         assert!(saver.wait().unwrap().is_none());
         for step in 1..=6 {
             weight.0.lock().unwrap().fill(step as f32);
-            saver.save(&dir(step), &of(&*group, vec![shard.clone()])).unwrap();
+            saver.save(&dir(step), &of(&group, vec![shard.clone()])).unwrap();
             weight.0.lock().unwrap().fill(-1.0);
             // Training's collectives go on meanwhile.
             for _ in 0..20 {
@@ -105,10 +105,10 @@ fn a_rank_that_can_not_stage_fails_all_ranks_and_nothing_is_written() {
         let mut saver = AsyncSaver::new(group.clone(), WhenBusy::Wait).unwrap();
         let good: Arc<dyn Readable> = Arc::new(Buffer::F32(vec![1.0; 3]));
         let data = if group.rank() == 1 { Arc::new(Broken) } else { good.clone() };
-        let error = saver.save(&dir, &of(&*group, vec![TensorShard::whole("w", &[3], data)])).unwrap_err();
+        let error = saver.save(&dir, &of(&group, vec![TensorShard::whole("w", &[3], data)])).unwrap_err();
         assert!(error.to_string().starts_with("rank 1 failed to stage its tensors: tensor \"w\""), "{error}");
         assert!(saver.wait().unwrap().is_none());
-        saver.save(&dir, &of(&*group, vec![TensorShard::whole("w", &[3], good)])).unwrap();
+        saver.save(&dir, &of(&group, vec![TensorShard::whole("w", &[3], good)])).unwrap();
         saver.finish().unwrap();
     });
     assert_eq!(list(root.path()), ["step-00000010"]);
@@ -119,12 +119,10 @@ fn a_second_save_is_refused_on_every_rank_while_any_is_writing() {
     let (root, dir) = fresh();
     // Rank 1 may start its first background collective only when rank 0 has been refused.
     let gate: Gate = Arc::new((Mutex::new(false), Condvar::new()));
-    local::run(2, |group| {
-        let slow: Arc<dyn ProcessGroup> = match group.rank() {
-            1 => Gated::around(group.clone(), &gate),
-            _ => group.clone(),
-        };
-        let mut saver = AsyncSaver::new(slow, WhenBusy::Refuse).unwrap();
+    let world = gated::world(&gate);
+    local::run(2, |beside| {
+        let group = world[beside.rank()].clone();
+        let mut saver = AsyncSaver::new(group.clone(), WhenBusy::Refuse).unwrap();
         let state = state(&zoo(), &line(2), group.rank());
         saver.save(&dir, &state).unwrap();
         let error = saver.save(&root.path().join("step-00000020"), &state).unwrap_err();
@@ -157,7 +155,7 @@ fn a_rank_that_goes_away_does_not_hang_the_others() {
     Checkpoint::open(&dir).unwrap().verify().unwrap();
 }
 
-pub(crate) fn dies_while_saving(group: Arc<dyn ProcessGroup>, root: &Path) {
+pub(crate) fn dies_while_saving(group: ProcessGroup, root: &Path) {
     let large = Global::new("large", DType::F32, &[4_000_000], &[Placement::Shard(0)]);
     let state = state(&[large], &line(2), group.rank());
     let mut saver = AsyncSaver::new(group.clone(), WhenBusy::Wait).unwrap();

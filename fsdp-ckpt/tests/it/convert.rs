@@ -286,7 +286,8 @@ fn what_can_not_be_done_leaves_nothing_behind() {
 fn tensors_of_other_dtypes_are_left_out_only_when_asked() {
     let root = tempfile::tempdir().unwrap();
     let src = root.path().join("m.safetensors");
-    let header = r#"{"mask":{"dtype":"BOOL","shape":[2],"data_offsets":[0,2]},"w":{"dtype":"U8","shape":[1],"data_offsets":[2,3]}}"#;
+    let header = r#"{"mask":{"dtype":"BOOL","shape":[2],"data_offsets":[0,2]},
+        "w":{"dtype":"U8","shape":[1],"data_offsets":[2,3]}}"#;
     let bytes = [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &[1, 0, 7]].concat();
     std::fs::write(&src, bytes).unwrap();
     let dst = root.path().join("dst");

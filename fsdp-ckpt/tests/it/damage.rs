@@ -123,7 +123,8 @@ fn file(header: &str, claimed: u64, data: usize) -> (TempDir, PathBuf) {
 #[test]
 fn headers_are_not_trusted() {
     let one = r#"{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#;
-    let overlap = r#"{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"v":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}}"#;
+    let overlap = r#"{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},
+        "v":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}}"#;
     let huge = r#"{"w":{"dtype":"F32","shape":[9223372036854775807,9223372036854775807],"data_offsets":[0,8]}}"#;
     let hidden = r#"{"w":{"dtype":"F32","shape":[9223372036854775807,9223372036854775807,0],"data_offsets":[0,0]}}"#;
     for (header, claimed, data, part) in [
@@ -158,7 +159,8 @@ proptest! {
         let root = tempfile::tempdir().unwrap();
         let path = root.path().join("f");
         if whole {
-            let json = br#"{"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},"b":{"dtype":"U8","shape":[1],"data_offsets":[24,25]}}"#;
+            let json = br#"{"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},
+                "b":{"dtype":"U8","shape":[1],"data_offsets":[24,25]}}"#;
             header = (json.len() as u64).to_le_bytes().to_vec();
             header.extend(json);
             header.extend([0; 25]);

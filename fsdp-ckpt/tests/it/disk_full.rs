@@ -12,7 +12,7 @@ fn large() -> Global {
     Global::new("large", DType::F32, &[10_000_000], &[Placement::Shard(0)])
 }
 
-pub(crate) fn saves_too_much(group: &dyn ProcessGroup, root: &Path) {
+pub(crate) fn saves_too_much(group: &ProcessGroup, root: &Path) {
     let saved = save(&root.join("step-20"), group, &state(&[large()], &line(group.size()), group.rank()));
     println!("says: {}", saved.unwrap_err());
 }

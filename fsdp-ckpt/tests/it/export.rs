@@ -1,13 +1,13 @@
 //! Shards become one Hugging Face weights file.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::world::{Global, line, list, world, zoo};
 use fsdp_ckpt::hf::{ExportOptions, HfModel, export, export_with};
 use fsdp_ckpt::{SafetensorsFile, TensorShard, TensorSource};
 use fsdp_core::layout::Region;
-use fsdp_core::{Buffer, DType, MeshLayout, Placement};
+use fsdp_core::{Buffer, DType, MeshLayout, Placement, Readable};
 
 fn export_all(dir: &Path, globals: &[Global], mesh: &MeshLayout) -> Vec<fsdp_ckpt::Result<u64>> {
     let config = dir.with_file_name("config.json");
@@ -136,20 +136,6 @@ fn failures_leave_no_file_and_reach_every_rank() {
 }
 
 #[test]
-fn what_a_killed_export_left_is_swept_by_the_next_one() {
-    let root = tempfile::tempdir().unwrap();
-    let dir = root.path().join("model");
-    std::fs::create_dir(&dir).unwrap();
-    // No lock is held on them, as when their process is dead.
-    for name in [".model.safetensors.tmp-host-1-1f", ".config.json.tmp-host-1-2f"] {
-        std::fs::write(dir.join(name), "half").unwrap();
-    }
-    std::fs::write(dir.join(".model.safetensors.tmp-not-ours"), "").unwrap();
-    export_all(&dir, &zoo(), &line(2)).into_iter().for_each(|bytes| assert!(bytes.is_ok(), "{bytes:?}"));
-    assert_eq!(list(&dir), [".model.safetensors.tmp-not-ours", "config.json", "model.safetensors"]);
-}
-
-#[test]
 fn an_export_says_what_it_is_told_and_replaces_what_it_may() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("model");
@@ -179,4 +165,41 @@ fn an_export_says_what_it_is_told_and_replaces_what_it_may() {
         assert!(all(&over).unwrap_err().contains(&format!("{other} exists already")));
         std::fs::remove_file(dir.join(other)).unwrap();
     }
+}
+
+/// Memory while which is read, somebody else's weights come into a directory.
+struct Meanwhile {
+    values: Buffer,
+    weights: PathBuf,
+}
+
+impl Readable for Meanwhile {
+    fn dtype(&self) -> DType {
+        self.values.dtype()
+    }
+
+    fn len(&self) -> usize {
+        self.values.len()
+    }
+
+    fn read(&self, with: &mut dyn FnMut(&[u8])) -> Result<(), String> {
+        std::fs::write(&self.weights, "mine").unwrap();
+        self.values.read(with)
+    }
+}
+
+#[test]
+fn weights_that_come_during_an_export_stay() {
+    let root = tempfile::tempdir().unwrap();
+    let dir = root.path().join("model");
+    let weights = dir.join("model.safetensors");
+    let messages = world(2, |group| {
+        let data = Arc::new(Meanwhile { values: Buffer::F32(vec![1.0, 2.0]), weights: weights.clone() });
+        export(&dir, group, &[TensorShard::whole("w", &[2], data)], &[]).unwrap_err().to_string()
+    });
+    let parts = ["rank 0 failed to finish the export", "model.safetensors exists already"];
+    assert!(parts.iter().all(|part| messages[0].contains(part)), "{messages:?}");
+    assert_eq!(messages[0], messages[1]);
+    assert_eq!(std::fs::read(&weights).unwrap(), b"mine");
+    assert_eq!(list(&dir), ["model.safetensors"]);
 }

@@ -1,7 +1,6 @@
 //! Numbers that are not finite, in checkpoints of every format, and what a checkpoint says of its own.
 
 use std::path::Path;
-use std::sync::Arc;
 
 use fsdp_ckpt::{AsyncSaver, Checkpoint, SaveOptions, WhenBusy, non_finite, open, save_with};
 use fsdp_core::process_group::local;
@@ -113,7 +112,7 @@ fn a_checkpoint_says_whether_it_was_looked_at_when_all_ranks_have() {
 
 fn in_the_background(dir: &Path) {
     local::run(2, |group| {
-        let mut saver = AsyncSaver::new(Arc::clone(&group), WhenBusy::Wait).unwrap();
+        let mut saver = AsyncSaver::new(group.clone(), WhenBusy::Wait).unwrap();
         let state = state(&[finite()], &line(2), group.rank());
         saver.save_with(dir, &state, &SaveOptions { finite: true }).unwrap();
         saver.finish().unwrap();

@@ -3,70 +3,57 @@
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use fsdp_core::process_group::Signature;
-use fsdp_core::{Allocator, Buffer, ExchangePart, GatherPart, ProcessGroup, ReduceOp, Result, ScatterPart, Work};
+use fsdp_core::process_group::{Backend, Collective, Failure, Membership, Op, Options, Promises, local};
+use fsdp_core::{Buffer, DeviceId, ProcessGroup, Result};
 
 pub(crate) type Gate = Arc<(Mutex<bool>, Condvar)>;
 
-pub(crate) struct Gated {
-    inner: Arc<dyn ProcessGroup>,
+/// The backend of a group of which one rank waits.
+struct Gated {
+    inner: Box<dyn Backend>,
     gate: Gate,
+    /// Whether the group is within another.
     behind: bool,
 }
 
-impl Gated {
-    pub(crate) fn around(inner: Arc<dyn ProcessGroup>, gate: &Gate) -> Arc<dyn ProcessGroup> {
-        Arc::new(Gated { inner, gate: Arc::clone(gate), behind: false })
-    }
+/// A world of two, of which rank 1 waits at the gate in every group within it.
+pub(crate) fn world(gate: &Gate) -> Vec<ProcessGroup> {
+    let (options, member) = (Options::default(), |rank| Membership::world(rank, 2, Duration::from_secs(60)));
+    let backends = local::backends(2, &options).unwrap().into_iter().enumerate();
+    let gated = backends.map(|(rank, inner)| match rank {
+        1 => Box::new(Gated { inner, gate: Arc::clone(gate), behind: false }),
+        _ => inner,
+    });
+    gated.enumerate().map(|(rank, backend)| ProcessGroup::new(member(rank), backend).unwrap()).collect()
+}
 
-    fn pass(&self) -> &dyn ProcessGroup {
+impl Gated {
+    fn pass(&mut self) -> &mut dyn Backend {
         if self.behind {
             let (open, opened) = &*self.gate;
             let limit = Duration::from_secs(60);
             let (_open, waited) = opened.wait_timeout_while(open.lock().unwrap(), limit, |open| !*open).unwrap();
             assert!(!waited.timed_out(), "nobody opened the gate");
         }
-        &*self.inner
+        &mut *self.inner
     }
 }
 
-impl ProcessGroup for Gated {
-    fn rank(&self) -> usize {
-        self.inner.rank()
+impl Backend for Gated {
+    fn device(&self) -> DeviceId {
+        self.inner.device()
     }
-    fn size(&self) -> usize {
-        self.inner.size()
+    fn promises(&self) -> Promises {
+        self.inner.promises()
     }
-    fn name(&self) -> &str {
-        self.inner.name()
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Vec<Buffer>> {
+        self.pass().run(collective, op)
     }
-    fn timeout(&self) -> Duration {
-        self.inner.timeout()
+    fn split(&mut self, collective: &Collective<'_>, ranks: &[usize], group: &Membership) -> Result<Box<dyn Backend>> {
+        let inner = self.pass().split(collective, ranks, group)?;
+        Ok(Box::new(Gated { inner, gate: Arc::clone(&self.gate), behind: true }))
     }
-    fn signed(&self, signature: Signature) -> Arc<dyn ProcessGroup> {
-        let inner = self.inner.signed(signature);
-        Arc::new(Gated { inner, gate: Arc::clone(&self.gate), behind: self.behind })
-    }
-    fn all_gather(&self, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
-        self.pass().all_gather(parts, memory)
-    }
-    fn reduce_scatter(&self, parts: Vec<ScatterPart>, op: ReduceOp, memory: Arc<dyn Allocator>) -> Work {
-        self.pass().reduce_scatter(parts, op, memory)
-    }
-    fn all_reduce(&self, buffers: Vec<Buffer>, op: ReduceOp) -> Work {
-        self.pass().all_reduce(buffers, op)
-    }
-    fn broadcast(&self, buffers: Vec<Buffer>, root: usize) -> Work {
-        self.pass().broadcast(buffers, root)
-    }
-    fn all_to_all(&self, parts: Vec<ExchangePart>, memory: Arc<dyn Allocator>) -> Work {
-        self.pass().all_to_all(parts, memory)
-    }
-    fn barrier(&self) -> Work {
-        self.pass().barrier()
-    }
-    fn split(&self, color: usize, key: usize) -> Result<Arc<dyn ProcessGroup>> {
-        let inner = self.pass().split(color, key)?;
-        Ok(Arc::new(Gated { inner, gate: Arc::clone(&self.gate), behind: true }))
+    fn fail(&mut self, why: &Failure) {
+        self.inner.fail(why);
     }
 }

@@ -1,4 +1,5 @@
-//! What the fuzz targets and the tests of their corpus do with bytes that may be anything: read all of it, and get numbers or an error.
+//! What the fuzz targets and the tests of their corpus do with bytes that may be anything: read all of it, and get
+//! numbers or an error.
 
 use std::path::Path;
 
@@ -64,7 +65,8 @@ pub(crate) fn change_manifest(dir: &Path, change: impl FnOnce(&mut serde_json::V
     std::fs::write(path, sealed(&serde_json::to_string_pretty(&manifest).unwrap())).unwrap();
 }
 
-/// Puts the files that the manifests of the corpus are about into `dir`: what two ranks once saved of a few small tensors.
+/// Puts the files that the manifests of the corpus are about into `dir`: what two ranks once saved of a few small
+/// tensors.
 pub(crate) fn files(dir: &Path) {
     std::fs::create_dir(dir).unwrap();
     for (name, bytes) in [

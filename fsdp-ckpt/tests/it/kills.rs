@@ -45,7 +45,7 @@ fn check(dir: &Path) -> usize {
 }
 
 /// Every other step in the background. Tells what is safe as soon as it is.
-pub(crate) fn saves_for_ever(group: Arc<dyn ProcessGroup>, root: &Path) {
+pub(crate) fn saves_for_ever(group: ProcessGroup, root: &Path) {
     let mut saver = AsyncSaver::new(group.clone(), WhenBusy::Wait).unwrap().keep_newest(KEEP);
     let first = latest(root).unwrap().map_or(1, |dir| check(&dir) + 1);
     group.barrier().wait().unwrap();
@@ -55,7 +55,7 @@ pub(crate) fn saves_for_ever(group: Arc<dyn ProcessGroup>, root: &Path) {
             saver.save(&dir, &state).unwrap();
             saver.wait().unwrap();
         } else {
-            save(&dir, &*group, &state).unwrap();
+            save(&dir, &group, &state).unwrap();
             if group.rank() == 0 {
                 keep_newest(root, KEEP, &[]).unwrap();
             }

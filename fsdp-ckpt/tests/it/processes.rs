@@ -3,7 +3,6 @@
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
@@ -21,11 +20,11 @@ fn run_as_a_rank() {
     let Ok(role) = std::env::var("FSDP_TEST_ROLE") else { return };
     let root = std::env::var("FSDP_TEST_DIR").unwrap();
     let options = Options::default().with_timeout(Duration::from_secs(30));
-    let group: Arc<dyn ProcessGroup> = shm::connect(&RankEnv::from_env().unwrap(), options).unwrap();
+    let group: ProcessGroup = shm::connect(&RankEnv::from_env().unwrap(), options).unwrap();
     match role.as_str() {
         "saves_for_ever" => kills::saves_for_ever(group, Path::new(&root)),
         "dies_while_saving" => async_save::dies_while_saving(group, Path::new(&root)),
-        "saves_too_much" => disk_full::saves_too_much(&*group, Path::new(&root)),
+        "saves_too_much" => disk_full::saves_too_much(&group, Path::new(&root)),
         other => panic!("no role {other}"),
     }
 }

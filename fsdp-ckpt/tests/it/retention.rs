@@ -57,6 +57,9 @@ fn a_link_is_no_checkpoint_of_its_own() {
     symlink(dir(15), dir(15)).unwrap();
     let found = survey(root.path()).unwrap();
     assert!(found.newest == Some(dir(8)) && found.skipped.is_empty(), "{found:?}");
+    let moved = elsewhere.path().join("step-00000002").canonicalize().unwrap();
+    let links = [(12, dir(4).canonicalize().unwrap()), (13, moved), (14, root.path().join("nowhere")), (15, dir(15))];
+    assert_eq!(found.links, links.map(|(step, target)| (dir(step), target)));
     assert_eq!(other_name_of(&dir(12)), Some(dir(4).canonicalize().unwrap()));
     assert_eq!(other_name_of(&dir(4)), None);
 

@@ -55,7 +55,8 @@ impl Global {
     }
 }
 
-/// Sharded evenly, unevenly, with empty shards, along dimension 1, replicated, a scalar, one without elements, all dtypes of a training state.
+/// Sharded evenly, unevenly, with empty shards, along dimension 1, replicated, a scalar, one without elements, all
+/// dtypes of a training state.
 pub(crate) fn zoo() -> Vec<Global> {
     let (s0, s1, r) = (Placement::Shard(0), Placement::Shard(1), Placement::Replicate);
     vec![
@@ -83,8 +84,8 @@ pub(crate) fn state(globals: &[Global], mesh: &MeshLayout, rank: usize) -> SaveS
 }
 
 /// Runs `rank` on every rank of a world of `size` threads; results in rank order.
-pub(crate) fn world<T: Send>(size: usize, rank: impl Fn(&dyn ProcessGroup) -> T + Sync) -> Vec<T> {
-    local::run(size, |group| rank(&*group))
+pub(crate) fn world<T: Send>(size: usize, rank: impl Fn(&ProcessGroup) -> T + Sync) -> Vec<T> {
+    local::run(size, |group| rank(&group))
 }
 
 /// Saves from every rank and asserts that all succeed.

@@ -1,6 +1,7 @@
 //! Checkpoints in an S3 server: a process of its own, which is this program in another role.
 //!
-//! The program starts the server and then itself again with the server's address in the environment, where the library looks for it.
+//! The program starts the server and then itself again with the server's address in the environment, where the library
+//! looks for it.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod saves;

@@ -6,7 +6,9 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use fsdp_ckpt::{Checkpoint, Error, MANIFEST, SaveState, TensorSource, keep_newest, latest, save, set_aside, survey};
+use fsdp_ckpt::{
+    Checkpoint, Error, MANIFEST, SaveState, TensorSource, keep_newest, latest, non_finite, save, set_aside, survey,
+};
 use fsdp_core::layout::Region;
 use fsdp_core::{DType, Placement, Readable};
 
@@ -61,7 +63,8 @@ pub(crate) fn only_the_wanted_ranges_are_asked_for() {
     assert_eq!(gets.len(), 3, "{asked:?}");
     let (first, last) = gets[2].rsplit_once("bytes=").unwrap().1.split_once('-').unwrap();
     assert_eq!(last.parse::<u64>().unwrap() + 1 - first.parse::<u64>().unwrap(), 4096);
-    // Besides, the manifest, and one list instead of a question for each file. A list has its prefix in the query, with %2F.
+    // Besides, the manifest, and one list instead of a question for each file. A list has its prefix in the query, with
+    // %2F.
     assert_eq!(asked.len(), 4, "{asked:?}");
 
     // Columns lie apart by less than a request costs.
@@ -69,6 +72,11 @@ pub(crate) fn only_the_wanted_ranges_are_asked_for() {
     let column = Region { offsets: vec![0, 3], sizes: vec![512, 2] };
     assert_eq!(read(&checkpoint, &global, &column).unwrap(), global.cut(&column));
     assert_eq!(requests(&server_root(), "ranges/step-1").len() - before, 3);
+
+    // Who looks at all numbers asks for each chunk once: its 2 MiB are less than a request may bring.
+    let before = requests(&server_root(), "ranges/step-1").len();
+    non_finite(&checkpoint, &mut |_| ()).unwrap();
+    assert_eq!(requests(&server_root(), "ranges/step-1").len() - before, 2);
 }
 
 pub(crate) fn a_large_tensor_goes_in_parts() {

@@ -1,7 +1,7 @@
 //! DTensors: one tensor over the ranks of a mesh, as PyTorch's `torch.distributed.tensor`.
 //!
-//! From the bottom up: a [`DTensorSpec`] says what every rank holds; [`plan`] finds the [`Step`]s from one spec to another, without communication;
-//! a [`DTensor`] holds this rank's elements and takes the steps.
+//! From the bottom up: a [`DTensorSpec`] says what every rank holds; [`plan`] finds the [`Step`]s from one spec to
+//! another, without communication; a [`DTensor`] holds this rank's elements and takes the steps.
 
 mod permute;
 mod plan;

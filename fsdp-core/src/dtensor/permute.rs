@@ -1,4 +1,5 @@
-//! Copying between a local tensor and its parts. A part has all combinations of some ranges of indices, one list of ranges a dimension.
+//! Copying between a local tensor and its parts. A part has all combinations of some ranges of indices, one list of
+//! ranges a dimension.
 
 #![allow(clippy::single_range_in_vec_init, reason = "lists of ranges are what this is about")]
 
@@ -40,8 +41,8 @@ fn elements(picks: &[Ranges]) -> usize {
     picks.iter().map(|ranges| ranges.iter().map(Range::len).sum::<usize>()).product()
 }
 
-/// The part of `picks` of a row-major tensor of shape `shape`, as runs of consecutive elements, in row-major order. Each run is as long as it can be,
-/// but that a new row of the first dimension that is not whole starts a new one.
+/// The part of `picks` of a row-major tensor of shape `shape`, as runs of consecutive elements, in row-major order.
+/// Each run is as long as it can be, but that a new row of the first dimension that is not whole starts a new one.
 pub(super) fn runs(shape: &[usize], picks: &[Ranges]) -> Vec<Range<usize>> {
     let mut runs = Vec::new();
     if elements(picks) == 0 {
@@ -119,7 +120,12 @@ mod tests {
         }
 
         #[test]
-        fn runs_are_the_elements_in_order(rows in ranges(), columns in ranges(), whole in any::<bool>(), depth in 1usize..4) {
+        fn runs_are_the_elements_in_order(
+            rows in ranges(),
+            columns in ranges(),
+            whole in any::<bool>(),
+            depth in 1usize..4,
+        ) {
             let picks = vec![rows.clone(), columns.clone(), if whole { vec![0..depth] } else { vec![0..1] }];
             let mut expected = Vec::new();
             for i in indices(&rows) {
@@ -131,10 +137,12 @@ mod tests {
             prop_assert_eq!(&indices(&runs), &expected);
             let tensor: Vec<u16> = (0..12 * 12 * depth as u16).collect();
             let mut packed = vec![0u16; expected.len()];
-            prop_assert!(pack(bytemuck::cast_slice(&tensor), &runs, 2, bytemuck::cast_slice_mut(&mut packed)).is_empty());
+            let room = pack(bytemuck::cast_slice(&tensor), &runs, 2, bytemuck::cast_slice_mut(&mut packed));
+            prop_assert!(room.is_empty());
             prop_assert_eq!(packed.iter().map(|&x| usize::from(x)).collect::<Vec<_>>(), expected);
             let mut back = vec![u16::MAX; tensor.len()];
-            prop_assert!(unpack(bytemuck::cast_slice(&packed), &runs, 2, bytemuck::cast_slice_mut(&mut back)).is_empty());
+            let rest = unpack(bytemuck::cast_slice(&packed), &runs, 2, bytemuck::cast_slice_mut(&mut back));
+            prop_assert!(rest.is_empty());
             for (at, &x) in back.iter().enumerate() {
                 prop_assert_eq!(x, if packed.contains(&(at as u16)) { at as u16 } else { u16::MAX });
             }

@@ -1,6 +1,6 @@
 //! From one layout to another, one mesh dimension at a time.
 
-use super::DTensorSpec;
+use super::spec::DTensorSpec;
 use crate::{Error, Placement, ReduceOp, Result};
 
 /// One step of a redistribution: `mesh_dim` goes from one placement to another, the other mesh dimensions stay.
@@ -49,12 +49,14 @@ impl Step {
 
 /// The steps from one layout of a tensor to another, in order. Pure: every rank finds the same steps.
 ///
-/// Of two mesh dimensions that shard the same tensor dimension, the one that cuts last is undone first and made last; where that is in the way of a direct
-/// step, the mesh dimension goes through [`Placement::Replicate`]. What makes tensors smaller (slices, reduce-scatters) is done before what
-/// makes them larger.
+/// Of two mesh dimensions that shard the same tensor dimension, the one that cuts last is undone first and made last;
+/// where that is in the way of a direct step, the mesh dimension goes through [`Placement::Replicate`]. What makes
+/// tensors smaller (slices, reduce-scatters) is done before what makes them larger.
 ///
 /// ```
-/// use fsdp_core::{dtensor::{plan, Action}, DType, DTensorSpec, MeshLayout, Placement::{Partial, Replicate, Shard}, ReduceOp};
+/// use fsdp_core::{
+///     dtensor::{plan, Action}, DType, DTensorSpec, MeshLayout, Placement::{Partial, Replicate, Shard}, ReduceOp,
+/// };
 /// let mesh = MeshLayout::new(&[("replicate", 2), ("shard", 2)])?;
 /// let partial = DTensorSpec::new(mesh, &[Partial(ReduceOp::Avg); 2], &[8, 8], DType::F32)?;
 /// let steps = plan(&partial, &partial.with_placements(&[Replicate, Shard(0)])?)?;
@@ -66,7 +68,8 @@ impl Step {
 /// ```
 ///
 /// # Errors
-/// [`Error::Layout`] when the two are not the same tensor on the same mesh, from shard to partial (terms of what?), and from replicate to the partial of a product.
+/// [`Error::Layout`] when the two are not the same tensor on the same mesh, from shard to partial (terms of what?), and
+/// from replicate to the partial of a product.
 pub fn plan(from: &DTensorSpec, to: &DTensorSpec) -> Result<Vec<Step>> {
     if (from.mesh(), from.shape(), from.dtype()) != (to.mesh(), to.shape(), to.dtype()) {
         return Err(Error::Layout(format!(

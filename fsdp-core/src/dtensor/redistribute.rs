@@ -3,17 +3,17 @@
 use std::{ops::Range, sync::Arc};
 
 use super::{
-    DTensorSpec,
     permute::{overlap, pack, runs, unpack},
     plan::{Action, Step},
-    spec::shape_of,
+    spec::{DTensorSpec, shape_of},
 };
 use crate::{
-    Buffer, DeviceMesh, Error, ExchangePart, GatherPart, Heap, ProcessGroup, ReduceOp, Result, ScatterPart, Work,
+    Buffer, DeviceMesh, Error, ExchangePart, GatherPart, Heap, ProcessGroup, ReduceOp, Result, ScatterPart,
     layout::Ranges,
 };
 
-/// What this rank holds after `step`, of what it holds before. Collective over the ranks along the step's mesh dimension.
+/// What this rank holds after `step`, of what it holds before. Collective over the ranks along the step's mesh
+/// dimension.
 pub(super) fn take(
     step: &Step,
     from: &DTensorSpec,
@@ -35,24 +35,17 @@ pub(super) fn take(
     }
 }
 
-fn all_reduce(group: &Arc<dyn ProcessGroup>, local: Arc<Buffer>, op: ReduceOp) -> Result<Buffer> {
-    one(group, group.all_reduce(vec![Arc::unwrap_or_clone(local)], op))
+fn all_reduce(group: &ProcessGroup, local: Arc<Buffer>, op: ReduceOp) -> Result<Buffer> {
+    group.only_output(group.all_reduce(vec![Arc::unwrap_or_clone(local)], op))
 }
 
-/// Terms of what every rank holds: for a sum the first rank keeps it and the others have zeros, otherwise it is its own average, smallest and largest.
-fn split(group: &Arc<dyn ProcessGroup>, local: Arc<Buffer>, op: ReduceOp) -> Result<Arc<Buffer>> {
+/// Terms of what every rank holds: for a sum the first rank keeps it and the others have zeros, otherwise it is its own
+/// average, smallest and largest.
+fn split(group: &ProcessGroup, local: Arc<Buffer>, op: ReduceOp) -> Result<Arc<Buffer>> {
     match op {
         ReduceOp::Sum if group.rank() > 0 => Buffer::try_zeros(local.dtype(), local.len()).map(Arc::new),
         _ => Ok(local),
     }
-}
-
-/// The output of a collective of one part.
-fn one(group: &Arc<dyn ProcessGroup>, work: Work) -> Result<Buffer> {
-    work.wait()?.pop().ok_or_else(|| Error::Argument {
-        rank: group.rank(),
-        message: format!("group \"{}\" returned no output for a collective of one part", group.name()),
-    })
 }
 
 /// What the ranks along a mesh dimension hold before and after a step, in their order.
@@ -66,7 +59,10 @@ struct Sides {
 impl Sides {
     fn new(step: &Step, from: &DTensorSpec, to: &DTensorSpec, mesh: &DeviceMesh) -> Result<Self> {
         let ranks = mesh.layout().ranks_along(step.mesh_dim, mesh.rank()).unwrap_or_default();
-        let own = ranks.iter().position(|&rank| rank == mesh.rank()).unwrap_or_default();
+        let own = ranks.iter().position(|&rank| rank == mesh.rank()).ok_or_else(|| Error::Internal {
+            rank: mesh.rank(),
+            what: format!("mesh {} has no such rank along its dimension {}", mesh.layout(), step.mesh_dim),
+        })?;
         let ranges = |spec: &DTensorSpec| ranks.iter().map(|&rank| spec.ranges(rank)).collect::<Result<Vec<_>>>();
         Ok(Sides { own, from: ranges(from)?, to: ranges(to)? })
     }
@@ -88,26 +84,26 @@ impl Sides {
         packed(local, &[runs(&shape_of(from), &overlap(from, to).0)])
     }
 
-    fn all_gather(&self, group: &Arc<dyn ProcessGroup>, local: Arc<Buffer>) -> Result<Buffer> {
+    fn all_gather(&self, group: &ProcessGroup, local: Arc<Buffer>) -> Result<Buffer> {
         let arriving = self.arriving();
         let part = GatherPart { input: local, counts: counts(&arriving) };
-        unpacked(one(group, group.all_gather(vec![part], Heap::shared()))?, &arriving)
+        unpacked(group.only_output(group.all_gather(vec![part], Heap::shared()))?, &arriving)
     }
 
-    fn reduce_scatter(&self, group: &Arc<dyn ProcessGroup>, local: &Buffer, op: ReduceOp) -> Result<Buffer> {
+    fn reduce_scatter(&self, group: &ProcessGroup, local: &Buffer, op: ReduceOp) -> Result<Buffer> {
         let leaving = self.leaving();
         let part = ScatterPart { input: packed(local, &leaving)?, counts: counts(&leaving) };
-        one(group, group.reduce_scatter(vec![part], op, Heap::shared()))
+        group.only_output(group.reduce_scatter(vec![part], op, Heap::shared()))
     }
 
-    fn all_to_all(&self, group: &Arc<dyn ProcessGroup>, local: &Buffer) -> Result<Buffer> {
+    fn all_to_all(&self, group: &ProcessGroup, local: &Buffer) -> Result<Buffer> {
         let (leaving, arriving) = (self.leaving(), self.arriving());
         let part = ExchangePart {
             input: packed(local, &leaving)?,
             send_counts: counts(&leaving),
             recv_counts: counts(&arriving),
         };
-        unpacked(one(group, group.all_to_all(vec![part], Heap::shared()))?, &arriving)
+        unpacked(group.only_output(group.all_to_all(vec![part], Heap::shared()))?, &arriving)
     }
 }
 

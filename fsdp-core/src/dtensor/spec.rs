@@ -32,9 +32,10 @@ impl DTensorSpec {
     /// A tensor of shape `shape` under `placements`, one a mesh dimension.
     ///
     /// # Errors
-    /// [`Error::Layout`] when there is not one placement a mesh dimension, one shards a dimension that the tensor has not, a strided shard's split factor is not the
-    /// product of sizes of the mesh dimensions to its right that shard the same dimension, partials don't go together (only sums and averages do, and any
-    /// operation with itself), an average is of integers, or the tensor is larger than memory can be.
+    /// [`Error::Layout`] when there is not one placement a mesh dimension, one shards a dimension that the tensor has
+    /// not, a strided shard's split factor is not the product of sizes of the mesh dimensions to its right that shard
+    /// the same dimension, partials don't go together (only sums and averages do, and any operation with itself), an
+    /// average is of integers, or the tensor is larger than memory can be.
     pub fn new(mesh: MeshLayout, placements: &[Placement], shape: &[usize], dtype: DType) -> Result<Self> {
         let cuts = layout::cuts(shape, &mesh, placements)?;
         check_partials(placements, dtype)?;
@@ -81,7 +82,8 @@ impl DTensorSpec {
         Ok(shape_of(&self.ranges(rank)?))
     }
 
-    /// The box of the tensor that `rank` of the mesh holds. One that holds nothing has an empty box, where its elements would be.
+    /// The box of the tensor that `rank` of the mesh holds. One that holds nothing has an empty box, where its elements
+    /// would be.
     ///
     /// # Errors
     /// When `rank` is outside the mesh, and when it holds several boxes, as a [`Placement::StridedShard`] may have it.
@@ -89,15 +91,17 @@ impl DTensorSpec {
         layout::one_region(&self.ranges(rank)?, &self.placements)
     }
 
-    /// The boxes of the tensor that `rank` of the mesh holds, by ascending offsets; none when it holds nothing. They are several only with a
-    /// [`Placement::StridedShard`]. Locally they lie as in the global tensor with everything else taken out.
+    /// The boxes of the tensor that `rank` of the mesh holds, by ascending offsets; none when it holds nothing. They
+    /// are several only with a [`Placement::StridedShard`]. Locally they lie as in the global tensor with everything
+    /// else taken out.
     ///
     /// ```
     /// use fsdp_core::{DType, DTensorSpec, MeshLayout, Placement};
     /// // A dimension of 8 that 2 tensor parallel ranks share, seen along the data parallel dimension alone.
     /// let mesh = MeshLayout::new(&[("dp", 2)])?;
     /// let spec = DTensorSpec::new(mesh, &[Placement::StridedShard { dim: 0, split_factor: 2 }], &[8], DType::F32)?;
-    /// let boxes: Vec<_> = spec.local_regions(1)?.into_iter().map(|region| (region.offsets[0], region.sizes[0])).collect();
+    /// let boxes = spec.local_regions(1)?.into_iter().map(|region| (region.offsets[0], region.sizes[0]));
+    /// let boxes: Vec<_> = boxes.collect();
     /// assert_eq!(boxes, [(2, 2), (6, 2)]);
     /// # Ok::<(), fsdp_core::Error>(())
     /// ```
@@ -135,7 +139,8 @@ impl DTensorSpec {
         &self.cuts
     }
 
-    /// Whether `mesh_dim` shards a tensor dimension and cuts it last, so that its ranks hold, together, all that the other cuts leave.
+    /// Whether `mesh_dim` shards a tensor dimension and cuts it last, so that its ranks hold, together, all that the
+    /// other cuts leave.
     pub(super) fn cuts_last(&self, mesh_dim: usize) -> bool {
         let tensor_dim = self.placements.get(mesh_dim).and_then(|placement| placement.shard_dim());
         tensor_dim.is_some_and(|dim| self.cuts[dim].last() == Some(&Cut::Mesh(mesh_dim)))
@@ -156,7 +161,8 @@ fn check_partials(placements: &[Placement], dtype: DType) -> Result<()> {
     let linear = |op| matches!(op, ReduceOp::Sum | ReduceOp::Avg);
     if let Some(other) = ops.clone().find(|&op| op != first && !(linear(op) && linear(first))) {
         return Err(Error::Layout(format!(
-            "P({first}) and P({other}) in one layout: which comes first would change the tensor, so only sum and avg go together"
+            "P({first}) and P({other}) in one layout: which comes first would change the tensor, so only sum and avg \
+             go together"
         )));
     }
     if !dtype.is_float() && (first == ReduceOp::Avg || ops.any(|op| op == ReduceOp::Avg)) {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{DTensorSpec, plan, redistribute};
+use super::{plan::plan, redistribute, spec::DTensorSpec};
 use crate::{Buffer, DeviceMesh, Error, Placement, Result};
 
 /// One tensor over the ranks of a mesh, of which this is one rank's part, as PyTorch's `DTensor`; in host memory.
@@ -41,8 +41,8 @@ impl DTensor {
         Ok(DTensor { spec, mesh: mesh.clone(), local: Arc::new(local) })
     }
 
-    /// Lays a tensor out over a mesh. Every rank passes a full tensor of the same shape and dtype; the data is that of the mesh's rank 0, as in PyTorch.
-    /// Collective over the mesh.
+    /// Lays a tensor out over a mesh. Every rank passes a full tensor of the same shape and dtype; the data is that of
+    /// the mesh's rank 0, as in PyTorch. Collective over the mesh.
     ///
     /// ```
     /// use fsdp_core::{Buffer, DTensor, DeviceMesh, Placement, process_group::local};
@@ -55,7 +55,8 @@ impl DTensor {
     /// ```
     ///
     /// # Errors
-    /// Those of [`DTensorSpec::new`] and of [`plan`] from replicate to `placements`; when `full` has not the elements of `shape`; those of a collective.
+    /// Those of [`DTensorSpec::new`] and of [`plan`] from replicate to `placements`; when `full` has not the elements
+    /// of `shape`; those of a collective.
     pub fn distribute_tensor(
         full: Buffer,
         shape: &[usize],
@@ -72,18 +73,19 @@ impl DTensor {
         for mesh_dim in 0..mesh.layout().shape().len() {
             buffers = mesh.group(mesh_dim)?.broadcast(buffers, 0).wait()?;
         }
-        let local = buffers.pop().map(Arc::new).ok_or_else(|| Error::Argument {
+        let local = buffers.pop().map(Arc::new).ok_or_else(|| Error::Internal {
             rank: mesh.rank(),
-            message: "a broadcast of one buffer returned none".into(),
+            what: "a broadcast of one buffer returned none".into(),
         })?;
         DTensor { spec, mesh: mesh.clone(), local }.redistribute(placements)
     }
 
-    /// The same tensor under other placements, by the steps of [`plan`]. Collective over the mesh; every rank passes the same placements. A tensor that lies so
-    /// already shares its elements with the result.
+    /// The same tensor under other placements, by the steps of [`plan`]. Collective over the mesh; every rank passes
+    /// the same placements. A tensor that lies so already shares its elements with the result.
     ///
-    /// Reductions are those of [`crate::ProcessGroup`]. From replicate to `Partial(Sum)` rank 0 of the mesh dimension keeps the elements and the others get zeros;
-    /// to `Partial` of an average, a smallest or a largest every rank keeps them.
+    /// Reductions are those of [`crate::ProcessGroup`]. From replicate to `Partial(Sum)` rank 0 of the mesh dimension
+    /// keeps the elements and the others get zeros; to `Partial` of an average, a smallest or a largest every rank
+    /// keeps them.
     ///
     /// # Errors
     /// Those of [`DTensorSpec::new`], of [`plan`], and of a collective.

@@ -1,6 +1,10 @@
 //! What each launcher calls a rank's place in the world.
 
-use super::{RankEnv, mpich, number, slurm};
+use super::{
+    mpich,
+    rank_env::{RankEnv, number},
+    slurm,
+};
 use crate::{Error, Result};
 
 type Var<'a> = &'a dyn Fn(&str) -> Option<String>;
@@ -71,7 +75,8 @@ impl Launcher {
                         "{set} is set but {unset} is not: set both, or neither for one process"
                     )));
                 }
-                // A program started by hand inside a Slurm allocation sees SLURM_NTASKS without a rank: that is no launcher's doing.
+                // A program started by hand inside a Slurm allocation sees SLURM_NTASKS without a rank: that is no
+                // launcher's doing.
                 _ => {}
             }
         }
@@ -115,7 +120,8 @@ impl Launcher {
         env.local_world_size = count;
         if !(1..=env.world_size).contains(&count) {
             return Err(Error::Env(format!(
-                "{local_size} says that {count} of {size}={} processes run on this host: at least 1 does, and not more than there are",
+                "{local_size} says that {count} of {size}={} processes run on this host: at least 1 does, and not \
+                 more than there are",
                 env.world_size
             )));
         }

@@ -2,7 +2,8 @@
 
 type Var<'a> = &'a dyn Fn(&str) -> Option<String>;
 
-/// The processes of a job on one host inherit one socket of their common parent; `socket` tells which it is. Another job has another parent, and another socket.
+/// The processes of a job on one host inherit one socket of their common parent; `socket` tells which it is. Another
+/// job has another parent, and another socket.
 pub(super) fn run_id(var: Var<'_>, socket: Var<'_>) -> Option<String> {
     Some(format!("mpich-{}", socket(&var("HYDI_CONTROL_FD")?)?))
 }

@@ -1,13 +1,15 @@
-//! What Slurm's variables tell beside ranks: how many processes a host has, where the first host is, and which step of which job this is.
+//! What Slurm's variables tell beside ranks: how many processes a host has, where the first host is, and which step of
+//! which job this is.
 
-use super::{RankEnv, number};
+use super::rank_env::{RankEnv, number};
 use crate::{Error, Result};
 
 type Var<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 /// Where `MASTER_PORT` lies if nothing sets it: below the ports that Linux gives out by itself (32768 and up).
 const PORTS: std::ops::Range<u64> = 20_000..30_000;
-/// The distance of the ports of two steps of a job. It has no divisor in common with the number of ports, so that steps get ports of their own.
+/// The distance of the ports of two steps of a job. It has no divisor in common with the number of ports, so that steps
+/// get ports of their own.
 const PORTS_BETWEEN_STEPS: u64 = 1009;
 
 /// The script that `sbatch` runs, as opposed to a process that `srun` started in it.
@@ -40,7 +42,8 @@ pub(super) fn run_id(var: Var<'_>) -> Option<String> {
     Some(format!("slurm-{}.{step}", var("SLURM_JOB_ID")?))
 }
 
-/// The number of processes on this host, and the variable that tells it. `SLURM_NTASKS_PER_NODE` is set only where the user asked for such a number.
+/// The number of processes on this host, and the variable that tells it. `SLURM_NTASKS_PER_NODE` is set only where the
+/// user asked for such a number.
 pub(super) fn local_size(var: Var<'_>) -> Result<Option<(&'static str, usize)>> {
     const STEP: &str = "SLURM_STEP_TASKS_PER_NODE";
     const JOB: &str = "SLURM_TASKS_PER_NODE";

@@ -17,12 +17,15 @@ struct Recorded {
     run_id: &'static str,
 }
 
-/// From real runs, without what is of no interest here and with host names and addresses replaced. Slurm's are put together from its manual.
+/// From real runs, without what is of no interest here and with host names and addresses replaced. Slurm's are put
+/// together from its manual.
 const RECORDED: [Recorded; 8] = [
     // torchrun --nproc-per-node 2, of PyTorch 2.15
     Recorded {
-        vars: "GROUP_RANK=0 GROUP_WORLD_SIZE=1 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=37827 RANK=1 ROLE_NAME=default ROLE_RANK=1 \
-               ROLE_WORLD_SIZE=2 TORCHELASTIC_MAX_RESTARTS=0 TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_RUN_ID=c47e112f-a61f-43f2-92a9-5dc017355004 \
+        vars: "GROUP_RANK=0 GROUP_WORLD_SIZE=1 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=localhost \
+               MASTER_PORT=37827 RANK=1 ROLE_NAME=default ROLE_RANK=1 \
+               ROLE_WORLD_SIZE=2 TORCHELASTIC_MAX_RESTARTS=0 TORCHELASTIC_RESTART_COUNT=0 \
+               TORCHELASTIC_RUN_ID=c47e112f-a61f-43f2-92a9-5dc017355004 \
                TORCHELASTIC_USE_AGENT_STORE=True WORLD_SIZE=2",
         place: (1, 2, 1, 2),
         master: ("localhost", 37827),
@@ -30,9 +33,12 @@ const RECORDED: [Recorded; 8] = [
     },
     // mpirun -np 2, Open MPI 4.1.4
     Recorded {
-        vars: "OMPI_APP_CTX_NUM_PROCS=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_NODE_RANK=1 OMPI_COMM_WORLD_RANK=1 \
-               OMPI_COMM_WORLD_SIZE=2 OMPI_FIRST_RANKS=0 OMPI_MCA_ess_base_jobid=270467073 OMPI_MCA_ess_base_vpid=1 OMPI_MCA_orte_ess_node_rank=1 \
-               OMPI_MCA_orte_ess_num_procs=2 OMPI_MCA_orte_num_nodes=1 OMPI_UNIVERSE_SIZE=2 PMIX_ID=270467073.1 PMIX_NAMESPACE=270467073 PMIX_RANK=1 \
+        vars: "OMPI_APP_CTX_NUM_PROCS=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 \
+               OMPI_COMM_WORLD_NODE_RANK=1 OMPI_COMM_WORLD_RANK=1 \
+               OMPI_COMM_WORLD_SIZE=2 OMPI_FIRST_RANKS=0 OMPI_MCA_ess_base_jobid=270467073 OMPI_MCA_ess_base_vpid=1 \
+               OMPI_MCA_orte_ess_node_rank=1 \
+               OMPI_MCA_orte_ess_num_procs=2 OMPI_MCA_orte_num_nodes=1 OMPI_UNIVERSE_SIZE=2 PMIX_ID=270467073.1 \
+               PMIX_NAMESPACE=270467073 PMIX_RANK=1 \
                PMIX_HOSTNAME=host PMIX_VERSION=4.2.2rc2",
         place: (1, 2, 1, 2),
         master: ("127.0.0.1", 29500),
@@ -40,7 +46,8 @@ const RECORDED: [Recorded; 8] = [
     },
     // The same from within a Slurm allocation.
     Recorded {
-        vars: "ENVIRONMENT=BATCH SLURM_JOB_ID=41 SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_LOCALID=0 SLURM_JOB_NODELIST=node1 OMPI_COMM_WORLD_LOCAL_RANK=1 \
+        vars: "ENVIRONMENT=BATCH SLURM_JOB_ID=41 SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_LOCALID=0 \
+               SLURM_JOB_NODELIST=node1 OMPI_COMM_WORLD_LOCAL_RANK=1 \
                OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 PMIX_NAMESPACE=270467073",
         place: (1, 2, 1, 2),
         master: ("127.0.0.1", 29500),
@@ -48,7 +55,8 @@ const RECORDED: [Recorded; 8] = [
     },
     // mpirun -np 2, MPICH 4.0.2
     Recorded {
-        vars: "GFORTRAN_UNBUFFERED_PRECONNECTED=y HYDI_CONTROL_FD=7 MPIR_CVAR_CH3_INTERFACE_HOSTNAME=host MPI_LOCALNRANKS=2 MPI_LOCALRANKID=1 PMI_FD=8 \
+        vars: "GFORTRAN_UNBUFFERED_PRECONNECTED=y HYDI_CONTROL_FD=7 MPIR_CVAR_CH3_INTERFACE_HOSTNAME=host \
+               MPI_LOCALNRANKS=2 MPI_LOCALRANKID=1 PMI_FD=8 \
                PMI_RANK=1 PMI_SIZE=2",
         place: (1, 2, 1, 2),
         master: ("127.0.0.1", 29500),
@@ -56,16 +64,20 @@ const RECORDED: [Recorded; 8] = [
     },
     // srun, 7 tasks on 4 nodes, the last of them
     Recorded {
-        vars: "ENVIRONMENT=BATCH SLURM_JOB_ID=1234567 SLURM_STEP_ID=3 SLURM_STEPID=3 SLURM_PROCID=6 SLURM_NTASKS=7 SLURM_NPROCS=7 SLURM_STEP_NUM_TASKS=7 \
-               SLURM_LOCALID=0 SLURM_NODEID=3 SLURM_NNODES=4 SLURM_STEP_NUM_NODES=4 SLURM_STEP_TASKS_PER_NODE=2(x3),1 SLURM_TASKS_PER_NODE=8(x8) \
-               SLURM_STEP_NODELIST=node[03-05,11] SLURM_JOB_NODELIST=node[01-05,11-13] SLURM_STEP_LAUNCHER_PORT=35071 SLURM_SRUN_COMM_HOST=192.0.2.7",
+        vars: "ENVIRONMENT=BATCH SLURM_JOB_ID=1234567 SLURM_STEP_ID=3 SLURM_STEPID=3 SLURM_PROCID=6 SLURM_NTASKS=7 \
+               SLURM_NPROCS=7 SLURM_STEP_NUM_TASKS=7 \
+               SLURM_LOCALID=0 SLURM_NODEID=3 SLURM_NNODES=4 SLURM_STEP_NUM_NODES=4 SLURM_STEP_TASKS_PER_NODE=2(x3),1 \
+               SLURM_TASKS_PER_NODE=8(x8) \
+               SLURM_STEP_NODELIST=node[03-05,11] SLURM_JOB_NODELIST=node[01-05,11-13] SLURM_STEP_LAUNCHER_PORT=35071 \
+               SLURM_SRUN_COMM_HOST=192.0.2.7",
         place: (6, 7, 0, 1),
         master: ("node03", 27594),
         run_id: "slurm-1234567.3",
     },
     // srun with fewer tasks than the allocation has room for
     Recorded {
-        vars: "SLURM_JOB_ID=9 SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=1 SLURM_NODEID=0 \
+        vars: "SLURM_JOB_ID=9 SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=1 \
+               SLURM_NODEID=0 \
                SLURM_STEP_TASKS_PER_NODE=2 SLURM_NTASKS_PER_NODE=8 SLURM_STEP_NODELIST=n1",
         place: (1, 2, 1, 2),
         master: ("n1", 20009),
@@ -73,7 +85,8 @@ const RECORDED: [Recorded; 8] = [
     },
     // srun --mpi=pmi2
     Recorded {
-        vars: "PMI_FD=20 PMI_JOBID=9.0 PMI_RANK=3 PMI_SIZE=4 SLURM_JOB_ID=9 SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_NTASKS=4 SLURM_LOCALID=1 SLURM_NODEID=1 \
+        vars: "PMI_FD=20 PMI_JOBID=9.0 PMI_RANK=3 PMI_SIZE=4 SLURM_JOB_ID=9 SLURM_STEP_ID=0 SLURM_PROCID=3 \
+               SLURM_NTASKS=4 SLURM_LOCALID=1 SLURM_NODEID=1 \
                SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_STEP_NODELIST=n[1-2]",
         place: (3, 4, 1, 2),
         master: ("n1", 20009),
@@ -81,7 +94,8 @@ const RECORDED: [Recorded; 8] = [
     },
     // The script of sbatch itself
     Recorded {
-        vars: "ENVIRONMENT=BATCH SLURM_JOB_ID=9 SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_TASKS_PER_NODE=4(x2) SLURM_JOB_NODELIST=n[1-2]",
+        vars: "ENVIRONMENT=BATCH SLURM_JOB_ID=9 SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_LOCALID=0 SLURM_NODEID=0 \
+               SLURM_TASKS_PER_NODE=4(x2) SLURM_JOB_NODELIST=n[1-2]",
         place: (0, 1, 0, 1),
         master: ("127.0.0.1", 29500),
         run_id: "slurm-9.batch",

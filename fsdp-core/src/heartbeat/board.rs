@@ -16,6 +16,9 @@ use super::{
     memory::{Page, WORDS},
 };
 
+/// The environment variable that names the board of a rank.
+pub const VARIABLE: &str = "FSDP_HEARTBEAT";
+
 /// What the first word of a board of this layout holds.
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"fsdphb\0\x01");
 
@@ -170,7 +173,8 @@ pub struct Snapshot {
     pub collectives: Vec<Collective>,
 }
 
-/// A board: a page of memory without a name, on which one rank says how it is and which others may read at any time, whatever state the rank is in.
+/// A board: a page of memory without a name, on which one rank says how it is and which others may read at any time,
+/// whatever state the rank is in.
 ///
 /// ```
 /// use fsdp_core::heartbeat::{Board, VARIABLE};
@@ -187,7 +191,8 @@ pub struct Board {
 }
 
 impl Board {
-    /// A new board. It lives as long as any process has it open, and programs that this process starts do not inherit it.
+    /// A new board. It lives as long as any process has it open, and programs that this process starts do not inherit
+    /// it.
     ///
     /// # Errors
     /// The system's.
@@ -198,7 +203,8 @@ impl Board {
         Ok(Board { file, page })
     }
 
-    /// Where other processes of this user find the board, for as long as this one lives and has it: the value of [`VARIABLE`](super::VARIABLE).
+    /// Where other processes of this user find the board, for as long as this one lives and has it: the value of
+    /// [`VARIABLE`](super::VARIABLE).
     pub fn path(&self) -> String {
         format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd())
     }

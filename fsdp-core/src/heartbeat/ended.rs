@@ -4,8 +4,7 @@
 use std::{path::Path, sync::atomic::Ordering};
 
 use super::{
-    VARIABLE,
-    board::{Board, WORLD, open},
+    board::{Board, VARIABLE, WORLD, open},
     memory::{Page, WORDS},
 };
 use crate::{RankEnv, hash::Hash};
@@ -19,7 +18,7 @@ fn world(env: &RankEnv) -> u64 {
     hash.bytes(env.run_id.as_bytes());
     hash.number(u64::from(env.attempt));
     hash.number(env.world_size as u64);
-    hash.0
+    hash.value()
 }
 
 /// The word and the bit of a rank.

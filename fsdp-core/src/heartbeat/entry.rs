@@ -1,7 +1,8 @@
 //! Several words that are read together though their writer does not wait: a seqlock.
 //!
-//! The first word counts: it is odd while the entry is being written. Everything is an atomic, so that a reader that meets a writer reads old or new
-//! words, never undefined ones; the fences are those of Boehm, "Can seqlocks get along with programming language memory models?" (2012).
+//! The first word counts: it is odd while the entry is being written. Everything is an atomic, so that a reader that
+//! meets a writer reads old or new words, never undefined ones; the fences are those of Boehm, "Can seqlocks get along
+//! with programming language memory models?" (2012).
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 

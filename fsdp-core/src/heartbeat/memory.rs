@@ -46,7 +46,8 @@ impl Page {
         if !sealed || rustix::fs::fstat(&file)?.st_size != BYTES as i64 {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "it is no sealed page"));
         }
-        // SAFETY: a new mapping at an address of the kernel's choice touches no memory that is in use; the file is as large as the mapping and sealed.
+        // SAFETY: a new mapping at an address of the kernel's choice touches no memory that is in use; the file is as
+        // large as the mapping and sealed.
         let base = unsafe {
             rustix::mm::mmap(std::ptr::null_mut(), BYTES, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, file, 0)
         }?;
@@ -65,8 +66,9 @@ impl Deref for Page {
     type Target = [AtomicU64; WORDS];
 
     fn deref(&self) -> &Self::Target {
-        // SAFETY: the mapping is page-aligned, as long as the array and valid until `self` is dropped; any bits are valid atomics, and no process that
-        // maps the page accesses it but through atomics, or at worst the values are garbage.
+        // SAFETY: the mapping is page-aligned, as long as the array and valid until `self` is dropped; any bits are
+        // valid atomics, and no process that maps the page accesses it but through atomics, or at worst the values are
+        // garbage.
         unsafe { self.0.as_ref() }
     }
 }

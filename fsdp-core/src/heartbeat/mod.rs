@@ -1,9 +1,11 @@
-//! Heartbeats: how a rank tells its launcher that it lives, and where it is, for as long as it runs and however it ends.
+//! Heartbeats: how a rank tells its launcher that it lives, and where it is, for as long as it runs and however it
+//! ends.
 //!
-//! The launcher makes a [`Board`] for each rank, a page of shared memory, and names it to the rank in the variable [`VARIABLE`].
-//! [`process_group::init`](crate::process_group::init) calls [`start`], and from then on a thread of the rank beats, process groups write the collective
-//! that they are in, and the rank's own thread what it does ([`span`], [`step`]). A rank without a board does nothing of this, and a
-//! board never makes a rank fail. Reading needs nothing of the rank: a rank that is stopped, or killed, has a board that says where.
+//! The launcher makes a [`Board`] for each rank, a page of shared memory, and names it to the rank in the variable
+//! [`VARIABLE`]. [`process_group::init`](crate::process_group::init) calls [`start`], and from then on a thread of the
+//! rank beats, process groups write the collective that they are in, and the rank's own thread what it does ([`span`],
+//! [`step`]). A rank without a board does nothing of this, and a board never makes a rank fail. Reading needs nothing
+//! of the rank: a rank that is stopped, or killed, has a board that says where.
 //!
 //! A board also carries what the launcher tells its rank: which of the others have ended ([`Board::tell_ended`]).
 //!
@@ -25,13 +27,10 @@ use std::{
 };
 
 pub use age::Age;
-pub use board::{Board, Collective, Doing, Progress, Snapshot, StepDone, read};
+pub use board::{Board, Collective, Doing, Progress, Snapshot, StepDone, VARIABLE, read};
 pub(crate) use ended::Peers;
 pub(crate) use writer::Collectives;
 use writer::{SpanWords, Writer};
-
-/// The environment variable that names the board of a rank.
-pub const VARIABLE: &str = "FSDP_HEARTBEAT";
 
 static WRITER: OnceLock<Option<Arc<Writer>>> = OnceLock::new();
 
@@ -40,8 +39,9 @@ thread_local! {
     static IS_MAIN: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Starts the heart of this process, if its launcher gave it a board: the first call decides, and the thread that makes it is the one whose spans the
-/// board shows. A board that can't be used, because it is not there or is another process's, is told as a `tracing` event and is no error.
+/// Starts the heart of this process, if its launcher gave it a board: the first call decides, and the thread that makes
+/// it is the one whose spans the board shows. A board that can't be used, because it is not there or is another
+/// process's, is told as a `tracing` event and is no error.
 pub fn start() {
     WRITER.get_or_init(|| {
         let path = std::env::var_os(VARIABLE)?;
@@ -70,8 +70,8 @@ pub fn step(number: u64) {
     }
 }
 
-/// Tells what this thread does until the guard is dropped: `what`, and to which `unit` of the model (empty for none). On threads other than the one
-/// that called [`start`] it does nothing.
+/// Tells what this thread does until the guard is dropped: `what`, and to which `unit` of the model (empty for none).
+/// On threads other than the one that called [`start`] it does nothing.
 ///
 /// ```
 /// let _span = fsdp_core::heartbeat::span("evaluation", "");

@@ -39,7 +39,8 @@ impl Writer {
         let page = open(path)?;
         let (ours, born) = (u64::from(pid), start_time().unwrap_or(0));
         if let Err(other) = page[PID].compare_exchange(0, ours, Ordering::AcqRel, Ordering::Relaxed) {
-            // A program that a rank starts inherits the rank's variables; one that a rank becomes by `exec` goes on with its board.
+            // A program that a rank starts inherits the rank's variables; one that a rank becomes by `exec` goes on
+            // with its board.
             if (other, page[BORN].load(Ordering::Acquire)) != (ours, born) {
                 return Err(io::Error::new(io::ErrorKind::AlreadyExists, format!("process {other} writes it")));
             }
@@ -59,7 +60,8 @@ impl Writer {
             }
         };
         std::thread::Builder::new().name("fsdp heartbeat".into()).stack_size(64 << 10).spawn(beat)?;
-        // From now on silence means something: not before, or a rank without the thread would be taken for one that hangs.
+        // From now on silence means something: not before, or a rank without the thread would be taken for one that
+        // hangs.
         self.beat();
         Ok(())
     }

@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use super::chunk_range;
+use super::chunk::chunk_range;
 use crate::{Error, MeshLayout, Placement, Result};
 
 /// Indices of one tensor dimension, as ascending ranges.
@@ -21,8 +21,9 @@ pub(crate) enum Cut {
 
 /// The cuts of each dimension of a tensor of shape `shape`, first cut first.
 ///
-/// Two properties that the planning of redistributions rests on: without the placement of a dimension's last cut, the other cuts stay what they are; and
-/// equal cuts come of equal placements, but that a strided shard with split factor 1 is a shard.
+/// Two properties that the planning of redistributions rests on: without the placement of a dimension's last cut, the
+/// other cuts stay what they are; and equal cuts come of equal placements, but that a strided shard with split factor 1
+/// is a shard.
 pub(crate) fn cuts(shape: &[usize], mesh: &MeshLayout, placements: &[Placement]) -> Result<Vec<Vec<Cut>>> {
     if placements.len() != mesh.shape().len() {
         return Err(Error::Layout(format!(
@@ -53,7 +54,9 @@ pub(crate) fn cuts(shape: &[usize], mesh: &MeshLayout, placements: &[Placement])
 
 fn insert(cuts: &mut Vec<Cut>, mesh: &MeshLayout, mesh_dim: usize, split_factor: usize) -> Result<(), String> {
     if split_factor == 0 {
-        return Err("a split factor of 0 leaves no pieces to cut: it is the product of the sizes of the mesh dimensions that cut first".into());
+        return Err("a split factor of 0 leaves no pieces to cut: it is the product of the sizes of the mesh \
+                    dimensions that cut first"
+            .into());
     }
     if split_factor > 1 && cuts.iter().any(|cut| matches!(cut, Cut::Pieces(_))) {
         return Err("a mesh dimension to its right is a strided shard of pieces that no mesh dimension cuts; \
@@ -70,7 +73,8 @@ fn insert(cuts: &mut Vec<Cut>, mesh: &MeshLayout, mesh_dim: usize, split_factor:
         None if cuts.is_empty() => cuts.extend([Cut::Pieces(split_factor), Cut::Mesh(mesh_dim)]),
         None => {
             return Err(format!(
-                "the mesh dimensions to its right that shard the same tensor dimension cut it into {products:?} pieces one after the other, \
+                "the mesh dimensions to its right that shard the same tensor dimension cut it into {products:?} \
+                 pieces one after the other, \
                  none of which is split factor {split_factor}"
             ));
         }
@@ -78,7 +82,8 @@ fn insert(cuts: &mut Vec<Cut>, mesh: &MeshLayout, mesh_dim: usize, split_factor:
     Ok(())
 }
 
-/// What the rank at `coordinate` holds of each dimension, in ascending order: at least one range, which is empty when it holds nothing.
+/// What the rank at `coordinate` holds of each dimension, in ascending order: at least one range, which is empty when
+/// it holds nothing.
 pub(crate) fn ranges(shape: &[usize], cuts: &[Vec<Cut>], mesh: &MeshLayout, coordinate: &[usize]) -> Vec<Ranges> {
     let held = |(&n, cuts): (&usize, &Vec<Cut>)| {
         let mut ranges = vec![0..n];

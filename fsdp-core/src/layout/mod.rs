@@ -1,79 +1,28 @@
 //! Shard layout math: which elements of a global tensor a rank holds, computed without communication.
 //!
-//! Uneven sharding is `torch.chunk`'s: chunks of `ceil(n / world)` elements, so that the last ranks hold less or nothing.
+//! Uneven sharding is `torch.chunk`'s: chunks of `ceil(n / world)` elements, so that the last ranks hold less or
+//! nothing.
 
+mod chunk;
 mod cuts;
+mod region;
 
-use std::ops::Range;
-
+pub use chunk::chunk_range;
 pub(crate) use cuts::{Cut, Ranges, cuts, ranges};
+pub use region::Region;
 
 use crate::{Error, MeshLayout, Placement, Result};
 
-/// The indices that chunk `index` of `chunks` holds of a dimension of `n` elements.
+/// The box of a tensor of shape `shape` that the rank at `coordinate` of `mesh` holds under `placements` (one a mesh
+/// dimension).
 ///
-/// ```
-/// use fsdp_core::layout::chunk_range;
-/// assert_eq!(chunk_range(5, 4, 0), 0..2);
-/// assert_eq!(chunk_range(5, 4, 2), 4..5);
-/// assert!(chunk_range(5, 4, 3).is_empty());
-/// ```
-pub fn chunk_range(n: usize, chunks: usize, index: usize) -> Range<usize> {
-    let chunk = n.div_ceil(chunks.max(1));
-    let start = chunk.saturating_mul(index).min(n);
-    start..start.saturating_add(chunk).min(n)
-}
-
-/// A box of a global tensor: where it starts and how far it reaches in every dimension.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Region {
-    /// The first index in every dimension.
-    pub offsets: Vec<usize>,
-    /// The extent in every dimension.
-    pub sizes: Vec<usize>,
-}
-
-impl Region {
-    /// All of a tensor.
-    pub fn whole(shape: &[usize]) -> Self {
-        Region { offsets: vec![0; shape.len()], sizes: shape.to_vec() }
-    }
-
-    /// The number of elements; the largest `usize` where there are more.
-    pub fn elements(&self) -> usize {
-        self.sizes.iter().fold(1, |elements, &size| elements.saturating_mul(size))
-    }
-
-    /// Whether it holds no element.
-    pub fn is_empty(&self) -> bool {
-        self.sizes.contains(&0)
-    }
-
-    /// What this box and another of the same tensor have in common, if anything.
-    pub fn intersect(&self, other: &Region) -> Option<Region> {
-        let mut both =
-            Region { offsets: Vec::with_capacity(self.offsets.len()), sizes: Vec::with_capacity(self.sizes.len()) };
-        for dim in 0..self.offsets.len() {
-            let start = self.offsets[dim].max(other.offsets[dim]);
-            let end = (self.offsets[dim] + self.sizes[dim]).min(other.offsets[dim] + other.sizes[dim]);
-            if start >= end {
-                return None;
-            }
-            both.offsets.push(start);
-            both.sizes.push(end - start);
-        }
-        Some(both)
-    }
-}
-
-/// The box of a tensor of shape `shape` that the rank at `coordinate` of `mesh` holds under `placements` (one a mesh dimension).
-///
-/// A tensor dimension that several mesh dimensions shard is cut by the leftmost of them first, as in PyTorch; a [`Placement::StridedShard`]
-/// comes later, as it says. [`crate::dtensor::DTensorSpec`] asks the same of a rank.
+/// A tensor dimension that several mesh dimensions shard is cut by the leftmost of them first, as in PyTorch; a
+/// [`Placement::StridedShard`] comes later, as it says. [`crate::dtensor::DTensorSpec`] asks the same of a rank.
 ///
 /// # Errors
-/// When the numbers of placements, coordinates and mesh dimensions differ, a coordinate is outside the mesh, a placement does not fit the tensor or the mesh, or the
-/// rank holds several boxes ([`crate::dtensor::DTensorSpec::local_regions`] lists them).
+/// When the numbers of placements, coordinates and mesh dimensions differ, a coordinate is outside the mesh, a
+/// placement does not fit the tensor or the mesh, or the rank holds several boxes
+/// ([`crate::dtensor::DTensorSpec::local_regions`] lists them).
 ///
 /// ```
 /// use fsdp_core::{layout::local_region, MeshLayout, Placement};
@@ -103,7 +52,8 @@ pub(crate) fn one_region(ranges: &[Ranges], placements: &[Placement]) -> Result<
         let [range] = ranges.as_slice() else {
             let placements: Vec<_> = placements.iter().map(ToString::to_string).collect();
             return Err(Error::Layout(format!(
-                "under [{}] a rank holds {} separate ranges of tensor dimension {dim}, which are no single box: ask for its local_regions",
+                "under [{}] a rank holds {} separate ranges of tensor dimension {dim}, which are no single box: ask \
+                 for its local_regions",
                 placements.join(", "),
                 ranges.len()
             )));
@@ -134,7 +84,8 @@ mod tests {
             let mut seen = vec![0; rows * cols];
             for rank in 0..mesh.size() {
                 let coordinate = mesh.coordinate_of(rank).unwrap();
-                let region = local_region(&[rows, cols], &mesh, &coordinate, &[Placement::Shard(0), Placement::Shard(second)]).unwrap();
+                let placements = [Placement::Shard(0), Placement::Shard(second)];
+                let region = local_region(&[rows, cols], &mesh, &coordinate, &placements).unwrap();
                 for i in 0..region.sizes[0] {
                     for j in 0..region.sizes[1] {
                         seen[(region.offsets[0] + i) * cols + region.offsets[1] + j] += 1;

@@ -13,7 +13,8 @@ const SECONDS: std::ops::RangeInclusive<f64> = 1e-3..=1e9;
 pub struct Options {
     /// How long a rank waits for its peers, when they meet and for each step of a collective. 10 minutes by default.
     pub timeout: Duration,
-    /// Bytes that move at a time. A rank's shared memory is four times this. 128 KiB by default; rounded to what the ranks can share evenly.
+    /// Bytes that move at a time. A rank's shared memory is four times this. 128 KiB by default; rounded to what the
+    /// ranks can share evenly.
     pub chunk_bytes: usize,
 }
 
@@ -53,7 +54,8 @@ impl Options {
             self.timeout = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()).ok_or_else(|| {
                 let (least, most) = (SECONDS.start(), SECONDS.end());
                 Error::Env(format!(
-                    "FSDP_TIMEOUT_S={text:?}: a timeout is a number of seconds from {least} to {most}, such as 600. Set one, \
+                    "FSDP_TIMEOUT_S={text:?}: a timeout is a number of seconds from {least} to {most}, such as 600. \
+                     Set one, \
                      or leave the variable unset for 600"
                 ))
             })?;

@@ -19,7 +19,7 @@ impl Subject {
         let mut hash = Hash::default();
         hash.bytes(name.as_bytes());
         members.iter().for_each(|member| hash.bytes(member.as_bytes()));
-        Arc::new(Subject { name, members, hash: hash.0 })
+        Arc::new(Subject { name, members, hash: hash.value() })
     }
 
     /// The names of its members.
@@ -28,7 +28,7 @@ impl Subject {
     }
 
     /// The same on ranks with the same list.
-    pub(crate) fn hash(&self) -> u64 {
+    pub(super) fn hash(&self) -> u64 {
         self.hash
     }
 }
@@ -82,27 +82,27 @@ impl Signature {
         self
     }
 
-    pub(crate) fn subject(&self) -> &Subject {
+    pub(super) fn subject(&self) -> &Subject {
         &self.subject
     }
 
-    pub(crate) fn bits(&self) -> &[u8] {
+    pub(super) fn bits(&self) -> &[u8] {
         &self.members
     }
 
-    pub(crate) fn advice(&self) -> &'static str {
+    pub(super) fn advice(&self) -> &'static str {
         self.advice
     }
 
     /// Makes what the signature says part of a fingerprint.
-    pub(crate) fn hash_into(&self, hash: &mut Hash) {
+    pub(super) fn hash_into(&self, hash: &mut Hash) {
         hash.number(self.subject.hash);
         hash.bytes(&self.members);
         hash.bytes(self.how.as_bytes());
     }
 
     /// The signature for people, with the first few members.
-    pub(crate) fn spell(&self, most: usize, to: &mut String) {
+    pub(super) fn spell(&self, most: usize, to: &mut String) {
         to.push_str(&self.subject.name);
         to.push_str(&self.how);
         let all = self.subject.members.iter().enumerate().filter(|(member, _)| has(&self.members, *member));
@@ -121,6 +121,6 @@ impl Signature {
 }
 
 /// Whether a member's bit is set.
-pub(crate) fn has(bits: &[u8], member: usize) -> bool {
+pub(super) fn has(bits: &[u8], member: usize) -> bool {
     bits.get(member / 8).is_some_and(|byte| byte & 1 << (member % 8) != 0)
 }

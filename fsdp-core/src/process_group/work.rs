@@ -2,9 +2,20 @@
 
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 
-use crate::{Buffer, Error, Result};
+use crate::{Buffer, Error, Result, Stream};
 
 /// A collective in flight. Dropping it does not cancel the collective.
+///
+/// [`Work::wait`] blocks; [`Work::then`] only orders what a device does next. On the host the two are one.
+///
+/// ```
+/// use fsdp_core::{Buffer, ReduceOp, Stream, process_group::local};
+/// local::run(2, |group| {
+///     let work = group.all_reduce(vec![Buffer::F32(vec![1.0])], ReduceOp::Sum);
+///     // What this thread does from here on comes after the collective.
+///     assert_eq!(work.then(&Stream::Host).unwrap(), [Buffer::F32(vec![2.0])]);
+/// });
+/// ```
 #[must_use = "a collective's outputs and errors come from wait()"]
 #[derive(Debug)]
 pub struct Work {
@@ -13,7 +24,8 @@ pub struct Work {
     rank: usize,
 }
 
-/// The other end of a [`Work`], held by the backend that runs the collective.
+/// The other end of a [`Work`], held by who runs the collective: a group, or collectives
+/// of a user's own.
 #[derive(Debug)]
 pub struct Completion(Sender<Result<Vec<Buffer>>>);
 
@@ -50,11 +62,27 @@ impl Work {
         self.arrived.is_some()
     }
 
-    /// The outputs, one a part or buffer in the order they were passed (none for a barrier).
+    /// Blocks until the collective is done. Returns the outputs, one a part or buffer in the order they were passed
+    /// (none for a barrier).
     ///
     /// # Errors
     /// Those of [`crate::ProcessGroup`].
     pub fn wait(self) -> Result<Vec<Buffer>> {
+        self.then(&Stream::Host)
+    }
+
+    /// Lets `stream` go on only when the collective is done, and returns the outputs as [`Work::wait`] does: for what
+    /// comes next on `stream`, and for nothing else. The host's stream is the calling thread, which blocks.
+    ///
+    /// # Errors
+    /// Those of [`crate::ProcessGroup`].
+    pub fn then(self, stream: &Stream) -> Result<Vec<Buffer>> {
+        match stream {
+            Stream::Host => self.block(),
+        }
+    }
+
+    fn block(self) -> Result<Vec<Buffer>> {
         match self.arrived {
             Some(outcome) => outcome,
             None => self.receiver.recv().unwrap_or_else(|_| Err(self.abandoned())),
@@ -62,9 +90,9 @@ impl Work {
     }
 
     fn abandoned(&self) -> Error {
-        Error::Argument {
+        Error::Internal {
             rank: self.rank,
-            message: "the backend gave a collective up without an outcome: its thread panicked, and printed why before"
+            what: "the backend gave a collective up without an outcome: its thread panicked, and printed why before"
                 .into(),
         }
     }

@@ -34,7 +34,8 @@ fn value(index: usize) -> i64 {
     (index * 7 % 61) as i64
 }
 
-/// What `rank` holds of a tensor under `spec`, by asking of every index of the tensor whether one of the rank's boxes has it.
+/// What `rank` holds of a tensor under `spec`, by asking of every index of the tensor whether one of the rank's boxes
+/// has it.
 fn model(spec: &DTensorSpec, rank: usize) -> Vec<i64> {
     let regions = spec.local_regions(rank).unwrap();
     let total: usize = spec.shape().iter().product();
@@ -52,7 +53,8 @@ fn model(spec: &DTensorSpec, rank: usize) -> Vec<i64> {
     (0..total).filter(|&index| held(index)).map(value).collect()
 }
 
-/// The term of the reduction over all partial dimensions that a rank holds: whole numbers, so that every order of summing is exact.
+/// The term of the reduction over all partial dimensions that a rank holds: whole numbers, so that every order of
+/// summing is exact.
 fn term(spec: &DTensorSpec, rank: usize, whole: i64) -> i64 {
     let coordinate = spec.mesh().coordinate_of(rank).unwrap();
     let mut value = whole;
@@ -224,7 +226,7 @@ fn what_lies_right_already_is_shared_and_not_copied() {
     });
 }
 
-fn sum(group: &std::sync::Arc<dyn ProcessGroup>, rank: usize) -> u32 {
+fn sum(group: &ProcessGroup, rank: usize) -> u32 {
     match &group.all_reduce(vec![Buffer::U32(vec![1 << rank])], ReduceOp::Sum).wait().unwrap()[..] {
         [Buffer::U32(sum)] => sum[0],
         other => panic!("{other:?}"),

@@ -8,7 +8,7 @@ use fsdp_core::{
     process_group::{Options, Signature, Subject, local},
 };
 
-fn gather(group: &dyn ProcessGroup, counts: Vec<usize>) -> Work {
+fn gather(group: &ProcessGroup, counts: Vec<usize>) -> Work {
     let input = Buffer::zeros(DType::F32, counts[group.rank()]);
     group.all_gather(vec![GatherPart { input: Arc::new(input), counts }], Heap::shared())
 }
@@ -18,13 +18,13 @@ fn error(work: Work) -> Error {
 }
 
 /// Errors of a later collective are those of the first.
-fn assert_poisoned(group: &dyn ProcessGroup, first: &Error) {
+fn assert_poisoned(group: &ProcessGroup, first: &Error) {
     assert_eq!(error(group.barrier()).to_string(), first.to_string());
 }
 
 #[test]
 fn everybody_learns_who_issued_what_when_ranks_disagree() {
-    let different: [fn(&dyn ProcessGroup) -> Work; 7] = [
+    let different: [fn(&ProcessGroup) -> Work; 7] = [
         |group| gather(group, vec![10, 11, 10]),
         |group| group.barrier(),
         |group| group.broadcast(vec![Buffer::zeros(DType::F32, 100_000)], 2),
@@ -38,10 +38,10 @@ fn everybody_learns_who_issued_what_when_ranks_disagree() {
             let errors = local::run(3, |group| {
                 group.barrier().wait().unwrap();
                 let error = error(match group.rank() == odd {
-                    true => issue(&*group),
-                    false => different[(index + 1) % different.len()](&*group),
+                    true => issue(&group),
+                    false => different[(index + 1) % different.len()](&group),
                 });
-                assert_poisoned(&*group, &error);
+                assert_poisoned(&group, &error);
                 error
             });
             for (rank, error) in errors.iter().enumerate() {
@@ -59,17 +59,13 @@ fn everybody_learns_who_issued_what_when_ranks_disagree() {
 /// Where the texts of the calls are the same, what differs is said all the same.
 #[test]
 fn what_differs_is_spelled_out_for_everything_that_is_compared() {
-    type Issue = fn(&dyn ProcessGroup, bool) -> Work;
-    fn parts(group: &dyn ProcessGroup, count: usize, odd: impl Fn(usize, &mut Buffer)) -> Work {
+    type Issue = fn(&ProcessGroup, bool) -> Work;
+    fn parts(group: &ProcessGroup, count: usize, odd: impl Fn(usize, &mut Buffer)) -> Work {
         let mut buffers = vec![Buffer::zeros(DType::F32, 4); count];
         buffers.iter_mut().enumerate().for_each(|(at, buffer)| odd(at, buffer));
         group.all_reduce(buffers, ReduceOp::Sum)
     }
-    fn names(
-        group: &dyn ProcessGroup,
-        names: impl Iterator<Item = usize>,
-        members: impl Iterator<Item = usize>,
-    ) -> Work {
+    fn names(group: &ProcessGroup, names: impl Iterator<Item = usize>, members: impl Iterator<Item = usize>) -> Work {
         let subject = Subject::new("unit `x`", names.map(|name| format!("p{name}")));
         group.signed(Signature::new(&subject, members)).barrier()
     }
@@ -133,7 +129,7 @@ fn what_differs_is_spelled_out_for_everything_that_is_compared() {
         ),
     ];
     for (issue, text) in cases {
-        let errors = local::run(3, |group| error(issue(&*group, group.rank() == 1)));
+        let errors = local::run(3, |group| error(issue(&group, group.rank() == 1)));
         for (rank, error) in errors.iter().enumerate() {
             assert!(matches!(error, Error::Mismatch { rank: by, .. } if *by == rank), "{error}");
             assert!(error.to_string().contains(text), "{error}");
@@ -147,8 +143,8 @@ fn a_signature_costs_nothing_where_ranks_agree_and_goes_where_the_group_goes() {
         let subject = Subject::new("unit `x`", ["a".to_string(), "b".to_string()]);
         let signed = group.signed(Signature::new(&subject, [1]));
         assert_eq!((signed.rank(), signed.size(), signed.name()), (group.rank(), 3, group.name()));
-        let sum = |group: &dyn ProcessGroup| group.all_reduce(vec![Buffer::U32(vec![1])], ReduceOp::Sum);
-        let (first, second) = (sum(&*signed), sum(&*group));
+        let sum = |group: &ProcessGroup| group.all_reduce(vec![Buffer::U32(vec![1])], ReduceOp::Sum);
+        let (first, second) = (sum(&signed), sum(&group));
         drop(signed);
         assert_eq!(
             (first.wait().unwrap(), second.wait().unwrap()),
@@ -223,7 +219,7 @@ fn a_timeout_names_the_ranks_that_did_not_come() {
         // Ranks 1 and 3 stay in the group but don't take part until the others gave up.
         if group.rank() % 2 == 0 {
             let error = issue();
-            assert_poisoned(&*group, &error);
+            assert_poisoned(&group, &error);
             given_up.wait();
             (error, None)
         } else {
@@ -280,7 +276,7 @@ fn dropping_a_group_with_collectives_in_its_queue_ends_also_when_a_peer_has_left
 
 #[test]
 fn bad_arguments_fail_at_once_and_for_everybody_after_what_was_issued_before() {
-    type Issue = fn(&dyn ProcessGroup) -> Work;
+    type Issue = fn(&ProcessGroup) -> Work;
     let bad: [(Issue, &str); 9] = [
         (|group| gather(group, vec![1, 1, 1]), "counts has 3 entries but the group has 2 ranks"),
         (
@@ -334,12 +330,12 @@ fn bad_arguments_fail_at_once_and_for_everybody_after_what_was_issued_before() {
         local::run(2, |group| {
             let before = group.all_reduce(vec![Buffer::U32(vec![1])], ReduceOp::Sum);
             if group.rank() == 0 {
-                let mut work = issue(&*group);
+                let mut work = issue(&group);
                 assert!(work.is_done());
                 let error = error(work);
                 assert!(matches!(error, Error::Argument { rank: 0, .. }), "{error}");
                 assert!(error.to_string().contains(text), "{error}");
-                assert_poisoned(&*group, &error);
+                assert_poisoned(&group, &error);
             } else {
                 let error = error(group.barrier());
                 assert!(matches!(error, Error::PeerLost { peer: 0, .. }), "{error}");
@@ -388,7 +384,7 @@ fn inputs_that_misbehave_fail_the_group_instead_of_hanging_it() {
                     if group.rank() == 0 { Arc::new(Bad(read)) } else { Arc::new(Buffer::zeros(DType::F32, 4)) };
                 let error = error(group.all_gather(vec![GatherPart { input, counts: vec![4; size] }], Heap::shared()));
                 assert!(error.to_string().contains(text), "{error}");
-                assert_poisoned(&*group, &error);
+                assert_poisoned(&group, &error);
             });
         }
     }

@@ -1,4 +1,5 @@
-//! Boards of ranks that are processes: each test runs this binary again, once for each rank, and reads their boards while they run and when they are gone.
+//! Boards of ranks that are processes: each test runs this binary again, once for each rank, and reads their boards
+//! while they run and when they are gone.
 
 use std::{
     io::{Read, Write},

@@ -2,8 +2,8 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod collectives;
+mod conformance;
 mod dtensor;
 mod failures;
 mod heartbeat;
 mod processes;
-mod support;

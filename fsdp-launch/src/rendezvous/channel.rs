@@ -1,4 +1,5 @@
-//! A connection between two agents that have the same token: encrypted and authenticated by the Noise protocol (<https://noiseprotocol.org>), with bounded messages.
+//! A connection between two agents that have the same token: encrypted and authenticated by the Noise protocol
+//! (<https://noiseprotocol.org>), with bounded messages.
 
 use std::{
     io::{self, Read, Write},
@@ -10,7 +11,7 @@ use std::{
 use serde::{Serialize, de::DeserializeOwned};
 use snow::{Builder, HandshakeState, StatelessTransportState};
 
-use super::token::Token;
+use crate::rendezvous::token::Token;
 
 /// Noise's NNpsk0: who has not the token can't make the first message, so nothing of a stranger's is looked at.
 const PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
@@ -46,8 +47,8 @@ impl Channel {
         Channel::new(stream, state)
     }
 
-    /// The side that is connected to. The peer has shown that it has the token when a first message of its comes through [`Reader::receive`]: a handshake alone
-    /// could be one that was recorded.
+    /// The side that is connected to. The peer has shown that it has the token when a first message of its comes
+    /// through [`Reader::receive`]: a handshake alone could be one that was recorded.
     pub(crate) fn accept(stream: TcpStream, token: &Token) -> io::Result<Self> {
         let mut stream = Timed::new(stream)?;
         let mut state = noise(token, |builder| builder.build_responder())?;
@@ -70,7 +71,8 @@ impl Channel {
     }
 }
 
-const NO_ANSWER: &str = "whoever listens there did not accept the token: it differs (--rdzv-token-file), or that is no fsdp-launch of this version";
+const NO_ANSWER: &str = "whoever listens there did not accept the token: it differs (--rdzv-token-file), or that is \
+    no fsdp-launch of this version";
 
 fn noise(
     token: &Token,

@@ -4,8 +4,10 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::KeepAlive;
-use crate::{Failure, RankReport, Setback};
+use crate::{Failure, RankReport, Setback, rendezvous::keep_alive::KeepAlive};
+
+/// Tells agents apart, in the order in which they came.
+pub(crate) type AgentId = u64;
 
 /// What an agent brings with it.
 #[derive(Clone, Debug, Serialize, Deserialize)]

@@ -7,9 +7,10 @@ use std::{
 
 use serde::Serialize;
 
-use super::channel::Writer;
+use crate::rendezvous::channel::Writer;
 
-/// Sends `messages` until no more can come or the connection breaks, `ping` after each `interval` without any; then closes the connection.
+/// Sends `messages` until no more can come or the connection breaks, `ping` after each `interval` without any; then
+/// closes the connection.
 pub(crate) fn send_until_closed<M: Serialize>(
     mut writer: Writer,
     messages: &Receiver<M>,

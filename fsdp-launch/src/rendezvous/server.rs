@@ -15,16 +15,17 @@ use std::{
 
 use rustix::event::{PollFd, PollFlags, poll};
 
-use super::{
-    KeepAlive,
+use crate::rendezvous::{
     channel::Channel,
     hub::{Hub, Outbox},
+    keep_alive::KeepAlive,
     message::{FromAgent, ToAgent},
     sender::send_until_closed,
     token::Token,
 };
 
-/// The most connections that have not shown yet that they have the token. For one more the oldest is closed: who has the token shows it at once.
+/// The most connections that have not shown yet that they have the token. For one more the oldest is closed: who has
+/// the token shows it at once.
 const MOST_STRANGERS: usize = 64;
 /// The most agents beyond those that can take part.
 const MOST_SPARES: usize = 64;

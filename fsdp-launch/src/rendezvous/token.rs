@@ -82,7 +82,8 @@ impl Token {
 }
 
 /// The way out of a launch without a token.
-pub(crate) const HOW_TO_MAKE_ONE: &str = "A token is a file that all hosts of the launch have and nobody else can read: \
+pub(crate) const HOW_TO_MAKE_ONE: &str = "A token is a file that all hosts of the launch have and nobody else can \
+read: \
     `(umask 077; head -c 32 /dev/urandom | base64 > token)` makes one, to be copied to every host";
 
 /// The file of a token that was made.

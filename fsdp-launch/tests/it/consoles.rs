@@ -92,6 +92,19 @@ fn what_is_kept_is_kept_whole_when_nobody_looks_any_more() {
 }
 
 #[test]
+fn what_is_lost_is_told_beside_what_is_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut launcher = command();
+    launcher.args(["--nproc-per-node=3", "--tee", "0:3", "--log-dir"]).arg(dir.path()).args(["seq", "1", "1000"]);
+    let output = launcher.stdout(full_disk()).stderr(Stdio::piped()).spawn().unwrap().wait_with_output().unwrap();
+    let told = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(0), "{told}");
+    for words in ["no longer shown, only kept in the log files", "and no log file keeps, is lost from now on"] {
+        assert_eq!(told.matches(words).count(), 1, "{words:?}: {told}");
+    }
+}
+
+#[test]
 fn a_console_that_takes_nothing_costs_what_was_printed_and_no_more() {
     // More than fits a pipe, so that nobody could print on if it was not read.
     let script = "seq 1 100000; seq 1 100000 >&2; [ $RANK = 0 ] || exit 7; sleep 1000";
@@ -105,7 +118,9 @@ fn a_console_that_takes_nothing_costs_what_was_printed_and_no_more() {
             String::from_utf8(output.stderr).unwrap()
         };
         let told = run(target(), Stdio::piped());
-        let warning = format!("what the ranks print to stdout is lost from now on, and the run goes on: {why}");
+        let warning = format!(
+            "what the ranks print to stdout, and no log file keeps, is lost from now on, and the run goes on: {why}"
+        );
         assert_eq!(told.matches(&warning).count(), 1, "{}", told.len());
         assert!(told.contains("[rank 1] 100000\n") && told.contains("failed first, with exit code 7"));
         run(Stdio::null(), target());

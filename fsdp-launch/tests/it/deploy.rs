@@ -41,7 +41,8 @@ fn understood(words: &[&str]) -> (Args, LaunchSpec) {
     (parse(), args.into_spec().unwrap())
 }
 
-/// A directory with our launcher, and programs that say which rank they are and with what they were started: `train`, and a Python for `script.py`.
+/// A directory with our launcher, and programs that say which rank they are and with what they were started: `train`,
+/// and a Python for `script.py`.
 fn programs() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let launcher = assert_cmd::cargo::cargo_bin!("fsdp-launch");
@@ -58,8 +59,8 @@ fn programs() -> tempfile::TempDir {
     dir
 }
 
-/// The batch script, with `srun` and `scontrol` that write down what they are told and do `srun`. It is called in the directory with the programs, where
-/// `data` is.
+/// The batch script, with `srun` and `scontrol` that write down what they are told and do `srun`. It is called in the
+/// directory with the programs, where `data` is.
 struct Batch {
     dir: tempfile::TempDir,
 }
@@ -75,7 +76,8 @@ impl Batch {
         fs::write(dir.path().join("data"), "some text").unwrap();
         let log = "printf '%s\\n' \"$@\" > \"$SLURM_SUBMIT_DIR/srun.log\"\n";
         executable(dir.path().join("srun"), format!("#!/bin/sh\n{log}{srun}\n"));
-        let scontrol = "echo \"$@\" >> \"$SLURM_SUBMIT_DIR/scontrol.log\"\n[ \"$1\" = show ] && printf '%s\\nnode08\\n' \"${FIRST:-localhost}\"\nexit 0";
+        let scontrol = "echo \"$@\" >> \"$SLURM_SUBMIT_DIR/scontrol.log\"\n[ \"$1\" = show ] && printf \
+            '%s\\nnode08\\n' \"${FIRST:-localhost}\"\nexit 0";
         executable(dir.path().join("scontrol"), format!("#!/bin/sh\n{scontrol}\n"));
         Batch { dir }
     }
@@ -203,7 +205,8 @@ fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
 fn near_the_end_of_its_time_the_batch_job_ends_its_step_and_goes_into_the_queue_again() {
     for (signal, requeued) in [(Signal::USR1, true), (Signal::TERM, false)] {
         let batch = Batch::new(
-            "trap 'echo ended > \"$SLURM_SUBMIT_DIR/ended\"; exit 143' TERM; touch \"$SLURM_SUBMIT_DIR/up\"; while :; do sleep 0.05; done",
+            "trap 'echo ended > \"$SLURM_SUBMIT_DIR/ended\"; exit 143' TERM; touch \"$SLURM_SUBMIT_DIR/up\"; while :; \
+                do sleep 0.05; done",
         );
         let mut child: Child = batch.command(None, &[]).stdin(Stdio::null()).spawn().unwrap();
         wait_until("srun was not started", || batch.dir.path().join("up").exists());
@@ -261,7 +264,8 @@ fn pod_words(job: &Value, index: u64) -> Vec<String> {
 #[test]
 fn the_pods_run_train_in_one_and_a_script_in_several() {
     let port = free_port();
-    let train = "0 of 1: train --data=/data/texts --steps=10000 --checkpoint-dir=/checkpoints --save-every=500 --keep=3 --resume=auto";
+    let train = "0 of 1: train --data=/data/texts --steps=10000 --checkpoint-dir=/checkpoints --save-every=500 \
+        --keep=3 --resume=auto";
     let script =
         [0, 1].map(|rank| format!("{rank} of 2: python -u script.py --data=/data/texts --checkpoint-dir=/checkpoints"));
     for (text, want) in manifests().iter().zip([vec![train.to_owned()], script.to_vec()]) {

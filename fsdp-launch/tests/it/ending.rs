@@ -107,7 +107,8 @@ fn a_hostile_error_file_does_no_harm() {
 
 #[test]
 fn a_rank_that_ignores_sigterm_is_killed_after_the_grace() {
-    let script = "if [ $RANK = 1 ]; then read x < fifo; exit 3; fi; trap '' TERM; echo $$; : > fifo; while :; do sleep 300; done";
+    let script = "if [ $RANK = 1 ]; then read x < fifo; exit 3; fi; trap '' TERM; echo $$; : > fifo; while :; do \
+        sleep 300; done";
     let dir = tempfile::tempdir().unwrap();
     let script = format!("cd {}; mkfifo fifo 2>/dev/null; {script}", dir.path().display());
     let mut command = launcher(&["--nproc-per-node", "2", "--shutdown-timeout", "0.2", "sh", "-c", &script]);
@@ -119,7 +120,8 @@ fn a_rank_that_ignores_sigterm_is_killed_after_the_grace() {
 
 #[test]
 fn a_rank_has_the_grace_to_end_well() {
-    let script = "if [ $RANK = 1 ]; then read x < fifo; exit 3; fi; trap 'sleep 0.2; echo saved; exit 0' TERM; : > fifo; while :; do sleep 0.01; done";
+    let script = "if [ $RANK = 1 ]; then read x < fifo; exit 3; fi; trap 'sleep 0.2; echo saved; exit 0' TERM; : > \
+        fifo; while :; do sleep 0.01; done";
     let dir = tempfile::tempdir().unwrap();
     let (code, stdout, stderr) =
         finish(&mut ranks(2, &format!("cd {}; mkfifo fifo 2>/dev/null; {script}", dir.path().display())));
@@ -210,8 +212,10 @@ fn what_left_its_group_ends_with_its_rank_however_that_ends() {
 fn what_a_process_outside_of_the_groups_has_started_ends_too() {
     // It takes the kernel a while to end the one in the middle; until then the last is not the launcher's to find.
     let inner = "import subprocess; memory = bytearray(b'x' * (400 << 20)); \
-                 child = subprocess.Popen(['sleep', '300'], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL); \
-                 open('pid.new', 'w').write(f'{child.pid}'); import os; os.rename('pid.new', 'pid'); import time; time.sleep(300)";
+                 child = subprocess.Popen(['sleep', '300'], start_new_session=True, stdout=subprocess.DEVNULL, \
+                 stderr=subprocess.DEVNULL); \
+                 open('pid.new', 'w').write(f'{child.pid}'); import os; os.rename('pid.new', 'pid'); \
+                 import time; time.sleep(300)";
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().display();
     let script = format!(

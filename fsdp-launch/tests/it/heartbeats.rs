@@ -83,10 +83,16 @@ fn nobody_waits_for_a_rank_that_has_ended_before_it_joined() {
             format!("it recorded: rank {waits}: rank(s) {ended} ended with exit code 0 before they joined the others");
         assert_all(&stderr, &[&told]);
     }
-    // Of several, all hear it; who waits for rank 0's answer hears it from there.
-    let (code, stderr) = run(&["--nproc-per-node=4"], "rank_1_does_not_join", "10000");
-    assert_eq!(code, Some(3), "{stderr}");
-    assert_all(&stderr, &["rank(s) 1 ended with exit code 0", "failed too, with exit code 3"]);
+    // Of several, all hear it: who waits for rank 0's answer hears it from there. The launcher asks the others to end
+    // soon after the first has failed, which on a busy machine may be before they hear anything: then once more.
+    let heard = (0..10).any(|_| {
+        let (code, stderr) = run(&["--nproc-per-node=4"], "rank_1_does_not_join", "10000");
+        assert_eq!(code, Some(3), "{stderr}");
+        assert_all(&stderr, &["rank(s) 1 ended with exit code 0"]);
+        assert!(!stderr.contains("SIGKILL"), "{stderr}");
+        stderr.contains("failed too, with exit code 3")
+    });
+    assert!(heard, "no rank but the first was ever heard");
 }
 
 #[test]
@@ -152,7 +158,8 @@ fn a_collective_that_times_out_names_who_arrived() {
         &stderr,
         &[
             "rank 0 (pid ",
-            "failed first, with exit code 3\n  it recorded: rank 0: all_reduce (collective 1) in group \"world\" timed out",
+            "failed first, with exit code 3\n  it recorded: rank 0: all_reduce (collective 1) in group \"world\" \
+                timed out",
             "\n  rank 0 was here: step 7, all_reduce (collective 1 of \"world\") timed out ",
             "\n  rank 1 was here: step 7, forward layers.3 for ",
             WHO_ARRIVED,

@@ -63,7 +63,8 @@ fn the_filter_hides_ranks_but_keeps_their_files() {
 #[test]
 fn every_attempt_has_its_files_and_the_summary_names_the_place() {
     let dir = tempfile::tempdir().unwrap();
-    let script = "echo attempt $TORCHELASTIC_RESTART_COUNT; [ $RANK = 1 ] && echo '{\"message\": \"bad\"}' > $TORCHELASTIC_ERROR_FILE && exit 3; sleep 300";
+    let script = "echo attempt $TORCHELASTIC_RESTART_COUNT; [ $RANK = 1 ] && echo '{\"message\": \"bad\"}' > \
+        $TORCHELASTIC_ERROR_FILE && exit 3; sleep 300";
     let (code, _, stderr) = run(dir.path(), &["--max-restarts=1", "--redirects=1"], script);
     assert_eq!(code, Some(3));
     let place = dir.path().join("job");

@@ -34,8 +34,9 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 /// Far longer than anything here takes.
 const TIMEOUT: Duration = Duration::from_secs(180);
 
-/// Makes what this process starts hear the signals that it ignores itself, as it does in the background of a shell: the launcher and the ranks would
-/// ignore them too, but what a process catches is back to the default in a program that it starts.
+/// Makes what this process starts hear the signals that it ignores itself, as it does in the background of a shell: the
+/// launcher and the ranks would ignore them too, but what a process catches is back to the default in a program that it
+/// starts.
 fn hear_signals() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -152,7 +153,8 @@ impl Drop for Running {
     }
 }
 
-/// A process that ended but that nobody has waited for counts as gone: the first process of a container may never do so.
+/// A process that ended but that nobody has waited for counts as gone: the first process of a container may never do
+/// so.
 fn is_alive(pid: i32) -> bool {
     let stat = fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("stat")).unwrap_or_default();
     stat.rsplit(')').next().is_some_and(|rest| !rest.trim().is_empty() && !rest.trim().starts_with(['Z', 'X']))

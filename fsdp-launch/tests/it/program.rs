@@ -79,6 +79,36 @@ fn targets_of_the_workspace_are_built_and_run() {
 }
 
 #[test]
+fn members_that_are_no_default_do_not_choose_features() {
+    let dir = workspace();
+    let write = |path: &str, content: &str| {
+        let path = dir.path().join(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, content).unwrap();
+    };
+    // What both depend on can't be compiled with the feature that `b` wants.
+    let package = |name: &str, more: &str| {
+        write(
+            &format!("{name}/Cargo.toml"),
+            &format!("[package]\nname = \"{name}\"\nversion = \"0.1.0\"\nedition = \"2024\"\n{more}"),
+        );
+    };
+    package("c", "[features]\ncuda = []\n");
+    write("c/src/lib.rs", "#[cfg(feature = \"cuda\")]\ncompile_error!(\"there is no GPU\");");
+    package("a", "[dependencies]\nc = { path = \"../c\" }\n");
+    package("b", "[dependencies]\nc = { path = \"../c\", features = [\"cuda\"] }\n");
+    let (code, _, stderr) = in_dir(dir.path(), &["trainer", "x"]);
+    assert!(code == Some(1) && stderr.contains("there is no GPU"), "{stderr}");
+
+    write("Cargo.toml", "[workspace]\nresolver = \"3\"\nmembers = [\"a\", \"b\", \"c\"]\ndefault-members = [\"a\"]\n");
+    let (code, stdout, stderr) = in_dir(dir.path(), &["--dry-run", "trainer"]);
+    assert_eq!(code, Some(0), "{stderr}");
+    assert!(stdout.starts_with("# built first by: cargo build --release -p a --bin trainer\n"), "{stdout}");
+    let (code, stdout, stderr) = in_dir(dir.path(), &["trainer", "x"]);
+    assert_eq!((code, stdout.as_str()), (Some(0), "[rank 0] Some(\"x\") 0\n"), "{stderr}");
+}
+
+#[test]
 fn a_name_that_is_no_target_is_found_in_path() {
     let dir = workspace();
     let tool = executable(dir.path().join("some-tool"), "#!/bin/sh\necho tool $1\n");
@@ -147,18 +177,25 @@ fn paths_that_can_not_be_run() {
 fn what_the_kernel_refuses_is_no_shell_script() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name);
-    // A program that is cut short, one of another machine, words behind a zero byte, and nothing at all.
+    // A program that is cut short, one of another machine, words behind bytes that no text has, and nothing at all.
     let whole = fs::read("/bin/sh").unwrap();
     let mut foreign = whole.clone();
     foreign[18] ^= 0xff;
-    let files: [(&str, &[u8]); 4] =
-        [("cut", &whole[..60]), ("foreign", &foreign), ("words", b"\0\necho a shell ran this\n"), ("empty", b"")];
+    let files: [(&str, &[u8]); 7] = [
+        ("cut", &whole[..60]),
+        ("magic", &whole[..4]),
+        ("foreign", &foreign),
+        ("words", b"\0\necho a shell ran this\n"),
+        ("control", b"\x02\necho a shell ran this\n"),
+        ("bytes", b"\xff\xfe\necho a shell ran this\n"),
+        ("empty", b""),
+    ];
     for (name, content) in files {
         executable(path(name), content);
     }
     let interpreter = format!("#!{}\necho a shell ran this\n", path("cut").display());
     executable(path("script"), &interpreter);
-    for name in ["cut", "foreign", "words", "empty", "script"] {
+    for name in ["cut", "magic", "foreign", "words", "control", "bytes", "empty", "script"] {
         let (code, stdout, stderr) = finish(launcher(&[&format!("./{name}")]).current_dir(dir.path()));
         assert_eq!((code, stdout.as_str()), (Some(1), ""), "{name}: {stderr}");
         let told = "Exec format error (os error 8): it is no program of this kind of machine, and no script: damaged";

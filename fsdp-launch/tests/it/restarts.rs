@@ -10,7 +10,8 @@ fn run(max_restarts: &str, script: &str) -> (Option<i32>, String, String) {
 
 #[test]
 fn the_group_starts_again_until_it_succeeds() {
-    let script = "echo $TORCHELASTIC_RESTART_COUNT of $TORCHELASTIC_MAX_RESTARTS; [ $TORCHELASTIC_RESTART_COUNT = 2 ] && exit 0; \
+    let script = "echo $TORCHELASTIC_RESTART_COUNT of $TORCHELASTIC_MAX_RESTARTS; [ $TORCHELASTIC_RESTART_COUNT = 2 ] \
+    && exit 0; \
                   [ $RANK = $TORCHELASTIC_RESTART_COUNT ] && exit 7; sleep 300";
     let (code, stdout, stderr) = run("5", script);
     assert_eq!(code, Some(0), "{stderr}");
@@ -34,13 +35,15 @@ fn the_group_starts_again_until_it_succeeds() {
 
 #[test]
 fn the_last_failure_is_the_launchers_when_restarts_are_used_up() {
-    let script = "[ $RANK = 1 ] && echo '{\"message\": \"try '$TORCHELASTIC_RESTART_COUNT'\"}' > $TORCHELASTIC_ERROR_FILE && \
+    let script = "[ $RANK = 1 ] && echo '{\"message\": \"try '$TORCHELASTIC_RESTART_COUNT'\"}' > \
+    $TORCHELASTIC_ERROR_FILE && \
                   exit $((TORCHELASTIC_RESTART_COUNT + 3)); sleep 300";
     let (code, _, stderr) = run("2", script);
     assert_eq!(code, Some(5));
     let summary = without_times(stderr.split("fsdp-launch: ").last().unwrap());
     for part in [
-        "failed first, with exit code 5\n  it recorded: try 2\n  rank 0: ended by SIGTERM\n  restarts used: 2 of at most 2\n",
+        "failed first, with exit code 5\n  it recorded: try 2\n  rank 0: ended by SIGTERM\n  restarts used: 2 of at \
+            most 2\n",
         "failed first, with exit code 3\n    it recorded: try 0\n",
         "failed first, with exit code 4\n    it recorded: try 1\n",
     ] {
@@ -99,7 +102,8 @@ fn a_clean_run_says_nothing_of_restarts() {
 
 #[test]
 fn a_launcher_killed_after_a_restart_leaves_nothing() {
-    let script = "[ $TORCHELASTIC_RESTART_COUNT = 0 ] && exit 3; trap '' TERM HUP; sh -c 'echo $$; sleep 300; :' & echo $$; wait";
+    let script = "[ $TORCHELASTIC_RESTART_COUNT = 0 ] && exit 3; trap '' TERM HUP; sh -c 'echo $$; sleep 300; :' & \
+        echo $$; wait";
     let mut launcher = Running::start(&["--nproc-per-node=2", "--max-restarts=1", "sh", "-c", script]);
     let pids = launcher.pids(4);
     launcher.signal(Signal::KILL);

@@ -1,4 +1,5 @@
-//! A rank of the tests of several hosts: it meets all others at `MASTER_ADDR:MASTER_PORT` and says whom it met; then it waits for a file to appear.
+//! A rank of the tests of several hosts: it meets all others at `MASTER_ADDR:MASTER_PORT` and says whom it met; then it
+//! waits for a file to appear.
 //!
 //! `meeting-rank FILE`
 

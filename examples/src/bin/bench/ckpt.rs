@@ -1,4 +1,5 @@
-//! `bench ckpt`: how fast a state is saved and loaded, how long an asynchronous save stops training, and what the machine can do at best.
+//! `bench ckpt`: how fast a state is saved and loaded, how long an asynchronous save stops training, and what the
+//! machine can do at best.
 
 use std::fs::File;
 use std::io::Write;
@@ -14,7 +15,7 @@ use fsdp_core::layout::{Region, chunk_range};
 use fsdp_core::{Buffer, MeshLayout, ReduceOp};
 use serde::Serialize;
 
-use crate::print;
+use crate::print::print;
 
 /// What to measure.
 #[derive(clap::Args)]
@@ -96,7 +97,7 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
         let dir = root.0.join(format!("step-{run}"));
         group.barrier().wait()?;
         let start = Instant::now();
-        save(&dir, &**group, &state)?;
+        save(&dir, group, &state)?;
         group.barrier().wait()?;
         times[0].push(start.elapsed().as_secs_f64());
 

@@ -7,13 +7,14 @@ use fsdp_candle::World;
 use fsdp_core::{Allocator, Buffer, DType, GatherPart, ReduceOp, ScatterPart};
 use serde::Serialize;
 
-use crate::print;
+use crate::count::count;
+use crate::print::print;
 
 /// What to measure.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Full sizes in MiB (of the gathered or reduced f32 tensor).
-    #[arg(long, value_delimiter = ',', default_value = "1,16,64,256")]
+    #[arg(long, value_delimiter = ',', default_value = "1,16,64,256", value_parser = count(1 << 20))]
     mib: Vec<usize>,
     /// Runs of each, after one to warm up.
     #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..))]
@@ -33,7 +34,8 @@ struct Row {
     gib_per_s: f64,
 }
 
-/// Keeps one buffer, as the pool of a training step does, so that no page is touched for the first time while the clock runs.
+/// Keeps one buffer, as the pool of a training step does, so that no page is touched for the first time while the clock
+/// runs.
 #[derive(Default)]
 struct Reuse(std::sync::Mutex<Vec<Buffer>>);
 
@@ -57,7 +59,10 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
     for &mib in &args.mib {
         let counts = vec![(mib << 18) / world.size(); world.size()];
         let total = counts.iter().sum();
-        let shard = Arc::new(Buffer::F32(vec![1.; counts[world.rank()]]));
+        let mut shard = Buffer::try_zeros(DType::F32, counts[world.rank()])?;
+        // Pages that were never written are all one page, which no real shard is.
+        shard.bytes_mut().fill(0);
+        let shard = Arc::new(shard);
         for collective in ["all_gather", "reduce_scatter", "all_reduce"] {
             let mut times = vec![];
             for _ in 0..=args.runs {

@@ -4,29 +4,26 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use candle_core::{DType, Module, Tensor};
+use candle_core::{DType, Module};
 use fsdp_candle::{
-    AdamW, AdamWConfig, FullyShard, ReduceOp, ShardedVarMap, ValuesOf, World, check_finite, fully_shard, grad_norm,
-    model_tensors, nn, optimizer_tensors,
+    AdamW, AdamWConfig, FullyShard, ReduceOp, ShardedVarMap, ValuesOf, World, check_finite, grad_norm, model_tensors,
+    optimizer_tensors,
 };
 use fsdp_ckpt::{SaveState, save};
-use fsdp_examples::console::Console;
 use serde::Serialize;
 
 use crate::ckpt::Scratch;
-use crate::memory::Block;
+use crate::count::count;
+use crate::print::print;
+use crate::residual::Shape;
 
 /// What to measure.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Width of the model; each of its layers is a unit of 8 * width^2 parameters.
-    #[arg(long, default_value_t = 512)]
-    width: usize,
-    /// Layers.
-    #[arg(long, default_value_t = 6)]
-    layers: usize,
+    #[command(flatten)]
+    shape: Shape,
     /// Rows of a rank's batch.
-    #[arg(long, default_value_t = 512)]
+    #[arg(long, default_value_t = 512, value_parser = count(1 << 24))]
     rows: usize,
     /// Runs of each.
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
@@ -44,7 +41,7 @@ pub(crate) struct Args {
 struct Report {
     world: usize,
     /// f32 parameters of the whole model; there are two moments of each.
-    model_bytes: usize,
+    model_bytes: u64,
     /// Forward, backward, norm and the optimizer's step.
     step_s: f64,
     /// The norm of the gradients, which clipping wants as well: all that a step does to know that they are finite.
@@ -59,19 +56,15 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())])?, world.device());
     let opts = FullyShard::new(&vars);
     let vb = vars.builder(DType::F32);
-    let blocks = (0..args.layers)
-        .map(|i| fully_shard(&opts, vb.pp(format!("blocks.{i}")), |vb| Block::new(args.width, vb)))
-        .collect::<fsdp_candle::Result<Vec<_>>>()?;
-    let model = fully_shard(&opts, vb, |vb| Ok((blocks, nn::rms_norm(args.width, 1e-5, vb.pp("norm"))?)))?;
+    let model = args.shape.sharded(&opts, vb)?;
     let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default())?;
-    let x = Tensor::ones((args.rows, args.width), DType::F32, world.device())?;
+    let x = args.shape.batch(args.rows, world.device())?;
     let scratch = Scratch::new(&args.dir, world)?;
 
     let mut times = [const { Vec::new() }; 4];
     for run in 0..args.runs {
         let start = Instant::now();
-        let y = model
-            .call(|(blocks, norm)| norm.forward(&blocks.iter().try_fold(x.clone(), |x, block| block.forward(&x))?))?;
+        let y = model.forward(&x)?;
         let grads = model.backward(&y.sqr()?.mean_all()?)?;
         let norm = Instant::now();
         grad_norm(&vars, &grads)?;
@@ -86,7 +79,7 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
         let dir = scratch.0.join(format!("step-{run}"));
         world.group().barrier().wait()?;
         let start = Instant::now();
-        save(&dir, &**world.group(), &state)?;
+        save(&dir, world.group(), &state)?;
         times[2].push(start.elapsed().as_secs_f64());
         scratch.remove(&dir, world)?;
 
@@ -101,31 +94,23 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
         *median = times[times.len() / 2];
     }
     let [step_s, norm_s, save_s, check_s] = medians;
-    let model_bytes = 8 * args.width * args.width * args.layers * 4;
+    let model_bytes = args.shape.model_bytes();
     if world.rank() == 0 {
-        print(args, &Report { world: world.size(), model_bytes, step_s, norm_s, save_s, check_s })?;
+        show(args, &Report { world: world.size(), model_bytes, step_s, norm_s, save_s, check_s })?;
     }
     Ok(())
 }
 
-fn print(args: &Args, report: &Report) -> anyhow::Result<()> {
+fn show(args: &Args, report: &Report) -> anyhow::Result<()> {
     if args.json {
-        Console::Stdout.line(serde_json::to_string(report)?);
-        return Ok(());
+        return print(serde_json::to_string(report)?);
     }
     let Report { world, model_bytes, step_s, norm_s, save_s, check_s } = report;
-    Console::Stdout
-        .line(format_args!("{world} ranks, {:.1} MiB of parameters", *model_bytes as f64 / f64::from(1 << 20)));
+    print(format_args!("{world} ranks, {:.1} MiB of parameters", *model_bytes as f64 / f64::from(1 << 20)))?;
     let line = |what: &str, whole: f64, part: f64, of: &str| {
         let share = 100. * part / whole;
-        Console::Stdout.line(format_args!(
-            "{what} {:>9.3} ms, of that {:>7.3} ms ({:.2} %) {of}",
-            1e3 * whole,
-            1e3 * part,
-            share
-        ));
+        print(format_args!("{what} {:>9.3} ms, of that {:>7.3} ms ({share:.2} %) {of}", 1e3 * whole, 1e3 * part))
     };
-    line("step", *step_s, *norm_s, "for the norm of the gradients");
-    line("save", save_s + check_s, *check_s, "for the look at weights and moments");
-    Ok(())
+    line("step", *step_s, *norm_s, "for the norm of the gradients")?;
+    line("save", save_s + check_s, *check_s, "for the look at weights and moments")
 }

@@ -1,24 +1,22 @@
-//! Measurements of the library, each printed as a table or, with `--json`, as one JSON object: `fsdp-launch --nproc-per-node 2 bench --help`.
+//! Measurements of the library, each printed as a table or, with `--json`, as one JSON object:
+//! `fsdp-launch --nproc-per-node 2 bench --help`.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod ckpt;
 mod collectives;
+mod count;
 mod finite;
 mod memory;
+mod print;
 mod ranks;
+mod residual;
+mod step;
 
-use std::fmt::Display;
-use std::io::Write;
 use std::process::ExitCode;
 
-use anyhow::Context;
 use clap::{Parser, Subcommand};
 use fsdp_examples::console::Console;
-
-/// Counts every allocation of the process, for `bench memory`.
-#[global_allocator]
-static ALLOCATOR: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
 
 /// Measures candle-fsdp on this machine. Start it under fsdp-launch:
 ///
@@ -42,11 +40,8 @@ enum What {
     Finite(finite::Args),
     /// What a training step keeps in memory on each rank, and what it needs on top for a moment.
     Memory(memory::Args),
-}
-
-/// Prints a line of results, which are what a measurement is for: an error where they would be lost.
-fn print(line: impl Display) -> anyhow::Result<()> {
-    writeln!(std::io::stdout(), "{line}").context("can't print the results")
+    /// How long a training step of a real model takes, and the memory that it needs.
+    Step(step::Args),
 }
 
 fn main() -> ExitCode {
@@ -65,5 +60,6 @@ fn main() -> ExitCode {
         What::Collectives(args) => collectives::run(&args, world),
         What::Finite(args) => finite::run(&args, world),
         What::Memory(args) => memory::run(&args, world),
+        What::Step(args) => step::run(&args, world),
     })
 }

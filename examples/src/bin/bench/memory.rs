@@ -2,26 +2,25 @@
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use candle_core::{DType, Module, Result, Tensor};
+use candle_core::{DType, Module};
 use candle_nn::{Optimizer, VarBuilder, VarMap};
 use clap::ValueEnum;
-use fsdp_candle::{
-    AdamW, AdamWConfig, FullyShard, ReduceOp, ReduceScatter, ReshardAfterForward, ShardedVarMap, World, fully_shard, nn,
-};
+use fsdp_candle::{AdamW, AdamWConfig, FullyShard, ReduceOp, ReduceScatter, ReshardAfterForward, ShardedVarMap, World};
 use fsdp_core::{Allocator, ProcessGroup, ScatterPart, Work};
 use serde::Serialize;
 
-use crate::{ALLOCATOR, print};
+use crate::print::print;
+use crate::residual::Shape;
+
+/// Counts every allocation of the process, for `bench memory`.
+#[global_allocator]
+static ALLOCATOR: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
 
 /// What to measure.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Width of the model; each of its layers is a unit of 8 * width^2 parameters.
-    #[arg(long, default_value_t = 512)]
-    width: usize,
-    /// Layers.
-    #[arg(long, default_value_t = 6)]
-    layers: usize,
+    #[command(flatten)]
+    shape: Shape,
     /// How to train: any of these, with commas.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "zero3,zero2,plain")]
     mode: Vec<Mode>,
@@ -71,27 +70,6 @@ struct Phases {
     backward: u64,
 }
 
-/// A residual MLP. It keeps nothing but its layers: activations of one row are small beside the parameters.
-pub(crate) struct Block {
-    up: nn::Linear,
-    down: nn::Linear,
-}
-
-impl Block {
-    pub(crate) fn new(width: usize, vb: VarBuilder) -> Result<Self> {
-        Ok(Block {
-            up: nn::linear_no_bias(width, 4 * width, vb.pp("up"))?,
-            down: nn::linear_no_bias(4 * width, width, vb.pp("down"))?,
-        })
-    }
-}
-
-impl Module for Block {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        x + self.down.forward(&nn::gelu(&self.up.forward(x)?)?)?
-    }
-}
-
 pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
     for &mode in &args.mode {
         let (resident, transient, phases) = match mode {
@@ -100,12 +78,11 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
             Mode::Zero2 => sharded(args, world, ReshardAfterForward::Never)?,
         };
         let most = world.all_reduce(&[resident as f64, transient as f64], ReduceOp::Max)?;
-        let unit_bytes = (8 * args.width * args.width * 4) as u64;
         let report = Report {
             mode,
             world: world.size(),
-            model_bytes: unit_bytes * args.layers as u64 + 4 * args.width as u64,
-            unit_bytes,
+            model_bytes: args.shape.model_bytes(),
+            unit_bytes: args.shape.unit_bytes(),
             resident_bytes: most[0] as u64,
             transient_bytes: most[1] as u64,
             phases,
@@ -126,7 +103,7 @@ fn show(report: &Report, args: &Args) -> anyhow::Result<()> {
         "{:<6} {} ranks, {} units of {:.2} MiB: {:>8.2} MiB between steps, {:>8.2} MiB more during one",
         format!("{:?}", report.mode).to_lowercase(),
         report.world,
-        args.layers,
+        args.shape.layers,
         mib(report.unit_bytes),
         mib(report.resident_bytes),
         mib(report.transient_bytes)
@@ -135,8 +112,9 @@ fn show(report: &Report, args: &Args) -> anyhow::Result<()> {
 
 const STEPS: usize = 3;
 
-/// Looks at the allocator whenever a unit's gradients are whole. What is resident grows during backward, as sharded gradients come out of reductions; taken off
-/// each figure are those that certainly are there, all but those of the reduction that was in flight: a figure may be too large by one unit's share, never too small.
+/// Looks at the allocator whenever a unit's gradients are whole. What is resident grows during backward, as sharded
+/// gradients come out of reductions; taken off each figure are those that certainly are there, all but those of the
+/// reduction that was in flight: a figure may be too large by one unit's share, never too small.
 #[derive(Default)]
 struct Sampler(Mutex<Samples>);
 
@@ -173,7 +151,7 @@ impl Sampler {
 impl ReduceScatter for Sampler {
     fn reduce_scatter(
         &self,
-        ranks: &Arc<dyn ProcessGroup>,
+        ranks: &ProcessGroup,
         parts: Vec<ScatterPart>,
         op: ReduceOp,
         memory: Arc<dyn Allocator>,
@@ -190,29 +168,24 @@ fn sharded(args: &Args, world: &World, reshard: ReshardAfterForward) -> anyhow::
     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())])?, world.device());
     let opts = FullyShard::new(&vars).reshard_after_forward(reshard);
     let vb = vars.builder(DType::F32);
-    let blocks = (0..args.layers)
-        .map(|i| fully_shard(&opts, vb.pp(format!("blocks.{i}")), |vb| Block::new(args.width, vb)))
-        .collect::<fsdp_candle::Result<Vec<_>>>()?;
+    let model = args.shape.sharded(&opts, vb)?;
+    let blocks = &model.inner().blocks;
     let sampler = Arc::new(Sampler::default());
-    for block in &blocks {
+    for block in blocks {
         block.set_custom_reduce_scatter(Some(sampler.clone()));
     }
     let share = blocks.first().map_or(0, |block| {
         block.params().iter().map(|param| param.region().elements() * param.dtype().size_in_bytes()).sum()
     });
-    let model = fully_shard(&opts, vb, |vb| Ok((blocks, nn::rms_norm(args.width, 1e-5, vb.pp("norm"))?)))?;
     phases.build = in_use();
     let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default())?;
     phases.optimizer = in_use();
-    let x = Tensor::ones((1, args.width), DType::F32, world.device())?;
-    let forward =
-        || model.call(|(blocks, norm)| norm.forward(&blocks.iter().try_fold(x.clone(), |x, block| block.forward(&x))?));
+    let x = args.shape.batch(1, world.device())?;
     let state = ALLOCATOR.current_usage();
     let (mut resident, mut transient) = (0, 0);
     for _ in 0..STEPS {
         sampler.begin(state, share);
-        let y = model
-            .call(|(blocks, norm)| norm.forward(&blocks.iter().try_fold(x.clone(), |x, block| block.forward(&x))?))?;
+        let y = model.forward(&x)?;
         let loss = y.sqr()?.mean_all()?;
         let grads = model.backward(&loss)?;
         drop((y, loss));
@@ -222,7 +195,7 @@ fn sharded(args: &Args, world: &World, reshard: ReshardAfterForward) -> anyhow::
         resident = ALLOCATOR.current_usage().saturating_sub(before);
         drop(grads);
     }
-    let loss = forward()?.sqr()?.mean_all()?;
+    let loss = model.forward(&x)?.sqr()?.mean_all()?;
     vars.release_buffers();
     phases.forward = in_use();
     let grads = model.backward(&loss)?;
@@ -239,17 +212,15 @@ fn plain(args: &Args, world: &World) -> anyhow::Result<(usize, usize, Phases)> {
     let mut phases = Phases::default();
     let vars = VarMap::new();
     let vb = VarBuilder::from_varmap(&vars, DType::F32, world.device());
-    let blocks =
-        (0..args.layers).map(|i| Block::new(args.width, vb.pp(format!("blocks.{i}")))).collect::<Result<Vec<_>>>()?;
-    let norm = nn::rms_norm(args.width, 1e-5, vb.pp("norm"))?;
+    let model = args.shape.plain(vb)?;
     phases.build = in_use();
     let mut optim = candle_nn::AdamW::new(vars.all_vars(), candle_nn::ParamsAdamW::default())?;
     phases.optimizer = in_use();
-    let x = Tensor::ones((1, args.width), DType::F32, world.device())?;
+    let x = args.shape.batch(1, world.device())?;
     let (mut resident, mut peak) = (0, 0);
     for _ in 0..STEPS {
         ALLOCATOR.reset_peak_usage();
-        let y = norm.forward(&blocks.iter().try_fold(x.clone(), |x, block| block.forward(&x))?)?;
+        let y = model.forward(&x)?;
         let loss = y.sqr()?.mean_all()?;
         phases.forward = in_use();
         let grads = loss.backward()?;

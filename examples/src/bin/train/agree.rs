@@ -1,11 +1,8 @@
 //! What ranks tell each other: one rank's answer for all, every rank's for every one, and the worst of what each has
 //! found.
 
-use std::sync::Arc;
-
-use anyhow::{anyhow, bail};
+use anyhow::anyhow;
 use fsdp_candle::{ReduceOp, World};
-use fsdp_core::{Buffer, GatherPart, Heap};
 use serde::{Deserialize, Serialize};
 
 /// What a rank has found in a checkpoint.
@@ -46,17 +43,13 @@ pub(crate) fn from_rank<T: Serialize + for<'de> Deserialize<'de>>(
     rank: usize,
     ask: impl FnOnce() -> anyhow::Result<T>,
 ) -> anyhow::Result<T> {
-    let mut text = if world.rank() == rank {
+    let text = if world.rank() == rank {
         serde_json::to_vec(&ask().map_err(|error| format!("{error:#}")))?
     } else {
         Vec::new()
     };
-    let length = world.all_reduce(&[text.len() as f64], ReduceOp::Max)?[0] as usize;
-    text.resize(length, 0);
-    let answer = match world.group().broadcast(vec![Buffer::U8(text)], rank).wait()?.pop() {
-        Some(Buffer::U8(text)) => serde_json::from_slice::<Result<T, String>>(&text)?,
-        _ => bail!("a broadcast of U8 returned something else"),
-    };
+    let texts = world.group().gather_bytes(text)?;
+    let answer: Result<T, String> = serde_json::from_slice(&texts[rank])?;
     answer.map_err(|message| anyhow!(message))
 }
 
@@ -65,26 +58,6 @@ pub(crate) fn from_every_rank<T: Serialize + for<'de> Deserialize<'de>>(
     world: &World,
     own: &T,
 ) -> anyhow::Result<Vec<T>> {
-    let text = serde_json::to_vec(own)?;
-    let lengths = match gather(world, Buffer::I64(vec![text.len() as i64]), vec![1; world.size()])? {
-        Buffer::I64(lengths) => lengths.into_iter().map(usize::try_from).collect::<Result<Vec<_>, _>>()?,
-        other => bail!("an all-gather of I64 returned {}", other.dtype()),
-    };
-    let texts = match gather(world, Buffer::U8(text), lengths.clone())? {
-        Buffer::U8(texts) => texts,
-        other => bail!("an all-gather of U8 returned {}", other.dtype()),
-    };
-    let mut rest = &texts[..];
-    let answers = lengths.into_iter().map(|length| {
-        let (text, after) = rest.split_at(length);
-        rest = after;
-        Ok(serde_json::from_slice(text)?)
-    });
-    answers.collect()
-}
-
-/// The concatenation of the ranks' buffers, of `counts` elements each.
-fn gather(world: &World, own: Buffer, counts: Vec<usize>) -> anyhow::Result<Buffer> {
-    let part = GatherPart { input: Arc::new(own), counts };
-    world.group().all_gather(vec![part], Heap::shared()).wait()?.pop().ok_or_else(|| anyhow!("an all-gather is empty"))
+    let texts = world.group().gather_bytes(serde_json::to_vec(own)?)?;
+    Ok(texts.iter().map(|text| serde_json::from_slice(text)).collect::<Result<_, _>>()?)
 }

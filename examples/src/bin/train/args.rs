@@ -19,22 +19,26 @@ const AFTER_HELP: &str = "Examples:
       fsdp-launch --nproc-per-node 2 train
 
   Fine-tune a model that you downloaded from Hugging Face on your own text, and export it for transformers:
-      fsdp-launch --nproc-per-node 4 train --model ./Llama-3.2-1B --data ./texts --lr 1e-5 --seq-len 512 --export-hf ./tuned
+      fsdp-launch --nproc-per-node 4 train --model ./Llama-3.2-1B --data ./texts --lr 1e-5 --seq-len 512 \\
+        --export-hf ./tuned
 
   Pre-train a model of a known architecture from random weights, on tokens prepared before, saving every 500 steps:
-      fsdp-launch --nproc-per-node 4 train --model ./gpt2 --init random --data train.bin --steps 10000 --checkpoint-dir ./saved --save-every 500
+      fsdp-launch --nproc-per-node 4 train --model ./gpt2 --init random --data train.bin --steps 10000 \\
+        --checkpoint-dir ./saved --save-every 500
 
   Go on where it stopped, also with another number of processes: the same command with --resume auto
-      fsdp-launch --nproc-per-node 2 train --model ./gpt2 --init random --data train.bin --steps 10000 --checkpoint-dir ./saved --save-every 500 --resume auto
+      fsdp-launch --nproc-per-node 2 train --model ./gpt2 --init random --data train.bin --steps 10000 \\
+        --checkpoint-dir ./saved --save-every 500 --resume auto
 
-One step sees (processes x --batch-size x --grad-accum) sequences. Runs for which this product is the same see the same data in the same order and give the \
-same losses, up to rounding.";
+One step sees (processes x --batch-size x --grad-accum) sequences. Runs for which this product is the same see the \
+same data in the same order and give the same losses, up to rounding.";
 
 /// Flags that may differ from rank to rank: what is read through the first two is compared by itself, and the last two
 /// are for rank 0 alone.
 pub(crate) const FREE_TO_DIFFER: [&str; 4] = ["model", "data", "metrics", "tensorboard"];
 
-/// Pre-trains or fine-tunes a GPT-2 or Llama model whose parameters, gradients and optimizer state are sharded over the processes.
+/// Pre-trains or fine-tunes a GPT-2 or Llama model whose parameters, gradients and optimizer state are sharded over the
+/// processes.
 #[derive(Parser, Debug, Clone, Serialize)]
 #[serde(rename_all = "kebab-case")]
 #[command(name = "train", version, after_long_help = AFTER_HELP, allow_negative_numbers = true)]
@@ -42,8 +46,9 @@ pub(crate) const FREE_TO_DIFFER: [&str; 4] = ["model", "data", "metrics", "tenso
 pub(crate) struct Args {
     /// Hugging Face model directory [default: a built-in byte-level Llama of about 5 M parameters]
     ///
-    /// Needed there: config.json with model_type `llama` or `gpt2`. Used if there: model.safetensors (or model.safetensors.index.json and the files it
-    /// names) and tokenizer.json. Each process reads only its own slices of the weights.
+    /// Needed there: config.json with model_type `llama` or `gpt2`. Used if there: model.safetensors (or
+    /// model.safetensors.index.json and the files it names) and tokenizer.json. Each process reads only its own slices
+    /// of the weights.
     #[arg(long, value_name = "DIR", help_heading = "Model")]
     #[serde(serialize_with = "place")]
     pub(crate) model: Option<PathBuf>,
@@ -52,12 +57,14 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t = InitChoice::Auto, help_heading = "Model")]
     pub(crate) init: InitChoice,
 
-    /// What to train on: a .bin file of tokens, a text file, or a directory of them [default: the sources of the workspace]
+    /// What to train on: a .bin file of tokens, a text file, or a directory of them [default: the sources of the
+    /// workspace]
     ///
-    /// A .bin file holds unsigned 16-bit little-endian token ids and nothing else. Text is tokenised by the model directory's tokenizer.json, or as bytes if
-    /// there is none. A directory is read recursively in the order of the names, without hidden files, directories called target, symbolic links and
-    /// what is not text. Without --data, the .rs, .md and .toml files of the Cargo workspace around the current directory are the text.
-    /// When all the data is read, it starts again.
+    /// A .bin file holds unsigned 16-bit little-endian token ids and nothing else. Text is tokenised by the model
+    /// directory's tokenizer.json, or as bytes if there is none. A directory is read recursively in the order of the
+    /// names, without hidden files, directories called target, symbolic links and what is not text. Without --data, the
+    /// .rs, .md and .toml files of the Cargo workspace around the current directory are the text. When all the data is
+    /// read, it starts again.
     #[arg(long, value_name = "PATH", help_heading = "Data")]
     #[serde(serialize_with = "place")]
     pub(crate) data: Option<PathBuf>,
@@ -81,19 +88,23 @@ pub(crate) struct Args {
     pub(crate) steps: usize,
 
     /// The highest learning rate; the default suits the small built-in model, fine-tuning wants about 2e-5
-    #[arg(long, value_name = "RATE", default_value = "2e-3", value_parser = positive, allow_hyphen_values = true, help_heading = "Optimizer")]
+    #[arg(long, value_name = "RATE", default_value = "2e-3", value_parser = positive, allow_hyphen_values = true)]
+    #[arg(help_heading = "Optimizer")]
     pub(crate) lr: f64,
 
     /// AdamW's decay rates of the mean and of the mean square of the gradients, such as 0.9,0.999
-    #[arg(long, value_name = "B1,B2", default_value = "0.9,0.95", value_parser = betas, allow_hyphen_values = true, help_heading = "Optimizer")]
+    #[arg(long, value_name = "B1,B2", default_value = "0.9,0.95", value_parser = betas, allow_hyphen_values = true)]
+    #[arg(help_heading = "Optimizer")]
     pub(crate) betas: (f64, f64),
 
     /// What AdamW adds to the denominator
-    #[arg(long, value_name = "X", default_value = "1e-8", value_parser = positive, allow_hyphen_values = true, help_heading = "Optimizer")]
+    #[arg(long, value_name = "X", default_value = "1e-8", value_parser = positive, allow_hyphen_values = true)]
+    #[arg(help_heading = "Optimizer")]
     pub(crate) eps: f64,
 
     /// AdamW's decoupled weight decay, of every parameter
-    #[arg(long, value_name = "X", default_value = "0.1", value_parser = not_negative, allow_hyphen_values = true, help_heading = "Optimizer")]
+    #[arg(long, value_name = "X", default_value = "0.1", value_parser = not_negative, allow_hyphen_values = true)]
+    #[arg(help_heading = "Optimizer")]
     pub(crate) weight_decay: f64,
 
     /// Steps in which the learning rate rises to --lr; 0 starts with it
@@ -105,22 +116,28 @@ pub(crate) struct Args {
     pub(crate) lr_schedule: LrSchedule,
 
     /// Scale the gradients down to this global norm where theirs is larger; 0 never does
-    #[arg(long, value_name = "NORM", default_value = "1.0", value_parser = not_negative, allow_hyphen_values = true, help_heading = "Optimizer")]
+    #[arg(long, value_name = "NORM", default_value = "1.0", value_parser = not_negative, allow_hyphen_values = true)]
+    #[arg(help_heading = "Optimizer")]
     pub(crate) clip_grad_norm: f64,
 
-    /// Train low-rank adapters of this rank beside the attention's query and value projections, and freeze all else (LoRA, alpha = 2 N)
+    /// Train low-rank adapters of this rank beside the attention's query and value projections, and freeze all else
+    /// (LoRA, alpha = 2 N)
     ///
-    /// Weights that the model directory lacks are drawn for adapters only. --export-hf then writes the adapters alone, as PEFT reads them.
+    /// Weights that the model directory lacks are drawn for adapters only. --export-hf then writes the adapters alone,
+    /// as PEFT reads them.
     #[arg(long, value_name = "N", value_parser = count, help_heading = "Model")]
     pub(crate) lora_rank: Option<usize>,
 
-    /// Copies of the sharded model (HSDP): parameters are sharded over world size / N processes, gradients are summed over the N copies as well
+    /// Copies of the sharded model (HSDP): parameters are sharded over world size / N processes, gradients are summed
+    /// over the N copies as well
     #[arg(long, value_name = "N", default_value = "1", value_parser = count, help_heading = "Sharding")]
     pub(crate) replicate: usize,
 
-    /// What becomes of gathered parameters between forward and backward: `always` frees them (ZeRO-3), `never` keeps them (ZeRO-2), `default` keeps only those outside
-    /// the blocks, a number K keeps what K neighbouring processes need to gather them again among themselves
-    #[arg(long, value_name = "default|always|never|K", default_value = "default", value_parser = reshard, help_heading = "Sharding")]
+    /// What becomes of gathered parameters between forward and backward: `always` frees them (ZeRO-3), `never` keeps
+    /// them (ZeRO-2), `default` keeps only those outside the blocks, a number K keeps what K neighbouring processes
+    /// need to gather them again among themselves
+    #[arg(long, value_name = "default|always|never|K", default_value = "default", value_parser = reshard)]
+    #[arg(help_heading = "Sharding")]
     #[serde(serialize_with = "reshard_word")]
     pub(crate) reshard_after_forward: ReshardAfterForward,
 
@@ -136,19 +153,23 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Sharding")]
     pub(crate) prefetch: usize,
 
-    /// With --grad-accum: sum gradients over processes after `every` micro-batch (less memory), or after the `last` one (less communication)
+    /// With --grad-accum: sum gradients over processes after `every` micro-batch (less memory), or after the `last` one
+    /// (less communication)
     #[arg(long, value_enum, default_value_t = GradSync::Every, help_heading = "Sharding")]
     pub(crate) grad_sync: GradSync,
 
-    /// Write a trace of what every process computes and communicates, to be opened at ui.perfetto.dev (`Open trace file`) or chrome://tracing
+    /// Write a trace of what every process computes and communicates, to be opened at ui.perfetto.dev
+    /// (`Open trace file`) or chrome://tracing
     ///
-    /// Each process is a row called `rank N` with a line for compute (steps, and forward and backward of each unit) and one for each group that it communicates
-    /// in. While the run lasts, and after one that fails, the processes have files of their own, such as trace.rank0.json; a run that ends well joins them.
+    /// Each process is a row called `rank N` with a line for compute (steps, and forward and backward of each unit) and
+    /// one for each group that it communicates in. While the run lasts, and after one that fails, the processes have
+    /// files of their own, such as trace.rank0.json; a run that ends well joins them.
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     #[serde(serialize_with = "place")]
     pub(crate) trace: Option<PathBuf>,
 
-    /// What to run again in backward instead of keeping its activations: less memory, a second forward, the same numbers
+    /// What to run again in backward instead of keeping its activations: less memory, a second forward, the same
+    /// numbers
     #[arg(long, value_enum, default_value_t = ActivationCheckpoint::None, help_heading = "Sharding")]
     pub(crate) activation_checkpoint: ActivationCheckpoint,
 
@@ -177,7 +198,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", value_parser = count, help_heading = "Run")]
     pub(crate) keep: Option<usize>,
 
-    /// Write checkpoints in the background: training stops only while they are copied in memory, which takes once more the memory of a rank's state
+    /// Write checkpoints in the background: training stops only while they are copied in memory, which takes once more
+    /// the memory of a rank's state
     #[arg(long, help_heading = "Run")]
     pub(crate) async_save: bool,
 
@@ -189,7 +211,8 @@ pub(crate) struct Args {
     /// step-00000010.damaged, and an older one taken. A path may also be a checkpoint of PyTorch's
     /// torch.distributed.checkpoint, a Hugging Face directory or file, or a .pt file; the step is then that of its
     /// optimizer, or 0 if it has none. A directory that is called auto or none is ./auto or ./none.
-    #[arg(long, value_name = "auto|none|PATH", default_value = "none", value_parser = OsStringValueParser::new().map(Resume::from), help_heading = "Run")]
+    #[arg(long, value_name = "auto|none|PATH", default_value = "none")]
+    #[arg(value_parser = OsStringValueParser::new().map(Resume::from), help_heading = "Run")]
     pub(crate) resume: Resume,
 
     /// Write the trained model there as a Hugging Face directory, which transformers can load
@@ -202,17 +225,19 @@ pub(crate) struct Args {
 
     /// Write what each step measured to this file, one JSON object a line
     ///
-    /// Fields: step, loss (mean over all processes' tokens), grad_norm (before clipping), lr, step_time_s, tokens_per_s, peak_mem_bytes (the largest
-    /// process's), shard_bytes (parameters, gradients and optimizer state resident a process).
+    /// Fields: step, loss (mean over all processes' tokens), grad_norm (before clipping), lr, step_time_s,
+    /// tokens_per_s, peak_mem_bytes (the largest process's), shard_bytes (parameters, gradients and optimizer state
+    /// resident a process).
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     #[serde(serialize_with = "place")]
     pub(crate) metrics: Option<PathBuf>,
 
     /// Write what each step measured as TensorBoard event files, to be seen by `tensorboard --logdir DIR`
     ///
-    /// Curves: train/loss, train/grad_norm (before clipping), train/lr, speed/tokens_per_s, speed/step_time_s, memory/peak_bytes, memory/shard_bytes. Rank 0
-    /// writes, step by step. Each start of the run is a file of its own; a run that goes on from an earlier step, or from the beginning, hides what the files
-    /// before it tell of later steps. For several runs in one picture, give each a directory below the one that --logdir names.
+    /// Curves: train/loss, train/grad_norm (before clipping), train/lr, speed/tokens_per_s, speed/step_time_s,
+    /// memory/peak_bytes, memory/shard_bytes. Rank 0 writes, step by step. Each start of the run is a file of its own;
+    /// a run that goes on from an earlier step, or from the beginning, hides what the files before it tell of later
+    /// steps. For several runs in one picture, give each a directory below the one that --logdir names.
     #[arg(long, value_name = "DIR", help_heading = "Run")]
     #[serde(serialize_with = "place")]
     pub(crate) tensorboard: Option<PathBuf>,
@@ -270,8 +295,10 @@ mod tests {
 
     #[test]
     fn the_command_of_the_recorded_runs_is_understood() {
-        let command = "--model DIR --data DIR/tokens.bin --seq-len 32 --steps 20 --lr 1e-3 --betas 0.9,0.95 --eps 1e-8 --weight-decay 0.1 \
-                       --clip-grad-norm 1.0 --lr-schedule constant --warmup-steps 0 --batch-size 2 --grad-accum 2 --resume auto --init pretrained --device cpu";
+        let command = "--model DIR --data DIR/tokens.bin --seq-len 32 --steps 20 --lr 1e-3 --betas 0.9,0.95 \
+                       --eps 1e-8 --weight-decay 0.1 \
+                       --clip-grad-norm 1.0 --lr-schedule constant --warmup-steps 0 --batch-size 2 --grad-accum 2 \
+                       --resume auto --init pretrained --device cpu";
         let args = parse(&command.split_whitespace().collect::<Vec<_>>()).unwrap();
         assert_eq!((args.seq_len, args.steps, args.batch_size, args.grad_accum, args.warmup_steps), (32, 20, 2, 2, 0));
         assert_eq!((args.lr, args.betas, args.eps, args.weight_decay), (1e-3, (0.9, 0.95), 1e-8, 0.1));

@@ -17,7 +17,9 @@ use crate::args::{Args, Resume};
 use crate::done::{Done, has_optimizer};
 use crate::export::Export;
 use crate::health::{ADVICE, look};
-use crate::places::{Places, same_file, step_name};
+use crate::places::{Places, same_file};
+use crate::setup;
+use crate::steps::step_name;
 
 /// A run's checkpoints.
 pub(crate) struct Checkpoints<'a> {
@@ -56,7 +58,8 @@ impl<'a> Checkpoints<'a> {
     pub(crate) fn resume(&mut self, args: &Args, vars: &ShardedVarMap, optim: &mut AdamW) -> anyhow::Result<Done> {
         while let Some(path) = self.places.resume_from.clone() {
             let failed = || format!("can't resume from {}", path.display());
-            // Nothing is loaded before everything has been found good: of a damaged checkpoint nothing gets into the model.
+            // Nothing is loaded before everything has been found good: of a damaged checkpoint nothing gets into the
+            // model.
             let (source, own) = self.verify(&path);
             match worst(self.world, own)? {
                 Finding::Damaged(why) if args.resume == Resume::Auto => {
@@ -87,8 +90,11 @@ impl<'a> Checkpoints<'a> {
             }
         }
         if let Some(found) = look(vars, &[ValuesOf::Parameters])? {
-            let from = args.model.as_ref().map(|dir| format!(" from {}", dir.display())).unwrap_or_default();
-            bail!("the weights{from} are no good before any step: {found}; pass another --model, or --init random");
+            let (from, way_out) = match setup::pretrained(args)? {
+                Some(dir) => (format!("from {}", dir.display()), "pass another --model, or --init random"),
+                None => ("drawn at random".into(), "look at initializer_range in the model's config.json"),
+            };
+            bail!("the weights {from} are no good before any step: {found}; {way_out}");
         }
         Ok(Done::default())
     }
@@ -184,7 +190,7 @@ impl<'a> Checkpoints<'a> {
                 self.newest = before.or(self.newest.take());
             }
             None => {
-                fsdp_ckpt::save_with(&path, self.world.group().as_ref(), &state, &options).with_context(failed)?;
+                fsdp_ckpt::save_with(&path, self.world.group(), &state, &options).with_context(failed)?;
                 self.remove_older(&path);
                 self.newest = Some(path.clone());
             }

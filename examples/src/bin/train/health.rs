@@ -1,12 +1,9 @@
-//! Numbers that are infinite or not a number: found before they get into the weights, a checkpoint or an export, and
-//! told so that a person knows what to do.
+//! Numbers that are infinite or not a number: found before they get into the weights, a checkpoint or an export.
 
-use std::fmt::Write;
+use fsdp_candle::{Error, NonFinite, ShardedVarMap, ValuesOf, check_finite};
 
-use candle_core::backprop::GradStore;
-use fsdp_candle::{AdamW, Error, NonFinite, ReduceOp, ShardedVarMap, ValuesOf, World, check_finite};
-
-use crate::checkpoint::Checkpoints;
+/// What helps against numbers that grow beyond all bounds.
+pub(crate) const ADVICE: &str = "Lower --lr, raise --warmup-steps, or look at the data of that step";
 
 /// What of these is not finite, told on every rank. Collective.
 pub(crate) fn look(vars: &ShardedVarMap, of: &[ValuesOf<'_>]) -> anyhow::Result<Option<NonFinite>> {
@@ -16,60 +13,3 @@ pub(crate) fn look(vars: &ShardedVarMap, of: &[ValuesOf<'_>]) -> anyhow::Result<
         Err(error) => Err(error.into()),
     }
 }
-
-/// A step that is not taken, because its loss or the norm of its gradients is not finite.
-pub(crate) struct BadStep<'a> {
-    pub(crate) step: usize,
-    /// The mean over all ranks.
-    pub(crate) loss: f64,
-    /// This rank's.
-    pub(crate) own_loss: f64,
-    pub(crate) norm: f64,
-    pub(crate) grads: &'a GradStore,
-}
-
-impl BadStep<'_> {
-    /// What is wrong, where, since when, and what to do, in the same words on every rank. Collective.
-    pub(crate) fn explain(
-        &self,
-        world: &World,
-        vars: &ShardedVarMap,
-        optim: &AdamW,
-        checkpoints: &mut Checkpoints<'_>,
-    ) -> anyhow::Result<String> {
-        let BadStep { step, loss, own_loss, norm, grads } = *self;
-        let mut holders = vec![0.; world.size()];
-        holders[world.rank()] = f64::from(u8::from(!own_loss.is_finite()));
-        let holders = world.all_reduce(&holders, ReduceOp::Max)?;
-        let ranks: Vec<String> =
-            holders.iter().enumerate().filter(|(_, is_bad)| **is_bad > 0.).map(|(rank, _)| rank.to_string()).collect();
-
-        let mut text = format!("step {step} was not taken: ");
-        if ranks.is_empty() {
-            let found = look(vars, &[ValuesOf::Gradients(grads)])?;
-            let found = found.map_or_else(|| "each value is finite".into(), |found| found.to_string());
-            write!(text, "the loss is {loss}, and the gradients' norm is {norm}: {found}")?;
-        } else {
-            let on =
-                if ranks.len() == world.size() { "every rank".into() } else { format!("rank {}", ranks.join(", ")) };
-            write!(text, "the loss is {loss} (on {on}), and the gradients' norm is {norm}")?;
-        }
-        match look(vars, &[ValuesOf::Parameters, ValuesOf::Moments(optim)])? {
-            Some(found) => {
-                let since = checkpoints.finite_after();
-                write!(text, ". Before that, the weights had become so in a step after step {since}: {found}")?;
-            }
-            None => write!(text, ". The weights are those of step {} and finite", step - 1)?,
-        }
-        let advice = if step == 1 { ADVICE_BEFORE_STEPS } else { ADVICE };
-        write!(text, ". {}. {advice}", checkpoints.healthy())?;
-        Ok(text)
-    }
-}
-
-/// What helps against numbers that grow beyond all bounds.
-pub(crate) const ADVICE: &str = "Lower --lr, raise --warmup-steps, or look at the data of that step";
-
-/// What helps when nothing has been learnt yet.
-const ADVICE_BEFORE_STEPS: &str = "No step has been taken yet, so it is no matter of --lr: the model's weights are too \
-                                   large for its dtype, or the data is to blame";

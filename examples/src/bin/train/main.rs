@@ -1,20 +1,24 @@
-//! Pre-trains or fine-tunes a Llama or a GPT-2 with its parameters sharded over the ranks: `fsdp-launch --nproc-per-node 2 train --help`.
+//! Pre-trains or fine-tunes a Llama or a GPT-2 with its parameters sharded over the ranks:
+//! `fsdp-launch --nproc-per-node 2 train --help`.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod adapters;
 mod agree;
 mod alike;
 mod args;
+mod bad_step;
 mod checkpoint;
 mod damage;
 mod done;
 mod export;
+mod exported;
 mod health;
 mod logging;
 mod memory;
 mod places;
 mod setup;
 mod step_log;
+mod steps;
 mod trace;
 mod values;
 mod writable;
@@ -32,8 +36,8 @@ use fsdp_examples::metrics::{StepRecord, peak_memory_bytes};
 use fsdp_examples::schedule::Schedule;
 
 use args::{Args, GradSync};
+use bad_step::BadStep;
 use checkpoint::Checkpoints;
-use health::BadStep;
 use setup::Setup;
 use step_log::StepLog;
 
@@ -67,7 +71,7 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
     }
     let mut log = if world.rank() == 0 { Some(StepLog::open(args, done.step)?) } else { None };
     let shard_bytes = setup::shard_bytes(&vars);
-    let tokens_per_step = (world.size() * args.batch_size * args.grad_accum * args.seq_len) as f64;
+    let tokens_per_step = batches.tokens_per_step() as f64;
 
     for step in done.step + 1..=args.steps {
         let _span = tracing::debug_span!("step", number = step).entered();
@@ -109,7 +113,7 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
         drop(grads);
 
         done.step = step;
-        done.sequences += args.sequences_per_step(world.size());
+        done.sequences += batches.sequences_per_step();
         let peak = world.all_reduce(&[peak_memory_bytes() as f64], ReduceOp::Max)?[0];
         let seconds = start.elapsed().as_secs_f64();
         let record = StepRecord {

@@ -1,5 +1,5 @@
-//! The directories that a run reads from and writes to. Rank 0 looks and decides before the first step: all ranks then use the same, and what would be in
-//! the way hours later shows at once.
+//! The directories that a run reads from and writes to. Rank 0 looks and decides before the first step: all ranks then
+//! use the same, and what would be in the way hours later shows at once.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,8 @@ use crate::agree::from_rank;
 use crate::args::{Args, Resume};
 use crate::damage;
 use crate::done::Done;
-use crate::export;
+use crate::exported;
+use crate::steps::step_of;
 
 /// Where runs without --checkpoint-dir keep their checkpoints.
 pub(crate) const ROOT: &str = "checkpoints";
@@ -58,7 +59,8 @@ impl Places {
         let checkpoints = match (&args.checkpoint_dir, decision.run) {
             (Some(dir), _) => dir.clone(),
             (None, Some(number)) => Path::new(ROOT).join(run_name(number)),
-            (None, None) => bail!("rank 0 was started with --checkpoint-dir: start all ranks with the same arguments"),
+            // The ranks have compared their arguments: rank 0 has no --checkpoint-dir either.
+            (None, None) => bail!("rank 0 chose no directory for this run: please report this"),
         };
         let resume_from = match &args.resume {
             Resume::None => None,
@@ -68,8 +70,8 @@ impl Places {
         Ok(Places { checkpoints, resume_from, replaces_export: decision.replaces_export, _claim: claim })
     }
 
-    /// Sets the checkpoint aside that `--resume auto` chose and that turned out to be damaged, for which `why` has the words; chooses the next older one.
-    /// Collective.
+    /// Sets the checkpoint aside that `--resume auto` chose and that turned out to be damaged, for which `why` has the
+    /// words; chooses the next older one. Collective.
     pub(crate) fn fall_back(&mut self, args: &Args, world: &World, why: &str) -> anyhow::Result<()> {
         let Some(damaged) = &self.resume_from else { bail!("there is no checkpoint to set aside") };
         let newest = from_rank(world, 0, || {
@@ -79,16 +81,6 @@ impl Places {
         self.resume_from = newest.map(|name| self.checkpoints.join(name));
         Ok(())
     }
-}
-
-/// The name of the checkpoint at a step.
-pub(crate) fn step_name(step: usize) -> String {
-    format!("step-{step:08}")
-}
-
-/// The step of a checkpoint's name.
-pub(crate) fn step_of(name: &str) -> Option<usize> {
-    name.strip_prefix("step-")?.parse().ok().filter(|&step| step_name(step) == name)
 }
 
 pub(crate) fn same_file(a: &Path, b: &Path) -> bool {
@@ -103,6 +95,7 @@ fn check(args: &Args, world: &World) -> anyhow::Result<Found> {
         (Resume::None, Some(dir)) => fsdp_ckpt::survey(dir)?,
         (Resume::Auto, Some(dir)) => {
             let found = fsdp_ckpt::survey(dir)?;
+            found.warn_of_links();
             damage::check_something_is_left(dir, &found)?;
             damage::check_no_newer_is_whole(&found)?;
             found
@@ -133,7 +126,7 @@ fn check(args: &Args, world: &World) -> anyhow::Result<Found> {
     };
     let own = args.checkpoint_dir.as_deref().filter(|_| args.resume == Resume::Auto && newest.is_some());
     let replaces_export = match &args.export_hf {
-        Some(dir) => export::may_replace(dir, own, args.steps.max(start.step))?,
+        Some(dir) => exported::may_replace(dir, own, args.steps.max(start.step))?,
         None => false,
     };
     if let Some(dir) = &args.checkpoint_dir {
@@ -144,8 +137,9 @@ fn check(args: &Args, world: &World) -> anyhow::Result<Found> {
     Ok(Found { newest, replaces_export })
 }
 
-/// Nothing may have the name of a checkpoint that the run is going to save; the one that it goes on from is not saved again. What `--resume auto` has
-/// `skipped` because it is damaged is set aside if it has. What another program saved is not ours to move.
+/// Nothing may have the name of a checkpoint that the run is going to save; the one that it goes on from is not saved
+/// again. What `--resume auto` has `skipped` because it is damaged is set aside if it has. What another program saved
+/// is not ours to move.
 fn clear_targets(
     dir: &Path,
     start: usize,
@@ -180,7 +174,8 @@ fn clear_targets(
             Err(error) => format!("not a whole checkpoint ({})", error.with_causes()),
         };
         bail!(
-            "{} is in the way of the checkpoint that this run saves at step {step}, and it is {what}: remove it, or pass another --checkpoint-dir",
+            "{} is in the way of the checkpoint that this run saves at step {step}, and it is {what}: remove it, or \
+                pass another --checkpoint-dir",
             path.display()
         );
     }

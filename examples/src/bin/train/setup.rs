@@ -112,7 +112,7 @@ pub(crate) fn lora(args: &Args) -> Option<LoraConfig> {
 }
 
 /// Where the first weights are read from, unless they are random.
-fn pretrained(args: &Args) -> anyhow::Result<Option<&Path>> {
+pub(crate) fn pretrained(args: &Args) -> anyhow::Result<Option<&Path>> {
     let has_weights =
         |dir: &&Path| ["model.safetensors", "model.safetensors.index.json"].iter().any(|name| dir.join(name).exists());
     let weights = args.model.as_deref().filter(has_weights);

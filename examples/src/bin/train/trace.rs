@@ -1,7 +1,8 @@
 //! `--trace`: what every process computes and communicates, on one time axis, in the Chrome trace format.
 //!
-//! Each process writes a file of its own while it runs, `trace.rank0.json`; when all is well at the end rank 0 joins them. `tracing_chrome` collects the
-//! events; [`OfRank`] makes them fit for people: a name says what happened to which unit, a rank is a process, and its clock is that of the others.
+//! Each process writes a file of its own while it runs, `trace.rank0.json`; when all is well at the end rank 0 joins
+//! them. `tracing_chrome` collects the events; [`OfRank`] makes them fit for people: a name says what happened to which
+//! unit, a rank is a process, and its clock is that of the others.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, BufWriter, Write};
@@ -41,10 +42,6 @@ impl Trace {
     {
         let cannot = || format!("can't write --trace {}", file.display());
         let rank = world.rank();
-        if rank == 0 {
-            // What is in its way should show now, not after hours.
-            try_place(file).with_context(cannot)?;
-        }
         let part = File::create(of_rank(file, rank)).with_context(cannot)?;
         let first = world.all_reduce(&[now_micros()?], ReduceOp::Min)?[0];
         let builder = ChromeLayerBuilder::new().include_args(true).include_locations(false);
@@ -89,15 +86,6 @@ impl Trace {
     }
 }
 
-/// Fails where the trace can't be. What is there stays until the trace is.
-fn try_place(file: &Path) -> std::io::Result<()> {
-    match std::fs::metadata(file) {
-        Ok(there) if there.is_file() => File::options().append(true).open(file).map(drop),
-        Ok(_) => Err(std::io::Error::other("there is something that is no file")),
-        Err(_) => File::create_new(file).and_then(|_| std::fs::remove_file(file)),
-    }
-}
-
 fn now_micros() -> anyhow::Result<f64> {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).context("the clock is before 1970")?;
     Ok(now.as_micros() as f64)
@@ -125,7 +113,9 @@ fn join(file: &Path, ranks: usize) -> std::io::Result<()> {
     }
     out.write_all(b"\n]\n")?;
     out.flush()?;
-    (0..ranks).try_for_each(|rank| std::fs::remove_file(of_rank(file, rank)))
+    // What can't be removed is in nobody's way.
+    (0..ranks).for_each(|rank| drop(std::fs::remove_file(of_rank(file, rank))));
+    Ok(())
 }
 
 /// Takes whatever comes, also when it can't be written any more: `tracing_chrome` would panic. It says so once.
@@ -336,20 +326,6 @@ mod tests {
             writer.flush().unwrap();
             assert!(lost.load(Ordering::Relaxed));
         }
-    }
-
-    #[test]
-    fn the_place_of_a_trace_is_tried_and_left_as_it_is() {
-        let dir = tempfile::tempdir().unwrap();
-        let file = dir.path().join("trace.json");
-        try_place(&file).unwrap();
-        assert!(!file.exists());
-        std::fs::write(&file, "an older one").unwrap();
-        try_place(&file).unwrap();
-        assert_eq!(std::fs::read(&file).unwrap(), b"an older one");
-        assert!(try_place(dir.path()).is_err() && try_place(&dir.path().join("not/there")).is_err());
-        // A device is not replaced by a file.
-        assert!(try_place(Path::new("/dev/null")).is_err());
     }
 
     #[test]

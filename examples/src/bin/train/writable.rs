@@ -4,23 +4,20 @@ use std::path::Path;
 
 use anyhow::{Context, anyhow};
 use fsdp_candle::World;
-use fsdp_examples::writable::{MadeDirs, try_directory, try_file};
+use fsdp_examples::writable::{try_directory, try_file, try_file_and_directory};
 
-use crate::agree::{Finding, from_rank, worst};
+use crate::agree::{Finding, worst};
 use crate::args::Args;
 use crate::places::ROOT;
 use crate::trace;
 
 /// Each rank tries what it is going to write; where one can't, all of them fail with its words. Collective.
 pub(crate) fn check(args: &Args, world: &World) -> anyhow::Result<()> {
-    // Rank 0's word on what all of them write together.
-    let shared = from_rank(world, 0, || {
-        let checkpoints = ("--checkpoint-dir", args.checkpoint_dir.clone().unwrap_or_else(|| ROOT.into()));
-        let export = args.export_hf.clone().map(|dir| ("--export-hf", dir));
-        Ok([checkpoints].into_iter().chain(export).map(|(flag, dir)| (flag.to_owned(), dir)).collect::<Vec<_>>())
-    })?;
-    for (flag, dir) in shared {
-        fsdp_ckpt::check_writable(&dir, &**world.group()).map_err(|error| {
+    // The ranks have compared their arguments: these are the same everywhere.
+    let checkpoints = ("--checkpoint-dir", args.checkpoint_dir.as_deref().unwrap_or(Path::new(ROOT)));
+    let export = args.export_hf.as_deref().map(|dir| ("--export-hf", dir));
+    for (flag, dir) in [checkpoints].into_iter().chain(export) {
+        fsdp_ckpt::check_writable(dir, world.group()).map_err(|error| {
             anyhow!(
                 "can't write to {flag} {} ({}); pass a directory that every rank can write to, on a file system that \
                  all hosts share",
@@ -43,6 +40,10 @@ pub(crate) fn check(args: &Args, world: &World) -> anyhow::Result<()> {
 fn own_files(args: &Args, rank: usize) -> anyhow::Result<()> {
     let cannot = |flag: &str, path: &Path| format!("can't write {flag} {}", path.display());
     if let Some(file) = &args.trace {
+        // The ranks' own files are made beside it: nothing belongs beside a device.
+        if std::fs::metadata(file).is_ok_and(|there| !there.is_file()) {
+            return Err(anyhow!("it is there and no file")).with_context(|| cannot("--trace", file));
+        }
         let part = trace::of_rank(file, rank);
         for file in [file, &part].iter().skip(usize::from(rank > 0)) {
             try_file(file).with_context(|| cannot("--trace", file))?;
@@ -52,8 +53,7 @@ fn own_files(args: &Args, rank: usize) -> anyhow::Result<()> {
         return Ok(());
     }
     if let Some(file) = &args.metrics {
-        let _made = file.parent().map(MadeDirs::new).transpose().with_context(|| cannot("--metrics", file))?;
-        try_file(file).with_context(|| cannot("--metrics", file))?;
+        try_file_and_directory(file).with_context(|| cannot("--metrics", file))?;
     }
     if let Some(dir) = &args.tensorboard {
         try_directory(dir).with_context(|| cannot("--tensorboard", dir))?;

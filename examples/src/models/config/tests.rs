@@ -2,11 +2,13 @@ use super::*;
 
 fn llama(more: &str) -> String {
     format!(
-        r#"{{"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 4, {more}}}"#
+        r#"{{"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+            "num_attention_heads": 4, "vocab_size": 4, {more}}}"#
     )
 }
 
-const LLAMA3: &str = r#"{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}"#;
+const LLAMA3: &str = r#"{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192}"#;
 
 #[test]
 fn llama3_frequencies_are_transformers() {
@@ -90,7 +92,8 @@ fn a_configuration_of_any_size_can_be_read() {
 
 #[test]
 fn both_ways_to_write_the_rotary_base_are_read() {
-    let base = r#""model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 4"#;
+    let base = r#""model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "vocab_size": 4"#;
     for rope in [r#""rope_theta": 500000.0"#, r#""rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}"#]
     {
         let Ok(ModelConfig::Llama(config)) = ModelConfig::parse(&format!("{{{base}, {rope}}}")) else {

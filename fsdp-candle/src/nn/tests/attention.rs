@@ -6,7 +6,8 @@ use super::{DTYPES, assert_close, check, message, random};
 
 #[test]
 fn attention_matches_the_composite() {
-    // batch, queries, keys, heads, key heads, head dimension: one row, a full block, several, more keys than queries, grouped heads.
+    // batch, queries, keys, heads, key heads, head dimension: one row, a full block, several, more keys than queries,
+    // grouped heads.
     let cases = [
         (1, 1, 1, 1, 1, 1),
         (2, 5, 5, 2, 2, 4),

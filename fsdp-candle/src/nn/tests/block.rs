@@ -38,7 +38,8 @@ fn model(vb: &VarBuilder, ids: &Tensor, targets: &Tensor) -> Result<Tensor> {
     (separate + fused)? * 0.5
 }
 
-/// The gradients' direction is the loss's steepest: a small step along it changes the loss by the step times the squared norm.
+/// The gradients' direction is the loss's steepest: a small step along it changes the loss by the step times the
+/// squared norm.
 #[test]
 fn gradients_reach_every_parameter_and_predict_the_loss() {
     let vars = VarMap::new();

@@ -53,7 +53,8 @@ fn assert_close(what: &str, found: &Tensor, expected: &Tensor, tolerance: f64) {
     assert!(worst <= tolerance * largest, "{what}: differs by {worst:e} where the largest value is {largest:e}");
 }
 
-/// Checks `fused` against `reference`: the result, and the gradients of all of `vars` under a loss that weighs every element differently.
+/// Checks `fused` against `reference`: the result, and the gradients of all of `vars` under a loss that weighs every
+/// element differently.
 fn check(what: &str, vars: &[&Var], fused: impl Fn() -> Result<Tensor>, reference: impl Fn() -> Result<Tensor>) {
     let dtype = vars[0].dtype();
     let run = |f: &dyn Fn() -> Result<Tensor>| {

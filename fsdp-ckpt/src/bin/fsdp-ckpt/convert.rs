@@ -7,14 +7,16 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use bytesize::ByteSize;
 use clap::error::ErrorKind;
-use clap::{Args, CommandFactory, ValueEnum};
+use clap::{Args, ValueEnum};
 use fsdp_ckpt::convert::{View, Written, check, write_fsdp};
 use fsdp_ckpt::torch::{DcpOptions, write_dcp};
-use fsdp_ckpt::{TensorEntry, TensorSource, hf, shown};
+use fsdp_ckpt::{TensorSource, hf, shown};
 use fsdp_core::{DType, MeshLayout};
 use indicatif::ProgressBar;
 use serde_json::json;
 
+use crate::json::print_json;
+use crate::open::open;
 use crate::progress::bar;
 
 /// More ranks than any run of ours has; plans grow with them.
@@ -26,7 +28,8 @@ enum To {
     Fsdp,
     /// A Hugging Face model directory: the parameters alone, by their own names.
     Hf,
-    /// The classic format of PyTorch's DCP: what its dcp.load and FileSystemReader read, with the optimizer's state if the source has it.
+    /// The classic format of PyTorch's DCP: what its dcp.load and FileSystemReader read, with the optimizer's state if
+    /// the source has it.
     TorchDcp,
 }
 
@@ -45,7 +48,8 @@ enum To16 {
     fsdp-ckpt convert runs/llama/step-00000010 step-on-8 --to fsdp --mesh 2x4
     fsdp-ckpt convert runs/llama/step-00000010 llama-dcp --to torch-dcp --world-size 4
 
-A checkpoint is loaded at any world size as it is; another one makes reading faster where each rank reads its own file.")]
+A checkpoint loads at any world size as it is. Written for the world size that reads it, it loads faster, because each \
+rank then reads its own file.")]
 pub(crate) struct Convert {
     /// A checkpoint or model of any format.
     src: PathBuf,
@@ -158,13 +162,13 @@ impl Convert {
         };
         if let Some((flag, _)) = strange.iter().find(|(_, given)| *given) {
             let message = format!("{flag} can't be used with --to {name}");
-            crate::Cli::command().error(ErrorKind::ArgumentConflict, message).exit();
+            return Err(clap::Error::raw(ErrorKind::ArgumentConflict, message).into());
         }
         let config = match &self.config_from {
             Some(dir) => hf::config_files(dir).context("--config-from")?,
             None => Vec::new(),
         };
-        let source = crate::open(&self.src)?;
+        let source = open(&self.src)?;
         let work = Work::begin(&*source, &self.src, &self.dst, self.skip_unreadable)?;
         let mut view = match self.to {
             To::Hf => View::model(&*source),
@@ -198,7 +202,7 @@ impl Convert {
 
 impl Consolidate {
     pub(crate) fn run(&self) -> Result<()> {
-        let source = crate::open(&self.src)?;
+        let source = open(&self.src)?;
         let work = Work::begin(&*source, &self.src, &self.dst, self.skip_unreadable)?;
         let most = self.max_shard_size.map_or(u64::MAX, |size| size.0);
         work.write(View::all(&*source), "safetensors", self.json, &|view| Ok(hf::write(&self.dst, view, most, &[])?))
@@ -220,7 +224,7 @@ impl<'a> Work<'a> {
         if source.tensors().is_empty() && source.unreadable().is_empty() {
             bail!("{} has no tensors", src.display());
         }
-        let bar = bar("verifying", source.tensors().values().map(TensorEntry::bytes).fold(0, u64::saturating_add));
+        let bar = bar("verifying", source.bytes());
         check(source, dst, skip_unreadable, &mut |bytes| bar.inc(bytes))?;
         Ok(Work { source, src, dst, started, bar })
     }
@@ -239,7 +243,7 @@ impl<'a> Work<'a> {
             let converted = view.converted().into_iter();
             let converted: Vec<_> =
                 converted.map(|([from, to], count)| json!({ "from": from, "to": to, "tensors": count })).collect();
-            return crate::print_json(&json!({
+            return print_json(&json!({
                 "from": self.source.format().to_string(), "to": to, "path": written.path,
                 "tensors": written.tensors, "files": written.files, "bytes": written.bytes,
                 "converted": converted, "overflowed": view.overflowed(), "left_out": left_out,

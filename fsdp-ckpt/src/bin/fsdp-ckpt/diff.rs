@@ -7,6 +7,8 @@ use anyhow::Result;
 use clap::Args;
 use fsdp_ckpt::{TensorDiff, TensorEntry, Tolerance, diff, shown};
 
+use crate::json::print_json;
+use crate::open::open;
 use crate::progress::bar;
 
 #[derive(Args)]
@@ -34,10 +36,8 @@ fn tolerance(text: &str) -> Result<f64, String> {
 impl Diff {
     /// Whether they are equal within the tolerance.
     pub(crate) fn run(&self) -> Result<bool> {
-        let (a, b) = (crate::open(&self.a)?, crate::open(&self.b)?);
-        let bytes =
-            a.tensors().values().chain(b.tensors().values()).map(TensorEntry::bytes).fold(0, u64::saturating_add);
-        let bar = bar("comparing", bytes);
+        let (a, b) = (open(&self.a)?, open(&self.b)?);
+        let bar = bar("comparing", a.bytes().saturating_add(b.bytes()));
         let tolerance = Tolerance { rtol: self.rtol, atol: self.atol };
         let found = diff(&*a, &*b, tolerance, &mut |read| bar.inc(read))?;
         bar.finish_and_clear();
@@ -45,7 +45,7 @@ impl Diff {
         if self.json {
             let mut json = serde_json::to_value(&found)?;
             json["within_tolerance"] = same.into();
-            crate::print_json(&json)?;
+            print_json(&json)?;
             return Ok(same);
         }
         let mut out = std::io::stdout().lock();

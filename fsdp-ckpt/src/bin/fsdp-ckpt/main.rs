@@ -3,20 +3,24 @@
 mod convert;
 mod diff;
 mod inspect;
+mod json;
+mod open;
 mod progress;
 mod verify;
 
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use fsdp_ckpt::shown;
 
 /// Look into sharded checkpoints, check them, convert them, compare them.
 ///
-/// Wherever a checkpoint is read, its format is found out: a directory with a checkpoint.json (fsdp), a Hugging Face model directory, the directory of
-/// PyTorch's HuggingFaceStorageWriter, a single safetensors file (hf), and what PyTorch itself writes. Tensors are whole, however many ranks wrote them:
-/// what is shown are global shapes. No command changes what it reads.
+/// Every command finds out the format of what it reads: a directory with a checkpoint.json (fsdp), a Hugging Face model
+/// directory, the directory of PyTorch's HuggingFaceStorageWriter, a single safetensors file (hf), or what PyTorch
+/// itself writes. Tensors are whole, however many ranks wrote them: shapes are global. No command changes what
+/// it reads.
 #[derive(Parser)]
 #[command(
     version,
@@ -38,7 +42,8 @@ struct Cli {
 enum Command {
     /// Show a checkpoint's tensors, files and values, and which file holds what; or the steps of a run.
     ///
-    /// Reads headers and manifests only, so it is as fast for a large model as for a small one. Layers that are alike are shown once.
+    /// Reads headers and manifests only, so it is as fast for a large model as for a small one. Layers that are alike
+    /// are shown once.
     #[command(after_help = "EXAMPLES:
     fsdp-ckpt inspect runs/llama                                  the steps, and which of them are whole
     fsdp-ckpt inspect runs/llama/step-00000010 --svg files.svg    which file holds what, as a picture
@@ -46,7 +51,8 @@ enum Command {
     Inspect {
         /// A checkpoint or model, or a directory of steps.
         dir: PathBuf,
-        /// Write JSON, for programs: format, mesh, tensors (dtype, shape, bytes, chunks), files, values; of a run its steps.
+        /// Write JSON, for programs: format, mesh, tensors (dtype, shape, bytes, chunks), files, values; of a run its
+        /// steps.
         #[arg(long)]
         json: bool,
         /// Draw which file holds what as an SVG picture, to this file.
@@ -58,10 +64,11 @@ enum Command {
     },
     /// Read everything in a checkpoint and check it against its checksums.
     ///
-    /// Names all that is damaged: tensor, file, and how. Takes as long as reading all files. Formats that keep no checksums are checked for being whole.
+    /// Names all that is damaged: tensor, file, and how. It takes as long as reading all files. Where a format keeps no
+    /// checksums, files are only checked for being whole.
     ///
-    /// What was saved undamaged may still be of no use: --finite looks for numbers that are none, NaN or infinite, and
-    /// fails where it finds any.
+    /// What was saved undamaged may still be of no use: --finite looks for numbers that are NaN or infinite, and fails
+    /// where it finds any.
     #[command(after_help = "EXAMPLES:
     fsdp-ckpt verify runs/llama/step-00000010
     fsdp-ckpt verify runs/llama/step-00000010 --finite            and are its numbers finite
@@ -80,18 +87,19 @@ enum Command {
     },
     /// Write a checkpoint or model in another format, for another world size, or in another dtype.
     ///
-    /// Tensors are streamed: a checkpoint of any size needs little memory. The destination must not exist and appears as a whole or not at all. A source
-    /// with checksums is verified first.
+    /// Tensors are streamed: a checkpoint of any size needs little memory. The destination must not exist and appears
+    /// as a whole or not at all. A source with checksums is verified first.
     Convert(convert::Convert),
     /// Write a checkpoint as one safetensors file, or a few with an index, under the names that it has.
     ///
-    /// What PyTorch's consolidate_hf_safetensors_files does, for every format: all tensors, the optimizer's too, renamed in nothing. `convert --to hf`
-    /// writes what others take for a model: the parameters alone, by their own names.
+    /// It does what PyTorch's consolidate_hf_safetensors_files does, for every format: it writes all tensors, the
+    /// optimizer's too, and renames nothing. `convert --to hf` writes what others take for a model: the parameters
+    /// alone, by their own names.
     Consolidate(convert::Consolidate),
     /// Compare two checkpoints or models, whatever their formats.
     ///
-    /// Exit status 0 when they are equal, 1 when they differ by more than the tolerance allows. When one has a model alone and the other a whole training
-    /// state, the parameters are compared.
+    /// Exit status 0 when they are equal, 1 when they differ by more than the tolerance allows. When one has a model
+    /// alone and the other a whole training state, the parameters are compared.
     #[command(after_help = "EXAMPLES:
     fsdp-ckpt diff runs/a/step-00000010 runs/b/step-00000010              equal to the bit?
     fsdp-ckpt diff runs/a/step-00000010 model --rtol 1e-2 --atol 1e-5     nearly equal? dtypes may differ then")]
@@ -115,41 +123,18 @@ fn main() -> ExitCode {
         Ok(false) => ExitCode::FAILURE,
         // Whoever reads our output has seen enough, as in `fsdp-ckpt inspect DIR | head`.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("fsdp-ckpt: {}", shown(format!("{error:#}")));
-            ExitCode::FAILURE
-        }
+        Err(error) => match error.downcast::<clap::Error>() {
+            // Options that contradict each other.
+            Ok(usage) => usage.format(&mut Cli::command()).exit(),
+            Err(error) => {
+                // Where stderr is closed, the exit status has to do.
+                let _ = writeln!(std::io::stderr(), "fsdp-ckpt: {}", shown(format!("{error:#}")));
+                ExitCode::FAILURE
+            }
+        },
     }
 }
 
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.downcast_ref::<std::io::Error>().is_some_and(|error| error.kind() == std::io::ErrorKind::BrokenPipe)
-}
-
-/// Opens what a path holds. That a run is no checkpoint is told in the words of whoever gave its path.
-fn open(path: &std::path::Path) -> anyhow::Result<Box<dyn fsdp_ckpt::TensorSource>> {
-    fsdp_ckpt::open(path).map_err(|error| match inspect::newest_step(path) {
-        Some(step) => anyhow::anyhow!(
-            "{} holds the steps of a run; name one of them, as in {}",
-            path.display(),
-            path.join(step).display()
-        ),
-        None => error.into(),
-    })
-}
-
-/// A value as pretty JSON, on stdout. Characters that steer a terminal stand in strings only, and JSON has escapes for
-/// all of them.
-fn print_json(value: &serde_json::Value) -> anyhow::Result<()> {
-    use std::io::Write;
-    let mut text = String::new();
-    for c in format!("{value:#}\n").chars() {
-        if c == '\n' || shown(c).to_string().chars().eq([c]) {
-            text.push(c);
-        } else {
-            text.extend(c.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}")));
-        }
-    }
-    std::io::stdout().write_all(text.as_bytes())?;
-    Ok(())
 }

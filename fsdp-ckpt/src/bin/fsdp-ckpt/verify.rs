@@ -6,15 +6,17 @@ use std::path::Path;
 
 use anyhow::{Result, bail};
 use bytesize::ByteSize;
-use fsdp_ckpt::{Checksums, Error, Format, NonFinite, TensorEntry, TensorSource, non_finite, shown};
+use fsdp_ckpt::{Checksums, Error, Format, NonFinite, TensorSource, non_finite, shown};
 use serde_json::json;
 
+use crate::json::print_json;
+use crate::open::open;
 use crate::progress::bar;
 
 /// Whether all is well.
 pub(crate) fn run(dir: &Path, finite: bool, as_json: bool) -> Result<bool> {
-    let source = crate::open(dir)?;
-    let bar = bar("verifying", source.tensors().values().map(TensorEntry::bytes).fold(0, u64::saturating_add));
+    let source = open(dir)?;
+    let bar = bar("verifying", source.bytes());
     let (mut chunks, mut bytes, mut sums) = (0usize, 0u64, 0usize);
     // What is wrong, with the tensors that it concerns: a file that can't be opened is told once.
     let mut damaged = BTreeMap::<String, Vec<&str>>::new();
@@ -46,7 +48,7 @@ pub(crate) fn run(dir: &Path, finite: bool, as_json: bool) -> Result<bool> {
     if as_json {
         let list: Vec<_> =
             damaged.iter().map(|(error, tensors)| json!({ "error": error, "tensors": tensors })).collect();
-        crate::print_json(&json!({
+        print_json(&json!({
             "ok": ok, "format": source.format().to_string(), "files": files, "chunks": chunks, "bytes": bytes,
             "checksums": sums, "covered": source.checksums(), "damaged": list, "non_finite": strange,
             "unreadable": unreadable,

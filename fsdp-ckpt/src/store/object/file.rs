@@ -8,7 +8,7 @@ use object_store::path::Path as Key;
 use object_store::{ObjectStore, ObjectStoreExt};
 
 use super::runtime::{limit_or_default, start};
-use crate::store::{Grain, ReadAt};
+use crate::store::files::{Grain, ReadAt};
 use crate::{Error, Result};
 
 /// The bytes of one request.

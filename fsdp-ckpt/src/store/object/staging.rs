@@ -5,19 +5,69 @@ use std::sync::Arc;
 
 use object_store::{ObjectStoreExt, PutMode};
 
+use super::dir::{ObjectDir, TAGGED, TENSORS, is_tagged};
 use super::runtime::{Pending, start, wait};
 use super::upload::TIDY_UP;
-use super::{ObjectDir, TAGGED, TENSORS, is_tagged};
 use crate::error::chain;
-use crate::store::{Moved, Staging, Store, unique};
-use crate::{Error, MANIFEST, Result};
+use crate::file_names::MANIFEST;
+use crate::store::files::{Location, Moved, ReadAt, Staging, Store};
+use crate::store::hidden::unique;
+use crate::store::place::split;
+use crate::{Error, Result};
 
-/// Deletes a checkpoint: its manifest first, so that it is at no time one that is not whole.
-pub(in crate::store) fn discard(url: &str) -> Result<bool> {
-    let dir = ObjectDir::new(url)?;
-    let names = dir.listing()?.files.into_keys().collect();
-    delete_all(&dir, names)?;
-    Ok(true)
+/// The URL of an object or of a prefix.
+pub(in crate::store) struct ObjectPath<'a>(pub(in crate::store) &'a str);
+
+impl Location for ObjectPath<'_> {
+    fn store(&self) -> Result<Arc<dyn Store>> {
+        Ok(Arc::new(ObjectDir::new(self.0)?))
+    }
+
+    fn is_file(&self) -> Result<bool> {
+        ObjectDir::is_object(self.0)
+    }
+
+    fn open(&self) -> Result<Box<dyn ReadAt>> {
+        let (dir, name) = split(Path::new(self.0))?;
+        ObjectDir::new(&dir.to_string_lossy())?.open(&name)
+    }
+
+    fn stage(&self) -> Result<Box<dyn Staging>> {
+        Ok(Box::new(ObjectStaging::create(self.0)?))
+    }
+
+    fn staged(&self, name: &str) -> Result<Arc<dyn Store>> {
+        Ok(Arc::new(ObjectDir::with_tag(self.0, name)?))
+    }
+
+    /// Moves what is directly under a prefix: the store copies it, and then the old objects go. Interrupted, it has
+    /// left a copy of a part, or an old prefix without a manifest, which is an unfinished checkpoint.
+    fn move_to(&self, to: &Path) -> Result<Moved> {
+        let (from, to) = (ObjectDir::new(self.0)?, ObjectDir::new(&to.to_string_lossy())?);
+        let names: Vec<String> = from.listing()?.files.into_keys().collect();
+        if names.is_empty() {
+            return Ok(Moved::Gone);
+        }
+        let there = to.listing()?;
+        if !there.files.is_empty() || !there.dirs.is_empty() {
+            return Ok(Moved::Taken);
+        }
+        for name in &names {
+            let (store, old, new) = (Arc::clone(&from.store), from.key(name)?, to.key(name)?);
+            wait(async move { store.copy(&old, &new).await })
+                .map_err(|failure| failure.at("copy", &from.url.join(name)))?;
+        }
+        delete_all(&from, names)?;
+        Ok(Moved::Done)
+    }
+
+    /// Deletes a checkpoint: its manifest first, so that it is at no time one that is not whole.
+    fn discard(&self) -> Result<bool> {
+        let dir = ObjectDir::new(self.0)?;
+        let names = dir.listing()?.files.into_keys().collect();
+        delete_all(&dir, names)?;
+        Ok(true)
+    }
 }
 
 fn delete_all(dir: &ObjectDir, mut names: Vec<String>) -> Result<()> {
@@ -29,36 +79,15 @@ fn delete_all(dir: &ObjectDir, mut names: Vec<String>) -> Result<()> {
     Ok(())
 }
 
-/// Moves what is directly under a prefix: the store copies it, and then the old objects go. Interrupted, it has left a copy of a part, or an old prefix
-/// without a manifest, which is an unfinished checkpoint.
-pub(in crate::store) fn move_dir(from: &str, to: &str) -> Result<Moved> {
-    let (from, to) = (ObjectDir::new(from)?, ObjectDir::new(to)?);
-    let names: Vec<String> = from.listing()?.files.into_keys().collect();
-    if names.is_empty() {
-        return Ok(Moved::Gone);
-    }
-    let there = to.listing()?;
-    if !there.files.is_empty() || !there.dirs.is_empty() {
-        return Ok(Moved::Taken);
-    }
-    for name in &names {
-        let (store, old, new) = (Arc::clone(&from.store), from.key(name)?, to.key(name)?);
-        wait(async move { store.copy(&old, &new).await })
-            .map_err(|failure| failure.at("copy", &from.url.join(name)))?;
-    }
-    delete_all(&from, names)?;
-    Ok(Moved::Done)
-}
-
 /// An attempt. Dropped before its manifest is written, it deletes its files.
-pub(in crate::store) struct ObjectStaging {
+struct ObjectStaging {
     dir: ObjectDir,
     keep: bool,
 }
 
 impl ObjectStaging {
     /// Begins an attempt under a prefix that holds nothing, or only what other attempts left.
-    pub(in crate::store) fn create(url: &str) -> Result<Self> {
+    fn create(url: &str) -> Result<Self> {
         let tag: String = unique().chars().filter(|c| c.is_ascii_alphanumeric() || *c == '-').collect();
         let dir = ObjectDir::with_tag(url, &tag)?;
         if dir.prefix.as_ref().is_empty() {
@@ -70,7 +99,8 @@ impl ObjectStaging {
         }
         if !there.files.is_empty() {
             tracing::warn!(
-                "{url} holds {} objects of a save that did not finish, or is running; they are deleted when this save has finished",
+                "{url} holds {} objects of a save that did not finish, or is running; they are deleted when this save \
+                    has finished",
                 there.files.len()
             );
         }

@@ -11,7 +11,7 @@ use object_store::{MultipartUpload, ObjectStore, ObjectStoreExt};
 use super::failure::Failure;
 use super::runtime::{Pending, limit_or_default, start, wait};
 use crate::Result;
-use crate::store::Append;
+use crate::store::files::Append;
 
 /// The bytes of a part, unless the object needs larger ones.
 const PART: u64 = 8 << 20;

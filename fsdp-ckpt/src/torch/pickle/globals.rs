@@ -1,6 +1,7 @@
 //! The names that a pickle may use.
 
-/// Every class and function that a state dict or DCP's metadata needs. None is ever called: a name is all there is of it.
+/// Every class and function that a state dict or DCP's metadata needs. None is ever called: a name is all there is of
+/// it.
 const NAMES: &[&str] = &[
     "collections.OrderedDict",
     "pathlib.Path",

@@ -3,27 +3,30 @@
 use std::collections::HashMap;
 
 use super::globals::allowed;
-use super::{Flaw, Node, Pickle, Value};
+use super::value::{Flaw, Node, Pickle, Value};
 
-/// Runs a pickle up to its end.
-pub(super) fn run(bytes: &[u8]) -> Result<Pickle<'_>, Flaw> {
-    let mut machine = Machine {
-        bytes,
-        at: 0,
-        start: 0,
-        nodes: Vec::new(),
-        stack: Vec::new(),
-        marks: Vec::new(),
-        memo: HashMap::new(),
-    };
-    loop {
-        machine.start = machine.at;
-        let op = machine.byte()?;
-        if op == b'.' {
-            let root = machine.pop()?;
-            return Ok(Pickle { nodes: machine.nodes, root, bytes: bytes.len() });
+impl<'a> Pickle<'a> {
+    /// Runs the machine over a pickle of protocol 2 to 5, up to its end. Memory is at most some 100 times `bytes`, and
+    /// five times for what PyTorch writes.
+    pub(in crate::torch) fn parse(bytes: &'a [u8]) -> Result<Self, Flaw> {
+        let mut machine = Machine {
+            bytes,
+            at: 0,
+            start: 0,
+            nodes: Vec::new(),
+            stack: Vec::new(),
+            marks: Vec::new(),
+            memo: HashMap::new(),
+        };
+        loop {
+            machine.start = machine.at;
+            let op = machine.byte()?;
+            if op == b'.' {
+                let root = machine.pop()?;
+                return Ok(Pickle { nodes: machine.nodes, root, bytes: bytes.len() });
+            }
+            machine.step(op)?;
         }
-        machine.step(op)?;
     }
 }
 

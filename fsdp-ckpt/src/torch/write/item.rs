@@ -1,6 +1,7 @@
 //! Laying out what `torch.save` writes, so that its size is known before its contents.
 //!
-//! The zip library writes archives as well, but can't say how large one will be, which a store must know when a file is created.
+//! The zip library writes archives as well, but can't say how large one will be, which a store must know when a file is
+//! created.
 
 /// What all names begin with.
 const PREFIX: &str = "archive/";

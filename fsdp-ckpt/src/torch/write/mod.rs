@@ -1,48 +1,34 @@
 //! Writing DCP's classic format.
 
 mod item;
+mod options;
 mod pickler;
 mod plan;
 
 use std::path::Path;
 
-use serde_json::{Map, Value};
-
+pub use self::options::DcpOptions;
+use self::options::file_name;
 use self::plan::{Plan, Planned, metadata};
 use super::dcp::METADATA;
-use crate::convert::Written;
+use crate::source::stream;
 use crate::store::{Store, stage, staged};
-use crate::stream::stream;
+use crate::written::Written;
 use crate::{Result, TensorSource};
 
-/// How [`write_dcp`] writes.
-#[derive(Clone, Debug)]
-pub struct DcpOptions {
-    /// The number of files, as from so many ranks: each tensor is cut along its first dimension into so many parts, as FSDP2 does. 1 to 65536.
-    pub world_size: usize,
-    /// Hyper-parameters of the optimizer ("lr", "betas", ...). Each is written as `optim.param_groups.<fqn>.<key>` for each parameter that has optimizer
-    /// state, unless the source says otherwise.
-    pub hyper_parameters: Map<String, Value>,
-}
-
-impl DcpOptions {
-    /// For so many ranks, without hyper-parameters.
-    pub fn new(world_size: usize) -> Self {
-        DcpOptions { world_size, hyper_parameters: Map::new() }
-    }
-}
-
-/// Writes tensors and values of any format as the directory `dst`, which PyTorch's `dcp.load` and `FileSystemReader` read.
+/// Writes tensors and values of any format as the directory `dst`, which PyTorch's `dcp.load` and `FileSystemReader`
+/// read.
 ///
-/// Names stay as they are; `model.` and `optim.` become dicts of their own where PyTorch unflattens names. Values that are nested become several, as PyTorch
-/// flattens them. Of `optim.param_groups` as our checkpoints have it, each parameter gets the hyper-parameters of its group, and PyTorch's defaults for
-/// those that only its AdamW has: it refuses optimizer state that lacks one.
+/// Names stay as they are; `model.` and `optim.` become dicts of their own where PyTorch unflattens names. Values that
+/// are nested become several, as PyTorch flattens them. Of `optim.param_groups` as our checkpoints have it, each
+/// parameter gets the hyper-parameters of its group, and PyTorch's defaults for those that only its AdamW has: it
+/// refuses optimizer state that lacks one.
 ///
 /// Memory stays small, however large the tensors are. The directory appears as a whole, or not at all.
 ///
 /// # Errors
-/// [`crate::Error::Exists`] when `dst` is there already; [`crate::Error::Argument`] for a world size that can't be, or a name that is a tensor's and a value's;
-/// those of reading `source`; [`crate::Error::Io`].
+/// [`crate::Error::Exists`] when `dst` is there already; [`crate::Error::Argument`] for a world size that can't be, or
+/// a name that is a tensor's and a value's; those of reading `source`; [`crate::Error::Io`].
 ///
 /// ```
 /// use fsdp_ckpt::torch::{DcpOptions, TorchDcp, write_dcp};
@@ -53,7 +39,7 @@ impl DcpOptions {
 /// # let model = root.path().join("model");
 /// # local::run(1, |group| {
 /// #     let data = std::sync::Arc::new(Buffer::F32(vec![0.5; 6]));
-/// #     fsdp_ckpt::hf::export(&model, &*group, &[TensorShard::whole("lm_head.weight", &[3, 2], data)], &[]).unwrap();
+/// #     fsdp_ckpt::hf::export(&model, &group, &[TensorShard::whole("lm_head.weight", &[3, 2], data)], &[]).unwrap();
 /// # });
 /// let source = HfModel::open(&model)?;
 /// let dst = root.path().join("dcp");
@@ -73,11 +59,6 @@ pub fn write_dcp(dst: &Path, source: &dyn TensorSource, options: &DcpOptions) ->
     }
     staging.commit(METADATA, &metadata(&plan, source.tensors()))?;
     Ok(written)
-}
-
-/// PyTorch's name for the file of a rank.
-fn file_name(rank: usize) -> String {
-    format!("__{rank}_0.distcp")
 }
 
 /// Writes a file and returns the bytes of tensors in it.

@@ -6,8 +6,8 @@ use fsdp_core::DType;
 use fsdp_core::layout::{Region, chunk_range};
 use serde_json::{Map, Value};
 
-use super::DcpOptions;
 use super::item::Item;
+use super::options::{DcpOptions, file_name};
 use super::pickler::Pickler;
 use crate::torch::metadata::Place;
 use crate::torch::tensor::{storage_class, torch_dtype};
@@ -102,7 +102,8 @@ impl Plan {
     }
 }
 
-/// The source's values and the hyper-parameters of each parameter that has optimizer state. Nested values become several, as PyTorch flattens them.
+/// The source's values and the hyper-parameters of each parameter that has optimizer state. Nested values become
+/// several, as PyTorch flattens them.
 fn values(source: &dyn TensorSource, hyper_parameters: &Map<String, Value>) -> Result<Values> {
     let mut values = BTreeMap::new();
     for (key, value) in source.values() {
@@ -133,7 +134,8 @@ fn values(source: &dyn TensorSource, hyper_parameters: &Map<String, Value>) -> R
     Ok(values)
 }
 
-/// The hyper-parameters of each parameter by itself, from a list of groups that name their parameters, as our checkpoints have it.
+/// The hyper-parameters of each parameter by itself, from a list of groups that name their parameters, as our
+/// checkpoints have it.
 fn groups(key: &str, value: &Value) -> Option<Vec<(String, Value)>> {
     let groups = value.as_array().filter(|_| key == GROUPS)?;
     let mut flat = Vec::new();
@@ -163,7 +165,8 @@ fn flatten(into: &mut Values, path: Vec<String>, value: &Value) {
     }
 }
 
-/// The keys that lead to a tensor or value in a state dict: those of the model and of the optimizer are in dicts of their own.
+/// The keys that lead to a tensor or value in a state dict: those of the model and of the optimizer are in dicts of
+/// their own.
 pub(super) fn path(fqn: &str) -> Vec<String> {
     match fqn.split_once('.') {
         Some((part @ ("model" | "optim"), rest)) => vec![part.to_string(), rest.to_string()],
@@ -297,7 +300,7 @@ pub(super) fn metadata(plan: &Plan, tensors: &BTreeMap<String, TensorEntry>) -> 
             pickler.ops(b"ub");
             new(&mut pickler, "torch.distributed.checkpoint.filesystem", "_StorageInfo");
             pickler.key("relative_path");
-            pickler.key(&super::file_name(rank));
+            pickler.key(&file_name(rank));
             pickler.key("offset");
             pickler.int(planned.place.offset);
             pickler.key("length");

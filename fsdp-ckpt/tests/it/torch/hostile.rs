@@ -1,4 +1,5 @@
-//! Bytes from anywhere as PyTorch's files: nothing but an error may come of them. The fuzz targets call these, and the tests do with their corpus.
+//! Bytes from anywhere as PyTorch's files: nothing but an error may come of them. The fuzz targets call these, and the
+//! tests do with their corpus.
 
 use std::io::Write;
 use std::path::Path;

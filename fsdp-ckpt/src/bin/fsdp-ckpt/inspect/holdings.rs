@@ -88,7 +88,8 @@ impl Holdings {
     }
 }
 
-/// A name up to its first number, the layer, with which its tensors are told from those of other layers; `*` for `all` of them.
+/// A name up to its first number, the layer, with which its tensors are told from those of other layers; `*` for `all`
+/// of them.
 fn layer(fqn: &str, all: bool) -> String {
     let mut parts = Vec::new();
     for part in fqn.split('.') {

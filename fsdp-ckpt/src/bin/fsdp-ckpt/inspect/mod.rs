@@ -15,6 +15,8 @@ use fsdp_ckpt::{Checkpoint, Format, TensorEntry, TensorSource, shown};
 use serde_json::{Map, Value, json};
 
 use holdings::Holdings;
+
+use crate::json::print_json;
 pub(crate) use steps::newest as newest_step;
 
 /// Columns of what is not a terminal.
@@ -41,7 +43,7 @@ pub(crate) fn run(dir: &Path, as_json: bool, svg: Option<&Path>, full: bool) -> 
             .with_context(|| format!("can't write {}", path.display()))?;
     }
     if as_json {
-        return crate::print_json(&describe(&*source)?);
+        return print_json(&describe(&*source)?);
     }
     let mut out = std::io::BufWriter::new(std::io::stdout().lock());
     print(&*source, full, &mut out)?;
@@ -93,7 +95,7 @@ fn describe(source: &dyn TensorSource) -> Result<Value> {
 
 fn print(source: &dyn TensorSource, full: bool, out: &mut dyn Write) -> Result<()> {
     let tensors = source.tensors();
-    let total = tensors.values().map(TensorEntry::bytes).fold(0, u64::saturating_add);
+    let total = source.bytes();
     writeln!(out, "{}", shown(source.path().display()))?;
     writeln!(out, "  format      {}", source.format())?;
     let ours = ours(source)?;
@@ -147,7 +149,8 @@ fn print(source: &dyn TensorSource, full: bool, out: &mut dyn Write) -> Result<(
     Ok(())
 }
 
-/// The values, those of the parameters of PyTorch's optimizers (`optim.param_groups.<fqn>.lr`) once for all that are alike.
+/// The values, those of the parameters of PyTorch's optimizers (`optim.param_groups.<fqn>.lr`) once for all that are
+/// alike.
 fn values(all: &Map<String, Value>, full: bool) -> Vec<(String, &Value, usize)> {
     const GROUPS: &str = "optim.param_groups.";
     let mut shown = Vec::<(String, &Value, usize)>::new();

@@ -8,6 +8,8 @@ use bytesize::ByteSize;
 use fsdp_ckpt::{Error, TensorEntry, TensorSource, shown};
 use serde_json::{Value, json};
 
+use crate::json::print_json;
+
 /// A directory in a run's.
 pub(super) struct Step {
     name: String,
@@ -26,7 +28,8 @@ enum State {
     SetAside,
 }
 
-/// The checkpoints in a directory by their numbers, and saves that are unfinished. Empty for a directory that is none of a run.
+/// The checkpoints in a directory by their numbers, and saves that are unfinished. Empty for a directory that is none
+/// of a run.
 pub(super) fn list(dir: &Path) -> Vec<Step> {
     let Ok(entries) = std::fs::read_dir(dir) else { return Vec::new() };
     let mut steps = Vec::new();
@@ -68,7 +71,7 @@ fn number_of(name: &str) -> Option<u64> {
 pub(super) fn show(dir: &Path, steps: &[Step], as_json: bool) -> Result<()> {
     if as_json {
         let steps: Vec<Value> = steps.iter().map(describe).collect();
-        return crate::print_json(&json!({ "path": dir, "steps": steps }));
+        return print_json(&json!({ "path": dir, "steps": steps }));
     }
     let mut out = std::io::stdout().lock();
     writeln!(out, "{}", shown(dir.display()))?;
@@ -83,7 +86,7 @@ pub(super) fn show(dir: &Path, steps: &[Step], as_json: bool) -> Result<()> {
                 let (tensors, format) = (source.tensors().len(), source.format());
                 format!(
                     "whole       {:>10}  {tensors} tensors, {format}{mesh}{newest}",
-                    ByteSize(bytes(&**source)).to_string()
+                    ByteSize(source.bytes()).to_string()
                 )
             }
             State::Unfinished => "unfinished  its save goes on, or ended too early".to_string(),
@@ -96,16 +99,12 @@ pub(super) fn show(dir: &Path, steps: &[Step], as_json: bool) -> Result<()> {
     Ok(())
 }
 
-fn bytes(source: &dyn TensorSource) -> u64 {
-    source.tensors().values().map(TensorEntry::bytes).fold(0, u64::saturating_add)
-}
-
 fn describe(step: &Step) -> Value {
     let (name, number) = (&step.name, step.number);
     match &step.state {
         State::Whole(source) => json!({
             "name": name, "step": number, "state": "whole", "format": source.format().to_string(),
-            "mesh": source.mesh(), "tensors": source.tensors().len(), "bytes": bytes(&**source),
+            "mesh": source.mesh(), "tensors": source.tensors().len(), "bytes": source.bytes(),
         }),
         State::Link(target) => json!({ "name": name, "step": number, "state": "link", "target": target }),
         State::Unfinished => json!({ "name": name, "step": number, "state": "unfinished" }),

@@ -12,7 +12,8 @@ const ROW: usize = 18;
 const CHARACTER: usize = 7;
 const MARGIN: usize = 16;
 
-/// Draws a row for each tensor and a column for each file; the darker a box, the more of the row it holds. Boxes say what they are when pointed at.
+/// Draws a row for each tensor and a column for each file; the darker a box, the more of the row it holds. Boxes say
+/// what they are when pointed at.
 pub(super) fn draw(holdings: &Holdings, title: &str, out: &mut dyn Write) -> Result<()> {
     let names = holdings.rows.iter().map(|row| row.name.chars().count()).max().unwrap_or(0) * CHARACTER;
     let files = holdings.files.len();
@@ -20,10 +21,9 @@ pub(super) fn draw(holdings: &Holdings, title: &str, out: &mut dyn Write) -> Res
     let (left, top) = (MARGIN + names + 90, MARGIN + 3 * ROW);
     let width = (left + files * cell + MARGIN).max(2 * MARGIN + title.chars().count() * CHARACTER);
     let height = top + holdings.rows.len() * ROW + MARGIN;
-    writeln!(
-        out,
-        r#"<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" font-family="monospace" font-size="11" fill="black">"#
-    )?;
+    write!(out, r#"<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}""#)?;
+    write!(out, r#" viewBox="0 0 {width} {height}""#)?;
+    writeln!(out, r#" font-family="monospace" font-size="11" fill="black">"#)?;
     writeln!(out, r#"<rect width="{width}" height="{height}" fill="white"/>"#)?;
     writeln!(out, r#"<text x="{MARGIN}" y="{}" font-weight="bold">{}</text>"#, MARGIN + ROW / 2, escaped(title))?;
     // Numbers stand over as many columns as they have room.
@@ -48,11 +48,9 @@ pub(super) fn draw(holdings: &Holdings, title: &str, out: &mut dyn Write) -> Res
                 continue;
             }
             let about = format!("{name}: {} in {}", ByteSize(bytes), escaped(&holdings.files[at].name));
-            writeln!(
-                out,
-                r##"<rect x="{x}" y="{y}" width="{w}" height="{h}" fill="#1f5fa8" fill-opacity="{:.2}"><title>{about}</title></rect>"##,
-                0.15 + 0.85 * share
-            )?;
+            let opacity = 0.15 + 0.85 * share;
+            write!(out, r#"<rect x="{x}" y="{y}" width="{w}" height="{h}""#)?;
+            writeln!(out, r##" fill="#1f5fa8" fill-opacity="{opacity:.2}"><title>{about}</title></rect>"##)?;
         }
     }
     writeln!(out, "</svg>")

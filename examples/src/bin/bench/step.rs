@@ -1,0 +1,137 @@
+//! `bench step`: a training step of a real model, from a Hugging Face directory's config.json, with random weights.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use anyhow::ensure;
+use candle_core::{DType, Module, Tensor};
+use fsdp_candle::initializer::Philox;
+use fsdp_candle::{AdamW, AdamWConfig, FullyShard, ReduceOp, ShardedVarMap, World, clip_grad_norm, nn};
+use fsdp_examples::metrics::peak_memory_bytes;
+use fsdp_examples::models::{self, ModelConfig, ModelOptions};
+use serde::Serialize;
+
+use crate::count::count;
+use crate::print::print;
+
+/// What to measure.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Directory with a config.json of a Llama or a GPT-2.
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    /// Sequences of a rank's batch.
+    #[arg(long, default_value_t = 2, value_parser = count(1 << 16))]
+    batch: usize,
+    /// Tokens of a sequence.
+    #[arg(long, default_value_t = 256, value_parser = count(1 << 24))]
+    seq: usize,
+    /// Steps that are timed, after one to warm up.
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    steps: u32,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Median seconds, of the slowest rank: each figure by itself, so the parts need not add up to the step.
+#[derive(Serialize)]
+struct Report {
+    world: usize,
+    parameters: u64,
+    step_s: f64,
+    /// The fastest step.
+    best_step_s: f64,
+    forward_s: f64,
+    backward_s: f64,
+    /// Clipping and AdamW.
+    optimizer_s: f64,
+    tokens_per_s: f64,
+    /// Most memory that a process had in use, by rank.
+    peak_rss_bytes: Vec<u64>,
+    /// Of the last step, to see that two runs computed the same.
+    loss: f64,
+    grad_norm: f64,
+}
+
+pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
+    let config = ModelConfig::from_dir(&args.model)?;
+    let (vocabulary, positions) = (config.vocab_size(), config.max_positions());
+    ensure!(args.seq <= positions, "--seq {} is beyond the model's {positions} positions", args.seq);
+    let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())])?, world.device());
+    vars.init_with(Philox::new(0));
+    let options = ModelOptions { dtype: DType::F32, positions: args.seq, activation_checkpoint: false, lora: None };
+    let model = models::build(&config, &FullyShard::new(&vars), &vars, options)?;
+    let hyper = AdamWConfig { lr: 3e-4, betas: (0.9, 0.95), weight_decay: 0.1, ..Default::default() };
+    let mut optim = AdamW::new(vars.trainable(), hyper)?;
+
+    // Ids that look random, other ones on each rank.
+    let id = |at: usize| ((at * 7919 + world.rank()) % vocabulary) as u32;
+    let ids: Vec<u32> = (0..=args.batch * args.seq).map(id).collect();
+    let batch = |from: usize| {
+        let ids = ids[from..from + args.batch * args.seq].to_vec();
+        Tensor::from_vec(ids, (args.batch, args.seq), world.device())
+    };
+    let (inputs, targets) = (batch(0)?, batch(1)?);
+
+    let mut times = [const { Vec::new() }; 4];
+    let (mut loss, mut grad_norm) = (0., 0.);
+    for step in 0..=args.steps {
+        world.group().barrier().wait()?;
+        let start = Instant::now();
+        let of_batch = nn::cross_entropy(&model.forward(&inputs)?, &targets)?;
+        let forward = start.elapsed();
+        let mut grads = model.backward(&of_batch)?;
+        let backward = start.elapsed();
+        grad_norm = clip_grad_norm(&vars, &mut grads, 1.)?;
+        optim.step(&grads)?;
+        let end = start.elapsed();
+        loss = f64::from(of_batch.to_scalar::<f32>()?);
+        if step > 0 {
+            for (times, time) in times.iter_mut().zip([end, forward, backward - forward, end - backward]) {
+                times.push(time.as_secs_f64());
+            }
+        }
+    }
+    let mut best_step_s = 0.;
+    let mut medians = [0.; 4];
+    for (i, times) in times.iter().enumerate() {
+        let mut times = world.all_reduce(times, ReduceOp::Max)?;
+        times.sort_by(f64::total_cmp);
+        medians[i] = times[times.len() / 2];
+        if i == 0 {
+            best_step_s = times[0];
+        }
+    }
+    let peaks = world.group().gather_values(vec![peak_memory_bytes() as i64])?;
+    let loss = world.all_reduce(&[loss], ReduceOp::Avg)?[0];
+    if world.rank() != 0 {
+        return Ok(());
+    }
+    let [step_s, forward_s, backward_s, optimizer_s] = medians;
+    let report = Report {
+        world: world.size(),
+        parameters: config.size(None).base as u64,
+        step_s,
+        best_step_s,
+        forward_s,
+        backward_s,
+        optimizer_s,
+        tokens_per_s: (world.size() * args.batch * args.seq) as f64 / step_s,
+        peak_rss_bytes: peaks.iter().map(|peak| *peak as u64).collect(),
+        loss,
+        grad_norm,
+    };
+    if args.json {
+        return print(serde_json::to_string(&report)?);
+    }
+    let mib = |bytes: &u64| format!("{:.0}", *bytes as f64 / f64::from(1 << 20));
+    print(format_args!(
+        "{} ranks, {:.1} million parameters: {step_s:.3} s a step (best {best_step_s:.3}): forward {forward_s:.3}, \
+         backward {backward_s:.3}, optimizer {optimizer_s:.3}; {:.0} tokens/s; peak memory {} MiB",
+        report.world,
+        report.parameters as f64 / 1e6,
+        report.tokens_per_s,
+        report.peak_rss_bytes.iter().map(mib).collect::<Vec<_>>().join(" and ")
+    ))
+}

@@ -1,0 +1,11 @@
+//! How units come to be: `fully_shard`, and the map that its parameters land in.
+
+mod buffers;
+mod fully_shard;
+mod options;
+mod transaction;
+mod var_map;
+
+pub use fully_shard::{FullyShard, fully_shard};
+pub use options::{ExtensionFn, ShardPlacement, ShardPlacementFn};
+pub use var_map::ShardedVarMap;

@@ -1,0 +1,76 @@
+//! What stands at the border of a unit. Its outputs pass through [`PassOn`], whose backward runs before anything inside
+//! the unit; the inputs of one with frozen parameters do too, and theirs runs after it (unless the closure captured
+//! more: see [`FrozenCall`]).
+
+use std::sync::Arc;
+
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+
+use super::events::Listener;
+use super::frozen_call::FrozenCall;
+use crate::unit::UnitId;
+
+/// Passes a unit's output on so that its backward tells before it comes to the unit.
+pub(crate) fn output(output: &Tensor, unit: &UnitId, to: Listener) -> Result<Tensor> {
+    pass_on(output, PassOn { unit: unit.clone(), to, at: At::Output })
+}
+
+/// Passes a unit's input on so that its backward, when it comes after everything inside the unit, tells.
+pub(crate) fn input(input: &Tensor, unit: &UnitId, to: Listener, call: &Arc<FrozenCall>) -> Result<Tensor> {
+    let passed = pass_on(input, PassOn { unit: unit.clone(), to, at: At::Input(call.clone()) })?;
+    if input.dtype().is_float() {
+        call.add_input(&passed);
+    }
+    Ok(passed)
+}
+
+fn pass_on(tensor: &Tensor, op: PassOn) -> Result<Tensor> {
+    if !tensor.dtype().is_float() {
+        return Ok(tensor.clone());
+    }
+    tensor.contiguous()?.apply_op1(op)
+}
+
+/// The identity, with a hook in backward.
+struct PassOn {
+    unit: UnitId,
+    to: Listener,
+    at: At,
+}
+
+enum At {
+    Input(Arc<FrozenCall>),
+    Output,
+}
+
+impl CustomOp1 for PassOn {
+    fn name(&self) -> &'static str {
+        match &self.at {
+            At::Input(_) => "fsdp-post-backward",
+            At::Output => "fsdp-pre-backward",
+        }
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let Some((start, end)) = layout.contiguous_offsets() else {
+            bail!("a tensor at the border of an FSDP unit is not contiguous")
+        };
+        let copy = match storage {
+            CpuStorage::F32(v) => CpuStorage::F32(v[start..end].to_vec()),
+            CpuStorage::F64(v) => CpuStorage::F64(v[start..end].to_vec()),
+            CpuStorage::BF16(v) => CpuStorage::BF16(v[start..end].to_vec()),
+            CpuStorage::F16(v) => CpuStorage::F16(v[start..end].to_vec()),
+            _ => bail!("a tensor at the border of FSDP unit `{}` holds no floats", self.unit.name),
+        };
+        Ok((copy, layout.shape().clone()))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        match &self.at {
+            At::Input(call) if call.input_done() => self.to.of_unit(&self.unit)?.after_unit(&self.unit)?,
+            At::Input(_) => {}
+            At::Output => self.to.of_unit(&self.unit)?.before_unit(&self.unit)?,
+        }
+        Ok(Some(grad.clone()))
+    }
+}

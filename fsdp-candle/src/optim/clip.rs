@@ -1,0 +1,208 @@
+//! Gradient clipping over shards.
+
+use std::sync::Arc;
+
+use candle_core::backprop::GradStore;
+use candle_core::{CpuStorage, InplaceOp1, Layout, Storage, Tensor, bail};
+use fsdp_core::ReduceOp;
+use fsdp_core::process_group::{Signature, Subject};
+use half::{bf16, f16};
+
+use super::finite::of_norm;
+use crate::build::ShardedVarMap;
+use crate::error::{Error, Result};
+
+/// Which norm of all gradients together.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub enum NormType {
+    /// The square root of the sum of squares.
+    #[default]
+    Two,
+    /// The `p`-th root of the sum of `p`-th powers of magnitudes, `p` > 0.
+    P(f64),
+    /// The largest magnitude.
+    Infinity,
+}
+
+/// What [`clip_grad_norm_with`] does.
+#[derive(Clone, Copy, Debug)]
+pub struct ClipOptions {
+    /// The largest norm that gradients keep.
+    pub max_norm: f64,
+    /// The norm.
+    pub norm_type: NormType,
+    /// Whether a norm that is infinite or not a number is an error, which names the parameters, instead of being
+    /// returned.
+    pub error_if_nonfinite: bool,
+}
+
+/// Scales the sharded gradients so that their global 2-norm is at most `max_norm`; returns the norm before, the same on
+/// every rank. Collective.
+///
+/// As PyTorch's `clip_grad_norm_`: the factor is `max_norm / (norm + 1e-6)`, at most 1. A gradient that is infinite
+/// makes the norm infinite and the others zero, and one that is not a number makes the norm none: look at what is
+/// returned before you step, or use [`ClipOptions::error_if_nonfinite`].
+///
+/// # Errors
+/// Those of the all-reduce.
+pub fn clip_grad_norm(vars: &ShardedVarMap, grads: &mut GradStore, max_norm: f64) -> Result<f64> {
+    clip_grad_norm_with(vars, grads, &ClipOptions { max_norm, norm_type: NormType::Two, error_if_nonfinite: false })
+}
+
+/// [`clip_grad_norm`] with other norms.
+///
+/// # Errors
+/// Those of the all-reduce, and a norm that is not finite where the options say so: on every rank, with the gradients
+/// as they were.
+///
+/// ```
+/// # use candle_core::{DType, Module, Tensor};
+/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+/// # let world = World::single()?;
+/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+/// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+/// # let weight = vars.params()[0].var().clone();
+/// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+/// use fsdp_candle::{clip_grad_norm, clip_grad_norm_with, grad_norm, ClipOptions, NormType};
+///
+/// let mut grads = model.backward(&model.forward(&x)?.sum_all()?)?; // 8 elements of 3
+/// let norm = |norm_type| ClipOptions { max_norm: f64::INFINITY, norm_type, error_if_nonfinite: true };
+/// assert_eq!(clip_grad_norm_with(&vars, &mut grads, &norm(NormType::P(1.)))?, 24.);
+/// assert_eq!(clip_grad_norm_with(&vars, &mut grads, &norm(NormType::Infinity))?, 3.);
+/// assert_eq!(clip_grad_norm(&vars, &mut grads, 1.)?, 72f64.sqrt()); // the 2-norm before
+/// assert!((grad_norm(&vars, &grads)? - 1.).abs() < 1e-6); // and after
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn clip_grad_norm_with(vars: &ShardedVarMap, grads: &mut GradStore, options: &ClipOptions) -> Result<f64> {
+    let norm = norm_of(vars, grads, options.norm_type)?;
+    if options.error_if_nonfinite && !norm.is_finite() {
+        return Err(Error::NonFinite(of_norm(vars, grads, norm)?));
+    }
+    let factor = options.max_norm / (norm + 1e-6);
+    if factor < 1. {
+        for param in vars.trainable() {
+            if let Some(grad) = grads.get(param.var()) {
+                grad.inplace_op1(&Scale(factor))?;
+            }
+        }
+    }
+    Ok(norm)
+}
+
+/// The 2-norm of all sharded gradients together, accumulated in f64. Collective.
+///
+/// # Errors
+/// Those of the all-reduce.
+pub fn grad_norm(vars: &ShardedVarMap, grads: &GradStore) -> Result<f64> {
+    norm_of(vars, grads, NormType::Two)
+}
+
+fn norm_of(vars: &ShardedVarMap, grads: &GradStore, norm_type: NormType) -> Result<f64> {
+    if let NormType::P(p) = norm_type
+        && !(p.is_finite() && p > 0.)
+    {
+        return Err(Error::Argument(format!("a norm of order {p}: the order is a positive number")));
+    }
+    // Parameters on one mesh are summed together; replicas hold the same and do not count twice.
+    let mut meshes: Vec<_> = vars.all_ranks()?.into_iter().map(|ranks| (ranks, 0.)).collect();
+    for param in vars.trainable() {
+        let on_its_ranks = meshes.iter_mut().find(|(ranks, _)| Arc::ptr_eq(ranks, param.ranks()));
+        if let (Some((_, share)), Some(grad)) = (on_its_ranks, grads.get(param.var())) {
+            *share = combine(*share, powers(grad, norm_type)?, norm_type);
+        }
+    }
+    let op = if norm_type == NormType::Infinity { ReduceOp::Max } else { ReduceOp::Sum };
+    // One number is like another: a rank that reduces something else at once must not get a norm.
+    let subject = Subject::new(format!("the gradients' norm ({norm_type:?})"), []);
+    let mut total = 0.;
+    for (ranks, share) in meshes {
+        let reduced = ranks.shard().signed(Signature::new(&subject, [])).all_reduce_scalar(share, op)?;
+        total = combine(total, reduced, norm_type);
+    }
+    Ok(match norm_type {
+        NormType::Two => total.sqrt(),
+        NormType::P(p) => total.powf(1. / p),
+        NormType::Infinity => total,
+    })
+}
+
+fn combine(a: f64, b: f64, norm_type: NormType) -> f64 {
+    match norm_type {
+        // f64::max would drop a NaN.
+        NormType::Infinity if a.is_nan() || b.is_nan() => f64::NAN,
+        NormType::Infinity => a.max(b),
+        _ => a + b,
+    }
+}
+
+/// The sum of powers, or the largest magnitude, of one gradient.
+pub(crate) fn powers(grad: &Tensor, norm_type: NormType) -> Result<f64> {
+    let grad = grad.contiguous()?;
+    let (storage, layout) = grad.storage_and_layout();
+    let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets()) else {
+        return Err(Error::Device("gradients are in host memory".into()));
+    };
+    Ok(match storage {
+        CpuStorage::F32(v) => reduce(&v[start..end], |v| v, norm_type),
+        CpuStorage::BF16(v) => reduce(&v[start..end], bf16::to_f32, norm_type),
+        CpuStorage::F16(v) => reduce(&v[start..end], f16::to_f32, norm_type),
+        CpuStorage::F64(v) => {
+            v[start..end].iter().fold(0., |sum, &value| combine(sum, power(value.abs(), norm_type), norm_type))
+        }
+        _ => return Err(Error::Device("gradients are floating point".into())),
+    })
+}
+
+fn power(magnitude: f64, norm_type: NormType) -> f64 {
+    match norm_type {
+        NormType::Two => magnitude * magnitude,
+        NormType::P(1.) | NormType::Infinity => magnitude,
+        NormType::P(p) => magnitude.powf(p),
+    }
+}
+
+fn reduce<T: Copy>(values: &[T], to_f32: impl Fn(T) -> f32, norm_type: NormType) -> f64 {
+    if norm_type != NormType::Two {
+        return values
+            .iter()
+            .fold(0., |sum, &value| combine(sum, power(f64::from(to_f32(value)).abs(), norm_type), norm_type));
+    }
+    // Short runs in f32 lanes and the runs in f64: fast and exact enough.
+    values
+        .chunks(256)
+        .map(|chunk| {
+            let mut lanes = [0f32; 16];
+            for run in chunk.chunks(16) {
+                for (lane, &value) in lanes.iter_mut().zip(run) {
+                    let value = to_f32(value);
+                    *lane += value * value;
+                }
+            }
+            let sum: f64 = lanes.iter().map(|&lane| f64::from(lane)).sum();
+            // Squares of numbers that f32 has room for may need f64.
+            if sum.is_finite() { sum } else { chunk.iter().map(|&value| f64::from(to_f32(value)).powi(2)).sum() }
+        })
+        .sum()
+}
+
+/// Multiplies a sharded gradient in place.
+pub(crate) struct Scale(pub(crate) f64);
+
+impl InplaceOp1 for Scale {
+    fn name(&self) -> &'static str {
+        "scale-gradient"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
+        let Some((start, end)) = layout.contiguous_offsets() else { bail!("a sharded gradient is contiguous") };
+        let factor = self.0 as f32;
+        match storage {
+            CpuStorage::F32(v) => v[start..end].iter_mut().for_each(|v| *v *= factor),
+            CpuStorage::F64(v) => v[start..end].iter_mut().for_each(|v| *v *= self.0),
+            CpuStorage::BF16(v) => v[start..end].iter_mut().for_each(|v| *v = bf16::from_f32(v.to_f32() * factor)),
+            CpuStorage::F16(v) => v[start..end].iter_mut().for_each(|v| *v = f16::from_f32(v.to_f32() * factor)),
+            _ => bail!("gradients are floating point"),
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,251 @@
+//! What the units of one model share while it trains: the order of their collectives, and what carries it out.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use candle_core::Result;
+
+use super::order::{Action, Forward, Order, Refused, StepSettings, UnitRules};
+use super::reductions::Reductions;
+use super::spans;
+use crate::diagnostics::Diagnostics;
+use crate::error::Error;
+use crate::graph::{BackwardEvents, FrozenCall, Listener};
+use crate::policy::ReshardAfterForward;
+use crate::storage::Pool;
+use crate::unit::{FsdpParam, ParamGroup, Reduction, UnitId};
+
+/// No lock is held while an action is carried out: it may wait for peers, and run the user's code.
+pub(crate) struct Schedule {
+    pool: Arc<Pool>,
+    units: Mutex<Vec<Arc<ParamGroup>>>,
+    order: Mutex<Order>,
+    pub(super) reductions: Reductions<Reduction>,
+    /// The calls of units with frozen parameters, whose graphs may come to backward.
+    frozen_calls: Mutex<Vec<Weak<FrozenCall>>>,
+    diagnostics: Diagnostics,
+}
+
+impl Schedule {
+    pub(crate) fn of_rank(rank: usize) -> Self {
+        Schedule {
+            pool: Arc::default(),
+            units: Mutex::default(),
+            order: Mutex::default(),
+            reductions: Reductions::new(),
+            frozen_calls: Mutex::default(),
+            diagnostics: Diagnostics::of_rank(rank),
+        }
+    }
+
+    pub(crate) fn pool(&self) -> &Arc<Pool> {
+        &self.pool
+    }
+
+    pub(crate) fn diagnostics(&self) -> &Diagnostics {
+        &self.diagnostics
+    }
+
+    /// Who hears the operations in the graph.
+    pub(crate) fn listener(self: &Arc<Self>) -> Listener {
+        Listener::new(self)
+    }
+
+    pub(super) fn order(&self) -> MutexGuard<'_, Order> {
+        lock(&self.order)
+    }
+
+    /// Adds a unit, which is at its position in the order of calls.
+    pub(crate) fn add(&self, unit: Arc<ParamGroup>, reshard_after_forward: ReshardAfterForward) {
+        self.order().add(UnitRules::new(unit.trainable(), reshard_after_forward));
+        lock(&self.units).push(unit);
+    }
+
+    /// Forgets the units from the `count`-th on: those inside one that failed to build.
+    pub(crate) fn truncate(&self, count: usize) {
+        lock(&self.units).truncate(count);
+        self.order().truncate(count);
+    }
+
+    pub(crate) fn units(&self) -> Vec<Arc<ParamGroup>> {
+        lock(&self.units).clone()
+    }
+
+    /// The position of the next unit.
+    pub(crate) fn next_index(&self) -> usize {
+        lock(&self.units).len()
+    }
+
+    fn unit(&self, index: usize) -> Option<Arc<ParamGroup>> {
+        lock(&self.units).get(index).cloned()
+    }
+
+    /// Whether this is a unit of the model's.
+    pub(crate) fn has(&self, id: &UnitId) -> bool {
+        lock(&self.units).get(id.index).is_some_and(|unit| Arc::ptr_eq(&unit.id().name, &id.name))
+    }
+
+    fn check(&self, id: &UnitId) -> Result<()> {
+        if self.has(id) {
+            return Ok(());
+        }
+        let message = "it is no part of a model: the unit around it failed to build. Build both again".into();
+        Err(Error::Unit { unit: id.name.to_string(), message }.into())
+    }
+
+    /// Changes when a unit communicates.
+    pub(crate) fn change_rules(&self, unit: &UnitId, change: impl FnOnce(&mut UnitRules)) {
+        if self.has(unit)
+            && let Some(rules) = self.order().rules(unit.index)
+        {
+            change(rules);
+        }
+    }
+
+    /// What becomes of a unit's parameters after forward.
+    pub(crate) fn reshard_after_forward(&self, unit: &UnitId) -> ReshardAfterForward {
+        self.order().rules(unit.index).map_or_else(Default::default, |rules| rules.reshard_after_forward)
+    }
+
+    pub(crate) fn change_settings(&self, change: impl FnOnce(&mut StepSettings)) {
+        change(&mut self.order().settings);
+    }
+
+    /// A call of a unit with frozen parameters that begins.
+    pub(crate) fn frozen_call(&self, unit: &ParamGroup) -> Arc<FrozenCall> {
+        let call = Arc::new(FrozenCall::of(unit.index()));
+        let mut calls = lock(&self.frozen_calls);
+        if calls.len() == calls.capacity() {
+            calls.retain(|call| call.strong_count() > 0);
+        }
+        calls.push(Arc::downgrade(&call));
+        call
+    }
+
+    /// Those whose graphs are there.
+    pub(super) fn frozen_calls(&self) -> Vec<Arc<FrozenCall>> {
+        lock(&self.frozen_calls).iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Runs before a unit's forward: gathers its parameters and starts on those of the units that come next.
+    pub(crate) fn pre_forward(&self, unit: &ParamGroup) -> Result<ForwardGuard<'_>> {
+        self.check(unit.id())?;
+        let (forward, actions) =
+            self.order().forward_begins(unit.index()).map_err(|refused| explain(refused, unit.id()))?;
+        let guard = ForwardGuard { schedule: self, forward, ok: false };
+        self.carry_out(actions)?;
+        Ok(guard)
+    }
+
+    /// Runs after a unit's forward, of which `parts` modules make one. Tells whether its outputs need a hook that
+    /// unshards it before their backward.
+    pub(crate) fn post_forward(&self, unit: &ParamGroup, mut guard: ForwardGuard<'_>, parts: usize) -> Result<bool> {
+        let (hook, actions) = self.order().forward_ends(unit.index(), guard.forward, parts);
+        self.carry_out(actions)?;
+        guard.ok = true;
+        Ok(hook)
+    }
+
+    /// Does what the order says.
+    pub(super) fn carry_out(&self, actions: impl IntoIterator<Item = Action>) -> Result<()> {
+        actions.into_iter().try_for_each(|action| self.carry_out_one(action))
+    }
+
+    fn carry_out_one(&self, action: Action) -> Result<()> {
+        let (Action::Gather(index)
+        | Action::Await(index)
+        | Action::Free(index)
+        | Action::FreeFrozen(index)
+        | Action::FreeBut { unit: index, .. }
+        | Action::FreeParameter { unit: index, .. }
+        | Action::Reduce { unit: index, .. }) = action;
+        let Some(unit) = self.unit(index) else { return Ok(()) };
+        match action {
+            Action::Gather(_) => unit.start_unshard(),
+            Action::Await(_) => unit.unshard(),
+            Action::Free(_) => unit.reshard(),
+            Action::FreeFrozen(_) => unit.reshard_frozen(),
+            Action::FreeBut { ranks, .. } => unit.reshard_to(ranks),
+            Action::FreeParameter { position, .. } => unit.reshard_parameter(position),
+            Action::Reduce { apart, .. } => self.reduce(&unit, apart),
+        }
+    }
+
+    fn reduce(&self, unit: &Arc<ParamGroup>, apart: bool) -> Result<()> {
+        let max = self.order().settings.max_reductions;
+        self.reductions.make_room(max)?;
+        let mut started = vec![];
+        let outcome = Reduction::start(unit, apart, &mut started);
+        self.reductions.add(started);
+        outcome
+    }
+
+    /// Makes the model ready for a new iteration after one that failed.
+    pub(crate) fn forget_step(&self) {
+        self.order().forget_step();
+        lock(&self.frozen_calls).clear();
+        self.reductions.abandon();
+        for unit in self.units() {
+            unit.forget_step();
+        }
+        self.pool.clear();
+    }
+}
+
+/// What an event that may not happen means.
+fn explain(refused: Refused, unit: &UnitId) -> candle_core::Error {
+    match refused {
+        Refused::InBackward => Error::Unit {
+            unit: unit.name.to_string(),
+            message: "its forward was called while backward runs: put the checkpoint inside the unit, not around it"
+                .into(),
+        }
+        .into(),
+        Refused::InForward | Refused::NoBackward => candle_core::Error::msg(
+            "the loss's own backward() was called on a sharded model: call `backward(&loss)` of the FsdpModule, which \
+             reduces the gradients, and `step(&grads)` in place of an optimizer's backward_step",
+        ),
+    }
+}
+
+impl BackwardEvents for Schedule {
+    fn before_unit(&self, unit: &UnitId) -> Result<()> {
+        self.check(unit)?;
+        let actions = self.order().before_unit(unit.index).map_err(|refused| explain(refused, unit))?;
+        spans::enter(&unit.name);
+        self.carry_out(actions)
+    }
+
+    fn after_unit(&self, unit: &UnitId) -> Result<()> {
+        self.check(unit)?;
+        let action = self.order().after_unit(unit.index);
+        self.carry_out(action)
+    }
+
+    fn gradient_complete(&self, param: &FsdpParam) -> Result<()> {
+        let (unit, position) = param.unit()?;
+        self.check(unit)?;
+        let actions = self.order().gradient_complete(unit.index, position).map_err(|refused| explain(refused, unit))?;
+        param.gradient().complete();
+        self.carry_out(actions)
+    }
+}
+
+/// A forward that runs; dropping it without [`Schedule::post_forward`] means that it failed.
+pub(crate) struct ForwardGuard<'a> {
+    schedule: &'a Schedule,
+    forward: Forward,
+    ok: bool,
+}
+
+impl Drop for ForwardGuard<'_> {
+    fn drop(&mut self) {
+        self.schedule.order().forward_is_over();
+        if !self.ok && self.forward.is_root {
+            self.schedule.forget_step();
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,22 @@
+//! What one `fully_shard` call owns: its parameters, how they are gathered and freed, and how their gradients are
+//! reduced. When that happens, the step decides.
+
+mod gather;
+mod gradient;
+mod group;
+mod lookup;
+mod members;
+mod memory;
+mod param;
+mod path;
+mod reduction;
+mod room;
+mod settings;
+mod turn;
+
+pub(crate) use group::ParamGroup;
+pub use param::FsdpParam;
+pub(crate) use param::{Nodes, ParamSpec};
+pub(crate) use path::{ROOT, UnitId, UnitPath, parents};
+pub(crate) use reduction::Reduction;
+pub(crate) use settings::Settings;

@@ -1,0 +1,288 @@
+//! One parameter: a shard that an optimizer owns, a full tensor that layers hold, and the gradient that collects in
+//! backward.
+
+use std::sync::{Arc, LazyLock, OnceLock};
+
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Result, Shape, Tensor, Var, bail};
+use fsdp_core::Placement;
+use fsdp_core::layout::Region;
+
+use super::gradient::Gradient;
+use super::lookup::Lookup;
+use super::memory::Values;
+use super::path::UnitId;
+use super::room::Room;
+use crate::data_parallel::{DataParallel, ShardLayout};
+use crate::error::Error;
+use crate::extension::AllGatherExtension;
+use crate::storage::Pool;
+
+/// A parameter sharded over the ranks of its unit.
+///
+/// Layers hold its full tensor, whose memory is there only while the unit is unsharded. Optimizers hold
+/// [`FsdpParam::var`], this rank's shard.
+///
+/// ```
+/// use fsdp_core::{Placement, process_group::local};
+/// # use candle_core::{DType, Module, Tensor};
+/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+///
+/// local::run(2, |group| {
+///     let world = World::of(group);
+///     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 2)])?, world.device());
+///     let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 3, vb))?;
+///     let weight = &model.params()[0];
+///     assert_eq!((weight.name(), weight.shape().dims()), ("weight", &[3, 4][..]));
+///     assert_eq!(weight.placements(), [Placement::Shard(0)]);
+///     // Rows 0 and 1 on rank 0, row 2 on rank 1, as `torch.chunk` cuts.
+///     assert_eq!(weight.region().offsets, [2 * world.rank(), 0]);
+///     assert_eq!(weight.var().dims(), [2 - world.rank(), 4]);
+///     Ok::<_, fsdp_candle::Error>(())
+/// })
+/// .into_iter()
+/// .collect::<Result<Vec<_>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct FsdpParam {
+    shape: Shape,
+    region: Region,
+    shard_dim: usize,
+    layout: ShardLayout,
+    ranks: Arc<DataParallel>,
+    trainable: bool,
+    extension: Option<Arc<dyn AllGatherExtension>>,
+    shard: Var,
+    anchor: Tensor,
+    room: Arc<Room>,
+    values: Values,
+    gradient: Gradient,
+    unit: OnceLock<Place>,
+}
+
+/// The unit of a parameter, and its position there.
+struct Place {
+    unit: UnitId,
+    position: usize,
+}
+
+/// What a parameter is made of.
+pub(crate) struct ParamSpec {
+    pub(crate) name: String,
+    pub(crate) shape: Shape,
+    /// The box of the global shape that this rank holds.
+    pub(crate) region: Region,
+    pub(crate) shard_dim: usize,
+    pub(crate) layout: ShardLayout,
+    pub(crate) ranks: Arc<DataParallel>,
+    pub(crate) compute_dtype: DType,
+    pub(crate) trainable: bool,
+    pub(crate) extension: Option<Arc<dyn AllGatherExtension>>,
+}
+
+/// The graph's view of a parameter: `shard -> anchor -> full`.
+pub(crate) struct Nodes {
+    /// A scalar that stands for the parameter in the graph. Its backward runs once, when every use of the parameter has
+    /// been processed.
+    pub(crate) anchor: Tensor,
+    /// What layers hold: the full shape, with memory only while unsharded.
+    pub(crate) full: Tensor,
+}
+
+/// By the tensor that a layer holds, and by the anchor.
+static BY_TENSOR: LazyLock<Lookup<FsdpParam>> = LazyLock::new(Default::default);
+
+/// By the shard.
+static BY_SHARD: LazyLock<Lookup<FsdpParam>> = LazyLock::new(Default::default);
+
+impl FsdpParam {
+    pub(crate) fn new(spec: ParamSpec, shard: Var, nodes: Nodes, pool: Arc<Pool>) -> Result<Arc<Self>> {
+        let elements = spec.shape.elem_count();
+        let room = Arc::new(Room { name: spec.name, elements, dtype: spec.compute_dtype, pool });
+        let param = Arc::new(FsdpParam {
+            shape: spec.shape,
+            region: spec.region,
+            shard_dim: spec.shard_dim,
+            layout: spec.layout,
+            ranks: spec.ranks,
+            trainable: spec.trainable,
+            extension: spec.extension,
+            shard,
+            anchor: nodes.anchor,
+            values: Values::new(nodes.full, room.clone())?,
+            gradient: Gradient::new(room.clone()),
+            room,
+            unit: OnceLock::new(),
+        });
+        BY_TENSOR.insert(&param.anchor, &param);
+        BY_TENSOR.insert(param.full(), &param);
+        BY_SHARD.insert(&param.shard, &param);
+        Ok(param)
+    }
+
+    /// The parameter behind a tensor that a layer holds, or behind an anchor.
+    pub(crate) fn of(tensor: &Tensor) -> Option<Arc<Self>> {
+        BY_TENSOR.find(tensor)
+    }
+
+    /// The parameter whose shard this is.
+    pub(crate) fn of_shard(var: &Var) -> Option<Arc<Self>> {
+        BY_SHARD.find(var)
+    }
+
+    /// The fully qualified name.
+    pub fn name(&self) -> &str {
+        &self.room.name
+    }
+
+    /// The global shape.
+    pub fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    /// The dtype of the shard, of its sharded gradient and of the optimizer's state.
+    pub fn dtype(&self) -> DType {
+        self.shard.dtype()
+    }
+
+    /// The dtype of the unsharded parameter that layers compute with.
+    pub fn compute_dtype(&self) -> DType {
+        self.room.dtype
+    }
+
+    /// The box of the global shape that this rank holds; it may be empty.
+    pub fn region(&self) -> &Region {
+        &self.region
+    }
+
+    /// The tensor dimension that is cut.
+    pub fn shard_dim(&self) -> usize {
+        self.shard_dim
+    }
+
+    /// One placement for each dimension of the mesh.
+    pub fn placements(&self) -> Vec<Placement> {
+        self.ranks.placements(self.shard_dim)
+    }
+
+    pub(crate) fn layout(&self) -> &ShardLayout {
+        &self.layout
+    }
+
+    pub(crate) fn ranks(&self) -> &Arc<DataParallel> {
+        &self.ranks
+    }
+
+    pub(crate) fn extension(&self) -> Option<&Arc<dyn AllGatherExtension>> {
+        self.extension.as_ref()
+    }
+
+    /// This rank's shard, of shape `region().sizes`: what an optimizer updates, and under whose id `backward` leaves
+    /// the sharded gradient.
+    ///
+    /// A rank whose shard is empty gets no gradient of it: Candle's optimizers, which skip what has none, fail on
+    /// tensors without elements.
+    pub fn var(&self) -> &Var {
+        &self.shard
+    }
+
+    /// Files the sharded gradient. Of an empty shard there is none: what tells that the parameter has one elsewhere is
+    /// filed under the anchor.
+    pub(crate) fn file_gradient(&self, grad: Tensor, grads: &mut GradStore) -> Result<()> {
+        match self.region.is_empty() {
+            true => grads.insert(&self.anchor, self.anchor.zeros_like()?),
+            false => grads.insert(self.shard.as_tensor(), grad),
+        };
+        Ok(())
+    }
+
+    /// Whether this rank's shard is empty and the others' have gradients.
+    pub(crate) fn is_empty_with_gradient(&self, grads: &GradStore) -> bool {
+        self.region.is_empty() && grads.get(&self.anchor).is_some()
+    }
+
+    /// Whether a gradient is computed for it.
+    pub fn trainable(&self) -> bool {
+        self.trainable
+    }
+
+    /// Whether the full tensor has its memory now.
+    pub fn is_unsharded(&self) -> bool {
+        self.values.are_there()
+    }
+
+    /// What layers hold.
+    pub(crate) fn full(&self) -> &Tensor {
+        self.values.tensor()
+    }
+
+    /// What stands for the parameter in the graph.
+    pub(crate) fn anchor(&self) -> &Tensor {
+        &self.anchor
+    }
+
+    /// The full values, which come and go.
+    pub(super) fn values(&self) -> &Values {
+        &self.values
+    }
+
+    pub(crate) fn gradient(&self) -> &Gradient {
+        &self.gradient
+    }
+
+    pub(super) fn set_unit(&self, unit: &UnitId, position: usize) {
+        // Set once, by the unit that built the parameter.
+        let _ = self.unit.set(Place { unit: unit.clone(), position });
+    }
+
+    /// The unit that it belongs to, and its position there.
+    ///
+    /// # Errors
+    /// While the unit is being built.
+    pub(crate) fn unit(&self) -> Result<(&UnitId, usize)> {
+        match self.unit.get() {
+            Some(Place { unit, position }) => Ok((unit, *position)),
+            None => bail!("parameter `{}` is still being built", self.name()),
+        }
+    }
+
+    /// An error that says why the full tensor can't be used now, unless it can.
+    pub(crate) fn check_unsharded(&self) -> Result<()> {
+        if self.is_unsharded() {
+            return Ok(());
+        }
+        let unit = self.unit.get().map_or("(being built)", |place| &place.unit.name);
+        Err(Error::Parameter {
+            name: self.name().into(),
+            message: format!(
+                "its values are sharded and not gathered here: unit `{unit}` is not inside a forward of its own. Call \
+                 the unit through its FsdpModule (`forward` or `call`), which runs the hooks, or `unshard()` it first"
+            ),
+        }
+        .into())
+    }
+
+    /// The shard in the dtype that travels.
+    pub(super) fn shard_in_compute_dtype(&self) -> Result<Tensor> {
+        let shard = self.shard.as_tensor();
+        if shard.dtype() == self.compute_dtype() {
+            Ok(shard.clone())
+        } else {
+            shard.detach().to_dtype(self.compute_dtype())
+        }
+    }
+}
+
+impl Drop for FsdpParam {
+    fn drop(&mut self) {
+        BY_TENSOR.remove(&self.anchor);
+        BY_TENSOR.remove(self.full());
+        BY_SHARD.remove(&self.shard);
+    }
+}
+
+impl std::fmt::Debug for FsdpParam {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "FsdpParam({} {:?} {:?})", self.name(), self.shape, self.dtype())
+    }
+}

@@ -1,0 +1,58 @@
+//! The backend of groups of one rank, whatever moves bytes in larger ones: inputs become outputs.
+
+use super::{
+    backend::{Backend, Promises},
+    collective::Collective,
+    failure::Failure,
+    host::{
+        buffers::{read, take},
+        copy::Copy,
+    },
+    membership::Membership,
+    parts::{ExchangePart, GatherPart, Op, ScatterPart},
+};
+use crate::{Buffer, DeviceId, Error, Result};
+
+/// A group of one over the host's memory.
+pub(super) struct Alone;
+
+impl Backend for Alone {
+    fn device(&self) -> DeviceId {
+        DeviceId::Host
+    }
+
+    fn promises(&self) -> Promises {
+        Promises::ALL
+    }
+
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Vec<Buffer>> {
+        let rank = collective.group().rank;
+        match op {
+            Op::AllGather { parts, memory } => {
+                let take = |part: &GatherPart| take(&*memory, part.input.dtype(), part.input.len(), rank);
+                let mut outputs = parts.iter().map(take).collect::<Result<Vec<_>>>()?;
+                let copy = Copy::for_output_of(outputs.iter().map(|output| output.bytes().len()).sum());
+                for (index, (part, output)) in parts.iter().zip(&mut outputs).enumerate() {
+                    let to = output.bytes_mut();
+                    if !to.is_empty() {
+                        read(&*part.input, 0..to.len(), index, rank, |from| copy.copy(to, from))?;
+                    }
+                }
+                Ok(outputs)
+            }
+            Op::ReduceScatter { parts, .. } => Ok(parts.into_iter().map(|ScatterPart { input, .. }| input).collect()),
+            Op::AllToAll { parts, .. } => Ok(parts.into_iter().map(|ExchangePart { input, .. }| input).collect()),
+            Op::AllReduce { buffers, .. } | Op::Broadcast { buffers, .. } => Ok(buffers),
+            Op::Barrier => Ok(Vec::new()),
+        }
+    }
+
+    fn split(&mut self, collective: &Collective<'_>, ranks: &[usize], _: &Membership) -> Result<Box<dyn Backend>> {
+        Err(Error::Internal {
+            rank: collective.group().rank,
+            what: format!("a group of one was to be split into the ranks {ranks:?}"),
+        })
+    }
+
+    fn fail(&mut self, _: &Failure) {}
+}

@@ -1,0 +1,60 @@
+//! What moves the bytes of a group: the one trait that tells engines apart.
+
+use super::{collective::Collective, failure::Failure, membership::Membership, parts::Op};
+use crate::{Buffer, DeviceId, Result};
+
+/// What a backend promises beyond moving the right elements: what callers may rely on, and what the
+/// [conformance suite](super::conformance) holds it to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Promises {
+    /// Reductions combine the ranks' elements in rank order: the same bits on every run. (All ranks get the same bits of
+    /// an all-reduce, whatever the order.)
+    pub rank_order: bool,
+    /// Half precision inputs are combined in single precision and rounded once.
+    pub f32_sums: bool,
+    /// A rank whose process dies is [`crate::Error::PeerLost`] at once, not [`crate::Error::Timeout`] some time later.
+    pub sees_death: bool,
+}
+
+impl Promises {
+    /// Everything. A backend that promises less says so in what it changes of this.
+    pub const ALL: Promises = Promises { rank_order: true, f32_sums: true, sees_death: true };
+}
+
+/// One rank's end of an engine that moves bytes between the ranks of a group.
+///
+/// A [`ProcessGroup`](crate::ProcessGroup) owns it and calls it from a thread of its own, one collective after the
+/// other, in the order in which this rank issued them. All that any engine needs is the group's: it checks arguments,
+/// counts collectives, fingerprints them, keeps the first error, tells the launcher, and serves groups of one rank.
+/// Dropping a backend is leaving its group.
+///
+/// Its rules:
+/// - Every wait ends: with an error soon after a peer has failed ([`Failure::into_error`]), left or died
+///   ([`Collective::lost`]), and after [`Membership::timeout`] without progress ([`Collective::timed_out`]).
+/// - Ranks show each other what they issued before an output is handed over: [`Collective::announce`] writes it,
+///   [`Collective::compare`] reads everybody's.
+/// - Outputs are taken from an operation's allocator when it runs, and inputs given back as soon as they are read.
+pub trait Backend: Send {
+    /// Where the memory is that it moves.
+    fn device(&self) -> DeviceId;
+
+    /// What may be relied on.
+    fn promises(&self) -> Promises;
+
+    /// Runs a collective and returns its outputs, one a part or buffer; none for a barrier.
+    ///
+    /// # Errors
+    /// Whatever kept it. The group then calls [`Backend::fail`], and runs nothing any more.
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Vec<Buffer>>;
+
+    /// This rank's end of a new group, of at least two of this group's ranks: `ranks`, in their new order, of which
+    /// this rank is one. The other ranks of the group may make groups of their own meanwhile. `collective` is the one
+    /// that the ranks agreed by.
+    ///
+    /// # Errors
+    /// Whatever kept the ranks from meeting.
+    fn split(&mut self, collective: &Collective<'_>, ranks: &[usize], group: &Membership) -> Result<Box<dyn Backend>>;
+
+    /// Tells the peers why this rank takes part in nothing any more. Called once at most.
+    fn fail(&mut self, why: &Failure);
+}

@@ -1,0 +1,135 @@
+//! Checking the arguments of collectives, and announcing them.
+
+use super::{
+    call::Call,
+    membership::Membership,
+    parts::{ExchangePart, GatherPart, ScatterPart},
+};
+use crate::{Buffer, DType, DeviceId, Error, Readable, ReduceOp, Result};
+
+pub(super) fn gather(parts: &[GatherPart], group: &Membership, device: DeviceId) -> Result<Call> {
+    let at = At { name: "all_gather", rank: group.rank };
+    for (index, part) in parts.iter().enumerate() {
+        at.total(index, "counts", &part.counts, part.input.dtype(), group)?;
+        at.device(index, &*part.input, device)?;
+        if part.input.len() != part.counts[group.rank] {
+            return at.refuse(
+                index,
+                format!(
+                    "the input has {} elements but counts[{}] is {}",
+                    part.input.len(),
+                    group.rank,
+                    part.counts[group.rank]
+                ),
+            );
+        }
+    }
+    Ok(Call::new(at.name, "", parts.iter().map(|part| (part.input.dtype(), &part.counts[..]))))
+}
+
+pub(super) fn scatter(parts: &[ScatterPart], op: ReduceOp, group: &Membership, device: DeviceId) -> Result<Call> {
+    let at = At { name: "reduce_scatter", rank: group.rank };
+    for (index, part) in parts.iter().enumerate() {
+        let total = at.total(index, "counts", &part.counts, part.input.dtype(), group)?;
+        at.device(index, &part.input, device)?;
+        at.input(index, "counts", &part.input, total)?;
+        at.op(index, op, part.input.dtype())?;
+    }
+    Ok(Call::new(at.name, op, parts.iter().map(|part| (part.input.dtype(), &part.counts[..]))))
+}
+
+pub(super) fn reduce(buffers: &[Buffer], op: ReduceOp, group: &Membership, device: DeviceId) -> Result<Call> {
+    let at = At { name: "all_reduce", rank: group.rank };
+    for (index, buffer) in buffers.iter().enumerate() {
+        at.device(index, buffer, device)?;
+        at.op(index, op, buffer.dtype())?;
+    }
+    let lens: Vec<_> = buffers.iter().map(|buffer| [buffer.len()]).collect();
+    Ok(Call::new(at.name, op, buffers.iter().zip(&lens).map(|(buffer, len)| (buffer.dtype(), &len[..]))))
+}
+
+pub(super) fn broadcast(buffers: &[Buffer], root: usize, group: &Membership, device: DeviceId) -> Result<Call> {
+    if root >= group.size {
+        return Err(Error::Argument {
+            rank: group.rank,
+            message: format!("broadcast: root {root} is no rank of a group of {}", group.size),
+        });
+    }
+    let at = At { name: "broadcast", rank: group.rank };
+    buffers.iter().enumerate().try_for_each(|(index, buffer)| at.device(index, buffer, device))?;
+    let lens: Vec<_> = buffers.iter().map(|buffer| [buffer.len()]).collect();
+    let parts = buffers.iter().zip(&lens).map(|(buffer, len)| (buffer.dtype(), &len[..]));
+    Ok(Call::new(at.name, format!("from rank {root}"), parts))
+}
+
+pub(super) fn exchange(parts: &[ExchangePart], group: &Membership, device: DeviceId) -> Result<Call> {
+    let at = At { name: "all_to_all", rank: group.rank };
+    for (index, part) in parts.iter().enumerate() {
+        let dtype = part.input.dtype();
+        let total = at.total(index, "send_counts", &part.send_counts, dtype, group)?;
+        at.total(index, "recv_counts", &part.recv_counts, dtype, group)?;
+        at.device(index, &part.input, device)?;
+        at.input(index, "send_counts", &part.input, total)?;
+        let (sent, received) = (part.send_counts[group.rank], part.recv_counts[group.rank]);
+        if sent != received {
+            let rank = group.rank;
+            return at.refuse(
+                index,
+                format!(
+                    "send_counts[{rank}] is {sent} but recv_counts[{rank}] is {received}: both are what stays here"
+                ),
+            );
+        }
+    }
+    let call = Call::new(at.name, "", parts.iter().map(|part| (part.input.dtype(), &[][..])));
+    Ok(if group.size > 1 { call.with_row(parts, group) } else { call })
+}
+
+/// Where an argument is.
+struct At {
+    name: &'static str,
+    rank: usize,
+}
+
+impl At {
+    fn refuse<T>(&self, part: usize, why: String) -> Result<T> {
+        Err(Error::Argument { rank: self.rank, message: format!("{}: part {part}: {why}", self.name) })
+    }
+
+    /// The sum of counts for every rank.
+    fn total(&self, part: usize, what: &str, counts: &[usize], dtype: DType, group: &Membership) -> Result<usize> {
+        if counts.len() != group.size {
+            let why =
+                format!("{what} has {} entries but the group has {} ranks: give one a rank", counts.len(), group.size);
+            return self.refuse(part, why);
+        }
+        let total = counts.iter().try_fold(0usize, |sum, &count| sum.checked_add(count));
+        match total.filter(|total| total.checked_mul(dtype.size()).is_some_and(|bytes| bytes <= isize::MAX as usize)) {
+            Some(total) => Ok(total),
+            None => self.refuse(part, format!("{what} {counts:?} add up to more than memory can hold")),
+        }
+    }
+
+    fn device(&self, part: usize, memory: &dyn Readable, device: DeviceId) -> Result<()> {
+        if memory.device() == device {
+            return Ok(());
+        }
+        let why = format!("it is in the memory of {}, but the group moves that of {device}", memory.device());
+        self.refuse(part, why)
+    }
+
+    fn input(&self, part: usize, what: &str, input: &Buffer, total: usize) -> Result<()> {
+        if input.len() == total {
+            return Ok(());
+        }
+        self.refuse(part, format!("the input has {} elements but {what} add up to {total}", input.len()))
+    }
+
+    fn op(&self, part: usize, op: ReduceOp, dtype: DType) -> Result<()> {
+        if op == ReduceOp::Avg && !dtype.is_float() {
+            return self
+                .refuse(part, format!("the average of {dtype} is no {dtype}: use sum, or a floating point type"));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,332 @@
+//! The process group: what all engines share, over the backend that moves the bytes.
+
+use std::{
+    fmt,
+    sync::{
+        Arc,
+        mpsc::{Sender, channel},
+    },
+    thread::JoinHandle,
+    time::Duration,
+};
+
+use super::{
+    alone::Alone,
+    backend::{Backend, Promises},
+    call::Call,
+    check,
+    collective::Collective,
+    membership::Membership,
+    parts::{ExchangePart, GatherPart, Op, ScatterPart},
+    queue::{Job, Queue, Run},
+    signature::Signature,
+    work::Work,
+};
+use crate::{Allocator, Buffer, DeviceId, Error, Heap, ReduceOp, Result};
+
+/// A group of ranks that run the same collectives in the same order. A handle: clones are the same group.
+///
+/// Collectives take *lists* of buffers, so that the parameters of one FSDP unit move in one collective; they are issued
+/// without blocking and return a [`Work`] to wait for; those of one group run in issue order.
+///
+/// Every collective carries a sequence number and a fingerprint; ranks that disagree all get
+/// [`crate::Error::Mismatch`]. Waiting ends with [`crate::Error::Timeout`] after [`ProcessGroup::timeout`] without
+/// progress and with [`crate::Error::PeerLost`] soon after a peer died. After any of these the group is unusable and
+/// every later collective returns the same error.
+///
+/// ```
+/// use std::sync::Arc;
+/// use fsdp_core::{Buffer, GatherPart, Heap, ReduceOp, ScatterPart, process_group::local};
+///
+/// local::run(2, |group| {
+///     let rank = group.rank();
+///     // One collective for two tensors; rank 1 holds nothing of the second.
+///     let of = |values: Vec<f32>| Arc::new(Buffer::F32(values));
+///     let parts = vec![
+///         GatherPart { input: of(vec![rank as f32; 2]), counts: vec![2, 2] },
+///         GatherPart { input: of(vec![7.; 1 - rank]), counts: vec![1, 0] },
+///     ];
+///     let gathered = group.all_gather(parts, Heap::shared());
+///     // Issued behind it; neither waits for the other.
+///     let part = ScatterPart { input: Buffer::F32(vec![1., 2., 3.]), counts: vec![2, 1] };
+///     let reduced = group.reduce_scatter(vec![part], ReduceOp::Sum, Heap::shared());
+///
+///     assert_eq!(gathered.wait()?, [Buffer::F32(vec![0., 0., 1., 1.]), Buffer::F32(vec![7.])]);
+///     assert_eq!(reduced.wait()?, [Buffer::F32(if rank == 0 { vec![2., 4.] } else { vec![6.] })]);
+///
+///     // Groups of some of the ranks: here each rank by itself.
+///     let alone = group.split(rank, 0)?;
+///     assert_eq!((alone.rank(), alone.size()), (0, 1));
+///     Ok::<_, fsdp_core::Error>(())
+/// })
+/// .into_iter()
+/// .collect::<Result<Vec<_>, _>>()?;
+/// # Ok::<_, fsdp_core::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct ProcessGroup {
+    ranks: Arc<Ranks>,
+    /// What its collectives are about.
+    signature: Option<Signature>,
+}
+
+/// What the handles of a group share.
+struct Ranks {
+    membership: Membership,
+    origin: Origin,
+    device: DeviceId,
+    promises: Promises,
+    /// `None` only while being dropped.
+    jobs: Option<Sender<Job>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Which ranks a group has, by their numbers in the group that it was split from in the end.
+struct Origin {
+    root: Arc<()>,
+    ranks: Vec<usize>,
+}
+
+impl ProcessGroup {
+    /// The group that `backend` moves bytes for, whose thread it starts.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] when the rank is outside the group, [`Error::Os`] when the system refuses a thread.
+    pub fn new(membership: Membership, backend: Box<dyn Backend>) -> Result<Self> {
+        let origin = Origin { root: Arc::new(()), ranks: (0..membership.size).collect() };
+        Self::of_origin(membership, origin, backend)
+    }
+
+    fn of_origin(membership: Membership, origin: Origin, backend: Box<dyn Backend>) -> Result<Self> {
+        let Membership { name, rank, size, .. } = &membership;
+        if rank >= size {
+            let message = format!("group \"{name}\" has {size} ranks: ranks count from 0 to one less");
+            return Err(Error::Argument { rank: *rank, message });
+        }
+        let (device, promises) = (backend.device(), backend.promises());
+        let (sender, receiver) = channel();
+        let queue = Queue::new(membership.clone(), backend);
+        let thread = std::thread::Builder::new()
+            .name(format!("fsdp {name}:{rank}"))
+            .spawn(move || queue.serve(receiver))
+            .map_err(|source| Error::Os {
+                rank: *rank,
+                what: format!("starting the thread of group \"{name}\""),
+                source: Arc::new(source),
+            })?;
+        let ranks = Ranks { membership, origin, device, promises, jobs: Some(sender), thread: Some(thread) };
+        Ok(ProcessGroup { ranks: Arc::new(ranks), signature: None })
+    }
+
+    /// A world of this process alone, which needs no backend.
+    ///
+    /// # Errors
+    /// [`Error::Os`] when the system refuses a thread.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use fsdp_core::{Buffer, ProcessGroup, ReduceOp};
+    /// let world = ProcessGroup::alone(Duration::from_secs(600))?;
+    /// assert_eq!(world.all_reduce_scalar(2.0, ReduceOp::Sum)?, 2.0);
+    /// # Ok::<_, fsdp_core::Error>(())
+    /// ```
+    pub fn alone(timeout: Duration) -> Result<Self> {
+        ProcessGroup::new(Membership::world(0, 1, timeout), Box::new(Alone))
+    }
+
+    /// A rank's number in the group that this one was split from in the end, if `other` was split from the same.
+    pub(crate) fn common_number(&self, rank: usize, other: &ProcessGroup) -> Option<usize> {
+        let Origin { root, ranks } = &self.ranks.origin;
+        if Arc::ptr_eq(root, &other.ranks.origin.root) { ranks.get(rank).copied() } else { None }
+    }
+
+    /// This process's rank in the group.
+    pub fn rank(&self) -> usize {
+        self.ranks.membership.rank
+    }
+
+    /// The number of ranks in the group.
+    pub fn size(&self) -> usize {
+        self.ranks.membership.size
+    }
+
+    /// A name for messages, the same on every rank.
+    pub fn name(&self) -> &str {
+        &self.ranks.membership.name
+    }
+
+    /// How long a collective may wait for its peers while none of them makes progress.
+    pub fn timeout(&self) -> Duration {
+        self.ranks.membership.timeout
+    }
+
+    /// Where the memory is that its collectives move.
+    pub fn device(&self) -> DeviceId {
+        self.ranks.device
+    }
+
+    /// What its backend promises.
+    pub fn promises(&self) -> Promises {
+        self.ranks.promises
+    }
+
+    /// Whether the other handle is of this group. Signatures don't matter.
+    pub fn is(&self, other: &ProcessGroup) -> bool {
+        Arc::ptr_eq(&self.ranks, &other.ranks)
+    }
+
+    /// The same group, whose collectives are about something: ranks that issue them with different signatures all get
+    /// [`crate::Error::Mismatch`], which names what differs. It travels with the fingerprint: no data, no wait.
+    pub fn signed(&self, signature: Signature) -> ProcessGroup {
+        ProcessGroup { ranks: self.ranks.clone(), signature: Some(signature) }
+    }
+
+    /// Every rank gets the concatenation of every rank's input, for each part. Outputs are taken from `memory` when the
+    /// collective starts.
+    pub fn all_gather(&self, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
+        let call = check::gather(&parts, &self.ranks.membership, self.ranks.device);
+        self.issue(call, Op::AllGather { parts, memory })
+    }
+
+    /// Rank `r` gets the reduction over ranks of their elements for `r`, for each part. Outputs are taken from
+    /// `memory`, inputs given to it as soon as they are consumed.
+    pub fn reduce_scatter(&self, parts: Vec<ScatterPart>, op: ReduceOp, memory: Arc<dyn Allocator>) -> Work {
+        let call = check::scatter(&parts, op, &self.ranks.membership, self.ranks.device);
+        self.issue(call, Op::ReduceScatter { parts, op, memory })
+    }
+
+    /// Every rank gets the reduction over ranks, in place.
+    pub fn all_reduce(&self, buffers: Vec<Buffer>, op: ReduceOp) -> Work {
+        let call = check::reduce(&buffers, op, &self.ranks.membership, self.ranks.device);
+        self.issue(call, Op::AllReduce { buffers, op })
+    }
+
+    /// Every rank gets what rank `root` passed, in place.
+    pub fn broadcast(&self, buffers: Vec<Buffer>, root: usize) -> Work {
+        let call = check::broadcast(&buffers, root, &self.ranks.membership, self.ranks.device);
+        self.issue(call, Op::Broadcast { buffers, root })
+    }
+
+    /// Rank `r` gets what every rank sent it, concatenated in rank order, for each part.
+    pub fn all_to_all(&self, parts: Vec<ExchangePart>, memory: Arc<dyn Allocator>) -> Work {
+        let call = check::exchange(&parts, &self.ranks.membership, self.ranks.device);
+        self.issue(call, Op::AllToAll { parts, memory })
+    }
+
+    /// Nobody goes on before everybody is here.
+    pub fn barrier(&self) -> Work {
+        self.issue(Ok(Call::new("barrier", "", std::iter::empty())), Op::Barrier)
+    }
+
+    /// Groups of the ranks that pass the same `color`, ordered by `key` and then by rank. Collective over this group;
+    /// blocks.
+    ///
+    /// # Errors
+    /// As a collective's.
+    pub fn split(&self, color: usize, key: usize) -> Result<ProcessGroup> {
+        let (tell, told) = channel();
+        let call = Call::new("split", "", std::iter::empty());
+        let run = move |backend: &mut dyn Backend, collective: &Collective<'_>| {
+            // Nobody hears it who has stopped listening.
+            let _ = tell.send(split(backend, collective, color, key)?);
+            Ok(Vec::new())
+        };
+        self.queue(Ok(call), Box::new(run)).wait()?;
+        let (membership, members, backend) = told.recv().map_err(|_| Error::Internal {
+            rank: self.rank(),
+            what: format!("a split of group \"{}\" made no group", self.name()),
+        })?;
+        // The peers are about to wait for this rank in the new group.
+        let of_root = |rank: usize| self.ranks.origin.ranks[rank];
+        let origin = Origin { root: self.ranks.origin.root.clone(), ranks: members.into_iter().map(of_root).collect() };
+        ProcessGroup::of_origin(membership, origin, backend).inspect_err(|error| self.send(Job::Fail(error.clone())))
+    }
+
+    /// Queues an operation, or the failure of the group where the arguments can't be.
+    fn issue(&self, checked: Result<Call>, op: Op) -> Work {
+        self.queue(checked, Box::new(move |backend, collective| backend.run(collective, op)))
+    }
+
+    fn queue(&self, checked: Result<Call>, run: Run) -> Work {
+        let call = match checked {
+            Ok(call) => match &self.signature {
+                Some(signature) => call.signed(signature),
+                None => call,
+            },
+            Err(error) => {
+                // The peers are about to wait for this collective.
+                self.send(Job::Fail(error.clone()));
+                return Work::ready(Err(error));
+            }
+        };
+        let (completion, work) = Work::pending(self.rank());
+        self.send(Job::Run { call, run, completion });
+        work
+    }
+
+    fn send(&self, job: Job) {
+        if let Some(jobs) = &self.ranks.jobs {
+            // A thread that is gone drops the job, and with it the completion: the work then says so.
+            let _ = jobs.send(job);
+        }
+    }
+}
+
+/// This rank's end of the group of those that pass the same `color`.
+fn split(
+    backend: &mut dyn Backend,
+    collective: &Collective<'_>,
+    color: usize,
+    key: usize,
+) -> Result<(Membership, Vec<usize>, Box<dyn Backend>)> {
+    let group = collective.group();
+    let internal = |what: String| Error::Internal {
+        rank: group.rank,
+        what: format!("a split of group \"{}\" {what}", group.name),
+    };
+    let part = GatherPart { input: Arc::new(Buffer::I64(vec![color as i64, key as i64])), counts: vec![2; group.size] };
+    let mut gathered = backend.run(collective, Op::AllGather { parts: vec![part], memory: Heap::shared() })?;
+    let numbers = match gathered.pop() {
+        Some(Buffer::I64(numbers)) if numbers.len() == 2 * group.size => numbers,
+        other => return Err(internal(format!("gathered {other:?} instead of two I64 a rank"))),
+    };
+    let mut members: Vec<_> = numbers
+        .chunks_exact(2)
+        .enumerate()
+        .filter(|(_, pair)| pair[0] == color as i64)
+        .map(|(rank, pair)| (pair[1] as usize, rank))
+        .collect();
+    members.sort_unstable();
+    let ranks: Vec<_> = members.into_iter().map(|(_, rank)| rank).collect();
+    let Some(rank) = ranks.iter().position(|&rank| rank == group.rank) else {
+        return Err(internal(format!("gathered another color than {color} from this rank")));
+    };
+    // The sequence number of this collective gives the groups names of their own.
+    let name = format!("{}/{}.{color}", group.name, collective.sequence());
+    let membership = Membership { name, rank, size: ranks.len(), timeout: group.timeout };
+    let backend = match ranks.len() {
+        1 => Box::new(Alone),
+        _ => backend.split(collective, &ranks, &membership)?,
+    };
+    Ok((membership, ranks, backend))
+}
+
+impl fmt::Debug for ProcessGroup {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Membership { name, rank, size, .. } = &self.ranks.membership;
+        write!(f, "ProcessGroup(\"{name}\", rank {rank} of {size})")
+    }
+}
+
+impl Drop for Ranks {
+    /// Lets the queued collectives finish and leaves the group.
+    fn drop(&mut self) {
+        drop(self.jobs.take());
+        if let Some(thread) = self.thread.take()
+            // The rank's own thread drops the group when a collective's buffers held the last reference.
+            && thread.thread().id() != std::thread::current().id()
+        {
+            let _ = thread.join();
+        }
+    }
+}

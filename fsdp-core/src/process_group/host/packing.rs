@@ -1,0 +1,122 @@
+//! Packing: lists of buffers as one stream of bytes, cut into chunks.
+
+use std::ops::Range;
+
+use super::buffers::range;
+use crate::DType;
+
+/// Where parts begin in a stream, so that elements of every dtype are aligned in a slot and never cut.
+pub(crate) const ALIGN: usize = 64;
+
+/// A run of bytes of one part.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Stretch {
+    start: usize,
+    part: usize,
+    bytes: Range<usize>,
+}
+
+/// Pieces of parts, one after the other, each at an aligned place.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Stream {
+    stretches: Vec<Stretch>,
+    len: usize,
+}
+
+/// The overlap of a chunk with a part.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Piece {
+    /// Which part.
+    pub(crate) part: usize,
+    /// The bytes of the part.
+    pub(crate) bytes: Range<usize>,
+    /// Where they are in the chunk.
+    pub(crate) chunk: Range<usize>,
+}
+
+impl Stream {
+    /// A stream of the given bytes of each part.
+    pub(crate) fn new(parts: impl IntoIterator<Item = Range<usize>>) -> Self {
+        let mut stream = Stream::default();
+        for (part, bytes) in parts.into_iter().enumerate() {
+            if !bytes.is_empty() {
+                let len = bytes.len();
+                stream.stretches.push(Stretch { start: stream.len, part, bytes });
+                stream.len = (stream.len + len).next_multiple_of(ALIGN);
+            }
+        }
+        stream
+    }
+
+    /// A stream of what belongs to `rank` in each part, a concatenation of as many elements a rank as its counts say.
+    pub(crate) fn of_counts<'a>(parts: impl IntoIterator<Item = (DType, &'a [usize])>, rank: usize) -> Self {
+        Stream::new(parts.into_iter().map(|(dtype, counts)| range(counts, rank, dtype)))
+    }
+
+    /// Bytes of the stream, padding included.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// How many chunks of `chunk` bytes the stream fills.
+    pub(crate) fn chunks(&self, chunk: usize) -> usize {
+        self.len.div_ceil(chunk)
+    }
+
+    /// The last chunk that holds bytes of a part.
+    fn last_chunk(&self, part: usize, chunk: usize) -> Option<usize> {
+        let index = self.stretches.binary_search_by_key(&part, |stretch| stretch.part).ok()?;
+        let stretch = &self.stretches[index];
+        Some((stretch.start + stretch.bytes.len() - 1) / chunk)
+    }
+
+    /// The pieces in the `index`-th chunk of `chunk` bytes, which must be a multiple of [`ALIGN`].
+    pub(crate) fn pieces(&self, index: usize, chunk: usize) -> impl Iterator<Item = Piece> + '_ {
+        debug_assert!(chunk.is_multiple_of(ALIGN));
+        let start = index.saturating_mul(chunk);
+        let end = start.saturating_add(chunk);
+        let first = self.stretches.partition_point(|stretch| stretch.start + stretch.bytes.len() <= start);
+        self.stretches[first..].iter().take_while(move |stretch| stretch.start < end).map(move |stretch| {
+            let from = start.max(stretch.start);
+            let to = end.min(stretch.start + stretch.bytes.len());
+            let offset = stretch.bytes.start + (from - stretch.start);
+            Piece { part: stretch.part, bytes: offset..offset + (to - from), chunk: from - start..to - start }
+        })
+    }
+}
+
+/// The last chunk that holds bytes of a part in any of the streams.
+pub(crate) fn last_chunk(streams: &[Stream], part: usize, chunk: usize) -> usize {
+    streams.iter().filter_map(|stream| stream.last_chunk(part, chunk)).max().unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn pieces_cover_every_byte_once_in_order(
+            parts in proptest::collection::vec((0usize..500, 0usize..500), 0..6),
+            chunk in (1usize..6).prop_map(|n| n * ALIGN),
+        ) {
+            let stream = Stream::new(parts.iter().map(|&(start, len)| start..start + len));
+            let mut seen: Vec<Vec<usize>> = vec![Vec::new(); parts.len()];
+            for index in 0..stream.chunks(chunk) {
+                let mut at = 0;
+                for piece in stream.pieces(index, chunk) {
+                    prop_assert!(piece.chunk.start >= at && piece.chunk.end <= chunk && !piece.bytes.is_empty());
+                    prop_assert_eq!(piece.chunk.len(), piece.bytes.len());
+                    prop_assert!(piece.chunk.start.is_multiple_of(8));
+                    at = piece.chunk.end;
+                    seen[piece.part].extend(piece.bytes);
+                }
+            }
+            prop_assert!(stream.pieces(stream.chunks(chunk), chunk).next().is_none());
+            for ((start, len), seen) in parts.into_iter().zip(seen) {
+                prop_assert_eq!(seen, (start..start + len).collect::<Vec<_>>());
+            }
+        }
+    }
+}

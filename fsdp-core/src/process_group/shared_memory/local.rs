@@ -1,0 +1,149 @@
+//! The backend for ranks that are threads of one process.
+//!
+//! It runs what the `shm` backend runs, on memory that is not shared with other processes.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use super::{
+    super::{backend::Backend, group::ProcessGroup, membership::Membership, options::Options},
+    engine::SharedMemory,
+    meet::Meet,
+    segment::{Port, Segment, Shape},
+    watch::Watch,
+};
+use crate::{Error, Result, text};
+
+/// Segments by the name of their group, with how many ranks have not taken them yet.
+type Segments = HashMap<String, (Arc<Segment>, usize)>;
+
+/// How threads come to share a segment: the first to ask makes it.
+#[derive(Clone)]
+struct Threads {
+    chunk_bytes: usize,
+    /// Those that some rank has not taken yet.
+    segments: Arc<Mutex<Segments>>,
+}
+
+impl Meet for Threads {
+    fn meet(&self, group: &Membership, _: &dyn Fn() -> Result<()>) -> Result<(Port, Watch)> {
+        let os = |source: rustix::io::Errno| Error::Os {
+            rank: group.rank,
+            what: format!("mapping the memory of group \"{}\"", group.name),
+            source: Arc::new(source.into()),
+        };
+        let segment = {
+            let mut segments = self.segments.lock().unwrap_or_else(PoisonError::into_inner);
+            let (segment, missing) = match segments.remove(&group.name) {
+                Some(found) => found,
+                None => {
+                    let shape = Shape::new(group.size, self.chunk_bytes);
+                    (Arc::new(Segment::anonymous(shape).map_err(os)?), group.size)
+                }
+            };
+            if missing > 1 {
+                segments.insert(group.name.clone(), (segment.clone(), missing - 1));
+            }
+            segment
+        };
+        let port = Port::claim(segment, group.rank).ok_or_else(|| Error::Rendezvous {
+            rank: group.rank,
+            message: format!("rank {} of group \"{}\" is taken", group.rank, group.name),
+        })?;
+        Ok((port, Watch::new(group.timeout, group.size, Vec::new())))
+    }
+
+    fn again(&self) -> Box<dyn Meet> {
+        Box::new(self.clone())
+    }
+}
+
+/// A world of `size` ranks, one handle each, to be given to threads of this process.
+///
+/// # Errors
+/// When `size` is 0 or the system refuses memory or threads.
+pub fn world(size: usize, options: Options) -> Result<Vec<ProcessGroup>> {
+    if size == 1 {
+        return Ok(vec![ProcessGroup::alone(options.timeout)?]);
+    }
+    let member = |(rank, backend)| ProcessGroup::new(Membership::world(rank, size, options.timeout), backend);
+    backends(size, &options)?.into_iter().enumerate().map(member).collect()
+}
+
+/// The backends of [`world`], for who puts something between them and their groups.
+///
+/// # Errors
+/// When `size` is less than 2, since a group of one needs no backend, or the system refuses memory.
+///
+/// ```
+/// use std::time::Duration;
+/// use fsdp_core::{ProcessGroup, process_group::{Membership, Options, local}};
+/// let backends = local::backends(2, &Options::default())?;
+/// let worlds = backends.into_iter().enumerate().map(|(rank, backend)| {
+///     ProcessGroup::new(Membership::world(rank, 2, Duration::from_secs(60)), backend)
+/// });
+/// assert_eq!(worlds.collect::<Result<Vec<_>, _>>()?[1].rank(), 1);
+/// # Ok::<_, fsdp_core::Error>(())
+/// ```
+pub fn backends(size: usize, options: &Options) -> Result<Vec<Box<dyn Backend>>> {
+    if size < 2 {
+        return Err(Error::Rendezvous {
+            rank: 0,
+            message: match size {
+                0 => "a world has at least one rank: its size can't be 0".into(),
+                _ => "a world of one has no backend: make it with ProcessGroup::alone".into(),
+            },
+        });
+    }
+    let threads = Threads { chunk_bytes: options.chunk_bytes, segments: Arc::default() };
+    let backend = |rank| {
+        let group = Membership::world(rank, size, options.timeout);
+        Ok(Box::new(SharedMemory::join(threads.again(), &group, &|| Ok(()))?) as Box<dyn Backend>)
+    };
+    (0..size).map(backend).collect()
+}
+
+/// Runs `rank` on a thread for each rank of a fresh world and returns what they return, in rank order. For tests.
+///
+/// # Panics
+/// When a rank panics, with its number and message; and when the world can't be made.
+///
+/// ```
+/// use fsdp_core::{Buffer, ReduceOp, process_group::local};
+/// let sums = local::run(3, |group| {
+///     group.all_reduce(vec![Buffer::F32(vec![group.rank() as f32; 2])], ReduceOp::Sum).wait().unwrap()
+/// });
+/// assert_eq!(sums[2], [Buffer::F32(vec![3.0, 3.0])]);
+/// ```
+pub fn run<T: Send>(size: usize, rank: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
+    run_with(size, Options { timeout: std::time::Duration::from_secs(60), ..Options::default() }, rank)
+}
+
+/// [`run`] with options.
+///
+/// # Panics
+/// As [`run`].
+pub fn run_with<T: Send>(size: usize, options: Options, rank: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
+    let groups = match world(size, options) {
+        Ok(groups) => groups,
+        Err(error) => panic!("{error}"),
+    };
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(|| rank(group))).collect();
+        // Joined one and all before any panic goes on: the first to panic is rarely the first in rank order, and the
+        // others' messages tell more.
+        let outcomes: Vec<_> = threads.into_iter().map(|thread| thread.join()).collect();
+        let panics: Vec<_> = outcomes
+            .iter()
+            .enumerate()
+            .filter_map(|(rank, outcome)| {
+                let text = text::of_panic(&**outcome.as_ref().err()?);
+                Some(format!("rank {rank} panicked: {text}"))
+            })
+            .collect();
+        assert!(panics.is_empty(), "{}", panics.join("\n"));
+        outcomes.into_iter().flatten().collect()
+    })
+}

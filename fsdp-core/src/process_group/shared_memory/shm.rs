@@ -1,0 +1,94 @@
+//! The backend for ranks that are processes of one host: they exchange data through shared memory without a name, which
+//! goes when they go.
+
+use std::sync::Arc;
+
+use super::{
+    super::{group::ProcessGroup, membership::Membership, options::Options},
+    engine::SharedMemory,
+    meet::Meet,
+    rendezvous::{self, Meeting},
+    segment::{Port, Segment, Shape},
+    watch::Watch,
+};
+use crate::{Error, RankEnv, Result, heartbeat::Peers};
+
+/// How processes come to share a segment: the first rank makes it and hands it to the others.
+#[derive(Clone)]
+struct Processes {
+    env: RankEnv,
+    chunk_bytes: usize,
+    peers: Arc<Peers>,
+}
+
+impl Meet for Processes {
+    fn meet(&self, group: &Membership, all_well: &dyn Fn() -> Result<()>) -> Result<(Port, Watch)> {
+        let os = |source: rustix::io::Errno| Error::Os {
+            rank: group.rank,
+            what: format!("sharing the memory of group \"{}\"", group.name),
+            source: Arc::new(source.into()),
+        };
+        let meeting = Meeting {
+            addr: &self.env.master_addr,
+            port: self.env.master_port,
+            run: format!("{}\n{}", self.env.run_id, self.env.attempt),
+            group,
+            all_well,
+            // In the groups within it each rank watches the others' processes.
+            has_ended: &|rank| group.is_world() && self.peers.has_ended(rank),
+        };
+        let met = rendezvous::meet(&meeting, self.chunk_bytes as u64, || {
+            Segment::file(Shape::new(group.size, self.chunk_bytes)).map_err(os)
+        })?;
+        // Rank 0's choice, so that all ranks have the same even where their options differ.
+        let shape = Shape::new(group.size, usize::try_from(met.number).unwrap_or(usize::MAX));
+        let segment = Arc::new(Segment::map(&met.file, shape).map_err(os)?);
+        let port = Port::claim(segment, group.rank).ok_or_else(|| Error::Rendezvous {
+            rank: group.rank,
+            message: format!("another process is rank {} of group \"{}\" too", group.rank, group.name),
+        })?;
+        Ok((port, Watch::new(group.timeout, group.size, met.processes)))
+    }
+
+    fn again(&self) -> Box<dyn Meet> {
+        Box::new(self.clone())
+    }
+}
+
+/// Meets the other processes of the job on this host and returns this rank's handle of the world.
+///
+/// # Errors
+/// [`Error::Env`] when `env` names a rank outside its world; [`Error::Rendezvous`] when the ranks don't meet within the
+/// timeout (the message names who is missing), when they disagree about the size of the world or two have the same
+/// rank, and when the job spans several hosts; [`Error::Os`] when the system refuses memory, sockets or threads.
+pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
+    if env.rank >= env.world_size {
+        return Err(Error::Env(format!(
+            "rank {} is outside a world of {}: ranks count from 0 to the size of the world - 1",
+            env.rank, env.world_size
+        )));
+    }
+    if env.hosts > 1 {
+        return Err(Error::Rendezvous {
+            rank: env.rank,
+            message: format!(
+                "the shm backend serves the processes of one host, but the {} ranks run on {} hosts, {} on this one: \
+                 collectives between hosts are not there yet, so start all ranks on one host",
+                env.world_size, env.hosts, env.local_world_size
+            ),
+        });
+    }
+    if env.world_size > rendezvous::MOST_RANKS {
+        return Err(Error::Rendezvous {
+            rank: env.rank,
+            message: format!("the shm backend serves at most {} ranks, not {}", rendezvous::MOST_RANKS, env.world_size),
+        });
+    }
+    if env.world_size == 1 {
+        return ProcessGroup::alone(options.timeout);
+    }
+    let world = Membership::world(env.rank, env.world_size, options.timeout);
+    let processes = Processes { env: env.clone(), chunk_bytes: options.chunk_bytes, peers: Arc::new(Peers::of(env)) };
+    let backend = SharedMemory::join(Box::new(processes), &world, &|| Ok(()))?;
+    ProcessGroup::new(world, Box::new(backend))
+}

@@ -1,0 +1,168 @@
+//! Waiting for peers, and noticing what keeps them.
+
+use std::{
+    os::fd::OwnedFd,
+    sync::atomic::Ordering,
+    time::{Duration, Instant},
+};
+
+use rustix::event::{PollFd, PollFlags};
+
+use super::{
+    super::{collective::Collective, failure::Failure},
+    segment::{Port, Segment, reached, state},
+};
+use crate::{Error, Result};
+
+/// How long a rank sleeps before it looks whether its peers are alive.
+const SLICE: Duration = Duration::from_millis(50);
+
+/// What a rank waits for.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Goal {
+    /// The next round of one rank, or of all.
+    Published(Option<usize>),
+    /// Everybody's having read the slot to be written next.
+    Free,
+}
+
+/// What a wait is part of.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct During<'a> {
+    pub(super) collective: &'a Collective<'a>,
+    /// The round that ends it.
+    pub(super) end: u32,
+}
+
+/// Waits of one rank of a group.
+pub(super) struct Watch {
+    /// How long a wait may last.
+    timeout: Duration,
+    /// How often to look before sleeping.
+    spins: u32,
+    /// A pidfd for each rank; none when the ranks are threads.
+    processes: Vec<OwnedFd>,
+}
+
+impl Watch {
+    pub(super) fn new(timeout: Duration, ranks: usize, processes: Vec<OwnedFd>) -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+        // With more ranks than cores, whoever is waited for may need this very core.
+        let spins = if ranks <= cores { 200 } else { 10 };
+        Watch { timeout, spins, processes }
+    }
+
+    /// Waits until the goal is reached.
+    pub(super) fn wait(&self, port: &Port, during: During<'_>, goal: Goal) -> Result<()> {
+        let segment = port.segment();
+        let target = match goal {
+            Goal::Published(_) => port.consumed().wrapping_add(1),
+            Goal::Free => port.needed_for_slot(),
+        };
+        let counter = |peer: usize| {
+            let control = segment.control(peer);
+            match goal {
+                Goal::Published(_) => &control.produced.0,
+                Goal::Free => &control.consumed.0,
+            }
+        };
+        let is_there = |peer| reached(counter(peer).load(Ordering::Acquire), target);
+        let only = if let Goal::Published(only) = goal { only } else { None };
+        let wanted = |peer: &usize| *peer != port.rank() && only.is_none_or(|only| only == *peer);
+        // Somebody who has published all of this collective may leave or fail without harm, unless it is who is waited
+        // for. (The counter is read after the state: nothing is published after the end.)
+        let still_needed = |awaited| {
+            move |peer: usize, _| {
+                peer == awaited || !reached(segment.control(peer).produced.0.load(Ordering::Acquire), during.end)
+            }
+        };
+        let mut started = None;
+        for peer in (0..port.ranks()).filter(wanted) {
+            for _ in 0..self.spins {
+                if is_there(peer) {
+                    break;
+                }
+                std::hint::spin_loop();
+            }
+            let mut has_slept = false;
+            loop {
+                let seen = counter(peer).load(Ordering::Acquire);
+                if reached(seen, target) {
+                    break;
+                }
+                if let Some(error) = self.trouble(segment, port.rank(), during, has_slept, still_needed(peer)) {
+                    // The peer may have done its part just before it ended.
+                    if is_there(peer) {
+                        break;
+                    }
+                    return Err(error);
+                }
+                let waited = started.get_or_insert_with(Instant::now).elapsed();
+                if waited >= self.timeout {
+                    let missing = (0..port.ranks()).filter(wanted).filter(|&peer| !is_there(peer)).collect();
+                    return Err(during.collective.timed_out(missing, waited));
+                }
+                segment.control(peer).sleep(counter(peer), seen, SLICE.min(self.timeout - waited));
+                has_slept = true;
+            }
+        }
+        Ok(())
+    }
+
+    /// Why waiting is in vain, if it is: what became of a peer that has ended and is still `needed`. Looking for dead
+    /// processes costs a system call.
+    fn trouble(
+        &self,
+        segment: &Segment,
+        rank: usize,
+        during: During<'_>,
+        look_for_dead: bool,
+        needed: impl Fn(usize, u32) -> bool + Copy,
+    ) -> Option<Error> {
+        // Before the states are read: a process that ended says in its state how.
+        let dead = if look_for_dead { self.dead() } else { Vec::new() };
+        let gone = (0..segment.ranks()).filter(|&peer| peer != rank).filter_map(|peer| {
+            let control = segment.control(peer);
+            let state = control.state.0.load(Ordering::Acquire);
+            let has_ended = matches!(state, state::LEFT | state::FAILED) || dead.contains(&peer);
+            (has_ended && needed(peer, state)).then_some((peer, state))
+        });
+        // Who says why it failed knows more than who is merely gone.
+        let (peer, state) = gone.min_by_key(|&(_, state)| match state {
+            state::FAILED => 0,
+            state::LEFT => 2,
+            _ => 1,
+        })?;
+        if state == state::LEFT && !look_for_dead {
+            // It may have left because another one died.
+            return self.trouble(segment, rank, during, true, needed);
+        }
+        if state == state::FAILED {
+            return Some(Failure::from_bytes(&segment.control(peer).record()).into_error(during.collective, peer));
+        }
+        let how = match state {
+            state::LEFT => "left the group",
+            _ => "died",
+        };
+        Some(during.collective.lost(peer, how))
+    }
+
+    /// Whether one of `peers` has failed or died, for waits that are not for a counter.
+    pub(super) fn all_well(&self, port: &Port, during: During<'_>, peers: &[usize]) -> Result<()> {
+        let needed = |peer, state| state != state::LEFT && peers.contains(&peer);
+        self.trouble(port.segment(), port.rank(), during, true, needed).map_or(Ok(()), Err)
+    }
+
+    /// Whether a process that dies is seen to.
+    pub(super) fn sees_death(&self) -> bool {
+        !self.processes.is_empty()
+    }
+
+    fn dead(&self) -> Vec<usize> {
+        let mut fds: Vec<_> = self.processes.iter().map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
+        if fds.is_empty() || rustix::event::poll(&mut fds, Some(&Default::default())).is_err() {
+            return Vec::new();
+        }
+        (0..fds.len()).filter(|&rank| !fds[rank].revents().is_empty()).collect()
+    }
+}

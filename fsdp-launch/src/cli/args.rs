@@ -1,0 +1,255 @@
+//! The command line, in `torchrun`'s names. Every option is also understood with underscores for dashes, as `torchrun`
+//! does.
+
+use std::{ffi::OsString, num::NonZeroU16, path::PathBuf, time::Duration};
+
+use clap::{ArgAction, Parser, Subcommand, builder::FalseyValueParser};
+use clap_complete::Shell;
+
+use crate::{
+    Endpoint, LinePrefix, NumaBinding, RankFilter, SignalList, StreamChoice,
+    cli::{
+        help::{AFTER_HELP, EXAMPLES},
+        rendezvous_conf::RendezvousConf,
+        torchrun_only::TorchrunOnly,
+        values,
+    },
+    job::status::StatusArgs,
+    spec::{nodes, word::word},
+};
+
+/// Starts one process per rank of a training program, on one host or several, and ends them all when one fails.
+#[derive(Parser, Debug)]
+#[command(name = "fsdp-launch", version, after_long_help = AFTER_HELP, after_help = EXAMPLES)]
+#[command(override_usage = "fsdp-launch [OPTIONS] PROGRAM [ARGS]...\n       fsdp-launch status [RUN] [--json]")]
+#[command(next_help_heading = "Ranks", args_override_self = true, subcommand_help_heading = "Instead of a program")]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true, disable_help_subcommand = true)]
+pub struct Args {
+    /// Ranks to start on this host: a number, `gpu` for one per GPU, `cpu` for one per core, `auto` for GPUs if there
+    /// are any, else cores
+    #[arg(long, alias = "nproc_per_node", allow_negative_numbers = true, value_name = "N", default_value = "1")]
+    #[arg(value_parser = values::process_count)]
+    #[arg(env = "PET_NPROC_PER_NODE", hide_env = true)]
+    pub nproc_per_node: usize,
+
+    /// Hosts: a number, or the fewest and the most that a run may go on with
+    #[arg(long, value_name = "N|MIN:MAX", allow_negative_numbers = true, default_value = "1")]
+    #[arg(value_parser = nodes::nnodes)]
+    #[arg(env = "PET_NNODES", hide_env = true)]
+    pub nnodes: (u32, u32),
+
+    /// This host's place among them [default: as they come]
+    #[arg(long, alias = "node_rank", allow_negative_numbers = true, value_name = "N", value_parser = nodes::node_rank)]
+    #[arg(env = "PET_NODE_RANK", hide_env = true)]
+    pub node_rank: Option<u32>,
+
+    /// ROLE_NAME of the ranks
+    #[arg(long, value_name = "NAME", default_value = "default", value_parser = word)]
+    #[arg(env = "PET_ROLE", hide_env = true)]
+    pub role: String,
+
+    /// Set LOCAL_RANK=0 for every rank, and CUDA_VISIBLE_DEVICES to the one GPU that is its own
+    #[arg(long, alias = "virtual_local_rank", action = ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
+    #[arg(env = "PET_VIRTUAL_LOCAL_RANK", hide_env = true)]
+    pub virtual_local_rank: bool,
+
+    /// Give every rank its own share of the cores to run on
+    #[arg(long, alias = "pin_cores")]
+    pub pin_cores: bool,
+
+    /// Run every rank near to the GPU of its local rank. Without GPUs, ranks take one NUMA node after the other
+    #[arg(long, alias = "numa_binding", value_name = "WHERE", value_enum, conflicts_with = "pin_cores")]
+    #[arg(env = "PET_NUMA_BINDING", hide_env = true)]
+    pub numa_binding: Option<NumaBinding>,
+
+    /// Run PROGRAM as a Python module (`python3 -u -m PROGRAM`)
+    #[arg(short, long, action = ArgAction::SetTrue, value_parser = FalseyValueParser::new(), help_heading = "Program")]
+    #[arg(env = "PET_MODULE", hide_env = true, conflicts_with_all = ["no_python", "run_path"])]
+    pub module: bool,
+
+    /// Execute PROGRAM itself, also if its name ends in .py
+    #[arg(long, alias = "no_python", action = ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
+    #[arg(help_heading = "Program")]
+    #[arg(env = "PET_NO_PYTHON", hide_env = true)]
+    pub no_python: bool,
+
+    /// Run PROGRAM, an absolute path, with Python's runpy.run_path
+    #[arg(long, alias = "run_path", action = ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
+    #[arg(help_heading = "Program")]
+    #[arg(env = "PET_RUN_PATH", hide_env = true)]
+    pub run_path: bool,
+
+    /// Print the environment and the command of each rank, and start nothing
+    #[arg(long, alias = "dry_run", help_heading = "Program")]
+    pub dry_run: bool,
+
+    /// Where the ranks reach rank 0 [default: 127.0.0.1, of several hosts that of rank 0]
+    #[arg(long, alias = "master_addr", value_name = "ADDRESS", value_parser = word, help_heading = "Meeting")]
+    #[arg(env = "PET_MASTER_ADDR", hide_env = true)]
+    pub master_addr: Option<String>,
+
+    /// The port there [default: one that is free]
+    #[arg(long, alias = "master_port", allow_negative_numbers = true, value_name = "PORT", value_parser = values::port)]
+    #[arg(env = "PET_MASTER_PORT", hide_env = true, help_heading = "Meeting")]
+    pub master_port: Option<NonZeroU16>,
+
+    /// This host's address for the others
+    #[arg(long, alias = "local_addr", value_name = "ADDRESS", value_parser = word, help_heading = "Meeting")]
+    #[arg(env = "PET_LOCAL_ADDR", hide_env = true)]
+    pub local_addr: Option<String>,
+
+    /// One host, a free port and a run id of its own: ignores the --rdzv options
+    #[arg(long, action = ArgAction::SetTrue, value_parser = FalseyValueParser::new(), help_heading = "Meeting")]
+    #[arg(env = "PET_STANDALONE", hide_env = true)]
+    pub standalone: bool,
+
+    /// The run's id, TORCHELASTIC_RUN_ID [default: one that no other run has]
+    #[arg(long, alias = "rdzv_id", value_name = "ID", help_heading = "Meeting")]
+    #[arg(env = "PET_RDZV_ID", hide_env = true)]
+    pub rdzv_id: Option<String>,
+
+    /// How hosts meet. On one host, `static` takes --rdzv-endpoint for MASTER_ADDR and MASTER_PORT, and with `c10d`
+    /// the endpoint must be this host. On several, `static` needs --node-rank, and host 0 holds the rendezvous
+    #[arg(long, alias = "rdzv_backend", value_name = "NAME", default_value = "static")]
+    #[arg(value_parser = ["static", "c10d"])]
+    #[arg(env = "PET_RDZV_BACKEND", hide_env = true, help_heading = "Meeting")]
+    pub rdzv_backend: String,
+
+    /// Where hosts meet: the same on all of them, an address of one [port: 29400; static: --master-addr and
+    /// --master-port]
+    #[arg(long, alias = "rdzv_endpoint", value_name = "HOST[:PORT]", help_heading = "Meeting")]
+    #[arg(env = "PET_RDZV_ENDPOINT", hide_env = true)]
+    pub rdzv_endpoint: Option<Endpoint>,
+
+    /// join_timeout=600,last_call_timeout=30,keep_alive_interval=5,keep_alive_max_attempt=3 (in seconds),
+    /// is_host=true|false
+    #[arg(long, alias = "rdzv_conf", value_name = "KEY=VALUE,...", default_value = "", help_heading = "Meeting")]
+    #[arg(env = "PET_RDZV_CONF", hide_env = true, hide_default_value = true)]
+    pub rdzv_conf: RendezvousConf,
+
+    /// The secret that all hosts share, at least 16 bytes; hosts that are this one need none
+    #[arg(long, alias = "rdzv_token_file", value_name = "FILE", help_heading = "Meeting")]
+    #[arg(env = "PET_RDZV_TOKEN_FILE", hide_env = true)]
+    pub rdzv_token_file: Option<PathBuf>,
+
+    /// How often all ranks start again after one has failed; never after Ctrl-C
+    #[arg(long, alias = "max_restarts", allow_negative_numbers = true, value_name = "N", default_value = "0")]
+    #[arg(value_parser = values::restarts)]
+    #[arg(env = "PET_MAX_RESTARTS", hide_env = true, help_heading = "Failure")]
+    pub max_restarts: u32,
+
+    /// How long ranks that are asked to end have until they are killed [default: $TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else
+    /// 30]
+    #[arg(long, alias = "shutdown_timeout", allow_negative_numbers = true, value_name = "SECONDS")]
+    #[arg(value_parser = values::seconds, help_heading = "Failure")]
+    #[arg(env = "PET_SHUTDOWN_TIMEOUT", hide_env = true)]
+    pub shutdown_timeout: Option<Duration>,
+
+    /// A rank whose heartbeat has stopped for so long hangs, and has failed (0: never). Programs that use fsdp-core
+    /// have a heartbeat
+    #[arg(long, alias = "heartbeat_timeout", allow_negative_numbers = true, value_name = "SECONDS")]
+    #[arg(default_value = "15", value_parser = values::seconds)]
+    #[arg(env = "PET_HEARTBEAT_TIMEOUT", hide_env = true, help_heading = "Failure")]
+    pub heartbeat_timeout: Duration,
+
+    /// The signals that end the launch; the ranks get them too [default: SIGTERM,SIGINT,SIGHUP,SIGQUIT, but for those
+    /// that are ignored, as SIGHUP is under nohup]
+    #[arg(long, alias = "signals_to_handle", value_name = "NAMES", help_heading = "Failure")]
+    #[arg(env = "PET_SIGNALS_TO_HANDLE", hide_env = true)]
+    pub signals_to_handle: Option<SignalList>,
+
+    /// Keep what the ranks print, in `DIR/<run id>/attempt_<n>/<local rank>/stdout.log` and stderr.log. All of it,
+    /// unless --tee or --redirects says what
+    #[arg(long, alias = "log_dir", value_name = "DIR", help_heading = "Output")]
+    #[arg(env = "PET_LOG_DIR", hide_env = true)]
+    pub log_dir: Option<PathBuf>,
+
+    /// Print to log files and not here: 0 nothing, 1 stdout, 2 stderr, 3 both, or by local rank: 0:1,1:3
+    #[arg(short, long, value_name = "STREAMS", allow_negative_numbers = true, help_heading = "Output")]
+    #[arg(env = "PET_REDIRECTS", hide_env = true)]
+    pub redirects: Option<StreamChoice>,
+
+    /// Print to log files and here; values as for --redirects
+    #[arg(short, long, value_name = "STREAMS", allow_negative_numbers = true, help_heading = "Output")]
+    #[arg(env = "PET_TEE", hide_env = true)]
+    pub tee: Option<StreamChoice>,
+
+    /// Show only these local ranks here: 0,2
+    #[arg(
+        long,
+        alias = "local_ranks_filter",
+        allow_negative_numbers = true,
+        value_name = "RANKS",
+        default_value = "",
+        help_heading = "Output"
+    )]
+    #[arg(env = "PET_LOCAL_RANKS_FILTER", hide_env = true, hide_default_value = true)]
+    pub local_ranks_filter: RankFilter,
+
+    /// What stands before each line: ${role_name}, ${local_rank}, ${rank}, ${hostname} [default:
+    /// $TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, else "[rank ${rank}] "]
+    #[arg(long, alias = "log_line_prefix_template", value_name = "TEXT", help_heading = "Output")]
+    #[arg(env = "PET_LOG_LINE_PREFIX_TEMPLATE", hide_env = true)]
+    pub log_line_prefix_template: Option<LinePrefix>,
+
+    #[command(flatten, next_help_heading = "Accepted, without effect")]
+    pub(crate) torchrun_only: TorchrunOnly,
+
+    /// Print the completions of a shell for this command
+    #[arg(long, alias = "print_completion", value_name = "SHELL", help_heading = "Shell")]
+    pub print_completion: Option<Shell>,
+
+    /// The program, by name or by path, and its arguments
+    #[arg(required_unless_present = "print_completion", trailing_var_arg = true, value_names = ["PROGRAM", "ARGS"])]
+    #[arg(num_args = 1.., help_heading = "Arguments")]
+    pub command: Vec<OsString>,
+
+    /// What to do instead of launching a program.
+    #[command(subcommand)]
+    pub action: Option<Action>,
+}
+
+/// What the command does besides launching. Programs of these names are launched by a path: `./status`.
+#[derive(Subcommand, Clone, Debug)]
+pub enum Action {
+    /// Show the runs of this user on this host: their ranks, and what each of them does
+    Status(StatusArgs),
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    fn parse(line: &str) -> std::result::Result<Args, clap::Error> {
+        Args::try_parse_from(line.split(' '))
+    }
+
+    #[test]
+    fn what_follows_the_program_belongs_to_it() {
+        let args = parse("fsdp-launch --nproc_per_node 2 train -x --nproc-per-node 7 -- --help").unwrap();
+        assert_eq!(args.nproc_per_node, 2);
+        assert_eq!(args.command, ["train", "-x", "--nproc-per-node", "7", "--", "--help"]);
+        assert_eq!(parse("fsdp-launch -- -odd name").unwrap().command, ["-odd", "name"]);
+    }
+
+    #[test]
+    fn both_spellings_of_every_option() {
+        Args::command().debug_assert();
+        for arg in Args::command().get_arguments() {
+            if let Some(long) = arg.get_long().filter(|long| long.contains('-')) {
+                assert_eq!(arg.get_all_aliases(), Some(vec![long.replace('-', "_").as_str()]), "--{long}");
+            }
+        }
+        for line in [
+            "l --nproc-per-node=3 --master-addr=a --master-port=7 --rdzv-id=r --shutdown-timeout=0.5 p",
+            "l --nproc_per_node=3 --master_addr=a --master_port=7 --rdzv_id=r --shutdown_timeout=0.5 p",
+        ] {
+            let args = parse(line).unwrap();
+            assert_eq!((args.nproc_per_node, args.master_addr.as_deref()), (3, Some("a")));
+            assert_eq!(args.master_port.map(u16::from), Some(7));
+            assert_eq!((args.rdzv_id.as_deref(), args.shutdown_timeout), (Some("r"), Some(Duration::from_millis(500))));
+        }
+    }
+}

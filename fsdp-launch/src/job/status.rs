@@ -1,0 +1,180 @@
+//! `fsdp-launch status`: the runs of this user on this host, and how their ranks are.
+
+use std::{
+    fmt,
+    path::Path,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use fsdp_core::heartbeat::{self, Age};
+use serde::Serialize;
+
+use crate::{
+    Error, Result,
+    job::file::{JobFile, RankFile},
+    report::{process::ProcessState, whereabouts::Whereabouts},
+};
+
+/// The arguments of `fsdp-launch status`.
+#[derive(clap::Args, Clone, Debug)]
+pub struct StatusArgs {
+    /// Only the runs whose id begins so
+    #[arg(value_name = "RUN")]
+    pub run: Option<String>,
+
+    /// Print one JSON array with all that is known
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// A run as it is now.
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct RunStatus {
+    /// `TORCHELASTIC_RUN_ID`.
+    pub run_id: String,
+    /// The program.
+    pub program: String,
+    /// Its arguments.
+    pub args: Vec<String>,
+    /// The process that this host's ranks were started by.
+    pub launcher_pid: u32,
+    /// What the launcher waits for, if it can't start ranks yet: the coordinator, or other hosts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub waiting: Option<String>,
+    /// How often ranks were started before: `FSDP_ATTEMPT`.
+    pub attempt: u32,
+    /// How many of the restarts that are allowed were used.
+    pub restarts: u32,
+    /// How many are allowed.
+    pub max_restarts: u32,
+    /// How long ago the attempt, or the waiting, began.
+    pub age: Age,
+    /// The number of ranks, on all hosts; 0 as long as it waits.
+    pub world_size: usize,
+    /// The number of launchers that take part; 0 as long as it waits.
+    pub hosts: usize,
+    /// The ranks of this host.
+    pub ranks: Vec<RankStatus>,
+}
+
+/// A rank as it is now.
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct RankStatus {
+    /// The rank.
+    pub rank: usize,
+    /// Its process, which may be a script around the one that tells.
+    pub pid: u32,
+    /// What it does.
+    #[serde(flatten)]
+    pub at: Whereabouts,
+}
+
+/// The runs of this user on this host, the oldest first; with `run` those whose id is that, or, if there is none,
+/// begins so.
+///
+/// # Errors
+/// [`Error::NoRun`] when there are none.
+pub fn status(run: Option<&str>) -> Result<Vec<RunStatus>> {
+    status_in(&std::env::temp_dir(), run)
+}
+
+fn status_in(temp: &Path, run: Option<&str>) -> Result<Vec<RunStatus>> {
+    let mut jobs =
+        JobFile::running(temp).map_err(Error::system("look for runs in the directory for temporary files"))?;
+    if let Some(run) = run {
+        let mut known: Vec<String> = jobs.iter().map(|job| job.run_id.clone()).collect();
+        known.sort();
+        known.dedup();
+        let is_exact = jobs.iter().any(|job| job.run_id == run);
+        jobs.retain(|job| if is_exact { job.run_id == run } else { job.run_id.starts_with(run) });
+        if jobs.is_empty() {
+            return Err(Error::NoRun { run: Some(run.to_owned()), known });
+        }
+    }
+    if jobs.is_empty() {
+        return Err(Error::NoRun { run: None, known: Vec::new() });
+    }
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    Ok(jobs.into_iter().map(|job| of_run(job, now)).collect())
+}
+
+fn of_run(job: JobFile, now: Duration) -> RunStatus {
+    RunStatus {
+        age: Age(now.saturating_sub(Duration::from_secs(job.since))),
+        run_id: job.run_id,
+        program: job.program,
+        args: job.args,
+        launcher_pid: job.launcher.pid,
+        waiting: job.waiting,
+        attempt: job.attempt,
+        restarts: job.restarts,
+        max_restarts: job.max_restarts,
+        world_size: job.world_size,
+        hosts: job.hosts,
+        ranks: job.ranks.iter().map(of_rank).collect(),
+    }
+}
+
+fn of_rank(rank: &RankFile) -> RankStatus {
+    // The launcher may have ended since, and its boards with it.
+    let told = rank.board.as_ref().and_then(|path| heartbeat::read(path).ok()).unwrap_or_default();
+    let own = rank.process.find();
+    let mut at = Whereabouts::of(rank.process.pid, told);
+    if own.is_none() || at.process.is_none() {
+        at.process = own;
+    }
+    RankStatus { rank: rank.rank, pid: rank.process.pid, at }
+}
+
+impl fmt::Display for RunStatus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let shown = |text: &str| text.chars().map(|c| if c.is_control() { '?' } else { c }).collect::<String>();
+        let command: Vec<String> = std::iter::once(&self.program).chain(&self.args).map(|word| shown(word)).collect();
+        writeln!(f, "run {}: {}", shown(&self.run_id), command.join(" "))?;
+        let before = if self.waiting.is_some() { "before " } else { "" };
+        write!(f, "  launcher pid {}, {before}attempt {} for {}", self.launcher_pid, self.attempt, self.age)?;
+        write!(f, ", restarts used: {} of at most {}", self.restarts, self.max_restarts)?;
+        if let Some(waiting) = &self.waiting {
+            return write!(f, "\n  {}", shown(waiting));
+        }
+        if self.hosts > 1 {
+            write!(f, ", {} ranks on {} hosts, here:", self.world_size, self.hosts)?;
+        }
+        let head = ["rank", "pid", "state", "memory", "step", "heartbeat", "what it does"].map(String::from);
+        let rows: Vec<[String; 7]> = std::iter::once(head).chain(self.ranks.iter().map(row)).collect();
+        let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+        let widths: Vec<usize> = (0..6).map(width).collect();
+        for row in &rows {
+            write!(f, "\n ")?;
+            for (cell, &width) in row.iter().zip(&widths) {
+                write!(f, " {cell:<width$} ")?;
+            }
+            write!(f, " {}", row[6])?;
+        }
+        Ok(())
+    }
+}
+
+fn row(rank: &RankStatus) -> [String; 7] {
+    let (told, process) = (&rank.at.told, &rank.at.process);
+    let unknown = || "-".to_owned();
+    [
+        rank.rank.to_string(),
+        rank.pid.to_string(),
+        process.as_ref().map_or(ProcessState::Ended, |process| process.state).to_string(),
+        process.as_ref().map_or_else(unknown, |process| size(process.resident_bytes)),
+        told.step.as_ref().map_or_else(unknown, |step| step.number.to_string()),
+        told.beat.map_or_else(unknown, |age| format!("{age} ago")),
+        rank.at.doing(),
+    ]
+}
+
+/// A number of bytes for people.
+fn size(bytes: u64) -> String {
+    match bytes >> 20 {
+        mib @ 0..1024 => format!("{mib} MiB"),
+        _ => format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30)),
+    }
+}

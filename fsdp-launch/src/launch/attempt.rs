@@ -1,0 +1,152 @@
+//! One attempt of a launch: all ranks from their start to their end.
+
+use std::{
+    io::{self, IsTerminal},
+    path::Path,
+    process::Stdio,
+    sync::mpsc::{Receiver, Sender},
+};
+
+use fsdp_core::heartbeat::Age;
+use rustix::process::Pid;
+
+use crate::{
+    Console, RankReport, Result,
+    job::{file::JobFile, guard::Guard},
+    output::{
+        Outputs,
+        logs::{Destination, destinations, hidden_stderr},
+    },
+    rank::{
+        cores,
+        environment::{Job, hostname},
+        orphans,
+        worker::Worker,
+    },
+    rendezvous::News,
+    report::{error_file::read_message, log_end::LogEnd},
+    watch::{
+        event::Event,
+        supervise::{Cause, Sign, supervise},
+    },
+};
+
+/// How an attempt ended.
+pub(crate) struct Attempt {
+    pub(crate) cause: Cause,
+    /// Every rank of this host, in order.
+    pub(crate) ranks: Vec<RankReport>,
+    /// Nothing of it is left.
+    pub(crate) is_gone: bool,
+    /// A signal asked the launcher to end, even if that was not the cause.
+    pub(crate) interrupted: Option<i32>,
+    /// What was heard of other hosts.
+    pub(crate) news: Vec<News>,
+}
+
+/// What others should hear before the attempt has ended.
+pub(crate) enum Told {
+    /// This rank failed first, and the others are about to be ended.
+    Failed(RankReport),
+    /// The launcher received this signal, and the ranks are about to be ended.
+    Leaving(i32),
+    /// This rank of the world has ended with exit code 0.
+    Done(usize),
+}
+
+/// Starts the ranks of `job`, in the guard's care, and waits until nothing of them is left. What `fsdp-launch status`
+/// shows is written into `temp_dir`. What others should hear meanwhile goes to `tell`.
+pub(crate) fn run(
+    job: &Job<'_>,
+    temp_dir: &Path,
+    guard: &mut Guard,
+    sender: &Sender<Event>,
+    events: &Receiver<Event>,
+    mut tell: impl FnMut(Told),
+) -> Result<Attempt> {
+    let spec = job.spec;
+    // What one rank lacks shows before any of them is started.
+    (0..spec.nproc_per_node).try_for_each(|rank| job.variables(rank).and(cores::of_rank(spec, rank)).map(drop))?;
+    let mut outputs = Outputs::new(sender.clone())?;
+    let (mut workers, mut news) = (Vec::new(), Vec::new());
+    if let Err(error) = start(job, guard, &mut workers, &mut outputs) {
+        // Those that were started are killed.
+        drop(workers);
+        orphans::end(job.launch_id, guard.pid().as_slice());
+        guard.forget();
+        outputs.finish(events, 0, None, &mut news);
+        return Err(error);
+    }
+    JobFile::of(job, &workers).offer(temp_dir);
+    let mut tell = |sign: Sign<'_>| match sign {
+        Sign::Failed(worker) => tell(Told::Failed(report(job, worker))),
+        Sign::Leaving(signal) => tell(Told::Leaving(signal)),
+        Sign::Done(rank) => tell(Told::Done(rank)),
+    };
+    let keep: Vec<Pid> = workers.iter().map(|worker| worker.pid).chain(guard.pid()).collect();
+    let ended = supervise(&mut workers, job, events, &keep, &mut tell);
+    orphans::end(job.launch_id, &keep);
+    news.extend(ended.news);
+    let mut interrupted = outputs.finish(events, ended.streams, ended.interrupted, &mut news);
+    while let Ok(event) = events.try_recv() {
+        match event {
+            Event::Interrupted(signal) => interrupted = Some(signal),
+            Event::News(heard) => news.push(heard),
+            Event::ChildEnded | Event::OutputEnded => {}
+        }
+    }
+    let is_gone = workers.iter().all(Worker::is_gone);
+    if is_gone {
+        guard.forget();
+    }
+    Ok(Attempt {
+        cause: ended.cause,
+        ranks: workers.iter().map(|worker| report(job, worker)).collect(),
+        is_gone,
+        interrupted,
+        news,
+    })
+}
+
+/// Starts all ranks, and the printing of what they print.
+fn start(job: &Job<'_>, guard: &mut Guard, workers: &mut Vec<Worker>, outputs: &mut Outputs) -> Result<()> {
+    let spec = job.spec;
+    let has_terminal = io::stderr().is_terminal();
+    for rank in 0..spec.nproc_per_node {
+        let [stdout, stderr] = destinations(&spec.logs, job.log_dir, rank)?;
+        // A terminal of its own: rank 0's progress bar shows.
+        let shares_stderr = rank == 0 && has_terminal && matches!(stderr, Destination::Console);
+        let (stdout, stdout_copy) = stdout.open();
+        let (stderr, stderr_copy) = if shares_stderr { (Stdio::inherit(), None) } else { stderr.open() };
+        let (worker, (stdout, stderr)) = Worker::start(job, rank, stdout, stderr)?;
+        guard.watch(worker.pid);
+        workers.push(worker);
+        let prefix = spec.logs.line_prefix.of(&spec.role, job.rank(rank), rank);
+        if let Some(stream) = stdout {
+            outputs.forward(rank, &prefix, stream.into(), Console::Stdout, stdout_copy)?;
+        }
+        if let Some(stream) = stderr {
+            outputs.forward(rank, &prefix, stream.into(), Console::Stderr, stderr_copy)?;
+        }
+    }
+    Ok(())
+}
+
+/// What became of a rank, as far as it is known.
+fn report(job: &Job<'_>, worker: &Worker) -> RankReport {
+    let failed = worker.ended_after.is_none() && worker.end.is_some_and(|end| !end.is_success());
+    let hidden = if failed { hidden_stderr(&job.spec.logs, job.log_dir, worker.local_rank) } else { None };
+    RankReport {
+        rank: worker.rank,
+        host: hostname(),
+        pid: worker.pid.as_raw_pid(),
+        end: worker.end,
+        ended_at: worker.ended_at.map(|(at, _)| at),
+        after: worker.ended_at.map(|(_, after)| Age(after)),
+        request: worker.ended_after,
+        silent_for: worker.silent_for.map(Age),
+        whereabouts: worker.whereabouts.clone().map(Box::new),
+        message: read_message(&job.error_file(worker.local_rank)),
+        stderr: hidden.as_deref().and_then(LogEnd::of),
+    }
+}

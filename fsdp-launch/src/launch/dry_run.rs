@@ -1,0 +1,81 @@
+//! `--dry-run`: what would be started, as lines that a shell understands.
+
+use std::{ffi::OsStr, fmt::Write, os::unix::ffi::OsStrExt, path::Path};
+
+use crate::{
+    LaunchSpec, Result,
+    launch::ids::{master_port, run_id},
+    rank::{cores, environment::Job},
+    rendezvous::Place,
+};
+
+/// For each rank of this host the variables it is given and its command, one shell command a rank. Nothing is started;
+/// the port and the run id are such as a launch would choose, and of several hosts all are taken to be like this one.
+///
+/// # Errors
+/// As [`launch`](crate::launch), as far as they show before a rank is started.
+pub fn dry_run(spec: &LaunchSpec) -> Result<String> {
+    let mut place = Place::alone(&run_id(spec)?, spec.nproc_per_node, master_port(spec)?);
+    let mut text = String::new();
+    if let Some(meeting) = &spec.rendezvous {
+        let hosts = meeting.nnodes.1 as usize;
+        place.group_rank = meeting.node_rank.unwrap_or(0) as usize;
+        (place.group_world_size, place.machines) = (hosts, hosts);
+        place.first_rank = place.group_rank * spec.nproc_per_node;
+        place.first_role_rank = place.first_rank;
+        place.world_size = hosts * spec.nproc_per_node;
+        place.role_world_size = place.world_size;
+        place.master_addr.clone_from(&meeting.endpoint.host);
+        line(&mut text, format_args!("# host {} of {hosts}, if all are like this one", place.group_rank));
+    }
+    if let Some(address) = &spec.master_addr {
+        place.master_addr.clone_from(address);
+    }
+    let job = Job { spec, place: &place, launch_id: "", log_dir: None, error_dir: Path::new("") };
+    for rank in 0..spec.nproc_per_node {
+        line(&mut text, format_args!("# rank {}", job.rank(rank)));
+        for (name, value) in job.variables(rank)? {
+            // The launch makes the file's directory, and reads the file.
+            if name != "TORCHELASTIC_ERROR_FILE" {
+                line(&mut text, format_args!("{name}={} \\", quoted(&value)));
+            }
+        }
+        let mut words: Vec<String> = Vec::new();
+        if let Some(cores) = cores::of_rank(spec, rank)? {
+            let cores: Vec<String> = cores.iter().map(usize::to_string).collect();
+            words.extend(["taskset".into(), "--cpu-list".into(), cores.join(",")]);
+        }
+        words.push(quoted(spec.program.as_os_str()));
+        words.extend(spec.args.iter().map(|arg| quoted(arg)));
+        line(&mut text, format_args!("{}", words.join(" ")));
+    }
+    Ok(text)
+}
+
+fn line(text: &mut String, arguments: std::fmt::Arguments<'_>) {
+    // Writing to a string does not fail.
+    writeln!(text, "{arguments}").ok();
+}
+
+fn quoted(word: &OsStr) -> String {
+    let plain = |byte: &u8| byte.is_ascii_alphanumeric() || b"-_./:,=@%+".contains(byte);
+    let text = word.to_string_lossy();
+    if !word.is_empty() && word.as_bytes().iter().all(plain) {
+        return text.into_owned();
+    }
+    format!("'{}'", text.replace('\'', r"'\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_survive_a_shell() {
+        for word in ["plain", "", "two words", "it's", "$HOME `x` \"y\"", "a\nb", "*"] {
+            let script = format!("printf %s {}", quoted(OsStr::new(word)));
+            let output = std::process::Command::new("sh").args(["-c", &script]).output().unwrap();
+            assert_eq!(String::from_utf8(output.stdout).unwrap(), word);
+        }
+    }
+}

@@ -1,0 +1,315 @@
+//! A launch from its start to its outcome.
+
+mod attempt;
+pub(crate) mod dry_run;
+mod ids;
+mod member;
+mod waiting;
+
+use std::{
+    collections::VecDeque,
+    path::PathBuf,
+    sync::{
+        Arc,
+        mpsc::{self, Receiver, Sender},
+    },
+    time::SystemTime,
+};
+
+use rustix::process::{getpid, set_child_subreaper};
+
+use crate::{
+    Cause, Error, Failure, LaunchSpec, Outcome, RankReport, Result,
+    job::{
+        file::JobFile,
+        guard::Guard,
+        temp_dir::{TempDir, sweep},
+    },
+    launch::{
+        attempt::{Attempt, Told},
+        ids::{master_port, run_id, unique_id},
+        member::member,
+        waiting::{Next, Reason, next},
+    },
+    output::logs::{create_attempt_dir, create_run_dir},
+    rank::environment::{Job, hostname},
+    rendezvous::{Ended, FromAgent, Listener, Membership, News, Place, Rules, ToAgent, Verdict},
+    report::{end::name_of, outcome::stuck},
+    watch::{event::Event, signals::SignalWatch, supervise},
+};
+
+/// Starts the ranks of `spec`, prints what they print, and returns when nothing of them is left. When a rank fails
+/// they all end, and start again as often as the spec allows. That a rank fails is an [`Outcome`], not an error.
+///
+/// With [`rendezvous`](LaunchSpec::rendezvous) it waits for the other hosts' launchers first, and ends, restarts and
+/// fails together with them.
+///
+/// It is made to be the one thing a process does: call it from the main thread (the ranks are killed when the thread
+/// that called it ends), once at a time. It takes over the [`signals`](LaunchSpec::signals), SIGCHLD and SIGXFSZ, and
+/// makes the process the parent of its orphaned descendants.
+///
+/// # Errors
+/// When the ranks can't be started; none is left running then.
+pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
+    let mut launch = Launch::begin(spec)?;
+    loop {
+        let outcome = match launch.next() {
+            Next::Start(place) => launch.attempt(&place)?,
+            Next::End(verdict) => Some(launch.end(verdict)),
+            Next::Failed(failure) => Some(launch.outcome(Cause::Failed(failure))),
+            Next::Gone(how) => launch.meet_again(how)?,
+            Next::Interrupted(signal) => Some(launch.leave(signal)),
+        };
+        if let Some(outcome) = outcome {
+            return Ok(outcome);
+        }
+    }
+}
+
+/// A launch under way. What is dropped first stands first.
+struct Launch<'a> {
+    spec: &'a LaunchSpec,
+    /// Of the coordinator that made it up; should it go and this launcher hold the next rendezvous, the run is still
+    /// the same.
+    run_id: String,
+    membership: Membership,
+    temp_dir: TempDir,
+    /// From before there is the directory until after it is removed: the launcher may be killed at any moment.
+    guard: Guard,
+    /// An id that no other launch has.
+    id: String,
+    sender: Sender<Event>,
+    events: Receiver<Event>,
+    _signals: SignalWatch,
+    /// What was heard and has not been looked at.
+    pending: VecDeque<News>,
+    /// The number of the next attempt, as far as it is known here.
+    attempts: u32,
+    /// How many restarts were used, and how many of them the user was told of.
+    restarts: u32,
+    restarts_told: u32,
+    /// What stopped the attempt before.
+    why: Option<Reason>,
+    run_dir: Option<PathBuf>,
+    /// Every rank of this host, of the last attempt; none before the first.
+    ranks: Vec<RankReport>,
+}
+
+impl<'a> Launch<'a> {
+    fn begin(spec: &'a LaunchSpec) -> Result<Self> {
+        let run_id = run_id(spec)?;
+        let (sender, events) = mpsc::channel();
+        let signals = SignalWatch::start(&spec.signals, sender.clone())?;
+        // So that what a rank leaves behind is ours to reap: the first process of a container often does not.
+        set_child_subreaper(Some(getpid())).map_err(Error::system("become the parent of orphaned processes"))?;
+        let id = unique_id();
+        let parent = std::env::temp_dir();
+        sweep(&parent);
+        let guard = Guard::start(&TempDir::path_of(&parent, &id), &id);
+        let temp_dir = TempDir::create(&parent, &id)
+            .map_err(Error::system("make a directory for temporary files, whose place TMPDIR names"))?;
+        let membership = meet(spec, &run_id, 0, 0, &sender)?;
+        Ok(Launch {
+            spec,
+            run_id,
+            membership,
+            temp_dir,
+            guard,
+            id,
+            sender,
+            events,
+            _signals: signals,
+            pending: VecDeque::new(),
+            attempts: 0,
+            restarts: 0,
+            restarts_told: 0,
+            why: None,
+            run_dir: None,
+            ranks: Vec::new(),
+        })
+    }
+
+    /// Waits for what comes after an attempt, or first.
+    fn next(&mut self) -> Next {
+        let since = SystemTime::now();
+        let show = |what: &str| {
+            let job = JobFile::new(self.spec, &self.run_id, self.attempts, self.restarts, since);
+            JobFile { waiting: Some(what.to_owned()), ..job }.offer(self.temp_dir.path());
+        };
+        next(self.spec, &mut self.pending, &mut self.why, &self.events, show)
+    }
+
+    /// The coordinator is gone, as is told by `how`: waits for another, unless that is the end.
+    fn meet_again(&mut self, how: String) -> Result<Option<Outcome>> {
+        // It may have said before why it goes.
+        let before = self.why.take();
+        let how = before.as_ref().map_or(how.clone(), |first| format!("{}\n  then {how}", first.text));
+        // As the coordinator counts: the loss of a host that may be missing is free, but a failure was to be counted,
+        // and is not when the coordinator goes.
+        let (min, max) = self.spec.nnodes();
+        let costs = min == max || before.is_some_and(|first| first.costs);
+        self.why = Some(Reason { text: how.clone(), costs: false });
+        if costs {
+            let allowed = self.spec.max_restarts;
+            if self.restarts >= allowed {
+                let why = format!("{how}\n  that costs a restart, and all of --max-restarts {allowed} are used");
+                return Ok(Some(self.outcome(Cause::Failed(Failure::Meeting { why }))));
+            }
+            self.restarts += 1;
+        }
+        tracing::warn!("{how}: waiting for it to come back");
+        self.membership.part();
+        self.membership = meet(self.spec, &self.run_id, self.attempts, self.restarts, &self.sender)?;
+        Ok(None)
+    }
+
+    /// Starts the ranks of this host in their `place`, waits for their end, and tells how that was; an outcome if this
+    /// launcher has nothing more to do.
+    fn attempt(&mut self, place: &Place) -> Result<Option<Outcome>> {
+        if place.attempt > 0 && self.attempts > 0 {
+            tell_restart(self.spec, place, self.why.take().map(|why| why.text), self.restarts_told);
+        }
+        self.restarts_told = place.restarts;
+        self.run_id.clone_from(&place.run_id);
+        (self.attempts, self.restarts) = (place.attempt + 1, place.restarts);
+        let attempt = match self.run_ranks(place) {
+            Ok(attempt) => attempt,
+            Err(error) => {
+                self.membership.say(FromAgent::NotStarted { attempt: place.attempt, why: error.to_string() });
+                if self.ranks.is_empty() {
+                    return Err(error);
+                }
+                // The end that is heard next tells what came before.
+                self.ranks.clear();
+                return Ok(None);
+            }
+        };
+        self.ranks = attempt.ranks;
+        if let Some(why) = &mut self.why {
+            stuck(&self.ranks, None).iter().for_each(|line| why.text += &format!("\n  {line}"));
+        }
+        for heard in attempt.news {
+            match heard {
+                News::Said(ToAgent::Stop { why: text, costs, .. }) => {
+                    self.why.get_or_insert(Reason { text, costs });
+                }
+                heard => self.pending.push_back(heard),
+            }
+        }
+        let may_restart = attempt.is_gone && attempt.interrupted.is_none();
+        let result = match attempt.cause {
+            supervise::Cause::Interrupted(signal) => return Ok(Some(self.leave(signal))),
+            supervise::Cause::Succeeded => Ended::Succeeded,
+            supervise::Cause::Stopped => Ended::Stopped { may_restart },
+            supervise::Cause::RankFailed(first) => match self.ranks.get(first).cloned() {
+                Some(report) => {
+                    self.why.get_or_insert_with(|| failed(&report));
+                    Ended::Failed { report: Box::new(report.for_others()), may_restart }
+                }
+                None => Ended::Stopped { may_restart: false },
+            },
+        };
+        let leaves = attempt.interrupted.filter(|_| self.spec.rendezvous.is_some());
+        // Who leaves with nothing left behind is lost to the others, and no reason for them to end.
+        if leaves.is_none() || !attempt.is_gone || matches!(result, Ended::Succeeded) {
+            // Of an attempt that failed, the old port may still be in use.
+            let master_port = master_port(self.spec)?;
+            self.membership.say(FromAgent::Ended { attempt: place.attempt, result, master_port });
+        }
+        Ok(leaves.map(|signal| self.leave(signal)))
+    }
+
+    fn run_ranks(&mut self, place: &Place) -> Result<Attempt> {
+        let spec = self.spec;
+        if self.run_dir.is_none() {
+            // Hosts may share the directory.
+            let host = spec.rendezvous.as_ref().map(|_| format!("_{}", hostname()));
+            let name = place.run_id.clone() + &host.unwrap_or_default();
+            self.run_dir = create_run_dir(&spec.logs, spec.nproc_per_node, &name)?;
+        }
+        let log_dir = self.run_dir.as_ref().map(|dir| create_attempt_dir(dir, place.attempt, spec.nproc_per_node));
+        let log_dir = match log_dir.transpose() {
+            // The disk may be full by now, which is no reason to end a run.
+            Err(error) if !self.ranks.is_empty() => {
+                tracing::warn!("this attempt has no log files: {error}");
+                None
+            }
+            made => made?,
+        };
+        let (log_dir, error_dir) = (log_dir.as_deref(), self.temp_dir.path());
+        let job = Job { spec, place, launch_id: &self.id, log_dir, error_dir };
+        tracing::debug!(?spec, ?place, "launching");
+        let (membership, why, attempt) = (&self.membership, &mut self.why, place.attempt);
+        let tell = |told: Told| match told {
+            Told::Failed(report) => {
+                *why = Some(failed(&report));
+                membership.say(FromAgent::Failed { attempt, report: Box::new(report.for_others()) });
+            }
+            Told::Leaving(signal) => membership.say(FromAgent::Leaving { attempt, why: stopped_by(signal) }),
+            // Ranks meet only within a machine; where each has one launcher, nobody else's wait for this one.
+            Told::Done(rank) if place.machines < place.group_world_size => {
+                membership.say(FromAgent::RankDone { attempt, rank });
+            }
+            Told::Done(_) => {}
+        };
+        attempt::run(&job, error_dir, &mut self.guard, &self.sender, &self.events, tell)
+    }
+
+    /// The launcher was asked to end by `signal`, and says so.
+    fn leave(&mut self, signal: i32) -> Outcome {
+        self.membership.say(FromAgent::Leave { why: stopped_by(signal) });
+        self.outcome(Cause::Interrupted(signal))
+    }
+
+    fn end(&mut self, verdict: Verdict) -> Outcome {
+        let cause = verdict.failure.map_or(Cause::Succeeded, Cause::Failed);
+        Outcome { setbacks: verdict.setbacks, restarts: verdict.restarts, ..self.outcome(cause) }
+    }
+
+    fn outcome(&mut self, cause: Cause) -> Outcome {
+        Outcome {
+            cause,
+            ranks: std::mem::take(&mut self.ranks),
+            shutdown_timeout: self.spec.shutdown_timeout,
+            setbacks: Vec::new(),
+            restarts: self.restarts,
+            max_restarts: self.spec.max_restarts,
+            log_dir: self.run_dir.clone(),
+        }
+    }
+}
+
+/// Begins to take part, with so many attempts and restarts behind it.
+fn meet(spec: &LaunchSpec, run_id: &str, attempts: u32, restarts: u32, events: &Sender<Event>) -> Result<Membership> {
+    let member = member(spec, attempts, restarts)?;
+    let events = events.clone();
+    let listener: Listener = Arc::new(move |news| events.send(Event::News(news)).is_ok());
+    Membership::start(spec.rendezvous.as_ref(), Rules::of(spec, run_id), member, listener)
+}
+
+/// Says that all ranks start again, and why.
+fn tell_restart(spec: &LaunchSpec, place: &Place, why: Option<String>, restarts_before: u32) {
+    let why = why.unwrap_or_else(|| "the hosts have changed".into());
+    let count = if place.restarts > restarts_before {
+        format!(", restart {} of at most {}", place.restarts, spec.max_restarts)
+    } else {
+        String::new()
+    };
+    let hosts = place.group_world_size;
+    let places = if spec.rendezvous.is_some() {
+        let counted = |count: usize, name: &str| format!("{count} {name}{}", if count == 1 { "" } else { "s" });
+        format!(": {} on {}", counted(place.world_size, "rank"), counted(hosts, "node"))
+    } else {
+        String::new()
+    };
+    tracing::warn!("{why}\n  starting all ranks again{count}{places}");
+}
+
+/// A rank of this host has failed.
+fn failed(report: &RankReport) -> Reason {
+    Reason { text: Failure::Rank(report.clone()).to_string(), costs: true }
+}
+
+fn stopped_by(signal: i32) -> String {
+    format!("is gone: its launcher was stopped by {}", name_of(signal))
+}

@@ -1,0 +1,258 @@
+//! From what the user typed to an executable: a path, a target of the Cargo workspace at hand, a neighbour of the
+//! launcher, or a name in `PATH`.
+
+pub(crate) mod nearest;
+mod path;
+pub(crate) mod python;
+
+use std::{
+    env,
+    ffi::{OsStr, OsString},
+    io::{self, BufReader},
+    os::unix::ffi::OsStrExt,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use cargo_metadata::{Message, MetadataCommand, PackageId, TargetKind};
+
+use crate::{
+    Error, Result,
+    program::{
+        nearest::nearest,
+        path::{check_path, find_in_path, runnable},
+    },
+    rank::environment::forget_cargo_run,
+};
+
+/// The executable that `program` means.
+///
+/// With a `/` in it, it is a path. A name is a binary or example of the Cargo workspace that the current directory is
+/// in, which is built in release mode first (Cargo's messages go to stderr); else an executable beside the running one;
+/// else one of `PATH`.
+///
+/// # Errors
+/// [`Error::ProgramNotFound`], [`Error::ProgramPath`], [`Error::NotAFile`] and [`Error::NotExecutable`] where there is
+/// nothing to run; [`Error::AmbiguousTarget`] where two packages have a target of the name; [`Error::Build`] where
+/// Cargo fails.
+pub fn find_program(program: &OsStr) -> Result<PathBuf> {
+    match locate(program)? {
+        Located::Executable(path) => Ok(path),
+        Located::Target(target) => target.build(),
+    }
+}
+
+/// What [`find_program`] would return, and the command that it would build it with; nothing is built.
+///
+/// # Errors
+/// As [`find_program`], less those of a build.
+pub(crate) fn plan_program(program: &OsStr) -> Result<(PathBuf, Option<String>)> {
+    Ok(match locate(program)? {
+        Located::Executable(path) => (path, None),
+        Located::Target(target) => (target.executable.clone(), Some(target.build_command())),
+    })
+}
+
+enum Located {
+    Executable(PathBuf),
+    Target(Target),
+}
+
+fn locate(program: &OsStr) -> Result<Located> {
+    if program.as_bytes().contains(&b'/') {
+        return check_path(PathBuf::from(program)).map(Located::Executable);
+    }
+    let (workspace, meant) = match find_target(program)? {
+        Found::Target(target) => return Ok(Located::Target(target)),
+        Found::Nothing { places, meant } => (places, meant),
+    };
+    let beside = env::current_exe().ok().and_then(|exe| exe.parent().map(Path::to_owned));
+    let found = beside.as_ref().map(|dir| dir.join(program)).filter(|it| runnable(it));
+    if let Some(found) = found.or_else(|| find_in_path(program)) {
+        tracing::debug!(program = ?found, "found");
+        return Ok(Located::Executable(found));
+    }
+    let here =
+        Path::new(program).is_file().then(|| format!(". There is a file of that name here: ./{}", program.display()));
+    let meant = meant.map(|name| format!(". Did you mean {name}?"));
+    Err(Error::ProgramNotFound {
+        workspace,
+        beside: beside.map_or("beside fsdp-launch".into(), |dir| format!("beside fsdp-launch, in {}", dir.display())),
+        hint: here.or(meant).unwrap_or_default(),
+        name: program.into(),
+    })
+}
+
+enum Found {
+    Target(Target),
+    Nothing {
+        /// Where it was looked for, in words.
+        places: String,
+        /// A target of a similar name.
+        meant: Option<String>,
+    },
+}
+
+impl Found {
+    fn nothing(places: String) -> Self {
+        Found::Nothing { places, meant: None }
+    }
+}
+
+/// A binary or example of the workspace.
+struct Target {
+    name: String,
+    example: bool,
+    package: PackageId,
+    package_name: String,
+    package_dir: PathBuf,
+    /// Whether it is built with `--workspace`: where `cargo build` there means all members, and no other package has a
+    /// target of this name and kind.
+    with_all: bool,
+    /// Where Cargo puts it, unless it is told to build for another target.
+    executable: PathBuf,
+}
+
+fn find_target(name: &OsStr) -> Result<Found> {
+    let here = env::current_dir().map_err(Error::system("read the current directory"))?;
+    // Starting Cargo to learn that there is no workspace would cost each launch more than the launch itself.
+    let Some(root) = here.ancestors().find(|dir| dir.join("Cargo.toml").is_file()) else {
+        return Ok(Found::nothing(format!("a Cargo workspace, but {} is in none", here.display())));
+    };
+    let Some(name) = name.to_str() else {
+        return Ok(Found::nothing("the Cargo workspace, whose targets are all named in UTF-8".into()));
+    };
+    let metadata = match read_metadata() {
+        Ok(metadata) => metadata,
+        Err(reason) => {
+            tracing::debug!(%reason, "no workspace");
+            return Ok(Found::nothing(format!(
+                "the Cargo workspace of {}, which can't be read: {reason}",
+                root.display()
+            )));
+        }
+    };
+    let (mut targets, others): (Vec<_>, Vec<_>) =
+        runnable_targets(&metadata).into_iter().partition(|it| it.name == name);
+    if targets.len() > 1 {
+        // As Cargo does: in a package's directory its own target is meant; and a binary comes before an example.
+        let closest = targets.iter().filter(|it| here.starts_with(&it.package_dir)).map(depth).max();
+        if closest.is_some() {
+            targets.retain(|it| here.starts_with(&it.package_dir) && Some(depth(it)) == closest);
+        }
+        if targets.iter().any(|it| !it.example) {
+            targets.retain(|it| !it.example);
+        }
+    }
+    if targets.len() > 1 {
+        let packages = targets.into_iter().map(|it| it.package_name).collect();
+        return Err(Error::AmbiguousTarget { name: name.into(), packages });
+    }
+    let nothing = || Found::Nothing {
+        places: format!("the binaries and examples of the Cargo workspace {}", metadata.workspace_root),
+        meant: nearest(name, others.iter().map(|it| it.name.as_str())).map(str::to_owned),
+    };
+    Ok(targets.pop().map_or_else(nothing, Found::Target))
+}
+
+fn depth(target: &Target) -> usize {
+    target.package_dir.components().count()
+}
+
+fn read_metadata() -> std::result::Result<cargo_metadata::Metadata, String> {
+    let mut command = MetadataCommand::new().cargo_path(cargo()).no_deps().cargo_command();
+    forget_cargo_run(&mut command);
+    let output = command.output().map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => "there is no cargo in PATH".into(),
+        _ => format!("cargo can't be started: {error}"),
+    })?;
+    if !output.status.success() {
+        return Err(String::from_utf8_lossy(&output.stderr).trim().to_owned());
+    }
+    MetadataCommand::parse(String::from_utf8_lossy(&output.stdout)).map_err(|error| error.to_string())
+}
+
+fn runnable_targets(metadata: &cargo_metadata::Metadata) -> Vec<Target> {
+    let mut found = Vec::new();
+    for package in metadata.workspace_packages() {
+        for target in &package.targets {
+            let example = target.kind.contains(&TargetKind::Example)
+                && target.crate_types.iter().any(|it| it.to_string() == "bin");
+            if example || target.kind.contains(&TargetKind::Bin) {
+                let directory = metadata.target_directory.join("release");
+                let directory = if example { directory.join("examples") } else { directory };
+                found.push(Target {
+                    executable: directory.join(&target.name).into(),
+                    name: target.name.clone(),
+                    example,
+                    package: package.id.clone(),
+                    package_name: package.name.to_string(),
+                    package_dir: package.manifest_path.parent().map_or_else(PathBuf::new, |dir| dir.into()),
+                    with_all: true,
+                });
+            }
+        }
+    }
+    let names: Vec<_> = found.iter().map(|it| (it.name.clone(), it.example)).collect();
+    // Cargo before 1.71 does not tell.
+    let all_are_default = metadata.workspace_default_members.is_missing()
+        || metadata.workspace_default_packages().len() == metadata.workspace_packages().len();
+    for target in &mut found {
+        let of_its_name = names.iter().filter(|(name, example)| (name, *example) == (&target.name, target.example));
+        target.with_all = all_are_default && of_its_name.count() == 1;
+    }
+    found
+}
+
+impl Target {
+    fn kind(&self) -> &'static str {
+        if self.example { "--example" } else { "--bin" }
+    }
+
+    /// For the eyes: the id in place of the package's name is what makes it the only one.
+    fn build_command(&self) -> String {
+        let packages = if self.with_all { "--workspace".into() } else { format!("-p {}", self.package_name) };
+        format!("cargo build --release {packages} {} {}", self.kind(), self.name)
+    }
+
+    fn build(&self) -> Result<PathBuf> {
+        let shown = self.build_command();
+        tracing::debug!(command = %shown, "building");
+        let mut command = Command::new(cargo());
+        command.args(["build", "--release"]);
+        // With the features that `cargo build` and `cargo test` there choose: else much would be compiled once more.
+        match self.with_all {
+            true => command.arg("--workspace"),
+            false => command.args(["-p", &self.package.repr]),
+        };
+        command.args([self.kind(), &self.name]);
+        command.arg("--message-format=json-render-diagnostics").stdin(Stdio::null()).stdout(Stdio::piped());
+        forget_cargo_run(&mut command);
+        let mut cargo = command.spawn().map_err(Error::system("start cargo"))?;
+        let mut executable = None;
+        if let Some(stdout) = cargo.stdout.take() {
+            for message in Message::parse_stream(BufReader::new(stdout)) {
+                match message.map_err(Error::system("read cargo's messages"))? {
+                    Message::CompilerArtifact(artifact)
+                        if artifact.package_id == self.package
+                            && artifact.target.name == self.name
+                            && artifact.target.kind.contains(&TargetKind::Example) == self.example =>
+                    {
+                        executable = artifact.executable.or(executable);
+                    }
+                    _ => {}
+                }
+            }
+        }
+        let status = cargo.wait().map_err(Error::system("wait for cargo"))?;
+        if !status.success() {
+            return Err(Error::Build { command: shown, status });
+        }
+        executable.map(PathBuf::from).ok_or(Error::NoExecutable { command: shown })
+    }
+}
+
+/// Inside `cargo run` the Cargo that runs us, else the one of `PATH`.
+fn cargo() -> OsString {
+    env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
+}

@@ -1,0 +1,165 @@
+//! The environment of a rank: what `torchrun` sets, so that a program can't tell the two launchers apart.
+
+use std::{ffi::OsString, path::Path, process::Command};
+
+use crate::{
+    LaunchSpec, Result,
+    rank::{cores, gpus},
+    rendezvous::Place,
+};
+
+/// What all ranks of an attempt on this host have in common.
+pub(crate) struct Job<'a> {
+    pub(crate) spec: &'a LaunchSpec,
+    pub(crate) place: &'a Place,
+    /// An id that no other launch has.
+    pub(crate) launch_id: &'a str,
+    /// The directory of the attempt's logs, if there are any.
+    pub(crate) log_dir: Option<&'a Path>,
+    /// Without logs: the directory of the files in which ranks record the error that ended them.
+    pub(crate) error_dir: &'a Path,
+}
+
+impl Job<'_> {
+    /// The rank in the world of a rank of this host.
+    pub(crate) fn rank(&self, local_rank: usize) -> usize {
+        self.place.first_rank + local_rank
+    }
+
+    /// The file in which a rank may record its error.
+    pub(crate) fn error_file(&self, local_rank: usize) -> std::path::PathBuf {
+        if let Some(dir) = self.log_dir {
+            return dir.join(local_rank.to_string()).join("error.json");
+        }
+        self.error_dir.join(format!("attempt-{}-rank-{local_rank}.json", self.place.attempt))
+    }
+
+    /// What is set for a rank, the variables of torchrun's documentation in its order first.
+    ///
+    /// # Errors
+    /// [`Error::Usage`](crate::Error::Usage) where the rank should see one GPU but there is none for it.
+    pub(crate) fn variables(&self, local_rank: usize) -> Result<Vec<(&'static str, OsString)>> {
+        let (spec, place) = (self.spec, self.place);
+        let text = |number: usize| OsString::from(number.to_string());
+        let shown_local_rank = if spec.virtual_local_rank { 0 } else { local_rank };
+        let mut variables: Vec<(&str, OsString)> = vec![
+            ("LOCAL_RANK", text(shown_local_rank)),
+            ("RANK", text(self.rank(local_rank))),
+            ("GROUP_RANK", text(place.group_rank)),
+            ("ROLE_RANK", text(place.first_role_rank + local_rank)),
+            ("ROLE_NAME", spec.role.as_str().into()),
+            ("LOCAL_WORLD_SIZE", text(spec.nproc_per_node)),
+            ("WORLD_SIZE", text(place.world_size)),
+            ("GROUP_WORLD_SIZE", text(place.group_world_size)),
+            ("ROLE_WORLD_SIZE", text(place.role_world_size)),
+            ("MASTER_ADDR", place.master_addr.as_str().into()),
+            ("MASTER_PORT", text(place.master_port.into())),
+            ("TORCHELASTIC_RESTART_COUNT", place.restarts.to_string().into()),
+            ("TORCHELASTIC_MAX_RESTARTS", spec.max_restarts.to_string().into()),
+            ("TORCHELASTIC_RUN_ID", place.run_id.as_str().into()),
+            ("TORCHELASTIC_ERROR_FILE", self.error_file(local_rank).into()),
+            ("FSDP_HOSTS", text(place.machines)),
+            ("FSDP_ATTEMPT", place.attempt.to_string().into()),
+        ];
+        if spec.virtual_local_rank {
+            let device = gpus::only_device_of(local_rank).map_err(|expected| crate::Error::Usage {
+                flag: "--virtual-local-rank",
+                value: "true".into(),
+                expected,
+            })?;
+            variables.push(("CUDA_VISIBLE_DEVICES", device.into()));
+        }
+        let threads = (cores::count() / spec.nproc_per_node).max(1).to_string();
+        let defaults = [
+            ("RAYON_NUM_THREADS", threads.as_str()),
+            ("OMP_NUM_THREADS", &threads),
+            ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        ];
+        let unset = defaults.into_iter().filter(|(name, _)| std::env::var_os(name).is_none());
+        variables.extend(unset.map(|(name, value)| (name, value.into())));
+        Ok(variables)
+    }
+
+    /// Gives `command` the environment of a rank.
+    ///
+    /// # Errors
+    /// As [`variables`](Self::variables).
+    pub(crate) fn apply(&self, local_rank: usize, command: &mut Command) -> Result<()> {
+        forget_cargo_run(command);
+        // Of a torchrun around us: its agent would hold the store at MASTER_PORT. Ours is held by rank 0.
+        command.env_remove("TORCHELASTIC_USE_AGENT_STORE");
+        command.envs(self.variables(local_rank)?);
+        Ok(())
+    }
+}
+
+/// The name of this host.
+pub(crate) fn hostname() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
+}
+
+/// Takes out of `command`'s environment what `cargo run` set for the launcher: a build started from here would see
+/// other values than one started by hand and build anew, and a rank would take the launcher's package for its own.
+pub(crate) fn forget_cargo_run(command: &mut Command) {
+    for (name, _) in std::env::vars_os() {
+        let is_ours = name.to_str().is_some_and(|name| {
+            name.starts_with("CARGO_PKG_")
+                || name.starts_with("CARGO_BIN_EXE_")
+                || matches!(
+                    name,
+                    "CARGO_MANIFEST_DIR"
+                        | "CARGO_MANIFEST_PATH"
+                        | "CARGO_MANIFEST_LINKS"
+                        | "CARGO_BIN_NAME"
+                        | "CARGO_CRATE_NAME"
+                        | "CARGO_PRIMARY_PACKAGE"
+                        | "CARGO_TARGET_TMPDIR"
+                        | "CARGO_MAKEFLAGS"
+                        | "OUT_DIR"
+                )
+        });
+        if is_ours {
+            command.env_remove(name);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_reads_what_the_launcher_sets() {
+        let spec = LaunchSpec::new("p", 4);
+        let place = Place {
+            attempt: 2,
+            restarts: 1,
+            group_rank: 1,
+            group_world_size: 3,
+            first_rank: 2,
+            world_size: 9,
+            first_role_rank: 1,
+            role_world_size: 5,
+            machines: 3,
+            ..Place::alone("run", 4, 4000)
+        };
+        let job = Job { spec: &spec, place: &place, launch_id: "id", log_dir: None, error_dir: Path::new("/errors") };
+        let variables = job.variables(3).unwrap();
+        let of =
+            |name: &str| variables.iter().find(|(have, _)| *have == name).map(|(_, value)| value.to_string_lossy());
+        for (name, value) in [
+            ("GROUP_RANK", "1"),
+            ("GROUP_WORLD_SIZE", "3"),
+            ("ROLE_RANK", "4"),
+            ("ROLE_WORLD_SIZE", "5"),
+            ("FSDP_HOSTS", "3"),
+            ("TORCHELASTIC_ERROR_FILE", "/errors/attempt-2-rank-3.json"),
+        ] {
+            assert_eq!(of(name).as_deref(), Some(value), "{name}");
+        }
+        let env = fsdp_core::RankEnv::from_vars(|name| of(name).map(Into::into)).unwrap();
+        assert_eq!((env.rank, env.world_size, env.local_rank, env.local_world_size), (5, 9, 3, 4));
+        assert_eq!((env.master_addr.as_str(), env.master_port), ("127.0.0.1", 4000));
+        assert_eq!((env.run_id.as_str(), env.attempt, env.restart_count), ("run", 2, 1));
+    }
+}

@@ -1,0 +1,132 @@
+//! What the kernel refuses to run is an error. `execvp`, by which the standard library starts programs, gives it to a
+//! shell instead, and a damaged program then runs as a script, for as long as its bytes make sense.
+
+use std::{
+    collections::BTreeMap,
+    env,
+    ffi::{CString, OsStr, OsString, c_char},
+    fs::File,
+    io::{self, Read},
+    os::unix::{ffi::OsStrExt, process::CommandExt},
+    path::Path,
+    process::Command,
+    ptr,
+};
+
+/// So many bytes tell a script from anything else.
+const HEAD: u64 = 256;
+
+/// Makes `command` start what its path names, or not at all. To be called last: the environment that it has now is the
+/// one that counts.
+///
+/// A script without a `#!` line is left to the shell, as ever.
+pub(crate) fn only_what_runs(command: &mut Command) -> io::Result<()> {
+    let program = command.get_program();
+    // A name is looked for in PATH by who starts it.
+    if !program.as_bytes().contains(&b'/') || is_for_a_shell(Path::new(program)) {
+        return Ok(());
+    }
+    let words = Strings::of(std::iter::once(program).chain(command.get_args()).map(OsStr::to_owned))?;
+    let mut variables: BTreeMap<OsString, OsString> = env::vars_os().collect();
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => variables.insert(name.to_owned(), value.to_owned()),
+            None => variables.remove(name),
+        };
+    }
+    let variables = variables.into_iter().map(|(mut name, value)| {
+        name.push("=");
+        name.push(value);
+        name
+    });
+    let variables = Strings::of(variables)?;
+    let exec = move || {
+        let (argv, envp) = (words.as_ptr(), variables.as_ptr());
+        // SAFETY: both end with a null pointer, and the pointers before it lead to strings that live in this closure;
+        // the first is the program's path.
+        unsafe { libc::execve(*argv, argv, envp) };
+        Err(io::Error::last_os_error())
+    };
+    // SAFETY: the hook runs between fork and exec, where only async-signal-safe calls are allowed: execve is one, and
+    // an error made of a code allocates nothing.
+    unsafe {
+        command.pre_exec(exec);
+    }
+    Ok(())
+}
+
+/// Text without a `#!` line.
+fn is_for_a_shell(path: &Path) -> bool {
+    let mut head = Vec::new();
+    let read = File::open(path).and_then(|file| file.take(HEAD).read_to_end(&mut head));
+    read.is_ok() && !head.is_empty() && !head.starts_with(b"#!") && is_text(&head)
+}
+
+/// Whether a file that begins so may be text: UTF-8, of whose last character the end may be missing, without control
+/// characters but those that part words and lines.
+fn is_text(head: &[u8]) -> bool {
+    let is_control = |byte: &u8| byte.is_ascii_control() && !b"\t\n\r\x0c".contains(byte);
+    let is_utf8 = str::from_utf8(head).err().is_none_or(|error| error.error_len().is_none());
+    is_utf8 && !head.iter().any(is_control)
+}
+
+/// Strings as C has them.
+struct Strings {
+    /// To each, and a null pointer.
+    pointers: Vec<*const c_char>,
+    _strings: Vec<CString>,
+}
+
+// SAFETY: the pointers lead to memory that the value owns and that nobody changes.
+unsafe impl Send for Strings {}
+// SAFETY: as above.
+unsafe impl Sync for Strings {}
+
+impl Strings {
+    fn of(strings: impl Iterator<Item = OsString>) -> io::Result<Self> {
+        let strings: Vec<CString> = strings.map(|it| CString::new(it.as_bytes())).collect::<Result<_, _>>()?;
+        let pointers = strings.iter().map(|it| it.as_ptr()).chain([ptr::null()]).collect();
+        Ok(Strings { pointers, _strings: strings })
+    }
+
+    fn as_ptr(&self) -> *const *const c_char {
+        self.pointers.as_ptr()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_has_characters_and_no_control_bytes() {
+        let umlaut = "\u{fc}".as_bytes();
+        for text in [&b"echo a\tb\r\n\x0c"[..], umlaut, &umlaut[..1], &[b"a", &umlaut[..1]].concat()] {
+            assert!(is_text(text), "{text:?}");
+        }
+        for other in [&b"\x7fELF"[..], b"\0", b"\x1f\x8b\x08", b"echo \x1b[0m", &umlaut[1..], b"\xfc\n"] {
+            assert!(!is_text(other), "{other:?}");
+        }
+    }
+
+    #[test]
+    fn a_program_gets_its_words_and_its_environment() {
+        let mut command = Command::new("/usr/bin/env");
+        command.env_remove("PATH").env("FSDP_TEST_A", "b c").env("FSDP_TEST_B", "");
+        only_what_runs(&mut command).unwrap();
+        let output = command.output().unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        let lines: Vec<&str> = text.lines().collect();
+        assert!(lines.contains(&"FSDP_TEST_A=b c") && lines.contains(&"FSDP_TEST_B="), "{text}");
+        assert!(!lines.iter().any(|line| line.starts_with("PATH=")), "{text}");
+
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", "echo \"$0|$1|$#\"", "a b", ""]);
+        only_what_runs(&mut command).unwrap();
+        assert_eq!(command.output().unwrap().stdout, b"a b||1\n");
+        // A name is looked for in PATH.
+        let mut command = Command::new("true");
+        only_what_runs(&mut command).unwrap();
+        assert!(command.status().unwrap().success());
+    }
+}

@@ -1,0 +1,66 @@
+//! What does not change while a launch lasts, and whom it keeps out.
+
+use std::time::Duration;
+
+use crate::{
+    LaunchSpec,
+    rendezvous::{keep_alive::KeepAlive, message::Member},
+    spec::nodes::nnodes_text,
+};
+
+/// What does not change while a launch lasts.
+#[derive(Clone, Debug)]
+pub(crate) struct Rules {
+    pub(crate) run_id: String,
+    /// The fewest and the most agents.
+    pub(crate) nnodes: (u32, u32),
+    pub(crate) max_restarts: u32,
+    pub(crate) keep_alive: Option<KeepAlive>,
+    /// How long to wait for the fewest.
+    pub(crate) join_timeout: Duration,
+    /// How long to wait for more than the fewest.
+    pub(crate) last_call_timeout: Duration,
+}
+
+impl Rules {
+    /// Of the launch of `spec`; without other hosts nothing is waited for.
+    pub(crate) fn of(spec: &LaunchSpec, run_id: &str) -> Self {
+        let forever = Duration::MAX;
+        let meeting = spec.rendezvous.as_ref();
+        let times = meeting.map_or((forever, forever), |it| (it.join_timeout, it.last_call_timeout));
+        Rules {
+            run_id: run_id.to_owned(),
+            nnodes: spec.nnodes(),
+            max_restarts: spec.max_restarts,
+            keep_alive: meeting.map(KeepAlive::of),
+            join_timeout: times.0,
+            last_call_timeout: times.1,
+        }
+    }
+
+    /// Why `member` can't take part beside those that are `there`, if it can't.
+    pub(crate) fn refusal<'a>(&self, member: &Member, mut there: impl Iterator<Item = &'a Member>) -> Option<String> {
+        if let Some(id) = member.run_id.as_ref().filter(|id| **id != self.run_id) {
+            return Some(format!("the run here is {:?}, not {id:?} (--rdzv-id)", self.run_id));
+        }
+        if member.nnodes != self.nnodes {
+            let (ours, its) = (nnodes_text(self.nnodes), nnodes_text(member.nnodes));
+            return Some(format!("the run here has --nnodes {ours}, not {its}"));
+        }
+        if member.max_restarts != self.max_restarts {
+            let (ours, its) = (self.max_restarts, member.max_restarts);
+            return Some(format!("the run here has --max-restarts {ours}, not {its}"));
+        }
+        // Whoever gives fewer than another expects would be given up while it lives.
+        if let (Some(ours), Some(its)) = (self.keep_alive, member.keep_alive)
+            && ours != its
+        {
+            return Some(format!("the run here has --rdzv-conf {ours}, not {its}"));
+        }
+        let taken = there.find(|it| it.node_rank.is_some() && it.node_rank == member.node_rank);
+        taken.map(|it| {
+            let rank = member.node_rank.unwrap_or_default();
+            format!("--node-rank {rank} is taken by {}: every host has its own", it.host)
+        })
+    }
+}

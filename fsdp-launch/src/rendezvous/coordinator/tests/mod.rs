@@ -1,0 +1,329 @@
+//! Agents that come, go, fail and succeed, and a clock that is turned by hand.
+
+mod hall;
+
+use hall::{GRACE, Hall, KEEP_ALIVE, LAST_CALL, report};
+use proptest::prelude::*;
+
+use super::*;
+use crate::rendezvous::keep_alive::KeepAlive;
+
+#[test]
+fn that_a_rank_is_done_is_passed_on_within_its_machine() {
+    let mut hall = Hall::new((4, 4), 0);
+    for id in 0..4 {
+        // The last is elsewhere.
+        hall.join_as(id, |member| member.machine = format!("machine{}", id / 3));
+    }
+    hall.end(2, Ended::Succeeded);
+    for attempt in [0, 1] {
+        hall.say(0, FromAgent::RankDone { attempt, rank: 1 });
+    }
+    let told = |id: AgentId| {
+        let heard = hall.agents[&id].0.iter();
+        heard.filter(|it| matches!(it, ToAgent::RankDone { attempt: 0, rank: 1 })).count()
+    };
+    // Not to who said it, whose ranks are all done, nor elsewhere; and nothing of another attempt.
+    assert_eq!([0, 1, 2, 3].map(told), [0, 1, 0, 0]);
+}
+
+#[test]
+fn one_agent_starts_at_once_and_restarts_by_itself() {
+    let mut hall = Hall::new((1, 1), 1);
+    hall.join(0);
+    let place = hall.place(0).unwrap();
+    assert_eq!((place.attempt, place.world_size, place.master_port), (0, 2, 1000));
+    hall.fail(0, "a");
+    let place = hall.place(0).unwrap();
+    assert_eq!((place.attempt, place.restarts, place.master_port), (1, 1, 2000));
+    hall.fail(0, &"b".repeat(1000));
+    let verdict = hall.verdict(0).unwrap();
+    assert_eq!(verdict.failure, Some(Failure::Rank(report(&"b".repeat(1000)))));
+    assert_eq!((verdict.restarts, verdict.setbacks.len(), verdict.setbacks[0].attempt), (1, 1, 0));
+}
+
+#[test]
+fn ranks_follow_node_ranks_and_then_the_order_of_coming() {
+    let mut hall = Hall::new((3, 3), 0);
+    hall.join_as(0, |it| (it.role, it.ranks) = ("a".into(), 1));
+    hall.join_as(1, |it| (it.role, it.node_rank) = ("b".into(), Some(0)));
+    assert!(hall.place(0).is_none());
+    hall.join_as(2, |it| (it.role, it.ranks) = ("a".into(), 4));
+    let of = |id| {
+        let place = hall.place(id).unwrap();
+        let role = (place.first_role_rank, place.role_world_size);
+        (place.group_rank, place.first_rank, role, place.master_addr.as_str(), place.master_port)
+    };
+    assert_eq!(of(1), (0, 0, (0, 2), "10.0.0.1", 1001));
+    assert_eq!(of(0), (1, 2, (0, 5), "10.0.0.1", 1001));
+    assert_eq!(of(2), (2, 3, (1, 5), "10.0.0.1", 1001));
+    assert_eq!(hall.place(0).map(|place| (place.world_size, place.group_world_size, place.machines)), Some((7, 3, 3)));
+    (0..3).for_each(|id| hall.end(id, Ended::Succeeded));
+    assert!((0..3).all(|id| hall.verdict(id).unwrap().failure.is_none()));
+}
+
+#[test]
+fn one_failure_stops_and_restarts_all_without_a_last_call() {
+    let mut hall = Hall::new((1, 4), 1);
+    hall.join(0);
+    hall.join(1);
+    assert!(!hall.is_running(0));
+    hall.pass(LAST_CALL);
+    hall.end(0, Ended::Succeeded);
+    hall.fail(1, "x");
+    assert!(hall.is_running(0) && hall.is_running(1) && hall.place(0).unwrap().attempt == 1);
+    // The first word counts; what the same agent finds out later replaces it, an echo does not.
+    hall.say(1, FromAgent::Failed { attempt: 1, report: Box::new(report("first")) });
+    hall.fail(0, "echo");
+    let failure = hall.verdict(1).unwrap().failure.clone();
+    assert!(failure.is_some_and(|failure| failure.to_string().contains("first")));
+}
+
+#[test]
+fn a_lost_agent_costs_a_restart_unless_enough_are_left() {
+    let mut hall = Hall::new((1, 2), 0);
+    hall.join(0);
+    hall.join(1);
+    hall.lose(1);
+    assert!(!hall.is_running(0));
+    hall.pass(LAST_CALL);
+    let place = hall.place(0).unwrap();
+    assert_eq!((place.attempt, place.restarts, place.world_size), (1, 0, 2));
+    // It comes back: all start again, larger.
+    hall.join(2);
+    let place = hall.place(2).unwrap();
+    assert_eq!((place.attempt, place.first_rank, place.world_size), (2, 2, 4));
+
+    let mut fixed = Hall::new((2, 2), 1);
+    [0, 1].into_iter().for_each(|id| fixed.join(id));
+    fixed.lose(1);
+    assert!(!fixed.is_running(0) && fixed.verdict(0).is_none());
+    fixed.join(2);
+    assert_eq!(fixed.place(0).map(|place| (place.attempt, place.restarts)), Some((1, 1)));
+    fixed.lose(2);
+    assert!(fixed.verdict(0).unwrap().failure.as_ref().unwrap().to_string().contains("host2 is gone"));
+}
+
+#[test]
+fn a_loss_explains_the_failures_that_came_before_it() {
+    let mut hall = Hall::new((1, 2), 0);
+    [0, 1].into_iter().for_each(|id| hall.join(id));
+    // Its end is heard only after the others' ranks have noticed.
+    hall.agents.get_mut(&1).unwrap().1 = None;
+    hall.fail(0, "rank 2 is gone");
+    assert!(hall.verdict(0).is_none());
+    hall.lose(1);
+    hall.pass(LAST_CALL);
+    assert!(hall.is_running(0));
+}
+
+#[test]
+fn a_host_whose_ranks_do_not_end_is_never_told_to_start_again() {
+    let mut hall = Hall::new((1, 2), 5);
+    hall.join(0);
+    hall.pass(LAST_CALL);
+    // Its ranks are asked to end because another host has come.
+    hall.agents.get_mut(&0).unwrap().1 = None;
+    hall.join(1);
+    let result = Ended::Stopped { may_restart: false };
+    hall.say(0, FromAgent::Ended { attempt: 0, result, master_port: 1 });
+    let failure = hall.verdict(1).unwrap().failure.as_ref().unwrap().to_string();
+    assert!(failure.contains("host0 can't start again"), "{failure}");
+}
+
+#[test]
+fn who_had_succeeded_is_told_why_all_start_again() {
+    let mut hall = Hall::new((2, 2), 1);
+    [0, 1].into_iter().for_each(|id| hall.join(id));
+    hall.end(0, Ended::Succeeded);
+    hall.fail(1, "x");
+    let heard = &hall.agents[&0].0;
+    assert!(
+        heard
+            .iter()
+            .any(|it| matches!(it, ToAgent::Stop { attempt: 0, why, costs: true } if why.contains("failed first")))
+    );
+    assert!(hall.is_running(0) && hall.is_running(1));
+}
+
+#[test]
+fn too_few_agents_are_an_end_with_their_names() {
+    let mut hall = Hall::new((3, 3), 0);
+    hall.join(0);
+    hall.join(1);
+    hall.pass(Duration::from_secs(599));
+    assert!(hall.verdict(0).is_none());
+    hall.pass(Duration::from_secs(1));
+    let told = hall.verdict(1).unwrap().failure.as_ref().unwrap().to_string();
+    assert!(told.contains("only 2 of at least 3 nodes (host0, host1)") && told.contains("join_timeout"), "{told}");
+}
+
+#[test]
+fn who_does_not_fit_is_refused_and_who_is_one_too_many_waits() {
+    let mut hall = Hall::new((2, 2), 5);
+    hall.join_as(0, |it| it.node_rank = Some(0));
+    for part in [
+        "--node-rank 0 is taken by host0",
+        "the run here is \"run\", not \"other\"",
+        "--nnodes 2, not 1:2",
+        "--max-restarts 5, not 0",
+        "--rdzv-conf keep_alive_interval=0.5,keep_alive_max_attempt=3, not \
+            keep_alive_interval=0.5,keep_alive_max_attempt=2",
+    ] {
+        hall.join_as(9, |it| match part {
+            _ if part.contains("other") => it.run_id = Some("other".into()),
+            _ if part.contains("nnodes") => it.nnodes = (1, 2),
+            _ if part.contains("restarts") => it.max_restarts = 0,
+            _ if part.contains("keep_alive") => it.keep_alive = Some(KeepAlive { attempts: 2, ..KEEP_ALIVE }),
+            _ => it.node_rank = Some(0),
+        });
+        let Some(ToAgent::Refused { why }) = hall.agents[&9].0.last() else { panic!("{part}: taken") };
+        assert!(why.contains(part), "{why}");
+    }
+    hall.join(1);
+    hall.join(2);
+    assert!(hall.is_running(1) && !hall.is_running(2));
+    hall.lose(1);
+    assert!(hall.is_running(2) && hall.place(2).unwrap().restarts == 0);
+    hall.end(0, Ended::Succeeded);
+    hall.end(2, Ended::Succeeded);
+    hall.join(3);
+    assert!(matches!(hall.agents[&3].0.last(), Some(ToAgent::Refused { .. })));
+}
+
+#[test]
+fn what_a_coordinator_before_it_counted_is_not_forgotten() {
+    let mut hall = Hall::new((2, 2), 3);
+    hall.join_as(0, |it| (it.attempts, it.restarts) = (4, 2));
+    hall.join(1);
+    assert_eq!(hall.place(1).map(|place| (place.attempt, place.restarts)), Some((4, 2)));
+}
+
+#[test]
+fn an_agent_of_a_later_attempt_stops_the_one_that_runs_and_is_heard() {
+    let mut hall = Hall::new((1, 2), 1);
+    hall.join(0);
+    hall.pass(LAST_CALL);
+    // Of a coordinator before this one, which counted further than this one.
+    hall.join_as(1, |it| (it.attempts, it.restarts) = (3, 1));
+    let place = |hall: &Hall, id| hall.place(id).map(|place| (place.attempt, place.restarts, place.world_size));
+    assert_eq!((place(&hall, 0), place(&hall, 1)), (Some((3, 0, 4)), Some((3, 0, 4))));
+    hall.fail(1, "x");
+    assert_eq!((place(&hall, 0), place(&hall, 1)), (Some((4, 1, 4)), Some((4, 1, 4))));
+}
+
+#[test]
+fn an_agent_that_can_not_start_its_ranks_goes_and_costs_a_restart() {
+    let mut hall = Hall::new((1, 2), 1);
+    [0, 1].into_iter().for_each(|id| hall.join(id));
+    let not_started = |hall: &mut Hall, id| {
+        let attempt = hall.agents.get_mut(&id).and_then(|(_, running)| running.take()).unwrap();
+        hall.say(id, FromAgent::NotStarted { attempt, why: "no interpreter".into() });
+    };
+    not_started(&mut hall, 1);
+    let failure = hall.verdict(1).unwrap().failure.as_ref().unwrap();
+    assert_eq!(failure.to_string(), "node host1: no interpreter");
+    assert_eq!(hall.place(0).map(|place| (place.attempt, place.restarts, place.world_size)), Some((1, 1, 2)));
+    hall.join(2);
+    not_started(&mut hall, 2);
+    assert_eq!(hall.verdict(0).unwrap().failure.as_ref().unwrap().to_string(), "node host2: no interpreter");
+    assert_eq!(hall.verdict(0).unwrap().setbacks.len(), 1);
+
+    // Alone, it hears the end, and what came before it.
+    let mut alone = Hall::new((1, 1), 1);
+    alone.join(0);
+    alone.fail(0, "x");
+    not_started(&mut alone, 0);
+    let verdict = alone.verdict(0).unwrap();
+    assert_eq!((verdict.restarts, verdict.setbacks.len()), (1, 1));
+}
+
+#[test]
+fn an_agent_that_is_ending_its_ranks_stops_the_others_and_is_waited_for() {
+    let mut hall = Hall::new((1, 2), 0);
+    [0, 1].into_iter().for_each(|id| hall.join(id));
+    hall.pass(LAST_CALL);
+    let grace = hall.agents.get_mut(&1).unwrap().1.take();
+    hall.say(1, FromAgent::Leaving { attempt: grace.unwrap(), why: "is going".into() });
+    assert!(!hall.is_running(0) && hall.place(0).unwrap().attempt == 0);
+    hall.say(1, FromAgent::Leave { why: "is gone".into() });
+    hall.pass(LAST_CALL);
+    assert_eq!(hall.place(0).map(|place| (place.attempt, place.restarts, place.world_size)), Some((1, 0, 2)));
+}
+
+#[test]
+fn ranks_do_not_start_while_a_silent_host_may_have_some() {
+    let mut hall = Hall::new((1, 2), 0);
+    hall.coordinator.rules.last_call_timeout = Duration::from_secs(1);
+    [0, 1].into_iter().for_each(|id| hall.join(id));
+    hall.agents.remove(&1);
+    hall.coordinator.fall_silent(hall.now, 1, "is gone");
+    hall.deliver();
+    hall.pass(GRACE);
+    assert!(!hall.is_running(0));
+    // Not for one that comes in its place either.
+    hall.join(2);
+    assert!(!hall.is_running(0));
+    hall.pass(KEEP_ALIVE.interval);
+    assert!(hall.is_running(0) && hall.is_running(2));
+}
+
+#[test]
+fn an_agent_that_never_ends_its_ranks_is_given_up() {
+    let mut hall = Hall::new((1, 2), 1);
+    [0, 1].into_iter().for_each(|id| hall.join(id));
+    // It hears nothing of what it is told.
+    hall.agents.remove(&1);
+    hall.fail(0, "x");
+    hall.pass(GRACE + ENDING);
+    assert!(!hall.is_running(0));
+    hall.pass(Duration::from_millis(1));
+    hall.pass(LAST_CALL);
+    assert_eq!(hall.place(0).map(|place| (place.attempt, place.world_size)), Some((1, 2)));
+}
+
+proptest! {
+    /// However agents come, go, fail and succeed: no attempt overlaps another (asserted by the hall), and it ends.
+    #[test]
+    fn any_story_ends(
+        min in 1u32..4,
+        more in 0u32..3,
+        max_restarts in 0u32..4,
+        story in proptest::collection::vec((0u8..8, 0u64..6), 0..60),
+    ) {
+        let mut hall = Hall::new((min, min + more), max_restarts);
+        let mut next = 100;
+        for (what, id) in story {
+            match what {
+                0 | 1 => {
+                    hall.join(next);
+                    next += 1;
+                }
+                7 => {
+                    hall.join_as(next, |it| it.attempts = id as u32 * 3);
+                    next += 1;
+                }
+                2 => hall.pass(LAST_CALL),
+                other => {
+                    let Some(&id) = hall.agents.keys().nth(id as usize) else { continue };
+                    match other {
+                        3 => hall.lose(id),
+                        4 => hall.fail(id, "x"),
+                        6 => {
+                            if let Some(attempt) = hall.agents.get_mut(&id).and_then(|(_, running)| running.take()) {
+                                hall.say(id, FromAgent::NotStarted { attempt, why: "x".into() });
+                            }
+                        }
+                        _ => hall.end(id, Ended::Succeeded),
+                    }
+                }
+            }
+        }
+        for _ in 0..3 {
+            hall.pass(Duration::from_secs(600));
+            let ids: Vec<_> = hall.agents.keys().copied().collect();
+            ids.into_iter().for_each(|id| hall.end(id, Ended::Succeeded));
+        }
+        prop_assert!(hall.coordinator.is_over() || hall.agents.is_empty());
+    }
+}

@@ -1,0 +1,120 @@
+//! Which of the ranks' streams an option means: the values of `--redirects`, `--tee` and `--local-ranks-filter`.
+
+use std::{collections::BTreeMap, str::FromStr};
+
+/// A choice of stdout and stderr.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Streams {
+    /// stdout is meant.
+    pub stdout: bool,
+    /// stderr is meant.
+    pub stderr: bool,
+}
+
+impl Streams {
+    /// stdout and stderr.
+    pub const BOTH: Streams = Streams { stdout: true, stderr: true };
+
+    /// `torchrun`'s numbers: 0 none, 1 stdout, 2 stderr, 3 both.
+    fn from_number(text: &str) -> Option<Self> {
+        let number: u8 = text.parse().ok().filter(|&number| number <= 3)?;
+        Some(Streams { stdout: number & 1 != 0, stderr: number & 2 != 0 })
+    }
+}
+
+/// Streams of all ranks, or of each rank its own. It is read as `torchrun` reads it: `3`, or `0:3,1:2` (ranks that are
+/// not named: none).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StreamChoice {
+    /// The same of every rank.
+    EveryRank(Streams),
+    /// By local rank.
+    ByRank(BTreeMap<usize, Streams>),
+}
+
+impl Default for StreamChoice {
+    fn default() -> Self {
+        StreamChoice::EveryRank(Streams::default())
+    }
+}
+
+impl StreamChoice {
+    /// The streams of `local_rank` that are meant.
+    pub fn of(&self, local_rank: usize) -> Streams {
+        match self {
+            StreamChoice::EveryRank(streams) => *streams,
+            StreamChoice::ByRank(streams) => streams.get(&local_rank).copied().unwrap_or_default(),
+        }
+    }
+
+    /// The highest local rank that is named.
+    pub(crate) fn highest(&self) -> Option<usize> {
+        match self {
+            StreamChoice::EveryRank(_) => None,
+            StreamChoice::ByRank(streams) => streams.last_key_value().map(|(&rank, _)| rank),
+        }
+    }
+}
+
+impl FromStr for StreamChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if let Some(streams) = Streams::from_number(text) {
+            return Ok(StreamChoice::EveryRank(streams));
+        }
+        let pair = |pair: &str| {
+            let (rank, streams) = pair.split_once(':')?;
+            Some((rank.trim().parse().ok()?, Streams::from_number(streams.trim())?))
+        };
+        text.split(',').map(pair).collect::<Option<_>>().map(StreamChoice::ByRank).ok_or_else(|| {
+            "expected 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or such a number by local rank: 0:3,1:2".into()
+        })
+    }
+}
+
+/// The local ranks whose streams are shown; none named: all.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RankFilter(pub Vec<usize>);
+
+impl RankFilter {
+    /// The streams of `local_rank` are shown.
+    pub fn shows(&self, local_rank: usize) -> bool {
+        self.0.is_empty() || self.0.contains(&local_rank)
+    }
+}
+
+impl FromStr for RankFilter {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text.is_empty() {
+            return Ok(RankFilter::default());
+        }
+        let ranks = text.split(',').map(|rank| rank.trim().parse()).collect::<Result<_, _>>();
+        ranks.map(RankFilter).map_err(|_| "expected local ranks with commas between them: 0,2".into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn as_torchrun_reads_them() {
+        let choice = |text: &str| text.parse::<StreamChoice>();
+        let numbers =
+            |text: &str| [0, 1, 2].map(|rank| choice(text).unwrap().of(rank)).map(|it| (it.stdout, it.stderr));
+        assert_eq!(numbers("0"), [(false, false); 3]);
+        assert_eq!(numbers("3"), [(true, true); 3]);
+        assert_eq!(numbers("0:1,2:2"), [(true, false), (false, false), (false, true)]);
+        assert_eq!(choice("0:1,7:2").unwrap().highest(), Some(7));
+        for text in ["", "4", "-1", "both", "0:", "0:4", "0:1,", ":1", "0:1:2"] {
+            assert!(choice(text).is_err(), "{text}");
+        }
+        let filter = |text: &str| text.parse::<RankFilter>();
+        assert_eq!((filter("0,2"), filter("")), (Ok(RankFilter(vec![0, 2])), Ok(RankFilter::default())));
+        assert!(["0;1", "a", "0,", "-1"].iter().all(|text| filter(text).is_err()));
+        assert!(RankFilter::default().shows(5) && RankFilter(vec![1]).shows(1) && !RankFilter(vec![1]).shows(0));
+    }
+}

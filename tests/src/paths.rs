@@ -1,0 +1,24 @@
+//! Where the workspace and the recorded runs are.
+
+use std::path::{Path, PathBuf};
+
+/// The workspace.
+pub fn workspace() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."))
+}
+
+/// A recorded run of PyTorch FSDP2.
+pub fn golden(name: &str) -> PathBuf {
+    workspace().join("tests/golden").join(name)
+}
+
+/// The flags with which `train` repeats a recorded run, but for the batch size: sequences a rank and step make four
+/// over all ranks.
+pub fn golden_flags(name: &str) -> Vec<String> {
+    let model = golden(name).display().to_string();
+    let settings = "--seq-len 32 --steps 20 --lr 1e-3 --betas 0.9,0.95 --eps 1e-8 --weight-decay 0.1 --clip-grad-norm \
+        1.0 --lr-schedule constant --warmup-steps 0";
+    let mut flags = vec!["--data".to_string(), format!("{model}/tokens.bin"), "--model".into(), model];
+    flags.extend(settings.split(' ').map(String::from));
+    flags
+}
