@@ -407,7 +407,7 @@ fn a_gather_that_fails_leaves_none_of_its_unit_in_flight() {
         let grid = world.mesh(&[("replicate", 2), ("shard", 2)]).unwrap();
         let vars = ShardedVarMap::new(&grid.slice(&["shard"]).unwrap(), world.device());
         let all = ShardMesh::new(&world.mesh(&[("all", 4)]).unwrap()).unwrap();
-        let on_all = move |name: &str, _: &candle_core::Shape| {
+        let on_all = move |name: &str, _: &[usize]| {
             name.starts_with("b.").then(|| ShardPlacement { dim: 0, mesh: Some(all.clone()) })
         };
         let opts = FullyShard::new(&vars).shard_placement_fn(on_all);

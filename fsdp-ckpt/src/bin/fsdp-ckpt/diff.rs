@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use clap::Args;
-use fsdp_ckpt::{TensorDiff, TensorEntry, Tolerance, diff, shown};
+use fsdp_ckpt::{TensorDiff, Tolerance, diff, shown};
 
 use crate::json::print_json;
 use crate::open::open;

@@ -11,7 +11,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use bytesize::ByteSize;
-use fsdp_ckpt::{Checkpoint, Format, TensorEntry, TensorSource, shown};
+use fsdp_ckpt::{Checkpoint, Format, TensorSource, shown};
 use serde_json::{Map, Value, json};
 
 use holdings::Holdings;

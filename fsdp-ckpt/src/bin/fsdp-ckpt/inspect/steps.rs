@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use bytesize::ByteSize;
-use fsdp_ckpt::{Error, TensorEntry, TensorSource, shown};
+use fsdp_ckpt::{Error, TensorSource, shown};
 use serde_json::{Value, json};
 
 use crate::json::print_json;
