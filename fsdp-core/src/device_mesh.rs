@@ -87,7 +87,8 @@ impl DeviceMesh {
     ///     let (rows, columns) = (mesh.slice(&["shard"]).unwrap(), mesh.slice(&["replicate"]).unwrap());
     ///     assert!(mesh.covers(&rows) && !rows.covers(&mesh) && !rows.covers(&columns));
     ///     // Meshes over groups that were split from one are compared by its ranks.
-    ///     let pair = |color: usize| DeviceMesh::from_group("pair", &world.split(color, world.rank()).unwrap()).unwrap();
+    ///     let split = |color: usize| world.split(color, world.rank()).unwrap();
+    ///     let pair = |color: usize| DeviceMesh::from_group("pair", &split(color)).unwrap();
     ///     let (halves, others) = (pair(world.rank() / 2), pair(world.rank() % 2));
     ///     assert!(mesh.covers(&halves) && rows.covers(&halves) && !halves.covers(&others) && !halves.covers(&mesh));
     /// });

@@ -1,14 +1,11 @@
-//! What communicates when, what users put in its place, and what happens when it fails.
+//! What communicates when, and what users put in its place.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::{DType, Module, Tensor};
-use fsdp_candle::{
-    FullyShard, MixedPrecisionPolicy, ReduceScatter, ReshardAfterForward, ShardMesh, ShardPlacement, ShardedVarMap,
-    fully_shard, nn,
-};
-use fsdp_core::{Allocator, Buffer, ProcessGroup, ReduceOp, ScatterPart, Work};
+use fsdp_candle::{FullyShard, MixedPrecisionPolicy, ReshardAfterForward, ShardedVarMap, fully_shard, nn};
+use fsdp_core::{Buffer, Work};
 
 use crate::common::{
     Gradients, Own, Parts, WIDTH, assert_close, batch, gradients, journal, loss_of, ranks, reference, sharded, vars,
@@ -275,53 +272,6 @@ fn a_printed_model_shows_its_units_and_placements() {
     });
 }
 
-/// The identity, whose backward fails when told to.
-struct Fragile(Arc<AtomicUsize>);
-
-impl candle_core::CustomOp1 for Fragile {
-    fn name(&self) -> &'static str {
-        "fragile"
-    }
-    fn cpu_fwd(
-        &self,
-        storage: &candle_core::CpuStorage,
-        layout: &candle_core::Layout,
-    ) -> candle_core::Result<(candle_core::CpuStorage, candle_core::Shape)> {
-        Ok((storage.clone(), layout.shape().clone()))
-    }
-    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        if self.0.load(Ordering::Relaxed) > 0 {
-            candle_core::bail!("injected into backward")
-        } else {
-            Ok(Some(grad.clone()))
-        }
-    }
-}
-
-#[test]
-fn an_error_in_the_middle_of_backward_leaves_the_next_step_right() {
-    ranks(2, |world| {
-        let want = reference(&world);
-        let vars = vars(&world);
-        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
-        let fail = Arc::new(AtomicUsize::new(0));
-        let backward = || {
-            let y = model.call(|m| {
-                let x = m.blocks[0].forward(&batch(world.rank(), WIDTH))?.apply_op1(Fragile(fail.clone()))?;
-                m.head.forward(&m.blocks[1..].iter().try_fold(x, |x, block| block.forward(&x))?)
-            });
-            model.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap())
-        };
-        for _ in 0..2 {
-            fail.store(1, Ordering::Relaxed);
-            assert!(backward().unwrap_err().to_string().contains("injected into backward"));
-            assert!(vars.params().iter().all(|param| !param.is_unsharded()));
-            fail.store(0, Ordering::Relaxed);
-            assert_close(&gradients(&vars, &backward().unwrap()), &want, 0.);
-        }
-    });
-}
-
 #[test]
 fn collectives_come_in_the_order_that_overlaps_them_and_parameters_go_when_they_should() {
     ranks(2, |world| {
@@ -351,115 +301,5 @@ fn collectives_come_in_the_order_that_overlaps_them_and_parameters_go_when_they_
             assert_eq!(*entries.lock().unwrap(), [&forward[..], &backward[..]].concat(), "step {step}");
         }
         assert_eq!(unsharded(), [false; 4]);
-    });
-}
-
-/// A reduce-scatter that fails, or one that takes its time and says when it is over.
-struct Late(Option<Arc<std::sync::atomic::AtomicBool>>);
-
-impl ReduceScatter for Late {
-    fn reduce_scatter(
-        &self,
-        ranks: &ProcessGroup,
-        parts: Vec<ScatterPart>,
-        op: ReduceOp,
-        memory: Arc<dyn Allocator>,
-    ) -> Work {
-        let Some(over) = self.0.clone() else {
-            return Work::ready(Err(fsdp_core::Error::Argument { rank: 0, message: "injected".into() }));
-        };
-        let (completion, work) = Work::pending(ranks.rank());
-        let ranks = ranks.clone();
-        std::thread::spawn(move || {
-            std::thread::sleep(std::time::Duration::from_millis(200));
-            let outcome = ranks.reduce_scatter(parts, op, memory).wait();
-            over.store(true, Ordering::SeqCst);
-            completion.complete(outcome);
-        });
-        work
-    }
-}
-
-#[test]
-fn a_reduction_that_fails_does_not_lose_those_behind_it() {
-    ranks(2, |world| {
-        let want = reference(&world);
-        let vars = vars(&world);
-        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
-        model.set_reduce_scatter_max_input_buffers(2);
-        let over = Arc::new(std::sync::atomic::AtomicBool::new(false));
-        let blocks = &model.inner().blocks;
-        blocks[2].set_custom_reduce_scatter(Some(Arc::new(Late(None))));
-        blocks[1].set_custom_reduce_scatter(Some(Arc::new(Late(Some(over.clone())))));
-        let error = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap_err().to_string();
-        assert!(error.contains("injected"), "{error}");
-        assert!(over.load(Ordering::SeqCst), "a reduction was in flight when backward had failed");
-        blocks[2].set_custom_reduce_scatter(None);
-        let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
-        assert_close(&gradients(&vars, &grads), &want, 0.);
-    });
-}
-
-#[test]
-fn a_gather_that_fails_leaves_none_of_its_unit_in_flight() {
-    ranks(4, |world| {
-        // Two of a unit's parameters are on one mesh and two on another: two all-gathers.
-        let grid = world.mesh(&[("replicate", 2), ("shard", 2)]).unwrap();
-        let vars = ShardedVarMap::new(&grid.slice(&["shard"]).unwrap(), world.device());
-        let all = ShardMesh::new(&world.mesh(&[("all", 4)]).unwrap()).unwrap();
-        let on_all = move |name: &str, _: &[usize]| {
-            name.starts_with("b.").then(|| ShardPlacement { dim: 0, mesh: Some(all.clone()) })
-        };
-        let opts = FullyShard::new(&vars).shard_placement_fn(on_all);
-        let unit = fully_shard(&opts, vars.builder(DType::F32), |vb| {
-            Ok((nn::linear(WIDTH, WIDTH, vb.pp("a"))?, nn::linear(WIDTH, WIDTH, vb.pp("b"))?))
-        })
-        .unwrap();
-        let x = batch(world.rank(), WIDTH);
-        let forward = || unit.call(|(a, b)| b.forward(&a.forward(&x)?));
-        let want = forward().unwrap().to_vec2::<f32>().unwrap();
-        unit.reset_iter_state();
-        unit.reshard().unwrap();
-
-        // The first fails; the second takes its time, and is waited for.
-        let (calls, over) = (AtomicUsize::new(0), Arc::new(std::sync::atomic::AtomicBool::new(false)));
-        let is_over = over.clone();
-        let one_of_two = move |_: Parts<'_>| {
-            if calls.fetch_add(1, Ordering::Relaxed) == 0 {
-                let injected = fsdp_core::Error::Argument { rank: 0, message: "injected".into() };
-                return Some(Work::ready(Err(injected)));
-            }
-            let (completion, work) = Work::pending(0);
-            let over = over.clone();
-            std::thread::spawn(move || {
-                std::thread::sleep(std::time::Duration::from_millis(200));
-                over.store(true, Ordering::SeqCst);
-                completion.complete(Ok(vec![]));
-            });
-            Some(work)
-        };
-        unit.set_custom_all_gather(Some(Arc::new(Own(one_of_two))));
-        let error = forward().unwrap_err().to_string();
-        assert!(error.contains("injected"), "{error}");
-        assert!(is_over.load(Ordering::SeqCst), "an all-gather was in flight when forward had failed");
-
-        // What a user's all-gather returns is looked at.
-        unit.reset_iter_state();
-        unit.set_custom_all_gather(Some(Arc::new(Own(|_: Parts<'_>| Some(Work::ready(Ok(vec![])))))));
-        let error = forward().unwrap_err().to_string();
-        assert!(error.contains("the all-gather returned too few buffers"), "{error}");
-        let wrong = |parts: Parts<'_>| {
-            let Parts::Gather(parts) = parts else { return None };
-            Some(Work::ready(Ok(parts.iter().map(|_| Buffer::F32(vec![0.; 1])).collect())))
-        };
-        unit.reset_iter_state();
-        unit.set_custom_all_gather(Some(Arc::new(Own(wrong))));
-        let error = forward().unwrap_err().to_string();
-        assert!(error.contains("the all-gather returned 1 elements of F32 of parameter `a.weight`"), "{error}");
-
-        unit.reset_iter_state();
-        unit.set_custom_all_gather(None);
-        assert_eq!(forward().unwrap().to_vec2::<f32>().unwrap(), want);
-        unit.reset_iter_state();
     });
 }

@@ -7,6 +7,7 @@ mod checkpointing;
 mod common;
 mod communication;
 mod contract;
+mod failures;
 mod finite;
 mod graph_cut;
 mod heartbeat;

@@ -7,8 +7,8 @@ use crate::{Buffer, DeviceId, Result};
 /// [conformance suite](super::conformance) holds it to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Promises {
-    /// Reductions combine the ranks' elements in rank order: the same bits on every run. (All ranks get the same bits of
-    /// an all-reduce, whatever the order.)
+    /// Reductions combine the ranks' elements in rank order: the same bits on every run. (All ranks get the same bits
+    /// of an all-reduce, whatever the order.)
     pub rank_order: bool,
     /// Half precision inputs are combined in single precision and rounded once.
     pub f32_sums: bool,
