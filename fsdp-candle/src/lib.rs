@@ -96,7 +96,7 @@ pub use optim::{
     AdamW, AdamWConfig, AdamWState, ClipOptions, GradScaler, NormType, ValuesOf, check_finite, clip_grad_norm,
     clip_grad_norm_with, grad_norm,
 };
-pub use policy::{MixedPrecisionPolicy, NamePredicate, OffloadPolicy, ReshardAfterForward};
+pub use policy::{MixedPrecisionPolicy, NamePredicate, OffloadPolicy, Recurse, ReshardAfterForward};
 pub use state_dict::{
     IncompatibleKeys, StateDict, StateDictOptions, StateTensor, get_model_state_dict, get_optimizer_state_dict,
     get_state_dict, load_model, load_optimizer, model_tensors, optimizer_tensors, optimizer_values,

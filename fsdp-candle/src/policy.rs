@@ -82,6 +82,15 @@ impl std::fmt::Debug for MixedPrecisionPolicy {
     }
 }
 
+/// Which units a setting reaches: PyTorch's `recurse`, which is true unless it is passed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Recurse {
+    /// This unit and those inside it.
+    Yes,
+    /// This unit alone.
+    No,
+}
+
 /// What a unit does with its unsharded parameters between forward and backward.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ReshardAfterForward {

@@ -12,8 +12,8 @@ use candle_core::{DType, Module, Result, Tensor};
 use fsdp_candle::activation_checkpoint::checkpoint;
 use fsdp_candle::nn::{self, LoraConfig, is_adapter};
 use fsdp_candle::{
-    AdamW, AdamWConfig, FsdpModule, FullyShard, MixedPrecisionPolicy, ReshardAfterForward, ShardedVarMap, World,
-    fully_shard,
+    AdamW, AdamWConfig, FsdpModule, FullyShard, MixedPrecisionPolicy, Recurse, ReshardAfterForward, ShardedVarMap,
+    World, fully_shard,
 };
 use fsdp_core::process_group::local;
 
@@ -129,7 +129,7 @@ fn phases(way: &Way) -> [f64; 5] {
         drop(grads);
         vars.release_buffers();
         let step = in_use(&world) - before;
-        model.set_requires_gradient_sync(way.sync, true);
+        model.set_requires_gradient_sync(way.sync, Recurse::Yes);
         let loss = forward();
         vars.release_buffers();
         let after_forward = in_use(&world) - before;

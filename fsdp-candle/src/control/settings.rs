@@ -1,6 +1,6 @@
 //! What can be set of a unit or of a whole model while it trains.
 //!
-//! Settings with `recurse` reach the units inside this one as well: those whose path starts with its own. For a unit
+//! With [`Recurse::Yes`] a setting reaches the units inside this one as well: those whose path starts with its own. For a unit
 //! that was taken apart ([`FsdpModule::into_parts`]) those are the units inside its modules, which the paths of its own
 //! parameters tell, and not those beside them.
 
@@ -8,26 +8,27 @@ use std::sync::Arc;
 
 use super::handles::Unit;
 use crate::comm::{AllGather, AllReduceHook, ReduceScatter};
+use crate::error::Result;
 use crate::module::FsdpModule;
-use crate::policy::ReshardAfterForward;
+use crate::policy::{Recurse, ReshardAfterForward};
 use crate::step::UnitRules;
 use crate::unit::{ParamGroup, Settings};
 
 impl<M> FsdpModule<M> {
-    /// This unit, and those inside it where `recurse`.
-    fn reached(&self, recurse: bool) -> impl Iterator<Item = Arc<ParamGroup>> {
+    /// The units that `recurse` means.
+    fn reached(&self, recurse: Recurse) -> impl Iterator<Item = Arc<ParamGroup>> {
         let groups = self.schedule().units().into_iter();
         groups.filter(move |group| {
-            Arc::ptr_eq(group, self.group()) || recurse && self.group().path().contains(group.path())
+            Arc::ptr_eq(group, self.group()) || recurse == Recurse::Yes && self.group().path().contains(group.path())
         })
     }
 
-    fn change(&self, recurse: bool, change: impl Fn(&mut Settings)) {
+    fn change(&self, recurse: Recurse, change: impl Fn(&mut Settings)) {
         self.reached(recurse).for_each(|group| change(&mut group.settings()));
     }
 
     /// As [`FsdpModule::change`], for when units communicate.
-    fn change_rules(&self, recurse: bool, change: impl Fn(&mut UnitRules)) {
+    fn change_rules(&self, recurse: Recurse, change: impl Fn(&mut UnitRules)) {
         self.reached(recurse).for_each(|group| self.schedule().change_rules(group.id(), &change));
     }
 
@@ -68,13 +69,13 @@ impl<M> FsdpModule<M> {
     /// ```
     pub fn set_modules_to_forward_prefetch(&self, units: &[Unit]) {
         let units = self.of_this_model(units);
-        self.change_rules(false, |rules| rules.forward_prefetch.clone_from(&units));
+        self.change_rules(Recurse::No, |rules| rules.forward_prefetch.clone_from(&units));
     }
 
     /// The units to gather when this one's backward begins. An empty list: the unit whose forward preceded it.
     pub fn set_modules_to_backward_prefetch(&self, units: &[Unit]) {
         let units = self.of_this_model(units);
-        self.change_rules(false, |rules| rules.backward_prefetch.clone_from(&units));
+        self.change_rules(Recurse::No, |rules| rules.backward_prefetch.clone_from(&units));
     }
 
     /// Whether units without a list gather the next one ahead, for the whole model. True at first.
@@ -87,7 +88,7 @@ impl<M> FsdpModule<M> {
     ///
     /// ```
     /// # use candle_core::{DType, Module, Tensor};
-    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+    /// # use fsdp_candle::{fully_shard, nn, FullyShard, Recurse, ShardedVarMap, World};
     /// # let world = World::single()?;
     /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
     /// # let opts = FullyShard::new(&vars);
@@ -95,15 +96,15 @@ impl<M> FsdpModule<M> {
     /// # let weight = vars.params()[0].var().clone();
     /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
     /// let loss = || model.forward(&x)?.sum_all();
-    /// model.set_requires_gradient_sync(false, true);
+    /// model.set_requires_gradient_sync(false, Recurse::Yes);
     /// let grads = model.backward(&loss()?)?; // kept by the model, not communicated
     /// assert!(grads.get(&weight).is_none());
-    /// model.set_requires_gradient_sync(true, true);
+    /// model.set_requires_gradient_sync(true, Recurse::Yes);
     /// let grads = model.backward(&loss()?)?; // both backwards' gradients, reduced once
     /// assert_eq!(grads.get(&weight).unwrap().to_vec2::<f32>()?, [[6.; 4]; 2]);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn set_requires_gradient_sync(&self, sync: bool, recurse: bool) {
+    pub fn set_requires_gradient_sync(&self, sync: bool, recurse: Recurse) {
         self.change(recurse, |settings| settings.requires_gradient_sync = sync);
     }
 
@@ -112,7 +113,7 @@ impl<M> FsdpModule<M> {
     ///
     /// ```
     /// # use candle_core::{DType, Module, Tensor};
-    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+    /// # use fsdp_candle::{fully_shard, nn, FullyShard, Recurse, ShardedVarMap, World};
     /// use fsdp_core::process_group::local;
     ///
     /// // Two copies of a model (threads here), each sharded over one rank.
@@ -125,10 +126,10 @@ impl<M> FsdpModule<M> {
     ///     let x = Tensor::full(world.rank() as f32, (3, 4), world.device())?;
     ///     let loss = || model.forward(&x)?.sum_all();
     ///
-    ///     model.set_requires_all_reduce(false, true);
+    ///     model.set_requires_all_reduce(false, Recurse::Yes);
     ///     let first = model.backward(&loss()?)?;
     ///     assert!(first.get(vars.params()[0].var()).is_none());
-    ///     model.set_requires_all_reduce(true, true);
+    ///     model.set_requires_all_reduce(true, Recurse::Yes);
     ///     let grads = model.backward(&loss()?)?; // one all-reduce for both backwards
     ///     // The mean over copies of 2 x 0 and 2 x 3.
     ///     assert_eq!(grads.get(vars.params()[0].var()).unwrap().to_vec2::<f32>()?, [[3.; 4]; 2]);
@@ -138,7 +139,7 @@ impl<M> FsdpModule<M> {
     /// .collect::<Result<Vec<_>, _>>()?;
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn set_requires_all_reduce(&self, all_reduce: bool, recurse: bool) {
+    pub fn set_requires_all_reduce(&self, all_reduce: bool, recurse: Recurse) {
         self.change(recurse, |settings| settings.requires_all_reduce = all_reduce);
     }
 
@@ -176,7 +177,7 @@ impl<M> FsdpModule<M> {
     ///
     /// # Errors
     /// When the group can't be made.
-    pub fn set_separate_reduce_scatter_group(&self, separate: bool, recurse: bool) -> crate::error::Result<()> {
+    pub fn set_separate_reduce_scatter_group(&self, separate: bool, recurse: Recurse) -> Result<()> {
         if separate {
             for group in self.reached(recurse) {
                 group.params().iter().try_for_each(|param| param.ranks().shard_apart().map(drop))?;
@@ -194,7 +195,7 @@ impl<M> FsdpModule<M> {
     ///
     /// ```
     /// # use candle_core::{DType, Module, Tensor};
-    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+    /// # use fsdp_candle::{fully_shard, nn, FullyShard, Recurse, ShardedVarMap, World};
     /// # let world = World::single()?;
     /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
     /// # let opts = FullyShard::new(&vars);
@@ -204,15 +205,15 @@ impl<M> FsdpModule<M> {
     /// use fsdp_candle::ReshardAfterForward;
     ///
     /// for (policy, kept) in [(ReshardAfterForward::Always, false), (ReshardAfterForward::Never, true)] {
-    ///     model.set_reshard_after_forward(policy, true)?;
+    ///     model.set_reshard_after_forward(policy, Recurse::Yes)?;
     ///     let y = model.forward(&x)?;
     ///     assert_eq!(model.params()[0].is_unsharded(), kept);
     ///     model.backward(&y.sum_all()?)?;
     /// }
-    /// assert!(model.set_reshard_after_forward(ReshardAfterForward::To(2), true).is_err()); // of one rank
+    /// assert!(model.set_reshard_after_forward(ReshardAfterForward::To(2), Recurse::Yes).is_err()); // of one rank
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn set_reshard_after_forward(&self, policy: ReshardAfterForward, recurse: bool) -> crate::error::Result<()> {
+    pub fn set_reshard_after_forward(&self, policy: ReshardAfterForward, recurse: Recurse) -> Result<()> {
         if let ReshardAfterForward::To(size) = policy {
             for group in self.reached(recurse) {
                 group.params().iter().try_for_each(|param| param.ranks().neighbours(size).map(drop))?;
@@ -224,19 +225,19 @@ impl<M> FsdpModule<M> {
 
     /// Whether parameters are freed after backward. Without, they are stale once the optimizer has stepped: for several
     /// backwards before a step only.
-    pub fn set_reshard_after_backward(&self, reshard: bool, recurse: bool) {
+    pub fn set_reshard_after_backward(&self, reshard: bool, recurse: Recurse) {
         self.change_rules(recurse, |rules| rules.reshard_after_backward = reshard);
     }
 
     /// Whether backward gathers parameters. Without, they must be there.
     pub fn set_unshard_in_backward(&self, unshard: bool) {
-        self.change_rules(false, |rules| rules.unshard_in_backward = unshard);
+        self.change_rules(Recurse::No, |rules| rules.unshard_in_backward = unshard);
     }
 
     /// Whether each parameter keeps the buffer of its full values while it is sharded, from its next unshard on: its
     /// address is then the same whenever it is unsharded, until a step fails. With a custom all-gather values are
     /// copied there once more.
-    pub fn set_keep_unsharded_storage(&self, keep: bool, recurse: bool) {
+    pub fn set_keep_unsharded_storage(&self, keep: bool, recurse: Recurse) {
         self.change(recurse, |settings| settings.keep_unsharded_storage = keep);
         if !keep {
             self.reached(recurse).for_each(|group| group.release_kept());
@@ -247,7 +248,7 @@ impl<M> FsdpModule<M> {
     ///
     /// ```
     /// # use candle_core::{DType, Module, Tensor};
-    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+    /// # use fsdp_candle::{fully_shard, nn, FullyShard, Recurse, ShardedVarMap, World};
     /// # let world = World::single()?;
     /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
     /// # let opts = FullyShard::new(&vars);
@@ -256,18 +257,18 @@ impl<M> FsdpModule<M> {
     /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
     /// let loss = || model.forward(&x)?.sum_all();
     /// let mean = model.backward(&loss()?)?; // over the ranks
-    /// model.set_gradient_divide_factor(Some(3.), true); // over rows, of which each rank has as many as it may be
+    /// model.set_gradient_divide_factor(Some(3.), Recurse::Yes); // over rows: each rank has as many as it may be
     /// let by_rows = model.backward(&loss()?)?;
     /// assert_eq!(mean.get(&weight).unwrap().to_vec2::<f32>()?, [[3.; 4]; 2]);
     /// assert_eq!(by_rows.get(&weight).unwrap().to_vec2::<f32>()?, [[1.; 4]; 2]);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn set_gradient_divide_factor(&self, factor: Option<f64>, recurse: bool) {
+    pub fn set_gradient_divide_factor(&self, factor: Option<f64>, recurse: Recurse) {
         self.change(recurse, |settings| settings.gradient_divide_factor = factor);
     }
 
     /// Makes reductions sums, with the division apart.
-    pub fn set_force_sum_reduction_for_comms(&self, force: bool, recurse: bool) {
+    pub fn set_force_sum_reduction_for_comms(&self, force: bool, recurse: Recurse) {
         self.change(recurse, |settings| settings.force_sum_reduction = force);
     }
 
@@ -286,7 +287,7 @@ impl<M> FsdpModule<M> {
     /// the same order, whatever it does with their outputs, or the ranks' all-gathers do not match, which is an error
     /// on all of them. To call different ones, `unshard()` all of them on every rank first, and let them keep their
     /// parameters ([`ReshardAfterForward::Never`]).
-    pub fn set_reduce_scatter_unused_params(&self, reduce: bool, recurse: bool) {
+    pub fn set_reduce_scatter_unused_params(&self, reduce: bool, recurse: Recurse) {
         self.change(recurse, |settings| settings.reduce_scatter_unused_params = reduce);
     }
 

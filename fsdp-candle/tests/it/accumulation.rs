@@ -1,7 +1,7 @@
 //! Several forwards and backwards, with and without communication, add up to the gradients that they should.
 
 use candle_core::{DType, Module};
-use fsdp_candle::{FullyShard, ReshardAfterForward, ShardedVarMap, fully_shard, nn};
+use fsdp_candle::{FullyShard, Recurse, ReshardAfterForward, ShardedVarMap, fully_shard, nn};
 
 use crate::common::{Gradients, WIDTH, assert_close, batch, gradients, loss_of, ranks, reference, sharded, vars};
 
@@ -12,11 +12,11 @@ fn accumulation_without_communication() {
             let run = |sync: bool, all_reduce: bool| {
                 let vars = ShardedVarMap::new(&world.mesh(&mesh).unwrap(), world.device());
                 let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
-                model.set_requires_gradient_sync(sync, true);
-                model.set_requires_all_reduce(all_reduce, true);
+                model.set_requires_gradient_sync(sync, Recurse::Yes);
+                model.set_requires_all_reduce(all_reduce, Recurse::Yes);
                 let first = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
-                model.set_requires_gradient_sync(true, true);
-                model.set_requires_all_reduce(true, true);
+                model.set_requires_gradient_sync(true, Recurse::Yes);
+                model.set_requires_all_reduce(true, Recurse::Yes);
                 let delivered = vars.trainable().iter().filter(|param| first.get(param.var()).is_some()).count();
                 let waits = !sync || (!all_reduce && mesh.len() == 2);
                 assert_eq!(delivered, if waits { 0 } else { vars.trainable().len() });
@@ -155,9 +155,9 @@ fn gradients_that_wait_for_their_all_reduce_are_not_forgotten() {
             let x = batch(world.rank(), WIDTH);
             let loss = |y: candle_core::Tensor| y.sqr().unwrap().mean_all().unwrap();
             // The first micro-batch uses both units, the last one only `a`.
-            root.set_requires_all_reduce(!wait, true);
+            root.set_requires_all_reduce(!wait, Recurse::Yes);
             let first = root.backward(&loss(root.call(|(a, b)| b.forward(&a.forward(&x)?)).unwrap())).unwrap();
-            root.set_requires_all_reduce(true, true);
+            root.set_requires_all_reduce(true, Recurse::Yes);
             let mut last = root.backward(&loss(root.call(|(a, _)| a.forward(&x)).unwrap())).unwrap();
             if !wait {
                 last.extend(first).unwrap();

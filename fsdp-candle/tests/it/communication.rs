@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::{DType, Module, Tensor};
-use fsdp_candle::{FullyShard, MixedPrecisionPolicy, ReshardAfterForward, ShardedVarMap, fully_shard, nn};
+use fsdp_candle::{FullyShard, MixedPrecisionPolicy, Recurse, ReshardAfterForward, ShardedVarMap, fully_shard, nn};
 use fsdp_core::{Buffer, Work};
 
 use crate::common::{
@@ -117,12 +117,12 @@ fn hooks_and_factors_change_the_reduction() {
         let vars = vars(&world);
         let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
         let backward = || gradients(&vars, &model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap());
-        model.set_force_sum_reduction_for_comms(true, true);
+        model.set_force_sum_reduction_for_comms(true, Recurse::Yes);
         assert_close(&backward(), &want, 1e-6);
-        model.set_gradient_divide_factor(Some(4.), true);
+        model.set_gradient_divide_factor(Some(4.), Recurse::Yes);
         assert_close(&backward(), &halves, 1e-6);
-        model.set_gradient_divide_factor(None, true);
-        model.set_force_sum_reduction_for_comms(false, true);
+        model.set_gradient_divide_factor(None, Recurse::Yes);
+        model.set_force_sum_reduction_for_comms(false, Recurse::Yes);
         let halve = |shards: Vec<Buffer>| {
             Ok(shards
                 .into_iter()
@@ -152,8 +152,8 @@ fn sums_of_f16_do_not_overflow_before_they_are_divided() {
                 let opts = FullyShard::new(&vars).mp_policy(policy.clone());
                 let unit = fully_shard(&opts, vars.builder(dtype), |vb| vb.get((8, 3), name)).unwrap();
                 let reduced = |factor: Option<f64>, force: bool| {
-                    unit.set_gradient_divide_factor(factor, true);
-                    unit.set_force_sum_reduction_for_comms(force, true);
+                    unit.set_gradient_divide_factor(factor, Recurse::Yes);
+                    unit.set_force_sum_reduction_for_comms(force, Recurse::Yes);
                     let loss = unit.call(|weight| (weight * GRADIENT)?.sum_all()).unwrap();
                     let grads = unit.backward(&loss).unwrap();
                     let grad = grads.get(unit.params()[0].var()).unwrap().to_dtype(DType::F64).unwrap();
@@ -183,7 +183,7 @@ fn unused_parameters_join_with_zeros_where_asked() {
             Ok((nn::linear(WIDTH, WIDTH, vb.pp("a"))?, nn::linear(WIDTH, WIDTH, vb.pp("b"))?))
         })
         .unwrap();
-        model.set_reduce_scatter_unused_params(true, true);
+        model.set_reduce_scatter_unused_params(true, Recurse::Yes);
         // Each rank uses a layer of its own.
         let x = batch(world.rank(), WIDTH);
         let y = model.call(|(a, b)| if world.rank() == 0 { a.forward(&x) } else { b.forward(&x) }).unwrap();

@@ -3,7 +3,7 @@
 
 use crate::common::{Block, assert_close, batch, gradients, loss_of, ranks, sharded, vars};
 use candle_core::{DType, Device, Module, Tensor};
-use fsdp_candle::{FullyShard, World, fully_shard, nn};
+use fsdp_candle::{FullyShard, Recurse, World, fully_shard, nn};
 
 fn error<T>(result: Result<T, impl std::fmt::Display>) -> String {
     match result {
@@ -237,9 +237,9 @@ fn settings_of_a_unit_taken_apart_do_not_reach_what_is_beside_it() {
         kept
     };
     assert_eq!(run(), [false, false, false, true]);
-    norm.set_reshard_after_forward(fsdp_candle::ReshardAfterForward::Never, true).unwrap();
+    norm.set_reshard_after_forward(fsdp_candle::ReshardAfterForward::Never, Recurse::Yes).unwrap();
     assert_eq!(run(), [false, true, true, true]);
-    root.set_reshard_after_forward(fsdp_candle::ReshardAfterForward::Always, true).unwrap();
+    root.set_reshard_after_forward(fsdp_candle::ReshardAfterForward::Always, Recurse::Yes).unwrap();
     assert_eq!(run(), [false; 4]);
     let tree = root.to_string();
     for unit in ["\n  block [", "\n  (root) [", "\n    head.adapter ["] {

@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use candle_core::{DType, Module, Result, Tensor};
 use fsdp_candle::{
-    FsdpModule, FullyShard, MixedPrecisionPolicy, ReshardAfterForward, ShardedVarMap, World, clip_grad_norm,
+    FsdpModule, FullyShard, MixedPrecisionPolicy, Recurse, ReshardAfterForward, ShardedVarMap, World, clip_grad_norm,
     fully_shard, nn,
 };
 
 use crate::common::{WIDTH, assert_close, batch, gradients, journal, ranks, shard_of_gradient};
 
-const ADVICE: &str = "call `set_reduce_scatter_unused_params(true, true)` of the root on every rank";
+const ADVICE: &str = "call `set_reduce_scatter_unused_params(true, Recurse::Yes)` of the root on every rank";
 
 /// One unit: a body, and heads of one shape of which each rank chooses.
 type Heads = FsdpModule<(nn::Linear, Vec<nn::Linear>)>;
@@ -90,7 +90,7 @@ fn with_unused_parameters_reduced_it_trains_right_and_names_what_no_rank_used() 
                     (vars, model)
                 };
                 let ((all_vars, all), (vars, some)) = (make(), make());
-                some.set_reduce_scatter_unused_params(true, true);
+                some.set_reduce_scatter_unused_params(true, Recurse::Yes);
                 let x = batch(world.rank(), WIDTH);
                 let whole = |vars: &ShardedVarMap, model: &Heads, loss: &Tensor| {
                     let mut grads = model.backward(loss).unwrap();
@@ -116,15 +116,15 @@ fn what_a_rank_used_in_any_backward_of_an_iteration_is_not_named() {
     ranks(4, |world| {
         let vars = on(&world, &[("replicate", 2), ("shard", 2)]);
         let model = heads(&FullyShard::new(&vars), &vars, DType::F32);
-        model.set_reduce_scatter_unused_params(true, true);
+        model.set_reduce_scatter_unused_params(true, Recurse::Yes);
         let x = batch(world.rank(), WIDTH);
         let run = |chosen: &[usize]| drop(model.backward(&loss(&model, &x, chosen, false)).unwrap());
         // The head `b` is used by rank 3 alone: once in a backward that reduces nothing, once in one that reduces over
         // shards alone, and once in one that waits for nothing.
         let chosen: &[usize] = if world.rank() == 3 { &[0, 1] } else { &[0] };
         let switches: [fn(&Heads, bool); 3] = [
-            |model, on| model.set_requires_gradient_sync(on, true),
-            |model, on| model.set_requires_all_reduce(on, true),
+            |model, on| model.set_requires_gradient_sync(on, Recurse::Yes),
+            |model, on| model.set_requires_all_reduce(on, Recurse::Yes),
             |model, on| model.set_is_last_backward(on),
         ];
         for switch in switches {
@@ -191,7 +191,7 @@ fn experts_chosen_differently() {
                 (vars, model)
             };
             let ((all_vars, all), (vars, some)) = (make(), make());
-            some.set_reduce_scatter_unused_params(true, true);
+            some.set_reduce_scatter_unused_params(true, Recurse::Yes);
             let want = gradients(&all_vars, &all.backward(&run(&all, world.rank(), true)).unwrap());
             let got = gradients(&vars, &some.backward(&run(&some, world.rank(), false)).unwrap());
             assert_close(&got, &want, 1e-6);
@@ -228,10 +228,14 @@ fn backwards_that_reduce_on_some_ranks_only() {
     type Dims = &'static [(&'static str, usize)];
     type Off = fn(&Heads);
     let cases: [(Dims, Off, &str); 4] = [
-        (&[("shard", 2)], |model| model.set_requires_gradient_sync(false, true), "reduce-scatter"),
-        (&[("shard", 3)], |model| model.set_requires_gradient_sync(false, true), "reduce-scatter"),
-        (&[("replicate", 2), ("shard", 1)], |model| model.set_requires_gradient_sync(false, true), "all-reduce"),
-        (&[("replicate", 2), ("shard", 2)], |model| model.set_requires_all_reduce(false, true), "all-reduce"),
+        (&[("shard", 2)], |model| model.set_requires_gradient_sync(false, Recurse::Yes), "reduce-scatter"),
+        (&[("shard", 3)], |model| model.set_requires_gradient_sync(false, Recurse::Yes), "reduce-scatter"),
+        (
+            &[("replicate", 2), ("shard", 1)],
+            |model| model.set_requires_gradient_sync(false, Recurse::Yes),
+            "all-reduce",
+        ),
+        (&[("replicate", 2), ("shard", 2)], |model| model.set_requires_all_reduce(false, Recurse::Yes), "all-reduce"),
     ];
     for (mesh, off, what) in cases {
         let size = mesh.iter().map(|(_, size)| size).product();
@@ -240,15 +244,15 @@ fn backwards_that_reduce_on_some_ranks_only() {
             let model =
                 heads(&FullyShard::new(&vars).reshard_after_forward(ReshardAfterForward::Never), &vars, DType::F32);
             // Nothing else is gathered or reduced, so that nothing else tells.
-            model.set_reshard_after_backward(false, true);
+            model.set_reshard_after_backward(false, Recurse::Yes);
             model.unshard().unwrap();
             let quiet = world.rank() < size.div_ceil(2);
             for backward in 0..2 {
                 if quiet && backward == 0 {
                     off(&model);
                 } else {
-                    model.set_requires_gradient_sync(true, true);
-                    model.set_requires_all_reduce(true, true);
+                    model.set_requires_gradient_sync(true, Recurse::Yes);
+                    model.set_requires_all_reduce(true, Recurse::Yes);
                 }
                 if let Err(error) = model.backward(&loss(&model, &batch(world.rank(), WIDTH), &[0], false)) {
                     return error.to_string();

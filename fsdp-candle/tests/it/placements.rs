@@ -1,7 +1,9 @@
 //! Wherever parameters are put, the gradients are those of the plainest sharding.
 
 use candle_core::{DType, Module};
-use fsdp_candle::{FullyShard, ReshardAfterForward, ShardMesh, ShardPlacement, ShardedVarMap, World, fully_shard, nn};
+use fsdp_candle::{
+    FullyShard, Recurse, ReshardAfterForward, ShardMesh, ShardPlacement, ShardedVarMap, World, fully_shard, nn,
+};
 use fsdp_core::ReduceOp;
 
 use crate::common::{
@@ -159,7 +161,7 @@ fn a_parameter_on_another_mesh() {
             let model = sharded(&opts, &vars, WIDTH);
             let moved = vars.get("blocks.0.down.weight").unwrap();
             assert_eq!((moved.placements().len(), moved.region().sizes[0]), (2, WIDTH / 2));
-            model.set_separate_reduce_scatter_group(true, true).unwrap();
+            model.set_separate_reduce_scatter_group(true, Recurse::Yes).unwrap();
             let mut grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
             for param in vars.trainable() {
                 let (_, want) = want.iter().find(|(name, _)| name == param.name()).unwrap();

@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::{CpuStorage, DType, Module, Storage, Tensor};
 use fsdp_candle::{
-    AllGather, AllGatherExtension, Float8, FullyShard, MixedPrecisionPolicy, ReshardAfterForward, fully_shard, nn,
+    AllGather, AllGatherExtension, Float8, FullyShard, MixedPrecisionPolicy, Recurse, ReshardAfterForward, fully_shard,
+    nn,
 };
 use fsdp_core::{Allocator, Buffer, GatherPart, Heap, ProcessGroup, Work};
 
@@ -19,14 +20,14 @@ fn parameters_stay_after_backward_where_asked() {
         let want = reference(&world);
         let vars = vars(&world);
         let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
-        model.set_reshard_after_backward(false, true);
+        model.set_reshard_after_backward(false, Recurse::Yes);
         let x = batch(world.rank(), WIDTH);
         for _ in 0..2 {
             let grads = model.backward(&loss_of(&model, &x)).unwrap();
             assert_close(&gradients(&vars, &grads), &want, 0.);
             assert!(vars.params().iter().all(|param| param.is_unsharded()));
         }
-        model.set_reshard_after_backward(true, true);
+        model.set_reshard_after_backward(true, Recurse::Yes);
         let _grads = model.backward(&loss_of(&model, &x)).unwrap();
         assert!(vars.params().iter().all(|param| !param.is_unsharded()));
     });
@@ -41,15 +42,15 @@ fn resharding_after_forward_can_change() {
         let x = batch(world.rank(), WIDTH);
         let policies = [ReshardAfterForward::Never, ReshardAfterForward::To(2), ReshardAfterForward::Always];
         for (policy, kept) in policies.into_iter().zip([true, false, false]) {
-            model.set_reshard_after_forward(policy, true).unwrap();
+            model.set_reshard_after_forward(policy, Recurse::Yes).unwrap();
             let loss = loss_of(&model, &x);
             assert!(vars.params().iter().all(|param| param.is_unsharded() == kept), "{policy:?}");
             assert_close(&gradients(&vars, &model.backward(&loss).unwrap()), &want, 0.);
         }
-        let error = model.set_reshard_after_forward(ReshardAfterForward::To(3), true).unwrap_err().to_string();
+        let error = model.set_reshard_after_forward(ReshardAfterForward::To(3), Recurse::Yes).unwrap_err().to_string();
         assert!(error.contains("4 shard ranks"), "{error}");
         // An evaluation between steps leaves nothing stale, whatever it kept.
-        model.set_reshard_after_forward(ReshardAfterForward::To(2), true).unwrap();
+        model.set_reshard_after_forward(ReshardAfterForward::To(2), Recurse::Yes).unwrap();
         let before = loss_of(&model, &x).to_scalar::<f32>().unwrap();
         for param in vars.params().iter().filter(|param| param.region().elements() > 0) {
             param.var().set(&(param.var().as_tensor() * 0.5).unwrap()).unwrap();
@@ -162,9 +163,9 @@ fn kept_buffers_and_a_mesh_of_its_own_change_nothing_in_the_numbers() {
         })
         .unwrap();
         assert_eq!(model.inner().blocks[0].params()[0].placements().len(), 2);
-        model.set_keep_unsharded_storage(true, true);
+        model.set_keep_unsharded_storage(true, Recurse::Yes);
         for keep in [true, true, false] {
-            model.set_keep_unsharded_storage(keep, true);
+            model.set_keep_unsharded_storage(keep, Recurse::Yes);
             let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
             for param in vars.trainable() {
                 let (_, want) = want.iter().find(|(name, _)| name == param.name()).unwrap();
@@ -206,7 +207,7 @@ fn kept_storage_stays_with_its_parameter() {
                         .collect::<candle_core::Result<Vec<_>>>()
                 })
                 .unwrap();
-                unit.set_keep_unsharded_storage(true, true);
+                unit.set_keep_unsharded_storage(true, Recurse::Yes);
                 if custom {
                     unit.set_custom_all_gather(Some(Arc::new(Own(Arc::default()))));
                 }

@@ -1,7 +1,7 @@
 //! Ranks that use different units: with `set_reduce_scatter_unused_params` their collectives match all the same.
 
 use candle_core::{DType, Module, Result, Tensor};
-use fsdp_candle::{FsdpModule, FullyShard, ReshardAfterForward, ShardedVarMap, World, fully_shard, nn};
+use fsdp_candle::{FsdpModule, FullyShard, Recurse, ReshardAfterForward, ShardedVarMap, World, fully_shard, nn};
 
 use crate::common::{Gradients, WIDTH, assert_close, batch, gradients, journal, ranks, vars};
 
@@ -71,7 +71,7 @@ fn units_that_ran_everywhere_and_reach_the_loss_on_some_ranks() {
                         (vars, model)
                     };
                     let ((all_vars, all), (vars, some)) = (make(), make());
-                    some.set_reduce_scatter_unused_params(true, true);
+                    some.set_reduce_scatter_unused_params(true, Recurse::Yes);
                     for i in 0..4 {
                         let want = step(&world, &all_vars, &all, i, chain, true);
                         assert_close(&step(&world, &vars, &some, i, chain, false), &want, 1e-6);
@@ -93,7 +93,7 @@ fn several_forwards_of_which_each_loss_reaches_some() {
                 (vars, model)
             };
             let ((all_vars, all), (vars, some)) = (make(), make());
-            some.set_reduce_scatter_unused_params(true, true);
+            some.set_reduce_scatter_unused_params(true, Recurse::Yes);
             for step in 0..4 {
                 // Every rank's second forward counts, and the first of some.
                 let counts = (world.rank() + step) % 2 == 0;
@@ -125,7 +125,7 @@ fn resharding_to_fewer_ranks_and_lists_of_units_to_prefetch() {
             (vars, model)
         };
         let ((all_vars, all), (vars, some)) = (make(), make());
-        some.set_reduce_scatter_unused_params(true, true);
+        some.set_reduce_scatter_unused_params(true, Recurse::Yes);
         some.inner()[3].set_modules_to_backward_prefetch(&[some.inner()[1].unit()]);
         for i in 0..4 {
             let want = step(&world, &all_vars, &all, i, false, true);
@@ -140,7 +140,7 @@ fn units_that_ran_on_some_ranks_only() {
         ranks(size, |world| {
             let vars = vars(&world);
             let model = model(&FullyShard::new(&vars).reshard_after_forward(ReshardAfterForward::Never), &vars);
-            model.set_reduce_scatter_unused_params(true, true);
+            model.set_reduce_scatter_unused_params(true, Recurse::Yes);
             let x = batch(world.rank(), WIDTH);
             for step in 0..3 {
                 // Every rank gathers all of them, and calls those that it wants in an order of its own.
@@ -193,7 +193,7 @@ fn reductions_overlap_backward_where_all_units_are_used() {
     ranks(2, |world| {
         let vars = vars(&world);
         let model = model(&FullyShard::new(&vars), &vars);
-        model.set_reduce_scatter_unused_params(true, true);
+        model.set_reduce_scatter_unused_params(true, Recurse::Yes);
         let entries: std::sync::Arc<std::sync::Mutex<Vec<String>>> = Default::default();
         for (i, unit) in model.inner().iter().enumerate() {
             unit.set_custom_all_gather(Some(journal(format!("gather {i}"), &entries)));

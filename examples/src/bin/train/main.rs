@@ -29,7 +29,7 @@ use std::time::Instant;
 use candle_core::backprop::GradStore;
 use candle_core::{Module, Tensor};
 use clap::Parser;
-use fsdp_candle::{AdamW, AdamWConfig, ReduceOp, World, clip_grad_norm, grad_norm, nn};
+use fsdp_candle::{AdamW, AdamWConfig, Recurse, ReduceOp, World, clip_grad_norm, grad_norm, nn};
 use fsdp_examples::console::Console;
 use fsdp_examples::job;
 use fsdp_examples::metrics::{StepRecord, peak_memory_bytes};
@@ -84,7 +84,7 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
         let mut grads: Option<GradStore> = None;
         for micro_step in 0..args.grad_accum {
             let last = micro_step + 1 == args.grad_accum;
-            model.set_requires_gradient_sync(last || args.grad_sync == GradSync::Every, true);
+            model.set_requires_gradient_sync(last || args.grad_sync == GradSync::Every, Recurse::Yes);
             let (inputs, targets) = batches.micro_batch(done.sequences, micro_step)?;
             let inputs_bt = Tensor::from_vec(inputs, (args.batch_size, args.seq_len), world.device())?;
             let targets_bt = Tensor::from_vec(targets, (args.batch_size, args.seq_len), world.device())?;
