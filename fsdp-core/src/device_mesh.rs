@@ -7,6 +7,7 @@ use crate::{Error, MeshLayout, ProcessGroup, Result};
 pub struct DeviceMesh {
     layout: MeshLayout,
     rank: usize,
+    coordinate: Vec<usize>,
     groups: Vec<ProcessGroup>,
     /// The group that the mesh was made over, to split for new dimensions.
     world: ProcessGroup,
@@ -35,7 +36,7 @@ impl DeviceMesh {
         let groups = (0..layout.shape().len())
             .map(|dim| group_along(dim, &layout, world.rank(), &members, world))
             .collect::<Result<Vec<_>>>()?;
-        Ok(DeviceMesh { layout, rank: world.rank(), groups, world: world.clone(), members })
+        Self::at(layout, world.rank(), groups, world, members)
     }
 
     /// A mesh of one dimension over a group that there is already, which runs its collectives: PyTorch's
@@ -53,13 +54,19 @@ impl DeviceMesh {
     /// # Errors
     /// When the name is empty.
     pub fn from_group(name: &str, group: &ProcessGroup) -> Result<Self> {
-        Ok(DeviceMesh {
-            layout: MeshLayout::new(&[(name, group.size())])?,
-            rank: group.rank(),
-            groups: vec![group.clone()],
-            world: group.clone(),
-            members: (0..group.size()).collect(),
-        })
+        let layout = MeshLayout::new(&[(name, group.size())])?;
+        Self::at(layout, group.rank(), vec![group.clone()], group, (0..group.size()).collect())
+    }
+
+    fn at(
+        layout: MeshLayout,
+        rank: usize,
+        groups: Vec<ProcessGroup>,
+        world: &ProcessGroup,
+        members: Vec<usize>,
+    ) -> Result<Self> {
+        let coordinate = coordinate(&layout, rank)?;
+        Ok(DeviceMesh { layout, rank, coordinate, groups, world: world.clone(), members })
     }
 
     /// The grid.
@@ -105,7 +112,7 @@ impl DeviceMesh {
 
     /// Where this process stands, one index a dimension.
     pub fn coordinate(&self) -> Vec<usize> {
-        self.layout.coordinate_of(self.rank).unwrap_or_default()
+        self.coordinate.clone()
     }
 
     /// The process group along dimension `dim`.
@@ -201,20 +208,20 @@ impl DeviceMesh {
         let layout = MeshLayout::new(&dims.iter().map(|(name, made_of)| (*name, size(made_of))).collect::<Vec<_>>())?;
         let mut members = Vec::with_capacity(layout.size());
         for rank in 0..layout.size() {
-            let mut coordinate = self.coordinate();
-            for ((_, made_of), mut at) in dims.iter().zip(layout.coordinate_of(rank).unwrap_or_default()) {
+            let mut own = self.coordinate();
+            for ((_, made_of), mut at) in dims.iter().zip(coordinate(&layout, rank)?) {
                 for &dim in made_of.iter().rev() {
-                    coordinate[dim] = at % self.layout.shape()[dim];
+                    own[dim] = at % self.layout.shape()[dim];
                     at /= self.layout.shape()[dim];
                 }
             }
-            members.extend(self.layout.rank_at(&coordinate).map(|rank| self.members[rank]));
+            members.extend(self.layout.rank_at(&own).map(|rank| self.members[rank]));
         }
         let own = self.members[self.rank];
         let rank = (members.iter().position(|&member| member == own))
             .ok_or_else(|| Error::Mesh(format!("rank {} is outside {layout}", self.rank)))?;
         let groups = dims.iter().filter_map(|(_, made_of)| Some(self.groups[*made_of.first()?].clone())).collect();
-        Ok(DeviceMesh { layout, rank, groups, world: self.world.clone(), members })
+        Self::at(layout, rank, groups, &self.world, members)
     }
 
     /// The positions of the dimensions with these names, which differ.
@@ -261,6 +268,11 @@ fn group_along(
         return Err(Error::Internal { rank: world.rank(), what });
     };
     world.split(color, key)
+}
+
+fn coordinate(layout: &MeshLayout, rank: usize) -> Result<Vec<usize>> {
+    let outside = || Error::Internal { rank, what: format!("mesh {layout} has no such rank") };
+    layout.coordinate_of(rank).ok_or_else(outside)
 }
 
 impl std::fmt::Debug for DeviceMesh {

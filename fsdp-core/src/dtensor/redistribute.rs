@@ -58,11 +58,12 @@ struct Sides {
 
 impl Sides {
     fn new(step: &Step, from: &DTensorSpec, to: &DTensorSpec, mesh: &DeviceMesh) -> Result<Self> {
-        let ranks = mesh.layout().ranks_along(step.mesh_dim, mesh.rank()).unwrap_or_default();
-        let own = ranks.iter().position(|&rank| rank == mesh.rank()).ok_or_else(|| Error::Internal {
+        let outside = || Error::Internal {
             rank: mesh.rank(),
             what: format!("mesh {} has no such rank along its dimension {}", mesh.layout(), step.mesh_dim),
-        })?;
+        };
+        let ranks = mesh.layout().ranks_along(step.mesh_dim, mesh.rank()).ok_or_else(outside)?;
+        let own = ranks.iter().position(|&rank| rank == mesh.rank()).ok_or_else(outside)?;
         let ranges = |spec: &DTensorSpec| ranks.iter().map(|&rank| spec.ranges(rank)).collect::<Result<Vec<_>>>();
         Ok(Sides { own, from: ranges(from)?, to: ranges(to)? })
     }

@@ -27,6 +27,7 @@ pub struct DTensor {
     spec: DTensorSpec,
     mesh: DeviceMesh,
     local: Arc<Buffer>,
+    local_shape: Vec<usize>,
 }
 
 impl DTensor {
@@ -38,7 +39,7 @@ impl DTensor {
         let spec = DTensorSpec::new(mesh.layout().clone(), placements, shape, local.dtype())?;
         let expected = spec.local_shape(mesh.rank())?;
         check_len("the local tensor", &local, &expected, mesh, &spec)?;
-        Ok(DTensor { spec, mesh: mesh.clone(), local: Arc::new(local) })
+        Ok(DTensor { spec, mesh: mesh.clone(), local: Arc::new(local), local_shape: expected })
     }
 
     /// Lays a tensor out over a mesh. Every rank passes a full tensor of the same shape and dtype; the data is that of
@@ -77,7 +78,7 @@ impl DTensor {
             rank: mesh.rank(),
             what: "a broadcast of one buffer returned none".into(),
         })?;
-        DTensor { spec, mesh: mesh.clone(), local }.redistribute(placements)
+        Self::at(spec, mesh, local)?.redistribute(placements)
     }
 
     /// The same tensor under other placements, by the steps of [`plan`]. Collective over the mesh; every rank passes
@@ -99,7 +100,12 @@ impl DTensor {
             local = redistribute::take(&step, &spec, &next, &self.mesh, local)?;
             spec = next;
         }
-        Ok(DTensor { spec: to, mesh: self.mesh.clone(), local })
+        Self::at(to, &self.mesh, local)
+    }
+
+    fn at(spec: DTensorSpec, mesh: &DeviceMesh, local: Arc<Buffer>) -> Result<Self> {
+        let local_shape = spec.local_shape(mesh.rank())?;
+        Ok(DTensor { spec, mesh: mesh.clone(), local, local_shape })
     }
 
     /// All of the tensor, reduced where it is partial, on every rank. Collective over the mesh.
@@ -123,7 +129,7 @@ impl DTensor {
 
     /// The shape of what this rank holds. [`DTensorSpec::local_shape`] tells any rank's.
     pub fn local_shape(&self) -> Vec<usize> {
-        self.spec.local_shape(self.mesh.rank()).unwrap_or_default()
+        self.local_shape.clone()
     }
 
     /// The layout.
