@@ -17,6 +17,7 @@ mod lora;
 mod memory;
 mod mesh;
 mod mismatch;
+mod misuse;
 mod numerics;
 mod optimizers;
 mod parity;
