@@ -1,8 +1,8 @@
 //! What can be set of a unit or of a whole model while it trains.
 //!
-//! With [`Recurse::Yes`] a setting reaches the units inside this one as well: those whose path starts with its own. For a unit
-//! that was taken apart ([`FsdpModule::into_parts`]) those are the units inside its modules, which the paths of its own
-//! parameters tell, and not those beside them.
+//! With [`Recurse::Yes`] a setting reaches the units inside this one as well: those whose path starts with its own. For
+//! a unit that was taken apart ([`FsdpModule::into_parts`]) those are the units inside its modules, which the paths of
+//! its own parameters tell, and not those beside them.
 
 use std::sync::Arc;
 

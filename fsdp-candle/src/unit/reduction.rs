@@ -15,8 +15,8 @@ use crate::storage::{cast, scale, to_core_dtype};
 
 /// The way out for ranks that reduce different gradients.
 const ADVICE: &str = "Ranks reduce the gradients of the same parameters, of as many backwards. Where ranks may use \
-                      different parameters, call `set_reduce_scatter_unused_params(true, Recurse::Yes)` of the root on every \
-                      rank";
+                      different parameters, call `set_reduce_scatter_unused_params(true, Recurse::Yes)` of the root on \
+                      every rank";
 
 /// A reduction in flight.
 pub(crate) struct Reduction {
