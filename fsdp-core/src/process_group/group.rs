@@ -2,10 +2,7 @@
 
 use std::{
     fmt,
-    sync::{
-        Arc,
-        mpsc::{Sender, channel},
-    },
+    sync::{Arc, mpsc::channel},
     thread::JoinHandle,
     time::Duration,
 };
@@ -68,6 +65,8 @@ pub struct ProcessGroup {
     ranks: Arc<Ranks>,
     /// What its collectives are about.
     signature: Option<Signature>,
+    /// Whether they wait until somebody waits for them.
+    is_deferred: bool,
 }
 
 /// What the handles of a group share.
@@ -76,8 +75,7 @@ struct Ranks {
     origin: Origin,
     device: DeviceId,
     promises: Promises,
-    /// `None` only while being dropped.
-    jobs: Option<Sender<Job>>,
+    queue: Arc<Queue>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -104,18 +102,18 @@ impl ProcessGroup {
             return Err(Error::Argument { rank: *rank, message });
         }
         let (device, promises) = (backend.device(), backend.promises());
-        let (sender, receiver) = channel();
-        let queue = Queue::new(membership.clone(), backend);
+        let queue = Arc::new(Queue::new(membership.clone(), backend));
+        let served = queue.clone();
         let thread = std::thread::Builder::new()
             .name(format!("fsdp {name}:{rank}"))
-            .spawn(move || queue.serve(receiver))
+            .spawn(move || served.serve())
             .map_err(|source| Error::Os {
                 rank: *rank,
                 what: format!("starting the thread of group \"{name}\""),
                 source: Arc::new(source),
             })?;
-        let ranks = Ranks { membership, origin, device, promises, jobs: Some(sender), thread: Some(thread) };
-        Ok(ProcessGroup { ranks: Arc::new(ranks), signature: None })
+        let ranks = Ranks { membership, origin, device, promises, queue, thread: Some(thread) };
+        Ok(ProcessGroup { ranks: Arc::new(ranks), signature: None, is_deferred: false })
     }
 
     /// A world of this process alone, which needs no backend.
@@ -178,7 +176,24 @@ impl ProcessGroup {
     /// The same group, whose collectives are about something: ranks that issue them with different signatures all get
     /// [`crate::Error::Mismatch`], which names what differs. It travels with the fingerprint: no data, no wait.
     pub fn signed(&self, signature: Signature) -> ProcessGroup {
-        ProcessGroup { ranks: self.ranks.clone(), signature: Some(signature) }
+        ProcessGroup { signature: Some(signature), ..self.clone() }
+    }
+
+    /// The same group, for who waits at once: its collectives run on the thread that waits for them, with what was
+    /// issued before and has not begun. No other thread has to wake up, which takes longer than a small collective.
+    ///
+    /// A collective that nobody waits for does not stay behind: it also runs when its [`Work`] is asked whether it is
+    /// done or dropped, and when one is issued behind it that is not deferred. Peers notice no difference.
+    ///
+    /// ```
+    /// use fsdp_core::{Buffer, ReduceOp, process_group::local};
+    /// local::run(2, |group| {
+    ///     let sum = group.deferred().all_reduce(vec![Buffer::F32(vec![1.0])], ReduceOp::Sum).wait();
+    ///     assert_eq!(sum.unwrap(), [Buffer::F32(vec![2.0])]);
+    /// });
+    /// ```
+    pub fn deferred(&self) -> ProcessGroup {
+        ProcessGroup { is_deferred: true, ..self.clone() }
     }
 
     /// Every rank gets the concatenation of every rank's input, for each part. Outputs are taken from `memory` when the
@@ -239,7 +254,8 @@ impl ProcessGroup {
         // The peers are about to wait for this rank in the new group.
         let of_root = |rank: usize| self.ranks.origin.ranks[rank];
         let origin = Origin { root: self.ranks.origin.root.clone(), ranks: members.into_iter().map(of_root).collect() };
-        ProcessGroup::of_origin(membership, origin, backend).inspect_err(|error| self.send(Job::Fail(error.clone())))
+        ProcessGroup::of_origin(membership, origin, backend)
+            .inspect_err(|error| self.ranks.queue.push(Job::Fail(error.clone()), true))
     }
 
     /// Queues an operation, or the failure of the group where the arguments can't be.
@@ -255,20 +271,13 @@ impl ProcessGroup {
             },
             Err(error) => {
                 // The peers are about to wait for this collective.
-                self.send(Job::Fail(error.clone()));
+                self.ranks.queue.push(Job::Fail(error.clone()), true);
                 return Work::ready(Err(error));
             }
         };
         let (completion, work) = Work::pending(self.rank());
-        self.send(Job::Run { call, run, completion });
-        work
-    }
-
-    fn send(&self, job: Job) {
-        if let Some(jobs) = &self.ranks.jobs {
-            // A thread that is gone drops the job, and with it the completion: the work then says so.
-            let _ = jobs.send(job);
-        }
+        self.ranks.queue.push(Job::Run { call, run, completion }, !self.is_deferred);
+        if self.is_deferred { work.deferred(self.ranks.queue.clone()) } else { work }
     }
 }
 
@@ -321,9 +330,10 @@ impl fmt::Debug for ProcessGroup {
 impl Drop for Ranks {
     /// Lets the queued collectives finish and leaves the group.
     fn drop(&mut self) {
-        drop(self.jobs.take());
+        self.queue.close();
         if let Some(thread) = self.thread.take()
-            // The rank's own thread drops the group when a collective's buffers held the last reference.
+            // Who runs a collective drops the group when its buffers held the last reference.
+            && !self.queue.is_run_here()
             && thread.thread().id() != std::thread::current().id()
         {
             let _ = thread.join();

@@ -1,9 +1,14 @@
-//! The thread that runs a rank's collectives in the order they were issued: it counts them, keeps the first error, and
-//! tells the launcher.
+//! A rank's collectives in the order they were issued: who runs them counts them, keeps the first error, and tells the
+//! launcher.
+//!
+//! A group's thread runs them as they come. Deferred ones are run by who waits for them: to wake a thread and be woken
+//! by it takes longer than a small collective does.
 
 use std::{
+    collections::VecDeque,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::mpsc::Receiver,
+    sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError},
+    thread::ThreadId,
 };
 
 use super::{
@@ -14,7 +19,7 @@ use crate::{Buffer, Error, Result, heartbeat, text};
 /// What a collective does when its turn comes.
 pub(super) type Run = Box<dyn FnOnce(&mut dyn Backend, &Collective<'_>) -> Result<Vec<Buffer>> + Send>;
 
-/// Something for the thread to do.
+/// Something to do.
 pub(super) enum Job {
     /// A collective.
     Run { call: Call, run: Run, completion: Completion },
@@ -22,8 +27,127 @@ pub(super) enum Job {
     Fail(Error),
 }
 
-/// What the thread holds.
+/// What a group's handles, its thread and its works share. Locked in the order of its fields.
 pub(super) struct Queue {
+    /// Who holds it runs jobs. `None` when the group has ended.
+    runner: Mutex<Option<Runner>>,
+    jobs: Mutex<Jobs>,
+    /// There is something for the thread to do.
+    wake: Condvar,
+}
+
+#[derive(Default)]
+struct Jobs {
+    waiting: VecDeque<Job>,
+    /// Who runs jobs now.
+    runs: Option<ThreadId>,
+    thread_sleeps: bool,
+    is_closed: bool,
+}
+
+impl Queue {
+    pub(super) fn new(group: Membership, backend: Box<dyn Backend>) -> Self {
+        let told = heartbeat::collectives(&group.name, group.rank, group.size);
+        let runner = Runner { backend, group, sequence: 0, failed: None, told };
+        Queue { runner: Mutex::new(Some(runner)), jobs: Mutex::default(), wake: Condvar::new() }
+    }
+
+    fn jobs(&self) -> MutexGuard<'_, Jobs> {
+        self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Queues a job, for the group's thread to run at once, or else when [`Queue::start`] or [`Queue::help`] is called.
+    /// One that comes when the group has ended is dropped: its work then says so.
+    pub(super) fn push(&self, job: Job, at_once: bool) {
+        let mut jobs = self.jobs();
+        if !jobs.is_closed {
+            jobs.waiting.push_back(job);
+            self.wake(jobs, at_once);
+        }
+    }
+
+    /// Has the group's thread run what is queued.
+    pub(super) fn start(&self) {
+        self.wake(self.jobs(), true);
+    }
+
+    fn wake(&self, jobs: MutexGuard<'_, Jobs>, if_asleep: bool) {
+        let is_asleep = jobs.thread_sleeps;
+        drop(jobs);
+        if is_asleep && if_asleep {
+            self.wake.notify_one();
+        }
+    }
+
+    /// No more jobs come.
+    pub(super) fn close(&self) {
+        self.jobs().is_closed = true;
+        self.wake.notify_one();
+    }
+
+    /// Whether this thread is running a job.
+    pub(super) fn is_run_here(&self) -> bool {
+        self.jobs().runs == Some(std::thread::current().id())
+    }
+
+    /// Does jobs until the queue is closed: what the group's thread does.
+    pub(super) fn serve(&self) {
+        let _end = End(self);
+        loop {
+            let mut jobs = self.jobs();
+            while jobs.waiting.is_empty() && !jobs.is_closed {
+                jobs.thread_sleeps = true;
+                jobs = self.wake.wait(jobs).unwrap_or_else(PoisonError::into_inner);
+                jobs.thread_sleeps = false;
+            }
+            if jobs.waiting.is_empty() {
+                return;
+            }
+            drop(jobs);
+            self.run(self.runner.lock().unwrap_or_else(PoisonError::into_inner), || false);
+        }
+    }
+
+    /// Does jobs on this thread until `is_done`, or has the group's thread do them when another is at it.
+    pub(super) fn help(&self, is_done: impl FnMut() -> bool) {
+        match self.runner.try_lock() {
+            Ok(runner) => self.run(runner, is_done),
+            Err(TryLockError::Poisoned(runner)) => self.run(runner.into_inner(), is_done),
+            // Who runs jobs now may stop before this one.
+            Err(TryLockError::WouldBlock) => self.start(),
+        }
+    }
+
+    fn run(&self, mut runner: MutexGuard<'_, Option<Runner>>, mut is_done: impl FnMut() -> bool) {
+        let Some(runner) = &mut *runner else { return };
+        while !is_done() {
+            let mut jobs = self.jobs();
+            let job = jobs.waiting.pop_front();
+            jobs.runs = job.is_some().then(|| std::thread::current().id());
+            drop(jobs);
+            let Some(job) = job else { return };
+            runner.run(job);
+        }
+        self.jobs().runs = None;
+    }
+}
+
+/// The end of the group's thread, however it comes: the group is left, and jobs that nobody runs any more are dropped.
+struct End<'a>(&'a Queue);
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        let runner = self.0.runner.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let mut jobs = self.0.jobs();
+        jobs.is_closed = true;
+        let waiting = std::mem::take(&mut jobs.waiting);
+        drop(jobs);
+        drop((runner, waiting));
+    }
+}
+
+/// What runs the jobs, whoever's thread it is.
+struct Runner {
     backend: Box<dyn Backend>,
     group: Membership,
     sequence: u64,
@@ -33,30 +157,20 @@ pub(super) struct Queue {
     told: Option<heartbeat::Collectives>,
 }
 
-impl Queue {
-    pub(super) fn new(group: Membership, backend: Box<dyn Backend>) -> Self {
-        let told = heartbeat::collectives(&group.name, group.rank, group.size);
-        Queue { backend, group, sequence: 0, failed: None, told }
-    }
-
-    /// Does jobs until the group is dropped.
-    pub(super) fn serve(mut self, jobs: Receiver<Job>) {
-        for job in jobs {
-            match job {
-                Job::Fail(error) => self.fail(error),
-                Job::Run { call, run, completion } => {
-                    let outcome = match &self.failed {
-                        Some(error) => Err(error.clone()),
-                        None => {
-                            tracing::debug_span!("collective", op = call.name).in_scope(|| self.attempt(&call, run))
-                        }
-                    };
-                    if let Err(error) = &outcome {
-                        self.fail(error.clone());
-                    }
-                    self.sequence += 1;
-                    completion.complete(outcome);
+impl Runner {
+    fn run(&mut self, job: Job) {
+        match job {
+            Job::Fail(error) => self.fail(error),
+            Job::Run { call, run, completion } => {
+                let outcome = match &self.failed {
+                    Some(error) => Err(error.clone()),
+                    None => tracing::debug_span!("collective", op = call.name).in_scope(|| self.attempt(&call, run)),
+                };
+                if let Err(error) = &outcome {
+                    self.fail(error.clone());
                 }
+                self.sequence += 1;
+                completion.complete(outcome);
             }
         }
     }
@@ -81,6 +195,124 @@ impl Queue {
         if self.failed.is_none() {
             self.backend.fail(&Failure::of(&error));
             self.failed = Some(error);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{sync::Arc, time::Duration};
+
+    use super::{
+        super::{alone::Alone, work::Work},
+        *,
+    };
+
+    fn queue() -> Arc<Queue> {
+        Arc::new(Queue::new(Membership::world(0, 1, Duration::from_secs(60)), Box::new(Alone)))
+    }
+
+    fn push(queue: &Arc<Queue>, at_once: bool, run: impl FnOnce() + Send + 'static) -> Work {
+        let (completion, work) = Work::pending(0);
+        let run: Run = Box::new(|_, _| {
+            run();
+            Ok(vec![])
+        });
+        let call = Call::new("test", "", std::iter::empty());
+        queue.push(Job::Run { call, run, completion }, at_once);
+        if at_once { work } else { work.deferred(queue.clone()) }
+    }
+
+    #[test]
+    fn who_waits_for_a_deferred_job_runs_it_with_those_before_it_and_none_behind_it() {
+        let queue = queue();
+        let ran = Arc::new(Mutex::new(vec![]));
+        let issue = |number| {
+            let (queue, ran, here) = (queue.clone(), ran.clone(), std::thread::current().id());
+            push(&queue.clone(), false, move || {
+                assert!(queue.is_run_here() && std::thread::current().id() == here);
+                ran.lock().unwrap().push(number);
+            })
+        };
+        let [_first, second, third] = [1, 2, 3].map(issue);
+        second.wait().unwrap();
+        assert_eq!(*ran.lock().unwrap(), [1, 2]);
+        assert!(!queue.is_run_here());
+        third.wait().unwrap();
+        assert_eq!(*ran.lock().unwrap(), [1, 2, 3]);
+    }
+
+    /// However it is that nobody waits for it, and while another thread runs an earlier one.
+    #[test]
+    fn a_deferred_job_is_run_without_a_wait_too() {
+        let queue = queue();
+        std::thread::scope(|scope| {
+            scope.spawn(|| queue.serve());
+            let (tell, told) = std::sync::mpsc::channel();
+            let told_by = |tell: &std::sync::mpsc::Sender<()>| {
+                let tell = tell.clone();
+                move || tell.send(()).unwrap()
+            };
+            drop(push(&queue, false, told_by(&tell)));
+            told.recv().unwrap();
+
+            let mut asked = push(&queue, false, told_by(&tell));
+            while !asked.is_done() {
+                std::thread::yield_now();
+            }
+            told.recv().unwrap();
+
+            let _behind = (push(&queue, false, told_by(&tell)), push(&queue, true, || ()).wait().unwrap());
+            told.recv().unwrap();
+
+            let (begin, begun) = std::sync::mpsc::channel();
+            let (end, ended) = std::sync::mpsc::channel::<()>();
+            let slow = push(&queue, false, move || {
+                begin.send(()).unwrap();
+                ended.recv().unwrap();
+            });
+            let other = scope.spawn(|| slow.wait());
+            begun.recv().unwrap();
+            let next = push(&queue, false, told_by(&tell));
+            let waits = scope.spawn(|| next.wait());
+            end.send(()).unwrap();
+            assert_eq!((other.join().unwrap().unwrap(), waits.join().unwrap().unwrap()), (vec![], vec![]));
+            queue.close();
+        });
+    }
+
+    /// Which is also the last to hold the group.
+    #[test]
+    fn a_job_that_drops_the_group_is_run_by_who_waits() {
+        struct Holds {
+            _group: crate::ProcessGroup,
+        }
+        impl crate::Allocator for Holds {
+            fn take(&self, dtype: crate::DType, len: usize) -> Result<Buffer> {
+                Buffer::try_zeros(dtype, len)
+            }
+            fn give(&self, _: Buffer) {}
+        }
+        for is_deferred in [true, false] {
+            let group = crate::ProcessGroup::alone(Duration::from_secs(60)).unwrap();
+            let issuer = if is_deferred { group.deferred() } else { group.clone() };
+            let part = crate::GatherPart { input: Arc::new(Buffer::F32(vec![1.])), counts: vec![1] };
+            let work = issuer.all_gather(vec![part], Arc::new(Holds { _group: group }));
+            drop(issuer);
+            assert_eq!(work.wait().unwrap(), [Buffer::F32(vec![1.])]);
+        }
+    }
+
+    #[test]
+    fn a_queue_that_has_ended_says_so_and_what_was_queued_before_is_run() {
+        let queue = queue();
+        let works = [true, false].map(|at_once| push(&queue, at_once, || ()));
+        queue.close();
+        queue.serve();
+        works.into_iter().for_each(|work| assert_eq!(work.wait().unwrap(), []));
+        for at_once in [true, false] {
+            let error = push(&queue, at_once, || ()).wait().unwrap_err().to_string();
+            assert!(error.contains("gave a collective up"), "{error}");
         }
     }
 }

@@ -13,7 +13,7 @@ impl ProcessGroup {
     /// As [`ProcessGroup::all_reduce`].
     pub fn all_reduce_values<T: Element>(&self, values: Vec<T>, op: ReduceOp) -> Result<Vec<T>> {
         let len = values.len();
-        self.elements(self.all_reduce(vec![Buffer::from(values)], op), len)
+        self.elements(self.deferred().all_reduce(vec![Buffer::from(values)], op), len)
     }
 
     /// The reduction of each rank's value. Collective; blocks.
@@ -89,7 +89,7 @@ impl ProcessGroup {
     fn gather<T: Element>(&self, values: Vec<T>, counts: Vec<usize>) -> Result<Vec<T>> {
         let len = counts.iter().sum();
         let part = GatherPart { input: Arc::new(Buffer::from(values)), counts };
-        self.elements(self.all_gather(vec![part], Heap::shared()), len)
+        self.elements(self.deferred().all_gather(vec![part], Heap::shared()), len)
     }
 
     /// The output of a collective of one part.

@@ -1,7 +1,14 @@
 //! The handle of a collective in flight.
 
-use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::{
+    fmt,
+    sync::{
+        Arc,
+        mpsc::{Receiver, Sender, TryRecvError, channel},
+    },
+};
 
+use super::queue::Queue;
 use crate::{Buffer, Error, Result, Stream};
 
 /// A collective in flight. Dropping it does not cancel the collective.
@@ -17,11 +24,19 @@ use crate::{Buffer, Error, Result, Stream};
 /// });
 /// ```
 #[must_use = "a collective's outputs and errors come from wait()"]
-#[derive(Debug)]
 pub struct Work {
     receiver: Receiver<Result<Vec<Buffer>>>,
     arrived: Option<Result<Vec<Buffer>>>,
     rank: usize,
+    /// Where it is queued, if it is for who waits to run it and nobody has begun to wait.
+    deferred: Option<Arc<Queue>>,
+}
+
+impl fmt::Debug for Work {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Work { arrived, rank, .. } = self;
+        f.debug_struct("Work").field("rank", rank).field("arrived", arrived).finish_non_exhaustive()
+    }
 }
 
 /// The other end of a [`Work`], held by who runs the collective: a group, or collectives
@@ -40,7 +55,13 @@ impl Work {
     /// A handle for `rank` and its other end.
     pub fn pending(rank: usize) -> (Completion, Work) {
         let (sender, receiver) = channel();
-        (Completion(sender), Work { receiver, arrived: None, rank })
+        (Completion(sender), Work { receiver, arrived: None, rank, deferred: None })
+    }
+
+    /// The handle of a job that `queue` has not started.
+    pub(super) fn deferred(mut self, queue: Arc<Queue>) -> Work {
+        self.deferred = Some(queue);
+        self
     }
 
     /// A handle that is done.
@@ -52,6 +73,11 @@ impl Work {
 
     /// Whether [`Work::wait`] would return at once.
     pub fn is_done(&mut self) -> bool {
+        self.start();
+        self.has_arrived()
+    }
+
+    fn has_arrived(&mut self) -> bool {
         if self.arrived.is_none() {
             self.arrived = match self.receiver.try_recv() {
                 Ok(outcome) => Some(outcome),
@@ -82,10 +108,20 @@ impl Work {
         }
     }
 
-    fn block(self) -> Result<Vec<Buffer>> {
-        match self.arrived {
+    fn block(mut self) -> Result<Vec<Buffer>> {
+        if let Some(queue) = self.deferred.take() {
+            queue.help(|| self.has_arrived());
+        }
+        match self.arrived.take() {
             Some(outcome) => outcome,
             None => self.receiver.recv().unwrap_or_else(|_| Err(self.abandoned())),
+        }
+    }
+
+    /// Has a deferred collective run although nobody waits for it.
+    fn start(&mut self) {
+        if let Some(queue) = self.deferred.take() {
+            queue.start();
         }
     }
 
@@ -95,6 +131,12 @@ impl Work {
             what: "the backend gave a collective up without an outcome: its thread panicked, and printed why before"
                 .into(),
         }
+    }
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        self.start();
     }
 }
 
