@@ -10,6 +10,7 @@ use rustix::event::{PollFd, PollFlags};
 
 use super::{
     super::{collective::Collective, failure::Failure},
+    cores,
     segment::{Port, Segment, reached, state},
 };
 use crate::{Error, Result};
@@ -46,9 +47,8 @@ pub(super) struct Watch {
 
 impl Watch {
     pub(super) fn new(timeout: Duration, ranks: usize, processes: Vec<OwnedFd>) -> Self {
-        let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
         // With more ranks than cores, whoever is waited for may need this very core.
-        let spins = if ranks <= cores { 200 } else { 10 };
+        let spins = if cores::suffice(ranks, &processes) { 200 } else { 10 };
         Watch { timeout, spins, processes }
     }
 
