@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
+use fsdp_core::DeviceMesh;
 use fsdp_core::layout::Region;
-use fsdp_core::{Buffer, DeviceMesh};
 use indexmap::IndexMap;
 
 use super::options::UnitOptions;

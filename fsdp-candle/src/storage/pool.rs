@@ -143,7 +143,7 @@ mod tests {
     use crate::kernels;
 
     fn pool() -> Pool {
-        Pool::new(kernels::of(fsdp_core::DeviceId::Host).unwrap())
+        Pool::new(kernels::or_host(&candle_core::Device::Cpu))
     }
 
     #[test]

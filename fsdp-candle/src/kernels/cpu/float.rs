@@ -43,24 +43,30 @@ pub(super) trait Real:
 }
 
 impl Real for f32 {
+    #[inline(always)]
     fn of(number: f64) -> Self {
         number as f32
     }
+    #[inline(always)]
     fn sqrt(self) -> Self {
         f32::sqrt(self)
     }
+    #[inline(always)]
     fn rounded<T: Float>(self) -> T {
         T::from_f32(self)
     }
 }
 
 impl Real for f64 {
+    #[inline(always)]
     fn of(number: f64) -> Self {
         number
     }
+    #[inline(always)]
     fn sqrt(self) -> Self {
         f64::sqrt(self)
     }
+    #[inline(always)]
     fn rounded<T: Float>(self) -> T {
         T::from_f64(self)
     }
@@ -72,6 +78,7 @@ pub(super) trait Float: Element + Pod + AddAssign {
     fn get(self) -> Self::Real;
     fn from_f32(value: f32) -> Self;
     fn from_f64(value: f64) -> Self;
+    #[inline(always)]
     fn put(value: Self::Real) -> Self {
         value.rounded()
     }
@@ -79,12 +86,15 @@ pub(super) trait Float: Element + Pod + AddAssign {
 
 impl Float for f32 {
     type Real = f32;
+    #[inline(always)]
     fn get(self) -> f32 {
         self
     }
+    #[inline(always)]
     fn from_f32(value: f32) -> Self {
         value
     }
+    #[inline(always)]
     fn from_f64(value: f64) -> Self {
         value as f32
     }
@@ -92,12 +102,15 @@ impl Float for f32 {
 
 impl Float for f64 {
     type Real = f64;
+    #[inline(always)]
     fn get(self) -> f64 {
         self
     }
+    #[inline(always)]
     fn from_f32(value: f32) -> Self {
         f64::from(value)
     }
+    #[inline(always)]
     fn from_f64(value: f64) -> Self {
         value
     }
@@ -107,12 +120,15 @@ macro_rules! half {
     ($t:ty) => {
         impl Float for $t {
             type Real = f32;
+            #[inline(always)]
             fn get(self) -> f32 {
                 self.to_f32()
             }
+            #[inline(always)]
             fn from_f32(value: f32) -> Self {
                 <$t>::from_f32(value)
             }
+            #[inline(always)]
             fn from_f64(value: f64) -> Self {
                 <$t>::from_f64(value)
             }
