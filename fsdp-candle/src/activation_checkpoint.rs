@@ -12,10 +12,11 @@ use std::cell::Cell;
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
 
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, TensorId, Var, bail};
+use candle_core::{DType, Result, Shape, Tensor, TensorId, Var, bail};
 
 use crate::graph::{on_at_least, without_reports};
-use crate::storage::{self, swap};
+use crate::kernels::{Backward, node};
+use crate::storage;
 use crate::tensors::Tensors;
 use crate::unit::FsdpParam;
 
@@ -102,7 +103,7 @@ where
     let mut token: Option<Tensor> = None;
     for source in &sources {
         let slot = Slot::default();
-        let scalar = source.apply_op1(Bridge(slot.clone()))?;
+        let scalar = scalar(source, Bridge(slot.clone()))?;
         bridges.push((source.id(), slot));
         token = Some(match token {
             Some(sum) => (sum + scalar)?,
@@ -117,8 +118,8 @@ where
     let run = move |copy: &mut dyn FnMut(Tensor) -> Result<Tensor>| {
         Ok(list(f(saved.clone().map_tensors(&mut |tensor| copy(tensor))?)?)?.1)
     };
-    let token =
-        token.apply_op1(Recompute { run: Box::new(run), wanted, start: start.ids, bridges, ends: ends.clone() })?;
+    let recompute = Recompute { run: Box::new(run), wanted, start: start.ids, bridges, ends: ends.clone() };
+    let token = scalar(&token, recompute)?;
     let mut ends = ends.into_iter();
     result.map_tensors(&mut |tensor| match ends.next() {
         Some(end) if tensor.dtype().is_float() => end.output(&tensor, &token),
@@ -188,23 +189,20 @@ fn on_enough_stack<T>(f: impl FnOnce() -> T) -> Result<T> {
     on_at_least(STACK_RED_ZONE_BYTES, STACK_BYTES, "a checkpoint's backward", f)
 }
 
-fn scalar() -> (CpuStorage, Shape) {
-    (CpuStorage::F32(vec![0.]), Shape::from(()))
+/// A scalar that stands for something in the graph.
+fn scalar(source: &Tensor, backward: impl Backward) -> Result<Tensor> {
+    node(source, storage::scalar(source.device())?, Shape::from(()), backward)
 }
 
 /// From any tensor to a scalar without meaning: its backward hands out the gradient that was left in the slot.
 struct Bridge(Slot);
 
-impl CustomOp1 for Bridge {
+impl Backward for Bridge {
     fn name(&self) -> &'static str {
         "checkpoint-bridge"
     }
 
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        Ok(scalar())
-    }
-
-    fn bwd(&self, source: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
+    fn backward(&self, source: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
         match self.0.take() {
             Some(gradient) => Ok(Some(gradient)),
             None if source.is_variable() => Ok(None),
@@ -228,16 +226,12 @@ struct Recompute {
     ends: Vec<End>,
 }
 
-impl CustomOp1 for Recompute {
+impl Backward for Recompute {
     fn name(&self) -> &'static str {
         "checkpoint-recompute"
     }
 
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        Ok(scalar())
-    }
-
-    fn bwd(&self, token: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
+    fn backward(&self, token: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
         self.gradients().map_err(|error| error.context("while a checkpointed closure ran again in backward"))?;
         Ok(Some(token.zeros_like()?))
     }
@@ -264,7 +258,7 @@ impl Recompute {
             let Some(gradient) = end.gradient.take() else { continue };
             let slot = Slot::default();
             slot.put(Some(gradient));
-            let scalar = output.apply_op1(Bridge(slot))?;
+            let scalar = scalar(output, Bridge(slot))?;
             root = Some(match root {
                 Some(sum) => (sum + scalar)?,
                 None => scalar,
@@ -316,31 +310,20 @@ impl End {
 
     /// The output in the outer graph: its values, and the token before it.
     fn output(self, values: &Tensor, token: &Tensor) -> Result<Tensor> {
-        let own = values.detach().force_contiguous()?;
-        let memory = Mutex::new(Some(swap(&own, storage::poison())?));
-        token.apply_op1(Output { end: self, memory })
+        let shape = self.shape.clone();
+        node(token, storage::copied_storage(values)?, shape, Output(self))
     }
 }
 
-struct Output {
-    end: End,
-    memory: Mutex<Option<CpuStorage>>,
-}
+struct Output(End);
 
-impl CustomOp1 for Output {
+impl Backward for Output {
     fn name(&self) -> &'static str {
         "checkpoint-output"
     }
 
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        match self.memory.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take() {
-            Some(memory) => Ok((memory, self.end.shape.clone())),
-            None => bail!("checkpoint-output ran twice"),
-        }
-    }
-
-    fn bwd(&self, token: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        self.end.gradient.put(Some(gradient.clone()));
+    fn backward(&self, token: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        self.0.gradient.put(Some(gradient.clone()));
         Ok(Some(token.zeros_like()?))
     }
 }

@@ -8,6 +8,7 @@ use fsdp_core::layout::{Region, chunk_range, local_region};
 use fsdp_core::{DeviceMesh, Placement, ProcessGroup};
 
 use crate::error::{Error, Result};
+use crate::kernels::{self, Rows, Slice, SliceMut};
 
 /// A mesh that parameters are sharded over, for [`crate::ShardPlacement`]. Clones are the same: make one for each mesh.
 #[derive(Clone)]
@@ -189,50 +190,38 @@ impl ShardLayout {
     }
 
     /// Turns the concatenation of all shards into the parameter.
-    pub(crate) fn unpack<T: Copy>(&self, shards: &[T], full: &mut [T]) {
-        self.for_each_chunk(|packed, at| full[at].copy_from_slice(&shards[packed]));
+    pub(crate) fn unpack(&self, shards: &Buffer, full: &mut Buffer) -> candle_core::Result<()> {
+        let kernels = kernels::of_buffer(shards)?;
+        self.chunks().try_for_each(|(packed, column, rows)| {
+            let from = Slice::from(shards).range(packed..shards.len())?;
+            let room = full.len();
+            kernels.copy_rows(from, SliceMut::from(&mut *full).range(column..room)?, rows)
+        })
     }
 
     /// Turns the parameter into the concatenation of all shards.
-    pub(crate) fn pack<T: Copy>(&self, full: &[T], shards: &mut [T]) {
-        self.for_each_chunk(|packed, at| shards[packed].copy_from_slice(&full[at]));
+    pub(crate) fn pack(&self, full: &Buffer, shards: &mut Buffer) -> candle_core::Result<()> {
+        let kernels = kernels::of_buffer(full)?;
+        self.chunks().try_for_each(|(packed, column, rows)| {
+            let rows = Rows { from_stride: rows.to_stride, to_stride: rows.from_stride, ..rows };
+            let from = Slice::from(full).range(column..full.len())?;
+            let room = shards.len();
+            kernels.copy_rows(from, SliceMut::from(&mut *shards).range(packed..room)?, rows)
+        })
     }
 
-    /// [`ShardLayout::unpack`] for buffers of floats.
-    pub(crate) fn unpack_buffer(&self, shards: &Buffer, full: &mut Buffer) -> candle_core::Result<()> {
-        match (shards, full) {
-            (Buffer::F32(a), Buffer::F32(b)) => self.unpack(a, b),
-            (Buffer::F64(a), Buffer::F64(b)) => self.unpack(a, b),
-            (Buffer::BF16(a), Buffer::BF16(b)) => self.unpack(a, b),
-            (Buffer::F16(a), Buffer::F16(b)) => self.unpack(a, b),
-            (a, b) => candle_core::bail!("shards of {} can't become a parameter of {}", a.dtype(), b.dtype()),
-        }
-        Ok(())
-    }
-
-    /// [`ShardLayout::pack`] for buffers of floats.
-    pub(crate) fn pack_buffer(&self, full: &Buffer, shards: &mut Buffer) -> candle_core::Result<()> {
-        match (full, shards) {
-            (Buffer::F32(a), Buffer::F32(b)) => self.pack(a, b),
-            (Buffer::F64(a), Buffer::F64(b)) => self.pack(a, b),
-            (Buffer::BF16(a), Buffer::BF16(b)) => self.pack(a, b),
-            (Buffer::F16(a), Buffer::F16(b)) => self.pack(a, b),
-            (a, b) => candle_core::bail!("a gradient of {} can't become shards of {}", a.dtype(), b.dtype()),
-        }
-        Ok(())
-    }
-
-    fn for_each_chunk(&self, mut copy: impl FnMut(std::ops::Range<usize>, std::ops::Range<usize>)) {
+    /// Each rank's chunk: where it begins in the concatenation and in a row of the parameter, and its rows, from there
+    /// to here.
+    fn chunks(&self) -> impl Iterator<Item = (usize, usize, Rows)> + '_ {
         let row: usize = self.chunks.iter().sum();
         let (mut packed, mut column) = (0, 0);
-        for &chunk in &self.chunks {
-            for i in 0..self.outer {
-                let at = i * row + column;
-                copy(packed..packed + chunk, at..at + chunk);
-                packed += chunk;
-            }
+        self.chunks.iter().map(move |&chunk| {
+            let rows = Rows { count: self.outer, len: chunk, from_stride: chunk, to_stride: row };
+            let at = (packed, column, rows);
+            packed += chunk * self.outer;
             column += chunk;
-        }
+            at
+        })
     }
 }
 
@@ -243,12 +232,14 @@ mod tests {
     #[test]
     fn packing_and_unpacking_are_inverse() {
         let layout = ShardLayout { outer: 2, chunks: vec![2, 1, 0] };
-        let full = [0, 1, 2, 10, 11, 12];
-        let mut shards = [0; 6];
-        layout.pack(&full, &mut shards);
-        assert_eq!(shards, [0, 1, 10, 11, 2, 12]);
-        let mut back = [0; 6];
-        layout.unpack(&shards, &mut back);
+        let full = Buffer::from(vec![0f32, 1., 2., 10., 11., 12.]);
+        let mut shards = Buffer::zeros(full.dtype(), 6);
+        layout.pack(&full, &mut shards).unwrap();
+        assert_eq!(shards, Buffer::from(vec![0f32, 1., 10., 11., 2., 12.]));
+        let mut back = Buffer::zeros(full.dtype(), 6);
+        layout.unpack(&shards, &mut back).unwrap();
         assert_eq!(back, full);
+        layout.unpack(&shards, &mut Buffer::zeros(full.dtype(), 5)).unwrap_err();
+        layout.pack(&full, &mut Buffer::zeros(fsdp_core::DType::F64, 6)).unwrap_err();
     }
 }

@@ -72,6 +72,7 @@ mod error;
 mod extension;
 mod graph;
 pub mod initializer;
+mod kernels;
 mod module;
 pub mod nn;
 mod optim;

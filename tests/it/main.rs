@@ -4,6 +4,7 @@
 mod alike;
 mod bad_input;
 mod chaos;
+mod devices;
 mod finite;
 mod from_pytorch;
 mod golden;

@@ -1,10 +1,10 @@
 //! Buffers: tensors of a model that forward updates and no optimizer does.
 
-use fsdp_core::{Buffer, ReduceOp};
+use fsdp_core::ReduceOp;
 
 use super::var_map::ShardedVarMap;
 use crate::error::Result;
-use crate::storage::{copy_out, to_core_dtype, with_bytes_mut};
+use crate::storage::{copied, copy_in};
 
 impl ShardedVarMap {
     /// Sets every buffer to its mean over the ranks of the map's mesh. Collective: before an evaluation or a save that
@@ -40,14 +40,7 @@ impl ShardedVarMap {
     /// ```
     pub fn average_buffers(&self) -> Result<()> {
         let vars: Vec<_> = self.buffers().into_iter().map(|(_, var)| var).collect();
-        let mut values = vars
-            .iter()
-            .map(|var| {
-                let mut values = Buffer::zeros(to_core_dtype(var.dtype())?, var.elem_count());
-                copy_out(var.as_tensor(), &mut values)?;
-                Ok(values)
-            })
-            .collect::<Result<Vec<_>>>()?;
+        let mut values = vars.iter().map(|var| copied(var.as_tensor())).collect::<Result<Vec<_>>>()?;
         if values.is_empty() {
             return Ok(());
         }
@@ -55,10 +48,7 @@ impl ShardedVarMap {
             values = self.mesh().group(dim)?.all_reduce(values, ReduceOp::Avg).wait()?;
         }
         for (var, mean) in vars.iter().zip(&values) {
-            with_bytes_mut(var.as_tensor(), |bytes| {
-                bytes.copy_from_slice(mean.bytes());
-                Ok(())
-            })?;
+            copy_in(mean, var.as_tensor())?;
         }
         Ok(())
     }

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
+use fsdp_core::DeviceMesh;
 use fsdp_core::layout::Region;
-use fsdp_core::{Buffer, DeviceMesh};
 use indexmap::IndexMap;
 
 use super::options::UnitOptions;
@@ -15,6 +15,7 @@ use crate::data_parallel::DataParallel;
 use crate::error::{Error, Result};
 use crate::graph::nodes_of;
 use crate::initializer::{Initializer, Philox, ShardRequest};
+use crate::kernels;
 use crate::policy::ReshardAfterForward;
 use crate::step::Schedule;
 use crate::storage::{to_core_dtype, to_var};
@@ -90,7 +91,7 @@ impl ShardedVarMap {
             mesh: mesh.clone(),
             ranks: Mutex::default(),
             device: device.clone(),
-            schedule: Arc::new(Schedule::of_rank(mesh.rank())),
+            schedule: Arc::new(Schedule::of_rank(mesh.rank(), device)),
             initializer: Mutex::new(Arc::new(Philox::new(0))),
             frozen: Mutex::new(Arc::new(|_| false)),
             params: Mutex::default(),
@@ -363,9 +364,12 @@ impl ShardedVarMap {
         let request = ShardRequest { name, shape: dims, dtype, region, init };
         let initializer = lock(&self.0.initializer).clone();
         initializer.check(&request)?;
-        let memory = Buffer::try_zeros(to_core_dtype(dtype)?, region.elements());
+        let kernels = kernels::of_device(&self.0.device)?;
+        let memory = kernels.zeros(to_core_dtype(dtype)?, region.elements());
         let mut shard = memory.map_err(|error| Error::Parameter { name: name.into(), message: error.to_string() })?;
-        initializer.fill(&request, shard.bytes_mut())?;
+        let mut filled = Ok(());
+        kernels.write((&mut shard).into(), &mut |bytes| filled = initializer.fill(&request, bytes))?;
+        filled?;
         Ok(to_var(shard, &region.sizes, &self.0.device)?)
     }
 }

@@ -57,8 +57,3 @@ pub trait AllGatherExtension: Send + Sync {
     /// When the buffers can't be decoded.
     fn post_all_gather(&self, gathered: &[Buffer], counts: &[usize], full: &mut Buffer) -> Result<()>;
 }
-
-/// A float of any width from an f32, rounded once.
-pub(super) fn float_from<T: candle_core::WithDType>(value: f32) -> T {
-    T::from_f64(f64::from(value))
-}

@@ -1,11 +1,11 @@
 //! Weights gathered as 8-bit floats with one scale for each shard.
 
-use candle_core::{DType, Result, Tensor, bail};
-use float8::F8E4M3;
+use candle_core::{Result, Tensor};
 use fsdp_core::Buffer;
 
-use super::all_gather::{AllGatherExtension, float_from};
-use crate::storage::typed;
+use super::all_gather::AllGatherExtension;
+use super::eight_bits::{decode, encode};
+use crate::kernels::EightBits;
 
 /// E4M3 floats, scaled so that a shard's largest magnitude is E4M3's largest, 448. Each gathered value differs from its
 /// shard's by at most 1/16 of its own magnitude (half a step of 3 mantissa bits), or, where it is below 2^-6 of the
@@ -13,38 +13,17 @@ use crate::storage::typed;
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Float8;
 
-const LARGEST: f32 = 448.;
-
 impl AllGatherExtension for Float8 {
     fn lengths(&self, elements: usize) -> Vec<usize> {
         vec![elements, 1]
     }
 
     fn pre_all_gather(&self, shard: &Tensor) -> Result<Vec<Buffer>> {
-        let values: Vec<f32> = shard.detach().to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
-        let largest = values.iter().fold(0f32, |max, value| max.max(value.abs()));
-        // A shard that is not finite becomes NaN as a whole: an error here would leave the other ranks waiting in the
-        // all-gather.
-        let scale = match values.iter().all(|value| value.is_finite()) {
-            true if largest > 0. => largest / LARGEST,
-            true => 1.,
-            false => f32::NAN,
-        };
-        let encoded = values.iter().map(|value| F8E4M3::from_f32(value / scale).to_bits()).collect();
-        Ok(vec![Buffer::U8(encoded), Buffer::F32(vec![scale])])
+        encode(EightBits::E4M3, shard.elem_count(), shard, &self.lengths(shard.elem_count()))
     }
 
     fn post_all_gather(&self, gathered: &[Buffer], counts: &[usize], full: &mut Buffer) -> Result<()> {
-        let [Buffer::U8(encoded), Buffer::F32(scales)] = gathered else { bail!("float8 gathers bytes and f32 scales") };
-        let (mut at, mut values) = (0, Vec::with_capacity(encoded.len()));
-        for (&count, &scale) in counts.iter().zip(scales) {
-            values.extend(encoded[at..at + count].iter().map(|&bits| F8E4M3::from_bits(bits).to_f32() * scale));
-            at += count;
-        }
-        typed!(full, v => for (element, value) in v.iter_mut().zip(values) {
-            *element = float_from(value);
-        });
-        Ok(())
+        decode(EightBits::E4M3, gathered, counts.iter().map(|&count| (count, count, 1)), full)
     }
 }
 

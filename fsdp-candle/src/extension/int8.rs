@@ -1,11 +1,12 @@
 //! Frozen weights gathered as 8-bit integers with a scale for each block: a quarter of the bytes of f32. The QLoRA
 //! case.
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{Result, Tensor};
 use fsdp_core::Buffer;
 
-use super::all_gather::{AllGatherExtension, float_from};
-use crate::storage::typed;
+use super::all_gather::AllGatherExtension;
+use super::eight_bits::{decode, encode};
+use crate::kernels::EightBits;
 
 /// Symmetric 8-bit quantisation in blocks: `q = round(x / s)` with `s = max|x| / 127` over the block, so that each
 /// gathered value differs from its shard's by at most `s / 2`, 1/254 of the block's largest magnitude. Shards keep
@@ -28,38 +29,12 @@ impl AllGatherExtension for Int8Blocks {
     }
 
     fn pre_all_gather(&self, shard: &Tensor) -> Result<Vec<Buffer>> {
-        let values: Vec<f32> = shard.detach().to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
-        let (mut quantised, mut scales) = (Vec::with_capacity(values.len()), vec![]);
-        for block in values.chunks(self.block) {
-            let largest = block.iter().fold(0f32, |max, value| max.max(value.abs()));
-            // A block that is not finite becomes NaN as a whole: an error here would leave the other ranks waiting in
-            // the all-gather.
-            let scale = if block.iter().all(|value| value.is_finite()) { largest / 127. } else { f32::NAN };
-            let inverse = if scale > 0. { 1. / scale } else { 0. };
-            scales.push(scale);
-            quantised.extend(block.iter().map(|value| (value * inverse).round() as i8 as u8));
-        }
-        Ok(vec![Buffer::U8(quantised), Buffer::F32(scales)])
+        encode(EightBits::Int8, self.block, shard, &self.lengths(shard.elem_count()))
     }
 
     fn post_all_gather(&self, gathered: &[Buffer], counts: &[usize], full: &mut Buffer) -> Result<()> {
-        let [Buffer::U8(quantised), Buffer::F32(scales)] = gathered else {
-            bail!("int8 blocks gather bytes and f32 scales")
-        };
-        let (mut at, mut scale_at) = (0, 0);
-        let mut values = Vec::with_capacity(quantised.len());
-        for &count in counts {
-            for block in quantised[at..at + count].chunks(self.block) {
-                let scale = scales[scale_at];
-                scale_at += 1;
-                values.extend(block.iter().map(|&byte| f32::from(byte as i8) * scale));
-            }
-            at += count;
-        }
-        typed!(full, v => for (element, value) in v.iter_mut().zip(values) {
-            *element = float_from(value);
-        });
-        Ok(())
+        let shards = counts.iter().map(|&count| (count, self.block, count.div_ceil(self.block)));
+        decode(EightBits::Int8, gathered, shards, full)
     }
 }
 

@@ -2,6 +2,7 @@
 //! `fsdp_post_all_gather`.
 
 mod all_gather;
+mod eight_bits;
 mod float8;
 mod int8;
 

@@ -4,10 +4,12 @@
 
 use std::sync::Arc;
 
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use candle_core::{Result, Tensor};
 
 use super::events::Listener;
 use super::frozen_call::FrozenCall;
+use crate::kernels::{Backward, node};
+use crate::storage::copied_storage;
 use crate::unit::UnitId;
 
 /// Passes a unit's output on so that its backward tells before it comes to the unit.
@@ -28,7 +30,9 @@ fn pass_on(tensor: &Tensor, op: PassOn) -> Result<Tensor> {
     if !tensor.dtype().is_float() {
         return Ok(tensor.clone());
     }
-    tensor.contiguous()?.apply_op1(op)
+    let memory = copied_storage(tensor)
+        .map_err(|error| error.context(format!("of a tensor at the border of FSDP unit `{}`", op.unit.name)))?;
+    node(tensor, memory, tensor.shape().clone(), op)
 }
 
 /// The identity, with a hook in backward.
@@ -43,7 +47,7 @@ enum At {
     Output,
 }
 
-impl CustomOp1 for PassOn {
+impl Backward for PassOn {
     fn name(&self) -> &'static str {
         match &self.at {
             At::Input(_) => "fsdp-post-backward",
@@ -51,21 +55,7 @@ impl CustomOp1 for PassOn {
         }
     }
 
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let Some((start, end)) = layout.contiguous_offsets() else {
-            bail!("a tensor at the border of an FSDP unit is not contiguous")
-        };
-        let copy = match storage {
-            CpuStorage::F32(v) => CpuStorage::F32(v[start..end].to_vec()),
-            CpuStorage::F64(v) => CpuStorage::F64(v[start..end].to_vec()),
-            CpuStorage::BF16(v) => CpuStorage::BF16(v[start..end].to_vec()),
-            CpuStorage::F16(v) => CpuStorage::F16(v[start..end].to_vec()),
-            _ => bail!("a tensor at the border of FSDP unit `{}` holds no floats", self.unit.name),
-        };
-        Ok((copy, layout.shape().clone()))
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+    fn backward(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         match &self.at {
             At::Input(call) if call.input_done() => self.to.of_unit(&self.unit)?.after_unit(&self.unit)?,
             At::Input(_) => {}

@@ -7,24 +7,26 @@
 use std::cell::Cell;
 use std::sync::Arc;
 
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, Var, bail};
+use candle_core::op::BackpropOp;
+use candle_core::{DType, Result, Shape, Tensor, Var, bail};
 
 use super::events::Listener;
+use crate::kernels::{Backward, node};
 use crate::storage;
 use crate::unit::{FsdpParam, Nodes};
 
 /// The nodes of a parameter of this shape and compute dtype. The full tensor has no memory yet. A frozen one gets no
 /// edges.
 pub(crate) fn nodes_of(shard: &Var, shape: &Shape, dtype: DType, trainable: bool, to: Listener) -> Result<Nodes> {
-    let unshard = Unshard { shape: shape.clone(), dtype };
     let shard = shard.as_tensor();
+    let (scalar, empty) = (storage::scalar(shard.device())?, storage::empty(dtype, shard.device())?);
     if trainable {
-        let anchor = shard.apply_op1(Anchor(to))?;
-        let full = anchor.apply_op1(unshard)?;
+        let anchor = node(shard, scalar, Shape::from(()), Anchor(to))?;
+        let full = node(&anchor, empty, shape.clone(), Unshard)?;
         Ok(Nodes { anchor, full })
     } else {
-        let anchor = shard.apply_op1_no_bwd(&Anchor(to))?;
-        let full = anchor.apply_op1_no_bwd(&unshard)?;
+        let anchor = Tensor::from_storage(scalar, (), BackpropOp::none(), false);
+        let full = Tensor::from_storage(empty, shape.clone(), BackpropOp::none(), false);
         Ok(Nodes { anchor, full })
     }
 }
@@ -56,16 +58,12 @@ fn behind(node: &Tensor) -> Result<Arc<FsdpParam>> {
 
 struct Anchor(Listener);
 
-impl CustomOp1 for Anchor {
+impl Backward for Anchor {
     fn name(&self) -> &'static str {
         "fsdp-anchor"
     }
 
-    fn cpu_fwd(&self, _shard: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        Ok((CpuStorage::F32(vec![0.]), Shape::from(())))
-    }
-
-    fn bwd(&self, _shard: &Tensor, anchor: &Tensor, _grad: &Tensor) -> Result<Option<Tensor>> {
+    fn backward(&self, _shard: &Tensor, anchor: &Tensor, _grad: &Tensor) -> Result<Option<Tensor>> {
         if UNREPORTED.get() > 0 {
             return Ok(None); // the outer graph has this anchor too, and knows of all uses
         }
@@ -75,21 +73,14 @@ impl CustomOp1 for Anchor {
     }
 }
 
-struct Unshard {
-    shape: Shape,
-    dtype: DType,
-}
+struct Unshard;
 
-impl CustomOp1 for Unshard {
+impl Backward for Unshard {
     fn name(&self) -> &'static str {
         "fsdp-unshard"
     }
 
-    fn cpu_fwd(&self, _anchor: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        Ok((storage::empty(self.dtype)?, self.shape.clone()))
-    }
-
-    fn bwd(&self, anchor: &Tensor, full: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+    fn backward(&self, anchor: &Tensor, full: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         behind(full)?.gradient().add(grad)?;
         Ok(Some(anchor.zeros_like()?))
     }

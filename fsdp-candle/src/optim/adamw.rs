@@ -3,16 +3,16 @@
 //! Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv:1711.05101); the arithmetic is that of
 //! PyTorch's `torch.optim.AdamW`.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
-use candle_core::{CpuStorage, InplaceOp2, Layout, Tensor, Var, bail};
+use candle_core::{Tensor, Var, bail};
 use candle_nn::Optimizer;
-use fsdp_core::{Buffer, heartbeat};
-use half::{bf16, f16};
+use fsdp_core::heartbeat;
 
 use crate::error::{Error, Result};
-use crate::storage::{poison, swap, to_core_dtype, to_tensor};
+use crate::kernels::{self, AdamWUpdate};
+use crate::storage::{share_memory, swap, take, to_core_dtype, to_tensor, with_slice, with_slice_mut};
 use crate::unit::FsdpParam;
 
 /// The hyper-parameters, with PyTorch's defaults.
@@ -87,7 +87,8 @@ fn moment(param: &FsdpParam) -> Result<Tensor> {
     let shard = param.var().as_tensor();
     let fail =
         |error: fsdp_core::Error| Error::Parameter { name: param.name().into(), message: format!("AdamW: {error}") };
-    let zeros = Buffer::try_zeros(to_core_dtype(shard.dtype())?, shard.elem_count()).map_err(fail)?;
+    let kernels = kernels::of_device(shard.device())?;
+    let zeros = kernels.zeros(to_core_dtype(shard.dtype())?, shard.elem_count()).map_err(fail)?;
     Ok(to_tensor(zeros, shard.dims(), shard.device())?)
 }
 
@@ -159,15 +160,8 @@ impl AdamW {
             }
             let Some(grad) = grads.get(shard) else { continue };
             state.step += 1;
-            let update = Update::new(&self.config, state.step);
-            // The moments' memory moves through the operation, which can borrow one tensor mutably only.
-            let moments = (swap(&state.exp_avg, poison())?, swap(&state.exp_avg_sq, poison())?);
-            let op = Step { update, moments: Mutex::new(moments) };
-            let stepped = shard.inplace_op2(&grad.contiguous()?, &op);
-            let moments = op.moments.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
-            swap(&state.exp_avg, moments.0)?;
-            swap(&state.exp_avg_sq, moments.1)?;
-            stepped?;
+            let grad = if share_memory(grad, shard) { grad.copy()? } else { grad.contiguous()? };
+            step(&update(&self.config, state.step), shard, &grad, [&state.exp_avg, &state.exp_avg_sq])?;
         }
         heartbeat::step(self.states.iter().map(|state| state.step).max().unwrap_or(0));
         Ok(())
@@ -214,94 +208,33 @@ impl Optimizer for AdamW {
 }
 
 /// The numbers of one step, worked out in f64.
-#[derive(Clone, Copy)]
-struct Update {
-    decay: f64,
-    beta1: f64,
-    beta2: f64,
-    step_size: f64,
-    root_bias_correction2: f64,
-    eps: f64,
-}
-
-impl Update {
-    fn new(config: &AdamWConfig, step: u64) -> Self {
-        let (beta1, beta2) = config.betas;
-        let step = step as f64;
-        Update {
-            decay: 1. - config.lr * config.weight_decay,
-            beta1,
-            beta2,
-            step_size: config.lr / (1. - beta1.powf(step)),
-            root_bias_correction2: (1. - beta2.powf(step)).sqrt(),
-            eps: config.eps,
-        }
+fn update(config: &AdamWConfig, step: u64) -> AdamWUpdate {
+    let (beta1, beta2) = config.betas;
+    let step = step as f64;
+    AdamWUpdate {
+        decay: 1. - config.lr * config.weight_decay,
+        beta1,
+        beta2,
+        step_size: config.lr / (1. - beta1.powf(step)),
+        root_bias_correction2: (1. - beta2.powf(step)).sqrt(),
+        eps: config.eps,
     }
 }
 
-macro_rules! kernel {
-    ($name:ident, $real:ty) => {
-        fn $name<T: Copy>(
-            update: Update,
-            (params, grads, means, squares): (&mut [T], &[T], &mut [T], &mut [T]),
-            (get, put): (impl Fn(T) -> $real, impl Fn($real) -> T),
-        ) {
-            let (decay, beta1, beta2) = (update.decay as $real, update.beta1 as $real, update.beta2 as $real);
-            let (one_minus_beta1, one_minus_beta2) = ((1. - update.beta1) as $real, (1. - update.beta2) as $real);
-            let step_size = update.step_size as $real;
-            let root_correction = update.root_bias_correction2 as $real;
-            let eps = update.eps as $real;
-            for (((p, &g), m), v) in params.iter_mut().zip(grads).zip(means).zip(squares) {
-                let g = get(g);
-                let mean = beta1 * get(*m) + one_minus_beta1 * g;
-                let square = beta2 * get(*v) + one_minus_beta2 * g * g;
-                *m = put(mean);
-                *v = put(square);
-                *p = put(get(*p) * decay - step_size * mean / (square.sqrt() / root_correction + eps));
-            }
-        }
-    };
-}
-kernel!(step_f32, f32);
-kernel!(step_f64, f64);
-
-struct Step {
-    update: Update,
-    moments: Mutex<(CpuStorage, CpuStorage)>,
-}
-
-impl InplaceOp2 for Step {
-    fn name(&self) -> &'static str {
-        "adamw-step"
-    }
-
-    fn cpu_fwd(
-        &self,
-        param: &mut CpuStorage,
-        layout: &Layout,
-        grad: &CpuStorage,
-        grad_layout: &Layout,
-    ) -> candle_core::Result<()> {
-        let (Some((p0, p1)), Some((g0, g1))) = (layout.contiguous_offsets(), grad_layout.contiguous_offsets()) else {
-            bail!("shards and their gradients are contiguous")
-        };
-        let mut moments = self.moments.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        let (means, squares) = &mut *moments;
-        match (param, grad, means, squares) {
-            (CpuStorage::F32(p), CpuStorage::F32(g), CpuStorage::F32(m), CpuStorage::F32(v)) => {
-                step_f32(self.update, (&mut p[p0..p1], &g[g0..g1], m, v), (|x| x, |x| x));
-            }
-            (CpuStorage::F64(p), CpuStorage::F64(g), CpuStorage::F64(m), CpuStorage::F64(v)) => {
-                step_f64(self.update, (&mut p[p0..p1], &g[g0..g1], m, v), (|x| x, |x| x));
-            }
-            (CpuStorage::BF16(p), CpuStorage::BF16(g), CpuStorage::BF16(m), CpuStorage::BF16(v)) => {
-                step_f32(self.update, (&mut p[p0..p1], &g[g0..g1], m, v), (bf16::to_f32, bf16::from_f32));
-            }
-            (CpuStorage::F16(p), CpuStorage::F16(g), CpuStorage::F16(m), CpuStorage::F16(v)) => {
-                step_f32(self.update, (&mut p[p0..p1], &g[g0..g1], m, v), (f16::to_f32, f16::from_f32));
-            }
-            _ => bail!("a shard, its gradient and its moments have one floating point dtype"),
-        }
-        Ok(())
-    }
+/// Steps a shard and its moments, whose memory is taken out of the tensors meanwhile: a gradient may lie in any of
+/// them.
+fn step(update: &AdamWUpdate, shard: &Tensor, grad: &Tensor, moments: [&Tensor; 2]) -> candle_core::Result<()> {
+    let [mean, square] = moments;
+    let (mut means, mut squares) = (take(mean)?, take(square)?);
+    let elements = 0..shard.elem_count();
+    let stepped = with_slice_mut(shard, |kernels, param| {
+        with_slice(grad, |_, grad| {
+            let means = kernels.slice_mut((&mut means).into(), elements.clone())?;
+            let squares = kernels.slice_mut((&mut squares).into(), elements)?;
+            kernels.adamw(update, param, grad, [means, squares])
+        })
+    });
+    swap(mean, means)?;
+    swap(square, squares)?;
+    stepped
 }

@@ -2,27 +2,16 @@
 
 use std::sync::Arc;
 
+use candle_core::Tensor;
 use candle_core::backprop::GradStore;
-use candle_core::{CpuStorage, InplaceOp1, Layout, Storage, Tensor, bail};
 use fsdp_core::ReduceOp;
 use fsdp_core::process_group::{Signature, Subject};
-use half::{bf16, f16};
 
 use super::finite::of_norm;
 use crate::build::ShardedVarMap;
 use crate::error::{Error, Result};
-
-/// Which norm of all gradients together.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub enum NormType {
-    /// The square root of the sum of squares.
-    #[default]
-    Two,
-    /// The `p`-th root of the sum of `p`-th powers of magnitudes, `p` > 0.
-    P(f64),
-    /// The largest magnitude.
-    Infinity,
-}
+use crate::kernels::NormType;
+use crate::storage::{with_slice, with_slice_mut};
 
 /// What [`clip_grad_norm_with`] does.
 #[derive(Clone, Copy, Debug)]
@@ -82,7 +71,7 @@ pub fn clip_grad_norm_with(vars: &ShardedVarMap, grads: &mut GradStore, options:
     if factor < 1. {
         for param in vars.trainable() {
             if let Some(grad) = grads.get(param.var()) {
-                grad.inplace_op1(&Scale(factor))?;
+                scale(grad, factor)?;
             }
         }
     }
@@ -108,7 +97,7 @@ fn norm_of(vars: &ShardedVarMap, grads: &GradStore, norm_type: NormType) -> Resu
     for param in vars.trainable() {
         let on_its_ranks = meshes.iter_mut().find(|(ranks, _)| Arc::ptr_eq(ranks, param.ranks()));
         if let (Some((_, share)), Some(grad)) = (on_its_ranks, grads.get(param.var())) {
-            *share = combine(*share, powers(grad, norm_type)?, norm_type);
+            *share = norm_type.combine(*share, powers(grad, norm_type)?);
         }
     }
     let op = if norm_type == NormType::Infinity { ReduceOp::Max } else { ReduceOp::Sum };
@@ -117,92 +106,17 @@ fn norm_of(vars: &ShardedVarMap, grads: &GradStore, norm_type: NormType) -> Resu
     let mut total = 0.;
     for (ranks, share) in meshes {
         let reduced = ranks.shard().signed(Signature::new(&subject, [])).all_reduce_scalar(share, op)?;
-        total = combine(total, reduced, norm_type);
+        total = norm_type.combine(total, reduced);
     }
-    Ok(match norm_type {
-        NormType::Two => total.sqrt(),
-        NormType::P(p) => total.powf(1. / p),
-        NormType::Infinity => total,
-    })
-}
-
-fn combine(a: f64, b: f64, norm_type: NormType) -> f64 {
-    match norm_type {
-        // f64::max would drop a NaN.
-        NormType::Infinity if a.is_nan() || b.is_nan() => f64::NAN,
-        NormType::Infinity => a.max(b),
-        _ => a + b,
-    }
+    Ok(norm_type.root(total))
 }
 
 /// The sum of powers, or the largest magnitude, of one gradient.
 pub(crate) fn powers(grad: &Tensor, norm_type: NormType) -> Result<f64> {
-    let grad = grad.contiguous()?;
-    let (storage, layout) = grad.storage_and_layout();
-    let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets()) else {
-        return Err(Error::Device("gradients are in host memory".into()));
-    };
-    Ok(match storage {
-        CpuStorage::F32(v) => reduce(&v[start..end], |v| v, norm_type),
-        CpuStorage::BF16(v) => reduce(&v[start..end], bf16::to_f32, norm_type),
-        CpuStorage::F16(v) => reduce(&v[start..end], f16::to_f32, norm_type),
-        CpuStorage::F64(v) => {
-            v[start..end].iter().fold(0., |sum, &value| combine(sum, power(value.abs(), norm_type), norm_type))
-        }
-        _ => return Err(Error::Device("gradients are floating point".into())),
-    })
-}
-
-fn power(magnitude: f64, norm_type: NormType) -> f64 {
-    match norm_type {
-        NormType::Two => magnitude * magnitude,
-        NormType::P(1.) | NormType::Infinity => magnitude,
-        NormType::P(p) => magnitude.powf(p),
-    }
-}
-
-fn reduce<T: Copy>(values: &[T], to_f32: impl Fn(T) -> f32, norm_type: NormType) -> f64 {
-    if norm_type != NormType::Two {
-        return values
-            .iter()
-            .fold(0., |sum, &value| combine(sum, power(f64::from(to_f32(value)).abs(), norm_type), norm_type));
-    }
-    // Short runs in f32 lanes and the runs in f64: fast and exact enough.
-    values
-        .chunks(256)
-        .map(|chunk| {
-            let mut lanes = [0f32; 16];
-            for run in chunk.chunks(16) {
-                for (lane, &value) in lanes.iter_mut().zip(run) {
-                    let value = to_f32(value);
-                    *lane += value * value;
-                }
-            }
-            let sum: f64 = lanes.iter().map(|&lane| f64::from(lane)).sum();
-            // Squares of numbers that f32 has room for may need f64.
-            if sum.is_finite() { sum } else { chunk.iter().map(|&value| f64::from(to_f32(value)).powi(2)).sum() }
-        })
-        .sum()
+    Ok(with_slice(&grad.contiguous()?, |kernels, values| kernels.powers(values, norm_type))?)
 }
 
 /// Multiplies a sharded gradient in place.
-pub(crate) struct Scale(pub(crate) f64);
-
-impl InplaceOp1 for Scale {
-    fn name(&self) -> &'static str {
-        "scale-gradient"
-    }
-
-    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
-        let Some((start, end)) = layout.contiguous_offsets() else { bail!("a sharded gradient is contiguous") };
-        let factor = self.0 as f32;
-        match storage {
-            CpuStorage::F32(v) => v[start..end].iter_mut().for_each(|v| *v *= factor),
-            CpuStorage::F64(v) => v[start..end].iter_mut().for_each(|v| *v *= self.0),
-            CpuStorage::BF16(v) => v[start..end].iter_mut().for_each(|v| *v = bf16::from_f32(v.to_f32() * factor)),
-            CpuStorage::F16(v) => v[start..end].iter_mut().for_each(|v| *v = f16::from_f32(v.to_f32() * factor)),
-            _ => bail!("gradients are floating point"),
-        }
-        Ok(())
-    }
+pub(crate) fn scale(grad: &Tensor, factor: f64) -> Result<()> {
+    Ok(with_slice_mut(grad, |kernels, values| kernels.scale(values, factor))?)
 }

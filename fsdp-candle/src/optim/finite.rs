@@ -4,15 +4,14 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 use candle_core::backprop::GradStore;
-use fsdp_ckpt::count_non_finite;
 use fsdp_core::process_group::{self, Signature};
-use fsdp_core::{ProcessGroup, Readable, ReduceOp};
+use fsdp_core::{ProcessGroup, ReduceOp};
 
 use super::adamw::AdamW;
 use crate::build::ShardedVarMap;
 use crate::data_parallel::DataParallel;
 use crate::error::{Error, NonFinite, NonFiniteTensor, Result};
-use crate::storage::TensorMemory;
+use crate::storage::with_slice;
 
 /// What [`check_finite`] looks at.
 #[derive(Clone, Copy)]
@@ -89,12 +88,7 @@ struct Subject {
 impl Subject {
     fn count(&self) -> Result<f64> {
         let Some(tensor) = &self.tensor else { return Ok(0.) };
-        let memory = TensorMemory(tensor.contiguous()?);
-        let dtype = Readable::dtype(&memory);
-        let mut count = 0;
-        memory.read_with(|bytes| {
-            count = count_non_finite(dtype, bytes).map_or(0, |(_, [nan, infinite])| nan + infinite)
-        })?;
+        let count = with_slice(&tensor.contiguous()?, |kernels, values| kernels.count_non_finite(values))?;
         Ok(count as f64)
     }
 }

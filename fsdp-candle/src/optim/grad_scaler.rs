@@ -6,9 +6,10 @@ use fsdp_core::ReduceOp;
 use fsdp_core::process_group::{Signature, Subject};
 
 use super::adamw::AdamW;
-use super::clip::{NormType, Scale, powers};
+use super::clip::{powers, scale};
 use crate::build::ShardedVarMap;
 use crate::error::{Error, Result};
+use crate::kernels::NormType;
 
 /// Scales losses up so that small gradients survive f16, gradients back down, and skips steps whose gradients
 /// overflowed on any rank.
@@ -104,7 +105,7 @@ impl GradScaler {
         for param in vars.trainable() {
             if let Some(grad) = grads.get(param.var()) {
                 finite &= powers(grad, NormType::Infinity)?.is_finite();
-                grad.inplace_op1(&Scale(1. / self.scale))?;
+                scale(grad, 1. / self.scale)?;
             }
         }
         // From the smallest mesh to the largest, whose ranks are those of all: each of them covers the map's.

@@ -10,7 +10,7 @@ use super::options::StateDictOptions;
 use super::transfer::{Wanted, given, kept, on_rank_0, taken};
 use crate::build::ShardedVarMap;
 use crate::error::Result;
-use crate::storage::{TensorMemory, with_bytes_mut};
+use crate::storage::copy_tensor;
 
 /// Every parameter, ignored ones too, and every buffer by its FQN. Collective when a full state dict is asked for.
 ///
@@ -99,8 +99,7 @@ pub(super) fn compare(
 
 /// Copies a tensor's elements into the memory of another of its shape and dtype.
 pub(super) fn copy(from: &Tensor, to: &Tensor) -> Result<()> {
-    let from = TensorMemory(from.clone());
-    Ok(with_bytes_mut(to, |bytes| from.read_with(|elements| bytes.copy_from_slice(elements)))?)
+    Ok(copy_tensor(from, to)?)
 }
 
 /// Every parameter and buffer as `model.<fqn>`, in the memory that it has: what [`fsdp_ckpt::save`] takes.

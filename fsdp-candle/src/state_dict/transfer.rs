@@ -7,7 +7,7 @@ use fsdp_core::{Buffer, DTensor, DeviceMesh};
 use super::dict::{StateDict, StateTensor};
 use super::options::StateDictOptions;
 use crate::error::{Error, Result};
-use crate::storage::{copy_out, to_core_dtype, to_tensor};
+use crate::storage::{copied, copy_out, to_core_dtype, to_tensor};
 use crate::unit::FsdpParam;
 
 /// A tensor of the shape, dtype and cut of a parameter, as the options want it. Collective where they want it whole.
@@ -17,9 +17,7 @@ pub(super) fn taken(param: &FsdpParam, shard: &Tensor, options: &StateDictOption
         let tensor = if options.cpu_offload { shard.copy()? } else { shard.clone() };
         return Ok(StateTensor { tensor, shape: shape.to_vec(), region: param.region().clone() });
     }
-    let mut local = Buffer::try_zeros(to_core_dtype(shard.dtype())?, shard.elem_count())?;
-    copy_out(shard, &mut local)?;
-    let full = DTensor::from_local(local, shape, param.ranks().mesh(), &param.placements())?.full_tensor()?;
+    let full = DTensor::from_local(copied(shard)?, shape, param.ranks().mesh(), &param.placements())?.full_tensor()?;
     Ok(StateTensor {
         tensor: to_tensor(full, shape, &Device::Cpu)?,
         shape: shape.to_vec(),
@@ -74,9 +72,9 @@ pub(super) fn given(
     }
     let mut flags = vec![u8::from(failed.is_some())];
     flags.extend((0..wanted.len()).map(|index| u8::from(wholes.get(index).is_some_and(Option::is_some))));
-    let Buffer::U8(flags) = broadcast(mesh, Buffer::U8(flags))? else {
-        return Err(Error::Argument("a broadcast of U8 returned something else".into()));
-    };
+    let flags: Vec<u8> = broadcast(mesh, flags.into())?
+        .into_vec()
+        .map_err(|_| Error::Argument("a broadcast of U8 returned something else".into()))?;
     if let Some(error) = failed {
         return Err(error);
     }
@@ -105,7 +103,7 @@ pub(super) fn on_rank_0(so: bool, mesh: &DeviceMesh, options: &StateDictOptions)
     if !options.broadcast_from_rank0 {
         return Ok(so);
     }
-    Ok(broadcast(mesh, Buffer::U8(vec![u8::from(so)]))? == Buffer::U8(vec![1]))
+    Ok(broadcast(mesh, vec![u8::from(so)].into())? == vec![1u8].into())
 }
 
 /// What the first rank of a mesh has: along one dimension after the other, so that only that is passed on last.

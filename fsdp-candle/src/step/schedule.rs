@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use candle_core::Result;
+use candle_core::{Device, Result};
 
 use super::order::{Action, Forward, Order, Refused, StepSettings, UnitRules};
 use super::reductions::Reductions;
@@ -10,6 +10,7 @@ use super::spans;
 use crate::diagnostics::Diagnostics;
 use crate::error::Error;
 use crate::graph::{BackwardEvents, FrozenCall, Listener};
+use crate::kernels;
 use crate::policy::ReshardAfterForward;
 use crate::storage::Pool;
 use crate::unit::{FsdpParam, ParamGroup, Reduction, UnitId};
@@ -26,9 +27,9 @@ pub(crate) struct Schedule {
 }
 
 impl Schedule {
-    pub(crate) fn of_rank(rank: usize) -> Self {
+    pub(crate) fn of_rank(rank: usize, device: &Device) -> Self {
         Schedule {
-            pool: Arc::default(),
+            pool: Arc::new(Pool::new(kernels::or_host(device))),
             units: Mutex::default(),
             order: Mutex::default(),
             reductions: Reductions::new(),

@@ -1,26 +1,40 @@
 //! Reading and writing a tensor's memory in place.
 
-use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Storage, Tensor, bail};
-use fsdp_core::{Buffer, Readable, Writable};
-use std::sync::Mutex;
+use candle_core::{Layout, Result, Tensor, bail};
+use fsdp_core::{Buffer, DeviceId, Readable, View, Writable};
 
 use super::convert::to_core_dtype;
+use crate::kernels::{self, Kernels, Slice, SliceMut};
+
+/// Calls `f` with a contiguous tensor's elements, locked against writers meanwhile, and its device's kernels.
+pub(crate) fn with_slice<R>(tensor: &Tensor, f: impl FnOnce(&dyn Kernels, Slice<'_>) -> Result<R>) -> Result<R> {
+    let kernels = kernels::of_device(tensor.device())?;
+    let (storage, layout) = tensor.storage_and_layout();
+    f(kernels, kernels.slice(&storage, offsets(layout)?)?)
+}
+
+/// [`with_slice`], to write to: locked against everybody else.
+pub(crate) fn with_slice_mut<R>(tensor: &Tensor, f: impl FnOnce(&dyn Kernels, SliceMut<'_>) -> Result<R>) -> Result<R> {
+    let kernels = kernels::of_device(tensor.device())?;
+    kernels::in_place(tensor, |storage, layout| f(kernels, kernels.slice_mut(storage, offsets(layout)?)?))
+}
+
+fn offsets(layout: &Layout) -> Result<std::ops::Range<usize>> {
+    match layout.contiguous_offsets() {
+        Some((start, end)) => Ok(start..end),
+        None => bail!("the tensor is not contiguous"),
+    }
+}
+
+/// Whether two tensors lie in one storage, which can't be written and read at once.
+pub(crate) fn share_memory(a: &Tensor, b: &Tensor) -> bool {
+    // One lock at a time: a second one of the same storage may wait for the first.
+    let address = |tensor: &Tensor| std::ptr::from_ref(&*tensor.storage_and_layout().0);
+    address(a) == address(b)
+}
 
 /// A contiguous tensor that a collective or a checkpoint reads in place, its storage locked against writers meanwhile.
 pub(crate) struct TensorMemory(pub(crate) Tensor);
-
-impl TensorMemory {
-    /// Calls `f` with all elements as bytes in native order.
-    pub(crate) fn read_with(&self, f: impl FnOnce(&[u8])) -> Result<()> {
-        let mut f = Some(f);
-        let read = self.read(&mut |bytes| {
-            if let Some(f) = f.take() {
-                f(bytes);
-            }
-        });
-        read.map_err(candle_core::Error::msg)
-    }
-}
 
 impl Readable for TensorMemory {
     fn dtype(&self) -> fsdp_core::DType {
@@ -31,21 +45,16 @@ impl Readable for TensorMemory {
         self.0.elem_count()
     }
 
+    fn device(&self) -> DeviceId {
+        kernels::device_id(self.0.device()).unwrap_or(DeviceId::Host)
+    }
+
     fn read(&self, f: &mut dyn FnMut(&[u8])) -> std::result::Result<(), String> {
-        let (storage, layout) = self.0.storage_and_layout();
-        let Storage::Cpu(storage) = &*storage else { return Err("the tensor is not in host memory".into()) };
-        let Some((start, end)) = layout.contiguous_offsets() else { return Err("the tensor is not contiguous".into()) };
-        match storage {
-            CpuStorage::U8(v) => f(&v[start..end]),
-            CpuStorage::U32(v) => f(bytemuck::cast_slice(&v[start..end])),
-            CpuStorage::I64(v) => f(bytemuck::cast_slice(&v[start..end])),
-            CpuStorage::BF16(v) => f(bytemuck::cast_slice(&v[start..end])),
-            CpuStorage::F16(v) => f(bytemuck::cast_slice(&v[start..end])),
-            CpuStorage::F32(v) => f(bytemuck::cast_slice(&v[start..end])),
-            CpuStorage::F64(v) => f(bytemuck::cast_slice(&v[start..end])),
-            _ => return Err("the tensor's storage is elsewhere".into()),
-        }
-        Ok(())
+        with_slice(&self.0, |kernels, slice| kernels.read(slice, f)).map_err(|error| error.to_string())
+    }
+
+    fn view(&self, f: &mut dyn FnMut(View<'_>)) -> std::result::Result<(), String> {
+        with_slice(&self.0, |_, slice| Ok(f(slice.view()))).map_err(|error| error.to_string())
     }
 }
 
@@ -59,48 +68,14 @@ impl Writable for TensorMemory {
     }
 
     fn write(&self, f: &mut dyn FnMut(&mut [u8])) -> std::result::Result<(), String> {
-        // The operation wants a function that can be called from anywhere; it is called once, here.
-        let f = Mutex::new(f);
-        let write = |bytes: &mut [u8]| {
-            f.lock().unwrap_or_else(|poisoned| poisoned.into_inner())(bytes);
-            Ok(())
-        };
-        with_bytes_mut(&self.0, write).map_err(|error| error.to_string())
+        with_slice_mut(&self.0, |kernels, slice| kernels.write(slice, f)).map_err(|error| error.to_string())
     }
-}
-
-struct Write<F>(Mutex<F>);
-
-impl<F: FnMut(&mut [u8]) -> Result<()>> InplaceOp1 for Write<F> {
-    fn name(&self) -> &'static str {
-        "write-storage"
-    }
-
-    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
-        let Some((start, end)) = layout.contiguous_offsets() else { bail!("the tensor is not contiguous") };
-        let mut f = self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        match storage {
-            CpuStorage::U8(v) => f(&mut v[start..end]),
-            CpuStorage::U32(v) => f(bytemuck::cast_slice_mut(&mut v[start..end])),
-            CpuStorage::I64(v) => f(bytemuck::cast_slice_mut(&mut v[start..end])),
-            CpuStorage::BF16(v) => f(bytemuck::cast_slice_mut(&mut v[start..end])),
-            CpuStorage::F16(v) => f(bytemuck::cast_slice_mut(&mut v[start..end])),
-            CpuStorage::F32(v) => f(bytemuck::cast_slice_mut(&mut v[start..end])),
-            CpuStorage::F64(v) => f(bytemuck::cast_slice_mut(&mut v[start..end])),
-            _ => bail!("the tensor's storage is elsewhere"),
-        }
-    }
-}
-
-/// Lets `f` write a contiguous tensor's elements as bytes in native order.
-pub(crate) fn with_bytes_mut(tensor: &Tensor, f: impl FnMut(&mut [u8]) -> Result<()>) -> Result<()> {
-    tensor.inplace_op1(&Write(Mutex::new(f)))
 }
 
 /// Copies a tensor's elements, row-major, into `buffer`, which has its dtype and length.
 pub(crate) fn copy_out(tensor: &Tensor, buffer: &mut Buffer) -> Result<()> {
     let tensor = tensor.contiguous()?;
-    if Readable::dtype(&TensorMemory(tensor.clone())) != buffer.dtype() || tensor.elem_count() != buffer.len() {
+    if to_core_dtype(tensor.dtype())? != buffer.dtype() || tensor.elem_count() != buffer.len() {
         bail!(
             "a gradient of {:?} {:?} for a buffer of {} {}",
             tensor.dtype(),
@@ -109,6 +84,31 @@ pub(crate) fn copy_out(tensor: &Tensor, buffer: &mut Buffer) -> Result<()> {
             buffer.len()
         )
     }
-    let bytes = buffer.bytes_mut();
-    TensorMemory(tensor).read_with(|source| bytes.copy_from_slice(source))
+    with_slice(&tensor, |kernels, slice| kernels.copy(slice, buffer.into()))
+}
+
+/// Copies some of a contiguous tensor's elements into `buffer`.
+pub(crate) fn copy_range_out(tensor: &Tensor, elements: std::ops::Range<usize>, buffer: &mut Buffer) -> Result<()> {
+    with_slice(tensor, |kernels, slice| kernels.copy(slice.range(elements)?, buffer.into()))
+}
+
+/// A tensor's elements, row-major.
+pub(crate) fn copied(tensor: &Tensor) -> crate::error::Result<Buffer> {
+    let dtype = to_core_dtype(tensor.dtype())?;
+    let mut buffer = kernels::of_device(tensor.device())?.zeros(dtype, tensor.elem_count())?;
+    copy_out(tensor, &mut buffer)?;
+    Ok(buffer)
+}
+
+/// Copies `buffer` into a contiguous tensor of its dtype and length.
+pub(crate) fn copy_in(buffer: &Buffer, tensor: &Tensor) -> Result<()> {
+    with_slice_mut(tensor, |kernels, slice| kernels.copy(buffer.into(), slice))
+}
+
+/// Copies a contiguous tensor's elements into another of its dtype and length.
+pub(crate) fn copy_tensor(from: &Tensor, to: &Tensor) -> Result<()> {
+    if share_memory(from, to) {
+        return copy_tensor(&from.copy()?, to);
+    }
+    with_slice_mut(to, |kernels, to| with_slice(from, |_, from| kernels.copy(from, to)))
 }

@@ -1,32 +1,19 @@
-//! Sums, scales and casts of buffers.
+//! Sums, scales, casts and copies of buffers, by the kernels of the device that they are on.
 
-use candle_core::{Result, bail};
+use candle_core::{Device, Result};
 use fsdp_core::{Allocator, Buffer, DType};
-use half::{bf16, f16};
+
+use crate::error::Error;
+use crate::kernels;
 
 /// `sum += more`, of one dtype and length.
 pub(crate) fn add(sum: &mut Buffer, more: &Buffer) -> Result<()> {
-    match (sum, more) {
-        (Buffer::F32(a), Buffer::F32(b)) => a.iter_mut().zip(b).for_each(|(a, b)| *a += b),
-        (Buffer::F64(a), Buffer::F64(b)) => a.iter_mut().zip(b).for_each(|(a, b)| *a += b),
-        (Buffer::BF16(a), Buffer::BF16(b)) => a.iter_mut().zip(b).for_each(|(a, b)| *a += *b),
-        (Buffer::F16(a), Buffer::F16(b)) => a.iter_mut().zip(b).for_each(|(a, b)| *a += *b),
-        (sum, more) => bail!("gradients of {} and {} can't be added", sum.dtype(), more.dtype()),
-    }
-    Ok(())
+    kernels::of_buffer(sum)?.add(sum.into(), more.into())
 }
 
 /// `buffer *= factor`.
 pub(crate) fn scale(buffer: &mut Buffer, factor: f64) -> Result<()> {
-    let single = factor as f32;
-    match buffer {
-        Buffer::F32(v) => v.iter_mut().for_each(|v| *v *= single),
-        Buffer::F64(v) => v.iter_mut().for_each(|v| *v *= factor),
-        Buffer::BF16(v) => v.iter_mut().for_each(|v| *v = bf16::from_f32(v.to_f32() * single)),
-        Buffer::F16(v) => v.iter_mut().for_each(|v| *v = f16::from_f32(v.to_f32() * single)),
-        other => bail!("gradients are floating point; got {}", other.dtype()),
-    }
-    Ok(())
+    kernels::of_buffer(buffer)?.scale(buffer.into(), factor)
 }
 
 /// The same values in another dtype; the old buffer goes back to `memory`.
@@ -34,27 +21,29 @@ pub(crate) fn cast(from: Buffer, dtype: DType, memory: &dyn Allocator) -> Result
     if from.dtype() == dtype {
         return Ok(from);
     }
-    let mut to = memory.take(dtype, from.len()).map_err(crate::error::Error::from)?;
-    macro_rules! convert {
-        ($from:expr, $to:expr, $f:expr) => {
-            $to.iter_mut().zip($from).for_each(|(to, from)| *to = $f(*from))
-        };
-    }
-    match (&from, &mut to) {
-        (Buffer::BF16(from), Buffer::F32(to)) => convert!(from, to, bf16::to_f32),
-        (Buffer::F16(from), Buffer::F32(to)) => convert!(from, to, f16::to_f32),
-        (Buffer::F64(from), Buffer::F32(to)) => convert!(from, to, |v: f64| v as f32),
-        (Buffer::F32(from), Buffer::BF16(to)) => convert!(from, to, bf16::from_f32),
-        (Buffer::F16(from), Buffer::BF16(to)) => convert!(from, to, |v: f16| bf16::from_f32(v.to_f32())),
-        (Buffer::F64(from), Buffer::BF16(to)) => convert!(from, to, bf16::from_f64),
-        (Buffer::F32(from), Buffer::F16(to)) => convert!(from, to, f16::from_f32),
-        (Buffer::BF16(from), Buffer::F16(to)) => convert!(from, to, |v: bf16| f16::from_f32(v.to_f32())),
-        (Buffer::F64(from), Buffer::F16(to)) => convert!(from, to, f16::from_f64),
-        (Buffer::F32(from), Buffer::F64(to)) => convert!(from, to, f64::from),
-        (Buffer::BF16(from), Buffer::F64(to)) => convert!(from, to, bf16::to_f64),
-        (Buffer::F16(from), Buffer::F64(to)) => convert!(from, to, f16::to_f64),
-        (from, to) => bail!("gradients can't be cast from {} to {}", from.dtype(), to.dtype()),
-    }
+    let mut to = memory.take(dtype, from.len()).map_err(Error::from)?;
+    kernels::of_buffer(&from)?.cast((&from).into(), (&mut to).into())?;
     memory.give(from);
     Ok(to)
+}
+
+/// Copies all elements of a buffer to another of its dtype and length.
+pub(crate) fn copy(from: &Buffer, to: &mut Buffer) -> Result<()> {
+    kernels::of_buffer(from)?.copy(from.into(), to.into())
+}
+
+/// A few numbers as a buffer of F32 on a device, to travel with what is there.
+pub(crate) fn from_numbers(numbers: &[f32], device: &Device) -> Result<Buffer> {
+    let kernels = kernels::of_device(device)?;
+    let mut buffer = kernels.zeros(DType::F32, numbers.len()).map_err(Error::from)?;
+    kernels.write((&mut buffer).into(), &mut |bytes| bytes.copy_from_slice(bytemuck::cast_slice(numbers)))?;
+    Ok(buffer)
+}
+
+/// The numbers of a buffer of F32.
+pub(crate) fn to_numbers(buffer: &Buffer) -> Result<Vec<f32>> {
+    let mut numbers = vec![];
+    let mut take = |bytes: &[u8]| numbers = bytemuck::pod_collect_to_vec(bytes);
+    kernels::of_buffer(buffer)?.read(buffer.into(), &mut take)?;
+    Ok(numbers)
 }

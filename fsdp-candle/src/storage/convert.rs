@@ -1,58 +1,37 @@
-//! Candle's vectors and the collectives' buffers are the same vectors: these move them across without copying.
+//! Candle's memory and the collectives' buffers are the same memory: these move it across without copying.
 
-use candle_core::{CpuStorage, DType, Device, Result, Tensor, Var, bail};
+use candle_core::op::BackpropOp;
+use candle_core::{DType, Device, Result, Storage, Tensor, Var, bail};
 use fsdp_core::Buffer;
 
-/// Runs `$body` with `$v` bound to the typed vector inside a [`Buffer`] of floats; any other dtype is an error.
-macro_rules! typed {
-    ($buffer:expr, $v:ident => $body:expr) => {
-        match $buffer {
-            fsdp_core::Buffer::F32($v) => $body,
-            fsdp_core::Buffer::BF16($v) => $body,
-            fsdp_core::Buffer::F16($v) => $body,
-            fsdp_core::Buffer::F64($v) => $body,
-            other => candle_core::bail!("parameters and gradients are floating point; got {}", other.dtype()),
-        }
-    };
-}
-pub(crate) use typed;
+use crate::kernels;
 
 /// The buffer as a tensor's storage.
-pub(crate) fn to_storage(buffer: Buffer) -> Result<CpuStorage> {
-    Ok(match buffer {
-        Buffer::U8(v) => CpuStorage::U8(v),
-        Buffer::U32(v) => CpuStorage::U32(v),
-        Buffer::I64(v) => CpuStorage::I64(v),
-        Buffer::BF16(v) => CpuStorage::BF16(v),
-        Buffer::F16(v) => CpuStorage::F16(v),
-        Buffer::F32(v) => CpuStorage::F32(v),
-        Buffer::F64(v) => CpuStorage::F64(v),
-        other => bail!("a buffer of {} has no Candle storage", other.dtype()),
-    })
-}
-
-/// The buffer as a tensor of floats.
-pub(crate) fn to_tensor(buffer: Buffer, shape: &[usize], device: &Device) -> Result<Tensor> {
-    typed!(buffer, elements => Tensor::from_vec(elements, shape, device))
-}
-
-/// The buffer as a variable of floats.
-pub(crate) fn to_var(buffer: Buffer, shape: &[usize], device: &Device) -> Result<Var> {
-    typed!(buffer, elements => Var::from_vec(elements, shape, device))
+pub(crate) fn to_storage(buffer: Buffer) -> Result<Storage> {
+    kernels::of_buffer(&buffer)?.storage(buffer)
 }
 
 /// The storage as a buffer; `None` for the poison and for dtypes that collectives do not move.
-pub(crate) fn to_buffer(storage: CpuStorage) -> Option<Buffer> {
-    match storage {
-        CpuStorage::U8(v) => Some(Buffer::U8(v)),
-        CpuStorage::U32(v) => Some(Buffer::U32(v)),
-        CpuStorage::I64(v) => Some(Buffer::I64(v)),
-        CpuStorage::BF16(v) => Some(Buffer::BF16(v)),
-        CpuStorage::F16(v) => Some(Buffer::F16(v)),
-        CpuStorage::F32(v) => Some(Buffer::F32(v)),
-        CpuStorage::F64(v) => Some(Buffer::F64(v)),
-        _ => None,
+pub(crate) fn to_buffer(storage: Storage) -> Result<Option<Buffer>> {
+    Ok(kernels::of_device(&storage.device())?.buffer(storage))
+}
+
+/// The buffer as a tensor on a device.
+pub(crate) fn to_tensor(buffer: Buffer, shape: &[usize], device: &Device) -> Result<Tensor> {
+    of_storage(buffer, shape, false)?.to_device(device)
+}
+
+/// The buffer as a variable on a device.
+pub(crate) fn to_var(buffer: Buffer, shape: &[usize], device: &Device) -> Result<Var> {
+    Var::from_tensor(&of_storage(buffer, shape, true)?.to_device(device)?)
+}
+
+fn of_storage(buffer: Buffer, shape: &[usize], is_variable: bool) -> Result<Tensor> {
+    let len = buffer.len();
+    if shape.iter().product::<usize>() != len {
+        bail!("{len} elements are no tensor of shape {shape:?}")
     }
+    Ok(Tensor::from_storage(to_storage(buffer)?, shape, BackpropOp::none(), is_variable))
 }
 
 /// Candle's dtype in fsdp-core's terms.

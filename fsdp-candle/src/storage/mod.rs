@@ -6,8 +6,10 @@ mod convert;
 mod pool;
 mod swap;
 
-pub(crate) use access::{TensorMemory, copy_out, with_bytes_mut};
-pub(crate) use arithmetic::{add, cast, scale};
-pub(crate) use convert::{to_buffer, to_core_dtype, to_storage, to_tensor, to_var, typed};
+pub(crate) use access::{
+    TensorMemory, copied, copy_in, copy_out, copy_range_out, copy_tensor, share_memory, with_slice, with_slice_mut,
+};
+pub(crate) use arithmetic::{add, cast, copy, from_numbers, scale, to_numbers};
+pub(crate) use convert::{to_buffer, to_core_dtype, to_storage, to_tensor, to_var};
 pub(crate) use pool::Pool;
-pub(crate) use swap::{empty, poison, swap};
+pub(crate) use swap::{copied_storage, empty, scalar, swap, take};

@@ -5,13 +5,17 @@ use std::sync::Mutex;
 
 use fsdp_core::{Allocator, Buffer, DType, Result};
 
+use crate::kernels::Kernels;
+
 /// Free buffers by dtype and length, first in, first out. What a training step takes and gives back, the next step
 /// takes again; a unit that gives its parameters' buffers back in order gets the same ones again.
 ///
 /// The pool and what is taken from it never come to more than the most that was taken at once: units of different sizes
 /// do not keep a buffer each.
-#[derive(Default)]
-pub(crate) struct Pool(Mutex<Shelves>);
+pub(crate) struct Pool {
+    kernels: &'static dyn Kernels,
+    shelves: Mutex<Shelves>,
+}
 
 type Key = (DType, usize);
 
@@ -53,8 +57,13 @@ impl Shelves {
 }
 
 impl Pool {
+    /// An empty pool of the memory that these kernels work on.
+    pub(crate) fn new(kernels: &'static dyn Kernels) -> Self {
+        Pool { kernels, shelves: Mutex::default() }
+    }
+
     fn shelves(&self) -> std::sync::MutexGuard<'_, Shelves> {
-        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        self.shelves.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
     /// Frees what is not in use.
@@ -62,6 +71,11 @@ impl Pool {
         let mut shelves = self.shelves();
         shelves.free.clear();
         shelves.free_bytes = 0;
+    }
+
+    /// Zeros that are not the pool's.
+    pub(crate) fn zeros(&self, dtype: DType, len: usize) -> Result<Buffer> {
+        self.kernels.zeros(dtype, len)
     }
 
     /// A buffer that is not the pool's: it never goes back.
@@ -72,7 +86,7 @@ impl Pool {
             shelves.free_bytes -= bytes((dtype, len));
         }
         drop(shelves);
-        free.map_or_else(|| Buffer::try_zeros(dtype, len), Ok)
+        free.map_or_else(|| self.zeros(dtype, len), Ok)
     }
 
     /// Notes that a buffer will not come back: it became a tensor of the user's.
@@ -85,7 +99,7 @@ impl Allocator for Pool {
     fn take(&self, dtype: DType, len: usize) -> Result<Buffer> {
         let key = (dtype, len);
         if bytes(key) > isize::MAX as usize {
-            return Buffer::try_zeros(dtype, len);
+            return self.zeros(dtype, len);
         }
         let (free, most_before) = {
             let mut shelves = self.shelves();
@@ -100,7 +114,7 @@ impl Allocator for Pool {
             shelves.trim();
             (free, most_before)
         };
-        match free.map_or_else(|| Buffer::try_zeros(dtype, len), Ok) {
+        match free.map_or_else(|| self.zeros(dtype, len), Ok) {
             Ok(buffer) => Ok(buffer),
             Err(error) => {
                 let mut shelves = self.shelves();
@@ -126,10 +140,15 @@ impl Allocator for Pool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels;
+
+    fn pool() -> Pool {
+        Pool::new(kernels::or_host(&candle_core::Device::Cpu))
+    }
 
     #[test]
     fn a_buffer_given_is_taken_again() {
-        let pool = Pool::default();
+        let pool = pool();
         let buffer = pool.take(DType::F32, 8).unwrap();
         let at = buffer.bytes().as_ptr();
         pool.give(buffer);
@@ -138,7 +157,7 @@ mod tests {
 
     #[test]
     fn different_sizes_do_not_keep_a_buffer_each() {
-        let pool = Pool::default();
+        let pool = pool();
         for _ in 0..3 {
             for len in 100..110 {
                 let (a, b) = (pool.take(DType::F32, len).unwrap(), pool.take(DType::F32, len).unwrap());
@@ -153,7 +172,7 @@ mod tests {
 
     #[test]
     fn memory_that_is_not_there_is_an_error_and_not_counted() {
-        let pool = Pool::default();
+        let pool = pool();
         // More than any address space, and than any length.
         for len in [1 << 48, 1 << 61, usize::MAX] {
             for take in [Pool::take, Pool::take_for_good] {

@@ -4,14 +4,14 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{Result, bail};
 use fsdp_core::layout::chunk_range;
-use fsdp_core::{Allocator, Buffer, DType, GatherPart, ProcessGroup, Readable, Work, heartbeat};
+use fsdp_core::{Allocator, Buffer, DType, DeviceId, GatherPart, ProcessGroup, Readable, View, Work, heartbeat};
 
 use super::members::Members;
 use super::memory::{Full, Memory};
 use super::param::FsdpParam;
 use crate::comm::AllGather;
 use crate::error::Error;
-use crate::storage::{Pool, TensorMemory, to_core_dtype};
+use crate::storage::{Pool, TensorMemory, copy, to_core_dtype};
 
 /// The way out for ranks that gather different parameters.
 const ADVICE: &str = "Units are gathered as they are called: every rank must call the same units in the same order, \
@@ -184,8 +184,13 @@ impl Readable for Pooled {
         self.buffer.as_ref().map_or(0, Buffer::len)
     }
     fn read(&self, f: &mut dyn FnMut(&[u8])) -> std::result::Result<(), String> {
-        f(self.buffer.as_ref().map_or(&[], Buffer::bytes));
-        Ok(())
+        self.buffer.as_ref().map_or(Ok(()), |buffer| buffer.read(f))
+    }
+    fn view(&self, f: &mut dyn FnMut(View<'_>)) -> std::result::Result<(), String> {
+        self.buffer.as_ref().map_or(Ok(()), |buffer| buffer.view(f))
+    }
+    fn device(&self) -> DeviceId {
+        self.buffer.as_ref().map_or(DeviceId::Host, Readable::device)
     }
 }
 
@@ -229,8 +234,8 @@ impl Flight {
                     } else {
                         let mut full = place()?;
                         match whole {
-                            true => full.buffer.bytes_mut().copy_from_slice(shards.bytes()),
-                            false => param.layout().unpack_buffer(&shards, &mut full.buffer)?,
+                            true => copy(&shards, &mut full.buffer)?,
+                            false => param.layout().unpack(&shards, &mut full.buffer)?,
                         }
                         allocator.give(shards);
                         full
@@ -248,7 +253,7 @@ impl Flight {
                         decoded
                     } else {
                         let mut full = place()?;
-                        param.layout().unpack_buffer(&decoded.buffer, &mut full.buffer)?;
+                        param.layout().unpack(&decoded.buffer, &mut full.buffer)?;
                         allocator.give(decoded.buffer);
                         full
                     }

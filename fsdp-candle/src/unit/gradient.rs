@@ -6,7 +6,8 @@ use candle_core::{Error, Result, Tensor, WithDType};
 use fsdp_core::{Buffer, DType};
 
 use super::room::Room;
-use crate::storage::{add, copy_out, typed};
+use crate::kernels::host_elements;
+use crate::storage::{add, copy_out};
 
 /// How far the reduction of a gradient has come.
 #[derive(Clone, Copy)]
@@ -93,10 +94,10 @@ impl Gradient {
                 T::DTYPE
             )))
         } else {
-            typed!(&mut buffer, v => match (v as &mut dyn std::any::Any).downcast_mut::<Vec<T>>() {
-                Some(v) => write(v, accumulate),
-                None => Err(Error::msg("gradient buffer of another dtype")),
-            })
+            match host_elements(&mut buffer) {
+                Some(elements) => write(elements, accumulate),
+                None => Err(Error::msg("gradient buffer of another dtype or device")),
+            }
         };
         self.state().now.collected = Some(buffer);
         outcome

@@ -7,7 +7,7 @@ use candle_core::{Result, Tensor};
 use fsdp_core::{Allocator, Buffer};
 
 use super::room::Room;
-use crate::storage::{TensorMemory, poison, swap, to_buffer, to_storage};
+use crate::storage::{copy_range_out, swap, take, to_buffer, to_storage};
 
 /// The memory of a full parameter.
 pub(super) struct Full {
@@ -56,7 +56,7 @@ enum Presence {
 impl Values {
     /// Takes the memory away that the tensor was born with.
     pub(super) fn new(full: Tensor, room: Arc<Room>) -> Result<Self> {
-        swap(&full, poison())?;
+        take(&full)?;
         Ok(Values { full, room, state: Mutex::new(State { presence: Presence::Sharded, own: None }) })
     }
 
@@ -89,7 +89,7 @@ impl Values {
             Presence::Sharded => {}
             Presence::PartlyKept(part) => self.room.give(part.buffer),
             Presence::Unsharded { own } => {
-                if let Some(buffer) = to_buffer(swap(&self.full, poison())?) {
+                if let Some(buffer) = to_buffer(take(&self.full)?)? {
                     self.put_away(Full { buffer, own }, memory);
                 }
             }
@@ -103,9 +103,7 @@ impl Values {
             return Ok(());
         }
         let mut buffer = self.room.take(chunk.len())?;
-        let size = self.room.dtype.size_in_bytes();
-        TensorMemory(self.full.clone())
-            .read_with(|bytes| buffer.bytes_mut().copy_from_slice(&bytes[chunk.start * size..chunk.end * size]))?;
+        copy_range_out(&self.full, chunk, &mut buffer)?;
         self.reshard(memory)?;
         self.replace(Presence::PartlyKept(Part { buffer, ranks }));
         Ok(())

@@ -11,7 +11,7 @@ use super::group::ParamGroup;
 use super::param::FsdpParam;
 use crate::data_parallel::DataParallel;
 use crate::error::Error;
-use crate::storage::{cast, scale, to_core_dtype};
+use crate::storage::{cast, from_numbers, scale, to_core_dtype, to_numbers};
 
 /// The way out for ranks that reduce different gradients.
 const ADVICE: &str = "Ranks reduce the gradients of the same parameters, of as many backwards. Where ranks may use \
@@ -141,8 +141,8 @@ impl Reduction {
             let shard = shard.signed(group.signs(&members, backwards.0));
             if rule.told {
                 let counts = vec![members.len(); shard.size()];
-                let input = Buffer::F32(counts.iter().flat_map(|_| used.iter().map(|&used| f32::from(used))).collect());
-                parts.push(ScatterPart { input, counts });
+                let numbers: Vec<f32> = counts.iter().flat_map(|_| used.iter().map(|&used| f32::from(used))).collect();
+                parts.push(ScatterPart { input: group.told(&members, &numbers)?, counts });
             }
             let work = match &custom {
                 Some(custom) => custom.reduce_scatter(&shard, parts, rule.op, group.members().pool.clone()),
@@ -167,7 +167,7 @@ impl Reduction {
         };
         if rule.told {
             let used = members.iter().map(|&position| f32::from(group.params()[position].gradient().is_used()));
-            buffers.push(Buffer::F32(used.collect()));
+            buffers.push(group.told(&members, &used.collect::<Vec<_>>())?);
         }
         let work = replicas.signed(group.signs(&members, rule.backwards.1)).all_reduce(buffers, rule.op);
         Ok(Reduction { group, ranks, members, work, over: Over::Replicas, rule })
@@ -199,11 +199,9 @@ impl Reduction {
         }
         // A sum or a mean over ranks is positive where one of them has used the parameter.
         let used = if rule.told { buffers.pop() } else { None };
+        let told = used.as_ref().map(to_numbers).transpose()?;
         for (at, &position) in members.iter().enumerate() {
-            let some_rank = match &used {
-                Some(Buffer::F32(used)) => used[at] > 0.,
-                _ => true,
-            };
+            let some_rank = told.as_ref().is_none_or(|told| told.get(at).is_none_or(|&told| told > 0.));
             group.params()[position].gradient().note_used(some_rank);
         }
         if let Some(used) = used {
@@ -271,9 +269,17 @@ impl ParamGroup {
         on_ranks.filter_map(|(position, param)| Some((position, param.gradient().take(Stage::PartlyReduced)?))).unzip()
     }
 
+    /// Numbers about some of the parameters, to travel with their gradients.
+    fn told(&self, members: &[usize], numbers: &[f32]) -> Result<Buffer> {
+        match members.first() {
+            Some(&position) => from_numbers(numbers, self.params()[position].var().device()),
+            None => bail!("FSDP unit `{}` has no gradients to tell of", self.name()),
+        }
+    }
+
     fn pack(&self, param: &FsdpParam, grad: Buffer) -> Result<Buffer> {
         let mut shards = self.members().pool.take(grad.dtype(), grad.len()).map_err(Error::from)?;
-        param.layout().pack_buffer(&grad, &mut shards)?;
+        param.layout().pack(&grad, &mut shards)?;
         self.members().pool.give(grad);
         Ok(shards)
     }

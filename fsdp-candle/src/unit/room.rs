@@ -32,7 +32,7 @@ impl Room {
 
     /// Zeros for the whole parameter.
     pub(super) fn zeros(&self, dtype: DType) -> Result<Buffer> {
-        self.named(Buffer::try_zeros(dtype, self.elements))
+        self.named(self.pool.zeros(dtype, self.elements))
     }
 
     /// Gives a buffer back to the pool.

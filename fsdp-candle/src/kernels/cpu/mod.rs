@@ -1,0 +1,14 @@
+//! The kernels of the host: plain loops over slices.
+
+mod adamw;
+mod arithmetic;
+mod eight_bits;
+mod float;
+mod host;
+mod memory;
+mod norm;
+#[cfg(test)]
+mod tests;
+
+pub(super) use host::Cpu;
+pub(crate) use memory::host_elements;

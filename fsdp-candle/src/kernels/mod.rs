@@ -1,0 +1,22 @@
+//! What this library itself computes on memory: one small set of kernels, chosen by device. The layers of `nn` have
+//! their own.
+//!
+//! A device is one folder beside [`cpu`] that implements [`Kernels`], and a line in [`choice::of`].
+
+mod choice;
+mod cpu;
+mod doors;
+mod eight_bits;
+mod norm;
+mod set;
+mod slice;
+mod update;
+
+pub(crate) use choice::{device_id, of_buffer, of_device, or_host};
+pub(crate) use cpu::host_elements;
+pub(crate) use doors::{Backward, in_place, node};
+pub(crate) use eight_bits::EightBits;
+pub use norm::NormType;
+pub(crate) use set::{Kernels, Rows};
+pub(crate) use slice::{Slice, SliceMut};
+pub(crate) use update::AdamWUpdate;

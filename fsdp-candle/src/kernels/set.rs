@@ -1,0 +1,111 @@
+//! The set of kernels that a device has.
+
+use std::ops::Range;
+
+use candle_core::{Result, Storage, bail};
+use fsdp_core::{Buffer, DType};
+
+use super::doors::StorageMut;
+use super::eight_bits::EightBits;
+use super::norm::NormType;
+use super::slice::{Slice, SliceMut};
+use super::update::AdamWUpdate;
+
+/// Rows of elements that lie at even distances.
+#[derive(Clone, Copy)]
+pub(crate) struct Rows {
+    pub(crate) count: usize,
+    /// Elements of a row.
+    pub(crate) len: usize,
+    /// Elements from the beginning of a row to that of the next, where they are read.
+    pub(crate) from_stride: usize,
+    /// The same where they are written.
+    pub(crate) to_stride: usize,
+}
+
+/// What a device computes for this library. Each call is one choice of dtype and then a loop over elements; memory of
+/// another device, and dtypes or lengths that do not fit each other, are errors.
+pub(crate) trait Kernels: Send + Sync {
+    /// Memory of zeros.
+    fn zeros(&self, dtype: DType, len: usize) -> fsdp_core::Result<Buffer>;
+
+    /// A buffer's memory as a tensor's, without a copy.
+    fn storage(&self, buffer: Buffer) -> Result<Storage>;
+
+    /// A tensor's memory as a buffer, without a copy; `None` for the poison and for dtypes that collectives do not
+    /// move.
+    fn buffer(&self, storage: Storage) -> Option<Buffer>;
+
+    /// What lies under a sharded parameter: no compute kernel accepts it, so that every use is a clean error instead of
+    /// freed memory being read.
+    fn poison(&self) -> Storage;
+
+    /// Elements of a tensor's memory, to be read.
+    fn slice<'a>(&self, storage: &'a Storage, elements: Range<usize>) -> Result<Slice<'a>>;
+
+    /// Elements of a tensor's memory, to be written.
+    fn slice_mut<'a>(&self, storage: StorageMut<'a>, elements: Range<usize>) -> Result<SliceMut<'a>>;
+
+    /// Calls `f` once with the elements as bytes of the host, in native order.
+    fn read(&self, from: Slice<'_>, f: &mut dyn FnMut(&[u8])) -> Result<()>;
+
+    /// Calls `f` once with the elements as bytes of the host, in native order, to write to.
+    fn write(&self, to: SliceMut<'_>, f: &mut dyn FnMut(&mut [u8])) -> Result<()>;
+
+    /// Copies rows of elements of any dtype.
+    fn copy_rows(&self, from: Slice<'_>, to: SliceMut<'_>, rows: Rows) -> Result<()>;
+
+    /// Copies all elements.
+    fn copy(&self, from: Slice<'_>, to: SliceMut<'_>) -> Result<()> {
+        let (len, room) = (from.len(), to.len());
+        if len != room {
+            bail!("{len} elements can't be copied to {room}")
+        }
+        self.copy_rows(from, to, Rows { count: 1, len, from_stride: len, to_stride: len })
+    }
+
+    /// `sum += more`, of one dtype, rounded to it.
+    fn add(&self, sum: SliceMut<'_>, more: Slice<'_>) -> Result<()>;
+
+    /// `values *= factor`: in f64 for f64, else in f32.
+    fn scale(&self, values: SliceMut<'_>, factor: f64) -> Result<()>;
+
+    /// The same values in another dtype, rounded to the nearest.
+    fn cast(&self, from: Slice<'_>, to: SliceMut<'_>) -> Result<()>;
+
+    /// The sum of powers of magnitudes, or the largest: what [`NormType::root`] makes a norm of.
+    fn powers(&self, values: Slice<'_>, norm: NormType) -> Result<f64>;
+
+    /// How many are infinite or not a number.
+    fn count_non_finite(&self, values: Slice<'_>) -> Result<u64>;
+
+    /// One step of AdamW; `moments` are the running means of gradients and of their squares. All are of one dtype.
+    fn adamw(
+        &self,
+        update: &AdamWUpdate,
+        param: SliceMut<'_>,
+        grad: Slice<'_>,
+        moments: [SliceMut<'_>; 2],
+    ) -> Result<()>;
+
+    /// Encodes values of f32 into a code of U8 each, and a scale of F32 for each `block` of them. A block that is not
+    /// finite becomes NaN as a whole.
+    fn quantise(
+        &self,
+        bits: EightBits,
+        block: usize,
+        values: Slice<'_>,
+        codes: SliceMut<'_>,
+        scales: SliceMut<'_>,
+    ) -> Result<()>;
+
+    /// Decodes what [`Kernels::quantise`] has made into floats of any width.
+    fn dequantise(
+        &self,
+        bits: EightBits,
+        block: usize,
+        codes: Slice<'_>,
+        scales: Slice<'_>,
+        values: SliceMut<'_>,
+    ) -> Result<()>;
+}

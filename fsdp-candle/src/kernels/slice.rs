@@ -1,0 +1,105 @@
+//! Elements in a row of a device's memory, of a tensor's or a buffer's: what kernels work on.
+
+use std::ops::Range;
+
+use candle_core::{Result, bail};
+use fsdp_core::{Buffer, DType, View};
+
+/// Elements to be read.
+#[derive(Clone, Copy)]
+pub(crate) struct Slice<'a> {
+    dtype: DType,
+    view: View<'a>,
+}
+
+/// Elements to be written.
+pub(crate) struct SliceMut<'a> {
+    dtype: DType,
+    view: ViewMut<'a>,
+}
+
+/// Memory of a device to be written, as [`View`] is to be read.
+pub(crate) enum ViewMut<'a> {
+    /// The bytes, in native order.
+    Host(&'a mut [u8]),
+}
+
+impl<'a> Slice<'a> {
+    pub(crate) fn new(dtype: DType, view: View<'a>) -> Self {
+        Slice { dtype, view }
+    }
+
+    pub(crate) fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The number of elements; none in memory of a device that this build does not know.
+    pub(crate) fn len(&self) -> usize {
+        match self.view {
+            View::Host(memory) => memory.len() / self.dtype.size(),
+            _ => 0,
+        }
+    }
+
+    pub(crate) fn view(&self) -> View<'a> {
+        self.view
+    }
+
+    /// The elements in a range.
+    pub(crate) fn range(self, elements: Range<usize>) -> Result<Self> {
+        let view = match self.view {
+            View::Host(memory) => memory.get(bytes(self.dtype, &elements)).map(View::Host),
+            _ => None,
+        };
+        match view {
+            Some(view) => Ok(Slice { view, ..self }),
+            None => bail!("there are no elements {elements:?} in this memory"),
+        }
+    }
+}
+
+impl<'a> SliceMut<'a> {
+    pub(crate) fn new(dtype: DType, view: ViewMut<'a>) -> Self {
+        SliceMut { dtype, view }
+    }
+
+    pub(crate) fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The number of elements.
+    pub(crate) fn len(&self) -> usize {
+        let ViewMut::Host(memory) = &self.view;
+        memory.len() / self.dtype.size()
+    }
+
+    pub(crate) fn into_view(self) -> ViewMut<'a> {
+        self.view
+    }
+
+    /// The elements in a range.
+    pub(crate) fn range(self, elements: Range<usize>) -> Result<Self> {
+        let ViewMut::Host(memory) = self.view;
+        match memory.get_mut(bytes(self.dtype, &elements)) {
+            Some(memory) => Ok(SliceMut { view: ViewMut::Host(memory), ..self }),
+            None => bail!("there are no elements {elements:?} in this memory"),
+        }
+    }
+}
+
+/// Saturating: a range that is no range is refused, not wrapped.
+fn bytes(dtype: DType, elements: &Range<usize>) -> Range<usize> {
+    elements.start.saturating_mul(dtype.size())..elements.end.saturating_mul(dtype.size())
+}
+
+impl<'a> From<&'a Buffer> for Slice<'a> {
+    fn from(buffer: &'a Buffer) -> Self {
+        Slice::new(buffer.dtype(), View::Host(buffer.bytes()))
+    }
+}
+
+impl<'a> From<&'a mut Buffer> for SliceMut<'a> {
+    fn from(buffer: &'a mut Buffer) -> Self {
+        SliceMut::new(buffer.dtype(), ViewMut::Host(buffer.bytes_mut()))
+    }
+}
