@@ -54,7 +54,11 @@ impl Readable for TensorMemory {
     }
 
     fn view(&self, f: &mut dyn FnMut(View<'_>)) -> std::result::Result<(), String> {
-        with_slice(&self.0, |_, slice| Ok(f(slice.view()))).map_err(|error| error.to_string())
+        with_slice(&self.0, |_, slice| {
+            f(slice.view());
+            Ok(())
+        })
+        .map_err(|error| error.to_string())
     }
 }
 
