@@ -12,7 +12,12 @@ use std::{
 };
 
 use super::{
-    backend::Backend, call::Call, collective::Collective, failure::Failure, membership::Membership, work::Completion,
+    backend::Backend,
+    call::Call,
+    collective::Collective,
+    failure::Failure,
+    membership::Membership,
+    work::{Completion, Deferred},
 };
 use crate::{Buffer, Error, Result, heartbeat, text};
 
@@ -56,7 +61,7 @@ impl Queue {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Queues a job, for the group's thread to run at once, or else when [`Queue::start`] or [`Queue::help`] is called.
+    /// Queues a job, for the group's thread to run at once, or else as [`Deferred`] says.
     /// One that comes when the group has ended is dropped: its work then says so.
     pub(super) fn push(&self, job: Job, at_once: bool) {
         let mut jobs = self.jobs();
@@ -64,11 +69,6 @@ impl Queue {
             jobs.waiting.push_back(job);
             self.wake(jobs, at_once);
         }
-    }
-
-    /// Has the group's thread run what is queued.
-    pub(super) fn start(&self) {
-        self.wake(self.jobs(), true);
     }
 
     fn wake(&self, jobs: MutexGuard<'_, Jobs>, if_asleep: bool) {
@@ -108,16 +108,6 @@ impl Queue {
         }
     }
 
-    /// Does jobs on this thread until `is_done`, or has the group's thread do them when another is at it.
-    pub(super) fn help(&self, is_done: impl FnMut() -> bool) {
-        match self.runner.try_lock() {
-            Ok(runner) => self.run(runner, is_done),
-            Err(TryLockError::Poisoned(runner)) => self.run(runner.into_inner(), is_done),
-            // Who runs jobs now may stop before this one.
-            Err(TryLockError::WouldBlock) => self.start(),
-        }
-    }
-
     fn run(&self, mut runner: MutexGuard<'_, Option<Runner>>, mut is_done: impl FnMut() -> bool) {
         let Some(runner) = &mut *runner else { return };
         while !is_done() {
@@ -129,6 +119,21 @@ impl Queue {
             runner.run(job);
         }
         self.jobs().runs = None;
+    }
+}
+
+impl Deferred for Queue {
+    fn help(&self, is_done: &mut dyn FnMut() -> bool) {
+        match self.runner.try_lock() {
+            Ok(runner) => self.run(runner, is_done),
+            Err(TryLockError::Poisoned(runner)) => self.run(runner.into_inner(), is_done),
+            // Who runs jobs now may stop before this one.
+            Err(TryLockError::WouldBlock) => self.start(),
+        }
+    }
+
+    fn start(&self) {
+        self.wake(self.jobs(), true);
     }
 }
 

@@ -8,8 +8,16 @@ use std::{
     },
 };
 
-use super::queue::Queue;
 use crate::{Buffer, Error, Result, Stream};
+
+/// Where a collective waits until somebody wants it.
+pub(super) trait Deferred: Send + Sync {
+    /// Runs what is queued on this thread until `is_done`, or has it run elsewhere.
+    fn help(&self, is_done: &mut dyn FnMut() -> bool);
+
+    /// Has what is queued run elsewhere.
+    fn start(&self);
+}
 
 /// A collective in flight. Dropping it does not cancel the collective.
 ///
@@ -29,7 +37,7 @@ pub struct Work {
     arrived: Option<Result<Vec<Buffer>>>,
     rank: usize,
     /// Where it is queued, if it is for who waits to run it and nobody has begun to wait.
-    deferred: Option<Arc<Queue>>,
+    deferred: Option<Arc<dyn Deferred>>,
 }
 
 impl fmt::Debug for Work {
@@ -59,7 +67,7 @@ impl Work {
     }
 
     /// The handle of a job that `queue` has not started.
-    pub(super) fn deferred(mut self, queue: Arc<Queue>) -> Work {
+    pub(super) fn deferred(mut self, queue: Arc<dyn Deferred>) -> Work {
         self.deferred = Some(queue);
         self
     }
@@ -110,7 +118,7 @@ impl Work {
 
     fn block(mut self) -> Result<Vec<Buffer>> {
         if let Some(queue) = self.deferred.take() {
-            queue.help(|| self.has_arrived());
+            queue.help(&mut || self.has_arrived());
         }
         match self.arrived.take() {
             Some(outcome) => outcome,
