@@ -105,7 +105,7 @@ impl CustomOp1 for Lookup {
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        let value = self.weight.value();
+        let value = self.weight.value()?;
         let (guard, layout) = value.storage_and_layout();
         let out = match (super::values::cpu(&guard)?, value.dtype()) {
             (CpuStorage::BF16(table), _) => CpuStorage::BF16(self.gather(&super::values::dense(table, layout)?)),

@@ -173,7 +173,7 @@ impl Affine {
     /// The weight's values and strides in the graph's direction, `[in, out]`; f32 weights with any strides are used
     /// where they lie.
     fn with_weight<R>(&self, f: impl FnOnce(Mat<'_>) -> R) -> Result<R> {
-        let (guard, layout) = self.weight.value().storage_and_layout();
+        let (guard, layout) = self.weight.value()?.storage_and_layout();
         let values = cpu(&guard)?;
         let (rows, cols) = if self.in_out { (self.inputs, self.outputs) } else { (self.outputs, self.inputs) };
         let dense;
@@ -199,7 +199,7 @@ impl Affine {
         let rows = x.len() / self.inputs.max(1);
         let mut y = vec![0f32; rows * self.outputs];
         if let Some(bias) = &self.bias {
-            read!(bias, bias.value());
+            read!(bias, bias.value()?);
             y.chunks_exact_mut(self.outputs.max(1)).for_each(|row| row.copy_from_slice(&bias));
         }
         let accumulate = self.bias.is_some();

@@ -214,10 +214,10 @@ impl Norm {
         let dtype = x.dtype();
         let x = floats(x, layout)?;
         let mut y = vec![0f32; x.len()];
-        read!(weight, self.weight.value());
+        read!(weight, self.weight.value()?);
         let bias = match &self.bias {
             Some(bias) => {
-                read!(bias, bias.value());
+                read!(bias, bias.value()?);
                 bias.into_owned()
             }
             None => vec![0f32; self.hidden],
@@ -235,7 +235,7 @@ impl Norm {
         let mut dw = vec![0f32; self.hidden];
         let mut db = vec![0f32; self.hidden];
         {
-            read!(weight, self.weight.value());
+            read!(weight, self.weight.value()?);
             let parts = map_rows(&mut dx, self.hidden, self.hidden, |first, dx| {
                 let (mut dw, mut db) = (vec![0f32; self.hidden], vec![0f32; self.hidden]);
                 let from = first * self.hidden;

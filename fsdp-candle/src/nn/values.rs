@@ -148,7 +148,7 @@ pub(super) fn weight_grad(
     if !weight.wants_grad() {
         return Ok(None);
     }
-    match weight.value().dtype() {
+    match weight.dtype() {
         DType::F32 => weight.grad::<f32>(write),
         DType::F16 => half::<f16>(weight, write),
         DType::BF16 => half::<bf16>(weight, write),
