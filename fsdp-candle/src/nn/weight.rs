@@ -34,6 +34,14 @@ impl Weight {
         Ok(Weight { value: tensor.clone(), param })
     }
 
+    /// What Candle's own operations take in the weight's place: the values, and a node of the graph.
+    ///
+    /// # Errors
+    /// When it is a sharded parameter whose values are absent now.
+    pub(crate) fn in_graph(tensor: &Tensor) -> Result<Tensor> {
+        Ok(Weight::of(tensor)?.value)
+    }
+
     /// The tensor whose storage holds the values, of the full shape. It must not go into the graph. Every use of the
     /// values asks anew, in forward and in backward.
     ///
