@@ -64,7 +64,7 @@ pub(super) fn convolve(x: &Tensor, kernel: &Tensor, bias: Option<&Tensor>, sizes
 }
 
 /// The same from Candle's operations: its own convolutions have gradients that are wrong, or none.
-pub(in crate::nn) fn composite(x: &Tensor, kernel: &Tensor, bias: Option<&Tensor>, sizes: &Sizes) -> Result<Tensor> {
+fn composite(x: &Tensor, kernel: &Tensor, bias: Option<&Tensor>, sizes: &Sizes) -> Result<Tensor> {
     let Sizes { batch, groups, window, .. } = *sizes;
     let (small, large) = sizes.of_group();
     let (taps, positions, size) = (window.taps(), window.positions(), window.size());
