@@ -3,6 +3,7 @@
 
 mod alike;
 mod bad_input;
+mod candle_nn;
 mod chaos;
 mod devices;
 mod finite;

@@ -101,8 +101,8 @@ impl Gpt2 {
         let positions = vb.pp(format!("{prefix}wpe")).get_with_hints((config.n_positions, width), "weight", normal)?;
         Ok(Gpt2 {
             head: Linear::new(tokens.clone(), None),
-            tokens: Embedding::new(tokens)?,
-            positions: Embedding::new(positions)?,
+            tokens: Embedding::new(tokens, width),
+            positions: Embedding::new(positions, width),
             blocks,
             norm: nn::layer_norm(width, config.layer_norm_epsilon, vb.pp(format!("{prefix}ln_f")))?,
         })

@@ -73,7 +73,7 @@ impl Block {
     }
 
     fn mlp(&self, x_btc: &Tensor) -> Result<Tensor> {
-        self.down.forward(&nn::swiglu(&self.gate.forward(x_btc)?, &self.up.forward(x_btc)?)?)
+        self.down.forward(&nn::silu_mul(&self.gate.forward(x_btc)?, &self.up.forward(x_btc)?)?)
     }
 }
 
@@ -108,7 +108,7 @@ impl Llama {
             linear(width, config.vocab_size, false, config, vb.pp("lm_head"))?
         };
         Ok(Llama {
-            embedding: Embedding::new(embedding)?,
+            embedding: Embedding::new(embedding, width),
             blocks,
             norm: nn::rms_norm(width, config.rms_norm_eps, vb.pp("model.norm"))?,
             head,

@@ -7,18 +7,18 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, Layout, Module, Result, Shape, Tensor, bail};
 use candle_nn::{Init, VarBuilder, init};
 
-use super::matrix::{Mat, MatMut, product};
-use super::parallel::map_rows;
-use super::simd::kernel;
-use super::values::{cpu, floats, read, same_kind, served, small_weight_grad, storage, tensor, weight_grad};
+use super::cpu::matrix::{Mat, MatMut, product};
+use super::cpu::parallel::map_rows;
+use super::cpu::simd::kernel;
+use super::cpu::values::{cpu, floats, read, same_kind, served, small_weight_grad, storage, tensor, weight_grad};
+use super::cpu::weighted_op::weighted_op;
 use super::weight::Weight;
-use super::weighted_op::weighted_op;
 
 /// A fully connected layer `y = x W^T + b`: weight `[out, in]`, optional bias `[out]`, input `[.., in]`, output
 /// `[.., out]`.
 ///
-/// It differs from [`candle_nn::Linear`] in speed only: product and bias are one operation, and the weight's gradient
-/// is accumulated in place.
+/// As [`candle_nn::Linear`]; product and bias are one operation, and the weight's gradient is accumulated in place. Candle's
+/// is wrong for an input that is not contiguous; this one takes any.
 ///
 /// ```
 /// use candle_core::{Device, Module, Tensor};
@@ -108,16 +108,22 @@ impl Module for Conv1D {
     }
 }
 
-/// A [`Conv1D`] layer from the tensors `weight` and `bias` of `vb`, which start as GPT-2's do: normal with standard
+/// A [`Conv1D`] layer, GPT-2's, from the tensors `weight` and `bias` of `vb`, which start as GPT-2's do: normal with standard
 /// deviation 0.02, and zero.
-pub fn conv1d(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Conv1D> {
+pub fn gpt2_linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Conv1D> {
     let weight = vb.get_with_hints((in_dim, out_dim), "weight", Init::Randn { mean: 0., stdev: 0.02 })?;
     let bias = vb.get_with_hints(out_dim, "bias", Init::Const(0.))?;
     Ok(Conv1D::new(weight, Some(bias)))
 }
 
 /// `x W^T + b`, or `x W + b` for a weight stored as `[in, out]`.
-fn affine(function: &'static str, x: &Tensor, w: &Tensor, bias: Option<&Tensor>, in_out: bool) -> Result<Tensor> {
+pub(super) fn affine(
+    function: &'static str,
+    x: &Tensor,
+    w: &Tensor,
+    bias: Option<&Tensor>,
+    in_out: bool,
+) -> Result<Tensor> {
     let (rows, cols) = w.dims2()?;
     let (inputs, outputs) = if in_out { (rows, cols) } else { (cols, rows) };
     if x.rank() == 0 || x.dims()[x.rank() - 1] != inputs {
@@ -133,7 +139,8 @@ fn affine(function: &'static str, x: &Tensor, w: &Tensor, bias: Option<&Tensor>,
         same_kind(function, ("the input", x), ("the bias", bias))?;
     }
     if !served(x) {
-        return composite(x, w, bias, in_out);
+        let bias = bias.map(Weight::in_graph).transpose()?;
+        return composite(x, &Weight::in_graph(w)?, bias.as_ref(), in_out);
     }
     let weight = Weight::of(w)?;
     let node = weight.node().clone();
@@ -148,7 +155,7 @@ fn affine(function: &'static str, x: &Tensor, w: &Tensor, bias: Option<&Tensor>,
 }
 
 /// The same from Candle's operations.
-pub(super) fn composite(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, in_out: bool) -> Result<Tensor> {
+pub(in crate::nn) fn composite(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, in_out: bool) -> Result<Tensor> {
     let mut shape = x.dims().to_vec();
     let inputs = shape.pop().unwrap_or(1);
     let w = if in_out { w.clone() } else { w.t()? };
@@ -173,7 +180,7 @@ impl Affine {
     /// The weight's values and strides in the graph's direction, `[in, out]`; f32 weights with any strides are used
     /// where they lie.
     fn with_weight<R>(&self, f: impl FnOnce(Mat<'_>) -> R) -> Result<R> {
-        let (guard, layout) = self.weight.value().storage_and_layout();
+        let (guard, layout) = self.weight.value()?.storage_and_layout();
         let values = cpu(&guard)?;
         let (rows, cols) = if self.in_out { (self.inputs, self.outputs) } else { (self.outputs, self.inputs) };
         let dense;
@@ -199,7 +206,7 @@ impl Affine {
         let rows = x.len() / self.inputs.max(1);
         let mut y = vec![0f32; rows * self.outputs];
         if let Some(bias) = &self.bias {
-            read!(bias, bias.value());
+            read!(bias, bias.value()?);
             y.chunks_exact_mut(self.outputs.max(1)).for_each(|row| row.copy_from_slice(&bias));
         }
         let accumulate = self.bias.is_some();

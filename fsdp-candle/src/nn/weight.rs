@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use candle_core::{Result, Tensor, WithDType};
+use candle_core::{DType, Result, Tensor, WithDType};
 
 use crate::unit::FsdpParam;
 
@@ -34,9 +34,29 @@ impl Weight {
         Ok(Weight { value: tensor.clone(), param })
     }
 
-    /// The tensor whose storage holds the values, of the full shape. It must not go into the graph.
-    pub(crate) fn value(&self) -> &Tensor {
-        &self.value
+    /// What Candle's own operations take in the weight's place: the values, and a node of the graph.
+    ///
+    /// # Errors
+    /// When it is a sharded parameter whose values are absent now.
+    pub(crate) fn in_graph(tensor: &Tensor) -> Result<Tensor> {
+        Ok(Weight::of(tensor)?.value)
+    }
+
+    /// The tensor whose storage holds the values, of the full shape. It must not go into the graph. Every use of the
+    /// values asks anew, in forward and in backward.
+    ///
+    /// # Errors
+    /// When the values are absent now.
+    pub(crate) fn value(&self) -> Result<&Tensor> {
+        if let Some((param, _)) = &self.param {
+            param.check_unsharded()?;
+        }
+        Ok(&self.value)
+    }
+
+    /// The dtype of the values.
+    pub(crate) fn dtype(&self) -> DType {
+        self.value.dtype()
     }
 
     /// What the operation takes as its graph argument in the weight's place. A sharded parameter's is a scalar without

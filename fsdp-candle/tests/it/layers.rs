@@ -52,111 +52,118 @@ fn weights(vars: &ShardedVarMap) -> Gradients {
     vars.params().iter().map(|p| (p.name().to_string(), whole(vars, p, p.var()))).collect()
 }
 
-#[test]
-fn layers_that_train_as_they_are() {
-    use candle_nn as cn;
-    let cases: [Case; 16] = [
-        ("Linear", |vb| Ok(boxed(cn::linear(5, 3, vb)?)), input, &[4, 5]),
-        ("Embedding", |vb| Ok(boxed(cn::embedding(7, 5, vb)?)), ids, &[2, 6]),
-        ("Conv1d", |vb| Ok(boxed(cn::conv1d(3, 5, 3, Default::default(), vb)?)), input, &[2, 3, 8]),
-        (
-            "Conv2d",
-            |vb| {
-                let config = cn::Conv2dConfig { padding: 1, stride: 2, ..Default::default() };
-                Ok(boxed(cn::conv2d(3, 5, 3, config, vb)?))
-            },
-            input,
-            &[2, 3, 7, 7],
-        ),
-        (
-            "ConvTranspose2d",
-            |vb| Ok(boxed(cn::conv_transpose2d(3, 5, 3, Default::default(), vb)?)),
-            input,
-            &[2, 3, 5, 5],
-        ),
-        ("LayerNorm without bias", |vb| Ok(boxed(cn::layer_norm_no_bias(5, 1e-5, vb)?)), input, &[4, 5]),
-        (
-            "RmsNorm::forward_diff",
-            |vb| {
-                let norm = cn::rms_norm(5, 1e-5, vb)?;
-                Ok(Box::new(move |x| norm.forward_diff(x)))
-            },
-            input,
-            &[4, 5],
-        ),
-        ("GroupNorm", |vb| Ok(boxed(cn::group_norm(2, 6, 1e-5, vb)?)), input, &[2, 6, 4]),
-        (
-            "BatchNorm in training",
-            |vb| {
-                let norm = cn::batch_norm(5, 1e-5, vb)?;
-                Ok(Box::new(move |x| norm.forward_t(x, true)))
-            },
-            input,
-            &[6, 5, 3],
-        ),
-        (
-            "BatchNorm in evaluation",
-            |vb| {
-                let norm = cn::batch_norm(5, 1e-5, vb)?;
-                Ok(Box::new(move |x| norm.forward_t(x, false)))
-            },
-            input,
-            &[6, 5, 3],
-        ),
-        ("PReLU", |vb| Ok(boxed(cn::prelu(Some(5), vb)?)), input, &[6, 5, 3]),
-        (
-            "LSTM",
-            |vb| {
-                let lstm = cn::lstm(5, 3, Default::default(), vb)?;
-                Ok(Box::new(move |x| lstm.states_to_tensor(&lstm.seq(x)?)))
-            },
-            input,
-            &[2, 4, 5],
-        ),
-        (
-            "GRU",
-            |vb| {
-                let gru = cn::gru(5, 3, Default::default(), vb)?;
-                Ok(Box::new(move |x| gru.states_to_tensor(&gru.seq(x)?)))
-            },
-            input,
-            &[2, 4, 5],
-        ),
-        (
-            "softmax",
-            |vb| {
-                let linear = cn::linear(5, 3, vb)?;
-                Ok(Box::new(move |x| cn::ops::softmax(&linear.forward(x)?, D::Minus1)))
-            },
-            input,
-            &[4, 5],
-        ),
-        (
-            "rope_slow",
-            |vb| {
-                let linear = cn::linear(4, 4, vb)?;
-                Ok(Box::new(move |x| {
-                    let angles = input(3, &[5, 2]);
-                    cn::rotary_emb::rope_slow(&linear.forward(x)?, &angles.cos()?, &angles.sin()?)
-                }))
-            },
-            input,
-            &[2, 3, 5, 4],
-        ),
-        (
-            "Sequential with activations",
-            |vb| {
-                let first = cn::linear(5, 6, vb.pp("0"))?;
-                let second = cn::linear(6, 3, vb.pp("2"))?;
-                Ok(boxed(
-                    cn::seq().add(first).add(cn::Activation::Silu).add(second).add(cn::Activation::GeluPytorchTanh),
-                ))
-            },
-            input,
-            &[4, 5],
-        ),
-    ];
-    for (what, build, input, shape) in cases {
+/// The layers that train, of either crate.
+macro_rules! layers {
+    ($cn:path) => {{
+        use $cn as cn;
+        let cases: [Case; 16] = [
+            ("Linear", |vb| Ok(boxed(cn::linear(5, 3, vb)?)), input, &[4, 5]),
+            ("Embedding", |vb| Ok(boxed(cn::embedding(7, 5, vb)?)), ids, &[2, 6]),
+            ("Conv1d", |vb| Ok(boxed(cn::conv1d(3, 5, 3, Default::default(), vb)?)), input, &[2, 3, 8]),
+            (
+                "Conv2d",
+                |vb| {
+                    let config = cn::Conv2dConfig { padding: 1, stride: 2, ..Default::default() };
+                    Ok(boxed(cn::conv2d(3, 5, 3, config, vb)?))
+                },
+                input,
+                &[2, 3, 7, 7],
+            ),
+            (
+                "ConvTranspose2d",
+                |vb| Ok(boxed(cn::conv_transpose2d(3, 5, 3, Default::default(), vb)?)),
+                input,
+                &[2, 3, 5, 5],
+            ),
+            ("LayerNorm without bias", |vb| Ok(boxed(cn::layer_norm_no_bias(5, 1e-5, vb)?)), input, &[4, 5]),
+            (
+                "RmsNorm::forward_diff",
+                |vb| {
+                    let norm = cn::rms_norm(5, 1e-5, vb)?;
+                    Ok(Box::new(move |x| norm.forward_diff(x)))
+                },
+                input,
+                &[4, 5],
+            ),
+            ("GroupNorm", |vb| Ok(boxed(cn::group_norm(2, 6, 1e-5, vb)?)), input, &[2, 6, 4]),
+            (
+                "BatchNorm in training",
+                |vb| {
+                    let norm = cn::batch_norm(5, 1e-5, vb)?;
+                    Ok(Box::new(move |x| norm.forward_t(x, true)))
+                },
+                input,
+                &[6, 5, 3],
+            ),
+            (
+                "BatchNorm in evaluation",
+                |vb| {
+                    let norm = cn::batch_norm(5, 1e-5, vb)?;
+                    Ok(Box::new(move |x| norm.forward_t(x, false)))
+                },
+                input,
+                &[6, 5, 3],
+            ),
+            ("PReLU", |vb| Ok(boxed(cn::prelu(Some(5), vb)?)), input, &[6, 5, 3]),
+            (
+                "LSTM",
+                |vb| {
+                    let lstm = cn::lstm(5, 3, Default::default(), vb)?;
+                    Ok(Box::new(move |x| lstm.states_to_tensor(&lstm.seq(x)?)))
+                },
+                input,
+                &[2, 4, 5],
+            ),
+            (
+                "GRU",
+                |vb| {
+                    let gru = cn::gru(5, 3, Default::default(), vb)?;
+                    Ok(Box::new(move |x| gru.states_to_tensor(&gru.seq(x)?)))
+                },
+                input,
+                &[2, 4, 5],
+            ),
+            (
+                "softmax",
+                |vb| {
+                    let linear = cn::linear(5, 3, vb)?;
+                    Ok(Box::new(move |x| cn::ops::softmax(&linear.forward(x)?, D::Minus1)))
+                },
+                input,
+                &[4, 5],
+            ),
+            (
+                "rope_slow",
+                |vb| {
+                    let linear = cn::linear(4, 4, vb)?;
+                    Ok(Box::new(move |x| {
+                        let angles = input(3, &[5, 2]);
+                        cn::rotary_emb::rope_slow(&linear.forward(x)?, &angles.cos()?, &angles.sin()?)
+                    }))
+                },
+                input,
+                &[2, 3, 5, 4],
+            ),
+            (
+                "Sequential with activations",
+                |vb| {
+                    let first = cn::linear(5, 6, vb.pp("0"))?;
+                    let second = cn::linear(6, 3, vb.pp("2"))?;
+                    Ok(boxed(
+                        cn::seq().add(first).add(cn::Activation::Silu).add(second).add(cn::Activation::GeluPytorchTanh),
+                    ))
+                },
+                input,
+                &[4, 5],
+            ),
+        ];
+        cases
+    }};
+}
+
+/// Trains each on three ranks, and compares with plain Candle.
+fn train(cases: &[Case]) {
+    for &(what, build, input, shape) in cases {
         let batches: Vec<Tensor> = (0..3).map(|rank| input(rank, shape)).collect();
         let runs = ranks(3, |world| {
             let vars = vars(&world);
@@ -172,6 +179,34 @@ fn layers_that_train_as_they_are() {
         assert!(got.iter().all(|(_, grad)| grad.iter().any(|g| g.abs() > 1e-6)), "{what}: {got:?}");
         assert_close(got, &plain_gradients(build, initial, &batches), 1e-4);
     }
+}
+
+#[test]
+fn layers_of_candle_that_train_as_they_are() {
+    train(&layers!(candle_nn));
+}
+
+#[test]
+fn layers_of_this_crate_train() {
+    train(&layers!(fsdp_candle::nn));
+    train(&[
+        ("LayerNorm", |vb| Ok(boxed(nn::layer_norm(5, 1e-5, vb)?)), input, &[4, 5]),
+        ("RmsNorm", |vb| Ok(boxed(nn::rms_norm(5, 1e-5, vb)?)), input, &[4, 5]),
+        ("ConvTranspose1d", |vb| Ok(boxed(nn::conv_transpose1d(3, 5, 3, Default::default(), vb)?)), input, &[2, 3, 8]),
+        (
+            "experts",
+            |vb| {
+                let weights = vb.get((3, 2, 5), "experts")?;
+                Ok(Box::new(move |x| {
+                    let order = Tensor::new(&[0u32, 3, 1, 2], x.device())?;
+                    let experts = Tensor::new(&[0u32, 0, 1, 2], x.device())?;
+                    nn::moe::moe_gemm(x, &weights, &None, &order, &experts, 1, true)
+                }))
+            },
+            input,
+            &[4, 5],
+        ),
+    ]);
 }
 
 #[test]

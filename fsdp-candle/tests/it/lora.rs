@@ -25,7 +25,7 @@ impl Model {
         Ok(Model {
             first: nn::lora(nn::linear(WIDTH, WIDTH, first.clone())?, WIDTH, WIDTH, CONFIG, first)?,
             second: nn::linear(WIDTH, WIDTH, vb.pp("second"))?,
-            third: nn::lora(nn::conv1d(WIDTH, 3, third.clone())?, WIDTH, 3, CONFIG, third)?,
+            third: nn::lora(nn::gpt2_linear(WIDTH, 3, third.clone())?, WIDTH, 3, CONFIG, third)?,
         })
     }
 

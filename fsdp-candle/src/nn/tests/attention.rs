@@ -1,6 +1,6 @@
 use candle_core::{DType, Device, Tensor};
 
-use super::super::attention::composite;
+use super::super::attention::causal::composite;
 use super::super::{causal_attention, causal_attention_qkv};
 use super::{DTYPES, assert_close, check, message, random};
 

@@ -1,11 +1,12 @@
 use candle_core::{DType, Device, Module, Tensor, Var};
 
+use super::super::norm::rows;
 use super::super::*;
-use super::super::{activation, embedding as embedding_file, linear as linear_file, norm};
+use super::super::{embedding as embedding_file, linear as linear_file};
 use super::{DTYPES, assert_close, check, message, random, random_ids};
 
 #[test]
-fn linear_and_conv1d_match_the_composite() {
+fn linear_and_gpt2s_match_the_composite() {
     for dtype in DTYPES {
         for (shape, inputs, outputs) in
             [(vec![7, 5], 5, 3), (vec![2, 3, 17], 17, 33), (vec![1, 64], 64, 1), (vec![2, 2, 1, 9], 9, 4)]
@@ -73,7 +74,7 @@ fn a_weight_used_twice_gets_both_gradients() {
     let x = random(1, &[2, 5, 8], DType::F32);
     let w = random(2, &[8, 8], DType::F32);
     let ids = random_ids(3, &[2, 5], 8);
-    let table = Embedding::new(w.as_tensor().clone()).unwrap();
+    let table = Embedding::new(w.as_tensor().clone(), w.dims()[1]);
     let head = Linear::new(w.as_tensor().clone(), None);
     check(
         "tied",
@@ -87,7 +88,7 @@ fn a_weight_used_twice_gets_both_gradients() {
 fn embedding_matches_the_composite() {
     for dtype in DTYPES {
         let w = random(1, &[11, 6], dtype);
-        let table = Embedding::new(w.as_tensor().clone()).unwrap();
+        let table = Embedding::new(w.as_tensor().clone(), w.dims()[1]);
         for shape in [vec![7], vec![2, 9], vec![3, 1, 2]] {
             let ids = random_ids(2, &shape, 11);
             check("embedding", &[&w], || table.forward(&ids), || embedding_file::composite(&w, &ids));
@@ -103,16 +104,16 @@ fn norms_match_the_composite() {
             let x = Var::from_tensor(&(random(1, &shape, dtype).as_tensor() + 3.0).unwrap()).unwrap();
             let (w, b) = (random(2, &[hidden], dtype), random(3, &[hidden], dtype));
             let layer = LayerNorm::new(w.as_tensor().clone(), b.as_tensor().clone(), 1e-5);
-            check("layer norm", &[&x, &w, &b], || layer.forward(&x), || norm::composite(&x, &w, Some(&b), 1e-5, true));
+            check("layer norm", &[&x, &w, &b], || layer.forward(&x), || rows::composite(&x, &w, Some(&b), 1e-5, true));
             let layer = LayerNorm::new_no_bias(w.as_tensor().clone(), 1e-5);
             check(
                 "layer norm without bias",
                 &[&x, &w],
                 || layer.forward(&x),
-                || norm::composite(&x, &w, None, 1e-5, true),
+                || rows::composite(&x, &w, None, 1e-5, true),
             );
             let layer = RmsNorm::new(w.as_tensor().clone(), 1e-6);
-            check("rms norm", &[&x, &w], || layer.forward(&x), || norm::composite(&x, &w, None, 1e-6, false));
+            check("rms norm", &[&x, &w], || layer.forward(&x), || rows::composite(&x, &w, None, 1e-6, false));
         }
     }
 }
@@ -125,7 +126,7 @@ fn activations_match_the_composite() {
             check("silu", &[&x], || silu(&x), || x.silu());
             check("gelu", &[&x], || gelu(&x), || x.gelu());
             check("gelu_erf", &[&x], || gelu_erf(&x), || x.gelu_erf());
-            check("swiglu", &[&x, &up], || swiglu(&x, &up), || x.silu()? * up.as_tensor());
+            check("silu_mul", &[&x, &up], || silu_mul(&x, &up), || x.silu()? * up.as_tensor());
         }
         let x = random(5, &[6, 4], dtype);
         check("gelu of a view", &[&x], || gelu(&x.t()?), || x.t()?.gelu());
@@ -203,19 +204,22 @@ fn errors_name_the_function_and_what_is_wrong() {
     assert!(m.contains("LayerNorm") && m.contains("[2, 3]"), "{m}");
     let m = message(RmsNorm::new(t(&[4]), 1e-5).forward(&t(&[])));
     assert!(m.contains("RmsNorm"), "{m}");
-    let m = message(swiglu(&t(&[2, 3]), &t(&[3, 2])));
-    assert!(m.contains("swiglu") && m.contains("[3, 2]"), "{m}");
+    let m = message(silu_mul(&t(&[2, 3]), &t(&[3, 2])));
+    assert!(m.contains("silu_mul") && m.contains("[3, 2]"), "{m}");
 
-    let table = Embedding::new(t(&[10, 4])).unwrap();
+    let table = Embedding::new(t(&[10, 4]), 4);
     let m = message(table.forward(&Tensor::new(&[1u32, 10], cpu).unwrap()));
     assert!(m.contains("id 10") && m.contains("vocabulary size is 10"), "{m}");
-    let m = message(table.forward(&Tensor::new(&[1i64], cpu).unwrap()));
-    assert!(m.contains("u32") && m.contains("I64"), "{m}");
+    let m = message(table.forward(&Tensor::new(&[1i64, -1], cpu).unwrap()));
+    assert!(m.contains("id -1") && m.contains("element 1 of 2"), "{m}");
+    let m = message(table.forward(&Tensor::new(&[1f32], cpu).unwrap()));
+    assert!(m.contains("u32") && m.contains("F32"), "{m}");
+    assert!(message(Embedding::new(t(&[10, 4]), 5).forward(&Tensor::new(&[1u32], cpu).unwrap())).contains("[10, 4]"));
 
     let rotary = Rotary::new(10_000.0, 4, 8, cpu).unwrap();
     let m = message(rotary.apply(&t(&[1, 4, 8]), 5));
     assert!(m.contains("5..9") && m.contains('8'), "{m}");
     assert!(message(rotary.apply(&t(&[1, 4, 6]), 0)).contains("Rotary"));
     assert!(Rotary::new(10_000.0, 5, 8, cpu).unwrap_err().to_string().contains("even"));
-    let _ = activation::silu(&t(&[0, 3])).unwrap();
+    let _ = silu(&t(&[0, 3])).unwrap();
 }

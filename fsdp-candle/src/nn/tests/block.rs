@@ -19,18 +19,18 @@ fn model(vb: &VarBuilder, ids: &Tensor, targets: &Tensor) -> Result<Tensor> {
         let a = causal_attention(&q, &k, &v, heads, kv_heads, 0.5)?;
         x = (x + linear(width, width, vb.pp("o"))?.forward(&a)?)?;
         let (gate, up) = (linear_no_bias(width, 24, vb.pp("gate"))?, linear_no_bias(width, 24, vb.pp("up"))?);
-        let h = swiglu(&gate.forward(&x)?, &up.forward(&x)?)?;
+        let h = silu_mul(&gate.forward(&x)?, &up.forward(&x)?)?;
         x = (x + linear_no_bias(24, width, vb.pp("down"))?.forward(&h)?)?;
     }
     {
         let vb = vb.pp("gpt2");
         let h = layer_norm(width, 1e-5, vb.pp("ln_1"))?.forward(&x)?;
-        let qkv = conv1d(width, 3 * width, vb.pp("c_attn"))?.forward(&h)?;
+        let qkv = gpt2_linear(width, 3 * width, vb.pp("c_attn"))?.forward(&h)?;
         let a = causal_attention_qkv(&qkv, heads, heads, 0.5)?;
-        x = (x + conv1d(width, width, vb.pp("c_proj"))?.forward(&a)?)?;
+        x = (x + gpt2_linear(width, width, vb.pp("c_proj"))?.forward(&a)?)?;
         let h = layer_norm_no_bias(width, 1e-5, vb.pp("ln_2"))?.forward(&x)?;
-        let h = gelu(&conv1d(width, 32, vb.pp("c_fc"))?.forward(&h)?)?;
-        x = (x + conv1d(32, width, vb.pp("mlp_proj"))?.forward(&h)?)?;
+        let h = gelu(&gpt2_linear(width, 32, vb.pp("c_fc"))?.forward(&h)?)?;
+        x = (x + gpt2_linear(32, width, vb.pp("mlp_proj"))?.forward(&h)?)?;
     }
     let head = linear_no_bias(width, vocabulary, vb.pp("head"))?;
     let separate = cross_entropy(&head.forward(&x)?, targets)?;

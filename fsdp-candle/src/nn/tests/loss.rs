@@ -1,6 +1,6 @@
 use candle_core::{DType, Device, Tensor};
 
-use super::super::cross_entropy::composite;
+use super::super::loss::cross_entropy::composite;
 use super::super::{cross_entropy, linear_cross_entropy};
 use super::{DTYPES, check, message, random, random_ids};
 

@@ -8,15 +8,15 @@ use candle_core::{CpuStorage, DType, Layout, Result, Shape, Storage, Tensor, bai
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-use super::weight::Weight;
+use crate::nn::weight::Weight;
 
 /// Whether the kernels serve this tensor; otherwise its layer falls back to a chain of Candle's own operations.
-pub(super) fn served(tensor: &Tensor) -> bool {
+pub(in crate::nn) fn served(tensor: &Tensor) -> bool {
     tensor.device().is_cpu() && matches!(tensor.dtype(), DType::F32 | DType::F16 | DType::BF16)
 }
 
 /// The CPU storage of a tensor that lives on the CPU.
-pub(super) fn cpu(storage: &Storage) -> Result<&CpuStorage> {
+pub(in crate::nn) fn cpu(storage: &Storage) -> Result<&CpuStorage> {
     match storage {
         Storage::Cpu(storage) => Ok(storage),
         other => bail!("expected a tensor on the CPU, found one on {:?}", other.device().location()),
@@ -27,13 +27,13 @@ pub(super) fn cpu(storage: &Storage) -> Result<&CpuStorage> {
 macro_rules! read {
     ($name:ident, $tensor:expr) => {
         let (guard, layout) = $tensor.storage_and_layout();
-        let $name = $crate::nn::values::floats($crate::nn::values::cpu(&guard)?, layout)?;
+        let $name = $crate::nn::cpu::values::floats($crate::nn::cpu::values::cpu(&guard)?, layout)?;
     };
 }
-pub(super) use read;
+pub(in crate::nn) use read;
 
 /// The values in row-major order; borrowed where they lie in memory like that.
-pub(super) fn floats<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<Cow<'a, [f32]>> {
+pub(in crate::nn) fn floats<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<Cow<'a, [f32]>> {
     Ok(match storage {
         CpuStorage::F32(values) => dense(values, layout)?,
         CpuStorage::F16(values) => Cow::Owned(dense(values, layout)?.to_f32_vec()),
@@ -43,7 +43,7 @@ pub(super) fn floats<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<Cow
 }
 
 /// The elements that a layout selects, in row-major order.
-pub(super) fn dense<'a, T: Copy>(values: &'a [T], layout: &Layout) -> Result<Cow<'a, [T]>> {
+pub(in crate::nn) fn dense<'a, T: Copy>(values: &'a [T], layout: &Layout) -> Result<Cow<'a, [T]>> {
     let missing = || {
         let message = format!("the storage of {} values is too short for {layout:?}", values.len());
         candle_core::Error::Msg(message).bt()
@@ -79,7 +79,7 @@ pub(super) fn dense<'a, T: Copy>(values: &'a [T], layout: &Layout) -> Result<Cow
 }
 
 /// Storage of the dtype (f32, f16 or bf16) with these values.
-pub(super) fn storage(values: Vec<f32>, dtype: DType) -> Result<CpuStorage> {
+pub(in crate::nn) fn storage(values: Vec<f32>, dtype: DType) -> Result<CpuStorage> {
     Ok(match dtype {
         DType::F32 => CpuStorage::F32(values),
         DType::F16 => CpuStorage::F16(Vec::from_f32(&values)),
@@ -89,7 +89,7 @@ pub(super) fn storage(values: Vec<f32>, dtype: DType) -> Result<CpuStorage> {
 }
 
 /// A CPU tensor of the dtype (f32, f16 or bf16) with these values.
-pub(super) fn tensor(values: Vec<f32>, shape: &Shape, dtype: DType) -> Result<Tensor> {
+pub(in crate::nn) fn tensor(values: Vec<f32>, shape: &Shape, dtype: DType) -> Result<Tensor> {
     let storage = Storage::Cpu(storage(values, dtype)?);
     Ok(Tensor::from_storage(storage, shape.clone(), candle_core::op::BackpropOp::none(), false))
 }
@@ -131,7 +131,7 @@ impl<T: Half> FromF32<T> for Vec<T> {
 
 /// What an operation's `bwd` returns for a weight: `write(gradient, accumulate)` computes it in f32, whatever the
 /// weight's dtype.
-pub(super) fn weight_grad(
+pub(in crate::nn) fn weight_grad(
     weight: &Weight,
     write: impl FnOnce(&mut [f32], bool) -> Result<()>,
 ) -> Result<Option<Tensor>> {
@@ -148,7 +148,7 @@ pub(super) fn weight_grad(
     if !weight.wants_grad() {
         return Ok(None);
     }
-    match weight.value().dtype() {
+    match weight.dtype() {
         DType::F32 => weight.grad::<f32>(write),
         DType::F16 => half::<f16>(weight, write),
         DType::BF16 => half::<bf16>(weight, write),
@@ -157,7 +157,7 @@ pub(super) fn weight_grad(
 }
 
 /// Adds a small gradient that is already computed.
-pub(super) fn small_weight_grad(weight: &Weight, gradient: &[f32]) -> Result<Option<Tensor>> {
+pub(in crate::nn) fn small_weight_grad(weight: &Weight, gradient: &[f32]) -> Result<Option<Tensor>> {
     weight_grad(weight, |buffer, accumulate| {
         if accumulate {
             buffer.iter_mut().zip(gradient).for_each(|(to, from)| *to += from);
@@ -168,25 +168,53 @@ pub(super) fn small_weight_grad(weight: &Weight, gradient: &[f32]) -> Result<Opt
     })
 }
 
-/// The values of a tensor of u32 indices, each checked to be less than `bound`. `function` and `bound_name` are for the
-/// error.
-pub(super) fn indices(function: &str, what: &str, ids: &Tensor, bound: usize, bound_name: &str) -> Result<Vec<u32>> {
-    if ids.dtype() != DType::U32 {
-        bail!("{function}: {what}s must be u32, found {:?}: cast them with to_dtype(DType::U32)", ids.dtype());
-    }
-    let ids: Vec<u32> = ids.flatten_all()?.to_vec1()?;
-    match ids.iter().position(|&id| id as usize >= bound) {
-        Some(at) => bail!(
-            "{function}: {what} {} (element {at} of {}) is out of range: the {bound_name} is {bound}",
-            ids[at],
-            ids.len()
-        ),
-        None => Ok(ids),
+/// The values of a tensor of indices (u8, u32 or i64), each checked to be less than `bound`. `function` and `bound_name`
+/// are for the error.
+pub(in crate::nn) fn indices(
+    function: &str,
+    what: &str,
+    ids: &Tensor,
+    bound: usize,
+    bound_name: &str,
+) -> Result<Vec<u32>> {
+    let found = whole_numbers(function, what, ids)?;
+    match found.iter().position(|&id| usize::try_from(id).map_or(true, |id| id >= bound)) {
+        Some(at) => out_of_range(function, what, &found, at, bound, bound_name),
+        None => Ok(found.into_iter().map(|id| id as u32).collect()),
     }
 }
 
+/// The rows of a table that ids stand for. The largest number of their dtype stands for none, as with Candle.
+pub(in crate::nn) fn rows_of(function: &str, ids: &Tensor, rows: usize) -> Result<Vec<Option<usize>>> {
+    let none = match ids.dtype() {
+        DType::U8 => i64::from(u8::MAX),
+        DType::U32 => i64::from(u32::MAX),
+        _ => i64::MAX,
+    };
+    let found = whole_numbers(function, "id", ids)?;
+    let row = |id: i64| usize::try_from(id).ok().filter(|id| *id < rows);
+    match found.iter().position(|&id| id != none && row(id).is_none()) {
+        Some(at) => out_of_range(function, "id", &found, at, rows, "vocabulary size"),
+        None => Ok(found.into_iter().map(|id| row(id).filter(|_| id != none)).collect()),
+    }
+}
+
+fn whole_numbers(function: &str, what: &str, ids: &Tensor) -> Result<Vec<i64>> {
+    let flat = ids.flatten_all()?;
+    match ids.dtype() {
+        DType::U8 => Ok(flat.to_vec1::<u8>()?.into_iter().map(i64::from).collect()),
+        DType::U32 => Ok(flat.to_vec1::<u32>()?.into_iter().map(i64::from).collect()),
+        DType::I64 => flat.to_vec1(),
+        other => bail!("{function}: {what}s must be u8, u32 or i64, found {other:?}"),
+    }
+}
+
+fn out_of_range<T>(function: &str, what: &str, ids: &[i64], at: usize, bound: usize, bound_name: &str) -> Result<T> {
+    bail!("{function}: {what} {} (element {at} of {}) is out of range: the {bound_name} is {bound}", ids[at], ids.len())
+}
+
 /// Errors unless both tensors have one dtype and device.
-pub(super) fn same_kind(function: &str, a: (&str, &Tensor), b: (&str, &Tensor)) -> Result<()> {
+pub(in crate::nn) fn same_kind(function: &str, a: (&str, &Tensor), b: (&str, &Tensor)) -> Result<()> {
     if a.1.dtype() != b.1.dtype() || !a.1.device().same_device(b.1.device()) {
         bail!(
             "{function}: {} is {:?} on {:?} but {} is {:?} on {:?}: both must be of one dtype on one device",

@@ -14,10 +14,10 @@ use std::sync::OnceLock;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, CustomOp3, D, DType, Layout, Result, Shape, Tensor, bail};
 
-use super::matrix::{Mat, MatMut, Shared, product_here};
-use super::parallel::each;
-use super::softmax::{row_dot, softmax_rows, softmax_rows_back};
-use super::values::{floats, read, same_kind, served, storage, tensor};
+use super::super::cpu::matrix::{Mat, MatMut, Shared, product_here};
+use super::super::cpu::parallel::each;
+use super::super::cpu::values::{floats, read, same_kind, served, storage, tensor};
+use super::softmax_rows::{row_dot, softmax_rows, softmax_rows_back};
 
 /// Queries of a block.
 const BLOCK: usize = 64;
@@ -124,7 +124,7 @@ fn head_dim(function: &str, width: usize, n_heads: usize, n_kv_heads: usize) -> 
 }
 
 /// The same from Candle's operations.
-pub(super) fn composite(
+pub(in crate::nn) fn composite(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,

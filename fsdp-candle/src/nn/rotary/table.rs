@@ -9,9 +9,9 @@ use std::sync::Arc;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, Device, Layout, Result, Shape, Tensor, bail};
 
-use super::parallel::map_rows;
-use super::simd::kernel;
-use super::values::{floats, read, served, storage, tensor};
+use super::super::cpu::parallel::map_rows;
+use super::super::cpu::simd::kernel;
+use super::super::cpu::values::{floats, read, served, storage, tensor};
 
 /// The sines and cosines of the positions `0..max_positions`, to be shared by all layers of a model.
 ///
@@ -125,7 +125,7 @@ impl Rotary {
     }
 
     /// The same from Candle's operations.
-    pub(super) fn composite(&self, x: &Tensor, offset: usize) -> Result<Tensor> {
+    pub(in crate::nn) fn composite(&self, x: &Tensor, offset: usize) -> Result<Tensor> {
         let (batch, steps) = (x.dim(0)?, x.dim(1)?);
         let half = self.host.half;
         let heads = x.reshape((batch, steps, (), 2 * half))?;
@@ -179,7 +179,7 @@ impl CustomOp1 for Turn {
 
 kernel! {
     /// Turns each head of one position by the angles whose cosines and sines are given, or back for a negative sign.
-    fn turn_heads(y: &mut [f32], x: &[f32], cos: &[f32], sin: &[f32], sign: f32) {
+    pub(super) fn turn_heads(y: &mut [f32], x: &[f32], cos: &[f32], sin: &[f32], sign: f32) {
         let half = cos.len();
         let sin = &sin[..half];
         for (y, x) in y.chunks_exact_mut(2 * half).zip(x.chunks_exact(2 * half)) {

@@ -8,9 +8,9 @@
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
 
-use super::parallel::{map_rows, map_rows2};
-use super::simd::{exp, kernel, sigmoid};
-use super::values::{floats, read, same_kind, served, storage, tensor};
+use super::super::cpu::parallel::{map_rows, map_rows2};
+use super::super::cpu::simd::{exp, kernel, sigmoid};
+use super::super::cpu::values::{floats, read, same_kind, served, storage, tensor};
 
 /// `x / (1 + e^-x)`, of any shape.
 pub fn silu(x: &Tensor) -> Result<Tensor> {
@@ -27,12 +27,13 @@ pub fn gelu_erf(x: &Tensor) -> Result<Tensor> {
     if served(x) { x.apply_op1(Activation::GeluErf) } else { x.gelu_erf() }
 }
 
-/// `silu(gate) * up`, both of one shape.
-pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+/// SwiGLU on two tensors of one shape, `silu(gate) * up`. [`ops::swiglu`](crate::nn::ops::swiglu) takes one that holds
+/// both halves.
+pub fn silu_mul(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     if gate.dims() != up.dims() {
-        bail!("swiglu: gate {:?} and up {:?} must be of one shape", gate.dims(), up.dims());
+        bail!("silu_mul: gate {:?} and up {:?} must be of one shape", gate.dims(), up.dims());
     }
-    same_kind("swiglu", ("gate", gate), ("up", up))?;
+    same_kind("silu_mul", ("gate", gate), ("up", up))?;
     if served(gate) { gate.apply_op2(up, SwiGlu) } else { gate.silu()? * up }
 }
 
@@ -86,7 +87,7 @@ struct SwiGlu;
 
 impl CustomOp2 for SwiGlu {
     fn name(&self) -> &'static str {
-        "swiglu"
+        "silu_mul"
     }
 
     fn cpu_fwd(&self, gate: &CpuStorage, gl: &Layout, up: &CpuStorage, ul: &Layout) -> Result<(CpuStorage, Shape)> {

@@ -2,18 +2,18 @@
 //!
 //! Rows are taken in stretches that keep the logits of one within a bound. Backward computes the logits of a stretch
 //! anew, turns them into their gradient in place, and multiplies that into the gradients of the hidden states and the
-//! weight: a third more arithmetic than [`cross_entropy`](super::cross_entropy()) after [`Linear`](super::Linear), and
+//! weight: a third more arithmetic than [`cross_entropy`](crate::nn::cross_entropy()) after [`Linear`](crate::nn::Linear), and
 //! less memory by twice the logits.
 
 use std::sync::OnceLock;
 
 use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor, bail};
 
+use super::super::cpu::matrix::{Mat, MatMut, product};
+use super::super::cpu::parallel::map_rows;
+use super::super::cpu::values::{floats, indices, read, same_kind, served, storage, tensor, weight_grad};
+use super::super::weight::Weight;
 use super::cross_entropy::{losses, softmax_minus_onehot_in_place};
-use super::matrix::{Mat, MatMut, product};
-use super::parallel::map_rows;
-use super::values::{floats, indices, read, same_kind, served, storage, tensor, weight_grad};
-use super::weight::Weight;
 
 /// Logits that exist at a time: 64 MiB of f32.
 const LOGITS: usize = 1 << 24;
@@ -35,7 +35,7 @@ pub fn linear_cross_entropy(hidden: &Tensor, weight: &Tensor, targets: &Tensor) 
     }
     same_kind("linear_cross_entropy", ("hidden", hidden), ("the weight", weight))?;
     if !served(hidden) {
-        let logits = super::linear::composite(hidden, weight, None, false)?;
+        let logits = super::super::linear::composite(hidden, &Weight::in_graph(weight)?, None, false)?;
         return super::cross_entropy::composite(&logits, targets);
     }
     let targets = indices("linear_cross_entropy", "target", targets, vocabulary, "number of classes")?;
@@ -71,7 +71,7 @@ impl CustomOp2 for Head {
 
     fn cpu_fwd(&self, hidden: &CpuStorage, layout: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
         let hidden = floats(hidden, layout)?;
-        read!(weight, self.weight.value());
+        read!(weight, self.weight.value()?);
         let mut scratch = vec![0f32; self.rows * self.vocabulary];
         let mut log_sums = vec![0f32; self.targets.len()];
         let mut total = 0f64;
@@ -98,7 +98,7 @@ impl CustomOp2 for Head {
         read!(values, hidden);
         let mut d_hidden = vec![0f32; values.len()];
         let mut back = |mut dw: Option<(&mut [f32], bool)>| -> Result<()> {
-            read!(weight, self.weight.value());
+            read!(weight, self.weight.value()?);
             let mut scratch = vec![0f32; self.rows * self.vocabulary];
             let step = self.rows * self.width;
             let stretches = values.chunks(step).zip(d_hidden.chunks_mut(step));

@@ -10,7 +10,7 @@ use rayon::prelude::*;
 const WORTH_THREADS: usize = 1 << 15;
 
 /// How many threads to use for work on `elements` elements.
-pub(super) fn threads(elements: usize) -> usize {
+pub(in crate::nn) fn threads(elements: usize) -> usize {
     if elements < WORTH_THREADS { 1 } else { get_num_threads() }
 }
 
@@ -21,7 +21,7 @@ fn share(rows: usize, cost: usize) -> usize {
 
 /// Calls `f(first_row, rows)` on stretches of whole rows of `out`, each of `width` elements, and collects what it
 /// returns in order.
-pub(super) fn map_rows<R: Send>(
+pub(in crate::nn) fn map_rows<R: Send>(
     out: &mut [f32],
     width: usize,
     cost: usize,
@@ -38,7 +38,7 @@ pub(super) fn map_rows<R: Send>(
 }
 
 /// As [`map_rows`] for two outputs of the same shape.
-pub(super) fn map_rows2(a: &mut [f32], b: &mut [f32], f: impl Fn(usize, &mut [f32], &mut [f32]) + Sync) {
+pub(in crate::nn) fn map_rows2(a: &mut [f32], b: &mut [f32], f: impl Fn(usize, &mut [f32], &mut [f32]) + Sync) {
     let share = share(a.len(), 1);
     if share >= a.len() {
         return f(0, a, b);
@@ -47,7 +47,7 @@ pub(super) fn map_rows2(a: &mut [f32], b: &mut [f32], f: impl Fn(usize, &mut [f3
 }
 
 /// Calls `f(task, scratch)` for each task; a thread makes its scratch once and uses it for all of its tasks.
-pub(super) fn each<S: Send>(
+pub(in crate::nn) fn each<S: Send>(
     tasks: usize,
     cost: usize,
     scratch: impl Fn() -> S + Sync + Send,

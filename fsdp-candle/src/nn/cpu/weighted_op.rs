@@ -1,7 +1,7 @@
 //! Candle's traits for an operation on an input, a weight and maybe a bias.
 
 /// Implements `CustomOp2` (weight) and `CustomOp3` (weight and bias) for a type with `function`, `forward(x, layout)`
-/// and `backward(x, dy) -> [dx, dw, db]`. The weight and the bias are read through [`crate::weight::Weight`], never
+/// and `backward(x, dy) -> [dx, dw, db]`. The weight and the bias are read through [`super::super::weight::Weight`], never
 /// through the arguments.
 macro_rules! weighted_op {
     ($op:ty) => {
@@ -67,4 +67,4 @@ macro_rules! weighted_op {
         }
     };
 }
-pub(super) use weighted_op;
+pub(in crate::nn) use weighted_op;

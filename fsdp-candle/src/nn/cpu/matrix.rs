@@ -11,7 +11,7 @@ const ELEMENTS_PER_THREAD: usize = 256;
 
 /// A matrix to read.
 #[derive(Clone, Copy)]
-pub(super) struct Mat<'a> {
+pub(in crate::nn) struct Mat<'a> {
     data: &'a [f32],
     rows: usize,
     cols: usize,
@@ -21,22 +21,28 @@ pub(super) struct Mat<'a> {
 
 impl<'a> Mat<'a> {
     /// The row-major matrix that fills `data`.
-    pub(super) fn new(data: &'a [f32], rows: usize, cols: usize) -> Self {
+    pub(in crate::nn) fn new(data: &'a [f32], rows: usize, cols: usize) -> Self {
         Self::strided(data, rows, cols, cols, 1)
     }
 
-    pub(super) fn strided(data: &'a [f32], rows: usize, cols: usize, row_stride: usize, col_stride: usize) -> Self {
+    pub(in crate::nn) fn strided(
+        data: &'a [f32],
+        rows: usize,
+        cols: usize,
+        row_stride: usize,
+        col_stride: usize,
+    ) -> Self {
         assert!(span(rows, cols, row_stride, col_stride) <= data.len(), "a matrix reaches beyond its data");
         Self { data, rows, cols, row_stride, col_stride }
     }
 
-    pub(super) fn t(self) -> Self {
+    pub(in crate::nn) fn t(self) -> Self {
         Self { rows: self.cols, cols: self.rows, row_stride: self.col_stride, col_stride: self.row_stride, ..self }
     }
 }
 
 /// A matrix to write, with rows of adjacent elements.
-pub(super) struct MatMut<'a> {
+pub(in crate::nn) struct MatMut<'a> {
     data: *mut f32,
     rows: usize,
     cols: usize,
@@ -46,14 +52,14 @@ pub(super) struct MatMut<'a> {
 
 impl<'a> MatMut<'a> {
     /// The row-major matrix that fills `data`.
-    pub(super) fn new(data: &'a mut [f32], rows: usize, cols: usize) -> Self {
+    pub(in crate::nn) fn new(data: &'a mut [f32], rows: usize, cols: usize) -> Self {
         assert!(span(rows, cols, cols, 1) <= data.len(), "a matrix reaches beyond its data");
         Self { data: data.as_mut_ptr(), rows, cols, row_stride: cols, borrow: PhantomData }
     }
 }
 
 /// A buffer that several threads write, each its own rows and columns.
-pub(super) struct Shared<'a> {
+pub(in crate::nn) struct Shared<'a> {
     data: *mut f32,
     len: usize,
     borrow: PhantomData<&'a mut [f32]>,
@@ -66,7 +72,7 @@ unsafe impl Send for Shared<'_> {}
 unsafe impl Sync for Shared<'_> {}
 
 impl<'a> Shared<'a> {
-    pub(super) fn new(data: &'a mut [f32]) -> Self {
+    pub(in crate::nn) fn new(data: &'a mut [f32]) -> Self {
         Self { data: data.as_mut_ptr(), len: data.len(), borrow: PhantomData }
     }
 
@@ -74,7 +80,7 @@ impl<'a> Shared<'a> {
     ///
     /// # Safety
     /// As long as the result lives nobody else reads or writes its elements.
-    pub(super) unsafe fn mat(&self, offset: usize, rows: usize, cols: usize, row_stride: usize) -> MatMut<'a> {
+    pub(in crate::nn) unsafe fn mat(&self, offset: usize, rows: usize, cols: usize, row_stride: usize) -> MatMut<'a> {
         assert!(offset + span(rows, cols, row_stride, 1) <= self.len, "a matrix reaches beyond its data");
         // SAFETY: the offset lies within the buffer.
         let data = unsafe { self.data.add(offset) };
@@ -86,7 +92,7 @@ impl<'a> Shared<'a> {
     /// # Safety
     /// As long as the result lives nobody else reads or writes its elements.
     #[allow(clippy::mut_from_ref)]
-    pub(super) unsafe fn slice(&self, offset: usize, len: usize) -> &mut [f32] {
+    pub(in crate::nn) unsafe fn slice(&self, offset: usize, len: usize) -> &mut [f32] {
         assert!(offset + len <= self.len, "a slice reaches beyond its data");
         // SAFETY: within the buffer, which is borrowed for as long as `self` lives; exclusive by the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.data.add(offset), len) }
@@ -99,14 +105,14 @@ fn span(rows: usize, cols: usize, row_stride: usize, col_stride: usize) -> usize
 }
 
 /// `dst = lhs * rhs`, or `dst += lhs * rhs` when it is to accumulate. Large products use all of rayon's threads.
-pub(super) fn product(dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>) {
+pub(in crate::nn) fn product(dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>) {
     let threads = parallel::threads(lhs.rows * rhs.cols * lhs.cols / ELEMENTS_PER_THREAD);
     let parallelism = if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None };
     multiply(dst, accumulate, lhs, rhs, parallelism);
 }
 
 /// As [`product`], on the calling thread.
-pub(super) fn product_here(dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>) {
+pub(in crate::nn) fn product_here(dst: MatMut<'_>, accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>) {
     multiply(dst, accumulate, lhs, rhs, Parallelism::None);
 }
 

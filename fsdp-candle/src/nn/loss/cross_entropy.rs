@@ -7,9 +7,9 @@ use std::sync::OnceLock;
 
 use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Result, Shape, Tensor, bail};
 
-use super::parallel::map_rows;
-use super::simd::{kernel, max, probability, sum_exp};
-use super::values::{floats, indices, read, served, storage, tensor};
+use super::super::cpu::parallel::map_rows;
+use super::super::cpu::simd::{kernel, max, probability, sum_exp};
+use super::super::cpu::values::{floats, indices, read, served, storage, tensor};
 
 /// The mean cross-entropy of `logits` `[.., V]` against `targets` (u32) `[..]`: an f32 scalar, whatever the logits'
 /// dtype (f64 for f64).
@@ -45,7 +45,7 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
 }
 
 /// The same from Candle's operations.
-pub(super) fn composite(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
+pub(in crate::nn) fn composite(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     let wide = if logits.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
     let logits = logits.flatten_to(D::Minus2)?.to_dtype(wide)?;
     let highest = logits.max_keepdim(D::Minus1)?.detach();

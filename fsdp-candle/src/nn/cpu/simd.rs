@@ -44,7 +44,7 @@ macro_rules! kernel {
         }
     )*};
 }
-pub(super) use kernel;
+pub(in crate::nn) use kernel;
 
 /// e^x within 1.5 units in the last place for x in [-87.3, 88.37]; arguments beyond are taken as the bound. NaN stays
 /// NaN.
@@ -52,7 +52,7 @@ pub(super) use kernel;
 /// Range reduction by Cody and Waite and the polynomial of Cephes' `expf`.
 #[inline(always)]
 #[allow(clippy::excessive_precision)]
-pub(super) fn exp(x: f32) -> f32 {
+pub(in crate::nn) fn exp(x: f32) -> f32 {
     // 1.5 * 2^23: adding it leaves the nearest integer in the low bits of the mantissa.
     const ROUND: f32 = 12_582_912.0;
     let x = if x < -87.336_54 { -87.336_54 } else { x };
@@ -74,13 +74,13 @@ pub(super) fn exp(x: f32) -> f32 {
 /// A probability e^x, or 0 where it is below 1e-30: the subnormal numbers that would come of it slow a matrix product
 /// down by a factor of ten and more.
 #[inline(always)]
-pub(super) fn probability(x: f32) -> f32 {
+pub(in crate::nn) fn probability(x: f32) -> f32 {
     if x < -69.0 { 0.0 } else { exp(x) }
 }
 
 /// 1 / (1 + e^-x).
 #[inline(always)]
-pub(super) fn sigmoid(x: f32) -> f32 {
+pub(in crate::nn) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
@@ -118,32 +118,32 @@ fn join_lanes(mut lanes: [f32; LANES], join: impl Fn(f32, f32) -> f32) -> f32 {
 }
 
 #[inline(always)]
-pub(super) fn sum(row: &[f32]) -> f32 {
+pub(in crate::nn) fn sum(row: &[f32]) -> f32 {
     fold(row, 0.0, |a, x| a + x, |a, b| a + b)
 }
 
 /// Sum of (x - center)^2.
 #[inline(always)]
-pub(super) fn sum_squares(row: &[f32], center: f32) -> f32 {
+pub(in crate::nn) fn sum_squares(row: &[f32], center: f32) -> f32 {
     fold(row, 0.0, |a, x| (x - center).mul_add(x - center, a), |a, b| a + b)
 }
 
 /// The largest value; NaN is passed over.
 #[inline(always)]
-pub(super) fn max(row: &[f32]) -> f32 {
+pub(in crate::nn) fn max(row: &[f32]) -> f32 {
     let larger = |a: f32, b: f32| if b > a { b } else { a };
     fold(row, f32::NEG_INFINITY, larger, larger)
 }
 
 /// Sum of e^(scale * x - shift).
 #[inline(always)]
-pub(super) fn sum_exp(row: &[f32], scale: f32, shift: f32) -> f32 {
+pub(in crate::nn) fn sum_exp(row: &[f32], scale: f32, shift: f32) -> f32 {
     fold(row, 0.0, |a, x| a + exp(x.mul_add(scale, -shift)), |a, b| a + b)
 }
 
 /// Sum of a * (b - center); the rows are as long as the shorter one.
 #[inline(always)]
-pub(super) fn dot(a: &[f32], b: &[f32], center: f32) -> f32 {
+pub(in crate::nn) fn dot(a: &[f32], b: &[f32], center: f32) -> f32 {
     let (a_head, a_tail) = a.as_chunks::<LANES>();
     let (b_head, b_tail) = b.as_chunks::<LANES>();
     let mut lanes = [0.0f32; LANES];

@@ -1,0 +1,13 @@
+//! Attention: `candle_nn::attention` with a backward, and this crate's fused causal attention.
+
+pub(in crate::nn) mod causal;
+pub mod cpu_flash;
+mod dispatch;
+pub(in crate::nn) mod plain;
+mod softmax_rows;
+pub mod varlen;
+
+pub use candle_nn::attention::AttnMask;
+pub use cpu_flash::varlen::flash_attn_varlen_cpu;
+pub use dispatch::flash_attn;
+pub use varlen::flash_attn_varlen_unfused;

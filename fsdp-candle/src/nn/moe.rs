@@ -1,0 +1,193 @@
+//! Mixtures of experts: `candle_nn::moe`, whose kernels are for CUDA alone and have no backward.
+//!
+//! A token goes to `topk` experts; a *route* is one of these ways, numbered token by token. The routes come sorted by
+//! expert. A product without route weights takes one row for each token, and one with them a row for each route.
+
+use candle_core::backend::BackendStorage;
+use candle_core::quantized::QTensor;
+use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor, bail};
+
+use super::cpu::matrix::{Mat, MatMut, product};
+use super::cpu::values::{floats, indices, read, same_kind, served, storage, tensor, weight_grad};
+use super::weight::Weight;
+
+/// Multiplies each route's row by its expert's matrix: `input` `[tokens, in]`, or `[tokens * topk, in]` with
+/// `topk_weights`; `weights` `[experts, out, in]`; `sorted_token_ids` and `experts_ids` (u32) `[tokens * topk]`, the
+/// routes' numbers in the order of their experts and those experts; output `[tokens * topk, out]`, in the routes'
+/// own order. With `topk_weights` (f32) `[tokens, topk]` each row is multiplied by its route's weight.
+///
+/// As [`candle_nn::moe::moe_gemm`], on every device and for every float dtype, and with gradients for input, weights and
+/// route weights.
+///
+/// # Errors
+/// When shapes or dtypes disagree, or a number is out of range.
+pub fn moe_gemm(
+    input: &Tensor,
+    weights: &Tensor,
+    topk_weights: &Option<Tensor>,
+    sorted_token_ids: &Tensor,
+    experts_ids: &Tensor,
+    topk: usize,
+    _is_prefill: bool,
+) -> Result<Tensor> {
+    let function = "moe_gemm";
+    let (rows, inputs) = input.dims2()?;
+    let (experts, outputs, of_expert) = weights.dims3()?;
+    let routes = if topk_weights.is_some() { rows } else { rows * topk };
+    if of_expert != inputs || topk == 0 {
+        bail!(
+            "{function}: the input {:?} does not fit the weights {:?} for {topk} experts",
+            input.dims(),
+            weights.dims()
+        );
+    }
+    same_kind(function, ("the input", input), ("the weights", weights))?;
+    let order = indices(function, "route", sorted_token_ids, routes, "number of routes")?;
+    let experts_of = indices(function, "expert", experts_ids, experts, "number of experts")?;
+    if order.len() != experts_of.len() {
+        bail!("{function}: {} routes have {} experts", order.len(), experts_of.len());
+    }
+    let divisor = if topk_weights.is_some() { 1 } else { topk as u32 };
+    let mut groups = vec![Group::default(); experts];
+    for (route, expert) in order.into_iter().zip(experts_of) {
+        let group = &mut groups[expert as usize];
+        group.from.push(route / divisor);
+        group.to.push(route);
+    }
+    let y = if served(input) {
+        let weight = Weight::of(weights)?;
+        let node = weight.node().clone();
+        input.apply_op2(&node, Experts { weight, groups, routes, inputs, outputs })?
+    } else {
+        composite(input, &Weight::in_graph(weights)?, &groups, routes)?
+    };
+    match topk_weights {
+        None => Ok(y),
+        Some(of_routes) => {
+            let of_routes = of_routes.reshape((routes, 1))?;
+            y.to_dtype(of_routes.dtype())?.broadcast_mul(&of_routes)?.to_dtype(input.dtype())
+        }
+    }
+}
+
+/// [`moe_gemm`] with quantized weights `[experts, out, in]`, which are taken apart in `dtype` and get no gradient; the
+/// output is f32.
+///
+/// # Errors
+/// As of [`moe_gemm`].
+#[allow(clippy::too_many_arguments)]
+pub fn moe_gemm_gguf(
+    input: &Tensor,
+    weights: &QTensor,
+    topk_weights: &Option<Tensor>,
+    sorted_token_ids: &Tensor,
+    experts_ids: &Tensor,
+    topk: usize,
+    is_prefill: bool,
+    dtype: DType,
+) -> Result<Tensor> {
+    let weights = weights.dequantize(input.device())?.to_dtype(dtype)?;
+    let input = input.to_dtype(dtype)?;
+    moe_gemm(&input, &weights, topk_weights, sorted_token_ids, experts_ids, topk, is_prefill)?.to_dtype(DType::F32)
+}
+
+/// The routes of an expert: a row of the input, and one of the output.
+#[derive(Clone, Default)]
+pub(super) struct Group {
+    pub(super) from: Vec<u32>,
+    pub(super) to: Vec<u32>,
+}
+
+/// The same from Candle's operations.
+pub(super) fn composite(input: &Tensor, weights: &Tensor, groups: &[Group], routes: usize) -> Result<Tensor> {
+    let device = input.device();
+    let input = input.contiguous()?;
+    let mut y = Tensor::zeros((routes, weights.dim(1)?), input.dtype(), device)?;
+    for (expert, group) in groups.iter().enumerate().filter(|(_, group)| !group.to.is_empty()) {
+        let rows = input.index_select(&Tensor::new(&group.from[..], device)?, 0)?;
+        let weight = weights.narrow(0, expert, 1)?.squeeze(0)?.t()?.contiguous()?;
+        y = y.index_add(&Tensor::new(&group.to[..], device)?, &rows.matmul(&weight)?, 0)?;
+    }
+    Ok(y)
+}
+
+struct Experts {
+    weight: Weight,
+    groups: Vec<Group>,
+    routes: usize,
+    inputs: usize,
+    outputs: usize,
+}
+
+/// The rows with these numbers, one behind the other.
+fn gather(values: &[f32], width: usize, rows: &[u32]) -> Vec<f32> {
+    rows.iter().flat_map(|&row| &values[row as usize * width..(row as usize + 1) * width]).copied().collect()
+}
+
+/// Adds rows to those with these numbers.
+fn scatter(from: &[f32], width: usize, rows: &[u32], to: &mut [f32]) {
+    for (from, &row) in from.chunks_exact(width.max(1)).zip(rows) {
+        to[row as usize * width..(row as usize + 1) * width].iter_mut().zip(from).for_each(|(to, from)| *to += from);
+    }
+}
+
+impl Experts {
+    /// The experts that have routes, with the place of their matrix.
+    fn busy(&self) -> impl Iterator<Item = (std::ops::Range<usize>, &Group)> {
+        let size = self.inputs * self.outputs;
+        let all = self.groups.iter().enumerate().map(move |(i, group)| (i * size..(i + 1) * size, group));
+        all.filter(|(_, group)| !group.to.is_empty())
+    }
+}
+
+impl CustomOp2 for Experts {
+    fn name(&self) -> &'static str {
+        "moe_gemm"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        let dtype = x.dtype();
+        let x = floats(x, layout)?;
+        read!(weights, self.weight.value()?);
+        let mut y = vec![0f32; self.routes * self.outputs];
+        for (at, group) in self.busy() {
+            let rows = gather(&x, self.inputs, &group.from);
+            let count = group.to.len();
+            let mut out = vec![0f32; count * self.outputs];
+            let weight = Mat::new(&weights[at], self.outputs, self.inputs);
+            let to = MatMut::new(&mut out, count, self.outputs);
+            product(to, false, Mat::new(&rows, count, self.inputs), weight.t());
+            scatter(&out, self.outputs, &group.to, &mut y);
+        }
+        Ok((storage(y, dtype)?, (self.routes, self.outputs).into()))
+    }
+
+    fn bwd(&self, x: &Tensor, _: &Tensor, _: &Tensor, dy: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        read!(values, x);
+        read!(grad, dy);
+        let mut dx = vec![0f32; values.len()];
+        {
+            read!(weights, self.weight.value()?);
+            for (at, group) in self.busy() {
+                let dy = gather(&grad, self.outputs, &group.to);
+                let count = group.to.len();
+                let mut rows = vec![0f32; count * self.inputs];
+                let weight = Mat::new(&weights[at], self.outputs, self.inputs);
+                product(MatMut::new(&mut rows, count, self.inputs), false, Mat::new(&dy, count, self.outputs), weight);
+                scatter(&rows, self.inputs, &group.from, &mut dx);
+            }
+        }
+        let dw = weight_grad(&self.weight, |buffer, accumulate| {
+            if !accumulate {
+                buffer.fill(0.0);
+            }
+            for (at, group) in self.busy() {
+                let (dy, x) = (gather(&grad, self.outputs, &group.to), gather(&values, self.inputs, &group.from));
+                let (dy, x) = (Mat::new(&dy, group.to.len(), self.outputs), Mat::new(&x, group.to.len(), self.inputs));
+                product(MatMut::new(&mut buffer[at], self.outputs, self.inputs), true, dy.t(), x);
+            }
+            Ok(())
+        })?;
+        Ok((Some(tensor(dx, x.shape(), x.dtype())?), dw))
+    }
+}
