@@ -286,28 +286,6 @@ mod tests {
         });
     }
 
-    /// Which is also the last to hold the group.
-    #[test]
-    fn a_job_that_drops_the_group_is_run_by_who_waits() {
-        struct Holds {
-            _group: crate::ProcessGroup,
-        }
-        impl crate::Allocator for Holds {
-            fn take(&self, dtype: crate::DType, len: usize) -> Result<Buffer> {
-                Buffer::try_zeros(dtype, len)
-            }
-            fn give(&self, _: Buffer) {}
-        }
-        for is_deferred in [true, false] {
-            let group = crate::ProcessGroup::alone(Duration::from_secs(60)).unwrap();
-            let issuer = if is_deferred { group.deferred() } else { group.clone() };
-            let part = crate::GatherPart { input: Arc::new(Buffer::F32(vec![1.])), counts: vec![1] };
-            let work = issuer.all_gather(vec![part], Arc::new(Holds { _group: group }));
-            drop(issuer);
-            assert_eq!(work.wait().unwrap(), [Buffer::F32(vec![1.])]);
-        }
-    }
-
     #[test]
     fn a_queue_that_has_ended_says_so_and_what_was_queued_before_is_run() {
         let queue = queue();

@@ -1,9 +1,9 @@
 //! What the conformance suite leaves to threads: any collectives in chunks of any size, and the groups of meshes.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use fsdp_core::{
-    DType, DeviceMesh, ProcessGroup, ReduceOp,
+    Allocator, Buffer, DType, DeviceMesh, GatherPart, ProcessGroup, ReduceOp,
     process_group::{Options, conformance::Case, local},
 };
 use proptest::prelude::*;
@@ -73,4 +73,26 @@ fn groups_of_a_mesh_and_of_its_slices_hold_the_ranks_that_the_layout_says_in_its
             }
         }
     });
+}
+
+/// Which also drops the last handle of the group.
+#[test]
+fn a_job_that_drops_the_group_is_run_by_who_waits() {
+    struct Holds {
+        _group: ProcessGroup,
+    }
+    impl Allocator for Holds {
+        fn take(&self, dtype: DType, len: usize) -> fsdp_core::Result<Buffer> {
+            Buffer::try_zeros(dtype, len)
+        }
+        fn give(&self, _: Buffer) {}
+    }
+    for is_deferred in [true, false] {
+        let group = ProcessGroup::alone(Duration::from_secs(60)).unwrap();
+        let issuer = if is_deferred { group.deferred() } else { group.clone() };
+        let part = GatherPart { input: Arc::new(Buffer::F32(vec![1.])), counts: vec![1] };
+        let work = issuer.all_gather(vec![part], Arc::new(Holds { _group: group }));
+        drop(issuer);
+        assert_eq!(work.wait().unwrap(), [Buffer::F32(vec![1.])]);
+    }
 }
