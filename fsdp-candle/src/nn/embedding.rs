@@ -4,7 +4,7 @@ use candle_core::{CpuStorage, CustomOp1, DType, Layout, Module, Result, Shape, T
 use candle_nn::{Init, VarBuilder};
 
 use super::values::{indices, read, served, storage, weight_grad};
-use super::weight::Weight;
+use super::weight::{Weight, claim};
 
 /// An embedding: weight `[vocabulary, hidden]`, ids (u32) of any shape `[..]`, output `[.., hidden]`.
 ///
@@ -30,6 +30,7 @@ impl Embedding {
     /// An embedding with this weight, `[vocabulary, hidden]`. An error if it is not a matrix.
     pub fn new(weight: Tensor) -> Result<Self> {
         let (vocabulary, hidden) = weight.dims2()?;
+        claim(&weight);
         Ok(Self { weight, vocabulary, hidden })
     }
 
@@ -105,7 +106,7 @@ impl CustomOp1 for Lookup {
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        let value = self.weight.value();
+        let value = self.weight.value()?;
         let (guard, layout) = value.storage_and_layout();
         let out = match (super::values::cpu(&guard)?, value.dtype()) {
             (CpuStorage::BF16(table), _) => CpuStorage::BF16(self.gather(&super::values::dense(table, layout)?)),

@@ -11,7 +11,7 @@ use super::matrix::{Mat, MatMut, product};
 use super::parallel::map_rows;
 use super::simd::kernel;
 use super::values::{cpu, floats, read, same_kind, served, small_weight_grad, storage, tensor, weight_grad};
-use super::weight::Weight;
+use super::weight::{Weight, claim};
 use super::weighted_op::weighted_op;
 
 /// A fully connected layer `y = x W^T + b`: weight `[out, in]`, optional bias `[out]`, input `[.., in]`, output
@@ -39,6 +39,8 @@ pub struct Linear {
 impl Linear {
     /// A layer with this weight `[out, in]` and bias `[out]`.
     pub fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
+        claim(&weight);
+        bias.iter().for_each(claim);
         Self { weight, bias }
     }
 
@@ -88,6 +90,8 @@ pub struct Conv1D {
 impl Conv1D {
     /// A layer with this weight `[in, out]` and bias `[out]`.
     pub fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
+        claim(&weight);
+        bias.iter().for_each(claim);
         Self { weight, bias }
     }
 
@@ -173,7 +177,7 @@ impl Affine {
     /// The weight's values and strides in the graph's direction, `[in, out]`; f32 weights with any strides are used
     /// where they lie.
     fn with_weight<R>(&self, f: impl FnOnce(Mat<'_>) -> R) -> Result<R> {
-        let (guard, layout) = self.weight.value().storage_and_layout();
+        let (guard, layout) = self.weight.value()?.storage_and_layout();
         let values = cpu(&guard)?;
         let (rows, cols) = if self.in_out { (self.inputs, self.outputs) } else { (self.outputs, self.inputs) };
         let dense;
@@ -199,7 +203,7 @@ impl Affine {
         let rows = x.len() / self.inputs.max(1);
         let mut y = vec![0f32; rows * self.outputs];
         if let Some(bias) = &self.bias {
-            read!(bias, bias.value());
+            read!(bias, bias.value()?);
             y.chunks_exact_mut(self.outputs.max(1)).for_each(|row| row.copy_from_slice(&bias));
         }
         let accumulate = self.bias.is_some();

@@ -71,7 +71,7 @@ impl CustomOp2 for Head {
 
     fn cpu_fwd(&self, hidden: &CpuStorage, layout: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
         let hidden = floats(hidden, layout)?;
-        read!(weight, self.weight.value());
+        read!(weight, self.weight.value()?);
         let mut scratch = vec![0f32; self.rows * self.vocabulary];
         let mut log_sums = vec![0f32; self.targets.len()];
         let mut total = 0f64;
@@ -98,7 +98,7 @@ impl CustomOp2 for Head {
         read!(values, hidden);
         let mut d_hidden = vec![0f32; values.len()];
         let mut back = |mut dw: Option<(&mut [f32], bool)>| -> Result<()> {
-            read!(weight, self.weight.value());
+            read!(weight, self.weight.value()?);
             let mut scratch = vec![0f32; self.rows * self.vocabulary];
             let step = self.rows * self.width;
             let stretches = values.chunks(step).zip(d_hidden.chunks_mut(step));

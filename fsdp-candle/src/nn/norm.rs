@@ -13,7 +13,7 @@ use candle_nn::{Init, LayerNormConfig, VarBuilder};
 use super::parallel::map_rows;
 use super::simd::{dot, kernel, sum, sum_squares};
 use super::values::{floats, read, same_kind, served, small_weight_grad, storage, tensor};
-use super::weight::Weight;
+use super::weight::{Weight, claim};
 use super::weighted_op::weighted_op;
 
 /// Layer normalization over the last dimension: weight `[hidden]`, optional bias `[hidden]`, input and output
@@ -42,17 +42,23 @@ pub struct LayerNorm {
 impl LayerNorm {
     /// A layer with this weight and bias, each `[hidden]`; `eps` is added to the variance.
     pub fn new(weight: Tensor, bias: Tensor, eps: f64) -> Self {
-        Self { weight, bias: Some(bias), remove_mean: true, eps }
+        LayerNorm::of(weight, Some(bias), true, eps)
     }
 
     /// A layer without a bias.
     pub fn new_no_bias(weight: Tensor, eps: f64) -> Self {
-        Self { weight, bias: None, remove_mean: true, eps }
+        LayerNorm::of(weight, None, true, eps)
     }
 
     /// A layer that does not subtract the mean: what [`RmsNorm`] is.
     pub fn rms_norm(weight: Tensor, eps: f64) -> Self {
-        Self { weight, bias: None, remove_mean: false, eps }
+        LayerNorm::of(weight, None, false, eps)
+    }
+
+    fn of(weight: Tensor, bias: Option<Tensor>, remove_mean: bool, eps: f64) -> Self {
+        claim(&weight);
+        bias.iter().for_each(claim);
+        Self { weight, bias, remove_mean, eps }
     }
 
     /// The weight, `[hidden]`.
@@ -90,7 +96,7 @@ pub fn layer_norm<C: Into<LayerNormConfig>>(hidden: usize, config: C, vb: VarBui
     let named = |name: &'static str, older: &'static str| if old(name, older) { older } else { name };
     let weight = vb.get_with_hints(hidden, named("weight", "gamma"), Init::Const(1.))?;
     let bias = affine.then(|| vb.get_with_hints(hidden, named("bias", "beta"), Init::Const(0.))).transpose()?;
-    Ok(LayerNorm { weight, bias, remove_mean, eps })
+    Ok(LayerNorm::of(weight, bias, remove_mean, eps))
 }
 
 /// A [`LayerNorm`] without a bias, from the tensor `weight` of `vb`, which starts as one.
@@ -108,6 +114,7 @@ pub struct RmsNorm {
 impl RmsNorm {
     /// A layer with this weight, `[hidden]`; `eps` is added to the mean square.
     pub fn new(weight: Tensor, eps: f64) -> Self {
+        claim(&weight);
         Self { weight, eps }
     }
 
@@ -214,10 +221,10 @@ impl Norm {
         let dtype = x.dtype();
         let x = floats(x, layout)?;
         let mut y = vec![0f32; x.len()];
-        read!(weight, self.weight.value());
+        read!(weight, self.weight.value()?);
         let bias = match &self.bias {
             Some(bias) => {
-                read!(bias, bias.value());
+                read!(bias, bias.value()?);
                 bias.into_owned()
             }
             None => vec![0f32; self.hidden],
@@ -235,7 +242,7 @@ impl Norm {
         let mut dw = vec![0f32; self.hidden];
         let mut db = vec![0f32; self.hidden];
         {
-            read!(weight, self.weight.value());
+            read!(weight, self.weight.value()?);
             let parts = map_rows(&mut dx, self.hidden, self.hidden, |first, dx| {
                 let (mut dw, mut db) = (vec![0f32; self.hidden], vec![0f32; self.hidden]);
                 let from = first * self.hidden;

@@ -9,11 +9,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use super::weight::Weight;
-
-/// Whether the kernels serve this tensor; otherwise its layer falls back to a chain of Candle's own operations.
-pub(super) fn served(tensor: &Tensor) -> bool {
-    tensor.device().is_cpu() && matches!(tensor.dtype(), DType::F32 | DType::F16 | DType::BF16)
-}
+pub(super) use super::weight::served;
 
 /// The CPU storage of a tensor that lives on the CPU.
 pub(super) fn cpu(storage: &Storage) -> Result<&CpuStorage> {
@@ -148,7 +144,7 @@ pub(super) fn weight_grad(
     if !weight.wants_grad() {
         return Ok(None);
     }
-    match weight.value().dtype() {
+    match weight.dtype() {
         DType::F32 => weight.grad::<f32>(write),
         DType::F16 => half::<f16>(weight, write),
         DType::BF16 => half::<bf16>(weight, write),

@@ -3,11 +3,13 @@
 
 mod accumulation;
 mod building;
+mod by_name;
 mod checkpointing;
 mod common;
 mod communication;
 mod contract;
 mod finite;
+mod gradcheck;
 mod graph_cut;
 mod heartbeat;
 mod layers;
