@@ -88,7 +88,7 @@ struct Backward {
 }
 
 /// How far one unit is in the backward that runs.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 struct Progress {
     /// How many gradients will be complete, unless some are unused.
     expected: usize,
@@ -97,6 +97,8 @@ struct Progress {
     reduced: bool,
     /// Whether backward has come to it. Of a unit made by name, whether it is there still.
     entered: bool,
+    /// Whether backward has come to it at some time.
+    seen: bool,
 }
 
 /// A call of a unit that runs.
@@ -155,8 +157,7 @@ impl Order {
             let gathers = |unit: usize| rules[unit].unshard_in_backward;
             FixedOrder::new(parents, &step.ran, |unit| rules[unit].trainable > 0, gathers)
         });
-        let begun =
-            |rules: &UnitRules| Progress { expected: rules.trainable, complete: 0, reduced: false, entered: false };
+        let begun = |rules: &UnitRules| Progress { expected: rules.trainable, ..Progress::default() };
         step.backward = Some(Backward { units: rules.iter().map(begun).collect(), fixed });
         Ok(step.ran.last().map(|ran| ran.unit))
     }
@@ -204,12 +205,15 @@ impl Order {
             for later in ran.iter().filter(|later| later.began > ran[position].ended) {
                 let rules = &self.rules[later.unit];
                 let frees = rules.by_name_in.is_some() && rules.has_frozen && rules.reshard_after_backward;
+                // One that ran before may be used again, and a fixed order gathers it once.
+                let frees = frees && (backward.fixed.is_none() || later.first == later.began);
                 if frees && std::mem::take(&mut backward.units[later.unit].entered) {
                     actions.push(Action::FreeFrozen(later.unit));
                 }
             }
         }
         backward.units[unit].entered = true;
+        backward.units[unit].seen = true;
         if self.rules[unit].unshard_in_backward {
             backward.gather(unit, &mut actions);
             actions.push(Action::Await(unit));
@@ -217,7 +221,10 @@ impl Order {
         let preceded = position.and_then(|position| position.checked_sub(1)).map(|before| ran[before].unit);
         let next = next(&self.rules[unit].backward_prefetch, &preceded, self.settings);
         for &unit in next.iter().filter(|&&unit| self.rules[unit].unshard_in_backward) {
-            backward.gather(unit, &mut actions);
+            // A unit by name may come before the one around it: what was freed of it is not wanted again.
+            if self.rules[unit].by_name_in.is_none() || !backward.units[unit].seen {
+                backward.gather(unit, &mut actions);
+            }
         }
         Ok(actions)
     }

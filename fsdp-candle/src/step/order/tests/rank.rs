@@ -293,7 +293,9 @@ impl<'a> Rank<'a> {
         self.open.push(unit);
         self.carry_out(actions)?;
         // Units that backward is done with do not hold gradients back for those of their parameters that were not used.
-        let done = (0..self.collected.len()).filter(|other| !self.path.contains(other));
+        // Backward may come to what is inside a unit by name before it comes to the unit.
+        let inside = |other: usize| self.model.units[other].rules.around.contains(&unit);
+        let done = (0..self.collected.len()).filter(|&other| !self.path.contains(&other) && !inside(other));
         let mut late = done.filter(|&other| !self.collected[other].is_empty());
         assert!(!self.is_plain || self.model.fixed || late.next().is_none(), "gradients wait for nothing");
         Ok(())
