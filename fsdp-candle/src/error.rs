@@ -171,7 +171,8 @@ impl Display for GradientMismatch {
         match &lost[..] {
             [last, next] => write!(
                 f,
-                "The last of them in forward is {last}: gradient is lost in it, or in {next} before the parameters there"
+                "The last of them in forward is {last}: gradient is lost in it, or in {next} before the parameters \
+                 there"
             )?,
             _ => write!(f, "Gradient is lost in {}", lost.join(", "))?,
         }

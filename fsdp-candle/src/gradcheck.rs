@@ -35,10 +35,10 @@ impl Default for GradcheckOptions {
     }
 }
 
-/// Checks that the gradients of a model are those of its loss, as `torch.autograd.gradcheck` does: each unit's trainable
-/// parameters are moved a little along a random direction, both ways, and the difference of the losses is compared with
-/// the gradient's product with that direction. Collective, on sharded parameters, which are left as they were. Returns
-/// what was compared, in the order in which the units run.
+/// Checks that the gradients of a model are those of its loss, as `torch.autograd.gradcheck` does: each unit's
+/// trainable parameters are moved a little along a random direction, both ways, and the difference of the losses is
+/// compared with the gradient's product with that direction. Collective, on sharded parameters, which are left as they
+/// were. Returns what was compared, in the order in which the units run.
 ///
 /// What it finds are operations without a backward (see [`nn`](crate::nn)): gradients that come another way around them
 /// (a residual, or adapters on a frozen base) look right and are not. What a hand-written backward computes wrongly

@@ -104,9 +104,9 @@ impl FullyShard {
         self
     }
 
-    /// The modules that [`shard`] makes units of, by patterns of their FQNs: `model.layers.*` makes a unit of each layer.
-    /// A `*` stands for any characters between two dots, `**` for any number of names (`**.blocks.*`), `?` and `[0-9]`
-    /// for one character. A parameter belongs to the innermost module that a pattern matches.
+    /// The modules that [`shard`] makes units of, by patterns of their FQNs: `model.layers.*` makes a unit of each
+    /// layer. A `*` stands for any characters between two dots, `**` for any number of names (`**.blocks.*`), `?` and
+    /// `[0-9]` for one character. A parameter belongs to the innermost module that a pattern matches.
     pub fn units(mut self, patterns: impl IntoIterator<Item = impl Into<String>>) -> Self {
         self.units.extend(patterns.into_iter().map(Into::into));
         self
@@ -166,9 +166,9 @@ pub fn fully_shard<M>(
 /// a unit beside it computes, or the forward ends; in backward each parameter when its gradient is whole.
 ///
 /// What no layer of `nn` holds is *raw*: tensors that the model multiplies by hand, and layers of other crates. Nobody
-/// tells of their uses, so they stay in the unit around, whatever the patterns say: [`FsdpModule::raw_parameters`] lists
-/// them, and more than 1 % of the model is warned of. A tensor that a layer of `nn` holds and the model also uses by
-/// hand is there in the layer's forward alone; have the model ask its builder for it once more, outside the patterns.
+/// tells of their uses, so they stay in the unit around, whatever the patterns say: [`FsdpModule::raw_parameters`]
+/// lists them, and more than 1 % of the model is warned of. A tensor that a layer of `nn` holds and the model also uses
+/// by hand is there in the layer's forward alone: leave its module out of the patterns, or wrap it in [`fully_shard`].
 ///
 /// Units of both kinds may be mixed: modules that `build` hands to [`fully_shard`] are units that are called.
 /// Checkpoint ([`activation_checkpoint`](crate::activation_checkpoint)) a layer at a time: units that a closure uses
@@ -297,8 +297,8 @@ fn warn_of_raw(unit: &str, raw: &[Arc<FsdpParam>], all: &[Arc<FsdpParam>]) {
             parameters = raw.len(),
             bytes = raw_bytes,
             of = all_bytes,
-            "no layer of fsdp_candle::nn holds these parameters, so they stay gathered from the beginning of forward to \
-             the end of backward: {}{}. Build the model from the layers of fsdp_candle::nn (`use fsdp_candle::nn as \
+            "no layer of fsdp_candle::nn holds these parameters, so they stay gathered from the beginning of forward \
+             to the end of backward: {}{}. Build the model from the layers of fsdp_candle::nn (`use fsdp_candle::nn as \
              candle_nn;`), or wrap their modules in fully_shard",
             names.join(", "),
             if raw.len() > MOST_NAMES { ", ..." } else { "" }

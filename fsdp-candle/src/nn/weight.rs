@@ -16,8 +16,8 @@ pub(super) fn served(tensor: &Tensor) -> bool {
     tensor.device().is_cpu() && matches!(tensor.dtype(), DType::F32 | DType::F16 | DType::BF16)
 }
 
-/// Notes that a layer holds this tensor and uses it as a [`Weight`] alone: where it is a sharded parameter, its unit need
-/// not be there before. A layer calls it for each of its tensors when it is made.
+/// Notes that a layer holds this tensor and uses it as a [`Weight`] alone: where it is a sharded parameter, its unit
+/// need not be there before. A layer calls it for each of its tensors when it is made.
 pub(crate) fn claim(tensor: &Tensor) {
     // What the kernels do not serve goes into Candle's operations as it is.
     if served(tensor)

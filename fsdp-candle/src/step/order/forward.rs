@@ -1,5 +1,6 @@
-//! Forward: units that are called, and units made by name, which nobody calls: one is gathered when one of its parameters
-//! is first used, and its forward ends when one beside it is used or called, or when the call around it ends.
+//! Forward: units that are called, and units made by name, which nobody calls: one is gathered when one of its
+//! parameters is first used, and its forward ends when one beside it is used or called, or when the call around it
+//! ends.
 
 use super::{Action, Forward, Order, Refused, next};
 use crate::policy::ReshardAfterForward;
@@ -7,8 +8,8 @@ use crate::step::fixed_order::Ran;
 use crate::step::frames::Frame;
 
 impl Order {
-    /// A unit's forward begins, after which a backward may follow if it keeps its graph; it is the root's where no other
-    /// runs.
+    /// A unit's forward begins, after which a backward may follow if it keeps its graph; it is the root's where no
+    /// other runs.
     pub(in crate::step) fn forward_begins(
         &mut self,
         unit: usize,

@@ -386,8 +386,8 @@ impl<'a> Rank<'a> {
         self.path.clear();
     }
 
-    /// Runs a step with a loss that reaches what `reaches` says of each call, and a forward that skips of what is by name
-    /// what it does not reach, where ranks may differ.
+    /// Runs a step with a loss that reaches what `reaches` says of each call, and a forward that skips of what is by
+    /// name what it does not reach, where ranks may differ.
     pub(super) fn run(&mut self, iteration: &Iteration, mut reaches: impl FnMut() -> bool) {
         self.left = iteration.fails_after;
         let outcome = (|| -> Result<(), Failed> {
