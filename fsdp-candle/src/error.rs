@@ -54,6 +54,9 @@ pub enum Error {
     /// Parameters, gradients or an optimizer's moments hold values that are infinite or not a number.
     #[error("{0}; lower the learning rate or the loss scale, or find the layer that overflows")]
     NonFinite(NonFinite),
+    /// Gradients are not those of the loss.
+    #[error("{0}")]
+    Gradcheck(GradientMismatch),
     /// An argument that can't be.
     #[error("{0}")]
     Argument(String),
@@ -99,6 +102,85 @@ pub struct NonFiniteTensor {
     pub values: u64,
     /// How many there are.
     pub of: u64,
+}
+
+/// What [`gradcheck`](crate::gradcheck) found of one unit, along the direction in which it is worst.
+#[derive(Clone, Debug, PartialEq)]
+pub struct UnitGradient {
+    /// The unit's path in the model; the root's is `(root)`.
+    pub unit: String,
+    /// The product of the gradient with the direction.
+    pub analytic: f64,
+    /// What the loss changes by along the direction.
+    pub numeric: f64,
+    /// How far the two may be apart: what was asked for, and rounding.
+    pub tolerance: f64,
+}
+
+impl UnitGradient {
+    /// Whether the gradient is right, as far as was looked.
+    pub fn agrees(&self) -> bool {
+        self.excess() <= 1.
+    }
+
+    /// How far the two are apart, of what they may be.
+    pub(crate) fn excess(&self) -> f64 {
+        let apart = (self.analytic - self.numeric).abs();
+        if apart.is_nan() || self.tolerance.is_nan() {
+            f64::INFINITY
+        } else {
+            apart / self.tolerance.max(f64::MIN_POSITIVE)
+        }
+    }
+}
+
+/// Units whose gradients are not those of the loss; the same on every rank.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GradientMismatch {
+    /// All units with trainable parameters, in the order in which they run.
+    pub units: Vec<UnitGradient>,
+}
+
+impl GradientMismatch {
+    /// Those whose gradients are wrong.
+    pub fn wrong(&self) -> impl Iterator<Item = &UnitGradient> {
+        self.units.iter().filter(|unit| !unit.agrees())
+    }
+
+    /// The units that the gradient was lost in: the last whose gradient is wrong, behind its parameters, or the one
+    /// that runs after it, before its own.
+    pub fn lost_in(&self) -> &[UnitGradient] {
+        match self.units.iter().rposition(|unit| !unit.agrees()) {
+            Some(last) => &self.units[last..self.units.len().min(last + 2)],
+            None => &[],
+        }
+    }
+}
+
+impl Display for GradientMismatch {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        let show = |unit: &UnitGradient| {
+            format!(
+                "`{}` (the loss changes by {:.4e}, the gradient says {:.4e})",
+                unit.unit, unit.numeric, unit.analytic
+            )
+        };
+        let wrong: Vec<String> = self.wrong().map(show).collect();
+        write!(f, "gradients are wrong in {} of {} units: {}. ", wrong.len(), self.units.len(), list(&wrong))?;
+        let lost: Vec<String> = self.lost_in().iter().map(|unit| format!("`{}`", unit.unit)).collect();
+        match &lost[..] {
+            [last, next] => write!(
+                f,
+                "The last of them in forward is {last}: gradient is lost in it, or in {next} before the parameters \
+                 there"
+            )?,
+            _ => write!(f, "Gradient is lost in {}", lost.join(", "))?,
+        }
+        f.write_str(
+            ". candle_nn's LayerNorm, RmsNorm, softmax_last_dim and rotary_emb have no backward: use those of \
+             fsdp_candle::nn",
+        )
+    }
 }
 
 /// How many tensors and ranks a message names.

@@ -70,6 +70,7 @@ mod diagnostics;
 mod display;
 mod error;
 mod extension;
+mod gradcheck;
 mod graph;
 pub mod initializer;
 mod kernels;
@@ -84,14 +85,16 @@ mod tensors;
 mod unit;
 mod world;
 
-pub use build::{ExtensionFn, FullyShard, ShardPlacement, ShardPlacementFn, ShardedVarMap, fully_shard};
+pub use build::{ExtensionFn, FullyShard, ShardPlacement, ShardPlacementFn, ShardedVarMap, fully_shard, shard};
 pub use comm::{AllGather, AllReduceHook, ReduceScatter};
 pub use control::{FinalizeHandle, Unit, UnshardHandle};
 pub use data_parallel::ShardMesh;
 pub use diagnostics::{Cut, GraphCut};
-pub use error::{Error, NonFinite, NonFiniteTensor, Result};
+pub use error::{Error, GradientMismatch, NonFinite, NonFiniteTensor, Result, UnitGradient};
 pub use extension::{AllGatherExtension, Float8, Int8Blocks};
 pub use fsdp_core::{DTensor, DTensorSpec, DeviceMesh, Placement, ProcessGroup, ReduceOp};
+pub use gradcheck::{GradcheckOptions, gradcheck};
+pub use graph::no_grad;
 pub use module::FsdpModule;
 pub use optim::{
     AdamW, AdamWConfig, AdamWState, ClipOptions, GradScaler, NormType, ValuesOf, check_finite, clip_grad_norm,

@@ -6,7 +6,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, Result, Tensor};
 
 use crate::diagnostics::{GraphCut, is_of_poison};
-use crate::graph;
+use crate::graph::{self, keeps_graph};
 use crate::step::Schedule;
 use crate::tensors::Tensors;
 use crate::unit::{FsdpParam, ParamGroup};
@@ -25,6 +25,8 @@ pub struct FsdpModule<M> {
     schedule: Arc<Schedule>,
     /// How many modules make up the unit; each of them is called by itself.
     parts: usize,
+    /// The parameters that would be in units by name if their uses showed.
+    raw: Arc<[Arc<FsdpParam>]>,
 }
 
 impl<M: std::fmt::Debug> std::fmt::Debug for FsdpModule<M> {
@@ -63,24 +65,49 @@ impl<A, B> FsdpModule<(A, B)> {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn into_parts(self) -> (FsdpModule<A>, FsdpModule<B>) {
-        let (group, schedule, parts) = (self.group.clone(), self.schedule.clone(), self.parts + 1);
+        let FsdpModule { inner: (a, b), group, schedule, parts, raw } = self;
         group.take_apart();
-        let (a, b) = self.inner;
+        let parts = parts + 1;
         (
-            FsdpModule { inner: a, group: self.group, schedule: self.schedule, parts },
-            FsdpModule { inner: b, group, schedule, parts },
+            FsdpModule { inner: a, group: group.clone(), schedule: schedule.clone(), parts, raw: raw.clone() },
+            FsdpModule { inner: b, group, schedule, parts, raw },
         )
     }
 }
 
 impl<M> FsdpModule<M> {
-    pub(crate) fn new(inner: M, group: Arc<ParamGroup>, schedule: Arc<Schedule>) -> Self {
-        FsdpModule { inner, group, schedule, parts: 1 }
+    pub(crate) fn new(inner: M, group: Arc<ParamGroup>, schedule: Arc<Schedule>, raw: Vec<Arc<FsdpParam>>) -> Self {
+        FsdpModule { inner, group, schedule, parts: 1, raw: raw.into() }
     }
 
     /// The module itself. Calling its forward goes past the hooks, and so meets parameters that are not there.
     pub fn inner(&self) -> &M {
         &self.inner
+    }
+
+    /// The module itself, to change what is no parameter: to clear a cache, say.
+    pub fn inner_mut(&mut self) -> &mut M {
+        &mut self.inner
+    }
+
+    /// The parameters of this unit that patterns of [`FullyShard::units`](crate::FullyShard::units) match and no layer
+    /// of [`nn`](crate::nn) holds: nobody tells of their uses, so they are gathered as long as this unit is.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Module, Tensor};
+    /// # use fsdp_candle::{shard, nn, FullyShard, ShardedVarMap, World};
+    /// # let world = World::single()?;
+    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+    /// let opts = FullyShard::new(&vars).units(["layer"]);
+    /// let model = shard(&opts, vars.builder(DType::F32), |vb| {
+    ///     let vb = vb.pp("layer");
+    ///     Ok((nn::linear_no_bias(4, 2, vb.clone())?, vb.get(2, "scale")?)) // multiplied by hand
+    /// })?;
+    /// assert_eq!(model.raw_parameters()[0].name(), "layer.scale");
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn raw_parameters(&self) -> &[Arc<FsdpParam>] {
+        &self.raw
     }
 
     /// The parameters of this unit: those of the module less those of units inside it.
@@ -120,34 +147,41 @@ impl<M> FsdpModule<M> {
     /// assert_eq!(y.dims(), [3, 2]);
     /// ```
     pub fn call<O: Tensors>(&self, forward: impl FnOnce(&M) -> Result<O>) -> Result<O> {
-        Ok(self.run(vec![], forward)?.0)
+        Ok(self.hooks().run(vec![], || forward(&self.inner))?.0)
     }
 
-    /// As [`FsdpModule::call`], with those of its inputs that are known. Tells as well whether the backward of the
-    /// outputs gathers the unit.
-    fn run<O: Tensors>(&self, inputs: Vec<Tensor>, forward: impl FnOnce(&M) -> Result<O>) -> Result<(O, bool)> {
-        let guard = self.schedule.pre_forward(&self.group)?;
-        let watch = self.schedule.diagnostics().graph.begin(&self.group, inputs)?;
-        let span = tracing::debug_span!("forward", unit = self.name());
-        let told = fsdp_core::heartbeat::span("forward", self.name());
-        let outputs = span.in_scope(|| forward(&self.inner)).map_err(|error| self.explain(error))?;
-        drop(told);
-        let outputs = match watch {
-            Some(watch) => watch.end(outputs)?,
-            None => outputs,
-        };
-        let outputs = match self.group.mp_policy().output_dtype {
-            Some(dtype) => cast(outputs, dtype)?,
-            None => outputs,
-        };
-        let hook = self.schedule.post_forward(&self.group, guard, self.parts)?;
-        let outputs = match hook {
-            true => {
-                outputs.map_tensors(&mut |tensor| graph::output(&tensor, self.group.id(), self.schedule.listener()))?
-            }
-            false => outputs,
-        };
-        Ok((outputs, hook))
+    /// As [`FsdpModule::call`], for modules whose forward changes them: those with a cache of keys and values, say.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Module, Tensor, Result};
+    /// # use fsdp_candle::{fully_shard, FullyShard, ShardedVarMap, World, nn};
+    /// # let world = World::single()?;
+    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+    /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+    /// struct Counts(nn::Linear, usize);
+    /// impl Counts {
+    ///     fn forward(&mut self, x: &Tensor) -> Result<Tensor> {
+    ///         self.1 += x.dim(0)?;
+    ///         self.0.forward(x)
+    ///     }
+    /// }
+    /// let opts = FullyShard::new(&vars);
+    /// let mut model = fully_shard(&opts, vars.builder(DType::F32), |vb| Ok(Counts(nn::linear(4, 2, vb)?, 0)))?;
+    /// let y = model.call_mut(|m| m.forward(&x))?;
+    /// assert_eq!(model.inner().1, 3);
+    /// model.backward(&y.sum_all()?)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`FsdpModule::call`].
+    pub fn call_mut<O: Tensors>(&mut self, forward: impl FnOnce(&mut M) -> Result<O>) -> Result<O> {
+        let FsdpModule { inner, group, schedule, parts, .. } = self;
+        Ok(Hooks { group, schedule, parts: *parts }.run(vec![], || forward(inner))?.0)
+    }
+
+    fn hooks(&self) -> Hooks<'_> {
+        Hooks { group: &self.group, schedule: &self.schedule, parts: self.parts }
     }
 
     /// As [`FsdpModule::call`], with inputs that are cast to the unit's `param_dtype` where its policy says so.
@@ -181,15 +215,15 @@ impl<M> FsdpModule<M> {
             Some(dtype) if policy.cast_forward_inputs => cast(inputs, dtype)?,
             _ => inputs,
         };
-        if !self.group.has_frozen() {
+        if !(self.group.has_frozen() && keeps_graph()) {
             let (inputs, known) = self.known(inputs)?;
-            return Ok(self.run(known, |inner| forward(inner, inputs))?.0);
+            return Ok(self.hooks().run(known, || forward(&self.inner, inputs))?.0);
         }
         let call = self.schedule.frozen_call(&self.group);
         let inputs = inputs
             .map_tensors(&mut |tensor| graph::input(&tensor, self.group.id(), self.schedule.listener(), &call))?;
         let (inputs, known) = self.known(inputs)?;
-        let (outputs, hook) = self.run(known, |inner| forward(inner, inputs))?;
+        let (outputs, hook) = self.hooks().run(known, || forward(&self.inner, inputs))?;
         call.ended(hook)?;
         Ok(outputs)
     }
@@ -197,7 +231,7 @@ impl<M> FsdpModule<M> {
     /// The tensors of the inputs, beside them, while the unit is watched.
     fn known<I: Tensors>(&self, inputs: I) -> Result<(I, Vec<Tensor>)> {
         let mut known = vec![];
-        if !self.schedule.diagnostics().graph.is_watched(self.group.index()) {
+        if !(keeps_graph() && self.schedule.diagnostics().graph.is_watched(self.group.index())) {
             return Ok((inputs, known));
         }
         let inputs = inputs.map_tensors(&mut |tensor| {
@@ -252,6 +286,46 @@ impl<M> FsdpModule<M> {
             self.name()
         ))
     }
+}
+
+/// What runs around a call of a unit's module.
+struct Hooks<'a> {
+    group: &'a Arc<ParamGroup>,
+    schedule: &'a Arc<Schedule>,
+    parts: usize,
+}
+
+impl Hooks<'_> {
+    /// Runs a forward with those of its inputs that are known. Tells as well whether the backward of the outputs
+    /// gathers the unit.
+    fn run<O: Tensors>(&self, inputs: Vec<Tensor>, forward: impl FnOnce() -> Result<O>) -> Result<(O, bool)> {
+        let guard = self.schedule.pre_forward(self.group)?;
+        let watch = match keeps_graph() {
+            true => self.schedule.diagnostics().graph.begin(self.group, inputs)?,
+            false => None,
+        };
+        let span = tracing::debug_span!("forward", unit = self.group.name());
+        let told = fsdp_core::heartbeat::span("forward", self.group.name());
+        let outputs = span.in_scope(forward).map_err(|error| self.explain(error))?;
+        drop(told);
+        let outputs = match watch {
+            Some(watch) => watch.end(outputs)?,
+            None => outputs,
+        };
+        let outputs = match self.group.mp_policy().output_dtype {
+            Some(dtype) => cast(outputs, dtype)?,
+            None => outputs,
+        };
+        let hook = self.schedule.post_forward(self.group, guard, self.parts)?;
+        let outputs = match (hook, keeps_graph()) {
+            (true, _) => {
+                outputs.map_tensors(&mut |tensor| graph::output(&tensor, self.group.id(), self.schedule.listener()))?
+            }
+            (false, true) => outputs,
+            (false, false) => outputs.map_tensors(&mut |tensor| Ok(tensor.detach()))?,
+        };
+        Ok((outputs, hook))
+    }
 
     /// Says what Candle's message about the poison means.
     fn explain(&self, error: candle_core::Error) -> candle_core::Error {
@@ -274,7 +348,7 @@ impl<M> FsdpModule<M> {
              dtype alone) outside the forward of the unit that owns it, or by a layer that computes on its weights \
              while it is built. It belongs to one of the units that are not gathered here: {}. Call that unit through \
              its FsdpModule (`forward` or `call`), or `unshard()` it first",
-            self.name(),
+            self.group.name(),
             sharded.join(", ")
         ))
     }

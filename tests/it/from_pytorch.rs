@@ -13,6 +13,7 @@ const IDIOMS: &[&str] = &[
     "tied parameters",
     "frozen and trainable",
     "torch.no_grad()",
+    "torch.autograd.gradcheck",
     "to_empty",
     "reset_parameters",
     "param_device",

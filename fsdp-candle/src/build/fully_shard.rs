@@ -1,10 +1,11 @@
-//! `fully_shard`: one call makes one unit.
+//! `fully_shard`: one call makes one unit. `shard`: one call makes all of a model's.
 
 use std::sync::Arc;
 
 use candle_nn::VarBuilder;
 use fsdp_core::DeviceMesh;
 
+use super::by_name::ByName;
 use super::options::{ShardPlacement, UnitOptions};
 use super::transaction::OpenUnit;
 use super::var_map::ShardedVarMap;
@@ -14,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::extension::AllGatherExtension;
 use crate::module::FsdpModule;
 use crate::policy::{MixedPrecisionPolicy, OffloadPolicy, ReshardAfterForward};
-use crate::unit::{ParamGroup, ROOT, UnitId};
+use crate::unit::{FsdpParam, ParamGroup, ROOT, UnitId};
 
 /// What is wrong with a builder of Candle's own.
 const FOREIGN_BUILDER: &str = "it has no parameters, for its VarBuilder is not of the ShardedVarMap that FullyShard \
@@ -23,17 +24,25 @@ const FOREIGN_BUILDER: &str = "it has no parameters, for its VarBuilder is not o
      `vars.init_with(initializer::Pretrained::open(dir)?)` before the model is built, those of a checkpoint by \
      `load_model` after";
 
-/// The options of [`fully_shard`], shared by the calls of one model.
+/// What is wrong with patterns where modules are wrapped.
+const FOR_SHARD: &str = "its options have patterns of units by name (`FullyShard::units`), which are for `shard`: call \
+     that, or take options without them";
+
+/// How many names a warning lists.
+const MOST_NAMES: usize = 8;
+
+/// The options of [`fully_shard`] and [`shard`], shared by the calls of one model.
 #[derive(Clone)]
 pub struct FullyShard {
     vars: ShardedVarMap,
     unit: UnitOptions,
+    units: Vec<String>,
 }
 
 impl FullyShard {
     /// The defaults: the map's mesh, own dtypes, dimension 0, parameters freed after forward but for the root's.
     pub fn new(vars: &ShardedVarMap) -> Self {
-        FullyShard { vars: vars.clone(), unit: UnitOptions::default() }
+        FullyShard { vars: vars.clone(), unit: UnitOptions::default(), units: vec![] }
     }
 
     /// Another mesh than the map's: 1-D, or 2-D as (replicate, shard). It has all ranks of the map's, but for frozen
@@ -95,6 +104,14 @@ impl FullyShard {
         self
     }
 
+    /// The modules that [`shard`] makes units of, by patterns of their FQNs: `model.layers.*` makes a unit of each
+    /// layer. A `*` stands for any characters between two dots, `**` for any number of names (`**.blocks.*`), `?` and
+    /// `[0-9]` for one character. A parameter belongs to the innermost module that a pattern matches.
+    pub fn units(mut self, patterns: impl IntoIterator<Item = impl Into<String>>) -> Self {
+        self.units.extend(patterns.into_iter().map(Into::into));
+        self
+    }
+
     /// Chooses what travels in the all-gather of each parameter.
     pub fn all_gather_extension(
         mut self,
@@ -134,9 +151,98 @@ pub fn fully_shard<M>(
     vb: VarBuilder<'static>,
     build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
 ) -> Result<FsdpModule<M>> {
-    let FullyShard { vars, unit: opts } = opts;
+    if !opts.units.is_empty() {
+        return Err(Error::Unit { unit: name_of(&vb), message: FOR_SHARD.into() });
+    }
+    make(opts, vb, build)
+}
+
+/// Builds a model that knows nothing of FSDP, and makes units of its modules by their names
+/// ([`FullyShard::units`]); what belongs to none of them is a unit of its own, as [`fully_shard`] makes it.
+///
+/// Its layers are those of [`nn`](crate::nn): `use fsdp_candle::nn as candle_nn;` in the model's file is all that
+/// changes there. Nobody calls the units, so that each is gathered when one of its layers first computes, in forward
+/// and in backward, and the next one with it, in the order of the last time. After forward it is freed when a layer of
+/// a unit beside it computes, or the forward ends; in backward each parameter when its gradient is whole.
+///
+/// What no layer of `nn` holds is *raw*: tensors that the model multiplies by hand, and layers of other crates. Nobody
+/// tells of their uses, so they stay in the unit around, whatever the patterns say: [`FsdpModule::raw_parameters`]
+/// lists them, and more than 1 % of the model is warned of. A tensor that a layer of `nn` holds and the model also uses
+/// by hand is there in the layer's forward alone: leave its module out of the patterns, or wrap it in [`fully_shard`].
+///
+/// Units of both kinds may be mixed: modules that `build` hands to [`fully_shard`] are units that are called.
+/// Checkpoint ([`activation_checkpoint`](crate::activation_checkpoint)) a layer at a time: units that a closure uses
+/// are all gathered while it runs again. Of the policy, inputs are cast where a module is called, and so not at the
+/// borders of units by name.
+///
+/// # Errors
+/// As [`fully_shard`], and for a pattern that is none, or matches no module.
+///
+/// ```
+/// use candle_core::{DType, Module, Tensor};
+/// use fsdp_candle::{shard, FullyShard, ShardedVarMap, World};
+/// # let world = World::single()?;
+/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+///
+/// mod model {
+/// #   use ::candle_nn::VarBuilder;
+/// #   use candle_core::{Module, Result, Tensor};
+///     use fsdp_candle::nn as candle_nn; // the one line that differs
+///
+///     pub struct Model {
+///         embed: candle_nn::Embedding,
+///         layers: Vec<candle_nn::Linear>,
+///         head: candle_nn::Linear,
+///     }
+///
+///     impl Model {
+///         pub fn new(layers: usize, vb: VarBuilder) -> Result<Self> {
+///             let layer = |i| candle_nn::linear(8, 8, vb.pp(format!("model.layers.{i}")));
+///             Ok(Model {
+///                 embed: candle_nn::embedding(10, 8, vb.pp("model.embed"))?,
+///                 layers: (0..layers).map(layer).collect::<Result<_>>()?,
+///                 head: candle_nn::linear(8, 10, vb.pp("head"))?,
+///             })
+///         }
+///     }
+///
+///     impl Module for Model {
+///         fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+///             let x = self.layers.iter().try_fold(self.embed.forward(ids)?, |x, layer| layer.forward(&x))?;
+///             self.head.forward(&x)
+///         }
+///     }
+/// }
+///
+/// let opts = FullyShard::new(&vars).units(["model.layers.*"]);
+/// let model = shard(&opts, vars.builder(DType::F32), |vb| model::Model::new(3, vb))?;
+/// assert_eq!(model.units().len(), 4); // three layers, and the root
+/// assert!(model.raw_parameters().is_empty());
+/// let logits = model.forward(&Tensor::new(&[1u32, 2, 3], world.device())?)?;
+/// model.backward(&logits.sqr()?.mean_all()?)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn shard<M>(
+    opts: &FullyShard,
+    vb: VarBuilder<'static>,
+    build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
+) -> Result<FsdpModule<M>> {
+    make(opts, vb, build)
+}
+
+fn name_of(vb: &VarBuilder<'_>) -> String {
     let prefix = vb.prefix();
-    let name = if prefix.is_empty() { ROOT.to_string() } else { prefix };
+    if prefix.is_empty() { ROOT.to_string() } else { prefix }
+}
+
+/// Makes a unit, and those by name inside it.
+fn make<M>(
+    opts: &FullyShard,
+    vb: VarBuilder<'static>,
+    build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
+) -> Result<FsdpModule<M>> {
+    let FullyShard { vars, unit: opts, units: patterns } = opts;
+    let name = name_of(&vb);
     let ranks = match &opts.ranks {
         Some(ranks) => ranks.clone(),
         None => vars.ranks()?,
@@ -157,11 +263,45 @@ pub fn fully_shard<M>(
     if unit.is_empty() && !vars.is_behind(&vb) {
         return Err(Error::Unit { unit: name, message: FOREIGN_BUILDER.into() });
     }
-    let params = unit.close();
+    let ByName { units, own, raw } = ByName::of(&unit.params(), &vb.prefix(), patterns)?;
+    unit.close();
     let schedule = vars.schedule();
-    let id = UnitId { index: schedule.next_index(), name: name.into() };
-    let group = ParamGroup::new(id, params, opts.mp_policy.clone(), schedule.pool().clone());
-    tracing::debug!(unit = group.name(), parameters = group.params().len(), "fully_shard");
+    let group = |name: String, params| {
+        let id = UnitId { index: schedule.next_index(), name: name.into() };
+        let group = ParamGroup::new(id, params, opts.mp_policy.clone(), schedule.pool().clone());
+        tracing::debug!(unit = group.name(), parameters = group.params().len(), "fully_shard");
+        group
+    };
+    let called = schedule.next_index() + units.len();
+    for (name, params) in units {
+        schedule.add_by_name(group(name, params), opts.reshard_after_forward, called);
+    }
+    let group = group(name, own);
     schedule.add(group.clone(), opts.reshard_after_forward);
-    Ok(FsdpModule::new(inner, group, schedule.clone()))
+    if vars.mesh().rank() == 0 {
+        warn_of_raw(group.name(), &raw, &vars.params());
+    }
+    Ok(FsdpModule::new(inner, group, schedule.clone(), raw))
+}
+
+/// Says which parameters stay gathered against the patterns, where they are many.
+fn warn_of_raw(unit: &str, raw: &[Arc<FsdpParam>], all: &[Arc<FsdpParam>]) {
+    let bytes = |params: &[Arc<FsdpParam>]| -> usize {
+        params.iter().map(|param| param.shape().elem_count() * param.compute_dtype().size_in_bytes()).sum()
+    };
+    let (raw_bytes, all_bytes) = (bytes(raw), bytes(all));
+    if raw_bytes > all_bytes / 100 {
+        let names: Vec<&str> = raw.iter().take(MOST_NAMES).map(|param| param.name()).collect();
+        tracing::warn!(
+            unit,
+            parameters = raw.len(),
+            bytes = raw_bytes,
+            of = all_bytes,
+            "no layer of fsdp_candle::nn holds these parameters, so they stay gathered from the beginning of forward \
+             to the end of backward: {}{}. Build the model from the layers of fsdp_candle::nn (`use fsdp_candle::nn as \
+             candle_nn;`), or wrap their modules in fully_shard",
+            names.join(", "),
+            if raw.len() > MOST_NAMES { ", ..." } else { "" }
+        );
+    }
 }

@@ -1,11 +1,12 @@
 //! How units come to be: `fully_shard`, and the map that its parameters land in.
 
 mod buffers;
+mod by_name;
 mod fully_shard;
 mod options;
 mod transaction;
 mod var_map;
 
-pub use fully_shard::{FullyShard, fully_shard};
+pub use fully_shard::{FullyShard, fully_shard, shard};
 pub use options::{ExtensionFn, ShardPlacement, ShardPlacementFn};
 pub use var_map::ShardedVarMap;

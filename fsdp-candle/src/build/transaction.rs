@@ -44,10 +44,15 @@ impl<'a> OpenUnit<'a> {
             && lock(&inner.buffers).len() == self.buffers
     }
 
-    /// The unit's parameters.
-    pub(super) fn close(mut self) -> Vec<Arc<FsdpParam>> {
+    /// The parameters that were asked for so far.
+    pub(super) fn params(&self) -> Vec<Arc<FsdpParam>> {
+        lock(&self.vars.0.building).last().map_or_else(Vec::new, |unit| unit.params.clone())
+    }
+
+    /// What was asked for stays.
+    pub(super) fn close(mut self) {
         self.built = true;
-        lock(&self.vars.0.building).pop().map_or_else(Vec::new, |unit| unit.params)
+        lock(&self.vars.0.building).pop();
     }
 }
 

@@ -12,6 +12,13 @@ impl<M> FsdpModule<M> {
         Unit(self.group().clone())
     }
 
+    /// This unit and those inside it, in the order in which they were made: units by name ([`shard`](crate::shard))
+    /// among them.
+    pub fn units(&self) -> Vec<Unit> {
+        let units = self.schedule().units().into_iter();
+        units.filter(|unit| self.group().path().contains(unit.path())).map(Unit).collect()
+    }
+
     /// Gathers the unit's parameters until [`FsdpModule::reshard`], the next forward that frees them, or backward. Not
     /// recursive. Collective.
     ///

@@ -6,13 +6,28 @@ use candle_core::Result;
 use candle_core::backprop::GradStore;
 
 use crate::step::Schedule;
-use crate::unit::{ParamGroup, UnitId};
+use crate::unit::{FsdpParam, ParamGroup, UnitId};
 
-/// A unit, as prefetch lists name it.
+/// A unit, as prefetch lists name it. Units by name have no other handle.
 #[derive(Clone)]
 pub struct Unit(pub(super) Arc<ParamGroup>);
 
 impl Unit {
+    /// The unit's path in the model, `(root)` for the root.
+    pub fn name(&self) -> &str {
+        self.0.name()
+    }
+
+    /// Its parameters.
+    pub fn params(&self) -> &[Arc<FsdpParam>] {
+        self.0.params()
+    }
+
+    /// Its position in the order in which units were made.
+    pub(crate) fn index(&self) -> usize {
+        self.0.index()
+    }
+
     pub(super) fn id(&self) -> &UnitId {
         self.0.id()
     }

@@ -286,9 +286,13 @@ impl<M> FsdpModule<M> {
     /// Forward gathers a unit when it is called, and no setting changes that: every rank must call the same units in
     /// the same order, whatever it does with their outputs, or the ranks' all-gathers do not match, which is an error
     /// on all of them. To call different ones, `unshard()` all of them on every rank first, and let them keep their
-    /// parameters ([`ReshardAfterForward::Never`]).
+    /// parameters ([`ReshardAfterForward::Never`]). Units by name ([`shard`](crate::shard)) are gathered in the order
+    /// in which they were built, whether a rank uses them or not: a rank that comes to one gathers those before it as
+    /// well.
     pub fn set_reduce_scatter_unused_params(&self, reduce: bool, recurse: Recurse) {
         self.change(recurse, |settings| settings.reduce_scatter_unused_params = reduce);
+        let ranks_may_differ = self.schedule().ranks_may_differ();
+        self.schedule().change_settings(|settings| settings.fixed_order = ranks_may_differ);
     }
 
     /// How many units' gradients may be in a reduce-scatter at once, for the whole model: more overlap for more memory.

@@ -3,6 +3,7 @@
 mod border;
 mod events;
 mod frozen_call;
+mod mode;
 mod nodes;
 mod number;
 mod stack;
@@ -10,6 +11,8 @@ mod stack;
 pub(crate) use border::{input, output};
 pub(crate) use events::{BackwardEvents, Listener};
 pub(crate) use frozen_call::{FrozenCall, begin_backward};
+pub use mode::no_grad;
+pub(crate) use mode::{keeps_graph, with_grad};
 pub(crate) use nodes::{nodes_of, without_reports};
 pub(crate) use number::{next_number, number};
 pub(crate) use stack::{BACKWARD_STACK_BYTES, on_a_stack_of, on_at_least};

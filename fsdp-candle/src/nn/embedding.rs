@@ -4,7 +4,7 @@ use candle_core::{CpuStorage, CustomOp1, DType, Layout, Module, Result, Shape, T
 use candle_nn::{Init, VarBuilder};
 
 use super::cpu::values::{cpu, dense, floats, read, rows_of, served, storage, weight_grad};
-use super::weight::Weight;
+use super::weight::{Weight, claim};
 
 /// An embedding, as [`candle_nn::Embedding`]: weight `[vocabulary, hidden]`, ids (u8, u32 or i64) of any shape `[..]`,
 /// output `[.., hidden]`. The largest number of the ids' dtype is no id: its row is zero and has no gradient.
@@ -29,6 +29,7 @@ pub struct Embedding {
 impl Embedding {
     /// An embedding with this weight, `[vocabulary, hidden_size]`.
     pub fn new(embeddings: Tensor, hidden_size: usize) -> Self {
+        claim(&embeddings);
         Self { embeddings, hidden_size }
     }
 

@@ -12,7 +12,7 @@ use super::cpu::parallel::map_rows;
 use super::cpu::simd::kernel;
 use super::cpu::values::{cpu, floats, read, same_kind, served, small_weight_grad, storage, tensor, weight_grad};
 use super::cpu::weighted_op::weighted_op;
-use super::weight::Weight;
+use super::weight::{Weight, claim};
 
 /// A fully connected layer `y = x W^T + b`: weight `[out, in]`, optional bias `[out]`, input `[.., in]`, output
 /// `[.., out]`.
@@ -39,6 +39,8 @@ pub struct Linear {
 impl Linear {
     /// A layer with this weight `[out, in]` and bias `[out]`.
     pub fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
+        claim(&weight);
+        bias.iter().for_each(claim);
         Self { weight, bias }
     }
 
@@ -88,6 +90,8 @@ pub struct Conv1D {
 impl Conv1D {
     /// A layer with this weight `[in, out]` and bias `[out]`.
     pub fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
+        claim(&weight);
+        bias.iter().for_each(claim);
         Self { weight, bias }
     }
 

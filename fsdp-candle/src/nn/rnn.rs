@@ -7,6 +7,7 @@ pub use candle_nn::rnn::{Direction, GRUConfig, GRUState, LSTMConfig, LSTMState, 
 
 use super::linear::affine;
 use super::ops::sigmoid;
+use super::weight::claim;
 
 /// The weights of a recurrent layer, for so many gates.
 #[derive(Clone, Debug)]
@@ -32,7 +33,7 @@ impl Weights {
         let bias = |name: &str, init: Option<Init>| {
             init.map(|init| vb.get_with_hints(gates * hidden, &format!("{name}_{suffix}"), init)).transpose()
         };
-        Ok(Self {
+        let weights = Self {
             w_ih: vb.get_with_hints((gates * hidden, inputs), &format!("weight_ih_{suffix}"), w_ih)?,
             w_hh: vb.get_with_hints((gates * hidden, hidden), &format!("weight_hh_{suffix}"), w_hh)?,
             b_ih: bias("bias_ih", b_ih)?,
@@ -40,7 +41,10 @@ impl Weights {
             hidden,
             device: vb.device().clone(),
             dtype: vb.dtype(),
-        })
+        };
+        let Weights { w_ih, w_hh, b_ih, b_hh, .. } = &weights;
+        [w_ih, w_hh].into_iter().chain(b_ih).chain(b_hh).for_each(claim);
+        Ok(weights)
     }
 
     fn zeros(&self, batch: usize) -> Result<Tensor> {

@@ -8,7 +8,29 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor, WithDType};
 
+use crate::graph::keeps_graph;
 use crate::unit::FsdpParam;
+
+/// Whether the kernels serve this tensor; otherwise its layer falls back to a chain of Candle's own operations.
+pub(in crate::nn) fn served(tensor: &Tensor) -> bool {
+    tensor.device().is_cpu() && matches!(tensor.dtype(), DType::F32 | DType::F16 | DType::BF16)
+}
+
+/// Notes that a layer holds this tensor and uses it as a [`Weight`] alone: where it is a sharded parameter, its unit
+/// need not be there before. A layer calls it for each of its tensors when it is made.
+pub(crate) fn claim(tensor: &Tensor) {
+    // What the kernels do not serve goes into Candle's operations as it is.
+    if served(tensor)
+        && let Some(param) = FsdpParam::of(tensor)
+    {
+        param.claim();
+    }
+}
+
+/// A tensor as a graph has it, where there is one.
+fn of_mode(tensor: &Tensor) -> Tensor {
+    if keeps_graph() { tensor.clone() } else { tensor.detach() }
+}
 
 /// A weight: values to read, a node for the graph, and a place for the gradient.
 #[derive(Clone)]
@@ -25,13 +47,13 @@ impl Weight {
     pub(crate) fn of(tensor: &Tensor) -> Result<Self> {
         let param = match FsdpParam::of(tensor) {
             Some(param) => {
-                param.check_unsharded()?;
-                let anchor = param.anchor().clone();
+                param.used()?;
+                let anchor = of_mode(param.anchor());
                 Some((param, anchor))
             }
             None => None,
         };
-        Ok(Weight { value: tensor.clone(), param })
+        Ok(Weight { value: of_mode(tensor), param })
     }
 
     /// What Candle's own operations take in the weight's place: the values, and a node of the graph.
@@ -49,7 +71,7 @@ impl Weight {
     /// When the values are absent now.
     pub(crate) fn value(&self) -> Result<&Tensor> {
         if let Some((param, _)) = &self.param {
-            param.check_unsharded()?;
+            param.used()?;
         }
         Ok(&self.value)
     }
@@ -80,6 +102,7 @@ impl Weight {
         match &self.param {
             Some((param, _)) if !param.trainable() => Ok(None),
             Some((param, anchor)) => {
+                param.used_by_gradient()?;
                 param.gradient().write(write)?;
                 Ok(Some(anchor.zeros_like()?))
             }

@@ -9,22 +9,21 @@ use fsdp_core::heartbeat;
 
 use super::schedule::Schedule;
 use super::spans;
-use crate::graph::{self, BACKWARD_STACK_BYTES, BackwardEvents, number, on_a_stack_of};
+use crate::graph::{self, BACKWARD_STACK_BYTES, BackwardEvents, number, on_a_stack_of, with_grad};
 use crate::unit::{FsdpParam, ParamGroup, UnitPath, parents};
 
 impl Schedule {
     /// Runs the whole backward: gradients of `loss`, reduced and sharded, under the ids of the shards.
     pub(crate) fn backward(&self, loss: &Tensor) -> Result<GradStore> {
         let units = self.units();
-        // Ranks that may use different units need an order that does not depend on what they use.
-        let fixed = units.iter().any(|unit| unit.settings().reduce_scatter_unused_params);
+        let fixed = self.ranks_may_differ();
         let parents = fixed.then(|| parents(&units.iter().map(|unit| unit.path()).collect::<Vec<&UnitPath>>()));
         let first = self.order().backward_begins(parents.as_deref()).map_err(|_| {
             candle_core::Error::msg("backward was called inside a forward or another backward of the same model")
         })?;
         let mut guard = BackwardGuard { schedule: self, ok: false, _told: heartbeat::span("backward", "") };
         let first = first.and_then(|index| units.get(index));
-        let grads = self.run_backward(loss, &units, first, fixed)?;
+        let grads = with_grad(|| self.run_backward(loss, &units, first, fixed))?;
         guard.ok = true;
         Ok(grads)
     }
@@ -106,8 +105,7 @@ impl Schedule {
                 param.file_gradient(grad, grads)?;
             }
         }
-        let ranks_may_differ = self.units().iter().any(|unit| unit.settings().reduce_scatter_unused_params);
-        self.diagnostics().report(without_gradient, &cuts, ranks_may_differ);
+        self.diagnostics().report(without_gradient, &cuts, self.ranks_may_differ());
         Ok(())
     }
 }

@@ -2,10 +2,12 @@
 
 mod backward;
 mod fixed_order;
+mod frames;
 mod order;
 mod reductions;
+mod rules;
 mod schedule;
 mod spans;
 
-pub(crate) use order::UnitRules;
+pub(crate) use rules::UnitRules;
 pub(crate) use schedule::Schedule;

@@ -9,7 +9,8 @@
 use std::collections::BTreeSet;
 
 use super::fixed_order::{FixedOrder, Ran};
-use crate::policy::ReshardAfterForward;
+use super::frames::Frames;
+use super::rules::{StepSettings, UnitRules};
 
 /// What is to be done, in this order. Units are named by their positions in the order of `fully_shard` calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,52 +30,6 @@ pub(super) enum Action {
     /// Reduce the gradients that are there: by a reduce-scatter over the ranks that gather too or, with `apart`, over a
     /// group of their own; and by the all-reduce that follows from it.
     Reduce { unit: usize, apart: bool },
-}
-
-/// What can be changed of a whole model's steps.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct StepSettings {
-    /// Whether the next backward ends the iteration, and so waits for reductions and hands gradients out.
-    pub(crate) is_last_backward: bool,
-    /// Whether `finalize_backward` does that instead of backward.
-    pub(crate) manual_finalization: bool,
-    /// Whether a unit gathers the next one's parameters ahead when it has no list of its own.
-    pub(crate) implicit_prefetch: bool,
-    /// How many units' unsharded gradients may be on their way through a reduce-scatter; one more waits for the oldest.
-    pub(crate) max_reductions: usize,
-}
-
-impl Default for StepSettings {
-    fn default() -> Self {
-        StepSettings { is_last_backward: true, manual_finalization: false, implicit_prefetch: true, max_reductions: 1 }
-    }
-}
-
-/// When one unit communicates.
-#[derive(Clone, Debug)]
-pub(crate) struct UnitRules {
-    /// How many of its parameters get gradients.
-    pub(crate) trainable: usize,
-    pub(crate) reshard_after_forward: ReshardAfterForward,
-    pub(crate) reshard_after_backward: bool,
-    pub(crate) unshard_in_backward: bool,
-    /// Units to gather when this one's forward begins, in place of the one that followed last time.
-    pub(crate) forward_prefetch: Vec<usize>,
-    /// Units to gather when this one's backward begins.
-    pub(crate) backward_prefetch: Vec<usize>,
-}
-
-impl UnitRules {
-    pub(crate) fn new(trainable: usize, reshard_after_forward: ReshardAfterForward) -> Self {
-        UnitRules {
-            trainable,
-            reshard_after_forward,
-            reshard_after_backward: true,
-            unshard_in_backward: true,
-            forward_prefetch: vec![],
-            backward_prefetch: vec![],
-        }
-    }
 }
 
 /// The state machine.
@@ -99,8 +54,8 @@ pub(super) enum Refused {
 /// Everything that a step which failed leaves behind: a new one takes its place.
 #[derive(Default)]
 struct Step {
-    /// How many units' forwards enclose the code that runs now.
-    depth: usize,
+    /// The units' forwards that enclose the code that runs now.
+    frames: Frames,
     forwards_begun: usize,
     /// Units in the order in which their forwards began, in this iteration and in the last whole one.
     forward_order: Vec<usize>,
@@ -133,26 +88,36 @@ struct Backward {
 }
 
 /// How far one unit is in the backward that runs.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 struct Progress {
     /// How many gradients will be complete, unless some are unused.
     expected: usize,
     complete: usize,
     /// Whether its reduction is on its way.
     reduced: bool,
+    /// Whether backward has come to it. Of a unit made by name, whether it is there still.
+    entered: bool,
+    /// Whether backward has come to it at some time.
+    seen: bool,
 }
 
-/// A forward that runs.
+/// A call of a unit that runs.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Forward {
     pub(super) is_root: bool,
     /// The number of forwards that had begun with this one.
     began: usize,
+    /// Whether a backward may follow.
+    graph: bool,
 }
 
 impl Order {
-    /// Adds a unit; they are numbered in this order.
-    pub(super) fn add(&mut self, rules: UnitRules) {
+    /// Adds a unit; they are numbered in this order. `inside` are those inside it, where it is made by name.
+    pub(super) fn add(&mut self, rules: UnitRules, inside: &[usize]) {
+        let index = self.rules.len();
+        for &inner in inside {
+            self.rules[inner].around.push(index);
+        }
         self.rules.push(rules);
         self.step.units.push(UnitStep::default());
     }
@@ -163,6 +128,7 @@ impl Order {
         for rules in &mut self.rules {
             rules.forward_prefetch.retain(|&unit| unit < count);
             rules.backward_prefetch.retain(|&unit| unit < count);
+            rules.around.retain(|&unit| unit < count);
         }
         let step = &mut self.step;
         step.units.truncate(count);
@@ -176,79 +142,6 @@ impl Order {
         self.rules.get_mut(unit)
     }
 
-    /// A unit's forward begins; it is the root's where no other runs.
-    pub(super) fn forward_begins(&mut self, unit: usize) -> Result<(Forward, Vec<Action>), Refused> {
-        let step = &mut self.step;
-        if step.backward.is_some() {
-            return Err(Refused::InBackward);
-        }
-        let is_root = step.depth == 0;
-        let mut actions = vec![];
-        if is_root {
-            if !step.forward_order.is_empty() {
-                step.last_forward_order = std::mem::take(&mut step.forward_order);
-            }
-            // An optimizer may have changed the shards since.
-            for (unit, state) in step.units.iter_mut().enumerate() {
-                state.parts_run = 0;
-                if std::mem::take(&mut state.left_by_forward) {
-                    actions.push(Action::Free(unit));
-                }
-            }
-        }
-        step.depth += 1;
-        step.forwards_begun += 1;
-        let forward = Forward { is_root, began: step.forwards_begun };
-        let position = step.forward_order.len();
-        step.forward_order.push(unit);
-        let last = &step.last_forward_order;
-        let as_last_time = last.get(position) == Some(&unit);
-        let followed = last.get(position + 1).copied().filter(|_| as_last_time);
-        step.units[unit].ran_forward = true;
-        actions.extend([Action::Gather(unit), Action::Await(unit)]);
-        let next = next(&self.rules[unit].forward_prefetch, &followed, self.settings);
-        step.units[unit].left_by_forward = true;
-        for &unit in next {
-            step.units[unit].left_by_forward = true;
-            actions.push(Action::Gather(unit));
-        }
-        Ok((forward, actions))
-    }
-
-    /// A unit's forward has ended, of which `parts` modules make one. Tells as well whether its outputs need a hook
-    /// that unshards it before their backward.
-    pub(super) fn forward_ends(&mut self, unit: usize, forward: Forward, parts: usize) -> (bool, Vec<Action>) {
-        let step = &mut self.step;
-        // Each unit once, where it ran last: bounded when no backward comes, and right for several forwards before one.
-        let before = step.ran.iter().position(|other| other.unit == unit).map(|position| step.ran.remove(position));
-        let first = before.map_or(forward.began, |before| before.first);
-        step.ran.push(Ran { unit, first, began: forward.began, ended: step.forwards_begun });
-        let state = &mut step.units[unit];
-        state.left_by_forward = true;
-        state.parts_run += 1;
-        if state.parts_run < parts {
-            return (true, vec![]);
-        }
-        state.parts_run = 0;
-        let free = match self.rules[unit].reshard_after_forward {
-            ReshardAfterForward::Never => None,
-            ReshardAfterForward::Default if forward.is_root => None,
-            ReshardAfterForward::Default | ReshardAfterForward::Always => Some(Action::Free(unit)),
-            ReshardAfterForward::To(ranks) => Some(Action::FreeBut { unit, ranks }),
-        };
-        // A root that keeps its parameters has nothing to do before backward that `backward` does not do itself.
-        let hook = free.is_some() || !forward.is_root;
-        if !hook {
-            step.unhooked.insert(unit);
-        }
-        (hook, free.into_iter().collect())
-    }
-
-    /// Control leaves a unit's forward, which has ended or failed.
-    pub(super) fn forward_is_over(&mut self) {
-        self.step.depth = self.step.depth.saturating_sub(1);
-    }
-
     /// A backward begins. Where ranks may use different units, `parents` has for each unit the one around it, and fixes
     /// the order of its collectives. Returns the unit that ran last, whose backward comes first.
     pub(super) fn backward_begins(&mut self, parents: Option<&[Option<usize>]>) -> Result<Option<usize>, Refused> {
@@ -256,7 +149,7 @@ impl Order {
         if step.backward.is_some() {
             return Err(Refused::InBackward);
         }
-        if step.depth > 0 {
+        if !step.frames.is_empty() {
             return Err(Refused::InForward);
         }
         let rules = &self.rules;
@@ -264,7 +157,7 @@ impl Order {
             let gathers = |unit: usize| rules[unit].unshard_in_backward;
             FixedOrder::new(parents, &step.ran, |unit| rules[unit].trainable > 0, gathers)
         });
-        let begun = |rules: &UnitRules| Progress { expected: rules.trainable, complete: 0, reduced: false };
+        let begun = |rules: &UnitRules| Progress { expected: rules.trainable, ..Progress::default() };
         step.backward = Some(Backward { units: rules.iter().map(begun).collect(), fixed });
         Ok(step.ran.last().map(|ran| ran.unit))
     }
@@ -307,6 +200,20 @@ impl Order {
                 }
             }
         }
+        if let Some(position) = position {
+            // Frozen parameters of units made by name tell nothing: they go when backward comes to what ran before.
+            for later in ran.iter().filter(|later| later.began > ran[position].ended) {
+                let rules = &self.rules[later.unit];
+                let frees = rules.by_name_in.is_some() && rules.has_frozen && rules.reshard_after_backward;
+                // One that ran before may be used again, and a fixed order gathers it once.
+                let frees = frees && (backward.fixed.is_none() || later.first == later.began);
+                if frees && std::mem::take(&mut backward.units[later.unit].entered) {
+                    actions.push(Action::FreeFrozen(later.unit));
+                }
+            }
+        }
+        backward.units[unit].entered = true;
+        backward.units[unit].seen = true;
         if self.rules[unit].unshard_in_backward {
             backward.gather(unit, &mut actions);
             actions.push(Action::Await(unit));
@@ -314,7 +221,10 @@ impl Order {
         let preceded = position.and_then(|position| position.checked_sub(1)).map(|before| ran[before].unit);
         let next = next(&self.rules[unit].backward_prefetch, &preceded, self.settings);
         for &unit in next.iter().filter(|&&unit| self.rules[unit].unshard_in_backward) {
-            backward.gather(unit, &mut actions);
+            // A unit by name may come before the one around it: what was freed of it is not wanted again.
+            if self.rules[unit].by_name_in.is_none() || !backward.units[unit].seen {
+                backward.gather(unit, &mut actions);
+            }
         }
         Ok(actions)
     }
@@ -373,6 +283,20 @@ impl Order {
         self.step.backward = None;
     }
 
+    /// The units in the order in which their forwards began.
+    pub(super) fn forward_order(&self) -> Vec<usize> {
+        self.step.forward_order.clone()
+    }
+
+    /// Whether a unit is made by name.
+    pub(super) fn is_by_name(&self, unit: usize) -> bool {
+        self.rules.get(unit).is_some_and(|rules| rules.by_name_in.is_some())
+    }
+
+    pub(super) fn is_in_backward(&self) -> bool {
+        self.step.backward.is_some()
+    }
+
     /// Whether a unit ran in forward since the last call.
     pub(super) fn take_ran_forward(&mut self, unit: usize) -> bool {
         self.step.units.get_mut(unit).is_some_and(|state| std::mem::take(&mut state.ran_forward))
@@ -411,5 +335,6 @@ fn next<'a>(listed: &'a [usize], implied: &'a Option<usize>, settings: StepSetti
     if listed.is_empty() && settings.implicit_prefetch { implied.as_slice() } else { listed }
 }
 
+mod forward;
 #[cfg(test)]
 mod tests;

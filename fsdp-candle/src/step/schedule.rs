@@ -4,16 +4,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use candle_core::{Device, Result};
 
-use super::order::{Action, Forward, Order, Refused, StepSettings, UnitRules};
+use super::order::{Action, Forward, Order, Refused};
 use super::reductions::Reductions;
+use super::rules::{StepSettings, UnitRules};
 use super::spans;
 use crate::diagnostics::Diagnostics;
 use crate::error::Error;
-use crate::graph::{BackwardEvents, FrozenCall, Listener};
+use crate::graph::{BackwardEvents, FrozenCall, Listener, keeps_graph};
 use crate::kernels;
 use crate::policy::ReshardAfterForward;
 use crate::storage::Pool;
-use crate::unit::{FsdpParam, ParamGroup, Reduction, UnitId};
+use crate::unit::{FsdpParam, ParamGroup, Reduction, UnitId, Uses};
 
 /// No lock is held while an action is carried out: it may wait for peers, and run the user's code.
 pub(crate) struct Schedule {
@@ -57,8 +58,32 @@ impl Schedule {
 
     /// Adds a unit, which is at its position in the order of calls.
     pub(crate) fn add(&self, unit: Arc<ParamGroup>, reshard_after_forward: ReshardAfterForward) {
-        self.order().add(UnitRules::new(unit.trainable(), reshard_after_forward));
-        lock(&self.units).push(unit);
+        let rules = UnitRules::new(unit.trainable(), reshard_after_forward);
+        self.add_with(unit, rules);
+    }
+
+    /// Adds a unit that is made by name in the one that will be at the position `called`.
+    pub(crate) fn add_by_name(self: &Arc<Self>, unit: Arc<ParamGroup>, policy: ReshardAfterForward, called: usize) {
+        unit.tell_uses(self);
+        let has_frozen = unit.has_frozen();
+        let rules = UnitRules { has_frozen, by_name_in: Some(called), ..UnitRules::new(unit.trainable(), policy) };
+        self.add_with(unit, rules);
+    }
+
+    fn add_with(&self, unit: Arc<ParamGroup>, mut rules: UnitRules) {
+        let mut units = lock(&self.units);
+        let mut order = self.order();
+        let at = |other: &Arc<ParamGroup>| other.index();
+        let by_name = |other: &&Arc<ParamGroup>| order.is_by_name(other.index());
+        rules.around =
+            units.iter().filter(by_name).filter(|other| other.path().contains(unit.path())).map(at).collect();
+        let inside: Vec<usize> = match rules.by_name_in {
+            Some(_) => units.iter().filter(|other| unit.path().contains(other.path())).map(at).collect(),
+            None => vec![],
+        };
+        order.add(rules, &inside);
+        drop(order);
+        units.push(unit);
     }
 
     /// Forgets the units from the `count`-th on: those inside one that failed to build.
@@ -74,6 +99,16 @@ impl Schedule {
     /// The position of the next unit.
     pub(crate) fn next_index(&self) -> usize {
         lock(&self.units).len()
+    }
+
+    /// The units in the order in which their forwards began, in the forward that ran last.
+    pub(crate) fn forward_order(&self) -> Vec<usize> {
+        self.order().forward_order()
+    }
+
+    /// Whether ranks may use different units, and need an order that does not depend on what they use.
+    pub(crate) fn ranks_may_differ(&self) -> bool {
+        lock(&self.units).iter().any(|unit| unit.settings().reduce_scatter_unused_params)
     }
 
     fn unit(&self, index: usize) -> Option<Arc<ParamGroup>> {
@@ -131,7 +166,7 @@ impl Schedule {
     pub(crate) fn pre_forward(&self, unit: &ParamGroup) -> Result<ForwardGuard<'_>> {
         self.check(unit.id())?;
         let (forward, actions) =
-            self.order().forward_begins(unit.index()).map_err(|refused| explain(refused, unit.id()))?;
+            self.order().forward_begins(unit.index(), keeps_graph()).map_err(|refused| explain(refused, unit.id()))?;
         let guard = ForwardGuard { schedule: self, forward, ok: false };
         self.carry_out(actions)?;
         Ok(guard)
@@ -227,6 +262,21 @@ impl BackwardEvents for Schedule {
         self.check(unit)?;
         let actions = self.order().gradient_complete(unit.index, position).map_err(|refused| explain(refused, unit))?;
         param.gradient().complete();
+        self.carry_out(actions)
+    }
+}
+
+impl Uses for Schedule {
+    fn used(&self, unit: &UnitId) -> Result<()> {
+        self.check(unit)?;
+        let (actions, in_backward) = {
+            let mut order = self.order();
+            let actions = order.used(unit.index, keeps_graph()).map_err(|refused| explain(refused, unit))?;
+            (actions, order.is_in_backward())
+        };
+        if in_backward && !actions.is_empty() {
+            spans::enter(&unit.name);
+        }
         self.carry_out(actions)
     }
 }

@@ -1,7 +1,7 @@
 //! The communication unit: the parameters of one `fully_shard` call, gathered, freed and reduced together.
 
 use std::collections::HashSet;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use candle_core::{Result, Tensor, TensorId};
 use fsdp_core::layout::chunk_range;
@@ -14,6 +14,7 @@ use super::param::FsdpParam;
 use super::path::{UnitId, UnitPath};
 use super::settings::Settings;
 use super::turn::{Refused, Turn, Turns};
+use super::uses::Uses;
 use crate::error::Error;
 use crate::policy::MixedPrecisionPolicy;
 use crate::storage::{Pool, to_tensor};
@@ -131,6 +132,12 @@ impl ParamGroup {
     /// Notes that the unit is several modules that are called apart.
     pub(crate) fn take_apart(&self) {
         self.path.take_apart(self.params().iter().map(|param| param.name()));
+    }
+
+    /// Makes the parameters tell of their uses.
+    pub(crate) fn tell_uses<T: Uses + 'static>(&self, to: &Arc<T>) {
+        let to: Weak<T> = Arc::downgrade(to);
+        self.params().iter().for_each(|param| param.tell_uses(to.clone()));
     }
 
     /// Where unsharded parameters come from and go to.

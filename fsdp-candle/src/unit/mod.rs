@@ -13,6 +13,7 @@ mod reduction;
 mod room;
 mod settings;
 mod turn;
+mod uses;
 
 pub(crate) use group::ParamGroup;
 pub use param::FsdpParam;
@@ -20,3 +21,4 @@ pub(crate) use param::{Nodes, ParamSpec};
 pub(crate) use path::{ROOT, UnitId, UnitPath, parents};
 pub(crate) use reduction::Reduction;
 pub(crate) use settings::Settings;
+pub(crate) use uses::Uses;

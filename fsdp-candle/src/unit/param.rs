@@ -1,7 +1,8 @@
 //! One parameter: a shard that an optimizer owns, a full tensor that layers hold, and the gradient that collects in
 //! backward.
 
-use std::sync::{Arc, LazyLock, OnceLock};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, LazyLock, OnceLock, Weak};
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Result, Shape, Tensor, Var, bail};
@@ -13,6 +14,7 @@ use super::lookup::Lookup;
 use super::memory::Values;
 use super::path::UnitId;
 use super::room::Room;
+use super::uses::{Told, Uses};
 use crate::data_parallel::{DataParallel, ShardLayout};
 use crate::error::Error;
 use crate::extension::AllGatherExtension;
@@ -58,6 +60,9 @@ pub struct FsdpParam {
     values: Values,
     gradient: Gradient,
     unit: OnceLock<Place>,
+    uses: Told,
+    /// Whether a layer that tells of its uses holds it.
+    claimed: AtomicBool,
 }
 
 /// The unit of a parameter, and its position there.
@@ -113,6 +118,8 @@ impl FsdpParam {
             gradient: Gradient::new(room.clone()),
             room,
             unit: OnceLock::new(),
+            uses: Told::new(),
+            claimed: AtomicBool::new(false),
         });
         BY_TENSOR.insert(&param.anchor, &param);
         BY_TENSOR.insert(param.full(), &param);
@@ -246,20 +253,56 @@ impl FsdpParam {
         }
     }
 
+    /// Notes that a layer holds the parameter which says so before it uses it.
+    pub(crate) fn claim(&self) {
+        self.claimed.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_claimed(&self) -> bool {
+        self.claimed.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn tell_uses(&self, to: Weak<dyn Uses>) {
+        // Set once, by the call that made the unit.
+        let _ = self.uses.set(to);
+    }
+
+    /// Says that a layer is about to use the parameter.
+    ///
+    /// # Errors
+    /// Those of a gather, and when the full tensor can't be used now.
+    pub(crate) fn used(&self) -> Result<()> {
+        if let Some(uses) = self.uses.get().and_then(Weak::upgrade) {
+            uses.used(self.unit()?.0)?;
+        }
+        self.check_unsharded()
+    }
+
+    /// Says that backward leaves a gradient with the parameter. Its values may be gone.
+    pub(crate) fn used_by_gradient(&self) -> Result<()> {
+        match self.uses.get().and_then(Weak::upgrade) {
+            Some(uses) => uses.used(self.unit()?.0),
+            None => Ok(()),
+        }
+    }
+
     /// An error that says why the full tensor can't be used now, unless it can.
-    pub(crate) fn check_unsharded(&self) -> Result<()> {
+    fn check_unsharded(&self) -> Result<()> {
         if self.is_unsharded() {
             return Ok(());
         }
         let unit = self.unit.get().map_or("(being built)", |place| &place.unit.name);
-        Err(Error::Parameter {
-            name: self.name().into(),
-            message: format!(
+        let message = match self.uses.get() {
+            Some(_) => format!(
+                "its values are sharded and not gathered here: unit `{unit}` is gathered inside a forward of the model \
+                 alone. Call the model through its FsdpModule (`forward`, `call` or `call_mut`), which runs the hooks"
+            ),
+            None => format!(
                 "its values are sharded and not gathered here: unit `{unit}` is not inside a forward of its own. Call \
                  the unit through its FsdpModule (`forward` or `call`), which runs the hooks, or `unshard()` it first"
             ),
-        }
-        .into())
+        };
+        Err(Error::Parameter { name: self.name().into(), message }.into())
     }
 
     /// The shard in the dtype that travels.

@@ -3,12 +3,14 @@
 
 mod accumulation;
 mod building;
+mod by_name;
 mod checkpointing;
 mod common;
 mod communication;
 mod contract;
 mod failures;
 mod finite;
+mod gradcheck;
 mod graph_cut;
 mod heartbeat;
 mod layers;

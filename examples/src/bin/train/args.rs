@@ -158,6 +158,13 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t = GradSync::Every, help_heading = "Sharding")]
     pub(crate) grad_sync: GradSync,
 
+    /// Compare the gradients with differences of the loss before the first step, and stop if they are not the same
+    ///
+    /// Each block is checked along two random directions, of four forwards each; the first that loses gradient is
+    /// named. Only with --param-dtype f32.
+    #[arg(long, help_heading = "Run")]
+    pub(crate) gradcheck: bool,
+
     /// Write a trace of what every process computes and communicates, to be opened at ui.perfetto.dev
     /// (`Open trace file`) or chrome://tracing
     ///

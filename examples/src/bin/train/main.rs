@@ -12,6 +12,7 @@ mod damage;
 mod done;
 mod export;
 mod exported;
+mod gradcheck;
 mod health;
 mod logging;
 mod memory;
@@ -68,6 +69,10 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
             "nothing to train: step {} is done already and --steps is {}; raise it to go on",
             done.step, args.steps
         ));
+    }
+    if args.gradcheck && done.step < args.steps {
+        tracing::debug_span!("gradcheck")
+            .in_scope(|| gradcheck::check(args, &model, &batches, done.sequences, world))?;
     }
     let mut log = if world.rank() == 0 { Some(StepLog::open(args, done.step)?) } else { None };
     let shard_bytes = setup::shard_bytes(&vars);

@@ -6,7 +6,7 @@ use anyhow::{Context, bail, ensure};
 use candle_core::DType;
 use fsdp_candle::initializer::{Fallback, Philox, Pretrained};
 use fsdp_candle::nn::{LoraConfig, is_adapter};
-use fsdp_candle::{DeviceMesh, FsdpModule, FullyShard, MixedPrecisionPolicy, ShardedVarMap, World};
+use fsdp_candle::{DeviceMesh, FsdpModule, FullyShard, MixedPrecisionPolicy, ShardedVarMap, World, no_grad};
 use fsdp_examples::console::Console;
 use fsdp_examples::data::{Batches, Data, Text};
 use fsdp_examples::generate;
@@ -165,7 +165,7 @@ pub(crate) fn sample(
 ) -> anyhow::Result<String> {
     let prompt = batches.prompt(PROMPT_TOKENS)?;
     let context = config.max_positions().min(SAMPLE_CONTEXT);
-    let ids = generate::sample(model, &prompt, SAMPLE_TOKENS, context, 0.8, 0, world.device())
+    let ids = no_grad(|| generate::sample(model, &prompt, SAMPLE_TOKENS, context, 0.8, 0, world.device()))
         .context("can't generate a sample")?;
     Ok(format!("{:?} -> {:?}", text.decode(&prompt)?, text.decode(&ids)?))
 }

@@ -3,6 +3,7 @@
 use candle_core::{Module, Result, Tensor, bail};
 use candle_nn::{ConvTranspose1dConfig, ConvTranspose2dConfig, Init, VarBuilder};
 
+use super::super::weight::claim;
 use super::op::{Sizes, convolve, unplaced};
 use super::straight::of_group;
 use super::unfold::Window;
@@ -19,6 +20,8 @@ pub struct ConvTranspose1d {
 impl ConvTranspose1d {
     /// A layer with this weight and bias.
     pub fn new(weight: Tensor, bias: Option<Tensor>, config: ConvTranspose1dConfig) -> Self {
+        claim(&weight);
+        bias.iter().for_each(claim);
         Self { weight, bias, config }
     }
 
@@ -87,6 +90,8 @@ pub struct ConvTranspose2d {
 impl ConvTranspose2d {
     /// A layer with this weight and bias.
     pub fn new(weight: Tensor, bias: Option<Tensor>, config: ConvTranspose2dConfig) -> Self {
+        claim(&weight);
+        bias.iter().for_each(claim);
         Self { weight, bias, config }
     }
 

@@ -10,10 +10,7 @@ use half::{bf16, f16};
 
 use crate::nn::weight::Weight;
 
-/// Whether the kernels serve this tensor; otherwise its layer falls back to a chain of Candle's own operations.
-pub(in crate::nn) fn served(tensor: &Tensor) -> bool {
-    tensor.device().is_cpu() && matches!(tensor.dtype(), DType::F32 | DType::F16 | DType::BF16)
-}
+pub(in crate::nn) use crate::nn::weight::served;
 
 /// The CPU storage of a tensor that lives on the CPU.
 pub(in crate::nn) fn cpu(storage: &Storage) -> Result<&CpuStorage> {

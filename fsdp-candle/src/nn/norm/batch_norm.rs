@@ -8,6 +8,7 @@ use candle_nn::{Init, VarBuilder};
 
 pub use candle_nn::BatchNormConfig;
 
+use super::super::weight::claim;
 use super::channels::scale_and_shift;
 
 /// Normalization of each channel over the batch, as [`candle_nn::BatchNorm`]: running statistics, weight and bias
@@ -98,6 +99,7 @@ impl BatchNorm {
                 bail!("BatchNorm: the {what} {:?} must be [{num_features}]", tensor.dims());
             }
         }
+        weight_and_bias.iter().flat_map(|(weight, bias)| [weight, bias]).for_each(claim);
         Ok(Self {
             running_mean: Var::from_tensor(&running_mean)?,
             running_var: Var::from_tensor(&running_var)?,

@@ -5,6 +5,7 @@ use candle_nn::{Init, VarBuilder};
 
 pub use candle_nn::LayerNormConfig;
 
+use super::super::weight::claim;
 use super::rows::normalize;
 
 /// Layer normalization over the last dimension: weight `[hidden]`, optional bias `[hidden]`, input and output
@@ -33,17 +34,23 @@ pub struct LayerNorm {
 impl LayerNorm {
     /// A layer with this weight and bias, each `[hidden]`; `eps` is added to the variance.
     pub fn new(weight: Tensor, bias: Tensor, eps: f64) -> Self {
-        Self { weight, bias: Some(bias), remove_mean: true, eps }
+        Self::of(weight, Some(bias), true, eps)
     }
 
     /// A layer without a bias.
     pub fn new_no_bias(weight: Tensor, eps: f64) -> Self {
-        Self { weight, bias: None, remove_mean: true, eps }
+        Self::of(weight, None, true, eps)
     }
 
     /// A layer that does not subtract the mean: what [`RmsNorm`] is.
     pub fn rms_norm(weight: Tensor, eps: f64) -> Self {
-        Self { weight, bias: None, remove_mean: false, eps }
+        Self::of(weight, None, false, eps)
+    }
+
+    fn of(weight: Tensor, bias: Option<Tensor>, remove_mean: bool, eps: f64) -> Self {
+        claim(&weight);
+        bias.iter().for_each(claim);
+        Self { weight, bias, remove_mean, eps }
     }
 
     /// The weight, `[hidden]`.
@@ -81,7 +88,7 @@ pub fn layer_norm<C: Into<LayerNormConfig>>(hidden: usize, config: C, vb: VarBui
     let named = |name: &'static str, older: &'static str| if old(name, older) { older } else { name };
     let weight = vb.get_with_hints(hidden, named("weight", "gamma"), Init::Const(1.))?;
     let bias = affine.then(|| vb.get_with_hints(hidden, named("bias", "beta"), Init::Const(0.))).transpose()?;
-    Ok(LayerNorm { weight, bias, remove_mean, eps })
+    Ok(LayerNorm::of(weight, bias, remove_mean, eps))
 }
 
 /// A [`LayerNorm`] without a bias, from the tensor `weight` of `vb`, which starts as one.
@@ -99,6 +106,7 @@ pub struct RmsNorm {
 impl RmsNorm {
     /// A layer with this weight, `[hidden]`; `eps` is added to the mean square.
     pub fn new(weight: Tensor, eps: f64) -> Self {
+        claim(&weight);
         Self { weight, eps }
     }
 

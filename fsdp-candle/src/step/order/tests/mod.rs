@@ -57,15 +57,15 @@ proptest! {
 fn chain(blocks: usize) -> (Order, usize) {
     let mut order = Order::default();
     for _ in 0..=blocks {
-        order.add(UnitRules::new(1, Default));
+        order.add(UnitRules::new(1, Default), &[]);
     }
     (order, blocks)
 }
 
 fn forward(order: &mut Order, root: usize) -> Vec<Action> {
-    let (outer, mut all) = order.forward_begins(root).unwrap();
+    let (outer, mut all) = order.forward_begins(root, true).unwrap();
     for block in 0..root {
-        let (forward, actions) = order.forward_begins(block).unwrap();
+        let (forward, actions) = order.forward_begins(block, true).unwrap();
         all.extend(actions);
         let (hook, actions) = order.forward_ends(block, forward, 1);
         assert!(hook);
@@ -85,7 +85,7 @@ fn a_step_of_a_chain() {
     let first = [Gather(2), Await(2), Gather(0), Await(0), Free(0), Gather(1), Await(1), Free(1)];
     assert_eq!(forward(&mut order, root), first);
     assert_eq!(order.backward_begins(None), Ok(Some(root)));
-    assert_eq!(order.forward_begins(0).unwrap_err(), Refused::InBackward);
+    assert_eq!(order.forward_begins(0, true).unwrap_err(), Refused::InBackward);
     assert_eq!(order.before_unit(root).unwrap(), [Gather(2), Await(2), Gather(1)]);
     assert_eq!(order.before_the_graph(), [Gather(2), Await(2)]);
     let reduce = |unit| [FreeParameter { unit, position: 0 }, Action::Reduce { unit, apart: false }];
@@ -101,7 +101,7 @@ fn a_step_of_a_chain() {
     let next = [Gather(2), Await(2), Gather(0), Gather(0), Await(0), Gather(1), Free(0), Gather(1), Await(1), Free(1)];
     assert_eq!(forward(&mut order, root), next);
     // Without a backward, the next forward frees what it left.
-    let (_, actions) = order.forward_begins(root).unwrap();
+    let (_, actions) = order.forward_begins(root, true).unwrap();
     assert_eq!(actions[..3], [Free(0), Free(1), Free(2)]);
 }
 

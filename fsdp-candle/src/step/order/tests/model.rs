@@ -3,9 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::policy::ReshardAfterForward::{Always, Default, Never, To};
-use crate::step::order::{StepSettings, UnitRules};
+use crate::step::rules::{StepSettings, UnitRules};
 
-/// One `fully_shard` call.
+/// A unit: one `fully_shard` call's, or one by name.
 #[derive(Clone, Debug)]
 pub(super) struct Unit {
     pub(super) parent: Option<usize>,
@@ -14,7 +14,14 @@ pub(super) struct Unit {
     pub(super) rules: UnitRules,
 }
 
-/// A call of a unit's forward, with the calls inside it.
+impl Unit {
+    /// Whether nobody calls it.
+    pub(super) fn is_by_name(&self) -> bool {
+        self.rules.by_name_in.is_some()
+    }
+}
+
+/// A call of a unit's forward, or a use of one by name, with those inside it.
 #[derive(Clone, Debug)]
 pub(super) struct Call {
     pub(super) unit: usize,
@@ -26,7 +33,8 @@ pub(super) struct Call {
 /// One step: forwards, and maybe their backward.
 #[derive(Clone, Debug)]
 pub(super) struct Iteration {
-    pub(super) forwards: Vec<Call>,
+    /// Each with whether it keeps a graph.
+    pub(super) forwards: Vec<(Call, bool)>,
     pub(super) backward: bool,
     pub(super) is_last: bool,
     /// The number of actions after which the step fails.
@@ -56,38 +64,69 @@ impl Tape {
     }
 
     pub(super) fn model(&mut self, fixed: bool) -> Model {
-        let count = 1 + self.below(7);
-        let units = (0..count)
-            .map(|unit| {
-                let params: Vec<bool> = (0..self.below(4)).map(|_| !self.once_in(6)).collect();
-                let trainable = params.iter().filter(|trainable| **trainable).count();
-                let policy = [Default, Always, Never, To(2)][self.below(4)];
-                let mut rules = UnitRules::new(trainable, policy);
-                rules.reshard_after_backward = !self.once_in(10);
-                if self.once_in(8) {
-                    rules.forward_prefetch = (0..self.below(3)).map(|_| self.below(count)).collect();
-                    rules.backward_prefetch = (0..self.below(3)).map(|_| self.below(count)).collect();
+        let mut units: Vec<Unit> = vec![];
+        let calls = 1 + self.below(5);
+        for call in 0..calls {
+            // Those by name inside a unit that is called come before it, in the order in which they were built, each
+            // before those inside it.
+            let by_name = [0, 0, 0, 1, 2, 3][self.below(6)];
+            let called = units.len() + by_name;
+            for _ in 0..by_name {
+                let mut unit = self.unit();
+                let mut chain = vec![called];
+                chain
+                    .extend(units.last().filter(|last| last.rules.by_name_in == Some(called)).map(|_| units.len() - 1));
+                while let Some(around) = chain.last().and_then(|&at| units.get(at)?.parent).filter(|at| *at != called) {
+                    chain.push(around);
                 }
-                // Built bottom-up: what is around a unit is built after it.
-                let parent = (unit + 1 < count).then(|| unit + 1 + self.below(count - unit - 1));
-                Unit { parent, params, rules }
-            })
-            .collect();
+                unit.parent = Some(chain[self.below(chain.len())]);
+                unit.rules.by_name_in = Some(called);
+                units.push(unit);
+            }
+            let mut unit = self.unit();
+            // Built bottom-up: what is around a unit is built after it. Filled in below.
+            unit.parent = (call + 1 < calls).then_some(called);
+            units.push(unit);
+        }
+        let count = units.len();
+        for at in 0..count {
+            if units[at].parent == Some(at) {
+                // In a fixed order, where what is by name may be skipped, none is inside that.
+                let later = (at + 1..count).filter(|&other| !fixed || !units[other].is_by_name());
+                let later: Vec<usize> = later.collect();
+                units[at].parent = Some(later[self.below(later.len())]);
+            }
+            if self.once_in(8) {
+                units[at].rules.forward_prefetch = (0..self.below(3)).map(|_| self.below(count)).collect();
+                units[at].rules.backward_prefetch = (0..self.below(3)).map(|_| self.below(count)).collect();
+            }
+        }
+        for at in 0..count {
+            let mut outer = units[at].parent;
+            while let Some(unit) = outer {
+                if units[unit].is_by_name() {
+                    units[at].rules.around.push(unit);
+                }
+                outer = units[unit].parent;
+            }
+        }
         let settings = StepSettings {
             implicit_prefetch: !self.once_in(5),
             max_reductions: 1 + self.below(3),
+            fixed_order: fixed,
             ..StepSettings::default()
         };
         let mut model = Model { units, settings, replicated: self.once_in(2), fixed, iterations: vec![] };
-        let mut last: Option<Vec<Call>> = None;
+        let mut last: Option<Vec<(Call, bool)>> = None;
         for _ in 0..1 + self.below(4) {
             let forwards = match last.clone().filter(|_| self.once_in(2)) {
                 Some(same) => same,
                 None => (0..1 + self.below(3) / 2)
                     .map(|_| {
                         // Nearly always the whole model, seldom a unit by itself.
-                        let unit = if self.once_in(8) { self.below(count) } else { count - 1 };
-                        self.call(&model, unit)
+                        let called: Vec<usize> = (0..count).filter(|&unit| !model.units[unit].is_by_name()).collect();
+                        let unit = if self.once_in(8) { called[self.below(called.len())] } else { count - 1 };
+                        (self.call(&model, unit), !self.once_in(7))
                     })
                     .collect(),
             };
@@ -102,6 +141,16 @@ impl Tape {
         model
     }
 
+    fn unit(&mut self) -> Unit {
+        let params: Vec<bool> = (0..self.below(4)).map(|_| !self.once_in(6)).collect();
+        let trainable = params.iter().filter(|trainable| **trainable).count();
+        let policy = [Default, Always, Never, To(2)][self.below(4)];
+        let mut rules = UnitRules::new(trainable, policy);
+        rules.has_frozen = trainable < params.len();
+        rules.reshard_after_backward = !self.once_in(10);
+        Unit { parent: None, params, rules }
+    }
+
     fn call(&mut self, model: &Model, unit: usize) -> Call {
         let all = 0..model.units[unit].params.len();
         let uses = all.filter(|_| !self.once_in(8)).collect();
@@ -110,18 +159,28 @@ impl Tape {
         let mut inner = vec![];
         while !inside.is_empty() {
             let next = if self.once_in(4) { self.below(inside.len()) } else { 0 };
+            // In a fixed order, those by name are used as they were built.
+            let next = if model.fixed && model.units[inside[next]].is_by_name() { 0 } else { next };
             let next = inside.remove(next);
             // Nearly always used once.
             let times = [1, 1, 1, 1, 0, 2][self.below(6)];
+            let times = if model.fixed && model.units[next].is_by_name() { times.min(1) } else { times };
             inner.extend((0..times).map(|_| self.call(model, next)));
         }
         Call { unit, uses, inner }
     }
 }
 
-/// The units of a call, in the order in which their forwards begin.
-pub(super) fn units_of(call: &Call) -> Vec<usize> {
-    std::iter::once(call.unit).chain(call.inner.iter().flat_map(units_of)).collect()
+/// Whether ranks may differ in what they use by name inside a unit: where no unit is called there.
+pub(super) fn may_skip(model: &Model, unit: usize) -> bool {
+    let called = model.units[unit].rules.by_name_in;
+    let is_called = |other: &Unit| !other.is_by_name() && other.parent == called;
+    model.fixed && called.is_some() && !model.units.iter().any(is_called)
+}
+
+/// How many calls and uses a call is made of.
+pub(super) fn count(call: &Call) -> usize {
+    1 + call.inner.iter().map(count).sum::<usize>()
 }
 
 /// The calls that a loss reaches: those inside one that it does not reach are none.

@@ -5,9 +5,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
 use super::log::{Log, Queue, Reducing};
-use super::model::{Call, Iteration, Model, count_uses, reach, units_of};
+use super::model::{Call, Iteration, Model, count, count_uses, reach};
 use crate::step::order::{Action, Order};
 use crate::step::reductions::Reductions;
+
+mod forward;
 
 /// An all-gather in flight: the parameters, and where it is queued.
 type Flight = (BTreeSet<usize>, (Queue, usize));
@@ -31,8 +33,10 @@ pub(super) struct Rank<'a> {
     /// Units that were gathered ahead and come next, and those that did not.
     ahead: BTreeSet<usize>,
     strays: BTreeSet<usize>,
-    /// The units of the last root forward in their order, and whether the order of backward follows from this step's.
+    /// The units of the last root forward in their order, those of this one, and whether the order of backward follows
+    /// from this step's.
     last: Option<Vec<usize>>,
+    begun: Vec<usize>,
     is_fresh: bool,
     /// Whether it does, each unit ran once, and the loss reaches all of them.
     is_plain: bool,
@@ -48,7 +52,7 @@ pub(super) struct Failed;
 impl<'a> Rank<'a> {
     pub(super) fn new(model: &'a Model) -> Self {
         let mut order = Order { settings: model.settings, ..Order::default() };
-        model.units.iter().for_each(|unit| order.add(unit.rules.clone()));
+        model.units.iter().for_each(|unit| order.add(unit.rules.clone(), &[]));
         let count = model.units.len();
         Rank {
             model,
@@ -64,11 +68,16 @@ impl<'a> Rank<'a> {
             ahead: BTreeSet::new(),
             strays: BTreeSet::new(),
             last: None,
+            begun: vec![],
             is_fresh: true,
             is_plain: false,
             path: vec![],
             left: None,
         }
+    }
+
+    fn is_by_name(&self, unit: usize) -> bool {
+        self.model.units[unit].is_by_name()
     }
 
     fn gathered(&self) -> BTreeSet<usize> {
@@ -193,63 +202,6 @@ impl<'a> Rank<'a> {
             .any(|unit| !(unit.rules.forward_prefetch.is_empty() && unit.rules.backward_prefetch.is_empty()))
     }
 
-    fn forward(&mut self, call: &Call) -> Result<BTreeMap<Vec<usize>, bool>, Failed> {
-        let mut hooks = BTreeMap::new();
-        self.forward_of(call, &mut vec![], &mut hooks)?;
-        let missed = std::mem::take(&mut self.ahead);
-        self.strays.extend(missed);
-        let units = units_of(call);
-        if self.last.as_ref() == Some(&units) && !self.has_lists() {
-            assert!(self.strays.is_empty(), "gathered ahead, and not next: {:?}", self.strays);
-        }
-        self.last = Some(units);
-        Ok(hooks)
-    }
-
-    /// Runs a forward; `hooks` gets, by the place of each call, whether its outputs have a hook.
-    fn forward_of(
-        &mut self,
-        call: &Call,
-        place: &mut Vec<usize>,
-        hooks: &mut BTreeMap<Vec<usize>, bool>,
-    ) -> Result<(), Failed> {
-        let unit = call.unit;
-        let (forward, actions) = self.order.forward_begins(unit).unwrap();
-        assert_eq!(forward.is_root, place.is_empty());
-        let outcome = (|| -> Result<(), Failed> {
-            let frees = actions.iter().take_while(|action| matches!(action, Action::Free(_))).count();
-            if forward.is_root {
-                self.carry_out(actions[..frees].to_vec())?;
-                self.kept.clear();
-                self.strays.clear();
-                self.ahead.clear();
-                self.check_bound();
-            } else {
-                assert_eq!(frees, 0, "a forward inside another frees nothing");
-            }
-            let actions = &actions[frees..];
-            self.look_ahead(unit, actions, self.model.units[unit].rules.forward_prefetch.len());
-            self.open.push(unit);
-            self.carry_out(actions.to_vec())?;
-            assert_eq!(self.there[unit].len(), self.model.units[unit].params.len(), "forward of {unit}");
-            for (position, inner) in call.inner.iter().enumerate() {
-                place.push(position);
-                self.forward_of(inner, place, hooks)?;
-                place.pop();
-            }
-            self.open.pop();
-            let (hook, actions) = self.order.forward_ends(unit, forward, 1);
-            hooks.insert(place.clone(), hook);
-            match actions.is_empty() {
-                true => self.kept.insert(unit),
-                false => self.kept.remove(&unit),
-            };
-            self.carry_out(actions)
-        })();
-        self.order.forward_is_over();
-        outcome
-    }
-
     /// Runs a backward over the calls that `reached` has, in reverse.
     fn backward(
         &mut self,
@@ -266,11 +218,12 @@ impl<'a> Rank<'a> {
         for (root, (call, _)) in forwards.iter().enumerate() {
             count_uses(call, root, &mut vec![], reached, &mut uses);
         }
-        let mut units: Vec<usize> = forwards.iter().flat_map(|(call, _)| units_of(call)).collect();
-        let calls = units.len();
+        let calls: usize = forwards.iter().map(|(call, _)| count(call)).sum();
+        let mut units = self.begun.clone();
         units.sort_unstable();
         units.dedup();
-        self.is_plain = self.is_fresh && forwards.len() == 1 && units.len() == calls && reached.len() == calls;
+        let once = units.len() == self.begun.len() && units.len() == calls;
+        self.is_plain = self.is_fresh && forwards.len() == 1 && once && reached.len() == calls;
         let before = self.strays.clone();
         let outcome = (|| -> Result<(), Failed> {
             if let Some(first) = first {
@@ -301,7 +254,9 @@ impl<'a> Rank<'a> {
         })();
         self.order.backward_is_over();
         outcome?;
-        if self.is_plain && !self.model.fixed && !self.has_lists() {
+        // What is inside a unit by name may come before it.
+        let is_flat = self.model.units.iter().all(|unit| unit.rules.around.is_empty());
+        if self.is_plain && is_flat && !self.model.fixed && !self.has_lists() {
             assert!(self.strays.is_subset(&before), "gathered ahead, and not next: {:?}", self.strays);
         }
         self.is_fresh = is_last;
@@ -330,11 +285,17 @@ impl<'a> Rank<'a> {
 
     fn before_unit(&mut self, unit: usize) -> Result<(), Failed> {
         let actions = self.order.before_unit(unit).unwrap();
+        self.begin_unit(unit, actions)
+    }
+
+    fn begin_unit(&mut self, unit: usize, actions: Vec<Action>) -> Result<(), Failed> {
         self.look_ahead(unit, &actions, self.model.units[unit].rules.backward_prefetch.len());
         self.open.push(unit);
         self.carry_out(actions)?;
         // Units that backward is done with do not hold gradients back for those of their parameters that were not used.
-        let done = (0..self.collected.len()).filter(|other| !self.path.contains(other));
+        // Backward may come to what is inside a unit by name before it comes to the unit.
+        let inside = |other: usize| self.model.units[other].rules.around.contains(&unit);
+        let done = (0..self.collected.len()).filter(|&other| !self.path.contains(&other) && !inside(other));
         let mut late = done.filter(|&other| !self.collected[other].is_empty());
         assert!(!self.is_plain || self.model.fixed || late.next().is_none(), "gradients wait for nothing");
         Ok(())
@@ -375,6 +336,12 @@ impl<'a> Rank<'a> {
 
     /// Backward comes to a use of a parameter.
     fn use_of(&mut self, unit: usize, param: usize, uses: &mut BTreeMap<(usize, usize), usize>) -> Result<(), Failed> {
+        if self.is_by_name(unit) {
+            let actions = self.order.used(unit, true).unwrap();
+            if !actions.is_empty() {
+                self.begin_unit(unit, actions)?;
+            }
+        }
         assert!(self.there[unit].contains(&param), "backward of {unit} came to parameter {param}, which is not there");
         let left = uses.get_mut(&(unit, param)).unwrap();
         *left -= 1;
@@ -414,19 +381,25 @@ impl<'a> Rank<'a> {
         self.ahead.clear();
         self.strays.clear();
         self.last = None;
+        self.begun.clear();
         self.is_fresh = true;
         self.path.clear();
     }
 
-    /// Runs a step with a loss that reaches what `reaches` says of each call.
+    /// Runs a step with a loss that reaches what `reaches` says of each call, and a forward that skips of what is by
+    /// name what it does not reach, where ranks may differ.
     pub(super) fn run(&mut self, iteration: &Iteration, mut reaches: impl FnMut() -> bool) {
         self.left = iteration.fails_after;
         let outcome = (|| -> Result<(), Failed> {
             let mut forwards = vec![];
-            for call in &iteration.forwards {
-                forwards.push((call, self.forward(call)?));
+            self.is_fresh &= iteration.forwards.len() == 1;
+            for (call, graph) in &iteration.forwards {
+                let hooks = self.forward(call, *graph, &mut || !reaches())?;
+                if *graph {
+                    forwards.push((call, hooks));
+                }
             }
-            if !iteration.backward {
+            if !iteration.backward || forwards.is_empty() {
                 self.is_fresh = false;
                 return Ok(());
             }
@@ -434,6 +407,8 @@ impl<'a> Rank<'a> {
             for (root, (call, _)) in forwards.iter().enumerate() {
                 reach(call, root, &mut vec![], &mut reaches, &mut reached);
             }
+            // What forward skipped.
+            reached.retain(|(root, place)| forwards[*root].1.contains_key(place));
             self.backward(&forwards, &reached, iteration.is_last)
         })();
         self.left = None;

@@ -1,0 +1,38 @@
+//! `--gradcheck`: the gradients are those of the loss, or the run ends before its first step.
+
+use anyhow::{Context, ensure};
+use candle_core::{DType, Module, Tensor};
+use fsdp_candle::{FsdpModule, GradcheckOptions, World, gradcheck, nn};
+use fsdp_examples::console::Console;
+use fsdp_examples::data::Batches;
+use fsdp_examples::models::LanguageModel;
+
+use crate::args::Args;
+
+/// Checks the model on the batch that comes next. Collective.
+///
+/// # Errors
+/// When a unit's gradient is wrong, or can't be checked.
+pub(crate) fn check(
+    args: &Args,
+    model: &FsdpModule<LanguageModel>,
+    batches: &Batches,
+    sequences: u64,
+    world: &World,
+) -> anyhow::Result<()> {
+    ensure!(
+        args.param_dtype.dtype() == DType::F32,
+        "--gradcheck compares small differences of the loss, which bf16 rounds away: use it with --param-dtype f32"
+    );
+    let (inputs, targets) = batches.micro_batch(sequences, 0)?;
+    let inputs_bt = Tensor::from_vec(inputs, (args.batch_size, args.seq_len), world.device())?;
+    let targets_bt = Tensor::from_vec(targets, (args.batch_size, args.seq_len), world.device())?;
+    let checked = gradcheck(model, &GradcheckOptions::default(), |model| {
+        nn::cross_entropy(&model.forward(&inputs_bt)?, &targets_bt)
+    });
+    let checked = checked.context("--gradcheck")?;
+    if world.rank() == 0 {
+        Console::Stderr.line(format_args!("gradcheck: the gradients of {} units are right", checked.len()));
+    }
+    Ok(())
+}

@@ -1,0 +1,278 @@
+//! Gradients against finite differences of the loss, unit by unit: what is lost in a silent cut shows nowhere else.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Tensor};
+use candle_nn::Init;
+use fsdp_core::{Buffer, ProcessGroup, ReduceOp};
+
+use crate::data_parallel::DataParallel;
+use crate::error::{Error, GradientMismatch, Result, UnitGradient};
+use crate::graph::no_grad;
+use crate::initializer::{Initializer, Philox, ShardRequest};
+use crate::module::FsdpModule;
+use crate::storage::{to_core_dtype, to_tensor};
+use crate::unit::FsdpParam;
+
+/// How far the loss is to change, as a share of it, and how far parameters may move for that, as a share of their norm.
+const CHANGE: f64 = 0.02;
+const FARTHEST: f64 = 0.05;
+
+/// How [`gradcheck`] compares.
+#[derive(Clone, Copy, Debug)]
+pub struct GradcheckOptions {
+    /// How far gradient and difference may be apart, as a share of the larger. 0.02 at first.
+    pub rtol: f64,
+    /// Random directions for each unit. 2 at first.
+    pub directions: usize,
+    /// What the directions are drawn with.
+    pub seed: u64,
+}
+
+impl Default for GradcheckOptions {
+    fn default() -> Self {
+        GradcheckOptions { rtol: 0.02, directions: 2, seed: 0 }
+    }
+}
+
+/// Checks that the gradients of a model are those of its loss, as `torch.autograd.gradcheck` does: each unit's
+/// trainable parameters are moved a little along a random direction, both ways, and the difference of the losses is
+/// compared with the gradient's product with that direction. Collective, on sharded parameters, which are left as they
+/// were. Returns what was compared, in the order in which the units run.
+///
+/// What it finds are operations without a backward (see [`nn`](crate::nn)): gradients that come another way around them
+/// (a residual, or adapters on a frozen base) look right and are not. What a hand-written backward computes wrongly
+/// shows as well.
+///
+/// `loss` runs forward on this rank's batch, again and again, and must do the same each time: seed what is random. With
+/// a forward of `&mut self`, call a clone of the module ([`FsdpModule::call_mut`]), which is the same units. Each
+/// direction of a unit takes four forwards, without a graph, and all together one backward. Running statistics
+/// ([`ShardedVarMap::buffers`](crate::ShardedVarMap::buffers)) see each forward. Call it between steps, with gradients
+/// that are averaged over the ranks.
+///
+/// # Errors
+/// [`Error::Gradcheck`] when some unit's gradient is wrong, which names it. [`Error::Argument`] when the loss differs
+/// from call to call, or parameters compute in half precision, whose differences are noise. Those of `loss`.
+///
+/// ```
+/// # use candle_core::{DType, Module, Tensor};
+/// # use fsdp_candle::{fully_shard, nn, Error, FullyShard, ShardedVarMap, World};
+/// use fsdp_candle::{gradcheck, GradcheckOptions};
+/// # let world = World::single()?;
+/// # let x = Tensor::new(&[[1f32, -2., 3., 0.5]], world.device())?;
+/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+/// # let opts = FullyShard::new(&vars);
+///
+/// let model = fully_shard(&opts, vars.builder(DType::F32), |vb| {
+///     Ok((nn::linear(4, 4, vb.pp("up"))?, nn::layer_norm(4, 1e-5, vb.pp("norm"))?))
+/// })?;
+/// let checked = gradcheck(&model, &GradcheckOptions::default(), |model| {
+///     model.call(|(up, norm)| norm.forward(&up.forward(&x)?))?.powf(3.)?.mean_all()
+/// })?;
+/// assert_eq!(checked[0].unit, "(root)");
+///
+/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+/// # let opts = FullyShard::new(&vars);
+/// let model = fully_shard(&opts, vars.builder(DType::F32), |vb| {
+///     Ok((nn::linear(4, 4, vb.pp("up"))?, candle_nn::layer_norm(4, 1e-5, vb.pp("norm"))?)) // has no backward
+/// })?;
+/// let checked = gradcheck(&model, &GradcheckOptions::default(), |model| {
+///     let y = model.call(|(up, norm)| Ok((up.forward(&x)? + norm.forward(&up.forward(&x)?)?)?))?;
+///     y.powf(3.)?.mean_all()
+/// });
+/// assert!(matches!(checked, Err(Error::Gradcheck(_))));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn gradcheck<M>(
+    model: &FsdpModule<M>,
+    options: &GradcheckOptions,
+    mut loss: impl FnMut(&FsdpModule<M>) -> candle_core::Result<Tensor>,
+) -> Result<Vec<UnitGradient>> {
+    let check = Check::of(model)?;
+    let first = check.loss(model, &mut loss)?;
+    let second = check.loss(model, &mut loss)?;
+    if first.to_bits() != second.to_bits() {
+        return Err(Error::Argument(format!(
+            "gradcheck: the loss is {first} and then {second} with the same parameters: seed what is random in it"
+        )));
+    }
+    let grads = model.backward(&loss(model)?)?;
+    let order = model.schedule().forward_order();
+    let mut units: Vec<_> = model.units().into_iter().filter(|unit| check.checks(unit.params())).collect();
+    units.sort_by_key(|unit| order.iter().position(|&index| index == unit.index()));
+    let mut all = vec![];
+    for unit in units {
+        let mut worst: Option<UnitGradient> = None;
+        for direction in 0..options.directions.max(1) {
+            let seed = options.seed.wrapping_add(direction as u64);
+            let moves = check.moves(unit.params(), &grads, seed)?;
+            let found = check.compare(unit.name(), &moves, options.rtol, first, || check.loss(model, &mut loss))?;
+            if worst.as_ref().is_none_or(|worst| found.excess() > worst.excess()) {
+                worst = Some(found);
+            }
+        }
+        all.extend(worst);
+    }
+    match all.iter().all(UnitGradient::agrees) {
+        true => Ok(all),
+        false => Err(Error::Gradcheck(GradientMismatch { units: all })),
+    }
+}
+
+/// What all units share.
+struct Check {
+    ranks: Arc<DataParallel>,
+    /// The share of a loss that is rounding.
+    noise: f64,
+}
+
+/// A direction of a unit's parameters.
+struct Moves {
+    shards: Vec<(Arc<FsdpParam>, Tensor, Tensor)>,
+    /// The gradient's product with it.
+    analytic: f64,
+    /// The norm of the parameters.
+    size: f64,
+}
+
+impl Check {
+    fn of<M>(model: &FsdpModule<M>) -> Result<Self> {
+        let params: Vec<_> = model.units().iter().flat_map(|unit| unit.params().to_vec()).collect();
+        let Some(first) = params.iter().find(|param| param.trainable()) else {
+            return Err(Error::Argument("gradcheck: no parameter of the model is trained".into()));
+        };
+        for param in &params {
+            for dtype in [param.dtype(), param.compute_dtype()] {
+                if !matches!(dtype, DType::F32 | DType::F64) {
+                    return Err(Error::Argument(format!(
+                        "gradcheck: parameter `{}` is of {dtype:?}, whose differences are rounding: check the model in \
+                         F32 or F64, with a policy (`param_dtype`) and a builder of that",
+                        param.name()
+                    )));
+                }
+            }
+        }
+        let exact = params.iter().all(|param| param.compute_dtype() == DType::F64);
+        Ok(Check { ranks: first.ranks().clone(), noise: if exact { 1e-13 } else { 2e-6 } })
+    }
+
+    fn checks(&self, params: &[Arc<FsdpParam>]) -> bool {
+        params.iter().any(|param| param.trainable())
+    }
+
+    /// The mean of the ranks' losses.
+    fn loss<M>(
+        &self,
+        model: &FsdpModule<M>,
+        loss: &mut impl FnMut(&FsdpModule<M>) -> candle_core::Result<Tensor>,
+    ) -> Result<f64> {
+        // Nothing that was gathered before parameters moved.
+        for unit in model.schedule().units() {
+            unit.reshard()?;
+        }
+        let own = no_grad(|| loss(model))?.to_dtype(DType::F64)?.to_scalar::<f64>()?;
+        let mean = self.ranks.shard().all_reduce_scalar(own, ReduceOp::Avg)?;
+        match self.ranks.replicate() {
+            Some(replicas) => Ok(replicas.all_reduce_scalar(mean, ReduceOp::Avg)?),
+            None => Ok(mean),
+        }
+    }
+
+    /// A direction: as much of a random one as of the gradient's own, along which what is lost shows best.
+    fn moves(&self, params: &[Arc<FsdpParam>], grads: &candle_core::backprop::GradStore, seed: u64) -> Result<Moves> {
+        let mut drawn = vec![];
+        // Of each set of ranks: the squares of what was drawn, of the gradient and of the parameters, and the product.
+        let mut sums: Vec<(ProcessGroup, [f64; 4])> = vec![];
+        for param in params.iter().filter(|param| param.trainable()) {
+            let ranks = param.ranks().shard();
+            let at = sums.iter().position(|(other, _)| other.is(ranks)).unwrap_or(sums.len());
+            if at == sums.len() {
+                sums.push((ranks.clone(), [0.; 4]));
+            }
+            if param.region().is_empty() {
+                continue;
+            }
+            let random = random(param, seed)?;
+            let gradient = match grads.get(param.var()) {
+                Some(gradient) => gradient.clone(),
+                None => random.zeros_like()?,
+            };
+            let values = param.var().as_tensor().copy()?.detach();
+            let products = [(&random, &random), (&gradient, &gradient), (&values, &values), (&gradient, &random)];
+            for (sum, (a, b)) in sums[at].1.iter_mut().zip(products) {
+                let product = a.to_dtype(DType::F64)?.mul(&b.to_dtype(DType::F64)?)?;
+                *sum += product.sum_all()?.to_scalar::<f64>()?;
+            }
+            drawn.push((param.clone(), random, gradient, values));
+        }
+        let mut all = [0.; 4];
+        for (ranks, sums) in sums {
+            for (all, sum) in all.iter_mut().zip(sums) {
+                *all += ranks.all_reduce_scalar(sum, ReduceOp::Sum)?;
+            }
+        }
+        let [random, gradient, size, both] = all;
+        let of_norm = |square: f64| if square > 0. { square.sqrt().recip() } else { 0. };
+        let (by_random, by_gradient) = (of_norm(random), of_norm(gradient));
+        let shards = drawn.into_iter().map(|(param, random, gradient, values)| {
+            let direction = ((random * by_random)? + (gradient * by_gradient)?)?;
+            Ok((param, values, direction))
+        });
+        Ok(Moves {
+            shards: shards.collect::<Result<_>>()?,
+            analytic: both * by_random + gradient * by_gradient,
+            size: size.sqrt(),
+        })
+    }
+
+    /// Holds a direction's differences against its product with the gradient.
+    fn compare(
+        &self,
+        unit: &str,
+        moves: &Moves,
+        rtol: f64,
+        loss: f64,
+        mut at: impl FnMut() -> Result<f64>,
+    ) -> Result<UnitGradient> {
+        let analytic = moves.analytic;
+        let farthest = if moves.size > 0. { FARTHEST * moves.size } else { FARTHEST };
+        let wanted = CHANGE * loss.abs().max(1e-3) / analytic.abs();
+        let step = if wanted.is_finite() { wanted.min(farthest) } else { farthest };
+        let mut moved = |by: f64| -> Result<f64> {
+            let outcome = moves.set(by).and_then(|()| at());
+            // Back, whatever came of it.
+            moves.set(0.)?;
+            outcome
+        };
+        let wide = (moved(step)? - moved(-step)?) / (2. * step);
+        let narrow = (moved(step / 2.)? - moved(-step / 2.)?) / step;
+        // What is of the third order cancels.
+        let numeric = (4. * narrow - wide) / 3.;
+        let noise = 4. * self.noise * loss.abs() / step + (wide - narrow).abs();
+        let tolerance = rtol * analytic.abs().max(numeric.abs()) + noise;
+        Ok(UnitGradient { unit: unit.into(), analytic, numeric, tolerance })
+    }
+}
+
+impl Moves {
+    /// Puts the parameters so far along the direction.
+    fn set(&self, by: f64) -> Result<()> {
+        for (param, values, direction) in &self.shards {
+            match by {
+                0. => param.var().set(values)?,
+                by => param.var().set(&(values + (direction * by)?)?)?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Normal numbers of a parameter's shard: the same however it is sharded.
+fn random(param: &FsdpParam, seed: u64) -> Result<Tensor> {
+    let (shape, region) = (param.shape().dims(), param.region());
+    let init = Init::Randn { mean: 0., stdev: 1. };
+    let mut buffer = Buffer::try_zeros(to_core_dtype(param.dtype())?, region.elements())?;
+    let request = ShardRequest { name: param.name(), shape, dtype: param.dtype(), region, init };
+    Philox::new(seed).fill(&request, buffer.bytes_mut())?;
+    Ok(to_tensor(buffer, &region.sizes, param.var().device())?)
+}

@@ -1,0 +1,101 @@
+//! Experts by name, of which each rank uses others.
+
+use candle_core::{DType, Module, Result, Tensor};
+use fsdp_candle::{FsdpModule, FullyShard, ReshardAfterForward, ShardedVarMap, World, nn, shard};
+
+use crate::common::{Gradients, WIDTH, assert_close, batch, gradients, ranks, vars};
+
+const LAYERS: usize = 2;
+const EXPERTS: usize = 3;
+
+struct Layer {
+    up: nn::Linear,
+    experts: Vec<nn::Linear>,
+}
+
+struct Model(Vec<Layer>);
+
+impl Model {
+    fn new(vb: candle_nn::VarBuilder) -> Result<Self> {
+        let layer = |i| {
+            let vb: candle_nn::VarBuilder = vb.pp(format!("layers.{i}"));
+            let expert = |j| nn::linear(WIDTH, WIDTH, vb.pp(format!("experts.{j}")));
+            // Built in another order than they run in.
+            let experts = (0..EXPERTS).map(expert).collect::<Result<_>>()?;
+            Ok(Layer { experts, up: nn::linear(WIDTH, WIDTH, vb.pp("up"))? })
+        };
+        Ok(Model((0..LAYERS).map(layer).collect::<Result<_>>()?))
+    }
+
+    /// The experts that `used` chooses; the others' factor is 0 where `all`.
+    fn forward(&self, x: &Tensor, used: impl Fn(usize, usize) -> bool, all: bool) -> Result<Tensor> {
+        let mut x = x.clone();
+        for (i, layer) in self.0.iter().enumerate() {
+            x = nn::gelu(&layer.up.forward(&x)?)?;
+            let mut sum = x.clone();
+            for (j, expert) in layer.experts.iter().enumerate() {
+                match (used(i, j), all) {
+                    (true, _) => sum = (sum + expert.forward(&x)?)?,
+                    (false, true) => sum = (sum + (expert.forward(&x)? * x.zeros_like()?)?)?,
+                    (false, false) => {}
+                }
+            }
+            x = sum;
+        }
+        Ok(x)
+    }
+}
+
+fn build(world: &World, names: &[&str], policy: ReshardAfterForward) -> (ShardedVarMap, FsdpModule<Model>) {
+    let vars = vars(world);
+    let opts = FullyShard::new(&vars).reshard_after_forward(policy).units(names.iter().copied());
+    let model = shard(&opts, vars.builder(DType::F32), |vb| Model::new(vb)).unwrap();
+    (vars, model)
+}
+
+fn step(world: &World, vars: &ShardedVarMap, model: &FsdpModule<Model>, step: usize, all: bool) -> Gradients {
+    let used = |i: usize, j: usize| (world.rank() + 2 * i + 3 * j + step) % 3 != 0;
+    let y = model.call(|m| m.forward(&batch(world.rank(), WIDTH), used, all)).unwrap();
+    let mut grads = gradients(vars, &model.backward(&y.sqr().unwrap().mean_all().unwrap()).unwrap());
+    assert!(vars.params().iter().all(|param| !param.is_unsharded()));
+    grads.sort_by(|a, b| a.0.cmp(&b.0));
+    grads
+}
+
+#[test]
+fn ranks_that_use_different_experts_match() {
+    use ReshardAfterForward::{Default, Never, To};
+    for size in [1, 2, 3, 4] {
+        for policy in [Default, Never, To(2)] {
+            if policy == To(2) && size < 4 {
+                continue;
+            }
+            ranks(size, |world| {
+                let names = ["layers.*", "layers.*.experts.*"];
+                let (vars, model) = build(&world, &names, policy);
+                assert_eq!(model.units().len(), LAYERS * (EXPERTS + 1) + 1);
+                model.set_reduce_scatter_unused_params(true, true);
+                let (other_vars, other) = build(&world, &["layers.*"], policy);
+                for i in 0..3 {
+                    let got = step(&world, &vars, &model, i, false);
+                    let want = step(&world, &other_vars, &other, i, true);
+                    assert_close(&got, &want, 1e-6);
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn without_the_setting_different_experts_are_an_error_that_names_it() {
+    let errors = ranks(2, |world| {
+        let (_vars, model) = build(&world, &["layers.*", "layers.*.experts.*"], ReshardAfterForward::Default);
+        let used = |_: usize, j: usize| j == world.rank();
+        let x = batch(world.rank(), WIDTH);
+        model.call(|m| m.forward(&x, used, false)).err().map(|error| error.to_string())
+    });
+    for error in errors {
+        let error = error.expect("the ranks gather different units");
+        assert!(error.contains("experts.") && error.contains("set_reduce_scatter_unused_params"), "{error}");
+    }
+}

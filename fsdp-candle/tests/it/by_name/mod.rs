@@ -1,0 +1,170 @@
+//! Units by name: a model that knows nothing of FSDP does what the same model with its layers wrapped does.
+
+mod experts;
+mod model;
+mod uses;
+
+use candle_core::{DType, Module};
+use fsdp_candle::{
+    AdamW, AdamWConfig, FsdpModule, FullyShard, MixedPrecisionPolicy, ReshardAfterForward, ShardedVarMap, World,
+};
+
+use crate::common::{gradients, ranks, whole};
+use model::{Kind, LAYERS, Seen, by_name, ids, loss_of, vars_of, wrapped};
+
+const STEPS: usize = 3;
+const EACH_LAYER: &[&str] = &["model.layers.*"];
+
+/// What a run leaves: losses and weights as bits, collectives, and the most elements that were gathered.
+type Run = (Vec<u32>, Vec<(String, Vec<f32>)>, Vec<String>, usize);
+
+fn train<M: Module>(world: &World, vars: &ShardedVarMap, model: &FsdpModule<M>) -> Run {
+    let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default()).unwrap();
+    let (losses, collectives, most) = Seen::while_running(vars, || {
+        let step = |step| {
+            let loss = loss_of(model, &ids(world.rank(), step));
+            let grads = model.backward(&loss).unwrap();
+            optim.step(&grads).unwrap();
+            loss.to_scalar::<f32>().unwrap().to_bits()
+        };
+        (0..STEPS).map(step).collect()
+    });
+    assert!(model.parameters_without_gradient().is_empty(), "{:?}", model.parameters_without_gradient());
+    let weights = vars.params().iter().map(|p| (p.name().to_string(), whole(vars, p, p.var()))).collect();
+    (losses, weights, collectives, most)
+}
+
+fn opts(vars: &ShardedVarMap, dtype: DType, policy: ReshardAfterForward) -> FullyShard {
+    let mp_policy = MixedPrecisionPolicy {
+        param_dtype: Some(dtype),
+        reduce_dtype: Some(DType::F32),
+        ..MixedPrecisionPolicy::default()
+    };
+    FullyShard::new(vars).mp_policy(mp_policy).reshard_after_forward(policy)
+}
+
+/// Trains the model with its layers wrapped, and by name.
+fn both(world: &World, kind: Kind, dtype: DType, policy: ReshardAfterForward) -> [Run; 2] {
+    let vars = vars_of(world, kind);
+    let model = wrapped(&opts(&vars, dtype, policy), &vars, kind);
+    let wrapped = train(world, &vars, &model);
+    let vars = vars_of(world, kind);
+    let model = by_name(&opts(&vars, dtype, policy), &vars, kind, EACH_LAYER);
+    let names: Vec<String> = model.units().iter().map(|unit| unit.name().to_string()).collect();
+    assert_eq!(names.len(), LAYERS + 1, "{names:?}");
+    let by_name = train(world, &vars, &model);
+    // Parameters come in another order.
+    let sorted = |(losses, mut weights, collectives, most): Run| {
+        weights.sort_by(|a, b| a.0.cmp(&b.0));
+        (losses, weights, collectives, most)
+    };
+    [sorted(wrapped), sorted(by_name)]
+}
+
+fn assert_same([wrapped, by_name]: &[Run; 2], what: &str) {
+    assert_eq!(wrapped.0, by_name.0, "losses, {what}");
+    assert_eq!(wrapped.1, by_name.1, "weights, {what}");
+    assert_eq!(wrapped.2, by_name.2, "collectives, {what}");
+    assert_eq!(wrapped.3, by_name.3, "gathered elements, {what}");
+}
+
+#[test]
+fn an_untouched_model_trains_as_a_wrapped_one_bit_for_bit() {
+    use ReshardAfterForward::{Always, Default, Never, To};
+    for size in [1, 2, 3, 4] {
+        for dtype in [DType::F32, DType::BF16] {
+            for policy in [Default, Always, Never, To(2)] {
+                if policy == To(2) && size < 4 {
+                    continue;
+                }
+                ranks(size, |world| {
+                    let runs = both(&world, Kind::default(), dtype, policy);
+                    assert_same(&runs, &format!("{size} ranks, {dtype:?}, {policy:?}"));
+                    assert!(runs[0].3 > 0);
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn tied_and_checkpointed_models_as_well() {
+    for (tied, again) in [(true, false), (false, true), (true, true)] {
+        ranks(2, |world| {
+            let kind = Kind { tied, again, ..Kind::default() };
+            let runs = both(&world, kind, DType::F32, ReshardAfterForward::Default);
+            assert_same(&runs, &format!("{kind:?}"));
+        });
+    }
+}
+
+#[test]
+fn adapters_on_a_frozen_base_free_it_after_use() {
+    for again in [false, true] {
+        ranks(2, |world| {
+            let kind = Kind { lora: true, again, ..Kind::default() };
+            let runs = both(&world, kind, DType::F32, ReshardAfterForward::Default);
+            assert_same(&runs, &format!("{kind:?}"));
+        });
+    }
+}
+
+#[test]
+fn nested_patterns_and_patterns_of_a_part_are_right() {
+    for names in
+        [&["model.layers.*", "model.layers.*.mlp"][..], &["model.layers.[13]"], &["**.mlp"], &["model", "head"]]
+    {
+        ranks(3, |world| {
+            let kind = Kind::default();
+            let vars = vars_of(&world, kind);
+            let model = wrapped(&FullyShard::new(&vars), &vars, kind);
+            let want = train(&world, &vars, &model);
+            let vars = vars_of(&world, kind);
+            let model = by_name(&FullyShard::new(&vars), &vars, kind, names);
+            let got = train(&world, &vars, &model);
+            assert_eq!(got.0, want.0, "{names:?}");
+            assert!(vars.params().iter().all(|param| !param.is_unsharded()), "{names:?}");
+        });
+    }
+}
+
+#[test]
+fn gradients_accumulate_in_units_by_name() {
+    ranks(2, |world| {
+        let grads_of = |named: bool| {
+            let kind = Kind::default();
+            let vars = vars_of(&world, kind);
+            let opts = FullyShard::new(&vars);
+            let mut out = vec![];
+            fn steps<M: Module>(world: &World, vars: &ShardedVarMap, model: &FsdpModule<M>, out: &mut Vec<Vec<f32>>) {
+                for last in [false, true] {
+                    model.set_requires_gradient_sync(last, true);
+                    let grads = model.backward(&loss_of(model, &ids(world.rank(), usize::from(last)))).unwrap();
+                    if last {
+                        let mut all = gradients(vars, &grads);
+                        all.sort_by(|a, b| a.0.cmp(&b.0));
+                        out.extend(all.into_iter().map(|(_, values)| values));
+                    }
+                }
+                for last in [false, true] {
+                    model.set_is_last_backward(last);
+                    let losses = [0, 1].map(|step| loss_of(model, &ids(world.rank(), step)));
+                    for grads in losses.map(|loss| model.backward(&loss).unwrap()) {
+                        assert!(last || vars.trainable().iter().all(|param| grads.get(param.var()).is_none()));
+                        if last {
+                            let mut all = gradients(vars, &grads);
+                            all.sort_by(|a, b| a.0.cmp(&b.0));
+                            out.extend(all.into_iter().map(|(_, values)| values));
+                        }
+                    }
+                }
+            }
+            match named {
+                true => steps(&world, &vars, &by_name(&opts, &vars, kind, EACH_LAYER), &mut out),
+                false => steps(&world, &vars, &wrapped(&opts, &vars, kind), &mut out),
+            }
+            out
+        };
+        assert_eq!(grads_of(true), grads_of(false));
+    });
+}

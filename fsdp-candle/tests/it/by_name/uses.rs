@@ -1,0 +1,275 @@
+//! What uses of parameters lead to: raw ones, errors, evaluation, and units of both kinds in one model.
+
+use candle_core::{DType, Module, Result, Tensor};
+use fsdp_candle::activation_checkpoint::checkpoint;
+use fsdp_candle::{FullyShard, ReshardAfterForward, fully_shard, nn, no_grad, shard};
+
+use super::EACH_LAYER;
+use super::model::{Kind, LAYERS, Layer, Mlp, Model, Seen, by_name, ids, loss_of, untouched, vars_of, wrapped};
+use crate::common::{gradients, ranks};
+
+#[test]
+fn what_is_multiplied_by_hand_is_found_and_stays_in_the_unit_around() {
+    ranks(2, |world| {
+        let kind = Kind { scale: true, ..Kind::default() };
+        let vars = vars_of(&world, kind);
+        let model = wrapped(&FullyShard::new(&vars), &vars, kind);
+        let grads = model.backward(&loss_of(&model, &ids(world.rank(), 0))).unwrap();
+        let mut want = gradients(&vars, &grads);
+        assert!(model.raw_parameters().is_empty());
+
+        let vars = vars_of(&world, kind);
+        let model = by_name(&FullyShard::new(&vars), &vars, kind, EACH_LAYER);
+        let raw: Vec<&str> = model.raw_parameters().iter().map(|param| param.name()).collect();
+        let scales: Vec<String> = (0..LAYERS).map(|i| format!("model.layers.{i}.scale")).collect();
+        assert_eq!(raw, scales);
+        let root: Vec<&str> = model.params().iter().map(|param| param.name()).collect();
+        assert!(root.contains(&"model.layers.0.scale") && !root.contains(&"model.layers.0.q.weight"), "{root:?}");
+        for _ in 0..2 {
+            let grads = model.backward(&loss_of(&model, &ids(world.rank(), 0))).unwrap();
+            let mut got = gradients(&vars, &grads);
+            want.sort_by(|a, b| a.0.cmp(&b.0));
+            got.sort_by(|a, b| a.0.cmp(&b.0));
+            assert_eq!(got, want);
+            assert!(vars.params().iter().all(|param| !param.is_unsharded()));
+        }
+    });
+}
+
+#[test]
+fn layers_of_candle_itself_are_raw() {
+    ranks(2, |world| {
+        let vars = vars_of(&world, Kind::default());
+        let opts = FullyShard::new(&vars).units(["layer"]);
+        let model = shard(&opts, vars.builder(DType::F32), |vb| candle_nn::linear(6, 6, vb.pp("layer"))).unwrap();
+        assert_eq!(model.raw_parameters().len(), 2);
+        assert_eq!(model.units().len(), 1);
+        // What the kernels do not serve is a chain of Candle's operations.
+        let opts = FullyShard::new(&vars).units(["wide"]);
+        let model = shard(&opts, vars.builder(DType::F64), |vb| nn::linear(6, 6, vb.pp("wide"))).unwrap();
+        assert_eq!(model.raw_parameters().len(), 2);
+        let x = Tensor::ones((2, 6), DType::F64, world.device()).unwrap();
+        model.backward(&model.forward(&x).unwrap().sqr().unwrap().sum_all().unwrap()).unwrap();
+    });
+}
+
+#[test]
+fn patterns_that_can_not_be_are_refused_and_leave_nothing() {
+    ranks(2, |world| {
+        let kind = Kind::default();
+        let vars = vars_of(&world, kind);
+        let error = |names: &[&str]| {
+            let opts = FullyShard::new(&vars).units(names.iter().copied());
+            shard(&opts, vars.builder(DType::F32), |vb| untouched(kind, vb)).err().unwrap().to_string()
+        };
+        let message = error(&["model.layers.*", "model.blocks.*"]);
+        assert!(message.contains("`model.blocks.*` matches no module's name") && message.contains("`model.layers.*`"));
+        assert!(error(&["model.["]).contains("is no pattern"));
+        assert!(vars.params().is_empty());
+        let opts = FullyShard::new(&vars).units(EACH_LAYER.iter().copied());
+        let message = fully_shard(&opts, vars.builder(DType::F32), |vb| untouched(kind, vb)).err().unwrap().to_string();
+        assert!(message.contains("which are for `shard`"), "{message}");
+        by_name(&FullyShard::new(&vars), &vars, kind, EACH_LAYER);
+    });
+}
+
+#[test]
+fn outside_a_forward_a_use_is_an_error_that_says_so() {
+    ranks(2, |world| {
+        let kind = Kind::default();
+        let vars = vars_of(&world, kind);
+        let model = by_name(&FullyShard::new(&vars), &vars, kind, EACH_LAYER);
+        let x = Tensor::ones((1, 2, 6), DType::F32, world.device()).unwrap();
+        let error = model.inner().layers[1].forward(&x).unwrap_err().to_string();
+        assert!(error.contains("unit `model.layers.1` is gathered inside a forward of the model alone"), "{error}");
+        assert!(error.contains("call_mut"), "{error}");
+    });
+}
+
+#[test]
+fn a_forward_that_fails_or_comes_alone_leaves_the_model_ready() {
+    ranks(2, |world| {
+        let kind = Kind::default();
+        let vars = vars_of(&world, kind);
+        let model = by_name(&FullyShard::new(&vars), &vars, kind, EACH_LAYER);
+        let batch = ids(world.rank(), 0);
+        let grads = || {
+            let loss = loss_of(&model, &batch);
+            gradients(&vars, &model.backward(&loss).unwrap())
+        };
+        let want = grads();
+        let x = Tensor::ones((1, 2, 6), DType::F32, world.device()).unwrap();
+        let failed = model.call(|m| {
+            m.layers[0].forward(&x)?;
+            m.layers[1].forward(&x)?;
+            candle_core::bail!("on purpose") as Result<Tensor>
+        });
+        assert!(failed.unwrap_err().to_string().contains("on purpose"));
+        assert!(vars.params().iter().all(|param| !param.is_unsharded()));
+        assert_eq!(grads(), want);
+        // Forgotten by hand, and forgotten by a forward that follows.
+        loss_of(&model, &batch);
+        model.reset_iter_state();
+        assert!(vars.params().iter().all(|param| !param.is_unsharded()));
+        loss_of(&model, &batch);
+        assert_eq!(grads(), want);
+        // Layers in another order than the last time.
+        let turned = model.call(|m| [3, 1, 0, 2].iter().try_fold(x.clone(), |x, &i| m.layers[i].forward(&x))).unwrap();
+        model.backward(&turned.sqr().unwrap().sum_all().unwrap()).unwrap();
+        assert!(vars.params().iter().all(|param| !param.is_unsharded()));
+        // A layer that is used twice.
+        let twice = model.call(|m| [0, 1, 0].iter().try_fold(x.clone(), |x, &i| m.layers[i].forward(&x))).unwrap();
+        model.backward(&twice.sqr().unwrap().sum_all().unwrap()).unwrap();
+        assert!(vars.params().iter().all(|param| !param.is_unsharded()));
+        assert_eq!(grads(), want);
+    });
+}
+
+#[test]
+fn without_a_graph_every_unit_goes_after_its_use() {
+    for policy in [ReshardAfterForward::Default, ReshardAfterForward::Never] {
+        ranks(2, |world| {
+            let kind = Kind { scale: true, ..Kind::default() };
+            let vars = vars_of(&world, kind);
+            let opts = FullyShard::new(&vars).reshard_after_forward(policy);
+            let model = by_name(&opts, &vars, kind, EACH_LAYER);
+            let batch = ids(world.rank(), 0);
+            let with = loss_of(&model, &batch);
+            let grads = gradients(&vars, &model.backward(&with).unwrap());
+            let (without, _, most) = Seen::while_running(&vars, || no_grad(|| model.forward(&batch)).unwrap());
+            assert!(!without.track_op());
+            assert!(vars.params().iter().all(|param| !param.is_unsharded()));
+            let elements = |params: &[std::sync::Arc<fsdp_candle::FsdpParam>]| -> usize {
+                params.iter().map(|param| param.shape().elem_count()).sum()
+            };
+            let units = model.units();
+            let largest = units[..LAYERS].iter().map(|unit| elements(unit.params())).max().unwrap();
+            assert!(most <= elements(model.params()) + 2 * largest, "{most} elements were gathered");
+            // Between a forward and its backward.
+            let with = loss_of(&model, &batch);
+            let other = no_grad(|| loss_of(&model, &ids(world.rank(), 1)));
+            assert!(other.to_scalar::<f32>().unwrap() > 0.);
+            assert_eq!(gradients(&vars, &model.backward(&with).unwrap()), grads);
+            // The unit inside a forward with a graph that is called without one.
+            assert!(model.parameters_without_gradient().is_empty());
+        });
+    }
+}
+
+#[test]
+fn wrapped_units_without_a_graph() {
+    ranks(2, |world| {
+        let kind = Kind { lora: true, ..Kind::default() };
+        let vars = vars_of(&world, kind);
+        let model = wrapped(&FullyShard::new(&vars), &vars, kind);
+        let batch = ids(world.rank(), 0);
+        let want = loss_of(&model, &batch);
+        let grads = gradients(&vars, &model.backward(&want).unwrap());
+        let without = no_grad(|| loss_of(&model, &batch));
+        assert_eq!(without.to_scalar::<f32>().unwrap(), want.to_scalar::<f32>().unwrap());
+        assert!(!without.track_op() && vars.params().iter().all(|param| !param.is_unsharded()));
+        assert_eq!(gradients(&vars, &model.backward(&loss_of(&model, &batch)).unwrap()), grads);
+    });
+}
+
+#[test]
+fn units_of_both_kinds_in_one_model() {
+    ranks(2, |world| {
+        let kind = Kind::default();
+        let vars = vars_of(&world, kind);
+        let model = wrapped(&FullyShard::new(&vars), &vars, kind);
+        let batch = ids(world.rank(), 0);
+        let sorted = |mut all: Vec<(String, Vec<f32>)>| {
+            all.sort_by(|a, b| a.0.cmp(&b.0));
+            all
+        };
+        let want = sorted(gradients(&vars, &model.backward(&loss_of(&model, &batch)).unwrap()));
+
+        // MLPs that are called, inside layers by name.
+        let vars = vars_of(&world, kind);
+        let opts = FullyShard::new(&vars);
+        let called = opts.clone();
+        let vb = vars.builder(DType::F32);
+        let mlps: Vec<_> = (0..LAYERS)
+            .map(|i| fully_shard(&called, vb.pp(format!("model.layers.{i}.mlp")), |vb| Mlp::new(kind, vb)).unwrap())
+            .collect();
+        let model = shard(&opts.units(EACH_LAYER.iter().copied()), vb, |vb| {
+            let layers = mlps.into_iter().enumerate();
+            let layers = layers.map(|(i, mlp)| Layer::new(kind, |_| Ok(mlp), vb.pp(format!("model.layers.{i}"))));
+            Model::new(kind, layers.collect::<Result<Vec<_>>>()?, vb.clone())
+        })
+        .unwrap();
+        assert_eq!(model.units().len(), 2 * LAYERS + 1);
+        for _ in 0..3 {
+            let grads = model.backward(&loss_of(&model, &batch)).unwrap();
+            assert_eq!(sorted(gradients(&vars, &grads)), want);
+            assert!(vars.params().iter().all(|param| !param.is_unsharded()));
+        }
+
+        // Layers that are called, with MLPs by name inside them.
+        let vars = vars_of(&world, kind);
+        let opts = FullyShard::new(&vars);
+        let vb = vars.builder(DType::F32);
+        let layers: Vec<_> = (0..LAYERS)
+            .map(|i| {
+                let opts = opts.clone().units([format!("model.layers.{i}.mlp")]);
+                let vb = vb.pp(format!("model.layers.{i}"));
+                shard(&opts, vb, |vb| Layer::new(kind, |vb| Mlp::new(kind, vb), vb)).unwrap()
+            })
+            .collect();
+        let model = fully_shard(&opts, vb, |vb| Model::new(kind, layers, vb)).unwrap();
+        for _ in 0..3 {
+            let grads = model.backward(&loss_of(&model, &batch)).unwrap();
+            assert_eq!(sorted(gradients(&vars, &grads)), want);
+            assert!(vars.params().iter().all(|param| !param.is_unsharded()));
+        }
+    });
+}
+
+#[test]
+fn a_checkpoint_around_several_units_is_right() {
+    ranks(2, |world| {
+        let kind = Kind::default();
+        let vars = vars_of(&world, kind);
+        let build = |vb| untouched(kind, vb).map(std::sync::Arc::new);
+        let opts = FullyShard::new(&vars).units(EACH_LAYER.iter().copied());
+        let model = shard(&opts, vars.builder(DType::F32), build).unwrap();
+        let batch = ids(world.rank(), 0);
+        let grads = |again: bool| {
+            let logits = model.call(|m| {
+                let m = m.clone();
+                match again {
+                    true => checkpoint(move |ids: Tensor| m.forward(&ids), batch.clone()),
+                    false => m.forward(&batch),
+                }
+            });
+            let loss = nn::cross_entropy(&logits.unwrap(), &batch).unwrap();
+            let grads = gradients(&vars, &model.backward(&loss).unwrap());
+            assert!(vars.params().iter().all(|param| !param.is_unsharded()));
+            grads
+        };
+        assert_eq!(grads(true), grads(false));
+    });
+}
+
+#[test]
+fn a_model_that_forward_changes_is_called_by_call_mut() {
+    struct Counts(super::model::Untouched, usize);
+    ranks(2, |world| {
+        let kind = Kind::default();
+        let vars = vars_of(&world, kind);
+        let opts = FullyShard::new(&vars).units(EACH_LAYER.iter().copied());
+        let mut model = shard(&opts, vars.builder(DType::F32), |vb| Ok(Counts(untouched(kind, vb)?, 0))).unwrap();
+        for calls in 1..3 {
+            let logits = model.call_mut(|m| {
+                m.1 += 1;
+                m.0.forward(&ids(world.rank(), 0))
+            });
+            assert_eq!(model.inner().1, calls);
+            model.backward(&logits.unwrap().sqr().unwrap().mean_all().unwrap()).unwrap();
+        }
+        model.inner_mut().1 = 0;
+        no_grad(|| model.call_mut(|m| m.0.forward(&ids(world.rank(), 0)))).unwrap();
+        assert!(vars.params().iter().all(|param| !param.is_unsharded()));
+    });
+}

@@ -1,0 +1,210 @@
+//! `gradcheck` names the units whose gradients are not those of the loss.
+
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Module, Result, Shape, Tensor};
+use fsdp_candle::{
+    Error, FsdpModule, FullyShard, GradcheckOptions, GradientMismatch, MixedPrecisionPolicy, ShardedVarMap, World,
+    fully_shard, gradcheck, nn, shard,
+};
+
+use crate::common::{WIDTH, batch, ranks, vars};
+
+/// What is wrong in the layer in the middle.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Wrong {
+    Nothing,
+    RmsNorm,
+    LayerNorm,
+    Gradient,
+}
+
+const LAYERS: usize = 4;
+const BAD: usize = 2;
+
+/// Twice the gradient.
+struct Twice;
+
+impl CustomOp1 for Twice {
+    fn name(&self) -> &'static str {
+        "twice"
+    }
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        Ok((storage.clone(), layout.shape().clone()))
+    }
+    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        Ok(Some((grad * 2.)?))
+    }
+}
+
+enum Norm {
+    Ours(nn::LayerNorm),
+    Rms(candle_nn::RmsNorm),
+    Layer(candle_nn::LayerNorm),
+}
+
+struct Block {
+    norm: Norm,
+    up: nn::Lora<nn::Linear>,
+    down: nn::Lora<nn::Linear>,
+    twice: bool,
+}
+
+impl Block {
+    fn new(wrong: Wrong, vb: candle_nn::VarBuilder) -> Result<Self> {
+        let config = nn::LoraConfig { rank: 2, alpha: 2. };
+        let lora = |inputs, outputs, vb: candle_nn::VarBuilder| {
+            nn::lora(nn::linear(inputs, outputs, vb.clone())?, inputs, outputs, config, vb)
+        };
+        let norm = match wrong {
+            Wrong::RmsNorm => Norm::Rms(candle_nn::rms_norm(WIDTH, 1e-5, vb.pp("norm"))?),
+            Wrong::LayerNorm => Norm::Layer(candle_nn::layer_norm(WIDTH, 1e-5, vb.pp("norm"))?),
+            _ => Norm::Ours(nn::layer_norm(WIDTH, 1e-5, vb.pp("norm"))?),
+        };
+        let (up, down) = (lora(WIDTH, 9, vb.pp("up"))?, lora(9, WIDTH, vb.pp("down"))?);
+        Ok(Block { norm, up, down, twice: wrong == Wrong::Gradient })
+    }
+}
+
+impl Module for Block {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let normed = match &self.norm {
+            Norm::Ours(norm) => norm.forward(x)?,
+            Norm::Rms(norm) => norm.forward(x)?,
+            Norm::Layer(norm) => norm.forward(x)?,
+        };
+        let y = self.down.forward(&nn::gelu(&self.up.forward(&normed)?)?)?;
+        x + if self.twice { y.apply_op1(Twice)? } else { y }
+    }
+}
+
+struct Model<B>(Vec<B>);
+
+impl<B: Module> Module for Model<B> {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.0.iter().try_fold(x.clone(), |x, block| block.forward(&x))
+    }
+}
+
+/// Adapters on a frozen base, or all of it trained.
+fn new_vars(world: &World, lora: bool) -> ShardedVarMap {
+    struct Spread;
+    impl fsdp_candle::initializer::Initializer for Spread {
+        fn fill(
+            &self,
+            request: &fsdp_candle::initializer::ShardRequest<'_>,
+            shard: &mut [u8],
+        ) -> fsdp_candle::Result<()> {
+            let init = candle_nn::Init::Randn { mean: 0.1, stdev: 0.4 };
+            let request = fsdp_candle::initializer::ShardRequest { init, ..*request };
+            fsdp_candle::initializer::Philox::new(3).fill(&request, shard)
+        }
+    }
+    let vars = vars(world);
+    vars.init_with(Spread);
+    if lora {
+        vars.freeze(|name| !nn::is_adapter(name));
+    }
+    vars
+}
+
+fn wrong_in(wrong: Wrong, layer: usize) -> Wrong {
+    if layer == BAD { wrong } else { Wrong::Nothing }
+}
+
+fn wrapped(vars: &ShardedVarMap, wrong: Wrong) -> FsdpModule<Model<FsdpModule<Block>>> {
+    let (opts, vb) = (FullyShard::new(vars), vars.builder(DType::F32));
+    let block = |i| fully_shard(&opts, vb.pp(format!("layers.{i}")), |vb| Block::new(wrong_in(wrong, i), vb)).unwrap();
+    let blocks = (0..LAYERS).map(block).collect();
+    fully_shard(&opts, vb, |_| Ok(Model(blocks))).unwrap()
+}
+
+fn by_name(vars: &ShardedVarMap, wrong: Wrong) -> FsdpModule<Model<Block>> {
+    let opts = FullyShard::new(vars).units(["layers.*"]);
+    shard(&opts, vars.builder(DType::F32), |vb| {
+        let block = |i| Block::new(wrong_in(wrong, i), vb.pp(format!("layers.{i}")));
+        Ok(Model((0..LAYERS).map(block).collect::<Result<_>>()?))
+    })
+    .unwrap()
+}
+
+fn check<M: Module>(world: &World, vars: &ShardedVarMap, model: &FsdpModule<M>) -> std::result::Result<(), Error> {
+    let values = || -> Vec<Vec<u32>> {
+        let bits = |var: &candle_core::Var| var.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        vars.params().iter().map(|p| bits(p.var()).into_iter().map(f32::to_bits).collect()).collect()
+    };
+    let before = values();
+    let x = batch(world.rank(), WIDTH);
+    let outcome = gradcheck(model, &GradcheckOptions::default(), |model| (model.forward(&x)? - 1.)?.sqr()?.mean_all());
+    assert_eq!(values(), before, "parameters are as they were");
+    assert!(vars.params().iter().all(|param| !param.is_unsharded()));
+    // The model trains on.
+    model.backward(&model.forward(&x).unwrap().sqr().unwrap().mean_all().unwrap()).unwrap();
+    outcome.map(drop)
+}
+
+fn mismatch(outcome: std::result::Result<(), Error>) -> GradientMismatch {
+    match outcome {
+        Err(Error::Gradcheck(mismatch)) => mismatch,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn right_gradients_pass_and_wrong_ones_are_named() {
+    for size in [1, 2, 3] {
+        for lora in [true, false] {
+            for wrong in [Wrong::Nothing, Wrong::RmsNorm, Wrong::LayerNorm, Wrong::Gradient] {
+                ranks(size, |world| {
+                    let vars = new_vars(&world, lora);
+                    let wrapped = check(&world, &vars, &wrapped(&vars, wrong));
+                    let vars = new_vars(&world, lora);
+                    let by_name = check(&world, &vars, &by_name(&vars, wrong));
+                    let what = format!("{size} ranks, lora {lora}, {wrong:?}");
+                    if wrong == Wrong::Nothing {
+                        wrapped.unwrap_or_else(|error| panic!("{what}: {error}"));
+                        by_name.unwrap_or_else(|error| panic!("{what}: {error}"));
+                        return;
+                    }
+                    for outcome in [wrapped, by_name] {
+                        let mismatch = mismatch(outcome);
+                        let names: Vec<&str> = mismatch.wrong().map(|unit| unit.unit.as_str()).collect();
+                        let lost: Vec<&str> = mismatch.lost_in().iter().map(|unit| unit.unit.as_str()).collect();
+                        assert!(lost.contains(&"layers.2"), "{what}: {lost:?}, {mismatch}");
+                        assert!(names.contains(&"layers.0") && names.contains(&"layers.1"), "{what}: {mismatch}");
+                        assert!(!names.contains(&"layers.3"), "{what}: {mismatch}");
+                        assert!(mismatch.to_string().contains("`layers.2`"), "{mismatch}");
+                    }
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn what_can_not_be_checked_says_why() {
+    ranks(2, |world| {
+        let build = |dtype: Option<DType>| {
+            let vars = vars(&world);
+            let policy = MixedPrecisionPolicy { param_dtype: dtype, ..MixedPrecisionPolicy::default() };
+            let opts = FullyShard::new(&vars).mp_policy(policy);
+            (fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear(WIDTH, 2, vb)).unwrap(), vars)
+        };
+        let x = batch(0, WIDTH);
+        let options = GradcheckOptions::default();
+        let (model, _vars) = build(Some(DType::BF16));
+        let error = gradcheck(&model, &options, |m| m.forward(&x)?.sum_all()).unwrap_err().to_string();
+        assert!(error.contains("`weight` is of BF16, whose differences are rounding"), "{error}");
+        let (model, _vars) = build(None);
+        let mut calls = 0.;
+        let random = gradcheck(&model, &options, |m| {
+            calls += 1.;
+            m.forward(&x)?.sum_all()? * calls
+        });
+        assert!(random.unwrap_err().to_string().contains("with the same parameters: seed what is random"));
+        let vars = vars(&world);
+        vars.freeze(|_| true);
+        let model =
+            fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(WIDTH, 2, vb)).unwrap();
+        let error = gradcheck(&model, &options, |m| m.forward(&x)?.sum_all()).unwrap_err().to_string();
+        assert!(error.contains("no parameter of the model is trained"), "{error}");
+    });
+}
