@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use candle_core::{DType, Result, Tensor, WithDType};
+use candle_core::{DType, Result, Tensor, WithDType, bail};
 
 use crate::unit::FsdpParam;
 
@@ -48,10 +48,13 @@ impl Weight {
     /// # Errors
     /// When the values are absent now.
     pub(crate) fn value(&self) -> Result<&Tensor> {
-        if let Some((param, _)) = &self.param {
-            param.check_unsharded()?;
+        match &self.param {
+            // In backward, of which the unit's module says more.
+            Some((param, _)) if !param.is_unsharded() => {
+                bail!("parameter `{}`: its values are not gathered now (Candle calls their storage F4)", param.name())
+            }
+            _ => Ok(&self.value),
         }
-        Ok(&self.value)
     }
 
     /// The dtype of the values.
