@@ -65,7 +65,7 @@ impl Tree {
                         Some((_, items)) => items,
                         None => parse(if flat.exists() { &flat } else { &folder }),
                     };
-                    self.add([&path[..], &[name.clone()]].concat(), items, &dir.join(name));
+                    self.add([&path[..], std::slice::from_ref(&name)].concat(), items, &dir.join(name));
                 }
                 Item::Use(item) => flatten(&item.tree, &mut vec![], is_public(&item.vis), &mut module.imports),
                 item => module.items.push(item),
@@ -96,7 +96,7 @@ impl Tree {
             }
         }
         for (name, _) in here.modules.iter().filter(|(_, is_public)| **is_public) {
-            let inner = [&module[..], &[name.clone()]].concat();
+            let inner = [&module[..], std::slice::from_ref(name)].concat();
             self.collect(&inner, &format!("{prefix}{name}::"), others, found);
         }
         for import in here.imports.iter().filter(|import| import.is_public) {
