@@ -17,8 +17,8 @@ use super::weight::{Weight, claim};
 /// A fully connected layer `y = x W^T + b`: weight `[out, in]`, optional bias `[out]`, input `[.., in]`, output
 /// `[.., out]`.
 ///
-/// As [`candle_nn::Linear`]; product and bias are one operation, and the weight's gradient is accumulated in place. Candle's
-/// is wrong for an input that is not contiguous; this one takes any.
+/// As [`candle_nn::Linear`]; product and bias are one operation, and the weight's gradient is accumulated in place.
+/// Candle's is wrong for an input that is not contiguous; this one takes any.
 ///
 /// ```
 /// use candle_core::{Device, Module, Tensor};
@@ -112,8 +112,8 @@ impl Module for Conv1D {
     }
 }
 
-/// A [`Conv1D`] layer, GPT-2's, from the tensors `weight` and `bias` of `vb`, which start as GPT-2's do: normal with standard
-/// deviation 0.02, and zero.
+/// A [`Conv1D`] layer, GPT-2's, from the tensors `weight` and `bias` of `vb`, which start as GPT-2's do: normal with
+/// standard deviation 0.02, and zero.
 pub fn gpt2_linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Conv1D> {
     let weight = vb.get_with_hints((in_dim, out_dim), "weight", Init::Randn { mean: 0., stdev: 0.02 })?;
     let bias = vb.get_with_hints(out_dim, "bias", Init::Const(0.))?;

@@ -29,9 +29,9 @@
 //! again where it has a backward that is right and holds no weight; `docs/from-candle-nn.md` says of each which it is.
 //! This crate's differ in what Candle's lack:
 //!
-//! - Candle's `LayerNorm` with a bias, `RmsNorm`, `softmax_last_dim`, `rope`, `flash_attn` and caches of keys and values
-//!   have no backward: they cut the graph silently, and everything before them trains as if frozen, or wrongly where a
-//!   residual leads around them. Those here are whole.
+//! - Candle's `LayerNorm` with a bias, `RmsNorm`, `softmax_last_dim`, `rope`, `flash_attn` and caches of keys and
+//!   values have no backward: they cut the graph silently, and everything before them trains as if frozen, or wrongly
+//!   where a residual leads around them. Those here are whole.
 //! - Gradients that are wrong in Candle are right here: that of `Linear` for an input that is not contiguous, of
 //!   `Conv1d`'s weight, of `ConvTranspose1d` (an error in Candle), and of convolutions whose stride leaves a rest.
 //! - Layers find the sharded parameter behind their weight, and leave its gradient where the parameter keeps it.

@@ -16,8 +16,8 @@ use super::weight::Weight;
 /// routes' numbers in the order of their experts and those experts; output `[tokens * topk, out]`, in the routes'
 /// own order. With `topk_weights` (f32) `[tokens, topk]` each row is multiplied by its route's weight.
 ///
-/// As [`candle_nn::moe::moe_gemm`], on every device and for every float dtype, and with gradients for input, weights and
-/// route weights.
+/// As [`candle_nn::moe::moe_gemm`], on every device and for every float dtype, and with gradients for input, weights
+/// and route weights.
 ///
 /// # Errors
 /// When shapes or dtypes disagree, or a number is out of range.

@@ -80,8 +80,8 @@ pub struct LSTM {
 }
 
 impl LSTM {
-    /// A layer from the tensors `weight_ih_l0`, `weight_hh_l0`, `bias_ih_l0` and `bias_hh_l0` of `vb`, with the number of
-    /// the layer, and `_reverse` for the other direction.
+    /// A layer from the tensors `weight_ih_l0`, `weight_hh_l0`, `bias_ih_l0` and `bias_hh_l0` of `vb`, with the number
+    /// of the layer, and `_reverse` for the other direction.
     pub fn new(in_dim: usize, hidden_dim: usize, config: LSTMConfig, vb: VarBuilder) -> Result<Self> {
         let direction = match config.direction {
             Direction::Forward => "",

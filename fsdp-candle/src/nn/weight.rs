@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use candle_core::{DType, Result, Tensor, WithDType};
+use candle_core::{DType, Result, Tensor, WithDType, bail};
 
 use crate::graph::keeps_graph;
 use crate::unit::FsdpParam;
@@ -71,7 +71,11 @@ impl Weight {
     /// When the values are absent now.
     pub(crate) fn value(&self) -> Result<&Tensor> {
         if let Some((param, _)) = &self.param {
-            param.used()?;
+            param.tell_use()?;
+            if !param.is_unsharded() {
+                // In backward, of which the unit's module says more.
+                bail!("parameter `{}`: its values are not gathered now (Candle calls their storage F4)", param.name())
+            }
         }
         Ok(&self.value)
     }
@@ -102,7 +106,7 @@ impl Weight {
         match &self.param {
             Some((param, _)) if !param.trainable() => Ok(None),
             Some((param, anchor)) => {
-                param.used_by_gradient()?;
+                param.tell_use()?;
                 param.gradient().write(write)?;
                 Ok(Some(anchor.zeros_like()?))
             }

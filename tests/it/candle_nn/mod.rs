@@ -1,4 +1,5 @@
-//! `fsdp_candle::nn` is all of candle_nn: held against candle_nn's own source, and `docs/from-candle-nn.md` against both.
+//! `fsdp_candle::nn` is all of candle_nn: held against candle_nn's own source, and `docs/from-candle-nn.md` against
+//! both.
 
 mod signature;
 mod source;

@@ -1,5 +1,5 @@
-//! An item's signature as text that two crates can be compared by: without the names of arguments, and without the paths
-//! before names.
+//! An item's signature as text that two crates can be compared by: without the names of arguments, and without the
+//! paths before names.
 
 use std::collections::{BTreeMap, BTreeSet};
 

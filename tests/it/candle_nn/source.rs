@@ -19,6 +19,9 @@ pub(super) enum Target {
     Elsewhere(String),
 }
 
+/// The imports that are being followed: the tree, the module and the path.
+type Seen = BTreeSet<(&'static str, ModulePath, Vec<String>)>;
+
 /// A `use` of one name.
 struct Import {
     path: Vec<String>,
@@ -62,7 +65,7 @@ impl Tree {
                         Some((_, items)) => items,
                         None => parse(if flat.exists() { &flat } else { &folder }),
                     };
-                    self.add([&path[..], &[name.clone()]].concat(), items, &dir.join(name));
+                    self.add([&path[..], std::slice::from_ref(&name)].concat(), items, &dir.join(name));
                 }
                 Item::Use(item) => flatten(&item.tree, &mut vec![], is_public(&item.vis), &mut module.imports),
                 item => module.items.push(item),
@@ -93,7 +96,7 @@ impl Tree {
             }
         }
         for (name, _) in here.modules.iter().filter(|(_, is_public)| **is_public) {
-            let inner = [&module[..], &[name.clone()]].concat();
+            let inner = [&module[..], std::slice::from_ref(name)].concat();
             self.collect(&inner, &format!("{prefix}{name}::"), others, found);
         }
         for import in here.imports.iter().filter(|import| import.is_public) {
@@ -102,9 +105,9 @@ impl Tree {
                 match &target {
                     Target::Module(tree, inner) => {
                         let tree = others.iter().copied().chain([self]).find(|it| it.name == *tree).unwrap();
-                        tree.collect(inner, &format!("{path}::"), others, found);
+                        let within = if import.binds == "*" { prefix.into() } else { format!("{path}::") };
+                        tree.collect(inner, &within, others, found);
                     }
-                    _ if import.binds == "*" => panic!("a glob at {path}: name what is shown"),
                     _ => {
                         found.entry(path).or_default().insert(target);
                     }
@@ -113,15 +116,9 @@ impl Tree {
         }
     }
 
-    /// What a path within a module leads to. `seen` are the imports that are being followed.
-    fn resolve(
-        &self,
-        module: &ModulePath,
-        path: &[String],
-        others: &[&Tree],
-        seen: &mut BTreeSet<(ModulePath, Vec<String>)>,
-    ) -> BTreeSet<Target> {
-        if !seen.insert((module.clone(), path.to_vec())) {
+    /// What a path within a module leads to.
+    fn resolve(&self, module: &ModulePath, path: &[String], others: &[&Tree], seen: &mut Seen) -> BTreeSet<Target> {
+        if !seen.insert((self.name, module.clone(), path.to_vec())) {
             return BTreeSet::new();
         }
         let first = path[0].as_str();
@@ -140,7 +137,7 @@ impl Tree {
             targets.insert(tree.map_or(Target::Elsewhere(first.into()), |tree| Target::Module(tree.name, vec![])));
         }
         let found = self.follow(targets, &path[1..], others, seen);
-        seen.remove(&(module.clone(), path.to_vec()));
+        seen.remove(&(self.name, module.clone(), path.to_vec()));
         found
     }
 
@@ -149,7 +146,7 @@ impl Tree {
         mut targets: BTreeSet<Target>,
         path: &[String],
         others: &[&Tree],
-        seen: &mut BTreeSet<(ModulePath, Vec<String>)>,
+        seen: &mut Seen,
     ) -> BTreeSet<Target> {
         for name in path.iter().filter(|name| *name != "self") {
             let step = |target: Target, seen: &mut _| match target {
@@ -169,13 +166,7 @@ impl Tree {
     }
 
     /// What a name in a module stands for.
-    fn lookup(
-        &self,
-        module: &ModulePath,
-        name: &str,
-        others: &[&Tree],
-        seen: &mut BTreeSet<(ModulePath, Vec<String>)>,
-    ) -> BTreeSet<Target> {
+    fn lookup(&self, module: &ModulePath, name: &str, others: &[&Tree], seen: &mut Seen) -> BTreeSet<Target> {
         let here = &self.modules[module];
         let items = here.items.iter().filter_map(named).filter(|(own, _)| own == name);
         let mut found: BTreeSet<_> =
@@ -188,8 +179,11 @@ impl Tree {
         }
         for import in here.imports.iter().filter(|import| import.binds == "*") {
             let path = &import.path[..import.path.len() - 1];
+            // What lies elsewhere is not known, and nothing of it is public here.
             for target in self.resolve(module, path, others, seen) {
-                found.extend(self.follow(BTreeSet::from([target]), &[name.into()], others, seen));
+                if matches!(target, Target::Module(..)) {
+                    found.extend(self.follow(BTreeSet::from([target]), &[name.into()], others, seen));
+                }
             }
         }
         found

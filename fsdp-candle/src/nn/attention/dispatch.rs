@@ -9,10 +9,10 @@ use crate::nn::cpu::values::served;
 
 /// Attention of `q` `[batch, T, heads, D]` over `k` and `v` `[batch, S, kv_heads, D]`: output `[batch, heads, T, D]`.
 ///
-/// As [`candle_nn::attention::flash_attn`], which has no backward: the output is f32 for one sequence, and of `q`'s dtype
-/// for more. Causal masks without bias and soft cap run fused where every query sees the keys up to its own; the rest is
-/// a composition. For f64, which Candle's computes in f32, the output is f64. More sequences than one take every mask and
-/// dtype here.
+/// As [`candle_nn::attention::flash_attn`], which has no backward: the output is f32 for one sequence, and of `q`'s
+/// dtype for more. Causal masks without bias and soft cap run fused where every query sees the keys up to its own; the
+/// rest is a composition. For f64, which Candle's computes in f32, the output is f64. More sequences than one take
+/// every mask and dtype here.
 ///
 /// # Errors
 /// When shapes or dtypes disagree.

@@ -165,8 +165,8 @@ pub(in crate::nn) fn small_weight_grad(weight: &Weight, gradient: &[f32]) -> Res
     })
 }
 
-/// The values of a tensor of indices (u8, u32 or i64), each checked to be less than `bound`. `function` and `bound_name`
-/// are for the error.
+/// The values of a tensor of indices (u8, u32 or i64), each checked to be less than `bound`. `function` and
+/// `bound_name` are for the error.
 pub(in crate::nn) fn indices(
     function: &str,
     what: &str,

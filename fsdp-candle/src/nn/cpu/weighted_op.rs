@@ -1,8 +1,8 @@
 //! Candle's traits for an operation on an input, a weight and maybe a bias.
 
 /// Implements `CustomOp2` (weight) and `CustomOp3` (weight and bias) for a type with `function`, `forward(x, layout)`
-/// and `backward(x, dy) -> [dx, dw, db]`. The weight and the bias are read through [`super::super::weight::Weight`], never
-/// through the arguments.
+/// and `backward(x, dy) -> [dx, dw, db]`. The weight and the bias are read through [`super::super::weight::Weight`],
+/// never through the arguments.
 macro_rules! weighted_op {
     ($op:ty) => {
         impl candle_core::CustomOp2 for $op {

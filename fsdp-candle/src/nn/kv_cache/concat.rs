@@ -115,8 +115,8 @@ impl InterleavedKvCache {
         self.kv.is_none()
     }
 
-    /// Adds keys and values `[1, heads, T, D]`, and returns all there are, `[S, heads, 2 * D]`. The gradient goes to those
-    /// of this call.
+    /// Adds keys and values `[1, heads, T, D]`, and returns all there are, `[S, heads, 2 * D]`. The gradient goes to
+    /// those of this call.
     pub fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<Tensor> {
         let rows = |x: &Tensor| x.squeeze(0)?.transpose(0, 1)?.contiguous();
         let (all, kept) = grown(&self.kv, &Tensor::cat(&[rows(k)?, rows(v)?], 2)?, 0)?;

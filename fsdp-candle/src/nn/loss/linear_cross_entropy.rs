@@ -2,8 +2,8 @@
 //!
 //! Rows are taken in stretches that keep the logits of one within a bound. Backward computes the logits of a stretch
 //! anew, turns them into their gradient in place, and multiplies that into the gradients of the hidden states and the
-//! weight: a third more arithmetic than [`cross_entropy`](crate::nn::cross_entropy()) after [`Linear`](crate::nn::Linear), and
-//! less memory by twice the logits.
+//! weight: a third more arithmetic than [`cross_entropy`](crate::nn::cross_entropy()) after
+//! [`Linear`](crate::nn::Linear), and less memory by twice the logits.
 
 use std::sync::OnceLock;
 

@@ -9,8 +9,9 @@ pub use candle_nn::loss::{huber, mse, nll};
 
 use super::activation::composed::log_add_exp;
 
-/// The mean cross-entropy of logits `[rows, classes]` against targets (u8, u32 or i64) `[rows]`: a scalar of the logits'
-/// dtype. [`nn::cross_entropy`](crate::nn::cross_entropy()) takes more dimensions, and its result is f32 for half floats.
+/// The mean cross-entropy of logits `[rows, classes]` against targets (u8, u32 or i64) `[rows]`: a scalar of the
+/// logits' dtype. [`nn::cross_entropy`](crate::nn::cross_entropy()) takes more dimensions, and its result is f32 for
+/// half floats.
 ///
 /// # Errors
 /// When shapes disagree, there is no row, or a target is out of range.

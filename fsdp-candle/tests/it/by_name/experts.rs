@@ -1,7 +1,7 @@
 //! Experts by name, of which each rank uses others.
 
 use candle_core::{DType, Module, Result, Tensor};
-use fsdp_candle::{FsdpModule, FullyShard, ReshardAfterForward, ShardedVarMap, World, nn, shard};
+use fsdp_candle::{FsdpModule, FullyShard, Recurse, ReshardAfterForward, ShardedVarMap, World, nn, shard};
 
 use crate::common::{Gradients, WIDTH, assert_close, batch, gradients, ranks, vars};
 
@@ -74,7 +74,7 @@ fn ranks_that_use_different_experts_match() {
                 let names = ["layers.*", "layers.*.experts.*"];
                 let (vars, model) = build(&world, &names, policy);
                 assert_eq!(model.units().len(), LAYERS * (EXPERTS + 1) + 1);
-                model.set_reduce_scatter_unused_params(true, true);
+                model.set_reduce_scatter_unused_params(true, Recurse::Yes);
                 let (other_vars, other) = build(&world, &["layers.*"], policy);
                 for i in 0..3 {
                     let got = step(&world, &vars, &model, i, false);

@@ -6,7 +6,8 @@ mod uses;
 
 use candle_core::{DType, Module};
 use fsdp_candle::{
-    AdamW, AdamWConfig, FsdpModule, FullyShard, MixedPrecisionPolicy, ReshardAfterForward, ShardedVarMap, World,
+    AdamW, AdamWConfig, FsdpModule, FullyShard, MixedPrecisionPolicy, Recurse, ReshardAfterForward, ShardedVarMap,
+    World,
 };
 
 use crate::common::{gradients, ranks, whole};
@@ -138,7 +139,7 @@ fn gradients_accumulate_in_units_by_name() {
             let mut out = vec![];
             fn steps<M: Module>(world: &World, vars: &ShardedVarMap, model: &FsdpModule<M>, out: &mut Vec<Vec<f32>>) {
                 for last in [false, true] {
-                    model.set_requires_gradient_sync(last, true);
+                    model.set_requires_gradient_sync(last, Recurse::Yes);
                     let grads = model.backward(&loss_of(model, &ids(world.rank(), usize::from(last)))).unwrap();
                     if last {
                         let mut all = gradients(vars, &grads);

@@ -95,7 +95,7 @@ impl Mlp {
 
 impl Module for Mlp {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.down.forward(&nn::swiglu(&self.gate.forward(x)?, &self.up.forward(x)?)?)
+        self.down.forward(&nn::silu_mul(&self.gate.forward(x)?, &self.up.forward(x)?)?)
     }
 }
 

@@ -5,8 +5,8 @@ use candle_nn::attention::AttnMask;
 
 use super::super::dispatch::masked;
 
-/// Attention of `q` `[1, T, heads, D]` over `k` and `v` `[1, S, kv_heads, D]`, with a mask that ends in `[T, S]`: output
-/// `[1, heads, T, D]`, f32 (f64 for f64). Candle's has no backward.
+/// Attention of `q` `[1, T, heads, D]` over `k` and `v` `[1, S, kv_heads, D]`, with a mask that ends in `[T, S]`:
+/// output `[1, heads, T, D]`, f32 (f64 for f64). Candle's has no backward.
 ///
 /// # Errors
 /// When shapes or dtypes disagree, or there is more than one sequence.

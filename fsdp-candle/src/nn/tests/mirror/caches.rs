@@ -88,8 +88,8 @@ fn caches_made_anew() {
     alike(
         &[2, 1],
         (&mut InterleavedKvCache::new(3), &mut theirs::InterleavedKvCache::new(3)),
-        |cache, x| cache.append(x, x).unwrap(),
-        |cache, x| cache.append(x, x).unwrap(),
+        |cache, x| cache.append(x, &x.detach()).unwrap(),
+        |cache, x| cache.append(x, &x.detach()).unwrap(),
     );
     let mut cache = ConcatKvCache::new(0);
     assert!(cache.is_empty() && cache.into_inner().is_none());
