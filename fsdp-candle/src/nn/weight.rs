@@ -59,10 +59,10 @@ impl Weight {
     /// The tensor whose storage holds the values, of the full shape. It must not go into the graph.
     ///
     /// # Errors
-    /// When it is a sharded parameter whose values are absent now.
+    /// Those of a gather, where it is of a unit by name.
     pub(crate) fn value(&self) -> Result<&Tensor> {
         if let Some((param, _)) = &self.param {
-            param.used()?;
+            param.tell_use()?;
         }
         Ok(&self.value)
     }
@@ -92,7 +92,7 @@ impl Weight {
         match &self.param {
             Some((param, _)) if !param.trainable() => Ok(None),
             Some((param, anchor)) => {
-                param.used_by_gradient()?;
+                param.tell_use()?;
                 param.gradient().write(write)?;
                 Ok(Some(anchor.zeros_like()?))
             }

@@ -272,14 +272,15 @@ impl FsdpParam {
     /// # Errors
     /// Those of a gather, and when the full tensor can't be used now.
     pub(crate) fn used(&self) -> Result<()> {
-        if let Some(uses) = self.uses.get().and_then(Weak::upgrade) {
-            uses.used(self.unit()?.0)?;
-        }
+        self.tell_use()?;
         self.check_unsharded()
     }
 
-    /// Says that backward leaves a gradient with the parameter. Its values may be gone.
-    pub(crate) fn used_by_gradient(&self) -> Result<()> {
+    /// Says that a layer is about to use the parameter or to leave a gradient with it, whose values may be gone.
+    ///
+    /// # Errors
+    /// Those of a gather.
+    pub(crate) fn tell_use(&self) -> Result<()> {
         match self.uses.get().and_then(Weak::upgrade) {
             Some(uses) => uses.used(self.unit()?.0),
             None => Ok(()),
