@@ -24,8 +24,9 @@ impl Promises {
 /// One rank's end of an engine that moves bytes between the ranks of a group.
 ///
 /// A [`ProcessGroup`](crate::ProcessGroup) owns it and calls it one collective after the other, in the order in which
-/// this rank issued them: from a thread of its own, or from one that waits ([`crate::ProcessGroup::deferred`]). All that any engine needs is the group's: it checks arguments,
-/// counts collectives, fingerprints them, keeps the first error, tells the launcher, and serves groups of one rank.
+/// this rank issued them: from a thread of its own, or from one that waits ([`crate::ProcessGroup::deferred`]). All
+/// that any engine needs is the group's: it checks arguments, counts collectives, fingerprints them, keeps the first
+/// error, tells the launcher, and serves groups of one rank.
 /// Dropping a backend is leaving its group.
 ///
 /// Its rules:

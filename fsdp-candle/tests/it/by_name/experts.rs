@@ -54,7 +54,7 @@ fn build(world: &World, names: &[&str], policy: ReshardAfterForward) -> (Sharded
 }
 
 fn step(world: &World, vars: &ShardedVarMap, model: &FsdpModule<Model>, step: usize, all: bool) -> Gradients {
-    let used = |i: usize, j: usize| (world.rank() + 2 * i + 3 * j + step) % 3 != 0;
+    let used = |i: usize, j: usize| !(world.rank() + 2 * i + 3 * j + step).is_multiple_of(3);
     let y = model.call(|m| m.forward(&batch(world.rank(), WIDTH), used, all)).unwrap();
     let mut grads = gradients(vars, &model.backward(&y.sqr().unwrap().mean_all().unwrap()).unwrap());
     assert!(vars.params().iter().all(|param| !param.is_unsharded()));
