@@ -17,7 +17,7 @@
 //! | [`conv1d`], [`Conv1D`]: GPT-2's fully connected layer | `candle_nn::conv1d` is a convolution |
 //! | [`gelu`] (tanh), [`gelu_erf`] | `Tensor::gelu`, `Tensor::gelu_erf` |
 //! | [`swiglu`] of two tensors | of one that holds both halves |
-//! | [`Rotary`], [`causal_attention`] | `rotary_emb` on heads apart; masks and softmax by hand |
+//! | [`Rotary`], [`attention()`], [`causal_attention`] | `rotary_emb` on heads apart; masks and softmax by hand |
 //!
 //! All other layers of `candle_nn` train as they are: convolutions (but `ConvTranspose1d`, whose backward is an error),
 //! `GroupNorm`, `BatchNorm` (its running statistics are [`buffers`](crate::ShardedVarMap::buffers)), `PReLU`, `LSTM`,
@@ -33,7 +33,7 @@
 //! | [`Embedding`] | ids `[..]` | `[.., hidden]` | `weight` |
 //! | [`LayerNorm`], [`RmsNorm`] | `[.., hidden]` | same | `weight`, `bias` |
 //! | [`Rotary`] | `[batch, T, heads * D]` | same | |
-//! | [`causal_attention`], [`causal_attention_qkv`] | q, k, v `[batch, T, heads * D]` | `[batch, T, heads * D]` | |
+//! | [`attention()`], [`attention_qkv`] | q, k, v `[batch, T, heads * D]` | `[batch, T, heads * D]` | |
 //! | [`silu`], [`gelu`], [`gelu_erf`], [`swiglu`] | any | same | |
 //! | [`cross_entropy()`], [`linear_cross_entropy()`] | logits `[.., V]`, targets `[..]` | scalar | |
 
@@ -49,7 +49,6 @@ mod norm;
 mod parallel;
 mod rotary;
 mod simd;
-mod softmax;
 mod values;
 mod weight;
 mod weighted_op;
@@ -58,11 +57,11 @@ mod weighted_op;
 mod tests;
 
 pub use activation::{gelu, gelu_erf, silu, swiglu};
-pub use attention::{causal_attention, causal_attention_qkv};
+pub use attention::{AttentionOptions, attention, attention_qkv, causal_attention, causal_attention_qkv};
 pub use cross_entropy::cross_entropy;
 pub use embedding::{Embedding, embedding};
 pub use linear::{Conv1D, Linear, conv1d, linear, linear_b, linear_no_bias};
 pub use linear_cross_entropy::linear_cross_entropy;
 pub use lora::{Lora, LoraConfig, is_adapter, lora};
 pub use norm::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm};
-pub use rotary::Rotary;
+pub use rotary::{Rotary, RotaryOptions};

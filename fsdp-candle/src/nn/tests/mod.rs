@@ -4,6 +4,7 @@ mod attention;
 mod basics;
 mod block;
 mod loss;
+mod rotary;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 
