@@ -6,8 +6,8 @@ use serde::Serialize;
 
 use super::checks::{above_zero, at_least_one, not_negative};
 use super::experts::ExpertsConfig;
-use super::fields::{Family, Fields};
-use super::rope::{Around, Rope, RopeParameters};
+use super::fields::{Family, Fields, RopeParameters};
+use super::rope::{Around, Rope};
 
 /// A decoder: what its `config.json` says, and what follows for its layers. Whatever a file leaves out is as
 /// transformers has it.

@@ -2,8 +2,6 @@
 
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::rope::RopeParameters;
-
 /// Decoders whose layers are alike but for options.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
@@ -86,6 +84,33 @@ pub struct Fields {
     pub router_jitter_noise: Option<f64>,
     pub decoder_sparse_step: Option<usize>,
     pub mlp_only_layers: Option<Vec<usize>>,
+}
+
+/// `rope_parameters` (or the older `rope_scaling`).
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+#[allow(missing_docs)]
+pub struct RopeParameters {
+    pub rope_theta: Option<f64>,
+    pub rope_type: Option<String>,
+    /// `rope_type` in the oldest files.
+    #[serde(rename = "type")]
+    pub old_rope_type: Option<String>,
+    pub partial_rotary_factor: Option<f64>,
+    pub factor: Option<f64>,
+    pub low_freq_factor: Option<f64>,
+    pub high_freq_factor: Option<f64>,
+    pub original_max_position_embeddings: Option<f64>,
+    pub attention_factor: Option<f64>,
+    pub beta_fast: Option<f64>,
+    pub beta_slow: Option<f64>,
+    pub mscale: Option<f64>,
+    pub mscale_all_dim: Option<f64>,
+    pub truncate: Option<bool>,
+    pub short_factor: Option<Vec<f64>>,
+    pub long_factor: Option<Vec<f64>>,
+    /// Gemma 3 has one rotary embedding for each kind of layer.
+    pub full_attention: Option<Box<RopeParameters>>,
+    pub sliding_attention: Option<Box<RopeParameters>>,
 }
 
 /// A field that is there, be it `null`.

@@ -3,37 +3,9 @@
 use std::f64::consts::TAU;
 
 use anyhow::{Context, bail, ensure};
-use serde::{Deserialize, Serialize};
 
 use super::checks::above_zero;
-use super::fields::Fields;
-
-/// `rope_parameters` (or the older `rope_scaling`).
-#[derive(Clone, Debug, Default, Deserialize, Serialize)]
-#[allow(missing_docs)]
-pub struct RopeParameters {
-    pub rope_theta: Option<f64>,
-    pub rope_type: Option<String>,
-    /// `rope_type` in the oldest files.
-    #[serde(rename = "type")]
-    pub old_rope_type: Option<String>,
-    pub partial_rotary_factor: Option<f64>,
-    pub factor: Option<f64>,
-    pub low_freq_factor: Option<f64>,
-    pub high_freq_factor: Option<f64>,
-    pub original_max_position_embeddings: Option<f64>,
-    pub attention_factor: Option<f64>,
-    pub beta_fast: Option<f64>,
-    pub beta_slow: Option<f64>,
-    pub mscale: Option<f64>,
-    pub mscale_all_dim: Option<f64>,
-    pub truncate: Option<bool>,
-    pub short_factor: Option<Vec<f64>>,
-    pub long_factor: Option<Vec<f64>>,
-    /// Gemma 3 has one rotary embedding for each kind of layer.
-    pub full_attention: Option<Box<RopeParameters>>,
-    pub sliding_attention: Option<Box<RopeParameters>>,
-}
+use super::fields::{Fields, RopeParameters};
 
 /// A rotary embedding.
 #[derive(Clone, Debug)]

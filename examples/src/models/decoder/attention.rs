@@ -6,7 +6,7 @@ use candle_core::{Module, Result, Tensor};
 use candle_nn::VarBuilder;
 use fsdp_candle::nn::{self, AttentionOptions, Linear, LoraConfig};
 
-use super::linear;
+use super::linear::linear;
 use super::norm::Norm;
 use super::rope::{Turn, Turns};
 use crate::models::config::DecoderConfig;

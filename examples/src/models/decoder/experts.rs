@@ -9,7 +9,7 @@ use candle_nn::VarBuilder;
 use candle_nn::ops::softmax;
 use fsdp_candle::nn::Linear;
 
-use super::linear;
+use super::linear::linear;
 use super::mlp::Mlp;
 use crate::models::config::DecoderConfig;
 use crate::models::config::experts::ExpertsConfig;

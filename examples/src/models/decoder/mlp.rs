@@ -4,7 +4,7 @@ use candle_core::{Module, Result, Tensor};
 use candle_nn::VarBuilder;
 use fsdp_candle::nn::{self, Linear};
 
-use super::linear;
+use super::linear::linear;
 use crate::models::config::DecoderConfig;
 use crate::models::config::decoder::Activation;
 

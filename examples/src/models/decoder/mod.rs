@@ -6,6 +6,7 @@
 mod attention;
 mod block;
 mod experts;
+mod linear;
 mod mlp;
 mod norm;
 mod rope;
@@ -16,17 +17,12 @@ use fsdp_candle::FsdpModule;
 use fsdp_candle::nn::{Embedding, Linear};
 
 pub use block::Block;
+use linear::linear;
 use norm::Norm;
 pub use rope::Turns;
 
 use super::config::DecoderConfig;
 use super::layer::Layer;
-
-fn linear(inputs: usize, outputs: usize, bias: bool, stdev: f64, vb: VarBuilder) -> Result<Linear> {
-    let weight = vb.get_with_hints((outputs, inputs), "weight", Init::Randn { mean: 0., stdev })?;
-    let bias = bias.then(|| vb.get_with_hints(outputs, "bias", Init::Const(0.))).transpose()?;
-    Ok(Linear::new(weight, bias))
-}
 
 /// The whole model around its blocks.
 pub struct Decoder {
