@@ -1,16 +1,19 @@
 """Records runs of PyTorch FSDP2, on two CPU ranks:
-torchrun --nproc-per-node 2 record.py --out DIR [--models NAME ..] [--runs RUN ..] [--from DIR]
+torchrun --nproc-per-node 2 record.py --out DIR [--models NAME ..] [--runs RUN ..] [--from DIR] [--final]
 
     pip install -r ../interop/requirements.txt
 
-Each model beside this file is trained as README.md says, into DIR/NAME/RUN.json. With --from, the runs go on from what
-candle-fsdp has saved (or `fsdp-ckpt convert` has made of it) as DIR/NAME/step-N, and the files have the steps after it.
+Each model beside this file is trained as README.md says, into DIR/NAME/RUN.json (without --models the first two). With
+--from, the runs go on from what candle-fsdp has saved (or `fsdp-ckpt convert` has made of it) as DIR/NAME/step-N, and
+the files have the steps after it. With --final, DIR/NAME/final.safetensors is the model after the last step. On another
+number of ranks the file is called RUN_of_RANKS.json.
 """
 
 import argparse
 import json
 import pathlib
 import re
+import tempfile
 import warnings
 
 import numpy
@@ -18,12 +21,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageReader
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
 HERE = pathlib.Path(__file__).resolve().parent
 MODELS = ["llama_tiny", "gpt2_tiny"]
+# What make.py makes. They are trained on six sequences a step, which one, two and three ranks divide.
+FAMILIES = ["llama3_tiny", "mistral_tiny", "qwen2_tiny", "qwen3_tiny", "gemma2_tiny", "gemma3_text_tiny", "phi3_tiny"]
+FAMILIES += ["mixtral_tiny", "qwen3_moe_tiny"]
 # The file: the dtypes that units compute and reduce in, and transformers' attention.
 RUNS = {
     "run": (None, None, "sdpa"),
@@ -31,26 +42,30 @@ RUNS = {
     "run_bf16_reduce_bf16": (torch.bfloat16, torch.bfloat16, "sdpa"),
     "run_bf16_reduce_f32_eager": (torch.bfloat16, torch.float32, "eager"),
 }
-SEQUENCES = 4
 LENGTH = 32
 STEPS = 20
 CLIP = 1.0
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def sequences(name):
+    return 6 if name in FAMILIES else 4
 
 
 def sharded(name, param_dtype, reduce_dtype, attention):
-    model = AutoModelForCausalLM.from_pretrained(HERE / name, attn_implementation=attention, dtype=torch.float32)
-    model = model.train()
+    kinds = {"attn_implementation": attention, "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(HERE / name, dtype=torch.float32, **kinds).train()
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    for block in model.model.layers if name.startswith("llama") else model.transformer.h:
+    for block in model.transformer.h if name == "gpt2_tiny" else model.model.layers:
         fully_shard(block, mp_policy=policy)
     return fully_shard(model, mp_policy=policy)
 
 
-def batch(tokens, step):
+def batch(tokens, step, sequences):
     """This rank's sequences, and what comes after each token."""
-    size = SEQUENCES // dist.get_world_size()
+    size = sequences // dist.get_world_size()
     first = ((step - 1) * dist.get_world_size() + dist.get_rank()) * size
     starts = [sequence * LENGTH for sequence in range(first, first + size)]
     return [torch.stack([tokens[start + shift :][:LENGTH] for start in starts]) for shift in (0, 1)]
@@ -75,8 +90,30 @@ def resumed(model, optim, checkpoint):
     return int(re.fullmatch(r"step-(\d+)", checkpoint.name).group(1))
 
 
-def train(name, run, checkpoint=None):
-    tokens = torch.from_numpy(numpy.fromfile(HERE / name / "tokens.bin", dtype="<u2").astype("int64"))
+def loss_of(model, inputs, targets):
+    """As transformers has it, but that targets are apart."""
+    outputs = model(inputs)
+    loss = torch.nn.functional.cross_entropy(outputs.logits.float().flatten(0, 1), targets.flatten())
+    if getattr(outputs, "aux_loss", None) is not None:
+        loss = loss + model.config.router_aux_loss_coef * outputs.aux_loss
+    return loss
+
+
+def save(name, model, file):
+    """Writes the whole model as transformers does: its experts are one tensor in memory, but several in a file."""
+    state = get_model_state_dict(model, options=WHOLE)
+    if dist.get_rank() == 0:
+        whole = AutoModelForCausalLM.from_pretrained(HERE / name, dtype=torch.float32)
+        whole.load_state_dict(state)
+        with tempfile.TemporaryDirectory() as folder:
+            whole.save_pretrained(folder)
+            file.write_bytes((pathlib.Path(folder) / "model.safetensors").read_bytes())
+
+
+def train(name, run, checkpoint=None, final=None):
+    own = HERE / name / "tokens.bin"
+    file = own if own.exists() else HERE / "tokens.bin"
+    tokens = torch.from_numpy(numpy.fromfile(file, dtype="<u2").astype("int64"))
     model = sharded(name, *run)
     # A classic checkpoint has its own learning rate.
     classic = checkpoint is not None and (checkpoint / ".metadata").exists()
@@ -84,8 +121,8 @@ def train(name, run, checkpoint=None):
     done = resumed(model, optim, checkpoint) if checkpoint else 0
     trajectory = []
     for step in range(done + 1, STEPS + 1):
-        inputs, targets = batch(tokens, step)
-        loss = torch.nn.functional.cross_entropy(model(inputs).logits.float().flatten(0, 1), targets.flatten())
+        inputs, targets = batch(tokens, step, sequences(name))
+        loss = loss_of(model, inputs, targets)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).full_tensor()
         optim.step()
@@ -93,31 +130,37 @@ def train(name, run, checkpoint=None):
         mean = loss.detach() / dist.get_world_size()
         dist.all_reduce(mean)
         trajectory.append({"step": step, "loss": mean.item(), "grad_norm": norm.item()})
+    if final:
+        save(name, model, final)
     return trajectory
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
-    parser.add_argument("--runs", nargs="+", default=RUNS, choices=RUNS)
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS + FAMILIES)
+    parser.add_argument("--runs", nargs="+", choices=RUNS)
     parser.add_argument("--from", dest="checkpoints", type=pathlib.Path)
+    parser.add_argument("--final", action="store_true")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for name in options.models:
-        for file in options.runs:
-            run = RUNS[file]
+        for file in options.runs or (["run"] if name in FAMILIES else RUNS):
+            # Transformers' usual attention leaves out caps.
+            run = (*RUNS[file][:2], "eager") if name in FAMILIES else RUNS[file]
             checkpoint = options.checkpoints and next((options.checkpoints / name).glob("step-*"))
-            trajectory = train(name, run, checkpoint)
+            (options.out / name).mkdir(parents=True, exist_ok=True)
+            final = options.out / name / "final.safetensors" if options.final else None
+            trajectory = train(name, run, checkpoint, final)
             size = dist.get_world_size()
-            settings = {"torch": torch.__version__, "world_size": size, "batch_per_rank": SEQUENCES // size}
+            settings = {"torch": torch.__version__, "world_size": size, "batch_per_rank": sequences(name) // size}
             settings |= {"seq_len": LENGTH, "steps": STEPS, "clip_grad_norm": CLIP, **ADAMW}
             settings |= {"param_dtype": str(run[0]), "reduce_dtype": str(run[1])}
             settings |= {"attention": run[2], "trajectory": trajectory}
             if dist.get_rank() == 0:
-                (options.out / name).mkdir(parents=True, exist_ok=True)
+                file = file if size == 2 else f"{file}_of_{size}"
                 (options.out / name / f"{file}.json").write_text(json.dumps(settings, indent=1))
     dist.destroy_process_group()
 

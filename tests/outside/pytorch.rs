@@ -16,6 +16,18 @@ use crate::network::two_hosts;
 /// Far longer than two ranks of PyTorch take on one busy core.
 const LIMIT: Duration = Duration::from_secs(600);
 const MODELS: [&str; 2] = ["llama_tiny", "gpt2_tiny"];
+/// What `tests/golden/make.py` makes.
+const FAMILIES: [&str; 9] = [
+    "llama3_tiny",
+    "mistral_tiny",
+    "qwen2_tiny",
+    "qwen3_tiny",
+    "gemma2_tiny",
+    "gemma3_text_tiny",
+    "phi3_tiny",
+    "mixtral_tiny",
+    "qwen3_moe_tiny",
+];
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
@@ -123,6 +135,12 @@ fn the_recorded_runs_come_again() {
             runs += 1;
         }
         assert_eq!(runs, 4);
+    }
+    record_on_two_ranks(out.path(), &[&["--models"][..], &FAMILIES].concat());
+    for name in FAMILIES {
+        let again = Trajectory::of_record(&out.path().join(name).join("run.json"));
+        let difference = again.difference(&Trajectory::recorded(name, "run"));
+        assert!(difference.max() < 2e-5, "{name}: {difference:?}");
     }
 }
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{Module, Result, Tensor};
 use candle_nn::VarBuilder;
+use fsdp_candle::Tensors;
 use fsdp_candle::activation_checkpoint::checkpoint;
 use fsdp_candle::nn::{self, Lora, LoraConfig};
 
@@ -20,14 +21,24 @@ impl<B> Layer<B> {
     }
 }
 
-impl<B: Module + Send + Sync + 'static> Module for Layer<B> {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+impl<B: Send + Sync + 'static> Layer<B> {
+    /// `forward` of the block.
+    ///
+    /// # Errors
+    /// Those of `forward`.
+    pub fn run<O: Tensors + 'static>(&self, x: &Tensor, forward: fn(&B, &Tensor) -> Result<O>) -> Result<O> {
         if self.again {
             let block = self.block.clone();
-            checkpoint(move |x: Tensor| block.forward(&x), x.clone())
+            checkpoint(move |x: Tensor| forward(&block, &x), x.clone())
         } else {
-            self.block.forward(x)
+            forward(&self.block, x)
         }
+    }
+}
+
+impl<B: Module + Send + Sync + 'static> Module for Layer<B> {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.run(x, B::forward)
     }
 }
 

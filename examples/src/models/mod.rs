@@ -2,9 +2,9 @@
 //! units.
 
 pub mod config;
+pub mod decoder;
 pub mod gpt2;
 pub mod layer;
-pub mod llama;
 mod size;
 #[cfg(test)]
 mod tests;
@@ -12,28 +12,50 @@ mod weights;
 
 use anyhow::Context;
 use candle_core::{DType, Module, Result, Tensor};
-use fsdp_candle::nn::LoraConfig;
+use fsdp_candle::nn::{self, LoraConfig};
 use fsdp_candle::{FsdpModule, FullyShard, ShardedVarMap, Unit, fully_shard};
 
 pub use config::ModelConfig;
+use decoder::Turns;
 use layer::Layer;
 pub use size::ModelSize;
 pub use weights::fingerprint;
 
 /// A causal language model: token ids `[batch, time]` to logits `[batch, time, vocabulary]`.
 pub enum LanguageModel {
-    /// A Llama.
-    Llama(llama::Llama),
+    /// A Llama, or one of its like.
+    Decoder(decoder::Decoder),
     /// A GPT-2.
     Gpt2(gpt2::Gpt2),
 }
 
+impl LanguageModel {
+    /// Logits, and what is to be added to their loss, if anything.
+    fn outputs(&self, ids: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+        match self {
+            LanguageModel::Decoder(model) => model.forward(ids),
+            LanguageModel::Gpt2(model) => Ok((model.forward(ids)?, None)),
+        }
+    }
+}
+
 impl Module for LanguageModel {
     fn forward(&self, ids: &Tensor) -> Result<Tensor> {
-        match self {
-            LanguageModel::Llama(model) => model.forward(ids),
-            LanguageModel::Gpt2(model) => model.forward(ids),
-        }
+        Ok(self.outputs(ids)?.0)
+    }
+}
+
+/// The mean loss of predicting `targets` from `ids`, both `[batch, time]`, with the one that keeps experts equally busy
+/// where the configuration asks for it.
+///
+/// # Errors
+/// Those of the model.
+pub fn loss(model: &FsdpModule<LanguageModel>, ids: &Tensor, targets: &Tensor) -> Result<Tensor> {
+    let (logits, auxiliary) = model.call_with(ids.clone(), |model, ids| model.outputs(&ids))?;
+    let loss = nn::cross_entropy(&logits, targets)?;
+    match auxiliary {
+        Some(auxiliary) => loss + auxiliary,
+        None => Ok(loss),
     }
 }
 
@@ -46,8 +68,8 @@ pub struct ModelOptions {
     pub positions: usize,
     /// Keep the blocks' inputs alone for backward, and run each block again there.
     pub activation_checkpoint: bool,
-    /// Adapters beside the attention's query and value projections: a Llama's `q_proj` and `v_proj`, a GPT-2's
-    /// `c_attn`. The caller freezes the rest.
+    /// Adapters beside the attention's query and value projections: `q_proj` and `v_proj`, or the one
+    /// layer that makes both, a Phi-3's `qkv_proj` and a GPT-2's `c_attn`. The caller freezes the rest.
     pub lora: Option<LoraConfig>,
 }
 
@@ -64,17 +86,18 @@ pub fn build(
     let vb = vars.builder(options.dtype);
     let again = options.activation_checkpoint;
     let model = match config {
-        ModelConfig::Llama(config) => {
-            let rotary = config.rotary(options.positions, vb.device())?;
-            let blocks = (0..config.num_hidden_layers)
+        ModelConfig::Decoder(config) => {
+            let (positions, head_dim) = (options.positions, config.head_dim);
+            let turns = Turns::new(&config.rope, config.local_rope.as_ref(), head_dim, positions, vb.device())?;
+            let blocks = (0..config.layers)
                 .map(|i| {
                     fully_shard(opts, vb.pp(format!("model.layers.{i}")), |vb| {
-                        Ok(Layer::new(llama::Block::new(config, &rotary, options.lora, vb)?, again))
+                        Ok(Layer::new(decoder::Block::new(config, i, &turns, options.lora, vb)?, again))
                     })
                 })
                 .collect::<fsdp_candle::Result<Vec<_>>>()
-                .context("can't build the Llama's layers")?;
-            fully_shard(opts, vb, |vb| Ok(LanguageModel::Llama(llama::Llama::new(config, blocks, vb)?)))
+                .context("can't build the layers")?;
+            fully_shard(opts, vb, |vb| Ok(LanguageModel::Decoder(decoder::Decoder::new(config, blocks, vb)?)))
         }
         ModelConfig::Gpt2(config) => {
             // The checkpoints on the Hub say `wte.weight` or `transformer.wte.weight`, depending on who saved them.
@@ -96,7 +119,7 @@ pub fn build(
 /// Gathers parameters of `ahead` blocks ahead, in forward and in backward.
 pub fn set_prefetch(model: &FsdpModule<LanguageModel>, ahead: usize) {
     match model.inner() {
-        LanguageModel::Llama(llama) => prefetch_blocks(model, llama.blocks(), ahead),
+        LanguageModel::Decoder(decoder) => prefetch_blocks(model, decoder.blocks(), ahead),
         LanguageModel::Gpt2(gpt2) => prefetch_blocks(model, gpt2.blocks(), ahead),
     }
 }

@@ -1,6 +1,6 @@
 //! How large a model is, before anything of it is made.
 
-use super::config::{Gpt2Config, LlamaConfig, ModelConfig};
+use super::config::{DecoderConfig, Gpt2Config, ModelConfig};
 
 /// Numbers of elements and of tensors. They are floats because a configuration may say anything: products of its
 /// numbers need not fit any integer.
@@ -52,35 +52,65 @@ impl ModelConfig {
     /// The size of the model, with adapters of rank `lora` if any.
     pub fn size(&self, lora: Option<usize>) -> ModelSize {
         match self {
-            ModelConfig::Llama(config) => llama(config, lora),
+            ModelConfig::Decoder(config) => decoder(config, lora),
             ModelConfig::Gpt2(config) => gpt2(config, lora),
         }
     }
 }
 
-fn llama(config: &LlamaConfig, lora: Option<usize>) -> ModelSize {
+fn decoder(config: &DecoderConfig, lora: Option<usize>) -> ModelSize {
     let [width, inner, vocabulary, head] =
-        [config.hidden_size, config.intermediate_size, config.vocab_size, config.head_dim()].map(|n| n as f64);
-    let (queries, keys) = (config.num_attention_heads as f64 * head, config.kv_heads() as f64 * head);
+        [config.width, config.inner, config.vocabulary, config.head_dim].map(|n| n as f64);
+    let (queries, keys) = (config.heads as f64 * head, config.kv_heads as f64 * head);
     let (mut block, mut adapters, mut root) = (Part::default(), Part::default(), Part::default());
-    for (inputs, outputs) in [(width, queries), (width, keys), (width, keys), (queries, width)] {
-        block.linear(inputs, outputs, config.attention_bias);
+    let biases = config.biases;
+    if config.fused {
+        block.linear(width, queries + 2. * keys, biases.qkv);
+        adapters.adapter(width, queries + 2. * keys, lora);
+    } else {
+        for outputs in [queries, keys, keys] {
+            block.linear(width, outputs, biases.qkv);
+        }
+        adapters.adapter(width, queries, lora);
+        adapters.adapter(width, keys, lora);
     }
-    for (inputs, outputs) in [(width, inner), (width, inner), (inner, width)] {
-        block.linear(inputs, outputs, config.mlp_bias);
+    block.linear(queries, width, biases.output);
+    for _ in 0..if config.norms.behind { 4 } else { 2 } {
+        block.matrix(1., width);
     }
-    block.matrix(1., width);
-    block.matrix(1., width);
-    adapters.adapter(width, queries, lora);
-    adapters.adapter(width, keys, lora);
+    if config.norms.heads {
+        block.matrix(1., head);
+        block.matrix(1., head);
+    }
+    let mut dense = block;
+    if config.fused {
+        dense.linear(width, 2. * inner, biases.mlp);
+    } else {
+        dense.linear(width, inner, biases.mlp);
+        dense.linear(width, inner, biases.mlp);
+    }
+    dense.linear(inner, width, biases.mlp);
     root.matrix(vocabulary, width);
     root.matrix(1., width);
-    if !config.tie_word_embeddings {
+    if !config.tied {
         root.matrix(vocabulary, width);
     }
-    let widest = vocabulary.max(inner).max(queries);
+    // The layers that have experts, and those that do not.
+    let mut blocks = vec![(config.layers, dense)];
+    if let Some(experts) = &config.experts {
+        let sparse_layers = experts.layers(config.layers);
+        let (count, inner) = (experts.count as f64, experts.inner as f64);
+        block.matrix(count, width);
+        block.elements += 3. * count * width * inner;
+        block.tensors += 3. * count;
+        blocks = vec![(config.layers - sparse_layers, dense), (sparse_layers, block)];
+    }
+    // How many tokens an expert sees, nobody knows before.
+    let widest = if config.experts.is_some() { vocabulary.max(queries) } else { vocabulary.max(inner).max(queries) };
     // Sines and cosines, for the device and for the host.
-    ModelSize { widest, rotary: 2. * head, ..sum(config.num_hidden_layers, block, adapters, root) }
+    let ropes = [Some(&config.rope), config.local_rope.as_ref()];
+    let rotary = ropes.into_iter().flatten().map(|rope| 2. * rope.width as f64 * rope.tables()).sum();
+    ModelSize { widest, rotary, ..sum(&blocks, adapters, root) }
 }
 
 fn gpt2(config: &Gpt2Config, lora: Option<usize>) -> ModelSize {
@@ -96,16 +126,18 @@ fn gpt2(config: &Gpt2Config, lora: Option<usize>) -> ModelSize {
     root.matrix(vocabulary, width);
     root.matrix(positions, width);
     root.linear(1., width, true);
-    ModelSize { widest: vocabulary.max(inner).max(3. * width), ..sum(config.n_layer, block, adapters, root) }
+    ModelSize { widest: vocabulary.max(inner).max(3. * width), ..sum(&[(config.n_layer, block)], adapters, root) }
 }
 
-fn sum(layers: usize, block: Part, adapters: Part, root: Part) -> ModelSize {
-    let layers = layers as f64;
-    ModelSize {
-        base: layers * block.elements + root.elements,
-        adapters: layers * adapters.elements,
-        largest_unit: root.elements.max(block.elements + adapters.elements),
-        tensors: layers * (block.tensors + adapters.tensors) + root.tensors,
-        ..ModelSize::default()
+fn sum(blocks: &[(usize, Part)], adapters: Part, root: Part) -> ModelSize {
+    let mut size =
+        ModelSize { base: root.elements, largest_unit: root.elements, tensors: root.tensors, ..ModelSize::default() };
+    for (layers, block) in blocks.iter().filter(|(layers, _)| *layers > 0) {
+        let layers = *layers as f64;
+        size.base += layers * block.elements;
+        size.adapters += layers * adapters.elements;
+        size.largest_unit = size.largest_unit.max(block.elements + adapters.elements);
+        size.tensors += layers * (block.tensors + adapters.tensors);
     }
+    size
 }

@@ -10,7 +10,14 @@ fn sizes_are_those_of_the_model_that_is_built() {
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "vocab_size": 13"#;
     let (biases, inner) = (", \"attention_bias\": true, \"mlp_bias\": true", ", \"n_inner\": 5");
     let tied = ", \"tie_word_embeddings\": true";
-    for text in [(gpt2, ""), (gpt2, inner), (llama, ""), (llama, biases), (llama, tied)] {
+    let of = |name: &str| llama.replace("\"llama\"", &format!("\"{name}\""));
+    let families = ["mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "mixtral", "qwen3_moe"].map(of);
+    let experts = r#", "num_experts": 3, "num_local_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 5"#;
+    let dense = format!("{experts}, \"mlp_only_layers\": [1]");
+    let mut texts = vec![(gpt2, ""), (gpt2, inner), (llama, ""), (llama, biases), (llama, tied)];
+    texts.extend(families.iter().map(|text| (text.as_str(), experts)));
+    texts.extend([(families[7].as_str(), dense.as_str()), (families[5].as_str(), tied)]);
+    for text in texts {
         for lora in [None, Some(3)] {
             let config = ModelConfig::parse(&format!("{}{}}}", text.0, text.1)).unwrap();
             let world = World::single().unwrap();

@@ -45,7 +45,7 @@
 //! | [`Conv1D`], [`gpt2_linear`] | `[.., in]` | `[.., out]` | `weight` `[in, out]`, `bias` |
 //! | [`Lora`] | `[.., in]` | `[.., out]` | `lora_A.weight`, `lora_B.weight`, the base's |
 //! | [`Rotary`] | `[batch, T, heads * D]` | same | |
-//! | [`causal_attention`], [`causal_attention_qkv`] | q, k, v `[batch, T, heads * D]` | `[batch, T, heads * D]` | |
+//! | [`attention()`], [`attention_qkv`] | q, k, v `[batch, T, heads * D]` | `[batch, T, heads * D]` | |
 //! | [`silu`], [`gelu`] (tanh), [`gelu_erf`], [`silu_mul`] | any | same | |
 //! | [`cross_entropy()`], [`linear_cross_entropy()`] | logits `[.., V]`, targets `[..]` | scalar | |
 
@@ -103,9 +103,9 @@ pub use var_builder::VarBuilder;
 pub use var_map::VarMap;
 
 pub use activation::fused::{gelu, gelu_erf, silu, silu_mul};
-pub use attention::causal::{causal_attention, causal_attention_qkv};
+pub use attention::fused::{AttentionOptions, attention, attention_qkv, causal_attention, causal_attention_qkv};
 pub use linear::{Conv1D, gpt2_linear};
 pub use lora::{Lora, LoraConfig, is_adapter, lora};
 pub use loss::cross_entropy::cross_entropy;
 pub use loss::linear_cross_entropy::linear_cross_entropy;
-pub use rotary::table::Rotary;
+pub use rotary::table::{Rotary, RotaryOptions};

@@ -4,9 +4,9 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::ensure;
-use candle_core::{DType, Module, Tensor};
+use candle_core::{DType, Tensor};
 use fsdp_candle::initializer::Philox;
-use fsdp_candle::{AdamW, AdamWConfig, FullyShard, ReduceOp, ShardedVarMap, World, clip_grad_norm, nn};
+use fsdp_candle::{AdamW, AdamWConfig, FullyShard, ReduceOp, ShardedVarMap, World, clip_grad_norm};
 use fsdp_examples::metrics::peak_memory_bytes;
 use fsdp_examples::models::{self, ModelConfig, ModelOptions};
 use serde::Serialize;
@@ -17,7 +17,7 @@ use crate::print::print;
 /// What to measure.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Directory with a config.json of a Llama or a GPT-2.
+    /// Directory with a config.json of a model that `train` knows.
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
     /// Sequences of a rank's batch.
@@ -79,7 +79,7 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
     for step in 0..=args.steps {
         world.group().barrier().wait()?;
         let start = Instant::now();
-        let of_batch = nn::cross_entropy(&model.forward(&inputs)?, &targets)?;
+        let of_batch = models::loss(&model, &inputs, &targets)?;
         let forward = start.elapsed();
         let mut grads = model.backward(&of_batch)?;
         let backward = start.elapsed();

@@ -37,7 +37,7 @@ same data in the same order and give the same losses, up to rounding.";
 /// are for rank 0 alone.
 pub(crate) const FREE_TO_DIFFER: [&str; 4] = ["model", "data", "metrics", "tensorboard"];
 
-/// Pre-trains or fine-tunes a GPT-2 or Llama model whose parameters, gradients and optimizer state are sharded over the
+/// Pre-trains or fine-tunes a language model whose parameters, gradients and optimizer state are sharded over the
 /// processes.
 #[derive(Parser, Debug, Clone, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -46,9 +46,9 @@ pub(crate) const FREE_TO_DIFFER: [&str; 4] = ["model", "data", "metrics", "tenso
 pub(crate) struct Args {
     /// Hugging Face model directory [default: a built-in byte-level Llama of about 5 M parameters]
     ///
-    /// Needed there: config.json with model_type `llama` or `gpt2`. Used if there: model.safetensors (or
-    /// model.safetensors.index.json and the files it names) and tokenizer.json. Each process reads only its own slices
-    /// of the weights.
+    /// Needed there: config.json with one of the model types llama, mistral, qwen2, qwen3, gemma2, gemma3_text, phi3,
+    /// mixtral, qwen3_moe and gpt2. Used if there: model.safetensors (or model.safetensors.index.json and the files it
+    /// names) and tokenizer.json. Each process reads only its own slices of the weights.
     #[arg(long, value_name = "DIR", help_heading = "Model")]
     #[serde(serialize_with = "place")]
     pub(crate) model: Option<PathBuf>,

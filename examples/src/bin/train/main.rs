@@ -1,4 +1,4 @@
-//! Pre-trains or fine-tunes a Llama or a GPT-2 with its parameters sharded over the ranks:
+//! Pre-trains or fine-tunes a language model with its parameters sharded over the ranks:
 //! `fsdp-launch --nproc-per-node 2 train --help`.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
@@ -27,13 +27,14 @@ mod writable;
 use std::process::ExitCode;
 use std::time::Instant;
 
+use candle_core::Tensor;
 use candle_core::backprop::GradStore;
-use candle_core::{Module, Tensor};
 use clap::Parser;
-use fsdp_candle::{AdamW, AdamWConfig, Recurse, ReduceOp, World, clip_grad_norm, grad_norm, nn};
+use fsdp_candle::{AdamW, AdamWConfig, Recurse, ReduceOp, World, clip_grad_norm, grad_norm};
 use fsdp_examples::console::Console;
 use fsdp_examples::job;
 use fsdp_examples::metrics::{StepRecord, peak_memory_bytes};
+use fsdp_examples::models;
 use fsdp_examples::schedule::Schedule;
 
 use args::{Args, GradSync};
@@ -93,7 +94,7 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
             let (inputs, targets) = batches.micro_batch(done.sequences, micro_step)?;
             let inputs_bt = Tensor::from_vec(inputs, (args.batch_size, args.seq_len), world.device())?;
             let targets_bt = Tensor::from_vec(targets, (args.batch_size, args.seq_len), world.device())?;
-            let loss = nn::cross_entropy(&model.forward(&inputs_bt)?, &targets_bt)?;
+            let loss = models::loss(&model, &inputs_bt, &targets_bt)?;
             loss_sum += f64::from(loss.to_scalar::<f32>()?);
             let new = model.backward(&(loss / args.grad_accum as f64)?)?;
             match &mut grads {

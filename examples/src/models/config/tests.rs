@@ -10,12 +10,23 @@ fn llama(more: &str) -> String {
 const LLAMA3: &str = r#"{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192}"#;
 
+fn decoder(text: &str) -> DecoderConfig {
+    match ModelConfig::parse(text) {
+        Ok(ModelConfig::Decoder(config)) => *config,
+        other => panic!("{text}: {other:?}"),
+    }
+}
+
+/// A decoder of a family with `more`, and what is in all of them.
+fn family(name: &str, more: &str) -> DecoderConfig {
+    decoder(&llama(more).replace("\"llama\"", &format!("\"{name}\"")))
+}
+
 #[test]
 fn llama3_frequencies_are_transformers() {
-    let text = llama(&format!(r#""head_dim": 128, "rope_theta": 500000.0, "rope_scaling": {LLAMA3}"#));
-    let Ok(ModelConfig::Llama(config)) = ModelConfig::parse(&text) else { panic!("{text}") };
-    let frequencies = config.frequencies().unwrap().unwrap();
-    assert_eq!(frequencies.len(), 64);
+    let config = decoder(&llama(&format!(r#""head_dim": 128, "rope_theta": 500000.0, "rope_scaling": {LLAMA3}"#)));
+    let (frequencies, factor, long) = config.rope.frequencies();
+    assert_eq!((frequencies.len(), factor, long), (64, 1., None));
     let plain = |i: i32| 500000f64.powf(-f64::from(i) / 64.);
     // 1 turns 1304 times over 8192 positions, 500000^(-28/64) 4.19 times: both stay.
     assert_eq!(frequencies[0], 1.);
@@ -29,16 +40,124 @@ fn llama3_frequencies_are_transformers() {
     }
 }
 
+/// As transformers' `ROPE_INIT_FUNCTIONS` have them.
+#[test]
+fn other_frequencies_are_transformers() {
+    let rope = |more: &str| {
+        let text =
+            format!(r#""head_dim": 8, "rope_theta": 100.0, "max_position_embeddings": 256, "rope_scaling": {more}"#);
+        decoder(&llama(&text)).rope.frequencies()
+    };
+    let near = |(found, factor, _): (Vec<f32>, f64, Option<(usize, Vec<f32>)>), want: [f64; 4], want_factor: f64| {
+        let far = found.iter().zip(want).map(|(a, b)| (f64::from(*a) / b - 1.).abs()).fold(0., f64::max);
+        assert!(found.len() == 4 && far < 1e-6 && (factor - want_factor).abs() < 1e-9, "{found:?} {factor}");
+    };
+    let plain = [1., 0.316_227_766_016_837_94, 0.1, 0.031_622_776_601_683_79];
+    near(rope(r#"{"type": "linear", "factor": 4.0}"#), plain.map(|x| x / 4.), 1.);
+    near(rope(r#"{"type": "dynamic", "factor": 4.0}"#), plain, 1.);
+    // 64 / (32 * 2 pi) is below one turn, so that even the first pair turns less often than 32 times; once turns
+    // 8 ln(64 / 2 pi) / (2 ln 100) = 2.016, rounded up 3: thirds of the way from staying to a quarter.
+    let yarn = r#"{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64.0}"#;
+    let part = |i: usize| 1. - 0.75 * i as f64 / 3.;
+    near(rope(yarn), [0, 1, 2, 3].map(|i| plain[i] * part(i)), 0.1 * 4f64.ln() + 1.);
+    near(
+        rope(&yarn.replace("\"factor\"", "\"attention_factor\": 1.5, \"factor\"")),
+        [0, 1, 2, 3].map(|i| plain[i] * part(i)),
+        1.5,
+    );
+    let long = r#"{"rope_type": "longrope", "original_max_position_embeddings": 64.0,
+        "short_factor": [1.0, 1.0, 2.0, 4.0], "long_factor": [2.0, 4.0, 8.0, 16.0]}"#;
+    let (short, factor, other) = rope(long);
+    let (above, other) = other.unwrap();
+    assert_eq!(above, 64);
+    // The context has grown to 256: sqrt(1 + ln 4 / ln 64) = sqrt(4 / 3).
+    near((short, factor, None), [plain[0], plain[1], plain[2] / 2., plain[3] / 4.], (4f64 / 3.).sqrt());
+    near((other, 0., None), [plain[0] / 2., plain[1] / 4., plain[2] / 8., plain[3] / 16.], 0.);
+}
+
 #[test]
 fn both_names_of_the_rotary_embedding_may_be_there() {
-    let parse = |more: &str| match ModelConfig::parse(&llama(more)).unwrap() {
-        ModelConfig::Llama(config) => config,
-        ModelConfig::Gpt2(_) => panic!("{more}"),
+    let both =
+        decoder(&llama(r#""rope_parameters": {"type": "linear", "factor": 2.0}, "rope_scaling": {"type": "default"}"#));
+    assert_eq!((both.rope.theta, both.rope.frequencies().0[0]), (10000., 0.5));
+    let null = decoder(&llama(r#""rope_theta": 10.0, "rope_scaling": null"#));
+    assert_eq!((null.rope.theta, null.rope.frequencies().1), (10., 1.));
+}
+
+#[test]
+fn gemma3_has_a_rotary_embedding_for_each_kind_of_layer() {
+    let thetas = |config: &DecoderConfig| (config.rope.theta, config.local_rope.as_ref().unwrap().theta);
+    assert_eq!(thetas(&family("gemma3_text", "\"head_dim\": 2")), (1e6, 1e4));
+    let old = r#""head_dim": 2, "rope_theta": 5.0, "rope_local_base_freq": 3.0,
+        "rope_scaling": {"factor": 2.0, "rope_type": "linear"}"#;
+    let old = family("gemma3_text", old);
+    assert_eq!(thetas(&old), (5., 3.));
+    assert_eq!((old.rope.frequencies().0[0], old.local_rope.unwrap().frequencies().0[0]), (0.5, 1.));
+    let new = r#""head_dim": 2, "rope_parameters": {"full_attention": {"rope_theta": 7.0},
+        "sliding_attention": {"rope_theta": 9.0}}"#;
+    assert_eq!(thetas(&family("gemma3_text", new)), (7., 9.));
+    let error = ModelConfig::parse(&llama(new)).unwrap_err().to_string();
+    assert!(error.contains("not supported but for gemma3_text"), "{error}");
+}
+
+#[test]
+fn layers_have_the_windows_of_their_family() {
+    let windows = |name: &str, more: &str| {
+        let text = format!(r#""num_key_value_heads": 2, "head_dim": 2, {more}"#);
+        let config =
+            decoder(&llama(&text).replace("\"llama\"", &format!("\"{name}\"")).replace("layers\": 1", "layers\": 7"));
+        (0..7).map(|layer| config.attention(layer).window.unwrap_or(0)).collect::<Vec<_>>()
     };
-    let both = parse(&format!(r#""rope_parameters": {LLAMA3}, "rope_scaling": {{"type": "default"}}"#));
-    assert!(both.frequencies().unwrap().is_some());
-    let null = parse(r#""rope_theta": 10.0, "rope_scaling": null"#);
-    assert_eq!((null.theta(), null.frequencies().unwrap()), (10., None));
+    let (all, none) = ([8; 7], [0; 7]);
+    let window = "\"sliding_window\": 8";
+    assert_eq!(windows("llama", window), none);
+    assert_eq!(windows("mistral", window), all);
+    assert_eq!(windows("mistral", "\"sliding_window\": null"), none);
+    assert_eq!(windows("mistral", "\"vocab\": 0"), [4096; 7]);
+    assert_eq!(windows("phi3", "\"sliding_window\": null"), none);
+    assert_eq!(windows("mixtral", "\"vocab\": 0"), none);
+    assert_eq!(windows("gemma2", window), [8, 0, 8, 0, 8, 0, 8]);
+    assert_eq!(windows("gemma3_text", window), [8, 8, 8, 8, 8, 0, 8]);
+    assert_eq!(windows("gemma3_text", "\"sliding_window\": 8, \"sliding_window_pattern\": 3"), [8, 8, 0, 8, 8, 0, 8]);
+    assert_eq!(windows("qwen2", window), none);
+    let some = "\"sliding_window\": 8, \"use_sliding_window\": true, \"max_window_layers\": 5";
+    for name in ["qwen2", "qwen3"] {
+        assert_eq!(windows(name, some), [0, 0, 0, 0, 0, 8, 8]);
+    }
+    let listed = r#""layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention",
+        "full_attention", "full_attention", "full_attention"], "sliding_window": 8, "use_sliding_window": true"#;
+    assert_eq!(windows("qwen3", listed), [0, 8, 0, 0, 0, 0, 0]);
+    assert_eq!(windows("qwen3_moe", &format!("{some}, \"moe_intermediate_size\": 2")), all);
+}
+
+#[test]
+fn what_a_family_leaves_out_is_as_transformers_has_it() {
+    let gemma2 = family("gemma2", "\"num_key_value_heads\": 2");
+    assert_eq!((gemma2.head_dim, gemma2.logit_softcap, gemma2.attention(1).softcap), (256, Some(30.), Some(50.)));
+    assert_eq!((gemma2.attention(0).window, gemma2.attention(0).scale, gemma2.tied), (Some(4096), 1. / 16., true));
+    let null = family(
+        "gemma2",
+        r#""num_key_value_heads": 2, "final_logit_softcapping": null, "attn_logit_softcapping": null"#,
+    );
+    assert_eq!((null.logit_softcap, null.attention(0).softcap), (None, None));
+    let mixtral = family("mixtral", "\"num_key_value_heads\": null");
+    let experts = mixtral.experts(0).unwrap();
+    assert_eq!((experts.count, experts.per_token, experts.renormalized, experts.auxiliary), (8, 2, true, None));
+    assert_eq!((mixtral.kv_heads, mixtral.rope.theta, mixtral.norms.eps), (4, 1e6, 1e-5));
+    assert_eq!(family("qwen3", "\"num_key_value_heads\": 4").head_dim, 128);
+}
+
+#[test]
+fn layers_with_experts_are_counted_as_they_are_asked_for() {
+    for (step, dense) in [(1, vec![]), (1, vec![0, 3, 3, 90]), (2, vec![0, 1]), (3, vec![5]), (9, vec![])] {
+        let text = format!(
+            r#""num_key_value_heads": 4, "moe_intermediate_size": 2, "decoder_sparse_step": {step},
+                "mlp_only_layers": {dense:?}"#
+        );
+        let config = family("qwen3_moe", &text);
+        let counted = (0..8).filter(|layer| config.experts(*layer).is_some()).count();
+        assert_eq!(config.experts.unwrap().layers(8), counted, "{step} {dense:?}");
+    }
 }
 
 #[test]
@@ -92,21 +211,19 @@ fn a_configuration_of_any_size_can_be_read() {
 
 #[test]
 fn both_ways_to_write_the_rotary_base_are_read() {
-    let base = r#""model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "vocab_size": 4"#;
     for rope in [r#""rope_theta": 500000.0"#, r#""rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}"#]
     {
-        let Ok(ModelConfig::Llama(config)) = ModelConfig::parse(&format!("{{{base}, {rope}}}")) else {
-            panic!("{rope}")
-        };
-        assert_eq!(config.theta(), 500000.);
+        assert_eq!(decoder(&llama(rope)).rope.theta, 500000.);
     }
 }
 
 #[test]
 fn what_is_not_known_is_named() {
+    let of = |name: &str, more: &str| {
+        llama(&format!("\"num_key_value_heads\": 4, {more}")).replace("\"llama\"", &format!("\"{name}\""))
+    };
     for (text, part) in [
-        (r#"{"model_type": "mamba"}"#.to_string(), "\"mamba\" is not known"),
+        (r#"{"model_type": "mamba"}"#.to_string(), "\"mamba\" is not known; known are llama, mistral, qwen2,"),
         ("{}".to_string(), "model_type is missing"),
         ("[".to_string(), "not a JSON object"),
         (r#"{"model_type": "gpt2"}"#.to_string(), "missing field `n_embd`"),
@@ -118,8 +235,22 @@ fn what_is_not_known_is_named() {
             llama(r#""mlp_bias": false"#).replace("\"hidden_size\": 8", "\"hidden_size\": 6"),
             "hidden_size = 6 must be a multiple of",
         ),
-        (llama(r#""rope_parameters": {"rope_type": "yarn"}"#), "\"yarn\" is not known"),
-        (llama(r#""rope_scaling": {"type": "linear", "factor": 2.0}"#), "\"linear\" is not known"),
+        (llama(r#""rope_parameters": {"rope_type": "ntk"}"#), "\"ntk\" is not known; \"default\", \"linear\""),
+        (llama(r#""rope_scaling": {"type": "linear"}"#), "needs factor"),
+        (llama(r#""rope_scaling": {"type": "longrope"}"#), "needs short_factor"),
+        (llama(r#""attention_dropout": 0.1"#), "attention_dropout = 0.1 is not supported; 0 is"),
+        (llama(r#""partial_rotary_factor": 0.5, "head_dim": 6"#), "partial_rotary_factor = 0.5"),
+        (of("mistral", r#""sliding_window": 0"#), "sliding_window = 0 must be at least 1"),
+        (of("qwen3", r#""layer_types": ["full_attention", "full_attention"]"#), "layer_types has 2 layers"),
+        (of("qwen3", r#""layer_types": ["linear_attention"]"#), "layer_types has \"linear_attention\""),
+        (of("qwen3", r#""layer_types": ["sliding_attention"]"#), "there is no sliding_window"),
+        (of("gemma2", r#""hidden_activation": "relu""#), "hidden_activation = \"relu\" is not known"),
+        (of("gemma2", r#""attn_logit_softcapping": 0.0"#), "attn_logit_softcapping = 0 must be above 0"),
+        (of("gemma3_text", r#""attn_logit_softcapping": 50.0"#), "attn_logit_softcapping = 50 is not supported"),
+        (of("gemma3_text", r#""use_bidirectional_attention": true"#), "use_bidirectional_attention = true is not"),
+        (of("mixtral", r#""num_experts_per_tok": 9"#), "num_experts_per_tok = 9 must be at most the 8 experts"),
+        (of("mixtral", r#""router_jitter_noise": 0.1"#), "router_jitter_noise = 0.1 is not supported"),
+        (of("qwen3_moe", r#""norm_topk_prob": true"#), "missing field `moe_intermediate_size`"),
         (llama(r#""rope_scaling": {"rope_type": "llama3"}"#), "needs factor"),
         (llama(&format!(r#""rope_scaling": {}"#, LLAMA3.replace("4.0", "1.0"))), "must be below high_freq_factor"),
         (llama(r#""hidden_act": "relu""#), "\"relu\" is not known"),

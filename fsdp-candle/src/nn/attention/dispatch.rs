@@ -3,7 +3,7 @@
 use candle_core::{DType, Result, Tensor, WithDType, bail};
 use candle_nn::attention::AttnMask;
 
-use super::causal::causal_attention;
+use super::fused::causal_attention;
 use super::plain::{Scores, alibi, attend, slopes};
 use crate::nn::cpu::values::served;
 

@@ -1,10 +1,9 @@
-//! Attention: `candle_nn::attention` with a backward, and this crate's fused causal attention.
+//! Attention: `candle_nn::attention` with a backward, and this crate's fused attention.
 
-pub(in crate::nn) mod causal;
 pub mod cpu_flash;
 mod dispatch;
+pub(in crate::nn) mod fused;
 pub(in crate::nn) mod plain;
-mod softmax_rows;
 pub mod varlen;
 
 pub use candle_nn::attention::AttnMask;

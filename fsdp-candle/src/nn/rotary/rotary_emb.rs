@@ -135,7 +135,7 @@ impl Rope {
                 let x = &x[row * self.dim..][..self.dim];
                 match self.form.interleaved {
                     true => turn_pairs(y, x, cos, sin, sign),
-                    false => super::table::turn_heads(y, x, cos, sin, sign),
+                    false => super::table::turn_heads(y, x, self.dim, cos, sin, sign),
                 }
             }
         });

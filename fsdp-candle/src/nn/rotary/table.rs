@@ -37,8 +37,25 @@ pub struct Rotary {
 struct Tables {
     cos: Vec<f32>,
     sin: Vec<f32>,
+    /// Pairs that turn.
     half: usize,
+    head_dim: usize,
     positions: usize,
+}
+
+/// What else there is to a [`Rotary`] than its frequencies.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RotaryOptions {
+    /// Elements of a head, of which the first `2 * frequencies` turn and the rest stay as they are; unset: all turn.
+    pub head_dim: Option<usize>,
+    /// What those that turn are multiplied by, as in YaRN and LongRoPE.
+    pub factor: f64,
+}
+
+impl Default for RotaryOptions {
+    fn default() -> Self {
+        RotaryOptions { head_dim: None, factor: 1.0 }
+    }
 }
 
 /// Room for a table.
@@ -72,7 +89,34 @@ impl Rotary {
     /// Tables for heads of `2 * frequencies.len()` elements, where pair `i` turns by `frequencies[i]` radians at each
     /// position: for scaled variants such as Llama 3's.
     pub fn from_frequencies(frequencies: &[f32], max_positions: usize, device: &Device) -> Result<Self> {
+        Self::with_options(frequencies, RotaryOptions::default(), max_positions, device)
+    }
+
+    /// [`Rotary::from_frequencies`] for heads that turn in part, or grow. An error if a head has fewer elements than
+    /// turn.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use fsdp_candle::nn::{Rotary, RotaryOptions};
+    ///
+    /// let options = RotaryOptions { head_dim: Some(3), factor: 10.0 };
+    /// let rotary = Rotary::with_options(&[0.5], options, 8, &Device::Cpu)?;
+    /// let y = rotary.apply(&Tensor::ones((1, 1, 3), DType::F32, &Device::Cpu)?, 0)?;
+    /// assert_eq!(y.flatten_all()?.to_vec1::<f32>()?, [10.0, 10.0, 1.0]);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    pub fn with_options(
+        frequencies: &[f32],
+        options: RotaryOptions,
+        max_positions: usize,
+        device: &Device,
+    ) -> Result<Self> {
         let half = frequencies.len();
+        let head_dim = options.head_dim.unwrap_or(2 * half);
+        if head_dim < 2 * half {
+            bail!("Rotary: {half} frequencies turn {} elements, but a head has {head_dim}", 2 * half);
+        }
+        let factor = options.factor as f32;
         if half == 0 || max_positions == 0 {
             bail!("Rotary: needs a frequency and a position, found {half} and {max_positions}");
         }
@@ -81,8 +125,8 @@ impl Rotary {
         let (mut sin, mut cos) = (room(max_positions, half)?, room(max_positions, half)?);
         for angle in angles {
             let (of_angle, co) = f64::from(angle).sin_cos();
-            sin.push(of_angle as f32);
-            cos.push(co as f32);
+            sin.push(of_angle as f32 * factor);
+            cos.push(co as f32 * factor);
         }
         let tensor_of = |values: &[f32]| {
             let mut own = room(max_positions, half)?;
@@ -92,13 +136,13 @@ impl Rotary {
         Ok(Self {
             cos: tensor_of(&cos)?,
             sin: tensor_of(&sin)?,
-            host: Arc::new(Tables { cos, sin, half, positions: max_positions }),
+            host: Arc::new(Tables { cos, sin, half, head_dim, positions: max_positions }),
         })
     }
 
     /// The elements of a head.
     pub fn head_dim(&self) -> usize {
-        2 * self.host.half
+        self.host.head_dim
     }
 
     /// Turns the heads of `x`, `[batch, T, heads, head_dim]` or `[batch, T, heads * head_dim]`, whose first position is
@@ -127,14 +171,16 @@ impl Rotary {
     /// The same from Candle's operations.
     pub(in crate::nn) fn composite(&self, x: &Tensor, offset: usize) -> Result<Tensor> {
         let (batch, steps) = (x.dim(0)?, x.dim(1)?);
-        let half = self.host.half;
-        let heads = x.reshape((batch, steps, (), 2 * half))?;
+        let Tables { half, head_dim, .. } = *self.host;
+        let heads = x.reshape((batch, steps, (), head_dim))?;
         let table = |t: &Tensor| t.narrow(0, offset, steps)?.reshape((1, steps, 1, half))?.to_dtype(x.dtype());
         let (cos, sin) = (table(&self.cos)?, table(&self.sin)?);
         let (a, b) = (heads.narrow(3, 0, half)?, heads.narrow(3, half, half)?);
         let first = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
         let second = (b.broadcast_mul(&cos)? + a.broadcast_mul(&sin)?)?;
-        Tensor::cat(&[first, second], 3)?.reshape(x.shape())
+        let rest = heads.narrow(3, 2 * half, head_dim - 2 * half)?;
+        let parts = if head_dim == 2 * half { vec![first, second] } else { vec![first, second, rest] };
+        Tensor::cat(&parts, 3)?.reshape(x.shape())
     }
 }
 
@@ -149,12 +195,13 @@ struct Turn {
 impl Turn {
     fn turn(&self, x: &[f32], sign: f32) -> Vec<f32> {
         let mut y = vec![0f32; x.len()];
-        let Tables { cos, sin, half, .. } = &*self.tables;
+        let Tables { cos, sin, half, head_dim, .. } = &*self.tables;
         map_rows(&mut y, self.width, self.width, |first, y| {
             for (i, y) in y.chunks_exact_mut(self.width).enumerate() {
                 let row = first + i;
                 let at = (self.offset + row % self.steps) * half;
-                turn_heads(y, &x[row * self.width..][..self.width], &cos[at..at + half], &sin[at..at + half], sign);
+                let x = &x[row * self.width..][..self.width];
+                turn_heads(y, x, *head_dim, &cos[at..at + half], &sin[at..at + half], sign);
             }
         });
         y
@@ -179,18 +226,20 @@ impl CustomOp1 for Turn {
 
 kernel! {
     /// Turns each head of one position by the angles whose cosines and sines are given, or back for a negative sign.
-    pub(super) fn turn_heads(y: &mut [f32], x: &[f32], cos: &[f32], sin: &[f32], sign: f32) {
+    pub(super) fn turn_heads(y: &mut [f32], x: &[f32], head_dim: usize, cos: &[f32], sin: &[f32], sign: f32) {
         let half = cos.len();
         let sin = &sin[..half];
-        for (y, x) in y.chunks_exact_mut(2 * half).zip(x.chunks_exact(2 * half)) {
+        for (y, x) in y.chunks_exact_mut(head_dim).zip(x.chunks_exact(head_dim)) {
             let (first, second) = y.split_at_mut(half);
             let (a, b) = x.split_at(half);
-            let (second, b) = (&mut second[..half], &b[..half]);
+            let (second, rest) = second.split_at_mut(half);
+            let (b, unturned) = b.split_at(half);
             for i in 0..half {
                 let s = sin[i] * sign;
                 first[i] = a[i] * cos[i] - b[i] * s;
                 second[i] = b[i] * cos[i] + a[i] * s;
             }
+            rest.copy_from_slice(unturned);
         }
     }
 }

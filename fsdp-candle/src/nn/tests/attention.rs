@@ -1,13 +1,33 @@
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
 
-use super::super::attention::causal::composite;
-use super::super::{causal_attention, causal_attention_qkv};
+use super::super::attention::fused::composite;
+use super::super::{AttentionOptions, attention, attention_qkv, causal_attention, causal_attention_qkv};
 use super::{DTYPES, assert_close, check, message, random};
 
+/// Batch, queries, keys, heads, key heads, head dimension.
+type Case = (usize, usize, usize, usize, usize, usize);
+
+/// What attention is, in 64 bits: the composite is held against loops, and what is fused against the composite.
+fn check_case(dtype: DType, (batch, queries, keys, heads, kv_heads, dim): Case, options: &AttentionOptions) {
+    let q = random(1, &[batch, queries, heads * dim], dtype);
+    let k = random(2, &[batch, keys, kv_heads * dim], dtype);
+    let v = random(3, &[batch, keys, kv_heads * dim], dtype);
+    // Who sees one key alone gives it all, whatever the scores: their gradients are zero, but for rounding.
+    let vars = if keys == 1 || options.window == Some(1) { vec![&v] } else { vec![&q, &k, &v] };
+    check(
+        &format!("attention {dtype:?} {queries}x{keys}, {heads}/{kv_heads} heads of {dim}, {options:?}"),
+        &vars,
+        || attention(&q, &k, &v, heads, kv_heads, options),
+        || {
+            let wide = |t: &Var| t.to_dtype(DType::F64);
+            composite(&wide(&q)?, &wide(&k)?, &wide(&v)?, heads, kv_heads, options)?.to_dtype(dtype)
+        },
+    );
+}
+
 #[test]
-fn attention_matches_the_composite() {
-    // batch, queries, keys, heads, key heads, head dimension: one row, a full block, several, more keys than queries,
-    // grouped heads.
+fn causal_attention_matches_the_composite() {
+    // One row, a full block, several, more keys than queries, grouped heads.
     let cases = [
         (1, 1, 1, 1, 1, 1),
         (2, 5, 5, 2, 2, 4),
@@ -20,18 +40,57 @@ fn attention_matches_the_composite() {
         (2, 130, 130, 4, 2, 64),
     ];
     for dtype in DTYPES {
-        for (batch, queries, keys, heads, kv_heads, dim) in cases {
-            let q = random(1, &[batch, queries, heads * dim], dtype);
-            let k = random(2, &[batch, keys, kv_heads * dim], dtype);
-            let v = random(3, &[batch, keys, kv_heads * dim], dtype);
-            let scale = 1.0 / (dim as f64).sqrt();
-            check(
-                &format!("attention {dtype:?} {queries}x{keys}, {heads}/{kv_heads} heads of {dim}"),
-                &[&q, &k, &v],
-                || causal_attention(&q, &k, &v, heads, kv_heads, scale),
-                || composite(&q, &k, &v, heads, kv_heads, scale),
-            );
+        for case in cases {
+            check_case(dtype, case, &AttentionOptions::causal(1.0 / (case.5 as f64).sqrt()));
         }
+    }
+}
+
+#[test]
+fn options_match_the_composite() {
+    // Blocks of queries are of 64: one and a bit. More keys than queries, and fewer than a block.
+    let long: (&[Case], &[usize]) = (&[(2, 67, 67, 4, 2, 8), (1, 66, 80, 6, 2, 5)], &[1, 8, 65, 80, usize::MAX]);
+    let short: (&[Case], &[usize]) = (&[(2, 13, 17, 4, 2, 4)], &[1, 5, 17]);
+    for dtype in DTYPES {
+        let (cases, windows) = if dtype == DType::F32 { long } else { short };
+        for &case in cases {
+            for causal in [true, false] {
+                for window in windows.iter().copied().map(Some).chain([None]) {
+                    for softcap in [None, Some(0.7)] {
+                        check_case(dtype, case, &AttentionOptions { scale: 0.6, causal, window, softcap });
+                    }
+                }
+            }
+        }
+        // To see all keys, a query needs no place among them.
+        check_case(dtype, (2, 70, 9, 4, 2, 4), &AttentionOptions::bidirectional(-0.5));
+    }
+}
+
+/// One head, value by value.
+#[test]
+fn the_composite_is_attention() {
+    let (queries, keys, dim) = (5, 7, 3);
+    let tensors = [(1, queries), (2, keys), (3, keys)].map(|(seed, n)| random(seed, &[1, n, dim], DType::F64));
+    let [q, k, v] = tensors.each_ref().map(|t| t.squeeze(0).unwrap().to_vec2::<f64>().unwrap());
+    for (causal, window, softcap) in
+        [(true, None, None), (true, Some(3), Some(0.5)), (false, Some(2), None), (false, None, Some(0.5))]
+    {
+        let options = AttentionOptions { scale: 0.8, causal, window, softcap };
+        let mut want = vec![];
+        for (i, q) in q.iter().enumerate() {
+            let position = i + keys - queries;
+            let sees = |j: &usize| !(causal && *j > position) && window.is_none_or(|w| j.abs_diff(position) < w);
+            let weight = |j: usize| {
+                let score = 0.8 * q.iter().zip(&k[j]).map(|(a, b)| a * b).sum::<f64>();
+                softcap.map_or(score, |cap: f64| cap * (score / cap).tanh()).exp()
+            };
+            let total: f64 = (0..keys).filter(sees).map(weight).sum();
+            want.extend((0..dim).map(|d| (0..keys).filter(sees).map(|j| weight(j) * v[j][d]).sum::<f64>() / total));
+        }
+        let want = Tensor::from_vec(want, (1, queries, dim), &Device::Cpu).unwrap();
+        let found = composite(&tensors[0], &tensors[1], &tensors[2], 1, 1, &options).unwrap();
+        assert_close(&format!("{options:?}"), &found, &want, 1e-12);
     }
 }
 
@@ -41,11 +100,12 @@ fn attention_takes_separate_heads_and_views() {
     let kv = random(2, &[2, 4, 6, 8], DType::F32);
     let k = || kv.transpose(1, 2)?.narrow(2, 0, 2);
     let v = || kv.transpose(1, 2)?.narrow(2, 2, 2);
+    let options = AttentionOptions::causal(0.3);
     check(
         "attention on views",
         &[&q, &kv],
         || causal_attention(&q, &k()?, &v()?, 4, 2, 0.3),
-        || composite(&q.flatten_from(2)?, &k()?.flatten_from(2)?, &v()?.flatten_from(2)?, 4, 2, 0.3),
+        || composite(&q.flatten_from(2)?, &k()?.flatten_from(2)?, &v()?.flatten_from(2)?, 4, 2, &options),
     );
 }
 
@@ -53,17 +113,22 @@ fn attention_takes_separate_heads_and_views() {
 fn fused_qkv_matches_the_composite() {
     for dtype in DTYPES {
         for (heads, kv_heads, steps) in [(3, 3, 70), (4, 2, 9), (2, 1, 1)] {
-            let qkv = random(1, &[2, steps, (heads + 2 * kv_heads) * 4], dtype);
-            check(
-                "fused attention",
-                &[&qkv],
-                || causal_attention_qkv(&qkv, heads, kv_heads, 0.5),
-                || {
-                    let (q, kv) = (heads * 4, kv_heads * 4);
-                    let (k, v) = (qkv.narrow(2, q, kv)?, qkv.narrow(2, q + kv, kv)?);
-                    composite(&qkv.narrow(2, 0, q)?, &k, &v, heads, kv_heads, 0.5)
-                },
-            );
+            for options in [
+                AttentionOptions::causal(0.5),
+                AttentionOptions { window: Some(4), softcap: Some(0.9), ..AttentionOptions::causal(0.5) },
+            ] {
+                let qkv = random(1, &[2, steps, (heads + 2 * kv_heads) * 4], dtype);
+                check(
+                    "fused attention",
+                    &[&qkv],
+                    || attention_qkv(&qkv, heads, kv_heads, &options),
+                    || {
+                        let (q, kv) = (heads * 4, kv_heads * 4);
+                        let (k, v) = (qkv.narrow(2, q, kv)?, qkv.narrow(2, q + kv, kv)?);
+                        composite(&qkv.narrow(2, 0, q)?, &k, &v, heads, kv_heads, &options)
+                    },
+                );
+            }
         }
     }
 }
@@ -71,20 +136,24 @@ fn fused_qkv_matches_the_composite() {
 #[test]
 fn a_cache_gives_the_same_as_the_whole_sequence() {
     let [q, k, v] = [1, 2, 3].map(|seed| random(seed, &[2, 10, 12], DType::F32).as_detached_tensor());
-    let whole = causal_attention(&q, &k, &v, 3, 3, 0.5).unwrap();
-    for step in 0..10 {
-        let seen = |t: &Tensor| t.narrow(1, 0, step + 1).unwrap();
-        let one = causal_attention(&q.narrow(1, step, 1).unwrap(), &seen(&k), &seen(&v), 3, 3, 0.5).unwrap();
-        assert_close("cached step", &one, &whole.narrow(1, step, 1).unwrap(), 1e-6);
+    for window in [None, Some(4)] {
+        let options = AttentionOptions { window, ..AttentionOptions::causal(0.5) };
+        let whole = attention(&q, &k, &v, 3, 3, &options).unwrap();
+        for step in 0..10 {
+            let seen = |t: &Tensor| t.narrow(1, 0, step + 1).unwrap();
+            let one = attention(&q.narrow(1, step, 1).unwrap(), &seen(&k), &seen(&v), 3, 3, &options).unwrap();
+            assert_close("cached step", &one, &whole.narrow(1, step, 1).unwrap(), 1e-6);
+        }
     }
 }
 
 #[test]
 fn large_scores_and_a_negative_scale_stay_finite() {
-    for scale in [300.0, -300.0] {
+    for (scale, softcap) in [(300.0, None), (-300.0, None), (3e4, Some(50.0)), (-3e4, Some(50.0))] {
         let [q, k, v] = [1, 2, 3].map(|seed| random(seed, &[1, 20, 8], DType::F32).as_detached_tensor());
-        let y = causal_attention(&q, &k, &v, 1, 1, scale).unwrap();
-        assert_close("peaked", &y, &composite(&q, &k, &v, 1, 1, scale).unwrap(), 1e-3);
+        let options = AttentionOptions { softcap, ..AttentionOptions::causal(scale) };
+        let y = attention(&q, &k, &v, 1, 1, &options).unwrap();
+        assert_close("peaked", &y, &composite(&q, &k, &v, 1, 1, &options).unwrap(), 1e-3);
     }
 }
 
@@ -103,4 +172,19 @@ fn errors_name_the_shapes() {
     assert!(m.contains("causal_attention_qkv") && m.contains("[1, 4, 10]"), "{m}");
     let m = message(causal_attention_qkv(&t(&[1, 4, 0]), 1, 1, 1.0));
     assert!(m.contains("width"), "{m}");
+    let none = AttentionOptions::bidirectional(1.0);
+    let m = message(attention(&t(&[1, 4, 8]), &t(&[1, 0, 8]), &t(&[1, 0, 8]), 2, 2, &none));
+    assert!(m.contains("S >= 1"), "{m}");
+}
+
+#[test]
+fn options_that_make_no_sense_are_errors() {
+    let t = Tensor::zeros((1, 4, 8), DType::F32, &Device::Cpu).unwrap();
+    let with = |window, softcap| {
+        message(attention(&t, &t, &t, 2, 2, &AttentionOptions { window, softcap, ..AttentionOptions::causal(1.0) }))
+    };
+    assert!(with(Some(0), None).contains("attention: a window of 0"));
+    for cap in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+        assert!(with(None, Some(cap)).contains("must be above 0"), "{cap}");
+    }
 }

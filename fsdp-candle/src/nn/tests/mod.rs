@@ -5,6 +5,7 @@ mod basics;
 mod block;
 mod loss;
 mod mirror;
+mod rotary;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 

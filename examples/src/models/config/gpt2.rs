@@ -1,0 +1,101 @@
+//! What Hugging Face's `GPT2Config` says.
+
+use anyhow::ensure;
+use serde::{Deserialize, Serialize};
+
+use super::checks::{at_least_one, not_negative};
+
+/// What Hugging Face's `GPT2Config` says that matters here.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub struct Gpt2Config {
+    /// `gpt2`.
+    pub model_type: String,
+    /// Width of the residual stream.
+    pub n_embd: usize,
+    /// Heads.
+    pub n_head: usize,
+    /// Blocks.
+    pub n_layer: usize,
+    /// Longest sequence.
+    pub n_positions: usize,
+    /// Width inside the MLP; unset: `4 * n_embd`.
+    pub n_inner: Option<usize>,
+    /// Number of token ids.
+    pub vocab_size: usize,
+    /// Added to the variance in layer norms.
+    #[serde(default = "default_norm_eps_gpt2")]
+    pub layer_norm_epsilon: f64,
+    /// The MLP's activation; `gelu_new` and `gelu` are known.
+    #[serde(default = "default_gpt2_act")]
+    pub activation_function: String,
+    /// Standard deviation of random initial weights.
+    #[serde(default = "default_initializer_range")]
+    pub initializer_range: f64,
+    /// Whether attention scores are divided by the square root of a head's width; `true` is known.
+    #[serde(default = "yes")]
+    pub scale_attn_weights: bool,
+    /// Whether they are divided by the layer's number too; `false` is known.
+    #[serde(default)]
+    pub scale_attn_by_inverse_layer_idx: bool,
+    /// Whether attention is computed in another order and in 32 bits; `false` is known.
+    #[serde(default)]
+    pub reorder_and_upcast_attn: bool,
+    /// Whether the head is the embedding; `true` is known.
+    #[serde(default = "yes")]
+    pub tie_word_embeddings: bool,
+}
+
+fn default_norm_eps_gpt2() -> f64 {
+    1e-5
+}
+fn default_gpt2_act() -> String {
+    "gelu_new".into()
+}
+fn default_initializer_range() -> f64 {
+    0.02
+}
+fn yes() -> bool {
+    true
+}
+
+impl Gpt2Config {
+    /// Width inside the MLP.
+    pub fn inner(&self) -> usize {
+        self.n_inner.unwrap_or(self.n_embd.saturating_mul(4))
+    }
+
+    pub(super) fn check(&self) -> anyhow::Result<()> {
+        at_least_one(&[
+            ("n_embd", self.n_embd),
+            ("n_head", self.n_head),
+            ("n_layer", self.n_layer),
+            ("n_positions", self.n_positions),
+            ("n_inner", self.inner()),
+            ("vocab_size", self.vocab_size),
+        ])?;
+        not_negative(&[
+            ("layer_norm_epsilon", self.layer_norm_epsilon),
+            ("initializer_range", self.initializer_range),
+        ])?;
+        ensure!(
+            self.n_embd.is_multiple_of(self.n_head),
+            "n_embd = {} must be a multiple of n_head = {}",
+            self.n_embd,
+            self.n_head
+        );
+        ensure!(
+            ["gelu_new", "gelu", "gelu_pytorch_tanh"].contains(&self.activation_function.as_str()),
+            "activation_function = \"{}\" is not known; \"gelu_new\", \"gelu_pytorch_tanh\" and \"gelu\" are",
+            self.activation_function
+        );
+        for (name, value, known) in [
+            ("scale_attn_weights", self.scale_attn_weights, true),
+            ("scale_attn_by_inverse_layer_idx", self.scale_attn_by_inverse_layer_idx, false),
+            ("reorder_and_upcast_attn", self.reorder_and_upcast_attn, false),
+            ("tie_word_embeddings", self.tie_word_embeddings, true),
+        ] {
+            ensure!(value == known, "{name} = {value} is not supported for GPT-2; {known} is");
+        }
+        Ok(())
+    }
+}

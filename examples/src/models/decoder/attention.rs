@@ -1,0 +1,92 @@
+//! A block's attention.
+//!
+//! In shapes, B is the batch, T the time, C the width of the residual stream, H the heads and D their width.
+
+use candle_core::{Module, Result, Tensor};
+use candle_nn::VarBuilder;
+use fsdp_candle::nn::{self, AttentionOptions, Linear, LoraConfig};
+
+use super::linear::linear;
+use super::norm::Norm;
+use super::rope::{Turn, Turns};
+use crate::models::config::DecoderConfig;
+use crate::models::layer::Projection;
+
+pub(super) struct Attention {
+    input: Input,
+    head_norms: Option<[Norm; 2]>,
+    output: Linear,
+    turn: Turn,
+    options: AttentionOptions,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+}
+
+/// The projections to queries, keys and values.
+enum Input {
+    Apart([Projection<Linear>; 3]),
+    One(Projection<Linear>),
+}
+
+impl Attention {
+    pub(super) fn new(
+        config: &DecoderConfig,
+        layer: usize,
+        turns: &Turns,
+        lora: Option<LoraConfig>,
+        vb: VarBuilder,
+    ) -> Result<Self> {
+        let (width, head_dim) = (config.width, config.head_dim);
+        let (q_width, kv_width) = (config.heads * head_dim, config.kv_heads * head_dim);
+        let projection = |name: &str, outputs: usize, lora: Option<LoraConfig>| {
+            let vb = vb.pp(name);
+            let base = linear(width, outputs, config.biases.qkv, config.initializer_range, vb.clone())?;
+            Projection::new(base, width, outputs, lora, vb)
+        };
+        let input = match config.fused {
+            true => Input::One(projection("qkv_proj", q_width + 2 * kv_width, lora)?),
+            false => Input::Apart([
+                projection("q_proj", q_width, lora)?,
+                projection("k_proj", kv_width, None)?,
+                projection("v_proj", kv_width, lora)?,
+            ]),
+        };
+        let head_norm = |name: &str| Norm::new(head_dim, config.norms, vb.pp(name));
+        let head_norms = match config.norms.heads {
+            true => Some([head_norm("q_norm")?, head_norm("k_norm")?]),
+            false => None,
+        };
+        Ok(Attention {
+            input,
+            head_norms,
+            output: linear(q_width, width, config.biases.output, config.initializer_range, vb.pp("o_proj"))?,
+            turn: turns.of(config.is_local(layer)).clone(),
+            options: config.attention(layer),
+            heads: config.heads,
+            kv_heads: config.kv_heads,
+            head_dim,
+        })
+    }
+}
+
+impl Module for Attention {
+    fn forward(&self, x_btc: &Tensor) -> Result<Tensor> {
+        // Heads stay merged, [B, T, H * D]: the fused operations find them there without a transpose.
+        let (mut q, mut k, v) = match &self.input {
+            Input::Apart([q, k, v]) => (q.forward(x_btc)?, k.forward(x_btc)?, v.forward(x_btc)?),
+            Input::One(qkv) => {
+                let qkv = qkv.forward(x_btc)?;
+                let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
+                (qkv.narrow(2, 0, q)?, qkv.narrow(2, q, kv)?, qkv.narrow(2, q + kv, kv)?)
+            }
+        };
+        if let Some([of_q, of_k]) = &self.head_norms {
+            let (batch, steps, _) = q.dims3()?;
+            q = of_q.forward(&q.reshape((batch, steps, self.heads, self.head_dim))?)?;
+            k = of_k.forward(&k.reshape((batch, steps, self.kv_heads, self.head_dim))?)?;
+        }
+        let (q, k) = (self.turn.apply(&q)?, self.turn.apply(&k)?);
+        self.output.forward(&nn::attention(&q, &k, &v, self.heads, self.kv_heads, &self.options)?)
+    }
+}

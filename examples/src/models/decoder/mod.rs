@@ -1,0 +1,93 @@
+//! Decoders of the families that [`super::config::fields`] names, with the parameter names of Hugging Face's
+//! `LlamaForCausalLM` and its like.
+//!
+//! In shapes, B is the batch, T the time, C the width of the residual stream.
+
+mod attention;
+mod block;
+mod experts;
+mod linear;
+mod mlp;
+mod norm;
+mod rope;
+
+use candle_core::{Module, Result, Tensor};
+use candle_nn::{Init, VarBuilder};
+use fsdp_candle::FsdpModule;
+use fsdp_candle::nn::{Embedding, Linear};
+
+pub use block::Block;
+use linear::linear;
+use norm::Norm;
+pub use rope::Turns;
+
+use super::config::DecoderConfig;
+use super::layer::Layer;
+
+/// The whole model around its blocks.
+pub struct Decoder {
+    embedding: Embedding,
+    embedding_scale: Option<f64>,
+    blocks: Vec<FsdpModule<Layer<Block>>>,
+    norm: Norm,
+    head: Linear,
+    logit_softcap: Option<f64>,
+    /// The coefficient of the experts' loss.
+    auxiliary: f64,
+}
+
+impl Decoder {
+    /// Asks `vb` for the parameters outside the blocks.
+    ///
+    /// # Errors
+    /// When a parameter can't be initialised.
+    pub fn new(config: &DecoderConfig, blocks: Vec<FsdpModule<Layer<Block>>>, vb: VarBuilder) -> Result<Self> {
+        let (width, stdev) = (config.width, config.initializer_range);
+        let normal = Init::Randn { mean: 0., stdev };
+        let embedding = vb.pp("model.embed_tokens").get_with_hints((config.vocabulary, width), "weight", normal)?;
+        let head = match config.tied {
+            true => Linear::new(embedding.clone(), None),
+            false => linear(width, config.vocabulary, false, stdev, vb.pp("lm_head"))?,
+        };
+        Ok(Decoder {
+            embedding: Embedding::new(embedding, width),
+            embedding_scale: config.embedding_scale,
+            blocks,
+            norm: Norm::new(width, config.norms, vb.pp("model.norm"))?,
+            head,
+            logit_softcap: config.logit_softcap,
+            auxiliary: config.experts.as_ref().and_then(|experts| experts.auxiliary).unwrap_or(0.),
+        })
+    }
+
+    /// The units, in forward order.
+    pub fn blocks(&self) -> &[FsdpModule<Layer<Block>>] {
+        &self.blocks
+    }
+
+    /// Logits `[B, T, V]` for ids `[B, T]`, and what is to be added to their loss, where experts have one.
+    ///
+    /// # Errors
+    /// Those of the layers.
+    pub fn forward(&self, ids_bt: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+        let mut x_btc = self.embedding.forward(ids_bt)?;
+        if let Some(scale) = self.embedding_scale {
+            x_btc = (x_btc * scale)?;
+        }
+        let mut all_busy = vec![];
+        for block in &self.blocks {
+            let busy;
+            (x_btc, busy) = block.call_with(x_btc, |layer, x_btc| layer.run(&x_btc, Block::forward))?;
+            all_busy.extend(busy);
+        }
+        let mut logits = self.head.forward(&self.norm.forward(&x_btc)?)?;
+        if let Some(cap) = self.logit_softcap {
+            logits = ((logits / cap)?.tanh()? * cap)?;
+        }
+        let auxiliary = match experts::balance(&all_busy, ids_bt.elem_count())? {
+            Some(loss) => Some((loss * self.auxiliary)?),
+            None => None,
+        };
+        Ok((logits, auxiliary))
+    }
+}

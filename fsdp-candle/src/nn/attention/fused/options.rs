@@ -1,0 +1,80 @@
+//! Which keys a query sees, and what becomes of its scores.
+
+use std::ops::Range;
+
+use candle_core::{Result, bail};
+
+/// What an attention is, besides its heads.
+///
+/// ```
+/// use fsdp_candle::nn::AttentionOptions;
+///
+/// let full = AttentionOptions::causal(0.125);
+/// let local = AttentionOptions { window: Some(4096), ..full };
+/// assert!(local.causal && full.window.is_none());
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionOptions {
+    /// What the products of queries and keys are multiplied by, usually `1 / sqrt(D)`.
+    pub scale: f64,
+    /// Whether a query sees no key after its own position.
+    pub causal: bool,
+    /// A query sees only keys that are fewer positions than this away; at least 1, which is its own position.
+    pub window: Option<usize>,
+    /// Scores `s` become `cap * tanh(s / cap)`, as in Gemma 2; above 0.
+    pub softcap: Option<f64>,
+}
+
+impl AttentionOptions {
+    /// Every query sees itself and all keys before it.
+    pub fn causal(scale: f64) -> Self {
+        AttentionOptions { scale, causal: true, window: None, softcap: None }
+    }
+
+    /// Every query sees all keys.
+    pub fn bidirectional(scale: f64) -> Self {
+        AttentionOptions { causal: false, ..Self::causal(scale) }
+    }
+
+    /// Whether it matters where a query stands among the keys.
+    pub(super) fn has_places(&self) -> bool {
+        self.causal || self.window.is_some()
+    }
+
+    pub(super) fn check(&self, function: &str) -> Result<()> {
+        if self.window == Some(0) {
+            bail!("{function}: a window of 0 shows a query nothing; it must be at least 1");
+        }
+        match self.softcap {
+            Some(cap) if !(cap.is_finite() && cap > 0.0) => {
+                bail!("{function}: the cap of the scores must be above 0, found {cap}")
+            }
+            _ => Ok(()),
+        }
+    }
+
+    pub(super) fn sight(&self, queries: usize, keys: usize) -> Sight {
+        let window = self.window.unwrap_or(usize::MAX);
+        Sight { causal: self.causal, window, keys, before: keys.saturating_sub(queries) }
+    }
+}
+
+/// What each query sees.
+#[derive(Clone, Copy)]
+pub(super) struct Sight {
+    causal: bool,
+    window: usize,
+    keys: usize,
+    /// Keys before the first query.
+    before: usize,
+}
+
+impl Sight {
+    /// The keys that a query sees.
+    #[inline(always)]
+    pub(super) fn of(self, query: usize) -> Range<usize> {
+        let position = self.before + query;
+        let end = if self.causal { position + 1 } else { position.saturating_add(self.window).min(self.keys) };
+        (position + 1).saturating_sub(self.window)..end
+    }
+}

@@ -1,0 +1,135 @@
+"""Makes the small models beside this file from transformers' configurations: make.py --out DIR [--models NAME ..]
+
+    pip install -r ../interop/requirements.txt
+
+Sizes are odd, windows shorter than a sequence, caps low, and no norm or bias starts at its usual value: what is
+computed otherwise shows in the losses. The random numbers depend on nothing but PyTorch.
+"""
+
+import argparse
+import pathlib
+import tempfile
+import warnings
+
+import numpy
+import torch
+from transformers import AutoModelForCausalLM
+from transformers import Gemma2Config, Gemma3TextConfig, LlamaConfig, MistralConfig, MixtralConfig, Phi3Config
+from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+VOCABULARY = 131
+TOKENS = 20 * 6 * 32 + 1
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 43,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "use_cache": False,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [2.0, 4.0, 8.0],
+    "original_max_position_embeddings": 16,
+    "partial_rotary_factor": 0.75,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
+EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.05}
+CONFIGS = {
+    "llama3_tiny": LlamaConfig(
+        **SIZES, rope_parameters=LLAMA3, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "mistral_tiny": MistralConfig(**SIZES, sliding_window=8),
+    "qwen2_tiny": Qwen2Config(
+        **SIZES | {"head_dim": 4}, rope_parameters=YARN, use_sliding_window=True, sliding_window=8, max_window_layers=1
+    ),
+    "qwen3_tiny": Qwen3Config(**SIZES, attention_bias=True, tie_word_embeddings=True),
+    "gemma2_tiny": Gemma2Config(
+        **SIZES,
+        sliding_window=8,
+        query_pre_attn_scalar=5,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma3_text_tiny": Gemma3TextConfig(
+        **SIZES,
+        sliding_window=8,
+        query_pre_attn_scalar=5,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}, "full_attention": LINEAR},
+    ),
+    "phi3_tiny": Phi3Config(
+        **{**SIZES, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8},
+        rope_parameters=LONGROPE,
+        original_max_position_embeddings=16,
+        sliding_window=20,
+    ),
+    "mixtral_tiny": MixtralConfig(
+        **SIZES | {"intermediate_size": 19}, **EXPERTS, num_local_experts=3, sliding_window=8
+    ),
+    "qwen3_moe_tiny": Qwen3MoeConfig(
+        **SIZES,
+        **EXPERTS,
+        num_experts=5,
+        moe_intermediate_size=11,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],
+    ),
+}
+
+
+def tokens():
+    """A walk with a habit, so that there is something to learn."""
+    random = numpy.random.RandomState(7)
+    ids = [1]
+    for jump in random.randint(0, VOCABULARY, TOKENS - 1):
+        ids.append((3 * ids[-1] + 5) % VOCABULARY if jump % 3 else int(jump))
+    return numpy.array(ids, dtype="<u2")
+
+
+def make(name, out):
+    torch.manual_seed(sorted(CONFIGS).index(name))
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
+    with torch.no_grad():
+        for tensor_name, tensor in model.named_parameters():
+            if "norm" in tensor_name or tensor_name.endswith("bias"):
+                tensor += 0.2 * torch.randn_like(tensor)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        out.mkdir(parents=True, exist_ok=True)
+        for file in ["config.json", "model.safetensors"]:
+            (out / file).write_bytes((pathlib.Path(folder) / file).read_bytes())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--models", nargs="+", default=CONFIGS, choices=CONFIGS)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "tokens.bin").write_bytes(tokens().tobytes())
+    for name in options.models:
+        make(name, options.out / name)
+
+
+if __name__ == "__main__":
+    main()
