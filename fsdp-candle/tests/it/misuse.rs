@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Module, Tensor};
-use fsdp_candle::{AdamW, AdamWConfig, FullyShard, GradScaler, ReduceScatter, ShardedVarMap, World, fully_shard, nn};
+use fsdp_candle::{AdamW, AdamWConfig, FullyShard, GradScaler, ReduceScatter, World, fully_shard, nn};
 use fsdp_core::{Allocator, Buffer, ProcessGroup, ReduceOp, ScatterPart, Work};
 
 use crate::common::{
