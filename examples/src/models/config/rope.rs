@@ -7,6 +7,9 @@ use anyhow::{Context, bail, ensure};
 use super::checks::above_zero;
 use super::fields::{Fields, RopeParameters};
 
+/// Frequencies for sequences of more than so many positions, where they are others.
+pub type OfLonger = Option<(usize, Vec<f32>)>;
+
 /// A rotary embedding.
 #[derive(Clone, Debug)]
 pub struct Rope {
@@ -103,7 +106,7 @@ impl Rope {
 
     /// The frequencies, and what turned elements are multiplied by; then, if there are others for longer sequences, up
     /// to which length these hold, and those.
-    pub fn frequencies(&self) -> (Vec<f32>, f64, Option<(usize, Vec<f32>)>) {
+    pub fn frequencies(&self) -> (Vec<f32>, f64, OfLonger) {
         let each = |of: &dyn Fn(usize, f64) -> f64| -> Vec<f32> {
             let plain = |i: usize| self.theta.powf(-2. * i as f64 / self.width as f64);
             (0..self.width / 2).map(|i| of(i, plain(i)) as f32).collect()

@@ -48,7 +48,7 @@ fn other_frequencies_are_transformers() {
             format!(r#""head_dim": 8, "rope_theta": 100.0, "max_position_embeddings": 256, "rope_scaling": {more}"#);
         decoder(&llama(&text)).rope.frequencies()
     };
-    let near = |(found, factor, _): (Vec<f32>, f64, Option<(usize, Vec<f32>)>), want: [f64; 4], want_factor: f64| {
+    let near = |(found, factor, _): (Vec<f32>, f64, super::rope::OfLonger), want: [f64; 4], want_factor: f64| {
         let far = found.iter().zip(want).map(|(a, b)| (f64::from(*a) / b - 1.).abs()).fold(0., f64::max);
         assert!(found.len() == 4 && far < 1e-6 && (factor - want_factor).abs() < 1e-9, "{found:?} {factor}");
     };
