@@ -9,6 +9,7 @@ mod devices;
 mod finite;
 mod from_pytorch;
 mod golden;
+mod gradcheck;
 mod imports;
 mod launchers;
 mod lost_output;

@@ -15,9 +15,9 @@ use crate::storage::{Pool, TensorMemory, copy, to_core_dtype};
 
 /// The way out for ranks that gather different parameters.
 const ADVICE: &str = "Units are gathered as they are called, and those by name as their layers are used: every rank \
-                       must call the same units in the same order, or `unshard()` all of them first. Where ranks \
-                      use different units by name, call `set_reduce_scatter_unused_params(true, Recurse::Yes)` of the root \
-                      on every rank";
+                      must call the same units in the same order, or `unshard()` all of them first. Where ranks use \
+                      different units by name, call `set_reduce_scatter_unused_params(true, Recurse::Yes)` of the \
+                      root on every rank";
 
 /// The all-gathers in flight, one for each set of ranks.
 pub(super) struct Gathering(Vec<Flight>);

@@ -208,3 +208,28 @@ fn what_can_not_be_checked_says_why() {
         assert!(error.contains("no parameter of the model is trained"), "{error}");
     });
 }
+
+/// As a router's choice does.
+#[test]
+fn a_loss_that_jumps_nearby_is_looked_at_closer() {
+    ranks(2, |world| {
+        let vars = vars(&world);
+        let build = |vb| nn::linear_no_bias(WIDTH, 3, vb);
+        let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), build).unwrap();
+        let x = batch(0, WIDTH);
+        let smooth = model.forward(&x).unwrap().sqr().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap();
+        model.reset_iter_state();
+        // The first way of the loss is 2 %, of which the jump comes after less than one.
+        let edge = f64::from(smooth) * 1.008;
+        for (factor, is_right) in [(1., true), (1.5, false)] {
+            let checked = gradcheck(&model, &GradcheckOptions::default(), |model| {
+                let loss = model.forward(&x)?.sqr()?.sum_all()?;
+                let jump = loss.gt(edge)?.to_dtype(DType::F32)?;
+                // Candle's gradient of what is detached is none: a part of it is lost.
+                let lost = (loss.detach() * (factor - 1.))?;
+                (loss + jump)? + lost
+            });
+            assert_eq!(checked.is_ok(), is_right, "{checked:?}");
+        }
+    });
+}

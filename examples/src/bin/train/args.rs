@@ -160,8 +160,8 @@ pub(crate) struct Args {
 
     /// Compare the gradients with differences of the loss before the first step, and stop if they are not the same
     ///
-    /// Each block is checked along two random directions, of four forwards each; the first that loses gradient is
-    /// named. Only with --param-dtype f32.
+    /// Each block is checked along two random directions, of four forwards each (of more where the loss jumps); the
+    /// first that loses gradient is named. Only with --param-dtype f32.
     #[arg(long, help_heading = "Run")]
     pub(crate) gradcheck: bool,
 
