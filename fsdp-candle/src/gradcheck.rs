@@ -17,8 +17,8 @@ use crate::unit::FsdpParam;
 /// How far the loss is to change, as a share of it, and how far parameters may move for that, as a share of their norm.
 const CHANGE: f64 = 0.02;
 const FARTHEST: f64 = 0.05;
-/// Where the loss jumps on that way, as it does when a router chooses other experts, a shorter way is tried: by how much,
-/// and how often. Shorter yet, rounding is too large a share.
+/// Where the loss jumps on that way, as it does when a router chooses other experts, a shorter way is tried: by how
+/// much, and how often. Shorter yet, rounding is too large a share.
 const SHORTER: f64 = 4.;
 const TRIES: usize = 3;
 
