@@ -178,7 +178,8 @@ impl Display for GradientMismatch {
         }
         f.write_str(
             ". candle_nn's LayerNorm, RmsNorm, softmax_last_dim and rotary_emb have no backward: use those of \
-             fsdp_candle::nn",
+             fsdp_candle::nn. (Where a router chooses other experts nearby, the loss jumps, and what is right may \
+             look wrong.)",
         )
     }
 }
