@@ -18,11 +18,12 @@ pub struct Collective<'a> {
     call: &'a Call,
     group: &'a Membership,
     sequence: u64,
+    is_awaited: bool,
 }
 
 impl<'a> Collective<'a> {
-    pub(super) fn new(call: &'a Call, group: &'a Membership, sequence: u64) -> Self {
-        Collective { call, group, sequence }
+    pub(super) fn new(call: &'a Call, group: &'a Membership, sequence: u64, is_awaited: bool) -> Self {
+        Collective { call, group, sequence, is_awaited }
     }
 
     /// The group that runs it.
@@ -33,6 +34,11 @@ impl<'a> Collective<'a> {
     /// Its position in the group's order, from 0.
     pub fn sequence(&self) -> u64 {
         self.sequence
+    }
+
+    /// Whether the thread that runs it is the one that waits for it: the core has nothing else to do meanwhile.
+    pub fn is_awaited(&self) -> bool {
+        self.is_awaited
     }
 
     /// Whether ranks learn how much moves from each other's announcements only.

@@ -104,11 +104,11 @@ impl Queue {
                 return;
             }
             drop(jobs);
-            self.run(self.runner.lock().unwrap_or_else(PoisonError::into_inner), || false);
+            self.run(self.runner.lock().unwrap_or_else(PoisonError::into_inner), false, || false);
         }
     }
 
-    fn run(&self, mut runner: MutexGuard<'_, Option<Runner>>, mut is_done: impl FnMut() -> bool) {
+    fn run(&self, mut runner: MutexGuard<'_, Option<Runner>>, is_awaited: bool, mut is_done: impl FnMut() -> bool) {
         let Some(runner) = &mut *runner else { return };
         while !is_done() {
             let mut jobs = self.jobs();
@@ -116,7 +116,7 @@ impl Queue {
             jobs.runs = job.is_some().then(|| std::thread::current().id());
             drop(jobs);
             let Some(job) = job else { return };
-            runner.run(job);
+            runner.run(job, is_awaited);
         }
         self.jobs().runs = None;
     }
@@ -125,8 +125,8 @@ impl Queue {
 impl Deferred for Queue {
     fn help(&self, is_done: &mut dyn FnMut() -> bool) {
         match self.runner.try_lock() {
-            Ok(runner) => self.run(runner, is_done),
-            Err(TryLockError::Poisoned(runner)) => self.run(runner.into_inner(), is_done),
+            Ok(runner) => self.run(runner, true, is_done),
+            Err(TryLockError::Poisoned(runner)) => self.run(runner.into_inner(), true, is_done),
             // Who runs jobs now may stop before this one.
             Err(TryLockError::WouldBlock) => self.start(),
         }
@@ -163,13 +163,13 @@ struct Runner {
 }
 
 impl Runner {
-    fn run(&mut self, job: Job) {
+    fn run(&mut self, job: Job, is_awaited: bool) {
         match job {
             Job::Fail(error) => self.fail(error),
             Job::Run { call, run, completion } => {
                 let outcome = match &self.failed {
                     Some(error) => Err(error.clone()),
-                    None => tracing::debug_span!("collective", op = call.name).in_scope(|| self.attempt(&call, run)),
+                    None => tracing::debug_span!("collective", op = call.name).in_scope(|| self.attempt(&call, run, is_awaited)),
                 };
                 if let Err(error) = &outcome {
                     self.fail(error.clone());
@@ -180,11 +180,11 @@ impl Runner {
         }
     }
 
-    fn attempt(&mut self, call: &Call, run: Run) -> Result<Vec<Buffer>> {
+    fn attempt(&mut self, call: &Call, run: Run, is_awaited: bool) -> Result<Vec<Buffer>> {
         if let Some(told) = &mut self.told {
             told.begin(call.name, self.sequence);
         }
-        let collective = Collective::new(call, &self.group, self.sequence);
+        let collective = Collective::new(call, &self.group, self.sequence, is_awaited);
         // Inputs and allocators are the caller's code. If they panic the peers must not be left waiting.
         let outcome = catch_unwind(AssertUnwindSafe(|| run(&mut *self.backend, &collective))).unwrap_or_else(|panic| {
             let text = text::of_panic(&*panic);

@@ -45,8 +45,7 @@ impl AllGather {
         let to = &mut self.outputs[piece.part].bytes_mut()[piece.bytes.clone()];
         let from = piece.bytes.start - start..piece.bytes.end - start;
         read(&*self.parts[piece.part].input, from, piece.part, self.rank, |from| {
-            slot[piece.chunk.clone()].copy_from_slice(from);
-            copy.copy(to, from);
+            copy.copy_to_both(&mut slot[piece.chunk.clone()], to, from);
         })
     }
 }

@@ -39,17 +39,25 @@ pub(super) struct During<'a> {
 pub(super) struct Watch {
     /// How long a wait may last.
     timeout: Duration,
-    /// How often to look before sleeping.
-    spins: u32,
+    /// Whether whoever is waited for may need this very core, because there are more ranks than cores.
+    is_crowded: bool,
     /// A pidfd for each rank; none when the ranks are threads.
     processes: Vec<OwnedFd>,
 }
 
 impl Watch {
     pub(super) fn new(timeout: Duration, ranks: usize, processes: Vec<OwnedFd>) -> Self {
-        // With more ranks than cores, whoever is waited for may need this very core.
-        let spins = if cores::suffice(ranks, &processes) { 200 } else { 10 };
-        Watch { timeout, spins, processes }
+        let is_crowded = !cores::suffice(ranks, &processes);
+        Watch { timeout, is_crowded, processes }
+    }
+
+    /// How often to look before sleeping. To sleep and be woken takes longer than a small collective does.
+    fn spins(&self, collective: &Collective<'_>) -> u32 {
+        match (self.is_crowded, collective.is_awaited()) {
+            (true, _) => 10,
+            (false, false) => 200,
+            (false, true) => 4000,
+        }
     }
 
     /// Waits until the goal is reached.
@@ -78,7 +86,7 @@ impl Watch {
         };
         let mut started = None;
         for peer in (0..port.ranks()).filter(wanted) {
-            for _ in 0..self.spins {
+            for _ in 0..self.spins(during.collective) {
                 if is_there(peer) {
                     break;
                 }
