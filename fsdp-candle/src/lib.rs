@@ -62,6 +62,7 @@
 //! ([`FsdpModule::call`] or `forward`), which gathers its parameters, or [`FsdpModule::unshard`] it first.
 
 pub mod activation_checkpoint;
+mod adapter;
 mod build;
 mod comm;
 mod control;
@@ -77,6 +78,7 @@ mod kernels;
 mod module;
 pub mod nn;
 mod optim;
+mod pattern;
 mod policy;
 mod state_dict;
 mod step;
@@ -100,6 +102,7 @@ pub use optim::{
     AdamW, AdamWConfig, AdamWState, ClipOptions, GradScaler, NormType, ValuesOf, check_finite, clip_grad_norm,
     clip_grad_norm_with, grad_norm,
 };
+pub use pattern::NamePattern;
 pub use policy::{MixedPrecisionPolicy, NamePredicate, OffloadPolicy, Recurse, ReshardAfterForward};
 pub use state_dict::{
     IncompatibleKeys, StateDict, StateDictOptions, StateTensor, get_model_state_dict, get_optimizer_state_dict,

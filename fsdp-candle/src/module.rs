@@ -258,6 +258,14 @@ impl<M> FsdpModule<M> {
         self.schedule.diagnostics().without_gradient()
     }
 
+    /// The trainable parameters that the last backward reached on no rank, by name, in the order in which they were
+    /// built: experts that nobody chose, say. Where ranks use different units
+    /// ([`set_reduce_scatter_unused_params`](FsdpModule::set_reduce_scatter_unused_params)), these have gradients of
+    /// zero. Those of a backward without communication count in the next that communicates.
+    pub fn unused_parameters(&self) -> Vec<String> {
+        self.schedule.diagnostics().unused()
+    }
+
     /// Where forward was seen to leave the graph, in the units that have been through a backward: gradients before such
     /// a place are wrong. Said once on rank 0 as well. [`GraphCut`] says what can be seen.
     pub fn graph_cuts(&self) -> Vec<GraphCut> {

@@ -34,6 +34,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial("pytorch::checkpoints_go_both_ways", &[Need::Pytorch], checkpoints_go_both_ways),
         trial("pytorch::a_run_of_ours_goes_on_there", &[Need::Pytorch], a_run_of_ours_goes_on_there),
         trial("pytorch::transformers_reads_an_export", &[Need::Pytorch], transformers_reads_an_export),
+        trial("pytorch::adapters_go_both_ways", &[Need::Pytorch], adapters_go_both_ways),
         trial("pytorch::the_recorded_runs_come_again", &[Need::Pytorch], the_recorded_runs_come_again),
         trial("pytorch::the_recorded_surface_is_there", &[Need::Pytorch], the_recorded_surface_is_there),
         trial(
@@ -117,6 +118,37 @@ fn transformers_reads_an_export() {
         let printed =
             script("interop/export.py", &[&dir.path().join("export"), &theirs, &golden(name).join("tokens.bin")]);
         assert!(printed.starts_with("ok  "), "{printed}");
+    }
+}
+
+/// PEFT loads what is exported, and its own adapters are trained on: the loss of the same data is the same there.
+fn adapters_go_both_ways() {
+    for name in MODELS {
+        let dir = tempfile::tempdir().unwrap();
+        let model = golden(name);
+        let first_loss = |from: &str| {
+            let metrics = format!("{from}.jsonl");
+            let mut args = golden_flags(name);
+            let steps = args.iter().position(|arg| arg == "--steps").unwrap();
+            args[steps + 1] = "1".into();
+            let more = ["--batch-size", "2", "--lora-from", from, "--metrics", &metrics];
+            let args: Vec<&str> = args.iter().map(String::as_str).chain(more).collect();
+            launch(2, "train", &args, dir.path()).ok();
+            Trajectory::of_metrics(&dir.path().join(metrics)).0[0].loss
+        };
+        train_ten_steps(name, &["--lora-rank=3", "--lora-targets=all-linear", "--export-hf=ours"], dir.path());
+        script("interop/adapters.py", &[Path::new("make"), &model, &dir.path().join("theirs")]);
+        for from in ["ours", "theirs"] {
+            let adapters = dir.path().join(from);
+            let printed =
+                script("interop/adapters.py", &[Path::new("loss"), &model, &adapters, &model.join("tokens.bin")]);
+            let (loss, names) = printed.split_once('\n').unwrap();
+            let theirs: f64 = loss.parse().unwrap();
+            let ours = first_loss(from);
+            assert!((ours / theirs - 1.).abs() < 2e-6, "{name}, {from}: {ours} here, {theirs} there");
+            // Seven linear layers in each of Llama's two blocks, four in each of GPT-2's, two matrices each.
+            assert_eq!(names.lines().count(), if name == "llama_tiny" { 28 } else { 16 }, "{names}");
+        }
     }
 }
 

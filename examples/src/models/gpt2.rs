@@ -6,15 +6,15 @@
 use candle_core::{Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use fsdp_candle::FsdpModule;
-use fsdp_candle::nn::{self, Conv1D, Embedding, LayerNorm, Linear, LoraConfig};
+use fsdp_candle::nn::{self, Conv1D, Embedding, LayerNorm, Linear};
 
 use super::config::Gpt2Config;
-use super::layer::{Layer, Projection};
+use super::layer::Layer;
 
 /// One block: attention and MLP, each behind a norm and beside a residual.
 pub struct Block {
     norm_1: LayerNorm,
-    qkv: Projection<Conv1D>,
+    qkv: Conv1D,
     attention_output: Conv1D,
     norm_2: LayerNorm,
     up: Conv1D,
@@ -27,7 +27,7 @@ pub struct Block {
 fn conv_1d(inputs: usize, outputs: usize, stdev: f64, vb: VarBuilder) -> Result<Conv1D> {
     let weight = vb.get_with_hints((inputs, outputs), "weight", Init::Randn { mean: 0., stdev })?;
     let bias = vb.get_with_hints(outputs, "bias", Init::Const(0.))?;
-    Ok(Conv1D::new(weight, Some(bias)))
+    Conv1D::new(weight, Some(bias)).with_adapter(vb)
 }
 
 impl Block {
@@ -35,17 +35,16 @@ impl Block {
     ///
     /// # Errors
     /// When a parameter can't be initialised.
-    pub fn new(config: &Gpt2Config, lora: Option<LoraConfig>, vb: VarBuilder) -> Result<Self> {
+    pub fn new(config: &Gpt2Config, vb: VarBuilder) -> Result<Self> {
         let width = config.n_embd;
         let inner = config.inner();
         let stdev = config.initializer_range;
         // Projections back into the residual stream start smaller, as in the GPT-2 paper.
         let residual = stdev / (2. * config.n_layer as f64).sqrt();
         let (attention, mlp) = (vb.pp("attn"), vb.pp("mlp"));
-        let qkv = attention.pp("c_attn");
         Ok(Block {
             norm_1: nn::layer_norm(width, config.layer_norm_epsilon, vb.pp("ln_1"))?,
-            qkv: Projection::new(conv_1d(width, 3 * width, stdev, qkv.clone())?, width, 3 * width, lora, qkv)?,
+            qkv: conv_1d(width, 3 * width, stdev, attention.pp("c_attn"))?,
             attention_output: conv_1d(width, width, residual, attention.pp("c_proj"))?,
             norm_2: nn::layer_norm(width, config.layer_norm_epsilon, vb.pp("ln_2"))?,
             up: conv_1d(width, inner, stdev, mlp.pp("c_fc"))?,

@@ -1,12 +1,10 @@
-//! What the models' layers have in common: running again in backward, and low-rank adapters.
+//! What the models' layers have in common: running again in backward.
 
 use std::sync::Arc;
 
 use candle_core::{Module, Result, Tensor};
-use candle_nn::VarBuilder;
 use fsdp_candle::Tensors;
 use fsdp_candle::activation_checkpoint::checkpoint;
-use fsdp_candle::nn::{self, Lora, LoraConfig};
 
 /// A block, which may keep its input alone for backward and run again there.
 pub struct Layer<B> {
@@ -39,35 +37,5 @@ impl<B: Send + Sync + 'static> Layer<B> {
 impl<B: Module + Send + Sync + 'static> Module for Layer<B> {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.run(x, B::forward)
-    }
-}
-
-/// A projection, with an adapter beside it where the run trains adapters.
-pub enum Projection<M> {
-    /// As it is.
-    Plain(M),
-    /// With an adapter.
-    Adapted(Lora<M>),
-}
-
-impl<M> Projection<M> {
-    /// Puts an adapter beside `base`, which was built from `vb`, if there is to be one.
-    ///
-    /// # Errors
-    /// When a parameter can't be initialised.
-    pub fn new(base: M, inputs: usize, outputs: usize, lora: Option<LoraConfig>, vb: VarBuilder) -> Result<Self> {
-        Ok(match lora {
-            Some(config) => Projection::Adapted(nn::lora(base, inputs, outputs, config, vb)?),
-            None => Projection::Plain(base),
-        })
-    }
-}
-
-impl<M: Module> Module for Projection<M> {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        match self {
-            Projection::Plain(base) => base.forward(x),
-            Projection::Adapted(lora) => lora.forward(x),
-        }
     }
 }

@@ -5,6 +5,7 @@ pub mod config;
 pub mod decoder;
 pub mod gpt2;
 pub mod layer;
+mod lora;
 mod size;
 #[cfg(test)]
 mod tests;
@@ -12,12 +13,13 @@ mod weights;
 
 use anyhow::Context;
 use candle_core::{DType, Module, Result, Tensor};
-use fsdp_candle::nn::{self, LoraConfig};
+use fsdp_candle::nn;
 use fsdp_candle::{FsdpModule, FullyShard, ShardedVarMap, Unit, fully_shard};
 
 pub use config::ModelConfig;
 use decoder::Turns;
 use layer::Layer;
+pub use lora::{Lora, Targets};
 pub use size::ModelSize;
 pub use weights::fingerprint;
 
@@ -68,9 +70,6 @@ pub struct ModelOptions {
     pub positions: usize,
     /// Keep the blocks' inputs alone for backward, and run each block again there.
     pub activation_checkpoint: bool,
-    /// Adapters beside the attention's query and value projections: `q_proj` and `v_proj`, or the one
-    /// layer that makes both, a Phi-3's `qkv_proj` and a GPT-2's `c_attn`. The caller freezes the rest.
-    pub lora: Option<LoraConfig>,
 }
 
 /// Builds the model bottom-up: every block a unit, and the root with what is left.
@@ -92,7 +91,7 @@ pub fn build(
             let blocks = (0..config.layers)
                 .map(|i| {
                     fully_shard(opts, vb.pp(format!("model.layers.{i}")), |vb| {
-                        Ok(Layer::new(decoder::Block::new(config, i, &turns, options.lora, vb)?, again))
+                        Ok(Layer::new(decoder::Block::new(config, i, &turns, vb)?, again))
                     })
                 })
                 .collect::<fsdp_candle::Result<Vec<_>>>()
@@ -105,7 +104,7 @@ pub fn build(
             let blocks = (0..config.n_layer)
                 .map(|i| {
                     fully_shard(opts, vb.pp(format!("{prefix}h.{i}")), |vb| {
-                        Ok(Layer::new(gpt2::Block::new(config, options.lora, vb)?, again))
+                        Ok(Layer::new(gpt2::Block::new(config, vb)?, again))
                     })
                 })
                 .collect::<fsdp_candle::Result<Vec<_>>>()

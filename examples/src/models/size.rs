@@ -1,6 +1,7 @@
 //! How large a model is, before anything of it is made.
 
 use super::config::{DecoderConfig, Gpt2Config, ModelConfig};
+use super::lora::Lora;
 
 /// Numbers of elements and of tensors. They are floats because a configuration may say anything: products of its
 /// numbers need not fit any integer.
@@ -25,6 +26,8 @@ pub struct ModelSize {
 struct Part {
     elements: f64,
     tensors: f64,
+    /// Of `elements`, those of adapters.
+    adapters: f64,
 }
 
 impl Part {
@@ -32,25 +35,46 @@ impl Part {
         self.elements += rows * columns;
         self.tensors += 1.;
     }
+}
 
-    fn linear(&mut self, inputs: f64, outputs: f64, bias: bool) {
-        self.matrix(inputs, outputs);
+/// The layers of a module, whose names start with its own.
+struct Module<'a> {
+    name: String,
+    lora: Option<&'a Lora>,
+    part: Part,
+}
+
+impl<'a> Module<'a> {
+    fn new(name: impl Into<String>, lora: Option<&'a Lora>) -> Self {
+        Module { name: name.into(), lora, part: Part::default() }
+    }
+
+    fn linear(&mut self, name: &str, inputs: f64, outputs: f64, bias: bool) {
+        self.part.matrix(inputs, outputs);
         if bias {
-            self.matrix(1., outputs);
+            self.part.matrix(1., outputs);
+        }
+        if let Some(Lora { config, targets }) = self.lora
+            && targets.meant(&format!("{}{name}", self.name))
+        {
+            let before = self.part.elements;
+            self.part.matrix(config.rank as f64, inputs);
+            self.part.matrix(outputs, config.rank as f64);
+            self.part.adapters += self.part.elements - before;
         }
     }
 
-    fn adapter(&mut self, inputs: f64, outputs: f64, rank: Option<usize>) {
-        if let Some(rank) = rank {
-            self.matrix(rank as f64, inputs);
-            self.matrix(outputs, rank as f64);
-        }
+    fn norm(&mut self, width: f64) {
+        self.part.matrix(1., width);
     }
 }
 
+/// So many blocks are looked at one by one. Of more, the rest is taken to be as they are.
+const MOST_BLOCKS: usize = 10_000;
+
 impl ModelConfig {
-    /// The size of the model, with adapters of rank `lora` if any.
-    pub fn size(&self, lora: Option<usize>) -> ModelSize {
+    /// The size of the model, with adapters if any.
+    pub fn size(&self, lora: Option<&Lora>) -> ModelSize {
         match self {
             ModelConfig::Decoder(config) => decoder(config, lora),
             ModelConfig::Gpt2(config) => gpt2(config, lora),
@@ -58,86 +82,97 @@ impl ModelConfig {
     }
 }
 
-fn decoder(config: &DecoderConfig, lora: Option<usize>) -> ModelSize {
+fn decoder(config: &DecoderConfig, lora: Option<&Lora>) -> ModelSize {
     let [width, inner, vocabulary, head] =
         [config.width, config.inner, config.vocabulary, config.head_dim].map(|n| n as f64);
     let (queries, keys) = (config.heads as f64 * head, config.kv_heads as f64 * head);
-    let (mut block, mut adapters, mut root) = (Part::default(), Part::default(), Part::default());
     let biases = config.biases;
-    if config.fused {
-        block.linear(width, queries + 2. * keys, biases.qkv);
-        adapters.adapter(width, queries + 2. * keys, lora);
-    } else {
-        for outputs in [queries, keys, keys] {
-            block.linear(width, outputs, biases.qkv);
+    let block = |layer: usize| {
+        let mut block = Module::new(format!("model.layers.{layer}."), lora);
+        if config.fused {
+            block.linear("self_attn.qkv_proj", width, queries + 2. * keys, biases.qkv);
+        } else {
+            for (name, outputs) in [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)] {
+                block.linear(&format!("self_attn.{name}"), width, outputs, biases.qkv);
+            }
         }
-        adapters.adapter(width, queries, lora);
-        adapters.adapter(width, keys, lora);
-    }
-    block.linear(queries, width, biases.output);
-    for _ in 0..if config.norms.behind { 4 } else { 2 } {
-        block.matrix(1., width);
-    }
-    if config.norms.heads {
-        block.matrix(1., head);
-        block.matrix(1., head);
-    }
-    let mut dense = block;
-    if config.fused {
-        dense.linear(width, 2. * inner, biases.mlp);
-    } else {
-        dense.linear(width, inner, biases.mlp);
-        dense.linear(width, inner, biases.mlp);
-    }
-    dense.linear(inner, width, biases.mlp);
-    root.matrix(vocabulary, width);
-    root.matrix(1., width);
+        block.linear("self_attn.o_proj", queries, width, biases.output);
+        for _ in 0..if config.norms.behind { 4 } else { 2 } {
+            block.norm(width);
+        }
+        if config.norms.heads {
+            block.norm(head);
+            block.norm(head);
+        }
+        if let Some(experts) = config.experts(layer) {
+            let (name, [gate, up, down]) = experts.names;
+            let inner = experts.inner as f64;
+            block.linear(&format!("{name}.gate"), width, experts.count as f64, false);
+            for expert in 0..experts.count {
+                block.linear(&format!("{name}.experts.{expert}.{gate}"), width, inner, false);
+                block.linear(&format!("{name}.experts.{expert}.{up}"), width, inner, false);
+                block.linear(&format!("{name}.experts.{expert}.{down}"), inner, width, false);
+            }
+        } else {
+            if config.fused {
+                block.linear("mlp.gate_up_proj", width, 2. * inner, biases.mlp);
+            } else {
+                block.linear("mlp.gate_proj", width, inner, biases.mlp);
+                block.linear("mlp.up_proj", width, inner, biases.mlp);
+            }
+            block.linear("mlp.down_proj", inner, width, biases.mlp);
+        }
+        block.part
+    };
+    let mut root = Module::new("", lora);
+    root.part.matrix(vocabulary, width);
+    root.norm(width);
     if !config.tied {
-        root.matrix(vocabulary, width);
-    }
-    // The layers that have experts, and those that do not.
-    let mut blocks = vec![(config.layers, dense)];
-    if let Some(experts) = &config.experts {
-        let sparse_layers = experts.layers(config.layers);
-        let (count, inner) = (experts.count as f64, experts.inner as f64);
-        block.matrix(count, width);
-        block.elements += 3. * count * width * inner;
-        block.tensors += 3. * count;
-        blocks = vec![(config.layers - sparse_layers, dense), (sparse_layers, block)];
+        root.linear("lm_head", width, vocabulary, false);
     }
     // How many tokens an expert sees, nobody knows before.
     let widest = if config.experts.is_some() { vocabulary.max(queries) } else { vocabulary.max(inner).max(queries) };
     // Sines and cosines, for the device and for the host.
     let ropes = [Some(&config.rope), config.local_rope.as_ref()];
     let rotary = ropes.into_iter().flatten().map(|rope| 2. * rope.width as f64 * rope.tables()).sum();
-    ModelSize { widest, rotary, ..sum(&blocks, adapters, root) }
+    ModelSize { widest, rotary, ..sum(config.layers, block, root.part) }
 }
 
-fn gpt2(config: &Gpt2Config, lora: Option<usize>) -> ModelSize {
+fn gpt2(config: &Gpt2Config, lora: Option<&Lora>) -> ModelSize {
     let [width, inner, vocabulary, positions] =
         [config.n_embd, config.inner(), config.vocab_size, config.n_positions].map(|n| n as f64);
-    let (mut block, mut adapters, mut root) = (Part::default(), Part::default(), Part::default());
-    for (inputs, outputs) in
-        [(width, 3. * width), (width, width), (width, inner), (inner, width), (1., width), (1., width)]
-    {
-        block.linear(inputs, outputs, true);
-    }
-    adapters.adapter(width, 3. * width, lora);
+    let block = |layer: usize| {
+        let mut block = Module::new(format!("h.{layer}."), lora);
+        block.linear("attn.c_attn", width, 3. * width, true);
+        block.linear("attn.c_proj", width, width, true);
+        block.linear("mlp.c_fc", width, inner, true);
+        block.linear("mlp.c_proj", inner, width, true);
+        // A norm has a weight and a bias.
+        (0..4).for_each(|_| block.norm(width));
+        block.part
+    };
+    let mut root = Part::default();
     root.matrix(vocabulary, width);
     root.matrix(positions, width);
-    root.linear(1., width, true);
-    ModelSize { widest: vocabulary.max(inner).max(3. * width), ..sum(&[(config.n_layer, block)], adapters, root) }
+    (0..2).for_each(|_| root.matrix(1., width));
+    ModelSize { widest: vocabulary.max(inner).max(3. * width), ..sum(config.n_layer, block, root) }
 }
 
-fn sum(blocks: &[(usize, Part)], adapters: Part, root: Part) -> ModelSize {
-    let mut size =
-        ModelSize { base: root.elements, largest_unit: root.elements, tensors: root.tensors, ..ModelSize::default() };
-    for (layers, block) in blocks.iter().filter(|(layers, _)| *layers > 0) {
-        let layers = *layers as f64;
-        size.base += layers * block.elements;
-        size.adapters += layers * adapters.elements;
-        size.largest_unit = size.largest_unit.max(block.elements + adapters.elements);
-        size.tensors += layers * (block.tensors + adapters.tensors);
+fn sum(layers: usize, block: impl Fn(usize) -> Part, root: Part) -> ModelSize {
+    let looked_at = layers.min(MOST_BLOCKS);
+    let each = if looked_at == 0 { 0. } else { layers as f64 / looked_at as f64 };
+    let mut size = ModelSize {
+        base: root.elements - root.adapters,
+        adapters: root.adapters,
+        largest_unit: root.elements,
+        tensors: root.tensors,
+        ..ModelSize::default()
+    };
+    for block in (0..looked_at).map(block) {
+        size.base += each * (block.elements - block.adapters);
+        size.adapters += each * block.adapters;
+        size.largest_unit = size.largest_unit.max(block.elements);
+        size.tensors += each * block.tensors;
     }
     size
 }

@@ -1,5 +1,5 @@
 use fsdp_candle::World;
-use fsdp_candle::nn::is_adapter;
+use fsdp_candle::nn::{LoraConfig, is_adapter};
 
 use super::*;
 
@@ -18,31 +18,30 @@ fn sizes_are_those_of_the_model_that_is_built() {
     texts.extend(families.iter().map(|text| (text.as_str(), experts)));
     texts.extend([(families[7].as_str(), dense.as_str()), (families[5].as_str(), tied)]);
     for text in texts {
-        for lora in [None, Some(3)] {
+        for patterns in [&[][..], &["q_proj", "c_attn", "qkv_proj"], &["all-linear"], &["*.1.**", "lm_head"]] {
+            let targets = Targets::new(patterns.iter().copied()).unwrap();
+            let lora = Lora { config: LoraConfig { rank: 3, alpha: 1. }, targets };
             let config = ModelConfig::parse(&format!("{}{}}}", text.0, text.1)).unwrap();
             let world = World::single().unwrap();
             let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)]).unwrap(), world.device());
-            let options = ModelOptions {
-                dtype: DType::F32,
-                positions: 4,
-                activation_checkpoint: false,
-                lora: lora.map(|rank| LoraConfig { rank, alpha: 1. }),
-            };
+            let options = ModelOptions { dtype: DType::F32, positions: 4, activation_checkpoint: false };
+            let targets = lora.targets.clone();
+            vars.adapt(lora.config, move |layer| targets.meant(layer));
             build(&config, &FullyShard::new(&vars), &vars, options).unwrap();
             let (adapters, base): (Vec<_>, Vec<_>) =
                 vars.params().into_iter().partition(|param| is_adapter(param.name()));
             let elements = |params: &[std::sync::Arc<fsdp_candle::FsdpParam>]| {
                 params.iter().map(|param| param.shape().elem_count()).sum::<usize>() as f64
             };
-            let size = config.size(lora);
-            assert_eq!((size.base, size.adapters), (elements(&base), elements(&adapters)), "{text:?} {lora:?}");
+            let size = config.size(Some(&lora));
+            assert_eq!((size.base, size.adapters), (elements(&base), elements(&adapters)), "{text:?} {patterns:?}");
             let block_of = |name: &str| name.split('.').find_map(|word| word.parse::<usize>().ok());
             let largest = [None, Some(0), Some(1), Some(2)].map(|block| {
                 let of_unit = base.iter().chain(&adapters).filter(|param| block_of(param.name()) == block);
                 of_unit.map(|param| param.shape().elem_count()).sum::<usize>()
             });
-            assert_eq!(size.largest_unit, largest.into_iter().max().unwrap() as f64, "{text:?} {lora:?}");
-            assert_eq!(size.tensors, (base.len() + adapters.len()) as f64, "{text:?} {lora:?}");
+            assert_eq!(size.largest_unit, largest.into_iter().max().unwrap() as f64, "{text:?} {patterns:?}");
+            assert_eq!(size.tensors, (base.len() + adapters.len()) as f64, "{text:?} {patterns:?}");
         }
     }
 }

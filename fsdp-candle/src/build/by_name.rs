@@ -2,18 +2,14 @@
 
 use std::sync::Arc;
 
-use glob::{MatchOptions, Pattern};
 use indexmap::{IndexMap, IndexSet};
 
 use crate::error::{Error, Result};
+use crate::pattern::NamePattern;
 use crate::unit::FsdpParam;
 
 /// How many names an error lists.
 const MOST_NAMES: usize = 16;
-
-/// A `*` stands for one name between two dots.
-const OPTIONS: MatchOptions =
-    MatchOptions { case_sensitive: true, require_literal_separator: true, require_literal_leading_dot: false };
 
 /// The parameters of one `shard` call.
 pub(super) struct ByName {
@@ -52,29 +48,8 @@ impl ByName {
     }
 }
 
-/// A pattern as it was written, and as paths are held against it.
-struct PathPattern {
-    text: String,
-    pattern: Pattern,
-}
-
-impl PathPattern {
-    fn matches(&self, path: &str) -> bool {
-        self.pattern.matches_with(&with_slashes(path), OPTIONS)
-    }
-}
-
-/// `glob` knows slashes.
-fn with_slashes(path: &str) -> String {
-    path.replace('.', "/")
-}
-
-fn compiled(patterns: &[String]) -> Result<Vec<PathPattern>> {
-    let compiled = |text: &String| match Pattern::new(&with_slashes(text)) {
-        Ok(pattern) => Ok(PathPattern { text: text.clone(), pattern }),
-        Err(error) => Err(Error::Argument(format!("units: `{text}` is no pattern of modules' names: {error}"))),
-    };
-    patterns.iter().map(compiled).collect()
+fn compiled(patterns: &[String]) -> Result<Vec<NamePattern>> {
+    patterns.iter().map(|text| NamePattern::new(text)).collect()
 }
 
 /// The paths of the modules inside the one at `path` that a parameter belongs to, from the outermost to the innermost.
@@ -84,13 +59,13 @@ fn modules<'a>(name: &'a str, path: &str) -> impl Iterator<Item = &'a str> {
 }
 
 /// Those that a pattern matches.
-fn matched<'a>(name: &'a str, path: &str, patterns: &[PathPattern]) -> impl Iterator<Item = &'a str> {
+fn matched<'a>(name: &'a str, path: &str, patterns: &[NamePattern]) -> impl Iterator<Item = &'a str> {
     modules(name, path).filter(|module| patterns.iter().any(|pattern| pattern.matches(module)))
 }
 
 /// Fails for a pattern that matches nothing.
-fn check(patterns: &[PathPattern], names: &[&str], path: &str) -> Result<()> {
-    let matches = |pattern: &PathPattern| names.iter().any(|name| modules(name, path).any(|at| pattern.matches(at)));
+fn check(patterns: &[NamePattern], names: &[&str], path: &str) -> Result<()> {
+    let matches = |pattern: &NamePattern| names.iter().any(|name| modules(name, path).any(|at| pattern.matches(at)));
     let Some(idle) = patterns.iter().find(|pattern| !matches(pattern)) else { return Ok(()) };
     // Those that differ by a number are one line.
     let numberless = |module: &str| {
@@ -106,7 +81,7 @@ fn check(patterns: &[PathPattern], names: &[&str], path: &str) -> Result<()> {
         true => "there are no modules inside it whose parameters are not in units of their own".into(),
         false => format!("the modules that are there: {}", listed.join(", ")),
     };
-    Err(Error::Argument(format!("units: the pattern `{}` matches no module's name; {listed}", idle.text)))
+    Err(Error::Argument(format!("units: the pattern `{}` matches no module's name; {listed}", idle)))
 }
 
 #[cfg(test)]
@@ -151,6 +126,6 @@ mod tests {
         );
         assert!(error("model.layers.*").is_ok());
         let message = error("model.[layers").unwrap_err().to_string();
-        assert!(message.contains("`model.[layers` is no pattern of modules' names"), "{message}");
+        assert!(message.contains("`model.[layers` is no pattern of names"), "{message}");
     }
 }

@@ -11,6 +11,7 @@ use fsdp_core::layout::Region;
 use indexmap::IndexMap;
 
 use super::options::UnitOptions;
+use crate::adapter::{Adapters, LoraConfig, adapted_layer};
 use crate::data_parallel::DataParallel;
 use crate::error::{Error, Result};
 use crate::graph::nodes_of;
@@ -58,6 +59,7 @@ pub(super) struct Inner {
     pub(super) schedule: Arc<Schedule>,
     initializer: Mutex<Arc<dyn Initializer>>,
     frozen: Mutex<Arc<Predicate>>,
+    adapters: Mutex<Option<Arc<Adapters>>>,
     pub(super) params: Mutex<IndexMap<String, Owned>>,
     pub(super) ignored: Mutex<IndexMap<String, Var>>,
     pub(super) buffers: Mutex<IndexMap<String, Var>>,
@@ -94,6 +96,7 @@ impl ShardedVarMap {
             schedule: Arc::new(Schedule::of_rank(mesh.rank(), device)),
             initializer: Mutex::new(Arc::new(Philox::new(0))),
             frozen: Mutex::new(Arc::new(|_| false)),
+            adapters: Mutex::default(),
             params: Mutex::default(),
             ignored: Mutex::default(),
             buffers: Mutex::default(),
@@ -111,6 +114,35 @@ impl ShardedVarMap {
     /// gradient.
     pub fn freeze(&self, frozen: impl Fn(&str) -> bool + Send + Sync + 'static) {
         *lock(&self.0.frozen) = Arc::new(frozen);
+    }
+
+    /// Gives low-rank adapters to the layers built from now on whose FQN `targets` accepts: [`crate::nn::Linear`] and
+    /// [`crate::nn::Conv1D`], made by `nn`'s functions from a builder. Nothing changes in the model. Other layers get
+    /// none, whatever their names; [`ShardedVarMap::adapted`] tells which have one.
+    ///
+    /// To train the adapters alone, [freeze](ShardedVarMap::freeze) the rest.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Module};
+    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+    /// # let world = World::single()?;
+    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+    /// vars.freeze(|name| !nn::is_adapter(name));
+    /// vars.adapt(nn::LoraConfig { rank: 2, alpha: 4. }, |layer| layer.ends_with("q_proj"));
+    /// let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
+    ///     Ok((nn::linear(8, 6, vb.pp("q_proj"))?, nn::linear(8, 6, vb.pp("k_proj"))?))
+    /// })?;
+    /// assert_eq!(vars.adapted(), ["q_proj"]);
+    /// assert_eq!(vars.trainable().len(), 2); // q_proj.lora_A.weight, q_proj.lora_B.weight
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn adapt(&self, config: LoraConfig, targets: impl Fn(&str) -> bool + Send + Sync + 'static) {
+        *lock(&self.0.adapters) = Some(Arc::new(Adapters { config, targets: Box::new(targets) }));
+    }
+
+    /// The FQNs of the layers that have an adapter, in the order in which they were built.
+    pub fn adapted(&self) -> Vec<String> {
+        lock(&self.0.params).keys().filter_map(|name| adapted_layer(name)).map(String::from).collect()
     }
 
     /// An ordinary builder whose parameters land here: the only kind that [`crate::fully_shard`] takes, inside whose
@@ -262,6 +294,7 @@ impl ShardedVarMap {
         // The user's choice is made without our lock.
         let frozen = lock(&self.0.frozen).clone();
         let trainable = !frozen(name);
+        let adapters = lock(&self.0.adapters).clone();
         if trainable {
             ranks.check_covers(&self.0.mesh).map_err(fail)?;
         }
@@ -278,6 +311,7 @@ impl ShardedVarMap {
             compute_dtype,
             trainable,
             extension: opts.extension.as_ref().and_then(|choose| choose(name)),
+            adapter: adapters.and_then(|adapters| adapters.of(name)),
             shape,
         };
         let schedule = &self.0.schedule;

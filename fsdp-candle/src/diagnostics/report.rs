@@ -11,13 +11,15 @@ pub(crate) struct Diagnostics {
     /// Looks for cuts of the graph.
     pub(crate) graph: GraphWatch,
     reported: Mutex<HashSet<String>>,
+    /// Parameters that no rank's last backward reached.
+    unused: Mutex<Vec<String>>,
     /// This process's rank in the mesh: the first speaks for all.
     rank: usize,
 }
 
 impl Diagnostics {
     pub(crate) fn of_rank(rank: usize) -> Self {
-        Diagnostics { graph: GraphWatch::default(), reported: Mutex::default(), rank }
+        Diagnostics { graph: GraphWatch::default(), reported: Mutex::default(), unused: Mutex::default(), rank }
     }
 
     fn reported(&self) -> MutexGuard<'_, HashSet<String>> {
@@ -41,6 +43,16 @@ impl Diagnostics {
             // `eprintln!` panics where stderr is on a full disk.
             let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("warning: {message}\n"));
         }
+    }
+
+    /// Notes what the last backward has not reached.
+    pub(crate) fn set_unused(&self, names: Vec<String>) {
+        *self.unused.lock().unwrap_or_else(PoisonError::into_inner) = names;
+    }
+
+    /// What the last backward has not reached.
+    pub(crate) fn unused(&self) -> Vec<String> {
+        self.unused.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// The names reported so far, sorted.

@@ -21,13 +21,19 @@ impl<A, B> Fallback<A, B> {
     }
 }
 
+impl<A: Initializer, B: Initializer> Fallback<A, B> {
+    fn source(&self, name: &str) -> &dyn Initializer {
+        if !self.first.contains(name) && (self.accepts)(name) { &self.second } else { &self.first }
+    }
+}
+
 impl<A: Initializer, B: Initializer> Initializer for Fallback<A, B> {
     fn fill(&self, request: &ShardRequest<'_>, shard: &mut [u8]) -> Result<()> {
-        if !self.first.contains(request.name) && (self.accepts)(request.name) {
-            self.second.fill(request, shard)
-        } else {
-            self.first.fill(request, shard)
-        }
+        self.source(request.name).fill(request, shard)
+    }
+
+    fn check(&self, request: &ShardRequest<'_>) -> Result<()> {
+        self.source(request.name).check(request)
     }
 
     fn contains(&self, name: &str) -> bool {

@@ -102,10 +102,11 @@ pub use sequential::{Sequential, seq};
 pub use var_builder::VarBuilder;
 pub use var_map::VarMap;
 
+pub use crate::adapter::{LoraConfig, is_adapter};
 pub use activation::fused::{gelu, gelu_erf, silu, silu_mul};
 pub use attention::fused::{AttentionOptions, attention, attention_qkv, causal_attention, causal_attention_qkv};
 pub use linear::{Conv1D, gpt2_linear};
-pub use lora::{Lora, LoraConfig, is_adapter, lora};
+pub use lora::{Lora, lora};
 pub use loss::cross_entropy::cross_entropy;
 pub use loss::linear_cross_entropy::linear_cross_entropy;
 pub use rotary::table::{Rotary, RotaryOptions};

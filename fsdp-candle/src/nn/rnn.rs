@@ -5,7 +5,7 @@ use candle_nn::{Init, VarBuilder};
 
 pub use candle_nn::rnn::{Direction, GRUConfig, GRUState, LSTMConfig, LSTMState, RNN};
 
-use super::linear::affine;
+use super::linear::affine::affine;
 use super::ops::sigmoid;
 use super::weight::claim;
 

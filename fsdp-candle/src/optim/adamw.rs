@@ -3,6 +3,7 @@
 //! Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv:1711.05101); the arithmetic is that of
 //! PyTorch's `torch.optim.AdamW`.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
@@ -45,6 +46,8 @@ pub struct AdamWState {
     pub exp_avg_sq: Tensor,
     /// How many steps the parameter has taken.
     pub step: u64,
+    /// Its group, from 0.
+    pub group: usize,
 }
 
 /// AdamW over the shards of parameters.
@@ -61,14 +64,13 @@ pub struct AdamWState {
 /// // Two groups: no weight decay of biases.
 /// let (biases, weights) = vars.trainable().into_iter().partition(|param| param.name().ends_with("bias"));
 /// let config = AdamWConfig { lr: 1e-2, ..AdamWConfig::default() };
-/// let mut groups = [AdamW::new(weights, config)?, AdamW::new(biases, AdamWConfig { weight_decay: 0., ..config })?];
+/// let mut optim =
+///     AdamW::with_groups(vec![(weights, config), (biases, AdamWConfig { weight_decay: 0., ..config })])?;
 ///
 /// let grads = model.backward(&model.forward(&x)?.sum_all()?)?;
-/// for optim in &mut groups {
-///     optim.set_learning_rate(1e-3);
-///     optim.step(&grads)?;
-/// }
-/// let state = &groups[1].states()[0];
+/// optim.set_learning_rate(1e-3);
+/// optim.step(&grads)?;
+/// let state = &optim.states()[1];
 /// assert_eq!((state.param.name(), state.step), ("bias", 1));
 /// assert_eq!(state.exp_avg.dims(), state.param.var().dims()); // a shard, as the parameter is
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -78,7 +80,7 @@ pub struct AdamWState {
 /// which would not reduce gradients.
 #[derive(Debug)]
 pub struct AdamW {
-    config: AdamWConfig,
+    groups: Vec<AdamWConfig>,
     states: Vec<AdamWState>,
 }
 
@@ -98,25 +100,53 @@ impl AdamW {
     /// # Errors
     /// When there is no memory for the moments.
     pub fn new(params: Vec<Arc<FsdpParam>>, config: AdamWConfig) -> Result<Self> {
-        let states = params
-            .into_iter()
-            .map(|param| Ok(AdamWState { exp_avg: moment(&param)?, exp_avg_sq: moment(&param)?, step: 0, param }))
-            .collect::<Result<_>>()?;
-        Ok(AdamW { config, states })
+        AdamW::with_groups(vec![(params, config)])
     }
 
-    /// The hyper-parameters.
-    pub fn config(&self) -> &AdamWConfig {
-        &self.config
+    /// The same of several groups, each with hyper-parameters of its own.
+    ///
+    /// # Errors
+    /// When a parameter is in two groups, or there is no memory for the moments.
+    pub fn with_groups(groups: Vec<(Vec<Arc<FsdpParam>>, AdamWConfig)>) -> Result<Self> {
+        let mut optim = AdamW { groups: vec![], states: vec![] };
+        let mut names = HashSet::new();
+        for (group, (params, config)) in groups.into_iter().enumerate() {
+            optim.groups.push(config);
+            for param in params {
+                if !names.insert(param.name().to_string()) {
+                    let message = "it is in two groups of an AdamW, or twice in one: leave one out".into();
+                    return Err(Error::Parameter { name: param.name().into(), message });
+                }
+                let (exp_avg, exp_avg_sq) = (moment(&param)?, moment(&param)?);
+                optim.states.push(AdamWState { exp_avg, exp_avg_sq, step: 0, group, param });
+            }
+        }
+        Ok(optim)
     }
 
-    /// Changes the learning rate of the steps to come.
+    /// Forgets all steps that were taken.
+    ///
+    /// # Errors
+    /// When there is no memory for other moments.
+    pub fn reset(&mut self) -> Result<()> {
+        for state in &mut self.states {
+            (state.exp_avg, state.exp_avg_sq, state.step) = (moment(&state.param)?, moment(&state.param)?, 0);
+        }
+        Ok(())
+    }
+
+    /// The hyper-parameters of each group.
+    pub fn groups(&self) -> &[AdamWConfig] {
+        &self.groups
+    }
+
+    /// Changes the learning rate of the steps to come, of all groups.
     pub fn set_learning_rate(&mut self, lr: f64) {
-        self.config.lr = lr;
+        self.groups.iter_mut().for_each(|config| config.lr = lr);
     }
 
-    pub(crate) fn set_config(&mut self, config: AdamWConfig) {
-        self.config = config;
+    pub(crate) fn set_groups(&mut self, groups: Vec<AdamWConfig>) {
+        self.groups = groups;
     }
 
     /// The state of every parameter, in the order in which they were given.
@@ -161,7 +191,7 @@ impl AdamW {
             let Some(grad) = grads.get(shard) else { continue };
             state.step += 1;
             let grad = if share_memory(grad, shard) { grad.copy()? } else { grad.contiguous()? };
-            step(&update(&self.config, state.step), shard, &grad, [&state.exp_avg, &state.exp_avg_sq])?;
+            step(&update(&self.groups[state.group], state.step), shard, &grad, [&state.exp_avg, &state.exp_avg_sq])?;
         }
         heartbeat::step(self.states.iter().map(|state| state.step).max().unwrap_or(0));
         Ok(())
@@ -190,8 +220,9 @@ impl Optimizer for AdamW {
         Ok(AdamW::step(self, grads)?)
     }
 
+    /// The first group's.
     fn learning_rate(&self) -> f64 {
-        self.config.lr
+        self.groups.first().map_or(0., |config| config.lr)
     }
 
     fn set_learning_rate(&mut self, lr: f64) {

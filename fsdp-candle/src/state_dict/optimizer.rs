@@ -30,15 +30,15 @@ pub fn get_optimizer_state_dict(vars: &ShardedVarMap, optim: &AdamW, options: &S
 
 fn of(optim: &AdamW, options: &StateDictOptions) -> Result<StateDict> {
     let mut dict = StateDict::default();
-    let mut names = Vec::new();
+    let mut names = vec![];
     for (state, fqn) in selected(optim, options) {
         dict.tensors.insert(name(&fqn, EXP_AVG), taken(&state.param, &state.exp_avg, options)?);
         dict.tensors.insert(name(&fqn, EXP_AVG_SQ), taken(&state.param, &state.exp_avg_sq, options)?);
         let step = Tensor::new(state.step as f32, &Device::Cpu)?;
         dict.tensors.insert(name(&fqn, STEP), StateTensor::whole(step));
-        names.push(fqn);
+        names.push((state.group, fqn));
     }
-    dict.values.insert(GROUPS.into(), json!([group(optim.config(), names)]));
+    dict.values.insert(GROUPS.into(), groups(optim, names));
     Ok(dict)
 }
 
@@ -47,7 +47,7 @@ fn of(optim: &AdamW, options: &StateDictOptions) -> Result<StateDict> {
 ///
 /// # Errors
 /// When `strict` and names differ; when a tensor has another shape, or a part that this rank does not hold; when
-/// `param_groups` are not those of one group. Nothing is changed then.
+/// `param_groups` are not as many as the optimizer's. Nothing is changed then.
 pub fn set_optimizer_state_dict(
     vars: &ShardedVarMap,
     optim: &mut AdamW,
@@ -64,7 +64,7 @@ pub fn set_optimizer_state_dict(
     }
     let given = given(dict, &wanted, vars.mesh(), options)?;
     let keys = compare(dict, &wanted, &given, vars, options)?;
-    let config = config(optim.config(), &dict.values)?;
+    let configs = configs(optim.groups(), &dict.values)?;
     let mut given = given.into_iter();
     let mut next = || given.next().flatten();
     let steps = selected(optim, options)
@@ -81,7 +81,7 @@ pub fn set_optimizer_state_dict(
     for (state, step) in states.zip(steps) {
         state.step = step.unwrap_or(state.step);
     }
-    optim.set_config(config);
+    optim.set_groups(configs);
     Ok(keys)
 }
 
@@ -93,8 +93,8 @@ pub fn optimizer_tensors(optim: &AdamW) -> Result<Vec<fsdp_ckpt::TensorShard>> {
 
 /// The hyper-parameters as a checkpoint's `optim.param_groups`, for [`fsdp_ckpt::SaveState::values`].
 pub fn optimizer_values(optim: &AdamW) -> Map<String, Value> {
-    let names = optim.states().iter().map(|state| state.param.name().to_string()).collect();
-    Map::from_iter([(format!("{OPTIM}{GROUPS}"), json!([group(optim.config(), names)]))])
+    let names = optim.states().iter().map(|state| (state.group, state.param.name().to_string()));
+    Map::from_iter([(format!("{OPTIM}{GROUPS}"), groups(optim, names))])
 }
 
 /// Reads the moments and step counts from a checkpoint of any format, whatever mesh wrote it. The optimizer keeps its
@@ -140,6 +140,13 @@ fn selected<'a>(
     optim.states().iter().filter_map(|state| Some((state, options.name(state.param.name())?.to_string())))
 }
 
+/// As PyTorch has them. `names` are those of all parameters, with their groups.
+fn groups(optim: &AdamW, names: impl IntoIterator<Item = (usize, String)>) -> Value {
+    let mut params = vec![vec![]; optim.groups().len()];
+    names.into_iter().for_each(|(group, name)| params[group].push(name));
+    optim.groups().iter().zip(params).map(|(config, params)| group(config, params)).collect()
+}
+
 fn group(config: &AdamWConfig, params: Vec<String>) -> Value {
     json!({
         "lr": config.lr,
@@ -151,25 +158,24 @@ fn group(config: &AdamWConfig, params: Vec<String>) -> Value {
 }
 
 /// The hyper-parameters with those that a state dict has.
-fn config(now: &AdamWConfig, values: &Map<String, Value>) -> Result<AdamWConfig> {
-    let Some(groups) = values.get(GROUPS) else { return Ok(*now) };
-    let fail = |why: &str| Err(Error::Argument(format!("the state dict's {GROUPS} {why}: {groups}")));
-    let Some([group]) = groups.as_array().map(Vec::as_slice) else {
-        return fail("are not one group, and this optimizer has one");
-    };
+fn configs(now: &[AdamWConfig], values: &Map<String, Value>) -> Result<Vec<AdamWConfig>> {
+    let Some(groups) = values.get(GROUPS) else { return Ok(now.to_vec()) };
+    let fail = |why: String| Error::Argument(format!("the state dict's {GROUPS} {why}: {groups}"));
+    let found = groups.as_array().filter(|found| found.len() == now.len());
+    let found = found.ok_or_else(|| fail(format!("are not {}, as many as this optimizer has", now.len())))?;
+    let configs = now.iter().zip(found).map(|(now, group)| config(now, group));
+    configs.collect::<Option<_>>().ok_or_else(|| fail("hold something that is no number".into()))
+}
+
+fn config(now: &AdamWConfig, group: &Value) -> Option<AdamWConfig> {
     let number = |value: &Value, or: f64| match value {
         Value::Null => Some(or),
         value => value.as_f64(),
     };
-    let found = (
-        number(&group["lr"], now.lr),
-        number(&group["betas"][0], now.betas.0),
-        number(&group["betas"][1], now.betas.1),
-        number(&group["eps"], now.eps),
-        number(&group["weight_decay"], now.weight_decay),
-    );
-    let (Some(lr), Some(beta1), Some(beta2), Some(eps), Some(weight_decay)) = found else {
-        return fail("hold something that is no number");
-    };
-    Ok(AdamWConfig { lr, betas: (beta1, beta2), eps, weight_decay })
+    Some(AdamWConfig {
+        lr: number(&group["lr"], now.lr)?,
+        betas: (number(&group["betas"][0], now.betas.0)?, number(&group["betas"][1], now.betas.1)?),
+        eps: number(&group["eps"], now.eps)?,
+        weight_decay: number(&group["weight_decay"], now.weight_decay)?,
+    })
 }

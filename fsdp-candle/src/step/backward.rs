@@ -84,7 +84,7 @@ impl Schedule {
     /// Waits for the reductions and files the sharded gradients in `grads`.
     pub(crate) fn finalize_backward(&self, grads: &mut GradStore) -> Result<()> {
         self.reductions.finish()?;
-        let (mut without_gradient, mut cuts) = (vec![], vec![]);
+        let (mut without_gradient, mut unused, mut cuts) = (vec![], vec![], vec![]);
         for unit in self.units() {
             let reduced = unit.take_gradients()?;
             let communicated = {
@@ -95,16 +95,19 @@ impl Schedule {
             if ran {
                 cuts.extend(self.diagnostics().graph.pass(unit.index()));
             }
-            if ran && communicated {
+            if communicated {
                 let silent = |param: &&Arc<FsdpParam>| {
                     param.trainable() && !reduced.iter().any(|(other, _, used)| *used && Arc::ptr_eq(other, param))
                 };
-                without_gradient.extend(unit.params().iter().filter(silent).map(|param| param.name().to_string()));
+                let names = || unit.params().iter().filter(silent).map(|param| param.name().to_string());
+                without_gradient.extend(names().filter(|_| ran));
+                unused.extend(names());
             }
             for (param, grad, _) in reduced {
                 param.file_gradient(grad, grads)?;
             }
         }
+        self.diagnostics().set_unused(unused);
         self.diagnostics().report(without_gradient, &cuts, self.ranks_may_differ());
         Ok(())
     }

@@ -15,6 +15,7 @@ use super::memory::Values;
 use super::path::UnitId;
 use super::room::Room;
 use super::uses::{Told, Uses};
+use crate::adapter::LoraConfig;
 use crate::data_parallel::{DataParallel, ShardLayout};
 use crate::error::Error;
 use crate::extension::AllGatherExtension;
@@ -54,6 +55,7 @@ pub struct FsdpParam {
     ranks: Arc<DataParallel>,
     trainable: bool,
     extension: Option<Arc<dyn AllGatherExtension>>,
+    adapter: Option<LoraConfig>,
     shard: Var,
     anchor: Tensor,
     room: Arc<Room>,
@@ -83,6 +85,8 @@ pub(crate) struct ParamSpec {
     pub(crate) compute_dtype: DType,
     pub(crate) trainable: bool,
     pub(crate) extension: Option<Arc<dyn AllGatherExtension>>,
+    /// Of the layer whose weight it is.
+    pub(crate) adapter: Option<LoraConfig>,
 }
 
 /// The graph's view of a parameter: `shard -> anchor -> full`.
@@ -112,6 +116,7 @@ impl FsdpParam {
             ranks: spec.ranks,
             trainable: spec.trainable,
             extension: spec.extension,
+            adapter: spec.adapter,
             shard,
             anchor: nodes.anchor,
             values: Values::new(nodes.full, room.clone())?,
@@ -135,6 +140,11 @@ impl FsdpParam {
     /// The parameter whose shard this is.
     pub(crate) fn of_shard(var: &Var) -> Option<Arc<Self>> {
         BY_SHARD.find(var)
+    }
+
+    /// The adapter that its layer is to have.
+    pub(crate) fn adapter(&self) -> Option<LoraConfig> {
+        self.adapter
     }
 
     /// The fully qualified name.

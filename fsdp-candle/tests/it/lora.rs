@@ -179,3 +179,74 @@ fn names_of_adapters_are_told_from_others() {
     assert!(nn::is_adapter("model.layers.0.self_attn.q_proj.lora_A.weight") && nn::is_adapter("lora_B.weight"));
     assert!(!nn::is_adapter("q_proj.weight") && !nn::is_adapter("explora_A.weight") && !nn::is_adapter("lora_A.bias"));
 }
+
+/// The same layers, of which none knows of adapters.
+struct Plain {
+    first: nn::Linear,
+    second: nn::Linear,
+    third: nn::Conv1D,
+}
+
+impl Plain {
+    fn new(vb: VarBuilder) -> Result<Self> {
+        Ok(Plain {
+            first: nn::linear(WIDTH, WIDTH, vb.pp("first"))?,
+            second: nn::linear(WIDTH, WIDTH, vb.pp("second"))?,
+            third: nn::gpt2_linear(WIDTH, 3, vb.pp("third"))?,
+        })
+    }
+}
+
+impl Module for Plain {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.third.forward(&nn::gelu(&self.second.forward(&self.first.forward(x)?)?)?)
+    }
+}
+
+#[test]
+fn layers_of_a_model_that_knows_nothing_of_it_are_adapted_by_their_names() {
+    fn train<M: Module>(vars: &ShardedVarMap, model: &FsdpModule<M>, rank: usize) -> Vec<f32> {
+        let mut optim = AdamW::new(vars.trainable(), AdamWConfig { lr: LR, ..Default::default() }).unwrap();
+        let losses = (0..STEPS).map(|_| {
+            let loss = loss(&model.forward(&batch(rank, WIDTH)).unwrap());
+            optim.step(&model.backward(&loss).unwrap()).unwrap();
+            loss.to_scalar().unwrap()
+        });
+        losses.collect()
+    }
+    ranks(2, |world| {
+        let explicit = vars(&world);
+        let losses = train(&explicit, &build(&explicit), world.rank());
+        for units in [vec![], vec!["first", "third"]] {
+            let vars = vars(&world);
+            vars.freeze(|name| !nn::is_adapter(name));
+            vars.adapt(CONFIG, |layer| ["first", "third"].contains(&layer));
+            let opts = FullyShard::new(&vars);
+            let model = match units.is_empty() {
+                true => fully_shard(&opts, vars.builder(DType::F32), Plain::new).unwrap(),
+                false => fsdp_candle::shard(&opts.units(units), vars.builder(DType::F32), Plain::new).unwrap(),
+            };
+            assert_eq!(vars.adapted(), ["first", "third"]);
+            assert_eq!(train(&vars, &model, world.rank()), losses, "to the bit");
+            for param in vars.params() {
+                let same = explicit.get(param.name()).unwrap();
+                assert_eq!(values(param.var()), values(same.var()), "{}", param.name());
+            }
+        }
+        let none = vars(&world);
+        none.adapt(CONFIG, |layer| layer == "First");
+        fully_shard(&FullyShard::new(&none), none.builder(DType::F32), Plain::new).unwrap();
+        assert!(none.adapted().is_empty() && none.params().len() == 6);
+    });
+}
+
+#[test]
+fn an_adapter_that_can_not_be_made_fails_the_model_by_name() {
+    ranks(1, |world| {
+        let vars = vars(&world);
+        vars.adapt(nn::LoraConfig { rank: 0, alpha: 1. }, |layer| layer == "third");
+        let built = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), Plain::new);
+        let error = built.err().unwrap().to_string();
+        assert!(error.contains("`third`") && error.contains("at least 1"), "{error}");
+    });
+}

@@ -3,7 +3,9 @@
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW, VarBuilder, VarMap};
-use fsdp_candle::{AdamW, AdamWConfig, FullyShard, ShardedVarMap};
+use fsdp_candle::{
+    AdamW, AdamWConfig, FullyShard, ShardedVarMap, StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict,
+};
 
 use crate::common::{Gradients, assert_close, batch, loss_of, plain, ranks, sharded, vars, whole};
 
@@ -118,4 +120,58 @@ fn a_rank_with_an_empty_shard_counts_steps_like_the_others() {
         optim.states().iter().map(|state| state.step).collect::<Vec<_>>()
     });
     assert!(steps.iter().flatten().all(|&step| step == 3), "{steps:?}");
+}
+
+#[test]
+fn groups_are_stepped_as_optimizers_of_their_own_are() {
+    let config = AdamWConfig { lr: 0.02, weight_decay: 0.3, ..Default::default() };
+    let other = AdamWConfig { weight_decay: 0., betas: (0.5, 0.9), eps: 1e-3, ..config };
+    for world_size in 1..=3 {
+        let together = ranks(world_size, |world| {
+            let vars = vars(&world);
+            let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+            let parts = || vars.trainable().into_iter().partition(|param| param.name().ends_with("bias"));
+            let (biases, rest): (Vec<_>, Vec<_>) = parts();
+            let mut optim = AdamW::with_groups(vec![(rest, config), (biases, other)]).unwrap();
+            for _ in 0..STEPS {
+                let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
+                optim.step(&grads).unwrap();
+            }
+            let options = StateDictOptions::default();
+            let dict = get_optimizer_state_dict(&vars, &optim, &options).unwrap();
+            let groups = &dict.values["param_groups"];
+            assert_eq!((&groups[0]["weight_decay"], &groups[1]["weight_decay"]), (&0.3.into(), &0.0.into()));
+            let named = |group: usize| groups[group]["params"].as_array().unwrap().len();
+            assert_eq!(named(0) + named(1), vars.trainable().len());
+            assert!(
+                groups[1]["params"].as_array().unwrap().iter().all(|name| name.as_str().unwrap().ends_with("bias"))
+            );
+
+            // Another optimizer of the same groups goes on from it, hyper-parameters and all.
+            let (biases, rest): (Vec<_>, Vec<_>) = parts();
+            let mut again = AdamW::with_groups(vec![(rest, other), (biases, config)]).unwrap();
+            set_optimizer_state_dict(&vars, &mut again, &dict, &options).unwrap();
+            assert_eq!(again.groups(), [config, other]);
+            assert!(again.states().iter().all(|state| state.step == STEPS as u64));
+            again.reset().unwrap();
+            assert!(again.states().iter().all(|state| state.step == 0));
+
+            let twice = AdamW::with_groups(vec![(vars.trainable(), config), (parts().0, other)]).unwrap_err();
+            assert!(twice.to_string().contains("in two groups"), "{twice}");
+            weights(&vars)
+        });
+        let apart = ranks(world_size, |world| {
+            let vars = vars(&world);
+            let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+            let (biases, rest): (Vec<_>, Vec<_>) =
+                vars.trainable().into_iter().partition(|param| param.name().ends_with("bias"));
+            let mut optims = [AdamW::new(rest, config).unwrap(), AdamW::new(biases, other).unwrap()];
+            for _ in 0..STEPS {
+                let grads = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
+                optims.iter_mut().for_each(|optim| optim.step(&grads).unwrap());
+            }
+            weights(&vars)
+        });
+        assert_eq!(together, apart);
+    }
 }

@@ -100,11 +100,11 @@ fn hyper_parameters_come_along() {
         assert_eq!(dict.values["param_groups"][0]["lr"], 0.01);
         optim.set_learning_rate(0.5);
         set_optimizer_state_dict(&vars, &mut optim, &dict, &options).unwrap();
-        assert_eq!(optim.config().lr, 0.01);
+        assert_eq!(optim.groups()[0].lr, 0.01);
         let mut two = dict.clone();
         two.values["param_groups"] = serde_json::json!([{}, {}]);
         let error = set_optimizer_state_dict(&vars, &mut optim, &two, &options).unwrap_err();
-        assert!(error.to_string().contains("are not one group"), "{error}");
+        assert!(error.to_string().contains("are not 1, as many as this optimizer has"), "{error}");
     });
 }
 

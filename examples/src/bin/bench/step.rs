@@ -60,7 +60,7 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
     ensure!(args.seq <= positions, "--seq {} is beyond the model's {positions} positions", args.seq);
     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())])?, world.device());
     vars.init_with(Philox::new(0));
-    let options = ModelOptions { dtype: DType::F32, positions: args.seq, activation_checkpoint: false, lora: None };
+    let options = ModelOptions { dtype: DType::F32, positions: args.seq, activation_checkpoint: false };
     let model = models::build(&config, &FullyShard::new(&vars), &vars, options)?;
     let hyper = AdamWConfig { lr: 3e-4, betas: (0.9, 0.95), weight_decay: 0.1, ..Default::default() };
     let mut optim = AdamW::new(vars.trainable(), hyper)?;

@@ -32,7 +32,7 @@ pub(crate) fn settings(args: &Args, world: &World) -> anyhow::Result<()> {
 /// The same for what the ranks have read, by name. Collective.
 pub(crate) fn inputs(read: Words, args: &Args, world: &World) -> anyhow::Result<()> {
     let (mut beside, _) = flags(args)?;
-    beside.retain(|flag, _| ["--model", "--data"].contains(&flag.as_str()));
+    beside.retain(|flag, _| ["--model", "--data", "--lora-from"].contains(&flag.as_str()));
     check(world, Account { same: read, beside }, "let all ranks read the same model and the same data")
 }
 

@@ -33,9 +33,9 @@ const AFTER_HELP: &str = "Examples:
 One step sees (processes x --batch-size x --grad-accum) sequences. Runs for which this product is the same see the \
 same data in the same order and give the same losses, up to rounding.";
 
-/// Flags that may differ from rank to rank: what is read through the first two is compared by itself, and the last two
-/// are for rank 0 alone.
-pub(crate) const FREE_TO_DIFFER: [&str; 4] = ["model", "data", "metrics", "tensorboard"];
+/// Flags that may differ from rank to rank: what is read through the first three is compared by itself, and the last
+/// two are for rank 0 alone.
+pub(crate) const FREE_TO_DIFFER: [&str; 5] = ["model", "data", "lora-from", "metrics", "tensorboard"];
 
 /// Pre-trains or fine-tunes a language model whose parameters, gradients and optimizer state are sharded over the
 /// processes.
@@ -102,10 +102,16 @@ pub(crate) struct Args {
     #[arg(help_heading = "Optimizer")]
     pub(crate) eps: f64,
 
-    /// AdamW's decoupled weight decay, of every parameter
+    /// AdamW's decoupled weight decay, of every parameter but those of --no-decay
     #[arg(long, value_name = "X", default_value = "0.1", value_parser = not_negative, allow_hyphen_values = true)]
     #[arg(help_heading = "Optimizer")]
     pub(crate) weight_decay: f64,
+
+    /// Parameters whose weights do not decay, by their names or what these end with, such as bias,*norm*.weight
+    ///
+    /// `*` and `?` stand for characters of one part between dots, `**` for any parts.
+    #[arg(long, value_name = "PATTERNS", value_delimiter = ',', help_heading = "Optimizer")]
+    pub(crate) no_decay: Vec<String>,
 
     /// Steps in which the learning rate rises to --lr; 0 starts with it
     #[arg(long, value_name = "N", default_value = "10", help_heading = "Optimizer")]
@@ -120,13 +126,32 @@ pub(crate) struct Args {
     #[arg(help_heading = "Optimizer")]
     pub(crate) clip_grad_norm: f64,
 
-    /// Train low-rank adapters of this rank beside the attention's query and value projections, and freeze all else
-    /// (LoRA, alpha = 2 N)
+    /// Train low-rank adapters of this rank, and freeze all else (LoRA)
     ///
     /// Weights that the model directory lacks are drawn for adapters only. --export-hf then writes the adapters alone,
     /// as PEFT reads them.
-    #[arg(long, value_name = "N", value_parser = count, help_heading = "Model")]
+    #[arg(long, value_name = "N", value_parser = count, help_heading = "Adapters")]
     pub(crate) lora_rank: Option<usize>,
+
+    /// An adapter's output is multiplied by this number / rank [default: twice the rank]
+    #[arg(long, value_name = "X", value_parser = positive, allow_hyphen_values = true, requires = "lora_rank")]
+    #[arg(help_heading = "Adapters")]
+    pub(crate) lora_alpha: Option<f64>,
+
+    /// The layers that get adapters, by their names or what these end with: any fully connected ones [default: the
+    /// attention's projections of queries and values]
+    ///
+    /// `*` and `?` stand for characters of one part between dots, `**` for any parts, and all-linear for every fully
+    /// connected layer but the head: --lora-targets q_proj,v_proj,model.layers.0.mlp.*
+    #[arg(long, value_name = "PATTERNS", value_delimiter = ',', requires = "lora_rank", help_heading = "Adapters")]
+    pub(crate) lora_targets: Vec<String>,
+
+    /// Go on training adapters that PEFT or --export-hf has written, with the rank, alpha and layers that they have
+    ///
+    /// In the directory are adapter_config.json and adapter_model.safetensors.
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["lora_rank"], help_heading = "Adapters")]
+    #[serde(serialize_with = "place")]
+    pub(crate) lora_from: Option<PathBuf>,
 
     /// Copies of the sharded model (HSDP): parameters are sharded over world size / N processes, gradients are summed
     /// over the N copies as well
@@ -362,6 +387,7 @@ mod tests {
             ("--seq-len", &["0", "-5", ""], "whole number of at least 1"),
             ("--grad-accum", &["0"], "whole number of at least 1"),
             ("--lora-rank", &["0", "-1", "x"], "whole number of at least 1"),
+            ("--lora-alpha", &["0", "-1", "nan"], "number above 0"),
             ("--activation-checkpoint", &["some"], "none, full"),
             ("--reshard-after-forward", &["maybe", "-2", "1.5"], "default, always, never, or a number"),
             ("--param-dtype", &["int8"], "f32, bf16"),

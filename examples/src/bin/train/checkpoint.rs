@@ -17,6 +17,7 @@ use crate::args::{Args, Resume};
 use crate::done::{Done, has_optimizer};
 use crate::export::Export;
 use crate::health::{ADVICE, look};
+use crate::lora::Adapters;
 use crate::places::{Places, same_file};
 use crate::setup;
 use crate::steps::step_name;
@@ -81,7 +82,7 @@ impl<'a> Checkpoints<'a> {
                         }
                         Some(found) if args.resume == Resume::Auto => {
                             // The older one has all weights, but need not have moments.
-                            *optim = AdamW::new(vars.trainable(), *optim.config())?;
+                            optim.reset()?;
                             self.places.fall_back(args, self.world, &found.to_string())?;
                         }
                         Some(found) => return Err(anyhow!("{found}; pass an older one").context(failed())),
@@ -139,7 +140,7 @@ impl<'a> Checkpoints<'a> {
         let is_of_adapters = source.tensors().keys().any(|name| is_adapter(name));
         ensure!(
             !is_of_adapters || vars.params().iter().any(|param| is_adapter(param.name())),
-            "it holds LoRA adapters: pass the --lora-rank that it was trained with"
+            "it holds LoRA adapters: pass the --lora-rank, --lora-alpha and --lora-targets that it was trained with"
         );
         let of_model = LoadOptions { include: vec![format!("{MODEL}*")], ..LoadOptions::default() };
         let loaded = load_model(vars, source, &of_model)?;
@@ -219,9 +220,15 @@ impl<'a> Checkpoints<'a> {
     }
 
     /// Writes the model, which is that of the last save, to --export-hf, if it is there. Collective.
-    pub(crate) fn export(&self, args: &Args, vars: &ShardedVarMap, done: &Done) -> anyhow::Result<()> {
+    pub(crate) fn export(
+        &self,
+        args: &Args,
+        vars: &ShardedVarMap,
+        adapters: Option<&Adapters>,
+        done: &Done,
+    ) -> anyhow::Result<()> {
         match &args.export_hf {
-            Some(dir) => Export { dir, step: done.step, places: &self.places }.write(args, self.world, vars),
+            Some(dir) => Export { dir, step: done.step, places: &self.places, adapters }.write(args, self.world, vars),
             None => Ok(()),
         }
     }

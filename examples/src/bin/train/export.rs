@@ -9,13 +9,13 @@ use fsdp_ckpt::TensorShard;
 use fsdp_ckpt::hf::{self, ExportOptions};
 use fsdp_examples::models::config::BUILTIN;
 
-use crate::adapters;
 use crate::agree::from_rank;
 use crate::args::Args;
 use crate::exported::may_replace;
 use crate::exported::{RUN, STEP, run_of};
+use crate::lora::Adapters;
+use crate::peft;
 use crate::places::Places;
-use crate::setup;
 
 /// What makes a model directory besides the weights.
 const CONFIG_FILES: [&str; 8] = [
@@ -34,13 +34,15 @@ pub(crate) struct Export<'a> {
     pub(crate) dir: &'a Path,
     pub(crate) step: usize,
     pub(crate) places: &'a Places,
+    /// What the run trains, if it is not the model.
+    pub(crate) adapters: Option<&'a Adapters>,
 }
 
 impl Export<'_> {
     /// Writes weights, configuration and, if there is one, the tokenizer; of a run that trains adapters, these.
     /// Collective.
     pub(crate) fn write(&self, args: &Args, world: &World, vars: &ShardedVarMap) -> anyhow::Result<()> {
-        let Export { dir, step, places } = *self;
+        let Export { dir, step, places, adapters } = *self;
         let tensors = get_model_state_dict(vars, &StateDictOptions::default())?.shards("");
         // Hours have passed since the run began: somebody else's weights may have come into the place of its own.
         let replace = places.replaces_export
@@ -55,11 +57,11 @@ impl Export<'_> {
             let outcome = hf::export_with(dir, world.group(), tensors, options);
             outcome.with_context(|| format!("can't export to {}", dir.display()))
         };
-        if let Some(config) = setup::lora(args) {
-            options.file = adapters::WEIGHTS.into();
-            write(&adapters::of(tensors), &options)?;
+        if let Some(adapters) = adapters {
+            options.file = peft::WEIGHTS.into();
+            write(&peft::of(tensors), &options)?;
             return match world.rank() {
-                0 => adapters::write_config(dir, config, args.model.as_deref(), vars),
+                0 => peft::write_config(dir, adapters.lora.config, args.model.as_deref(), vars),
                 _ => Ok(()),
             };
         }

@@ -6,14 +6,14 @@ use anyhow::{Context, bail};
 use crc_fast::CrcAlgorithm;
 use fsdp_ckpt::SafetensorsFile;
 
-use crate::adapters;
+use crate::peft;
 
 /// What the header of an exported file says of where it comes from.
 pub(crate) const RUN: &str = "candle_fsdp.run";
 pub(crate) const STEP: &str = "candle_fsdp.step";
 
 /// The names under which a directory may hold weights; the first and the last are those that an export writes.
-const WEIGHTS: [&str; 3] = ["model.safetensors", "model.safetensors.index.json", adapters::WEIGHTS];
+const WEIGHTS: [&str; 3] = ["model.safetensors", "model.safetensors.index.json", peft::WEIGHTS];
 
 /// Whether a run that goes on from a checkpoint in `checkpoints`, if it does, and ends at step `last` may replace what
 /// is in `dir`: it may when the run itself has exported that, before it was started again. Weights of anybody else are

@@ -2,7 +2,6 @@
 //! `fsdp-launch --nproc-per-node 2 train --help`.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
-mod adapters;
 mod agree;
 mod alike;
 mod args;
@@ -15,7 +14,10 @@ mod exported;
 mod gradcheck;
 mod health;
 mod logging;
+mod lora;
 mod memory;
+mod optimizer;
+mod peft;
 mod places;
 mod setup;
 mod step_log;
@@ -30,7 +32,7 @@ use std::time::Instant;
 use candle_core::Tensor;
 use candle_core::backprop::GradStore;
 use clap::Parser;
-use fsdp_candle::{AdamW, AdamWConfig, Recurse, ReduceOp, World, clip_grad_norm, grad_norm};
+use fsdp_candle::{Recurse, ReduceOp, World, clip_grad_norm, grad_norm};
 use fsdp_examples::console::Console;
 use fsdp_examples::job;
 use fsdp_examples::metrics::{StepRecord, peak_memory_bytes};
@@ -59,9 +61,8 @@ fn main() -> ExitCode {
 fn train(args: &Args, world: &World) -> anyhow::Result<()> {
     // Before all else, so that what is in the way shows before anything is read.
     let mut checkpoints = Checkpoints::new(args, world)?;
-    let Setup { vars, model, batches, text, config } = Setup::new(args, world)?;
-    let hyper = AdamWConfig { lr: args.lr, betas: args.betas, eps: args.eps, weight_decay: args.weight_decay };
-    let mut optim = AdamW::new(vars.trainable(), hyper)?;
+    let Setup { vars, model, batches, text, config, adapters } = Setup::new(args, world)?;
+    let mut optim = optimizer::adamw(args, &vars)?;
     let schedule = Schedule::new(args.lr_schedule, args.lr, args.warmup_steps, args.steps);
 
     let mut done = checkpoints.resume(args, &vars, &mut optim)?;
@@ -144,7 +145,7 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
     }
 
     let saved = tracing::debug_span!("save").in_scope(|| checkpoints.save(&vars, &optim, &done))?;
-    checkpoints.export(args, &vars, &done)?;
+    checkpoints.export(args, &vars, adapters.as_ref(), &done)?;
     checkpoints.finish()?;
     let sample = tracing::debug_span!("sample").in_scope(|| setup::sample(&model, &batches, &text, &config, world))?;
     if world.rank() == 0 {

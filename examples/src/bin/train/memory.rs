@@ -5,7 +5,7 @@ use std::fmt;
 
 use anyhow::bail;
 use fsdp_candle::World;
-use fsdp_examples::models::ModelConfig;
+use fsdp_examples::models::{Lora, ModelConfig};
 use indicatif::{BinaryBytes, HumanCount};
 
 use crate::args::Args;
@@ -19,8 +19,14 @@ const FEWEST_TOKENS: usize = 64;
 
 /// Fails unless this rank can have the memory that its run takes at the least, and all ranks of this machine together
 /// are below what the machine has.
-pub(crate) fn check(args: &Args, config: &ModelConfig, positions: usize, world: &World) -> anyhow::Result<()> {
-    let needs = needs(args, config, positions, world.size());
+pub(crate) fn check(
+    args: &Args,
+    config: &ModelConfig,
+    lora: Option<&Lora>,
+    positions: usize,
+    world: &World,
+) -> anyhow::Result<()> {
+    let needs = needs(args, config, lora, positions, world.size());
     let total: f64 = needs.iter().map(|(_, bytes)| bytes).sum();
     let ranks = world.env().local_world_size;
     let machine = rustix::system::sysinfo();
@@ -45,11 +51,11 @@ pub(crate) fn check(args: &Args, config: &ModelConfig, positions: usize, world: 
 }
 
 /// What a rank needs for what, in bytes: never more than it will really take.
-fn needs(args: &Args, config: &ModelConfig, positions: usize, ranks: usize) -> Vec<(String, f64)> {
-    let size = config.size(args.lora_rank);
+fn needs(args: &Args, config: &ModelConfig, lora: Option<&Lora>, positions: usize, ranks: usize) -> Vec<(String, f64)> {
+    let size = config.size(lora);
     let shards = (ranks / args.replicate.min(ranks)).max(1) as f64;
     // A parameter that is trained has a gradient and two moments.
-    let (frozen, trained) = match args.lora_rank {
+    let (frozen, trained) = match lora {
         Some(_) => (size.base, size.adapters),
         None => (0., size.base),
     };
@@ -88,11 +94,13 @@ impl fmt::Display for Count {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::lora::Adapters;
     use clap::Parser;
 
     fn total(flags: &[&str], ranks: usize) -> f64 {
         let args = Args::try_parse_from([&["train"], flags].concat()).unwrap();
-        needs(&args, &ModelConfig::builtin().unwrap(), 128, ranks).iter().map(|(_, bytes)| bytes).sum()
+        let lora = Adapters::of(&args).unwrap().map(|adapters| adapters.lora);
+        needs(&args, &ModelConfig::builtin().unwrap(), lora.as_ref(), 128, ranks).iter().map(|(_, bytes)| bytes).sum()
     }
 
     #[test]

@@ -5,8 +5,10 @@ use std::path::Path;
 use anyhow::{Context, bail, ensure};
 use candle_core::DType;
 use fsdp_candle::initializer::{Fallback, Philox, Pretrained};
-use fsdp_candle::nn::{LoraConfig, is_adapter};
+use fsdp_candle::nn::is_adapter;
 use fsdp_candle::{DeviceMesh, FsdpModule, FullyShard, MixedPrecisionPolicy, ShardedVarMap, World, no_grad};
+use fsdp_ckpt::TensorSource;
+use fsdp_ckpt::hf::HfModel;
 use fsdp_examples::console::Console;
 use fsdp_examples::data::{Batches, Data, Text};
 use fsdp_examples::generate;
@@ -14,7 +16,9 @@ use fsdp_examples::models::{self, LanguageModel, ModelConfig, ModelOptions};
 
 use crate::alike::{self, Words};
 use crate::args::{ActivationCheckpoint, Args, DeviceChoice, InitChoice, Resume};
+use crate::lora::Adapters;
 use crate::memory;
+use crate::peft::Peft;
 
 /// Ids of the data that start the sample, and ids that continue them.
 const PROMPT_TOKENS: usize = 16;
@@ -29,6 +33,7 @@ pub(crate) struct Setup {
     pub(crate) batches: Batches,
     pub(crate) text: Text,
     pub(crate) config: ModelConfig,
+    pub(crate) adapters: Option<Adapters>,
 }
 
 impl Setup {
@@ -55,31 +60,33 @@ impl Setup {
         let data = Data::load(args.data.as_deref(), &text, config.vocab_size())?;
         let batches = Batches::new(data, args.batch_shape(world)?)?;
         let weights = pretrained(args)?;
-        alike::inputs(read(&config, batches.data(), weights)?, args, world)?;
+        let adapters = Adapters::of(args)?;
+        alike::inputs(read(&config, batches.data(), weights, adapters.as_ref())?, args, world)?;
         let positions = args.seq_len.max(SAMPLE_CONTEXT);
-        memory::check(args, &config, positions, world)?;
+        memory::check(args, &config, adapters.as_ref().map(|adapters| &adapters.lora), positions, world)?;
 
         let vars = ShardedVarMap::new(&mesh(args, world)?, world.device());
-        match weights {
-            Some(dir) => {
-                let weights =
-                    Pretrained::open(dir).with_context(|| format!("can't read the weights in {}", dir.display()))?;
-                vars.init_with(Fallback::new(weights, Philox::new(args.seed), is_adapter));
-            }
-            None => vars.init_with(Philox::new(args.seed)),
-        }
         if world.rank() == 0 && args.resume == Resume::None && weights.is_none() {
             Console::Stderr.line(format_args!("starting from random weights (seed {})", args.seed));
         }
-        let lora = lora(args);
-        if lora.is_some() {
-            vars.freeze(|name| !is_adapter(name));
+        let random = Philox::new(args.seed);
+        let cant_read = |dir: &Path| format!("can't read the weights in {}", dir.display());
+        let weights = weights.map(|dir| Pretrained::open(dir).with_context(|| cant_read(dir))).transpose()?;
+        let peft = adapters.as_ref().and_then(|adapters| adapters.from.as_ref());
+        let peft = peft.map(Peft::initializer).transpose()?;
+        match (weights, peft) {
+            (None, None) => vars.init_with(random),
+            (None, Some(peft)) => vars.init_with(Fallback::new(peft, random, |name| !is_adapter(name))),
+            (Some(weights), None) => vars.init_with(Fallback::new(weights, random, is_adapter)),
+            (Some(weights), Some(peft)) => vars.init_with(Fallback::new(weights, peft, is_adapter)),
+        }
+        if let Some(adapters) = &adapters {
+            adapters.apply(&vars);
         }
         let options = ModelOptions {
             dtype: DType::F32,
             positions,
             activation_checkpoint: args.activation_checkpoint == ActivationCheckpoint::Full,
-            lora,
         };
         let policy = MixedPrecisionPolicy {
             param_dtype: Some(args.param_dtype.dtype()),
@@ -88,8 +95,11 @@ impl Setup {
         };
         let opts = FullyShard::new(&vars).mp_policy(policy).reshard_after_forward(args.reshard_after_forward);
         let model = models::build(&config, &opts, &vars, options)?;
+        if let Some(adapters) = &adapters {
+            adapters.check(args, &vars)?;
+        }
         models::set_prefetch(&model, args.prefetch);
-        Ok(Setup { vars, model, batches, text, config })
+        Ok(Setup { vars, model, batches, text, config, adapters })
     }
 }
 
@@ -104,11 +114,6 @@ fn mesh(args: &Args, world: &World) -> anyhow::Result<DeviceMesh> {
         1 => world.mesh(&[("dp_shard", ranks)])?,
         _ => world.mesh(&[("dp_replicate", copies), ("dp_shard", ranks / copies)])?,
     })
-}
-
-/// The adapters that the run trains.
-pub(crate) fn lora(args: &Args) -> Option<LoraConfig> {
-    args.lora_rank.map(|rank| LoraConfig { rank, alpha: 2. * rank as f64 })
 }
 
 /// Where the first weights are read from, unless they are random.
@@ -131,16 +136,27 @@ pub(crate) fn pretrained(args: &Args) -> anyhow::Result<Option<&Path>> {
 }
 
 /// What this rank has read, for the others to compare with.
-fn read(config: &ModelConfig, data: &Data, weights: Option<&Path>) -> anyhow::Result<Words> {
+fn read(
+    config: &ModelConfig,
+    data: &Data,
+    weights: Option<&Path>,
+    adapters: Option<&Adapters>,
+) -> anyhow::Result<Words> {
+    let mut read = alike::words("config.json's ", config)?;
+    read.insert("the data".into(), format!("{} tokens with checksum {:016x}", data.len(), data.checksum()));
+    let print = |weights: &HfModel| {
+        models::fingerprint(weights).with_context(|| format!("can't read the weights in {}", weights.path().display()))
+    };
     let weights = match weights {
         Some(dir) => {
-            models::fingerprint(dir).with_context(|| format!("can't read the weights in {}", dir.display()))?
+            print(&HfModel::open(dir).with_context(|| format!("can't read the weights in {}", dir.display()))?)?
         }
         None => "random".into(),
     };
-    let mut read = alike::words("config.json's ", config)?;
-    read.insert("the data".into(), format!("{} tokens with checksum {:016x}", data.len(), data.checksum()));
     read.insert("the first weights".into(), weights);
+    if let Some(peft) = adapters.and_then(|adapters| adapters.from.as_ref()) {
+        read.insert("the first adapters".into(), print(peft.weights())?);
+    }
     Ok(read)
 }
 

@@ -66,10 +66,4 @@ impl ExpertsConfig {
     pub fn are_in(&self, layer: usize) -> bool {
         (layer + 1).is_multiple_of(self.sparse_step) && self.dense_layers.binary_search(&layer).is_err()
     }
-
-    /// How many of so many layers have them.
-    pub fn layers(&self, layers: usize) -> usize {
-        let dense = self.dense_layers.iter().filter(|layer| **layer < layers);
-        layers / self.sparse_step - dense.filter(|layer| (**layer + 1).is_multiple_of(self.sparse_step)).count()
-    }
 }

@@ -4,13 +4,12 @@
 
 use candle_core::{Module, Result, Tensor};
 use candle_nn::VarBuilder;
-use fsdp_candle::nn::{self, AttentionOptions, Linear, LoraConfig};
+use fsdp_candle::nn::{self, AttentionOptions, Linear};
 
 use super::linear::linear;
 use super::norm::Norm;
 use super::rope::{Turn, Turns};
 use crate::models::config::DecoderConfig;
-use crate::models::layer::Projection;
 
 pub(super) struct Attention {
     input: Input,
@@ -25,31 +24,23 @@ pub(super) struct Attention {
 
 /// The projections to queries, keys and values.
 enum Input {
-    Apart([Projection<Linear>; 3]),
-    One(Projection<Linear>),
+    Apart([Linear; 3]),
+    One(Linear),
 }
 
 impl Attention {
-    pub(super) fn new(
-        config: &DecoderConfig,
-        layer: usize,
-        turns: &Turns,
-        lora: Option<LoraConfig>,
-        vb: VarBuilder,
-    ) -> Result<Self> {
+    pub(super) fn new(config: &DecoderConfig, layer: usize, turns: &Turns, vb: VarBuilder) -> Result<Self> {
         let (width, head_dim) = (config.width, config.head_dim);
         let (q_width, kv_width) = (config.heads * head_dim, config.kv_heads * head_dim);
-        let projection = |name: &str, outputs: usize, lora: Option<LoraConfig>| {
-            let vb = vb.pp(name);
-            let base = linear(width, outputs, config.biases.qkv, config.initializer_range, vb.clone())?;
-            Projection::new(base, width, outputs, lora, vb)
+        let projection = |name: &str, outputs: usize| {
+            linear(width, outputs, config.biases.qkv, config.initializer_range, vb.pp(name))
         };
         let input = match config.fused {
-            true => Input::One(projection("qkv_proj", q_width + 2 * kv_width, lora)?),
+            true => Input::One(projection("qkv_proj", q_width + 2 * kv_width)?),
             false => Input::Apart([
-                projection("q_proj", q_width, lora)?,
-                projection("k_proj", kv_width, None)?,
-                projection("v_proj", kv_width, lora)?,
+                projection("q_proj", q_width)?,
+                projection("k_proj", kv_width)?,
+                projection("v_proj", kv_width)?,
             ]),
         };
         let head_norm = |name: &str| Norm::new(head_dim, config.norms, vb.pp(name));

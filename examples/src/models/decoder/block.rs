@@ -2,7 +2,6 @@
 
 use candle_core::{Module, Result, Tensor};
 use candle_nn::VarBuilder;
-use fsdp_candle::nn::LoraConfig;
 
 use super::attention::Attention;
 use super::experts::Experts;
@@ -33,20 +32,14 @@ impl Block {
     ///
     /// # Errors
     /// When a parameter can't be initialised.
-    pub fn new(
-        config: &DecoderConfig,
-        layer: usize,
-        turns: &Turns,
-        lora: Option<LoraConfig>,
-        vb: VarBuilder,
-    ) -> Result<Self> {
+    pub fn new(config: &DecoderConfig, layer: usize, turns: &Turns, vb: VarBuilder) -> Result<Self> {
         let norm = |name: &str| Norm::new(config.width, config.norms, vb.pp(name));
         let behind = |name: &str| config.norms.behind.then(|| norm(name)).transpose();
         // Gemma calls by this name what is behind the attention, the others what is before the MLP.
         let (after, before) = ("post_attention_layernorm", "pre_feedforward_layernorm");
         Ok(Block {
             input_norm: norm("input_layernorm")?,
-            attention: Attention::new(config, layer, turns, lora, vb.pp("self_attn"))?,
+            attention: Attention::new(config, layer, turns, vb.pp("self_attn"))?,
             attention_norm: behind(after)?,
             mlp_norm: norm(if config.norms.behind { before } else { after })?,
             mlp: match config.experts(layer) {

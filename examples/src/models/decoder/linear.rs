@@ -8,5 +8,5 @@ use fsdp_candle::nn::Linear;
 pub(super) fn linear(inputs: usize, outputs: usize, bias: bool, stdev: f64, vb: VarBuilder) -> Result<Linear> {
     let weight = vb.get_with_hints((outputs, inputs), "weight", Init::Randn { mean: 0., stdev })?;
     let bias = bias.then(|| vb.get_with_hints(outputs, "bias", Init::Const(0.))).transpose()?;
-    Ok(Linear::new(weight, bias))
+    Linear::new(weight, bias).with_adapter(vb)
 }

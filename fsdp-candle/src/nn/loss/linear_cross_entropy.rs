@@ -35,7 +35,7 @@ pub fn linear_cross_entropy(hidden: &Tensor, weight: &Tensor, targets: &Tensor) 
     }
     same_kind("linear_cross_entropy", ("hidden", hidden), ("the weight", weight))?;
     if !served(hidden) {
-        let logits = super::super::linear::composite(hidden, &Weight::in_graph(weight)?, None, false)?;
+        let logits = super::super::linear::affine::composite(hidden, &Weight::in_graph(weight)?, None, false)?;
         return super::cross_entropy::composite(&logits, targets);
     }
     let targets = indices("linear_cross_entropy", "target", targets, vocabulary, "number of classes")?;

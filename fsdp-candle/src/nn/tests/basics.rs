@@ -2,7 +2,7 @@ use candle_core::{DType, Device, Module, Tensor, Var};
 
 use super::super::norm::rows;
 use super::super::*;
-use super::super::{embedding as embedding_file, linear as linear_file};
+use super::super::{embedding as embedding_file, linear::affine as linear_file};
 use super::{DTYPES, assert_close, check, message, random, random_ids};
 
 #[test]

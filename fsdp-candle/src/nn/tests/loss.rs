@@ -65,7 +65,7 @@ fn the_fused_head_matches_linear_then_loss() {
                 || {
                     let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
                     let (hidden, w) = (hidden.to_dtype(wide)?, w.to_dtype(wide)?);
-                    composite(&super::super::linear::composite(&hidden, &w, None, false)?, &targets)
+                    composite(&super::super::linear::affine::composite(&hidden, &w, None, false)?, &targets)
                 },
             );
         }

@@ -99,3 +99,38 @@ fn without_the_setting_different_experts_are_an_error_that_names_it() {
         assert!(error.contains("experts.") && error.contains("set_reduce_scatter_unused_params"), "{error}");
     }
 }
+
+#[test]
+fn experts_that_nobody_chose_are_told_and_have_gradients_of_zero() {
+    for size in [1, 2, 3] {
+        ranks(size, |world| {
+            let names = ["layers.*", "layers.*.experts.*"];
+            let (vars, model) = build(&world, &names, ReshardAfterForward::Default);
+            model.set_reduce_scatter_unused_params(true, Recurse::Yes);
+            assert!(model.unused_parameters().is_empty());
+            // Each rank chooses one expert of each layer, and all together two of three, or what they are.
+            let chosen = |step: usize, rank: usize, i: usize| (i + step + rank.min(1)) % EXPERTS;
+            for step in 0..3 {
+                let used = |i: usize, j: usize| j == chosen(step, world.rank(), i);
+                let y = model.call(|m| m.forward(&batch(world.rank(), WIDTH), used, false)).unwrap();
+                let grads = model.backward(&y.sqr().unwrap().mean_all().unwrap()).unwrap();
+                let by_nobody = |i: usize, j: usize| (0..size).all(|rank| j != chosen(step, rank, i));
+                let mut expected = vec![];
+                for (i, j) in (0..LAYERS).flat_map(|i| (0..EXPERTS).map(move |j| (i, j))) {
+                    if by_nobody(i, j) {
+                        expected.extend(["bias", "weight"].map(|name| format!("layers.{i}.experts.{j}.{name}")));
+                    }
+                }
+                let mut unused = model.unused_parameters();
+                unused.sort();
+                assert_eq!(unused, expected, "step {step}");
+                assert_eq!(unused.len(), 2 * LAYERS * (EXPERTS - size.min(2)));
+                for name in unused {
+                    let param = vars.get(&name).unwrap();
+                    let sum = grads.get(param.var()).unwrap().abs().unwrap().sum_all().unwrap();
+                    assert_eq!(sum.to_scalar::<f32>().unwrap(), 0., "{name}");
+                }
+            }
+        });
+    }
+}

@@ -1,127 +1,22 @@
-//! The affine map of a fully connected layer, `y = x W^T + b`, and GPT-2's `Conv1D`, which stores `W` transposed.
+//! The affine map of a fully connected layer, `y = x W^T + b`, also with `W` stored transposed, as GPT-2 does.
 //!
 //! With `x` of `m` rows: `dx = dy W`, `dW = dy^T x`, `db` = the column sums of `dy`. Each is one matrix product into
 //! its destination; the weight's gradient is accumulated where the parameter keeps it.
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, Layout, Module, Result, Shape, Tensor, bail};
-use candle_nn::{Init, VarBuilder, init};
+use candle_core::{CpuStorage, Layout, Result, Shape, Tensor, bail};
 
-use super::cpu::matrix::{Mat, MatMut, product};
-use super::cpu::parallel::map_rows;
-use super::cpu::simd::kernel;
-use super::cpu::values::{cpu, floats, read, same_kind, served, small_weight_grad, storage, tensor, weight_grad};
-use super::cpu::weighted_op::weighted_op;
-use super::weight::{Weight, claim};
-
-/// A fully connected layer `y = x W^T + b`: weight `[out, in]`, optional bias `[out]`, input `[.., in]`, output
-/// `[.., out]`.
-///
-/// As [`candle_nn::Linear`]; product and bias are one operation, and the weight's gradient is accumulated in place.
-/// Candle's is wrong for an input that is not contiguous; this one takes any.
-///
-/// ```
-/// use candle_core::{Device, Module, Tensor};
-/// use fsdp_candle::nn::Linear;
-///
-/// let weight = Tensor::new(&[[1f32, 2.], [3., 4.], [5., 6.]], &Device::Cpu)?;
-/// let layer = Linear::new(weight, None);
-/// let y = layer.forward(&Tensor::new(&[[10f32, 100.]], &Device::Cpu)?)?;
-/// assert_eq!(y.to_vec2::<f32>()?, [[210.0, 430.0, 650.0]]);
-/// # Ok::<(), candle_core::Error>(())
-/// ```
-#[derive(Clone, Debug)]
-pub struct Linear {
-    weight: Tensor,
-    bias: Option<Tensor>,
-}
-
-impl Linear {
-    /// A layer with this weight `[out, in]` and bias `[out]`.
-    pub fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
-        claim(&weight);
-        bias.iter().for_each(claim);
-        Self { weight, bias }
-    }
-
-    /// The weight, `[out, in]`.
-    pub fn weight(&self) -> &Tensor {
-        &self.weight
-    }
-
-    /// The bias, `[out]`.
-    pub fn bias(&self) -> Option<&Tensor> {
-        self.bias.as_ref()
-    }
-}
-
-impl Module for Linear {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        affine("Linear", x, &self.weight, self.bias.as_ref(), false)
-    }
-}
-
-/// A [`Linear`] layer with a bias, from the tensors `weight` and `bias` of `vb`.
-pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
-    let weight = vb.get_with_hints((out_dim, in_dim), "weight", init::DEFAULT_KAIMING_NORMAL)?;
-    let bound = 1. / (in_dim as f64).sqrt();
-    let bias = vb.get_with_hints(out_dim, "bias", Init::Uniform { lo: -bound, up: bound })?;
-    Ok(Linear::new(weight, Some(bias)))
-}
-
-/// A [`Linear`] layer without a bias, from the tensor `weight` of `vb`.
-pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
-    let weight = vb.get_with_hints((out_dim, in_dim), "weight", init::DEFAULT_KAIMING_NORMAL)?;
-    Ok(Linear::new(weight, None))
-}
-
-/// [`linear`] or [`linear_no_bias`].
-pub fn linear_b(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder) -> Result<Linear> {
-    if bias { linear(in_dim, out_dim, vb) } else { linear_no_bias(in_dim, out_dim, vb) }
-}
-
-/// GPT-2's fully connected layer `y = x W + b`: weight `[in, out]`, bias `[out]`, input `[.., in]`, output `[.., out]`.
-#[derive(Clone, Debug)]
-pub struct Conv1D {
-    weight: Tensor,
-    bias: Option<Tensor>,
-}
-
-impl Conv1D {
-    /// A layer with this weight `[in, out]` and bias `[out]`.
-    pub fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
-        claim(&weight);
-        bias.iter().for_each(claim);
-        Self { weight, bias }
-    }
-
-    /// The weight, `[in, out]`.
-    pub fn weight(&self) -> &Tensor {
-        &self.weight
-    }
-
-    /// The bias, `[out]`.
-    pub fn bias(&self) -> Option<&Tensor> {
-        self.bias.as_ref()
-    }
-}
-
-impl Module for Conv1D {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        affine("Conv1D", x, &self.weight, self.bias.as_ref(), true)
-    }
-}
-
-/// A [`Conv1D`] layer, GPT-2's, from the tensors `weight` and `bias` of `vb`, which start as GPT-2's do: normal with
-/// standard deviation 0.02, and zero.
-pub fn gpt2_linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Conv1D> {
-    let weight = vb.get_with_hints((in_dim, out_dim), "weight", Init::Randn { mean: 0., stdev: 0.02 })?;
-    let bias = vb.get_with_hints(out_dim, "bias", Init::Const(0.))?;
-    Ok(Conv1D::new(weight, Some(bias)))
-}
+use super::super::cpu::matrix::{Mat, MatMut, product};
+use super::super::cpu::parallel::map_rows;
+use super::super::cpu::simd::kernel;
+use super::super::cpu::values::{
+    cpu, floats, read, same_kind, served, small_weight_grad, storage, tensor, weight_grad,
+};
+use super::super::cpu::weighted_op::weighted_op;
+use super::super::weight::Weight;
 
 /// `x W^T + b`, or `x W + b` for a weight stored as `[in, out]`.
-pub(super) fn affine(
+pub(in crate::nn) fn affine(
     function: &'static str,
     x: &Tensor,
     w: &Tensor,

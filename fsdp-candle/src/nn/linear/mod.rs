@@ -1,0 +1,9 @@
+//! Fully connected layers, with low-rank adapters where they are asked for.
+
+pub(in crate::nn) mod adapter;
+pub(in crate::nn) mod affine;
+mod conv1d;
+mod layer;
+
+pub use conv1d::{Conv1D, gpt2_linear};
+pub use layer::{Linear, linear, linear_b, linear_no_bias};

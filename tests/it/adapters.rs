@@ -1,0 +1,88 @@
+//! Low-rank adapters and groups of parameters, as the flags of `train` make them.
+
+use std::fs;
+
+use fsdp_candle::nn::is_adapter;
+use fsdp_ckpt::TensorSource;
+use fsdp_ckpt::hf::HfModel;
+use fsdp_tests::trajectory::Trajectory;
+use fsdp_tests::{golden_flags, launch};
+
+/// The recorded run's data, all of which its twenty steps read: the step after them reads what the first did.
+const ALL: &str = "20";
+
+fn flags(name: &str, steps: &str) -> Vec<String> {
+    let mut args = golden_flags(name);
+    let at = args.iter().position(|arg| arg == "--steps").unwrap();
+    args[at + 1] = steps.into();
+    args
+}
+
+fn train(dir: &std::path::Path, name: &str, steps: &str, more: &str) -> Trajectory {
+    let mut args = flags(name, steps);
+    args.extend(["--batch-size", "2", "--metrics", "metrics.jsonl"].map(String::from));
+    args.extend(more.split_whitespace().map(String::from));
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    launch(2, "train", &args, dir).ok();
+    Trajectory::of_metrics(&dir.join("metrics.jsonl"))
+}
+
+#[test]
+fn adapters_that_were_exported_are_trained_on() {
+    for (name, targets) in [("llama_tiny", "all-linear"), ("gpt2_tiny", "c_attn,h.1.mlp.*")] {
+        let dir = tempfile::tempdir().unwrap();
+        let lora = format!("--lora-rank 3 --lora-alpha 5 --lora-targets {targets}");
+        let run = train(dir.path(), name, ALL, &format!("{lora} --checkpoint-dir ckpt --export-hf peft"));
+
+        let config = fs::read_to_string(dir.path().join("peft/adapter_config.json")).unwrap();
+        let config: serde_json::Value = serde_json::from_str(&config).unwrap();
+        assert_eq!((&config["r"], &config["lora_alpha"]), (&3.into(), &5.0.into()));
+        let weights = HfModel::open_file(&dir.path().join("peft/adapter_model.safetensors")).unwrap();
+        let layers = weights.tensors().keys().filter(|name| name.ends_with("lora_A.weight")).count();
+        // Seven in each of two blocks; the attention's in two, and the MLP's two in one.
+        assert_eq!(layers, if name == "llama_tiny" { 14 } else { 4 });
+        assert!(weights.tensors().keys().all(|name| name.starts_with("base_model.model.") && is_adapter(name)));
+
+        let on = train(dir.path(), name, "21", &format!("{lora} --resume ckpt/step-00000020 --checkpoint-dir on"));
+        let from = train(dir.path(), name, "1", "--lora-from peft --checkpoint-dir from --export-hf again");
+        assert_eq!(on.0.last().unwrap().loss, from.0[0].loss, "{name}: the same adapters see the same data");
+        assert!((from.0[0].loss - run.0[0].loss).abs() > 1e-4, "{name}: the adapters have learned: {from:?} {run:?}");
+        let again = HfModel::open_file(&dir.path().join("again/adapter_model.safetensors")).unwrap();
+        assert!(again.tensors().keys().eq(weights.tensors().keys()));
+    }
+}
+
+#[test]
+fn parameters_that_do_not_decay_are_a_group_of_the_optimizer() {
+    let dir = tempfile::tempdir().unwrap();
+    let decaying = train(dir.path(), "llama_tiny", "3", "--checkpoint-dir all");
+    let kept = train(dir.path(), "llama_tiny", "3", "--no-decay *norm*.weight,norm.weight --checkpoint-dir some");
+    assert_eq!(decaying.0[0], kept.0[0]);
+    let manifest = fs::read_to_string(dir.path().join("some/step-00000003/checkpoint.json")).unwrap();
+    let manifest: serde_json::Value = serde_json::from_str(&manifest).unwrap();
+    let groups = manifest["values"]["optim.param_groups"].as_array().unwrap();
+    assert_eq!((&groups[0]["weight_decay"], &groups[1]["weight_decay"]), (&0.1.into(), &0.0.into()));
+    // Two in each of two blocks, and the last.
+    assert_eq!(groups[1]["params"].as_array().unwrap().len(), 5);
+    // It goes on, and with other groups too: hyper-parameters are those of the flags.
+    train(dir.path(), "llama_tiny", "4", "--no-decay norm.weight --resume some/step-00000003 --checkpoint-dir on");
+}
+
+#[test]
+fn what_means_nothing_is_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir(dir.path().join("none")).unwrap();
+    for (more, expected) in [
+        ("--lora-rank 2 --lora-targets q_proj,qproj", &["`qproj`", "model.layers.*.self_attn.q_proj"][..]),
+        ("--lora-rank 2 --lora-targets norm", &["`norm` means no fully connected layer"]),
+        ("--lora-rank 2 --lora-targets a[", &["--lora-targets", "`a[` is no pattern of names"]),
+        ("--lora-from none", &["--lora-from none", "adapter_config.json"]),
+        ("--no-decay scale", &["--no-decay: `scale` means no parameter that is trained"]),
+        ("--no-decay **x", &["--no-decay", "`**x` is no pattern of names"]),
+    ] {
+        let mut args = flags("llama_tiny", "1");
+        args.extend(more.split_whitespace().map(String::from));
+        let args: Vec<&str> = args.iter().map(String::as_str).collect();
+        launch(2, "train", &args, dir.path()).refused(2, expected);
+    }
+}
