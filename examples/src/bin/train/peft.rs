@@ -95,7 +95,7 @@ struct PeftConfig {
 }
 
 /// Settings with which an adapter is more, or something else, than `alpha / r * B A x`.
-const UNUSUAL: [&str; 12] = [
+const UNUSUAL: [&str; 18] = [
     "use_dora",
     "use_rslora",
     "use_qalora",
@@ -108,6 +108,12 @@ const UNUSUAL: [&str; 12] = [
     "layer_replication",
     "megatron_config",
     "corda_config",
+    "use_bdlora",
+    "kasa_config",
+    "monteclora_config",
+    "velora_config",
+    "arrow_config",
+    "alora_invocation_tokens",
 ];
 
 /// Adapters in a directory.
