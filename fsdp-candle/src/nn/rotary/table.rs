@@ -200,8 +200,7 @@ impl Rotary {
         let Tables { half, head_dim, .. } = *self.host;
         let heads = x.reshape((batch, steps, (), head_dim))?;
         let positions = Tensor::from_slice(positions, positions.len(), x.device())?;
-        let table =
-            |t: &Tensor| t.index_select(&positions, 0)?.reshape((batch, steps, 1, half))?.to_dtype(x.dtype());
+        let table = |t: &Tensor| t.index_select(&positions, 0)?.reshape((batch, steps, 1, half))?.to_dtype(x.dtype());
         let (cos, sin) = (table(&self.cos)?, table(&self.sin)?);
         let (a, b) = (heads.narrow(3, 0, half)?, heads.narrow(3, half, half)?);
         let first = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;

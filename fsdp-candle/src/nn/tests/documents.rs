@@ -47,7 +47,8 @@ fn it_is_attention_in_each_document_alone() {
             let documents = packed(rows);
             let (batch, steps) = (documents.batch(), documents.steps());
             for options in options() {
-                let [q, k, v] = [(1, 4), (2, 2), (3, 2)].map(|(seed, heads)| random(seed, &[batch, steps, heads * 5], dtype));
+                let [q, k, v] =
+                    [(1, 4), (2, 2), (3, 2)].map(|(seed, heads)| random(seed, &[batch, steps, heads * 5], dtype));
                 // Who sees one key alone gives it all: gradients of scores are zero, but for rounding.
                 let vars = if steps == 1 { vec![&v] } else { vec![&q, &k, &v] };
                 let what = format!("{dtype:?} {rows:?} {options:?}");
