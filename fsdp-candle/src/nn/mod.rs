@@ -48,7 +48,8 @@
 //! | [`attention()`], [`attention_qkv`] | q, k, v `[batch, T, heads * D]` | `[batch, T, heads * D]` | |
 //! | [`attention_in_documents`], [`attention_qkv_in_documents`] | the same, and [`Documents`] | the same | |
 //! | [`silu`], [`gelu`] (tanh), [`gelu_erf`], [`silu_mul`] | any | same | |
-//! | [`cross_entropy()`], [`linear_cross_entropy()`] | logits `[.., V]`, targets `[..]` | scalar | |
+//! | [`cross_entropy()`], [`cross_entropy_with()`] | logits `[.., V]`, targets `[..]` | scalar | |
+//! | [`linear_cross_entropy()`], [`linear_cross_entropy_with()`] | `[.., in]`, `[V, in]`, targets `[..]` | scalar | |
 
 pub mod activation;
 pub mod attention;
@@ -111,6 +112,7 @@ pub use attention::fused::{
 };
 pub use linear::{Conv1D, gpt2_linear};
 pub use lora::{Lora, LoraConfig, is_adapter, lora};
-pub use loss::cross_entropy::cross_entropy;
-pub use loss::linear_cross_entropy::linear_cross_entropy;
+pub use loss::cross_entropy::{cross_entropy, cross_entropy_with};
+pub use loss::linear_cross_entropy::{linear_cross_entropy, linear_cross_entropy_with};
+pub use loss::options::{CrossEntropyOptions, IGNORED, Reduction};
 pub use rotary::table::{Rotary, RotaryOptions};
