@@ -3,36 +3,50 @@
 use candle_core::{Device, IndexOp, Module, Result, Tensor};
 use rand_philox::{Philox, u32_to_unit_f64};
 
-/// Continues `prompt` by `tokens` ids, sampled at `temperature` with the random numbers of `seed`. Every rank calls it
-/// and gets the same ids.
+/// How a prompt is continued.
+#[derive(Clone, Copy, Debug)]
+pub struct SampleOptions<'a> {
+    /// The most ids that continue it.
+    pub tokens: usize,
+    /// Ids that the model sees.
+    pub context: usize,
+    /// What logits are divided by; 0 always takes the likeliest id.
+    pub temperature: f64,
+    /// Of the random numbers.
+    pub seed: u64,
+    /// Ids that end the continuation. They are not part of it.
+    pub stops: &'a [u32],
+}
+
+/// Continues `prompt`. Every rank calls it and gets the same ids.
 ///
-/// The model runs anew on the last `context` ids for every token: simple, and short enough for a sample.
+/// The model runs anew on the last ids of the context for every token: simple, and short enough for a sample.
 ///
 /// # Errors
 /// Those of the model.
-pub fn sample(
-    model: &impl Module,
-    prompt: &[u32],
-    tokens: usize,
-    context: usize,
-    temperature: f64,
-    seed: u64,
-    device: &Device,
-) -> Result<Vec<u32>> {
+pub fn sample(model: &impl Module, prompt: &[u32], options: &SampleOptions<'_>, device: &Device) -> Result<Vec<u32>> {
+    let &SampleOptions { tokens, context, temperature, seed, stops } = options;
     let mut ids = prompt.to_vec();
     let mut random = Philox::from_u64_seed(seed);
     for _ in 0..tokens {
         let window = &ids[ids.len().saturating_sub(context)..];
         let logits = model.forward(&Tensor::new(window, device)?.unsqueeze(0)?)?;
         let last: Vec<f32> = logits.i((0, window.len() - 1))?.to_dtype(candle_core::DType::F32)?.to_vec1()?;
-        ids.push(draw(&last, temperature, u32_to_unit_f64(random.next_u32())));
+        let id = draw(&last, temperature, u32_to_unit_f64(random.next_u32()));
+        if stops.contains(&id) {
+            break;
+        }
+        ids.push(id);
     }
     Ok(ids.split_off(prompt.len()))
 }
 
-/// The id at quantile `u` of softmax(logits / temperature).
+/// The id at quantile `u` of softmax(logits / temperature); at a temperature of 0 the first of the largest logits.
 fn draw(logits: &[f32], temperature: f64, u: f64) -> u32 {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    if temperature == 0. {
+        return logits.iter().position(|&logit| logit == max).unwrap_or(0) as u32;
+    }
     let weights: Vec<f64> = logits.iter().map(|&logit| (f64::from(logit - max) / temperature).exp()).collect();
     let mut rest = u * weights.iter().sum::<f64>();
     for (id, weight) in weights.iter().enumerate() {
@@ -55,5 +69,6 @@ mod tests {
         assert_eq!(draw(&logits, 1., 0.34), 1);
         assert_eq!(draw(&logits, 1., 0.9999), 1);
         assert_eq!(draw(&logits, 0.01, 0.3), 1);
+        assert_eq!((draw(&logits, 0., 0.3), draw(&[1., 1.], 0., 0.9)), (1, 0));
     }
 }

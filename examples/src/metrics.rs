@@ -1,4 +1,4 @@
-//! What a step measured, and the file that `--metrics` writes: one JSON object a line.
+//! What a step or an evaluation measured, and the file that `--metrics` writes: one JSON object a line.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -38,12 +38,36 @@ pub struct StepRecord {
     pub shard_bytes: u64,
 }
 
+/// What an evaluation measured: a line of its own, after that of the step before it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct EvalRecord {
+    /// The steps that had been taken.
+    pub step: usize,
+    /// The mean cross-entropy over all tokens of the evaluation data that count.
+    #[serde(deserialize_with = "null_is_nan")]
+    pub eval_loss: f64,
+    /// e to the power of this.
+    #[serde(deserialize_with = "null_is_nan")]
+    pub eval_perplexity: f64,
+    /// How many tokens count.
+    pub eval_tokens: u64,
+    /// How long it took, in seconds.
+    #[serde(deserialize_with = "null_is_nan")]
+    pub eval_time_s: f64,
+}
+
+/// What any line begins with.
+#[derive(Deserialize)]
+struct OfStep {
+    step: usize,
+}
+
 fn null_is_nan<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
 }
 
-/// A file of [`StepRecord`]s, one a line. A line is on its way to the disk when [`MetricsFile::write`] returns, so that
-/// the file can be followed.
+/// A file of [`StepRecord`]s and [`EvalRecord`]s, one a line. A line is on its way to the disk when
+/// [`MetricsFile::write`] returns, so that the file can be followed.
 #[derive(Debug)]
 pub struct MetricsFile {
     path: PathBuf,
@@ -76,22 +100,25 @@ impl MetricsFile {
     ///
     /// # Errors
     /// The disk is full, or the file is gone.
-    pub fn write(&mut self, record: &StepRecord) -> Result<()> {
+    pub fn write(&mut self, record: &impl Serialize) -> Result<()> {
         let mut line = serde_json::to_vec(record)?;
         line.push(b'\n');
         self.file.write_all(&line).with_context(|| format!("cannot write metrics to {}", self.path.display()))
     }
 }
 
-/// The length in bytes of the whole records of steps up to `step` at the file's start.
+/// The length in bytes of the whole records of steps up to `step` at the file's start; a fresh run keeps none.
 fn length_up_to(step: usize, file: &File) -> io::Result<u64> {
+    if step == 0 {
+        return Ok(0);
+    }
     let (mut length, mut line) = (0, Vec::new());
     let mut reader = BufReader::new(file);
     loop {
         line.clear();
         let read = reader.read_until(b'\n', &mut line)?;
         let keep =
-            line.ends_with(b"\n") && serde_json::from_slice(&line).is_ok_and(|record: StepRecord| record.step <= step);
+            line.ends_with(b"\n") && serde_json::from_slice(&line).is_ok_and(|record: OfStep| record.step <= step);
         if !keep {
             return Ok(length);
         }
@@ -145,6 +172,28 @@ mod tests {
             serde_json::to_string(&record(1)).unwrap(),
             r#"{"step":1,"loss":4.897181034088135,"grad_norm":0.30000000000000004,"lr":0.001,"step_time_s":0.25,"tokens_per_s":4096.0,"peak_mem_bytes":8589934592,"shard_bytes":123}"#
         );
+    }
+
+    #[test]
+    fn evaluations_are_lines_of_their_own() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("metrics.jsonl");
+        let eval = |step| EvalRecord { step, eval_loss: 2.5, eval_perplexity: 12.5, eval_tokens: 7, eval_time_s: 0.5 };
+        let mut file = MetricsFile::open(&path, 0).unwrap();
+        file.write(&eval(0)).unwrap();
+        (1..=2).for_each(|step| file.write(&record(step)).unwrap());
+        file.write(&eval(2)).unwrap();
+        file.write(&record(3)).unwrap();
+        let lines = || fs::read_to_string(&path).unwrap().lines().map(str::to_owned).collect::<Vec<_>>();
+        assert_eq!(
+            lines()[0],
+            r#"{"step":0,"eval_loss":2.5,"eval_perplexity":12.5,"eval_tokens":7,"eval_time_s":0.5}"#
+        );
+        MetricsFile::open(&path, 2).unwrap();
+        assert_eq!(lines().len(), 4);
+        assert_eq!(serde_json::from_str::<EvalRecord>(&lines()[3]).unwrap(), eval(2));
+        MetricsFile::open(&path, 0).unwrap();
+        assert!(lines().is_empty());
     }
 
     #[test]

@@ -40,6 +40,14 @@ impl Progress {
         }
     }
 
+    /// Shows a line above the bar, if there is one.
+    pub fn note(&self, line: &str) {
+        match &self.bar {
+            Some(bar) => bar.suspend(|| Console::Stderr.line(line)),
+            None => Console::Stderr.line(line),
+        }
+    }
+
     /// Leaves the bar as it stands, on a line of its own. Dropping does the same, so that the message of a run that
     /// fails comes below the bar.
     pub fn finish(self) {}

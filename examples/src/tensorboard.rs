@@ -14,7 +14,7 @@ use anyhow::{Context, Result};
 use crc_fast::CrcAlgorithm;
 use prost::Message;
 
-use crate::metrics::StepRecord;
+use crate::metrics::{EvalRecord, StepRecord};
 use crate::writable::in_directory;
 
 /// How the names of event files begin: TensorBoard knows them by it.
@@ -60,8 +60,20 @@ impl EventFile {
             ("memory/peak_bytes", record.peak_mem_bytes as f64),
             ("memory/shard_bytes", record.shard_bytes as f64),
         ];
-        let value = scalars.map(|(tag, value)| Value { tag: tag.into(), simple_value: Some(value as f32) }).to_vec();
-        self.append(record.step, What::Summary(Summary { value }))
+        self.scalars(record.step, &scalars)
+    }
+
+    /// Writes what an evaluation measured.
+    ///
+    /// # Errors
+    /// The disk is full, or the file is gone.
+    pub fn write_eval(&mut self, record: &EvalRecord) -> Result<()> {
+        self.scalars(record.step, &[("eval/loss", record.eval_loss), ("eval/perplexity", record.eval_perplexity)])
+    }
+
+    fn scalars(&mut self, step: usize, scalars: &[(&str, f64)]) -> Result<()> {
+        let value = |&(tag, value): &(&str, f64)| Value { tag: tag.into(), simple_value: Some(value as f32) };
+        self.append(step, What::Summary(Summary { value: scalars.iter().map(value).collect() }))
     }
 
     fn append(&mut self, step: usize, what: What) -> Result<()> {

@@ -1,10 +1,15 @@
 //! Which tokens each rank reads at each step.
 
 use std::fmt;
+use std::ops::Range;
 
 use anyhow::{Context, Result, ensure};
+use fsdp_candle::nn::IGNORED;
 use indicatif::{HumanBytes, HumanCount};
 
+use super::sft::Examples;
+use super::sft::packing::{Packed, PackingOptions};
+use super::stream::Stream;
 use super::tokens::Data;
 
 /// How one optimizer step's sequences are laid out over ranks and micro-batches. None of the numbers but `rank` may be
@@ -23,35 +28,61 @@ pub struct BatchShape {
     pub seq_len: usize,
 }
 
+/// Where sequences come from.
+pub enum Source {
+    /// One stream of tokens, with the seed by which its sequences are read in another order in each epoch, if they are.
+    Stream(Data, Option<u64>),
+    /// Examples.
+    Examples(Examples, PackingOptions),
+}
+
 /// The data, cut into sequences of `seq_len` tokens and dealt out to the ranks.
 ///
-/// Sequence k reads `tokens[k*T .. k*T+T]` and predicts `tokens[k*T+1 .. k*T+T+1]`, T being `seq_len`. With `position`
-/// sequences consumed before a step, rank r reads in micro-batch a the sequences
+/// With `position` sequences consumed before a step, rank r reads in micro-batch a the sequences
 /// `position + (a*world_size + r)*batch_size + b` for b in `0..batch_size`. So a step takes the next
 /// `world_size * batch_size * grad_accum` sequences however this product is made up: a run that is resumed at
-/// `position` with another number of ranks goes on with the same data. After the last of the `(len - 1) / T` sequences
-/// the first one follows again.
+/// `position` with another number of ranks goes on with the same data. After the last sequence the next epoch begins,
+/// with the same sequences in the same order, or another one if they are shuffled.
 ///
 /// ```no_run
-/// use fsdp_examples::data::{BatchShape, Batches, Data, Text};
+/// use fsdp_examples::data::{BatchShape, Batches, Data, Source, Text};
 ///
 /// let text = Text::new(None)?;
 /// let data = Data::load(Some("input.txt".as_ref()), &text, 256)?;
 /// let shape = BatchShape { world_size: 2, rank: 0, batch_size: 4, grad_accum: 2, seq_len: 128 };
-/// let batches = Batches::new(data, shape)?;
+/// let batches = Batches::new(Source::Stream(data, None), shape)?;
 /// let mut position = 0; // or where the checkpoint says
 /// for _step in 0..100 {
 ///     for a in 0..2 {
-///         let (inputs, targets) = batches.micro_batch(position, a)?; // 4 * 128 tokens each
+///         let read = batches.micro_batch(position, a)?;
+///         assert_eq!((read.inputs.len(), read.targets.len()), (4 * 128, 4 * 128));
 ///     }
 ///     position += batches.sequences_per_step();
 /// }
 /// # anyhow::Ok(())
 /// ```
 pub struct Batches {
-    data: Data,
+    sequences: Sequences,
     shape: BatchShape,
     sequences_per_step: u64,
+}
+
+enum Sequences {
+    Stream(Stream),
+    Packed(Packed),
+}
+
+/// What a rank reads at once: sequence after sequence.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct MicroBatch {
+    /// Token ids.
+    pub inputs: Vec<u32>,
+    /// The id that follows each, or [`IGNORED`].
+    pub targets: Vec<u32>,
+    /// How many of these are not ignored.
+    pub counted: u64,
+    /// For each sequence the lengths of the documents packed in it, where there are such.
+    pub documents: Option<Vec<Vec<usize>>>,
 }
 
 impl BatchShape {
@@ -82,32 +113,106 @@ impl fmt::Display for BatchShape {
     }
 }
 
+impl Sequences {
+    fn new(source: Source, seq_len: usize) -> Result<Self> {
+        Ok(match source {
+            Source::Stream(data, shuffle) => Sequences::Stream(Stream::new(data, seq_len, shuffle)),
+            Source::Examples(examples, options) => Sequences::Packed(Packed::new(examples, seq_len, options)?),
+        })
+    }
+
+    fn count(&self) -> u64 {
+        match self {
+            Sequences::Stream(stream) => stream.count(),
+            Sequences::Packed(packed) => packed.count(),
+        }
+    }
+}
+
 impl Batches {
-    /// Deals out `data`.
+    /// Deals out sequences to train on.
     ///
     /// # Errors
     /// A number of `shape` is 0, the rank is none of the world, or the data is shorter than one step of all ranks.
-    pub fn new(data: Data, shape: BatchShape) -> Result<Self> {
-        ensure!(shape.rank < shape.world_size, "rank {} is none of {}", shape.rank, shape.world_size);
-        let sequences_per_step = shape.sequences_per_step()?;
-        let needed = sequences_per_step * shape.seq_len as u64 + 1;
-        ensure!(
-            data.len() >= needed,
-            "the data is too short: {data}, but one step needs {} tokens ({shape}, and one to predict). Use a smaller \
-             --seq-len, --batch-size or --grad-accum, or more data (--data)",
-            HumanCount(needed)
-        );
-        Ok(Batches { data, shape, sequences_per_step })
+    pub fn new(source: Source, shape: BatchShape) -> Result<Self> {
+        let batches = Self::of_any_length(source, shape)?;
+        let (steps, found) = (batches.sequences_per_step, batches.num_sequences());
+        match &batches.sequences {
+            Sequences::Stream(Stream { data, .. }) => ensure!(
+                found >= steps,
+                "the data is too short: {data}, but one step needs {} tokens ({shape}, and one to predict). Use a \
+                 smaller --seq-len, --batch-size or --grad-accum, or more data (--data)",
+                HumanCount(steps * shape.seq_len as u64 + 1)
+            ),
+            Sequences::Packed(packed) => ensure!(
+                found >= steps,
+                "the data is too short: {} make {} sequences, but one step needs {} ({shape}). Use a smaller \
+                 --batch-size or --grad-accum, a smaller --seq-len or --packing off, or more examples",
+                packed.examples(),
+                HumanCount(found),
+                HumanCount(steps)
+            ),
+        }
+        Ok(batches)
     }
 
-    /// The inputs and targets of this rank's micro-batch `a` (from 0) of the step before which all ranks together had
-    /// consumed `position` sequences: `batch_size * seq_len` token ids each, sequence after sequence.
+    /// Deals out sequences to be gone through once, by [`Batches::pass`].
     ///
     /// # Errors
-    /// There is no memory for them, or the file that they are in has been cut short or can't be read any more.
-    pub fn micro_batch(&self, position: u64, a: usize) -> Result<(Vec<u32>, Vec<u32>)> {
-        let BatchShape { world_size, rank, batch_size, seq_len, .. } = self.shape;
-        let room = |tokens: usize| -> Result<Vec<u32>> {
+    /// A number of `shape` is 0, the rank is none of the world, or there is no whole sequence.
+    pub fn for_evaluation(source: Source, shape: BatchShape) -> Result<Self> {
+        let batches = Self::of_any_length(source, BatchShape { grad_accum: 1, ..shape })?;
+        if let Sequences::Stream(Stream { data, .. }) = &batches.sequences {
+            ensure!(
+                batches.num_sequences() > 0,
+                "the data to evaluate on is too short: {data}, but a sequence needs {} tokens (--seq-len {}, and one \
+                 to predict). Use a smaller --seq-len, or more data (--eval)",
+                HumanCount(shape.seq_len as u64 + 1),
+                shape.seq_len
+            );
+        }
+        Ok(batches)
+    }
+
+    fn of_any_length(source: Source, shape: BatchShape) -> Result<Self> {
+        ensure!(shape.rank < shape.world_size, "rank {} is none of {}", shape.rank, shape.world_size);
+        let sequences_per_step = shape.sequences_per_step()?;
+        Ok(Batches { sequences: Sequences::new(source, shape.seq_len)?, shape, sequences_per_step })
+    }
+
+    /// What this rank reads in micro-batch `a` (from 0) of the step before which all ranks together had consumed
+    /// `position` sequences.
+    ///
+    /// # Errors
+    /// There is no memory for it, or the file that it is in has been cut short or can't be read any more.
+    pub fn micro_batch(&self, position: u64, a: usize) -> Result<MicroBatch> {
+        let BatchShape { world_size, rank, batch_size, .. } = self.shape;
+        let first = ((a * world_size + rank) * batch_size) as u64;
+        self.read(position, first..first + batch_size as u64)
+    }
+
+    /// What this rank reads in round `round` (from 0) of going through all sequences once, in their order. Where there
+    /// are no more sequences for it, all targets are ignored: every rank has as much to compute.
+    ///
+    /// # Errors
+    /// As [`Batches::micro_batch`].
+    pub fn pass(&self, round: u64) -> Result<MicroBatch> {
+        let BatchShape { world_size, rank, batch_size, .. } = self.shape;
+        let first = (round * world_size as u64 + rank as u64) * batch_size as u64;
+        let end = self.num_sequences();
+        self.read(0, first.min(end)..(first + batch_size as u64).min(end))
+    }
+
+    /// The rounds of [`Batches::pass`].
+    pub fn rounds(&self) -> u64 {
+        self.num_sequences().div_ceil((self.shape.world_size * self.shape.batch_size) as u64)
+    }
+
+    /// Reads the sequences at these offsets from a position, and fills the batch up.
+    fn read(&self, position: u64, offsets: Range<u64>) -> Result<MicroBatch> {
+        let BatchShape { batch_size, seq_len, .. } = self.shape;
+        let tokens = batch_size * seq_len;
+        let room = || -> Result<Vec<u32>> {
             let mut room = Vec::new();
             let wanted = HumanBytes(4 * tokens as u64);
             room.try_reserve_exact(tokens).with_context(|| {
@@ -118,17 +223,30 @@ impl Batches {
             })?;
             Ok(room)
         };
-        let (mut inputs, mut targets) = (room(batch_size * seq_len)?, room(batch_size * seq_len)?);
-        let mut tokens = room(seq_len + 1)?;
-        tokens.resize(seq_len + 1, 0);
-        let first = position % self.num_sequences() + ((a * world_size + rank) * batch_size) as u64;
-        for b in 0..batch_size as u64 {
-            let sequence = (first + b) % self.num_sequences();
-            self.data.copy_to(sequence * seq_len as u64, &mut tokens)?;
-            inputs.extend_from_slice(&tokens[..seq_len]);
-            targets.extend_from_slice(&tokens[1..]);
+        let (mut inputs, mut targets) = (room()?, room()?);
+        let mut documents = Vec::new();
+        for offset in offsets {
+            match &self.sequences {
+                Sequences::Stream(stream) => {
+                    stream.read(stream.place(position, offset), &mut inputs, &mut targets)?;
+                }
+                Sequences::Packed(packed) => {
+                    let (epoch, sequence) = packed.place(position, offset)?;
+                    documents.push(packed.read(&epoch, sequence, &mut inputs, &mut targets));
+                }
+            }
         }
-        Ok((inputs, targets))
+        inputs.resize(tokens, 0);
+        targets.resize(tokens, IGNORED);
+        let documents = match &self.sequences {
+            Sequences::Stream(_) => None,
+            Sequences::Packed(_) => {
+                documents.resize(batch_size, vec![seq_len]);
+                Some(documents)
+            }
+        };
+        let counted = targets.iter().filter(|&&target| target != IGNORED).count() as u64;
+        Ok(MicroBatch { inputs, targets, counted, documents })
     }
 
     /// By how much a step moves the position: the sequences of all ranks and micro-batches.
@@ -136,153 +254,75 @@ impl Batches {
         self.sequences_per_step
     }
 
-    /// Tokens that a step predicts, of all ranks and micro-batches.
+    /// Tokens of a step, of all ranks and micro-batches.
     pub fn tokens_per_step(&self) -> u64 {
         self.sequences_per_step * self.shape.seq_len as u64
     }
 
-    /// Sequences in the data, after which it starts again.
-    pub fn num_sequences(&self) -> u64 {
-        (self.data.len() - 1) / self.shape.seq_len as u64
+    /// How many tokens all ranks learn to predict in the step before which they had consumed `position` sequences.
+    /// Each rank knows it by itself.
+    ///
+    /// # Errors
+    /// No run has come so far.
+    pub fn counted(&self, position: u64) -> Result<u64> {
+        match &self.sequences {
+            Sequences::Stream(_) => Ok(self.tokens_per_step()),
+            Sequences::Packed(packed) => (0..self.sequences_per_step)
+                .map(|offset| packed.place(position, offset).map(|(epoch, sequence)| epoch.learnt(sequence)))
+                .sum(),
+        }
     }
 
-    /// The first `tokens` tokens of the data, or all if it has less: something to let a model continue.
+    /// Sequences in the data, after which it starts again: those of the first epoch.
+    pub fn num_sequences(&self) -> u64 {
+        self.sequences.count()
+    }
+
+    /// Something to let a model continue: the first example's prompt, or the first `tokens` tokens of the data, or all
+    /// if it has less.
     ///
     /// # Errors
     /// The file that they are in has been cut short or can't be read any more.
     pub fn prompt(&self, tokens: usize) -> Result<Vec<u32>> {
-        let mut prompt = vec![0; self.data.len().min(tokens as u64) as usize];
-        self.data.copy_to(0, &mut prompt)?;
-        Ok(prompt)
+        match &self.sequences {
+            Sequences::Stream(Stream { data, .. }) => {
+                let mut prompt = vec![0; data.len().min(tokens as u64) as usize];
+                data.copy_to(0, &mut prompt)?;
+                Ok(prompt)
+            }
+            Sequences::Packed(packed) => Ok(packed.examples().first_prompt().to_vec()),
+        }
     }
 
-    /// The data.
-    pub fn data(&self) -> &Data {
-        &self.data
+    /// The ids that end an answer.
+    pub fn stops(&self) -> &[u32] {
+        match &self.sequences {
+            Sequences::Stream(_) => &[],
+            Sequences::Packed(packed) => packed.examples().stops(),
+        }
+    }
+
+    /// What has been read, for others to compare with: how much, and a checksum.
+    pub fn account(&self) -> String {
+        match &self.sequences {
+            Sequences::Stream(Stream { data, .. }) => {
+                format!("{} tokens with checksum {:016x}", data.len(), data.checksum())
+            }
+            Sequences::Packed(packed) => {
+                let examples = packed.examples();
+                format!("{} examples with checksum {:016x}", examples.len(), examples.checksum())
+            }
+        }
+    }
+
+    /// What about the data its reader should know, if anything.
+    pub fn remark(&self) -> Option<String> {
+        match &self.sequences {
+            Sequences::Stream(_) => None,
+            Sequences::Packed(packed) => packed.examples().shortened(),
+        }
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::{super::tokens::tests::data_of, *};
-    use proptest::prelude::*;
-
-    fn counting(len: u32) -> Data {
-        let ids: Vec<u32> = (0..len).collect();
-        let (start, end) = ids.split_at(ids.len() / 3);
-        data_of(&[start, end])
-    }
-
-    fn shape(world_size: usize, rank: usize, batch_size: usize, grad_accum: usize, seq_len: usize) -> BatchShape {
-        BatchShape { world_size, rank, batch_size, grad_accum, seq_len }
-    }
-
-    /// All sequences of the steps, in the order micro-batch, rank, row.
-    fn sequences(
-        len: u32,
-        (world, batch_size, grad_accum): (usize, usize, usize),
-        seq_len: usize,
-        position: u64,
-        steps: u64,
-    ) -> Vec<(Vec<u32>, Vec<u32>)> {
-        let ranks: Vec<_> = (0..world)
-            .map(|rank| Batches::new(counting(len), shape(world, rank, batch_size, grad_accum, seq_len)).unwrap())
-            .collect();
-        let mut all = Vec::new();
-        for step in 0..steps {
-            for a in 0..grad_accum {
-                for rank in &ranks {
-                    let (inputs, targets) = rank.micro_batch(position + step * rank.sequences_per_step(), a).unwrap();
-                    assert_eq!((inputs.len(), targets.len()), (batch_size * seq_len, batch_size * seq_len));
-                    all.extend(inputs.chunks(seq_len).map(Vec::from).zip(targets.chunks(seq_len).map(Vec::from)));
-                }
-            }
-        }
-        all
-    }
-
-    proptest! {
-        #[test]
-        fn a_step_takes_the_same_sequences_however_they_are_dealt_out(
-            (w, b, a) in (1..5_usize, 1..5_usize, 1..5_usize), seq_len in 1..9_usize, extra in 0..50_u32,
-            position in 0..1000_u64, steps in 1..4_u64,
-        ) {
-            let product = w * b * a;
-            let len = (product * seq_len) as u32 + 1 + extra;
-            let expected = sequences(len, (w, b, a), seq_len, position, steps);
-            let count = u64::from((len - 1) / seq_len as u32);
-            for (k, (inputs, targets)) in expected.iter().enumerate() {
-                let start = ((position + k as u64) % count) as u32 * seq_len as u32;
-                prop_assert_eq!(inputs, &(start..start + seq_len as u32).collect::<Vec<_>>());
-                prop_assert_eq!(targets, &(start + 1..start + 1 + seq_len as u32).collect::<Vec<_>>());
-            }
-            for other in 1..=product {
-                if product % other == 0 {
-                    let rest = product / other;
-                    for dealt in [(other, rest, 1), (other, 1, rest), (1, other, rest)] {
-                        prop_assert_eq!(&sequences(len, dealt, seq_len, position, steps), &expected);
-                    }
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn the_rule_of_the_recorded_runs() {
-        // k = ((step - 1) * W + rank) * B + b
-        let batches = Batches::new(counting(200), shape(2, 1, 2, 1, 4)).unwrap();
-        assert_eq!(batches.sequences_per_step(), 4);
-        assert_eq!(batches.tokens_per_step(), 16);
-        let (inputs, targets) = batches.micro_batch(2 * 4, 0).unwrap();
-        assert_eq!(inputs, [40, 41, 42, 43, 44, 45, 46, 47]);
-        assert_eq!(targets, [41, 42, 43, 44, 45, 46, 47, 48]);
-    }
-
-    #[test]
-    fn the_data_starts_again_after_its_last_whole_sequence() {
-        // 11 tokens: sequences at 0, 3 and 6; the token 10 is left over.
-        let batches = Batches::new(counting(11), shape(1, 0, 2, 1, 3)).unwrap();
-        assert_eq!(batches.num_sequences(), 3);
-        assert_eq!(batches.micro_batch(2, 0).unwrap(), (vec![6, 7, 8, 0, 1, 2], vec![7, 8, 9, 1, 2, 3]));
-        assert_eq!(batches.micro_batch(u64::MAX, 0).unwrap(), batches.micro_batch(u64::MAX % 3, 0).unwrap());
-    }
-
-    #[test]
-    fn data_of_exactly_one_step_is_enough_and_one_token_less_is_not() {
-        assert!(Batches::new(counting(2 * 3 * 2 * 5 + 1), shape(2, 0, 3, 2, 5)).is_ok());
-        let error = Batches::new(counting(2 * 3 * 2 * 5), shape(2, 0, 3, 2, 5)).err().unwrap().to_string();
-        assert!(error.contains("60 tokens of a test, but one step needs 61 tokens"), "{error}");
-        assert!(error.contains("smaller --seq-len, --batch-size or --grad-accum"), "{error}");
-        assert!(Batches::new(data_of(&[]), shape(1, 0, 1, 1, 1)).err().unwrap().to_string().contains("0 tokens of"));
-    }
-
-    #[test]
-    fn a_prompt_is_the_start_of_the_data() {
-        let batches = Batches::new(counting(9), shape(1, 0, 1, 1, 2)).unwrap();
-        assert_eq!(batches.prompt(4).unwrap(), [0, 1, 2, 3]);
-        assert_eq!((batches.prompt(0).unwrap().len(), batches.prompt(100).unwrap().len()), (0, 9));
-    }
-
-    #[test]
-    fn impossible_shapes_are_refused() {
-        for bad in [
-            shape(0, 0, 1, 1, 1),
-            shape(1, 0, 0, 1, 1),
-            shape(1, 0, 1, 0, 1),
-            shape(1, 0, 1, 1, 0),
-            shape(2, 2, 1, 1, 1),
-        ] {
-            assert!(Batches::new(counting(100), bad).is_err(), "{bad:?}");
-        }
-        for (huge, words) in [
-            (shape(usize::MAX, 0, 2, 1, 1), "18446744073709551615 ranks x 2 sequences"),
-            (shape(1, 0, usize::MAX, 1, 1), "18446744073709551615 sequences"),
-            (shape(2, 0, 1, 1 << 63, 1), "9223372036854775808 micro-batches"),
-            (shape(1, 0, 1, 1, usize::MAX), "18446744073709551615 tokens"),
-        ] {
-            let error = Batches::new(counting(100), huge).err().unwrap().to_string();
-            let parts = ["no data is large enough for one step of", words, "use a smaller --seq-len"];
-            assert!(parts.iter().all(|part| error.contains(part)) && !error.contains("BatchShape"), "{error}");
-        }
-    }
-}
+mod tests;

@@ -33,14 +33,11 @@ pub(super) enum Files {
 impl DataFiles {
     /// The files of `--data PATH`.
     pub(super) fn of_path(path: &Path) -> Result<Self> {
-        let kind = fs::metadata(path).with_context(|| format!("cannot read --data {}", path.display()))?;
+        let kind = fs::metadata(path).with_context(|| format!("cannot read {}", path.display()))?;
         let files = if kind.is_dir() {
             of_directory(path)?
         } else if !kind.is_file() {
-            bail!(
-                "--data {} is neither a file nor a directory: every rank must be able to read it for itself",
-                path.display()
-            )
+            bail!("{} is neither a file nor a directory: every rank must be able to read it for itself", path.display())
         } else if has_extension(path, &["bin"]) {
             Files::Tokens(vec![path.to_owned()])
         } else {
@@ -70,13 +67,13 @@ impl DataFiles {
 
 fn of_directory(path: &Path) -> Result<Files> {
     let (tokens, text): (Vec<_>, Vec<_>) = walk(path)?.into_iter().partition(|file| has_extension(file, &["bin"]));
-    ensure!(!tokens.is_empty() || !text.is_empty(), "--data {} holds no files but hidden ones", path.display());
+    ensure!(!tokens.is_empty() || !text.is_empty(), "{} holds no files but hidden ones", path.display());
     if tokens.is_empty() {
         return Ok(Files::MaybeText(text));
     }
     if let Some(other) = text.first() {
         bail!(
-            "--data {} holds both .bin files of tokens ({}) and other files ({}): pass the file you mean, or a \
+            "{} holds both .bin files of tokens ({}) and other files ({}): pass the file you mean, or a \
                 directory that holds only one kind",
             path.display(),
             tokens[0].display(),

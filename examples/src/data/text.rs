@@ -1,5 +1,7 @@
 //! Text to tokens and back.
 
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Error, Result};
@@ -22,6 +24,15 @@ const PIECES: usize = 32;
 /// # anyhow::Ok(())
 /// ```
 pub struct Text(Kind);
+
+/// A text, and the stretches of it (in bytes) that are to be learnt.
+#[derive(Debug, PartialEq)]
+pub(super) struct Marked {
+    pub(super) text: String,
+    pub(super) learnt: Vec<Range<usize>>,
+    /// Whether the tokenizer puts its own special tokens around it, as it does with every text.
+    pub(super) bare: bool,
+}
 
 enum Kind {
     Bytes { model: Option<PathBuf> },
@@ -88,6 +99,57 @@ impl Text {
                 .with_context(|| format!("the tokenizer {} can't turn tokens into text", file.display()))?,
         };
         Ok(text.replace(|c: char| c.is_control() && !matches!(c, '\n' | '\t'), "\u{fffd}"))
+    }
+
+    /// The tokens of each text, and of each token whether it reaches into what is to be learnt. Special tokens of the
+    /// tokenizer are known by their text.
+    pub(super) fn encode_marked(&self, texts: Vec<Marked>) -> Result<Vec<(Vec<u32>, Vec<bool>)>> {
+        let Kind::Tokenizer { file, tokenizer } = &self.0 else {
+            let of_bytes = |marked: &Marked| {
+                let is_learnt = |at: usize| marked.learnt.iter().any(|span| span.contains(&at));
+                (marked.text.bytes().map(u32::from).collect(), (0..marked.text.len()).map(is_learnt).collect())
+            };
+            return Ok(texts.iter().map(of_bytes).collect());
+        };
+        let mut tokenised = Vec::with_capacity(texts.len());
+        for texts in texts.chunk_by(|a, b| a.bare == b.bare) {
+            let inputs = texts.iter().map(|marked| marked.text.as_str()).collect();
+            let encodings = tokenizer.encode_batch(inputs, texts[0].bare).map_err(Error::from_boxed);
+            let encodings = encodings.with_context(|| format!("the tokenizer {} fails on the text", file.display()))?;
+            for (encoding, marked) in encodings.iter().zip(texts) {
+                let is_learnt = |&(start, end): &(usize, usize)| {
+                    marked.learnt.iter().any(|span| start < span.end && span.start < end)
+                };
+                tokenised.push((encoding.get_ids().to_vec(), encoding.get_offsets().iter().map(is_learnt).collect()));
+            }
+        }
+        Ok(tokenised)
+    }
+
+    /// The id of a token.
+    pub(super) fn id_of(&self, token: &str) -> Option<u32> {
+        match &self.0 {
+            Kind::Bytes { .. } => token.bytes().next().filter(|_| token.len() == 1).map(u32::from),
+            Kind::Tokenizer { tokenizer, .. } => tokenizer.token_to_id(token),
+        }
+    }
+
+    /// The text of a token, as the tokenizer's file spells it.
+    pub(super) fn token_of(&self, id: u32) -> Option<String> {
+        match &self.0 {
+            Kind::Bytes { .. } => u8::try_from(id).ok().map(|byte| char::from(byte).to_string()),
+            Kind::Tokenizer { tokenizer, .. } => tokenizer.id_to_token(id),
+        }
+    }
+
+    /// The texts of all special tokens: those `named` elsewhere, and those of the tokenizer.
+    pub(super) fn special_tokens(&self, named: &BTreeMap<String, String>) -> Vec<String> {
+        let mut all: BTreeSet<String> = named.values().filter(|token| !token.is_empty()).cloned().collect();
+        if let Kind::Tokenizer { tokenizer, .. } = &self.0 {
+            let added = tokenizer.get_added_tokens_decoder();
+            all.extend(added.into_values().filter(|token| token.special).map(|token| token.content));
+        }
+        all.into_iter().collect()
     }
 
     /// Whether tokens are bytes.

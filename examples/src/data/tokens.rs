@@ -81,7 +81,7 @@ impl Data {
             Files::Text(file) => {
                 let content = read_text(&file)?.ok_or_else(|| {
                     anyhow!(
-                        "--data {} is not text (UTF-8 without zero bytes). Tokens (u16 little-endian) are read \
+                        "{} is not text (UTF-8 without zero bytes). Tokens (u16 little-endian) are read \
                         from files named .bin",
                         file.display()
                     )

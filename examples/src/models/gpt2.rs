@@ -6,7 +6,7 @@
 use candle_core::{Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use fsdp_candle::FsdpModule;
-use fsdp_candle::nn::{self, Conv1D, Embedding, LayerNorm, Linear};
+use fsdp_candle::nn::{self, AttentionOptions, Conv1D, Documents, Embedding, LayerNorm, Linear};
 
 use super::config::Gpt2Config;
 use super::layer::Layer;
@@ -20,7 +20,7 @@ pub struct Block {
     up: Conv1D,
     down: Conv1D,
     heads: usize,
-    scale: f64,
+    options: AttentionOptions,
     exact_gelu: bool,
 }
 
@@ -50,25 +50,27 @@ impl Block {
             up: conv_1d(width, inner, stdev, mlp.pp("c_fc"))?,
             down: conv_1d(inner, width, residual, mlp.pp("c_proj"))?,
             heads: config.n_head,
-            scale: 1. / ((width / config.n_head) as f64).sqrt(),
+            options: AttentionOptions::causal(1. / ((width / config.n_head) as f64).sqrt()),
             exact_gelu: config.activation_function == "gelu",
         })
     }
 
-    fn attention(&self, x_btc: &Tensor) -> Result<Tensor> {
+    fn attention(&self, x_btc: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
         let qkv = self.qkv.forward(x_btc)?;
-        self.attention_output.forward(&nn::causal_attention_qkv(&qkv, self.heads, self.heads, self.scale)?)
+        self.attention_output.forward(&match documents {
+            Some(documents) => nn::attention_qkv_in_documents(&qkv, self.heads, self.heads, &self.options, documents)?,
+            None => nn::attention_qkv(&qkv, self.heads, self.heads, &self.options)?,
+        })
     }
 
     fn mlp(&self, x_btc: &Tensor) -> Result<Tensor> {
         let x = self.up.forward(x_btc)?;
         self.down.forward(&if self.exact_gelu { nn::gelu_erf(&x)? } else { nn::gelu(&x)? })
     }
-}
 
-impl Module for Block {
-    fn forward(&self, x_btc: &Tensor) -> Result<Tensor> {
-        let x_btc = (x_btc + self.attention(&self.norm_1.forward(x_btc)?)?)?;
+    /// The residual stream behind the block.
+    fn forward(&self, x_btc: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
+        let x_btc = (x_btc + self.attention(&self.norm_1.forward(x_btc)?, documents)?)?;
         let mlp = self.mlp(&self.norm_2.forward(&x_btc)?)?;
         x_btc + mlp
     }
@@ -111,14 +113,21 @@ impl Gpt2 {
     pub fn blocks(&self) -> &[FsdpModule<Layer<Block>>] {
         &self.blocks
     }
-}
 
-impl Module for Gpt2 {
-    fn forward(&self, ids_bt: &Tensor) -> Result<Tensor> {
+    /// Logits `[B, T, V]` for ids `[B, T]`, in which documents may lie packed.
+    ///
+    /// # Errors
+    /// Those of the layers.
+    pub fn forward(&self, ids_bt: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
         let (_, t) = ids_bt.dims2()?;
-        let positions = Tensor::arange(0u32, t as u32, ids_bt.device())?;
+        let positions = match documents {
+            Some(documents) => documents.position_ids(ids_bt.device())?,
+            None => Tensor::arange(0u32, t as u32, ids_bt.device())?,
+        };
         let x_btc = self.tokens.forward(ids_bt)?.broadcast_add(&self.positions.forward(&positions)?)?;
-        let x_btc = self.blocks.iter().try_fold(x_btc, |x_btc, block| block.forward(&x_btc))?;
+        let x_btc = self.blocks.iter().try_fold(x_btc, |x_btc, block| {
+            block.call_with((x_btc, documents.cloned()), |layer, input| layer.run(input, Block::forward))
+        })?;
         self.head.forward(&self.norm.forward(&x_btc)?)
     }
 }

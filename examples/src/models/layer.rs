@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use candle_core::{Module, Result, Tensor};
+use candle_core::{Result, Tensor};
 use fsdp_candle::Tensors;
 use fsdp_candle::activation_checkpoint::checkpoint;
+use fsdp_candle::nn::Documents;
 
 /// A block, which may keep its input alone for backward and run again there.
 pub struct Layer<B> {
@@ -20,22 +21,20 @@ impl<B> Layer<B> {
 }
 
 impl<B: Send + Sync + 'static> Layer<B> {
-    /// `forward` of the block.
+    /// `forward` of the block on the residual stream, in which documents may lie packed.
     ///
     /// # Errors
     /// Those of `forward`.
-    pub fn run<O: Tensors + 'static>(&self, x: &Tensor, forward: fn(&B, &Tensor) -> Result<O>) -> Result<O> {
+    pub fn run<O: Tensors + 'static>(
+        &self,
+        (x, documents): (Tensor, Option<Documents>),
+        forward: fn(&B, &Tensor, Option<&Documents>) -> Result<O>,
+    ) -> Result<O> {
         if self.again {
             let block = self.block.clone();
-            checkpoint(move |x: Tensor| forward(&block, &x), x.clone())
+            checkpoint(move |x: Tensor| forward(&block, &x, documents.as_ref()), x)
         } else {
-            forward(&self.block, x)
+            forward(&self.block, &x, documents.as_ref())
         }
-    }
-}
-
-impl<B: Module + Send + Sync + 'static> Module for Layer<B> {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.run(x, B::forward)
     }
 }

@@ -1,11 +1,13 @@
 //! The models that `train` knows, built from Hugging Face directories: plain Candle modules whose blocks are FSDP
 //! units.
 
+mod batch;
 pub mod config;
 pub mod decoder;
 pub mod gpt2;
 pub mod layer;
 mod lora;
+mod loss;
 mod size;
 #[cfg(test)]
 mod tests;
@@ -13,13 +15,15 @@ mod weights;
 
 use anyhow::Context;
 use candle_core::{DType, Module, Result, Tensor};
-use fsdp_candle::nn;
+use fsdp_candle::nn::Documents;
 use fsdp_candle::{FsdpModule, FullyShard, ShardedVarMap, Unit, fully_shard};
 
+pub use batch::Batch;
 pub use config::ModelConfig;
 use decoder::Turns;
 use layer::Layer;
 pub use lora::{Lora, Targets};
+pub use loss::{cross_entropy, cross_entropy_sum, loss};
 pub use size::ModelSize;
 pub use weights::fingerprint;
 
@@ -33,31 +37,17 @@ pub enum LanguageModel {
 
 impl LanguageModel {
     /// Logits, and what is to be added to their loss, if anything.
-    fn outputs(&self, ids: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+    fn outputs(&self, ids: &Tensor, documents: Option<&Documents>) -> Result<(Tensor, Option<Tensor>)> {
         match self {
-            LanguageModel::Decoder(model) => model.forward(ids),
-            LanguageModel::Gpt2(model) => Ok((model.forward(ids)?, None)),
+            LanguageModel::Decoder(model) => model.forward(ids, documents),
+            LanguageModel::Gpt2(model) => Ok((model.forward(ids, documents)?, None)),
         }
     }
 }
 
 impl Module for LanguageModel {
     fn forward(&self, ids: &Tensor) -> Result<Tensor> {
-        Ok(self.outputs(ids)?.0)
-    }
-}
-
-/// The mean loss of predicting `targets` from `ids`, both `[batch, time]`, with the one that keeps experts equally busy
-/// where the configuration asks for it.
-///
-/// # Errors
-/// Those of the model.
-pub fn loss(model: &FsdpModule<LanguageModel>, ids: &Tensor, targets: &Tensor) -> Result<Tensor> {
-    let (logits, auxiliary) = model.call_with(ids.clone(), |model, ids| model.outputs(&ids))?;
-    let loss = nn::cross_entropy(&logits, targets)?;
-    match auxiliary {
-        Some(auxiliary) => loss + auxiliary,
-        None => Ok(loss),
+        Ok(self.outputs(ids, None)?.0)
     }
 }
 

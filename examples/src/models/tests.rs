@@ -1,7 +1,97 @@
+use candle_core::{Device, Tensor};
 use fsdp_candle::World;
-use fsdp_candle::nn::{LoraConfig, is_adapter};
+use fsdp_candle::initializer::Philox;
+use fsdp_candle::nn::{Documents, LoraConfig, is_adapter};
 
 use super::*;
+
+/// A small model with random weights, as one rank has it.
+fn model(config: &str, activation_checkpoint: bool) -> (ShardedVarMap, FsdpModule<LanguageModel>) {
+    let config = ModelConfig::parse(config).unwrap();
+    let world = World::single().unwrap();
+    let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)]).unwrap(), world.device());
+    vars.init_with(Philox::new(1));
+    let options = ModelOptions { dtype: DType::F32, positions: 16, activation_checkpoint };
+    let model = build(&config, &FullyShard::new(&vars), &vars, options).unwrap();
+    (vars, model)
+}
+
+/// The loss of one batch, which is learnt but for its first target, and the gradients by name.
+fn learns(vars: &ShardedVarMap, model: &FsdpModule<LanguageModel>, batches: &[Batch]) -> (f32, Vec<(String, Tensor)>) {
+    let losses: Vec<Tensor> = batches.iter().map(|batch| cross_entropy_sum(model, batch).unwrap()).collect();
+    let loss = losses.iter().skip(1).fold(losses[0].clone(), |sum, loss| (sum + loss).unwrap());
+    let grads = model.backward(&loss).unwrap();
+    let of = |param: &std::sync::Arc<fsdp_candle::FsdpParam>| {
+        (param.name().to_owned(), grads.get(param.var()).unwrap().clone())
+    };
+    (loss.to_scalar().unwrap(), vars.trainable().iter().map(of).collect())
+}
+
+/// Documents that share a row are learnt as if each were alone, with and without activation checkpointing.
+#[test]
+fn packed_documents_are_learnt_as_if_each_were_alone() {
+    let gpt2 = r#"{"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "n_positions": 16, "vocab_size": 11,
+        "initializer_range": 0.5}"#;
+    let of = |name: &str, more: &str| {
+        format!(
+            r#"{{"model_type": "{name}", "hidden_size": 8, "intermediate_size": 7, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "vocab_size": 11,
+            "initializer_range": 0.5{more}}}"#
+        )
+    };
+    let experts = ", \"num_local_experts\": 3, \"num_experts_per_tok\": 2";
+    // Its long factors are for more than four positions, and no document has so many.
+    let long = r#", "max_position_embeddings": 16, "original_max_position_embeddings": 4, "rope_scaling": {"type":
+        "longrope", "short_factor": [1.0, 1.0, 1.0], "long_factor": [2.0, 3.0, 4.0]}"#;
+    let usual = vec![vec![3, 5, 1], vec![9]];
+    let id = |row: usize, at: usize| ((7 * at + 3 * row + 1) % 11) as u32;
+    let batch = |row: usize, first: usize, count: usize| {
+        let tensor = |ids: Vec<u32>| Tensor::from_vec(ids, (1, count), &Device::Cpu).unwrap();
+        Batch {
+            ids: tensor((first..first + count).map(|at| id(row, at)).collect()),
+            targets: tensor((first..first + count).map(|at| id(row, at + 1)).collect()),
+            counted: count as u64,
+            documents: None,
+        }
+    };
+    for (config, rows) in [
+        (gpt2.to_owned(), &usual),
+        (of("llama", ""), &usual),
+        (of("gemma2", ", \"sliding_window\": 2, \"query_pre_attn_scalar\": 6"), &usual),
+        (of("mixtral", experts), &usual),
+        (of("phi3", long), &vec![vec![3, 4, 2]]),
+    ] {
+        for again in [false, true] {
+            let (vars, model) = model(&config, again);
+            let mut alone = vec![];
+            for (row, lengths) in rows.iter().enumerate() {
+                let mut first = 0;
+                for &length in lengths {
+                    alone.push(batch(row, first, length));
+                    first += length;
+                }
+            }
+            let cat = |of: fn(&Batch) -> &Tensor| {
+                let flat: Vec<&Tensor> = alone.iter().map(of).collect();
+                Tensor::cat(&flat, 1).unwrap().reshape((rows.len(), 9)).unwrap()
+            };
+            let documents = Some(Documents::new(rows.to_vec()).unwrap());
+            let packed =
+                Batch { ids: cat(|b| &b.ids), targets: cat(|b| &b.targets), counted: 9 * rows.len() as u64, documents };
+            let (loss, grads) = learns(&vars, &model, std::slice::from_ref(&packed));
+            let (want, want_grads) = learns(&vars, &model, &alone);
+            assert!((loss - want).abs() < 1e-5 * want, "{config}: {loss} for {want}");
+            let norm = |x: &Tensor| x.sqr().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap().sqrt();
+            for ((name, grad), (_, want)) in grads.iter().zip(&want_grads) {
+                let difference = norm(&(grad - want).unwrap());
+                assert!(difference <= 1e-4 * norm(want) + 1e-6, "{config}: {name}: {difference} of {}", norm(want));
+            }
+            // It does matter where documents end.
+            let (other, _) = learns(&vars, &model, &[Batch { documents: None, ..packed }]);
+            assert!((other - want).abs() > 1e-3 * want, "{config}: {other} for {want}");
+        }
+    }
+}
 
 #[test]
 fn sizes_are_those_of_the_model_that_is_built() {

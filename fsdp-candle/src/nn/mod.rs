@@ -46,8 +46,10 @@
 //! | [`Lora`] | `[.., in]` | `[.., out]` | `lora_A.weight`, `lora_B.weight`, the base's |
 //! | [`Rotary`] | `[batch, T, heads * D]` | same | |
 //! | [`attention()`], [`attention_qkv`] | q, k, v `[batch, T, heads * D]` | `[batch, T, heads * D]` | |
+//! | [`attention_in_documents`], [`attention_qkv_in_documents`] | the same, and [`Documents`] | the same | |
 //! | [`silu`], [`gelu`] (tanh), [`gelu_erf`], [`silu_mul`] | any | same | |
-//! | [`cross_entropy()`], [`linear_cross_entropy()`] | logits `[.., V]`, targets `[..]` | scalar | |
+//! | [`cross_entropy()`], [`cross_entropy_with()`] | logits `[.., V]`, targets `[..]` | scalar | |
+//! | [`linear_cross_entropy()`], [`linear_cross_entropy_with()`] | `[.., in]`, `[V, in]`, targets `[..]` | scalar | |
 
 pub mod activation;
 pub mod attention;
@@ -104,9 +106,14 @@ pub use var_map::VarMap;
 
 pub use crate::adapter::{LoraConfig, is_adapter};
 pub use activation::fused::{gelu, gelu_erf, silu, silu_mul};
-pub use attention::fused::{AttentionOptions, attention, attention_qkv, causal_attention, causal_attention_qkv};
+pub use attention::Documents;
+pub use attention::fused::{
+    AttentionOptions, attention, attention_in_documents, attention_qkv, attention_qkv_in_documents, causal_attention,
+    causal_attention_qkv,
+};
 pub use linear::{Conv1D, gpt2_linear};
 pub use lora::{Lora, lora};
-pub use loss::cross_entropy::cross_entropy;
-pub use loss::linear_cross_entropy::linear_cross_entropy;
+pub use loss::cross_entropy::{cross_entropy, cross_entropy_with};
+pub use loss::linear_cross_entropy::{linear_cross_entropy, linear_cross_entropy_with};
+pub use loss::options::{CrossEntropyOptions, IGNORED, Reduction};
 pub use rotary::table::{Rotary, RotaryOptions};

@@ -8,7 +8,7 @@ use candle_core::{DType, Tensor};
 use fsdp_candle::initializer::Philox;
 use fsdp_candle::{AdamW, AdamWConfig, FullyShard, ReduceOp, ShardedVarMap, World, clip_grad_norm};
 use fsdp_examples::metrics::peak_memory_bytes;
-use fsdp_examples::models::{self, ModelConfig, ModelOptions};
+use fsdp_examples::models::{self, Batch, ModelConfig, ModelOptions};
 use serde::Serialize;
 
 use crate::count::count;
@@ -72,14 +72,15 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
         let ids = ids[from..from + args.batch * args.seq].to_vec();
         Tensor::from_vec(ids, (args.batch, args.seq), world.device())
     };
-    let (inputs, targets) = (batch(0)?, batch(1)?);
+    let counted = (args.batch * args.seq) as u64;
+    let batch = Batch { ids: batch(0)?, targets: batch(1)?, counted, documents: None };
 
     let mut times = [const { Vec::new() }; 4];
     let (mut loss, mut grad_norm) = (0., 0.);
     for step in 0..=args.steps {
         world.group().barrier().wait()?;
         let start = Instant::now();
-        let of_batch = models::loss(&model, &inputs, &targets)?;
+        let of_batch = models::loss(&model, &batch)?;
         let forward = start.elapsed();
         let mut grads = model.backward(&of_batch)?;
         let backward = start.elapsed();

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::agree::from_every_rank;
-use crate::args::{Args, FREE_TO_DIFFER};
+use crate::args::{Args, INPUTS, OF_RANK_0};
 
 /// Values by the names that people know them by, in words.
 pub(crate) type Words = BTreeMap<String, String>;
@@ -32,14 +32,15 @@ pub(crate) fn settings(args: &Args, world: &World) -> anyhow::Result<()> {
 /// The same for what the ranks have read, by name. Collective.
 pub(crate) fn inputs(read: Words, args: &Args, world: &World) -> anyhow::Result<()> {
     let (mut beside, _) = flags(args)?;
-    beside.retain(|flag, _| ["--model", "--data", "--lora-from"].contains(&flag.as_str()));
+    beside.retain(|flag, _| INPUTS.contains(&flag.trim_start_matches("--")));
     check(world, Account { same: read, beside }, "let all ranks read the same model and the same data")
 }
 
 /// The flags that may differ, and those that must not.
 fn flags(args: &Args) -> anyhow::Result<(Words, Words)> {
     let flags = words("--", args)?;
-    Ok(flags.into_iter().partition(|(flag, _)| FREE_TO_DIFFER.contains(&flag.trim_start_matches("--"))))
+    let may_differ = |flag: &str| INPUTS.iter().chain(&OF_RANK_0).any(|free| *free == flag.trim_start_matches("--"));
+    Ok(flags.into_iter().partition(|(flag, _)| may_differ(flag)))
 }
 
 /// The fields of a value, and those of its fields, each with `prefix` before its name.

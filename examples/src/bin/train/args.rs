@@ -10,7 +10,7 @@ use fsdp_candle::{ReshardAfterForward, World};
 use fsdp_examples::{data::BatchShape, schedule::LrSchedule};
 use serde::Serialize;
 
-pub(crate) use crate::values::{ActivationCheckpoint, DeviceChoice, GradSync, InitChoice, Resume};
+pub(crate) use crate::values::{ActivationCheckpoint, DeviceChoice, GradSync, InitChoice, Resume, Switch};
 use crate::values::{Precision, betas, checkpoint_place, count, not_negative, place, positive, reshard, reshard_word};
 
 const AFTER_HELP: &str = "Examples:
@@ -21,6 +21,10 @@ const AFTER_HELP: &str = "Examples:
   Fine-tune a model that you downloaded from Hugging Face on your own text, and export it for transformers:
       fsdp-launch --nproc-per-node 4 train --model ./Llama-3.2-1B --data ./texts --lr 1e-5 --seq-len 512 \\
         --export-hf ./tuned
+
+  Fine-tune it on conversations, and see how well it does on others:
+      fsdp-launch --nproc-per-node 4 train --model ./Llama-3.2-1B-Instruct --sft chats.jsonl --lr 1e-5 \\
+        --seq-len 512 --eval others.jsonl --eval-every 50 --export-hf ./tuned
 
   Pre-train a model of a known architecture from random weights, on tokens prepared before, saving every 500 steps:
       fsdp-launch --nproc-per-node 4 train --model ./gpt2 --init random --data train.bin --steps 10000 \\
@@ -33,9 +37,10 @@ const AFTER_HELP: &str = "Examples:
 One step sees (processes x --batch-size x --grad-accum) sequences. Runs for which this product is the same see the \
 same data in the same order and give the same losses, up to rounding.";
 
-/// Flags that may differ from rank to rank: what is read through the first three is compared by itself, and the last
-/// two are for rank 0 alone.
-pub(crate) const FREE_TO_DIFFER: [&str; 5] = ["model", "data", "lora-from", "metrics", "tensorboard"];
+/// Flags that name what is read, and that may differ from rank to rank: what is read through them is compared.
+pub(crate) const INPUTS: [&str; 5] = ["model", "data", "sft", "eval", "lora-from"];
+/// Flags that may differ because they are for rank 0 alone.
+pub(crate) const OF_RANK_0: [&str; 2] = ["metrics", "tensorboard"];
 
 /// Pre-trains or fine-tunes a language model whose parameters, gradients and optimizer state are sharded over the
 /// processes.
@@ -68,6 +73,33 @@ pub(crate) struct Args {
     #[arg(long, value_name = "PATH", help_heading = "Data")]
     #[serde(serialize_with = "place")]
     pub(crate) data: Option<PathBuf>,
+
+    /// Fine-tune on examples instead: a JSONL file of conversations, or of prompts with completions
+    ///
+    /// A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]} or
+    /// {"prompt": "...", "completion": "..."}. Conversations are written by the chat template of the model directory
+    /// (chat_template.jinja, or the one in tokenizer_config.json), or else in a plain format. Only what the assistant
+    /// says, or the completion, is learnt. docs/fine-tuning.md tells more.
+    #[arg(long, value_name = "FILE", conflicts_with = "data", help_heading = "Data")]
+    #[serde(serialize_with = "place")]
+    pub(crate) sft: Option<PathBuf>,
+
+    /// With --sft: whether several examples may share a sequence. They never see each other. `off` pads each of them
+    #[arg(long, value_enum, default_value_t = Switch::On, help_heading = "Data")]
+    pub(crate) packing: Switch,
+
+    /// Read the data in another order in each epoch, which follows from --seed [default: on with --sft, else off]
+    #[arg(long, value_enum, help_heading = "Data")]
+    pub(crate) shuffle: Option<Switch>,
+
+    /// Measure the loss on this data as well, before the first step and at the end: of the kind of --sft or --data
+    #[arg(long, value_name = "PATH", help_heading = "Data")]
+    #[serde(serialize_with = "place")]
+    pub(crate) eval: Option<PathBuf>,
+
+    /// Measure the loss on --eval after so many steps, again and again
+    #[arg(long, value_name = "N", value_parser = count, requires = "eval", help_heading = "Data")]
+    pub(crate) eval_every: Option<usize>,
 
     /// Sequences that each process reads at once
     #[arg(long, value_name = "N", default_value = "4", value_parser = count, help_heading = "Data")]
@@ -205,7 +237,8 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t = ActivationCheckpoint::None, help_heading = "Sharding")]
     pub(crate) activation_checkpoint: ActivationCheckpoint,
 
-    /// Seed of random weights; the same seed gives the same weights at every number of processes
+    /// Seed of random weights and of the order of shuffled data; the same seed gives the same ones at every number of
+    /// processes
     #[arg(long, value_name = "N", default_value = "42", help_heading = "Run")]
     pub(crate) seed: u64,
 
@@ -257,9 +290,10 @@ pub(crate) struct Args {
 
     /// Write what each step measured to this file, one JSON object a line
     ///
-    /// Fields: step, loss (mean over all processes' tokens), grad_norm (before clipping), lr, step_time_s,
-    /// tokens_per_s, peak_mem_bytes (the largest process's), shard_bytes (parameters, gradients and optimizer state
-    /// resident a process).
+    /// Fields: step, loss (mean over all processes' tokens that are to be learnt), grad_norm (before clipping), lr,
+    /// step_time_s, tokens_per_s, peak_mem_bytes (the largest process's), shard_bytes (parameters, gradients and
+    /// optimizer state resident a process). Lines of --eval have step, eval_loss, eval_perplexity, eval_tokens and
+    /// eval_time_s instead.
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     #[serde(serialize_with = "place")]
     pub(crate) metrics: Option<PathBuf>,
@@ -267,9 +301,9 @@ pub(crate) struct Args {
     /// Write what each step measured as TensorBoard event files, to be seen by `tensorboard --logdir DIR`
     ///
     /// Curves: train/loss, train/grad_norm (before clipping), train/lr, speed/tokens_per_s, speed/step_time_s,
-    /// memory/peak_bytes, memory/shard_bytes. Rank 0 writes, step by step. Each start of the run is a file of its own;
-    /// a run that goes on from an earlier step, or from the beginning, hides what the files before it tell of later
-    /// steps. For several runs in one picture, give each a directory below the one that --logdir names.
+    /// memory/peak_bytes, memory/shard_bytes, and with --eval eval/loss and eval/perplexity. Rank 0 writes, step by
+    /// step. Each start of the run is a file of its own; a run that goes on from an earlier step, or from the
+    /// beginning, hides what the files before it tell of later steps. For several runs in one picture, give each a directory below the one that --logdir names.
     #[arg(long, value_name = "DIR", help_heading = "Run")]
     #[serde(serialize_with = "place")]
     pub(crate) tensorboard: Option<PathBuf>,
@@ -352,7 +386,7 @@ mod tests {
         let command = Args::command();
         let flags = command.get_arguments().filter_map(|argument| argument.get_long());
         assert_eq!(described, flags.filter(|flag| !["help", "version"].contains(flag)).collect());
-        assert!(FREE_TO_DIFFER.iter().all(|flag| described.contains(flag)));
+        assert!(INPUTS.iter().chain(&OF_RANK_0).all(|flag| described.contains(flag)));
     }
 
     #[test]
@@ -361,7 +395,7 @@ mod tests {
             serde_json::to_value(parse(&[&format!("--{flag}"), value]).unwrap()).unwrap()[flag].clone()
         };
         let here = std::env::current_dir().unwrap();
-        for flag in ["checkpoint-dir", "export-hf", "trace", "resume", "data"] {
+        for flag in ["checkpoint-dir", "export-hf", "trace", "resume", "data", "sft"] {
             assert_eq!(place(flag, "some/where"), here.join("some/where").to_str().unwrap(), "{flag}");
             assert_eq!(place(flag, "/a/b"), "/a/b", "{flag}");
         }
@@ -383,6 +417,9 @@ mod tests {
         for (flag, bad, expected) in [
             ("--steps", &["0", "-1", "x", "1.5"][..], "whole number of at least 1"),
             ("--keep", &["0", "all"], "whole number of at least 1"),
+            ("--eval-every", &["0", "-1", "x"], "whole number of at least 1"),
+            ("--shuffle", &["yes"], "on, off"),
+            ("--packing", &["tight"], "on, off"),
             ("--batch-size", &["0", "-1", "x", "99999999999999999999999"], "whole number of at least 1"),
             ("--seq-len", &["0", "-5", ""], "whole number of at least 1"),
             ("--grad-accum", &["0"], "whole number of at least 1"),
@@ -412,6 +449,14 @@ mod tests {
                 );
             }
         }
+    }
+
+    #[test]
+    fn flags_that_need_or_exclude_others_say_so() {
+        let error = parse(&["--sft", "a.jsonl", "--data", "b"]).unwrap_err();
+        assert!(error.contains("--sft") && error.contains("--data"), "{error}");
+        let error = parse(&["--eval-every", "3"]).unwrap_err();
+        assert!(error.contains("--eval <PATH>"), "{error}");
     }
 
     #[test]

@@ -1,11 +1,11 @@
 //! `--gradcheck`: the gradients are those of the loss, or the run ends before its first step.
 
 use anyhow::{Context, ensure};
-use candle_core::{DType, Module, Tensor};
-use fsdp_candle::{FsdpModule, GradcheckOptions, World, gradcheck, nn};
+use candle_core::DType;
+use fsdp_candle::{FsdpModule, GradcheckOptions, World, gradcheck};
 use fsdp_examples::console::Console;
 use fsdp_examples::data::Batches;
-use fsdp_examples::models::LanguageModel;
+use fsdp_examples::models::{self, Batch, LanguageModel};
 
 use crate::args::Args;
 
@@ -24,12 +24,8 @@ pub(crate) fn check(
         args.param_dtype.dtype() == DType::F32,
         "--gradcheck compares small differences of the loss, which bf16 rounds away: use it with --param-dtype f32"
     );
-    let (inputs, targets) = batches.micro_batch(sequences, 0)?;
-    let inputs_bt = Tensor::from_vec(inputs, (args.batch_size, args.seq_len), world.device())?;
-    let targets_bt = Tensor::from_vec(targets, (args.batch_size, args.seq_len), world.device())?;
-    let checked = gradcheck(model, &GradcheckOptions::default(), |model| {
-        nn::cross_entropy(&model.forward(&inputs_bt)?, &targets_bt)
-    });
+    let batch = Batch::new(batches.micro_batch(sequences, 0)?, args.seq_len, world.device())?;
+    let checked = gradcheck(model, &GradcheckOptions::default(), |model| models::cross_entropy(model, &batch));
     let checked = checked.context("--gradcheck")?;
     if world.rank() == 0 {
         Console::Stderr.line(format_args!("gradcheck: the gradients of {} units are right", checked.len()));

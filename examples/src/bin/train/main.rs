@@ -9,6 +9,7 @@ mod bad_step;
 mod checkpoint;
 mod damage;
 mod done;
+mod evaluate;
 mod export;
 mod exported;
 mod gradcheck;
@@ -19,6 +20,7 @@ mod memory;
 mod optimizer;
 mod peft;
 mod places;
+mod sample;
 mod setup;
 mod step_log;
 mod steps;
@@ -29,19 +31,19 @@ mod writable;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use candle_core::Tensor;
 use candle_core::backprop::GradStore;
 use clap::Parser;
 use fsdp_candle::{Recurse, ReduceOp, World, clip_grad_norm, grad_norm};
 use fsdp_examples::console::Console;
 use fsdp_examples::job;
 use fsdp_examples::metrics::{StepRecord, peak_memory_bytes};
-use fsdp_examples::models;
+use fsdp_examples::models::{self, Batch};
 use fsdp_examples::schedule::Schedule;
 
 use args::{Args, GradSync};
 use bad_step::BadStep;
 use checkpoint::Checkpoints;
+use sample::Speaker;
 use setup::Setup;
 use step_log::StepLog;
 
@@ -61,7 +63,7 @@ fn main() -> ExitCode {
 fn train(args: &Args, world: &World) -> anyhow::Result<()> {
     // Before all else, so that what is in the way shows before anything is read.
     let mut checkpoints = Checkpoints::new(args, world)?;
-    let Setup { vars, model, batches, text, config, adapters } = Setup::new(args, world)?;
+    let Setup { vars, model, batches, evaluation, text, positions, adapters } = Setup::new(args, world)?;
     let mut optim = optimizer::adamw(args, &vars)?;
     let schedule = Schedule::new(args.lr_schedule, args.lr, args.warmup_steps, args.steps);
 
@@ -79,6 +81,29 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
     let mut log = if world.rank() == 0 { Some(StepLog::open(args, done.step)?) } else { None };
     let shard_bytes = setup::shard_bytes(&vars);
     let tokens_per_step = batches.tokens_per_step() as f64;
+    let speaker = Speaker { model: &model, text: &text, positions };
+    let asked = evaluation.as_ref().map_or(&batches, |evaluation| &evaluation.batches);
+    let say = || match args.sft {
+        Some(_) => tracing::debug_span!("sample").in_scope(|| speaker.answers(asked, world)),
+        None => tracing::debug_span!("sample").in_scope(|| speaker.continues(&batches, world)),
+    };
+    let evaluate = |step: usize, log: &mut Option<StepLog>| -> anyhow::Result<()> {
+        let Some(evaluation) = evaluation.as_ref().filter(|evaluation| evaluation.is_due(step)) else { return Ok(()) };
+        let record = tracing::debug_span!("eval").in_scope(|| evaluation.run(&model, step, world))?;
+        if let Some(log) = log {
+            log.eval(&record);
+        }
+        Ok(())
+    };
+    if done.step == 0 {
+        evaluate(0, &mut log)?;
+    }
+    if args.sft.is_some() && done.step < args.steps {
+        let sample = say()?;
+        if world.rank() == 0 {
+            Console::Stdout.line(format_args!("sample before training: {sample}"));
+        }
+    }
 
     for step in done.step + 1..=args.steps {
         let _span = tracing::debug_span!("step", number = step).entered();
@@ -86,18 +111,20 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
         let lr = schedule.lr(step);
         optim.set_learning_rate(lr);
 
-        // Forward and backward of each micro-batch; gradients come back averaged over ranks and sharded.
+        // Forward and backward of each micro-batch; gradients come back averaged over ranks and sharded. The step's
+        // loss is the mean over all tokens that count, of all ranks and micro-batches: each micro-batch's mean weighs
+        // as its share of them.
+        let share = batches.counted(done.sequences)? as f64 / world.size() as f64;
         let mut loss_sum = 0.;
         let mut grads: Option<GradStore> = None;
         for micro_step in 0..args.grad_accum {
             let last = micro_step + 1 == args.grad_accum;
             model.set_requires_gradient_sync(last || args.grad_sync == GradSync::Every, Recurse::Yes);
-            let (inputs, targets) = batches.micro_batch(done.sequences, micro_step)?;
-            let inputs_bt = Tensor::from_vec(inputs, (args.batch_size, args.seq_len), world.device())?;
-            let targets_bt = Tensor::from_vec(targets, (args.batch_size, args.seq_len), world.device())?;
-            let loss = models::loss(&model, &inputs_bt, &targets_bt)?;
-            loss_sum += f64::from(loss.to_scalar::<f32>()?);
-            let new = model.backward(&(loss / args.grad_accum as f64)?)?;
+            let batch = Batch::new(batches.micro_batch(done.sequences, micro_step)?, args.seq_len, world.device())?;
+            let loss = models::loss(&model, &batch)?;
+            let counted = batch.counted as f64;
+            loss_sum += counted * f64::from(loss.to_scalar::<f32>()?);
+            let new = model.backward(&(loss * (counted / share))?)?;
             match &mut grads {
                 Some(grads) => grads.extend(new)?,
                 None => grads = Some(new),
@@ -109,7 +136,7 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
             max => clip_grad_norm(&vars, &mut grads, max)?,
         };
         // What is not finite on one rank makes the mean so: all ranks stop together, while the weights are good.
-        let own_loss = loss_sum / args.grad_accum as f64;
+        let own_loss = loss_sum / share;
         let means = world.all_reduce(&[own_loss, norm], ReduceOp::Avg)?;
         let loss = means[0];
         if !means.iter().all(|mean| mean.is_finite()) {
@@ -136,6 +163,7 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
         if let Some(log) = &mut log {
             log.step(&record);
         }
+        evaluate(step, &mut log)?;
         if args.save_every > 0 && step % args.save_every == 0 && step != args.steps {
             tracing::debug_span!("save").in_scope(|| checkpoints.save(&vars, &optim, &done))?;
         }
@@ -147,7 +175,7 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
     let saved = tracing::debug_span!("save").in_scope(|| checkpoints.save(&vars, &optim, &done))?;
     checkpoints.export(args, &vars, adapters.as_ref(), &done)?;
     checkpoints.finish()?;
-    let sample = tracing::debug_span!("sample").in_scope(|| setup::sample(&model, &batches, &text, &config, world))?;
+    let sample = say()?;
     if world.rank() == 0 {
         Console::Stdout.line(format_args!("sample: {sample}"));
         Console::Stdout.line(format_args!("checkpoint: {}", saved.display()));

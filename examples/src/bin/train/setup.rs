@@ -6,34 +6,31 @@ use anyhow::{Context, bail, ensure};
 use candle_core::DType;
 use fsdp_candle::initializer::{Fallback, Philox, Pretrained};
 use fsdp_candle::nn::is_adapter;
-use fsdp_candle::{DeviceMesh, FsdpModule, FullyShard, MixedPrecisionPolicy, ShardedVarMap, World, no_grad};
+use fsdp_candle::{DeviceMesh, FsdpModule, FullyShard, MixedPrecisionPolicy, ShardedVarMap, World};
 use fsdp_ckpt::TensorSource;
 use fsdp_ckpt::hf::HfModel;
 use fsdp_examples::console::Console;
-use fsdp_examples::data::{Batches, Data, Text};
-use fsdp_examples::generate;
+use fsdp_examples::data::{Batches, Data, Examples, PackingOptions, Source, Text};
 use fsdp_examples::models::{self, LanguageModel, ModelConfig, ModelOptions};
 
 use crate::alike::{self, Words};
-use crate::args::{ActivationCheckpoint, Args, DeviceChoice, InitChoice, Resume};
+use crate::args::{ActivationCheckpoint, Args, DeviceChoice, InitChoice, Resume, Switch};
+use crate::evaluate::Evaluation;
 use crate::lora::Adapters;
 use crate::memory;
 use crate::peft::Peft;
-
-/// Ids of the data that start the sample, and ids that continue them.
-const PROMPT_TOKENS: usize = 16;
-const SAMPLE_TOKENS: usize = 48;
-/// Ids that the model sees when it continues them.
-const SAMPLE_CONTEXT: usize = 64;
+use crate::sample;
 
 /// All that a run is made of.
 pub(crate) struct Setup {
     pub(crate) vars: ShardedVarMap,
     pub(crate) model: FsdpModule<LanguageModel>,
     pub(crate) batches: Batches,
+    pub(crate) evaluation: Option<Evaluation>,
     pub(crate) text: Text,
-    pub(crate) config: ModelConfig,
     pub(crate) adapters: Option<Adapters>,
+    /// The longest sequence that the model can be asked for.
+    pub(crate) positions: usize,
 }
 
 impl Setup {
@@ -57,12 +54,16 @@ impl Setup {
 
         // Data before the model: what is wrong with it shows at once.
         let text = Text::new(args.model.as_deref())?;
-        let data = Data::load(args.data.as_deref(), &text, config.vocab_size())?;
-        let batches = Batches::new(data, args.batch_shape(world)?)?;
+        let (batches, evaluation) = data(args, &text, config.vocab_size(), world)?;
         let weights = pretrained(args)?;
         let adapters = Adapters::of(args)?;
-        alike::inputs(read(&config, batches.data(), weights, adapters.as_ref())?, args, world)?;
-        let positions = args.seq_len.max(SAMPLE_CONTEXT);
+        alike::inputs(read(&config, &batches, evaluation.as_ref(), weights, adapters.as_ref())?, args, world)?;
+        if world.rank() == 0 {
+            let all = [Some(&batches), evaluation.as_ref().map(|evaluation| &evaluation.batches)];
+            let remarks = all.into_iter().flatten().filter_map(Batches::remark);
+            remarks.for_each(|remark| Console::Stderr.line(format_args!("warning: {remark}")));
+        }
+        let positions = args.seq_len.max(sample::CONTEXT);
         memory::check(args, &config, adapters.as_ref().map(|adapters| &adapters.lora), positions, world)?;
 
         let vars = ShardedVarMap::new(&mesh(args, world)?, world.device());
@@ -99,8 +100,38 @@ impl Setup {
             adapters.check(args, &vars)?;
         }
         models::set_prefetch(&model, args.prefetch);
-        Ok(Setup { vars, model, batches, text, config, adapters })
+        let positions = positions.min(config.max_positions());
+        Ok(Setup { vars, model, batches, evaluation, text, adapters, positions })
     }
+}
+
+/// What is trained on, and what is evaluated on.
+fn data(args: &Args, text: &Text, vocab_size: usize, world: &World) -> anyhow::Result<(Batches, Option<Evaluation>)> {
+    let source = |flag: &'static str, path: Option<&Path>, shuffle: Option<u64>| match (path, args.sft.is_some()) {
+        (Some(path), true) => {
+            let examples = Examples::load(path, args.model.as_deref(), text, args.seq_len, vocab_size).context(flag)?;
+            let packing = args.packing == Switch::On;
+            anyhow::Ok(Source::Examples(examples, PackingOptions { packing, shuffle }))
+        }
+        (Some(path), false) => Ok(Source::Stream(Data::load(Some(path), text, vocab_size).context(flag)?, shuffle)),
+        (None, _) => Ok(Source::Stream(Data::load(None, text, vocab_size)?, shuffle)),
+    };
+    let shape = args.batch_shape(world)?;
+    let shuffled = args.shuffle.map_or(args.sft.is_some(), |shuffle| shuffle == Switch::On);
+    let (flag, path) = match &args.sft {
+        Some(path) => ("--sft", Some(path.as_path())),
+        None => ("--data", args.data.as_deref()),
+    };
+    let batches = Batches::new(source(flag, path, shuffled.then_some(args.seed))?, shape)?;
+    let evaluation = match args.eval.as_deref() {
+        Some(path) => {
+            let flag = "--eval";
+            let batches = Batches::for_evaluation(source(flag, Some(path), None)?, shape).context(flag)?;
+            Some(Evaluation::new(args, batches))
+        }
+        None => None,
+    };
+    Ok((batches, evaluation))
 }
 
 /// The ranks as copies of shards.
@@ -138,12 +169,11 @@ pub(crate) fn pretrained(args: &Args) -> anyhow::Result<Option<&Path>> {
 /// What this rank has read, for the others to compare with.
 fn read(
     config: &ModelConfig,
-    data: &Data,
+    batches: &Batches,
+    evaluation: Option<&Evaluation>,
     weights: Option<&Path>,
     adapters: Option<&Adapters>,
 ) -> anyhow::Result<Words> {
-    let mut read = alike::words("config.json's ", config)?;
-    read.insert("the data".into(), format!("{} tokens with checksum {:016x}", data.len(), data.checksum()));
     let print = |weights: &HfModel| {
         models::fingerprint(weights).with_context(|| format!("can't read the weights in {}", weights.path().display()))
     };
@@ -153,6 +183,11 @@ fn read(
         }
         None => "random".into(),
     };
+    let mut read = alike::words("config.json's ", config)?;
+    read.insert("the data".into(), batches.account());
+    if let Some(evaluation) = evaluation {
+        read.insert("the data of --eval".into(), evaluation.batches.account());
+    }
     read.insert("the first weights".into(), weights);
     if let Some(peft) = adapters.and_then(|adapters| adapters.from.as_ref()) {
         read.insert("the first adapters".into(), print(peft.weights())?);
@@ -169,19 +204,4 @@ pub(crate) fn shard_bytes(vars: &ShardedVarMap) -> u64 {
             (copies * param.region().elements() * param.dtype().size_in_bytes()) as u64
         })
         .sum()
-}
-
-/// A continuation of the data's first words. Collective.
-pub(crate) fn sample(
-    model: &FsdpModule<LanguageModel>,
-    batches: &Batches,
-    text: &Text,
-    config: &ModelConfig,
-    world: &World,
-) -> anyhow::Result<String> {
-    let prompt = batches.prompt(PROMPT_TOKENS)?;
-    let context = config.max_positions().min(SAMPLE_CONTEXT);
-    let ids = no_grad(|| generate::sample(model, &prompt, SAMPLE_TOKENS, context, 0.8, 0, world.device()))
-        .context("can't generate a sample")?;
-    Ok(format!("{:?} -> {:?}", text.decode(&prompt)?, text.decode(&ids)?))
 }

@@ -2,9 +2,10 @@
 //! a bar on stderr.
 
 use fsdp_examples::console::Console;
-use fsdp_examples::metrics::{MetricsFile, StepRecord};
+use fsdp_examples::metrics::{EvalRecord, MetricsFile, StepRecord};
 use fsdp_examples::progress::Progress;
 use fsdp_examples::tensorboard::EventFile;
+use indicatif::HumanCount;
 
 use crate::args::Args;
 
@@ -34,6 +35,17 @@ impl StepLog {
         write_or_give_up(&mut self.metrics, |metrics| metrics.write(record));
         write_or_give_up(&mut self.events, |events| events.write(record));
         self.progress.step(record);
+    }
+
+    /// Notes an evaluation, as [`StepLog::step`] does a step.
+    pub(crate) fn eval(&mut self, record: &EvalRecord) {
+        write_or_give_up(&mut self.metrics, |metrics| metrics.write(record));
+        write_or_give_up(&mut self.events, |events| events.write_eval(record));
+        let EvalRecord { step, eval_loss, eval_perplexity, eval_tokens, .. } = record;
+        self.progress.note(&format!(
+            "step {step}: evaluation loss {eval_loss:.4}, perplexity {eval_perplexity:.2}, over {} tokens",
+            HumanCount(*eval_tokens)
+        ));
     }
 
     /// Leaves the bar as it stands.

@@ -4,7 +4,7 @@
 
 use candle_core::{Module, Result, Tensor};
 use candle_nn::VarBuilder;
-use fsdp_candle::nn::{self, AttentionOptions, Linear};
+use fsdp_candle::nn::{self, AttentionOptions, Documents, Linear};
 
 use super::linear::linear;
 use super::norm::Norm;
@@ -59,10 +59,8 @@ impl Attention {
             head_dim,
         })
     }
-}
 
-impl Module for Attention {
-    fn forward(&self, x_btc: &Tensor) -> Result<Tensor> {
+    pub(super) fn forward(&self, x_btc: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
         // Heads stay merged, [B, T, H * D]: the fused operations find them there without a transpose.
         let (mut q, mut k, v) = match &self.input {
             Input::Apart([q, k, v]) => (q.forward(x_btc)?, k.forward(x_btc)?, v.forward(x_btc)?),
@@ -77,7 +75,11 @@ impl Module for Attention {
             q = of_q.forward(&q.reshape((batch, steps, self.heads, self.head_dim))?)?;
             k = of_k.forward(&k.reshape((batch, steps, self.kv_heads, self.head_dim))?)?;
         }
-        let (q, k) = (self.turn.apply(&q)?, self.turn.apply(&k)?);
-        self.output.forward(&nn::attention(&q, &k, &v, self.heads, self.kv_heads, &self.options)?)
+        let (q, k) = (self.turn.apply(&q, documents)?, self.turn.apply(&k, documents)?);
+        let (heads, kv_heads) = (self.heads, self.kv_heads);
+        self.output.forward(&match documents {
+            Some(documents) => nn::attention_in_documents(&q, &k, &v, heads, kv_heads, &self.options, documents)?,
+            None => nn::attention(&q, &k, &v, heads, kv_heads, &self.options)?,
+        })
     }
 }

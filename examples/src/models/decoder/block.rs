@@ -2,6 +2,7 @@
 
 use candle_core::{Module, Result, Tensor};
 use candle_nn::VarBuilder;
+use fsdp_candle::nn::Documents;
 
 use super::attention::Attention;
 use super::experts::Experts;
@@ -55,12 +56,12 @@ impl Block {
     ///
     /// # Errors
     /// Those of its layers.
-    pub fn forward(&self, x_btc: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+    pub fn forward(&self, x_btc: &Tensor, documents: Option<&Documents>) -> Result<(Tensor, Option<Tensor>)> {
         let behind = |norm: &Option<Norm>, x: Tensor| match norm {
             Some(norm) => norm.forward(&x),
             None => Ok(x),
         };
-        let attention = self.attention.forward(&self.input_norm.forward(x_btc)?)?;
+        let attention = self.attention.forward(&self.input_norm.forward(x_btc)?, documents)?;
         let x_btc = (x_btc + behind(&self.attention_norm, attention)?)?;
         let normed = self.mlp_norm.forward(&x_btc)?;
         let (mlp, busy) = match &self.mlp {

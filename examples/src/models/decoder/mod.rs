@@ -14,7 +14,7 @@ mod rope;
 use candle_core::{Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use fsdp_candle::FsdpModule;
-use fsdp_candle::nn::{Embedding, Linear};
+use fsdp_candle::nn::{Documents, Embedding, Linear};
 
 pub use block::Block;
 use linear::linear;
@@ -65,11 +65,12 @@ impl Decoder {
         &self.blocks
     }
 
-    /// Logits `[B, T, V]` for ids `[B, T]`, and what is to be added to their loss, where experts have one.
+    /// Logits `[B, T, V]` for ids `[B, T]`, in which documents may lie packed, and what is to be
+    /// added to their loss, where experts have one.
     ///
     /// # Errors
     /// Those of the layers.
-    pub fn forward(&self, ids_bt: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+    pub fn forward(&self, ids_bt: &Tensor, documents: Option<&Documents>) -> Result<(Tensor, Option<Tensor>)> {
         let mut x_btc = self.embedding.forward(ids_bt)?;
         if let Some(scale) = self.embedding_scale {
             x_btc = (x_btc * scale)?;
@@ -77,7 +78,8 @@ impl Decoder {
         let mut all_busy = vec![];
         for block in &self.blocks {
             let busy;
-            (x_btc, busy) = block.call_with(x_btc, |layer, x_btc| layer.run(&x_btc, Block::forward))?;
+            let input = (x_btc, documents.cloned());
+            (x_btc, busy) = block.call_with(input, |layer, input| layer.run(input, Block::forward))?;
             all_busy.extend(busy);
         }
         let mut logits = self.head.forward(&self.norm.forward(&x_btc)?)?;

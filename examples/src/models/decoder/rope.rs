@@ -1,7 +1,7 @@
 //! Rotary embeddings of a model: tables that its blocks share.
 
 use candle_core::{Device, Result, Tensor};
-use fsdp_candle::nn::{Rotary, RotaryOptions};
+use fsdp_candle::nn::{Documents, Rotary, RotaryOptions};
 
 use crate::models::config::rope::Rope;
 
@@ -25,11 +25,16 @@ impl Turn {
         Ok(Turn { usual: tables(&frequencies)?, long })
     }
 
-    /// Turns the heads of `x`, `[B, T, H * D]` or `[B, T, H, D]`.
-    pub(super) fn apply(&self, x: &Tensor) -> Result<Tensor> {
-        match &self.long {
-            Some((above, rotary)) if x.dim(1)? > *above => rotary.apply(x, 0),
-            _ => self.usual.apply(x, 0),
+    /// Turns the heads of `x`, `[B, T, H * D]` or `[B, T, H, D]`, in which documents may lie packed.
+    pub(super) fn apply(&self, x: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
+        let longest = documents.map_or(x.dim(1)?, Documents::longest);
+        let rotary = match &self.long {
+            Some((above, rotary)) if longest > *above => rotary,
+            _ => &self.usual,
+        };
+        match documents {
+            Some(documents) => rotary.apply_in_documents(x, documents),
+            None => rotary.apply(x, 0),
         }
     }
 }

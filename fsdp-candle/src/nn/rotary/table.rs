@@ -9,6 +9,7 @@ use std::sync::Arc;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, Device, Layout, Result, Shape, Tensor, bail};
 
+use super::super::attention::Documents;
 use super::super::cpu::parallel::map_rows;
 use super::super::cpu::simd::kernel;
 use super::super::cpu::values::{floats, read, served, storage, tensor};
@@ -150,30 +151,56 @@ impl Rotary {
     ///
     /// An error if the shape is another, or if `offset + T` exceeds the tables' positions.
     pub fn apply(&self, x: &Tensor, offset: usize) -> Result<Tensor> {
-        let (positions, head_dim) = (self.host.positions, self.head_dim());
-        let (steps, width) = match *x.dims() {
-            [_, steps, heads, width] if width == head_dim => (steps, heads * width),
-            [_, steps, width] if width.is_multiple_of(head_dim) => (steps, width),
+        let (batch, steps, _) = self.dims(x)?;
+        let at = (offset..offset + steps).map(|position| position as u32);
+        if offset + steps > self.host.positions {
+            bail!("Rotary: positions {offset}..{} exceed the tables' {}", offset + steps, self.host.positions);
+        }
+        self.turned(x, std::iter::repeat_n(at, batch).flatten().collect())
+    }
+
+    /// As [`Rotary::apply`] from position 0 in each of the documents that lie packed in the rows of `x`.
+    ///
+    /// # Errors
+    /// When the shape is another than the documents', or one of them is longer than the tables.
+    pub fn apply_in_documents(&self, x: &Tensor, documents: &Documents) -> Result<Tensor> {
+        let (batch, steps, _) = self.dims(x)?;
+        documents.check("Rotary", batch, steps)?;
+        if documents.longest() > self.host.positions {
+            bail!("Rotary: a document of {} tokens exceeds the tables' {}", documents.longest(), self.host.positions);
+        }
+        self.turned(x, documents.shared_positions())
+    }
+
+    /// Batch, positions, and elements at a position.
+    fn dims(&self, x: &Tensor) -> Result<(usize, usize, usize)> {
+        let head_dim = self.head_dim();
+        match *x.dims() {
+            [batch, steps, heads, width] if width == head_dim => Ok((batch, steps, heads * width)),
+            [batch, steps, width] if width.is_multiple_of(head_dim) => Ok((batch, steps, width)),
             _ => bail!(
                 "Rotary: expected [batch, T, heads, {head_dim}] or [batch, T, heads * {head_dim}], found {:?}",
                 x.dims()
             ),
-        };
-        if offset + steps > positions {
-            bail!("Rotary: positions {offset}..{} exceed the tables' {positions}", offset + steps);
         }
+    }
+
+    /// `x` turned by the angles of the positions of its rows, one after another.
+    fn turned(&self, x: &Tensor, positions: Arc<[u32]>) -> Result<Tensor> {
         if !served(x) {
-            return self.composite(x, offset);
+            return self.composite(x, &positions);
         }
-        x.apply_op1(Turn { tables: self.host.clone(), offset, steps, width })
+        let (.., width) = self.dims(x)?;
+        x.apply_op1(Turn { tables: self.host.clone(), positions, width })
     }
 
     /// The same from Candle's operations.
-    pub(in crate::nn) fn composite(&self, x: &Tensor, offset: usize) -> Result<Tensor> {
+    pub(in crate::nn) fn composite(&self, x: &Tensor, positions: &[u32]) -> Result<Tensor> {
         let (batch, steps) = (x.dim(0)?, x.dim(1)?);
         let Tables { half, head_dim, .. } = *self.host;
         let heads = x.reshape((batch, steps, (), head_dim))?;
-        let table = |t: &Tensor| t.narrow(0, offset, steps)?.reshape((1, steps, 1, half))?.to_dtype(x.dtype());
+        let positions = Tensor::from_slice(positions, positions.len(), x.device())?;
+        let table = |t: &Tensor| t.index_select(&positions, 0)?.reshape((batch, steps, 1, half))?.to_dtype(x.dtype());
         let (cos, sin) = (table(&self.cos)?, table(&self.sin)?);
         let (a, b) = (heads.narrow(3, 0, half)?, heads.narrow(3, half, half)?);
         let first = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
@@ -186,8 +213,8 @@ impl Rotary {
 
 struct Turn {
     tables: Arc<Tables>,
-    offset: usize,
-    steps: usize,
+    /// Of each row of the input.
+    positions: Arc<[u32]>,
     /// Elements at one position: heads times head_dim.
     width: usize,
 }
@@ -199,7 +226,7 @@ impl Turn {
         map_rows(&mut y, self.width, self.width, |first, y| {
             for (i, y) in y.chunks_exact_mut(self.width).enumerate() {
                 let row = first + i;
-                let at = (self.offset + row % self.steps) * half;
+                let at = self.positions[row] as usize * half;
                 let x = &x[row * self.width..][..self.width];
                 turn_heads(y, x, *head_dim, &cos[at..at + half], &sin[at..at + half], sign);
             }

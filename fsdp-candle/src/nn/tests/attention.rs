@@ -20,7 +20,7 @@ fn check_case(dtype: DType, (batch, queries, keys, heads, kv_heads, dim): Case, 
         || attention(&q, &k, &v, heads, kv_heads, options),
         || {
             let wide = |t: &Var| t.to_dtype(DType::F64);
-            composite(&wide(&q)?, &wide(&k)?, &wide(&v)?, heads, kv_heads, options)?.to_dtype(dtype)
+            composite(&wide(&q)?, &wide(&k)?, &wide(&v)?, heads, kv_heads, options, None)?.to_dtype(dtype)
         },
     );
 }
@@ -89,7 +89,7 @@ fn the_composite_is_attention() {
             want.extend((0..dim).map(|d| (0..keys).filter(sees).map(|j| weight(j) * v[j][d]).sum::<f64>() / total));
         }
         let want = Tensor::from_vec(want, (1, queries, dim), &Device::Cpu).unwrap();
-        let found = composite(&tensors[0], &tensors[1], &tensors[2], 1, 1, &options).unwrap();
+        let found = composite(&tensors[0], &tensors[1], &tensors[2], 1, 1, &options, None).unwrap();
         assert_close(&format!("{options:?}"), &found, &want, 1e-12);
     }
 }
@@ -105,7 +105,7 @@ fn attention_takes_separate_heads_and_views() {
         "attention on views",
         &[&q, &kv],
         || causal_attention(&q, &k()?, &v()?, 4, 2, 0.3),
-        || composite(&q.flatten_from(2)?, &k()?.flatten_from(2)?, &v()?.flatten_from(2)?, 4, 2, &options),
+        || composite(&q.flatten_from(2)?, &k()?.flatten_from(2)?, &v()?.flatten_from(2)?, 4, 2, &options, None),
     );
 }
 
@@ -125,7 +125,7 @@ fn fused_qkv_matches_the_composite() {
                     || {
                         let (q, kv) = (heads * 4, kv_heads * 4);
                         let (k, v) = (qkv.narrow(2, q, kv)?, qkv.narrow(2, q + kv, kv)?);
-                        composite(&qkv.narrow(2, 0, q)?, &k, &v, heads, kv_heads, &options)
+                        composite(&qkv.narrow(2, 0, q)?, &k, &v, heads, kv_heads, &options, None)
                     },
                 );
             }
@@ -153,7 +153,7 @@ fn large_scores_and_a_negative_scale_stay_finite() {
         let [q, k, v] = [1, 2, 3].map(|seed| random(seed, &[1, 20, 8], DType::F32).as_detached_tensor());
         let options = AttentionOptions { softcap, ..AttentionOptions::causal(scale) };
         let y = attention(&q, &k, &v, 1, 1, &options).unwrap();
-        assert_close("peaked", &y, &composite(&q, &k, &v, 1, 1, &options).unwrap(), 1e-3);
+        assert_close("peaked", &y, &composite(&q, &k, &v, 1, 1, &options, None).unwrap(), 1e-3);
     }
 }
 

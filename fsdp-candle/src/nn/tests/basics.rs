@@ -3,7 +3,7 @@ use candle_core::{DType, Device, Module, Tensor, Var};
 use super::super::norm::rows;
 use super::super::*;
 use super::super::{embedding as embedding_file, linear::affine as linear_file};
-use super::{DTYPES, assert_close, check, message, random, random_ids};
+use super::{DTYPES, assert_close, check, message, positions, random, random_ids};
 
 #[test]
 fn linear_and_gpt2s_match_the_composite() {
@@ -177,7 +177,7 @@ fn rotary_matches_the_composite_and_keeps_its_conventions() {
         for (shape, offset) in [(vec![2, 5, 3, 6], 0), (vec![1, 1, 18], 19), (vec![3, 4, 6], 7), (vec![40, 20, 48], 0)]
         {
             let x = random(1, &shape, dtype);
-            check("rotary", &[&x], || rotary.apply(&x, offset), || rotary.composite(&x, offset));
+            check("rotary", &[&x], || rotary.apply(&x, offset), || rotary.composite(&x, &positions(offset, &x)));
         }
     }
     // Position 1, pair 0 turns by one radian; the pair is elements 0 and 3.

@@ -3,6 +3,7 @@
 mod attention;
 mod basics;
 mod block;
+mod documents;
 mod loss;
 mod mirror;
 mod rotary;
@@ -30,6 +31,12 @@ fn random_ids(seed: u64, shape: &[usize], bound: usize) -> Tensor {
     let ids: Vec<u32> =
         (0..count as u64).map(|i| ((i * 2_654_435_761 + seed * 40_503) % bound as u64) as u32).collect();
     Tensor::from_vec(ids, shape, &Device::Cpu).unwrap()
+}
+
+/// The positions of each row of `x` from an offset on.
+fn positions(offset: usize, x: &Tensor) -> Vec<u32> {
+    let (batch, steps) = (x.dim(0).unwrap(), x.dim(1).unwrap());
+    (0..batch).flat_map(|_| (offset as u32..).take(steps)).collect()
 }
 
 /// How far two results may lie apart, relative to the larger's largest element.

@@ -3,6 +3,7 @@
 use candle_core::{D, DType, Result, Tensor};
 
 use super::options::AttentionOptions;
+use crate::nn::attention::documents::Documents;
 
 /// [`super::attention()`] on operands that fit together.
 pub(in crate::nn) fn composite(
@@ -12,6 +13,7 @@ pub(in crate::nn) fn composite(
     n_heads: usize,
     n_kv_heads: usize,
     options: &AttentionOptions,
+    documents: Option<&Documents>,
 ) -> Result<Tensor> {
     let (batch, queries, keys) = (q.dim(0)?, q.dim(1)?, k.dim(1)?);
     let dtype = q.dtype();
@@ -30,12 +32,13 @@ pub(in crate::nn) fn composite(
         Some(cap) => ((scores / cap)?.tanh()? * cap)?,
         None => scores,
     };
-    let sight = options.sight(queries, keys);
-    let mask: Vec<f32> = (0..queries)
-        .map(|i| sight.of(i))
+    let rows = documents.map_or(1, Documents::batch);
+    let mask: Vec<f32> = (0..rows)
+        .flat_map(|row| options.sights(queries, keys, documents, row))
+        .flat_map(|sight| sight.queries().map(move |i| sight.of(i)))
         .flat_map(|seen| (0..keys).map(move |j| if seen.contains(&j) { 0.0 } else { f32::NEG_INFINITY }))
         .collect();
-    let mask = Tensor::from_vec(mask, (1, 1, queries, keys), q.device())?.to_dtype(wide)?;
+    let mask = Tensor::from_vec(mask, (rows, 1, queries, keys), q.device())?.to_dtype(wide)?;
     let scores = scores.broadcast_add(&mask)?;
     let weights = scores.broadcast_sub(&scores.max_keepdim(D::Minus1)?.detach())?.exp()?;
     let weights = weights.broadcast_div(&weights.sum_keepdim(D::Minus1)?)?;

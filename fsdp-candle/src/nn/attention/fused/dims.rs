@@ -1,7 +1,8 @@
 //! The products of an attention, block by block, and their way back.
 
-use super::options::{AttentionOptions, Sight};
+use super::options::AttentionOptions;
 use super::softmax::{Rows, Scores, row_dot, softmax_rows, softmax_rows_back};
+use crate::nn::attention::documents::Documents;
 use crate::nn::cpu::matrix::{Mat, MatMut, Shared, product_here};
 use crate::nn::cpu::parallel::each;
 
@@ -9,7 +10,6 @@ use crate::nn::cpu::parallel::each;
 const BLOCK: usize = 64;
 
 /// What an attention is over. `queries` and `keys` count positions.
-#[derive(Clone, Copy)]
 pub(super) struct Dims {
     pub(super) batch: usize,
     pub(super) queries: usize,
@@ -18,6 +18,7 @@ pub(super) struct Dims {
     pub(super) n_kv_heads: usize,
     pub(super) dim: usize,
     pub(super) options: AttentionOptions,
+    pub(super) documents: Option<Documents>,
 }
 
 /// Where the heads of one operand lie in its buffer: batch by batch, in each a row for each position.
@@ -36,29 +37,39 @@ impl Place {
 }
 
 impl Dims {
-    fn blocks(self) -> impl Iterator<Item = Rows> {
-        let sight: Sight = self.options.sight(self.queries, self.keys);
-        let firsts = (0..self.queries).step_by(BLOCK);
-        firsts.map(move |first| Rows::new(sight, first, BLOCK.min(self.queries - first)))
+    /// The blocks of a row of the batch. None reaches over the border of a document, so that a document is computed to
+    /// the bit as if it were alone.
+    fn blocks(&self, batch: usize) -> impl Iterator<Item = Rows> {
+        self.options.sights(self.queries, self.keys, self.documents.as_ref(), batch).flat_map(|sight| {
+            let queries = sight.queries();
+            let firsts = queries.clone().step_by(BLOCK);
+            firsts.map(move |first| Rows::new(sight, first, BLOCK.min(queries.end - first)))
+        })
+    }
+
+    /// The elements of each block's scores; where rows have the same blocks, those of one row.
+    fn sizes(&self) -> impl Iterator<Item = usize> {
+        let rows = self.documents.as_ref().map_or(1, Documents::batch);
+        (0..rows).flat_map(|batch| self.blocks(batch)).map(|rows| rows.count * rows.seen)
     }
 
     /// Elements of the largest block's scores.
-    fn scores(self) -> usize {
-        self.blocks().map(|rows| rows.count * rows.seen).max().unwrap_or(0)
+    fn scores(&self) -> usize {
+        self.sizes().max().unwrap_or(0)
     }
 
     /// Rough cost of one head, in elements of elementwise work.
-    fn head_cost(self) -> usize {
-        self.blocks().map(|rows| rows.count * rows.seen).sum::<usize>() * self.dim / 64
+    fn head_cost(&self) -> usize {
+        self.sizes().sum::<usize>() / self.documents.as_ref().map_or(1, Documents::batch) * self.dim / 64
     }
 
-    fn how(self) -> Scores {
+    fn how(&self) -> Scores {
         let AttentionOptions { scale, softcap, .. } = self.options;
         Scores { scale: scale as f32, softcap: softcap.map(|cap| cap as f32) }
     }
 
     /// Places of q, k and v that are tensors of their own.
-    pub(super) fn apart(self) -> [Place; 3] {
+    pub(super) fn apart(&self) -> [Place; 3] {
         let place = |steps: usize, heads: usize| Place {
             offset: 0,
             batch_stride: steps * heads * self.dim,
@@ -69,7 +80,7 @@ impl Dims {
     }
 
     /// Places of q, k and v in one tensor.
-    pub(super) fn fused(self) -> [Place; 3] {
+    pub(super) fn fused(&self) -> [Place; 3] {
         let row_stride = (self.n_heads + 2 * self.n_kv_heads) * self.dim;
         let place =
             |head: usize| Place { offset: head * self.dim, batch_stride: self.queries * row_stride, row_stride };
@@ -77,12 +88,12 @@ impl Dims {
     }
 
     /// The matrix of `count` rows of a head.
-    fn mat<'a>(self, data: &'a [f32], place: Place, batch: usize, first: usize, count: usize, head: usize) -> Mat<'a> {
+    fn mat<'a>(&self, data: &'a [f32], place: Place, batch: usize, first: usize, count: usize, head: usize) -> Mat<'a> {
         Mat::strided(&data[place.at(batch, first, head, self.dim)..], count, self.dim, place.row_stride, 1)
     }
 
     /// The attention's output and the logarithms of the sums, `[batch, n_heads, T]`.
-    pub(super) fn forward(self, [q, k, v]: [&[f32]; 3], [qp, kp, vp]: [Place; 3]) -> (Vec<f32>, Vec<f32>) {
+    pub(super) fn forward(&self, [q, k, v]: [&[f32]; 3], [qp, kp, vp]: [Place; 3]) -> (Vec<f32>, Vec<f32>) {
         let mut out = vec![0f32; self.batch * self.queries * self.n_heads * self.dim];
         let mut log_sums = vec![0f32; self.batch * self.n_heads * self.queries];
         let [op, ..] = self.apart();
@@ -91,7 +102,7 @@ impl Dims {
         each(self.batch * self.n_heads, self.head_cost(), scratch, |task, scratch| {
             let (batch, head) = (task / self.n_heads, task % self.n_heads);
             let kv_head = head / (self.n_heads / self.n_kv_heads);
-            for rows in self.blocks() {
+            for rows in self.blocks(batch) {
                 let Rows { first, count, first_key, seen, .. } = rows;
                 let scores = Shared::new(&mut scratch[..count * seen]);
                 let q = self.mat(q, qp, batch, first, count, head);
@@ -114,7 +125,7 @@ impl Dims {
     /// Adds the gradients of q, k and v to `grads`, which may be one buffer three times.
     #[allow(clippy::too_many_arguments)]
     pub(super) fn backward(
-        self,
+        &self,
         [q, k, v]: [&[f32]; 3],
         [qp, kp, vp]: [Place; 3],
         out: &[f32],
@@ -129,7 +140,7 @@ impl Dims {
         each(self.batch * self.n_kv_heads, group * self.head_cost(), scratch, |task, (p, ds, deltas)| {
             let (batch, kv_head) = (task / self.n_kv_heads, task % self.n_kv_heads);
             for head in kv_head * group..(kv_head + 1) * group {
-                for rows in self.blocks() {
+                for rows in self.blocks(batch) {
                     let Rows { first, count, first_key, seen, .. } = rows;
                     let (p, ds) = (&mut p[..count * seen], &mut ds[..count * seen]);
                     let q = self.mat(q, qp, batch, first, count, head);

@@ -7,7 +7,8 @@
 //! `s_ij = cap t_ij` with `t_ij = tanh(scale q_i.k_j / cap)`, and `ds_ij` gets a factor `1 - t_ij^2`.
 //!
 //! Queries are taken in blocks of rows; a block's products reach from its first query's first key to its last query's
-//! last one, so that of what nobody sees only corners along the diagonals are computed. Heads are read and written
+//! last one, so that of what nobody sees only corners along the diagonals are computed. A block ends where its document
+//! ends. Heads are read and written
 //! where they lie in `[batch, T, heads * head_dim]`: nothing is transposed.
 
 mod composite;
@@ -24,6 +25,7 @@ pub(in crate::nn) use composite::composite;
 use dims::Dims;
 pub use options::AttentionOptions;
 
+use super::documents::Documents;
 use crate::nn::cpu::matrix::Shared;
 use crate::nn::cpu::values::{floats, read, same_kind, served, storage, tensor};
 
@@ -48,7 +50,7 @@ pub fn causal_attention(
     n_kv_heads: usize,
     scale: f64,
 ) -> Result<Tensor> {
-    of_three("causal_attention", q, k, v, n_heads, n_kv_heads, AttentionOptions::causal(scale))
+    of_three("causal_attention", q, k, v, n_heads, n_kv_heads, AttentionOptions::causal(scale), None)
 }
 
 /// Attention: `q` `[batch, T, n_heads * D]` (or `[batch, T, n_heads, D]`), `k` and `v` `[batch, S, n_kv_heads * D]` (or
@@ -77,7 +79,36 @@ pub fn attention(
     n_kv_heads: usize,
     options: &AttentionOptions,
 ) -> Result<Tensor> {
-    of_three("attention", q, k, v, n_heads, n_kv_heads, *options)
+    of_three("attention", q, k, v, n_heads, n_kv_heads, *options, None)
+}
+
+/// [`attention()`] within documents that lie packed in rows: a query sees only keys of its own document, as if each
+/// were alone. There are as many queries as keys.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use fsdp_candle::nn::{AttentionOptions, Documents, attention_in_documents};
+///
+/// let q = Tensor::zeros((1, 3, 4), DType::F32, &Device::Cpu)?;
+/// let v = Tensor::new(&[1f32, 3., 8.], &Device::Cpu)?.reshape((1, 3, 1))?.broadcast_as((1, 3, 4))?;
+/// let documents = Documents::new(vec![vec![1, 2]])?;
+/// let y = attention_in_documents(&q, &q, &v, 1, 1, &AttentionOptions::causal(0.5), &documents)?;
+/// assert_eq!(y.narrow(2, 0, 1)?.flatten_all()?.to_vec1::<f32>()?, [1., 3., 5.5]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
+/// # Errors
+/// Those of [`attention()`], and when the documents are of another number of rows or tokens.
+pub fn attention_in_documents(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    n_heads: usize,
+    n_kv_heads: usize,
+    options: &AttentionOptions,
+    documents: &Documents,
+) -> Result<Tensor> {
+    of_three("attention_in_documents", q, k, v, n_heads, n_kv_heads, *options, Some(documents))
 }
 
 /// [`causal_attention`] on queries, keys and values that one layer made: `qkv`
@@ -86,14 +117,29 @@ pub fn attention(
 ///
 /// It saves the copies that taking `qkv` apart would cost in forward, and more of them in backward.
 pub fn causal_attention_qkv(qkv: &Tensor, n_heads: usize, n_kv_heads: usize, scale: f64) -> Result<Tensor> {
-    of_one("causal_attention_qkv", qkv, n_heads, n_kv_heads, AttentionOptions::causal(scale))
+    of_one("causal_attention_qkv", qkv, n_heads, n_kv_heads, AttentionOptions::causal(scale), None)
 }
 
 /// [`attention()`] on queries, keys and values that one layer made, as [`causal_attention_qkv`] takes them.
 pub fn attention_qkv(qkv: &Tensor, n_heads: usize, n_kv_heads: usize, options: &AttentionOptions) -> Result<Tensor> {
-    of_one("attention_qkv", qkv, n_heads, n_kv_heads, *options)
+    of_one("attention_qkv", qkv, n_heads, n_kv_heads, *options, None)
 }
 
+/// [`attention_in_documents`] on queries, keys and values that one layer made, as [`causal_attention_qkv`] takes them.
+///
+/// # Errors
+/// Those of [`attention_in_documents`].
+pub fn attention_qkv_in_documents(
+    qkv: &Tensor,
+    n_heads: usize,
+    n_kv_heads: usize,
+    options: &AttentionOptions,
+    documents: &Documents,
+) -> Result<Tensor> {
+    of_one("attention_qkv_in_documents", qkv, n_heads, n_kv_heads, *options, Some(documents))
+}
+
+#[allow(clippy::too_many_arguments)]
 fn of_three(
     function: &str,
     q: &Tensor,
@@ -102,6 +148,7 @@ fn of_three(
     n_heads: usize,
     n_kv_heads: usize,
     options: AttentionOptions,
+    documents: Option<&Documents>,
 ) -> Result<Tensor> {
     options.check(function)?;
     let (batch, queries, q_width) = merged(function, "q", q, n_heads)?;
@@ -125,10 +172,15 @@ fn of_three(
     }
     same_kind(function, ("q", q), ("k", k))?;
     same_kind(function, ("q", q), ("v", v))?;
-    if !served(q) {
-        return composite(q, k, v, n_heads, n_kv_heads, &options);
+    if let Some(documents) = documents {
+        documents.check(function, batch, queries)?;
+        documents.check(function, batch, keys)?;
     }
-    let shape = Dims { batch, queries, keys, n_heads, n_kv_heads, dim, options };
+    if !served(q) {
+        return composite(q, k, v, n_heads, n_kv_heads, &options, documents);
+    }
+    let documents = documents.cloned();
+    let shape = Dims { batch, queries, keys, n_heads, n_kv_heads, dim, options, documents };
     q.apply_op3(k, v, Attention { shape, log_sums: OnceLock::new() })
 }
 
@@ -138,6 +190,7 @@ fn of_one(
     n_heads: usize,
     n_kv_heads: usize,
     options: AttentionOptions,
+    documents: Option<&Documents>,
 ) -> Result<Tensor> {
     options.check(function)?;
     let (batch, queries, width) = qkv.dims3()?;
@@ -149,12 +202,16 @@ fn of_one(
         );
     }
     let dim = head_dim(function, width / heads * n_heads, n_heads, n_kv_heads)?;
+    if let Some(documents) = documents {
+        documents.check(function, batch, queries)?;
+    }
     if !served(qkv) {
         let (q, kv) = (n_heads * dim, n_kv_heads * dim);
         let (k, v) = (qkv.narrow(2, q, kv)?, qkv.narrow(2, q + kv, kv)?);
-        return composite(&qkv.narrow(2, 0, q)?, &k, &v, n_heads, n_kv_heads, &options);
+        return composite(&qkv.narrow(2, 0, q)?, &k, &v, n_heads, n_kv_heads, &options, documents);
     }
-    let shape = Dims { batch, queries, keys: queries, n_heads, n_kv_heads, dim, options };
+    let documents = documents.cloned();
+    let shape = Dims { batch, queries, keys: queries, n_heads, n_kv_heads, dim, options, documents };
     qkv.apply_op1(Attention { shape, log_sums: OnceLock::new() })
 }
 

@@ -4,6 +4,8 @@ use std::ops::Range;
 
 use candle_core::{Result, bail};
 
+use crate::nn::attention::documents::Documents;
+
 /// What an attention is, besides its heads.
 ///
 /// ```
@@ -53,28 +55,53 @@ impl AttentionOptions {
         }
     }
 
-    pub(super) fn sight(&self, queries: usize, keys: usize) -> Sight {
-        let window = self.window.unwrap_or(usize::MAX);
-        Sight { causal: self.causal, window, keys, before: keys.saturating_sub(queries) }
+    /// What queries see in a row of the batch, stretch by stretch: each document by itself, or all of them.
+    pub(super) fn sights(
+        &self,
+        queries: usize,
+        keys: usize,
+        documents: Option<&Documents>,
+        row: usize,
+    ) -> impl Iterator<Item = Sight> {
+        let &AttentionOptions { causal, window, .. } = self;
+        let window = window.unwrap_or(usize::MAX);
+        let (lengths, whole) = match documents {
+            Some(documents) => (documents.row(row), None),
+            None => (&[][..], Some((queries, keys))),
+        };
+        let stretches = whole.into_iter().chain(lengths.iter().map(|&length| (length, length)));
+        stretches.scan(0, move |next, (queries, keys)| {
+            let start = *next;
+            *next += queries;
+            Some(Sight { causal, window, start, queries, keys, before: keys.saturating_sub(queries) })
+        })
     }
 }
 
-/// What each query sees.
+/// What the queries of a stretch see, all of it in keys of that stretch.
 #[derive(Clone, Copy)]
 pub(super) struct Sight {
     causal: bool,
     window: usize,
+    /// Where the stretch begins, in queries and in keys.
+    start: usize,
+    queries: usize,
     keys: usize,
     /// Keys before the first query.
     before: usize,
 }
 
 impl Sight {
-    /// The keys that a query sees.
+    /// The queries of the stretch.
+    pub(super) fn queries(self) -> Range<usize> {
+        self.start..self.start + self.queries
+    }
+
+    /// The keys that one of them sees.
     #[inline(always)]
     pub(super) fn of(self, query: usize) -> Range<usize> {
-        let position = self.before + query;
+        let position = self.before + query - self.start;
         let end = if self.causal { position + 1 } else { position.saturating_add(self.window).min(self.keys) };
-        (position + 1).saturating_sub(self.window)..end
+        self.start + (position + 1).saturating_sub(self.window)..self.start + end
     }
 }

@@ -1,0 +1,374 @@
+//! Templates against what transformers recorded, and what of a file is learnt.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use minijinja::Value;
+use proptest::prelude::*;
+use tempfile::TempDir;
+
+use super::examples::Examples;
+use super::line;
+use super::specials::Specials;
+use super::template::Template;
+use crate::data::text::{Marked, Text};
+
+fn recorded(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/chat").join(name)
+}
+
+/// A model directory with the recorded tokenizer and this chat template.
+fn model(template: Option<&str>) -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["tokenizer.json", "tokenizer_config.json"] {
+        fs::copy(recorded(name), dir.path().join(name)).unwrap();
+    }
+    if let Some(template) = template {
+        fs::write(dir.path().join("chat_template.jinja"), template).unwrap();
+    }
+    dir
+}
+
+/// A model directory with a recorded template.
+fn model_of(name: &str) -> TempDir {
+    model(Some(&fs::read_to_string(recorded(&format!("{name}.jinja"))).unwrap()))
+}
+
+/// All that lines are read with.
+struct Reader {
+    text: Text,
+    template: Template,
+    specials: Vec<String>,
+}
+
+impl Reader {
+    fn new(model: Option<&Path>) -> Self {
+        let text = Text::new(model).unwrap();
+        let specials = Specials::new(model, &text).unwrap();
+        let template = Template::new(model, &specials).unwrap();
+        Reader { specials: text.special_tokens(&specials.named), text, template }
+    }
+
+    fn read(&self, line: &str) -> anyhow::Result<Marked> {
+        line::read(line, &self.template, &self.specials)
+    }
+
+    /// What is learnt of a line, stretch by stretch.
+    fn learnt(&self, line: &str) -> Vec<String> {
+        let Marked { text, learnt, .. } = self.read(line).unwrap();
+        learnt.into_iter().map(|span| text[span].to_owned()).collect()
+    }
+
+    fn refuses(&self, line: &str) -> String {
+        format!("{:#}", self.read(line).unwrap_err())
+    }
+}
+
+fn load(dir: &Path, content: &str, model: Option<&Path>, seq_len: usize) -> anyhow::Result<Examples> {
+    let file = dir.join("chat.jsonl");
+    fs::write(&file, content).unwrap();
+    Examples::load(&file, model, &Text::new(model).unwrap(), seq_len, 512)
+}
+
+fn message(examples: anyhow::Result<Examples>) -> String {
+    format!("{:#}", examples.map(|examples| examples.len()).unwrap_err())
+}
+
+#[test]
+fn templates_write_what_transformers_writes() {
+    let cases: Vec<BTreeMap<String, Value>> =
+        serde_json::from_str(&fs::read_to_string(recorded("recorded.json")).unwrap()).unwrap();
+    assert!(cases.len() > 40);
+    for case in cases {
+        let name = case["template"].as_str().unwrap();
+        let dir = model_of(name);
+        let reader = Reader::new(Some(dir.path()));
+        let line = serde_json::to_string(&case["line"]).unwrap();
+        let (messages, others) = line::messages(&line).unwrap();
+        let prompt = case["add_generation_prompt"].is_true();
+        let rendered = reader.template.render(&messages, &others, prompt);
+        if let Some(error) = case.get("error") {
+            let found = format!("{:#}", rendered.unwrap_err());
+            assert!(found.contains(error.as_str().unwrap()), "{name}: {found}");
+            continue;
+        }
+        let (text, learnt) = rendered.unwrap();
+        assert_eq!(text, case["text"].as_str().unwrap(), "{name}, {prompt}: {line}");
+        let (ids, learnt) =
+            reader.text.encode_marked(vec![Marked { text, learnt, bare: false }]).unwrap().pop().unwrap();
+        let numbers =
+            |value: &Value| value.try_iter().unwrap().map(|id| u32::try_from(id).unwrap()).collect::<Vec<_>>();
+        assert_eq!(ids, numbers(&case["ids"]), "{name}, {prompt}: {line}");
+        if let Some(mask) = case.get("mask") {
+            assert_eq!(
+                learnt.into_iter().map(u32::from).collect::<Vec<_>>(),
+                numbers(mask),
+                "{name}, {prompt}: {line}"
+            );
+        }
+    }
+}
+
+const TWO: &str = r#"{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "And you?"}, {"role": "assistant", "content": "Fine"}]}"#;
+
+#[test]
+fn what_the_assistant_says_is_learnt_with_what_ends_it() {
+    for (name, end) in
+        [("chatml", "<|im_end|>"), ("llama3", "<|eot_id|>"), ("gemma", "<end_of_turn>"), ("generation", "<|im_end|>")]
+    {
+        let dir = model_of(name);
+        let learnt = Reader::new(Some(dir.path())).learnt(TWO);
+        assert_eq!(learnt, [format!("Hello.{end}"), format!("Fine{end}")], "{name}");
+    }
+    let dir = model_of("mistral");
+    assert_eq!(Reader::new(Some(dir.path())).learnt(TWO), [" Hello.</s>", " Fine</s>"]);
+    // It ends every conversation by a token, and so each of those that end with a turn of the assistant.
+    let dir = model_of("phi3");
+    assert_eq!(Reader::new(Some(dir.path())).learnt(TWO), ["Hello.<|end|>", "Fine<|end|>\n</s>"]);
+}
+
+#[test]
+fn a_model_without_template_has_the_built_in_format() {
+    let reader = Reader::new(None);
+    let Marked { text, .. } = reader.read(TWO).unwrap();
+    assert_eq!(text, "user:\nHi\0\nassistant:\nHello.\0\nuser:\nAnd you?\0\nassistant:\nFine\0\n");
+    assert_eq!(reader.learnt(TWO), ["Hello.\0", "Fine\0"]);
+    let dir = model(None);
+    assert_eq!(Reader::new(Some(dir.path())).learnt(TWO), ["Hello.</s>", "Fine</s>"]);
+}
+
+#[test]
+fn templates_are_found_where_transformers_looks() {
+    let dir = model(None);
+    let config = dir.path().join("tokenizer_config.json");
+    let learnt = || Reader::new(Some(dir.path())).learnt(TWO);
+    let with = |template: serde_json::Value| {
+        let fields = serde_json::json!({ "eos_token": { "content": "</s>" }, "chat_template": template });
+        fs::write(&config, fields.to_string()).unwrap();
+    };
+    let own = "{% for message in messages %}{{ message.content + eos_token }}{% endfor %}";
+    with(own.into());
+    assert_eq!(learnt(), ["Hello.</s>", "Fine</s>"]);
+    with(serde_json::json!([{ "name": "tool_use", "template": "" }, { "name": "default", "template": own }]));
+    assert_eq!(learnt(), ["Hello.</s>", "Fine</s>"]);
+    with(serde_json::Value::Null);
+    assert_eq!(Reader::new(Some(dir.path())).template.origin, "the built-in format");
+    fs::write(dir.path().join("chat_template.jinja"), own.replace("eos_token", "'!'")).unwrap();
+    with(own.into());
+    assert_eq!(learnt(), ["Hello.!", "Fine!"]);
+    with(serde_json::json!([{ "name": "rag", "template": own }]));
+    fs::remove_file(dir.path().join("chat_template.jinja")).unwrap();
+    let text = Text::new(Some(dir.path())).unwrap();
+    let specials = Specials::new(Some(dir.path()), &text).unwrap();
+    let error = format!("{:#}", Template::new(Some(dir.path()), &specials).err().unwrap());
+    assert!(error.contains("nor a list with one named default") && error.contains("chat_template.jinja"), "{error}");
+}
+
+#[test]
+fn the_end_may_be_known_by_its_id_alone() {
+    let dir = model(None);
+    fs::remove_file(dir.path().join("tokenizer_config.json")).unwrap();
+    let text = Text::new(Some(dir.path())).unwrap();
+    let error = format!("{:#}", load(dir.path(), TWO.replace('\n', " ").as_str(), Some(dir.path()), 99).err().unwrap());
+    assert!(error.contains("needs an eos_token") && error.contains("tokenizer_config.json"), "{error}");
+    let id = text.id_of("<|eot_id|>").unwrap();
+    fs::write(dir.path().join("generation_config.json"), format!("{{\"eos_token_id\": [{id}, 3]}}")).unwrap();
+    let specials = Specials::new(Some(dir.path()), &text).unwrap();
+    assert_eq!((specials.end, specials.stops.as_slice()), (Some(id), &[id, 3][..]));
+    assert_eq!(specials.token("eos_token"), Some("<|eot_id|>"));
+}
+
+#[test]
+fn lines_that_are_no_examples_are_told_what_they_are() {
+    let reader = Reader::new(None);
+    for (line, parts) in [
+        ("{\"messages\": [", &["no JSON object", "EOF", "{\"messages\": ["][..]),
+        ("[1, 2]", &["no JSON object", "\"prompt\": "]),
+        ("{}", &["it has no keys"]),
+        ("{\"text\": \"a\", \"id\": 1}", &["it has the keys \"id\", \"text\"; a line is"]),
+        ("{\"prompt\": \"a\"}", &["it has the keys \"prompt\""]),
+        ("{\"prompt\": \"a\", \"completion\": \"b\", \"messages\": []}", &["\"completion\", \"messages\", \"prompt\""]),
+        ("{\"prompt\": \"a\", \"completion\": \"\"}", &["the completion is empty"]),
+        ("{\"prompt\": [1], \"completion\": \"b\"}", &["prompt is sequence and completion is string"]),
+        ("{\"messages\": \"hi\"}", &["messages is string, but must be a list"]),
+        ("{\"messages\": []}", &["messages is empty"]),
+        ("{\"messages\": [1]}", &["message 1 is number, but must be an object"]),
+        ("{\"messages\": [{\"content\": \"a\"}]}", &["message 1 has no role"]),
+        ("{\"messages\": [{\"role\": \"user\", \"content\": null}]}", &["message 1 has no content"]),
+        ("{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}", &["no message with the role \"assistant\""]),
+    ] {
+        let error = reader.refuses(line);
+        assert!(parts.iter().all(|part| error.contains(part)), "{line}: {error}");
+    }
+    let dir = model_of("mistral");
+    let odd = TWO.replace("\"user\", \"content\": \"And", "\"referee\", \"content\": \"And");
+    let error = Reader::new(Some(dir.path())).refuses(&odd);
+    assert!(error.contains("chat_template.jinja refuses it: Only user, assistant and system roles"), "{error}");
+    assert!(error.contains("not referee (line "), "{error}");
+}
+
+#[test]
+fn a_template_that_looks_ahead_must_mark_what_is_learnt() {
+    // What is said before the last question is shortened.
+    let forgets = "{% for m in messages %}[{{ m.role }}]\
+                   {{ m.content if loop.index0 >= messages | length - 2 else '..' }}{% endfor %}\
+                   {% if add_generation_prompt %}[assistant]{% endif %}";
+    let dir = model(Some(forgets));
+    let error = Reader::new(Some(dir.path())).refuses(TWO);
+    assert!(
+        error.contains("up to number 2 otherwise when they are alone") && error.contains("{% generation %}"),
+        "{error}"
+    );
+    let marked = forgets
+        .replace("{{ m.content", "{% generation %}{{ m.content")
+        .replace(" else '..' }}", " else '' }}{% endgeneration %}");
+    fs::write(dir.path().join("chat_template.jinja"), &marked).unwrap();
+    assert_eq!(Reader::new(Some(dir.path())).learnt(TWO), ["And you?", "Fine"]);
+    fs::write(dir.path().join("chat_template.jinja"), "{% generation %}{% endgeneration %}a").unwrap();
+    let error = Reader::new(Some(dir.path())).refuses(TWO);
+    assert!(error.contains("nothing of the assistant") && error.contains("it marks nothing by"), "{error}");
+}
+
+#[test]
+fn a_file_that_is_no_template_is_told_where() {
+    let dir = model(Some("{{ bos_token }}\n{% for message in messages %}"));
+    let error = message(load(dir.path(), "{}", Some(dir.path()), 9));
+    assert!(error.contains("chat_template.jinja is no Jinja template") && error.contains("line "), "{error}");
+    let dir = model(Some("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"));
+    let error = message(load(dir.path(), &TWO.replace('\n', " "), Some(dir.path()), 9));
+    assert!(error.contains("refuses it: engine ran out of fuel"), "{error}");
+    let dir = model(Some("{{ messages | nothing_known }}"));
+    let error = message(load(dir.path(), &TWO.replace('\n', " "), Some(dir.path()), 9));
+    assert!(error.contains("chat.jsonl, line 1: ") && error.contains("nothing_known"), "{error}");
+}
+
+/// The tokens of an example, and how many of them are learnt.
+fn shown(examples: &Examples, index: usize) -> (Vec<u32>, usize) {
+    let example = examples.get(index);
+    (example.tokens.to_vec(), example.learnt.iter().filter(|&&learnt| learnt).count())
+}
+
+#[test]
+fn completions_end_with_the_end_and_special_tokens_come_once() {
+    let dir = model(None);
+    let text = Text::new(Some(dir.path())).unwrap();
+    let [begin, end] = ["<s>", "</s>"].map(|token| text.id_of(token).unwrap());
+    let lines = "{\"prompt\": \"the user\", \"completion\": \" asks\"}\n\n\
+                 {\"prompt\": \"<s>a\", \"completion\": \"b</s>\"}\n";
+    let examples = load(dir.path(), lines, Some(dir.path()), 99).unwrap();
+    assert_eq!(examples.len(), 2);
+    let (tokens, learnt) = shown(&examples, 0);
+    let prompt = text.encode("the user").unwrap();
+    assert_eq!((&tokens[..prompt.len()], tokens.last()), (&prompt[..], Some(&end)));
+    assert_eq!((learnt, examples.first_prompt()), (tokens.len() - prompt.len(), &prompt[..]));
+    assert_eq!(shown(&examples, 1), (vec![begin, text.id_of("a").unwrap(), text.id_of("b").unwrap(), end], 2));
+
+    // A tokenizer that begins every text by a token of its own.
+    let file = dir.path().join("tokenizer.json");
+    let special = |token: &str| serde_json::json!({ "SpecialToken": { "id": token, "type_id": 0 } });
+    let sequence = |id: &str| serde_json::json!({ "Sequence": { "id": id, "type_id": 0 } });
+    let processor = serde_json::json!({
+        "type": "TemplateProcessing",
+        "single": [special("<s>"), sequence("A"), special("</s>")],
+        "pair": [sequence("A"), sequence("B")],
+        "special_tokens": {
+            "<s>": { "id": "<s>", "ids": [begin], "tokens": ["<s>"] },
+            "</s>": { "id": "</s>", "ids": [end], "tokens": ["</s>"] },
+        },
+    });
+    let processor = format!("\"post_processor\":{processor}");
+    let content = fs::read_to_string(&file).unwrap();
+    assert!(content.contains("\"post_processor\":null"));
+    fs::write(&file, content.replace("\"post_processor\":null", &processor)).unwrap();
+    let examples = load(dir.path(), lines, Some(dir.path()), 99).unwrap();
+    let (tokens, learnt) = shown(&examples, 0);
+    assert_eq!(tokens[..=prompt.len()], [&[begin][..], &prompt].concat());
+    assert_eq!((tokens.last(), learnt), (Some(&end), tokens.len() - prompt.len() - 1));
+    assert_eq!(tokens.iter().filter(|id| [begin, end].contains(id)).count(), 2);
+    let (tokens, learnt) = shown(&examples, 1);
+    assert_eq!((tokens[0], tokens.iter().filter(|&&id| id == begin).count(), learnt), (begin, 1, 3));
+    // A conversation has what its template writes, and no more.
+    fs::write(dir.path().join("chat_template.jinja"), "<s>{% for m in messages %}{{ m.content }}|{% endfor %}")
+        .unwrap();
+    let examples = load(dir.path(), &TWO.replace('\n', " "), Some(dir.path()), 99).unwrap();
+    assert_eq!(shown(&examples, 0).0.iter().filter(|id| [begin, end].contains(id)).count(), 1);
+}
+
+#[test]
+fn long_examples_are_cut_and_those_with_nothing_left_are_dropped() {
+    let dir = tempfile::tempdir().unwrap();
+    let line =
+        |prompt: &str, completion: &str| format!("{{\"prompt\": \"{prompt}\", \"completion\": \"{completion}\"}}\n");
+    let lines = [line("ab", "cd"), line("abcdef", "g"), line("ab", "cdefgh"), line("a", "bcd")].concat();
+    let examples = load(dir.path(), &lines, None, 4).unwrap();
+    // Five tokens fit: four to read, and one more to predict.
+    let of = |text: &str| text.bytes().map(u32::from).collect::<Vec<_>>();
+    assert_eq!(examples.len(), 3);
+    assert_eq!([0, 1, 2].map(|i| shown(&examples, i)), [(of("abcd\0"), 3), (of("abcde"), 3), (of("abcd\0"), 4)]);
+    let said = examples.shortened().unwrap();
+    assert!(said.starts_with("2 of the 4 examples in ") && said.contains("1 of these were left out"), "{said}");
+    assert_eq!(load(dir.path(), &line("ab", "cd"), None, 4).unwrap().shortened(), None);
+    let error = message(load(dir.path(), &line("abcdef", "g"), None, 4));
+    assert!(
+        error.contains("nothing is left to learn of the 1 examples") && error.contains("larger --seq-len"),
+        "{error}"
+    );
+    // What follows the last answer teaches nothing.
+    let more = TWO.replace('\n', " ").replace("]}", ", {\"role\": \"user\", \"content\": \"Bye\"}]}");
+    let examples = load(dir.path(), &more, None, 99).unwrap();
+    assert_eq!(shown(&examples, 0).0, of("user:\nHi\0\nassistant:\nHello.\0\nuser:\nAnd you?\0\nassistant:\nFine\0"));
+    assert!(examples.shortened().is_none());
+}
+
+#[test]
+fn files_without_examples_and_their_lines_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    for content in ["", "\n  \n"] {
+        let error = message(load(dir.path(), content, None, 9));
+        assert!(error.contains("chat.jsonl has no examples: it must have at least one line"), "{error}");
+    }
+    let good = "{\"prompt\": \"a\", \"completion\": \"b\"}\n";
+    let error = message(load(dir.path(), &format!("{good}\n{{\"a\": 1}}"), None, 9));
+    assert!(error.contains("chat.jsonl, line 3: it has the keys \"a\""), "{error}");
+    let error = message(load(dir.path(), &format!("{}nothing", good.repeat(600)), None, 9));
+    assert!(error.contains("chat.jsonl, line 601: it is no JSON object"), "{error}");
+    let error = message(load(dir.path(), "{\"prompt\": \"\", \"completion\": \"\\u0000\"}", None, 9));
+    assert!(error.contains("line 1: no token of it is to be learnt"), "{error}");
+    let model = model(None);
+    let error = message(Examples::load(&dir.path().join("nowhere.jsonl"), None, &Text::new(None).unwrap(), 9, 256));
+    assert!(error.contains("cannot read") && error.contains("nowhere.jsonl"), "{error}");
+    fs::write(dir.path().join("chat.jsonl"), good).unwrap();
+    let text = Text::new(Some(model.path())).unwrap();
+    let error = message(Examples::load(&dir.path().join("chat.jsonl"), Some(model.path()), &text, 9, 3));
+    assert!(error.contains("line 1 has a token with id") && error.contains("vocabulary has 3 ids"), "{error}");
+}
+
+#[test]
+fn the_checksum_knows_tokens_masks_and_borders() {
+    let sums: Vec<u64> = [
+        &[(&[1u32, 2, 3][..], &[false, true, true][..])][..],
+        &[(&[1, 2, 3], &[false, false, true])],
+        &[(&[1, 2, 4], &[false, true, true])],
+        &[(&[1, 2, 3], &[false, true, true]), (&[1, 2], &[false, true])],
+        &[(&[1, 2, 3, 1], &[false, true, true, false]), (&[2], &[true])],
+    ]
+    .map(|examples| Examples::of(examples).checksum())
+    .into();
+    assert_eq!(sums.iter().collect::<std::collections::BTreeSet<_>>().len(), sums.len());
+}
+
+proptest! {
+    /// Whatever a line holds, it is read or refused.
+    #[test]
+    fn no_line_makes_it_panic(line in "\\PC{0,80}", content in "\\PC*", role in "user|assistant|system|x") {
+        let reader = Reader::new(None);
+        let _ = reader.read(&line);
+        let says = |role: &str| serde_json::json!({ "role": role, "content": content });
+        let line = serde_json::json!({ "messages": [says(&role), says("assistant")] });
+        if let Ok(Marked { text, learnt, .. }) = reader.read(&line.to_string()) {
+            prop_assert!(learnt.iter().all(|span| text.get(span.clone()).is_some()));
+        }
+    }
+}

@@ -1,0 +1,106 @@
+//! Documents that lie packed one behind the other in rows.
+
+use std::sync::Arc;
+
+use candle_core::{Device, Result, Tensor, bail};
+
+use crate::tensors::Tensors;
+
+/// Where documents lie in the rows of a packed batch `[batch, T, ..]`. [`attention_in_documents`] keeps each to itself,
+/// and positions begin again with each.
+///
+/// It is passed through units and activation checkpoints beside its tensors ([`Tensors`]).
+///
+/// [`attention_in_documents`]: crate::nn::attention_in_documents
+///
+/// ```
+/// use fsdp_candle::nn::Documents;
+///
+/// // Two rows of six tokens: documents of two and four, and one of six.
+/// let documents = Documents::new(vec![vec![2, 4], vec![6]])?;
+/// assert_eq!(documents.positions(), [0, 1, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct Documents {
+    rows: Arc<[Vec<usize>]>,
+    positions: Arc<[u32]>,
+}
+
+impl Documents {
+    /// Documents of these lengths, row by row, in the order in which they lie there.
+    ///
+    /// # Errors
+    /// When there is no row, rows differ in their number of tokens, or a document is empty.
+    pub fn new(rows: Vec<Vec<usize>>) -> Result<Self> {
+        let tokens = |row: &Vec<usize>| row.iter().try_fold(0, |sum: usize, &length| sum.checked_add(length));
+        let Some(steps) = rows.first().and_then(tokens) else {
+            bail!("Documents: there must be a row, of tokens that can be counted")
+        };
+        if let Some(row) = rows.iter().position(|row| tokens(row) != Some(steps) || row.contains(&0)) {
+            bail!(
+                "Documents: row {row} has documents of {:?} tokens; none may be empty, and together they must be \
+                 {steps}, as in row 0",
+                rows[row]
+            );
+        }
+        let positions = rows.iter().flatten().flat_map(|&length| 0..length as u32).collect();
+        Ok(Documents { rows: rows.into(), positions })
+    }
+
+    /// The number of rows.
+    pub fn batch(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// The tokens of a row.
+    pub fn steps(&self) -> usize {
+        self.positions.len() / self.rows.len()
+    }
+
+    /// The tokens of the longest document.
+    pub fn longest(&self) -> usize {
+        self.rows.iter().flatten().copied().max().unwrap_or(0)
+    }
+
+    /// The lengths of a row's documents.
+    pub fn row(&self, row: usize) -> &[usize] {
+        &self.rows[row]
+    }
+
+    /// Each token's position in its document, row after row.
+    pub fn positions(&self) -> &[u32] {
+        &self.positions
+    }
+
+    /// [`Documents::positions`] as a tensor `[batch, T]`, u32, for a table of positions that are learnt.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn position_ids(&self, device: &Device) -> Result<Tensor> {
+        Tensor::from_slice(&self.positions, (self.batch(), self.steps()), device)
+    }
+
+    pub(in crate::nn) fn shared_positions(&self) -> Arc<[u32]> {
+        self.positions.clone()
+    }
+
+    /// Fails unless they are those of `[batch, steps]` tokens.
+    pub(in crate::nn) fn check(&self, function: &str, batch: usize, steps: usize) -> Result<()> {
+        if (self.batch(), self.steps()) != (batch, steps) {
+            bail!(
+                "{function}: the documents are of {} rows of {} tokens, but the input has {batch} of {steps}",
+                self.batch(),
+                self.steps()
+            );
+        }
+        Ok(())
+    }
+}
+
+/// There is no tensor in it.
+impl Tensors for Documents {
+    fn map_tensors(self, _: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
+        Ok(self)
+    }
+}

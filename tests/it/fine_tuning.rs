@@ -1,0 +1,43 @@
+//! Every command of docs/fine-tuning.md runs as it stands there.
+
+use std::fs;
+use std::process::Command;
+use std::time::Duration;
+
+use fsdp_tests::{program, run, workspace};
+
+use crate::sft;
+
+#[test]
+fn every_command_of_the_document_runs() {
+    let document = fs::read_to_string(workspace().join("docs/fine-tuning.md")).unwrap().replace("\\\n", "");
+    let blocks = document.split("```").skip(1).step_by(2);
+    let blocks: Vec<&str> = blocks.filter_map(|block| block.strip_prefix("sh\n")).collect();
+    assert!(blocks.len() > 3);
+    for block in blocks {
+        let dir = tempfile::tempdir().unwrap();
+        sft::prepare(dir.path());
+        fs::rename(dir.path().join("model"), dir.path().join("DIR")).unwrap();
+        for line in block.lines() {
+            let mut words = line.split_whitespace();
+            assert_eq!(words.next(), Some("fsdp-launch"));
+            let mut command = Command::new(program("fsdp-launch"));
+            let named = |word: &str| if word == "train" { program(word).into() } else { word.into() };
+            command.args(words.map(named).collect::<Vec<std::ffi::OsString>>()).current_dir(dir.path());
+            let stdout = run(command, Duration::from_secs(240)).ok().stdout;
+            assert!(stdout.contains("sample before training: ") && stdout.contains("\nsample: "), "{line}: {stdout}");
+        }
+    }
+}
+
+/// Each form of line that the document shows is one that is read.
+#[test]
+fn the_lines_of_the_document_are_examples() {
+    let document = fs::read_to_string(workspace().join("docs/fine-tuning.md")).unwrap();
+    let (_, rest) = document.split_once("```json\n").unwrap();
+    let (lines, _) = rest.split_once("```").unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("chats.jsonl"), lines).unwrap();
+    let flags = ["--sft", "chats.jsonl", "--packing", "off", "--batch-size", "1", "--steps", "1", "--seq-len", "64"];
+    fsdp_tests::launch(2, "train", &flags, dir.path()).ok();
+}
