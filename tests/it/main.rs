@@ -4,6 +4,7 @@
 mod alike;
 mod bad_input;
 mod candle_nn;
+mod candle_transformers;
 mod chaos;
 mod devices;
 mod finite;
