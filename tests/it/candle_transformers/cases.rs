@@ -15,6 +15,8 @@ pub(crate) trait Model: Sized {
     const FILE: &'static str;
     /// The modules that are units.
     const UNITS: &'static [&'static str] = &["model.layers.*"];
+    /// Whether it has experts, of which ranks use different ones.
+    const EXPERTS: bool = false;
 
     fn load(vb: VarBuilder<'_>) -> Result<Self>;
 
@@ -147,6 +149,7 @@ pub(crate) struct Mixtral(mixtral::Model);
 
 impl Model for Mixtral {
     const FILE: &'static str = "mixtral.rs";
+    const EXPERTS: bool = true;
 
     fn load(vb: VarBuilder<'_>) -> Result<Self> {
         let config: mixtral::Config = decoder! {
@@ -165,11 +168,12 @@ pub(crate) struct DeepSeek2(deepseek2::DeepSeekV2);
 
 impl Model for DeepSeek2 {
     const FILE: &'static str = "deepseek2.rs";
+    const EXPERTS: bool = true;
 
     fn load(vb: VarBuilder<'_>) -> Result<Self> {
         let config: deepseek2::DeepSeekV2Config = decoder! {
             "moe_intermediate_size": 12, "n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2,
-            "first_k_dense_replace": 1, "norm_topk_prob": true, "attention_bias": false, "q_lora_rank": 8,
+            "first_k_dense_replace": 1, "attention_bias": false, "q_lora_rank": 8,
             "qk_rope_head_dim": 4, "kv_lora_rank": 8, "v_head_dim": 4, "qk_nope_head_dim": 4, "n_group": 1,
             "topk_group": 1
         };

@@ -108,7 +108,7 @@ fn the_blocks_of_the_document_are_these() {
     assert_eq!(blocks, between(include_str!("document.rs"), "// Block begins", "// Block ends"));
     let others = document().lines().filter(|line| line.trim().starts_with("```") && line.trim() != "```").count();
     let diffs = diff::of_document(&document());
-    // Those of the shell are in `every_command_of_the_document`.
+    // What the shell gets is in `tests/it/readme.rs`.
     assert_eq!(others, blocks.len() + diffs.len() + between(&document(), "```sh", "```").len());
 }
 

@@ -14,7 +14,7 @@ use fsdp_tests::workspace;
 use fsdp_tests_candle_transformers::{FILES, File};
 
 use data::Batch;
-use train::{Comparison, STEPS, plain, sharded, var_map, weights};
+use train::{Comparison, STEPS, Sharding, plain, sharded, var_map, weights};
 
 fsdp_tests_candle_transformers::source_is_there!();
 
@@ -97,7 +97,8 @@ macro_rules! models {
             vec![$({
                 let weights = weights(cases::$name::load);
                 let run = plain(&weights, cases::$name::load, cases::$name::forward);
-                let found = sharded(&run, cases::$name::UNITS, cases::$name::load, cases::$name::forward);
+                let sharding = Sharding { units: cases::$name::UNITS, experts: cases::$name::EXPERTS };
+                let found = sharded(&run, sharding, cases::$name::load, cases::$name::forward);
                 (cases::$name::FILE, found)
             }),*]
         }

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{Init, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use fsdp_candle::initializer::{Initializer, Philox, ShardRequest};
 use fsdp_candle::{
-    AdamW, AdamWConfig, Error, FullyShard, GradcheckOptions, ShardedVarMap, World, gradcheck, nn, shard,
+    AdamW, AdamWConfig, Error, FullyShard, GradcheckOptions, Recurse, ShardedVarMap, World, gradcheck, nn, shard,
 };
 use fsdp_core::process_group::{Options, local};
 
@@ -18,6 +18,8 @@ use super::gathered::{bytes, most_while};
 pub(crate) const RANKS: usize = 2;
 pub(crate) const STEPS: usize = 20;
 const RATE: f64 = 5e-3;
+/// A gradient that is less than this share of all gradients' norm counts as that.
+const LEAST: f64 = 1e-3;
 
 /// Values that leave nothing at zero, whatever a file asks for.
 struct Spread;
@@ -106,7 +108,7 @@ pub(crate) struct Comparison {
     pub(crate) losses: Vec<f64>,
     /// The largest difference of a step's loss.
     pub(crate) loss_apart: f64,
-    /// The largest difference of a gradient at the first step, as a share of its norm.
+    /// The largest difference of a gradient at the first step, as a share of its norm ([`LEAST`]).
     pub(crate) gradient_apart: f64,
     /// The parameters without a gradient.
     pub(crate) without: Vec<String>,
@@ -114,15 +116,24 @@ pub(crate) struct Comparison {
     pub(crate) wrong: Vec<String>,
 }
 
+/// How a model is sharded.
+#[derive(Clone, Copy)]
+pub(crate) struct Sharding<'a> {
+    /// The modules that are units.
+    pub(crate) units: &'a [&'a str],
+    /// Whether ranks use different parameters.
+    pub(crate) experts: bool,
+}
+
 /// Trains on two ranks.
 pub(crate) fn sharded<M>(
     plain: &Plain,
-    units: &[&str],
+    sharding: Sharding<'_>,
     load: impl Fn(VarBuilder<'static>) -> Result<M> + Sync,
     forward: impl Fn(&mut M, &Batch) -> Result<Tensor> + Sync,
 ) -> Comparison {
     let options = Options::default().with_timeout(Duration::from_secs(60));
-    let all = local::run_with(RANKS, options, |group| rank(&World::of(group), plain, units, &load, &forward));
+    let all = local::run_with(RANKS, options, |group| rank(&World::of(group), plain, sharding, &load, &forward));
     // By name: the squares of the difference and of the gradient, over the ranks.
     let mut squares: BTreeMap<String, [f64; 2]> = BTreeMap::new();
     for (name, [difference, gradient]) in all.iter().flat_map(|(_, squares)| squares) {
@@ -130,7 +141,10 @@ pub(crate) fn sharded<M>(
         *sum = [sum[0] + difference, sum[1] + gradient];
     }
     let mut comparison = all.into_iter().next().unwrap().0;
-    comparison.gradient_apart = squares.values().map(|[difference, of]| (difference / of).sqrt()).fold(0., f64::max);
+    // That of a key's bias is zero, but for rounding.
+    let least = LEAST * squares.values().map(|[_, gradient]| gradient).sum::<f64>().sqrt();
+    let shares = squares.values().map(|[difference, gradient]| difference.sqrt() / gradient.sqrt().max(least));
+    comparison.gradient_apart = shares.fold(0., f64::max);
     comparison
 }
 
@@ -139,14 +153,15 @@ type Squares = Vec<(String, [f64; 2])>;
 fn rank<M>(
     world: &World,
     plain: &Plain,
-    units: &[&str],
+    sharding: Sharding<'_>,
     load: &(impl Fn(VarBuilder<'static>) -> Result<M> + Sync),
     forward: &(impl Fn(&mut M, &Batch) -> Result<Tensor> + Sync),
 ) -> (Comparison, Squares) {
     let vars = vars_of(world);
-    let opts = FullyShard::new(&vars).units(units.iter().copied());
+    let opts = FullyShard::new(&vars).units(sharding.units.iter().copied());
     // `gradcheck` has the model by `&`.
     let model = shard(&opts, vars.builder(DType::F32), |vb| load(vb).map(RefCell::new)).unwrap();
+    model.set_reduce_scatter_unused_params(sharding.experts, Recurse::Yes);
     let batch = Batch::of(world.rank(), world.size()).unwrap();
     let loss = |model: &fsdp_candle::FsdpModule<RefCell<M>>| {
         let (output, targets) = batch.targets(&model.call(|m| forward(&mut m.borrow_mut(), &batch))?)?;
