@@ -19,7 +19,7 @@ pub(crate) const RANKS: usize = 2;
 pub(crate) const STEPS: usize = 20;
 const RATE: f64 = 5e-3;
 /// A gradient that is less than this share of all gradients' norm counts as that.
-const LEAST: f64 = 1e-3;
+const LEAST: f64 = 3e-3;
 
 /// Values that leave nothing at zero, whatever a file asks for.
 struct Spread;
