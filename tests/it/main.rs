@@ -5,6 +5,7 @@ mod adapters;
 mod alike;
 mod bad_input;
 mod candle_nn;
+mod candle_transformers;
 mod chaos;
 mod devices;
 mod fine_tuning;

@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use fsdp_tests::{program, run, workspace};
 
-/// The commands in code blocks of the README and of CONTRIBUTING, and those between backticks.
+/// The commands in code blocks of the README and of other documents, and those between backticks.
 fn commands() -> Vec<Vec<String>> {
-    let text = ["README.md", "CONTRIBUTING.md"].map(|name| std::fs::read_to_string(workspace().join(name)).unwrap());
+    let files = ["README.md", "CONTRIBUTING.md", "docs/from-candle.md"];
+    let text = files.map(|name| std::fs::read_to_string(workspace().join(name)).unwrap());
     let text = text.join("\n").replace("```sh\n", "```\n");
     let mut spans = Vec::new();
     for (i, block) in text.split("```").enumerate() {

@@ -179,6 +179,62 @@ fn right_gradients_pass_and_wrong_ones_are_named() {
     }
 }
 
+/// Three layers, the one in the middle of Candle's own: a linear layer on a view, or a convolution.
+fn three_layers(
+    vars: &ShardedVarMap,
+    candles: bool,
+    convolution: bool,
+) -> FsdpModule<Vec<FsdpModule<Box<dyn Module>>>> {
+    let (opts, vb) = (FullyShard::new(vars), vars.builder(DType::F32));
+    let layer = |i: usize| {
+        fully_shard(&opts, vb.pp(format!("layers.{i}")), |vb| -> Result<Box<dyn Module>> {
+            Ok(match (i, candles, convolution) {
+                (1, true, true) => Box::new(candle_nn::conv1d(WIDTH, WIDTH, 3, Default::default(), vb)?),
+                (1, true, false) => Box::new(candle_nn::linear(WIDTH, WIDTH, vb)?),
+                (1, false, true) => Box::new(nn::conv1d(WIDTH, WIDTH, 3, Default::default(), vb)?),
+                _ => Box::new(nn::linear(WIDTH, WIDTH, vb)?),
+            })
+        })
+    };
+    let layers = (0..3).map(|i| layer(i).unwrap()).collect();
+    fully_shard(&opts, vb, |_| Ok(layers)).unwrap()
+}
+
+/// Candle's `Linear` misreads a view of three dimensions, and the weight's gradient of its `conv1d` is wrong.
+#[test]
+fn candles_own_wrong_gradients_are_named_and_ours_pass() {
+    for size in [1, 2] {
+        for (candles, convolution) in [(true, false), (true, true), (false, false), (false, true)] {
+            ranks(size, |world| {
+                let vars = new_vars(&world, false);
+                let model = three_layers(&vars, candles, convolution);
+                let x = batch(world.rank(), 15).reshape((2, 5, WIDTH)).unwrap();
+                let checked = gradcheck(&model, &GradcheckOptions::default(), |model| {
+                    let y = model.call(|layers| {
+                        let layer = |i: usize, x: &Tensor| layers[i].call(|layer| layer.forward(x));
+                        let channels = layer(0, &x)?.transpose(1, 2)?.contiguous()?;
+                        let y = match convolution {
+                            true => layer(1, &channels)?.transpose(1, 2)?,
+                            false => layer(1, &channels.transpose(1, 2)?)?,
+                        };
+                        layer(2, &y.contiguous()?)
+                    })?;
+                    (y - 1.)?.sqr()?.mean_all()
+                });
+                let what = format!("{size} ranks, Candle's own {candles}, a convolution {convolution}");
+                let checked = checked.map(drop);
+                if !candles {
+                    return checked.unwrap_or_else(|error| panic!("{what}: {error}"));
+                }
+                let mismatch = mismatch(checked);
+                let wrong: Vec<&str> = mismatch.wrong().map(|unit| unit.unit.as_str()).collect();
+                let expected: &[&str] = if convolution { &["layers.1"] } else { &["layers.0", "layers.1"] };
+                assert_eq!(wrong, expected, "{what}: {mismatch}");
+            });
+        }
+    }
+}
+
 #[test]
 fn what_can_not_be_checked_says_why() {
     ranks(2, |world| {

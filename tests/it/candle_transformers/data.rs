@@ -1,0 +1,57 @@
+//! What the models are trained on: the same rows however many ranks there are.
+
+use candle_core::{Device, Result, Tensor};
+
+pub(crate) const VOCABULARY: usize = 32;
+/// The most positions.
+pub(crate) const MOST: usize = 16;
+pub(crate) const PIXELS: usize = 8;
+pub(crate) const MELS: usize = 6;
+const ROWS: usize = 4;
+const TIME: usize = 7;
+
+/// Inputs of every kind of model, of some of the rows.
+pub(crate) struct Batch {
+    /// Tokens.
+    pub(crate) ids: Tensor,
+    /// Those that a decoder gets beside an encoder.
+    pub(crate) others: Tensor,
+    /// 1 where a token is there, and 0 where one is filled in, u32.
+    pub(crate) there: Tensor,
+    pub(crate) images: Tensor,
+    pub(crate) sounds: Tensor,
+    first: usize,
+}
+
+impl Batch {
+    /// The rows of a rank.
+    pub(crate) fn of(rank: usize, size: usize) -> Result<Self> {
+        let (first, rows) = (rank * ROWS / size, ROWS / size);
+        let ids = |salt: usize| {
+            let id = |i: usize| ((i * i * 7 + i * 3 + salt) % VOCABULARY) as u32;
+            Tensor::from_iter((first * TIME..(first + rows) * TIME).map(id), &Device::Cpu)?.reshape((rows, TIME))
+        };
+        let values = |each: usize| {
+            let value = |i: usize| ((i * 37 + i * i * 5) % 61) as f32 / 30. - 1.;
+            Tensor::from_iter((first * each..(first + rows) * each).map(value), &Device::Cpu)
+        };
+        let there = (0..rows * TIME).map(|i| u32::from(i % TIME + (first + i / TIME) < TIME + 1));
+        Ok(Batch {
+            ids: ids(0)?,
+            others: ids(5)?,
+            there: Tensor::from_iter(there, &Device::Cpu)?.reshape((rows, TIME))?,
+            images: values(3 * PIXELS * PIXELS)?.reshape((rows, 3, PIXELS, PIXELS))?,
+            sounds: values(2 * TIME * MELS)?.reshape((rows, MELS, 2 * TIME))?,
+            first,
+        })
+    }
+
+    /// What is to be chosen at each position of an output [.., classes], and the output as a matrix.
+    pub(crate) fn targets(&self, output: &Tensor) -> Result<(Tensor, Tensor)> {
+        let output = output.flatten_to(output.rank() - 2)?;
+        let (positions, classes) = output.dims2()?;
+        let first = self.first * positions / self.ids.dim(0)?;
+        let target = |i: usize| ((i * 11 + i * i * 3 + 1) % classes) as u32;
+        Ok((output, Tensor::from_iter((first..first + positions).map(target), &Device::Cpu)?))
+    }
+}

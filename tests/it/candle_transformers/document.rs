@@ -1,0 +1,201 @@
+//! The blocks of `docs/from-candle.md`, as they stand there.
+
+use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_nn::VarBuilder;
+use fsdp_candle::{
+    AdamW, AdamWConfig, FsdpModule, FullyShard, GradcheckOptions, ShardedVarMap, UnitGradient, World, gradcheck, nn,
+    shard,
+};
+use fsdp_tests::workspace;
+use fsdp_tests_candle_transformers::diff;
+use fsdp_tests_candle_transformers::models::{mistral, qwen2};
+
+use super::data::VOCABULARY;
+use super::file;
+
+/// The files as the document's diffs make them.
+mod my_models {
+    pub(super) use fsdp_tests_candle_transformers::documented::llama;
+}
+
+// What stands between the marks is the document's, to the letter.
+// Block begins
+struct Qwen2 {
+    base: qwen2::Model,
+    head: nn::Linear,
+}
+
+impl Qwen2 {
+    fn new(config: &qwen2::Config, vb: VarBuilder) -> Result<Self> {
+        let head = nn::linear_no_bias(config.hidden_size, config.vocab_size, vb.pp("lm_head"))?;
+        Ok(Qwen2 { base: qwen2::Model::new(config, vb)?, head })
+    }
+
+    fn forward(&mut self, ids: &Tensor) -> Result<Tensor> {
+        self.base.clear_kv_cache();
+        self.head.forward(&self.base.forward(ids, 0, None)?)
+    }
+}
+// Block ends
+
+// Block begins
+use my_models::llama::{Cache, Config, Llama}; // the file, with its two lines
+
+fn train(config: &Config, data: Vec<Tensor>) -> anyhow::Result<Vec<f32>> {
+    let world = fsdp_candle::init()?;
+    let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())])?, world.device());
+    let opts = FullyShard::new(&vars).units(["model.layers.*"]);
+    let model = shard(&opts, vars.builder(DType::F32), |vb| Llama::load(vb, config))?;
+
+    let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default())?;
+    let mut losses = vec![];
+    for ids in data {
+        let time = ids.dim(1)? - 1; // of [batch, time + 1]
+        let mut cache = Cache::new(false, DType::F32, config, world.device())?;
+        let logits = model.call(|m| m.forward(&ids.narrow(1, 0, time)?, 0, &mut cache))?;
+        let loss = nn::cross_entropy(&logits, &ids.narrow(1, 1, time)?)?;
+        optim.step(&model.backward(&loss)?)?;
+        losses.push(loss.to_scalar()?);
+    }
+    Ok(losses)
+}
+// Block ends
+
+// Block begins
+fn check(model: &FsdpModule<mistral::Model>, ids: &Tensor, next: &Tensor) -> fsdp_candle::Result<Vec<UnitGradient>> {
+    gradcheck(model, &GradcheckOptions::default(), |model| {
+        let logits = model.clone().call_mut(|m| {
+            m.clear_kv_cache();
+            m.forward(ids, 0)
+        })?;
+        nn::cross_entropy(&logits.squeeze(1)?, next)
+    })
+}
+// Block ends
+
+// Block begins
+fn forward(model: &mut FsdpModule<mistral::Model>, ids: &Tensor) -> Result<Tensor> {
+    model.call_mut(|m| {
+        m.clear_kv_cache();
+        m.forward(ids, 0)
+    })
+}
+// Block ends
+
+fn document() -> String {
+    std::fs::read_to_string(workspace().join("docs/from-candle.md")).unwrap()
+}
+
+/// The lines between two marks, without the room before them.
+fn between(text: &str, begin: &str, end: &str) -> Vec<Vec<String>> {
+    let mut blocks = vec![];
+    let mut open: Option<Vec<String>> = None;
+    for line in text.lines().map(str::trim) {
+        match &mut open {
+            None if line == begin => open = Some(vec![]),
+            None => {}
+            Some(_) if line == end => blocks.extend(open.take()),
+            Some(lines) if !line.is_empty() => lines.push(line.into()),
+            Some(_) => {}
+        }
+    }
+    blocks
+}
+
+#[test]
+fn the_blocks_of_the_document_are_these() {
+    let blocks = between(&document(), "```rust", "```");
+    assert_eq!(blocks, between(include_str!("document.rs"), "// Block begins", "// Block ends"));
+    let others = document().lines().filter(|line| line.trim().starts_with("```") && line.trim() != "```").count();
+    let diffs = diff::of_document(&document());
+    // What the shell gets is in `tests/it/readme.rs`.
+    assert_eq!(others, blocks.len() + diffs.len() + between(&document(), "```sh", "```").len());
+}
+
+/// The first diff is the line that every file gets.
+#[test]
+fn the_diffs_of_the_document_fit_the_registrys_file() {
+    let llama = file("models/llama.rs");
+    let diffs = diff::of_document(&document());
+    assert_eq!(diffs.len(), 2);
+    assert!(diffs.iter().all(|diff| diff.file == format!("candle-transformers/src/{}", llama.name)));
+    assert_eq!(diffs[0].apply(llama.original).unwrap(), llama.changed);
+    let second = diffs[1].apply(llama.changed).unwrap();
+    assert_eq!(second.lines().count(), llama.original.lines().count());
+    // A diff that fits nowhere, or in two places, is told from one that fits.
+    let twice = format!("{0}{0}", llama.original);
+    for (text, diff) in [(second.as_str(), &diffs[1]), (twice.as_str(), &diffs[0])] {
+        assert!(diff.apply(text).unwrap_err().contains("do not stand in one place"));
+    }
+}
+
+fn decoder<T: FromJson>() -> T {
+    T::from_json(
+        r#"{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16, "rms_norm_eps": 1e-5,
+            "rope_theta": 1e4, "hidden_act": "silu", "sliding_window": 16, "max_window_layers": 3,
+            "tie_word_embeddings": false, "use_sliding_window": false}"#,
+    )
+}
+
+/// The files' configurations.
+trait FromJson {
+    fn from_json(text: &str) -> Self;
+}
+
+macro_rules! from_json {
+    ($($config:ty),*) => {
+        $(impl FromJson for $config {
+            fn from_json(text: &str) -> Self {
+                serde_json::from_str(text).unwrap()
+            }
+        })*
+    };
+}
+
+from_json!(my_models::llama::LlamaConfig, mistral::Config, qwen2::Config);
+
+fn ids(time: usize) -> Tensor {
+    let id = |i: usize| ((i * i * 7 + i * 3) % VOCABULARY) as u32;
+    Tensor::from_iter((0..2 * time).map(id), &Device::Cpu).unwrap().reshape((2, time)).unwrap()
+}
+
+#[test]
+fn the_program_of_the_document_trains() {
+    let config = decoder::<my_models::llama::LlamaConfig>().into_config(false);
+    let losses = train(&config, vec![ids(7); 20]).unwrap();
+    assert!(losses[19] < losses[0], "{losses:?}");
+}
+
+fn on_one_rank<M>(build: impl FnOnce(VarBuilder<'static>) -> Result<M>) -> (ShardedVarMap, FsdpModule<M>) {
+    let world = World::single().unwrap();
+    let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)]).unwrap(), world.device());
+    let opts = FullyShard::new(&vars).units(["model.layers.*"]);
+    let model = shard(&opts, vars.builder(DType::F32), build).unwrap();
+    (vars, model)
+}
+
+#[test]
+fn a_head_of_ones_own_sees_all_positions() {
+    let (vars, mut model) = on_one_rank(|vb| Qwen2::new(&decoder(), vb));
+    for _ in 0..2 {
+        let logits = model.call_mut(|m| m.forward(&ids(7))).unwrap();
+        assert_eq!(logits.dims(), [2, 7, VOCABULARY]);
+        model.backward(&nn::cross_entropy(&logits, &ids(7)).unwrap()).unwrap();
+    }
+    assert!(model.parameters_without_gradient().is_empty());
+    assert!(vars.get("lm_head.weight").is_some() && model.units().len() == 4);
+}
+
+#[test]
+fn a_cache_that_is_cleared_does_not_join_steps() {
+    let (_vars, mut model) = on_one_rank(|vb| mistral::Model::new(&decoder(), vb));
+    let logits = |model: &mut FsdpModule<mistral::Model>| {
+        forward(model, &ids(7)).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap()
+    };
+    assert_eq!(logits(&mut model), logits(&mut model));
+    // Without, the second step's mask is of other positions than its keys.
+    assert!(model.call_mut(|m| m.forward(&ids(7), 0)).is_err());
+    let checked = check(&model, &ids(7), &ids(1).flatten_all().unwrap()).unwrap();
+    assert_eq!(checked.len(), 4);
+}

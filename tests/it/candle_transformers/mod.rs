@@ -1,0 +1,165 @@
+//! candle-transformers' own files, with the one line `use fsdp_candle::nn as candle_nn;`, train sharded as they do
+//! without sharding.
+
+mod changed;
+mod data;
+mod document;
+mod gathered;
+mod original;
+mod train;
+
+use candle_core::{Device, Tensor};
+use candle_nn::VarBuilder;
+use fsdp_tests::workspace;
+use fsdp_tests_candle_transformers::{FILES, File};
+
+use data::Batch;
+use train::{Comparison, STEPS, Sharding, plain, sharded, var_map, weights};
+
+fsdp_tests_candle_transformers::source_is_there!();
+
+/// What mixtral.rs does itself: it reads the router's weights as numbers, where the graph ends.
+const ROUTER: &str = "block_sparse_moe.gate.weight";
+
+fn file(name: &str) -> &'static File {
+    FILES.iter().find(|file| file.name == name).unwrap_or_else(|| panic!("{name} is not taken"))
+}
+
+/// How many lines of a file are others.
+fn lines_changed(file: &File) -> usize {
+    let (old, new): (Vec<&str>, Vec<&str>) = (file.original.lines().collect(), file.changed.lines().collect());
+    let same = old.iter().zip(&new).take_while(|(old, new)| old == new).count();
+    let (old, new) = (&old[same..], &new[same..]);
+    let tail = old.iter().rev().zip(new.iter().rev()).take_while(|(old, new)| old == new).count();
+    old.len().max(new.len()) - tail
+}
+
+/// The files that are taken and that one imports.
+fn siblings(file: &File) -> impl Iterator<Item = &'static File> {
+    let imports = file.original.lines().filter(|line| !line.trim_start().starts_with("//")).collect::<String>();
+    FILES.iter().filter(move |other| {
+        let stem = other.name.rsplit('/').next().unwrap().trim_end_matches(".rs");
+        imports.contains(&format!("{stem}::"))
+    })
+}
+
+/// Lines changed in a file, and in those that it imports layers from.
+fn lines(name: &str) -> String {
+    let file = file(name);
+    let beside = siblings(file).filter(|other| other.name != file.name && lines_changed(other) > 0);
+    let beside =
+        beside.map(|other| format!("{} in `{}`", lines_changed(other), other.name.rsplit('/').next().unwrap()));
+    [lines_changed(file).to_string()].into_iter().chain(beside).collect::<Vec<_>>().join(", ")
+}
+
+/// A row of the document's table.
+fn row(name: &str, found: &Comparison) -> String {
+    let kib = |bytes: usize| format!("{:.1}", bytes as f64 / 1024.);
+    let cells = [
+        format!("`{name}`"),
+        lines(&format!("models/{name}")),
+        found.units.to_string(),
+        format!("{:.3}", found.losses[0]),
+        format!("{:.3}", found.losses[STEPS - 1]),
+        format!("{:.0e}", found.gradient_apart),
+        kib(found.bytes),
+        kib(found.raw),
+        kib(found.gathered),
+        kib(found.bound),
+    ];
+    format!("| {} |", cells.join(" | "))
+}
+
+const HEAD: &str = "| file | lines changed | units | loss, step 1 | step 20 | gradients apart | parameters, KiB \
+    | raw | gathered | bound |\n|---|---|---|---|---|---|---|---|---|---|\n";
+
+/// Whether a row of the document says what was found: losses and what gradients are apart differ by rounding.
+fn says(document: &str, found: &str) -> bool {
+    let cells = |row: &str| row.split('|').map(|cell| cell.trim().to_owned()).collect::<Vec<_>>();
+    let (document, found) = (cells(document), cells(found));
+    let close = |at: usize, apart: f64| {
+        let [a, b] = [&document[at], &found[at]].map(|cell| cell.parse::<f64>().unwrap_or(f64::NAN));
+        (a - b).abs() < apart
+    };
+    document.len() == found.len()
+        && (1..document.len()).all(|at| match at {
+            4 | 5 => close(at, 2e-3),
+            6 => close(at, 1e-5),
+            _ => document[at] == found[at],
+        })
+}
+
+macro_rules! models {
+    ($($name:ident),*) => {
+        /// What training each changed file on two ranks comes to beside training it without sharding.
+        fn comparisons() -> Vec<(&'static str, Comparison)> {
+            use changed::cases::{self, Model};
+            vec![$({
+                let weights = weights(cases::$name::load);
+                let run = plain(&weights, cases::$name::load, cases::$name::forward);
+                let sharding = Sharding { units: cases::$name::UNITS, experts: cases::$name::EXPERTS };
+                let found = sharded(&run, sharding, cases::$name::load, cases::$name::forward);
+                (cases::$name::FILE, found)
+            }),*]
+        }
+
+        /// Outputs of each changed file, and of the file as it is.
+        fn outputs() -> Vec<(&'static str, [Tensor; 2])> {
+            vec![$({
+                let weights = weights(<changed::cases::$name as changed::cases::Model>::load);
+                let ours = {
+                    use changed::cases::{self, Model};
+                    output(&weights, cases::$name::load, cases::$name::forward)
+                };
+                use original::cases::{self, Model};
+                let theirs = output(&weights, cases::$name::load, cases::$name::forward);
+                (cases::$name::FILE, [ours, theirs])
+            }),*]
+        }
+    };
+}
+
+models!(Llama, Mistral, Qwen2, Qwen3, Gemma, Phi3, Mixtral, DeepSeek2, Bert, DistilBert, Vit, T5, Whisper);
+
+#[test]
+fn every_file_trains_on_two_ranks_as_on_one() {
+    let mut table = HEAD.to_owned();
+    for (file, found) in comparisons() {
+        let row = row(file, &found);
+        println!("{row}");
+        table += &format!("{row}\n");
+        assert!(lines_changed(self::file(&format!("models/{file}"))) == 1, "{file}");
+        assert!(found.gradient_apart < 1e-5, "{file}: gradients are {:e} apart", found.gradient_apart);
+        assert!(found.loss_apart < 1e-4, "{file}: losses are {:e} apart", found.loss_apart);
+        assert!(found.losses[STEPS - 1] < found.losses[0], "{file}: {:?}", found.losses);
+        assert!(found.gathered <= found.bound && found.gathered > 0, "{file}: {found:?}");
+        let is_router = file == "mixtral.rs";
+        assert!(found.without.iter().all(|name| is_router && name.ends_with(ROUTER)), "{file}: {:?}", found.without);
+        assert_eq!(found.without.is_empty(), !is_router, "{file}");
+        assert_eq!(found.wrong.is_empty(), !is_router, "{file}: {:?}", found.wrong);
+    }
+    let document = std::fs::read_to_string(workspace().join("docs/from-candle.md")).unwrap();
+    let rows = |text: &str| text.lines().filter(|line| line.starts_with('|')).map(String::from).collect::<Vec<_>>();
+    let (there, found) = (rows(&document), rows(&table));
+    let agrees = there.len() == found.len() && there[..2] == found[..2];
+    let agrees = agrees && there.iter().zip(&found).skip(2).all(|(there, found)| says(there, found));
+    assert!(agrees, "docs/from-candle.md has another table than this one:\n{table}");
+}
+
+fn output<M>(
+    weights: &std::collections::BTreeMap<String, Tensor>,
+    load: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
+    forward: impl FnOnce(&mut M, &Batch) -> candle_core::Result<Tensor>,
+) -> Tensor {
+    let vb = VarBuilder::from_varmap(&var_map(weights), candle_core::DType::F32, &Device::Cpu);
+    forward(&mut load(vb).unwrap(), &Batch::of(0, 1).unwrap()).unwrap()
+}
+
+#[test]
+fn the_changed_files_compute_what_the_files_compute() {
+    for (file, [ours, theirs]) in outputs() {
+        let of = |tensor: Tensor| tensor.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
+        let apart = of((ours - &theirs).unwrap()) / of(theirs);
+        assert!(apart < 1e-5, "{file}: {apart}");
+    }
+}

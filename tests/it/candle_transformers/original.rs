@@ -1,0 +1,7 @@
+//! The models on the files as they are.
+
+use fsdp_tests_candle_transformers::original::models;
+
+#[allow(clippy::duplicate_mod, dead_code)]
+#[path = "cases.rs"]
+pub(super) mod cases;
