@@ -40,14 +40,16 @@ pub(crate) fn prepare(dir: &Path) {
     write_chats(&dir.join("others.jsonl"), 100, 21);
 }
 
-const FLAGS: &str = "--model model --sft chats.jsonl --seq-len 96 --lr 1e-2 --lr-schedule constant --warmup-steps 0";
+const FLAGS: &str = "--model model --sft chats.jsonl --lr 3e-3 --lr-schedule constant --warmup-steps 0";
 
 /// Runs steps of six sequences, and returns what was measured and what was printed.
 fn train(dir: &Path, ranks: usize, flags: &str, metrics: &str) -> (Vec<Value>, String) {
     let batch_size = (6 / ranks).to_string();
     let mut all: Vec<&str> = FLAGS.split(' ').chain(flags.split_whitespace()).collect();
-    if !all.contains(&"--batch-size") {
-        all.extend(["--batch-size", &batch_size]);
+    for (flag, value) in [("--batch-size", batch_size.as_str()), ("--seq-len", "96")] {
+        if !all.contains(&flag) {
+            all.extend([flag, value]);
+        }
     }
     all.extend(["--metrics", metrics]);
     let run = launch(ranks, "train", &all, dir).ok();
@@ -64,7 +66,7 @@ fn losses(records: &[Value], key: &str) -> Vec<(u64, f64)> {
 fn assert_same(found: &[(u64, f64)], want: &[(u64, f64)], what: &str) {
     assert_eq!(found.len(), want.len(), "{what}");
     for ((step, loss), (want_step, want)) in found.iter().zip(want) {
-        assert!(step == want_step && (loss - want).abs() < 2e-5 * want, "{what}: step {step}: {loss} for {want}");
+        assert!(step == want_step && (loss - want).abs() < 1e-4 * want, "{what}: step {step}: {loss} for {want}");
     }
 }
 
@@ -75,12 +77,12 @@ fn losses_do_not_depend_on_ranks_and_resume_in_the_midst_of_an_epoch() {
     let dir = tempfile::tempdir().unwrap();
     prepare(dir.path());
     let eval = "--eval others.jsonl --eval-every 4";
-    // 60 examples make some 24 sequences: ten steps go through more than two epochs.
+    // 60 examples make some thirty sequences: ten steps of six go into the second or third epoch.
     let (one, stdout) = train(dir.path(), 1, &format!("--steps 10 --checkpoint-dir one {eval}"), "one.jsonl");
     let (steps, evals) = (losses(&one, "loss"), losses(&one, "eval_loss"));
     assert_eq!(steps.len(), 10);
     assert_eq!(evals.iter().map(|(step, _)| *step).collect::<Vec<_>>(), [0, 4, 8, 10]);
-    assert!(evals[3].1 < 0.7 * evals[0].1, "{evals:?}");
+    assert!(evals[3].1 < 0.9 * evals[0].1, "{evals:?}");
     let perplexity = one[0]["eval_perplexity"].as_f64().unwrap();
     assert!((perplexity - evals[0].1.exp()).abs() < 1e-9 && one[0]["eval_tokens"].as_u64().unwrap() > 100);
     assert!(stdout.contains("sample before training: \"Q: 100 + 1? A: \" -> "), "{stdout}");
@@ -96,19 +98,19 @@ fn losses_do_not_depend_on_ranks_and_resume_in_the_midst_of_an_epoch() {
         assert_same(&losses(&other, "loss"), &steps, flags);
         assert_same(&losses(&other, "eval_loss"), &evals, flags);
     }
-    // From the fifth step on: in the midst of the second epoch.
-    train(dir.path(), 2, &format!("--steps 5 --checkpoint-dir two {eval}"), "two.jsonl");
+    // In the midst of an epoch, with steps behind it that go over the end of that.
+    train(dir.path(), 2, &format!("--steps 3 --checkpoint-dir two {eval}"), "two.jsonl");
     for ranks in [1, 2, 3] {
-        let flags = format!("--steps 10 --resume two/step-00000005 {eval}");
+        let flags = format!("--steps 10 --resume two/step-00000003 {eval}");
         let (resumed, _) = train(dir.path(), ranks, &flags, "resumed.jsonl");
-        assert_same(&losses(&resumed, "loss"), &steps[5..], &format!("{ranks} ranks"));
-        assert_same(&losses(&resumed, "eval_loss"), &evals[2..], &format!("{ranks} ranks"));
+        assert_same(&losses(&resumed, "loss"), &steps[3..], &format!("{ranks} ranks"));
+        assert_same(&losses(&resumed, "eval_loss"), &evals[1..], &format!("{ranks} ranks"));
     }
     // At the same number of ranks bit for bit.
     let (whole, _) = train(dir.path(), 2, &format!("--steps 8 {eval}"), "whole.jsonl");
-    let flags = format!("--steps 8 --resume two/step-00000005 {eval}");
+    let flags = format!("--steps 8 --resume two/step-00000003 {eval}");
     let (resumed, _) = train(dir.path(), 2, &flags, "again.jsonl");
-    assert_eq!(losses(&resumed, "loss"), losses(&whole, "loss")[5..]);
+    assert_eq!(losses(&resumed, "loss"), losses(&whole, "loss")[3..]);
 }
 
 /// Packing moves examples, but changes nothing of them: with all of them in each step it is the same step.
@@ -234,7 +236,7 @@ fn ranks_that_learn_different_things_are_told_apart() {
     fs::copy(dir.path().join("model/config.json"), dir.path().join("other/config.json")).unwrap();
     let all = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}";
     fs::write(dir.path().join("other/chat_template.jinja"), all).unwrap();
-    let flags = FLAGS.replace("--model model", "--steps 1");
+    let flags = FLAGS.replace("--model model", "--steps 1 --seq-len 96");
     let script = format!("case $RANK in 1) own=other;; *) own=model;; esac; exec \"$0\" {flags} --model $own");
     let mut command = std::process::Command::new(fsdp_tests::program("fsdp-launch"));
     command.args(["--nproc-per-node=2", "/bin/sh", "-c", &script]).arg(fsdp_tests::program("train"));

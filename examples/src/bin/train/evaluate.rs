@@ -24,7 +24,7 @@ impl Evaluation {
         Evaluation { batches, seq_len: args.seq_len, every, last: args.steps }
     }
 
-    /// Whether the loss is measured after `step` steps. A run that goes on from there has been told of it already.
+    /// Whether the loss is measured after `step` steps.
     pub(crate) fn is_due(&self, step: usize) -> bool {
         step.is_multiple_of(self.every) || step == self.last
     }
