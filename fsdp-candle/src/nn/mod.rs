@@ -47,7 +47,8 @@
 //! | [`Rotary`] | `[batch, T, heads * D]` | same | |
 //! | [`attention()`], [`attention_qkv`] | q, k, v `[batch, T, heads * D]` | `[batch, T, heads * D]` | |
 //! | [`silu`], [`gelu`] (tanh), [`gelu_erf`], [`silu_mul`] | any | same | |
-//! | [`cross_entropy()`], [`linear_cross_entropy()`] | logits `[.., V]`, targets `[..]` | scalar | |
+//! | [`cross_entropy()`], [`cross_entropy_with()`] | logits `[.., V]`, targets `[..]` | scalar | |
+//! | [`linear_cross_entropy()`], [`linear_cross_entropy_with()`] | `[.., in]`, `[V, in]`, targets `[..]` | scalar | |
 
 pub mod activation;
 pub mod attention;
@@ -106,6 +107,7 @@ pub use activation::fused::{gelu, gelu_erf, silu, silu_mul};
 pub use attention::fused::{AttentionOptions, attention, attention_qkv, causal_attention, causal_attention_qkv};
 pub use linear::{Conv1D, gpt2_linear};
 pub use lora::{Lora, LoraConfig, is_adapter, lora};
-pub use loss::cross_entropy::cross_entropy;
-pub use loss::linear_cross_entropy::linear_cross_entropy;
+pub use loss::cross_entropy::{cross_entropy, cross_entropy_with};
+pub use loss::linear_cross_entropy::{linear_cross_entropy, linear_cross_entropy_with};
+pub use loss::options::{CrossEntropyOptions, IGNORED, Reduction};
 pub use rotary::table::{Rotary, RotaryOptions};

@@ -174,10 +174,27 @@ pub(in crate::nn) fn indices(
     bound: usize,
     bound_name: &str,
 ) -> Result<Vec<u32>> {
+    Ok(indices_or_none(function, what, ids, bound, bound_name, None)?.into_iter().flatten().collect())
+}
+
+/// As [`indices`]; `none`, if given, stands for no index.
+pub(in crate::nn) fn indices_or_none(
+    function: &str,
+    what: &str,
+    ids: &Tensor,
+    bound: usize,
+    bound_name: &str,
+    none: Option<i64>,
+) -> Result<Vec<Option<u32>>> {
     let found = whole_numbers(function, what, ids)?;
-    match found.iter().position(|&id| usize::try_from(id).map_or(true, |id| id >= bound)) {
-        Some(at) => out_of_range(function, what, &found, at, bound, bound_name),
-        None => Ok(found.into_iter().map(|id| id as u32).collect()),
+    let index = |id: i64| u32::try_from(id).ok().filter(|&id| (id as usize) < bound);
+    match found.iter().position(|&id| Some(id) != none && index(id).is_none()) {
+        Some(at) => bail!(
+            "{function}: {what} {} (element {at} of {}) is out of range: the {bound_name} is {bound}",
+            found[at],
+            found.len()
+        ),
+        None => Ok(found.into_iter().map(|id| index(id).filter(|_| Some(id) != none)).collect()),
     }
 }
 
@@ -188,12 +205,8 @@ pub(in crate::nn) fn rows_of(function: &str, ids: &Tensor, rows: usize) -> Resul
         DType::U32 => i64::from(u32::MAX),
         _ => i64::MAX,
     };
-    let found = whole_numbers(function, "id", ids)?;
-    let row = |id: i64| usize::try_from(id).ok().filter(|id| *id < rows);
-    match found.iter().position(|&id| id != none && row(id).is_none()) {
-        Some(at) => out_of_range(function, "id", &found, at, rows, "vocabulary size"),
-        None => Ok(found.into_iter().map(|id| row(id).filter(|_| id != none)).collect()),
-    }
+    let found = indices_or_none(function, "id", ids, rows, "vocabulary size", Some(none))?;
+    Ok(found.into_iter().map(|row| row.map(|row| row as usize)).collect())
 }
 
 fn whole_numbers(function: &str, what: &str, ids: &Tensor) -> Result<Vec<i64>> {
@@ -204,10 +217,6 @@ fn whole_numbers(function: &str, what: &str, ids: &Tensor) -> Result<Vec<i64>> {
         DType::I64 => flat.to_vec1(),
         other => bail!("{function}: {what}s must be u8, u32 or i64, found {other:?}"),
     }
-}
-
-fn out_of_range<T>(function: &str, what: &str, ids: &[i64], at: usize, bound: usize, bound_name: &str) -> Result<T> {
-    bail!("{function}: {what} {} (element {at} of {}) is out of range: the {bound_name} is {bound}", ids[at], ids.len())
 }
 
 /// Errors unless both tensors have one dtype and device.

@@ -5,62 +5,94 @@
 //! weight: a third more arithmetic than [`cross_entropy`](crate::nn::cross_entropy()) after
 //! [`Linear`](crate::nn::Linear), and less memory by twice the logits.
 
+use std::borrow::Cow;
 use std::sync::OnceLock;
 
 use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor, bail};
 
 use super::super::cpu::matrix::{Mat, MatMut, product};
 use super::super::cpu::parallel::map_rows;
-use super::super::cpu::values::{floats, indices, read, same_kind, served, storage, tensor, weight_grad};
+use super::super::cpu::values::{floats, read, same_kind, served, storage, tensor, weight_grad};
 use super::super::weight::Weight;
-use super::cross_entropy::{losses, softmax_minus_onehot_in_place};
+use super::cross_entropy::{gradient_in_place, losses};
+use super::options::{CrossEntropyOptions, Rows};
 
 /// Logits that exist at a time: 64 MiB of f32.
 const LOGITS: usize = 1 << 24;
 
-/// `cross_entropy(hidden W^T, targets)` for hidden states `[.., H]`, the head's weight `[V, H]` and targets (u32)
-/// `[..]`: an f32 scalar (f64 for f64).
+/// `cross_entropy(hidden W^T, targets)` for hidden states `[.., H]`, the head's weight `[V, H]` and targets (u8, u32 or
+/// i64) `[..]`: an f32 scalar (f64 for f64).
 ///
 /// An error if the shapes or dtypes disagree, there is no row, or a target is not below `V`.
 pub fn linear_cross_entropy(hidden: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Tensor> {
+    linear_cross_entropy_with(hidden, weight, targets, &CrossEntropyOptions::plain())
+}
+
+/// As [`linear_cross_entropy`], with the options of [`cross_entropy_with`](crate::nn::cross_entropy_with). Of rows that
+/// are ignored no logits are computed.
+///
+/// # Errors
+/// When the shapes or dtypes disagree, there is no row, a target is neither below `V` nor the one that is ignored, or
+/// the smoothing is not from 0 to 1.
+pub fn linear_cross_entropy_with(
+    hidden: &Tensor,
+    weight: &Tensor,
+    targets: &Tensor,
+    options: &CrossEntropyOptions,
+) -> Result<Tensor> {
     let (vocabulary, width) = weight.dims2()?;
-    if hidden.dims().split_last() != Some((&width, targets.dims())) || targets.elem_count() == 0 {
+    let fits = hidden.dims().split_last() == Some((&width, targets.dims()));
+    if !fits || targets.elem_count() == 0 || width == 0 {
         bail!(
             "linear_cross_entropy: hidden {:?} must be the targets' shape {:?} and {width}, for the weight is {:?}; \
-             and there must be a row",
+             and there must be a row, and a column",
             hidden.dims(),
             targets.dims(),
             weight.dims()
         );
     }
     same_kind("linear_cross_entropy", ("hidden", hidden), ("the weight", weight))?;
+    let mut rows = options.rows("linear_cross_entropy", targets, vocabulary)?;
     if !served(hidden) {
         let logits = super::super::linear::composite(hidden, &Weight::in_graph(weight)?, None, false)?;
-        return super::cross_entropy::composite(&logits, targets);
+        return super::cross_entropy::composite(&logits, &rows);
     }
-    let targets = indices("linear_cross_entropy", "target", targets, vocabulary, "number of classes")?;
+    let counted = rows.counted();
+    rows.targets.retain(Option::is_some);
     let weight = Weight::of(weight)?;
     let node = weight.node().clone();
-    let rows = (LOGITS / vocabulary.max(1)).clamp(1, targets.len());
-    hidden.apply_op2(&node, Head { weight, targets, vocabulary, width, rows, log_sums: OnceLock::new() })
+    let stretch = (LOGITS / vocabulary).clamp(1, rows.targets.len().max(1));
+    hidden.apply_op2(&node, Head { weight, rows, counted, width, stretch, log_sums: OnceLock::new() })
 }
 
 struct Head {
     weight: Weight,
-    targets: Vec<u32>,
-    vocabulary: usize,
+    /// Those that count.
+    rows: Rows,
+    /// Where they are among the hidden states, unless those are all.
+    counted: Option<Vec<usize>>,
     width: usize,
-    /// Rows of a stretch.
-    rows: usize,
+    /// Rows of which the logits exist at a time.
+    stretch: usize,
     log_sums: OnceLock<Vec<f32>>,
 }
 
 impl Head {
+    /// The hidden states of the rows that count.
+    fn those_that_count<'a>(&self, hidden: Cow<'a, [f32]>) -> Cow<'a, [f32]> {
+        match &self.counted {
+            Some(counted) => {
+                counted.iter().flat_map(|row| &hidden[row * self.width..][..self.width]).copied().collect()
+            }
+            None => hidden,
+        }
+    }
+
     /// The logits of some rows of the hidden states.
     fn logits(&self, scratch: &mut [f32], hidden: &[f32], weight: &[f32]) {
-        let rows = hidden.len() / self.width;
-        let weight = Mat::new(weight, self.vocabulary, self.width);
-        product(MatMut::new(scratch, rows, self.vocabulary), false, Mat::new(hidden, rows, self.width), weight.t());
+        let (rows, vocabulary) = (hidden.len() / self.width, self.rows.classes);
+        let weight = Mat::new(weight, vocabulary, self.width);
+        product(MatMut::new(scratch, rows, vocabulary), false, Mat::new(hidden, rows, self.width), weight.t());
     }
 }
 
@@ -70,20 +102,20 @@ impl CustomOp2 for Head {
     }
 
     fn cpu_fwd(&self, hidden: &CpuStorage, layout: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        let hidden = floats(hidden, layout)?;
+        let hidden = self.those_that_count(floats(hidden, layout)?);
         read!(weight, self.weight.value()?);
-        let mut scratch = vec![0f32; self.rows * self.vocabulary];
-        let mut log_sums = vec![0f32; self.targets.len()];
+        let (rows, vocabulary) = (&self.rows, self.rows.classes);
+        let mut scratch = vec![0f32; self.stretch * vocabulary];
+        let mut log_sums = vec![0f32; rows.targets.len()];
         let mut total = 0f64;
-        let stretches = hidden.chunks(self.rows * self.width).zip(self.targets.chunks(self.rows));
-        for ((hidden, targets), log_sums) in stretches.zip(log_sums.chunks_mut(self.rows)) {
-            let logits = &mut scratch[..targets.len() * self.vocabulary];
+        let stretches = hidden.chunks(self.stretch * self.width).zip(rows.targets.chunks(self.stretch));
+        for ((hidden, targets), log_sums) in stretches.zip(log_sums.chunks_mut(self.stretch)) {
+            let logits = &mut scratch[..targets.len() * vocabulary];
             self.logits(logits, hidden, &weight);
-            total += losses(logits, targets, self.vocabulary, log_sums);
+            total += losses(logits, targets, rows, log_sums);
         }
         let _ = self.log_sums.set(log_sums);
-        let loss = total / self.targets.len() as f64;
-        Ok((storage(vec![loss as f32], DType::F32)?, Shape::from(())))
+        Ok((storage(vec![(total / rows.divisor) as f32], DType::F32)?, Shape::from(())))
     }
 
     fn bwd(
@@ -94,31 +126,36 @@ impl CustomOp2 for Head {
         d_loss: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let Some(log_sums) = self.log_sums.get() else { bail!("linear_cross_entropy: backward before forward") };
-        let scale = d_loss.to_scalar::<f32>()? / self.targets.len() as f32;
+        let (slopes, vocabulary) = (self.rows.slopes(d_loss.to_scalar::<f32>()?), self.rows.classes);
         read!(values, hidden);
+        let values = self.those_that_count(values);
         let mut d_hidden = vec![0f32; values.len()];
         let mut back = |mut dw: Option<(&mut [f32], bool)>| -> Result<()> {
             read!(weight, self.weight.value()?);
-            let mut scratch = vec![0f32; self.rows * self.vocabulary];
-            let step = self.rows * self.width;
+            let mut scratch = vec![0f32; self.stretch * vocabulary];
+            let step = self.stretch * self.width;
             let stretches = values.chunks(step).zip(d_hidden.chunks_mut(step));
-            let labels = self.targets.chunks(self.rows).zip(log_sums.chunks(self.rows));
+            let labels = self.rows.targets.chunks(self.stretch).zip(log_sums.chunks(self.stretch));
             for ((hidden, d_hidden), (targets, log_sums)) in stretches.zip(labels) {
                 let rows = targets.len();
-                let logits = &mut scratch[..rows * self.vocabulary];
+                let logits = &mut scratch[..rows * vocabulary];
                 self.logits(logits, hidden, &weight);
-                map_rows(logits, self.vocabulary, self.vocabulary, |first, logits| {
-                    let rows = first..first + logits.len() / self.vocabulary;
-                    softmax_minus_onehot_in_place(logits, &targets[rows.clone()], &log_sums[rows], scale);
+                map_rows(logits, vocabulary, vocabulary, |first, logits| {
+                    let rows = first..first + logits.len() / vocabulary;
+                    gradient_in_place(logits, &targets[rows.clone()], &log_sums[rows], slopes);
                 });
-                let logits = Mat::new(logits, rows, self.vocabulary);
-                let weight = Mat::new(&weight, self.vocabulary, self.width);
+                let logits = Mat::new(logits, rows, vocabulary);
+                let weight = Mat::new(&weight, vocabulary, self.width);
                 product(MatMut::new(d_hidden, rows, self.width), false, logits, weight);
                 if let Some((dw, accumulate)) = &mut dw {
                     let hidden = Mat::new(hidden, rows, self.width);
-                    product(MatMut::new(dw, self.vocabulary, self.width), *accumulate, logits.t(), hidden);
+                    product(MatMut::new(dw, vocabulary, self.width), *accumulate, logits.t(), hidden);
                     *accumulate = true;
                 }
+            }
+            // No row counts.
+            if let Some((dw, false)) = dw {
+                dw.fill(0.);
             }
             Ok(())
         };
@@ -127,6 +164,16 @@ impl CustomOp2 for Head {
         } else {
             back(None)?;
             None
+        };
+        let d_hidden = match &self.counted {
+            Some(counted) => {
+                let mut all = vec![0f32; hidden.elem_count()];
+                for (row, d_row) in counted.iter().zip(d_hidden.chunks_exact(self.width)) {
+                    all[row * self.width..][..self.width].copy_from_slice(d_row);
+                }
+                all
+            }
+            None => d_hidden,
         };
         Ok((Some(tensor(d_hidden, hidden.shape(), hidden.dtype())?), dw))
     }

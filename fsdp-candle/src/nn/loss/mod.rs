@@ -2,6 +2,7 @@
 
 pub(in crate::nn) mod cross_entropy;
 pub(in crate::nn) mod linear_cross_entropy;
+pub(in crate::nn) mod options;
 
 use candle_core::{DType, Result, Tensor, bail};
 

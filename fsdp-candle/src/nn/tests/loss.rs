@@ -1,8 +1,225 @@
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Result, Tensor, Var};
 
 use super::super::loss::cross_entropy::composite;
-use super::super::{cross_entropy, linear_cross_entropy};
-use super::{DTYPES, check, message, random, random_ids};
+use super::super::{
+    CrossEntropyOptions, IGNORED, Reduction, cross_entropy, cross_entropy_with, linear_cross_entropy,
+    linear_cross_entropy_with,
+};
+use super::{DTYPES, assert_close, check, message, random, random_ids, tolerance};
+
+/// The loss from Candle's operations.
+fn composed(logits: &Tensor, targets: &Tensor, options: &CrossEntropyOptions) -> Result<Tensor> {
+    composite(logits, &options.rows("composed", targets, *logits.dims().last().unwrap())?)
+}
+
+fn plainly(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
+    composed(logits, targets, &CrossEntropyOptions::default())
+}
+
+/// Every combination of options, with targets to ignore some of the time.
+fn all_options() -> Vec<CrossEntropyOptions> {
+    let mut all = vec![];
+    for reduction in [Reduction::Mean, Reduction::Sum] {
+        for label_smoothing in [0., 0.1, 1.] {
+            all.push(CrossEntropyOptions { label_smoothing, reduction, ..Default::default() });
+        }
+    }
+    all
+}
+
+/// Targets below `classes`, of which every third row's is ignored.
+fn with_gaps(seed: u64, shape: &[usize], classes: usize) -> Tensor {
+    let ids: Vec<u32> = random_ids(seed, shape, classes).flatten_all().unwrap().to_vec1().unwrap();
+    let ids = ids.into_iter().enumerate().map(|(row, id)| if row % 3 == 1 { IGNORED } else { id });
+    Tensor::from_vec(ids.collect::<Vec<_>>(), shape, &Device::Cpu).unwrap()
+}
+
+/// The loss and the gradient of the logits by the formula, one number after the other.
+fn by_formula(logits: &[f64], targets: &[u32], classes: usize, options: &CrossEntropyOptions) -> (f64, Vec<f64>) {
+    let counted = targets.iter().filter(|&&target| target != IGNORED).count();
+    let share = if options.reduction == Reduction::Mean { 1. / counted as f64 } else { 1. };
+    let (mut loss, mut grad) = (0., vec![0.; logits.len()]);
+    for (row, &target) in targets.iter().enumerate().filter(|(_, target)| **target != IGNORED) {
+        let logits = &logits[row * classes..][..classes];
+        let total: f64 = logits.iter().map(|x| x.exp()).sum();
+        for class in 0..classes {
+            let hit = if class == target as usize { 1. - options.label_smoothing } else { 0. };
+            let wanted = hit + options.label_smoothing / classes as f64;
+            let found = logits[class].exp() / total;
+            loss -= share * wanted * found.ln();
+            grad[row * classes + class] = share * (found - wanted);
+        }
+    }
+    (loss, grad)
+}
+
+fn values(tensor: &Tensor) -> Vec<f64> {
+    tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+#[test]
+fn options_follow_the_formula_in_every_dtype() {
+    for dtype in DTYPES {
+        for (shape, classes) in [(vec![2], 1), (vec![7], 5), (vec![3, 4], 129)] {
+            let logits = random(4, &[&shape[..], &[classes]].concat(), dtype);
+            let targets = with_gaps(5, &shape, classes);
+            let ids: Vec<u32> = targets.flatten_all().unwrap().to_vec1().unwrap();
+            for options in all_options() {
+                let loss = cross_entropy_with(&logits, &targets, &options).unwrap();
+                let grad = loss.backward().unwrap().remove(&logits).unwrap();
+                let (expected, slopes) = by_formula(&values(&logits), &ids, classes, &options);
+                let what = format!("{dtype:?} {shape:?} {classes} {options:?}");
+                let expected = Tensor::new(expected, &Device::Cpu).unwrap().to_dtype(loss.dtype()).unwrap();
+                assert_close(&what, &loss, &expected, 1e-5);
+                let slopes = Tensor::from_vec(slopes, logits.dims(), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+                assert_close(&what, &grad, &slopes, tolerance(dtype));
+            }
+        }
+    }
+}
+
+#[test]
+fn options_of_the_fused_head_match_linear_then_loss() {
+    for dtype in DTYPES {
+        // 1.2 million classes make stretches of 13 rows.
+        for (shape, width, classes) in [(vec![5], 4, 7), (vec![2, 9], 8, 33), (vec![30], 1, 1_200_000)] {
+            let options = if classes > 1000 { all_options()[1..2].to_vec() } else { all_options() };
+            for options in options.iter().filter(|_| classes < 1000 || dtype == DType::F32) {
+                let hidden = random(1, &[&shape[..], &[width]].concat(), dtype);
+                let w = random(2, &[classes, width], dtype);
+                let targets = with_gaps(3, &shape, classes);
+                check(
+                    &format!("fused head {dtype:?} {classes} {options:?}"),
+                    &[&hidden, &w],
+                    || linear_cross_entropy_with(&hidden, &w, &targets, options),
+                    || {
+                        let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
+                        let (hidden, w) = (hidden.to_dtype(wide)?, w.to_dtype(wide)?);
+                        let logits = super::super::linear::composite(&hidden, &w, None, false)?;
+                        composed(&logits, &targets, options)
+                    },
+                );
+            }
+        }
+    }
+}
+
+/// The gradient along a direction against the difference of two losses there.
+#[test]
+fn options_have_the_slopes_of_their_loss() {
+    let classes = 9;
+    let targets = with_gaps(2, &[8], classes);
+    for options in all_options() {
+        let loss = |logits: &Tensor| cross_entropy_with(logits, &targets, &options).unwrap();
+        for (dtype, step, tolerance) in [(DType::F64, 1e-5, 1e-8), (DType::F32, 1e-2, 2e-3)] {
+            let logits = random(1, &[8, classes], dtype);
+            let direction = random(3, &[8, classes], dtype).as_detached_tensor();
+            let at = |step: f64| values(&loss(&(logits.as_tensor() + (&direction * step).unwrap()).unwrap()))[0];
+            let difference = (at(step) - at(-step)) / (2. * step);
+            let grad = loss(&logits).backward().unwrap().remove(&logits).unwrap();
+            let product = values(&(grad * direction).unwrap().sum_all().unwrap())[0];
+            let apart = (product - difference).abs();
+            assert!(apart < tolerance * product.abs().max(1.), "{dtype:?} {options:?}: {product} {difference}");
+        }
+    }
+}
+
+/// Logits whose probabilities are 1/8, 2/8 and 5/8, so that losses can be worked out by hand.
+#[test]
+fn losses_worked_out_by_hand() {
+    let row = [1f32.ln(), 2f32.ln(), 5f32.ln()];
+    let logits = Var::new(&[row, row, row], &Device::Cpu).unwrap();
+    let targets = Tensor::new(&[2u32, IGNORED, 0], &Device::Cpu).unwrap();
+    let (ln8, ln4, ln1_6) = (8f64.ln(), 4f64.ln(), 1.6f64.ln());
+    let of = |label_smoothing, reduction| {
+        let options = CrossEntropyOptions { label_smoothing, reduction, ..Default::default() };
+        let loss = cross_entropy_with(&logits, &targets, &options).unwrap();
+        (values(&loss)[0], values(&loss.backward().unwrap().remove(&logits).unwrap()))
+    };
+    let near = |found: f64, expected: f64| assert!((found - expected).abs() < 1e-6, "{found} {expected}");
+    let (loss, grad) = of(0., Reduction::Sum);
+    near(loss, ln1_6 + ln8);
+    let expected = [0.125, 0.25, -0.375, 0., 0., 0., -0.875, 0.25, 0.625];
+    grad.iter().zip(expected).for_each(|(&found, expected)| near(found, expected));
+    near(of(0., Reduction::Mean).0, (ln1_6 + ln8) / 2.);
+    // Seven tenths of the target's, and a tenth of each class's.
+    let (loss, grad) = of(0.3, Reduction::Sum);
+    near(loss, 0.7 * (ln1_6 + ln8) + 2. * 0.1 * (ln8 + ln4 + ln1_6));
+    let expected = [0.025, 0.15, -0.175, 0., 0., 0., -0.675, 0.15, 0.525];
+    grad.iter().zip(expected).for_each(|(&found, expected)| near(found, expected));
+    near(of(1., Reduction::Mean).0, (ln8 + ln4 + ln1_6) / 3.);
+}
+
+#[test]
+fn where_all_is_ignored_the_mean_is_no_number_the_sum_is_0_and_nothing_has_a_slope() {
+    for dtype in DTYPES {
+        let (hidden, w) = (random(1, &[2, 4], dtype), random(2, &[7, 4], dtype));
+        let targets = Tensor::new(&[IGNORED, IGNORED], &Device::Cpu).unwrap();
+        for options in all_options() {
+            let plain = cross_entropy_with(&hidden, &targets, &options).unwrap();
+            let head = linear_cross_entropy_with(&hidden, &w, &targets, &options).unwrap();
+            for (loss, vars) in [(plain, vec![&hidden]), (head, vec![&hidden, &w])] {
+                let value = values(&loss)[0];
+                let as_said = if options.reduction == Reduction::Sum { value == 0. } else { value.is_nan() };
+                assert!(as_said, "{dtype:?} {options:?}: {value}");
+                let grads = loss.backward().unwrap();
+                for var in vars {
+                    assert!(values(grads.get(var).unwrap()).iter().all(|&slope| slope == 0.), "{dtype:?} {options:?}");
+                }
+            }
+        }
+    }
+}
+
+/// What is ignored may be any target, of any dtype of whole numbers, and its logits may be anything.
+#[test]
+fn ignored_rows_are_as_if_they_were_not_there() {
+    let logits = random(1, &[3, 5], DType::F32);
+    let kept = Tensor::new(&[4u32, 1], &Device::Cpu).unwrap();
+    let rows = logits.index_select(&Tensor::new(&[0u32, 2], &Device::Cpu).unwrap(), 0).unwrap();
+    let expected = cross_entropy(&rows, &kept).unwrap().to_scalar::<f32>().unwrap();
+    let of = |logits: &Tensor, targets: Tensor, ignore_index| {
+        let options = CrossEntropyOptions { ignore_index: Some(ignore_index), ..Default::default() };
+        cross_entropy_with(logits, &targets, &options).unwrap().to_scalar::<f32>().unwrap()
+    };
+    let infinite = Tensor::full(f32::INFINITY, (1, 5), &Device::Cpu).unwrap();
+    let infinite = Tensor::cat(&[&rows.narrow(0, 0, 1).unwrap(), &infinite, &rows.narrow(0, 1, 1).unwrap()], 0);
+    for logits in [logits.as_tensor(), &infinite.unwrap()] {
+        assert_eq!(of(logits, Tensor::new(&[4i64, -100, 1], &Device::Cpu).unwrap(), -100), expected);
+        assert_eq!(of(logits, Tensor::new(&[4u32, 0, 1], &Device::Cpu).unwrap(), 0), expected);
+        assert_eq!(of(logits, Tensor::new(&[4u8, 255, 1], &Device::Cpu).unwrap(), 255), expected);
+    }
+}
+
+#[test]
+fn wrong_options_and_targets_are_named() {
+    let logits = Tensor::zeros((2, 3), DType::F32, &Device::Cpu).unwrap();
+    let targets = Tensor::new(&[0u32, IGNORED], &Device::Cpu).unwrap();
+    for label_smoothing in [-0.1, 1.5, f64::NAN] {
+        let options = CrossEntropyOptions { label_smoothing, ..Default::default() };
+        for m in [
+            message(cross_entropy_with(&logits, &targets, &options)),
+            message(linear_cross_entropy_with(&logits, &logits, &targets, &options)),
+        ] {
+            assert!(m.contains("label_smoothing") && m.contains("from 0 to 1"), "{m}");
+        }
+    }
+    // Nothing is ignored unless it is asked for.
+    let m = message(cross_entropy(&logits, &targets));
+    assert!(m.contains("target 4294967295 (element 1 of 2) is out of range"), "{m}");
+    let options = CrossEntropyOptions { ignore_index: Some(-100), ..Default::default() };
+    assert!(message(cross_entropy_with(&logits, &targets, &options)).contains("target 4294967295"));
+    let nothing = Tensor::zeros((2, 0), DType::F32, &Device::Cpu).unwrap();
+    let ignored = Tensor::new(&[IGNORED, IGNORED], &Device::Cpu).unwrap();
+    assert!(message(cross_entropy_with(&nothing, &ignored, &Default::default())).contains("number of classes is 0"));
+    let m = message(linear_cross_entropy_with(
+        &nothing,
+        &Tensor::zeros((3, 0), DType::F32, &Device::Cpu).unwrap(),
+        &ignored,
+        &Default::default(),
+    ));
+    assert!(m.contains("and a column"), "{m}");
+}
 
 #[test]
 fn cross_entropy_matches_the_composite() {
@@ -12,7 +229,7 @@ fn cross_entropy_matches_the_composite() {
             dims.push(classes);
             let logits = random(1, &dims, dtype);
             let targets = random_ids(2, &shape, classes);
-            check("cross_entropy", &[&logits], || cross_entropy(&logits, &targets), || composite(&logits, &targets));
+            check("cross_entropy", &[&logits], || cross_entropy(&logits, &targets), || plainly(&logits, &targets));
         }
     }
 }
@@ -42,7 +259,7 @@ fn a_view_of_the_logits_gets_its_gradient() {
     let logits = random(1, &[2, 6, 9], DType::F32);
     let targets = random_ids(2, &[2, 5], 9);
     let view = || logits.narrow(1, 0, 5);
-    check("view", &[&logits], || cross_entropy(&view()?, &targets), || composite(&view()?.contiguous()?, &targets));
+    check("view", &[&logits], || cross_entropy(&view()?, &targets), || plainly(&view()?.contiguous()?, &targets));
 }
 
 #[test]
@@ -65,7 +282,7 @@ fn the_fused_head_matches_linear_then_loss() {
                 || {
                     let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
                     let (hidden, w) = (hidden.to_dtype(wide)?, w.to_dtype(wide)?);
-                    composite(&super::super::linear::composite(&hidden, &w, None, false)?, &targets)
+                    plainly(&super::super::linear::composite(&hidden, &w, None, false)?, &targets)
                 },
             );
         }
