@@ -106,7 +106,7 @@ impl Batches {
     /// # Errors
     /// There is no memory for them, or the file that they are in has been cut short or can't be read any more.
     pub fn micro_batch(&self, position: u64, a: usize) -> Result<(Vec<u32>, Vec<u32>)> {
-        let BatchShape { world_size, rank, batch_size, seq_len, .. } = self.shape;
+        let BatchShape { batch_size, seq_len, .. } = self.shape;
         let room = |tokens: usize| -> Result<Vec<u32>> {
             let mut room = Vec::new();
             let wanted = HumanBytes(4 * tokens as u64);
@@ -121,7 +121,7 @@ impl Batches {
         let (mut inputs, mut targets) = (room(batch_size * seq_len)?, room(batch_size * seq_len)?);
         let mut tokens = room(seq_len + 1)?;
         tokens.resize(seq_len + 1, 0);
-        let first = position % self.num_sequences() + ((a * world_size + rank) * batch_size) as u64;
+        let first = self.first_sequence(position % self.num_sequences(), a);
         for b in 0..batch_size as u64 {
             let sequence = (first + b) % self.num_sequences();
             self.data.copy_to(sequence * seq_len as u64, &mut tokens)?;
@@ -129,6 +129,13 @@ impl Batches {
             targets.extend_from_slice(&tokens[1..]);
         }
         Ok((inputs, targets))
+    }
+
+    /// The number of the first sequence of that micro-batch among all that a run reads, those that it reads again
+    /// included.
+    pub fn first_sequence(&self, position: u64, a: usize) -> u64 {
+        let BatchShape { world_size, rank, batch_size, .. } = self.shape;
+        position.wrapping_add(((a * world_size + rank) * batch_size) as u64)
     }
 
     /// By how much a step moves the position: the sequences of all ranks and micro-batches.
@@ -245,6 +252,16 @@ mod tests {
         assert_eq!(batches.num_sequences(), 3);
         assert_eq!(batches.micro_batch(2, 0).unwrap(), (vec![6, 7, 8, 0, 1, 2], vec![7, 8, 9, 1, 2, 3]));
         assert_eq!(batches.micro_batch(u64::MAX, 0).unwrap(), batches.micro_batch(u64::MAX % 3, 0).unwrap());
+    }
+
+    #[test]
+    fn sequences_are_numbered_on_when_the_data_starts_again() {
+        let numbers = |rank: usize, position| {
+            let batches = Batches::new(counting(31), shape(2, rank, 3, 2, 2)).unwrap();
+            [0, 1].map(|a| batches.first_sequence(position, a))
+        };
+        assert_eq!((numbers(0, 0), numbers(1, 0)), ([0, 6], [3, 9]));
+        assert_eq!((numbers(0, 12), numbers(1, 24)), ([12, 18], [27, 33]));
     }
 
     #[test]

@@ -90,6 +90,14 @@ impl Text {
         Ok(text.replace(|c: char| c.is_control() && !matches!(c, '\n' | '\t'), "\u{fffd}"))
     }
 
+    /// The id that the tokenizer has for a token, if it has one.
+    pub(super) fn id_of(&self, token: &str) -> Option<u32> {
+        match &self.0 {
+            Kind::Bytes { .. } => None,
+            Kind::Tokenizer { tokenizer, .. } => tokenizer.token_to_id(token),
+        }
+    }
+
     /// Whether tokens are bytes.
     pub(super) fn is_bytes(&self) -> bool {
         matches!(self.0, Kind::Bytes { .. })

@@ -1,4 +1,4 @@
-//! What the models' layers have in common: running again in backward, and low-rank adapters.
+//! What the models' layers have in common: running again in backward, low-rank adapters, and activations.
 
 use std::sync::Arc;
 
@@ -7,6 +7,8 @@ use candle_nn::VarBuilder;
 use fsdp_candle::Tensors;
 use fsdp_candle::activation_checkpoint::checkpoint;
 use fsdp_candle::nn::{self, Lora, LoraConfig};
+
+use super::config::activation::Activation;
 
 /// A block, which may keep its input alone for backward and run again there.
 pub struct Layer<B> {
@@ -69,5 +71,14 @@ impl<M: Module> Module for Projection<M> {
             Projection::Plain(base) => base.forward(x),
             Projection::Adapted(lora) => lora.forward(x),
         }
+    }
+}
+
+/// An activation by itself.
+pub(super) fn activate(activation: Activation, x: &Tensor) -> Result<Tensor> {
+    match activation {
+        Activation::Silu => nn::silu(x),
+        Activation::Gelu => nn::gelu(x),
+        Activation::GeluErf => nn::gelu_erf(x),
     }
 }

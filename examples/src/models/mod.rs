@@ -1,10 +1,13 @@
 //! The models that `train` knows, built from Hugging Face directories: plain Candle modules whose blocks are FSDP
 //! units.
 
+pub mod bert;
 pub mod config;
 pub mod decoder;
 pub mod gpt2;
 pub mod layer;
+mod linear;
+mod old_names;
 mod size;
 #[cfg(test)]
 mod tests;
@@ -12,21 +15,24 @@ mod weights;
 
 use anyhow::Context;
 use candle_core::{DType, Module, Result, Tensor};
-use fsdp_candle::nn::{self, LoraConfig};
+use fsdp_candle::nn::{self, CrossEntropyOptions, LoraConfig, Reduction};
 use fsdp_candle::{FsdpModule, FullyShard, ShardedVarMap, Unit, fully_shard};
 
 pub use config::ModelConfig;
 use decoder::Turns;
 use layer::Layer;
+pub use old_names::OldNames;
 pub use size::ModelSize;
 pub use weights::fingerprint;
 
-/// A causal language model: token ids `[batch, time]` to logits `[batch, time, vocabulary]`.
+/// A language model: token ids `[batch, time]` to logits `[batch, time, vocabulary]`.
 pub enum LanguageModel {
     /// A Llama, or one of its like.
     Decoder(decoder::Decoder),
     /// A GPT-2.
     Gpt2(gpt2::Gpt2),
+    /// A BERT.
+    Bert(bert::Bert),
 }
 
 impl LanguageModel {
@@ -35,6 +41,7 @@ impl LanguageModel {
         match self {
             LanguageModel::Decoder(model) => model.forward(ids),
             LanguageModel::Gpt2(model) => Ok((model.forward(ids)?, None)),
+            LanguageModel::Bert(model) => Ok((model.forward(ids)?, None)),
         }
     }
 }
@@ -46,16 +53,31 @@ impl Module for LanguageModel {
 }
 
 /// The mean loss of predicting `targets` from `ids`, both `[batch, time]`, with the one that keeps experts equally busy
-/// where the configuration asks for it.
+/// where the configuration asks for it. With `counted` it is the sum over the targets that are not
+/// [`IGNORED`](nn::IGNORED), divided by this number.
 ///
 /// # Errors
 /// Those of the model.
-pub fn loss(model: &FsdpModule<LanguageModel>, ids: &Tensor, targets: &Tensor) -> Result<Tensor> {
+pub fn loss(model: &FsdpModule<LanguageModel>, ids: &Tensor, targets: &Tensor, counted: Option<f64>) -> Result<Tensor> {
     let (logits, auxiliary) = model.call_with(ids.clone(), |model, ids| model.outputs(&ids))?;
-    let loss = nn::cross_entropy(&logits, targets)?;
+    let loss = predictions(&logits, targets, counted)?;
     match auxiliary {
         Some(auxiliary) => loss + auxiliary,
         None => Ok(loss),
+    }
+}
+
+/// As [`loss`], for logits and without that of experts.
+///
+/// # Errors
+/// When shapes disagree, or a target is out of range.
+pub fn predictions(logits: &Tensor, targets: &Tensor, counted: Option<f64>) -> Result<Tensor> {
+    match counted {
+        Some(counted) => {
+            let options = CrossEntropyOptions { reduction: Reduction::Sum, ..Default::default() };
+            nn::cross_entropy_with(logits, targets, &options)? / counted
+        }
+        None => nn::cross_entropy(logits, targets),
     }
 }
 
@@ -68,8 +90,9 @@ pub struct ModelOptions {
     pub positions: usize,
     /// Keep the blocks' inputs alone for backward, and run each block again there.
     pub activation_checkpoint: bool,
-    /// Adapters beside the attention's query and value projections: `q_proj` and `v_proj`, or the one
-    /// layer that makes both, a Phi-3's `qkv_proj` and a GPT-2's `c_attn`. The caller freezes the rest.
+    /// Adapters beside the attention's query and value projections: `q_proj` and `v_proj`, a BERT's `query` and
+    /// `value`, or the one layer that makes both, a Phi-3's `qkv_proj` and a GPT-2's `c_attn`. The caller freezes the
+    /// rest.
     pub lora: Option<LoraConfig>,
 }
 
@@ -112,6 +135,17 @@ pub fn build(
                 .context("can't build GPT-2's layers")?;
             fully_shard(opts, vb, |vb| Ok(LanguageModel::Gpt2(gpt2::Gpt2::new(config, prefix, blocks, vb)?)))
         }
+        ModelConfig::Bert(config) => {
+            let blocks = (0..config.num_hidden_layers)
+                .map(|i| {
+                    fully_shard(opts, vb.pp(format!("bert.encoder.layer.{i}")), |vb| {
+                        Ok(Layer::new(bert::Block::new(config, options.lora, vb)?, again))
+                    })
+                })
+                .collect::<fsdp_candle::Result<Vec<_>>>()
+                .context("can't build BERT's layers")?;
+            fully_shard(opts, vb, |vb| Ok(LanguageModel::Bert(bert::Bert::new(config, blocks, vb)?)))
+        }
     };
     model.context("can't build the model")
 }
@@ -121,6 +155,7 @@ pub fn set_prefetch(model: &FsdpModule<LanguageModel>, ahead: usize) {
     match model.inner() {
         LanguageModel::Decoder(decoder) => prefetch_blocks(model, decoder.blocks(), ahead),
         LanguageModel::Gpt2(gpt2) => prefetch_blocks(model, gpt2.blocks(), ahead),
+        LanguageModel::Bert(bert) => prefetch_blocks(model, bert.blocks(), ahead),
     }
 }
 

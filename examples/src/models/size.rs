@@ -1,6 +1,6 @@
 //! How large a model is, before anything of it is made.
 
-use super::config::{DecoderConfig, Gpt2Config, ModelConfig};
+use super::config::{BertConfig, DecoderConfig, Gpt2Config, ModelConfig};
 
 /// Numbers of elements and of tensors. They are floats because a configuration may say anything: products of its
 /// numbers need not fit any integer.
@@ -54,6 +54,7 @@ impl ModelConfig {
         match self {
             ModelConfig::Decoder(config) => decoder(config, lora),
             ModelConfig::Gpt2(config) => gpt2(config, lora),
+            ModelConfig::Bert(config) => bert(config, lora),
         }
     }
 }
@@ -127,6 +128,36 @@ fn gpt2(config: &Gpt2Config, lora: Option<usize>) -> ModelSize {
     root.matrix(positions, width);
     root.linear(1., width, true);
     ModelSize { widest: vocabulary.max(inner).max(3. * width), ..sum(&[(config.n_layer, block)], adapters, root) }
+}
+
+fn bert(config: &BertConfig, lora: Option<usize>) -> ModelSize {
+    let [width, inner, vocabulary, positions, types] = [
+        config.hidden_size,
+        config.intermediate_size,
+        config.vocab_size,
+        config.max_position_embeddings,
+        config.type_vocab_size,
+    ]
+    .map(|n| n as f64);
+    let (mut block, mut adapters, mut root) = (Part::default(), Part::default(), Part::default());
+    for _ in 0..4 {
+        block.linear(width, width, true);
+    }
+    // The MLP, and two norms.
+    for (inputs, outputs) in [(width, inner), (inner, width), (1., width), (1., width)] {
+        block.linear(inputs, outputs, true);
+    }
+    adapters.adapter(width, width, lora);
+    adapters.adapter(width, width, lora);
+    for rows in [vocabulary, positions, types] {
+        root.matrix(rows, width);
+    }
+    // The embedding's norm, the head's layer, its norm and its bias.
+    for inputs in [1., width, 1.] {
+        root.linear(inputs, width, true);
+    }
+    root.matrix(1., vocabulary);
+    ModelSize { widest: vocabulary.max(inner), ..sum(&[(config.num_hidden_layers, block)], adapters, root) }
 }
 
 fn sum(blocks: &[(usize, Part)], adapters: Part, root: Part) -> ModelSize {

@@ -79,7 +79,7 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
     for step in 0..=args.steps {
         world.group().barrier().wait()?;
         let start = Instant::now();
-        let of_batch = models::loss(&model, &inputs, &targets)?;
+        let of_batch = models::loss(&model, &inputs, &targets, None)?;
         let forward = start.elapsed();
         let mut grads = model.backward(&of_batch)?;
         let backward = start.elapsed();

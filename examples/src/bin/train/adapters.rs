@@ -45,9 +45,11 @@ fn peft_config(config: LoraConfig, base: Option<&Path>, names: &[String]) -> Val
         .filter_map(|name| name.strip_suffix(".lora_A.weight"))
         .map(|layer| layer.rsplit('.').next().unwrap_or(layer))
         .collect();
+    // PEFT has no word for masked language models, and asks for none.
+    let is_bert = names.iter().any(|name| name.starts_with("bert."));
     json!({
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": if is_bert { None } else { Some("CAUSAL_LM") },
         "base_model_name_or_path": base.map(|path| path.display().to_string()),
         "r": config.rank,
         "lora_alpha": config.alpha,
@@ -68,6 +70,10 @@ mod tests {
         let config = peft_config(LoraConfig { rank: 8, alpha: 16. }, None, &names.map(String::from));
         assert_eq!((&config["r"], &config["fan_in_fan_out"]), (&json!(8), &json!(false)));
         assert_eq!(config["target_modules"], json!(["q_proj"]));
+        assert_eq!(config["task_type"], "CAUSAL_LM");
+        let names = ["query", "value"].map(|name| format!("bert.encoder.layer.0.attention.self.{name}.lora_A.weight"));
+        let config = peft_config(LoraConfig { rank: 8, alpha: 16. }, None, &names);
+        assert_eq!((&config["task_type"], &config["target_modules"]), (&Value::Null, &json!(["query", "value"])));
         let config = peft_config(LoraConfig { rank: 8, alpha: 16. }, None, &["h.0.attn.c_attn.lora_A.weight".into()]);
         assert_eq!(config["fan_in_fan_out"], true);
         assert_eq!(in_transformers("h.0.attn.c_attn.lora_A.weight"), "transformer.h.0.attn.c_attn.lora_A.weight");

@@ -1,13 +1,13 @@
 //! `--gradcheck`: the gradients are those of the loss, or the run ends before its first step.
 
 use anyhow::{Context, ensure};
-use candle_core::{DType, Module, Tensor};
-use fsdp_candle::{FsdpModule, GradcheckOptions, World, gradcheck, nn};
+use candle_core::{DType, Module};
+use fsdp_candle::{FsdpModule, GradcheckOptions, World, gradcheck};
 use fsdp_examples::console::Console;
-use fsdp_examples::data::Batches;
-use fsdp_examples::models::LanguageModel;
+use fsdp_examples::models::{self, LanguageModel};
 
 use crate::args::Args;
+use crate::feed::Feed;
 
 /// Checks the model on the batch that comes next. Collective.
 ///
@@ -16,7 +16,7 @@ use crate::args::Args;
 pub(crate) fn check(
     args: &Args,
     model: &FsdpModule<LanguageModel>,
-    batches: &Batches,
+    feed: &Feed,
     sequences: u64,
     world: &World,
 ) -> anyhow::Result<()> {
@@ -24,11 +24,10 @@ pub(crate) fn check(
         args.param_dtype.dtype() == DType::F32,
         "--gradcheck compares small differences of the loss, which bf16 rounds away: use it with --param-dtype f32"
     );
-    let (inputs, targets) = batches.micro_batch(sequences, 0)?;
-    let inputs_bt = Tensor::from_vec(inputs, (args.batch_size, args.seq_len), world.device())?;
-    let targets_bt = Tensor::from_vec(targets, (args.batch_size, args.seq_len), world.device())?;
+    let (inputs_bt, targets_bt) = feed.micro_batch(sequences, 0, world)?;
+    let counted = feed.counted(sequences, world)?;
     let checked = gradcheck(model, &GradcheckOptions::default(), |model| {
-        nn::cross_entropy(&model.forward(&inputs_bt)?, &targets_bt)
+        models::predictions(&model.forward(&inputs_bt)?, &targets_bt, counted)
     });
     let checked = checked.context("--gradcheck")?;
     if world.rank() == 0 {

@@ -12,6 +12,7 @@ mod damage;
 mod done;
 mod export;
 mod exported;
+mod feed;
 mod gradcheck;
 mod health;
 mod logging;
@@ -27,7 +28,6 @@ mod writable;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use candle_core::Tensor;
 use candle_core::backprop::GradStore;
 use clap::Parser;
 use fsdp_candle::{AdamW, AdamWConfig, Recurse, ReduceOp, World, clip_grad_norm, grad_norm};
@@ -59,7 +59,7 @@ fn main() -> ExitCode {
 fn train(args: &Args, world: &World) -> anyhow::Result<()> {
     // Before all else, so that what is in the way shows before anything is read.
     let mut checkpoints = Checkpoints::new(args, world)?;
-    let Setup { vars, model, batches, text, config } = Setup::new(args, world)?;
+    let Setup { vars, model, feed, text, config } = Setup::new(args, world)?;
     let hyper = AdamWConfig { lr: args.lr, betas: args.betas, eps: args.eps, weight_decay: args.weight_decay };
     let mut optim = AdamW::new(vars.trainable(), hyper)?;
     let schedule = Schedule::new(args.lr_schedule, args.lr, args.warmup_steps, args.steps);
@@ -72,12 +72,11 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
         ));
     }
     if args.gradcheck && done.step < args.steps {
-        tracing::debug_span!("gradcheck")
-            .in_scope(|| gradcheck::check(args, &model, &batches, done.sequences, world))?;
+        tracing::debug_span!("gradcheck").in_scope(|| gradcheck::check(args, &model, &feed, done.sequences, world))?;
     }
     let mut log = if world.rank() == 0 { Some(StepLog::open(args, done.step)?) } else { None };
     let shard_bytes = setup::shard_bytes(&vars);
-    let tokens_per_step = batches.tokens_per_step() as f64;
+    let tokens_per_step = feed.batches().tokens_per_step() as f64;
 
     for step in done.step + 1..=args.steps {
         let _span = tracing::debug_span!("step", number = step).entered();
@@ -86,15 +85,14 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
         optim.set_learning_rate(lr);
 
         // Forward and backward of each micro-batch; gradients come back averaged over ranks and sharded.
+        let counted = feed.counted(done.sequences, world)?;
         let mut loss_sum = 0.;
         let mut grads: Option<GradStore> = None;
         for micro_step in 0..args.grad_accum {
             let last = micro_step + 1 == args.grad_accum;
             model.set_requires_gradient_sync(last || args.grad_sync == GradSync::Every, Recurse::Yes);
-            let (inputs, targets) = batches.micro_batch(done.sequences, micro_step)?;
-            let inputs_bt = Tensor::from_vec(inputs, (args.batch_size, args.seq_len), world.device())?;
-            let targets_bt = Tensor::from_vec(targets, (args.batch_size, args.seq_len), world.device())?;
-            let loss = models::loss(&model, &inputs_bt, &targets_bt)?;
+            let (inputs_bt, targets_bt) = feed.micro_batch(done.sequences, micro_step, world)?;
+            let loss = models::loss(&model, &inputs_bt, &targets_bt, counted)?;
             loss_sum += f64::from(loss.to_scalar::<f32>()?);
             let new = model.backward(&(loss / args.grad_accum as f64)?)?;
             match &mut grads {
@@ -119,7 +117,7 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
         drop(grads);
 
         done.step = step;
-        done.sequences += batches.sequences_per_step();
+        done.sequences += feed.batches().sequences_per_step();
         let peak = world.all_reduce(&[peak_memory_bytes() as f64], ReduceOp::Max)?[0];
         let seconds = start.elapsed().as_secs_f64();
         let record = StepRecord {
@@ -146,7 +144,7 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
     let saved = tracing::debug_span!("save").in_scope(|| checkpoints.save(&vars, &optim, &done))?;
     checkpoints.export(args, &vars, &done)?;
     checkpoints.finish()?;
-    let sample = tracing::debug_span!("sample").in_scope(|| setup::sample(&model, &batches, &text, &config, world))?;
+    let sample = tracing::debug_span!("sample").in_scope(|| setup::sample(&model, &feed, &text, &config, world))?;
     if world.rank() == 0 {
         Console::Stdout.line(format_args!("sample: {sample}"));
         Console::Stdout.line(format_args!("checkpoint: {}", saved.display()));

@@ -8,25 +8,29 @@ use fsdp_candle::initializer::{Fallback, Philox, Pretrained};
 use fsdp_candle::nn::{LoraConfig, is_adapter};
 use fsdp_candle::{DeviceMesh, FsdpModule, FullyShard, MixedPrecisionPolicy, ShardedVarMap, World, no_grad};
 use fsdp_examples::console::Console;
-use fsdp_examples::data::{Batches, Data, Text};
+use fsdp_examples::data::{Batches, Data, Masking, Text, mask_token};
 use fsdp_examples::generate;
-use fsdp_examples::models::{self, LanguageModel, ModelConfig, ModelOptions};
+use fsdp_examples::models::{self, LanguageModel, ModelConfig, ModelOptions, OldNames};
 
 use crate::alike::{self, Words};
 use crate::args::{ActivationCheckpoint, Args, DeviceChoice, InitChoice, Resume};
+use crate::feed::Feed;
 use crate::memory;
 
 /// Ids of the data that start the sample, and ids that continue them.
 const PROMPT_TOKENS: usize = 16;
 const SAMPLE_TOKENS: usize = 48;
-/// Ids that the model sees when it continues them.
+/// Ids that the model sees when it continues them, or when it tells every so many-th of them.
 const SAMPLE_CONTEXT: usize = 64;
+const SAMPLE_MASKED: usize = 8;
+/// Of a masked model, the share of tokens that it has to tell.
+const MLM_PROBABILITY: f64 = 0.15;
 
 /// All that a run is made of.
 pub(crate) struct Setup {
     pub(crate) vars: ShardedVarMap,
     pub(crate) model: FsdpModule<LanguageModel>,
-    pub(crate) batches: Batches,
+    pub(crate) feed: Feed,
     pub(crate) text: Text,
     pub(crate) config: ModelConfig,
 }
@@ -52,10 +56,12 @@ impl Setup {
 
         // Data before the model: what is wrong with it shows at once.
         let text = Text::new(args.model.as_deref())?;
+        let masking = masking(args, &config, &text)?;
         let data = Data::load(args.data.as_deref(), &text, config.vocab_size())?;
         let batches = Batches::new(data, args.batch_shape(world)?)?;
         let weights = pretrained(args)?;
-        alike::inputs(read(&config, batches.data(), weights)?, args, world)?;
+        alike::inputs(read(&config, batches.data(), masking.as_ref(), weights)?, args, world)?;
+        let feed = Feed::new(batches, masking, args);
         let positions = args.seq_len.max(SAMPLE_CONTEXT);
         memory::check(args, &config, positions, world)?;
 
@@ -64,7 +70,7 @@ impl Setup {
             Some(dir) => {
                 let weights =
                     Pretrained::open(dir).with_context(|| format!("can't read the weights in {}", dir.display()))?;
-                vars.init_with(Fallback::new(weights, Philox::new(args.seed), is_adapter));
+                vars.init_with(Fallback::new(OldNames::new(weights), Philox::new(args.seed), is_adapter));
             }
             None => vars.init_with(Philox::new(args.seed)),
         }
@@ -89,7 +95,7 @@ impl Setup {
         let opts = FullyShard::new(&vars).mp_policy(policy).reshard_after_forward(args.reshard_after_forward);
         let model = models::build(&config, &opts, &vars, options)?;
         models::set_prefetch(&model, args.prefetch);
-        Ok(Setup { vars, model, batches, text, config })
+        Ok(Setup { vars, model, feed, text, config })
     }
 }
 
@@ -104,6 +110,25 @@ fn mesh(args: &Args, world: &World) -> anyhow::Result<DeviceMesh> {
         1 => world.mesh(&[("dp_shard", ranks)])?,
         _ => world.mesh(&[("dp_replicate", copies), ("dp_shard", ranks / copies)])?,
     })
+}
+
+/// What a masked model has to tell.
+fn masking(args: &Args, config: &ModelConfig, text: &Text) -> anyhow::Result<Option<Masking>> {
+    if !config.is_masked() {
+        let flags =
+            [("--mlm-probability", args.mlm_probability.is_some()), ("--mask-token", args.mask_token.is_some())];
+        if let Some((flag, _)) = flags.iter().find(|(_, given)| *given) {
+            bail!("{flag} is for masked language models (model type bert), and the model is none: leave it out");
+        }
+        return Ok(None);
+    }
+    let vocabulary = config.vocab_size();
+    Ok(Some(Masking {
+        probability: args.mlm_probability.unwrap_or(MLM_PROBABILITY),
+        mask_token: mask_token(args.mask_token, args.model.as_deref(), text, vocabulary)?,
+        vocabulary,
+        seed: args.seed,
+    }))
 }
 
 /// The adapters that the run trains.
@@ -131,7 +156,7 @@ pub(crate) fn pretrained(args: &Args) -> anyhow::Result<Option<&Path>> {
 }
 
 /// What this rank has read, for the others to compare with.
-fn read(config: &ModelConfig, data: &Data, weights: Option<&Path>) -> anyhow::Result<Words> {
+fn read(config: &ModelConfig, data: &Data, masking: Option<&Masking>, weights: Option<&Path>) -> anyhow::Result<Words> {
     let weights = match weights {
         Some(dir) => {
             models::fingerprint(dir).with_context(|| format!("can't read the weights in {}", dir.display()))?
@@ -140,6 +165,9 @@ fn read(config: &ModelConfig, data: &Data, weights: Option<&Path>) -> anyhow::Re
     };
     let mut read = alike::words("config.json's ", config)?;
     read.insert("the data".into(), format!("{} tokens with checksum {:016x}", data.len(), data.checksum()));
+    if let Some(masking) = masking {
+        read.insert("the mask token".into(), masking.mask_token.to_string());
+    }
     read.insert("the first weights".into(), weights);
     Ok(read)
 }
@@ -155,16 +183,27 @@ pub(crate) fn shard_bytes(vars: &ShardedVarMap) -> u64 {
         .sum()
 }
 
-/// A continuation of the data's first words. Collective.
+/// A continuation of the data's first words, or, of a masked model, what it takes some of them for. Collective.
 pub(crate) fn sample(
     model: &FsdpModule<LanguageModel>,
-    batches: &Batches,
+    feed: &Feed,
     text: &Text,
     config: &ModelConfig,
     world: &World,
 ) -> anyhow::Result<String> {
-    let prompt = batches.prompt(PROMPT_TOKENS)?;
     let context = config.max_positions().min(SAMPLE_CONTEXT);
+    if let Some(masking) = feed.masking() {
+        let prompt = feed.batches().prompt(context)?;
+        let hidden: Vec<usize> = (SAMPLE_MASKED / 2..prompt.len()).step_by(SAMPLE_MASKED).collect();
+        let filled = no_grad(|| generate::fill(model, &prompt, &hidden, masking.mask_token, world.device()))
+            .context("can't fill in a sample")?;
+        let starts = std::iter::once(0).chain(hidden.iter().map(|at| at + 1));
+        let ends = hidden.iter().copied().chain([prompt.len()]);
+        let seen = starts.zip(ends).map(|(start, end)| text.decode(&prompt[start..end]));
+        let seen = seen.collect::<anyhow::Result<Vec<_>>>()?.join("[MASK]");
+        return Ok(format!("{seen:?} -> {:?}", text.decode(&filled)?));
+    }
+    let prompt = feed.batches().prompt(PROMPT_TOKENS)?;
     let ids = no_grad(|| generate::sample(model, &prompt, SAMPLE_TOKENS, context, 0.8, 0, world.device()))
         .context("can't generate a sample")?;
     Ok(format!("{:?} -> {:?}", text.decode(&prompt)?, text.decode(&ids)?))
