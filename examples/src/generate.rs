@@ -1,4 +1,4 @@
-//! Sampling text from a model under training.
+//! Text from a model under training: continued, or filled in.
 
 use candle_core::{Device, IndexOp, Module, Result, Tensor};
 use rand_philox::{Philox, u32_to_unit_f64};
@@ -39,6 +39,23 @@ pub fn sample(model: &impl Module, prompt: &[u32], options: &SampleOptions<'_>, 
         ids.push(id);
     }
     Ok(ids.split_off(prompt.len()))
+}
+
+/// `ids` with those at the places `hidden` as the model takes them to be, if it sees `mask_token` in their place. Every
+/// rank calls it and gets the same ids.
+///
+/// # Errors
+/// Those of the model.
+pub fn fill(model: &impl Module, ids: &[u32], hidden: &[usize], mask_token: u32, device: &Device) -> Result<Vec<u32>> {
+    let mut ids = ids.to_vec();
+    hidden.iter().for_each(|&at| ids[at] = mask_token);
+    let logits = model.forward(&Tensor::new(&ids[..], device)?.unsqueeze(0)?)?;
+    for &at in hidden {
+        let logits: Vec<f32> = logits.i((0, at))?.to_dtype(candle_core::DType::F32)?.to_vec1()?;
+        let best = logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1));
+        ids[at] = best.map_or(mask_token, |(id, _)| id as u32);
+    }
+    Ok(ids)
 }
 
 /// The id at quantile `u` of softmax(logits / temperature); at a temperature of 0 the first of the largest logits.

@@ -13,7 +13,7 @@ import warnings
 
 import numpy
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig
 from transformers import Gemma2Config, Gemma3TextConfig, LlamaConfig, MistralConfig, MixtralConfig, Phi3Config
 from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
@@ -94,6 +94,25 @@ CONFIGS = {
         mlp_only_layers=[0],
     ),
 }
+# Models that tell masked tokens. The mask token is one that the data has not.
+MASKED = {
+    "bert_tiny": BertConfig(
+        vocab_size=VOCABULARY + 6,
+        hidden_size=20,
+        intermediate_size=43,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=71,
+        type_vocab_size=3,
+        layer_norm_eps=1e-3,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        initializer_range=0.2,
+        pad_token_id=None,
+    ),
+}
+# What came later has later seeds.
+SEEDS = {name: seed for seed, name in enumerate(sorted(CONFIGS) + sorted(MASKED))}
 
 
 def tokens():
@@ -106,11 +125,12 @@ def tokens():
 
 
 def make(name, out):
-    torch.manual_seed(sorted(CONFIGS).index(name))
-    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
+    torch.manual_seed(SEEDS[name])
+    kind = AutoModelForMaskedLM if name in MASKED else AutoModelForCausalLM
+    model = kind.from_config((CONFIGS | MASKED)[name], dtype=torch.float32)
     with torch.no_grad():
         for tensor_name, tensor in model.named_parameters():
-            if "norm" in tensor_name or tensor_name.endswith("bias"):
+            if "norm" in tensor_name.lower() or tensor_name.endswith("bias"):
                 tensor += 0.2 * torch.randn_like(tensor)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -122,7 +142,7 @@ def make(name, out):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--models", nargs="+", default=CONFIGS, choices=CONFIGS)
+    parser.add_argument("--models", nargs="+", default=SEEDS, choices=SEEDS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     options.out.mkdir(parents=True, exist_ok=True)

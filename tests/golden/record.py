@@ -28,13 +28,17 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 HERE = pathlib.Path(__file__).resolve().parent
 MODELS = ["llama_tiny", "gpt2_tiny"]
 # What make.py makes. They are trained on six sequences a step, which one, two and three ranks divide.
 FAMILIES = ["llama3_tiny", "mistral_tiny", "qwen2_tiny", "qwen3_tiny", "gemma2_tiny", "gemma3_text_tiny", "phi3_tiny"]
-FAMILIES += ["mixtral_tiny", "qwen3_moe_tiny"]
+FAMILIES += ["mixtral_tiny", "qwen3_moe_tiny", "bert_tiny"]
+# Those that tell masked tokens, and how: the seed, the share of tokens, and the mask token.
+MASKED = ["bert_tiny"]
+SEED, SHARE, MASK = 42, 0.15, 131
+IGNORED = -100
 # The file: the dtypes that units compute and reduce in, and transformers' attention.
 RUNS = {
     "run": (None, None, "sdpa"),
@@ -54,21 +58,60 @@ def sequences(name):
     return 6 if name in FAMILIES else 4
 
 
+def auto(name):
+    return AutoModelForMaskedLM if name in MASKED else AutoModelForCausalLM
+
+
+def blocks(name, model):
+    if name in MASKED:
+        return model.bert.encoder.layer
+    return model.transformer.h if name == "gpt2_tiny" else model.model.layers
+
+
 def sharded(name, param_dtype, reduce_dtype, attention):
     kinds = {"attn_implementation": attention, "experts_implementation": "eager"}
-    model = AutoModelForCausalLM.from_pretrained(HERE / name, dtype=torch.float32, **kinds).train()
+    model = auto(name).from_pretrained(HERE / name, dtype=torch.float32, **kinds).train()
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    for block in model.transformer.h if name == "gpt2_tiny" else model.model.layers:
+    for block in blocks(name, model):
         fully_shard(block, mp_policy=policy)
     return fully_shard(model, mp_policy=policy)
 
 
-def batch(tokens, step, sequences):
-    """This rank's sequences, and what comes after each token."""
+def philox(counter, key):
+    """Philox4x32-10 (Salmon et al., 2011) of counters and a key, each in words of 32 bits."""
+    low = numpy.uint64(0xFFFFFFFF)
+    half = numpy.uint64(32)
+    (a, b, c, d), (first, second) = counter, key
+    for _ in range(10):
+        left, right = a * numpy.uint64(0xD2511F53), c * numpy.uint64(0xCD9E8D57)
+        a, b, c, d = (right >> half) ^ b ^ first, right & low, (left >> half) ^ d ^ second, left & low
+        first, second = (first + numpy.uint64(0x9E3779B9)) & low, (second + numpy.uint64(0xBB67AE85)) & low
+    return a, b, c, d
+
+
+def masked(ids, first, vocabulary):
+    """Inputs and targets of sequences of which the first is number `first` of all, as candle-fsdp's `train` makes them.
+    """
+    numbers, places = numpy.indices(ids.shape).astype("uint64")
+    numbers += numpy.uint64(first)
+    key = [numpy.uint64(SEED & 0xFFFFFFFF), numpy.uint64(SEED >> 32)]
+    zero = numpy.zeros_like(places)
+    words = philox([numbers, zero, places, zero + numpy.uint64(int.from_bytes(b"mask", "big"))], key)
+    assert first + len(ids) < 2**32
+    chosen, kind = [words[0] < SHARE * 2**32, words[1] / 2**32]
+    random = (words[2] * numpy.uint64(vocabulary)) >> numpy.uint64(32)
+    ids = ids.numpy()
+    inputs = numpy.where(kind < 0.8, MASK, numpy.where(kind < 0.9, random.astype("int64"), ids))
+    return torch.from_numpy(numpy.where(chosen, inputs, ids)), torch.from_numpy(numpy.where(chosen, ids, IGNORED))
+
+
+def batch(name, tokens, step, sequences, vocabulary):
+    """This rank's sequences, and what comes after each token, or what was masked."""
     size = sequences // dist.get_world_size()
     first = ((step - 1) * dist.get_world_size() + dist.get_rank()) * size
     starts = [sequence * LENGTH for sequence in range(first, first + size)]
-    return [torch.stack([tokens[start + shift :][:LENGTH] for start in starts]) for shift in (0, 1)]
+    inputs, targets = [torch.stack([tokens[start + shift :][:LENGTH] for start in starts]) for shift in (0, 1)]
+    return masked(inputs, first, vocabulary) if name in MASKED else (inputs, targets)
 
 
 def resumed(model, optim, checkpoint):
@@ -90,10 +133,17 @@ def resumed(model, optim, checkpoint):
     return int(re.fullmatch(r"step-(\d+)", checkpoint.name).group(1))
 
 
-def loss_of(model, inputs, targets):
+def loss_of(name, model, inputs, targets):
     """As transformers has it, but that targets are apart."""
     outputs = model(inputs)
-    loss = torch.nn.functional.cross_entropy(outputs.logits.float().flatten(0, 1), targets.flatten())
+    logits, targets = outputs.logits.float().flatten(0, 1), targets.flatten()
+    if name in MASKED:
+        # The mean over the tokens of all ranks that count: FSDP takes the mean over ranks.
+        counted = (targets != IGNORED).sum()
+        dist.all_reduce(counted)
+        total = torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+        return total * dist.get_world_size() / counted
+    loss = torch.nn.functional.cross_entropy(logits, targets)
     if getattr(outputs, "aux_loss", None) is not None:
         loss = loss + model.config.router_aux_loss_coef * outputs.aux_loss
     return loss
@@ -103,7 +153,7 @@ def save(name, model, file):
     """Writes the whole model as transformers does: its experts are one tensor in memory, but several in a file."""
     state = get_model_state_dict(model, options=WHOLE)
     if dist.get_rank() == 0:
-        whole = AutoModelForCausalLM.from_pretrained(HERE / name, dtype=torch.float32)
+        whole = auto(name).from_pretrained(HERE / name, dtype=torch.float32)
         whole.load_state_dict(state)
         with tempfile.TemporaryDirectory() as folder:
             whole.save_pretrained(folder)
@@ -121,8 +171,8 @@ def train(name, run, checkpoint=None, final=None):
     done = resumed(model, optim, checkpoint) if checkpoint else 0
     trajectory = []
     for step in range(done + 1, STEPS + 1):
-        inputs, targets = batch(tokens, step, sequences(name))
-        loss = loss_of(model, inputs, targets)
+        inputs, targets = batch(name, tokens, step, sequences(name), model.config.vocab_size)
+        loss = loss_of(name, model, inputs, targets)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).full_tensor()
         optim.step()

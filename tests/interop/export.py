@@ -4,11 +4,13 @@ import sys
 
 import numpy
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 
 def loss(directory, tokens):
-    model, info = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    masked = AutoConfig.from_pretrained(directory).model_type == "bert"
+    kind = AutoModelForMaskedLM if masked else AutoModelForCausalLM
+    model, info = kind.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
     kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
     assert not any(info[kind] for kind in kinds), f"{directory}: {info}"
     with torch.no_grad():

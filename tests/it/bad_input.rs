@@ -85,6 +85,20 @@ fn an_unknown_architecture() {
 }
 
 #[test]
+fn a_mask_that_is_not_there_or_not_wanted() {
+    let bert = |model: &Path| {
+        for file in ["config.json", "model.safetensors"] {
+            fs::copy(golden("bert_tiny").join(file), model.join(file)).unwrap();
+        }
+    };
+    with_model(bert, &[], &["needs a mask token", "\"[MASK]\"", "--mask-token ID"]);
+    with_model(bert, &["--mask-token", "137"], &["--mask-token 137", "137 ids, 0 to 136"]);
+    for flag in [["--mask-token", "3"], ["--mlm-probability", "0.1"]] {
+        with_model(|_| (), &flag, &[flag[0], "masked language models", "leave it out"]);
+    }
+}
+
+#[test]
 fn a_missing_weight() {
     with_model(
         |model| edit_weights(model, "model.norm.weight", "model.xorm.weight"),

@@ -11,7 +11,12 @@ use fsdp_tests::{golden, golden_flags, launch};
 /// Trains as the recorded run did, and leaves the final model in `dir/export`.
 fn train(name: &str, ranks: usize, flags: &[&str], dir: &Path) -> Trajectory {
     let sequences = if golden(name).join("tokens.bin").exists() { 4 } else { 6 };
-    let (golden, batch_size) = (golden_flags(name), (sequences / ranks).to_string());
+    train_on(name, ranks, sequences / ranks, flags, dir)
+}
+
+/// The same with so many sequences a micro-batch.
+fn train_on(name: &str, ranks: usize, batch_size: usize, flags: &[&str], dir: &Path) -> Trajectory {
+    let (golden, batch_size) = (golden_flags(name), batch_size.to_string());
     let mut args: Vec<&str> = golden.iter().map(String::as_str).collect();
     args.extend(["--batch-size", &batch_size, "--metrics", "metrics.jsonl", "--export-hf", "export"]);
     args.extend(flags);
@@ -42,7 +47,9 @@ fn ends_as_recorded(name: &str, dir: &Path) {
         let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
         let size = norm(&mut want.iter().map(|&x| f64::from(x)));
         let difference = norm(&mut want.iter().zip(&got).map(|(a, b)| f64::from(a - b)));
-        assert!(difference <= 1e-3 * size, "{name}: {tensor} differs by {difference:.1e} of {size:.1e}");
+        // What is added to all keys changes no attention: the true gradient is zero, and Adam steps along its rounding.
+        let most = if tensor.ends_with("self.key.bias") { 1e-2 } else { 1e-3 };
+        assert!(difference <= most * size, "{name}: {tensor} differs by {difference:.1e} of {size:.1e}");
     }
 }
 
@@ -86,6 +93,25 @@ fn dense_families() {
 fn families_with_experts() {
     for name in ["mixtral_tiny", "qwen3_moe_tiny"] {
         family(name, true);
+    }
+}
+
+/// The loss is a mean over the masked tokens of the step, be they on other ranks or in other micro-batches, and which
+/// they are does not depend on where the run begins.
+#[test]
+fn masked() {
+    let name = "bert_tiny";
+    family(name, false);
+    let recorded = Trajectory::recorded(name, "run");
+    let (dir, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let saves = ["--save-every", "10", "--checkpoint-dir", "saved"];
+    let accumulated = train_on(name, 2, 1, &[&["--grad-accum", "3"], &saves[..]].concat(), dir.path());
+    let checkpoint = dir.path().join("saved/step-00000010");
+    let resumed = train(name, 3, &["--resume", checkpoint.to_str().unwrap()], other.path());
+    for (run, recorded, dir) in [(accumulated, recorded.clone(), dir), (resumed, recorded.after(10), other)] {
+        let difference = run.difference(&recorded);
+        assert!(difference.max() < 5e-6, "{difference:?}");
+        ends_as_recorded(name, dir.path());
     }
 }
 

@@ -9,7 +9,7 @@ fn gradients_of_every_model_are_those_of_its_loss() {
         .filter(|entry| entry.path().join("config.json").exists())
         .map(|entry| entry.file_name().into_string().unwrap())
         .collect();
-    assert!(names.len() >= 11, "{names:?}");
+    assert!(names.len() >= 12, "{names:?}");
     for name in names {
         let dir = tempfile::tempdir().unwrap();
         let flags = golden_flags(&name);

@@ -17,7 +17,7 @@ use crate::network::two_hosts;
 const LIMIT: Duration = Duration::from_secs(600);
 const MODELS: [&str; 2] = ["llama_tiny", "gpt2_tiny"];
 /// What `tests/golden/make.py` makes.
-const FAMILIES: [&str; 9] = [
+const FAMILIES: [&str; 10] = [
     "llama3_tiny",
     "mistral_tiny",
     "qwen2_tiny",
@@ -27,6 +27,7 @@ const FAMILIES: [&str; 9] = [
     "phi3_tiny",
     "mixtral_tiny",
     "qwen3_moe_tiny",
+    "bert_tiny",
 ];
 
 pub(crate) fn trials() -> Vec<Trial> {
@@ -35,6 +36,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial("pytorch::a_run_of_ours_goes_on_there", &[Need::Pytorch], a_run_of_ours_goes_on_there),
         trial("pytorch::transformers_reads_an_export", &[Need::Pytorch], transformers_reads_an_export),
         trial("pytorch::adapters_go_both_ways", &[Need::Pytorch], adapters_go_both_ways),
+        trial("pytorch::transformers_reads_a_masked_model", &[Need::Pytorch], transformers_reads_a_masked_model),
         trial("pytorch::the_recorded_runs_come_again", &[Need::Pytorch], the_recorded_runs_come_again),
         trial("pytorch::the_recorded_surface_is_there", &[Need::Pytorch], the_recorded_surface_is_there),
         trial(
@@ -150,6 +152,22 @@ fn adapters_go_both_ways() {
             assert_eq!(names.lines().count(), if name == "llama_tiny" { 28 } else { 16 }, "{names}");
         }
     }
+}
+
+fn transformers_reads_a_masked_model() {
+    let name = "bert_tiny";
+    let dir = tempfile::tempdir().unwrap();
+    let args = golden_flags(name);
+    let args: Vec<&str> =
+        args.iter().map(String::as_str).chain(["--batch-size", "3", "--export-hf", "export"]).collect();
+    launch(2, "train", &args, dir.path()).ok();
+    let theirs = dir.path().join("theirs");
+    fs::create_dir(&theirs).unwrap();
+    for (from, to) in [("config.json", "config.json"), ("final.safetensors", "model.safetensors")] {
+        fs::copy(golden(name).join(from), theirs.join(to)).unwrap();
+    }
+    let printed = script("interop/export.py", &[&dir.path().join("export"), &theirs, &golden("tokens.bin")]);
+    assert!(printed.starts_with("ok  "), "{printed}");
 }
 
 /// `record.py` makes the files in `tests/golden`. In bf16 another processor rounds in other places.

@@ -7,6 +7,7 @@ use anyhow::{Context, Result, ensure};
 use fsdp_candle::nn::IGNORED;
 use indicatif::{HumanBytes, HumanCount};
 
+use super::masking::Masking;
 use super::sft::Examples;
 use super::sft::packing::{Packed, PackingOptions};
 use super::stream::Stream;
@@ -65,6 +66,7 @@ pub struct Batches {
     sequences: Sequences,
     shape: BatchShape,
     sequences_per_step: u64,
+    masking: Option<Masking>,
 }
 
 enum Sequences {
@@ -177,7 +179,20 @@ impl Batches {
     fn of_any_length(source: Source, shape: BatchShape) -> Result<Self> {
         ensure!(shape.rank < shape.world_size, "rank {} is none of {}", shape.rank, shape.world_size);
         let sequences_per_step = shape.sequences_per_step()?;
-        Ok(Batches { sequences: Sequences::new(source, shape.seq_len)?, shape, sequences_per_step })
+        let sequences = Sequences::new(source, shape.seq_len)?;
+        Ok(Batches { sequences, shape, sequences_per_step, masking: None })
+    }
+
+    /// The same with tokens that the model does not see, and has to tell: inputs become targets, and most targets
+    /// [`IGNORED`].
+    pub fn masked(mut self, masking: Option<Masking>) -> Self {
+        self.masking = masking;
+        self
+    }
+
+    /// What the model has to tell, if it is a masked one.
+    pub fn masking(&self) -> Option<&Masking> {
+        self.masking.as_ref()
     }
 
     /// What this rank reads in micro-batch `a` (from 0) of the step before which all ranks together had consumed
@@ -225,6 +240,7 @@ impl Batches {
         };
         let (mut inputs, mut targets) = (room()?, room()?);
         let mut documents = Vec::new();
+        let first = position.wrapping_add(offsets.start);
         for offset in offsets {
             match &self.sequences {
                 Sequences::Stream(stream) => {
@@ -235,6 +251,9 @@ impl Batches {
                     documents.push(packed.read(&epoch, sequence, &mut inputs, &mut targets));
                 }
             }
+        }
+        if let Some(masking) = &self.masking {
+            (inputs, targets) = masking.apply(first, seq_len, inputs);
         }
         inputs.resize(tokens, 0);
         targets.resize(tokens, IGNORED);
@@ -266,7 +285,10 @@ impl Batches {
     /// No run has come so far.
     pub fn counted(&self, position: u64) -> Result<u64> {
         match &self.sequences {
-            Sequences::Stream(_) => Ok(self.tokens_per_step()),
+            Sequences::Stream(_) => Ok(match &self.masking {
+                Some(masking) => masking.count(position, self.shape.seq_len, self.tokens_per_step()),
+                None => self.tokens_per_step(),
+            }),
             Sequences::Packed(packed) => (0..self.sequences_per_step)
                 .map(|offset| packed.place(position, offset).map(|(epoch, sequence)| epoch.learnt(sequence)))
                 .sum(),

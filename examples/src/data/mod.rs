@@ -9,9 +9,11 @@
 //! | `permutation` | orders that any rank computes |
 //! | `stream` | which tokens a sequence of a stream has |
 //! | `batches` | [`Batches`]: which tokens each rank reads at each step |
+//! | `masking` | [`Masking`]: which of them a masked language model has to tell |
 
 mod batches;
 mod files;
+mod masking;
 mod permutation;
 mod sft;
 mod stream;
@@ -19,6 +21,7 @@ mod text;
 mod tokens;
 
 pub use batches::{BatchShape, Batches, MicroBatch, Source};
+pub use masking::{Masking, mask_token};
 pub use sft::Examples;
 pub use sft::packing::PackingOptions;
 pub use text::Text;

@@ -1,11 +1,13 @@
-//! What the models' layers have in common: running again in backward.
+//! What the models' layers have in common: running again in backward, and activations.
 
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 use fsdp_candle::Tensors;
 use fsdp_candle::activation_checkpoint::checkpoint;
-use fsdp_candle::nn::Documents;
+use fsdp_candle::nn::{self, Documents};
+
+use super::config::activation::Activation;
 
 /// A block, which may keep its input alone for backward and run again there.
 pub struct Layer<B> {
@@ -36,5 +38,14 @@ impl<B: Send + Sync + 'static> Layer<B> {
         } else {
             forward(&self.block, &x, documents.as_ref())
         }
+    }
+}
+
+/// An activation by itself.
+pub(super) fn activate(activation: Activation, x: &Tensor) -> Result<Tensor> {
+    match activation {
+        Activation::Silu => nn::silu(x),
+        Activation::Gelu => nn::gelu(x),
+        Activation::GeluErf => nn::gelu_erf(x),
     }
 }

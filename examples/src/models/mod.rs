@@ -2,12 +2,15 @@
 //! units.
 
 mod batch;
+pub mod bert;
 pub mod config;
 pub mod decoder;
 pub mod gpt2;
 pub mod layer;
+mod linear;
 mod lora;
 mod loss;
+mod old_names;
 mod size;
 #[cfg(test)]
 mod tests;
@@ -24,15 +27,18 @@ use decoder::Turns;
 use layer::Layer;
 pub use lora::{Lora, Targets};
 pub use loss::{cross_entropy, cross_entropy_sum, loss};
+pub use old_names::pretrained;
 pub use size::ModelSize;
 pub use weights::fingerprint;
 
-/// A causal language model: token ids `[batch, time]` to logits `[batch, time, vocabulary]`.
+/// A language model: token ids `[batch, time]` to logits `[batch, time, vocabulary]`.
 pub enum LanguageModel {
     /// A Llama, or one of its like.
     Decoder(decoder::Decoder),
     /// A GPT-2.
     Gpt2(gpt2::Gpt2),
+    /// A BERT.
+    Bert(bert::Bert),
 }
 
 impl LanguageModel {
@@ -41,6 +47,7 @@ impl LanguageModel {
         match self {
             LanguageModel::Decoder(model) => model.forward(ids, documents),
             LanguageModel::Gpt2(model) => Ok((model.forward(ids, documents)?, None)),
+            LanguageModel::Bert(model) => Ok((model.forward(ids, documents)?, None)),
         }
     }
 }
@@ -101,6 +108,17 @@ pub fn build(
                 .context("can't build GPT-2's layers")?;
             fully_shard(opts, vb, |vb| Ok(LanguageModel::Gpt2(gpt2::Gpt2::new(config, prefix, blocks, vb)?)))
         }
+        ModelConfig::Bert(config) => {
+            let blocks = (0..config.num_hidden_layers)
+                .map(|i| {
+                    fully_shard(opts, vb.pp(format!("bert.encoder.layer.{i}")), |vb| {
+                        Ok(Layer::new(bert::Block::new(config, vb)?, again))
+                    })
+                })
+                .collect::<fsdp_candle::Result<Vec<_>>>()
+                .context("can't build BERT's layers")?;
+            fully_shard(opts, vb, |vb| Ok(LanguageModel::Bert(bert::Bert::new(config, blocks, vb)?)))
+        }
     };
     model.context("can't build the model")
 }
@@ -110,6 +128,7 @@ pub fn set_prefetch(model: &FsdpModule<LanguageModel>, ahead: usize) {
     match model.inner() {
         LanguageModel::Decoder(decoder) => prefetch_blocks(model, decoder.blocks(), ahead),
         LanguageModel::Gpt2(gpt2) => prefetch_blocks(model, gpt2.blocks(), ahead),
+        LanguageModel::Bert(bert) => prefetch_blocks(model, bert.blocks(), ahead),
     }
 }
 

@@ -1,6 +1,6 @@
 //! How large a model is, before anything of it is made.
 
-use super::config::{DecoderConfig, Gpt2Config, ModelConfig};
+use super::config::{BertConfig, DecoderConfig, Gpt2Config, ModelConfig};
 use super::lora::Lora;
 
 /// Numbers of elements and of tensors. They are floats because a configuration may say anything: products of its
@@ -78,6 +78,7 @@ impl ModelConfig {
         match self {
             ModelConfig::Decoder(config) => decoder(config, lora),
             ModelConfig::Gpt2(config) => gpt2(config, lora),
+            ModelConfig::Bert(config) => bert(config, lora),
         }
     }
 }
@@ -156,6 +157,35 @@ fn gpt2(config: &Gpt2Config, lora: Option<&Lora>) -> ModelSize {
     root.matrix(positions, width);
     (0..2).for_each(|_| root.matrix(1., width));
     ModelSize { widest: vocabulary.max(inner).max(3. * width), ..sum(config.n_layer, block, root) }
+}
+
+fn bert(config: &BertConfig, lora: Option<&Lora>) -> ModelSize {
+    let [width, inner, vocabulary, positions, types] = [
+        config.hidden_size,
+        config.intermediate_size,
+        config.vocab_size,
+        config.max_position_embeddings,
+        config.type_vocab_size,
+    ]
+    .map(|n| n as f64);
+    let block = |layer: usize| {
+        let mut block = Module::new(format!("bert.encoder.layer.{layer}."), lora);
+        for name in ["self.query", "self.key", "self.value", "output.dense"] {
+            block.linear(&format!("attention.{name}"), width, width, true);
+        }
+        block.linear("intermediate.dense", width, inner, true);
+        block.linear("output.dense", inner, width, true);
+        (0..4).for_each(|_| block.norm(width));
+        block.part
+    };
+    let mut root = Module::new("", lora);
+    for rows in [vocabulary, positions, types] {
+        root.part.matrix(rows, width);
+    }
+    root.linear("cls.predictions.transform.dense", width, width, true);
+    (0..4).for_each(|_| root.norm(width));
+    root.part.matrix(1., vocabulary);
+    ModelSize { widest: vocabulary.max(inner), ..sum(config.num_hidden_layers, block, root.part) }
 }
 
 fn sum(layers: usize, block: impl Fn(usize) -> Part, root: Part) -> ModelSize {

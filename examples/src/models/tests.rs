@@ -98,6 +98,8 @@ fn sizes_are_those_of_the_model_that_is_built() {
     let gpt2 = r#"{"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 3, "n_positions": 16, "vocab_size": 11"#;
     let llama = r#"{"model_type": "llama", "hidden_size": 8, "intermediate_size": 7, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "vocab_size": 13"#;
+    let bert = r#"{"model_type": "bert", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2,
+        "intermediate_size": 5, "max_position_embeddings": 16, "vocab_size": 11"#;
     let (biases, inner) = (", \"attention_bias\": true, \"mlp_bias\": true", ", \"n_inner\": 5");
     let tied = ", \"tie_word_embeddings\": true";
     let of = |name: &str| llama.replace("\"llama\"", &format!("\"{name}\""));
@@ -106,6 +108,7 @@ fn sizes_are_those_of_the_model_that_is_built() {
     let dense = format!("{experts}, \"mlp_only_layers\": [1]");
     let mut texts = vec![(gpt2, ""), (gpt2, inner), (llama, ""), (llama, biases), (llama, tied)];
     texts.extend(families.iter().map(|text| (text.as_str(), experts)));
+    texts.extend([(bert, ""), (bert, ", \"type_vocab_size\": 3")]);
     texts.extend([(families[7].as_str(), dense.as_str()), (families[5].as_str(), tied)]);
     for text in texts {
         for patterns in [&[][..], &["q_proj", "c_attn", "qkv_proj"], &["all-linear"], &["*.1.**", "lm_head"]] {

@@ -11,7 +11,9 @@ use fsdp_examples::{data::BatchShape, schedule::LrSchedule};
 use serde::Serialize;
 
 pub(crate) use crate::values::{ActivationCheckpoint, DeviceChoice, GradSync, InitChoice, Resume, Switch};
-use crate::values::{Precision, betas, checkpoint_place, count, not_negative, place, positive, reshard, reshard_word};
+use crate::values::{
+    Precision, betas, checkpoint_place, count, not_negative, place, positive, reshard, reshard_word, share,
+};
 
 const AFTER_HELP: &str = "Examples:
 
@@ -52,8 +54,9 @@ pub(crate) struct Args {
     /// Hugging Face model directory [default: a built-in byte-level Llama of about 5 M parameters]
     ///
     /// Needed there: config.json with one of the model types llama, mistral, qwen2, qwen3, gemma2, gemma3_text, phi3,
-    /// mixtral, qwen3_moe and gpt2. Used if there: model.safetensors (or model.safetensors.index.json and the files it
-    /// names) and tokenizer.json. Each process reads only its own slices of the weights.
+    /// mixtral, qwen3_moe, gpt2 and bert. Used if there: model.safetensors (or model.safetensors.index.json and the
+    /// files it names) and tokenizer.json. Each process reads only its own slices of the weights. A bert is trained as
+    /// a masked language model. The dropout of a gpt2 and a bert is left out.
     #[arg(long, value_name = "DIR", help_heading = "Model")]
     #[serde(serialize_with = "place")]
     pub(crate) model: Option<PathBuf>,
@@ -108,6 +111,18 @@ pub(crate) struct Args {
     /// Tokens a sequence
     #[arg(long, value_name = "N", default_value = "128", value_parser = count, help_heading = "Data")]
     pub(crate) seq_len: usize,
+
+    /// For a bert: the share of tokens that it has to tell from the others, above 0 and at most 1 [default: 0.15]
+    ///
+    /// Of these, 80 % become the mask token, 10 % a random one, and 10 % stay; the loss is the mean over all of a step.
+    /// Which they are follows from --seed and from how many sequences the run has read, so that it is the same at every
+    /// number of processes, and another one when the data starts again.
+    #[arg(long, value_name = "P", value_parser = share, allow_hyphen_values = true, help_heading = "Data")]
+    pub(crate) mlm_probability: Option<f64>,
+
+    /// For a bert: the id of the mask token [default: the one of the model directory's tokenizer]
+    #[arg(long, value_name = "ID", help_heading = "Data")]
+    pub(crate) mask_token: Option<u32>,
 
     /// Micro-batches of --batch-size sequences whose gradients add up to one step
     ///
@@ -420,6 +435,8 @@ mod tests {
             ("--eval-every", &["0", "-1", "x"], "whole number of at least 1"),
             ("--shuffle", &["yes"], "on, off"),
             ("--packing", &["tight"], "on, off"),
+            ("--mlm-probability", &["0", "-0.1", "1.1", "nan", "x"], "above 0 and at most 1"),
+            ("--mask-token", &["-1", "4294967296", "[MASK]"], ""),
             ("--batch-size", &["0", "-1", "x", "99999999999999999999999"], "whole number of at least 1"),
             ("--seq-len", &["0", "-5", ""], "whole number of at least 1"),
             ("--grad-accum", &["0"], "whole number of at least 1"),

@@ -18,13 +18,14 @@ use crate::peft;
 use crate::places::Places;
 
 /// What makes a model directory besides the weights.
-const CONFIG_FILES: [&str; 8] = [
+const CONFIG_FILES: [&str; 9] = [
     "config.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "vocab.json",
+    "vocab.txt",
     "merges.txt",
     "tokenizer.model",
 ];

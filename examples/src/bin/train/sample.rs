@@ -3,7 +3,7 @@
 use anyhow::Context;
 use fsdp_candle::{FsdpModule, World, no_grad};
 use fsdp_examples::data::{Batches, Text};
-use fsdp_examples::generate::{SampleOptions, sample};
+use fsdp_examples::generate::{SampleOptions, fill, sample};
 use fsdp_examples::models::LanguageModel;
 
 /// Ids of the data that start the sample of a run on a stream, and ids that continue them.
@@ -11,6 +11,8 @@ const PROMPT_TOKENS: usize = 16;
 const SAMPLE_TOKENS: usize = 48;
 /// Ids that the model sees when it continues them.
 pub(crate) const CONTEXT: usize = 64;
+/// A masked model tells every so many-th of them.
+const MASKED: usize = 8;
 /// The most ids of an answer.
 const ANSWER_TOKENS: usize = 128;
 
@@ -23,9 +25,20 @@ pub(crate) struct Speaker<'a> {
 }
 
 impl Speaker<'_> {
-    /// A continuation of the stream's first words. Collective.
+    /// A continuation of the stream's first words, or, of a masked model, what it takes some of them for. Collective.
     pub(crate) fn continues(&self, batches: &Batches, world: &World) -> anyhow::Result<String> {
         let context = self.positions.min(CONTEXT);
+        if let Some(masking) = batches.masking() {
+            let prompt = batches.prompt(context)?;
+            let hidden: Vec<usize> = (MASKED / 2..prompt.len()).step_by(MASKED).collect();
+            let filled = no_grad(|| fill(self.model, &prompt, &hidden, masking.mask_token, world.device()))
+                .context("can't fill in a sample")?;
+            let starts = std::iter::once(0).chain(hidden.iter().map(|at| at + 1));
+            let ends = hidden.iter().copied().chain([prompt.len()]);
+            let seen = starts.zip(ends).map(|(start, end)| self.text.decode(&prompt[start..end]));
+            let seen = seen.collect::<anyhow::Result<Vec<_>>>()?.join("[MASK]");
+            return Ok(format!("{seen:?} -> {:?}", self.text.decode(&filled)?));
+        }
         let options = SampleOptions { tokens: SAMPLE_TOKENS, context, temperature: 0.8, seed: 0, stops: &[] };
         self.say(&batches.prompt(PROMPT_TOKENS)?, &options, world)
     }

@@ -4,13 +4,13 @@ use std::path::Path;
 
 use anyhow::{Context, bail, ensure};
 use candle_core::DType;
-use fsdp_candle::initializer::{Fallback, Philox, Pretrained};
+use fsdp_candle::initializer::{Fallback, Philox};
 use fsdp_candle::nn::is_adapter;
 use fsdp_candle::{DeviceMesh, FsdpModule, FullyShard, MixedPrecisionPolicy, ShardedVarMap, World};
 use fsdp_ckpt::TensorSource;
 use fsdp_ckpt::hf::HfModel;
 use fsdp_examples::console::Console;
-use fsdp_examples::data::{Batches, Data, Examples, PackingOptions, Source, Text};
+use fsdp_examples::data::{Batches, Data, Examples, Masking, PackingOptions, Source, Text, mask_token};
 use fsdp_examples::models::{self, LanguageModel, ModelConfig, ModelOptions};
 
 use crate::alike::{self, Words};
@@ -20,6 +20,9 @@ use crate::lora::Adapters;
 use crate::memory;
 use crate::peft::Peft;
 use crate::sample;
+
+/// Of a masked model, the share of tokens that it has to tell.
+const MLM_PROBABILITY: f64 = 0.15;
 
 /// All that a run is made of.
 pub(crate) struct Setup {
@@ -54,7 +57,7 @@ impl Setup {
 
         // Data before the model: what is wrong with it shows at once.
         let text = Text::new(args.model.as_deref())?;
-        let (batches, evaluation) = data(args, &text, config.vocab_size(), world)?;
+        let (batches, evaluation) = data(args, &config, &text, world)?;
         let weights = pretrained(args)?;
         let adapters = Adapters::of(args)?;
         alike::inputs(read(&config, &batches, evaluation.as_ref(), weights, adapters.as_ref())?, args, world)?;
@@ -72,7 +75,7 @@ impl Setup {
         }
         let random = Philox::new(args.seed);
         let cant_read = |dir: &Path| format!("can't read the weights in {}", dir.display());
-        let weights = weights.map(|dir| Pretrained::open(dir).with_context(|| cant_read(dir))).transpose()?;
+        let weights = weights.map(|dir| models::pretrained(dir).with_context(|| cant_read(dir))).transpose()?;
         let peft = adapters.as_ref().and_then(|adapters| adapters.from.as_ref());
         let peft = peft.map(Peft::initializer).transpose()?;
         match (weights, peft) {
@@ -106,7 +109,13 @@ impl Setup {
 }
 
 /// What is trained on, and what is evaluated on.
-fn data(args: &Args, text: &Text, vocab_size: usize, world: &World) -> anyhow::Result<(Batches, Option<Evaluation>)> {
+fn data(
+    args: &Args,
+    config: &ModelConfig,
+    text: &Text,
+    world: &World,
+) -> anyhow::Result<(Batches, Option<Evaluation>)> {
+    let (masking, vocab_size) = (masking(args, config, text)?, config.vocab_size());
     let source = |flag: &'static str, path: Option<&Path>, shuffle: Option<u64>| match (path, args.sft.is_some()) {
         (Some(path), true) => {
             let examples = Examples::load(path, args.model.as_deref(), text, args.seq_len, vocab_size).context(flag)?;
@@ -122,12 +131,12 @@ fn data(args: &Args, text: &Text, vocab_size: usize, world: &World) -> anyhow::R
         Some(path) => ("--sft", Some(path.as_path())),
         None => ("--data", args.data.as_deref()),
     };
-    let batches = Batches::new(source(flag, path, shuffled.then_some(args.seed))?, shape)?;
+    let batches = Batches::new(source(flag, path, shuffled.then_some(args.seed))?, shape)?.masked(masking);
     let evaluation = match args.eval.as_deref() {
         Some(path) => {
             let flag = "--eval";
             let batches = Batches::for_evaluation(source(flag, Some(path), None)?, shape).context(flag)?;
-            Some(Evaluation::new(args, batches))
+            Some(Evaluation::new(args, batches.masked(masking)))
         }
         None => None,
     };
@@ -145,6 +154,28 @@ fn mesh(args: &Args, world: &World) -> anyhow::Result<DeviceMesh> {
         1 => world.mesh(&[("dp_shard", ranks)])?,
         _ => world.mesh(&[("dp_replicate", copies), ("dp_shard", ranks / copies)])?,
     })
+}
+
+/// What a masked model has to tell.
+fn masking(args: &Args, config: &ModelConfig, text: &Text) -> anyhow::Result<Option<Masking>> {
+    if !config.is_masked() {
+        let flags =
+            [("--mlm-probability", args.mlm_probability.is_some()), ("--mask-token", args.mask_token.is_some())];
+        if let Some((flag, _)) = flags.iter().find(|(_, given)| *given) {
+            bail!("{flag} is for masked language models (model type bert), and the model is none: leave it out");
+        }
+        return Ok(None);
+    }
+    if args.sft.is_some() {
+        bail!("--sft is for models that continue text; a bert tells masked tokens: pass text by --data");
+    }
+    let vocabulary = config.vocab_size();
+    Ok(Some(Masking {
+        probability: args.mlm_probability.unwrap_or(MLM_PROBABILITY),
+        mask_token: mask_token(args.mask_token, args.model.as_deref(), text, vocabulary)?,
+        vocabulary,
+        seed: args.seed,
+    }))
 }
 
 /// Where the first weights are read from, unless they are random.
@@ -185,6 +216,9 @@ fn read(
     };
     let mut read = alike::words("config.json's ", config)?;
     read.insert("the data".into(), batches.account());
+    if let Some(masking) = batches.masking() {
+        read.insert("the mask token".into(), masking.mask_token.to_string());
+    }
     if let Some(evaluation) = evaluation {
         read.insert("the data of --eval".into(), evaluation.batches.account());
     }

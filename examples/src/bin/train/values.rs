@@ -156,6 +156,10 @@ pub(crate) fn not_negative(text: &str) -> Result<f64, String> {
     number(text, "a number of at least 0, such as 0.1", |x| x >= 0.0)
 }
 
+pub(crate) fn share(text: &str) -> Result<f64, String> {
+    number(text, "a number above 0 and at most 1, such as 0.15", |x| x > 0.0 && x <= 1.0)
+}
+
 pub(crate) fn betas(text: &str) -> Result<(f64, f64), String> {
     let beta = |text| number(text, "a beta", |x| (0.0..1.0).contains(&x)).ok();
     let both = text.split_once(',').and_then(|(first, second)| Some((beta(first)?, beta(second)?)));

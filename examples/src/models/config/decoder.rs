@@ -4,6 +4,7 @@ use anyhow::{bail, ensure};
 use fsdp_candle::nn::AttentionOptions;
 use serde::Serialize;
 
+use super::activation::Activation;
 use super::checks::{above_zero, at_least_one, not_negative};
 use super::experts::ExpertsConfig;
 use super::fields::{Family, Fields, RopeParameters};
@@ -98,15 +99,6 @@ pub struct Biases {
     pub qkv: bool,
     pub output: bool,
     pub mlp: bool,
-}
-
-/// An activation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(missing_docs)]
-pub enum Activation {
-    Silu,
-    Gelu,
-    GeluErf,
 }
 
 /// Which layers have a window.
@@ -355,12 +347,5 @@ fn activation(gemma: bool, fields: &Fields) -> anyhow::Result<Activation> {
         true => ("hidden_activation", fields.hidden_activation.as_deref().unwrap_or("gelu_pytorch_tanh")),
         false => ("hidden_act", fields.hidden_act.as_deref().unwrap_or("silu")),
     };
-    Ok(match value {
-        "silu" | "swish" => Activation::Silu,
-        "gelu_pytorch_tanh" | "gelu_new" => Activation::Gelu,
-        "gelu" => Activation::GeluErf,
-        other => {
-            bail!("{name} = \"{other}\" is not known; \"silu\", \"gelu_pytorch_tanh\", \"gelu_new\" and \"gelu\" are")
-        }
-    })
+    Activation::parse(name, value)
 }

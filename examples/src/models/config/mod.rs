@@ -1,5 +1,7 @@
 //! `config.json` of a Hugging Face model directory.
 
+pub mod activation;
+pub mod bert;
 mod checks;
 pub mod decoder;
 pub mod experts;
@@ -14,6 +16,7 @@ use std::path::Path;
 use anyhow::{Context, bail};
 use serde::{Deserialize, Serialize};
 
+pub use bert::BertConfig;
 pub use decoder::DecoderConfig;
 use fields::{FAMILIES, Fields};
 pub use gpt2::Gpt2Config;
@@ -47,6 +50,8 @@ pub enum ModelConfig {
     Decoder(Box<DecoderConfig>),
     /// `"model_type": "gpt2"`.
     Gpt2(Gpt2Config),
+    /// `"model_type": "bert"`.
+    Bert(BertConfig),
 }
 
 impl ModelConfig {
@@ -72,12 +77,16 @@ impl ModelConfig {
             model_type: Option<String>,
         }
         let kind: Kind = serde_json::from_str(text).context("not a JSON object")?;
-        let known = || format!("known are {}, gpt2", FAMILIES.map(|family| family.0).join(", "));
+        let known = || format!("known are {}, gpt2, bert", FAMILIES.map(|family| family.0).join(", "));
         match kind.model_type.as_deref() {
             Some("gpt2") => {
                 let config: Gpt2Config = serde_json::from_str(text).context("not a GPT-2 configuration")?;
                 config.check()?;
                 Ok(ModelConfig::Gpt2(config))
+            }
+            Some("bert") => {
+                let config: BertConfig = serde_json::from_str(text).context("not a BERT configuration")?;
+                Ok(ModelConfig::Bert(config.checked()?))
             }
             Some(name) => match FAMILIES.iter().find(|family| family.0 == name) {
                 Some((_, family)) => {
@@ -104,6 +113,7 @@ impl ModelConfig {
         match self {
             ModelConfig::Decoder(config) => config.vocabulary,
             ModelConfig::Gpt2(config) => config.vocab_size,
+            ModelConfig::Bert(config) => config.vocab_size,
         }
     }
 
@@ -112,6 +122,12 @@ impl ModelConfig {
         match self {
             ModelConfig::Decoder(config) => config.positions,
             ModelConfig::Gpt2(config) => config.n_positions,
+            ModelConfig::Bert(config) => config.max_position_embeddings,
         }
+    }
+
+    /// Whether it is a masked language model: one that sees a whole sequence and predicts what is masked in it.
+    pub fn is_masked(&self) -> bool {
+        matches!(self, ModelConfig::Bert(_))
     }
 }

@@ -1,3 +1,4 @@
+use super::activation::Activation;
 use super::*;
 
 fn llama(more: &str) -> String {
@@ -176,6 +177,52 @@ fn what_gpt2_does_not_support_is_refused() {
         let error = ModelConfig::parse(&format!("{{{gpt2}, \"{name}\": {bad}}}")).unwrap_err().to_string();
         assert!(error.contains(&format!("{name} = {bad} is not supported")), "{error}");
     }
+}
+
+const BERT: &str = r#""model_type": "bert", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1,
+    "intermediate_size": 7, "vocab_size": 9"#;
+
+fn bert(more: &str) -> anyhow::Result<ModelConfig> {
+    ModelConfig::parse(&format!("{{{BERT}, {more}}}"))
+}
+
+#[test]
+fn bert_is_as_transformers_has_it() {
+    let ModelConfig::Bert(config) = bert("\"hidden_dropout_prob\": 0.1").unwrap() else { panic!("not a BERT") };
+    assert_eq!((config.max_position_embeddings, config.type_vocab_size), (512, 2));
+    assert_eq!((config.layer_norm_eps, config.initializer_range), (1e-12, 0.02));
+    assert_eq!(config.activation, Activation::GeluErf);
+    for (name, activation) in [("gelu_new", Activation::Gelu), ("silu", Activation::Silu)] {
+        let ModelConfig::Bert(config) = bert(&format!("\"hidden_act\": \"{name}\"")).unwrap() else { panic!("{name}") };
+        assert_eq!(config.activation, activation);
+    }
+}
+
+#[test]
+fn what_bert_does_not_support_is_refused() {
+    for (name, bad, good) in [
+        ("is_decoder", "true", "false"),
+        ("add_cross_attention", "true", "false"),
+        ("tie_word_embeddings", "false", "true"),
+        ("position_embedding_type", "\"relative_key\"", "\"absolute\""),
+        ("hidden_act", "\"relu\"", "\"gelu\""),
+    ] {
+        bert(&format!("\"{name}\": {good}")).unwrap();
+        let error = bert(&format!("\"{name}\": {bad}")).unwrap_err().to_string();
+        assert!(error.contains(&format!("{name} = {bad} is not")) && error.contains(good), "{error}");
+    }
+    for field in ["hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size"] {
+        let mut config: serde_json::Value = serde_json::from_str(&format!("{{{BERT}}}")).unwrap();
+        config[field] = 0.into();
+        let error = ModelConfig::parse(&config.to_string()).unwrap_err().to_string();
+        assert_eq!(error, format!("{field} = 0 must be at least 1"));
+    }
+    for field in ["max_position_embeddings", "type_vocab_size"] {
+        assert!(bert(&format!("\"{field}\": 0")).unwrap_err().to_string().contains("must be at least 1"));
+    }
+    let heads =
+        ModelConfig::parse(&format!("{{{BERT}}}").replace("\"num_attention_heads\": 2", "\"num_attention_heads\": 3"));
+    assert!(heads.unwrap_err().to_string().contains("must be a multiple of num_attention_heads = 3"));
 }
 
 #[test]

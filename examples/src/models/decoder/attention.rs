@@ -6,10 +6,10 @@ use candle_core::{Module, Result, Tensor};
 use candle_nn::VarBuilder;
 use fsdp_candle::nn::{self, AttentionOptions, Documents, Linear};
 
-use super::linear::linear;
 use super::norm::Norm;
 use super::rope::{Turn, Turns};
 use crate::models::config::DecoderConfig;
+use crate::models::linear::linear;
 
 pub(super) struct Attention {
     input: Input,

@@ -9,10 +9,10 @@ use candle_nn::VarBuilder;
 use candle_nn::ops::softmax;
 use fsdp_candle::nn::Linear;
 
-use super::linear::linear;
 use super::mlp::Mlp;
 use crate::models::config::DecoderConfig;
 use crate::models::config::experts::ExpertsConfig;
+use crate::models::linear::linear;
 
 pub(super) struct Experts {
     router: Linear,

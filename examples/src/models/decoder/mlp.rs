@@ -4,9 +4,10 @@ use candle_core::{Module, Result, Tensor};
 use candle_nn::VarBuilder;
 use fsdp_candle::nn::{self, Linear};
 
-use super::linear::linear;
 use crate::models::config::DecoderConfig;
-use crate::models::config::decoder::Activation;
+use crate::models::config::activation::Activation;
+use crate::models::layer::activate;
+use crate::models::linear::linear;
 
 pub(super) struct Mlp {
     input: Input,
@@ -61,8 +62,7 @@ impl Module for Mlp {
         };
         let x = match self.activation {
             Activation::Silu => nn::silu_mul(&gate, &up)?,
-            Activation::Gelu => (nn::gelu(&gate)? * up)?,
-            Activation::GeluErf => (nn::gelu_erf(&gate)? * up)?,
+            other => (activate(other, &gate)? * up)?,
         };
         self.down.forward(&x)
     }

@@ -6,7 +6,6 @@
 mod attention;
 mod block;
 mod experts;
-mod linear;
 mod mlp;
 mod norm;
 mod rope;
@@ -17,12 +16,12 @@ use fsdp_candle::FsdpModule;
 use fsdp_candle::nn::{Documents, Embedding, Linear};
 
 pub use block::Block;
-use linear::linear;
 use norm::Norm;
 pub use rope::Turns;
 
 use super::config::DecoderConfig;
 use super::layer::Layer;
+use super::linear::linear;
 
 /// The whole model around its blocks.
 pub struct Decoder {

@@ -1,0 +1,139 @@
+//! BERT with its head for masked tokens, with the parameter names of Hugging Face's `BertForMaskedLM`.
+//!
+//! In shapes, B is the batch, T the time, C the width of the residual stream, V the vocabulary.
+
+use candle_core::{Module, Result, Tensor};
+use candle_nn::{Init, VarBuilder};
+use fsdp_candle::FsdpModule;
+use fsdp_candle::nn::{self, AttentionOptions, Documents, Embedding, LayerNorm, Linear};
+
+use super::config::BertConfig;
+use super::config::activation::Activation;
+use super::layer::{Layer, activate};
+use super::linear::linear;
+
+/// One block: attention and MLP, each beside a residual and before a norm. Every token sees all others.
+pub struct Block {
+    query: Linear,
+    key: Linear,
+    value: Linear,
+    attention_output: Linear,
+    attention_norm: LayerNorm,
+    up: Linear,
+    down: Linear,
+    norm: LayerNorm,
+    heads: usize,
+    options: AttentionOptions,
+    activation: Activation,
+}
+
+impl Block {
+    /// Asks `vb` for the block's parameters.
+    ///
+    /// # Errors
+    /// When a parameter can't be initialised.
+    pub fn new(config: &BertConfig, vb: VarBuilder) -> Result<Self> {
+        let (width, inner, stdev) = (config.hidden_size, config.intermediate_size, config.initializer_range);
+        let own = vb.pp("attention.self");
+        let square = |name: &str| linear(width, width, true, stdev, own.pp(name));
+        let norm = |name: &str| nn::layer_norm(width, config.layer_norm_eps, vb.pp(name));
+        let head_width = width / config.num_attention_heads;
+        Ok(Block {
+            query: square("query")?,
+            key: square("key")?,
+            value: square("value")?,
+            attention_output: linear(width, width, true, stdev, vb.pp("attention.output.dense"))?,
+            attention_norm: norm("attention.output.LayerNorm")?,
+            up: linear(width, inner, true, stdev, vb.pp("intermediate.dense"))?,
+            down: linear(inner, width, true, stdev, vb.pp("output.dense"))?,
+            norm: norm("output.LayerNorm")?,
+            heads: config.num_attention_heads,
+            options: AttentionOptions::bidirectional(1. / (head_width as f64).sqrt()),
+            activation: config.activation,
+        })
+    }
+
+    fn attention(&self, x_btc: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
+        let (q, k, v) = (self.query.forward(x_btc)?, self.key.forward(x_btc)?, self.value.forward(x_btc)?);
+        let (heads, options) = (self.heads, &self.options);
+        self.attention_output.forward(&match documents {
+            Some(documents) => nn::attention_in_documents(&q, &k, &v, heads, heads, options, documents)?,
+            None => nn::attention(&q, &k, &v, heads, heads, options)?,
+        })
+    }
+
+    fn mlp(&self, x_btc: &Tensor) -> Result<Tensor> {
+        self.down.forward(&activate(self.activation, &self.up.forward(x_btc)?)?)
+    }
+
+    /// The residual stream behind the block.
+    fn forward(&self, x_btc: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
+        let x_btc = self.attention_norm.forward(&(self.attention(x_btc, documents)? + x_btc)?)?;
+        self.norm.forward(&(self.mlp(&x_btc)? + &x_btc)?)
+    }
+}
+
+/// The whole model around its blocks.
+pub struct Bert {
+    tokens: Embedding,
+    positions: Embedding,
+    types: Embedding,
+    norm: LayerNorm,
+    blocks: Vec<FsdpModule<Layer<Block>>>,
+    transform: Linear,
+    transform_norm: LayerNorm,
+    activation: Activation,
+    head: Linear,
+}
+
+impl Bert {
+    /// Asks `vb` for the parameters outside the blocks.
+    ///
+    /// # Errors
+    /// When a parameter can't be initialised.
+    pub fn new(config: &BertConfig, blocks: Vec<FsdpModule<Layer<Block>>>, vb: VarBuilder) -> Result<Self> {
+        let (width, vocabulary, stdev) = (config.hidden_size, config.vocab_size, config.initializer_range);
+        let (embeddings, predictions) = (vb.pp("bert.embeddings"), vb.pp("cls.predictions"));
+        let table = |name: &str, rows: usize| {
+            embeddings.pp(name).get_with_hints((rows, width), "weight", Init::Randn { mean: 0., stdev })
+        };
+        let norm = |vb: VarBuilder| nn::layer_norm(width, config.layer_norm_eps, vb.pp("LayerNorm"));
+        let tokens = table("word_embeddings", vocabulary)?;
+        let bias = predictions.get_with_hints(vocabulary, "bias", Init::Const(0.))?;
+        Ok(Bert {
+            head: Linear::new(tokens.clone(), Some(bias)),
+            tokens: Embedding::new(tokens, width),
+            positions: Embedding::new(table("position_embeddings", config.max_position_embeddings)?, width),
+            types: Embedding::new(table("token_type_embeddings", config.type_vocab_size)?, width),
+            norm: norm(embeddings.clone())?,
+            blocks,
+            transform: linear(width, width, true, stdev, predictions.pp("transform.dense"))?,
+            transform_norm: norm(predictions.pp("transform"))?,
+            activation: config.activation,
+        })
+    }
+
+    /// The units, in forward order.
+    pub fn blocks(&self) -> &[FsdpModule<Layer<Block>>] {
+        &self.blocks
+    }
+
+    /// Logits `[B, T, V]` for ids `[B, T]`, in which documents may lie packed: at each place, what may stand there.
+    ///
+    /// # Errors
+    /// Those of the layers.
+    pub fn forward(&self, ids_bt: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
+        let (_, t) = ids_bt.dims2()?;
+        let places = match documents {
+            Some(documents) => documents.position_ids(ids_bt.device())?,
+            None => Tensor::arange(0u32, t as u32, ids_bt.device())?,
+        };
+        let same = (self.positions.forward(&places)? + self.types.forward(&places.zeros_like()?)?)?;
+        let x_btc = self.norm.forward(&self.tokens.forward(ids_bt)?.broadcast_add(&same)?)?;
+        let x_btc = self.blocks.iter().try_fold(x_btc, |x_btc, block| {
+            block.call_with((x_btc, documents.cloned()), |layer, input| layer.run(input, Block::forward))
+        })?;
+        let x_btc = activate(self.activation, &self.transform.forward(&x_btc)?)?;
+        self.head.forward(&self.transform_norm.forward(&x_btc)?)
+    }
+}

@@ -1,0 +1,115 @@
+//! What Hugging Face's `BertConfig` says.
+
+use anyhow::ensure;
+use serde::{Deserialize, Serialize};
+
+use super::activation::Activation;
+use super::checks::{at_least_one, not_negative};
+
+/// What Hugging Face's `BertConfig` says that matters here. Dropout does not: there is none.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub struct BertConfig {
+    /// `bert`.
+    pub model_type: String,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Heads.
+    pub num_attention_heads: usize,
+    /// Blocks.
+    pub num_hidden_layers: usize,
+    /// Width inside an MLP.
+    pub intermediate_size: usize,
+    /// Number of token ids.
+    pub vocab_size: usize,
+    /// Longest sequence.
+    #[serde(default = "default_positions")]
+    pub max_position_embeddings: usize,
+    /// Kinds of segments; all tokens are of the first.
+    #[serde(default = "default_types")]
+    pub type_vocab_size: usize,
+    /// Added to the variance in layer norms.
+    #[serde(default = "default_norm_eps_bert")]
+    pub layer_norm_eps: f64,
+    /// The activation of MLPs and of the head.
+    #[serde(default = "default_bert_act")]
+    pub hidden_act: String,
+    /// Standard deviation of random initial weights.
+    #[serde(default = "default_stdev")]
+    pub initializer_range: f64,
+    /// How positions come in; `absolute` is known.
+    #[serde(default = "default_position_kind")]
+    pub position_embedding_type: String,
+    /// Whether tokens see only those before them; `false` is known.
+    #[serde(default)]
+    pub is_decoder: bool,
+    /// Whether there is attention to an encoder's outputs; `false` is known.
+    #[serde(default)]
+    pub add_cross_attention: bool,
+    /// Whether the head is the embedding; `true` is known.
+    #[serde(default = "tied")]
+    pub tie_word_embeddings: bool,
+    /// What `hidden_act` says.
+    #[serde(skip, default = "default_activation")]
+    pub activation: Activation,
+}
+
+fn default_positions() -> usize {
+    512
+}
+fn default_types() -> usize {
+    2
+}
+fn default_norm_eps_bert() -> f64 {
+    1e-12
+}
+fn default_bert_act() -> String {
+    "gelu".into()
+}
+fn default_stdev() -> f64 {
+    0.02
+}
+fn default_position_kind() -> String {
+    "absolute".into()
+}
+fn tied() -> bool {
+    true
+}
+fn default_activation() -> Activation {
+    Activation::GeluErf
+}
+
+impl BertConfig {
+    /// The configuration, if it is one of a model that can be built.
+    pub(super) fn checked(mut self) -> anyhow::Result<Self> {
+        at_least_one(&[
+            ("hidden_size", self.hidden_size),
+            ("num_attention_heads", self.num_attention_heads),
+            ("num_hidden_layers", self.num_hidden_layers),
+            ("intermediate_size", self.intermediate_size),
+            ("vocab_size", self.vocab_size),
+            ("max_position_embeddings", self.max_position_embeddings),
+            ("type_vocab_size", self.type_vocab_size),
+        ])?;
+        not_negative(&[("layer_norm_eps", self.layer_norm_eps), ("initializer_range", self.initializer_range)])?;
+        ensure!(
+            self.hidden_size.is_multiple_of(self.num_attention_heads),
+            "hidden_size = {} must be a multiple of num_attention_heads = {}",
+            self.hidden_size,
+            self.num_attention_heads
+        );
+        ensure!(
+            self.position_embedding_type == "absolute",
+            "position_embedding_type = \"{}\" is not known; \"absolute\" is",
+            self.position_embedding_type
+        );
+        for (name, value, known) in [
+            ("is_decoder", self.is_decoder, false),
+            ("add_cross_attention", self.add_cross_attention, false),
+            ("tie_word_embeddings", self.tie_word_embeddings, true),
+        ] {
+            ensure!(value == known, "{name} = {value} is not supported for BERT; {known} is");
+        }
+        self.activation = Activation::parse("hidden_act", &self.hidden_act)?;
+        Ok(self)
+    }
+}
