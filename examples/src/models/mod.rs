@@ -6,7 +6,6 @@ pub mod config;
 pub mod decoder;
 pub mod gpt2;
 pub mod layer;
-mod loss;
 mod size;
 #[cfg(test)]
 mod tests;
@@ -14,14 +13,13 @@ mod weights;
 
 use anyhow::Context;
 use candle_core::{DType, Module, Result, Tensor};
-use fsdp_candle::nn::{Documents, LoraConfig};
+use fsdp_candle::nn::{self, CrossEntropyOptions, Documents, LoraConfig, Reduction};
 use fsdp_candle::{FsdpModule, FullyShard, ShardedVarMap, Unit, fully_shard};
 
 pub use batch::Batch;
 pub use config::ModelConfig;
 use decoder::Turns;
 use layer::Layer;
-pub use loss::{cross_entropy, cross_entropy_sum, loss};
 pub use size::ModelSize;
 pub use weights::fingerprint;
 
@@ -47,6 +45,50 @@ impl Module for LanguageModel {
     fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         Ok(self.outputs(ids, None)?.0)
     }
+}
+
+/// The sum of the losses of all targets that count.
+///
+/// # Errors
+/// Those of the model.
+pub fn cross_entropy_sum(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<Tensor> {
+    reduced(&outputs(model, batch)?.0, batch, Reduction::Sum)
+}
+
+/// The mean loss over the targets that count, 0 where none does.
+///
+/// # Errors
+/// Those of the model.
+pub fn cross_entropy(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<Tensor> {
+    mean(&outputs(model, batch)?.0, batch)
+}
+
+/// [`cross_entropy`], with the loss that keeps experts equally busy where the configuration asks for it.
+///
+/// # Errors
+/// Those of the model.
+pub fn loss(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<Tensor> {
+    let (logits, auxiliary) = outputs(model, batch)?;
+    let loss = mean(&logits, batch)?;
+    match auxiliary {
+        Some(auxiliary) => loss + auxiliary,
+        None => Ok(loss),
+    }
+}
+
+fn mean(logits: &Tensor, batch: &Batch) -> Result<Tensor> {
+    // The mean of nothing is no number, its sum is 0.
+    let reduction = if batch.counted > 0 { Reduction::Mean } else { Reduction::Sum };
+    reduced(logits, batch, reduction)
+}
+
+fn outputs(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<(Tensor, Option<Tensor>)> {
+    let input = (batch.ids.clone(), batch.documents.clone());
+    model.call_with(input, |model, (ids, documents)| model.outputs(&ids, documents.as_ref()))
+}
+
+fn reduced(logits: &Tensor, batch: &Batch, reduction: Reduction) -> Result<Tensor> {
+    nn::cross_entropy_with(logits, &batch.targets, &CrossEntropyOptions { reduction, ..Default::default() })
 }
 
 /// How a model is built.

@@ -278,7 +278,8 @@ pub(crate) struct Args {
     /// Curves: train/loss, train/grad_norm (before clipping), train/lr, speed/tokens_per_s, speed/step_time_s,
     /// memory/peak_bytes, memory/shard_bytes, and with --eval eval/loss and eval/perplexity. Rank 0 writes, step by
     /// step. Each start of the run is a file of its own; a run that goes on from an earlier step, or from the
-    /// beginning, hides what the files before it tell of later steps. For several runs in one picture, give each a directory below the one that --logdir names.
+    /// beginning, hides what the files before it tell of later steps. For several runs in one picture, give each a
+    /// directory below the one that --logdir names.
     #[arg(long, value_name = "DIR", help_heading = "Run")]
     #[serde(serialize_with = "place")]
     pub(crate) tensorboard: Option<PathBuf>,
