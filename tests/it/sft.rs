@@ -85,8 +85,8 @@ fn losses_do_not_depend_on_ranks_and_resume_in_the_midst_of_an_epoch() {
     assert!(evals[3].1 < 0.9 * evals[0].1, "{evals:?}");
     let perplexity = one[0]["eval_perplexity"].as_f64().unwrap();
     assert!((perplexity - evals[0].1.exp()).abs() < 1e-9 && one[0]["eval_tokens"].as_u64().unwrap() > 100);
-    assert!(stdout.contains("sample before training: \"Q: 100 + 1? A: \" -> "), "{stdout}");
-    assert!(stdout.lines().any(|line| line.starts_with("sample: ")), "{stdout}");
+    assert!(stdout.contains(r#"sample before training: "user:\n100 + 1?"#), "{stdout}");
+    assert!(stdout.contains(" sample: \""), "{stdout}");
 
     for (ranks, flags) in [
         (2, "--batch-size 3"),
@@ -153,9 +153,9 @@ fn streams_are_shuffled_when_asked_for() {
     assert_eq!(losses(&run(2, "--steps 3 --shuffle off", "off.jsonl"), "loss"), plain);
     let shuffled = run(2, "--steps 16 --shuffle on --save-every 9 --checkpoint-dir saved", "on.jsonl");
     assert_ne!(losses(&shuffled, "loss")[0].1, plain[0].1);
-    // 79 sequences of 32 tokens, some of which no rank has in the last round.
+    // 80 sequences of 32 tokens: in the last of 14 rounds one rank has two, and the other none.
     let evals = losses(&shuffled, "eval_loss");
-    assert_eq!((evals.len(), shuffled[0]["eval_tokens"].as_u64()), (2, Some(79 * 32)));
+    assert_eq!((evals.len(), shuffled[0]["eval_tokens"].as_u64()), (2, Some(80 * 32)));
     for ranks in [1, 3] {
         let resumed = run(ranks, "--steps 16 --shuffle on --resume saved/step-00000009", "resumed.jsonl");
         assert_same(&losses(&resumed, "loss"), &losses(&shuffled, "loss")[9..], "resumed");

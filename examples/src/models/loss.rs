@@ -4,8 +4,8 @@ use candle_core::{Result, Tensor};
 use fsdp_candle::FsdpModule;
 use fsdp_candle::nn::{self, CrossEntropyOptions, Reduction};
 
-use super::LanguageModel;
 use super::batch::Batch;
+use super::language_model::LanguageModel;
 
 /// The sum of the losses of all targets that count.
 ///

@@ -6,6 +6,7 @@ pub mod bert;
 pub mod config;
 pub mod decoder;
 pub mod gpt2;
+mod language_model;
 pub mod layer;
 mod linear;
 mod lora;
@@ -17,46 +18,20 @@ mod tests;
 mod weights;
 
 use anyhow::Context;
-use candle_core::{DType, Module, Result, Tensor};
-use fsdp_candle::nn::Documents;
-use fsdp_candle::{FsdpModule, FullyShard, ShardedVarMap, Unit, fully_shard};
+use candle_core::DType;
+use fsdp_candle::{FsdpModule, FullyShard, ShardedVarMap, Unit, fully_shard, shard};
 
 pub use batch::Batch;
+use config::DecoderConfig;
 pub use config::ModelConfig;
-use decoder::Turns;
+use decoder::{Decoder, Turns};
+pub use language_model::LanguageModel;
 use layer::Layer;
 pub use lora::{Lora, Targets};
 pub use loss::{cross_entropy, cross_entropy_sum, loss};
 pub use old_names::pretrained;
 pub use size::ModelSize;
 pub use weights::fingerprint;
-
-/// A language model: token ids `[batch, time]` to logits `[batch, time, vocabulary]`.
-pub enum LanguageModel {
-    /// A Llama, or one of its like.
-    Decoder(decoder::Decoder),
-    /// A GPT-2.
-    Gpt2(gpt2::Gpt2),
-    /// A BERT.
-    Bert(bert::Bert),
-}
-
-impl LanguageModel {
-    /// Logits, and what is to be added to their loss, if anything.
-    fn outputs(&self, ids: &Tensor, documents: Option<&Documents>) -> Result<(Tensor, Option<Tensor>)> {
-        match self {
-            LanguageModel::Decoder(model) => model.forward(ids, documents),
-            LanguageModel::Gpt2(model) => Ok((model.forward(ids, documents)?, None)),
-            LanguageModel::Bert(model) => Ok((model.forward(ids, documents)?, None)),
-        }
-    }
-}
-
-impl Module for LanguageModel {
-    fn forward(&self, ids: &Tensor) -> Result<Tensor> {
-        Ok(self.outputs(ids, None)?.0)
-    }
-}
 
 /// How a model is built.
 #[derive(Clone, Copy, Debug)]
@@ -120,6 +95,29 @@ pub fn build(
             fully_shard(opts, vb, |vb| Ok(LanguageModel::Bert(bert::Bert::new(config, blocks, vb)?)))
         }
     };
+    model.context("can't build the model")
+}
+
+/// The same decoder without a wrapped module: its blocks are units by their names.
+///
+/// # Errors
+/// When parameters can't be initialised.
+pub fn build_by_name(
+    config: &DecoderConfig,
+    opts: FullyShard,
+    vars: &ShardedVarMap,
+    options: ModelOptions,
+) -> anyhow::Result<FsdpModule<Decoder<Layer<decoder::Block>>>> {
+    let vb = vars.builder(options.dtype);
+    let (positions, head_dim) = (options.positions, config.head_dim);
+    let turns = Turns::new(&config.rope, config.local_rope.as_ref(), head_dim, positions, vb.device())?;
+    let model = shard(&opts.units(["model.layers.*"]), vb, |vb| {
+        let block = |i| {
+            let block = decoder::Block::new(config, i, &turns, vb.pp(format!("model.layers.{i}")))?;
+            Ok(Layer::new(block, options.activation_checkpoint))
+        };
+        Decoder::new(config, (0..config.layers).map(block).collect::<candle_core::Result<_>>()?, vb)
+    });
     model.context("can't build the model")
 }
 

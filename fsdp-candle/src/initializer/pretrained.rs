@@ -32,7 +32,7 @@ impl Pretrained {
 }
 
 /// The way out when weights do not fit.
-const MISFIT: &str = "the weights do not belong to this model; use those that do, or start from random ones";
+const MISFIT: &str = "the weights do not belong to this config.json; use those that do, or start from random ones";
 
 impl Initializer for Pretrained {
     fn check(&self, request: &ShardRequest<'_>) -> Result<()> {

@@ -125,7 +125,9 @@ impl Tree {
         let mut targets = match first {
             "crate" => {
                 let own = 1 + self.root.len();
-                assert!(path[1..].iter().zip(self.root).all(|(a, b)| a == b), "{path:?} leaves the tree");
+                if !path[1..].iter().zip(self.root).all(|(a, b)| a == b) {
+                    return BTreeSet::from([Target::Elsewhere(self.name.into())]);
+                }
                 return self.follow(BTreeSet::from([Target::Module(self.name, vec![])]), &path[own..], others, seen);
             }
             "self" => BTreeSet::from([Target::Module(self.name, module.clone())]),

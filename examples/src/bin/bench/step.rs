@@ -3,10 +3,11 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use anyhow::ensure;
+use anyhow::{bail, ensure};
+use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use fsdp_candle::initializer::Philox;
-use fsdp_candle::{AdamW, AdamWConfig, FullyShard, ReduceOp, ShardedVarMap, World, clip_grad_norm};
+use fsdp_candle::{AdamW, AdamWConfig, FullyShard, ReduceOp, ShardedVarMap, World, clip_grad_norm, nn};
 use fsdp_examples::metrics::peak_memory_bytes;
 use fsdp_examples::models::{self, Batch, ModelConfig, ModelOptions};
 use serde::Serialize;
@@ -29,6 +30,10 @@ pub(crate) struct Args {
     /// Steps that are timed, after one to warm up.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     steps: u32,
+    /// Which modules are units: the blocks, each `wrapped` by fully_shard, or chosen by their `name`, in a model that
+    /// is not wrapped (decoders only).
+    #[arg(long, value_parser = ["wrapped", "name"], default_value = "wrapped")]
+    units: String,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -58,10 +63,40 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
     let config = ModelConfig::from_dir(&args.model)?;
     let (vocabulary, positions) = (config.vocab_size(), config.max_positions());
     ensure!(args.seq <= positions, "--seq {} is beyond the model's {positions} positions", args.seq);
+    let parameters = config.size(None).base as u64;
     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())])?, world.device());
     vars.init_with(Philox::new(0));
     let options = ModelOptions { dtype: DType::F32, positions: args.seq, activation_checkpoint: false };
-    let model = models::build(&config, &FullyShard::new(&vars), &vars, options)?;
+    let opts = FullyShard::new(&vars);
+    match (args.units.as_str(), &config) {
+        ("name", ModelConfig::Decoder(config)) => {
+            let model = models::build_by_name(config, opts, &vars, options)?;
+            let loss = |batch: &Batch| {
+                let logits = model.call(|model| Ok(model.forward(&batch.ids, None)?.0))?;
+                nn::cross_entropy(&logits, &batch.targets)
+            };
+            measure(args, world, &vars, parameters, (vocabulary, &loss, &|loss| model.backward(loss)))
+        }
+        ("name", _) => bail!("--units name is for decoders, and {} is none", args.model.display()),
+        _ => {
+            let model = models::build(&config, &opts, &vars, options)?;
+            let loss = |batch: &Batch| models::loss(&model, batch);
+            measure(args, world, &vars, parameters, (vocabulary, &loss, &|loss| model.backward(loss)))
+        }
+    }
+}
+
+/// The model: its vocabulary, loss and backward.
+type Model<'a> =
+    (usize, &'a dyn Fn(&Batch) -> candle_core::Result<Tensor>, &'a dyn Fn(&Tensor) -> fsdp_candle::Result<GradStore>);
+
+fn measure(
+    args: &Args,
+    world: &World,
+    vars: &ShardedVarMap,
+    parameters: u64,
+    (vocabulary, loss_of, backward_of): Model<'_>,
+) -> anyhow::Result<()> {
     let hyper = AdamWConfig { lr: 3e-4, betas: (0.9, 0.95), weight_decay: 0.1, ..Default::default() };
     let mut optim = AdamW::new(vars.trainable(), hyper)?;
 
@@ -80,11 +115,11 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
     for step in 0..=args.steps {
         world.group().barrier().wait()?;
         let start = Instant::now();
-        let of_batch = models::loss(&model, &batch)?;
+        let of_batch = loss_of(&batch)?;
         let forward = start.elapsed();
-        let mut grads = model.backward(&of_batch)?;
+        let mut grads = backward_of(&of_batch)?;
         let backward = start.elapsed();
-        grad_norm = clip_grad_norm(&vars, &mut grads, 1.)?;
+        grad_norm = clip_grad_norm(vars, &mut grads, 1.)?;
         optim.step(&grads)?;
         let end = start.elapsed();
         loss = f64::from(of_batch.to_scalar::<f32>()?);
@@ -112,7 +147,7 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
     let [step_s, forward_s, backward_s, optimizer_s] = medians;
     let report = Report {
         world: world.size(),
-        parameters: config.size(None).base as u64,
+        parameters,
         step_s,
         best_step_s,
         forward_s,

@@ -114,17 +114,18 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
         // Forward and backward of each micro-batch; gradients come back averaged over ranks and sharded. The step's
         // loss is the mean over all tokens that count, of all ranks and micro-batches: each micro-batch's mean weighs
         // as its share of them.
-        let share = batches.counted(done.sequences)? as f64 / world.size() as f64;
-        let mut loss_sum = 0.;
+        let share = batches.counted(done.sequences)?.max(1) as f64 / world.size() as f64;
+        let mut own_loss = 0.;
         let mut grads: Option<GradStore> = None;
         for micro_step in 0..args.grad_accum {
             let last = micro_step + 1 == args.grad_accum;
             model.set_requires_gradient_sync(last || args.grad_sync == GradSync::Every, Recurse::Yes);
             let batch = Batch::new(batches.micro_batch(done.sequences, micro_step)?, args.seq_len, world.device())?;
             let loss = models::loss(&model, &batch)?;
-            let counted = batch.counted as f64;
-            loss_sum += counted * f64::from(loss.to_scalar::<f32>()?);
-            let new = model.backward(&(loss * (counted / share))?)?;
+            // The loss of no token is 0. Candle takes a factor of 0 for the end of the graph, which ranks must share.
+            let weight = batch.counted.max(1) as f64 / share;
+            own_loss += weight * f64::from(loss.to_scalar::<f32>()?);
+            let new = model.backward(&(loss * weight)?)?;
             match &mut grads {
                 Some(grads) => grads.extend(new)?,
                 None => grads = Some(new),
@@ -136,7 +137,6 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
             max => clip_grad_norm(&vars, &mut grads, max)?,
         };
         // What is not finite on one rank makes the mean so: all ranks stop together, while the weights are good.
-        let own_loss = loss_sum / share;
         let means = world.all_reduce(&[own_loss, norm], ReduceOp::Avg)?;
         let loss = means[0];
         if !means.iter().all(|mean| mean.is_finite()) {

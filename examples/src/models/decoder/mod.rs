@@ -23,11 +23,34 @@ use super::config::DecoderConfig;
 use super::layer::Layer;
 use super::linear::linear;
 
+/// How the model calls its blocks.
+pub trait CallBlock {
+    /// The residual stream behind the block, and what its experts say for the loss that keeps them equally busy.
+    ///
+    /// # Errors
+    /// Those of the layers.
+    fn call_block(&self, input: (Tensor, Option<Documents>)) -> Result<(Tensor, Option<Tensor>)>;
+}
+
+/// As it is: a unit by its name, or none.
+impl CallBlock for Layer<Block> {
+    fn call_block(&self, input: (Tensor, Option<Documents>)) -> Result<(Tensor, Option<Tensor>)> {
+        self.run(input, Block::forward)
+    }
+}
+
+/// As a unit.
+impl CallBlock for FsdpModule<Layer<Block>> {
+    fn call_block(&self, input: (Tensor, Option<Documents>)) -> Result<(Tensor, Option<Tensor>)> {
+        self.call_with(input, Layer::call_block)
+    }
+}
+
 /// The whole model around its blocks.
-pub struct Decoder {
+pub struct Decoder<B = FsdpModule<Layer<Block>>> {
     embedding: Embedding,
     embedding_scale: Option<f64>,
-    blocks: Vec<FsdpModule<Layer<Block>>>,
+    blocks: Vec<B>,
     norm: Norm,
     head: Linear,
     logit_softcap: Option<f64>,
@@ -35,12 +58,12 @@ pub struct Decoder {
     auxiliary: f64,
 }
 
-impl Decoder {
+impl<B: CallBlock> Decoder<B> {
     /// Asks `vb` for the parameters outside the blocks.
     ///
     /// # Errors
     /// When a parameter can't be initialised.
-    pub fn new(config: &DecoderConfig, blocks: Vec<FsdpModule<Layer<Block>>>, vb: VarBuilder) -> Result<Self> {
+    pub fn new(config: &DecoderConfig, blocks: Vec<B>, vb: VarBuilder) -> Result<Self> {
         let (width, stdev) = (config.width, config.initializer_range);
         let normal = Init::Randn { mean: 0., stdev };
         let embedding = vb.pp("model.embed_tokens").get_with_hints((config.vocabulary, width), "weight", normal)?;
@@ -59,8 +82,8 @@ impl Decoder {
         })
     }
 
-    /// The units, in forward order.
-    pub fn blocks(&self) -> &[FsdpModule<Layer<Block>>] {
+    /// The blocks, in forward order.
+    pub fn blocks(&self) -> &[B] {
         &self.blocks
     }
 
@@ -77,8 +100,7 @@ impl Decoder {
         let mut all_busy = vec![];
         for block in &self.blocks {
             let busy;
-            let input = (x_btc, documents.cloned());
-            (x_btc, busy) = block.call_with(input, |layer, input| layer.run(input, Block::forward))?;
+            (x_btc, busy) = block.call_block((x_btc, documents.cloned()))?;
             all_busy.extend(busy);
         }
         let mut logits = self.head.forward(&self.norm.forward(&x_btc)?)?;

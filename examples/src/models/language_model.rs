@@ -1,0 +1,33 @@
+//! A model of any of the families.
+
+use candle_core::{Module, Result, Tensor};
+use fsdp_candle::nn::Documents;
+
+use super::{bert, decoder, gpt2};
+
+/// A language model: token ids `[batch, time]` to logits `[batch, time, vocabulary]`.
+pub enum LanguageModel {
+    /// A Llama, or one of its like.
+    Decoder(decoder::Decoder),
+    /// A GPT-2.
+    Gpt2(gpt2::Gpt2),
+    /// A BERT.
+    Bert(bert::Bert),
+}
+
+impl LanguageModel {
+    /// Logits, and what is to be added to their loss, if anything.
+    pub(super) fn outputs(&self, ids: &Tensor, documents: Option<&Documents>) -> Result<(Tensor, Option<Tensor>)> {
+        match self {
+            LanguageModel::Decoder(model) => model.forward(ids, documents),
+            LanguageModel::Gpt2(model) => Ok((model.forward(ids, documents)?, None)),
+            LanguageModel::Bert(model) => Ok((model.forward(ids, documents)?, None)),
+        }
+    }
+}
+
+impl Module for LanguageModel {
+    fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+        Ok(self.outputs(ids, None)?.0)
+    }
+}
