@@ -4,7 +4,7 @@
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 
-use super::super::data::{Batch, MELS, MOST, PIXELS, VOCABULARY};
+use super::super::data::{Batch, Forward, MELS, MOST, PIXELS, VOCABULARY};
 use super::models::{
     bert, deepseek2, distilbert, gemma, llama, mistral, mixtral, phi3, qwen2, qwen3, t5, vit, whisper,
 };
@@ -22,6 +22,12 @@ pub(crate) trait Model: Sized {
 
     /// Logits or features; the last dimension is what the loss chooses from.
     fn forward(&mut self, batch: &Batch) -> Result<Tensor>;
+}
+
+/// A model as all of them are trained: compiled once.
+pub(crate) fn boxed<M: Model + 'static>(vb: VarBuilder<'static>) -> Result<Forward> {
+    let mut model = M::load(vb)?;
+    Ok(Box::new(move |batch| model.forward(batch)))
 }
 
 /// A configuration as `config.json` has it.

@@ -1,6 +1,12 @@
 //! What the models are trained on: the same rows however many ranks there are.
 
 use candle_core::{Device, Result, Tensor};
+use candle_nn::VarBuilder;
+
+/// A model's forward.
+pub(crate) type Forward = Box<dyn FnMut(&Batch) -> Result<Tensor>>;
+/// How one is built.
+pub(crate) type Load = fn(VarBuilder<'static>) -> Result<Forward>;
 
 pub(crate) const VOCABULARY: usize = 32;
 /// The most positions.

@@ -13,7 +13,7 @@ use candle_nn::VarBuilder;
 use fsdp_tests::workspace;
 use fsdp_tests_candle_transformers::{FILES, File};
 
-use data::Batch;
+use data::{Batch, Load};
 use train::{Comparison, STEPS, Sharding, plain, sharded, var_map, weights};
 
 fsdp_tests_candle_transformers::source_is_there!();
@@ -95,10 +95,10 @@ macro_rules! models {
         fn comparisons() -> Vec<(&'static str, Comparison)> {
             use changed::cases::{self, Model};
             vec![$({
-                let weights = weights(cases::$name::load);
-                let run = plain(&weights, cases::$name::load, cases::$name::forward);
+                let load: Load = cases::boxed::<cases::$name>;
+                let run = plain(&weights(load), load);
                 let sharding = Sharding { units: cases::$name::UNITS, experts: cases::$name::EXPERTS };
-                let found = sharded(&run, sharding, cases::$name::load, cases::$name::forward);
+                let found = sharded(&run, sharding, load);
                 (cases::$name::FILE, found)
             }),*]
         }
@@ -106,14 +106,11 @@ macro_rules! models {
         /// Outputs of each changed file, and of the file as it is.
         fn outputs() -> Vec<(&'static str, [Tensor; 2])> {
             vec![$({
-                let weights = weights(<changed::cases::$name as changed::cases::Model>::load);
-                let ours = {
-                    use changed::cases::{self, Model};
-                    output(&weights, cases::$name::load, cases::$name::forward)
-                };
-                use original::cases::{self, Model};
-                let theirs = output(&weights, cases::$name::load, cases::$name::forward);
-                (cases::$name::FILE, [ours, theirs])
+                let ours: Load = changed::cases::boxed::<changed::cases::$name>;
+                let theirs: Load = original::cases::boxed::<original::cases::$name>;
+                let weights = weights(ours);
+                let file = <changed::cases::$name as changed::cases::Model>::FILE;
+                (file, [output(&weights, ours), output(&weights, theirs)])
             }),*]
         }
     };
@@ -146,13 +143,9 @@ fn every_file_trains_on_two_ranks_as_on_one() {
     assert!(agrees, "docs/from-candle.md has another table than this one:\n{table}");
 }
 
-fn output<M>(
-    weights: &std::collections::BTreeMap<String, Tensor>,
-    load: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
-    forward: impl FnOnce(&mut M, &Batch) -> candle_core::Result<Tensor>,
-) -> Tensor {
+fn output(weights: &std::collections::BTreeMap<String, Tensor>, load: Load) -> Tensor {
     let vb = VarBuilder::from_varmap(&var_map(weights), candle_core::DType::F32, &Device::Cpu);
-    forward(&mut load(vb).unwrap(), &Batch::of(0, 1).unwrap()).unwrap()
+    (load(vb).unwrap())(&Batch::of(0, 1).unwrap()).unwrap()
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Init, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use fsdp_candle::initializer::{Initializer, Philox, ShardRequest};
 use fsdp_candle::{
@@ -12,7 +12,7 @@ use fsdp_candle::{
 };
 use fsdp_core::process_group::{Options, local};
 
-use super::data::Batch;
+use super::data::{Batch, Forward, Load};
 use super::gathered::{bytes, most_while};
 
 pub(crate) const RANKS: usize = 2;
@@ -43,7 +43,7 @@ fn vars_of(world: &World) -> ShardedVarMap {
 }
 
 /// The weights that every run begins with: the same at every world size.
-pub(crate) fn weights<M>(load: impl FnOnce(VarBuilder<'static>) -> Result<M>) -> BTreeMap<String, Tensor> {
+pub(crate) fn weights(load: Load) -> BTreeMap<String, Tensor> {
     let vars = vars_of(&World::single().unwrap());
     shard(&FullyShard::new(&vars), vars.builder(DType::F32), load).unwrap();
     vars.params().iter().map(|param| (param.name().into(), param.var().as_tensor().copy().unwrap())).collect()
@@ -68,20 +68,16 @@ fn scalar(loss: &Tensor) -> f64 {
 }
 
 /// Trains in plain Candle.
-pub(crate) fn plain<M>(
-    weights: &BTreeMap<String, Tensor>,
-    load: impl FnOnce(VarBuilder<'static>) -> Result<M>,
-    forward: impl Fn(&mut M, &Batch) -> Result<Tensor>,
-) -> Plain {
+pub(crate) fn plain(weights: &BTreeMap<String, Tensor>, load: Load) -> Plain {
     let map = var_map(weights);
-    let mut model = load(VarBuilder::from_varmap(&map, DType::F32, &Device::Cpu)).unwrap();
+    let mut forward = load(VarBuilder::from_varmap(&map, DType::F32, &Device::Cpu)).unwrap();
     assert_eq!(map.data().lock().unwrap().len(), weights.len(), "the same parameters");
     let params = ParamsAdamW { lr: RATE, weight_decay: 0., ..ParamsAdamW::default() };
     let mut optim = candle_nn::AdamW::new(map.all_vars(), params).unwrap();
     let batch = Batch::of(0, 1).unwrap();
     let mut run = Plain { losses: vec![], gradients: BTreeMap::new() };
     for step in 0..STEPS {
-        let (output, targets) = batch.targets(&forward(&mut model, &batch).unwrap()).unwrap();
+        let (output, targets) = batch.targets(&forward(&batch).unwrap()).unwrap();
         let loss = candle_nn::loss::cross_entropy(&output, &targets).unwrap();
         let grads = loss.backward().unwrap();
         if step == 0 {
@@ -126,14 +122,9 @@ pub(crate) struct Sharding<'a> {
 }
 
 /// Trains on two ranks.
-pub(crate) fn sharded<M>(
-    plain: &Plain,
-    sharding: Sharding<'_>,
-    load: impl Fn(VarBuilder<'static>) -> Result<M> + Sync,
-    forward: impl Fn(&mut M, &Batch) -> Result<Tensor> + Sync,
-) -> Comparison {
+pub(crate) fn sharded(plain: &Plain, sharding: Sharding<'_>, load: Load) -> Comparison {
     let options = Options::default().with_timeout(Duration::from_secs(60));
-    let all = local::run_with(RANKS, options, |group| rank(&World::of(group), plain, sharding, &load, &forward));
+    let all = local::run_with(RANKS, options, |group| rank(&World::of(group), plain, sharding, load));
     // By name: the squares of the difference and of the gradient, over the ranks.
     let mut squares: BTreeMap<String, [f64; 2]> = BTreeMap::new();
     for (name, [difference, gradient]) in all.iter().flat_map(|(_, squares)| squares) {
@@ -150,21 +141,15 @@ pub(crate) fn sharded<M>(
 
 type Squares = Vec<(String, [f64; 2])>;
 
-fn rank<M>(
-    world: &World,
-    plain: &Plain,
-    sharding: Sharding<'_>,
-    load: &(impl Fn(VarBuilder<'static>) -> Result<M> + Sync),
-    forward: &(impl Fn(&mut M, &Batch) -> Result<Tensor> + Sync),
-) -> (Comparison, Squares) {
+fn rank(world: &World, plain: &Plain, sharding: Sharding<'_>, load: Load) -> (Comparison, Squares) {
     let vars = vars_of(world);
     let opts = FullyShard::new(&vars).units(sharding.units.iter().copied());
     // `gradcheck` has the model by `&`.
     let model = shard(&opts, vars.builder(DType::F32), |vb| load(vb).map(RefCell::new)).unwrap();
     model.set_reduce_scatter_unused_params(sharding.experts, Recurse::Yes);
     let batch = Batch::of(world.rank(), world.size()).unwrap();
-    let loss = |model: &fsdp_candle::FsdpModule<RefCell<M>>| {
-        let (output, targets) = batch.targets(&model.call(|m| forward(&mut m.borrow_mut(), &batch))?)?;
+    let loss = |model: &fsdp_candle::FsdpModule<RefCell<Forward>>| {
+        let (output, targets) = batch.targets(&model.call(|m| (m.borrow_mut())(&batch))?)?;
         nn::cross_entropy(&output, &targets)
     };
     let mut sizes: Vec<usize> = model.units().iter().map(|unit| bytes(unit.params())).collect();
