@@ -114,13 +114,16 @@ fn shuffled() -> Source {
     Source::Stream(data, Some(5))
 }
 
+/// Inputs and targets.
+type Row = (Vec<u32>, Vec<u32>);
+
 /// The rows that all ranks read in steps from `position` on, in order, and what each step counts.
 fn rows(
     source: fn() -> Source,
     (world, batch_size, grad_accum): (usize, usize, usize),
     mut position: u64,
     steps: usize,
-) -> (Vec<(Vec<u32>, Vec<u32>)>, Vec<u64>) {
+) -> (Vec<Row>, Vec<u64>) {
     let make = |rank| Batches::new(source(), shape(world, rank, batch_size, grad_accum, 8)).unwrap();
     let ranks: Vec<Batches> = (0..world).map(make).collect();
     let (mut rows, mut counts) = (vec![], vec![]);
@@ -134,7 +137,7 @@ fn rows(
                 assert!(documents.len() == batch_size && documents.iter().all(|row| row.iter().sum::<usize>() == 8));
             }
         }
-        let learnt = |row: &(Vec<u32>, Vec<u32>)| row.1.iter().filter(|&&target| target != IGNORED).count() as u64;
+        let learnt = |row: &Row| row.1.iter().filter(|&&target| target != IGNORED).count() as u64;
         counts.push(rows[before..].iter().map(learnt).sum());
         assert!(ranks.iter().all(|rank| rank.counted(position).unwrap() == counts[counts.len() - 1]));
         position += ranks[0].sequences_per_step();

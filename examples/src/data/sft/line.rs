@@ -39,7 +39,8 @@ pub(super) fn read(line: &str, template: &Template, specials: &[String]) -> Resu
             };
             ensure!(!completion.is_empty(), "the completion is empty, so there is nothing to learn: remove the line");
             let text = format!("{prompt}{completion}");
-            Ok(Marked { learnt: vec![prompt.len()..text.len()], text, bare: true })
+            let completion = prompt.len()..text.len();
+            Ok(Marked { text, learnt: Vec::from([completion]), bare: true })
         }
         _ if fields.is_empty() => bail!("it has no keys; {FORMS}"),
         _ => bail!("it has the keys {}; {FORMS}", found()),
