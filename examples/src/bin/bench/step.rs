@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use anyhow::{bail, ensure};
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Result, Tensor};
 use fsdp_candle::initializer::Philox;
 use fsdp_candle::{AdamW, AdamWConfig, FullyShard, ReduceOp, ShardedVarMap, World, clip_grad_norm, nn};
 use fsdp_examples::metrics::peak_memory_bytes;
@@ -75,28 +75,37 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
                 let logits = model.call(|model| Ok(model.forward(&batch.ids, None)?.0))?;
                 nn::cross_entropy(&logits, &batch.targets)
             };
-            measure(args, world, &vars, parameters, (vocabulary, &loss, &|loss| model.backward(loss)))
+            measure(
+                args,
+                world,
+                &vars,
+                &Subject { vocabulary, parameters, loss: &loss, backward: &|loss| model.backward(loss) },
+            )
         }
         ("name", _) => bail!("--units name is for decoders, and {} is none", args.model.display()),
         _ => {
             let model = models::build(&config, &opts, &vars, options)?;
             let loss = |batch: &Batch| models::loss(&model, batch);
-            measure(args, world, &vars, parameters, (vocabulary, &loss, &|loss| model.backward(loss)))
+            measure(
+                args,
+                world,
+                &vars,
+                &Subject { vocabulary, parameters, loss: &loss, backward: &|loss| model.backward(loss) },
+            )
         }
     }
 }
 
-/// The model: its vocabulary, loss and backward.
-type Model<'a> =
-    (usize, &'a dyn Fn(&Batch) -> candle_core::Result<Tensor>, &'a dyn Fn(&Tensor) -> fsdp_candle::Result<GradStore>);
-
-fn measure(
-    args: &Args,
-    world: &World,
-    vars: &ShardedVarMap,
+/// The model that is measured.
+struct Subject<'a> {
+    vocabulary: usize,
     parameters: u64,
-    (vocabulary, loss_of, backward_of): Model<'_>,
-) -> anyhow::Result<()> {
+    loss: &'a dyn Fn(&Batch) -> Result<Tensor>,
+    backward: &'a dyn Fn(&Tensor) -> Result<GradStore>,
+}
+
+fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'_>) -> anyhow::Result<()> {
+    let &Subject { vocabulary, parameters, loss: loss_of, backward: backward_of } = subject;
     let hyper = AdamWConfig { lr: 3e-4, betas: (0.9, 0.95), weight_decay: 0.1, ..Default::default() };
     let mut optim = AdamW::new(vars.trainable(), hyper)?;
 

@@ -224,7 +224,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let refused = |text: Option<&str>| {
             let file = dir.path().join(CONFIG);
-            text.map(|text| std::fs::write(&file, text).unwrap());
+            if let Some(text) = text {
+                std::fs::write(&file, text).unwrap();
+            }
             format!("{:#}", Peft::open(dir.path()).err().unwrap())
         };
         assert!(refused(None).contains("can't read"));
