@@ -11,8 +11,10 @@ number of ranks the file is called RUN_of_RANKS.json.
 
 import argparse
 import json
+import os
 import pathlib
 import re
+import sys
 import tempfile
 import warnings
 
@@ -213,6 +215,10 @@ def main():
                 file = file if size == 2 else f"{file}_of_{size}"
                 (options.out / name / f"{file}.json").write_text(json.dumps(settings, indent=1))
     dist.destroy_process_group()
+    # While the interpreter shuts down, a thread of PyTorch's now and then aborts the process ("terminate called without
+    # an active exception"), although all is written.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -209,10 +209,8 @@ fn a_run_over_two_hosts_under_our_launcher() {
         launcher.arg(&token).env("GLOO_SOCKET_IFNAME", "fsdp0");
         Agent::start(record(launcher, dir.path(), &["--models", "llama_tiny", "--runs", "run"]))
     });
-    for agent in agents {
-        let (code, text) = agent.finish();
-        assert_eq!(code, Some(0), "{text}");
-    }
+    let ends = agents.map(Agent::finish);
+    assert!(ends.iter().all(|(code, _)| *code == Some(0)), "{ends:#?}");
     let steps = Trajectory::of_record(&dir.path().join("llama_tiny/run.json"));
     let difference = steps.difference(&Trajectory::recorded("llama_tiny", "run"));
     assert!(difference.max() < 2e-6, "{difference:?}");

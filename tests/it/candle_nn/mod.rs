@@ -131,12 +131,13 @@ fn the_table_says_of_each_whose_it_is() {
 fn a_missing_item_and_another_signature_are_named() {
     let (candle, mut ours) = trees();
     let in_module = |tree: &mut Tree, module: &str, edit: &mut dyn FnMut(&mut Vec<syn::Item>)| {
-        edit(&mut tree.modules.get_mut(&vec![module.to_string()]).unwrap().items);
+        let module: Vec<String> = module.split("::").map(String::from).collect();
+        edit(&mut tree.modules.get_mut(&module).unwrap().items);
     };
     in_module(&mut ours, "loss", &mut |items| {
         items.retain(|item| !matches!(item, syn::Item::Fn(it) if it.sig.ident == "cross_entropy"));
     });
-    in_module(&mut ours, "linear", &mut |items| {
+    in_module(&mut ours, "linear::layer", &mut |items| {
         for item in items {
             if let syn::Item::Fn(it) = item
                 && it.sig.ident == "linear_b"
