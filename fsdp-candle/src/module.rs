@@ -258,10 +258,10 @@ impl<M> FsdpModule<M> {
         self.schedule.diagnostics().without_gradient()
     }
 
-    /// The trainable parameters that the last backward reached on no rank, by name, in the order in which they were
-    /// built: experts that nobody chose, say. Where ranks use different units
+    /// The trainable parameters that the last backward reached on no rank, by name, unit by unit: experts that nobody
+    /// chose, say. Where ranks use different units
     /// ([`set_reduce_scatter_unused_params`](FsdpModule::set_reduce_scatter_unused_params)), these have gradients of
-    /// zero. Those of a backward without communication count in the next that communicates.
+    /// zero.
     pub fn unused_parameters(&self) -> Vec<String> {
         self.schedule.diagnostics().unused()
     }

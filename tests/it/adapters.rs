@@ -29,7 +29,9 @@ fn train(dir: &std::path::Path, name: &str, steps: &str, more: &str) -> Trajecto
 
 #[test]
 fn adapters_that_were_exported_are_trained_on() {
-    for (name, targets) in [("llama_tiny", "all-linear"), ("gpt2_tiny", "c_attn,h.1.mlp.*")] {
+    for (name, targets, other) in
+        [("llama_tiny", "all-linear", "gpt2_tiny"), ("gpt2_tiny", "c_attn,h.1.mlp.*", "llama_tiny")]
+    {
         let dir = tempfile::tempdir().unwrap();
         let lora = format!("--lora-rank 3 --lora-alpha 5 --lora-targets {targets}");
         let run = train(dir.path(), name, ALL, &format!("{lora} --checkpoint-dir ckpt --export-hf peft"));
@@ -49,6 +51,12 @@ fn adapters_that_were_exported_are_trained_on() {
         assert!((from.0[0].loss - run.0[0].loss).abs() > 1e-4, "{name}: the adapters have learned: {from:?} {run:?}");
         let again = HfModel::open_file(&dir.path().join("again/adapter_model.safetensors")).unwrap();
         assert!(again.tensors().keys().eq(weights.tensors().keys()));
+
+        let mut args = flags(other, "1");
+        args.extend(["--lora-from", "peft"].map(String::from));
+        let args: Vec<&str> = args.iter().map(String::as_str).collect();
+        launch(2, "train", &args, dir.path())
+            .refused(2, &["has an adapter of ", "pass the --model that it was trained on"]);
     }
 }
 

@@ -99,9 +99,12 @@ impl Schedule {
                 let silent = |param: &&Arc<FsdpParam>| {
                     param.trainable() && !reduced.iter().any(|(other, _, used)| *used && Arc::ptr_eq(other, param))
                 };
-                let names = || unit.params().iter().filter(silent).map(|param| param.name().to_string());
-                without_gradient.extend(names().filter(|_| ran));
-                unused.extend(names());
+                let names = unit.params().iter().filter(silent).map(|param| param.name().to_string());
+                let from = unused.len();
+                unused.extend(names);
+                if ran {
+                    without_gradient.extend_from_slice(&unused[from..]);
+                }
             }
             for (param, grad, _) in reduced {
                 param.file_gradient(grad, grads)?;
