@@ -25,7 +25,9 @@ pub(crate) fn refusal(grid: [u32; 3], block: [u32; 3], shared: u32, most_shared:
         return Some(format!("a grid of {grid:?} blocks: each axis has at least one and at most {GRID:?}"));
     }
     if outside(block, BLOCK) || block.iter().product::<u32>() > THREADS {
-        return Some(format!("a block of {block:?} threads: it has at least one, and at most {BLOCK:?}, {THREADS} in all"));
+        return Some(format!(
+            "a block of {block:?} threads: it has at least one, and at most {BLOCK:?}, {THREADS} in all"
+        ));
     }
     (shared > most_shared).then(|| {
         format!(

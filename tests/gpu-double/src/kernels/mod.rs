@@ -11,7 +11,7 @@ use std::{
 };
 
 mod launch;
-mod library;
+pub(crate) mod library;
 mod limits;
 #[cfg(test)]
 mod tests;
@@ -307,7 +307,17 @@ unsafe extern "C" fn cuLaunchCooperativeKernel(
     // SAFETY: the caller gives the kernel's parameters.
     unsafe {
         cuLaunchKernel(
-            function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes, stream, parameters, none,
+            function,
+            grid_x,
+            grid_y,
+            grid_z,
+            block_x,
+            block_y,
+            block_z,
+            shared_bytes,
+            stream,
+            parameters,
+            none,
         )
     }
 }
