@@ -20,3 +20,6 @@ mod schedule;
 mod settings;
 mod status;
 mod stream;
+
+#[cfg(test)]
+mod tests;
