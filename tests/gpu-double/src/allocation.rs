@@ -147,6 +147,12 @@ impl Allocations {
         self.by_base.remove(&base);
     }
 
+    /// Bytes of freed memory that are kept.
+    #[cfg(test)]
+    pub(crate) fn kept(&self) -> usize {
+        self.quarantined
+    }
+
     /// The streams are done with freed memory. Hands out what has been kept long enough, with the lengths: it is the
     /// caller's to release.
     pub(crate) fn retire(&mut self, base: u64, len: usize) -> Vec<(u64, usize)> {

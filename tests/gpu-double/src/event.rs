@@ -46,7 +46,7 @@ impl Machine {
             return Err(Refusal::Status(INVALID_HANDLE));
         }
         report::count("event: cuEventRecord");
-        let after = core.prepare(stream);
+        let after = core.prepare(stream, "cuEventRecord")?;
         let time = Arc::new(OnceLock::new());
         let stamp = time.clone();
         let run = Box::new(move || {
@@ -66,7 +66,7 @@ impl Machine {
         let stream = core.resolve(stream)?;
         report::count("event: cuStreamWaitEvent");
         let Some(record) = core.recorded(event)? else { return Ok(()) };
-        let mut after = core.prepare(stream);
+        let mut after = core.prepare(stream, "cuStreamWaitEvent")?;
         after.push(record.point);
         core.streams.get_mut(stream).clock.join(&record.clock);
         core.push(stream, "cuStreamWaitEvent", after, Box::new(|| Progress::Done), None);

@@ -24,3 +24,6 @@ mod schedule;
 mod settings;
 mod status;
 mod stream;
+
+#[cfg(test)]
+mod tests;

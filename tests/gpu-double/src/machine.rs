@@ -115,14 +115,19 @@ impl Core {
         self.allocations.touch(touch.at, one, &this.clock, verb, &name)
     }
 
-    /// What comes before a stream's next operation, from here on.
-    pub(crate) fn prepare(&mut self, stream: usize) -> Vec<Point> {
+    /// Readies a stream for the next operation, `what`: which ends of others' operations it begins after.
+    pub(crate) fn prepare(&mut self, stream: usize, what: &str) -> Result<Vec<Point>, Fault> {
+        if IN_OPERATION.get() {
+            return Err(Fault(format!(
+                "`{what}` was called from inside an operation of a stream, where CUDA forbids it"
+            )));
+        }
         self.calls += 1;
         let mut clock = self.known();
         let implied = self.streams.implied(stream);
         implied.iter().for_each(|point| clock.join(&self.streams.get(point.stream).clock));
         self.streams.get_mut(stream).clock.join(&clock);
-        implied.into_iter().filter(|point| !self.streams.reached(*point)).collect()
+        Ok(implied.into_iter().filter(|point| !self.streams.reached(*point)).collect())
     }
 
     /// Puts an operation at the end of a stream.
@@ -144,7 +149,7 @@ impl Core {
     pub(crate) fn enqueue(&mut self, stream: usize, operation: Operation) -> Result<Point, Fault> {
         let Operation { name, touches, run } = operation;
         report::count(&format!("operation: {name}"));
-        let after = self.prepare(stream);
+        let after = self.prepare(stream, &name)?;
         for touch in touches {
             let verb = if touch.access == Access::Read { "reads" } else { "writes" };
             self.touch(stream, &name, touch, verb)?;
@@ -233,21 +238,26 @@ impl Machine {
         core.waiting += 1;
         let begun = Instant::now();
         while !core.reached(goals) {
-            if core.executing {
-                core = self.changed.wait(core).unwrap_or_else(PoisonError::into_inner);
-            } else if let Some(stream) = core.pick(goals) {
+            let next = if core.executing { None } else { core.pick(goals) };
+            if let Some(stream) = next {
                 core = self.step(core, stream)?;
-            } else {
-                if core.progressed.max(begun).elapsed() > core.settings.stall {
-                    let (stall, state) = (core.settings.stall.as_secs(), core.state());
-                    return Err(Fault(format!("deadlock: `{asked}` has waited {stall} s, and nothing ended. {state}")));
-                }
-                core = self.changed.wait_timeout(core, PAUSE).unwrap_or_else(PoisonError::into_inner).0;
-                core.ask_again();
+                continue;
             }
+            if core.progressed.max(begun).elapsed() > core.settings.stall {
+                let (stall, state) = (core.settings.stall, core.state());
+                return Err(Fault(format!("deadlock: `{asked}` has waited {stall:?}, and nothing ended. {state}")));
+            }
+            core = self.pause(core);
         }
         core.waiting -= 1;
         Ok(())
+    }
+
+    /// Another thread's operation runs, or all that could go on wait for other processes, and are asked again afterwards.
+    fn pause<'a>(&'a self, core: MutexGuard<'a, Core>) -> MutexGuard<'a, Core> {
+        let mut core = self.changed.wait_timeout(core, PAUSE).unwrap_or_else(PoisonError::into_inner).0;
+        core.ask_again();
+        core
     }
 
     /// Whether `goals` are reached. Now and then something runs, so that who asks again and again gets there.
@@ -296,17 +306,17 @@ impl Machine {
     }
 
     /// Lets streams go on when the host calls nothing. It never returns.
-    fn be_patient(&self) -> ! {
+    pub(crate) fn be_patient(&self) -> ! {
         let mut seen = 0;
         loop {
             std::thread::sleep(PATIENCE);
             let mut core = self.lock();
-            while core.calls == seen && core.waiting == 0 && !core.executing {
-                let Some(stream) = core.pick(&[]) else {
-                    core.ask_again();
-                    break;
-                };
-                core = self.step(core, stream).unwrap_or_else(|fault| report::fault(fault.0));
+            while core.calls == seen && core.waiting == 0 && !core.executing && !core.streams.ready().is_empty() {
+                if let Some(stream) = core.pick(&[]) {
+                    core = self.step(core, stream).unwrap_or_else(|fault| report::fault(fault.0));
+                } else {
+                    core = self.pause(core);
+                }
             }
             seen = core.calls;
         }
@@ -318,7 +328,7 @@ impl Core {
     pub(crate) fn retire(&mut self, base: u64, len: usize) -> Result<(), Fault> {
         // SAFETY: it is in quarantine: freed, but not released.
         if !unsafe { bytes::guard_is_whole(base, len) } {
-            return Err(Fault(format!("something wrote beyond the end of {len} bytes of device memory at {base:#x}")));
+            return Err(Fault(format!("something wrote beyond the end of {len} bytes of memory at {base:#x}")));
         }
         for (base, len) in self.allocations.retire(base, len) {
             // SAFETY: it was freed, and the operations that used it have run; the registry forgot it.

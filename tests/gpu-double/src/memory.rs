@@ -48,7 +48,7 @@ impl Machine {
             core.allocations.insert(base, len, Kind::Device(device), format!("`{by}`"));
             return Ok(base);
         };
-        let after = core.prepare(stream);
+        let after = core.prepare(stream, by)?;
         let made = format!("`{by}` on {}", core.name(stream));
         core.allocations.insert(base, len, Kind::Pool(device), made);
         core.touch(stream, by, Touch { at: base, access: Access::Write }, "allocates")?;
@@ -73,7 +73,7 @@ impl Machine {
             unsafe { bytes::poison(at, len) };
             return Ok(core.retire(at, len)?);
         };
-        let after = core.prepare(stream);
+        let after = core.prepare(stream, by)?;
         core.touch(stream, by, Touch { at, access: Access::Write }, "frees")?;
         let name = core.name(stream);
         let len = core.freed(at, format!("`{by}` on {name}"), by)?;

@@ -19,10 +19,6 @@ impl Schedule {
         Self { seed, state: seed, epoch: 0 }
     }
 
-    pub(crate) fn seed(&self) -> u64 {
-        self.seed
-    }
-
     /// One of `1 / of` calls, by chance.
     pub(crate) fn one_in(&mut self, of: u64) -> bool {
         self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
