@@ -167,77 +167,42 @@ fn halves_round_once_to_nearest_even() {
             brain[threadIdx.x] = brain[threadIdx.x] / brain[threadIdx.x + 1] - brain[threadIdx.x];
         }"#,
     );
-    let special = [
-        0.0,
-        -0.0,
-        1.0,
-        f32::INFINITY,
-        f32::NEG_INFINITY,
-        f32::NAN,
-        f32::from_bits(u32::MAX),
-        65504.0,
-        65520.0,
-        65519.99,
-        1e-8,
-        5.96e-8,
-        2.98e-8,
-        3.4e38,
-        f32::MAX,
-        1.0 + 1.0 / 256.0,
-        1.0 + 3.0 / 256.0,
-        1.0 + 1.0 / 2048.0,
-    ];
-    let mut from: Vec<f32> = special.to_vec();
+    // Zeros, infinities, NaNs, the ends of the formats, ties of both, and floats of any kind.
+    let mut from = vec![0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::from_bits(u32::MAX), f32::MAX];
+    from.extend([65504.0, 65519.99, 65520.0, 5.96e-8, 2.98e-8, 2.99e-8, 1e-40]);
+    from.extend([1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0, 1.0 + 1.0 / 2048.0, 1.0 + 3.0 / 2048.0]);
     from.extend((0..1000u32).map(|place| f32::from_bits(place.wrapping_mul(2_654_435_761))));
-    for chunk in from.chunks(1024) {
-        let mut half = vec![f16::ZERO; chunk.len()];
-        let mut brain = vec![bf16::ZERO; chunk.len()];
-        let check = |half: &[f16], brain: &[bf16], from: &[f64], of_half: &dyn Fn(f64) -> f16, what: &str| {
-            for (place, value) in from.iter().enumerate() {
-                let expected = (of_half(*value), bf16::from_f64(*value));
-                let same = |got: u16, expected: u16, nan: bool| got == expected || nan;
-                assert!(
-                    same(half[place].to_bits(), expected.0.to_bits(), half[place].is_nan() && expected.0.is_nan())
-                        && same(
-                            brain[place].to_bits(),
-                            expected.1.to_bits(),
-                            brain[place].is_nan() && expected.1.is_nan()
-                        ),
-                    "{what} {value:e}: {:?} {:?}, not {expected:?}",
-                    half[place],
-                    brain[place]
-                );
-            }
-        };
-        let doubles: Vec<f64> = chunk.iter().map(|value| f64::from(*value)).collect();
-        let (at, of_half, of_brain) = (chunk.as_ptr(), half.as_mut_ptr(), brain.as_mut_ptr());
-        run(kernels["halves"], 1, chunk.len() as u32, 0, 0, &[of(&at), of(&of_half), of(&of_brain)]).unwrap();
-        check(&half, &brain, &doubles, &f16::from_f64, "float");
-        // A double that two roundings would bring to another half: just above a tie.
-        let near: Vec<f64> = doubles.iter().map(|value| value * (1.0 + 1e-12)).collect();
-        let at = near.as_ptr();
-        run(kernels["doubles"], 1, near.len() as u32, 0, 0, &[of(&at), of(&of_half), of(&of_brain)]).unwrap();
-        check(&half, &brain, &near, &f16::from_f64, "double");
-        let (old_half, old_brain) = (half.clone(), brain.clone());
-        let (of_half, of_brain) = (half.as_mut_ptr(), brain.as_mut_ptr());
-        run(kernels["sums"], 1, chunk.len() as u32 - 1, 0, 0, &[of(&of_half), of(&of_brain)]).unwrap();
-        for place in 0..chunk.len() - 1 {
-            let (a, b) = (old_half[place], old_half[place + 1]);
-            let (got, expected) =
-                (half[place], f16::from_f32(f16::from_f32(a.to_f32() * b.to_f32()).to_f32() + a.to_f32()));
-            assert!(
-                got.to_bits() == expected.to_bits() || got.is_nan() && expected.is_nan(),
-                "{a} {b}: {got} {expected}"
-            );
-            let (a, b) = (old_brain[place], old_brain[place + 1]);
-            let expected = bf16::from_f32(bf16::from_f32(a.to_f32() / b.to_f32()).to_f32() - a.to_f32());
-            let got = brain[place];
-            assert!(
-                got.to_bits() == expected.to_bits() || got.is_nan() && expected.is_nan(),
-                "{a} {b}: {got} {expected}"
-            );
-        }
+    let mut half = vec![f16::ZERO; from.len()];
+    let mut brain = vec![bf16::ZERO; from.len()];
+    let (at, of_half, of_brain) = (from.as_ptr(), half.as_mut_ptr(), brain.as_mut_ptr());
+    run(kernels["halves"], 1, from.len() as u32, 0, 0, &[of(&at), of(&of_half), of(&of_brain)]).unwrap();
+    let same = |got: f32, expected: f32| got.to_bits() == expected.to_bits() || got.is_nan() && expected.is_nan();
+    for (place, value) in from.iter().enumerate() {
+        let (of_half, of_brain) = (f16::from_f32(*value), bf16::from_f32(*value));
+        assert!(same(half[place].to_f32(), of_half.to_f32()), "{value:e}: {} {of_half}", half[place]);
+        assert!(same(brain[place].to_f32(), of_brain.to_f32()), "{value:e}: {} {of_brain}", brain[place]);
     }
+    let (old_half, old_brain) = (half.clone(), brain.clone());
+    let (of_half, of_brain) = (half.as_mut_ptr(), brain.as_mut_ptr());
+    // One block has at most 1024 threads; each reads its right neighbour before that one writes.
+    run(kernels["sums"], 1, from.len() as u32 - 1, 0, 0, &[of(&of_half), of(&of_brain)]).unwrap();
+    for place in 0..from.len() - 1 {
+        let [a, b] = [place, place + 1].map(|place| old_half[place].to_f32());
+        let expected = f16::from_f32(f16::from_f32(a * b).to_f32() + a);
+        assert!(same(half[place].to_f32(), expected.to_f32()), "{a} {b}: {} {expected}", half[place]);
+        let [a, b] = [place, place + 1].map(|place| old_brain[place].to_f32());
+        let expected = bf16::from_f32(bf16::from_f32(a / b).to_f32() - a);
+        assert!(same(brain[place].to_f32(), expected.to_f32()), "{a} {b}: {} {expected}", brain[place]);
+    }
+    // Doubles beside a tie, which a float in between would bring onto it.
+    let tiny = 2f64.powi(-40);
+    let half_tie = 1.0 + 2f64.powi(-11);
+    let brain_tie = 1.0 + 2f64.powi(-8);
+    let from = [half_tie - tiny, half_tie + tiny, brain_tie - tiny, brain_tie + tiny];
+    let at = from.as_ptr();
+    run(kernels["doubles"], 1, 4, 0, 0, &[of(&at), of(&of_half), of(&of_brain)]).unwrap();
+    assert_eq!([half[0], half[1]], [f16::ONE, f16::from_f32(1.0 + 2f32.powi(-10))]);
+    assert_eq!([brain[2], brain[3]], [bf16::ONE, bf16::from_f32(1.0 + 2f32.powi(-7))]);
 }
 
 #[test]
