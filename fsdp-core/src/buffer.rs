@@ -11,7 +11,7 @@ use half::{bf16, f16};
 
 use crate::{DType, DeviceId, Error, Result, View};
 
-/// Owned memory of one element type. The variants that there are hold vectors in the host's memory.
+/// Owned memory of one element type: a vector in the host's memory, or memory of a device.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Buffer {
@@ -29,11 +29,15 @@ pub enum Buffer {
     F32(Vec<f32>),
     /// See [`DType::F64`].
     F64(Vec<f64>),
+    /// On a CUDA device.
+    #[cfg(feature = "cuda")]
+    Cuda(crate::device::cuda::CudaMemory),
 }
 
-/// Runs `$body` with `$v` bound to the vector inside a [`Buffer`], whatever its type.
+/// Runs `$body` with `$v` bound to the vector inside a [`Buffer`], whatever its type; or `$device` with `$d` bound to the
+/// memory of a device.
 macro_rules! each {
-    ($buffer:expr, $v:ident => $body:expr) => {
+    ($buffer:expr, $v:ident => $body:expr, $d:ident => $device:expr) => {
         match $buffer {
             Buffer::U8($v) => $body,
             Buffer::U32($v) => $body,
@@ -42,6 +46,8 @@ macro_rules! each {
             Buffer::F16($v) => $body,
             Buffer::F32($v) => $body,
             Buffer::F64($v) => $body,
+            #[cfg(feature = "cuda")]
+            Buffer::Cuda($d) => $device,
         }
     };
 }
@@ -156,12 +162,14 @@ impl Buffer {
             Buffer::F16(_) => DType::F16,
             Buffer::F32(_) => DType::F32,
             Buffer::F64(_) => DType::F64,
+            #[cfg(feature = "cuda")]
+            Buffer::Cuda(memory) => memory.dtype(),
         }
     }
 
     /// The number of elements.
     pub fn len(&self) -> usize {
-        each!(self, v => v.len())
+        each!(self, v => v.len(), memory => memory.len())
     }
 
     /// Whether there are no elements.
@@ -169,14 +177,21 @@ impl Buffer {
         self.len() == 0
     }
 
-    /// The elements as bytes, in native order.
-    pub fn bytes(&self) -> &[u8] {
-        each!(self, v => bytemuck::cast_slice(v))
+    /// Where the elements are.
+    pub fn device(&self) -> DeviceId {
+        each!(self, _v => DeviceId::Host, memory => memory.device())
     }
 
-    /// The elements as bytes to write to, in native order. Every bit pattern is a valid element.
+    /// The elements as bytes, in native order. None of a device's memory, which the host can't look at:
+    /// [`Readable::read`] copies it.
+    pub fn bytes(&self) -> &[u8] {
+        each!(self, v => bytemuck::cast_slice(v), _memory => &[])
+    }
+
+    /// The elements as bytes to write to, in native order. Every bit pattern is a valid element. None of a device's
+    /// memory.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        each!(self, v => bytemuck::cast_slice_mut(v))
+        each!(self, v => bytemuck::cast_slice_mut(v), _memory => &mut [])
     }
 }
 
@@ -218,8 +233,25 @@ impl Readable for Buffer {
     fn len(&self) -> usize {
         Buffer::len(self)
     }
+    fn device(&self) -> DeviceId {
+        Buffer::device(self)
+    }
     fn read(&self, f: &mut dyn FnMut(&[u8])) -> Result<(), String> {
+        #[cfg(feature = "cuda")]
+        if let Buffer::Cuda(memory) = self {
+            f(&memory.to_host().map_err(|error| error.to_string())?);
+            return Ok(());
+        }
         f(self.bytes());
+        Ok(())
+    }
+    fn view(&self, f: &mut dyn FnMut(View<'_>)) -> Result<(), String> {
+        #[cfg(feature = "cuda")]
+        if let Buffer::Cuda(memory) = self {
+            f(View::Cuda(memory.view()));
+            return Ok(());
+        }
+        f(View::Host(self.bytes()));
         Ok(())
     }
 }

@@ -90,6 +90,16 @@ pub enum Error {
         /// How much was wanted, in bytes; it may be more than memory can ever hold.
         bytes: u128,
     },
+    /// A device, or the library that drives it, refused something.
+    #[error("{device}: {what}: {cause}")]
+    Device {
+        /// The device.
+        device: crate::DeviceId,
+        /// What was tried.
+        what: String,
+        /// What the device or its driver said.
+        cause: String,
+    },
     /// Something has happened that can't happen: a fault of this library or of a backend.
     #[error(
         "rank {rank}: {what}. This is a fault of the library and not of its use: please report this message, with what \

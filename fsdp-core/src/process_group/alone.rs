@@ -8,26 +8,32 @@ use super::{
         buffers::{read, take},
         copy::Copy,
     },
+    landing::Landing,
     membership::Membership,
     parts::{ExchangePart, GatherPart, Op, ScatterPart},
 };
 use crate::{Buffer, DeviceId, Error, Result};
 
-/// A group of one over the host's memory.
-pub(super) struct Alone;
+/// A group of one over the memory of a device, and the host's.
+pub(super) struct Alone(pub(super) DeviceId);
 
 impl Backend for Alone {
     fn device(&self) -> DeviceId {
-        DeviceId::Host
+        self.0
     }
 
     fn promises(&self) -> Promises {
         Promises::ALL
     }
 
-    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Vec<Buffer>> {
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Landing> {
         let rank = collective.group().rank;
-        match op {
+        #[cfg(feature = "cuda")]
+        if let (Op::AllGather { parts, memory }, DeviceId::Cuda(_)) = (&op, op.device()) {
+            let copy = |part: &GatherPart| super::on_device::memory::copy_of(&*part.input, &**memory, rank);
+            return Ok(parts.iter().map(copy).collect::<Result<Vec<_>>>()?.into());
+        }
+        let outputs: Vec<Buffer> = match op {
             Op::AllGather { parts, memory } => {
                 let take = |part: &GatherPart| take(&*memory, part.input.dtype(), part.input.len(), rank);
                 let mut outputs = parts.iter().map(take).collect::<Result<Vec<_>>>()?;
@@ -38,13 +44,14 @@ impl Backend for Alone {
                         read(&*part.input, 0..to.len(), index, rank, |from| copy.copy(to, from))?;
                     }
                 }
-                Ok(outputs)
+                outputs
             }
-            Op::ReduceScatter { parts, .. } => Ok(parts.into_iter().map(|ScatterPart { input, .. }| input).collect()),
-            Op::AllToAll { parts, .. } => Ok(parts.into_iter().map(|ExchangePart { input, .. }| input).collect()),
-            Op::AllReduce { buffers, .. } | Op::Broadcast { buffers, .. } => Ok(buffers),
-            Op::Barrier => Ok(Vec::new()),
-        }
+            Op::ReduceScatter { parts, .. } => parts.into_iter().map(|ScatterPart { input, .. }| input).collect(),
+            Op::AllToAll { parts, .. } => parts.into_iter().map(|ExchangePart { input, .. }| input).collect(),
+            Op::AllReduce { buffers, .. } | Op::Broadcast { buffers, .. } => buffers,
+            Op::Barrier => Vec::new(),
+        };
+        Ok(outputs.into())
     }
 
     fn split(&mut self, collective: &Collective<'_>, ranks: &[usize], _: &Membership) -> Result<Box<dyn Backend>> {

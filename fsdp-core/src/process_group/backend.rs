@@ -1,7 +1,7 @@
 //! What moves the bytes of a group: the one trait that tells engines apart.
 
-use super::{collective::Collective, failure::Failure, membership::Membership, parts::Op};
-use crate::{Buffer, DeviceId, Result};
+use super::{collective::Collective, failure::Failure, landing::Landing, membership::Membership, parts::Op};
+use crate::{DeviceId, Result};
 
 /// What a backend promises beyond moving the right elements: what callers may rely on, and what the
 /// [conformance suite](super::conformance) holds it to.
@@ -36,8 +36,14 @@ impl Promises {
 ///   [`Collective::compare`] reads everybody's.
 /// - Outputs are taken from an operation's allocator when it runs, and inputs given back as soon as they are read.
 pub trait Backend: Send {
-    /// Where the memory is that it moves.
+    /// Where the memory is that it moves. One for a device moves the host's memory as well.
     fn device(&self) -> DeviceId;
+
+    /// Whether collectives of the device's memory run on the thread that issues them, at once: where running one is no
+    /// more than telling the device, and what follows has to be told it later.
+    fn runs_when_issued(&self) -> bool {
+        false
+    }
 
     /// What may be relied on.
     fn promises(&self) -> Promises;
@@ -46,7 +52,7 @@ pub trait Backend: Send {
     ///
     /// # Errors
     /// Whatever kept it. The group then calls [`Backend::fail`], and runs nothing any more.
-    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Vec<Buffer>>;
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Landing>;
 
     /// This rank's end of a new group, of at least two of this group's ranks: `ranks`, in their new order, of which
     /// this rank is one. The other ranks of the group may make groups of their own meanwhile. `collective` is the one

@@ -5,13 +5,13 @@ use super::{
     membership::Membership,
     parts::{ExchangePart, GatherPart, ScatterPart},
 };
-use crate::{Buffer, DType, DeviceId, Error, Readable, ReduceOp, Result};
+use crate::{Buffer, DType, DeviceId, Error, ReduceOp, Result};
 
 pub(super) fn gather(parts: &[GatherPart], group: &Membership, device: DeviceId) -> Result<Call> {
     let at = At { name: "all_gather", rank: group.rank };
+    at.device(parts.iter().map(|part| part.input.device()), device)?;
     for (index, part) in parts.iter().enumerate() {
         at.total(index, "counts", &part.counts, part.input.dtype(), group)?;
-        at.device(index, &*part.input, device)?;
         if part.input.len() != part.counts[group.rank] {
             return at.refuse(
                 index,
@@ -29,9 +29,9 @@ pub(super) fn gather(parts: &[GatherPart], group: &Membership, device: DeviceId)
 
 pub(super) fn scatter(parts: &[ScatterPart], op: ReduceOp, group: &Membership, device: DeviceId) -> Result<Call> {
     let at = At { name: "reduce_scatter", rank: group.rank };
+    at.device(parts.iter().map(|part| part.input.device()), device)?;
     for (index, part) in parts.iter().enumerate() {
         let total = at.total(index, "counts", &part.counts, part.input.dtype(), group)?;
-        at.device(index, &part.input, device)?;
         at.input(index, "counts", &part.input, total)?;
         at.op(index, op, part.input.dtype())?;
     }
@@ -40,8 +40,8 @@ pub(super) fn scatter(parts: &[ScatterPart], op: ReduceOp, group: &Membership, d
 
 pub(super) fn reduce(buffers: &[Buffer], op: ReduceOp, group: &Membership, device: DeviceId) -> Result<Call> {
     let at = At { name: "all_reduce", rank: group.rank };
+    at.device(buffers.iter().map(Buffer::device), device)?;
     for (index, buffer) in buffers.iter().enumerate() {
-        at.device(index, buffer, device)?;
         at.op(index, op, buffer.dtype())?;
     }
     let lens: Vec<_> = buffers.iter().map(|buffer| [buffer.len()]).collect();
@@ -56,7 +56,7 @@ pub(super) fn broadcast(buffers: &[Buffer], root: usize, group: &Membership, dev
         });
     }
     let at = At { name: "broadcast", rank: group.rank };
-    buffers.iter().enumerate().try_for_each(|(index, buffer)| at.device(index, buffer, device))?;
+    at.device(buffers.iter().map(Buffer::device), device)?;
     let lens: Vec<_> = buffers.iter().map(|buffer| [buffer.len()]).collect();
     let parts = buffers.iter().zip(&lens).map(|(buffer, len)| (buffer.dtype(), &len[..]));
     Ok(Call::new(at.name, format!("from rank {root}"), parts))
@@ -64,11 +64,11 @@ pub(super) fn broadcast(buffers: &[Buffer], root: usize, group: &Membership, dev
 
 pub(super) fn exchange(parts: &[ExchangePart], group: &Membership, device: DeviceId) -> Result<Call> {
     let at = At { name: "all_to_all", rank: group.rank };
+    at.device(parts.iter().map(|part| part.input.device()), device)?;
     for (index, part) in parts.iter().enumerate() {
         let dtype = part.input.dtype();
         let total = at.total(index, "send_counts", &part.send_counts, dtype, group)?;
         at.total(index, "recv_counts", &part.recv_counts, dtype, group)?;
-        at.device(index, &part.input, device)?;
         at.input(index, "send_counts", &part.input, total)?;
         let (sent, received) = (part.send_counts[group.rank], part.recv_counts[group.rank]);
         if sent != received {
@@ -110,12 +110,24 @@ impl At {
         }
     }
 
-    fn device(&self, part: usize, memory: &dyn Readable, device: DeviceId) -> Result<()> {
-        if memory.device() == device {
-            return Ok(());
+    /// All memory of a collective is the host's, or all is that of the group's device.
+    fn device(&self, parts: impl Iterator<Item = DeviceId>, group: DeviceId) -> Result<()> {
+        let mut first = None;
+        for (part, device) in parts.enumerate() {
+            if device != group && device != DeviceId::Host {
+                let moved = match group {
+                    DeviceId::Host => "that of the host".to_string(),
+                    device => format!("that of {device} and the host"),
+                };
+                return self.refuse(part, format!("it is in the memory of {device}, but the group moves {moved}"));
+            }
+            let first = *first.get_or_insert(device);
+            if device != first {
+                let why = format!("it is in the memory of {device}, but part 0 is in that of {first}: use one of them");
+                return self.refuse(part, why);
+            }
         }
-        let why = format!("it is in the memory of {}, but the group moves that of {device}", memory.device());
-        self.refuse(part, why)
+        Ok(())
     }
 
     fn input(&self, part: usize, what: &str, input: &Buffer, total: usize) -> Result<()> {

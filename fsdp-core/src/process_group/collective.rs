@@ -26,6 +26,11 @@ impl<'a> Collective<'a> {
         Collective { call, group, sequence, is_awaited }
     }
 
+    /// What was issued.
+    pub(super) fn call(&self) -> &'a Call {
+        self.call
+    }
+
     /// The group that runs it.
     pub fn group(&self) -> &'a Membership {
         self.group

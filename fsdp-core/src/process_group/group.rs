@@ -13,7 +13,9 @@ use super::{
     call::Call,
     check,
     collective::Collective,
+    landing::Landing,
     membership::Membership,
+    on_device::{DeviceEngine, OnDevice},
     parts::{ExchangePart, GatherPart, Op, ScatterPart},
     queue::{Job, Queue, Run},
     signature::Signature,
@@ -74,6 +76,7 @@ struct Ranks {
     membership: Membership,
     origin: Origin,
     device: DeviceId,
+    runs_when_issued: bool,
     promises: Promises,
     queue: Arc<Queue>,
     thread: Option<JoinHandle<()>>,
@@ -101,7 +104,7 @@ impl ProcessGroup {
             let message = format!("group \"{name}\" has {size} ranks: ranks count from 0 to one less");
             return Err(Error::Argument { rank: *rank, message });
         }
-        let (device, promises) = (backend.device(), backend.promises());
+        let (device, promises, runs_when_issued) = (backend.device(), backend.promises(), backend.runs_when_issued());
         let queue = Arc::new(Queue::new(membership.clone(), backend));
         let served = queue.clone();
         let thread = std::thread::Builder::new()
@@ -112,7 +115,7 @@ impl ProcessGroup {
                 what: format!("starting the thread of group \"{name}\""),
                 source: Arc::new(source),
             })?;
-        let ranks = Ranks { membership, origin, device, promises, queue, thread: Some(thread) };
+        let ranks = Ranks { membership, origin, device, runs_when_issued, promises, queue, thread: Some(thread) };
         Ok(ProcessGroup { ranks: Arc::new(ranks), signature: None, is_deferred: false })
     }
 
@@ -129,7 +132,20 @@ impl ProcessGroup {
     /// # Ok::<_, fsdp_core::Error>(())
     /// ```
     pub fn alone(timeout: Duration) -> Result<Self> {
-        ProcessGroup::new(Membership::world(0, 1, timeout), Box::new(Alone))
+        ProcessGroup::new(Membership::world(0, 1, timeout), Box::new(Alone(DeviceId::Host)))
+    }
+
+    /// The ranks of this group, which `host` moves the host's memory for, as one group that also moves a device's.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::new`].
+    pub fn on_device(self, engine: Box<dyn DeviceEngine>) -> Result<Self> {
+        let membership = self.ranks.membership.clone();
+        let backend: Box<dyn Backend> = match membership.size {
+            1 => Box::new(Alone(engine.device())),
+            _ => Box::new(OnDevice::new(self, engine)),
+        };
+        ProcessGroup::new(membership, backend)
     }
 
     /// A rank's number in the group that this one was split from in the end, if `other` was split from the same.
@@ -244,9 +260,9 @@ impl ProcessGroup {
         let run = move |backend: &mut dyn Backend, collective: &Collective<'_>| {
             // Nobody hears it who has stopped listening.
             let _ = tell.send(split(backend, collective, color, key)?);
-            Ok(Vec::new())
+            Ok(Landing::default())
         };
-        self.queue(Ok(call), Box::new(run)).wait()?;
+        self.queue(Ok(call), Box::new(run), self.is_deferred).wait()?;
         let (membership, members, backend) = told.recv().map_err(|_| Error::Internal {
             rank: self.rank(),
             what: format!("a split of group \"{}\" made no group", self.name()),
@@ -259,11 +275,32 @@ impl ProcessGroup {
     }
 
     /// Queues an operation, or the failure of the group where the arguments can't be.
-    fn issue(&self, checked: Result<Call>, op: Op) -> Work {
-        self.queue(checked, Box::new(move |backend, collective| backend.run(collective, op)))
+    pub(super) fn issue(&self, checked: Result<Call>, op: Op) -> Work {
+        let run_now = self.ranks.runs_when_issued && op.device() != DeviceId::Host;
+        let run = Box::new(move |backend: &mut dyn Backend, collective: &Collective<'_>| backend.run(collective, op));
+        let work = self.queue(checked, run, self.is_deferred || run_now);
+        if run_now { work.run_here() } else { work }
     }
 
-    fn queue(&self, checked: Result<Call>, run: Run) -> Work {
+    /// Has something done with the backend, in turn, that is no collective of the group's, and waits for it.
+    pub(super) fn aside<T: Send + 'static>(
+        &self,
+        call: Call,
+        f: impl FnOnce(&mut dyn Backend, &Collective<'_>) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let (tell, told) = channel();
+        // Nobody hears it who has stopped listening.
+        let run = Box::new(move |backend: &mut dyn Backend, collective: &Collective<'_>| {
+            let _ = tell.send(f(backend, collective));
+        });
+        self.ranks.queue.push(Job::Aside { call, run }, true);
+        told.recv().unwrap_or_else(|_| {
+            let what = format!("group \"{}\" has ended while it was in use", self.name());
+            Err(Error::Internal { rank: self.rank(), what })
+        })
+    }
+
+    fn queue(&self, checked: Result<Call>, run: Run, is_deferred: bool) -> Work {
         let call = match checked {
             Ok(call) => match &self.signature {
                 Some(signature) => call.signed(signature),
@@ -276,8 +313,8 @@ impl ProcessGroup {
             }
         };
         let (completion, work) = Work::pending(self.rank());
-        self.ranks.queue.push(Job::Run { call, run, completion }, !self.is_deferred);
-        if self.is_deferred { work.deferred(self.ranks.queue.clone()) } else { work }
+        self.ranks.queue.push(Job::Run { call, run, completion }, !is_deferred);
+        if is_deferred { work.deferred(self.ranks.queue.clone()) } else { work }
     }
 }
 
@@ -294,7 +331,8 @@ fn split(
         what: format!("a split of group \"{}\" {what}", group.name),
     };
     let part = GatherPart { input: Arc::new(Buffer::I64(vec![color as i64, key as i64])), counts: vec![2; group.size] };
-    let mut gathered = backend.run(collective, Op::AllGather { parts: vec![part], memory: Heap::shared() })?;
+    let gather = Op::AllGather { parts: vec![part], memory: Heap::shared() };
+    let mut gathered = backend.run(collective, gather)?.outputs;
     let numbers = match gathered.pop() {
         Some(Buffer::I64(numbers)) if numbers.len() == 2 * group.size => numbers,
         other => return Err(internal(format!("gathered {other:?} instead of two I64 a rank"))),
@@ -314,7 +352,7 @@ fn split(
     let name = format!("{}/{}.{color}", group.name, collective.sequence());
     let membership = Membership { name, rank, size: ranks.len(), timeout: group.timeout };
     let backend = match ranks.len() {
-        1 => Box::new(Alone),
+        1 => Box::new(Alone(backend.device())),
         _ => backend.split(collective, &ranks, &membership)?,
     };
     Ok((membership, ranks, backend))

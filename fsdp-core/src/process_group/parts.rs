@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::{Allocator, Buffer, Readable, ReduceOp};
+use crate::{Allocator, Buffer, DeviceId, Readable, ReduceOp};
 
 /// One tensor of an all-gather.
 pub struct GatherPart {
@@ -74,4 +74,18 @@ pub enum Op {
     },
     /// [`crate::ProcessGroup::barrier`].
     Barrier,
+}
+
+impl Op {
+    /// Where its memory is: all of it is on one device, as the group has checked. The host, where there is none.
+    pub fn device(&self) -> DeviceId {
+        match self {
+            Op::AllGather { parts, .. } => parts.first().map(|part| part.input.device()),
+            Op::ReduceScatter { parts, .. } => parts.first().map(|part| part.input.device()),
+            Op::AllReduce { buffers, .. } | Op::Broadcast { buffers, .. } => buffers.first().map(Buffer::device),
+            Op::AllToAll { parts, .. } => parts.first().map(|part| part.input.device()),
+            Op::Barrier => None,
+        }
+        .unwrap_or(DeviceId::Host)
+    }
 }

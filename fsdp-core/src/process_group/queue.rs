@@ -16,13 +16,14 @@ use super::{
     call::Call,
     collective::Collective,
     failure::Failure,
+    landing::Landing,
     membership::Membership,
     work::{Completion, Deferred},
 };
-use crate::{Buffer, Error, Result, heartbeat, text};
+use crate::{Error, Result, heartbeat, text};
 
 /// What a collective does when its turn comes.
-pub(super) type Run = Box<dyn FnOnce(&mut dyn Backend, &Collective<'_>) -> Result<Vec<Buffer>> + Send>;
+pub(super) type Run = Box<dyn FnOnce(&mut dyn Backend, &Collective<'_>) -> Result<Landing> + Send>;
 
 /// Something to do.
 pub(super) enum Job {
@@ -30,6 +31,8 @@ pub(super) enum Job {
     Run { call: Call, run: Run, completion: Completion },
     /// Fail the group, in turn: the collectives issued before still run.
     Fail(Error),
+    /// Something else to do with the backend, which is no collective of the group's and does not count as one.
+    Aside { call: Call, run: Box<dyn FnOnce(&mut dyn Backend, &Collective<'_>) + Send> },
 }
 
 /// What a group's handles, its thread and its works share. Locked in the order of its fields.
@@ -166,6 +169,9 @@ impl Runner {
     fn run(&mut self, job: Job, is_awaited: bool) {
         match job {
             Job::Fail(error) => self.fail(error),
+            Job::Aside { call, run } => {
+                run(&mut *self.backend, &Collective::new(&call, &self.group, self.sequence, is_awaited));
+            }
             Job::Run { call, run, completion } => {
                 let outcome = match &self.failed {
                     Some(error) => Err(error.clone()),
@@ -176,12 +182,12 @@ impl Runner {
                     self.fail(error.clone());
                 }
                 self.sequence += 1;
-                completion.complete(outcome);
+                completion.land(outcome);
             }
         }
     }
 
-    fn attempt(&mut self, call: &Call, run: Run, is_awaited: bool) -> Result<Vec<Buffer>> {
+    fn attempt(&mut self, call: &Call, run: Run, is_awaited: bool) -> Result<Landing> {
         if let Some(told) = &mut self.told {
             told.begin(call.name, self.sequence);
         }
@@ -215,14 +221,14 @@ mod tests {
     };
 
     fn queue() -> Arc<Queue> {
-        Arc::new(Queue::new(Membership::world(0, 1, Duration::from_secs(60)), Box::new(Alone)))
+        Arc::new(Queue::new(Membership::world(0, 1, Duration::from_secs(60)), Box::new(Alone(crate::DeviceId::Host))))
     }
 
     fn push(queue: &Arc<Queue>, at_once: bool, run: impl FnOnce() + Send + 'static) -> Work {
         let (completion, work) = Work::pending(0);
         let run: Run = Box::new(|_, _| {
             run();
-            Ok(vec![])
+            Ok(Landing::default())
         });
         let call = Call::new("test", "", std::iter::empty());
         queue.push(Job::Run { call, run, completion }, at_once);

@@ -8,6 +8,7 @@ use std::{
     },
 };
 
+use super::landing::Landing;
 use crate::{Buffer, Error, Result, Stream};
 
 /// Where a collective waits until somebody wants it.
@@ -21,20 +22,20 @@ pub(super) trait Deferred: Send + Sync {
 
 /// A collective in flight. Dropping it does not cancel the collective.
 ///
-/// [`Work::wait`] blocks; [`Work::then`] only orders what a device does next. On the host the two are one.
+/// [`Work::wait`] is for what is computed next, wherever that is; [`Work::then`] says what waits.
 ///
 /// ```
 /// use fsdp_core::{Buffer, ReduceOp, Stream, process_group::local};
 /// local::run(2, |group| {
 ///     let work = group.all_reduce(vec![Buffer::F32(vec![1.0])], ReduceOp::Sum);
 ///     // What this thread does from here on comes after the collective.
-///     assert_eq!(work.then(&Stream::Host).unwrap(), [Buffer::F32(vec![2.0])]);
+///     assert_eq!(work.then(Stream::Host).unwrap(), [Buffer::F32(vec![2.0])]);
 /// });
 /// ```
 #[must_use = "a collective's outputs and errors come from wait()"]
 pub struct Work {
-    receiver: Receiver<Result<Vec<Buffer>>>,
-    arrived: Option<Result<Vec<Buffer>>>,
+    receiver: Receiver<Result<Landing>>,
+    arrived: Option<Result<Landing>>,
     rank: usize,
     /// Where it is queued, if it is for who waits to run it and nobody has begun to wait.
     deferred: Option<Arc<dyn Deferred>>,
@@ -43,18 +44,23 @@ pub struct Work {
 impl fmt::Debug for Work {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Work { arrived, rank, .. } = self;
-        f.debug_struct("Work").field("rank", rank).field("arrived", arrived).finish_non_exhaustive()
+        f.debug_struct("Work").field("rank", rank).field("arrived", &arrived.is_some()).finish_non_exhaustive()
     }
 }
 
 /// The other end of a [`Work`], held by who runs the collective: a group, or collectives
 /// of a user's own.
 #[derive(Debug)]
-pub struct Completion(Sender<Result<Vec<Buffer>>>);
+pub struct Completion(Sender<Result<Landing>>);
 
 impl Completion {
     /// Hands the outputs, or the error, to whoever waits. Nobody waiting is no error.
     pub fn complete(self, outcome: Result<Vec<Buffer>>) {
+        self.land(outcome.map(Landing::from));
+    }
+
+    /// The same, where a device may still be at it.
+    pub(super) fn land(self, outcome: Result<Landing>) {
         let _ = self.0.send(outcome);
     }
 }
@@ -79,6 +85,14 @@ impl Work {
         work
     }
 
+    /// Runs a deferred collective on this thread, now.
+    pub(super) fn run_here(mut self) -> Work {
+        if let Some(queue) = self.deferred.take() {
+            queue.help(&mut || self.has_arrived());
+        }
+        self
+    }
+
     /// Whether [`Work::wait`] would return at once.
     pub fn is_done(&mut self) -> bool {
         self.start();
@@ -96,27 +110,36 @@ impl Work {
         self.arrived.is_some()
     }
 
-    /// Blocks until the collective is done. Returns the outputs, one a part or buffer in the order they were passed
-    /// (none for a barrier).
+    /// Waits for the collective. Returns the outputs, one a part or buffer in the order they were passed (none for a
+    /// barrier).
+    ///
+    /// For memory of the host, this thread blocks until it is done. For a device's, what the device computes next waits,
+    /// and this thread goes on at once, as in PyTorch: [`Work::then`] with [`Stream::Compute`].
     ///
     /// # Errors
     /// Those of [`crate::ProcessGroup`].
     pub fn wait(self) -> Result<Vec<Buffer>> {
-        self.then(&Stream::Host)
+        self.then(Stream::Compute)
     }
 
     /// Lets `stream` go on only when the collective is done, and returns the outputs as [`Work::wait`] does: for what
-    /// comes next on `stream`, and for nothing else. The host's stream is the calling thread, which blocks.
+    /// comes next on `stream`, and for nothing else.
     ///
     /// # Errors
     /// Those of [`crate::ProcessGroup`].
-    pub fn then(self, stream: &Stream) -> Result<Vec<Buffer>> {
-        match stream {
-            Stream::Host => self.block(),
+    pub fn then(self, stream: Stream) -> Result<Vec<Buffer>> {
+        let Landing { outputs, fence } = self.land()?;
+        if let Some(mut fence) = fence {
+            match stream {
+                Stream::Host => fence.block()?,
+                Stream::Compute => fence.order()?,
+            }
         }
+        Ok(outputs)
     }
 
-    fn block(mut self) -> Result<Vec<Buffer>> {
+    /// Waits until the backend has handed it over.
+    fn land(mut self) -> Result<Landing> {
         if let Some(queue) = self.deferred.take() {
             queue.help(&mut || self.has_arrived());
         }

@@ -6,7 +6,7 @@ use crate::processes;
 use fsdp_core::{
     Buffer, ProcessGroup, ReduceOp, Result,
     process_group::{
-        Backend, Collective, Failure, Membership, Op, Options, Promises,
+        Backend, Collective, Failure, Landing, Membership, Op, Options, Promises,
         conformance::{self, Trial},
         local,
     },
@@ -80,16 +80,16 @@ impl Backend for Around {
             Odd::Wrong | Odd::Rough => self.inner.promises(),
         }
     }
-    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Vec<Buffer>> {
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Landing> {
         // The least and the greatest have no order and no rounding.
         let adds = matches!(op, Op::AllReduce { op: ReduceOp::Sum | ReduceOp::Avg, .. });
-        let mut outputs = self.inner.run(collective, op)?;
+        let mut landing = self.inner.run(collective, op)?;
         let is_hit = match self.odd {
             Odd::Wrong => collective.group().rank > 0,
             Odd::Rough | Odd::Modest | Odd::Off => adds,
             Odd::Boastful => false,
         };
-        for output in outputs.iter_mut().filter(|_| is_hit) {
+        for output in landing.outputs.iter_mut().filter(|_| is_hit) {
             match (self.odd, output) {
                 (Odd::Wrong, output) => output.bytes_mut().iter_mut().take(1).for_each(|byte| *byte ^= 1),
                 (Odd::Off, Buffer::F32(values)) => values.iter_mut().for_each(|x| *x += 0.5),
@@ -97,7 +97,7 @@ impl Backend for Around {
                 _ => {}
             }
         }
-        Ok(outputs)
+        Ok(landing)
     }
     fn split(&mut self, collective: &Collective<'_>, ranks: &[usize], group: &Membership) -> Result<Box<dyn Backend>> {
         let inner = self.inner.split(collective, ranks, group)?;

@@ -185,5 +185,8 @@ fn number(buffer: &Buffer, at: usize) -> f64 {
         Buffer::F16(values) => values[at].to_f64(),
         Buffer::F32(values) => values[at].into(),
         Buffer::F64(values) => values[at],
+        // It is compared as a copy on the host.
+        #[cfg(feature = "cuda")]
+        Buffer::Cuda(_) => f64::NAN,
     }
 }

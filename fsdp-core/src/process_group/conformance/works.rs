@@ -62,7 +62,7 @@ fn order(group: &ProcessGroup) -> Result<(), Wrong> {
     };
     let mut works: Vec<_> = (0..300).map(issue).collect();
     let Some(last) = works.pop() else { return Ok(()) };
-    ensure!(last.then(&Stream::Host)? == expected(299), "the last of 300 collectives gave something else");
+    ensure!(last.then(Stream::Host)? == expected(299), "the last of 300 collectives gave something else");
     // Once the last is done so are all.
     for (index, mut work) in works.into_iter().enumerate() {
         ensure!(work.is_done(), "collective {index} is not done though a later one is");

@@ -35,8 +35,12 @@ pub(crate) fn read(
     mut f: impl FnMut(&[u8]),
 ) -> Result<()> {
     let mut is_read = false;
-    let outcome = input.view(&mut |View::Host(bytes)| {
-        if let Some(bytes) = bytes.get(range.clone()) {
+    let outcome = input.view(&mut |view| {
+        // The group has refused the memory of other devices.
+        #[cfg_attr(not(feature = "cuda"), allow(irrefutable_let_patterns))]
+        if let View::Host(bytes) = view
+            && let Some(bytes) = bytes.get(range.clone())
+        {
             f(bytes);
             is_read = true;
         }

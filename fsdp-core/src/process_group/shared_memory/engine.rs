@@ -5,6 +5,7 @@ use super::{
         backend::{Backend, Promises},
         collective::Collective,
         failure::Failure,
+        landing::Landing,
         membership::Membership,
         parts::Op,
     },
@@ -19,7 +20,7 @@ use super::{
     segment::{Port, RECORD, state},
     watch::{During, Watch},
 };
-use crate::{Buffer, DeviceId, Result};
+use crate::{DeviceId, Result};
 
 /// One rank's end.
 pub(super) struct SharedMemory {
@@ -49,37 +50,37 @@ impl Backend for SharedMemory {
         Promises { sees_death: self.watch.sees_death(), ..Promises::ALL }
     }
 
-    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Vec<Buffer>> {
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Landing> {
         let seat = Seat { rank: self.port.rank(), ranks: self.port.ranks(), bytes: self.port.chunk() };
         match op {
             Op::AllGather { parts, memory } => {
                 let mut this = AllGather::new(parts, seat, &*memory)?;
                 self.rounds(collective, &mut this)?;
-                Ok(this.outputs)
+                Ok(this.outputs.into())
             }
             Op::ReduceScatter { parts, op, memory } => {
                 let mut this = ReduceScatter::new(parts, op, seat, &*memory)?;
                 self.rounds(collective, &mut this)?;
-                Ok(this.outputs)
+                Ok(this.outputs.into())
             }
             Op::AllReduce { buffers, op } => {
                 let mut this = AllReduce::new(buffers, op, seat);
                 self.rounds(collective, &mut this)?;
-                Ok(this.buffers)
+                Ok(this.buffers.into())
             }
             Op::Broadcast { buffers, root } => {
                 let mut this = Broadcast::new(buffers, root, seat);
                 self.rounds(collective, &mut this)?;
-                Ok(this.buffers)
+                Ok(this.buffers.into())
             }
             Op::AllToAll { parts, memory } => {
                 let mut this = AllToAll::new(parts, seat, &*memory)?;
                 self.rounds(collective, &mut this)?;
-                Ok(this.outputs)
+                Ok(this.outputs.into())
             }
             Op::Barrier => {
                 self.rounds(collective, &mut AllGather::barrier(seat))?;
-                Ok(Vec::new())
+                Ok(Landing::default())
             }
         }
     }

@@ -1,7 +1,10 @@
 //! Devices: where memory is, how it is looked at there, and what runs there in order.
 //!
-//! The host is the only device that something is implemented for. Another one is one more variant of [`View`] and of
-//! [`Stream`], a variant of [`crate::Buffer`], and a [`Backend`](crate::process_group::Backend) that moves its memory.
+//! A device is a variant of [`View`] and of [`crate::Buffer`], and what moves its memory
+//! ([`DeviceEngine`](crate::process_group::DeviceEngine), or a whole [`Backend`](crate::process_group::Backend)).
+
+#[cfg(feature = "cuda")]
+pub mod cuda;
 
 /// Where memory is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -9,7 +12,7 @@
 pub enum DeviceId {
     /// In the host's memory.
     Host,
-    /// On the CUDA device of this number. No backend of this build moves such memory: collectives refuse it by name.
+    /// On the CUDA device of this number. Only builds with the feature `cuda` know such memory.
     Cuda(usize),
 }
 
@@ -28,12 +31,18 @@ impl std::fmt::Display for DeviceId {
 pub enum View<'a> {
     /// The bytes, in native order.
     Host(&'a [u8]),
+    /// Bytes on a CUDA device. What reads them is ordered by a stream.
+    #[cfg(feature = "cuda")]
+    Cuda(cuda::CudaView<'a>),
 }
 
-/// What a device does one after the other, such as the kernels of a step.
-#[derive(Clone, Copy, Debug)]
+/// What comes after a collective: see [`crate::Work::then`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Stream {
     /// What the calling thread does.
     Host,
+    /// What the device of the outputs computes: kernels that are issued from here on. For memory of the host it is the
+    /// calling thread.
+    Compute,
 }

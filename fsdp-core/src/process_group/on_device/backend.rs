@@ -1,0 +1,70 @@
+//! The backend of a group that moves a device's memory and the host's.
+
+use super::super::{
+    backend::{Backend, Promises},
+    call::Call,
+    collective::Collective,
+    failure::Failure,
+    group::ProcessGroup,
+    landing::Landing,
+    membership::Membership,
+    parts::Op,
+};
+use super::engine::DeviceEngine;
+use crate::{DeviceId, Result};
+
+/// An engine for the device, and a group of the same ranks over the host's memory.
+pub(in super::super) struct OnDevice {
+    host: ProcessGroup,
+    engine: Box<dyn DeviceEngine>,
+}
+
+impl OnDevice {
+    pub(in super::super) fn new(host: ProcessGroup, engine: Box<dyn DeviceEngine>) -> Self {
+        // What comes from this group's thread is waited for at once.
+        OnDevice { host: host.deferred(), engine }
+    }
+}
+
+impl Backend for OnDevice {
+    fn device(&self) -> DeviceId {
+        self.engine.device()
+    }
+
+    fn runs_when_issued(&self) -> bool {
+        self.engine.runs_when_issued()
+    }
+
+    fn promises(&self) -> Promises {
+        self.engine.promises(self.host.promises())
+    }
+
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Landing> {
+        match op.device() {
+            DeviceId::Host => Ok(self.host.issue(Ok(collective.call().clone()), op).wait()?.into()),
+            _ => self.engine.run(collective, op, &self.host),
+        }
+    }
+
+    fn split(&mut self, collective: &Collective<'_>, ranks: &[usize], group: &Membership) -> Result<Box<dyn Backend>> {
+        let (of, membership) = (ranks.to_vec(), group.clone());
+        // Ranks that end up alone are not asked, so this must not count as a collective of the host's group.
+        let meet =
+            move |backend: &mut dyn Backend, collective: &Collective<'_>| backend.split(collective, &of, &membership);
+        let backend = self.host.aside(collective.call().clone(), meet)?;
+        let host = ProcessGroup::new(group.clone(), backend)?;
+        let engine = self.engine.split(collective, ranks, &host)?;
+        Ok(Box::new(OnDevice::new(host, engine)))
+    }
+
+    fn fail(&mut self, why: &Failure) {
+        self.engine.fail(why);
+        let why = why.clone();
+        let call = Call::new("fail", "", std::iter::empty());
+        // Who hears it no more has failed already.
+        let _ = self.host.aside(call, move |backend, _| {
+            backend.fail(&why);
+            Ok(())
+        });
+    }
+}

@@ -1,0 +1,39 @@
+//! Inputs and outputs in the memory of a CUDA device.
+
+use crate::{
+    Allocator, Buffer, DType, Error, Readable, Result, View,
+    device::cuda::{CudaMemory, CudaView},
+};
+
+/// Calls `f` with an input of the device. The memory stays as long as somebody holds the input.
+pub(super) fn read<T>(input: &dyn Readable, rank: usize, f: impl FnOnce(CudaView<'_>) -> Result<T>) -> Result<T> {
+    let refuse = |why: String| Error::Argument { rank, message: format!("an input can't be read: {why}") };
+    let (mut f, mut outcome) = (Some(f), None);
+    let view = &mut |view: View<'_>| {
+        if let (View::Cuda(view), Some(f)) = (view, f.take()) {
+            outcome = Some(f(view));
+        }
+    };
+    input.view(view).map_err(refuse)?;
+    outcome.unwrap_or_else(|| Err(refuse(format!("it is in the memory of {}", input.device()))))
+}
+
+/// Takes an output and checks that it is what was asked for.
+pub(super) fn take(memory: &dyn Allocator, dtype: DType, len: usize, rank: usize) -> Result<CudaMemory> {
+    let buffer = memory.take(dtype, len)?;
+    let got = format!("{} {} in the memory of {}", buffer.len(), buffer.dtype(), buffer.device());
+    match buffer {
+        Buffer::Cuda(memory) if (memory.dtype(), memory.len()) == (dtype, len) => Ok(memory),
+        _ => Err(Error::Argument {
+            rank,
+            message: format!("the allocator gave {got} where {len} {dtype} on a CUDA device were asked for"),
+        }),
+    }
+}
+
+/// A copy of an input, in order of the compute stream.
+pub(in super::super) fn copy_of(input: &dyn Readable, memory: &dyn Allocator, rank: usize) -> Result<Buffer> {
+    let to = take(memory, input.dtype(), input.len(), rank)?;
+    read(input, rank, |from| from.copy_to(to.view(), to.stream()))?;
+    Ok(Buffer::Cuda(to))
+}

@@ -1,0 +1,199 @@
+//! Collectives of a device's memory by way of the host's: for ranks that share a device, and builds without NCCL.
+
+use std::sync::Arc;
+
+use cudarc::driver::{CudaStream, DriverError, result};
+
+use super::super::{
+    backend::Promises,
+    collective::Collective,
+    failure::Failure,
+    group::ProcessGroup,
+    landing::Landing,
+    parts::{ExchangePart, GatherPart, Op, ScatterPart},
+};
+use super::{
+    engine::DeviceEngine,
+    fence::Running,
+    memory::{read, take},
+};
+use crate::{
+    Allocator, Buffer, DeviceId, Heap, Readable, Result,
+    device::cuda::{CudaMemory, CudaView, failed, id},
+};
+
+/// The engine that copies inputs to the host, runs the collective there, and copies outputs back: on a stream of its
+/// own, by the group's thread. What the host's group promises, it promises.
+pub struct ThroughHost {
+    compute: Arc<CudaStream>,
+    stream: Arc<CudaStream>,
+}
+
+impl ThroughHost {
+    /// The engine of a device, which computes on `compute`.
+    ///
+    /// # Errors
+    /// [`crate::Error::Device`] when the device refuses a stream.
+    pub fn new(compute: &Arc<CudaStream>) -> Result<Self> {
+        let stream = compute.context().new_stream().map_err(|error| failed(compute, "making a stream", &error))?;
+        Ok(ThroughHost { compute: compute.clone(), stream })
+    }
+
+    fn driver<T>(&self, what: &str, outcome: std::result::Result<T, DriverError>) -> Result<T> {
+        outcome.map_err(|error| failed(&self.stream, what, &error))
+    }
+
+    /// Lets the stream go on only behind what the device computes so far.
+    fn follow(&self) -> Result<()> {
+        self.driver("waiting for the compute stream", self.stream.join(&self.compute))
+    }
+
+    /// Copies of memory of the device. Blocks.
+    fn down(&self, views: &[(crate::DType, CudaView<'_>)]) -> Result<Vec<Buffer>> {
+        let mut host = vec![];
+        for (dtype, view) in views {
+            let mut buffer = Buffer::try_zeros(*dtype, view.bytes() / dtype.size())?;
+            if view.bytes() > 0 {
+                // SAFETY: both are memory of this length, and stay until the stream has been waited for below.
+                let copy =
+                    unsafe { result::memcpy_dtoh_async(buffer.bytes_mut(), view.address(), self.stream.cu_stream()) };
+                self.driver("copying to the host", copy)?;
+            }
+            host.push(buffer);
+        }
+        self.driver("copying to the host", self.stream.synchronize())?;
+        Ok(host)
+    }
+
+    /// Copies to memory of the device, which nobody uses.
+    fn up(&self, host: &[Buffer], to: &[CudaMemory]) -> Result<()> {
+        // What was put back since may still be in use by what the device computes.
+        self.follow()?;
+        for (buffer, to) in host.iter().zip(to) {
+            if !buffer.is_empty() {
+                // SAFETY: both are of this length. Pageable memory is read before the call returns.
+                let copy =
+                    unsafe { result::memcpy_htod_async(to.view().address(), buffer.bytes(), self.stream.cu_stream()) };
+                self.driver("copying to the device", copy)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs it on the host, takes outputs of the same kinds from `memory`, and copies them there.
+    fn through(
+        &self,
+        collective: &Collective<'_>,
+        op: Op,
+        host: &ProcessGroup,
+        memory: &dyn Allocator,
+    ) -> Result<Landing> {
+        let outputs = host.issue(Ok(collective.call().clone()), op).wait()?;
+        let rank = collective.group().rank;
+        let take = |output: &Buffer| take(memory, output.dtype(), output.len(), rank);
+        let landed = outputs.iter().map(take).collect::<Result<Vec<_>>>()?;
+        self.up(&outputs, &landed)?;
+        self.hand_over(landed)
+    }
+
+    fn hand_over(&self, outputs: Vec<CudaMemory>) -> Result<Landing> {
+        let end = Running::on(&self.stream, &self.compute)?;
+        Ok(Landing::behind(outputs.into_iter().map(Buffer::Cuda).collect(), Box::new(end)))
+    }
+
+    /// Copies of buffers of the device.
+    fn down_all(&self, buffers: &[Buffer]) -> Result<Vec<Buffer>> {
+        let views: Vec<_> = buffers
+            .iter()
+            .filter_map(|buffer| match buffer {
+                Buffer::Cuda(memory) => Some((memory.dtype(), memory.view())),
+                _ => None,
+            })
+            .collect();
+        self.down(&views)
+    }
+}
+
+impl DeviceEngine for ThroughHost {
+    fn device(&self) -> DeviceId {
+        id(&self.compute)
+    }
+
+    fn promises(&self, host: Promises) -> Promises {
+        host
+    }
+
+    /// It blocks, so it runs on the group's thread.
+    fn runs_when_issued(&self) -> bool {
+        false
+    }
+
+    fn run(&mut self, collective: &Collective<'_>, op: Op, host: &ProcessGroup) -> Result<Landing> {
+        self.driver("using the device", self.stream.context().bind_to_thread())?;
+        self.follow()?;
+        let rank = collective.group().rank;
+        match op {
+            Op::AllGather { parts, memory } => {
+                let mut down = vec![];
+                for GatherPart { input, counts } in parts {
+                    let dtype = input.dtype();
+                    let mut copy = read(&*input, rank, |view| self.down(&[(dtype, view)]))?;
+                    let input: Arc<dyn Readable> = Arc::new(copy.remove(0));
+                    down.push(GatherPart { input, counts });
+                }
+                self.through(collective, Op::AllGather { parts: down, memory: Heap::shared() }, host, &*memory)
+            }
+            Op::ReduceScatter { parts, op, memory } => {
+                let (inputs, counts): (Vec<_>, Vec<_>) =
+                    parts.into_iter().map(|part| (part.input, part.counts)).unzip();
+                let down = self.down_all(&inputs)?;
+                inputs.into_iter().for_each(|input| memory.give(input));
+                let part = |(input, counts)| ScatterPart { input, counts };
+                let parts = down.into_iter().zip(counts).map(part).collect();
+                self.through(collective, Op::ReduceScatter { parts, op, memory: Heap::shared() }, host, &*memory)
+            }
+            Op::AllToAll { parts, memory } => {
+                let mut inputs = vec![];
+                let mut counts = vec![];
+                for ExchangePart { input, send_counts, recv_counts } in parts {
+                    inputs.push(input);
+                    counts.push((send_counts, recv_counts));
+                }
+                let down = self.down_all(&inputs)?;
+                inputs.into_iter().for_each(|input| memory.give(input));
+                let part = |(input, (send_counts, recv_counts))| ExchangePart { input, send_counts, recv_counts };
+                let parts = down.into_iter().zip(counts).map(part).collect();
+                self.through(collective, Op::AllToAll { parts, memory: Heap::shared() }, host, &*memory)
+            }
+            Op::AllReduce { buffers, op } => {
+                let down = self.down_all(&buffers)?;
+                self.in_place(collective, Op::AllReduce { buffers: down, op }, buffers, host)
+            }
+            Op::Broadcast { buffers, root } => {
+                let down = self.down_all(&buffers)?;
+                self.in_place(collective, Op::Broadcast { buffers: down, root }, buffers, host)
+            }
+            Op::Barrier => Ok(host.issue(Ok(collective.call().clone()), Op::Barrier).wait()?.into()),
+        }
+    }
+
+    fn split(&mut self, _: &Collective<'_>, _: &[usize], _: &ProcessGroup) -> Result<Box<dyn DeviceEngine>> {
+        Ok(Box::new(ThroughHost::new(&self.compute)?))
+    }
+
+    fn fail(&mut self, _: &Failure) {}
+}
+
+impl ThroughHost {
+    /// Runs it on the host, and copies its outputs to where the inputs were.
+    fn in_place(&self, collective: &Collective<'_>, op: Op, to: Vec<Buffer>, host: &ProcessGroup) -> Result<Landing> {
+        let outputs = host.issue(Ok(collective.call().clone()), op).wait()?;
+        let memory = |buffer| match buffer {
+            Buffer::Cuda(memory) => Some(memory),
+            _ => None,
+        };
+        let to: Vec<_> = to.into_iter().filter_map(memory).collect();
+        self.up(&outputs, &to)?;
+        self.hand_over(to)
+    }
+}
