@@ -43,7 +43,7 @@ torch.manual_seed(0)
 config = AutoConfig.from_pretrained(args.model)
 config.use_cache = False
 # On the meta device first, so that no rank ever holds the whole model.
-with torch.device("meta" if on_gpu else "cpu"):
+with torch.device("meta"):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float().train()
 for module in model.modules():
     if isinstance(module, torch.nn.Dropout):
@@ -58,9 +58,8 @@ for index, block in enumerate(blocks):
         blocks[index] = block = checkpoint_wrapper(block)
     fully_shard(block, mesh=mesh, mp_policy=policy)
 fully_shard(model, mesh=mesh, mp_policy=policy)
-if on_gpu:
-    model.to_empty(device=device)
-    model.init_weights()
+model.to_empty(device=device)
+model.init_weights()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
 
 ids = ((torch.arange(args.batch * args.seq + 1) * 7919 + rank) % config.vocab_size).to(device)
