@@ -15,7 +15,6 @@ use super::{
     collective::Collective,
     landing::Landing,
     membership::Membership,
-    on_device::{DeviceEngine, OnDevice},
     parts::{ExchangePart, GatherPart, Op, ScatterPart},
     queue::{Job, Queue, Run},
     signature::Signature,
@@ -135,23 +134,14 @@ impl ProcessGroup {
         ProcessGroup::new(Membership::world(0, 1, timeout), Box::new(Alone(DeviceId::Host)))
     }
 
-    /// The ranks of this group, which `host` moves the host's memory for, as one group that also moves a device's.
-    ///
-    /// # Errors
-    /// As [`ProcessGroup::new`].
-    pub fn on_device(self, engine: Box<dyn DeviceEngine>) -> Result<Self> {
-        let membership = self.ranks.membership.clone();
-        let backend: Box<dyn Backend> = match membership.size {
-            1 => Box::new(Alone(engine.device())),
-            _ => Box::new(OnDevice::new(self, engine)),
-        };
-        ProcessGroup::new(membership, backend)
-    }
-
     /// A rank's number in the group that this one was split from in the end, if `other` was split from the same.
     pub(crate) fn common_number(&self, rank: usize, other: &ProcessGroup) -> Option<usize> {
         let Origin { root, ranks } = &self.ranks.origin;
         if Arc::ptr_eq(root, &other.ranks.origin.root) { ranks.get(rank).copied() } else { None }
+    }
+
+    pub(super) fn membership(&self) -> &Membership {
+        &self.ranks.membership
     }
 
     /// This process's rank in the group.

@@ -7,16 +7,13 @@ use cudarc::driver::{CudaStream, DriverError, result};
 use super::super::{
     backend::Promises,
     collective::Collective,
+    device_memory::{read, take},
     failure::Failure,
     group::ProcessGroup,
     landing::Landing,
     parts::{ExchangePart, GatherPart, Op, ScatterPart},
 };
-use super::{
-    engine::DeviceEngine,
-    fence::Running,
-    memory::{read, take},
-};
+use super::{engine::DeviceEngine, fence::Running};
 use crate::{
     Allocator, Buffer, DeviceId, Heap, Readable, Result,
     device::cuda::{CudaMemory, CudaView, failed, id},

@@ -32,7 +32,7 @@ pub(super) fn take(memory: &dyn Allocator, dtype: DType, len: usize, rank: usize
 }
 
 /// A copy of an input, in order of the compute stream.
-pub(in super::super) fn copy_of(input: &dyn Readable, memory: &dyn Allocator, rank: usize) -> Result<Buffer> {
+pub(super) fn copy_of(input: &dyn Readable, memory: &dyn Allocator, rank: usize) -> Result<Buffer> {
     let to = take(memory, input.dtype(), input.len(), rank)?;
     read(input, rank, |from| from.copy_to(to.view(), to.stream()))?;
     Ok(Buffer::Cuda(to))
