@@ -1,6 +1,6 @@
-"""Compiles CUDA sources by NVRTC, as programs do at run time: no GPU is needed for that.
+"""Compiles CUDA sources by NVRTC, as fsdp-candle does when a device is first used: no GPU is needed for that.
 
-Usage: nvrtc.py CUDA_HOME "80 90 100" FILE.cu...
+Usage: nvrtc.py CUDA_HOME "80 90 100" OPTION FILE.cu...
 """
 
 import ctypes
@@ -9,7 +9,7 @@ import sys
 import time
 
 
-def main(home, archs, files):
+def main(home, archs, option, files):
     # NVRTC opens its second library by name, and finds it where it is loaded already.
     for name in ["libnvrtc-builtins.so.*", "libnvrtc.so.*"]:
         (path,) = glob.glob(f"{home}/lib/{name}")
@@ -23,24 +23,26 @@ def main(home, archs, files):
             start = time.monotonic()
             program = ctypes.c_void_p()
             ask(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, file.encode(), 0, None, None))
-            options = [f"--gpu-architecture=sm_{arch}", "--std=c++17", f"--include-path={home}/include"]
+            # No folder of headers: where programs run there may be none.
+            options = [f"--gpu-architecture=compute_{arch}", option]
             given = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
             code = nvrtc.nvrtcCompileProgram(program, len(options), given)
             size = ctypes.c_size_t()
             ask(nvrtc, nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
             log = ctypes.create_string_buffer(size.value)
             ask(nvrtc, nvrtc.nvrtcGetProgramLog(program, log))
-            cubin = ctypes.c_size_t()
+            ptx = ctypes.c_size_t()
             if code == 0:
-                ask(nvrtc, nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(cubin)))
+                ask(nvrtc, nvrtc.nvrtcGetPTXSize(program, ctypes.byref(ptx)))
             ask(nvrtc, nvrtc.nvrtcDestroyProgram(ctypes.byref(program)))
             said = log.value.decode(errors="replace").strip()
             # A warning is as much as an error, as it is for nvcc.
             if code or said:
                 failed = True
-                print(f"{file}, sm_{arch}: {nvrtc.nvrtcGetErrorString(code).decode()}\n{said}", file=sys.stderr)
+                print(f"{file}, compute_{arch}: {nvrtc.nvrtcGetErrorString(code).decode()}\n{said}", file=sys.stderr)
             else:
-                print(f"NVRTC {file} sm_{arch}: {cubin.value} bytes in {time.monotonic() - start:.2f} s")
+                seconds = time.monotonic() - start
+                print(f"NVRTC: {file} for compute_{arch}, {ptx.value} bytes of PTX in {seconds:.2f} s")
     return 1 if failed else 0
 
 
@@ -50,4 +52,4 @@ def ask(nvrtc, code):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:]))
