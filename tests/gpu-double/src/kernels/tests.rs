@@ -9,13 +9,13 @@ use super::{
     library::{self, Image, Kernel, Kernels, Launch},
 };
 use crate::{
-    nvrtc::compile::{self, Source},
+    host_compiler::{self, Source},
     operation::{Access, Progress},
 };
 
 fn compile(text: &str) -> &'static Kernels {
     let source = Source { text: text.into(), name: "test.cu".into(), ..Source::default() };
-    let image = compile::compile(&source).unwrap().unwrap_or_else(|log| panic!("{log}"));
+    let image = host_compiler::compile(&source).unwrap().unwrap_or_else(|log| panic!("{log}"));
     match library::open(&image).unwrap() {
         Image::Kernels(kernels) => kernels,
         Image::Missing(why) => panic!("{why}"),
