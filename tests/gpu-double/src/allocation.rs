@@ -1,5 +1,5 @@
-//! What memory there is, by address: device memory and pinned memory of the host. A freed allocation is kept for a while,
-//! so that who uses it later is told whose it was.
+//! What memory there is, by address: device memory and pinned memory of the host. A freed allocation is kept for a
+//! while, so that who uses it later is told whose it was.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -105,8 +105,9 @@ impl Allocations {
         if let Some(before) = found.history.conflict(clock, one.access) {
             let (did, earlier) = (past(before.access), name(before.stream));
             return Err(Fault(format!(
-                "race on {}: `{what}` on {stream} {verb} it, `{}` on {earlier} {did} it before, and {stream} does not \
-                 wait for that. Missing: an event recorded on {earlier} after `{}`, and a wait of {stream} for the event",
+                "race on {}: `{what}` on {stream} {verb} it, `{}` on {earlier} {did} it before, and {stream} does \
+                 not wait for that. Missing: an event recorded on {earlier} after `{}`, and a wait of {stream} for \
+                 the event",
                 found.describe(),
                 before.what,
                 before.what,

@@ -253,7 +253,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Another thread's operation runs, or all that could go on wait for other processes, and are asked again afterwards.
+    /// Another thread's operation runs, or all that could go on wait for other processes. They are asked again
+    /// afterwards.
     fn pause<'a>(&'a self, core: MutexGuard<'a, Core>) -> MutexGuard<'a, Core> {
         let mut core = self.changed.wait_timeout(core, PAUSE).unwrap_or_else(PoisonError::into_inner).0;
         core.ask_again();

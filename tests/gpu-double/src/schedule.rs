@@ -22,7 +22,7 @@ impl Schedule {
     /// One of `1 / of` calls, by chance.
     pub(crate) fn one_in(&mut self, of: u64) -> bool {
         self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        mix(self.state) % of == 0
+        mix(self.state).is_multiple_of(of)
     }
 
     /// Whether something is to run that nobody waits for.

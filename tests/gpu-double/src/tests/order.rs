@@ -5,7 +5,7 @@ use std::sync::{
     atomic::{AtomicBool, AtomicU32, Ordering},
 };
 
-use super::{Bench, fault, read};
+use super::bench::{Bench, fault, read};
 use crate::operation::{Operation, Progress};
 
 /// A program with three streams. Without the joins it has races, which it keeps from the machine.
@@ -23,7 +23,9 @@ fn program(seed: u64, joins: bool) -> [f32; 4] {
             bench.map(stream, "kernel", from, to, |x| 2.0 * x + 1.0).unwrap();
         } else {
             bench
-                .hidden(stream, "kernel", Vec::new(), move || super::write(to, read(from).map(|x| 2.0 * x + 1.0)))
+                .hidden(stream, "kernel", Vec::new(), move || {
+                    super::bench::write(to, read(from).map(|x| 2.0 * x + 1.0))
+                })
                 .unwrap();
         }
     }
