@@ -103,7 +103,7 @@ pub(crate) struct Matrix {
     pub(crate) strides: Strides,
 }
 
-/// Doubles are multiplied and summed in double, everything else in float; the result is rounded once. With a `beta` of 0
+/// Doubles are multiplied and summed in double, everything else in float; the result is rounded once. If `beta` is 0,
 /// `c` is not read.
 ///
 /// # Safety

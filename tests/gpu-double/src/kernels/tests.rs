@@ -344,7 +344,8 @@ fn a_launch_names_what_it_touches() {
         r#"
         struct Lists { const float* from[2]; float* to; int n; };
         GPU_DOUBLE_POINTERS(Lists, {offsetof(Lists, from), 2, engine::Read}, {offsetof(Lists, to), 1, engine::Write})
-        extern "C" __global__ void __launch_bounds__(64) add(const float* a, const float* const b, float* c, Lists lists,
+        extern "C" __global__ void __launch_bounds__(64) add(const float* a, const float* const b, float* c,
+                                                              Lists lists,
                                                               bool on) {
             if (on) c[0] = a[0] + b[0] + lists.from[0][0] + lists.from[1][0];
             *lists.to = lists.n;

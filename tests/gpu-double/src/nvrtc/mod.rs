@@ -1,7 +1,7 @@
 //! NVRTC: compiles CUDA sources for the host while the program runs.
 //!
-//! `GPU_DOUBLE_NVCC` is the folder of the stand-in `nvcc` (`nvcc` of this crate), `GPU_DOUBLE_CACHE` the folder in which
-//! libraries are kept (`target/gpu-double/nvrtc`).
+//! `GPU_DOUBLE_NVCC` is the folder of the stand-in `nvcc` (`nvcc` of this crate), `GPU_DOUBLE_CACHE` the folder in
+//! which libraries are kept (`target/gpu-double/nvrtc`).
 #![allow(non_snake_case, reason = "NVRTC's names")]
 
 use std::{
