@@ -210,7 +210,7 @@ impl Machine {
             accounts: (0..settings.devices).map(|_| Account::new(settings.memory)).collect(),
             legacy: HashMap::new(),
             per_thread: HashMap::new(),
-            schedule: Schedule::new(settings.seed),
+            schedule: Schedule::new(settings.seed, report::rank()),
             host: Clock::default(),
             learnt: HashMap::new(),
             executing: false,
