@@ -287,13 +287,12 @@ impl ProcessGroup {
     }
 
     /// What this rank sees of its peers.
-    #[cfg_attr(not(feature = "nccl"), expect(dead_code, reason = "for engines that run beside the host"))]
     pub(super) fn lookout(&self) -> Option<Arc<dyn Lookout>> {
         self.ranks.lookout.clone()
     }
 
     /// Who this process is in it.
-    #[cfg_attr(not(feature = "nccl"), expect(dead_code, reason = "for engines that run beside the host"))]
+    #[cfg(feature = "nccl")]
     pub(super) fn membership(&self) -> &Membership {
         &self.ranks.membership
     }

@@ -10,6 +10,7 @@ mod driver;
 mod event;
 mod machine;
 mod memory;
+mod nccl;
 mod operation;
 mod pinned;
 mod pool;
