@@ -292,7 +292,7 @@ impl ProcessGroup {
     }
 
     /// Who this process is in it.
-    #[cfg(feature = "nccl")]
+    #[cfg(feature = "cuda")]
     pub(super) fn membership(&self) -> &Membership {
         &self.ranks.membership
     }

@@ -12,7 +12,7 @@ use std::{
 use super::{
     exchange,
     ranks::{Directions, Link, Pending},
-    status::{INVALID_USAGE, IN_PROGRESS, REMOTE_ERROR, SUCCESS, SYSTEM_ERROR, Status},
+    status::{IN_PROGRESS, INVALID_USAGE, REMOTE_ERROR, SUCCESS, SYSTEM_ERROR, Status},
     transfer::{Seat, Transfer, touches},
 };
 use crate::{
@@ -243,6 +243,9 @@ impl Inner {
 enum Turn {
     Waits(Arc<Communicator>, Vec<Transfer>, usize),
     Runs(Arc<Communicator>, Vec<Transfer>, usize, Vec<Part>),
+    /// All of it came. Nobody ends before all ranks are so far: who is aborted meanwhile leaves the others waiting, as
+    /// a kernel that ends early does.
+    Confirms(Arc<Communicator>, Vec<Transfer>, usize, Vec<Part>, Pending),
     /// It can't end by itself.
     Hangs(Arc<Communicator>),
     Over,
@@ -257,50 +260,57 @@ struct Part {
 
 impl Turn {
     fn go_on(&mut self) -> Progress {
-        *self = match std::mem::replace(self, Turn::Over) {
-            Turn::Waits(communicator, transfers, first) => {
-                let parts = communicator.parts(&transfers);
-                Turn::Runs(communicator, transfers, first, parts)
-            }
-            other => other,
+        let communicator = match self {
+            Turn::Over => return Progress::Done,
+            Turn::Waits(communicator, ..)
+            | Turn::Runs(communicator, ..)
+            | Turn::Confirms(communicator, ..)
+            | Turn::Hangs(communicator) => communicator.clone(),
         };
-        let (Turn::Runs(communicator, ..) | Turn::Hangs(communicator)) = &*self else { return Progress::Done };
-        let communicator = communicator.clone();
         if communicator.is_aborted() {
             *self = Turn::Over;
             return Progress::Done;
         }
-        let Turn::Runs(_, transfers, first, parts) = self else { return Progress::Waits };
-        for part in &mut *parts {
-            // In order: two that go the same way must not overtake each other.
-            if !part.pending.is_issued() {
-                break;
+        match self.next(&communicator) {
+            Ok(next) => *self = next,
+            Err((name, error)) => {
+                communicator.broke(name, &error);
+                *self = Turn::Hangs(communicator);
             }
         }
-        for part in parts.iter_mut().filter(|part| part.came.is_none()) {
-            match part.pending.came() {
-                None => {}
-                Some(Ok(bytes)) => part.came = Some(bytes),
-                Some(Err(error)) => {
-                    communicator.broke(transfers[0].name(), &error);
-                    *self = Turn::Hangs(communicator);
-                    return Progress::Waits;
+        if matches!(self, Turn::Over) { Progress::Done } else { Progress::Waits }
+    }
+
+    fn next(&mut self, communicator: &Communicator) -> Result<Turn, (&'static str, fsdp_core::Error)> {
+        let mut turn = std::mem::replace(self, Turn::Over);
+        loop {
+            turn = match turn {
+                Turn::Waits(own, transfers, first) => {
+                    let parts = communicator.parts(&transfers);
+                    Turn::Runs(own, transfers, first, parts)
                 }
+                Turn::Runs(own, transfers, first, mut parts) => {
+                    // In order: two that go the same way must not overtake each other.
+                    let _ = parts.iter_mut().all(|part| part.pending.is_issued());
+                    for part in parts.iter_mut().filter(|part| part.came.is_none()) {
+                        part.came = part.pending.came().transpose().map_err(|error| (transfers[0].name(), error))?;
+                    }
+                    if parts.iter().any(|part| part.came.is_none()) {
+                        return Ok(Turn::Runs(own, transfers, first, parts));
+                    }
+                    match parts.iter().any(|part| part.of.is_none()) {
+                        true => Turn::Confirms(own, transfers, first, parts, Pending::barrier(&communicator.main)),
+                        false => communicator.write(&transfers, first, &parts),
+                    }
+                }
+                Turn::Confirms(own, transfers, first, parts, mut all) => match all.poll() {
+                    None => return Ok(Turn::Confirms(own, transfers, first, parts, all)),
+                    Some(Ok(_)) => communicator.write(&transfers, first, &parts),
+                    Some(Err(error)) => return Err((transfers[0].name(), error)),
+                },
+                turn => return Ok(turn),
             }
         }
-        if parts.iter().any(|part| part.came.is_none()) {
-            return Progress::Waits;
-        }
-        let collectives = collectives(transfers);
-        for Part { of, came, .. } in parts.iter() {
-            match (of, came) {
-                (Some(transfer), Some(bytes)) => exchange::deliver(transfer, bytes),
-                (None, Some(bytes)) => exchange::finish(&collectives, communicator.seat, bytes, *first),
-                _ => {}
-            }
-        }
-        *self = Turn::Over;
-        Progress::Done
     }
 }
 
@@ -309,6 +319,18 @@ fn collectives(transfers: &[Transfer]) -> Vec<Transfer> {
 }
 
 impl Communicator {
+    fn write(&self, transfers: &[Transfer], first: usize, parts: &[Part]) -> Turn {
+        let collectives = collectives(transfers);
+        for Part { of, came, .. } in parts {
+            match (of, came) {
+                (Some(transfer), Some(bytes)) => exchange::deliver(transfer, bytes),
+                (None, Some(bytes)) => exchange::finish(&collectives, self.seat, bytes, first),
+                _ => {}
+            }
+        }
+        Turn::Over
+    }
+
     fn parts(&self, transfers: &[Transfer]) -> Vec<Part> {
         let (seat, rank) = (self.seat, self.seat.rank);
         let mut parts = vec![];

@@ -4,7 +4,7 @@ use std::{cell::RefCell, sync::Arc};
 
 use super::{
     communicator::Communicator,
-    status::{INVALID_ARGUMENT, INVALID_USAGE, IN_PROGRESS, SUCCESS, Status},
+    status::{IN_PROGRESS, INVALID_ARGUMENT, INVALID_USAGE, SUCCESS, Status},
     transfer::Transfer,
 };
 
@@ -69,8 +69,7 @@ pub(crate) fn call(communicator: Option<Arc<Communicator>>, stream: usize, trans
         if transfer.count == 0 {
             return;
         }
-        let same =
-            |calls: &&mut Calls| Arc::ptr_eq(&calls.communicator, &communicator) && calls.stream == stream;
+        let same = |calls: &&mut Calls| Arc::ptr_eq(&calls.communicator, &communicator) && calls.stream == stream;
         match group.calls.iter_mut().find(same) {
             Some(calls) => calls.transfers.push(transfer),
             None => group.calls.push(Calls { communicator, stream, transfers: vec![transfer] }),

@@ -9,7 +9,7 @@ use super::{
     communicator::{Communicator, find, forget, register},
     element::{Element, Op},
     group,
-    status::{self, INVALID_ARGUMENT, IN_PROGRESS, SUCCESS, SYSTEM_ERROR, Status},
+    status::{self, IN_PROGRESS, INVALID_ARGUMENT, SUCCESS, SYSTEM_ERROR, Status},
     transfer::{Kind, Seat, Transfer},
 };
 use crate::{context, machine::machine};
@@ -23,15 +23,15 @@ const VERSION: c_int = 23_004;
 /// An `ncclUniqueId`.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct UniqueId([u8; 128]);
+pub(crate) struct UniqueId(pub(crate) [u8; 128]);
 
 /// The beginning of an `ncclConfig_t`.
 #[repr(C)]
-struct Config {
-    size: usize,
-    magic: c_uint,
+pub(crate) struct Config {
+    pub(crate) size: usize,
+    pub(crate) magic: c_uint,
     version: c_uint,
-    blocking: c_int,
+    pub(crate) blocking: c_int,
 }
 
 /// # Safety
@@ -46,13 +46,13 @@ unsafe fn put<T>(to: *mut T, value: T) -> Status {
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn ncclGetVersion(version: *mut c_int) -> Status {
+pub(crate) unsafe extern "C" fn ncclGetVersion(version: *mut c_int) -> Status {
     // SAFETY: as NCCL documents it.
     unsafe { put(version, VERSION) }
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn ncclGetUniqueId(id: *mut UniqueId) -> Status {
+pub(crate) unsafe extern "C" fn ncclGetUniqueId(id: *mut UniqueId) -> Status {
     let Ok(name) = std::fs::read_to_string("/proc/sys/kernel/random/uuid") else { return SYSTEM_ERROR };
     let mut bytes = [0; 128];
     name.trim().bytes().zip(&mut bytes).for_each(|(byte, to)| *to = byte);
@@ -61,13 +61,13 @@ unsafe extern "C" fn ncclGetUniqueId(id: *mut UniqueId) -> Status {
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn ncclCommInitRank(comm: *mut Handle, ranks: c_int, id: UniqueId, rank: c_int) -> Status {
+pub(crate) unsafe extern "C" fn ncclCommInitRank(comm: *mut Handle, ranks: c_int, id: UniqueId, rank: c_int) -> Status {
     // SAFETY: as NCCL documents it.
     unsafe { ncclCommInitRankConfig(comm, ranks, id, rank, std::ptr::null()) }
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn ncclCommInitRankConfig(
+pub(crate) unsafe extern "C" fn ncclCommInitRankConfig(
     comm: *mut Handle,
     ranks: c_int,
     id: UniqueId,
@@ -90,8 +90,7 @@ unsafe extern "C" fn ncclCommInitRankConfig(
     }
     let name = String::from_utf8_lossy(&id.0[..end]).into_owned();
     let seed = machine().lock().settings.seed;
-    let (handle, communicator) =
-        register(Communicator::begin(&name, Seat { rank, ranks }, device, is_blocking, seed));
+    let (handle, communicator) = register(Communicator::begin(&name, Seat { rank, ranks }, device, is_blocking, seed));
     // SAFETY: as NCCL documents it.
     let stored = unsafe { put(comm, handle) };
     if stored != SUCCESS || !is_blocking {
@@ -106,14 +105,14 @@ unsafe extern "C" fn ncclCommInitRankConfig(
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn ncclCommGetAsyncError(comm: Handle, status: *mut Status) -> Status {
+pub(crate) unsafe extern "C" fn ncclCommGetAsyncError(comm: Handle, status: *mut Status) -> Status {
     let Some(communicator) = find(comm, "ncclCommGetAsyncError") else { return INVALID_ARGUMENT };
     // SAFETY: as NCCL documents it.
     unsafe { put(status, communicator.state()) }
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn ncclCommAbort(comm: Handle) -> Status {
+pub(crate) extern "C" fn ncclCommAbort(comm: Handle) -> Status {
     let Some(communicator) = find(comm, "ncclCommAbort") else { return INVALID_ARGUMENT };
     communicator.abort();
     forget(comm);
@@ -121,12 +120,12 @@ extern "C" fn ncclCommAbort(comm: Handle) -> Status {
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn ncclCommFinalize(comm: Handle) -> Status {
+pub(crate) extern "C" fn ncclCommFinalize(comm: Handle) -> Status {
     find(comm, "ncclCommFinalize").map_or(INVALID_ARGUMENT, |communicator| communicator.finalize())
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn ncclCommDestroy(comm: Handle) -> Status {
+pub(crate) extern "C" fn ncclCommDestroy(comm: Handle) -> Status {
     let Some(communicator) = find(comm, "ncclCommDestroy") else { return INVALID_ARGUMENT };
     drop(communicator);
     forget(comm);
@@ -142,41 +141,41 @@ unsafe fn number(comm: Handle, asked: &str, to: *mut c_int, of: fn(&Communicator
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn ncclCommCount(comm: Handle, count: *mut c_int) -> Status {
+pub(crate) unsafe extern "C" fn ncclCommCount(comm: Handle, count: *mut c_int) -> Status {
     // SAFETY: as NCCL documents it.
     unsafe { number(comm, "ncclCommCount", count, |communicator| communicator.seat.ranks) }
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn ncclCommUserRank(comm: Handle, rank: *mut c_int) -> Status {
+pub(crate) unsafe extern "C" fn ncclCommUserRank(comm: Handle, rank: *mut c_int) -> Status {
     // SAFETY: as NCCL documents it.
     unsafe { number(comm, "ncclCommUserRank", rank, |communicator| communicator.seat.rank) }
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn ncclCommCuDevice(comm: Handle, device: *mut c_int) -> Status {
+pub(crate) unsafe extern "C" fn ncclCommCuDevice(comm: Handle, device: *mut c_int) -> Status {
     // SAFETY: as NCCL documents it.
     unsafe { number(comm, "ncclCommCuDevice", device, |communicator| communicator.device) }
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn ncclGetErrorString(status: Status) -> *const c_char {
+pub(crate) extern "C" fn ncclGetErrorString(status: Status) -> *const c_char {
     status::text(status).as_ptr()
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn ncclGetLastError(comm: Handle) -> *const c_char {
+pub(crate) extern "C" fn ncclGetLastError(comm: Handle) -> *const c_char {
     let said: &CStr = find(comm, "ncclGetLastError").map_or(c"", |communicator| communicator.said());
     said.as_ptr()
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn ncclGroupStart() -> Status {
+pub(crate) extern "C" fn ncclGroupStart() -> Status {
     group::start()
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn ncclGroupEnd() -> Status {
+pub(crate) extern "C" fn ncclGroupEnd() -> Status {
     group::end()
 }
 
@@ -192,7 +191,7 @@ fn rank(number: c_int) -> Option<usize> {
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn ncclAllGather(
+pub(crate) extern "C" fn ncclAllGather(
     from: u64,
     to: u64,
     count: usize,
@@ -204,7 +203,7 @@ extern "C" fn ncclAllGather(
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn ncclAllReduce(
+pub(crate) extern "C" fn ncclAllReduce(
     from: u64,
     to: u64,
     count: usize,
@@ -218,7 +217,7 @@ extern "C" fn ncclAllReduce(
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn ncclReduceScatter(
+pub(crate) extern "C" fn ncclReduceScatter(
     from: u64,
     to: u64,
     count: usize,
@@ -232,7 +231,7 @@ extern "C" fn ncclReduceScatter(
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn ncclBroadcast(
+pub(crate) extern "C" fn ncclBroadcast(
     from: u64,
     to: u64,
     count: usize,
@@ -246,7 +245,7 @@ extern "C" fn ncclBroadcast(
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn ncclReduce(
+pub(crate) extern "C" fn ncclReduce(
     from: u64,
     to: u64,
     count: usize,
@@ -261,7 +260,7 @@ extern "C" fn ncclReduce(
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn ncclSend(
+pub(crate) extern "C" fn ncclSend(
     from: u64,
     count: usize,
     dtype: c_uint,
@@ -273,6 +272,13 @@ extern "C" fn ncclSend(
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn ncclRecv(to: u64, count: usize, dtype: c_uint, peer: c_int, comm: Handle, stream: *mut c_void) -> Status {
+pub(crate) extern "C" fn ncclRecv(
+    to: u64,
+    count: usize,
+    dtype: c_uint,
+    peer: c_int,
+    comm: Handle,
+    stream: *mut c_void,
+) -> Status {
     call("ncclRecv", comm, stream, count, dtype, rank(peer).map(|peer| Kind::Receive { to, peer }))
 }

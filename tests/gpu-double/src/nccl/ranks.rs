@@ -74,12 +74,7 @@ impl Pending {
     }
 
     /// All ranks send all ranks bytes. `alike` is what they must agree in.
-    pub(crate) fn exchange(
-        link: &Link,
-        alike: String,
-        sent: (Vec<u8>, Vec<usize>),
-        recv_counts: Vec<usize>,
-    ) -> Self {
+    pub(crate) fn exchange(link: &Link, alike: String, sent: (Vec<u8>, Vec<usize>), recv_counts: Vec<usize>) -> Self {
         let (input, send_counts) = sent;
         let part = ExchangePart { input: Buffer::U8(input), send_counts, recv_counts };
         Self::new(link, move |world| {
