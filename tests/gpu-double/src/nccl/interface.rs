@@ -30,7 +30,7 @@ pub(crate) struct UniqueId(pub(crate) [u8; 128]);
 pub(crate) struct Config {
     pub(crate) size: usize,
     pub(crate) magic: c_uint,
-    version: c_uint,
+    pub(crate) version: c_uint,
     pub(crate) blocking: c_int,
 }
 
