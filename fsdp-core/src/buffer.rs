@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use bytemuck::allocation::try_zeroed_vec;
 use half::{bf16, f16};
 
-use crate::{DType, DeviceId, Error, Result, View};
+use crate::{DType, DeviceId, Error, Result, Scalar, View};
 
 /// Owned memory of one element type: a vector in the host's memory, or memory of a device.
 #[derive(Clone, Debug, PartialEq)]
@@ -65,16 +65,12 @@ mod sealed {
 /// A type whose vectors are [`Buffer`]s.
 ///
 /// ```
-/// use fsdp_core::{Buffer, DType, Element};
-/// assert_eq!(f32::DTYPE, DType::F32);
+/// use fsdp_core::Buffer;
 /// assert_eq!(Buffer::from(vec![1u8, 2]), Buffer::U8(vec![1, 2]));
 /// assert_eq!(Buffer::U8(vec![1, 2]).into_vec::<u8>(), Ok(vec![1, 2]));
 /// assert_eq!(Buffer::U8(vec![1, 2]).into_vec::<f32>(), Err(Buffer::U8(vec![1, 2])));
 /// ```
-pub trait Element: sealed::Vector + Copy + Send + 'static {
-    /// Its dtype.
-    const DTYPE: DType;
-}
+pub trait Element: sealed::Vector + Scalar {}
 
 macro_rules! elements {
     ($($t:ty: $variant:ident),*) => {$(
@@ -89,9 +85,7 @@ macro_rules! elements {
                 }
             }
         }
-        impl Element for $t {
-            const DTYPE: DType = DType::$variant;
-        }
+        impl Element for $t {}
     )*};
 }
 elements!(u8: U8, u32: U32, i64: I64, bf16: BF16, f16: F16, f32: F32, f64: F64);

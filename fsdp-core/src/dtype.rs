@@ -1,5 +1,6 @@
 //! The element types that tensors, buffers and checkpoints share.
 
+use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
 /// The type of one element. Its text form is that of the safetensors format (`F32`, `BF16`, ...).
@@ -61,6 +62,26 @@ impl std::fmt::Display for DType {
         f.write_str(self.name())
     }
 }
+
+/// A type of Rust's whose values are elements of a dtype.
+///
+/// ```
+/// use fsdp_core::{DType, Scalar};
+/// assert_eq!(f32::DTYPE, DType::F32);
+/// ```
+pub trait Scalar: Copy + Send + 'static {
+    /// Its dtype.
+    const DTYPE: DType;
+}
+
+macro_rules! scalars {
+    ($($t:ty: $dtype:ident),*) => {$(
+        impl Scalar for $t {
+            const DTYPE: DType = DType::$dtype;
+        }
+    )*};
+}
+scalars!(u8: U8, u32: U32, i64: I64, bf16: BF16, f16: F16, f32: F32, f64: F64);
 
 #[cfg(test)]
 mod tests {

@@ -1,5 +1,7 @@
 //! What can go wrong between ranks.
 
+use crate::device_id::DeviceId;
+
 /// The errors of this crate. Each names the rank or the thing at fault and the way out.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -94,7 +96,7 @@ pub enum Error {
     #[error("{device}: {what}: {cause}")]
     Device {
         /// The device.
-        device: crate::DeviceId,
+        device: DeviceId,
         /// What was tried.
         what: String,
         /// What the device or its driver said.

@@ -8,6 +8,7 @@
 
 pub mod buffer;
 pub mod device;
+mod device_id;
 mod device_mesh;
 pub mod dtensor;
 pub mod dtype;
@@ -24,10 +25,11 @@ mod reduce_op;
 mod text;
 
 pub use buffer::{Allocator, Buffer, Element, Heap, Readable, Writable};
-pub use device::{DeviceId, Stream, View};
+pub use device::{Stream, View};
+pub use device_id::DeviceId;
 pub use device_mesh::DeviceMesh;
 pub use dtensor::{DTensor, DTensorSpec};
-pub use dtype::DType;
+pub use dtype::{DType, Scalar};
 pub use env::RankEnv;
 pub use error::{Error, Result};
 pub use error_file::record_error;

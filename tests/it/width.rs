@@ -24,7 +24,7 @@ fn files(dir: &Path) -> Vec<PathBuf> {
     for entry in std::fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
-        let is_script = dir.file_name().is_some_and(|name| name == ".ci");
+        let is_script = dir.file_name().is_some_and(|name| name == ".ci" || name == "scripts");
         if path.is_dir() {
             let is_theirs = (name.starts_with('.') && name != ".ci") || path.join("CACHEDIR.TAG").exists();
             if !is_theirs {
@@ -93,7 +93,15 @@ fn what_can_not_be_broken_is_free() {
 #[test]
 fn the_files_of_every_kind_are_looked_at() {
     let files = files(workspace());
-    for name in ["README.md", ".ci/run", "Cargo.toml", "fsdp-core/src/lib.rs", "tests/it/width.rs", "docs/memory.md"] {
+    for name in [
+        "README.md",
+        ".ci/run",
+        "scripts/check-cuda",
+        "Cargo.toml",
+        "fsdp-core/src/lib.rs",
+        "tests/it/width.rs",
+        "docs/memory.md",
+    ] {
         assert!(files.contains(&workspace().join(name)), "{name}");
     }
     assert!(!files.iter().any(|path| path.components().any(|part| part.as_os_str() == ".git")));

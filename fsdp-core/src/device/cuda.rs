@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, DeviceRepr, DriverError, result, sys};
 
-use crate::{DType, DeviceId, Element, Error, Result};
+use crate::{DType, Error, Result, Scalar, device_id::DeviceId};
 
 /// Elements on a CUDA device, freed on the stream that they belong to.
 #[derive(Debug)]
@@ -67,7 +67,7 @@ impl CudaMemory {
     }
 
     /// The memory of a slice, without a copy.
-    pub fn from_slice<T: Element + DeviceRepr>(slice: CudaSlice<T>) -> Self {
+    pub fn from_slice<T: Scalar + DeviceRepr>(slice: CudaSlice<T>) -> Self {
         let (stream, size) = (slice.stream().clone(), slice.num_bytes());
         // SAFETY: the address is that of `size` bytes of the same stream, which nobody else owns any more.
         let bytes = unsafe { stream.upgrade_device_ptr::<u8>(slice.leak(), size) };
@@ -78,7 +78,7 @@ impl CudaMemory {
     ///
     /// # Errors
     /// The memory itself, when its elements are of another type.
-    pub fn into_slice<T: Element + DeviceRepr>(self) -> Result<CudaSlice<T>, Self> {
+    pub fn into_slice<T: Scalar + DeviceRepr>(self) -> Result<CudaSlice<T>, Self> {
         if self.dtype != T::DTYPE {
             return Err(self);
         }

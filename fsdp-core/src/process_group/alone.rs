@@ -30,7 +30,7 @@ impl Backend for Alone {
         let rank = collective.group().rank;
         #[cfg(feature = "cuda")]
         if let (Op::AllGather { parts, memory }, DeviceId::Cuda(_)) = (&op, op.device()) {
-            let copy = |part: &GatherPart| super::on_device::memory::copy_of(&*part.input, &**memory, rank);
+            let copy = |part: &GatherPart| super::device_memory::copy_of(&*part.input, &**memory, rank);
             return Ok(parts.iter().map(copy).collect::<Result<Vec<_>>>()?.into());
         }
         let outputs: Vec<Buffer> = match op {

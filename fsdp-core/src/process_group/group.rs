@@ -16,7 +16,6 @@ use super::{
     landing::Landing,
     lookout::Lookout,
     membership::Membership,
-    on_device::{DeviceEngine, OnDevice},
     parts::{ExchangePart, GatherPart, Op, ScatterPart},
     queue::{Job, Queue, Run},
     signature::Signature,
@@ -137,19 +136,6 @@ impl ProcessGroup {
     /// ```
     pub fn alone(timeout: Duration) -> Result<Self> {
         ProcessGroup::new(Membership::world(0, 1, timeout), Box::new(Alone(DeviceId::Host)))
-    }
-
-    /// The ranks of this group, which `host` moves the host's memory for, as one group that also moves a device's.
-    ///
-    /// # Errors
-    /// As [`ProcessGroup::new`].
-    pub fn on_device(self, engine: Box<dyn DeviceEngine>) -> Result<Self> {
-        let membership = self.ranks.membership.clone();
-        let backend: Box<dyn Backend> = match membership.size {
-            1 => Box::new(Alone(engine.device())),
-            _ => Box::new(OnDevice::new(self, engine)),
-        };
-        ProcessGroup::new(membership, backend)
     }
 
     /// A rank's number in the group that this one was split from in the end, if `other` was split from the same.
@@ -292,7 +278,6 @@ impl ProcessGroup {
     }
 
     /// Who this process is in it.
-    #[cfg(feature = "cuda")]
     pub(super) fn membership(&self) -> &Membership {
         &self.ranks.membership
     }

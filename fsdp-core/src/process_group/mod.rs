@@ -16,6 +16,8 @@ mod call;
 mod check;
 mod collective;
 pub mod conformance;
+#[cfg(feature = "cuda")]
+mod device_memory;
 mod failure;
 mod group;
 mod host;

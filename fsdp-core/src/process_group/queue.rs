@@ -135,6 +135,10 @@ impl Deferred for Queue {
         }
     }
 
+    fn run_here(&self, is_done: &mut dyn FnMut() -> bool) {
+        self.run(self.runner.lock().unwrap_or_else(PoisonError::into_inner), true, is_done);
+    }
+
     fn start(&self) {
         self.wake(self.jobs(), true);
     }

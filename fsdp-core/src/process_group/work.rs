@@ -16,6 +16,9 @@ pub(super) trait Deferred: Send + Sync {
     /// Runs what is queued on this thread until `is_done`, or has it run elsewhere.
     fn help(&self, is_done: &mut dyn FnMut() -> bool);
 
+    /// Runs what is queued on this thread until `is_done`, when whoever runs jobs now has stopped.
+    fn run_here(&self, is_done: &mut dyn FnMut() -> bool);
+
     /// Has what is queued run elsewhere.
     fn start(&self);
 }
@@ -88,7 +91,7 @@ impl Work {
     /// Runs a deferred collective on this thread, now.
     pub(super) fn run_here(mut self) -> Work {
         if let Some(queue) = self.deferred.take() {
-            queue.help(&mut || self.has_arrived());
+            queue.run_here(&mut || self.has_arrived());
         }
         self
     }

@@ -1,5 +1,5 @@
-//! What memory there is, by address: device memory and pinned memory of the host. A freed allocation is kept for a while,
-//! so that who uses it later is told whose it was.
+//! What memory there is, by address: device memory and pinned memory of the host. A freed allocation is kept for a
+//! while, so that who uses it later is told whose it was.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -23,8 +23,6 @@ pub(crate) enum Kind {
     Pinned,
     /// Of the host, and page-locked by `cuMemHostRegister`: not ours to free.
     Registered,
-    /// Another library's, which says itself when it goes: a module's variables.
-    Lent,
 }
 
 #[derive(Debug)]
@@ -42,7 +40,7 @@ pub(crate) struct Allocation {
 impl Allocation {
     pub(crate) fn describe(&self) -> String {
         let kind = match self.kind {
-            Kind::Device(_) | Kind::Pool(_) | Kind::Lent => "device",
+            Kind::Device(_) | Kind::Pool(_) => "device",
             Kind::Pinned | Kind::Registered => "pinned host",
         };
         format!("{} bytes of {kind} memory at {:#x}, allocated by {}", self.len, self.base, self.made)
@@ -105,8 +103,9 @@ impl Allocations {
         if let Some(before) = found.history.conflict(clock, one.access) {
             let (did, earlier) = (past(before.access), name(before.stream));
             return Err(Fault(format!(
-                "race on {}: `{what}` on {stream} {verb} it, `{}` on {earlier} {did} it before, and {stream} does not \
-                 wait for that. Missing: an event recorded on {earlier} after `{}`, and a wait of {stream} for the event",
+                "race on {}: `{what}` on {stream} {verb} it, `{}` on {earlier} {did} it before, and {stream} does \
+                 not wait for that. Missing: an event recorded on {earlier} after `{}`, and a wait of {stream} for \
+                 the event",
                 found.describe(),
                 before.what,
                 before.what,

@@ -1,8 +1,8 @@
 //! Copies and fills.
 //!
 //! A copy from pageable memory reads it before the call returns, as the driver stages it; one from pinned memory reads
-//! when its turn comes. A copy to pageable memory makes the host wait. One to pinned memory leaves poison there until its
-//! turn comes, for who reads too early.
+//! when its turn comes. A copy to pageable memory makes the host wait. One to pinned memory leaves poison there until
+//! its turn comes, for who reads too early.
 
 use crate::{
     bytes,
@@ -30,11 +30,11 @@ impl Direction {
         }
     }
 
-    fn from_host(self) -> bool {
+    fn reads_host(self) -> bool {
         matches!(self, Self::HostToDevice | Self::HostToHost)
     }
 
-    fn to_host(self) -> bool {
+    fn writes_host(self) -> bool {
         matches!(self, Self::DeviceToHost | Self::HostToHost)
     }
 }
@@ -87,17 +87,17 @@ impl Machine {
         }
         report::count_many(&format!("copy bytes: {}", direction.name()), len as u64);
         let mut touches = Vec::new();
-        let staged = direction.from_host() && core.pinned(from).is_none();
+        let staged = direction.reads_host() && core.pinned(from).is_none();
         if !staged {
             core.holds(from, len, by)?;
             touches.push(Touch { at: from, access: Access::Read });
         }
-        let blocks = direction.to_host() && core.pinned(to).is_none();
+        let blocks = direction.writes_host() && core.pinned(to).is_none();
         if !blocks {
             core.holds(to, len, by)?;
             touches.push(Touch { at: to, access: Access::Write });
         }
-        if let Some(memory) = core.pinned(to).filter(|_| direction.to_host())
+        if let Some(memory) = core.pinned(to).filter(|_| direction.writes_host())
             && core.at_rest(memory)
         {
             // SAFETY: the bytes are in this memory, and no operation uses it now.

@@ -15,8 +15,8 @@ pub(crate) struct Use {
     pub(crate) access: Access,
 }
 
-/// What later uses of an allocation have to come after. Reads are kept since the last write, the last one of each stream:
-/// a stream's earlier operations come before its later ones.
+/// What later uses of an allocation have to come after. Reads are kept since the last write, the last one of each
+/// stream: a stream's earlier operations come before its later ones.
 #[derive(Debug, Default)]
 pub(crate) struct History {
     write: Option<Use>,
@@ -24,7 +24,8 @@ pub(crate) struct History {
 }
 
 impl History {
-    /// A use that does not come before `clock`, and must: a read comes after the last write, a write after the reads too.
+    /// A use that does not come before `clock`, and must: a read comes after the last write, a write after the reads
+    /// too.
     pub(crate) fn conflict(&self, clock: &Clock, access: Access) -> Option<&Use> {
         let reads = if access == Access::Write { self.reads.as_slice() } else { &[] };
         reads.iter().chain(&self.write).find(|one| !clock.covers(one.stream, one.number))

@@ -1,7 +1,8 @@
 //! What a process did, counted; and what it must not do, told at once.
 //!
 //! # Counts
-//! `GPU_DOUBLE_REPORT=DIRECTORY` writes `rank-<RANK>.json` there when the process ends (`RANK` of the environment, or 0):
+//! `GPU_DOUBLE_REPORT=DIRECTORY` writes `rank-<RANK>.json` there when the process ends (`RANK` of the environment, or
+//! 0):
 //!
 //! ```json
 //! {"rank": 0, "seed": 0, "peak_bytes": 4096, "in_use_bytes": 0,
@@ -136,7 +137,10 @@ pub(crate) fn fault(message: String) -> ! {
 /// The report as it stands.
 fn json(seed: u64) -> Value {
     with(|report| {
-        let section = |one: &Section, in_use: u64| json!({"name": one.name, "counts": one.counts, "peak_bytes": one.peak, "in_use_bytes": in_use});
+        let section = |one: &Section, in_use: u64| {
+            let (name, counts, peak) = (&one.name, &one.counts, one.peak);
+            json!({"name": name, "counts": counts, "peak_bytes": peak, "in_use_bytes": in_use})
+        };
         let mut sections: Vec<_> = report.ended.iter().map(|one| section(one, one.in_use)).collect();
         sections.push(section(&report.section, report.device.current));
         json!({
@@ -151,7 +155,8 @@ fn json(seed: u64) -> Value {
     })
 }
 
-fn rank() -> u64 {
+/// Which process of the job this is.
+pub(crate) fn rank() -> u64 {
     std::env::var("RANK").ok().and_then(|rank| rank.parse().ok()).unwrap_or(0)
 }
 

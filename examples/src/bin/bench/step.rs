@@ -7,7 +7,9 @@ use anyhow::{bail, ensure};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Result, Tensor};
 use fsdp_candle::initializer::Philox;
-use fsdp_candle::{AdamW, AdamWConfig, FullyShard, ReduceOp, ShardedVarMap, World, clip_grad_norm, nn};
+use fsdp_candle::{
+    AdamW, AdamWConfig, FullyShard, MixedPrecisionPolicy, ReduceOp, ShardedVarMap, World, clip_grad_norm, nn,
+};
 use fsdp_examples::metrics::peak_memory_bytes;
 use fsdp_examples::models::{self, Batch, ModelConfig, ModelOptions};
 use serde::Serialize;
@@ -34,6 +36,12 @@ pub(crate) struct Args {
     /// is not wrapped (decoders only).
     #[arg(long, value_parser = ["wrapped", "name"], default_value = "wrapped")]
     units: String,
+    /// The dtype of gathered parameters, and so of compute. Gradients are summed in f32.
+    #[arg(long, value_parser = ["f32", "bf16"], default_value = "f32")]
+    param_dtype: String,
+    /// Keep of every block its input alone, and run its forward again in backward.
+    #[arg(long)]
+    activation_checkpoint: bool,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -47,6 +55,7 @@ struct Report {
     step_s: f64,
     /// The fastest step.
     best_step_s: f64,
+    /// This and the next are what the host is busy with: where a device computes, it may be done later.
     forward_s: f64,
     backward_s: f64,
     /// Clipping and AdamW.
@@ -66,8 +75,12 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
     let parameters = config.size(None).base as u64;
     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())])?, world.device());
     vars.init_with(Philox::new(0));
-    let options = ModelOptions { dtype: DType::F32, positions: args.seq, activation_checkpoint: false };
-    let opts = FullyShard::new(&vars);
+    let options =
+        ModelOptions { dtype: DType::F32, positions: args.seq, activation_checkpoint: args.activation_checkpoint };
+    let param_dtype = if args.param_dtype == "bf16" { DType::BF16 } else { DType::F32 };
+    let policy =
+        MixedPrecisionPolicy { param_dtype: Some(param_dtype), reduce_dtype: Some(DType::F32), ..Default::default() };
+    let opts = FullyShard::new(&vars).mp_policy(policy);
     match (args.units.as_str(), &config) {
         ("name", ModelConfig::Decoder(config)) => {
             let model = models::build_by_name(config, opts, &vars, options)?;
@@ -130,8 +143,9 @@ fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'
         let backward = start.elapsed();
         grad_norm = clip_grad_norm(vars, &mut grads, 1.)?;
         optim.step(&grads)?;
-        let end = start.elapsed();
+        // Reading it waits for the device: the step has ended there.
         loss = f64::from(of_batch.to_scalar::<f32>()?);
+        let end = start.elapsed();
         if step > 0 {
             for (times, time) in times.iter_mut().zip([end, forward, backward - forward, end - backward]) {
                 times.push(time.as_secs_f64());

@@ -6,7 +6,7 @@ use cudarc::driver::sys::CUdeviceptr;
 
 use super::{
     super::{
-        on_device::memory::{address, read, take},
+        device_memory::{address, read, take},
         parts::{ExchangePart, GatherPart, Op, ScatterPart},
     },
     transfer::{Kind, Transfer},

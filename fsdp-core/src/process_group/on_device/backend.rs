@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::super::{
+    alone::Alone,
     backend::{Backend, Promises},
     call::Call,
     collective::Collective,
@@ -16,15 +17,30 @@ use super::super::{
 use super::engine::DeviceEngine;
 use crate::{DeviceId, Result};
 
+impl ProcessGroup {
+    /// The ranks of this group, which moves the host's memory, as a group that moves a device's as well.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::new`].
+    pub fn on_device(self, engine: Box<dyn DeviceEngine>) -> Result<Self> {
+        let membership = self.membership().clone();
+        let backend: Box<dyn Backend> = match membership.size {
+            1 => Box::new(Alone(engine.device())),
+            _ => Box::new(OnDevice::new(self, engine)),
+        };
+        ProcessGroup::new(membership, backend)
+    }
+}
+
 /// An engine for the device, and a group of the same ranks over the host's memory.
-pub(in super::super) struct OnDevice {
+struct OnDevice {
     // Before the host's group: a rank that has left it has ended its part of everything.
     engine: Box<dyn DeviceEngine>,
     host: ProcessGroup,
 }
 
 impl OnDevice {
-    pub(in super::super) fn new(host: ProcessGroup, engine: Box<dyn DeviceEngine>) -> Self {
+    fn new(host: ProcessGroup, engine: Box<dyn DeviceEngine>) -> Self {
         // What comes from this group's thread is waited for at once.
         OnDevice { engine, host: host.deferred() }
     }

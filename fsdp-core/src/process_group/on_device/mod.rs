@@ -5,11 +5,8 @@ mod engine;
 #[cfg(feature = "cuda")]
 pub(super) mod fence;
 #[cfg(feature = "cuda")]
-pub(super) mod memory;
-#[cfg(feature = "cuda")]
 mod through_host;
 
-pub(super) use backend::OnDevice;
 pub use engine::DeviceEngine;
 #[cfg(feature = "cuda")]
 pub use through_host::ThroughHost;

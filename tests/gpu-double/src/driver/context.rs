@@ -2,7 +2,7 @@
 
 use std::ffi::{c_int, c_uint, c_void};
 
-use super::put;
+use super::answer::put;
 use crate::{
     context::{current, set_current},
     machine::machine,

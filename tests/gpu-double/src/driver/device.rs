@@ -2,7 +2,7 @@
 
 use std::ffi::{c_char, c_int, c_uint};
 
-use super::put;
+use super::answer::put;
 use crate::{
     machine::machine,
     status::{CuResult, INVALID_DEVICE, INVALID_VALUE, SUCCESS},

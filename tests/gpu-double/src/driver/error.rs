@@ -2,7 +2,7 @@
 
 use std::ffi::{CStr, c_char};
 
-use super::put;
+use super::answer::put;
 use crate::status::{CuResult, INVALID_VALUE};
 
 fn words(result: CuResult) -> Option<(&'static CStr, &'static CStr)> {

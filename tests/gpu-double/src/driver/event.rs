@@ -2,7 +2,7 @@
 
 use std::ffi::{c_uint, c_void};
 
-use super::answer;
+use super::answer::answer;
 use crate::{
     machine::machine,
     status::{CuResult, NOT_READY, Refusal},

@@ -2,7 +2,10 @@
 
 use std::ffi::{c_int, c_uint, c_void};
 
-use super::{answer, context::handle, put};
+use super::{
+    answer::{answer, put},
+    context::handle,
+};
 use crate::{
     allocation::Kind,
     context::current,
@@ -104,7 +107,7 @@ unsafe extern "C" fn cuPointerGetAttribute(data: *mut c_void, attribute: c_int, 
     let Some(found) = core.allocations.find(at) else { return INVALID_VALUE };
     let device = match found.kind {
         Kind::Device(device) | Kind::Pool(device) => device,
-        Kind::Pinned | Kind::Registered | Kind::Lent => current().unwrap_or(0),
+        Kind::Pinned | Kind::Registered => current().unwrap_or(0),
     };
     // SAFETY: as CUDA documents it: `data` is a place for a value of the attribute's type.
     unsafe {
@@ -121,4 +124,30 @@ unsafe extern "C" fn cuPointerGetAttribute(data: *mut c_void, attribute: c_int, 
             _ => INVALID_VALUE,
         }
     }
+}
+
+/// Attributes that an address does not have are 0.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuPointerGetAttributes(
+    count: c_uint,
+    attributes: *const c_int,
+    data: *const *mut c_void,
+    at: u64,
+) -> CuResult {
+    for place in 0..count as usize {
+        // SAFETY: as CUDA documents it: both have `count` elements, and each of `data` is a place for its attribute.
+        let (attribute, data) = unsafe { (*attributes.add(place), *data.add(place)) };
+        let len = match attribute {
+            1 | 3 | 4 | 11 | 12 => 8,
+            2 | 9 => 4,
+            _ => 1,
+        };
+        // SAFETY: as above.
+        unsafe {
+            if cuPointerGetAttribute(data, attribute, at) != SUCCESS {
+                data.cast::<u8>().write_bytes(0, len);
+            }
+        }
+    }
+    SUCCESS
 }

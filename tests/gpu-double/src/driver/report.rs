@@ -1,4 +1,4 @@
-//! The double's own functions, for tests. [`report`](crate::report) documents them.
+//! The double's own functions, for tests. [`report`] documents them.
 
 use std::ffi::{CStr, c_char};
 

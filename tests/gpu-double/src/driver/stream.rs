@@ -2,7 +2,7 @@
 
 use std::ffi::{c_int, c_uint, c_void};
 
-use super::{answer, put};
+use super::answer::{answer, put};
 use crate::{
     machine::machine,
     operation::{Operation, Progress},

@@ -1,6 +1,6 @@
 //! Poison, copies, and what is counted.
 
-use super::{Bench, LEN, fault, read, write};
+use super::bench::{Bench, LEN, fault, read, write};
 use crate::{
     copy::{Copy, Direction},
     status::{ALREADY_REGISTERED, NOT_REGISTERED, OUT_OF_MEMORY, Refusal},

@@ -5,7 +5,7 @@ use std::sync::{
     atomic::{AtomicBool, AtomicU32, Ordering},
 };
 
-use super::{Bench, fault, read};
+use super::bench::{Bench, fault, read};
 use crate::operation::{Operation, Progress};
 
 /// A program with three streams. Without the joins it has races, which it keeps from the machine.
@@ -23,7 +23,9 @@ fn program(seed: u64, joins: bool) -> [f32; 4] {
             bench.map(stream, "kernel", from, to, |x| 2.0 * x + 1.0).unwrap();
         } else {
             bench
-                .hidden(stream, "kernel", Vec::new(), move || super::write(to, read(from).map(|x| 2.0 * x + 1.0)))
+                .hidden(stream, "kernel", Vec::new(), move || {
+                    super::bench::write(to, read(from).map(|x| 2.0 * x + 1.0))
+                })
                 .unwrap();
         }
     }
@@ -69,6 +71,22 @@ fn with_seed_0_only_that_runs_which_the_host_waits_for() {
     bench.join(two, one);
     bench.synchronize(two);
     assert!(ran.load(Ordering::Relaxed));
+}
+
+#[test]
+fn with_other_seeds_things_run_that_nobody_waits_for() {
+    let strays = |seed| {
+        let bench = Bench::new(seed);
+        let (one, two) = (bench.stream(), bench.stream());
+        let ran = Arc::new(AtomicBool::new(false));
+        let told = ran.clone();
+        bench.hidden(one, "kernel", Vec::new(), move || told.store(true, Ordering::Relaxed)).unwrap();
+        bench.hidden(two, "kernel", Vec::new(), || ()).unwrap();
+        bench.synchronize(two);
+        ran.load(Ordering::Relaxed)
+    };
+    let count = (1..=50).filter(|seed| strays(*seed)).count();
+    assert!((1..50).contains(&count), "with {count} of 50 seeds");
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Missing waits are found when the second operation is queued, whatever the schedule.
 
-use super::{Bench, fault};
+use super::bench::{Bench, fault};
 use crate::operation::{Access, Touch};
 
 #[test]
@@ -15,9 +15,9 @@ fn a_read_of_what_another_stream_wrote_needs_a_wait() {
         let memory =
             format!("race on 16 bytes of device memory at {full:#x}, allocated by `cuMemAllocAsync` on stream 2 ");
         assert!(message.starts_with(&memory), "{message}");
-        let rest = "`kernel uexp_f32` on stream 1 reads it, `ncclAllGather` on stream 2 (communication) wrote it before, \
-                    and stream 1 does not wait for that. Missing: an event recorded on stream 2 (communication) after \
-                    `ncclAllGather`, and a wait of stream 1 for the event";
+        let rest = "`kernel uexp_f32` on stream 1 reads it, `ncclAllGather` on stream 2 (communication) wrote it \
+                    before, and stream 1 does not wait for that. Missing: an event recorded on stream 2 \
+                    (communication) after `ncclAllGather`, and a wait of stream 1 for the event";
         assert!(message.ends_with(rest), "{message}");
     }
 }
@@ -124,11 +124,13 @@ fn what_one_thread_learnt_by_a_query_hides_nothing_from_others() {
     let (from, to) = (bench.floats(one), bench.floats(two));
     bench.set(one, "kernel fill", from, 1.0).unwrap();
     let event = bench.record(one);
-    std::thread::scope(|scope| {
-        scope.spawn(|| while !bench.0.query_event(event).unwrap() {}).join().unwrap();
-    });
-    fault(bench.map(two, "kernel use", from, to, |x| x));
-    assert!(bench.0.query_event(event).unwrap());
+    let ready: [&(dyn Fn() -> bool + Sync); 2] =
+        [&|| bench.0.query_event(event).unwrap(), &|| bench.0.query_stream(one).unwrap()];
+    for ready in ready {
+        std::thread::scope(|scope| scope.spawn(|| while !ready() {}).join().unwrap());
+        fault(bench.map(two, "kernel use", from, to, |x| x));
+    }
+    assert!(ready[1]());
     bench.map(two, "kernel use", from, to, |x| x).unwrap();
 }
 
@@ -142,5 +144,5 @@ fn streams_that_are_made_blocking_wait_for_the_default_stream() {
     bench.map(0, "kernel use", to, from, |x| x + 1.0).unwrap();
     fault(bench.map(other, "kernel use", to, from, |x| x));
     bench.synchronize(0);
-    assert_eq!(super::read(from), [3.0; 4]);
+    assert_eq!(super::bench::read(from), [3.0; 4]);
 }

@@ -6,11 +6,7 @@ use crate::{
 };
 
 /// Calls `f` with an input of the device. The memory stays as long as somebody holds the input.
-pub(in super::super) fn read<T>(
-    input: &dyn Readable,
-    rank: usize,
-    f: impl FnOnce(CudaView<'_>) -> Result<T>,
-) -> Result<T> {
+pub(super) fn read<T>(input: &dyn Readable, rank: usize, f: impl FnOnce(CudaView<'_>) -> Result<T>) -> Result<T> {
     let refuse = |why: String| Error::Argument { rank, message: format!("an input can't be read: {why}") };
     let (mut f, mut outcome) = (Some(f), None);
     let view = &mut |view: View<'_>| {
@@ -23,7 +19,7 @@ pub(in super::super) fn read<T>(
 }
 
 /// Takes an output and checks that it is what was asked for.
-pub(in super::super) fn take(memory: &dyn Allocator, dtype: DType, len: usize, rank: usize) -> Result<CudaMemory> {
+pub(super) fn take(memory: &dyn Allocator, dtype: DType, len: usize, rank: usize) -> Result<CudaMemory> {
     let buffer = memory.take(dtype, len)?;
     let (got, device) = (format!("a buffer of {} {}", buffer.len(), buffer.dtype()), buffer.device());
     match buffer {
@@ -40,7 +36,7 @@ pub(in super::super) fn take(memory: &dyn Allocator, dtype: DType, len: usize, r
 
 /// Where a buffer of the device is in its memory. The group has checked that it is there.
 #[cfg(feature = "nccl")]
-pub(in super::super) fn address(buffer: &Buffer, rank: usize) -> Result<cudarc::driver::sys::CUdeviceptr> {
+pub(super) fn address(buffer: &Buffer, rank: usize) -> Result<cudarc::driver::sys::CUdeviceptr> {
     match buffer {
         Buffer::Cuda(memory) => Ok(memory.view().address()),
         other => Err(Error::Internal {
@@ -51,7 +47,7 @@ pub(in super::super) fn address(buffer: &Buffer, rank: usize) -> Result<cudarc::
 }
 
 /// A copy of an input, in order of the compute stream.
-pub(in super::super) fn copy_of(input: &dyn Readable, memory: &dyn Allocator, rank: usize) -> Result<Buffer> {
+pub(super) fn copy_of(input: &dyn Readable, memory: &dyn Allocator, rank: usize) -> Result<Buffer> {
     let to = take(memory, input.dtype(), input.len(), rank)?;
     read(input, rank, |from| from.copy_to(to.view(), to.stream()))?;
     Ok(Buffer::Cuda(to))

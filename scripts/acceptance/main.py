@@ -1,0 +1,138 @@
+"""The command line, and the order of the phases."""
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import sys
+import tempfile
+import time
+
+from . import machine, page, phases
+from .running import Failed, Runner, Skipped
+
+DESCRIPTION = """\
+Runs everything on real GPUs, 1 to 8 of them, and leaves one JSON and one page to read:
+
+  build     the workspace with the features cuda and nccl
+  parity    the tests of the device: runs that PyTorch FSDP2 recorded, repeated
+  memory    bytes after each phase of a step, against the formula of docs/memory.md
+  speed     tokens a second of a training step, and the share of the GPU's peak, on 1, 2, 4, ... GPUs
+  overlap   how much of the communication is hidden behind compute, from a trace
+  pytorch   the same step by PyTorch FSDP2, if torch with CUDA and transformers are there
+"""
+EPILOG = """\
+Examples:
+
+  On a machine with GPUs:
+      scripts/gpu-acceptance
+  Two of them, and a model of your own:
+      scripts/gpu-acceptance --gpus 2 --model ./Llama-3.2-1B
+  Without a GPU, on the device double:
+      scripts/gpu-double scripts/gpu-acceptance --small
+  The script itself, on CPUs:
+      scripts/gpu-acceptance --small --device cpu
+
+Needed: Rust, a CUDA toolkit (12.0 to 13.4) with nvcc and NCCL, and Python 3.9 or newer; for the last phase a Python
+with torch and transformers (tests/interop/requirements.txt). The exit code is 0 when no phase failed. A phase that
+could not be run says why in the JSON and on the page, and is no failure.
+"""
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu-acceptance",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--gpus", type=positive, metavar="N", help="GPUs to use [default: all, at most 8]")
+    parser.add_argument("--small", action="store_true", help="small models and few steps: minutes, and no speed to show")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="[default: cuda]")
+    parser.add_argument("--model", metavar="DIR", help="directory of the model whose speed is measured")
+    parser.add_argument("--batch", type=positive, metavar="N", help="sequences of a GPU's batch")
+    parser.add_argument("--seq", type=positive, metavar="N", help="tokens of a sequence")
+    parser.add_argument("--steps", type=positive, metavar="N", help="steps that are timed")
+    parser.add_argument("--peak-tflops", type=float, metavar="X", help="the GPU's bf16 peak, where it is not known")
+    parser.add_argument("--python", metavar="PATH", help="the Python that has torch [default: target/interop, or python3]")
+    parser.add_argument("--only", metavar="PHASES", help="these phases alone, with commas: parity,memory")
+    parser.add_argument("--limit", type=positive, default=3600, metavar="S", help="seconds a command may take [3600]")
+    parser.add_argument("--out", metavar="DIR", help="where the report goes [default: target/gpu-acceptance]")
+    args = parser.parse_args(arguments)
+    names = [phase.__name__ for phase in phases.ALL]
+    args.only = args.only.split(",") if args.only else names
+    for name in args.only:
+        if name not in names:
+            parser.error(f"--only: there is no phase {name!r}; there are {', '.join(names)}")
+    if args.model and not os.path.isfile(os.path.join(args.model, "config.json")):
+        parser.error(f"--model: {args.model} has no config.json")
+    return args
+
+
+def positive(text):
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def main(arguments=None):
+    args = parse(arguments)
+    # Before the change of directory: these are as seen from where the user is.
+    for name in ("model", "out", "python"):
+        if getattr(args, name):
+            setattr(args, name, os.path.abspath(getattr(args, name)))
+    os.chdir(pathlib.Path(__file__).resolve().parents[2])
+    out = pathlib.Path(args.out or "target/gpu-acceptance").resolve()
+    logs = out / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    for old in logs.glob("*.log"):
+        old.unlink()
+    runner = Runner(logs, args.limit)
+    report = {
+        "format": 1,
+        "began": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "arguments": sys.argv[1:] if arguments is None else arguments,
+        "device": args.device,
+        "machine": machine.describe(),
+        "phases": [],
+    }
+    with tempfile.TemporaryDirectory(prefix="gpu-acceptance-") as scratch:
+        run = phases.Run(args, report["machine"], runner, pathlib.Path(scratch))
+        report["ranks"] = run.ranks
+        print(f"{run.ranks} ranks on {run.what()}", flush=True)
+        for phase in phases.ALL:
+            report["phases"].append(one(phase, run, runner, args.only))
+            # As far as it has come, should the machine be taken away.
+            write(report, out)
+    failed = [phase["name"] for phase in report["phases"] if phase["status"] == "failed"]
+    print(f"\n{out / 'report.md'}\n{out / 'report.json'}")
+    print(f"failed: {', '.join(failed)}" if failed else "no phase failed")
+    return 1 if failed else 0
+
+
+def one(phase, run, runner, chosen):
+    """Runs a phase and says how it went."""
+    name, start, first = phase.__name__, time.monotonic(), len(runner.commands)
+    print(f"\n==> {name}: {phase.__doc__.splitlines()[0]}", flush=True)
+    entry = {"name": name, "status": "passed", "why": None}
+    try:
+        if name not in chosen:
+            raise Skipped("not among --only")
+        if not run.is_built and phase is not phases.build and "build" in chosen:
+            raise Skipped("the build failed")
+        entry["result"] = phase(run)
+    except Skipped as why:
+        entry.update(status="skipped", why=str(why))
+    except Failed as why:
+        entry.update(status="failed", why=str(why), result=getattr(why, "result", None))
+    entry["seconds"] = round(time.monotonic() - start, 1)
+    entry["commands"] = runner.commands[first:]
+    print(f"    {entry['status']}{': ' + entry['why'] if entry['why'] else ''} ({entry['seconds']} s)", flush=True)
+    return entry
+
+
+def write(report, out):
+    (out / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (out / "report.md").write_text(page.of(report), encoding="utf-8")

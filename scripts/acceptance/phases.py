@@ -1,0 +1,229 @@
+"""The phases. Each returns what goes into the report, or says why it could not be run, or that it failed."""
+
+import json
+import math
+import os
+import pathlib
+import shutil
+import statistics
+
+from . import models, trace
+from .machine import peak_tflops
+from .running import Failed, Skipped, json_lines
+from .watch import DeviceMemory
+
+# What the memory of a phase may differ from the formula by.
+TOLERANCE = 0.02
+# f32 parameters, gradients and AdamW's two moments, whatever the dtype of compute.
+STATE_BYTES = 16
+GIB = 2**30
+
+
+class Run:
+    """What the phases share: the arguments, the machine, and where things are."""
+
+    def __init__(self, args, machine, runner, scratch):
+        self.args, self.machine, self.runner, self.scratch = args, machine, runner, scratch
+        self.is_built = False
+        self.gpus = machine["gpus"] if args.device == "cuda" else []
+        # Without nvidia-smi there may still be a device: the double. Its ranks share the host's memory.
+        found = len(self.gpus) or 2
+        self.ranks = args.gpus or min(found, 8)
+        if self.gpus and self.ranks > len(self.gpus):
+            raise SystemExit(f"gpu-acceptance: --gpus {self.ranks}, and nvidia-smi shows {len(self.gpus)}")
+        # The CPU stands in for the script's own test: f32 there, as nobody trains otherwise.
+        self.dtype = "f32" if args.device == "cpu" else "bf16"
+        self.batch = args.batch or 2
+        self.seq = args.seq or (64 if args.small else 2048)
+        self.steps = args.steps or (3 if args.small else 10)
+        self.target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", "target"))
+        self.model = pathlib.Path(args.model) if args.model else models.write(self.config(), scratch / "model")
+
+    def what(self):
+        names = sorted({gpu["name"] for gpu in self.gpus})
+        if names:
+            return ", ".join(names)
+        return "CPUs" if self.args.device == "cpu" else "devices that nvidia-smi does not show"
+
+    def config(self):
+        """The largest model whose state and activations all ranks together have room for."""
+        if self.args.small:
+            return models.LLAMA_TINY
+        room = sum(gpu["memory_mib"] or 0 for gpu in self.gpus[: self.ranks]) / 1024
+        return models.LLAMA_8B if room >= 300 else models.LLAMA_1B
+
+    def cargo(self, *words):
+        """A Cargo command for the whole workspace: other selections of packages would build Candle again."""
+        features = ["--features", "cuda,nccl"] if self.args.device == "cuda" else []
+        return ["cargo", words[0], "--release", "--workspace", *features, *words[1:]]
+
+    def launch(self, name, ranks, *words):
+        """Runs one of the programs on so many ranks, and returns what it printed."""
+        # As it is said on the command line, and not at all where a program knows of CPUs alone.
+        device = [] if self.args.device == "cpu" else ["--device", self.args.device]
+        programs = self.target / "release"
+        command = [programs / "fsdp-launch", "--nproc-per-node", ranks, programs / words[0], *words[1:], *device]
+        return self.runner.run(name, command)
+
+
+def build(run):
+    """the workspace"""
+    if run.args.device == "cuda" and not run.machine["nvcc"] and "NVCC" not in os.environ:
+        raise Failed("no nvcc is found: Candle's kernels need it. Set CUDA_HOME to a CUDA toolkit (12.0 to 13.4)")
+    run.runner.run("build", run.cargo("build"))
+    run.is_built = True
+    return {}
+
+
+def parity(run):
+    """runs that PyTorch FSDP2 recorded, repeated on the device"""
+    words = ["--test", "it", "golden"] if run.args.device == "cpu" else ["--test", "gpu"]
+    text = run.runner.run("parity", run.cargo("test", *words))
+    results = [line for line in text.splitlines() if line.startswith("test result:")]
+    # Cargo is content with a filter that no test passes.
+    passed = sum(int(line.split(" passed")[0].split()[-1]) for line in results)
+    if not passed:
+        raise Failed("no test ran:\n" + "\n".join(results))
+    return {"tests_passed": passed}
+
+
+def memory(run):
+    """bytes after each phase of a step, against the formula"""
+    shape = ["--width", "512", "--layers", "6"] if run.args.small else ["--width", "2048", "--layers", "12"]
+    text = run.launch("memory", run.ranks, "bench", "memory", "--mode", "zero3,zero2", *shape, "--json")
+    rows, wrong = [], []
+    for found in json_lines(text):
+        model, unit, share = found["model_bytes"], found["unit_bytes"], found["model_bytes"] / found["world"]
+        kept = model if found["mode"] == "zero2" else 0
+        formulas = {
+            "build": share,
+            "optimizer": 3 * share,
+            "forward": 3 * share + kept,
+            "backward": 4 * share,
+        }
+        for phase, formula in formulas.items():
+            measured = found["phases"][phase]
+            off = measured / formula - 1
+            row = {"mode": found["mode"], "after": phase, "bytes": measured, "formula": formula, "off": off}
+            rows.append({**row, "holds": abs(off) <= TOLERANCE})
+        # Two units' parameters and one's gradients at the most, or all parameters and one unit's gradients.
+        bound = kept + unit if kept else 3 * unit
+        off = found["transient_bytes"] / bound - 1
+        row = {"mode": found["mode"], "after": "on top, at most", "bytes": found["transient_bytes"], "formula": bound}
+        rows.append({**row, "off": off, "holds": off <= TOLERANCE})
+    if len(rows) != 10:
+        raise Failed(f"bench memory printed {len(rows) // 5} of 2 modes")
+    wrong = [f"{row['mode']} {row['after']}: {row['off']:+.1%}" for row in rows if not row["holds"]]
+    return judged({"rows": rows, "tolerance": TOLERANCE}, "more off than 2 %: " + ", ".join(wrong) if wrong else None)
+
+
+def speed(run):
+    """tokens a second, and the share of the peak"""
+    config, rows = models.read(run.model), []
+    name = run.gpus[0]["name"] if run.gpus else None
+    peak = run.args.peak_tflops or (peak_tflops(name) if name else None)
+    parameters = None
+    # The most ranks first: they certainly have room for the model, and tell how many parameters it has.
+    for ranks in sorted({2**i for i in range(4) if 2**i <= run.ranks} | {run.ranks}, reverse=True):
+        room = min((gpu["memory_mib"] for gpu in run.gpus if gpu["memory_mib"]), default=None)
+        if parameters and room and parameters * STATE_BYTES / ranks > 0.8 * room * 2**20:
+            needs = parameters * STATE_BYTES / ranks / GIB
+            rows.append({"ranks": ranks, "why": f"its state alone takes {needs:.0f} GiB a GPU"})
+            continue
+        with DeviceMemory(enabled=bool(run.gpus)) as used:
+            text = run.launch(f"speed-{ranks}", ranks, "bench", "step", *step_flags(run), "--json")
+        found = only(json_lines(text), "bench step")
+        parameters = found["parameters"]
+        if not math.isfinite(found["loss"]):
+            raise Failed(f"the loss on {ranks} ranks is {found['loss']}")
+        row = {"ranks": ranks, "tokens_per_s_per_rank": found["tokens_per_s"] / ranks, "step_s": found["step_s"]}
+        row["device_mib"] = used.most()
+        if peak:
+            operations = models.operations_per_token(config, parameters, run.seq)
+            row["share_of_peak"] = row["tokens_per_s_per_rank"] * operations / (peak * 1e12)
+        rows.append({**row, "programme": found})
+    result = {"model": named(config), "parameters": parameters, "batch": run.batch, "seq": run.seq, "dtype": run.dtype}
+    result.update(rows=rows, peak_tflops=peak)
+    if not peak:
+        result["why_no_share"] = f"no peak is known for {name or run.what()}: --peak-tflops gives one"
+    return result
+
+
+def overlap(run):
+    """how much of the communication is hidden behind compute"""
+    if run.ranks == 1:
+        raise Skipped("one rank has nobody to communicate with")
+    # `train` saves a checkpoint at its end: four layers of the model are enough, and they are alike.
+    layers, _, vocabulary = models.sizes(models.read(run.model))
+    config = {**models.read(run.model), "vocab_size": min(vocabulary, 8192)}
+    for key in ("num_hidden_layers", "n_layer"):
+        if key in config:
+            config[key] = min(layers, 4)
+    directory = models.write(config, run.scratch / "overlap")
+    free = shutil.disk_usage(run.scratch).free
+    file = run.runner.logs / "trace.json"
+    run.launch(
+        *("overlap", run.ranks, "train", "--model", directory, "--init", "random", "--trace", file),
+        *("--steps", "4", "--batch-size", run.batch, "--seq-len", run.seq, "--param-dtype", run.dtype),
+        *("--metrics", run.scratch / "metrics.jsonl", "--checkpoint-dir", run.scratch / "checkpoints"),
+    )
+    shutil.rmtree(run.scratch / "checkpoints", ignore_errors=True)
+    losses = [json.loads(line)["loss"] for line in open(run.scratch / "metrics.jsonl", encoding="utf-8")]
+    if len(losses) != 4 or None in losses:
+        raise Failed(f"the losses of 4 steps are {losses}")
+    found = trace.overlap(file)
+    if not found:
+        raise Failed(f"{run.ranks} ranks communicated, and {file} shows no communication in a step")
+    return {**found, "trace": str(file), "disk_free_gib": round(free / GIB, 1), "losses": losses}
+
+
+def pytorch(run):
+    """the same step by PyTorch FSDP2"""
+    own = pathlib.Path("target/interop/bin/python")
+    python = run.args.python or (str(own) if own.exists() else shutil.which("python3"))
+    probe = "import json, torch, transformers; from torch.distributed.fsdp import fully_shard; "
+    probe += "print(json.dumps([torch.__version__, torch.cuda.is_available() and torch.cuda.device_count()]))"
+    try:
+        version, cards = json.loads(run.runner.run("pytorch-probe", [python, "-c", probe]))
+    except Failed as why:
+        raise Skipped(f"{python} can't import torch and transformers: {str(why).splitlines()[-1]}") from why
+    if run.args.device == "cuda" and cards < run.ranks:
+        raise Skipped(f"torch {version} in {python} sees {cards or 'no'} GPUs, and {run.ranks} are needed")
+    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", run.ranks]
+    command += ["tests/interop/step.py", *step_flags(run), "--device", run.args.device]
+    with DeviceMemory(enabled=bool(run.gpus)) as used:
+        # Else torchrun warns, and sets it by itself.
+        text = run.runner.run("pytorch", command, {"OMP_NUM_THREADS": "1"})
+    found = only(json_lines(text), "tests/interop/step.py")
+    rate = run.batch * run.seq / found["step_s"]
+    return {"torch": version, "tokens_per_s_per_rank": rate, "device_mib": used.most(), "programme": found}
+
+
+def step_flags(run):
+    """What `bench step` and tests/interop/step.py both understand."""
+    flags = ["--model", run.model, "--batch", run.batch, "--seq", run.seq, "--steps", run.steps]
+    flags += ["--param-dtype", run.dtype]
+    return flags if run.args.small else [*flags, "--activation-checkpoint"]
+
+
+def named(config):
+    layers, width, vocabulary = models.sizes(config)
+    return f"{config.get('model_type')}, {layers} layers, width {width}, vocabulary {vocabulary}"
+
+
+def only(objects, program):
+    if len(objects) != 1:
+        raise Failed(f"{program} printed {len(objects)} JSON objects, and one was expected")
+    return objects[0]
+
+
+def judged(result, wrong):
+    """The result, or a failure that has it."""
+    if wrong:
+        failure = Failed(wrong)
+        failure.result = result
+        raise failure
+    return result
+
+
+ALL = [build, parity, memory, speed, overlap, pytorch]

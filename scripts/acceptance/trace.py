@@ -1,0 +1,87 @@
+"""How much of the communication is hidden behind compute, out of a trace of `train --trace`."""
+
+import json
+
+
+def overlap(path):
+    """Seconds of communication a step and rank, and the share of them in which the rank computed.
+
+    A rank computes where it is in forward, backward or the optimizer and does not wait for communication. The first
+    step warms up and does not count. Returns None where nothing was communicated.
+    """
+    with open(path, encoding="utf-8") as file:
+        return of_events(json.load(file))
+
+
+def of_events(events):
+    lines, spans, begun = {}, {}, {}
+    for event in events:
+        where = (event.get("pid"), event.get("tid"))
+        if event["ph"] == "M" and event["name"] == "thread_name":
+            lines[where] = event["args"]["name"]
+        elif event["ph"] == "B":
+            begun.setdefault(where, []).append((event["name"], event["ts"]))
+        elif event["ph"] == "E" and begun.get(where):
+            name, start = begun[where].pop()
+            spans.setdefault(where, []).append((name, start, event["ts"]))
+        elif event["ph"] == "X":
+            spans.setdefault(where, []).append((event["name"], event["ts"], event["ts"] + event["dur"]))
+    total = hidden = steps = 0
+    for rank in sorted({pid for pid, _ in spans}):
+        compute = of_lines(lines, spans, rank, "compute")
+        communication = of_lines(lines, spans, rank, "communication")
+        timed = [(start, end) for name, start, end in compute if name.startswith("step ") and name != "step 1"]
+        waits = [(start, end) for name, start, end in compute if name.startswith("wait for ")]
+        works = [(start, end) for name, start, end in compute if name.startswith(("forward", "backward", "optimizer"))]
+        moved = meet(union([(start, end) for _, start, end in communication]), union(timed))
+        busy = without(union(works), union(waits))
+        total += length(moved)
+        hidden += length(meet(moved, busy))
+        steps += len(timed)
+    if not total:
+        return None
+    # Traces count in microseconds.
+    return {"communication_s_per_step": total / steps / 1e6, "hidden_share": hidden / total}
+
+
+def of_lines(lines, spans, rank, kind):
+    return [span for where in spans if where[0] == rank and lines.get(where, "").startswith(kind) for span in spans[where]]
+
+
+def union(spans):
+    """The same points in time as sorted spans that don't touch."""
+    joined = []
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def meet(these, those):
+    """The points in time that two unions share."""
+    found, i, j = [], 0, 0
+    while i < len(these) and j < len(those):
+        start, end = max(these[i][0], those[j][0]), min(these[i][1], those[j][1])
+        if start < end:
+            found.append((start, end))
+        if these[i][1] < those[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def without(these, those):
+    """The points in time of one union that another does not have."""
+    gaps, at = [], float("-inf")
+    for start, end in those:
+        gaps.append((at, start))
+        at = end
+    gaps.append((at, float("inf")))
+    return meet(these, gaps)
+
+
+def length(spans):
+    return sum(end - start for start, end in spans)

@@ -1,0 +1,55 @@
+"""Compiles CUDA sources by NVRTC, as fsdp-candle does when a device is first used: no GPU is needed for that.
+
+Usage: nvrtc.py CUDA_HOME "80 90 100" OPTION FILE.cu...
+"""
+
+import ctypes
+import glob
+import sys
+import time
+
+
+def main(home, archs, option, files):
+    # NVRTC opens its second library by name, and finds it where it is loaded already.
+    for name in ["libnvrtc-builtins.so.*", "libnvrtc.so.*"]:
+        (path,) = glob.glob(f"{home}/lib/{name}")
+        nvrtc = ctypes.CDLL(path)
+    nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
+    failed = False
+    for file in files:
+        with open(file, "rb") as source:
+            text = source.read()
+        for arch in archs.split():
+            start = time.monotonic()
+            program = ctypes.c_void_p()
+            ask(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, file.encode(), 0, None, None))
+            # No folder of headers: where programs run there may be none.
+            options = [f"--gpu-architecture=compute_{arch}", option]
+            given = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
+            code = nvrtc.nvrtcCompileProgram(program, len(options), given)
+            size = ctypes.c_size_t()
+            ask(nvrtc, nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
+            log = ctypes.create_string_buffer(size.value)
+            ask(nvrtc, nvrtc.nvrtcGetProgramLog(program, log))
+            ptx = ctypes.c_size_t()
+            if code == 0:
+                ask(nvrtc, nvrtc.nvrtcGetPTXSize(program, ctypes.byref(ptx)))
+            ask(nvrtc, nvrtc.nvrtcDestroyProgram(ctypes.byref(program)))
+            said = log.value.decode(errors="replace").strip()
+            # A warning is as much as an error, as it is for nvcc.
+            if code or said:
+                failed = True
+                print(f"{file}, compute_{arch}: {nvrtc.nvrtcGetErrorString(code).decode()}\n{said}", file=sys.stderr)
+            else:
+                seconds = time.monotonic() - start
+                print(f"NVRTC: {file} for compute_{arch}, {ptx.value} bytes of PTX in {seconds:.2f} s")
+    return 1 if failed else 0
+
+
+def ask(nvrtc, code):
+    if code:
+        sys.exit(f"NVRTC: {nvrtc.nvrtcGetErrorString(code).decode()}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:]))
