@@ -54,6 +54,7 @@ impl ThroughHost {
         for (dtype, view) in views {
             let mut buffer = Buffer::try_zeros(*dtype, view.bytes() / dtype.size())?;
             if view.bytes() > 0 {
+                view.order(&self.stream)?;
                 // SAFETY: both are memory of this length, and stay until the stream has been waited for below.
                 let copy =
                     unsafe { result::memcpy_dtoh_async(buffer.bytes_mut(), view.address(), self.stream.cu_stream()) };
