@@ -1,0 +1,184 @@
+//! The types of matrices, and their products.
+
+use gemm::Parallelism;
+use half::{bf16, f16};
+
+/// Where a matrix lies: `element(i, j)` is at `i * rows + j * cols` elements.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Strides {
+    pub(crate) rows: isize,
+    pub(crate) cols: isize,
+}
+
+/// `c = alpha * a * b + beta * c` of matrices of these sizes: `m` by `k`, `k` by `n`, `m` by `n`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Product {
+    pub(crate) m: usize,
+    pub(crate) n: usize,
+    pub(crate) k: usize,
+    pub(crate) alpha: f64,
+    pub(crate) beta: f64,
+}
+
+/// A `cudaDataType_t` that matrices have here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Element {
+    F32,
+    F64,
+    F16,
+    BF16,
+}
+
+impl Element {
+    pub(crate) fn of(cuda: i32) -> Option<Self> {
+        match cuda {
+            0 => Some(Self::F32),
+            1 => Some(Self::F64),
+            2 => Some(Self::F16),
+            14 => Some(Self::BF16),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn bytes(self) -> usize {
+        match self {
+            Self::F64 => 8,
+            Self::F32 => 4,
+            Self::F16 | Self::BF16 => 2,
+        }
+    }
+
+    /// # Safety
+    /// `at` leads to a value of this type.
+    pub(crate) unsafe fn read(self, at: *const u8) -> f64 {
+        // SAFETY: the caller promises it.
+        unsafe {
+            match self {
+                Self::F64 => at.cast::<f64>().read_unaligned(),
+                Self::F32 => f64::from(at.cast::<f32>().read_unaligned()),
+                Self::F16 => at.cast::<f16>().read_unaligned().to_f64(),
+                Self::BF16 => at.cast::<bf16>().read_unaligned().to_f64(),
+            }
+        }
+    }
+
+    /// Rounds once.
+    ///
+    /// # Safety
+    /// `at` leads to a place for a value of this type.
+    unsafe fn write(self, at: *mut u8, value: f32) {
+        // SAFETY: the caller promises it.
+        unsafe {
+            match self {
+                Self::F64 => at.cast::<f64>().write_unaligned(f64::from(value)),
+                Self::F32 => at.cast::<f32>().write_unaligned(value),
+                Self::F16 => at.cast::<f16>().write_unaligned(f16::from_f32(value)),
+                Self::BF16 => at.cast::<bf16>().write_unaligned(bf16::from_f32(value)),
+            }
+        }
+    }
+
+    /// A copy of a matrix in floats, row after row.
+    ///
+    /// # Safety
+    /// `at` leads to a matrix of this type with such strides.
+    unsafe fn floats(self, at: *const u8, rows: usize, cols: usize, strides: Strides) -> Vec<f32> {
+        let mut floats = Vec::with_capacity(rows * cols);
+        for row in 0..rows as isize {
+            for col in 0..cols as isize {
+                let place = (row * strides.rows + col * strides.cols) * self.bytes() as isize;
+                // SAFETY: the place is the matrix's.
+                floats.push(unsafe { self.read(at.offset(place)) } as f32);
+            }
+        }
+        floats
+    }
+}
+
+/// A matrix of device memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Matrix {
+    pub(crate) at: u64,
+    pub(crate) element: Element,
+    pub(crate) strides: Strides,
+}
+
+/// Doubles are multiplied and summed in double, everything else in float; the result is rounded once. With a `beta` of 0
+/// `c` is not read.
+///
+/// # Safety
+/// The matrices are of the product's sizes, and no other thread uses them.
+pub(crate) unsafe fn multiply(product: Product, a: Matrix, b: Matrix, c: Matrix) {
+    let all = [a.element, b.element, c.element];
+    // SAFETY: the caller's promises, and the types are looked at first.
+    unsafe {
+        if all == [Element::F64; 3] {
+            direct::<f64>(product, a, b, c, product.alpha, product.beta);
+        } else if all == [Element::F32; 3] {
+            direct::<f32>(product, a, b, c, product.alpha as f32, product.beta as f32);
+        } else {
+            through_floats(product, a, b, c);
+        }
+    }
+}
+
+/// # Safety
+/// As for [`multiply`], and all elements are of type `T`.
+unsafe fn direct<T: 'static + Copy>(product: Product, a: Matrix, b: Matrix, c: Matrix, alpha: T, beta: T)
+where
+    T: PartialEq + Default,
+{
+    // SAFETY: the caller's promises. The library takes its factors the other way round: its `alpha` is of the result.
+    unsafe {
+        gemm::gemm(
+            product.m,
+            product.n,
+            product.k,
+            c.at as *mut T,
+            c.strides.cols,
+            c.strides.rows,
+            beta != T::default(),
+            a.at as *const T,
+            a.strides.cols,
+            a.strides.rows,
+            b.at as *const T,
+            b.strides.cols,
+            b.strides.rows,
+            beta,
+            alpha,
+            false,
+            false,
+            false,
+            Parallelism::None,
+        );
+    }
+}
+
+/// # Safety
+/// As for [`multiply`].
+unsafe fn through_floats(product: Product, a: Matrix, b: Matrix, c: Matrix) {
+    let Product { m, n, k, beta, .. } = product;
+    // SAFETY: the caller's promises.
+    let (left, right, mut sums) = unsafe {
+        let sums = match beta {
+            0.0 => vec![0.0; m * n],
+            _ => c.element.floats(c.at as *const u8, m, n, c.strides),
+        };
+        let left = a.element.floats(a.at as *const u8, m, k, a.strides);
+        (left, b.element.floats(b.at as *const u8, k, n, b.strides), sums)
+    };
+    let floats = |at: *const f32, cols: usize| Matrix {
+        at: at as u64,
+        element: Element::F32,
+        strides: Strides { rows: cols as isize, cols: 1 },
+    };
+    let (left, right, out) = (floats(left.as_ptr(), k), floats(right.as_ptr(), n), floats(sums.as_mut_ptr(), n));
+    // SAFETY: the copies are of these sizes.
+    unsafe { direct::<f32>(product, left, right, out, product.alpha as f32, beta as f32) };
+    for (place, sum) in sums.into_iter().enumerate() {
+        let (row, col) = ((place / n) as isize, (place % n) as isize);
+        let offset = (row * c.strides.rows + col * c.strides.cols) * c.element.bytes() as isize;
+        // SAFETY: the place is the matrix's.
+        unsafe { c.element.write((c.at as *mut u8).offset(offset), sum) };
+    }
+}

@@ -1,0 +1,356 @@
+//! The machine: all streams and all memory of a process, and how streams come forward.
+//!
+//! Nothing runs when it is queued. Operations run on the thread of whoever waits for something (a stream, an event, the
+//! bytes of a copy), one at a time, and without the lock: other threads queue work meanwhile. If the host has called
+//! nothing for a while, a thread of the double's own goes on, for on a GPU streams do, and other processes may wait for
+//! them.
+//!
+//! # What counts as waited for
+//! Uses of memory are compared when they are queued, so what is found does not depend on the schedule. A stream's next
+//! operation comes after the stream's earlier ones, after events that the stream was told to wait for, and after
+//! everything that the host has waited for. How threads of the host wait for each other cannot be seen. So what one of
+//! them has waited for by a synchronisation counts for all of them; what one learnt by a query counts for that thread
+//! only, and a watchdog that polls hides no missing wait of others.
+
+use std::{
+    cell::Cell,
+    collections::HashMap,
+    panic::AssertUnwindSafe,
+    sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError},
+    time::{Duration, Instant},
+};
+
+use crate::{
+    allocation::Allocations,
+    bytes,
+    clock::Clock,
+    operation::{Access, Operation, Progress, Touch},
+    pool::Account,
+    queue::{Entry, Event, Point, Run, Streams},
+    race::Use,
+    report,
+    schedule::Schedule,
+    settings::Settings,
+    status::Fault,
+};
+
+/// Without a call of the host for so long, streams go on by themselves.
+const PATIENCE: Duration = Duration::from_millis(100);
+/// Until who waits for other processes is asked again.
+const PAUSE: Duration = Duration::from_micros(300);
+
+thread_local! {
+    static THREAD: Cell<u64> = const { Cell::new(0) };
+    static IN_OPERATION: Cell<bool> = const { Cell::new(false) };
+}
+
+/// A number of this thread.
+pub(crate) fn thread() -> u64 {
+    static NEXT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(1);
+    THREAD.with(|mine| {
+        if mine.get() == 0 {
+            mine.set(NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed));
+        }
+        mine.get()
+    })
+}
+
+pub(crate) struct Core {
+    pub(crate) settings: Settings,
+    pub(crate) streams: Streams,
+    pub(crate) events: HashMap<u64, Event>,
+    pub(crate) allocations: Allocations,
+    /// Of each device.
+    pub(crate) accounts: Vec<Account>,
+    /// Default streams by context, and by thread and context.
+    pub(crate) legacy: HashMap<usize, usize>,
+    pub(crate) per_thread: HashMap<(u64, usize), usize>,
+    pub(crate) schedule: Schedule,
+    /// What the host has waited for, and what a thread learnt besides.
+    host: Clock,
+    learnt: HashMap<u64, Clock>,
+    /// An operation runs now.
+    executing: bool,
+    /// Threads that wait for streams.
+    waiting: usize,
+    /// Calls of the host that queue or wait.
+    calls: u64,
+    /// When an operation ended last.
+    progressed: Instant,
+}
+
+impl Core {
+    /// What this thread knows to have ended.
+    pub(crate) fn known(&self) -> Clock {
+        let mut clock = self.host.clone();
+        if let Some(learnt) = self.learnt.get(&thread()) {
+            clock.join(learnt);
+        }
+        clock
+    }
+
+    /// The host has waited for all that `clock` covers.
+    pub(crate) fn host_joins(&mut self, clock: &Clock) {
+        self.host.join(clock);
+    }
+
+    /// This thread has seen that all is done that `clock` covers.
+    pub(crate) fn thread_learns(&mut self, clock: &Clock) {
+        self.learnt.entry(thread()).or_default().join(clock);
+    }
+
+    pub(crate) fn name(&self, stream: usize) -> String {
+        self.streams.get(stream).name.clone()
+    }
+
+    /// Checks and notes a use by the next operation of a stream, which `prepare` has readied.
+    pub(crate) fn touch(&mut self, stream: usize, what: &str, touch: Touch, verb: &str) -> Result<(), Fault> {
+        if touch.at == 0 {
+            return Ok(());
+        }
+        let streams = &self.streams;
+        let this = streams.get(stream);
+        let one = Use { stream, number: this.queued + 1, what: what.into(), access: touch.access };
+        let name = |stream: usize| streams.get(stream).name.clone();
+        self.allocations.touch(touch.at, one, &this.clock, verb, &name)
+    }
+
+    /// Readies a stream for the next operation, `what`: which ends of others' operations it begins after.
+    pub(crate) fn prepare(&mut self, stream: usize, what: &str) -> Result<Vec<Point>, Fault> {
+        if IN_OPERATION.get() {
+            return Err(Fault(format!(
+                "`{what}` was called from inside an operation of a stream, where CUDA forbids it"
+            )));
+        }
+        self.calls += 1;
+        let mut clock = self.known();
+        let implied = self.streams.implied(stream);
+        implied.iter().for_each(|point| clock.join(&self.streams.get(point.stream).clock));
+        self.streams.get_mut(stream).clock.join(&clock);
+        Ok(implied.into_iter().filter(|point| !self.streams.reached(*point)).collect())
+    }
+
+    /// Puts an operation at the end of a stream.
+    pub(crate) fn push(
+        &mut self,
+        stream: usize,
+        what: &str,
+        after: Vec<Point>,
+        run: Run,
+        retires: Option<(u64, usize)>,
+    ) -> Point {
+        let this = self.streams.get_mut(stream);
+        this.queued += 1;
+        this.clock.advance(stream, this.queued);
+        this.queue.push_back(Entry { what: what.into(), after, run: Some(run), waits: false, retires });
+        Point { stream, number: this.queued }
+    }
+
+    pub(crate) fn enqueue(&mut self, stream: usize, operation: Operation) -> Result<Point, Fault> {
+        let Operation { name, touches, run } = operation;
+        report::count(&format!("operation: {name}"));
+        let after = self.prepare(stream, &name)?;
+        for touch in touches {
+            let verb = if touch.access == Access::Read { "reads" } else { "writes" };
+            self.touch(stream, &name, touch, verb)?;
+        }
+        Ok(self.push(stream, &name, after, run, None))
+    }
+
+    fn reached(&self, goals: &[Point]) -> bool {
+        goals.iter().all(|goal| self.streams.reached(*goal))
+    }
+
+    /// The stream that goes on next; none if all that could wait for other processes.
+    fn pick(&mut self, goals: &[Point]) -> Option<usize> {
+        let asked = |streams: &Streams, stream: &usize| streams.get(*stream).queue[0].waits;
+        let mut ready = self.streams.ready_for(goals);
+        ready.retain(|stream| !asked(&self.streams, stream));
+        if ready.is_empty() || self.schedule.strays() {
+            ready = self.streams.ready();
+            ready.retain(|stream| !asked(&self.streams, stream));
+        }
+        (!ready.is_empty()).then(|| self.schedule.choose(&ready))
+    }
+
+    /// Whoever waits for other processes is to be asked again.
+    fn ask_again(&mut self) {
+        for stream in self.streams.ready() {
+            self.streams.get_mut(stream).queue[0].waits = false;
+        }
+    }
+
+    /// What each stream is at, for messages.
+    fn state(&self) -> String {
+        let busy = self.streams.all().filter_map(|(_, stream)| Some((stream, stream.queue.front()?)));
+        let lines = busy.map(|(stream, first)| {
+            let more = stream.queue.len() - 1;
+            let for_whom = match first.after.iter().find(|point| !self.streams.reached(**point)) {
+                Some(point) => format!("waits for {}", self.name(point.stream)),
+                None if first.run.is_none() => "is running".into(),
+                None => "waits for other processes, or for its turn".into(),
+            };
+            format!("{}: `{}` {for_whom}, and {more} more", stream.name, first.what)
+        });
+        lines.collect::<Vec<_>>().join("; ")
+    }
+}
+
+pub(crate) struct Machine {
+    core: Mutex<Core>,
+    changed: Condvar,
+}
+
+impl Machine {
+    pub(crate) fn new(settings: Settings) -> Self {
+        let core = Core {
+            streams: Streams::default(),
+            events: HashMap::new(),
+            allocations: Allocations::default(),
+            accounts: (0..settings.devices).map(|_| Account::new(settings.memory)).collect(),
+            legacy: HashMap::new(),
+            per_thread: HashMap::new(),
+            schedule: Schedule::new(settings.seed),
+            host: Clock::default(),
+            learnt: HashMap::new(),
+            executing: false,
+            waiting: 0,
+            calls: 0,
+            progressed: Instant::now(),
+            settings,
+        };
+        Self { core: Mutex::new(core), changed: Condvar::new() }
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Core> {
+        self.core.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Runs operations until `goals` are reached. `asked` is who waits, for messages.
+    pub(crate) fn drive(&self, goals: &[Point], asked: &str) -> Result<(), Fault> {
+        if IN_OPERATION.get() {
+            return Err(Fault(format!(
+                "deadlock: `{asked}` was called from inside an operation of a stream, which it waits for"
+            )));
+        }
+        let mut core = self.lock();
+        core.calls += 1;
+        core.waiting += 1;
+        let begun = Instant::now();
+        while !core.reached(goals) {
+            let next = if core.executing { None } else { core.pick(goals) };
+            if let Some(stream) = next {
+                core = self.step(core, stream)?;
+                continue;
+            }
+            if core.progressed.max(begun).elapsed() > core.settings.stall {
+                let (stall, state) = (core.settings.stall, core.state());
+                return Err(Fault(format!("deadlock: `{asked}` has waited {stall:?}, and nothing ended. {state}")));
+            }
+            core = self.pause(core);
+        }
+        core.waiting -= 1;
+        Ok(())
+    }
+
+    /// Another thread's operation runs, or all that could go on wait for other processes, and are asked again afterwards.
+    fn pause<'a>(&'a self, core: MutexGuard<'a, Core>) -> MutexGuard<'a, Core> {
+        let mut core = self.changed.wait_timeout(core, PAUSE).unwrap_or_else(PoisonError::into_inner).0;
+        core.ask_again();
+        core
+    }
+
+    /// Whether `goals` are reached. Now and then something runs, so that who asks again and again gets there.
+    pub(crate) fn query(&self, goals: &[Point]) -> Result<bool, Fault> {
+        let mut core = self.lock();
+        if !core.reached(goals) && !core.executing && !IN_OPERATION.get() && core.schedule.one_in(2) {
+            match core.pick(goals) {
+                Some(stream) => core = self.step(core, stream)?,
+                None => core.ask_again(),
+            }
+        }
+        Ok(core.reached(goals))
+    }
+
+    /// Runs the first operation of a stream, or asks it whether it can go on.
+    fn step<'a>(&'a self, mut core: MutexGuard<'a, Core>, stream: usize) -> Result<MutexGuard<'a, Core>, Fault> {
+        let entry = &mut core.streams.get_mut(stream).queue[0];
+        let mut run = entry.run.take().expect("one operation runs at a time");
+        core.executing = true;
+        drop(core);
+        IN_OPERATION.set(true);
+        let progress = std::panic::catch_unwind(AssertUnwindSafe(&mut run));
+        IN_OPERATION.set(false);
+        let mut core = self.lock();
+        core.executing = false;
+        let this = core.streams.get_mut(stream);
+        match progress {
+            Err(_) => {
+                return Err(Fault(format!("`{}` on {} panicked", this.queue[0].what, this.name)));
+            }
+            Ok(Progress::Waits) => {
+                this.queue[0].run = Some(run);
+                this.queue[0].waits = true;
+            }
+            Ok(Progress::Done) => {
+                let retires = this.queue.pop_front().and_then(|entry| entry.retires);
+                this.done += 1;
+                core.progressed = Instant::now();
+                if let Some((base, len)) = retires {
+                    core.retire(base, len)?;
+                }
+            }
+        }
+        self.changed.notify_all();
+        Ok(core)
+    }
+
+    /// Lets streams go on when the host calls nothing. It never returns.
+    pub(crate) fn be_patient(&self) -> ! {
+        let mut seen = 0;
+        loop {
+            std::thread::sleep(PATIENCE);
+            let mut core = self.lock();
+            while core.calls == seen && core.waiting == 0 && !core.executing && !core.streams.ready().is_empty() {
+                if let Some(stream) = core.pick(&[]) {
+                    core = self.step(core, stream).unwrap_or_else(|fault| report::fault(fault.0));
+                } else {
+                    core = self.pause(core);
+                }
+            }
+            seen = core.calls;
+        }
+    }
+}
+
+impl Core {
+    /// Streams are done with freed memory.
+    pub(crate) fn retire(&mut self, base: u64, len: usize) -> Result<(), Fault> {
+        // SAFETY: it is in quarantine: freed, but not released.
+        if !unsafe { bytes::guard_is_whole(base, len) } {
+            return Err(Fault(format!("something wrote beyond the end of {len} bytes of memory at {base:#x}")));
+        }
+        for (base, len) in self.allocations.retire(base, len) {
+            // SAFETY: it was freed, and the operations that used it have run; the registry forgot it.
+            unsafe { bytes::release(base, len) };
+        }
+        Ok(())
+    }
+}
+
+/// The process's machine.
+pub(crate) fn machine() -> &'static Machine {
+    static MACHINE: OnceLock<Machine> = OnceLock::new();
+    MACHINE.get_or_init(|| {
+        let settings = Settings::from_env().unwrap_or_else(|wrong| report::fault(wrong));
+        // SAFETY: the function is one of this library, which is not unloaded before the process ends.
+        unsafe { libc::atexit(at_exit) };
+        std::thread::spawn(|| machine().be_patient());
+        Machine::new(settings)
+    })
+}
+
+extern "C" fn at_exit() {
+    let seed = Settings::from_env().map_or(0, |settings| settings.seed);
+    report::write(seed);
+}

@@ -1,0 +1,166 @@
+//! What a process did, counted; and what it must not do, told at once.
+//!
+//! # Counts
+//! `GPU_DOUBLE_REPORT=DIRECTORY` writes `rank-<RANK>.json` there when the process ends (`RANK` of the environment, or 0):
+//!
+//! ```json
+//! {"rank": 0, "seed": 0, "peak_bytes": 4096, "in_use_bytes": 0,
+//!  "sections": [{"name": "start", "peak_bytes": 4096, "in_use_bytes": 0,
+//!                "counts": {"allocation": {"cuMemAllocAsync": 2}, "host synchronisation": {"cuStreamSynchronize": 1},
+//!                           "operation": {"kernel badd_f32": 1}}}]}
+//! ```
+//!
+//! `in_use_bytes` of a section are those at its end. Bytes are of device memory, of all devices together; pinned memory
+//! is counted apart, under `pinned_bytes` and `pinned_peak_bytes` of the whole process.
+//! Categories: `operation` (everything that was queued, by name), `host synchronisation` (by the function that may make
+//! the host wait; a query is none), `allocation` and `free` (by function), `copy bytes` (by direction), and what other
+//! libraries of the double count.
+//!
+//! A test may link weakly against, or look up by `dlsym`:
+//!
+//! ```c
+//! void gpu_double_mark(const char *name);           /* begins a section */
+//! uint64_t gpu_double_peak(void);                   /* most bytes in use since the section began */
+//! uint64_t gpu_double_in_use(void);                 /* bytes in use now */
+//! uint64_t gpu_double_count(const char *category);  /* what was counted in it since the section began */
+//! int gpu_double_name_stream(CUstream, const char *name);  /* messages call the stream so */
+//! ```
+//!
+//! # Faults
+//! A fault is one line on stderr that begins with `gpu double: `, and the end of the process with exit code 86.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+
+use serde_json::{Value, json};
+
+/// Exit code of a process with a fault.
+pub(crate) const FAULT_CODE: i32 = 86;
+
+#[derive(Default)]
+struct Section {
+    name: String,
+    counts: BTreeMap<String, BTreeMap<String, u64>>,
+    peak: u64,
+    in_use: u64,
+}
+
+#[derive(Default)]
+struct Bytes {
+    current: u64,
+    peak: u64,
+}
+
+impl Bytes {
+    fn change(&mut self, by: i64) {
+        self.current = self.current.saturating_add_signed(by);
+        self.peak = self.peak.max(self.current);
+    }
+}
+
+#[derive(Default)]
+struct Report {
+    /// Sections that ended.
+    ended: Vec<Section>,
+    section: Section,
+    device: Bytes,
+    pinned: Bytes,
+}
+
+static REPORT: Mutex<Option<Report>> = Mutex::new(None);
+
+fn with<T>(f: impl FnOnce(&mut Report) -> T) -> T {
+    let mut report: MutexGuard<'_, Option<Report>> = REPORT.lock().unwrap_or_else(PoisonError::into_inner);
+    f(report.get_or_insert_with(|| Report {
+        section: Section { name: "start".into(), ..Section::default() },
+        ..Report::default()
+    }))
+}
+
+/// Counts one. `what` is `category: name`, as in `host synchronisation: cuStreamSynchronize`.
+pub(crate) fn count(what: &str) {
+    count_many(what, 1);
+}
+
+pub(crate) fn count_many(what: &str, by: u64) {
+    let (category, name) = what.split_once(": ").unwrap_or((what, what));
+    with(|report| *report.section.counts.entry(category.into()).or_default().entry(name.into()).or_default() += by);
+}
+
+/// Device memory came into use, or went out of it.
+pub(crate) fn device_bytes(change: i64) {
+    with(|report| {
+        report.device.change(change);
+        report.section.peak = report.section.peak.max(report.device.current);
+    });
+}
+
+pub(crate) fn pinned_bytes(change: i64) {
+    with(|report| report.pinned.change(change));
+}
+
+/// Bytes of device memory in use.
+pub(crate) fn in_use() -> u64 {
+    with(|report| report.device.current)
+}
+
+/// Most bytes of device memory in use since the section began.
+pub(crate) fn peak() -> u64 {
+    with(|report| report.section.peak)
+}
+
+/// What was counted under a category since the section began.
+pub(crate) fn counted(category: &str) -> u64 {
+    with(|report| report.section.counts.get(category).map_or(0, |names| names.values().sum()))
+}
+
+/// Begins a section.
+pub(crate) fn mark(name: &str) {
+    with(|report| {
+        let in_use = report.device.current;
+        let next = Section { name: name.into(), peak: in_use, ..Section::default() };
+        let ended = std::mem::replace(&mut report.section, next);
+        report.ended.push(Section { in_use, ..ended });
+    });
+}
+
+/// Ends the process: it did what a program must not do.
+pub(crate) fn fault(message: String) -> ! {
+    eprintln!("gpu double: {message}");
+    // SAFETY: no memory of this process is used afterwards. Destructors must not run: they would call the driver.
+    unsafe { libc::_exit(FAULT_CODE) }
+}
+
+/// The report as it stands.
+fn json(seed: u64) -> Value {
+    with(|report| {
+        let section = |one: &Section, in_use: u64| json!({"name": one.name, "counts": one.counts, "peak_bytes": one.peak, "in_use_bytes": in_use});
+        let mut sections: Vec<_> = report.ended.iter().map(|one| section(one, one.in_use)).collect();
+        sections.push(section(&report.section, report.device.current));
+        json!({
+            "rank": rank(),
+            "seed": seed,
+            "peak_bytes": report.device.peak,
+            "in_use_bytes": report.device.current,
+            "pinned_peak_bytes": report.pinned.peak,
+            "pinned_bytes": report.pinned.current,
+            "sections": sections,
+        })
+    })
+}
+
+fn rank() -> u64 {
+    std::env::var("RANK").ok().and_then(|rank| rank.parse().ok()).unwrap_or(0)
+}
+
+/// Writes the report, if one is asked for.
+pub(crate) fn write(seed: u64) {
+    let Some(directory) = std::env::var_os("GPU_DOUBLE_REPORT") else { return };
+    let path = std::path::Path::new(&directory).join(format!("rank-{}.json", rank()));
+    let written = std::fs::create_dir_all(&directory).and_then(|()| std::fs::write(&path, json(seed).to_string()));
+    if let Err(error) = written {
+        eprintln!("gpu double: cannot write {}: {error}", path.display());
+    }
+}

@@ -1,0 +1,80 @@
+//! The library as a process sees it: exit code, message, report.
+
+use std::{ffi::c_void, process::Command};
+
+use crate::{
+    context::set_current,
+    machine::machine,
+    operation::{Access, Operation, Progress, Touch},
+    report, stream,
+};
+
+/// This test in a process of its own, with a program to run.
+fn run(name: &str, program: &str, report: &std::path::Path) -> std::process::Output {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", &format!("tests::library::{name}"), "--nocapture", "--test-threads=1"]);
+    let vars = [("GPU_DOUBLE_TEST", program), ("GPU_DOUBLE_REPORT", report.to_str().unwrap()), ("RANK", "3")];
+    command.envs(vars).env("GPU_DOUBLE_SEED", "11").output().unwrap()
+}
+
+fn fill(stream: usize, at: u64) -> i32 {
+    let touches = vec![Touch { at, access: Access::Write }];
+    let run = Box::new(|| Progress::Done);
+    stream::enqueue(stream as *mut c_void, Operation { name: "kernel fill".into(), touches, run })
+}
+
+fn program(racy: bool) {
+    set_current(Some(1));
+    let (one, two) = (machine().create_stream(true, 0).unwrap(), machine().create_stream(true, 0).unwrap());
+    let memory = machine().allocate(4096, Some(one), "cuMemAllocAsync").unwrap();
+    assert_eq!(crate::memory::base_of(memory + 100), Some((memory, 4096)));
+    assert_eq!(fill(one, memory), 0);
+    report::mark("second");
+    if !racy {
+        assert_eq!(stream::synchronize(one as *mut c_void, "cuStreamSynchronize"), 0);
+    }
+    assert_eq!(fill(two, memory), 0);
+    assert_eq!(fill(12345, memory), crate::status::INVALID_HANDLE);
+    machine().free(memory, Some(two), "cuMemFreeAsync").unwrap();
+    assert_eq!((report::peak(), report::in_use(), report::counted("operation")), (4096, 0, 1));
+    std::process::exit(0);
+}
+
+#[test]
+fn a_fault_ends_the_process_and_a_report_is_left_otherwise() {
+    match std::env::var("GPU_DOUBLE_TEST").as_deref() {
+        Ok("racy") => program(true),
+        Ok(_) => program(false),
+        Err(_) => {}
+    }
+    let directory = std::env::temp_dir().join(format!("gpu-double-{}", std::process::id()));
+    let name = "a_fault_ends_the_process_and_a_report_is_left_otherwise";
+    let racy = run(name, "racy", &directory);
+    let told = String::from_utf8_lossy(&racy.stderr);
+    assert_eq!(racy.status.code(), Some(report::FAULT_CODE), "{told}");
+    assert!(told.contains("gpu double: race on 4096 bytes of device memory"), "{told}");
+    assert!(!directory.exists());
+
+    let right = run(name, "right", &directory);
+    assert!(right.status.success(), "{}", String::from_utf8_lossy(&right.stderr));
+    let text = std::fs::read(directory.join("rank-3.json")).unwrap();
+    std::fs::remove_dir_all(&directory).unwrap();
+    let report: serde_json::Value = serde_json::from_slice(&text).unwrap();
+    let expected = serde_json::json!({
+        "rank": 3, "seed": 11, "peak_bytes": 4096, "in_use_bytes": 0, "pinned_peak_bytes": 0, "pinned_bytes": 0,
+        "sections": [
+            {
+                "name": "start", "peak_bytes": 4096, "in_use_bytes": 4096,
+                "counts": {"allocation": {"cuMemAllocAsync": 1}, "operation": {"kernel fill": 1}},
+            },
+            {
+                "name": "second", "peak_bytes": 4096, "in_use_bytes": 0,
+                "counts": {
+                    "free": {"cuMemFreeAsync": 1}, "host synchronisation": {"cuStreamSynchronize": 1},
+                    "operation": {"kernel fill": 1},
+                },
+            },
+        ],
+    });
+    assert_eq!(report, expected);
+}

@@ -1,0 +1,212 @@
+//! Poison, copies, and what is counted.
+
+use super::{Bench, LEN, fault, read, write};
+use crate::{
+    copy::{Copy, Direction},
+    status::{ALREADY_REGISTERED, NOT_REGISTERED, OUT_OF_MEMORY, Refusal},
+};
+
+impl Bench {
+    fn to_device(&self, to: u64, from: u64, stream: usize) -> Result<(), Refusal> {
+        let copy = Copy { to, from, len: LEN, direction: Direction::HostToDevice, waits: false };
+        // SAFETY: the tests give memory of this length.
+        unsafe { self.0.copy(copy, stream, "cuMemcpyHtoDAsync") }
+    }
+
+    fn to_host(&self, to: u64, from: u64, stream: usize) -> Result<(), Refusal> {
+        let copy = Copy { to, from, len: LEN, direction: Direction::DeviceToHost, waits: false };
+        // SAFETY: the tests give memory of this length.
+        unsafe { self.0.copy(copy, stream, "cuMemcpyDtoHAsync") }
+    }
+
+    fn pinned(&self) -> u64 {
+        self.0.allocate_pinned(LEN, "cuMemHostAlloc").unwrap()
+    }
+}
+
+fn is_poison(values: [f32; 4]) -> bool {
+    values.iter().all(|value| value.is_nan())
+}
+
+#[test]
+fn poison_is_no_number_in_any_dtype() {
+    let bench = Bench::new(0);
+    let memory = bench.0.allocate(LEN, None, "cuMemAlloc").unwrap();
+    // SAFETY: it was just allocated.
+    let bytes = unsafe { crate::bytes::read(memory, 8) };
+    assert!(f64::from_ne_bytes(bytes[..8].try_into().unwrap()).is_nan());
+    assert!(is_poison(read(memory)));
+    let word: [u8; 2] = bytes[..2].try_into().unwrap();
+    assert!(half::f16::from_ne_bytes(word).is_nan() && half::bf16::from_ne_bytes(word).is_nan());
+}
+
+#[test]
+fn fresh_and_freed_memory_is_poisoned_in_the_order_of_the_stream() {
+    let bench = Bench::new(0);
+    let stream = bench.stream();
+    let (memory, copy) = (bench.floats(stream), bench.floats(stream));
+    bench.map(stream, "kernel", memory, copy, |x| x).unwrap();
+    bench.set(stream, "kernel", memory, 5.0).unwrap();
+    bench.0.free(memory, Some(stream), "cuMemFreeAsync").unwrap();
+    let event = bench.record(stream);
+    write(memory, [1.0; 4]);
+    assert_eq!(read(memory), [1.0; 4], "nothing has run");
+    bench.0.synchronize_event(event).unwrap();
+    assert!(is_poison(read(copy)), "the kernel read fresh memory");
+    assert!(is_poison(read(memory)), "freed memory is kept a while");
+}
+
+#[test]
+fn a_copy_to_pinned_memory_is_there_after_a_wait_only() {
+    for seed in 0..5 {
+        let bench = Bench::new(seed);
+        let stream = bench.stream();
+        let (memory, host) = (bench.floats(stream), bench.pinned());
+        write(host, [7.0; 4]);
+        bench.set(stream, "kernel", memory, 5.0).unwrap();
+        bench.to_host(host, memory, stream).unwrap();
+        assert!(is_poison(read(host)));
+        bench.synchronize(stream);
+        assert_eq!(read(host), [5.0; 4]);
+    }
+}
+
+#[test]
+fn a_copy_from_pinned_memory_reads_late_and_one_from_other_memory_early() {
+    let bench = Bench::new(0);
+    let stream = bench.stream();
+    let (one, two, host) = (bench.floats(stream), bench.floats(stream), bench.pinned());
+    let mut pageable = Box::new([1.0_f32; 4]);
+    write(host, [1.0; 4]);
+    bench.to_device(one, host, stream).unwrap();
+    bench.to_device(two, &raw const *pageable as u64, stream).unwrap();
+    *pageable = [2.0; 4];
+    write(host, [2.0; 4]);
+    bench.synchronize(stream);
+    assert_eq!((read(one), read(two)), ([2.0; 4], [1.0; 4]));
+}
+
+#[test]
+fn a_copy_to_other_memory_waits() {
+    let bench = Bench::new(0);
+    let stream = bench.stream();
+    let memory = bench.floats(stream);
+    let mut pageable = Box::new([1.0_f32; 4]);
+    bench.set(stream, "kernel", memory, 5.0).unwrap();
+    bench.to_host(&raw mut *pageable as u64, memory, stream).unwrap();
+    assert_eq!(*pageable, [5.0; 4]);
+}
+
+#[test]
+fn pinned_memory_that_a_stream_still_reads_is_not_poisoned_by_the_next_copy() {
+    let bench = Bench::new(0);
+    let stream = bench.stream();
+    let (one, two, host) = (bench.floats(stream), bench.floats(stream), bench.pinned());
+    write(host, [3.0; 4]);
+    bench.set(stream, "kernel", two, 5.0).unwrap();
+    bench.to_device(one, host, stream).unwrap();
+    bench.to_host(host, two, stream).unwrap();
+    bench.synchronize(stream);
+    assert_eq!((read(one), read(host)), ([3.0; 4], [5.0; 4]));
+}
+
+#[test]
+fn races_on_pinned_memory_are_found() {
+    let bench = Bench::new(0);
+    let (one, two) = (bench.stream(), bench.stream());
+    let (memory, other, host) = (bench.floats(one), bench.floats(two), bench.pinned());
+    bench.set(one, "kernel", memory, 5.0).unwrap();
+    bench.to_host(host, memory, one).unwrap();
+    let message = fault(bench.to_device(other, host, two));
+    assert!(message.contains("pinned host memory") && message.contains("on stream 2 reads it"), "{message}");
+}
+
+#[test]
+fn pinned_memory_is_not_freed_before_the_host_has_waited() {
+    let bench = Bench::new(0);
+    let stream = bench.stream();
+    let (memory, host) = (bench.floats(stream), bench.pinned());
+    bench.set(stream, "kernel", memory, 5.0).unwrap();
+    bench.to_host(host, memory, stream).unwrap();
+    let message = fault(bench.0.free_pinned(host, "cuMemFreeHost"));
+    assert!(message.starts_with("freed too early: `cuMemFreeHost` frees 16 bytes of pinned host memory"), "{message}");
+    assert!(
+        message.ends_with("the host has not waited for `cuMemcpyDtoHAsync` on stream 1, which uses it"),
+        "{message}"
+    );
+    bench.synchronize(stream);
+    bench.0.free_pinned(host, "cuMemFreeHost").unwrap();
+}
+
+#[test]
+fn registered_memory_is_pinned_until_it_is_not() {
+    let bench = Bench::new(0);
+    let stream = bench.stream();
+    let memory = bench.floats(stream);
+    let mut host = Box::new([1.0_f32; 4]);
+    let at = &raw mut *host as u64;
+    bench.0.register(at, LEN, "cuMemHostRegister").unwrap();
+    assert_eq!(bench.0.register(at, LEN, "cuMemHostRegister"), Err(Refusal::Status(ALREADY_REGISTERED)));
+    bench.set(stream, "kernel", memory, 5.0).unwrap();
+    bench.to_host(at, memory, stream).unwrap();
+    assert!(is_poison(*host));
+    fault(bench.0.unregister(at, "cuMemHostUnregister"));
+    bench.synchronize(stream);
+    assert_eq!(*host, [5.0; 4]);
+    bench.0.unregister(at, "cuMemHostUnregister").unwrap();
+    assert_eq!(bench.0.unregister(at, "cuMemHostUnregister"), Err(Refusal::Status(NOT_REGISTERED)));
+}
+
+#[test]
+fn copies_and_fills_stay_within_allocations() {
+    let bench = Bench::new(0);
+    let stream = bench.stream();
+    let memory = bench.floats(stream);
+    let host = [0.0_f32; 4];
+    let message = fault(bench.to_device(memory + 4, &raw const host as u64, stream));
+    assert!(message.contains("`cuMemcpyHtoDAsync` of 16 bytes") && message.contains("beyond the end of"), "{message}");
+    fault(bench.0.fill(memory, vec![0; 4], 5, stream, "cuMemsetD32Async"));
+    bench.0.fill(memory, 2.5_f32.to_ne_bytes().into(), 4, stream, "cuMemsetD32Async").unwrap();
+    bench.synchronize(stream);
+    assert_eq!(read(memory), [2.5; 4]);
+}
+
+#[test]
+fn a_kernel_that_writes_beyond_the_end_is_found_at_the_free() {
+    let bench = Bench::new(0);
+    let stream = bench.stream();
+    let memory = bench.floats(stream);
+    bench.hidden(stream, "kernel", Vec::new(), move || write(memory + 4, [0.0; 4])).unwrap();
+    bench.0.free(memory, Some(stream), "cuMemFreeAsync").unwrap();
+    let message = fault(bench.0.synchronize(stream, "cuStreamSynchronize"));
+    assert!(message.starts_with("something wrote beyond the end of 16 bytes"), "{message}");
+}
+
+#[test]
+fn memory_runs_out_and_is_accounted_for() {
+    let bench = Bench::new(0);
+    let stream = bench.stream();
+    let take = |len| bench.0.allocate(len, Some(stream), "cuMemAllocAsync");
+    let large = take(1 << 20).unwrap();
+    assert_eq!(take(1), Err(Refusal::Status(OUT_OF_MEMORY)));
+    assert_eq!(bench.0.allocate(1, None, "cuMemAlloc"), Err(Refusal::Status(OUT_OF_MEMORY)));
+    let empty = take(0).unwrap();
+    bench.0.free(empty, Some(stream), "cuMemFreeAsync").unwrap();
+    bench.0.free(large, Some(stream), "cuMemFreeAsync").unwrap();
+    assert_eq!(bench.0.lock().accounts[0].free(), 0, "the pool holds it");
+    bench.synchronize(stream);
+    assert_eq!(bench.0.lock().accounts[0].free(), 1 << 20, "and gives it back at a synchronisation");
+    assert_eq!(bench.0.lock().accounts[0].used.high, 1 << 20);
+}
+
+#[test]
+fn freed_memory_is_released_in_the_end() {
+    let bench = Bench::new(4);
+    let stream = bench.stream();
+    for _ in 0..200 {
+        let memory = bench.0.allocate(1 << 20, Some(stream), "cuMemAllocAsync").unwrap();
+        bench.0.free(memory, Some(stream), "cuMemFreeAsync").unwrap();
+        bench.synchronize(stream);
+    }
+    assert!(bench.0.lock().allocations.kept() <= 64 << 20);
+}

@@ -1,0 +1,99 @@
+//! Small programs, right and wrong, on machines of their own.
+
+mod library;
+mod memory;
+mod order;
+mod races;
+
+use std::time::Duration;
+
+use crate::{
+    context::set_current,
+    machine::Machine,
+    operation::{Access, Operation, Progress, Touch},
+    settings::Settings,
+    status::{Fault, Refusal},
+};
+
+/// A machine with a schedule, used from this thread.
+struct Bench(Machine);
+
+/// Device memory of four floats.
+type Floats = u64;
+const LEN: usize = 16;
+
+fn fault<T: std::fmt::Debug>(result: Result<T, Refusal>) -> String {
+    match result {
+        Err(Refusal::Fault(Fault(message))) => message,
+        other => panic!("{other:?} is no fault"),
+    }
+}
+
+impl Bench {
+    fn new(seed: u64) -> Self {
+        set_current(Some(0));
+        let settings = Settings { devices: 2, memory: 1 << 20, seed, stall: Duration::from_millis(50) };
+        Self(Machine::new(settings))
+    }
+
+    fn stream(&self) -> usize {
+        self.0.create_stream(true, 0).unwrap()
+    }
+
+    fn floats(&self, stream: usize) -> Floats {
+        self.0.allocate(LEN, Some(stream), "cuMemAllocAsync").unwrap()
+    }
+
+    /// An operation that sets `to` to `f` of `from`, element by element.
+    fn map(&self, stream: usize, name: &str, from: Floats, to: Floats, f: fn(f32) -> f32) -> Result<(), Refusal> {
+        let touches = vec![Touch { at: from, access: Access::Read }, Touch { at: to, access: Access::Write }];
+        self.hidden(stream, name, touches, move || write(to, read(from).map(f)))
+    }
+
+    fn set(&self, stream: usize, name: &str, to: Floats, value: f32) -> Result<(), Refusal> {
+        let touches = vec![Touch { at: to, access: Access::Write }];
+        self.hidden(stream, name, touches, move || write(to, [value; 4]))
+    }
+
+    /// An operation that says what it uses in `touches`, or does not.
+    fn hidden(
+        &self,
+        stream: usize,
+        name: &str,
+        touches: Vec<Touch>,
+        mut run: impl FnMut() + Send + 'static,
+    ) -> Result<(), Refusal> {
+        let run = Box::new(move || {
+            run();
+            Progress::Done
+        });
+        self.0.enqueue(stream, Operation { name: name.into(), touches, run }).map(|_| ())
+    }
+
+    fn record(&self, stream: usize) -> u64 {
+        let event = self.0.create_event(false).unwrap();
+        self.0.record(event, stream).unwrap();
+        event
+    }
+
+    /// `later` waits for what `earlier` has by now.
+    fn join(&self, later: usize, earlier: usize) {
+        let event = self.record(earlier);
+        self.0.wait_event(later, event).unwrap();
+        self.0.destroy_event(event).unwrap();
+    }
+
+    fn synchronize(&self, stream: usize) {
+        self.0.synchronize(stream, "cuStreamSynchronize").unwrap();
+    }
+}
+
+fn read(at: Floats) -> [f32; 4] {
+    // SAFETY: `Bench::floats` allocated it.
+    unsafe { (at as *const [f32; 4]).read_unaligned() }
+}
+
+fn write(at: Floats, values: [f32; 4]) {
+    // SAFETY: `Bench::floats` allocated it.
+    unsafe { (at as *mut [f32; 4]).write_unaligned(values) }
+}
