@@ -38,7 +38,8 @@ fn engine(
 
     let wanted = std::env::var(VARIABLE).ok();
     let is_alone = env.local_world_size <= crate::kernels::device_count()?;
-    let _nccl = group.all_reduce_scalar(u32::from(wants_nccl(wanted.as_deref(), is_alone)?), fsdp_core::ReduceOp::Min)?;
+    let _nccl =
+        group.all_reduce_scalar(u32::from(wants_nccl(wanted.as_deref(), is_alone)?), fsdp_core::ReduceOp::Min)?;
     // NCCL's engine is chosen here.
     Ok(Box::new(ThroughHost::new(stream)?))
 }

@@ -16,6 +16,7 @@ mod step;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use fsdp_candle::DeviceChoice;
 use fsdp_examples::console::Console;
 
 /// Measures candle-fsdp on this machine. Start it under fsdp-launch:
@@ -55,7 +56,11 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         });
     }
-    fsdp_examples::job::run(|world| match cli.what {
+    let device = match &cli.what {
+        What::Step(args) => args.device,
+        _ => DeviceChoice::Cpu,
+    };
+    fsdp_examples::job::run_on(device, |world| match cli.what {
         What::Ckpt(args) => ckpt::run(&args, world),
         What::Collectives(args) => collectives::run(&args, world),
         What::Finite(args) => finite::run(&args, world),

@@ -5,9 +5,9 @@ use std::time::Instant;
 
 use anyhow::{bail, ensure};
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use fsdp_candle::initializer::Philox;
-use fsdp_candle::{AdamW, AdamWConfig, FullyShard, ReduceOp, ShardedVarMap, World, clip_grad_norm, nn};
+use fsdp_candle::{AdamW, AdamWConfig, DeviceChoice, FullyShard, ReduceOp, ShardedVarMap, World, clip_grad_norm, nn};
 use fsdp_examples::metrics::peak_memory_bytes;
 use fsdp_examples::models::{self, Batch, ModelConfig, ModelOptions};
 use serde::Serialize;
@@ -34,12 +34,25 @@ pub(crate) struct Args {
     /// is not wrapped (decoders only).
     #[arg(long, value_parser = ["wrapped", "name"], default_value = "wrapped")]
     units: String,
+    /// Where to compute: auto, cpu or cuda.
+    #[arg(long, value_parser = device, default_value = "cpu")]
+    pub(crate) device: DeviceChoice,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
 }
 
-/// Median seconds, of the slowest rank: each figure by itself, so the parts need not add up to the step.
+fn device(name: &str) -> std::result::Result<DeviceChoice, String> {
+    match name {
+        "auto" => Ok(DeviceChoice::Auto),
+        "cpu" => Ok(DeviceChoice::Cpu),
+        "cuda" => Ok(DeviceChoice::Cuda),
+        _ => Err("choose auto, cpu or cuda".into()),
+    }
+}
+
+/// Median seconds, of the slowest rank: each figure by itself, so the parts need not add up to the step. The host does
+/// not wait for a device in forward and backward, so there they are the time in which they were issued.
 #[derive(Serialize)]
 struct Report {
     world: usize,
@@ -114,10 +127,10 @@ fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'
     let ids: Vec<u32> = (0..=args.batch * args.seq).map(id).collect();
     let batch = |from: usize| {
         let ids = ids[from..from + args.batch * args.seq].to_vec();
-        Tensor::from_vec(ids, (args.batch, args.seq), world.device())
+        Tensor::from_vec(ids, (args.batch, args.seq), &Device::Cpu)
     };
     let counted = (args.batch * args.seq) as u64;
-    let batch = Batch { ids: batch(0)?, targets: batch(1)?, counted, documents: None };
+    let batch = Batch { ids: batch(0)?.to_device(world.device())?, targets: batch(1)?, counted, documents: None };
 
     let mut times = [const { Vec::new() }; 4];
     let (mut loss, mut grad_norm) = (0., 0.);
@@ -130,6 +143,7 @@ fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'
         let backward = start.elapsed();
         grad_norm = clip_grad_norm(vars, &mut grads, 1.)?;
         optim.step(&grads)?;
+        world.device().synchronize()?;
         let end = start.elapsed();
         loss = f64::from(of_batch.to_scalar::<f32>()?);
         if step > 0 {
