@@ -403,8 +403,8 @@ impl ShardedVarMap {
         initializer.check(request)?;
         let kernels = kernels::of_device(device)?;
         let memory = kernels.zeros(to_core_dtype(request.dtype)?, request.region.elements());
-        let mut shard = memory
-            .map_err(|error| Error::Parameter { name: request.name.into(), message: error.to_string() })?;
+        let mut shard =
+            memory.map_err(|error| Error::Parameter { name: request.name.into(), message: error.to_string() })?;
         let mut filled = Ok(());
         kernels.write((&mut shard).into(), &mut |bytes| filled = initializer.fill(request, bytes))?;
         filled?;

@@ -6,8 +6,8 @@ use std::sync::{Arc, LazyLock, OnceLock, Weak};
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Shape, Tensor, TensorId, Var, bail};
-use fsdp_core::{Buffer, Placement};
 use fsdp_core::layout::Region;
+use fsdp_core::{Buffer, Placement};
 
 use super::gradient::{Gradient, Stage};
 use super::lookup::Lookup;

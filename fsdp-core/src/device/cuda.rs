@@ -8,13 +8,14 @@
 //! - What uses memory on another stream first lets that stream wait for the compute stream.
 //! - It keeps the memory until the compute stream has been told to wait for it ([`Fence`](crate::process_group::Fence)).
 //!
+//! What a copy brings that the compute stream does not wait for says so in its view: who reads it waits by itself
+//! ([`CudaView::order`]).
+//!
 //! So no memory waits for the device to be given back, and how much is in use follows from the order of calls alone.
 
 use std::sync::Arc;
 
-use cudarc::driver::{
-    CudaContext, CudaEvent, CudaSlice, CudaStream, DevicePtr, DeviceRepr, DriverError, result, sys,
-};
+use cudarc::driver::{CudaContext, CudaEvent, CudaSlice, CudaStream, DevicePtr, DeviceRepr, DriverError, result, sys};
 
 use crate::{DType, DeviceId, Element, Error, Result};
 

@@ -232,7 +232,13 @@ pub(super) fn sink(cuda: &Cuda, dtype: DType, len: usize, page_locked: bool) -> 
     } else {
         SinkMemory::Pageable(Buffer::try_zeros(dtype, len).map_err(Error::from)?)
     };
-    Ok(Box::new(Sink { compute: cuda.stream.clone(), stream: streams.down.clone(), dtype, memory, end: End::default() }))
+    Ok(Box::new(Sink {
+        compute: cuda.stream.clone(),
+        stream: streams.down.clone(),
+        dtype,
+        memory,
+        end: End::default(),
+    }))
 }
 
 impl SinkMemory {
