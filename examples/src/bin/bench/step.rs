@@ -8,7 +8,8 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Tensor};
 use fsdp_candle::initializer::Philox;
 use fsdp_candle::{
-    AdamW, AdamWConfig, DeviceChoice, FullyShard, MixedPrecisionPolicy, ReduceOp, ShardedVarMap, World, clip_grad_norm, nn,
+    AdamW, AdamWConfig, DeviceChoice, FullyShard, MixedPrecisionPolicy, ReduceOp, ShardedVarMap, World, clip_grad_norm,
+    nn,
 };
 use fsdp_examples::metrics::peak_memory_bytes;
 use fsdp_examples::models::{self, Batch, ModelConfig, ModelOptions};

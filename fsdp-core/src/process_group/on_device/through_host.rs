@@ -9,11 +9,12 @@ use super::super::{
     collective::Collective,
     device_memory::{read, take},
     failure::Failure,
+    fence::Running,
     group::ProcessGroup,
     landing::Landing,
     parts::{ExchangePart, GatherPart, Op, ScatterPart},
 };
-use super::{engine::DeviceEngine, fence::Running};
+use super::engine::DeviceEngine;
 use crate::{
     Allocator, Buffer, DType, DeviceId, Heap, Readable, Result,
     device::cuda::{CudaMemory, CudaView, failed, id},
@@ -51,6 +52,7 @@ impl ThroughHost {
         for (dtype, view) in views {
             let mut buffer = Buffer::try_zeros(*dtype, view.bytes() / dtype.size())?;
             if view.bytes() > 0 {
+                view.order(&self.stream)?;
                 // SAFETY: both are memory of this length, and stay until the stream has been waited for below.
                 let copy =
                     unsafe { result::memcpy_dtoh_async(buffer.bytes_mut(), view.address(), self.stream.cu_stream()) };
