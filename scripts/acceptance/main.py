@@ -48,14 +48,14 @@ def parse(arguments):
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--gpus", type=positive, metavar="N", help="GPUs to use [default: all, at most 8]")
-    parser.add_argument("--small", action="store_true", help="small models and few steps: minutes, and no speed to show")
+    parser.add_argument("--small", action="store_true", help="small models, few steps: minutes, and no speed to show")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="[default: cuda]")
     parser.add_argument("--model", metavar="DIR", help="directory of the model whose speed is measured")
     parser.add_argument("--batch", type=positive, metavar="N", help="sequences of a GPU's batch")
     parser.add_argument("--seq", type=positive, metavar="N", help="tokens of a sequence")
     parser.add_argument("--steps", type=positive, metavar="N", help="steps that are timed")
     parser.add_argument("--peak-tflops", type=float, metavar="X", help="the GPU's bf16 peak, where it is not known")
-    parser.add_argument("--python", metavar="PATH", help="the Python that has torch [default: target/interop, or python3]")
+    parser.add_argument("--python", metavar="PATH", help="a Python that has torch [default: target/interop, python3]")
     parser.add_argument("--only", metavar="PHASES", help="these phases alone, with commas: parity,memory")
     parser.add_argument("--limit", type=positive, default=3600, metavar="S", help="seconds a command may take [3600]")
     parser.add_argument("--out", metavar="DIR", help="where the report goes [default: target/gpu-acceptance]")
@@ -95,6 +95,7 @@ def main(arguments=None):
         "began": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "arguments": sys.argv[1:] if arguments is None else arguments,
         "device": args.device,
+        "is_double": machine.is_double(),
         "machine": machine.describe(),
         "phases": [],
     }

@@ -5,6 +5,10 @@ def of(report):
     machine, parts = report["machine"], ["# GPU acceptance", ""]
     failed = [phase["name"] for phase in report["phases"] if phase["status"] == "failed"]
     parts += [f"**{'Failed: ' + ', '.join(failed) if failed else 'No phase failed.'}**", ""]
+    if report["is_double"]:
+        parts += ["On the device double: nothing of this ran on a GPU, and its times mean nothing.", ""]
+    elif report["device"] == "cpu":
+        parts += ["On CPUs: nothing of this ran on a GPU.", ""]
     gpus = [f"{gpu['name']} ({gpu['memory_mib']} MiB, driver {gpu['driver']})" for gpu in machine["gpus"]]
     dirty = ", with changes that are not committed" if machine["changed_since"] else ""
     parts += table(
@@ -13,7 +17,7 @@ def of(report):
             ["ranks", f"{report.get('ranks')} on `--device {report['device']}`"],
             ["GPUs", "<br>".join(gpus) or "none that nvidia-smi shows"],
             ["host", f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB"],
-            ["tools", f"{machine['rustc']}; nvcc {machine['nvcc']}"],
+            ["tools", f"{machine['rustc']}; nvcc {machine['nvcc'] or 'missing'}"],
             ["commit", f"{machine['commit']}{dirty}"],
             ["began", report["began"]],
             ["arguments", " ".join(report["arguments"]) or "none"],
@@ -37,12 +41,12 @@ def of(report):
 
 def memory(result, _):
     mib = lambda count: f"{count / 2**20:.2f}"  # noqa: E731
-    rows = [
-        [it["mode"], it["after"], mib(it["bytes"]), mib(it["formula"]), f"{it['off']:+.2%}", "" if it["holds"] else "NO"]
-        for it in result["rows"]
-    ]
+    rows = []
+    for it in result["rows"]:
+        holds = "" if it["holds"] else "**too much**"
+        rows.append([it["mode"], it["after"], mib(it["bytes"]), mib(it["formula"]), f"{it['off']:+.2%}", holds])
     head = ["mode", "after", "MiB", "formula", "off", ""]
-    note = "Bytes of a rank in use after each phase of a step; the last row of a mode is the most on top, and its bound."
+    note = "What a rank has in use after each phase of a step. The last row of a mode is the most on top, and its bound."
     return ["## Memory", "", note, "", *table(head, rows)]
 
 
@@ -75,7 +79,8 @@ def cells(row):
 
 def overlap(result, _):
     each, share = result["communication_s_per_step"], result["hidden_share"]
-    return ["## Overlap", "", f"{each:.4f} s of communication a step and rank, {share:.0%} of it hidden behind compute."]
+    text = f"{each:.4f} s of communication a step and rank, {share:.0%} of it hidden behind compute."
+    return ["## Overlap", "", text]
 
 
 def table(head, rows):

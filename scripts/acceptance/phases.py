@@ -5,10 +5,9 @@ import math
 import os
 import pathlib
 import shutil
-import statistics
 
 from . import models, trace
-from .machine import peak_tflops
+from .machine import is_double, peak_tflops
 from .running import Failed, Skipped, json_lines
 from .watch import DeviceMemory
 
@@ -26,7 +25,7 @@ class Run:
         self.args, self.machine, self.runner, self.scratch = args, machine, runner, scratch
         self.is_built = False
         self.gpus = machine["gpus"] if args.device == "cuda" else []
-        # Without nvidia-smi there may still be a device: the double. Its ranks share the host's memory.
+        # The double has as many devices as it is told. Two ranks of it are enough to communicate.
         found = len(self.gpus) or 2
         self.ranks = args.gpus or min(found, 8)
         if self.gpus and self.ranks > len(self.gpus):
@@ -43,7 +42,9 @@ class Run:
         names = sorted({gpu["name"] for gpu in self.gpus})
         if names:
             return ", ".join(names)
-        return "CPUs" if self.args.device == "cpu" else "devices that nvidia-smi does not show"
+        if self.args.device == "cpu":
+            return "CPUs"
+        return "the device double" if is_double() else "devices that nvidia-smi does not show"
 
     def config(self):
         """The largest model whose state and activations all ranks together have room for."""
@@ -68,7 +69,7 @@ class Run:
 
 def build(run):
     """the workspace"""
-    if run.args.device == "cuda" and not run.machine["nvcc"] and "NVCC" not in os.environ:
+    if run.args.device == "cuda" and not run.machine["nvcc"] and not is_double():
         raise Failed("no nvcc is found: Candle's kernels need it. Set CUDA_HOME to a CUDA toolkit (12.0 to 13.4)")
     run.runner.run("build", run.cargo("build"))
     run.is_built = True

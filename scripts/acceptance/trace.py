@@ -15,7 +15,8 @@ def overlap(path):
     ...     place = {"pid": 0, "tid": line, "name": name}
     ...     return [{**place, "ph": "B", "ts": start}, {**place, "ph": "E", "ts": end}]
     >>> names = {1: "compute", 2: "communication (world)"}
-    >>> events = [{"ph": "M", "pid": 0, "tid": i, "name": "thread_name", "args": {"name": it}} for i, it in names.items()]
+    >>> line = {"ph": "M", "pid": 0, "name": "thread_name"}
+    >>> events = [{**line, "tid": tid, "args": {"name": name}} for tid, name in names.items()]
     >>> events += span(1, "step 1", 0, 10) + span(2, "all_gather", 0, 10)
     >>> events += span(2, "all_gather", 12, 16)
     >>> step = span(1, "step 2", 10, 20)
