@@ -4,7 +4,7 @@ use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use anyhow::Context;
-use fsdp_candle::World;
+use fsdp_candle::{DeviceChoice, World};
 use tracing::Subscriber;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::registry::LookupSpan;
@@ -18,8 +18,14 @@ use crate::console::Console;
 /// the job: the others would print first that it left. `RUST_BACKTRACE` shows where programs panic; an error is for the
 /// user, and says by itself what is wrong.
 pub fn run(work: impl FnOnce(&World) -> anyhow::Result<()>) -> ExitCode {
+    run_on(DeviceChoice::Cpu, work)
+}
+
+/// [`run`], on other devices.
+pub fn run_on(choice: DeviceChoice, work: impl FnOnce(&World) -> anyhow::Result<()>) -> ExitCode {
     // Shows for whom this rank waits; `work` may want to see more than events, but knows only then which rank it is.
-    let joined = tracing::subscriber::with_default(tracing_subscriber::registry().with(events()), fsdp_candle::init);
+    let join = || fsdp_candle::init_on(choice);
+    let joined = tracing::subscriber::with_default(tracing_subscriber::registry().with(events()), join);
     let world = match joined.context("can't join the other ranks") {
         Ok(world) => world,
         Err(error) => return report(&error),

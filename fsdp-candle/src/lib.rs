@@ -111,4 +111,6 @@ pub use state_dict::{
 };
 pub use tensors::Tensors;
 pub use unit::FsdpParam;
-pub use world::{World, init};
+#[cfg(feature = "cuda")]
+pub use world::cuda_device;
+pub use world::{DeviceChoice, World, init, init_on};

@@ -4,6 +4,8 @@ use candle_core::{Device, DeviceLocation};
 use fsdp_core::{Buffer, DeviceId, Readable};
 
 use super::cpu;
+#[cfg(feature = "cuda")]
+use super::cuda;
 use super::set::Kernels;
 use crate::error::{Error, Result};
 
@@ -11,15 +13,24 @@ use crate::error::{Error, Result};
 ///
 /// # Errors
 /// [`Error::Device`] for one that has none.
-pub(crate) fn of(device: DeviceId) -> Result<&'static dyn Kernels> {
+fn of(device: DeviceId) -> Result<&'static dyn Kernels> {
     match device {
         DeviceId::Host => Ok(&cpu::Cpu),
+        #[cfg(feature = "cuda")]
+        DeviceId::Cuda(ordinal) => match cuda::of_ordinal(ordinal) {
+            Some(kernels) => Ok(kernels),
+            None => Err(Error::Device(format!("{device} has not been used yet: no tensor was made on it"))),
+        },
         other => Err(none(other)),
     }
 }
 
-/// The kernels of Candle's device.
+/// The kernels of Candle's device, which the first call makes ready.
 pub(crate) fn of_device(device: &Device) -> Result<&'static dyn Kernels> {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(device) = device {
+        return Ok(cuda::of_candle(device)?);
+    }
     of(device_id(device)?)
 }
 
@@ -50,7 +61,7 @@ pub(crate) fn or_host(device: &Device) -> &'static dyn Kernels {
 fn none(device: impl std::fmt::Display) -> Error {
     Error::Device(format!(
         "{device} has no kernels in this build of fsdp-candle: build the ShardedVarMap and the tensors on \
-         `Device::Cpu`, which is what `World::device` returns"
+         `Device::Cpu`, or on what `World::device` returns"
     ))
 }
 
@@ -62,11 +73,12 @@ mod tests {
     fn a_device_without_kernels_is_named_with_the_way_out() {
         assert!(of_device(&Device::Cpu).is_ok());
         for (location, name) in [
-            (DeviceLocation::Cuda { gpu_id: 1 }, "CUDA device 1"),
+            (DeviceLocation::Cuda { gpu_id: 99 }, "CUDA device 99"),
             (DeviceLocation::Metal { gpu_id: 0 }, "Metal device 0"),
         ] {
             let Err(Error::Device(message)) = id_of(location).and_then(of) else { panic!("{name} has kernels") };
-            assert!(message.contains(name) && message.contains("Device::Cpu"), "{message}");
+            assert!(message.contains(name), "{message}");
+            assert!(cfg!(feature = "cuda") || message.contains("Device::Cpu"), "{message}");
         }
     }
 }

@@ -23,6 +23,26 @@ pub(crate) struct Rows {
     pub(crate) to_stride: usize,
 }
 
+impl Rows {
+    /// An error unless all rows fit into both, which are of one dtype. Returns the bytes of an element.
+    pub(super) fn check(&self, from: &Slice<'_>, to: &SliceMut<'_>) -> Result<usize> {
+        let (dtype, wanted) = (from.dtype(), to.dtype());
+        if dtype != wanted {
+            bail!("elements of {dtype} can't be copied to {wanted}")
+        }
+        let Rows { count, len, from_stride, to_stride } = *self;
+        if count == 0 || len == 0 {
+            return Ok(dtype.size());
+        }
+        let end = |stride: usize| (count - 1).checked_mul(stride).and_then(|last| last.checked_add(len));
+        let fits = |stride, room| end(stride).is_some_and(|end| end <= room);
+        if !fits(from_stride, from.len()) || !fits(to_stride, to.len()) || (count > 1 && to_stride < len) {
+            bail!("{count} rows of {len} elements do not fit into {} and {}", from.len(), to.len())
+        }
+        Ok(dtype.size())
+    }
+}
+
 /// What a device computes for this library. Each call is one choice of dtype and then a loop over elements; memory of
 /// another device, and dtypes or lengths that do not fit each other, are errors.
 pub(crate) trait Kernels: Send + Sync {
@@ -38,7 +58,7 @@ pub(crate) trait Kernels: Send + Sync {
 
     /// What lies under a sharded parameter: no compute kernel accepts it, so that every use is a clean error instead of
     /// freed memory being read.
-    fn poison(&self) -> Storage;
+    fn poison(&self) -> Result<Storage>;
 
     /// Elements of a tensor's memory, to be read.
     fn slice<'a>(&self, storage: &'a Storage, elements: Range<usize>) -> Result<Slice<'a>>;
@@ -46,10 +66,10 @@ pub(crate) trait Kernels: Send + Sync {
     /// Elements of a tensor's memory, to be written.
     fn slice_mut<'a>(&self, storage: StorageMut<'a>, elements: Range<usize>) -> Result<SliceMut<'a>>;
 
-    /// Calls `f` once with the elements as bytes of the host, in native order.
+    /// Calls `f` once with the elements as bytes of the host, in native order. The host waits for a device.
     fn read(&self, from: Slice<'_>, f: &mut dyn FnMut(&[u8])) -> Result<()>;
 
-    /// Calls `f` once with the elements as bytes of the host, in native order, to write to.
+    /// Calls `f` once with bytes of the host, in native order, which become the elements: it writes all of them.
     fn write(&self, to: SliceMut<'_>, f: &mut dyn FnMut(&mut [u8])) -> Result<()>;
 
     /// Copies rows of elements of any dtype.
@@ -73,11 +93,12 @@ pub(crate) trait Kernels: Send + Sync {
     /// The same values in another dtype, rounded to the nearest.
     fn cast(&self, from: Slice<'_>, to: SliceMut<'_>) -> Result<()>;
 
-    /// The sum of powers of magnitudes, or the largest: what [`NormType::root`] makes a norm of.
-    fn powers(&self, values: Slice<'_>, norm: NormType) -> Result<f64>;
+    /// Leaves the sum of powers of magnitudes, or the largest, in one element of F64: what [`NormType::root`] makes a
+    /// norm of.
+    fn powers(&self, values: Slice<'_>, norm: NormType, sum: SliceMut<'_>) -> Result<()>;
 
-    /// How many are infinite or not a number.
-    fn count_non_finite(&self, values: Slice<'_>) -> Result<u64>;
+    /// Leaves how many are infinite or not a number in one element of F64.
+    fn count_non_finite(&self, values: Slice<'_>, count: SliceMut<'_>) -> Result<()>;
 
     /// One step of AdamW; `moments` are the running means of gradients and of their squares. All are of one dtype.
     fn adamw(

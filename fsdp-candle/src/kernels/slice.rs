@@ -3,6 +3,8 @@
 use std::ops::Range;
 
 use candle_core::{Result, bail};
+#[cfg(feature = "cuda")]
+use fsdp_core::device::cuda::CudaView;
 use fsdp_core::{Buffer, DType, View};
 
 /// Elements to be read.
@@ -22,6 +24,9 @@ pub(crate) struct SliceMut<'a> {
 pub(crate) enum ViewMut<'a> {
     /// The bytes, in native order.
     Host(&'a mut [u8]),
+    /// Bytes on a CUDA device.
+    #[cfg(feature = "cuda")]
+    Cuda(CudaView<'a>),
 }
 
 impl<'a> Slice<'a> {
@@ -37,6 +42,8 @@ impl<'a> Slice<'a> {
     pub(crate) fn len(&self) -> usize {
         match self.view {
             View::Host(memory) => memory.len() / self.dtype.size(),
+            #[cfg(feature = "cuda")]
+            View::Cuda(memory) => memory.bytes() / self.dtype.size(),
             _ => 0,
         }
     }
@@ -49,6 +56,8 @@ impl<'a> Slice<'a> {
     pub(crate) fn range(self, elements: Range<usize>) -> Result<Self> {
         let view = match self.view {
             View::Host(memory) => memory.get(bytes(self.dtype, &elements)).map(View::Host),
+            #[cfg(feature = "cuda")]
+            View::Cuda(memory) => memory.range(bytes(self.dtype, &elements)).map(View::Cuda),
             _ => None,
         };
         match view {
@@ -69,8 +78,11 @@ impl<'a> SliceMut<'a> {
 
     /// The number of elements.
     pub(crate) fn len(&self) -> usize {
-        let ViewMut::Host(memory) = &self.view;
-        memory.len() / self.dtype.size()
+        match &self.view {
+            ViewMut::Host(memory) => memory.len() / self.dtype.size(),
+            #[cfg(feature = "cuda")]
+            ViewMut::Cuda(memory) => memory.bytes() / self.dtype.size(),
+        }
     }
 
     pub(crate) fn into_view(self) -> ViewMut<'a> {
@@ -79,9 +91,13 @@ impl<'a> SliceMut<'a> {
 
     /// The elements in a range.
     pub(crate) fn range(self, elements: Range<usize>) -> Result<Self> {
-        let ViewMut::Host(memory) = self.view;
-        match memory.get_mut(bytes(self.dtype, &elements)) {
-            Some(memory) => Ok(SliceMut { view: ViewMut::Host(memory), ..self }),
+        let view = match self.view {
+            ViewMut::Host(memory) => memory.get_mut(bytes(self.dtype, &elements)).map(ViewMut::Host),
+            #[cfg(feature = "cuda")]
+            ViewMut::Cuda(memory) => memory.range(bytes(self.dtype, &elements)).map(ViewMut::Cuda),
+        };
+        match view {
+            Some(view) => Ok(SliceMut { view, ..self }),
             None => bail!("there are no elements {elements:?} in this memory"),
         }
     }
@@ -94,12 +110,20 @@ fn bytes(dtype: DType, elements: &Range<usize>) -> Range<usize> {
 
 impl<'a> From<&'a Buffer> for Slice<'a> {
     fn from(buffer: &'a Buffer) -> Self {
+        #[cfg(feature = "cuda")]
+        if let Buffer::Cuda(memory) = buffer {
+            return Slice::new(memory.dtype(), View::Cuda(memory.view()));
+        }
         Slice::new(buffer.dtype(), View::Host(buffer.bytes()))
     }
 }
 
 impl<'a> From<&'a mut Buffer> for SliceMut<'a> {
     fn from(buffer: &'a mut Buffer) -> Self {
+        #[cfg(feature = "cuda")]
+        if let Buffer::Cuda(memory) = buffer {
+            return SliceMut::new(memory.dtype(), ViewMut::Cuda(memory.view()));
+        }
         SliceMut::new(buffer.dtype(), ViewMut::Host(buffer.bytes_mut()))
     }
 }

@@ -11,7 +11,7 @@ use super::finite::of_norm;
 use crate::build::ShardedVarMap;
 use crate::error::{Error, Result};
 use crate::kernels::NormType;
-use crate::storage::{with_slice, with_slice_mut};
+use crate::storage::{numbers_of, with_slice_mut};
 
 /// What [`clip_grad_norm_with`] does.
 #[derive(Clone, Copy, Debug)]
@@ -94,10 +94,12 @@ fn norm_of(vars: &ShardedVarMap, grads: &GradStore, norm_type: NormType) -> Resu
     }
     // Parameters on one mesh are summed together; replicas hold the same and do not count twice.
     let mut meshes: Vec<_> = vars.all_ranks()?.into_iter().map(|ranks| (ranks, 0.)).collect();
-    for param in vars.trainable() {
-        let on_its_ranks = meshes.iter_mut().find(|(ranks, _)| Arc::ptr_eq(ranks, param.ranks()));
-        if let (Some((_, share)), Some(grad)) = (on_its_ranks, grads.get(param.var())) {
-            *share = norm_type.combine(*share, powers(grad, norm_type)?);
+    let params = vars.trainable();
+    let with_gradient: Vec<_> = params.iter().filter_map(|param| Some((param, grads.get(param.var())?))).collect();
+    let powers = powers(with_gradient.iter().map(|(_, grad)| *grad), norm_type)?;
+    for ((param, _), power) in with_gradient.into_iter().zip(powers) {
+        if let Some((_, share)) = meshes.iter_mut().find(|(ranks, _)| Arc::ptr_eq(ranks, param.ranks())) {
+            *share = norm_type.combine(*share, power);
         }
     }
     let op = if norm_type == NormType::Infinity { ReduceOp::Max } else { ReduceOp::Sum };
@@ -111,9 +113,9 @@ fn norm_of(vars: &ShardedVarMap, grads: &GradStore, norm_type: NormType) -> Resu
     Ok(norm_type.root(total))
 }
 
-/// The sum of powers, or the largest magnitude, of one gradient.
-pub(crate) fn powers(grad: &Tensor, norm_type: NormType) -> Result<f64> {
-    Ok(with_slice(&grad.contiguous()?, |kernels, values| kernels.powers(values, norm_type))?)
+/// The sum of powers, or the largest magnitude, of each gradient.
+pub(crate) fn powers<'a>(grads: impl IntoIterator<Item = &'a Tensor>, norm_type: NormType) -> Result<Vec<f64>> {
+    numbers_of(grads, |kernels, values, sum| kernels.powers(values, norm_type, sum))
 }
 
 /// Multiplies a sharded gradient in place.

@@ -11,7 +11,7 @@ use super::adamw::AdamW;
 use crate::build::ShardedVarMap;
 use crate::data_parallel::DataParallel;
 use crate::error::{Error, NonFinite, NonFiniteTensor, Result};
-use crate::storage::with_slice;
+use crate::storage::numbers_of;
 
 /// What [`check_finite`] looks at.
 #[derive(Clone, Copy)]
@@ -58,7 +58,7 @@ pub enum ValuesOf<'a> {
 /// ```
 pub fn check_finite(vars: &ShardedVarMap, of: &[ValuesOf<'_>]) -> Result<()> {
     let subjects = subjects(vars, of)?;
-    let own = subjects.iter().map(Subject::count).collect::<Result<Vec<_>>>()?;
+    let own = counts(&subjects)?;
     let found = own.iter().any(|&count| count > 0.);
     if over_mesh(vars, vec![f64::from(u8::from(found))], "whether any value is not finite")? == [0.] {
         return Ok(());
@@ -69,7 +69,7 @@ pub fn check_finite(vars: &ShardedVarMap, of: &[ValuesOf<'_>]) -> Result<()> {
 /// Where the gradients are not finite whose norm is not. Collective.
 pub(crate) fn of_norm(vars: &ShardedVarMap, grads: &GradStore, norm: f64) -> Result<NonFinite> {
     let subjects = subjects(vars, &[ValuesOf::Gradients(grads)])?;
-    let own = subjects.iter().map(Subject::count).collect::<Result<Vec<_>>>()?;
+    let own = counts(&subjects)?;
     Ok(NonFinite { norm: Some(norm), ..located(vars, &subjects, own)? })
 }
 
@@ -85,12 +85,12 @@ struct Subject {
     tensor: Option<Tensor>,
 }
 
-impl Subject {
-    fn count(&self) -> Result<f64> {
-        let Some(tensor) = &self.tensor else { return Ok(0.) };
-        let count = with_slice(&tensor.contiguous()?, |kernels, values| kernels.count_non_finite(values))?;
-        Ok(count as f64)
-    }
+/// How many values of each are not finite, of what this rank has.
+fn counts(subjects: &[Subject]) -> Result<Vec<f64>> {
+    let tensors = subjects.iter().filter_map(|subject| subject.tensor.as_ref());
+    let mut found = numbers_of(tensors, |kernels, values, count| kernels.count_non_finite(values, count))?.into_iter();
+    let count = |subject: &Subject| subject.tensor.as_ref().and_then(|_| found.next()).unwrap_or(0.);
+    Ok(subjects.iter().map(count).collect())
 }
 
 fn subjects(vars: &ShardedVarMap, of: &[ValuesOf<'_>]) -> Result<Vec<Subject>> {

@@ -101,13 +101,10 @@ impl GradScaler {
                 "GradScaler::unscale was called twice: call step before the next unscale".into(),
             ));
         }
-        let mut finite = true;
-        for param in vars.trainable() {
-            if let Some(grad) = grads.get(param.var()) {
-                finite &= powers(grad, NormType::Infinity)?.is_finite();
-                scale(grad, 1. / self.scale)?;
-            }
-        }
+        let params = vars.trainable();
+        let own: Vec<_> = params.iter().filter_map(|param| grads.get(param.var())).collect();
+        let finite = powers(own.iter().copied(), NormType::Infinity)?.iter().all(|largest| largest.is_finite());
+        own.iter().try_for_each(|grad| scale(grad, 1. / self.scale))?;
         // From the smallest mesh to the largest, whose ranks are those of all: each of them covers the map's.
         let mut meshes = vars.all_ranks()?;
         meshes.sort_by_key(|ranks| ranks.mesh().size());

@@ -7,7 +7,7 @@ use fsdp_core::layout::Region;
 
 use super::dict::{IncompatibleKeys, StateDict, StateTensor};
 use super::options::StateDictOptions;
-use super::transfer::{Wanted, given, kept, on_rank_0, taken};
+use super::transfer::{Wanted, given, kept, on_host, on_rank_0, taken};
 use crate::build::ShardedVarMap;
 use crate::error::Result;
 use crate::storage::copy_tensor;
@@ -27,7 +27,7 @@ pub fn get_model_state_dict(vars: &ShardedVarMap, options: &StateDictOptions) ->
     for (fqn, var) in vars.wholes() {
         let Some(name) = options.name(&fqn) else { continue };
         let shared = !options.full_state_dict && !options.cpu_offload;
-        let tensor = if shared { var.as_tensor().clone() } else { var.as_tensor().copy()? };
+        let tensor = if shared { var.as_tensor().clone() } else { on_host(var.as_tensor())? };
         dict.tensors.insert(name.into(), StateTensor::whole(tensor));
     }
     Ok(kept(dict, vars.mesh(), options))

@@ -7,22 +7,27 @@ use fsdp_core::{Buffer, DTensor, DeviceMesh};
 use super::dict::{StateDict, StateTensor};
 use super::options::StateDictOptions;
 use crate::error::{Error, Result};
-use crate::storage::{copied, copy_out, to_core_dtype, to_tensor};
+use crate::storage::{to_core_dtype, to_host, to_tensor};
 use crate::unit::FsdpParam;
 
 /// A tensor of the shape, dtype and cut of a parameter, as the options want it. Collective where they want it whole.
 pub(super) fn taken(param: &FsdpParam, shard: &Tensor, options: &StateDictOptions) -> Result<StateTensor> {
     let shape = param.shape().dims();
     if !options.full_state_dict {
-        let tensor = if options.cpu_offload { shard.copy()? } else { shard.clone() };
+        let tensor = if options.cpu_offload { on_host(shard)? } else { shard.clone() };
         return Ok(StateTensor { tensor, shape: shape.to_vec(), region: param.region().clone() });
     }
-    let full = DTensor::from_local(copied(shard)?, shape, param.ranks().mesh(), &param.placements())?.full_tensor()?;
+    let full = DTensor::from_local(to_host(shard)?, shape, param.ranks().mesh(), &param.placements())?.full_tensor()?;
     Ok(StateTensor {
         tensor: to_tensor(full, shape, &Device::Cpu)?,
         shape: shape.to_vec(),
         region: Region::whole(shape),
     })
+}
+
+/// A copy in host memory.
+pub(super) fn on_host(tensor: &Tensor) -> Result<Tensor> {
+    Ok(to_tensor(to_host(tensor)?, tensor.dims(), &Device::Cpu)?)
 }
 
 /// Only rank 0 keeps a full state dict in host memory.
@@ -88,10 +93,10 @@ pub(super) fn given(
             continue;
         }
         let elements = wanted.shape.iter().product();
-        let mut whole = Buffer::try_zeros(to_core_dtype(wanted.dtype)?, elements)?;
-        if let Some(tensor) = wholes.get_mut(index).and_then(Option::take) {
-            copy_out(&tensor, &mut whole)?;
-        }
+        let whole = match wholes.get_mut(index).and_then(Option::take) {
+            Some(tensor) => to_host(&tensor)?,
+            None => Buffer::try_zeros(to_core_dtype(wanted.dtype)?, elements)?,
+        };
         let whole = StateTensor::whole(to_tensor(broadcast(mesh, whole)?, wanted.shape, &Device::Cpu)?);
         given.push(Some(whole.cut(&wanted.name, wanted.shape, &wanted.region, wanted.dtype)?));
     }

@@ -109,8 +109,38 @@ pub(crate) fn copy_in(buffer: &Buffer, tensor: &Tensor) -> Result<()> {
     with_slice_mut(tensor, |kernels, slice| kernels.copy(buffer.into(), slice))
 }
 
-/// Copies a contiguous tensor's elements into another of its dtype and length.
+/// A tensor's elements in host memory, row-major. Waits for a device.
+pub(crate) fn to_host(tensor: &Tensor) -> crate::error::Result<Buffer> {
+    let mut buffer = Buffer::try_zeros(to_core_dtype(tensor.dtype())?, tensor.elem_count())?;
+    let mut copy = |bytes: &[u8]| buffer.bytes_mut().copy_from_slice(bytes);
+    with_slice(&tensor.contiguous()?, |kernels, slice| kernels.read(slice, &mut copy))?;
+    Ok(buffer)
+}
+
+/// What `f` leaves of each tensor in an element of F64. They are read together, so that the host waits for a device
+/// once.
+pub(crate) fn numbers_of<'a>(
+    tensors: impl IntoIterator<Item = &'a Tensor>,
+    f: impl Fn(&dyn Kernels, Slice<'_>, SliceMut<'_>) -> Result<()>,
+) -> crate::error::Result<Vec<f64>> {
+    let tensors: Vec<_> = tensors.into_iter().collect();
+    let Some(first) = tensors.first() else { return Ok(vec![]) };
+    let kernels = kernels::of_device(first.device())?;
+    let mut all = kernels.zeros(fsdp_core::DType::F64, tensors.len())?;
+    for (at, tensor) in tensors.into_iter().enumerate() {
+        let number = SliceMut::from(&mut all).range(at..at + 1)?;
+        with_slice(&tensor.contiguous()?, |kernels, values| f(kernels, values, number))?;
+    }
+    let mut numbers = vec![];
+    kernels.read((&all).into(), &mut |bytes| numbers = bytemuck::pod_collect_to_vec(bytes))?;
+    Ok(numbers)
+}
+
+/// Copies a contiguous tensor's elements into another of its dtype and length, wherever they are.
 pub(crate) fn copy_tensor(from: &Tensor, to: &Tensor) -> Result<()> {
+    if !from.device().same_device(to.device()) {
+        return copy_tensor(&from.to_device(to.device())?, to);
+    }
     if share_memory(from, to) {
         return copy_tensor(&from.copy()?, to);
     }

@@ -49,7 +49,7 @@ use step_log::StepLog;
 
 fn main() -> ExitCode {
     let args = Args::parse();
-    job::run(|world| {
+    job::run_on(args.device.into(), |world| {
         // First of all: what follows counts on it.
         alike::settings(&args, world)?;
         args.batch_shape(world)?;

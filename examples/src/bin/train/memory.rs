@@ -26,6 +26,9 @@ pub(crate) fn check(
     positions: usize,
     world: &World,
 ) -> anyhow::Result<()> {
+    if !world.device().is_cpu() {
+        return Ok(()); // memory that a device refuses is an error by itself
+    }
     let needs = needs(args, config, lora, positions, world.size());
     let total: f64 = needs.iter().map(|(_, bytes)| bytes).sum();
     let ranks = world.env().local_world_size;

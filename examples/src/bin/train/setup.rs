@@ -14,7 +14,7 @@ use fsdp_examples::data::{Batches, Data, Examples, Masking, PackingOptions, Sour
 use fsdp_examples::models::{self, LanguageModel, ModelConfig, ModelOptions};
 
 use crate::alike::{self, Words};
-use crate::args::{ActivationCheckpoint, Args, DeviceChoice, InitChoice, Resume, Switch};
+use crate::args::{ActivationCheckpoint, Args, InitChoice, Resume, Switch};
 use crate::evaluate::Evaluation;
 use crate::lora::Adapters;
 use crate::memory;
@@ -38,12 +38,6 @@ pub(crate) struct Setup {
 
 impl Setup {
     pub(crate) fn new(args: &Args, world: &World) -> anyhow::Result<Self> {
-        if args.device == DeviceChoice::Cuda {
-            bail!(
-                "--device cuda: GPUs are not there yet, and this build has no CUDA: it computes on CPUs. Use \
-                 --device cpu"
-            );
-        }
         let config = match &args.model {
             Some(dir) => ModelConfig::from_dir(dir)?,
             None => ModelConfig::builtin()?,

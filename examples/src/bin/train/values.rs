@@ -90,6 +90,16 @@ pub(crate) enum DeviceChoice {
     Cuda,
 }
 
+impl From<DeviceChoice> for fsdp_candle::DeviceChoice {
+    fn from(choice: DeviceChoice) -> Self {
+        match choice {
+            DeviceChoice::Auto => Self::Auto,
+            DeviceChoice::Cpu => Self::Cpu,
+            DeviceChoice::Cuda => Self::Cuda,
+        }
+    }
+}
+
 /// Which checkpoint to go on from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Resume {

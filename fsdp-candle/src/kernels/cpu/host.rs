@@ -29,8 +29,8 @@ impl Kernels for Cpu {
         memory::buffer(storage)
     }
 
-    fn poison(&self) -> Storage {
-        memory::poison()
+    fn poison(&self) -> Result<Storage> {
+        Ok(memory::poison())
     }
 
     fn slice<'a>(&self, storage: &'a Storage, elements: Range<usize>) -> Result<Slice<'a>> {
@@ -47,7 +47,7 @@ impl Kernels for Cpu {
     }
 
     fn write(&self, to: SliceMut<'_>, f: &mut dyn FnMut(&mut [u8])) -> Result<()> {
-        f(memory::bytes_mut(to));
+        f(memory::bytes_mut(to)?);
         Ok(())
     }
 
@@ -67,12 +67,12 @@ impl Kernels for Cpu {
         arithmetic::cast(from, to)
     }
 
-    fn powers(&self, values: Slice<'_>, norm: NormType) -> Result<f64> {
-        norm::powers(values, norm)
+    fn powers(&self, values: Slice<'_>, norm: NormType, sum: SliceMut<'_>) -> Result<()> {
+        memory::put(sum, norm::powers(values, norm)?)
     }
 
-    fn count_non_finite(&self, values: Slice<'_>) -> Result<u64> {
-        norm::count_non_finite(values)
+    fn count_non_finite(&self, values: Slice<'_>, count: SliceMut<'_>) -> Result<()> {
+        memory::put(count, norm::count_non_finite(values)? as f64)
     }
 
     fn adamw(

@@ -79,9 +79,12 @@ pub(super) fn bytes(slice: Slice<'_>) -> Result<&[u8]> {
     }
 }
 
-pub(super) fn bytes_mut(slice: SliceMut<'_>) -> &mut [u8] {
-    let ViewMut::Host(bytes) = slice.into_view();
-    bytes
+pub(super) fn bytes_mut(slice: SliceMut<'_>) -> Result<&mut [u8]> {
+    match slice.into_view() {
+        ViewMut::Host(bytes) => Ok(bytes),
+        #[cfg(feature = "cuda")]
+        ViewMut::Cuda(_) => bail!("the elements are not in host memory"),
+    }
 }
 
 /// The elements of a slice of their type.
@@ -96,10 +99,19 @@ pub(super) fn elements<T: Element + Pod>(slice: Slice<'_>) -> Result<&[T]> {
 /// [`elements`], to write to.
 pub(super) fn elements_mut<T: Element + Pod>(slice: SliceMut<'_>) -> Result<&mut [T]> {
     let dtype = slice.dtype();
-    match bytemuck::try_cast_slice_mut(bytes_mut(slice)) {
+    match bytemuck::try_cast_slice_mut(bytes_mut(slice)?) {
         Ok(elements) if dtype == T::DTYPE => Ok(elements),
         _ => bail!("expected elements of {}, got {dtype}", T::DTYPE),
     }
+}
+
+/// Leaves a number in one element.
+pub(super) fn put(element: SliceMut<'_>, number: f64) -> Result<()> {
+    match elements_mut::<f64>(element)? {
+        [element] => *element = number,
+        elements => bail!("one number does not go with {} elements", elements.len()),
+    }
+    Ok(())
 }
 
 /// An error unless there are as many of one as of the other.
@@ -120,22 +132,12 @@ pub(crate) fn host_elements<T: 'static>(buffer: &mut Buffer) -> Option<&mut [T]>
 }
 
 pub(super) fn copy_rows(from: Slice<'_>, to: SliceMut<'_>, rows: Rows) -> Result<()> {
-    let (dtype, wanted) = (from.dtype(), to.dtype());
-    if dtype != wanted {
-        bail!("elements of {dtype} can't be copied to {wanted}")
-    }
+    let size = rows.check(&from, &to)?;
     let Rows { count, len, from_stride, to_stride } = rows;
     if count == 0 || len == 0 {
         return Ok(());
     }
-    // Checked once, for all rows.
-    let end = |stride: usize| (count - 1).checked_mul(stride).and_then(|last| last.checked_add(len));
-    let fits = |stride, room| end(stride).is_some_and(|end| end <= room);
-    if !fits(from_stride, from.len()) || !fits(to_stride, to.len()) || (count > 1 && to_stride < len) {
-        bail!("{count} rows of {len} elements do not fit into {} and {}", from.len(), to.len())
-    }
-    let size = dtype.size();
-    let (from, to) = (bytes(from)?, bytes_mut(to));
+    let (from, to) = (bytes(from)?, bytes_mut(to)?);
     for row in 0..count {
         let (read, written) = (row * from_stride * size, row * to_stride * size);
         to[written..written + len * size].copy_from_slice(&from[read..read + len * size]);

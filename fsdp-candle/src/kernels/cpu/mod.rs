@@ -7,8 +7,6 @@ mod float;
 mod host;
 mod memory;
 mod norm;
-#[cfg(test)]
-mod tests;
 
 pub(super) use host::Cpu;
 pub(crate) use memory::host_elements;

@@ -1,9 +1,11 @@
-//! The ranks of a job: who this process is, its device, and the group of all.
+//! A rank in its job.
 
 use candle_core::Device;
 use fsdp_core::process_group::{self, Options};
 use fsdp_core::{DeviceMesh, ProcessGroup, RankEnv, ReduceOp};
 
+use super::device::DeviceChoice;
+use super::engine::group_on;
 use crate::error::Result;
 
 /// All ranks of a job, seen from one of them.
@@ -19,9 +21,32 @@ pub struct World {
 /// # Errors
 /// When the environment contradicts itself, or the ranks do not meet.
 pub fn init() -> Result<World> {
+    init_on(DeviceChoice::Cpu)
+}
+
+/// [`init`], for a job that computes on other devices. Collectives of [`World::group`] then move the memory of this
+/// rank's device, and the host's. Collective.
+///
+/// Between CUDA devices NCCL moves it, where the build has it (feature `nccl`) and no two ranks share a device; else it
+/// goes by way of the host's memory. `FSDP_DEVICE_BACKEND` (`nccl` or `host`) overrides the choice.
+///
+/// # Errors
+/// As [`init`]; when there is no such device, or it refuses.
+///
+/// ```
+/// use fsdp_candle::DeviceChoice;
+///
+/// let world = fsdp_candle::init_on(DeviceChoice::Cpu)?;
+/// assert!(world.device().is_cpu());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn init_on(choice: DeviceChoice) -> Result<World> {
     let env = RankEnv::from_env()?;
+    // What this rank lacks the others should not have to wait for.
+    let device = choice.device(&env)?;
     let group = process_group::init(&env, Options::default())?;
-    Ok(World { group, env, device: Device::Cpu })
+    let group = group_on(&device, group, &env)?;
+    Ok(World { group, env, device })
 }
 
 impl World {

@@ -1,0 +1,69 @@
+//! Sums, scales, casts and AdamW.
+
+use candle_core::Result;
+
+use super::super::slice::{Slice, SliceMut};
+use super::super::update::AdamWUpdate;
+use super::device::{Cuda, same_dtype, same_length};
+use super::launch::{Arg, for_each_of, of_float};
+
+pub(super) fn add(cuda: &Cuda, sum: SliceMut<'_>, more: Slice<'_>) -> Result<()> {
+    let (len, kernel) = (sum.len(), format!("add_{}", of_float(sum.dtype())?));
+    same_dtype(sum.dtype(), more.dtype())?;
+    same_length(len, more.len())?;
+    let (sum, more) = (cuda.view_mut(sum)?, cuda.view(more)?);
+    if len == 0 {
+        return Ok(());
+    }
+    // SAFETY: the kernel's arguments, of one dtype and length.
+    unsafe { cuda.launch(&kernel, for_each_of(len), &[sum.into(), more.into(), len.into()]) }
+}
+
+pub(super) fn scale(cuda: &Cuda, values: SliceMut<'_>, factor: f64) -> Result<()> {
+    let (len, kernel) = (values.len(), format!("scale_{}", of_float(values.dtype())?));
+    let values = cuda.view_mut(values)?;
+    if len == 0 {
+        return Ok(());
+    }
+    // SAFETY: the kernel's arguments.
+    unsafe { cuda.launch(&kernel, for_each_of(len), &[values.into(), len.into(), factor.into()]) }
+}
+
+pub(super) fn cast(cuda: &Cuda, from: Slice<'_>, to: SliceMut<'_>) -> Result<()> {
+    let (len, kernel) = (to.len(), format!("cast_{}_{}", of_float(from.dtype())?, of_float(to.dtype())?));
+    same_length(from.len(), len)?;
+    let (from, to) = (cuda.view(from)?, cuda.view_mut(to)?);
+    if len == 0 {
+        return Ok(());
+    }
+    // SAFETY: the kernel's arguments, of the dtypes in its name and of one length.
+    unsafe { cuda.launch(&kernel, for_each_of(len), &[from.into(), to.into(), len.into()]) }
+}
+
+pub(super) fn adamw(
+    cuda: &Cuda,
+    update: &AdamWUpdate,
+    param: SliceMut<'_>,
+    grad: Slice<'_>,
+    [means, squares]: [SliceMut<'_>; 2],
+) -> Result<()> {
+    let (len, dtype) = (param.len(), param.dtype());
+    let kernel = format!("adamw_{}", of_float(dtype)?);
+    for (other, its_len) in
+        [(grad.dtype(), grad.len()), (means.dtype(), means.len()), (squares.dtype(), squares.len())]
+    {
+        same_length(len, its_len)?;
+        same_dtype(dtype, other)?;
+    }
+    let (param, grad) = (cuda.view_mut(param)?, cuda.view(grad)?);
+    let (means, squares) = (cuda.view_mut(means)?, cuda.view_mut(squares)?);
+    if len == 0 {
+        return Ok(());
+    }
+    let AdamWUpdate { decay, beta1, beta2, step_size, root_bias_correction2, eps } = *update;
+    let numbers = [decay, beta1, 1. - beta1, beta2, 1. - beta2, step_size, root_bias_correction2, eps];
+    let mut args = vec![param.into(), grad.into(), means.into(), squares.into(), len.into()];
+    args.extend(numbers.map(Arg::from));
+    // SAFETY: the kernel's arguments, of one dtype and length.
+    unsafe { cuda.launch(&kernel, for_each_of(len), &args) }
+}

@@ -1,0 +1,299 @@
+// The kernels of a CUDA device. NVRTC compiles them when the device is first used, without any header.
+//
+// They compute what `kernels/cpu` computes, operation by operation, and are compiled so that no product and sum become
+// one (`--fmad=false`): the bits are the host's, but for sums whose order is another. Sums have an order of their own,
+// which follows from lengths alone. A pointer to `const` is for reading only: the device double looks for races by it.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct bf16 { u16 bits; };
+struct f16 { u16 bits; };
+
+const u32 THREADS = 256;
+
+// Elements, shared out among all threads of a launch.
+#define EACH(i, count) \
+  for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < (count); i += (u64)gridDim.x * blockDim.x)
+#define KERNEL(name) extern "C" __global__ void name
+
+// A kernel for each float.
+#define FLOATS(each) each(f32, float) each(f64, double) each(bf16, bf16) each(f16, f16)
+
+// ---- floats ----
+
+// The nearest float of another format, ties to even. `exponent` and `mantissa` count bits, and `large` says how a value
+// looks that is infinite. What is too large becomes that.
+template <int to_exponent, int to_mantissa, int exponent, int mantissa, class Word>
+static __device__ u32 narrowed(Word bits, u32 large) {
+  const Word hidden = (Word)1 << mantissa;
+  const u32 sign = (u32)(bits >> (exponent + mantissa)) << (to_exponent + to_mantissa);
+  const int most = (1 << exponent) - 1, power = (int)(bits >> mantissa) & most;
+  Word fraction = bits & (hidden - 1);
+  if (power == most && fraction)  // not a number: the upper bits stay
+    return sign | large | 1u << (to_mantissa - 1) | (u32)(fraction >> (mantissa - to_mantissa));
+  if (power == most) return sign | large;
+  // The exponent in the new format. What has none is counted from the smallest.
+  int scaled = (power ? power : 1) - (1 << (exponent - 1)) + (1 << (to_exponent - 1));
+  int drop = mantissa - to_mantissa;
+  if (power) fraction |= hidden;
+  if (scaled < 1) {
+    drop += 1 - scaled;
+    scaled = 1;
+  }
+  if (drop > mantissa + 1) return sign;  // less than half of the smallest
+  const Word rest = fraction & (((Word)1 << drop) - 1), half = (Word)1 << (drop - 1);
+  u32 kept = (u32)(fraction >> drop);
+  if (rest > half || (rest == half && (kept & 1))) kept++;
+  // The leading bit, where there is one, adds to the exponent.
+  const u32 magnitude = ((u32)(scaled - 1) << to_mantissa) + kept;
+  return sign | (magnitude < large ? magnitude : large);
+}
+
+static __device__ u32 bits_of(float x) { return __float_as_uint(x); }
+static __device__ u64 bits_of(double x) { return (u64)__double_as_longlong(x); }
+static __device__ float f32_of(u32 bits) { return __uint_as_float(bits); }
+static __device__ bool is_finite(double x) { return x - x == 0; }
+
+// What a float is computed in, how it is read, and how it is rounded.
+template <class T> struct Float;
+template <> struct Float<float> {
+  typedef float Real;
+  static __device__ float get(float x) { return x; }
+  static __device__ float put(float x) { return x; }
+  static __device__ float put(double x) { return (float)x; }
+};
+template <> struct Float<double> {
+  typedef double Real;
+  static __device__ double get(double x) { return x; }
+  static __device__ double put(float x) { return x; }
+  static __device__ double put(double x) { return x; }
+};
+template <> struct Float<bf16> {
+  typedef float Real;
+  static __device__ float get(bf16 x) { return f32_of((u32)x.bits << 16); }
+  static __device__ bf16 put(float x) {
+    bf16 rounded = {(u16)narrowed<8, 7, 8, 23>(bits_of(x), 0x7f80)};
+    return rounded;
+  }
+  static __device__ bf16 put(double x) {
+    bf16 rounded = {(u16)narrowed<8, 7, 11, 52>(bits_of(x), 0x7f80)};
+    return rounded;
+  }
+};
+template <> struct Float<f16> {
+  typedef float Real;
+  static __device__ float get(f16 x) {
+    const u32 sign = (u32)(x.bits >> 15) << 31, power = x.bits >> 10 & 31, fraction = x.bits & 1023;
+    if (power == 31) return f32_of(sign | 0x7f800000 | fraction << 13);
+    if (power) return f32_of(sign | (power + 112) << 23 | fraction << 13);
+    return f32_of(sign | bits_of((float)fraction * 5.9604644775390625e-8f));  // 2^-24
+  }
+  static __device__ f16 put(float x) {
+    f16 rounded = {(u16)narrowed<5, 10, 8, 23>(bits_of(x), 0x7c00)};
+    return rounded;
+  }
+  static __device__ f16 put(double x) {
+    f16 rounded = {(u16)narrowed<5, 10, 11, 52>(bits_of(x), 0x7c00)};
+    return rounded;
+  }
+};
+
+// ---- copies, sums, scales and casts ----
+
+// A thread an element, the rows along y.
+template <class T>
+static __device__ void copy_rows(const T* from, T* to, u64 rows, u64 width, u64 from_stride, u64 to_stride) {
+  for (u64 row = (u64)blockIdx.y * blockDim.y + threadIdx.y; row < rows; row += (u64)gridDim.y * blockDim.y)
+    EACH(at, width) to[row * to_stride + at] = from[row * from_stride + at];
+}
+#define COPY_ROWS(bytes, T) \
+  KERNEL(copy_rows_##bytes)(const T* from, T* to, u64 rows, u64 width, u64 from_stride, u64 to_stride) { \
+    copy_rows(from, to, rows, width, from_stride, to_stride); \
+  }
+COPY_ROWS(1, u8)
+COPY_ROWS(2, u16)
+COPY_ROWS(4, u32)
+COPY_ROWS(8, u64)
+
+template <class T> static __device__ void add(T* sum, const T* more, u64 count) {
+  typedef Float<T> F;
+  EACH(i, count) sum[i] = F::put(F::get(sum[i]) + F::get(more[i]));
+}
+template <class T> static __device__ void scale(T* values, u64 count, double factor) {
+  typedef Float<T> F;
+  const typename F::Real by = (typename F::Real)factor;
+  EACH(i, count) values[i] = F::put(F::get(values[i]) * by);
+}
+#define ADD_AND_SCALE(name, T) \
+  KERNEL(add_##name)(T* sum, const T* more, u64 count) { add(sum, more, count); } \
+  KERNEL(scale_##name)(T* values, u64 count, double factor) { scale(values, count, factor); }
+FLOATS(ADD_AND_SCALE)
+
+template <class A, class B> static __device__ void cast(const A* from, B* to, u64 count) {
+  EACH(i, count) to[i] = Float<B>::put(Float<A>::get(from[i]));
+}
+#define CAST(a, A, b, B) \
+  KERNEL(cast_##a##_##b)(const A* from, B* to, u64 count) { cast(from, to, count); }
+#define CASTS_FROM(a, A) CAST(a, A, f32, float) CAST(a, A, f64, double) CAST(a, A, bf16, bf16) CAST(a, A, f16, f16)
+FLOATS(CASTS_FROM)
+
+// ---- norms ----
+
+// What is added up of each value: the same numbers as in `norm.rs`.
+enum : u32 { SQUARES, MAGNITUDES, LARGEST, POWERS, NON_FINITE };
+
+static __device__ double share(double value, u32 of, double p) {
+  const double magnitude = value < 0 ? -value : value;
+  if (of == NON_FINITE) return is_finite(value) ? 0 : 1;
+  if (of == SQUARES) return magnitude * magnitude;
+  return of == POWERS ? pow(magnitude, p) : magnitude;
+}
+
+static __device__ double combined(double a, double b, u32 of) {
+  if (of != LARGEST) return a + b;
+  return b > a || b != b ? b : a;  // a NaN stays
+}
+
+// Brings the threads of a block together. Every thread calls it, once.
+static __device__ void combine_block(double mine, double* result, u32 of) {
+  __shared__ double shares[THREADS];
+  shares[threadIdx.x] = mine;
+  for (u32 half = THREADS / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) shares[threadIdx.x] = combined(shares[threadIdx.x], shares[threadIdx.x + half], of);
+  }
+  if (threadIdx.x == 0) *result = shares[0];
+}
+
+// A share for each block.
+template <class T> static __device__ void powers(const T* values, u64 count, u32 of, double p, double* shares) {
+  double mine = 0;
+  EACH(i, count) mine = combined(mine, share((double)Float<T>::get(values[i]), of, p), of);
+  combine_block(mine, shares + blockIdx.x, of);
+}
+#define POWERS_OF(name, T) \
+  KERNEL(powers_##name)(const T* values, u64 count, u32 of, double p, double* shares) { \
+    powers(values, count, of, p, shares); \
+  }
+FLOATS(POWERS_OF)
+
+// All shares together, in one block.
+KERNEL(total)(const double* shares, u64 count, u32 of, double* result) {
+  double mine = 0;
+  EACH(i, count) mine = combined(mine, shares[i], of);
+  combine_block(mine, result, of);
+}
+
+// ---- AdamW ----
+
+template <class T>
+static __device__ void adamw(T* param, const T* grad, T* means, T* squares, u64 count, typename Float<T>::Real decay,
+                             typename Float<T>::Real beta1, typename Float<T>::Real rest1,
+                             typename Float<T>::Real beta2, typename Float<T>::Real rest2,
+                             typename Float<T>::Real step_size, typename Float<T>::Real root,
+                             typename Float<T>::Real eps) {
+  typedef Float<T> F;
+  typedef typename F::Real R;
+  EACH(i, count) {
+    const R g = F::get(grad[i]);
+    const R mean = beta1 * F::get(means[i]) + rest1 * g;
+    const R square = beta2 * F::get(squares[i]) + rest2 * g * g;
+    means[i] = F::put(mean);
+    squares[i] = F::put(square);
+    param[i] = F::put(F::get(param[i]) * decay - step_size * mean / (sqrt(square) / root + eps));
+  }
+}
+#define ADAMW(name, T) \
+  KERNEL(adamw_##name)(T* param, const T* grad, T* means, T* squares, u64 count, double decay, double beta1, \
+                       double rest1, double beta2, double rest2, double step_size, double root, double eps) { \
+    typedef Float<T>::Real R; \
+    adamw(param, grad, means, squares, count, (R)decay, (R)beta1, (R)rest1, (R)beta2, (R)rest2, (R)step_size, \
+          (R)root, (R)eps); \
+  }
+FLOATS(ADAMW)
+
+// ---- 8 bits ----
+
+// The largest magnitude of each stretch of `width` values, as bits: those of floats that are not negative are in order,
+// and what is no number is above all. `largest` begins as zeros. Blocks that share a stretch follow one another.
+KERNEL(largest)(const float* values, u32* largest, u64 count, u64 width, u64 blocks_each) {
+  const u64 stretch = blockIdx.x / blocks_each, begin = stretch * width;
+  const u64 end = begin + width < count ? begin + width : count;
+  u32 mine = 0;
+  for (u64 i = begin + blockIdx.x % blocks_each * blockDim.x + threadIdx.x; i < end; i += blocks_each * blockDim.x) {
+    const u32 bits = bits_of(values[i]) & 0x7fffffff;
+    mine = bits > mine ? bits : mine;
+  }
+  atomicMax(largest + stretch, mine);
+}
+
+// Turns each largest magnitude into a scale, in place: 0 for a stretch of zeros, but 1 for E4M3's.
+KERNEL(scales_of)(u32* largest, u64 count, float most, float of_zeros) {
+  EACH(i, count) {
+    const u32 bits = largest[i];
+    float scale = f32_of(0x7fc00000);
+    if (bits < 0x7f800000) scale = bits ? f32_of(bits) / most : of_zeros;
+    largest[i] = bits_of(scale);
+  }
+}
+
+KERNEL(quantise_int8)(const float* values, const float* scales, u8* codes, u64 count, u64 width) {
+  EACH(i, count) {
+    const float scale = scales[i / width], inverse = scale > 0 ? 1 / scale : 0;
+    const float code = roundf(values[i] * inverse);
+    codes[i] = code == code ? (u8)(signed char)(code > 127 ? 127 : code < -128 ? -128 : code) : (u8)0;
+  }
+}
+
+KERNEL(quantise_e4m3)(const float* values, const float* scales, u8* codes, u64 count, u64 width) {
+  EACH(i, count) {
+    const float value = values[i] / scales[i / width];
+    const u32 bits = bits_of(value), sign = bits >> 31 << 7;
+    if (value != value) codes[i] = (u8)(sign | 0x7f);
+    else if (value >= 448 || value <= -448) codes[i] = (u8)(sign | 0x7e);
+    else codes[i] = (u8)narrowed<4, 3, 8, 23>(bits, 0x7f);
+  }
+}
+
+static __device__ float int8_of(u8 code) { return (float)(signed char)code; }
+static __device__ float e4m3_of(u8 code) {
+  const u32 power = code >> 3 & 15, fraction = code & 7;
+  const float magnitude = (float)(power ? fraction + 8 : fraction) * f32_of((power ? power + 117 : 118u) << 23);
+  return f32_of((u32)(code >> 7) << 31 | ((code & 127) == 127 ? 0x7fc00000 : bits_of(magnitude)));
+}
+#define DEQUANTISE_AS(bits, name, T) \
+  KERNEL(dequantise_##bits##_##name)(const u8* codes, const float* scales, T* values, u64 count, u64 width) { \
+    EACH(i, count) values[i] = Float<T>::put(bits##_of(codes[i]) * scales[i / width]); \
+  }
+#define DEQUANTISE(name, T) DEQUANTISE_AS(int8, name, T) DEQUANTISE_AS(e4m3, name, T)
+FLOATS(DEQUANTISE)
+
+// ---- rows of a table ----
+
+// Adds each row of `from` to the row of `table` that its id names; ids beyond the table name none. A block adds up all
+// rows of an id, in their order, at the first of its places.
+template <class T>
+static __device__ void add_rows(const u32* ids, const T* from, T* table, u64 count, u64 width, u64 rows) {
+  typedef Float<T> F;
+  typedef typename F::Real R;
+  for (u64 first = blockIdx.x; first < count; first += gridDim.x) {
+    const u32 id = ids[first];
+    bool is_later = id >= rows;
+    for (u64 i = threadIdx.x; i < first && !is_later; i += blockDim.x) is_later = ids[i] == id;
+    if (__syncthreads_or(is_later)) continue;
+    for (u64 at = threadIdx.x; at < width; at += blockDim.x) {
+      R sum = 0;
+      for (u64 i = first; i < count; i++)
+        if (ids[i] == id) sum += F::get(from[i * width + at]);
+      table[id * width + at] = F::put(F::get(table[id * width + at]) + sum);
+    }
+  }
+}
+#define ADD_ROWS(name, T) \
+  KERNEL(add_rows_##name)(const u32* ids, const T* from, T* table, u64 count, u64 width, u64 rows) { \
+    add_rows(ids, from, table, count, width, rows); \
+  }
+FLOATS(ADD_ROWS)

@@ -1,0 +1,17 @@
+//! The kernels of CUDA devices: sources of CUDA C that are compiled when a device is first used.
+
+mod arithmetic;
+mod device;
+mod eight_bits;
+mod launch;
+mod memory;
+mod norm;
+mod product;
+mod registry;
+mod set;
+mod table;
+
+pub(super) use registry::{of_candle, of_ordinal};
+pub(crate) use product::{Matrix, add_product};
+pub(crate) use registry::{candle_device, compute_stream, device_count};
+pub(crate) use table::add_rows;
