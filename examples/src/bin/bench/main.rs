@@ -8,6 +8,7 @@ mod collectives;
 mod count;
 mod finite;
 mod memory;
+mod meter;
 mod print;
 mod ranks;
 mod residual;
@@ -15,7 +16,8 @@ mod step;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{Parser, Subcommand, ValueEnum};
+use fsdp_candle::DeviceChoice;
 use fsdp_examples::console::Console;
 
 /// Measures candle-fsdp on this machine. Start it under fsdp-launch:
@@ -28,6 +30,16 @@ use fsdp_examples::console::Console;
 struct Cli {
     #[command(subcommand)]
     what: What,
+    /// Where to compute.
+    #[arg(long, global = true, value_enum, default_value_t = Where::Cpu)]
+    device: Where,
+}
+
+/// Where to compute.
+#[derive(Clone, Copy, ValueEnum)]
+enum Where {
+    Cpu,
+    Cuda,
 }
 
 #[derive(Subcommand)]
@@ -55,7 +67,11 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         });
     }
-    fsdp_examples::job::run(|world| match cli.what {
+    let device = match cli.device {
+        Where::Cpu => DeviceChoice::Cpu,
+        Where::Cuda => DeviceChoice::Cuda,
+    };
+    fsdp_examples::job::run_on(device, |world| match cli.what {
         What::Ckpt(args) => ckpt::run(&args, world),
         What::Collectives(args) => collectives::run(&args, world),
         What::Finite(args) => finite::run(&args, world),
