@@ -6,20 +6,13 @@ use fsdp_candle::nn::is_adapter;
 use fsdp_ckpt::TensorSource;
 use fsdp_ckpt::hf::HfModel;
 use fsdp_tests::trajectory::Trajectory;
-use fsdp_tests::{golden_flags, launch};
+use fsdp_tests::{golden_flags_of, launch};
 
 /// The recorded run's data, all of which its twenty steps read: the step after them reads what the first did.
-const ALL: &str = "20";
+const ALL: usize = 20;
 
-fn flags(name: &str, steps: &str) -> Vec<String> {
-    let mut args = golden_flags(name);
-    let at = args.iter().position(|arg| arg == "--steps").unwrap();
-    args[at + 1] = steps.into();
-    args
-}
-
-fn train(dir: &std::path::Path, name: &str, steps: &str, more: &str) -> Trajectory {
-    let mut args = flags(name, steps);
+fn train(dir: &std::path::Path, name: &str, steps: usize, more: &str) -> Trajectory {
+    let mut args = golden_flags_of(name, steps);
     args.extend(["--batch-size", "2", "--metrics", "metrics.jsonl"].map(String::from));
     args.extend(more.split_whitespace().map(String::from));
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
@@ -45,14 +38,14 @@ fn adapters_that_were_exported_are_trained_on() {
         assert_eq!(layers, if name == "llama_tiny" { 14 } else { 4 });
         assert!(weights.tensors().keys().all(|name| name.starts_with("base_model.model.") && is_adapter(name)));
 
-        let on = train(dir.path(), name, "21", &format!("{lora} --resume ckpt/step-00000020 --checkpoint-dir on"));
-        let from = train(dir.path(), name, "1", "--lora-from peft --checkpoint-dir from --export-hf again");
+        let on = train(dir.path(), name, 21, &format!("{lora} --resume ckpt/step-00000020 --checkpoint-dir on"));
+        let from = train(dir.path(), name, 1, "--lora-from peft --checkpoint-dir from --export-hf again");
         assert_eq!(on.0.last().unwrap().loss, from.0[0].loss, "{name}: the same adapters see the same data");
         assert!((from.0[0].loss - run.0[0].loss).abs() > 1e-4, "{name}: the adapters have learned: {from:?} {run:?}");
         let again = HfModel::open_file(&dir.path().join("again/adapter_model.safetensors")).unwrap();
         assert!(again.tensors().keys().eq(weights.tensors().keys()));
 
-        let mut args = flags(other, "1");
+        let mut args = golden_flags_of(other, 1);
         args.extend(["--lora-from", "peft"].map(String::from));
         let args: Vec<&str> = args.iter().map(String::as_str).collect();
         launch(2, "train", &args, dir.path())
@@ -63,8 +56,8 @@ fn adapters_that_were_exported_are_trained_on() {
 #[test]
 fn parameters_that_do_not_decay_are_a_group_of_the_optimizer() {
     let dir = tempfile::tempdir().unwrap();
-    let decaying = train(dir.path(), "llama_tiny", "3", "--checkpoint-dir all");
-    let kept = train(dir.path(), "llama_tiny", "3", "--no-decay *norm*.weight,norm.weight --checkpoint-dir some");
+    let decaying = train(dir.path(), "llama_tiny", 3, "--checkpoint-dir all");
+    let kept = train(dir.path(), "llama_tiny", 3, "--no-decay *norm*.weight,norm.weight --checkpoint-dir some");
     assert_eq!(decaying.0[0], kept.0[0]);
     let manifest = fs::read_to_string(dir.path().join("some/step-00000003/checkpoint.json")).unwrap();
     let manifest: serde_json::Value = serde_json::from_str(&manifest).unwrap();
@@ -73,7 +66,7 @@ fn parameters_that_do_not_decay_are_a_group_of_the_optimizer() {
     // Two in each of two blocks, and the last.
     assert_eq!(groups[1]["params"].as_array().unwrap().len(), 5);
     // It goes on, and with other groups too: hyper-parameters are those of the flags.
-    train(dir.path(), "llama_tiny", "4", "--no-decay norm.weight --resume some/step-00000003 --checkpoint-dir on");
+    train(dir.path(), "llama_tiny", 4, "--no-decay norm.weight --resume some/step-00000003 --checkpoint-dir on");
 }
 
 #[test]
@@ -88,7 +81,7 @@ fn what_means_nothing_is_refused_by_name() {
         ("--no-decay scale", &["--no-decay: `scale` means no parameter that is trained"]),
         ("--no-decay **x", &["--no-decay", "`**x` is no pattern of names"]),
     ] {
-        let mut args = flags("llama_tiny", "1");
+        let mut args = golden_flags_of("llama_tiny", 1);
         args.extend(more.split_whitespace().map(String::from));
         let args: Vec<&str> = args.iter().map(String::as_str).collect();
         launch(2, "train", &args, dir.path()).refused(2, expected);

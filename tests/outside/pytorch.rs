@@ -6,7 +6,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use fsdp_tests::trajectory::Trajectory;
-use fsdp_tests::{golden, golden_flags, launch, program, run, workspace};
+use fsdp_tests::{golden, golden_flags, golden_flags_of, launch, program, run, workspace};
 use libtest_mimic::Trial;
 
 use crate::agent::Agent;
@@ -70,9 +70,7 @@ fn record_on_two_ranks(out: &Path, args: &[&str]) {
 
 /// `train` for ten steps as PyTorch was recorded.
 fn train_ten_steps(name: &str, flags: &[&str], dir: &Path) {
-    let mut args = golden_flags(name);
-    let steps = args.iter().position(|arg| arg == "--steps").unwrap();
-    args[steps + 1] = "10".into();
+    let args = golden_flags_of(name, 10);
     let args: Vec<&str> = args.iter().map(String::as_str).chain(["--batch-size", "2"]).collect();
     launch(2, "train", &[&args, flags].concat(), dir).ok();
 }

@@ -10,15 +10,19 @@ use std::process::{Command, Output, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-pub use paths::{golden, golden_flags, workspace};
+pub use paths::{golden, golden_flags, golden_flags_of, workspace};
 
-/// The path of one of the workspace's programs, built in release mode.
+/// The path of one of the workspace's programs, built in release mode. `FSDP_TESTS_PROGRAMS` names a directory where
+/// they lie already, built as a test of devices needs them.
 ///
 /// # Panics
 /// When the build fails.
 pub fn program(name: &str) -> PathBuf {
     static DIR: OnceLock<PathBuf> = OnceLock::new();
     let dir = DIR.get_or_init(|| {
+        if let Some(built) = std::env::var_os("FSDP_TESTS_PROGRAMS") {
+            return built.into();
+        }
         // A test binary lies in <target>/<profile>/deps; wherever the target directory is, the programs go there too.
         let here = std::env::current_exe().unwrap_or_default();
         let target = here.ancestors().nth(3).unwrap_or(Path::new("target"));

@@ -1,6 +1,10 @@
 //! What moves the bytes of a group: the one trait that tells engines apart.
 
-use super::{collective::Collective, failure::Failure, landing::Landing, membership::Membership, parts::Op};
+use std::sync::Arc;
+
+use super::{
+    collective::Collective, failure::Failure, landing::Landing, lookout::Lookout, membership::Membership, parts::Op,
+};
 use crate::{DeviceId, Result};
 
 /// What a backend promises beyond moving the right elements: what callers may rely on, and what the
@@ -64,4 +68,10 @@ pub trait Backend: Send {
 
     /// Tells the peers why this rank takes part in nothing any more. Called once at most.
     fn fail(&mut self, why: &Failure);
+
+    /// What this rank sees of its peers beside its collectives, where there is such: who waits for a device learns by it
+    /// at once that a peer is gone, and after a timeout which ranks did not come.
+    fn lookout(&self) -> Option<Arc<dyn Lookout>> {
+        None
+    }
 }

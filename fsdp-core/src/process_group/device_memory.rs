@@ -21,12 +21,27 @@ pub(super) fn read<T>(input: &dyn Readable, rank: usize, f: impl FnOnce(CudaView
 /// Takes an output and checks that it is what was asked for.
 pub(super) fn take(memory: &dyn Allocator, dtype: DType, len: usize, rank: usize) -> Result<CudaMemory> {
     let buffer = memory.take(dtype, len)?;
-    let got = format!("{} {} in the memory of {}", buffer.len(), buffer.dtype(), buffer.device());
+    let (got, device) = (format!("a buffer of {} {}", buffer.len(), buffer.dtype()), buffer.device());
     match buffer {
         Buffer::Cuda(memory) if (memory.dtype(), memory.len()) == (dtype, len) => Ok(memory),
         _ => Err(Error::Argument {
             rank,
-            message: format!("the allocator gave {got} where {len} {dtype} on a CUDA device were asked for"),
+            message: format!(
+                "the allocator gave {got} where {len} {dtype} on a CUDA device were asked for (it is in the memory of \
+                 {device})"
+            ),
+        }),
+    }
+}
+
+/// Where a buffer of the device is in its memory. The group has checked that it is there.
+#[cfg(feature = "nccl")]
+pub(super) fn address(buffer: &Buffer, rank: usize) -> Result<cudarc::driver::sys::CUdeviceptr> {
+    match buffer {
+        Buffer::Cuda(memory) => Ok(memory.view().address()),
+        other => Err(Error::Internal {
+            rank,
+            what: format!("a buffer in the memory of {} came to an engine for a CUDA device", other.device()),
         }),
     }
 }

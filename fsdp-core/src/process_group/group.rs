@@ -14,6 +14,7 @@ use super::{
     check,
     collective::Collective,
     landing::Landing,
+    lookout::Lookout,
     membership::Membership,
     parts::{ExchangePart, GatherPart, Op, ScatterPart},
     queue::{Job, Queue, Run},
@@ -77,6 +78,7 @@ struct Ranks {
     device: DeviceId,
     runs_when_issued: bool,
     promises: Promises,
+    lookout: Option<Arc<dyn Lookout>>,
     queue: Arc<Queue>,
     thread: Option<JoinHandle<()>>,
 }
@@ -104,6 +106,7 @@ impl ProcessGroup {
             return Err(Error::Argument { rank: *rank, message });
         }
         let (device, promises, runs_when_issued) = (backend.device(), backend.promises(), backend.runs_when_issued());
+        let lookout = backend.lookout();
         let queue = Arc::new(Queue::new(membership.clone(), backend));
         let served = queue.clone();
         let thread = std::thread::Builder::new()
@@ -114,7 +117,8 @@ impl ProcessGroup {
                 what: format!("starting the thread of group \"{name}\""),
                 source: Arc::new(source),
             })?;
-        let ranks = Ranks { membership, origin, device, runs_when_issued, promises, queue, thread: Some(thread) };
+        let thread = Some(thread);
+        let ranks = Ranks { membership, origin, device, runs_when_issued, promises, lookout, queue, thread };
         Ok(ProcessGroup { ranks: Arc::new(ranks), signature: None, is_deferred: false })
     }
 
@@ -138,10 +142,6 @@ impl ProcessGroup {
     pub(crate) fn common_number(&self, rank: usize, other: &ProcessGroup) -> Option<usize> {
         let Origin { root, ranks } = &self.ranks.origin;
         if Arc::ptr_eq(root, &other.ranks.origin.root) { ranks.get(rank).copied() } else { None }
-    }
-
-    pub(super) fn membership(&self) -> &Membership {
-        &self.ranks.membership
     }
 
     /// This process's rank in the group.
@@ -270,6 +270,16 @@ impl ProcessGroup {
         let run = Box::new(move |backend: &mut dyn Backend, collective: &Collective<'_>| backend.run(collective, op));
         let work = self.queue(checked, run, self.is_deferred || run_now);
         if run_now { work.run_here() } else { work }
+    }
+
+    /// What this rank sees of its peers.
+    pub(super) fn lookout(&self) -> Option<Arc<dyn Lookout>> {
+        self.ranks.lookout.clone()
+    }
+
+    /// Who this process is in it.
+    pub(super) fn membership(&self) -> &Membership {
+        &self.ranks.membership
     }
 
     /// Has something done with the backend, in turn, that is no collective of the group's, and waits for it.

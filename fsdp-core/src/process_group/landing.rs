@@ -5,9 +5,10 @@ use crate::{Buffer, Result};
 /// The outputs of a collective.
 #[derive(Default)]
 pub struct Landing {
+    // Before the outputs: they are freed when what the device computes next waits for the collective, and not before.
+    pub(super) fence: Option<Box<dyn Fence>>,
     /// One a part or buffer, in the order in which they were passed.
     pub outputs: Vec<Buffer>,
-    pub(super) fence: Option<Box<dyn Fence>>,
 }
 
 impl Landing {

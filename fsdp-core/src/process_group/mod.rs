@@ -23,8 +23,11 @@ mod group;
 mod host;
 mod init;
 mod landing;
+mod lookout;
 mod membership;
 mod mismatch;
+#[cfg(feature = "nccl")]
+mod nccl;
 mod on_device;
 mod options;
 mod parts;
@@ -40,7 +43,10 @@ pub use failure::Failure;
 pub use group::ProcessGroup;
 pub use init::init;
 pub use landing::{Fence, Landing};
+pub use lookout::{Gone, Lookout};
 pub use membership::Membership;
+#[cfg(feature = "nccl")]
+pub use nccl::{Nccl, share_a_device};
 pub use on_device::DeviceEngine;
 #[cfg(feature = "cuda")]
 pub use on_device::ThroughHost;

@@ -1,5 +1,7 @@
 //! The backend of a group that moves a device's memory and the host's.
 
+use std::sync::Arc;
+
 use super::super::{
     alone::Alone,
     backend::{Backend, Promises},
@@ -8,6 +10,7 @@ use super::super::{
     failure::Failure,
     group::ProcessGroup,
     landing::Landing,
+    lookout::Lookout,
     membership::Membership,
     parts::Op,
 };
@@ -31,14 +34,15 @@ impl ProcessGroup {
 
 /// An engine for the device, and a group of the same ranks over the host's memory.
 struct OnDevice {
-    host: ProcessGroup,
+    // Before the host's group: a rank that has left it has ended its part of everything.
     engine: Box<dyn DeviceEngine>,
+    host: ProcessGroup,
 }
 
 impl OnDevice {
     fn new(host: ProcessGroup, engine: Box<dyn DeviceEngine>) -> Self {
         // What comes from this group's thread is waited for at once.
-        OnDevice { host: host.deferred(), engine }
+        OnDevice { engine, host: host.deferred() }
     }
 }
 
@@ -82,5 +86,9 @@ impl Backend for OnDevice {
             backend.fail(&why);
             Ok(())
         });
+    }
+
+    fn lookout(&self) -> Option<Arc<dyn Lookout>> {
+        self.host.lookout()
     }
 }

@@ -8,33 +8,55 @@ use super::super::landing::Fence;
 use crate::{Allocator, Buffer, Readable, Result, device::cuda::failed};
 
 /// A collective that a stream runs, with the memory that it uses.
-pub(super) struct Running {
+pub(in super::super) struct Running {
     /// Recorded behind it.
-    end: CudaEvent,
+    end: Arc<CudaEvent>,
     compute: Arc<CudaStream>,
     inputs: Vec<Arc<dyn Readable>>,
     /// What goes back.
     consumed: Vec<(Buffer, Arc<dyn Allocator>)>,
+    /// Whether it was given up.
+    verdict: Option<Box<dyn Fn() -> Result<()> + Send>>,
     is_over: bool,
 }
 
 impl Running {
     /// What has been issued on `stream` so far.
-    pub(super) fn on(stream: &CudaStream, compute: &Arc<CudaStream>) -> Result<Self> {
+    pub(in super::super) fn on(stream: &CudaStream, compute: &Arc<CudaStream>) -> Result<Self> {
         let end = stream.record_event(None).map_err(|error| failed(stream, "recording an event", &error))?;
-        Ok(Running { end, compute: compute.clone(), inputs: vec![], consumed: vec![], is_over: false })
+        let (end, compute) = (Arc::new(end), compute.clone());
+        Ok(Running { end, compute, inputs: vec![], consumed: vec![], verdict: None, is_over: false })
+    }
+
+    /// What is recorded behind it.
+    #[cfg(feature = "nccl")]
+    pub(in super::super) fn end(&self) -> &Arc<CudaEvent> {
+        &self.end
+    }
+
+    /// It may be given up before its end: `verdict` says why. Its outputs are then nothing to use.
+    #[cfg(feature = "nccl")]
+    pub(in super::super) fn unless(mut self, verdict: impl Fn() -> Result<()> + Send + 'static) -> Self {
+        self.verdict = Some(Box::new(verdict));
+        self
     }
 
     /// It reads these.
-    pub(super) fn keeping(mut self, inputs: impl IntoIterator<Item = Arc<dyn Readable>>) -> Self {
+    #[cfg(feature = "nccl")]
+    pub(in super::super) fn keeping(mut self, inputs: impl IntoIterator<Item = Arc<dyn Readable>>) -> Self {
         self.inputs.extend(inputs);
         self
     }
 
     /// It reads these, which then go back.
-    pub(super) fn giving_back(mut self, inputs: Vec<Buffer>, memory: &Arc<dyn Allocator>) -> Self {
+    #[cfg(feature = "nccl")]
+    pub(in super::super) fn giving_back(mut self, inputs: Vec<Buffer>, memory: &Arc<dyn Allocator>) -> Self {
         self.consumed.extend(inputs.into_iter().map(|buffer| (buffer, memory.clone())));
         self
+    }
+
+    fn verdict(&self) -> Result<()> {
+        self.verdict.as_ref().map_or(Ok(()), |verdict| verdict())
     }
 
     fn release(&mut self) {
@@ -49,18 +71,20 @@ impl Fence for Running {
         let outcome = self.compute.wait(&self.end);
         outcome.map_err(|error: DriverError| failed(&self.compute, "waiting for a collective", &error))?;
         self.release();
-        Ok(())
+        self.verdict()
     }
 
     fn block(&mut self) -> Result<()> {
         self.order()?;
-        self.end.synchronize().map_err(|error| failed(&self.compute, "waiting for a collective", &error))
+        self.end.synchronize().map_err(|error| failed(&self.compute, "waiting for a collective", &error))?;
+        // What was given up ends as well.
+        self.verdict()
     }
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
-        if !self.is_over && self.order().is_err() {
+        if !self.is_over && self.order().is_err() && !self.is_over {
             // The device is lost: whatever becomes of the memory, nothing runs there any more.
             self.release();
         }

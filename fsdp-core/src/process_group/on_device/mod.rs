@@ -3,7 +3,7 @@
 mod backend;
 mod engine;
 #[cfg(feature = "cuda")]
-mod fence;
+pub(super) mod fence;
 #[cfg(feature = "cuda")]
 mod through_host;
 

@@ -1,11 +1,14 @@
 //! The backend over shared memory: a collective is a number of rounds over a segment.
 
+use std::sync::Arc;
+
 use super::{
     super::{
         backend::{Backend, Promises},
         collective::Collective,
         failure::Failure,
         landing::Landing,
+        lookout::Lookout,
         membership::Membership,
         parts::Op,
     },
@@ -13,11 +16,12 @@ use super::{
     all_reduce::AllReduce,
     all_to_all::AllToAll,
     broadcast::Broadcast,
+    lookout::Sight,
     meet::Meet,
     reduce_scatter::ReduceScatter,
     rounds::{self, Rounds},
     seat::Seat,
-    segment::{Port, RECORD, state},
+    segment::Port,
     watch::{During, Watch},
 };
 use crate::{DeviceId, Result};
@@ -25,7 +29,7 @@ use crate::{DeviceId, Result};
 /// One rank's end.
 pub(super) struct SharedMemory {
     port: Port,
-    watch: Watch,
+    watch: Arc<Watch>,
     meet: Box<dyn Meet>,
 }
 
@@ -33,7 +37,11 @@ impl SharedMemory {
     /// Meets the other ranks of a group of at least two. `all_well` fails when one that is to come is gone.
     pub(super) fn join(meet: Box<dyn Meet>, group: &Membership, all_well: &dyn Fn() -> Result<()>) -> Result<Self> {
         let (port, watch) = meet.meet(group, all_well)?;
-        Ok(SharedMemory { port, watch, meet })
+        Ok(SharedMemory { port, watch: Arc::new(watch), meet })
+    }
+
+    fn sight(&self) -> Sight {
+        Sight { segment: self.port.segment().clone(), watch: self.watch.clone(), rank: self.port.rank() }
     }
 
     fn rounds(&mut self, collective: &Collective<'_>, this: &mut dyn Rounds) -> Result<()> {
@@ -92,8 +100,10 @@ impl Backend for SharedMemory {
     }
 
     fn fail(&mut self, why: &Failure) {
-        let control = self.port.segment().control(self.port.rank());
-        control.set_record(&why.to_bytes(RECORD));
-        control.end(state::FAILED);
+        self.sight().fail(why);
+    }
+
+    fn lookout(&self) -> Option<Arc<dyn Lookout>> {
+        Some(Arc::new(self.sight()))
     }
 }

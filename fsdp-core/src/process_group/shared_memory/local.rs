@@ -11,7 +11,8 @@ use super::{
     super::{backend::Backend, group::ProcessGroup, membership::Membership, options::Options},
     engine::SharedMemory,
     meet::Meet,
-    segment::{Port, Segment, Shape},
+    segment::{Port, Segment},
+    shape::Shape,
     watch::Watch,
 };
 use crate::{Error, Result, text};

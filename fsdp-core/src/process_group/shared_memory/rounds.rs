@@ -2,7 +2,8 @@
 
 use super::{
     super::collective::{Collective, Traffic},
-    segment::{Port, SLOTS},
+    segment::Port,
+    shape::SLOTS,
     watch::{During, Goal, Watch},
 };
 use crate::Result;

@@ -1,7 +1,7 @@
 //! The shared memory that the ranks of a group exchange data through.
 //!
-//! A segment is one mapping: for each rank a control block and a ring of slots. A rank writes only its own control
-//! block and slots and reads those of its peers. A group runs in *rounds*, which count up over its whole life: in round
+//! A segment is one mapping: for each rank a control block, a board (see `lookout`) and a ring of slots. A rank writes
+//! only what is its own and reads what is its peers'. A group runs in *rounds*, which count up over its whole life: in round
 //! `k` every rank may fill its slot `k % SLOTS` and publishes it by raising its `produced` counter to `k + 1`; when it
 //! has read what it wants of everybody's round `k` it raises its `consumed` counter to `k + 1`. A slot is free for
 //! round `k` once everybody has consumed round `k - SLOTS`. The counters wrap around; no two ranks' counters that are
@@ -26,13 +26,10 @@ use rustix::{
     thread::futex,
 };
 
-use super::super::{collective::Collective, host::packing::ALIGN};
+use super::shape::{PAGE, SLOTS, Shape};
 
-/// Slots a rank. A power of two, so that slot numbers go on evenly when the counters wrap.
-pub(super) const SLOTS: u32 = 4;
 /// The longest failure record, in bytes.
 pub(super) const RECORD: usize = 2048;
-const PAGE: usize = 4096;
 
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
@@ -68,8 +65,6 @@ pub(super) struct Control {
 }
 
 const _: () = assert!(size_of::<Control>() <= PAGE);
-/// What docs/architecture.md says of announcements: those of 41 ranks fit into a page.
-const _: () = assert!(Collective::announcement_len(41) <= PAGE && Collective::announcement_len(42) > PAGE);
 
 /// Whether a counter has come to `target`, in spite of wrapping.
 pub(super) fn reached(counter: u32, target: u32) -> bool {
@@ -121,39 +116,6 @@ impl Control {
         for counter in [&self.produced.0, &self.consumed.0] {
             let _ = futex::wake(counter, futex::Flags::empty(), i32::MAX as u32);
         }
-    }
-}
-
-/// How large the parts of a segment are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Shape {
-    ranks: usize,
-    chunk: usize,
-}
-
-impl Shape {
-    /// For `ranks` ranks that move at most about `chunk_bytes` at a time.
-    pub(super) fn new(ranks: usize, chunk_bytes: usize) -> Self {
-        // Every rank's share of a slot holds at least one element of the largest dtype, at an aligned place.
-        let least = (ranks + 1) * ALIGN;
-        Shape { ranks, chunk: chunk_bytes.clamp(least, 1 << 30).next_multiple_of(ALIGN) }
-    }
-
-    fn header(&self) -> usize {
-        Collective::announcement_len(self.ranks).next_multiple_of(ALIGN)
-    }
-
-    fn slot(&self) -> usize {
-        (self.header() + self.chunk).next_multiple_of(PAGE)
-    }
-
-    fn rank(&self) -> usize {
-        PAGE + self.slot() * SLOTS as usize
-    }
-
-    /// Bytes of the whole segment.
-    pub(super) fn total(&self) -> usize {
-        self.rank() * self.ranks
     }
 }
 
@@ -226,18 +188,23 @@ impl Segment {
 
     /// A rank's control block.
     pub(super) fn control(&self, rank: usize) -> &Control {
-        assert!(rank < self.shape.ranks);
-        // SAFETY: in bounds by the assertion and `Shape`; page-aligned; a `Control` is valid whatever the bytes, and
-        // nobody accesses it but through atomics.
-        unsafe { self.base.add(rank * self.shape.rank()).cast::<Control>().as_ref() }
+        // SAFETY: in bounds by `Shape`; page-aligned; a `Control` is valid whatever the bytes, and nobody accesses it
+        // but through atomics.
+        unsafe { self.base.add(self.shape.control_of(rank)).cast::<Control>().as_ref() }
+    }
+
+    /// A rank's board.
+    pub(super) fn board(&self, rank: usize) -> &[AtomicU8] {
+        // SAFETY: in bounds by `Shape`; nobody accesses it but through these atomics.
+        unsafe {
+            std::slice::from_raw_parts(self.base.add(self.shape.board_of(rank)).cast().as_ptr(), self.shape.board())
+        }
     }
 
     /// Where the slot of `rank` for `round` begins.
     fn slot(&self, rank: usize, round: u32) -> *mut u8 {
-        assert!(rank < self.shape.ranks);
-        let offset = rank * self.shape.rank() + PAGE + self.shape.slot() * (round % SLOTS) as usize;
-        // SAFETY: in bounds of the mapping by the assertion and `Shape`.
-        unsafe { self.base.add(offset).as_ptr() }
+        // SAFETY: in bounds of the mapping by `Shape`.
+        unsafe { self.base.add(self.shape.slot_of(rank, round)).as_ptr() }
     }
 }
 

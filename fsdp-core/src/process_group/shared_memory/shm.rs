@@ -8,7 +8,8 @@ use super::{
     engine::SharedMemory,
     meet::Meet,
     rendezvous::{self, Meeting},
-    segment::{Port, Segment, Shape},
+    segment::{Port, Segment},
+    shape::Shape,
     watch::Watch,
 };
 use crate::{Error, RankEnv, Result, heartbeat::Peers};

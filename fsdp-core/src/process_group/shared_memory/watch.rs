@@ -127,20 +127,7 @@ impl Watch {
         look_for_dead: bool,
         needed: impl Fn(usize, u32) -> bool + Copy,
     ) -> Option<Error> {
-        // Before the states are read: a process that ended says in its state how.
-        let dead = if look_for_dead { self.dead() } else { Vec::new() };
-        let gone = (0..segment.ranks()).filter(|&peer| peer != rank).filter_map(|peer| {
-            let control = segment.control(peer);
-            let state = control.state.0.load(Ordering::Acquire);
-            let has_ended = matches!(state, state::LEFT | state::FAILED) || dead.contains(&peer);
-            (has_ended && needed(peer, state)).then_some((peer, state))
-        });
-        // Who says why it failed knows more than who is merely gone.
-        let (peer, state) = gone.min_by_key(|&(_, state)| match state {
-            state::FAILED => 0,
-            state::LEFT => 2,
-            _ => 1,
-        })?;
+        let (peer, state) = self.gone(segment, rank, look_for_dead, needed)?;
         if state == state::LEFT && !look_for_dead {
             // It may have left because another one died.
             return self.trouble(segment, rank, during, true, needed);
@@ -153,6 +140,30 @@ impl Watch {
             _ => "died",
         };
         Some(during.collective.lost(peer, how))
+    }
+
+    /// A peer that has ended and is still `needed`, and its state.
+    pub(super) fn gone(
+        &self,
+        segment: &Segment,
+        rank: usize,
+        look_for_dead: bool,
+        needed: impl Fn(usize, u32) -> bool,
+    ) -> Option<(usize, u32)> {
+        // Before the states are read: a process that ended says in its state how.
+        let dead = if look_for_dead { self.dead() } else { Vec::new() };
+        let gone = (0..segment.ranks()).filter(|&peer| peer != rank).filter_map(|peer| {
+            let control = segment.control(peer);
+            let state = control.state.0.load(Ordering::Acquire);
+            let has_ended = matches!(state, state::LEFT | state::FAILED) || dead.contains(&peer);
+            (has_ended && needed(peer, state)).then_some((peer, state))
+        });
+        // Who says why it failed knows more than who is merely gone.
+        gone.min_by_key(|&(_, state)| match state {
+            state::FAILED => 0,
+            state::LEFT => 2,
+            _ => 1,
+        })
     }
 
     /// Whether one of `peers` has failed or died, for waits that are not for a counter.

@@ -1,0 +1,66 @@
+//! How ranks find each other before there is a communicator: over a group that moves the host's memory.
+
+use std::{ffi::c_char, sync::Arc};
+
+use cudarc::{
+    driver::CudaStream,
+    nccl::{result, sys},
+};
+
+use super::{
+    super::{call::Call, group::ProcessGroup, landing::Landing, parts::Op},
+    failure::refused,
+};
+use crate::{
+    Buffer, Error, Result,
+    device::cuda::{failed, id},
+};
+
+/// The id of a new communicator, which the first rank makes. It tells the others where to find that rank, so how it
+/// reaches them is all that a store for several hosts has to know of NCCL.
+pub(super) fn unique_id(host: &ProcessGroup, compute: &Arc<CudaStream>) -> Result<sys::ncclUniqueId> {
+    let mut unique = sys::ncclUniqueId { internal: [0; 128] };
+    if host.rank() == 0 {
+        let refuse = |error: result::NcclError| {
+            refused(id(compute), "making the id of a communicator", error.0, std::ptr::null_mut())
+        };
+        unique = result::get_uniqueid().map_err(refuse)?;
+    }
+    let bytes = unique.internal.map(|byte| byte as u8).to_vec();
+    let bytes = from_first_rank(host, bytes)?;
+    let internal = bytes.first_chunk::<128>().ok_or_else(|| Error::Internal {
+        rank: host.rank(),
+        what: format!("the id of a communicator came as {} bytes", bytes.len()),
+    })?;
+    Ok(sys::ncclUniqueId { internal: internal.map(|byte| byte as c_char) })
+}
+
+/// What the first rank has of something, on every rank. It is no collective of the group's: its later ones keep their
+/// numbers.
+fn from_first_rank(host: &ProcessGroup, bytes: Vec<u8>) -> Result<Vec<u8>> {
+    let call = Call::new("meet", "NCCL", std::iter::empty());
+    let buffers = vec![Buffer::U8(bytes)];
+    let broadcast = |Landing { outputs, .. }: Landing| match outputs.into_iter().next() {
+        Some(Buffer::U8(bytes)) => bytes,
+        _ => vec![],
+    };
+    host.aside(call, move |backend, collective| {
+        backend.run(collective, Op::Broadcast { buffers, root: 0 }).map(broadcast)
+    })
+}
+
+/// Whether two ranks of a group compute on one device: NCCL refuses that, and they need
+/// [`ThroughHost`](super::super::ThroughHost). Collective over the group; blocks. All ranks get the same answer.
+///
+/// # Errors
+/// [`Error::Device`] when the device does not say which one it is; those of a collective.
+pub fn share_a_device(host: &ProcessGroup, compute: &Arc<CudaStream>) -> Result<bool> {
+    let uuid = compute.context().uuid().map_err(|error| failed(compute, "asking for the device's UUID", &error))?;
+    let mut own: Vec<u8> = uuid.bytes.iter().map(|&byte| byte as u8).collect();
+    own.extend(rustix::system::uname().nodename().to_bytes());
+    let mut all = host.gather_bytes(own)?;
+    let ranks = all.len();
+    all.sort_unstable();
+    all.dedup();
+    Ok(all.len() < ranks)
+}

@@ -1,0 +1,30 @@
+//! What is saved on a device is loaded on the CPU to the last bit.
+
+use std::fs;
+use std::path::Path;
+
+use fsdp_tests_gpu::{Way, Which};
+
+fn export(dir: &Path) -> Vec<u8> {
+    let mut files: Vec<_> = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.retain(|path| path.extension().is_some_and(|extension| extension == "safetensors"));
+    files.sort();
+    assert!(!files.is_empty());
+    files.iter().flat_map(|path| fs::read(path).unwrap()).collect()
+}
+
+#[test]
+fn a_checkpoint_of_a_device_is_the_same_on_the_cpu_and_on_other_ranks() {
+    let dir = tempfile::tempdir().unwrap();
+    let saved = dir.path().join("saved").display().to_string();
+    let save = ["--checkpoint-dir", &saved, "--save-every", "20", "--export-hf", "from-device"];
+    Way { flags: &save, ..Way::recorded("llama_tiny", 2) }.train(dir.path());
+    // Nothing is left to train: what was loaded is exported.
+    let latest = fs::read_dir(&saved).unwrap().map(|entry| entry.unwrap().path()).find(|path| path.is_dir()).unwrap();
+    let latest = latest.display().to_string();
+    for (ranks, engine, name) in [(2, Which::Cpu, "cpu"), (1, Which::Cpu, "cpu1"), (4, Which::Nccl, "device")] {
+        let load = ["--resume", &latest, "--export-hf", name];
+        Way { engine, flags: &load, ..Way::recorded("llama_tiny", ranks) }.start(dir.path()).ok();
+        assert!(export(&dir.path().join(name)) == export(&dir.path().join("from-device")), "{ranks} ranks, {engine:?}");
+    }
+}

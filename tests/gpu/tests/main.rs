@@ -1,0 +1,8 @@
+//! Training on CUDA devices, or on what stands in for them: `scripts/gpu-double cargo test -p fsdp-tests-gpu --features
+//! device`.
+
+mod checkpoints;
+mod counts;
+mod golden;
+mod matrix;
+mod schedules;
