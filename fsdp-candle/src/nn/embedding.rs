@@ -4,6 +4,8 @@ use candle_core::{CpuStorage, CustomOp1, DType, Layout, Module, Result, Shape, T
 use candle_nn::{Init, VarBuilder};
 
 use super::cpu::values::{cpu, dense, floats, read, rows_of, served, storage, weight_grad};
+#[cfg(feature = "cuda")]
+use super::cuda::{self, on_cuda};
 use super::weight::{Weight, claim};
 
 /// An embedding, as [`candle_nn::Embedding`]: weight `[vocabulary, hidden]`, ids (u8, u32 or i64) of any shape `[..]`,
@@ -55,6 +57,12 @@ impl Module for Embedding {
         let (vocabulary, hidden) = self.embeddings.dims2()?;
         if hidden != self.hidden_size {
             bail!("Embedding: the weight {:?} must be [vocabulary, {}]", self.embeddings.dims(), self.hidden_size);
+        }
+        #[cfg(feature = "cuda")]
+        if on_cuda(&self.embeddings) {
+            let weight = Weight::of(&self.embeddings)?;
+            let found = composite(&weight.value()?.detach(), ids)?;
+            return cuda::table::lookup(found, weight, ids);
         }
         if !served(&self.embeddings) {
             return composite(&Weight::in_graph(&self.embeddings)?, ids);

@@ -55,6 +55,8 @@ pub mod activation;
 pub mod attention;
 pub mod conv;
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 pub mod embedding;
 pub mod kv_cache;
 pub mod linear;

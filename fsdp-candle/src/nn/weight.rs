@@ -9,6 +9,8 @@ use std::sync::Arc;
 use candle_core::{DType, Result, Tensor, WithDType, bail};
 
 use crate::graph::keeps_graph;
+#[cfg(feature = "cuda")]
+use crate::storage;
 use crate::unit::FsdpParam;
 
 /// Whether the kernels serve this tensor; otherwise its layer falls back to a chain of Candle's own operations.
@@ -16,9 +18,24 @@ pub(in crate::nn) fn served(tensor: &Tensor) -> bool {
     tensor.device().is_cpu() && matches!(tensor.dtype(), DType::F32 | DType::F16 | DType::BF16)
 }
 
-/// Notes that a layer holds this tensor and uses it as a [`Weight`] alone: where it is a sharded parameter, its unit
-/// need not be there before. A layer calls it for each of its tensors when it is made.
+/// Whether a layer that has an operation for CUDA devices uses it for this tensor.
+pub(in crate::nn) fn on_cuda(tensor: &Tensor) -> bool {
+    tensor.device().is_cuda() && matches!(tensor.dtype(), DType::F32 | DType::F16 | DType::BF16 | DType::F64)
+}
+
+/// Notes that a layer holds this tensor and uses it as a [`Weight`] alone, on the host and on CUDA devices: where it is
+/// a sharded parameter, its unit need not be there before. A layer calls it for each of its tensors when it is made.
 pub(crate) fn claim(tensor: &Tensor) {
+    if on_cuda(tensor)
+        && let Some(param) = FsdpParam::of(tensor)
+    {
+        param.claim();
+    }
+    claim_on_host(tensor);
+}
+
+/// [`claim`], for a layer that has an operation of its own on the host alone.
+pub(crate) fn claim_on_host(tensor: &Tensor) {
     // What the kernels do not serve goes into Candle's operations as it is.
     if served(tensor)
         && let Some(param) = FsdpParam::of(tensor)
@@ -94,6 +111,44 @@ impl Weight {
     /// Whether a gradient is wanted.
     pub(crate) fn wants_grad(&self) -> bool {
         self.param.as_ref().is_none_or(|(param, _)| param.trainable())
+    }
+
+    /// [`Weight::grad`], in memory of the weight's device.
+    #[cfg(feature = "cuda")]
+    pub(in crate::nn) fn grad_in(
+        &self,
+        write: impl FnOnce(&mut fsdp_core::Buffer, bool) -> Result<()>,
+    ) -> Result<Option<Tensor>> {
+        match &self.param {
+            Some((param, _)) if !param.trainable() => Ok(None),
+            Some((param, anchor)) => {
+                param.tell_use()?;
+                param.gradient().write_in(write)?;
+                Ok(Some(anchor.zeros_like()?))
+            }
+            None => {
+                let grad = self.value.zeros_like()?;
+                let Some(mut buffer) = storage::to_buffer(storage::take(&grad)?)? else {
+                    bail!("a gradient of {:?} has no buffer", grad.dtype())
+                };
+                write(&mut buffer, false)?;
+                Ok(Some(storage::to_tensor(buffer, grad.dims(), grad.device())?))
+            }
+        }
+    }
+
+    /// [`Weight::grad`], of a gradient that is there as a tensor.
+    #[cfg(feature = "cuda")]
+    pub(in crate::nn) fn grad_of(&self, gradient: &Tensor) -> Result<Option<Tensor>> {
+        match &self.param {
+            Some((param, _)) if !param.trainable() => Ok(None),
+            Some((param, anchor)) => {
+                param.tell_use()?;
+                param.gradient().add(gradient)?;
+                Ok(Some(anchor.zeros_like()?))
+            }
+            None => Ok(Some(gradient.clone())),
+        }
     }
 
     /// In backward: `write(buffer, accumulate)` leaves the gradient, dense and row-major, in `buffer`; it adds when

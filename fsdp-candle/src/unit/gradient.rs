@@ -85,20 +85,26 @@ impl Gradient {
     /// Lets `write(buffer, accumulate)` leave a use's gradient of the whole parameter. The first use of a backward
     /// overwrites, later ones add.
     pub(crate) fn write<T: WithDType>(&self, write: impl FnOnce(&mut [T], bool) -> Result<()>) -> Result<()> {
-        let (mut buffer, accumulate) = self.take_or_allocate()?;
-        let outcome = if T::DTYPE != self.room.dtype {
-            Err(Error::msg(format!(
-                "parameter `{}` computes in {:?}; its gradient came in {:?}",
-                self.room.name,
-                self.room.dtype,
-                T::DTYPE
-            )))
-        } else {
-            match host_elements(&mut buffer) {
+        self.write_in(|buffer, accumulate| {
+            if T::DTYPE != self.room.dtype {
+                return Err(Error::msg(format!(
+                    "parameter `{}` computes in {:?}; its gradient came in {:?}",
+                    self.room.name,
+                    self.room.dtype,
+                    T::DTYPE
+                )));
+            }
+            match host_elements(buffer) {
                 Some(elements) => write(elements, accumulate),
                 None => Err(Error::msg("gradient buffer of another dtype or device")),
             }
-        };
+        })
+    }
+
+    /// [`Gradient::write`], in memory of the parameter's device.
+    pub(crate) fn write_in(&self, write: impl FnOnce(&mut Buffer, bool) -> Result<()>) -> Result<()> {
+        let (mut buffer, accumulate) = self.take_or_allocate()?;
+        let outcome = write(&mut buffer, accumulate);
         self.state().now.collected = Some(buffer);
         outcome
     }

@@ -8,7 +8,7 @@ use candle_core::{CpuStorage, CustomOp2, Layout, Module, Result, Shape, Tensor, 
 use candle_nn::{Init, VarBuilder};
 
 use super::super::cpu::values::{floats, read, same_kind, served, small_weight_grad, storage, tensor};
-use super::super::weight::{Weight, claim};
+use super::super::weight::{Weight, claim_on_host};
 
 /// A PReLU layer, as [`candle_nn::PReLU`]: one weight, or one for each channel (dimension 1 of the input).
 #[derive(Clone, Debug)]
@@ -20,7 +20,7 @@ pub struct PReLU {
 impl PReLU {
     /// A layer with this weight, of one element if `is_scalar`.
     pub fn new(weight: Tensor, is_scalar: bool) -> Self {
-        claim(&weight);
+        claim_on_host(&weight);
         Self { weight, is_scalar }
     }
 

@@ -4,7 +4,7 @@ use candle_core::{Module, Result, Tensor, bail};
 use candle_nn::{Conv1dConfig, Conv2dConfig, Init, VarBuilder, init};
 
 use super::super::norm::batch_norm::BatchNorm;
-use super::super::weight::{Weight, claim};
+use super::super::weight::{Weight, claim_on_host};
 use super::op::{Sizes, convolve, places};
 use super::unfold::Window;
 
@@ -20,8 +20,8 @@ pub struct Conv1d {
 impl Conv1d {
     /// A layer with this weight and bias.
     pub fn new(weight: Tensor, bias: Option<Tensor>, config: Conv1dConfig) -> Self {
-        claim(&weight);
-        bias.iter().for_each(claim);
+        claim_on_host(&weight);
+        bias.iter().for_each(claim_on_host);
         Self { weight, bias, config }
     }
 
@@ -90,8 +90,8 @@ pub struct Conv2d {
 impl Conv2d {
     /// A layer with this weight and bias.
     pub fn new(weight: Tensor, bias: Option<Tensor>, config: Conv2dConfig) -> Self {
-        claim(&weight);
-        bias.iter().for_each(claim);
+        claim_on_host(&weight);
+        bias.iter().for_each(claim_on_host);
         Self { weight, bias, config }
     }
 

@@ -3,7 +3,7 @@
 use candle_core::{Module, Result, Tensor, bail};
 use candle_nn::{ConvTranspose1dConfig, ConvTranspose2dConfig, Init, VarBuilder};
 
-use super::super::weight::claim;
+use super::super::weight::claim_on_host;
 use super::op::{Sizes, convolve, unplaced};
 use super::straight::of_group;
 use super::unfold::Window;
@@ -20,8 +20,8 @@ pub struct ConvTranspose1d {
 impl ConvTranspose1d {
     /// A layer with this weight and bias.
     pub fn new(weight: Tensor, bias: Option<Tensor>, config: ConvTranspose1dConfig) -> Self {
-        claim(&weight);
-        bias.iter().for_each(claim);
+        claim_on_host(&weight);
+        bias.iter().for_each(claim_on_host);
         Self { weight, bias, config }
     }
 
@@ -90,8 +90,8 @@ pub struct ConvTranspose2d {
 impl ConvTranspose2d {
     /// A layer with this weight and bias.
     pub fn new(weight: Tensor, bias: Option<Tensor>, config: ConvTranspose2dConfig) -> Self {
-        claim(&weight);
-        bias.iter().for_each(claim);
+        claim_on_host(&weight);
+        bias.iter().for_each(claim_on_host);
         Self { weight, bias, config }
     }
 

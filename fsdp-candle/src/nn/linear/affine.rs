@@ -13,6 +13,8 @@ use super::super::cpu::values::{
     cpu, floats, read, same_kind, served, small_weight_grad, storage, tensor, weight_grad,
 };
 use super::super::cpu::weighted_op::weighted_op;
+#[cfg(feature = "cuda")]
+use super::super::cuda::{self, on_cuda};
 use super::super::weight::Weight;
 
 /// `x W^T + b`, or `x W + b` for a weight stored as `[in, out]`.
@@ -36,6 +38,13 @@ pub(in crate::nn) fn affine(
     same_kind(function, ("the input", x), ("the weight", w))?;
     if let Some(bias) = bias {
         same_kind(function, ("the input", x), ("the bias", bias))?;
+    }
+    #[cfg(feature = "cuda")]
+    if on_cuda(x) {
+        let (weight, bias) = (Weight::of(w)?, bias.map(Weight::of).transpose()?);
+        let bias_value = bias.as_ref().map(|bias| Ok::<_, candle_core::Error>(bias.value()?.detach())).transpose()?;
+        let y = composite(&x.detach(), &weight.value()?.detach(), bias_value.as_ref(), in_out)?;
+        return cuda::linear::affine(function, x, y, weight, bias, in_out);
     }
     if !served(x) {
         let bias = bias.map(Weight::in_graph).transpose()?;

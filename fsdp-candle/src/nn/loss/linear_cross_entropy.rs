@@ -13,6 +13,7 @@ use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor, b
 use super::super::cpu::matrix::{Mat, MatMut, product};
 use super::super::cpu::parallel::map_rows;
 use super::super::cpu::values::{floats, read, same_kind, served, storage, tensor, weight_grad};
+use super::super::linear::affine::affine;
 use super::super::weight::Weight;
 use super::cross_entropy::{gradient_in_place, losses};
 use super::options::{CrossEntropyOptions, Rows};
@@ -54,7 +55,7 @@ pub fn linear_cross_entropy_with(
     same_kind("linear_cross_entropy", ("hidden", hidden), ("the weight", weight))?;
     let mut rows = options.rows("linear_cross_entropy", targets, vocabulary)?;
     if !served(hidden) {
-        let logits = super::super::linear::affine::composite(hidden, &Weight::in_graph(weight)?, None, false)?;
+        let logits = affine("linear_cross_entropy", hidden, weight, None, false)?;
         return super::cross_entropy::composite(&logits, &rows);
     }
     let counted = rows.counted();

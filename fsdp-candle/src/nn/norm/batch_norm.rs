@@ -8,7 +8,7 @@ use candle_nn::{Init, VarBuilder};
 
 pub use candle_nn::BatchNormConfig;
 
-use super::super::weight::claim;
+use super::super::weight::claim_on_host;
 use super::channels::scale_and_shift;
 
 /// Normalization of each channel over the batch, as [`candle_nn::BatchNorm`]: running statistics, weight and bias
@@ -99,7 +99,7 @@ impl BatchNorm {
                 bail!("BatchNorm: the {what} {:?} must be [{num_features}]", tensor.dims());
             }
         }
-        weight_and_bias.iter().flat_map(|(weight, bias)| [weight, bias]).for_each(claim);
+        weight_and_bias.iter().flat_map(|(weight, bias)| [weight, bias]).for_each(claim_on_host);
         Ok(Self {
             running_mean: Var::from_tensor(&running_mean)?,
             running_var: Var::from_tensor(&running_var)?,

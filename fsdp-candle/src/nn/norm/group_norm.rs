@@ -3,7 +3,7 @@
 use candle_core::{DType, Module, Result, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
 
-use super::super::weight::claim;
+use super::super::weight::claim_on_host;
 use super::channels::scale_and_shift;
 
 /// Normalization of each group of channels, as [`candle_nn::GroupNorm`]: weight and bias `[channels]`, input and output
@@ -37,7 +37,7 @@ impl GroupNorm {
         if num_groups == 0 || !num_channels.is_multiple_of(num_groups) {
             bail!("GroupNorm: {num_groups} groups must divide {num_channels} channels");
         }
-        [&weight, &bias].into_iter().for_each(claim);
+        [&weight, &bias].into_iter().for_each(claim_on_host);
         Ok(Self { weight, bias, eps, num_channels, num_groups })
     }
 }

@@ -13,6 +13,8 @@ use super::super::cpu::parallel::map_rows;
 use super::super::cpu::simd::{dot, kernel, sum, sum_squares};
 use super::super::cpu::values::{floats, read, same_kind, served, small_weight_grad, storage, tensor};
 use super::super::cpu::weighted_op::weighted_op;
+#[cfg(feature = "cuda")]
+use super::super::cuda::{on_cuda, recomputed::recomputed};
 use super::super::weight::Weight;
 
 /// `x` normalized over its last dimension, times the weight, plus the bias, each of that dimension's size. The mean is
@@ -35,6 +37,13 @@ pub(in crate::nn) fn normalize(
             bail!("{function}: the bias {:?} must be [{hidden}] as the weight is", bias.dims());
         }
         same_kind(function, ("the input", x), ("the bias", bias))?;
+    }
+    #[cfg(feature = "cuda")]
+    if on_cuda(x) {
+        let weights = [Some(weight), bias].into_iter().flatten().map(Weight::of).collect::<Result<Vec<_>>>()?;
+        return recomputed(function, x, weights, move |x, weights| {
+            composite(x, &weights[0], weights.get(1), eps, centered)
+        });
     }
     if !served(x) {
         let bias = bias.map(Weight::in_graph).transpose()?;

@@ -1,0 +1,87 @@
+//! A fully connected layer: backward multiplies the weight's gradient into the parameter's own buffer.
+
+use candle_core::{Result, Tensor};
+
+use super::super::weight::Weight;
+use super::node::{Backward, Gradients, node};
+use crate::kernels::{Matrix, add_product};
+use crate::storage::with_slice;
+
+/// `y` as the layer's output for `x`, in the graph.
+pub(in crate::nn) fn affine(
+    function: &'static str,
+    x: &Tensor,
+    y: Tensor,
+    weight: Weight,
+    bias: Option<Weight>,
+    in_out: bool,
+) -> Result<Tensor> {
+    let mut inputs = vec![x.clone(), weight.node().clone()];
+    inputs.extend(bias.as_ref().map(|bias| bias.node().clone()));
+    let inputs: Vec<&Tensor> = inputs.iter().collect();
+    node(&inputs, y, Affine { function, weight, bias, in_out })
+}
+
+struct Affine {
+    function: &'static str,
+    weight: Weight,
+    bias: Option<Weight>,
+    /// Whether the weight is `[in, out]`.
+    in_out: bool,
+}
+
+/// As rows of the last dimension.
+fn rows(tensor: &Tensor) -> Result<Tensor> {
+    let width = tensor.dims().last().copied().unwrap_or(1);
+    let rows = if width == 0 { 0 } else { tensor.elem_count() / width };
+    tensor.detach().contiguous()?.reshape((rows, width))
+}
+
+impl Backward for Affine {
+    fn name(&self) -> &'static str {
+        self.function
+    }
+
+    fn backward(&self, x: &Tensor, gradient: &Tensor) -> Result<Gradients> {
+        let dy = rows(gradient)?;
+        let (count, outputs) = dy.dims2()?;
+        let dx = if x.track_op() {
+            let weight = self.weight.value()?.detach();
+            let weight = if self.in_out { weight.t()? } else { weight };
+            Some(dy.matmul(&weight)?.reshape(x.shape())?)
+        } else {
+            None
+        };
+        let dw = if self.weight.wants_grad() {
+            let x = rows(x)?;
+            let inputs = x.dim(1)?;
+            self.weight.grad_in(|buffer, accumulate| {
+                with_slice(&x, |_, x| {
+                    with_slice(&dy, |_, dy| {
+                        let (x, dy) = (Matrix::new(x, count, inputs)?, Matrix::new(dy, count, outputs)?);
+                        let (lhs, rhs) = if self.in_out { (x.t(), dy) } else { (dy.t(), x) };
+                        add_product(buffer, accumulate, lhs, rhs)
+                    })
+                })
+            })?
+        } else {
+            None
+        };
+        let db = match &self.bias {
+            Some(bias) if bias.wants_grad() => {
+                // A product adds up in f32, whatever the dtype.
+                let ones = Tensor::ones((1, count), dy.dtype(), dy.device())?;
+                bias.grad_in(|buffer, accumulate| {
+                    with_slice(&ones, |_, ones| {
+                        with_slice(&dy, |_, dy| {
+                            let (ones, dy) = (Matrix::new(ones, 1, count)?, Matrix::new(dy, count, outputs)?);
+                            add_product(buffer, accumulate, ones, dy)
+                        })
+                    })
+                })?
+            }
+            _ => None,
+        };
+        Ok([dx, dw, db])
+    }
+}
