@@ -16,7 +16,7 @@ DESCRIPTION = """\
 Runs everything on real GPUs, 1 to 8 of them, and leaves one JSON and one page to read:
 
   build     the workspace with the features cuda and nccl
-  parity    the tests of the device: runs that PyTorch FSDP2 recorded, repeated
+  parity    runs that PyTorch FSDP2 recorded, repeated in many ways; a checkpoint that goes to the CPU
   memory    bytes after each phase of a step, against the formula of docs/memory.md
   speed     tokens a second of a training step, and the share of the GPU's peak, on 1, 2, 4, ... GPUs
   overlap   how much of the communication is hidden behind compute, from a trace
@@ -127,7 +127,7 @@ def one(phase, run, runner, chosen):
     except Skipped as why:
         entry.update(status="skipped", why=str(why))
     except Failed as why:
-        entry.update(status="failed", why=str(why), result=getattr(why, "result", None))
+        entry.update(status="failed", why=str(why), result=why.result)
     entry["seconds"] = round(time.monotonic() - start, 1)
     entry["commands"] = runner.commands[first:]
     print(f"    {entry['status']}{': ' + entry['why'] if entry['why'] else ''} ({entry['seconds']} s)", flush=True)

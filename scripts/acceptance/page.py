@@ -28,7 +28,7 @@ def of(report):
     rows = [[it["name"], it["status"], f"{it['seconds']} s", short(it["why"])] for it in report["phases"]]
     parts += table(["phase", "", "took", "why"], rows)
     results = {phase["name"]: phase.get("result") for phase in report["phases"]}
-    for name, show in (("memory", memory), ("speed", speed), ("overlap", overlap)):
+    for name, show in (("parity", parity), ("memory", memory), ("speed", speed), ("overlap", overlap)):
         if results.get(name):
             parts += ["", *show(results[name], results)]
     for phase in report["phases"]:
@@ -39,6 +39,17 @@ def of(report):
     return "\n".join(parts) + "\n"
 
 
+def parity(result, _):
+    rows = []
+    for it in result["rows"]:
+        holds = "" if it["holds"] else "**too much**"
+        rows.append([it["model"], it["way"], f"{it['loss']:.1e}", f"{it['grad_norm']:.1e}", holds])
+    head = ["model", "way", "off in a loss", "off in a norm", ""]
+    note = f"The largest relative difference to what PyTorch FSDP2 recorded on CPUs, over {result['steps']} steps."
+    same = "the same to the last bit" if result["checkpoint_is_the_same_on_the_cpu"] else "**not the same**"
+    return ["## Parity", "", note, "", *table(head, rows), "", f"A checkpoint, loaded on the CPU, is {same}."]
+
+
 def memory(result, _):
     mib = lambda count: f"{count / 2**20:.2f}"  # noqa: E731
     rows = []
@@ -46,7 +57,7 @@ def memory(result, _):
         holds = "" if it["holds"] else "**too much**"
         rows.append([it["mode"], it["after"], mib(it["bytes"]), mib(it["formula"]), f"{it['off']:+.2%}", holds])
     head = ["mode", "after", "MiB", "formula", "off", ""]
-    note = "What a rank has in use after each phase of a step. The last row of a mode is the most on top, and its bound."
+    note = "What a rank has in use after each phase of a step. The last row of a mode is the most that a step adds."
     return ["## Memory", "", note, "", *table(head, rows)]
 
 

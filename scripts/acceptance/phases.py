@@ -8,6 +8,7 @@ import shutil
 
 from . import models, trace
 from .machine import is_double, peak_tflops
+from .parity import parity
 from .running import Failed, Skipped, json_lines
 from .watch import DeviceMemory
 
@@ -34,6 +35,8 @@ class Run:
         self.dtype = "f32" if args.device == "cpu" else "bf16"
         self.batch = args.batch or 2
         self.seq = args.seq or (64 if args.small else 2048)
+        # Of recorded runs, which have 20.
+        self.recorded = 5 if args.small else 20
         self.steps = args.steps or (3 if args.small else 10)
         self.target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", "target"))
         self.model = pathlib.Path(args.model) if args.model else models.write(self.config(), scratch / "model")
@@ -53,18 +56,11 @@ class Run:
         room = sum(gpu["memory_mib"] or 0 for gpu in self.gpus[: self.ranks]) / 1024
         return models.LLAMA_8B if room >= 300 else models.LLAMA_1B
 
-    def cargo(self, *words):
-        """A Cargo command for the whole workspace: other selections of packages would build Candle again."""
-        features = ["--features", "cuda,nccl"] if self.args.device == "cuda" else []
-        return ["cargo", words[0], "--release", "--workspace", *features, *words[1:]]
-
-    def launch(self, name, ranks, *words):
+    def launch(self, name, ranks, *words, device=None, env=None):
         """Runs one of the programs on so many ranks, and returns what it printed."""
-        # As it is said on the command line, and not at all where a program knows of CPUs alone.
-        device = [] if self.args.device == "cpu" else ["--device", self.args.device]
         programs = self.target / "release"
-        command = [programs / "fsdp-launch", "--nproc-per-node", ranks, programs / words[0], *words[1:], *device]
-        return self.runner.run(name, command)
+        command = [programs / "fsdp-launch", "--nproc-per-node", ranks, programs / words[0], *words[1:]]
+        return self.runner.run(name, [*command, "--device", device or self.args.device], env)
 
 
 def build(run):
@@ -74,31 +70,18 @@ def build(run):
     if is_double():
         run.is_built = True
         raise Skipped("scripts/gpu-double has built the programs")
-    run.runner.run("build", run.cargo("build"))
+    features = ["--features", "cuda,nccl"] if run.args.device == "cuda" else []
+    # Of the whole workspace: other selections of packages would build Candle again.
+    run.runner.run("build", ["cargo", "build", "--release", "--workspace", *features])
     run.is_built = True
     return {}
-
-
-def parity(run):
-    """runs that PyTorch FSDP2 recorded, repeated on the device"""
-    if run.args.device == "cpu":
-        command = run.cargo("test", "--test", "it", "golden")
-    else:
-        command = ["cargo", "test", "--release", "-p", "fsdp-tests", "--features", "cuda,nccl", "--test", "gpu"]
-    text = run.runner.run("parity", command)
-    results = [line for line in text.splitlines() if line.startswith("test result:")]
-    # Cargo is content with a filter that no test passes.
-    passed = sum(int(line.split(" passed")[0].split()[-1]) for line in results)
-    if not passed:
-        raise Failed("no test ran:\n" + "\n".join(results))
-    return {"tests_passed": passed}
 
 
 def memory(run):
     """bytes after each phase of a step, against the formula"""
     shape = ["--width", "512", "--layers", "6"] if run.args.small else ["--width", "2048", "--layers", "12"]
     text = run.launch("memory", run.ranks, "bench", "memory", "--mode", "zero3,zero2", *shape, "--json")
-    rows, wrong = [], []
+    rows = []
     for found in json_lines(text):
         model, unit, share = found["model_bytes"], found["unit_bytes"], found["model_bytes"] / found["world"]
         kept = model if found["mode"] == "zero2" else 0
@@ -121,7 +104,10 @@ def memory(run):
     if len(rows) != 10:
         raise Failed(f"bench memory printed {len(rows) // 5} of 2 modes")
     wrong = [f"{row['mode']} {row['after']}: {row['off']:+.1%}" for row in rows if not row["holds"]]
-    return judged({"rows": rows, "tolerance": TOLERANCE}, "more off than 2 %: " + ", ".join(wrong) if wrong else None)
+    result = {"rows": rows, "tolerance": TOLERANCE}
+    if wrong:
+        raise Failed("more off than 2 %: " + ", ".join(wrong), result)
+    return result
 
 
 def speed(run):
@@ -222,15 +208,6 @@ def only(objects, program):
     if len(objects) != 1:
         raise Failed(f"{program} printed {len(objects)} JSON objects, and one was expected")
     return objects[0]
-
-
-def judged(result, wrong):
-    """The result, or a failure that has it."""
-    if wrong:
-        failure = Failed(wrong)
-        failure.result = result
-        raise failure
-    return result
 
 
 ALL = [build, parity, memory, speed, overlap, pytorch]
