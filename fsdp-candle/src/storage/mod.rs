@@ -7,8 +7,8 @@ mod pool;
 mod swap;
 
 pub(crate) use access::{
-    TensorMemory, copied, copy_in, copy_out, copy_range_out, copy_tensor, numbers_of, share_memory, to_host, with_slice,
-    with_slice_mut,
+    TensorMemory, copied, copy_in, copy_out, copy_range_out, copy_tensor, numbers_of, share_memory, to_host,
+    with_slice, with_slice_mut,
 };
 pub(crate) use arithmetic::{add, cast, copy, from_numbers, scale, to_numbers};
 pub(crate) use convert::{to_buffer, to_core_dtype, to_storage, to_tensor, to_var};

@@ -45,7 +45,7 @@ pub fn init_on(choice: DeviceChoice) -> Result<World> {
     // What this rank lacks the others should not have to wait for.
     let device = choice.device(&env)?;
     let group = process_group::init(&env, Options::default())?;
-    let group = group_on(&device, group, &env)?;
+    let group = group_on(&device, group)?;
     Ok(World { group, env, device })
 }
 

@@ -14,6 +14,7 @@ mod cublas;
 mod curand;
 mod driver;
 mod event;
+mod host_compiler;
 mod kernels;
 mod machine;
 mod memory;

@@ -49,8 +49,7 @@ pub(super) fn adamw(
 ) -> Result<()> {
     let (len, dtype) = (param.len(), param.dtype());
     let kernel = format!("adamw_{}", of_float(dtype)?);
-    for (other, its_len) in
-        [(grad.dtype(), grad.len()), (means.dtype(), means.len()), (squares.dtype(), squares.len())]
+    for (other, its_len) in [(grad.dtype(), grad.len()), (means.dtype(), means.len()), (squares.dtype(), squares.len())]
     {
         same_length(len, its_len)?;
         same_dtype(dtype, other)?;

@@ -95,7 +95,8 @@ impl Module {
             return Ok(function.clone());
         }
         let function = self.module.load_function(name);
-        let function = function.map_err(|error| Error::Core(failed(stream, &format!("finding kernel {name}"), &error)))?;
+        let function =
+            function.map_err(|error| Error::Core(failed(stream, &format!("finding kernel {name}"), &error)))?;
         functions.insert(name.into(), function.clone());
         Ok(function)
     }

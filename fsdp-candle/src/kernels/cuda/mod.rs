@@ -11,7 +11,7 @@ mod registry;
 mod set;
 mod table;
 
-pub(super) use registry::{of_candle, of_ordinal};
 pub(crate) use product::{Matrix, add_product};
 pub(crate) use registry::{candle_device, compute_stream, device_count};
+pub(super) use registry::{of_candle, of_ordinal};
 pub(crate) use table::add_rows;

@@ -54,8 +54,7 @@ fn add_up(cuda: &Cuda, float: &str, values: Slice<'_>, Of(of, p): Of, sum: Slice
         return clear(cuda, sum);
     }
     let blocks = len.div_ceil(EACH).min(MOST_SHARES);
-    let config =
-        |blocks| LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
+    let config = |blocks| LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
     let shares = cuda.shares.lock().unwrap_or_else(PoisonError::into_inner);
     let to = shares.view();
     let args = [values.into(), len.into(), of.into(), p.into(), to.into()];

@@ -81,9 +81,12 @@ static unsigned number(unsigned start) {
 
 static void begin_thread() {
   current = number(started++);
-  unsigned rest = current / blockDim.x;
-  threadIdx = {current - rest * blockDim.x, rest, 0};
-  if (blockDim.z > 1) threadIdx = {threadIdx.x, rest % blockDim.y, rest / blockDim.y};
+  if (threads == blockDim.x) {
+    threadIdx = {current, 0, 0};  // without a division, which would be most of a small kernel's time
+  } else {
+    unsigned rest = current / blockDim.x;
+    threadIdx = {current % blockDim.x, rest % blockDim.y, rest / blockDim.y};
+  }
 }
 
 static void work() {

@@ -6,7 +6,8 @@
 namespace engine {
 
 // A type that kernels take by value: `GPU_DOUBLE_VALUE(Type)` says that it has no pointers, `GPU_DOUBLE_POINTERS(Type,
-// {offset, count, access}, ...)` where they lie. A class that says nothing is refused: races through it would be missed.
+// {offset, count, access}, ...)` where they lie. A class of which nothing is said is refused: races through it would be
+// missed.
 struct Field { uint32_t offset, count; Access access; };
 template <class T, class = void> struct Value { static constexpr bool known = false; };
 template <class T> struct Value<T, std::enable_if_t<std::is_arithmetic_v<T> || std::is_enum_v<T>>> {
@@ -15,8 +16,8 @@ template <class T> struct Value<T, std::enable_if_t<std::is_arithmetic_v<T> || s
   static constexpr Field fields[1] = {};
 };
 template <class T> struct Value<T*> {
-  static_assert(!std::is_pointer_v<T>, "a kernel's parameter that points at pointers: pass a struct of pointers by value, "
-                                       "or the double can't see what is read and written");
+  static_assert(!std::is_pointer_v<T>, "a kernel's parameter that points at pointers: pass a struct of pointers by "
+                                       "value, or the double can't see what is read and written");
   static constexpr bool known = true;
   static constexpr uint32_t count = 1;
   static constexpr Field fields[1] = {{0, 1, std::is_const_v<T> ? Read : Write}};
@@ -25,8 +26,8 @@ template <class T> struct Value<T*> {
 template <auto kernel> struct Signature;
 template <class... Parameters, void (*kernel)(Parameters...)> struct Signature<kernel> {
   static_assert((Value<Parameters>::known && ...),
-                "a kernel's parameter is a class of which the double does not know whether it has pointers: say so with "
-                "GPU_DOUBLE_VALUE(Type) or GPU_DOUBLE_POINTERS(Type, {offset, count, engine::Read or Write}, ...)");
+                "a kernel's parameter is a class of which the double does not know whether it has pointers: say so "
+                "with GPU_DOUBLE_VALUE(Type) or GPU_DOUBLE_POINTERS(Type, {offset, count, engine::Read or Write}, ...)");
   static constexpr uint32_t parameters = sizeof...(Parameters);
   static constexpr uint32_t pointers = (Value<Parameters>::count + ... + 0);
   // One more than there are: an array has at least one.

@@ -103,7 +103,7 @@ pub(crate) struct Matrix {
     pub(crate) strides: Strides,
 }
 
-/// Doubles are multiplied and summed in double, everything else in float; the result is rounded once. With a `beta` of 0
+/// Doubles are multiplied and summed in double, everything else in float; the result is rounded once. If `beta` is 0,
 /// `c` is not read.
 ///
 /// # Safety
@@ -124,10 +124,14 @@ pub(crate) unsafe fn multiply(product: Product, a: Matrix, b: Matrix, c: Matrix)
 
 /// # Safety
 /// As for [`multiply`], and all elements are of type `T`.
-unsafe fn direct<T: 'static + Copy>(product: Product, a: Matrix, b: Matrix, c: Matrix, alpha: T, beta: T)
-where
-    T: PartialEq + Default,
-{
+unsafe fn direct<T: 'static + Copy + PartialEq + Default>(
+    product: Product,
+    a: Matrix,
+    b: Matrix,
+    c: Matrix,
+    alpha: T,
+    beta: T,
+) {
     // SAFETY: the caller's promises. The library takes its factors the other way round: its `alpha` is of the result.
     unsafe {
         gemm::gemm(

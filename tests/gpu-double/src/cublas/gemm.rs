@@ -4,8 +4,8 @@ use std::ffi::c_void;
 
 use crate::{
     cublas::{
-        INVALID_VALUE, NOT_SUPPORTED,
         element::{Element, Matrix, Product, Strides, multiply},
+        status::{INVALID_VALUE, NOT_SUPPORTED},
     },
     operation::{Access, Operation, Progress, Touch},
 };

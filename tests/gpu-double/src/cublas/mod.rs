@@ -10,17 +10,15 @@ use std::{
 
 mod element;
 mod gemm;
+mod status;
 #[cfg(test)]
 mod tests;
 
-use self::gemm::{Call, Operand};
+use self::{
+    gemm::{Call, Operand},
+    status::{EXECUTION_FAILED, NOT_INITIALIZED, NOT_SUPPORTED, SUCCESS},
+};
 use crate::stream;
-
-const SUCCESS: c_int = 0;
-const NOT_INITIALIZED: c_int = 1;
-const INVALID_VALUE: c_int = 7;
-const EXECUTION_FAILED: c_int = 13;
-const NOT_SUPPORTED: c_int = 15;
 
 // cudaDataType_t and cublasComputeType_t.
 const R_32F: c_int = 0;
@@ -119,15 +117,7 @@ extern "C" fn cublasSetWorkspace_v2(handle: *mut c_void, _workspace: *mut c_void
 
 #[unsafe(no_mangle)]
 extern "C" fn cublasGetStatusString(status: c_int) -> *const c_char {
-    let text = match status {
-        SUCCESS => c"success",
-        NOT_INITIALIZED => c"no such handle",
-        INVALID_VALUE => c"invalid value",
-        EXECUTION_FAILED => c"the operation could not be queued",
-        NOT_SUPPORTED => c"not supported by the device double",
-        _ => c"unknown status",
-    };
-    text.as_ptr()
+    status::text(status).as_ptr()
 }
 
 /// # Safety
@@ -181,7 +171,7 @@ macro_rules! product_of_one_type {
             }
             let (rows, sum) = if transposed == 0 { (m, n) } else { (n, m) };
             let operand = |at: u64, leading| Operand { at, element: $element, leading, stride: 0 };
-            // A vector with steps is a row of a matrix. The result would be a row as well, so both sides are transposed.
+            // A vector with steps is a row of a matrix, and so is the result: both sides are transposed.
             let call = Call {
                 name: stringify!($vector),
                 transposed: [0, c_int::from(transposed == 0)],

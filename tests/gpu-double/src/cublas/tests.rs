@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::{gemm::operation, *};
+use super::{gemm::operation, status::INVALID_VALUE, *};
 use crate::operation::{Access, Progress};
 
 /// Values from -2 to 2 in steps of 1/8, which all types have, for any place.

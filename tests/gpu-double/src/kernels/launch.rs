@@ -14,7 +14,9 @@ use crate::{
         limits,
     },
     operation::{Operation, Progress},
-    report, stream,
+    report,
+    settings::Settings,
+    stream,
 };
 
 /// A launch as the driver is asked for it.
@@ -78,12 +80,11 @@ pub(crate) unsafe fn launch(
     Ok(stream::enqueue(stream, operation))
 }
 
-/// The order of this launch's blocks and threads. 0, that of their numbers, unless `GPU_DOUBLE_SEED` says otherwise.
+/// The order of this launch's blocks and threads. With the schedule 0 it is that of their numbers.
 fn next_seed() -> u64 {
     static SEED: OnceLock<u64> = OnceLock::new();
     static LAUNCHES: AtomicU64 = AtomicU64::new(1);
-    let read = || std::env::var("GPU_DOUBLE_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(0);
-    match *SEED.get_or_init(read) {
+    match *SEED.get_or_init(|| Settings::from_env().map_or(0, |settings| settings.seed)) {
         0 => 0,
         seed => (seed << 32) + LAUNCHES.fetch_add(1, Ordering::Relaxed),
     }

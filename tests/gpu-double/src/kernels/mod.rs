@@ -20,14 +20,11 @@ use self::{
     launch::Shape,
     library::{Image, Kernel},
 };
+use crate::status::{INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, SUCCESS};
 
-const SUCCESS: c_int = 0;
-const INVALID_VALUE: c_int = 1;
 const INVALID_IMAGE: c_int = 200;
 const FILE_NOT_FOUND: c_int = 301;
-const INVALID_HANDLE: c_int = 400;
 const NOT_FOUND: c_int = 500;
-const NOT_SUPPORTED: c_int = 801;
 
 /// Modules and kernels, by the numbers that the program has for them.
 #[derive(Default)]

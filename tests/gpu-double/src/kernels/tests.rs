@@ -9,13 +9,13 @@ use super::{
     library::{self, Image, Kernel, Kernels, Launch},
 };
 use crate::{
-    nvrtc::compile::{self, Source},
+    host_compiler::{self, Source},
     operation::{Access, Progress},
 };
 
 fn compile(text: &str) -> &'static Kernels {
     let source = Source { text: text.into(), name: "test.cu".into(), ..Source::default() };
-    let image = compile::compile(&source).unwrap().unwrap_or_else(|log| panic!("{log}"));
+    let image = host_compiler::compile(&source).unwrap().unwrap_or_else(|log| panic!("{log}"));
     match library::open(&image).unwrap() {
         Image::Kernels(kernels) => kernels,
         Image::Missing(why) => panic!("{why}"),
@@ -344,7 +344,8 @@ fn a_launch_names_what_it_touches() {
         r#"
         struct Lists { const float* from[2]; float* to; int n; };
         GPU_DOUBLE_POINTERS(Lists, {offsetof(Lists, from), 2, engine::Read}, {offsetof(Lists, to), 1, engine::Write})
-        extern "C" __global__ void __launch_bounds__(64) add(const float* a, const float* const b, float* c, Lists lists,
+        extern "C" __global__ void __launch_bounds__(64) add(const float* a, const float* const b, float* c,
+                                                              Lists lists,
                                                               bool on) {
             if (on) c[0] = a[0] + b[0] + lists.from[0][0] + lists.from[1][0];
             *lists.to = lists.n;

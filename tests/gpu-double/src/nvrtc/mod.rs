@@ -1,7 +1,7 @@
 //! NVRTC: compiles CUDA sources for the host while the program runs.
 //!
-//! `GPU_DOUBLE_NVCC` is the folder of the stand-in `nvcc` (`nvcc` of this crate), `GPU_DOUBLE_CACHE` the folder in which
-//! libraries are kept (`target/gpu-double/nvrtc`).
+//! `GPU_DOUBLE_NVCC` is the folder of the stand-in `nvcc` (`nvcc` of this crate), `GPU_DOUBLE_CACHE` the folder in
+//! which libraries are kept (`target/gpu-double/nvrtc`).
 #![allow(non_snake_case, reason = "NVRTC's names")]
 
 use std::{
@@ -10,11 +10,10 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-pub(crate) mod compile;
 #[cfg(test)]
 mod tests;
 
-use self::compile::Source;
+use crate::host_compiler::{self, Source};
 
 const SUCCESS: c_int = 0;
 const INVALID_PROGRAM: c_int = 4;
@@ -145,7 +144,7 @@ unsafe extern "C" fn nvrtcCompileProgram(program: *mut c_void, count: c_int, opt
     let options = unsafe { texts(options, count) };
     of(program, |program| {
         program.source.options = options;
-        let (status, image, log) = match compile::compile(&program.source) {
+        let (status, image, log) = match host_compiler::compile(&program.source) {
             Ok(Ok(image)) => (SUCCESS, image, String::new()),
             Ok(Err(log)) => (COMPILATION, String::new(), log),
             Err(error) => (BUILTIN_OPERATION_FAILURE, String::new(), format!("the stand-in nvcc: {error}")),
