@@ -3,8 +3,7 @@
 use std::io::IsTerminal;
 use std::process::ExitCode;
 
-use anyhow::Context;
-use fsdp_candle::{DeviceChoice, World};
+use fsdp_candle::{DeviceChoice, Error, World};
 use tracing::Subscriber;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::registry::LookupSpan;
@@ -26,7 +25,11 @@ pub fn run_on(choice: DeviceChoice, work: impl FnOnce(&World) -> anyhow::Result<
     // Shows for whom this rank waits; `work` may want to see more than events, but knows only then which rank it is.
     let join = || fsdp_candle::init_on(choice);
     let joined = tracing::subscriber::with_default(tracing_subscriber::registry().with(events()), join);
-    let world = match joined.context("can't join the other ranks") {
+    let joined = joined.map_err(|error| match error {
+        Error::Device(_) => anyhow::Error::from(error),
+        error => anyhow::Error::from(error).context("can't join the other ranks"),
+    });
+    let world = match joined {
         Ok(world) => world,
         Err(error) => return report(&error),
     };

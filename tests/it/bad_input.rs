@@ -219,7 +219,7 @@ fn a_checkpoint_of_another_model() {
 #[test]
 fn a_sequence_longer_than_the_model_and_a_device_that_is_not_there() {
     with_model(|_| (), &["--seq-len", "129"], &["--seq-len 129", "128 positions"]);
-    with_model(|_| (), &["--device", "cuda"], &["--device cuda: GPUs are not there yet", "no CUDA", "--device cpu"]);
+    with_model(|_| (), &["--device", "cuda"], &["this build has no CUDA", "--features cuda", "choose the CPU"]);
 }
 
 /// The golden Llama in `dir/model` trained to step 2, with a checkpoint of every step in `dir/saved`.

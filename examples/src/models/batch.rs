@@ -28,7 +28,8 @@ impl Batch {
         let shape = (inputs.len() / seq_len, seq_len);
         Ok(Batch {
             ids: Tensor::from_vec(inputs, shape, device)?,
-            targets: Tensor::from_vec(targets, shape, device)?,
+            // The host reads them, wherever the model is.
+            targets: Tensor::from_vec(targets, shape, &Device::Cpu)?,
             counted,
             documents: documents.map(Documents::new).transpose()?,
         })

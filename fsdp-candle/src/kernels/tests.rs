@@ -1,21 +1,66 @@
 //! Each kernel against a plain computation in f64, for every float, also of no elements and in the middle of memory.
 
-use candle_core::{CpuStorage, Storage};
-use fsdp_core::{Buffer, DType};
+use std::cell::Cell;
 
-use super::super::eight_bits::EightBits;
-use super::super::norm::NormType;
-use super::super::set::{Kernels, Rows};
-use super::super::slice::{Slice, SliceMut};
-use super::super::update::AdamWUpdate;
-use super::host::Cpu;
+use candle_core::Device;
+use fsdp_core::{Buffer, DType, View};
+
+#[cfg(feature = "cuda")]
+use super::choice::of_device;
+use super::choice::or_host;
+use super::eight_bits::EightBits;
+use super::norm::NormType;
+use super::set::{Kernels, Rows};
+use super::slice::{Slice, SliceMut};
+use super::update::AdamWUpdate;
 
 const FLOATS: [DType; 4] = [DType::F32, DType::F64, DType::BF16, DType::F16];
 /// None, fewer than a run, not a multiple of one, and more than a chunk of the norm's.
 const LENGTHS: [usize; 4] = [0, 3, 37, 600];
 
+thread_local! {
+    static ON: Cell<&'static dyn Kernels> = Cell::new(or_host(&Device::Cpu));
+}
+
+/// Those of the device that a test is at.
 fn kernels() -> &'static dyn Kernels {
-    &Cpu
+    ON.get()
+}
+
+/// Runs a test on the host, and on a CUDA device where there is one.
+fn on_every_device(test: impl Fn()) {
+    test();
+    #[cfg(feature = "cuda")]
+    if super::device_count().is_ok_and(|count| count > 0) {
+        ON.set(of_device(&super::candle_device(0).unwrap()).unwrap());
+        test();
+        ON.set(or_host(&Device::Cpu));
+    }
+}
+
+/// Memory of the device with these elements.
+fn uploaded(host: Buffer) -> Buffer {
+    let mut to = kernels().zeros(host.dtype(), host.len()).unwrap();
+    kernels().write((&mut to).into(), &mut |bytes| bytes.copy_from_slice(host.bytes())).unwrap();
+    to
+}
+
+fn zeros(dtype: DType, len: usize) -> Buffer {
+    kernels().zeros(dtype, len).unwrap()
+}
+
+/// The elements as bytes.
+fn bytes(buffer: &Buffer) -> Vec<u8> {
+    let mut all = vec![];
+    kernels().read(buffer.into(), &mut |bytes| all.extend_from_slice(bytes)).unwrap();
+    all
+}
+
+/// The number that a kernel leaves.
+fn number(kernel: impl FnOnce(SliceMut<'_>) -> candle_core::Result<()>) -> f64 {
+    let mut to = buffer(DType::F64, &[-1.]);
+    kernel((&mut to).into()).unwrap();
+    values(&to)[0]
 }
 
 /// Numbers that every float has.
@@ -25,14 +70,14 @@ fn numbers(len: usize, seed: usize) -> Vec<f64> {
 
 fn buffer(dtype: DType, values: &[f64]) -> Buffer {
     let mut to = kernels().zeros(dtype, values.len()).unwrap();
-    kernels().cast((&Buffer::from(values.to_vec())).into(), (&mut to).into()).unwrap();
+    kernels().cast((&uploaded(values.to_vec().into())).into(), (&mut to).into()).unwrap();
     to
 }
 
 fn values(buffer: &Buffer) -> Vec<f64> {
     let mut to = kernels().zeros(DType::F64, buffer.len()).unwrap();
     kernels().cast(buffer.into(), (&mut to).into()).unwrap();
-    to.into_vec().unwrap()
+    bytemuck::pod_collect_to_vec(&bytes(&to))
 }
 
 /// The value as the dtype has it.
@@ -60,175 +105,265 @@ fn every_float_and_length(mut check: impl FnMut(DType, usize)) {
 
 #[test]
 fn sums_and_scales_are_rounded_once() {
-    every_float_and_length(|dtype, len| {
-        let (a, b) = (numbers(len, 1), numbers(len + 1, 2));
-        let more = buffer(dtype, &b);
-        let more = Slice::from(&more).range(1..len + 1).unwrap();
-        let sums = in_the_middle(dtype, &a, |sum| kernels().add(sum, more).unwrap());
-        assert!(sums.iter().zip(a.iter().zip(&b[1..])).all(|(sum, (a, b))| *sum == rounded(dtype, a + b)));
-        let scaled = in_the_middle(dtype, &a, |values| kernels().scale(values, 1. / 3.).unwrap());
-        let factor = if dtype == DType::F64 { 1. / 3. } else { f64::from(1f32 / 3.) };
-        let want = |v: &f64| if dtype == DType::F64 { v * factor } else { f64::from(*v as f32 * factor as f32) };
-        assert!(scaled.iter().zip(&a).all(|(scaled, v)| *scaled == rounded(dtype, want(v))));
+    on_every_device(|| {
+        every_float_and_length(|dtype, len| {
+            let (a, b) = (numbers(len, 1), numbers(len + 1, 2));
+            let more = buffer(dtype, &b);
+            let more = Slice::from(&more).range(1..len + 1).unwrap();
+            let sums = in_the_middle(dtype, &a, |sum| kernels().add(sum, more).unwrap());
+            assert!(sums.iter().zip(a.iter().zip(&b[1..])).all(|(sum, (a, b))| *sum == rounded(dtype, a + b)));
+            let scaled = in_the_middle(dtype, &a, |values| kernels().scale(values, 1. / 3.).unwrap());
+            let factor = if dtype == DType::F64 { 1. / 3. } else { f64::from(1f32 / 3.) };
+            let want = |v: &f64| if dtype == DType::F64 { v * factor } else { f64::from(*v as f32 * factor as f32) };
+            assert!(scaled.iter().zip(&a).all(|(scaled, v)| *scaled == rounded(dtype, want(v))));
+        });
     });
 }
 
 #[test]
 fn casts_are_those_of_the_dtypes() {
-    let awkward = [0.1, -1. / 3., 65504., 65536., 1e-8, 1.00390625, 1.01171875, f64::INFINITY, -0.];
-    for from in FLOATS {
-        let source = buffer(from, &awkward);
-        for to in FLOATS {
-            let cast = in_the_middle(to, &[0.; 9], |to| kernels().cast((&source).into(), to).unwrap());
-            let want = values(&source).iter().map(|&value| rounded(to, value)).collect::<Vec<_>>();
-            assert_eq!(cast, want, "{from} to {to}");
+    on_every_device(|| {
+        let awkward = [0.1, -1. / 3., 65504., 65536., 1e-8, 1.00390625, 1.01171875, f64::INFINITY, -0.];
+        for from in FLOATS {
+            let source = buffer(from, &awkward);
+            for to in FLOATS {
+                let cast = in_the_middle(to, &[0.; 9], |to| kernels().cast((&source).into(), to).unwrap());
+                let want = values(&source).iter().map(|&value| rounded(to, value)).collect::<Vec<_>>();
+                assert_eq!(cast, want, "{from} to {to}");
+            }
         }
-    }
-    assert!(values(&buffer(DType::BF16, &[f64::NAN]))[0].is_nan());
+        assert!(values(&buffer(DType::BF16, &[f64::NAN]))[0].is_nan());
+    });
 }
 
 #[test]
 fn copies_of_rows_keep_bits_of_every_dtype() {
-    for dtype in DType::ALL {
-        let mut from = kernels().zeros(dtype, 12).unwrap();
-        from.bytes_mut().iter_mut().enumerate().for_each(|(i, byte)| *byte = i as u8);
-        let mut to = kernels().zeros(dtype, 7).unwrap();
-        let rows = Rows { count: 3, len: 2, from_stride: 4, to_stride: 2 };
-        let part = Slice::from(&from).range(1..12).unwrap();
-        kernels().copy_rows(part, SliceMut::from(&mut to).range(1..7).unwrap(), rows).unwrap();
-        let element = |buffer: &Buffer, at: usize| buffer.bytes()[at * dtype.size()..(at + 1) * dtype.size()].to_vec();
-        for (at, source) in [1, 2, 5, 6, 9, 10].into_iter().enumerate() {
-            assert_eq!(element(&to, at + 1), element(&from, source));
+    on_every_device(|| {
+        for dtype in DType::ALL {
+            let mut from = Buffer::zeros(dtype, 12);
+            from.bytes_mut().iter_mut().enumerate().for_each(|(i, byte)| *byte = i as u8);
+            let from = uploaded(from);
+            let mut to = kernels().zeros(dtype, 7).unwrap();
+            let rows = Rows { count: 3, len: 2, from_stride: 4, to_stride: 2 };
+            let part = Slice::from(&from).range(1..12).unwrap();
+            kernels().copy_rows(part, SliceMut::from(&mut to).range(1..7).unwrap(), rows).unwrap();
+            let element =
+                |buffer: &Buffer, at: usize| bytes(buffer)[at * dtype.size()..(at + 1) * dtype.size()].to_vec();
+            for (at, source) in [1, 2, 5, 6, 9, 10].into_iter().enumerate() {
+                assert_eq!(element(&to, at + 1), element(&from, source));
+            }
+            let none = Rows { count: 0, ..rows };
+            kernels().copy_rows(part, (&mut to).into(), none).unwrap();
+            for too_much in
+                [Rows { count: 4, ..rows }, Rows { from_stride: usize::MAX, ..rows }, Rows { len: 8, ..rows }]
+            {
+                kernels().copy_rows(part, (&mut to).into(), too_much).unwrap_err();
+            }
+            kernels().copy(Slice::from(&from), (&mut to).into()).unwrap_err();
         }
-        let none = Rows { count: 0, ..rows };
-        kernels().copy_rows(part, (&mut to).into(), none).unwrap();
-        for too_much in [Rows { count: 4, ..rows }, Rows { from_stride: usize::MAX, ..rows }, Rows { len: 8, ..rows }] {
-            kernels().copy_rows(part, (&mut to).into(), too_much).unwrap_err();
-        }
-        kernels().copy(Slice::from(&from), (&mut to).into()).unwrap_err();
-    }
+    });
 }
 
 #[test]
 fn norms_are_those_of_a_plain_sum() {
-    every_float_and_length(|dtype, len| {
-        let all = numbers(len + 1, 3);
-        let memory = buffer(dtype, &all);
-        let part = Slice::from(&memory).range(1..len + 1).unwrap();
-        let powers = |norm| kernels().powers(part, norm).unwrap();
-        // Squares of eighths up to 4 are exact in f32, and so are their sums here.
-        assert_eq!(powers(NormType::Two), all[1..].iter().map(|v| v * v).sum::<f64>());
-        assert_eq!(powers(NormType::P(1.)), all[1..].iter().map(|v| v.abs()).sum::<f64>());
-        assert_eq!(powers(NormType::P(3.)), all[1..].iter().map(|v| v.abs().powf(3.)).sum::<f64>());
-        assert_eq!(powers(NormType::Infinity), all[1..].iter().fold(0., |max: f64, v| max.max(v.abs())));
-        assert_eq!(kernels().count_non_finite(part).unwrap(), 0);
+    on_every_device(|| {
+        every_float_and_length(|dtype, len| {
+            let all = numbers(len + 1, 3);
+            let memory = buffer(dtype, &all);
+            let part = Slice::from(&memory).range(1..len + 1).unwrap();
+            let powers = |norm| number(|sum| kernels().powers(part, norm, sum));
+            // Squares of eighths up to 4 are exact in f32, and so are their sums here.
+            assert_eq!(powers(NormType::Two), all[1..].iter().map(|v| v * v).sum::<f64>());
+            assert_eq!(powers(NormType::P(1.)), all[1..].iter().map(|v| v.abs()).sum::<f64>());
+            let cubes = all[1..].iter().map(|v| v.abs().powf(3.)).sum::<f64>();
+            assert!((powers(NormType::P(3.)) - cubes).abs() <= 1e-12 * cubes);
+            assert_eq!(powers(NormType::Infinity), all[1..].iter().fold(0., |max: f64, v| max.max(v.abs())));
+            assert_eq!(number(|count| kernels().count_non_finite(part, count)), 0.);
+        });
+        let wide = uploaded(vec![3e30f32, 4e30].into());
+        let squares = number(|sum| kernels().powers((&wide).into(), NormType::Two, sum));
+        assert_eq!(squares.sqrt() as f32, 5e30);
+        for dtype in FLOATS {
+            let bad = buffer(dtype, &[1., f64::NAN, f64::INFINITY, 2.]);
+            assert_eq!(number(|count| kernels().count_non_finite((&bad).into(), count)), 2.);
+            assert!(number(|sum| kernels().powers((&bad).into(), NormType::Infinity, sum)).is_nan());
+        }
     });
-    let wide = Buffer::from(vec![3e30f32, 4e30]);
-    assert_eq!(kernels().powers((&wide).into(), NormType::Two).unwrap().sqrt() as f32, 5e30);
-    for dtype in FLOATS {
-        let bad = buffer(dtype, &[1., f64::NAN, f64::INFINITY, 2.]);
-        assert_eq!(kernels().count_non_finite((&bad).into()).unwrap(), 2);
-        assert!(kernels().powers((&bad).into(), NormType::Infinity).unwrap().is_nan());
-    }
 }
 
 #[test]
 fn adamw_steps_as_it_is_written() {
-    let update =
-        AdamWUpdate { decay: 0.99, beta1: 0.9, beta2: 0.95, step_size: 0.1, root_bias_correction2: 0.7, eps: 1e-6 };
-    every_float_and_length(|dtype, len| {
-        let [p, g, m] = [1, 2, 3].map(|seed| numbers(len, seed));
-        let v: Vec<f64> = numbers(len, 4).into_iter().map(f64::abs).collect();
-        let (grad, mut means, mut squares) = (buffer(dtype, &g), buffer(dtype, &m), buffer(dtype, &v));
-        let stepped = in_the_middle(dtype, &p, |param| {
-            let moments = [(&mut means).into(), (&mut squares).into()];
-            kernels().adamw(&update, param, (&grad).into(), moments).unwrap();
-        });
-        let [means, squares] = [means, squares].map(|moment| values(&moment));
-        let near = |got: f64, want: f64| {
-            let precision = match dtype {
-                DType::F64 => 1e-14,
-                DType::F32 => 1e-6,
-                DType::F16 => 1e-3,
-                _ => 8e-3,
+    on_every_device(|| {
+        let update =
+            AdamWUpdate { decay: 0.99, beta1: 0.9, beta2: 0.95, step_size: 0.1, root_bias_correction2: 0.7, eps: 1e-6 };
+        every_float_and_length(|dtype, len| {
+            let [p, g, m] = [1, 2, 3].map(|seed| numbers(len, seed));
+            let v: Vec<f64> = numbers(len, 4).into_iter().map(f64::abs).collect();
+            let (grad, mut means, mut squares) = (buffer(dtype, &g), buffer(dtype, &m), buffer(dtype, &v));
+            let stepped = in_the_middle(dtype, &p, |param| {
+                let moments = [(&mut means).into(), (&mut squares).into()];
+                kernels().adamw(&update, param, (&grad).into(), moments).unwrap();
+            });
+            let [means, squares] = [means, squares].map(|moment| values(&moment));
+            let near = |got: f64, want: f64| {
+                let precision = match dtype {
+                    DType::F64 => 1e-14,
+                    DType::F32 => 1e-6,
+                    DType::F16 => 1e-3,
+                    _ => 8e-3,
+                };
+                assert!((got - want).abs() <= precision * want.abs().max(1.), "{dtype}: {got} {want}");
             };
-            assert!((got - want).abs() <= precision * want.abs().max(1.), "{dtype}: {got} {want}");
-        };
-        for i in 0..len {
-            let (mean, square) = (0.9 * m[i] + 0.1 * g[i], 0.95 * v[i] + 0.05 * g[i] * g[i]);
-            near(means[i], mean);
-            near(squares[i], square);
-            near(stepped[i], 0.99 * p[i] - 0.1 * mean / (square.sqrt() / 0.7 + 1e-6));
-        }
+            for i in 0..len {
+                let (mean, square) = (0.9 * m[i] + 0.1 * g[i], 0.95 * v[i] + 0.05 * g[i] * g[i]);
+                near(means[i], mean);
+                near(squares[i], square);
+                near(stepped[i], 0.99 * p[i] - 0.1 * mean / (square.sqrt() / 0.7 + 1e-6));
+            }
+        });
     });
 }
 
 #[test]
 fn eight_bits_are_within_half_a_step_and_keep_what_is_not_finite() {
-    let all = numbers(100, 5).into_iter().map(|v| v as f32).collect::<Vec<_>>();
-    for (bits, block) in [(EightBits::Int8, 64), (EightBits::E4M3, 100), (EightBits::Int8, 0)] {
-        let blocks = 100usize.div_ceil(block.max(1));
-        let (mut codes, mut scales) = (Buffer::zeros(DType::U8, 100), Buffer::zeros(DType::F32, blocks));
-        let source = Buffer::from(all.clone());
-        kernels().quantise(bits, block, (&source).into(), (&mut codes).into(), (&mut scales).into()).unwrap();
-        for dtype in FLOATS {
-            let mut back = kernels().zeros(dtype, 100).unwrap();
-            kernels().dequantise(bits, block, (&codes).into(), (&scales).into(), (&mut back).into()).unwrap();
-            for (got, want) in values(&back).into_iter().zip(&all) {
-                let bound = if matches!(bits, EightBits::E4M3) { want.abs() / 16. + 0.01 } else { 4. / 254. + 0.02 };
-                assert!((got - f64::from(*want)).abs() <= f64::from(bound), "{bits:?} {dtype}: {got} {want}");
+    on_every_device(|| {
+        let all = numbers(100, 5).into_iter().map(|v| v as f32).collect::<Vec<_>>();
+        for (bits, block) in [(EightBits::Int8, 64), (EightBits::E4M3, 100), (EightBits::Int8, 0)] {
+            let blocks = 100usize.div_ceil(block.max(1));
+            let (mut codes, mut scales) = (zeros(DType::U8, 100), zeros(DType::F32, blocks));
+            let source = uploaded(all.clone().into());
+            kernels().quantise(bits, block, (&source).into(), (&mut codes).into(), (&mut scales).into()).unwrap();
+            for dtype in FLOATS {
+                let mut back = kernels().zeros(dtype, 100).unwrap();
+                kernels().dequantise(bits, block, (&codes).into(), (&scales).into(), (&mut back).into()).unwrap();
+                for (got, want) in values(&back).into_iter().zip(&all) {
+                    let bound =
+                        if matches!(bits, EightBits::E4M3) { want.abs() / 16. + 0.01 } else { 4. / 254. + 0.02 };
+                    assert!((got - f64::from(*want)).abs() <= f64::from(bound), "{bits:?} {dtype}: {got} {want}");
+                }
             }
+            let mut short = zeros(DType::F32, 99);
+            kernels().dequantise(bits, block, (&codes).into(), (&scales).into(), (&mut short).into()).unwrap_err();
         }
-        let mut short = Buffer::zeros(DType::F32, 99);
-        kernels().dequantise(bits, block, (&codes).into(), (&scales).into(), (&mut short).into()).unwrap_err();
-    }
-    let (mut codes, mut scales) = (Buffer::zeros(DType::U8, 2), Buffer::zeros(DType::F32, 1));
-    let bad = Buffer::from(vec![1f32, f32::INFINITY]);
-    kernels().quantise(EightBits::Int8, 2, (&bad).into(), (&mut codes).into(), (&mut scales).into()).unwrap();
-    assert!(values(&scales)[0].is_nan());
+        let (mut codes, mut scales) = (zeros(DType::U8, 2), zeros(DType::F32, 1));
+        let bad = uploaded(vec![1f32, f32::INFINITY].into());
+        kernels().quantise(EightBits::Int8, 2, (&bad).into(), (&mut codes).into(), (&mut scales).into()).unwrap();
+        assert!(values(&scales)[0].is_nan());
+    });
 }
 
 #[test]
 fn what_does_not_fit_is_an_error() {
-    let (single, double, bytes) = (buffer(DType::F32, &[1.; 4]), buffer(DType::F64, &[1.; 4]), Buffer::from(vec![1u8]));
-    let short = buffer(DType::F32, &[1.; 3]);
-    let k = kernels();
-    let to = || single.clone();
-    k.add((&mut to()).into(), (&double).into()).unwrap_err();
-    k.add((&mut to()).into(), (&short).into()).unwrap_err();
-    k.add((&mut bytes.clone()).into(), (&bytes).into()).unwrap_err();
-    k.scale((&mut bytes.clone()).into(), 2.).unwrap_err();
-    k.cast((&bytes).into(), (&mut short.clone()).into()).unwrap_err();
-    k.cast((&double).into(), (&mut short.clone()).into()).unwrap_err();
-    k.copy((&double).into(), (&mut to()).into()).unwrap_err();
-    k.powers((&bytes).into(), NormType::Two).unwrap_err();
-    let update = AdamWUpdate { decay: 1., beta1: 0., beta2: 0., step_size: 1., root_bias_correction2: 1., eps: 1. };
-    for (grad, mean) in [(&double, &single), (&single, &double), (&short, &single), (&single, &short)] {
-        let (mut mean, mut square) = (mean.clone(), to());
-        let moments = [(&mut mean).into(), (&mut square).into()];
-        k.adamw(&update, (&mut to()).into(), grad.into(), moments).unwrap_err();
-    }
-    assert!(Slice::from(&single).range(3..5).is_err() && Slice::from(&single).range(1..usize::MAX).is_err());
-    assert!(SliceMut::from(&mut to()).range(4..usize::MAX).is_err());
+    on_every_device(|| {
+        let (single, double, bytes) =
+            (buffer(DType::F32, &[1.; 4]), buffer(DType::F64, &[1.; 4]), uploaded(vec![1u8].into()));
+        let short = buffer(DType::F32, &[1.; 3]);
+        let k = kernels();
+        let to = || single.clone();
+        k.add((&mut to()).into(), (&double).into()).unwrap_err();
+        k.add((&mut to()).into(), (&short).into()).unwrap_err();
+        k.add((&mut bytes.clone()).into(), (&bytes).into()).unwrap_err();
+        k.scale((&mut bytes.clone()).into(), 2.).unwrap_err();
+        k.cast((&bytes).into(), (&mut short.clone()).into()).unwrap_err();
+        k.cast((&double).into(), (&mut short.clone()).into()).unwrap_err();
+        k.copy((&double).into(), (&mut to()).into()).unwrap_err();
+        k.powers((&bytes).into(), NormType::Two, (&mut double.clone()).into()).unwrap_err();
+        k.powers((&single).into(), NormType::Two, (&mut to()).into()).unwrap_err();
+        let update = AdamWUpdate { decay: 1., beta1: 0., beta2: 0., step_size: 1., root_bias_correction2: 1., eps: 1. };
+        for (grad, mean) in [(&double, &single), (&single, &double), (&short, &single), (&single, &short)] {
+            let (mut mean, mut square) = (mean.clone(), to());
+            let moments = [(&mut mean).into(), (&mut square).into()];
+            k.adamw(&update, (&mut to()).into(), grad.into(), moments).unwrap_err();
+        }
+        assert!(Slice::from(&single).range(3..5).is_err() && Slice::from(&single).range(1..usize::MAX).is_err());
+        assert!(SliceMut::from(&mut to()).range(4..usize::MAX).is_err());
+    });
 }
 
 #[test]
 fn memory_goes_between_tensors_and_buffers_without_a_copy() {
-    for dtype in DType::ALL {
-        let buffer = kernels().zeros(dtype, 8).unwrap();
-        let at = buffer.bytes().as_ptr();
-        let mut storage = kernels().storage(buffer).unwrap();
-        let slice = kernels().slice(&storage, 2..5).unwrap();
-        assert_eq!((slice.dtype(), slice.len()), (dtype, 3));
-        let slice = kernels().slice_mut((&mut storage).into(), 2..5).unwrap();
-        kernels().write(slice, &mut |bytes| bytes.fill(1)).unwrap();
-        let buffer = kernels().buffer(storage).unwrap();
-        assert_eq!((buffer.dtype(), buffer.bytes().as_ptr()), (dtype, at));
-        let set = |at: usize| (2 * dtype.size()..5 * dtype.size()).contains(&at);
-        assert!(buffer.bytes().iter().enumerate().all(|(at, &byte)| byte == u8::from(set(at))));
+    on_every_device(|| {
+        for dtype in DType::ALL {
+            let buffer = zeros(dtype, 8);
+            let at = address(&buffer);
+            let mut storage = kernels().storage(buffer).unwrap();
+            let slice = kernels().slice(&storage, 2..5).unwrap();
+            assert_eq!((slice.dtype(), slice.len()), (dtype, 3));
+            let slice = kernels().slice_mut((&mut storage).into(), 2..5).unwrap();
+            kernels().write(slice, &mut |bytes| bytes.fill(1)).unwrap();
+            let buffer = kernels().buffer(storage).unwrap();
+            assert_eq!((buffer.dtype(), address(&buffer)), (dtype, at));
+            let set = |at: usize| (2 * dtype.size()..5 * dtype.size()).contains(&at);
+            assert!(bytes(&buffer).iter().enumerate().all(|(at, &byte)| byte == u8::from(set(at))));
+        }
+        let mut poison = kernels().poison().unwrap();
+        assert_eq!(poison.dtype(), candle_core::DType::F4);
+        assert!(kernels().slice(&poison, 0..0).is_err() && kernels().slice_mut((&mut poison).into(), 0..0).is_err());
+        assert!(kernels().buffer(poison).is_none());
+    });
+}
+
+/// Where a buffer lies in its device's memory.
+fn address(buffer: &Buffer) -> u64 {
+    match Slice::from(buffer).view() {
+        View::Host(bytes) => bytes.as_ptr() as u64,
+        #[cfg(feature = "cuda")]
+        View::Cuda(view) => view.address(),
+        _ => 0,
     }
-    let mut poison = kernels().poison();
-    assert!(matches!(poison, Storage::Cpu(CpuStorage::F4(_))));
-    assert!(kernels().slice(&poison, 0..0).is_err() && kernels().slice_mut((&mut poison).into(), 0..0).is_err());
-    assert!(kernels().buffer(poison).is_none());
+}
+
+/// A matrix product in place, and rows added to a table, of whole numbers: sums are exact in any order.
+#[cfg(feature = "cuda")]
+#[test]
+fn products_and_rows_accumulate() {
+    use super::{Matrix, add_product, add_rows};
+
+    on_every_device(|| {
+        if let View::Host(_) = Slice::from(&zeros(DType::F32, 1)).view() {
+            return;
+        }
+        let whole = |len, seed| numbers(len, seed).into_iter().map(|v| (v * 2.).round()).collect::<Vec<_>>();
+        let (m, n) = (3, 5);
+        for dtype in FLOATS {
+            for k in [0, 4] {
+                let (a, b, c) = (whole(m * k, 1), whole(k * n, 2), whole(m * n, 3));
+                let (left, right) = (buffer(dtype, &a), buffer(dtype, &b));
+                let transposed = |v: &[f64], rows: usize, cols: usize| {
+                    let at = |i: usize| v[i % rows * cols + i / rows];
+                    buffer(dtype, &(0..rows * cols).map(at).collect::<Vec<_>>())
+                };
+                let (left_t, right_t) = (transposed(&a, m, k), transposed(&b, k, n));
+                for accumulate in [false, true] {
+                    let want: Vec<f64> = (0..m * n)
+                        .map(|i| (0..k).map(|j| a[i / n * k + j] * b[j * n + i % n]).sum::<f64>())
+                        .zip(&c)
+                        .map(|(sum, old)| rounded(dtype, sum + if accumulate { *old } else { 0. }))
+                        .collect();
+                    let plain = |buffer, rows, cols| Matrix::new(Slice::from(buffer), rows, cols).unwrap();
+                    for (lhs, rhs) in [
+                        (plain(&left, m, k), plain(&right, k, n)),
+                        (plain(&left_t, k, m).t(), plain(&right, k, n)),
+                        (plain(&left, m, k), plain(&right_t, n, k).t()),
+                        (plain(&left_t, k, m).t(), plain(&right_t, n, k).t()),
+                    ] {
+                        let mut to = buffer(dtype, &c);
+                        add_product(&mut to, accumulate, lhs, rhs).unwrap();
+                        assert_eq!(values(&to), want, "{dtype} {k} {accumulate}");
+                    }
+                }
+            }
+            let (ids, width) = ([2u32, 0, 2, u32::MAX, 2], 3);
+            let (rows, table) = (whole(5 * width, 4), whole(4 * width, 5));
+            for accumulate in [false, true] {
+                let mut want = if accumulate { table.clone() } else { vec![0.; table.len()] };
+                for (at, &id) in ids.iter().enumerate().filter(|(_, id)| **id < 4) {
+                    (0..width).for_each(|i| want[id as usize * width + i] += rows[at * width + i]);
+                }
+                let (ids, from, mut to) = (uploaded(ids.to_vec().into()), buffer(dtype, &rows), buffer(dtype, &table));
+                add_rows((&ids).into(), (&from).into(), &mut to, accumulate, width).unwrap();
+                assert_eq!(values(&to), want, "{dtype} {accumulate}");
+            }
+        }
+    });
 }

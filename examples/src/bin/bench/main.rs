@@ -38,6 +38,7 @@ struct Cli {
 /// Where to compute.
 #[derive(Clone, Copy, ValueEnum)]
 enum Where {
+    Auto,
     Cpu,
     Cuda,
 }
@@ -68,6 +69,7 @@ fn main() -> ExitCode {
         });
     }
     let device = match cli.device {
+        Where::Auto => DeviceChoice::Auto,
         Where::Cpu => DeviceChoice::Cpu,
         Where::Cuda => DeviceChoice::Cuda,
     };

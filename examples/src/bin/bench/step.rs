@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use anyhow::{bail, ensure};
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use fsdp_candle::initializer::Philox;
 use fsdp_candle::{
     AdamW, AdamWConfig, FullyShard, MixedPrecisionPolicy, ReduceOp, ShardedVarMap, World, clip_grad_norm, nn,
@@ -47,7 +47,8 @@ pub(crate) struct Args {
     json: bool,
 }
 
-/// Median seconds, of the slowest rank: each figure by itself, so the parts need not add up to the step.
+/// Median seconds, of the slowest rank: each figure by itself, so the parts need not add up to the step. The host does
+/// not wait for a device in forward and backward, so there they are the time in which they were issued.
 #[derive(Serialize)]
 struct Report {
     world: usize,
@@ -55,7 +56,6 @@ struct Report {
     step_s: f64,
     /// The fastest step.
     best_step_s: f64,
-    /// This and the next are what the host is busy with: where a device computes, it may be done later.
     forward_s: f64,
     backward_s: f64,
     /// Clipping and AdamW.
@@ -127,10 +127,10 @@ fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'
     let ids: Vec<u32> = (0..=args.batch * args.seq).map(id).collect();
     let batch = |from: usize| {
         let ids = ids[from..from + args.batch * args.seq].to_vec();
-        Tensor::from_vec(ids, (args.batch, args.seq), world.device())
+        Tensor::from_vec(ids, (args.batch, args.seq), &Device::Cpu)
     };
     let counted = (args.batch * args.seq) as u64;
-    let batch = Batch { ids: batch(0)?, targets: batch(1)?, counted, documents: None };
+    let batch = Batch { ids: batch(0)?.to_device(world.device())?, targets: batch(1)?, counted, documents: None };
 
     let mut times = [const { Vec::new() }; 4];
     let (mut loss, mut grad_norm) = (0., 0.);
@@ -143,9 +143,9 @@ fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'
         let backward = start.elapsed();
         grad_norm = clip_grad_norm(vars, &mut grads, 1.)?;
         optim.step(&grads)?;
-        // Reading it waits for the device: the step has ended there.
-        loss = f64::from(of_batch.to_scalar::<f32>()?);
+        world.device().synchronize()?;
         let end = start.elapsed();
+        loss = f64::from(of_batch.to_scalar::<f32>()?);
         if step > 0 {
             for (times, time) in times.iter_mut().zip([end, forward, backward - forward, end - backward]) {
                 times.push(time.as_secs_f64());

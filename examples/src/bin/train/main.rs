@@ -124,8 +124,9 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
             let loss = models::loss(&model, &batch)?;
             // The loss of no token is 0. Candle takes a factor of 0 for the end of the graph, which ranks must share.
             let weight = batch.counted.max(1) as f64 / share;
+            let new = model.backward(&(&loss * weight)?)?;
+            // Behind backward: a device goes on until its numbers are read.
             own_loss += weight * f64::from(loss.to_scalar::<f32>()?);
-            let new = model.backward(&(loss * weight)?)?;
             match &mut grads {
                 Some(grads) => grads.extend(new)?,
                 None => grads = Some(new),

@@ -1,6 +1,8 @@
 //! Attention as a chain of Candle's operations, for other devices and for f64.
 
-use candle_core::{D, DType, Result, Tensor};
+use std::sync::{Mutex, PoisonError};
+
+use candle_core::{D, DType, Device, Result, Tensor};
 
 use super::options::AttentionOptions;
 use crate::nn::attention::documents::Documents;
@@ -32,15 +34,54 @@ pub(in crate::nn) fn composite(
         Some(cap) => ((scores / cap)?.tanh()? * cap)?,
         None => scores,
     };
+    let mask = match documents {
+        Some(_) => mask(options, queries, keys, documents, q.device())?,
+        None => kept_mask(options, queries, keys, q.device())?,
+    };
+    let mask = mask.to_dtype(wide)?;
+    let scores = scores.broadcast_add(&mask)?;
+    let weights = scores.broadcast_sub(&scores.max_keepdim(D::Minus1)?.detach())?.exp()?;
+    let weights = weights.broadcast_div(&weights.sum_keepdim(D::Minus1)?)?;
+    weights.matmul(&spread(v)?)?.transpose(1, 2)?.reshape((batch, queries, ()))?.to_dtype(dtype)
+}
+
+/// What each query may not see, `[rows, 1, T, S]` of f32: one row for all of a batch where there are no documents.
+fn mask(
+    options: &AttentionOptions,
+    queries: usize,
+    keys: usize,
+    documents: Option<&Documents>,
+    device: &Device,
+) -> Result<Tensor> {
     let rows = documents.map_or(1, Documents::batch);
     let mask: Vec<f32> = (0..rows)
         .flat_map(|row| options.sights(queries, keys, documents, row))
         .flat_map(|sight| sight.queries().map(move |i| sight.of(i)))
         .flat_map(|seen| (0..keys).map(move |j| if seen.contains(&j) { 0.0 } else { f32::NEG_INFINITY }))
         .collect();
-    let mask = Tensor::from_vec(mask, (rows, 1, queries, keys), q.device())?.to_dtype(wide)?;
-    let scores = scores.broadcast_add(&mask)?;
-    let weights = scores.broadcast_sub(&scores.max_keepdim(D::Minus1)?.detach())?.exp()?;
-    let weights = weights.broadcast_div(&weights.sum_keepdim(D::Minus1)?)?;
-    weights.matmul(&spread(v)?)?.transpose(1, 2)?.reshape((batch, queries, ()))?.to_dtype(dtype)
+    Tensor::from_vec(mask, (rows, 1, queries, keys), device)
+}
+
+/// Masks without documents that a device keeps: as many as a model has kinds of layers.
+const KEPT: usize = 4;
+
+/// [`mask`] without documents, which a device keeps: layer after layer has the same, and a copy there takes time.
+fn kept_mask(options: &AttentionOptions, queries: usize, keys: usize, device: &Device) -> Result<Tensor> {
+    if device.is_cpu() {
+        return mask(options, queries, keys, None, device);
+    }
+    static MASKS: Mutex<Vec<(AttentionOptions, Tensor)>> = Mutex::new(vec![]);
+    let mut masks = MASKS.lock().unwrap_or_else(PoisonError::into_inner);
+    let fits = |(of, mask): &&(AttentionOptions, Tensor)| {
+        of == options && mask.dims()[2..] == [queries, keys] && mask.device().same_device(device)
+    };
+    if let Some((_, mask)) = masks.iter().find(fits) {
+        return Ok(mask.clone());
+    }
+    let mask = mask(options, queries, keys, None, device)?;
+    if masks.len() == KEPT {
+        masks.remove(0);
+    }
+    masks.push((*options, mask.clone()));
+    Ok(mask)
 }
