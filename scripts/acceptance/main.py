@@ -19,7 +19,7 @@ Runs everything on real GPUs, 1 to 8 of them, and leaves one JSON and one page t
   parity    runs that PyTorch FSDP2 recorded, repeated in many ways; a checkpoint that goes to the CPU
   memory    bytes after each phase of a step, against the formula of docs/memory.md
   speed     tokens a second of a training step, and the share of the GPU's peak, on 1, 2, 4, ... GPUs
-  overlap   how much of the communication is hidden behind compute, from a trace
+  overlap   how much of the communication is hidden behind compute: as nsys sees it, if it is there
   pytorch   the same step by PyTorch FSDP2, if torch with CUDA and transformers are there
 """
 EPILOG = """\
