@@ -56,6 +56,11 @@ def gpus():
     return found
 
 
+def is_double():
+    """Whether scripts/gpu-double has put its libraries in the place of CUDA's."""
+    return "GPU_DOUBLE_NVCC" in os.environ
+
+
 def peak_tflops(name):
     """The figure of PEAKS for a GPU of this name, or None."""
     return next((peak for part, peak in PEAKS if re.search(rf"\b{re.escape(part)}(?![0-9A-Z])", name)), None)

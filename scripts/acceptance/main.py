@@ -16,10 +16,10 @@ DESCRIPTION = """\
 Runs everything on real GPUs, 1 to 8 of them, and leaves one JSON and one page to read:
 
   build     the workspace with the features cuda and nccl
-  parity    the tests of the device: runs that PyTorch FSDP2 recorded, repeated
+  parity    runs that PyTorch FSDP2 recorded, repeated in many ways; a checkpoint that goes to the CPU
   memory    bytes after each phase of a step, against the formula of docs/memory.md
   speed     tokens a second of a training step, and the share of the GPU's peak, on 1, 2, 4, ... GPUs
-  overlap   how much of the communication is hidden behind compute, from a trace
+  overlap   how much of the communication is hidden behind compute: as nsys sees it, if it is there
   pytorch   the same step by PyTorch FSDP2, if torch with CUDA and transformers are there
 """
 EPILOG = """\
@@ -48,14 +48,14 @@ def parse(arguments):
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--gpus", type=positive, metavar="N", help="GPUs to use [default: all, at most 8]")
-    parser.add_argument("--small", action="store_true", help="small models and few steps: minutes, and no speed to show")
+    parser.add_argument("--small", action="store_true", help="small models, few steps: minutes, and no speed to show")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="[default: cuda]")
     parser.add_argument("--model", metavar="DIR", help="directory of the model whose speed is measured")
     parser.add_argument("--batch", type=positive, metavar="N", help="sequences of a GPU's batch")
     parser.add_argument("--seq", type=positive, metavar="N", help="tokens of a sequence")
     parser.add_argument("--steps", type=positive, metavar="N", help="steps that are timed")
     parser.add_argument("--peak-tflops", type=float, metavar="X", help="the GPU's bf16 peak, where it is not known")
-    parser.add_argument("--python", metavar="PATH", help="the Python that has torch [default: target/interop, or python3]")
+    parser.add_argument("--python", metavar="PATH", help="a Python that has torch [default: target/interop, python3]")
     parser.add_argument("--only", metavar="PHASES", help="these phases alone, with commas: parity,memory")
     parser.add_argument("--limit", type=positive, default=3600, metavar="S", help="seconds a command may take [3600]")
     parser.add_argument("--out", metavar="DIR", help="where the report goes [default: target/gpu-acceptance]")
@@ -95,6 +95,7 @@ def main(arguments=None):
         "began": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "arguments": sys.argv[1:] if arguments is None else arguments,
         "device": args.device,
+        "is_double": machine.is_double(),
         "machine": machine.describe(),
         "phases": [],
     }
@@ -126,7 +127,7 @@ def one(phase, run, runner, chosen):
     except Skipped as why:
         entry.update(status="skipped", why=str(why))
     except Failed as why:
-        entry.update(status="failed", why=str(why), result=getattr(why, "result", None))
+        entry.update(status="failed", why=str(why), result=why.result)
     entry["seconds"] = round(time.monotonic() - start, 1)
     entry["commands"] = runner.commands[first:]
     print(f"    {entry['status']}{': ' + entry['why'] if entry['why'] else ''} ({entry['seconds']} s)", flush=True)

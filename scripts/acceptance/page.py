@@ -5,6 +5,10 @@ def of(report):
     machine, parts = report["machine"], ["# GPU acceptance", ""]
     failed = [phase["name"] for phase in report["phases"] if phase["status"] == "failed"]
     parts += [f"**{'Failed: ' + ', '.join(failed) if failed else 'No phase failed.'}**", ""]
+    if report["is_double"]:
+        parts += ["On the device double: nothing of this ran on a GPU, and its times mean nothing.", ""]
+    elif report["device"] == "cpu":
+        parts += ["On CPUs: nothing of this ran on a GPU.", ""]
     gpus = [f"{gpu['name']} ({gpu['memory_mib']} MiB, driver {gpu['driver']})" for gpu in machine["gpus"]]
     dirty = ", with changes that are not committed" if machine["changed_since"] else ""
     parts += table(
@@ -13,7 +17,7 @@ def of(report):
             ["ranks", f"{report.get('ranks')} on `--device {report['device']}`"],
             ["GPUs", "<br>".join(gpus) or "none that nvidia-smi shows"],
             ["host", f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB"],
-            ["tools", f"{machine['rustc']}; nvcc {machine['nvcc']}"],
+            ["tools", f"{machine['rustc']}; nvcc {machine['nvcc'] or 'missing'}"],
             ["commit", f"{machine['commit']}{dirty}"],
             ["began", report["began"]],
             ["arguments", " ".join(report["arguments"]) or "none"],
@@ -24,7 +28,7 @@ def of(report):
     rows = [[it["name"], it["status"], f"{it['seconds']} s", short(it["why"])] for it in report["phases"]]
     parts += table(["phase", "", "took", "why"], rows)
     results = {phase["name"]: phase.get("result") for phase in report["phases"]}
-    for name, show in (("memory", memory), ("speed", speed), ("overlap", overlap)):
+    for name, show in (("parity", parity), ("memory", memory), ("speed", speed), ("overlap", overlap)):
         if results.get(name):
             parts += ["", *show(results[name], results)]
     for phase in report["phases"]:
@@ -35,14 +39,25 @@ def of(report):
     return "\n".join(parts) + "\n"
 
 
+def parity(result, _):
+    rows = []
+    for it in result["rows"]:
+        holds = "" if it["holds"] else "**too much**"
+        rows.append([it["model"], it["way"], f"{it['loss']:.1e}", f"{it['grad_norm']:.1e}", holds])
+    head = ["model", "way", "off in a loss", "off in a norm", ""]
+    note = f"The largest relative difference to what PyTorch FSDP2 recorded on CPUs, over {result['steps']} steps."
+    same = "the same to the last bit" if result["checkpoint_is_the_same_on_the_cpu"] else "**not the same**"
+    return ["## Parity", "", note, "", *table(head, rows), "", f"A checkpoint, loaded on the CPU, is {same}."]
+
+
 def memory(result, _):
     mib = lambda count: f"{count / 2**20:.2f}"  # noqa: E731
-    rows = [
-        [it["mode"], it["after"], mib(it["bytes"]), mib(it["formula"]), f"{it['off']:+.2%}", "" if it["holds"] else "NO"]
-        for it in result["rows"]
-    ]
+    rows = []
+    for it in result["rows"]:
+        holds = "" if it["holds"] else "**too much**"
+        rows.append([it["mode"], it["after"], mib(it["bytes"]), mib(it["formula"]), f"{it['off']:+.2%}", holds])
     head = ["mode", "after", "MiB", "formula", "off", ""]
-    note = "Bytes of a rank in use after each phase of a step; the last row of a mode is the most on top, and its bound."
+    note = "What a rank has in use after each phase of a step. The last row of a mode is the most that a step adds."
     return ["## Memory", "", note, "", *table(head, rows)]
 
 
@@ -74,8 +89,9 @@ def cells(row):
 
 
 def overlap(result, _):
-    each, share = result["communication_s_per_step"], result["hidden_share"]
-    return ["## Overlap", "", f"{each:.4f} s of communication a step and rank, {share:.0%} of it hidden behind compute."]
+    each = result.get("communication_s_per_step")
+    each = f"{each:.4f} s of communication a step" if each else f"{result['communication_s']:.3f} s of NCCL's kernels"
+    return ["## Overlap", "", f"{each} and rank, {result['hidden_share']:.0%} of it hidden behind compute."]
 
 
 def table(head, rows):

@@ -5,10 +5,10 @@ import math
 import os
 import pathlib
 import shutil
-import statistics
 
-from . import models, trace
-from .machine import peak_tflops
+from . import kernels, models, trace
+from .machine import is_double, peak_tflops
+from .parity import parity
 from .running import Failed, Skipped, json_lines
 from .watch import DeviceMemory
 
@@ -26,7 +26,7 @@ class Run:
         self.args, self.machine, self.runner, self.scratch = args, machine, runner, scratch
         self.is_built = False
         self.gpus = machine["gpus"] if args.device == "cuda" else []
-        # Without nvidia-smi there may still be a device: the double. Its ranks share the host's memory.
+        # The double has as many devices as it is told. Two ranks of it are enough to communicate.
         found = len(self.gpus) or 2
         self.ranks = args.gpus or min(found, 8)
         if self.gpus and self.ranks > len(self.gpus):
@@ -35,6 +35,8 @@ class Run:
         self.dtype = "f32" if args.device == "cpu" else "bf16"
         self.batch = args.batch or 2
         self.seq = args.seq or (64 if args.small else 2048)
+        # Of recorded runs, which have 20.
+        self.recorded = 5 if args.small else 20
         self.steps = args.steps or (3 if args.small else 10)
         self.target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", "target"))
         self.model = pathlib.Path(args.model) if args.model else models.write(self.config(), scratch / "model")
@@ -43,7 +45,9 @@ class Run:
         names = sorted({gpu["name"] for gpu in self.gpus})
         if names:
             return ", ".join(names)
-        return "CPUs" if self.args.device == "cpu" else "devices that nvidia-smi does not show"
+        if self.args.device == "cpu":
+            return "CPUs"
+        return "the device double" if is_double() else "devices that nvidia-smi does not show"
 
     def config(self):
         """The largest model whose state and activations all ranks together have room for."""
@@ -52,46 +56,32 @@ class Run:
         room = sum(gpu["memory_mib"] or 0 for gpu in self.gpus[: self.ranks]) / 1024
         return models.LLAMA_8B if room >= 300 else models.LLAMA_1B
 
-    def cargo(self, *words):
-        """A Cargo command for the whole workspace: other selections of packages would build Candle again."""
-        features = ["--features", "cuda,nccl"] if self.args.device == "cuda" else []
-        return ["cargo", words[0], "--release", "--workspace", *features, *words[1:]]
-
-    def launch(self, name, ranks, *words):
+    def launch(self, name, ranks, *words, device=None, env=None):
         """Runs one of the programs on so many ranks, and returns what it printed."""
-        # As it is said on the command line, and not at all where a program knows of CPUs alone.
-        device = [] if self.args.device == "cpu" else ["--device", self.args.device]
         programs = self.target / "release"
-        command = [programs / "fsdp-launch", "--nproc-per-node", ranks, programs / words[0], *words[1:], *device]
-        return self.runner.run(name, command)
+        command = [programs / "fsdp-launch", "--nproc-per-node", ranks, programs / words[0], *words[1:]]
+        return self.runner.run(name, [*command, "--device", device or self.args.device], env)
 
 
 def build(run):
     """the workspace"""
-    if run.args.device == "cuda" and not run.machine["nvcc"] and "NVCC" not in os.environ:
+    if run.args.device == "cuda" and not run.machine["nvcc"] and not is_double():
         raise Failed("no nvcc is found: Candle's kernels need it. Set CUDA_HOME to a CUDA toolkit (12.0 to 13.4)")
-    run.runner.run("build", run.cargo("build"))
+    if is_double():
+        run.is_built = True
+        raise Skipped("scripts/gpu-double has built the programs")
+    features = ["--features", "cuda,nccl"] if run.args.device == "cuda" else []
+    # Of the whole workspace: other selections of packages would build Candle again.
+    run.runner.run("build", ["cargo", "build", "--release", "--workspace", *features])
     run.is_built = True
     return {}
-
-
-def parity(run):
-    """runs that PyTorch FSDP2 recorded, repeated on the device"""
-    words = ["--test", "it", "golden"] if run.args.device == "cpu" else ["--test", "gpu"]
-    text = run.runner.run("parity", run.cargo("test", *words))
-    results = [line for line in text.splitlines() if line.startswith("test result:")]
-    # Cargo is content with a filter that no test passes.
-    passed = sum(int(line.split(" passed")[0].split()[-1]) for line in results)
-    if not passed:
-        raise Failed("no test ran:\n" + "\n".join(results))
-    return {"tests_passed": passed}
 
 
 def memory(run):
     """bytes after each phase of a step, against the formula"""
     shape = ["--width", "512", "--layers", "6"] if run.args.small else ["--width", "2048", "--layers", "12"]
     text = run.launch("memory", run.ranks, "bench", "memory", "--mode", "zero3,zero2", *shape, "--json")
-    rows, wrong = [], []
+    rows = []
     for found in json_lines(text):
         model, unit, share = found["model_bytes"], found["unit_bytes"], found["model_bytes"] / found["world"]
         kept = model if found["mode"] == "zero2" else 0
@@ -114,7 +104,10 @@ def memory(run):
     if len(rows) != 10:
         raise Failed(f"bench memory printed {len(rows) // 5} of 2 modes")
     wrong = [f"{row['mode']} {row['after']}: {row['off']:+.1%}" for row in rows if not row["holds"]]
-    return judged({"rows": rows, "tolerance": TOLERANCE}, "more off than 2 %: " + ", ".join(wrong) if wrong else None)
+    result = {"rows": rows, "tolerance": TOLERANCE}
+    if wrong:
+        raise Failed("more off than 2 %: " + ", ".join(wrong), result)
+    return result
 
 
 def speed(run):
@@ -153,28 +146,45 @@ def overlap(run):
     """how much of the communication is hidden behind compute"""
     if run.ranks == 1:
         raise Skipped("one rank has nobody to communicate with")
+    if is_double():
+        raise Skipped("what the double does takes no time of its own")
+    nsys = shutil.which("nsys")
+    if run.args.device == "cuda" and not nsys:
+        raise Skipped("only Nsight Systems sees when a GPU communicates, and nsys is not on PATH")
     # `train` saves a checkpoint at its end: four layers of the model are enough, and they are alike.
     layers, _, vocabulary = models.sizes(models.read(run.model))
     config = {**models.read(run.model), "vocab_size": min(vocabulary, 8192)}
     for key in ("num_hidden_layers", "n_layer"):
         if key in config:
             config[key] = min(layers, 4)
-    directory = models.write(config, run.scratch / "overlap")
-    free = shutil.disk_usage(run.scratch).free
-    file = run.runner.logs / "trace.json"
-    run.launch(
-        *("overlap", run.ranks, "train", "--model", directory, "--init", "random", "--trace", file),
-        *("--steps", "4", "--batch-size", run.batch, "--seq-len", run.seq, "--param-dtype", run.dtype),
-        *("--metrics", run.scratch / "metrics.jsonl", "--checkpoint-dir", run.scratch / "checkpoints"),
-    )
-    shutil.rmtree(run.scratch / "checkpoints", ignore_errors=True)
-    losses = [json.loads(line)["loss"] for line in open(run.scratch / "metrics.jsonl", encoding="utf-8")]
-    if len(losses) != 4 or None in losses:
-        raise Failed(f"the losses of 4 steps are {losses}")
-    found = trace.overlap(file)
+    steps, metrics = 6, run.scratch / "overlap.jsonl"
+    flags = ["--model", models.write(config, run.scratch / "overlap"), "--init", "random", "--steps", steps]
+    flags += ["--batch-size", run.batch, "--seq-len", run.seq, "--param-dtype", run.dtype, "--metrics", metrics]
+    flags += ["--checkpoint-dir", run.scratch / "overlapped"]
+    if run.args.device == "cuda":
+        found = seen_by_nsys(run, nsys, flags)
+    else:
+        file = run.runner.logs / "trace.json"
+        run.launch("overlap", run.ranks, "train", *flags, "--trace", file)
+        found = trace.overlap(file)
+    shutil.rmtree(run.scratch / "overlapped", ignore_errors=True)
+    losses = [json.loads(line)["loss"] for line in metrics.read_text(encoding="utf-8").splitlines()]
+    if len(losses) != steps or None in losses:
+        raise Failed(f"the losses of {steps} steps are {losses}")
     if not found:
-        raise Failed(f"{run.ranks} ranks communicated, and {file} shows no communication in a step")
-    return {**found, "trace": str(file), "disk_free_gib": round(free / GIB, 1), "losses": losses}
+        raise Failed(f"{run.ranks} ranks trained, and the trace shows no communication")
+    return {**found, "losses": losses}
+
+
+def seen_by_nsys(run, nsys, flags):
+    """Each rank under Nsight Systems."""
+    # It puts the rank's number in place of this.
+    to = run.scratch / "rank%q{RANK}"
+    profiler = [nsys, "profile", "--trace=cuda", "--sample=none", "--cpuctxsw=none", "--export=sqlite"]
+    profiler += ["--force-overwrite=true", f"--output={to}", (run.target / "release" / "train").resolve()]
+    launcher = [run.target / "release" / "fsdp-launch", "--nproc-per-node", run.ranks, "--no-python"]
+    run.runner.run("overlap", [*launcher, *profiler, *flags, "--device", "cuda"])
+    return kernels.overlap([run.scratch / f"rank{rank}.sqlite" for rank in range(run.ranks)])
 
 
 def pytorch(run):
@@ -215,15 +225,6 @@ def only(objects, program):
     if len(objects) != 1:
         raise Failed(f"{program} printed {len(objects)} JSON objects, and one was expected")
     return objects[0]
-
-
-def judged(result, wrong):
-    """The result, or a failure that has it."""
-    if wrong:
-        failure = Failed(wrong)
-        failure.result = result
-        raise failure
-    return result
 
 
 ALL = [build, parity, memory, speed, overlap, pytorch]

@@ -9,7 +9,11 @@ import time
 
 
 class Failed(Exception):
-    """What was asked for went wrong: the phase has failed."""
+    """What was asked for went wrong: the phase has failed. There may be a result all the same, which shows how."""
+
+    def __init__(self, why, result=None):
+        super().__init__(why)
+        self.result = result
 
 
 class Skipped(Exception):

@@ -8,6 +8,25 @@ def overlap(path):
 
     A rank computes where it is in forward, backward or the optimizer and does not wait for communication. The first
     step warms up and does not count. Returns None where nothing was communicated.
+
+    A step of 10 microseconds that computes for 6 and waits for 1 of these; 4 are communicated, 3 of them meanwhile:
+
+    >>> def span(line, name, start, end):
+    ...     place = {"pid": 0, "tid": line, "name": name}
+    ...     return [{**place, "ph": "B", "ts": start}, {**place, "ph": "E", "ts": end}]
+    >>> names = {1: "compute", 2: "communication (world)"}
+    >>> line = {"ph": "M", "pid": 0, "name": "thread_name"}
+    >>> events = [{**line, "tid": tid, "args": {"name": name}} for tid, name in names.items()]
+    >>> events += span(1, "step 1", 0, 10) + span(2, "all_gather", 0, 10)
+    >>> events += span(2, "all_gather", 12, 16)
+    >>> step = span(1, "step 2", 10, 20)
+    >>> forward, wait = span(1, "forward a", 11, 17), span(1, "wait for all-gather a", 13, 14)
+    >>> events += [step[0], forward[0], *wait, forward[1], step[1]]
+    >>> found = of_events(events)
+    >>> round(found["communication_s_per_step"] * 1e6, 9), found["hidden_share"]
+    (4.0, 0.75)
+    >>> of_events(events[:4]) is None
+    True
     """
     with open(path, encoding="utf-8") as file:
         return of_events(json.load(file))
@@ -45,7 +64,8 @@ def of_events(events):
 
 
 def of_lines(lines, spans, rank, kind):
-    return [span for where in spans if where[0] == rank and lines.get(where, "").startswith(kind) for span in spans[where]]
+    chosen = [where for where in spans if where[0] == rank and lines.get(where, "").startswith(kind)]
+    return [span for where in chosen for span in spans[where]]
 
 
 def union(spans):

@@ -6,6 +6,7 @@
 
 mod agent;
 mod full_disk;
+mod gpu_acceptance;
 mod hosts;
 mod need;
 mod network;
@@ -14,6 +15,7 @@ mod pytorch;
 use libtest_mimic::Arguments;
 
 fn main() {
-    let trials = [full_disk::trials(), hosts::trials(), pytorch::trials()].into_iter().flatten().collect();
+    let trials = [full_disk::trials(), gpu_acceptance::trials(), hosts::trials(), pytorch::trials()];
+    let trials = trials.into_iter().flatten().collect();
     libtest_mimic::run(&Arguments::from_args(), trials).exit()
 }

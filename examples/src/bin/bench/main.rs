@@ -8,6 +8,7 @@ mod collectives;
 mod count;
 mod finite;
 mod memory;
+mod meter;
 mod print;
 mod ranks;
 mod residual;
@@ -15,7 +16,7 @@ mod step;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{Parser, Subcommand, ValueEnum};
 use fsdp_candle::DeviceChoice;
 use fsdp_examples::console::Console;
 
@@ -29,6 +30,17 @@ use fsdp_examples::console::Console;
 struct Cli {
     #[command(subcommand)]
     what: What,
+    /// Where to compute.
+    #[arg(long, global = true, value_enum, default_value_t = Where::Cpu)]
+    device: Where,
+}
+
+/// Where to compute.
+#[derive(Clone, Copy, ValueEnum)]
+enum Where {
+    Auto,
+    Cpu,
+    Cuda,
 }
 
 #[derive(Subcommand)]
@@ -56,9 +68,10 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         });
     }
-    let device = match &cli.what {
-        What::Step(args) => args.device,
-        _ => DeviceChoice::Cpu,
+    let device = match cli.device {
+        Where::Auto => DeviceChoice::Auto,
+        Where::Cpu => DeviceChoice::Cpu,
+        Where::Cuda => DeviceChoice::Cuda,
     };
     fsdp_examples::job::run_on(device, |world| match cli.what {
         What::Ckpt(args) => ckpt::run(&args, world),

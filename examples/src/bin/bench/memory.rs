@@ -1,20 +1,18 @@
-//! `bench memory`: what a rank keeps between steps, and what a step needs on top, counted by the allocator.
+//! `bench memory`: what a rank keeps between steps, and what a step needs on top, counted by the allocator of the host
+//! or of the device.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use candle_core::{DType, Module};
+use candle_core::{DType, Module, Result};
 use candle_nn::{Optimizer, VarBuilder, VarMap};
 use clap::ValueEnum;
 use fsdp_candle::{AdamW, AdamWConfig, FullyShard, ReduceOp, ReduceScatter, ReshardAfterForward, ShardedVarMap, World};
 use fsdp_core::{Allocator, ProcessGroup, ScatterPart, Work};
 use serde::Serialize;
 
+use crate::meter::Meter;
 use crate::print::print;
 use crate::residual::Shape;
-
-/// Counts every allocation of the process, for `bench memory`.
-#[global_allocator]
-static ALLOCATOR: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
 
 /// What to measure.
 #[derive(clap::Args)]
@@ -115,8 +113,10 @@ const STEPS: usize = 3;
 /// Looks at the allocator whenever a unit's gradients are whole. What is resident grows during backward, as sharded
 /// gradients come out of reductions; taken off each figure are those that certainly are there, all but those of the
 /// reduction that was in flight: a figure may be too large by one unit's share, never too small.
-#[derive(Default)]
-struct Sampler(Mutex<Samples>);
+struct Sampler {
+    meter: Meter,
+    samples: Mutex<Samples>,
+}
 
 #[derive(Default)]
 struct Samples {
@@ -129,22 +129,22 @@ struct Samples {
 }
 
 impl Sampler {
-    fn begin(&self, state: usize, share: usize) {
+    fn begin(&self, state: usize, share: usize) -> Result<()> {
         *self.lock() = Samples { state, share, ..Samples::default() };
-        ALLOCATOR.reset_peak_usage();
+        self.meter.reset()
     }
 
-    fn look(&self) -> usize {
+    fn look(&self) -> Result<usize> {
         let mut samples = self.lock();
         let gradients = samples.reductions.saturating_sub(1) * samples.share;
-        samples.most = samples.most.max(ALLOCATOR.peak_usage().saturating_sub(samples.state + gradients));
+        samples.most = samples.most.max(self.meter.peak()?.saturating_sub(samples.state + gradients));
         samples.reductions += 1;
-        ALLOCATOR.reset_peak_usage();
-        samples.most
+        self.meter.reset()?;
+        Ok(samples.most)
     }
 
     fn lock(&self) -> MutexGuard<'_, Samples> {
-        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        self.samples.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }
 
@@ -156,79 +156,82 @@ impl ReduceScatter for Sampler {
         op: ReduceOp,
         memory: Arc<dyn Allocator>,
     ) -> Work {
-        self.look();
+        // A device that fails here fails for the reduction as well, which tells.
+        drop(self.look());
         ranks.reduce_scatter(parts, op, memory)
     }
 }
 
 fn sharded(args: &Args, world: &World, reshard: ReshardAfterForward) -> anyhow::Result<(usize, usize, Phases)> {
-    let before = ALLOCATOR.current_usage();
-    let in_use = || ALLOCATOR.current_usage().saturating_sub(before) as u64;
+    let meter = Meter::of(world.device())?;
+    let before = meter.current()?;
+    let in_use = || Ok::<_, candle_core::Error>(meter.current()?.saturating_sub(before) as u64);
     let mut phases = Phases::default();
     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())])?, world.device());
     let opts = FullyShard::new(&vars).reshard_after_forward(reshard);
     let vb = vars.builder(DType::F32);
     let model = args.shape.sharded(&opts, vb)?;
     let blocks = &model.inner().blocks;
-    let sampler = Arc::new(Sampler::default());
+    let sampler = Arc::new(Sampler { meter: Meter::of(world.device())?, samples: Mutex::default() });
     for block in blocks {
         block.set_custom_reduce_scatter(Some(sampler.clone()));
     }
     let share = blocks.first().map_or(0, |block| {
         block.params().iter().map(|param| param.region().elements() * param.dtype().size_in_bytes()).sum()
     });
-    phases.build = in_use();
+    phases.build = in_use()?;
     let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default())?;
-    phases.optimizer = in_use();
+    phases.optimizer = in_use()?;
     let x = args.shape.batch(1, world.device())?;
-    let state = ALLOCATOR.current_usage();
+    let state = meter.current()?;
     let (mut resident, mut transient) = (0, 0);
     for _ in 0..STEPS {
-        sampler.begin(state, share);
+        sampler.begin(state, share)?;
         let y = model.forward(&x)?;
         let loss = y.sqr()?.mean_all()?;
         let grads = model.backward(&loss)?;
         drop((y, loss));
         optim.step(&grads)?;
-        transient = sampler.look();
+        transient = sampler.look()?;
         vars.release_buffers();
-        resident = ALLOCATOR.current_usage().saturating_sub(before);
+        resident = meter.current()?.saturating_sub(before);
         drop(grads);
     }
     let loss = model.forward(&x)?.sqr()?.mean_all()?;
     vars.release_buffers();
-    phases.forward = in_use();
+    phases.forward = in_use()?;
     let grads = model.backward(&loss)?;
     drop(loss);
     vars.release_buffers();
-    phases.backward = in_use();
+    phases.backward = in_use()?;
     drop(grads);
     Ok((resident, transient, phases))
 }
 
 fn plain(args: &Args, world: &World) -> anyhow::Result<(usize, usize, Phases)> {
-    let before = ALLOCATOR.current_usage();
-    let in_use = || ALLOCATOR.current_usage().saturating_sub(before) as u64;
+    let meter = Meter::of(world.device())?;
+    let before = meter.current()?;
+    let in_use = || Ok::<_, candle_core::Error>(meter.current()?.saturating_sub(before) as u64);
     let mut phases = Phases::default();
     let vars = VarMap::new();
     let vb = VarBuilder::from_varmap(&vars, DType::F32, world.device());
     let model = args.shape.plain(vb)?;
-    phases.build = in_use();
+    phases.build = in_use()?;
     let mut optim = candle_nn::AdamW::new(vars.all_vars(), candle_nn::ParamsAdamW::default())?;
-    phases.optimizer = in_use();
+    phases.optimizer = in_use()?;
     let x = args.shape.batch(1, world.device())?;
     let (mut resident, mut peak) = (0, 0);
     for _ in 0..STEPS {
-        ALLOCATOR.reset_peak_usage();
+        meter.reset()?;
         let y = model.forward(&x)?;
         let loss = y.sqr()?.mean_all()?;
-        phases.forward = in_use();
+        phases.forward = in_use()?;
         let grads = loss.backward()?;
         drop((y, loss));
-        phases.backward = in_use();
+        phases.backward = in_use()?;
         optim.step(&grads)?;
-        peak = ALLOCATOR.peak_usage().saturating_sub(before);
-        resident = ALLOCATOR.current_usage().saturating_sub(before);
+        peak = meter.peak()?.saturating_sub(before);
+        resident = meter.current()?.saturating_sub(before);
         drop(grads);
     }
     Ok((resident, peak.saturating_sub(resident), phases))

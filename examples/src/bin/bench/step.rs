@@ -51,15 +51,6 @@ pub(crate) struct Args {
     json: bool,
 }
 
-fn device(name: &str) -> std::result::Result<DeviceChoice, String> {
-    match name {
-        "auto" => Ok(DeviceChoice::Auto),
-        "cpu" => Ok(DeviceChoice::Cpu),
-        "cuda" => Ok(DeviceChoice::Cuda),
-        _ => Err("choose auto, cpu or cuda".into()),
-    }
-}
-
 /// Median seconds, of the slowest rank: each figure by itself, so the parts need not add up to the step. The host does
 /// not wait for a device in forward and backward, so there they are the time in which they were issued.
 #[derive(Serialize)]
@@ -69,7 +60,6 @@ struct Report {
     step_s: f64,
     /// The fastest step.
     best_step_s: f64,
-    /// This and the next are what the host is busy with: where a device computes, it may be done later.
     forward_s: f64,
     backward_s: f64,
     /// Clipping and AdamW.
@@ -157,9 +147,9 @@ fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'
         let backward = start.elapsed();
         grad_norm = clip_grad_norm(vars, &mut grads, 1.)?;
         optim.step(&grads)?;
-        // Reading it waits for the device: the step has ended there.
-        loss = f64::from(of_batch.to_scalar::<f32>()?);
+        world.device().synchronize()?;
         let end = start.elapsed();
+        loss = f64::from(of_batch.to_scalar::<f32>()?);
         if step > 0 {
             for (times, time) in times.iter_mut().zip([end, forward, backward - forward, end - backward]) {
                 times.push(time.as_secs_f64());

@@ -1,0 +1,93 @@
+"""Runs that PyTorch FSDP2 recorded (tests/golden), repeated on the device."""
+
+import json
+import pathlib
+import shutil
+
+from .running import Failed
+
+GOLDEN = pathlib.Path("tests/golden")
+MODELS = ["llama_tiny", "gpt2_tiny"]
+# The largest relative differences of any loss and of any norm of the gradients.
+F32 = (2e-5, 2e-5)
+# As tests/it/golden.rs has them. PyTorch is not nearer to itself on another machine.
+BF16 = (2e-4, 2.5e-3)
+
+
+def ways(run):
+    """Name, recorded run, ranks, flags, environment and bounds of each way to repeat a run."""
+    found = [(f"{ranks} ranks", "run", ranks, [], {}, F32) for ranks in (1, 2, 4) if ranks <= run.ranks]
+    if run.args.device == "cuda":
+        # NCCL refuses two ranks of one GPU, and people with one GPU have no other way.
+        found.append(("2 ranks through the host", "run", 2, [], {"FSDP_DEVICE_BACKEND": "host"}, F32))
+    most = max(ranks for ranks in (1, 2, 4) if ranks <= run.ranks)
+    options = [
+        ("parameters kept (ZeRO-2)", ["--reshard-after-forward", "never"]),
+        ("activation checkpointing", ["--activation-checkpoint", "full"]),
+    ]
+    if most < 4:
+        options.append(("two micro-batches", ["--grad-accum", "2"]))
+    if most > 1:
+        options.append(("two copies (HSDP)", ["--replicate", "2"]))
+    found += [(f"{most} ranks, {name}", "run", most, flags, {}, F32) for name, flags in options]
+    return [*found, (f"{most} ranks, bf16", "run_bf16_reduce_f32", most, ["--param-dtype", "bf16"], {}, BF16)]
+
+
+def parity(run):
+    """runs that PyTorch FSDP2 recorded, repeated on the device"""
+    rows = []
+    for model in MODELS:
+        for name, recorded, ranks, flags, env, bounds in ways(run):
+            record = json.loads((GOLDEN / model / f"{recorded}.json").read_text(encoding="utf-8"))
+            sequences = record["world_size"] * record["batch_per_rank"]
+            micro_batches = int(flags[1]) if flags[:1] == ["--grad-accum"] else 1
+            metrics = run.scratch / "parity.jsonl"
+            checkpoints = ["--checkpoint-dir", run.scratch / "parity"]
+            batch = ["--batch-size", sequences // ranks // micro_batches, "--metrics", metrics]
+            words = ["train", *as_recorded(model, record, run.recorded), *batch, *checkpoints, *flags]
+            run.launch(f"parity-{model}", ranks, *words, env=env)
+            shutil.rmtree(run.scratch / "parity", ignore_errors=True)
+            ours = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+            theirs = record["trajectory"][: run.recorded]
+            off = [difference(ours, theirs, key) for key in ("loss", "grad_norm")]
+            row = {"model": model, "way": name, "loss": off[0], "grad_norm": off[1], "bounds": bounds}
+            rows.append({**row, "holds": all(it <= bound for it, bound in zip(off, bounds))})
+    same = checkpoint(run)
+    result = {"steps": run.recorded, "rows": rows, "checkpoint_is_the_same_on_the_cpu": same}
+    wrong = [f"{row['model']}, {row['way']}" for row in rows if not row["holds"]]
+    wrong += [] if same else ["a checkpoint of the device, loaded on the CPU"]
+    if wrong:
+        raise Failed("other than recorded: " + "; ".join(wrong), result)
+    return result
+
+
+def checkpoint(run):
+    """Whether weights that the device has saved are the same on the CPU, to the last bit."""
+    record = json.loads((GOLDEN / "llama_tiny" / "run.json").read_text(encoding="utf-8"))
+    place, ranks = run.scratch / "checkpoint", min(run.ranks, 2)
+    flags = [*as_recorded("llama_tiny", record, run.recorded), "--batch-size", 4 // ranks, "--checkpoint-dir", place]
+    run.launch("checkpoint", ranks, "train", *flags, "--export-hf", run.scratch / "of-device")
+    run.launch(
+        *("checkpoint-cpu", ranks, "train", *flags, "--resume", "auto", "--export-hf", run.scratch / "of-cpu"),
+        device="cpu",
+    )
+    weights = [(run.scratch / of / "model.safetensors").read_bytes() for of in ("of-device", "of-cpu")]
+    return weights[0] == weights[1]
+
+
+def as_recorded(model, record, steps):
+    own = GOLDEN / model / "tokens.bin"
+    flags = ["--model", GOLDEN / model, "--data", own if own.exists() else GOLDEN / "tokens.bin"]
+    flags += ["--seq-len", record["seq_len"], "--steps", steps, "--lr", record["lr"]]
+    flags += ["--betas", ",".join(map(str, record["betas"])), "--eps", record["eps"]]
+    flags += ["--weight-decay", record["weight_decay"], "--clip-grad-norm", record["clip_grad_norm"]]
+    return [*flags, "--lr-schedule", "constant", "--warmup-steps", 0]
+
+
+def difference(ours, theirs, key):
+    """The largest relative difference of any step."""
+    if [step["step"] for step in ours] != [step["step"] for step in theirs]:
+        raise Failed(f"{len(ours)} steps were trained, and {len(theirs)} are recorded")
+    # What is not finite is null.
+    values = [(float("inf") if mine[key] is None else mine[key], other[key]) for mine, other in zip(ours, theirs)]
+    return max(abs((mine - other) / other) for mine, other in values)

@@ -1,0 +1,94 @@
+//! `scripts/gpu-acceptance`, on CPUs: that its phases run, and that it notices when one fails.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use fsdp_tests::{Run, program, run, workspace};
+use libtest_mimic::Trial;
+use serde_json::Value;
+
+use crate::need::{Need, python, trial};
+
+/// Far longer than PyTorch takes to be imported on one busy core.
+const LIMIT: Duration = Duration::from_secs(900);
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![
+        trial("gpu_acceptance::passes_on_cpus", &[Need::Pytorch], passes_on_cpus),
+        trial("gpu_acceptance::a_phase_that_fails_is_told", &[Need::Pytorch], a_phase_that_fails_is_told),
+        trial("gpu_acceptance::overlap_is_what_its_examples_say", &[Need::Pytorch], overlap_is_what_its_examples_say),
+    ]
+}
+
+/// These phases, of the programs that these tests have built.
+fn acceptance(phases: &str, out: &Path, more: &[&str]) -> Run {
+    let programs = program("train");
+    let mut command = Command::new(python());
+    command.arg(workspace().join("scripts/gpu-acceptance"));
+    command.args(["--small", "--device", "cpu", "--gpus", "2", "--only", phases]).args(more);
+    command.arg("--out").arg(out).arg("--python").arg(python());
+    command.env("CARGO_TARGET_DIR", programs.ancestors().nth(2).unwrap());
+    run(command, LIMIT)
+}
+
+fn report(out: &Path) -> Value {
+    serde_json::from_str(&fs::read_to_string(out.join("report.json")).unwrap()).unwrap()
+}
+
+/// The phase of this name in a report.
+fn phase<'a>(report: &'a Value, name: &str) -> &'a Value {
+    report["phases"].as_array().unwrap().iter().find(|phase| phase["name"] == name).unwrap()
+}
+
+fn passes_on_cpus() {
+    let dir = tempfile::tempdir().unwrap();
+    acceptance("parity,memory,speed,overlap,pytorch", dir.path(), &[]).ok();
+    let report = report(dir.path());
+    for name in ["parity", "memory", "speed", "overlap", "pytorch"] {
+        assert_eq!(phase(&report, name)["status"], "passed", "{report}");
+    }
+    let build = phase(&report, "build");
+    assert_eq!((&build["status"], &build["why"]), (&"skipped".into(), &"not among --only".into()));
+    let parity = &phase(&report, "parity")["result"];
+    assert!(parity["rows"].as_array().unwrap().len() >= 12, "{parity}");
+    let rows = phase(&report, "memory")["result"]["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 10);
+    let rows = phase(&report, "speed")["result"]["rows"].as_array().unwrap();
+    let ranks: Vec<_> = rows.iter().map(|row| row["ranks"].as_u64().unwrap()).collect();
+    assert_eq!(ranks, [2, 1]);
+    let hidden = phase(&report, "overlap")["result"]["hidden_share"].as_f64().unwrap();
+    assert!((0. ..=1.).contains(&hidden), "{hidden}");
+    // Both sides trained the same model on the same data, from other weights: near the logarithm of the vocabulary.
+    for loss in [&rows[0]["programme"]["loss"], &phase(&report, "pytorch")["result"]["programme"]["loss"]] {
+        assert!((4. ..7.).contains(&loss.as_f64().unwrap()), "{loss}");
+    }
+    let page = fs::read_to_string(dir.path().join("report.md")).unwrap();
+    for words in ["No phase failed", "| zero3 | backward |", "PyTorch", "hidden behind compute"] {
+        assert!(page.contains(words), "{words} not in\n{page}");
+    }
+}
+
+fn a_phase_that_fails_is_told() {
+    let (dir, model) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let config = r#"{"model_type": "llama", "hidden_size": 0, "num_hidden_layers": 1, "vocab_size": 256}"#;
+    fs::write(model.path().join("config.json"), config).unwrap();
+    let run = acceptance("speed", dir.path(), &["--model", model.path().to_str().unwrap()]);
+    assert_eq!(run.code, Some(1), "{run:?}");
+    assert!(run.stdout.contains("failed: speed"), "{run:?}");
+    let report = report(dir.path());
+    let speed = phase(&report, "speed");
+    assert_eq!(speed["status"], "failed");
+    // The program's own words.
+    assert!(speed["why"].as_str().unwrap().contains("config.json"), "{speed}");
+    assert!(fs::read_to_string(dir.path().join("report.md")).unwrap().contains("## Why speed failed"));
+}
+
+fn overlap_is_what_its_examples_say() {
+    let mut command = Command::new(python());
+    let examples = "import doctest, sys, acceptance.kernels as kernels, acceptance.trace as trace; \
+        sys.exit(any(doctest.testmod(it).failed or not doctest.testmod(it).attempted for it in (kernels, trace)))";
+    command.args(["-B", "-c", examples]).env("PYTHONPATH", workspace().join("scripts"));
+    run(command, LIMIT).ok();
+}
