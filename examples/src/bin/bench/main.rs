@@ -3,11 +3,13 @@
 
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
+mod allocations;
 mod ckpt;
 mod collectives;
 mod count;
 mod finite;
 mod memory;
+mod plan;
 mod print;
 mod ranks;
 mod residual;
@@ -40,6 +42,9 @@ enum What {
     Finite(finite::Args),
     /// What a training step keeps in memory on each rank, and what it needs on top for a moment.
     Memory(memory::Args),
+    /// What a training run would need and how fast it would be, by arithmetic: memory of a rank, time of a step,
+    /// communication that compute waits for, and the best mesh. Nothing runs, so it needs no launcher.
+    Plan(Box<plan::Args>),
     /// How long a training step of a real model takes, and the memory that it needs.
     Step(step::Args),
 }
@@ -50,16 +55,22 @@ fn main() -> ExitCode {
         && world > 1
         && std::env::var_os("WORLD_SIZE").is_none()
     {
-        return ranks::start(usize::from(world)).unwrap_or_else(|error| {
-            Console::Stderr.line(format_args!("Error: {error:#}"));
-            ExitCode::FAILURE
-        });
+        return ranks::start(usize::from(world)).unwrap_or_else(failed);
+    }
+    if let What::Plan(args) = &cli.what {
+        return plan::run(args).map_or_else(failed, |()| ExitCode::SUCCESS);
     }
     fsdp_examples::job::run(|world| match cli.what {
         What::Ckpt(args) => ckpt::run(&args, world),
         What::Collectives(args) => collectives::run(&args, world),
         What::Finite(args) => finite::run(&args, world),
         What::Memory(args) => memory::run(&args, world),
+        What::Plan(args) => plan::run(&args),
         What::Step(args) => step::run(&args, world),
     })
+}
+
+fn failed(error: anyhow::Error) -> ExitCode {
+    Console::Stderr.line(format_args!("Error: {error:#}"));
+    ExitCode::FAILURE
 }

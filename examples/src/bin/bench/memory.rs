@@ -9,12 +9,9 @@ use fsdp_candle::{AdamW, AdamWConfig, FullyShard, ReduceOp, ReduceScatter, Resha
 use fsdp_core::{Allocator, ProcessGroup, ScatterPart, Work};
 use serde::Serialize;
 
+use crate::allocations::ALLOCATOR;
 use crate::print::print;
 use crate::residual::Shape;
-
-/// Counts every allocation of the process, for `bench memory`.
-#[global_allocator]
-static ALLOCATOR: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
 
 /// What to measure.
 #[derive(clap::Args)]
