@@ -131,8 +131,12 @@ struct Subject<'a> {
 
 fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'_>) -> anyhow::Result<()> {
     let &Subject { vocabulary, parameters, operations, before, loss: loss_of, backward: backward_of } = subject;
+    let in_use = || ALLOCATOR.current_usage().saturating_sub(before) as u64;
+    let mut allocated = Allocated { parameters: in_use(), ..Allocated::default() };
     let hyper = AdamWConfig { lr: 3e-4, betas: (0.9, 0.95), weight_decay: 0.1, ..Default::default() };
     let mut optim = AdamW::new(vars.trainable(), hyper)?;
+    allocated.optimizer = in_use().saturating_sub(allocated.parameters);
+    ALLOCATOR.reset_peak_usage();
 
     // Ids that look random, other ones on each rank.
     let id = |at: usize| ((at * 7919 + world.rank()) % vocabulary) as u32;

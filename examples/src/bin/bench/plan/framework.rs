@@ -135,15 +135,37 @@ impl Framework {
         self == Framework::Pytorch
     }
 
+    /// Whether buffers of gathered parameters and whole gradients are kept for the next that wants one: candle-fsdp's
+    /// pool holds what was most in use at once.
+    pub(super) fn keeps_buffers(self) -> bool {
+        self == Framework::Candle
+    }
+
+    /// Whether a parameter goes when its own gradient is whole, and not when its unit's are.
+    pub(super) fn frees_parameters_one_by_one(self) -> bool {
+        self == Framework::Candle
+    }
+
+    /// Gradients of activations on their way through a block, bytes a token: those in the middle of an MLP are the
+    /// most. Candle adds each to a tensor of zeros.
+    pub(super) fn flowing(self, layer: &Layer, compute: Precision) -> f64 {
+        let inner = match (self, layer.mlp.kind) {
+            (Framework::Candle, MlpKind::Plain) => 4.,
+            (Framework::Candle, _) => 5.,
+            (Framework::Pytorch, _) => 3.,
+        };
+        compute.bytes() * (inner * layer.mlp.inner * layer.mlp.times.max(1.) + 2. * layer.width)
+    }
+
     /// Bytes of logits and of what the loss makes of them.
     pub(super) fn logits(self, root: &Root, compute: Precision) -> Logits {
         let e = compute.bytes();
         let all = root.vocabulary;
         match self {
-            // In half precision the loss reads f32 copies.
+            // Candle adds the gradient to zeros. In half precision the loss reads f32 copies.
             Framework::Candle => Logits {
                 kept: root.logits * e * all,
-                loss: if compute == Precision::F32 { F32 * all } else { (2. * F32 + e) * all },
+                loss: if compute == Precision::F32 { 3. * F32 * all } else { (2. * F32 + e) * all },
                 slopes: root.logits * e * all,
                 moved: if compute == Precision::F32 { 3. * F32 * all } else { 30. * all },
             },

@@ -88,8 +88,10 @@ impl Layer {
 pub(super) struct Root {
     /// Parameters.
     pub(super) parameters: f64,
-    /// Of these, what backward has the gradient of before it comes to the blocks.
+    /// Of these, those of the head, of which backward has the gradient before it comes to the blocks.
     pub(super) head: f64,
+    /// Whether the head is the embedding.
+    pub(super) tied: bool,
     /// Elements of the matrices that a token is multiplied with.
     pub(super) products: f64,
     pub(super) width: f64,
@@ -145,6 +147,7 @@ impl Model {
             root: Root {
                 parameters: root.elements,
                 head: vocabulary * width,
+                tied: !matches!(config, ModelConfig::Decoder(config) if !config.tied),
                 products: root.products,
                 width,
                 vocabulary,

@@ -43,6 +43,8 @@ pub(super) struct Moment {
     pub(super) gathered: f64,
     /// Gradients that are not reduced yet.
     pub(super) unreduced: f64,
+    /// Buffers that are kept for the next parameters and gradients.
+    pub(super) pooled: f64,
     /// What forward has kept, without logits.
     pub(super) activations: f64,
     pub(super) logits: f64,
@@ -52,14 +54,19 @@ pub(super) struct Moment {
 
 impl Moment {
     pub(super) fn total(&self) -> f64 {
-        let Moment { state, gradients, gathered, unreduced, activations, logits, working, .. } = self;
-        state + gradients + gathered + unreduced + activations + logits + working
+        let Moment { state, gradients, gathered, unreduced, pooled, activations, logits, working, .. } = self;
+        state + gradients + gathered + unreduced + pooled + activations + logits + working
     }
 }
 
 /// The memory of a rank.
 pub(super) fn of(setup: &Setup) -> Memory {
-    let moments = moments(setup);
+    let mut moments = moments(setup);
+    if setup.framework.keeps_buffers() {
+        let in_use = |moment: &Moment| moment.gathered + moment.unreduced;
+        let most = moments.iter().map(in_use).fold(0., f64::max);
+        moments.iter_mut().for_each(|moment| moment.pooled = most - in_use(moment));
+    }
     let peak = moments.iter().max_by(|a, b| a.total().total_cmp(&b.total())).cloned().unwrap_or_default();
     let share = setup.shards.bytes() * setup.model.parameters() / setup.mesh.shard as f64;
     let reserve = setup.reserve * peak.total();
@@ -113,7 +120,8 @@ fn moments(setup: &Setup) -> Vec<Moment> {
             ..base.clone()
         },
     ];
-    // Backward comes to the last block first.
+    // Backward comes to the last block first. The head's gradient is whole by then, but for a tied one's.
+    let gone = if framework.frees_parameters_one_by_one() && !root.tied { e * root.head } else { 0. };
     let held = !framework.frees_in_backward();
     let (mut reduced, mut left, mut staying) = (0., all_kept, all_stay);
     for (i, layer) in layers.iter().enumerate().rev() {
@@ -132,11 +140,11 @@ fn moments(setup: &Setup) -> Vec<Moment> {
                 _ => "a block's backward",
             },
             gradients: reduced,
-            gathered: of_root_gathered + staying + comes(layer) + next(before),
+            gathered: of_root_gathered - gone + staying + comes(layer) + next(before),
             unreduced: e * root.head + waiting(layer, compute, reduce),
             activations: if held { all_kept } else { left },
             logits: if held { tokens * logits.kept } else { 0. },
-            working: tokens * (again.max(0.) + flowing(layer, compute)),
+            working: tokens * (again.max(0.) + framework.flowing(layer, compute)),
             ..base.clone()
         });
         left -= kept(layer);
@@ -145,8 +153,8 @@ fn moments(setup: &Setup) -> Vec<Moment> {
     }
     moments.push(Moment {
         when: "the root's reduction",
-        gradients: reduced + share(root.parameters),
-        gathered: of_root_gathered,
+        gradients: reduced,
+        gathered: of_root_gathered - gone,
         unreduced: e.max(reduce.bytes()) * root.parameters,
         activations: if held { all_kept } else { of_root },
         logits: if held { tokens * logits.kept } else { 0. },
@@ -159,9 +167,4 @@ fn moments(setup: &Setup) -> Vec<Moment> {
 fn waiting(layer: &Layer, compute: Precision, reduce: Precision) -> f64 {
     let packed = if compute == reduce { 0. } else { reduce.bytes() };
     (compute.bytes() + packed) * layer.parameters
-}
-
-/// Gradients of activations on their way, bytes a token: those in the middle of an MLP are the most.
-fn flowing(layer: &Layer, compute: Precision) -> f64 {
-    compute.bytes() * (3. * layer.mlp.inner * layer.mlp.times.max(1.) + 2. * layer.width)
 }

@@ -53,13 +53,14 @@ fn memory(to: &mut String, report: &Report) -> std::fmt::Result {
         writeln!(to, "    {name:<16} {:>9.2}", gib(bytes))?;
     }
     let peak = &memory.peak;
-    let Moment { state, gradients, gathered, unreduced, activations, logits, working, .. } = *peak;
+    let Moment { state, gradients, gathered, unreduced, pooled, activations, logits, working, .. } = *peak;
     writeln!(to, "  at most            {:>9.2}  in {}", gib(memory.total), peak.when)?;
     for (name, bytes) in [
         ("parameters, state", state),
         ("gradients", gradients),
         ("gathered", gathered),
         ("unreduced", unreduced),
+        ("kept buffers", pooled),
         ("activations", activations),
         ("logits and loss", logits),
         ("at work", working),
