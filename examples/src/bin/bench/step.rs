@@ -100,7 +100,14 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
                 args,
                 world,
                 &vars,
-                &Subject { vocabulary, parameters, operations, before, loss: &loss, backward: &|loss| model.backward(loss) },
+                &Subject {
+                    vocabulary,
+                    parameters,
+                    operations,
+                    before,
+                    loss: &loss,
+                    backward: &|loss| model.backward(loss),
+                },
             )
         }
         ("name", _) => bail!("--units name is for decoders, and {} is none", args.model.display()),
@@ -111,7 +118,14 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
                 args,
                 world,
                 &vars,
-                &Subject { vocabulary, parameters, operations, before, loss: &loss, backward: &|loss| model.backward(loss) },
+                &Subject {
+                    vocabulary,
+                    parameters,
+                    operations,
+                    before,
+                    loss: &loss,
+                    backward: &|loss| model.backward(loss),
+                },
             )
         }
     }

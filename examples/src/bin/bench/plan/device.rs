@@ -105,7 +105,8 @@ impl Device {
     pub(super) fn new(name: Name, compute: Precision, given: Given) -> anyhow::Result<Self> {
         let sheet = name.sheet();
         let flops = given.flops.or(sheet.map(|sheet| if compute == Precision::Bf16 { sheet[0] } else { sheet[1] }));
-        let flops = flops.context("--device cpu needs --flops, the TFLOP/s that a rank reaches: `bench step` prints it")?;
+        let flops =
+            flops.context("--device cpu needs --flops, the TFLOP/s that a rank reaches: `bench step` prints it")?;
         let shares = name.shares();
         let shares = Shares { products: given.products.unwrap_or(shares.products), ..shares };
         ensure!(shares.products <= 1., "--products-share {} must be at most 1", shares.products);

@@ -112,8 +112,9 @@ pub(super) struct Model {
     pub(super) positions: usize,
 }
 
-/// More blocks than any model has.
+/// More blocks than any model has, and more experts in one.
 const MOST_LAYERS: usize = 1000;
+const MOST_EXPERTS: usize = 100_000;
 
 impl Model {
     /// The model of a configuration, on sequences of `seq` tokens.
@@ -124,6 +125,11 @@ impl Model {
             ModelConfig::Bert(config) => config.num_hidden_layers,
         };
         ensure!(count <= MOST_LAYERS, "{count} blocks are more than `bench plan` takes, which is {MOST_LAYERS}");
+        let experts = match config {
+            ModelConfig::Decoder(config) => config.experts.as_ref().map_or(0, |experts| experts.count),
+            _ => 0,
+        };
+        ensure!(experts <= MOST_EXPERTS, "{experts} experts are more than `bench plan` takes, which is {MOST_EXPERTS}");
         let (root, units) = config.units(None);
         let mut layers: Vec<Layer> = match config {
             ModelConfig::Decoder(config) => (0..units.len()).map(|layer| decoder(config, layer, seq)).collect(),

@@ -69,7 +69,9 @@ pub(super) fn best(setup: &Setup, top: usize) -> Vec<Choice> {
 fn batches(setup: &Setup) -> Vec<usize> {
     match setup.device.memory {
         None => vec![setup.batch],
-        Some(_) => std::iter::successors(Some(1), |batch| Some(2 * batch)).take_while(|&b| b <= LARGEST_BATCH).collect(),
+        Some(_) => {
+            std::iter::successors(Some(1), |batch| Some(2 * batch)).take_while(|&b| b <= LARGEST_BATCH).collect()
+        }
     }
 }
 

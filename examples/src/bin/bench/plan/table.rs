@@ -34,11 +34,7 @@ fn head(to: &mut String, report: &Report, setup: &Setup) -> std::fmt::Result {
         if mesh.replicate == 1 { "one copy".into() } else { format!("{} copies, each", mesh.replicate) },
         mesh.shard
     )?;
-    writeln!(
-        to,
-        "A rank reads {} x {} tokens a step. reshard_after_forward: {}",
-        setup.batch, setup.seq, setup.reshard
-    )
+    writeln!(to, "A rank reads {} x {} tokens a step. reshard_after_forward: {}", setup.batch, setup.seq, setup.reshard)
 }
 
 fn memory(to: &mut String, report: &Report) -> std::fmt::Result {

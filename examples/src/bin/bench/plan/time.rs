@@ -209,7 +209,8 @@ fn simulate(units: &mut [Unit]) -> f64 {
     }
     now += units[0].backward;
     // The unit whose gradients are reduced, and the end of that; the same of sums over copies.
-    let (mut reducing, mut copying): (Option<(usize, f64)>, Option<(usize, f64)>) = (None, None);
+    let mut reducing: Option<(usize, f64)> = None;
+    let mut copying: Option<(usize, f64)> = None;
     for i in blocks.rev().chain([0]) {
         if i > 0 {
             wait(&mut now, there, &mut units[i]);
