@@ -73,7 +73,7 @@ fn every_command_of_the_document_prints_what_stands_there() {
     for (line, output) in commands {
         let words: Vec<&str> = line.split_whitespace().collect();
         assert_eq!(words[..2], ["bench", "plan"], "{line}");
-        let printed = plan(&words[2..], &workspace()).ok().stdout;
+        let printed = plan(&words[2..], workspace()).ok().stdout;
         assert!(printed.contains("Memory of a rank, GiB") || printed.contains("\"memory\""), "{line}: {printed}");
         if let Some(output) = output {
             assert_eq!(printed, output, "{line}");

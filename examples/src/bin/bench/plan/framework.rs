@@ -28,7 +28,7 @@ pub(super) enum Checkpoint {
     None,
     /// Every block: its input alone is kept
     Full,
-    /// torchtitan's `op`: attention's output and every other matrix product are kept, the rest runs again (PyTorch only)
+    /// torchtitan's `op`: attention's output and every other matrix product are kept (PyTorch only)
     Selective,
 }
 

@@ -6,6 +6,7 @@ mod layer;
 mod link;
 mod memory;
 mod precision;
+mod report;
 mod search;
 mod setup;
 mod table;
@@ -17,7 +18,6 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, ensure};
 use fsdp_examples::models::ModelConfig;
-use serde::Serialize;
 
 use crate::count::count;
 use crate::print::print;
@@ -26,6 +26,7 @@ use framework::{Checkpoint, Framework};
 use layer::Model;
 use link::{Links, Mesh};
 use precision::Precision;
+use report::Report;
 use setup::{Reshard, Setup};
 
 /// What to plan.
@@ -118,25 +119,10 @@ pub(crate) struct Args {
     json: bool,
 }
 
-/// A plan. Bytes and seconds.
-#[derive(Debug, Serialize)]
-struct Report {
-    parameters: f64,
-    /// Floating point operations of a token, forward and backward, without any that run twice.
-    operations_per_token: f64,
-    mesh: Mesh,
-    device: Device,
-    links: Links,
-    memory: memory::Memory,
-    fits: bool,
-    time: time::Time,
-    best: Vec<search::Choice>,
-}
-
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let (model, seq) = model(args)?;
     let setup = setup(args, &model, seq)?;
-    let report = report(&setup, args.top);
+    let report = Report::new(&setup, args.top);
     match args.json {
         true => print(serde_json::to_string(&report)?),
         false => print(table::table(&report, &setup)),
@@ -204,21 +190,6 @@ fn setup<'a>(args: &Args, model: &'a Model, seq: usize) -> anyhow::Result<Setup<
 
 /// More than there are.
 const MOST_RANKS: usize = 1 << 20;
-
-fn report(setup: &Setup, top: usize) -> Report {
-    let memory = memory::of(setup);
-    Report {
-        parameters: setup.model.parameters(),
-        operations_per_token: setup.model.operations(),
-        mesh: setup.mesh,
-        device: setup.device,
-        links: setup.links,
-        fits: setup.device.memory.is_none_or(|there| memory.total <= there),
-        memory,
-        time: time::of(setup),
-        best: search::best(setup, top),
-    }
-}
 
 fn positive(text: &str) -> Result<f64, String> {
     number(text, "a number above 0", |x| x > 0.)

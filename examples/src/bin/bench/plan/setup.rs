@@ -98,8 +98,8 @@ impl Setup<'_> {
         ensure!(self.seq <= positions, "--seq {} is beyond the model's {positions} positions", self.seq);
         if self.framework == Framework::Candle && self.checkpoint == Checkpoint::Selective {
             bail!(
-                "--activation-checkpoint selective is PyTorch's: `train` has none and full; plan PyTorch by --framework \
-                 pytorch"
+                "--activation-checkpoint selective is PyTorch's: `train` has none and full; --framework pytorch plans \
+                 PyTorch"
             );
         }
         Ok(())

@@ -2,8 +2,8 @@
 
 use std::fmt::Write;
 
-use super::Report;
 use super::memory::Moment;
+use super::report::Report;
 use super::setup::Setup;
 use super::time::Unit;
 
