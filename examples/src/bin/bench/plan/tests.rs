@@ -31,9 +31,11 @@ fn error(planned: f64, published: f64) -> f64 {
     100. * (planned / published - 1.)
 }
 
-/// The rows of docs/planning.md's table of published figures: the flags, and each figure with the error as written
-/// there.
-fn published() -> Vec<(String, [Option<(f64, f64)>; 2])> {
+/// A published figure, and the error of its plan, in percent, that docs/planning.md states.
+type Figure = (f64, f64);
+
+/// The rows of that document's table: the flags, tokens a second of a rank, and GiB.
+fn published() -> Vec<(String, [Option<Figure>; 2])> {
     let docs = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/planning.md");
     let docs = std::fs::read_to_string(docs).unwrap();
     let (_, table) = docs.split_once("| flags besides | tokens/s a rank |").unwrap();

@@ -278,7 +278,7 @@ mod tests {
     fn slow_links_are_what_a_step_takes() {
         let (end, exposed) = step(Unit::default(), &[unit(1., 10., 10.); 4]);
         // Eight gathers and four reductions, and what nothing hides behind: the last forward, and the first backward.
-        assert!(end >= 120. && end <= 120. + 1. + 2. + 2. * 4., "{end}");
+        assert!((120. ..=120. + 1. + 2. + 2. * 4.).contains(&end), "{end}");
         assert!((end - 12. - exposed.iter().sum::<f64>()).abs() < 1e-9);
     }
 
