@@ -157,14 +157,16 @@ fn what_cannot_be_is_refused_in_words() {
 
 #[test]
 fn a_plan_can_be_read() {
-    let report = planned("--device h100-sxm --hosts 16 --replicate 16 --batch 2 --seq 4096").unwrap();
-    let Cli { args } = Cli::try_parse_from(["plan", "--model", CONFIG, "--device", "h100-sxm"]).unwrap();
+    let flags = "--device h100-sxm --hosts 16 --replicate 16 --batch 2 --seq 4096";
+    let words = ["plan", "--model", CONFIG].into_iter().chain(flags.split(' '));
+    let Cli { args } = Cli::try_parse_from(words).unwrap();
     let (model, seq) = model(&args).unwrap();
     let setup = setup(&args, &model, seq).unwrap();
-    let text = table::table(&report, &setup);
+    let text = table::table(&Report::new(&setup, 5), &setup);
     for words in [
         "8.030 billion parameters in 33 units, over 128 ranks on 16 hosts: 16 copies, each sharded over 8 ranks",
-        "between steps           14.96",
+        "A rank reads 2 x 4096 tokens a step",
+        "  between steps          14.96",
         "blocks 2-31",
         "The fastest that fit",
     ] {
