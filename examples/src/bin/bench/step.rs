@@ -8,15 +8,14 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Tensor};
 use fsdp_candle::initializer::Philox;
 use fsdp_candle::{
-    AdamW, AdamWConfig, FullyShard, MixedPrecisionPolicy, ReduceOp, ShardedVarMap, World, clip_grad_norm,
-    nn,
+    AdamW, AdamWConfig, FullyShard, MixedPrecisionPolicy, ReduceOp, ShardedVarMap, World, clip_grad_norm, nn,
 };
 use fsdp_examples::metrics::peak_memory_bytes;
 use fsdp_examples::models::{self, Batch, ModelConfig, ModelOptions};
 use serde::Serialize;
 
-use crate::meter::Meter;
 use crate::count::count;
+use crate::meter::Meter;
 use crate::plan;
 use crate::print::print;
 
