@@ -77,6 +77,9 @@ impl Nccl {
         // before has been issued there.
         let begin = self.driver("recording an event", self.compute.record_event(None))?;
         self.driver("waiting for the compute stream", self.stream.wait(&begin))?;
+        for input in &inputs {
+            read(&**input, collective.group().rank, |view| view.order(&self.stream))?;
+        }
         let what = format!("{collective} of group \"{}\"", collective.group().name);
         let stream = self.stream.cu_stream();
         let asked = {

@@ -5,12 +5,18 @@ use std::path::Path;
 
 use fsdp_tests_gpu::{Way, Which};
 
+/// The weights of an export, behind the headers, which name the run.
 fn export(dir: &Path) -> Vec<u8> {
     let mut files: Vec<_> = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()).collect();
     files.retain(|path| path.extension().is_some_and(|extension| extension == "safetensors"));
     files.sort();
     assert!(!files.is_empty());
-    files.iter().flat_map(|path| fs::read(path).unwrap()).collect()
+    let weights = |path| {
+        let bytes = fs::read(path).unwrap();
+        let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        bytes[8 + header..].to_vec()
+    };
+    files.iter().flat_map(weights).collect()
 }
 
 #[test]

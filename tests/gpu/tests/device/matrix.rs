@@ -41,12 +41,17 @@ fn lora_is_the_same_training_as_on_the_cpu() {
     same_as(&way, &on_cpu(&way), 2e-5);
 }
 
-/// Half precision is rounded where the device's operations round: not bit by bit where the CPU's do.
+/// Half precision is rounded where the device's operations round, which the CPU's are not everywhere. PyTorch differs
+/// from itself by 6e-5 (losses) and 1e-3 (norms) when its attention is another.
 #[test]
-fn half_precision_follows_the_cpu() {
-    for (dtype, most) in [("bf16", 2e-2), ("f16", 4e-3)] {
-        let flags = ["--param-dtype", dtype, "--reduce-dtype", "f32"];
-        let way = Way { flags: &flags, ..Way::recorded("llama_tiny", 2) };
-        same_as(&way, &on_cpu(&way), most);
+fn bf16_follows_the_recorded_training() {
+    for (model, reduce) in [("llama_tiny", "f32"), ("llama_tiny", "bf16"), ("gpt2_tiny", "f32")] {
+        let flags = ["--param-dtype", "bf16", "--reduce-dtype", reduce];
+        let recorded = Trajectory::recorded(model, &format!("run_bf16_reduce_{reduce}"));
+        let dir = tempfile::tempdir().unwrap();
+        let way = Way { flags: &flags, ..Way::recorded(model, 2) };
+        let difference = way.train(dir.path()).difference(&recorded);
+        println!("{model} x 2, bf16, reduced in {reduce}: {difference:?}");
+        assert!(difference.loss < 2e-4 && difference.grad_norm < 2.5e-3, "{way:?}: {difference:?}");
     }
 }
