@@ -24,11 +24,15 @@ impl ProcessGroup {
     /// As [`ProcessGroup::new`].
     pub fn on_device(self, engine: Box<dyn DeviceEngine>) -> Result<Self> {
         let membership = self.membership().clone();
-        let backend: Box<dyn Backend> = match membership.size {
-            1 => Box::new(Alone(engine.device())),
-            _ => Box::new(OnDevice::new(self, engine)),
-        };
-        ProcessGroup::new(membership, backend)
+        ProcessGroup::new(membership, beside(self, engine))
+    }
+}
+
+/// An engine beside a group of the host's memory.
+pub(in super::super) fn beside(host: ProcessGroup, engine: Box<dyn DeviceEngine>) -> Box<dyn Backend> {
+    match host.size() {
+        1 => Box::new(Alone(engine.device())),
+        _ => Box::new(OnDevice::new(host, engine)),
     }
 }
 

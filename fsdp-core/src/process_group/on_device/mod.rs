@@ -7,6 +7,8 @@ pub(super) mod fence;
 #[cfg(feature = "cuda")]
 mod through_host;
 
+#[cfg(feature = "cuda")]
+pub(super) use backend::beside;
 pub use engine::DeviceEngine;
 #[cfg(feature = "cuda")]
 pub use through_host::ThroughHost;
