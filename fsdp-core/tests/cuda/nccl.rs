@@ -26,8 +26,9 @@ pub(crate) fn run(role: &str, compute: &Arc<CudaStream>) -> Option<String> {
         "shares a device" => {
             let host = host(Options::default()).unwrap();
             let shares = share_a_device(&host, compute).unwrap();
-            let refused = Nccl::new(&host, compute).err();
-            format!("{shares} {}", refused.map_or("made".into(), |error| error.to_string()))
+            let engine = Nccl::new(&host, compute);
+            host.barrier().wait().unwrap();
+            format!("{shares} {}", engine.err().map_or("made".into(), |error| error.to_string()))
         }
         "misses one" => misses_one(&nccl(timeout(1.), compute).unwrap(), &host(timeout(60.)).unwrap(), compute),
         "differs" => differs(&nccl(timeout(1.5), compute).unwrap(), compute),
