@@ -69,8 +69,8 @@ pub trait Backend: Send {
     /// Tells the peers why this rank takes part in nothing any more. Called once at most.
     fn fail(&mut self, why: &Failure);
 
-    /// What this rank sees of its peers beside its collectives, where there is such: who waits for a device learns by it
-    /// at once that a peer is gone, and after a timeout which ranks did not come.
+    /// What this rank sees of its peers beside its collectives, where there is such: who waits for a device learns by
+    /// it at once that a peer is gone, and after a timeout which ranks did not come.
     fn lookout(&self) -> Option<Arc<dyn Lookout>> {
         None
     }

@@ -8,7 +8,6 @@ use std::{
 use cudarc::driver::{CudaStream, DriverError, result};
 
 use super::super::{
-    alone::Alone,
     backend::{Backend, Promises},
     collective::Collective,
     failure::Failure,
@@ -17,7 +16,7 @@ use super::super::{
     landing::Landing,
     lookout::Lookout,
     membership::Membership,
-    on_device::{DeviceEngine, OnDevice},
+    on_device::{DeviceEngine, beside},
     parts::{ExchangePart, GatherPart, Op, ScatterPart},
 };
 use crate::{
@@ -33,10 +32,7 @@ use crate::{
 /// As [`ProcessGroup::new`].
 pub fn over_host(host: ProcessGroup, engine: Box<dyn DeviceEngine>, compute: &Arc<CudaStream>) -> Result<ProcessGroup> {
     let membership = host.membership().clone();
-    let inner: Box<dyn Backend> = match membership.size {
-        1 => Box::new(Alone(engine.device())),
-        _ => Box::new(OnDevice::new(host, engine)),
-    };
+    let inner = beside(host, engine);
     ProcessGroup::new(membership, Box::new(OverHost { inner, compute: compute.clone() }))
 }
 

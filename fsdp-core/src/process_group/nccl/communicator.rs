@@ -1,6 +1,7 @@
 //! A communicator, from its beginning to its end.
 
 use std::{
+    cell::Cell,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError,
         atomic::{AtomicBool, Ordering},
@@ -14,14 +15,17 @@ use cudarc::{
 };
 
 use super::{
-    super::{lookout::Lookout, membership::Membership},
+    super::{
+        lookout::{Gone, Lookout},
+        membership::Membership,
+    },
     config,
     failure::{device_error, refused},
 };
 use crate::{DeviceId, Error, Result, device::cuda::id};
 
 /// How long whoever issues gets to stop before a communicator is aborted under its feet: it may be blocked in a launch
-/// that only the abort ends.
+/// that only the abort ends. And how long ranks that meet go on when one of them is gone.
 const GRACE: Duration = Duration::from_secs(1);
 /// How long ranks get at the least to make one: with many of them NCCL takes seconds.
 const MEETING: Duration = Duration::from_secs(60);
@@ -69,11 +73,23 @@ impl Communicator {
             device,
             timeout: group.timeout,
         };
+        // Who has met the others may leave, and who fails is about to say why.
+        let alarm = Cell::new(None);
         let well = || match lookout.and_then(Lookout::gone) {
-            None => Ok(()),
-            Some((peer, _)) => {
-                Err(device_error(device, &what, format!("rank {peer} is gone, and its output says why")))
+            Some((peer, gone)) if alarm.get().get_or_insert_with(Instant::now).elapsed() >= GRACE => {
+                let how = match gone {
+                    Gone::Left => "has left",
+                    Gone::Died => "has died",
+                    Gone::Failed(_) => "has failed",
+                };
+                let cause = format!("rank {peer} {how} meanwhile. The output of rank {peer} says more");
+                Err(device_error(device, &what, cause))
             }
+            Some(_) => {
+                alarm.set(alarm.get().or_else(|| Some(Instant::now())));
+                Ok(())
+            }
+            None => Ok(()),
         };
         let met = match status {
             ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress => {
@@ -122,6 +138,8 @@ impl Communicator {
     /// Waits until NCCL has done what it does in the background.
     fn settle(&self, what: &str, timeout: Duration, well: &dyn Fn() -> Result<()>) -> Result<()> {
         let started = Instant::now();
+        // It is a matter of microseconds, but for the first collectives.
+        let mut awake = 100;
         let mut nap = Duration::from_micros(20);
         loop {
             self.check()?;
@@ -140,8 +158,13 @@ impl Communicator {
                 );
                 return Err(device_error(self.device, what, cause));
             }
-            std::thread::sleep(nap);
-            nap = (nap * 2).min(Duration::from_millis(1));
+            if awake > 0 {
+                awake -= 1;
+                std::thread::yield_now();
+            } else {
+                std::thread::sleep(nap);
+                nap = (nap * 2).min(Duration::from_millis(1));
+            }
         }
     }
 
@@ -210,6 +233,16 @@ impl Communicator {
                 _ => sys::ncclCommAbort(self.raw),
             }
         };
+    }
+}
+
+impl Drop for Communicator {
+    /// One that was not let go of is given up.
+    fn drop(&mut self) {
+        if !self.is_over.swap(true, Ordering::AcqRel) {
+            // SAFETY: it is alive, by the flag, and nobody else has it any more.
+            let _ = unsafe { sys::ncclCommAbort(self.raw) };
+        }
     }
 }
 

@@ -126,7 +126,10 @@ mod tests {
             let collective = Collective::new(&sum, &group, 7, false);
             of(&collective, DeviceId::Cuda(0), group.timeout, Some(&Boards(Mutex::new(boards))))
         };
-        let is_missing = |error: &Error, ranks: &[usize]| matches!(error, Error::Timeout { missing, what, .. } if missing == ranks && what.contains("collective 7"));
+        let is_missing = |error: &Error, ranks: &[usize]| match error {
+            Error::Timeout { missing, what, .. } => missing == ranks && what.contains("collective 7"),
+            _ => false,
+        };
         for absent in [None, Some(idle(7)), Some(at(&other, 5))] {
             let error = error(Some(at(&sum, 7)), absent);
             assert!(is_missing(&error, &[2]), "{error}");

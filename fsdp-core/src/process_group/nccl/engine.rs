@@ -62,6 +62,7 @@ impl Nccl {
         let unique = meet::unique_id(host, compute)?;
         let (group, lookout) = (host.membership(), host.lookout());
         let communicator = Arc::new(Communicator::meet(unique, group, compute, lookout.as_deref())?);
+        meet::all_are_here(host)?;
         let watchdog = Watchdog::start(communicator.clone(), stream.clone(), group.clone(), lookout)?;
         Ok(Nccl { watchdog, communicator, compute: compute.clone(), stream, checks, has_failed: false })
     }
@@ -82,7 +83,9 @@ impl Nccl {
         }
         let what = format!("{collective} of group \"{}\"", collective.group().name);
         let stream = self.stream.cu_stream();
-        let asked = {
+        let asked = if transfers.is_empty() {
+            Ok(())
+        } else {
             let bytes: usize = transfers.iter().map(|transfer| transfer.count * transfer.dtype.size()).sum();
             let _span = tracing::trace_span!("nccl", calls = transfers.len(), bytes).entered();
             // SAFETY: what is at the addresses is in the plan, and stays until the compute stream waits for the end.

@@ -35,6 +35,12 @@ pub(super) fn unique_id(host: &ProcessGroup, compute: &Arc<CudaStream>) -> Resul
     Ok(sys::ncclUniqueId { internal: internal.map(|byte| byte as c_char) })
 }
 
+/// Waits until all ranks have made theirs of something, so that none leaves or fails while others are still at it.
+pub(super) fn all_are_here(host: &ProcessGroup) -> Result<()> {
+    let call = Call::new("meet", "NCCL", std::iter::empty());
+    host.aside(call, |backend, collective| backend.run(collective, Op::Barrier).map(drop))
+}
+
 /// What the first rank has of something, on every rank. It is no collective of the group's: its later ones keep their
 /// numbers.
 fn from_first_rank(host: &ProcessGroup, bytes: Vec<u8>) -> Result<Vec<u8>> {

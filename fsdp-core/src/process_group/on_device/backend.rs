@@ -24,23 +24,27 @@ impl ProcessGroup {
     /// As [`ProcessGroup::new`].
     pub fn on_device(self, engine: Box<dyn DeviceEngine>) -> Result<Self> {
         let membership = self.membership().clone();
-        let backend: Box<dyn Backend> = match membership.size {
-            1 => Box::new(Alone(engine.device())),
-            _ => Box::new(OnDevice::new(self, engine)),
-        };
-        ProcessGroup::new(membership, backend)
+        ProcessGroup::new(membership, beside(self, engine))
+    }
+}
+
+/// An engine beside a group of the host's memory.
+pub(in super::super) fn beside(host: ProcessGroup, engine: Box<dyn DeviceEngine>) -> Box<dyn Backend> {
+    match host.size() {
+        1 => Box::new(Alone(engine.device())),
+        _ => Box::new(OnDevice::new(host, engine)),
     }
 }
 
 /// An engine for the device, and a group of the same ranks over the host's memory.
-pub(in super::super) struct OnDevice {
+struct OnDevice {
     // Before the host's group: a rank that has left it has ended its part of everything.
     engine: Box<dyn DeviceEngine>,
     host: ProcessGroup,
 }
 
 impl OnDevice {
-    pub(in super::super) fn new(host: ProcessGroup, engine: Box<dyn DeviceEngine>) -> Self {
+    fn new(host: ProcessGroup, engine: Box<dyn DeviceEngine>) -> Self {
         // What comes from this group's thread is waited for at once.
         OnDevice { engine, host: host.deferred() }
     }

@@ -6,7 +6,7 @@ mod engine;
 mod through_host;
 
 #[cfg(feature = "cuda")]
-pub(super) use backend::OnDevice;
+pub(super) use backend::beside;
 pub use engine::DeviceEngine;
 #[cfg(feature = "cuda")]
 pub use through_host::ThroughHost;

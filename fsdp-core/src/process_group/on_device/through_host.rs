@@ -79,7 +79,8 @@ impl ThroughHost {
         Ok(())
     }
 
-    /// Takes outputs from `memory`, before a peer relies on this rank, runs it on the host, and copies its outputs there.
+    /// Takes outputs from `memory`, before a peer relies on this rank, runs it on the host, and copies its outputs
+    /// there.
     fn through(
         &self,
         collective: &Collective<'_>,

@@ -1,11 +1,11 @@
 //! The shared memory that the ranks of a group exchange data through.
 //!
 //! A segment is one mapping: for each rank a control block, a board (see `lookout`) and a ring of slots. A rank writes
-//! only what is its own and reads what is its peers'. A group runs in *rounds*, which count up over its whole life: in round
-//! `k` every rank may fill its slot `k % SLOTS` and publishes it by raising its `produced` counter to `k + 1`; when it
-//! has read what it wants of everybody's round `k` it raises its `consumed` counter to `k + 1`. A slot is free for
-//! round `k` once everybody has consumed round `k - SLOTS`. The counters wrap around; no two ranks' counters that are
-//! compared are ever half the range apart.
+//! only what is its own and reads what is its peers'. A group runs in *rounds*, which count up over its whole life: in
+//! round `k` every rank may fill its slot `k % SLOTS` and publishes it by raising its `produced` counter to `k + 1`;
+//! when it has read what it wants of everybody's round `k` it raises its `consumed` counter to `k + 1`. A slot is free
+//! for round `k` once everybody has consumed round `k - SLOTS`. The counters wrap around; no two ranks' counters that
+//! are compared are ever half the range apart.
 //!
 //! All unsafe code that shares memory is in this file.
 

@@ -6,7 +6,8 @@
 //! - A communicator that does not block says `ncclInProgress` for a while, also after a group's end: its calls are on
 //!   their streams only when it says `ncclSuccess`.
 //! - Sums are made in the buffer's dtype, around a ring that begins anywhere.
-//! - Ranks that call different things wait for each other until somebody aborts, and a line on stderr says what differs.
+//! - Ranks that call different things wait for each other until somebody aborts, and a line on stderr says what
+//!   differs.
 //! - What is aborted ends without having written.
 //! - A communicator that is used after its end is a fault.
 //!
