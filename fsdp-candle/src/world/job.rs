@@ -43,10 +43,9 @@ pub fn init() -> Result<World> {
 pub fn init_on(choice: DeviceChoice) -> Result<World> {
     let env = RankEnv::from_env()?;
     // What this rank lacks the others should not have to wait for.
-    let device = choice.device(&env)?;
+    choice.device(&env)?;
     let group = process_group::init(&env, Options::default())?;
-    let group = group_on(&device, group)?;
-    Ok(World { group, env, device })
+    World::join(env, group, choice)
 }
 
 impl World {
@@ -68,6 +67,22 @@ impl World {
             ..RankEnv::single()
         };
         World { group, env, device: Device::Cpu }
+    }
+
+    /// The world of a process group of the host's memory that is there already, on other devices ([`init_on`]): a rank's
+    /// number in the group counts them. Collective.
+    ///
+    /// # Errors
+    /// When there is no such device, or it refuses.
+    pub fn on(group: ProcessGroup, choice: DeviceChoice) -> Result<Self> {
+        let World { group, env, .. } = World::of(group);
+        World::join(env, group, choice)
+    }
+
+    fn join(env: RankEnv, group: ProcessGroup, choice: DeviceChoice) -> Result<Self> {
+        let device = choice.device(&env)?;
+        let group = group_on(&device, group)?;
+        Ok(World { group, env, device })
     }
 
     /// This process's rank.

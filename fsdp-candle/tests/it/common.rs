@@ -1,5 +1,6 @@
 //! What the integration tests share: a small model in ordinary Candle code, and ranks as threads.
 
+use std::cell::RefCell;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -7,7 +8,8 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::VarBuilder;
 use fsdp_candle::{
-    AllGather, FsdpModule, FsdpParam, FullyShard, ReduceOp, ReduceScatter, ShardedVarMap, World, fully_shard, nn,
+    AllGather, DeviceChoice, FsdpModule, FsdpParam, FullyShard, ReduceOp, ReduceScatter, ShardedVarMap, World,
+    fully_shard, nn,
 };
 use fsdp_core::process_group::{Options, local};
 use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, ScatterPart, Work};
@@ -66,15 +68,32 @@ pub(crate) fn vars(world: &World) -> ShardedVarMap {
     ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())]).unwrap(), world.device())
 }
 
-/// Runs a closure on each rank of a world of threads.
+thread_local! {
+    static DEVICE: RefCell<Device> = const { RefCell::new(Device::Cpu) };
+}
+
+/// The device of the rank that this thread is.
+pub(crate) fn device() -> Device {
+    DEVICE.with_borrow(Clone::clone)
+}
+
+/// Runs a closure on each rank of a world of threads: on the host, or on CUDA devices where `FSDP_TEST_DEVICE=cuda`.
 pub(crate) fn ranks<T: Send>(size: usize, f: impl Fn(World) -> T + Sync) -> Vec<T> {
-    local::run_with(size, Options::default().with_timeout(Duration::from_secs(60)), |group| f(World::of(group)))
+    let choice = match std::env::var("FSDP_TEST_DEVICE").as_deref() {
+        Ok("cuda") => DeviceChoice::Cuda,
+        _ => DeviceChoice::Cpu,
+    };
+    local::run_with(size, Options::default().with_timeout(Duration::from_secs(60)), |group| {
+        let world = World::on(group, choice).unwrap();
+        DEVICE.set(world.device().clone());
+        f(world)
+    })
 }
 
 /// A batch that depends on the rank.
 pub(crate) fn batch(rank: usize, width: usize) -> Tensor {
     let values: Vec<f32> = (0..4 * width).map(|i| ((i * 37 + rank * 101) % 61) as f32 / 61. - 0.5).collect();
-    Tensor::from_vec(values, (4, width), &Device::Cpu).unwrap()
+    Tensor::from_vec(values, (4, width), &device()).unwrap()
 }
 
 /// A whole tensor from its shards, put together the plain way: every rank adds its box to zeros.

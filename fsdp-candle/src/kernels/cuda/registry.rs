@@ -82,3 +82,27 @@ pub(crate) fn device_count() -> Result<usize> {
     let count = count.map_err(|error| Error::Device(format!("CUDA can't say which devices there are: {error}")))?;
     Ok(count.max(0) as usize)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Where there are devices: the double has eight.
+    #[test]
+    fn a_device_computes_on_one_stream() {
+        let count = device_count().unwrap_or(0);
+        let refused = |device: candle_core::Result<Device>| {
+            of_candle(device.unwrap().as_cuda_device().unwrap()).err().unwrap().to_string()
+        };
+        if count > 0 {
+            assert!(candle_device(0).unwrap().same_device(&candle_device(0).unwrap()));
+            let error = refused(Device::new_cuda_with_stream(0));
+            assert!(error.contains("twice") && error.contains("cuda_device(0)"), "{error}");
+        }
+        if count > 1 {
+            let error = refused(Device::new_cuda(count - 1));
+            assert!(error.contains("in each thread") && error.contains("cuda_device("), "{error}");
+        }
+        assert!(candle_device(count).is_err());
+    }
+}

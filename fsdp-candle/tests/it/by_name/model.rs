@@ -2,12 +2,12 @@
 
 use std::sync::{Arc, Mutex};
 
-use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::VarBuilder;
 use fsdp_candle::activation_checkpoint::checkpoint;
 use fsdp_candle::{FsdpModule, FsdpParam, FullyShard, ShardedVarMap, World, fully_shard, nn, shard};
 
-use crate::common::vars;
+use crate::common::{device, vars};
 
 pub(crate) const WIDTH: usize = 6;
 pub(crate) const LAYERS: usize = 4;
@@ -232,7 +232,7 @@ impl fsdp_candle::initializer::Initializer for Spread {
 
 pub(crate) fn ids(rank: usize, step: usize) -> Tensor {
     let ids: Vec<u32> = (0..2 * TIME).map(|i| ((i * 7 + rank * 3 + step * 5) % VOCABULARY) as u32).collect();
-    Tensor::from_vec(ids, (2, TIME), &Device::Cpu).unwrap()
+    Tensor::from_vec(ids, (2, TIME), &device()).unwrap()
 }
 
 pub(crate) fn loss_of(model: &impl Module, ids: &Tensor) -> Tensor {
