@@ -154,7 +154,7 @@ impl Slot {
 /// What the graph of some outputs starts from.
 #[derive(Default)]
 struct Start {
-    /// Variables that are no shards.
+    /// Variables that are no sharded parameters'.
     variables: Vec<Tensor>,
     /// Of the sharded parameters.
     anchors: Vec<Tensor>,
@@ -164,22 +164,24 @@ struct Start {
 
 impl Start {
     fn of(outputs: &[Tensor]) -> Result<Self> {
-        let (mut start, mut seen, mut shards) = (Start::default(), HashSet::new(), HashSet::new());
+        let (mut start, mut seen, mut params) = (Start::default(), HashSet::new(), HashSet::new());
+        let mut leaves = HashSet::new();
         for output in outputs {
             for node in on_enough_stack(|| output.sorted_nodes())? {
                 if !seen.insert(node.id()) {
                     continue;
                 }
                 if let Some(param) = FsdpParam::of(node) {
-                    if shards.insert(param.var().id()) {
+                    if params.insert(param.anchor().id()) {
                         start.anchors.push(param.anchor().clone());
+                        leaves.extend(param.leaf());
                     }
                 } else if node.is_variable() {
                     start.variables.push(node.clone());
                 }
             }
         }
-        start.variables.retain(|variable| !shards.contains(&variable.id()));
+        start.variables.retain(|variable| !leaves.contains(&variable.id()));
         start.ids = start.variables.iter().chain(&start.anchors).map(Tensor::id).collect();
         Ok(start)
     }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use candle_core::DType;
+use candle_core::{DType, Device};
 
 /// The dtypes of a unit, as in PyTorch's `MixedPrecisionPolicy`. Shards, sharded gradients and optimizer state keep the
 /// dtype that the model was built in.
@@ -118,4 +118,14 @@ pub enum OffloadPolicy {
         /// Whether the CPU memory is page-locked, so that copies overlap with compute.
         pin_memory: bool,
     },
+}
+
+impl OffloadPolicy {
+    /// The device of shards that are computed with on `device`.
+    pub(crate) fn home(self, device: &Device) -> &Device {
+        match self {
+            OffloadPolicy::None => device,
+            OffloadPolicy::Cpu { .. } => &Device::Cpu,
+        }
+    }
 }

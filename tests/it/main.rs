@@ -19,6 +19,7 @@ mod lost_output;
 mod matrix;
 mod memory;
 mod memory_options;
+mod plan;
 mod pytorch;
 mod readme;
 mod resume;

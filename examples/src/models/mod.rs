@@ -30,7 +30,7 @@ use layer::Layer;
 pub use lora::{Lora, Targets};
 pub use loss::{cross_entropy, cross_entropy_sum, loss};
 pub use old_names::pretrained;
-pub use size::ModelSize;
+pub use size::{ModelSize, UnitSize};
 pub use weights::fingerprint;
 
 /// How a model is built.

@@ -21,16 +21,22 @@ pub struct ModelSize {
     pub rotary: f64,
 }
 
-/// A block, or what is outside of them.
-#[derive(Clone, Copy, Default)]
-struct Part {
-    elements: f64,
-    tensors: f64,
+/// What a unit holds, and what it multiplies: a block, or the root with all that is outside of blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct UnitSize {
+    /// Parameters, adapters included.
+    pub elements: f64,
+    /// Parameter tensors.
+    pub tensors: f64,
     /// Of `elements`, those of adapters.
-    adapters: f64,
+    pub adapters: f64,
+    /// Elements of the matrices that each token is multiplied with. Forward takes twice as many floating point
+    /// operations a token, and backward four times. A tied head counts, an embedding does not, and of experts those
+    /// that a token chooses.
+    pub products: f64,
 }
 
-impl Part {
+impl UnitSize {
     fn matrix(&mut self, rows: f64, columns: f64) {
         self.elements += rows * columns;
         self.tensors += 1.;
@@ -41,16 +47,19 @@ impl Part {
 struct Module<'a> {
     name: String,
     lora: Option<&'a Lora>,
-    part: Part,
+    part: UnitSize,
+    /// The share of tokens that the next layers see.
+    seen: f64,
 }
 
 impl<'a> Module<'a> {
     fn new(name: impl Into<String>, lora: Option<&'a Lora>) -> Self {
-        Module { name: name.into(), lora, part: Part::default() }
+        Module { name: name.into(), lora, part: UnitSize::default(), seen: 1. }
     }
 
     fn linear(&mut self, name: &str, inputs: f64, outputs: f64, bias: bool) {
         self.part.matrix(inputs, outputs);
+        self.part.products += self.seen * inputs * outputs;
         if bias {
             self.part.matrix(1., outputs);
         }
@@ -61,6 +70,7 @@ impl<'a> Module<'a> {
             self.part.matrix(config.rank as f64, inputs);
             self.part.matrix(outputs, config.rank as f64);
             self.part.adapters += self.part.elements - before;
+            self.part.products += self.seen * (self.part.elements - before);
         }
     }
 
@@ -72,9 +82,28 @@ impl<'a> Module<'a> {
 /// So many blocks are looked at one by one. Of more, the rest is taken to be as they are.
 const MOST_BLOCKS: usize = 10_000;
 
+/// What a model consists of.
+struct Parts<'a> {
+    layers: usize,
+    block: Box<dyn Fn(usize) -> UnitSize + 'a>,
+    root: UnitSize,
+    widest: f64,
+    rotary: f64,
+}
+
 impl ModelConfig {
     /// The size of the model, with adapters if any.
     pub fn size(&self, lora: Option<&Lora>) -> ModelSize {
+        self.parts(lora).sum()
+    }
+
+    /// The root, and each block in forward's order (of more than ten thousand, only so many).
+    pub fn units(&self, lora: Option<&Lora>) -> (UnitSize, Vec<UnitSize>) {
+        let Parts { layers, block, root, .. } = self.parts(lora);
+        (root, (0..layers.min(MOST_BLOCKS)).map(block).collect())
+    }
+
+    fn parts<'a>(&'a self, lora: Option<&'a Lora>) -> Parts<'a> {
         match self {
             ModelConfig::Decoder(config) => decoder(config, lora),
             ModelConfig::Gpt2(config) => gpt2(config, lora),
@@ -83,12 +112,12 @@ impl ModelConfig {
     }
 }
 
-fn decoder(config: &DecoderConfig, lora: Option<&Lora>) -> ModelSize {
+fn decoder<'a>(config: &'a DecoderConfig, lora: Option<&'a Lora>) -> Parts<'a> {
     let [width, inner, vocabulary, head] =
         [config.width, config.inner, config.vocabulary, config.head_dim].map(|n| n as f64);
     let (queries, keys) = (config.heads as f64 * head, config.kv_heads as f64 * head);
     let biases = config.biases;
-    let block = |layer: usize| {
+    let block = move |layer: usize| {
         let mut block = Module::new(format!("model.layers.{layer}."), lora);
         if config.fused {
             block.linear("self_attn.qkv_proj", width, queries + 2. * keys, biases.qkv);
@@ -109,6 +138,7 @@ fn decoder(config: &DecoderConfig, lora: Option<&Lora>) -> ModelSize {
             let (name, [gate, up, down]) = experts.names;
             let inner = experts.inner as f64;
             block.linear(&format!("{name}.gate"), width, experts.count as f64, false);
+            block.seen = experts.per_token as f64 / experts.count as f64;
             for expert in 0..experts.count {
                 block.linear(&format!("{name}.experts.{expert}.{gate}"), width, inner, false);
                 block.linear(&format!("{name}.experts.{expert}.{up}"), width, inner, false);
@@ -128,21 +158,22 @@ fn decoder(config: &DecoderConfig, lora: Option<&Lora>) -> ModelSize {
     let mut root = Module::new("", lora);
     root.part.matrix(vocabulary, width);
     root.norm(width);
-    if !config.tied {
-        root.linear("lm_head", width, vocabulary, false);
+    match config.tied {
+        true => root.part.products += vocabulary * width,
+        false => root.linear("lm_head", width, vocabulary, false),
     }
     // How many tokens an expert sees, nobody knows before.
     let widest = if config.experts.is_some() { vocabulary.max(queries) } else { vocabulary.max(inner).max(queries) };
     // Sines and cosines, for the device and for the host.
     let ropes = [Some(&config.rope), config.local_rope.as_ref()];
     let rotary = ropes.into_iter().flatten().map(|rope| 2. * rope.width as f64 * rope.tables()).sum();
-    ModelSize { widest, rotary, ..sum(config.layers, block, root.part) }
+    Parts { layers: config.layers, block: Box::new(block), root: root.part, widest, rotary }
 }
 
-fn gpt2(config: &Gpt2Config, lora: Option<&Lora>) -> ModelSize {
+fn gpt2<'a>(config: &'a Gpt2Config, lora: Option<&'a Lora>) -> Parts<'a> {
     let [width, inner, vocabulary, positions] =
         [config.n_embd, config.inner(), config.vocab_size, config.n_positions].map(|n| n as f64);
-    let block = |layer: usize| {
+    let block = move |layer: usize| {
         let mut block = Module::new(format!("h.{layer}."), lora);
         block.linear("attn.c_attn", width, 3. * width, true);
         block.linear("attn.c_proj", width, width, true);
@@ -152,14 +183,15 @@ fn gpt2(config: &Gpt2Config, lora: Option<&Lora>) -> ModelSize {
         (0..4).for_each(|_| block.norm(width));
         block.part
     };
-    let mut root = Part::default();
+    let mut root = UnitSize { products: vocabulary * width, ..UnitSize::default() };
     root.matrix(vocabulary, width);
     root.matrix(positions, width);
     (0..2).for_each(|_| root.matrix(1., width));
-    ModelSize { widest: vocabulary.max(inner).max(3. * width), ..sum(config.n_layer, block, root) }
+    let widest = vocabulary.max(inner).max(3. * width);
+    Parts { layers: config.n_layer, block: Box::new(block), root, widest, rotary: 0. }
 }
 
-fn bert(config: &BertConfig, lora: Option<&Lora>) -> ModelSize {
+fn bert<'a>(config: &'a BertConfig, lora: Option<&'a Lora>) -> Parts<'a> {
     let [width, inner, vocabulary, positions, types] = [
         config.hidden_size,
         config.intermediate_size,
@@ -168,7 +200,7 @@ fn bert(config: &BertConfig, lora: Option<&Lora>) -> ModelSize {
         config.type_vocab_size,
     ]
     .map(|n| n as f64);
-    let block = |layer: usize| {
+    let block = move |layer: usize| {
         let mut block = Module::new(format!("bert.encoder.layer.{layer}."), lora);
         for name in ["self.query", "self.key", "self.value", "output.dense"] {
             block.linear(&format!("attention.{name}"), width, width, true);
@@ -185,24 +217,30 @@ fn bert(config: &BertConfig, lora: Option<&Lora>) -> ModelSize {
     root.linear("cls.predictions.transform.dense", width, width, true);
     (0..4).for_each(|_| root.norm(width));
     root.part.matrix(1., vocabulary);
-    ModelSize { widest: vocabulary.max(inner), ..sum(config.num_hidden_layers, block, root.part) }
+    root.part.products += vocabulary * width;
+    let layers = config.num_hidden_layers;
+    Parts { layers, block: Box::new(block), root: root.part, widest: vocabulary.max(inner), rotary: 0. }
 }
 
-fn sum(layers: usize, block: impl Fn(usize) -> Part, root: Part) -> ModelSize {
-    let looked_at = layers.min(MOST_BLOCKS);
-    let each = if looked_at == 0 { 0. } else { layers as f64 / looked_at as f64 };
-    let mut size = ModelSize {
-        base: root.elements - root.adapters,
-        adapters: root.adapters,
-        largest_unit: root.elements,
-        tensors: root.tensors,
-        ..ModelSize::default()
-    };
-    for block in (0..looked_at).map(block) {
-        size.base += each * (block.elements - block.adapters);
-        size.adapters += each * block.adapters;
-        size.largest_unit = size.largest_unit.max(block.elements);
-        size.tensors += each * block.tensors;
+impl Parts<'_> {
+    fn sum(self) -> ModelSize {
+        let Parts { layers, block, root, widest, rotary } = self;
+        let looked_at = layers.min(MOST_BLOCKS);
+        let each = if looked_at == 0 { 0. } else { layers as f64 / looked_at as f64 };
+        let mut size = ModelSize {
+            base: root.elements - root.adapters,
+            adapters: root.adapters,
+            largest_unit: root.elements,
+            tensors: root.tensors,
+            widest,
+            rotary,
+        };
+        for block in (0..looked_at).map(block) {
+            size.base += each * (block.elements - block.adapters);
+            size.adapters += each * block.adapters;
+            size.largest_unit = size.largest_unit.max(block.elements);
+            size.tensors += each * block.tensors;
+        }
+        size
     }
-    size
 }

@@ -135,6 +135,14 @@ fn sizes_are_those_of_the_model_that_is_built() {
             });
             assert_eq!(size.largest_unit, largest.into_iter().max().unwrap() as f64, "{text:?} {patterns:?}");
             assert_eq!(size.tensors, (base.len() + adapters.len()) as f64, "{text:?} {patterns:?}");
+            let (root, blocks) = config.units(Some(&lora));
+            for (block, unit) in
+                std::iter::once(None).chain((0..blocks.len()).map(Some)).zip([&[root], &blocks[..]].concat())
+            {
+                let of_unit = base.iter().chain(&adapters).filter(|param| block_of(param.name()) == block);
+                let elements = of_unit.map(|param| param.shape().elem_count()).sum::<usize>() as f64;
+                assert_eq!(unit.elements, elements, "{text:?} {patterns:?} {block:?}");
+            }
         }
     }
 }

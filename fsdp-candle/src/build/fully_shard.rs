@@ -67,8 +67,9 @@ impl FullyShard {
         self
     }
 
-    /// Where shards, gradients and optimizer state live. On a CPU device both policies are the same.
-    pub fn offload_policy(self, _policy: OffloadPolicy) -> Self {
+    /// Where shards, sharded gradients and optimizer state live. On a CPU device both policies are the same.
+    pub fn offload_policy(mut self, policy: OffloadPolicy) -> Self {
+        self.unit.offload_policy = policy;
         self
     }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::data_parallel::{DataParallel, ShardMesh};
 use crate::extension::AllGatherExtension;
-use crate::policy::{MixedPrecisionPolicy, NamePredicate, ReshardAfterForward};
+use crate::policy::{MixedPrecisionPolicy, NamePredicate, OffloadPolicy, ReshardAfterForward};
 
 /// How a parameter is sharded.
 ///
@@ -63,6 +63,7 @@ pub(super) struct UnitOptions {
     pub(super) ranks: Option<Arc<DataParallel>>,
     pub(super) mp_policy: MixedPrecisionPolicy,
     pub(super) reshard_after_forward: ReshardAfterForward,
+    pub(super) offload_policy: OffloadPolicy,
     pub(super) shard_placement_fn: Option<ShardPlacementFn>,
     pub(super) ignored_params: Option<NamePredicate>,
     pub(super) extension: Option<ExtensionFn>,

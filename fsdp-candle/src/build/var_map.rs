@@ -20,7 +20,7 @@ use crate::kernels;
 use crate::policy::ReshardAfterForward;
 use crate::step::Schedule;
 use crate::storage::{to_core_dtype, to_var};
-use crate::unit::{FsdpParam, ParamSpec};
+use crate::unit::{FsdpParam, Offload, ParamSpec};
 
 /// The end of a name that no tensor has: a builder that is asked for it tells its map so.
 const PROBE: &str = "fsdp_candle_whose_builder_is_this";
@@ -299,7 +299,10 @@ impl ShardedVarMap {
             ranks.check_covers(&self.0.mesh).map_err(fail)?;
         }
         let (region, layout) = ranks.lay_out(name, dims, dim)?;
-        let shard = self.initial(name, dims, &region, init, dtype)?;
+        let request = ShardRequest { name, shape: dims, dtype, region: &region, init };
+        let shard = self.initial(&request, opts.offload_policy.home(&self.0.device))?;
+        let schedule = &self.0.schedule;
+        let offload = Offload::of(&shard, opts.offload_policy, &self.0.device, schedule.downloads())?;
         // As it was built, unless the policy has another.
         let compute_dtype = opts.mp_policy.param_dtype_of(name).unwrap_or(dtype);
         let spec = ParamSpec {
@@ -312,10 +315,10 @@ impl ShardedVarMap {
             trainable,
             extension: opts.extension.as_ref().and_then(|choose| choose(name)),
             adapter: adapters.and_then(|adapters| adapters.of(name)),
+            offload,
             shape,
         };
-        let schedule = &self.0.schedule;
-        let nodes = nodes_of(&shard, &spec.shape, compute_dtype, trainable, schedule.listener())?;
+        let nodes = nodes_of(&self.0.device, &spec.shape, compute_dtype, trainable, schedule.listener())?;
         let param = FsdpParam::new(spec, shard, nodes, schedule.pool().clone())?;
         lock(&self.0.params).insert(name.into(), Owned { param: param.clone(), unit });
         if let Some(unit) = lock(&self.0.building).last_mut() {
@@ -377,7 +380,8 @@ impl ShardedVarMap {
             );
             return Err(Error::Parameter { name: name.into(), message });
         }
-        let var = self.initial(name, dims, &Region::whole(dims), init, dtype)?;
+        let request = ShardRequest { name, shape: dims, dtype, region: &Region::whole(dims), init };
+        let var = self.initial(&request, &self.0.device)?;
         lock(all).insert(name.into(), var.clone());
         Ok(var.as_tensor().clone())
     }
@@ -393,18 +397,18 @@ impl ShardedVarMap {
         Err(Error::Parameter { name: name.into(), message })
     }
 
-    /// A variable with the initial values of a region.
-    fn initial(&self, name: &str, dims: &[usize], region: &Region, init: Init, dtype: DType) -> Result<Var> {
-        let request = ShardRequest { name, shape: dims, dtype, region, init };
+    /// A variable on a device with the initial values of a region.
+    fn initial(&self, request: &ShardRequest<'_>, device: &Device) -> Result<Var> {
         let initializer = lock(&self.0.initializer).clone();
-        initializer.check(&request)?;
-        let kernels = kernels::of_device(&self.0.device)?;
-        let memory = kernels.zeros(to_core_dtype(dtype)?, region.elements());
-        let mut shard = memory.map_err(|error| Error::Parameter { name: name.into(), message: error.to_string() })?;
+        initializer.check(request)?;
+        let kernels = kernels::of_device(device)?;
+        let memory = kernels.zeros(to_core_dtype(request.dtype)?, request.region.elements());
+        let mut shard =
+            memory.map_err(|error| Error::Parameter { name: request.name.into(), message: error.to_string() })?;
         let mut filled = Ok(());
-        kernels.write((&mut shard).into(), &mut |bytes| filled = initializer.fill(&request, bytes))?;
+        kernels.write((&mut shard).into(), &mut |bytes| filled = initializer.fill(request, bytes))?;
         filled?;
-        Ok(to_var(shard, &region.sizes, &self.0.device)?)
+        Ok(to_var(shard, &request.region.sizes, device)?)
     }
 }
 

@@ -298,10 +298,8 @@ fn leads_only_to(result: &Tensor, nodes: &[&Tensor], matrix: &Arc<FsdpParam>) ->
             None => return None,
         }
     }
-    // A variable that is no shard is something else than a bias.
-    let shard = |node: &Tensor| {
-        node.id() == matrix.var().id() || bias.as_ref().is_some_and(|bias| node.id() == bias.var().id())
-    };
-    let only_shards = nodes.iter().all(|node| !node.is_variable() || shard(node));
-    (found && only_shards).then_some(bias)
+    // A variable of no sharded parameter is something else than a bias.
+    let leaves = [matrix.leaf(), bias.as_ref().and_then(|bias| bias.leaf())];
+    let only_leaves = nodes.iter().all(|node| !node.is_variable() || leaves.contains(&Some(node.id())));
+    (found && only_leaves).then_some(bias)
 }

@@ -1,6 +1,7 @@
 //! What stands for a parameter in the graph.
 //!
-//! It is `shard -> Anchor -> Unshard`: [`Unshard`] is what Candle's layers use; this crate's own layers use the anchor
+//! It is `leaf -> Anchor -> Unshard`. The leaf is a scalar in place of the shard, which may be in the memory of another
+//! device: a graph is of one. [`Unshard`] is what Candle's layers use; this crate's own layers use the anchor
 //! and leave their gradient with the parameter directly. Both report to the anchor, whose backward therefore runs
 //! exactly once, when the whole gradient is there.
 
@@ -8,26 +9,26 @@ use std::cell::Cell;
 use std::sync::Arc;
 
 use candle_core::op::BackpropOp;
-use candle_core::{DType, Result, Shape, Tensor, Var, bail};
+use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 
 use super::events::Listener;
 use crate::kernels::{Backward, node};
 use crate::storage;
 use crate::unit::{FsdpParam, Nodes};
 
-/// The nodes of a parameter of this shape and compute dtype. The full tensor has no memory yet. A frozen one gets no
-/// edges.
-pub(crate) fn nodes_of(shard: &Var, shape: &Shape, dtype: DType, trainable: bool, to: Listener) -> Result<Nodes> {
-    let shard = shard.as_tensor();
-    let (scalar, empty) = (storage::scalar(shard.device())?, storage::empty(dtype, shard.device())?);
+/// The nodes of a parameter of this shape and compute dtype, which layers compute with on `device`. The full tensor has
+/// no memory yet. A frozen one gets no edges.
+pub(crate) fn nodes_of(device: &Device, shape: &Shape, dtype: DType, trainable: bool, to: Listener) -> Result<Nodes> {
+    let (scalar, empty) = (storage::scalar(device)?, storage::empty(dtype, device)?);
     if trainable {
-        let anchor = node(shard, scalar, Shape::from(()), Anchor(to))?;
+        let leaf = Tensor::from_storage(storage::scalar(device)?, (), BackpropOp::none(), true);
+        let anchor = node(&leaf, scalar, Shape::from(()), Anchor(to))?;
         let full = node(&anchor, empty, shape.clone(), Unshard)?;
-        Ok(Nodes { anchor, full })
+        Ok(Nodes { leaf: Some(leaf.id()), anchor, full })
     } else {
         let anchor = Tensor::from_storage(scalar, (), BackpropOp::none(), false);
         let full = Tensor::from_storage(empty, shape.clone(), BackpropOp::none(), false);
-        Ok(Nodes { anchor, full })
+        Ok(Nodes { leaf: None, anchor, full })
     }
 }
 
@@ -63,7 +64,7 @@ impl Backward for Anchor {
         "fsdp-anchor"
     }
 
-    fn backward(&self, _shard: &Tensor, anchor: &Tensor, _grad: &Tensor) -> Result<Option<Tensor>> {
+    fn backward(&self, _leaf: &Tensor, anchor: &Tensor, _grad: &Tensor) -> Result<Option<Tensor>> {
         if UNREPORTED.get() > 0 {
             return Ok(None); // the outer graph has this anchor too, and knows of all uses
         }

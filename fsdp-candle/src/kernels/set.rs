@@ -2,11 +2,12 @@
 
 use std::ops::Range;
 
-use candle_core::{Result, Storage, bail};
+use candle_core::{Result, Storage, Tensor, bail};
 use fsdp_core::{Buffer, DType};
 
 use super::doors::StorageMut;
 use super::eight_bits::EightBits;
+use super::host_copies::{HostSink, HostSource};
 use super::norm::NormType;
 use super::slice::{Slice, SliceMut};
 use super::update::AdamWUpdate;
@@ -129,4 +130,15 @@ pub(crate) trait Kernels: Send + Sync {
         scales: Slice<'_>,
         values: SliceMut<'_>,
     ) -> Result<()>;
+
+    /// A contiguous tensor of the host as what is copied to this device; none where the device is the host, which has
+    /// nothing to copy.
+    fn host_source(&self, _tensor: &Tensor, _page_locked: bool) -> Result<Option<Box<dyn HostSource>>> {
+        Ok(None)
+    }
+
+    /// Memory of the host to copy so many elements of this device to; none as above.
+    fn host_sink(&self, _dtype: DType, _len: usize, _page_locked: bool) -> Result<Option<Box<dyn HostSink>>> {
+        Ok(None)
+    }
 }

@@ -14,11 +14,12 @@ use crate::graph::{BackwardEvents, FrozenCall, Listener, keeps_graph};
 use crate::kernels;
 use crate::policy::ReshardAfterForward;
 use crate::storage::Pool;
-use crate::unit::{FsdpParam, ParamGroup, Reduction, UnitId, Uses};
+use crate::unit::{Downloads, FsdpParam, ParamGroup, Reduction, UnitId, Uses};
 
 /// No lock is held while an action is carried out: it may wait for peers, and run the user's code.
 pub(crate) struct Schedule {
     pool: Arc<Pool>,
+    downloads: Arc<Downloads>,
     units: Mutex<Vec<Arc<ParamGroup>>>,
     order: Mutex<Order>,
     pub(super) reductions: Reductions<Reduction>,
@@ -29,8 +30,10 @@ pub(crate) struct Schedule {
 
 impl Schedule {
     pub(crate) fn of_rank(rank: usize, device: &Device) -> Self {
+        let pool = Arc::new(Pool::new(kernels::or_host(device)));
         Schedule {
-            pool: Arc::new(Pool::new(kernels::or_host(device))),
+            downloads: Arc::new(Downloads::new(pool.clone())),
+            pool,
             units: Mutex::default(),
             order: Mutex::default(),
             reductions: Reductions::new(),
@@ -41,6 +44,11 @@ impl Schedule {
 
     pub(crate) fn pool(&self) -> &Arc<Pool> {
         &self.pool
+    }
+
+    /// The gradients of offloaded parameters that are on their way to the host.
+    pub(crate) fn downloads(&self) -> &Arc<Downloads> {
+        &self.downloads
     }
 
     pub(crate) fn diagnostics(&self) -> &Diagnostics {

@@ -117,22 +117,32 @@ pub(crate) fn to_host(tensor: &Tensor) -> crate::error::Result<Buffer> {
     Ok(buffer)
 }
 
-/// What `f` leaves of each tensor in an element of F64. They are read together, so that the host waits for a device
-/// once.
+/// What `f` leaves of each tensor in an element of F64. Those of one device are read together, so that the host waits
+/// for it once.
 pub(crate) fn numbers_of<'a>(
     tensors: impl IntoIterator<Item = &'a Tensor>,
     f: impl Fn(&dyn Kernels, Slice<'_>, SliceMut<'_>) -> Result<()>,
 ) -> crate::error::Result<Vec<f64>> {
     let tensors: Vec<_> = tensors.into_iter().collect();
-    let Some(first) = tensors.first() else { return Ok(vec![]) };
-    let kernels = kernels::of_device(first.device())?;
-    let mut all = kernels.zeros(fsdp_core::DType::F64, tensors.len())?;
-    for (at, tensor) in tensors.into_iter().enumerate() {
-        let number = SliceMut::from(&mut all).range(at..at + 1)?;
-        with_slice(&tensor.contiguous()?, |kernels, values| f(kernels, values, number))?;
+    let device = |tensor: &&Tensor| kernels::device_id(tensor.device());
+    let devices = tensors.iter().map(device).collect::<crate::error::Result<Vec<_>>>()?;
+    let mut numbers = vec![0.; tensors.len()];
+    let mut rest: Vec<usize> = (0..tensors.len()).collect();
+    while let Some(&first) = rest.first() {
+        let together: Vec<usize>;
+        (together, rest) = rest.into_iter().partition(|&at| devices[at] == devices[first]);
+        let kernels = kernels::of_device(tensors[first].device())?;
+        let mut all = kernels.zeros(fsdp_core::DType::F64, together.len())?;
+        for (place, &at) in together.iter().enumerate() {
+            let number = SliceMut::from(&mut all).range(place..place + 1)?;
+            with_slice(&tensors[at].contiguous()?, |kernels, values| f(kernels, values, number))?;
+        }
+        let mut read: Vec<f64> = vec![];
+        kernels.read((&all).into(), &mut |bytes| read = bytemuck::pod_collect_to_vec(bytes))?;
+        for (at, number) in together.into_iter().zip(read) {
+            numbers[at] = number;
+        }
     }
-    let mut numbers = vec![];
-    kernels.read((&all).into(), &mut |bytes| numbers = bytemuck::pod_collect_to_vec(bytes))?;
     Ok(numbers)
 }
 

@@ -284,18 +284,25 @@ fn check_arrival(members: &Members, param: &FsdpParam, buffer: &Buffer) -> Resul
 
 /// Adds what this rank sends of a parameter.
 fn send(param: &FsdpParam, parts: &mut Vec<GatherPart>) -> Result<Arrival> {
-    let shard = param.shard_in_compute_dtype()?;
     let counts = param.layout().counts();
     let Some(extension) = param.extension() else {
-        parts.push(GatherPart { input: Arc::new(TensorMemory(shard)), counts });
+        parts.push(GatherPart { input: shard(param)?, counts });
         return Ok(if param.layout().is_concatenation() { Arrival::Whole } else { Arrival::Concatenated });
     };
     let lengths: Vec<Vec<usize>> = counts.iter().map(|&count| extension.lengths(count)).collect();
-    let encoded = extension.pre_all_gather(&shard)?;
+    let encoded = extension.pre_all_gather(&param.shard_in_compute_dtype()?)?;
     let count = encoded.len();
     for (i, buffer) in encoded.into_iter().enumerate() {
         let counts = lengths.iter().map(|of_rank| of_rank.get(i).copied().unwrap_or(0)).collect();
         parts.push(GatherPart { input: Arc::new(buffer), counts });
     }
     Ok(Arrival::Encoded(count))
+}
+
+/// The shard in the dtype that travels, for the all-gather to read.
+fn shard(param: &FsdpParam) -> Result<Arc<dyn Readable>> {
+    Ok(match param.offload() {
+        Some(offload) => Arc::new(offload.upload(to_core_dtype(param.compute_dtype())?)?),
+        None => Arc::new(TensorMemory(param.shard_in_compute_dtype()?)),
+    })
 }

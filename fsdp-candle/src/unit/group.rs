@@ -7,7 +7,6 @@ use candle_core::{Result, Tensor, TensorId};
 use fsdp_core::layout::chunk_range;
 
 use super::gather::Gathering;
-use super::gradient::Stage;
 use super::members::Members;
 use super::memory::Memory;
 use super::param::FsdpParam;
@@ -17,7 +16,7 @@ use super::turn::{Refused, Turn, Turns};
 use super::uses::Uses;
 use crate::error::Error;
 use crate::policy::MixedPrecisionPolicy;
-use crate::storage::{Pool, to_tensor};
+use crate::storage::Pool;
 
 /// The parameters that move together.
 pub(crate) struct ParamGroup {
@@ -299,11 +298,8 @@ impl ParamGroup {
     pub(crate) fn take_gradients(&self) -> Result<Vec<(Arc<FsdpParam>, Tensor, bool)>> {
         let mut grads = vec![];
         for param in self.params() {
-            if let Some(buffer) = param.gradient().take(Stage::Reduced) {
-                self.members.pool.leave(&buffer);
-                let used = param.gradient().take_used();
-                let grad = to_tensor(buffer, &param.region().sizes, param.var().device())?;
-                grads.push((param.clone(), grad, used));
+            if let Some(grad) = param.take_reduced()? {
+                grads.push((param.clone(), grad, param.gradient().take_used()));
             }
         }
         Ok(grads)
@@ -314,7 +310,12 @@ impl ParamGroup {
     pub(crate) fn forget_step(&self) {
         *self.carried() = Carried::default();
         let ended = self.forget_gathering();
-        self.params().iter().for_each(|param| param.gradient().forget());
+        for param in self.params() {
+            param.gradient().forget();
+            if let Some(offload) = param.offload() {
+                offload.forget();
+            }
+        }
         if let Err(error) = ended.and_then(|()| self.reshard()) {
             tracing::warn!(unit = self.name(), %error, "reshard after a failed step");
         }

@@ -7,6 +7,7 @@ mod group;
 mod lookup;
 mod members;
 mod memory;
+mod offload;
 mod param;
 mod path;
 mod reduction;
@@ -16,6 +17,7 @@ mod turn;
 mod uses;
 
 pub(crate) use group::ParamGroup;
+pub(crate) use offload::{Downloads, Offload};
 pub use param::FsdpParam;
 pub(crate) use param::{Nodes, ParamSpec};
 pub(crate) use path::{ROOT, UnitId, UnitPath, parents};

@@ -5,13 +5,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock, OnceLock, Weak};
 
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Result, Shape, Tensor, Var, bail};
-use fsdp_core::Placement;
+use candle_core::{DType, Device, Result, Shape, Tensor, TensorId, Var, bail};
 use fsdp_core::layout::Region;
+use fsdp_core::{Buffer, Placement};
 
-use super::gradient::Gradient;
+use super::gradient::{Gradient, Stage};
 use super::lookup::Lookup;
 use super::memory::Values;
+use super::offload::Offload;
 use super::path::UnitId;
 use super::room::Room;
 use super::uses::{Told, Uses};
@@ -19,7 +20,7 @@ use crate::adapter::LoraConfig;
 use crate::data_parallel::{DataParallel, ShardLayout};
 use crate::error::Error;
 use crate::extension::AllGatherExtension;
-use crate::storage::Pool;
+use crate::storage::{Pool, to_core_dtype, to_tensor};
 
 /// A parameter sharded over the ranks of its unit.
 ///
@@ -57,6 +58,8 @@ pub struct FsdpParam {
     extension: Option<Arc<dyn AllGatherExtension>>,
     adapter: Option<LoraConfig>,
     shard: Var,
+    offload: Option<Offload>,
+    leaf: Option<TensorId>,
     anchor: Tensor,
     room: Arc<Room>,
     values: Values,
@@ -87,10 +90,14 @@ pub(crate) struct ParamSpec {
     pub(crate) extension: Option<Arc<dyn AllGatherExtension>>,
     /// Of the layer whose weight it is.
     pub(crate) adapter: Option<LoraConfig>,
+    /// Of a shard on the host that is computed with elsewhere.
+    pub(crate) offload: Option<Offload>,
 }
 
-/// The graph's view of a parameter: `shard -> anchor -> full`.
+/// The graph's view of a parameter: `leaf -> anchor -> full`, on the device that computes.
 pub(crate) struct Nodes {
+    /// The variable that the graph of a trainable parameter starts from.
+    pub(crate) leaf: Option<TensorId>,
     /// A scalar that stands for the parameter in the graph. Its backward runs once, when every use of the parameter has
     /// been processed.
     pub(crate) anchor: Tensor,
@@ -118,6 +125,8 @@ impl FsdpParam {
             extension: spec.extension,
             adapter: spec.adapter,
             shard,
+            offload: spec.offload,
+            leaf: nodes.leaf,
             anchor: nodes.anchor,
             values: Values::new(nodes.full, room.clone())?,
             gradient: Gradient::new(room.clone()),
@@ -195,12 +204,49 @@ impl FsdpParam {
     }
 
     /// This rank's shard, of shape `region().sizes`: what an optimizer updates, and under whose id `backward` leaves
-    /// the sharded gradient.
+    /// the sharded gradient. It is on the host where [`OffloadPolicy::Cpu`](crate::OffloadPolicy) says so, and on the
+    /// device that computes else.
     ///
     /// A rank whose shard is empty gets no gradient of it: Candle's optimizers, which skip what has none, fail on
     /// tensors without elements.
+    ///
+    /// Who writes to it calls this first: it waits for copies to the device that still read an offloaded shard. A
+    /// variable that was kept may be written between `backward` and the next forward.
     pub fn var(&self) -> &Var {
+        if let Some(offload) = &self.offload
+            && let Err(error) = offload.settle()
+        {
+            // The device is lost: nothing reads there any more.
+            tracing::warn!(parameter = self.name(), %error, "waiting for copies of a shard");
+        }
         &self.shard
+    }
+
+    /// The device that layers compute on.
+    pub(crate) fn device(&self) -> &Device {
+        self.full().device()
+    }
+
+    pub(super) fn offload(&self) -> Option<&Offload> {
+        self.offload.as_ref()
+    }
+
+    /// Adds to the reduced gradient, which waits for an optimizer where the shard is.
+    pub(super) fn keep_reduced(&self, gradient: Buffer) -> Result<()> {
+        match &self.offload {
+            Some(offload) => offload.download(gradient),
+            None => self.gradient.accumulate(Stage::Reduced, gradient),
+        }
+    }
+
+    /// The reduced gradient, which is the pool's no more.
+    pub(super) fn take_reduced(&self) -> Result<Option<Tensor>> {
+        let gradient = match &self.offload {
+            Some(offload) => offload.take_gradient()?,
+            None => self.gradient.take(Stage::Reduced).inspect(|buffer| self.room.pool.leave(buffer)),
+        };
+        let tensor = |buffer| to_tensor(buffer, &self.region.sizes, self.shard.device());
+        gradient.map(tensor).transpose()
     }
 
     /// Files the sharded gradient. Of an empty shard there is none: what tells that the parameter has one elsewhere is
@@ -231,6 +277,11 @@ impl FsdpParam {
     /// What layers hold.
     pub(crate) fn full(&self) -> &Tensor {
         self.values.tensor()
+    }
+
+    /// The variable that its graph starts from, if it is trainable.
+    pub(crate) fn leaf(&self) -> Option<TensorId> {
+        self.leaf
     }
 
     /// What stands for the parameter in the graph.
@@ -316,8 +367,12 @@ impl FsdpParam {
         Err(Error::Parameter { name: self.name().into(), message }.into())
     }
 
-    /// The shard in the dtype that travels.
+    /// The shard in the dtype that travels, on the device that computes.
     pub(super) fn shard_in_compute_dtype(&self) -> Result<Tensor> {
+        if let Some(offload) = &self.offload {
+            let uploaded = offload.upload(to_core_dtype(self.compute_dtype())?)?;
+            return uploaded.into_tensor(&self.region.sizes, self.device());
+        }
         let shard = self.shard.as_tensor();
         if shard.dtype() == self.compute_dtype() {
             Ok(shard.clone())

@@ -272,7 +272,7 @@ impl ParamGroup {
     /// Numbers about some of the parameters, to travel with their gradients.
     fn told(&self, members: &[usize], numbers: &[f32]) -> Result<Buffer> {
         match members.first() {
-            Some(&position) => from_numbers(numbers, self.params()[position].var().device()),
+            Some(&position) => from_numbers(numbers, self.params()[position].device()),
             None => bail!("FSDP unit `{}` has no gradients to tell of", self.name()),
         }
     }
@@ -286,6 +286,9 @@ impl ParamGroup {
 
     /// Files reduced shards of gradients with their parameters.
     fn deliver(&self, rule: Rule, members: Vec<usize>, mut buffers: Vec<Buffer>) -> Result<()> {
+        if let Some(offload) = members.iter().find_map(|&position| self.params()[position].offload()) {
+            offload.begin_downloads()?;
+        }
         let hook = self.settings().all_reduce_hook.clone();
         if let Some(hook) = hook {
             let lengths: Vec<usize> = buffers.iter().map(Buffer::len).collect();
@@ -304,7 +307,7 @@ impl ParamGroup {
             }
             let param = &self.params()[position];
             let buffer = cast(buffer, to_core_dtype(param.dtype())?, self.members().pool.as_ref())?;
-            param.gradient().accumulate(Stage::Reduced, buffer)?;
+            param.keep_reduced(buffer)?;
         }
         Ok(())
     }

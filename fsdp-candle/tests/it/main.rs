@@ -21,6 +21,7 @@ mod mesh;
 mod mismatch;
 mod misuse;
 mod numerics;
+mod offload;
 mod optimizers;
 mod parity;
 mod past_the_hooks;

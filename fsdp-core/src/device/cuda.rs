@@ -8,11 +8,14 @@
 //! - What uses memory on another stream first lets that stream wait for the compute stream.
 //! - It keeps the memory until the compute stream has been told to wait for it ([`Fence`](crate::process_group::Fence)).
 //!
+//! What a copy brings that the compute stream does not wait for says so in its view: who reads it waits by itself
+//! ([`CudaView::order`]).
+//!
 //! So no memory waits for the device to be given back, and how much is in use follows from the order of calls alone.
 
 use std::sync::Arc;
 
-use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, DeviceRepr, DriverError, result, sys};
+use cudarc::driver::{CudaContext, CudaEvent, CudaSlice, CudaStream, DevicePtr, DeviceRepr, DriverError, result, sys};
 
 use crate::{DType, Error, Result, Scalar, device_id::DeviceId};
 
@@ -23,11 +26,20 @@ pub struct CudaMemory {
     dtype: DType,
 }
 
-/// Bytes on a CUDA device, to be read by what is ordered after the compute stream.
+/// Bytes on a CUDA device, to be read by what is ordered after the compute stream, and after [`CudaView::order`].
 #[derive(Clone, Copy, Debug)]
 pub struct CudaView<'a> {
     address: sys::CUdeviceptr,
     bytes: usize,
+    stream: &'a Arc<CudaStream>,
+    /// The copy that brings them, where the compute stream does not wait for it.
+    arrival: Option<Arrival<'a>>,
+}
+
+/// The end of a copy to the device.
+#[derive(Clone, Copy, Debug)]
+struct Arrival<'a> {
+    end: &'a CudaEvent,
     stream: &'a Arc<CudaStream>,
 }
 
@@ -115,7 +127,7 @@ impl CudaMemory {
     /// All bytes, to be read, or to be written by who owns the memory.
     pub fn view(&self) -> CudaView<'_> {
         let stream = self.bytes.stream();
-        CudaView { address: self.bytes.device_ptr(stream).0, bytes: self.bytes.len(), stream }
+        CudaView { address: self.bytes.device_ptr(stream).0, bytes: self.bytes.len(), stream, arrival: None }
     }
 
     /// A copy of the bytes on the host. Waits for the device.
@@ -153,7 +165,28 @@ impl<'a> CudaView<'a> {
     /// # Safety
     /// There are `bytes` bytes of device memory at the address, for as long as the view lives.
     pub unsafe fn new(address: sys::CUdeviceptr, bytes: usize, stream: &'a Arc<CudaStream>) -> Self {
-        CudaView { address, bytes, stream }
+        CudaView { address, bytes, stream, arrival: None }
+    }
+
+    /// The same bytes, which a copy on `stream` brings: they are there behind `end`, and the compute stream does not
+    /// wait for it.
+    pub fn arriving(self, stream: &'a Arc<CudaStream>, end: &'a CudaEvent) -> Self {
+        CudaView { arrival: Some(Arrival { end, stream }), ..self }
+    }
+
+    /// The stream that brings the bytes, where it is not the compute stream.
+    pub fn arrives_on(&self) -> Option<&'a Arc<CudaStream>> {
+        self.arrival.map(|arrival| arrival.stream)
+    }
+
+    /// Lets a stream that has waited for the compute stream go on only when the bytes are there: what an engine does
+    /// before it reads them. Does not block.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when the device refuses.
+    pub fn order(self, stream: &CudaStream) -> Result<()> {
+        let Some(Arrival { end, .. }) = self.arrival else { return Ok(()) };
+        stream.wait(end).map_err(|error| failed(stream, "waiting for a copy to the device", &error))
     }
 
     /// Where they are in the device's memory.
@@ -190,6 +223,7 @@ impl<'a> CudaView<'a> {
         if self.bytes == 0 {
             return Ok(());
         }
+        self.order(stream)?;
         let what = |error: DriverError| failed(stream, "copying", &error);
         stream.context().bind_to_thread().map_err(what)?;
         // SAFETY: the views are of memory of this length, which stays until the stream has copied it.
@@ -205,6 +239,7 @@ impl<'a> CudaView<'a> {
         if self.bytes == 0 {
             return Ok(host);
         }
+        self.order(self.stream)?;
         let what = |error: DriverError| failed(self.stream, "copying to the host", &error);
         self.stream.context().bind_to_thread().map_err(what)?;
         // SAFETY: both are memory of this many bytes, and the stream is waited for before either can go.

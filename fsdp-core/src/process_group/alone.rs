@@ -29,11 +29,12 @@ impl Backend for Alone {
     fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Landing> {
         let rank = collective.group().rank;
         #[cfg(feature = "cuda")]
-        if let (Op::AllGather { parts, memory }, DeviceId::Cuda(_)) = (&op, op.device()) {
-            let copy = |part: &GatherPart| super::device_memory::copy_of(&*part.input, &**memory, rank);
-            return Ok(parts.iter().map(copy).collect::<Result<Vec<_>>>()?.into());
-        }
+        let on_device = op.device() != DeviceId::Host;
         let outputs: Vec<Buffer> = match op {
+            #[cfg(feature = "cuda")]
+            Op::AllGather { parts, memory } if on_device => {
+                return super::device_memory::copies_of(parts, &*memory, rank);
+            }
             Op::AllGather { parts, memory } => {
                 let take = |part: &GatherPart| take(&*memory, part.input.dtype(), part.input.len(), rank);
                 let mut outputs = parts.iter().map(take).collect::<Result<Vec<_>>>()?;

@@ -1,8 +1,13 @@
 //! Inputs and outputs in the memory of a CUDA device.
 
+use std::sync::Arc;
+
+use cudarc::driver::CudaStream;
+
+use super::{fence::Running, landing::Landing, parts::GatherPart};
 use crate::{
     Allocator, Buffer, DType, Error, Readable, Result, View,
-    device::cuda::{CudaMemory, CudaView},
+    device::cuda::{CudaMemory, CudaView, failed},
 };
 
 /// Calls `f` with an input of the device. The memory stays as long as somebody holds the input.
@@ -46,9 +51,30 @@ pub(super) fn address(buffer: &Buffer, rank: usize) -> Result<cudarc::driver::sy
     }
 }
 
-/// A copy of an input, in order of the compute stream.
-pub(super) fn copy_of(input: &dyn Readable, memory: &dyn Allocator, rank: usize) -> Result<Buffer> {
-    let to = take(memory, input.dtype(), input.len(), rank)?;
-    read(input, rank, |from| from.copy_to(to.view(), to.stream()))?;
-    Ok(Buffer::Cuda(to))
+/// Copies of inputs, in order of the compute stream. What another stream brings to the device is copied there, so that
+/// the device computes meanwhile.
+pub(super) fn copies_of(inputs: Vec<GatherPart>, memory: &dyn Allocator, rank: usize) -> Result<Landing> {
+    let inputs: Vec<_> = inputs.into_iter().map(|part| part.input).collect();
+    // All of them before the first copy, which needs its output to the end.
+    let take = |input: &Arc<dyn Readable>| take(memory, input.dtype(), input.len(), rank);
+    let outputs = inputs.iter().map(take).collect::<Result<Vec<_>>>()?;
+    let mut brings: Option<(Arc<CudaStream>, Arc<CudaStream>)> = None;
+    let copied = inputs.iter().zip(&outputs).try_for_each(|(input, to)| {
+        read(&**input, rank, |from| {
+            let Some(stream) = from.arrives_on() else { return from.copy_to(to.view(), to.stream()) };
+            if brings.is_none() {
+                let joined = stream.join(to.stream());
+                joined.map_err(|error| failed(stream, "waiting for the compute stream", &error))?;
+                brings = Some((stream.clone(), to.stream().clone()));
+            }
+            from.copy_to(to.view(), stream)
+        })
+    });
+    let end = brings.map(|(stream, compute)| Running::on(&stream, &compute)).transpose()?;
+    copied?;
+    let outputs = outputs.into_iter().map(Buffer::Cuda).collect::<Vec<_>>();
+    Ok(match end {
+        None => outputs.into(),
+        Some(end) => Landing::behind(outputs, Box::new(end.keeping(inputs))),
+    })
 }

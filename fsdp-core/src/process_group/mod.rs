@@ -19,6 +19,8 @@ pub mod conformance;
 #[cfg(feature = "cuda")]
 mod device_memory;
 mod failure;
+#[cfg(feature = "cuda")]
+mod fence;
 mod group;
 mod host;
 mod init;

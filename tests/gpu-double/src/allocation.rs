@@ -23,8 +23,6 @@ pub(crate) enum Kind {
     Pinned,
     /// Of the host, and page-locked by `cuMemHostRegister`: not ours to free.
     Registered,
-    /// Another library's, which says itself when it goes: a module's variables.
-    Lent,
 }
 
 #[derive(Debug)]
@@ -42,7 +40,7 @@ pub(crate) struct Allocation {
 impl Allocation {
     pub(crate) fn describe(&self) -> String {
         let kind = match self.kind {
-            Kind::Device(_) | Kind::Pool(_) | Kind::Lent => "device",
+            Kind::Device(_) | Kind::Pool(_) => "device",
             Kind::Pinned | Kind::Registered => "pinned host",
         };
         format!("{} bytes of {kind} memory at {:#x}, allocated by {}", self.len, self.base, self.made)

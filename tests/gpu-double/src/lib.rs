@@ -18,6 +18,7 @@ mod host_compiler;
 mod kernels;
 mod machine;
 mod memory;
+mod nccl;
 mod nvrtc;
 mod operation;
 mod pinned;

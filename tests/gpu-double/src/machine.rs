@@ -5,6 +5,9 @@
 //! nothing for a while, a thread of the double's own goes on, for on a GPU streams do, and other processes may wait for
 //! them.
 //!
+//! A stream waits only for what was queued before, so streams of one process do not wait in a circle. A deadlock is a
+//! wait for other processes that never ends, or an operation that waits for its own stream. Both are told.
+//!
 //! # What counts as waited for
 //! Uses of memory are compared when they are queued, so what is found does not depend on the schedule. A stream's next
 //! operation comes after the stream's earlier ones, after events that the stream was told to wait for, and after
@@ -210,7 +213,7 @@ impl Machine {
             accounts: (0..settings.devices).map(|_| Account::new(settings.memory)).collect(),
             legacy: HashMap::new(),
             per_thread: HashMap::new(),
-            schedule: Schedule::new(settings.seed),
+            schedule: Schedule::new(settings.seed, report::rank()),
             host: Clock::default(),
             learnt: HashMap::new(),
             executing: false,

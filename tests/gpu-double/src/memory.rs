@@ -14,16 +14,6 @@ pub(crate) fn base_of(at: u64) -> Option<(u64, usize)> {
     machine().lock().allocations.find(at).map(|found| (found.base, found.len))
 }
 
-/// Another library's memory may be used as device memory: a module's variables. `what` is whose it is.
-pub(crate) fn lend(at: u64, len: usize, what: &str) {
-    machine().lock().allocations.insert(at, len, Kind::Lent, what.into());
-}
-
-/// Ends what [`lend`] began.
-pub(crate) fn take_back(at: u64) {
-    machine().lock().allocations.forget(at);
-}
-
 impl Machine {
     /// Device memory with poison in it: from a stream's pool and for that stream, or for everyone. `by` is the function
     /// that was called.
@@ -100,7 +90,7 @@ impl Core {
                 report::device_bytes(-(len as i64));
             }
             Kind::Pinned => report::pinned_bytes(-(len as i64)),
-            Kind::Registered | Kind::Lent => {
+            Kind::Registered => {
                 return Err(Fault(format!("`{by}` frees {at:#x}, which this library did not allocate")));
             }
         }

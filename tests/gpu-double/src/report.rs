@@ -155,7 +155,8 @@ fn json(seed: u64) -> Value {
     })
 }
 
-fn rank() -> u64 {
+/// Which process of the job this is.
+pub(crate) fn rank() -> u64 {
     std::env::var("RANK").ok().and_then(|rank| rank.parse().ok()).unwrap_or(0)
 }
 

@@ -3,7 +3,7 @@
 //! `GPU_DOUBLE_SEED` chooses a schedule, 0 if it is not set. With seed 0 only that runs which the host waits for, the
 //! stream that was made first before others. With any other seed streams have priorities that change now and then, a
 //! stream goes on out of turn here and there, and things run that nobody waits for yet. A program without races has the
-//! same results with all seeds.
+//! same results with all seeds. Ranks have different schedules with the same seed.
 
 /// A seeded choice.
 #[derive(Debug)]
@@ -15,8 +15,9 @@ pub(crate) struct Schedule {
 }
 
 impl Schedule {
-    pub(crate) fn new(seed: u64) -> Self {
-        Self { seed, state: seed, epoch: 0 }
+    pub(crate) fn new(seed: u64, rank: u64) -> Self {
+        let seed = if seed == 0 { 0 } else { mix(seed).wrapping_add(rank) };
+        Self { seed, state: mix(seed), epoch: 0 }
     }
 
     /// One of `1 / of` calls, by chance.
@@ -61,15 +62,16 @@ mod tests {
 
     #[test]
     fn a_seed_is_a_schedule() {
-        let run = |seed| {
-            let mut schedule = Schedule::new(seed);
+        let run = |seed, rank| {
+            let mut schedule = Schedule::new(seed, rank);
             (0..200).map(|_| schedule.choose(&[3, 1, 2])).collect::<Vec<_>>()
         };
-        assert_eq!(run(7), run(7));
-        assert_ne!(run(7), run(8));
-        assert!(run(0).iter().all(|stream| *stream == 1));
+        assert_eq!(run(7, 0), run(7, 0));
+        assert_ne!(run(7, 0), run(8, 0));
+        assert_ne!(run(7, 0), run(7, 1));
+        assert!(run(0, 1).iter().all(|stream| *stream == 1));
         for stream in 1..=3 {
-            assert!((1..20).all(|seed| run(seed).contains(&stream)), "each stream has its turn");
+            assert!((1..20).all(|seed| run(seed, 0).contains(&stream)), "each stream has its turn");
         }
     }
 }

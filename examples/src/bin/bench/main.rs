@@ -9,6 +9,7 @@ mod count;
 mod finite;
 mod memory;
 mod meter;
+mod plan;
 mod print;
 mod ranks;
 mod residual;
@@ -53,6 +54,9 @@ enum What {
     Finite(finite::Args),
     /// What a training step keeps in memory on each rank, and what it needs on top for a moment.
     Memory(memory::Args),
+    /// What a training run would need and how fast it would be, by arithmetic: memory of a rank, time of a step,
+    /// communication that compute waits for, and the best mesh. Nothing runs, so it needs no launcher.
+    Plan(Box<plan::Args>),
     /// How long a training step of a real model takes, and the memory that it needs.
     Step(step::Args),
 }
@@ -63,10 +67,10 @@ fn main() -> ExitCode {
         && world > 1
         && std::env::var_os("WORLD_SIZE").is_none()
     {
-        return ranks::start(usize::from(world)).unwrap_or_else(|error| {
-            Console::Stderr.line(format_args!("Error: {error:#}"));
-            ExitCode::FAILURE
-        });
+        return ranks::start(usize::from(world)).unwrap_or_else(failed);
+    }
+    if let What::Plan(args) = &cli.what {
+        return plan::run(args).map_or_else(failed, |()| ExitCode::SUCCESS);
     }
     let device = match cli.device {
         Where::Auto => DeviceChoice::Auto,
@@ -78,6 +82,12 @@ fn main() -> ExitCode {
         What::Collectives(args) => collectives::run(&args, world),
         What::Finite(args) => finite::run(&args, world),
         What::Memory(args) => memory::run(&args, world),
+        What::Plan(args) => plan::run(&args),
         What::Step(args) => step::run(&args, world),
     })
+}
+
+fn failed(error: anyhow::Error) -> ExitCode {
+    Console::Stderr.line(format_args!("Error: {error:#}"));
+    ExitCode::FAILURE
 }

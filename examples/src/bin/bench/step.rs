@@ -15,6 +15,8 @@ use fsdp_examples::models::{self, Batch, ModelConfig, ModelOptions};
 use serde::Serialize;
 
 use crate::count::count;
+use crate::meter::Meter;
+use crate::plan;
 use crate::print::print;
 
 /// What to measure.
@@ -61,6 +63,10 @@ struct Report {
     /// Clipping and AdamW.
     optimizer_s: f64,
     tokens_per_s: f64,
+    /// Floating point operations a second of a rank in the fastest step: what `bench plan --device cpu --flops` takes.
+    flops_per_rank: f64,
+    /// Bytes that this rank, 0, has allocated.
+    allocated: Allocated,
     /// Most memory that a process had in use, by rank.
     peak_rss_bytes: Vec<u64>,
     /// Of the last step, to see that two runs computed the same.
@@ -68,11 +74,27 @@ struct Report {
     grad_norm: f64,
 }
 
+/// Bytes beyond those that the program had before there was a model.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+struct Allocated {
+    /// Sharded parameters, and tables that the model makes.
+    parameters: u64,
+    /// The optimizer's moments.
+    optimizer: u64,
+    /// After a step, of which the gradients are there: parameters, gradients and moments.
+    between_steps: u64,
+    /// The most there ever was.
+    peak: u64,
+}
+
 pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
     let config = ModelConfig::from_dir(&args.model)?;
     let (vocabulary, positions) = (config.vocab_size(), config.max_positions());
     ensure!(args.seq <= positions, "--seq {} is beyond the model's {positions} positions", args.seq);
     let parameters = config.size(None).base as u64;
+    let operations = plan::operations(&config, args.seq)?;
+    let meter = Meter::of(world.device())?;
+    let before = meter.current()?;
     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())])?, world.device());
     vars.init_with(Philox::new(0));
     let options =
@@ -92,7 +114,15 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
                 args,
                 world,
                 &vars,
-                &Subject { vocabulary, parameters, loss: &loss, backward: &|loss| model.backward(loss) },
+                &Subject {
+                    vocabulary,
+                    parameters,
+                    operations,
+                    before,
+                    meter: &meter,
+                    loss: &loss,
+                    backward: &|loss| model.backward(loss),
+                },
             )
         }
         ("name", _) => bail!("--units name is for decoders, and {} is none", args.model.display()),
@@ -103,7 +133,15 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
                 args,
                 world,
                 &vars,
-                &Subject { vocabulary, parameters, loss: &loss, backward: &|loss| model.backward(loss) },
+                &Subject {
+                    vocabulary,
+                    parameters,
+                    operations,
+                    before,
+                    meter: &meter,
+                    loss: &loss,
+                    backward: &|loss| model.backward(loss),
+                },
             )
         }
     }
@@ -113,14 +151,23 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
 struct Subject<'a> {
     vocabulary: usize,
     parameters: u64,
+    /// Of a token.
+    operations: f64,
+    /// Bytes that were allocated before it was made.
+    before: usize,
+    meter: &'a Meter,
     loss: &'a dyn Fn(&Batch) -> Result<Tensor>,
     backward: &'a dyn Fn(&Tensor) -> Result<GradStore>,
 }
 
 fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'_>) -> anyhow::Result<()> {
-    let &Subject { vocabulary, parameters, loss: loss_of, backward: backward_of } = subject;
+    let &Subject { vocabulary, parameters, operations, before, meter, loss: loss_of, backward: backward_of } = subject;
+    let in_use = || meter.current().map(|bytes| bytes.saturating_sub(before) as u64);
+    let mut allocated = Allocated { parameters: in_use()?, ..Allocated::default() };
     let hyper = AdamWConfig { lr: 3e-4, betas: (0.9, 0.95), weight_decay: 0.1, ..Default::default() };
     let mut optim = AdamW::new(vars.trainable(), hyper)?;
+    allocated.optimizer = in_use()?.saturating_sub(allocated.parameters);
+    meter.reset()?;
 
     // Ids that look random, other ones on each rank.
     let id = |at: usize| ((at * 7919 + world.rank()) % vocabulary) as u32;
@@ -146,6 +193,12 @@ fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'
         world.device().synchronize()?;
         let end = start.elapsed();
         loss = f64::from(of_batch.to_scalar::<f32>()?);
+        if step == args.steps {
+            allocated.peak = meter.peak()?.saturating_sub(before) as u64;
+            drop(of_batch);
+            vars.release_buffers();
+            allocated.between_steps = in_use()?;
+        }
         if step > 0 {
             for (times, time) in times.iter_mut().zip([end, forward, backward - forward, end - backward]) {
                 times.push(time.as_secs_f64());
@@ -176,6 +229,8 @@ fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'
         forward_s,
         backward_s,
         optimizer_s,
+        flops_per_rank: (args.batch * args.seq) as f64 * operations / best_step_s,
+        allocated,
         tokens_per_s: (world.size() * args.batch * args.seq) as f64 / step_s,
         peak_rss_bytes: peaks.iter().map(|peak| *peak as u64).collect(),
         loss,
@@ -187,10 +242,12 @@ fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'
     let mib = |bytes: &u64| format!("{:.0}", *bytes as f64 / f64::from(1 << 20));
     print(format_args!(
         "{} ranks, {:.1} million parameters: {step_s:.3} s a step (best {best_step_s:.3}): forward {forward_s:.3}, \
-         backward {backward_s:.3}, optimizer {optimizer_s:.3}; {:.0} tokens/s; peak memory {} MiB",
+         backward {backward_s:.3}, optimizer {optimizer_s:.3}; {:.0} tokens/s; {:.3} TFLOP/s a rank at best; peak \
+         memory {} MiB",
         report.world,
         report.parameters as f64 / 1e6,
         report.tokens_per_s,
+        report.flops_per_rank / 1e12,
         report.peak_rss_bytes.iter().map(mib).collect::<Vec<_>>().join(" and ")
     ))
 }

@@ -10,7 +10,7 @@ use fsdp_candle::{ReshardAfterForward, World};
 use fsdp_examples::{data::BatchShape, schedule::LrSchedule};
 use serde::Serialize;
 
-pub(crate) use crate::values::{ActivationCheckpoint, DeviceChoice, GradSync, InitChoice, Resume, Switch};
+pub(crate) use crate::values::{ActivationCheckpoint, DeviceChoice, GradSync, InitChoice, Offload, Resume, Switch};
 use crate::values::{
     Precision, betas, checkpoint_place, count, not_negative, place, positive, reshard, reshard_word, share,
 };
@@ -212,6 +212,11 @@ pub(crate) struct Args {
     #[arg(help_heading = "Sharding")]
     #[serde(serialize_with = "reshard_word")]
     pub(crate) reshard_after_forward: ReshardAfterForward,
+
+    /// Where shards, their gradients and AdamW's moments live: `cpu` keeps them in page-locked memory of the host, where
+    /// AdamW runs, and copies shards to the device that computes. On CPUs they are there anyway
+    #[arg(long, value_enum, default_value_t = Offload::None, help_heading = "Sharding")]
+    pub(crate) offload: Offload,
 
     /// The dtype of gathered parameters, and so of compute; shards and optimizer state stay f32
     #[arg(long, value_enum, default_value_t = Precision::F32, help_heading = "Sharding")]

@@ -91,7 +91,10 @@ impl Setup {
             reduce_dtype: Some(args.reduce_dtype.dtype()),
             ..Default::default()
         };
-        let opts = FullyShard::new(&vars).mp_policy(policy).reshard_after_forward(args.reshard_after_forward);
+        let opts = FullyShard::new(&vars)
+            .mp_policy(policy)
+            .reshard_after_forward(args.reshard_after_forward)
+            .offload_policy(args.offload.policy());
         let model = models::build(&config, &opts, &vars, options)?;
         if let Some(adapters) = &adapters {
             adapters.check(args, &vars)?;

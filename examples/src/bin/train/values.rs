@@ -7,7 +7,7 @@ use std::{
 
 use candle_core::DType;
 use clap::ValueEnum;
-use fsdp_candle::ReshardAfterForward;
+use fsdp_candle::{OffloadPolicy, ReshardAfterForward};
 use serde::{Serialize, Serializer};
 
 /// Where the first weights come from.
@@ -61,6 +61,25 @@ pub(crate) fn reshard(text: &str) -> Result<ReshardAfterForward, String> {
 
 pub(crate) fn reshard_word<S: Serializer>(value: &ReshardAfterForward, serializer: S) -> Result<S::Ok, S::Error> {
     format!("{value:?}").to_lowercase().serialize(serializer)
+}
+
+/// Where shards, their gradients and the optimizer's state live.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Offload {
+    /// On the device that computes
+    None,
+    /// In the host's memory
+    Cpu,
+}
+
+impl Offload {
+    pub(crate) fn policy(self) -> OffloadPolicy {
+        match self {
+            Offload::None => OffloadPolicy::None,
+            Offload::Cpu => OffloadPolicy::Cpu { pin_memory: true },
+        }
+    }
 }
 
 /// What runs again in backward.

@@ -71,6 +71,15 @@ impl ModelConfig {
         Self::parse(&text).with_context(|| format!("in {}", path.display()))
     }
 
+    /// Reads a file that is a model's `config.json`, whatever its name.
+    ///
+    /// # Errors
+    /// As those of [`from_dir`](Self::from_dir).
+    pub fn from_file(path: &Path) -> anyhow::Result<Self> {
+        let text = std::fs::read_to_string(path).with_context(|| format!("can't read {}", path.display()))?;
+        Self::parse(&text).with_context(|| format!("in {}", path.display()))
+    }
+
     pub(super) fn parse(text: &str) -> anyhow::Result<Self> {
         #[derive(Deserialize)]
         struct Kind {

@@ -1,6 +1,9 @@
 //! Sums, scales, casts and AdamW.
 
 use candle_core::Result;
+use cudarc::driver::CudaStream;
+use fsdp_core::DType;
+use fsdp_core::device::cuda::CudaView;
 
 use super::super::slice::{Slice, SliceMut};
 use super::super::update::AdamWUpdate;
@@ -30,14 +33,26 @@ pub(super) fn scale(cuda: &Cuda, values: SliceMut<'_>, factor: f64) -> Result<()
 }
 
 pub(super) fn cast(cuda: &Cuda, from: Slice<'_>, to: SliceMut<'_>) -> Result<()> {
-    let (len, kernel) = (to.len(), format!("cast_{}_{}", of_float(from.dtype())?, of_float(to.dtype())?));
-    same_length(from.len(), len)?;
+    let (from_dtype, to_dtype) = (from.dtype(), to.dtype());
     let (from, to) = (cuda.view(from)?, cuda.view_mut(to)?);
+    cast_on(cuda, &cuda.stream, (from_dtype, from), (to_dtype, to))
+}
+
+/// Casts in the order of a stream.
+pub(super) fn cast_on(
+    cuda: &Cuda,
+    stream: &CudaStream,
+    (from_dtype, from): (DType, CudaView<'_>),
+    (to_dtype, to): (DType, CudaView<'_>),
+) -> Result<()> {
+    let kernel = format!("cast_{}_{}", of_float(from_dtype)?, of_float(to_dtype)?);
+    let len = to.bytes() / to_dtype.size();
+    same_length(from.bytes() / from_dtype.size(), len)?;
     if len == 0 {
         return Ok(());
     }
     // SAFETY: the kernel's arguments, of the dtypes in its name and of one length.
-    unsafe { cuda.launch(&kernel, for_each_of(len), &[from.into(), to.into(), len.into()]) }
+    unsafe { cuda.launch_on(stream, &kernel, for_each_of(len), &[from.into(), to.into(), len.into()]) }
 }
 
 pub(super) fn adamw(

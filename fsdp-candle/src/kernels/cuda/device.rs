@@ -1,14 +1,15 @@
 //! A CUDA device.
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use candle_core::{CudaDevice, Result, bail};
 use cudarc::driver::{CudaStream, LaunchConfig};
-use fsdp_core::device::cuda::{CudaMemory, CudaView};
+use fsdp_core::device::cuda::{CudaMemory, CudaView, failed};
 use fsdp_core::{DType, View};
 
 use super::super::slice::{Slice, SliceMut, ViewMut};
 use super::launch::{Arg, Module};
+use crate::error::Error;
 
 /// Shares that a sum is first made of: one a block.
 pub(super) const MOST_SHARES: usize = 512;
@@ -20,13 +21,36 @@ pub(in crate::kernels) struct Cuda {
     module: Module,
     /// The shares of a sum. Whoever adds something up has it from the first kernel's launch to the last one's.
     pub(super) shares: Mutex<CudaMemory>,
+    copies: OnceLock<Copies>,
+}
+
+/// A device's streams for copies from the host's memory and to it.
+pub(super) struct Copies {
+    pub(super) up: Arc<CudaStream>,
+    pub(super) down: Arc<CudaStream>,
 }
 
 impl Cuda {
     pub(super) fn new(device: CudaDevice, stream: Arc<CudaStream>) -> crate::error::Result<Self> {
         let module = Module::new(&stream)?;
         let shares = Mutex::new(CudaMemory::uninit(&stream, DType::F64, MOST_SHARES)?);
-        Ok(Cuda { device, stream, module, shares })
+        Ok(Cuda { device, stream, module, shares, copies: OnceLock::new() })
+    }
+
+    /// The streams for copies, which the first call makes.
+    pub(super) fn copies(&self) -> Result<&Copies> {
+        if self.copies.get().is_none() {
+            let new = || {
+                let stream = self.stream.context().new_stream();
+                stream.map_err(|error| Error::Core(failed(&self.stream, "making a stream for copies", &error)))
+            };
+            // Of two threads, the first one's are kept.
+            let _ = self.copies.set(Copies { up: new()?, down: new()? });
+        }
+        match self.copies.get() {
+            Some(copies) => Ok(copies),
+            None => bail!("streams for copies were made and are not there"),
+        }
     }
 
     /// Elements of this device, to be read.
@@ -52,7 +76,22 @@ impl Cuda {
     /// whose addresses it got.
     pub(super) unsafe fn launch(&self, kernel: &str, config: LaunchConfig, args: &[Arg]) -> Result<()> {
         // SAFETY: the caller says so of the arguments. Memory is freed in the order of the stream that computes.
-        unsafe { self.module.launch(&self.stream, kernel, config, args) }
+        unsafe { self.launch_on(&self.stream, kernel, config, args) }
+    }
+
+    /// Runs a kernel in the order of another stream.
+    ///
+    /// # Safety
+    /// As [`Cuda::launch`]. The caller keeps the memory until the stream has run it.
+    pub(super) unsafe fn launch_on(
+        &self,
+        stream: &CudaStream,
+        kernel: &str,
+        config: LaunchConfig,
+        args: &[Arg],
+    ) -> Result<()> {
+        // SAFETY: the caller says so of the arguments.
+        unsafe { self.module.launch(stream, kernel, config, args) }
     }
 }
 

@@ -3,6 +3,7 @@
 mod arithmetic;
 mod device;
 mod eight_bits;
+mod host_copies;
 mod launch;
 mod memory;
 mod norm;

@@ -2,18 +2,19 @@
 
 use std::ops::Range;
 
-use candle_core::{Result, Storage};
+use candle_core::{Result, Storage, Tensor};
 use fsdp_core::device::cuda::CudaMemory;
 use fsdp_core::{Buffer, DType};
 
 use super::super::doors::StorageMut;
 use super::super::eight_bits::EightBits;
+use super::super::host_copies::{HostSink, HostSource};
 use super::super::norm::NormType;
 use super::super::set::{Kernels, Rows};
 use super::super::slice::{Slice, SliceMut};
 use super::super::update::AdamWUpdate;
 use super::device::Cuda;
-use super::{arithmetic, eight_bits, memory, norm};
+use super::{arithmetic, eight_bits, host_copies, memory, norm};
 
 impl Kernels for Cuda {
     fn zeros(&self, dtype: DType, len: usize) -> fsdp_core::Result<Buffer> {
@@ -102,5 +103,13 @@ impl Kernels for Cuda {
         values: SliceMut<'_>,
     ) -> Result<()> {
         eight_bits::dequantise(self, bits, block, (codes, scales), values)
+    }
+
+    fn host_source(&self, tensor: &Tensor, page_locked: bool) -> Result<Option<Box<dyn HostSource>>> {
+        host_copies::source(self, tensor, page_locked).map(Some)
+    }
+
+    fn host_sink(&self, dtype: DType, len: usize, page_locked: bool) -> Result<Option<Box<dyn HostSink>>> {
+        host_copies::sink(self, dtype, len, page_locked).map(Some)
     }
 }

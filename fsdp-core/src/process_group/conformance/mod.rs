@@ -5,7 +5,8 @@
 //! get with what one thread computes ([`Case`]), and errors with those that they should get.
 //!
 //! From the bottom up: `verdict` (what a trial says), `reference` (what one thread computes), `case` (all collectives
-//! on one list of parts), `works` and `fails` (the rest), and here the suite.
+//! on one list of parts), `works` and `fails` (the rest), and here the suite. The engine of a device is held to it by
+//! `over_host`.
 //!
 //! ```
 //! use std::sync::Mutex;
@@ -32,11 +33,15 @@
 
 mod case;
 mod fails;
+#[cfg(feature = "cuda")]
+mod over_host;
 mod reference;
 mod verdict;
 mod works;
 
 pub use case::Case;
+#[cfg(feature = "cuda")]
+pub use over_host::over_host;
 pub use verdict::{Join, Wrong};
 
 use super::{backend::Promises, options::Options};

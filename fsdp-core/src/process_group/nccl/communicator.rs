@@ -23,6 +23,8 @@ use crate::{DeviceId, Error, Result, device::cuda::id};
 /// How long whoever issues gets to stop before a communicator is aborted under its feet: it may be blocked in a launch
 /// that only the abort ends.
 const GRACE: Duration = Duration::from_secs(1);
+/// How long ranks get at the least to make one: with many of them NCCL takes seconds.
+const MEETING: Duration = Duration::from_secs(60);
 /// How long ranks wait for each other to let go of a communicator.
 const PARTING: Duration = Duration::from_secs(5);
 
@@ -74,7 +76,9 @@ impl Communicator {
             }
         };
         let met = match status {
-            ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress => communicator.settle(&what, &well),
+            ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress => {
+                communicator.settle(&what, group.timeout.max(MEETING), &well)
+            }
             status => Err(refused(device, &what, status, raw)),
         };
         if let Err(error) = met {
@@ -112,11 +116,11 @@ impl Communicator {
                 return Err(refused(self.device, what, status, self.raw));
             }
         }
-        self.settle(what, &|| Ok(()))
+        self.settle(what, self.timeout, &|| Ok(()))
     }
 
     /// Waits until NCCL has done what it does in the background.
-    fn settle(&self, what: &str, well: &dyn Fn() -> Result<()>) -> Result<()> {
+    fn settle(&self, what: &str, timeout: Duration, well: &dyn Fn() -> Result<()>) -> Result<()> {
         let started = Instant::now();
         let mut nap = Duration::from_micros(20);
         loop {
@@ -127,7 +131,7 @@ impl Communicator {
                 status => return Err(refused(self.device, what, status, self.raw)),
             }
             let waited = started.elapsed();
-            if waited >= self.timeout {
+            if waited >= timeout {
                 let cause = format!(
                     "NCCL did not get ready within {:.1} s: not all ranks came, or they can't reach each other. \
                      NCCL_DEBUG=INFO says what it tries, NCCL_SOCKET_IFNAME chooses the network, and FSDP_TIMEOUT_S \

@@ -6,13 +6,8 @@ use cudarc::driver::{CudaStream, DriverError, result};
 
 use super::{
     super::{
-        backend::Promises,
-        collective::Collective,
-        failure::Failure,
-        group::ProcessGroup,
-        landing::Landing,
-        on_device::{DeviceEngine, fence::Running},
-        parts::Op,
+        backend::Promises, collective::Collective, failure::Failure, fence::Running, group::ProcessGroup,
+        landing::Landing, on_device::DeviceEngine, parts::Op,
     },
     communicator::Communicator,
     flight::Flight,

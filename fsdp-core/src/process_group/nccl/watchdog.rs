@@ -140,9 +140,10 @@ impl Shared {
         };
         let is_alarm = trouble.is_some();
         let gone = lookout.and_then(Lookout::gone);
+        let is_late = flight.waited() >= self.group.timeout;
         if gone.is_none() && !is_alarm {
             flight.alarm = None;
-        } else if flight.alarm.get_or_insert_with(Instant::now).elapsed() >= GRACE {
+        } else if flight.alarm.get_or_insert_with(Instant::now).elapsed() >= GRACE || is_late {
             let at = flight.collective(&self.group);
             return Some(match (gone, trouble) {
                 // It says more than NCCL, which sees but that somebody does not answer.
@@ -151,11 +152,10 @@ impl Shared {
                 (None, None) => at.timed_out(vec![], flight.waited()),
             });
         }
-        let waited = flight.waited();
-        if waited < self.group.timeout {
-            return None;
-        }
-        Some(diagnosis::of(&flight.collective(&self.group), self.communicator.device, waited, lookout))
+        is_late.then(|| {
+            let at = flight.collective(&self.group);
+            diagnosis::of(&at, self.communicator.device, flight.waited(), lookout)
+        })
     }
 
     fn bound(&self) -> Result<(), DriverError> {

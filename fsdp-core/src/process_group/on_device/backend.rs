@@ -33,14 +33,14 @@ impl ProcessGroup {
 }
 
 /// An engine for the device, and a group of the same ranks over the host's memory.
-struct OnDevice {
+pub(in super::super) struct OnDevice {
     // Before the host's group: a rank that has left it has ended its part of everything.
     engine: Box<dyn DeviceEngine>,
     host: ProcessGroup,
 }
 
 impl OnDevice {
-    fn new(host: ProcessGroup, engine: Box<dyn DeviceEngine>) -> Self {
+    pub(in super::super) fn new(host: ProcessGroup, engine: Box<dyn DeviceEngine>) -> Self {
         // What comes from this group's thread is waited for at once.
         OnDevice { engine, host: host.deferred() }
     }

@@ -3,10 +3,10 @@
 mod backend;
 mod engine;
 #[cfg(feature = "cuda")]
-pub(super) mod fence;
-#[cfg(feature = "cuda")]
 mod through_host;
 
+#[cfg(feature = "cuda")]
+pub(super) use backend::OnDevice;
 pub use engine::DeviceEngine;
 #[cfg(feature = "cuda")]
 pub use through_host::ThroughHost;

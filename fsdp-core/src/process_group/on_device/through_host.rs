@@ -9,13 +9,14 @@ use super::super::{
     collective::Collective,
     device_memory::{read, take},
     failure::Failure,
+    fence::Running,
     group::ProcessGroup,
     landing::Landing,
     parts::{ExchangePart, GatherPart, Op, ScatterPart},
 };
-use super::{engine::DeviceEngine, fence::Running};
+use super::engine::DeviceEngine;
 use crate::{
-    Allocator, Buffer, DeviceId, Heap, Readable, Result,
+    Allocator, Buffer, DType, DeviceId, Heap, Readable, Result,
     device::cuda::{CudaMemory, CudaView, failed, id},
 };
 
@@ -46,11 +47,12 @@ impl ThroughHost {
     }
 
     /// Copies of memory of the device. Blocks.
-    fn down(&self, views: &[(crate::DType, CudaView<'_>)]) -> Result<Vec<Buffer>> {
+    fn down(&self, views: &[(DType, CudaView<'_>)]) -> Result<Vec<Buffer>> {
         let mut host = vec![];
         for (dtype, view) in views {
             let mut buffer = Buffer::try_zeros(*dtype, view.bytes() / dtype.size())?;
             if view.bytes() > 0 {
+                view.order(&self.stream)?;
                 // SAFETY: both are memory of this length, and stay until the stream has been waited for below.
                 let copy =
                     unsafe { result::memcpy_dtoh_async(buffer.bytes_mut(), view.address(), self.stream.cu_stream()) };
@@ -77,7 +79,7 @@ impl ThroughHost {
         Ok(())
     }
 
-    /// Runs it on the host, takes outputs of the same kinds from `memory`, and copies them there.
+    /// Takes outputs from `memory`, before a peer relies on this rank, runs it on the host, and copies its outputs there.
     fn through(
         &self,
         collective: &Collective<'_>,
@@ -85,10 +87,10 @@ impl ThroughHost {
         host: &ProcessGroup,
         memory: &dyn Allocator,
     ) -> Result<Landing> {
-        let outputs = host.issue(Ok(collective.call().clone()), op).wait()?;
         let rank = collective.group().rank;
-        let take = |output: &Buffer| take(memory, output.dtype(), output.len(), rank);
-        let landed = outputs.iter().map(take).collect::<Result<Vec<_>>>()?;
+        let take = |(dtype, len)| take(memory, dtype, len, rank);
+        let landed = outputs(&op, rank).into_iter().map(take).collect::<Result<Vec<_>>>()?;
+        let outputs = host.issue(Ok(collective.call().clone()), op).wait()?;
         self.up(&outputs, &landed)?;
         self.hand_over(landed)
     }
@@ -108,6 +110,20 @@ impl ThroughHost {
             })
             .collect();
         self.down(&views)
+    }
+}
+
+/// The outputs that an operation takes, as its allocator is asked for them.
+fn outputs(op: &Op, rank: usize) -> Vec<(DType, usize)> {
+    match op {
+        Op::AllGather { parts, .. } => {
+            parts.iter().map(|part| (part.input.dtype(), part.counts.iter().sum())).collect()
+        }
+        Op::ReduceScatter { parts, .. } => parts.iter().map(|part| (part.input.dtype(), part.counts[rank])).collect(),
+        Op::AllToAll { parts, .. } => {
+            parts.iter().map(|part| (part.input.dtype(), part.recv_counts.iter().sum())).collect()
+        }
+        Op::AllReduce { .. } | Op::Broadcast { .. } | Op::Barrier => vec![],
     }
 }
 

@@ -27,7 +27,7 @@ template <auto kernel> struct Signature;
 template <class... Parameters, void (*kernel)(Parameters...)> struct Signature<kernel> {
   static_assert((Value<Parameters>::known && ...),
                 "a kernel's parameter is a class of which the double does not know whether it has pointers: say so "
-                "with GPU_DOUBLE_VALUE(Type) or GPU_DOUBLE_POINTERS(Type, {offset, count, engine::Read or Write}, ...)");
+                "with GPU_DOUBLE_VALUE(Type) or GPU_DOUBLE_POINTERS(Type, {offset, count, engine::Read}, ...)");
   static constexpr uint32_t parameters = sizeof...(Parameters);
   static constexpr uint32_t pointers = (Value<Parameters>::count + ... + 0);
   // One more than there are: an array has at least one.

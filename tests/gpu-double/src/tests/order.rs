@@ -74,6 +74,22 @@ fn with_seed_0_only_that_runs_which_the_host_waits_for() {
 }
 
 #[test]
+fn with_other_seeds_things_run_that_nobody_waits_for() {
+    let strays = |seed| {
+        let bench = Bench::new(seed);
+        let (one, two) = (bench.stream(), bench.stream());
+        let ran = Arc::new(AtomicBool::new(false));
+        let told = ran.clone();
+        bench.hidden(one, "kernel", Vec::new(), move || told.store(true, Ordering::Relaxed)).unwrap();
+        bench.hidden(two, "kernel", Vec::new(), || ()).unwrap();
+        bench.synchronize(two);
+        ran.load(Ordering::Relaxed)
+    };
+    let count = (1..=50).filter(|seed| strays(*seed)).count();
+    assert!((1..50).contains(&count), "with {count} of 50 seeds");
+}
+
+#[test]
 fn who_polls_gets_there() {
     for seed in 0..5 {
         let bench = Bench::new(seed);

@@ -124,11 +124,13 @@ fn what_one_thread_learnt_by_a_query_hides_nothing_from_others() {
     let (from, to) = (bench.floats(one), bench.floats(two));
     bench.set(one, "kernel fill", from, 1.0).unwrap();
     let event = bench.record(one);
-    std::thread::scope(|scope| {
-        scope.spawn(|| while !bench.0.query_event(event).unwrap() {}).join().unwrap();
-    });
-    fault(bench.map(two, "kernel use", from, to, |x| x));
-    assert!(bench.0.query_event(event).unwrap());
+    let ready: [&(dyn Fn() -> bool + Sync); 2] =
+        [&|| bench.0.query_event(event).unwrap(), &|| bench.0.query_stream(one).unwrap()];
+    for ready in ready {
+        std::thread::scope(|scope| scope.spawn(|| while !ready() {}).join().unwrap());
+        fault(bench.map(two, "kernel use", from, to, |x| x));
+    }
+    assert!(ready[1]());
     bench.map(two, "kernel use", from, to, |x| x).unwrap();
 }
 

@@ -93,6 +93,7 @@ fn nonsense_is_refused_with_the_flag_and_what_it_must_be() {
         ("--lora-alpha", &["0", "-1", "nan"], "number above 0"),
         ("--activation-checkpoint", &["some"], "none, full"),
         ("--reshard-after-forward", &["maybe", "-2", "1.5"], "default, always, never, or a number"),
+        ("--offload", &["disk", "gpu"], "none, cpu"),
         ("--param-dtype", &["int8"], "f32, bf16"),
         ("--replicate", &["0", "two"], "whole number of at least 1"),
         ("--grad-sync", &["first"], "every, last"),

@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaEvent, CudaStream, DriverError};
 
-use super::super::landing::Fence;
+use super::landing::Fence;
 use crate::{Allocator, Buffer, Readable, Result, device::cuda::failed};
 
 /// A collective that a stream runs, with the memory that it uses.
-pub(in super::super) struct Running {
+pub(super) struct Running {
     /// Recorded behind it.
     end: Arc<CudaEvent>,
     compute: Arc<CudaStream>,
@@ -22,7 +22,7 @@ pub(in super::super) struct Running {
 
 impl Running {
     /// What has been issued on `stream` so far.
-    pub(in super::super) fn on(stream: &CudaStream, compute: &Arc<CudaStream>) -> Result<Self> {
+    pub(super) fn on(stream: &CudaStream, compute: &Arc<CudaStream>) -> Result<Self> {
         let end = stream.record_event(None).map_err(|error| failed(stream, "recording an event", &error))?;
         let (end, compute) = (Arc::new(end), compute.clone());
         Ok(Running { end, compute, inputs: vec![], consumed: vec![], verdict: None, is_over: false })
@@ -30,27 +30,27 @@ impl Running {
 
     /// What is recorded behind it.
     #[cfg(feature = "nccl")]
-    pub(in super::super) fn end(&self) -> &Arc<CudaEvent> {
+    pub(super) fn end(&self) -> &Arc<CudaEvent> {
         &self.end
     }
 
     /// It may be given up before its end: `verdict` says why. Its outputs are then nothing to use.
     #[cfg(feature = "nccl")]
-    pub(in super::super) fn unless(mut self, verdict: impl Fn() -> Result<()> + Send + 'static) -> Self {
+    pub(super) fn unless(mut self, verdict: impl Fn() -> Result<()> + Send + 'static) -> Self {
         self.verdict = Some(Box::new(verdict));
         self
     }
 
     /// It reads these.
     #[cfg(feature = "nccl")]
-    pub(in super::super) fn keeping(mut self, inputs: impl IntoIterator<Item = Arc<dyn Readable>>) -> Self {
+    pub(super) fn keeping(mut self, inputs: impl IntoIterator<Item = Arc<dyn Readable>>) -> Self {
         self.inputs.extend(inputs);
         self
     }
 
     /// It reads these, which then go back.
     #[cfg(feature = "nccl")]
-    pub(in super::super) fn giving_back(mut self, inputs: Vec<Buffer>, memory: &Arc<dyn Allocator>) -> Self {
+    pub(super) fn giving_back(mut self, inputs: Vec<Buffer>, memory: &Arc<dyn Allocator>) -> Self {
         self.consumed.extend(inputs.into_iter().map(|buffer| (buffer, memory.clone())));
         self
     }

@@ -1,0 +1,157 @@
+//! Devices: what their makers promise, and the shares of it that training reaches.
+
+use anyhow::{Context, ensure};
+use clap::ValueEnum;
+use serde::Serialize;
+
+use super::precision::Precision;
+
+/// Devices by name. Figures are those of NVIDIA's data sheets (SXM and HGX modules, without sparsity).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum Name {
+    /// A100 SXM: 312 TFLOP/s in bf16 (19.5 in f32), 80 GB at 2039 GB/s
+    #[value(name = "a100-80")]
+    #[serde(rename = "a100-80")]
+    A100,
+    /// H100 SXM: 989 TFLOP/s in bf16 (67 in f32), 80 GB at 3350 GB/s
+    H100Sxm,
+    /// H200 SXM: 989 TFLOP/s in bf16 (67 in f32), 141 GB at 4800 GB/s
+    H200,
+    /// B200 in an HGX: 2250 TFLOP/s in bf16 (75 in f32), 180 GB at 7700 GB/s
+    B200,
+    /// A CPU: --flops says what it reaches, for which `bench step` is a measure
+    Cpu,
+}
+
+/// What is known of a device. Bytes, operations and seconds.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(super) struct Device {
+    pub(super) name: Name,
+    /// Operations a second of matrix products, as the maker has it.
+    pub(super) flops: f64,
+    /// Memory. Unknown: a plan fits whatever it needs.
+    pub(super) memory: Option<f64>,
+    /// Of the memory. Unknown: what is bound by it takes no time of its own.
+    pub(super) memory_bandwidth: Option<f64>,
+    pub(super) shares: Shares,
+}
+
+/// The shares of a device's figures that training reaches.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(super) struct Shares {
+    /// Of the operations a second, in the products of fully connected layers.
+    pub(super) products: f64,
+    /// Of the same, in attention.
+    pub(super) attention: f64,
+    /// Of the memory's bandwidth, in all else.
+    pub(super) memory: f64,
+}
+
+/// What the command line says in place of the table.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Given {
+    pub(super) flops: Option<f64>,
+    pub(super) memory: Option<f64>,
+    pub(super) memory_bandwidth: Option<f64>,
+    pub(super) products: Option<f64>,
+}
+
+const TERA: f64 = 1e12;
+pub(super) const GIGA: f64 = 1e9;
+
+impl Name {
+    /// TFLOP/s in bf16 and in f32, GB, GB/s.
+    fn sheet(self) -> Option<[f64; 4]> {
+        match self {
+            Name::A100 => Some([312., 19.5, 80., 2039.]),
+            Name::H100Sxm => Some([989., 67., 80., 3350.]),
+            Name::H200 => Some([989., 67., 141., 4800.]),
+            Name::B200 => Some([2250., 75., 180., 7700.]),
+            Name::Cpu => None,
+        }
+    }
+
+    /// What kernels reach. None of these was fitted to a training run: they are round figures for cuBLAS's products at
+    /// a language model's sizes (an A100 reaches more of its peak than a Hopper, whose power limit lowers its clock),
+    /// FlashAttention 2, and elementwise kernels.
+    fn shares(self) -> Shares {
+        match self {
+            Name::A100 => Shares { products: 0.75, attention: 0.55, memory: 0.8 },
+            Name::H100Sxm | Name::H200 | Name::B200 => Shares { products: 0.55, attention: 0.3, memory: 0.8 },
+            // What --flops says is what was reached.
+            Name::Cpu => Shares { products: 1., attention: 1., memory: 1. },
+        }
+    }
+
+    /// GB/s between ranks of a host, as collectives reach it: 0.8 of one direction of NVLink.
+    pub(super) fn intra(self) -> f64 {
+        match self {
+            Name::A100 => 240.,
+            Name::H100Sxm | Name::H200 => 360.,
+            Name::B200 => 720.,
+            Name::Cpu => 5.,
+        }
+    }
+
+    /// GB/s of a rank to other hosts: 0.8 of a card of 400 Gbit/s, or of 10 Gbit/s beside a CPU.
+    pub(super) fn inter(self) -> f64 {
+        if self == Name::Cpu { 1. } else { 40. }
+    }
+}
+
+impl Device {
+    /// The device of this name, with what is given in place of its figures (in TFLOP/s, GB, GB/s).
+    pub(super) fn new(name: Name, compute: Precision, given: Given) -> anyhow::Result<Self> {
+        let sheet = name.sheet();
+        let flops = given.flops.or(sheet.map(|sheet| if compute == Precision::Bf16 { sheet[0] } else { sheet[1] }));
+        let flops =
+            flops.context("--device cpu needs --flops, the TFLOP/s that a rank reaches: `bench step` prints it")?;
+        let shares = name.shares();
+        let shares = Shares { products: given.products.unwrap_or(shares.products), ..shares };
+        ensure!(shares.products <= 1., "--products-share {} must be at most 1", shares.products);
+        Ok(Device {
+            name,
+            flops: flops * TERA,
+            memory: given.memory.or(sheet.map(|sheet| sheet[2])).map(|memory| memory * GIGA),
+            memory_bandwidth: given.memory_bandwidth.or(sheet.map(|sheet| sheet[3])).map(|bandwidth| bandwidth * GIGA),
+            shares,
+        })
+    }
+
+    /// Seconds of matrix products.
+    pub(super) fn products(&self, operations: f64) -> f64 {
+        operations / (self.flops * self.shares.products)
+    }
+
+    /// Seconds of attention.
+    pub(super) fn attention(&self, operations: f64) -> f64 {
+        operations / (self.flops * self.shares.attention)
+    }
+
+    /// Seconds in which so many bytes are read or written.
+    pub(super) fn moves(&self, bytes: f64) -> f64 {
+        self.memory_bandwidth.map_or(0., |bandwidth| bytes / (bandwidth * self.shares.memory))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_given_stands_in_place_of_the_table() {
+        let device = |name, given| Device::new(name, Precision::Bf16, given);
+        let h100 = device(Name::H100Sxm, Given::default()).unwrap();
+        assert_eq!((h100.flops, h100.memory), (989e12, Some(80e9)));
+        let given = Given { flops: Some(912.), memory: Some(96.), memory_bandwidth: Some(2400.), products: Some(0.5) };
+        let other = device(Name::H100Sxm, given).unwrap();
+        assert_eq!((other.flops, other.memory, other.memory_bandwidth), (912e12, Some(96e9), Some(2.4e12)));
+        assert!((other.products(456e12) - 1.).abs() < 1e-12);
+        assert_eq!(Device::new(Name::A100, Precision::F32, Given::default()).unwrap().flops, 19.5e12);
+        let error = device(Name::Cpu, Given::default()).unwrap_err().to_string();
+        assert!(error.contains("--flops"), "{error}");
+        let cpu = device(Name::Cpu, Given { flops: Some(0.1), ..Given::default() }).unwrap();
+        assert_eq!((cpu.moves(1e12), cpu.memory), (0., None));
+    }
+}

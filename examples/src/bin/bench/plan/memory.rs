@@ -1,0 +1,170 @@
+//! The memory of a rank: what it holds between steps, and the moment of a step that takes most.
+
+use serde::Serialize;
+
+use super::framework::Checkpoint;
+use super::layer::Layer;
+use super::precision::Precision;
+use super::setup::{Reshard, Setup};
+
+/// Bytes of a rank.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Memory {
+    /// Between steps.
+    pub(super) state: State,
+    /// The moment that takes most.
+    pub(super) peak: Moment,
+    /// What the allocator holds besides.
+    pub(super) reserve: f64,
+    /// The peak with the reserve.
+    pub(super) total: f64,
+    /// Every moment that was looked at.
+    pub(super) moments: Vec<Moment>,
+}
+
+/// What stays.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(super) struct State {
+    pub(super) parameters: f64,
+    pub(super) gradients: f64,
+    /// Two moments of each parameter.
+    pub(super) optimizer: f64,
+}
+
+/// What is there at a moment.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(super) struct Moment {
+    pub(super) when: &'static str,
+    /// Sharded parameters and the optimizer's moments.
+    pub(super) state: f64,
+    /// Sharded gradients that are there by then.
+    pub(super) gradients: f64,
+    /// Gathered parameters.
+    pub(super) gathered: f64,
+    /// Gradients that are not reduced yet.
+    pub(super) unreduced: f64,
+    /// Buffers that are kept for the next parameters and gradients.
+    pub(super) pooled: f64,
+    /// What forward has kept, without logits.
+    pub(super) activations: f64,
+    pub(super) logits: f64,
+    /// What the operation at work has for itself, and what runs again.
+    pub(super) working: f64,
+}
+
+impl Moment {
+    pub(super) fn total(&self) -> f64 {
+        let Moment { state, gradients, gathered, unreduced, pooled, activations, logits, working, .. } = self;
+        state + gradients + gathered + unreduced + pooled + activations + logits + working
+    }
+}
+
+/// The memory of a rank.
+pub(super) fn of(setup: &Setup) -> Memory {
+    let mut moments = moments(setup);
+    if setup.framework.keeps_buffers() {
+        let in_use = |moment: &Moment| moment.gathered + moment.unreduced;
+        let most = moments.iter().map(in_use).fold(0., f64::max);
+        moments.iter_mut().for_each(|moment| moment.pooled = most - in_use(moment));
+    }
+    let peak = moments.iter().max_by(|a, b| a.total().total_cmp(&b.total())).cloned().unwrap_or_default();
+    let share = setup.shards.bytes() * setup.model.parameters() / setup.mesh.shard as f64;
+    let reserve = setup.reserve * peak.total();
+    Memory {
+        state: State { parameters: share, gradients: share, optimizer: 2. * share },
+        total: peak.total() + reserve,
+        reserve,
+        peak,
+        moments,
+    }
+}
+
+fn moments(setup: &Setup) -> Vec<Moment> {
+    let Setup { model, framework, compute, reduce, checkpoint, .. } = *setup;
+    let (layers, root) = (&model.layers, &model.root);
+    let (e, shards) = (compute.bytes(), setup.mesh.shard as f64);
+    let tokens = setup.tokens();
+    let share = |parameters: f64| setup.shards.bytes() * parameters / shards;
+    let rest_of_state = 3. * share(model.parameters());
+    let rotary = if root.rotary > 0. { root.rotary * setup.seq as f64 * e } else { 0. };
+
+    let kept = |layer: &Layer| tokens * framework.kept(layer, compute, checkpoint);
+    let of_root = tokens * e * root.kept * root.width + rotary;
+    let all_kept = of_root + layers.iter().map(kept).sum::<f64>();
+    let logits = framework.logits(root, compute);
+
+    // Of a block between forward and backward, and of the root.
+    let stays = |layer: &Layer| match setup.reshard {
+        Reshard::Never => e * layer.parameters,
+        Reshard::To(ranks) => e * layer.parameters / ranks as f64,
+        Reshard::Default | Reshard::Always => 0.,
+    };
+    let comes = |layer: &Layer| e * layer.parameters - stays(layer);
+    let of_root_gathered = e * root.parameters;
+    let all_stay = layers.iter().map(stays).sum::<f64>();
+    let next = |from: Option<&Layer>| from.map_or(0., comes);
+
+    let base = Moment { state: rest_of_state, activations: all_kept, ..Moment::default() };
+    let mut moments = vec![
+        Moment {
+            when: "the loss's backward",
+            gathered: of_root_gathered + all_stay + next(layers.last()),
+            logits: tokens * (logits.kept + logits.loss),
+            ..base.clone()
+        },
+        Moment {
+            when: "the head's backward",
+            gathered: of_root_gathered + all_stay + next(layers.last()),
+            unreduced: e * root.head,
+            logits: tokens * (logits.kept + logits.slopes),
+            ..base.clone()
+        },
+    ];
+    // Backward comes to the last block first. The head's gradient is whole by then, but for a tied one's.
+    let gone = if framework.frees_parameters_one_by_one() && !root.tied { e * root.head } else { 0. };
+    let held = !framework.frees_in_backward();
+    let (mut reduced, mut left, mut staying) = (0., all_kept, all_stay);
+    for (i, layer) in layers.iter().enumerate().rev() {
+        let before = i.checked_sub(1).map(|before| &layers[before]);
+        let again = match checkpoint {
+            Checkpoint::None => 0.,
+            Checkpoint::Full => framework.inside(layer, compute),
+            Checkpoint::Selective => {
+                framework.inside(layer, compute) - (framework.kept(layer, compute, checkpoint) - e * layer.width)
+            }
+        };
+        moments.push(Moment {
+            when: match i {
+                0 => "the first block's backward",
+                _ if i + 1 == layers.len() => "the last block's backward",
+                _ => "a block's backward",
+            },
+            gradients: reduced,
+            gathered: of_root_gathered - gone + staying + comes(layer) + next(before),
+            unreduced: e * root.head + waiting(layer, compute, reduce),
+            activations: if held { all_kept } else { left },
+            logits: if held { tokens * logits.kept } else { 0. },
+            working: tokens * (again.max(0.) + framework.flowing(layer, compute)),
+            ..base.clone()
+        });
+        left -= kept(layer);
+        staying -= stays(layer);
+        reduced += share(layer.parameters);
+    }
+    moments.push(Moment {
+        when: "the root's reduction",
+        gradients: reduced,
+        gathered: of_root_gathered - gone,
+        unreduced: e.max(reduce.bytes()) * root.parameters,
+        activations: if held { all_kept } else { of_root },
+        logits: if held { tokens * logits.kept } else { 0. },
+        ..base
+    });
+    moments
+}
+
+/// A block's gradients, which are packed for their reduction where dtypes differ.
+fn waiting(layer: &Layer, compute: Precision, reduce: Precision) -> f64 {
+    let packed = if compute == reduce { 0. } else { reduce.bytes() };
+    (compute.bytes() + packed) * layer.parameters
+}

@@ -1,0 +1,107 @@
+//! What is planned.
+
+use anyhow::{bail, ensure};
+use serde::{Serialize, Serializer};
+
+use super::device::Device;
+use super::framework::{Checkpoint, Framework};
+use super::layer::Model;
+use super::link::{Links, Mesh};
+use super::precision::Precision;
+
+/// What a unit does with its gathered parameters between forward and backward, as `train --reshard-after-forward`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Reshard {
+    Default,
+    Always,
+    Never,
+    To(usize),
+}
+
+impl Reshard {
+    pub(super) fn parse(text: &str) -> Result<Self, String> {
+        match text {
+            "default" => Ok(Reshard::Default),
+            "always" => Ok(Reshard::Always),
+            "never" => Ok(Reshard::Never),
+            number => match number.parse() {
+                Ok(ranks) => Ok(Reshard::To(ranks)),
+                Err(_) => Err("it must be default, always, never, or a number of ranks".into()),
+            },
+        }
+    }
+}
+
+impl std::fmt::Display for Reshard {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Reshard::Default => f.pad("default"),
+            Reshard::Always => f.pad("always"),
+            Reshard::Never => f.pad("never"),
+            Reshard::To(ranks) => f.pad(&ranks.to_string()),
+        }
+    }
+}
+
+impl Serialize for Reshard {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+/// All that a plan follows from.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Setup<'a> {
+    pub(super) model: &'a Model,
+    pub(super) mesh: Mesh,
+    pub(super) device: Device,
+    pub(super) links: Links,
+    pub(super) framework: Framework,
+    /// Sequences of a rank's batch.
+    pub(super) batch: usize,
+    /// Tokens of a sequence.
+    pub(super) seq: usize,
+    /// Of gathered parameters and of compute.
+    pub(super) compute: Precision,
+    /// Of reductions.
+    pub(super) reduce: Precision,
+    /// Of shards, sharded gradients and the optimizer's moments.
+    pub(super) shards: Precision,
+    pub(super) checkpoint: Checkpoint,
+    pub(super) reshard: Reshard,
+    /// What the allocator holds besides, as a share.
+    pub(super) reserve: f64,
+}
+
+impl Setup<'_> {
+    /// Tokens of a rank's batch.
+    pub(super) fn tokens(&self) -> f64 {
+        self.batch as f64 * self.seq as f64
+    }
+
+    /// Fails unless such a run can be.
+    pub(super) fn check(&self) -> anyhow::Result<()> {
+        let Mesh { shard, replicate, ranks_per_host, hosts } = self.mesh;
+        ensure!(
+            shard * replicate == self.mesh.ranks(),
+            "--replicate {replicate} must divide the {} ranks of {hosts} hosts with {ranks_per_host} each",
+            self.mesh.ranks()
+        );
+        if let Reshard::To(ranks) = self.reshard {
+            ensure!(
+                ranks > 1 && ranks < shard && shard.is_multiple_of(ranks),
+                "--reshard-after-forward {ranks} must divide the {shard} ranks that a copy is sharded over, and be \
+                 neither 1 nor that number"
+            );
+        }
+        let positions = self.model.positions;
+        ensure!(self.seq <= positions, "--seq {} is beyond the model's {positions} positions", self.seq);
+        if self.framework == Framework::Candle && self.checkpoint == Checkpoint::Selective {
+            bail!(
+                "--activation-checkpoint selective is PyTorch's: `train` has none and full; --framework pytorch plans \
+                 PyTorch"
+            );
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,176 @@
+//! Plans against figures that torchtitan has published: the errors that docs/planning.md states.
+
+use super::*;
+use clap::Parser;
+
+#[derive(Parser)]
+struct Cli {
+    #[command(flatten)]
+    args: Args,
+}
+
+const CONFIG: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/configs/llama-3.1-8b/config.json");
+
+fn planned(flags: &str) -> anyhow::Result<Report> {
+    planned_with(CONFIG, flags)
+}
+
+fn planned_with(config: &str, flags: &str) -> anyhow::Result<Report> {
+    let words = ["plan", "--model", config].into_iter().chain(flags.split_whitespace());
+    let Cli { args } = Cli::try_parse_from(words)?;
+    let (model, seq) = model(&args)?;
+    Ok(Report::new(&setup(&args, &model, seq)?, args.top))
+}
+
+fn gib(bytes: f64) -> f64 {
+    bytes / f64::from(1 << 30)
+}
+
+/// What a plan and a run differ by: percent of the run's figure.
+fn error(planned: f64, published: f64) -> f64 {
+    100. * (planned / published - 1.)
+}
+
+/// A published figure, and the error of its plan, in percent, that docs/planning.md states.
+type Figure = (f64, f64);
+
+/// The rows of that document's table: the flags, tokens a second of a rank, and GiB.
+fn published() -> Vec<(String, [Option<Figure>; 2])> {
+    let docs = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/planning.md");
+    let docs = std::fs::read_to_string(docs).unwrap();
+    let (_, table) = docs.split_once("| flags besides | tokens/s a rank |").unwrap();
+    let number = |cell: &str| cell.trim().trim_end_matches('%').trim().replace(',', "").parse::<f64>().ok();
+    let rows = table.lines().skip(2).take_while(|line| line.starts_with('|'));
+    rows.map(|row| {
+        let cells: Vec<&str> = row.trim_matches('|').split('|').collect();
+        let pair = |at: usize| Some((number(cells[at])?, number(cells[at + 2])?));
+        (cells[0].trim().trim_matches('`').to_owned(), [pair(1), pair(4)])
+    })
+    .collect()
+}
+
+/// Llama 3.1 70B is the 8B's file with other sizes.
+fn llama_70b() -> tempfile::NamedTempFile {
+    let mut config: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(CONFIG).unwrap()).unwrap();
+    for (field, value) in
+        [("hidden_size", 8192), ("intermediate_size", 28672), ("num_hidden_layers", 80), ("num_attention_heads", 64)]
+    {
+        config[field] = value.into();
+    }
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), config.to_string()).unwrap();
+    file
+}
+
+#[test]
+fn errors_against_published_runs_are_those_of_the_docs() {
+    let large = llama_70b();
+    let rows = published();
+    assert_eq!(rows.len(), 5);
+    for (flags, [speed, memory]) in rows {
+        let (config, flags) = match flags.strip_prefix("70B ") {
+            Some(flags) => (large.path().to_str().unwrap(), flags),
+            None => (CONFIG, flags.as_str()),
+        };
+        let report = planned_with(config, &format!("--framework pytorch {flags}")).unwrap();
+        for (name, planned, row) in
+            [("tokens/s", report.time.tokens_per_s_per_rank, speed), ("GiB", gib(report.memory.total), memory)]
+        {
+            let Some((figure, written)) = row else { continue };
+            let error = error(planned, figure);
+            assert!((error - written).abs() < 0.06, "{flags}: {planned} {name} is off {figure} by {error} %");
+            // And no worse than the docs say of all of them.
+            assert!(error.abs() < 8., "{flags}: {error} %");
+        }
+        assert!(report.fits, "{flags}");
+    }
+}
+
+#[test]
+fn state_is_sixteen_bytes_a_parameter_over_the_shards() {
+    for (flags, shards) in [("--device h100-sxm", 8.), ("--device h100-sxm --hosts 16 --replicate 16", 8.)] {
+        let memory::State { parameters, gradients, optimizer } = planned(flags).unwrap().memory.state;
+        assert_eq!(parameters + gradients + optimizer, 16. * 8_030_261_248. / shards);
+    }
+    let halves = planned("--device h100-sxm --shard-dtype bf16").unwrap().memory.state;
+    assert_eq!(halves.optimizer, 4. * 8_030_261_248. / 8.);
+}
+
+#[test]
+fn policies_trade_memory_for_communication() {
+    let slow = |more: &str| planned(&format!("--device h100-sxm --seq 512 --intra 5 {more}")).unwrap();
+    let (freed, kept) = (slow(""), slow("--reshard-after-forward never"));
+    assert!(kept.memory.total > freed.memory.total + 32. * 2. * 2e8, "{} {}", kept.memory.total, freed.memory.total);
+    assert!(kept.time.step < freed.time.step && kept.time.communication < freed.time.communication);
+    let half = slow("--reshard-after-forward 4");
+    assert!(freed.memory.total < half.memory.total && half.memory.total < kept.memory.total);
+    let again = slow("--activation-checkpoint full");
+    assert!(again.memory.peak.activations < freed.memory.peak.activations / 4.);
+    assert!(again.time.compute.products > freed.time.compute.products * 1.2);
+}
+
+#[test]
+fn copies_are_worth_it_where_hosts_are_far_apart() {
+    let small = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/llama_tiny/config.json");
+    let flags = "--device h100-sxm --hosts 16 --seq 32 --latency 1 --inter 0.001 --reduce-dtype bf16";
+    let best = planned_with(small, flags).unwrap().best[0];
+    assert!(best.shard <= 8 && best.shard * best.replicate == 128, "{best:?}");
+    // A model that only just fits on all ranks has no copies.
+    let large = planned("--device h100-sxm --memory 26 --seq 128").unwrap();
+    assert!(!large.best.is_empty() && large.best.iter().all(|choice| (choice.shard, choice.replicate) == (8, 1)));
+    assert!(large.best.iter().all(|choice| choice.memory <= 26e9));
+    // And one that does not fit at all is said not to.
+    let none = planned("--device h100-sxm --memory 2").unwrap();
+    assert!(none.best.is_empty() && !none.fits);
+}
+
+#[test]
+fn the_best_is_as_fast_as_any_and_takes_least() {
+    let report = planned("--device h100-sxm --hosts 16 --seq 4096 --top 60000").unwrap();
+    let best = report.best[0];
+    let fastest = report.best.iter().map(|choice| choice.tokens_per_s_per_rank).fold(0., f64::max);
+    assert!(best.tokens_per_s_per_rank >= 0.995 * fastest);
+    let alike = report.best.iter().filter(|choice| choice.tokens_per_s_per_rank >= 0.995 * fastest);
+    assert!(alike.clone().count() > 1 && alike.clone().all(|choice| choice.memory >= best.memory));
+    assert!(report.best.iter().all(|choice| choice.shard * choice.replicate == 128));
+}
+
+#[test]
+fn what_cannot_be_is_refused_in_words() {
+    for (flags, words) in [
+        ("--device h100-sxm --replicate 3", "--replicate 3 must divide the 8 ranks"),
+        ("--device h100-sxm --replicate 16", "--replicate 16 must divide the 8 ranks"),
+        ("--device h100-sxm --reshard-after-forward 3", "--reshard-after-forward 3 must divide the 8 ranks"),
+        ("--device h100-sxm --reshard-after-forward some", "it must be default, always, never, or a number of ranks"),
+        ("--device h100-sxm --activation-checkpoint selective", "`train` has none and full"),
+        ("--device h100-sxm --seq 1000000", "--seq 1000000 is beyond the model's 131072 positions"),
+        ("--device h100-sxm --hosts 65536 --ranks-per-host 65536", "4294967296 ranks are more"),
+        ("--device h100-sxm --flops 0", "it must be a number above 0"),
+        ("--device cpu", "--device cpu needs --flops"),
+    ] {
+        let error = format!("{:#}", planned(flags).unwrap_err());
+        assert!(error.contains(words), "{flags}: {error}");
+    }
+    let error = format!("{:#}", planned_with("no-such-place", "--device h100-sxm").unwrap_err());
+    assert!(error.contains("can't read no-such-place"), "{error}");
+}
+
+#[test]
+fn a_plan_can_be_read() {
+    let flags = "--device h100-sxm --hosts 16 --replicate 16 --batch 2 --seq 4096";
+    let words = ["plan", "--model", CONFIG].into_iter().chain(flags.split(' '));
+    let Cli { args } = Cli::try_parse_from(words).unwrap();
+    let (model, seq) = model(&args).unwrap();
+    let setup = setup(&args, &model, seq).unwrap();
+    let text = table::table(&Report::new(&setup, 5), &setup);
+    for words in [
+        "8.030 billion parameters in 33 units, over 128 ranks on 16 hosts: 16 copies, each sharded over 8 ranks",
+        "A rank reads 2 x 4096 tokens a step",
+        "  between steps          14.96",
+        "blocks 2-31",
+        "The fastest that fit",
+    ] {
+        assert!(text.contains(words), "{words} is not in\n{text}");
+    }
+    assert!(text.lines().all(|line| line.chars().count() <= 100 && line.trim_end() == line), "{text}");
+}

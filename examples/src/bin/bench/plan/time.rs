@@ -1,0 +1,299 @@
+//! The time of a step: compute of each unit, and a simulation of what communication overlaps with it.
+
+use serde::Serialize;
+
+use super::framework::Checkpoint;
+use super::layer::Layer;
+use super::link::Ring;
+use super::setup::{Reshard, Setup};
+
+/// Seconds of a step, unless said otherwise.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Time {
+    pub(super) step: f64,
+    /// Forward and backward.
+    pub(super) compute: Compute,
+    /// Clipping and the optimizer.
+    pub(super) optimizer: f64,
+    /// In which collectives run, whether or not compute waits.
+    pub(super) communication: f64,
+    /// In which compute waits for them.
+    pub(super) exposed: f64,
+    pub(super) tokens_per_s_per_rank: f64,
+    /// Model FLOPs utilization: the model's operations, without any that run twice, as a share of the device's peak.
+    pub(super) mfu: f64,
+    /// The root, then the blocks in forward's order.
+    pub(super) units: Vec<Unit>,
+}
+
+/// Seconds by what bounds them.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub(super) struct Compute {
+    pub(super) products: f64,
+    pub(super) attention: f64,
+    /// All else: elementwise operations, which the memory bounds.
+    pub(super) memory: f64,
+}
+
+impl Compute {
+    fn total(&self) -> f64 {
+        self.products + self.attention + self.memory
+    }
+
+    fn add(&mut self, times: f64, other: Compute) {
+        self.products += times * other.products;
+        self.attention += times * other.attention;
+        self.memory += times * other.memory;
+    }
+}
+
+/// Seconds of a unit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub(super) struct Unit {
+    pub(super) forward: f64,
+    pub(super) backward: f64,
+    pub(super) gather_forward: f64,
+    /// 0 where parameters stay.
+    pub(super) gather_backward: f64,
+    pub(super) reduce_scatter: f64,
+    pub(super) all_reduce: f64,
+    /// In which compute waits for the unit's collectives.
+    pub(super) exposed: f64,
+}
+
+impl Unit {
+    fn communication(&self) -> f64 {
+        self.gather_forward + self.gather_backward + self.reduce_scatter + self.all_reduce
+    }
+}
+
+/// The time of a step.
+pub(super) fn of(setup: &Setup) -> Time {
+    let (compute, mut units) = units(setup);
+    let waited = simulate(&mut units);
+    let share = setup.model.parameters() / setup.mesh.shard as f64;
+    let norm = Ring::of_neighbours(&setup.mesh, &setup.links, setup.mesh.shard).all_reduce(8.);
+    let moved = setup.framework.optimizer_moves(setup.shards) * share;
+    let optimizer = norm + setup.device.moves(moved);
+    let step = waited + optimizer;
+    let tokens = setup.tokens();
+    Time {
+        step,
+        compute,
+        optimizer,
+        communication: units.iter().map(Unit::communication).sum(),
+        exposed: units.iter().map(|unit| unit.exposed).sum(),
+        tokens_per_s_per_rank: tokens / step,
+        mfu: tokens * setup.model.operations() / step / setup.device.flops,
+        units,
+    }
+}
+
+/// A block's forward.
+fn forward(setup: &Setup, layer: &Layer) -> Compute {
+    let tokens = setup.tokens();
+    Compute {
+        products: setup.device.products(2. * tokens * layer.products()),
+        attention: setup.device.attention(tokens * layer.attention()),
+        memory: setup.device.moves(tokens * setup.framework.moved(layer, setup.compute)),
+    }
+}
+
+/// Its backward, with what runs again.
+fn backward(setup: &Setup, layer: &Layer) -> Compute {
+    let once = forward(setup, layer);
+    // Attention's backward takes two and a half times the operations of its forward, a product once more.
+    let mut all = Compute { products: 2. * once.products, attention: 2.5 * once.attention, memory: 2. * once.memory };
+    let again = setup.framework.products_again(layer, setup.checkpoint);
+    let again = Compute { products: setup.device.products(2. * setup.tokens() * again), ..once };
+    match setup.checkpoint {
+        Checkpoint::None => {}
+        Checkpoint::Full => all.add(1., again),
+        // Its output is kept.
+        Checkpoint::Selective => all.add(1., Compute { attention: 0., ..again }),
+    }
+    all
+}
+
+fn units(setup: &Setup) -> (Compute, Vec<Unit>) {
+    let Setup { model, mesh, links, .. } = setup;
+    let (e, reduce) = (setup.compute.bytes(), setup.reduce.bytes());
+    let over_shards = Ring::of_neighbours(mesh, links, mesh.shard);
+    let over_replicas = Ring::of_replicas(mesh, links);
+    let communication = |parameters: f64, kept: bool| Unit {
+        gather_forward: over_shards.gather(e * parameters),
+        gather_backward: match setup.reshard {
+            _ if kept => 0.,
+            Reshard::Never => 0.,
+            Reshard::To(ranks) => Ring::of_neighbours(mesh, links, ranks).gather(e * parameters),
+            Reshard::Default | Reshard::Always => over_shards.gather(e * parameters),
+        },
+        reduce_scatter: over_shards.gather(reduce * parameters),
+        all_reduce: over_replicas.all_reduce(reduce * parameters / mesh.shard as f64),
+        ..Unit::default()
+    };
+    // The head, the loss and their norm; the embedding is a copy of rows.
+    let (tokens, root) = (setup.tokens(), &model.root);
+    let logits = setup.framework.logits(root, setup.compute);
+    let head = Compute {
+        products: setup.device.products(2. * tokens * root.products),
+        attention: 0.,
+        memory: setup.device.moves(tokens * (logits.moved / 3. + 2. * e * root.kept * root.width)),
+    };
+    let mut compute = Compute::default();
+    compute.add(1., head);
+    compute.add(2., head);
+    let mut units = vec![Unit {
+        forward: head.total(),
+        backward: 2. * head.total(),
+        ..communication(root.parameters, setup.reshard == Reshard::Default || setup.reshard == Reshard::Never)
+    }];
+    for layer in &model.layers {
+        let (forward, backward) = (forward(setup, layer), backward(setup, layer));
+        compute.add(1., forward);
+        compute.add(1., backward);
+        let collectives = communication(layer.parameters, false);
+        units.push(Unit { forward: forward.total(), backward: backward.total(), ..collectives });
+    }
+    (compute, units)
+}
+
+/// A stream of collectives, one after another.
+#[derive(Default)]
+struct Stream {
+    free: f64,
+}
+
+impl Stream {
+    /// Starts one when what was issued before is done, and not before `now`; returns its end.
+    fn issue(&mut self, now: f64, seconds: f64) -> f64 {
+        self.free = self.free.max(now) + seconds;
+        self.free
+    }
+}
+
+/// Goes through a step as the schedule does, fills in where compute waits, and returns the end of backward. One unit is
+/// gathered ahead. A unit's reduction starts when the one before has ended, whose sums then go over the copies. Gathers
+/// and reductions share a stream; copies have their own.
+fn simulate(units: &mut [Unit]) -> f64 {
+    let (mut shards, mut copies) = (Stream::default(), Stream::default());
+    let blocks = 1..units.len();
+    let mut now = 0.;
+    let wait = |now: &mut f64, until: f64, unit: &mut Unit| {
+        unit.exposed += (until - *now).max(0.);
+        *now = now.max(until);
+    };
+
+    let root_there = shards.issue(now, units[0].gather_forward);
+    wait(&mut now, root_there, &mut units[0]);
+    let mut there = units.get(1).map_or(now, |first| shards.issue(now, first.gather_forward));
+    for i in blocks.clone() {
+        wait(&mut now, there, &mut units[i]);
+        if let Some(next) = units.get(i + 1) {
+            there = shards.issue(now, next.gather_forward);
+        }
+        now += units[i].forward;
+    }
+    now += units[0].forward;
+
+    if units[0].gather_backward > 0. {
+        let root_there = shards.issue(now, units[0].gather_backward);
+        wait(&mut now, root_there, &mut units[0]);
+    }
+    let gather = |shards: &mut Stream, now: f64, unit: &Unit| match unit.gather_backward {
+        0. => now,
+        seconds => shards.issue(now, seconds),
+    };
+    if let Some(last) = units.last().filter(|_| units.len() > 1) {
+        there = gather(&mut shards, now, last);
+    }
+    now += units[0].backward;
+    // The unit whose gradients are reduced, and the end of that; the same of sums over copies.
+    let mut reducing: Option<(usize, f64)> = None;
+    let mut copying: Option<(usize, f64)> = None;
+    for i in blocks.rev().chain([0]) {
+        if i > 0 {
+            wait(&mut now, there, &mut units[i]);
+            if i > 1 {
+                there = gather(&mut shards, now, &units[i - 1]);
+            }
+            now += units[i].backward;
+        }
+        if let Some((unit, end)) = reducing {
+            wait(&mut now, end, &mut units[unit]);
+            if let Some((unit, end)) = copying {
+                wait(&mut now, end, &mut units[unit]);
+            }
+            copying = Some((unit, copies.issue(now, units[unit].all_reduce)));
+        }
+        reducing = Some((i, shards.issue(now, units[i].reduce_scatter)));
+    }
+    if let Some((unit, end)) = reducing {
+        wait(&mut now, end, &mut units[unit]);
+        if let Some((unit, end)) = copying {
+            wait(&mut now, end, &mut units[unit]);
+        }
+        let end = copies.issue(now, units[unit].all_reduce);
+        wait(&mut now, end, &mut units[unit]);
+    }
+    now
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn unit(forward: f64, gather: f64, reduce: f64) -> Unit {
+        Unit {
+            forward,
+            backward: 2. * forward,
+            gather_forward: gather,
+            gather_backward: gather,
+            reduce_scatter: reduce,
+            ..Unit::default()
+        }
+    }
+
+    fn step(root: Unit, blocks: &[Unit]) -> (f64, Vec<f64>) {
+        let mut units = [&[root], blocks].concat();
+        let end = simulate(&mut units);
+        (end, units.iter().map(|unit| unit.exposed).collect())
+    }
+
+    #[test]
+    fn without_communication_a_step_is_its_compute() {
+        assert_eq!(step(unit(1., 0., 0.), &[unit(2., 0., 0.); 3]), (3. * 7., vec![0.; 4]));
+    }
+
+    #[test]
+    fn fast_links_show_only_at_the_ends() {
+        let root = Unit { gather_backward: 0., ..unit(10., 1., 1.) };
+        let (end, exposed) = step(root, &[unit(10., 1., 1.); 4]);
+        // The root's gather, the first block's behind it, and the root's reduction behind the first block's.
+        assert_eq!(exposed, [2., 2., 0., 0., 0.]);
+        assert_eq!(end, 150. + 4.);
+    }
+
+    #[test]
+    fn slow_links_are_what_a_step_takes() {
+        let (end, exposed) = step(Unit::default(), &[unit(1., 10., 10.); 4]);
+        // Eight gathers and four reductions, and what nothing hides behind: the last forward, and the first backward.
+        assert!((120. ..=120. + 1. + 2. + 2. * 4.).contains(&end), "{end}");
+        assert!((end - 12. - exposed.iter().sum::<f64>()).abs() < 1e-9);
+    }
+
+    #[test]
+    fn sums_over_copies_go_beside_those_over_shards() {
+        let block = Unit { all_reduce: 5., ..unit(10., 1., 1.) };
+        let (with, _) = step(Unit::default(), &[block; 4]);
+        let (without, _) = step(Unit::default(), &[unit(10., 1., 1.); 4]);
+        // The last two are waited for, one behind the other, and a second of it passes beside a reduction.
+        assert_eq!(with - without, 9.);
+    }
+
+    #[test]
+    fn parameters_that_stay_are_gathered_once() {
+        let stays = Unit { gather_backward: 0., ..unit(1., 10., 0.) };
+        assert_eq!(step(Unit::default(), &[stays; 4]).0, 40. + 1. + 8.);
+    }
+}

@@ -1,0 +1,327 @@
+//! Copies between the host's memory and a device's. Each direction has a stream, beside the one that computes.
+//!
+//! A device's buffer is in the order of the stream that computes: a copy waits for what is computed so far, and whoever
+//! has the buffer lets what is computed next wait for the copy ([`Copying::order`]). Memory of the host is in nobody's
+//! order, so what owns it here ([`Source`], [`Sink`]) waits for its last copy before it is looked at, written or freed.
+
+use std::ffi::c_void;
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::{Result, Tensor, bail};
+use cudarc::driver::{CudaEvent, CudaStream, DriverError, result, sys};
+use fsdp_core::device::cuda::{CudaMemory, failed};
+use fsdp_core::{Buffer, DType, View};
+
+use super::super::cpu::Cpu;
+use super::super::host_copies::{Copying, HostSink, HostSource};
+use super::super::set::Kernels;
+use super::super::slice::Slice;
+use super::arithmetic::cast_on;
+use super::device::Cuda;
+use super::registry::of_ordinal;
+use crate::error::Error;
+
+/// What is page-locked as a whole.
+const PAGE_BYTES: usize = 4096;
+
+fn driver<T>(stream: &CudaStream, what: &str, outcome: std::result::Result<T, DriverError>) -> Result<T> {
+    Ok(outcome.map_err(|error| Error::Core(failed(stream, what, &error)))?)
+}
+
+/// A buffer's memory on the device of a stream that computes.
+fn of_device<'a>(compute: &CudaStream, buffer: &'a Buffer) -> Result<&'a CudaMemory> {
+    match buffer {
+        Buffer::Cuda(memory) if memory.stream().cu_stream() == compute.cu_stream() => Ok(memory),
+        other => bail!("a buffer of {} is in the memory of {}", other.dtype(), other.device()),
+    }
+}
+
+/// The end of the copies of some memory of the host.
+#[derive(Default)]
+struct End(Mutex<Option<Arc<CudaEvent>>>);
+
+impl End {
+    /// Notes that what was issued on `stream` so far uses the memory.
+    fn note(&self, stream: &CudaStream) -> Result<Arc<CudaEvent>> {
+        let end = Arc::new(driver(stream, "recording an event", stream.record_event(None))?);
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(end.clone());
+        Ok(end)
+    }
+
+    /// Blocks until nothing uses the memory. One that fails is not asked again: the device is lost.
+    fn wait(&self, stream: &CudaStream) -> Result<()> {
+        let end = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        end.map_or(Ok(()), |end| driver(stream, "waiting for a copy", end.synchronize()))
+    }
+}
+
+/// A copy on a stream beside the one that computes.
+struct OnStream {
+    end: Arc<CudaEvent>,
+    stream: Arc<CudaStream>,
+    compute: Arc<CudaStream>,
+}
+
+impl Copying for OnStream {
+    fn order(&self) -> Result<()> {
+        driver(&self.compute, "waiting for a copy", self.compute.wait(&self.end))
+    }
+
+    fn view(&self, written: &Buffer, f: &mut dyn FnMut(View<'_>)) {
+        if let Buffer::Cuda(memory) = written {
+            f(View::Cuda(memory.view().arriving(&self.stream, &self.end)));
+        }
+    }
+}
+
+/// A tensor of the host.
+struct Source {
+    cuda: &'static Cuda,
+    stream: Arc<CudaStream>,
+    tensor: Tensor,
+    elements: Range<usize>,
+    end: End,
+    /// Pages within its memory that are locked, by address.
+    locked: Option<Range<usize>>,
+}
+
+/// The pages that lie within a range of addresses: no page of anybody else's.
+fn pages_within(addresses: &Range<usize>) -> Option<Range<usize>> {
+    let start = addresses.start.checked_next_multiple_of(PAGE_BYTES)?;
+    let end = addresses.end - addresses.end % PAGE_BYTES;
+    (start < end).then_some(start..end)
+}
+
+/// A range of addresses in parts that are wholly locked or wholly not: a copy across a border is refused.
+fn parts(addresses: Range<usize>, locked: Option<&Range<usize>>) -> impl Iterator<Item = Range<usize>> {
+    let Range { start, end } = addresses;
+    let (first, last) = locked.map_or((start, start), |locked| (locked.start, locked.end));
+    [start..first, first..last, last..end].into_iter().filter(|part| !part.is_empty())
+}
+
+/// See [`Kernels::host_source`].
+pub(super) fn source(cuda: &Cuda, tensor: &Tensor, page_locked: bool) -> Result<Box<dyn HostSource>> {
+    let Some(cuda) = of_ordinal(cuda.stream.context().ordinal()) else { bail!("the device is not ready") };
+    let Some((start, end)) = tensor.layout().contiguous_offsets() else { bail!("the tensor is not contiguous") };
+    let mut source = Source {
+        cuda,
+        stream: cuda.copies()?.up.clone(),
+        tensor: tensor.clone(),
+        elements: start..end,
+        end: End::default(),
+        locked: None,
+    };
+    if page_locked {
+        source.locked = source.read(|bytes| {
+            let Some(pages) = pages_within(&addresses(bytes)) else { return Ok(None) };
+            let context = cuda.stream.context();
+            driver(&cuda.stream, "using the device", context.bind_to_thread())?;
+            // SAFETY: the pages lie in the tensor's memory, which outlives the registration.
+            let locked = unsafe { sys::cuMemHostRegister_v2(pages.start as *mut c_void, pages.len(), 0) }.result();
+            driver(&cuda.stream, "page-locking a shard's memory", locked)?;
+            Ok(Some(pages))
+        })?;
+    }
+    Ok(Box::new(source))
+}
+
+fn addresses(bytes: &[u8]) -> Range<usize> {
+    let start = bytes.as_ptr() as usize;
+    start..start + bytes.len()
+}
+
+impl Source {
+    fn read<T>(&self, f: impl FnOnce(&[u8]) -> Result<T>) -> Result<T> {
+        let (storage, _) = self.tensor.storage_and_layout();
+        match Cpu.slice(&storage, self.elements.clone())?.view() {
+            View::Host(bytes) => f(bytes),
+            _ => bail!("the tensor is not in host memory"),
+        }
+    }
+}
+
+impl HostSource for Source {
+    fn upload(&self, to: &Buffer, via: Option<&Buffer>) -> Result<Box<dyn Copying>> {
+        let (compute, stream) = (&self.cuda.stream, &self.stream);
+        let (to, via) = (of_device(compute, to)?, via.map(|via| of_device(compute, via)).transpose()?);
+        let first = via.unwrap_or(to).view();
+        // Whoever had the buffers before may still use them there.
+        driver(stream, "waiting for the compute stream", stream.join(compute))?;
+        let copied = self.read(|bytes| {
+            let whole = addresses(bytes);
+            if whole.len() != first.bytes() {
+                bail!("{} bytes of the host can't be copied to {}", whole.len(), first.bytes())
+            }
+            parts(whole.clone(), self.locked.as_ref()).try_for_each(|part| {
+                let at = part.start - whole.start;
+                let to = first.address() + at as u64;
+                // SAFETY: both have this many bytes. What is locked stays until the copy is over, as `end` tells; what
+                // is not is read before the call returns.
+                let copy = unsafe { result::memcpy_htod_async(to, &bytes[at..at + part.len()], stream.cu_stream()) };
+                driver(stream, "copying to the device", copy)
+            })
+        });
+        let cast = copied.and_then(|()| match via {
+            Some(via) => cast_on(self.cuda, stream, (via.dtype(), via.view()), (to.dtype(), to.view())),
+            None => Ok(()),
+        });
+        // Even when something failed: what was issued before runs.
+        let end = self.end.note(stream)?;
+        let copying = OnStream { end, stream: stream.clone(), compute: compute.clone() };
+        if let Err(error) = cast {
+            copying.order()?;
+            return Err(error);
+        }
+        Ok(Box::new(copying))
+    }
+
+    fn settle(&self) -> Result<()> {
+        self.end.wait(&self.stream)
+    }
+}
+
+impl Drop for Source {
+    fn drop(&mut self) {
+        let settled = self.settle();
+        let unlocked = match &self.locked {
+            // SAFETY: they were locked when this was made, and nothing reads them any more. The tensor goes after it.
+            Some(pages) => unsafe { sys::cuMemHostUnregister(pages.start as *mut c_void) }.result(),
+            None => Ok(()),
+        };
+        if let Err(error) = settled.and(driver(&self.stream, "unlocking a shard's memory", unlocked)) {
+            tracing::warn!(%error, "letting go of memory of the host");
+        }
+    }
+}
+
+/// Memory of the host for copies from a device.
+struct Sink {
+    compute: Arc<CudaStream>,
+    stream: Arc<CudaStream>,
+    dtype: DType,
+    memory: SinkMemory,
+    end: End,
+}
+
+enum SinkMemory {
+    /// So many bytes of the driver's.
+    Locked(NonNull<u8>, usize),
+    Pageable(Buffer),
+}
+
+// SAFETY: nobody else has the memory.
+unsafe impl Send for SinkMemory {}
+
+/// See [`Kernels::host_sink`].
+pub(super) fn sink(cuda: &Cuda, dtype: DType, len: usize, page_locked: bool) -> Result<Box<dyn HostSink>> {
+    let streams = cuda.copies()?;
+    let memory = |what: String, bytes| Error::Core(fsdp_core::Error::Memory { what, bytes });
+    let bytes = len.saturating_mul(dtype.size());
+    let memory = if page_locked && len > 0 {
+        driver(&cuda.stream, "using the device", cuda.stream.context().bind_to_thread())?;
+        // SAFETY: whatever lies there is a valid element of every dtype, and is written before it is read.
+        let address = match unsafe { result::malloc_host(bytes, 0) } {
+            Ok(address) => NonNull::new(address.cast::<u8>()),
+            Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => None,
+            Err(error) => return driver(&cuda.stream, "allocating page-locked memory", Err(error)),
+        };
+        let none = || memory(format!("{len} elements of {dtype}, page-locked on the host"), bytes as u128);
+        SinkMemory::Locked(address.ok_or_else(none)?, bytes)
+    } else {
+        SinkMemory::Pageable(Buffer::try_zeros(dtype, len).map_err(Error::from)?)
+    };
+    Ok(Box::new(Sink {
+        compute: cuda.stream.clone(),
+        stream: streams.down.clone(),
+        dtype,
+        memory,
+        end: End::default(),
+    }))
+}
+
+impl SinkMemory {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            // SAFETY: so many bytes are this value's own, from the driver, aligned to a page.
+            SinkMemory::Locked(address, bytes) => unsafe { std::slice::from_raw_parts(address.as_ptr(), *bytes) },
+            SinkMemory::Pageable(buffer) => buffer.bytes(),
+        }
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        match self {
+            // SAFETY: as above.
+            SinkMemory::Locked(address, bytes) => unsafe { std::slice::from_raw_parts_mut(address.as_ptr(), *bytes) },
+            SinkMemory::Pageable(buffer) => buffer.bytes_mut(),
+        }
+    }
+}
+
+impl HostSink for Sink {
+    fn download(&mut self, from: &Buffer) -> Result<Box<dyn Copying>> {
+        let (compute, stream) = (&self.compute, &self.stream);
+        let from = of_device(compute, from)?.view();
+        let to = self.memory.bytes_mut();
+        if from.bytes() != to.len() {
+            bail!("{} bytes of a device can't be copied to {} of the host", from.bytes(), to.len())
+        }
+        driver(stream, "waiting for the compute stream", stream.join(compute))?;
+        let copied = match to.is_empty() {
+            true => Ok(()),
+            // SAFETY: both have this many bytes, and stay until the copy is over: the caller has the one, `end` tells
+            // of the other. Pageable memory is written when the call returns.
+            false => unsafe { result::memcpy_dtoh_async(to, from.address(), stream.cu_stream()) },
+        };
+        driver(stream, "copying to the host", copied)?;
+        let end = self.end.note(stream)?;
+        Ok(Box::new(OnStream { end, stream: stream.clone(), compute: compute.clone() }))
+    }
+
+    fn values(&self) -> Result<Slice<'_>> {
+        self.end.wait(&self.stream)?;
+        Ok(Slice::new(self.dtype, View::Host(self.memory.bytes())))
+    }
+}
+
+impl Drop for Sink {
+    fn drop(&mut self) {
+        let settled = self.end.wait(&self.stream);
+        let freed = match &self.memory {
+            // SAFETY: it is the driver's, and nothing writes there any more.
+            SinkMemory::Locked(address, _) => unsafe { result::free_host(address.as_ptr().cast()) },
+            SinkMemory::Pageable(_) => Ok(()),
+        };
+        if let Err(error) = settled.and(driver(&self.stream, "freeing page-locked memory", freed)) {
+            tracing::warn!(%error, "letting go of memory of the host");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_pages_of_the_range_alone_are_locked() {
+        assert_eq!(pages_within(&(4096..8192)), Some(4096..8192));
+        assert_eq!(pages_within(&(4095..12289)), Some(4096..12288));
+        assert_eq!(pages_within(&(4097..12287)), None);
+        assert_eq!(pages_within(&(5000..5000)), None);
+        assert_eq!(pages_within(&(usize::MAX - 10..usize::MAX)), None);
+    }
+
+    #[test]
+    fn copies_do_not_cross_the_border_of_what_is_locked() {
+        let of = |addresses: Range<usize>| {
+            let locked = pages_within(&addresses);
+            parts(addresses, locked.as_ref()).collect::<Vec<_>>()
+        };
+        assert_eq!(of(4095..12289), [4095..4096, 4096..12288, 12288..12289]);
+        assert_eq!(of(4096..8200), [4096..8192, 8192..8200]);
+        assert_eq!(of(4096..8192), [4096..8192]);
+        assert_eq!(of(4097..8200), [4097..8200]);
+        assert!(of(4097..4097).is_empty());
+    }
+}

@@ -1,0 +1,9 @@
+//! Collectives of the memory of CUDA devices, with processes as ranks. They run with the device double
+//! (`scripts/gpu-double`) and on machines with as many devices as ranks.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod conformance;
+mod nccl;
+mod ranks;
+mod roles;
+mod values;

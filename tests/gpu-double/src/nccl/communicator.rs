@@ -1,0 +1,396 @@
+//! One rank's communicators.
+
+use std::{
+    collections::HashMap,
+    ffi::{CString, c_void},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+};
+
+use super::{
+    exchange,
+    ranks::{Directions, Link, Pending},
+    status::{IN_PROGRESS, INVALID_USAGE, REMOTE_ERROR, SUCCESS, SYSTEM_ERROR, Status},
+    transfer::{Seat, Transfer, touches},
+};
+use crate::{
+    operation::{Operation, Progress},
+    report,
+    status::Fault,
+    stream::enqueue,
+};
+
+/// A communicator.
+pub(crate) struct Communicator {
+    pub(crate) seat: Seat,
+    pub(crate) device: usize,
+    pub(crate) is_blocking: bool,
+    name: String,
+    seed: u64,
+    main: Link,
+    is_aborted: AtomicBool,
+    inner: Mutex<Inner>,
+}
+
+struct Inner {
+    stage: Stage,
+    status: Status,
+    /// What went wrong last.
+    said: &'static std::ffi::CStr,
+    /// How often it still says that it is in progress.
+    delay: u64,
+    /// Groups of calls that are not on their streams yet.
+    held: Vec<(usize, Vec<Transfer>)>,
+    directions: Directions,
+    /// Collectives so far, and what the first rank draws from.
+    collectives: u64,
+    ring: u64,
+}
+
+enum Stage {
+    /// The ranks find each other.
+    Meets,
+    /// They tell each other of their devices.
+    Introduces(Pending),
+    Ready,
+    /// They let go of each other.
+    Parts(Pending),
+}
+
+/// SplitMix64's mixing of bits.
+fn mix(mut value: u64) -> u64 {
+    value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    value ^ (value >> 31)
+}
+
+/// A draw from a seed, another one each time.
+fn draw(seed: u64) -> u64 {
+    static DRAWN: AtomicU64 = AtomicU64::new(1);
+    mix(seed ^ mix(DRAWN.fetch_add(1, Ordering::Relaxed)))
+}
+
+impl Communicator {
+    /// Begins to meet the other ranks of a communicator that is known by a name.
+    pub(crate) fn begin(name: &str, seat: Seat, device: usize, is_blocking: bool, seed: u64) -> Self {
+        let inner = Inner {
+            stage: Stage::Meets,
+            status: IN_PROGRESS,
+            said: c"",
+            delay: draw(seed) % 4,
+            held: vec![],
+            directions: Directions::default(),
+            collectives: 0,
+            ring: 0,
+        };
+        let (main, name) = (Link::begin(name.into(), seat), name.into());
+        let (is_aborted, inner) = (AtomicBool::new(false), Mutex::new(inner));
+        Communicator { seat, device, is_blocking, name, seed, main, is_aborted, inner }
+    }
+
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What it says now. What it was asked for goes on meanwhile.
+    pub(crate) fn state(self: &Arc<Self>) -> Status {
+        let mut inner = self.inner();
+        if inner.status == IN_PROGRESS
+            && let Err((status, why)) = self.go_on(&mut inner)
+        {
+            inner.fail(status, why);
+        }
+        let held = if inner.status == SUCCESS { std::mem::take(&mut inner.held) } else { vec![] };
+        let status = inner.status;
+        drop(inner);
+        held.into_iter().for_each(|(stream, transfers)| self.enqueue(stream, transfers));
+        status
+    }
+
+    fn go_on(&self, inner: &mut Inner) -> Result<(), (Status, String)> {
+        let system = |error: fsdp_core::Error| (SYSTEM_ERROR, error.to_string());
+        match &mut inner.stage {
+            Stage::Meets => {
+                if self.main.world().is_some() {
+                    let own = [self.device as u64, self.seed].map(u64::to_ne_bytes).concat();
+                    let Seat { ranks, .. } = self.seat;
+                    let sent = (own.repeat(ranks), vec![own.len(); ranks]);
+                    let all = Pending::exchange(&self.main, "introduction".into(), sent, vec![own.len(); ranks]);
+                    inner.stage = Stage::Introduces(all);
+                }
+            }
+            Stage::Introduces(all) => {
+                if let Some(all) = all.poll() {
+                    let all = all.map_err(system)?;
+                    let numbers: Vec<u64> = all.as_chunks().0.iter().copied().map(u64::from_ne_bytes).collect();
+                    let devices: Vec<u64> = numbers.iter().copied().step_by(2).collect();
+                    for (rank, device) in devices.iter().enumerate() {
+                        if let Some(other) = devices[..rank].iter().position(|other| other == device) {
+                            let why = format!(
+                                "Duplicate GPU detected : rank {rank} and rank {other} both on CUDA device {device}"
+                            );
+                            return Err((INVALID_USAGE, why));
+                        }
+                    }
+                    inner.ring = numbers.get(1).copied().unwrap_or(0);
+                    inner.stage = Stage::Ready;
+                }
+            }
+            Stage::Ready => match inner.delay {
+                0 => inner.status = SUCCESS,
+                _ => inner.delay -= 1,
+            },
+            Stage::Parts(all) => {
+                if let Some(all) = all.poll() {
+                    all.map_err(system)?;
+                    inner.status = SUCCESS;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn said(&self) -> &'static std::ffi::CStr {
+        self.inner().said
+    }
+
+    /// Whether calls may be made.
+    pub(crate) fn is_ready(&self) -> bool {
+        let inner = self.inner();
+        matches!(inner.stage, Stage::Ready) && inner.status == SUCCESS
+    }
+
+    /// Takes a group of calls for a stream. It is there when the communicator says so.
+    pub(crate) fn take(self: &Arc<Self>, stream: usize, transfers: Vec<Transfer>) -> Status {
+        transfers.iter().for_each(|transfer| report::count(&format!("nccl: {}", transfer.name())));
+        let delay = if self.is_blocking { 0 } else { draw(self.seed) % 4 };
+        if delay == 0 {
+            self.enqueue(stream, transfers);
+            return SUCCESS;
+        }
+        let mut inner = self.inner();
+        inner.held.push((stream, transfers));
+        inner.delay = inner.delay.max(delay);
+        inner.status = IN_PROGRESS;
+        IN_PROGRESS
+    }
+
+    fn enqueue(self: &Arc<Self>, stream: usize, transfers: Vec<Transfer>) {
+        let touches = touches(&transfers, self.seat).unwrap_or_else(|Fault(message)| report::fault(message));
+        let mut names: Vec<_> = transfers.iter().map(Transfer::name).collect();
+        names.dedup();
+        let name = names.join(" + ");
+        let first = {
+            let mut inner = self.inner();
+            inner.collectives += u64::from(transfers.iter().any(|transfer| transfer.peer().is_none()));
+            (mix(inner.ring ^ mix(inner.collectives)) % self.seat.ranks as u64) as usize
+        };
+        let mut turn = Turn::Waits(self.clone(), transfers, first);
+        let run = Box::new(move || turn.go_on());
+        if enqueue(stream as *mut c_void, Operation { name: name.clone(), touches, run }) != 0 {
+            report::fault(format!("`{name}` was called with a stream that there is none of"));
+        }
+    }
+
+    pub(crate) fn is_aborted(&self) -> bool {
+        self.is_aborted.load(Ordering::Acquire)
+    }
+
+    /// What is pending ends without having written. Peers are not told.
+    pub(crate) fn abort(&self) {
+        self.is_aborted.store(true, Ordering::Release);
+        // A group waits for its last collective when it goes.
+        std::mem::forget(self.main.clone());
+        let directions = std::mem::take(&mut self.inner().directions);
+        std::mem::forget(directions);
+    }
+
+    /// Begins to let go. Some seeds wait for all ranks, as NCCL may.
+    pub(crate) fn finalize(&self) -> Status {
+        let mut inner = self.inner();
+        if inner.status != SUCCESS {
+            return inner.status;
+        }
+        if self.seed % 2 == 1 {
+            inner.stage = Stage::Parts(Pending::barrier(&self.main));
+            inner.status = IN_PROGRESS;
+        }
+        inner.status
+    }
+
+    /// Exchanges went wrong: the reason is told, and whoever waits goes on waiting.
+    fn broke(&self, name: &str, error: &fsdp_core::Error) {
+        let Seat { rank, .. } = self.seat;
+        eprintln!("gpu double: `{name}` of rank {rank} of a communicator waits until it is aborted: {error}");
+        if let fsdp_core::Error::PeerLost { .. } = error {
+            self.inner().fail(REMOTE_ERROR, error.to_string());
+        }
+    }
+}
+
+impl Inner {
+    fn fail(&mut self, status: Status, why: String) {
+        self.status = status;
+        let why = CString::new(why.replace('\0', " ")).unwrap_or_default();
+        // Whoever asked may keep the pointer.
+        self.said = Box::leak(why.into_boxed_c_str());
+    }
+}
+
+/// An operation on its stream.
+enum Turn {
+    Waits(Arc<Communicator>, Vec<Transfer>, usize),
+    Runs(Arc<Communicator>, Vec<Transfer>, usize, Vec<Part>),
+    /// All of it came. Nobody ends before all ranks are so far: who is aborted meanwhile leaves the others waiting, as
+    /// a kernel that ends early does.
+    Confirms(Arc<Communicator>, Vec<Transfer>, usize, Vec<Part>, Pending),
+    /// It can't end by itself.
+    Hangs(Arc<Communicator>),
+    Over,
+}
+
+/// What an operation waits for: all collectives of it, or one transfer between two ranks.
+struct Part {
+    of: Option<Transfer>,
+    pending: Pending,
+    came: Option<Vec<u8>>,
+}
+
+impl Turn {
+    fn go_on(&mut self) -> Progress {
+        let communicator = match self {
+            Turn::Over => return Progress::Done,
+            Turn::Waits(communicator, ..)
+            | Turn::Runs(communicator, ..)
+            | Turn::Confirms(communicator, ..)
+            | Turn::Hangs(communicator) => communicator.clone(),
+        };
+        if communicator.is_aborted() {
+            *self = Turn::Over;
+            return Progress::Done;
+        }
+        match self.next(&communicator) {
+            Ok(next) => *self = next,
+            Err((name, error)) => {
+                communicator.broke(name, &error);
+                *self = Turn::Hangs(communicator);
+            }
+        }
+        if matches!(self, Turn::Over) { Progress::Done } else { Progress::Waits }
+    }
+
+    fn next(&mut self, communicator: &Communicator) -> Result<Turn, (&'static str, fsdp_core::Error)> {
+        let mut turn = std::mem::replace(self, Turn::Over);
+        loop {
+            turn = match turn {
+                Turn::Waits(own, transfers, first) => {
+                    let parts = communicator.parts(&transfers);
+                    Turn::Runs(own, transfers, first, parts)
+                }
+                Turn::Runs(own, transfers, first, mut parts) => {
+                    // In order: two that go the same way must not overtake each other.
+                    let _ = parts.iter_mut().all(|part| part.pending.is_issued());
+                    for part in parts.iter_mut().filter(|part| part.came.is_none()) {
+                        part.came = part.pending.came().transpose().map_err(|error| (transfers[0].name(), error))?;
+                    }
+                    if parts.iter().any(|part| part.came.is_none()) {
+                        return Ok(Turn::Runs(own, transfers, first, parts));
+                    }
+                    match parts.iter().any(|part| part.of.is_none()) {
+                        true => Turn::Confirms(own, transfers, first, parts, Pending::barrier(&communicator.main)),
+                        false => communicator.write(&transfers, first, &parts),
+                    }
+                }
+                Turn::Confirms(own, transfers, first, parts, mut all) => match all.poll() {
+                    None => return Ok(Turn::Confirms(own, transfers, first, parts, all)),
+                    Some(Ok(_)) => communicator.write(&transfers, first, &parts),
+                    Some(Err(error)) => return Err((transfers[0].name(), error)),
+                },
+                turn => return Ok(turn),
+            }
+        }
+    }
+}
+
+fn collectives(transfers: &[Transfer]) -> Vec<Transfer> {
+    transfers.iter().filter(|transfer| transfer.peer().is_none()).copied().collect()
+}
+
+impl Communicator {
+    fn write(&self, transfers: &[Transfer], first: usize, parts: &[Part]) -> Turn {
+        let collectives = collectives(transfers);
+        for Part { of, came, .. } in parts {
+            match (of, came) {
+                (Some(transfer), Some(bytes)) => exchange::deliver(transfer, bytes),
+                (None, Some(bytes)) => exchange::finish(&collectives, self.seat, bytes, first),
+                _ => {}
+            }
+        }
+        Turn::Over
+    }
+
+    fn parts(&self, transfers: &[Transfer]) -> Vec<Part> {
+        let (seat, rank) = (self.seat, self.seat.rank);
+        let mut parts = vec![];
+        let collectives = collectives(transfers);
+        if !collectives.is_empty() {
+            let alike = collectives.iter().map(Transfer::alike).collect::<Vec<_>>().join(", ");
+            let sent = exchange::sent(&collectives, seat);
+            let pending = Pending::exchange(&self.main, alike, sent, exchange::expected(&collectives, seat));
+            parts.push(Part { of: None, pending, came: None });
+        }
+        let with = |send: bool, peer: usize| {
+            let to_self = move |transfer: &&Transfer| {
+                transfer.peer() == Some(peer) && matches!(transfer.kind, super::transfer::Kind::Send { .. }) == send
+            };
+            transfers.iter().filter(to_self)
+        };
+        for (send, receive) in with(true, rank).zip(with(false, rank)) {
+            exchange::deliver(receive, &exchange::payload(send));
+        }
+        for transfer in transfers {
+            let Some(peer) = transfer.peer().filter(|peer| *peer != rank) else { continue };
+            let is_send = matches!(transfer.kind, super::transfer::Kind::Send { .. });
+            let (from, to) = if is_send { (rank, peer) } else { (peer, rank) };
+            let link = self.inner().directions.link(&self.name, from, to, rank);
+            let pending = Pending::send(&link, exchange::payload(transfer));
+            parts.push(Part { of: Some(*transfer), pending, came: None });
+        }
+        parts
+    }
+}
+
+/// Handles are numbers from here on. None is used twice.
+const HANDLES: u64 = 0x6e63_0000;
+
+static LIVE: Mutex<Option<HashMap<u64, Arc<Communicator>>>> = Mutex::new(None);
+static NEXT: AtomicU64 = AtomicU64::new(HANDLES);
+
+fn live() -> MutexGuard<'static, Option<HashMap<u64, Arc<Communicator>>>> {
+    LIVE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A handle for a communicator.
+pub(crate) fn register(communicator: Communicator) -> (u64, Arc<Communicator>) {
+    let (handle, communicator) = (NEXT.fetch_add(1, Ordering::Relaxed), Arc::new(communicator));
+    live().get_or_insert_default().insert(handle, communicator.clone());
+    (handle, communicator)
+}
+
+/// The communicator of a handle: none if it is no handle. One whose end has been is a fault of the program's.
+pub(crate) fn find(handle: u64, asked: &str) -> Option<Arc<Communicator>> {
+    if !(HANDLES..NEXT.load(Ordering::Relaxed)).contains(&handle) {
+        return None;
+    }
+    let found = live().as_ref().and_then(|live| live.get(&handle).cloned());
+    Some(found.unwrap_or_else(|| report::fault(format!("`{asked}` uses a communicator that was destroyed or aborted"))))
+}
+
+/// Ends a handle.
+pub(crate) fn forget(handle: u64) {
+    let gone = live().as_mut().and_then(|live| live.remove(&handle));
+    // Without the lock: its ranks let go of each other.
+    drop(gone);
+}

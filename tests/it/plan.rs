@@ -1,0 +1,100 @@
+//! `bench plan` against what runs really take, and docs/planning.md against `bench plan`.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use fsdp_tests::{Run, launch, program, run, workspace};
+use serde_json::Value;
+
+const GPT2: &str = r#"{"model_type": "gpt2", "n_embd": 512, "n_head": 8, "n_layer": 6, "n_positions": 256,
+    "vocab_size": 8192}"#;
+const LLAMA: &str = r#"{"model_type": "llama", "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 8192, "max_position_embeddings": 256}"#;
+
+fn plan(words: &[&str], dir: &Path) -> Run {
+    let mut command = Command::new(program("bench"));
+    command.arg("plan").args(words).current_dir(dir);
+    run(command, Duration::from_secs(60))
+}
+
+fn json(run: Run) -> Value {
+    let stdout = run.ok().stdout;
+    let line = stdout.lines().find(|line| line.contains('{')).unwrap();
+    serde_json::from_str(&line[line.find('{').unwrap()..]).unwrap()
+}
+
+/// State within 2 %, and the most that a step takes within 5 %: what docs/planning.md promises.
+#[test]
+fn memory_is_what_the_allocator_counts() {
+    for (config, ranks, batch) in [(GPT2, 1, "1"), (GPT2, 2, "2"), (LLAMA, 1, "4"), (LLAMA, 2, "1"), (LLAMA, 4, "2")] {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("config.json"), config).unwrap();
+        let common = ["--model", ".", "--batch", batch, "--seq", "256", "--json"];
+        let real = json(launch(ranks, "bench", &[&["step", "--steps", "1"], &common[..]].concat(), dir.path()));
+        let ranks_word = ranks.to_string();
+        let flags = ["--device", "cpu", "--flops", "0.05", "--ranks-per-host", &ranks_word];
+        let planned = json(plan(&[&flags[..], &common].concat(), dir.path()));
+        let real = |name: &str| real["allocated"][name].as_f64().unwrap();
+        let state = |name: &str| planned["memory"]["state"][name].as_f64().unwrap();
+        let (parameters, gradients, optimizer) = (state("parameters"), state("gradients"), state("optimizer"));
+        // A run has rotary tables, names and its batch besides.
+        let besides = 2e6;
+        for (name, planned, real, bound) in [
+            ("parameters", parameters, real("parameters"), 0.02),
+            ("optimizer", optimizer, real("optimizer"), 0.02),
+            ("all state", parameters + gradients + optimizer, real("between_steps") - besides, 0.02),
+            ("peak", planned["memory"]["total"].as_f64().unwrap(), real("peak"), 0.05),
+        ] {
+            let error = planned / real - 1.;
+            assert!(error.abs() <= bound, "{name} of {ranks} ranks, {config}: {planned}, not {real}: {error}");
+        }
+    }
+}
+
+/// The commands of the document, with what it says they print, if it does.
+fn commands() -> Vec<(String, Option<String>)> {
+    let document = std::fs::read_to_string(workspace().join("docs/planning.md")).unwrap();
+    let mut found: Vec<(String, Option<String>)> = vec![];
+    for block in document.split("```").skip(1).step_by(2) {
+        if let Some(lines) = block.strip_prefix("sh\n") {
+            found.extend(lines.replace("\\\n", "").lines().map(|line| (line.to_owned(), None)));
+        } else if let Some(output) = block.strip_prefix("text\n") {
+            found.last_mut().unwrap().1 = Some(output.to_owned());
+        }
+    }
+    found
+}
+
+#[test]
+fn every_command_of_the_document_prints_what_stands_there() {
+    let commands = commands();
+    assert!(commands.len() >= 4 && commands.iter().any(|(_, output)| output.is_some()));
+    for (line, output) in commands {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        assert_eq!(words[..2], ["bench", "plan"], "{line}");
+        let printed = plan(&words[2..], workspace()).ok().stdout;
+        assert!(printed.contains("Memory of a rank, GiB") || printed.contains("\"memory\""), "{line}: {printed}");
+        if let Some(output) = output {
+            assert_eq!(printed, output, "{line}");
+        }
+    }
+}
+
+#[test]
+fn a_configuration_of_any_size_has_a_plan_or_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    for field in ["hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "head_dim"] {
+        let mut config: Value = serde_json::from_str(LLAMA).unwrap();
+        config[field] = (1u64 << 62).into();
+        std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+        let run = plan(&["--model", ".", "--device", "h100-sxm"], dir.path());
+        let words = format!("{}{}", run.stdout, run.stderr);
+        assert!(!words.contains("panicked"), "{field}: {words}");
+        match run.code {
+            Some(0) => assert!(words.contains("It does NOT fit"), "{field}: {words}"),
+            Some(1) => assert!(words.contains("Error: "), "{field}: {words}"),
+            code => panic!("{field}: {code:?}: {words}"),
+        }
+    }
+}
