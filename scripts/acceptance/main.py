@@ -99,14 +99,18 @@ def main(arguments=None):
         "machine": machine.describe(),
         "phases": [],
     }
-    with tempfile.TemporaryDirectory(prefix="gpu-acceptance-") as scratch:
-        run = phases.Run(args, report["machine"], runner, pathlib.Path(scratch))
-        report["ranks"] = run.ranks
-        print(f"{run.ranks} ranks on {run.what()}", flush=True)
-        for phase in phases.ALL:
-            report["phases"].append(one(phase, run, runner, args.only))
-            # As far as it has come, should the machine be taken away.
-            write(report, out)
+    try:
+        with tempfile.TemporaryDirectory(prefix="gpu-acceptance-") as scratch:
+            run = phases.Run(args, report["machine"], runner, pathlib.Path(scratch))
+            report["ranks"] = run.ranks
+            print(f"{run.ranks} ranks on {run.what()}", flush=True)
+            for phase in phases.ALL:
+                report["phases"].append(one(phase, run, runner, args.only))
+                # As far as it has come, should the machine be taken away.
+                write(report, out)
+    except KeyboardInterrupt:
+        print(f"interrupted: what is done is in {out / 'report.json'}", file=sys.stderr)
+        return 130
     failed = [phase["name"] for phase in report["phases"] if phase["status"] == "failed"]
     print(f"\n{out / 'report.md'}\n{out / 'report.json'}")
     print(f"failed: {', '.join(failed)}" if failed else "no phase failed")

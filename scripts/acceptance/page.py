@@ -1,5 +1,7 @@
 """The report as a page to read."""
 
+from collections import Counter
+
 
 def of(report):
     machine, parts = report["machine"], ["# GPU acceptance", ""]
@@ -9,7 +11,8 @@ def of(report):
         parts += ["On the device double: nothing of this ran on a GPU, and its times mean nothing.", ""]
     elif report["device"] == "cpu":
         parts += ["On CPUs: nothing of this ran on a GPU.", ""]
-    gpus = [f"{gpu['name']} ({gpu['memory_mib']} MiB, driver {gpu['driver']})" for gpu in machine["gpus"]]
+    gpus = Counter(f"{gpu['name']} ({gpu['memory_mib']} MiB, driver {gpu['driver']})" for gpu in machine["gpus"])
+    gpus = [f"{count} x {name}" for name, count in gpus.items()]
     dirty = ", with changes that are not committed" if machine["changed_since"] else ""
     parts += table(
         ["", ""],
@@ -74,7 +77,7 @@ def speed(result, results):
             if "share_of_peak" in row:
                 ratio = theirs["tokens_per_s_per_rank"] / row["tokens_per_s_per_rank"]
                 share = f"{row['share_of_peak'] * ratio:.1%}"
-            theirs_row = {**theirs, "step_s": theirs["programme"]["step_s"]}
+            theirs_row = {**theirs, "step_s": theirs["program"]["step_s"]}
             rows.append([row["ranks"], f"PyTorch {theirs['torch']} FSDP2", *cells(theirs_row), share])
     head = ["ranks", "", "tokens a second and rank", "s a step", "MiB on the device", "share of peak"]
     what = f"{result['model']}: {result['parameters']:,} parameters, {result['dtype']}, "

@@ -16,7 +16,7 @@ BF16 = (2e-4, 2.5e-3)
 
 def ways(run):
     """Name, recorded run, ranks, flags, environment and bounds of each way to repeat a run."""
-    found = [(f"{ranks} ranks", "run", ranks, [], {}, F32) for ranks in (1, 2, 4) if ranks <= run.ranks]
+    found = [(f"{ranks} rank{'s' * (ranks > 1)}", "run", ranks, [], {}, F32) for ranks in (1, 2, 4) if ranks <= run.ranks]
     if run.args.device == "cuda":
         # NCCL refuses two ranks of one GPU, and people with one GPU have no other way.
         found.append(("2 ranks through the host", "run", 2, [], {"FSDP_DEVICE_BACKEND": "host"}, F32))
@@ -29,8 +29,9 @@ def ways(run):
         options.append(("two micro-batches", ["--grad-accum", "2"]))
     if most > 1:
         options.append(("two copies (HSDP)", ["--replicate", "2"]))
-    found += [(f"{most} ranks, {name}", "run", most, flags, {}, F32) for name, flags in options]
-    return [*found, (f"{most} ranks, bf16", "run_bf16_reduce_f32", most, ["--param-dtype", "bf16"], {}, BF16)]
+    ranks = f"{most} rank{'s' * (most > 1)}"
+    found += [(f"{ranks}, {name}", "run", most, flags, {}, F32) for name, flags in options]
+    return [*found, (f"{ranks}, bf16", "run_bf16_reduce_f32", most, ["--param-dtype", "bf16"], {}, BF16)]
 
 
 def parity(run):

@@ -134,7 +134,7 @@ def speed(run):
         if peak:
             operations = models.operations_per_token(config, parameters, run.seq)
             row["share_of_peak"] = row["tokens_per_s_per_rank"] * operations / (peak * 1e12)
-        rows.append({**row, "programme": found})
+        rows.append({**row, "program": found})
     result = {"model": named(config), "parameters": parameters, "batch": run.batch, "seq": run.seq, "dtype": run.dtype}
     result.update(rows=rows, peak_tflops=peak)
     if not peak:
@@ -206,7 +206,7 @@ def pytorch(run):
         text = run.runner.run("pytorch", command, {"OMP_NUM_THREADS": "1"})
     found = only(json_lines(text), "tests/interop/step.py")
     rate = run.batch * run.seq / found["step_s"]
-    return {"torch": version, "tokens_per_s_per_rank": rate, "device_mib": used.most(), "programme": found}
+    return {"torch": version, "tokens_per_s_per_rank": rate, "device_mib": used.most(), "program": found}
 
 
 def step_flags(run):

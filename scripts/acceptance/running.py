@@ -39,7 +39,8 @@ class Runner:
         line = f"{line} {' '.join(map(str, command))}".strip()
         entry = {"command": line, "log": log.name}
         self.commands.append(entry)
-        print(f"    {line}", flush=True)
+        # The report has the whole of it.
+        print(f"    {name}: {line if len(line) < 100 else line[:97] + '...'}", flush=True)
         start = time.monotonic()
         with open(log, "w", encoding="utf-8") as errors, open(f"{log}.out", "w+", encoding="utf-8") as output:
             try:

@@ -61,7 +61,7 @@ fn passes_on_cpus() {
     let hidden = phase(&report, "overlap")["result"]["hidden_share"].as_f64().unwrap();
     assert!((0. ..=1.).contains(&hidden), "{hidden}");
     // Both sides trained the same model on the same data, from other weights: near the logarithm of the vocabulary.
-    for loss in [&rows[0]["programme"]["loss"], &phase(&report, "pytorch")["result"]["programme"]["loss"]] {
+    for loss in [&rows[0]["program"]["loss"], &phase(&report, "pytorch")["result"]["program"]["loss"]] {
         assert!((4. ..7.).contains(&loss.as_f64().unwrap()), "{loss}");
     }
     let page = fs::read_to_string(dir.path().join("report.md")).unwrap();
