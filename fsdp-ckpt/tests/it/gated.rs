@@ -4,7 +4,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use fsdp_core::process_group::{Backend, Collective, Failure, Landing, Membership, Op, Options, Promises, local};
-use fsdp_core::{Buffer, DeviceId, ProcessGroup, Result};
+use fsdp_core::{DeviceId, ProcessGroup, Result};
 
 pub(crate) type Gate = Arc<(Mutex<bool>, Condvar)>;
 

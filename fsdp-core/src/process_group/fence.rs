@@ -84,7 +84,7 @@ impl Fence for Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        if !self.is_over && self.order().is_err() && !self.is_over {
+        if !self.is_over && self.order().is_err() {
             // The device is lost: whatever becomes of the memory, nothing runs there any more.
             self.release();
         }
