@@ -71,7 +71,7 @@ type Outcome = (Vec<f32>, Vec<(String, Vec<f32>)>);
 fn outcome(vars: &ShardedVarMap, optim: &AdamW, losses: Vec<f32>) -> Outcome {
     let options = StateDictOptions::default();
     let mut all = elements(&get_model_state_dict(vars, &options).unwrap());
-    all.extend(elements(&get_optimizer_state_dict(optim, &options).unwrap()));
+    all.extend(elements(&get_optimizer_state_dict(vars, optim, &options).unwrap()));
     (losses, all)
 }
 

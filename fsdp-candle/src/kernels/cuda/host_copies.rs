@@ -301,7 +301,44 @@ impl Drop for Sink {
 
 #[cfg(test)]
 mod tests {
+    use candle_core::Device;
+    use half::bf16;
+
+    use super::super::registry::{candle_device, device_count, of_candle};
     use super::*;
+
+    #[test]
+    fn elements_go_up_and_come_back() {
+        if !device_count().is_ok_and(|count| count > 0) {
+            return;
+        }
+        let device = candle_device(0).unwrap();
+        let cuda = of_candle(device.as_cuda_device().unwrap()).unwrap();
+        let bytes = |slice: Slice<'_>| {
+            let mut all = vec![];
+            let kernels: &dyn Kernels = if matches!(slice.view(), View::Host(_)) { &Cpu } else { cuda };
+            kernels.read(slice, &mut |bytes| all.extend_from_slice(bytes)).unwrap();
+            all
+        };
+        for (page_locked, len) in [(true, 0), (true, 3), (true, 5000), (false, 0), (false, 5000)] {
+            let values: Vec<f32> = (0..len).map(|i| i as f32 / 7.).collect();
+            let tensor = Tensor::from_vec(values.clone(), len, &Device::Cpu).unwrap();
+            let source = cuda.host_source(&tensor, page_locked).unwrap().unwrap();
+            let mut sink = cuda.host_sink(DType::F32, len, page_locked).unwrap().unwrap();
+            for _ in 0..2 {
+                let (to, via) = (cuda.zeros(DType::BF16, len).unwrap(), cuda.zeros(DType::F32, len).unwrap());
+                source.upload(&to, Some(&via)).unwrap().order().unwrap();
+                let rounded: Vec<bf16> = values.iter().map(|&value| bf16::from_f32(value)).collect();
+                assert_eq!(bytes((&to).into()), bytemuck::cast_slice::<_, u8>(&rounded));
+                let down = sink.download(&via).unwrap();
+                assert_eq!(bytes(sink.values().unwrap()), bytemuck::cast_slice::<_, u8>(&values));
+                down.order().unwrap();
+                let fewer = cuda.zeros(DType::F32, len + 1).unwrap();
+                assert!(source.upload(&fewer, None).is_err() && sink.download(&fewer).is_err());
+            }
+            source.settle().unwrap();
+        }
+    }
 
     #[test]
     fn only_pages_of_the_range_alone_are_locked() {
