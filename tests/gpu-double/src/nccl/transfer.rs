@@ -36,6 +36,9 @@ pub(crate) struct Seat {
     pub(crate) ranks: usize,
 }
 
+/// An address, and how many bytes there are.
+pub(crate) type Stretch = (u64, usize);
+
 impl Transfer {
     pub(crate) fn bytes(&self) -> usize {
         self.count * self.element.size()
@@ -81,7 +84,7 @@ impl Transfer {
     }
 
     /// What it reads and what it writes, as this rank: addresses and lengths.
-    pub(crate) fn ranges(&self, Seat { rank, ranks }: Seat) -> (Option<(u64, usize)>, Option<(u64, usize)>) {
+    pub(crate) fn ranges(&self, Seat { rank, ranks }: Seat) -> (Option<Stretch>, Option<Stretch>) {
         let bytes = self.bytes();
         match self.kind {
             Kind::AllGather { from, to } => (Some((from, bytes)), Some((to, bytes * ranks))),
