@@ -54,9 +54,9 @@ impl CudaMemory {
         let Some(size) = len.checked_mul(dtype.size()).filter(|size| *size <= isize::MAX as usize) else {
             return Err(memory(len as u128 * dtype.size() as u128));
         };
-        // SAFETY: bytes have no invalid values, and who takes the memory writes before reading.
         let bytes = match size {
             0 => stream.null::<u8>(),
+            // SAFETY: bytes have no invalid values, and who takes the memory writes before reading.
             _ => unsafe { stream.alloc::<u8>(size) },
         };
         match bytes {

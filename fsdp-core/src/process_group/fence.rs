@@ -84,7 +84,11 @@ impl Fence for Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        if !self.is_over && self.order().is_err() && !self.is_over {
+        if !self.is_over {
+            // Nobody hears of it.
+            let _ = self.order();
+        }
+        if !self.is_over {
             // The device is lost: whatever becomes of the memory, nothing runs there any more.
             self.release();
         }
