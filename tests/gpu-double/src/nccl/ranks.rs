@@ -61,10 +61,12 @@ impl Link {
     }
 }
 
+type Issue = Box<dyn FnOnce(&ProcessGroup) -> Work + Send>;
+
 /// Something that ranks exchange, which waits for its world to meet.
 pub(crate) struct Pending {
     link: Link,
-    issue: Option<Box<dyn FnOnce(&ProcessGroup) -> Work + Send>>,
+    issue: Option<Issue>,
     work: Option<Work>,
 }
 

@@ -29,6 +29,9 @@ pub(crate) struct Transfer {
     pub(crate) count: usize,
 }
 
+/// An address and bytes from there on, if it is any.
+pub(crate) type Memory = Option<(u64, usize)>;
+
 /// A rank of a communicator.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Seat {
@@ -81,7 +84,7 @@ impl Transfer {
     }
 
     /// What it reads and what it writes, as this rank: addresses and lengths.
-    pub(crate) fn ranges(&self, Seat { rank, ranks }: Seat) -> (Option<(u64, usize)>, Option<(u64, usize)>) {
+    pub(crate) fn ranges(&self, Seat { rank, ranks }: Seat) -> (Memory, Memory) {
         let bytes = self.bytes();
         match self.kind {
             Kind::AllGather { from, to } => (Some((from, bytes)), Some((to, bytes * ranks))),
