@@ -25,8 +25,8 @@ use crate::{Error, Result, heartbeat, text};
 /// What a collective does when its turn comes.
 pub(super) type Run = Box<dyn FnOnce(&mut dyn Backend, &Collective<'_>) -> Result<Landing> + Send>;
 
-/// What is done with the backend beside collectives.
-pub(super) type Aside = Box<dyn FnOnce(&mut dyn Backend, &Collective<'_>) + Send>;
+/// What is done with the backend when its turn comes.
+pub(super) type RunAside = Box<dyn FnOnce(&mut dyn Backend, &Collective<'_>) + Send>;
 
 /// Something to do.
 pub(super) enum Job {
@@ -35,7 +35,7 @@ pub(super) enum Job {
     /// Fail the group, in turn: the collectives issued before still run.
     Fail(Error),
     /// Something else to do with the backend, which is no collective of the group's and does not count as one.
-    Aside { call: Call, run: Aside },
+    Aside { call: Call, run: RunAside },
 }
 
 /// What a group's handles, its thread and its works share. Locked in the order of its fields.

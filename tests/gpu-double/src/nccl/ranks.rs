@@ -61,7 +61,6 @@ impl Link {
     }
 }
 
-/// Begins an exchange.
 type Issue = Box<dyn FnOnce(&ProcessGroup) -> Work + Send>;
 
 /// Something that ranks exchange, which waits for its world to meet.

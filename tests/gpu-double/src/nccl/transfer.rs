@@ -29,15 +29,15 @@ pub(crate) struct Transfer {
     pub(crate) count: usize,
 }
 
+/// An address and bytes from there on, if it is any.
+pub(crate) type Memory = Option<(u64, usize)>;
+
 /// A rank of a communicator.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Seat {
     pub(crate) rank: usize,
     pub(crate) ranks: usize,
 }
-
-/// An address, and how many bytes there are.
-pub(crate) type Stretch = (u64, usize);
 
 impl Transfer {
     pub(crate) fn bytes(&self) -> usize {
@@ -84,7 +84,7 @@ impl Transfer {
     }
 
     /// What it reads and what it writes, as this rank: addresses and lengths.
-    pub(crate) fn ranges(&self, Seat { rank, ranks }: Seat) -> (Option<Stretch>, Option<Stretch>) {
+    pub(crate) fn ranges(&self, Seat { rank, ranks }: Seat) -> (Memory, Memory) {
         let bytes = self.bytes();
         match self.kind {
             Kind::AllGather { from, to } => (Some((from, bytes)), Some((to, bytes * ranks))),
