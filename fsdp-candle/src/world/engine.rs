@@ -26,8 +26,8 @@ pub(super) fn group_on(_: &Device, group: ProcessGroup, _: &RankEnv) -> Result<P
     Ok(group)
 }
 
-/// The engine of the device that computes on `stream`: NCCL, unless the build lacks it, two ranks share a device, or the
-/// environment asks for the host. What one rank can't use none does.
+/// The engine of the device that computes on `stream`: NCCL, unless the build lacks it, two ranks share a device, or
+/// the environment asks for the host. What one rank can't use none does.
 #[cfg(feature = "cuda")]
 fn engine(
     stream: &std::sync::Arc<cudarc::driver::CudaStream>,
