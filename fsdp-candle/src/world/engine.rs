@@ -39,8 +39,8 @@ pub(super) fn group_on(_: &Device, group: ProcessGroup) -> Result<ProcessGroup> 
     Ok(group)
 }
 
-/// The engine of the device that computes on `stream`: NCCL, unless the build lacks it, two ranks share a device, or the
-/// environment asks for the host. What one rank can't use none does.
+/// The engine of the device that computes on `stream`: NCCL, unless the build lacks it, two ranks share a device, or
+/// the environment asks for the host. What one rank can't use none does.
 #[cfg(feature = "cuda")]
 fn engine(stream: &Arc<CudaStream>, group: &ProcessGroup) -> Result<Box<dyn DeviceEngine>> {
     let wanted = std::env::var(VARIABLE).ok();

@@ -69,8 +69,8 @@ impl World {
         World { group, env, device: Device::Cpu }
     }
 
-    /// The world of a process group of the host's memory that is there already, on other devices ([`init_on`]): a rank's
-    /// number in the group counts them. Collective.
+    /// The world of a process group of the host's memory that is there already, on other devices ([`init_on`]): a
+    /// rank's number in the group counts them. Collective.
     ///
     /// # Errors
     /// When there is no such device, or it refuses.

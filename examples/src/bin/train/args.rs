@@ -262,7 +262,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value = "42", help_heading = "Run")]
     pub(crate) seed: u64,
 
-    /// Where to compute: `auto` is CUDA devices where this build (feature `cuda`) and the machine have some, else the CPU
+    /// Where to compute: `auto` is CUDA devices where this build (feature `cuda`) and the machine have some, else the
+    /// CPU
     #[arg(long, value_enum, default_value_t = DeviceChoice::Auto, help_heading = "Run")]
     pub(crate) device: DeviceChoice,
 
