@@ -78,6 +78,12 @@ impl Pool {
         self.kernels.zeros(dtype, len)
     }
 
+    /// New memory, because none of this length is free.
+    fn grow(&self, dtype: DType, len: usize) -> Result<Buffer> {
+        tracing::trace!(%dtype, len, "a new buffer");
+        self.zeros(dtype, len)
+    }
+
     /// A buffer that is not the pool's: it never goes back.
     pub(crate) fn take_for_good(&self, dtype: DType, len: usize) -> Result<Buffer> {
         let mut shelves = self.shelves();
@@ -86,7 +92,7 @@ impl Pool {
             shelves.free_bytes -= bytes((dtype, len));
         }
         drop(shelves);
-        free.map_or_else(|| self.zeros(dtype, len), Ok)
+        free.map_or_else(|| self.grow(dtype, len), Ok)
     }
 
     /// Notes that a buffer will not come back: it became a tensor of the user's.
@@ -114,7 +120,7 @@ impl Allocator for Pool {
             shelves.trim();
             (free, most_before)
         };
-        match free.map_or_else(|| self.zeros(dtype, len), Ok) {
+        match free.map_or_else(|| self.grow(dtype, len), Ok) {
             Ok(buffer) => Ok(buffer),
             Err(error) => {
                 let mut shelves = self.shelves();
