@@ -34,8 +34,8 @@ pub enum Buffer {
     Cuda(crate::device::cuda::CudaMemory),
 }
 
-/// Runs `$body` with `$v` bound to the vector inside a [`Buffer`], whatever its type; or `$device` with `$d` bound to the
-/// memory of a device.
+/// Runs `$body` with `$v` bound to the vector inside a [`Buffer`], whatever its type; or `$device` with `$d` bound to
+/// the memory of a device.
 macro_rules! each {
     ($buffer:expr, $v:ident => $body:expr, $d:ident => $device:expr) => {
         match $buffer {

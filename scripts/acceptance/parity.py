@@ -16,7 +16,8 @@ BF16 = (2e-4, 2.5e-3)
 
 def ways(run):
     """Name, recorded run, ranks, flags, environment and bounds of each way to repeat a run."""
-    found = [(f"{ranks} rank{'s' * (ranks > 1)}", "run", ranks, [], {}, F32) for ranks in (1, 2, 4) if ranks <= run.ranks]
+    counts = [ranks for ranks in (1, 2, 4) if ranks <= run.ranks]
+    found = [(f"{ranks} rank{'s' * (ranks > 1)}", "run", ranks, [], {}, F32) for ranks in counts]
     if run.args.device == "cuda":
         # NCCL refuses two ranks of one GPU, and people with one GPU have no other way.
         found.append(("2 ranks through the host", "run", 2, [], {"FSDP_DEVICE_BACKEND": "host"}, F32))

@@ -5,8 +5,8 @@ use fsdp_core::{Buffer, View};
 
 use super::slice::Slice;
 
-/// A tensor of the host that is copied to a device again and again. It keeps the tensor's memory until the last copy has
-/// read it.
+/// A tensor of the host that is copied to a device again and again. It keeps the tensor's memory until the last copy
+/// has read it.
 pub(crate) trait HostSource: Send + Sync {
     /// Starts to copy all elements to `to`, on the device. Does not block where the memory is page-locked. A buffer of
     /// another dtype gets them cast, by way of `via`, which has the tensor's. Who calls it keeps both until the device

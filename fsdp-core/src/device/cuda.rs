@@ -6,7 +6,8 @@
 //! events an allocation. In its place stand three rules:
 //! - Memory that nobody holds (in a pool, or freed) is free for what comes next on the compute stream.
 //! - What uses memory on another stream first lets that stream wait for the compute stream.
-//! - It keeps the memory until the compute stream has been told to wait for it ([`Fence`](crate::process_group::Fence)).
+//! - It keeps the memory until the compute stream has been told to wait for it
+//!   ([`Fence`](crate::process_group::Fence)).
 //!
 //! What a copy brings that the compute stream does not wait for says so in its view: who reads it waits by itself
 //! ([`CudaView::order`]).

@@ -116,8 +116,8 @@ impl Work {
     /// Waits for the collective. Returns the outputs, one a part or buffer in the order they were passed (none for a
     /// barrier).
     ///
-    /// For memory of the host, this thread blocks until it is done. For a device's, what the device computes next waits,
-    /// and this thread goes on at once, as in PyTorch: [`Work::then`] with [`Stream::Compute`].
+    /// For memory of the host, this thread blocks until it is done. For a device's, what the device computes next
+    /// waits, and this thread goes on at once, as in PyTorch: [`Work::then`] with [`Stream::Compute`].
     ///
     /// # Errors
     /// Those of [`crate::ProcessGroup`].

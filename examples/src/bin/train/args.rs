@@ -213,8 +213,8 @@ pub(crate) struct Args {
     #[serde(serialize_with = "reshard_word")]
     pub(crate) reshard_after_forward: ReshardAfterForward,
 
-    /// Where shards, their gradients and AdamW's moments live: `cpu` keeps them in page-locked memory of the host, where
-    /// AdamW runs, and copies shards to the device that computes. On CPUs they are there anyway
+    /// Where shards, their gradients and AdamW's moments live: `cpu` keeps them in page-locked memory of the host,
+    /// where AdamW runs, and copies shards to the device that computes. On CPUs they are there anyway
     #[arg(long, value_enum, default_value_t = Offload::None, help_heading = "Sharding")]
     pub(crate) offload: Offload,
 

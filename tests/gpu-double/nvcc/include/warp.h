@@ -16,7 +16,8 @@ static struct { uint64_t block; unsigned lanes; } arrived[most_threads / 32];
 
 static unsigned lane() { return current % 32; }
 
-static inline __attribute__((always_inline)) uint64_t together(Together operation, unsigned mask, uint64_t value, unsigned source) {
+static inline __attribute__((always_inline)) uint64_t together(
+    Together operation, unsigned mask, uint64_t value, unsigned source) {
   unsigned me = current, mine = lane(), first = me - mine;
   unsigned present = threads - first >= 32 ? ~0u : (1u << (threads - first)) - 1;
   unsigned members = mask & present;
