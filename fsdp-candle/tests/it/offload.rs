@@ -1,61 +1,28 @@
-//! Shards, gradients and optimizer state in the host's memory: the same bits as on the device that computes. On a CUDA
-//! device where there is one, and on the host, where they are there anyway.
-
-use std::time::Duration;
+//! Shards, gradients and optimizer state in the host's memory: the same bits as on the device that computes. On the host
+//! they are there anyway.
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::Optimizer;
 use fsdp_candle::{
-    AdamW, AdamWConfig, AllGatherExtension, DeviceMesh, Float8, FsdpModule, FullyShard, GradScaler,
-    MixedPrecisionPolicy, OffloadPolicy, ReshardAfterForward, ShardedVarMap, StateDict, StateDictOptions, ValuesOf,
-    check_finite, clip_grad_norm, get_model_state_dict, get_optimizer_state_dict, no_grad, set_model_state_dict,
+    AdamW, AdamWConfig, AllGatherExtension, Float8, FsdpModule, FullyShard, GradScaler, MixedPrecisionPolicy,
+    OffloadPolicy, ReshardAfterForward, ShardedVarMap, StateDict, StateDictOptions, ValuesOf, World, check_finite,
+    clip_grad_norm, get_model_state_dict, get_optimizer_state_dict, no_grad, set_model_state_dict,
 };
-use fsdp_core::ProcessGroup;
-use fsdp_core::process_group::{Options, local};
 
-use crate::common::{Block, Model, batch, loss_of, sharded};
+use crate::common::{Block, Model, batch, loss_of, ranks, sharded};
 
 /// Wide enough for whole pages in the middle of a shard, and with biases that are smaller than one.
 const WIDTH: usize = 48;
 const IN_HOST: OffloadPolicy = OffloadPolicy::Cpu { pin_memory: true };
 const IN_PAGEABLE: OffloadPolicy = OffloadPolicy::Cpu { pin_memory: false };
 
-/// A rank as a thread, on a device.
-struct Rank {
-    group: ProcessGroup,
-    device: Device,
+fn vars(world: &World, dims: &[(&str, usize)]) -> ShardedVarMap {
+    ShardedVarMap::new(&world.mesh(dims).unwrap(), world.device())
 }
 
-impl Rank {
-    fn vars(&self, dims: &[(&str, usize)]) -> ShardedVarMap {
-        ShardedVarMap::new(&DeviceMesh::new(&self.group, dims).unwrap(), &self.device)
-    }
-
-    fn batch(&self, of: usize) -> Tensor {
-        batch(self.group.rank() + 10 * of, WIDTH).to_device(&self.device).unwrap()
-    }
-}
-
-#[cfg(feature = "cuda")]
-fn on_cuda(group: ProcessGroup) -> Option<Rank> {
-    use fsdp_core::process_group::ThroughHost;
-
-    let device = fsdp_candle::cuda_device(group.rank()).or_else(|_| fsdp_candle::cuda_device(0)).ok()?;
-    let stream = device.as_cuda_device().unwrap().cuda_stream();
-    let group = group.on_device(Box::new(ThroughHost::new(&stream).unwrap())).unwrap();
-    Some(Rank { group, device })
-}
-
-#[cfg(not(feature = "cuda"))]
-fn on_cuda(_: ProcessGroup) -> Option<Rank> {
-    None
-}
-
-/// Runs a closure on ranks of the host, and on those of CUDA devices.
-fn ranks(size: usize, f: impl Fn(Rank) + Sync) {
-    let options = || Options::default().with_timeout(Duration::from_secs(300));
-    local::run_with(size, options(), |group| f(Rank { group, device: Device::Cpu }));
-    local::run_with(size, options(), |group| on_cuda(group).map(&f));
+/// One of a rank's batches.
+fn numbered(world: &World, number: usize) -> Tensor {
+    batch(world.rank() + 10 * number, WIDTH)
 }
 
 type Sharded = FsdpModule<Model<FsdpModule<Block>>>;
@@ -76,18 +43,18 @@ fn outcome(vars: &ShardedVarMap, optim: &AdamW, losses: Vec<f32>) -> Outcome {
 }
 
 /// Steps of two micro-batches, both reduced, with an evaluation between steps.
-fn train(rank: &Rank, vars: &ShardedVarMap, model: &Sharded) -> Outcome {
+fn train(world: &World, vars: &ShardedVarMap, model: &Sharded) -> Outcome {
     let mut optim = AdamW::new(vars.trainable(), AdamWConfig { lr: 0.01, ..AdamWConfig::default() }).unwrap();
     let mut losses = vec![];
     for step in 0..3 {
         model.set_is_last_backward(false);
-        let loss = loss_of(model, &rank.batch(step));
+        let loss = loss_of(model, &numbered(world, step));
         assert!(model.backward(&loss).unwrap().get(vars.trainable()[0].var()).is_none());
         model.set_is_last_backward(true);
-        let grads = model.backward(&loss_of(model, &rank.batch(step + 1))).unwrap();
+        let grads = model.backward(&loss_of(model, &numbered(world, step + 1))).unwrap();
         losses.push(loss.to_scalar::<f32>().unwrap());
         optim.step(&grads).unwrap();
-        losses.push(no_grad(|| loss_of(model, &rank.batch(9))).to_scalar::<f32>().unwrap());
+        losses.push(no_grad(|| loss_of(model, &numbered(world, 9))).to_scalar::<f32>().unwrap());
     }
     outcome(vars, &optim, losses)
 }
@@ -99,17 +66,17 @@ fn compare(
     policy: OffloadPolicy,
     options: impl Fn(FullyShard) -> FullyShard + Sync,
 ) {
-    ranks(size, |rank| {
+    ranks(size, |world| {
         let run = |policy| {
-            let vars = rank.vars(dims);
+            let vars = vars(&world, dims);
             let model = sharded(&options(FullyShard::new(&vars)).offload_policy(policy), &vars, WIDTH);
-            let home = if policy == OffloadPolicy::None { &rank.device } else { &Device::Cpu };
+            let home = if policy == OffloadPolicy::None { world.device() } else { &Device::Cpu };
             for param in vars.params() {
                 assert!(param.var().device().same_device(home), "{} {policy:?}", param.name());
             }
-            train(&rank, &vars, &model)
+            train(&world, &vars, &model)
         };
-        assert_eq!(run(policy), run(OffloadPolicy::None), "{:?}", rank.device);
+        assert_eq!(run(policy), run(OffloadPolicy::None), "{:?}", world.device());
     });
 }
 
@@ -147,12 +114,12 @@ fn every_way_to_shard_and_free() {
     }
     compare(4, &[("dp_replicate", 2), ("dp_shard", 2)], IN_HOST, |opts| opts);
     // Shards of no elements, and frozen parameters.
-    ranks(5, |rank| {
+    ranks(5, |world| {
         let run = |policy| {
-            let vars = rank.vars(&[("dp_shard", 5)]);
+            let vars = vars(&world, &[("dp_shard", 5)]);
             vars.freeze(|name| name.contains("blocks.1"));
             let model = sharded(&FullyShard::new(&vars).offload_policy(policy), &vars, WIDTH);
-            train(&rank, &vars, &model)
+            train(&world, &vars, &model)
         };
         assert_eq!(run(IN_HOST), run(OffloadPolicy::None));
     });
@@ -160,13 +127,13 @@ fn every_way_to_shard_and_free() {
 
 #[test]
 fn prefetched_shards_that_nothing_uses_are_given_back() {
-    ranks(2, |rank| {
+    ranks(2, |world| {
         let run = |policy| {
-            let vars = rank.vars(PAIR);
+            let vars = vars(&world, PAIR);
             let model = sharded(&FullyShard::new(&vars).offload_policy(policy), &vars, WIDTH);
             let blocks = &model.inner().blocks;
             blocks[0].set_modules_to_forward_prefetch(&blocks[1].units());
-            let _ = loss_of(&model, &rank.batch(0));
+            let _ = loss_of(&model, &numbered(&world, 0));
             // Gathered for nothing, and again after the shards have changed.
             let before = model.unshard_async().unwrap();
             drop(before);
@@ -175,7 +142,7 @@ fn prefetched_shards_that_nothing_uses_are_given_back() {
                 let doubled = (param.var().as_tensor() * 2.).unwrap();
                 param.var().set(&doubled).unwrap();
             }
-            train(&rank, &vars, &model)
+            train(&world, &vars, &model)
         };
         assert_eq!(run(IN_HOST), run(OffloadPolicy::None));
     });
@@ -183,9 +150,9 @@ fn prefetched_shards_that_nothing_uses_are_given_back() {
 
 #[test]
 fn units_may_differ_and_norms_count_all() {
-    ranks(2, |rank| {
+    ranks(2, |world| {
         let run = |policy| {
-            let vars = rank.vars(PAIR);
+            let vars = vars(&world, PAIR);
             let opts = FullyShard::new(&vars);
             let blocks = (0..2).map(|i| {
                 let (opts, vb) = (opts.clone().offload_policy(policy), vars.builder(DType::F32));
@@ -197,7 +164,7 @@ fn units_may_differ_and_norms_count_all() {
             };
             let model = fsdp_candle::fully_shard(&opts, vars.builder(DType::F32), head).unwrap();
             let mut scaler = GradScaler::new(8.);
-            let loss = scaler.scale(&loss_of(&model, &rank.batch(0))).unwrap();
+            let loss = scaler.scale(&loss_of(&model, &numbered(&world, 0))).unwrap();
             let mut grads = model.backward(&loss).unwrap();
             assert!(!scaler.unscale(&vars, &mut grads).unwrap());
             let norm = clip_grad_norm(&vars, &mut grads, 1e-3).unwrap();
@@ -221,22 +188,22 @@ fn units_may_differ_and_norms_count_all() {
 #[test]
 fn state_dicts_go_from_one_place_to_the_other() {
     for full_state_dict in [false, true] {
-        ranks(2, |rank| {
+        ranks(2, |world| {
             let options = StateDictOptions { full_state_dict, ..StateDictOptions::default() };
             let make = |policy| {
-                let vars = rank.vars(PAIR);
+                let vars = vars(&world, PAIR);
                 let model = sharded(&FullyShard::new(&vars).offload_policy(policy), &vars, WIDTH);
                 (vars, model)
             };
             let ((here, _on_device), (there, in_host)) = (make(OffloadPolicy::None), make(IN_HOST));
-            let before = loss_of(&in_host, &rank.batch(0)).to_scalar::<f32>().unwrap();
+            let before = loss_of(&in_host, &numbered(&world, 0)).to_scalar::<f32>().unwrap();
             for param in here.trainable() {
                 param.var().set(&(param.var().as_tensor() * 0.5).unwrap()).unwrap();
             }
             let dict = get_model_state_dict(&here, &options).unwrap();
             // What a forward has gathered is gathered anew.
             set_model_state_dict(&there, &dict, &options).unwrap();
-            assert_ne!(loss_of(&in_host, &rank.batch(0)).to_scalar::<f32>().unwrap(), before);
+            assert_ne!(loss_of(&in_host, &numbered(&world, 0)).to_scalar::<f32>().unwrap(), before);
             let options = StateDictOptions { full_state_dict: true, ..StateDictOptions::default() };
             let whole = |vars| elements(&get_model_state_dict(vars, &options).unwrap());
             assert_eq!(whole(&there), whole(&here));
@@ -246,15 +213,15 @@ fn state_dicts_go_from_one_place_to_the_other() {
 
 #[test]
 fn a_failed_step_leaves_nothing() {
-    ranks(2, |rank| {
+    ranks(2, |world| {
         let run = |policy| {
-            let vars = rank.vars(PAIR);
+            let vars = vars(&world, PAIR);
             let model = sharded(&FullyShard::new(&vars).offload_policy(policy), &vars, WIDTH);
             model.set_is_last_backward(false);
-            model.backward(&loss_of(&model, &rank.batch(0))).unwrap();
+            model.backward(&loss_of(&model, &numbered(&world, 0))).unwrap();
             model.set_is_last_backward(true);
             model.reset_iter_state();
-            train(&rank, &vars, &model)
+            train(&world, &vars, &model)
         };
         assert_eq!(run(IN_HOST), run(OffloadPolicy::None));
     });

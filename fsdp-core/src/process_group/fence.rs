@@ -42,7 +42,6 @@ impl Running {
     }
 
     /// It reads these.
-    #[cfg(feature = "nccl")]
     pub(super) fn keeping(mut self, inputs: impl IntoIterator<Item = Arc<dyn Readable>>) -> Self {
         self.inputs.extend(inputs);
         self

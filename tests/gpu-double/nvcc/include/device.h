@@ -1,6 +1,7 @@
 // What every CUDA source finds without an `#include`: the stand-in `nvcc` puts it before each of them.
 #pragma once
 #include <cmath>
+#include <math.h>  // `sqrt` and the like of a float are floats, as CUDA has them
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
