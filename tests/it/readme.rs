@@ -7,7 +7,7 @@ use fsdp_tests::{program, run, workspace};
 
 /// The commands in code blocks of the README and of other documents, and those between backticks.
 fn commands() -> Vec<Vec<String>> {
-    let files = ["README.md", "CONTRIBUTING.md", "docs/from-candle.md"];
+    let files = ["README.md", "CONTRIBUTING.md", "docs/from-candle.md", "docs/gpus.md"];
     let text = files.map(|name| std::fs::read_to_string(workspace().join(name)).unwrap());
     let text = text.join("\n").replace("```sh\n", "```\n");
     let mut spans = Vec::new();
@@ -62,8 +62,13 @@ fn check_cargo(words: &[String]) {
     for flag in words[1..end].iter().filter(|word| word.starts_with('-')) {
         assert!(help.split([' ', ',', '\n', '[', '=']).any(|word| word == flag), "cargo {} has no {flag}", words[0]);
     }
-    if let Some(package) = words.iter().position(|word| word == "-p").map(|at| &words[at + 1]) {
-        assert!(workspace().join(package).join("Cargo.toml").exists(), "no package {package}");
+    for (at, _) in words[..end].iter().enumerate().filter(|(_, word)| *word == "-p") {
+        let package = &words[at + 1];
+        let is_it = |folder: &str| {
+            let manifest = std::fs::read_to_string(workspace().join(folder).join("Cargo.toml")).unwrap_or_default();
+            manifest.contains(&format!("name = \"{package}\""))
+        };
+        assert!([package.as_str(), "examples", "tests", "tests/gpu"].into_iter().any(is_it), "no package {package}");
         if end < words.len() {
             check(&[std::slice::from_ref(package), &words[end + 1..]].concat());
         }
