@@ -1,5 +1,5 @@
-//! Shards, gradients and optimizer state in the host's memory: the same bits as on the device that computes. On the host
-//! they are there anyway.
+//! Shards, gradients and optimizer state in the host's memory: the same bits as on the device that computes. On the
+//! host they are there anyway.
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::Optimizer;

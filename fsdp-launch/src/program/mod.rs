@@ -53,6 +53,9 @@ pub(crate) fn plan_program(program: &OsStr) -> Result<(PathBuf, Option<String>)>
     })
 }
 
+/// With the value `no`, nothing is built: names are those of executables.
+const BUILD: &str = "FSDP_LAUNCH_BUILD";
+
 enum Located {
     Executable(PathBuf),
     Target(Target),
@@ -62,9 +65,12 @@ fn locate(program: &OsStr) -> Result<Located> {
     if program.as_bytes().contains(&b'/') {
         return check_path(PathBuf::from(program)).map(Located::Executable);
     }
-    let (workspace, meant) = match find_target(program)? {
-        Found::Target(target) => return Ok(Located::Target(target)),
-        Found::Nothing { places, meant } => (places, meant),
+    let (workspace, meant) = match env::var_os(BUILD).is_some_and(|value| value == "no") {
+        true => (format!("in a workspace ({BUILD}=no)"), None),
+        false => match find_target(program)? {
+            Found::Target(target) => return Ok(Located::Target(target)),
+            Found::Nothing { places, meant } => (places, meant),
+        },
     };
     let beside = env::current_exe().ok().and_then(|exe| exe.parent().map(Path::to_owned));
     let found = beside.as_ref().map(|dir| dir.join(program)).filter(|it| runnable(it));

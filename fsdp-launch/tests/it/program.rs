@@ -137,6 +137,18 @@ fn without_cargo_and_without_a_workspace_path_is_enough() {
 }
 
 #[test]
+fn nothing_is_built_where_the_environment_says_so() {
+    let (workspace, built) = (workspace(), tempfile::tempdir().unwrap());
+    executable(built.path().join("trainer"), "#!/bin/sh\necho built before\n");
+    let mut command = launcher(&["trainer"]);
+    command.current_dir(workspace.path()).env("FSDP_LAUNCH_BUILD", "no").env("PATH", built.path());
+    assert_eq!(finish(&mut command), (Some(0), "[rank 0] built before\n".into(), String::new()));
+    let (code, _, stderr) = finish(launcher(&["demo"]).current_dir(workspace.path()).env("FSDP_LAUNCH_BUILD", "no"));
+    assert_eq!(code, Some(1));
+    assert!(stderr.contains("\"demo\" was not found") && stderr.contains("FSDP_LAUNCH_BUILD=no"), "{stderr}");
+}
+
+#[test]
 fn what_is_not_found_names_the_places_and_the_way_out() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("train.sh"), "").unwrap();

@@ -6,6 +6,7 @@
 mod ckpt;
 mod collectives;
 mod count;
+mod device;
 mod finite;
 mod memory;
 mod meter;
@@ -17,7 +18,7 @@ mod step;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand, ValueEnum};
+use clap::{Parser, Subcommand};
 use fsdp_candle::DeviceChoice;
 use fsdp_examples::console::Console;
 
@@ -31,17 +32,6 @@ use fsdp_examples::console::Console;
 struct Cli {
     #[command(subcommand)]
     what: What,
-    /// Where to compute.
-    #[arg(long, global = true, value_enum, default_value_t = Where::Cpu)]
-    device: Where,
-}
-
-/// Where to compute.
-#[derive(Clone, Copy, ValueEnum)]
-enum Where {
-    Auto,
-    Cpu,
-    Cuda,
 }
 
 #[derive(Subcommand)]
@@ -72,10 +62,10 @@ fn main() -> ExitCode {
     if let What::Plan(args) = &cli.what {
         return plan::run(args).map_or_else(failed, |()| ExitCode::SUCCESS);
     }
-    let device = match cli.device {
-        Where::Auto => DeviceChoice::Auto,
-        Where::Cpu => DeviceChoice::Cpu,
-        Where::Cuda => DeviceChoice::Cuda,
+    let device = match &cli.what {
+        What::Memory(args) => args.device.choice(),
+        What::Step(args) => args.device.choice(),
+        _ => DeviceChoice::Cpu,
     };
     fsdp_examples::job::run_on(device, |world| match cli.what {
         What::Ckpt(args) => ckpt::run(&args, world),

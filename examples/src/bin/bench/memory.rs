@@ -10,6 +10,7 @@ use fsdp_candle::{AdamW, AdamWConfig, FullyShard, ReduceOp, ReduceScatter, Resha
 use fsdp_core::{Allocator, ProcessGroup, ScatterPart, Work};
 use serde::Serialize;
 
+use crate::device::OnDevice;
 use crate::meter::Meter;
 use crate::print::print;
 use crate::residual::Shape;
@@ -25,6 +26,8 @@ pub(crate) struct Args {
     /// Print one JSON object a mode.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    pub(crate) device: OnDevice,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, ValueEnum)]

@@ -15,6 +15,7 @@ use fsdp_examples::models::{self, Batch, ModelConfig, ModelOptions};
 use serde::Serialize;
 
 use crate::count::count;
+use crate::device::OnDevice;
 use crate::meter::Meter;
 use crate::plan;
 use crate::print::print;
@@ -47,6 +48,8 @@ pub(crate) struct Args {
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    pub(crate) device: OnDevice,
 }
 
 /// Median seconds, of the slowest rank: each figure by itself, so the parts need not add up to the step. The host does
