@@ -33,7 +33,7 @@ struct Affine {
 /// As rows of the last dimension.
 fn rows(tensor: &Tensor) -> Result<Tensor> {
     let width = tensor.dims().last().copied().unwrap_or(1);
-    let rows = if width == 0 { 0 } else { tensor.elem_count() / width };
+    let rows = tensor.elem_count().checked_div(width).unwrap_or(0);
     tensor.detach().contiguous()?.reshape((rows, width))
 }
 
