@@ -10,7 +10,7 @@ use fsdp_core::ProcessGroup;
 #[cfg(feature = "cuda")]
 use fsdp_core::{
     ReduceOp,
-    process_group::{self, DeviceEngine, ThroughHost},
+    process_group::{DeviceEngine, ThroughHost},
 };
 
 use crate::error::Result;
@@ -45,7 +45,7 @@ pub(super) fn group_on(_: &Device, group: ProcessGroup) -> Result<ProcessGroup> 
 fn engine(stream: &Arc<CudaStream>, group: &ProcessGroup) -> Result<Box<dyn DeviceEngine>> {
     let wanted = std::env::var(VARIABLE).ok();
     let several = group.size() > 1;
-    let by_nccl = u32::from(several && wants_nccl(wanted.as_deref(), several && shared(stream, group)?)?);
+    let by_nccl = u32::from(wants_nccl(wanted.as_deref(), several && shared(stream, group)?)? && several);
     if group.all_reduce_scalar(by_nccl, ReduceOp::Min)? == 1 {
         return nccl(stream, group);
     }
@@ -55,7 +55,7 @@ fn engine(stream: &Arc<CudaStream>, group: &ProcessGroup) -> Result<Box<dyn Devi
 /// Whether two ranks share a device.
 #[cfg(feature = "nccl")]
 fn shared(stream: &Arc<CudaStream>, group: &ProcessGroup) -> Result<bool> {
-    Ok(process_group::share_a_device(group, stream)?)
+    Ok(fsdp_core::process_group::share_a_device(group, stream)?)
 }
 
 /// Without NCCL it does not matter.
@@ -66,7 +66,7 @@ fn shared(_: &Arc<CudaStream>, _: &ProcessGroup) -> Result<bool> {
 
 #[cfg(feature = "nccl")]
 fn nccl(stream: &Arc<CudaStream>, group: &ProcessGroup) -> Result<Box<dyn DeviceEngine>> {
-    Ok(Box::new(process_group::Nccl::new(group, stream)?))
+    Ok(Box::new(fsdp_core::process_group::Nccl::new(group, stream)?))
 }
 
 /// Not reached: no rank of such a build wants it.

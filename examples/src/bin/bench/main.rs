@@ -6,7 +6,6 @@
 mod ckpt;
 mod collectives;
 mod count;
-mod device;
 mod finite;
 mod memory;
 mod meter;
@@ -19,8 +18,8 @@ mod step;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use fsdp_candle::DeviceChoice;
 use fsdp_examples::console::Console;
+use fsdp_examples::device::DeviceChoice;
 
 /// Measures candle-fsdp on this machine. Start it under fsdp-launch:
 ///
@@ -63,11 +62,11 @@ fn main() -> ExitCode {
         return plan::run(args).map_or_else(failed, |()| ExitCode::SUCCESS);
     }
     let device = match &cli.what {
-        What::Memory(args) => args.device.choice(),
-        What::Step(args) => args.device.choice(),
+        What::Memory(args) => args.device,
+        What::Step(args) => args.device,
         _ => DeviceChoice::Cpu,
     };
-    fsdp_examples::job::run_on(device, |world| match cli.what {
+    fsdp_examples::job::run_on(device.into(), |world| match cli.what {
         What::Ckpt(args) => ckpt::run(&args, world),
         What::Collectives(args) => collectives::run(&args, world),
         What::Finite(args) => finite::run(&args, world),

@@ -8,9 +8,9 @@ use candle_nn::{Optimizer, VarBuilder, VarMap};
 use clap::ValueEnum;
 use fsdp_candle::{AdamW, AdamWConfig, FullyShard, ReduceOp, ReduceScatter, ReshardAfterForward, ShardedVarMap, World};
 use fsdp_core::{Allocator, ProcessGroup, ScatterPart, Work};
+use fsdp_examples::device::DeviceChoice;
 use serde::Serialize;
 
-use crate::device::OnDevice;
 use crate::meter::Meter;
 use crate::print::print;
 use crate::residual::Shape;
@@ -26,8 +26,9 @@ pub(crate) struct Args {
     /// Print one JSON object a mode.
     #[arg(long)]
     json: bool,
-    #[command(flatten)]
-    pub(crate) device: OnDevice,
+    /// Where to compute.
+    #[arg(long, value_enum, default_value_t = DeviceChoice::Cpu)]
+    pub(crate) device: DeviceChoice,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, ValueEnum)]

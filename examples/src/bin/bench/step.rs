@@ -10,12 +10,12 @@ use fsdp_candle::initializer::Philox;
 use fsdp_candle::{
     AdamW, AdamWConfig, FullyShard, MixedPrecisionPolicy, ReduceOp, ShardedVarMap, World, clip_grad_norm, nn,
 };
+use fsdp_examples::device::DeviceChoice;
 use fsdp_examples::metrics::peak_memory_bytes;
 use fsdp_examples::models::{self, Batch, ModelConfig, ModelOptions};
 use serde::Serialize;
 
 use crate::count::count;
-use crate::device::OnDevice;
 use crate::meter::Meter;
 use crate::plan;
 use crate::print::print;
@@ -48,8 +48,9 @@ pub(crate) struct Args {
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
-    #[command(flatten)]
-    pub(crate) device: OnDevice,
+    /// Where to compute.
+    #[arg(long, value_enum, default_value_t = DeviceChoice::Cpu)]
+    pub(crate) device: DeviceChoice,
 }
 
 /// Median seconds, of the slowest rank: each figure by itself, so the parts need not add up to the step. The host does
@@ -106,6 +107,10 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
     let policy =
         MixedPrecisionPolicy { param_dtype: Some(param_dtype), reduce_dtype: Some(DType::F32), ..Default::default() };
     let opts = FullyShard::new(&vars).mp_policy(policy);
+    let measured = |loss: &dyn Fn(&Batch) -> Result<Tensor>, backward: &dyn Fn(&Tensor) -> Result<GradStore>| {
+        let subject = Subject { vocabulary, parameters, operations, before, meter: &meter, loss, backward };
+        measure(args, world, &vars, &subject)
+    };
     match (args.units.as_str(), &config) {
         ("name", ModelConfig::Decoder(config)) => {
             let model = models::build_by_name(config, opts, &vars, options)?;
@@ -113,39 +118,13 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
                 let logits = model.call(|model| Ok(model.forward(&batch.ids, None)?.0))?;
                 nn::cross_entropy(&logits, &batch.targets)
             };
-            measure(
-                args,
-                world,
-                &vars,
-                &Subject {
-                    vocabulary,
-                    parameters,
-                    operations,
-                    before,
-                    meter: &meter,
-                    loss: &loss,
-                    backward: &|loss| model.backward(loss),
-                },
-            )
+            measured(&loss, &|loss| model.backward(loss))
         }
         ("name", _) => bail!("--units name is for decoders, and {} is none", args.model.display()),
         _ => {
             let model = models::build(&config, &opts, &vars, options)?;
             let loss = |batch: &Batch| models::loss(&model, batch);
-            measure(
-                args,
-                world,
-                &vars,
-                &Subject {
-                    vocabulary,
-                    parameters,
-                    operations,
-                    before,
-                    meter: &meter,
-                    loss: &loss,
-                    backward: &|loss| model.backward(loss),
-                },
-            )
+            measured(&loss, &|loss| model.backward(loss))
         }
     }
 }

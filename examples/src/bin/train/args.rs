@@ -7,10 +7,10 @@ use clap::{
     builder::{OsStringValueParser, TypedValueParser},
 };
 use fsdp_candle::{ReshardAfterForward, World};
-use fsdp_examples::{data::BatchShape, schedule::LrSchedule};
+use fsdp_examples::{data::BatchShape, device::DeviceChoice, schedule::LrSchedule};
 use serde::Serialize;
 
-pub(crate) use crate::values::{ActivationCheckpoint, DeviceChoice, GradSync, InitChoice, Offload, Resume, Switch};
+pub(crate) use crate::values::{ActivationCheckpoint, GradSync, InitChoice, Offload, Resume, Switch};
 use crate::values::{
     Precision, betas, checkpoint_place, count, not_negative, place, positive, reshard, reshard_word, share,
 };

@@ -100,25 +100,6 @@ pub(crate) enum Switch {
     Off,
 }
 
-/// Where to compute.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum DeviceChoice {
-    Auto,
-    Cpu,
-    Cuda,
-}
-
-impl From<DeviceChoice> for fsdp_candle::DeviceChoice {
-    fn from(choice: DeviceChoice) -> Self {
-        match choice {
-            DeviceChoice::Auto => Self::Auto,
-            DeviceChoice::Cpu => Self::Cpu,
-            DeviceChoice::Cuda => Self::Cuda,
-        }
-    }
-}
-
 /// Which checkpoint to go on from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Resume {

@@ -5,4 +5,5 @@ mod checkpoints;
 mod counts;
 mod golden;
 mod matrix;
+mod memory;
 mod schedules;

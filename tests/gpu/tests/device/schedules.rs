@@ -14,6 +14,7 @@ fn every_schedule_gives_the_same_bits() {
     let recorded = Way { steps: 2, ..Way::recorded("llama_tiny", 2) };
     let ways = [
         Way { flags: &lean, ..recorded.clone() },
+        Way { flags: &["--offload", "cpu"], ..recorded.clone() },
         Way { flags: &["--reshard-after-forward", "never"], model: "gpt2_tiny", ..recorded },
         Way { flags: &hsdp, steps: 2, ..Way::recorded("llama_tiny", 4) },
     ];

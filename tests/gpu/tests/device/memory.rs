@@ -1,0 +1,43 @@
+//! Device memory is what docs/memory.md says, and the same whatever the device does late.
+
+use std::process::Command;
+use std::time::Duration;
+
+use fsdp_tests::{program, run};
+use serde_json::Value;
+
+/// What rank 0 has in use, by mode: bytes of the model, of a unit, between steps, and at most on top.
+fn memory(ranks: usize, seed: u64) -> Vec<[f64; 4]> {
+    let mut command = Command::new(program("fsdp-launch"));
+    command.arg(format!("--nproc-per-node={ranks}")).arg(program("bench"));
+    command.args(["memory", "--device", "cuda", "--mode", "zero3,zero2", "--json"]);
+    command.env("GPU_DOUBLE_SEED", seed.to_string()).env("FSDP_DEVICE_BACKEND", "nccl");
+    let run = run(command, Duration::from_secs(120)).ok();
+    let reports = run.stdout.lines().filter_map(|line| line.find('{').map(|at| &line[at..]));
+    let numbers = |line: &str| {
+        let report: Value = serde_json::from_str(line).unwrap();
+        ["model_bytes", "unit_bytes", "resident_bytes", "transient_bytes"].map(|key| report[key].as_f64().unwrap())
+    };
+    reports.map(numbers).collect()
+}
+
+#[test]
+fn memory_is_the_formulas_within_two_percent_on_every_schedule() {
+    for ranks in [1, 2, 4] {
+        let found = memory(ranks, 0);
+        assert_eq!(found.len(), 2);
+        assert_eq!(memory(ranks, 7), found, "{ranks} ranks: another schedule takes other memory");
+        let share = |bytes: f64| bytes / ranks as f64;
+        // A unit has two matrices, of which the gradient of one is there at the worst moment, with a reduced share.
+        let reduced = |unit: f64| unit / 2. + if ranks > 1 { share(unit) } else { 0. };
+        // Two units' parameters and a unit's gradients in flight, or all parameters.
+        let on_top: [fn(f64, f64) -> f64; 2] = [|_, unit| 3. * unit, |model, _| model];
+        for ([model, unit, resident, transient], on_top) in found.into_iter().zip(on_top) {
+            let formulas = [(resident, 4. * share(model)), (transient, on_top(model, unit) + reduced(unit))];
+            println!("{ranks} ranks: {formulas:?}");
+            for (bytes, formula) in formulas {
+                assert!((bytes / formula - 1.).abs() < 0.02, "{ranks} ranks: {bytes} bytes, formula {formula}");
+            }
+        }
+    }
+}
