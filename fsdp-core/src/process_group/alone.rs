@@ -22,6 +22,11 @@ impl Backend for Alone {
         self.0
     }
 
+    /// On a device a collective is a copy, which the device is told of.
+    fn runs_when_issued(&self) -> bool {
+        self.0 != DeviceId::Host
+    }
+
     fn promises(&self) -> Promises {
         Promises::ALL
     }

@@ -17,8 +17,8 @@ const QUARANTINE: (usize, usize) = (64 << 20, 4096);
 pub(crate) enum Kind {
     /// Of `cuMemAlloc`, on a device.
     Device(usize),
-    /// Of `cuMemAllocAsync`, from a device's pool.
-    Pool(usize),
+    /// Of `cuMemAllocAsync`, from a place in a device's pool.
+    Pool { device: usize, place: u64 },
     /// Of the host, page-locked.
     Pinned,
     /// Of the host, and page-locked by `cuMemHostRegister`: not ours to free.
@@ -40,7 +40,7 @@ pub(crate) struct Allocation {
 impl Allocation {
     pub(crate) fn describe(&self) -> String {
         let kind = match self.kind {
-            Kind::Device(_) | Kind::Pool(_) => "device",
+            Kind::Device(_) | Kind::Pool { .. } => "device",
             Kind::Pinned | Kind::Registered => "pinned host",
         };
         format!("{} bytes of {kind} memory at {:#x}, allocated by {}", self.len, self.base, self.made)

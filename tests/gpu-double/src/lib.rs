@@ -6,6 +6,7 @@
 //! the environment there are.
 
 mod allocation;
+mod arena;
 mod bytes;
 mod clock;
 mod context;

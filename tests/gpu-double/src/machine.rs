@@ -210,7 +210,7 @@ impl Machine {
             streams: Streams::default(),
             events: HashMap::new(),
             allocations: Allocations::default(),
-            accounts: (0..settings.devices).map(|_| Account::new(settings.memory)).collect(),
+            accounts: (0..settings.devices).map(|_| Account::new(settings.memory, settings.segment)).collect(),
             legacy: HashMap::new(),
             per_thread: HashMap::new(),
             schedule: Schedule::new(settings.seed, report::rank()),

@@ -5,6 +5,7 @@ use crate::{
     bytes, context,
     machine::{Core, Machine, machine},
     operation::{Access, Progress, Touch},
+    pool::Piece,
     report,
     status::{Fault, INVALID_CONTEXT, OUT_OF_MEMORY, Refusal},
 };
@@ -24,23 +25,29 @@ impl Machine {
             Some(stream) => core.streams.get(stream).context,
             None => context::current().ok_or(Refusal::Status(INVALID_CONTEXT))?,
         };
-        let out_of_memory = Refusal::Status(OUT_OF_MEMORY);
-        if !core.accounts[device].take(stream.is_some(), len as u64) {
-            return Err(out_of_memory);
-        }
-        let base = bytes::allocate(len).ok_or(out_of_memory)?;
+        let out_of_memory = || Refusal::Status(OUT_OF_MEMORY);
+        let account = &mut core.accounts[device];
+        let piece = match stream {
+            Some(_) => Some(account.take(len as u64).ok_or_else(out_of_memory)?),
+            None if account.take_directly(len as u64) => None,
+            None => return Err(out_of_memory()),
+        };
+        let base = bytes::allocate(len).ok_or_else(out_of_memory)?;
         report::device_bytes(len as i64);
         let empty = if len == 0 { "empty " } else { "" };
         report::count(&format!("{empty}allocation: {by}"));
-        let Some(stream) = stream else {
+        let (Some(stream), Some(Piece { place, grown })) = (stream, piece) else {
             // SAFETY: it is new.
             unsafe { bytes::poison(base, len) };
             core.allocations.insert(base, len, Kind::Device(device), format!("`{by}`"));
             return Ok(base);
         };
+        if grown {
+            report::count(&format!("growth of the pool: {by}"));
+        }
         let after = core.prepare(stream, by)?;
         let made = format!("`{by}` on {}", core.name(stream));
-        core.allocations.insert(base, len, Kind::Pool(device), made);
+        core.allocations.insert(base, len, Kind::Pool { device, place }, made);
         core.touch(stream, by, Touch { at: base, access: Access::Write }, "allocates")?;
         core.push(stream, by, after, poisoning(base, len), None);
         Ok(base)
@@ -85,8 +92,12 @@ impl Core {
             return Err(Fault(format!("`{by}` frees {at:#x}, where no memory begins")));
         };
         match kind {
-            Kind::Device(device) | Kind::Pool(device) => {
-                self.accounts[device].give(matches!(kind, Kind::Pool(_)), len as u64);
+            Kind::Device(device) => {
+                self.accounts[device].give_directly(len as u64);
+                report::device_bytes(-(len as i64));
+            }
+            Kind::Pool { device, place } => {
+                self.accounts[device].give(place, len as u64);
                 report::device_bytes(-(len as i64));
             }
             Kind::Pinned => report::pinned_bytes(-(len as i64)),

@@ -1,5 +1,7 @@
 //! How much of a device's memory is in use, and what its default pool holds.
 
+use crate::arena::Arena;
+
 /// As `CUmemPool_attribute` counts the bytes of a pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Level {
@@ -21,15 +23,26 @@ pub(crate) struct Account {
     total: u64,
     /// Bytes that `cuMemAlloc` gave.
     direct: u64,
+    arena: Arena,
     pub(crate) used: Level,
     pub(crate) reserved: Level,
     /// What the pool keeps at synchronisations even if nobody uses it.
     pub(crate) threshold: u64,
 }
 
+/// A piece of a pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Piece {
+    pub(crate) place: u64,
+    /// Whether the pool had to grow for it.
+    pub(crate) grown: bool,
+}
+
 impl Account {
-    pub(crate) fn new(total: u64) -> Self {
-        Self { total, direct: 0, used: Level::default(), reserved: Level::default(), threshold: 0 }
+    /// So many bytes, which a pool takes in segments.
+    pub(crate) fn new(total: u64, segment: u64) -> Self {
+        let (used, reserved) = Default::default();
+        Self { total, direct: 0, arena: Arena::new(segment), used, reserved, threshold: 0 }
     }
 
     pub(crate) fn total(&self) -> u64 {
@@ -40,33 +53,52 @@ impl Account {
         self.total.saturating_sub(self.direct + self.reserved.current)
     }
 
-    /// Takes memory, or is out of it.
-    pub(crate) fn take(&mut self, from_pool: bool, len: u64) -> bool {
-        if self.direct + self.used.current + len > self.total {
-            return false;
-        }
-        if from_pool {
-            self.used.set(self.used.current + len);
-            self.reserved.set(self.reserved.current.max(self.used.current));
-        } else {
-            self.direct += len;
-        }
-        // A pool gives up what nobody uses before memory runs out.
-        self.reserved.current = self.reserved.current.min(self.total - self.direct);
-        true
+    fn has(&self, len: u64) -> bool {
+        self.direct + self.used.current + len <= self.total
     }
 
-    pub(crate) fn give(&mut self, from_pool: bool, len: u64) {
-        if from_pool {
-            self.used.current -= len;
-        } else {
-            self.direct -= len;
+    /// What the pool has, which is less than its segments where memory runs out: a driver moves pages from one segment
+    /// to another then.
+    fn reserve(&mut self) {
+        self.reserved.set(self.arena.reserved().min(self.total - self.direct));
+    }
+
+    /// Takes memory from the pool, or is out of it.
+    pub(crate) fn take(&mut self, len: u64) -> Option<Piece> {
+        if !self.has(len) {
+            return None;
         }
+        let (place, grown) = self.arena.take(len);
+        self.used.set(self.used.current + len);
+        self.reserve();
+        Some(Piece { place, grown })
+    }
+
+    /// Memory goes back to the pool.
+    pub(crate) fn give(&mut self, place: u64, len: u64) {
+        self.arena.give(place, len);
+        self.used.current -= len;
+    }
+
+    /// Takes memory that is not the pool's. Tells whether there was any; a pool gives up what nobody uses before memory
+    /// runs out.
+    pub(crate) fn take_directly(&mut self, len: u64) -> bool {
+        let has = self.has(len);
+        if has {
+            self.direct += len;
+            self.reserve();
+        }
+        has
+    }
+
+    pub(crate) fn give_directly(&mut self, len: u64) {
+        self.direct -= len;
     }
 
     /// The pool gives back what is beyond `keep`, as far as it is not in use.
     pub(crate) fn trim(&mut self, keep: u64) {
-        self.reserved.current = self.used.current.max(self.reserved.current.min(keep));
+        self.arena.trim(keep);
+        self.reserve();
     }
 }
 
@@ -74,26 +106,40 @@ impl Account {
 mod tests {
     use super::*;
 
+    const MIB: u64 = 1 << 20;
+
     #[test]
     fn a_pool_keeps_its_threshold() {
-        let mut account = Account::new(1000);
-        assert!(account.take(true, 600) && account.take(false, 100));
-        account.give(true, 600);
-        assert_eq!((account.used, account.reserved.current), (Level { current: 0, high: 600 }, 600));
-        assert_eq!(account.free(), 300);
-        account.trim(200);
-        assert_eq!((account.reserved, account.free()), (Level { current: 200, high: 600 }, 700));
+        let mut account = Account::new(100 * MIB, 2 * MIB);
+        let (one, two) = (account.take(40 * MIB).unwrap(), account.take(20 * MIB).unwrap());
+        assert!(account.take_directly(10 * MIB));
+        account.give(one.place, 40 * MIB);
+        account.give(two.place, 20 * MIB);
+        assert_eq!(account.used, Level { current: 0, high: 60 * MIB });
+        assert_eq!((account.reserved.current, account.free()), (60 * MIB, 30 * MIB));
+        account.trim(20 * MIB);
+        assert_eq!((account.reserved, account.free()), (Level { current: 20 * MIB, high: 60 * MIB }, 70 * MIB));
+    }
+
+    #[test]
+    fn a_pool_grows_only_where_nothing_is_free() {
+        let mut account = Account::new(100 * MIB, 2 * MIB);
+        let piece = account.take(3 * MIB).unwrap();
+        account.give(piece.place, 3 * MIB);
+        assert_eq!((piece.grown, account.take(2 * MIB).unwrap().grown), (true, false));
+        account.trim(0);
+        assert!(account.take(4 * MIB).unwrap().grown);
     }
 
     #[test]
     fn memory_runs_out() {
-        let mut account = Account::new(1000);
-        assert!(account.take(true, 800));
-        account.give(true, 800);
-        assert!(account.take(false, 900), "the pool gives up what nobody uses");
-        assert_eq!(account.reserved.current, 100);
-        assert!(!account.take(true, 101));
-        assert!(account.take(true, 100));
+        let mut account = Account::new(100 * MIB, 2 * MIB);
+        let piece = account.take(80 * MIB).unwrap();
+        account.give(piece.place, 80 * MIB);
+        assert!(account.take_directly(90 * MIB), "the pool gives up what nobody uses");
+        assert_eq!(account.reserved.current, 10 * MIB);
+        assert_eq!(account.take(11 * MIB), None);
+        assert!(account.take(10 * MIB).is_some());
         assert_eq!(account.free(), 0);
     }
 }

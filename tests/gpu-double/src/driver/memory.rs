@@ -106,7 +106,7 @@ unsafe extern "C" fn cuPointerGetAttribute(data: *mut c_void, attribute: c_int, 
     let core = machine().lock();
     let Some(found) = core.allocations.find(at) else { return INVALID_VALUE };
     let device = match found.kind {
-        Kind::Device(device) | Kind::Pool(device) => device,
+        Kind::Device(device) | Kind::Pool { device, .. } => device,
         Kind::Pinned | Kind::Registered => current().unwrap_or(0),
     };
     // SAFETY: as CUDA documents it: `data` is a place for a value of the attribute's type.

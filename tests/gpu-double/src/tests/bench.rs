@@ -27,7 +27,7 @@ pub(super) fn fault<T: std::fmt::Debug>(result: Result<T, Refusal>) -> String {
 impl Bench {
     pub(super) fn new(seed: u64) -> Self {
         set_current(Some(0));
-        let settings = Settings { devices: 2, memory: 1 << 20, seed, stall: Duration::from_millis(50) };
+        let settings = Settings { devices: 2, memory: 1 << 20, segment: 4096, seed, stall: Duration::from_millis(50) };
         Self(Machine::new(settings))
     }
 

@@ -65,7 +65,10 @@ fn a_fault_ends_the_process_and_a_report_is_left_otherwise() {
         "sections": [
             {
                 "name": "start", "peak_bytes": 4096, "in_use_bytes": 4096,
-                "counts": {"allocation": {"cuMemAllocAsync": 1}, "operation": {"kernel fill": 1}},
+                "counts": {
+                    "allocation": {"cuMemAllocAsync": 1}, "growth of the pool": {"cuMemAllocAsync": 1},
+                    "operation": {"kernel fill": 1},
+                },
             },
             {
                 "name": "second", "peak_bytes": 4096, "in_use_bytes": 0,
