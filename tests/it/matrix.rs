@@ -6,6 +6,7 @@ use std::path::Path;
 
 use fsdp_tests::trace::{Event, Trace};
 use fsdp_tests::trajectory::Trajectory;
+use fsdp_tests::ways::Combination;
 use fsdp_tests::{golden_flags, launch};
 
 fn train(name: &str, ranks: usize, batch_size: usize, flags: &[&str], dir: &Path) -> Trajectory {
@@ -17,76 +18,46 @@ fn train(name: &str, ranks: usize, batch_size: usize, flags: &[&str], dir: &Path
     Trajectory::of_metrics(&dir.join("metrics.jsonl"))
 }
 
-/// A way to shard and to step.
-struct Way {
-    ranks: usize,
-    replicate: &'static str,
-    reshard: &'static str,
-    accumulate: &'static str,
-    sync: &'static str,
-    checkpoint: &'static str,
-    prefetch: &'static str,
-}
-
-impl Way {
-    fn flags(&self) -> [&str; 12] {
-        [
-            "--replicate",
-            self.replicate,
-            "--reshard-after-forward",
-            self.reshard,
-            "--grad-accum",
-            self.accumulate,
-            "--grad-sync",
-            self.sync,
-            "--activation-checkpoint",
-            self.checkpoint,
-            "--prefetch",
-            self.prefetch,
-        ]
-    }
-
-    /// What a step of a model of two blocks, 0 and 1 in the root R, does: (g)ather ahead of (f)orward and of
-    /// (b)ackward, (c)ompute again, (r)educe-scatter, (a)ll-reduce over copies.
-    fn journal(&self) -> Vec<String> {
-        // The next `prefetch` blocks are gathered before a unit computes.
-        let (forward, backward) = match self.prefetch {
-            "0" => ("gR fR g0 f0 g1 f1", "bR gR b1 g1 c1 r1 b0 g0 c0 r0 rR"),
-            "1" => ("gR g0 fR g1 f0 f1", "bR gR g1 b1 g0 c1 r1 b0 c0 r0 rR"),
-            _ => ("gR g0 g1 fR f0 f1", "bR gR g1 g0 b1 c1 r1 b0 c0 r0 rR"),
-        };
-        let micro_batches: usize = self.accumulate.parse().unwrap();
-        let mut journal = vec![];
-        for micro_batch in 1..=micro_batches {
-            journal.extend(forward.split(' ').map(String::from));
-            let mut reduced = None;
-            for event in backward.split(' ') {
-                let gathered = match self.reshard {
-                    "never" => false,
-                    "default" => event != "gR",
-                    _ => true,
-                };
-                match &event[..1] {
-                    "g" if !gathered => {}
-                    "c" if self.checkpoint == "none" => {}
-                    "r" if self.sync == "last" && micro_batch < micro_batches => {}
-                    "r" => {
-                        // The all-reduce of the unit before goes on when this one's gradients are whole.
-                        journal.extend(reduced.replace(event.replace('r', "a")));
-                        journal.push(event.into());
-                    }
-                    _ => journal.push(event.into()),
+/// What a step of a model of two blocks, 0 and 1 in the root R, does: (g)ather ahead of (f)orward and of
+/// (b)ackward, (c)ompute again, (r)educe-scatter, (a)ll-reduce over copies.
+fn wanted(way: &Combination) -> Vec<String> {
+    // The next `prefetch` blocks are gathered before a unit computes.
+    let (forward, backward) = match way.prefetch {
+        "0" => ("gR fR g0 f0 g1 f1", "bR gR b1 g1 c1 r1 b0 g0 c0 r0 rR"),
+        "1" => ("gR g0 fR g1 f0 f1", "bR gR g1 b1 g0 c1 r1 b0 c0 r0 rR"),
+        _ => ("gR g0 g1 fR f0 f1", "bR gR g1 g0 b1 c1 r1 b0 c0 r0 rR"),
+    };
+    let micro_batches: usize = way.accumulate.parse().unwrap();
+    let mut journal = vec![];
+    for micro_batch in 1..=micro_batches {
+        journal.extend(forward.split(' ').map(String::from));
+        let mut reduced = None;
+        for event in backward.split(' ') {
+            let gathered = match way.reshard {
+                "never" => false,
+                "default" => event != "gR",
+                _ => true,
+            };
+            match &event[..1] {
+                "g" if !gathered => {}
+                "c" if way.checkpoint == "none" => {}
+                "r" if way.sync == "last" && micro_batch < micro_batches => {}
+                "r" => {
+                    // The all-reduce of the unit before goes on when this one's gradients are whole.
+                    journal.extend(reduced.replace(event.replace('r', "a")));
+                    journal.push(event.into());
                 }
+                _ => journal.push(event.into()),
             }
-            journal.extend(reduced);
         }
-        // A copy of its own has nobody to sum with.
-        journal.retain(|event| !event.starts_with('a') || self.replicate != "1");
-        journal
+        journal.extend(reduced);
     }
+    // A copy of its own has nobody to sum with.
+    journal.retain(|event| !event.starts_with('a') || way.replicate != "1");
+    journal
 }
 
-/// What a rank did in a step, in the words of [`Way::journal`].
+/// What a rank did in a step, in the words of [`wanted`].
 fn journal(step: &[&Event]) -> Vec<String> {
     let mut journal: Vec<String> = vec![];
     let mut last_backward = String::new();
@@ -123,9 +94,9 @@ fn collectives<'a>(step: &'a [&Event], op: &str, is_it: impl Fn(&str) -> bool) -
 }
 
 /// Checks every step but the first, before which nobody knows the order of forward.
-fn check_communication(trace: &Trace, way: &Way) {
+fn check_communication(trace: &Trace, way: &Combination) {
     let events = trace.events();
-    let want = way.journal();
+    let want = wanted(way);
     let count = |what: &str| want.iter().filter(|event| event.starts_with(what)).count();
     for rank in 0..way.ranks as u64 {
         for step in 2..=20 {
@@ -149,33 +120,13 @@ fn every_combination(name: &str) {
     // Accumulating at four ranks takes eight sequences a step, which PyTorch did not record: one rank, nothing sharded,
     // stands in.
     let eight_sequences = train(name, 1, 8, &[], dir.path());
-    for ranks in [2, 4] {
-        for replicate in ["1", "2"] {
-            for reshard in ["default", "always", "never", "2"] {
-                // To fewer ranks means fewer than there are shards, and more than one.
-                if reshard == "2" && (ranks, replicate) != (4, "1") {
-                    continue;
-                }
-                for (accumulate, sync) in [("1", "every"), ("2", "every"), ("2", "last")] {
-                    for checkpoint in ["none", "full"] {
-                        for prefetch in ["0", "1", "2"] {
-                            let way = Way { ranks, replicate, reshard, accumulate, sync, checkpoint, prefetch };
-                            let (batch_size, want) = match (ranks, accumulate) {
-                                (2, "1") => (2, &four_sequences),
-                                (4, "2") => (1, &eight_sequences),
-                                _ => (1, &four_sequences),
-                            };
-                            let run = tempfile::tempdir().unwrap();
-                            let flags = [&way.flags()[..], &["--trace", "trace.json"]].concat();
-                            let ours = train(name, ranks, batch_size, &flags, run.path());
-                            let difference = ours.difference(want).max();
-                            assert!(difference < 2e-5, "{name}, {ranks} ranks, {}: {difference:.1e}", flags.join(" "));
-                            check_communication(&Trace::read(&run.path().join("trace.json")), &way);
-                        }
-                    }
-                }
-            }
-        }
+    for way in Combination::all() {
+        let want = if way.sequences() == 4 { &four_sequences } else { &eight_sequences };
+        let run = tempfile::tempdir().unwrap();
+        let flags = [&way.flags()[..], &["--trace", "trace.json"]].concat();
+        let difference = train(name, way.ranks, way.batch_size(), &flags, run.path()).difference(want).max();
+        assert!(difference < 2e-5, "{name}, {} ranks, {}: {difference:.1e}", way.ranks, flags.join(" "));
+        check_communication(&Trace::read(&run.path().join("trace.json")), &way);
     }
 }
 

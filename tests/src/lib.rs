@@ -4,6 +4,7 @@ mod paths;
 pub mod remains;
 pub mod trace;
 pub mod trajectory;
+pub mod ways;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};

@@ -1,6 +1,7 @@
 //! Ways to shard and to step give the same training on devices as on the CPU.
 
 use fsdp_tests::trajectory::Trajectory;
+use fsdp_tests::ways::Combination;
 use fsdp_tests_gpu::{Way, Which};
 
 /// Each run on devices against the same on the CPU, or against the recorded one where it is the same training.
@@ -16,20 +17,35 @@ fn on_cpu(way: &Way<'_>) -> Trajectory {
     Way { engine: Which::Cpu, ..way.clone() }.train(dir.path())
 }
 
+/// Every so many of the combinations of sharding and stepping are run: `FSDP_GPU_EVERY`, or few. (A prime number goes
+/// through the values of each flag.)
+fn every() -> usize {
+    std::env::var("FSDP_GPU_EVERY").ok().map_or(37, |text| text.parse().unwrap())
+}
+
 #[test]
-fn every_way_to_shard_is_the_recorded_training() {
+fn every_way_to_shard_is_the_same_training() {
     for model in ["llama_tiny", "gpt2_tiny"] {
-        let recorded = Trajectory::recorded(model, "run");
-        let ways: [(usize, usize, &[&str]); 6] = [
-            (4, 1, &["--replicate", "2"]),
-            (2, 2, &["--reshard-after-forward", "never"]),
-            (4, 1, &["--reshard-after-forward", "2", "--activation-checkpoint", "full"]),
-            (2, 2, &["--offload", "cpu"]),
-            (2, 1, &["--grad-accum", "2", "--grad-sync", "every"]),
-            (2, 1, &["--grad-accum", "2", "--grad-sync", "last", "--prefetch", "2"]),
+        let four_sequences = Trajectory::recorded(model, "run");
+        let eight_sequences = on_cpu(&Way { batch: 8, ..Way::recorded(model, 1) });
+        for combination in Combination::all().into_iter().step_by(every()) {
+            let want = if combination.sequences() == 4 { &four_sequences } else { &eight_sequences };
+            let (batch, flags) = (combination.batch_size(), combination.flags());
+            same_as(&Way { batch, flags: &flags, ..Way::recorded(model, combination.ranks) }, want, 2e-5);
+        }
+    }
+}
+
+#[test]
+fn offload_is_the_same_training() {
+    for model in ["llama_tiny", "gpt2_tiny"] {
+        let ways: [(usize, &[&str]); 3] = [
+            (2, &["--offload", "cpu"]),
+            (2, &["--offload", "cpu", "--activation-checkpoint", "full", "--prefetch", "2"]),
+            (4, &["--offload", "cpu", "--replicate", "2", "--reshard-after-forward", "never"]),
         ];
-        for (ranks, batch, flags) in ways {
-            same_as(&Way { batch, flags, ..Way::recorded(model, ranks) }, &recorded, 2e-5);
+        for (ranks, flags) in ways {
+            same_as(&Way { flags, ..Way::recorded(model, ranks) }, &Trajectory::recorded(model, "run"), 2e-5);
         }
     }
 }

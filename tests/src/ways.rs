@@ -1,0 +1,74 @@
+//! Ways to shard and to step: combinations of `train`'s flags that all are the same training.
+
+/// A way to shard and to step, by the values of `train`'s flags.
+#[derive(Clone, Copy, Debug)]
+pub struct Combination {
+    /// The number of ranks.
+    pub ranks: usize,
+    /// `--replicate`.
+    pub replicate: &'static str,
+    /// `--reshard-after-forward`.
+    pub reshard: &'static str,
+    /// `--grad-accum`.
+    pub accumulate: &'static str,
+    /// `--grad-sync`.
+    pub sync: &'static str,
+    /// `--activation-checkpoint`.
+    pub checkpoint: &'static str,
+    /// `--prefetch`.
+    pub prefetch: &'static str,
+}
+
+impl Combination {
+    /// All of them, on two ranks and on four.
+    pub fn all() -> Vec<Self> {
+        let mut all = vec![];
+        for ranks in [2, 4] {
+            for replicate in ["1", "2"] {
+                for reshard in ["default", "always", "never", "2"] {
+                    // To fewer ranks means fewer than there are shards, and more than one.
+                    if reshard == "2" && (ranks, replicate) != (4, "1") {
+                        continue;
+                    }
+                    for (accumulate, sync) in [("1", "every"), ("2", "every"), ("2", "last")] {
+                        for checkpoint in ["none", "full"] {
+                            for prefetch in ["0", "1", "2"] {
+                                let one = Self { ranks, replicate, reshard, accumulate, sync, checkpoint, prefetch };
+                                all.push(one);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        all
+    }
+
+    /// As `train` takes it.
+    pub fn flags(&self) -> [&'static str; 12] {
+        [
+            "--replicate",
+            self.replicate,
+            "--reshard-after-forward",
+            self.reshard,
+            "--grad-accum",
+            self.accumulate,
+            "--grad-sync",
+            self.sync,
+            "--activation-checkpoint",
+            self.checkpoint,
+            "--prefetch",
+            self.prefetch,
+        ]
+    }
+
+    /// Sequences a rank and micro-batch.
+    pub fn batch_size(&self) -> usize {
+        if (self.ranks, self.accumulate) == (2, "1") { 2 } else { 1 }
+    }
+
+    /// Sequences a step: four, which PyTorch recorded, or eight, for which one rank stands in, with nothing sharded.
+    pub fn sequences(&self) -> usize {
+        if (self.ranks, self.accumulate) == (4, "2") { 8 } else { 4 }
+    }
+}
