@@ -55,3 +55,33 @@ fn bf16_follows_the_recorded_training() {
         assert!(difference.loss < 2e-4 && difference.grad_norm < 2.5e-3, "{way:?}: {difference:?}");
     }
 }
+
+/// The loss scale is one of the recorded runs, which skip their first steps. The bounds are those of the host.
+#[test]
+fn f16_follows_the_recorded_training() {
+    for model in ["llama_tiny", "gpt2_tiny"] {
+        let recorded = Trajectory::recorded(model, "run_f16_reduce_f32");
+        let dir = tempfile::tempdir().unwrap();
+        let way = Way { flags: &["--param-dtype", "f16", "--loss-scale", "9e5"], ..Way::recorded(model, 2) };
+        let ours = way.train(dir.path());
+        let difference = ours.difference(&recorded);
+        println!("{model} x 2, f16: {difference:?}");
+        assert!(!ours.skipped().is_empty() && ours.skipped() == recorded.skipped(), "{way:?}: {:?}", ours.skipped());
+        assert!(difference.loss < 3e-5 && difference.grad_norm < 5e-4, "{way:?}: {difference:?}");
+    }
+}
+
+/// The scales of 8-bit shards are those of the host, and so a run in f32 is as near to the recorded one as there.
+#[test]
+fn float8_gathers_follow_the_recorded_training() {
+    for model in ["llama_tiny", "gpt2_tiny"] {
+        let recorded = Trajectory::recorded(model, "run_float8_gather");
+        for flags in [&["--all-gather", "float8"][..], &["--all-gather", "float8", "--offload", "cpu"]] {
+            let dir = tempfile::tempdir().unwrap();
+            let way = Way { flags, ..Way::recorded(model, 2) };
+            let difference = way.train(dir.path()).difference(&recorded);
+            println!("{model} x 2, {flags:?}: {difference:?}");
+            assert!(difference.loss < 2e-5 && difference.grad_norm < 5e-4, "{way:?}: {difference:?}");
+        }
+    }
+}
