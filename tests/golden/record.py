@@ -58,8 +58,8 @@ class Run:
     loss_scale: float | None = None
 
 
-# So large that llama_tiny skips the first step and gpt2_tiny the first two, and no other. With 8 % less or more it is the
-# same.
+# So large that llama_tiny skips the first step and gpt2_tiny the first two, and no other. With 8 % less or more it is
+# the same.
 LOSS_SCALE = 9e5
 # By the name of the file.
 RUNS = {

@@ -335,10 +335,10 @@ pub(crate) struct Args {
 
     /// Write what each step measured to this file, one JSON object a line
     ///
-    /// Fields: step, loss (mean over all processes' tokens that are to be learnt), grad_norm (before clipping; null in a
-    /// step that --loss-scale skips), lr, step_time_s, tokens_per_s, peak_mem_bytes (the largest process's), shard_bytes
-    /// (parameters, gradients and optimizer state resident a process). Lines of --eval have step, eval_loss,
-    /// eval_perplexity, eval_tokens and eval_time_s instead.
+    /// Fields: step, loss (mean over all processes' tokens that are to be learnt), grad_norm (before clipping; null in
+    /// a step that --loss-scale skips), lr, step_time_s, tokens_per_s, peak_mem_bytes (the largest process's),
+    /// shard_bytes (parameters, gradients and optimizer state resident a process). Lines of --eval have step,
+    /// eval_loss, eval_perplexity, eval_tokens and eval_time_s instead.
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     #[serde(serialize_with = "place")]
     pub(crate) metrics: Option<PathBuf>,

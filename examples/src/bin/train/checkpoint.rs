@@ -166,8 +166,8 @@ impl<'a> Checkpoints<'a> {
         Ok((Done::of(source, self.sequences_per_step)?, about))
     }
 
-    /// Saves model, optimizer, loss scale and position, or begins to; the directory is named after the step. What is not
-    /// finite is not saved: that is an error. Collective.
+    /// Saves model, optimizer, loss scale and position, or begins to; the directory is named after the step. What is
+    /// not finite is not saved: that is an error. Collective.
     pub(crate) fn save(
         &mut self,
         vars: &ShardedVarMap,
