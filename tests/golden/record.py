@@ -58,9 +58,9 @@ class Run:
     loss_scale: float | None = None
 
 
-# So large that llama_tiny skips the first step and gpt2_tiny the first two, and no other. With 8 % less or more it is
-# the same.
-LOSS_SCALE = 9e5
+# `GradScaler`'s own, and one so large that llama_tiny skips the first step and gpt2_tiny the first two, and no other.
+# With 8 % less or more it is the same.
+LOSS_SCALE, TOO_LARGE = 65536.0, 9e5
 # By the name of the file.
 RUNS = {
     "run": Run(),
@@ -70,6 +70,7 @@ RUNS = {
     "run_f16_reduce_f32": Run(torch.float16, torch.float32, loss_scale=LOSS_SCALE),
     "run_f16_reduce_f16": Run(torch.float16, torch.float16, loss_scale=LOSS_SCALE),
     "run_f16_reduce_f32_eager": Run(torch.float16, torch.float32, "eager", loss_scale=LOSS_SCALE),
+    "run_f16_overflow": Run(torch.float16, torch.float32, loss_scale=TOO_LARGE),
     "run_float8_gather": Run(all_gather="float8"),
     "run_float8_gather_eager": Run(attention="eager", all_gather="float8"),
 }

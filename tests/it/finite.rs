@@ -200,8 +200,8 @@ fn a_run_whose_gradients_are_too_large_for_f16_at_any_scale_ends() {
             2,
             &[
                 &format!("step {step} was not taken: the loss is 4."),
-                "and the gradients' norm is inf at a loss scale of 1: ",
-                "in the gradient of `model.layers.1.mlp.up_proj.weight`",
+                "and the gradients' norm is NaN at a loss scale of 1: ",
+                "1024 of 1024 in the gradient of `model.layers.0.self_attn.q_proj.weight`",
                 "and finite",
                 "f16 ends at 65504: pass --param-dtype bf16",
             ],

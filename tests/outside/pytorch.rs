@@ -181,14 +181,14 @@ fn the_recorded_runs_come_again() {
             let difference = Trajectory::of_record(&file).difference(&Trajectory::recorded(name, run));
             let (loss, grad_norm) = match run {
                 "run" => (2e-6, 2e-6),
-                _ if run.contains("_f16_") => (3e-5, 5e-4),
+                _ if run.contains("_f16_") => (3e-5, 7e-4),
                 _ if run.contains("float8") => (2e-5, 5e-4),
                 _ => (2e-4, 2.5e-3),
             };
             assert!(difference.loss < loss && difference.grad_norm < grad_norm, "{name}, {run}: {difference:?}");
             runs += 1;
         }
-        assert_eq!(runs, 9);
+        assert_eq!(runs, 10);
     }
     record_on_two_ranks(out.path(), &[&["--models"][..], &FAMILIES].concat());
     for name in FAMILIES {

@@ -13,7 +13,7 @@ const ADVICE_BEFORE_STEPS: &str = "No step has been taken yet, so it is no matte
                                    large for its dtype, or the data is to blame";
 
 /// What helps against numbers that are too large for f16 alone.
-const ADVICE_F16: &str = "f16 ends at 65504: pass --param-dtype bf16, which has the range of f32. Or else: ";
+const ADVICE_F16: &str = "f16 ends at 65504: pass --param-dtype bf16, which has the range of f32. ";
 
 /// A step that is not taken, because its loss or the norm of its gradients is not finite.
 pub(crate) struct BadStep<'a> {
