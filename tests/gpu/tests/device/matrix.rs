@@ -83,7 +83,7 @@ fn float8_gathers_follow_the_recorded_training() {
             let way = Way { flags, ..Way::recorded(model, 2) };
             let difference = way.train(dir.path()).difference(&recorded);
             println!("{model} x 2, {flags:?}: {difference:?}");
-            assert!(difference.loss < 2e-5 && difference.grad_norm < 5e-4, "{way:?}: {difference:?}");
+            assert!(difference.loss < 5e-6 && difference.grad_norm < 2e-4, "{way:?}: {difference:?}");
         }
     }
 }
