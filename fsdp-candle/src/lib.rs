@@ -99,8 +99,8 @@ pub use gradcheck::{GradcheckOptions, gradcheck};
 pub use graph::no_grad;
 pub use module::FsdpModule;
 pub use optim::{
-    AdamW, AdamWConfig, AdamWState, ClipOptions, GradScaler, NormType, ValuesOf, check_finite, clip_grad_norm,
-    clip_grad_norm_with, grad_norm,
+    AdamW, AdamWConfig, AdamWState, ClipOptions, GradScaler, GradScalerState, NormType, ValuesOf, check_finite,
+    clip_grad_norm, clip_grad_norm_with, grad_norm,
 };
 pub use pattern::NamePattern;
 pub use policy::{MixedPrecisionPolicy, NamePredicate, OffloadPolicy, Recurse, ReshardAfterForward};

@@ -10,7 +10,9 @@ number of ranks the file is called RUN_of_RANKS.json.
 """
 
 import argparse
+import dataclasses
 import json
+import math
 import os
 import pathlib
 import re
@@ -30,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_map_only
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -41,12 +44,35 @@ FAMILIES += ["mixtral_tiny", "qwen3_moe_tiny", "bert_tiny"]
 MASKED = ["bert_tiny"]
 SEED, SHARE, MASK = 42, 0.15, 131
 IGNORED = -100
-# The file: the dtypes that units compute and reduce in, and transformers' attention.
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run computes and reduces in, transformers' attention, and what the blocks' matrices travel as."""
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    attention: str = "sdpa"
+    all_gather: str = "full"
+    # The first loss scale, of runs in f16.
+    loss_scale: float | None = None
+
+
+# `GradScaler`'s own, and one so large that llama_tiny skips the first step and gpt2_tiny the first two, and no other.
+# With 8 % less or more it is the same.
+LOSS_SCALE, TOO_LARGE = 65536.0, 9e5
+# By the name of the file.
 RUNS = {
-    "run": (None, None, "sdpa"),
-    "run_bf16_reduce_f32": (torch.bfloat16, torch.float32, "sdpa"),
-    "run_bf16_reduce_bf16": (torch.bfloat16, torch.bfloat16, "sdpa"),
-    "run_bf16_reduce_f32_eager": (torch.bfloat16, torch.float32, "eager"),
+    "run": Run(),
+    "run_bf16_reduce_f32": Run(torch.bfloat16, torch.float32),
+    "run_bf16_reduce_bf16": Run(torch.bfloat16, torch.bfloat16),
+    "run_bf16_reduce_f32_eager": Run(torch.bfloat16, torch.float32, "eager"),
+    "run_f16_reduce_f32": Run(torch.float16, torch.float32, loss_scale=LOSS_SCALE),
+    "run_f16_reduce_f16": Run(torch.float16, torch.float16, loss_scale=LOSS_SCALE),
+    "run_f16_reduce_f32_eager": Run(torch.float16, torch.float32, "eager", loss_scale=LOSS_SCALE),
+    "run_f16_overflow": Run(torch.float16, torch.float32, loss_scale=TOO_LARGE),
+    "run_float8_gather": Run(all_gather="float8"),
+    "run_float8_gather_eager": Run(attention="eager", all_gather="float8"),
 }
 LENGTH = 32
 STEPS = 20
@@ -70,11 +96,54 @@ def blocks(name, model):
     return model.transformer.h if name == "gpt2_tiny" else model.model.layers
 
 
-def sharded(name, param_dtype, reduce_dtype, attention):
-    kinds = {"attn_implementation": attention, "experts_implementation": "eager"}
+class Float8(torch.Tensor):
+    """A parameter that travels as candle-fsdp's `Float8`: E4M3 codes, and one scale for each rank's shard, by which the
+    largest magnitude becomes 448. It computes as the tensor that it holds.
+    """
+
+    LARGEST = 448.0
+
+    @staticmethod
+    def __new__(cls, held):
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, held.stride(), dtype=held.dtype, device=held.device)
+
+    def __init__(self, held):
+        self.held = held
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(cls, lambda tensor: tensor.held, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, cls, func(*args, **kwargs))
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        largest = self.held.abs().max() if self.held.numel() else torch.tensor(0.0)
+        scale = largest / self.LARGEST if largest > 0 else torch.tensor(1.0)
+        # PyTorch wants all that travels of an uneven shard in the padded shard's size: the scale goes with each code.
+        padded = (math.ceil(outer_size[0] / mesh.size()), *outer_size[1:])
+        codes = torch.zeros(padded, dtype=torch.uint8)
+        codes[: self.held.shape[0]] = (self.held / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+        return (codes, scale.expand(padded).contiguous()), outer_size
+
+    def fsdp_post_all_gather(self, outputs, outer_size, param_dtype, *, out=None):
+        codes, scales = (output[: outer_size[0]] for output in outputs)
+        decoded = codes.view(torch.float8_e4m3fn).to(torch.float32) * scales
+        if out is not None:
+            # The values of before, as far as autograd knows.
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(decoded)
+            return None
+        decoded = decoded.to(param_dtype)
+        return decoded, (decoded,)
+
+
+def sharded(name, run):
+    kinds = {"attn_implementation": run.attention, "experts_implementation": "eager"}
     model = auto(name).from_pretrained(HERE / name, dtype=torch.float32, **kinds).train()
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    policy = MixedPrecisionPolicy(param_dtype=run.param_dtype, reduce_dtype=run.reduce_dtype)
     for block in blocks(name, model):
+        for module in block.modules() if run.all_gather == "float8" else []:
+            if (weight := getattr(module, "weight", None)) is not None and weight.dim() == 2:
+                module.weight = torch.nn.Parameter(Float8(weight.data))
         fully_shard(block, mp_policy=policy)
     return fully_shard(model, mp_policy=policy)
 
@@ -166,22 +235,29 @@ def train(name, run, checkpoint=None, final=None):
     own = HERE / name / "tokens.bin"
     file = own if own.exists() else HERE / "tokens.bin"
     tokens = torch.from_numpy(numpy.fromfile(file, dtype="<u2").astype("int64"))
-    model = sharded(name, *run)
+    model = sharded(name, run)
     # A classic checkpoint has its own learning rate.
     classic = checkpoint is not None and (checkpoint / ".metadata").exists()
     optim = torch.optim.AdamW(model.parameters(), **ADAMW | ({"lr": 0.0} if classic else {}))
     done = resumed(model, optim, checkpoint) if checkpoint else 0
+    # Without a scale it does nothing. Its verdict on DTensors is one over all ranks.
+    scaler = torch.amp.GradScaler("cpu", init_scale=run.loss_scale or 1.0, enabled=run.loss_scale is not None)
     trajectory = []
     for step in range(done + 1, STEPS + 1):
         inputs, targets = batch(name, tokens, step, sequences(name), model.config.vocab_size)
         loss = loss_of(name, model, inputs, targets)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).full_tensor()
-        optim.step()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optim)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).full_tensor().item()
+        scaler.step(optim)
+        scaler.update()
         optim.zero_grad()
         mean = loss.detach() / dist.get_world_size()
         dist.all_reduce(mean)
-        trajectory.append({"step": step, "loss": mean.item(), "grad_norm": norm.item()})
+        # JSON has no infinity.
+        trajectory.append({"step": step, "loss": mean.item(), "grad_norm": norm if math.isfinite(norm) else None})
+        if run.loss_scale is not None:
+            trajectory[-1]["next_loss_scale"] = scaler.get_scale()
     if final:
         save(name, model, final)
     return trajectory
@@ -201,7 +277,7 @@ def main():
     for name in options.models:
         for file in options.runs or (["run"] if name in FAMILIES else RUNS):
             # Transformers' usual attention leaves out caps.
-            run = (*RUNS[file][:2], "eager") if name in FAMILIES else RUNS[file]
+            run = dataclasses.replace(RUNS[file], attention="eager") if name in FAMILIES else RUNS[file]
             checkpoint = options.checkpoints and next((options.checkpoints / name).glob("step-*"))
             (options.out / name).mkdir(parents=True, exist_ok=True)
             final = options.out / name / "final.safetensors" if options.final else None
@@ -209,8 +285,9 @@ def main():
             size = dist.get_world_size()
             settings = {"torch": torch.__version__, "world_size": size, "batch_per_rank": sequences(name) // size}
             settings |= {"seq_len": LENGTH, "steps": STEPS, "clip_grad_norm": CLIP, **ADAMW}
-            settings |= {"param_dtype": str(run[0]), "reduce_dtype": str(run[1])}
-            settings |= {"attention": run[2], "trajectory": trajectory}
+            settings |= {"param_dtype": str(run.param_dtype), "reduce_dtype": str(run.reduce_dtype)}
+            settings |= {"attention": run.attention, "all_gather": run.all_gather, "loss_scale": run.loss_scale}
+            settings["trajectory"] = trajectory
             if dist.get_rank() == 0:
                 file = file if size == 2 else f"{file}_of_{size}"
                 (options.out / name / f"{file}.json").write_text(json.dumps(settings, indent=1))

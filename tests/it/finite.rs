@@ -183,6 +183,46 @@ fn weights_that_are_no_good_before_any_step_are_not_blamed_on_the_learning_rate(
     run.refused(2, &["the weights drawn at random are no good before any step: ", "look at initializer_range"]);
 }
 
+/// The MLP's output is zero, and backward multiplies by all that makes it so.
+const TOO_LARGE_FOR_F16: [(&str, usize, f32); 3] = [
+    ("model.layers.1.mlp.up_proj.weight", 87 * 32, 0.),
+    ("model.layers.1.mlp.gate_proj.weight", 87 * 32, 300.),
+    ("model.layers.1.mlp.down_proj.weight", 87 * 32, 60000.),
+];
+
+#[test]
+fn a_run_whose_gradients_are_too_large_for_f16_at_any_scale_ends() {
+    let dir = tempfile::tempdir().unwrap();
+    model_with(dir.path(), &TOO_LARGE_FOR_F16);
+    let flags = "--model model --lr 1e-3 --checkpoint-dir saved";
+    for (more, step) in [("--loss-scale 4", 3), ("", 17), ("--loss-scale 1 --clip-grad-norm 0", 1)] {
+        let stderr = train(dir.path(), &format!("{flags} --param-dtype f16 --steps 20 {more}")).refused(
+            2,
+            &[
+                &format!("step {step} was not taken: the loss is 4."),
+                "and the gradients' norm is NaN at a loss scale of 1: ",
+                "1024 of 1024 in the gradient of `model.layers.0.self_attn.q_proj.weight`",
+                "and finite",
+                "f16 ends at 65504: pass --param-dtype bf16",
+            ],
+        );
+        let skipped = "skipped, for its gradients overflow f16 at a loss scale of 2; the next one is 1";
+        assert_eq!(stderr.matches(&format!("step {}: {skipped}", step - 1)).count(), usize::from(step > 1), "{stderr}");
+        assert_eq!(stderr.matches("skipped, for its gradients").count(), step - 1, "{stderr}");
+        assert_eq!(names(dir.path()), ["model"]);
+    }
+    train(dir.path(), &format!("{flags} --param-dtype bf16 --steps 2")).ok();
+}
+
+#[test]
+fn a_loss_that_is_too_large_for_f16_ends_the_run_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    model_with(dir.path(), &[("model.norm.weight", 32, 1e5)]);
+    let run = train(dir.path(), "--model model --steps 2 --lr 1e-3 --checkpoint-dir saved --param-dtype f16");
+    assert!(!run.stderr.contains("skipped"), "{run:?}");
+    run.refused(2, &["step 1 was not taken: the loss is NaN (on every rank)", "pass --param-dtype bf16"]);
+}
+
 #[test]
 fn a_step_whose_gradients_are_not_finite_is_not_taken() {
     let dir = tempfile::tempdir().unwrap();

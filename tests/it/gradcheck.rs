@@ -21,10 +21,17 @@ fn gradients_of_every_model_are_those_of_its_loss() {
 }
 
 #[test]
-fn half_precision_is_refused_with_the_way_out() {
+fn what_rounds_small_differences_away_is_refused_with_the_way_out() {
     let dir = tempfile::tempdir().unwrap();
     let flags = golden_flags("llama_tiny");
-    let mut args: Vec<&str> = flags.iter().map(String::as_str).collect();
-    args.extend(["--batch-size", "2", "--gradcheck", "--param-dtype", "bf16"]);
-    launch(2, "train", &args, dir.path()).refused(2, &["--gradcheck", "bf16", "--param-dtype f32"]);
+    for (more, way_out) in [
+        (["--param-dtype", "bf16"], "--param-dtype f32"),
+        (["--param-dtype", "f16"], "--param-dtype f32"),
+        (["--all-gather", "float8"], "--all-gather full"),
+    ] {
+        let mut args: Vec<&str> = flags.iter().map(String::as_str).collect();
+        args.extend(["--batch-size", "2", "--gradcheck"]);
+        args.extend(more);
+        launch(2, "train", &args, dir.path()).refused(2, &["--gradcheck", way_out]);
+    }
 }

@@ -73,6 +73,27 @@ fn a_resumed_run_is_the_undisturbed_run() {
     assert_eq!(auto, undisturbed[10..12]);
 }
 
+/// The loss scale goes on as well: one that began anew would skip steps again.
+#[test]
+fn a_resumed_run_in_f16_is_the_undisturbed_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let f16 = ["--param-dtype", "f16", "--loss-scale", "1e8", "--all-gather", "float8"];
+    let saves = |to| [&f16[..], &["--save-every", "6", "--checkpoint-dir", to]].concat();
+    let undisturbed = train(dir.path(), 2, 18, &saves("undisturbed"), "undisturbed.jsonl");
+    let stderr = fs::read_to_string(dir.path().join("stderr")).unwrap();
+    // At 1e8 in all steps to the sixth, so the scale is halved on both sides of the first save.
+    assert!(stderr.contains("step 6: skipped") && stderr.contains("step 7: skipped"), "{stderr}");
+    assert!(!stderr.contains("step 18: skipped"), "{stderr}");
+    let checkpoint = dir.path().join("undisturbed/step-00000006");
+    let resume = ["--resume", checkpoint.to_str().unwrap()];
+    let resumed = train(dir.path(), 2, 18, &[&saves("resumed")[..], &resume].concat(), "resumed.jsonl");
+    assert_eq!(resumed, undisturbed[6..]);
+    for step in ["step-00000012", "step-00000018"] {
+        let [one, other] = ["undisturbed", "resumed"].map(|run| files(&dir.path().join(run).join(step)));
+        assert!(one == other, "{step}");
+    }
+}
+
 #[test]
 fn saving_in_the_background_keeps_the_same_and_only_the_newest() {
     let dir = tempfile::tempdir().unwrap();

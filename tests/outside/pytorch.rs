@@ -168,7 +168,8 @@ fn transformers_reads_a_masked_model() {
     assert!(printed.starts_with("ok  "), "{printed}");
 }
 
-/// `record.py` makes the files in `tests/golden`. In bf16 another processor rounds in other places.
+/// `record.py` makes the files in `tests/golden`. In half precision another processor rounds in other places, and so
+/// weights may become other ones of 8 bits.
 fn the_recorded_runs_come_again() {
     let out = tempfile::tempdir().unwrap();
     record_on_two_ranks(out.path(), &[]);
@@ -178,11 +179,16 @@ fn the_recorded_runs_come_again() {
             let file = entry.unwrap().path();
             let run = file.file_stem().unwrap().to_str().unwrap();
             let difference = Trajectory::of_record(&file).difference(&Trajectory::recorded(name, run));
-            let (loss, grad_norm) = if run == "run" { (2e-6, 2e-6) } else { (2e-4, 2.5e-3) };
+            let (loss, grad_norm) = match run {
+                "run" => (2e-6, 2e-6),
+                _ if run.contains("_f16_") => (3e-5, 7e-4),
+                _ if run.contains("float8") => (2e-5, 5e-4),
+                _ => (2e-4, 2.5e-3),
+            };
             assert!(difference.loss < loss && difference.grad_norm < grad_norm, "{name}, {run}: {difference:?}");
             runs += 1;
         }
-        assert_eq!(runs, 4);
+        assert_eq!(runs, 10);
     }
     record_on_two_ranks(out.path(), &[&["--models"][..], &FAMILIES].concat());
     for name in FAMILIES {

@@ -14,7 +14,7 @@ pub struct Step {
     pub number: u64,
     /// The mean loss.
     pub loss: f64,
-    /// The norm over all parameters.
+    /// The norm over all parameters; infinite where the step was skipped because gradients overflowed.
     pub grad_norm: f64,
 }
 
@@ -70,7 +70,12 @@ impl Trajectory {
         self.0.iter().copied().filter(|step| step.number > number).collect()
     }
 
-    /// How far this one is from `other`.
+    /// The numbers of the steps that were skipped because gradients overflowed.
+    pub fn skipped(&self) -> Vec<u64> {
+        self.0.iter().filter(|step| step.grad_norm.is_infinite()).map(|step| step.number).collect()
+    }
+
+    /// How far this one is from `other`: infinitely, where one of them has skipped a step that the other has taken.
     ///
     /// # Panics
     /// When they have not the same steps, or none.
@@ -78,8 +83,11 @@ impl Trajectory {
         let numbers = |of: &Self| of.0.iter().map(|step| step.number).collect::<Vec<_>>();
         assert_eq!(numbers(self), numbers(other));
         assert!(!self.0.is_empty(), "no steps");
+        // Infinite and infinite are the same.
+        let relative = |a: f64, b: f64| if a == b { 0. } else { ((a - b) / b).abs() };
         let largest = |of: fn(&Step) -> f64| {
-            self.0.iter().zip(&other.0).map(|(a, b)| ((of(a) - of(b)) / of(b)).abs()).fold(0., f64::max)
+            let differences = self.0.iter().zip(&other.0).map(|(a, b)| relative(of(a), of(b)));
+            differences.fold(0., |most, next| if next.is_nan() { f64::INFINITY } else { next.max(most) })
         };
         Difference { loss: largest(|step| step.loss), grad_norm: largest(|step| step.grad_norm) }
     }
@@ -101,5 +109,8 @@ fn parse(text: &str, path: &Path) -> Value {
 
 fn step(value: &Value, path: &Path) -> Step {
     let number = |key: &str| value[key].as_f64().unwrap_or_else(|| panic!("{}: no {key} in {value}", path.display()));
-    Step { number: number("step") as u64, loss: number("loss"), grad_norm: number("grad_norm") }
+    // JSON has no infinity.
+    let skipped = value.get("grad_norm").is_some_and(Value::is_null);
+    let grad_norm = if skipped { f64::INFINITY } else { number("grad_norm") };
+    Step { number: number("step") as u64, loss: number("loss"), grad_norm }
 }

@@ -11,6 +11,7 @@ pub mod layer;
 mod linear;
 mod lora;
 mod loss;
+mod matrices;
 mod old_names;
 mod size;
 #[cfg(test)]
@@ -29,6 +30,7 @@ pub use language_model::LanguageModel;
 use layer::Layer;
 pub use lora::{Lora, Targets};
 pub use loss::{cross_entropy, cross_entropy_sum, loss};
+pub use matrices::is_block_matrix;
 pub use old_names::pretrained;
 pub use size::{ModelSize, UnitSize};
 pub use weights::fingerprint;

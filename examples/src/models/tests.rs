@@ -123,6 +123,14 @@ fn sizes_are_those_of_the_model_that_is_built() {
             build(&config, &FullyShard::new(&vars), &vars, options).unwrap();
             let (adapters, base): (Vec<_>, Vec<_>) =
                 vars.params().into_iter().partition(|param| is_adapter(param.name()));
+            // What travels in 8 bits, if it is asked for.
+            let is_router = |name: &str| name.ends_with(".gate.weight");
+            for param in base.iter().chain(&adapters) {
+                let name = param.name();
+                let of_block = name.split('.').any(|word| word.parse::<usize>().is_ok());
+                let want = of_block && param.shape().rank() == 2 && !is_router(name) && !is_adapter(name);
+                assert_eq!(is_block_matrix(name), want, "{name}");
+            }
             let elements = |params: &[std::sync::Arc<fsdp_candle::FsdpParam>]| {
                 params.iter().map(|param| param.shape().elem_count()).sum::<usize>() as f64
             };

@@ -42,13 +42,32 @@ use crate::kernels::NormType;
 /// ```
 #[derive(Clone, Debug)]
 pub struct GradScaler {
-    scale: f64,
+    state: GradScalerState,
     growth_factor: f64,
     backoff_factor: f64,
     growth_interval: u32,
-    good_steps: u32,
     /// What the last `unscale` found, until a step uses it.
     overflowed: Option<bool>,
+}
+
+/// What a run that goes on has to know of its [`GradScaler`]: `scale` and `_growth_tracker` of PyTorch's `state_dict`.
+///
+/// ```
+/// use fsdp_candle::{GradScaler, GradScalerState};
+///
+/// let mut scaler = GradScaler::default();
+/// assert_eq!(scaler.state(), GradScalerState { scale: 65536., growth_tracker: 0 });
+/// scaler.load_state(GradScalerState { scale: 1024., growth_tracker: 7 })?;
+/// assert_eq!(scaler.current_scale(), 1024.);
+/// assert!(scaler.load_state(GradScalerState { scale: 0., growth_tracker: 7 }).is_err());
+/// # Ok::<(), fsdp_candle::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GradScalerState {
+    /// The scale of the next loss.
+    pub scale: f64,
+    /// How many good steps there have been since the scale last changed.
+    pub growth_tracker: u32,
 }
 
 impl Default for GradScaler {
@@ -61,11 +80,10 @@ impl GradScaler {
     /// A scaler that starts at `scale`.
     pub fn new(scale: f64) -> Self {
         GradScaler {
-            scale,
+            state: GradScalerState { scale, growth_tracker: 0 },
             growth_factor: 2.,
             backoff_factor: 0.5,
             growth_interval: 2000,
-            good_steps: 0,
             overflowed: None,
         }
     }
@@ -78,7 +96,25 @@ impl GradScaler {
 
     /// The scale of the next loss.
     pub fn current_scale(&self) -> f64 {
-        self.scale
+        self.state.scale
+    }
+
+    /// What a checkpoint is to keep. Take it between steps.
+    pub fn state(&self) -> GradScalerState {
+        self.state
+    }
+
+    /// Goes on as the scaler did whose state this is.
+    ///
+    /// # Errors
+    /// When the scale is no positive number that f32 has room for. Nothing is changed then.
+    pub fn load_state(&mut self, state: GradScalerState) -> Result<()> {
+        if !is_scale(state.scale) {
+            let scale = state.scale;
+            return Err(Error::Argument(format!("a loss scale of {scale}: it must be a positive number within f32")));
+        }
+        (self.state, self.overflowed) = (state, None);
+        Ok(())
     }
 
     /// The loss times the scale: what backward takes.
@@ -86,7 +122,7 @@ impl GradScaler {
     /// # Errors
     /// Candle's.
     pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
-        Ok((loss * self.scale)?)
+        Ok((loss * self.state.scale)?)
     }
 
     /// Divides the sharded gradients by the scale, and finds out whether any rank's hold an infinity or a NaN; all
@@ -104,7 +140,7 @@ impl GradScaler {
         let params = vars.trainable();
         let own: Vec<_> = params.iter().filter_map(|param| grads.get(param.var())).collect();
         let finite = powers(own.iter().copied(), NormType::Infinity)?.iter().all(|largest| largest.is_finite());
-        own.iter().try_for_each(|grad| scale(grad, 1. / self.scale))?;
+        own.iter().try_for_each(|grad| scale(grad, 1. / self.state.scale))?;
         // From the smallest mesh to the largest, whose ranks are those of all: each of them covers the map's.
         let mut meshes = vars.all_ranks()?;
         meshes.sort_by_key(|ranks| ranks.mesh().size());
@@ -126,17 +162,82 @@ impl GradScaler {
         let Some(overflowed) = self.overflowed.take() else {
             return Err(Error::Argument("GradScaler::step needs unscaled gradients: call unscale first".into()));
         };
+        if !overflowed {
+            optim.step(grads)?;
+        }
+        self.update(overflowed);
+        Ok(!overflowed)
+    }
+
+    /// Sets the next scale. As in PyTorch, it does not grow beyond f32.
+    fn update(&mut self, overflowed: bool) {
+        let GradScalerState { scale, growth_tracker } = &mut self.state;
+        *growth_tracker += 1;
         if overflowed {
-            self.scale *= self.backoff_factor;
-            self.good_steps = 0;
-            return Ok(false);
+            (*scale, *growth_tracker) = (*scale * self.backoff_factor, 0);
+        } else if *growth_tracker >= self.growth_interval {
+            let grown = *scale * self.growth_factor;
+            (*scale, *growth_tracker) = (if is_scale(grown) { grown } else { *scale }, 0);
         }
-        optim.step(grads)?;
-        self.good_steps += 1;
-        if self.good_steps == self.growth_interval {
-            self.scale *= self.growth_factor;
-            self.good_steps = 0;
+    }
+}
+
+/// Whether losses, which are f32, can be multiplied and gradients divided by it.
+fn is_scale(scale: f64) -> bool {
+    let single = scale as f32;
+    single > 0. && single.is_finite()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn after(scaler: &mut GradScaler, verdicts: impl IntoIterator<Item = bool>) -> (f64, u32) {
+        verdicts.into_iter().for_each(|overflowed| scaler.update(overflowed));
+        (scaler.state().scale, scaler.state().growth_tracker)
+    }
+
+    #[test]
+    fn the_scale_grows_after_good_steps_in_a_row_and_falls_after_a_bad_one() {
+        let mut scaler = GradScaler::new(64.).growth_interval(3);
+        assert_eq!(after(&mut scaler, [false; 2]), (64., 2));
+        assert_eq!(after(&mut scaler, [true]), (32., 0));
+        assert_eq!(after(&mut scaler, [false; 3]), (64., 0));
+        assert_eq!(after(&mut scaler, [false; 7]), (256., 1));
+        assert_eq!(after(&mut scaler, [true; 3]), (32., 0));
+    }
+
+    #[test]
+    fn one_that_goes_on_has_the_scales_of_one_that_never_stopped() {
+        let verdicts = [false, false, true, false, false, false, false, true, false];
+        for stop in 0..verdicts.len() {
+            let mut undisturbed = GradScaler::new(8.).growth_interval(3);
+            after(&mut undisturbed, verdicts[..stop].iter().copied());
+            let mut resumed = GradScaler::new(1.).growth_interval(3);
+            resumed.load_state(undisturbed.state()).unwrap();
+            for &overflowed in &verdicts[stop..] {
+                assert_eq!(after(&mut resumed, [overflowed]), after(&mut undisturbed, [overflowed]));
+            }
         }
-        Ok(true)
+    }
+
+    #[test]
+    fn a_tracker_of_a_longer_interval_is_due_at_once() {
+        let mut scaler = GradScaler::new(1.).growth_interval(3);
+        scaler.load_state(GradScalerState { scale: 4., growth_tracker: 100 }).unwrap();
+        assert_eq!(after(&mut scaler, [false]), (8., 0));
+    }
+
+    #[test]
+    fn scales_stay_within_f32() {
+        let largest = 2f64.powi(127);
+        let mut scaler = GradScaler::new(largest).growth_interval(1);
+        assert_eq!(after(&mut scaler, [false, false]), (largest, 0));
+        let before = scaler.state();
+        for scale in [0., -1., f64::NAN, f64::INFINITY, 2. * largest, 1e-60] {
+            let error = scaler.load_state(GradScalerState { scale, growth_tracker: 1 }).unwrap_err().to_string();
+            assert!(error.contains("a loss scale of"), "{error}");
+            assert_eq!(scaler.state(), before);
+        }
     }
 }

@@ -10,4 +10,4 @@ pub use crate::kernels::NormType;
 pub use adamw::{AdamW, AdamWConfig, AdamWState};
 pub use clip::{ClipOptions, clip_grad_norm, clip_grad_norm_with, grad_norm};
 pub use finite::{ValuesOf, check_finite};
-pub use grad_scaler::GradScaler;
+pub use grad_scaler::{GradScaler, GradScalerState};

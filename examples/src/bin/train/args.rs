@@ -10,9 +10,11 @@ use fsdp_candle::{ReshardAfterForward, World};
 use fsdp_examples::{data::BatchShape, device::DeviceChoice, schedule::LrSchedule};
 use serde::Serialize;
 
-pub(crate) use crate::values::{ActivationCheckpoint, GradSync, InitChoice, Offload, Resume, Switch};
+pub(crate) use crate::values::{
+    ActivationCheckpoint, AllGather, GradSync, InitChoice, Offload, Precision, Resume, Switch,
+};
 use crate::values::{
-    Precision, betas, checkpoint_place, count, not_negative, place, positive, reshard, reshard_word, share,
+    betas, checkpoint_place, count, loss_scale, not_negative, place, positive, reshard, reshard_word, share,
 };
 
 const AFTER_HELP: &str = "Examples:
@@ -218,13 +220,35 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t = Offload::None, help_heading = "Sharding")]
     pub(crate) offload: Offload,
 
-    /// The dtype of gathered parameters, and so of compute; shards and optimizer state stay f32
+    /// The dtype of gathered parameters, and so of compute; shards and optimizer state stay f32. With f16 the loss is
+    /// scaled (--loss-scale)
     #[arg(long, value_enum, default_value_t = Precision::F32, help_heading = "Sharding")]
     pub(crate) param_dtype: Precision,
 
     /// The dtype in which gradients are summed over processes
     #[arg(long, value_enum, default_value_t = Precision::F32, help_heading = "Sharding")]
     pub(crate) reduce_dtype: Precision,
+
+    /// What the matrices of the blocks travel as when they are gathered: `full` in --param-dtype, `float8` as 8-bit
+    /// floats (E4M3) with one scale for each process's shard of a matrix
+    ///
+    /// A gathered weight then differs by up to 1/16 of itself, and a quarter of the bytes of f32, or half of those of
+    /// bf16 and f16, travel. Shards, gradients, optimizer state and what is saved stay as they are. So do embeddings,
+    /// heads, norms, biases, the routers of experts, and adapters. Where a shard begins follows from the number of
+    /// processes, and so do the scales: other numbers of processes train a little differently.
+    #[arg(long, value_enum, default_value_t = AllGather::Full, help_heading = "Sharding")]
+    pub(crate) all_gather: AllGather,
+
+    /// With f16: what the loss is multiplied by at first, at least 1 [default: 65536]
+    ///
+    /// f16 has no numbers below 6e-8, and many gradients are smaller. So the loss is multiplied by a scale before
+    /// backward, and the gradients are divided by it after. As torch.amp.GradScaler does, a step whose gradients
+    /// overflow (f16 ends at 65504) is skipped and the scale halved, which a line on stderr tells; 2000 good steps in a
+    /// row double it. If they overflow even at a scale of 1, the run ends. Checkpoints hold the scale, with which
+    /// --resume goes on.
+    #[arg(long, value_name = "SCALE", value_parser = loss_scale, allow_hyphen_values = true)]
+    #[arg(help_heading = "Sharding")]
+    pub(crate) loss_scale: Option<f64>,
 
     /// How many blocks ahead parameters are gathered
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Sharding")]
@@ -238,7 +262,7 @@ pub(crate) struct Args {
     /// Compare the gradients with differences of the loss before the first step, and stop if they are not the same
     ///
     /// Each block is checked along two random directions, of four forwards each (of more where the loss jumps); the
-    /// first that loses gradient is named. Only with --param-dtype f32.
+    /// first that loses gradient is named. Only with --param-dtype f32 and --all-gather full.
     #[arg(long, help_heading = "Run")]
     pub(crate) gradcheck: bool,
 
@@ -271,7 +295,7 @@ pub(crate) struct Args {
     ///
     /// Every process tries to write there before the first step. Weights that are infinite or not a number are not
     /// saved: the run ends, and says which they are and which checkpoint is the newest good one. So it does when the
-    /// loss or the norm of the gradients is not finite, before the step is taken.
+    /// loss or the norm of the gradients is not finite, before the step is taken (but see --loss-scale).
     #[arg(long, value_name = "DIR", help_heading = "Run")]
     #[serde(serialize_with = "checkpoint_place")]
     pub(crate) checkpoint_dir: Option<PathBuf>,
@@ -311,10 +335,10 @@ pub(crate) struct Args {
 
     /// Write what each step measured to this file, one JSON object a line
     ///
-    /// Fields: step, loss (mean over all processes' tokens that are to be learnt), grad_norm (before clipping), lr,
-    /// step_time_s, tokens_per_s, peak_mem_bytes (the largest process's), shard_bytes (parameters, gradients and
-    /// optimizer state resident a process). Lines of --eval have step, eval_loss, eval_perplexity, eval_tokens and
-    /// eval_time_s instead.
+    /// Fields: step, loss (mean over all processes' tokens that are to be learnt), grad_norm (before clipping; null in
+    /// a step that --loss-scale skips), lr, step_time_s, tokens_per_s, peak_mem_bytes (the largest process's),
+    /// shard_bytes (parameters, gradients and optimizer state resident a process). Lines of --eval have step,
+    /// eval_loss, eval_perplexity, eval_tokens and eval_time_s instead.
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     #[serde(serialize_with = "place")]
     pub(crate) metrics: Option<PathBuf>,

@@ -18,6 +18,7 @@ use crate::done::{Done, has_optimizer};
 use crate::export::Export;
 use crate::health::{ADVICE, look};
 use crate::lora::Adapters;
+use crate::loss_scale::LossScale;
 use crate::places::{Places, same_file};
 use crate::setup;
 use crate::steps::step_name;
@@ -56,7 +57,13 @@ impl<'a> Checkpoints<'a> {
     /// Loads the checkpoint to go on from, if there is one; tells how far it had come. Where `--resume auto` chose one
     /// that turns out to be damaged, or to hold values that are not finite, it is set aside, and an older one loaded.
     /// Weights that no training can start from are an error. Collective.
-    pub(crate) fn resume(&mut self, args: &Args, vars: &ShardedVarMap, optim: &mut AdamW) -> anyhow::Result<Done> {
+    pub(crate) fn resume(
+        &mut self,
+        args: &Args,
+        vars: &ShardedVarMap,
+        optim: &mut AdamW,
+        loss_scale: &mut LossScale,
+    ) -> anyhow::Result<Done> {
         while let Some(path) = self.places.resume_from.clone() {
             let failed = || format!("can't resume from {}", path.display());
             // Nothing is loaded before everything has been found good: of a damaged checkpoint nothing gets into the
@@ -69,7 +76,7 @@ impl<'a> Checkpoints<'a> {
                 Finding::Damaged(why) | Finding::Failed(why) => return Err(anyhow!(why).context(failed())),
                 Finding::Good => {
                     let Some(source) = source else { bail!("a checkpoint that was not opened was found good") };
-                    let (done, about) = self.load(&*source, vars, optim).with_context(failed)?;
+                    let (done, about) = self.load(&*source, vars, optim, loss_scale).with_context(failed)?;
                     self.world.group().barrier().wait().context("another rank could not resume")?;
                     match look(vars, &[ValuesOf::Parameters, ValuesOf::Moments(optim)])? {
                         None => {
@@ -136,6 +143,7 @@ impl<'a> Checkpoints<'a> {
         source: &dyn TensorSource,
         vars: &ShardedVarMap,
         optim: &mut AdamW,
+        loss_scale: &mut LossScale,
     ) -> anyhow::Result<(Done, String)> {
         let is_of_adapters = source.tensors().keys().any(|name| is_adapter(name));
         ensure!(
@@ -150,6 +158,7 @@ impl<'a> Checkpoints<'a> {
         } else {
             about.push_str(", with a fresh optimizer: it holds none");
         }
+        loss_scale.resume(source)?;
         if !loaded.unexpected.is_empty() {
             let names = shown(loaded.unexpected.join(", "));
             about.push_str(&format!("\nnot loaded, the model has no such parameters: {names}"));
@@ -157,9 +166,15 @@ impl<'a> Checkpoints<'a> {
         Ok((Done::of(source, self.sequences_per_step)?, about))
     }
 
-    /// Saves model, optimizer and position, or begins to; the directory is named after the step. What is not finite is
-    /// not saved: that is an error. Collective.
-    pub(crate) fn save(&mut self, vars: &ShardedVarMap, optim: &AdamW, done: &Done) -> anyhow::Result<PathBuf> {
+    /// Saves model, optimizer, loss scale and position, or begins to; the directory is named after the step. What is
+    /// not finite is not saved: that is an error. Collective.
+    pub(crate) fn save(
+        &mut self,
+        vars: &ShardedVarMap,
+        optim: &AdamW,
+        loss_scale: &LossScale,
+        done: &Done,
+    ) -> anyhow::Result<PathBuf> {
         let path = self.places.checkpoints.join(step_name(done.step));
         if let Some(found) = look(vars, &[ValuesOf::Parameters, ValuesOf::Moments(optim)])? {
             let (step, since) = (done.step, self.finite_after);
@@ -180,6 +195,7 @@ impl<'a> Checkpoints<'a> {
         tensors.extend(optimizer_tensors(optim)?);
         let mut values = done.values();
         values.extend(optimizer_values(optim));
+        values.extend(loss_scale.values());
         let state = SaveState { mesh: vars.mesh().layout().clone(), tensors, values };
         let failed = || format!("can't save {}", path.display());
         let options = SaveOptions { finite: true };

@@ -16,6 +16,7 @@ mod gradcheck;
 mod health;
 mod logging;
 mod lora;
+mod loss_scale;
 mod memory;
 mod optimizer;
 mod peft;
@@ -43,6 +44,7 @@ use fsdp_examples::schedule::Schedule;
 use args::{Args, GradSync};
 use bad_step::BadStep;
 use checkpoint::Checkpoints;
+use loss_scale::LossScale;
 use sample::Speaker;
 use setup::Setup;
 use step_log::StepLog;
@@ -62,12 +64,14 @@ fn main() -> ExitCode {
 
 fn train(args: &Args, world: &World) -> anyhow::Result<()> {
     // Before all else, so that what is in the way shows before anything is read.
+    gradcheck::check_flags(args)?;
+    let mut loss_scale = LossScale::new(args)?;
     let mut checkpoints = Checkpoints::new(args, world)?;
     let Setup { vars, model, batches, evaluation, text, positions, adapters } = Setup::new(args, world)?;
     let mut optim = optimizer::adamw(args, &vars)?;
     let schedule = Schedule::new(args.lr_schedule, args.lr, args.warmup_steps, args.steps);
 
-    let mut done = checkpoints.resume(args, &vars, &mut optim)?;
+    let mut done = checkpoints.resume(args, &vars, &mut optim, &mut loss_scale)?;
     if world.rank() == 0 && done.step >= args.steps {
         Console::Stderr.line(format_args!(
             "nothing to train: step {} is done already and --steps is {}; raise it to go on",
@@ -124,7 +128,7 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
             let loss = models::loss(&model, &batch)?;
             // The loss of no token is 0. Candle takes a factor of 0 for the end of the graph, which ranks must share.
             let weight = batch.counted.max(1) as f64 / share;
-            let new = model.backward(&(&loss * weight)?)?;
+            let new = model.backward(&loss_scale.scale((&loss * weight)?)?)?;
             // Behind backward: a device goes on until its numbers are read.
             own_loss += weight * f64::from(loss.to_scalar::<f32>()?);
             match &mut grads {
@@ -133,18 +137,20 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
             }
         }
         let Some(mut grads) = grads else { anyhow::bail!("--grad-accum is at least 1") };
+        let overflowed = loss_scale.unscale(&vars, &mut grads)?;
         let norm = match args.clip_grad_norm {
             0. => grad_norm(&vars, &grads)?,
             max => clip_grad_norm(&vars, &mut grads, max)?,
         };
         // What is not finite on one rank makes the mean so: all ranks stop together, while the weights are good.
+        // Gradients may be too large for f16 alone.
         let means = world.all_reduce(&[own_loss, norm], ReduceOp::Avg)?;
         let loss = means[0];
-        if !means.iter().all(|mean| mean.is_finite()) {
-            let bad = BadStep { step, loss, own_loss, norm, grads: &grads };
+        if !(loss.is_finite() && (means[1].is_finite() || overflowed)) {
+            let bad = BadStep { step, loss, own_loss, norm, grads: &grads, loss_scale: loss_scale.current() };
             anyhow::bail!(bad.explain(world, &vars, &optim, &mut checkpoints)?);
         }
-        optim.step(&grads)?;
+        let skipped = loss_scale.step(&mut optim, &grads)?;
         drop(grads);
 
         done.step = step;
@@ -162,18 +168,19 @@ fn train(args: &Args, world: &World) -> anyhow::Result<()> {
             shard_bytes,
         };
         if let Some(log) = &mut log {
+            skipped.iter().for_each(|why| log.note(step, why));
             log.step(&record);
         }
         evaluate(step, &mut log)?;
         if args.save_every > 0 && step % args.save_every == 0 && step != args.steps {
-            tracing::debug_span!("save").in_scope(|| checkpoints.save(&vars, &optim, &done))?;
+            tracing::debug_span!("save").in_scope(|| checkpoints.save(&vars, &optim, &loss_scale, &done))?;
         }
     }
     if let Some(log) = log {
         log.finish();
     }
 
-    let saved = tracing::debug_span!("save").in_scope(|| checkpoints.save(&vars, &optim, &done))?;
+    let saved = tracing::debug_span!("save").in_scope(|| checkpoints.save(&vars, &optim, &loss_scale, &done))?;
     checkpoints.export(args, &vars, adapters.as_ref(), &done)?;
     checkpoints.finish()?;
     let sample = say()?;

@@ -91,8 +91,10 @@ impl Setup {
             reduce_dtype: Some(args.reduce_dtype.dtype()),
             ..Default::default()
         };
+        let all_gather = args.all_gather;
         let opts = FullyShard::new(&vars)
             .mp_policy(policy)
+            .all_gather_extension(move |name| all_gather.extension(name))
             .reshard_after_forward(args.reshard_after_forward)
             .offload_policy(args.offload.policy());
         let model = models::build(&config, &opts, &vars, options)?;

@@ -42,10 +42,14 @@ impl StepLog {
         write_or_give_up(&mut self.metrics, |metrics| metrics.write(record));
         write_or_give_up(&mut self.events, |events| events.write_eval(record));
         let EvalRecord { step, eval_loss, eval_perplexity, eval_tokens, .. } = record;
-        self.progress.note(&format!(
-            "step {step}: evaluation loss {eval_loss:.4}, perplexity {eval_perplexity:.2}, over {} tokens",
-            HumanCount(*eval_tokens)
-        ));
+        let tokens = HumanCount(*eval_tokens);
+        let text = format!("evaluation loss {eval_loss:.4}, perplexity {eval_perplexity:.2}, over {tokens} tokens");
+        self.note(*step, &text);
+    }
+
+    /// Tells people something about a step.
+    pub(crate) fn note(&self, step: usize, text: &str) {
+        self.progress.note(&format!("step {step}: {text}"));
     }
 
     /// Leaves the bar as it stands.

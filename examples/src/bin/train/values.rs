@@ -3,11 +3,13 @@
 use std::{
     ffi::OsString,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use candle_core::DType;
 use clap::ValueEnum;
-use fsdp_candle::{OffloadPolicy, ReshardAfterForward};
+use fsdp_candle::{AllGatherExtension, Float8, OffloadPolicy, ReshardAfterForward};
+use fsdp_examples::models::is_block_matrix;
 use serde::{Serialize, Serializer};
 
 /// Where the first weights come from.
@@ -28,6 +30,7 @@ pub(crate) enum InitChoice {
 pub(crate) enum Precision {
     F32,
     Bf16,
+    F16,
 }
 
 impl Precision {
@@ -35,7 +38,25 @@ impl Precision {
         match self {
             Precision::F32 => DType::F32,
             Precision::Bf16 => DType::BF16,
+            Precision::F16 => DType::F16,
         }
+    }
+}
+
+/// What the blocks' matrices travel as when they are gathered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum AllGather {
+    /// As they are computed with
+    Full,
+    /// As 8-bit floats (E4M3), with one scale for each process's shard of a matrix
+    Float8,
+}
+
+impl AllGather {
+    /// What the parameter of this name travels as, if not as it is.
+    pub(crate) fn extension(self, name: &str) -> Option<Arc<dyn AllGatherExtension>> {
+        (self == AllGather::Float8 && is_block_matrix(name)).then(|| Arc::new(Float8) as Arc<dyn AllGatherExtension>)
     }
 }
 
@@ -160,6 +181,12 @@ fn number(text: &str, what: &str, wanted: impl Fn(f64) -> bool) -> Result<f64, S
 
 pub(crate) fn positive(text: &str) -> Result<f64, String> {
     number(text, "a number above 0, such as 3e-4", |x| x > 0.0)
+}
+
+pub(crate) fn loss_scale(text: &str) -> Result<f64, String> {
+    number(text, "a number of at least 1 that f32 has room for, such as 65536", |x| {
+        (1.0..=f64::from(f32::MAX)).contains(&x)
+    })
 }
 
 pub(crate) fn not_negative(text: &str) -> Result<f64, String> {

@@ -71,3 +71,35 @@ fn bf16_follows_the_recorded_training() {
         assert!(difference.loss < 2e-4 && difference.grad_norm < 2.5e-3, "{way:?}: {difference:?}");
     }
 }
+
+/// With a loss scale that is good, and with one that is too large: then the first steps are skipped, as recorded.
+#[test]
+fn f16_follows_the_recorded_training() {
+    for (model, skipped) in [("llama_tiny", 1), ("gpt2_tiny", 2)] {
+        for (run, scale, skipped) in [("run_f16_reduce_f32", "65536", 0), ("run_f16_overflow", "9e5", skipped)] {
+            let dir = tempfile::tempdir().unwrap();
+            let flags = ["--param-dtype", "f16", "--loss-scale", scale];
+            let way = Way { flags: &flags, ..Way::recorded(model, 2) };
+            let ours = way.train(dir.path());
+            let difference = ours.difference(&Trajectory::recorded(model, run));
+            println!("{model} x 2, {flags:?}: {difference:?}");
+            assert_eq!(ours.skipped().len(), skipped, "{way:?}");
+            assert!(difference.loss < 3e-5 && difference.grad_norm < 7e-4, "{way:?}: {difference:?}");
+        }
+    }
+}
+
+/// The scales of 8-bit shards are those of the host, and so a run in f32 is as near to the recorded one as there.
+#[test]
+fn float8_gathers_follow_the_recorded_training() {
+    for model in ["llama_tiny", "gpt2_tiny"] {
+        let recorded = Trajectory::recorded(model, "run_float8_gather");
+        for flags in [&["--all-gather", "float8"][..], &["--all-gather", "float8", "--offload", "cpu"]] {
+            let dir = tempfile::tempdir().unwrap();
+            let way = Way { flags, ..Way::recorded(model, 2) };
+            let difference = way.train(dir.path()).difference(&recorded);
+            println!("{model} x 2, {flags:?}: {difference:?}");
+            assert!(difference.loss < 5e-6 && difference.grad_norm < 2e-4, "{way:?}: {difference:?}");
+        }
+    }
+}
