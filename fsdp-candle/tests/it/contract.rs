@@ -1,8 +1,8 @@
 //! What users rely on beside the numbers: errors that name the parameter, units that recover, graphs that report what
 //! they lost.
 
-use crate::common::{Block, assert_close, batch, gradients, loss_of, ranks, sharded, vars};
-use candle_core::{DType, Device, Module, Tensor};
+use crate::common::{Block, assert_close, batch, device, gradients, loss_of, ranks, sharded, vars};
+use candle_core::{DType, Module, Tensor};
 use fsdp_candle::{FullyShard, Recurse, World, fully_shard, nn};
 
 fn error<T>(result: Result<T, impl std::fmt::Display>) -> String {
@@ -161,7 +161,7 @@ fn frozen_parameters_get_no_gradient_and_tied_ones_get_one() {
                 .wait()
                 .unwrap();
             let [fsdp_core::Buffer::F32(v)] = &whole[..] else { panic!() };
-            Tensor::from_slice(v, param.shape(), &Device::Cpu).unwrap()
+            Tensor::from_slice(v, param.shape(), &device()).unwrap()
         };
         let names = [
             "tied",
@@ -173,7 +173,7 @@ fn frozen_parameters_get_no_gradient_and_tied_ones_get_one() {
         ];
         let map = candle_nn::VarMap::new();
         let values: Vec<(&str, Tensor)> = names.iter().map(|name| (*name, plain(name))).collect();
-        let pvb = candle_nn::VarBuilder::from_varmap(&map, DType::F32, &Device::Cpu);
+        let pvb = candle_nn::VarBuilder::from_varmap(&map, DType::F32, &device());
         let block = Block::new(4, pvb.pp("blocks.0")).unwrap();
         let tied = pvb.get((4, 4), "tied").unwrap();
         for (name, value) in &values {

@@ -7,9 +7,9 @@ use candle_core::{DType, Module, Result, Tensor};
 use fsdp_candle::{
     AllGather, AllGatherExtension, Float8, FsdpModule, FullyShard, ReshardAfterForward, ShardedVarMap, fully_shard, nn,
 };
-use fsdp_core::{Allocator, Buffer, GatherPart, Heap, ProcessGroup, Work};
+use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, Work};
 
-use crate::common::{Own, Parts, WIDTH, assert_close, batch, gradients, loss_of, ranks, vars};
+use crate::common::{Own, Parts, WIDTH, assert_close, batch, gradients, loss_of, memory, ranks, vars};
 
 /// More than the machine needs, however busy it is.
 const DEADLINE: Duration = Duration::from_secs(120);
@@ -37,13 +37,17 @@ impl Module for Chain {
 }
 
 /// Prints the model wherever it is called from, and notes where that was.
-#[derive(Default)]
 struct Looks {
     model: OnceLock<(FsdpModule<Chain>, ShardedVarMap)>,
     from: Mutex<Vec<&'static str>>,
+    memory: Arc<dyn Allocator>,
 }
 
 impl Looks {
+    fn on_this_device() -> Arc<Self> {
+        Arc::new(Looks { model: OnceLock::new(), from: Mutex::default(), memory: memory() })
+    }
+
     fn look(&self, from: &'static str) {
         let Some((model, vars)) = self.model.get() else { return };
         let (units, map, debug) = (model.to_string(), vars.to_string(), format!("{model:?}"));
@@ -61,7 +65,7 @@ impl AllGather for Looks {
 
     fn allocate(&self) -> Option<Arc<dyn Allocator>> {
         self.look("allocate");
-        Some(Heap::shared())
+        Some(self.memory.clone())
     }
 }
 
@@ -98,7 +102,7 @@ fn model(vars: &ShardedVarMap, extension: Option<Arc<Looks>>) -> FsdpModule<Chai
 fn the_model_can_be_printed_from_within_a_step() {
     within_deadline(|| {
         ranks(2, |world| {
-            let (looks, vars) = (Arc::new(Looks::default()), vars(&world));
+            let (looks, vars) = (Looks::on_this_device(), vars(&world));
             let model = model(&vars, Some(looks.clone()));
             for unit in &model.inner().0 {
                 unit.set_custom_all_gather(Some(looks.clone()));
@@ -147,7 +151,7 @@ fn the_model_can_be_printed_while_a_collective_is_waited_for() {
                 let model = model(&vars, None);
                 gradients(&vars, &model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap())
             };
-            let (looks, vars) = (Arc::new(Looks::default()), vars(&world));
+            let (looks, vars) = (Looks::on_this_device(), vars(&world));
             let model = model(&vars, None);
             // One gather at a time: those of two threads have no order.
             model.set_implicit_prefetch(false);
