@@ -14,7 +14,7 @@ use fsdp_candle::{
 use fsdp_core::process_group::{Options, local};
 use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, ScatterPart, Work};
 
-pub(crate) use device::{address, changed, device, memory, on_cuda};
+pub(crate) use device::{address, changed, device, memory, on_cuda, rounding};
 
 /// A residual MLP of Candle's own linear layers and this crate's norm.
 pub(crate) struct Block {
@@ -75,6 +75,11 @@ pub(crate) fn ranks<T: Send>(size: usize, f: impl Fn(World) -> T + Sync) -> Vec<
     let _turn = device::turn();
     let options = Options::default().with_timeout(Duration::from_secs(60));
     local::run_with(size, options, |group| f(device::world(group)))
+}
+
+/// The world of one rank, on its device.
+pub(crate) fn alone() -> World {
+    device::world(ProcessGroup::alone(Duration::from_secs(60)).unwrap())
 }
 
 /// A batch that depends on the rank.

@@ -4,7 +4,7 @@
 use std::cell::RefCell;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
-use candle_core::{CpuStorage, Device, Storage, Tensor};
+use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use fsdp_candle::{DeviceChoice, World};
 #[cfg(feature = "cuda")]
 use fsdp_core::device::cuda::CudaMemory;
@@ -48,6 +48,16 @@ pub(super) fn world(group: ProcessGroup) -> World {
     let world = World::on(group, choice).unwrap();
     DEVICE.set(world.device().clone());
     world
+}
+
+/// How far apart sums of this dtype may be when they are reduced together with other things, as a share of their size:
+/// NCCL's order follows from what is reduced together. The host has one order.
+pub(crate) fn rounding(dtype: DType) -> f32 {
+    match dtype {
+        _ if !on_cuda() => 0.,
+        DType::BF16 => 1e-2,
+        _ => 1e-6,
+    }
 }
 
 /// What allocates and frees memory of this thread's device.

@@ -138,8 +138,10 @@ impl DeviceEngine for Nccl {
         Promises { rank_order: false, f32_sums: false, ..host }
     }
 
+    /// A rank that compares waits for its peers, which may issue the collectives of two groups in another order than it
+    /// does: the group's thread waits then, and not the thread that issues.
     fn runs_when_issued(&self) -> bool {
-        true
+        !self.checks
     }
 
     fn run(&mut self, collective: &Collective<'_>, op: Op, host: &ProcessGroup) -> Result<Landing> {
