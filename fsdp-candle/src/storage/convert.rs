@@ -27,8 +27,8 @@ pub(crate) fn to_var(buffer: Buffer, shape: &[usize], device: &Device) -> Result
     Var::from_tensor(&of_storage(buffer, shape, true)?.to_device(device)?)
 }
 
-/// The tensor in another dtype. One of no elements as well, as some ranks' shards are: Candle asks a device for a kernel
-/// of no threads, which CUDA refuses.
+/// The tensor in another dtype. One of no elements as well, as some ranks' shards are: Candle asks CUDA for a kernel of
+/// no threads, which it refuses.
 pub(crate) fn to_dtype(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
     if tensor.dtype() == dtype || tensor.elem_count() > 0 {
         return tensor.to_dtype(dtype);
