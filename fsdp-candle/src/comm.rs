@@ -66,6 +66,7 @@ pub trait AllGather: Send + Sync {
     fn all_gather(&self, ranks: &ProcessGroup, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work;
 
     /// Where its outputs come from; `None`: the unit's pool. Whatever it is takes them back when the unit is resharded.
+    /// They have to be where the shards are: on a CUDA device, `Buffer::Cuda`.
     fn allocate(&self) -> Option<Arc<dyn Allocator>> {
         None
     }
@@ -86,7 +87,8 @@ pub trait ReduceScatter: Send + Sync {
 }
 
 /// Changes a unit's reduced gradient shards, one buffer a parameter, before they are handed out: PyTorch's
-/// `set_all_reduce_hook`.
+/// `set_all_reduce_hook`. On a CUDA device the buffers are the device's (`Buffer::Cuda`), and the compute stream has
+/// been told to wait for them.
 pub trait AllReduceHook: Send + Sync {
     /// Returns the buffers, with the same lengths.
     ///

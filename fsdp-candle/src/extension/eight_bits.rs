@@ -5,7 +5,7 @@ use fsdp_core::Buffer;
 
 use crate::error::Error;
 use crate::kernels::{self, EightBits, Slice, SliceMut};
-use crate::storage::with_slice;
+use crate::storage::{to_dtype, with_slice};
 
 /// A shard's codes and scales, in buffers of these lengths. There is no error for what is not finite: the other ranks
 /// would wait in the all-gather.
@@ -17,7 +17,7 @@ pub(super) fn encode(bits: EightBits, block: usize, shard: &Tensor, lengths: &[u
     // An empty shard may have a scale, which nobody reads.
     let blocks = codes.len().div_ceil(block.max(1));
     let scales_of_blocks = SliceMut::from(&mut scales).range(0..blocks)?;
-    with_slice(&shard.detach().to_dtype(DType::F32)?.contiguous()?, |kernels, values| {
+    with_slice(&to_dtype(&shard.detach(), DType::F32)?.contiguous()?, |kernels, values| {
         kernels.quantise(bits, block, values, (&mut codes).into(), scales_of_blocks)
     })?;
     Ok(vec![codes, scales])

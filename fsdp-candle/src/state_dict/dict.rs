@@ -9,7 +9,7 @@ use fsdp_core::layout::Region;
 use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
-use crate::storage::TensorMemory;
+use crate::storage::{TensorMemory, to_dtype};
 
 /// One rank's part of a global tensor, or all of it.
 #[derive(Clone, Debug)]
@@ -60,7 +60,7 @@ impl StateTensor {
             let start = start.min(self.region.sizes[dim].saturating_sub(region.sizes[dim]));
             part = part.narrow(dim, start, region.sizes[dim])?;
         }
-        Ok(part.to_dtype(dtype)?.force_contiguous()?)
+        Ok(to_dtype(&part, dtype)?.force_contiguous()?)
     }
 }
 

@@ -4,6 +4,7 @@ use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Result, Storage, Tensor, Var, bail};
 use fsdp_core::Buffer;
 
+use crate::error::Error;
 use crate::kernels;
 
 /// The buffer as a tensor's storage.
@@ -24,6 +25,16 @@ pub(crate) fn to_tensor(buffer: Buffer, shape: &[usize], device: &Device) -> Res
 /// The buffer as a variable on a device.
 pub(crate) fn to_var(buffer: Buffer, shape: &[usize], device: &Device) -> Result<Var> {
     Var::from_tensor(&of_storage(buffer, shape, true)?.to_device(device)?)
+}
+
+/// The tensor in another dtype. One of no elements as well, as some ranks' shards are: Candle asks CUDA for a kernel of
+/// no threads, which it refuses.
+pub(crate) fn to_dtype(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
+    if tensor.dtype() == dtype || tensor.elem_count() > 0 {
+        return tensor.to_dtype(dtype);
+    }
+    let nothing = kernels::of_device(tensor.device())?.zeros(to_core_dtype(dtype)?, 0).map_err(Error::from)?;
+    to_tensor(nothing, tensor.dims(), tensor.device())
 }
 
 fn of_storage(buffer: Buffer, shape: &[usize], is_variable: bool) -> Result<Tensor> {

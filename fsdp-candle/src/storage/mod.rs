@@ -11,6 +11,6 @@ pub(crate) use access::{
     with_slice, with_slice_mut,
 };
 pub(crate) use arithmetic::{add, cast, copy, from_numbers, scale, to_numbers};
-pub(crate) use convert::{to_buffer, to_core_dtype, to_storage, to_tensor, to_var};
+pub(crate) use convert::{to_buffer, to_core_dtype, to_dtype, to_storage, to_tensor, to_var};
 pub(crate) use pool::Pool;
 pub(crate) use swap::{copied_storage, empty, scalar, swap, take};

@@ -20,7 +20,7 @@ use crate::adapter::LoraConfig;
 use crate::data_parallel::{DataParallel, ShardLayout};
 use crate::error::Error;
 use crate::extension::AllGatherExtension;
-use crate::storage::{Pool, to_core_dtype, to_tensor};
+use crate::storage::{Pool, to_core_dtype, to_dtype, to_tensor};
 
 /// A parameter sharded over the ranks of its unit.
 ///
@@ -377,7 +377,7 @@ impl FsdpParam {
         if shard.dtype() == self.compute_dtype() {
             Ok(shard.clone())
         } else {
-            shard.detach().to_dtype(self.compute_dtype())
+            to_dtype(&shard.detach(), self.compute_dtype())
         }
     }
 }

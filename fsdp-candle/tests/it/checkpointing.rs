@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::common::{Block, Model, batch, ranks, vars};
+use crate::common::{Block, Model, alone, batch, ranks, vars};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, Result, Shape, Tensor, Var};
 use candle_nn::VarBuilder;
 use fsdp_candle::activation_checkpoint::checkpoint;
-use fsdp_candle::{FsdpModule, FullyShard, ReshardAfterForward, ShardedVarMap, World, fully_shard, nn};
+use fsdp_candle::{FsdpModule, FullyShard, ReshardAfterForward, ShardedVarMap, fully_shard, nn};
 
 const WIDTH: usize = 5; // odd: shards are uneven
 
@@ -308,7 +308,7 @@ fn a_step_that_fails_while_it_recomputes_leaves_a_model_that_goes_on() {
 
 #[test]
 fn a_sharded_unit_inside_a_closure_is_refused_with_the_way_out() {
-    let world = World::single().unwrap();
+    let world = alone();
     let vars = vars(&world);
     let opts = FullyShard::new(&vars);
     let vb = vars.builder(DType::F32);

@@ -1,18 +1,20 @@
 //! What the integration tests share: a small model in ordinary Candle code, and ranks as threads.
 
-use std::cell::RefCell;
+mod device;
+
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::VarBuilder;
 use fsdp_candle::{
-    AllGather, DeviceChoice, FsdpModule, FsdpParam, FullyShard, ReduceOp, ReduceScatter, ShardedVarMap, World,
-    fully_shard, nn,
+    AllGather, FsdpModule, FsdpParam, FullyShard, ReduceOp, ReduceScatter, ShardedVarMap, World, fully_shard, nn,
 };
 use fsdp_core::process_group::{Options, local};
 use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, ScatterPart, Work};
+
+pub(crate) use device::{address, changed, device, memory, on_cuda, rounding};
 
 /// A residual MLP of Candle's own linear layers and this crate's norm.
 pub(crate) struct Block {
@@ -68,26 +70,16 @@ pub(crate) fn vars(world: &World) -> ShardedVarMap {
     ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())]).unwrap(), world.device())
 }
 
-thread_local! {
-    static DEVICE: RefCell<Device> = const { RefCell::new(Device::Cpu) };
-}
-
-/// The device of the rank that this thread is.
-pub(crate) fn device() -> Device {
-    DEVICE.with_borrow(Clone::clone)
-}
-
 /// Runs a closure on each rank of a world of threads: on the host, or on CUDA devices where `FSDP_TEST_DEVICE=cuda`.
 pub(crate) fn ranks<T: Send>(size: usize, f: impl Fn(World) -> T + Sync) -> Vec<T> {
-    let choice = match std::env::var("FSDP_TEST_DEVICE").as_deref() {
-        Ok("cuda") => DeviceChoice::Cuda,
-        _ => DeviceChoice::Cpu,
-    };
-    local::run_with(size, Options::default().with_timeout(Duration::from_secs(60)), |group| {
-        let world = World::on(group, choice).unwrap();
-        DEVICE.set(world.device().clone());
-        f(world)
-    })
+    let _turn = device::turn();
+    let options = Options::default().with_timeout(Duration::from_secs(60));
+    local::run_with(size, options, |group| f(device::world(group)))
+}
+
+/// The world of one rank, on its device.
+pub(crate) fn alone() -> World {
+    device::world(ProcessGroup::alone(Duration::from_secs(60)).unwrap())
 }
 
 /// A batch that depends on the rank.

@@ -8,7 +8,8 @@ use fsdp_candle::{FullyShard, MixedPrecisionPolicy, Recurse, ReshardAfterForward
 use fsdp_core::{Buffer, Work};
 
 use crate::common::{
-    Gradients, Own, Parts, WIDTH, assert_close, batch, gradients, journal, loss_of, ranks, reference, sharded, vars,
+    Gradients, Own, Parts, WIDTH, assert_close, batch, changed, gradients, journal, loss_of, ranks, reference, sharded,
+    vars,
 };
 
 #[test]
@@ -124,13 +125,8 @@ fn hooks_and_factors_change_the_reduction() {
         model.set_gradient_divide_factor(None, Recurse::Yes);
         model.set_force_sum_reduction_for_comms(false, Recurse::Yes);
         let halve = |shards: Vec<Buffer>| {
-            Ok(shards
-                .into_iter()
-                .map(|shard| match shard {
-                    Buffer::F32(v) => Buffer::F32(v.into_iter().map(|v| v / 2.).collect()),
-                    other => other,
-                })
-                .collect())
+            let half = |shard: Buffer| changed(shard, |values| values.iter_mut().for_each(|v| *v /= 2.));
+            Ok(shards.into_iter().map(half).collect())
         };
         for unit in &model.inner().blocks {
             unit.set_all_reduce_hook(Some(Arc::new(halve)));

@@ -1,9 +1,9 @@
 //! What users rely on beside the numbers: errors that name the parameter, units that recover, graphs that report what
 //! they lost.
 
-use crate::common::{Block, assert_close, batch, gradients, loss_of, ranks, sharded, vars};
-use candle_core::{DType, Device, Module, Tensor};
-use fsdp_candle::{FullyShard, Recurse, World, fully_shard, nn};
+use crate::common::{Block, alone, assert_close, batch, device, gradients, loss_of, ranks, sharded, vars};
+use candle_core::{DType, Module, Tensor};
+use fsdp_candle::{FullyShard, Recurse, fully_shard, nn};
 
 fn error<T>(result: Result<T, impl std::fmt::Display>) -> String {
     match result {
@@ -14,7 +14,7 @@ fn error<T>(result: Result<T, impl std::fmt::Display>) -> String {
 
 #[test]
 fn a_call_past_the_hooks_names_the_parameter_and_the_way_out() {
-    let world = World::single().unwrap();
+    let world = alone();
     let vars = vars(&world);
     let model = sharded(&FullyShard::new(&vars), &vars, 4);
     let text = error(model.inner().blocks[0].inner().forward(&batch(0, 4)));
@@ -23,7 +23,7 @@ fn a_call_past_the_hooks_names_the_parameter_and_the_way_out() {
 
 #[test]
 fn a_candle_layer_past_the_hooks_is_explained_by_the_unit_around_it() {
-    let world = World::single().unwrap();
+    let world = alone();
     let vars = vars(&world);
     let opts = FullyShard::new(&vars);
     let vb = vars.builder(DType::F32);
@@ -35,7 +35,7 @@ fn a_candle_layer_past_the_hooks_is_explained_by_the_unit_around_it() {
 
 #[test]
 fn a_parameter_of_another_unit_is_refused() {
-    let world = World::single().unwrap();
+    let world = alone();
     let vars = vars(&world);
     let opts = FullyShard::new(&vars);
     let vb = vars.builder(DType::F32);
@@ -52,7 +52,7 @@ fn a_parameter_of_another_unit_is_refused() {
 
 #[test]
 fn a_unit_that_failed_to_build_leaves_nothing() {
-    let world = World::single().unwrap();
+    let world = alone();
     let vars = vars(&world);
     let opts = FullyShard::new(&vars);
     let vb = vars.builder(DType::F32);
@@ -67,7 +67,7 @@ fn a_unit_that_failed_to_build_leaves_nothing() {
 
 #[test]
 fn the_losss_own_backward_is_refused() {
-    let world = World::single().unwrap();
+    let world = alone();
     let vars = vars(&world);
     let model = sharded(&FullyShard::new(&vars), &vars, 4);
     let loss = model.forward(&batch(0, 4)).unwrap().mean_all().unwrap();
@@ -83,7 +83,7 @@ fn a_cut_graph_is_reported_by_name() {
             self.1.forward(&self.0.forward(x)?) // candle_nn's RmsNorm has no backward
         }
     }
-    let world = World::single().unwrap();
+    let world = alone();
     let vars = vars(&world);
     let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
         Ok(Cut(candle_nn::rms_norm(4, 1e-5, vb.pp("norm"))?, nn::linear(4, 2, vb.pp("head"))?))
@@ -161,7 +161,7 @@ fn frozen_parameters_get_no_gradient_and_tied_ones_get_one() {
                 .wait()
                 .unwrap();
             let [fsdp_core::Buffer::F32(v)] = &whole[..] else { panic!() };
-            Tensor::from_slice(v, param.shape(), &Device::Cpu).unwrap()
+            Tensor::from_slice(v, param.shape(), &device()).unwrap()
         };
         let names = [
             "tied",
@@ -173,7 +173,7 @@ fn frozen_parameters_get_no_gradient_and_tied_ones_get_one() {
         ];
         let map = candle_nn::VarMap::new();
         let values: Vec<(&str, Tensor)> = names.iter().map(|name| (*name, plain(name))).collect();
-        let pvb = candle_nn::VarBuilder::from_varmap(&map, DType::F32, &Device::Cpu);
+        let pvb = candle_nn::VarBuilder::from_varmap(&map, DType::F32, &device());
         let block = Block::new(4, pvb.pp("blocks.0")).unwrap();
         let tied = pvb.get((4, 4), "tied").unwrap();
         for (name, value) in &values {
@@ -197,7 +197,7 @@ fn frozen_parameters_get_no_gradient_and_tied_ones_get_one() {
 
 #[test]
 fn an_ignored_parameter_has_one_shape_and_dtype() {
-    let world = World::single().unwrap();
+    let world = alone();
     let vars = vars(&world);
     let opts = FullyShard::new(&vars).ignored_params(|name| name == "scale");
     let ask = |shape: usize, dtype: DType| {
@@ -214,7 +214,7 @@ fn an_ignored_parameter_has_one_shape_and_dtype() {
 
 #[test]
 fn settings_of_a_unit_taken_apart_do_not_reach_what_is_beside_it() {
-    let world = World::single().unwrap();
+    let world = alone();
     let vars = vars(&world);
     let opts = FullyShard::new(&vars);
     let vb = vars.builder(DType::F32);
@@ -249,7 +249,7 @@ fn settings_of_a_unit_taken_apart_do_not_reach_what_is_beside_it() {
 
 #[test]
 fn what_candle_says_of_a_sharded_weight_outside_of_any_unit() {
-    let world = World::single().unwrap();
+    let world = alone();
     let vars = vars(&world);
     let vb = vars.builder(DType::F32);
     let unit = fully_shard(&FullyShard::new(&vars), vb, |vb| candle_nn::linear(4, 4, vb)).unwrap();

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use candle_core::{DType, Module, Tensor};
+use candle_core::{DType, Module, Tensor, backend::BackendStorage};
 use fsdp_candle::{FullyShard, ReduceScatter, ShardMesh, ShardPlacement, ShardedVarMap, fully_shard, nn};
 use fsdp_core::{Allocator, Buffer, ProcessGroup, ReduceOp, ScatterPart, Work};
 
@@ -22,6 +22,13 @@ impl candle_core::CustomOp1 for Fragile {
         layout: &candle_core::Layout,
     ) -> candle_core::Result<(candle_core::CpuStorage, candle_core::Shape)> {
         Ok((storage.clone(), layout.shape().clone()))
+    }
+    fn cuda_fwd(
+        &self,
+        storage: &candle_core::CudaStorage,
+        layout: &candle_core::Layout,
+    ) -> candle_core::Result<(candle_core::CudaStorage, candle_core::Shape)> {
+        Ok((storage.try_clone(layout)?, layout.shape().clone()))
     }
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
         if self.0.load(Ordering::Relaxed) > 0 {

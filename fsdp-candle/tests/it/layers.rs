@@ -4,7 +4,7 @@ use candle_core::{D, DType, Device, Module, Result, Tensor};
 use candle_nn::{ModuleT, RNN, VarBuilder, VarMap};
 use fsdp_candle::{FullyShard, ShardedVarMap, fully_shard, nn};
 
-use crate::common::{Gradients, assert_close, gradients, ranks, vars, whole};
+use crate::common::{Gradients, assert_close, device, gradients, ranks, vars, whole};
 
 type Layer = Box<dyn Fn(&Tensor) -> Result<Tensor>>;
 type Build = fn(VarBuilder) -> Result<Layer>;
@@ -19,13 +19,13 @@ fn boxed(module: impl Module + 'static) -> Layer {
 fn input(rank: usize, shape: &[usize]) -> Tensor {
     let count: usize = shape.iter().product();
     let values: Vec<f32> = (0..count).map(|i| ((i * 37 + rank * 101 + 11) % 61) as f32 / 61. - 0.5).collect();
-    Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
+    Tensor::from_vec(values, shape, &device()).unwrap()
 }
 
 fn ids(rank: usize, shape: &[usize]) -> Tensor {
     let count: usize = shape.iter().product();
     let values: Vec<u32> = (0..count).map(|i| ((i * 5 + rank * 3) % 7) as u32).collect();
-    Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
+    Tensor::from_vec(values, shape, &device()).unwrap()
 }
 
 /// A loss with no symmetry that would make gradients vanish.
@@ -169,7 +169,8 @@ fn train(cases: &[Case]) {
             let vars = vars(&world);
             let layer = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), build).unwrap();
             let initial = weights(&vars);
-            let y = layer.call_with(batches[world.rank()].clone(), |layer, x| layer(&x)).unwrap();
+            let x = batches[world.rank()].to_device(&device()).unwrap();
+            let y = layer.call_with(x, |layer, x| layer(&x)).unwrap();
             let grads = layer.backward(&loss(&y)).unwrap();
             assert_eq!(layer.parameters_without_gradient(), [""; 0], "{what}");
             assert_eq!(layer.graph_cuts(), [], "{what}");
@@ -281,7 +282,7 @@ fn running_statistics_are_held_whole_and_never_trained() {
 
         // They follow this rank's batches, as those of a plain layer do.
         let map = VarMap::new();
-        let vb = VarBuilder::from_varmap(&map, DType::F32, &Device::Cpu);
+        let vb = VarBuilder::from_varmap(&map, DType::F32, &device());
         let plain = candle_nn::batch_norm(5, 1e-5, vb).unwrap();
         let mut optim = candle_nn::SGD::new(vars.trainable_vars(), 0.1).unwrap();
         for step in 0..3 {
@@ -304,7 +305,7 @@ fn running_statistics_are_held_whole_and_never_trained() {
         let options = fsdp_candle::StateDictOptions { full_state_dict: true, ..Default::default() };
         let dict = fsdp_candle::get_model_state_dict(&vars, &options).unwrap();
         assert_eq!(values(&dict.tensors["bn.running_mean"].tensor), mean);
-        buffers[0].1.set(&Tensor::zeros(5, DType::F32, &Device::Cpu).unwrap()).unwrap();
+        buffers[0].1.set(&Tensor::zeros(5, DType::F32, &device()).unwrap()).unwrap();
         fsdp_candle::set_model_state_dict(&vars, &dict, &options).unwrap();
         assert_eq!(values(&buffers[0].1), mean);
     });

@@ -7,12 +7,14 @@ use candle_core::{DType, Module, Result, Tensor};
 use fsdp_candle::{
     AllGather, AllGatherExtension, Float8, FsdpModule, FullyShard, ReshardAfterForward, ShardedVarMap, fully_shard, nn,
 };
-use fsdp_core::{Allocator, Buffer, GatherPart, Heap, ProcessGroup, Work};
+use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, Work};
 
-use crate::common::{Own, Parts, WIDTH, assert_close, batch, gradients, loss_of, ranks, vars};
+use crate::common::{Own, Parts, WIDTH, alone, assert_close, batch, gradients, loss_of, memory, on_cuda, ranks, vars};
 
-/// More than the machine needs, however busy it is.
-const DEADLINE: Duration = Duration::from_secs(120);
+/// More than the machine needs, however busy it is. On devices ranks wait for their turn meanwhile.
+fn deadline() -> Duration {
+    Duration::from_secs(if on_cuda() { 3600 } else { 120 })
+}
 
 /// Runs `f`, which may hang, on a thread of its own.
 fn within_deadline(f: impl FnOnce() + Send + 'static) {
@@ -21,7 +23,7 @@ fn within_deadline(f: impl FnOnce() + Send + 'static) {
         f();
         let _ = done.send(());
     });
-    if wait.recv_timeout(DEADLINE) == Err(mpsc::RecvTimeoutError::Timeout) {
+    if wait.recv_timeout(deadline()) == Err(mpsc::RecvTimeoutError::Timeout) {
         panic!("the code that looks at the model waits for ever");
     }
     thread.join().unwrap();
@@ -37,13 +39,17 @@ impl Module for Chain {
 }
 
 /// Prints the model wherever it is called from, and notes where that was.
-#[derive(Default)]
 struct Looks {
     model: OnceLock<(FsdpModule<Chain>, ShardedVarMap)>,
     from: Mutex<Vec<&'static str>>,
+    memory: Arc<dyn Allocator>,
 }
 
 impl Looks {
+    fn on_this_device() -> Arc<Self> {
+        Arc::new(Looks { model: OnceLock::new(), from: Mutex::default(), memory: memory() })
+    }
+
     fn look(&self, from: &'static str) {
         let Some((model, vars)) = self.model.get() else { return };
         let (units, map, debug) = (model.to_string(), vars.to_string(), format!("{model:?}"));
@@ -61,7 +67,7 @@ impl AllGather for Looks {
 
     fn allocate(&self) -> Option<Arc<dyn Allocator>> {
         self.look("allocate");
-        Some(Heap::shared())
+        Some(self.memory.clone())
     }
 }
 
@@ -98,7 +104,7 @@ fn model(vars: &ShardedVarMap, extension: Option<Arc<Looks>>) -> FsdpModule<Chai
 fn the_model_can_be_printed_from_within_a_step() {
     within_deadline(|| {
         ranks(2, |world| {
-            let (looks, vars) = (Arc::new(Looks::default()), vars(&world));
+            let (looks, vars) = (Looks::on_this_device(), vars(&world));
             let model = model(&vars, Some(looks.clone()));
             for unit in &model.inner().0 {
                 unit.set_custom_all_gather(Some(looks.clone()));
@@ -147,7 +153,7 @@ fn the_model_can_be_printed_while_a_collective_is_waited_for() {
                 let model = model(&vars, None);
                 gradients(&vars, &model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap())
             };
-            let (looks, vars) = (Arc::new(Looks::default()), vars(&world));
+            let (looks, vars) = (Looks::on_this_device(), vars(&world));
             let model = model(&vars, None);
             // One gather at a time: those of two threads have no order.
             model.set_implicit_prefetch(false);
@@ -194,7 +200,7 @@ fn an_all_gather_that_gathers_its_own_unit_is_refused() {
 #[test]
 fn two_threads_may_wait_for_one_unit() {
     within_deadline(|| {
-        let world = fsdp_candle::World::single().unwrap();
+        let world = alone();
         let vars = vars(&world);
         let model = model(&vars, None);
         let unit = &model.inner().0[0];

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Module, Tensor};
-use fsdp_candle::{AdamW, AdamWConfig, FullyShard, GradScaler, ReduceScatter, World, fully_shard, nn};
+use fsdp_candle::{AdamW, AdamWConfig, FullyShard, GradScaler, ReduceScatter, fully_shard, nn};
 use fsdp_core::{Allocator, Buffer, ProcessGroup, ReduceOp, ScatterPart, Work};
 
 use crate::common::{
-    WIDTH, assert_close, batch, gradients, loss_of, ranks, reference, shard_of_gradient, sharded, vars,
+    WIDTH, alone, assert_close, batch, changed, gradients, loss_of, ranks, reference, shard_of_gradient, sharded, vars,
 };
 
 /// Loses the last element of what it reduces.
@@ -22,8 +22,9 @@ impl ReduceScatter for Short {
         memory: Arc<dyn Allocator>,
     ) -> Work {
         let mut outputs = ranks.reduce_scatter(parts, op, memory).wait();
-        if let Ok([Buffer::F32(values), ..]) = outputs.as_deref_mut() {
-            values.pop();
+        if let Ok([first, ..]) = outputs.as_deref_mut() {
+            let whole = std::mem::replace(first, Buffer::F32(vec![]));
+            *first = changed(whole, |values| values.truncate(values.len() - 1));
         }
         Work::ready(outputs)
     }
@@ -45,9 +46,9 @@ fn collectives_of_a_users_own_that_change_lengths_are_named_and_forgiven() {
 
         for cut in [false, true] {
             unit.set_all_reduce_hook(Some(Arc::new(move |mut shards: Vec<Buffer>| {
-                match &mut shards[0] {
-                    Buffer::F32(values) if cut => values.truncate(1),
-                    _ => drop(shards.pop()),
+                let last = shards.pop().unwrap();
+                if cut {
+                    shards.push(changed(last, |values| values.truncate(1)));
                 }
                 Ok(shards)
             })));
@@ -64,7 +65,7 @@ fn collectives_of_a_users_own_that_change_lengths_are_named_and_forgiven() {
 
 #[test]
 fn a_model_that_is_gone_and_a_backward_of_candles_own_are_named() {
-    let world = World::single().unwrap();
+    let world = alone();
     let x = batch(0, WIDTH);
     let all = vars(&world);
     let model = sharded(&FullyShard::new(&all), &all, WIDTH);
@@ -89,7 +90,7 @@ fn a_model_that_is_gone_and_a_backward_of_candles_own_are_named() {
 
 #[test]
 fn a_backward_inside_a_forward_is_refused() {
-    let world = World::single().unwrap();
+    let world = alone();
     let vars = vars(&world);
     let opts = FullyShard::new(&vars);
     let inner = fully_shard(&opts, vars.builder(DType::F32).pp("inner"), |vb| nn::linear(4, 4, vb)).unwrap();

@@ -7,7 +7,7 @@ use fsdp_candle::{
     AdamW, AdamWConfig, FullyShard, ShardedVarMap, StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict,
 };
 
-use crate::common::{Gradients, assert_close, batch, loss_of, plain, ranks, sharded, vars, whole};
+use crate::common::{Gradients, alone, assert_close, batch, loss_of, plain, ranks, sharded, vars, whole};
 
 /// Odd: shards are uneven, and at 4 ranks those of the head's two rows are empty.
 const WIDTH: usize = 5;
@@ -86,7 +86,7 @@ fn this_crates_adamw_is_one_of_candles_optimizers() {
 
 #[test]
 fn what_adamw_can_not_do_as_candles_optimizer_is_said() {
-    let world = fsdp_candle::World::single().unwrap();
+    let world = alone();
     let vars = vars(&world);
     let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
     let config = AdamWConfig::default();

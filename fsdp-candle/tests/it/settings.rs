@@ -3,15 +3,15 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use candle_core::{CpuStorage, DType, Module, Storage, Tensor};
+use candle_core::{DType, Module};
 use fsdp_candle::{
     AllGather, AllGatherExtension, Float8, FullyShard, MixedPrecisionPolicy, Recurse, ReshardAfterForward, fully_shard,
     nn,
 };
-use fsdp_core::{Allocator, Buffer, GatherPart, Heap, ProcessGroup, Work};
+use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, Work};
 
 use crate::common::{
-    WIDTH, assert_close, batch, gradients, loss_of, ranks, reference, shard_of_gradient, sharded, vars,
+    WIDTH, address, assert_close, batch, gradients, loss_of, memory, ranks, reference, shard_of_gradient, sharded, vars,
 };
 
 #[test]
@@ -95,20 +95,26 @@ fn more_reductions_in_flight_and_an_end_that_is_waited_for_later() {
 }
 
 /// An allocator that counts what is out, behind an all-gather that is the group's own.
-#[derive(Default)]
 struct Counted {
+    memory: Arc<dyn Allocator>,
     taken: AtomicUsize,
     given: AtomicUsize,
+}
+
+impl Counted {
+    fn on_this_device() -> Arc<Self> {
+        Arc::new(Counted { memory: memory(), taken: AtomicUsize::new(0), given: AtomicUsize::new(0) })
+    }
 }
 
 impl Allocator for Counted {
     fn take(&self, dtype: fsdp_core::DType, len: usize) -> fsdp_core::Result<Buffer> {
         self.taken.fetch_add(1, Ordering::Relaxed);
-        Heap.take(dtype, len)
+        self.memory.take(dtype, len)
     }
     fn give(&self, buffer: Buffer) {
         self.given.fetch_add(1, Ordering::Relaxed);
-        Heap.give(buffer);
+        self.memory.give(buffer);
     }
 }
 
@@ -130,7 +136,7 @@ fn an_allocator_of_the_users_own_gets_everything_back() {
         for reshard in [ReshardAfterForward::Always, ReshardAfterForward::Never] {
             let vars = vars(&world);
             let model = sharded(&FullyShard::new(&vars).reshard_after_forward(reshard), &vars, WIDTH);
-            let memory = Arc::new(Counted::default());
+            let memory = Counted::on_this_device();
             for block in &model.inner().blocks {
                 block.set_custom_all_gather(Some(Arc::new(Own(memory.clone()))));
             }
@@ -179,14 +185,6 @@ fn kept_buffers_and_a_mesh_of_its_own_change_nothing_in_the_numbers() {
     });
 }
 
-/// Where a tensor's memory is.
-fn address(tensor: &Tensor) -> usize {
-    match &*tensor.storage_and_layout().0 {
-        Storage::Cpu(CpuStorage::F32(v)) => v.as_ptr() as usize,
-        _ => panic!("no memory"),
-    }
-}
-
 #[test]
 fn kept_storage_stays_with_its_parameter() {
     for size in 1..=3 {
@@ -209,7 +207,7 @@ fn kept_storage_stays_with_its_parameter() {
                 .unwrap();
                 unit.set_keep_unsharded_storage(true, Recurse::Yes);
                 if custom {
-                    unit.set_custom_all_gather(Some(Arc::new(Own(Arc::default()))));
+                    unit.set_custom_all_gather(Some(Arc::new(Own(Counted::on_this_device()))));
                 }
                 let addresses = || unit.inner().iter().map(|layer| address(layer.weight())).collect::<Vec<_>>();
                 let mut first = None;

@@ -10,7 +10,7 @@ use fsdp_candle::{
     World,
 };
 
-use crate::common::{gradients, ranks, whole};
+use crate::common::{gradients, ranks, rounding, whole};
 use model::{Kind, LAYERS, Seen, by_name, ids, loss_of, vars_of, wrapped};
 
 const STEPS: usize = 3;
@@ -123,7 +123,11 @@ fn nested_patterns_and_patterns_of_a_part_are_right() {
             let vars = vars_of(&world, kind);
             let model = by_name(&FullyShard::new(&vars), &vars, kind, names);
             let got = train(&world, &vars, &model);
-            assert_eq!(got.0, want.0, "{names:?}");
+            for (got, want) in got.0.iter().zip(&want.0) {
+                let (got, want) = (f32::from_bits(*got), f32::from_bits(*want));
+                let allowed = 10. * rounding(DType::F32) * want;
+                assert!((got - want).abs() <= allowed, "{names:?}: {got} instead of {want}");
+            }
             assert!(vars.params().iter().all(|param| !param.is_unsharded()), "{names:?}");
         });
     }

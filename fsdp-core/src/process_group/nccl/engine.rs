@@ -104,7 +104,12 @@ impl Nccl {
         let end = running.end().clone();
         let landing = Landing::behind(outputs, Box::new(running));
         asked?;
-        self.watchdog.watch(Flight::new(collective, begin, end));
+        self.watchdog.watch(Flight::new(collective, begin, end.clone()));
+        if self.checks {
+            // Else what this thread issues, later than its rank did, could wait by the compute stream for a collective
+            // of another group that a peer issues behind this one.
+            self.driver("waiting for a collective", end.synchronize())?;
+        }
         Ok(landing)
     }
 }
@@ -138,8 +143,10 @@ impl DeviceEngine for Nccl {
         Promises { rank_order: false, f32_sums: false, ..host }
     }
 
+    /// A rank that compares waits for its peers, which may issue the collectives of two groups in another order than it
+    /// does: the group's thread waits then, and not the thread that issues. It also waits for the collective's end.
     fn runs_when_issued(&self) -> bool {
-        true
+        !self.checks
     }
 
     fn run(&mut self, collective: &Collective<'_>, op: Op, host: &ProcessGroup) -> Result<Landing> {

@@ -6,7 +6,7 @@
 //!
 //! Nothing that ranks issue is compared before it runs, for that would take a round trip through the host each time.
 //! Ranks that issue different collectives hang in NCCL or mix up their data. `FSDP_NCCL_CHECK=always` compares every
-//! one over the host's group before it is enqueued, for tests and for programs that hang; without it the watchdog
+//! one over the host's group, whose thread then enqueues it: for tests and programs that hang. Without it the watchdog
 //! compares what the ranks hang in when the group's timeout is over. It ends what can't end by itself: when a peer is
 //! gone, when NCCL says so, and when there is no progress for as long as the timeout. Everything the host may be
 //! blocked in (a copy to the host, a synchronisation) then goes on; the collective's outputs have unspecified values,

@@ -3,6 +3,7 @@
 use std::{
     collections::HashMap,
     ffi::{CString, c_void},
+    hash::{DefaultHasher, Hasher},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -44,8 +45,7 @@ struct Inner {
     /// Groups of calls that are not on their streams yet.
     held: Vec<(usize, Vec<Transfer>)>,
     directions: Directions,
-    /// Collectives so far, and what the first rank draws from.
-    collectives: u64,
+    /// What the first rank draws from, where sums begin.
     ring: u64,
 }
 
@@ -82,7 +82,6 @@ impl Communicator {
             delay: draw(seed) % 4,
             held: vec![],
             directions: Directions::default(),
-            collectives: 0,
             ring: 0,
         };
         let (main, name) = (Link::begin(name.into(), seat), name.into());
@@ -182,11 +181,10 @@ impl Communicator {
         let mut names: Vec<_> = transfers.iter().map(Transfer::name).collect();
         names.dedup();
         let name = names.join(" + ");
-        let first = {
-            let mut inner = self.inner();
-            inner.collectives += u64::from(transfers.iter().any(|transfer| transfer.peer().is_none()));
-            (mix(inner.ring ^ mix(inner.collectives)) % self.seat.ranks as u64) as usize
-        };
+        // The same calls begin with the same rank again, as NCCL adds the same up in the same order.
+        let mut hasher = DefaultHasher::new();
+        hasher.write(alike(&collectives(&transfers)).as_bytes());
+        let first = (mix(self.inner().ring ^ hasher.finish()) % self.seat.ranks as u64) as usize;
         let mut turn = Turn::Waits(self.clone(), transfers, first);
         let run = Box::new(move || turn.go_on());
         if enqueue(stream as *mut c_void, Operation { name: name.clone(), touches, run }) != 0 {
@@ -314,6 +312,11 @@ impl Turn {
     }
 }
 
+/// What all ranks must call alike.
+fn alike(collectives: &[Transfer]) -> String {
+    collectives.iter().map(Transfer::alike).collect::<Vec<_>>().join(", ")
+}
+
 fn collectives(transfers: &[Transfer]) -> Vec<Transfer> {
     transfers.iter().filter(|transfer| transfer.peer().is_none()).copied().collect()
 }
@@ -336,7 +339,7 @@ impl Communicator {
         let mut parts = vec![];
         let collectives = collectives(transfers);
         if !collectives.is_empty() {
-            let alike = collectives.iter().map(Transfer::alike).collect::<Vec<_>>().join(", ");
+            let alike = alike(&collectives);
             let sent = exchange::sent(&collectives, seat);
             let pending = Pending::exchange(&self.main, alike, sent, exchange::expected(&collectives, seat));
             parts.push(Part { of: None, pending, came: None });

@@ -5,7 +5,8 @@
 //! What differs from the kind library that a program may hope for:
 //! - A communicator that does not block says `ncclInProgress` for a while, also after a group's end: its calls are on
 //!   their streams only when it says `ncclSuccess`.
-//! - Sums are made in the buffer's dtype, around a ring that begins anywhere.
+//! - Sums are made in the buffer's dtype, around a ring that begins anywhere: the seed and what is called say where, so
+//!   that the same calls have the same bits.
 //! - Ranks that call different things wait for each other until somebody aborts, and a line on stderr says what
 //!   differs.
 //! - What is aborted ends without having written.

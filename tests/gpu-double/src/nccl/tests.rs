@@ -136,15 +136,17 @@ fn a_sum_is_of_the_buffers_dtype_and_begins_anywhere() {
     let sums = ranks(&[0, 1, 2], |rank| {
         rank.ready();
         let value = if rank.rank == 0 { one } else { small };
-        let at = rank.up(&[0.; 4]);
-        let mut sums = vec![];
-        for _ in 0..12 {
+        let at = rank.up(&[0.; 8]);
+        let sum = |count: usize| {
             // SAFETY: nothing is queued that uses it.
             unsafe { (at as *mut u16).write(value) };
-            ncclAllReduce(at, at, 1, BF16, SUM, rank.comm, rank.stream);
+            ncclAllReduce(at, at, count, BF16, SUM, rank.comm, rank.stream);
             let bits = rank.down(at, 1)[0].to_bits() as u16;
-            sums.push(half::bf16::from_bits(bits).to_f32());
-        }
+            half::bf16::from_bits(bits).to_f32()
+        };
+        let sums: Vec<f32> = (1..=12).map(sum).collect();
+        let again: Vec<f32> = (1..=12).map(sum).collect();
+        assert_eq!(sums, again, "the same call adds up in the same order");
         sums
     });
     assert!(sums.iter().all(|of| *of == sums[0]), "all ranks have the same bits: {sums:?}");

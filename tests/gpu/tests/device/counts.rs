@@ -4,7 +4,7 @@ use fsdp_tests_gpu::{Counts, Way};
 
 fn counts(steps: usize) -> Vec<Counts> {
     let dir = tempfile::tempdir().unwrap();
-    Way { steps, check: false, ..Way::recorded("llama_tiny", 2) }.start(dir.path()).ok();
+    Way { steps, ..Way::recorded("llama_tiny", 2) }.start(dir.path()).ok();
     Counts::of(dir.path(), 2)
 }
 
