@@ -341,7 +341,7 @@ impl Thread {
         }
         for peer in line.peers() {
             let Some(tag) = line.tag_of(peer) else { continue };
-            let bytes = line::notice(tag, line.rank, line.sent(peer), why);
+            let bytes = line::notice(tag, line, peer, why);
             let from = bytes.as_ptr();
             let number = self.number(Entry::Tells { _bytes: bytes });
             // SAFETY: the entry keeps the memory until the request is done.
@@ -364,7 +364,9 @@ impl Thread {
             self.has_failed.store(true, Ordering::Release);
             for line in self.lines.values() {
                 let gone = || Gone::Failed(Failure::of(&crate::Error::Env(refused.text.clone())));
-                line.peers().for_each(|peer| line.hear(peer, Notice { sent: 0, gone: gone(), heard: Instant::now() }));
+                line.peers().for_each(|peer| {
+                    line.hear(peer, Notice { sent: 0, completed: 0, gone: gone(), heard: Instant::now() })
+                });
             }
             std::thread::sleep(IDLE);
         }

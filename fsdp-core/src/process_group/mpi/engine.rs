@@ -192,6 +192,7 @@ impl Backend for Engine {
     }
 
     fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Landing> {
+        self.wire.line.complete(collective.sequence());
         let outputs = match op {
             Op::AllGather { parts, memory } => self.all_gather(collective, parts, &*memory),
             Op::ReduceScatter { parts, op, memory } => self.reduce_scatter(collective, parts, op, &*memory),
@@ -200,13 +201,17 @@ impl Backend for Engine {
             Op::AllToAll { parts, memory } => self.all_to_all(collective, parts, &*memory),
             Op::Barrier => self.exchange(collective, vec![], &[]),
         };
-        Ok(outputs?.into())
+        let landing = outputs?.into();
+        self.wire.line.complete(collective.sequence() + 1);
+        Ok(landing)
     }
 
     fn split(&mut self, collective: &Collective<'_>, ranks: &[usize], group: &Membership) -> Result<Box<dyn Backend>> {
+        self.wire.line.complete(collective.sequence());
         let met = self.wire.meet(ranks, group.rank, self.chunk_bytes, group.timeout);
         let wire = met.map_err(|why| Error::Rendezvous { rank: group.rank, message: why })?;
         let wire = wire.map_err(|trouble| trouble.into_error(collective))?;
+        self.wire.line.complete(collective.sequence() + 1);
         Ok(Box::new(Engine::new(wire, self.chunk_bytes)))
     }
 

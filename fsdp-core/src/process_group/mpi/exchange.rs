@@ -133,6 +133,10 @@ impl Exchange<'_> {
         INLINE.min(self.wire.step)
     }
 
+    fn trouble(&self, trouble: Trouble) -> Error {
+        trouble.into_error(self.collective)
+    }
+
     /// What nobody but this rank holds any more, because all messages are done.
     fn alone(&self, held: Arc<Held>) -> Result<(Vec<Buffer>, Vec<Page>)> {
         Arc::try_unwrap(held).map(Held::into_parts).map_err(|_| Error::Internal {
@@ -142,11 +146,12 @@ impl Exchange<'_> {
     }
 
     fn wait(&self, batch: &Batch) -> Result<()> {
-        self.wire.wait(batch).map_err(|trouble: Trouble| trouble.into_error(self.collective))
+        self.wire.wait(batch).map_err(|trouble| self.trouble(trouble))
     }
 
     /// Sends what this rank issued to all others, with what is short of the data, and compares.
     fn first(&mut self, held: &Held, phase: &Phase) -> Result<()> {
+        self.wire.check().map_err(|trouble| self.trouble(trouble))?;
         let (size, rank) = (self.wire.size(), self.wire.line.rank);
         let mut own = vec![0; Collective::announcement_len(size)];
         self.collective.announce(&mut own);

@@ -67,18 +67,21 @@ impl Batch {
 pub(super) struct Notice {
     /// How many messages it has sent to this rank before, which still come.
     pub(super) sent: u64,
+    /// How many collectives it has done.
+    pub(super) completed: u64,
     pub(super) gone: Gone,
     pub(super) heard: Instant,
 }
 
 /// Bytes of a notice, as it travels.
 pub(super) const NOTICE: usize = 2048;
-const NUMBERS: usize = 5;
+const NUMBERS: usize = 6;
 
-/// Writes that the rank `peer` of the group which receives by `tag` has left it, or failed.
-pub(super) fn notice(tag: u16, peer: usize, sent: u64, why: Option<&Failure>) -> Vec<u8> {
+/// What a rank that has left its group, or failed, tells the peer that receives by `tag`.
+pub(super) fn notice(tag: u16, line: &Line, peer: usize, why: Option<&Failure>) -> Vec<u8> {
     let text = why.map_or(vec![], |why| why.to_bytes(NOTICE - 8 * NUMBERS));
-    let numbers = [u64::from(tag), peer as u64, sent, u64::from(why.is_some()), text.len() as u64];
+    let [from, len] = [line.rank as u64, text.len() as u64];
+    let numbers = [u64::from(tag), from, line.sent(peer), line.completed(), u64::from(why.is_some()), len];
     let mut bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).chain(text).collect();
     bytes.resize(NOTICE, 0);
     bytes
@@ -88,11 +91,11 @@ pub(super) fn notice(tag: u16, peer: usize, sent: u64, why: Option<&Failure>) ->
 pub(super) fn read(bytes: &[u8]) -> (u64, usize, Notice) {
     let mut numbers = bytes.as_chunks::<8>().0.iter().map(|bytes| u64::from_le_bytes(*bytes));
     let mut next = || numbers.next().unwrap_or_default();
-    let [tag, peer, sent, has_failed, len] = [next(), next(), next(), next(), next()];
+    let [tag, peer, sent, completed, has_failed, len] = [(); NUMBERS].map(|()| next());
     let text = bytes.get(8 * NUMBERS..).unwrap_or_default();
     let text = &text[..text.len().min(len as usize)];
     let gone = if has_failed != 0 { Gone::Failed(Failure::from_bytes(text)) } else { Gone::Left };
-    (tag, peer as usize, Notice { sent, gone, heard: Instant::now() })
+    (tag, peer as usize, Notice { sent, completed, gone, heard: Instant::now() })
 }
 
 /// One rank's end of a group.
@@ -107,8 +110,12 @@ pub(super) struct Line {
     tags: OnceLock<Vec<u16>>,
     /// How many messages went to each.
     sent: Vec<AtomicU64>,
+    /// How many collectives are done.
+    completed: AtomicU64,
     /// Counts whatever is done.
     progress: AtomicU64,
+    /// Whether there are notices.
+    has_heard: AtomicBool,
     notices: Mutex<Vec<Option<Notice>>>,
     bell: Condvar,
 }
@@ -117,8 +124,9 @@ impl Line {
     pub(super) fn new(tag: u16, ranks: Vec<usize>, rank: usize) -> Self {
         let sent = ranks.iter().map(|_| AtomicU64::new(0)).collect();
         let notices = Mutex::new(vec![None; ranks.len()]);
-        let (tags, progress, bell) = (OnceLock::new(), AtomicU64::new(0), Condvar::new());
-        Line { tag, ranks, rank, tags, sent, progress, notices, bell }
+        let (completed, progress) = (AtomicU64::new(0), AtomicU64::new(0));
+        let (tags, has_heard, bell) = (OnceLock::new(), AtomicBool::new(false), Condvar::new());
+        Line { tag, ranks, rank, tags, sent, completed, progress, has_heard, notices, bell }
     }
 
     /// The other members.
@@ -143,8 +151,18 @@ impl Line {
         self.sent[peer].fetch_add(1, Ordering::Relaxed);
     }
 
-    pub(super) fn sent(&self, peer: usize) -> u64 {
+    fn sent(&self, peer: usize) -> u64 {
         self.sent[peer].load(Ordering::Relaxed)
+    }
+
+    /// So many collectives are done.
+    pub(super) fn complete(&self, count: u64) {
+        self.completed.store(count, Ordering::Relaxed);
+    }
+
+    /// How many collectives are done.
+    pub(super) fn completed(&self) -> u64 {
+        self.completed.load(Ordering::Relaxed)
     }
 
     pub(super) fn progress(&self) -> u64 {
@@ -157,6 +175,9 @@ impl Line {
 
     /// What is known of peers that are gone.
     pub(super) fn notices(&self) -> Vec<(usize, Notice)> {
+        if !self.has_heard.load(Ordering::Acquire) {
+            return vec![];
+        }
         let notices = self.lock();
         notices.iter().enumerate().filter_map(|(peer, notice)| Some((peer, notice.clone()?))).collect()
     }
@@ -166,6 +187,7 @@ impl Line {
         if let Some(place @ None) = self.lock().get_mut(peer) {
             *place = Some(notice);
         }
+        self.has_heard.store(true, Ordering::Release);
         self.bell.notify_all();
     }
 
@@ -210,14 +232,17 @@ mod tests {
     #[test]
     fn notices_survive_the_way() {
         let why = Failure::of(&crate::Error::Layout("why".into()));
+        let line = Line::new(9, vec![0, 1, 2, 3], 3);
+        [0, 0, 1].into_iter().for_each(|peer| line.count(peer));
+        line.complete(12);
         for (why, gone) in [(None, Gone::Left), (Some(&why), Gone::Failed(why.clone()))] {
-            let bytes = notice(7, 3, 12, why);
+            let bytes = notice(7, &line, 0, why);
             assert_eq!(bytes.len(), NOTICE);
             let (tag, peer, read) = read(&bytes);
-            assert_eq!((tag, peer, read.sent, read.gone), (7, 3, 12, gone));
+            assert_eq!((tag, peer, read.sent, read.completed, read.gone), (7, 3, 2, 12, gone));
         }
         let long = Failure::of(&crate::Error::Layout("x".repeat(9000)));
-        assert_eq!(notice(7, 3, 12, Some(&long)).len(), NOTICE);
+        assert_eq!(notice(7, &line, 0, Some(&long)).len(), NOTICE);
         assert_eq!(read(&[]).1, 0);
     }
 

@@ -113,6 +113,7 @@ impl Wire {
         let (mut progress, mut since) = (self.line.progress(), Instant::now());
         loop {
             let is_done = batch.is_done();
+            self.check()?;
             if let Some((peer, refused)) = batch.refused() {
                 let gone = refused.gone().or_else(|| self.said(peer));
                 return Err(match gone {
@@ -143,6 +144,16 @@ impl Wire {
             }
             self.line.sleep(SLICE.min(self.timeout - waited), || batch.is_done());
         }
+    }
+
+    /// Whether no peer has failed in the collective that this rank is in, or before: it is void then, also where all
+    /// messages come.
+    pub(super) fn check(&self) -> Result<(), Trouble> {
+        let is_void = |(_, notice): &(usize, Notice)| {
+            matches!(notice.gone, Gone::Failed(_)) && notice.completed <= self.line.completed()
+        };
+        let found = self.line.notices().into_iter().find(is_void);
+        found.map_or(Ok(()), |(peer, notice)| Err(Trouble::Gone { peer, gone: notice.gone }))
     }
 
     /// What a peer has said of its end.
@@ -240,7 +251,7 @@ mod tests {
     fn messages_are_aligned_and_never_longer_than_mpi_counts() {
         for (chunk_bytes, ranks, expected) in [
             (128 << 10, 2, 1 << 20),
-            (128 << 10, 64, 86592),
+            (128 << 10, 64, 88768),
             (128 << 10, 1000, LEAST),
             (0, 2, ALIGN),
             (100, 2, 768),
