@@ -2,7 +2,7 @@
 
 use super::{
     super::{group::ProcessGroup, lookout::Gone, membership::Membership, options::Options},
-    driver::{Driver, lock},
+    driver::{Driver, MEETING_TIME, lock},
     engine::Engine,
     wire::{Trouble, Wire},
 };
@@ -10,14 +10,15 @@ use crate::{Error, RankEnv, Result};
 
 /// Meets the other processes of the job by MPI, wherever they run, and returns this rank's handle of the world.
 ///
-/// The first call initialises MPI, on a thread that makes every call of it, and has it finalized when the process exits.
-/// The library is that of the launcher, or the one that `FSDP_MPI_LIBRARY` names; nothing of it is needed to build.
+/// The first call initialises MPI, on a thread that makes every call of it, and has it finalized when the process
+/// exits. The library is that of the launcher, or the one that `FSDP_MPI_LIBRARY` names; nothing of it is needed to
+/// build.
 ///
 /// # Errors
 /// [`Error::Env`] when `env` names a rank outside its world; [`Error::Rendezvous`] when no MPI library is found or it
 /// can't be used (the message says how to get one), when MPI and `env` disagree about rank or world size, because MPI
-/// did not start the ranks, and when the ranks don't meet within the timeout; [`Error::Os`] when the system refuses a
-/// thread.
+/// did not start the ranks, and when the ranks don't meet within the timeout or a minute; [`Error::Os`] when the system
+/// refuses a thread.
 pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
     let RankEnv { rank, world_size, .. } = *env;
     if rank >= world_size {
@@ -32,8 +33,8 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
     let driver = Driver::get(env.local_world_size, options.timeout).map_err(refused)?;
     if (driver.rank, driver.size) != (rank, world_size) {
         return Err(refused(format!(
-            "MPI ({}) says that this process is rank {} of {}, and its environment rank {rank} of {world_size}: another \
-             launcher has started it than that of this MPI. Start the ranks with this MPI's own mpirun, or with one \
+            "MPI ({}) says that this process is rank {} of {}, and its environment rank {rank} of {world_size}: \
+             another launcher has started it than that of this MPI. Start the ranks with this MPI's own mpirun, or with one \
              that it knows, or name the library of the MPI that started them in FSDP_MPI_LIBRARY",
             driver.library.display(),
             driver.rank,
@@ -42,7 +43,8 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
     }
     let all: Vec<usize> = (0..world_size).collect();
     let _one_after_the_other = lock(&driver.meeting);
-    let met = Wire::world(driver, options.timeout, |wire| wire.meet(&all, rank, options.chunk_bytes, options.timeout));
+    let patience = options.timeout.max(MEETING_TIME);
+    let met = Wire::world(driver, patience, |wire| wire.meet(&all, rank, options.chunk_bytes, options.timeout));
     let wire = met.map_err(refused)?.map_err(|trouble| {
         refused(match trouble {
             Trouble::Late { missing, waited } => format!(

@@ -43,7 +43,6 @@ impl Engine {
         (0..self.wire.size()).map(|peer| if peer == rank { Stream::default() } else { of(peer) }).collect()
     }
 
-    /// The same of the ranks that are `from` or `to`.
     fn all_gather(
         &mut self,
         at: &Collective<'_>,

@@ -87,6 +87,14 @@ fn only(stream: &Stream, round: usize, step: usize) -> Option<Piece> {
     pieces.next().filter(|_| pieces.next().is_none())
 }
 
+/// Messages that are on their way together.
+struct Round {
+    /// Which chunks of the streams.
+    number: usize,
+    /// Which set of pages they use, if they are not all from place to place.
+    pages: Option<usize>,
+}
+
 /// A collective that is being run.
 pub(super) struct Exchange<'a> {
     pub(super) wire: &'a mut Wire,
@@ -98,7 +106,7 @@ impl Exchange<'_> {
     /// announcements.
     pub(super) fn run(mut self, buffers: Vec<Buffer>, phases: &[Phase]) -> Result<Vec<Buffer>> {
         let size = self.wire.size();
-        // For each round that may be on its way: a page to and one from each rank, where one is needed.
+        // For each round with pages that may be on its way: one to and one from each rank, where one is needed.
         let mut is_needed = vec![false; 2 * size];
         let inline = self.inline();
         for (index, phase) in phases.iter().enumerate() {
@@ -159,9 +167,14 @@ impl Exchange<'_> {
         let head = (HEAD + row).next_multiple_of(ALIGN);
         let inline = self.inline();
         let is_short = |stream: &Stream| (1..=inline).contains(&stream.len());
-        // One to each rank, and one from each.
+        // One to each rank, and one from each. They stay for the next collective, which may have a row.
         let len = head + inline;
-        let firsts = Arc::new(Held::new(vec![], (0..2 * size).map(|_| page(len)).collect()));
+        let mut pages = std::mem::take(&mut self.wire.firsts);
+        if pages.is_empty() {
+            let longest = Collective::announcement_len(size) - FIXED + HEAD;
+            pages = (0..2 * size).map(|_| page(longest.next_multiple_of(ALIGN) + inline)).collect();
+        }
+        let firsts = Arc::new(Held::new(vec![], pages));
         let mut transfers = Vec::with_capacity(2 * size);
         for peer in self.wire.line.peers() {
             transfers.push(Transfer { way: Way::From, peer, span: within(size + peer, 0, &(0..len)) });
@@ -189,21 +202,23 @@ impl Exchange<'_> {
         // SAFETY: the pages are touched again when all is done, below.
         let batch = unsafe { self.wire.post(&firsts, transfers) };
         self.wait(&batch)?;
-        let announced: Vec<Vec<u8>> = (0..size)
-            .map(|peer| {
-                if peer == rank {
-                    return own.clone();
+        // SAFETY: all of these messages are done.
+        let told = |peer: usize| unsafe { firsts.read(&within(size + peer, 0, &(0..HEAD + row))) };
+        let is_same = |peer: usize| told(peer)[..HEAD] == own[..HEAD];
+        if row > 0 || !self.wire.line.peers().all(is_same) {
+            let announced = |peer: usize| {
+                let mut announced = own.clone();
+                if peer != rank {
+                    let (head, rest) = told(peer).split_at(HEAD);
+                    announced[..HEAD].copy_from_slice(head);
+                    announced[FIXED..][..row].copy_from_slice(rest);
                 }
-                // SAFETY: all of these messages are done.
-                let bytes = unsafe { firsts.read(&within(size + peer, 0, &(0..head))) };
-                let mut announced = vec![0; own.len()];
-                announced[..HEAD].copy_from_slice(&bytes[..HEAD]);
-                announced[FIXED..][..row].copy_from_slice(&bytes[HEAD..][..row]);
                 announced
-            })
-            .collect();
-        if self.collective.compare(|peer| &announced[peer]).is_err() {
-            return Err(self.differ(own)?);
+            };
+            let announced: Vec<_> = (0..size).map(announced).collect();
+            if self.collective.compare(|peer| &announced[peer]).is_err() {
+                return Err(self.differ(own)?);
+            }
         }
         match &phase.arrival {
             Arrival::Placed(side) => {
@@ -226,6 +241,7 @@ impl Exchange<'_> {
             }
             Arrival::Combined(_) => {}
         }
+        self.wire.firsts = self.alone(firsts)?.1;
         Ok(())
     }
 
@@ -254,69 +270,79 @@ impl Exchange<'_> {
         }
     }
 
-    /// Moves what is longer than `least`, in rounds.
+    /// Moves what is longer than `least`, in rounds. Those that go from place to place are all on their way at once.
     fn rounds(&mut self, held: &Arc<Held>, phase: &Phase, least: usize) -> Result<()> {
         let step = self.wire.step;
         let peers: Vec<_> = self.wire.line.peers().collect();
         let chunks = |stream: &Stream| if stream.len() > least { stream.chunks(step) } else { 0 };
         let longest = peers.iter().map(|&peer| chunks(phase.sent(peer)).max(chunks(phase.arriving(peer)))).max();
-        let rounds = longest.unwrap_or(0);
-        let mut running: VecDeque<Arc<Batch>> = VecDeque::new();
-        for round in 0..rounds + ROUNDS {
-            // Its pages are free when the round before in the same place is done.
-            if let Some(before) = round.checked_sub(ROUNDS)
-                && let Some(batch) = running.pop_front()
-            {
-                self.wait(&batch)?;
-                self.drain(held, phase, before, least);
+        let mut running: VecDeque<(Round, Arc<Batch>)> = VecDeque::new();
+        let mut paged = 0;
+        for number in 0..longest.unwrap_or(0) {
+            let is_sent = |peer: &&usize| number < chunks(phase.sent(**peer));
+            let is_arriving = |peer: &&usize| number < chunks(phase.arriving(**peer));
+            let is_packed = |stream: &Stream| only(stream, number, step).is_none();
+            let is_combined = matches!(phase.arrival, Arrival::Combined(_));
+            let needs_pages = peers.iter().filter(is_sent).any(|&peer| is_packed(phase.sent(peer)))
+                || peers.iter().filter(is_arriving).any(|&peer| is_combined || is_packed(phase.arriving(peer)));
+            let round = Round { number, pages: needs_pages.then_some(paged % ROUNDS) };
+            paged += usize::from(needs_pages);
+            // Its pages are free when the round that had them before is done.
+            while let Some(at) = running.iter().position(|(before, _)| needs_pages && before.pages == round.pages) {
+                running
+                    .drain(..=at)
+                    .try_for_each(|(before, batch)| self.settle(held, phase, &before, &batch, least))?;
             }
-            if round < rounds {
-                let mut transfers = Vec::with_capacity(2 * peers.len());
-                // What arrives first, so that it finds its place.
-                for &peer in peers.iter().rev().filter(|&&peer| round < chunks(phase.arriving(peer))) {
-                    let span = self.place(held, phase, round, peer);
-                    transfers.push(Transfer { way: Way::From, peer, span });
-                }
-                for &peer in peers.iter().filter(|&&peer| round < chunks(phase.sent(peer))) {
-                    let span = self.source(held, phase, round, peer);
-                    transfers.push(Transfer { way: Way::To, peer, span });
-                }
-                // SAFETY: each round has pages and pieces of its own until it is drained. What a phase sends it does
-                // not receive into, nor combine.
-                running.push_back(unsafe { self.wire.post(held, transfers) });
+            let mut transfers = Vec::with_capacity(2 * peers.len());
+            // What arrives first, so that it finds its place.
+            for &peer in peers.iter().rev().filter(is_arriving) {
+                transfers.push(Transfer { way: Way::From, peer, span: self.place(held, phase, &round, peer) });
             }
+            for &peer in peers.iter().filter(is_sent) {
+                transfers.push(Transfer { way: Way::To, peer, span: self.source(held, phase, &round, peer) });
+            }
+            // SAFETY: each round has pages and pieces of its own until it is drained. What a phase sends it does not
+            // receive into, nor combine.
+            running.push_back((round, unsafe { self.wire.post(held, transfers) }));
         }
+        running.into_iter().try_for_each(|(round, batch)| self.settle(held, phase, &round, &batch, least))
+    }
+
+    /// Waits until a round is done, and does what is to be done with it.
+    fn settle(&self, held: &Held, phase: &Phase, round: &Round, batch: &Batch, least: usize) -> Result<()> {
+        self.wait(batch)?;
+        self.drain(held, phase, round, least);
         Ok(())
     }
 
     /// The page of a round to or from a rank.
-    fn page(&self, held: &Held, round: usize, way: Way, peer: usize) -> usize {
+    fn page(&self, held: &Held, round: &Round, way: Way, peer: usize) -> usize {
         let size = self.wire.size();
         let place = if way == Way::To { peer } else { size + peer };
-        held.first_page() + round % ROUNDS * 2 * size + place
+        held.first_page() + round.pages.unwrap_or(0) * 2 * size + place
     }
 
     /// Where what a rank sends in a round arrives.
-    fn place(&self, held: &Held, phase: &Phase, round: usize, peer: usize) -> Span {
+    fn place(&self, held: &Held, phase: &Phase, round: &Round, peer: usize) -> Span {
         let (stream, step) = (phase.arriving(peer), self.wire.step);
-        match (&phase.arrival, only(stream, round, step)) {
+        match (&phase.arrival, only(stream, round.number, step)) {
             (Arrival::Placed(side), Some(piece)) => span(side.first, &piece),
             _ => {
-                let end = stream.pieces(round, step).map(|piece| piece.chunk.end).max().unwrap_or(0);
+                let end = stream.pieces(round.number, step).map(|piece| piece.chunk.end).max().unwrap_or(0);
                 within(self.page(held, round, Way::From, peer), 0, &(0..end))
             }
         }
     }
 
     /// What goes to a rank in a round, packed where it is several pieces.
-    fn source(&self, held: &Held, phase: &Phase, round: usize, peer: usize) -> Span {
+    fn source(&self, held: &Held, phase: &Phase, round: &Round, peer: usize) -> Span {
         let (stream, step) = (phase.sent(peer), self.wire.step);
-        if let Some(piece) = only(stream, round, step) {
+        if let Some(piece) = only(stream, round.number, step) {
             return span(phase.sends.first, &piece);
         }
         let page = self.page(held, round, Way::To, peer);
         let mut end = 0;
-        for piece in stream.pieces(round, step) {
+        for piece in stream.pieces(round.number, step) {
             // SAFETY: the page is free, as the round before in its place is done; what a phase sends nobody writes.
             unsafe {
                 let from = held.read(&span(phase.sends.first, &piece));
@@ -328,17 +354,17 @@ impl Exchange<'_> {
     }
 
     /// Does what is to be done with what has arrived in a round.
-    fn drain(&self, held: &Held, phase: &Phase, round: usize, least: usize) {
+    fn drain(&self, held: &Held, phase: &Phase, round: &Round, least: usize) {
         let step = self.wire.step;
         match &phase.arrival {
             Arrival::Placed(side) => {
                 for peer in self.wire.line.peers() {
                     let stream = &side.streams[peer];
-                    if stream.len() <= least || only(stream, round, step).is_some() {
+                    if stream.len() <= least || only(stream, round.number, step).is_some() {
                         continue;
                     }
                     let page = self.page(held, round, Way::From, peer);
-                    for piece in stream.pieces(round, step) {
+                    for piece in stream.pieces(round.number, step) {
                         // SAFETY: the round is done, and no other has these pieces.
                         unsafe {
                             let from = held.read(&within(page, 0, &piece.chunk));
@@ -348,7 +374,7 @@ impl Exchange<'_> {
                 }
             }
             Arrival::Combined(combined) if combined.stream.len() > least => {
-                for piece in combined.stream.pieces(round, step) {
+                for piece in combined.stream.pieces(round.number, step) {
                     let page = |from| (self.page(held, round, Way::From, from), 0);
                     // SAFETY: as above. What this rank has of the pieces it sends to nobody.
                     unsafe { self.combine(held, combined, &piece, held, page) };

@@ -10,8 +10,8 @@ use std::{
 
 use super::{
     super::{failure::Failure, lookout::Gone},
+    functions::{Kind, Refused},
     held::Span,
-    session::{Kind, Refused},
 };
 
 /// Which way a message goes.

@@ -8,32 +8,10 @@ use std::{
 
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
-use super::abi::{self, Constants, Family};
-
-/// What MPI, or the loader, says of a call that failed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Refused {
-    pub(super) text: String,
-    pub(super) kind: Kind,
-}
-
-/// Which failure it is, as far as that matters.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
-    /// A process of the job has ended.
-    Died,
-    /// A receive from anybody goes on, though a process has ended.
-    SomebodyDied,
-    Other,
-}
-
-impl Refused {
-    pub(super) fn new(text: impl Into<String>) -> Self {
-        Refused { text: text.into(), kind: Kind::Other }
-    }
-}
-
-type Outcome<T = ()> = Result<T, Refused>;
+use super::{
+    abi::{self, Constants, Family},
+    functions::{Functions, Kind, Outcome, Refused, Ulfm, symbol},
+};
 
 /// An MPI library in use. Requests have numbers that the caller chooses.
 pub(super) trait Mpi {
@@ -61,77 +39,14 @@ pub(super) trait Mpi {
     /// Ends a request that has nothing received yet; it is done as others are.
     fn cancel(&mut self, number: usize);
 
-    /// Lets receives from anybody go on though a process has ended, where the library can.
-    fn acknowledge(&mut self) -> bool;
+    /// Which processes have ended, where the library tells. Receives from anybody then go on.
+    fn dead(&mut self) -> Vec<usize>;
 
     /// Ends MPI if [`Mpi::start`] began it.
     fn end(&mut self) -> Outcome;
 
     /// What the library says that it is.
     fn version(&self) -> String;
-}
-
-/// The functions that are used.
-struct Functions<H> {
-    init_thread: unsafe extern "C" fn(*mut c_int, *mut *mut *mut c_char, c_int, *mut c_int) -> c_int,
-    initialized: unsafe extern "C" fn(*mut c_int) -> c_int,
-    finalized: unsafe extern "C" fn(*mut c_int) -> c_int,
-    query_thread: unsafe extern "C" fn(*mut c_int) -> c_int,
-    finalize: unsafe extern "C" fn() -> c_int,
-    comm_rank: unsafe extern "C" fn(H, *mut c_int) -> c_int,
-    comm_size: unsafe extern "C" fn(H, *mut c_int) -> c_int,
-    comm_set_errhandler: unsafe extern "C" fn(H, H) -> c_int,
-    comm_idup: unsafe extern "C" fn(H, *mut H, *mut H) -> c_int,
-    type_size: unsafe extern "C" fn(H, *mut c_int) -> c_int,
-    isend: unsafe extern "C" fn(*const c_void, c_int, H, c_int, c_int, H, *mut H) -> c_int,
-    irecv: unsafe extern "C" fn(*mut c_void, c_int, H, c_int, c_int, H, *mut H) -> c_int,
-    testsome: unsafe extern "C" fn(c_int, *mut H, *mut c_int, *mut c_int, *mut c_void) -> c_int,
-    cancel: unsafe extern "C" fn(*mut H) -> c_int,
-    error_string: unsafe extern "C" fn(c_int, *mut c_char, *mut c_int) -> c_int,
-    error_class: unsafe extern "C" fn(c_int, *mut c_int) -> c_int,
-    get_library_version: unsafe extern "C" fn(*mut c_char, *mut c_int) -> c_int,
-    /// Of ULFM.
-    failure_ack: Option<unsafe extern "C" fn(H) -> c_int>,
-}
-
-/// A function, or the address of a variable, by name. `T` is a pointer.
-///
-/// # Safety
-/// What has the name in the library is of the type that `T` points to.
-unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Outcome<T> {
-    // SAFETY: as the caller promises.
-    let found = unsafe { library.get::<T>(name.as_bytes()) };
-    found.map(|symbol| *symbol).map_err(|error| Refused::new(format!("it has no {name}: {error}")))
-}
-
-impl<H: Copy> Functions<H> {
-    /// # Safety
-    /// The library is an MPI of version 3 or later, whose handles are passed as `H` is.
-    unsafe fn of(library: &Library) -> Outcome<Self> {
-        // SAFETY: the types are those of the MPI standard, with handles as the caller promises.
-        unsafe {
-            Ok(Functions {
-                init_thread: symbol(library, "MPI_Init_thread")?,
-                initialized: symbol(library, "MPI_Initialized")?,
-                finalized: symbol(library, "MPI_Finalized")?,
-                query_thread: symbol(library, "MPI_Query_thread")?,
-                finalize: symbol(library, "MPI_Finalize")?,
-                comm_rank: symbol(library, "MPI_Comm_rank")?,
-                comm_size: symbol(library, "MPI_Comm_size")?,
-                comm_set_errhandler: symbol(library, "MPI_Comm_set_errhandler")?,
-                comm_idup: symbol(library, "MPI_Comm_idup")?,
-                type_size: symbol(library, "MPI_Type_size")?,
-                isend: symbol(library, "MPI_Isend")?,
-                irecv: symbol(library, "MPI_Irecv")?,
-                testsome: symbol(library, "MPI_Testsome")?,
-                cancel: symbol(library, "MPI_Cancel")?,
-                error_string: symbol(library, "MPI_Error_string")?,
-                error_class: symbol(library, "MPI_Error_class")?,
-                get_library_version: symbol(library, "MPI_Get_library_version")?,
-                failure_ack: symbol(library, "MPIX_Comm_failure_ack").ok(),
-            })
-        }
-    }
 }
 
 /// Opens a library and looks what it is. `found` is its path, or a name for the loader to find.
@@ -373,11 +288,9 @@ impl<H: Copy + PartialEq> Mpi for Session<H> {
         let mut ended = Vec::with_capacity(found);
         for at in 0..found {
             let index = self.indices[at] as usize;
-            // SAFETY: so many statuses were written.
-            let code = match code {
-                0 => 0,
-                _ => unsafe { *statuses.add(at * ints + error) },
-            };
+            // SAFETY: so many statuses are there, and are written where a request was refused.
+            let status = unsafe { *statuses.add(at * ints + error) };
+            let code = if code == 0 { 0 } else { status };
             let outcome = if code == 0 { Ok(()) } else { Err(self.refused("a message", code)) };
             if outcome.as_ref().is_err_and(|refused| refused.kind == Kind::SomebodyDied)
                 && self.requests[index] != self.constants.request_null
@@ -406,9 +319,30 @@ impl<H: Copy + PartialEq> Mpi for Session<H> {
         }
     }
 
-    fn acknowledge(&mut self) -> bool {
-        // SAFETY: MPI is initialised, and the communicator the library's.
-        self.functions.failure_ack.is_some_and(|ack| unsafe { ack(self.world) } == 0)
+    fn dead(&mut self) -> Vec<usize> {
+        let Some(Ulfm { failure_ack, failure_get_acked, comm_group, group_size, group_translate_ranks, group_free }) =
+            self.functions.ulfm
+        else {
+            return vec![];
+        };
+        let (mut dead, mut all) = (self.constants.request_null, self.constants.request_null);
+        let mut count = 0;
+        // SAFETY: MPI is initialised, and the communicator the library's. The groups are written before they are read.
+        unsafe {
+            if failure_ack(self.world) != 0
+                || failure_get_acked(self.world, &raw mut dead) != 0
+                || group_size(dead, &raw mut count) != 0
+                || comm_group(self.world, &raw mut all) != 0
+            {
+                return vec![];
+            }
+            let theirs: Vec<c_int> = (0..count).collect();
+            let mut ranks = vec![-1; theirs.len()];
+            group_translate_ranks(dead, count, theirs.as_ptr(), all, ranks.as_mut_ptr());
+            group_free(&raw mut dead);
+            group_free(&raw mut all);
+            ranks.into_iter().filter_map(|rank| usize::try_from(rank).ok()).collect()
+        }
     }
 
     fn end(&mut self) -> Outcome {

@@ -19,7 +19,7 @@ const SPINS: u32 = 3000;
 const SLICE: Duration = Duration::from_millis(20);
 /// How long messages to a peer that is gone may be on their way: it may have received them before.
 const GRACE: Duration = Duration::from_millis(500);
-/// How many rounds may be on their way at once.
+/// How many rounds whose messages use pages may be on their way at once.
 pub(super) const ROUNDS: usize = 3;
 /// The most bytes that pages for messages take, and the least that a message is cut to for that.
 const PAGES: usize = 32 << 20;
@@ -68,6 +68,8 @@ pub(super) struct Wire {
     received: Vec<u64>,
     /// Pages of `step` bytes that nobody uses.
     pages: Vec<Page>,
+    /// Those of messages that begin collectives, while nobody uses them.
+    pub(super) firsts: Vec<Page>,
 }
 
 impl Wire {
@@ -82,7 +84,7 @@ impl Wire {
 
     /// Keeps a page for the next who wants one.
     pub(super) fn keep(&mut self, used: Page) {
-        if used.len() == page_len(self.step) {
+        if used.len() == self.step / size_of::<u64>() {
             self.pages.push(used);
         }
     }
@@ -177,8 +179,8 @@ impl Wire {
         })
     }
 
-    /// Makes a group of some of this one's ranks, of which this rank is the `rank`-th. `chunk_bytes` is what it wants to
-    /// move at a time; the first rank's choice counts.
+    /// Makes a group of some of this one's ranks, of which this rank is the `rank`-th. `chunk_bytes` is what it wants
+    /// to move at a time; the first rank's choice counts.
     pub(super) fn meet(
         &mut self,
         ranks: &[usize],
@@ -218,23 +220,26 @@ impl Wire {
         line.set_tags((0..ranks.len()).map(|of| told(of).0 as u16).collect());
         let step = (told(0).1 as usize).clamp(ALIGN, LONGEST) / ALIGN * ALIGN;
         let received = vec![0; ranks.len()];
-        Ok(Ok(Wire { driver: self.driver, line, step, timeout, received, pages: vec![] }))
+        Ok(Ok(Wire { driver: self.driver, line, step, timeout, received, pages: vec![], firsts: vec![] }))
     }
 
     /// The world of all processes that MPI knows, for groups to be made of. One at a time has it.
     pub(super) fn world<T>(driver: &'static Driver, timeout: Duration, f: impl FnOnce(&mut Wire) -> T) -> T {
         let mut received = lock(&driver.received);
         let line = driver.world.clone();
-        let mut wire =
-            Wire { driver, line, step: ALIGN, timeout, received: std::mem::take(&mut *received), pages: vec![] };
+        let mut wire = Wire {
+            driver,
+            line,
+            step: ALIGN,
+            timeout,
+            received: std::mem::take(&mut *received),
+            pages: vec![],
+            firsts: vec![],
+        };
         let outcome = f(&mut wire);
         *received = wire.received;
         outcome
     }
-}
-
-fn page_len(bytes: usize) -> usize {
-    page(0).len() + bytes.div_ceil(size_of::<u64>())
 }
 
 /// Bytes of a message in a group of so many ranks: so that pages for all of them don't take much memory.
