@@ -169,6 +169,16 @@ impl Line {
         self.progress.load(Ordering::Relaxed)
     }
 
+    /// Whether the ranks have met.
+    pub(super) fn is_met(&self) -> bool {
+        self.tags.get().is_some()
+    }
+
+    /// Whether all peers are gone.
+    pub(super) fn is_over(&self) -> bool {
+        self.lock().iter().enumerate().all(|(peer, notice)| peer == self.rank || notice.is_some())
+    }
+
     fn lock(&self) -> MutexGuard<'_, Vec<Option<Notice>>> {
         self.notices.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -257,7 +267,7 @@ mod tests {
         line.finish(&batch, 2, Err(Refused::new("no")));
         assert_eq!((batch.open(Way::From), batch.open(Way::To), batch.is_done()), (vec![0], vec![], false));
         line.finish(&batch, 1, Ok(()));
-        assert!(batch.is_done());
+        assert!(batch.is_done() && !line.is_met() && !line.is_over());
         assert_eq!(batch.refused(), Some((2, Refused::new("no"))));
         assert_eq!(line.progress(), 3);
     }

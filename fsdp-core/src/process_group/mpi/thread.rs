@@ -65,6 +65,8 @@ pub(super) struct Thread {
     is_crowded: bool,
     has_failed: Arc<AtomicBool>,
     lines: HashMap<u16, Arc<Line>>,
+    /// Those that this rank has left and others have not, as far as is known.
+    left: HashMap<u16, Arc<Line>>,
     /// By the numbers of requests.
     entries: Vec<Option<Entry>>,
     free: Vec<usize>,
@@ -81,8 +83,8 @@ impl Thread {
         is_crowded: bool,
         has_failed: Arc<AtomicBool>,
     ) -> Self {
-        let lines = HashMap::new();
-        Thread { mpi, orders, is_crowded, has_failed, lines, entries: vec![], free: vec![], open: 0, idle: 0 }
+        let (lines, left) = (HashMap::new(), HashMap::new());
+        Thread { mpi, orders, is_crowded, has_failed, lines, left, entries: vec![], free: vec![], open: 0, idle: 0 }
     }
 
     /// Carries out orders until the last one.
@@ -184,9 +186,11 @@ impl Thread {
     }
 
     fn close(&mut self, line: &Arc<Line>, why: Option<&Failure>) {
-        let is_new = self.lines.remove(&line.tag).is_some();
-        if !is_new {
+        if self.lines.remove(&line.tag).is_none() {
             return;
+        }
+        if line.is_met() && !line.is_over() {
+            self.left.insert(line.tag, line.clone());
         }
         if why.is_some() {
             self.has_failed.store(true, Ordering::Release);
@@ -250,9 +254,11 @@ impl Thread {
                     if matches!(notice.gone, Gone::Failed(_)) {
                         self.has_failed.store(true, Ordering::Release);
                     }
-                    if let Some(line) = u16::try_from(tag).ok().and_then(|tag| self.lines.get(&tag)) {
+                    let tag = u16::try_from(tag).unwrap_or_default();
+                    if let Some(line) = self.lines.get(&tag).or_else(|| self.left.get(&tag)) {
                         line.hear(peer, notice);
                     }
+                    self.left.retain(|_, line| !line.is_over());
                     self.listen();
                 }
             }
@@ -275,10 +281,17 @@ impl Thread {
     fn end(mut self) {
         let lines: Vec<_> = self.lines.values().cloned().collect();
         lines.iter().for_each(|line| self.close(line, None));
-        let until = Instant::now() + PARTING;
-        while self.open > 0 && Instant::now() < until {
+        // What others have still to say is heard, as long as all goes well: MPI would wait for them as well.
+        let mut until = Instant::now() + PARTING;
+        while self.open > 0 || !self.left.is_empty() {
+            if !self.has_failed.load(Ordering::Acquire) && self.open == 0 {
+                until = Instant::now() + PARTING;
+            }
+            if Instant::now() >= until {
+                break;
+            }
             if !self.poll() {
-                std::thread::yield_now();
+                std::thread::sleep(NAP);
             }
         }
         let hears = |entry: &Option<Entry>| matches!(entry, Some(Entry::Hears { .. }));
