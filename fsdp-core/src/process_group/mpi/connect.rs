@@ -34,8 +34,8 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
     if (driver.rank, driver.size) != (rank, world_size) {
         return Err(refused(format!(
             "MPI ({}) says that this process is rank {} of {}, and its environment rank {rank} of {world_size}: \
-             another launcher has started it than that of this MPI. Start the ranks with this MPI's own mpirun, or with \
-             one that it knows, or name the library of the MPI that started them in FSDP_MPI_LIBRARY",
+             another launcher has started it than that of this MPI. Start the ranks with this MPI's own mpirun, or \
+             with one that it knows, or name the library of the MPI that started them in FSDP_MPI_LIBRARY",
             driver.library.display(),
             driver.rank,
             driver.size
