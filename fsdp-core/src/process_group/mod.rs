@@ -28,6 +28,7 @@ mod landing;
 mod lookout;
 mod membership;
 mod mismatch;
+pub mod mpi;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod on_device;
