@@ -4,8 +4,8 @@
 //! From the bottom up: [`DType`] and [`Buffer`] are the memory that travels; [`MeshLayout`] gives ranks their
 //! coordinates; [`layout`] says which elements of a tensor a rank holds; a [`ProcessGroup`] moves buffers between
 //! ranks; a [`DeviceMesh`] is a layout with a process group for each of its dimensions; a [`DTensor`] is a buffer on
-//! each rank of a mesh that together are one tensor. [`RankEnv`] reads who this process is from what its launcher set. In
-//! a [`store`] ranks of several hosts exchange a few bytes before any group stands, over a [`channel`].
+//! each rank of a mesh that together are one tensor. [`RankEnv`] reads who this process is from what its launcher set.
+//! In a [`store`] ranks of several hosts exchange a few bytes before any group stands, over a [`channel`].
 
 pub mod buffer;
 pub mod channel;

@@ -5,8 +5,9 @@
 //! at `MASTER_ADDR:MASTER_PORT`, and [`GroupStore`](crate::process_group::GroupStore) for the ranks of a group that
 //! stands, whatever its backend.
 //!
-//! From the bottom up: `limits`, `interface` (the trait), `message` (what clients and the holder say), `asked` (a request
-//! and its errors), `memory`, `secret` (what lets ranks in), `client` and `server` (the two sides of a connection), `tcp`.
+//! From the bottom up: `limits`, `interface` (the trait), `message` (what clients and the holder say), `asked` (a
+//! request and its errors), `memory`, `secret` (what lets ranks in), `client` and `server` (the two sides of a
+//! connection), `tcp`.
 
 mod asked;
 mod client;

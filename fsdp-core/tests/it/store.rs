@@ -8,9 +8,9 @@ use std::{
 };
 
 use fsdp_core::{
-    Error, RankEnv,
+    Error, ProcessGroup, RankEnv,
     process_group::{GroupStore, local},
-    store::{MemoryStore, Secret, Store, TcpStore},
+    store::{MOST_VALUE, MemoryStore, Secret, Store, TcpStore},
 };
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -277,10 +277,41 @@ fn a_stopped_holder_keeps_nobody_beyond_the_deadline() {
 }
 
 #[test]
-fn a_store_over_a_group_is_a_store() {
-    let before = local::run(3, |group| {
+fn all_calls_of_a_round_count_in_rank_order() {
+    local::run(4, |group| {
         let store = GroupStore::new(&group);
-        store.compare_set("first", None, &[group.rank() as u8]).unwrap()
+        let own = group.rank().to_string();
+        store.set("same", own.as_bytes()).unwrap();
+        store.set(&own, own.as_bytes()).unwrap();
+        assert_eq!(store.get("same", Duration::ZERO).unwrap(), b"3");
+        assert_eq!(store.get(&((group.rank() + 1) % 4).to_string(), Duration::ZERO).unwrap().len(), 1);
+        // Of those that want to be first, one is.
+        let before = store.compare_set("first", None, own.as_bytes()).unwrap();
+        assert_eq!(before.as_deref(), (group.rank() > 0).then_some(&b"0"[..]));
+        let before = store.compare_set("first", Some(b"0"), own.as_bytes()).unwrap().unwrap();
+        assert_eq!(before, if group.rank() < 2 { b"0" } else { b"1" });
+        assert_eq!(group.agree(&store.get("first", Duration::ZERO).unwrap()).unwrap(), Vec::<usize>::new());
     });
-    assert_eq!(before, [None, Some(vec![0]), Some(vec![0])]);
+}
+
+#[test]
+fn what_nobody_has_set_and_what_is_too_long_fail_on_their_rank_alone() {
+    local::run(2, |group| {
+        let store = GroupStore::new(&group);
+        let error = store.get("never", Duration::from_secs(1000)).unwrap_err().to_string();
+        let told = format!("rank {}: getting \"never\" in the store of the group \"world\"", group.rank());
+        assert!(error.starts_with(&told) && error.contains("nobody has set it"), "{error}");
+        let long = vec![0; MOST_VALUE * group.rank() + 1];
+        assert_eq!(store.set("long", &long).is_err(), group.rank() == 1);
+        assert_eq!(store.get("long", Duration::ZERO).unwrap().len(), 1);
+        // The group is as it was.
+        group.barrier().wait().unwrap();
+    });
+}
+
+#[test]
+fn a_group_of_one_has_a_store_as_well() {
+    let store = GroupStore::new(&ProcessGroup::alone(Duration::from_secs(60)).unwrap());
+    store.set("a", b"b").unwrap();
+    assert_eq!(store.get("a", Duration::ZERO).unwrap(), b"b");
 }
