@@ -91,7 +91,7 @@ impl Client {
         if let Some(why) = request.refusal() {
             return Err(asked.failed(why));
         }
-        let answer = self.exchange(request, Deadline { began: asked.began, timeout }, &asked)?;
+        let answer = self.exchange(request, Deadline { began: asked.began, timeout }, &asked, None)?;
         asked.before(answer)
     }
 
@@ -103,11 +103,14 @@ impl Client {
             return Err(asked.failed(why));
         }
         let deadline = Deadline { began: asked.began, timeout };
+        let mut answered: Option<Instant> = None;
         loop {
             let left = deadline.left();
             // The answer takes time as well.
             let wait = (left / 4 * 3).min(SLICE);
-            match asked.before(self.exchange(&Request::Get { key, wait }, deadline, &asked)?)? {
+            let answer = self.exchange(&Request::Get { key, wait }, deadline, &asked, answered)?;
+            answered = Some(Instant::now());
+            match asked.before(answer)? {
                 Some(value) => return Ok(value),
                 None if deadline.left() <= MOMENT => return Err(asked.not_set()),
                 None => {}
@@ -115,7 +118,14 @@ impl Client {
         }
     }
 
-    fn exchange(&self, request: &Request<'_>, deadline: Deadline, asked: &Asked<'_>) -> Result<Answer> {
+    /// An answer. Where the holder gave one at `answered`, it lives, and may only be a little late.
+    fn exchange(
+        &self,
+        request: &Request<'_>,
+        deadline: Deadline,
+        asked: &Asked<'_>,
+        answered: Option<Instant>,
+    ) -> Result<Answer> {
         if let Some(why) = self.gone.get() {
             return Err(asked.failed(why));
         }
@@ -124,7 +134,10 @@ impl Client {
             Some(channel) => channel,
             None => self.greeted(deadline).map_err(|error| asked.failed(self.unreached(&error)))?,
         };
-        let answer = said(&mut channel, request, deadline).map_err(|error| self.lost(&error, asked))?;
+        let answer = said(&mut channel, request, deadline).map_err(|error| match error.kind() {
+            io::ErrorKind::TimedOut if answered.is_some_and(|at| at.elapsed() < 2 * SLICE) => asked.not_set(),
+            _ => self.lost(&error, asked),
+        })?;
         self.put_back(channel);
         Ok(answer)
     }

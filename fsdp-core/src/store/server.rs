@@ -5,7 +5,8 @@ use std::{
     io,
     net::{IpAddr, Shutdown, TcpListener, TcpStream},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Duration,
+    thread,
+    time::{Duration, Instant},
 };
 
 use rustix::net::sockopt::set_socket_keepalive;
@@ -19,6 +20,8 @@ use crate::channel::{Channel, Guest, Host, Key, Listener};
 
 /// Connections beyond those of the ranks: a rank has one for each thread that asks at a time.
 const SPARES: usize = 64;
+/// How long answers that are on their way may take when the holder leaves.
+const FAREWELL: Duration = Duration::from_secs(1);
 
 /// Lets clients in for as long as it lives, and hangs up on all of them then.
 pub(super) struct Server {
@@ -27,13 +30,23 @@ pub(super) struct Server {
     _listener: Listener,
 }
 
-/// The connections, by numbers, until the server is gone.
-struct Open(Mutex<Option<BTreeMap<u64, TcpStream>>>);
+/// The connections.
+#[derive(Default)]
+struct Open(Mutex<Connections>);
+
+#[derive(Default)]
+struct Connections {
+    /// By numbers.
+    streams: BTreeMap<u64, TcpStream>,
+    next: u64,
+    /// The server is gone.
+    is_closed: bool,
+}
 
 impl Server {
     /// For the clients of `ranks` ranks.
     pub(super) fn start(listener: TcpListener, key: Key, ranks: usize, memory: MemoryStore) -> io::Result<Self> {
-        let open = Arc::new(Open(Mutex::new(Some(BTreeMap::new()))));
+        let open = Arc::<Open>::default();
         let holder = Holder { memory: memory.clone(), open: open.clone() };
         let most = ranks.saturating_mul(4).saturating_add(SPARES);
         Ok(Server { memory, open, _listener: Listener::start(listener, key, most, holder)? })
@@ -41,34 +54,45 @@ impl Server {
 }
 
 impl Drop for Server {
+    /// Who was answered is to hear it: a rank may leave because of what another has just set.
     fn drop(&mut self) {
         self.memory.close();
-        let open = self.open.lock().take();
-        open.iter().flat_map(BTreeMap::values).for_each(|stream| {
-            // It may be closed.
-            stream.shutdown(Shutdown::Both).ok();
-        });
+        self.open.lock().is_closed = true;
+        self.open.shut(Shutdown::Read);
+        let until = Instant::now() + FAREWELL;
+        while !self.open.lock().streams.is_empty() && Instant::now() < until {
+            thread::sleep(Duration::from_millis(1));
+        }
+        self.open.shut(Shutdown::Both);
     }
 }
 
 impl Open {
-    fn lock(&self) -> MutexGuard<'_, Option<BTreeMap<u64, TcpStream>>> {
+    fn lock(&self) -> MutexGuard<'_, Connections> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Notes a connection, unless it comes too late.
     fn enter(&self, stream: TcpStream) -> io::Result<u64> {
         let mut open = self.lock();
-        let open = open.as_mut().ok_or_else(|| io::Error::other("the store is gone"))?;
-        let id = open.last_key_value().map_or(0, |(last, _)| last + 1);
-        open.insert(id, stream);
+        if open.is_closed {
+            return Err(io::Error::other("the store is gone"));
+        }
+        let id = open.next;
+        open.next += 1;
+        open.streams.insert(id, stream);
         Ok(id)
     }
 
     fn leave(&self, id: u64) {
-        if let Some(open) = self.lock().as_mut() {
-            open.remove(&id);
-        }
+        self.lock().streams.remove(&id);
+    }
+
+    fn shut(&self, how: Shutdown) {
+        self.lock().streams.values().for_each(|stream| {
+            // It may be closed.
+            stream.shutdown(how).ok();
+        });
     }
 }
 
