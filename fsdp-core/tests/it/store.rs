@@ -249,7 +249,10 @@ pub(crate) fn take_part(role: &str, env: &RankEnv) -> String {
             thread::sleep(Duration::from_millis(100));
             let signal = if role == "outlive" { Signal::KILL } else { Signal::STOP };
             kill_process(rustix::process::getpid(), signal).unwrap();
-            unreachable!("killed, or never woken")
+            // The signal may find another thread first.
+            loop {
+                thread::park();
+            }
         }
         _ => {
             let holder = Pid::from_raw(number(&store, "pid of the holder") as i32).unwrap();

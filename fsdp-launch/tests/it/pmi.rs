@@ -16,7 +16,7 @@ const SPEAKS: &str = "ask() { echo \"$1\" >&$PMI_FD; read -r answer <&$PMI_FD; }
 
 /// Two launchers with two ranks each.
 fn two_hosts(options: &str, script: &str) -> [(Option<i32>, String); 2] {
-    let options = agents_of(&format!("--nnodes=2 --nproc-per-node=2 {options}").trim(), free_port());
+    let options = agents_of(format!("--nnodes=2 --nproc-per-node=2 {options}").trim(), free_port());
     let script = format!("{SPEAKS}{script}");
     [0, 1].map(|rank| of_bash(&options, rank, &script)).map(Agent::finish)
 }
