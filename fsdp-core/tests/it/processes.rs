@@ -93,6 +93,10 @@ fn run_as_a_rank() {
         println!("says: {}", conformance::take_part(trial, &|options| shm::connect(&env, options)));
         return;
     }
+    if let Some(role) = role.strip_prefix("store ") {
+        println!("says: {}", crate::store::take_part(role, &env));
+        return;
+    }
     let timeout = if role == "is_impatient" { Duration::from_millis(700) } else { Duration::from_secs(60) };
     let options = Options::default().with_timeout(timeout).with_chunk_bytes(32 << 10);
     let said = match shm::connect(&env, options) {
