@@ -24,8 +24,11 @@ fn main() {
 
 type Test = fn(&Mpi);
 
-const TRIALS: [(&str, Test); 6] = [
+const TRIALS: [(&str, Test); 9] = [
     ("mpi_conforms", conforms),
+    ("a_hierarchy_conforms", hierarchy_conforms),
+    ("a_hierarchy_has_the_bits_of_shared_memory", hierarchy_bits),
+    ("groups_of_one_host_see_a_killed_rank", killed_within),
     ("sums_have_the_bits_of_shared_memory", bits),
     ("a_killed_rank_ends_the_job", killed),
     ("groups_of_several_threads_run_side_by_side", side_by_side),
@@ -43,6 +46,31 @@ fn bits(mpi: &Mpi) {
     for size in [2, 3, 4] {
         assert_eq!(ranks::start(mpi, "bits", size).said, vec!["done"; size], "{mpi:?}");
     }
+}
+
+/// Hosts of two ranks, of which the last may have one; and every second rank on another one.
+const HOSTS: [&str; 2] = ["pairs", "turns"];
+
+fn hierarchy_conforms(mpi: &Mpi) {
+    for hosts in HOSTS {
+        let world = |trial: &conformance::Trial| {
+            ranks::start(mpi, &format!("{hosts} conforms {}", trial.name), trial.size).said
+        };
+        conformance::run(PROMISES, &world);
+    }
+}
+
+fn hierarchy_bits(mpi: &Mpi) {
+    for (hosts, size) in [("pairs", 3), ("pairs", 4), ("pairs", 6), ("turns", 5)] {
+        assert_eq!(ranks::start(mpi, &format!("{hosts} bits"), size).said, vec!["done"; size], "{mpi:?}, {hosts}");
+    }
+}
+
+fn killed_within(mpi: &Mpi) {
+    let job = ranks::start(mpi, "pairs loses one within", 4);
+    assert!(!job.is_well, "{mpi:?}: the job ended well: {:?}", job.said);
+    let said = &job.said[2];
+    assert!(said.contains("ended by its launcher") || said.contains("rank 1 died"), "{mpi:?}: {said}");
 }
 
 fn killed(mpi: &Mpi) {

@@ -14,13 +14,24 @@ pub(crate) fn play(role: &str) {
         Ok(_) => RankEnv { world_size: 2, local_world_size: 2, ..RankEnv::single() },
         Err(_) => RankEnv::from_env().unwrap(),
     };
+    let (hosts, role) = match role.split_once(' ') {
+        Some((hosts @ ("pairs" | "turns"), role)) => (Some(hosts), role),
+        _ => (None, role),
+    };
+    let on_hosts = |options: Options| match hosts {
+        // Small steps, so that what the suite moves is not all short.
+        Some("pairs") => options.with_host(format!("host {}", env.rank / 2)).with_chunk_bytes(64),
+        Some(_) => options.with_host(format!("host {}", env.rank % 2)),
+        None => options,
+    };
     let said = match role {
-        "bits" => bits(&env),
+        "bits" => bits(&env, hosts),
         "loses one" => loses_one(&env),
+        "loses one within" => loses_one_within(&env, on_hosts(options())),
         "side by side" => side_by_side(&env),
         "init" => init(&env),
         other => match other.strip_prefix("conforms ") {
-            Some(trial) => conformance::take_part(trial, &|options| mpi::connect(&env, options)),
+            Some(trial) => conformance::take_part(trial, &|options| mpi::connect(&env, on_hosts(options))),
             None => panic!("no role {other}"),
         },
     };
@@ -43,13 +54,18 @@ fn values(rank: usize, len: usize, dtype: DType) -> Buffer {
 }
 
 /// Both groups sum the same.
-fn bits(env: &RankEnv) -> String {
+fn bits(env: &RankEnv, hosts: Option<&str>) -> String {
     // Short messages, and longer ones than any step.
     for chunk_bytes in [1 << 10, 128 << 10] {
         let options = options().with_chunk_bytes(chunk_bytes);
-        let over_mpi = mpi::connect(env, options.clone()).unwrap();
-        let shared = shm::connect(env, options).unwrap();
+        let shared = shm::connect(env, options.clone()).unwrap();
         let (rank, size) = (env.rank, env.world_size);
+        let options = match hosts {
+            Some("pairs") => options.with_host(format!("host {}", rank / 2)),
+            Some(_) => options.with_host(format!("host {}", rank % 2)),
+            None => options,
+        };
+        let over_mpi = mpi::connect(env, options).unwrap();
         for op in [ReduceOp::Sum, ReduceOp::Avg] {
             for dtype in [DType::F32, DType::BF16, DType::F16] {
                 // Even, uneven, empty for the first rank, and empty for all but the last.
@@ -67,10 +83,12 @@ fn bits(env: &RankEnv) -> String {
                         let input = Arc::new(values(rank, counts[rank], dtype));
                         let gathered =
                             group.all_gather(vec![GatherPart { input, counts: counts.clone() }], Heap::shared());
-                        [scattered, reduced, gathered].map(|work| work.wait().unwrap())
+                        let sent = vec![values(rank, len, dtype), values(rank, 70_001, dtype)];
+                        let told = group.broadcast(sent, size - 1);
+                        [scattered, reduced, gathered, told].map(|work| work.wait().unwrap())
                     };
                     let (ours, theirs) = (sum(&over_mpi), sum(&shared));
-                    let bytes = |all: &[Vec<Buffer>; 3]| -> Vec<Vec<u8>> {
+                    let bytes = |all: &[Vec<Buffer>; 4]| -> Vec<Vec<u8>> {
                         all.iter().flatten().map(|buffer| buffer.bytes().to_vec()).collect()
                     };
                     if bytes(&ours) != bytes(&theirs) {
@@ -99,6 +117,30 @@ fn loses_one(env: &RankEnv) -> String {
             std::fs::write(folder.join(env.rank.to_string()), error.to_string()).unwrap();
             std::process::exit(1);
         }
+    }
+}
+
+/// Ranks of a host are a group that sees at once when one of them dies.
+fn loses_one_within(env: &RankEnv, options: Options) -> String {
+    let world = mpi::connect(env, options.with_timeout(Duration::from_secs(100))).unwrap();
+    let host = world.split(world.rank() / 2, 0).unwrap();
+    assert!(host.promises().sees_death, "a group of one host shares memory");
+    let across = world.split(world.rank() % 2, 0).unwrap();
+    assert!(!across.promises().sees_death, "a group of several hosts has MPI");
+    let within = host.split(0, 1 - host.rank()).unwrap();
+    for group in [&host, &across, &within] {
+        assert_eq!(group.all_reduce_scalar(1u32, ReduceOp::Sum).unwrap(), 2);
+    }
+    if world.rank() == 3 {
+        rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL).unwrap();
+    }
+    if world.rank() != 2 {
+        // Until the launcher, or rank 2, ends it.
+        return world.barrier().wait().map_or_else(|error| error.to_string(), |_| "nothing was lost".into());
+    }
+    match host.barrier().wait() {
+        Ok(_) => "nothing was lost".into(),
+        Err(error) => error.to_string(),
     }
 }
 

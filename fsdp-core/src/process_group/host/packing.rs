@@ -48,6 +48,17 @@ impl Stream {
         stream
     }
 
+    /// Streams of the same parts one after the other.
+    pub(crate) fn joined(streams: impl IntoIterator<Item = Stream>) -> Self {
+        let mut all = Stream::default();
+        for stream in streams {
+            let start = all.len;
+            all.stretches.extend(stream.stretches.into_iter().map(|it| Stretch { start: start + it.start, ..it }));
+            all.len += stream.len;
+        }
+        all
+    }
+
     /// A stream of what belongs to `rank` in each part, a concatenation of as many elements a rank as its counts say.
     pub(crate) fn of_counts<'a>(parts: impl IntoIterator<Item = (DType, &'a [usize])>, rank: usize) -> Self {
         Stream::new(parts.into_iter().map(|(dtype, counts)| range(counts, rank, dtype)))

@@ -1,9 +1,12 @@
 //! The world of all ranks over MPI.
 
+use std::sync::Arc;
+
 use super::{
     super::{group::ProcessGroup, lookout::Gone, membership::Membership, options::Options},
     driver::{Driver, MEETING_TIME, lock},
     engine::Engine,
+    host_id::host_id,
     wire::{Trouble, Wire},
 };
 use crate::{Error, RankEnv, Result};
@@ -13,6 +16,10 @@ use crate::{Error, RankEnv, Result};
 /// The first call initialises MPI, on a thread that makes every call of it, and has it finalized when the process
 /// exits. The library is that of the launcher, or the one that `FSDP_MPI_LIBRARY` names; nothing of it is needed to
 /// build.
+///
+/// Where several hosts have ranks and one of them has several, these share what comes to their host, so that a gathered
+/// byte crosses the network once a host ([`Options::hierarchy`]); and groups of ranks of one host are groups of
+/// [`shm`](crate::process_group::shm).
 ///
 /// # Errors
 /// [`Error::Env`] when `env` names a rank outside its world; [`Error::Rendezvous`] when no MPI library is found or it
@@ -44,7 +51,8 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
     let all: Vec<usize> = (0..world_size).collect();
     let _one_after_the_other = lock(&driver.meeting);
     let patience = options.timeout.max(MEETING_TIME);
-    let met = Wire::world(driver, patience, |wire| wire.meet(&all, rank, options.chunk_bytes, options.timeout));
+    let host = if options.hierarchy { host_id(options.host.as_deref()) } else { 0 };
+    let met = Wire::world(driver, patience, |wire| wire.meet(&all, rank, options.chunk_bytes, host, options.timeout));
     let wire = met.map_err(refused)?.map_err(|trouble| {
         refused(match trouble {
             Trouble::Late { missing, waited } => format!(
@@ -59,5 +67,5 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
         })
     })?;
     let world = Membership::world(rank, world_size, options.timeout);
-    ProcessGroup::new(world, Box::new(Engine::new(wire, options.chunk_bytes)))
+    ProcessGroup::new(world, Box::new(Engine::new(wire, Arc::new(env.clone()), options.chunk_bytes)))
 }

@@ -1,5 +1,7 @@
 //! The backend over MPI: what each collective sends to whom.
 
+use std::sync::Arc;
+
 use super::{
     super::{
         backend::{Backend, Promises},
@@ -7,16 +9,18 @@ use super::{
         failure::Failure,
         host::{
             buffers::{range, read, take},
-            packing::{ALIGN, Stream},
+            packing::Stream,
         },
         landing::Landing,
         membership::Membership,
         parts::{ExchangePart, GatherPart, Op, ScatterPart},
+        shared_memory::shm,
     },
     exchange::{Arrival, Combined, Exchange, INLINE, Phase, Side},
+    hosts::{Hosts, slices},
     wire::Wire,
 };
-use crate::{Allocator, Buffer, DType, DeviceId, Error, ReduceOp, Result};
+use crate::{Allocator, Buffer, DType, DeviceId, Error, RankEnv, ReduceOp, Result};
 
 /// The most bytes that a rank sends for an all-reduce in which everybody combines everything.
 const WHOLE: usize = 64 << 10;
@@ -24,13 +28,22 @@ const WHOLE: usize = 64 << 10;
 /// One rank's end.
 pub(super) struct Engine {
     wire: Wire,
+    /// Where ranks are, if several hosts have them, and one of these several.
+    hosts: Option<Hosts>,
+    env: Arc<RankEnv>,
     chunk_bytes: usize,
     has_failed: bool,
 }
 
 impl Engine {
-    pub(super) fn new(wire: Wire, chunk_bytes: usize) -> Self {
-        Engine { wire, chunk_bytes, has_failed: false }
+    pub(super) fn new(wire: Wire, env: Arc<RankEnv>, chunk_bytes: usize) -> Self {
+        let hosts = Hosts::of(&wire.hosts).filter(Hosts::are_shared);
+        Engine { wire, hosts, env, chunk_bytes, has_failed: false }
+    }
+
+    /// The hosts, for a collective that moves more than what travels with announcements.
+    fn hosts(&self, longest: usize) -> Option<&Hosts> {
+        self.hosts.as_ref().filter(|_| longest > INLINE.min(self.wire.step))
     }
 
     fn exchange(&mut self, at: &Collective<'_>, buffers: Vec<Buffer>, phases: &[Phase]) -> Result<Vec<Buffer>> {
@@ -62,6 +75,11 @@ impl Engine {
         }
         let stream = |of| Stream::of_counts(parts.iter().map(|p| (p.input.dtype(), &p.counts[..])), of);
         let own = stream(rank);
+        let longest = (0..self.wire.size()).map(|of| stream(of).len()).max();
+        if let Some(hosts) = self.hosts(longest.unwrap_or(0)) {
+            let phases = hosts.gather(rank, &stream);
+            return self.exchange(at, outputs, &phases);
+        }
         let sends = Side { streams: self.streams(|_| own.clone()), first: 0 };
         let arrival = Arrival::Placed(Side { streams: self.streams(stream), first: 0 });
         self.exchange(at, outputs, &[Phase { sends, arrival }])
@@ -100,17 +118,25 @@ impl Engine {
         }
         let slice = slices(&stream, size);
         let scatter = Side { streams: self.streams(&slice), first: 0 };
-        let gather = Side { streams: self.streams(|_| slice(rank)), first: 0 };
-        let phases = [
-            Phase { sends: scatter.clone(), arrival: combined(slice(rank)) },
-            Phase { sends: gather, arrival: Arrival::Placed(scatter) },
-        ];
+        let gather = match self.hosts(stream.len()) {
+            Some(hosts) => hosts.gather(rank, &slice).to_vec(),
+            None => {
+                let sends = Side { streams: self.streams(|_| slice(rank)), first: 0 };
+                vec![Phase { sends, arrival: Arrival::Placed(scatter.clone()) }]
+            }
+        };
+        let scatter = Phase { sends: scatter, arrival: combined(slice(rank)) };
+        let phases: Vec<_> = [scatter].into_iter().chain(gather).collect();
         self.exchange(at, buffers, &phases)
     }
 
     fn broadcast(&mut self, at: &Collective<'_>, buffers: Vec<Buffer>, root: usize) -> Result<Vec<Buffer>> {
         let (rank, size) = (self.wire.line.rank, self.wire.size());
         let stream = Stream::new(buffers.iter().map(|buffer| 0..buffer.bytes().len()));
+        if let Some(hosts) = self.hosts(stream.len()) {
+            let phases = hosts.broadcast(rank, root, &stream);
+            return self.exchange(at, buffers, &phases);
+        }
         let slice = slices(&stream, size);
         let is_root = rank == root;
         let side = |is_so: &dyn Fn(usize) -> Option<Stream>| {
@@ -173,12 +199,6 @@ fn give_back(mut buffers: Vec<Buffer>, count: usize, memory: &dyn Allocator) -> 
     outputs
 }
 
-/// What each rank has of a stream that all of them share.
-fn slices(stream: &Stream, ranks: usize) -> impl Fn(usize) -> Stream + use<'_> {
-    let chunk = stream.len().div_ceil(ranks).next_multiple_of(ALIGN).max(ALIGN);
-    move |rank| stream.slice(rank, chunk)
-}
-
 impl Backend for Engine {
     fn device(&self) -> DeviceId {
         DeviceId::Host
@@ -207,11 +227,20 @@ impl Backend for Engine {
 
     fn split(&mut self, collective: &Collective<'_>, ranks: &[usize], group: &Membership) -> Result<Box<dyn Backend>> {
         self.wire.line.complete(collective.sequence());
-        let met = self.wire.meet(ranks, group.rank, self.chunk_bytes, group.timeout);
+        if Hosts::of(&self.wire.hosts).is_some_and(|hosts| hosts.are_several() && hosts.share_one(ranks)) {
+            let all_well = || self.wire.all_well(ranks).map_err(|trouble| trouble.into_error(collective));
+            // Launchers that share a host may call the run by different names.
+            let env = RankEnv { run_id: format!("{:x}", self.wire.nonce), attempt: 0, ..(*self.env).clone() };
+            let end = shm::join(&env, self.chunk_bytes, group, &all_well)?;
+            self.wire.line.complete(collective.sequence() + 1);
+            return Ok(end);
+        }
+        let host = self.wire.hosts[self.wire.line.rank];
+        let met = self.wire.meet(ranks, group.rank, self.chunk_bytes, host, group.timeout);
         let wire = met.map_err(|why| Error::Rendezvous { rank: group.rank, message: why })?;
         let wire = wire.map_err(|trouble| trouble.into_error(collective))?;
         self.wire.line.complete(collective.sequence() + 1);
-        Ok(Box::new(Engine::new(wire, self.chunk_bytes)))
+        Ok(Box::new(Engine::new(wire, self.env.clone(), self.chunk_bytes)))
     }
 
     fn fail(&mut self, why: &Failure) {

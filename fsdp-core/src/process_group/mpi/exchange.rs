@@ -28,6 +28,7 @@ pub(super) struct Side {
 }
 
 /// What becomes of what arrives.
+#[derive(Clone)]
 pub(super) enum Arrival {
     /// It has its place.
     Placed(Side),
@@ -36,6 +37,7 @@ pub(super) enum Arrival {
 }
 
 /// How it is combined.
+#[derive(Clone)]
 pub(super) struct Combined {
     pub(super) op: ReduceOp,
     pub(super) dtypes: Vec<DType>,
@@ -47,6 +49,7 @@ pub(super) struct Combined {
 }
 
 /// Messages of each rank to each other.
+#[derive(Clone)]
 pub(super) struct Phase {
     pub(super) sends: Side,
     pub(super) arrival: Arrival,

@@ -1,6 +1,7 @@
 //! Sending to the members of a group and receiving from them, in order, with deadlines.
 
 use std::{
+    hash::{BuildHasher, Hasher, RandomState},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -26,6 +27,8 @@ const PAGES: usize = 32 << 20;
 const LEAST: usize = 64 << 10;
 /// The longest message. MPI counts in `int`.
 const LONGEST: usize = 1 << 30;
+/// Bytes of what ranks tell each other when they meet: a tag, a step, a host and a nonce.
+const MET: usize = 32;
 /// Messages are so many chunks long: the network is slower than memory, and has more to say about each.
 const CHUNKS: usize = 8;
 
@@ -63,6 +66,10 @@ pub(super) struct Wire {
     pub(super) line: Arc<Line>,
     /// Bytes of a message, at most: a multiple of [`ALIGN`], and the same on all ranks.
     pub(super) step: usize,
+    /// What tells the hosts of the members apart: 0 for one that takes no part in a hierarchy.
+    pub(super) hosts: Vec<u64>,
+    /// A number that no other group has, as far as chance can tell.
+    pub(super) nonce: u64,
     timeout: Duration,
     /// How many messages were asked for from each.
     received: Vec<u64>,
@@ -179,13 +186,21 @@ impl Wire {
         })
     }
 
-    /// Makes a group of some of this one's ranks, of which this rank is the `rank`-th. `chunk_bytes` is what it wants
-    /// to move at a time; the first rank's choice counts.
+    /// Whether none of these peers has failed or died, for waits that are not for messages.
+    pub(super) fn all_well(&self, peers: &[usize]) -> Result<(), Trouble> {
+        let is_lost = |(peer, notice): &(usize, Notice)| peers.contains(peer) && notice.gone != Gone::Left;
+        let found = self.line.notices().into_iter().find(is_lost);
+        found.map_or(Ok(()), |(peer, notice)| Err(Trouble::Gone { peer, gone: notice.gone }))
+    }
+
+    /// Makes a group of some of this one's ranks, of which this rank is the `rank`-th, on `host`. `chunk_bytes` is what
+    /// it wants to move at a time; the first rank's choice counts.
     pub(super) fn meet(
         &mut self,
         ranks: &[usize],
         rank: usize,
         chunk_bytes: usize,
+        host: u64,
         timeout: Duration,
     ) -> Result<Result<Wire, Trouble>, String> {
         let tag = self.driver.tag()?;
@@ -193,10 +208,11 @@ impl Wire {
         // Before anybody knows its tag.
         self.driver.open(&line);
         let (mine, others) = (ranks[rank], line.peers().map(|peer| ranks[peer]));
-        let span = |region| Span { region, bytes: 0..16 };
-        let mut own = page(16);
-        own.copy_from_slice(&[u64::from(tag), step(chunk_bytes, ranks.len()) as u64]);
-        let pages = [own].into_iter().chain(ranks.iter().map(|_| page(16))).collect();
+        let span = |region| Span { region, bytes: 0..MET };
+        let mut own = page(MET);
+        let nonce = RandomState::new().build_hasher().finish();
+        own.copy_from_slice(&[u64::from(tag), step(chunk_bytes, ranks.len()) as u64, host, nonce]);
+        let pages = [own].into_iter().chain(ranks.iter().map(|_| page(MET))).collect();
         let held = Arc::new(Held::new(vec![], pages));
         let place = |of: usize| ranks.iter().position(|&rank| rank == of).unwrap_or_default();
         let transfers = others.flat_map(|peer| {
@@ -215,12 +231,15 @@ impl Wire {
             // SAFETY: all messages are done.
             let bytes = unsafe { held.read(&span(if of == rank { 0 } else { 1 + of })) };
             let number = |at: usize| bytes[at..].first_chunk().map_or(0, |bytes| u64::from_ne_bytes(*bytes));
-            (number(0), number(8))
+            [number(0), number(8), number(16), number(24)]
         };
-        line.set_tags((0..ranks.len()).map(|of| told(of).0 as u16).collect());
-        let step = (told(0).1 as usize).clamp(ALIGN, LONGEST) / ALIGN * ALIGN;
+        line.set_tags((0..ranks.len()).map(|of| told(of)[0] as u16).collect());
+        let hosts = (0..ranks.len()).map(|of| told(of)[2]).collect();
+        let [_, step, _, nonce] = told(0);
+        let step = (step as usize).clamp(ALIGN, LONGEST) / ALIGN * ALIGN;
         let received = vec![0; ranks.len()];
-        Ok(Ok(Wire { driver: self.driver, line, step, timeout, received, pages: vec![], firsts: vec![] }))
+        let (pages, firsts) = (vec![], vec![]);
+        Ok(Ok(Wire { driver: self.driver, line, step, hosts, nonce, timeout, received, pages, firsts }))
     }
 
     /// The world of all processes that MPI knows, for groups to be made of. One at a time has it.
@@ -231,6 +250,8 @@ impl Wire {
             driver,
             line,
             step: ALIGN,
+            hosts: vec![],
+            nonce: 0,
             timeout,
             received: std::mem::take(&mut *received),
             pages: vec![],

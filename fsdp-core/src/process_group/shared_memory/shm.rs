@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use super::{
-    super::{group::ProcessGroup, membership::Membership, options::Options},
+    super::{backend::Backend, group::ProcessGroup, membership::Membership, options::Options},
     engine::SharedMemory,
     meet::Meet,
     rendezvous::{self, Meeting},
@@ -93,4 +93,16 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
     let processes = Processes { env: env.clone(), chunk_bytes: options.chunk_bytes, peers: Arc::new(Peers::of(env)) };
     let backend = SharedMemory::join(Box::new(processes), &world, &|| Ok(()))?;
     ProcessGroup::new(world, Box::new(backend))
+}
+
+/// This rank's end of a group of processes of this host that know each other by another backend: `env` is theirs, and
+/// `all_well` fails when one that is to come is gone.
+pub(in super::super) fn join(
+    env: &RankEnv,
+    chunk_bytes: usize,
+    group: &Membership,
+    all_well: &dyn Fn() -> Result<()>,
+) -> Result<Box<dyn Backend>> {
+    let processes = Processes { env: env.clone(), chunk_bytes, peers: Arc::new(Peers::of(env)) };
+    Ok(Box::new(SharedMemory::join(Box::new(processes), group, all_well)?))
 }
