@@ -72,6 +72,18 @@ pub enum Error {
         /// What became of it ("died", "left the group", or the error that it met).
         how: String,
     },
+    /// A store did not do what it was asked, or not in time.
+    #[error("{what} of {holder} failed after {seconds:.1} s: {cause}")]
+    Store {
+        /// What was asked, with the rank that asked and the key.
+        what: String,
+        /// Who holds the store.
+        holder: String,
+        /// How long it waited, in seconds.
+        seconds: f64,
+        /// Why not, and the way out.
+        cause: String,
+    },
     /// A collective was called with arguments that can't be.
     #[error("rank {rank}: {message}")]
     Argument {

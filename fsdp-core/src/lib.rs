@@ -5,8 +5,10 @@
 //! coordinates; [`layout`] says which elements of a tensor a rank holds; a [`ProcessGroup`] moves buffers between
 //! ranks; a [`DeviceMesh`] is a layout with a process group for each of its dimensions; a [`DTensor`] is a buffer on
 //! each rank of a mesh that together are one tensor. [`RankEnv`] reads who this process is from what its launcher set.
+//! In a [`store`] ranks of several hosts exchange a few bytes before any group stands, over a [`channel`].
 
 pub mod buffer;
+pub mod channel;
 pub mod device;
 mod device_id;
 mod device_mesh;
@@ -22,6 +24,7 @@ mod mesh_layout;
 pub mod placement;
 pub mod process_group;
 mod reduce_op;
+pub mod store;
 mod text;
 
 pub use buffer::{Allocator, Buffer, Element, Heap, Readable, Writable};

@@ -29,6 +29,7 @@ mod error;
 mod job;
 mod launch;
 mod output;
+mod pmi;
 mod program;
 mod rank;
 mod rendezvous;

@@ -143,7 +143,7 @@ fn shared_memory_between_hosts_is_refused_by_name() {
     });
     for agent in agents {
         let (code, text) = agent.finish();
-        let parts = ["the 2 ranks run on 2 hosts, 1 on this one", "between hosts are not there yet"];
+        let parts = ["the 2 ranks run on 2 hosts, 1 on this one", "between hosts there is MPI"];
         assert!(code == Some(1) && parts.iter().all(|part| text.contains(part)), "{text}");
     }
 }

@@ -12,6 +12,8 @@ use crate::{DType, hash::Hash, text::shortened};
 
 /// Bytes of an announcement before its texts and lists: its numbers and their lengths.
 const NUMBERS: usize = 32;
+/// Bytes of an announcement that are the same on ranks that issue the same: its position and its fingerprint.
+pub(super) const HEAD: usize = 16;
 /// The longest text.
 const TEXT: usize = 768;
 /// The longest advice.

@@ -7,8 +7,8 @@
 //! From the bottom up: `membership`, `parts` and `signature` (what collectives are of, move and are about), `host`
 //! (what backends over host memory share), `call` and `mismatch` (what ranks compare), `check` (arguments),
 //! `collective` and `failure` (what a backend gets to know and tells), `backend`, `alone` (groups of one), `work` and
-//! `queue` (running), `group`, `typed` (small values); `shared_memory` is the backend; `init` chooses one;
-//! `conformance` is what each of them passes.
+//! `queue` (running), `group`, `typed` (small values), `group_store`; `shared_memory` is the backend; `init` chooses
+//! one; `conformance` is what each of them passes.
 
 mod alone;
 mod backend;
@@ -22,12 +22,14 @@ mod failure;
 #[cfg(feature = "cuda")]
 mod fence;
 mod group;
+mod group_store;
 mod host;
 mod init;
 mod landing;
 mod lookout;
 mod membership;
 mod mismatch;
+pub mod mpi;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod on_device;
@@ -43,6 +45,7 @@ pub use backend::{Backend, Promises};
 pub use collective::{Collective, Traffic};
 pub use failure::Failure;
 pub use group::ProcessGroup;
+pub use group_store::GroupStore;
 pub use init::init;
 pub use landing::{Fence, Landing};
 pub use lookout::{Gone, Lookout};

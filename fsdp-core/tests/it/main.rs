@@ -7,3 +7,4 @@ mod dtensor;
 mod failures;
 mod heartbeat;
 mod processes;
+mod store;

@@ -32,6 +32,8 @@ endpoint's host gives all of them their ranks. A failure on one host ends the ra
 With --nnodes MIN:MAX a run goes on with the hosts that are left, and grows when a host comes. Neither counts as a \
 restart. Launchers that share a host and meet at localhost need no token.
 
+MPI: the ranks may be programs of MPICH, which then need no mpiexec. Start those of Open MPI with mpirun.
+
 Output is printed line by line behind `[rank N] `. Where stderr is a terminal, rank 0's stderr goes there directly, \
 so that its progress bar shows. The ranks' stdin is empty.
 

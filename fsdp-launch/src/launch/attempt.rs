@@ -11,20 +11,21 @@ use fsdp_core::heartbeat::Age;
 use rustix::process::Pid;
 
 use crate::{
-    Console, RankReport, Result,
+    Console, Error, RankReport, Result,
     job::{file::JobFile, guard::Guard},
     output::{
         Outputs,
         logs::{Destination, destinations, hidden_stderr},
     },
+    pmi::{self, Kind, Said},
     rank::{
         cores,
         environment::{Job, hostname},
         orphans,
         worker::Worker,
     },
-    rendezvous::News,
-    report::{error_file::read_message, log_end::LogEnd},
+    rendezvous::{Entry, News},
+    report::{end::End, error_file::read_message, log_end::LogEnd},
     watch::{
         event::Event,
         supervise::{Cause, Sign, supervise},
@@ -52,6 +53,10 @@ pub(crate) enum Told {
     Leaving(i32),
     /// This rank of the world has ended with exit code 0.
     Done(usize),
+    /// The ranks of this host have put this over PMI.
+    PmiPut(Vec<Entry>),
+    /// All of them wait in a barrier of PMI.
+    PmiBarrier,
 }
 
 /// Starts the ranks of `job`, in the guard's care, and waits until nothing of them is left. What `fsdp-launch status`
@@ -67,9 +72,14 @@ pub(crate) fn run(
     let spec = job.spec;
     // What one rank lacks shows before any of them is started.
     (0..spec.nproc_per_node).try_for_each(|rank| job.variables(rank).and(cores::of_rank(spec, rank)).map(drop))?;
+    let attempt = job.place.attempt;
+    let pmi_sender = sender.clone();
+    let tell_pmi = move |said| drop(pmi_sender.send(Event::Pmi { attempt, said }));
+    let pmi = pmi::Server::start(job.place, spec.nproc_per_node, tell_pmi);
+    let mut pmi = pmi.map_err(Error::system("make sockets for the ranks"))?;
     let mut outputs = Outputs::new(sender.clone())?;
     let (mut workers, mut news) = (Vec::new(), Vec::new());
-    if let Err(error) = start(job, guard, &mut workers, &mut outputs) {
+    if let Err(error) = start(job, guard, &mut pmi, &mut workers, &mut outputs) {
         // Those that were started are killed.
         drop(workers);
         orphans::end(job.launch_id, guard.pid().as_slice());
@@ -82,9 +92,13 @@ pub(crate) fn run(
         Sign::Failed(worker) => tell(Told::Failed(report(job, worker))),
         Sign::Leaving(signal) => tell(Told::Leaving(signal)),
         Sign::Done(rank) => tell(Told::Done(rank)),
+        Sign::Pmi(Said::Put(entries)) => tell(Told::PmiPut(entries)),
+        Sign::Pmi(Said::Barrier) => tell(Told::PmiBarrier),
+        // That is the supervisor's.
+        Sign::Pmi(Said::Failed(_)) => {}
     };
     let keep: Vec<Pid> = workers.iter().map(|worker| worker.pid).chain(guard.pid()).collect();
-    let ended = supervise(&mut workers, job, events, &keep, &mut tell);
+    let ended = supervise(&mut workers, job, &mut pmi, events, &keep, &mut tell);
     orphans::end(job.launch_id, &keep);
     news.extend(ended.news);
     let mut interrupted = outputs.finish(events, ended.streams, ended.interrupted, &mut news);
@@ -92,7 +106,7 @@ pub(crate) fn run(
         match event {
             Event::Interrupted(signal) => interrupted = Some(signal),
             Event::News(heard) => news.push(heard),
-            Event::ChildEnded | Event::OutputEnded => {}
+            Event::ChildEnded | Event::OutputEnded | Event::Pmi { .. } => {}
         }
     }
     let is_gone = workers.iter().all(Worker::is_gone);
@@ -109,7 +123,13 @@ pub(crate) fn run(
 }
 
 /// Starts all ranks, and the printing of what they print.
-fn start(job: &Job<'_>, guard: &mut Guard, workers: &mut Vec<Worker>, outputs: &mut Outputs) -> Result<()> {
+fn start(
+    job: &Job<'_>,
+    guard: &mut Guard,
+    pmi: &mut pmi::Server,
+    workers: &mut Vec<Worker>,
+    outputs: &mut Outputs,
+) -> Result<()> {
     let spec = job.spec;
     let has_terminal = io::stderr().is_terminal();
     for rank in 0..spec.nproc_per_node {
@@ -118,7 +138,7 @@ fn start(job: &Job<'_>, guard: &mut Guard, workers: &mut Vec<Worker>, outputs: &
         let shares_stderr = rank == 0 && has_terminal && matches!(stderr, Destination::Console);
         let (stdout, stdout_copy) = stdout.open();
         let (stderr, stderr_copy) = if shares_stderr { (Stdio::inherit(), None) } else { stderr.open() };
-        let (worker, (stdout, stderr)) = Worker::start(job, rank, stdout, stderr)?;
+        let (worker, (stdout, stderr)) = Worker::start(job, rank, pmi, stdout, stderr)?;
         guard.watch(worker.pid);
         workers.push(worker);
         let prefix = spec.logs.line_prefix.of(&spec.role, job.rank(rank), rank);
@@ -135,18 +155,26 @@ fn start(job: &Job<'_>, guard: &mut Guard, workers: &mut Vec<Worker>, outputs: &
 /// What became of a rank, as far as it is known.
 fn report(job: &Job<'_>, worker: &Worker) -> RankReport {
     let failed = worker.ended_after.is_none() && worker.end.is_some_and(|end| !end.is_success());
+    // What is gone by a failure of its own has told of it otherwise.
+    let trouble = worker.trouble.as_ref();
+    let told = trouble.filter(|it| it.kind != Kind::Gone || !failed).map(|it| it.text.clone());
+    let (end, request) = match trouble.map(|it| it.kind) {
+        // It asked for that, and the launcher did it.
+        Some(Kind::Aborted(code)) if worker.end.is_some() => (Some(End::Exited(code)), None),
+        _ => (worker.end, worker.ended_after),
+    };
     let hidden = if failed { hidden_stderr(&job.spec.logs, job.log_dir, worker.local_rank) } else { None };
     RankReport {
         rank: worker.rank,
         host: hostname(),
         pid: worker.pid.as_raw_pid(),
-        end: worker.end,
+        end,
         ended_at: worker.ended_at.map(|(at, _)| at),
         after: worker.ended_at.map(|(_, after)| Age(after)),
-        request: worker.ended_after,
+        request,
         silent_for: worker.silent_for.map(Age),
         whereabouts: worker.whereabouts.clone().map(Box::new),
-        message: read_message(&job.error_file(worker.local_rank)),
+        message: read_message(&job.error_file(worker.local_rank)).or(told),
         stderr: hidden.as_deref().and_then(LogEnd::of),
     }
 }

@@ -251,6 +251,8 @@ impl<'a> Launch<'a> {
                 membership.say(FromAgent::RankDone { attempt, rank });
             }
             Told::Done(_) => {}
+            Told::PmiPut(entries) => membership.say(FromAgent::PmiPut { attempt, entries }),
+            Told::PmiBarrier => membership.say(FromAgent::PmiBarrier { attempt }),
         };
         attempt::run(&job, error_dir, &mut self.guard, &self.sender, &self.events, tell)
     }
@@ -284,7 +286,8 @@ fn meet(spec: &LaunchSpec, run_id: &str, attempts: u32, restarts: u32, events: &
     let member = member(spec, attempts, restarts)?;
     let events = events.clone();
     let listener: Listener = Arc::new(move |news| events.send(Event::News(news)).is_ok());
-    Membership::start(spec.rendezvous.as_ref(), Rules::of(spec, run_id), member, listener)
+    let rules = Rules::of(spec, run_id).map_err(Error::system("make a secret for the ranks"))?;
+    Membership::start(spec.rendezvous.as_ref(), rules, member, listener)
 }
 
 /// Says that all ranks start again, and why.

@@ -76,7 +76,8 @@ pub(crate) fn next(
             }
             Ok(Event::Interrupted(signal)) => return Next::Interrupted(signal),
             Ok(Event::News(News::Said(ToAgent::Ping | ToAgent::RankDone { .. })))
-            | Ok(Event::ChildEnded | Event::OutputEnded) => {}
+            | Ok(Event::News(News::Said(ToAgent::PmiPut { .. } | ToAgent::PmiGoOn { .. })))
+            | Ok(Event::ChildEnded | Event::OutputEnded | Event::Pmi { .. }) => {}
             Err(RecvTimeoutError::Timeout) => {
                 if let Some(waiting) = &waiting {
                     tracing::warn!("{waiting}");

@@ -83,7 +83,7 @@ impl Outputs {
             };
             match event {
                 Some(Event::OutputEnded) => ended_before += 1,
-                Some(Event::ChildEnded) => {}
+                Some(Event::ChildEnded | Event::Pmi { .. }) => {}
                 Some(Event::News(heard)) => news.push(heard),
                 Some(Event::Interrupted(signal)) => return Some(signal),
                 None => break,

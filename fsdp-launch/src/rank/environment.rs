@@ -8,6 +8,9 @@ use crate::{
     rendezvous::Place,
 };
 
+/// What lets a rank into the store of its run (`fsdp_core::store`).
+const STORE_SECRET: &str = "FSDP_STORE_SECRET";
+
 /// What all ranks of an attempt on this host have in common.
 pub(crate) struct Job<'a> {
     pub(crate) spec: &'a LaunchSpec,
@@ -89,6 +92,11 @@ impl Job<'_> {
         // Of a torchrun around us: its agent would hold the store at MASTER_PORT. Ours is held by rank 0.
         command.env_remove("TORCHELASTIC_USE_AGENT_STORE");
         command.envs(self.variables(local_rank)?);
+        // Not among the variables, which `--dry-run` prints.
+        match self.place.store_secret.text() {
+            Some(secret) => command.env(STORE_SECRET, secret),
+            None => command.env_remove(STORE_SECRET),
+        };
         Ok(())
     }
 }

@@ -14,6 +14,7 @@ use rustix::{
 
 use crate::{
     Error, Result,
+    pmi::{self, Trouble},
     rank::{cores, environment::Job, exec::only_what_runs, orphans, session::own_session_dying_with_us},
     report::{
         end::{End, Request},
@@ -41,6 +42,8 @@ pub(crate) struct Worker {
     pub(crate) silent_for: Option<Duration>,
     /// Where it was when something went wrong.
     pub(crate) whereabouts: Option<Whereabouts>,
+    /// What it did over PMI that ended the attempt.
+    pub(crate) trouble: Option<Trouble>,
     started: Instant,
     sent: Option<Request>,
     group_gone: bool,
@@ -53,7 +56,13 @@ pub(crate) type Pipes = (Option<ChildStdout>, Option<ChildStderr>);
 
 impl Worker {
     /// Starts a rank with these for its stdout and stderr.
-    pub(crate) fn start(job: &Job<'_>, local_rank: usize, stdout: Stdio, stderr: Stdio) -> Result<(Self, Pipes)> {
+    pub(crate) fn start(
+        job: &Job<'_>,
+        local_rank: usize,
+        pmi: &mut pmi::Server,
+        stdout: Stdio,
+        stderr: Stdio,
+    ) -> Result<(Self, Pipes)> {
         let spec = job.spec;
         let mut command = Command::new(&spec.program);
         command.args(&spec.args).stdin(Stdio::null()).stdout(stdout).stderr(stderr);
@@ -69,6 +78,8 @@ impl Worker {
             cores::pin(&mut command, &cores);
         }
         own_session_dying_with_us(&mut command);
+        // The rank's own from when it is started.
+        let pmi_end = pmi.apply(local_rank, &mut command);
         let rank = job.rank(local_rank);
         let failed = |source: io::Error| {
             let hint = match source.kind() {
@@ -86,6 +97,7 @@ impl Worker {
             Error::Start { rank, program: spec.program.clone(), source, hint }
         };
         let mut child = only_what_runs(&mut command).and_then(|()| command.spawn()).map_err(failed)?;
+        drop(pmi_end);
         let pid = Pid::from_child(&child);
         tracing::debug!(rank, pid = pid.as_raw_pid(), "started");
         let worker = Worker {
@@ -98,6 +110,7 @@ impl Worker {
             board,
             silent_for: None,
             whereabouts: None,
+            trouble: None,
             started: Instant::now(),
             sent: None,
             group_gone: false,

@@ -2,7 +2,7 @@
 
 use std::{
     io,
-    net::{TcpListener, TcpStream, ToSocketAddrs},
+    net::TcpListener,
     sync::{
         Arc,
         mpsc::{self, Receiver, RecvTimeoutError},
@@ -11,20 +11,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::net::sockopt::set_socket_linger;
+use fsdp_core::channel::{Channel, Key, bind, dial};
 
 use crate::{
     RendezvousSpec,
     rendezvous::{
-        channel::Channel,
+        channel::{connect, receive},
         coordinator::Rules,
         hub::{Hub, Outbox},
         keep_alive::KeepAlive,
         message::{FromAgent, Member},
         news::{Listener, News},
         sender::send_until_closed,
-        server::Server,
-        token::Token,
+        server::serve,
+        token::{make_for, shared_at},
     },
 };
 
@@ -42,7 +42,7 @@ pub(crate) const FAREWELL: Duration = Duration::from_secs(5);
 /// The thread of an agent of several.
 pub(crate) struct Agent {
     pub(crate) spec: RendezvousSpec,
-    pub(crate) token: Option<Token>,
+    pub(crate) key: Option<Key>,
     pub(crate) rules: Rules,
     pub(crate) member: Member,
     pub(crate) listener: Listener,
@@ -122,7 +122,7 @@ impl Agent {
         if !self.spec.may_hold() {
             return Ok(None);
         }
-        match self.spec.endpoint.bind(self.spec.port()) {
+        match bind(&self.spec.endpoint.host, self.spec.port()) {
             Ok(listener) => Ok(Some(listener)),
             // By another agent of this host, most likely.
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => Ok(None),
@@ -133,19 +133,19 @@ impl Agent {
     /// Holds the coordinator until we leave.
     fn hold(&self, listener: TcpListener) -> io::Result<()> {
         let mut shared = None;
-        let token = match &self.token {
-            Some(token) => token.clone(),
+        let key = match &self.key {
+            Some(key) => key.clone(),
             None => {
-                let (token, file) = Token::make_for(self.spec.port())?;
+                let (key, file) = make_for(self.spec.port())?;
                 shared = Some(file);
-                token
+                key
             }
         };
         let hub = Arc::new(Hub::new(self.rules.clone()));
         let mut member = self.member.clone();
         member.address.get_or_insert_with(|| self.spec.endpoint.host.clone());
         let us = hub.enter(local_outbox(&self.listener));
-        let server = Server::start(listener, hub.clone(), token, KeepAlive::of(&self.spec), self.rules.nnodes.1)?;
+        let server = serve(listener, hub.clone(), key, KeepAlive::of(&self.spec), self.rules.nnodes.1)?;
         hub.hear(us, FromAgent::Join(Box::new(member)));
         loop {
             match self.from_us.recv_timeout(TICK) {
@@ -168,24 +168,9 @@ impl Agent {
 
     fn connect(&self) -> std::result::Result<Channel, Trouble> {
         let port = self.spec.port();
-        let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-        for address in (self.spec.endpoint.host.as_str(), port).to_socket_addrs().map_err(Trouble::Later)? {
-            match TcpStream::connect_timeout(&address, CONNECT) {
-                // Where nobody listens at a port that connections may begin at, one may begin at the port that it leads
-                // to.
-                Ok(stream) if stream.local_addr().ok() == stream.peer_addr().ok() => {
-                    // Without a trace that would keep the port from who is to listen there.
-                    set_socket_linger(&stream, Some(Duration::ZERO)).map_err(|errno| Trouble::Later(errno.into()))?;
-                    last = io::ErrorKind::ConnectionRefused.into();
-                }
-                Ok(stream) => {
-                    let token = self.token.clone().map_or_else(|| Token::shared_at(port).map_err(no_token), Ok);
-                    return token.and_then(|token| Channel::connect(stream, &token)).map_err(Trouble::Stranger);
-                }
-                Err(error) => last = error,
-            }
-        }
-        Err(Trouble::Later(last))
+        let stream = dial(&self.spec.endpoint.host, port, CONNECT).map_err(Trouble::Later)?;
+        let key = self.key.clone().map_or_else(|| shared_at(port).map_err(no_token), Ok);
+        key.and_then(|key| connect(stream, &key)).map_err(Trouble::Stranger)
     }
 
     /// Talks to the coordinator until one of us leaves.
@@ -197,7 +182,7 @@ impl Agent {
         let endpoint = spec.endpoint.to_string();
         let listen = move || {
             let error = loop {
-                match reader.receive(limit) {
+                match receive(&mut reader, limit) {
                     Ok(message) => {
                         if !listener(News::Said(message)) {
                             return;

@@ -125,7 +125,7 @@ mod tests {
     #[test]
     fn what_was_said_is_on_its_way_when_the_hub_is_closed() {
         let spec = crate::LaunchSpec::new("p", 1);
-        let hub = Hub::new(Rules::of(&spec, "run"));
+        let hub = Hub::new(Rules::of(&spec, "run").unwrap());
         let heard: Vec<_> = (0..3)
             .map(|_| {
                 let (tell, heard) = channel();

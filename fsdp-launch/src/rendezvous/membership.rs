@@ -13,7 +13,7 @@ use crate::{
         hub::Hub,
         message::{FromAgent, Member},
         news::Listener,
-        token::Token,
+        token,
     },
 };
 
@@ -44,9 +44,9 @@ impl Membership {
             hub.hear(0, FromAgent::Join(Box::new(member)));
             return Ok(Membership::Alone(Box::new(hub)));
         };
-        let token = spec.token_file.as_deref().map(Token::read).transpose()?;
+        let key = spec.token_file.as_deref().map(token::read).transpose()?;
         let (to, from_us) = mpsc::channel();
-        let agent = Agent { spec: spec.clone(), token, rules, member, listener, from_us };
+        let agent = Agent { spec: spec.clone(), key, rules, member, listener, from_us };
         let (until_done, done) = mpsc::channel();
         let run = move || {
             agent.run();

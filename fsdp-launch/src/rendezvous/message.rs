@@ -4,10 +4,16 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Failure, RankReport, Setback, rendezvous::keep_alive::KeepAlive};
+use crate::{
+    Failure, RankReport, Setback,
+    rendezvous::{keep_alive::KeepAlive, secret::Secret},
+};
 
 /// Tells agents apart, in the order in which they came.
 pub(crate) type AgentId = u64;
+
+/// What a rank has put over PMI: a key and a value.
+pub(crate) type Entry = (String, String);
 
 /// What an agent brings with it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -51,6 +57,10 @@ pub(crate) enum FromAgent {
     Join(Box<Member>),
     /// A rank has ended with exit code 0, while others may still run.
     RankDone { attempt: u32, rank: usize },
+    /// Its ranks have put this over PMI.
+    PmiPut { attempt: u32, entries: Vec<Entry> },
+    /// All of its ranks wait in a barrier of PMI.
+    PmiBarrier { attempt: u32 },
     /// The first rank has failed; the others are being ended.
     Failed { attempt: u32, report: Box<RankReport> },
     /// Not all of its ranks could be started, and nothing is left of those that were. The last message.
@@ -89,6 +99,10 @@ pub(crate) enum ToAgent {
     Stop { attempt: u32, why: String, costs: bool },
     /// A rank of another agent of the machine has ended with exit code 0.
     RankDone { attempt: u32, rank: usize },
+    /// Ranks of another agent have put this over PMI.
+    PmiPut { attempt: u32, entries: Vec<Entry> },
+    /// All ranks wait in a barrier of PMI: they wait no more.
+    PmiGoOn { attempt: u32 },
     /// All is over. The last message.
     End(Box<Verdict>),
     /// It is alive.
@@ -116,6 +130,12 @@ pub(crate) struct Place {
     pub(crate) master_port: u16,
     /// The number of machines, which may be fewer than agents.
     pub(crate) machines: usize,
+    /// In the order of ranks: so many agents have so many ranks each.
+    pub(crate) ranks_of_hosts: Vec<(usize, usize)>,
+    /// What lets ranks into the store of this run.
+    pub(crate) store_secret: Secret,
+    /// The name of the PMI space, which no other attempt of any run has: MPICH names shared memory after it.
+    pub(crate) pmi_space: String,
 }
 
 impl Place {
@@ -134,6 +154,9 @@ impl Place {
             master_addr: "127.0.0.1".into(),
             master_port,
             machines: 1,
+            ranks_of_hosts: vec![(1, ranks)],
+            store_secret: Secret::default(),
+            pmi_space: "kvs".into(),
         }
     }
 }

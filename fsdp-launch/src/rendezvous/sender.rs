@@ -5,9 +5,10 @@ use std::{
     time::Duration,
 };
 
+use fsdp_core::channel::Writer;
 use serde::Serialize;
 
-use crate::rendezvous::channel::Writer;
+use crate::rendezvous::channel::send;
 
 /// Sends `messages` until no more can come or the connection breaks, `ping` after each `interval` without any; then
 /// closes the connection.
@@ -19,8 +20,8 @@ pub(crate) fn send_until_closed<M: Serialize>(
 ) {
     loop {
         let sent = match messages.recv_timeout(interval) {
-            Ok(message) => writer.send(&message),
-            Err(RecvTimeoutError::Timeout) => writer.send(ping),
+            Ok(message) => send(&mut writer, &message),
+            Err(RecvTimeoutError::Timeout) => send(&mut writer, ping),
             Err(RecvTimeoutError::Disconnected) => break,
         };
         if let Err(error) = sent {

@@ -7,78 +7,63 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use sha2::{Digest, Sha256};
+use fsdp_core::channel::{Key, LEAST_SECRET, random};
 
-use crate::{Error, Result};
+use crate::{Error, Result, rendezvous::channel::key};
 
-/// A shorter token could be guessed.
-const SHORTEST: usize = 16;
 /// No more of a token file is read.
 const LONGEST: u64 = 64 << 10;
 
-/// What is made of a token: a key of 256 bits.
-#[derive(Clone)]
-pub(crate) struct Token(pub(crate) [u8; 32]);
-
-impl Token {
-    fn of(text: &[u8]) -> Self {
-        let hash = Sha256::new().chain_update(b"fsdp-launch rendezvous token\0").chain_update(text);
-        Token(hash.finalize().into())
+/// Reads `--rdzv-token-file`; white space around the token does not count.
+pub(crate) fn read(path: &Path) -> Result<Key> {
+    let failed = |expected: String| Error::Usage {
+        flag: "--rdzv-token-file",
+        value: path.display().to_string(),
+        expected: format!("{expected}. {HOW_TO_MAKE_ONE}"),
+    };
+    let mut text = Vec::new();
+    let file = fs::File::open(path).and_then(|file| Ok((file.metadata()?, file)));
+    let (meta, file) = file.map_err(|error| failed(format!("it can't be read: {error}")))?;
+    if !meta.is_file() {
+        return Err(failed("it is not a regular file".into()));
     }
-
-    /// Reads `--rdzv-token-file`; white space around the token does not count.
-    pub(crate) fn read(path: &Path) -> Result<Self> {
-        let failed = |expected: String| Error::Usage {
-            flag: "--rdzv-token-file",
-            value: path.display().to_string(),
-            expected: format!("{expected}. {HOW_TO_MAKE_ONE}"),
-        };
-        let mut text = Vec::new();
-        let file = fs::File::open(path).and_then(|file| Ok((file.metadata()?, file)));
-        let (meta, file) = file.map_err(|error| failed(format!("it can't be read: {error}")))?;
-        if !meta.is_file() {
-            return Err(failed("it is not a regular file".into()));
-        }
-        file.take(LONGEST).read_to_end(&mut text).map_err(|error| failed(format!("it can't be read: {error}")))?;
-        let token = text.trim_ascii();
-        if token.len() < SHORTEST {
-            return Err(failed(format!("it holds {} bytes, a token has at least {SHORTEST}", token.len())));
-        }
-        if meta.mode() & 0o004 != 0 {
-            tracing::warn!("everybody on this host can read the token in {path:?}: chmod 600 closes it");
-        }
-        Ok(Token::of(token))
+    file.take(LONGEST).read_to_end(&mut text).map_err(|error| failed(format!("it can't be read: {error}")))?;
+    let token = text.trim_ascii();
+    if token.len() < LEAST_SECRET {
+        return Err(failed(format!("it holds {} bytes, a token has at least {LEAST_SECRET}", token.len())));
     }
-
-    /// A new one for the agents of this user on this host that meet at `port`; it goes when the returned file does.
-    pub(crate) fn make_for(port: u16) -> io::Result<(Self, Shared)> {
-        let mut bytes = [0; 32];
-        OpenOptions::new().read(true).open("/dev/urandom")?.read_exact(&mut bytes)?;
-        let path = shared_path(port)?;
-        let dir = path.parent().unwrap_or(Path::new("/"));
-        // One launcher at a time: what another is making is not stale, nor what it puts in the place of something
-        // stale.
-        let turn = fs::File::open(dir)?;
-        turn.lock()?;
-        remove_stale(dir);
-        // Under another name first, so that nobody reads half a token.
-        let mut file = tempfile::NamedTempFile::new_in(dir)?;
-        file.write_all(&bytes)?;
-        // For as long as this process lives.
-        file.as_file().try_lock()?;
-        let file = file.persist(&path)?;
-        Ok((Token::of(&bytes), Shared { path, _locked: file }))
+    if meta.mode() & 0o004 != 0 {
+        tracing::warn!("everybody on this host can read the token in {path:?}: chmod 600 closes it");
     }
+    Ok(key(token))
+}
 
-    /// What [`make_for`](Self::make_for) made.
-    pub(crate) fn shared_at(port: u16) -> io::Result<Self> {
-        let mut bytes = [0; 32];
-        let path = shared_path(port)?;
-        let mut file =
-            OpenOptions::new().read(true).custom_flags(rustix::fs::OFlags::NOFOLLOW.bits() as i32).open(path)?;
-        file.read_exact(&mut bytes)?;
-        Ok(Token::of(&bytes))
-    }
+/// A new one for the agents of this user on this host that meet at `port`; it goes when the returned file does.
+pub(crate) fn make_for(port: u16) -> io::Result<(Key, Shared)> {
+    let bytes = random()?;
+    let path = shared_path(port)?;
+    let dir = path.parent().unwrap_or(Path::new("/"));
+    // One launcher at a time: what another is making is not stale, nor what it puts in the place of something
+    // stale.
+    let turn = fs::File::open(dir)?;
+    turn.lock()?;
+    remove_stale(dir);
+    // Under another name first, so that nobody reads half a token.
+    let mut file = tempfile::NamedTempFile::new_in(dir)?;
+    file.write_all(&bytes)?;
+    // For as long as this process lives.
+    file.as_file().try_lock()?;
+    let file = file.persist(&path)?;
+    Ok((key(&bytes), Shared { path, _locked: file }))
+}
+
+/// What [`make_for`] made.
+pub(crate) fn shared_at(port: u16) -> io::Result<Key> {
+    let mut bytes = [0; 32];
+    let path = shared_path(port)?;
+    let mut file = OpenOptions::new().read(true).custom_flags(rustix::fs::OFlags::NOFOLLOW.bits() as i32).open(path)?;
+    file.read_exact(&mut bytes)?;
+    Ok(key(&bytes))
 }
 
 /// The way out of a launch without a token.
@@ -132,35 +117,35 @@ mod tests {
     #[test]
     fn white_space_does_not_count_and_short_tokens_are_refused() {
         let file = tempfile::NamedTempFile::new().unwrap();
-        let read = |text: &str| {
+        let written = |text: &str| {
             fs::write(file.path(), text).unwrap();
-            Token::read(file.path()).map(|token| token.0)
+            read(file.path())
         };
-        let plain = read("0123456789abcdef").unwrap();
-        assert_eq!(plain, read(" 0123456789abcdef\r\n").unwrap());
-        assert_ne!(plain, read("0123456789abcdeg").unwrap());
+        let plain = written("0123456789abcdef").unwrap();
+        assert_eq!(plain, written(" 0123456789abcdef\r\n").unwrap());
+        assert_ne!(plain, written("0123456789abcdeg").unwrap());
         for (text, part) in
             [("", "holds 0 bytes"), ("short\n", "holds 5 bytes"), ("               \n", "holds 0 bytes")]
         {
-            let told = read(text).unwrap_err().to_string();
+            let told = written(text).unwrap_err().to_string();
             assert!(told.contains(part) && told.contains("/dev/urandom"), "{told}");
         }
         for path in ["/", "/no/such/file", "/dev/zero"] {
-            assert_eq!(Token::read(Path::new(path)).map(|_| ()).unwrap_err().exit_code(), 2);
+            assert_eq!(read(Path::new(path)).map(|_| ()).unwrap_err().exit_code(), 2);
         }
     }
 
     #[test]
     fn a_token_of_this_host_is_found_by_its_port_until_it_goes() {
-        let (token, file) = Token::make_for(1).unwrap();
-        assert_eq!(token.0, Token::shared_at(1).unwrap().0);
-        assert!(Token::shared_at(2).is_err());
+        let (token, file) = make_for(1).unwrap();
+        assert_eq!(token, shared_at(1).unwrap());
+        assert!(shared_at(2).is_err());
         // That of a launcher which was killed goes when the next one comes; that of one which lives stays.
         let stale = shared_path(3).unwrap();
         fs::write(&stale, "left").unwrap();
-        let (_, other) = Token::make_for(4).unwrap();
-        assert!(!stale.exists() && Token::shared_at(1).is_ok());
+        let (_, other) = make_for(4).unwrap();
+        assert!(!stale.exists() && shared_at(1).is_ok());
         drop((file, other));
-        assert!(Token::shared_at(1).is_err());
+        assert!(shared_at(1).is_err());
     }
 }

@@ -23,7 +23,8 @@ pub struct RankReport {
     pub host: String,
     /// Its process id.
     pub pid: i32,
-    /// How it ended; `None` for a process that not even SIGKILL ended in time (it hangs in the kernel).
+    /// How it ended, or wanted to by `MPI_Abort`; `None` for a process that not even SIGKILL ended in time (it hangs in
+    /// the kernel).
     pub end: Option<End>,
     /// When it ended.
     pub ended_at: Option<SystemTime>,
@@ -35,7 +36,7 @@ pub struct RankReport {
     pub silent_for: Option<Age>,
     /// Where it was when the first rank of its host failed, or when the ranks were asked to end for another reason.
     pub whereabouts: Option<Box<Whereabouts>>,
-    /// The error it recorded in its `TORCHELASTIC_ERROR_FILE`.
+    /// The error it recorded in its `TORCHELASTIC_ERROR_FILE`, or what it did over PMI.
     pub message: Option<String>,
     /// The end of its stderr, if it failed and its stderr goes to a file only.
     pub stderr: Option<LogEnd>,
@@ -72,7 +73,8 @@ impl Failure {
     /// What the launcher should exit with.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Failure::Rank(report) => report.end.map_or(1, End::exit_code),
+            // A rank may fail by what it told, and end well all the same.
+            Failure::Rank(report) => report.end.map_or(1, End::exit_code).max(1),
             Failure::NodeLost { .. } | Failure::NotStarted { .. } | Failure::Meeting { .. } => 1,
         }
     }

@@ -1,9 +1,11 @@
 //! Where agents meet: `--rdzv-endpoint`.
 
 use std::{
-    fmt, io,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener, ToSocketAddrs, UdpSocket},
+    fmt,
+    net::{IpAddr, Ipv6Addr},
 };
+
+use fsdp_core::channel;
 
 use crate::spec::word::word;
 
@@ -48,39 +50,12 @@ impl fmt::Display for Endpoint {
 impl Endpoint {
     /// It is an address of this host.
     pub(crate) fn is_here(&self) -> bool {
-        // Only this host's own addresses can be bound.
-        let is_here = |ip: &IpAddr| UdpSocket::bind((*ip, 0)).is_ok();
-        self.host == "localhost" || self.addresses().iter().any(is_here)
+        channel::is_here(&self.host)
     }
 
     /// Other hosts have no way to it.
     pub(crate) fn is_loopback(&self) -> bool {
-        self.host == "localhost" || self.host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
-    }
-
-    /// Listens at `port` of the address that the endpoint names. A name that leads to no address of this host, or to
-    /// the loopback alone as some hosts' own name does, means all addresses.
-    pub(crate) fn bind(&self, port: u16) -> io::Result<TcpListener> {
-        if self.host == "localhost" {
-            return TcpListener::bind((Ipv4Addr::LOCALHOST, port));
-        }
-        let wanted = |ip: &IpAddr| self.is_loopback() || !ip.is_loopback();
-        let mut last = None;
-        for ip in self.addresses().into_iter().filter(wanted) {
-            match TcpListener::bind((ip, port)) {
-                Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => last = Some(error),
-                bound => return bound,
-            }
-        }
-        if self.is_loopback() {
-            return Err(last.unwrap_or_else(|| io::ErrorKind::AddrNotAvailable.into()));
-        }
-        TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)).or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)))
-    }
-
-    fn addresses(&self) -> Vec<IpAddr> {
-        let addresses = (self.host.as_str(), 0).to_socket_addrs();
-        addresses.map(|all| all.map(|address| address.ip()).collect()).unwrap_or_default()
+        channel::is_loopback(&self.host)
     }
 }
 
@@ -104,23 +79,6 @@ mod tests {
         }
         for text in ["", ":5", "a:", "a:65536", "a:x", "a b:1", "a:1:2", "[]:1"] {
             assert!(text.parse::<Endpoint>().is_err(), "{text}");
-        }
-    }
-
-    #[test]
-    fn only_this_host_is_here_and_the_loopback_is_bound_alone() {
-        for (host, here, loopback) in [
-            ("localhost", true, true),
-            ("127.0.0.1", true, true),
-            ("127.0.1.1", true, true),
-            ("192.0.2.1", false, false),
-            ("no-such-host.invalid", false, false),
-        ] {
-            let endpoint = Endpoint { host: host.into(), port: None };
-            assert_eq!((endpoint.is_here(), endpoint.is_loopback()), (here, loopback), "{host}");
-            if loopback {
-                assert!(endpoint.bind(0).unwrap().local_addr().unwrap().ip().is_loopback());
-            }
         }
     }
 }

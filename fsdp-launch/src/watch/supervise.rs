@@ -11,6 +11,7 @@ use rustix::process::Pid;
 use signal_hook::consts::{SIGINT, SIGTERM};
 
 use crate::{
+    pmi::{self, Kind, Said, Trouble},
     rank::{environment::Job, orphans, worker::Worker},
     rendezvous::{News, ToAgent},
     report::{
@@ -63,13 +64,16 @@ pub(crate) enum Sign<'a> {
     Leaving(i32),
     /// This rank of the world has ended with exit code 0.
     Done(usize),
+    /// Over PMI.
+    Pmi(Said),
 }
 
-/// Watches `workers` until nothing of them is left. What others should hear meanwhile goes to `tell`. Orphans that end
-/// meanwhile are reaped; `children` are none.
+/// Watches `workers` until nothing of them is left, and passes on what they say over PMI. What others should hear
+/// meanwhile goes to `tell`. Orphans that end meanwhile are reaped; `children` are none.
 pub(crate) fn supervise(
     workers: &mut [Worker],
     job: &Job<'_>,
+    pmi: &mut pmi::Server,
     events: &Receiver<Event>,
     children: &[Pid],
     tell: &mut dyn FnMut(Sign<'_>),
@@ -144,6 +148,30 @@ pub(crate) fn supervise(
             Some(Event::News(News::Said(ToAgent::RankDone { attempt, rank }))) if attempt == job.place.attempt => {
                 shutdown.tell_ended(rank, job);
             }
+            Some(Event::News(News::Said(ToAgent::PmiPut { attempt, entries }))) if attempt == job.place.attempt => {
+                pmi.hear_put(entries);
+            }
+            Some(Event::News(News::Said(ToAgent::PmiGoOn { attempt }))) if attempt == job.place.attempt => pmi.go_on(),
+            Some(Event::Pmi { attempt, said }) if attempt == job.place.attempt => match said {
+                Said::Failed(trouble) => {
+                    let rank = trouble.local_rank;
+                    if cause.is_none() {
+                        tracing::info!("rank {}: {}: ending all ranks", job.rank(rank), trouble.text);
+                        cause = Some(Cause::RankFailed(rank));
+                        shutdown.note_whereabouts();
+                        match trouble.kind {
+                            Kind::Aborted(_) => shutdown.begin(),
+                            // It is about to end by itself, most often, with an exit code of its own.
+                            Kind::Broken | Kind::Gone => shutdown.begin_at = Some(Instant::now() + HEARING),
+                        }
+                    }
+                    if cause == Some(Cause::RankFailed(rank)) {
+                        shutdown.note_trouble(trouble);
+                    }
+                }
+                said => tell(Sign::Pmi(said)),
+            },
+            Some(Event::Pmi { .. }) => {}
             Some(Event::News(heard)) => {
                 let means_stop = match &heard {
                     News::Said(ToAgent::Stop { attempt, .. }) => *attempt == job.place.attempt,
@@ -168,6 +196,13 @@ pub(crate) fn supervise(
             }
             Some(Request::Kill) => break,
             None => {}
+        }
+    }
+    // What a rank said right before its end may not have been heard.
+    if let Some(trouble) = pmi.finish() {
+        let said = Cause::RankFailed(trouble.local_rank);
+        if *cause.get_or_insert(said) == said {
+            shutdown.note_trouble(trouble);
         }
     }
     Ended { cause: cause.unwrap_or(Cause::Succeeded), interrupted, streams, news }
@@ -222,6 +257,13 @@ impl Shutdown<'_> {
     /// Notes where all ranks are: before they are ended, and not again.
     fn note_whereabouts(&mut self) {
         self.workers.iter_mut().for_each(Worker::note_whereabouts);
+    }
+
+    /// Notes the first that a rank did wrong over PMI.
+    fn note_trouble(&mut self, trouble: Trouble) {
+        if let Some(worker) = self.workers.get_mut(trouble.local_rank) {
+            worker.trouble.get_or_insert(trouble);
+        }
     }
 
     /// Kills a rank that hangs, which hears nothing gentle, and asks the others to end: it has nothing to say that they
@@ -320,12 +362,13 @@ mod tests {
         ];
         for last in ends {
             let (sender, events) = std::sync::mpsc::channel();
-            let (worker, _) = Worker::start(&job, 0, Stdio::null(), Stdio::null()).unwrap();
+            let mut pmi = pmi::Server::start(&place, 1, |_| {}).unwrap();
+            let (worker, _) = Worker::start(&job, 0, &mut pmi, Stdio::null(), Stdio::null()).unwrap();
             // Of another attempt, or no more than a sign of life.
             for other in [News::Said(ToAgent::Ping), News::Said(stop(1)), last] {
                 sender.send(Event::News(other)).unwrap();
             }
-            let ended = supervise(&mut [worker], &job, &events, &[], &mut |_| {});
+            let ended = supervise(&mut [worker], &job, &mut pmi, &events, &[], &mut |_| {});
             assert_eq!((ended.cause, ended.news.len()), (Cause::Stopped, 3));
         }
     }

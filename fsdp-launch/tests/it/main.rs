@@ -12,6 +12,7 @@ mod interrupted;
 mod logs;
 mod options;
 mod output;
+mod pmi;
 mod program;
 mod restarts;
 mod status;

@@ -100,7 +100,7 @@ fn ten_thousand_strangers_get_nothing_and_leave_nothing() {
         finish(&mut launcher_of(&options))
     };
     let (code, stdout, stderr) = run(other.to_str().unwrap());
-    assert!(code == Some(1) && stdout.is_empty() && stderr.contains("did not accept the token"), "{stdout} {stderr}");
+    assert!(code == Some(1) && stdout.is_empty() && stderr.contains("did not accept the secret"), "{stdout} {stderr}");
     let (code, stdout, stderr) = run(&token);
     assert_eq!((code, stdout.as_str()), (Some(0), "[rank 1] go\n"), "{stderr}");
     assert_eq!(launcher.wait().code(), Some(0));

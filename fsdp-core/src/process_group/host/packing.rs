@@ -58,6 +58,16 @@ impl Stream {
         self.len
     }
 
+    /// The `index`-th chunk of `chunk` bytes as a stream of the same parts.
+    pub(crate) fn slice(&self, index: usize, chunk: usize) -> Stream {
+        let mut parts: Vec<Range<usize>> = Vec::new();
+        for piece in self.pieces(index, chunk) {
+            parts.resize(piece.part, 0..0);
+            parts.push(piece.bytes);
+        }
+        Stream::new(parts)
+    }
+
     /// How many chunks of `chunk` bytes the stream fills.
     pub(crate) fn chunks(&self, chunk: usize) -> usize {
         self.len.div_ceil(chunk)
@@ -114,6 +124,13 @@ mod tests {
                 }
             }
             prop_assert!(stream.pieces(stream.chunks(chunk), chunk).next().is_none());
+            let slices = (0..=stream.chunks(chunk)).map(|index| stream.slice(index, chunk));
+            let whole = usize::MAX / ALIGN * ALIGN;
+            let of_slices: Vec<_> = slices.flat_map(|slice| {
+                slice.pieces(0, whole).map(|piece| (piece.part, piece.bytes)).collect::<Vec<_>>()
+            }).collect();
+            let in_chunks = (0..stream.chunks(chunk)).flat_map(|index| stream.pieces(index, chunk));
+            prop_assert_eq!(of_slices, in_chunks.map(|piece| (piece.part, piece.bytes)).collect::<Vec<_>>());
             for ((start, len), seen) in parts.into_iter().zip(seen) {
                 prop_assert_eq!(seen, (start..start + len).collect::<Vec<_>>());
             }

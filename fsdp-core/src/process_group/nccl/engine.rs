@@ -7,7 +7,7 @@ use cudarc::driver::{CudaStream, DriverError, result};
 use super::{
     super::{
         backend::Promises, collective::Collective, device_memory::read, failure::Failure, fence::Running,
-        group::ProcessGroup, landing::Landing, on_device::DeviceEngine, parts::Op,
+        group::ProcessGroup, group_store::GroupStore, landing::Landing, on_device::DeviceEngine, parts::Op,
     },
     communicator::Communicator,
     flight::Flight,
@@ -59,7 +59,7 @@ impl Nccl {
         // Its kernels are small and others wait for them.
         let (_least, greatest) = result::stream::get_priority_range().map_err(driver)?;
         let stream = compute.context().new_stream_with_priority(greatest).map_err(driver)?;
-        let unique = meet::unique_id(host, compute)?;
+        let unique = meet::unique_id(&GroupStore::new(host), host, compute)?;
         let (group, lookout) = (host.membership(), host.lookout());
         let communicator = Arc::new(Communicator::meet(unique, group, compute, lookout.as_deref())?);
         meet::all_are_here(host)?;

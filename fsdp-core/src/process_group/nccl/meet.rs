@@ -1,4 +1,4 @@
-//! How ranks find each other before there is a communicator: over a group that moves the host's memory.
+//! How ranks find each other before there is a communicator: in a store, and over a group that moves the host's memory.
 
 use std::{ffi::c_char, sync::Arc};
 
@@ -8,26 +8,34 @@ use cudarc::{
 };
 
 use super::{
-    super::{call::Call, group::ProcessGroup, landing::Landing, parts::Op},
+    super::{call::Call, group::ProcessGroup, parts::Op},
     failure::refused,
 };
 use crate::{
-    Buffer, Error, Result,
+    Error, Result,
     device::cuda::{failed, id},
+    store::Store,
 };
 
+/// The key of an id in a store of its own.
+const ID: &str = "NCCL's id";
+
 /// The id of a new communicator, which the first rank makes. It tells the others where to find that rank, so how it
-/// reaches them is all that a store for several hosts has to know of NCCL.
-pub(super) fn unique_id(host: &ProcessGroup, compute: &Arc<CudaStream>) -> Result<sys::ncclUniqueId> {
-    let mut unique = sys::ncclUniqueId { internal: [0; 128] };
+/// reaches them is all that NCCL asks of a `store` for several hosts.
+pub(super) fn unique_id(
+    store: &dyn Store,
+    host: &ProcessGroup,
+    compute: &Arc<CudaStream>,
+) -> Result<sys::ncclUniqueId> {
     if host.rank() == 0 {
         let refuse = |error: result::NcclError| {
             refused(id(compute), "making the id of a communicator", error.0, std::ptr::null_mut())
         };
-        unique = result::get_uniqueid().map_err(refuse)?;
+        let unique = result::get_uniqueid().map_err(refuse)?;
+        store.set(ID, &unique.internal.map(|byte| byte as u8))?;
+        return Ok(unique);
     }
-    let bytes = unique.internal.map(|byte| byte as u8).to_vec();
-    let bytes = from_first_rank(host, bytes)?;
+    let bytes = store.get(ID, host.membership().timeout)?;
     let internal = bytes.first_chunk::<128>().ok_or_else(|| Error::Internal {
         rank: host.rank(),
         what: format!("the id of a communicator came as {} bytes", bytes.len()),
@@ -39,20 +47,6 @@ pub(super) fn unique_id(host: &ProcessGroup, compute: &Arc<CudaStream>) -> Resul
 pub(super) fn all_are_here(host: &ProcessGroup) -> Result<()> {
     let call = Call::new("meet", "NCCL", std::iter::empty());
     host.aside(call, |backend, collective| backend.run(collective, Op::Barrier).map(drop))
-}
-
-/// What the first rank has of something, on every rank. It is no collective of the group's: its later ones keep their
-/// numbers.
-fn from_first_rank(host: &ProcessGroup, bytes: Vec<u8>) -> Result<Vec<u8>> {
-    let call = Call::new("meet", "NCCL", std::iter::empty());
-    let buffers = vec![Buffer::U8(bytes)];
-    let broadcast = |Landing { outputs, .. }: Landing| match outputs.into_iter().next() {
-        Some(Buffer::U8(bytes)) => bytes,
-        _ => vec![],
-    };
-    host.aside(call, move |backend, collective| {
-        backend.run(collective, Op::Broadcast { buffers, root: 0 }).map(broadcast)
-    })
 }
 
 /// Whether two ranks of a group compute on one device: NCCL refuses that, and they need

@@ -3,6 +3,7 @@
 //!
 //! A launch on one host has a coordinator too, with one agent; so there is one set of rules.
 
+mod barrier;
 mod phase;
 mod places;
 mod rules;
@@ -20,6 +21,7 @@ use crate::{
     Failure, Setback,
     rendezvous::{
         coordinator::{
+            barrier::{Barrier, Wait},
             phase::{LastCall, Phase, State, Why},
             places::{chosen, places},
         },
@@ -54,6 +56,7 @@ pub(crate) struct Coordinator {
     setbacks: VecDeque<Setback>,
     /// Until then ranks may still run on a host that nothing is heard of.
     not_before: Option<Instant>,
+    barrier: Barrier,
     out: Vec<(AgentId, ToAgent)>,
 }
 
@@ -74,6 +77,7 @@ impl Coordinator {
             restarts: 0,
             setbacks: VecDeque::new(),
             not_before: None,
+            barrier: Barrier::default(),
             out: Vec::new(),
         }
     }
@@ -99,6 +103,17 @@ impl Coordinator {
             FromAgent::RankDone { attempt, rank } => {
                 if self.is_running(from, attempt) {
                     self.pass_on(from, attempt, rank);
+                }
+            }
+            FromAgent::PmiPut { attempt, entries } => {
+                if self.is_running(from, attempt) {
+                    self.tell_running(Some(from), &ToAgent::PmiPut { attempt, entries });
+                }
+            }
+            FromAgent::PmiBarrier { attempt } => {
+                if self.is_running(from, attempt) {
+                    self.barrier.enter(from);
+                    self.look_at_barrier(now, attempt);
                 }
             }
             FromAgent::Failed { attempt, report } => {
@@ -209,6 +224,28 @@ impl Coordinator {
         self.rules.refusal(member, self.agents.values().map(|agent| &agent.member))
     }
 
+    /// Tells the agents that have ranks, without one of them.
+    fn tell_running(&mut self, without: Option<AgentId>, message: &ToAgent) {
+        let is_meant = |(id, agent): &(&AgentId, &Agent)| agent.state == State::Running && Some(**id) != without;
+        self.out.extend(self.agents.iter().filter(is_meant).map(|(&id, _)| (id, message.clone())));
+    }
+
+    /// Does what follows from who waits in a barrier of PMI, and who does not come.
+    fn look_at_barrier(&mut self, now: Instant, attempt: u32) {
+        match self.barrier.wait(self.agents.iter().map(|(&id, agent)| (id, agent.state))) {
+            Wait::GoesOn => {}
+            Wait::Ends => {
+                self.barrier.clear();
+                self.tell_running(None, &ToAgent::PmiGoOn { attempt });
+            }
+            Wait::IsInVain(id) => {
+                let how = "has ended its ranks while those of other hosts wait for them in a barrier of MPI".to_owned();
+                let host = self.agents.get(&id).map(|agent| agent.member.host.clone()).unwrap_or_default();
+                self.fail(now, id, Failure::NodeLost { host, how });
+            }
+        }
+    }
+
     /// Tells those whose ranks may wait for this one.
     fn pass_on(&mut self, from: AgentId, attempt: u32, rank: usize) {
         let machine = self.agents.get(&from).map(|agent| agent.member.machine.clone());
@@ -247,7 +284,7 @@ impl Coordinator {
         agent.member.master_port = master_port;
         let host = agent.member.host.clone();
         match result {
-            Ended::Succeeded => {}
+            Ended::Succeeded => self.look_at_barrier(now, self.attempt.unwrap_or_default()),
             Ended::Stopped { .. } => self.fail(now, from, Failure::NodeLost { host, how: LOST_TOUCH.into() }),
             Ended::Failed { report, .. } => {
                 self.fail(now, from, Failure::Rank((*report).clone()));
@@ -384,7 +421,7 @@ impl Coordinator {
         let there = self.agents.iter().map(|(&id, agent)| (id, &agent.member));
         let chosen = chosen(there, self.rules.nnodes.1 as usize);
         let members: Vec<&Member> = chosen.iter().map(|(_, member)| *member).collect();
-        let places = places(&members, &self.rules.run_id, self.next_attempt, self.restarts);
+        let places = places(&members, &self.rules, self.next_attempt, self.restarts);
         let starts: Vec<(AgentId, Place)> = chosen.iter().map(|(id, _)| *id).zip(places).collect();
         if starts.is_empty() {
             return;
@@ -396,6 +433,7 @@ impl Coordinator {
             self.out.push((id, ToAgent::Start(place)));
         }
         self.attempt = Some(self.next_attempt);
+        self.barrier.clear();
         self.next_attempt += 1;
         self.phase = Phase::Running;
     }

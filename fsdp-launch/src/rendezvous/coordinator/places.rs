@@ -1,6 +1,9 @@
 //! Which agents start ranks, and which ranks each of them starts.
 
-use crate::rendezvous::message::{AgentId, Member, Place};
+use crate::rendezvous::{
+    coordinator::rules::Rules,
+    message::{AgentId, Member, Place},
+};
 
 /// Up to `most` of those that are there: by the ranks they were given, then as they came.
 pub(crate) fn chosen<'a>(
@@ -14,15 +17,22 @@ pub(crate) fn chosen<'a>(
 }
 
 /// The place of each of the `chosen` in an attempt.
-pub(crate) fn places(chosen: &[&Member], run_id: &str, attempt: u32, restarts: u32) -> Vec<Place> {
+pub(crate) fn places(chosen: &[&Member], rules: &Rules, attempt: u32, restarts: u32) -> Vec<Place> {
     let Some(first) = chosen.first() else { return Vec::new() };
     let mut machines: Vec<&str> = chosen.iter().map(|member| member.machine.as_str()).collect();
     machines.sort_unstable();
     machines.dedup();
+    let mut ranks_of_hosts: Vec<(usize, usize)> = Vec::new();
+    for member in chosen {
+        match ranks_of_hosts.last_mut() {
+            Some((hosts, ranks)) if *ranks == member.ranks => *hosts += 1,
+            _ => ranks_of_hosts.push((1, member.ranks)),
+        }
+    }
     let common = Place {
         attempt,
         restarts,
-        run_id: run_id.to_owned(),
+        run_id: rules.run_id.clone(),
         group_rank: 0,
         group_world_size: chosen.len(),
         first_rank: 0,
@@ -32,6 +42,9 @@ pub(crate) fn places(chosen: &[&Member], run_id: &str, attempt: u32, restarts: u
         master_addr: first.master_addr.clone().or(first.address.clone()).unwrap_or_else(|| "127.0.0.1".into()),
         master_port: first.master_port,
         machines: machines.len(),
+        ranks_of_hosts,
+        store_secret: rules.store_secret.clone(),
+        pmi_space: format!("kvs_{}_{attempt}", rules.unique_id),
     };
     let ranks_of = |members: &[&Member], role: &str| -> usize {
         members.iter().filter(|member| member.role == role).map(|member| member.ranks).sum()

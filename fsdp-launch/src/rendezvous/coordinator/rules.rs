@@ -1,10 +1,14 @@
 //! What does not change while a launch lasts, and whom it keeps out.
 
-use std::time::Duration;
+use std::{io, time::Duration};
 
 use crate::{
     LaunchSpec,
-    rendezvous::{keep_alive::KeepAlive, message::Member},
+    rendezvous::{
+        keep_alive::KeepAlive,
+        message::Member,
+        secret::{Secret, new_id},
+    },
     spec::nodes::nnodes_text,
 };
 
@@ -20,22 +24,31 @@ pub(crate) struct Rules {
     pub(crate) join_timeout: Duration,
     /// How long to wait for more than the fewest.
     pub(crate) last_call_timeout: Duration,
+    /// What lets ranks into the store of the run.
+    pub(crate) store_secret: Secret,
+    /// No other run has it.
+    pub(crate) unique_id: String,
 }
 
 impl Rules {
     /// Of the launch of `spec`; without other hosts nothing is waited for.
-    pub(crate) fn of(spec: &LaunchSpec, run_id: &str) -> Self {
+    ///
+    /// # Errors
+    /// When the system has no random bytes for a secret.
+    pub(crate) fn of(spec: &LaunchSpec, run_id: &str) -> io::Result<Self> {
         let forever = Duration::MAX;
         let meeting = spec.rendezvous.as_ref();
         let times = meeting.map_or((forever, forever), |it| (it.join_timeout, it.last_call_timeout));
-        Rules {
+        Ok(Rules {
             run_id: run_id.to_owned(),
             nnodes: spec.nnodes(),
             max_restarts: spec.max_restarts,
             keep_alive: meeting.map(KeepAlive::of),
             join_timeout: times.0,
             last_call_timeout: times.1,
-        }
+            store_secret: Secret::new()?,
+            unique_id: new_id()?,
+        })
     }
 
     /// Why `member` can't take part beside those that are `there`, if it can't.

@@ -6,7 +6,8 @@ mod losses;
 use std::{fs, net::TcpListener};
 
 pub(crate) use agent::free_port;
-use agent::{Agent, agents_of, start, start_first};
+use agent::start_first;
+pub(crate) use agent::{Agent, agents_of, start};
 use rustix::process::Signal;
 
 use crate::{assert_gone_soon, executable, finish, heartbeats::rank_program, launcher, sorted, without_times};

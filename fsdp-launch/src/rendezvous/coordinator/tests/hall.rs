@@ -11,6 +11,7 @@ use crate::{
         coordinator::{Coordinator, Rules},
         keep_alive::KeepAlive,
         message::{AgentId, Ended, FromAgent, Member, Place, ToAgent, Verdict},
+        secret::Secret,
     },
 };
 
@@ -36,6 +37,8 @@ impl Hall {
             keep_alive: Some(KEEP_ALIVE),
             join_timeout: times.0,
             last_call_timeout: times.1,
+            store_secret: Secret::new().unwrap(),
+            unique_id: "id".into(),
         };
         let now = Instant::now();
         Hall { coordinator: Coordinator::new(rules, now), now, agents: BTreeMap::new() }

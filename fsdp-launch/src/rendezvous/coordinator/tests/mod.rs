@@ -28,6 +28,37 @@ fn that_a_rank_is_done_is_passed_on_within_its_machine() {
 }
 
 #[test]
+fn what_ranks_put_over_pmi_goes_to_all_others_and_a_barrier_ends_when_all_wait() {
+    let mut hall = Hall::new((3, 3), 1);
+    (0..3).for_each(|id| hall.join_as(id, |it| it.ranks = [2, 2, 1][id as usize]));
+    assert_eq!(hall.place(2).unwrap().ranks_of_hosts, [(2, 2), (1, 1)]);
+    let secrets = [0, 2].map(|id| hall.place(id).unwrap().store_secret.clone());
+    assert!(secrets[0] == secrets[1] && secrets[0].text().is_some());
+    assert_eq!(hall.place(1).unwrap().pmi_space, "kvs_id_0");
+    let heard = |hall: &Hall, id: AgentId| {
+        let heard = hall.agents[&id].0.iter();
+        heard.filter(|it| matches!(it, ToAgent::PmiPut { .. } | ToAgent::PmiGoOn { .. })).count()
+    };
+    let put = |attempt| FromAgent::PmiPut { attempt, entries: vec![("key".into(), "value".into())] };
+    // Nothing of another attempt.
+    [0, 1].into_iter().for_each(|attempt| hall.say(1, put(attempt)));
+    assert_eq!([0, 1, 2].map(|id| heard(&hall, id)), [1, 0, 1]);
+    [1, 1, 2].into_iter().for_each(|id| hall.say(id, FromAgent::PmiBarrier { attempt: 0 }));
+    assert_eq!([0, 1, 2].map(|id| heard(&hall, id)), [1, 0, 1]);
+    hall.say(0, FromAgent::PmiBarrier { attempt: 0 });
+    assert_eq!([0, 1, 2].map(|id| heard(&hall, id)), [2, 1, 2]);
+    // The next one; who waited before a restart waits no more after it.
+    hall.say(0, FromAgent::PmiBarrier { attempt: 0 });
+    hall.fail(1, "a");
+    [1, 2].into_iter().for_each(|id| hall.say(id, FromAgent::PmiBarrier { attempt: 1 }));
+    assert_eq!([0, 1, 2].map(|id| heard(&hall, id)), [2, 1, 2]);
+    // And nobody waits for a host whose ranks have ended.
+    hall.end(0, Ended::Succeeded);
+    let told = hall.verdict(2).unwrap().failure.as_ref().unwrap().to_string();
+    assert_eq!(told, "node host0 has ended its ranks while those of other hosts wait for them in a barrier of MPI");
+}
+
+#[test]
 fn one_agent_starts_at_once_and_restarts_by_itself() {
     let mut hall = Hall::new((1, 1), 1);
     hall.join(0);
@@ -289,7 +320,7 @@ proptest! {
         min in 1u32..4,
         more in 0u32..3,
         max_restarts in 0u32..4,
-        story in proptest::collection::vec((0u8..8, 0u64..6), 0..60),
+        story in proptest::collection::vec((0u8..9, 0u64..6), 0..60),
     ) {
         let mut hall = Hall::new((min, min + more), max_restarts);
         let mut next = 100;
@@ -309,6 +340,11 @@ proptest! {
                     match other {
                         3 => hall.lose(id),
                         4 => hall.fail(id, "x"),
+                        8 => {
+                            if let Some(attempt) = hall.agents[&id].1 {
+                                hall.say(id, FromAgent::PmiBarrier { attempt });
+                            }
+                        }
                         6 => {
                             if let Some(attempt) = hall.agents.get_mut(&id).and_then(|(_, running)| running.take()) {
                                 hall.say(id, FromAgent::NotStarted { attempt, why: "x".into() });

@@ -1,0 +1,98 @@
+//! Which addresses a host's name means: to listen at, and to connect to.
+
+use std::{
+    io,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener, TcpStream, ToSocketAddrs, UdpSocket},
+    time::Duration,
+};
+
+use rustix::net::sockopt::set_socket_linger;
+
+/// It is an address of this host.
+pub fn is_here(host: &str) -> bool {
+    // Only this host's own addresses can be bound.
+    let is_here = |ip: &IpAddr| UdpSocket::bind((*ip, 0)).is_ok();
+    host == "localhost" || addresses(host).iter().any(is_here)
+}
+
+/// Other hosts have no way to it.
+pub fn is_loopback(host: &str) -> bool {
+    host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
+}
+
+/// Listens at `port` of the address that `host` names. A name that leads to no address of this host, or to the loopback
+/// alone as some hosts' own name does, means all addresses.
+///
+/// # Errors
+/// The system's, such as for a port that is taken.
+pub fn bind(host: &str, port: u16) -> io::Result<TcpListener> {
+    if host == "localhost" {
+        return TcpListener::bind((Ipv4Addr::LOCALHOST, port));
+    }
+    let wanted = |ip: &IpAddr| is_loopback(host) || !ip.is_loopback();
+    let mut last = None;
+    for ip in addresses(host).into_iter().filter(wanted) {
+        match TcpListener::bind((ip, port)) {
+            Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => last = Some(error),
+            bound => return bound,
+        }
+    }
+    if is_loopback(host) {
+        return Err(last.unwrap_or_else(|| io::ErrorKind::AddrNotAvailable.into()));
+    }
+    TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)).or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)))
+}
+
+/// Connects to `port` of the first address of `host` that takes it, each within `timeout`.
+///
+/// # Errors
+/// The system's, for the last address.
+pub fn dial(host: &str, port: u16, timeout: Duration) -> io::Result<TcpStream> {
+    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+    for address in (host, port).to_socket_addrs()? {
+        match TcpStream::connect_timeout(&address, timeout) {
+            // Where nobody listens at a port that connections may begin at, one may begin at the port that it leads to.
+            Ok(stream) if stream.local_addr().ok() == stream.peer_addr().ok() => {
+                // Without a trace that would keep the port from who is to listen there.
+                set_socket_linger(&stream, Some(Duration::ZERO))?;
+                last = io::ErrorKind::ConnectionRefused.into();
+            }
+            Ok(stream) => return Ok(stream),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
+fn addresses(host: &str) -> Vec<IpAddr> {
+    let addresses = (host, 0).to_socket_addrs();
+    addresses.map(|all| all.map(|address| address.ip()).collect()).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_this_host_is_here_and_the_loopback_is_bound_alone() {
+        for (host, here, loopback) in [
+            ("localhost", true, true),
+            ("127.0.0.1", true, true),
+            ("127.0.1.1", true, true),
+            ("192.0.2.1", false, false),
+            ("no-such-host.invalid", false, false),
+        ] {
+            assert_eq!((is_here(host), is_loopback(host)), (here, loopback), "{host}");
+            if loopback {
+                assert!(bind(host, 0).unwrap().local_addr().unwrap().ip().is_loopback());
+            }
+        }
+    }
+
+    #[test]
+    fn a_port_without_a_listener_is_refused() {
+        let port = bind("localhost", 0).unwrap().local_addr().unwrap().port();
+        let error = dial("127.0.0.1", port, Duration::from_secs(5)).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
+    }
+}

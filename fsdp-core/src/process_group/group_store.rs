@@ -1,0 +1,131 @@
+//! A store that the ranks of a group keep together.
+
+use std::{
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use super::{
+    call::Call,
+    group::ProcessGroup,
+    landing::Landing,
+    parts::{GatherPart, Op},
+};
+use crate::{
+    Buffer, Element, Error, Heap, Result,
+    store::{Answer, Asked, MemoryStore, Request, Store},
+};
+
+/// A [`Store`] over a group that stands, whatever its backend: each rank has a copy, and each call is an exchange.
+///
+/// **Every call is collective**: all ranks of the group make one at the same time, each the one that it likes, and all
+/// of them count, in rank order, sets before gets. So a value that no rank has set by then will not come, and `get`
+/// fails at once; its timeout is the group's. The calls are no collectives of the group's own: its later ones keep
+/// their numbers.
+///
+/// ```
+/// use std::time::Duration;
+/// use fsdp_core::{process_group::{GroupStore, local}, store::Store};
+/// local::run(3, |group| {
+///     let store = GroupStore::new(&group);
+///     match group.rank() {
+///         2 => store.set("port", b"4000").unwrap(),
+///         _ => assert_eq!(store.get("port", Duration::ZERO).unwrap(), b"4000"),
+///     }
+///     let before = store.compare_set("leader", None, &[group.rank() as u8]).unwrap();
+///     assert_eq!(before, (group.rank() > 0).then(|| vec![0]));
+/// });
+/// ```
+pub struct GroupStore {
+    group: ProcessGroup,
+    copy: Mutex<MemoryStore>,
+    holder: String,
+}
+
+impl GroupStore {
+    /// An empty store of the ranks of `group`.
+    pub fn new(group: &ProcessGroup) -> Self {
+        let holder = format!("the group \"{}\"", group.name());
+        GroupStore { group: group.clone(), copy: Mutex::default(), holder }
+    }
+
+    fn ask(&self, request: &Request<'_>) -> Result<Option<Vec<u8>>> {
+        let asked = Asked::of(request, Some(self.group.rank()), &self.holder);
+        // One call at a time. Asked of all ranks even where it is refused, because they wait for it.
+        let copy = self.copy.lock().unwrap_or_else(PoisonError::into_inner);
+        let refusal = request.refusal();
+        let own = if refusal.is_none() { request.clone() } else { Request::Hello };
+        let all = messages(&self.group, own.to_bytes())?;
+        let mut answer = Answer::Nothing;
+        let is_get = |request: &Request<'_>| matches!(request, Request::Get { .. });
+        for (rank, bytes) in all.iter().enumerate() {
+            let request = Request::parse(bytes).ok_or_else(|| Error::Internal {
+                rank: self.group.rank(),
+                what: format!("rank {rank} sent a store {} bytes that are no request", bytes.len()),
+            })?;
+            if !is_get(&request) {
+                let done = copy.answer(&request);
+                if rank == self.group.rank() {
+                    answer = done;
+                }
+            }
+        }
+        if is_get(&own) {
+            answer = copy.answer(&own);
+        }
+        match refusal {
+            Some(why) => Err(asked.failed(why)),
+            None => asked.before(answer),
+        }
+    }
+}
+
+impl Store for GroupStore {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.ask(&Request::Set { key, value }).map(drop)
+    }
+
+    fn get(&self, key: &str, _timeout: Duration) -> Result<Vec<u8>> {
+        let request = Request::Get { key, wait: Duration::ZERO };
+        let asked = Asked::of(&request, Some(self.group.rank()), &self.holder);
+        self.ask(&request)?.ok_or_else(|| asked.not_set())
+    }
+
+    fn compare_set(&self, key: &str, expected: Option<&[u8]>, value: &[u8]) -> Result<Option<Vec<u8>>> {
+        self.ask(&Request::CompareSet { key, expected, value })
+    }
+}
+
+/// Every rank's message, without a collective of the group's own.
+fn messages(group: &ProcessGroup, message: Vec<u8>) -> Result<Vec<Vec<u8>>> {
+    if group.size() == 1 {
+        return Ok(vec![message]);
+    }
+    let lengths: Vec<i64> = gather(group, vec![message.len() as i64], vec![1; group.size()])?;
+    let counts: Vec<usize> = lengths.into_iter().map(|length| length as usize).collect();
+    let all: Vec<u8> = gather(group, message, counts.clone())?;
+    let mut rest = &all[..];
+    let messages = counts.into_iter().map(|count| {
+        let (message, others) = rest.split_at_checked(count)?;
+        rest = others;
+        Some(message.to_vec())
+    });
+    messages.collect::<Option<_>>().ok_or_else(|| Error::Internal {
+        rank: group.rank(),
+        what: format!("group \"{}\" gathered {} bytes, fewer than its ranks have said", group.name(), all.len()),
+    })
+}
+
+fn gather<T: Element>(group: &ProcessGroup, values: Vec<T>, counts: Vec<usize>) -> Result<Vec<T>> {
+    let call = Call::new("meet", "store", std::iter::empty());
+    let part = GatherPart { input: Arc::new(Buffer::from(values)), counts };
+    let gathered = group.aside(call, |backend, collective| {
+        let op = Op::AllGather { parts: vec![part], memory: Heap::shared() };
+        backend.run(collective, op).map(|Landing { outputs, .. }| outputs)
+    })?;
+    let output = gathered.into_iter().next().and_then(|output| output.into_vec().ok());
+    output.ok_or_else(|| Error::Internal {
+        rank: group.rank(),
+        what: format!("group \"{}\" gathered nothing of a store's", group.name()),
+    })
+}

@@ -1,0 +1,63 @@
+//! The world of all ranks over MPI.
+
+use super::{
+    super::{group::ProcessGroup, lookout::Gone, membership::Membership, options::Options},
+    driver::{Driver, MEETING_TIME, lock},
+    engine::Engine,
+    wire::{Trouble, Wire},
+};
+use crate::{Error, RankEnv, Result};
+
+/// Meets the other processes of the job by MPI, wherever they run, and returns this rank's handle of the world.
+///
+/// The first call initialises MPI, on a thread that makes every call of it, and has it finalized when the process
+/// exits. The library is that of the launcher, or the one that `FSDP_MPI_LIBRARY` names; nothing of it is needed to
+/// build.
+///
+/// # Errors
+/// [`Error::Env`] when `env` names a rank outside its world; [`Error::Rendezvous`] when no MPI library is found or it
+/// can't be used (the message says how to get one), when MPI and `env` disagree about rank or world size, because MPI
+/// did not start the ranks, and when the ranks don't meet within the timeout or a minute; [`Error::Os`] when the system
+/// refuses a thread.
+pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
+    let RankEnv { rank, world_size, .. } = *env;
+    if rank >= world_size {
+        return Err(Error::Env(format!(
+            "rank {rank} is outside a world of {world_size}: ranks count from 0 to the size of the world - 1"
+        )));
+    }
+    if world_size == 1 {
+        return ProcessGroup::alone(options.timeout);
+    }
+    let refused = |message: String| Error::Rendezvous { rank, message };
+    let driver = Driver::get(env.local_world_size, options.timeout).map_err(refused)?;
+    if (driver.rank, driver.size) != (rank, world_size) {
+        return Err(refused(format!(
+            "MPI ({}) says that this process is rank {} of {}, and its environment rank {rank} of {world_size}: \
+             another launcher has started it than that of this MPI. Start the ranks with this MPI's own mpirun, or \
+             with one that it knows, or name the library of the MPI that started them in FSDP_MPI_LIBRARY",
+            driver.library.display(),
+            driver.rank,
+            driver.size
+        )));
+    }
+    let all: Vec<usize> = (0..world_size).collect();
+    let _one_after_the_other = lock(&driver.meeting);
+    let patience = options.timeout.max(MEETING_TIME);
+    let met = Wire::world(driver, patience, |wire| wire.meet(&all, rank, options.chunk_bytes, options.timeout));
+    let wire = met.map_err(refused)?.map_err(|trouble| {
+        refused(match trouble {
+            Trouble::Late { missing, waited } => format!(
+                "rank(s) {missing:?} did not make the world within {:.1} s. See what they do instead, or raise \
+                 FSDP_TIMEOUT_S",
+                waited.as_secs_f64()
+            ),
+            Trouble::Gone { peer, gone: Gone::Died } => format!("rank {peer} died while the ranks met"),
+            Trouble::Gone { peer, .. } => format!("rank {peer} went away again"),
+            Trouble::Refused { peer, text } => format!("rank {peer} can't be reached: {text}"),
+            Trouble::Over => "the thread that calls MPI has ended".into(),
+        })
+    })?;
+    let world = Membership::world(rank, world_size, options.timeout);
+    ProcessGroup::new(world, Box::new(Engine::new(wire, options.chunk_bytes)))
+}

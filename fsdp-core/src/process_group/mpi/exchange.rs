@@ -1,0 +1,426 @@
+//! Running a collective: comparing what everybody issued, with the first bytes, and then rounds of messages.
+
+use std::{collections::VecDeque, sync::Arc};
+
+use super::{
+    super::{
+        call::{FIXED, HEAD},
+        collective::Collective,
+        host::{
+            packing::{ALIGN, Piece, Stream},
+            reduce::{Input, reduce},
+        },
+    },
+    held::{Held, Page, Span, page},
+    line::{Batch, Transfer, Way},
+    wire::{ROUNDS, Trouble, Wire},
+};
+use crate::{Buffer, DType, Error, ReduceOp, Result};
+
+/// What travels with the announcement, at most.
+pub(super) const INLINE: usize = 4096;
+
+/// What goes to each rank, or comes from it: bytes of buffers, of which the `first` is part 0 of the streams.
+#[derive(Clone, Default)]
+pub(super) struct Side {
+    pub(super) streams: Vec<Stream>,
+    pub(super) first: usize,
+}
+
+/// What becomes of what arrives.
+pub(super) enum Arrival {
+    /// It has its place.
+    Placed(Side),
+    /// It is combined with what this rank has, in rank order.
+    Combined(Combined),
+}
+
+/// How it is combined.
+pub(super) struct Combined {
+    pub(super) op: ReduceOp,
+    pub(super) dtypes: Vec<DType>,
+    /// What comes from each peer, and what this rank has: bytes of the first buffers.
+    pub(super) stream: Stream,
+    /// Where results go, unless in the place of what this rank has: the first buffer, and where in this rank's share
+    /// of the input each of them begins.
+    pub(super) outputs: Option<(usize, Vec<usize>)>,
+}
+
+/// Messages of each rank to each other.
+pub(super) struct Phase {
+    pub(super) sends: Side,
+    pub(super) arrival: Arrival,
+}
+
+impl Phase {
+    /// Nothing moves.
+    pub(super) fn nothing(ranks: usize) -> Self {
+        let side = Side { streams: vec![Stream::default(); ranks], first: 0 };
+        Phase { sends: side.clone(), arrival: Arrival::Placed(side) }
+    }
+
+    fn sent(&self, to: usize) -> &Stream {
+        &self.sends.streams[to]
+    }
+
+    fn arriving(&self, from: usize) -> &Stream {
+        match &self.arrival {
+            Arrival::Placed(side) => &side.streams[from],
+            Arrival::Combined(combined) => &combined.stream,
+        }
+    }
+}
+
+/// The span of a piece.
+fn span(first: usize, piece: &Piece) -> Span {
+    Span { region: first + piece.part, bytes: piece.bytes.clone() }
+}
+
+/// Where in a page are the bytes that begin at `start`.
+fn within(page: usize, start: usize, bytes: &std::ops::Range<usize>) -> Span {
+    Span { region: page, bytes: start + bytes.start..start + bytes.end }
+}
+
+/// A chunk that is one piece travels from its place, and to it.
+fn only(stream: &Stream, round: usize, step: usize) -> Option<Piece> {
+    let mut pieces = stream.pieces(round, step);
+    pieces.next().filter(|_| pieces.next().is_none())
+}
+
+/// Messages that are on their way together.
+struct Round {
+    /// Which chunks of the streams.
+    number: usize,
+    /// Which set of pages they use, if they are not all from place to place.
+    pages: Option<usize>,
+}
+
+/// A collective that is being run.
+pub(super) struct Exchange<'a> {
+    pub(super) wire: &'a mut Wire,
+    pub(super) collective: &'a Collective<'a>,
+}
+
+impl Exchange<'_> {
+    /// Runs phases over buffers, and returns these. Streams of the first phase that are short travel with the
+    /// announcements.
+    pub(super) fn run(mut self, buffers: Vec<Buffer>, phases: &[Phase]) -> Result<Vec<Buffer>> {
+        let size = self.wire.size();
+        // For each round with pages that may be on its way: one to and one from each rank, where one is needed.
+        let mut is_needed = vec![false; 2 * size];
+        let inline = self.inline();
+        for (index, phase) in phases.iter().enumerate() {
+            for peer in self.wire.line.peers() {
+                let is_short = |stream: &Stream| index == 0 && stream.len() <= inline;
+                let is_scattered = |stream: &Stream| {
+                    (0..stream.chunks(self.wire.step)).any(|round| only(stream, round, self.wire.step).is_none())
+                };
+                let (sent, arriving) = (phase.sent(peer), phase.arriving(peer));
+                let is_combined = matches!(phase.arrival, Arrival::Combined(_)) && arriving.len() > 0;
+                is_needed[peer] |= !is_short(sent) && is_scattered(sent);
+                is_needed[size + peer] |= !is_short(arriving) && (is_combined || is_scattered(arriving));
+            }
+        }
+        let pages: Vec<Page> = (0..ROUNDS)
+            .flat_map(|_| is_needed.clone())
+            .map(|is_needed| if is_needed { self.wire.page() } else { Page::new() })
+            .collect();
+        let held = Arc::new(Held::new(buffers, pages));
+        let nothing = Phase::nothing(size);
+        self.first(&held, phases.first().unwrap_or(&nothing))?;
+        for (index, phase) in phases.iter().enumerate() {
+            let least = if index == 0 { inline } else { 0 };
+            self.rounds(&held, phase, least)?;
+        }
+        let (buffers, pages) = self.alone(held)?;
+        pages.into_iter().for_each(|page| self.wire.keep(page));
+        Ok(buffers)
+    }
+
+    fn inline(&self) -> usize {
+        INLINE.min(self.wire.step)
+    }
+
+    fn trouble(&self, trouble: Trouble) -> Error {
+        trouble.into_error(self.collective)
+    }
+
+    /// What nobody but this rank holds any more, because all messages are done.
+    fn alone(&self, held: Arc<Held>) -> Result<(Vec<Buffer>, Vec<Page>)> {
+        Arc::try_unwrap(held).map(Held::into_parts).map_err(|_| Error::Internal {
+            rank: self.collective.group().rank,
+            what: format!("the memory of {} is in use after its end", self.collective),
+        })
+    }
+
+    fn wait(&self, batch: &Batch) -> Result<()> {
+        self.wire.wait(batch).map_err(|trouble| self.trouble(trouble))
+    }
+
+    /// Sends what this rank issued to all others, with what is short of the data, and compares.
+    fn first(&mut self, held: &Held, phase: &Phase) -> Result<()> {
+        self.wire.check().map_err(|trouble| self.trouble(trouble))?;
+        let (size, rank) = (self.wire.size(), self.wire.line.rank);
+        let mut own = vec![0; Collective::announcement_len(size)];
+        self.collective.announce(&mut own);
+        let row = if self.collective.is_sized_by_peers() { own.len() - FIXED } else { 0 };
+        let head = (HEAD + row).next_multiple_of(ALIGN);
+        let inline = self.inline();
+        let is_short = |stream: &Stream| (1..=inline).contains(&stream.len());
+        // One to each rank, and one from each. They stay for the next collective, which may have a row.
+        let len = head + inline;
+        let mut pages = std::mem::take(&mut self.wire.firsts);
+        if pages.is_empty() {
+            let longest = Collective::announcement_len(size) - FIXED + HEAD;
+            pages = (0..2 * size).map(|_| page(longest.next_multiple_of(ALIGN) + inline)).collect();
+        }
+        let firsts = Arc::new(Held::new(vec![], pages));
+        let mut transfers = Vec::with_capacity(2 * size);
+        for peer in self.wire.line.peers() {
+            transfers.push(Transfer { way: Way::From, peer, span: within(size + peer, 0, &(0..len)) });
+        }
+        for peer in self.wire.line.peers() {
+            // SAFETY: nothing is on its way yet, and the pages are nobody else's.
+            unsafe {
+                firsts.write(&within(peer, 0, &(0..HEAD))).copy_from_slice(&own[..HEAD]);
+                firsts.write(&within(peer, HEAD, &(0..row))).copy_from_slice(&own[FIXED..][..row]);
+            }
+            let stream = phase.sent(peer);
+            let mut end = head;
+            if is_short(stream) {
+                for piece in stream.pieces(0, inline.next_multiple_of(ALIGN)) {
+                    // SAFETY: as above.
+                    unsafe {
+                        let from = held.read(&span(phase.sends.first, &piece));
+                        firsts.write(&within(peer, head, &piece.chunk)).copy_from_slice(from);
+                    }
+                    end = head + piece.chunk.end;
+                }
+            }
+            transfers.push(Transfer { way: Way::To, peer, span: within(peer, 0, &(0..end)) });
+        }
+        // SAFETY: the pages are touched again when all is done, below.
+        let batch = unsafe { self.wire.post(&firsts, transfers) };
+        self.wait(&batch)?;
+        // SAFETY: all of these messages are done.
+        let told = |peer: usize| unsafe { firsts.read(&within(size + peer, 0, &(0..HEAD + row))) };
+        let is_same = |peer: usize| told(peer)[..HEAD] == own[..HEAD];
+        if row > 0 || !self.wire.line.peers().all(is_same) {
+            let announced = |peer: usize| {
+                let mut announced = own.clone();
+                if peer != rank {
+                    let (head, rest) = told(peer).split_at(HEAD);
+                    announced[..HEAD].copy_from_slice(head);
+                    announced[FIXED..][..row].copy_from_slice(rest);
+                }
+                announced
+            };
+            let announced: Vec<_> = (0..size).map(announced).collect();
+            if self.collective.compare(|peer| &announced[peer]).is_err() {
+                return Err(self.differ(own)?);
+            }
+        }
+        match &phase.arrival {
+            Arrival::Placed(side) => {
+                for peer in self.wire.line.peers() {
+                    let stream = &side.streams[peer];
+                    for piece in stream.pieces(0, inline.next_multiple_of(ALIGN)).filter(|_| is_short(stream)) {
+                        // SAFETY: these messages are done, and others have not begun.
+                        unsafe {
+                            let from = firsts.read(&within(size + peer, head, &piece.chunk));
+                            held.write(&span(side.first, &piece)).copy_from_slice(from);
+                        }
+                    }
+                }
+            }
+            Arrival::Combined(combined) if is_short(&combined.stream) => {
+                for piece in combined.stream.pieces(0, inline.next_multiple_of(ALIGN)) {
+                    // SAFETY: as above.
+                    unsafe { self.combine(held, combined, &piece, &firsts, |from| (size + from, head)) };
+                }
+            }
+            Arrival::Combined(_) => {}
+        }
+        self.wire.firsts = self.alone(firsts)?.1;
+        Ok(())
+    }
+
+    /// The error of ranks that issued different collectives: they all see it, and show each other all that they
+    /// announced.
+    fn differ(&mut self, own: Vec<u8>) -> Result<Error> {
+        let (size, rank, len) = (self.wire.size(), self.wire.line.rank, own.len());
+        let all = Arc::new(Held::new(vec![Buffer::U8(own.clone())], (0..size).map(|_| page(len)).collect()));
+        let of = |region: usize| Span { region, bytes: 0..len };
+        let transfers = self.wire.line.peers().flat_map(|peer| {
+            let receive = Transfer { way: Way::From, peer, span: of(1 + peer) };
+            [receive, Transfer { way: Way::To, peer, span: of(0) }]
+        });
+        let transfers = transfers.collect();
+        // SAFETY: it is read when all is done.
+        let batch = unsafe { self.wire.post(&all, transfers) };
+        self.wait(&batch)?;
+        // SAFETY: all messages are done.
+        let announced = |peer: usize| if peer == rank { &own[..] } else { unsafe { all.read(&of(1 + peer)) } };
+        match self.collective.compare(announced) {
+            Err(error) => Ok(error),
+            Ok(_) => Err(Error::Internal {
+                rank: self.collective.group().rank,
+                what: format!("{} differed between ranks, and then no more", self.collective),
+            }),
+        }
+    }
+
+    /// Moves what is longer than `least`, in rounds. Those that go from place to place are all on their way at once.
+    fn rounds(&mut self, held: &Arc<Held>, phase: &Phase, least: usize) -> Result<()> {
+        let step = self.wire.step;
+        let peers: Vec<_> = self.wire.line.peers().collect();
+        let chunks = |stream: &Stream| if stream.len() > least { stream.chunks(step) } else { 0 };
+        let longest = peers.iter().map(|&peer| chunks(phase.sent(peer)).max(chunks(phase.arriving(peer)))).max();
+        let mut running: VecDeque<(Round, Arc<Batch>)> = VecDeque::new();
+        let mut paged = 0;
+        for number in 0..longest.unwrap_or(0) {
+            let is_sent = |peer: &&usize| number < chunks(phase.sent(**peer));
+            let is_arriving = |peer: &&usize| number < chunks(phase.arriving(**peer));
+            let is_packed = |stream: &Stream| only(stream, number, step).is_none();
+            let is_combined = matches!(phase.arrival, Arrival::Combined(_));
+            let needs_pages = peers.iter().filter(is_sent).any(|&peer| is_packed(phase.sent(peer)))
+                || peers.iter().filter(is_arriving).any(|&peer| is_combined || is_packed(phase.arriving(peer)));
+            let round = Round { number, pages: needs_pages.then_some(paged % ROUNDS) };
+            paged += usize::from(needs_pages);
+            // Its pages are free when the round that had them before is done.
+            while let Some(at) = running.iter().position(|(before, _)| needs_pages && before.pages == round.pages) {
+                running
+                    .drain(..=at)
+                    .try_for_each(|(before, batch)| self.settle(held, phase, &before, &batch, least))?;
+            }
+            let mut transfers = Vec::with_capacity(2 * peers.len());
+            // What arrives first, so that it finds its place.
+            for &peer in peers.iter().rev().filter(is_arriving) {
+                transfers.push(Transfer { way: Way::From, peer, span: self.place(held, phase, &round, peer) });
+            }
+            for &peer in peers.iter().filter(is_sent) {
+                transfers.push(Transfer { way: Way::To, peer, span: self.source(held, phase, &round, peer) });
+            }
+            // SAFETY: each round has pages and pieces of its own until it is drained. What a phase sends it does not
+            // receive into, nor combine.
+            running.push_back((round, unsafe { self.wire.post(held, transfers) }));
+        }
+        running.into_iter().try_for_each(|(round, batch)| self.settle(held, phase, &round, &batch, least))
+    }
+
+    /// Waits until a round is done, and does what is to be done with it.
+    fn settle(&self, held: &Held, phase: &Phase, round: &Round, batch: &Batch, least: usize) -> Result<()> {
+        self.wait(batch)?;
+        self.drain(held, phase, round, least);
+        Ok(())
+    }
+
+    /// The page of a round to or from a rank.
+    fn page(&self, held: &Held, round: &Round, way: Way, peer: usize) -> usize {
+        let size = self.wire.size();
+        let place = if way == Way::To { peer } else { size + peer };
+        held.first_page() + round.pages.unwrap_or(0) * 2 * size + place
+    }
+
+    /// Where what a rank sends in a round arrives.
+    fn place(&self, held: &Held, phase: &Phase, round: &Round, peer: usize) -> Span {
+        let (stream, step) = (phase.arriving(peer), self.wire.step);
+        match (&phase.arrival, only(stream, round.number, step)) {
+            (Arrival::Placed(side), Some(piece)) => span(side.first, &piece),
+            _ => {
+                let end = stream.pieces(round.number, step).map(|piece| piece.chunk.end).max().unwrap_or(0);
+                within(self.page(held, round, Way::From, peer), 0, &(0..end))
+            }
+        }
+    }
+
+    /// What goes to a rank in a round, packed where it is several pieces.
+    fn source(&self, held: &Held, phase: &Phase, round: &Round, peer: usize) -> Span {
+        let (stream, step) = (phase.sent(peer), self.wire.step);
+        if let Some(piece) = only(stream, round.number, step) {
+            return span(phase.sends.first, &piece);
+        }
+        let page = self.page(held, round, Way::To, peer);
+        let mut end = 0;
+        for piece in stream.pieces(round.number, step) {
+            // SAFETY: the page is free, as the round before in its place is done; what a phase sends nobody writes.
+            unsafe {
+                let from = held.read(&span(phase.sends.first, &piece));
+                held.write(&within(page, 0, &piece.chunk)).copy_from_slice(from);
+            }
+            end = piece.chunk.end;
+        }
+        within(page, 0, &(0..end))
+    }
+
+    /// Does what is to be done with what has arrived in a round.
+    fn drain(&self, held: &Held, phase: &Phase, round: &Round, least: usize) {
+        let step = self.wire.step;
+        match &phase.arrival {
+            Arrival::Placed(side) => {
+                for peer in self.wire.line.peers() {
+                    let stream = &side.streams[peer];
+                    if stream.len() <= least || only(stream, round.number, step).is_some() {
+                        continue;
+                    }
+                    let page = self.page(held, round, Way::From, peer);
+                    for piece in stream.pieces(round.number, step) {
+                        // SAFETY: the round is done, and no other has these pieces.
+                        unsafe {
+                            let from = held.read(&within(page, 0, &piece.chunk));
+                            held.write(&span(side.first, &piece)).copy_from_slice(from);
+                        }
+                    }
+                }
+            }
+            Arrival::Combined(combined) if combined.stream.len() > least => {
+                for piece in combined.stream.pieces(round.number, step) {
+                    let page = |from| (self.page(held, round, Way::From, from), 0);
+                    // SAFETY: as above. What this rank has of the pieces it sends to nobody.
+                    unsafe { self.combine(held, combined, &piece, held, page) };
+                }
+            }
+            Arrival::Combined(_) => {}
+        }
+    }
+
+    /// Combines a piece of what all ranks have. What the others have is in `pages`, in the page and from the byte that
+    /// `page` says.
+    ///
+    /// # Safety
+    /// No message receives into what is read, none uses what is written, and nobody else does.
+    unsafe fn combine(
+        &self,
+        held: &Held,
+        combined: &Combined,
+        piece: &Piece,
+        pages: &Held,
+        page: impl Fn(usize) -> (usize, usize),
+    ) {
+        let rank = self.wire.line.rank;
+        let own = span(0, piece);
+        // SAFETY: as the caller promises; without other outputs, what this rank has is not read but as the output.
+        let (inputs, output): (Vec<Input<'_>>, &mut [u8]) = unsafe {
+            let input = |from: usize| {
+                if from != rank {
+                    let (page, start) = page(from);
+                    Input::Bytes(pages.read(&within(page, start, &piece.chunk)))
+                } else if combined.outputs.is_some() {
+                    Input::Bytes(held.read(&own))
+                } else {
+                    Input::Output
+                }
+            };
+            let output = match &combined.outputs {
+                Some((first, starts)) => {
+                    let start = starts[piece.part];
+                    let bytes = piece.bytes.start - start..piece.bytes.end - start;
+                    Span { region: first + piece.part, bytes }
+                }
+                None => own.clone(),
+            };
+            ((0..self.wire.size()).map(input).collect(), held.write(&output))
+        };
+        reduce(combined.dtypes[piece.part], combined.op, output, &inputs);
+    }
+}

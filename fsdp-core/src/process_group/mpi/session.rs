@@ -1,0 +1,369 @@
+//! Calls of an MPI library, by one thread.
+
+use std::{
+    ffi::{CStr, c_char, c_int, c_void},
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+
+use super::{
+    abi::{self, Constants, Family},
+    functions::{Functions, Kind, Outcome, Refused, Ulfm, symbol},
+};
+
+/// An MPI library in use. Requests have numbers that the caller chooses.
+pub(super) trait Mpi {
+    /// Initialises MPI, unless somebody has. Returns this process's rank and the number of all.
+    fn start(&mut self) -> Outcome<(usize, usize)>;
+
+    /// Makes a communicator of its own of all processes, when they all do so.
+    fn separate(&mut self, timeout: Duration) -> Outcome;
+
+    /// Starts to send `len` bytes.
+    ///
+    /// # Safety
+    /// There are so many bytes at `from`, which nobody writes until the request is done.
+    unsafe fn send(&mut self, number: usize, from: *const u8, len: usize, to: usize, tag: u16) -> Outcome;
+
+    /// Starts to receive at most `len` bytes, from one process or from anybody.
+    ///
+    /// # Safety
+    /// There is room for so many bytes at `to`, which nobody reads or writes until the request is done.
+    unsafe fn receive(&mut self, number: usize, to: *mut u8, len: usize, from: Option<usize>, tag: u16) -> Outcome;
+
+    /// Looks what is done, and calls `done` for each.
+    fn poll(&mut self, done: &mut dyn FnMut(usize, Outcome)) -> Outcome<bool>;
+
+    /// Ends a request that has nothing received yet; it is done as others are.
+    fn cancel(&mut self, number: usize);
+
+    /// Which processes have ended, where the library tells. Receives from anybody then go on.
+    fn dead(&mut self) -> Vec<usize>;
+
+    /// Ends MPI if [`Mpi::start`] began it.
+    fn end(&mut self) -> Outcome;
+
+    /// What the library says that it is.
+    fn version(&self) -> String;
+}
+
+/// Opens a library and looks what it is. `found` is its path, or a name for the loader to find.
+pub(super) fn open(found: &Path) -> Outcome<Box<dyn Mpi>> {
+    // SAFETY: the initialisers of an MPI library have no preconditions. Its plug-ins look for its symbols, so these are
+    // global, as in a program that is linked with it.
+    let library = unsafe { Library::open(Some(found), RTLD_NOW | RTLD_GLOBAL) };
+    let library = library.map_err(|error| Refused::new(error.to_string()))?;
+    // Its threads, and what it does when the process exits, outlive whoever uses it.
+    let library: &'static Library = Box::leak(Box::new(library));
+    // SAFETY: the address of a variable is a pointer, whatever its type.
+    let address = |name: &str| unsafe { symbol::<*mut c_void>(library, name) };
+    let is_standard =
+        |path: &Path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("libmpi_abi."));
+    // SAFETY: handles are pointers in the standard interface and Open MPI's, and numbers in MPICH's; which it is, is
+    // checked below.
+    unsafe {
+        if is_standard(found) || found.canonicalize().is_ok_and(|path| is_standard(&path)) {
+            checked(Family::Standard, abi::standard(), Functions::of(library)?)
+        } else if address("ompi_mpi_comm_world").is_ok() {
+            checked(Family::OpenMpi, abi::open_mpi(address)?, Functions::of(library)?)
+        } else {
+            checked(Family::Mpich, abi::mpich(), Functions::of(library)?)
+        }
+    }
+}
+
+fn checked<H: Copy + PartialEq + 'static>(
+    family: Family,
+    constants: Constants<H>,
+    functions: Functions<H>,
+) -> Outcome<Box<dyn Mpi>> {
+    let session = Session {
+        world: constants.comm_world,
+        constants,
+        functions,
+        requests: Vec::new(),
+        numbers: Vec::new(),
+        indices: Vec::new(),
+        statuses: Vec::new(),
+        is_ours: false,
+    };
+    let version = session.version();
+    if !family.words().iter().any(|word| version.contains(word)) {
+        return Err(Refused::new(format!(
+            "it says that it is {version:?}, which is none of those whose interface is known: MPICH and its kin \
+             (Intel MPI, MVAPICH, Cray MPICH), Open MPI, and libraries of the standard interface (libmpi_abi.so)"
+        )));
+    }
+    Ok(Box::new(session))
+}
+
+struct Session<H> {
+    constants: Constants<H>,
+    functions: Functions<H>,
+    world: H,
+    /// Those that are not done, and their numbers.
+    requests: Vec<H>,
+    numbers: Vec<usize>,
+    indices: Vec<c_int>,
+    statuses: Vec<c_int>,
+    /// Whether MPI was initialised here.
+    is_ours: bool,
+}
+
+impl<H: Copy + PartialEq> Session<H> {
+    fn check(&self, what: &str, code: c_int) -> Outcome {
+        if code == 0 { Ok(()) } else { Err(self.refused(what, code)) }
+    }
+
+    fn refused(&self, what: &str, code: c_int) -> Refused {
+        // More than any library's longest.
+        let mut text = [0 as c_char; 8192];
+        let (mut len, mut class) = (0, 0);
+        // SAFETY: there is room for the text; it ends with a zero, as the last byte stays one.
+        let text = unsafe {
+            (self.functions.error_string)(code, text.as_mut_ptr(), &raw mut len);
+            (self.functions.error_class)(code, &raw mut class);
+            text[text.len() - 1] = 0;
+            CStr::from_ptr(text.as_ptr()).to_string_lossy().into_owned()
+        };
+        let kind = match self.constants.failed {
+            (died, _) if died == class => Kind::Died,
+            (_, pending) if pending == class => Kind::SomebodyDied,
+            _ => Kind::Other,
+        };
+        Refused { text: format!("{what}: {}", text.trim()), kind }
+    }
+
+    /// A number that a function writes.
+    fn number(&self, what: &str, ask: impl FnOnce(*mut c_int) -> c_int) -> Outcome<c_int> {
+        let mut number = 0;
+        self.check(what, ask(&raw mut number))?;
+        Ok(number)
+    }
+
+    fn keep(&mut self, number: usize, request: H) {
+        self.requests.push(request);
+        self.numbers.push(number);
+    }
+}
+
+fn count(len: usize) -> Outcome<c_int> {
+    c_int::try_from(len).map_err(|_| Refused::new(format!("a message of {len} bytes is longer than MPI's counts")))
+}
+
+impl<H: Copy + PartialEq> Mpi for Session<H> {
+    fn start(&mut self) -> Outcome<(usize, usize)> {
+        let Functions { initialized, finalized, query_thread, init_thread, .. } = self.functions;
+        let Constants { comm_world, comm_self, byte, errors_return, thread_funneled, thread_serialized, .. } =
+            self.constants;
+        // SAFETY: these may be called at any time, and write one number.
+        let (begun, ended) = unsafe {
+            let begun = self.number("MPI_Initialized", |to| initialized(to))?;
+            (begun != 0, self.number("MPI_Finalized", |to| finalized(to))? != 0)
+        };
+        if ended {
+            return Err(Refused::new("MPI was finalized before: a process has it once"));
+        }
+        if begun {
+            // SAFETY: MPI is initialised and not finalized.
+            let level = unsafe { self.number("MPI_Query_thread", |to| query_thread(to))? };
+            if level < thread_serialized {
+                return Err(Refused::new(
+                    "the program has initialised MPI for one thread: initialise it with MPI_THREAD_MULTIPLE, or leave \
+                     it to this library",
+                ));
+            }
+        } else {
+            let arguments = std::ptr::null_mut();
+            // SAFETY: MPI is not initialised; arguments are optional since MPI 2.
+            unsafe {
+                self.number("MPI_Init_thread", |to| init_thread(std::ptr::null_mut(), arguments, thread_funneled, to))?
+            };
+            self.is_ours = true;
+        }
+        let Functions { comm_set_errhandler, comm_rank, comm_size, type_size, .. } = self.functions;
+        // SAFETY: MPI is initialised, by this thread or for several, and the handles are the library's.
+        let (rank, size) = unsafe {
+            self.check("MPI_Comm_set_errhandler", comm_set_errhandler(comm_world, errors_return))?;
+            // What has the wrong constants is found here, before anything is sent.
+            let alone = self.number("MPI_Comm_size", |to| comm_size(comm_self, to))?;
+            let bytes = self.number("MPI_Type_size", |to| type_size(byte, to))?;
+            if (alone, bytes) != (1, 1) {
+                return Err(Refused::new(format!(
+                    "MPI_COMM_SELF has {alone} processes and MPI_BYTE {bytes} bytes, instead of 1 each: the library's \
+                     interface is another one than its name says"
+                )));
+            }
+            let rank = self.number("MPI_Comm_rank", |to| comm_rank(comm_world, to))?;
+            (rank, self.number("MPI_Comm_size", |to| comm_size(comm_world, to))?)
+        };
+        Ok((rank as usize, size as usize))
+    }
+
+    fn separate(&mut self, timeout: Duration) -> Outcome {
+        let Constants { comm_world, request_null, errors_return, .. } = self.constants;
+        let started = Instant::now();
+        // It is written when the request is done, maybe never.
+        let made = Box::leak(Box::new(comm_world));
+        let mut request = request_null;
+        // SAFETY: MPI is initialised; what is written to lives for ever.
+        let code = unsafe { (self.functions.comm_idup)(comm_world, &raw mut *made, &raw mut request) };
+        self.check("MPI_Comm_idup", code)?;
+        self.keep(0, request);
+        let mut outcome = None;
+        while outcome.is_none() {
+            self.poll(&mut |_, done| outcome = Some(done))?;
+            if started.elapsed() >= timeout {
+                return Err(Refused::new(format!(
+                    "not all processes of the job came within {:.1} s",
+                    started.elapsed().as_secs_f64()
+                )));
+            }
+            std::thread::sleep(Duration::from_micros(50));
+        }
+        outcome.unwrap_or(Ok(()))?;
+        // SAFETY: the request that writes it is done.
+        self.world = unsafe { std::ptr::read_volatile(made) };
+        // SAFETY: the handles are the library's.
+        let code = unsafe { (self.functions.comm_set_errhandler)(self.world, errors_return) };
+        self.check("MPI_Comm_set_errhandler", code)
+    }
+
+    unsafe fn send(&mut self, number: usize, from: *const u8, len: usize, to: usize, tag: u16) -> Outcome {
+        let mut request = self.constants.request_null;
+        let Constants { byte, .. } = self.constants;
+        let (len, to) = (count(len)?, to as c_int);
+        // SAFETY: MPI is initialised, and the memory is as the caller promises.
+        let code = unsafe {
+            (self.functions.isend)(from.cast(), len, byte, to, c_int::from(tag), self.world, &raw mut request)
+        };
+        self.check("MPI_Isend", code)?;
+        self.keep(number, request);
+        Ok(())
+    }
+
+    unsafe fn receive(&mut self, number: usize, to: *mut u8, len: usize, from: Option<usize>, tag: u16) -> Outcome {
+        let mut request = self.constants.request_null;
+        let Constants { byte, any_source, .. } = self.constants;
+        let (len, from) = (count(len)?, from.map_or(any_source, |from| from as c_int));
+        // SAFETY: MPI is initialised, and the memory is as the caller promises.
+        let code = unsafe {
+            (self.functions.irecv)(to.cast(), len, byte, from, c_int::from(tag), self.world, &raw mut request)
+        };
+        self.check("MPI_Irecv", code)?;
+        self.keep(number, request);
+        Ok(())
+    }
+
+    fn poll(&mut self, done: &mut dyn FnMut(usize, Outcome)) -> Outcome<bool> {
+        let (ints, error) = self.constants.status;
+        let len = self.requests.len();
+        if len == 0 {
+            return Ok(false);
+        }
+        self.indices.resize(len, 0);
+        // Pointers are aligned in it: a status of Open MPI ends with one.
+        self.statuses.resize(len * ints + 2, 0);
+        let statuses = self.statuses.as_mut_ptr();
+        // SAFETY: the index is 0 or 1, and there is room for one more than is used.
+        let statuses = unsafe { statuses.add(usize::from(!statuses.cast::<u64>().is_aligned())) };
+        let mut found = 0;
+        // SAFETY: MPI is initialised; requests, indices and statuses are as many as are passed.
+        let code = unsafe {
+            (self.functions.testsome)(
+                count(len)?,
+                self.requests.as_mut_ptr(),
+                &raw mut found,
+                self.indices.as_mut_ptr(),
+                statuses.cast(),
+            )
+        };
+        if code != self.constants.err_in_status {
+            self.check("MPI_Testsome", code)?;
+        }
+        // It is negative where no request is active.
+        let found = usize::try_from(found).unwrap_or(0).min(len);
+        let mut ended = Vec::with_capacity(found);
+        for at in 0..found {
+            let index = self.indices[at] as usize;
+            // SAFETY: so many statuses are there, and are written where a request was refused.
+            let status = unsafe { *statuses.add(at * ints + error) };
+            let code = if code == 0 { 0 } else { status };
+            let outcome = if code == 0 { Ok(()) } else { Err(self.refused("a message", code)) };
+            if outcome.as_ref().is_err_and(|refused| refused.kind == Kind::SomebodyDied)
+                && self.requests[index] != self.constants.request_null
+            {
+                // It goes on.
+                done(self.numbers[index], outcome);
+                continue;
+            }
+            ended.push((index, outcome));
+        }
+        // From the last on, so that those before keep their places.
+        ended.sort_unstable_by_key(|(index, _)| std::cmp::Reverse(*index));
+        let mut numbered = Vec::with_capacity(ended.len());
+        for (index, outcome) in ended {
+            self.requests.swap_remove(index);
+            numbered.push((self.numbers.swap_remove(index), outcome));
+        }
+        numbered.into_iter().rev().for_each(|(number, outcome)| done(number, outcome));
+        Ok(found > 0)
+    }
+
+    fn cancel(&mut self, number: usize) {
+        if let Some(index) = self.numbers.iter().position(|&other| other == number) {
+            // SAFETY: the request is active. One that can't be cancelled goes on.
+            unsafe { (self.functions.cancel)(&raw mut self.requests[index]) };
+        }
+    }
+
+    fn dead(&mut self) -> Vec<usize> {
+        let Some(Ulfm { failure_ack, failure_get_acked, comm_group, group_size, group_translate_ranks, group_free }) =
+            self.functions.ulfm
+        else {
+            return vec![];
+        };
+        let (mut dead, mut all) = (self.constants.request_null, self.constants.request_null);
+        let mut count = 0;
+        // SAFETY: MPI is initialised, and the communicator the library's. The groups are written before they are read.
+        unsafe {
+            if failure_ack(self.world) != 0
+                || failure_get_acked(self.world, &raw mut dead) != 0
+                || group_size(dead, &raw mut count) != 0
+                || comm_group(self.world, &raw mut all) != 0
+            {
+                return vec![];
+            }
+            let theirs: Vec<c_int> = (0..count).collect();
+            let mut ranks = vec![-1; theirs.len()];
+            group_translate_ranks(dead, count, theirs.as_ptr(), all, ranks.as_mut_ptr());
+            group_free(&raw mut dead);
+            group_free(&raw mut all);
+            ranks.into_iter().filter_map(|rank| usize::try_from(rank).ok()).collect()
+        }
+    }
+
+    fn end(&mut self) -> Outcome {
+        if !std::mem::take(&mut self.is_ours) {
+            return Ok(());
+        }
+        // SAFETY: this thread has initialised MPI, and calls nothing of it any more.
+        let code = unsafe { (self.functions.finalize)() };
+        if code == 0 { Ok(()) } else { Err(Refused::new(format!("MPI_Finalize returned {code}"))) }
+    }
+
+    fn version(&self) -> String {
+        // As long as the longest of any library.
+        let mut text = [0 as c_char; 8193];
+        let mut len = 0;
+        // SAFETY: it may be called at any time. There is room for the text; it ends with a zero, as the last byte stays
+        // one.
+        unsafe {
+            (self.functions.get_library_version)(text.as_mut_ptr(), &raw mut len);
+            text[text.len() - 1] = 0;
+            CStr::from_ptr(text.as_ptr()).to_string_lossy().trim().to_string()
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! A store in the memory of a process.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use super::{
+    asked::Asked,
+    interface::Store,
+    limits::MOST_TOTAL,
+    message::{Answer, Request},
+};
+use crate::Result;
+
+/// The longest wait that the system is asked for at a time.
+const SLICE: Duration = Duration::from_secs(3600);
+/// Who holds it, in messages.
+const HERE: &str = "this process";
+
+/// A store for threads of one process: clones are the same store.
+///
+/// ```
+/// use std::time::Duration;
+/// use fsdp_core::store::{MemoryStore, Store};
+/// let store = MemoryStore::default();
+/// let other = store.clone();
+/// let setting = std::thread::spawn(move || other.set("port", b"4000"));
+/// assert_eq!(store.get("port", Duration::from_secs(60))?, b"4000");
+/// # setting.join().unwrap()?;
+/// # Ok::<(), fsdp_core::Error>(())
+/// ```
+#[derive(Clone, Default)]
+pub struct MemoryStore(Arc<Shared>);
+
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    values: BTreeMap<String, Vec<u8>>,
+    /// Of all keys and values.
+    bytes: usize,
+    /// Nobody is to wait any more.
+    is_closed: bool,
+}
+
+impl MemoryStore {
+    /// Does what is asked, without trust.
+    pub(crate) fn answer(&self, request: &Request<'_>) -> Answer {
+        if let Some(why) = request.refusal() {
+            return Answer::Refused(why);
+        }
+        match *request {
+            Request::Hello => Answer::Nothing,
+            Request::Get { key, wait } => self.wait_for(key, wait).map_or(Answer::Nothing, Answer::Value),
+            Request::Set { key, value } => match self.lock().put(key, value) {
+                Ok(_) => self.changed(Answer::Nothing),
+                Err(full) => Answer::Refused(full),
+            },
+            Request::CompareSet { key, expected, value } => {
+                let mut state = self.lock();
+                let there = state.values.get(key).cloned();
+                if there.as_deref() == expected
+                    && let Err(full) = state.put(key, value)
+                {
+                    return Answer::Refused(full);
+                }
+                drop(state);
+                self.changed(there.map_or(Answer::Nothing, Answer::Value))
+            }
+        }
+    }
+
+    /// Ends every wait, now and later.
+    pub(super) fn close(&self) {
+        self.lock().is_closed = true;
+        self.0.changed.notify_all();
+    }
+
+    fn wait_for(&self, key: &str, timeout: Duration) -> Option<Vec<u8>> {
+        let began = Instant::now();
+        let mut state = self.lock();
+        loop {
+            if let Some(value) = state.values.get(key) {
+                return Some(value.clone());
+            }
+            let left = timeout.saturating_sub(began.elapsed()).min(SLICE);
+            if left.is_zero() || state.is_closed {
+                return None;
+            }
+            state = self.0.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn ask(&self, request: &Request<'_>) -> Result<Option<Vec<u8>>> {
+        Asked::of(request, None, HERE).before(self.answer(request))
+    }
+
+    fn changed(&self, answer: Answer) -> Answer {
+        self.0.changed.notify_all();
+        answer
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn put(&mut self, key: &str, value: &[u8]) -> std::result::Result<(), String> {
+        let before = self.values.get(key).map_or(0, |before| key.len() + before.len());
+        let bytes = self.bytes - before + key.len() + value.len();
+        if bytes > MOST_TOTAL {
+            return Err(format!("the store is full: it takes {MOST_TOTAL} bytes"));
+        }
+        self.bytes = bytes;
+        self.values.insert(key.to_owned(), value.to_owned());
+        Ok(())
+    }
+}
+
+impl Store for MemoryStore {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.ask(&Request::Set { key, value }).map(drop)
+    }
+
+    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
+        let request = Request::Get { key, wait: timeout };
+        let asked = Asked::of(&request, None, HERE);
+        asked.before(self.answer(&request))?.ok_or_else(|| asked.not_set())
+    }
+
+    fn compare_set(&self, key: &str, expected: Option<&[u8]>, value: &[u8]) -> Result<Option<Vec<u8>>> {
+        self.ask(&Request::CompareSet { key, expected, value })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{
+        super::limits::{MOST_KEY, MOST_VALUE},
+        *,
+    };
+
+    #[test]
+    fn a_full_store_takes_no_more_and_room_is_given_back() {
+        let store = MemoryStore::default();
+        let value = vec![0; MOST_VALUE];
+        let mut count = 0;
+        let error = loop {
+            match store.set(&format!("{count:04}"), &value) {
+                Ok(()) => count += 1,
+                Err(error) => break error.to_string(),
+            }
+        };
+        assert_eq!(count, MOST_TOTAL / (MOST_VALUE + 4));
+        assert!(error.contains("setting \"2730\" in the store of this process") && error.contains("full"), "{error}");
+        store.set("0000", b"").unwrap();
+        store.set("again", &value[..1000]).unwrap();
+    }
+
+    #[test]
+    fn what_is_too_long_is_refused() {
+        let store = MemoryStore::default();
+        let (key, value) = ("k".repeat(MOST_KEY + 1), vec![0; MOST_VALUE + 1]);
+        assert!(store.get(&key, Duration::ZERO).unwrap_err().to_string().contains("1025 bytes"));
+        assert!(store.set("k", &value).unwrap_err().to_string().contains("24577 bytes"));
+        assert!(store.compare_set("k", None, &value).is_err());
+    }
+
+    #[test]
+    fn closing_ends_waits() {
+        let store = MemoryStore::default();
+        let waiting = store.clone();
+        let waiting = std::thread::spawn(move || waiting.get("never", Duration::MAX));
+        std::thread::sleep(Duration::from_millis(20));
+        store.close();
+        assert!(waiting.join().unwrap().is_err());
+    }
+}

@@ -1,0 +1,206 @@
+//! What clients ask, and what the holder of a store answers: bytes of no more than a message, read without trust.
+
+use std::time::Duration;
+
+use super::limits::refusal;
+
+/// What is asked.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Request<'a> {
+    /// Whether the holder is there.
+    Hello,
+    Set {
+        key: &'a str,
+        value: &'a [u8],
+    },
+    /// The value, waited for up to so long.
+    Get {
+        key: &'a str,
+        wait: Duration,
+    },
+    CompareSet {
+        key: &'a str,
+        expected: Option<&'a [u8]>,
+        value: &'a [u8],
+    },
+}
+
+/// What is answered.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Answer {
+    /// Of a set: it was done. Of a get: there is none yet. Of a compare-and-set: there was none before.
+    Nothing,
+    /// Of a get, what is there; of a compare-and-set, what was there before.
+    Value(Vec<u8>),
+    /// Why it was not done.
+    Refused(String),
+}
+
+const HELLO: u8 = 0;
+const SET: u8 = 1;
+const GET: u8 = 2;
+/// Of what is not there, and of what is.
+const SET_NEW: u8 = 3;
+const SET_OLD: u8 = 4;
+
+impl<'a> Request<'a> {
+    pub(crate) fn key(&self) -> &'a str {
+        match self {
+            Request::Hello => "",
+            Request::Set { key, .. } | Request::Get { key, .. } | Request::CompareSet { key, .. } => key,
+        }
+    }
+
+    /// Why no store takes it, if none does.
+    pub(crate) fn refusal(&self) -> Option<String> {
+        match *self {
+            Request::Hello => None,
+            Request::Get { key, .. } => refusal(key, [None, None]),
+            Request::Set { key, value } => refusal(key, [Some(value), None]),
+            Request::CompareSet { key, expected, value } => refusal(key, [expected, Some(value)]),
+        }
+    }
+
+    /// As bytes; to be asked of one that is not refused.
+    pub(crate) fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        let part = |bytes: &mut Vec<u8>, part: &[u8]| {
+            bytes.extend((part.len() as u32).to_le_bytes());
+            bytes.extend(part);
+        };
+        match *self {
+            Request::Hello => bytes.push(HELLO),
+            Request::Set { key, value } => {
+                bytes.push(SET);
+                part(&mut bytes, key.as_bytes());
+                bytes.extend(value);
+            }
+            Request::Get { key, wait } => {
+                bytes.push(GET);
+                part(&mut bytes, key.as_bytes());
+                bytes.extend(u64::try_from(wait.as_millis()).unwrap_or(u64::MAX).to_le_bytes());
+            }
+            Request::CompareSet { key, expected, value } => {
+                bytes.push(if expected.is_some() { SET_OLD } else { SET_NEW });
+                part(&mut bytes, key.as_bytes());
+                expected.into_iter().for_each(|expected| part(&mut bytes, expected));
+                bytes.extend(value);
+            }
+        }
+        bytes
+    }
+
+    /// What [`to_bytes`](Self::to_bytes) made; nothing for anything else.
+    pub(crate) fn parse(bytes: &'a [u8]) -> Option<Self> {
+        let (&kind, mut rest) = bytes.split_first()?;
+        let mut part = || {
+            let (len, after) = rest.split_first_chunk()?;
+            let (part, after) = after.split_at_checked(u32::from_le_bytes(*len) as usize)?;
+            rest = after;
+            Some(part)
+        };
+        let request = match kind {
+            HELLO => rest.is_empty().then_some(Request::Hello)?,
+            SET | GET | SET_NEW | SET_OLD => {
+                let key = str::from_utf8(part()?).ok()?;
+                let expected = if kind == SET_OLD { Some(part()?) } else { None };
+                match kind {
+                    SET => Request::Set { key, value: rest },
+                    GET => {
+                        let wait = Duration::from_millis(u64::from_le_bytes(rest.try_into().ok()?));
+                        Request::Get { key, wait }
+                    }
+                    _ => Request::CompareSet { key, expected, value: rest },
+                }
+            }
+            _ => return None,
+        };
+        request.refusal().is_none().then_some(request)
+    }
+}
+
+impl Answer {
+    pub(crate) fn to_bytes(&self) -> Vec<u8> {
+        let (kind, rest) = match self {
+            Answer::Nothing => (0, &[][..]),
+            Answer::Value(value) => (1, &value[..]),
+            Answer::Refused(why) => (2, why.as_bytes()),
+        };
+        [&[kind], rest].concat()
+    }
+
+    /// What [`to_bytes`](Self::to_bytes) made; nothing for anything else.
+    pub(crate) fn parse(bytes: &[u8]) -> Option<Self> {
+        match bytes.split_first()? {
+            (0, []) => Some(Answer::Nothing),
+            (1, value) => Some(Answer::Value(value.to_vec())),
+            (2, why) => Some(Answer::Refused(String::from_utf8_lossy(why).into_owned())),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::{
+        super::limits::{MOST_KEY, MOST_VALUE},
+        *,
+    };
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_a_request_or_none(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            if let Some(request) = Request::parse(&bytes) {
+                let again = request.to_bytes();
+                prop_assert_eq!(Request::parse(&again), Some(request));
+            }
+            if let Some(answer) = Answer::parse(&bytes) {
+                prop_assert_eq!(Answer::parse(&answer.to_bytes()), Some(answer));
+            }
+        }
+
+        /// The same where the first bytes are those of a request.
+        #[test]
+        fn what_is_cut_short_or_changed_is_read_without_a_panic(
+            key in ".{0,20}",
+            value in proptest::collection::vec(any::<u8>(), 0..50),
+            expected in proptest::option::of(proptest::collection::vec(any::<u8>(), 0..50)),
+            millis in any::<u64>(),
+            cut in 0usize..200,
+            change in any::<(usize, u8)>(),
+        ) {
+            let wait = Duration::from_millis(millis);
+            for request in [
+                Request::Hello,
+                Request::Set { key: &key, value: &value },
+                Request::Get { key: &key, wait },
+                Request::CompareSet { key: &key, expected: expected.as_deref(), value: &value },
+            ] {
+                let mut bytes = request.to_bytes();
+                prop_assert_eq!(Request::parse(&bytes), Some(request));
+                let at = change.0 % bytes.len();
+                bytes[at] ^= change.1;
+                bytes.truncate(cut.max(1));
+                Request::parse(&bytes);
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_too_long_is_no_request_and_the_longest_fits_a_message() {
+        let (key, value) = ("k".repeat(MOST_KEY), vec![7; MOST_VALUE]);
+        let longest = Request::CompareSet { key: &key, expected: Some(&value), value: &value };
+        let bytes = longest.to_bytes();
+        assert!(bytes.len() <= crate::channel::MOST_BYTES);
+        assert_eq!(Request::parse(&bytes), Some(longest));
+        let (key, value) = ("k".repeat(MOST_KEY + 1), vec![7; MOST_VALUE + 1]);
+        let longer = Request::Set { key: &key, value: b"" };
+        assert!(Request::parse(&longer.to_bytes()).is_none() && longer.refusal().unwrap().contains("1025 bytes"));
+        let longer = Request::CompareSet { key: "", expected: Some(&value), value: b"" };
+        assert!(Request::parse(&longer.to_bytes()).is_none() && longer.refusal().unwrap().contains("24577 bytes"));
+        // A length that the message has not.
+        assert_eq!(Request::parse(&[SET, 255, 255, 255, 255]), None);
+    }
+}

@@ -1,0 +1,74 @@
+//! The MPI backend, with ranks that an MPI's own launcher starts: under each MPI that is there.
+//!
+//! A machine without MPI ignores these tests, with the reason. With `FSDP_TESTS_REQUIRE=all`, as CI runs them, they
+//! fail.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod installed;
+mod ranks;
+mod roles;
+
+use fsdp_core::process_group::{Promises, conformance};
+use installed::Mpi;
+use libtest_mimic::{Arguments, Trial};
+
+fn main() {
+    if let Ok(role) = std::env::var("FSDP_TEST_ROLE") {
+        return roles::play(&role);
+    }
+    let trials = TRIALS.iter().map(|&(name, trial)| {
+        Trial::ignorable_test(name, move || installed::each(trial).map_err(libtest_mimic::Failed::from))
+    });
+    libtest_mimic::run(&Arguments::from_args(), trials.collect()).exit()
+}
+
+type Test = fn(&Mpi);
+
+const TRIALS: [(&str, Test); 6] = [
+    ("mpi_conforms", conforms),
+    ("sums_have_the_bits_of_shared_memory", bits),
+    ("a_killed_rank_ends_the_job", killed),
+    ("groups_of_several_threads_run_side_by_side", side_by_side),
+    ("the_environment_chooses_the_backend", chosen),
+    ("a_rank_that_another_launcher_started_is_told", alone),
+];
+
+const PROMISES: Promises = Promises { rank_order: true, f32_sums: true, sees_death: false };
+
+fn conforms(mpi: &Mpi) {
+    conformance::run(PROMISES, &|trial| ranks::start(mpi, &format!("conforms {}", trial.name), trial.size).said);
+}
+
+fn bits(mpi: &Mpi) {
+    for size in [2, 3, 4] {
+        assert_eq!(ranks::start(mpi, "bits", size).said, vec!["done"; size], "{mpi:?}");
+    }
+}
+
+fn killed(mpi: &Mpi) {
+    let job = ranks::start(mpi, "loses one", 3);
+    assert!(!job.is_well, "{mpi:?}: the job ended well: {:?}", job.said);
+    // Where the launcher lets the others live, they name it.
+    for said in [&job.said[0], &job.said[2]] {
+        let is_it =
+            said.contains("ended by its launcher") || said.contains("rank 1 died") || said.contains("rank 1 can't be");
+        assert!(is_it, "{mpi:?}: {said}");
+    }
+}
+
+fn side_by_side(mpi: &Mpi) {
+    assert_eq!(ranks::start(mpi, "side by side", 3).said, vec!["done"; 3], "{mpi:?}");
+}
+
+fn chosen(mpi: &Mpi) {
+    let job = ranks::start(mpi, "init", 2);
+    assert_eq!(job.said, vec!["3"; 2], "{mpi:?}");
+    assert!(job.is_well, "{mpi:?}: a job that did its work did not end well");
+}
+
+fn alone(mpi: &Mpi) {
+    let said = ranks::start_without(mpi, "init");
+    let is_it = said.contains("says that this process is rank 0 of 1, and its environment rank 0 of 2")
+        && said.contains("mpirun");
+    assert!(is_it, "{mpi:?}: {said}");
+}

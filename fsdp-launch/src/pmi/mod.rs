@@ -1,0 +1,15 @@
+//! MPICH's simple process-management protocol, PMI-1, which `mpiexec` speaks with the ranks that it starts: lines of
+//! text over a descriptor that a rank inherits (`PMI_FD`). By it ranks tell each other how they are reached, before MPI
+//! stands. A rank that never speaks it does not notice.
+//!
+//! From the bottom up: `lines` (bytes as lines), `command` (lines as commands), `space` (the ranks of this host, as a
+//! state machine), `server` (sockets and threads). What the ranks of several hosts have to know of each other goes
+//! through the launchers' own connections ([`rendezvous`](crate::rendezvous)).
+
+mod command;
+mod lines;
+mod server;
+mod space;
+
+pub(crate) use server::Server;
+pub(crate) use space::{Kind, Said, Trouble};

@@ -1,0 +1,309 @@
+//! The launcher's ends of the ranks' PMI connections: a socket and a thread for each rank of the host, for as long as
+//! an attempt lasts.
+
+use std::{
+    io::{self, Read},
+    net::Shutdown,
+    os::{
+        fd::{AsRawFd, BorrowedFd, OwnedFd},
+        unix::{net::UnixStream, process::CommandExt},
+    },
+    process::Command,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    thread::{self, JoinHandle},
+};
+
+use rustix::{
+    io::{FdFlags, fcntl_setfd},
+    net::{SendFlags, send},
+};
+
+use super::{
+    command::{Answer, Parser},
+    lines::Lines,
+    space::{Action, Said, Space, Trouble},
+};
+use crate::rendezvous::{Entry, Place};
+
+/// What a thread of a rank needs is little.
+const STACK: usize = 256 << 10;
+
+/// Speaks with the ranks of this host. Dropping it hangs up on them.
+pub(crate) struct Server {
+    shared: Arc<Shared>,
+    /// The ranks' ends, until they have them.
+    theirs: Vec<Option<OwnedFd>>,
+    threads: Vec<JoinHandle<()>>,
+    first_rank: usize,
+    world_size: usize,
+}
+
+struct Shared {
+    space: Mutex<Space>,
+    ours: Vec<UnixStream>,
+    tell: Box<dyn Fn(Said) + Send + Sync>,
+}
+
+impl Server {
+    /// For the `ranks` ranks of this host in `place`. What the launcher has to know goes to `tell`.
+    ///
+    /// # Errors
+    /// When the system has no sockets or no threads for it.
+    pub(crate) fn start(place: &Place, ranks: usize, tell: impl Fn(Said) + Send + Sync + 'static) -> io::Result<Self> {
+        let pairs: Vec<_> = (0..ranks).map(|_| UnixStream::pair()).collect::<Result<_, _>>()?;
+        let (ours, theirs): (Vec<_>, Vec<_>) = pairs.into_iter().unzip();
+        let shared = Arc::new(Shared { space: Mutex::new(Space::new(place, ranks)), ours, tell: Box::new(tell) });
+        let mut server = Server {
+            shared,
+            theirs: theirs.into_iter().map(|end| Some(OwnedFd::from(end))).collect(),
+            threads: Vec::with_capacity(ranks),
+            first_rank: place.first_rank,
+            world_size: place.world_size,
+        };
+        for local_rank in 0..ranks {
+            let shared = server.shared.clone();
+            let thread = thread::Builder::new().name(format!("pmi of rank {local_rank}")).stack_size(STACK);
+            server.threads.push(thread.spawn(move || shared.listen(local_rank))?);
+        }
+        Ok(server)
+    }
+
+    /// Makes `command` start a rank that finds its end. What is returned has to live until it is started.
+    pub(crate) fn apply(&mut self, local_rank: usize, command: &mut Command) -> Option<OwnedFd> {
+        // Of a launcher around us.
+        for name in ["PMI_PORT", "PMI_ID", "PMI_SPAWNED", "PMI_JOBID"] {
+            command.env_remove(name);
+        }
+        let end = self.theirs.get_mut(local_rank)?.take()?;
+        let number = end.as_raw_fd();
+        command.env("PMI_FD", number.to_string());
+        command.env("PMI_RANK", (self.first_rank + local_rank).to_string());
+        command.env("PMI_SIZE", self.world_size.to_string());
+        // SAFETY: the hook runs between fork and exec, where only async-signal-safe calls are allowed: fcntl is one,
+        // and an error made of a code allocates nothing. The descriptor is open there, because the caller keeps `end`.
+        unsafe {
+            command.pre_exec(move || Ok(fcntl_setfd(BorrowedFd::borrow_raw(number), FdFlags::empty())?));
+        }
+        Some(end)
+    }
+
+    /// Takes in what the ranks of another host have put.
+    pub(crate) fn hear_put(&self, entries: Vec<Entry>) {
+        self.shared.space().hear_put(entries);
+    }
+
+    /// The ranks of all hosts wait: they wait no more.
+    pub(crate) fn go_on(&self) {
+        self.shared.act(Space::go_on);
+    }
+}
+
+impl Server {
+    /// Hangs up on the ranks when all that they have said is heard. The first thing that one of them said that ends the
+    /// attempt, which it may have been told of already.
+    pub(crate) fn finish(&mut self) -> Option<Trouble> {
+        for end in &self.shared.ours {
+            end.shutdown(Shutdown::Both).ok();
+        }
+        for thread in self.threads.drain(..) {
+            // It only fails by a panic, which has been printed.
+            thread.join().ok();
+        }
+        self.shared.space().trouble()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.finish();
+    }
+}
+
+impl Shared {
+    fn space(&self) -> MutexGuard<'_, Space> {
+        self.space.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Hears a rank to its end.
+    fn listen(&self, local_rank: usize) {
+        let Some(mut end) = self.ours.get(local_rank) else { return };
+        let (mut lines, mut parser) = (Lines::default(), Parser::default());
+        let mut buffer = [0; 8192];
+        let how = loop {
+            let bytes = match end.read(&mut buffer) {
+                Ok(0) => break None,
+                Ok(count) => &buffer[..count],
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                // It ended without having read all that it was sent.
+                Err(_) => break None,
+            };
+            let heard = lines.push(bytes).and_then(|lines| {
+                for line in lines {
+                    tracing::trace!(local_rank, line, "pmi");
+                    if let Some(command) = parser.line(&line)? {
+                        self.act(|space| space.hear(local_rank, command));
+                    }
+                }
+                Ok(())
+            });
+            if let Err(what) = heard {
+                break Some(format!("said over PMI {what}"));
+            }
+        };
+        match how {
+            None => self.act(|space| space.part(local_rank)),
+            Some(how) => self.act(|space| space.fail(local_rank, &how)),
+        }
+    }
+
+    fn act(&self, step: impl FnOnce(&mut Space) -> Vec<Action>) {
+        // Held meanwhile: what is said to other hosts comes in the order in which it happened.
+        let mut space = self.space();
+        for action in step(&mut space) {
+            match action {
+                Action::Say(said) => (self.tell)(said),
+                Action::Answer(local_rank, answer) => {
+                    if !self.answer(local_rank, &answer) {
+                        let failed = space.fail(local_rank, "does not read what it asked for over PMI");
+                        let said = failed.into_iter().filter_map(|action| match action {
+                            Action::Say(said) => Some(said),
+                            Action::Answer(..) => None,
+                        });
+                        said.for_each(|said| (self.tell)(said));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Whether the rank took it, or is gone. Nobody waits for a rank that does not read.
+    fn answer(&self, local_rank: usize, answer: &Answer) -> bool {
+        let Some(end) = self.ours.get(local_rank) else { return true };
+        let line = format!("{answer}\n");
+        match send(end, line.as_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
+            Ok(count) => count == line.len(),
+            Err(rustix::io::Errno::AGAIN) => false,
+            // Its end is heard next.
+            Err(_) => true,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::{BufRead, BufReader, Write},
+        sync::mpsc::{Receiver, channel},
+        time::Duration,
+    };
+
+    use super::{super::space::Kind, *};
+
+    const SOON: Duration = Duration::from_secs(60);
+
+    /// A rank that is a thread of the test.
+    struct Rank(BufReader<UnixStream>);
+
+    impl Rank {
+        fn of(server: &mut Server, local_rank: usize) -> Self {
+            let end = server.theirs[local_rank].take().unwrap();
+            let end = UnixStream::from(end);
+            end.set_read_timeout(Some(SOON)).unwrap();
+            Rank(BufReader::new(end))
+        }
+
+        fn say(&mut self, line: &str) {
+            self.0.get_mut().write_all(format!("{line}\n").as_bytes()).unwrap();
+        }
+
+        fn hear(&mut self) -> String {
+            let mut line = String::new();
+            self.0.read_line(&mut line).unwrap();
+            line.trim_end().to_owned()
+        }
+
+        fn ask(&mut self, line: &str) -> String {
+            self.say(line);
+            self.hear()
+        }
+    }
+
+    fn server(ranks: usize) -> (Server, Vec<Rank>, Receiver<Said>) {
+        let (tell, told) = channel();
+        let place = Place::alone("run", ranks, 1);
+        let mut server = Server::start(&place, ranks, move |said| drop(tell.send(said))).unwrap();
+        let ranks = (0..ranks).map(|local_rank| Rank::of(&mut server, local_rank)).collect();
+        (server, ranks, told)
+    }
+
+    #[test]
+    fn ranks_exchange_what_they_put() {
+        let (_server, ranks, _told) = server(3);
+        thread::scope(|scope| {
+            for (number, mut rank) in ranks.into_iter().enumerate() {
+                scope.spawn(move || {
+                    let init = rank.ask("cmd=init pmi_version=1 pmi_subversion=1");
+                    assert_eq!(init, "cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=1");
+                    assert_eq!(
+                        rank.ask("cmd=get_maxes"),
+                        "cmd=maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=4096"
+                    );
+                    assert_eq!(rank.ask("cmd=get_my_kvsname"), "cmd=my_kvsname rc=0 kvsname=kvs");
+                    assert_eq!(rank.ask("cmd=get_universe_size"), "cmd=universe_size rc=0 size=3");
+                    let put = format!("cmd=put kvsname=kvs key=card{number} value=of {number}");
+                    assert_eq!(rank.ask(&put), "cmd=put_result rc=0 msg=success");
+                    assert_eq!(rank.ask("cmd=barrier_in"), "cmd=barrier_out rc=0");
+                    let next = (number + 1) % 3;
+                    let card = rank.ask(&format!("cmd=get kvsname=kvs key=card{next}"));
+                    assert_eq!(card, format!("cmd=get_result rc=0 msg=success value=of {next}"));
+                    assert_eq!(
+                        rank.ask("mcmd=spawn\nnprocs=1\nendcmd"),
+                        "cmd=spawn_result rc=-1 msg=not_served_by_fsdp-launch"
+                    );
+                    assert_eq!(rank.ask("cmd=finalize"), "cmd=finalize_ack rc=0");
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn garbage_is_told_with_its_rank_and_others_go_on() {
+        let (_server, mut ranks, told) = server(2);
+        ranks[1].0.get_mut().write_all(b"GET / HTTP/1.1\r\n").unwrap();
+        let Said::Failed(trouble) = told.recv_timeout(SOON).unwrap() else { panic!("nothing failed") };
+        assert_eq!((trouble.local_rank, trouble.kind), (1, Kind::Broken));
+        assert!(trouble.text.contains("it said over PMI a line with the byte 0x0d"), "{}", trouble.text);
+        assert!(ranks[0].ask("cmd=init pmi_version=2 pmi_subversion=0").contains("rc=-1"));
+    }
+
+    #[test]
+    fn a_rank_that_asks_and_does_not_read_is_told() {
+        let (_server, mut ranks, told) = server(1);
+        let rank = &mut ranks[0];
+        rank.say("cmd=init pmi_version=1");
+        rank.0.get_mut().set_write_timeout(Some(SOON)).unwrap();
+        let trouble = loop {
+            rank.say("cmd=get_maxes");
+            if let Ok(said) = told.try_recv() {
+                break said;
+            }
+        };
+        let Said::Failed(trouble) = trouble else { panic!("{trouble:?}") };
+        assert!(trouble.text.contains("does not read what it asked for"), "{}", trouble.text);
+    }
+
+    #[test]
+    fn a_rank_inherits_its_own_end_alone() {
+        let (tell, _told) = channel();
+        let mut server = Server::start(&Place::alone("run", 2, 1), 2, move |said| drop(tell.send(said))).unwrap();
+        let mut command = Command::new("/bin/sh");
+        let script = "echo $PMI_RANK of $PMI_SIZE; [ -S /proc/self/fd/$PMI_FD ] && echo its own; \
+            ls -l /proc/self/fd | grep -c socket:";
+        command.args(["-c", script]);
+        command.stdin(std::process::Stdio::null());
+        let end = server.apply(1, &mut command);
+        let output = command.output().unwrap();
+        drop(end);
+        assert_eq!(String::from_utf8_lossy(&output.stdout), "1 of 2\nits own\n1\n");
+    }
+}

@@ -1,0 +1,156 @@
+//! Programs of MPICH, started by `fsdp-launch` alone: no `mpiexec`.
+//!
+//! A machine without MPICH and a C compiler ignores these tests, with the reason. With `FSDP_TESTS_REQUIRE=all`, as CI
+//! runs them, they fail.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod installed;
+
+use std::{
+    net::TcpListener,
+    path::Path,
+    process::{Child, Command, Stdio},
+    thread::sleep,
+    time::{Duration, Instant},
+};
+
+use installed::Program;
+use libtest_mimic::{Arguments, Completion, Trial};
+
+/// Far longer than anything here takes.
+const TIMEOUT: Duration = Duration::from_secs(180);
+
+fn main() {
+    let program = installed::program();
+    let trial = |name: &'static str, test: fn(&Path)| {
+        let program = program.clone();
+        Trial::ignorable_test(name, move || match program {
+            Program::Built(path) => {
+                test(&path);
+                Ok(Completion::Completed)
+            }
+            Program::Missing { why, is_required: true } => Err(why.into()),
+            Program::Missing { why, is_required: false } => Ok(Completion::ignored_with(why)),
+        })
+    };
+    let trials = vec![
+        trial("ranks_of_one_host_share_it", ranks_of_one_host_share_it),
+        trial("ranks_of_two_hosts_meet", ranks_of_two_hosts_meet),
+        trial("hosts_may_have_different_numbers_of_ranks", hosts_may_have_different_numbers_of_ranks),
+        trial("a_killed_rank_starts_again_with_all_others", a_killed_rank_starts_again_with_all_others),
+        trial("an_abort_ends_all_hosts", an_abort_ends_all_hosts),
+        trial("what_is_not_served_is_an_error_of_the_program", what_is_not_served_is_an_error_of_the_program),
+    ];
+    libtest_mimic::run(&Arguments::from_args(), trials).exit()
+}
+
+/// A launcher, killed if it does not end in time; all that it printed.
+struct Launcher(Child);
+
+impl Launcher {
+    fn start(options: &[String], program: &Path, mode: &str) -> Self {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_fsdp-launch"));
+        command.args(options).arg(program).arg(mode).env_remove("RUST_LOG");
+        Launcher(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap())
+    }
+
+    fn finish(mut self) -> (Option<i32>, String) {
+        let (mut stdout, mut stderr) = (self.0.stdout.take().unwrap(), self.0.stderr.take().unwrap());
+        let reading = [
+            std::thread::spawn(move || std::io::read_to_string(&mut stdout).unwrap()),
+            std::thread::spawn(move || std::io::read_to_string(&mut stderr).unwrap()),
+        ];
+        let began = Instant::now();
+        let status = loop {
+            match self.0.try_wait().unwrap() {
+                Some(status) => break status.code(),
+                None if began.elapsed() > TIMEOUT => {
+                    self.0.kill().unwrap();
+                    break None;
+                }
+                None => sleep(Duration::from_millis(5)),
+            }
+        };
+        (status, reading.map(|text| text.join().unwrap()).concat())
+    }
+}
+
+impl Drop for Launcher {
+    fn drop(&mut self) {
+        self.0.kill().ok();
+        self.0.wait().ok();
+    }
+}
+
+/// Launchers with so many ranks each, which to MPICH are hosts of their own: its ranks talk over the network.
+fn hosts(ranks: &[usize], options: &[&str], program: &Path, mode: &str) -> Vec<(Option<i32>, String)> {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let launchers = ranks.iter().enumerate().map(|(host, count)| {
+        let mut all = vec![
+            format!("--nnodes={}", ranks.len()),
+            format!("--nproc-per-node={count}"),
+            format!("--node-rank={host}"),
+            format!("--rdzv-endpoint=localhost:{port}"),
+        ];
+        all.extend(options.iter().map(|option| option.to_string()));
+        Launcher::start(&all, program, mode)
+    });
+    // All of them are started before one is waited for.
+    let launchers: Vec<_> = launchers.collect();
+    launchers.into_iter().map(Launcher::finish).collect()
+}
+
+fn one_host(ranks: usize, program: &Path, mode: &str) -> (Option<i32>, String) {
+    Launcher::start(&[format!("--nproc-per-node={ranks}")], program, mode).finish()
+}
+
+/// The lines of ranks, in order.
+fn lines(ended: &[(Option<i32>, String)]) -> Vec<&str> {
+    assert!(ended.iter().all(|(code, _)| *code == Some(0)), "{ended:?}");
+    let mut lines: Vec<_> =
+        ended.iter().flat_map(|(_, text)| text.lines().filter(|line| line.contains(" sums "))).collect();
+    lines.sort_unstable();
+    lines
+}
+
+/// What the program prints: all ranks' sum, and how many ranks share its host.
+fn told(rank: usize, world: usize, on_host: usize) -> String {
+    let sum = world * (world + 1) / 2;
+    format!("[rank {rank}] rank {rank} of {world} sums {sum}, {on_host} on its host")
+}
+
+fn ranks_of_one_host_share_it(program: &Path) {
+    let ended = [one_host(4, program, "sums")];
+    assert_eq!(lines(&ended), [0, 1, 2, 3].map(|rank| told(rank, 4, 4)));
+}
+
+fn ranks_of_two_hosts_meet(program: &Path) {
+    let ended = hosts(&[2, 2], &[], program, "sums");
+    assert_eq!(lines(&ended), [0, 1, 2, 3].map(|rank| told(rank, 4, 2)));
+}
+
+fn hosts_may_have_different_numbers_of_ranks(program: &Path) {
+    let ended = hosts(&[1, 3], &[], program, "sums");
+    assert_eq!(lines(&ended), [(0, 1), (1, 3), (2, 3), (3, 3)].map(|(rank, on_host)| told(rank, 4, on_host)));
+}
+
+fn a_killed_rank_starts_again_with_all_others(program: &Path) {
+    let ended = hosts(&[2, 1], &["--max-restarts=1"], program, "kill");
+    assert_eq!(lines(&ended), [(0, 2), (1, 2), (2, 1)].map(|(rank, on_host)| told(rank, 3, on_host)));
+    for (_, text) in &ended {
+        let parts = ["rank 2 (pid ", "killed by SIGKILL", "starting all ranks again, restart 1 of at most 1"];
+        assert!(parts.iter().all(|part| text.contains(part)), "{text}");
+    }
+}
+
+fn an_abort_ends_all_hosts(program: &Path) {
+    for (code, text) in hosts(&[2, 1], &[], program, "abort") {
+        assert_eq!(code, Some(13), "{text}");
+        assert!(text.contains("rank 2 (pid ") && text.contains("it called MPI_Abort with exit code 13"), "{text}");
+    }
+}
+
+fn what_is_not_served_is_an_error_of_the_program(program: &Path) {
+    let (code, text) = one_host(1, program, "spawn");
+    assert!(code == Some(0) && text.contains("refused to spawn"), "{text}");
+}
