@@ -88,7 +88,7 @@ fn mpirun(is_open_mpi: bool) -> Result<PathBuf, String> {
     };
     let name = if is_open_mpi { "Open MPI" } else { "MPICH" };
     launchers.into_iter().find(is_it).ok_or(format!(
-        "{name} is missing (.ci/install installs it in target/mpi; FSDP_TESTS_MPI chooses other launchers, as PATH lists \
-         folders)"
+        "{name} is missing (.ci/install installs it in target/mpi; FSDP_TESTS_MPI chooses other launchers, as PATH \
+         lists folders)"
     ))
 }
