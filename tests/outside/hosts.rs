@@ -131,20 +131,26 @@ fn a_host_that_is_killed_or_cut_off_is_done_without_until_it_is_back() {
 }
 
 fn shared_memory_between_hosts_is_refused_by_name() {
+    // What is asked for, and what two hosts get without it where there is no MPI.
+    let ways = [
+        ("FSDP_BACKEND", "shm", ["the 2 ranks run on 2 hosts, 1 on this one", "between hosts there is MPI"]),
+        ("FSDP_MPI_LIBRARY", "/nowhere.so", ["FSDP_MPI_LIBRARY=\"/nowhere.so\" can't be used", "unset the variable"]),
+    ];
     let [first, second] = two_hosts().unwrap();
     let dir = with_token();
     let model = golden("llama_tiny");
-    let agents = [&first, &second].map(|host| {
-        let mut command = host.command(&program("fsdp-launch"));
-        command.args(["--nnodes=2", "--rdzv-endpoint=10.77.0.1:29400"]);
-        command.arg(format!("--rdzv-token-file={}", dir.path().join("token").display()));
-        command.arg(program("train")).arg("--model").arg(&model).arg("--data").arg(model.join("tokens.bin"));
-        Agent::start(command)
-    });
-    for agent in agents {
-        let (code, text) = agent.finish();
-        let parts = ["the 2 ranks run on 2 hosts, 1 on this one", "between hosts there is MPI"];
-        assert!(code == Some(1) && parts.iter().all(|part| text.contains(part)), "{text}");
+    for (name, value, parts) in ways {
+        let agents = [&first, &second].map(|host| {
+            let mut command = host.command(&program("fsdp-launch"));
+            command.args(["--nnodes=2", "--rdzv-endpoint=10.77.0.1:29400"]).env(name, value);
+            command.arg(format!("--rdzv-token-file={}", dir.path().join("token").display()));
+            command.arg(program("train")).arg("--model").arg(&model).arg("--data").arg(model.join("tokens.bin"));
+            Agent::start(command)
+        });
+        for agent in agents {
+            let (code, text) = agent.finish();
+            assert!(code == Some(1) && parts.iter().all(|part| text.contains(part)), "{text}");
+        }
     }
 }
 

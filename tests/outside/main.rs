@@ -1,21 +1,31 @@
-//! Tests that need more than Rust: PyTorch, hosts, and disks that are full.
+//! Tests that need more than Rust: PyTorch, MPI, hosts, and disks that are full.
 //!
 //! Where this machine has not got what a test needs, the test counts as ignored, with the reason. With
 //! `FSDP_TESTS_REQUIRE=all`, as CI runs them, it fails.
 #![allow(clippy::unwrap_used, missing_docs)]
 
+mod across_hosts;
 mod agent;
 mod full_disk;
 mod gpu_acceptance;
 mod hosts;
+mod lost_hosts;
 mod need;
 mod network;
 mod pytorch;
+mod way;
 
 use libtest_mimic::Arguments;
 
 fn main() {
-    let trials = [full_disk::trials(), gpu_acceptance::trials(), hosts::trials(), pytorch::trials()];
+    let trials = [
+        across_hosts::trials(),
+        full_disk::trials(),
+        gpu_acceptance::trials(),
+        hosts::trials(),
+        lost_hosts::trials(),
+        pytorch::trials(),
+    ];
     let trials = trials.into_iter().flatten().collect();
     libtest_mimic::run(&Arguments::from_args(), trials).exit()
 }

@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 use fsdp_tests::workspace;
 use libtest_mimic::{Completion, Trial};
 
-use crate::{full_disk, network};
+use crate::{full_disk, network, way};
 
 /// Why a test can't run here; looked for once.
 type Missing = OnceLock<Option<String>>;
@@ -21,6 +21,8 @@ pub(crate) enum Need {
     Networks,
     /// File systems of its own.
     Mounts,
+    /// Open MPI and MPICH.
+    Mpi,
 }
 
 impl Need {
@@ -28,9 +30,11 @@ impl Need {
         static PYTORCH: Missing = OnceLock::new();
         static NETWORKS: Missing = OnceLock::new();
         static MOUNTS: Missing = OnceLock::new();
+        static MPI: Missing = OnceLock::new();
         match self {
             Need::Pytorch => PYTORCH.get_or_init(|| pytorch().err()).as_deref(),
             Need::Mounts => MOUNTS.get_or_init(|| full_disk::mounts().err()).as_deref(),
+            Need::Mpi => MPI.get_or_init(|| way::installed().err()).as_deref(),
             Need::Networks => NETWORKS.get_or_init(|| network::two_hosts().err()).as_deref(),
         }
     }

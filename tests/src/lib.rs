@@ -1,5 +1,6 @@
 //! What the integration tests share: the workspace's programs, built, runs of them, and their traces.
 
+pub mod near;
 mod paths;
 pub mod remains;
 pub mod trace;

@@ -36,6 +36,11 @@ impl Difference {
     pub fn max(self) -> f64 {
         self.loss.max(self.grad_norm)
     }
+
+    /// Whether losses and norms are nearer than these.
+    pub fn is_within(self, near: Self) -> bool {
+        self.loss < near.loss && self.grad_norm < near.grad_norm
+    }
 }
 
 impl Trajectory {

@@ -152,10 +152,11 @@ impl fmt::Display for Arrival<'_> {
         if !self.missing.is_empty() {
             write!(f, "; {} did not", ranks(&self.missing))?;
         }
-        if !self.elsewhere.is_empty() {
-            write!(f, "; nor did {} of the group", ranks(&self.elsewhere))?;
+        match (self.missing.is_empty(), self.elsewhere.is_empty()) {
+            (_, true) => Ok(()),
+            (true, false) => write!(f, "; {} of the group did not", ranks(&self.elsewhere)),
+            (false, false) => write!(f, "; nor did {} of the group", ranks(&self.elsewhere)),
         }
-        Ok(())
     }
 }
 
@@ -210,6 +211,15 @@ mod tests {
         assert_eq!(arrivals.len(), 1);
         assert!(arrivals[0].to_string().ends_with("rank 0 arrived; rank 1 did not; nor did rank 2 of the group"));
         assert!(ranks[0].has_timed_out() && !ranks[1].has_timed_out());
+
+        // All of this host came.
+        let ranks = [
+            rank(&[collective("world", 0, 5, "timed_out", &[2])]),
+            rank(&[collective("world", 1, 5, "timed_out", &[2])]),
+        ];
+        let numbered: Vec<(usize, &Whereabouts)> = ranks.iter().enumerate().collect();
+        let text = self::arrivals(&numbered)[0].to_string();
+        assert!(text.ends_with("ranks 0, 1 arrived; rank 2 of the group did not"), "{text}");
     }
 
     #[test]

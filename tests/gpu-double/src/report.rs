@@ -14,9 +14,9 @@
 //! `in_use_bytes` of a section are those at its end. Bytes are of device memory, of all devices together; pinned memory
 //! is counted apart, under `pinned_bytes` and `pinned_peak_bytes` of the whole process.
 //! Categories: `operation` (everything that was queued, by name), `host synchronisation` (by the function that may make
-//! the host wait; a query is none), `allocation` and `free` (by function), `growth of the pool` (allocations for which the
-//! device's pool had to take memory from the device), `copy bytes` (by direction), and what other libraries of the double
-//! count.
+//! the host wait; a query is none), `allocation` and `free` (by function), `growth of the pool` (allocations for which
+//! the driver's pool had to take memory from the device), `copy bytes` (by direction), and what other libraries of the
+//! double count.
 //!
 //! A test may link weakly against, or look up by `dlsym`:
 //!

@@ -4,4 +4,4 @@ mod counts;
 mod run;
 
 pub use counts::Counts;
-pub use run::{Way, Which};
+pub use run::{Way, Which, number};

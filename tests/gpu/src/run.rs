@@ -70,3 +70,12 @@ impl<'a> Way<'a> {
         Trajectory::of_metrics(&dir.join("metrics.jsonl"))
     }
 }
+
+/// A variable of the environment that says how much is run.
+///
+/// # Panics
+/// When it is no number.
+pub fn number(name: &str, usual: usize) -> usize {
+    let parse = |text: String| text.parse().unwrap_or_else(|_| panic!("{name}={text}: it must be a number"));
+    std::env::var(name).map_or(usual, parse)
+}

@@ -10,8 +10,6 @@ use serde_json::{Map, Value};
 
 use crate::args::{Args, Precision};
 
-/// As that of `torch.amp.GradScaler`.
-const FIRST: f64 = 65536.;
 /// Gradients that overflow at this scale are too large for f16 themselves, and nothing is gained by a smaller one.
 const LEAST: f64 = 1.;
 /// What a checkpoint calls the state: `state_dict` of PyTorch's scaler, saved as `scaler`.
@@ -34,7 +32,7 @@ impl LossScale {
             needed || args.loss_scale.is_none(),
             "--loss-scale is for gradients in f16: pass --param-dtype f16, or leave it out"
         );
-        let scaler = GradScaler::new(args.loss_scale.unwrap_or(FIRST));
+        let scaler = args.loss_scale.map_or_else(GradScaler::default, GradScaler::new);
         Ok(LossScale { first: scaler.state(), scaler: needed.then_some(scaler) })
     }
 

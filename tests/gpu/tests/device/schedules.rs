@@ -1,13 +1,9 @@
 //! Whatever a device does late, the training is the same to the last bit, and nothing waits for luck. Only the device
 //! double can be asked to be late.
 
-use fsdp_tests_gpu::Way;
+use fsdp_tests_gpu::{Way, number};
 
-/// How many schedules: `FSDP_GPU_SEEDS`, or a few.
-fn seeds() -> u64 {
-    std::env::var("FSDP_GPU_SEEDS").ok().map_or(3, |text| text.parse().unwrap())
-}
-
+/// `FSDP_GPU_SEEDS` says how many schedules.
 #[test]
 fn every_schedule_gives_the_same_bits() {
     let (hsdp, lean) = (["--replicate", "2", "--grad-accum", "2"], ["--activation-checkpoint", "full"]);
@@ -20,7 +16,7 @@ fn every_schedule_gives_the_same_bits() {
     ];
     for way in ways {
         let mut first = None;
-        for seed in 0..seeds() {
+        for seed in 0..number("FSDP_GPU_SEEDS", 3) as u64 {
             let dir = tempfile::tempdir().unwrap();
             let steps = Way { seed, ..way.clone() }.train(dir.path());
             let first = first.get_or_insert_with(|| steps.clone());

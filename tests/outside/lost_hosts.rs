@@ -1,0 +1,173 @@
+//! Ranks of several hosts, of which one dies, or loses its network: the others end soon, and say who it was.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+    thread::sleep,
+    time::{Duration, Instant},
+};
+
+use fsdp_tests::{golden, program, trajectory::Trajectory};
+use libtest_mimic::Trial;
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::agent::Agent;
+use crate::need::{Need, trial};
+use crate::way::Way;
+
+const NEEDS: &[Need] = &[Need::Networks, Need::Mpi];
+/// Far longer than anything here takes.
+const LIMIT: Duration = Duration::from_secs(300);
+/// Of the ranks, in seconds.
+const TIMEOUT: &str = "5";
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![
+        trial("lost_hosts::a_killed_rank_ends_the_job_of_open_mpi", NEEDS, || killed(Way::OpenMpi)),
+        trial("lost_hosts::a_killed_rank_ends_the_job_of_mpich", NEEDS, || killed(Way::Mpich)),
+        trial("lost_hosts::a_killed_rank_ends_the_job_of_fsdp_launch", NEEDS, || killed(Way::Ours)),
+        trial("lost_hosts::a_cut_network_ends_the_ranks_of_open_mpi", NEEDS, || cut_off(Way::OpenMpi)),
+        trial("lost_hosts::a_cut_network_ends_the_ranks_of_mpich", NEEDS, || cut_off(Way::Mpich)),
+        trial("lost_hosts::a_cut_network_ends_the_ranks_of_fsdp_launch", NEEDS, || cut_off(Way::Ours)),
+        trial("lost_hosts::fsdp_launch_goes_on_from_the_newest_checkpoint", NEEDS, goes_on),
+    ]
+}
+
+/// A run of two hosts with two ranks each, that takes long. What rank N writes to stderr is in `said.N`; `ended.N` has
+/// its exit code.
+fn start(way: Way, options: &[&str], more: &[&str], steps: &str, dir: &Path) -> Agent {
+    let model = golden("llama_tiny").display().to_string();
+    // Where `ended` is, the hosts stay until they are done with: what runs on them has to end by itself.
+    let script = format!(
+        "rank=${}; \"$0\" \"$@\" 2>said.$rank; code=$?; echo $code >ended.$rank; exit $code",
+        way.rank_variable()
+    );
+    let train = program("train");
+    let data = format!("{model}/tokens.bin");
+    let args = [
+        "sh",
+        "-c",
+        &script,
+        train.to_str().unwrap(),
+        "--model",
+        &model,
+        "--data",
+        &data,
+        "--seq-len",
+        "32",
+        "--steps",
+        steps,
+        "--batch-size",
+        "1",
+        "--metrics",
+        "metrics.jsonl",
+        "--checkpoint-dir",
+        "saved",
+        "--save-every",
+        "10",
+        "--keep",
+        "2",
+        "--resume",
+        "auto",
+    ];
+    let mut command: Command = way.start(options, (2, 2), more, &args, dir);
+    command.env("FSDP_TIMEOUT_S", TIMEOUT);
+    Agent::start(command)
+}
+
+fn wait_until(what: &str, agent: &Agent, is_so: impl Fn() -> bool) -> Duration {
+    let began = Instant::now();
+    while !is_so() {
+        assert!(began.elapsed() < LIMIT, "{what} did not come:\n{}", agent.text());
+        sleep(Duration::from_millis(10));
+    }
+    began.elapsed()
+}
+
+fn checkpoints(dir: &Path) -> usize {
+    fs::read_dir(dir.join("saved")).map_or(0, |saved| {
+        saved.filter(|entry| entry.as_ref().is_ok_and(|entry| entry.path().join("checkpoint.json").exists())).count()
+    })
+}
+
+/// `train` of this rank in `dir`.
+fn process(way: Way, rank: usize, dir: &Path) -> Option<Pid> {
+    let marker = format!("{}={rank}", way.rank_variable());
+    let is_it = |process: &PathBuf| {
+        let environment = fs::read(process.join("environ")).unwrap_or_default();
+        fs::read_link(process.join("exe")).is_ok_and(|exe| exe == program("train"))
+            && fs::read_link(process.join("cwd")).is_ok_and(|cwd| cwd == dir)
+            && environment.split(|&byte| byte == 0).any(|variable| variable == marker.as_bytes())
+    };
+    let processes = fs::read_dir("/proc").unwrap().filter_map(|entry| Some(entry.ok()?.path()));
+    let process = processes.filter(|process| process.join("environ").exists()).find(is_it)?;
+    Pid::from_raw(process.file_name()?.to_str()?.parse().ok()?)
+}
+
+/// Who lives on says which rank died, and on which host that was: the ranks themselves, or their launcher.
+fn killed(way: Way) {
+    let dir = tempfile::tempdir().unwrap();
+    // With it Open MPI tells the ranks of a death, instead of ending them in words of its own.
+    let more: &[&str] = if way == Way::OpenMpi { &["--with-ft", "ulfm"] } else { &[] };
+    let agent = start(way, &[], more, "1000000", dir.path());
+    wait_until("a checkpoint", &agent, || checkpoints(dir.path()) > 0);
+    kill_process(process(way, 3, dir.path()).unwrap(), Signal::KILL).unwrap();
+    let began = Instant::now();
+    let (code, text) = agent.finish();
+    let took = began.elapsed();
+    assert!(code.is_some_and(|code| code != 0), "{way:?}: {text}");
+    assert!(took < Duration::from_secs(60), "{way:?} took {took:?}: {text}");
+    let said = said(dir.path());
+    let parts: &[&str] = match way {
+        Way::OpenMpi => &["rank 3 died"],
+        // It ends the other ranks before they can speak.
+        Way::Mpich => &["RUNNING AT node1", "EXIT CODE: 9"],
+        Way::Ours => &["rank 3 (pid ", " on node1) failed first"],
+    };
+    assert!(parts.iter().all(|part| text.contains(part) || said.contains(part)), "{way:?}: {text}\n{said}");
+}
+
+/// What ranks wrote to stderr.
+fn said(dir: &Path) -> String {
+    let of = |rank: usize| fs::read_to_string(dir.join(format!("said.{rank}"))).unwrap_or_default();
+    (0..4).map(|rank| format!("rank {rank}: {}\n", of(rank))).collect()
+}
+
+/// On both sides of the cut ranks end within their timeout, and say who is missing. Both `mpirun` wait on for the host
+/// that they don't hear: TCP gives a connection up after a quarter of an hour.
+fn cut_off(way: Way) {
+    let dir = tempfile::tempdir().unwrap();
+    let cut = dir.path().join("cut");
+    let option = format!("node1:{}", cut.display());
+    let more: &[&str] = if way == Way::Ours { &["--rdzv-conf=keep_alive_interval=1"] } else { &[] };
+    let agent = start(way, &["--cut", &option], more, "1000000", dir.path());
+    wait_until("a checkpoint", &agent, || checkpoints(dir.path()) > 0);
+    fs::write(&cut, "").unwrap();
+    let took =
+        wait_until("the end of all ranks", &agent, || (0..4).all(|rank| process(way, rank, dir.path()).is_none()));
+    let (text, said) = (agent.text(), said(dir.path()));
+    assert!(took < Duration::from_secs(60), "{way:?}, {took:?}: {text}\n{said}");
+    // The launchers of ours end ranks before these have waited long enough to say it.
+    let is_said = |others: [usize; 2]| others.iter().any(|rank| said.contains(&format!("waited for rank(s) [{rank}")));
+    if way == Way::Ours {
+        let (code, text) = agent.finish();
+        let is_named = text.contains("node node1 is gone: nothing was heard of its launcher for 3s");
+        assert!(is_named && code.is_some_and(|code| code != 0), "{text}");
+    } else {
+        assert!(is_said([0, 1]) && is_said([2, 3]), "{way:?}: {text}\n{said}");
+    }
+}
+
+fn goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let agent = start(Way::Ours, &[], &["--max-restarts=1"], "60", dir.path());
+    wait_until("a checkpoint", &agent, || checkpoints(dir.path()) > 0);
+    kill_process(process(Way::Ours, 3, dir.path()).unwrap(), Signal::KILL).unwrap();
+    let (code, text) = agent.finish();
+    assert_eq!(code, Some(0), "{text}\n{}", said(dir.path()));
+    assert!(text.contains("starting all ranks again, restart 1 of at most 1"), "{text}");
+    let numbers: Vec<u64> =
+        Trajectory::of_metrics(&dir.path().join("metrics.jsonl")).0.iter().map(|step| step.number).collect();
+    assert_eq!(numbers, (1..=60).collect::<Vec<_>>());
+}

@@ -1,0 +1,94 @@
+//! The ways in which ranks are started on hosts that `tests/hosts/hosts` makes: two MPIs' own launchers, and ours.
+
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use fsdp_tests::{program, workspace};
+
+/// Who starts the ranks. Under ours it is MPICH that moves their bytes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Way {
+    OpenMpi,
+    Mpich,
+    Ours,
+}
+
+impl Way {
+    /// The variable that tells a rank its number.
+    pub(crate) fn rank_variable(self) -> &'static str {
+        match self {
+            Way::OpenMpi => "OMPI_COMM_WORLD_RANK",
+            Way::Mpich => "PMI_RANK",
+            Way::Ours => "RANK",
+        }
+    }
+
+    /// `hosts` with `options`, which starts `args` in `dir` as so many ranks on each of so many hosts, by launchers
+    /// that get `more`.
+    pub(crate) fn start(
+        self,
+        options: &[&str],
+        (hosts, ranks): (usize, usize),
+        more: &[&str],
+        args: &[&str],
+        dir: &Path,
+    ) -> Command {
+        let mut command = Command::new(workspace().join("tests/hosts/hosts"));
+        command.current_dir(dir).args(["--hosts", &hosts.to_string()]).args(options);
+        let (all, each) = ((hosts * ranks).to_string(), ranks.to_string());
+        let nodes: Vec<_> = (0..hosts).map(|host| format!("node{host}:{ranks}")).collect();
+        let nodes = nodes.join(",");
+        match self {
+            Way::OpenMpi => {
+                command.arg("first").arg(mpirun(true).unwrap()).args(["-n", &all, "--host", &nodes]);
+                // Ranks of four share two cores. What a rank is to know is named.
+                command.args(["--bind-to", "none", "-x", "FSDP_TIMEOUT_S"]);
+            }
+            Way::Mpich => {
+                command.arg("first").arg(mpirun(false).unwrap()).args(["-n", &all, "-hosts", &nodes]);
+            }
+            Way::Ours => {
+                let token = dir.join("token");
+                fs::write(&token, "0123456789abcdef0123456789abcdef").unwrap();
+                let mpich = mpirun(false).unwrap();
+                let mut path = mpich.parent().unwrap().as_os_str().to_os_string();
+                path.push(":");
+                path.push(env::var_os("PATH").unwrap_or_default());
+                command.env("PATH", path).arg("each").arg(program("fsdp-launch"));
+                command.args(["--nnodes", &hosts.to_string(), "--nproc-per-node", &each]);
+                command.args(["--rdzv-endpoint", "node0:29400", "--rdzv-token-file"]).arg(&token);
+            }
+        }
+        command.env_remove("FSDP_BACKEND").args(more).args(args);
+        if env::var_os("FSDP_TIMEOUT_S").is_none() {
+            command.env("FSDP_TIMEOUT_S", "60");
+        }
+        command
+    }
+}
+
+/// Both MPIs, or what is missing.
+pub(crate) fn installed() -> Result<(), String> {
+    mpirun(true).and(mpirun(false)).map(drop)
+}
+
+/// The launcher of Open MPI, or of MPICH.
+fn mpirun(is_open_mpi: bool) -> Result<PathBuf, String> {
+    let folders = ["openmpi", "mpich"].map(|name| workspace().join("target/mpi").join(name).join("bin/mpirun"));
+    let launchers: Vec<PathBuf> = match env::var_os("FSDP_TESTS_MPI") {
+        Some(chosen) => env::split_paths(&chosen).collect(),
+        None => folders.into(),
+    };
+    let is_it = |mpirun: &PathBuf| {
+        let version = Command::new(mpirun).arg("--version").output();
+        version.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).contains("Open MPI") == is_open_mpi)
+    };
+    let name = if is_open_mpi { "Open MPI" } else { "MPICH" };
+    launchers.into_iter().find(is_it).ok_or(format!(
+        "{name} is missing (.ci/install installs it in target/mpi; FSDP_TESTS_MPI chooses other launchers, as PATH \
+         lists folders)"
+    ))
+}
