@@ -11,9 +11,10 @@ use crate::{DeviceId, Result};
 /// [conformance suite](super::conformance) holds it to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Promises {
-    /// Reductions combine the ranks' elements in rank order: the same bits on every run. (All ranks get the same bits
-    /// of an all-reduce, whatever the order.)
-    pub rank_order: bool,
+    /// Reductions combine the ranks' elements as a balanced tree, neighbours first, which is `((0 + 1) + (2 + 3)) + (4 +
+    /// 5)` for six ranks: the same bits on every run. (All ranks get the same bits of an all-reduce, whatever the
+    /// order.)
+    pub fixed_order: bool,
     /// Half precision inputs are combined in single precision and rounded once.
     pub f32_sums: bool,
     /// A rank whose process dies is [`crate::Error::PeerLost`] at once, not [`crate::Error::Timeout`] some time later.
@@ -22,7 +23,7 @@ pub struct Promises {
 
 impl Promises {
     /// Everything. A backend that promises less says so in what it changes of this.
-    pub const ALL: Promises = Promises { rank_order: true, f32_sums: true, sees_death: true };
+    pub const ALL: Promises = Promises { fixed_order: true, f32_sums: true, sees_death: true };
 }
 
 /// One rank's end of an engine that moves bytes between the ranks of a group.

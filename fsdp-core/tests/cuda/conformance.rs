@@ -13,7 +13,7 @@ use fsdp_core::{
 
 use crate::ranks::{host, own, start};
 
-const NCCL: Promises = Promises { rank_order: false, f32_sums: false, ..Promises::ALL };
+const NCCL: Promises = Promises { fixed_order: false, f32_sums: false, ..Promises::ALL };
 
 /// A rank's part in a trial.
 pub(crate) fn take_part(engine: &str, trial: &str, compute: &Arc<CudaStream>) -> String {

@@ -75,7 +75,7 @@ impl Backend for Around {
     }
     fn promises(&self) -> Promises {
         match self.odd {
-            Odd::Modest | Odd::Off => Promises { rank_order: false, f32_sums: false, sees_death: false },
+            Odd::Modest | Odd::Off => Promises { fixed_order: false, f32_sums: false, sees_death: false },
             Odd::Boastful => Promises::ALL,
             Odd::Wrong | Odd::Rough => self.inner.promises(),
         }
@@ -125,14 +125,14 @@ fn around(odd: Odd) -> impl Fn(usize, Options) -> Result<Vec<ProcessGroup>> + Sy
 /// What it promises not it need not keep: sums in another order have other bits.
 #[test]
 fn a_backend_that_promises_less_conforms_all_the_same() {
-    let promises = Promises { rank_order: false, f32_sums: false, sees_death: false };
+    let promises = Promises { fixed_order: false, f32_sums: false, sees_death: false };
     conformance::run(promises, &|trial| threads(trial, &around(Odd::Modest)));
 }
 
 #[test]
 fn a_backend_that_does_not_conform_is_found_out() {
     let all = Promises { sees_death: false, ..Promises::ALL };
-    let none = Promises { rank_order: false, f32_sums: false, sees_death: false };
+    let none = Promises { fixed_order: false, f32_sums: false, sees_death: false };
     for (odd, promises, found) in [
         (Odd::Wrong, all, "all_gather: part "),
         (Odd::Rough, all, "all_reduce: part "),

@@ -81,7 +81,7 @@ fn bits(group: &ProcessGroup) -> Result<(), Wrong> {
     let bytes: Vec<u8> = first.iter().flat_map(|buffer| buffer.bytes().to_vec()).collect();
     let others = group.agree(&bytes)?;
     ensure!(others.is_empty(), "the average of ranks {others:?} has other bits than that of rank {}", group.rank());
-    ensure!(!group.promises().rank_order || sum()? == first, "a second average has other bits than the first");
+    ensure!(!group.promises().fixed_order || sum()? == first, "a second average has other bits than the first");
     Ok(())
 }
 

@@ -2,5 +2,6 @@
 
 pub(crate) mod buffers;
 pub(crate) mod copy;
+mod element;
 pub(crate) mod packing;
 pub(crate) mod reduce;

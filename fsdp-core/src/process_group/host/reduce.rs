@@ -1,12 +1,22 @@
 //! Reduction kernels: plain loops over slices that the compiler turns into vector instructions.
+//!
+//! What ranks have is combined as a balanced tree: neighbours first, from an even rank on, then neighbouring pairs, and
+//! so on. For six ranks that is `((0 + 1) + (2 + 3)) + (4 + 5)`. The order depends on nothing but the number of ranks,
+//! and ranks that are a subtree may combine what they have before others see it ([`partial`]).
 
-use bytemuck::Pod;
-use half::{bf16, f16, slice::HalfFloatSliceExt};
+use std::ops::Range;
 
+use half::{bf16, f16};
+
+use super::element::{Element, Number};
 use crate::{DType, ReduceOp};
 
-/// Elements combined at a time. Their accumulators stay in the first-level cache.
+/// Elements combined at a time, at most.
 const BLOCK: usize = 512;
+/// Accumulators for such blocks, one for each level of the tree. They stay in the first-level cache.
+const ROOM: usize = 4 * BLOCK;
+/// What blocks are a multiple of, so that vectors are full.
+const VECTORS: usize = 64;
 
 /// Where a rank's contribution is.
 #[derive(Clone, Copy)]
@@ -15,37 +25,64 @@ pub(crate) enum Input<'a> {
     Output,
     /// Elsewhere.
     Bytes(&'a [u8]),
+    /// Elsewhere, and of so many ranks, which are a subtree: what [`partial`] made.
+    Partial(&'a [u8], usize),
 }
 
-/// Combines the inputs in their order into `output`. All are native elements of `dtype`, aligned and of the same
-/// length.
-pub(crate) fn reduce(dtype: DType, op: ReduceOp, output: &mut [u8], inputs: &[Input<'_>]) {
-    match dtype {
-        DType::U8 => combine::<u8>(op, output, inputs),
-        DType::U32 => combine::<u32>(op, output, inputs),
-        DType::I64 => combine::<i64>(op, output, inputs),
-        DType::BF16 => combine::<bf16>(op, output, inputs),
-        DType::F16 => combine::<f16>(op, output, inputs),
-        DType::F32 => combine::<f32>(op, output, inputs),
-        DType::F64 => combine::<f64>(op, output, inputs),
+impl Input<'_> {
+    fn ranks(&self) -> usize {
+        if let Input::Partial(_, ranks) = self { *ranks } else { 1 }
     }
 }
 
-fn combine<T: Element>(op: ReduceOp, output: &mut [u8], inputs: &[Input<'_>]) {
+/// Combines the inputs, which are of all ranks in their order, into `output`. All are native elements of `dtype`,
+/// aligned and of the same length; those of several ranks are of [`accumulator`].
+pub(crate) fn reduce(dtype: DType, op: ReduceOp, output: &mut [u8], inputs: &[Input<'_>]) {
+    match dtype {
+        DType::U8 => combine::<u8, u8>(op, output, inputs),
+        DType::U32 => combine::<u32, u32>(op, output, inputs),
+        DType::I64 => combine::<i64, i64>(op, output, inputs),
+        DType::BF16 => combine::<bf16, bf16>(op, output, inputs),
+        DType::F16 => combine::<f16, f16>(op, output, inputs),
+        DType::F32 => combine::<f32, f32>(op, output, inputs),
+        DType::F64 => combine::<f64, f64>(op, output, inputs),
+    }
+}
+
+/// Combines the inputs of some ranks that are a subtree, for others to go on with: `output` is of [`accumulator`],
+/// neither rounded nor divided. No input is the output.
+pub(crate) fn partial(dtype: DType, op: ReduceOp, output: &mut [u8], inputs: &[Input<'_>]) {
+    let op = if op == ReduceOp::Avg { ReduceOp::Sum } else { op };
+    match dtype {
+        DType::BF16 => combine::<bf16, f32>(op, output, inputs),
+        DType::F16 => combine::<f16, f32>(op, output, inputs),
+        _ => reduce(dtype, op, output, inputs),
+    }
+}
+
+/// What elements are combined in.
+pub(crate) fn accumulator(dtype: DType) -> DType {
+    match dtype {
+        DType::BF16 | DType::F16 => DType::F32,
+        own => own,
+    }
+}
+
+fn combine<T: Element, O: Element<Acc = T::Acc>>(op: ReduceOp, output: &mut [u8], inputs: &[Input<'_>]) {
     let output = bytemuck::cast_slice_mut(output);
-    let ranks = inputs.len();
+    let ranks = inputs.iter().map(Input::ranks).sum();
     match op {
-        ReduceOp::Sum => fold::<T>(output, inputs, T::Acc::add, |x| x),
-        ReduceOp::Avg => fold::<T>(output, inputs, T::Acc::add, |x| x.divided(ranks)),
-        ReduceOp::Min => fold::<T>(output, inputs, T::Acc::min, |x| x),
-        ReduceOp::Max => fold::<T>(output, inputs, T::Acc::max, |x| x),
-        ReduceOp::Product => fold::<T>(output, inputs, T::Acc::mul, |x| x),
+        ReduceOp::Sum => fold::<T, O>(output, inputs, T::Acc::add, |x| x),
+        ReduceOp::Avg => fold::<T, O>(output, inputs, T::Acc::add, |x| x.divided(ranks)),
+        ReduceOp::Min => fold::<T, O>(output, inputs, T::Acc::min, |x| x),
+        ReduceOp::Max => fold::<T, O>(output, inputs, T::Acc::max, |x| x),
+        ReduceOp::Product => fold::<T, O>(output, inputs, T::Acc::mul, |x| x),
     }
 }
 
 /// One function for each dtype and operation, so that the compiler sees small loops.
-fn fold<T: Element>(
-    output: &mut [T],
+fn fold<T: Element, O: Element<Acc = T::Acc>>(
+    output: &mut [O],
     inputs: &[Input<'_>],
     f: impl Fn(T::Acc, T::Acc) -> T::Acc + Copy,
     finish: impl Fn(T::Acc) -> T::Acc + Copy,
@@ -53,47 +90,47 @@ fn fold<T: Element>(
     #[cfg(target_arch = "x86_64")]
     if std::arch::is_x86_feature_detected!("avx512bw") && std::arch::is_x86_feature_detected!("avx512vl") {
         // SAFETY: the processor has AVX-512 BW, which includes F, and VL.
-        unsafe { fold_with_avx512(output, inputs, f, finish) };
+        unsafe { fold_with_avx512::<T, O>(output, inputs, f, finish) };
         return;
     }
     #[cfg(target_arch = "x86_64")]
     if std::arch::is_x86_feature_detected!("avx2") {
         // SAFETY: the processor has AVX2.
-        unsafe { fold_with_avx2(output, inputs, f, finish) };
+        unsafe { fold_with_avx2::<T, O>(output, inputs, f, finish) };
         return;
     }
-    fold_inlined(output, inputs, f, finish);
+    fold_inlined::<T, O>(output, inputs, f, finish);
 }
 
 /// The same code for processors with wider vectors. The bits are the same: it has no fused operations. (With AVX-512
 /// reductions of BF16 are half as fast again.)
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-fn fold_with_avx2<T: Element>(
-    output: &mut [T],
+fn fold_with_avx2<T: Element, O: Element<Acc = T::Acc>>(
+    output: &mut [O],
     inputs: &[Input<'_>],
     f: impl Fn(T::Acc, T::Acc) -> T::Acc + Copy,
     finish: impl Fn(T::Acc) -> T::Acc + Copy,
 ) {
-    fold_inlined(output, inputs, f, finish);
+    fold_inlined::<T, O>(output, inputs, f, finish);
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512bw,avx512vl")]
-fn fold_with_avx512<T: Element>(
-    output: &mut [T],
+fn fold_with_avx512<T: Element, O: Element<Acc = T::Acc>>(
+    output: &mut [O],
     inputs: &[Input<'_>],
     f: impl Fn(T::Acc, T::Acc) -> T::Acc + Copy,
     finish: impl Fn(T::Acc) -> T::Acc + Copy,
 ) {
-    fold_inlined(output, inputs, f, finish);
+    fold_inlined::<T, O>(output, inputs, f, finish);
 }
 
 // Everything below is inlined into the functions above, to be compiled for the instructions that each may use.
 
 #[inline(always)]
-fn fold_inlined<T: Element>(
-    output: &mut [T],
+fn fold_inlined<T: Element, O: Element<Acc = T::Acc>>(
+    output: &mut [O],
     inputs: &[Input<'_>],
     f: impl Fn(T::Acc, T::Acc) -> T::Acc + Copy,
     finish: impl Fn(T::Acc) -> T::Acc + Copy,
@@ -106,209 +143,107 @@ fn fold_inlined<T: Element>(
             (Input::Bytes(a), Input::Bytes(b)) => {
                 let (a, b): (&[T], &[T]) = (bytemuck::cast_slice(a), bytemuck::cast_slice(b));
                 for ((o, &a), &b) in output.iter_mut().zip(a).zip(b) {
-                    *o = T::narrow(finish(f(a.widen(), b.widen())));
+                    *o = O::narrow(finish(f(a.widen(), b.widen())));
                 }
                 return;
             }
             (Input::Bytes(a), Input::Output) => {
                 for (o, &a) in output.iter_mut().zip(bytemuck::cast_slice::<u8, T>(a)) {
-                    *o = T::narrow(finish(f(a.widen(), o.widen())));
+                    *o = O::narrow(finish(f(a.widen(), o.widen())));
                 }
                 return;
             }
             (Input::Output, Input::Bytes(b)) => {
                 for (o, &b) in output.iter_mut().zip(bytemuck::cast_slice::<u8, T>(b)) {
-                    *o = T::narrow(finish(f(o.widen(), b.widen())));
+                    *o = O::narrow(finish(f(o.widen(), b.widen())));
                 }
                 return;
             }
-            (Input::Output, Input::Output) => {}
+            _ => {}
         }
     }
-    let (mut acc, mut next) = ([T::Acc::default(); BLOCK], [T::Acc::default(); BLOCK]);
+    // As many as are open at once: one a level, and one that is to be combined with the last.
+    let ranks: usize = inputs.iter().map(Input::ranks).sum();
+    let len = (ROOM / (ranks.max(1).ilog2() as usize + 2)).min(BLOCK) / VECTORS * VECTORS;
+    let mut room = [T::Acc::default(); ROOM];
+    let mut levels = [0; ROOM / VECTORS];
     let mut start = 0;
-    for out in output.chunks_mut(BLOCK) {
-        let (acc, next) = (&mut acc[..out.len()], &mut next[..out.len()]);
-        for (rank, input) in inputs.iter().enumerate() {
-            let source: &[T] = match input {
-                Input::Output => out,
-                Input::Bytes(bytes) => &bytemuck::cast_slice(bytes)[start..start + out.len()],
+    for out in output.chunks_mut(len) {
+        let (mut open, mut rank) = (0, 0);
+        let mut rest = inputs;
+        while let [input, others @ ..] = rest {
+            let acc = &mut room[open * len..][..out.len()];
+            let here = start..start + out.len();
+            rest = others;
+            levels[open] = match (input, others) {
+                (&Input::Partial(bytes, ranks), _) => {
+                    acc.copy_from_slice(&bytemuck::cast_slice(bytes)[here]);
+                    ranks.next_power_of_two().ilog2()
+                }
+                (_, [next @ (Input::Output | Input::Bytes(_)), others @ ..]) if T::DIRECT && rank % 2 == 0 => {
+                    let (a, b): (&[T], &[T]) = (source(input, out, here.clone()), source(next, out, here));
+                    for ((acc, &a), &b) in acc.iter_mut().zip(a).zip(b) {
+                        *acc = f(a.widen(), b.widen());
+                    }
+                    rank += next.ranks();
+                    rest = others;
+                    1
+                }
+                _ => {
+                    T::widen_all(source(input, out, here), acc);
+                    0
+                }
             };
-            if rank == 0 {
-                T::widen_all(source, acc);
-            } else if T::DIRECT {
-                for (acc, &x) in acc.iter_mut().zip(source) {
-                    *acc = f(*acc, x.widen());
+            rank += input.ranks();
+            open += 1;
+            // The last two are combined below.
+            while open > 1
+                && (levels[open - 1] == levels[open - 2] || rest.is_empty())
+                && (open > 2 || !rest.is_empty())
+            {
+                open -= 1;
+                let (before, last) = room.split_at_mut(open * len);
+                for (acc, &last) in before[(open - 1) * len..][..out.len()].iter_mut().zip(&*last) {
+                    *acc = f(*acc, last);
                 }
-            } else {
-                T::widen_all(source, next);
-                for (acc, &next) in acc.iter_mut().zip(&*next) {
-                    *acc = f(*acc, next);
-                }
+                levels[open - 1] += 1;
             }
         }
-        for acc in &mut *acc {
-            *acc = finish(*acc);
+        let (acc, last) = room.split_at_mut(len);
+        let (acc, last) = (&mut acc[..out.len()], &last[..out.len()]);
+        match open {
+            2 if O::DIRECT => {
+                for ((out, &acc), &last) in out.iter_mut().zip(&*acc).zip(last) {
+                    *out = O::narrow(finish(f(acc, last)));
+                }
+            }
+            2 => {
+                acc.iter_mut().zip(last).for_each(|(acc, &last)| *acc = finish(f(*acc, last)));
+                O::narrow_all(acc, out);
+            }
+            _ => {
+                acc.iter_mut().for_each(|acc| *acc = finish(*acc));
+                O::narrow_all(acc, out);
+            }
         }
-        T::narrow_all(acc, out);
         start += out.len();
     }
 }
 
-/// An element as it is stored, with the type it is combined in.
-trait Element: Pod {
-    type Acc: Number;
-    /// Whether a loop over single elements is as fast as one over slices.
-    const DIRECT: bool = true;
-    fn widen(self) -> Self::Acc;
-    fn narrow(acc: Self::Acc) -> Self;
-    #[inline(always)]
-    fn widen_all(source: &[Self], acc: &mut [Self::Acc]) {
-        for (acc, &x) in acc.iter_mut().zip(source) {
-            *acc = x.widen();
-        }
-    }
-    #[inline(always)]
-    fn narrow_all(acc: &[Self::Acc], out: &mut [Self]) {
-        for (out, &x) in out.iter_mut().zip(acc) {
-            *out = Self::narrow(x);
-        }
+/// What a rank has of a block, which is `here` in what is not in the output.
+#[inline(always)]
+fn source<'a, T: Element, O: Element>(input: &Input<'a>, out: &'a [O], here: Range<usize>) -> &'a [T] {
+    match *input {
+        // Where this is asked for, both types are the same.
+        Input::Output => bytemuck::cast_slice(out),
+        Input::Bytes(bytes) | Input::Partial(bytes, _) => &bytemuck::cast_slice(bytes)[here],
     }
 }
-
-macro_rules! native {
-    ($($t:ty),*) => {$(
-        impl Element for $t {
-            type Acc = $t;
-            #[inline(always)]
-            fn widen(self) -> $t {
-                self
-            }
-            #[inline(always)]
-            fn narrow(acc: $t) -> $t {
-                acc
-            }
-        }
-    )*};
-}
-native!(u8, u32, i64, f32, f64);
-
-impl Element for bf16 {
-    type Acc = f32;
-    #[inline(always)]
-    fn widen(self) -> f32 {
-        f32::from_bits(u32::from(self.to_bits()) << 16)
-    }
-    /// `bf16::from_f32` without its branch, which keeps loops from being vectorised.
-    #[inline(always)]
-    fn narrow(acc: f32) -> bf16 {
-        let bits = acc.to_bits();
-        let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
-        bf16::from_bits(if acc.is_nan() { (bits >> 16) | 0x40 } else { rounded } as u16)
-    }
-}
-
-impl Element for f16 {
-    type Acc = f32;
-    const DIRECT: bool = false;
-    #[inline(always)]
-    fn widen(self) -> f32 {
-        self.to_f32()
-    }
-    #[inline(always)]
-    fn narrow(acc: f32) -> f16 {
-        f16::from_f32(acc)
-    }
-    #[inline(always)]
-    fn widen_all(source: &[f16], acc: &mut [f32]) {
-        source.convert_to_f32_slice(acc);
-    }
-    #[inline(always)]
-    fn narrow_all(acc: &[f32], out: &mut [f16]) {
-        out.convert_from_f32_slice(acc);
-    }
-}
-
-/// What reductions compute in. Integers wrap around; a NaN makes the smallest and the largest NaN, as in PyTorch.
-trait Number: Copy + Default {
-    fn add(self, other: Self) -> Self;
-    fn mul(self, other: Self) -> Self;
-    fn min(self, other: Self) -> Self;
-    fn max(self, other: Self) -> Self;
-    fn divided(self, by: usize) -> Self;
-}
-
-macro_rules! integer {
-    ($($t:ty),*) => {$(
-        impl Number for $t {
-            #[inline(always)]
-            fn add(self, other: Self) -> Self {
-                self.wrapping_add(other)
-            }
-            #[inline(always)]
-            fn mul(self, other: Self) -> Self {
-                self.wrapping_mul(other)
-            }
-            #[inline(always)]
-            fn min(self, other: Self) -> Self {
-                Ord::min(self, other)
-            }
-            #[inline(always)]
-            fn max(self, other: Self) -> Self {
-                Ord::max(self, other)
-            }
-            // Averages of integers are refused before they get here.
-            #[inline(always)]
-            fn divided(self, by: usize) -> Self {
-                self / by as $t
-            }
-        }
-    )*};
-}
-integer!(u8, u32, i64);
-
-macro_rules! float {
-    ($($t:ty),*) => {$(
-        impl Number for $t {
-            #[inline(always)]
-            fn add(self, other: Self) -> Self {
-                self + other
-            }
-            #[inline(always)]
-            fn mul(self, other: Self) -> Self {
-                self * other
-            }
-            #[inline(always)]
-            fn min(self, other: Self) -> Self {
-                if self < other || self.is_nan() { self } else { other }
-            }
-            #[inline(always)]
-            fn max(self, other: Self) -> Self {
-                if self > other || self.is_nan() { self } else { other }
-            }
-            #[inline(always)]
-            fn divided(self, by: usize) -> Self {
-                self / by as $t
-            }
-        }
-    )*};
-}
-float!(f32, f64);
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
-
-    #[test]
-    fn bf16_rounds_as_the_half_crate_does() {
-        for high in 0..=u16::MAX {
-            for low in [0u32, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
-                let x = f32::from_bits(u32::from(high) << 16 | low);
-                assert_eq!(bf16::narrow(x).to_bits(), bf16::from_f32(x).to_bits(), "{x:e}");
-            }
-        }
-    }
 
     #[test]
     fn not_a_number_is_not_lost() {
@@ -326,16 +261,29 @@ mod tests {
         }
     }
 
+    /// The sum as it is defined: of the largest power of two ranks that leaves some, and of these.
+    fn tree(values: &[f32]) -> f32 {
+        match values {
+            [value] => *value,
+            _ => {
+                let (before, rest) = values.split_at(values.len().next_power_of_two() / 2);
+                tree(before) + tree(rest)
+            }
+        }
+    }
+
     proptest! {
         #[test]
-        fn half_precision_is_summed_in_single_precision_in_order_also_in_place(
-            columns in proptest::collection::vec(proptest::collection::vec(-100f32..100.0, 1300), 2..5),
-            len in 0usize..1300,
-            own in 0usize..4,
+        fn half_precision_is_summed_in_single_precision_as_a_tree_also_in_place_and_in_steps(
+            columns in proptest::collection::vec(proptest::collection::vec(-100f32..100.0, 1300), 2..20),
+            len in 1usize..1300,
+            own in 0usize..20,
+            subtree in 1u32..4,
+            which in 0u32..1024,
         ) {
             let own = own % columns.len();
             let expect = |round: fn(f32) -> f32| -> Vec<f32> {
-                let sum = |i: usize| columns.iter().map(|c| round(c[i])).reduce(|a, b| a + b).unwrap();
+                let sum = |i: usize| tree(&columns.iter().map(|c| round(c[i])).collect::<Vec<_>>());
                 (0..len).map(|i| round(sum(i) / columns.len() as f32)).collect()
             };
             let bf: Vec<Vec<bf16>> = columns.iter().map(|c| c.iter().map(|&x| bf16::from_f32(x)).collect()).collect();
@@ -354,6 +302,26 @@ mod tests {
             let inputs: Vec<_> = hf.iter().map(|c| Input::Bytes(bytemuck::cast_slice(&c[..len]))).collect();
             reduce(DType::F16, ReduceOp::Avg, bytemuck::cast_slice_mut(&mut out), &inputs);
             prop_assert_eq!(out.iter().map(|x| x.to_f32()).collect::<Vec<_>>(), expect(|x| f16::from_f32(x).to_f32()));
+
+            // Some subtrees first.
+            for (dtype, all) in [
+                (DType::F16, &inputs),
+                (DType::F32, &columns.iter().map(|c| Input::Bytes(bytemuck::cast_slice(&c[..len]))).collect()),
+            ] {
+                let blocks: Vec<_> = all.chunks(1 << subtree).collect();
+                let mut sums = vec![vec![0f32; len]; blocks.len()];
+                for (block, sum) in blocks.iter().zip(&mut sums) {
+                    partial(dtype, ReduceOp::Avg, bytemuck::cast_slice_mut(sum), block);
+                }
+                let first = blocks.iter().zip(&sums).enumerate().flat_map(|(at, (block, sum))| match which >> at & 1 {
+                    0 => block.to_vec(),
+                    _ => vec![Input::Partial(bytemuck::cast_slice(sum), block.len())],
+                });
+                let (mut whole, mut stepped) = (vec![0; len * dtype.size()], vec![0; len * dtype.size()]);
+                reduce(dtype, ReduceOp::Avg, &mut whole, all);
+                reduce(dtype, ReduceOp::Avg, &mut stepped, &first.collect::<Vec<_>>());
+                prop_assert!(whole == stepped, "{dtype}");
+            }
         }
     }
 }

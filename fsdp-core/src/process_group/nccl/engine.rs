@@ -140,7 +140,7 @@ impl DeviceEngine for Nccl {
 
     /// It adds up in the buffers' dtype, in an order of its own.
     fn promises(&self, host: Promises) -> Promises {
-        Promises { rank_order: false, f32_sums: false, ..host }
+        Promises { fixed_order: false, f32_sums: false, ..host }
     }
 
     /// A rank that compares waits for its peers, which may issue the collectives of two groups in another order than it

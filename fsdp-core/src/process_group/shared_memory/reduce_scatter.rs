@@ -1,4 +1,4 @@
-//! Reduce-scatter: a slot has a share for each peer, who combines what it got with its own in rank order.
+//! Reduce-scatter: a slot has a share for each peer, who combines what it got with its own.
 
 use super::{
     super::{
