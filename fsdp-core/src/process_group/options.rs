@@ -16,8 +16,9 @@ pub struct Options {
     /// Bytes that move at a time. A rank's shared memory is four times this. 128 KiB by default; rounded to what the
     /// ranks can share evenly.
     pub chunk_bytes: usize,
-    /// Whether ranks that share a host share what comes to it from others, where hosts are several. True by default;
-    /// it is so where all ranks want it.
+    /// Whether ranks that share a host share what comes to it from others, and add up what goes to others, where hosts
+    /// are several. Results have the same bits. For reductions it takes as much memory again as this rank's share of
+    /// the input, at most, in f32 for half precision. True by default; it is so where all ranks want it.
     pub hierarchy: bool,
     /// Which host this rank counts to: those with the same name share one, and have to be able to share its memory. By
     /// default found out.

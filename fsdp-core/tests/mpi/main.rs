@@ -24,10 +24,11 @@ fn main() {
 
 type Test = fn(&Mpi);
 
-const TRIALS: [(&str, Test); 9] = [
+const TRIALS: [(&str, Test); 10] = [
     ("mpi_conforms", conforms),
     ("a_hierarchy_conforms", hierarchy_conforms),
     ("a_hierarchy_has_the_bits_of_shared_memory", hierarchy_bits),
+    ("all_ranks_have_to_want_a_hierarchy", hierarchy_is_wanted),
     ("groups_of_one_host_see_a_killed_rank", killed_within),
     ("sums_have_the_bits_of_shared_memory", bits),
     ("a_killed_rank_ends_the_job", killed),
@@ -36,7 +37,7 @@ const TRIALS: [(&str, Test); 9] = [
     ("a_rank_that_another_launcher_started_is_told", alone),
 ];
 
-const PROMISES: Promises = Promises { rank_order: true, f32_sums: true, sees_death: false };
+const PROMISES: Promises = Promises { fixed_order: true, f32_sums: true, sees_death: false };
 
 fn conforms(mpi: &Mpi) {
     conformance::run(PROMISES, &|trial| ranks::start(mpi, &format!("conforms {}", trial.name), trial.size).said);
@@ -61,8 +62,14 @@ fn hierarchy_conforms(mpi: &Mpi) {
 }
 
 fn hierarchy_bits(mpi: &Mpi) {
-    for (hosts, size) in [("pairs", 3), ("pairs", 4), ("pairs", 6), ("turns", 5)] {
+    for (hosts, size) in [("pairs", 3), ("pairs", 4), ("turns", 4), ("pairs", 6), ("fours", 6), ("fours", 8)] {
         assert_eq!(ranks::start(mpi, &format!("{hosts} bits"), size).said, vec!["done"; size], "{mpi:?}, {hosts}");
+    }
+}
+
+fn hierarchy_is_wanted(mpi: &Mpi) {
+    for (role, expected) in [("share hosts", "true"), ("share no hosts", "false")] {
+        assert_eq!(ranks::start(mpi, &format!("pairs {role}"), 4).said, vec![expected; 4], "{mpi:?}, {role}");
     }
 }
 

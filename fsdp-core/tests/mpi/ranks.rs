@@ -31,7 +31,7 @@ fn folder() -> PathBuf {
 }
 
 fn play(command: &mut Command, mpi: &Mpi, role: &str, folder: &PathBuf) -> Child {
-    for name in ["RANK", "WORLD_SIZE", "FSDP_BACKEND"] {
+    for name in ["RANK", "WORLD_SIZE", "FSDP_BACKEND", "FSDP_HIERARCHY"] {
         command.env_remove(name);
     }
     if let Some(library) = &mpi.library {

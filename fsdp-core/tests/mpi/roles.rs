@@ -15,23 +15,30 @@ pub(crate) fn play(role: &str) {
         Err(_) => RankEnv::from_env().unwrap(),
     };
     let (hosts, role) = match role.split_once(' ') {
-        Some((hosts @ ("pairs" | "turns"), role)) => (Some(hosts), role),
+        Some((hosts @ ("pairs" | "fours" | "turns"), role)) => (Some(hosts), role),
         _ => (None, role),
     };
     let on_hosts = |options: Options| match hosts {
-        // Small steps, so that what the suite moves is not all short.
-        Some("pairs") => options.with_host(format!("host {}", env.rank / 2)).with_chunk_bytes(64),
+        Some("pairs") => options.with_host(format!("host {}", env.rank / 2)),
+        Some("fours") => options.with_host(format!("host {}", env.rank / 4)),
         Some(_) => options.with_host(format!("host {}", env.rank % 2)),
         None => options,
     };
+    // Small steps, so that what the suite moves is not all short.
+    let in_steps = |options: Options| match hosts {
+        Some("pairs") => on_hosts(options).with_chunk_bytes(64),
+        _ => on_hosts(options),
+    };
     let said = match role {
-        "bits" => bits(&env, hosts),
+        "bits" => bits(&env, &on_hosts),
         "loses one" => loses_one(&env),
         "loses one within" => loses_one_within(&env, on_hosts(options())),
         "side by side" => side_by_side(&env),
         "init" => init(&env),
+        "share hosts" => shares_hosts(&env, on_hosts(options()), None),
+        "share no hosts" => shares_hosts(&env, on_hosts(options()), (env.rank == 1).then_some("0")),
         other => match other.strip_prefix("conforms ") {
-            Some(trial) => conformance::take_part(trial, &|options| mpi::connect(&env, on_hosts(options))),
+            Some(trial) => conformance::take_part(trial, &|options| mpi::connect(&env, in_steps(options))),
             None => panic!("no role {other}"),
         },
     };
@@ -43,57 +50,68 @@ fn options() -> Options {
     Options::default().with_timeout(Duration::from_secs(60))
 }
 
-/// Numbers whose sums are rounded in every dtype.
+/// Numbers whose sums and products are rounded in every dtype of floats, and overflow in every other.
 fn values(rank: usize, len: usize, dtype: DType) -> Buffer {
-    let values = (0..len).map(|i| (((i * 37 + rank * 11) as f32).sin() * 1e3).exp2().rem_euclid(977.0) - 300.0);
+    let number = |at: usize| ((at * 8 + rank) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 20;
+    let float = |at: usize| {
+        let number = number(at);
+        (number % 1999) as f32 / 7.0 / (1 << (number >> 20 & 7)) as f32 - 9.0
+    };
     match dtype {
-        DType::F32 => Buffer::F32(values.collect()),
-        DType::BF16 => Buffer::BF16(values.map(bf16::from_f32).collect()),
-        _ => Buffer::F16(values.map(f16::from_f32).collect()),
+        DType::U8 => Buffer::U8((0..len).map(|at| number(at) as u8).collect()),
+        DType::U32 => Buffer::U32((0..len).map(|at| number(at) as u32).collect()),
+        DType::I64 => Buffer::I64((0..len).map(|at| number(at) as i64 - (1 << 40)).collect()),
+        DType::BF16 => Buffer::BF16((0..len).map(|at| bf16::from_f32(float(at))).collect()),
+        DType::F16 => Buffer::F16((0..len).map(|at| f16::from_f32(float(at))).collect()),
+        DType::F32 => Buffer::F32((0..len).map(float).collect()),
+        _ => Buffer::F64((0..len).map(|at| f64::from(float(at)) / 3.0).collect()),
     }
 }
 
-/// Both groups sum the same.
-fn bits(env: &RankEnv, hosts: Option<&str>) -> String {
-    // Short messages, and longer ones than any step.
-    for chunk_bytes in [1 << 10, 128 << 10] {
+/// Groups over MPI and over shared memory give the same.
+fn bits(env: &RankEnv, on_hosts: &dyn Fn(Options) -> Options) -> String {
+    let (rank, size) = (env.rank, env.world_size);
+    let lists = [&DType::ALL[..], &[DType::F32], &[DType::BF16]];
+    // Even, uneven, empty for the first rank, and empty for all but the last.
+    let shares: [&dyn Fn(usize) -> usize; 4] =
+        [&|_| 1000, &|rank| 70 + 311 * rank, &|rank| rank * 4003, &|of| if of + 1 == size { 7 } else { 0 }];
+    // Messages in many steps, and in one.
+    for chunk_bytes in [1 << 10, 16 << 10] {
         let options = options().with_chunk_bytes(chunk_bytes);
         let shared = shm::connect(env, options.clone()).unwrap();
-        let (rank, size) = (env.rank, env.world_size);
-        let options = match hosts {
-            Some("pairs") => options.with_host(format!("host {}", rank / 2)),
-            Some(_) => options.with_host(format!("host {}", rank % 2)),
-            None => options,
-        };
-        let over_mpi = mpi::connect(env, options).unwrap();
-        for op in [ReduceOp::Sum, ReduceOp::Avg] {
-            for dtype in [DType::F32, DType::BF16, DType::F16] {
-                // Even, uneven, empty for the first rank, and empty for all but the last.
-                let shares: [&dyn Fn(usize) -> usize; 4] =
-                    [&|_| 1000, &|rank| 70 + 1311 * rank, &|rank| rank * 333_333, &|of| {
-                        if of + 1 == size { 7 } else { 0 }
-                    }];
-                for share in shares {
-                    let counts: Vec<usize> = (0..size).map(share).collect();
-                    let len = counts.iter().sum();
-                    let sum = |group: &ProcessGroup| {
-                        let part = || ScatterPart { input: values(rank, len, dtype), counts: counts.clone() };
-                        let scattered = group.reduce_scatter(vec![part(), part()], op, Heap::shared());
-                        let reduced = group.all_reduce(vec![values(rank, len, dtype), values(rank, 3, dtype)], op);
-                        let input = Arc::new(values(rank, counts[rank], dtype));
-                        let gathered =
-                            group.all_gather(vec![GatherPart { input, counts: counts.clone() }], Heap::shared());
-                        let sent = vec![values(rank, len, dtype), values(rank, 70_001, dtype)];
-                        let told = group.broadcast(sent, size - 1);
-                        [scattered, reduced, gathered, told].map(|work| work.wait().unwrap())
-                    };
-                    let (ours, theirs) = (sum(&over_mpi), sum(&shared));
-                    let bytes = |all: &[Vec<Buffer>; 4]| -> Vec<Vec<u8>> {
-                        all.iter().flatten().map(|buffer| buffer.bytes().to_vec()).collect()
-                    };
-                    if bytes(&ours) != bytes(&theirs) {
-                        return format!("{op:?} of {dtype}, {counts:?}: other bits than shared memory's");
-                    }
+        let over_mpi = mpi::connect(env, on_hosts(options)).unwrap();
+        for (dtypes, share) in lists.iter().flat_map(|list| shares.iter().map(move |share| (*list, share))) {
+            let counts: Vec<usize> = (0..size).map(share).collect();
+            let len = counts.iter().sum();
+            let ours = |op, len: usize| -> Vec<Buffer> {
+                let has_one = |dtype: &&DType| op != ReduceOp::Avg || dtype.is_float();
+                dtypes.iter().filter(has_one).map(|dtype| values(rank, len, *dtype)).collect()
+            };
+            let moved = |group: &ProcessGroup| {
+                let gather = ours(ReduceOp::Sum, counts[rank]).into_iter().map(|input| {
+                    let counts = counts.clone();
+                    GatherPart { input: Arc::new(input), counts }
+                });
+                let gathered = group.all_gather(gather.collect(), Heap::shared());
+                let told = group.broadcast(ours(ReduceOp::Sum, len), size - 1);
+                [gathered, told].map(|work| work.wait().unwrap())
+            };
+            if moved(&over_mpi) != moved(&shared) {
+                return format!("{dtypes:?}, {counts:?}: other elements than shared memory's");
+            }
+            for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product] {
+                let sum = |group: &ProcessGroup| {
+                    let part = |input| ScatterPart { input, counts: counts.clone() };
+                    let parts = ours(op, len).into_iter().map(part).collect();
+                    let scattered = group.reduce_scatter(parts, op, Heap::shared());
+                    let reduced = group.all_reduce([ours(op, len), ours(op, 3)].concat(), op);
+                    [scattered, reduced].map(|work| work.wait().unwrap())
+                };
+                let bytes = |all: [Vec<Buffer>; 2]| -> Vec<Vec<u8>> {
+                    all.iter().flatten().map(|buffer| buffer.bytes().to_vec()).collect()
+                };
+                if bytes(sum(&over_mpi)) != bytes(sum(&shared)) {
+                    return format!("{op:?} of {dtypes:?}, {counts:?}: other bits than shared memory's");
                 }
             }
         }
@@ -174,4 +192,19 @@ fn init(env: &RankEnv) -> String {
         Ok(world) => world.all_reduce_scalar(env.rank as u32 + 1, ReduceOp::Sum).unwrap().to_string(),
         Err(error) => error.to_string(),
     }
+}
+
+/// Whether a world that a program makes has groups that share a host's memory.
+fn shares_hosts(env: &RankEnv, options: Options, hierarchy: Option<&str>) -> String {
+    // SAFETY: no other thread runs yet.
+    unsafe { std::env::set_var("FSDP_BACKEND", "mpi") };
+    if let Some(value) = hierarchy {
+        // SAFETY: as above.
+        unsafe { std::env::set_var("FSDP_HIERARCHY", value) };
+    }
+    let world = process_group::init(env, options).unwrap();
+    let host = world.split(world.rank() / 2, 0).unwrap();
+    assert_eq!(host.all_reduce_scalar(1u32, ReduceOp::Sum).unwrap(), 2);
+    // Within a host the system says when a rank dies.
+    host.promises().sees_death.to_string()
 }

@@ -64,6 +64,21 @@ impl Stream {
         Stream::new(parts.into_iter().map(|(dtype, counts)| range(counts, rank, dtype)))
     }
 
+    /// A stream of some parts of this one.
+    pub(crate) fn of_parts(&self, is_one: impl Fn(usize) -> bool) -> Self {
+        let mut some = Stream::default();
+        for stretch in self.stretches.iter().filter(|stretch| is_one(stretch.part)) {
+            some.stretches.push(Stretch { start: some.len, ..stretch.clone() });
+            some.len = some.end().next_multiple_of(ALIGN);
+        }
+        some
+    }
+
+    /// Where the last byte of a part ends in the stream.
+    pub(crate) fn end(&self) -> usize {
+        self.stretches.last().map_or(0, |stretch| stretch.start + stretch.bytes.len())
+    }
+
     /// Bytes of the stream, padding included.
     pub(crate) fn len(&self) -> usize {
         self.len

@@ -16,8 +16,10 @@ use super::{
         parts::{ExchangePart, GatherPart, Op, ScatterPart},
         shared_memory::shm,
     },
-    exchange::{Arrival, Combined, Exchange, INLINE, Phase, Side},
+    exchange::{Exchange, INLINE},
     hosts::{Hosts, slices},
+    phase::{Lane, Output, Phase},
+    sums::Sums,
     wire::Wire,
 };
 use crate::{Allocator, Buffer, DType, DeviceId, Error, RankEnv, ReduceOp, Result};
@@ -47,13 +49,23 @@ impl Engine {
     }
 
     fn exchange(&mut self, at: &Collective<'_>, buffers: Vec<Buffer>, phases: &[Phase]) -> Result<Vec<Buffer>> {
-        Exchange { wire: &mut self.wire, collective: at }.run(buffers, phases)
+        Exchange { wire: &mut self.wire, collective: at, partials: vec![] }.run(buffers, phases)
     }
 
-    /// A stream for each rank; nothing for this one, which sends itself nothing.
-    fn streams(&self, of: impl Fn(usize) -> Stream) -> Vec<Stream> {
+    /// A lane for each rank; nothing for this one, which sends itself nothing.
+    fn lanes(&self, first: usize, of: impl Fn(usize) -> Stream) -> Vec<Lane> {
         let rank = self.wire.line.rank;
-        (0..self.wire.size()).map(|peer| if peer == rank { Stream::default() } else { of(peer) }).collect()
+        let stream = |peer| if peer == rank { Stream::default() } else { of(peer) };
+        (0..self.wire.size()).map(|peer| Lane::from(first, stream(peer))).collect()
+    }
+
+    /// The phases of a reduction that moves so many bytes for a rank, and the pages that they want.
+    fn sums(&self, sums: &Sums<'_>, longest: usize) -> (Vec<Phase>, Vec<usize>) {
+        let rank = self.wire.line.rank;
+        match self.hosts(longest) {
+            Some(hosts) => sums.over(hosts, rank),
+            None => (vec![sums.flat(rank, self.wire.size())], vec![]),
+        }
     }
 
     fn all_gather(
@@ -80,9 +92,8 @@ impl Engine {
             let phases = hosts.gather(rank, &stream);
             return self.exchange(at, outputs, &phases);
         }
-        let sends = Side { streams: self.streams(|_| own.clone()), first: 0 };
-        let arrival = Arrival::Placed(Side { streams: self.streams(stream), first: 0 });
-        self.exchange(at, outputs, &[Phase { sends, arrival }])
+        let phase = Phase::placed(self.lanes(0, |_| own.clone()), self.lanes(0, stream));
+        self.exchange(at, outputs, &[phase])
     }
 
     fn reduce_scatter(
@@ -96,14 +107,14 @@ impl Engine {
         let take = |part: &ScatterPart| take(memory, part.input.dtype(), part.counts[rank], rank);
         let outputs = parts.iter().map(take).collect::<Result<Vec<_>>>()?;
         let stream = |of| Stream::of_counts(parts.iter().map(|p| (p.input.dtype(), &p.counts[..])), of);
-        let sends = Side { streams: self.streams(stream), first: 0 };
-        let starts = parts.iter().map(|p| range(&p.counts, rank, p.input.dtype()).start).collect();
-        let dtypes = parts.iter().map(|part| part.input.dtype()).collect();
-        let outputs_at = Some((parts.len(), starts));
-        let arrival = Arrival::Combined(Combined { op, dtypes, stream: stream(rank), outputs: outputs_at });
-        let count = parts.len();
+        let dtypes: Vec<DType> = parts.iter().map(|part| part.input.dtype()).collect();
+        let (count, starts) = (parts.len(), parts.iter().map(|p| range(&p.counts, rank, p.input.dtype()).start));
+        let output = Output::Buffers { first: count, starts: starts.collect() };
+        let longest = (0..self.wire.size()).map(|of| stream(of).len()).max();
+        let sums = Sums { op, dtypes: &dtypes, of: &stream, output, buffers: 2 * count };
+        let (phases, partials) = self.sums(&sums, longest.unwrap_or(0));
         let buffers = parts.into_iter().map(|part| part.input).chain(outputs).collect();
-        let buffers = self.exchange(at, buffers, &[Phase { sends, arrival }])?;
+        let buffers = Exchange { wire: &mut self.wire, collective: at, partials }.run(buffers, &phases)?;
         Ok(give_back(buffers, count, memory))
     }
 
@@ -111,23 +122,18 @@ impl Engine {
         let (rank, size) = (self.wire.line.rank, self.wire.size());
         let stream = Stream::new(buffers.iter().map(|buffer| 0..buffer.bytes().len()));
         let dtypes: Vec<DType> = buffers.iter().map(Buffer::dtype).collect();
-        let combined = |stream| Arrival::Combined(Combined { op, dtypes: dtypes.clone(), stream, outputs: None });
+        let sums = |of| Sums { op, dtypes: &dtypes, of, output: Output::Own, buffers: buffers.len() };
         if stream.len() <= INLINE.min(self.wire.step) && stream.len() * (size - 1) <= WHOLE {
-            let sends = Side { streams: self.streams(|_| stream.clone()), first: 0 };
-            return self.exchange(at, buffers, &[Phase { sends, arrival: combined(stream) }]);
+            let phase = sums(&|_| stream.clone()).flat(rank, size);
+            return self.exchange(at, buffers, &[phase]);
         }
         let slice = slices(&stream, size);
-        let scatter = Side { streams: self.streams(&slice), first: 0 };
-        let gather = match self.hosts(stream.len()) {
-            Some(hosts) => hosts.gather(rank, &slice).to_vec(),
-            None => {
-                let sends = Side { streams: self.streams(|_| slice(rank)), first: 0 };
-                vec![Phase { sends, arrival: Arrival::Placed(scatter.clone()) }]
-            }
-        };
-        let scatter = Phase { sends: scatter, arrival: combined(slice(rank)) };
-        let phases: Vec<_> = [scatter].into_iter().chain(gather).collect();
-        self.exchange(at, buffers, &phases)
+        let (mut phases, partials) = self.sums(&sums(&slice), stream.len());
+        match self.hosts(stream.len()) {
+            Some(hosts) => phases.extend(hosts.gather(rank, &slice)),
+            None => phases.push(Phase::placed(self.lanes(0, |_| slice(rank)), self.lanes(0, &slice))),
+        }
+        Exchange { wire: &mut self.wire, collective: at, partials }.run(buffers, &phases)
     }
 
     fn broadcast(&mut self, at: &Collective<'_>, buffers: Vec<Buffer>, root: usize) -> Result<Vec<Buffer>> {
@@ -139,25 +145,22 @@ impl Engine {
         }
         let slice = slices(&stream, size);
         let is_root = rank == root;
-        let side = |is_so: &dyn Fn(usize) -> Option<Stream>| {
-            let streams = self.streams(|peer| is_so(peer).unwrap_or_default());
-            Side { streams, first: 0 }
-        };
+        let lanes = |is_so: &dyn Fn(usize) -> Option<Stream>| self.lanes(0, |peer| is_so(peer).unwrap_or_default());
         if size == 2 || stream.len() <= INLINE.min(self.wire.step) {
-            let sends = side(&|_| is_root.then(|| stream.clone()));
-            let arrival = Arrival::Placed(side(&|peer| (peer == root).then(|| stream.clone())));
-            return self.exchange(at, buffers, &[Phase { sends, arrival }]);
+            let sends = lanes(&|_| is_root.then(|| stream.clone()));
+            let phase = Phase::placed(sends, lanes(&|peer| (peer == root).then(|| stream.clone())));
+            return self.exchange(at, buffers, &[phase]);
         }
         // Each rank gets a slice and hands it on, so that the root sends everything once and not to everybody.
         let phases = [
-            Phase {
-                sends: side(&|peer| is_root.then(|| slice(peer))),
-                arrival: Arrival::Placed(side(&|peer| (peer == root).then(|| slice(rank)))),
-            },
-            Phase {
-                sends: side(&|peer| (peer != root).then(|| slice(rank))),
-                arrival: Arrival::Placed(side(&|peer| (!is_root).then(|| slice(peer)))),
-            },
+            Phase::placed(
+                lanes(&|peer| is_root.then(|| slice(peer))),
+                lanes(&|peer| (peer == root).then(|| slice(rank))),
+            ),
+            Phase::placed(
+                lanes(&|peer| (peer != root).then(|| slice(rank))),
+                lanes(&|peer| (!is_root).then(|| slice(peer))),
+            ),
         ];
         self.exchange(at, buffers, &phases)
     }
@@ -182,12 +185,11 @@ impl Engine {
         let of = |counts: fn(&ExchangePart) -> &[usize], peer| {
             Stream::of_counts(parts.iter().map(|p| (p.input.dtype(), counts(p))), peer)
         };
-        let sends = Side { streams: self.streams(|peer| of(|part| &part.send_counts, peer)), first: 0 };
-        let streams = self.streams(|peer| of(|part| &part.recv_counts, peer));
-        let arrival = Arrival::Placed(Side { streams, first: parts.len() });
         let count = parts.len();
+        let sends = self.lanes(0, |peer| of(|part| &part.send_counts, peer));
+        let phase = Phase::placed(sends, self.lanes(count, |peer| of(|part| &part.recv_counts, peer)));
         let buffers = parts.into_iter().map(|part| part.input).chain(outputs).collect();
-        let buffers = self.exchange(at, buffers, &[Phase { sends, arrival }])?;
+        let buffers = self.exchange(at, buffers, &[phase])?;
         Ok(give_back(buffers, count, memory))
     }
 }

@@ -1,6 +1,6 @@
 //! Running a collective: comparing what everybody issued, with the first bytes, and then rounds of messages.
 
-use std::{collections::VecDeque, sync::Arc};
+use std::{collections::VecDeque, ops::Range, sync::Arc};
 
 use super::{
     super::{
@@ -8,79 +8,21 @@ use super::{
         collective::Collective,
         host::{
             packing::{ALIGN, Piece, Stream},
-            reduce::{Input, reduce},
+            reduce::{Input, accumulator, partial, reduce},
         },
     },
     held::{Held, Page, Span, page},
     line::{Batch, Transfer, Way},
+    phase::{Combined, Lane, Output, Phase},
     wire::{ROUNDS, Trouble, Wire},
 };
-use crate::{Buffer, DType, Error, ReduceOp, Result};
+use crate::{Buffer, Error, Result};
 
 /// What travels with the announcement, at most.
 pub(super) const INLINE: usize = 4096;
 
-/// What goes to each rank, or comes from it: bytes of buffers, of which the `first` is part 0 of the streams.
-#[derive(Clone, Default)]
-pub(super) struct Side {
-    pub(super) streams: Vec<Stream>,
-    pub(super) first: usize,
-}
-
-/// What becomes of what arrives.
-#[derive(Clone)]
-pub(super) enum Arrival {
-    /// It has its place.
-    Placed(Side),
-    /// It is combined with what this rank has, in rank order.
-    Combined(Combined),
-}
-
-/// How it is combined.
-#[derive(Clone)]
-pub(super) struct Combined {
-    pub(super) op: ReduceOp,
-    pub(super) dtypes: Vec<DType>,
-    /// What comes from each peer, and what this rank has: bytes of the first buffers.
-    pub(super) stream: Stream,
-    /// Where results go, unless in the place of what this rank has: the first buffer, and where in this rank's share
-    /// of the input each of them begins.
-    pub(super) outputs: Option<(usize, Vec<usize>)>,
-}
-
-/// Messages of each rank to each other.
-#[derive(Clone)]
-pub(super) struct Phase {
-    pub(super) sends: Side,
-    pub(super) arrival: Arrival,
-}
-
-impl Phase {
-    /// Nothing moves.
-    pub(super) fn nothing(ranks: usize) -> Self {
-        let side = Side { streams: vec![Stream::default(); ranks], first: 0 };
-        Phase { sends: side.clone(), arrival: Arrival::Placed(side) }
-    }
-
-    fn sent(&self, to: usize) -> &Stream {
-        &self.sends.streams[to]
-    }
-
-    fn arriving(&self, from: usize) -> &Stream {
-        match &self.arrival {
-            Arrival::Placed(side) => &side.streams[from],
-            Arrival::Combined(combined) => &combined.stream,
-        }
-    }
-}
-
-/// The span of a piece.
-fn span(first: usize, piece: &Piece) -> Span {
-    Span { region: first + piece.part, bytes: piece.bytes.clone() }
-}
-
 /// Where in a page are the bytes that begin at `start`.
-fn within(page: usize, start: usize, bytes: &std::ops::Range<usize>) -> Span {
+fn within(page: usize, start: usize, bytes: &Range<usize>) -> Span {
     Span { region: page, bytes: start + bytes.start..start + bytes.end }
 }
 
@@ -102,6 +44,8 @@ struct Round {
 pub(super) struct Exchange<'a> {
     pub(super) wire: &'a mut Wire,
     pub(super) collective: &'a Collective<'a>,
+    /// Bytes of pages for partial results, which come behind the buffers.
+    pub(super) partials: Vec<usize>,
 }
 
 impl Exchange<'_> {
@@ -114,20 +58,21 @@ impl Exchange<'_> {
         let inline = self.inline();
         for (index, phase) in phases.iter().enumerate() {
             for peer in self.wire.line.peers() {
-                let is_short = |stream: &Stream| index == 0 && stream.len() <= inline;
-                let is_scattered = |stream: &Stream| {
-                    (0..stream.chunks(self.wire.step)).any(|round| only(stream, round, self.wire.step).is_none())
+                let is_short = |lane: &Lane| index == 0 && lane.stream.len() <= inline;
+                let is_scattered = |lane: &Lane| {
+                    let step = self.step(phase, lane);
+                    (0..lane.stream.chunks(step)).any(|round| only(&lane.stream, round, step).is_none())
                 };
-                let (sent, arriving) = (phase.sent(peer), phase.arriving(peer));
-                let is_combined = matches!(phase.arrival, Arrival::Combined(_)) && arriving.len() > 0;
+                let (sent, arriving) = (&phase.sends[peer], &phase.arrives[peer]);
+                let is_combined = phase.combined.is_some() && arriving.stream.len() > 0;
                 is_needed[peer] |= !is_short(sent) && is_scattered(sent);
                 is_needed[size + peer] |= !is_short(arriving) && (is_combined || is_scattered(arriving));
             }
         }
-        let pages: Vec<Page> = (0..ROUNDS)
-            .flat_map(|_| is_needed.clone())
-            .map(|is_needed| if is_needed { self.wire.page() } else { Page::new() })
-            .collect();
+        let partials = self.partials.iter().map(|&bytes| page(bytes));
+        let of_rounds = (0..ROUNDS).flat_map(|_| is_needed.clone());
+        let of_rounds = of_rounds.map(|is_needed| if is_needed { self.wire.page() } else { Page::new() });
+        let pages: Vec<Page> = partials.chain(of_rounds).collect();
         let held = Arc::new(Held::new(buffers, pages));
         let nothing = Phase::nothing(size);
         self.first(&held, phases.first().unwrap_or(&nothing))?;
@@ -136,12 +81,17 @@ impl Exchange<'_> {
             self.rounds(&held, phase, least)?;
         }
         let (buffers, pages) = self.alone(held)?;
-        pages.into_iter().for_each(|page| self.wire.keep(page));
+        pages.into_iter().skip(self.partials.len()).for_each(|page| self.wire.keep(page));
         Ok(buffers)
     }
 
     fn inline(&self) -> usize {
         INLINE.min(self.wire.step)
+    }
+
+    /// Bytes of a message in a lane.
+    fn step(&self, phase: &Phase, lane: &Lane) -> usize {
+        phase.step(self.wire.step) * lane.width
     }
 
     fn trouble(&self, trouble: Trouble) -> Error {
@@ -188,13 +138,13 @@ impl Exchange<'_> {
                 firsts.write(&within(peer, 0, &(0..HEAD))).copy_from_slice(&own[..HEAD]);
                 firsts.write(&within(peer, HEAD, &(0..row))).copy_from_slice(&own[FIXED..][..row]);
             }
-            let stream = phase.sent(peer);
+            let lane = &phase.sends[peer];
             let mut end = head;
-            if is_short(stream) {
-                for piece in stream.pieces(0, inline.next_multiple_of(ALIGN)) {
+            if is_short(&lane.stream) {
+                for piece in lane.stream.pieces(0, inline.next_multiple_of(ALIGN)) {
                     // SAFETY: as above.
                     unsafe {
-                        let from = held.read(&span(phase.sends.first, &piece));
+                        let from = held.read(&lane.span(&piece));
                         firsts.write(&within(peer, head, &piece.chunk)).copy_from_slice(from);
                     }
                     end = head + piece.chunk.end;
@@ -223,26 +173,27 @@ impl Exchange<'_> {
                 return Err(self.differ(own)?);
             }
         }
-        match &phase.arrival {
-            Arrival::Placed(side) => {
+        match &phase.combined {
+            None => {
                 for peer in self.wire.line.peers() {
-                    let stream = &side.streams[peer];
-                    for piece in stream.pieces(0, inline.next_multiple_of(ALIGN)).filter(|_| is_short(stream)) {
+                    let lane = &phase.arrives[peer];
+                    let pieces = lane.stream.pieces(0, inline.next_multiple_of(ALIGN));
+                    for piece in pieces.filter(|_| is_short(&lane.stream)) {
                         // SAFETY: these messages are done, and others have not begun.
                         unsafe {
                             let from = firsts.read(&within(size + peer, head, &piece.chunk));
-                            held.write(&span(side.first, &piece)).copy_from_slice(from);
+                            held.write(&lane.span(&piece)).copy_from_slice(from);
                         }
                     }
                 }
             }
-            Arrival::Combined(combined) if is_short(&combined.stream) => {
+            Some(combined) if is_short(&combined.stream) => {
                 for piece in combined.stream.pieces(0, inline.next_multiple_of(ALIGN)) {
                     // SAFETY: as above.
-                    unsafe { self.combine(held, combined, &piece, &firsts, |from| (size + from, head)) };
+                    unsafe { self.combine(held, combined, &piece, 0, &firsts, |from| (size + from, head)) };
                 }
             }
-            Arrival::Combined(_) => {}
+            Some(_) => {}
         }
         self.wire.firsts = self.alone(firsts)?.1;
         Ok(())
@@ -275,19 +226,23 @@ impl Exchange<'_> {
 
     /// Moves what is longer than `least`, in rounds. Those that go from place to place are all on their way at once.
     fn rounds(&mut self, held: &Arc<Held>, phase: &Phase, least: usize) -> Result<()> {
-        let step = self.wire.step;
         let peers: Vec<_> = self.wire.line.peers().collect();
-        let chunks = |stream: &Stream| if stream.len() > least { stream.chunks(step) } else { 0 };
-        let longest = peers.iter().map(|&peer| chunks(phase.sent(peer)).max(chunks(phase.arriving(peer)))).max();
+        let step = phase.step(self.wire.step);
+        let chunks = |lane: &Lane| match lane.stream.len() > least {
+            true => lane.stream.chunks(step * lane.width),
+            false => 0,
+        };
+        let (sent, arriving) = (|peer: usize| &phase.sends[peer], |peer: usize| &phase.arrives[peer]);
+        let longest = peers.iter().map(|&peer| chunks(sent(peer)).max(chunks(arriving(peer)))).max();
         let mut running: VecDeque<(Round, Arc<Batch>)> = VecDeque::new();
         let mut paged = 0;
         for number in 0..longest.unwrap_or(0) {
-            let is_sent = |peer: &&usize| number < chunks(phase.sent(**peer));
-            let is_arriving = |peer: &&usize| number < chunks(phase.arriving(**peer));
-            let is_packed = |stream: &Stream| only(stream, number, step).is_none();
-            let is_combined = matches!(phase.arrival, Arrival::Combined(_));
-            let needs_pages = peers.iter().filter(is_sent).any(|&peer| is_packed(phase.sent(peer)))
-                || peers.iter().filter(is_arriving).any(|&peer| is_combined || is_packed(phase.arriving(peer)));
+            let is_sent = |peer: &&usize| number < chunks(sent(**peer));
+            let is_arriving = |peer: &&usize| number < chunks(arriving(**peer));
+            let is_packed = |lane: &Lane| only(&lane.stream, number, step * lane.width).is_none();
+            let is_combined = phase.combined.is_some();
+            let needs_pages = peers.iter().filter(is_sent).any(|&peer| is_packed(sent(peer)))
+                || peers.iter().filter(is_arriving).any(|&peer| is_combined || is_packed(arriving(peer)));
             let round = Round { number, pages: needs_pages.then_some(paged % ROUNDS) };
             paged += usize::from(needs_pages);
             // Its pages are free when the round that had them before is done.
@@ -322,16 +277,17 @@ impl Exchange<'_> {
     fn page(&self, held: &Held, round: &Round, way: Way, peer: usize) -> usize {
         let size = self.wire.size();
         let place = if way == Way::To { peer } else { size + peer };
-        held.first_page() + round.pages.unwrap_or(0) * 2 * size + place
+        held.first_page() + self.partials.len() + round.pages.unwrap_or(0) * 2 * size + place
     }
 
     /// Where what a rank sends in a round arrives.
     fn place(&self, held: &Held, phase: &Phase, round: &Round, peer: usize) -> Span {
-        let (stream, step) = (phase.arriving(peer), self.wire.step);
-        match (&phase.arrival, only(stream, round.number, step)) {
-            (Arrival::Placed(side), Some(piece)) => span(side.first, &piece),
-            _ => {
-                let end = stream.pieces(round.number, step).map(|piece| piece.chunk.end).max().unwrap_or(0);
+        let lane = &phase.arrives[peer];
+        let step = self.step(phase, lane);
+        match only(&lane.stream, round.number, step).filter(|_| phase.combined.is_none()) {
+            Some(piece) => lane.span(&piece),
+            None => {
+                let end = lane.stream.pieces(round.number, step).map(|piece| piece.chunk.end).max().unwrap_or(0);
                 within(self.page(held, round, Way::From, peer), 0, &(0..end))
             }
         }
@@ -339,16 +295,17 @@ impl Exchange<'_> {
 
     /// What goes to a rank in a round, packed where it is several pieces.
     fn source(&self, held: &Held, phase: &Phase, round: &Round, peer: usize) -> Span {
-        let (stream, step) = (phase.sent(peer), self.wire.step);
-        if let Some(piece) = only(stream, round.number, step) {
-            return span(phase.sends.first, &piece);
+        let lane = &phase.sends[peer];
+        let step = self.step(phase, lane);
+        if let Some(piece) = only(&lane.stream, round.number, step) {
+            return lane.span(&piece);
         }
         let page = self.page(held, round, Way::To, peer);
         let mut end = 0;
-        for piece in stream.pieces(round.number, step) {
+        for piece in lane.stream.pieces(round.number, step) {
             // SAFETY: the page is free, as the round before in its place is done; what a phase sends nobody writes.
             unsafe {
-                let from = held.read(&span(phase.sends.first, &piece));
+                let from = held.read(&lane.span(&piece));
                 held.write(&within(page, 0, &piece.chunk)).copy_from_slice(from);
             }
             end = piece.chunk.end;
@@ -358,37 +315,38 @@ impl Exchange<'_> {
 
     /// Does what is to be done with what has arrived in a round.
     fn drain(&self, held: &Held, phase: &Phase, round: &Round, least: usize) {
-        let step = self.wire.step;
-        match &phase.arrival {
-            Arrival::Placed(side) => {
+        match &phase.combined {
+            None => {
                 for peer in self.wire.line.peers() {
-                    let stream = &side.streams[peer];
-                    if stream.len() <= least || only(stream, round.number, step).is_some() {
+                    let lane = &phase.arrives[peer];
+                    let step = self.step(phase, lane);
+                    if lane.stream.len() <= least || only(&lane.stream, round.number, step).is_some() {
                         continue;
                     }
                     let page = self.page(held, round, Way::From, peer);
-                    for piece in stream.pieces(round.number, step) {
+                    for piece in lane.stream.pieces(round.number, step) {
                         // SAFETY: the round is done, and no other has these pieces.
                         unsafe {
                             let from = held.read(&within(page, 0, &piece.chunk));
-                            held.write(&span(side.first, &piece)).copy_from_slice(from);
+                            held.write(&lane.span(&piece)).copy_from_slice(from);
                         }
                     }
                 }
             }
-            Arrival::Combined(combined) if combined.stream.len() > least => {
+            Some(combined) if combined.stream.len() > least => {
+                let step = phase.step(self.wire.step);
                 for piece in combined.stream.pieces(round.number, step) {
                     let page = |from| (self.page(held, round, Way::From, from), 0);
                     // SAFETY: as above. What this rank has of the pieces it sends to nobody.
-                    unsafe { self.combine(held, combined, &piece, held, page) };
+                    unsafe { self.combine(held, combined, &piece, round.number * step, held, page) };
                 }
             }
-            Arrival::Combined(_) => {}
+            Some(_) => {}
         }
     }
 
-    /// Combines a piece of what all ranks have. What the others have is in `pages`, in the page and from the byte that
-    /// `page` says.
+    /// Combines a piece of a chunk, which begins at the byte `chunk` of the stream. What the others have is in `pages`,
+    /// in the page and from the byte that `page` says.
     ///
     /// # Safety
     /// No message receives into what is read, none uses what is written, and nobody else does.
@@ -397,33 +355,44 @@ impl Exchange<'_> {
         held: &Held,
         combined: &Combined,
         piece: &Piece,
+        chunk: usize,
         pages: &Held,
         page: impl Fn(usize) -> (usize, usize),
     ) {
         let rank = self.wire.line.rank;
-        let own = span(0, piece);
+        let own = Span { region: piece.part, bytes: piece.bytes.clone() };
+        let dtype = combined.dtypes[piece.part];
+        let width = accumulator(dtype).size() / dtype.size();
+        let accumulators = |bytes: &Range<usize>, start| width * (start + bytes.start)..width * (start + bytes.end);
         // SAFETY: as the caller promises; without other outputs, what this rank has is not read but as the output.
         let (inputs, output): (Vec<Input<'_>>, &mut [u8]) = unsafe {
-            let input = |from: usize| {
+            let input = |&(from, ranks): &(usize, usize)| {
                 if from != rank {
                     let (page, start) = page(from);
-                    Input::Bytes(pages.read(&within(page, start, &piece.chunk)))
-                } else if combined.outputs.is_some() {
-                    Input::Bytes(held.read(&own))
-                } else {
+                    match ranks {
+                        1 => Input::Bytes(pages.read(&within(page, start, &piece.chunk))),
+                        _ => Input::Partial(pages.read(&within(page, start, &accumulators(&piece.chunk, 0))), ranks),
+                    }
+                } else if let Output::Own = combined.output {
                     Input::Output
+                } else {
+                    Input::Bytes(held.read(&own))
                 }
             };
-            let output = match &combined.outputs {
-                Some((first, starts)) => {
+            let output = match &combined.output {
+                Output::Own => own.clone(),
+                Output::Buffers { first, starts } => {
                     let start = starts[piece.part];
                     let bytes = piece.bytes.start - start..piece.bytes.end - start;
                     Span { region: first + piece.part, bytes }
                 }
-                None => own.clone(),
+                Output::Partial { region } => Span { region: *region, bytes: accumulators(&piece.chunk, chunk) },
             };
-            ((0..self.wire.size()).map(input).collect(), held.write(&output))
+            (combined.inputs.iter().map(input).collect(), held.write(&output))
         };
-        reduce(combined.dtypes[piece.part], combined.op, output, &inputs);
+        match combined.output {
+            Output::Partial { .. } => partial(dtype, combined.op, output, &inputs),
+            _ => reduce(dtype, combined.op, output, &inputs),
+        }
     }
 }

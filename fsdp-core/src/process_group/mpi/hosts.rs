@@ -5,7 +5,7 @@
 
 use super::{
     super::host::packing::{ALIGN, Stream},
-    exchange::{Arrival, Phase, Side},
+    phase::{Lane, Phase},
 };
 
 /// What each of `ranks` ranks has of a stream that all of them share.
@@ -17,8 +17,8 @@ pub(super) fn slices(stream: &Stream, ranks: usize) -> impl Fn(usize) -> Stream 
 /// The ranks of a group by the hosts that they are on.
 #[derive(Clone, Debug)]
 pub(super) struct Hosts {
-    size: usize,
-    hosts: Vec<Vec<usize>>,
+    pub(super) size: usize,
+    pub(super) hosts: Vec<Vec<usize>>,
 }
 
 impl Hosts {
@@ -113,8 +113,8 @@ impl Hosts {
 }
 
 fn placed(sends: Vec<Stream>, arrives: Vec<Stream>) -> Phase {
-    let side = |streams| Side { streams, first: 0 };
-    Phase { sends: side(sends), arrival: Arrival::Placed(side(arrives)) }
+    let lanes = |streams: Vec<Stream>| streams.into_iter().map(|stream| Lane::from(0, stream)).collect();
+    Phase::placed(lanes(sends), lanes(arrives))
 }
 
 #[cfg(test)]
@@ -137,9 +137,9 @@ mod tests {
         for phase in 0..N {
             let before = has.to_vec();
             for (from, to) in (0..ids.len()).flat_map(|from| (0..ids.len()).map(move |to| (from, to))) {
-                let Arrival::Placed(side) = &phases[to][phase].arrival else { panic!("nothing is added up") };
-                let sent = bytes(&phases[from][phase].sends.streams[to]);
-                assert_eq!(sent, bytes(&side.streams[from]), "from {from} to {to} in phase {phase}");
+                let sent = bytes(&phases[from][phase].sends[to].stream);
+                let arrives = bytes(&phases[to][phase].arrives[from].stream);
+                assert_eq!(sent, arrives, "from {from} to {to} in phase {phase}");
                 for (part, byte) in &sent {
                     assert!(before[from][*part][*byte], "{from} sends what it does not have");
                     assert!(!has[to][*part][*byte], "{to} gets what it has");

@@ -27,6 +27,8 @@ const PAGES: usize = 32 << 20;
 const LEAST: usize = 64 << 10;
 /// The longest message. MPI counts in `int`.
 const LONGEST: usize = 1 << 30;
+/// The shortest message: two places, so that half of it is a whole one.
+const SHORTEST: usize = 2 * ALIGN;
 /// Bytes of what ranks tell each other when they meet: a tag, a step, a host and a nonce.
 const MET: usize = 32;
 /// Messages are so many chunks long: the network is slower than memory, and has more to say about each.
@@ -64,7 +66,7 @@ impl Trouble {
 pub(super) struct Wire {
     pub(super) driver: &'static Driver,
     pub(super) line: Arc<Line>,
-    /// Bytes of a message, at most: a multiple of [`ALIGN`], and the same on all ranks.
+    /// Bytes of a message, at most: a multiple of [`ALIGN`], from [`SHORTEST`] on, and the same on all ranks.
     pub(super) step: usize,
     /// What tells the hosts of the members apart: 0 for one that takes no part in a hierarchy.
     pub(super) hosts: Vec<u64>,
@@ -236,7 +238,7 @@ impl Wire {
         line.set_tags((0..ranks.len()).map(|of| told(of)[0] as u16).collect());
         let hosts = (0..ranks.len()).map(|of| told(of)[2]).collect();
         let [_, step, _, nonce] = told(0);
-        let step = (step as usize).clamp(ALIGN, LONGEST) / ALIGN * ALIGN;
+        let step = (step as usize).clamp(SHORTEST, LONGEST) / ALIGN * ALIGN;
         let received = vec![0; ranks.len()];
         let (pages, firsts) = (vec![], vec![]);
         Ok(Ok(Wire { driver: self.driver, line, step, hosts, nonce, timeout, received, pages, firsts }))
@@ -266,7 +268,7 @@ impl Wire {
 /// Bytes of a message in a group of so many ranks: so that pages for all of them don't take much memory.
 fn step(chunk_bytes: usize, ranks: usize) -> usize {
     let share = (PAGES / (2 * ROUNDS * (ranks - 1).max(1))).max(LEAST);
-    chunk_bytes.saturating_mul(CHUNKS).min(share).clamp(ALIGN, LONGEST) / ALIGN * ALIGN
+    chunk_bytes.saturating_mul(CHUNKS).min(share).clamp(SHORTEST, LONGEST) / ALIGN * ALIGN
 }
 
 #[cfg(test)]
@@ -279,7 +281,7 @@ mod tests {
             (128 << 10, 2, 1 << 20),
             (128 << 10, 64, 88768),
             (128 << 10, 1000, LEAST),
-            (0, 2, ALIGN),
+            (0, 2, SHORTEST),
             (100, 2, 768),
             (usize::MAX, 2, 5592384),
         ] {
