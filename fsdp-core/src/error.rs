@@ -1,6 +1,6 @@
 //! What can go wrong between ranks.
 
-use crate::device_id::DeviceId;
+use crate::{device_id::DeviceId, host_names::HostNames};
 
 /// The errors of this crate. Each names the rank or the thing at fault and the way out.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -43,8 +43,9 @@ pub enum Error {
     },
     /// Some ranks did not arrive in time.
     #[error(
-        "rank {rank}: {what} in group \"{group}\" timed out after {seconds:.1} s: waited for rank(s) {missing:?}. See \
-         what they do instead, or raise FSDP_TIMEOUT_S"
+        "rank {rank}: {what} in group \"{group}\" timed out after {seconds:.1} s: waited for {}. See what they do \
+         instead, or raise FSDP_TIMEOUT_S",
+        hosts.ranks(missing)
     )]
     Timeout {
         /// The rank that reports it.
@@ -55,11 +56,16 @@ pub enum Error {
         what: String,
         /// The ranks that did not arrive.
         missing: Vec<usize>,
+        /// The hosts of the group's ranks.
+        hosts: HostNames,
         /// How long it waited, in seconds.
         seconds: f64,
     },
     /// A peer is gone.
-    #[error("rank {rank}: {what} in group \"{group}\" failed: rank {peer} {how}. The output of rank {peer} says more")]
+    #[error(
+        "rank {rank}: {what} in group \"{group}\" failed: {} {how}. The output of rank {peer} says more",
+        hosts.rank(*peer)
+    )]
     PeerLost {
         /// The rank that reports it.
         rank: usize,
@@ -69,6 +75,8 @@ pub enum Error {
         what: String,
         /// The rank that is gone.
         peer: usize,
+        /// The hosts of the group's ranks.
+        hosts: HostNames,
         /// What became of it ("died", "left the group", or the error that it met).
         how: String,
     },

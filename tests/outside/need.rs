@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 use fsdp_tests::workspace;
 use libtest_mimic::{Completion, Trial};
 
-use crate::{full_disk, network, way};
+use crate::{full_disk, limited_memory, network, way};
 
 /// Why a test can't run here; looked for once.
 type Missing = OnceLock<Option<String>>;
@@ -23,6 +23,8 @@ pub(crate) enum Need {
     Mounts,
     /// Open MPI and MPICH.
     Mpi,
+    /// Limits of memory.
+    Memory,
 }
 
 impl Need {
@@ -31,9 +33,11 @@ impl Need {
         static NETWORKS: Missing = OnceLock::new();
         static MOUNTS: Missing = OnceLock::new();
         static MPI: Missing = OnceLock::new();
+        static MEMORY: Missing = OnceLock::new();
         match self {
             Need::Pytorch => PYTORCH.get_or_init(|| pytorch().err()).as_deref(),
             Need::Mounts => MOUNTS.get_or_init(|| full_disk::mounts().err()).as_deref(),
+            Need::Memory => MEMORY.get_or_init(|| limited_memory::memory_can_be_limited().err()).as_deref(),
             Need::Mpi => MPI.get_or_init(|| way::installed().err()).as_deref(),
             Need::Networks => NETWORKS.get_or_init(|| network::two_hosts().err()).as_deref(),
         }

@@ -238,6 +238,7 @@ mod tests {
             group: "world".into(),
             what: "reduce_scatter".into(),
             missing: vec![0, 64, 255, 299],
+            hosts: crate::HostNames::default(),
             seconds: 1.,
         };
         world.end(&Err::<(), _>(late));

@@ -98,6 +98,7 @@ impl<'a> Collective<'a> {
             group: self.group.name.clone(),
             what: self.to_string(),
             missing,
+            hosts: self.group.hosts.clone(),
             seconds: waited.as_secs_f64(),
         }
     }
@@ -109,6 +110,7 @@ impl<'a> Collective<'a> {
             group: self.group.name.clone(),
             what: self.to_string(),
             peer,
+            hosts: self.group.hosts.clone(),
             how: how.into(),
         }
     }

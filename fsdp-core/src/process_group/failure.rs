@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::collective::Collective;
+use super::{collective::Collective, membership::Membership};
 use crate::{Error, text::shortened};
 
 /// Why a rank takes part in its group no more, in a form that travels as bytes.
@@ -41,15 +41,18 @@ impl Failure {
 
     /// The error of a rank that was in `collective` when it learned that `peer` had failed so.
     pub fn into_error(self, collective: &Collective<'_>, peer: usize) -> Error {
-        let (rank, group) = (collective.group().rank, collective.group().name.clone());
+        let Membership { rank, name, hosts, .. } = collective.group().clone();
+        let group = name;
         match self.0 {
             Why::Mismatch { sequence, details, advice } => Error::Mismatch { rank, group, sequence, details, advice },
             Why::Timeout { missing, .. } if missing.contains(&rank) => collective
                 .lost(peer, format!("waited for this rank, which came too late: rank(s) {missing:?} were missing")),
             Why::Timeout { what, missing, waited } => {
-                Error::Timeout { rank, group, what, missing, seconds: waited.as_secs_f64() }
+                Error::Timeout { rank, group, what, missing, hosts, seconds: waited.as_secs_f64() }
             }
-            Why::PeerLost { what, peer, how } if peer != rank => Error::PeerLost { rank, group, what, peer, how },
+            Why::PeerLost { what, peer, how } if peer != rank => {
+                Error::PeerLost { rank, group, what, peer, hosts, how }
+            }
             Why::PeerLost { how: text, .. } | Why::Other { text } => collective.lost(peer, format!("failed: {text}")),
         }
     }

@@ -350,7 +350,8 @@ fn split(
     };
     // The sequence number of this collective gives the groups names of their own.
     let name = format!("{}/{}.{color}", group.name, collective.sequence());
-    let membership = Membership { name, rank, size: ranks.len(), timeout: group.timeout };
+    let hosts = group.hosts.select(&ranks);
+    let membership = Membership { name, rank, size: ranks.len(), timeout: group.timeout, hosts };
     let backend = match ranks.len() {
         1 => Box::new(Alone(backend.device())),
         _ => backend.split(collective, &ranks, &membership)?,

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use crate::HostNames;
+
 /// The name of the group of all ranks.
 pub(crate) const WORLD: &str = "world";
 
@@ -16,12 +18,19 @@ pub struct Membership {
     pub size: usize,
     /// How long a collective may wait for its peers while none of them makes progress.
     pub timeout: Duration,
+    /// The hosts of the ranks, for messages.
+    pub hosts: HostNames,
 }
 
 impl Membership {
     /// That of the group of all ranks.
     pub fn world(rank: usize, size: usize, timeout: Duration) -> Self {
-        Membership { name: WORLD.into(), rank, size, timeout }
+        Membership { name: WORLD.into(), rank, size, timeout, hosts: HostNames::default() }
+    }
+
+    /// With ranks on these hosts.
+    pub fn with_hosts(self, hosts: HostNames) -> Self {
+        Membership { hosts, ..self }
     }
 
     /// Whether the group is that of all ranks.

@@ -5,6 +5,7 @@
 
 mod ckpt;
 mod collectives;
+mod communication;
 mod count;
 mod finite;
 mod memory;

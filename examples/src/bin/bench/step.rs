@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use anyhow::{bail, ensure};
+use anyhow::{Context, bail, ensure};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Tensor};
 use fsdp_candle::initializer::Philox;
@@ -15,6 +15,7 @@ use fsdp_examples::metrics::peak_memory_bytes;
 use fsdp_examples::models::{self, Batch, ModelConfig, ModelOptions};
 use serde::Serialize;
 
+use crate::communication::Clock;
 use crate::count::count;
 use crate::meter::Meter;
 use crate::plan;
@@ -45,6 +46,9 @@ pub(crate) struct Args {
     /// Keep of every block its input alone, and run its forward again in backward.
     #[arg(long)]
     activation_checkpoint: bool,
+    /// Copies of the sharded model: HSDP, in which each is on neighbouring ranks.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = count(1 << 16))]
+    replicate: usize,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -66,6 +70,10 @@ struct Report {
     backward_s: f64,
     /// Clipping and AdamW.
     optimizer_s: f64,
+    /// In which collectives ran, one after the other, with what they waited for other ranks.
+    communication_s: f64,
+    /// In which the thread that trains waited for them.
+    exposed_s: f64,
     tokens_per_s: f64,
     /// Floating point operations a second of a rank in the fastest step: what `bench plan --device cpu --flops` takes.
     flops_per_rank: f64,
@@ -99,7 +107,16 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
     let operations = plan::operations(&config, args.seq)?;
     let meter = Meter::of(world.device())?;
     let before = meter.current()?;
-    let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())])?, world.device());
+    let (ranks, copies) = (world.size(), args.replicate);
+    ensure!(
+        ranks.is_multiple_of(copies),
+        "--replicate {copies} does not divide the {ranks} processes: start a multiple of {copies}, or change it"
+    );
+    let mesh = match copies {
+        1 => world.mesh(&[("dp_shard", ranks)])?,
+        _ => world.mesh(&[("dp_replicate", copies), ("dp_shard", ranks / copies)])?,
+    };
+    let vars = ShardedVarMap::new(&mesh, world.device());
     vars.init_with(Philox::new(0));
     let options =
         ModelOptions { dtype: DType::F32, positions: args.seq, activation_checkpoint: args.activation_checkpoint };
@@ -161,11 +178,12 @@ fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'
     let counted = (args.batch * args.seq) as u64;
     let batch = Batch { ids: batch(0)?.to_device(world.device())?, targets: batch(1)?, counted, documents: None };
 
-    let mut times = [const { Vec::new() }; 4];
+    let clock = Clock::start().context("counting what is communicated")?;
+    let mut times = [const { Vec::new() }; 6];
     let (mut loss, mut grad_norm) = (0., 0.);
     for step in 0..=args.steps {
         world.group().barrier().wait()?;
-        let start = Instant::now();
+        let (start, so_far) = (Instant::now(), clock.read());
         let of_batch = loss_of(&batch)?;
         let forward = start.elapsed();
         let mut grads = backward_of(&of_batch)?;
@@ -182,13 +200,16 @@ fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'
             allocated.between_steps = in_use()?;
         }
         if step > 0 {
-            for (times, time) in times.iter_mut().zip([end, forward, backward - forward, end - backward]) {
+            let now = clock.read();
+            let (all, exposed) = (now.all - so_far.all, now.exposed - so_far.exposed);
+            let of_step = [end, forward, backward - forward, end - backward, all, exposed];
+            for (times, time) in times.iter_mut().zip(of_step) {
                 times.push(time.as_secs_f64());
             }
         }
     }
     let mut best_step_s = 0.;
-    let mut medians = [0.; 4];
+    let mut medians = [0.; 6];
     for (i, times) in times.iter().enumerate() {
         let mut times = world.all_reduce(times, ReduceOp::Max)?;
         times.sort_by(f64::total_cmp);
@@ -202,7 +223,7 @@ fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'
     if world.rank() != 0 {
         return Ok(());
     }
-    let [step_s, forward_s, backward_s, optimizer_s] = medians;
+    let [step_s, forward_s, backward_s, optimizer_s, communication_s, exposed_s] = medians;
     let report = Report {
         world: world.size(),
         parameters,
@@ -211,6 +232,8 @@ fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'
         forward_s,
         backward_s,
         optimizer_s,
+        communication_s,
+        exposed_s,
         flops_per_rank: (args.batch * args.seq) as f64 * operations / best_step_s,
         allocated,
         tokens_per_s: (world.size() * args.batch * args.seq) as f64 / step_s,
@@ -224,7 +247,8 @@ fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'
     let mib = |bytes: &u64| format!("{:.0}", *bytes as f64 / f64::from(1 << 20));
     print(format_args!(
         "{} ranks, {:.1} million parameters: {step_s:.3} s a step (best {best_step_s:.3}): forward {forward_s:.3}, \
-         backward {backward_s:.3}, optimizer {optimizer_s:.3}; {:.0} tokens/s; {:.3} TFLOP/s a rank at best; peak \
+         backward {backward_s:.3}, optimizer {optimizer_s:.3}; collectives {communication_s:.3}, of which compute waits \
+         {exposed_s:.3}; {:.0} tokens/s; {:.3} TFLOP/s a rank at best; peak \
          memory {} MiB",
         report.world,
         report.parameters as f64 / 1e6,

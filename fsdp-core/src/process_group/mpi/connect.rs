@@ -66,6 +66,6 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
             Trouble::Over => "the thread that calls MPI has ended".into(),
         })
     })?;
-    let world = Membership::world(rank, world_size, options.timeout);
+    let world = Membership::world(rank, world_size, options.timeout).with_hosts(wire.names.clone());
     ProcessGroup::new(world, Box::new(Engine::new(wire, Arc::new(env.clone()), options.chunk_bytes)))
 }

@@ -12,7 +12,7 @@ use super::{
     held::{Held, Page, Span, page},
     line::{Batch, Line, Notice, Transfer, Way},
 };
-use crate::{Error, Result};
+use crate::{Error, HostNames, Result};
 
 /// How often to look whether messages are done before sleeping.
 const SPINS: u32 = 3000;
@@ -29,8 +29,11 @@ const LEAST: usize = 64 << 10;
 const LONGEST: usize = 1 << 30;
 /// The shortest message: two places, so that half of it is a whole one.
 const SHORTEST: usize = 2 * ALIGN;
-/// Bytes of what ranks tell each other when they meet: a tag, a step, a host and a nonce.
-const MET: usize = 32;
+/// Bytes of what ranks tell each other when they meet: a tag, a step, a host and a nonce, and the name of the host.
+const MET: usize = NUMBERS + NAME;
+const NUMBERS: usize = 32;
+/// The longest name of a Linux host.
+const NAME: usize = 64;
 /// Messages are so many chunks long: the network is slower than memory, and has more to say about each.
 const CHUNKS: usize = 8;
 
@@ -70,6 +73,8 @@ pub(super) struct Wire {
     pub(super) step: usize,
     /// What tells the hosts of the members apart: 0 for one that takes no part in a hierarchy.
     pub(super) hosts: Vec<u64>,
+    /// What these hosts are called.
+    pub(super) names: HostNames,
     /// A number that no other group has, as far as chance can tell.
     pub(super) nonce: u64,
     timeout: Duration,
@@ -213,7 +218,10 @@ impl Wire {
         let span = |region| Span { region, bytes: 0..MET };
         let mut own = page(MET);
         let nonce = RandomState::new().build_hasher().finish();
-        own.copy_from_slice(&[u64::from(tag), step(chunk_bytes, ranks.len()) as u64, host, nonce]);
+        let numbers = [u64::from(tag), step(chunk_bytes, ranks.len()) as u64, host, nonce];
+        own[..numbers.len()].copy_from_slice(&numbers);
+        let (name, uname) = (bytemuck::cast_slice_mut(&mut own[numbers.len()..]), rustix::system::uname());
+        name.iter_mut().zip(uname.nodename().to_bytes()).for_each(|(to, from): (&mut u8, _)| *to = *from);
         let pages = [own].into_iter().chain(ranks.iter().map(|_| page(MET))).collect();
         let held = Arc::new(Held::new(vec![], pages));
         let place = |of: usize| ranks.iter().position(|&rank| rank == of).unwrap_or_default();
@@ -229,19 +237,25 @@ impl Wire {
             self.driver.close(&line, None);
             return Ok(Err(trouble));
         }
+        // SAFETY: all messages are done.
+        let bytes = |of: usize| unsafe { held.read(&span(if of == rank { 0 } else { 1 + of })) };
         let told = |of: usize| {
-            // SAFETY: all messages are done.
-            let bytes = unsafe { held.read(&span(if of == rank { 0 } else { 1 + of })) };
+            let bytes = bytes(of);
             let number = |at: usize| bytes[at..].first_chunk().map_or(0, |bytes| u64::from_ne_bytes(*bytes));
             [number(0), number(8), number(16), number(24)]
         };
         line.set_tags((0..ranks.len()).map(|of| told(of)[0] as u16).collect());
+        let name = |of: usize| {
+            let name = bytes(of)[NUMBERS..].split(|&byte| byte == 0).next().unwrap_or_default();
+            String::from_utf8_lossy(name).into_owned()
+        };
+        let names = HostNames::of((0..ranks.len()).map(name));
         let hosts = (0..ranks.len()).map(|of| told(of)[2]).collect();
         let [_, step, _, nonce] = told(0);
         let step = (step as usize).clamp(SHORTEST, LONGEST) / ALIGN * ALIGN;
         let received = vec![0; ranks.len()];
         let (pages, firsts) = (vec![], vec![]);
-        Ok(Ok(Wire { driver: self.driver, line, step, hosts, nonce, timeout, received, pages, firsts }))
+        Ok(Ok(Wire { driver: self.driver, line, step, hosts, names, nonce, timeout, received, pages, firsts }))
     }
 
     /// The world of all processes that MPI knows, for groups to be made of. One at a time has it.
@@ -253,6 +267,7 @@ impl Wire {
             line,
             step: ALIGN,
             hosts: vec![],
+            names: HostNames::default(),
             nonce: 0,
             timeout,
             received: std::mem::take(&mut *received),

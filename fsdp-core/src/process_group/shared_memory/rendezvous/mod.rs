@@ -57,7 +57,7 @@ mod tests {
     }
 
     fn group(name: &str, rank: usize, timeout: Duration) -> Membership {
-        Membership { name: name.into(), rank, size: 2, timeout }
+        Membership { name: name.into(), rank, size: 2, ..Membership::world(rank, 2, timeout) }
     }
 
     fn meeting(group: &Membership) -> Meeting<'_> {

@@ -1,0 +1,76 @@
+//! A model that one host has too little memory for is trained by two, whose memory `tests/hosts/limited` limits.
+
+use std::{fs, path::Path, process::Command, time::Duration};
+
+use fsdp_tests::{Run, golden, program, run, workspace};
+use libtest_mimic::Trial;
+
+use crate::need::{Need, trial};
+use crate::way::Way;
+
+const NEEDS: &[Need] = &[Need::Networks, Need::Mpi, Need::Memory];
+/// Far longer than anything here takes.
+const LIMIT: Duration = Duration::from_secs(300);
+/// Of a host.
+const MEMORY: u64 = 512 << 20;
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![trial(
+        "limited_memory::a_model_that_one_host_can_not_hold_trains_on_two",
+        NEEDS,
+        a_model_that_one_host_can_not_hold_trains_on_two,
+    )]
+}
+
+fn limited(size: u64) -> Command {
+    let mut command = Command::new(workspace().join("tests/hosts/limited"));
+    command.arg(size.to_string());
+    command
+}
+
+/// Whether memory can be limited, or what is missing.
+pub(crate) fn memory_can_be_limited() -> Result<(), String> {
+    let output = limited(100 << 20).arg("true").output().map_err(|error| error.to_string())?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    if output.status.success() { Ok(()) } else { Err(said) }
+}
+
+/// A Llama of 33 million parameters. Weights, gradients and AdamW's moments take 16 bytes for each of them.
+fn model(dir: &Path) {
+    let config = serde_json::json!({
+        "model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 10,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 131, "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": false,
+    });
+    fs::create_dir(dir.join("model")).unwrap();
+    fs::write(dir.join("model/config.json"), config.to_string()).unwrap();
+}
+
+/// The most that a host had in use.
+fn peaks(run: &Run) -> Vec<u64> {
+    let lines = run.stdout.lines().chain(run.stderr.lines());
+    let told = lines.filter_map(|line| line.split_once("tests/hosts/limited: node")?.1.split(' ').nth(1));
+    told.map(|bytes| bytes.parse().unwrap()).collect()
+}
+
+fn a_model_that_one_host_can_not_hold_trains_on_two() {
+    let dir = tempfile::tempdir().unwrap();
+    model(dir.path());
+    let on = |hosts| {
+        let (limited, size) = (workspace().join("tests/hosts/limited"), MEMORY.to_string());
+        let (program, data) = (program("train"), golden("llama_tiny").join("tokens.bin"));
+        let mut args = vec![limited.to_str().unwrap(), &size, program.to_str().unwrap()];
+        args.extend(["--model", "model", "--data", data.to_str().unwrap(), "--seq-len", "32", "--batch-size", "1"]);
+        args.extend(["--steps", "2", "--checkpoint-dir", "saved"]);
+        run(Way::Ours.start(&[], (hosts, 1), &[], &args, dir.path()), LIMIT)
+    };
+    let alone = on(1);
+    assert!(alone.code.is_some_and(|code| code != 0), "one host held it: {alone:?}");
+    assert!(alone.stdout.contains("Killed") || alone.stderr.contains("Killed"), "{alone:?}");
+    assert!(!dir.path().join("saved/step-00000002").exists());
+
+    let run = on(2).ok();
+    let peaks = peaks(&run);
+    assert!(peaks.len() == 2 && peaks.iter().all(|&peak| peak <= MEMORY), "{peaks:?}");
+    assert!(run.stdout.contains("step 2/2") && dir.path().join("saved/step-00000002").exists(), "{run:?}");
+}
