@@ -49,10 +49,10 @@ pub(super) struct Constants<H> {
     pub(super) thread_funneled: c_int,
     pub(super) thread_serialized: c_int,
     pub(super) err_in_status: c_int,
-    /// A status in `int`s, and which of them is its error.
+    /// A status in `int`s, and which of them is its error. Its source stands two before that.
     pub(super) status: (usize, usize),
-    /// The error classes of a process that has failed, and of a receive from anybody that it may keep from ending.
-    pub(super) failed: (c_int, c_int),
+    /// The error classes of a process that has failed, and of what may have to wait for one.
+    pub(super) failed: [c_int; 2],
 }
 
 /// Those of MPI 5.0. It has no classes for processes that have failed.
@@ -69,7 +69,7 @@ pub(super) fn standard() -> Constants<*mut c_void> {
         thread_serialized: 2048,
         err_in_status: 19,
         status: (8, 2),
-        failed: (-1, -1),
+        failed: [-1, -1],
     }
 }
 
@@ -86,7 +86,7 @@ pub(super) fn mpich() -> Constants<c_int> {
         thread_serialized: 2,
         err_in_status: 17,
         status: (5, 4),
-        failed: (101, 102),
+        failed: [101, 102],
     }
 }
 
@@ -104,6 +104,6 @@ pub(super) fn open_mpi<E>(symbol: impl Fn(&str) -> Result<*mut c_void, E>) -> Re
         err_in_status: 18,
         // Four `int`s and a `size_t`.
         status: (6, 2),
-        failed: (75, 76),
+        failed: [75, 76],
     })
 }

@@ -16,8 +16,6 @@ pub(super) struct Refused {
 pub(super) enum Kind {
     /// A process of the job has ended.
     Died,
-    /// A receive from anybody goes on, though a process has ended.
-    SomebodyDied,
     Other,
 }
 
@@ -42,6 +40,7 @@ pub(super) struct Functions<H> {
     pub(super) type_size: unsafe extern "C" fn(H, *mut c_int) -> c_int,
     pub(super) isend: unsafe extern "C" fn(*const c_void, c_int, H, c_int, c_int, H, *mut H) -> c_int,
     pub(super) irecv: unsafe extern "C" fn(*mut c_void, c_int, H, c_int, c_int, H, *mut H) -> c_int,
+    pub(super) iprobe: unsafe extern "C" fn(c_int, c_int, H, *mut c_int, *mut c_void) -> c_int,
     pub(super) testsome: unsafe extern "C" fn(c_int, *mut H, *mut c_int, *mut c_int, *mut c_void) -> c_int,
     pub(super) cancel: unsafe extern "C" fn(*mut H) -> c_int,
     pub(super) error_string: unsafe extern "C" fn(c_int, *mut c_char, *mut c_int) -> c_int,
@@ -108,6 +107,7 @@ impl<H: Copy> Functions<H> {
                 type_size: symbol(library, "MPI_Type_size")?,
                 isend: symbol(library, "MPI_Isend")?,
                 irecv: symbol(library, "MPI_Irecv")?,
+                iprobe: symbol(library, "MPI_Iprobe")?,
                 testsome: symbol(library, "MPI_Testsome")?,
                 cancel: symbol(library, "MPI_Cancel")?,
                 error_string: symbol(library, "MPI_Error_string")?,

@@ -27,11 +27,15 @@ pub(super) trait Mpi {
     /// There are so many bytes at `from`, which nobody writes until the request is done.
     unsafe fn send(&mut self, number: usize, from: *const u8, len: usize, to: usize, tag: u16) -> Outcome;
 
-    /// Starts to receive at most `len` bytes, from one process or from anybody.
+    /// Starts to receive at most `len` bytes.
     ///
     /// # Safety
     /// There is room for so many bytes at `to`, which nobody reads or writes until the request is done.
-    unsafe fn receive(&mut self, number: usize, to: *mut u8, len: usize, from: Option<usize>, tag: u16) -> Outcome;
+    unsafe fn receive(&mut self, number: usize, to: *mut u8, len: usize, from: usize, tag: u16) -> Outcome;
+
+    /// Who has sent a message with `tag` that is not received yet, if anybody. Refused with [`Kind::Died`] where a
+    /// process has ended that was not asked for by [`Mpi::dead`].
+    fn probe(&mut self, tag: u16) -> Outcome<Option<usize>>;
 
     /// Looks what is done, and calls `done` for each.
     fn poll(&mut self, done: &mut dyn FnMut(usize, Outcome)) -> Outcome<bool>;
@@ -39,7 +43,7 @@ pub(super) trait Mpi {
     /// Ends a request that has nothing received yet; it is done as others are.
     fn cancel(&mut self, number: usize);
 
-    /// Which processes have ended, where the library tells. Receives from anybody then go on.
+    /// Which processes have ended, where the library tells.
     fn dead(&mut self) -> Vec<usize>;
 
     /// Ends MPI if [`Mpi::start`] began it.
@@ -128,11 +132,7 @@ impl<H: Copy + PartialEq> Session<H> {
             text[text.len() - 1] = 0;
             CStr::from_ptr(text.as_ptr()).to_string_lossy().into_owned()
         };
-        let kind = match self.constants.failed {
-            (died, _) if died == class => Kind::Died,
-            (_, pending) if pending == class => Kind::SomebodyDied,
-            _ => Kind::Other,
-        };
+        let kind = if self.constants.failed.contains(&class) { Kind::Died } else { Kind::Other };
         Refused { text: format!("{what}: {}", text.trim()), kind }
     }
 
@@ -244,10 +244,10 @@ impl<H: Copy + PartialEq> Mpi for Session<H> {
         Ok(())
     }
 
-    unsafe fn receive(&mut self, number: usize, to: *mut u8, len: usize, from: Option<usize>, tag: u16) -> Outcome {
+    unsafe fn receive(&mut self, number: usize, to: *mut u8, len: usize, from: usize, tag: u16) -> Outcome {
         let mut request = self.constants.request_null;
-        let Constants { byte, any_source, .. } = self.constants;
-        let (len, from) = (count(len)?, from.map_or(any_source, |from| from as c_int));
+        let Constants { byte, .. } = self.constants;
+        let (len, from) = (count(len)?, from as c_int);
         // SAFETY: MPI is initialised, and the memory is as the caller promises.
         let code = unsafe {
             (self.functions.irecv)(to.cast(), len, byte, from, c_int::from(tag), self.world, &raw mut request)
@@ -255,6 +255,21 @@ impl<H: Copy + PartialEq> Mpi for Session<H> {
         self.check("MPI_Irecv", code)?;
         self.keep(number, request);
         Ok(())
+    }
+
+    fn probe(&mut self, tag: u16) -> Outcome<Option<usize>> {
+        let Constants { any_source, status: (_, error), .. } = self.constants;
+        // As large as any status, aligned as pointers are.
+        let mut status = [0_u64; 4];
+        let (mut is_there, status) = (0, status.as_mut_ptr());
+        // SAFETY: MPI is initialised, and a status has room.
+        let code = unsafe {
+            (self.functions.iprobe)(any_source, c_int::from(tag), self.world, &raw mut is_there, status.cast())
+        };
+        self.check("MPI_Iprobe", code)?;
+        // SAFETY: it was written if there is a message.
+        let source = unsafe { *status.cast::<c_int>().add(error - 2) };
+        Ok((is_there != 0).then_some(source as usize))
     }
 
     fn poll(&mut self, done: &mut dyn FnMut(usize, Outcome)) -> Outcome<bool> {
@@ -291,15 +306,7 @@ impl<H: Copy + PartialEq> Mpi for Session<H> {
             // SAFETY: so many statuses are there, and are written where a request was refused.
             let status = unsafe { *statuses.add(at * ints + error) };
             let code = if code == 0 { 0 } else { status };
-            let outcome = if code == 0 { Ok(()) } else { Err(self.refused("a message", code)) };
-            if outcome.as_ref().is_err_and(|refused| refused.kind == Kind::SomebodyDied)
-                && self.requests[index] != self.constants.request_null
-            {
-                // It goes on.
-                done(self.numbers[index], outcome);
-                continue;
-            }
-            ended.push((index, outcome));
+            ended.push((index, if code == 0 { Ok(()) } else { Err(self.refused("a message", code)) }));
         }
         // From the last on, so that those before keep their places.
         ended.sort_unstable_by_key(|(index, _)| std::cmp::Reverse(*index));

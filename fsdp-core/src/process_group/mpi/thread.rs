@@ -55,7 +55,7 @@ enum Entry {
     Message { line: Arc<Line>, held: Arc<Held>, batch: Arc<Batch>, index: usize, way: Way },
     /// Tells a peer that this rank is gone.
     Tells { _bytes: Vec<u8> },
-    /// Hears of any peer that is gone.
+    /// Hears that a peer is gone.
     Hears { bytes: Vec<u8> },
 }
 
@@ -70,10 +70,12 @@ pub(super) struct Thread {
     /// By the numbers of requests.
     entries: Vec<Option<Entry>>,
     free: Vec<usize>,
-    /// How many there are, without the one that hears.
+    /// How many there are.
     open: usize,
     /// How often nothing has happened.
     idle: u32,
+    /// Whether MPI does not tell who has something to say.
+    is_deaf: bool,
 }
 
 impl Thread {
@@ -84,12 +86,12 @@ impl Thread {
         has_failed: Arc<AtomicBool>,
     ) -> Self {
         let (lines, left) = (HashMap::new(), HashMap::new());
-        Thread { mpi, orders, is_crowded, has_failed, lines, left, entries: vec![], free: vec![], open: 0, idle: 0 }
+        let (entries, free) = (vec![], vec![]);
+        Thread { mpi, orders, is_crowded, has_failed, lines, left, entries, free, open: 0, idle: 0, is_deaf: false }
     }
 
     /// Carries out orders until the last one.
     pub(super) fn serve(mut self) {
-        self.listen();
         let ended = 'serve: loop {
             while let Ok(order) = self.orders.try_recv() {
                 if let Some(ended) = self.obey(order) {
@@ -164,24 +166,34 @@ impl Thread {
                 None => Err(Refused::new("a message was sent before the ranks had met")),
             },
             // SAFETY: as above.
-            Way::From => unsafe { self.mpi.receive(number, address, len, Some(rank), line.tag) },
+            Way::From => unsafe { self.mpi.receive(number, address, len, rank, line.tag) },
         };
         if outcome.is_err() {
             self.done(number, outcome);
         }
     }
 
-    /// Waits for whoever has something to say.
+    /// Receives from whoever has something to say. It is asked for, and not waited for with a receive from anybody:
+    /// of such receives MPICH 5.0 loses messages that come by shared memory and over the network at once.
     fn listen(&mut self) {
-        let mut bytes = vec![0; NOTICE];
-        let to = bytes.as_mut_ptr();
-        let number = self.number(Entry::Hears { bytes });
-        // SAFETY: the entry keeps the memory, and reads it when the request is done.
-        let outcome = unsafe { self.mpi.receive(number, to, NOTICE, None, NOTICES) };
-        self.open -= 1;
-        if let Err(refused) = outcome {
-            self.entries[number] = None;
-            tracing::warn!("MPI: failures of other ranks will not be heard of: {}", refused.text);
+        match self.mpi.probe(NOTICES) {
+            Ok(None) => {}
+            Ok(Some(from)) => {
+                let mut bytes = vec![0; NOTICE];
+                let to = bytes.as_mut_ptr();
+                let number = self.number(Entry::Hears { bytes });
+                // SAFETY: the entry keeps the memory, and reads it when the request is done.
+                let outcome = unsafe { self.mpi.receive(number, to, NOTICE, from, NOTICES) };
+                if outcome.is_err() {
+                    self.done(number, outcome);
+                }
+            }
+            Err(refused) if refused.kind == Kind::Died => self.mourn(),
+            Err(refused) => {
+                if !std::mem::replace(&mut self.is_deaf, true) {
+                    tracing::warn!("MPI: failures of other ranks will not be heard of: {}", refused.text);
+                }
+            }
         }
     }
 
@@ -215,6 +227,7 @@ impl Thread {
     }
 
     fn poll(&mut self) -> bool {
+        self.listen();
         let mut ended = Vec::new();
         let outcome = self.mpi.poll(&mut |number, outcome| ended.push((number, outcome)));
         if let Err(refused) = outcome {
@@ -235,19 +248,15 @@ impl Thread {
     }
 
     fn done(&mut self, number: usize, outcome: Result<(), Refused>) {
-        if outcome.as_ref().is_err_and(|refused| refused.kind == Kind::SomebodyDied) {
-            self.mourn();
-            return;
-        }
         let Some(entry) = self.entries[number].take() else { return };
         self.free.push(number);
+        self.open -= 1;
         match entry {
             Entry::Message { line, held, batch, index, .. } => {
-                self.open -= 1;
                 drop(held);
                 line.finish(&batch, index, outcome);
             }
-            Entry::Tells { .. } => self.open -= 1,
+            Entry::Tells { .. } => {}
             Entry::Hears { bytes } => {
                 if outcome.is_ok() {
                     let (tag, peer, notice) = line::read(&bytes);
@@ -259,13 +268,12 @@ impl Thread {
                         line.hear(peer, notice);
                     }
                     self.left.retain(|_, line| !line.is_over());
-                    self.listen();
                 }
             }
         }
     }
 
-    /// A process has ended, and the library may say which. The receive that told so goes on.
+    /// A process has ended, and the library may say which.
     fn mourn(&mut self) {
         self.has_failed.store(true, Ordering::Release);
         for rank in self.mpi.dead() {
@@ -292,18 +300,6 @@ impl Thread {
             }
             if !self.poll() {
                 std::thread::sleep(NAP);
-            }
-        }
-        let hears = |entry: &Option<Entry>| matches!(entry, Some(Entry::Hears { .. }));
-        if let Some(number) = self.entries.iter().position(hears) {
-            self.open += 1;
-            self.mpi.cancel(number);
-            while self.open > 0 && Instant::now() < until {
-                let mut is_done = false;
-                if self.mpi.poll(&mut |done, _| is_done |= done == number).is_err() {
-                    break;
-                }
-                self.open -= usize::from(is_done);
             }
         }
         if self.open > 0 {
