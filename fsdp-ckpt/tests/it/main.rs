@@ -14,6 +14,7 @@ mod failures;
 mod finite;
 mod flips;
 mod gated;
+mod host_dirs;
 mod hostile;
 mod kills;
 mod load;
