@@ -203,8 +203,7 @@ pub enum Error {
         path: PathBuf,
         /// What is wrong, naming hosts, and what to do.
         reason: String,
-        /// Whether it is damaged, or was never finished on a host of the group: not where what is missing may be found
-        /// elsewhere.
+        /// Whether it is damaged, or not finished: not where what is missing may be elsewhere.
         damaged: bool,
     },
     /// The target of a save is there already.
@@ -353,14 +352,14 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// Files that are missing, by the hosts that wrote them and the ranks that they are of.
+/// Files that are missing, by the hosts that wrote them, with their ranks.
 pub(crate) fn lacking(files: &BTreeMap<String, String>) -> String {
     let mut hosts = BTreeMap::<&str, Vec<&str>>::new();
     for (file, host) in files {
         hosts.entry(host).or_default().push(file);
     }
     let listed = hosts.into_iter().map(|(host, files)| {
-        let ranks: Vec<String> = files.iter().filter_map(|file| Some(rank_of(file)?.to_string())).collect();
+        let ranks: Vec<_> = files.iter().filter_map(|file| Some(rank_of(file)?.to_string())).collect();
         let s = if files.len() > 1 { "s" } else { "" };
         let files = some(files.iter().map(|file| (*file).to_string()));
         format!("the file{s} of rank{s} {}, which {host} wrote ({files})", some(ranks.into_iter()))

@@ -9,6 +9,7 @@ mod agent;
 mod full_disk;
 mod gpu_acceptance;
 mod hosts;
+mod local_checkpoints;
 mod lost_hosts;
 mod need;
 mod network;
@@ -23,6 +24,7 @@ fn main() {
         full_disk::trials(),
         gpu_acceptance::trials(),
         hosts::trials(),
+        local_checkpoints::trials(),
         lost_hosts::trials(),
         pytorch::trials(),
     ];

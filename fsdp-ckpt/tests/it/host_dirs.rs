@@ -3,27 +3,26 @@
 use std::fs;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use fsdp_ckpt::{
     AsyncSaver, Checkpoint, Error, HostDirs, MANIFEST, Result, SaveOptions, SaveState, SaveSummary, TensorSource,
     WhenBusy, keep_newest, save_with,
 };
-use fsdp_core::{Buffer, DType, MeshLayout, Placement, ProcessGroup, Readable};
+use fsdp_core::{DType, MeshLayout, Placement, ProcessGroup};
 use tempfile::TempDir;
 
 use crate::cli::{fails, json, succeeds, text};
 use crate::world::{Global, line, list, read, state, world, zoo};
 
 /// The disks of two hosts, with two ranks each.
-struct Disks([TempDir; 2]);
+pub(crate) struct Disks(pub(crate) [TempDir; 2]);
 
 impl Disks {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Disks([tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()])
     }
 
-    fn dir(&self, host: usize, name: &str) -> PathBuf {
+    pub(crate) fn dir(&self, host: usize, name: &str) -> PathBuf {
         self.0[host].path().join(name)
     }
 
@@ -32,7 +31,7 @@ impl Disks {
         world(4, |group| self.save_rank(name, group, &state(globals, mesh, group.rank())))
     }
 
-    fn save_rank(&self, name: &str, group: &ProcessGroup, state: &SaveState) -> Result<SaveSummary> {
+    pub(crate) fn save_rank(&self, name: &str, group: &ProcessGroup, state: &SaveState) -> Result<SaveSummary> {
         save_with(&self.dir(group.rank() / 2, name), group, state, &options(group.rank() / 2))
     }
 
@@ -60,7 +59,7 @@ fn copy(from: &Path, to: &Path) {
 }
 
 /// What every rank says, which is the same.
-fn one<T: PartialEq + std::fmt::Debug>(mut said: Vec<T>) -> T {
+pub(crate) fn one<T: PartialEq + std::fmt::Debug>(mut said: Vec<T>) -> T {
     said.dedup();
     assert_eq!(said.len(), 1, "{said:?}");
     said.remove(0)
@@ -332,107 +331,6 @@ fn in_the_background_as_well() {
     });
     for disk in &disks.0 {
         assert_eq!(list(disk.path()), ["step-2"]);
-    }
-}
-
-/// Memory of which a directory comes into the way as it is read.
-struct Blocks(PathBuf, Arc<dyn Readable>);
-
-impl Readable for Blocks {
-    fn dtype(&self) -> DType {
-        self.1.dtype()
-    }
-    fn len(&self) -> usize {
-        self.1.len()
-    }
-    fn read(&self, f: &mut dyn FnMut(&[u8])) -> Result<(), String> {
-        fs::create_dir_all(self.0.join("full")).unwrap();
-        self.1.read(f)
-    }
-}
-
-#[test]
-fn a_host_that_can_not_leaves_nothing_on_the_others() {
-    let disks = Disks::new();
-    // In the last moment: the first host has given its directory the name already, or not.
-    for (host, rank) in [(1, 2), (0, 0)] {
-        let name = format!("step-{host}");
-        let errors = world(4, |group| {
-            let mut state = state(&zoo(), &line(4), group.rank());
-            if group.rank() == rank {
-                let data = Arc::clone(&state.tensors[0].data);
-                state.tensors[0].data = Arc::new(Blocks(disks.dir(host, &name), data));
-            }
-            disks.save_rank(&name, group, &state).unwrap_err().to_string()
-        });
-        let start = format!("rank {rank} failed to finish the checkpoint: ");
-        let error = one(errors);
-        assert!(error.starts_with(&start) && error.contains("exists already"), "{error}");
-        assert!(list(disks.0[1 - host].path()).is_empty());
-        assert_eq!(list(disks.0[host].path()), [name.clone()]);
-        fs::remove_dir_all(disks.dir(host, &name)).unwrap();
-    }
-}
-
-#[test]
-fn arguments_that_make_no_hosts_are_refused() {
-    let disks = Disks::new();
-    let refused = |globals: &[Global],
-                   dir: &dyn Fn(usize) -> PathBuf,
-                   host: &(dyn Fn(usize) -> Option<String> + Sync)| {
-        let dirs: Vec<PathBuf> = (0..4).map(dir).collect();
-        one(world(4, |group| {
-            let (rank, options) = (group.rank(), SaveOptions { host: host(group.rank()), ..SaveOptions::default() });
-            save_with(&dirs[rank], group, &state(globals, &line(4), rank), &options).unwrap_err().to_string()
-        }))
-    };
-    let (here, named) = (|rank: usize| disks.dir(rank / 2, "step-1"), |rank: usize| Some(format!("node{}", rank / 2)));
-    let nameless = refused(&zoo(), &here, &|rank| named(rank).filter(|_| rank != 3));
-    assert!(nameless.starts_with("rank 3 does not name its host, and others do"), "{nameless}");
-    let empty = refused(&zoo(), &here, &|_| Some(String::new()));
-    assert!(empty.starts_with("rank 0 does not name its host"), "{empty}");
-    let url = refused(&zoo(), &|_| "s3://bucket/step-1".into(), &named);
-    assert!(url.contains("a save to a directory of each host needs a directory of this host, not s3://"), "{url}");
-    let shared = refused(&zoo(), &|_| disks.dir(0, "step-1"), &named);
-    assert!(shared.contains("exists already"), "{shared}");
-    for disk in &disks.0 {
-        assert!(list(disk.path()).is_empty());
-    }
-    // What hosts hold alike has to be alike.
-    let errors = world(4, |group| {
-        let mut state = state(&zoo(), &line(4), group.rank());
-        if group.rank() > 1 {
-            let norm = state.tensors.iter_mut().find(|tensor| tensor.fqn == "model.norm.weight").unwrap();
-            norm.data = Arc::new(Buffer::F32(vec![0.5; 9]));
-        }
-        disks.save_rank("step-1", group, &state).unwrap_err().to_string()
-    });
-    let error = one(errors);
-    assert!(error.contains("tensor \"model.norm.weight\": ranks ") && error.contains("not the same bytes"), "{error}");
-}
-
-#[test]
-fn directories_that_are_not_the_hosts_own_are_told_before_the_work() {
-    let disks = Disks::new();
-    let check = |host_of: &(dyn Fn(usize) -> usize + Sync), disk_of: &(dyn Fn(usize) -> usize + Sync)| {
-        world(4, |group| {
-            let dirs = HostDirs::new(group, &format!("node{}", host_of(group.rank()))).unwrap();
-            dirs.check_writable(&disks.dir(disk_of(group.rank()), "runs")).map_err(|error| error.to_string())
-        })
-    };
-    let half = |rank: usize| rank / 2;
-    assert!(check(&half, &half).iter().all(Result::is_ok));
-    let shared = one(check(&half, &|_| 0)).unwrap_err();
-    assert!(
-        shared.starts_with("rank 0 failed to write a file there: node0 and node1 have one directory ")
-            && shared
-                .ends_with(" in common, and each is to have its own: let all ranks share it, without naming hosts"),
-        "{shared}"
-    );
-    let namesakes = one(check(&|_| 0, &half)).unwrap_err();
-    assert!(namesakes.starts_with("rank 2 failed to write a file there: can't create"), "{namesakes}");
-    for disk in &disks.0 {
-        assert!(list(disk.path()).is_empty());
     }
 }
 

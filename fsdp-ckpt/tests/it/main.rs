@@ -15,6 +15,7 @@ mod finite;
 mod flips;
 mod gated;
 mod host_dirs;
+mod host_dirs_refused;
 mod hostile;
 mod kills;
 mod load;
