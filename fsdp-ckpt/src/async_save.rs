@@ -10,7 +10,7 @@ use crate::error::chain;
 use crate::exchange::agree;
 use crate::staged::StagedTensors;
 use crate::store::split;
-use crate::{Error, Result, SaveOptions, SaveState, SaveSummary, TensorShard, keep_newest, save_with};
+use crate::{Error, HostDirs, Result, SaveOptions, SaveState, SaveSummary, TensorShard, keep_newest, save_with};
 
 /// What [`AsyncSaver::save`] does while the save before is still running.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -89,7 +89,7 @@ impl AsyncSaver {
         Ok(AsyncSaver { group, own, when_busy, keep: None, staged: StagedTensors::default(), running: None })
     }
 
-    /// After each save, rank 0 removes all but the `keep` newest checkpoints beside it, as [`keep_newest`] does. What
+    /// After each save, rank 0 (the first rank of each host with [`SaveOptions::host`]) removes all but the `keep` newest checkpoints beside it, as [`keep_newest`] does. What
     /// can't be removed is logged.
     pub fn keep_newest(mut self, keep: NonZeroUsize) -> Self {
         self.keep = Some(keep);
@@ -129,7 +129,7 @@ impl AsyncSaver {
         };
         let started = split(dir).and_then(|_| self.stage(state)).and_then(|state| {
             let (go, told) = std::sync::mpsc::channel();
-            let (path, keep, options) = (dir.to_path_buf(), self.keep, *options);
+            let (path, keep, options) = (dir.to_path_buf(), self.keep, options.clone());
             let thread = std::thread::Builder::new()
                 .name("fsdp-ckpt-save".into())
                 .spawn(move || match told.recv() {
@@ -218,9 +218,16 @@ fn run(
     keep: Option<NonZeroUsize>,
 ) -> Result<SaveSummary> {
     let summary = save_with(path, group, state, options)?;
-    if let Some(keep) = keep.filter(|_| group.rank() == 0)
-        && let Err(error) = split(path).and_then(|(parent, _)| keep_newest(&parent, keep, &[path]))
-    {
+    let removed = match (keep, &options.host) {
+        (None, _) => return Ok(summary),
+        (Some(keep), None) if group.rank() == 0 => {
+            split(path).and_then(|(parent, _)| keep_newest(&parent, keep, &[path]))
+        }
+        (Some(_), None) => return Ok(summary),
+        (Some(keep), Some(host)) => HostDirs::new(group, host)
+            .and_then(|dirs| split(path).and_then(|(parent, _)| dirs.keep_newest(&parent, keep, &[path]))),
+    };
+    if let Err(error) = removed {
         tracing::warn!("can't remove older checkpoints: {}", chain(&error));
     }
     Ok(summary)

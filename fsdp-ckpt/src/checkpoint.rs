@@ -12,7 +12,7 @@ use crate::chunked::Chunked;
 use crate::error::io_error;
 use crate::manifest::{FileEntry, Manifest, TensorEntry};
 use crate::store::store;
-use crate::{Checksums, Error, Format, MANIFEST, Result, TensorSource};
+use crate::{Checksums, Error, Format, MANIFEST, Result, TensorSource, Verified};
 
 /// A checkpoint on disk, with a manifest that has been checked in itself, by its checksum and against the sizes of the
 /// files.
@@ -28,6 +28,7 @@ pub struct Checkpoint {
     is_finite: bool,
     checksums: Checksums,
     mesh: MeshLayout,
+    seal: (u64, Option<u32>),
 }
 
 impl Checkpoint {
@@ -35,10 +36,21 @@ impl Checkpoint {
     ///
     /// # Errors
     /// [`Error::Incomplete`] without a manifest; [`Error::Newer`]; [`Error::Manifest`] when it contradicts itself;
-    /// [`Error::NotFound`] and [`Error::NotSafetensors`] when a file is missing or of another size; [`Error::Io`].
+    /// [`Error::NotFound`] and [`Error::NotSafetensors`] when a file is missing or of another size;
+    /// [`Error::Elsewhere`] when files are missing that another host wrote to its own directory; [`Error::Io`].
     pub fn open(dir: &Path) -> Result<Self> {
+        let checkpoint = Self::open_part(dir)?;
+        match checkpoint.missing().is_empty() {
+            true => Ok(checkpoint),
+            false => Err(checkpoint.chunked.elsewhere(checkpoint.missing().keys())),
+        }
+    }
+
+    /// The same where files of other hosts may be missing.
+    pub(crate) fn open_part(dir: &Path) -> Result<Self> {
         let store = store(dir)?;
-        let (manifest, mesh) = Manifest::read(&*store)?;
+        let (manifest, mesh, seal) = Manifest::read(&*store)?;
+        let mut missing = BTreeMap::new();
         for (name, entry) in &manifest.files {
             if store.link(name).is_some() {
                 let reason =
@@ -46,6 +58,10 @@ impl Checkpoint {
                 return Err(io_error("open", &dir.join(name))(std::io::Error::other(reason)));
             }
             let Some(bytes) = store.size(name)? else {
+                if let Some(host) = &entry.host {
+                    missing.insert(name.clone(), host.clone());
+                    continue;
+                }
                 return Err(Error::NotFound {
                     path: dir.to_path_buf(),
                     looked_for: format!("file {name:?}, which its {MANIFEST} names"),
@@ -58,8 +74,19 @@ impl Checkpoint {
         }
         let checksums = if manifest.covers_everything() { Checksums::Everything } else { Checksums::Tensors };
         let Manifest { created_by, world_size, finite: is_finite, values, files, tensors, .. } = manifest;
-        let chunked = Chunked { store, according_to: dir.join(MANIFEST), tensors, files, open: Mutex::default() };
-        Ok(Checkpoint { chunked, values, world_size, created_by, is_finite, checksums, mesh })
+        let according_to = dir.join(MANIFEST);
+        let chunked = Chunked { store, according_to, tensors, files, missing, open: Mutex::default() };
+        Ok(Checkpoint { chunked, values, world_size, created_by, is_finite, checksums, mesh, seal })
+    }
+
+    /// Files that are not here, each with the host that wrote it.
+    pub(crate) fn missing(&self) -> &BTreeMap<String, String> {
+        &self.chunked.missing
+    }
+
+    /// What tells its manifest from others: its length and the checksum at its end.
+    pub(crate) fn seal(&self) -> (u64, Option<u32>) {
+        self.seal
     }
 
     /// The number of ranks that wrote it.
@@ -112,6 +139,20 @@ impl TensorSource for Checkpoint {
 
     fn checksums(&self) -> Checksums {
         self.checksums
+    }
+
+    /// Of a part, what is here: together the hosts read everything once, and each copy of it.
+    fn verify_share(&self, rank: usize, ranks: usize) -> Result<Verified> {
+        let mut verified = Verified { files: self.files().len() - self.missing().len(), ..Verified::default() };
+        let chunks = self.tensors().iter().flat_map(|(fqn, tensor)| {
+            let here = tensor.chunks.iter().enumerate().filter(|(_, chunk)| self.chunked.has(chunk));
+            here.map(move |(at, _)| (fqn, at))
+        });
+        for (fqn, chunk) in chunks.skip(rank).step_by(ranks.max(1)) {
+            self.verify_chunk(fqn, chunk, &mut |bytes| verified.bytes += bytes)?;
+            verified.chunks += 1;
+        }
+        Ok(verified)
     }
 
     fn verify_chunk(&self, fqn: &str, chunk: usize, seen: &mut dyn FnMut(u64)) -> Result<()> {

@@ -22,6 +22,8 @@ pub(crate) struct Chunked {
     pub(crate) according_to: PathBuf,
     pub(crate) tensors: BTreeMap<String, TensorEntry>,
     pub(crate) files: BTreeMap<String, FileEntry>,
+    /// Files that are not here, each with the host that wrote it.
+    pub(crate) missing: BTreeMap<String, String>,
     pub(crate) open: Mutex<HashMap<String, Arc<SafetensorsFile>>>,
 }
 
@@ -58,25 +60,52 @@ impl Chunked {
             let reason = format!("it has {} chunks, none at {chunk}", tensor.chunks.len());
             return Err(Error::Request { tensor: fqn.to_string(), reason });
         };
-        let file = self.file(fqn, tensor, chunk)?;
-        let mut checksum = Checksum::new();
-        file.scan(fqn, &mut |bytes| {
-            checksum.update(bytes);
-            seen(bytes.len() as u64);
-        })?;
-        check_crc(&file, fqn, chunk, checksum.value())
+        for (copy, name) in self.here(chunk)?.into_iter().enumerate() {
+            let file = self.open(fqn, tensor, chunk, name)?;
+            let mut checksum = Checksum::new();
+            file.scan(fqn, &mut |bytes| {
+                checksum.update(bytes);
+                if copy == 0 {
+                    seen(bytes.len() as u64);
+                }
+            })?;
+            check_crc(&file, fqn, chunk, checksum.value())?;
+        }
+        Ok(())
     }
 
-    /// The file of a chunk, which must hold it as the tensor's entry says.
+    /// Whether a file that holds a chunk is here.
+    pub(crate) fn has(&self, chunk: &ChunkEntry) -> bool {
+        chunk.files().any(|name| !self.missing.contains_key(name))
+    }
+
+    /// The files here that hold a chunk.
+    fn here<'a>(&self, chunk: &'a ChunkEntry) -> Result<Vec<&'a String>> {
+        let here: Vec<&String> = chunk.files().filter(|name| !self.missing.contains_key(*name)).collect();
+        if here.is_empty() { Err(self.elsewhere(chunk.files())) } else { Ok(here) }
+    }
+
+    /// The error that these files are missing.
+    pub(crate) fn elsewhere<'a>(&self, names: impl Iterator<Item = &'a String>) -> Error {
+        let files = names.filter_map(|name| Some((name.clone(), self.missing.get(name)?.clone()))).collect();
+        Error::Elsewhere { path: self.store.path().to_path_buf(), files }
+    }
+
+    /// A file of a chunk.
     fn file(&self, fqn: &str, tensor: &TensorEntry, chunk: &ChunkEntry) -> Result<Arc<SafetensorsFile>> {
+        self.open(fqn, tensor, chunk, self.here(chunk)?[0])
+    }
+
+    /// The file `name`, which must hold a chunk as the tensor's entry says.
+    fn open(&self, fqn: &str, tensor: &TensorEntry, chunk: &ChunkEntry, name: &String) -> Result<Arc<SafetensorsFile>> {
         // A panic elsewhere leaves the map as good as it was.
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
-        let file = match open.get(&chunk.file) {
+        let file = match open.get(name) {
             Some(file) => Arc::clone(file),
             None => {
-                let expected = self.files.get(&chunk.file).and_then(|file| file.header_crc32c);
-                let file = Arc::new(SafetensorsFile::with_header(self.store.open(&chunk.file)?, expected)?);
-                open.insert(chunk.file.clone(), Arc::clone(&file));
+                let expected = self.files.get(name).and_then(|file| file.header_crc32c);
+                let file = Arc::new(SafetensorsFile::with_header(self.store.open(name)?, expected)?);
+                open.insert(name.clone(), Arc::clone(&file));
                 file
             }
         };
@@ -89,7 +118,7 @@ impl Chunked {
                 reason: format!(
                     "its chunk {} in {:?} should be {} {:?}, the file has {} {:?}",
                     Span(&chunk.region()),
-                    chunk.file,
+                    name,
                     tensor.dtype,
                     chunk.sizes,
                     info.dtype,

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::file_names::MANIFEST;
+use crate::file_names::{MANIFEST, rank_of};
 use crate::shown::shown;
 
 /// The errors of this crate. Each names the file, tensor or rank at fault and, where there is one, the way out.
@@ -180,6 +180,32 @@ pub enum Error {
         /// The directory.
         path: PathBuf,
     },
+    /// A part of a checkpoint that hosts saved in directories of their own: files are missing that others wrote.
+    #[error(
+        "{} is a part of a checkpoint: it lacks {}; copy the directories of this name from all hosts into one, in any \
+            order, as `rsync -a {}:{}/ {}/` does",
+        shown(path.display()),
+        shown(lacking(files)),
+        shown(files.values().next().map_or("HOST", String::as_str)),
+        shown(path.display()),
+        shown(path.display())
+    )]
+    Elsewhere {
+        /// The part.
+        path: PathBuf,
+        /// The files that are not here, each with the host that wrote it.
+        files: BTreeMap<String, String>,
+    },
+    /// What the hosts' directories of one name hold makes no checkpoint together.
+    #[error("the hosts' directories {} make no checkpoint together: {}", shown(path.display()), shown(reason))]
+    Apart {
+        /// The name that the directories have on every host.
+        path: PathBuf,
+        /// What is wrong, naming hosts, and what to do.
+        reason: String,
+        /// Whether it is damaged, or not finished: not where what is missing may be elsewhere.
+        damaged: bool,
+    },
     /// The target of a save is there already.
     #[error("{} exists already; choose another name or remove it", shown(path.display()))]
     Exists {
@@ -296,7 +322,8 @@ impl Error {
             | Error::Manifest { .. }
             | Error::Incomplete { .. }
             | Error::Checksum { .. }
-            | Error::Header { .. } => true,
+            | Error::Header { .. }
+            | Error::Apart { damaged: true, .. } => true,
             // A file that went, or became shorter, after its checkpoint was opened.
             Error::Io { action: "open" | "read", source, .. } => {
                 matches!(source.kind(), io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof)
@@ -323,6 +350,21 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
         next = cause.source();
     }
     text
+}
+
+/// Files that are missing, by the hosts that wrote them, with their ranks.
+pub(crate) fn lacking(files: &BTreeMap<String, String>) -> String {
+    let mut hosts = BTreeMap::<&str, Vec<&str>>::new();
+    for (file, host) in files {
+        hosts.entry(host).or_default().push(file);
+    }
+    let listed = hosts.into_iter().map(|(host, files)| {
+        let ranks: Vec<_> = files.iter().filter_map(|file| Some(rank_of(file)?.to_string())).collect();
+        let s = if files.len() > 1 { "s" } else { "" };
+        let files = some(files.iter().map(|file| (*file).to_string()));
+        format!("the file{s} of rank{s} {}, which {host} wrote ({files})", some(ranks.into_iter()))
+    });
+    listed.collect::<Vec<_>>().join(" and ")
 }
 
 /// What a message is about, in front of it.
@@ -387,6 +429,8 @@ mod tests {
             Error::Manifest { path: path(), tensor: Some(tensor()), reason: reason() },
             Error::Newer { path: path(), version: 2, known: 1 },
             Error::Incomplete { path: path() },
+            Error::Elsewhere { path: path(), files: [(text(), text())].into() },
+            Error::Apart { path: path(), reason: reason(), damaged: true },
             Error::Exists { path: path() },
             Error::Checksum { path: path(), tensor: tensor(), expected: 1, found: 2 },
             Error::Header { path: path(), expected: 1, found: 2 },

@@ -3,6 +3,7 @@
 use fsdp_core::ProcessGroup;
 
 use crate::error::chain;
+use crate::hosts::Hosts;
 use crate::{Error, Result};
 
 /// Ends a phase that every rank has tried: its result where all ranks succeeded, else the error of the first rank that
@@ -28,7 +29,18 @@ pub(crate) fn from_first(
     phase: &'static str,
     make: impl FnOnce() -> Result<String>,
 ) -> Result<String> {
-    let (made, message) = match (group.rank() == 0).then(make) {
+    from_firsts(group, &Hosts::one(group.size()), phase, make).map(|mut made| made.swap_remove(0))
+}
+
+/// What the first rank of each host made, by rank and on every rank, as text: nothing for the other ranks. Or the error
+/// of the first of them that has one, on every rank.
+pub(crate) fn from_firsts(
+    group: &ProcessGroup,
+    hosts: &Hosts,
+    phase: &'static str,
+    make: impl FnOnce() -> Result<String>,
+) -> Result<Vec<String>> {
+    let (made, message) = match hosts.is_first(group.rank()).then(make) {
         None => (None, Vec::new()),
         Some(Ok(text)) => (None, [&[MADE], text.as_bytes()].concat()),
         Some(Err(error @ Error::Group(_))) => return Err(error),
@@ -39,12 +51,14 @@ pub(crate) fn from_first(
     };
     let messages = group.gather_bytes(message)?;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    match messages[0].split_first() {
-        Some((&MADE, made)) => Ok(text(made)),
-        why => Err(Error::Rank { rank: 0, phase, cause: text(why.map_or(&[], |(_, cause)| cause)), error: made }),
+    let failed = messages.iter().enumerate().find(|(_, message)| message.first() == Some(&FAILED));
+    if let Some((rank, why)) = failed {
+        let error = made.filter(|_| rank == group.rank());
+        return Err(Error::Rank { rank, phase, cause: text(&why[1..]), error });
     }
+    Ok(messages.iter().map(|message| text(message.get(1..).unwrap_or_default())).collect())
 }
 
-/// What rank 0's message begins with: then comes what it made, or why it made nothing.
+/// What a first rank's message begins with: then comes what it made, or why it made nothing.
 const MADE: u8 = 0;
 const FAILED: u8 = 1;

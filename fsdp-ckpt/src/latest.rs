@@ -36,6 +36,8 @@ pub struct Survey {
     /// What has a higher number and is none, with what is wrong with it ([`Error::is_damage`] tells whether it was
     /// one). Newest first.
     pub skipped: Vec<(PathBuf, Error)>,
+    /// All that may be checkpoints by their names, newest first, whether they were looked at or not.
+    pub steps: Vec<PathBuf>,
     /// What was [set aside](crate::set_aside).
     pub set_aside: Vec<PathBuf>,
     /// Links that are no checkpoints, with what they lead to: a directory that has a [name of its
@@ -66,6 +68,7 @@ pub fn survey(dir: &Path) -> Result<Survey> {
     let (candidates, links) = candidates(dir, names);
     found.links = links;
     found.links.extend(links_to_nothing(dir)?);
+    found.steps.clone_from(&candidates);
     for path in candidates {
         match Checkpoint::open(&path) {
             Ok(_) => {
@@ -89,7 +92,7 @@ pub(crate) fn newest_first(dir: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// The names of the directories in `dir`, none when there is no such directory.
-fn names(dir: &Path) -> Result<Vec<String>> {
+pub(crate) fn names(dir: &Path) -> Result<Vec<String>> {
     match store(dir)?.dirs() {
         Err(Error::NotFound { .. }) => Ok(Vec::new()),
         names => names,
@@ -97,7 +100,7 @@ fn names(dir: &Path) -> Result<Vec<String>> {
 }
 
 /// What may be checkpoints, newest first, and the links that are other names of some.
-fn candidates(dir: &Path, names: Vec<String>) -> (Vec<PathBuf>, Vec<(PathBuf, PathBuf)>) {
+pub(crate) fn candidates(dir: &Path, names: Vec<String>) -> (Vec<PathBuf>, Vec<(PathBuf, PathBuf)>) {
     let (mut candidates, mut links) = (Vec::new(), Vec::new());
     for name in names {
         let Some(step) = step_of_candidate(&name) else { continue };
@@ -112,7 +115,7 @@ fn candidates(dir: &Path, names: Vec<String>) -> (Vec<PathBuf>, Vec<(PathBuf, Pa
 }
 
 /// Links by the names of checkpoints under `dir` that lead to nothing, and to what.
-fn links_to_nothing(dir: &Path) -> Result<Vec<(PathBuf, PathBuf)>> {
+pub(crate) fn links_to_nothing(dir: &Path) -> Result<Vec<(PathBuf, PathBuf)>> {
     let Some(dir) = on_this_host(dir)? else { return Ok(Vec::new()) };
     // Whether `dir` can be listed, others have found out.
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
@@ -143,7 +146,7 @@ fn step_of_candidate(name: &str) -> Option<u64> {
 }
 
 /// The number at the end of a name.
-fn step_of(name: &str) -> Option<u64> {
+pub(crate) fn step_of(name: &str) -> Option<u64> {
     let digits = name.len() - name.trim_end_matches(|c: char| c.is_ascii_digit()).len();
     name[name.len() - digits..].parse().ok()
 }

@@ -3,7 +3,7 @@
 //! [`save`] writes a checkpoint from the shards of every rank of a process group; [`Checkpoint`] reads any box of any
 //! tensor from it, whatever mesh wrote it and whatever mesh reads it; [`latest`] finds the one to go on from,
 //! [`set_aside`] moves a damaged one away, [`keep_newest`] removes older ones. [`AsyncSaver`] saves while training goes
-//! on; [`Stateful`] is for what is no tensor. [`hf`] reads and writes Hugging Face model directories, [`torch`]
+//! on; [`HostDirs`] is for hosts without a shared directory; [`Stateful`] is for what is no tensor. [`hf`] reads and writes Hugging Face model directories, [`torch`]
 //! PyTorch's files.
 //!
 //! # On disk
@@ -43,6 +43,8 @@ mod exchange;
 mod file_names;
 mod finite;
 pub mod hf;
+mod host_dirs;
+mod hosts;
 mod latest;
 mod load;
 mod manifest;
@@ -73,6 +75,7 @@ pub use diff::{Diff, TensorDiff, Tolerance, ValueDiff, diff};
 pub use error::{Error, Result};
 pub use file_names::MANIFEST;
 pub use finite::{NonFinite, count_non_finite, non_finite};
+pub use host_dirs::HostDirs;
 pub use latest::{Survey, latest, other_name_of, survey};
 pub use load::{LoadOptions, LoadReport, LoadTensor, Strict, load, read_as};
 pub use manifest::{ChunkEntry, FileEntry, TensorEntry};

@@ -68,6 +68,9 @@ pub struct FileEntry {
     /// format keeps one, since version 2.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub header_crc32c: Option<u32>,
+    /// The host that wrote it, where each host wrote to a directory of its own ([`crate::HostDirs`]).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host: Option<String>,
 }
 
 /// A tensor of a checkpoint.
@@ -99,6 +102,9 @@ pub struct ChunkEntry {
     pub sizes: Vec<usize>,
     /// The name of the file, in the checkpoint's directory.
     pub file: String,
+    /// Other files that hold the same bytes: each host's directory has its own ([`crate::HostDirs`]).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub copies: Vec<String>,
     /// The CRC-32C of the chunk's bytes, where the format keeps one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub crc32c: Option<u32>,
@@ -108,6 +114,11 @@ impl ChunkEntry {
     /// The box.
     pub fn region(&self) -> Region {
         Region { offsets: self.offsets.clone(), sizes: self.sizes.clone() }
+    }
+
+    /// The names of the files that hold it: one, and its copies.
+    pub fn files(&self) -> impl Iterator<Item = &String> {
+        std::iter::once(&self.file).chain(&self.copies)
     }
 }
 
@@ -135,13 +146,13 @@ impl Manifest {
     }
 
     /// The text of a new manifest, with the checksum at its end.
-    pub(crate) fn to_text(&self) -> Result<Vec<u8>> {
+    pub(crate) fn to_text(&self) -> Result<String> {
         check_values(&self.values)
             .map_err(|reason| Error::Argument(format!("a checkpoint can't be saved: {reason}")))?;
         let mut text = serde_json::to_vec_pretty(self)
             .map_err(|error| Error::Argument(format!("can't write the values as JSON: {error}")))?;
         seal::seal(&mut text);
-        Ok(text)
+        String::from_utf8(text).map_err(|error| Error::Argument(format!("can't write the values as JSON: {error}")))
     }
 
     /// Whether checksums cover every byte of the checkpoint, this manifest's too.
@@ -149,19 +160,22 @@ impl Manifest {
         self.version >= CHECKED
     }
 
-    /// Reads and checks the manifest of a checkpoint.
-    pub(crate) fn read(store: &dyn Store) -> Result<(Self, MeshLayout)> {
+    /// Reads and checks the manifest of a checkpoint. Its length and the checksum at its end tell it from others.
+    pub(crate) fn read(store: &dyn Store) -> Result<(Self, MeshLayout, (u64, Option<u32>))> {
         let path = store.path().join(MANIFEST);
         let Some(text) = store.read(MANIFEST, MAX_BYTES)? else {
             // What is not even there is told by the list.
             store.list()?;
             return Err(Error::Incomplete { path: store.path().to_path_buf() });
         };
-        Manifest::parse(&text).map_err(|flaw| match flaw {
+        let parsed = Manifest::parse(&text).map_err(|flaw| match flaw {
             Bad::Newer(version) => Error::Newer { path, version, known: VERSION },
             Bad::Text(reason) => Error::Manifest { path, tensor: None, reason },
             Bad::Tensor(name, reason) => Error::Manifest { path, tensor: Some(name), reason },
-        })
+        });
+        let (manifest, mesh) = parsed?;
+        let seal = (text.len() as u64, manifest.crc32c);
+        Ok((manifest, mesh, seal))
     }
 
     fn parse(text: &[u8]) -> Result<(Self, MeshLayout), Bad> {
@@ -227,9 +241,11 @@ impl Manifest {
         for (name, tensor) in &self.tensors {
             tensor.check(&self.files).map_err(|reason| Bad::Tensor(name.clone(), reason))?;
             for chunk in &tensor.chunks {
-                if let Some((chunks, bytes)) = held.get_mut(chunk.file.as_str()) {
-                    *chunks += 1;
-                    *bytes = bytes.saturating_add(chunk.region().elements() as u64 * tensor.dtype.size() as u64);
+                for file in chunk.files() {
+                    if let Some((chunks, bytes)) = held.get_mut(file.as_str()) {
+                        *chunks += 1;
+                        *bytes = bytes.saturating_add(chunk.region().elements() as u64 * tensor.dtype.size() as u64);
+                    }
                 }
             }
         }
@@ -273,14 +289,16 @@ impl TensorEntry {
         let mut seen = BTreeSet::new();
         for chunk in &self.chunks {
             let span = || format!("its chunk {}", Span(&chunk.region()));
-            if !is_plain_file_name(&chunk.file) {
-                return Err(format!("{} is in {:?}, which is not a plain file name", span(), chunk.file));
-            }
-            if !files.contains_key(&chunk.file) {
-                return Err(format!("{} is in {:?}, which is not among the files", span(), chunk.file));
-            }
-            if !seen.insert(chunk.file.as_str()) {
-                return Err(format!("two of its chunks are in {:?}; a file holds one at most", chunk.file));
+            for file in chunk.files() {
+                if !is_plain_file_name(file) {
+                    return Err(format!("{} is in {file:?}, which is not a plain file name", span()));
+                }
+                if !files.contains_key(file) {
+                    return Err(format!("{} is in {file:?}, which is not among the files", span()));
+                }
+                if !seen.insert(file.as_str()) {
+                    return Err(format!("two of its chunks are in {file:?}; a file holds one at most"));
+                }
             }
             if chunk.crc32c.is_none() {
                 return Err(format!("{} in {:?} has no checksum", span(), chunk.file));

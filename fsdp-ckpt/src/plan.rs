@@ -7,6 +7,7 @@ use fsdp_core::{DType, ProcessGroup};
 use serde::{Deserialize, Serialize};
 
 use crate::exchange::agree;
+use crate::hosts::Hosts;
 use crate::region::{Flaw, Span, check_tiling, checked_bytes, fits};
 use crate::{Error, Result, TensorShard};
 
@@ -25,6 +26,14 @@ pub(crate) struct Claim {
 pub(crate) struct PlannedChunk {
     pub(crate) region: Region,
     pub(crate) writer: usize,
+    /// Ranks of other hosts that write it too, each for the directory of its own.
+    pub(crate) copiers: Vec<usize>,
+}
+
+impl PlannedChunk {
+    pub(crate) fn writers(&self) -> impl Iterator<Item = usize> + '_ {
+        std::iter::once(self.writer).chain(self.copiers.iter().copied())
+    }
 }
 
 /// One tensor's chunks, ordered by their offsets.
@@ -40,7 +49,7 @@ pub(crate) type Plan = BTreeMap<String, PlannedTensor>;
 
 /// Exchanges what the ranks hold and plans who writes what. Collective. `subject` must be the same on every rank; it
 /// says what is being saved.
-pub(crate) fn negotiate(group: &ProcessGroup, subject: &str, shards: &[TensorShard]) -> Result<Plan> {
+pub(crate) fn negotiate(group: &ProcessGroup, hosts: &Hosts, subject: &str, shards: &[TensorShard]) -> Result<Plan> {
     let claims = claims(shards).and_then(|claims| {
         serde_json::to_vec(&(subject, claims))
             .map_err(|error| Error::Argument(format!("can't list the shards: {error}")))
@@ -60,7 +69,7 @@ pub(crate) fn negotiate(group: &ProcessGroup, subject: &str, shards: &[TensorSha
         }
         all.push(claims);
     }
-    plan(&all)
+    plan(&all, hosts)
 }
 
 /// This rank's claims, checked for what can be known without the other ranks.
@@ -98,9 +107,9 @@ fn claims(shards: &[TensorShard]) -> Result<Vec<Claim>> {
         .collect()
 }
 
-/// Plans from every rank's claims. Equal regions are written once; of the ranks that hold one, the one with the fewest
-/// bytes so far writes it.
-pub(crate) fn plan(claims: &[Vec<Claim>]) -> Result<Plan> {
+/// Plans from every rank's claims. Equal regions are written once a directory; of the ranks that hold one there, the
+/// one with the fewest bytes so far writes it.
+pub(crate) fn plan(claims: &[Vec<Claim>], hosts: &Hosts) -> Result<Plan> {
     let mut tensors = BTreeMap::<&str, Holdings<'_>>::new();
     for (rank, claims) in claims.iter().enumerate() {
         for claim in claims {
@@ -123,8 +132,19 @@ pub(crate) fn plan(claims: &[Vec<Claim>]) -> Result<Plan> {
     let mut load = vec![0usize; claims.len()];
     let mut plan = Plan::new();
     for chunk in chunks {
-        let Some(&writer) = chunk.ranks.iter().min_by_key(|&&rank| (load[rank], rank)) else { continue };
-        load[writer] = load[writer].saturating_add(chunk.bytes);
+        let mut writers = BTreeMap::new();
+        for &rank in chunk.ranks {
+            let writer = writers.entry(hosts.of(rank)).or_insert(rank);
+            if (load[rank], rank) < (load[*writer], *writer) {
+                *writer = rank;
+            }
+        }
+        let mut writers = writers.into_values();
+        let Some(writer) = writers.next() else { continue };
+        let copiers: Vec<usize> = writers.collect();
+        for &writer in std::iter::once(&writer).chain(&copiers) {
+            load[writer] = load[writer].saturating_add(chunk.bytes);
+        }
         let claim = tensors[chunk.fqn].claim;
         let planned = plan.entry(chunk.fqn.to_string()).or_insert_with(|| PlannedTensor {
             dtype: claim.dtype,
@@ -132,7 +152,7 @@ pub(crate) fn plan(claims: &[Vec<Claim>]) -> Result<Plan> {
             chunks: Vec::new(),
         });
         let region = Region { offsets: chunk.key.0.clone(), sizes: chunk.key.1.clone() };
-        planned.chunks.push(PlannedChunk { region, writer });
+        planned.chunks.push(PlannedChunk { region, writer, copiers });
     }
     for tensor in plan.values_mut() {
         tensor.chunks.sort_by(|a, b| a.region.offsets.cmp(&b.region.offsets));
@@ -234,7 +254,7 @@ mod tests {
     fn replicas_are_written_once_and_spread_by_bytes() {
         let names = ["a", "b", "c", "d"];
         let rank: Vec<Claim> = names.iter().map(|name| claim(name, &[4], &[0], &[4])).collect();
-        let plan = plan(&[rank.clone(), rank]).unwrap();
+        let plan = plan(&[rank.clone(), rank], &Hosts::one(2)).unwrap();
         let writers: Vec<usize> = plan.values().map(|tensor| tensor.chunks[0].writer).collect();
         assert!(plan.values().all(|tensor| tensor.chunks.len() == 1));
         assert_eq!(writers.iter().filter(|&&writer| writer == 0).count(), 2, "{writers:?}");
@@ -243,7 +263,7 @@ mod tests {
     #[test]
     fn shards_that_make_no_whole_are_refused() {
         let part = |offset, size| vec![claim("w", &[4], &[offset], &[size])];
-        let text = |claims: &[Vec<Claim>]| plan(claims).unwrap_err().to_string();
+        let text = |claims: &[Vec<Claim>]| plan(claims, &Hosts::one(claims.len())).unwrap_err().to_string();
         let overlap = text(&[part(0, 3), part(2, 2)]);
         assert!(overlap.contains("\"w\": rank 0 holds [0..3] and rank 1 holds [2..4]"), "{overlap}");
         let gap = text(&[part(0, 1), part(2, 2)]);

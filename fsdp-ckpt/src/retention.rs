@@ -50,12 +50,22 @@ pub fn keep_newest(dir: &Path, keep: NonZeroUsize, spare: &[&Path]) -> Result<Ve
         if whole <= keep.get() || spared.contains(&resolved(&path)?) {
             continue;
         }
-        if let Some(other) = other_than(&checkpoint, &path)? {
-            tracing::warn!("leaving {}: it holds {other:?}, which is not the checkpoint's", shown(path.display()));
-        } else if discard(&path)? {
-            tracing::info!("removed {}", shown(path.display()));
+        if remove(&checkpoint, &path)? {
             removed.push(path);
         }
+    }
+    Ok(removed)
+}
+
+/// Removes a checkpoint, if nothing else is in its directory. Whether it did.
+pub(crate) fn remove(checkpoint: &Checkpoint, path: &Path) -> Result<bool> {
+    if let Some(other) = other_than(checkpoint, path)? {
+        tracing::warn!("leaving {}: it holds {other:?}, which is not the checkpoint's", shown(path.display()));
+        return Ok(false);
+    }
+    let removed = discard(path)?;
+    if removed {
+        tracing::info!("removed {}", shown(path.display()));
     }
     Ok(removed)
 }

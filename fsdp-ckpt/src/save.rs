@@ -6,14 +6,15 @@ use std::path::{Path, PathBuf};
 use fsdp_core::{MeshLayout, ProcessGroup};
 use serde_json::{Map, Value};
 
-use crate::exchange::{agree, from_first};
+use crate::exchange::{agree, from_first, from_firsts};
 use crate::file_names::{MANIFEST, file_name};
 use crate::hf::sharding;
+use crate::hosts::Hosts;
 use crate::manifest::{ChunkEntry, FileEntry, Manifest, TensorEntry};
 use crate::plan::{Plan, negotiate};
-use crate::region::checked_bytes;
+use crate::region::{Span, checked_bytes};
 use crate::safetensors::{Entry, WrittenFile, read_bytes, write_file};
-use crate::store::{Staging, Store, split, stage, staged};
+use crate::store::{Store, discard, local_path, split, stage, staged};
 use crate::{Error, Result, TensorShard};
 
 /// What one rank passes to [`save`].
@@ -29,12 +30,15 @@ pub struct SaveState {
 }
 
 /// How to save.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SaveOptions {
     /// Whether the caller has looked at every floating point number of this rank's tensors, as they are now, and found
     /// it finite. When all ranks have, the checkpoint says so ([`crate::Checkpoint::is_finite`], `fsdp-ckpt inspect`).
     /// It is the caller's word: the save itself does not look.
     pub finite: bool,
+    /// The name of this rank's host, where each host saves to a directory of its own: see [`crate::HostDirs`]. `None`
+    /// on every rank where all of them share the directory.
+    pub host: Option<String>,
 }
 
 /// What a save has done.
@@ -53,7 +57,7 @@ pub struct SaveSummary {
 }
 
 /// Saves a checkpoint as the directory `dir`, whose parents are created. Collective: every rank of `group` calls it
-/// with the same `dir`, on a file system that all of them share.
+/// with the same `dir`, on a file system that all of them share. (Each host may have its own: [`SaveOptions::host`].)
 ///
 /// Files grow in a temporary directory beside `dir`. Once all of them are on disk, rank 0 writes the manifest and gives
 /// the directory its name by an atomic rename. Equal shards of several ranks are written by one of them. Ranks wait for
@@ -100,12 +104,14 @@ pub fn save(dir: &Path, group: &ProcessGroup, state: &SaveState) -> Result<SaveS
 pub fn save_with(dir: &Path, group: &ProcessGroup, state: &SaveState, options: &SaveOptions) -> Result<SaveSummary> {
     let started = std::time::Instant::now();
     let _told = fsdp_core::heartbeat::span("checkpoint save", "");
-    let name = agree(group, "start the save", check_arguments(dir, group, &state.mesh))?;
-    let plan = negotiate(group, &format!("checkpoint \"{name}\" of mesh {}", state.mesh), &state.tensors)?;
+    let name = agree(group, "start the save", check_arguments(dir, group, &state.mesh, options))?;
+    let hosts = Hosts::meet(group, options.host.as_deref())?;
+    let plan = negotiate(group, &hosts, &format!("checkpoint \"{name}\" of mesh {}", state.mesh), &state.tensors)?;
 
     let mut staging = None;
-    let here = from_first(group, "create the checkpoint's directory", || Ok(staging.insert(stage(dir)?).name()))?;
-    let here = staged(dir, &here)?;
+    let begun = "create the checkpoint's directory";
+    let here = from_firsts(group, &hosts, begun, || Ok(staging.insert(stage(dir)?).name()))?;
+    let here = staged(dir, &here[hosts.first(group.rank())])?;
     let own = own_chunks(&plan, group.rank());
     let written = agree(group, "write its shards", write_own(&*here, group.rank(), &plan, &own, &state.tensors))?;
 
@@ -113,11 +119,18 @@ pub fn save_with(dir: &Path, group: &ProcessGroup, state: &SaveState, options: &
     // All ranks read the same: who can't, can't on any.
     let reports =
         reports.iter().enumerate().map(|(rank, report)| Report::of(rank, report)).collect::<Result<Vec<_>>>()?;
-    let committed = match staging {
-        Some(staging) => commit(staging, &*here, group, state, &plan, &reports),
-        None => Ok(()),
-    };
-    agree(group, "finish the checkpoint", committed)?;
+    let finish = "finish the checkpoint";
+    // Rank 0's values are in it, and it is the same in every directory.
+    let manifest = from_first(group, finish, || manifest(&*here, group, &hosts, state, &plan, &reports))?;
+    let committed = staging.map(|staging| staging.commit(MANIFEST, manifest.as_bytes())).transpose();
+    let is_here = matches!(committed, Ok(Some(())));
+    if let Err(error) = agree(group, finish, committed) {
+        // Another host could not.
+        if is_here && matches!(error, Error::Rank { .. }) {
+            discard(dir)?;
+        }
+        return Err(error);
+    }
     let summary = SaveSummary {
         path: dir.to_path_buf(),
         tensors: plan.len(),
@@ -132,7 +145,10 @@ pub fn save_with(dir: &Path, group: &ProcessGroup, state: &SaveState, options: &
     Ok(summary)
 }
 
-fn check_arguments(dir: &Path, group: &ProcessGroup, mesh: &MeshLayout) -> Result<String> {
+fn check_arguments(dir: &Path, group: &ProcessGroup, mesh: &MeshLayout, options: &SaveOptions) -> Result<String> {
+    if options.host.is_some() {
+        local_path(dir, "a save to a directory of each host")?;
+    }
     if mesh.size() != group.size() {
         return Err(Error::Argument(format!(
             "the mesh {mesh} has {} ranks, the group \"{}\" that saves it has {}",
@@ -155,7 +171,9 @@ struct Own<'a> {
 fn own_chunks(plan: &Plan, rank: usize) -> Vec<Own<'_>> {
     let mut own = Vec::new();
     for (fqn, tensor) in plan {
-        for (chunk, planned) in tensor.chunks.iter().enumerate().filter(|(_, planned)| planned.writer == rank) {
+        for (chunk, planned) in
+            tensor.chunks.iter().enumerate().filter(|(_, planned)| planned.writers().any(|writer| writer == rank))
+        {
             let bytes = checked_bytes(&planned.region.sizes, tensor.dtype.size()).unwrap_or(0) as u64;
             own.push(Own { fqn, chunk, bytes });
         }
@@ -183,7 +201,11 @@ impl Report {
             }
             let (&bytes, rest) = rest.split_first_chunk::<8>()?;
             let (&header, rest) = rest.split_first_chunk::<4>()?;
-            let file = FileEntry { bytes: u64::from_le_bytes(bytes), header_crc32c: Some(u32::from_le_bytes(header)) };
+            let file = FileEntry {
+                bytes: u64::from_le_bytes(bytes),
+                header_crc32c: Some(u32::from_le_bytes(header)),
+                host: None,
+            };
             let checksums = rest.as_chunks::<4>().0.iter().map(|crc| u32::from_le_bytes(*crc)).collect();
             Some(Report { finite, file: Some(file), checksums })
         })();
@@ -235,37 +257,47 @@ fn write_own(
     Ok(Some(written))
 }
 
-/// Rank 0's last steps: the manifest, and the final name.
-fn commit(
-    staging: Box<dyn Staging>,
+/// What rank 0 writes of the checkpoint, as text.
+fn manifest(
     store: &dyn Store,
     group: &ProcessGroup,
+    hosts: &Hosts,
     state: &SaveState,
     plan: &Plan,
     reports: &[Report],
-) -> Result<()> {
+) -> Result<String> {
     let mut files = BTreeMap::new();
     for (rank, report) in reports.iter().enumerate() {
         if let Some(file) = &report.file {
-            files.insert(store.unique_name(&file_name(rank)), file.clone());
+            let host = hosts.name(rank).map(str::to_string);
+            files.insert(store.unique_name(&file_name(rank)), FileEntry { host, ..file.clone() });
         }
     }
     let mut checksums: Vec<_> = reports.iter().map(|report| report.checksums.iter()).collect();
+    let mut next = |rank: usize| checksums[rank].next().copied().ok_or_else(|| too_little(rank));
+    let name = |rank: usize| store.unique_name(&file_name(rank));
     let mut tensors = BTreeMap::new();
     for (fqn, tensor) in plan {
         let mut chunks = Vec::with_capacity(tensor.chunks.len());
         for chunk in &tensor.chunks {
-            let crc = checksums[chunk.writer].next().ok_or_else(|| too_little(chunk.writer))?;
+            let crc = next(chunk.writer)?;
+            for &copier in &chunk.copiers {
+                if next(copier)? != crc {
+                    let (span, rank) = (Span(&chunk.region), chunk.writer);
+                    let reason = format!("ranks {rank} and {copier} hold {span} of it, and not the same bytes");
+                    return Err(Error::Shards { tensor: fqn.clone(), reason });
+                }
+            }
             chunks.push(ChunkEntry {
                 offsets: chunk.region.offsets.clone(),
                 sizes: chunk.region.sizes.clone(),
-                file: store.unique_name(&file_name(chunk.writer)),
-                crc32c: Some(*crc),
+                file: name(chunk.writer),
+                copies: chunk.copiers.iter().map(|&rank| name(rank)).collect(),
+                crc32c: Some(crc),
             });
         }
         tensors.insert(fqn.clone(), TensorEntry { dtype: tensor.dtype, shape: tensor.shape.clone(), chunks });
     }
     let finite = reports.iter().all(|report| report.finite);
-    let manifest = Manifest::new(&state.mesh, group.size(), finite, state.values.clone(), files, tensors);
-    staging.commit(MANIFEST, &manifest.to_text()?)
+    Manifest::new(&state.mesh, group.size(), finite, state.values.clone(), files, tensors).to_text()
 }

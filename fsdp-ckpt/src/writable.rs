@@ -5,11 +5,12 @@ use std::path::{Path, PathBuf};
 
 use fsdp_core::ProcessGroup;
 
-use crate::Result;
 use crate::error::io_error;
-use crate::exchange::{agree, from_first};
+use crate::exchange::{agree, from_firsts};
 use crate::file_names::file_name;
-use crate::store::{Store, on_this_host, stage, staged};
+use crate::hosts::Hosts;
+use crate::store::{Store, on_this_host, split, stage, staged};
+use crate::{Error, Result};
 
 /// What is tried has this name while it grows.
 const NAME: &str = ".write-test";
@@ -39,22 +40,48 @@ const BYTES: usize = 4096;
 /// # Ok::<_, std::io::Error>(())
 /// ```
 pub fn check_writable(dir: &Path, group: &ProcessGroup) -> Result<()> {
+    check(dir, group, &Hosts::one(group.size()))
+}
+
+/// The same where each host has a directory of its own: the first rank of each makes one out of sight.
+pub(crate) fn check(dir: &Path, group: &ProcessGroup, hosts: &Hosts) -> Result<()> {
     let target = dir.join(NAME);
     let (mut made, mut staging) = (None, None);
-    let here = from_first(group, "make a directory there", || {
+    let begun = from_firsts(group, hosts, "make a directory there", || {
         if let Some(dir) = on_this_host(dir)? {
             check_path(dir)?;
             made = Some(Made::before(dir));
         }
         Ok(staging.insert(stage(&target)?).name())
     })?;
-    let written = staged(&target, &here).and_then(|store| write(&*store, &file_name(group.rank())));
+    let here = hosts.first(group.rank());
+    let written = check_alone(&target, &begun, hosts, group.rank())
+        .and_then(|()| staged(&target, &begun[here]))
+        .and_then(|store| write(&*store, &file_name(group.rank())));
     let written = agree(group, "write a file there", written);
     drop(staging);
     drop(made);
     written?;
     // Nobody goes on before all is as it was.
     Ok(group.barrier().wait().map(drop)?)
+}
+
+/// Whether a host sees what others have begun in theirs: then it is one directory, where two saves are in each other's
+/// way.
+fn check_alone(target: &Path, begun: &[String], hosts: &Hosts, rank: usize) -> Result<()> {
+    let (dir, _) = split(target)?;
+    let others = (0..begun.len()).filter(|&other| hosts.is_first(other) && other != rank && hosts.is_first(rank));
+    for other in others {
+        if dir.join(&begun[other]).exists() {
+            let [own, other] = [rank, other].map(|rank| hosts.name(rank).unwrap_or_default());
+            let dir = dir.display();
+            return Err(Error::Argument(format!(
+                "{own} and {other} have one directory {dir} in common, and each is to have its own: let all ranks share \
+                 it, without naming hosts"
+            )));
+        }
+    }
+    Ok(())
 }
 
 fn write(store: &dyn Store, name: &str) -> Result<()> {
@@ -102,7 +129,6 @@ mod tests {
     use fsdp_core::process_group::local;
 
     use super::*;
-    use crate::Error;
 
     #[test]
     fn a_rank_that_can_not_write_is_named_on_all() {

@@ -10,6 +10,7 @@ mod full_disk;
 mod gpu_acceptance;
 mod hosts;
 mod limited_memory;
+mod local_checkpoints;
 mod lost_hosts;
 mod need;
 mod network;
@@ -25,6 +26,7 @@ fn main() {
         gpu_acceptance::trials(),
         hosts::trials(),
         limited_memory::trials(),
+        local_checkpoints::trials(),
         lost_hosts::trials(),
         pytorch::trials(),
     ];

@@ -8,6 +8,7 @@ use fsdp_core::{MeshLayout, Placement};
 
 use crate::file_names::{MANIFEST, file_name};
 use crate::hf::sharding;
+use crate::hosts::Hosts;
 use crate::manifest::{ChunkEntry, FileEntry, Manifest, TensorEntry};
 use crate::plan::{Claim, Plan, plan};
 use crate::safetensors::{Entry, write_file};
@@ -42,7 +43,7 @@ pub fn write_fsdp(dst: &Path, source: &dyn TensorSource, mesh: &MeshLayout) -> R
         tensor.chunks.sort_by(|a, b| a.offsets.cmp(&b.offsets));
     }
     let manifest = Manifest::new(mesh, mesh.size(), false, source.values().clone(), files, tensors);
-    staging.commit(MANIFEST, &manifest.to_text()?)?;
+    staging.commit(MANIFEST, manifest.to_text()?.as_bytes())?;
     Ok(summary)
 }
 
@@ -68,7 +69,7 @@ fn plan_for(source: &dyn TensorSource, mesh: &MeshLayout) -> Result<Plan> {
         }
         claims.push(of_rank);
     }
-    plan(&claims)
+    plan(&claims, &Hosts::one(mesh.size()))
 }
 
 /// Writes the file of a rank, nothing if the rank has none.
@@ -100,8 +101,14 @@ fn write_rank(
     for ((fqn, region), crc) in own.into_iter().zip(written.checksums) {
         if let Some(tensor) = tensors.get_mut(fqn) {
             let (offsets, sizes) = (region.offsets.clone(), region.sizes.clone());
-            tensor.chunks.push(ChunkEntry { offsets, sizes, file: file.clone(), crc32c: Some(crc) });
+            tensor.chunks.push(ChunkEntry {
+                offsets,
+                sizes,
+                file: file.clone(),
+                copies: Vec::new(),
+                crc32c: Some(crc),
+            });
         }
     }
-    Ok(Some(FileEntry { bytes: written.bytes, header_crc32c: Some(written.header_crc32c) }))
+    Ok(Some(FileEntry { bytes: written.bytes, header_crc32c: Some(written.header_crc32c), host: None }))
 }

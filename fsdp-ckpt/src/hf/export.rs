@@ -12,6 +12,7 @@ use fsdp_core::layout::Region;
 use super::files::{INDEX, SINGLE};
 use crate::error::io_error;
 use crate::exchange::{agree, from_first};
+use crate::hosts::Hosts;
 use crate::plan::{Plan, negotiate};
 use crate::region::runs;
 use crate::safetensors::{Entry, Layout, read_bytes};
@@ -63,7 +64,7 @@ pub fn export(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], config_
 /// As [`export`].
 pub fn export_with(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], options: &ExportOptions) -> Result<u64> {
     let dir = agree(group, "start the export", local_path(dir, "an export from shards"))?;
-    let plan = negotiate(group, "a model for export", tensors)?;
+    let plan = negotiate(group, &Hosts::one(group.size()), "a model for export", tensors)?;
     let entries: Vec<Entry> = plan
         .iter()
         .map(|(name, tensor)| Entry { name: name.clone(), dtype: tensor.dtype, shape: tensor.shape.clone() })

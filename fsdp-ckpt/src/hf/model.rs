@@ -214,7 +214,8 @@ impl Parts {
             Err(error) => return Err(error),
         };
         let offsets = offsets.unwrap_or_else(|| vec![0; info.shape.len()]);
-        let chunk = ChunkEntry { offsets, sizes: info.shape.clone(), file: name.to_string(), crc32c: None };
+        let chunk =
+            ChunkEntry { offsets, sizes: info.shape.clone(), file: name.to_string(), copies: Vec::new(), crc32c: None };
         let tensor = self.tensors.entry(fqn.to_string()).or_insert_with(|| TensorEntry {
             dtype: info.dtype,
             shape: vec![0; info.shape.len()],
@@ -241,7 +242,7 @@ impl Parts {
     }
 
     fn keep(&mut self, name: &str, file: SafetensorsFile) {
-        self.files.insert(name.to_string(), FileEntry { bytes: file.bytes(), header_crc32c: None });
+        self.files.insert(name.to_string(), FileEntry { bytes: file.bytes(), header_crc32c: None, host: None });
         self.open.insert(name.to_string(), Arc::new(file));
     }
 
@@ -257,7 +258,7 @@ impl Parts {
             tensor.check_chunks().map_err(bad)?;
         }
         let Parts { tensors, unreadable, files, open } = self;
-        let chunked = Chunked { store, according_to, tensors, files, open: Mutex::new(open) };
+        let chunked = Chunked { store, according_to, tensors, files, missing: BTreeMap::new(), open: Mutex::new(open) };
         Ok(HfModel { path: path.to_path_buf(), chunked, unreadable, values: Map::new() })
     }
 }

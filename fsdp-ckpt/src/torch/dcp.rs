@@ -86,7 +86,7 @@ impl TorchDcp {
                     format!("it has {bytes} bytes, {METADATA} has items up to byte {end} of it; is it truncated?");
                 return Err(not_torch(&dir.join(name), None, reason));
             }
-            files.insert(name, FileEntry { bytes, header_crc32c: None });
+            files.insert(name, FileEntry { bytes, header_crc32c: None, host: None });
         }
         let mut entries = BTreeMap::new();
         let mut places = BTreeMap::new();

@@ -199,12 +199,17 @@ impl TorchFile {
             };
             let stored = tensor.within(storage, dtype, bytes).map_err(bad)?;
             let shape = stored.shape.clone();
-            let chunk =
-                ChunkEntry { offsets: vec![0; shape.len()], sizes: shape.clone(), file: name.into(), crc32c: None };
+            let chunk = ChunkEntry {
+                offsets: vec![0; shape.len()],
+                sizes: shape.clone(),
+                file: name.into(),
+                copies: Vec::new(),
+                crc32c: None,
+            };
             self.tensors.insert(fqn.clone(), TensorEntry { dtype, shape, chunks: vec![chunk] });
             self.stored.insert(fqn, (Arc::clone(&file), stored));
         }
-        self.files.insert(name.to_string(), FileEntry { bytes, header_crc32c: None });
+        self.files.insert(name.to_string(), FileEntry { bytes, header_crc32c: None, host: None });
         Ok(())
     }
 }

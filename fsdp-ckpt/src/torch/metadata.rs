@@ -200,7 +200,13 @@ fn tensor(
             continue;
         }
         let stored = by_offsets.remove(&offsets);
-        let chunk = ChunkEntry { offsets, sizes, file: stored.map_or("", |(file, _)| file).to_string(), crc32c: None };
+        let chunk = ChunkEntry {
+            offsets,
+            sizes,
+            file: stored.map_or("", |(file, _)| file).to_string(),
+            copies: Vec::new(),
+            crc32c: None,
+        };
         let region = chunk.region();
         let Some((_, place)) = stored else {
             return Err(bad(fqn, format!("its chunk {} is in no file, or there twice", Span(&region))));

@@ -92,7 +92,7 @@ fn a_checkpoint_says_whether_it_was_looked_at_when_all_ranks_have() {
     let saved = |name: &str, finite: &(dyn Fn(usize) -> bool + Sync)| {
         let dir = root.path().join(name);
         world(2, |group| {
-            let options = SaveOptions { finite: finite(group.rank()) };
+            let options = SaveOptions { finite: finite(group.rank()), ..SaveOptions::default() };
             save_with(&dir, group, &state(&[self::finite()], &line(2), group.rank()), &options).unwrap();
         });
         dir
@@ -114,7 +114,7 @@ fn in_the_background(dir: &Path) {
     local::run(2, |group| {
         let mut saver = AsyncSaver::new(group.clone(), WhenBusy::Wait).unwrap();
         let state = state(&[finite()], &line(2), group.rank());
-        saver.save_with(dir, &state, &SaveOptions { finite: true }).unwrap();
+        saver.save_with(dir, &state, &SaveOptions { finite: true, ..SaveOptions::default() }).unwrap();
         saver.finish().unwrap();
     });
     assert!(Checkpoint::open(dir).unwrap().is_finite());

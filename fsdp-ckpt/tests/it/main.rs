@@ -14,6 +14,8 @@ mod failures;
 mod finite;
 mod flips;
 mod gated;
+mod host_dirs;
+mod host_dirs_refused;
 mod hostile;
 mod kills;
 mod load;

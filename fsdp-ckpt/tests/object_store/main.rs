@@ -6,6 +6,7 @@
 
 mod saves;
 mod server;
+mod train;
 mod trouble;
 #[allow(dead_code)]
 #[path = "../it/world.rs"]
@@ -54,7 +55,8 @@ fn main() {
                     Ok(())
                 })
             });
-            libtest_mimic::run(&Arguments::from_args(), trials.into()).exit()
+            let trials = trials.into_iter().chain([train::trial()]).collect();
+            libtest_mimic::run(&Arguments::from_args(), trials).exit()
         }
         _ => {
             let root = tempfile::tempdir().unwrap();

@@ -293,12 +293,26 @@ pub(crate) struct Args {
 
     /// Where checkpoints are written, each a directory in it [default: checkpoints/run-NNN, a new one for each run]
     ///
+    /// All hosts share it, or each has its own (--checkpoint-local). Where train was built with `--features
+    /// object-store`, it may be a URL as s3://bucket/run, which no host has to share.
+    ///
     /// Every process tries to write there before the first step. Weights that are infinite or not a number are not
     /// saved: the run ends, and says which they are and which checkpoint is the newest good one. So it does when the
     /// loss or the norm of the gradients is not finite, before the step is taken (but see --loss-scale).
     #[arg(long, value_name = "DIR", help_heading = "Run")]
     #[serde(serialize_with = "checkpoint_place")]
     pub(crate) checkpoint_dir: Option<PathBuf>,
+
+    /// Each host has a --checkpoint-dir of its own, on a disk that the others don't see
+    ///
+    /// The first process of each host looks after it. Every host writes what its own processes hold, and what the whole
+    /// checkpoint is made of: all hosts' directories of one step, copied into one in any order (`rsync -a`, `cp -a`),
+    /// are a checkpoint that any number of processes loads. Without copying --resume goes on where each process finds
+    /// its part on its own host: with the same hosts in the same order (fsdp-launch --node-rank) and as many processes
+    /// on each. --resume auto takes the newest step that all hosts have together. Hosts are told apart by their names,
+    /// which `hostname` prints. docs/checkpoints.md tells more.
+    #[arg(long, requires = "checkpoint_dir", help_heading = "Run")]
+    pub(crate) checkpoint_local: bool,
 
     /// Save after so many steps, again and again; 0 saves only at the end, which is always saved
     #[arg(long, value_name = "N", default_value = "0", help_heading = "Run")]

@@ -17,6 +17,7 @@ use crate::args::{Args, Resume};
 use crate::done::{Done, has_optimizer};
 use crate::export::Export;
 use crate::health::{ADVICE, look};
+use crate::hosts::Hosts;
 use crate::lora::Adapters;
 use crate::loss_scale::LossScale;
 use crate::places::{Places, same_file};
@@ -41,9 +42,9 @@ pub(crate) struct Checkpoints<'a> {
 
 impl<'a> Checkpoints<'a> {
     /// Collective.
-    pub(crate) fn new(args: &Args, world: &'a World) -> anyhow::Result<Self> {
+    pub(crate) fn new(args: &Args, hosts: Hosts, world: &'a World) -> anyhow::Result<Self> {
         let sequences_per_step = args.sequences_per_step(world.size());
-        let places = Places::new(args, world)?;
+        let places = Places::new(args, hosts, world)?;
         let keep = args.keep.and_then(NonZeroUsize::new);
         let saver = match (args.async_save, keep) {
             (false, _) => None,
@@ -128,8 +129,10 @@ impl<'a> Checkpoints<'a> {
 
     /// Opens a checkpoint and checks this rank's share of the checksums, so that all is read once.
     fn verify(&self, path: &Path) -> (Option<Box<dyn TensorSource>>, Finding) {
-        let (rank, ranks) = (self.world.rank(), self.world.size());
-        let opened = fsdp_ckpt::open(path).and_then(|source| source.verify_share(rank, ranks).map(|_| source));
+        let rank = self.world.rank();
+        let (reader, readers) = self.places.hosts.readers(self.world);
+        let opened = self.places.hosts.open(path, self.world);
+        let opened = opened.and_then(|source| source.verify_share(reader, readers).map(|_| source));
         match opened {
             Ok(source) => (Some(source), Finding::Good),
             Err(error) if error.is_damage() => (None, Finding::Damaged(error.with_causes())),
@@ -198,7 +201,7 @@ impl<'a> Checkpoints<'a> {
         values.extend(loss_scale.values());
         let state = SaveState { mesh: vars.mesh().layout().clone(), tensors, values };
         let failed = || format!("can't save {}", path.display());
-        let options = SaveOptions { finite: true };
+        let options = SaveOptions { finite: true, host: self.places.hosts.name() };
         match &mut self.saver {
             Some(saver) => {
                 // It waits for the one before.
@@ -215,10 +218,12 @@ impl<'a> Checkpoints<'a> {
         Ok(path)
     }
 
-    /// Leaves `newest` and those that --keep allows beside it.
+    /// Leaves `newest` and those that --keep allows beside it. Collective.
     fn remove_older(&self, newest: &Path) {
-        if let Some(keep) = self.keep.filter(|_| self.world.rank() == 0)
-            && let Err(error) = fsdp_ckpt::keep_newest(&self.places.checkpoints, keep, &[newest])
+        let Places { checkpoints, hosts, .. } = &self.places;
+        if let Some(keep) = self.keep
+            && let Err(error) = hosts.keep_newest(checkpoints, keep, newest, self.world)
+            && self.world.rank() == 0
         {
             let error = anyhow::Error::from(error);
             Console::Stderr.line(format_args!("can't remove older checkpoints: {error:#}"));

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, bail};
 use fsdp_ckpt::Survey;
 
+use crate::hosts::Hosts;
 use crate::steps::step_of;
 
 /// Whether an error says that what is on disk is not what was written.
@@ -22,10 +23,10 @@ pub(crate) fn is_of_another_program(path: &Path) -> bool {
 }
 
 /// Renames a damaged checkpoint. `why` says what is wrong with it. One rank calls it, while the others wait for what
-/// comes of it.
-pub(crate) fn set_aside(path: &Path, why: &str) -> anyhow::Result<()> {
+/// comes of it; all of them, where each host has its own directory.
+pub(crate) fn set_aside(hosts: &Hosts, path: &Path, why: &str) -> anyhow::Result<()> {
     let moved =
-        fsdp_ckpt::set_aside(path).with_context(|| format!("can't set {} aside, which is damaged", path.display()))?;
+        hosts.set_aside(path).with_context(|| format!("can't set {} aside, which is damaged", path.display()))?;
     if let Some(moved) = moved {
         tracing::warn!("{} can't be gone on from and was set aside as {}: {why}", path.display(), moved.display());
     }

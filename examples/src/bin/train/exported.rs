@@ -7,6 +7,7 @@ use crc_fast::CrcAlgorithm;
 use fsdp_ckpt::SafetensorsFile;
 
 use crate::peft;
+use crate::values::is_url;
 
 /// What the header of an exported file says of where it comes from.
 pub(crate) const RUN: &str = "candle_fsdp.run";
@@ -48,6 +49,9 @@ pub(crate) fn may_replace(dir: &Path, checkpoints: Option<&Path>, last: usize) -
 
 /// Tells the runs of one directory of checkpoints from those of others, and says nothing else of it.
 pub(crate) fn run_of(checkpoints: &Path) -> anyhow::Result<String> {
-    let path = checkpoints.canonicalize().with_context(|| format!("can't open {}", checkpoints.display()))?;
+    let path = match is_url(checkpoints) {
+        true => checkpoints.components().collect(),
+        false => checkpoints.canonicalize().with_context(|| format!("can't open {}", checkpoints.display()))?,
+    };
     Ok(format!("{:016x}", crc_fast::checksum(CrcAlgorithm::Crc64Nvme, path.as_os_str().as_encoded_bytes())))
 }

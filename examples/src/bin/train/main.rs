@@ -14,6 +14,7 @@ mod export;
 mod exported;
 mod gradcheck;
 mod health;
+mod hosts;
 mod logging;
 mod lora;
 mod loss_scale;
@@ -44,6 +45,7 @@ use fsdp_examples::schedule::Schedule;
 use args::{Args, GradSync};
 use bad_step::BadStep;
 use checkpoint::Checkpoints;
+use hosts::Hosts;
 use loss_scale::LossScale;
 use sample::Speaker;
 use setup::Setup;
@@ -55,18 +57,19 @@ fn main() -> ExitCode {
         // First of all: what follows counts on it.
         alike::settings(&args, world)?;
         args.batch_shape(world)?;
-        writable::check(&args, world)?;
+        let hosts = Hosts::of(&args, world)?;
+        writable::check(&args, &hosts, world)?;
         let trace = logging::init(args.trace.as_deref(), world)?;
-        train(&args, world)?;
+        train(&args, hosts, world)?;
         trace.map_or(Ok(()), |trace| trace.finish(world))
     })
 }
 
-fn train(args: &Args, world: &World) -> anyhow::Result<()> {
+fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
     // Before all else, so that what is in the way shows before anything is read.
     gradcheck::check_flags(args)?;
     let mut loss_scale = LossScale::new(args)?;
-    let mut checkpoints = Checkpoints::new(args, world)?;
+    let mut checkpoints = Checkpoints::new(args, hosts, world)?;
     let Setup { vars, model, batches, evaluation, text, positions, adapters } = Setup::new(args, world)?;
     let mut optim = optimizer::adamw(args, &vars)?;
     let schedule = Schedule::new(args.lr_schedule, args.lr, args.warmup_steps, args.steps);

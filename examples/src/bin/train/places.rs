@@ -9,12 +9,13 @@ use fsdp_candle::World;
 use fsdp_ckpt::{Checkpoint, Survey};
 use serde::{Deserialize, Serialize};
 
-use crate::agree::from_rank;
 use crate::args::{Args, Resume};
 use crate::damage;
 use crate::done::Done;
 use crate::exported;
+use crate::hosts::Hosts;
 use crate::steps::step_of;
+use crate::values::is_url;
 
 /// Where runs without --checkpoint-dir keep their checkpoints.
 pub(crate) const ROOT: &str = "checkpoints";
@@ -22,6 +23,7 @@ pub(crate) const ROOT: &str = "checkpoints";
 /// Where a run keeps its checkpoints, and the one that it goes on from.
 pub(crate) struct Places {
     pub(crate) checkpoints: PathBuf,
+    pub(crate) hosts: Hosts,
     pub(crate) resume_from: Option<PathBuf>,
     /// Whether what --export-hf holds is an earlier export of this run.
     pub(crate) replaces_export: bool,
@@ -46,10 +48,10 @@ struct Found {
 
 impl Places {
     /// Fails on every rank, with rank 0's words, where something is in the way. Collective.
-    pub(crate) fn new(args: &Args, world: &World) -> anyhow::Result<Self> {
+    pub(crate) fn new(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Self> {
         let mut claim = None;
-        let decision = from_rank(world, 0, || {
-            let Found { newest, replaces_export } = check(args, world)?;
+        let decision = hosts.ask(world, || {
+            let Found { newest, replaces_export } = check(args, &hosts, world)?;
             let run = match args.checkpoint_dir {
                 Some(_) => None,
                 None => Some(claim.insert(Claim::new(Path::new(ROOT))?).number),
@@ -67,16 +69,16 @@ impl Places {
             Resume::Auto => decision.newest.map(|name| checkpoints.join(name)),
             Resume::Path(path) => Some(path.clone()),
         };
-        Ok(Places { checkpoints, resume_from, replaces_export: decision.replaces_export, _claim: claim })
+        Ok(Places { checkpoints, hosts, resume_from, replaces_export: decision.replaces_export, _claim: claim })
     }
 
     /// Sets the checkpoint aside that `--resume auto` chose and that turned out to be damaged, for which `why` has the
     /// words; chooses the next older one. Collective.
     pub(crate) fn fall_back(&mut self, args: &Args, world: &World, why: &str) -> anyhow::Result<()> {
         let Some(damaged) = &self.resume_from else { bail!("there is no checkpoint to set aside") };
-        let newest = from_rank(world, 0, || {
-            damage::set_aside(damaged, why)?;
-            Ok(check(args, world)?.newest)
+        let newest = self.hosts.ask(world, || {
+            damage::set_aside(&self.hosts, damaged, why)?;
+            Ok(check(args, &self.hosts, world)?.newest)
         })?;
         self.resume_from = newest.map(|name| self.checkpoints.join(name));
         Ok(())
@@ -84,18 +86,24 @@ impl Places {
 }
 
 pub(crate) fn same_file(a: &Path, b: &Path) -> bool {
-    matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
+    match is_url(a) || is_url(b) {
+        true => a == b,
+        false => matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b),
+    }
 }
 
-/// Checks what the run is to read and to write; finds the checkpoint that `--resume auto` goes on from, if any.
-fn check(args: &Args, world: &World) -> anyhow::Result<Found> {
+/// Checks what the run is to read and to write; finds the checkpoint that `--resume auto` goes on from, if any. All
+/// ranks together where each host has its own directory: what one of them finds alone is agreed upon.
+fn check(args: &Args, hosts: &Hosts, world: &World) -> anyhow::Result<Found> {
     let Survey { newest, skipped, .. } = match (&args.resume, &args.checkpoint_dir) {
         (Resume::Auto, None) => bail!("--resume auto looks into --checkpoint-dir: pass it"),
         (Resume::Path(_), _) | (Resume::None, None) => Survey::default(),
-        (Resume::None, Some(dir)) => fsdp_ckpt::survey(dir)?,
+        (Resume::None, Some(dir)) => hosts.survey(dir)?,
         (Resume::Auto, Some(dir)) => {
-            let found = fsdp_ckpt::survey(dir)?;
-            found.warn_of_links();
+            let found = hosts.survey(dir)?;
+            if world.rank() == 0 {
+                found.warn_of_links();
+            }
             damage::check_something_is_left(dir, &found)?;
             damage::check_no_newer_is_whole(&found)?;
             found
@@ -111,13 +119,14 @@ fn check(args: &Args, world: &World) -> anyhow::Result<Found> {
     };
     let start = match resume_from {
         Some(path) => {
-            let done = fsdp_ckpt::open(path)
+            let done = hosts
+                .open(path, world)
                 .map_err(anyhow::Error::from)
-                .and_then(|source| Done::of(&*source, args.sequences_per_step(world.size())));
+                .and_then(|source| hosts.agreed(world, Done::of(&*source, args.sequences_per_step(world.size()))));
             match done {
                 Err(error) if args.resume == Resume::Auto && damage::is_damage(&error) => {
-                    damage::set_aside(path, &format!("{error:#}"))?;
-                    return check(args, world);
+                    damage::set_aside(hosts, path, &format!("{error:#}"))?;
+                    return check(args, hosts, world);
                 }
                 done => done.with_context(|| format!("can't resume from {}", path.display()))?,
             }
@@ -126,11 +135,12 @@ fn check(args: &Args, world: &World) -> anyhow::Result<Found> {
     };
     let own = args.checkpoint_dir.as_deref().filter(|_| args.resume == Resume::Auto && newest.is_some());
     let replaces_export = match &args.export_hf {
-        Some(dir) => exported::may_replace(dir, own, args.steps.max(start.step))?,
+        Some(dir) => hosts.once(world, || exported::may_replace(dir, own, args.steps.max(start.step)))?,
         None => false,
     };
     if let Some(dir) = &args.checkpoint_dir {
-        clear_targets(dir, start.step, args, skipped, resume_from.map(PathBuf::as_path))?;
+        let from = resume_from.map(PathBuf::as_path);
+        clear_targets(dir, start.step, args, skipped, from, hosts, world)?;
     }
     // `survey` reads steps off names, so they are text.
     let newest = newest.as_ref().and_then(|path| Some(path.file_name()?.to_str()?.to_owned()));
@@ -146,29 +156,28 @@ fn clear_targets(
     args: &Args,
     skipped: Vec<(PathBuf, fsdp_ckpt::Error)>,
     resume_from: Option<&Path>,
+    hosts: &Hosts,
+    world: &World,
 ) -> anyhow::Result<()> {
     let last = args.steps.max(start);
     let saves = |step: usize| {
         step == last || (args.save_every > 0 && start < step && step < last && step.is_multiple_of(args.save_every))
     };
     let saves_as = |path: &Path| step_of(path.file_name()?.to_str()?).filter(|&step| saves(step));
-    let (aside, left): (Vec<_>, Vec<_>) = skipped.into_iter().partition(|(path, error)| {
-        let is_damaged = error.is_damage() && !damage::is_of_another_program(path);
-        args.resume == Resume::Auto && saves_as(path).is_some() && is_damaged
-    });
-    let entries = match std::fs::read_dir(dir) {
-        Err(error) if error.kind() == ErrorKind::NotFound => None,
-        entries => Some(entries.with_context(|| format!("can't list {}", dir.display()))?),
-    };
-    let in_the_way = entries
-        .into_iter()
-        .flatten()
-        .filter_map(|entry| Some(entry.ok()?.path()))
-        .filter_map(|path| Some((saves_as(&path)?, path)))
-        .filter(|(_, path)| !resume_from.is_some_and(|from| same_file(from, path)))
-        .filter(|(_, path)| !aside.iter().any(|(aside, _)| same_file(aside, path)))
-        .min();
-    if let Some((step, path)) = in_the_way {
+    let (mut aside, mut left) = (Vec::new(), Vec::new());
+    for (path, error) in skipped {
+        let is_in_the_way = args.resume == Resume::Auto && saves_as(&path).is_some() && error.is_damage();
+        let is_ours = !hosts.any(world, damage::is_of_another_program(&path))?;
+        if is_in_the_way && is_ours { &mut aside } else { &mut left }.push((path, error));
+    }
+    let look = || {
+        let in_the_way = entries(dir)?
+            .into_iter()
+            .filter_map(|path| Some((saves_as(&path)?, path)))
+            .filter(|(_, path)| !resume_from.is_some_and(|from| same_file(from, path)))
+            .filter(|(_, path)| !aside.iter().any(|(aside, _)| same_file(aside, path)))
+            .min();
+        let Some((step, path)) = in_the_way else { return Ok(()) };
         let what = match Checkpoint::open(&path) {
             Ok(_) => "a checkpoint of an earlier run".to_owned(),
             Err(error) => format!("not a whole checkpoint ({})", error.with_causes()),
@@ -178,14 +187,31 @@ fn clear_targets(
                 pass another --checkpoint-dir",
             path.display()
         );
-    }
-    for (path, error) in left {
+    };
+    hosts.agreed(world, look())?;
+    for (path, error) in left.iter().filter(|_| world.rank() == 0) {
         tracing::warn!("skipping {}: {}", path.display(), error.with_causes());
     }
     for (path, error) in aside {
-        damage::set_aside(&path, &error.with_causes())?;
+        damage::set_aside(hosts, &path, &error.with_causes())?;
     }
     Ok(())
+}
+
+/// What is in a directory of checkpoints, but for saves to an object store that did not finish: they are in nobody's
+/// way.
+fn entries(dir: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    if is_url(dir) {
+        let is_finished = |path: &PathBuf| !matches!(Checkpoint::open(path), Err(fsdp_ckpt::Error::Incomplete { .. }));
+        return Ok(fsdp_ckpt::survey(dir)?.steps.into_iter().filter(is_finished).collect());
+    }
+    match std::fs::read_dir(dir) {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
+        entries => {
+            let entries = entries.with_context(|| format!("can't list {}", dir.display()))?;
+            Ok(entries.filter_map(|entry| Some(entry.ok()?.path())).collect())
+        }
+    }
 }
 
 /// A new directory that no other run uses. Dropped while it is still empty, it is removed again.

@@ -152,11 +152,20 @@ impl From<OsString> for Resume {
 /// Where a path leads from here: ranks may work in different directories. Of what is not UTF-8 the bytes are spelled
 /// out.
 fn absolute<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
-    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
+    let path = match is_url(path) {
+        true => path.to_path_buf(),
+        false => std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf()),
+    };
     match path.to_str() {
         Some(text) => text.serialize(serializer),
         None => path.as_os_str().as_encoded_bytes().escape_ascii().to_string().serialize(serializer),
     }
+}
+
+/// Whether a path says by itself where it leads, as `s3://bucket/run` does.
+pub(crate) fn is_url(path: &Path) -> bool {
+    let scheme = path.to_str().and_then(|text| text.split_once("://")).map_or("", |(scheme, _)| scheme);
+    !scheme.is_empty() && scheme.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"+-.".contains(&byte))
 }
 
 pub(crate) fn place<S: Serializer>(path: &Option<PathBuf>, serializer: S) -> Result<S::Ok, S::Error> {

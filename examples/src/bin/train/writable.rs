@@ -8,23 +8,34 @@ use fsdp_examples::writable::{try_directory, try_file, try_file_and_directory};
 
 use crate::agree::{Finding, worst};
 use crate::args::Args;
+use crate::hosts::Hosts;
 use crate::places::ROOT;
 use crate::trace;
+use crate::values::is_url;
 
 /// Each rank tries what it is going to write; where one can't, all of them fail with its words. Collective.
-pub(crate) fn check(args: &Args, world: &World) -> anyhow::Result<()> {
+pub(crate) fn check(args: &Args, hosts: &Hosts, world: &World) -> anyhow::Result<()> {
     // The ranks have compared their arguments: these are the same everywhere.
-    let checkpoints = ("--checkpoint-dir", args.checkpoint_dir.as_deref().unwrap_or(Path::new(ROOT)));
-    let export = args.export_hf.as_deref().map(|dir| ("--export-hf", dir));
-    for (flag, dir) in [checkpoints].into_iter().chain(export) {
-        fsdp_ckpt::check_writable(dir, world.group()).map_err(|error| {
-            anyhow!(
-                "can't write to {flag} {} ({}); pass a directory that every rank can write to, on a file system that \
-                 all hosts share",
-                dir.display(),
-                error.with_causes()
-            )
-        })?;
+    let cannot = |flag: &str, dir: &Path, error: fsdp_ckpt::Error, way_out: &str| {
+        anyhow!("can't write to {flag} {} ({}); {way_out}", dir.display(), error.with_causes())
+    };
+    let shared = "pass a directory that every rank can write to, on a file system that all hosts share";
+    let dir = args.checkpoint_dir.as_deref().unwrap_or(Path::new(ROOT));
+    hosts.check_writable(dir, world).map_err(|error| {
+        let local = format!("{shared}, or --checkpoint-local where each host has one of its own");
+        let way_out = match (args.checkpoint_local, is_url(dir)) {
+            (true, _) => {
+                "pass a directory of which each host has its own; leave --checkpoint-local out where they share it"
+            }
+            (false, true) if cfg!(feature = "object-store") => "pass a place that every rank can write to",
+            (false, true) => "train saves to object stores where it was built with `--features object-store`",
+            (false, false) => &local,
+        };
+        cannot("--checkpoint-dir", dir, error, way_out)
+    })?;
+    if let Some(dir) = &args.export_hf {
+        let written = fsdp_ckpt::check_writable(dir, world.group());
+        written.map_err(|error| cannot("--export-hf", dir, error, shared))?;
     }
     let own = match own_files(args, world.rank()) {
         Ok(()) => Finding::Good,

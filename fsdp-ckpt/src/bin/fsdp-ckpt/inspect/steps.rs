@@ -22,6 +22,8 @@ enum State {
     /// No manifest: the save is going on or ended too early.
     Unfinished,
     Damaged(String),
+    /// A host's part, with what it lacks.
+    Part(String),
     /// Another name of a checkpoint, which no run looks at.
     Link(PathBuf),
     /// A run that went on from an older one has given it this name, because it was damaged.
@@ -48,6 +50,7 @@ pub(super) fn list(dir: &Path) -> Vec<Step> {
             _ if growing.is_some() => State::Unfinished,
             (_, Err(Error::Incomplete { .. } | Error::NotFound { .. })) => State::Unfinished,
             (_, Ok(source)) => State::Whole(source),
+            (_, Err(error @ Error::Elsewhere { .. })) => State::Part(error.to_string()),
             (_, Err(error)) => State::Damaged(format!("{:#}", anyhow::Error::from(error))),
         };
         steps.push(Step { name, number, state });
@@ -91,6 +94,7 @@ pub(super) fn show(dir: &Path, steps: &[Step], as_json: bool) -> Result<()> {
             }
             State::Unfinished => "unfinished  its save goes on, or ended too early".to_string(),
             State::Damaged(error) => format!("damaged     {}", shown(error)),
+            State::Part(error) => format!("part        {}", shown(error)),
             State::Link(target) => format!("link        to {}; no run looks at it", shown(target.display())),
             State::SetAside => "set aside   it is damaged; no run looks at it".to_string(),
         };
@@ -109,6 +113,7 @@ fn describe(step: &Step) -> Value {
         State::Link(target) => json!({ "name": name, "step": number, "state": "link", "target": target }),
         State::Unfinished => json!({ "name": name, "step": number, "state": "unfinished" }),
         State::SetAside => json!({ "name": name, "step": number, "state": "set aside" }),
+        State::Part(error) => json!({ "name": name, "step": number, "state": "part", "error": error }),
         State::Damaged(error) => json!({ "name": name, "step": number, "state": "damaged", "error": error }),
     }
 }

@@ -1,0 +1,360 @@
+//! Hosts that share no directory: each has a part, and all parts together are a checkpoint.
+
+use std::fs;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+
+use fsdp_ckpt::{
+    AsyncSaver, Checkpoint, Error, HostDirs, MANIFEST, Result, SaveOptions, SaveState, SaveSummary, TensorSource,
+    WhenBusy, keep_newest, save_with,
+};
+use fsdp_core::{DType, MeshLayout, Placement, ProcessGroup};
+use tempfile::TempDir;
+
+use crate::cli::{fails, json, succeeds, text};
+use crate::world::{Global, line, list, read, state, world, zoo};
+
+/// The disks of two hosts, with two ranks each.
+pub(crate) struct Disks(pub(crate) [TempDir; 2]);
+
+impl Disks {
+    pub(crate) fn new() -> Self {
+        Disks([tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()])
+    }
+
+    pub(crate) fn dir(&self, host: usize, name: &str) -> PathBuf {
+        self.0[host].path().join(name)
+    }
+
+    /// Saves on every rank; `host` says on which host each is.
+    fn save(&self, name: &str, globals: &[Global], mesh: &MeshLayout) -> Vec<Result<SaveSummary>> {
+        world(4, |group| self.save_rank(name, group, &state(globals, mesh, group.rank())))
+    }
+
+    pub(crate) fn save_rank(&self, name: &str, group: &ProcessGroup, state: &SaveState) -> Result<SaveSummary> {
+        save_with(&self.dir(group.rank() / 2, name), group, state, &options(group.rank() / 2))
+    }
+
+    fn saved(&self, names: &[&str]) {
+        for name in names {
+            self.save(name, &zoo(), &line(4)).into_iter().collect::<Result<Vec<_>>>().unwrap();
+        }
+    }
+}
+
+fn options(host: usize) -> SaveOptions {
+    SaveOptions { host: Some(format!("node{host}")), ..SaveOptions::default() }
+}
+
+fn dirs(group: &ProcessGroup) -> HostDirs {
+    HostDirs::new(group, &format!("node{}", group.rank() / 2)).unwrap()
+}
+
+/// What `cp -a` does.
+fn copy(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for name in list(from) {
+        fs::copy(from.join(&name), to.join(&name)).unwrap();
+    }
+}
+
+/// What every rank says, which is the same.
+pub(crate) fn one<T: PartialEq + std::fmt::Debug>(mut said: Vec<T>) -> T {
+    said.dedup();
+    assert_eq!(said.len(), 1, "{said:?}");
+    said.remove(0)
+}
+
+/// All ranks shard, or the hosts are copies of each other.
+fn meshes() -> [(Vec<Global>, MeshLayout); 2] {
+    let (shard, copy) = (Placement::Shard(0), Placement::Replicate);
+    let copied = vec![
+        Global::new("model.weight", DType::F32, &[6, 3], &[copy, shard]),
+        Global::new("model.norm", DType::BF16, &[5], &[copy, copy]),
+        Global::new("optim.state.weight.step", DType::F32, &[], &[copy, copy]),
+    ];
+    [(zoo(), line(4)), (copied, MeshLayout::new(&[("dp_replicate", 2), ("dp_shard", 2)]).unwrap())]
+}
+
+#[test]
+fn parts_copied_together_in_any_order_are_the_checkpoint() {
+    for (globals, mesh) in meshes() {
+        let disks = Disks::new();
+        disks.save("step-1", &globals, &mesh).into_iter().collect::<Result<Vec<_>>>().unwrap();
+        for host in 0..2 {
+            let own: Vec<String> = list(&disks.dir(host, "step-1"));
+            let shard = |rank: usize| format!("shard-{:05}-model-00001-of-00001.safetensors", rank + 1);
+            assert_eq!(own, [MANIFEST.to_string(), shard(2 * host), shard(2 * host + 1)]);
+        }
+        let manifest = |host: usize| fs::read(disks.dir(host, "step-1").join(MANIFEST)).unwrap();
+        assert_eq!(manifest(0), manifest(1));
+        for order in [[0, 1], [1, 0]] {
+            let together = tempfile::tempdir().unwrap();
+            let dir = together.path().join("step-1");
+            copy(&disks.dir(order[0], "step-1"), &dir);
+            assert!(matches!(Checkpoint::open(&dir), Err(Error::Elsewhere { .. })));
+            copy(&disks.dir(order[1], "step-1"), &dir);
+            let checkpoint = Checkpoint::open(&dir).unwrap();
+            checkpoint.verify().unwrap();
+            let ranks = line(3);
+            for global in &globals {
+                let global = Global { placements: vec![Placement::Shard(0)], ..global.clone() };
+                if !global.shape.is_empty() {
+                    for rank in 0..3 {
+                        let region = global.region(&ranks, rank);
+                        assert_eq!(read(&checkpoint, &global, &region).unwrap(), global.cut(&region));
+                    }
+                }
+            }
+            // Nothing in it is foreign.
+            assert_eq!(keep_newest(together.path(), NonZeroUsize::MIN, &[]).unwrap(), [] as [PathBuf; 0]);
+            copy(&dir, &together.path().join("step-2"));
+            assert_eq!(keep_newest(together.path(), NonZeroUsize::MIN, &[]).unwrap(), [dir]);
+        }
+    }
+}
+
+#[test]
+fn every_rank_finds_its_own_on_its_host() {
+    for (globals, mesh) in meshes() {
+        let disks = Disks::new();
+        disks.save("step-1", &globals, &mesh).into_iter().collect::<Result<Vec<_>>>().unwrap();
+        let chunks = world(4, |group| {
+            let (rank, dirs) = (group.rank(), dirs(group));
+            let part = dirs.open(&disks.dir(rank / 2, "step-1")).unwrap();
+            for global in &globals {
+                let region = global.region(&mesh, rank);
+                assert_eq!(read(&part, global, &region).unwrap(), global.cut(&region), "{}", global.fqn);
+            }
+            let (reader, readers) = dirs.place();
+            assert_eq!((reader, readers), (rank % 2, 2));
+            part.verify_share(reader, readers).unwrap().chunks
+        });
+        // Together they have read all, and each copy.
+        copy(&disks.dir(0, "step-1"), &disks.dir(1, "step-1"));
+        let whole = Checkpoint::open(&disks.dir(1, "step-1")).unwrap();
+        let written = whole.tensors().values().flat_map(|tensor| &tensor.chunks).map(|chunk| chunk.files().count());
+        assert_eq!(chunks.iter().sum::<usize>(), written.sum::<usize>());
+    }
+}
+
+#[test]
+fn what_is_on_another_host_is_named_with_the_host() {
+    let disks = Disks::new();
+    disks.saved(&["step-1"]);
+    // The hosts have come in another order.
+    let said = world(4, |group| {
+        let host = 1 - group.rank() / 2;
+        let dirs = HostDirs::new(group, &format!("node{host}")).unwrap();
+        let part = dirs.open(&disks.dir(host, "step-1")).unwrap();
+        let global = &zoo()[0];
+        read(&part, global, &global.region(&line(4), group.rank())).unwrap_err()
+    });
+    for (rank, error) in said.iter().enumerate() {
+        let file = format!("shard-{:05}-model-00001-of-00001.safetensors", rank + 1);
+        let (path, host) = (disks.dir(1 - rank / 2, "step-1"), format!("node{}", rank / 2));
+        let want = format!(
+            "{0} is a part of a checkpoint: it lacks the file of rank {rank}, which {host} wrote ({file}); copy the \
+             directories of this name from all hosts into one, in any order, as `rsync -a {host}:{0}/ {0}/` does",
+            path.display()
+        );
+        assert_eq!(error.to_string(), want);
+        assert!(!error.is_damage());
+    }
+    let alone = Checkpoint::open(&disks.dir(0, "step-1")).unwrap_err();
+    let Error::Elsewhere { files, .. } = &alone else { panic!("{alone}") };
+    assert_eq!(files.len(), 2);
+    assert!(alone.to_string().contains("lacks the files of ranks 2, 3, which node1 wrote (shard-00003-"), "{alone}");
+    // A file that is lost after all were copied together is still one of its host's.
+    copy(&disks.dir(1, "step-1"), &disks.dir(0, "step-1"));
+    fs::remove_file(disks.dir(0, "step-1").join(list(&disks.dir(1, "step-1"))[2].clone())).unwrap();
+    let lost = Checkpoint::open(&disks.dir(0, "step-1")).unwrap_err().to_string();
+    assert!(lost.contains("lacks the file of rank 3, which node1 wrote"), "{lost}");
+}
+
+#[test]
+fn all_ranks_go_on_from_the_newest_that_all_hosts_have() {
+    let disks = Disks::new();
+    disks.saved(&["step-5", "step-10", "step-15", "step-20", "step-25"]);
+    // node1 died: before it gave its directory the name, while it wrote, and after it lost a file.
+    fs::remove_dir_all(disks.dir(1, "step-25")).unwrap();
+    fs::remove_file(disks.dir(1, "step-20").join(MANIFEST)).unwrap();
+    fs::remove_file(disks.dir(1, "step-15").join(&list(&disks.dir(1, "step-15"))[1])).unwrap();
+    let survey = || {
+        one(world(4, |group| {
+            let found = dirs(group).survey(disks.0[group.rank() / 2].path()).unwrap();
+            let reason = |error: &Error| match error {
+                Error::Apart { reason, damaged, .. } => {
+                    (reason.split(['/', ';']).next().unwrap().to_string(), *damaged)
+                }
+                other => panic!("{other}"),
+            };
+            let skipped: Vec<_> =
+                found.skipped.iter().map(|(path, error)| (name(path), reason(error).0, reason(error).1)).collect();
+            let aside: Vec<String> = found.set_aside.iter().map(|path| name(path)).collect();
+            (found.newest.map(|path| name(&path)), skipped, aside)
+        }))
+    };
+    let (newest, skipped, _) = survey();
+    assert_eq!(newest.as_deref(), Some("step-10"));
+    let (third, fourth) = ("shard-00003-model-00001-of-00001", "shard-00004-model-00001-of-00001");
+    let want = [
+        (
+            "step-25",
+            format!("none has the files of ranks 2, 3, which node1 wrote ({third}.safetensors, {fourth}.safetensors)"),
+            true,
+        ),
+        ("step-20", "on node1, incomplete checkpoint: ".into(), true),
+        ("step-15", format!("none has the file of rank 2, which node1 wrote ({third}.safetensors)"), true),
+    ];
+    assert_eq!(skipped, want.map(|(name, why, damaged)| (name.to_string(), why, damaged)));
+
+    // Set aside, they are in the way of nothing on any host.
+    one(world(4, |group| {
+        let dirs = dirs(group);
+        ["step-15", "step-20", "step-25"].map(|step| {
+            let moved = dirs.set_aside(&disks.dir(group.rank() / 2, step)).unwrap();
+            assert_eq!(moved.is_some(), group.rank() == 0 || (group.rank() == 2 && step != "step-25"));
+        })
+    }));
+    let (newest, skipped, aside) = survey();
+    assert_eq!((newest.as_deref(), skipped.len(), aside.len()), (Some("step-10"), 0, 3));
+
+    // Those of two saves are none; which is wanted, nobody knows.
+    world(4, |group| {
+        let mut state = state(&zoo(), &line(4), group.rank());
+        state.values.insert("step".into(), 11.into());
+        disks.save_rank("changed", group, &state).unwrap();
+    });
+    copy(&disks.dir(1, "changed"), &disks.dir(1, "step-10"));
+    let (newest, skipped, _) = survey();
+    assert_eq!(newest.as_deref(), Some("step-5"));
+    assert_eq!(skipped, [("step-10".into(), "those of node0 and node1 are of different saves".into(), false)]);
+}
+
+fn name(path: &Path) -> String {
+    path.file_name().unwrap().to_str().unwrap().to_string()
+}
+
+#[test]
+fn what_may_be_whole_elsewhere_is_not_taken_for_damaged() {
+    let disks = Disks::new();
+    disks.saved(&["step-1"]);
+    let open = |host: [&str; 2]| {
+        one(world(4, |group| {
+            let dirs = HostDirs::new(group, host[group.rank() / 2]).unwrap();
+            match dirs.open(&disks.dir(group.rank() / 2, "step-1")) {
+                Ok(_) => None,
+                Err(Error::Apart { reason, damaged, .. }) => {
+                    let root = disks.0[group.rank() / 2].path().display().to_string();
+                    Some((reason.replace(&root, ""), damaged))
+                }
+                Err(other) => panic!("{other}"),
+            }
+        }))
+    };
+    assert_eq!(open(["node0", "node1"]), None);
+    // A host has lost its disk, and another one stands in for it.
+    fs::rename(disks.dir(1, "step-1"), disks.dir(1, "away")).unwrap();
+    let (reason, damaged) = open(["node0", "node7"]).unwrap();
+    let file = |rank: usize| format!("shard-{:05}-model-00001-of-00001.safetensors", rank + 1);
+    let want = format!(
+        "none has the files of ranks 2, 3, which node1 wrote ({}, {}), and node1 is not among the hosts; start ranks \
+         there as before, or copy its directory of this name into that of each host here, as `rsync -a node1:/step-1/ \
+         /step-1/` does",
+        file(2),
+        file(3)
+    );
+    assert_eq!((reason, damaged), (want, false));
+    copy(&disks.dir(1, "away"), &disks.dir(0, "step-1"));
+    let (reason, damaged) = open(["node0", "node7"]).unwrap();
+    assert_eq!((reason.as_str(), damaged), ("node7 has none; copy that of node0 there", false));
+    copy(&disks.dir(0, "step-1"), &disks.dir(1, "step-1"));
+    assert_eq!(open(["node8", "node7"]), None);
+    // Nobody has it.
+    let errors = world(4, |group| dirs(group).open(&disks.dir(group.rank() / 2, "step-2")).unwrap_err());
+    assert!(errors.iter().all(|error| error.to_string().contains("holds no checkpoint, on any host")), "{errors:?}");
+}
+
+#[test]
+fn damage_on_one_host_is_seen_there() {
+    let disks = Disks::new();
+    disks.saved(&["step-1"]);
+    let path = disks.dir(1, "step-1").join("shard-00004-model-00001-of-00001.safetensors");
+    let mut bytes = fs::read(&path).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(&path, bytes).unwrap();
+    let verified = world(4, |group| {
+        let dirs = dirs(group);
+        let part = dirs.open(&disks.dir(group.rank() / 2, "step-1")).unwrap();
+        let (reader, readers) = dirs.place();
+        part.verify_share(reader, readers).map_err(|error| error.is_damage())
+    });
+    let found: Vec<bool> = verified.iter().map(|outcome| *outcome == Err(true)).collect();
+    assert!(found[2] != found[3] && !found[0] && !found[1], "{verified:?}");
+    // Shorter, it is seen before anything is read.
+    fs::write(&path, "").unwrap();
+    for error in world(4, |group| dirs(group).open(&disks.dir(group.rank() / 2, "step-1")).unwrap_err()) {
+        assert!(error.is_damage() && error.to_string().contains("on node1, "), "{error}");
+    }
+}
+
+#[test]
+fn the_newest_stay_on_every_host() {
+    let disks = Disks::new();
+    disks.saved(&["step-1", "step-2", "step-3", "step-4"]);
+    fs::remove_dir_all(disks.dir(1, "step-3")).unwrap();
+    let removed = world(4, |group| {
+        let (host, keep) = (group.rank() / 2, NonZeroUsize::new(2).unwrap());
+        let spare = disks.dir(host, "step-4");
+        dirs(group).keep_newest(disks.0[host].path(), keep, &[&spare]).unwrap()
+    });
+    // A step that only one host has counts for nothing.
+    let removed: Vec<Vec<String>> = removed.iter().map(|paths| paths.iter().map(|path| name(path)).collect()).collect();
+    assert_eq!(removed, [vec!["step-1"], vec![], vec!["step-1"], vec![]]);
+    assert_eq!(list(disks.0[0].path()), ["step-2", "step-3", "step-4"]);
+    assert_eq!(list(disks.0[1].path()), ["step-2", "step-4"]);
+}
+
+#[test]
+fn in_the_background_as_well() {
+    let disks = Disks::new();
+    world(4, |group| {
+        let host = group.rank() / 2;
+        let mut saver = AsyncSaver::new(group.clone(), WhenBusy::Wait).unwrap().keep_newest(NonZeroUsize::MIN);
+        for step in ["step-1", "step-2"] {
+            let state = state(&zoo(), &line(4), group.rank());
+            saver.save_with(&disks.dir(host, step), &state, &options(host)).unwrap();
+        }
+        saver.finish().unwrap();
+        dirs(group).open(&disks.dir(host, "step-2")).unwrap();
+    });
+    for disk in &disks.0 {
+        assert_eq!(list(disk.path()), ["step-2"]);
+    }
+}
+
+#[test]
+fn the_command_says_what_a_part_lacks() {
+    let disks = Disks::new();
+    disks.saved(&["step-1"]);
+    let part = disks.dir(1, "step-1");
+    let want = "is a part of a checkpoint: it lacks the files of ranks 0, 1, which node0 wrote (shard-00001-";
+    let to = disks.dir(1, "to");
+    for args in [
+        vec!["verify", text(&part)],
+        vec!["inspect", text(&part)],
+        vec!["convert", text(&part), text(&to), "--to", "hf"],
+    ] {
+        let said = fails(&args);
+        assert!(said.contains(want), "{said}");
+    }
+    assert!(succeeds(&["inspect", text(disks.0[1].path())]).contains(&format!("step-1  part        {}", text(&part))));
+    let run = json(&succeeds(&["inspect", text(disks.0[1].path()), "--json"]));
+    assert_eq!(run["steps"][0]["state"], "part");
+
+    copy(&disks.dir(0, "step-1"), &part);
+    assert!(succeeds(&["verify", text(&part)]).contains(" chunks in 4 files"));
+    succeeds(&["convert", text(&part), text(&to), "--to", "fsdp", "--world-size", "3"]);
+    assert_eq!(succeeds(&["diff", text(&part), text(&to)]).lines().count(), 1);
+}

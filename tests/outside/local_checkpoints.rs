@@ -1,0 +1,146 @@
+//! `train` on two hosts that have no directory in common for checkpoints.
+
+use std::{fs, path::Path, process::Command, time::Duration};
+
+use fsdp_tests::{Run, golden_flags_of, launch, program, run, trajectory::Trajectory};
+use libtest_mimic::Trial;
+
+use crate::need::{Need, trial};
+use crate::way::Way;
+
+const NEEDS: &[Need] = &[Need::Networks, Need::Mpi];
+/// Far longer than anything here takes.
+const LIMIT: Duration = Duration::from_secs(300);
+/// What runs on each host. Its disk lives as long as the host; what is on it is kept in `parts` for the next.
+const ON_A_HOST: &str = r#"own=parts/$(hostname); mkdir -p $own; cp -a $own/. saved/
+    "$0" "$@" 2>said.$(hostname); code=$?
+    rm -r $own; cp -a saved $own; exit $code"#;
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![
+        trial("local_checkpoints::open_mpi_goes_on_from_what_both_hosts_have", NEEDS, || goes_on(Way::OpenMpi)),
+        trial("local_checkpoints::fsdp_launch_goes_on_from_what_both_hosts_have", NEEDS, || goes_on(Way::Ours)),
+        trial("local_checkpoints::hosts_that_share_a_directory_are_told", NEEDS, hosts_that_share_a_directory_are_told),
+    ]
+}
+
+fn flags(ranks: usize, steps: usize) -> Vec<String> {
+    let mut flags = golden_flags_of("llama_tiny", steps);
+    flags.extend(["--batch-size", if ranks == 1 { "4" } else { "2" }, "--metrics", "metrics.jsonl"].map(String::from));
+    flags
+}
+
+/// Two hosts with a rank each, which train in `dir`. `order` gives each host its place, from HOST_NUMBER.
+fn train(way: Way, options: &[&str], order: &str, steps: usize, more: &[&str], dir: &Path) -> Run {
+    let (program, flags) = (program("train"), flags(2, steps));
+    let script = if options.is_empty() { r#"exec "$0" "$@""# } else { ON_A_HOST };
+    let args: Vec<&str> = ["sh", "-c", script, program.to_str().unwrap()]
+        .into_iter()
+        .chain(flags.iter().map(String::as_str))
+        .chain(["--checkpoint-dir", "saved", "--checkpoint-local"])
+        .chain(more.iter().copied())
+        .collect();
+    let started = way.start(options, (2, 1), &[], &args, dir);
+    // Our launchers take places as they come, unless they are told.
+    let mut command = Command::new(started.get_program());
+    for arg in started.get_args() {
+        command.arg(arg);
+        if arg == "each" {
+            command.args(["sh", "-c", &format!(r#"PET_NODE_RANK={order} exec "$0" "$@""#)]);
+        }
+    }
+    for (name, value) in started.get_envs() {
+        match value {
+            Some(value) => command.env(name, value),
+            None => command.env_remove(name),
+        };
+    }
+    command.current_dir(dir);
+    run(command, LIMIT)
+}
+
+fn names(dir: &Path) -> Vec<String> {
+    let entries = fs::read_dir(dir).unwrap();
+    let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+fn ckpt(args: &[&str], dir: &Path) -> Run {
+    let mut command = Command::new(program("fsdp-ckpt"));
+    command.args(args).current_dir(dir);
+    run(command, LIMIT)
+}
+
+/// A host that died while it saved splits nobody: both go on from the step before. What they have copied together is
+/// an ordinary checkpoint.
+fn goes_on(way: Way) {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let saved = dir.join("saved");
+    fs::create_dir(&saved).unwrap();
+    let (local, more) = (["--local", saved.to_str().unwrap()], ["--save-every", "5", "--keep", "2"]);
+    let part = |host: usize| dir.join(format!("parts/node{host}"));
+    let said = |host: usize| fs::read_to_string(dir.join(format!("said.node{host}"))).unwrap();
+
+    train(way, &local, "$HOST_NUMBER", 10, &more, dir).ok();
+    for host in 0..2 {
+        assert_eq!(names(&part(host)), ["step-00000005", "step-00000010"]);
+        let shard = format!("shard-{:05}-model-00001-of-00001.safetensors", host + 1);
+        assert_eq!(names(&part(host).join("step-00000005")), ["checkpoint.json".to_string(), shard]);
+    }
+    fs::remove_dir_all(part(1).join("step-00000010")).unwrap();
+
+    let auto = [&more[..], &["--resume", "auto"]].concat();
+    train(way, &local, "$HOST_NUMBER", 20, &auto, dir).ok();
+    assert!(said(0).contains("resumed from saved/step-00000005 at step 5"), "{}", said(0));
+    let lost = "none has the file of rank 1, which node1 wrote";
+    assert!(said(0).contains(lost) && !said(1).contains(lost), "{} {}", said(0), said(1));
+    assert_eq!(names(&part(0)), ["step-00000010.damaged", "step-00000015", "step-00000020"]);
+    assert_eq!(names(&part(1)), ["step-00000015", "step-00000020"]);
+    let resumed = Trajectory::of_metrics(&dir.join("metrics.jsonl"));
+    let other = tempfile::tempdir().unwrap();
+    launch(2, "train", &flags(2, 20).iter().map(String::as_str).collect::<Vec<_>>(), other.path()).ok();
+    assert_eq!(resumed, Trajectory::of_metrics(&other.path().join("metrics.jsonl")).after(5), "{way:?}");
+
+    if way == Way::Ours {
+        fs::remove_file(dir.join("metrics.jsonl")).unwrap();
+        let run = train(way, &local, "$((1-HOST_NUMBER))", 25, &auto, dir);
+        let text = said(0) + &said(1);
+        let parts = [
+            "can't resume from saved/step-00000020",
+            "saved/step-00000020 is a part of a checkpoint: it lacks the file of rank ",
+            "/ saved/step-00000020/` does",
+        ];
+        assert!(run.code != Some(0) && parts.iter().all(|part| text.contains(part)), "{run:?}\n{text}");
+        assert!(!dir.join("metrics.jsonl").exists());
+    }
+
+    let run = ckpt(&["verify", "parts/node0/step-00000015"], dir);
+    assert!(run.code == Some(1) && run.stderr.contains("lacks the file of rank 1, which node1 wrote"), "{run:?}");
+    for host in [1, 0] {
+        let status = Command::new("cp").arg("-a").arg(part(host)).arg(dir.join("together")).arg("-T").status();
+        assert!(status.unwrap().success());
+    }
+    let run = ckpt(&["verify", "together/step-00000015"], dir).ok();
+    assert!(run.stdout.contains("step-00000015: ok, "), "{run:?}");
+    let alone = tempfile::tempdir().unwrap();
+    let mut flags = flags(1, 20);
+    flags.extend(["--resume".into(), dir.join("together/step-00000015").display().to_string()]);
+    launch(1, "train", &flags.iter().map(String::as_str).collect::<Vec<_>>(), alone.path()).ok();
+    let resumed = Trajectory::of_metrics(&alone.path().join("metrics.jsonl"));
+    let difference = resumed.difference(&Trajectory::recorded("llama_tiny", "run").after(15));
+    assert!(difference.max() < 2e-5, "{way:?}, resumed by one: {difference:?}");
+}
+
+fn hosts_that_share_a_directory_are_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = train(Way::Mpich, &[], "$HOST_NUMBER", 10, &[], dir.path());
+    let text = format!("{}\n{}", run.stdout, run.stderr);
+    let parts = [
+        "rank 0 failed to write a file there: node0 and node1 have one directory saved in common",
+        "leave --checkpoint-local out where they share it",
+    ];
+    assert!(run.code != Some(0) && parts.iter().all(|part| text.contains(part)), "{text}");
+    assert!(!dir.path().join("metrics.jsonl").exists() && !dir.path().join("saved").exists());
+}
