@@ -101,8 +101,8 @@ impl Sums<'_> {
         let own = blocks.all.iter().find(|block| block.contains(&rank)).cloned().unwrap_or(rank..rank + 1);
         // What each rank of this block adds up.
         let mut added = vec![Vec::new(); own.len()];
-        for to in 0..size {
-            blocks.adds(&own, to).into_iter().for_each(|member| added[member - own.start].push(streams[to].clone()));
+        for (to, stream) in streams.iter().enumerate() {
+            blocks.adds(&own, to).into_iter().for_each(|member| added[member - own.start].push(stream.clone()));
         }
         let added: Vec<_> = added.into_iter().map(Stream::joined).collect();
         let of_member = |member: usize| added[member - own.start].clone();
@@ -121,7 +121,7 @@ impl Sums<'_> {
         let mut last = self.last(rank, inputs.collect(), &|to| blocks.adds(&own, to).is_none(), streams);
         last.width = width;
         let partial = |start: usize, stream: &Stream| Lane {
-            stream: Stream::new([width * start..width * (start + stream.end())]),
+            stream: Stream::new(Some(width * start..width * (start + stream.end()))),
             first: region,
             width,
         };
@@ -255,7 +255,7 @@ mod tests {
             (&[1, 2, 1, 2], DType::F32, [8, 8]),
         ] {
             let share = 640 * dtype.size();
-            let of = |rank: usize| Stream::new([rank * share..(rank + 1) * share]);
+            let of = |rank: usize| Stream::new(Some(rank * share..(rank + 1) * share));
             for room in [1 << 30, 2560] {
                 let crossed = planned(ids, &of, &[dtype], room).map(|phases| crossing(ids, &phases));
                 assert_eq!(crossed, expected.map(|shares| shares * share), "{ids:?} {dtype} {room}");
@@ -277,9 +277,10 @@ mod tests {
             let of = |rank| Stream::of_counts(DTYPES.into_iter().zip(of_part.iter().map(|it| &it[..])), rank);
             let [flat, over] = planned(&ids, &of, &DTYPES, room);
             for phases in [&flat, &over] {
+                let phase = |rank: usize, number: usize| &phases[rank][number];
                 for number in 0..phases[0].len() {
                     for (from, to) in (0..size).flat_map(|from| (0..size).map(move |to| (from, to))) {
-                        let (sent, arrives) = (&phases[from][number].sends[to], &phases[to][number].arrives[from]);
+                        let (sent, arrives) = (&phase(from, number).sends[to], &phase(to, number).arrives[from]);
                         prop_assert_eq!((sent.stream.end(), sent.width), (arrives.stream.end(), arrives.width));
                     }
                 }
