@@ -11,9 +11,9 @@ use crate::{DeviceId, Result};
 /// [conformance suite](super::conformance) holds it to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Promises {
-    /// Reductions combine the ranks' elements as a balanced tree, neighbours first, which is `((0 + 1) + (2 + 3)) + (4 +
-    /// 5)` for six ranks: the same bits on every run. (All ranks get the same bits of an all-reduce, whatever the
-    /// order.)
+    /// Reductions combine the ranks' elements as a balanced tree, neighbours first, for six ranks
+    /// `((0 + 1) + (2 + 3)) + (4 + 5)`: the same bits on every run. (All ranks get the same bits of an all-reduce,
+    /// whatever the order.)
     pub fixed_order: bool,
     /// Half precision inputs are combined in single precision and rounded once.
     pub f32_sums: bool,

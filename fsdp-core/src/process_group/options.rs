@@ -17,8 +17,8 @@ pub struct Options {
     /// ranks can share evenly.
     pub chunk_bytes: usize,
     /// Whether ranks that share a host share what comes to it from others, and add up what goes to others, where hosts
-    /// are several. Results have the same bits. For reductions it takes as much memory again as this rank's share of
-    /// the input, at most, in f32 for half precision. True by default; it is so where all ranks want it.
+    /// are several. Results have the same bits. For reductions it takes a few MiB more. True by default; it is so where
+    /// all ranks want it.
     pub hierarchy: bool,
     /// Which host this rank counts to: those with the same name share one, and have to be able to share its memory. By
     /// default found out.

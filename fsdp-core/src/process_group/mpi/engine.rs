@@ -59,6 +59,11 @@ impl Engine {
         (0..self.wire.size()).map(|peer| Lane::from(first, stream(peer))).collect()
     }
 
+    /// The most bytes in which a rank adds up what goes to other hosts: as many as a message from each peer has.
+    fn room(&self) -> usize {
+        self.wire.step * (self.wire.size() - 1)
+    }
+
     /// The phases of a reduction that moves so many bytes for a rank, and the pages that they want.
     fn sums(&self, sums: &Sums<'_>, longest: usize) -> (Vec<Phase>, Vec<usize>) {
         let rank = self.wire.line.rank;
@@ -111,7 +116,7 @@ impl Engine {
         let (count, starts) = (parts.len(), parts.iter().map(|p| range(&p.counts, rank, p.input.dtype()).start));
         let output = Output::Buffers { first: count, starts: starts.collect() };
         let longest = (0..self.wire.size()).map(|of| stream(of).len()).max();
-        let sums = Sums { op, dtypes: &dtypes, of: &stream, output, buffers: 2 * count };
+        let sums = Sums { op, dtypes: &dtypes, of: &stream, output, buffers: 2 * count, room: self.room() };
         let (phases, partials) = self.sums(&sums, longest.unwrap_or(0));
         let buffers = parts.into_iter().map(|part| part.input).chain(outputs).collect();
         let buffers = Exchange { wire: &mut self.wire, collective: at, partials }.run(buffers, &phases)?;
@@ -122,7 +127,8 @@ impl Engine {
         let (rank, size) = (self.wire.line.rank, self.wire.size());
         let stream = Stream::new(buffers.iter().map(|buffer| 0..buffer.bytes().len()));
         let dtypes: Vec<DType> = buffers.iter().map(Buffer::dtype).collect();
-        let sums = |of| Sums { op, dtypes: &dtypes, of, output: Output::Own, buffers: buffers.len() };
+        let sums =
+            |of| Sums { op, dtypes: &dtypes, of, output: Output::Own, buffers: buffers.len(), room: self.room() };
         if stream.len() <= INLINE.min(self.wire.step) && stream.len() * (size - 1) <= WHOLE {
             let phase = sums(&|_| stream.clone()).flat(rank, size);
             return self.exchange(at, buffers, &[phase]);

@@ -134,11 +134,12 @@ mod tests {
     /// between hosts.
     fn play<const N: usize>(ids: &[u64], phases: &[[Phase; N]], has: &mut [Vec<Vec<bool>>]) -> usize {
         let mut crossed = 0;
+        let of = |rank: usize, phase: usize| &phases[rank][phase];
         for phase in 0..N {
             let before = has.to_vec();
             for (from, to) in (0..ids.len()).flat_map(|from| (0..ids.len()).map(move |to| (from, to))) {
-                let sent = bytes(&phases[from][phase].sends[to].stream);
-                let arrives = bytes(&phases[to][phase].arrives[from].stream);
+                let sent = bytes(&of(from, phase).sends[to].stream);
+                let arrives = bytes(&of(to, phase).arrives[from].stream);
                 assert_eq!(sent, arrives, "from {from} to {to} in phase {phase}");
                 for (part, byte) in &sent {
                     assert!(before[from][*part][*byte], "{from} sends what it does not have");

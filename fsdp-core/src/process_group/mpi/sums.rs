@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use super::{
     super::host::{packing::Stream, reduce::accumulator},
-    hosts::Hosts,
+    hosts::{Hosts, slices},
     phase::{Combined, Lane, Output, Phase},
 };
 use crate::{DType, ReduceOp};
@@ -28,16 +28,18 @@ pub(super) struct Sums<'a> {
     pub(super) output: Output,
     /// How many buffers there are: pages for parts of results come behind them.
     pub(super) buffers: usize,
+    /// Bytes that such a page has, at most.
+    pub(super) room: usize,
 }
 
 impl Sums<'_> {
     /// What `rank` of so many sends and receives, without regard to hosts.
     pub(super) fn flat(&self, rank: usize, size: usize) -> Phase {
-        self.last(rank, (0..size).map(|rank| (rank, 1)).collect(), &|_| true, &|_| true)
+        let streams: Vec<_> = (0..size).map(self.of).collect();
+        self.last(rank, (0..size).map(|rank| (rank, 1)).collect(), &|_| true, &streams)
     }
 
-    /// What `rank` sends and receives, and the bytes of pages that it wants: for each dtype whose parts are to cross
-    /// as accumulators this rank's share of them.
+    /// What `rank` sends and receives, and the bytes of pages that it wants.
     pub(super) fn over(&self, hosts: &Hosts, rank: usize) -> (Vec<Phase>, Vec<usize>) {
         let (mut phases, mut partials) = (Vec::new(), Vec::new());
         // Accumulators of half precision are as long as two elements.
@@ -46,19 +48,25 @@ impl Sums<'_> {
             if !(0..self.dtypes.len()).any(is_one) {
                 continue;
             }
-            let blocks = Blocks { hosts, all: hosts.blocks(), width };
-            match blocks.all.iter().any(|block| blocks.is_worth_it(block)) {
-                true => {
-                    let region = self.buffers + partials.len();
-                    let (bytes, both) = self.in_blocks(rank, &blocks, &is_one, region);
-                    phases.extend(both);
-                    partials.push(bytes);
-                }
-                false => {
-                    let inputs = (0..hosts.size).map(|rank| (rank, 1)).collect();
-                    phases.push(self.last(rank, inputs, &|_| true, &is_one));
-                }
+            let streams: Vec<_> = (0..hosts.size).map(|to| (self.of)(to).of_parts(is_one)).collect();
+            let blocks = Blocks::of(hosts, width);
+            if !blocks.all.iter().any(|block| blocks.is_worth_it(block)) {
+                let inputs = (0..hosts.size).map(|rank| (rank, 1)).collect();
+                phases.push(self.last(rank, inputs, &|_| true, &streams));
+                continue;
             }
+            // In several goes, so that pages stay short.
+            let goes = (width * blocks.longest(&streams)).div_ceil(self.room).max(1);
+            let cut: Vec<_> = streams.iter().map(|stream| slices(stream, goes)).collect();
+            let region = self.buffers + partials.len();
+            let mut longest = 0;
+            for go in 0..goes {
+                let streams: Vec<_> = cut.iter().map(|slice| slice(go)).collect();
+                let (bytes, both) = self.in_blocks(rank, &blocks, &streams, region);
+                phases.extend(both);
+                longest = longest.max(bytes);
+            }
+            partials.push(longest);
         }
         (phases, partials)
     }
@@ -70,18 +78,16 @@ impl Sums<'_> {
         rank: usize,
         inputs: Vec<(usize, usize)>,
         is_direct: &dyn Fn(usize) -> bool,
-        is_one: &dyn Fn(usize) -> bool,
+        streams: &[Stream],
     ) -> Phase {
-        let of = |rank| (self.of)(rank).of_parts(is_one);
-        let size = inputs.iter().map(|(_, ranks)| ranks).sum();
-        let mut phase = Phase::nothing(size);
-        for peer in (0..size).filter(|&peer| peer != rank && is_direct(peer)) {
-            phase.sends[peer] = Lane::from(0, of(peer));
+        let mut phase = Phase::nothing(streams.len());
+        for peer in (0..streams.len()).filter(|&peer| peer != rank && is_direct(peer)) {
+            phase.sends[peer] = Lane::from(0, streams[peer].clone());
         }
         for &(from, _) in inputs.iter().filter(|&&(from, ranks)| from != rank && ranks == 1) {
-            phase.arrives[from] = Lane::from(0, of(rank));
+            phase.arrives[from] = Lane::from(0, streams[rank].clone());
         }
-        phase.combined = Some(self.combined(of(rank), inputs, self.output.clone()));
+        phase.combined = Some(self.combined(streams[rank].clone(), inputs, self.output.clone()));
         phase
     }
 
@@ -90,18 +96,16 @@ impl Sums<'_> {
     }
 
     /// Blocks add up, in a page of so many bytes, and then results are made.
-    fn in_blocks(
-        &self,
-        rank: usize,
-        blocks: &Blocks<'_>,
-        is_one: &dyn Fn(usize) -> bool,
-        region: usize,
-    ) -> (usize, [Phase; 2]) {
-        let (size, width) = (blocks.hosts.size, blocks.width);
-        let of = |rank| (self.of)(rank).of_parts(is_one);
+    fn in_blocks(&self, rank: usize, blocks: &Blocks<'_>, streams: &[Stream], region: usize) -> (usize, [Phase; 2]) {
+        let (size, width) = (streams.len(), blocks.width);
         let own = blocks.all.iter().find(|block| block.contains(&rank)).cloned().unwrap_or(rank..rank + 1);
-        // What a rank of this block adds up.
-        let of_member = |member| Stream::joined((0..size).filter(|&to| blocks.adds(&own, to) == Some(member)).map(of));
+        // What each rank of this block adds up.
+        let mut added = vec![Vec::new(); own.len()];
+        for (to, stream) in streams.iter().enumerate() {
+            blocks.adds(&own, to).into_iter().for_each(|member| added[member - own.start].push(stream.clone()));
+        }
+        let added: Vec<_> = added.into_iter().map(Stream::joined).collect();
+        let of_member = |member: usize| added[member - own.start].clone();
         let mut first = Phase::nothing(size);
         for peer in own.clone().filter(|&peer| peer != rank) {
             first.sends[peer] = Lane::from(0, of_member(peer));
@@ -114,33 +118,55 @@ impl Sums<'_> {
             Some(member) => vec![(member, block.len())],
             None => block.clone().map(|rank| (rank, 1)).collect(),
         });
-        let mut last = self.last(rank, inputs.collect(), &|to| blocks.adds(&own, to).is_none(), is_one);
+        let mut last = self.last(rank, inputs.collect(), &|to| blocks.adds(&own, to).is_none(), streams);
         last.width = width;
-        let added = |start: usize, stream: &Stream| Lane {
-            stream: Stream::new([width * start..width * (start + stream.end())]),
+        let partial = |start: usize, stream: &Stream| Lane {
+            stream: Stream::new(Some(width * start..width * (start + stream.end()))),
             first: region,
             width,
         };
         let mut start = 0;
         for to in (0..size).filter(|&to| blocks.adds(&own, to) == Some(rank)) {
-            last.sends[to] = added(start, &of(to));
-            start += of(to).len();
+            last.sends[to] = partial(start, &streams[to]);
+            start += streams[to].len();
         }
         for member in blocks.all.iter().filter_map(|block| blocks.adds(block, rank)) {
-            last.arrives[member] = added(0, &of(rank));
+            last.arrives[member] = partial(0, &streams[rank]);
         }
         (width * start, [first, last])
     }
 }
 
-/// Ranks of one host that are subtrees.
+/// All ranks, as the largest subtrees that are on one host each.
 struct Blocks<'a> {
     hosts: &'a Hosts,
+    /// Which host a rank is on.
+    host_of: Vec<usize>,
     all: Vec<Range<usize>>,
     width: usize,
 }
 
-impl Blocks<'_> {
+impl<'a> Blocks<'a> {
+    fn of(hosts: &'a Hosts, width: usize) -> Self {
+        let mut host_of = vec![0; hosts.size];
+        for (host, ranks) in hosts.hosts.iter().enumerate() {
+            ranks.iter().for_each(|&rank| host_of[rank] = host);
+        }
+        let mut all = Vec::new();
+        let mut start = 0;
+        while start < hosts.size {
+            let subtree = |level: u32| {
+                let end = (start + (1 << level)).min(hosts.size);
+                let is_one = start.is_multiple_of(1 << level) && (level == 0 || end - start > 1 << (level - 1));
+                (is_one && host_of[start..end].iter().all(|&host| host == host_of[start])).then_some(end)
+            };
+            let end = (0..usize::BITS - 1).map_while(subtree).last().unwrap_or(start + 1);
+            all.push(start..end);
+            start = end;
+        }
+        Blocks { hosts, host_of, all, width }
+    }
+
     /// Whether what a block has added up is shorter than what its ranks have.
     fn is_worth_it(&self, block: &Range<usize>) -> bool {
         block.len() > self.width
@@ -148,30 +174,22 @@ impl Blocks<'_> {
 
     /// Who of a block adds up what goes to a rank, if that is to be.
     fn adds(&self, block: &Range<usize>, to: usize) -> Option<usize> {
-        let is_here = self.hosts.share_one(&[block.start, to]);
-        (!is_here && self.is_worth_it(block)).then(|| {
-            let others = (0..to).filter(|&other| !self.hosts.share_one(&[block.start, other])).count();
+        let here = self.host_of[block.start];
+        (self.host_of[to] != here && self.is_worth_it(block)).then(|| {
+            let others = to - self.hosts.hosts[here].partition_point(|&rank| rank < to);
             block.start + others % block.len()
         })
     }
-}
 
-impl Hosts {
-    /// All ranks, as the largest subtrees of sums that are on one host each.
-    fn blocks(&self) -> Vec<Range<usize>> {
-        let mut blocks = Vec::new();
-        let mut start = 0;
-        while start < self.size {
-            let subtree = |level: u32| {
-                let end = (start + (1 << level)).min(self.size);
-                let is_one = start.is_multiple_of(1 << level) && (level == 0 || end - start > 1 << (level - 1));
-                (is_one && self.share_one(&(start..end).collect::<Vec<_>>())).then_some(start..end)
-            };
-            let block = (0..usize::BITS - 1).map_while(subtree).last().unwrap_or(start..start + 1);
-            start = block.end;
-            blocks.push(block);
+    /// Bytes of the most that any rank adds up.
+    fn longest(&self, streams: &[Stream]) -> usize {
+        let mut bytes = vec![0; streams.len()];
+        for (block, (to, stream)) in
+            self.all.iter().flat_map(|block| streams.iter().enumerate().map(move |to| (block, to)))
+        {
+            self.adds(block, to).into_iter().for_each(|member| bytes[member] += stream.len());
         }
-        blocks
+        bytes.into_iter().max().unwrap_or(0)
     }
 }
 
@@ -179,10 +197,10 @@ impl Hosts {
 mod tests {
     use proptest::prelude::*;
 
-    use super::*;
+    use super::{super::super::host::packing::ALIGN, *};
 
     fn blocks(ids: &[u64]) -> Vec<Range<usize>> {
-        Hosts::of(ids).unwrap().blocks()
+        Blocks::of(&Hosts::of(ids).unwrap(), 1).all
     }
 
     #[test]
@@ -193,6 +211,12 @@ mod tests {
         assert_eq!(blocks(&[1, 1, 1, 1, 2, 2, 2]), [0..4, 4..7]);
         assert_eq!(blocks(&[1, 2, 1, 2]), [0..1, 1..2, 2..3, 3..4]);
         assert_eq!(blocks(&[2, 1, 1, 1, 1, 1, 1, 1]), [0..1, 1..2, 2..4, 4..8]);
+    }
+
+    /// The bytes of parts that a stream is of.
+    fn bytes(stream: &Stream) -> Vec<(usize, usize)> {
+        let pieces = stream.pieces(0, usize::MAX / ALIGN * ALIGN);
+        pieces.flat_map(|piece| piece.bytes.map(move |byte| (piece.part, byte))).collect()
     }
 
     /// Bytes that cross from host to host when each rank gets what is of it, by `sends`.
@@ -209,8 +233,8 @@ mod tests {
 
     const DTYPES: [DType; 2] = [DType::F32, DType::BF16];
 
-    fn planned(ids: &[u64], of: &dyn Fn(usize) -> Stream, dtypes: &[DType]) -> [Vec<Vec<Phase>>; 2] {
-        let sums = Sums { op: ReduceOp::Sum, dtypes, of, output: Output::Own, buffers: dtypes.len() };
+    fn planned(ids: &[u64], of: &dyn Fn(usize) -> Stream, dtypes: &[DType], room: usize) -> [Vec<Vec<Phase>>; 2] {
+        let sums = Sums { op: ReduceOp::Sum, dtypes, of, output: Output::Own, buffers: dtypes.len(), room };
         let hosts = Hosts::of(ids).unwrap();
         let of_all = |f: &dyn Fn(usize) -> Vec<Phase>| (0..ids.len()).map(f).collect();
         [of_all(&|rank| vec![sums.flat(rank, ids.len())]), of_all(&|rank| sums.over(&hosts, rank).0)]
@@ -231,9 +255,11 @@ mod tests {
             (&[1, 2, 1, 2], DType::F32, [8, 8]),
         ] {
             let share = 640 * dtype.size();
-            let of = |rank: usize| Stream::new([rank * share..(rank + 1) * share]);
-            let crossed = planned(ids, &of, &[dtype]).map(|phases| crossing(ids, &phases));
-            assert_eq!(crossed, expected.map(|shares| shares * share), "{ids:?} {dtype}");
+            let of = |rank: usize| Stream::new(Some(rank * share..(rank + 1) * share));
+            for room in [1 << 30, 2560] {
+                let crossed = planned(ids, &of, &[dtype], room).map(|phases| crossing(ids, &phases));
+                assert_eq!(crossed, expected.map(|shares| shares * share), "{ids:?} {dtype} {room}");
+            }
         }
     }
 
@@ -242,31 +268,39 @@ mod tests {
         fn what_is_sent_arrives_and_all_of_it_is_added_up_once(
             ids in proptest::collection::vec(1u64..4, 2..9),
             counts in proptest::collection::vec([0usize..40, 0usize..3], 9),
+            room in 1usize..500,
         ) {
             prop_assume!(Hosts::of(&ids).unwrap().are_several());
             let size = ids.len();
             let counts = &counts[..size];
             let of_part: Vec<Vec<usize>> = (0..2).map(|part| counts.iter().map(|of| of[part]).collect()).collect();
             let of = |rank| Stream::of_counts(DTYPES.into_iter().zip(of_part.iter().map(|it| &it[..])), rank);
-            let [flat, over] = planned(&ids, &of, &DTYPES);
-            // What an accumulator's stream is padded by is no more than what each rank's is.
-            let lost = 64 * 2 * size * size;
-            prop_assert!(crossing(&ids, &over) <= crossing(&ids, &flat) + lost);
+            let [flat, over] = planned(&ids, &of, &DTYPES, room);
             for phases in [&flat, &over] {
+                let phase = |rank: usize, number: usize| &phases[rank][number];
                 for number in 0..phases[0].len() {
                     for (from, to) in (0..size).flat_map(|from| (0..size).map(move |to| (from, to))) {
-                        let (sent, arrives) = (&phases[from][number].sends[to], &phases[to][number].arrives[from]);
+                        let (sent, arrives) = (&phase(from, number).sends[to], &phase(to, number).arrives[from]);
                         prop_assert_eq!((sent.stream.end(), sent.width), (arrives.stream.end(), arrives.width));
                     }
                 }
-                // Each rank has all of them, in their order.
-                for phase in phases.iter().map(|phases| phases.last().unwrap()) {
-                    let mut next = 0;
-                    for &(from, ranks) in &phase.combined.as_ref().unwrap().inputs {
-                        prop_assert!((next..next + ranks).contains(&from));
-                        next += ranks;
+                // Each rank has what all of them have for it, in their order, and once.
+                for (rank, phases) in phases.iter().enumerate() {
+                    let mut results = Vec::new();
+                    for Combined { stream, inputs, output, .. } in phases.iter().filter_map(|it| it.combined.as_ref()) {
+                        if let Output::Partial { .. } = output {
+                            continue;
+                        }
+                        let mut next = 0;
+                        for &(from, ranks) in inputs {
+                            prop_assert!((next..next + ranks).contains(&from));
+                            next += ranks;
+                        }
+                        prop_assert_eq!(next, size);
+                        results.extend(bytes(stream));
                     }
-                    prop_assert_eq!(next, size);
+                    results.sort_unstable();
+                    prop_assert_eq!(results, bytes(&of(rank)));
                 }
             }
         }
