@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use fsdp_tests::{golden, program, trajectory::Trajectory};
+use fsdp_tests::{golden, golden_flags, program, trajectory::Trajectory};
 use libtest_mimic::Trial;
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -31,6 +31,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial("lost_hosts::a_cut_network_ends_the_ranks_of_mpich", NEEDS, || cut_off(Way::Mpich)),
         trial("lost_hosts::a_cut_network_ends_the_ranks_of_fsdp_launch", NEEDS, || cut_off(Way::Ours)),
         trial("lost_hosts::fsdp_launch_goes_on_from_the_newest_checkpoint", NEEDS, goes_on),
+        trial("lost_hosts::the_host_that_is_left_goes_on_alone", NEEDS, goes_on_alone),
     ]
 }
 
@@ -170,4 +171,29 @@ fn goes_on() {
     let numbers: Vec<u64> =
         Trajectory::of_metrics(&dir.path().join("metrics.jsonl")).0.iter().map(|step| step.number).collect();
     assert_eq!(numbers, (1..=60).collect::<Vec<_>>());
+}
+
+/// One host of two loses its network. The other trains on by itself, with the same sequences a step.
+fn goes_on_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = dir.path().join("saved/step-00000005/checkpoint.json");
+    let cut = format!("node1:{}", first.display());
+    // Steps take so long that most are still to come when the network is gone.
+    let options = ["--rate", "10mbit", "--cut", &cut];
+    let more = ["--nnodes=1:2", "--max-restarts=3", "--rdzv-conf=keep_alive_interval=0.5,last_call_timeout=1"];
+    let train = program("train");
+    let script = "exec \"$0\" \"$@\" --batch-size $((4 / WORLD_SIZE))";
+    let mut args = vec!["sh".to_string(), "-c".into(), script.into(), train.display().to_string()];
+    args.extend(golden_flags("llama_tiny"));
+    let saves = "--metrics metrics.jsonl --checkpoint-dir saved --save-every 5 --resume auto";
+    args.extend(saves.split(' ').map(String::from));
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    let mut command = Way::Ours.start(&options, (2, 1), &more, &args, dir.path());
+    command.env("FSDP_TIMEOUT_S", TIMEOUT);
+    let (_, text) = Agent::start(command).finish();
+    let parts = ["node node1 is gone", "starting all ranks again: 1 rank on 1 node", "node1 is off the network"];
+    assert!(parts.iter().all(|part| text.contains(part)), "{text}");
+    let ours = Trajectory::of_metrics(&dir.path().join("metrics.jsonl"));
+    let difference = ours.difference(&Trajectory::recorded("llama_tiny", "run"));
+    assert!(difference.max() < 2e-5, "{difference:?}: {text}");
 }
