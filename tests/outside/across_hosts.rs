@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, fs, path::Path, sync::Mutex, time::Duration};
 
-use fsdp_tests::{Run, golden_flags, launch, program, run, trajectory::Trajectory};
+use fsdp_tests::{Run, golden, golden_flags, launch, program, run, trajectory::Trajectory};
 use libtest_mimic::Trial;
 
 use crate::need::{Need, trial};
@@ -17,6 +17,12 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial("across_hosts::open_mpi_reproduces_the_recorded_runs", NEEDS, || reproduces(Way::OpenMpi)),
         trial("across_hosts::mpich_reproduces_the_recorded_runs", NEEDS, || reproduces(Way::Mpich)),
         trial("across_hosts::fsdp_launch_reproduces_the_recorded_runs", NEEDS, || reproduces(Way::Ours)),
+        trial("across_hosts::four_hosts_reproduce_a_recorded_run", NEEDS, four_hosts_reproduce_a_recorded_run),
+        trial(
+            "across_hosts::a_slow_network_keeps_the_bits_and_carries_what_the_formula_says",
+            NEEDS,
+            a_slow_network_keeps_the_bits_and_carries_what_the_formula_says,
+        ),
         trial(
             "across_hosts::a_host_without_the_shared_directory_is_named_before_the_first_step",
             NEEDS,
@@ -32,27 +38,42 @@ fn flags(name: &str, ranks: usize) -> Vec<String> {
     flags
 }
 
-fn train(way: Way, options: &[&str], ranks: usize, more: &[&str], flags: &[String], dir: &Path) -> Run {
+fn train(
+    way: Way,
+    options: &[&str],
+    hosts_and_ranks: (usize, usize),
+    more: &[&str],
+    flags: &[String],
+    dir: &Path,
+) -> Run {
     let program = program("train");
     let args: Vec<&str> = [program.to_str().unwrap()]
         .into_iter()
         .chain(flags.iter().map(String::as_str))
         .chain(more.iter().copied())
         .collect();
-    run(way.start(options, (2, ranks), &[], &args, dir), LIMIT)
+    run(way.start(options, hosts_and_ranks, &[], &args, dir), LIMIT)
 }
 
 /// The run by shared memory, on one host.
 fn on_one_host(name: &str, ranks: usize) -> Trajectory {
     static KNOWN: Mutex<BTreeMap<(String, usize), Trajectory>> = Mutex::new(BTreeMap::new());
     let mut known = KNOWN.lock().unwrap();
-    let run = || {
-        let dir = tempfile::tempdir().unwrap();
-        let flags = flags(name, ranks);
-        launch(ranks, "train", &flags.iter().map(String::as_str).collect::<Vec<_>>(), dir.path()).ok();
-        Trajectory::of_metrics(&dir.path().join("metrics.jsonl"))
-    };
-    known.entry((name.to_string(), ranks)).or_insert_with(run).clone()
+    known.entry((name.to_string(), ranks)).or_insert_with(|| launched(ranks, &flags(name, ranks))).clone()
+}
+
+fn launched(ranks: usize, flags: &[String]) -> Trajectory {
+    let dir = tempfile::tempdir().unwrap();
+    launch(ranks, "train", &flags.iter().map(String::as_str).collect::<Vec<_>>(), dir.path()).ok();
+    Trajectory::of_metrics(&dir.path().join("metrics.jsonl"))
+}
+
+/// What node1 has sent, as `--count` says.
+fn sent(run: &Run) -> u64 {
+    let sent = run.stderr.lines().filter_map(|line| line.strip_prefix("node1 sent ")?.split(' ').next());
+    let sent: Vec<u64> = sent.map(|bytes| bytes.parse().unwrap()).collect();
+    assert_eq!(sent.len(), 1, "{run:?}");
+    sent[0]
 }
 
 /// Losses and norms are those of the record within rounding, and to the bit those of one host; what was saved in the
@@ -63,28 +84,68 @@ fn reproduces(way: Way) {
             let ranks = 2 * ranks_a_host;
             let dir = tempfile::tempdir().unwrap();
             let saves = ["--checkpoint-dir", "saved", "--save-every", "10"];
-            let run = train(way, &["--count"], ranks_a_host, &saves, &flags(name, ranks), dir.path()).ok();
+            let run = train(way, &["--count"], (2, ranks_a_host), &saves, &flags(name, ranks), dir.path()).ok();
             let ours = Trajectory::of_metrics(&dir.path().join("metrics.jsonl"));
             let difference = ours.difference(&Trajectory::recorded(name, "run"));
             assert!(difference.max() < 2e-5, "{way:?}, {name}, 2 hosts of {ranks_a_host}: {difference:?}");
             assert_eq!(ours, on_one_host(name, ranks), "{way:?}, {name}, 2 hosts of {ranks_a_host}");
             // They have not met in the memory of this machine.
-            let sent = run.stderr.lines().filter_map(|line| line.strip_prefix("node1 sent ")?.split(' ').next());
-            let sent: Vec<u64> = sent.map(|bytes| bytes.parse().unwrap()).collect();
-            let size = fs::metadata(fsdp_tests::golden(name).join("model.safetensors")).unwrap().len();
-            assert!(sent.len() == 1 && sent[0] > 20 * size / 2, "{sent:?} bytes for a model of {size}: {run:?}");
+            let size = fs::metadata(golden(name).join("model.safetensors")).unwrap().len();
+            assert!(sent(&run) > 20 * size / 2, "for a model of {size}: {run:?}");
 
             if ranks > 2 {
-                let other = tempfile::tempdir().unwrap();
                 let mut flags = flags(name, 1);
                 flags.extend(["--resume".into(), dir.path().join("saved/step-00000010").display().to_string()]);
-                launch(1, "train", &flags.iter().map(String::as_str).collect::<Vec<_>>(), other.path()).ok();
-                let resumed = Trajectory::of_metrics(&other.path().join("metrics.jsonl"));
-                let difference = resumed.difference(&Trajectory::recorded(name, "run").after(10));
+                let difference = launched(1, &flags).difference(&Trajectory::recorded(name, "run").after(10));
                 assert!(difference.max() < 2e-5, "{way:?}, {name}, resumed on one host: {difference:?}");
             }
         }
     }
+}
+
+fn four_hosts_reproduce_a_recorded_run() {
+    let dir = tempfile::tempdir().unwrap();
+    train(Way::OpenMpi, &[], (4, 1), &[], &flags("llama_tiny", 4), dir.path()).ok();
+    let ours = Trajectory::of_metrics(&dir.path().join("metrics.jsonl"));
+    let difference = ours.difference(&Trajectory::recorded("llama_tiny", "run"));
+    assert!(difference.max() < 2e-5, "{difference:?}");
+    assert_eq!(ours, on_one_host("llama_tiny", 4));
+}
+
+/// A rank gathers each unit in forward, and each but the root's once more in backward, and reduces each once: of every
+/// time it sends half of the unit to the other rank.
+fn a_slow_network_keeps_the_bits_and_carries_what_the_formula_says() {
+    const CONFIG: &str = r#"{"model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048,
+        "max_position_embeddings": 64}"#;
+    let (hidden, inner, layers, key_values, vocabulary) = (256, 512, 4, 128, 2048);
+    let root = 2 * vocabulary * hidden + hidden;
+    let block = 2 * hidden * hidden + 2 * key_values * hidden + 3 * hidden * inner + 2 * hidden;
+    let parameters = 2 * root + 3 * layers * block;
+    let a_step = (parameters * size_of::<f32>() / 2) as u64;
+
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("config.json"), CONFIG).unwrap();
+    let model = dir.path().display().to_string();
+    let data = golden("llama_tiny").join("tokens.bin").display().to_string();
+    let flags = |steps: &str| {
+        let flags = ["--model", &model, "--data", &data, "--init", "random", "--seq-len", "32", "--batch-size", "2"];
+        flags.into_iter().chain(["--metrics", "metrics.jsonl", "--steps", steps]).map(String::from).collect::<Vec<_>>()
+    };
+    // What is sent besides, such as checkpoints' plans and the sample's gathers, is the same for both.
+    let of_steps = |steps: &str| {
+        let run = train(Way::OpenMpi, &["--rate", "1gbit", "--count"], (2, 1), &[], &flags(steps), dir.path()).ok();
+        sent(&run)
+    };
+    let few = of_steps("2");
+    fs::remove_file(dir.path().join("metrics.jsonl")).unwrap();
+    let many = of_steps("8");
+    let carried = (many - few) / 6;
+    let share = carried as f64 / a_step as f64;
+    // TCP adds its headers, and what it sends twice.
+    assert!((1. ..1.1).contains(&share), "{carried} bytes a step, and {a_step} by the formula: {share}");
+    println!("{carried} bytes a step and rank on the network, {a_step} by the formula: {share:.4}");
+    assert_eq!(Trajectory::of_metrics(&dir.path().join("metrics.jsonl")), launched(2, &flags("8")));
 }
 
 fn a_host_without_the_shared_directory_is_named_before_the_first_step() {
@@ -94,7 +155,7 @@ fn a_host_without_the_shared_directory_is_named_before_the_first_step() {
         fs::create_dir(&saved).unwrap();
         let local = ["--local", saved.to_str().unwrap()];
         let args = ["--checkpoint-dir", "saved"];
-        let run = train(way, &local, 1, &args, &flags("llama_tiny", 2), dir.path());
+        let run = train(way, &local, (2, 1), &args, &flags("llama_tiny", 2), dir.path());
         let text = format!("{}\n{}", run.stdout, run.stderr);
         let parts = [
             "rank 1 failed to write a file there",

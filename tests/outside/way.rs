@@ -2,6 +2,7 @@
 
 use std::{
     env, fs,
+    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::Command,
 };
@@ -53,12 +54,16 @@ impl Way {
             Way::Ours => {
                 let token = dir.join("token");
                 fs::write(&token, "0123456789abcdef0123456789abcdef").unwrap();
+                fs::set_permissions(&token, fs::Permissions::from_mode(0o600)).unwrap();
                 let mpich = mpirun(false).unwrap();
                 let mut path = mpich.parent().unwrap().as_os_str().to_os_string();
                 path.push(":");
                 path.push(env::var_os("PATH").unwrap_or_default());
                 command.env("PATH", path).arg("each").arg(program("fsdp-launch"));
-                command.args(["--nnodes", &hosts.to_string(), "--nproc-per-node", &each]);
+                if !more.iter().any(|option| option.starts_with("--nnodes")) {
+                    command.args(["--nnodes", &hosts.to_string()]);
+                }
+                command.args(["--nproc-per-node", &each]);
                 command.args(["--rdzv-endpoint", "node0:29400", "--rdzv-token-file"]).arg(&token);
             }
         }

@@ -19,11 +19,21 @@ pub(crate) struct Mpi {
 }
 
 impl Mpi {
-    /// The launcher, as root may start it, for any number of ranks.
-    pub(crate) fn mpirun(&self) -> Command {
+    /// The launcher, as root may start it, for so many ranks. Where `tests/hosts/hosts` runs this, they are on all of
+    /// its hosts.
+    pub(crate) fn mpirun(&self, ranks: usize) -> Command {
         let mut command = Command::new(&self.mpirun);
+        command.args(["-n", &ranks.to_string()]);
+        let hosts = env::var("FSDP_HOSTS").map_or(0, |hosts| hosts.split(' ').count());
+        if hosts > 0 {
+            let each = ranks.div_ceil(hosts);
+            let list: Vec<_> = (0..hosts).map(|host| format!("node{host}:{each}")).collect();
+            command.arg(if self.is_open_mpi { "--host" } else { "-hosts" }).arg(list.join(","));
+        }
         if self.is_open_mpi {
             command.args(["--oversubscribe", "--bind-to", "none"]);
+            // Ranks of other hosts know what is named.
+            command.args(["-x", "FSDP_TEST_ROLE", "-x", "FSDP_TEST_FOLDER"]);
             command.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
         }
         command
@@ -39,25 +49,32 @@ impl Mpi {
     }
 }
 
-/// Runs a test under each MPI that is there.
-pub(crate) fn each(test: fn(&Mpi)) -> Result<Completion, String> {
-    let none_is_ignored = match env::var("FSDP_TESTS_REQUIRE").as_deref() {
+/// A test that can't run: it is ignored, unless none may be.
+pub(crate) fn missing(reason: String) -> Result<Completion, String> {
+    if none_is_ignored() { Err(reason) } else { Ok(Completion::ignored_with(reason)) }
+}
+
+fn none_is_ignored() -> bool {
+    match env::var("FSDP_TESTS_REQUIRE").as_deref() {
         Err(env::VarError::NotPresent) | Ok("") => false,
         Ok("all") => true,
         other => panic!("FSDP_TESTS_REQUIRE may be \"all\" or unset; it is {other:?}"),
-    };
+    }
+}
+
+/// Runs a test under each MPI that is there.
+pub(crate) fn each(test: fn(&Mpi)) -> Result<Completion, String> {
     let found = all();
     let is_there = |is_open_mpi| found.iter().any(|mpi: &Mpi| mpi.is_open_mpi == is_open_mpi);
-    let missing: Vec<_> = [(true, "Open MPI"), (false, "MPICH")]
+    let without: Vec<_> = [(true, "Open MPI"), (false, "MPICH")]
         .into_iter()
         .filter(|(kind, _)| !is_there(*kind))
         .map(|it| it.1)
         .collect();
     let way =
         "(.ci/install installs them in target/mpi; FSDP_TESTS_MPI chooses other launchers, as PATH lists folders)";
-    if (none_is_ignored && !missing.is_empty()) || found.is_empty() {
-        let reason = format!("{} is missing {way}", missing.join(" and "));
-        return if none_is_ignored { Err(reason) } else { Ok(Completion::ignored_with(reason)) };
+    if (none_is_ignored() && !without.is_empty()) || found.is_empty() {
+        return missing(format!("{} is missing {way}", without.join(" and ")));
     }
     found.iter().for_each(test);
     Ok(Completion::Completed)

@@ -8,18 +8,22 @@ mod installed;
 mod ranks;
 mod roles;
 
+use std::{path::Path, process::Command};
+
 use fsdp_core::process_group::{Promises, conformance};
 use installed::Mpi;
-use libtest_mimic::{Arguments, Trial};
+use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
 fn main() {
     if let Ok(role) = std::env::var("FSDP_TEST_ROLE") {
         return roles::play(&role);
     }
-    let trials = TRIALS.iter().map(|&(name, trial)| {
-        Trial::ignorable_test(name, move || installed::each(trial).map_err(libtest_mimic::Failed::from))
-    });
-    libtest_mimic::run(&Arguments::from_args(), trials.collect()).exit()
+    let trials = TRIALS
+        .iter()
+        .map(|&(name, trial)| Trial::ignorable_test(name, move || installed::each(trial).map_err(Failed::from)));
+    let between_hosts =
+        Trial::ignorable_test("mpi_conforms_between_hosts", || conforms_between_hosts().map_err(Failed::from));
+    libtest_mimic::run(&Arguments::from_args(), trials.chain([between_hosts]).collect()).exit()
 }
 
 type Test = fn(&Mpi);
@@ -41,6 +45,21 @@ const PROMISES: Promises = Promises { fixed_order: true, f32_sums: true, sees_de
 
 fn conforms(mpi: &Mpi) {
     conformance::run(PROMISES, &|trial| ranks::start(mpi, &format!("conforms {}", trial.name), trial.size).said);
+}
+
+/// The same on two hosts with up to two ranks each: this program starts there again.
+fn conforms_between_hosts() -> Result<Completion, String> {
+    let hosts = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/hosts/hosts");
+    let made = Command::new(&hosts).args(["each", "true"]).output().unwrap();
+    if !made.status.success() {
+        return installed::missing(String::from_utf8_lossy(&made.stderr).into_owned());
+    }
+    let mut again = Command::new(&hosts);
+    again.arg("first").arg(std::env::current_exe().unwrap()).args(["--exact", "mpi_conforms"]);
+    let output = again.output().unwrap();
+    let said = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
+    assert!(output.status.success(), "{said}");
+    if said.contains("1 passed") { Ok(Completion::Completed) } else { Ok(Completion::ignored_with(said)) }
 }
 
 fn bits(mpi: &Mpi) {

@@ -71,8 +71,8 @@ fn read(from: &mut dyn Read) -> String {
 /// Runs ranks to their end.
 pub(crate) fn start(mpi: &Mpi, role: &str, ranks: usize) -> Job {
     let folder = folder();
-    let mut command = mpi.mpirun();
-    command.args(["-n", &ranks.to_string()]).arg(std::env::current_exe().unwrap());
+    let mut command = mpi.mpirun(ranks);
+    command.arg(std::env::current_exe().unwrap());
     let (output, is_well) = end(play(&mut command, mpi, role, &folder));
     let said = |rank: usize| std::fs::read_to_string(folder.join(rank.to_string()));
     let said =

@@ -66,6 +66,13 @@ fn mix(mut value: u64) -> u64 {
     value ^ (value >> 31)
 }
 
+/// Tells this host from others.
+fn host() -> u64 {
+    let mut hasher = DefaultHasher::new();
+    hasher.write(rustix::system::uname().nodename().to_bytes());
+    hasher.finish()
+}
+
 /// A draw from a seed, another one each time.
 fn draw(seed: u64) -> u64 {
     static DRAWN: AtomicU64 = AtomicU64::new(1);
@@ -113,7 +120,7 @@ impl Communicator {
         match &mut inner.stage {
             Stage::Meets => {
                 if self.main.world().is_some() {
-                    let own = [self.device as u64, self.seed].map(u64::to_ne_bytes).concat();
+                    let own = [self.device as u64, host(), self.seed].map(u64::to_ne_bytes).concat();
                     let Seat { ranks, .. } = self.seat;
                     let sent = (own.repeat(ranks), vec![own.len(); ranks]);
                     let all = Pending::exchange(&self.main, "introduction".into(), sent, vec![own.len(); ranks]);
@@ -124,16 +131,17 @@ impl Communicator {
                 if let Some(all) = all.poll() {
                     let all = all.map_err(system)?;
                     let numbers: Vec<u64> = all.as_chunks().0.iter().copied().map(u64::from_ne_bytes).collect();
-                    let devices: Vec<u64> = numbers.iter().copied().step_by(2).collect();
-                    for (rank, device) in devices.iter().enumerate() {
-                        if let Some(other) = devices[..rank].iter().position(|other| other == device) {
+                    let ranks = numbers.as_chunks::<3>().0;
+                    for (rank, [device, host, _]) in ranks.iter().enumerate() {
+                        let is_it = |other: &[u64; 3]| other[..2] == [*device, *host];
+                        if let Some(other) = ranks[..rank].iter().position(is_it) {
                             let why = format!(
                                 "Duplicate GPU detected : rank {rank} and rank {other} both on CUDA device {device}"
                             );
                             return Err((INVALID_USAGE, why));
                         }
                     }
-                    inner.ring = numbers.get(1).copied().unwrap_or(0);
+                    inner.ring = ranks.first().map_or(0, |[.., seed]| *seed);
                     inner.stage = Stage::Ready;
                 }
             }

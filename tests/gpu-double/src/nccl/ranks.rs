@@ -2,6 +2,7 @@
 
 use std::{
     collections::HashMap,
+    os::fd::AsFd,
     sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc},
     time::Duration,
 };
@@ -11,6 +12,8 @@ use fsdp_core::{
     process_group::{Options, Signature, Subject, Work, shm},
 };
 
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+
 use super::transfer::Seat;
 
 /// Nobody here gives up: whoever calls NCCL does.
@@ -18,6 +21,7 @@ const FOR_EVER: Duration = Duration::from_secs(900_000_000);
 
 /// Meets the ranks of a world that is known by a name, on this thread.
 pub(crate) fn meet(name: &str, Seat { rank, ranks }: Seat) -> Result<ProcessGroup, Error> {
+    enter_network()?;
     let env = RankEnv {
         rank,
         world_size: ranks,
@@ -28,6 +32,17 @@ pub(crate) fn meet(name: &str, Seat { rank, ranks }: Seat) -> Result<ProcessGrou
         ..RankEnv::single()
     };
     shm::connect(&env, Options::default().with_timeout(FOR_EVER))
+}
+
+/// Puts this thread into the network that joins the devices of several hosts, if there is one: sockets that are made in
+/// it stay there.
+fn enter_network() -> Result<(), Error> {
+    let Some(path) = std::env::var_os("GPU_DOUBLE_NETWORK") else { return Ok(()) };
+    let enter = || {
+        let network = std::fs::File::open(&path)?;
+        move_into_link_name_space(network.as_fd(), Some(LinkNameSpaceType::Network)).map_err(std::io::Error::from)
+    };
+    enter().map_err(|error| Error::Env(format!("GPU_DOUBLE_NETWORK={}: {error}", path.display())))
 }
 
 /// A world that may not have met yet.
