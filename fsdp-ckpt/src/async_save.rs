@@ -89,8 +89,9 @@ impl AsyncSaver {
         Ok(AsyncSaver { group, own, when_busy, keep: None, staged: StagedTensors::default(), running: None })
     }
 
-    /// After each save, rank 0 (the first rank of each host with [`SaveOptions::host`]) removes all but the `keep` newest checkpoints beside it, as [`keep_newest`] does. What
-    /// can't be removed is logged.
+    /// After each save, rank 0 removes all but the `keep` newest checkpoints beside it, as [`keep_newest`] does. With
+    /// [`SaveOptions::host`] the first rank of each host does, as [`HostDirs::keep_newest`]. What can't be removed is
+    /// logged.
     pub fn keep_newest(mut self, keep: NonZeroUsize) -> Self {
         self.keep = Some(keep);
         self

@@ -182,13 +182,11 @@ pub enum Error {
     },
     /// A part of a checkpoint that hosts saved in directories of their own: files are missing that others wrote.
     #[error(
-        "{} is a part of a checkpoint: it lacks {}; copy the directories of this name from all hosts into one, in any \
-            order, as `rsync -a {}:{}/ {}/` does",
+        "{0} is a part of a checkpoint: it lacks {1}; copy the directories of this name from all hosts into one, in \
+            any order, as `rsync -a {2}:{0}/ {0}/` does",
         shown(path.display()),
         shown(lacking(files)),
-        shown(files.values().next().map_or("HOST", String::as_str)),
-        shown(path.display()),
-        shown(path.display())
+        shown(files.values().next().map_or("HOST", String::as_str))
     )]
     Elsewhere {
         /// The part.

@@ -121,8 +121,8 @@ impl HostDirs {
         writable::check(dir, &self.group, &self.hosts)
     }
 
-    /// Opens what is here of the checkpoint `dir`, which the hosts' parts make together. What no file of this host holds
-    /// is [`Error::Elsewhere`] when it is read.
+    /// Opens what is here of the checkpoint `dir`, which the hosts' parts make together. What no file of this host
+    /// holds is [`Error::Elsewhere`] when it is read.
     ///
     /// # Errors
     /// [`Error::NotFound`] when no host has it. [`Error::Apart`] when the parts are of different saves, when one is

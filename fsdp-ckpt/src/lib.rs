@@ -3,8 +3,8 @@
 //! [`save`] writes a checkpoint from the shards of every rank of a process group; [`Checkpoint`] reads any box of any
 //! tensor from it, whatever mesh wrote it and whatever mesh reads it; [`latest`] finds the one to go on from,
 //! [`set_aside`] moves a damaged one away, [`keep_newest`] removes older ones. [`AsyncSaver`] saves while training goes
-//! on; [`HostDirs`] is for hosts without a shared directory; [`Stateful`] is for what is no tensor. [`hf`] reads and writes Hugging Face model directories, [`torch`]
-//! PyTorch's files.
+//! on; [`HostDirs`] is for hosts without a shared directory; [`Stateful`] is for what is no tensor. [`hf`] reads and
+//! writes Hugging Face model directories, [`torch`] PyTorch's files.
 //!
 //! # On disk
 //!

@@ -76,8 +76,8 @@ fn check_alone(target: &Path, begun: &[String], hosts: &Hosts, rank: usize) -> R
             let [own, other] = [rank, other].map(|rank| hosts.name(rank).unwrap_or_default());
             let dir = dir.display();
             return Err(Error::Argument(format!(
-                "{own} and {other} have one directory {dir} in common, and each is to have its own: let all ranks share \
-                 it, without naming hosts"
+                "{own} and {other} have one directory {dir} in common, and each is to have its own: let all ranks \
+                 share it, without naming hosts"
             )));
         }
     }
