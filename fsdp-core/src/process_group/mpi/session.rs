@@ -10,7 +10,7 @@ use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
 use super::{
     abi::{self, Constants, Family},
-    functions::{Functions, Kind, Outcome, Refused, Ulfm, symbol},
+    functions::{Functions, Kind, Outcome, Refused, symbol},
 };
 
 /// An MPI library in use. Requests have numbers that the caller chooses.
@@ -27,20 +27,17 @@ pub(super) trait Mpi {
     /// There are so many bytes at `from`, which nobody writes until the request is done.
     unsafe fn send(&mut self, number: usize, from: *const u8, len: usize, to: usize, tag: u16) -> Outcome;
 
-    /// Starts to receive at most `len` bytes, from one process or from anybody.
+    /// Starts to receive at most `len` bytes.
     ///
     /// # Safety
     /// There is room for so many bytes at `to`, which nobody reads or writes until the request is done.
-    unsafe fn receive(&mut self, number: usize, to: *mut u8, len: usize, from: Option<usize>, tag: u16) -> Outcome;
+    unsafe fn receive(&mut self, number: usize, to: *mut u8, len: usize, from: usize, tag: u16) -> Outcome;
 
     /// Looks what is done, and calls `done` for each.
     fn poll(&mut self, done: &mut dyn FnMut(usize, Outcome)) -> Outcome<bool>;
 
     /// Ends a request that has nothing received yet; it is done as others are.
     fn cancel(&mut self, number: usize);
-
-    /// Which processes have ended, where the library tells. Receives from anybody then go on.
-    fn dead(&mut self) -> Vec<usize>;
 
     /// Ends MPI if [`Mpi::start`] began it.
     fn end(&mut self) -> Outcome;
@@ -128,11 +125,7 @@ impl<H: Copy + PartialEq> Session<H> {
             text[text.len() - 1] = 0;
             CStr::from_ptr(text.as_ptr()).to_string_lossy().into_owned()
         };
-        let kind = match self.constants.failed {
-            (died, _) if died == class => Kind::Died,
-            (_, pending) if pending == class => Kind::SomebodyDied,
-            _ => Kind::Other,
-        };
+        let kind = if class == self.constants.failed { Kind::Died } else { Kind::Other };
         Refused { text: format!("{what}: {}", text.trim()), kind }
     }
 
@@ -244,10 +237,10 @@ impl<H: Copy + PartialEq> Mpi for Session<H> {
         Ok(())
     }
 
-    unsafe fn receive(&mut self, number: usize, to: *mut u8, len: usize, from: Option<usize>, tag: u16) -> Outcome {
+    unsafe fn receive(&mut self, number: usize, to: *mut u8, len: usize, from: usize, tag: u16) -> Outcome {
         let mut request = self.constants.request_null;
-        let Constants { byte, any_source, .. } = self.constants;
-        let (len, from) = (count(len)?, from.map_or(any_source, |from| from as c_int));
+        let Constants { byte, .. } = self.constants;
+        let (len, from) = (count(len)?, from as c_int);
         // SAFETY: MPI is initialised, and the memory is as the caller promises.
         let code = unsafe {
             (self.functions.irecv)(to.cast(), len, byte, from, c_int::from(tag), self.world, &raw mut request)
@@ -292,13 +285,6 @@ impl<H: Copy + PartialEq> Mpi for Session<H> {
             let status = unsafe { *statuses.add(at * ints + error) };
             let code = if code == 0 { 0 } else { status };
             let outcome = if code == 0 { Ok(()) } else { Err(self.refused("a message", code)) };
-            if outcome.as_ref().is_err_and(|refused| refused.kind == Kind::SomebodyDied)
-                && self.requests[index] != self.constants.request_null
-            {
-                // It goes on.
-                done(self.numbers[index], outcome);
-                continue;
-            }
             ended.push((index, outcome));
         }
         // From the last on, so that those before keep their places.
@@ -316,32 +302,6 @@ impl<H: Copy + PartialEq> Mpi for Session<H> {
         if let Some(index) = self.numbers.iter().position(|&other| other == number) {
             // SAFETY: the request is active. One that can't be cancelled goes on.
             unsafe { (self.functions.cancel)(&raw mut self.requests[index]) };
-        }
-    }
-
-    fn dead(&mut self) -> Vec<usize> {
-        let Some(Ulfm { failure_ack, failure_get_acked, comm_group, group_size, group_translate_ranks, group_free }) =
-            self.functions.ulfm
-        else {
-            return vec![];
-        };
-        let (mut dead, mut all) = (self.constants.request_null, self.constants.request_null);
-        let mut count = 0;
-        // SAFETY: MPI is initialised, and the communicator the library's. The groups are written before they are read.
-        unsafe {
-            if failure_ack(self.world) != 0
-                || failure_get_acked(self.world, &raw mut dead) != 0
-                || group_size(dead, &raw mut count) != 0
-                || comm_group(self.world, &raw mut all) != 0
-            {
-                return vec![];
-            }
-            let theirs: Vec<c_int> = (0..count).collect();
-            let mut ranks = vec![-1; theirs.len()];
-            group_translate_ranks(dead, count, theirs.as_ptr(), all, ranks.as_mut_ptr());
-            group_free(&raw mut dead);
-            group_free(&raw mut all);
-            ranks.into_iter().filter_map(|rank| usize::try_from(rank).ok()).collect()
         }
     }
 
