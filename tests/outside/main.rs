@@ -1,4 +1,4 @@
-//! Tests that need more than Rust: PyTorch, MPI, hosts, and disks that are full.
+//! Tests that need more than Rust: PyTorch, MPI, hosts, Slurm, a schema, and disks that are full.
 //!
 //! Where this machine has not got what a test needs, the test counts as ignored, with the reason. With
 //! `FSDP_TESTS_REQUIRE=all`, as CI runs them, it fails.
@@ -10,9 +10,11 @@ mod full_disk;
 mod gpu_acceptance;
 mod hosts;
 mod lost_hosts;
+mod manifests;
 mod need;
 mod network;
 mod pytorch;
+mod slurm;
 mod way;
 
 use libtest_mimic::Arguments;
@@ -24,7 +26,9 @@ fn main() {
         gpu_acceptance::trials(),
         hosts::trials(),
         lost_hosts::trials(),
+        manifests::trials(),
         pytorch::trials(),
+        slurm::trials(),
     ];
     let trials = trials.into_iter().flatten().collect();
     libtest_mimic::run(&Arguments::from_args(), trials).exit()
