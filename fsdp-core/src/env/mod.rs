@@ -45,14 +45,16 @@ impl RankEnv {
         if let Some(launcher) = launcher {
             launcher.read(&mut env, var)?;
         }
+        let mut hosts = None;
         if launcher.is_some_and(|launcher| launcher.name == SLURM) {
             slurm::meeting(&mut env, var)?;
+            hosts = slurm::hosts(var)?;
         }
         // Of another launcher below ours, ours knows nothing.
         let of_ours = |name| launcher.filter(|launcher| launcher.name == TORCHRUN).and_then(|_| var(name));
         env.hosts = match of_ours("FSDP_HOSTS") {
             Some(count) => number("FSDP_HOSTS", &count)?,
-            None => env.world_size.div_ceil(env.local_world_size.max(1)),
+            None => hosts.unwrap_or_else(|| env.world_size.div_ceil(env.local_world_size.max(1))),
         };
         if let Some(addr) = var("MASTER_ADDR") {
             env.master_addr = addr;

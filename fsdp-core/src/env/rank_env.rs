@@ -26,8 +26,8 @@ pub struct RankEnv {
     pub local_rank: usize,
     /// The number of processes on this host (`LOCAL_WORLD_SIZE`).
     pub local_world_size: usize,
-    /// The number of hosts: `FSDP_HOSTS`, which `fsdp-launch` sets because several of it may run on one host; else so
-    /// many as `local_world_size` makes of `world_size`.
+    /// The number of hosts: `FSDP_HOSTS`, which `fsdp-launch` sets because several of it may run on one host; else
+    /// what Slurm tells, or so many as `local_world_size` makes of `world_size`.
     pub hosts: usize,
     /// Where rank 0 can be reached (`MASTER_ADDR`).
     pub master_addr: String,

@@ -36,6 +36,12 @@ pub(super) fn meeting(env: &mut RankEnv, var: Var<'_>) -> Result<()> {
     Ok(())
 }
 
+/// The number of hosts: they need not have equally many processes.
+pub(super) fn hosts(var: Var<'_>) -> Result<Option<usize>> {
+    const STEP: &str = "SLURM_STEP_NUM_NODES";
+    var(STEP).map(|count| number(STEP, &count)).transpose()
+}
+
 /// The step of the job: two steps may run at once.
 pub(super) fn run_id(var: Var<'_>) -> Option<String> {
     let step = var("SLURM_STEP_ID").unwrap_or_else(|| "batch".into());

@@ -17,9 +17,9 @@ struct Recorded {
     run_id: &'static str,
 }
 
-/// From real runs, without what is of no interest here and with host names and addresses replaced. Slurm's are put
-/// together from its manual.
-const RECORDED: [Recorded; 8] = [
+/// From real runs, without what is of no interest here and with host names and addresses replaced. Two of Slurm's are
+/// put together from its manual.
+const RECORDED: [Recorded; 10] = [
     // torchrun --nproc-per-node 2, of PyTorch 2.15
     Recorded {
         vars: "GROUP_RANK=0 GROUP_WORLD_SIZE=1 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=localhost \
@@ -62,7 +62,7 @@ const RECORDED: [Recorded; 8] = [
         master: ("127.0.0.1", 29500),
         run_id: "mpich-1252470",
     },
-    // srun, 7 tasks on 4 nodes, the last of them
+    // srun, 7 tasks on 4 nodes, the last of them: from the manual
     Recorded {
         vars: "ENVIRONMENT=BATCH SLURM_JOB_ID=1234567 SLURM_STEP_ID=3 SLURM_STEPID=3 SLURM_PROCID=6 SLURM_NTASKS=7 \
                SLURM_NPROCS=7 SLURM_STEP_NUM_TASKS=7 \
@@ -74,7 +74,7 @@ const RECORDED: [Recorded; 8] = [
         master: ("node03", 27594),
         run_id: "slurm-1234567.3",
     },
-    // srun with fewer tasks than the allocation has room for
+    // srun with fewer tasks than the allocation has room for: from the manual
     Recorded {
         vars: "SLURM_JOB_ID=9 SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=1 \
                SLURM_NODEID=0 \
@@ -83,22 +83,45 @@ const RECORDED: [Recorded; 8] = [
         master: ("n1", 20009),
         run_id: "slurm-9.0",
     },
-    // srun --mpi=pmi2
+    // srun, 7 tasks on 2 nodes, the last of them, Slurm 22.05.8
     Recorded {
-        vars: "PMI_FD=20 PMI_JOBID=9.0 PMI_RANK=3 PMI_SIZE=4 SLURM_JOB_ID=9 SLURM_STEP_ID=0 SLURM_PROCID=3 \
-               SLURM_NTASKS=4 SLURM_LOCALID=1 SLURM_NODEID=1 \
-               SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_STEP_NODELIST=n[1-2]",
-        place: (3, 4, 1, 2),
-        master: ("n1", 20009),
-        run_id: "slurm-9.0",
+        vars: "ENVIRONMENT=BATCH SLURM_JOB_ID=1 SLURM_JOB_NODELIST=node[0-1] SLURM_JOB_NUM_NODES=2 SLURM_LOCALID=2 \
+               SLURM_NNODES=2 SLURM_NODEID=1 SLURM_NODELIST=node[0-1] SLURM_NPROCS=7 SLURM_NTASKS=7 SLURM_PROCID=6 \
+               SLURM_STEPID=1 SLURM_STEP_ID=1 SLURM_STEP_NODELIST=node[0-1] SLURM_STEP_NUM_NODES=2 \
+               SLURM_STEP_NUM_TASKS=7 SLURM_STEP_TASKS_PER_NODE=4,3 SLURM_TASKS_PER_NODE=4,3",
+        place: (6, 7, 2, 3),
+        master: ("node0", 21010),
+        run_id: "slurm-1.1",
     },
-    // The script of sbatch itself
+    // srun --mpi=pmi2 --ntasks-per-node=2, Slurm 22.05.8
     Recorded {
-        vars: "ENVIRONMENT=BATCH SLURM_JOB_ID=9 SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_LOCALID=0 SLURM_NODEID=0 \
-               SLURM_TASKS_PER_NODE=4(x2) SLURM_JOB_NODELIST=n[1-2]",
+        vars: "ENVIRONMENT=BATCH PMI_FD=13 PMI_JOBID=1.2 PMI_RANK=3 PMI_SIZE=4 SLURM_JOB_ID=1 \
+               SLURM_JOB_NODELIST=node[0-1] SLURM_LOCALID=1 SLURM_MPI_TYPE=pmi2 SLURM_NNODES=2 SLURM_NODEID=1 \
+               SLURM_NTASKS=4 SLURM_NTASKS_PER_NODE=2 SLURM_PROCID=3 SLURM_STEP_ID=2 SLURM_STEP_NODELIST=node[0-1] \
+               SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=2(x2) \
+               SLURM_TASKS_PER_NODE=2(x2)",
+        place: (3, 4, 1, 2),
+        master: ("node0", 22019),
+        run_id: "slurm-1.2",
+    },
+    // srun --mpi=pmix, Slurm 22.05.8, before Open MPI sets its own
+    Recorded {
+        vars: "ENVIRONMENT=BATCH PMIX_HOSTNAME=node1 PMIX_NAMESPACE=slurm.pmix.1.3 PMIX_RANK=3 PMIX_VERSION=4.2.2rc2 \
+               SLURM_JOB_ID=1 SLURM_JOB_NODELIST=node[0-1] SLURM_LOCALID=1 SLURM_MPI_TYPE=pmix SLURM_NNODES=2 \
+               SLURM_NODEID=1 SLURM_NTASKS=4 SLURM_PMIX_MAPPING_SERV=(vector,(0,2,2)) SLURM_PROCID=3 SLURM_STEP_ID=3 \
+               SLURM_STEP_NODELIST=node[0-1] SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=4 \
+               SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_TASKS_PER_NODE=2(x2)",
+        place: (3, 4, 1, 2),
+        master: ("node0", 23028),
+        run_id: "slurm-1.3",
+    },
+    // The script of sbatch itself, Slurm 22.05.8
+    Recorded {
+        vars: "ENVIRONMENT=BATCH SLURM_JOB_ID=1 SLURM_JOB_NODELIST=node[0-1] SLURM_JOB_NUM_NODES=2 SLURM_LOCALID=0 \
+               SLURM_NNODES=2 SLURM_NODEID=0 SLURM_NPROCS=8 SLURM_NTASKS=8 SLURM_PROCID=0 SLURM_TASKS_PER_NODE=4(x2)",
         place: (0, 1, 0, 1),
         master: ("127.0.0.1", 29500),
-        run_id: "slurm-9.batch",
+        run_id: "slurm-1.batch",
     },
 ];
 
@@ -144,6 +167,11 @@ fn hosts_are_counted_unless_they_are_told() {
     let of_two = [("RANK", "5"), ("WORLD_SIZE", "7"), ("LOCAL_WORLD_SIZE", "3")];
     assert_eq!(read(&of_two).unwrap().hosts, 3);
     assert_eq!(read(&[&of_two[..], &[("FSDP_HOSTS", "1")]].concat()).unwrap().hosts, 1);
+    // Hosts of Slurm need not have equally many.
+    let steps = [("SLURM_STEP_TASKS_PER_NODE", "3,1"), ("SLURM_STEP_NUM_NODES", "2")];
+    let of_slurm = [("SLURM_PROCID", "3"), ("SLURM_NTASKS", "4"), ("SLURM_NODEID", "1"), steps[0], steps[1]];
+    let env = read(&of_slurm).unwrap();
+    assert_eq!((env.local_world_size, env.hosts), (1, 2));
     // It was set for a process above `mpirun`.
     let below = [("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "4"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "2")];
     assert_eq!(read(&[&below[..], &[("FSDP_HOSTS", "1")]].concat()).unwrap().hosts, 2);

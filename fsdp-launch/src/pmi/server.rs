@@ -70,8 +70,11 @@ impl Server {
 
     /// Makes `command` start a rank that finds its end. What is returned has to live until it is started.
     pub(crate) fn apply(&mut self, local_rank: usize, command: &mut Command) -> Option<OwnedFd> {
-        // Of a launcher around us.
+        // Of a launcher around us, such as `srun --mpi=pmix`: MPI would ask that for this process's place.
         for name in ["PMI_PORT", "PMI_ID", "PMI_SPAWNED", "PMI_JOBID"] {
+            command.env_remove(name);
+        }
+        for (name, _) in std::env::vars_os().filter(|(name, _)| name.as_encoded_bytes().starts_with(b"PMIX_")) {
             command.env_remove(name);
         }
         let end = self.theirs.get_mut(local_rank)?.take()?;

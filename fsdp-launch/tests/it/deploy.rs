@@ -79,6 +79,9 @@ impl Batch {
         let scontrol = "echo \"$@\" >> \"$SLURM_SUBMIT_DIR/scontrol.log\"\n[ \"$1\" = show ] && printf \
             '%s\\nnode08\\n' \"${FIRST:-localhost}\"\nexit 0";
         executable(dir.path().join("scontrol"), format!("#!/bin/sh\n{scontrol}\n"));
+        // Its step is `srun` itself, where that has said who it is.
+        let scancel = "echo \"$@\" > \"$SLURM_SUBMIT_DIR/scancel.log\"\nkill -TERM $(cat \"$SLURM_SUBMIT_DIR/up\")";
+        executable(dir.path().join("scancel"), format!("#!/bin/sh\n{scancel}\n"));
         Batch { dir }
     }
 
@@ -118,26 +121,27 @@ fn rank_lines(command: Command) -> Vec<String> {
 }
 
 #[test]
-fn the_batch_script_runs_train_on_one_host_and_a_script_on_two() {
+fn the_batch_script_runs_train_and_scripts_on_one_host_and_on_two() {
     let batch = Batch::new(LAUNCHERS);
     let checkpoints = batch.dir.path().join(format!("run-{}/checkpoints", Batch::job()));
     let train = format!(
-        "0 of 1: train --data data --steps 10000 --checkpoint-dir {} --save-every 500 --keep 3 --resume auto",
+        "train --data data --steps 10000 --checkpoint-dir {} --save-every 500 --keep 3 --resume auto",
         checkpoints.display()
     );
     let mut one = batch.command(None, &[]);
     // Where it is alone, nobody needs to know the host by name.
     one.env("FIRST", "no-such-host.invalid");
-    assert_eq!(rank_lines(one), [train]);
-    let script = ["script.py", "--epochs", "3"];
-    let started = [0, 1].map(|rank| format!("{rank} of 2: python -u script.py --epochs 3"));
-    assert_eq!(rank_lines(batch.command(Some("2"), &script)), started);
+    assert_eq!(rank_lines(one), [format!("0 of 1: {train}")]);
+    let of_two = |program: &str| [0, 1].map(|rank| format!("{rank} of 2: {program}"));
+    assert_eq!(rank_lines(batch.command(Some("2"), &[])), of_two(&train));
+    let script = rank_lines(batch.command(Some("2"), &["script.py", "--epochs", "3"]));
+    assert_eq!(script, of_two("python -u script.py --epochs 3"));
 }
 
 #[test]
-fn the_batch_script_says_at_once_what_train_can_not_do() {
+fn the_batch_script_says_at_once_that_there_is_no_data() {
     let batch = Batch::new("exit 0");
-    for (nodes, data, said) in [(None, "", "DATA=''"), (None, "gone", "DATA='gone'"), (Some("2"), "data", "one host")] {
+    for (nodes, data, said) in [(None, "", "DATA=''"), (Some("2"), "gone", "DATA='gone'")] {
         let mut command = batch.command(nodes, &[]);
         command.env("DATA", data);
         let (code, _, stderr) = finish(assert_cmd::Command::from_std(command).timeout(TIMEOUT));
@@ -150,7 +154,7 @@ fn the_batch_script_says_at_once_what_train_can_not_do() {
 fn the_batch_script_starts_one_launcher_a_host() {
     let mut syntax = assert_cmd::Command::new("bash");
     assert_eq!(finish(syntax.timeout(TIMEOUT).arg("-n").arg(example("slurm.sbatch"))).0, Some(0));
-    for (nodes, command) in [(1, &[][..]), (2, &["script.py"])] {
+    for (nodes, command) in [(1, &[][..]), (2, &[]), (2, &["script.py"])] {
         let token = format!("run-{}/rdzv-token", Batch::job());
         let batch =
             Batch::new(&format!("stat -c %a \"$SLURM_SUBMIT_DIR/{token}\" > \"$SLURM_SUBMIT_DIR/mode\"; exit 0"));
@@ -162,7 +166,7 @@ fn the_batch_script_starts_one_launcher_a_host() {
         let words: Vec<&str> = recorded.lines().collect();
         let start = words.iter().position(|word| *word == "fsdp-launch").unwrap();
         let of_nodes = [format!("--nodes={nodes}"), format!("--ntasks={nodes}")];
-        let others = ["--ntasks-per-node=1", "--cpus-per-task=16", "--kill-on-bad-exit=1"];
+        let others = ["--mpi=none", "--ntasks-per-node=1", "--cpus-per-task=16", "--kill-on-bad-exit=1"];
         for word in of_nodes.iter().map(String::as_str).chain(others) {
             assert!(words[..start].contains(&word), "{words:?}");
         }
@@ -205,11 +209,13 @@ fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
 fn near_the_end_of_its_time_the_batch_job_ends_its_step_and_goes_into_the_queue_again() {
     for (signal, requeued) in [(Signal::USR1, true), (Signal::TERM, false)] {
         let batch = Batch::new(
-            "trap 'echo ended > \"$SLURM_SUBMIT_DIR/ended\"; exit 143' TERM; touch \"$SLURM_SUBMIT_DIR/up\"; while :; \
-                do sleep 0.05; done",
+            "trap 'echo ended > \"$SLURM_SUBMIT_DIR/ended\"; exit 143' TERM; echo $$ > \"$SLURM_SUBMIT_DIR/up\"; while \
+                :; do sleep 0.05; done",
         );
         let mut child: Child = batch.command(None, &[]).stdin(Stdio::null()).spawn().unwrap();
-        wait_until("srun was not started", || batch.dir.path().join("up").exists());
+        wait_until("srun was not started", || {
+            fs::read_to_string(batch.dir.path().join("up")).is_ok_and(|process| process.ends_with('\n'))
+        });
         kill_process(Pid::from_child(&child), signal).unwrap();
         let mut status = None;
         wait_until("the script did not end", || {
@@ -218,21 +224,23 @@ fn near_the_end_of_its_time_the_batch_job_ends_its_step_and_goes_into_the_queue_
         });
         assert_eq!(status.unwrap().code(), Some(143));
         assert_eq!(batch.read("ended"), "ended\n");
+        assert_eq!(batch.read("scancel.log"), format!("--signal=TERM {}.0\n", Batch::job()));
         assert_eq!(batch.read("scontrol.log").contains(&format!("requeue {}", Batch::job())), requeued);
     }
 }
 
-/// The manifest for one pod as it is shipped, and for several by the line that it shows at its top.
-fn manifests() -> [String; 2] {
+/// The manifest as it is shipped, for two pods, and what the lines at its top make of it: one pod, and a script.
+fn manifests() -> [String; 3] {
     let text = fs::read_to_string(example("kubernetes.yaml")).unwrap();
-    let line = text.lines().find_map(|line| line.strip_prefix("#   sed ")).unwrap();
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("kubernetes.yaml"), &text).unwrap();
-    let mut sed = Command::new("sh");
-    sed.arg("-c").arg(format!("sed {line}")).current_dir(dir.path());
-    assert!(sed.status().unwrap().success());
-    let several = fs::read_to_string(dir.path().join("several.yaml")).unwrap();
-    [text, several]
+    for line in text.lines().filter_map(|line| line.strip_prefix("#   sed ")) {
+        let mut sed = Command::new("sh");
+        sed.arg("-c").arg(format!("sed {line}")).current_dir(dir.path());
+        assert!(sed.status().unwrap().success());
+    }
+    let made = |name: &str| fs::read_to_string(dir.path().join(name)).unwrap();
+    [text, made("one.yaml"), made("script.yaml")]
 }
 
 fn documents(text: &str) -> BTreeMap<String, Value> {
@@ -262,13 +270,16 @@ fn pod_words(job: &Value, index: u64) -> Vec<String> {
 }
 
 #[test]
-fn the_pods_run_train_in_one_and_a_script_in_several() {
+fn the_pods_run_train_in_several_and_in_one_or_a_script() {
     let port = free_port();
-    let train = "0 of 1: train --data=/data/texts --steps=10000 --checkpoint-dir=/checkpoints --save-every=500 \
-        --keep=3 --resume=auto";
-    let script =
-        [0, 1].map(|rank| format!("{rank} of 2: python -u script.py --data=/data/texts --checkpoint-dir=/checkpoints"));
-    for (text, want) in manifests().iter().zip([vec![train.to_owned()], script.to_vec()]) {
+    let train = "train --data=/data/texts --steps=10000 --checkpoint-dir=/checkpoints --save-every=500 --keep=3 \
+        --resume=auto";
+    let ranks = |count: u32, program: &str| -> Vec<String> {
+        (0..count).map(|rank| format!("{rank} of {count}: {program}")).collect()
+    };
+    let script = "python -u script.py --data=/data/texts --checkpoint-dir=/checkpoints";
+    let wanted = [ranks(2, train), ranks(1, train), ranks(2, script)];
+    for (text, want) in manifests().iter().zip(wanted) {
         let job = &documents(text)["Job"];
         let dir = programs();
         let token = dir.path().join("token");
@@ -294,7 +305,7 @@ fn the_pods_run_train_in_one_and_a_script_in_several() {
 
 #[test]
 fn the_manifest_agrees_with_itself_and_with_the_launcher() {
-    for (text, pods) in manifests().iter().zip([1, 2]) {
+    for (text, pods) in manifests().iter().zip([2, 1, 2]) {
         agrees(text, pods);
     }
 }
@@ -321,7 +332,6 @@ fn agrees(text: &str, pods: u64) {
     let (args, spec) = understood(&words.iter().map(String::as_str).collect::<Vec<_>>());
     assert_eq!((args.node_rank.map(u64::from), args.rdzv_id.as_deref()), (Some(pods - 1), Some("uid")));
     assert_eq!(u64::from(args.nnodes.1), pods);
-    assert_eq!(spec.rendezvous.is_some(), pods > 1);
     if let Some(meeting) = &spec.rendezvous {
         let first = format!("{}-0.{}", job["metadata"]["name"].as_str().unwrap(), pod["subdomain"].as_str().unwrap());
         assert_eq!(meeting.endpoint.host, first);

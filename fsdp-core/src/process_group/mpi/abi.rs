@@ -45,17 +45,16 @@ pub(super) struct Constants<H> {
     pub(super) byte: H,
     pub(super) errors_return: H,
     pub(super) request_null: H,
-    pub(super) any_source: c_int,
     pub(super) thread_funneled: c_int,
     pub(super) thread_serialized: c_int,
     pub(super) err_in_status: c_int,
-    /// A status in `int`s, and which of them is its error. Its source stands two before that.
+    /// A status in `int`s, and which of them is its error.
     pub(super) status: (usize, usize),
-    /// The error classes of a process that has failed, and of what may have to wait for one.
-    pub(super) failed: [c_int; 2],
+    /// The error class of a process that has failed.
+    pub(super) failed: c_int,
 }
 
-/// Those of MPI 5.0. It has no classes for processes that have failed.
+/// Those of MPI 5.0. It has no class for processes that have failed.
 pub(super) fn standard() -> Constants<*mut c_void> {
     let handle = |value: usize| std::ptr::without_provenance_mut(value);
     Constants {
@@ -64,12 +63,11 @@ pub(super) fn standard() -> Constants<*mut c_void> {
         byte: handle(0x247),
         errors_return: handle(0x143),
         request_null: handle(0x180),
-        any_source: -1,
         thread_funneled: 1024,
         thread_serialized: 2048,
         err_in_status: 19,
         status: (8, 2),
-        failed: [-1, -1],
+        failed: -1,
     }
 }
 
@@ -81,12 +79,11 @@ pub(super) fn mpich() -> Constants<c_int> {
         byte: 0x4c00_010d,
         errors_return: 0x5400_0001,
         request_null: 0x2c00_0000,
-        any_source: -2,
         thread_funneled: 1,
         thread_serialized: 2,
         err_in_status: 17,
         status: (5, 4),
-        failed: [101, 102],
+        failed: 101,
     }
 }
 
@@ -98,12 +95,11 @@ pub(super) fn open_mpi<E>(symbol: impl Fn(&str) -> Result<*mut c_void, E>) -> Re
         byte: symbol("ompi_mpi_byte")?,
         errors_return: symbol("ompi_mpi_errors_return")?,
         request_null: symbol("ompi_request_null")?,
-        any_source: -1,
         thread_funneled: 1,
         thread_serialized: 2,
         err_in_status: 18,
         // Four `int`s and a `size_t`.
         status: (6, 2),
-        failed: [75, 76],
+        failed: 75,
     })
 }

@@ -115,7 +115,7 @@ fn start(local_ranks: usize, timeout: Duration) -> Result<Driver, String> {
         match outcome {
             Err(why) => drop(tell.send(Err(why))),
             Ok((mpi, path, rank, size)) => {
-                let thread = Thread::new(mpi, orders, is_crowded, has_failed);
+                let thread = Thread::new(mpi, (rank, size), orders, is_crowded, has_failed);
                 drop(tell.send(Ok((path, rank, size))));
                 thread.serve();
             }

@@ -40,42 +40,11 @@ pub(super) struct Functions<H> {
     pub(super) type_size: unsafe extern "C" fn(H, *mut c_int) -> c_int,
     pub(super) isend: unsafe extern "C" fn(*const c_void, c_int, H, c_int, c_int, H, *mut H) -> c_int,
     pub(super) irecv: unsafe extern "C" fn(*mut c_void, c_int, H, c_int, c_int, H, *mut H) -> c_int,
-    pub(super) iprobe: unsafe extern "C" fn(c_int, c_int, H, *mut c_int, *mut c_void) -> c_int,
     pub(super) testsome: unsafe extern "C" fn(c_int, *mut H, *mut c_int, *mut c_int, *mut c_void) -> c_int,
     pub(super) cancel: unsafe extern "C" fn(*mut H) -> c_int,
     pub(super) error_string: unsafe extern "C" fn(c_int, *mut c_char, *mut c_int) -> c_int,
     pub(super) error_class: unsafe extern "C" fn(c_int, *mut c_int) -> c_int,
     pub(super) get_library_version: unsafe extern "C" fn(*mut c_char, *mut c_int) -> c_int,
-    pub(super) ulfm: Option<Ulfm<H>>,
-}
-
-/// What tells which processes have ended: of ULFM ("user-level failure mitigation"), which some libraries have.
-#[derive(Clone, Copy)]
-pub(super) struct Ulfm<H> {
-    pub(super) failure_ack: unsafe extern "C" fn(H) -> c_int,
-    pub(super) failure_get_acked: unsafe extern "C" fn(H, *mut H) -> c_int,
-    pub(super) comm_group: unsafe extern "C" fn(H, *mut H) -> c_int,
-    pub(super) group_size: unsafe extern "C" fn(H, *mut c_int) -> c_int,
-    pub(super) group_translate_ranks: unsafe extern "C" fn(H, c_int, *const c_int, H, *mut c_int) -> c_int,
-    pub(super) group_free: unsafe extern "C" fn(*mut H) -> c_int,
-}
-
-impl<H: Copy> Ulfm<H> {
-    /// # Safety
-    /// As for [`Functions::of`].
-    pub(super) unsafe fn of(library: &Library) -> Outcome<Self> {
-        // SAFETY: the types are those of the MPI standard and of ULFM, with handles as the caller promises.
-        unsafe {
-            Ok(Ulfm {
-                failure_ack: symbol(library, "MPIX_Comm_failure_ack")?,
-                failure_get_acked: symbol(library, "MPIX_Comm_failure_get_acked")?,
-                comm_group: symbol(library, "MPI_Comm_group")?,
-                group_size: symbol(library, "MPI_Group_size")?,
-                group_translate_ranks: symbol(library, "MPI_Group_translate_ranks")?,
-                group_free: symbol(library, "MPI_Group_free")?,
-            })
-        }
-    }
 }
 
 /// A function, or the address of a variable, by name. `T` is a pointer.
@@ -107,13 +76,11 @@ impl<H: Copy> Functions<H> {
                 type_size: symbol(library, "MPI_Type_size")?,
                 isend: symbol(library, "MPI_Isend")?,
                 irecv: symbol(library, "MPI_Irecv")?,
-                iprobe: symbol(library, "MPI_Iprobe")?,
                 testsome: symbol(library, "MPI_Testsome")?,
                 cancel: symbol(library, "MPI_Cancel")?,
                 error_string: symbol(library, "MPI_Error_string")?,
                 error_class: symbol(library, "MPI_Error_class")?,
                 get_library_version: symbol(library, "MPI_Get_library_version")?,
-                ulfm: Ulfm::of(library).ok(),
             })
         }
     }

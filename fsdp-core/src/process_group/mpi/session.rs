@@ -10,7 +10,7 @@ use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
 use super::{
     abi::{self, Constants, Family},
-    functions::{Functions, Kind, Outcome, Refused, Ulfm, symbol},
+    functions::{Functions, Kind, Outcome, Refused, symbol},
 };
 
 /// An MPI library in use. Requests have numbers that the caller chooses.
@@ -33,18 +33,11 @@ pub(super) trait Mpi {
     /// There is room for so many bytes at `to`, which nobody reads or writes until the request is done.
     unsafe fn receive(&mut self, number: usize, to: *mut u8, len: usize, from: usize, tag: u16) -> Outcome;
 
-    /// Who has sent a message with `tag` that is not received yet, if anybody. Refused with [`Kind::Died`] where a
-    /// process has ended that was not asked for by [`Mpi::dead`].
-    fn probe(&mut self, tag: u16) -> Outcome<Option<usize>>;
-
     /// Looks what is done, and calls `done` for each.
     fn poll(&mut self, done: &mut dyn FnMut(usize, Outcome)) -> Outcome<bool>;
 
     /// Ends a request that has nothing received yet; it is done as others are.
     fn cancel(&mut self, number: usize);
-
-    /// Which processes have ended, where the library tells.
-    fn dead(&mut self) -> Vec<usize>;
 
     /// Ends MPI if [`Mpi::start`] began it.
     fn end(&mut self) -> Outcome;
@@ -132,7 +125,7 @@ impl<H: Copy + PartialEq> Session<H> {
             text[text.len() - 1] = 0;
             CStr::from_ptr(text.as_ptr()).to_string_lossy().into_owned()
         };
-        let kind = if self.constants.failed.contains(&class) { Kind::Died } else { Kind::Other };
+        let kind = if class == self.constants.failed { Kind::Died } else { Kind::Other };
         Refused { text: format!("{what}: {}", text.trim()), kind }
     }
 
@@ -257,21 +250,6 @@ impl<H: Copy + PartialEq> Mpi for Session<H> {
         Ok(())
     }
 
-    fn probe(&mut self, tag: u16) -> Outcome<Option<usize>> {
-        let Constants { any_source, status: (_, error), .. } = self.constants;
-        // As large as any status, aligned as pointers are.
-        let mut status = [0_u64; 4];
-        let (mut is_there, status) = (0, status.as_mut_ptr());
-        // SAFETY: MPI is initialised, and a status has room.
-        let code = unsafe {
-            (self.functions.iprobe)(any_source, c_int::from(tag), self.world, &raw mut is_there, status.cast())
-        };
-        self.check("MPI_Iprobe", code)?;
-        // SAFETY: it was written if there is a message.
-        let source = unsafe { *status.cast::<c_int>().add(error - 2) };
-        Ok((is_there != 0).then_some(source as usize))
-    }
-
     fn poll(&mut self, done: &mut dyn FnMut(usize, Outcome)) -> Outcome<bool> {
         let (ints, error) = self.constants.status;
         let len = self.requests.len();
@@ -306,7 +284,8 @@ impl<H: Copy + PartialEq> Mpi for Session<H> {
             // SAFETY: so many statuses are there, and are written where a request was refused.
             let status = unsafe { *statuses.add(at * ints + error) };
             let code = if code == 0 { 0 } else { status };
-            ended.push((index, if code == 0 { Ok(()) } else { Err(self.refused("a message", code)) }));
+            let outcome = if code == 0 { Ok(()) } else { Err(self.refused("a message", code)) };
+            ended.push((index, outcome));
         }
         // From the last on, so that those before keep their places.
         ended.sort_unstable_by_key(|(index, _)| std::cmp::Reverse(*index));
@@ -323,32 +302,6 @@ impl<H: Copy + PartialEq> Mpi for Session<H> {
         if let Some(index) = self.numbers.iter().position(|&other| other == number) {
             // SAFETY: the request is active. One that can't be cancelled goes on.
             unsafe { (self.functions.cancel)(&raw mut self.requests[index]) };
-        }
-    }
-
-    fn dead(&mut self) -> Vec<usize> {
-        let Some(Ulfm { failure_ack, failure_get_acked, comm_group, group_size, group_translate_ranks, group_free }) =
-            self.functions.ulfm
-        else {
-            return vec![];
-        };
-        let (mut dead, mut all) = (self.constants.request_null, self.constants.request_null);
-        let mut count = 0;
-        // SAFETY: MPI is initialised, and the communicator the library's. The groups are written before they are read.
-        unsafe {
-            if failure_ack(self.world) != 0
-                || failure_get_acked(self.world, &raw mut dead) != 0
-                || group_size(dead, &raw mut count) != 0
-                || comm_group(self.world, &raw mut all) != 0
-            {
-                return vec![];
-            }
-            let theirs: Vec<c_int> = (0..count).collect();
-            let mut ranks = vec![-1; theirs.len()];
-            group_translate_ranks(dead, count, theirs.as_ptr(), all, ranks.as_mut_ptr());
-            group_free(&raw mut dead);
-            group_free(&raw mut all);
-            ranks.into_iter().filter_map(|rank| usize::try_from(rank).ok()).collect()
         }
     }
 

@@ -55,12 +55,15 @@ enum Entry {
     Message { line: Arc<Line>, held: Arc<Held>, batch: Arc<Batch>, index: usize, way: Way },
     /// Tells a peer that this rank is gone.
     Tells { _bytes: Vec<u8> },
-    /// Hears that a peer is gone.
-    Hears { bytes: Vec<u8> },
+    /// Hears that a process is gone, or has left a group.
+    Hears { from: usize, bytes: Vec<u8> },
 }
 
 pub(super) struct Thread {
     mpi: Box<dyn Mpi>,
+    /// This process's rank in MPI's world, and the size of that.
+    rank: usize,
+    size: usize,
     orders: Receiver<Command>,
     is_crowded: bool,
     has_failed: Arc<AtomicBool>,
@@ -70,28 +73,28 @@ pub(super) struct Thread {
     /// By the numbers of requests.
     entries: Vec<Option<Entry>>,
     free: Vec<usize>,
-    /// How many there are.
+    /// How many there are, without those that hear.
     open: usize,
     /// How often nothing has happened.
     idle: u32,
-    /// Whether MPI does not tell who has something to say.
-    is_deaf: bool,
 }
 
 impl Thread {
     pub(super) fn new(
         mpi: Box<dyn Mpi>,
+        (rank, size): (usize, usize),
         orders: Receiver<Command>,
         is_crowded: bool,
         has_failed: Arc<AtomicBool>,
     ) -> Self {
-        let (lines, left) = (HashMap::new(), HashMap::new());
-        let (entries, free) = (vec![], vec![]);
-        Thread { mpi, orders, is_crowded, has_failed, lines, left, entries, free, open: 0, idle: 0, is_deaf: false }
+        let (lines, left, entries, free) = (HashMap::new(), HashMap::new(), vec![], vec![]);
+        Thread { mpi, rank, size, orders, is_crowded, has_failed, lines, left, entries, free, open: 0, idle: 0 }
     }
 
     /// Carries out orders until the last one.
     pub(super) fn serve(mut self) {
+        let rank = self.rank;
+        (0..self.size).filter(|&other| other != rank).for_each(|other| self.listen(other));
         let ended = 'serve: loop {
             while let Ok(order) = self.orders.try_recv() {
                 if let Some(ended) = self.obey(order) {
@@ -173,27 +176,18 @@ impl Thread {
         }
     }
 
-    /// Receives from whoever has something to say. It is asked for, and not waited for with a receive from anybody:
-    /// of such receives MPICH 5.0 loses messages that come by shared memory and over the network at once.
-    fn listen(&mut self) {
-        match self.mpi.probe(NOTICES) {
-            Ok(None) => {}
-            Ok(Some(from)) => {
-                let mut bytes = vec![0; NOTICE];
-                let to = bytes.as_mut_ptr();
-                let number = self.number(Entry::Hears { bytes });
-                // SAFETY: the entry keeps the memory, and reads it when the request is done.
-                let outcome = unsafe { self.mpi.receive(number, to, NOTICE, from, NOTICES) };
-                if outcome.is_err() {
-                    self.done(number, outcome);
-                }
-            }
-            Err(refused) if refused.kind == Kind::Died => self.mourn(),
-            Err(refused) => {
-                if !std::mem::replace(&mut self.is_deaf, true) {
-                    tracing::warn!("MPI: failures of other ranks will not be heard of: {}", refused.text);
-                }
-            }
+    /// Waits for what a process has to say. One receive from anybody would be less, but MPICH over UCX loses messages to
+    /// it: seen with 5.0.2 on three processes of two hosts.
+    fn listen(&mut self, from: usize) {
+        let mut bytes = vec![0; NOTICE];
+        let to = bytes.as_mut_ptr();
+        let number = self.number(Entry::Hears { from, bytes });
+        // SAFETY: the entry keeps the memory, and reads it when the request is done.
+        let outcome = unsafe { self.mpi.receive(number, to, NOTICE, from, NOTICES) };
+        self.open -= 1;
+        if let Err(refused) = outcome {
+            self.entries[number] = None;
+            tracing::warn!("MPI: a failure of rank {from} will not be heard of: {}", refused.text);
         }
     }
 
@@ -227,7 +221,6 @@ impl Thread {
     }
 
     fn poll(&mut self) -> bool {
-        self.listen();
         let mut ended = Vec::new();
         let outcome = self.mpi.poll(&mut |number, outcome| ended.push((number, outcome)));
         if let Err(refused) = outcome {
@@ -250,15 +243,17 @@ impl Thread {
     fn done(&mut self, number: usize, outcome: Result<(), Refused>) {
         let Some(entry) = self.entries[number].take() else { return };
         self.free.push(number);
-        self.open -= 1;
         match entry {
             Entry::Message { line, held, batch, index, .. } => {
+                self.open -= 1;
                 drop(held);
                 line.finish(&batch, index, outcome);
             }
-            Entry::Tells { .. } => {}
-            Entry::Hears { bytes } => {
-                if outcome.is_ok() {
+            Entry::Tells { .. } => self.open -= 1,
+            Entry::Hears { from, bytes } => match outcome {
+                Err(refused) if refused.kind == Kind::Died => self.mourn(from),
+                Err(_) => {}
+                Ok(()) => {
                     let (tag, peer, notice) = line::read(&bytes);
                     if matches!(notice.gone, Gone::Failed(_)) {
                         self.has_failed.store(true, Ordering::Release);
@@ -268,19 +263,18 @@ impl Thread {
                         line.hear(peer, notice);
                     }
                     self.left.retain(|_, line| !line.is_over());
+                    self.listen(from);
                 }
-            }
+            },
         }
     }
 
-    /// A process has ended, and the library may say which.
-    fn mourn(&mut self) {
+    /// A process has ended, as libraries with ULFM ("user-level failure mitigation") tell.
+    fn mourn(&mut self, process: usize) {
         self.has_failed.store(true, Ordering::Release);
-        for rank in self.mpi.dead() {
-            for line in self.lines.values() {
-                if let Some(peer) = line.ranks.iter().position(|&other| other == rank) {
-                    line.hear(peer, Notice { sent: 0, completed: 0, gone: Gone::Died, heard: Instant::now() });
-                }
+        for line in self.lines.values() {
+            if let Some(peer) = line.ranks.iter().position(|&other| other == process) {
+                line.hear(peer, Notice { sent: 0, completed: 0, gone: Gone::Died, heard: Instant::now() });
             }
         }
     }
@@ -301,6 +295,17 @@ impl Thread {
             if !self.poll() {
                 std::thread::sleep(NAP);
             }
+        }
+        let hears = |&number: &usize| matches!(self.entries[number], Some(Entry::Hears { .. }));
+        let hearing: Vec<usize> = (0..self.entries.len()).filter(hears).collect();
+        self.open += hearing.len();
+        hearing.iter().for_each(|&number| self.mpi.cancel(number));
+        while self.open > 0 && Instant::now() < until {
+            let mut done = 0;
+            if self.mpi.poll(&mut |number, _| done += usize::from(hearing.contains(&number))).is_err() {
+                break;
+            }
+            self.open -= done;
         }
         if self.open > 0 {
             // Their peers have given up, and MPI would wait for them. What they use is kept until the process is gone.
