@@ -180,7 +180,12 @@ fn goes_on_alone() {
     let cut = format!("node1:{}", first.display());
     // Steps take so long that most are still to come when the network is gone.
     let options = ["--rate", "10mbit", "--cut", &cut];
-    let more = ["--nnodes=1:2", "--max-restarts=3", "--rdzv-conf=keep_alive_interval=0.5,last_call_timeout=1"];
+    let more = [
+        "--nnodes=1:2",
+        "--max-restarts=3",
+        "--shutdown-timeout=2",
+        "--rdzv-conf=keep_alive_interval=0.5,last_call_timeout=1",
+    ];
     let train = program("train");
     let script = "exec \"$0\" \"$@\" --batch-size $((4 / WORLD_SIZE))";
     let mut args = vec!["sh".to_string(), "-c".into(), script.into(), train.display().to_string()];

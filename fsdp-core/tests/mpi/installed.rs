@@ -107,5 +107,7 @@ fn libraries(mpirun: &Path) -> Vec<Mpi> {
     let mpi = |library| Mpi { mpirun: mpirun.to_path_buf(), library, is_open_mpi };
     let lib = mpirun.parent().unwrap().join("../lib");
     let (standard, classic) = (lib.join("libmpi_abi.so.1"), lib.join("libmpi.so.12"));
-    if standard.is_file() && classic.is_file() { vec![mpi(None), mpi(Some(classic))] } else { vec![mpi(None)] }
+    // Between hosts one is enough: what differs is how numbers are spelled.
+    let are_two = standard.is_file() && classic.is_file() && env::var_os("FSDP_HOSTS").is_none();
+    if are_two { vec![mpi(None), mpi(Some(classic))] } else { vec![mpi(None)] }
 }

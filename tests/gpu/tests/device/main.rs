@@ -4,6 +4,7 @@
 mod checkpoints;
 mod counts;
 mod golden;
+mod hosts;
 mod matrix;
 mod memory;
 mod schedules;
