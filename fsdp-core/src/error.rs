@@ -33,7 +33,7 @@ pub enum Error {
         /// The rank that reports it.
         rank: usize,
         /// The group's name.
-        group: String,
+        group: Box<str>,
         /// The position in the group's order of collectives.
         sequence: u64,
         /// What each side issued, and what differs.
@@ -51,7 +51,7 @@ pub enum Error {
         /// The rank that reports it.
         rank: usize,
         /// The group's name.
-        group: String,
+        group: Box<str>,
         /// The collective with its sequence number.
         what: String,
         /// The ranks that did not arrive.
@@ -70,7 +70,7 @@ pub enum Error {
         /// The rank that reports it.
         rank: usize,
         /// The group's name.
-        group: String,
+        group: Box<str>,
         /// The collective with its sequence number.
         what: String,
         /// The rank that is gone.

@@ -12,20 +12,20 @@ use std::sync::Arc;
 /// assert_eq!(HostNames::default().ranks(&[0, 2]), "rank(s) [0, 2]");
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct HostNames(Option<Arc<[String]>>);
+pub struct HostNames(Option<Arc<Vec<String>>>);
 
 impl HostNames {
     /// Those of ranks in their order. Where all have the same there is nothing to tell apart, and nothing is known.
     pub fn of<T: Into<String>>(names: impl IntoIterator<Item = T>) -> Self {
-        let names: Arc<[String]> = names.into_iter().map(Into::into).collect();
+        let names: Vec<String> = names.into_iter().map(Into::into).collect();
         let are_several = names.iter().any(|name| *name != names[0]);
-        HostNames(are_several.then_some(names))
+        HostNames(are_several.then(|| Arc::new(names)))
     }
 
     /// Those of some of the ranks, in this order.
     pub(crate) fn select(&self, ranks: &[usize]) -> Self {
         let name = |&rank: &usize| self.name(rank).unwrap_or_default().to_string();
-        HostNames(self.0.as_ref().map(|_| ranks.iter().map(name).collect()))
+        HostNames(self.0.as_ref().map(|_| Arc::new(ranks.iter().map(name).collect())))
     }
 
     /// That of a rank.

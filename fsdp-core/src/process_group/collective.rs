@@ -95,7 +95,7 @@ impl<'a> Collective<'a> {
     pub fn timed_out(&self, missing: Vec<usize>, waited: Duration) -> Error {
         Error::Timeout {
             rank: self.group.rank,
-            group: self.group.name.clone(),
+            group: self.group.name.as_str().into(),
             what: self.to_string(),
             missing,
             hosts: self.group.hosts.clone(),
@@ -107,7 +107,7 @@ impl<'a> Collective<'a> {
     pub fn lost(&self, peer: usize, how: impl Into<String>) -> Error {
         Error::PeerLost {
             rank: self.group.rank,
-            group: self.group.name.clone(),
+            group: self.group.name.as_str().into(),
             what: self.to_string(),
             peer,
             hosts: self.group.hosts.clone(),

@@ -42,7 +42,7 @@ impl Failure {
     /// The error of a rank that was in `collective` when it learned that `peer` had failed so.
     pub fn into_error(self, collective: &Collective<'_>, peer: usize) -> Error {
         let Membership { rank, name, hosts, .. } = collective.group().clone();
-        let group = name;
+        let group = name.into_boxed_str();
         match self.0 {
             Why::Mismatch { sequence, details, advice } => Error::Mismatch { rank, group, sequence, details, advice },
             Why::Timeout { missing, .. } if missing.contains(&rank) => collective
