@@ -44,7 +44,7 @@ fn a_host_that_can_not_leaves_nothing_on_the_others() {
         let error = one(errors);
         assert!(error.starts_with(&start) && error.contains("exists already"), "{error}");
         assert!(list(disks.0[1 - host].path()).is_empty());
-        assert_eq!(list(disks.0[host].path()), [name.clone()]);
+        assert_eq!(list(disks.0[host].path()), std::slice::from_ref(&name));
         fs::remove_dir_all(disks.dir(host, &name)).unwrap();
     }
 }
