@@ -176,8 +176,8 @@ impl Thread {
         }
     }
 
-    /// Waits for what a process has to say. One receive from anybody would be less, but MPICH over UCX loses messages to
-    /// it: seen with 5.0.2 on three processes of two hosts.
+    /// Waits for what a process has to say. One receive from anybody would be less, but MPICH over UCX loses messages
+    /// to it: seen with 5.0.2 on three processes of two hosts.
     fn listen(&mut self, from: usize) {
         let mut bytes = vec![0; NOTICE];
         let to = bytes.as_mut_ptr();

@@ -74,9 +74,9 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
             rank: env.rank,
             message: format!(
                 "the shm backend serves the processes of one host, but the {} ranks run on {} hosts, {} on this one: \
-                 between hosts there is MPI, for ranks that fsdp-launch has started, or mpirun, or srun with --mpi=pmi2 \
-                 (for MPICH) or --mpi=pmix (for Open MPI), with FSDP_BACKEND=mpi or without that variable. Else start \
-                 all ranks on one host",
+                 between hosts there is MPI, for ranks that fsdp-launch has started, or mpirun, or srun with \
+                 --mpi=pmi2 (for MPICH) or --mpi=pmix (for Open MPI), with FSDP_BACKEND=mpi or without that variable. \
+                 Else start all ranks on one host",
                 env.world_size, env.hosts, env.local_world_size
             ),
         });
