@@ -205,6 +205,13 @@ fn shares_hosts(env: &RankEnv, options: Options, hierarchy: Option<&str>) -> Str
     let world = process_group::init(env, options).unwrap();
     let host = world.split(world.rank() / 2, 0).unwrap();
     assert_eq!(host.all_reduce_scalar(1u32, ReduceOp::Sum).unwrap(), 2);
+    // Groups without rank 1, which may be the one that wants none, are as their larger one is.
+    let three = world.split(usize::from(world.rank() == 1), 0).unwrap();
+    let again = three.split(world.rank() / 2, 0).unwrap();
+    if again.size() == 2 {
+        assert_eq!(again.all_reduce_scalar(1u32, ReduceOp::Sum).unwrap(), 2);
+        assert_eq!(again.promises().sees_death, host.promises().sees_death);
+    }
     // Within a host the system says when a rank dies.
     host.promises().sees_death.to_string()
 }
