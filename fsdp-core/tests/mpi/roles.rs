@@ -144,8 +144,10 @@ fn loses_one(env: &RankEnv) -> String {
 
 /// Rank 2 stops while rank 0 gets much from it, and hands it on to rank 1.
 fn stops_one(env: &RankEnv, options: Options) -> String {
-    let world = mpi::connect(env, options.with_timeout(Duration::from_secs(4))).unwrap();
-    let counts = vec![16, 16, 8 << 20];
+    // In many steps, so that it is most of the time in their midst.
+    let options = options.with_timeout(Duration::from_secs(4)).with_chunk_bytes(64);
+    let world = mpi::connect(env, options).unwrap();
+    let counts = vec![16, 16, 256 << 10];
     let input = Arc::new(Buffer::zeros(DType::F32, counts[env.rank]));
     let gather = || world.all_gather(vec![GatherPart { input: input.clone(), counts: counts.clone() }], Heap::shared());
     gather().wait().unwrap();
