@@ -39,14 +39,21 @@ impl Failure {
         })
     }
 
+    /// Whether it is that of a rank for which `rank` did not come.
+    pub(crate) fn blames(&self, rank: usize) -> bool {
+        matches!(&self.0, Why::Timeout { missing, .. } if missing.contains(&rank))
+    }
+
     /// The error of a rank that was in `collective` when it learned that `peer` had failed so.
     pub fn into_error(self, collective: &Collective<'_>, peer: usize) -> Error {
         let Membership { rank, name, hosts, .. } = collective.group().clone();
         let group = name.into_boxed_str();
         match self.0 {
             Why::Mismatch { sequence, details, advice } => Error::Mismatch { rank, group, sequence, details, advice },
-            Why::Timeout { missing, .. } if missing.contains(&rank) => collective
-                .lost(peer, format!("waited for this rank, which came too late: rank(s) {missing:?} were missing")),
+            Why::Timeout { missing, .. } if missing.contains(&rank) => {
+                let missing = hosts.ranks(&missing);
+                collective.lost(peer, format!("waited for this rank, which came too late: {missing} were missing"))
+            }
             Why::Timeout { what, missing, waited } => {
                 Error::Timeout { rank, group, what, missing, hosts, seconds: waited.as_secs_f64() }
             }

@@ -4,8 +4,9 @@ use super::{group::ProcessGroup, mpi, options::Options, shared_memory::shm};
 use crate::{Error, RankEnv, Result, heartbeat};
 
 /// Makes the process group of all ranks, as the environment of this process wants it: `FSDP_BACKEND` names the backend,
-/// `FSDP_TIMEOUT_S` overrides [`Options::timeout`]. By default it is `local` for a world of one, `mpi` where an MPI's
-/// launcher has started ranks on several hosts, and `shm` otherwise. Starts this process's [heartbeat] as well.
+/// `FSDP_TIMEOUT_S` and `FSDP_HIERARCHY` override what `options` say ([`Options::overridden_by`]). By default it is
+/// `local` for a world of one, `mpi` where an MPI's launcher has started ranks on several hosts, and `shm` otherwise.
+/// Starts this process's [heartbeat] as well.
 ///
 /// # Errors
 /// [`Error::Env`] when a variable can't be understood or names a backend that can't serve this world; those of

@@ -1,14 +1,17 @@
 //! Process groups: how ranks exchange buffers.
 //!
 //! A [`ProcessGroup`] checks, counts, fingerprints and queues collectives, keeps the first error and tells the launcher
-//! where it is. A [`Backend`] moves the bytes. There is one, over memory that the ranks share, with two ways to meet:
-//! [`local`] for threads of one process and [`shm`] for processes of one host.
+//! where it is. A [`Backend`] moves the bytes. One works over memory that the ranks share, with two ways to meet:
+//! [`local`] for threads of one process and [`shm`] for processes of one host. [`mpi`] is for ranks of several hosts. A
+//! group may also move a device's memory, by a [`DeviceEngine`] beside its backend.
 //!
-//! From the bottom up: `membership`, `parts` and `signature` (what collectives are of, move and are about), `host`
-//! (what backends over host memory share), `call` and `mismatch` (what ranks compare), `check` (arguments),
-//! `collective` and `failure` (what a backend gets to know and tells), `backend`, `alone` (groups of one), `work` and
-//! `queue` (running), `group`, `typed` (small values), `group_store`; `shared_memory` is the backend; `init` chooses
-//! one; `conformance` is what each of them passes.
+//! From the bottom up: `membership`, `options` (what can be chosen), `parts` and `signature` (what collectives are of,
+//! move and are about), `host` (what backends over host memory share), `call` and `mismatch` (what ranks compare),
+//! `collective` and `failure` (what a backend gets to know and tells), `landing` (what it returns), `lookout` (what it
+//! sees beside collectives), `backend`, `fence` and `device_memory` (outputs that a device is still writing, and where
+//! they are), `alone` (groups of one), `check` (arguments), `work` and `queue` (running), `group`, `typed` (small
+//! values), `group_store`. `on_device` moves a device's memory, over `nccl` or through the host; `shared_memory` and
+//! `mpi` are the backends; `init` chooses one; `conformance` is what each of them passes.
 
 mod alone;
 mod backend;

@@ -268,6 +268,6 @@ fn a_job_on_several_hosts_is_told_what_serves_it() {
     let env = RankEnv { world_size: 4, local_world_size: 2, hosts: 2, ..RankEnv::single() };
     let Err(error) = shm::connect(&env, Options::default()) else { panic!("it connected") };
     let text = error.to_string();
-    let parts = ["the 4 ranks run on 2 hosts, 2 on this one", "by mpirun", "FSDP_BACKEND=mpi", "all ranks on one host"];
+    let parts = ["the 4 ranks run on 2 hosts, 2 on this one", "or mpirun", "FSDP_BACKEND=mpi", "all ranks on one host"];
     assert!(parts.iter().all(|part| text.contains(part)), "{text}");
 }

@@ -28,7 +28,7 @@ fn main() {
 
 type Test = fn(&Mpi);
 
-const TRIALS: [(&str, Test); 10] = [
+const TRIALS: [(&str, Test); 11] = [
     ("mpi_conforms", conforms),
     ("a_hierarchy_conforms", hierarchy_conforms),
     ("a_hierarchy_has_the_bits_of_shared_memory", hierarchy_bits),
@@ -36,6 +36,7 @@ const TRIALS: [(&str, Test); 10] = [
     ("groups_of_one_host_see_a_killed_rank", killed_within),
     ("sums_have_the_bits_of_shared_memory", bits),
     ("a_killed_rank_ends_the_job", killed),
+    ("a_stopped_rank_is_named_by_who_waits_for_its_relay_too", stopped),
     ("groups_of_several_threads_run_side_by_side", side_by_side),
     ("the_environment_chooses_the_backend", chosen),
     ("a_rank_that_another_launcher_started_is_told", alone),
@@ -107,6 +108,14 @@ fn killed(mpi: &Mpi) {
         let is_it =
             said.contains("ended by its launcher") || said.contains("rank 1 died") || said.contains("rank 1 can't be");
         assert!(is_it, "{mpi:?}: {said}");
+    }
+}
+
+fn stopped(mpi: &Mpi) {
+    let job = ranks::start(mpi, "pairs stops one", 3);
+    assert!(!job.is_well, "{mpi:?}: the job ended well: {:?}", job.said);
+    for said in &job.said[..2] {
+        assert!(said.contains("rank(s) [2]"), "{mpi:?}: {said}");
     }
 }
 

@@ -32,6 +32,7 @@ pub(crate) fn play(role: &str) {
     let said = match role {
         "bits" => bits(&env, &on_hosts),
         "loses one" => loses_one(&env),
+        "stops one" => stops_one(&env, on_hosts(options())),
         "loses one within" => loses_one_within(&env, on_hosts(options())),
         "side by side" => side_by_side(&env),
         "init" => init(&env),
@@ -42,8 +43,12 @@ pub(crate) fn play(role: &str) {
             None => panic!("no role {other}"),
         },
     };
-    let folder = PathBuf::from(std::env::var_os("FSDP_TEST_FOLDER").unwrap());
-    std::fs::write(folder.join(env.rank.to_string()), said).unwrap();
+    std::fs::write(folder().join(env.rank.to_string()), said).unwrap();
+}
+
+/// Where ranks say what they have to say.
+fn folder() -> PathBuf {
+    PathBuf::from(std::env::var_os("FSDP_TEST_FOLDER").unwrap())
 }
 
 fn options() -> Options {
@@ -131,11 +136,48 @@ fn loses_one(env: &RankEnv) -> String {
         Ok(_) => "nothing was lost".into(),
         Err(error) => {
             // As a program does that has met an error.
-            let folder = PathBuf::from(std::env::var_os("FSDP_TEST_FOLDER").unwrap());
-            std::fs::write(folder.join(env.rank.to_string()), error.to_string()).unwrap();
+            std::fs::write(folder().join(env.rank.to_string()), error.to_string()).unwrap();
             std::process::exit(1);
         }
     }
+}
+
+/// Rank 2 stops while rank 0 gets much from it, and hands it on to rank 1.
+fn stops_one(env: &RankEnv, options: Options) -> String {
+    // In many steps, so that it is most of the time in their midst.
+    let options = options.with_timeout(Duration::from_secs(4)).with_chunk_bytes(64);
+    let world = mpi::connect(env, options).unwrap();
+    let counts = vec![16, 16, 256 << 10];
+    let input = Arc::new(Buffer::zeros(DType::F32, counts[env.rank]));
+    let gather = || world.all_gather(vec![GatherPart { input: input.clone(), counts: counts.clone() }], Heap::shared());
+    gather().wait().unwrap();
+    let itself = rustix::process::getpid();
+    if env.rank == 2 {
+        std::fs::write(folder().join("pid"), itself.as_raw_nonzero().to_string()).unwrap();
+        std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(300));
+            rustix::process::kill_process(itself, rustix::process::Signal::STOP).unwrap();
+        });
+    }
+    let error = loop {
+        if let Err(error) = gather().wait() {
+            break error;
+        }
+    };
+    let folder = folder();
+    std::fs::write(folder.join(env.rank.to_string()), error.to_string()).unwrap();
+    // The launcher ends the job when one has ended.
+    for _ in 0..1000 {
+        if folder.join((1 - env.rank.min(1)).to_string()).exists() {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let stopped = std::fs::read_to_string(folder.join("pid")).unwrap().parse().unwrap();
+    let stopped = rustix::process::Pid::from_raw(stopped).unwrap();
+    // The other one may have done so.
+    let _ = rustix::process::kill_process(stopped, rustix::process::Signal::KILL);
+    std::process::exit(1);
 }
 
 /// Ranks of a host are a group that sees at once when one of them dies.
@@ -205,6 +247,13 @@ fn shares_hosts(env: &RankEnv, options: Options, hierarchy: Option<&str>) -> Str
     let world = process_group::init(env, options).unwrap();
     let host = world.split(world.rank() / 2, 0).unwrap();
     assert_eq!(host.all_reduce_scalar(1u32, ReduceOp::Sum).unwrap(), 2);
+    // Groups without rank 1, which may be the one that wants none, are as their larger one is.
+    let three = world.split(usize::from(world.rank() == 1), 0).unwrap();
+    let again = three.split(world.rank() / 2, 0).unwrap();
+    if again.size() == 2 {
+        assert_eq!(again.all_reduce_scalar(1u32, ReduceOp::Sum).unwrap(), 2);
+        assert_eq!(again.promises().sees_death, host.promises().sees_death);
+    }
     // Within a host the system says when a rank dies.
     host.promises().sees_death.to_string()
 }

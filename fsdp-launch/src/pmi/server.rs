@@ -74,7 +74,11 @@ impl Server {
         for name in ["PMI_PORT", "PMI_ID", "PMI_SPAWNED", "PMI_JOBID"] {
             command.env_remove(name);
         }
-        for (name, _) in std::env::vars_os().filter(|(name, _)| name.as_encoded_bytes().starts_with(b"PMIX_")) {
+        let is_of_launcher = |name: &[u8]| {
+            // What a user sets of PMIx itself stays.
+            name.starts_with(b"PMIX_") && !name.starts_with(b"PMIX_MCA_") && name != b"PMIX_INSTALL_PREFIX"
+        };
+        for (name, _) in std::env::vars_os().filter(|(name, _)| is_of_launcher(name.as_encoded_bytes())) {
             command.env_remove(name);
         }
         let end = self.theirs.get_mut(local_rank)?.take()?;

@@ -94,6 +94,12 @@ impl Stream {
         Stream::new(parts)
     }
 
+    /// What each of `ranks` ranks has of the stream, where all of them share it.
+    pub(crate) fn shares(&self, ranks: usize) -> impl Fn(usize) -> Stream + use<'_> {
+        let chunk = self.len.div_ceil(ranks.max(1)).next_multiple_of(ALIGN).max(ALIGN);
+        move |rank| self.slice(rank, chunk)
+    }
+
     /// How many chunks of `chunk` bytes the stream fills.
     pub(crate) fn chunks(&self, chunk: usize) -> usize {
         self.len.div_ceil(chunk)

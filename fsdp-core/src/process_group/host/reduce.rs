@@ -68,6 +68,11 @@ pub(crate) fn accumulator(dtype: DType) -> DType {
     }
 }
 
+/// How many times as long as an element its accumulator is.
+pub(crate) fn widening(dtype: DType) -> usize {
+    accumulator(dtype).size() / dtype.size()
+}
+
 fn combine<T: Element, O: Element<Acc = T::Acc>>(op: ReduceOp, output: &mut [u8], inputs: &[Input<'_>]) {
     let output = bytemuck::cast_slice_mut(output);
     let ranks = inputs.iter().map(Input::ranks).sum();

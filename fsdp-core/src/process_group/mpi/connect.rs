@@ -17,9 +17,10 @@ use crate::{Error, RankEnv, Result};
 /// exits. The library is that of the launcher, or the one that `FSDP_MPI_LIBRARY` names; nothing of it is needed to
 /// build.
 ///
-/// Where several hosts have ranks and one of them has several, these share what comes to their host and add up what
-/// goes to others, so that a byte crosses the network once a host ([`Options::hierarchy`]); and groups of ranks of one
-/// host are groups of [`shm`](crate::process_group::shm).
+/// Where several hosts have ranks and one of them has several, these share what comes to their host, so that a byte
+/// crosses the network once a host, and add up what goes to others ([`Options::hierarchy`]). Sums of half precision
+/// travel as f32: with two ranks a host that saves nothing. Groups of ranks of one host are groups of
+/// [`shm`](crate::process_group::shm).
 ///
 /// # Errors
 /// [`Error::Env`] when `env` names a rank outside its world; [`Error::Rendezvous`] when no MPI library is found or it

@@ -1,6 +1,6 @@
 //! The backend over MPI: what each collective sends to whom.
 
-use std::sync::Arc;
+use std::{ops::RangeInclusive, sync::Arc};
 
 use super::{
     super::{
@@ -17,7 +17,7 @@ use super::{
         shared_memory::shm,
     },
     exchange::{Exchange, INLINE},
-    hosts::{Hosts, slices},
+    hosts::Hosts,
     phase::{Lane, Output, Phase},
     sums::Sums,
     wire::Wire,
@@ -26,6 +26,9 @@ use crate::{Allocator, Buffer, DType, DeviceId, Error, RankEnv, ReduceOp, Result
 
 /// The most bytes that a rank sends for an all-reduce in which everybody combines everything.
 const WHOLE: usize = 64 << 10;
+/// Bytes in which a rank adds up what goes to other hosts: enough for few goes in small steps, and not much memory in
+/// large groups.
+const ROOM: RangeInclusive<usize> = 64 << 10..=8 << 20;
 
 /// One rank's end.
 pub(super) struct Engine {
@@ -39,7 +42,7 @@ pub(super) struct Engine {
 
 impl Engine {
     pub(super) fn new(wire: Wire, env: Arc<RankEnv>, chunk_bytes: usize) -> Self {
-        let hosts = Hosts::of(&wire.hosts).filter(Hosts::are_shared);
+        let hosts = Hosts::of(&wire.host_ids).filter(Hosts::are_shared);
         Engine { wire, hosts, env, chunk_bytes, has_failed: false }
     }
 
@@ -59,9 +62,10 @@ impl Engine {
         (0..self.wire.size()).map(|peer| Lane::from(first, stream(peer))).collect()
     }
 
-    /// The most bytes in which a rank adds up what goes to other hosts: as many as a message from each peer has.
+    /// The most bytes in which a rank adds up what goes to other hosts: as many as a message from each peer has,
+    /// within [`ROOM`].
     fn room(&self) -> usize {
-        self.wire.step * (self.wire.size() - 1)
+        self.wire.step.saturating_mul(self.wire.size() - 1).clamp(*ROOM.start(), *ROOM.end())
     }
 
     /// The phases of a reduction that moves so many bytes for a rank, and the pages that they want.
@@ -133,7 +137,7 @@ impl Engine {
             let phase = sums(&|_| stream.clone()).flat(rank, size);
             return self.exchange(at, buffers, &[phase]);
         }
-        let slice = slices(&stream, size);
+        let slice = stream.shares(size);
         let (mut phases, partials) = self.sums(&sums(&slice), stream.len());
         match self.hosts(stream.len()) {
             Some(hosts) => phases.extend(hosts.gather(rank, &slice)),
@@ -149,7 +153,7 @@ impl Engine {
             let phases = hosts.broadcast(rank, root, &stream);
             return self.exchange(at, buffers, &phases);
         }
-        let slice = slices(&stream, size);
+        let slice = stream.shares(size);
         let is_root = rank == root;
         let lanes = |is_so: &dyn Fn(usize) -> Option<Stream>| self.lanes(0, |peer| is_so(peer).unwrap_or_default());
         if size == 2 || stream.len() <= INLINE.min(self.wire.step) {
@@ -200,6 +204,16 @@ impl Engine {
     }
 }
 
+/// Ranks that count to one host and can't share its memory need not.
+fn with_a_way_out(error: Error) -> Error {
+    const WAY: &str = "FSDP_HIERARCHY=0 makes groups of a host's ranks without shared memory";
+    match error {
+        Error::Rendezvous { rank, message } => Error::Rendezvous { rank, message: format!("{message} ({WAY})") },
+        Error::Os { rank, what, source } => Error::Os { rank, what: format!("{what} ({WAY})"), source },
+        other => other,
+    }
+}
+
 /// Gives the first `count` buffers back, and returns the others.
 fn give_back(mut buffers: Vec<Buffer>, count: usize, memory: &dyn Allocator) -> Vec<Buffer> {
     let outputs = buffers.split_off(count);
@@ -235,15 +249,16 @@ impl Backend for Engine {
 
     fn split(&mut self, collective: &Collective<'_>, ranks: &[usize], group: &Membership) -> Result<Box<dyn Backend>> {
         self.wire.line.complete(collective.sequence());
-        if Hosts::of(&self.wire.hosts).is_some_and(|hosts| hosts.are_several() && hosts.share_one(ranks)) {
+        let is_of_one_host = self.hosts.as_ref().is_some_and(|hosts| hosts.share_one(ranks));
+        if is_of_one_host && ranks.len() <= shm::MOST_RANKS {
             let all_well = || self.wire.all_well(ranks).map_err(|trouble| trouble.into_error(collective));
             // Launchers that share a host may call the run by different names.
             let env = RankEnv { run_id: format!("{:x}", self.wire.nonce), attempt: 0, ..(*self.env).clone() };
-            let end = shm::join(&env, self.chunk_bytes, group, &all_well)?;
+            let end = shm::join(&env, self.chunk_bytes, group, &all_well).map_err(with_a_way_out)?;
             self.wire.line.complete(collective.sequence() + 1);
             return Ok(end);
         }
-        let host = self.wire.hosts[self.wire.line.rank];
+        let host = self.wire.host_ids[self.wire.line.rank];
         let met = self.wire.meet(ranks, group.rank, self.chunk_bytes, host, group.timeout);
         let wire = met.map_err(|why| Error::Rendezvous { rank: group.rank, message: why })?;
         let wire = wire.map_err(|trouble| trouble.into_error(collective))?;

@@ -8,7 +8,7 @@ use super::{
         collective::Collective,
         host::{
             packing::{ALIGN, Piece, Stream},
-            reduce::{Input, accumulator, partial, reduce},
+            reduce::{Input, partial, reduce, widening},
         },
     },
     held::{Held, Page, Span, page},
@@ -77,8 +77,7 @@ impl Exchange<'_> {
         let nothing = Phase::nothing(size);
         self.first(&held, phases.first().unwrap_or(&nothing))?;
         for (index, phase) in phases.iter().enumerate() {
-            let least = if index == 0 { inline } else { 0 };
-            self.rounds(&held, phase, least)?;
+            self.rounds(&held, phase, index)?;
         }
         let (buffers, pages) = self.alone(held)?;
         pages.into_iter().skip(self.partials.len()).for_each(|page| self.wire.keep(page));
@@ -87,6 +86,11 @@ impl Exchange<'_> {
 
     fn inline(&self) -> usize {
         INLINE.min(self.wire.step)
+    }
+
+    /// What streams of the `index`-th phase are longer than that travel in rounds.
+    fn least(&self, index: usize) -> usize {
+        if index == 0 { self.inline() } else { 0 }
     }
 
     /// Bytes of a message in a lane.
@@ -106,8 +110,9 @@ impl Exchange<'_> {
         })
     }
 
-    fn wait(&self, batch: &Batch) -> Result<()> {
-        self.wire.wait(batch).map_err(|trouble| self.trouble(trouble))
+    /// Waits in the `index`-th phase.
+    fn wait(&self, batch: &Batch, index: usize) -> Result<()> {
+        self.wire.wait(batch, self.wire.patience(index)).map_err(|trouble| self.trouble(trouble))
     }
 
     /// Sends what this rank issued to all others, with what is short of the data, and compares.
@@ -121,11 +126,11 @@ impl Exchange<'_> {
         let inline = self.inline();
         let is_short = |stream: &Stream| (1..=inline).contains(&stream.len());
         // One to each rank, and one from each. They stay for the next collective, which may have a row.
-        let len = head + inline;
+        // All are received at their longest: a rank that differs sends what is as long as its own collective.
+        let len = (Collective::announcement_len(size) - FIXED + HEAD).next_multiple_of(ALIGN) + inline;
         let mut pages = std::mem::take(&mut self.wire.firsts);
         if pages.is_empty() {
-            let longest = Collective::announcement_len(size) - FIXED + HEAD;
-            pages = (0..2 * size).map(|_| page(longest.next_multiple_of(ALIGN) + inline)).collect();
+            pages = (0..2 * size).map(|_| page(len)).collect();
         }
         let firsts = Arc::new(Held::new(vec![], pages));
         let mut transfers = Vec::with_capacity(2 * size);
@@ -154,7 +159,7 @@ impl Exchange<'_> {
         }
         // SAFETY: the pages are touched again when all is done, below.
         let batch = unsafe { self.wire.post(&firsts, transfers) };
-        self.wait(&batch)?;
+        self.wait(&batch, 0)?;
         // SAFETY: all of these messages are done.
         let told = |peer: usize| unsafe { firsts.read(&within(size + peer, 0, &(0..HEAD + row))) };
         let is_same = |peer: usize| told(peer)[..HEAD] == own[..HEAD];
@@ -212,7 +217,7 @@ impl Exchange<'_> {
         let transfers = transfers.collect();
         // SAFETY: it is read when all is done.
         let batch = unsafe { self.wire.post(&all, transfers) };
-        self.wait(&batch)?;
+        self.wait(&batch, 0)?;
         // SAFETY: all messages are done.
         let announced = |peer: usize| if peer == rank { &own[..] } else { unsafe { all.read(&of(1 + peer)) } };
         match self.collective.compare(announced) {
@@ -224,8 +229,10 @@ impl Exchange<'_> {
         }
     }
 
-    /// Moves what is longer than `least`, in rounds. Those that go from place to place are all on their way at once.
-    fn rounds(&mut self, held: &Arc<Held>, phase: &Phase, least: usize) -> Result<()> {
+    /// Moves what did not travel with announcements, in rounds. Those that go from place to place are all on their way
+    /// at once.
+    fn rounds(&mut self, held: &Arc<Held>, phase: &Phase, index: usize) -> Result<()> {
+        let least = self.least(index);
         let peers: Vec<_> = self.wire.line.peers().collect();
         let step = phase.step(self.wire.step);
         let chunks = |lane: &Lane| match lane.stream.len() > least {
@@ -249,7 +256,7 @@ impl Exchange<'_> {
             while let Some(at) = running.iter().position(|(before, _)| needs_pages && before.pages == round.pages) {
                 running
                     .drain(..=at)
-                    .try_for_each(|(before, batch)| self.settle(held, phase, &before, &batch, least))?;
+                    .try_for_each(|(before, batch)| self.settle(held, phase, &before, &batch, index))?;
             }
             let mut transfers = Vec::with_capacity(2 * peers.len());
             // What arrives first, so that it finds its place.
@@ -263,13 +270,13 @@ impl Exchange<'_> {
             // receive into, nor combine.
             running.push_back((round, unsafe { self.wire.post(held, transfers) }));
         }
-        running.into_iter().try_for_each(|(round, batch)| self.settle(held, phase, &round, &batch, least))
+        running.into_iter().try_for_each(|(round, batch)| self.settle(held, phase, &round, &batch, index))
     }
 
     /// Waits until a round is done, and does what is to be done with it.
-    fn settle(&self, held: &Held, phase: &Phase, round: &Round, batch: &Batch, least: usize) -> Result<()> {
-        self.wait(batch)?;
-        self.drain(held, phase, round, least);
+    fn settle(&self, held: &Held, phase: &Phase, round: &Round, batch: &Batch, index: usize) -> Result<()> {
+        self.wait(batch, index)?;
+        self.drain(held, phase, round, self.least(index));
         Ok(())
     }
 
@@ -362,7 +369,7 @@ impl Exchange<'_> {
         let rank = self.wire.line.rank;
         let own = Span { region: piece.part, bytes: piece.bytes.clone() };
         let dtype = combined.dtypes[piece.part];
-        let width = accumulator(dtype).size() / dtype.size();
+        let width = widening(dtype);
         let accumulators = |bytes: &Range<usize>, start| width * (start + bytes.start)..width * (start + bytes.end);
         // SAFETY: as the caller promises; without other outputs, what this rank has is not read but as the output.
         let (inputs, output): (Vec<Input<'_>>, &mut [u8]) = unsafe {

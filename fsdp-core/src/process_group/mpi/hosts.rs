@@ -4,15 +4,9 @@
 //! others of its host, by messages of MPI, which are memory there.
 
 use super::{
-    super::host::packing::{ALIGN, Stream},
+    super::host::packing::Stream,
     phase::{Lane, Phase},
 };
-
-/// What each of `ranks` ranks has of a stream that all of them share.
-pub(super) fn slices(stream: &Stream, ranks: usize) -> impl Fn(usize) -> Stream + use<'_> {
-    let chunk = stream.len().div_ceil(ranks.max(1)).next_multiple_of(ALIGN).max(ALIGN);
-    move |rank| stream.slice(rank, chunk)
-}
 
 /// The ranks of a group by the hosts that they are on.
 #[derive(Clone, Debug)]
@@ -98,7 +92,7 @@ impl Hosts {
         for mut hosts in [near, far] {
             hosts.retain(|host| !host.is_empty());
             let ranks = hosts.concat();
-            let slice = slices(stream, ranks.len());
+            let slice = stream.shares(ranks.len());
             let of = |rank| ranks.iter().position(|&other| other == rank).map(&slice).unwrap_or_default();
             if rank == root {
                 ranks.iter().for_each(|&to| sends[to] = of(to));
@@ -121,7 +115,7 @@ fn placed(sends: Vec<Stream>, arrives: Vec<Stream>) -> Phase {
 mod tests {
     use proptest::prelude::*;
 
-    use super::*;
+    use super::{super::super::host::packing::ALIGN, *};
     use crate::DType;
 
     /// The bytes of parts that a stream is of.

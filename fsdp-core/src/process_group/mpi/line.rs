@@ -56,6 +56,12 @@ impl Batch {
         peers
     }
 
+    /// Who did not come, if the wait for them ends now: who was to send, or else to receive.
+    pub(super) fn missing(&self) -> Vec<usize> {
+        let missing = self.open(Way::From);
+        if missing.is_empty() { self.open(Way::To) } else { missing }
+    }
+
     /// The first message that MPI refused.
     pub(super) fn refused(&self) -> Option<(usize, Refused)> {
         self.refused.lock().unwrap_or_else(PoisonError::into_inner).clone()
@@ -71,6 +77,13 @@ pub(super) struct Notice {
     pub(super) completed: u64,
     pub(super) gone: Gone,
     pub(super) heard: Instant,
+}
+
+impl Notice {
+    /// Whether it says that `rank` did not come.
+    fn blames(&self, rank: usize) -> bool {
+        matches!(&self.gone, Gone::Failed(why) if why.blames(rank))
+    }
 }
 
 /// Bytes of a notice, as it travels.
@@ -192,6 +205,30 @@ impl Line {
         notices.iter().enumerate().filter_map(|(peer, notice)| Some((peer, notice.clone()?))).collect()
     }
 
+    /// A peer that has failed in the collective that this rank is in, or before: it is void then, also where all
+    /// messages come. Of several, one that knows more than that this rank did not come.
+    pub(super) fn failed(&self) -> Option<(usize, Notice)> {
+        let is_void = |(_, notice): &(usize, Notice)| {
+            matches!(notice.gone, Gone::Failed(_)) && notice.completed <= self.completed()
+        };
+        self.notices().into_iter().filter(is_void).min_by_key(|(_, notice)| notice.blames(self.rank))
+    }
+
+    /// Whom this rank waits for since `began`, where a peer says meanwhile that it waited for this rank in vain: it has
+    /// to name them, as the peer may not know of them. Nobody, where this rank is the one that came too late.
+    pub(super) fn awaited(&self, batch: &Batch, notice: &Notice, began: Instant) -> Vec<usize> {
+        if !notice.blames(self.rank) || notice.heard < began {
+            return vec![];
+        }
+        let mut missing = batch.missing();
+        for (peer, notice) in self.notices() {
+            if matches!(notice.gone, Gone::Failed(_)) {
+                missing.retain(|&other| other != peer);
+            }
+        }
+        missing
+    }
+
     /// A peer is gone. What was heard of it first counts.
     pub(super) fn hear(&self, peer: usize, notice: Notice) {
         if let Some(place @ None) = self.lock().get_mut(peer) {
@@ -270,5 +307,33 @@ mod tests {
         assert!(batch.is_done() && !line.is_met() && !line.is_over());
         assert_eq!(batch.refused(), Some((2, Refused::new("no"))));
         assert_eq!(line.progress(), 3);
+    }
+
+    #[test]
+    fn a_rank_that_is_blamed_while_it_waits_names_those_it_waits_for() {
+        let of = |way, peer| Transfer { way, peer, span: Span { region: 0, bytes: 0..0 } };
+        let failed = |missing: Vec<usize>, heard| {
+            let (group, what, seconds) = ("world".into(), "barrier".into(), 1.0);
+            let error = crate::Error::Timeout { rank: 1, group, what, missing, hosts: Default::default(), seconds };
+            Notice { sent: 0, completed: 0, gone: Gone::Failed(Failure::of(&error)), heard }
+        };
+        let began = Instant::now();
+        let line = Line::new(1, vec![0, 1, 2, 3], 0);
+        let batch = Batch::of(&[of(Way::From, 1), of(Way::From, 2), of(Way::To, 3)]);
+        // Rank 1 waits for this one, which waits for rank 2.
+        line.hear(1, failed(vec![0], Instant::now()));
+        let (peer, notice) = line.failed().unwrap();
+        assert_eq!((peer, line.awaited(&batch, &notice, began)), (1, vec![2]));
+        // It is itself the cause where it comes when it is blamed already, and where nothing is open.
+        assert!(line.awaited(&batch, &notice, notice.heard + Duration::from_millis(1)).is_empty());
+        let done = Batch::of(&[of(Way::From, 2)]);
+        line.finish(&done, 0, Ok(()));
+        assert!(line.awaited(&done, &notice, began).is_empty());
+        // Who does not take what this rank sends is named as well.
+        assert_eq!(line.awaited(&Batch::of(&[of(Way::To, 3)]), &notice, began), [3]);
+        // Somebody knows who is missing.
+        line.hear(3, failed(vec![2], Instant::now()));
+        let (peer, notice) = line.failed().unwrap();
+        assert_eq!((peer, line.awaited(&batch, &notice, began)), (3, vec![]));
     }
 }

@@ -3,9 +3,9 @@
 //! Every build has it: the library is opened at run time, whatever its binary interface. From the bottom up: `abi` (how
 //! libraries spell constants), `functions` and `session` (calls of one library), `find` (which one), `held` (memory
 //! that messages use), `line` (what a group and the thread that calls MPI share), `thread` and `driver` (that thread
-//! and its handle), `wire` (sending and receiving with deadlines), `phase` and `exchange` (what ranks send each other
-//! in a collective, and running it), `hosts` and `sums` (what ranks that share a host do for each other: they hand on
-//! what comes, and add up what goes), `engine` (the backend), `host_id` and `connect` (the world).
+//! and its handle), `wire` (sending and receiving with deadlines), `meet` (making groups), `phase` and `exchange` (what
+//! ranks send each other in a collective, and running it), `hosts` and `sums` (what ranks that share a host do for each
+//! other: they hand on what comes, and add up what goes), `engine` (the backend), `host_id` and `connect` (the world).
 //!
 //! All of it is messages between two ranks. MPI's own collectives can't be ended when a rank does not come, nor can
 //! `MPI_Comm_split`, and don't say who is missing; and they add up in an order and a precision of their own. A group is
@@ -22,6 +22,7 @@ mod held;
 mod host_id;
 mod hosts;
 mod line;
+mod meet;
 mod phase;
 mod session;
 mod sums;

@@ -12,7 +12,8 @@ pub(super) struct Lane {
     pub(super) stream: Stream,
     /// The buffer or page that is part 0 of the stream.
     pub(super) first: usize,
-    /// How many bytes it has for each of the shortest lanes of its phase: its messages are so many times as long.
+    /// How many times as long its messages are as those of a lane of width 1: sums of halves are twice as long as
+    /// halves, because they are accumulators.
     pub(super) width: usize,
 }
 

@@ -34,7 +34,7 @@ pub(super) trait Mpi {
     unsafe fn receive(&mut self, number: usize, to: *mut u8, len: usize, from: usize, tag: u16) -> Outcome;
 
     /// Looks what is done, and calls `done` for each.
-    fn poll(&mut self, done: &mut dyn FnMut(usize, Outcome)) -> Outcome<bool>;
+    fn poll(&mut self, done: &mut dyn FnMut(usize, Outcome)) -> Outcome;
 
     /// Ends a request that has nothing received yet; it is done as others are.
     fn cancel(&mut self, number: usize);
@@ -250,11 +250,11 @@ impl<H: Copy + PartialEq> Mpi for Session<H> {
         Ok(())
     }
 
-    fn poll(&mut self, done: &mut dyn FnMut(usize, Outcome)) -> Outcome<bool> {
+    fn poll(&mut self, done: &mut dyn FnMut(usize, Outcome)) -> Outcome {
         let (ints, error) = self.constants.status;
         let len = self.requests.len();
         if len == 0 {
-            return Ok(false);
+            return Ok(());
         }
         self.indices.resize(len, 0);
         // Pointers are aligned in it: a status of Open MPI ends with one.
@@ -295,7 +295,7 @@ impl<H: Copy + PartialEq> Mpi for Session<H> {
             numbered.push((self.numbers.swap_remove(index), outcome));
         }
         numbered.into_iter().rev().for_each(|(number, outcome)| done(number, outcome));
-        Ok(found > 0)
+        Ok(())
     }
 
     fn cancel(&mut self, number: usize) {

@@ -7,16 +7,11 @@
 use std::ops::Range;
 
 use super::{
-    super::host::{packing::Stream, reduce::accumulator},
-    hosts::{Hosts, slices},
+    super::host::{packing::Stream, reduce::widening},
+    hosts::Hosts,
     phase::{Combined, Lane, Output, Phase},
 };
 use crate::{DType, ReduceOp};
-
-/// How many times as long an accumulator is.
-fn width(dtype: DType) -> usize {
-    accumulator(dtype).size() / dtype.size()
-}
 
 /// A reduction of what the ranks have, for each rank a part.
 pub(super) struct Sums<'a> {
@@ -44,7 +39,7 @@ impl Sums<'_> {
         let (mut phases, mut partials) = (Vec::new(), Vec::new());
         // Accumulators of half precision are as long as two elements.
         for width in [1, 2] {
-            let is_one = |part: usize| self::width(self.dtypes[part]) == width;
+            let is_one = |part: usize| widening(self.dtypes[part]) == width;
             if !(0..self.dtypes.len()).any(is_one) {
                 continue;
             }
@@ -57,7 +52,7 @@ impl Sums<'_> {
             }
             // In several goes, so that pages stay short.
             let goes = (width * blocks.longest(&streams)).div_ceil(self.room).max(1);
-            let cut: Vec<_> = streams.iter().map(|stream| slices(stream, goes)).collect();
+            let cut: Vec<_> = streams.iter().map(|stream| stream.shares(goes)).collect();
             let region = self.buffers + partials.len();
             let mut longest = 0;
             for go in 0..goes {

@@ -187,7 +187,8 @@ impl Thread {
         self.open -= 1;
         if let Err(refused) = outcome {
             self.entries[number] = None;
-            tracing::warn!("MPI: a failure of rank {from} will not be heard of: {}", refused.text);
+            self.free.push(number);
+            deaf(from, &refused);
         }
     }
 
@@ -252,7 +253,7 @@ impl Thread {
             Entry::Tells { .. } => self.open -= 1,
             Entry::Hears { from, bytes } => match outcome {
                 Err(refused) if refused.kind == Kind::Died => self.mourn(from),
-                Err(_) => {}
+                Err(refused) => deaf(from, &refused),
                 Ok(()) => {
                     let (tag, peer, notice) = line::read(&bytes);
                     if matches!(notice.gone, Gone::Failed(_)) {
@@ -317,4 +318,9 @@ impl Thread {
             tracing::warn!("MPI: {}", refused.text);
         }
     }
+}
+
+/// Nothing is received any more that would say what became of a process.
+fn deaf(from: usize, refused: &Refused) {
+    tracing::warn!("MPI: a failure of rank {from} will not be heard of: {}", refused.text);
 }

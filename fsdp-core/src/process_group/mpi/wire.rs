@@ -1,41 +1,27 @@
 //! Sending to the members of a group and receiving from them, in order, with deadlines.
 
 use std::{
-    hash::{BuildHasher, Hasher, RandomState},
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use super::{
     super::{collective::Collective, host::packing::ALIGN, lookout::Gone},
-    driver::{Driver, lock},
-    held::{Held, Page, Span, page},
+    driver::Driver,
+    held::{Held, Page, page},
     line::{Batch, Line, Notice, Transfer, Way},
 };
-use crate::{Error, HostNames, Result};
+use crate::{Error, HostNames};
 
 /// How often to look whether messages are done before sleeping.
 const SPINS: u32 = 3000;
 /// The longest sleep.
 const SLICE: Duration = Duration::from_millis(20);
-/// How long messages to a peer that is gone may be on their way: it may have received them before.
+/// How long messages to a peer that is gone may be on their way, as it may have received them before, and those to this
+/// rank when a peer has given it up.
 const GRACE: Duration = Duration::from_millis(500);
 /// How many rounds whose messages use pages may be on their way at once.
 pub(super) const ROUNDS: usize = 3;
-/// The most bytes that pages for messages take, and the least that a message is cut to for that.
-const PAGES: usize = 32 << 20;
-const LEAST: usize = 64 << 10;
-/// The longest message. MPI counts in `int`.
-const LONGEST: usize = 1 << 30;
-/// The shortest message: two places, so that half of it is a whole one.
-const SHORTEST: usize = 2 * ALIGN;
-/// Bytes of what ranks tell each other when they meet: a tag, a step, a host and a nonce, and the name of the host.
-const MET: usize = NUMBERS + NAME;
-const NUMBERS: usize = 32;
-/// The longest name of a Linux host.
-const NAME: usize = 64;
-/// Messages are so many chunks long: the network is slower than memory, and has more to say about each.
-const CHUNKS: usize = 8;
 
 /// Why a wait ended.
 #[derive(Debug)]
@@ -69,17 +55,17 @@ impl Trouble {
 pub(super) struct Wire {
     pub(super) driver: &'static Driver,
     pub(super) line: Arc<Line>,
-    /// Bytes of a message, at most: a multiple of [`ALIGN`], from [`SHORTEST`] on, and the same on all ranks.
+    /// Bytes of a message, at most, the same on all ranks: what [`Wire::meet`] makes of the first one's choice.
     pub(super) step: usize,
-    /// What tells the hosts of the members apart: 0 for one that takes no part in a hierarchy.
-    pub(super) hosts: Vec<u64>,
+    /// What tells the hosts of the members apart: 0 for all where one wants no hierarchy.
+    pub(super) host_ids: Vec<u64>,
     /// What these hosts are called.
     pub(super) names: HostNames,
     /// A number that no other group has, as far as chance can tell.
     pub(super) nonce: u64,
-    timeout: Duration,
+    pub(super) timeout: Duration,
     /// How many messages were asked for from each.
-    received: Vec<u64>,
+    pub(super) received: Vec<u64>,
     /// Pages of `step` bytes that nobody uses.
     pages: Vec<Page>,
     /// Those of messages that begin collectives, while nobody uses them.
@@ -87,6 +73,12 @@ pub(super) struct Wire {
 }
 
 impl Wire {
+    /// One end, before anything is known of the others.
+    pub(super) fn new(driver: &'static Driver, line: Arc<Line>, timeout: Duration, received: Vec<u64>) -> Self {
+        let (host_ids, names, pages, firsts) = (vec![], HostNames::default(), vec![], vec![]);
+        Wire { driver, line, step: ALIGN, host_ids, names, nonce: 0, timeout, received, pages, firsts }
+    }
+
     pub(super) fn size(&self) -> usize {
         self.line.ranks.len()
     }
@@ -117,8 +109,16 @@ impl Wire {
         self.driver.post(&self.line, held.clone(), transfers)
     }
 
-    /// Waits until messages are done.
-    pub(super) fn wait(&self, batch: &Batch) -> Result<(), Trouble> {
+    /// How long waits in the `index`-th phase of a collective last while nothing comes. After the first phase that is a
+    /// quarter more: what a rank waits for there another one may have to get from a third, which only that one can
+    /// name. It is to do so first.
+    pub(super) fn patience(&self, index: usize) -> Duration {
+        self.timeout.saturating_add(if index == 0 { Duration::ZERO } else { self.timeout / 4 })
+    }
+
+    /// Waits until messages are done, no longer than `patience` while nothing comes.
+    pub(super) fn wait(&self, batch: &Batch, patience: Duration) -> Result<(), Trouble> {
+        let began = Instant::now();
         let spins = if self.driver.is_crowded { 0 } else { SPINS };
         for _ in 0..spins {
             if batch.is_done() {
@@ -129,7 +129,16 @@ impl Wire {
         let (mut progress, mut since) = (self.line.progress(), Instant::now());
         loop {
             let is_done = batch.is_done();
-            self.check()?;
+            if let Some((peer, notice)) = self.line.failed() {
+                let missing = self.line.awaited(batch, &notice, began);
+                if missing.is_empty() {
+                    return Err(Trouble::Gone { peer, gone: notice.gone });
+                }
+                // What is on its way gets a moment: then it is this rank that was late.
+                if notice.heard.elapsed() >= GRACE {
+                    return Err(Trouble::Late { missing, waited: since.elapsed() });
+                }
+            }
             if let Some((peer, refused)) = batch.refused() {
                 let gone = refused.gone().or_else(|| self.said(peer));
                 return Err(match gone {
@@ -151,24 +160,17 @@ impl Wire {
                 (progress, since) = (now, Instant::now());
             }
             let waited = since.elapsed();
-            if waited >= self.timeout {
-                let mut missing = batch.open(Way::From);
-                if missing.is_empty() {
-                    missing = batch.open(Way::To);
-                }
-                return Err(Trouble::Late { missing, waited });
+            if waited >= patience {
+                return Err(Trouble::Late { missing: batch.missing(), waited });
             }
-            self.line.sleep(SLICE.min(self.timeout - waited), || batch.is_done());
+            self.line.sleep(SLICE.min(patience - waited), || batch.is_done());
         }
     }
 
     /// Whether no peer has failed in the collective that this rank is in, or before: it is void then, also where all
     /// messages come.
     pub(super) fn check(&self) -> Result<(), Trouble> {
-        let is_void = |(_, notice): &(usize, Notice)| {
-            matches!(notice.gone, Gone::Failed(_)) && notice.completed <= self.line.completed()
-        };
-        let found = self.line.notices().into_iter().find(is_void);
+        let found = self.line.failed();
         found.map_or(Ok(()), |(peer, notice)| Err(Trouble::Gone { peer, gone: notice.gone }))
     }
 
@@ -198,109 +200,5 @@ impl Wire {
         let is_lost = |(peer, notice): &(usize, Notice)| peers.contains(peer) && notice.gone != Gone::Left;
         let found = self.line.notices().into_iter().find(is_lost);
         found.map_or(Ok(()), |(peer, notice)| Err(Trouble::Gone { peer, gone: notice.gone }))
-    }
-
-    /// Makes a group of some of this one's ranks, of which this rank is the `rank`-th, on `host`. `chunk_bytes` is what
-    /// it wants to move at a time; the first rank's choice counts.
-    pub(super) fn meet(
-        &mut self,
-        ranks: &[usize],
-        rank: usize,
-        chunk_bytes: usize,
-        host: u64,
-        timeout: Duration,
-    ) -> Result<Result<Wire, Trouble>, String> {
-        let tag = self.driver.tag()?;
-        let line = Arc::new(Line::new(tag, ranks.iter().map(|&rank| self.line.ranks[rank]).collect(), rank));
-        // Before anybody knows its tag.
-        self.driver.open(&line);
-        let (mine, others) = (ranks[rank], line.peers().map(|peer| ranks[peer]));
-        let span = |region| Span { region, bytes: 0..MET };
-        let mut own = page(MET);
-        let nonce = RandomState::new().build_hasher().finish();
-        let numbers = [u64::from(tag), step(chunk_bytes, ranks.len()) as u64, host, nonce];
-        own[..numbers.len()].copy_from_slice(&numbers);
-        let (name, uname) = (bytemuck::cast_slice_mut(&mut own[numbers.len()..]), rustix::system::uname());
-        name.iter_mut().zip(uname.nodename().to_bytes()).for_each(|(to, from): (&mut u8, _)| *to = *from);
-        let pages = [own].into_iter().chain(ranks.iter().map(|_| page(MET))).collect();
-        let held = Arc::new(Held::new(vec![], pages));
-        let place = |of: usize| ranks.iter().position(|&rank| rank == of).unwrap_or_default();
-        let transfers = others.flat_map(|peer| {
-            let receive = Transfer { way: Way::From, peer, span: span(1 + place(peer)) };
-            [receive, Transfer { way: Way::To, peer, span: span(0) }]
-        });
-        debug_assert_eq!(place(mine), rank);
-        let transfers = transfers.collect();
-        // SAFETY: the pages are used for nothing else, and read when all is done.
-        let batch = unsafe { self.post(&held, transfers) };
-        if let Err(trouble) = self.wait(&batch) {
-            self.driver.close(&line, None);
-            return Ok(Err(trouble));
-        }
-        // SAFETY: all messages are done.
-        let bytes = |of: usize| unsafe { held.read(&span(if of == rank { 0 } else { 1 + of })) };
-        let told = |of: usize| {
-            let bytes = bytes(of);
-            let number = |at: usize| bytes[at..].first_chunk().map_or(0, |bytes| u64::from_ne_bytes(*bytes));
-            [number(0), number(8), number(16), number(24)]
-        };
-        line.set_tags((0..ranks.len()).map(|of| told(of)[0] as u16).collect());
-        let name = |of: usize| {
-            let name = bytes(of)[NUMBERS..].split(|&byte| byte == 0).next().unwrap_or_default();
-            String::from_utf8_lossy(name).into_owned()
-        };
-        let names = HostNames::of((0..ranks.len()).map(name));
-        let hosts = (0..ranks.len()).map(|of| told(of)[2]).collect();
-        let [_, step, _, nonce] = told(0);
-        let step = (step as usize).clamp(SHORTEST, LONGEST) / ALIGN * ALIGN;
-        let received = vec![0; ranks.len()];
-        let (pages, firsts) = (vec![], vec![]);
-        Ok(Ok(Wire { driver: self.driver, line, step, hosts, names, nonce, timeout, received, pages, firsts }))
-    }
-
-    /// The world of all processes that MPI knows, for groups to be made of. One at a time has it.
-    pub(super) fn world<T>(driver: &'static Driver, timeout: Duration, f: impl FnOnce(&mut Wire) -> T) -> T {
-        let mut received = lock(&driver.received);
-        let line = driver.world.clone();
-        let mut wire = Wire {
-            driver,
-            line,
-            step: ALIGN,
-            hosts: vec![],
-            names: HostNames::default(),
-            nonce: 0,
-            timeout,
-            received: std::mem::take(&mut *received),
-            pages: vec![],
-            firsts: vec![],
-        };
-        let outcome = f(&mut wire);
-        *received = wire.received;
-        outcome
-    }
-}
-
-/// Bytes of a message in a group of so many ranks: so that pages for all of them don't take much memory.
-fn step(chunk_bytes: usize, ranks: usize) -> usize {
-    let share = (PAGES / (2 * ROUNDS * (ranks - 1).max(1))).max(LEAST);
-    chunk_bytes.saturating_mul(CHUNKS).min(share).clamp(SHORTEST, LONGEST) / ALIGN * ALIGN
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn messages_are_aligned_and_never_longer_than_mpi_counts() {
-        for (chunk_bytes, ranks, expected) in [
-            (128 << 10, 2, 1 << 20),
-            (128 << 10, 64, 88768),
-            (128 << 10, 1000, LEAST),
-            (0, 2, SHORTEST),
-            (100, 2, 768),
-            (usize::MAX, 2, 5592384),
-        ] {
-            assert_eq!(step(chunk_bytes, ranks), expected);
-        }
     }
 }

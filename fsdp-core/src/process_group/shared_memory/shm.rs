@@ -14,6 +14,9 @@ use super::{
 };
 use crate::{Error, RankEnv, Result, heartbeat::Peers};
 
+/// The most ranks of a group.
+pub(in super::super) const MOST_RANKS: usize = rendezvous::MOST_RANKS;
+
 /// How processes come to share a segment: the first rank makes it and hands it to the others.
 #[derive(Clone)]
 struct Processes {
@@ -81,10 +84,10 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
             ),
         });
     }
-    if env.world_size > rendezvous::MOST_RANKS {
+    if env.world_size > MOST_RANKS {
         return Err(Error::Rendezvous {
             rank: env.rank,
-            message: format!("the shm backend serves at most {} ranks, not {}", rendezvous::MOST_RANKS, env.world_size),
+            message: format!("the shm backend serves at most {MOST_RANKS} ranks, not {}", env.world_size),
         });
     }
     if env.world_size == 1 {

@@ -44,10 +44,11 @@ pub(super) fn host(meeting: &Meeting<'_>, number: u64, file: OwnedFd, own: Owned
         }
         if started.elapsed() >= meeting.group.timeout {
             let seconds = meeting.group.timeout.as_secs_f64();
-            break meeting.fail(format!(
-                "rank(s) {missing:?} did not arrive within {seconds:.1} s: are they running, on this host, with the \
-                 same MASTER_PORT and run id?"
-            ));
+            let advice = match meeting.group.is_world() {
+                true => "are they running, on this host, with the same MASTER_PORT and run id?",
+                false => "are they running, and do they share this host's memory and network?",
+            };
+            break meeting.fail(format!("rank(s) {missing:?} did not arrive within {seconds:.1} s: {advice}"));
         }
         meeting.tell(&mut patience, || format!("rank(s) {}", listed(&missing)));
         if let Err(text) = receive_guests(meeting, &listener, &mut strangers, &mut guests) {
