@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::file_names::{MANIFEST, rank_of};
+use crate::file_names::{MANIFEST, copying, rank_of};
 use crate::shown::shown;
 
 /// The errors of this crate. Each names the file, tensor or rank at fault and, where there is one, the way out.
@@ -183,10 +183,10 @@ pub enum Error {
     /// A part of a checkpoint that hosts saved in directories of their own: files are missing that others wrote.
     #[error(
         "{0} is a part of a checkpoint: it lacks {1}; copy the directories of this name from all hosts into one, in \
-            any order, as `rsync -a {2}:{0}/ {0}/` does",
+            any order, as `{2}` does",
         shown(path.display()),
         shown(lacking(files)),
-        shown(files.values().next().map_or("HOST", String::as_str))
+        shown(copying(files.values().next().map_or("HOST", String::as_str), path))
     )]
     Elsewhere {
         /// The part.

@@ -1,5 +1,7 @@
 //! The names of a checkpoint's files.
 
+use std::path::Path;
+
 /// The manifest's file name.
 pub const MANIFEST: &str = "checkpoint.json";
 
@@ -12,4 +14,30 @@ pub(crate) fn file_name(rank: usize) -> String {
 pub(crate) fn rank_of(name: &str) -> Option<usize> {
     let rank = name.strip_prefix("shard-")?.split('-').next()?.parse::<usize>().ok()?.checked_sub(1)?;
     (file_name(rank) == name).then_some(rank)
+}
+
+/// What copies the directory of another host into this one's of the same name. A path without its beginning would be
+/// one of the home directory there.
+pub(crate) fn copying(host: &str, dir: &Path) -> String {
+    let is_url = dir.to_str().is_some_and(|text| text.contains("://"));
+    let whole = if is_url { None } else { std::path::absolute(dir).ok() };
+    let dir = whole.as_deref().unwrap_or(dir).display();
+    format!("rsync -a {host}:{dir}/ {dir}/")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_other_host_is_asked_for_the_same_directory() {
+        let here = std::env::current_dir().unwrap();
+        for (dir, whole) in [
+            ("saved/step-1", here.join("saved/step-1").display().to_string()),
+            ("/saved/step-1", "/saved/step-1".into()),
+            ("s3://bucket/step-1", "s3://bucket/step-1".into()),
+        ] {
+            assert_eq!(copying("node1", Path::new(dir)), format!("rsync -a node1:{whole}/ {whole}/"));
+        }
+    }
 }

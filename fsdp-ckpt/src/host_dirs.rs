@@ -2,6 +2,7 @@
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::ErrorKind;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
@@ -9,11 +10,12 @@ use fsdp_core::ProcessGroup;
 use serde::{Deserialize, Serialize};
 
 use crate::aside::name_before_aside;
-use crate::error::{chain, lacking};
+use crate::error::{chain, io_error, lacking};
 use crate::exchange::agree;
+use crate::file_names::copying;
 use crate::hosts::Hosts;
 use crate::latest::{candidates, links_to_nothing, names, step_of};
-use crate::retention::remove;
+use crate::retention::{all_resolved, remove, resolved};
 use crate::shown::shown;
 use crate::store::{local_path, on_this_host};
 use crate::{Checkpoint, Error, Result, Survey, set_aside, writable};
@@ -128,10 +130,7 @@ impl HostDirs {
     /// [`Error::NotFound`] when no host has it. [`Error::Apart`] when the parts are of different saves, when one is
     /// damaged, when files are on none of the hosts, and when a host has nothing.
     pub fn open(&self, dir: &Path) -> Result<Checkpoint> {
-        let opened = match on_this_host(dir) {
-            Ok(Some(path)) if path.symlink_metadata().is_err() => None,
-            _ => Some(Checkpoint::open_part(dir)),
-        };
+        let opened = open_here(dir);
         let found = match &opened {
             None => Found::Nothing,
             Some(Ok(part)) => Found::Part { seal: part.seal(), missing: part.missing().clone() },
@@ -180,18 +179,18 @@ impl HostDirs {
         let strangers: BTreeSet<&str> =
             nowhere.values().map(String::as_str).filter(|name| !self.hosts.has(name)).collect();
         if let Some(stranger) = strangers.first() {
-            let what = lacking(&nowhere);
+            let (what, copying) = (lacking(&nowhere), copying(stranger, on_this_host(dir)?.unwrap_or(dir)));
             return apart(
                 false,
                 format!(
                     "none has {what}, and {stranger} is not among the hosts; start ranks there as before, or copy its \
-                     directory of this name into that of each host here, as `rsync -a {stranger}:{0}/ {0}/` does",
-                    dir.display()
+                     directory of this name into that of each host here, as `{copying}` does"
                 ),
             );
         }
         if !nowhere.is_empty() {
-            return apart(true, format!("none has {}; the save did not finish", lacking(&nowhere)));
+            let what = lacking(&nowhere);
+            return apart(true, format!("none has {what}; the save did not finish, or it was removed since"));
         }
         match all.iter().position(|found| matches!(found, Found::Nothing)) {
             Some(rank) => {
@@ -248,7 +247,7 @@ impl HostDirs {
             match self.open(&path) {
                 Ok(part) => {
                     whole += 1;
-                    if whole > keep.get() && !spare.contains(&path.as_path()) {
+                    if whole > keep.get() {
                         going.push((part, path));
                     }
                 }
@@ -261,9 +260,9 @@ impl HostDirs {
         }
         // All have looked before anything goes.
         let mut remove_all = || -> Result<Vec<PathBuf>> {
-            let mut removed = Vec::new();
+            let (spared, mut removed) = (all_resolved(spare)?, Vec::new());
             for (part, path) in going.drain(..).filter(|_| self.is_first()) {
-                if remove(&part, &path)? {
+                if !spared.contains(&resolved(&path)?) && remove(&part, &path)? {
                     removed.push(path);
                 }
             }
@@ -313,6 +312,17 @@ impl HostDirs {
         };
         messages.iter().enumerate().map(read).collect()
     }
+}
+
+/// What is in this host's directory. `None` when there is no such directory.
+fn open_here(dir: &Path) -> Option<Result<Checkpoint>> {
+    if let Ok(Some(path)) = on_this_host(dir)
+        && let Err(error) = path.symlink_metadata()
+    {
+        // What a disk does not answer says nothing of the checkpoint.
+        return (error.kind() != ErrorKind::NotFound).then(|| Err(io_error("open", path)(error)));
+    }
+    Some(Checkpoint::open_part(dir))
 }
 
 /// By the numbers at the end of their names.

@@ -16,10 +16,12 @@ use crate::{Error, Result};
 
 /// What its `format` says.
 const FORMAT: &str = "candle-fsdp checkpoint";
-/// The version that this crate writes, and the newest that it reads. Version 1 had no checksums but those of chunks.
-const VERSION: u64 = 2;
-/// The first version with checksums of everything.
+/// The newest version that this crate reads. Version 1 had no checksums but those of chunks.
+const VERSION: u64 = HOSTS;
+/// The first version with checksums of everything. It is written where all can be said in it.
 const CHECKED: u64 = 2;
+/// The first version with files of hosts, and copies.
+const HOSTS: u64 = 3;
 /// Larger numbers are not the same to every reader of JSON, and no run takes as many steps.
 const MOST_STEPS: u64 = 1 << 53;
 /// More than any manifest has.
@@ -131,9 +133,10 @@ impl Manifest {
         files: BTreeMap<String, FileEntry>,
         tensors: BTreeMap<String, TensorEntry>,
     ) -> Self {
+        let version = if of_hosts(&files, &tensors) { HOSTS } else { CHECKED };
         Manifest {
             format: FORMAT.into(),
-            version: VERSION,
+            version,
             created_by: concat!("fsdp-ckpt ", env!("CARGO_PKG_VERSION")).into(),
             world_size,
             mesh: Mesh { names: mesh.names().to_vec(), shape: mesh.shape().to_vec() },
@@ -222,8 +225,10 @@ impl Manifest {
             return Err(Bad::Text(format!("its mesh {mesh} is not one of {} ranks", self.world_size)));
         }
         check_values(&self.values).map_err(Bad::Text)?;
-        if !self.covers_everything() && (self.finite || self.crc32c.is_some()) {
-            return Err(Bad::Text("it says that it is of version 1, and has fields that came later".into()));
+        let later = [(CHECKED, self.finite || self.crc32c.is_some()), (HOSTS, of_hosts(&self.files, &self.tensors))];
+        if later.into_iter().any(|(since, has)| has && self.version < since) {
+            let version = self.version;
+            return Err(Bad::Text(format!("it says that it is of version {version}, and has fields that came later")));
         }
         // What the chunks in each file take, and how many there are.
         let mut held = BTreeMap::new();
@@ -260,6 +265,12 @@ impl Manifest {
         }
         Ok(mesh)
     }
+}
+
+/// Whether hosts wrote it to directories of their own.
+fn of_hosts(files: &BTreeMap<String, FileEntry>, tensors: &BTreeMap<String, TensorEntry>) -> bool {
+    let mut chunks = tensors.values().flat_map(|tensor| &tensor.chunks);
+    files.values().any(|file| file.host.is_some()) || chunks.any(|chunk| !chunk.copies.is_empty())
 }
 
 /// What is to be done about a manifest that is damaged.

@@ -28,14 +28,7 @@ use crate::{Checkpoint, Error, MANIFEST, Result, TensorSource};
 /// # Ok::<_, Box<dyn std::error::Error>>(())
 /// ```
 pub fn keep_newest(dir: &Path, keep: NonZeroUsize, spare: &[&Path]) -> Result<Vec<PathBuf>> {
-    let mut spared = Vec::with_capacity(spare.len());
-    for path in spare {
-        match resolved(path) {
-            Ok(path) => spared.push(path),
-            Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {}
-            Err(error) => return Err(error),
-        }
-    }
+    let spared = all_resolved(spare)?;
     let mut whole = 0;
     let mut removed = Vec::new();
     for path in newest_first(dir)? {
@@ -70,8 +63,21 @@ pub(crate) fn remove(checkpoint: &Checkpoint, path: &Path) -> Result<bool> {
     Ok(removed)
 }
 
+/// The places of those that are there.
+pub(crate) fn all_resolved(paths: &[&Path]) -> Result<Vec<PathBuf>> {
+    let mut places = Vec::with_capacity(paths.len());
+    for path in paths {
+        match resolved(path) {
+            Ok(place) => places.push(place),
+            Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(places)
+}
+
 /// One path for each place. A URL is the only one of its place, but for slashes at its end.
-fn resolved(path: &Path) -> Result<PathBuf> {
+pub(crate) fn resolved(path: &Path) -> Result<PathBuf> {
     match on_this_host(path)? {
         Some(path) => path.canonicalize().map_err(io_error("open", path)),
         None => Ok(path.components().collect()),

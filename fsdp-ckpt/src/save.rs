@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use fsdp_core::{MeshLayout, ProcessGroup};
 use serde_json::{Map, Value};
 
+use crate::error::chain;
 use crate::exchange::{agree, from_first, from_firsts};
 use crate::file_names::{MANIFEST, file_name};
 use crate::hf::sharding;
@@ -14,6 +15,7 @@ use crate::manifest::{ChunkEntry, FileEntry, Manifest, TensorEntry};
 use crate::plan::{Plan, negotiate};
 use crate::region::{Span, checked_bytes};
 use crate::safetensors::{Entry, WrittenFile, read_bytes, write_file};
+use crate::shown::shown;
 use crate::store::{Store, discard, local_path, split, stage, staged};
 use crate::{Error, Result, TensorShard};
 
@@ -57,11 +59,14 @@ pub struct SaveSummary {
 }
 
 /// Saves a checkpoint as the directory `dir`, whose parents are created. Collective: every rank of `group` calls it
-/// with the same `dir`, on a file system that all of them share. (Each host may have its own: [`SaveOptions::host`].)
+/// with the same `dir`, on a file system that all of them share.
 ///
 /// Files grow in a temporary directory beside `dir`. Once all of them are on disk, rank 0 writes the manifest and gives
 /// the directory its name by an atomic rename. Equal shards of several ranks are written by one of them. Ranks wait for
 /// the slowest writer, for the group's timeout at most.
+///
+/// With [`SaveOptions::host`] each host has a `dir` of its own: the first rank of each host writes the manifest there
+/// and names the directory, and equal shards are written once a host.
 ///
 /// In an object store (`s3://bucket/run/step-1`, with the feature `object-store`), files go to their place under names
 /// that no other save uses, and the manifest comes last.
@@ -126,8 +131,11 @@ pub fn save_with(dir: &Path, group: &ProcessGroup, state: &SaveState, options: &
     let is_here = matches!(committed, Ok(Some(())));
     if let Err(error) = agree(group, finish, committed) {
         // Another host could not.
-        if is_here && matches!(error, Error::Rank { .. }) {
-            discard(dir)?;
+        if is_here
+            && matches!(error, Error::Rank { .. })
+            && let Err(left) = discard(dir)
+        {
+            tracing::warn!("leaving this host's part of {}: {}", shown(dir.display()), chain(&left));
         }
         return Err(error);
     }

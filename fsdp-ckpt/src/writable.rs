@@ -60,15 +60,19 @@ pub(crate) fn check(dir: &Path, group: &ProcessGroup, hosts: &Hosts) -> Result<(
         .and_then(|store| write(&*store, &file_name(group.rank())));
     let written = agree(group, "write a file there", written);
     drop(staging);
+    // Where hosts have one directory, neither can remove it while the other's is in it.
+    let emptied = group.barrier().wait();
     drop(made);
-    written?;
     // Nobody goes on before all is as it was.
-    Ok(group.barrier().wait().map(drop)?)
+    let settled = emptied.and_then(|_| group.barrier().wait());
+    written?;
+    Ok(settled.map(drop)?)
 }
 
 /// Whether a host sees what others have begun in theirs: then it is one directory, where two saves are in each other's
 /// way.
 fn check_alone(target: &Path, begun: &[String], hosts: &Hosts, rank: usize) -> Result<()> {
+    let Some(target) = on_this_host(target)? else { return Ok(()) };
     let (dir, _) = split(target)?;
     let others = (0..begun.len()).filter(|&other| hosts.is_first(other) && other != rank && hosts.is_first(rank));
     for other in others {

@@ -24,7 +24,7 @@ fn files(dir: &Path) -> Vec<PathBuf> {
     for entry in std::fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
-        let is_script = dir.file_name().is_some_and(|name| name == ".ci" || name == "scripts");
+        let is_script = dir.file_name().is_some_and(|name| [".ci", "scripts", "hosts"].iter().any(|it| name == *it));
         if path.is_dir() {
             let is_theirs = (name.starts_with('.') && name != ".ci") || path.join("CACHEDIR.TAG").exists();
             if !is_theirs {
@@ -97,6 +97,7 @@ fn the_files_of_every_kind_are_looked_at() {
         "README.md",
         ".ci/run",
         "scripts/check-cuda",
+        "tests/hosts/slurm",
         "Cargo.toml",
         "fsdp-core/src/lib.rs",
         "tests/it/width.rs",

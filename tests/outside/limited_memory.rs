@@ -46,11 +46,11 @@ fn model(dir: &Path) {
     fs::write(dir.join("model/config.json"), config.to_string()).unwrap();
 }
 
-/// The most that a host had in use.
-fn peaks(run: &Run) -> Vec<u64> {
+/// The most that each host had in use; `None` where the kernel does not know.
+fn peaks(run: &Run) -> Vec<Option<u64>> {
     let lines = run.stdout.lines().chain(run.stderr.lines());
     let told = lines.filter_map(|line| line.split_once("tests/hosts/limited: node")?.1.split(' ').nth(1));
-    told.map(|bytes| bytes.parse().unwrap()).collect()
+    told.map(|bytes| if bytes == "unknown" { None } else { Some(bytes.parse().unwrap()) }).collect()
 }
 
 fn a_model_that_one_host_can_not_hold_trains_on_two() {
@@ -71,6 +71,7 @@ fn a_model_that_one_host_can_not_hold_trains_on_two() {
 
     let run = on(2).ok();
     let peaks = peaks(&run);
-    assert!(peaks.len() == 2 && peaks.iter().all(|&peak| peak <= MEMORY), "{peaks:?}");
-    assert!(run.stdout.contains("step 2/2") && dir.path().join("saved/step-00000002").exists(), "{run:?}");
+    assert!(peaks.len() == 2 && peaks.iter().all(|peak| peak.is_none_or(|peak| peak <= MEMORY)), "{peaks:?}");
+    let is_done = run.stdout.contains("step 2/2") || run.stderr.contains("step 2/2");
+    assert!(is_done && dir.path().join("saved/step-00000002").exists(), "{run:?}");
 }

@@ -43,8 +43,8 @@ pub(crate) fn installed() -> Result<(), String> {
     Ok(())
 }
 
-/// Runs a script of bash on the first of so many hosts. `SCRIPT` names the batch script, `TRAIN` is `train` with the
-/// flags of a recorded run, and `MPICH` and `OPEN_MPI` are the folders of the two.
+/// Runs a script of bash on the first of so many hosts. `$0` is the batch script, `"$@"` is `train` with the flags of a
+/// recorded run, and `MPICH` and `OPEN_MPI` are the folders of the two.
 fn on_slurm(hosts: usize, script: &str, (steps, more): (usize, &[&str]), dir: &Path) -> Run {
     let [mpich, open_mpi] = [false, true].map(|is_open| mpirun(is_open).unwrap().parent().unwrap().to_path_buf());
     let programs = program("fsdp-launch").parent().unwrap().to_path_buf();
@@ -55,8 +55,8 @@ fn on_slurm(hosts: usize, script: &str, (steps, more): (usize, &[&str]), dir: &P
     train.extend(["--metrics", "metrics.jsonl"].iter().chain(more).map(ToString::to_string));
     let mut command = Command::new(workspace().join("tests/hosts/slurm"));
     command.current_dir(dir).args(["--hosts", &hosts.to_string(), "bash", "-euc", script]);
-    command.env("PATH", path).env("SCRIPT", workspace().join("examples/deploy/slurm.sbatch"));
-    command.env("TRAIN", train.join(" ")).env("MPICH", mpich).env("OPEN_MPI", open_mpi);
+    command.arg(workspace().join("examples/deploy/slurm.sbatch")).args(train);
+    command.env("PATH", path).env("MPICH", mpich).env("OPEN_MPI", open_mpi);
     command.env("FSDP_TIMEOUT_S", "60").env_remove("FSDP_BACKEND").env_remove("FSDP_MPI_LIBRARY");
     run(command, LIMIT)
 }
@@ -72,7 +72,7 @@ fn srun_starts_the_ranks_of_either_mpi_and_our_launchers() {
     // Three ranks on one host, one on the other.
     for (mpi, folder) in [("pmi2", "$MPICH"), ("pmix", "$OPEN_MPI")] {
         let dir = tempfile::tempdir().unwrap();
-        let script = format!("PATH={folder}:$PATH srun --mpi={mpi} --nodes 2 --ntasks 4 $TRAIN");
+        let script = format!("PATH={folder}:$PATH srun --mpi={mpi} --nodes 2 --ntasks 4 \"$@\"");
         on_slurm(2, &script, AS_RECORDED, dir.path()).ok();
         reproduces(dir.path(), mpi);
     }
@@ -80,12 +80,12 @@ fn srun_starts_the_ranks_of_either_mpi_and_our_launchers() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("token"), "0123456789abcdef0123456789abcdef").unwrap();
     let script = "srun --mpi=pmix --nodes 2 --ntasks 2 fsdp-launch --nnodes 2 --nproc-per-node 2 --rdzv-endpoint \
-        node0:29400 --rdzv-token-file token $TRAIN";
+        node0:29400 --rdzv-token-file token \"$@\"";
     on_slurm(2, script, AS_RECORDED, dir.path()).ok();
     reproduces(dir.path(), "fsdp-launch");
     // Slurm starts them without telling MPI of it.
     let dir = tempfile::tempdir().unwrap();
-    let run = on_slurm(2, "srun --mpi=none --nodes 2 --ntasks 4 $TRAIN", AS_RECORDED, dir.path());
+    let run = on_slurm(2, r#"srun --mpi=none --nodes 2 --ntasks 4 "$@""#, AS_RECORDED, dir.path());
     let parts = ["the 4 ranks run on 2 hosts", "srun with --mpi=pmi2 (for MPICH) or --mpi=pmix (for Open MPI)"];
     assert!(run.code != Some(0) && parts.iter().all(|part| run.stderr.contains(part)), "{run:?}");
     assert!(!run.stderr.contains("on 4 hosts"), "{run:?}");
@@ -93,7 +93,7 @@ fn srun_starts_the_ranks_of_either_mpi_and_our_launchers() {
 
 fn the_batch_script_trains_on_two_hosts() {
     let dir = tempfile::tempdir().unwrap();
-    let script = "export NPROC_PER_NODE=2; sbatch --wait --nodes 2 --cpus-per-task 2 $SCRIPT $TRAIN";
+    let script = r#"export NPROC_PER_NODE=2; sbatch --wait --nodes 2 --cpus-per-task 2 "$0" "$@""#;
     let run = on_slurm(2, script, AS_RECORDED, dir.path());
     let said = fs::read_to_string(dir.path().join("slurm-1.out")).unwrap_or_default();
     assert!(run.code == Some(0), "{run:?}\n{said}");
@@ -108,7 +108,8 @@ fn the_batch_script_trains_on_two_hosts() {
 /// it sees.
 const HAPPENS: &str = r#"
 export NPROC_PER_NODE=1
-job=$(sbatch --parsable --nodes 2 --cpus-per-task 2 $SCRIPT $TRAIN)
+train=$1
+job=$(sbatch --parsable --nodes 2 --cpus-per-task 2 "$0" "$@")
 state() { squeue --noheader --jobs "$job" --format '%T %N' 2>/dev/null || true; }
 until_is() {
     for _ in $(seq 900); do [[ $(state) == $1 ]] && return; sleep 0.1; done
@@ -122,7 +123,7 @@ until_saved() {
 # The process of rank 1.
 rank() {
     for process in /proc/[0-9]*; do
-        if [[ $(readlink "$process/exe") == "${TRAIN%% *}" ]] && grep --quiet --null-data '^RANK=1$' "$process/environ"
+        if [[ $(readlink "$process/exe") == "$train" ]] && grep --quiet --null-data '^RANK=1$' "$process/environ"
         then echo "${process#/proc/}"; fi
     done
 }

@@ -28,7 +28,7 @@ fn every_way_to_be_wrong_is_told() {
     let huge = usize::MAX / 2;
     for (pointer, value, part) in [
         ("/format", json!("other"), "a checkpoint's is"),
-        ("/version", json!(3), "newer 3"),
+        ("/version", json!(4), "newer 4"),
         ("/version", json!(0), "version 0"),
         ("/version", json!(2), "does not end with its checksum"),
         ("/values/step", json!(1u64 << 63), "no run takes more than"),
@@ -57,6 +57,8 @@ fn every_way_to_be_wrong_is_told() {
         ("/tensors", json!({}), "no tensor has a chunk"),
         ("/finite", json!(true), "fields that came later"),
         ("/crc32c", json!(1), "fields that came later"),
+        ("/files/a/host", json!("node0"), "fields that came later"),
+        ("/tensors/w/chunks/0/copies", json!(["c"]), "fields that came later"),
     ] {
         let mut bad = good();
         let (at, key) = pointer.rsplit_once('/').unwrap();
@@ -91,7 +93,15 @@ fn a_manifest_that_ends_with_its_checksum_has_one_of_every_header() {
     let whole = text(&|_| ());
     assert_eq!(reason(&whole), "accepted");
     assert_eq!(reason(&text(&|manifest| manifest["finite"] = json!(true))), "accepted");
-    assert_eq!(reason(&text(&|manifest| manifest["version"] = json!(3))), "newer 3");
+    assert_eq!(reason(&text(&|manifest| manifest["version"] = json!(4))), "newer 4");
+    let of_hosts = |version: u64| {
+        reason(&text(&|manifest| {
+            manifest["version"] = json!(version);
+            manifest["files"]["a"]["host"] = json!("node0");
+        }))
+    };
+    assert_eq!(of_hosts(3), "accepted");
+    assert!(of_hosts(2).contains("of version 2, and has fields that came later"), "{}", of_hosts(2));
     let none = text(&|manifest| drop(manifest["files"]["a"].as_object_mut().unwrap().remove("header_crc32c")));
     assert!(reason(&none).contains("has no checksum of its header"), "{}", reason(&none));
     // Another version, and an older one, are damage where the checksum says so.

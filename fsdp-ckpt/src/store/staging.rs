@@ -56,7 +56,12 @@ impl Staging for LocalStaging {
             _ => io_error("rename", path)(error),
         })?;
         self.committed = true;
-        sync_dir(&split(&self.target)?.0)
+        if let Err(error) = sync_dir(&split(target)?.0) {
+            // What has failed is not to have the name. It goes as if it had never had it.
+            self.committed = rename_to_new(target, path).is_err();
+            return Err(error);
+        }
+        Ok(())
     }
 }
 

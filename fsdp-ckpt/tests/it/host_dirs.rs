@@ -271,6 +271,13 @@ fn what_may_be_whole_elsewhere_is_not_taken_for_damaged() {
     assert_eq!((reason.as_str(), damaged), ("node7 has none; copy that of node0 there", false));
     copy(&disks.dir(0, "step-1"), &disks.dir(1, "step-1"));
     assert_eq!(open(["node8", "node7"]), None);
+    // A disk does not answer.
+    disks.saved(&["runs/step-1"]);
+    fs::rename(disks.dir(1, "runs"), disks.dir(1, "away-2")).unwrap();
+    fs::write(disks.dir(1, "runs"), "").unwrap();
+    for error in world(4, |group| dirs(group).open(&disks.dir(group.rank() / 2, "runs/step-1")).unwrap_err()) {
+        assert!(!error.is_damage() && error.to_string().contains("on node1, can't open "), "{error}");
+    }
     // Nobody has it.
     let errors = world(4, |group| dirs(group).open(&disks.dir(group.rank() / 2, "step-2")).unwrap_err());
     assert!(errors.iter().all(|error| error.to_string().contains("holds no checkpoint, on any host")), "{errors:?}");
@@ -313,6 +320,13 @@ fn the_newest_stay_on_every_host() {
     let removed: Vec<Vec<String>> = removed.iter().map(|paths| paths.iter().map(|path| name(path)).collect()).collect();
     assert_eq!(removed, [vec!["step-1"], vec![], vec!["step-1"], vec![]]);
     assert_eq!(list(disks.0[0].path()), ["step-2", "step-3", "step-4"]);
+    assert_eq!(list(disks.0[1].path()), ["step-2", "step-4"]);
+    // What is to stay may be called otherwise.
+    let removed = world(4, |group| {
+        let root = disks.0[group.rank() / 2].path();
+        dirs(group).keep_newest(root, NonZeroUsize::MIN, &[&root.join("step-4/../step-2")]).unwrap()
+    });
+    assert!(removed.iter().all(Vec::is_empty), "{removed:?}");
     assert_eq!(list(disks.0[1].path()), ["step-2", "step-4"]);
 }
 

@@ -97,13 +97,20 @@ fn directories_that_are_not_the_hosts_own_are_told_before_the_work() {
     };
     let half = |rank: usize| rank / 2;
     assert!(check(&half, &half).iter().all(Result::is_ok));
-    let shared = one(check(&half, &|_| 0)).unwrap_err();
-    assert!(
-        shared.starts_with("rank 0 failed to write a file there: node0 and node1 have one directory ")
-            && shared
-                .ends_with(" in common, and each is to have its own: let all ranks share it, without naming hosts"),
-        "{shared}"
-    );
+    let in_common = |shared: String| {
+        assert!(
+            shared.starts_with("rank 0 failed to write a file there: node0 and node1 have one directory ")
+                && shared
+                    .ends_with(" in common, and each is to have its own: let all ranks share it, without naming hosts"),
+            "{shared}"
+        );
+    };
+    in_common(one(check(&half, &|_| 0)).unwrap_err());
+    let url = PathBuf::from(format!("file://{}", disks.dir(0, "runs").display()));
+    in_common(one(world(4, |group| {
+        let dirs = HostDirs::new(group, &format!("node{}", group.rank() / 2)).unwrap();
+        dirs.check_writable(&url).unwrap_err().to_string()
+    })));
     let namesakes = one(check(&|_| 0, &half)).unwrap_err();
     assert!(namesakes.starts_with("rank 2 failed to write a file there: can't create"), "{namesakes}");
     for disk in &disks.0 {

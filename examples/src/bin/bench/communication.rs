@@ -109,16 +109,19 @@ mod tests {
         let Communication { all, exposed } = clock.read();
         assert!(all >= LONG && exposed == Duration::ZERO);
 
+        let began = Instant::now();
         tracing::debug_span!("wait for all-gather").in_scope(|| {
             thread::sleep(LONG);
             tracing::debug_span!("collective").in_scope(|| thread::sleep(LONG));
         });
+        let waited = began.elapsed();
         tracing::debug_span!("forward").in_scope(|| thread::sleep(LONG));
         let after = clock.read();
         assert!(after.all >= 2 * LONG && after.exposed >= 2 * LONG);
-        // The collective is in the wait, and is not counted for itself.
         let in_wait = after.all - all;
         assert!(after.exposed >= in_wait + LONG && in_wait >= LONG);
+        // The collective is in the wait, and is not counted for itself; nor is what is no communication.
+        assert!(after.exposed <= waited, "{after:?} in {waited:?}");
 
         tracing::debug_span!("collective").in_scope(|| thread::sleep(LONG));
         assert!(clock.read().exposed >= after.exposed + LONG);

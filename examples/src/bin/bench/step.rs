@@ -247,9 +247,8 @@ fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'
     let mib = |bytes: &u64| format!("{:.0}", *bytes as f64 / f64::from(1 << 20));
     print(format_args!(
         "{} ranks, {:.1} million parameters: {step_s:.3} s a step (best {best_step_s:.3}): forward {forward_s:.3}, \
-         backward {backward_s:.3}, optimizer {optimizer_s:.3}; collectives {communication_s:.3}, of which compute waits \
-         {exposed_s:.3}; {:.0} tokens/s; {:.3} TFLOP/s a rank at best; peak \
-         memory {} MiB",
+         backward {backward_s:.3}, optimizer {optimizer_s:.3}; collectives {communication_s:.3}, of which compute \
+         waits {exposed_s:.3}; {:.0} tokens/s; {:.3} TFLOP/s a rank at best; peak memory {} MiB",
         report.world,
         report.parameters as f64 / 1e6,
         report.tokens_per_s,

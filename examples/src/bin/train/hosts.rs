@@ -34,8 +34,8 @@ impl Hosts {
         self.name.clone()
     }
 
-    /// What rank 0 answers, or, with directories of hosts, where all ranks work on the answer, what this rank does.
-    /// Collective.
+    /// The answer that all ranks go by. Rank 0 looks for it, and tells the others; where each host has its directory,
+    /// every rank calls `ask`, which is collective then and has the same outcome everywhere. Collective.
     pub(crate) fn ask<T>(&self, world: &World, ask: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T>
     where
         T: Serialize + for<'de> Deserialize<'de>,
@@ -57,7 +57,8 @@ impl Hosts {
         }
     }
 
-    /// The outcome of what is done without the others: with directories of hosts, an error of one rank is one of all.
+    /// The outcome of what this rank did by itself. Where each host has its directory: collective, and an error on
+    /// every rank when one of them has any.
     pub(crate) fn agreed<T>(&self, world: &World, own: anyhow::Result<T>) -> anyhow::Result<T> {
         if self.dirs.is_none() {
             return own;
@@ -72,7 +73,7 @@ impl Hosts {
         }
     }
 
-    /// Whether this, or with directories of hosts that of any rank, is so.
+    /// Whether it is so here. Where each host has its directory: collective, and whether it is so on any rank.
     pub(crate) fn any(&self, world: &World, own: bool) -> anyhow::Result<bool> {
         match self.dirs {
             Some(_) => Ok(world.all_reduce(&[f64::from(u8::from(own))], ReduceOp::Max)?[0] > 0.),

@@ -15,7 +15,7 @@ use crate::done::Done;
 use crate::exported;
 use crate::hosts::Hosts;
 use crate::steps::step_of;
-use crate::values::is_url;
+use crate::values::on_this_host;
 
 /// Where runs without --checkpoint-dir keep their checkpoints.
 pub(crate) const ROOT: &str = "checkpoints";
@@ -86,9 +86,9 @@ impl Places {
 }
 
 pub(crate) fn same_file(a: &Path, b: &Path) -> bool {
-    match is_url(a) || is_url(b) {
-        true => a == b,
-        false => matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b),
+    match (on_this_host(a), on_this_host(b)) {
+        (Some(a), Some(b)) => matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b),
+        _ => a == b,
     }
 }
 
@@ -201,10 +201,10 @@ fn clear_targets(
 /// What is in a directory of checkpoints, but for saves to an object store that did not finish: they are in nobody's
 /// way.
 fn entries(dir: &Path) -> anyhow::Result<Vec<PathBuf>> {
-    if is_url(dir) {
+    let Some(dir) = on_this_host(dir) else {
         let is_finished = |path: &PathBuf| !matches!(Checkpoint::open(path), Err(fsdp_ckpt::Error::Incomplete { .. }));
         return Ok(fsdp_ckpt::survey(dir)?.steps.into_iter().filter(is_finished).collect());
-    }
+    };
     match std::fs::read_dir(dir) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
         entries => {
@@ -264,6 +264,16 @@ fn run_name(number: u32) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_url_of_this_host_is_a_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        let unfinished = dir.path().join("step-00000005");
+        std::fs::create_dir(&unfinished).unwrap();
+        let url = PathBuf::from(format!("file://{}", dir.path().display()));
+        assert_eq!(entries(&url).unwrap(), [unfinished.as_path()]);
+        assert!(same_file(&url.join("step-00000005"), &unfinished) && !same_file(&url, &unfinished));
+    }
 
     #[test]
     fn claims_at_the_same_time_are_different_and_empty_ones_go_away() {

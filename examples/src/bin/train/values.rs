@@ -168,6 +168,14 @@ pub(crate) fn is_url(path: &Path) -> bool {
     !scheme.is_empty() && scheme.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"+-.".contains(&byte))
 }
 
+/// The path of this host that `path` is; none in an object store.
+pub(crate) fn on_this_host(path: &Path) -> Option<&Path> {
+    match path.to_str().and_then(|text| text.strip_prefix("file://")) {
+        Some(local) => Some(Path::new(local)),
+        None => Some(path).filter(|path| !is_url(path)),
+    }
+}
+
 pub(crate) fn place<S: Serializer>(path: &Option<PathBuf>, serializer: S) -> Result<S::Ok, S::Error> {
     match path {
         Some(path) => absolute(path, serializer),
