@@ -84,4 +84,6 @@ dist.all_gather_object(on_device, torch.cuda.max_memory_allocated() if on_gpu el
 if rank == 0:
     report = {"world": world, "step_s": statistics.median(steps[1:]), "best_step_s": min(steps[1:]), "loss": loss}
     print(json.dumps({**report, "peak_rss_bytes": peaks, "peak_device_bytes": on_device}))
+# Who leaves while others still read what was gathered takes them down.
+dist.barrier()
 dist.destroy_process_group()

@@ -93,7 +93,7 @@ fn manifests_that_lie() {
     let good = std::fs::read(&path).unwrap();
     let chunk = "/tensors/model.even.weight/chunks/0";
     for (at, value, part) in [
-        ("/version".into(), 3.into(), "use a newer fsdp-ckpt"),
+        ("/version".into(), 4.into(), "use a newer fsdp-ckpt"),
         ("/values/step".into(), (1u64 << 63).into(), "no run takes more than"),
         ("/tensors".into(), serde_json::json!({}), "no tensor has a chunk in its file"),
         (format!("{chunk}/file"), "../elsewhere".into(), "not a plain file name"),
