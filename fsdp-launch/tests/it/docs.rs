@@ -82,10 +82,10 @@ fn every_command_of_the_document_runs() {
 fn the_document_knows_no_other_options_than_the_command() {
     let (_, help, _) = finish(&mut launcher(&["--help"]));
     let document = document();
-    let ours = document.split(['`', ' ', '\n', '(', ')', ':', ';', ',']).filter(|word| word.starts_with("--"));
+    let ours = document.split(['`', ' ', '\n', '(', ')', ':', ';', ',', '=']).filter(|word| word.starts_with("--"));
     // Of `train`, of other launchers, and of `bench`.
     let of_train = ["--steps", "--epochs", "--checkpoint-dir", "--checkpoint-local", "--save-every", "--resume"];
-    let of_others = ["--host", "--mpi", "--with-ft", "--nodes", "--replicate"];
+    let of_others = ["--host", "--mpi", "--with-ft", "--nodes", "--signal", "--replicate"];
     for option in ours.filter(|option| !of_train.contains(option) && !of_others.contains(option)) {
         assert!(help.contains(option), "{option}");
     }
