@@ -118,9 +118,13 @@ fn killed(way: Way) {
     let said = said(dir.path());
     let is_said = match way {
         Way::OpenMpi => said.contains("rank 3 on node1 died"),
-        // It ends the other ranks before they can speak.
-        Way::Mpich => text.contains("RUNNING AT node1") && text.contains("EXIT CODE: 9"),
-        // MPICH crashes in ranks that have lost a peer, and the launcher may see that first.
+        // It ends the other ranks before they can speak. MPICH crashes in ranks that have lost a peer (11 is SIGSEGV),
+        // and the launcher may see that first.
+        Way::Mpich => {
+            let ended = |host: &str, code: u8| text.contains(&format!("RUNNING AT {host}\n=   EXIT CODE: {code}\n"));
+            ended("node1", 9) || ["node0", "node1"].into_iter().any(|host| ended(host, 11))
+        }
+        // It sees the two in either order as well.
         Way::Ours => {
             let is_first = text.contains("rank 3 (pid ") && text.contains(" on node1) failed first");
             is_first || text.contains("rank 3: failed too, killed by SIGKILL")
