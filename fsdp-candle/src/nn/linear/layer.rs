@@ -44,8 +44,7 @@ impl Linear {
     /// # Errors
     /// Those of [`lora`](super::super::lora()).
     pub fn with_adapter(mut self, vb: VarBuilder) -> Result<Self> {
-        let (outputs, inputs) = self.weight.dims2()?;
-        self.adapter = Adapter::wanted(&self.weight, inputs, outputs, vb)?;
+        self.adapter = Adapter::wanted(&self.weight, false, vb)?;
         Ok(self)
     }
 
