@@ -17,13 +17,10 @@ pub(in crate::nn) struct Adapter {
 }
 
 impl Adapter {
-    /// The adapter that the map of this weight asks for, if it does; of a weight stored as `[in, out]` where `in_out`.
-    pub(super) fn wanted(weight: &Tensor, in_out: bool, vb: VarBuilder) -> Result<Option<Self>> {
-        let Some(param) = FsdpParam::of(weight) else { return Ok(None) };
-        // Builders are asked for global shapes; the layer may hold a part of the weight.
-        let (rows, cols) = param.shape().dims2()?;
-        let (inputs, outputs) = if in_out { (rows, cols) } else { (cols, rows) };
-        param.adapter().map(|config| Adapter::new(inputs, outputs, config, vb)).transpose()
+    /// The adapter that the map of this weight asks for, if it does.
+    pub(super) fn wanted(weight: &Tensor, inputs: usize, outputs: usize, vb: VarBuilder) -> Result<Option<Self>> {
+        let config = FsdpParam::of(weight).and_then(|param| param.adapter());
+        config.map(|config| Adapter::new(inputs, outputs, config, vb)).transpose()
     }
 
     /// Asks `vb` for the two matrices.

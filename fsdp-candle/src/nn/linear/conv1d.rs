@@ -28,7 +28,8 @@ impl Conv1D {
     /// # Errors
     /// Those of [`lora`](super::super::lora()).
     pub fn with_adapter(mut self, vb: VarBuilder) -> Result<Self> {
-        self.adapter = Adapter::wanted(&self.weight, true, vb)?;
+        let (inputs, outputs) = self.weight.dims2()?;
+        self.adapter = Adapter::wanted(&self.weight, inputs, outputs, vb)?;
         Ok(self)
     }
 

@@ -44,7 +44,8 @@ impl Linear {
     /// # Errors
     /// Those of [`lora`](super::super::lora()).
     pub fn with_adapter(mut self, vb: VarBuilder) -> Result<Self> {
-        self.adapter = Adapter::wanted(&self.weight, false, vb)?;
+        let (outputs, inputs) = self.weight.dims2()?;
+        self.adapter = Adapter::wanted(&self.weight, inputs, outputs, vb)?;
         Ok(self)
     }
 
