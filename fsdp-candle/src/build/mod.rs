@@ -3,7 +3,9 @@
 mod buffers;
 mod by_name;
 mod fully_shard;
+mod of_world;
 mod options;
+mod requires_grad;
 mod transaction;
 mod var_map;
 

@@ -87,7 +87,7 @@ pub(super) struct Building {
 
 impl ShardedVarMap {
     /// An empty map for the ranks of a mesh, those that train copies of one model: 1-D (shard), or 2-D (replicate,
-    /// shard). Initial values are drawn with seed 0 until [`ShardedVarMap::init_with`] says otherwise.
+    /// shard). [`ShardedVarMap::of_world`] takes all ranks of a job. Initial values are drawn with seed 0 until [`ShardedVarMap::init_with`] says otherwise.
     pub fn new(mesh: &DeviceMesh, device: &Device) -> Self {
         ShardedVarMap(Arc::new(Inner {
             mesh: mesh.clone(),
@@ -111,7 +111,7 @@ impl ShardedVarMap {
     }
 
     /// Freezes the parameters built from now on whose FQN `frozen` accepts: they are sharded and gathered, and get no
-    /// gradient.
+    /// gradient. [`ShardedVarMap::set_requires_grad`] does it to those that are built.
     pub fn freeze(&self, frozen: impl Fn(&str) -> bool + Send + Sync + 'static) {
         *lock(&self.0.frozen) = Arc::new(frozen);
     }
@@ -272,7 +272,7 @@ impl ShardedVarMap {
             }
         };
         if let Some(param) = self.shared(name, &shape, dtype, &unit)? {
-            return Ok(param.full().clone());
+            return Ok(param.held().clone());
         }
         if !dtype.is_float() {
             return Err(fail(format!("parameters are floating point; it was asked for as {dtype:?}")));
@@ -318,13 +318,13 @@ impl ShardedVarMap {
             offload,
             shape,
         };
-        let nodes = nodes_of(&self.0.device, &spec.shape, compute_dtype, trainable, schedule.listener())?;
+        let nodes = nodes_of(&self.0.device, &spec.shape, compute_dtype, schedule.listener())?;
         let param = FsdpParam::new(spec, shard, nodes, schedule.pool().clone())?;
         lock(&self.0.params).insert(name.into(), Owned { param: param.clone(), unit });
         if let Some(unit) = lock(&self.0.building).last_mut() {
             unit.params.push(param.clone());
         }
-        Ok(param.full().clone())
+        Ok(param.held().clone())
     }
 
     /// The parameter of this name, if the same unit has it already.

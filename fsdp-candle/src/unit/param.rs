@@ -54,18 +54,22 @@ pub struct FsdpParam {
     shard_dim: usize,
     layout: ShardLayout,
     ranks: Arc<DataParallel>,
-    trainable: bool,
+    requires_grad: AtomicBool,
     extension: Option<Arc<dyn AllGatherExtension>>,
     adapter: Option<LoraConfig>,
     shard: Var,
     offload: Option<Offload>,
-    leaf: Option<TensorId>,
+    leaf: TensorId,
     anchor: Tensor,
+    /// What layers hold: the full tensor, or the same without a graph where it was frozen when they were built.
+    held: Tensor,
     room: Arc<Room>,
     values: Values,
     gradient: Gradient,
     unit: OnceLock<Place>,
     uses: Told,
+    /// Whether a layer of `nn` holds it.
+    has_layer: AtomicBool,
     /// Whether a layer that tells of its uses holds it.
     claimed: AtomicBool,
 }
@@ -96,12 +100,12 @@ pub(crate) struct ParamSpec {
 
 /// The graph's view of a parameter: `leaf -> anchor -> full`, on the device that computes.
 pub(crate) struct Nodes {
-    /// The variable that the graph of a trainable parameter starts from.
-    pub(crate) leaf: Option<TensorId>,
+    /// The variable that the parameter's graph starts from.
+    pub(crate) leaf: TensorId,
     /// A scalar that stands for the parameter in the graph. Its backward runs once, when every use of the parameter has
     /// been processed.
     pub(crate) anchor: Tensor,
-    /// What layers hold: the full shape, with memory only while unsharded.
+    /// The full shape, with memory only while unsharded.
     pub(crate) full: Tensor,
 }
 
@@ -115,27 +119,32 @@ impl FsdpParam {
     pub(crate) fn new(spec: ParamSpec, shard: Var, nodes: Nodes, pool: Arc<Pool>) -> Result<Arc<Self>> {
         let elements = spec.shape.elem_count();
         let room = Arc::new(Room { name: spec.name, elements, dtype: spec.compute_dtype, pool });
+        // Layers of other crates would keep a graph for what is frozen.
+        let held = if spec.trainable { nodes.full.clone() } else { nodes.full.detach() };
         let param = Arc::new(FsdpParam {
             shape: spec.shape,
             region: spec.region,
             shard_dim: spec.shard_dim,
             layout: spec.layout,
             ranks: spec.ranks,
-            trainable: spec.trainable,
+            requires_grad: AtomicBool::new(spec.trainable),
             extension: spec.extension,
             adapter: spec.adapter,
             shard,
             offload: spec.offload,
             leaf: nodes.leaf,
             anchor: nodes.anchor,
+            held,
             values: Values::new(nodes.full, room.clone())?,
             gradient: Gradient::new(room.clone()),
             room,
             unit: OnceLock::new(),
             uses: Told::new(),
+            has_layer: AtomicBool::new(false),
             claimed: AtomicBool::new(false),
         });
         BY_TENSOR.insert(&param.anchor, &param);
+        BY_TENSOR.insert(&param.held, &param);
         BY_TENSOR.insert(param.full(), &param);
         BY_SHARD.insert(&param.shard, &param);
         Ok(param)
@@ -264,9 +273,27 @@ impl FsdpParam {
         self.region.is_empty() && grads.get(&self.anchor).is_some()
     }
 
-    /// Whether a gradient is computed for it.
+    /// Whether a gradient is computed for it: PyTorch's `requires_grad`, which
+    /// [`ShardedVarMap::set_requires_grad`](crate::ShardedVarMap::set_requires_grad) changes.
     pub fn trainable(&self) -> bool {
-        self.trainable
+        self.requires_grad.load(Ordering::Relaxed)
+    }
+
+    /// Freezes it, with the gradients that wait for a reduction, or trains it.
+    pub(crate) fn set_requires_grad(&self, requires_grad: bool) {
+        self.requires_grad.store(requires_grad, Ordering::Relaxed);
+        if !requires_grad {
+            self.gradient.forget();
+            if let Some(offload) = &self.offload {
+                offload.forget();
+            }
+        }
+    }
+
+    /// Whether a gradient would reach it: a layer of `nn` holds it, which asks each time, or a tensor with a graph is
+    /// what others hold.
+    pub(crate) fn can_be_trained(&self) -> bool {
+        self.held.track_op() || self.has_layer.load(Ordering::Relaxed)
     }
 
     /// Whether the full tensor has its memory now.
@@ -275,12 +302,17 @@ impl FsdpParam {
     }
 
     /// What layers hold.
+    pub(crate) fn held(&self) -> &Tensor {
+        &self.held
+    }
+
+    /// The full tensor, with its graph.
     pub(crate) fn full(&self) -> &Tensor {
         self.values.tensor()
     }
 
-    /// The variable that its graph starts from, if it is trainable.
-    pub(crate) fn leaf(&self) -> Option<TensorId> {
+    /// The variable that its graph starts from.
+    pub(crate) fn leaf(&self) -> TensorId {
         self.leaf
     }
 
@@ -312,6 +344,11 @@ impl FsdpParam {
             Some(Place { unit, position }) => Ok((unit, *position)),
             None => bail!("parameter `{}` is still being built", self.name()),
         }
+    }
+
+    /// Notes that a layer of `nn` holds the parameter.
+    pub(crate) fn note_layer(&self) {
+        self.has_layer.store(true, Ordering::Relaxed);
     }
 
     /// Notes that a layer holds the parameter which says so before it uses it.
@@ -385,6 +422,7 @@ impl FsdpParam {
 impl Drop for FsdpParam {
     fn drop(&mut self) {
         BY_TENSOR.remove(&self.anchor);
+        BY_TENSOR.remove(&self.held);
         BY_TENSOR.remove(self.full());
         BY_SHARD.remove(&self.shard);
     }
