@@ -57,6 +57,7 @@ pub mod conv;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod dropout;
 pub mod embedding;
 pub mod kv_cache;
 pub mod linear;
