@@ -75,7 +75,7 @@ impl ShardedVarMap {
     /// Fails for a parameter that can't be trained.
     fn check_trained(&self, param: &FsdpParam) -> Result<()> {
         let fail = |message: String| Error::Parameter { name: param.name().into(), message };
-        param.ranks().check_covers(self.mesh()).map_err(fail)?;
+        param.ranks().check_covers(&self.copies()).map_err(fail)?;
         match param.can_be_trained() {
             true => Ok(()),
             false => Err(fail(

@@ -2,12 +2,12 @@
 //! backward.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, LazyLock, OnceLock, Weak};
+use std::sync::{Arc, LazyLock, OnceLock};
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Shape, Tensor, TensorId, Var, bail};
 use fsdp_core::layout::Region;
-use fsdp_core::{Buffer, Placement};
+use fsdp_core::{Buffer, DeviceMesh, Placement, ProcessGroup};
 
 use super::gradient::{Gradient, Stage};
 use super::lookup::Lookup;
@@ -15,12 +15,12 @@ use super::memory::Values;
 use super::offload::Offload;
 use super::path::UnitId;
 use super::room::Room;
-use super::uses::{Told, Uses};
+use super::uses::Told;
 use crate::adapter::LoraConfig;
 use crate::data_parallel::{DataParallel, ShardLayout};
-use crate::error::Error;
 use crate::extension::AllGatherExtension;
 use crate::storage::{Pool, to_core_dtype, to_dtype, to_tensor};
+use crate::tensor_parallel::{Parallel, ParallelStyle};
 
 /// A parameter sharded over the ranks of its unit.
 ///
@@ -54,6 +54,7 @@ pub struct FsdpParam {
     shard_dim: usize,
     layout: ShardLayout,
     ranks: Arc<DataParallel>,
+    parallel: Option<Arc<Parallel>>,
     requires_grad: AtomicBool,
     extension: Option<Arc<dyn AllGatherExtension>>,
     adapter: Option<LoraConfig>,
@@ -66,17 +67,19 @@ pub struct FsdpParam {
     room: Arc<Room>,
     values: Values,
     gradient: Gradient,
-    unit: OnceLock<Place>,
-    uses: Told,
+    pub(super) unit: OnceLock<Place>,
+    pub(super) uses: Told,
     /// Whether a layer of `nn` holds it.
-    has_layer: AtomicBool,
+    pub(super) has_layer: AtomicBool,
     /// Whether a layer that tells of its uses holds it.
-    claimed: AtomicBool,
+    pub(super) claimed: AtomicBool,
+    /// Whether a layer that knows of tensor parallelism holds it.
+    served: AtomicBool,
 }
 
 /// The unit of a parameter, and its position there.
-struct Place {
-    unit: UnitId,
+pub(super) struct Place {
+    pub(super) unit: UnitId,
     position: usize,
 }
 
@@ -89,6 +92,7 @@ pub(crate) struct ParamSpec {
     pub(crate) shard_dim: usize,
     pub(crate) layout: ShardLayout,
     pub(crate) ranks: Arc<DataParallel>,
+    pub(crate) parallel: Option<Arc<Parallel>>,
     pub(crate) compute_dtype: DType,
     pub(crate) trainable: bool,
     pub(crate) extension: Option<Arc<dyn AllGatherExtension>>,
@@ -105,7 +109,7 @@ pub(crate) struct Nodes {
     /// A scalar that stands for the parameter in the graph. Its backward runs once, when every use of the parameter has
     /// been processed.
     pub(crate) anchor: Tensor,
-    /// The full shape, with memory only while unsharded.
+    /// The unsharded shape, with memory only while unsharded.
     pub(crate) full: Tensor,
 }
 
@@ -117,7 +121,7 @@ static BY_SHARD: LazyLock<Lookup<FsdpParam>> = LazyLock::new(Default::default);
 
 impl FsdpParam {
     pub(crate) fn new(spec: ParamSpec, shard: Var, nodes: Nodes, pool: Arc<Pool>) -> Result<Arc<Self>> {
-        let elements = spec.shape.elem_count();
+        let elements = nodes.full.elem_count();
         let room = Arc::new(Room { name: spec.name, elements, dtype: spec.compute_dtype, pool });
         // Layers of other crates would keep a graph for what is frozen.
         let held = if spec.trainable { nodes.full.clone() } else { nodes.full.detach() };
@@ -127,6 +131,7 @@ impl FsdpParam {
             shard_dim: spec.shard_dim,
             layout: spec.layout,
             ranks: spec.ranks,
+            parallel: spec.parallel,
             requires_grad: AtomicBool::new(spec.trainable),
             extension: spec.extension,
             adapter: spec.adapter,
@@ -142,6 +147,7 @@ impl FsdpParam {
             uses: Told::new(),
             has_layer: AtomicBool::new(false),
             claimed: AtomicBool::new(false),
+            served: AtomicBool::new(false),
         });
         BY_TENSOR.insert(&param.anchor, &param);
         BY_TENSOR.insert(&param.held, &param);
@@ -175,6 +181,12 @@ impl FsdpParam {
         &self.shape
     }
 
+    /// The shape of what layers hold on this rank: the global shape, or a part of it where
+    /// [`parallelize`](crate::parallelize) has cut a dimension.
+    pub fn unsharded_shape(&self) -> &Shape {
+        self.full().shape()
+    }
+
     /// The dtype of the shard, of its sharded gradient and of the optimizer's state.
     pub fn dtype(&self) -> DType {
         self.shard.dtype()
@@ -190,14 +202,48 @@ impl FsdpParam {
         &self.region
     }
 
-    /// The tensor dimension that is cut.
+    /// The tensor dimension that FSDP shards.
     pub fn shard_dim(&self) -> usize {
         self.shard_dim
     }
 
-    /// One placement for each dimension of the mesh.
+    /// The mesh that the shards of all ranks lie on. Dimensions that shard together are one.
+    pub fn device_mesh(&self) -> &DeviceMesh {
+        self.ranks.mesh()
+    }
+
+    /// One placement for each dimension of [`FsdpParam::device_mesh`].
     pub fn placements(&self) -> Vec<Placement> {
-        self.ranks.placements(self.shard_dim)
+        self.ranks.placements(self.shard_dim, self.parallel())
+    }
+
+    /// What it is under tensor parallelism; none where no plan names its module.
+    pub(crate) fn parallel(&self) -> Option<&Parallel> {
+        self.parallel.as_deref()
+    }
+
+    /// The tensor-parallel ranks, where each of them has a part of it.
+    pub(crate) fn cut_over(&self) -> Option<&ProcessGroup> {
+        self.parallel().filter(|parallel| parallel.cut().is_some()).map(Parallel::group)
+    }
+
+    /// For a layer of one's own that holds the tensor `weight`: how its module is parallel, and the ranks, where a plan of
+    /// [`parallelize`](crate::parallelize) names it. Who asks does the collectives; without a layer that asks, building
+    /// fails. Layers of [`nn`](crate::nn) do so by themselves.
+    pub fn serve(weight: &Tensor) -> Option<(ParallelStyle, ProcessGroup)> {
+        let param = FsdpParam::of(weight)?;
+        param.serve_parallel().map(|parallel| (parallel.style(), parallel.group().clone()))
+    }
+
+    /// [`FsdpParam::parallel`], for a layer that holds the parameter and does its part: without one, building fails.
+    pub(crate) fn serve_parallel(&self) -> Option<&Arc<Parallel>> {
+        self.served.store(true, Ordering::Relaxed);
+        self.parallel.as_ref()
+    }
+
+    /// Whether a layer that does its part under tensor parallelism holds it, or none needs to.
+    pub(crate) fn is_served(&self) -> bool {
+        self.parallel().is_none_or(|parallel| !parallel.needs_layer()) || self.served.load(Ordering::Relaxed)
     }
 
     pub(crate) fn layout(&self) -> &ShardLayout {
@@ -344,64 +390,6 @@ impl FsdpParam {
             Some(Place { unit, position }) => Ok((unit, *position)),
             None => bail!("parameter `{}` is still being built", self.name()),
         }
-    }
-
-    /// Notes that a layer of `nn` holds the parameter.
-    pub(crate) fn note_layer(&self) {
-        self.has_layer.store(true, Ordering::Relaxed);
-    }
-
-    /// Notes that a layer holds the parameter which says so before it uses it.
-    pub(crate) fn claim(&self) {
-        self.claimed.store(true, Ordering::Relaxed);
-    }
-
-    pub(crate) fn is_claimed(&self) -> bool {
-        self.claimed.load(Ordering::Relaxed)
-    }
-
-    pub(super) fn tell_uses(&self, to: Weak<dyn Uses>) {
-        // Set once, by the call that made the unit.
-        let _ = self.uses.set(to);
-    }
-
-    /// Says that a layer is about to use the parameter.
-    ///
-    /// # Errors
-    /// Those of a gather, and when the full tensor can't be used now.
-    pub(crate) fn used(&self) -> Result<()> {
-        self.tell_use()?;
-        self.check_unsharded()
-    }
-
-    /// Says that a layer is about to use the parameter or to leave a gradient with it, whose values may be gone.
-    ///
-    /// # Errors
-    /// Those of a gather.
-    pub(crate) fn tell_use(&self) -> Result<()> {
-        match self.uses.get().and_then(Weak::upgrade) {
-            Some(uses) => uses.used(self.unit()?.0),
-            None => Ok(()),
-        }
-    }
-
-    /// An error that says why the full tensor can't be used now, unless it can.
-    fn check_unsharded(&self) -> Result<()> {
-        if self.is_unsharded() {
-            return Ok(());
-        }
-        let unit = self.unit.get().map_or("(being built)", |place| &place.unit.name);
-        let message = match self.uses.get() {
-            Some(_) => format!(
-                "its values are sharded and not gathered here: unit `{unit}` is gathered inside a forward of the model \
-                 alone. Call the model through its FsdpModule (`forward`, `call` or `call_mut`), which runs the hooks"
-            ),
-            None => format!(
-                "its values are sharded and not gathered here: unit `{unit}` is not inside a forward of its own. Call \
-                 the unit through its FsdpModule (`forward` or `call`), which runs the hooks, or `unshard()` it first"
-            ),
-        };
-        Err(Error::Parameter { name: self.name().into(), message }.into())
     }
 
     /// The shard in the dtype that travels, on the device that computes.
