@@ -81,6 +81,7 @@ pub mod nn;
 mod optim;
 mod pattern;
 mod policy;
+pub mod random;
 mod state_dict;
 mod step;
 mod storage;

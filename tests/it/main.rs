@@ -8,6 +8,7 @@ mod candle_nn;
 mod candle_transformers;
 mod chaos;
 mod devices;
+mod dropout;
 mod fine_tuning;
 mod finite;
 mod from_pytorch;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use candle_core::{DType, Module, Result, Tensor};
-use fsdp_candle::activation_checkpoint::checkpoint;
+use fsdp_candle::activation_checkpoint::CheckpointPolicy;
 use fsdp_candle::nn::{self, LoraConfig, is_adapter};
 use fsdp_candle::{
     AdamW, AdamWConfig, FsdpModule, FullyShard, MixedPrecisionPolicy, Recurse, ReshardAfterForward, ShardedVarMap,
@@ -39,9 +39,35 @@ struct Way {
     reshard: ReshardAfterForward,
     dtype: Option<DType>,
     lora: bool,
-    checkpoint: bool,
+    /// Whether what is frozen is frozen after it is built.
+    late: bool,
+    dropout: f32,
+    again: Again,
     sync: bool,
     rows: usize,
+}
+
+/// What runs again in backward.
+#[derive(Clone, Copy)]
+enum Again {
+    Nothing,
+    /// Every block.
+    All,
+    /// The first two blocks.
+    FirstTwo,
+    /// Every block, which keeps its first product.
+    AllButProduct,
+}
+
+impl Again {
+    fn policy(self) -> CheckpointPolicy {
+        match self {
+            Again::Nothing => CheckpointPolicy::none(),
+            Again::All => CheckpointPolicy::all(),
+            Again::FirstTwo => CheckpointPolicy::named(["blocks.[01]"]).unwrap(),
+            Again::AllButProduct => CheckpointPolicy::all().keep(|call| call.number == 0),
+        }
+    }
 }
 
 const FSDP: &[(&str, usize)] = &[("dp_shard", 4)];
@@ -51,7 +77,9 @@ const WAY: Way = Way {
     reshard: ReshardAfterForward::Always,
     dtype: None,
     lora: false,
-    checkpoint: false,
+    late: false,
+    dropout: 0.,
+    again: Again::Nothing,
     sync: true,
     rows: 1,
 };
@@ -60,11 +88,12 @@ const WAY: Way = Way {
 struct Block {
     up: Box<dyn Module + Send + Sync>,
     down: nn::Linear,
+    dropout: nn::Dropout,
 }
 
 impl Module for Block {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        x + self.down.forward(&nn::gelu(&self.up.forward(x)?)?)?
+        x + self.dropout.forward(&self.down.forward(&nn::gelu(&self.up.forward(x)?)?)?, true)?
     }
 }
 
@@ -84,7 +113,7 @@ fn phases(way: &Way) -> [f64; 5] {
         let mesh = world.mesh(way.mesh).unwrap();
         let before = in_use(&world);
         let vars = ShardedVarMap::new(&mesh, world.device());
-        if way.lora {
+        if way.lora && !way.late {
             vars.freeze(|name| !is_adapter(name));
         }
         let policy = MixedPrecisionPolicy { param_dtype: way.dtype, ..Default::default() };
@@ -98,26 +127,28 @@ fn phases(way: &Way) -> [f64; 5] {
                     true => Box::new(nn::lora(up, WIDTH, 4 * WIDTH, config, vb.pp("up"))?),
                     false => Box::new(up),
                 };
-                Ok(Arc::new(Block { up, down: nn::linear_no_bias(4 * WIDTH, WIDTH, vb.pp("down"))? }))
+                let down = nn::linear_no_bias(4 * WIDTH, WIDTH, vb.pp("down"))?;
+                Ok(Arc::new(Block { up, down, dropout: nn::Dropout::new(way.dropout) }))
             })
             .unwrap()
         };
         let blocks: Vec<FsdpModule<Arc<Block>>> = (0..LAYERS).map(block).collect();
         let model = fully_shard(&opts, vb.clone(), |vb| Ok((blocks, nn::rms_norm(WIDTH, 1e-5, vb.pp("norm"))?)));
         let model = model.unwrap();
+        if way.late {
+            vars.set_requires_grad(false, |name| !is_adapter(name)).unwrap();
+        }
+        let policy = way.again.policy();
         let built = in_use(&world) - before;
         let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default()).unwrap();
         let optimizer = in_use(&world) - before;
         let x = Tensor::ones((way.rows, WIDTH), DType::F32, world.device()).unwrap();
         let forward = || {
             let y = model.call(|(blocks, norm)| {
-                let y = blocks.iter().try_fold(x.clone(), |x, block| {
-                    block.call_with(x, |inner, x| match way.checkpoint {
-                        true => {
-                            let inner = inner.clone();
-                            checkpoint(move |x: Tensor| inner.forward(&x), x)
-                        }
-                        false => inner.forward(&x),
+                let y = blocks.iter().enumerate().try_fold(x.clone(), |x, (i, block)| {
+                    block.call_with(x, |inner, x| {
+                        let inner = inner.clone();
+                        policy.run(i, &format!("blocks.{i}"), move |x: Tensor| inner.forward(&x), x)
                     })
                 })?;
                 norm.forward(&y)
@@ -200,7 +231,10 @@ fn frozen_parameters_have_neither_moments_nor_gradients() {
         for (reshard, kept) in [(ReshardAfterForward::Always, 0.), (ReshardAfterForward::Never, MODEL + ADAPTERS)] {
             let (base, adapters) = (MODEL / 4., ADAPTERS / 4.);
             let formula = [base + adapters, base + 3. * adapters, base + 3. * adapters + kept, base + 4. * adapters];
-            check(&format!("LoRA, {reshard:?}"), &Way { lora: true, reshard, ..WAY }, formula);
+            for late in [false, true] {
+                let way = Way { lora: true, late, reshard, ..WAY };
+                check(&format!("LoRA, {reshard:?}, frozen late: {late}"), &way, formula);
+            }
         }
     });
 }
@@ -219,14 +253,15 @@ fn activation_checkpointing_keeps_a_blocks_input_alone() {
     alone("activation_checkpointing_keeps_a_blocks_input_alone", || {
         let rows = 256;
         let bytes = rows as f64 * ROW;
-        let after_forward = |checkpoint: bool| {
+        let widths = |way: Way| {
             // Matrix products keep packing buffers from the first step on.
-            let [_, _, between, forward, backward] = phases(&Way { checkpoint, rows, ..WAY });
+            let [_, _, between, forward, backward] = phases(&Way { rows, ..way });
             let beside = (backward - between - MODEL / 4.) / bytes;
             assert!(beside.abs() <= 2., "{beside} widths outlive backward");
             (forward - between) / bytes
         };
-        let (all, inputs) = (after_forward(false), after_forward(true));
+        let after_forward = |again: Again| widths(Way { again, ..WAY });
+        let (all, inputs) = (after_forward(Again::Nothing), after_forward(Again::All));
         // In widths of the residual stream: each block's input, output and sum and, where it is not run again, both
         // sides of the activation, four wide each.
         let blocks = LAYERS as f64;
@@ -235,5 +270,13 @@ fn activation_checkpointing_keeps_a_blocks_input_alone() {
         assert!(beside.contains(&(all - 11. * blocks)), "{all} widths");
         // The checkpoint's output passes the unit's hook once more.
         assert!(beside.contains(&(inputs - 2. * blocks)), "{inputs} widths");
+        let two = after_forward(Again::FirstTwo);
+        assert!(beside.contains(&(two - 2. * 2. - 11. * (blocks - 2.))), "{two} widths");
+        // What is kept is one side of the activation.
+        let kept = after_forward(Again::AllButProduct);
+        assert!(beside.contains(&(kept - 6. * blocks)), "{kept} widths");
+        // Dropout's output is there, its mask is not.
+        let dropped = widths(Way { dropout: 0.1, ..WAY });
+        assert!(beside.contains(&(dropped - 12. * blocks)), "{dropped} widths");
     });
 }

@@ -201,9 +201,15 @@ impl Batches {
     /// # Errors
     /// There is no memory for it, or the file that it is in has been cut short or can't be read any more.
     pub fn micro_batch(&self, position: u64, a: usize) -> Result<MicroBatch> {
+        let first = self.first_sequence(0, a);
+        self.read(position, first..first + self.shape.batch_size as u64)
+    }
+
+    /// The number of the first sequence that this rank reads in micro-batch `a` of the step at `position`, among all
+    /// that the run has read.
+    pub fn first_sequence(&self, position: u64, a: usize) -> u64 {
         let BatchShape { world_size, rank, batch_size, .. } = self.shape;
-        let first = ((a * world_size + rank) * batch_size) as u64;
-        self.read(position, first..first + batch_size as u64)
+        position + ((a * world_size + rank) * batch_size) as u64
     }
 
     /// What this rank reads in round `round` (from 0) of going through all sequences once, in their order. Where there

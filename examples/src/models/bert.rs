@@ -9,6 +9,7 @@ use fsdp_candle::nn::{self, AttentionOptions, Documents, Embedding, LayerNorm, L
 
 use super::config::BertConfig;
 use super::config::activation::Activation;
+use super::dropout::Drops;
 use super::layer::{Layer, activate};
 use super::linear::linear;
 
@@ -25,6 +26,7 @@ pub struct Block {
     heads: usize,
     options: AttentionOptions,
     activation: Activation,
+    drops: Drops,
 }
 
 impl Block {
@@ -32,7 +34,7 @@ impl Block {
     ///
     /// # Errors
     /// When a parameter can't be initialised.
-    pub fn new(config: &BertConfig, vb: VarBuilder) -> Result<Self> {
+    pub fn new(config: &BertConfig, drops: &Drops, vb: VarBuilder) -> Result<Self> {
         let (width, inner, stdev) = (config.hidden_size, config.intermediate_size, config.initializer_range);
         let own = vb.pp("attention.self");
         let square = |name: &str| linear(width, width, true, stdev, own.pp(name));
@@ -50,20 +52,22 @@ impl Block {
             heads: config.num_attention_heads,
             options: AttentionOptions::bidirectional(1. / (head_width as f64).sqrt()),
             activation: config.activation,
+            drops: drops.clone(),
         })
     }
 
     fn attention(&self, x_btc: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
         let (q, k, v) = (self.query.forward(x_btc)?, self.key.forward(x_btc)?, self.value.forward(x_btc)?);
-        let (heads, options) = (self.heads, &self.options);
-        self.attention_output.forward(&match documents {
+        let (heads, options) = (self.heads, &self.drops.attention(&self.options));
+        let x = self.attention_output.forward(&match documents {
             Some(documents) => nn::attention_in_documents(&q, &k, &v, heads, heads, options, documents)?,
             None => nn::attention(&q, &k, &v, heads, heads, options)?,
-        })
+        })?;
+        self.drops.hidden(&x)
     }
 
     fn mlp(&self, x_btc: &Tensor) -> Result<Tensor> {
-        self.down.forward(&activate(self.activation, &self.up.forward(x_btc)?)?)
+        self.drops.hidden(&self.down.forward(&activate(self.activation, &self.up.forward(x_btc)?)?)?)
     }
 
     /// The residual stream behind the block.
@@ -84,6 +88,7 @@ pub struct Bert {
     transform_norm: LayerNorm,
     activation: Activation,
     head: Linear,
+    drops: Drops,
 }
 
 impl Bert {
@@ -91,7 +96,12 @@ impl Bert {
     ///
     /// # Errors
     /// When a parameter can't be initialised.
-    pub fn new(config: &BertConfig, blocks: Vec<FsdpModule<Layer<Block>>>, vb: VarBuilder) -> Result<Self> {
+    pub fn new(
+        config: &BertConfig,
+        blocks: Vec<FsdpModule<Layer<Block>>>,
+        drops: Drops,
+        vb: VarBuilder,
+    ) -> Result<Self> {
         let (width, vocabulary, stdev) = (config.hidden_size, config.vocab_size, config.initializer_range);
         let (embeddings, predictions) = (vb.pp("bert.embeddings"), vb.pp("cls.predictions"));
         let table = |name: &str, rows: usize| {
@@ -110,7 +120,12 @@ impl Bert {
             transform: linear(width, width, true, stdev, predictions.pp("transform.dense"))?,
             transform_norm: norm(predictions.pp("transform"))?,
             activation: config.activation,
+            drops,
         })
+    }
+
+    pub(super) fn drops(&self) -> &Drops {
+        &self.drops
     }
 
     /// The units, in forward order.
@@ -130,6 +145,7 @@ impl Bert {
         };
         let same = (self.positions.forward(&places)? + self.types.forward(&places.zeros_like()?)?)?;
         let x_btc = self.norm.forward(&self.tokens.forward(ids_bt)?.broadcast_add(&same)?)?;
+        let x_btc = self.drops.embedding(&x_btc)?;
         let x_btc = self.blocks.iter().try_fold(x_btc, |x_btc, block| {
             block.call_with((x_btc, documents.cloned()), |layer, input| layer.run(input, Block::forward))
         })?;

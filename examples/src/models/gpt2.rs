@@ -9,6 +9,7 @@ use fsdp_candle::FsdpModule;
 use fsdp_candle::nn::{self, AttentionOptions, Conv1D, Documents, Embedding, LayerNorm, Linear};
 
 use super::config::Gpt2Config;
+use super::dropout::Drops;
 use super::layer::Layer;
 
 /// One block: attention and MLP, each behind a norm and beside a residual.
@@ -22,6 +23,7 @@ pub struct Block {
     heads: usize,
     options: AttentionOptions,
     exact_gelu: bool,
+    drops: Drops,
 }
 
 fn conv_1d(inputs: usize, outputs: usize, stdev: f64, vb: VarBuilder) -> Result<Conv1D> {
@@ -35,7 +37,7 @@ impl Block {
     ///
     /// # Errors
     /// When a parameter can't be initialised.
-    pub fn new(config: &Gpt2Config, vb: VarBuilder) -> Result<Self> {
+    pub fn new(config: &Gpt2Config, drops: &Drops, vb: VarBuilder) -> Result<Self> {
         let width = config.n_embd;
         let inner = config.inner();
         let stdev = config.initializer_range;
@@ -52,20 +54,23 @@ impl Block {
             heads: config.n_head,
             options: AttentionOptions::causal(1. / ((width / config.n_head) as f64).sqrt()),
             exact_gelu: config.activation_function == "gelu",
+            drops: drops.clone(),
         })
     }
 
     fn attention(&self, x_btc: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
-        let qkv = self.qkv.forward(x_btc)?;
-        self.attention_output.forward(&match documents {
-            Some(documents) => nn::attention_qkv_in_documents(&qkv, self.heads, self.heads, &self.options, documents)?,
-            None => nn::attention_qkv(&qkv, self.heads, self.heads, &self.options)?,
-        })
+        let (qkv, options) = (self.qkv.forward(x_btc)?, self.drops.attention(&self.options));
+        let x = self.attention_output.forward(&match documents {
+            Some(documents) => nn::attention_qkv_in_documents(&qkv, self.heads, self.heads, &options, documents)?,
+            None => nn::attention_qkv(&qkv, self.heads, self.heads, &options)?,
+        })?;
+        self.drops.hidden(&x)
     }
 
     fn mlp(&self, x_btc: &Tensor) -> Result<Tensor> {
         let x = self.up.forward(x_btc)?;
-        self.down.forward(&if self.exact_gelu { nn::gelu_erf(&x)? } else { nn::gelu(&x)? })
+        let x = self.down.forward(&if self.exact_gelu { nn::gelu_erf(&x)? } else { nn::gelu(&x)? })?;
+        self.drops.hidden(&x)
     }
 
     /// The residual stream behind the block.
@@ -83,6 +88,7 @@ pub struct Gpt2 {
     blocks: Vec<FsdpModule<Layer<Block>>>,
     norm: LayerNorm,
     head: Linear,
+    drops: Drops,
 }
 
 impl Gpt2 {
@@ -94,6 +100,7 @@ impl Gpt2 {
         config: &Gpt2Config,
         prefix: &str,
         blocks: Vec<FsdpModule<Layer<Block>>>,
+        drops: Drops,
         vb: VarBuilder,
     ) -> Result<Self> {
         let width = config.n_embd;
@@ -106,7 +113,12 @@ impl Gpt2 {
             positions: Embedding::new(positions, width),
             blocks,
             norm: nn::layer_norm(width, config.layer_norm_epsilon, vb.pp(format!("{prefix}ln_f")))?,
+            drops,
         })
+    }
+
+    pub(super) fn drops(&self) -> &Drops {
+        &self.drops
     }
 
     /// The units, in forward order.
@@ -125,6 +137,7 @@ impl Gpt2 {
             None => Tensor::arange(0u32, t as u32, ids_bt.device())?,
         };
         let x_btc = self.tokens.forward(ids_bt)?.broadcast_add(&self.positions.forward(&positions)?)?;
+        let x_btc = self.drops.embedding(&x_btc)?;
         let x_btc = self.blocks.iter().try_fold(x_btc, |x_btc, block| {
             block.call_with((x_btc, documents.cloned()), |layer, input| layer.run(input, Block::forward))
         })?;

@@ -16,6 +16,16 @@ pub enum LanguageModel {
 }
 
 impl LanguageModel {
+    /// Whether dropout drops anything from now on: PyTorch's `train()` and `eval()`. A model is built not to.
+    pub fn set_training(&self, training: bool) {
+        match self {
+            LanguageModel::Decoder(model) => model.drops(),
+            LanguageModel::Gpt2(model) => model.drops(),
+            LanguageModel::Bert(model) => model.drops(),
+        }
+        .set_training(training);
+    }
+
     /// Logits, and what is to be added to their loss, if anything.
     pub(super) fn outputs(&self, ids: &Tensor, documents: Option<&Documents>) -> Result<(Tensor, Option<Tensor>)> {
         match self {

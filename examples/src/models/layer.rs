@@ -4,21 +4,24 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 use fsdp_candle::Tensors;
-use fsdp_candle::activation_checkpoint::checkpoint;
+use fsdp_candle::activation_checkpoint::CheckpointPolicy;
 use fsdp_candle::nn::{self, Documents};
 
 use super::config::activation::Activation;
 
-/// A block, which may keep its input alone for backward and run again there.
+/// A block, which may keep its input alone for backward, or little more, and run again there.
 pub struct Layer<B> {
     block: Arc<B>,
-    again: bool,
+    number: usize,
+    name: String,
+    checkpoints: CheckpointPolicy,
 }
 
 impl<B> Layer<B> {
-    /// A layer of `block`; `activation_checkpoint` trades a second forward for its activations' memory.
-    pub fn new(block: B, activation_checkpoint: bool) -> Self {
-        Layer { block: Arc::new(block), again: activation_checkpoint }
+    /// The layer `number` of a model, of this FQN; where `checkpoints` says so, it trades a second forward for its
+    /// activations' memory.
+    pub fn new(block: B, number: usize, name: String, checkpoints: &CheckpointPolicy) -> Self {
+        Layer { block: Arc::new(block), number, name, checkpoints: checkpoints.clone() }
     }
 }
 
@@ -32,12 +35,9 @@ impl<B: Send + Sync + 'static> Layer<B> {
         (x, documents): (Tensor, Option<Documents>),
         forward: fn(&B, &Tensor, Option<&Documents>) -> Result<O>,
     ) -> Result<O> {
-        if self.again {
-            let block = self.block.clone();
-            checkpoint(move |x: Tensor| forward(&block, &x, documents.as_ref()), x)
-        } else {
-            forward(&self.block, &x, documents.as_ref())
-        }
+        let block = self.block.clone();
+        let forward = move |x: Tensor| forward(&block, &x, documents.as_ref());
+        self.checkpoints.run(self.number, &self.name, forward, x)
     }
 }
 

@@ -5,6 +5,7 @@ mod batch;
 pub mod bert;
 pub mod config;
 pub mod decoder;
+mod dropout;
 pub mod gpt2;
 mod language_model;
 pub mod layer;
@@ -20,12 +21,14 @@ mod weights;
 
 use anyhow::Context;
 use candle_core::DType;
+use fsdp_candle::activation_checkpoint::CheckpointPolicy;
 use fsdp_candle::{FsdpModule, FullyShard, ShardedVarMap, Unit, fully_shard, shard};
 
 pub use batch::Batch;
 use config::DecoderConfig;
-pub use config::ModelConfig;
+pub use config::{Dropout, ModelConfig};
 use decoder::{Decoder, Turns};
+pub use dropout::Drops;
 pub use language_model::LanguageModel;
 use layer::Layer;
 pub use lora::{Lora, Targets};
@@ -36,14 +39,16 @@ pub use size::{ModelSize, UnitSize};
 pub use weights::fingerprint;
 
 /// How a model is built.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct ModelOptions {
     /// Of the shards, and so of gradients and optimizer state.
     pub dtype: DType,
     /// Ids of the longest sequence.
     pub positions: usize,
-    /// Keep the blocks' inputs alone for backward, and run each block again there.
-    pub activation_checkpoint: bool,
+    /// The blocks that keep their inputs alone for backward, or little more, and run again there.
+    pub checkpoints: CheckpointPolicy,
+    /// What is dropped while the model trains ([`LanguageModel::set_training`]).
+    pub dropout: Dropout,
 }
 
 /// Builds the model bottom-up: every block a unit, and the root with what is left.
@@ -57,44 +62,48 @@ pub fn build(
     options: ModelOptions,
 ) -> anyhow::Result<FsdpModule<LanguageModel>> {
     let vb = vars.builder(options.dtype);
-    let again = options.activation_checkpoint;
+    let checkpoints = &options.checkpoints;
+    let drops = Drops::new(options.dropout);
     let model = match config {
         ModelConfig::Decoder(config) => {
             let (positions, head_dim) = (options.positions, config.head_dim);
             let turns = Turns::new(&config.rope, config.local_rope.as_ref(), head_dim, positions, vb.device())?;
             let blocks = (0..config.layers)
                 .map(|i| {
-                    fully_shard(opts, vb.pp(format!("model.layers.{i}")), |vb| {
-                        Ok(Layer::new(decoder::Block::new(config, i, &turns, vb)?, again))
+                    let name = format!("model.layers.{i}");
+                    fully_shard(opts, vb.pp(&name), |vb| {
+                        Ok(Layer::new(decoder::Block::new(config, i, &turns, &drops, vb)?, i, name, checkpoints))
                     })
                 })
                 .collect::<fsdp_candle::Result<Vec<_>>>()
                 .context("can't build the layers")?;
-            fully_shard(opts, vb, |vb| Ok(LanguageModel::Decoder(decoder::Decoder::new(config, blocks, vb)?)))
+            fully_shard(opts, vb, |vb| Ok(LanguageModel::Decoder(decoder::Decoder::new(config, blocks, drops, vb)?)))
         }
         ModelConfig::Gpt2(config) => {
             // The checkpoints on the Hub say `wte.weight` or `transformer.wte.weight`, depending on who saved them.
             let prefix = if vb.contains_tensor("wte.weight") { "" } else { "transformer." };
             let blocks = (0..config.n_layer)
                 .map(|i| {
-                    fully_shard(opts, vb.pp(format!("{prefix}h.{i}")), |vb| {
-                        Ok(Layer::new(gpt2::Block::new(config, vb)?, again))
+                    let name = format!("{prefix}h.{i}");
+                    fully_shard(opts, vb.pp(&name), |vb| {
+                        Ok(Layer::new(gpt2::Block::new(config, &drops, vb)?, i, name, checkpoints))
                     })
                 })
                 .collect::<fsdp_candle::Result<Vec<_>>>()
                 .context("can't build GPT-2's layers")?;
-            fully_shard(opts, vb, |vb| Ok(LanguageModel::Gpt2(gpt2::Gpt2::new(config, prefix, blocks, vb)?)))
+            fully_shard(opts, vb, |vb| Ok(LanguageModel::Gpt2(gpt2::Gpt2::new(config, prefix, blocks, drops, vb)?)))
         }
         ModelConfig::Bert(config) => {
             let blocks = (0..config.num_hidden_layers)
                 .map(|i| {
-                    fully_shard(opts, vb.pp(format!("bert.encoder.layer.{i}")), |vb| {
-                        Ok(Layer::new(bert::Block::new(config, vb)?, again))
+                    let name = format!("bert.encoder.layer.{i}");
+                    fully_shard(opts, vb.pp(&name), |vb| {
+                        Ok(Layer::new(bert::Block::new(config, &drops, vb)?, i, name, checkpoints))
                     })
                 })
                 .collect::<fsdp_candle::Result<Vec<_>>>()
                 .context("can't build BERT's layers")?;
-            fully_shard(opts, vb, |vb| Ok(LanguageModel::Bert(bert::Bert::new(config, blocks, vb)?)))
+            fully_shard(opts, vb, |vb| Ok(LanguageModel::Bert(bert::Bert::new(config, blocks, drops, vb)?)))
         }
     };
     model.context("can't build the model")
@@ -113,12 +122,14 @@ pub fn build_by_name(
     let vb = vars.builder(options.dtype);
     let (positions, head_dim) = (options.positions, config.head_dim);
     let turns = Turns::new(&config.rope, config.local_rope.as_ref(), head_dim, positions, vb.device())?;
+    let drops = Drops::new(options.dropout);
     let model = shard(&opts.units(["model.layers.*"]), vb, |vb| {
         let block = |i| {
-            let block = decoder::Block::new(config, i, &turns, vb.pp(format!("model.layers.{i}")))?;
-            Ok(Layer::new(block, options.activation_checkpoint))
+            let name = format!("model.layers.{i}");
+            let block = decoder::Block::new(config, i, &turns, &drops, vb.pp(&name))?;
+            Ok(Layer::new(block, i, name, &options.checkpoints))
         };
-        Decoder::new(config, (0..config.layers).map(block).collect::<candle_core::Result<_>>()?, vb)
+        Decoder::new(config, (0..config.layers).map(block).collect::<candle_core::Result<_>>()?, drops.clone(), vb)
     });
     model.context("can't build the model")
 }

@@ -11,7 +11,8 @@ fn model(config: &str, activation_checkpoint: bool) -> (ShardedVarMap, FsdpModul
     let world = World::single().unwrap();
     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)]).unwrap(), world.device());
     vars.init_with(Philox::new(1));
-    let options = ModelOptions { dtype: DType::F32, positions: 16, activation_checkpoint };
+    let checkpoints = CheckpointPolicy::every(activation_checkpoint.into());
+    let options = ModelOptions { dtype: DType::F32, positions: 16, checkpoints, dropout: Dropout::default() };
     let model = build(&config, &FullyShard::new(&vars), &vars, options).unwrap();
     (vars, model)
 }
@@ -117,7 +118,12 @@ fn sizes_are_those_of_the_model_that_is_built() {
             let config = ModelConfig::parse(&format!("{}{}}}", text.0, text.1)).unwrap();
             let world = World::single().unwrap();
             let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)]).unwrap(), world.device());
-            let options = ModelOptions { dtype: DType::F32, positions: 4, activation_checkpoint: false };
+            let options = ModelOptions {
+                dtype: DType::F32,
+                positions: 4,
+                checkpoints: CheckpointPolicy::none(),
+                dropout: Dropout::default(),
+            };
             let targets = lora.targets.clone();
             vars.adapt(lora.config, move |layer| targets.meant(layer));
             build(&config, &FullyShard::new(&vars), &vars, options).unwrap();

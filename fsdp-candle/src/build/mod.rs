@@ -3,9 +3,11 @@
 mod buffers;
 mod by_name;
 mod fully_shard;
+mod of_world;
 mod options;
 mod parallelize;
 mod parameter;
+mod requires_grad;
 mod transaction;
 mod var_map;
 

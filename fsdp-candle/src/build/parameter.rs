@@ -31,7 +31,7 @@ impl ShardedVarMap {
             }
         };
         if let Some(param) = self.shared(name, &shape, dtype, &unit)? {
-            return Ok(param.full().clone());
+            return Ok(param.held().clone());
         }
         if !dtype.is_float() {
             return Err(fail(format!("parameters are floating point; it was asked for as {dtype:?}")));
@@ -88,13 +88,13 @@ impl ShardedVarMap {
             offload,
             shape,
         };
-        let nodes = nodes_of(&self.0.device, &local.into(), compute_dtype, trainable, schedule.listener())?;
+        let nodes = nodes_of(&self.0.device, &local.into(), compute_dtype, schedule.listener())?;
         let param = FsdpParam::new(spec, shard, nodes, schedule.pool().clone())?;
         lock(&self.0.params).insert(name.into(), Owned { param: param.clone(), unit });
         if let Some(unit) = lock(&self.0.building).last_mut() {
             unit.params.push(param.clone());
         }
-        Ok(param.full().clone())
+        Ok(param.held().clone())
     }
 
     /// The parameter of this name, if the same unit has it already.

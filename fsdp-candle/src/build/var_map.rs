@@ -85,7 +85,8 @@ pub(super) struct Building {
 
 impl ShardedVarMap {
     /// An empty map for the ranks of a mesh, those that train copies of one model: 1-D (shard), or 2-D (replicate,
-    /// shard). Initial values are drawn with seed 0 until [`ShardedVarMap::init_with`] says otherwise.
+    /// shard). [`ShardedVarMap::of_world`] takes all ranks of a job. Initial values are drawn with seed 0 until
+    /// [`ShardedVarMap::init_with`] says otherwise.
     pub fn new(mesh: &DeviceMesh, device: &Device) -> Self {
         ShardedVarMap::with_ranks(mesh, None, device)
     }
@@ -127,7 +128,7 @@ impl ShardedVarMap {
     }
 
     /// Freezes the parameters built from now on whose FQN `frozen` accepts: they are sharded and gathered, and get no
-    /// gradient.
+    /// gradient. [`ShardedVarMap::set_requires_grad`] does it to those that are built.
     pub fn freeze(&self, frozen: impl Fn(&str) -> bool + Send + Sync + 'static) {
         *lock(&self.0.frozen) = Arc::new(frozen);
     }

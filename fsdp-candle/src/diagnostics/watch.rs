@@ -79,9 +79,17 @@ impl GraphWatch {
         let found = std::mem::take(&mut state.found);
         let (new, rest): (Vec<_>, Vec<_>) = found.into_iter().partition(|(other, _)| *other == unit);
         state.found = rest;
-        let new: Vec<GraphCut> = new.into_iter().map(|(_, cut)| cut).collect();
+        let known = |cut: &GraphCut| state.told.iter().any(|told| told.unit == cut.unit && told.cut == cut.cut);
+        let new: Vec<GraphCut> = new.into_iter().map(|(_, cut)| cut).filter(|cut| !known(cut)).collect();
         state.told.extend(new.iter().cloned());
         new
+    }
+
+    /// Looks at a unit as if it had not been through a backward: other parameters of it are trained now.
+    pub(crate) fn watch_again(&self, unit: usize) {
+        let mut state = self.state();
+        state.done.remove(&unit);
+        state.calls.remove(&unit);
     }
 
     /// What has been told so far.

@@ -4,6 +4,9 @@
 //! device: a graph is of one. [`Unshard`] is what Candle's layers use; this crate's own layers use the anchor
 //! and leave their gradient with the parameter directly. Both report to the anchor, whose backward therefore runs
 //! exactly once, when the whole gradient is there.
+//!
+//! A frozen parameter has the same nodes, for it may be trained later: while it is frozen, this crate's layers leave
+//! them out of the graph, and what Candle's own leave there ends here.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -17,19 +20,12 @@ use crate::storage;
 use crate::unit::{FsdpParam, Nodes};
 
 /// The nodes of a parameter of this shape and compute dtype, which layers compute with on `device`. The full tensor has
-/// no memory yet. A frozen one gets no edges.
-pub(crate) fn nodes_of(device: &Device, shape: &Shape, dtype: DType, trainable: bool, to: Listener) -> Result<Nodes> {
-    let (scalar, empty) = (storage::scalar(device)?, storage::empty(dtype, device)?);
-    if trainable {
-        let leaf = Tensor::from_storage(storage::scalar(device)?, (), BackpropOp::none(), true);
-        let anchor = node(&leaf, scalar, Shape::from(()), Anchor(to))?;
-        let full = node(&anchor, empty, shape.clone(), Unshard)?;
-        Ok(Nodes { leaf: Some(leaf.id()), anchor, full })
-    } else {
-        let anchor = Tensor::from_storage(scalar, (), BackpropOp::none(), false);
-        let full = Tensor::from_storage(empty, shape.clone(), BackpropOp::none(), false);
-        Ok(Nodes { leaf: None, anchor, full })
-    }
+/// no memory yet.
+pub(crate) fn nodes_of(device: &Device, shape: &Shape, dtype: DType, to: Listener) -> Result<Nodes> {
+    let leaf = Tensor::from_storage(storage::scalar(device)?, (), BackpropOp::none(), true);
+    let anchor = node(&leaf, storage::scalar(device)?, Shape::from(()), Anchor(to))?;
+    let full = node(&anchor, storage::empty(dtype, device)?, shape.clone(), Unshard)?;
+    Ok(Nodes { leaf: leaf.id(), anchor, full })
 }
 
 thread_local! {
@@ -69,7 +65,9 @@ impl Backward for Anchor {
             return Ok(None); // the outer graph has this anchor too, and knows of all uses
         }
         let param = behind(anchor)?;
-        self.0.of_parameter(&param)?.gradient_complete(&param)?;
+        if param.trainable() {
+            self.0.of_parameter(&param)?.gradient_complete(&param)?;
+        }
         Ok(None) // the sharded gradient is inserted at the end of backward
     }
 }
@@ -82,7 +80,10 @@ impl Backward for Unshard {
     }
 
     fn backward(&self, anchor: &Tensor, full: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        behind(full)?.gradient().add(grad)?;
+        let param = behind(full)?;
+        if param.trainable() {
+            param.gradient().add(grad)?;
+        }
         Ok(Some(anchor.zeros_like()?))
     }
 }

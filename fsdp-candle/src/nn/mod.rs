@@ -58,6 +58,7 @@ pub mod conv;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod dropout;
 pub mod embedding;
 mod input;
 pub mod kv_cache;

@@ -4,11 +4,11 @@ use candle_core::shape::Dim;
 use candle_core::{Result, Tensor};
 
 pub use candle_nn::ops::{
-    Dropout, Identity, dropout, hard_sigmoid, leaky_relu, log_softmax, pixel_shuffle, pixel_unshuffle,
-    replication_pad2d, sigmoid,
+    Identity, hard_sigmoid, leaky_relu, log_softmax, pixel_shuffle, pixel_unshuffle, replication_pad2d, sigmoid,
 };
 
 pub use super::activation::composed::{mish, selu, swiglu};
+pub use super::dropout::{Dropout, dropout};
 
 use super::activation::fused;
 use super::attention::plain::{Scores, attend};

@@ -26,27 +26,27 @@ pub(in crate::nn) fn on_cuda(tensor: &Tensor) -> bool {
 /// Notes that a layer holds this tensor and uses it as a [`Weight`] alone, on the host and on CUDA devices: where it is
 /// a sharded parameter, its unit need not be there before. A layer calls it for each of its tensors when it is made.
 pub(crate) fn claim(tensor: &Tensor) {
-    if on_cuda(tensor)
-        && let Some(param) = FsdpParam::of(tensor)
-    {
-        param.claim();
-    }
-    claim_on_host(tensor);
+    claim_where(tensor, served(tensor) || on_cuda(tensor));
 }
 
 /// [`claim`], for a layer that has an operation of its own on the host alone.
 pub(crate) fn claim_on_host(tensor: &Tensor) {
-    // What the kernels do not serve goes into Candle's operations as it is.
-    if served(tensor)
-        && let Some(param) = FsdpParam::of(tensor)
-    {
-        param.claim();
+    claim_where(tensor, served(tensor));
+}
+
+/// What the kernels do not serve goes into Candle's operations as it is.
+fn claim_where(tensor: &Tensor, tells: bool) {
+    if let Some(param) = FsdpParam::of(tensor) {
+        param.note_layer();
+        if tells {
+            param.claim();
+        }
     }
 }
 
 /// A tensor as a graph has it, where there is one.
-fn of_mode(tensor: &Tensor) -> Tensor {
-    if keeps_graph() { tensor.clone() } else { tensor.detach() }
+fn in_mode(tensor: &Tensor, graph: bool) -> Tensor {
+    if graph { tensor.clone() } else { tensor.detach() }
 }
 
 /// A weight: values to read, a node for the graph, and a place for the gradient.
@@ -54,6 +54,8 @@ fn of_mode(tensor: &Tensor) -> Tensor {
 pub(crate) struct Weight {
     value: Tensor,
     param: Option<(Arc<FsdpParam>, Tensor)>,
+    /// Whether a gradient was wanted when it was looked at: by then a parameter may be frozen or not.
+    wants_grad: bool,
 }
 
 impl Weight {
@@ -62,15 +64,13 @@ impl Weight {
     /// # Errors
     /// When it is a sharded parameter whose values are absent now.
     pub(crate) fn of(tensor: &Tensor) -> Result<Self> {
-        let param = match FsdpParam::of(tensor) {
-            Some(param) => {
-                param.used()?;
-                let anchor = of_mode(param.anchor());
-                Some((param, anchor))
-            }
-            None => None,
+        let Some(param) = FsdpParam::of(tensor) else {
+            return Ok(Weight { value: in_mode(tensor, keeps_graph()), param: None, wants_grad: true });
         };
-        Ok(Weight { value: of_mode(tensor), param })
+        param.used()?;
+        let graph = keeps_graph() && param.trainable();
+        let (value, anchor) = (in_mode(param.full(), graph), in_mode(param.anchor(), graph));
+        Ok(Weight { value, wants_grad: graph, param: Some((param, anchor)) })
     }
 
     /// What Candle's own operations take in the weight's place: the values, and a node of the graph.
@@ -110,7 +110,7 @@ impl Weight {
 
     /// Whether a gradient is wanted.
     pub(crate) fn wants_grad(&self) -> bool {
-        self.param.as_ref().is_none_or(|(param, _)| param.trainable())
+        self.wants_grad
     }
 
     /// [`Weight::grad`], in memory of the weight's device.
@@ -120,7 +120,7 @@ impl Weight {
         write: impl FnOnce(&mut fsdp_core::Buffer, bool) -> Result<()>,
     ) -> Result<Option<Tensor>> {
         match &self.param {
-            Some((param, _)) if !param.trainable() => Ok(None),
+            Some(_) if !self.wants_grad => Ok(None),
             Some((param, anchor)) => {
                 param.tell_use()?;
                 param.gradient().write_in(write)?;
@@ -141,7 +141,7 @@ impl Weight {
     #[cfg(feature = "cuda")]
     pub(in crate::nn) fn grad_of(&self, gradient: &Tensor) -> Result<Option<Tensor>> {
         match &self.param {
-            Some((param, _)) if !param.trainable() => Ok(None),
+            Some(_) if !self.wants_grad => Ok(None),
             Some((param, anchor)) => {
                 param.tell_use()?;
                 param.gradient().add(gradient)?;
@@ -159,7 +159,7 @@ impl Weight {
         write: impl FnOnce(&mut [T], bool) -> Result<()>,
     ) -> Result<Option<Tensor>> {
         match &self.param {
-            Some((param, _)) if !param.trainable() => Ok(None),
+            Some(_) if !self.wants_grad => Ok(None),
             Some((param, anchor)) => {
                 param.tell_use()?;
                 param.gradient().write(write)?;

@@ -293,6 +293,11 @@ impl Order {
         self.rules.get(unit).is_some_and(|rules| rules.by_name_in.is_some())
     }
 
+    /// Whether a forward or backward runs.
+    pub(super) fn is_at_work(&self) -> bool {
+        !self.step.frames.is_empty() || self.step.backward.is_some()
+    }
+
     pub(super) fn is_in_backward(&self) -> bool {
         self.step.backward.is_some()
     }

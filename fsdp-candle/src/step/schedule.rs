@@ -141,6 +141,26 @@ impl Schedule {
         Err(Error::Unit { unit: id.name.to_string(), message }.into())
     }
 
+    /// Whether a forward or backward runs.
+    pub(crate) fn is_at_work(&self) -> bool {
+        self.order().is_at_work()
+    }
+
+    /// Counts each unit's trainable parameters anew, after some were frozen or are trained again.
+    pub(crate) fn trainable_changed(&self) {
+        for unit in self.units() {
+            let mut changed = false;
+            self.change_rules(unit.id(), |rules| {
+                changed = rules.trainable != unit.trainable();
+                rules.trainable = unit.trainable();
+                rules.has_frozen = rules.by_name_in.is_some() && unit.has_frozen();
+            });
+            if changed {
+                self.diagnostics.graph.watch_again(unit.index());
+            }
+        }
+    }
+
     /// Changes when a unit communicates.
     pub(crate) fn change_rules(&self, unit: &UnitId, change: impl FnOnce(&mut UnitRules)) {
         if self.has(unit)

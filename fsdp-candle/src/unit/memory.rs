@@ -32,7 +32,7 @@ pub(super) struct Memory {
 
 /// The full values of one parameter.
 pub(crate) struct Values {
-    /// What layers hold: the full shape, with memory only while unsharded.
+    /// The full shape, with memory only while unsharded: layers hold it, or a tensor that shares its memory.
     full: Tensor,
     room: Arc<Room>,
     state: Mutex<State>,

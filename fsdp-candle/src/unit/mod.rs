@@ -1,6 +1,7 @@
 //! What one `fully_shard` call owns: its parameters, how they are gathered and freed, and how their gradients are
 //! reduced. When that happens, the step decides.
 
+mod claims;
 mod gather;
 mod gradient;
 mod group;

@@ -2,7 +2,7 @@
 //! backward.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, LazyLock, OnceLock, Weak};
+use std::sync::{Arc, LazyLock, OnceLock};
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Shape, Tensor, TensorId, Var, bail};
@@ -15,10 +15,9 @@ use super::memory::Values;
 use super::offload::Offload;
 use super::path::UnitId;
 use super::room::Room;
-use super::uses::{Told, Uses};
+use super::uses::Told;
 use crate::adapter::LoraConfig;
 use crate::data_parallel::{DataParallel, ShardLayout};
-use crate::error::Error;
 use crate::extension::AllGatherExtension;
 use crate::storage::{Pool, to_core_dtype, to_dtype, to_tensor};
 use crate::tensor_parallel::{Parallel, ParallelStyle};
@@ -56,27 +55,31 @@ pub struct FsdpParam {
     layout: ShardLayout,
     ranks: Arc<DataParallel>,
     parallel: Option<Arc<Parallel>>,
-    trainable: bool,
+    requires_grad: AtomicBool,
     extension: Option<Arc<dyn AllGatherExtension>>,
     adapter: Option<LoraConfig>,
     shard: Var,
     offload: Option<Offload>,
-    leaf: Option<TensorId>,
+    leaf: TensorId,
     anchor: Tensor,
+    /// What layers hold: the full tensor, or the same without a graph where it was frozen when they were built.
+    held: Tensor,
     room: Arc<Room>,
     values: Values,
     gradient: Gradient,
-    unit: OnceLock<Place>,
-    uses: Told,
+    pub(super) unit: OnceLock<Place>,
+    pub(super) uses: Told,
+    /// Whether a layer of `nn` holds it.
+    pub(super) has_layer: AtomicBool,
     /// Whether a layer that tells of its uses holds it.
-    claimed: AtomicBool,
+    pub(super) claimed: AtomicBool,
     /// Whether a layer that knows of tensor parallelism holds it.
     served: AtomicBool,
 }
 
 /// The unit of a parameter, and its position there.
-struct Place {
-    unit: UnitId,
+pub(super) struct Place {
+    pub(super) unit: UnitId,
     position: usize,
 }
 
@@ -101,12 +104,12 @@ pub(crate) struct ParamSpec {
 
 /// The graph's view of a parameter: `leaf -> anchor -> full`, on the device that computes.
 pub(crate) struct Nodes {
-    /// The variable that the graph of a trainable parameter starts from.
-    pub(crate) leaf: Option<TensorId>,
+    /// The variable that the parameter's graph starts from.
+    pub(crate) leaf: TensorId,
     /// A scalar that stands for the parameter in the graph. Its backward runs once, when every use of the parameter has
     /// been processed.
     pub(crate) anchor: Tensor,
-    /// What layers hold: the unsharded shape, with memory only while unsharded.
+    /// The unsharded shape, with memory only while unsharded.
     pub(crate) full: Tensor,
 }
 
@@ -120,6 +123,8 @@ impl FsdpParam {
     pub(crate) fn new(spec: ParamSpec, shard: Var, nodes: Nodes, pool: Arc<Pool>) -> Result<Arc<Self>> {
         let elements = nodes.full.elem_count();
         let room = Arc::new(Room { name: spec.name, elements, dtype: spec.compute_dtype, pool });
+        // Layers of other crates would keep a graph for what is frozen.
+        let held = if spec.trainable { nodes.full.clone() } else { nodes.full.detach() };
         let param = Arc::new(FsdpParam {
             shape: spec.shape,
             region: spec.region,
@@ -127,22 +132,25 @@ impl FsdpParam {
             layout: spec.layout,
             ranks: spec.ranks,
             parallel: spec.parallel,
-            trainable: spec.trainable,
+            requires_grad: AtomicBool::new(spec.trainable),
             extension: spec.extension,
             adapter: spec.adapter,
             shard,
             offload: spec.offload,
             leaf: nodes.leaf,
             anchor: nodes.anchor,
+            held,
             values: Values::new(nodes.full, room.clone())?,
             gradient: Gradient::new(room.clone()),
             room,
             unit: OnceLock::new(),
             uses: Told::new(),
+            has_layer: AtomicBool::new(false),
             claimed: AtomicBool::new(false),
             served: AtomicBool::new(false),
         });
         BY_TENSOR.insert(&param.anchor, &param);
+        BY_TENSOR.insert(&param.held, &param);
         BY_TENSOR.insert(param.full(), &param);
         BY_SHARD.insert(&param.shard, &param);
         Ok(param)
@@ -311,9 +319,27 @@ impl FsdpParam {
         self.region.is_empty() && grads.get(&self.anchor).is_some()
     }
 
-    /// Whether a gradient is computed for it.
+    /// Whether a gradient is computed for it: PyTorch's `requires_grad`, which
+    /// [`ShardedVarMap::set_requires_grad`](crate::ShardedVarMap::set_requires_grad) changes.
     pub fn trainable(&self) -> bool {
-        self.trainable
+        self.requires_grad.load(Ordering::Relaxed)
+    }
+
+    /// Freezes it, with the gradients that wait for a reduction, or trains it.
+    pub(crate) fn set_requires_grad(&self, requires_grad: bool) {
+        self.requires_grad.store(requires_grad, Ordering::Relaxed);
+        if !requires_grad {
+            self.gradient.forget();
+            if let Some(offload) = &self.offload {
+                offload.forget();
+            }
+        }
+    }
+
+    /// Whether a gradient would reach it: a layer of `nn` holds it, which asks each time, or a tensor with a graph is
+    /// what others hold.
+    pub(crate) fn can_be_trained(&self) -> bool {
+        self.held.track_op() || self.has_layer.load(Ordering::Relaxed)
     }
 
     /// Whether the full tensor has its memory now.
@@ -322,12 +348,17 @@ impl FsdpParam {
     }
 
     /// What layers hold.
+    pub(crate) fn held(&self) -> &Tensor {
+        &self.held
+    }
+
+    /// The full tensor, with its graph.
     pub(crate) fn full(&self) -> &Tensor {
         self.values.tensor()
     }
 
-    /// The variable that its graph starts from, if it is trainable.
-    pub(crate) fn leaf(&self) -> Option<TensorId> {
+    /// The variable that its graph starts from.
+    pub(crate) fn leaf(&self) -> TensorId {
         self.leaf
     }
 
@@ -361,59 +392,6 @@ impl FsdpParam {
         }
     }
 
-    /// Notes that a layer holds the parameter which says so before it uses it.
-    pub(crate) fn claim(&self) {
-        self.claimed.store(true, Ordering::Relaxed);
-    }
-
-    pub(crate) fn is_claimed(&self) -> bool {
-        self.claimed.load(Ordering::Relaxed)
-    }
-
-    pub(super) fn tell_uses(&self, to: Weak<dyn Uses>) {
-        // Set once, by the call that made the unit.
-        let _ = self.uses.set(to);
-    }
-
-    /// Says that a layer is about to use the parameter.
-    ///
-    /// # Errors
-    /// Those of a gather, and when the full tensor can't be used now.
-    pub(crate) fn used(&self) -> Result<()> {
-        self.tell_use()?;
-        self.check_unsharded()
-    }
-
-    /// Says that a layer is about to use the parameter or to leave a gradient with it, whose values may be gone.
-    ///
-    /// # Errors
-    /// Those of a gather.
-    pub(crate) fn tell_use(&self) -> Result<()> {
-        match self.uses.get().and_then(Weak::upgrade) {
-            Some(uses) => uses.used(self.unit()?.0),
-            None => Ok(()),
-        }
-    }
-
-    /// An error that says why the full tensor can't be used now, unless it can.
-    fn check_unsharded(&self) -> Result<()> {
-        if self.is_unsharded() {
-            return Ok(());
-        }
-        let unit = self.unit.get().map_or("(being built)", |place| &place.unit.name);
-        let message = match self.uses.get() {
-            Some(_) => format!(
-                "its values are sharded and not gathered here: unit `{unit}` is gathered inside a forward of the model \
-                 alone. Call the model through its FsdpModule (`forward`, `call` or `call_mut`), which runs the hooks"
-            ),
-            None => format!(
-                "its values are sharded and not gathered here: unit `{unit}` is not inside a forward of its own. Call \
-                 the unit through its FsdpModule (`forward` or `call`), which runs the hooks, or `unshard()` it first"
-            ),
-        };
-        Err(Error::Parameter { name: self.name().into(), message }.into())
-    }
-
     /// The shard in the dtype that travels, on the device that computes.
     pub(super) fn shard_in_compute_dtype(&self) -> Result<Tensor> {
         if let Some(offload) = &self.offload {
@@ -432,6 +410,7 @@ impl FsdpParam {
 impl Drop for FsdpParam {
     fn drop(&mut self) {
         BY_TENSOR.remove(&self.anchor);
+        BY_TENSOR.remove(&self.held);
         BY_TENSOR.remove(self.full());
         BY_SHARD.remove(&self.shard);
     }

@@ -118,8 +118,12 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
     };
     let vars = ShardedVarMap::new(&mesh, world.device());
     vars.init_with(Philox::new(0));
-    let options =
-        ModelOptions { dtype: DType::F32, positions: args.seq, activation_checkpoint: args.activation_checkpoint };
+    let options = ModelOptions {
+        dtype: DType::F32,
+        positions: args.seq,
+        checkpoints: fsdp_candle::activation_checkpoint::CheckpointPolicy::every(args.activation_checkpoint.into()),
+        dropout: models::Dropout::default(),
+    };
     let param_dtype = if args.param_dtype == "bf16" { DType::BF16 } else { DType::F32 };
     let policy =
         MixedPrecisionPolicy { param_dtype: Some(param_dtype), reduce_dtype: Some(DType::F32), ..Default::default() };

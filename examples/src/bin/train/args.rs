@@ -11,10 +11,12 @@ use fsdp_examples::{data::BatchShape, device::DeviceChoice, schedule::LrSchedule
 use serde::Serialize;
 
 pub(crate) use crate::values::{
-    ActivationCheckpoint, AllGather, GradSync, InitChoice, Offload, Precision, Resume, Switch,
+    ActivationCheckpoint, AllGather, CheckpointKeep, DropoutChoice, GradSync, InitChoice, Offload, Precision, Resume,
+    Switch,
 };
 use crate::values::{
-    betas, checkpoint_place, count, loss_scale, not_negative, place, positive, reshard, reshard_word, share,
+    activation_checkpoint, betas, checkpoint_place, count, dropout, loss_scale, not_negative, place, positive, reshard,
+    reshard_word, share,
 };
 
 const AFTER_HELP: &str = "Examples:
@@ -58,7 +60,8 @@ pub(crate) struct Args {
     /// Needed there: config.json with one of the model types llama, mistral, qwen2, qwen3, gemma2, gemma3_text, phi3,
     /// mixtral, qwen3_moe, gpt2 and bert. Used if there: model.safetensors (or model.safetensors.index.json and the
     /// files it names) and tokenizer.json. Each process reads only its own slices of the weights. A bert is trained as
-    /// a masked language model. The dropout of a gpt2 and a bert is left out.
+    /// a masked language model. Dropout is left out but for
+    /// --dropout.
     #[arg(long, value_name = "DIR", help_heading = "Model")]
     #[serde(serialize_with = "place")]
     pub(crate) model: Option<PathBuf>,
@@ -66,6 +69,16 @@ pub(crate) struct Args {
     /// Where the first weights come from
     #[arg(long, value_enum, default_value_t = InitChoice::Auto, help_heading = "Model")]
     pub(crate) init: InitChoice,
+
+    /// Elements that become 0 while the model trains: their share, or `config` for what config.json says
+    ///
+    /// Of a gpt2 and a bert: of embeddings, of attention weights, and of what attention and MLP add to the residual
+    /// stream; of the others: of attention weights. Which they are follows from --seed and from how many sequences the
+    /// run has read, so that it is the same at every number of processes, and again after --resume. None while --eval
+    /// measures and samples are drawn.
+    #[arg(long, value_name = "P|config", default_value = "0", value_parser = dropout, allow_hyphen_values = true)]
+    #[arg(help_heading = "Model")]
+    pub(crate) dropout: DropoutChoice,
 
     /// What to train on: a .bin file of tokens, a text file, or a directory of them [default: the sources of the
     /// workspace]
@@ -276,10 +289,16 @@ pub(crate) struct Args {
     #[serde(serialize_with = "place")]
     pub(crate) trace: Option<PathBuf>,
 
-    /// What to run again in backward instead of keeping its activations: less memory, a second forward, the same
-    /// numbers
-    #[arg(long, value_enum, default_value_t = ActivationCheckpoint::None, help_heading = "Sharding")]
+    /// The blocks that run again in backward instead of keeping their activations: less memory, a second forward, the
+    /// same numbers. `full` is all of them, a number K every K-th, NAMES those whose names or what these end with they
+    /// match, such as model.layers.[0-3]
+    #[arg(long, value_name = "none|full|K|NAMES", default_value = "none", value_parser = activation_checkpoint)]
+    #[arg(help_heading = "Sharding")]
     pub(crate) activation_checkpoint: ActivationCheckpoint,
+
+    /// With --activation-checkpoint: what blocks that run again keep all the same, to compute it once
+    #[arg(long, value_enum, value_delimiter = ',', help_heading = "Sharding")]
+    pub(crate) checkpoint_keep: Vec<CheckpointKeep>,
 
     /// Seed of random weights and of the order of shuffled data; the same seed gives the same ones at every number of
     /// processes

@@ -35,6 +35,7 @@ use std::time::Instant;
 
 use candle_core::backprop::GradStore;
 use clap::Parser;
+use fsdp_candle::random::{self, RngState};
 use fsdp_candle::{Recurse, ReduceOp, World, clip_grad_norm, grad_norm};
 use fsdp_examples::console::Console;
 use fsdp_examples::job;
@@ -118,6 +119,7 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
         let lr = schedule.lr(step);
         optim.set_learning_rate(lr);
 
+        model.inner().set_training(true);
         // Forward and backward of each micro-batch; gradients come back averaged over ranks and sharded. The step's
         // loss is the mean over all tokens that count, of all ranks and micro-batches: each micro-batch's mean weighs
         // as its share of them.
@@ -128,6 +130,8 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
             let last = micro_step + 1 == args.grad_accum;
             model.set_requires_gradient_sync(last || args.grad_sync == GradSync::Every, Recurse::Yes);
             let batch = Batch::new(batches.micro_batch(done.sequences, micro_step)?, args.seq_len, world.device())?;
+            let first_row = batches.first_sequence(done.sequences, micro_step);
+            random::set_rng_state(RngState { first_row, ..RngState::new(args.seed) });
             let loss = models::loss(&model, &batch)?;
             // The loss of no token is 0. Candle takes a factor of 0 for the end of the graph, which ranks must share.
             let weight = batch.counted.max(1) as f64 / share;
@@ -139,6 +143,7 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
                 None => grads = Some(new),
             }
         }
+        model.inner().set_training(false);
         let Some(mut grads) = grads else { anyhow::bail!("--grad-accum is at least 1") };
         let overflowed = loss_scale.unscale(&vars, &mut grads)?;
         let norm = match args.clip_grad_norm {

@@ -14,7 +14,7 @@ use fsdp_examples::data::{Batches, Data, Examples, Masking, PackingOptions, Sour
 use fsdp_examples::models::{self, LanguageModel, ModelConfig, ModelOptions};
 
 use crate::alike::{self, Words};
-use crate::args::{ActivationCheckpoint, Args, InitChoice, Resume, Switch};
+use crate::args::{Args, InitChoice, Resume, Switch};
 use crate::evaluate::Evaluation;
 use crate::lora::Adapters;
 use crate::memory;
@@ -84,7 +84,8 @@ impl Setup {
         let options = ModelOptions {
             dtype: DType::F32,
             positions,
-            activation_checkpoint: args.activation_checkpoint == ActivationCheckpoint::Full,
+            checkpoints: args.activation_checkpoint.policy(args.checkpoint_keep.clone())?,
+            dropout: args.dropout.of(&config),
         };
         let policy = MixedPrecisionPolicy {
             param_dtype: Some(args.param_dtype.dtype()),

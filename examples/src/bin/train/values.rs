@@ -8,8 +8,9 @@ use std::{
 
 use candle_core::DType;
 use clap::ValueEnum;
+use fsdp_candle::activation_checkpoint::{CheckpointPolicy, Operation};
 use fsdp_candle::{AllGatherExtension, Float8, OffloadPolicy, ReshardAfterForward};
-use fsdp_examples::models::is_block_matrix;
+use fsdp_examples::models::{Dropout, ModelConfig, is_block_matrix};
 use serde::{Serialize, Serializer};
 
 /// Where the first weights come from.
@@ -40,6 +41,34 @@ impl Precision {
             Precision::Bf16 => DType::BF16,
             Precision::F16 => DType::F16,
         }
+    }
+}
+
+/// What is dropped while the model trains.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum DropoutChoice {
+    /// What the model's configuration says
+    Config,
+    /// The same probability everywhere
+    #[serde(untagged)]
+    Everywhere(f64),
+}
+
+impl DropoutChoice {
+    pub(crate) fn of(self, config: &ModelConfig) -> Dropout {
+        match self {
+            DropoutChoice::Config => config.dropout(),
+            DropoutChoice::Everywhere(probability) => Dropout::everywhere(probability),
+        }
+    }
+}
+
+pub(crate) fn dropout(text: &str) -> Result<DropoutChoice, String> {
+    match text {
+        "config" => Ok(DropoutChoice::Config),
+        _ => number(text, "`config`, or a number of at least 0 and below 1, such as 0.1", |x| (0.0..1.0).contains(&x))
+            .map(DropoutChoice::Everywhere),
     }
 }
 
@@ -103,14 +132,71 @@ impl Offload {
     }
 }
 
-/// What runs again in backward.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+/// The blocks that run again in backward.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum ActivationCheckpoint {
-    /// Nothing: all activations are kept
+    /// None: all activations are kept
     None,
-    /// Every block: its input alone is kept
+    /// All
     Full,
+    /// The first of every so many
+    #[serde(untagged)]
+    Every(usize),
+    /// Those whose names match
+    #[serde(untagged)]
+    Named(Vec<String>),
+}
+
+impl ActivationCheckpoint {
+    pub(crate) fn policy(&self, keeps: Vec<CheckpointKeep>) -> anyhow::Result<CheckpointPolicy> {
+        anyhow::ensure!(
+            keeps.is_empty() || *self != ActivationCheckpoint::None,
+            "--checkpoint-keep is for blocks that run again: say which by --activation-checkpoint"
+        );
+        let policy = match self {
+            ActivationCheckpoint::None => CheckpointPolicy::none(),
+            ActivationCheckpoint::Full => CheckpointPolicy::all(),
+            ActivationCheckpoint::Every(count) => CheckpointPolicy::every(*count),
+            ActivationCheckpoint::Named(patterns) => CheckpointPolicy::named(patterns)?,
+        };
+        Ok(match keeps.is_empty() {
+            true => policy,
+            false => policy.keep(move |call| keeps.iter().any(|keeps| keeps.operation() == call.operation)),
+        })
+    }
+}
+
+pub(crate) fn activation_checkpoint(text: &str) -> Result<ActivationCheckpoint, String> {
+    match (text, text.parse::<usize>()) {
+        ("none", _) => Ok(ActivationCheckpoint::None),
+        ("full", _) => Ok(ActivationCheckpoint::Full),
+        (_, Ok(count)) if count > 0 => Ok(ActivationCheckpoint::Every(count)),
+        // A word by itself is a slip: names of blocks have dots or are patterns.
+        _ if text.contains(['.', '*']) => Ok(ActivationCheckpoint::Named(text.split(',').map(Into::into).collect())),
+        _ => Err("it must be none, full, a number K for every K-th block, or names of blocks, such as \
+                  model.layers.0,model.layers.[4-7]"
+            .into()),
+    }
+}
+
+/// What blocks that run again keep.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum CheckpointKeep {
+    /// What products with weights make
+    Linear,
+    /// What attention makes
+    Attention,
+}
+
+impl CheckpointKeep {
+    fn operation(self) -> Operation {
+        match self {
+            CheckpointKeep::Linear => Operation::Linear,
+            CheckpointKeep::Attention => Operation::Attention,
+        }
+    }
 }
 
 /// Whether something is done.

@@ -4,9 +4,9 @@ use anyhow::ensure;
 use serde::{Deserialize, Serialize};
 
 use super::activation::Activation;
-use super::checks::{at_least_one, not_negative};
+use super::checks::{at_least_one, below_one, not_negative};
 
-/// What Hugging Face's `BertConfig` says that matters here. Dropout does not: there is none.
+/// What Hugging Face's `BertConfig` says that matters here.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub struct BertConfig {
     /// `bert`.
@@ -48,6 +48,12 @@ pub struct BertConfig {
     /// Whether the head is the embedding; `true` is known.
     #[serde(default = "tied")]
     pub tie_word_embeddings: bool,
+    /// Dropout of embeddings, and of what attention and MLP add to the residual stream.
+    #[serde(default = "default_dropout")]
+    pub hidden_dropout_prob: f64,
+    /// Dropout of attention weights.
+    #[serde(default = "default_dropout")]
+    pub attention_probs_dropout_prob: f64,
     /// What `hidden_act` says.
     #[serde(skip, default = "default_activation")]
     pub activation: Activation,
@@ -64,6 +70,9 @@ fn default_norm_eps_bert() -> f64 {
 }
 fn default_bert_act() -> String {
     "gelu".into()
+}
+fn default_dropout() -> f64 {
+    0.1
 }
 fn default_stdev() -> f64 {
     0.02
@@ -91,6 +100,10 @@ impl BertConfig {
             ("type_vocab_size", self.type_vocab_size),
         ])?;
         not_negative(&[("layer_norm_eps", self.layer_norm_eps), ("initializer_range", self.initializer_range)])?;
+        below_one(&[
+            ("hidden_dropout_prob", self.hidden_dropout_prob),
+            ("attention_probs_dropout_prob", self.attention_probs_dropout_prob),
+        ])?;
         ensure!(
             self.hidden_size.is_multiple_of(self.num_attention_heads),
             "hidden_size = {} must be a multiple of num_attention_heads = {}",

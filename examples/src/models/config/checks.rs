@@ -17,6 +17,13 @@ pub(super) fn not_negative(fields: &[(&str, f64)]) -> anyhow::Result<()> {
     })
 }
 
+pub(super) fn below_one(fields: &[(&str, f64)]) -> anyhow::Result<()> {
+    fields.iter().try_for_each(|(name, value)| {
+        ensure!((0. ..1.).contains(value), "{name} = {value} must be at least 0 and below 1");
+        Ok(())
+    })
+}
+
 pub(super) fn above_zero(fields: &[(&str, f64)]) -> anyhow::Result<()> {
     fields.iter().try_for_each(|(name, value)| {
         ensure!(value.is_finite() && *value > 0., "{name} = {value} must be above 0");

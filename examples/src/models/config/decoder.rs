@@ -5,7 +5,7 @@ use fsdp_candle::nn::AttentionOptions;
 use serde::Serialize;
 
 use super::activation::Activation;
-use super::checks::{above_zero, at_least_one, not_negative};
+use super::checks::{above_zero, at_least_one, below_one, not_negative};
 use super::experts::ExpertsConfig;
 use super::fields::{Family, Fields, RopeParameters};
 use super::rope::{Around, Rope};
@@ -73,6 +73,9 @@ pub struct DecoderConfig {
     /// The rotary embedding of layers with a window, where it is another.
     #[serde(skip)]
     pub local_rope: Option<Rope>,
+    /// Dropout of attention weights.
+    #[serde(skip)]
+    pub attention_dropout: f64,
     #[serde(skip)]
     attention: AttentionOptions,
     #[serde(skip)]
@@ -178,6 +181,8 @@ impl DecoderConfig {
         );
         ensure!(head_dim > 0 && head_dim.is_multiple_of(2), "head_dim = {head_dim} must be even and at least 2");
         no_dropout(&fields)?;
+        let attention_dropout = fields.attention_dropout.unwrap_or(0.);
+        below_one(&[("attention_dropout", attention_dropout)])?;
         let (rope, local_rope) = ropes(family, &fields, head_dim, positions)?;
         let (softcap, logit_softcap) = softcaps(family, &fields)?;
         let (window, windows) = windows(family, &fields)?;
@@ -219,6 +224,7 @@ impl DecoderConfig {
             local_rope,
             attention: AttentionOptions { window, softcap, ..AttentionOptions::causal(1. / width_of_scale.sqrt()) },
             windows,
+            attention_dropout,
             fields,
         })
     }
@@ -241,12 +247,9 @@ impl DecoderConfig {
 }
 
 fn no_dropout(fields: &Fields) -> anyhow::Result<()> {
-    let Fields { attention_dropout, resid_pdrop, embd_pdrop, .. } = fields;
-    for (name, value) in
-        [("attention_dropout", attention_dropout), ("resid_pdrop", resid_pdrop), ("embd_pdrop", embd_pdrop)]
-    {
+    for (name, value) in [("resid_pdrop", fields.resid_pdrop), ("embd_pdrop", fields.embd_pdrop)] {
         let value = value.unwrap_or(0.);
-        ensure!(value == 0., "{name} = {value} is not supported; 0 is: there is no dropout");
+        ensure!(value == 0., "{name} = {value} is not supported; 0 is: decoders drop attention weights alone");
     }
     Ok(())
 }

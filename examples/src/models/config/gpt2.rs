@@ -3,7 +3,7 @@
 use anyhow::ensure;
 use serde::{Deserialize, Serialize};
 
-use super::checks::{at_least_one, not_negative};
+use super::checks::{at_least_one, below_one, not_negative};
 
 /// What Hugging Face's `GPT2Config` says that matters here.
 #[derive(Clone, Debug, Deserialize, Serialize)]
@@ -43,6 +43,15 @@ pub struct Gpt2Config {
     /// Whether the head is the embedding; `true` is known.
     #[serde(default = "yes")]
     pub tie_word_embeddings: bool,
+    /// Dropout of what attention and MLP add to the residual stream.
+    #[serde(default = "default_dropout")]
+    pub resid_pdrop: f64,
+    /// Dropout of embeddings.
+    #[serde(default = "default_dropout")]
+    pub embd_pdrop: f64,
+    /// Dropout of attention weights.
+    #[serde(default = "default_dropout")]
+    pub attn_pdrop: f64,
 }
 
 fn default_norm_eps_gpt2() -> f64 {
@@ -53,6 +62,9 @@ fn default_gpt2_act() -> String {
 }
 fn default_initializer_range() -> f64 {
     0.02
+}
+fn default_dropout() -> f64 {
+    0.1
 }
 fn yes() -> bool {
     true
@@ -76,6 +88,11 @@ impl Gpt2Config {
         not_negative(&[
             ("layer_norm_epsilon", self.layer_norm_epsilon),
             ("initializer_range", self.initializer_range),
+        ])?;
+        below_one(&[
+            ("resid_pdrop", self.resid_pdrop),
+            ("embd_pdrop", self.embd_pdrop),
+            ("attn_pdrop", self.attn_pdrop),
         ])?;
         ensure!(
             self.n_embd.is_multiple_of(self.n_head),

@@ -4,6 +4,7 @@ pub mod activation;
 pub mod bert;
 mod checks;
 pub mod decoder;
+mod dropout;
 pub mod experts;
 pub mod fields;
 pub mod gpt2;
@@ -18,6 +19,7 @@ use serde::{Deserialize, Serialize};
 
 pub use bert::BertConfig;
 pub use decoder::DecoderConfig;
+pub use dropout::Dropout;
 use fields::{FAMILIES, Fields};
 pub use gpt2::Gpt2Config;
 
@@ -132,6 +134,21 @@ impl ModelConfig {
             ModelConfig::Decoder(config) => config.positions,
             ModelConfig::Gpt2(config) => config.n_positions,
             ModelConfig::Bert(config) => config.max_position_embeddings,
+        }
+    }
+
+    /// What `config.json` says of dropout.
+    pub fn dropout(&self) -> Dropout {
+        match self {
+            ModelConfig::Decoder(config) => Dropout { attention: config.attention_dropout, ..Dropout::default() },
+            ModelConfig::Gpt2(config) => {
+                let &Gpt2Config { embd_pdrop: embedding, attn_pdrop: attention, resid_pdrop: hidden, .. } = config;
+                Dropout { embedding, attention, hidden }
+            }
+            ModelConfig::Bert(config) => {
+                let (hidden, attention) = (config.hidden_dropout_prob, config.attention_probs_dropout_prob);
+                Dropout { embedding: hidden, attention, hidden }
+            }
         }
     }
 

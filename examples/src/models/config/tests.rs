@@ -188,7 +188,9 @@ fn bert(more: &str) -> anyhow::Result<ModelConfig> {
 
 #[test]
 fn bert_is_as_transformers_has_it() {
-    let ModelConfig::Bert(config) = bert("\"hidden_dropout_prob\": 0.1").unwrap() else { panic!("not a BERT") };
+    let config = bert("\"hidden_dropout_prob\": 0.2").unwrap();
+    assert_eq!(config.dropout(), Dropout { embedding: 0.2, attention: 0.1, hidden: 0.2 });
+    let ModelConfig::Bert(config) = config else { panic!("not a BERT") };
     assert_eq!((config.max_position_embeddings, config.type_vocab_size), (512, 2));
     assert_eq!((config.layer_norm_eps, config.initializer_range), (1e-12, 0.02));
     assert_eq!(config.activation, Activation::GeluErf);
@@ -287,7 +289,8 @@ fn what_is_not_known_is_named() {
         (llama(r#""rope_parameters": {"rope_type": "ntk"}"#), "\"ntk\" is not known; \"default\", \"linear\""),
         (llama(r#""rope_scaling": {"type": "linear"}"#), "needs factor"),
         (llama(r#""rope_scaling": {"type": "longrope"}"#), "needs short_factor"),
-        (llama(r#""attention_dropout": 0.1"#), "attention_dropout = 0.1 is not supported; 0 is"),
+        (llama(r#""attention_dropout": 1.0"#), "attention_dropout = 1 must be at least 0 and below 1"),
+        (of("phi3", r#""resid_pdrop": 0.1"#), "resid_pdrop = 0.1 is not supported; 0 is"),
         (llama(r#""partial_rotary_factor": 0.5, "head_dim": 6"#), "partial_rotary_factor = 0.5"),
         (of("mistral", r#""sliding_window": 0"#), "sliding_window = 0 must be at least 1"),
         (of("qwen3", r#""layer_types": ["full_attention", "full_attention"]"#), "layer_types has 2 layers"),

@@ -9,6 +9,7 @@ use fsdp_candle::nn::{self, AttentionOptions, Documents, Linear};
 use super::norm::Norm;
 use super::rope::{Turn, Turns};
 use crate::models::config::DecoderConfig;
+use crate::models::dropout::Drops;
 use crate::models::linear::linear;
 
 pub(super) struct Attention {
@@ -20,6 +21,7 @@ pub(super) struct Attention {
     heads: usize,
     kv_heads: usize,
     head_dim: usize,
+    drops: Drops,
 }
 
 /// The projections to queries, keys and values.
@@ -29,7 +31,13 @@ enum Input {
 }
 
 impl Attention {
-    pub(super) fn new(config: &DecoderConfig, layer: usize, turns: &Turns, vb: VarBuilder) -> Result<Self> {
+    pub(super) fn new(
+        config: &DecoderConfig,
+        layer: usize,
+        turns: &Turns,
+        drops: &Drops,
+        vb: VarBuilder,
+    ) -> Result<Self> {
         let (width, head_dim) = (config.width, config.head_dim);
         let (q_width, kv_width) = (config.heads * head_dim, config.kv_heads * head_dim);
         let projection = |name: &str, outputs: usize| {
@@ -57,6 +65,7 @@ impl Attention {
             heads: config.heads,
             kv_heads: config.kv_heads,
             head_dim,
+            drops: drops.clone(),
         })
     }
 
@@ -76,10 +85,10 @@ impl Attention {
             k = of_k.forward(&k.reshape((batch, steps, self.kv_heads, self.head_dim))?)?;
         }
         let (q, k) = (self.turn.apply(&q, documents)?, self.turn.apply(&k, documents)?);
-        let (heads, kv_heads) = (self.heads, self.kv_heads);
+        let (heads, kv_heads, options) = (self.heads, self.kv_heads, self.drops.attention(&self.options));
         self.output.forward(&match documents {
-            Some(documents) => nn::attention_in_documents(&q, &k, &v, heads, kv_heads, &self.options, documents)?,
-            None => nn::attention(&q, &k, &v, heads, kv_heads, &self.options)?,
+            Some(documents) => nn::attention_in_documents(&q, &k, &v, heads, kv_heads, &options, documents)?,
+            None => nn::attention(&q, &k, &v, heads, kv_heads, &options)?,
         })
     }
 }

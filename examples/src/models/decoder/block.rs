@@ -10,6 +10,7 @@ use super::mlp::Mlp;
 use super::norm::Norm;
 use super::rope::Turns;
 use crate::models::config::DecoderConfig;
+use crate::models::dropout::Drops;
 
 /// One block.
 pub struct Block {
@@ -33,14 +34,14 @@ impl Block {
     ///
     /// # Errors
     /// When a parameter can't be initialised.
-    pub fn new(config: &DecoderConfig, layer: usize, turns: &Turns, vb: VarBuilder) -> Result<Self> {
+    pub fn new(config: &DecoderConfig, layer: usize, turns: &Turns, drops: &Drops, vb: VarBuilder) -> Result<Self> {
         let norm = |name: &str| Norm::new(config.width, config.norms, vb.pp(name));
         let behind = |name: &str| config.norms.behind.then(|| norm(name)).transpose();
         // Gemma calls by this name what is behind the attention, the others what is before the MLP.
         let (after, before) = ("post_attention_layernorm", "pre_feedforward_layernorm");
         Ok(Block {
             input_norm: norm("input_layernorm")?,
-            attention: Attention::new(config, layer, turns, vb.pp("self_attn"))?,
+            attention: Attention::new(config, layer, turns, drops, vb.pp("self_attn"))?,
             attention_norm: behind(after)?,
             mlp_norm: norm(if config.norms.behind { before } else { after })?,
             mlp: match config.experts(layer) {

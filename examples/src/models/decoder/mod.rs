@@ -20,6 +20,7 @@ use norm::Norm;
 pub use rope::Turns;
 
 use super::config::DecoderConfig;
+use super::dropout::Drops;
 use super::layer::Layer;
 use super::linear::linear;
 
@@ -56,6 +57,7 @@ pub struct Decoder<B = FsdpModule<Layer<Block>>> {
     logit_softcap: Option<f64>,
     /// The coefficient of the experts' loss.
     auxiliary: f64,
+    drops: Drops,
 }
 
 impl<B: CallBlock> Decoder<B> {
@@ -63,7 +65,7 @@ impl<B: CallBlock> Decoder<B> {
     ///
     /// # Errors
     /// When a parameter can't be initialised.
-    pub fn new(config: &DecoderConfig, blocks: Vec<B>, vb: VarBuilder) -> Result<Self> {
+    pub fn new(config: &DecoderConfig, blocks: Vec<B>, drops: Drops, vb: VarBuilder) -> Result<Self> {
         let (width, stdev) = (config.width, config.initializer_range);
         let normal = Init::Randn { mean: 0., stdev };
         let embedding = vb.pp("model.embed_tokens").get_with_hints((config.vocabulary, width), "weight", normal)?;
@@ -79,7 +81,12 @@ impl<B: CallBlock> Decoder<B> {
             head,
             logit_softcap: config.logit_softcap,
             auxiliary: config.experts.as_ref().and_then(|experts| experts.auxiliary).unwrap_or(0.),
+            drops,
         })
+    }
+
+    pub(super) fn drops(&self) -> &Drops {
+        &self.drops
     }
 
     /// The blocks, in forward order.

@@ -3,6 +3,8 @@
 //! With `x` of `m` rows: `dx = dy W`, `dW = dy^T x`, `db` = the column sums of `dy`. Each is one matrix product into
 //! its destination; the weight's gradient is accumulated where the parameter keeps it.
 
+use std::sync::{Arc, Mutex, PoisonError};
+
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, Layout, Result, Shape, Tensor, bail};
 
@@ -17,6 +19,7 @@ use super::super::cpu::weighted_op::weighted_op;
 use super::super::cuda::{self, on_cuda};
 use super::super::input::{self, Input};
 use super::super::weight::Weight;
+use crate::activation_checkpoint::{Operation, operation};
 use crate::collectives::SharedInput;
 
 /// `x W^T + b`, or `x W + b` for a weight stored as `[in, out]`.
@@ -54,18 +57,20 @@ pub(in crate::nn) fn affine<'a>(
         let bias = bias.map(Weight::in_graph).transpose()?;
         return composite(&input.in_graph()?, &Weight::in_graph(w)?, bias.as_ref(), in_out);
     }
-    let weight = Weight::of(w)?;
-    let node = weight.node().clone();
     let (x, shared) = (input.node(), input.shared());
-    match bias {
-        None => x.apply_op2(&node, Affine { function, shared, weight, bias: None, in_out, inputs, outputs }),
-        Some(bias) => {
-            let bias = Weight::of(bias)?;
-            let bias_node = bias.node().clone();
-            let bias = Some(bias);
-            x.apply_op3(&node, &bias_node, Affine { function, shared, weight, bias, in_out, inputs, outputs })
-        }
-    }
+    let shape = [&x.dims()[..x.rank() - 1], &[outputs]].concat();
+    operation(Operation::Linear, &shape, |known| {
+        let weight = Weight::of(w)?;
+        let (node, bias) = (weight.node().clone(), bias.map(Weight::of).transpose()?);
+        let bias_node = bias.as_ref().map(|bias| bias.node().clone());
+        let known = Mutex::new(known.map(|(storage, _)| storage));
+        let op = Affine { function, shared, weight, bias, in_out, inputs, outputs, known };
+        let y = match bias_node {
+            None => x.apply_op2(&node, op),
+            Some(bias) => x.apply_op3(&node, &bias, op),
+        };
+        Ok((y?, Arc::new(())))
+    })
 }
 
 /// The same from Candle's operations.
@@ -90,6 +95,8 @@ struct Affine {
     in_out: bool,
     inputs: usize,
     outputs: usize,
+    /// The output, where it was computed before.
+    known: Mutex<Option<CpuStorage>>,
 }
 
 impl Affine {
@@ -123,6 +130,12 @@ impl Affine {
     }
 
     fn output(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let mut shape = layout.dims().to_vec();
+        shape.pop();
+        shape.push(self.outputs);
+        if let Some(known) = self.known.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            return Ok((known, shape.into()));
+        }
         let dtype = x.dtype();
         let x = floats(x, layout)?;
         let rows = x.len() / self.inputs.max(1);
@@ -135,9 +148,6 @@ impl Affine {
         self.with_weight(|w| {
             product(MatMut::new(&mut y, rows, self.outputs), accumulate, Mat::new(&x, rows, self.inputs), w);
         })?;
-        let mut shape = layout.dims().to_vec();
-        shape.pop();
-        shape.push(self.outputs);
         Ok((storage(y, dtype)?, shape.into()))
     }
 

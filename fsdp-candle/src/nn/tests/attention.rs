@@ -57,7 +57,7 @@ fn options_match_the_composite() {
             for causal in [true, false] {
                 for window in windows.iter().copied().map(Some).chain([None]) {
                     for softcap in [None, Some(0.7)] {
-                        check_case(dtype, case, &AttentionOptions { scale: 0.6, causal, window, softcap });
+                        check_case(dtype, case, &AttentionOptions { scale: 0.6, causal, window, softcap, dropout: 0. });
                     }
                 }
             }
@@ -76,7 +76,7 @@ fn the_composite_is_attention() {
     for (causal, window, softcap) in
         [(true, None, None), (true, Some(3), Some(0.5)), (false, Some(2), None), (false, None, Some(0.5))]
     {
-        let options = AttentionOptions { scale: 0.8, causal, window, softcap };
+        let options = AttentionOptions { scale: 0.8, causal, window, softcap, dropout: 0. };
         let mut want = vec![];
         for (i, q) in q.iter().enumerate() {
             let position = i + keys - queries;

@@ -6,6 +6,7 @@ use candle_core::{D, DType, Device, Result, Tensor};
 
 use super::options::AttentionOptions;
 use crate::nn::attention::documents::Documents;
+use crate::nn::dropout::dropped;
 
 /// [`super::attention()`] on operands that fit together.
 pub(in crate::nn) fn composite(
@@ -42,6 +43,7 @@ pub(in crate::nn) fn composite(
     let scores = scores.broadcast_add(&mask)?;
     let weights = scores.broadcast_sub(&scores.max_keepdim(D::Minus1)?.detach())?.exp()?;
     let weights = weights.broadcast_div(&weights.sum_keepdim(D::Minus1)?)?;
+    let weights = dropped(&weights, options.dropout)?;
     weights.matmul(&spread(v)?)?.transpose(1, 2)?.reshape((batch, queries, ()))?.to_dtype(dtype)
 }
 
@@ -73,7 +75,9 @@ fn kept_mask(options: &AttentionOptions, queries: usize, keys: usize, device: &D
     static MASKS: Mutex<Vec<(AttentionOptions, Tensor)>> = Mutex::new(vec![]);
     let mut masks = MASKS.lock().unwrap_or_else(PoisonError::into_inner);
     let fits = |(of, mask): &&(AttentionOptions, Tensor)| {
-        of == options && mask.dims()[2..] == [queries, keys] && mask.device().same_device(device)
+        (of.causal, of.window) == (options.causal, options.window)
+            && mask.dims()[2..] == [queries, keys]
+            && mask.device().same_device(device)
     };
     if let Some((_, mask)) = masks.iter().find(fits) {
         return Ok(mask.clone());

@@ -5,6 +5,7 @@ use super::softmax::{Rows, Scores, row_dot, softmax_rows, softmax_rows_back};
 use crate::nn::attention::documents::Documents;
 use crate::nn::cpu::matrix::{Mat, MatMut, Shared, product_here};
 use crate::nn::cpu::parallel::each;
+use crate::random::Mask;
 
 /// Queries of a block.
 const BLOCK: usize = 64;
@@ -19,6 +20,8 @@ pub(super) struct Dims {
     pub(super) dim: usize,
     pub(super) options: AttentionOptions,
     pub(super) documents: Option<Documents>,
+    /// Which of the probabilities `[batch, n_heads, T, S]` are dropped.
+    pub(super) mask: Option<Mask>,
 }
 
 /// Where the heads of one operand lie in its buffer: batch by batch, in each a row for each position.
@@ -92,6 +95,15 @@ impl Dims {
         Mat::strided(&data[place.at(batch, first, head, self.dim)..], count, self.dim, place.row_stride, 1)
     }
 
+    /// Drops some of a block's probabilities, or the same of their gradients.
+    fn drop(&self, block: &mut [f32], batch: usize, head: usize, rows: Rows) {
+        let Some(mask) = &self.mask else { return };
+        for (i, row) in block.chunks_exact_mut(rows.seen).enumerate() {
+            let query = (batch * self.n_heads + head) * self.queries + rows.first + i;
+            mask.apply(self.n_heads * self.queries * self.keys, query * self.keys + rows.first_key, row);
+        }
+    }
+
     /// The attention's output and the logarithms of the sums, `[batch, n_heads, T]`.
     pub(super) fn forward(&self, [q, k, v]: [&[f32]; 3], [qp, kp, vp]: [Place; 3]) -> (Vec<f32>, Vec<f32>) {
         let mut out = vec![0f32; self.batch * self.queries * self.n_heads * self.dim];
@@ -114,6 +126,7 @@ impl Dims {
                 let (scores, sums) =
                     unsafe { (scores.slice(0, count * seen), sums_all.slice(task * self.queries + first, count)) };
                 softmax_rows(scores, sums, rows, self.how());
+                self.drop(scores, batch, head, rows);
                 // SAFETY: no other task writes this head's columns of the output.
                 let o = unsafe { out_all.mat(op.at(batch, first, head, self.dim), count, self.dim, op.row_stride) };
                 product_here(o, false, Mat::new(scores, count, seen), v);
@@ -154,7 +167,9 @@ impl Dims {
                         *delta = row_dot(&out[at..at + self.dim], &d_out[at..at + self.dim]);
                     }
                     let sums = &log_sums[(batch * self.n_heads + head) * self.queries + first..][..count];
+                    self.drop(ds, batch, head, rows);
                     softmax_rows_back(p, ds, sums, deltas, rows, self.how());
+                    self.drop(p, batch, head, rows);
                     let (p, ds) = (Mat::new(p, count, seen), Mat::new(ds, count, seen));
                     // SAFETY: only this task touches this key head's columns of the gradients, and its query heads'
                     // columns; each product is done when it returns.

@@ -6,6 +6,8 @@
 //! `ds_ij = scale p_ij (do_i.v_j - do_i.o_i)`, `dq_i = sum_j ds_ij k_j`, `dk_j = sum_i ds_ij q_i`. Capped scores are
 //! `s_ij = cap t_ij` with `t_ij = tanh(scale q_i.k_j / cap)`, and `ds_ij` gets a factor `1 - t_ij^2`.
 //!
+//! Dropout multiplies `p_ij` by `m_ij` where it meets `v_j`, and `do_i.v_j` in backward; `do_i.o_i` is what it was.
+//!
 //! Queries are taken in blocks of rows; a block's products reach from its first query's first key to its last query's
 //! last one, so that of what nobody sees only corners along the diagonals are computed. A block ends where its document
 //! ends. Heads are read and written
@@ -16,7 +18,7 @@ mod dims;
 mod options;
 mod softmax;
 
-use std::sync::OnceLock;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, CustomOp3, DType, Layout, Result, Shape, Tensor, bail};
@@ -26,8 +28,10 @@ use dims::Dims;
 pub use options::AttentionOptions;
 
 use super::documents::Documents;
+use crate::activation_checkpoint::{Operation, operation};
 use crate::nn::cpu::matrix::Shared;
 use crate::nn::cpu::values::{floats, read, same_kind, served, storage, tensor};
+use crate::random::Mask;
 
 /// Causal self-attention: [`attention()`] where a query sees itself and all keys before it. `scale` is usually
 /// `1 / sqrt(D)`.
@@ -180,8 +184,9 @@ fn of_three(
         return composite(q, k, v, n_heads, n_kv_heads, &options, documents);
     }
     let documents = documents.cloned();
-    let shape = Dims { batch, queries, keys, n_heads, n_kv_heads, dim, options, documents };
-    q.apply_op3(k, v, Attention { shape, log_sums: OnceLock::new() })
+    let mask = mask(&options);
+    let shape = Dims { batch, queries, keys, n_heads, n_kv_heads, dim, options, documents, mask };
+    once(shape, |op| q.apply_op3(k, v, op))
 }
 
 fn of_one(
@@ -211,8 +216,13 @@ fn of_one(
         return composite(&qkv.narrow(2, 0, q)?, &k, &v, n_heads, n_kv_heads, &options, documents);
     }
     let documents = documents.cloned();
-    let shape = Dims { batch, queries, keys: queries, n_heads, n_kv_heads, dim, options, documents };
-    qkv.apply_op1(Attention { shape, log_sums: OnceLock::new() })
+    let mask = mask(&options);
+    let shape = Dims { batch, queries, keys: queries, n_heads, n_kv_heads, dim, options, documents, mask };
+    once(shape, |op| qkv.apply_op1(op))
+}
+
+fn mask(options: &AttentionOptions) -> Option<Mask> {
+    (options.dropout > 0.).then(|| Mask::draw(options.dropout))
 }
 
 /// Batch, positions and elements at a position of `[batch, positions, heads * D]` or `[batch, positions, heads, D]`.
@@ -239,16 +249,40 @@ fn head_dim(function: &str, width: usize, n_heads: usize, n_kv_heads: usize) -> 
     Ok(width / n_heads)
 }
 
+/// Applies an attention, or takes what a checkpointed closure kept of it.
+fn once(shape: Dims, apply: impl FnOnce(Attention) -> Result<Tensor>) -> Result<Tensor> {
+    let out = [shape.batch, shape.queries, shape.n_heads * shape.dim];
+    operation(Operation::Attention, &out, |known| {
+        let (known, log_sums) = match known {
+            Some((storage, log_sums)) => (Some(storage), log_sums.downcast::<OnceLock<Vec<f32>>>().unwrap_or_default()),
+            None => (None, Arc::default()),
+        };
+        let y = apply(Attention { shape, log_sums: log_sums.clone(), known: Mutex::new(known) })?;
+        Ok((y, log_sums))
+    })
+}
+
 struct Attention {
     shape: Dims,
-    log_sums: OnceLock<Vec<f32>>,
+    log_sums: Arc<OnceLock<Vec<f32>>>,
+    /// The output, where it was computed before.
+    known: Mutex<Option<CpuStorage>>,
 }
 
 impl Attention {
-    fn finish(&self, (out, log_sums): (Vec<f32>, Vec<f32>), dtype: DType) -> Result<(CpuStorage, Shape)> {
+    fn output(
+        &self,
+        dtype: DType,
+        compute: impl FnOnce() -> Result<(Vec<f32>, Vec<f32>)>,
+    ) -> Result<(CpuStorage, Shape)> {
         let Dims { batch, queries, n_heads, dim, .. } = self.shape;
+        let shape = Shape::from((batch, queries, n_heads * dim));
+        if let Some(known) = self.known.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            return Ok((known, shape));
+        }
+        let (out, log_sums) = compute()?;
         let _ = self.log_sums.set(log_sums);
-        Ok((storage(out, dtype)?, Shape::from((batch, queries, n_heads * dim))))
+        Ok((storage(out, dtype)?, shape))
     }
 
     fn log_sums(&self) -> Result<&[f32]> {
@@ -273,9 +307,10 @@ impl CustomOp3 for Attention {
         v: &CpuStorage,
         vl: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let dtype = q.dtype();
-        let (q, k, v) = (floats(q, ql)?, floats(k, kl)?, floats(v, vl)?);
-        self.finish(self.shape.forward([&q, &k, &v], self.shape.apart()), dtype)
+        self.output(q.dtype(), || {
+            let (q, k, v) = (floats(q, ql)?, floats(k, kl)?, floats(v, vl)?);
+            Ok(self.shape.forward([&q, &k, &v], self.shape.apart()))
+        })
     }
 
     fn bwd(
@@ -313,8 +348,10 @@ impl CustomOp1 for Attention {
     }
 
     fn cpu_fwd(&self, qkv: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let values = floats(qkv, layout)?;
-        self.finish(self.shape.forward([&values; 3], self.shape.fused()), qkv.dtype())
+        self.output(qkv.dtype(), || {
+            let values = floats(qkv, layout)?;
+            Ok(self.shape.forward([&values; 3], self.shape.fused()))
+        })
     }
 
     fn bwd(&self, qkv: &Tensor, out: &Tensor, d_out: &Tensor) -> Result<Option<Tensor>> {

@@ -5,6 +5,7 @@ use std::ops::Range;
 use candle_core::{Result, bail};
 
 use crate::nn::attention::documents::Documents;
+use crate::nn::dropout;
 
 /// What an attention is, besides its heads.
 ///
@@ -25,12 +26,15 @@ pub struct AttentionOptions {
     pub window: Option<usize>,
     /// Scores `s` become `cap * tanh(s / cap)`, as in Gemma 2; above 0.
     pub softcap: Option<f64>,
+    /// The probability in `[0, 1)` with which a query's weight of a key becomes 0, after the softmax: 0 but while
+    /// training. What is dropped follows from this thread's [random state](crate::random), and is kept nowhere.
+    pub dropout: f64,
 }
 
 impl AttentionOptions {
     /// Every query sees itself and all keys before it.
     pub fn causal(scale: f64) -> Self {
-        AttentionOptions { scale, causal: true, window: None, softcap: None }
+        AttentionOptions { scale, causal: true, window: None, softcap: None, dropout: 0. }
     }
 
     /// Every query sees all keys.
@@ -47,6 +51,7 @@ impl AttentionOptions {
         if self.window == Some(0) {
             bail!("{function}: a window of 0 shows a query nothing; it must be at least 1");
         }
+        dropout::check(function, self.dropout)?;
         match self.softcap {
             Some(cap) if !(cap.is_finite() && cap > 0.0) => {
                 bail!("{function}: the cap of the scores must be above 0, found {cap}")

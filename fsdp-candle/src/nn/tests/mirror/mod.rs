@@ -4,6 +4,7 @@
 mod attending;
 mod caches;
 mod convolutions;
+mod dropout;
 mod functions;
 mod layers;
 

@@ -1,5 +1,4 @@
-//! Activation checkpointing: a part of forward keeps nothing for backward but its inputs, and runs again when backward
-//! comes to it.
+//! A closure that runs again when backward comes to it.
 //!
 //! In the outer graph a checkpointed closure is `sources -> Bridge.. -> sum -> Recompute -> Output..`: everything in
 //! between is a scalar. The sources are what the closure's graph starts from: its inputs, the variables that it used,
@@ -14,9 +13,11 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Result, Shape, Tensor, TensorId, Var, bail};
 
+use super::kept::{Keep, OperationCall, keeping, using};
 use crate::collectives::scope;
 use crate::graph::{on_at_least, without_reports};
 use crate::kernels::{Backward, node};
+use crate::random;
 use crate::storage;
 use crate::tensors::Tensors;
 use crate::unit::FsdpParam;
@@ -40,7 +41,8 @@ pub(crate) fn checkpoints() -> usize {
 /// Inputs and outputs are a [`Tensor`], a tuple, a `Vec`, or a type of your own ([`Tensors`]). Tensors of integers are
 /// passed on as they are. Losses and gradients are the same bits as without checkpointing.
 ///
-/// `f` must do the same each time: no randomness, unless it is seeded inside `f`. It captures its layers, in an
+/// `f` must do the same each time. What it draws from [`random`](crate::random), as dropout does, it draws again in
+/// backward (PyTorch's `preserve_rng_state`); other randomness is seeded inside `f`. It captures its layers, in an
 /// [`Arc`]; whatever else has a gradient comes in through `inputs` (a captured tensor with a graph keeps that graph
 /// alive, and backward goes through it once more). Variables that `f` uses get their gradients, sharded or not, used
 /// elsewhere or not.
@@ -84,6 +86,52 @@ where
     O: Tensors,
     F: Fn(I) -> Result<O> + Send + Sync + 'static,
 {
+    run(None, f, inputs)
+}
+
+/// [`checkpoint`] that also keeps the outputs of the operations that `keep` accepts, which then run once: more memory
+/// for less of a second forward. Those are operations of [`nn`](crate::nn)'s layers that cost much to compute
+/// ([`Operation`](super::Operation)); PyTorch's `create_selective_checkpoint_contexts(policy_fn)`. Of checkpoints in
+/// each other the innermost decides.
+///
+/// ```
+/// use candle_core::{DType, Device, Module, Tensor, Var};
+/// use fsdp_candle::activation_checkpoint::{Operation, selective_checkpoint};
+/// use fsdp_candle::nn;
+///
+/// let weight = Var::ones((4, 4), DType::F32, &Device::Cpu)?;
+/// let layer = nn::Linear::new(weight.as_tensor().clone(), None);
+/// let y = selective_checkpoint(
+///     |call| call.operation == Operation::Linear && call.number == 0, // of two products the first
+///     move |x: Tensor| layer.forward(&nn::silu(&layer.forward(&x)?)?),
+///     Tensor::ones((2, 4), DType::F32, &Device::Cpu)?,
+/// )?;
+/// assert!(y.sum_all()?.backward()?.get(&weight).is_some());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
+/// # Errors
+/// As those of [`checkpoint`].
+pub fn selective_checkpoint<I, O, F>(
+    keep: impl Fn(&OperationCall<'_>) -> bool + Send + Sync + 'static,
+    f: F,
+    inputs: I,
+) -> Result<O>
+where
+    I: Tensors + Clone + Send + Sync + 'static,
+    O: Tensors,
+    F: Fn(I) -> Result<O> + Send + Sync + 'static,
+{
+    let keep: Arc<Keep> = Arc::new(keep);
+    run(Some(&keep), f, inputs)
+}
+
+pub(super) fn run<I, O, F>(keep: Option<&Arc<Keep>>, f: F, inputs: I) -> Result<O>
+where
+    I: Tensors + Clone + Send + Sync + 'static,
+    O: Tensors,
+    F: Fn(I) -> Result<O> + Send + Sync + 'static,
+{
     CHECKPOINTS.set(CHECKPOINTS.get().wrapping_add(1));
     // Inputs come first among the sources: Candle's backward then goes on into what is before the closure when all else
     // is done.
@@ -96,7 +144,10 @@ where
         }
         Ok(saved)
     })?;
-    let (result, outputs) = list(scope(|| f(saved.clone()))?)?;
+    let random = random::get_rng_state();
+    let (first, kept) = keeping(keep, || scope(|| f(saved.clone())));
+    let (result, outputs) = list(first?)?;
+    let kept = Mutex::new(kept);
     let start = Start::of(&outputs)?;
     sources.extend(start.variables.into_iter().chain(start.anchors));
 
@@ -118,7 +169,9 @@ where
     let ends: Vec<End> = outputs.iter().map(End::of).collect();
     let run = move |copy: &mut dyn FnMut(Tensor) -> Result<Tensor>| {
         let inputs = saved.clone().map_tensors(&mut |tensor| copy(tensor))?;
-        Ok(list(scope(|| f(inputs))?)?.1)
+        let kept = std::mem::take(&mut *kept.lock().unwrap_or_else(|poisoned| poisoned.into_inner()));
+        let f = || scope(|| f(inputs));
+        Ok(list(using(kept, || random::with_state(random, f))?)?.1)
     };
     let recompute = Recompute { run: Box::new(run), wanted, start: start.ids, bridges, ends: ends.clone() };
     let token = scalar(&token, recompute)?;
@@ -176,7 +229,7 @@ impl Start {
                 if let Some(param) = FsdpParam::of(node) {
                     if params.insert(param.anchor().id()) {
                         start.anchors.push(param.anchor().clone());
-                        leaves.extend(param.leaf());
+                        leaves.insert(param.leaf());
                     }
                 } else if node.is_variable() {
                     start.variables.push(node.clone());

@@ -1,0 +1,173 @@
+//! Checkpointing by policy: which layers run again, and what they keep.
+
+use std::sync::{Arc, Mutex};
+
+use candle_core::{DType, Module, Result, Tensor, Var};
+use fsdp_candle::activation_checkpoint::{CheckpointPolicy, Operation, checkpoint, selective_checkpoint};
+use fsdp_candle::{FsdpModule, FullyShard, fully_shard, nn, random};
+
+use crate::common::{Gradients, device, gradients, ranks, vars};
+
+const WIDTH: usize = 8;
+
+struct Block {
+    norm: nn::RmsNorm,
+    qkv: nn::Linear,
+    output: nn::Linear,
+    up: nn::Linear,
+    down: nn::Conv1D,
+}
+
+impl Block {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let options = nn::AttentionOptions { dropout: 0.2, ..nn::AttentionOptions::causal(0.5) };
+        let a = nn::attention_qkv(&self.qkv.forward(&self.norm.forward(x)?)?, 2, 2, &options)?;
+        let x = (x + nn::ops::dropout(&self.output.forward(&a)?, 0.1)?)?;
+        &x + self.down.forward(&nn::gelu(&self.up.forward(&x)?)?)?
+    }
+}
+
+fn values(x: &Tensor) -> Vec<f32> {
+    x.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+fn full(value: f32) -> Var {
+    Var::from_tensor(&Tensor::full(value, (4, 4), &device()).unwrap()).unwrap()
+}
+
+/// The output and the gradients of all parameters and of the input.
+fn run(size: usize, dtype: DType, policy: &CheckpointPolicy) -> Vec<(Vec<f32>, Gradients, Vec<f32>)> {
+    ranks(size, |world| {
+        random::manual_seed(2);
+        let vars = vars(&world);
+        let policy_of_units = fsdp_candle::MixedPrecisionPolicy { param_dtype: Some(dtype), ..Default::default() };
+        let opts = FullyShard::new(&vars).mp_policy(policy_of_units);
+        let vb = vars.builder(DType::F32);
+        let block = |i| {
+            fully_shard(&opts, vb.pp(format!("blocks.{i}")), |vb| {
+                Ok(Arc::new(Block {
+                    norm: nn::rms_norm(WIDTH, 1e-5, vb.pp("norm"))?,
+                    qkv: nn::linear(WIDTH, 3 * WIDTH, vb.pp("qkv"))?,
+                    output: nn::linear_no_bias(WIDTH, WIDTH, vb.pp("output"))?,
+                    up: nn::linear(WIDTH, 2 * WIDTH, vb.pp("up"))?,
+                    down: nn::gpt2_linear(2 * WIDTH, WIDTH, vb.pp("down"))?,
+                }))
+            })
+        };
+        let blocks: Vec<FsdpModule<Arc<Block>>> = (0..3).map(block).collect::<fsdp_candle::Result<_>>().unwrap();
+        let model = fully_shard(&opts, vb.clone(), |_| Ok(blocks)).unwrap();
+        let x: Vec<f32> = (0..2 * 5 * WIDTH).map(|i| ((i * 29 + world.rank()) % 31) as f32 / 31. - 0.5).collect();
+        let x = Var::from_tensor(&Tensor::from_vec(x, (2, 5, WIDTH), &device()).unwrap()).unwrap();
+        let y = model.call_with(x.to_dtype(dtype).unwrap(), |blocks, x| {
+            blocks.iter().enumerate().try_fold(x, |x, (i, block)| {
+                block.call_with(x, |block, x| {
+                    let block = block.clone();
+                    policy.run(i, &format!("blocks.{i}"), move |x: Tensor| block.forward(&x), x)
+                })
+            })
+        });
+        let y = y.unwrap();
+        let grads = model.backward(&y.to_dtype(DType::F32).unwrap().sqr().unwrap().mean_all().unwrap()).unwrap();
+        (values(&y), gradients(&vars, &grads), values(grads.get(&x).unwrap()))
+    })
+}
+
+#[test]
+fn whatever_is_kept_the_values_are_the_same_to_the_bit() {
+    for (size, dtype) in [(1, DType::F32), (2, DType::F32), (3, DType::BF16), (4, DType::F32), (2, DType::F64)] {
+        let want = run(size, dtype, &CheckpointPolicy::none());
+        let named = |names: &[&str]| CheckpointPolicy::named(names).unwrap();
+        let policies = [
+            CheckpointPolicy::all(),
+            CheckpointPolicy::every(2),
+            named(&["blocks.[12]"]),
+            CheckpointPolicy::all().keep(|_| true),
+            CheckpointPolicy::all().keep(|call| call.operation == Operation::Attention),
+            CheckpointPolicy::every(2).keep(|call| call.operation == Operation::Linear && call.number % 2 == 1),
+            named(&["*.0", "*.2"]).keep(|call| call.shape.last() == Some(&(2 * WIDTH))),
+        ];
+        for policy in policies {
+            assert!(run(size, dtype, &policy) == want, "{size} {dtype:?} {policy:?}");
+        }
+    }
+}
+
+#[test]
+fn a_policy_knows_its_layers() {
+    let chosen = |policy: CheckpointPolicy| -> Vec<usize> {
+        (0..6).filter(|&i| policy.runs_again(i, &format!("model.layers.{i}"))).collect()
+    };
+    assert_eq!(chosen(CheckpointPolicy::default()), [0; 0]);
+    assert_eq!(chosen(CheckpointPolicy::every(0)), [0; 0]);
+    assert_eq!(chosen(CheckpointPolicy::all()), [0, 1, 2, 3, 4, 5]);
+    assert_eq!(chosen(CheckpointPolicy::every(4)), [0, 4]);
+    assert_eq!(chosen(CheckpointPolicy::named(["layers.[0-2]", "model.*.5"]).unwrap()), [0, 1, 2, 5]);
+    assert!(CheckpointPolicy::named(["["]).unwrap_err().to_string().contains("is no pattern of names"));
+}
+
+/// Two layers, of which the first has no weight any more when backward comes: only what was kept knows its output.
+#[test]
+fn what_is_kept_is_not_computed_again() {
+    let kept = |numbers: &'static [usize], operation: Operation| {
+        let weights = [1, 2].map(|i| full(i as f32));
+        let [first, second] = weights.each_ref().map(|w| nn::Linear::new(w.as_tensor().clone(), None));
+        let x = Tensor::ones((2, 4), DType::F32, &device()).unwrap();
+        let seen = Arc::new(Mutex::new(vec![]));
+        let calls = seen.clone();
+        let y = selective_checkpoint(
+            move |call| {
+                calls.lock().unwrap().push((call.operation, call.number, call.shape.to_vec()));
+                call.operation == operation && numbers.contains(&call.number)
+            },
+            move |x: Tensor| second.forward(&nn::silu(&first.forward(&x)?)?),
+            x,
+        );
+        let loss = y.unwrap().sum_all().unwrap();
+        weights[0].set(&weights[0].zeros_like().unwrap()).unwrap();
+        let grads = loss.backward().unwrap();
+        let product = |number| (Operation::Linear, number, vec![2, 4]);
+        assert_eq!(*seen.lock().unwrap(), [product(0), product(1)]); // once, in forward
+        values(grads.get(&weights[1]).unwrap())[0]
+    };
+    let silu = 4. / (1. + (-4f32).exp());
+    assert!((kept(&[0, 1], Operation::Linear) - 2. * silu).abs() < 1e-5);
+    assert!((kept(&[0], Operation::Linear) - 2. * silu).abs() < 1e-5);
+    assert_eq!(kept(&[1], Operation::Linear), 0.);
+    assert_eq!(kept(&[0, 1], Operation::Attention), 0.);
+}
+
+#[test]
+fn closures_in_each_other_keep_their_own_and_a_closure_that_changes_is_told() {
+    let weight = full(0.5);
+    let layer = Arc::new(nn::Linear::new(weight.as_tensor().clone(), None));
+    let gradient = |outer: bool, inner: Option<bool>| {
+        let layer = layer.clone();
+        let f = move |x: Tensor| {
+            let (own, x) = (layer.clone(), layer.forward(&x)?);
+            let forward = move |x: Tensor| own.forward(&nn::silu(&own.forward(&x)?)?);
+            let x = match inner {
+                None => forward(x)?,
+                Some(false) => checkpoint(forward, x)?,
+                Some(true) => selective_checkpoint(|call| call.number == 1, forward, x)?,
+            };
+            layer.forward(&x)
+        };
+        let x = Tensor::ones((2, 4), DType::F32, &device()).unwrap();
+        let y = if outer { selective_checkpoint(|_| true, f, x) } else { f(x) };
+        values(y.unwrap().sqr().unwrap().sum_all().unwrap().backward().unwrap().get(&weight).unwrap())
+    };
+    let want = gradient(false, None);
+    for inner in [None, Some(false), Some(true)] {
+        assert_eq!(gradient(true, inner), want, "{inner:?}");
+    }
+
+    let runs = Mutex::new(0);
+    let f = move |x: Tensor| {
+        let mut runs = runs.lock().unwrap();
+        *runs += 1;
+        layer.forward(&x.narrow(0, 0, *runs)?)?.sum_all()
+    };
+    let x = Tensor::ones((2, 4), DType::F32, &device()).unwrap();
+    let error = selective_checkpoint(|_| true, f, x).unwrap().backward().unwrap_err().to_string();
+    assert!(error.contains("it kept an output of [1, 4], which is [2, 4] in backward"), "{error}");
+}

@@ -1,0 +1,103 @@
+//! Dropout in sharded models: the same masks whatever the number of ranks, and again under checkpoints.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Module, Tensor};
+use fsdp_candle::activation_checkpoint::checkpoint;
+use fsdp_candle::random::{self, RngState};
+use fsdp_candle::{FsdpModule, FullyShard, fully_shard, nn};
+
+use crate::common::{Gradients, WIDTH, assert_close, batch, gradients, ranks, vars};
+
+/// Rows of all ranks together.
+const ROWS: usize = 12;
+
+struct Layer(nn::Linear, nn::Linear, nn::Dropout);
+
+impl Layer {
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        let h = self.2.forward(&nn::gelu(&self.0.forward(x)?)?, true)?;
+        x + self.2.forward(&self.1.forward(&h)?, true)?
+    }
+}
+
+type Model = FsdpModule<Vec<FsdpModule<Arc<Layer>>>>;
+
+fn forward(model: &Model, x: &Tensor, again: bool) -> candle_core::Result<Tensor> {
+    let run = |x: Tensor, layer: &FsdpModule<Arc<Layer>>| match again {
+        true => layer.call(|layer| {
+            let layer = layer.clone();
+            checkpoint(move |x: Tensor| layer.forward(&x), x)
+        }),
+        false => layer.call(|layer| layer.forward(&x)),
+    };
+    model.call(|layers| layers.iter().try_fold(x.clone(), run))
+}
+
+/// The losses and gradients of two micro-batches before one reduction, each of two forwards.
+fn step(size: usize, again: bool, seed: u64) -> Vec<(Vec<f32>, Gradients)> {
+    ranks(size, |world| {
+        let vars = vars(&world);
+        let (opts, vb) = (FullyShard::new(&vars), vars.builder(DType::F32));
+        let layer = |i| {
+            fully_shard(&opts, vb.pp(i), |vb| {
+                let (up, down) = (nn::linear(WIDTH, 10, vb.pp("up"))?, nn::linear(10, WIDTH, vb.pp("down"))?);
+                Ok(Arc::new(Layer(up, down, nn::Dropout::new(0.3))))
+            })
+        };
+        let layers = (0..3).map(layer).collect::<fsdp_candle::Result<Vec<_>>>().unwrap();
+        let model = fully_shard(&opts, vb.clone(), |_| Ok(layers)).unwrap();
+        let all = Tensor::cat(&[batch(0, WIDTH), batch(1, WIDTH), batch(2, WIDTH)], 0).unwrap();
+        let own = ROWS / size;
+        let first = world.rank() * own;
+        random::set_rng_state(RngState { first_row: first as u64, ..RngState::new(seed) });
+        let x = all.narrow(0, first, own).unwrap();
+        let y = (forward(&model, &x, again).unwrap() + forward(&model, &x, again).unwrap()).unwrap();
+        assert_eq!(random::get_rng_state().calls, 12);
+        let loss = y.sqr().unwrap().mean_all().unwrap();
+        let grads = model.backward(&loss).unwrap();
+        // What ran again in backward has drawn nothing new.
+        assert_eq!(random::get_rng_state().calls, 12);
+        (y.flatten_all().unwrap().to_vec1().unwrap(), gradients(&vars, &grads))
+    })
+}
+
+#[test]
+fn masks_do_not_depend_on_the_number_of_ranks_nor_on_checkpoints() {
+    let want = step(1, false, 3).remove(0);
+    for size in [1, 2, 3, 4] {
+        let plain = step(size, false, 3);
+        assert_eq!(plain.iter().flat_map(|rank| rank.0.clone()).collect::<Vec<_>>(), want.0);
+        assert_close(&plain[0].1, &want.1, 2e-5);
+        // To the bit.
+        assert_eq!(step(size, true, 3), plain);
+    }
+    assert_ne!(step(1, false, 4)[0].0, want.0);
+}
+
+#[test]
+fn a_closure_within_a_region_draws_its_own_again() {
+    let layer = nn::linear(WIDTH, WIDTH, builder());
+    let layer = Arc::new(layer.unwrap());
+    let drawn = |region: u64, again: bool| {
+        random::manual_seed(8);
+        let x = candle_core::Var::from_tensor(&batch(0, WIDTH)).unwrap();
+        let run = {
+            let layer = layer.clone();
+            move |x: Tensor| nn::ops::dropout(&layer.forward(&x)?, 0.5)
+        };
+        let y = random::in_region(region, || match again {
+            true => checkpoint(run, x.as_tensor().clone()),
+            false => run(x.as_tensor().clone()),
+        });
+        let grads = y.unwrap().sqr().unwrap().sum_all().unwrap().backward().unwrap();
+        grads.get(&x).unwrap().to_vec2::<f32>().unwrap()
+    };
+    assert_eq!(drawn(0, true), drawn(0, false));
+    assert_eq!(drawn(1, true), drawn(1, false));
+    assert_ne!(drawn(0, true), drawn(1, true));
+}
+
+fn builder() -> candle_nn::VarBuilder<'static> {
+    candle_nn::VarBuilder::from_varmap(&candle_nn::VarMap::new(), DType::F32, &crate::common::device())
+}

@@ -1,0 +1,279 @@
+//! Freezing and training parameters that are built, against plain Candle.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Module, Tensor, Var};
+use candle_nn::{Optimizer, VarBuilder, VarMap};
+use fsdp_candle::{
+    AdamW, AdamWConfig, Error, FullyShard, GradcheckOptions, Recurse, ShardedVarMap, StateDictOptions,
+    activation_checkpoint::checkpoint, clip_grad_norm, fully_shard, get_model_state_dict, get_optimizer_state_dict,
+    gradcheck, nn, shard,
+};
+
+use crate::common::{Own, Parts, WIDTH, alone, batch, device, loss_of, plain, ranks, sharded, vars, whole};
+
+/// What is trained in each step: all, parts of blocks, nothing below the head, a whole unit but for one bias, all.
+const PHASES: [fn(&str) -> bool; 5] = [
+    |_| true,
+    |name| name.ends_with("weight") && !name.contains("up"),
+    |name| name.starts_with("head"),
+    |name| !name.starts_with("blocks.1") || name.ends_with("up.bias"),
+    |_| true,
+];
+const LR: f64 = 0.3;
+
+type Named = BTreeMap<String, Vec<f32>>;
+
+fn values(tensor: &Tensor) -> Vec<f32> {
+    tensor.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+fn initial() -> Vec<(String, Tensor)> {
+    let vars = vars(&alone());
+    let _model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+    vars.params().iter().map(|p| (p.name().to_string(), p.var().as_detached_tensor().copy().unwrap())).collect()
+}
+
+/// Losses of rank 0, norms, and the parameters at the end, of plain Candle on the mean of `ranks` batches.
+fn train_plain(initial: &[(String, Tensor)], ranks: usize) -> (Vec<f32>, Vec<f32>, Named) {
+    let map = VarMap::new();
+    let model = plain(VarBuilder::from_varmap(&map, DType::F32, &device()), WIDTH);
+    let data: BTreeMap<String, Var> = map.data().lock().unwrap().iter().map(|(n, v)| (n.clone(), v.clone())).collect();
+    initial.iter().for_each(|(name, value)| data[name].set(value).unwrap());
+    let mut optim = candle_nn::SGD::new(data.values().cloned().collect(), LR).unwrap();
+    let (mut losses, mut norms) = (vec![], vec![]);
+    for trained in PHASES {
+        for _ in 0..2 {
+            let all: Vec<Tensor> = (0..ranks).map(|rank| loss_of(&model, &batch(rank, WIDTH))).collect();
+            let mean = (Tensor::stack(&all, 0).unwrap().sum_all().unwrap() / ranks as f64).unwrap();
+            let mut grads = mean.backward().unwrap();
+            for (_, var) in data.iter().filter(|(name, _)| !trained(name)) {
+                grads.remove(var);
+            }
+            norms.push(data.values().filter_map(|v| grads.get(v)).flat_map(values).map(|g| g * g).sum::<f32>().sqrt());
+            optim.step(&grads).unwrap();
+            losses.push(all[0].to_scalar().unwrap());
+        }
+    }
+    (losses, norms, data.iter().map(|(name, var)| (name.clone(), values(var))).collect())
+}
+
+fn has_exactly(vars: &ShardedVarMap, grads: &GradStore, trained: impl Fn(&str) -> bool) {
+    for param in vars.params() {
+        let wanted = trained(param.name()) && !param.region().is_empty();
+        assert_eq!(grads.get(param.var()).is_some(), wanted, "{}", param.name());
+    }
+}
+
+#[test]
+fn freezing_and_training_again_is_what_plain_candle_does() {
+    let initial = initial();
+    for size in [1, 2, 3, 4] {
+        let (want_losses, want_norms, want) = train_plain(&initial, size);
+        ranks(size, |world| {
+            let vars = vars(&world);
+            let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+            let sent = Arc::new(AtomicUsize::new(0));
+            let counts = sent.clone();
+            let count = Arc::new(Own(move |parts: Parts<'_>| {
+                if let Parts::Scatter(parts) = parts {
+                    counts.fetch_add(parts.len(), Ordering::Relaxed);
+                }
+                None
+            }));
+            model.set_custom_reduce_scatter(Some(count.clone()));
+            model.inner().blocks.iter().for_each(|block| block.set_custom_reduce_scatter(Some(count.clone())));
+            let all = vars.params().iter().map(|param| param.var().clone()).collect();
+            let mut optim = candle_nn::SGD::new(all, LR).unwrap();
+            let mut step = 0;
+            for trained in PHASES {
+                assert!(vars.set_requires_grad(false, |name| !trained(name)).is_ok() || step == 0 || step == 8);
+                vars.set_requires_grad(true, trained).unwrap();
+                let trainable = vars.trainable().len();
+                for _ in 0..2 {
+                    let loss = loss_of(&model, &batch(world.rank(), WIDTH));
+                    sent.store(0, Ordering::Relaxed);
+                    let mut grads = model.backward(&loss).unwrap();
+                    // Nothing of a frozen parameter is sent, and nothing is missed.
+                    assert_eq!(sent.load(Ordering::Relaxed), trainable);
+                    assert!(model.parameters_without_gradient().is_empty() && model.graph_cuts().is_empty());
+                    has_exactly(&vars, &grads, trained);
+                    let norm = clip_grad_norm(&vars, &mut grads, 1e9).unwrap();
+                    assert!((norm as f32 - want_norms[step]).abs() < 1e-4 * want_norms[step], "{size} {step}");
+                    if world.rank() == 0 {
+                        let loss: f32 = loss.to_scalar().unwrap();
+                        assert!((loss - want_losses[step]).abs() < 2e-5 * want_losses[step].max(1.), "{size} {step}");
+                    }
+                    optim.step(&grads).unwrap();
+                    step += 1;
+                }
+            }
+            for param in vars.params() {
+                let got = whole(&vars, &param, param.var());
+                for (got, want) in got.iter().zip(&want[param.name()]) {
+                    assert!((got - want).abs() < 2e-4, "{size} {}: {got} and {want}", param.name());
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn units_by_name_and_checkpointed_closures_know_what_is_frozen() {
+    ranks(2, |world| {
+        let gradients = |frozen: bool, again: bool| {
+            let vars = vars(&world);
+            let opts = FullyShard::new(&vars).units(["*"]);
+            let model = shard(&opts, vars.builder(DType::F32), |vb| {
+                Ok(Arc::new((nn::linear(WIDTH, 8, vb.pp("a"))?, nn::linear(8, 3, vb.pp("b"))?)))
+            })
+            .unwrap();
+            let x = batch(world.rank(), WIDTH);
+            let run = || {
+                let y = model.call(|layers| {
+                    let layers = layers.clone();
+                    let forward = move |x: Tensor| layers.1.forward(&nn::gelu(&layers.0.forward(&x)?)?);
+                    if again { checkpoint(forward, x.clone()) } else { forward(x.clone()) }
+                });
+                model.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap()).unwrap()
+            };
+            if frozen {
+                vars.set_requires_grad(false, |name| name.starts_with("a.") || name == "b.bias").unwrap();
+                has_exactly(&vars, &run(), |name| name == "b.weight");
+                assert!(vars.params().iter().all(|param| !param.is_unsharded()));
+                vars.set_requires_grad(true, |_| true).unwrap();
+            }
+            let grads = run();
+            vars.params().iter().map(|param| whole(&vars, param, grads.get(param.var()).unwrap())).collect::<Vec<_>>()
+        };
+        let want = gradients(false, false);
+        assert!([(true, false), (true, true)].into_iter().all(|(frozen, again)| gradients(frozen, again) == want));
+    });
+}
+
+#[test]
+fn ranks_that_choose_differently_get_the_parameters_name() {
+    for dims in [vec![("dp_shard", 4)], vec![("dp_replicate", 2), ("dp_shard", 2)]] {
+        ranks(4, |world| {
+            let vars = ShardedVarMap::new(&world.mesh(&dims).unwrap(), world.device());
+            let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+            let own = if world.rank() == 3 { "blocks.1.up.bias" } else { "blocks.1.down.bias" };
+            let error = vars.set_requires_grad(false, |name| name == own).unwrap_err().to_string();
+            // The first by the order of building.
+            assert!(error.contains("parameter `blocks.1.up.bias`: ranks disagree on whether it is trained"), "{error}");
+            let would = if world.rank() == 3 { "rank 3 would freeze it" } else { "would train it" };
+            assert!(error.contains(would) && error.contains("nothing was changed"), "{error}");
+            assert_eq!(vars.trainable().len(), vars.params().len());
+            model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
+        });
+    }
+}
+
+#[test]
+fn what_can_not_be_chosen_is_said() {
+    let world = alone();
+    let vars = vars(&world);
+    let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+    let error = vars.set_requires_grad(false, |name| name == "haed.weight").unwrap_err();
+    assert!(matches!(&error, Error::Argument(why) if why.contains("none of the 17 parameters")), "{error}");
+    let inside = model.call(|model| {
+        let error = vars.set_requires_grad(false, |_| true).unwrap_err().to_string();
+        assert!(error.contains("inside a forward or backward"), "{error}");
+        model.head.forward(&batch(0, WIDTH))
+    });
+    inside.unwrap();
+
+    // What was frozen when it was built: a layer of `nn` asks, one of Candle's own has no graph to it.
+    let vars = ShardedVarMap::of_world(&world).unwrap();
+    vars.freeze(|name| name.contains("blocks.1"));
+    let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+    let error = vars.set_requires_grad(true, |name| name == "blocks.1.up.weight").unwrap_err().to_string();
+    assert!(error.contains("parameter `blocks.1.up.weight`: it was frozen (`freeze`) when it was built"), "{error}");
+    let trained = |name: &str| !name.contains("blocks.1.up");
+    vars.set_requires_grad(true, trained).unwrap();
+    let grads = model.backward(&loss_of(&model, &batch(0, WIDTH))).unwrap();
+    has_exactly(&vars, &grads, trained);
+    let born = self::vars(&world);
+    let other = sharded(&FullyShard::new(&born), &born, WIDTH);
+    let want = other.backward(&loss_of(&other, &batch(0, WIDTH))).unwrap();
+    for (param, other) in vars.trainable().iter().zip(born.params().iter().filter(|param| trained(param.name()))) {
+        assert_eq!(values(grads.get(param.var()).unwrap()), values(want.get(other.var()).unwrap()), "{}", param.name());
+    }
+}
+
+#[test]
+fn gradients_that_wait_go_with_the_parameter_and_a_graph_outlives_the_change() {
+    ranks(2, |world| {
+        let vars = vars(&world);
+        let model =
+            fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(WIDTH, 2, vb)).unwrap();
+        let loss = || loss_of(&model, &batch(world.rank(), WIDTH));
+        let want = model.backward(&loss()).unwrap();
+        model.set_requires_gradient_sync(false, Recurse::Yes);
+        model.backward(&loss()).unwrap();
+        vars.set_requires_grad(false, |name| name == "weight").unwrap();
+        vars.set_requires_grad(true, |name| name == "weight").unwrap();
+        model.set_requires_gradient_sync(true, Recurse::Yes);
+        let grads = model.backward(&loss()).unwrap();
+        let [weight, bias] = [0, 1].map(|i| vars.params()[i].var().clone());
+        let of = |grads: &GradStore, var: &Var| grads.get(var).map(values);
+        assert_eq!(of(&grads, &weight), of(&want, &weight));
+        let twice = of(&want, &bias).map(|bias| bias.iter().map(|b| 2. * b).collect::<Vec<_>>());
+        assert_eq!(of(&grads, &bias), twice);
+
+        // Frozen between a forward and its backward: the graph has its place, and the gradient none.
+        let begun = loss();
+        vars.set_requires_grad(false, |name| name == "weight").unwrap();
+        let grads = model.backward(&begun).unwrap();
+        assert!(grads.get(&weight).is_none() && of(&grads, &bias) == of(&want, &bias));
+        // And trained between them: the graph has none.
+        let begun = loss();
+        vars.set_requires_grad(true, |name| name == "weight").unwrap();
+        let grads = model.backward(&begun).unwrap();
+        assert!(grads.get(&weight).is_none() && of(&grads, &bias) == of(&want, &bias));
+        assert_eq!(of(&model.backward(&loss()).unwrap(), &weight), of(&want, &weight));
+    });
+}
+
+#[test]
+fn state_dicts_gradcheck_and_cuts_follow() {
+    ranks(2, |world| {
+        let vars = vars(&world);
+        let opts = FullyShard::new(&vars);
+        let model = fully_shard(&opts, vars.builder(DType::F32), |vb| {
+            let cut = candle_nn::layer_norm(WIDTH, 1e-5, vb.pp("cut"))?; // has no backward
+            Ok((nn::linear(WIDTH, WIDTH, vb.pp("body"))?, cut, nn::linear(WIDTH, WIDTH, vb.pp("head"))?))
+        })
+        .unwrap();
+        let optim = AdamW::new(vars.params(), AdamWConfig::default()).unwrap();
+        vars.set_requires_grad(false, |name| !name.starts_with("head.")).unwrap();
+        let options = StateDictOptions { ignore_frozen_params: true, ..Default::default() };
+        let names = |dict: fsdp_candle::StateDict| dict.tensors.keys().cloned().collect::<Vec<_>>();
+        let saved = names(get_model_state_dict(&vars, &options).unwrap());
+        assert_eq!(saved, ["head.bias", "head.weight"]);
+        let moments = names(get_optimizer_state_dict(&vars, &optim, &options).unwrap());
+        assert!(moments.iter().any(|name| name == "state.body.weight.exp_avg"), "{moments:?}"); // as PyTorch has it
+
+        let forward = |model: &fsdp_candle::FsdpModule<(nn::Linear, candle_nn::LayerNorm, nn::Linear)>| {
+            let x = batch(world.rank(), WIDTH);
+            let y = model.call(|(body, cut, head)| {
+                let x = body.forward(&x)?;
+                head.forward(&cut.forward(&x)?)? + x
+            })?;
+            y.sqr()?.mean_all()
+        };
+        // The head is behind the cut: with the rest frozen all is well.
+        gradcheck(&model, &GradcheckOptions::default(), forward).unwrap();
+        assert!(model.graph_cuts().is_empty());
+        vars.set_requires_grad(true, |_| true).unwrap();
+        let Err(Error::Gradcheck(_)) = gradcheck(&model, &GradcheckOptions::default(), forward) else {
+            panic!("the gradient of the body is lost in the cut")
+        };
+        assert_eq!(model.graph_cuts().len(), 1);
+        let saved = names(get_model_state_dict(&vars, &options).unwrap());
+        assert_eq!(saved.len(), 6);
+    });
+}
