@@ -10,6 +10,7 @@ use fsdp_core::layout::Region;
 use fsdp_core::{Buffer, Placement};
 
 use super::gradient::{Gradient, Stage};
+use super::holder::{HeldBy, Holder};
 use super::lookup::Lookup;
 use super::memory::Values;
 use super::offload::Offload;
@@ -65,6 +66,7 @@ pub struct FsdpParam {
     values: Values,
     gradient: Gradient,
     unit: OnceLock<Place>,
+    holder: HeldBy,
     uses: Told,
     /// Whether a layer that tells of its uses holds it.
     claimed: AtomicBool,
@@ -132,6 +134,7 @@ impl FsdpParam {
             gradient: Gradient::new(room.clone()),
             room,
             unit: OnceLock::new(),
+            holder: HeldBy::new(),
             uses: Told::new(),
             claimed: AtomicBool::new(false),
         });
@@ -301,6 +304,16 @@ impl FsdpParam {
     pub(super) fn set_unit(&self, unit: &UnitId, position: usize) {
         // Set once, by the unit that built the parameter.
         let _ = self.unit.set(Place { unit: unit.clone(), position });
+    }
+
+    pub(super) fn set_holder(&self, holder: Weak<dyn Holder>) {
+        // Set once, by the unit that built the parameter.
+        let _ = self.holder.set(holder);
+    }
+
+    /// Frees the full values of its unit, which are those of a shard that is about to change.
+    pub(super) fn reshard(&self) -> Result<()> {
+        self.holder.get().and_then(Weak::upgrade).map_or(Ok(()), |unit| unit.reshard())
     }
 
     /// The unit that it belongs to, and its position there.
