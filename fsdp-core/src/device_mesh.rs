@@ -1,6 +1,6 @@
 //! A mesh whose ranks run: a layout, this rank's place in it, and a process group for every dimension.
 
-use crate::{Error, MeshLayout, ProcessGroup, Result};
+use crate::{Buffer, Error, MeshLayout, ProcessGroup, Result};
 
 /// A [`MeshLayout`] with a [`ProcessGroup`] along each dimension, as PyTorch's `DeviceMesh`.
 #[derive(Clone)]
@@ -199,6 +199,30 @@ impl DeviceMesh {
             mesh.groups[dim] = group_along(dim, &mesh.layout, mesh.rank, &mesh.members, &mesh.world)?;
         }
         Ok(mesh)
+    }
+
+    /// What rank `root` of the mesh passes, on every rank; the others pass a buffer of its dtype and length. Collective
+    /// over the mesh; blocks.
+    ///
+    /// ```
+    /// use fsdp_core::{Buffer, DeviceMesh, process_group::local};
+    /// local::run(4, |world| {
+    ///     let mesh = DeviceMesh::new(&world, &[("replicate", 2), ("shard", 2)]).unwrap();
+    ///     let mine = Buffer::U32(vec![world.rank() as u32]);
+    ///     assert_eq!(mesh.broadcast(mine, 2).unwrap(), Buffer::U32(vec![2]));
+    /// });
+    /// ```
+    ///
+    /// # Errors
+    /// When there is no such rank, and those of [`ProcessGroup::broadcast`].
+    pub fn broadcast(&self, buffer: Buffer, root: usize) -> Result<Buffer> {
+        let Some(from) = self.layout.coordinate_of(root) else {
+            let (mesh, size) = (&self.layout, self.size());
+            return Err(Error::Mesh(format!("rank {root} is outside mesh {mesh}, whose ranks are 0..{size}")));
+        };
+        // Along the first dimension, then along the second: only what came from the root is passed on last.
+        (self.groups.iter().zip(from))
+            .try_fold(buffer, |buffer, (group, root)| group.only_output(group.broadcast(vec![buffer], root)))
     }
 
     /// The ranks that differ from this one in the given dimensions alone, in a grid of which each dimension has a name

@@ -1,5 +1,7 @@
 //! Norms of many values together.
 
+use crate::error::{Error, Result};
+
 /// Which norm of all gradients together.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum NormType {
@@ -13,6 +15,16 @@ pub enum NormType {
 }
 
 impl NormType {
+    /// Fails for an order that is not positive.
+    pub(crate) fn check(self) -> Result<()> {
+        match self {
+            NormType::P(p) if !(p.is_finite() && p > 0.) => {
+                Err(Error::Argument(format!("a norm of order {p}: the order is a positive number")))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// What one value adds.
     pub(crate) fn power(self, magnitude: f64) -> f64 {
         match self {

@@ -6,8 +6,10 @@ use std::sync::Arc;
 use candle_core::{DType, Tensor};
 use fsdp_ckpt::{LoadOptions, LoadReport, LoadTensor, TensorShard, TensorSource};
 use fsdp_core::layout::Region;
+use fsdp_core::{DeviceMesh, Placement};
 use serde_json::{Map, Value};
 
+use crate::dtensor::DTensor;
 use crate::error::{Error, Result};
 use crate::storage::{TensorMemory, to_dtype};
 
@@ -20,12 +22,58 @@ pub struct StateTensor {
     pub shape: Vec<usize>,
     /// The box of the global tensor that `tensor` is; of a full state dict, all of it.
     pub region: Region,
+    /// The mesh that it lies on and its placements there, one a mesh dimension; `None` for a plain tensor.
+    pub layout: Option<(DeviceMesh, Vec<Placement>)>,
 }
 
 impl StateTensor {
     /// A whole tensor.
     pub fn whole(tensor: Tensor) -> Self {
-        StateTensor { shape: tensor.dims().to_vec(), region: Region::whole(tensor.dims()), tensor }
+        StateTensor { shape: tensor.dims().to_vec(), region: Region::whole(tensor.dims()), layout: None, tensor }
+    }
+
+    /// A rank's part of a DTensor, whose memory it shares.
+    ///
+    /// # Errors
+    /// When the DTensor is partial, or this rank holds several boxes of it: it is to be redistributed first.
+    pub fn of(tensor: &DTensor) -> Result<Self> {
+        let (spec, mesh) = (tensor.spec(), tensor.device_mesh());
+        if spec.placements().iter().any(|placement| matches!(placement, Placement::Partial(_))) {
+            return Err(Error::Argument(format!(
+                "{spec} is no entry of a state dict: a term of a reduction is no value; redistribute it first"
+            )));
+        }
+        Ok(StateTensor {
+            tensor: tensor.to_local().clone(),
+            shape: spec.shape().to_vec(),
+            region: spec.local_region(mesh.rank())?,
+            layout: Some((mesh.clone(), spec.placements().to_vec())),
+        })
+    }
+
+    /// The entry as a DTensor, in the same memory: what PyTorch's state dicts hold. Of a plain tensor there is none.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Tensor};
+    /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+    /// use fsdp_candle::{distribute_tensor, get_model_state_dict, StateDict, StateDictOptions, StateTensor};
+    /// # let world = World::single()?;
+    /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+    /// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+    /// let entries = get_model_state_dict(&vars, &StateDictOptions::default())?.tensors;
+    /// let weight = entries["weight"].dtensor()?.expect("parameters are sharded");
+    /// let full = Tensor::zeros(weight.shape(), DType::F32, world.device())?;
+    /// let zeros = distribute_tensor(&full, weight.device_mesh(), weight.placements())?;
+    /// let entry = StateTensor::of(&zeros)?;
+    /// assert_eq!(entry.region, entries["weight"].region);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`DTensor::from_local`].
+    pub fn dtensor(&self) -> Result<Option<DTensor>> {
+        let Some((mesh, placements)) = &self.layout else { return Ok(None) };
+        DTensor::from_local(&self.tensor, &*self.shape, mesh, placements).map(Some)
     }
 
     /// The box `region` of the global tensor, as a tensor of this dtype with memory of its own.

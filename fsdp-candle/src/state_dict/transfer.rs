@@ -2,10 +2,11 @@
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_core::layout::Region;
-use fsdp_core::{Buffer, DTensor, DeviceMesh};
+use fsdp_core::{Buffer, DeviceMesh};
 
 use super::dict::{StateDict, StateTensor};
 use super::options::StateDictOptions;
+use crate::dtensor::DTensor;
 use crate::error::{Error, Result};
 use crate::storage::{to_core_dtype, to_host, to_tensor};
 use crate::unit::FsdpParam;
@@ -15,14 +16,11 @@ pub(super) fn taken(param: &FsdpParam, shard: &Tensor, options: &StateDictOption
     let shape = param.shape().dims();
     if !options.full_state_dict {
         let tensor = if options.cpu_offload { on_host(shard)? } else { shard.clone() };
-        return Ok(StateTensor { tensor, shape: shape.to_vec(), region: param.region().clone() });
+        let layout = Some((param.ranks().mesh().clone(), param.placements()));
+        return Ok(StateTensor { tensor, shape: shape.to_vec(), region: param.region().clone(), layout });
     }
-    let full = DTensor::from_local(to_host(shard)?, shape, param.ranks().mesh(), &param.placements())?.full_tensor()?;
-    Ok(StateTensor {
-        tensor: to_tensor(full, shape, &Device::Cpu)?,
-        shape: shape.to_vec(),
-        region: Region::whole(shape),
-    })
+    let shards = DTensor::from_local(&on_host(shard)?, shape, param.ranks().mesh(), &param.placements())?;
+    Ok(StateTensor::whole(shards.full_tensor()?))
 }
 
 /// A copy in host memory.
@@ -77,7 +75,7 @@ pub(super) fn given(
     }
     let mut flags = vec![u8::from(failed.is_some())];
     flags.extend((0..wanted.len()).map(|index| u8::from(wholes.get(index).is_some_and(Option::is_some))));
-    let flags: Vec<u8> = broadcast(mesh, flags.into())?
+    let flags: Vec<u8> = mesh.broadcast(flags.into(), 0)?
         .into_vec()
         .map_err(|_| Error::Argument("a broadcast of U8 returned something else".into()))?;
     if let Some(error) = failed {
@@ -97,7 +95,7 @@ pub(super) fn given(
             Some(tensor) => to_host(&tensor)?,
             None => Buffer::try_zeros(to_core_dtype(wanted.dtype)?, elements)?,
         };
-        let whole = StateTensor::whole(to_tensor(broadcast(mesh, whole)?, wanted.shape, &Device::Cpu)?);
+        let whole = StateTensor::whole(to_tensor(mesh.broadcast(whole, 0)?, wanted.shape, &Device::Cpu)?);
         given.push(Some(whole.cut(&wanted.name, wanted.shape, &wanted.region, wanted.dtype)?));
     }
     Ok(given)
@@ -108,14 +106,5 @@ pub(super) fn on_rank_0(so: bool, mesh: &DeviceMesh, options: &StateDictOptions)
     if !options.broadcast_from_rank0 {
         return Ok(so);
     }
-    Ok(broadcast(mesh, vec![u8::from(so)].into())? == vec![1u8].into())
-}
-
-/// What the first rank of a mesh has: along one dimension after the other, so that only that is passed on last.
-fn broadcast(mesh: &DeviceMesh, buffer: Buffer) -> Result<Buffer> {
-    let mut buffers = vec![buffer];
-    for dim in 0..mesh.layout().shape().len() {
-        buffers = mesh.group(dim)?.broadcast(buffers, 0).wait()?;
-    }
-    buffers.pop().ok_or_else(|| Error::Argument("a broadcast of one buffer returned none".into()))
+    Ok(mesh.broadcast(vec![u8::from(so)].into(), 0)? == vec![1u8].into())
 }

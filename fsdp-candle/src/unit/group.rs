@@ -7,6 +7,7 @@ use candle_core::{Result, Tensor, TensorId};
 use fsdp_core::layout::chunk_range;
 
 use super::gather::Gathering;
+use super::holder::Holder;
 use super::members::Members;
 use super::memory::Memory;
 use super::param::FsdpParam;
@@ -77,14 +78,17 @@ impl ParamGroup {
         mp_policy: MixedPrecisionPolicy,
         pool: Arc<Pool>,
     ) -> Arc<Self> {
-        Arc::new(ParamGroup {
+        let group = Arc::new(ParamGroup {
             path: UnitPath::new(id.name.clone()),
             members: Members::new(id, params, pool),
             mp_policy,
             settings: Mutex::default(),
             presence: Turns::new(),
             carried: Mutex::default(),
-        })
+        });
+        let holder = Arc::downgrade(&group);
+        group.params().iter().for_each(|param| param.set_holder(holder.clone()));
+        group
     }
 
     pub(crate) fn id(&self) -> &UnitId {
@@ -329,5 +333,11 @@ impl ParamGroup {
             other => turn.state = other,
         }
         Ok(())
+    }
+}
+
+impl Holder for ParamGroup {
+    fn reshard(&self) -> Result<()> {
+        ParamGroup::reshard(self)
     }
 }

@@ -1,10 +1,12 @@
 //! What one `fully_shard` call owns: its parameters, how they are gathered and freed, and how their gradients are
 //! reduced. When that happens, the step decides.
 
+mod as_dtensor;
 mod claims;
 mod gather;
 mod gradient;
 mod group;
+mod holder;
 mod lookup;
 mod members;
 mod memory;

@@ -10,6 +10,7 @@ use fsdp_core::layout::Region;
 use fsdp_core::{Buffer, DeviceMesh, Placement, ProcessGroup};
 
 use super::gradient::{Gradient, Stage};
+use super::holder::{HeldBy, Holder};
 use super::lookup::Lookup;
 use super::memory::Values;
 use super::offload::Offload;
@@ -68,6 +69,7 @@ pub struct FsdpParam {
     values: Values,
     gradient: Gradient,
     pub(super) unit: OnceLock<Place>,
+    holder: HeldBy,
     pub(super) uses: Told,
     /// Whether a layer of `nn` holds it.
     pub(super) has_layer: AtomicBool,
@@ -144,6 +146,7 @@ impl FsdpParam {
             gradient: Gradient::new(room.clone()),
             room,
             unit: OnceLock::new(),
+            holder: HeldBy::new(),
             uses: Told::new(),
             has_layer: AtomicBool::new(false),
             claimed: AtomicBool::new(false),
@@ -379,6 +382,16 @@ impl FsdpParam {
     pub(super) fn set_unit(&self, unit: &UnitId, position: usize) {
         // Set once, by the unit that built the parameter.
         let _ = self.unit.set(Place { unit: unit.clone(), position });
+    }
+
+    pub(super) fn set_holder(&self, holder: Weak<dyn Holder>) {
+        // Set once, by the unit that built the parameter.
+        let _ = self.holder.set(holder);
+    }
+
+    /// Frees the full values of its unit, which are those of a shard that is about to change.
+    pub(super) fn reshard(&self) -> Result<()> {
+        self.holder.get().and_then(Weak::upgrade).map_or(Ok(()), |unit| unit.reshard())
     }
 
     /// The unit that it belongs to, and its position there.

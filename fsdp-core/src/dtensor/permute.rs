@@ -1,5 +1,5 @@
-//! Copying between a local tensor and its parts. A part has all combinations of some ranges of indices, one list of
-//! ranges a dimension.
+//! Which elements of a local tensor are in its parts. A part has all combinations of some ranges of indices, one list
+//! of ranges a dimension.
 
 #![allow(clippy::single_range_in_vec_init, reason = "lists of ranges are what this is about")]
 
@@ -70,31 +70,11 @@ fn visit(shape: &[usize], picks: &[Ranges], element: usize, base: usize, f: &mut
     }
 }
 
-/// Copies `runs` of `from`, elements of `size` bytes, to the front of `to`; the rest of `to` comes back.
-pub(super) fn pack<'a>(from: &[u8], runs: &[Range<usize>], size: usize, mut to: &'a mut [u8]) -> &'a mut [u8] {
-    for run in runs {
-        let run = &from[run.start * size..run.end * size];
-        let (front, rest) = to.split_at_mut(run.len());
-        front.copy_from_slice(run);
-        to = rest;
-    }
-    to
-}
-
-/// Copies the front of `from` to `runs` of `to`, elements of `size` bytes; the rest of `from` comes back.
-pub(super) fn unpack<'a>(mut from: &'a [u8], runs: &[Range<usize>], size: usize, to: &mut [u8]) -> &'a [u8] {
-    for run in runs {
-        let to = &mut to[run.start * size..run.end * size];
-        let (front, rest) = from.split_at(to.len());
-        to.copy_from_slice(front);
-        from = rest;
-    }
-    from
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::memory::{LocalMemory, packing, unpacking};
     use super::*;
+    use crate::{Buffer, DType, Heap, View};
     use proptest::prelude::*;
 
     /// Up to three ascending ranges in 0..12 that don't touch.
@@ -135,17 +115,15 @@ mod tests {
             }
             let runs = runs(&[12, 12, depth], &picks);
             prop_assert_eq!(&indices(&runs), &expected);
-            let tensor: Vec<u16> = (0..12 * 12 * depth as u16).collect();
-            let mut packed = vec![0u16; expected.len()];
-            let room = pack(bytemuck::cast_slice(&tensor), &runs, 2, bytemuck::cast_slice_mut(&mut packed));
-            prop_assert!(room.is_empty());
-            prop_assert_eq!(packed.iter().map(|&x| usize::from(x)).collect::<Vec<_>>(), expected);
-            let mut back = vec![u16::MAX; tensor.len()];
-            let rest = unpack(bytemuck::cast_slice(&packed), &runs, 2, bytemuck::cast_slice_mut(&mut back));
-            prop_assert!(rest.is_empty());
-            for (at, &x) in back.iter().enumerate() {
-                prop_assert_eq!(x, if packed.contains(&(at as u16)) { at as u16 } else { u16::MAX });
-            }
+            let tensor = Buffer::U32((0..12 * 12 * depth as u32).collect());
+            let mut packed = Buffer::zeros(DType::U32, expected.len());
+            Heap.copy_rows(View::Host(tensor.bytes()), &mut packed, &packing(&runs, 0)).unwrap();
+            let expected: Vec<u32> = expected.into_iter().map(|at| at as u32).collect();
+            prop_assert_eq!(&packed, &Buffer::U32(expected.clone()));
+            let mut back = Buffer::U32(vec![u32::MAX; tensor.len()]);
+            Heap.copy_rows(View::Host(packed.bytes()), &mut back, &unpacking(&runs, 0)).unwrap();
+            let there = |at: u32| if expected.contains(&at) { at } else { u32::MAX };
+            prop_assert_eq!(back, Buffer::U32((0..tensor.len() as u32).map(there).collect()));
         }
     }
 

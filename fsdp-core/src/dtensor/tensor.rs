@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use super::{plan::plan, redistribute, spec::DTensorSpec};
-use crate::{Buffer, DeviceMesh, Error, Placement, Result};
+use super::{plan::plan, redistribute::Redistribution, spec::DTensorSpec};
+use crate::{Buffer, DeviceId, DeviceMesh, Error, Heap, Placement, Result};
 
 /// One tensor over the ranks of a mesh, of which this is one rank's part, as PyTorch's `DTensor`; in host memory.
 ///
@@ -34,7 +34,8 @@ impl DTensor {
     /// The tensor of global shape `shape` of which this rank holds `local`, row-major. No communication.
     ///
     /// # Errors
-    /// Those of [`DTensorSpec::new`], and when `local` has not the number of elements that this rank holds.
+    /// Those of [`DTensorSpec::new`], and when `local` has not the number of elements that this rank holds or is a
+    /// device's.
     pub fn from_local(local: Buffer, shape: &[usize], mesh: &DeviceMesh, placements: &[Placement]) -> Result<Self> {
         let spec = DTensorSpec::new(mesh.layout().clone(), placements, shape, local.dtype())?;
         let expected = spec.local_shape(mesh.rank())?;
@@ -69,15 +70,7 @@ impl DTensor {
         check_len("the full tensor", &full, shape, mesh, &spec)?;
         let to = spec.with_placements(placements)?;
         plan(&spec, &to)?;
-        // Along the first mesh dimension, then along the second: only what came from rank 0 is passed on last.
-        let mut buffers = vec![full];
-        for mesh_dim in 0..mesh.layout().shape().len() {
-            buffers = mesh.group(mesh_dim)?.broadcast(buffers, 0).wait()?;
-        }
-        let local = buffers.pop().map(Arc::new).ok_or_else(|| Error::Internal {
-            rank: mesh.rank(),
-            what: "a broadcast of one buffer returned none".into(),
-        })?;
+        let local = Arc::new(mesh.broadcast(full, 0)?);
         Self::at(spec, mesh, local)?.redistribute(placements)
     }
 
@@ -92,14 +85,8 @@ impl DTensor {
     /// Those of [`DTensorSpec::new`], of [`plan`], and of a collective.
     pub fn redistribute(&self, placements: &[Placement]) -> Result<Self> {
         let to = self.spec.with_placements(placements)?;
-        let (mut spec, mut local) = (self.spec.clone(), self.local.clone());
-        for step in plan(&self.spec, &to)? {
-            let mut placements = spec.placements().to_vec();
-            placements[step.mesh_dim] = step.to;
-            let next = spec.with_placements(&placements)?;
-            local = redistribute::take(&step, &spec, &next, &self.mesh, local)?;
-            spec = next;
-        }
+        let moved = Redistribution::issue(&self.spec, &to, &self.mesh, self.local.clone(), Arc::new(Heap))?.wait()?;
+        let local = moved.map_or_else(|| self.local.clone(), Arc::new);
         Self::at(to, &self.mesh, local)
     }
 
@@ -155,6 +142,14 @@ impl DTensor {
 
 fn check_len(what: &str, buffer: &Buffer, shape: &[usize], mesh: &DeviceMesh, spec: &DTensorSpec) -> Result<()> {
     let expected: usize = shape.iter().product();
+    if buffer.device() != DeviceId::Host {
+        return Err(Error::Layout(format!(
+            "rank {} of the mesh: {what} is in the memory of {}: this DTensor is over the host's, and fsdp_candle's \
+             over that of any device",
+            mesh.rank(),
+            buffer.device()
+        )));
+    }
     if buffer.len() == expected {
         return Ok(());
     }

@@ -57,8 +57,8 @@ pub(in crate::nn) fn affine<'a>(
         let bias = bias.map(Weight::in_graph).transpose()?;
         return composite(&input.in_graph()?, &Weight::in_graph(w)?, bias.as_ref(), in_out);
     }
-    let (x, shared) = (input.node(), input.shared());
     let shape = [&x.dims()[..x.rank() - 1], &[outputs]].concat();
+    let (x, shared) = (input.node(), input.shared());
     operation(Operation::Linear, &shape, |known| {
         let weight = Weight::of(w)?;
         let (node, bias) = (weight.node().clone(), bias.map(Weight::of).transpose()?);
