@@ -29,4 +29,5 @@ mod past_the_hooks;
 mod placements;
 mod settings;
 mod state_dict;
+mod tensor_parallel;
 mod unused;
