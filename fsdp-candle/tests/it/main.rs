@@ -24,6 +24,7 @@ mod misuse;
 mod numerics;
 mod offload;
 mod optimizers;
+mod parallel_params;
 mod parity;
 mod past_the_hooks;
 mod placements;
