@@ -159,7 +159,8 @@ impl Block {
         let square = |name: &str| nn::linear(WIDTH, WIDTH, vb.pp(name));
         Ok(Block {
             norms: [nn::layer_norm(WIDTH, 1e-5, vb.pp("norm_1"))?, nn::layer_norm(WIDTH, 1e-5, vb.pp("norm_2"))?],
-            qkv: [square("q")?, square("k")?, square("v")?],
+            // A bias of the keys changes nothing: its gradient is rounding.
+            qkv: [square("q")?, nn::linear_no_bias(WIDTH, WIDTH, vb.pp("k"))?, square("v")?],
             output: square("o")?,
             up: nn::linear(WIDTH, 2 * WIDTH, vb.pp("up"))?,
             down: nn::linear(2 * WIDTH, WIDTH, vb.pp("down"))?,
