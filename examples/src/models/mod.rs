@@ -13,6 +13,7 @@ mod lora;
 mod loss;
 mod matrices;
 mod old_names;
+pub mod parallel;
 mod size;
 #[cfg(test)]
 mod tests;

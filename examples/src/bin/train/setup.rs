@@ -6,7 +6,7 @@ use anyhow::{Context, bail, ensure};
 use candle_core::DType;
 use fsdp_candle::initializer::{Fallback, Philox};
 use fsdp_candle::nn::is_adapter;
-use fsdp_candle::{DeviceMesh, FsdpModule, FullyShard, MixedPrecisionPolicy, ShardedVarMap, World};
+use fsdp_candle::{FsdpModule, FullyShard, MixedPrecisionPolicy, ShardedVarMap, World};
 use fsdp_ckpt::TensorSource;
 use fsdp_ckpt::hf::HfModel;
 use fsdp_examples::console::Console;
@@ -20,6 +20,7 @@ use crate::lora::Adapters;
 use crate::memory;
 use crate::peft::Peft;
 use crate::sample;
+use crate::tensor_parallel;
 
 /// Of a masked model, the share of tokens that it has to tell.
 const MLM_PROBABILITY: f64 = 0.15;
@@ -48,6 +49,7 @@ impl Setup {
             args.seq_len,
             config.max_positions()
         );
+        tensor_parallel::check(args, &config)?;
 
         // Data before the model: what is wrong with it shows at once.
         let text = Text::new(args.model.as_deref())?;
@@ -63,7 +65,7 @@ impl Setup {
         let positions = args.seq_len.max(sample::CONTEXT);
         memory::check(args, &config, adapters.as_ref().map(|adapters| &adapters.lora), positions, world)?;
 
-        let vars = ShardedVarMap::new(&mesh(args, world)?, world.device());
+        let vars = tensor_parallel::vars(args, &config, world)?;
         if world.rank() == 0 && args.resume == Resume::None && weights.is_none() {
             Console::Stderr.line(format_args!("starting from random weights (seed {})", args.seed));
         }
@@ -140,19 +142,6 @@ fn data(
         None => None,
     };
     Ok((batches, evaluation))
-}
-
-/// The ranks as copies of shards.
-fn mesh(args: &Args, world: &World) -> anyhow::Result<DeviceMesh> {
-    let (ranks, copies) = (world.size(), args.replicate);
-    ensure!(
-        ranks.is_multiple_of(copies),
-        "--replicate {copies} does not divide the {ranks} processes: start a multiple of {copies}, or change it"
-    );
-    Ok(match copies {
-        1 => world.mesh(&[("dp_shard", ranks)])?,
-        _ => world.mesh(&[("dp_replicate", copies), ("dp_shard", ranks / copies)])?,
-    })
 }
 
 /// What a masked model has to tell.
