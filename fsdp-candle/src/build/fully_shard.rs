@@ -264,6 +264,9 @@ fn make<M>(
     if unit.is_empty() && !vars.is_behind(&vb) {
         return Err(Error::Unit { unit: name, message: FOREIGN_BUILDER.into() });
     }
+    if let Some(param) = unit.params().iter().find(|param| !param.is_served()) {
+        return Err(Error::Parameter { name: param.name().into(), message: not_served(param) });
+    }
     let ByName { units, own, raw } = ByName::of(&unit.params(), &vb.prefix(), patterns)?;
     unit.close();
     let schedule = vars.schedule();
@@ -285,10 +288,19 @@ fn make<M>(
     Ok(FsdpModule::new(inner, group, schedule.clone(), raw))
 }
 
+/// What is wrong with a parameter that a plan names and whose layer does nothing about it.
+fn not_served(param: &FsdpParam) -> String {
+    let style = param.parallel().map_or("parallel", |parallel| parallel.style().name());
+    format!(
+        "the plan makes its module {style}, and what holds it knows nothing of tensor parallelism: build the module from \
+         `linear`, `embedding` and the like of fsdp_candle::nn, or leave it out of the plan"
+    )
+}
+
 /// Says which parameters stay gathered against the patterns, where they are many.
 fn warn_of_raw(unit: &str, raw: &[Arc<FsdpParam>], all: &[Arc<FsdpParam>]) {
     let bytes = |params: &[Arc<FsdpParam>]| -> usize {
-        params.iter().map(|param| param.shape().elem_count() * param.compute_dtype().size_in_bytes()).sum()
+        params.iter().map(|param| param.unsharded_shape().elem_count() * param.compute_dtype().size_in_bytes()).sum()
     };
     let (raw_bytes, all_bytes) = (bytes(raw), bytes(all));
     if raw_bytes > all_bytes / 100 {

@@ -12,7 +12,7 @@ use indexmap::IndexMap;
 
 use super::options::UnitOptions;
 use crate::adapter::{Adapters, LoraConfig, adapted_layer};
-use crate::data_parallel::DataParallel;
+use crate::data_parallel::{DataParallel, DataParallelMeshDims};
 use crate::error::{Error, Result};
 use crate::graph::nodes_of;
 use crate::initializer::{Initializer, Philox, ShardRequest};
@@ -20,6 +20,7 @@ use crate::kernels;
 use crate::policy::ReshardAfterForward;
 use crate::step::Schedule;
 use crate::storage::{to_core_dtype, to_var};
+use crate::tensor_parallel::Planned;
 use crate::unit::{FsdpParam, Offload, ParamSpec};
 
 /// The end of a name that no tensor has: a builder that is asked for it tells its map so.
@@ -60,6 +61,7 @@ pub(super) struct Inner {
     initializer: Mutex<Arc<dyn Initializer>>,
     frozen: Mutex<Arc<Predicate>>,
     adapters: Mutex<Option<Arc<Adapters>>>,
+    pub(super) plan: Mutex<Option<Arc<Planned>>>,
     pub(super) params: Mutex<IndexMap<String, Owned>>,
     pub(super) ignored: Mutex<IndexMap<String, Var>>,
     pub(super) buffers: Mutex<IndexMap<String, Var>>,
@@ -89,14 +91,31 @@ impl ShardedVarMap {
     /// An empty map for the ranks of a mesh, those that train copies of one model: 1-D (shard), or 2-D (replicate,
     /// shard). Initial values are drawn with seed 0 until [`ShardedVarMap::init_with`] says otherwise.
     pub fn new(mesh: &DeviceMesh, device: &Device) -> Self {
+        ShardedVarMap::with_ranks(mesh, None, device)
+    }
+
+    /// An empty map for the ranks of a mesh of any dimensions, of which `dims` says what they are for: PyTorch's
+    /// `dp_mesh_dims`. Collective where a role has several dimensions, or none shards.
+    ///
+    /// # Errors
+    /// When the mesh has no such dimension, or one is named twice; those of [`ProcessGroup::split`].
+    ///
+    /// [`ProcessGroup::split`]: fsdp_core::ProcessGroup::split
+    pub fn on(mesh: &DeviceMesh, dims: &DataParallelMeshDims<'_>, device: &Device) -> Result<Self> {
+        let ranks = Arc::new(DataParallel::of_dims(mesh, dims)?);
+        Ok(ShardedVarMap::with_ranks(mesh, Some(ranks), device))
+    }
+
+    fn with_ranks(mesh: &DeviceMesh, ranks: Option<Arc<DataParallel>>, device: &Device) -> Self {
         ShardedVarMap(Arc::new(Inner {
             mesh: mesh.clone(),
-            ranks: Mutex::default(),
+            ranks: Mutex::new(ranks),
             device: device.clone(),
             schedule: Arc::new(Schedule::of_rank(mesh.rank(), device)),
             initializer: Mutex::new(Arc::new(Philox::new(0))),
             frozen: Mutex::new(Arc::new(|_| false)),
             adapters: Mutex::default(),
+            plan: Mutex::default(),
             params: Mutex::default(),
             ignored: Mutex::default(),
             buffers: Mutex::default(),
@@ -216,6 +235,11 @@ impl ShardedVarMap {
         Ok(lock(&self.0.ranks).get_or_insert(ranks).clone())
     }
 
+    /// The ranks that train copies of the model: gradients must reach all of them.
+    fn copies(&self) -> DeviceMesh {
+        self.ranks().map_or_else(|_| self.0.mesh.clone(), |ranks| ranks.data().clone())
+    }
+
     /// The map's mesh, and the others that trainable parameters are on, in the order in which they came: which they are
     /// does not depend on a rank's gradients.
     pub(crate) fn all_ranks(&self) -> Result<Vec<Arc<DataParallel>>> {
@@ -291,14 +315,17 @@ impl ShardedVarMap {
         if let ReshardAfterForward::To(size) = opts.reshard_after_forward {
             ranks.neighbours(size)?;
         }
+        let plan = lock(&self.0.plan).clone();
+        let parallel = plan.map_or(Ok(None), |plan| plan.of(name, dims))?;
+        let local = parallel.as_ref().map_or(dims.to_vec(), |parallel| parallel.local(dims));
         // The user's choice is made without our lock.
         let frozen = lock(&self.0.frozen).clone();
         let trainable = !frozen(name);
         let adapters = lock(&self.0.adapters).clone();
         if trainable {
-            ranks.check_covers(&self.0.mesh).map_err(fail)?;
+            ranks.check_covers(&self.copies()).map_err(fail)?;
         }
-        let (region, layout) = ranks.lay_out(name, dims, dim)?;
+        let (region, layout) = ranks.lay_out(name, (dims, &local), dim, parallel.as_deref())?;
         let request = ShardRequest { name, shape: dims, dtype, region: &region, init };
         let shard = self.initial(&request, opts.offload_policy.home(&self.0.device))?;
         let schedule = &self.0.schedule;
@@ -311,6 +338,7 @@ impl ShardedVarMap {
             shard_dim: dim,
             layout,
             ranks,
+            parallel,
             compute_dtype,
             trainable,
             extension: opts.extension.as_ref().and_then(|choose| choose(name)),
@@ -318,7 +346,7 @@ impl ShardedVarMap {
             offload,
             shape,
         };
-        let nodes = nodes_of(&self.0.device, &spec.shape, compute_dtype, trainable, schedule.listener())?;
+        let nodes = nodes_of(&self.0.device, &local.into(), compute_dtype, trainable, schedule.listener())?;
         let param = FsdpParam::new(spec, shard, nodes, schedule.pool().clone())?;
         lock(&self.0.params).insert(name.into(), Owned { param: param.clone(), unit });
         if let Some(unit) = lock(&self.0.building).last_mut() {
