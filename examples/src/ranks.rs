@@ -1,6 +1,13 @@
 //! How the processes of a run share a model: copies of it, shards of a copy, and ranks that compute layers together.
 
 use anyhow::ensure;
+use fsdp_candle::{DataParallelMeshDims, ShardedVarMap, World};
+use fsdp_core::DeviceMesh;
+
+/// The names of a mesh's dimensions.
+const REPLICATE: &str = "dp_replicate";
+const SHARD: &str = "dp_shard";
+const TENSOR: &str = "tp";
 
 /// Ranks as a grid. Those that compute layers together are neighbours, then come the shards of a copy, then the copies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,5 +61,31 @@ impl Ranks {
     /// The number of `rank` among those that read different data. Ranks that compute layers together have the same.
     pub fn data_rank(&self, rank: usize) -> usize {
         rank / self.tensor
+    }
+
+    /// The parameters of a model that the ranks of `world` share so. Collective.
+    ///
+    /// # Errors
+    /// When a rank is lost.
+    pub fn vars(&self, world: &World) -> fsdp_candle::Result<ShardedVarMap> {
+        let of = |name, size: usize| (size > 1).then_some((name, size));
+        let dims = [of(REPLICATE, self.replicate), Some((SHARD, self.shard)), of(TENSOR, self.tensor)];
+        let mesh = world.mesh(&dims.into_iter().flatten().collect::<Vec<_>>())?;
+        if self.tensor == 1 {
+            return Ok(ShardedVarMap::new(&mesh, world.device()));
+        }
+        let replicate: &[&str] = if self.replicate > 1 { &[REPLICATE] } else { &[] };
+        ShardedVarMap::on(&mesh, &DataParallelMeshDims { shard: &[SHARD], replicate }, world.device())
+    }
+
+    /// Of the mesh of such parameters, the ranks that compute layers together, if there are several.
+    ///
+    /// # Errors
+    /// When it is another mesh.
+    pub fn tensor_mesh(&self, vars: &ShardedVarMap) -> fsdp_candle::Result<Option<DeviceMesh>> {
+        Ok(match self.tensor {
+            1 => None,
+            _ => Some(vars.mesh().slice(&[TENSOR])?),
+        })
     }
 }

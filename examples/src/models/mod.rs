@@ -19,7 +19,7 @@ mod size;
 mod tests;
 mod weights;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use candle_core::DType;
 use fsdp_candle::{FsdpModule, FullyShard, ShardedVarMap, Unit, fully_shard, shard};
 
@@ -33,11 +33,12 @@ pub use lora::{Lora, Targets};
 pub use loss::{cross_entropy, cross_entropy_sum, loss};
 pub use matrices::is_block_matrix;
 pub use old_names::pretrained;
+pub use parallel::TensorParallel;
 pub use size::{ModelSize, UnitSize};
 pub use weights::fingerprint;
 
 /// How a model is built.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone)]
 pub struct ModelOptions {
     /// Of the shards, and so of gradients and optimizer state.
     pub dtype: DType,
@@ -45,18 +46,22 @@ pub struct ModelOptions {
     pub positions: usize,
     /// Keep the blocks' inputs alone for backward, and run each block again there.
     pub activation_checkpoint: bool,
+    /// The ranks that compute each layer together, where there are several: of the map's mesh.
+    pub parallel: Option<TensorParallel>,
 }
 
 /// Builds the model bottom-up: every block a unit, and the root with what is left.
 ///
 /// # Errors
-/// When parameters can't be initialised.
+/// When parameters can't be initialised, or several ranks can't compute such a model's layers together.
 pub fn build(
     config: &ModelConfig,
     opts: &FullyShard,
     vars: &ShardedVarMap,
     options: ModelOptions,
 ) -> anyhow::Result<FsdpModule<LanguageModel>> {
+    let parallel = options.parallel.as_ref();
+    parallel.map_or(Ok(()), |parallel| parallel.apply(config, vars))?;
     let vb = vars.builder(options.dtype);
     let again = options.activation_checkpoint;
     let model = match config {
@@ -66,12 +71,12 @@ pub fn build(
             let blocks = (0..config.layers)
                 .map(|i| {
                     fully_shard(opts, vb.pp(format!("model.layers.{i}")), |vb| {
-                        Ok(Layer::new(decoder::Block::new(config, i, &turns, vb)?, again))
+                        Ok(Layer::new(decoder::Block::new(config, i, &turns, parallel, vb)?, again))
                     })
                 })
                 .collect::<fsdp_candle::Result<Vec<_>>>()
                 .context("can't build the layers")?;
-            fully_shard(opts, vb, |vb| Ok(LanguageModel::Decoder(decoder::Decoder::new(config, blocks, vb)?)))
+            fully_shard(opts, vb, |vb| Ok(LanguageModel::Decoder(decoder::Decoder::new(config, blocks, parallel, vb)?)))
         }
         ModelConfig::Gpt2(config) => {
             // The checkpoints on the Hub say `wte.weight` or `transformer.wte.weight`, depending on who saved them.
@@ -111,15 +116,18 @@ pub fn build_by_name(
     vars: &ShardedVarMap,
     options: ModelOptions,
 ) -> anyhow::Result<FsdpModule<Decoder<Layer<decoder::Block>>>> {
+    if options.parallel.is_some() {
+        bail!("a decoder whose units are named has no plan for tensor parallelism: wrap its blocks");
+    }
     let vb = vars.builder(options.dtype);
     let (positions, head_dim) = (options.positions, config.head_dim);
     let turns = Turns::new(&config.rope, config.local_rope.as_ref(), head_dim, positions, vb.device())?;
     let model = shard(&opts.units(["model.layers.*"]), vb, |vb| {
         let block = |i| {
-            let block = decoder::Block::new(config, i, &turns, vb.pp(format!("model.layers.{i}")))?;
+            let block = decoder::Block::new(config, i, &turns, None, vb.pp(format!("model.layers.{i}")))?;
             Ok(Layer::new(block, options.activation_checkpoint))
         };
-        Decoder::new(config, (0..config.layers).map(block).collect::<candle_core::Result<_>>()?, vb)
+        Decoder::new(config, (0..config.layers).map(block).collect::<candle_core::Result<_>>()?, None, vb)
     });
     model.context("can't build the model")
 }

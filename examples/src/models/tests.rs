@@ -11,7 +11,7 @@ fn model(config: &str, activation_checkpoint: bool) -> (ShardedVarMap, FsdpModul
     let world = World::single().unwrap();
     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)]).unwrap(), world.device());
     vars.init_with(Philox::new(1));
-    let options = ModelOptions { dtype: DType::F32, positions: 16, activation_checkpoint };
+    let options = ModelOptions { dtype: DType::F32, positions: 16, activation_checkpoint, parallel: None };
     let model = build(&config, &FullyShard::new(&vars), &vars, options).unwrap();
     (vars, model)
 }

@@ -11,7 +11,7 @@ use fsdp_ckpt::TensorSource;
 use fsdp_ckpt::hf::HfModel;
 use fsdp_examples::console::Console;
 use fsdp_examples::data::{Batches, Data, Examples, Masking, PackingOptions, Source, Text, mask_token};
-use fsdp_examples::models::{self, LanguageModel, ModelConfig, ModelOptions};
+use fsdp_examples::models::{self, LanguageModel, ModelConfig, ModelOptions, TensorParallel, parallel};
 
 use crate::alike::{self, Words};
 use crate::args::{ActivationCheckpoint, Args, InitChoice, Resume, Switch};
@@ -20,7 +20,6 @@ use crate::lora::Adapters;
 use crate::memory;
 use crate::peft::Peft;
 use crate::sample;
-use crate::tensor_parallel;
 
 /// Of a masked model, the share of tokens that it has to tell.
 const MLM_PROBABILITY: f64 = 0.15;
@@ -49,7 +48,7 @@ impl Setup {
             args.seq_len,
             config.max_positions()
         );
-        tensor_parallel::check(args, &config)?;
+        parallel::check(&config, args.tensor_parallel)?;
 
         // Data before the model: what is wrong with it shows at once.
         let text = Text::new(args.model.as_deref())?;
@@ -65,7 +64,9 @@ impl Setup {
         let positions = args.seq_len.max(sample::CONTEXT);
         memory::check(args, &config, adapters.as_ref().map(|adapters| &adapters.lora), positions, world)?;
 
-        let vars = tensor_parallel::vars(args, &config, world)?;
+        let ranks = args.ranks(world)?;
+        let vars = ranks.vars(world)?;
+        let of_layers = ranks.tensor_mesh(&vars)?;
         if world.rank() == 0 && args.resume == Resume::None && weights.is_none() {
             Console::Stderr.line(format_args!("starting from random weights (seed {})", args.seed));
         }
@@ -87,6 +88,7 @@ impl Setup {
             dtype: DType::F32,
             positions,
             activation_checkpoint: args.activation_checkpoint == ActivationCheckpoint::Full,
+            parallel: of_layers.map(|mesh| TensorParallel::new(mesh, args.sequence_parallel)).transpose()?,
         };
         let policy = MixedPrecisionPolicy {
             param_dtype: Some(args.param_dtype.dtype()),

@@ -1,9 +1,6 @@
-//! `--tensor-parallel`: whether it can be, and the parameters' mesh.
+//! What is in the way of `--tensor-parallel`.
 
 use anyhow::ensure;
-use fsdp_candle::{ShardedVarMap, World};
-use fsdp_examples::models::{ModelConfig, parallel};
-use fsdp_examples::ranks::Ranks;
 
 use crate::args::Args;
 
@@ -28,20 +25,4 @@ pub(crate) fn check_flags(args: &Args) -> anyhow::Result<()> {
         );
     }
     Ok(())
-}
-
-/// Fails unless the model's numbers can be shared out.
-pub(crate) fn check(args: &Args, config: &ModelConfig) -> anyhow::Result<()> {
-    parallel::check(config, args.tensor_parallel)
-}
-
-/// The parameters of the model that is built next.
-pub(crate) fn vars(args: &Args, config: &ModelConfig, world: &World) -> anyhow::Result<ShardedVarMap> {
-    let Ranks { replicate, shard, .. } = args.ranks(world)?;
-    let mesh = match replicate {
-        1 => world.mesh(&[("dp_shard", shard)])?,
-        _ => world.mesh(&[("dp_replicate", replicate), ("dp_shard", shard)])?,
-    };
-    let _ = config;
-    Ok(ShardedVarMap::new(&mesh, world.device()))
 }
