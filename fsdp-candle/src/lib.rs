@@ -64,6 +64,7 @@
 pub mod activation_checkpoint;
 mod adapter;
 mod build;
+pub mod collectives;
 mod comm;
 mod control;
 mod data_parallel;

@@ -58,6 +58,7 @@ mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 pub mod embedding;
+mod input;
 pub mod kv_cache;
 pub mod linear;
 mod lora;
