@@ -9,7 +9,7 @@ use super::by_name::ByName;
 use super::options::{ShardPlacement, UnitOptions};
 use super::transaction::OpenUnit;
 use super::var_map::ShardedVarMap;
-use crate::data_parallel::DataParallel;
+use crate::data_parallel::{DataParallel, DataParallelMeshDims};
 use crate::diagnostics::is_of_poison;
 use crate::error::{Error, Result};
 use crate::extension::AllGatherExtension;
@@ -45,13 +45,25 @@ impl FullyShard {
         FullyShard { vars: vars.clone(), unit: UnitOptions::default(), units: vec![] }
     }
 
-    /// Another mesh than the map's: 1-D, or 2-D as (replicate, shard). It has all ranks of the map's, but for frozen
-    /// parameters.
+    /// Another mesh than the map's: 1-D, or 2-D as (replicate, shard). It has all ranks that train copies of the model
+    /// (those of the map's data-parallel dimensions), but for frozen parameters.
     ///
     /// # Errors
     /// When the mesh has another number of dimensions.
     pub fn mesh(mut self, mesh: &DeviceMesh) -> Result<Self> {
         self.unit.ranks = Some(Arc::new(DataParallel::of(mesh)?));
+        Ok(self)
+    }
+
+    /// Dimensions of another mesh than the map's, or others of the map's: PyTorch's `mesh` and `dp_mesh_dims`.
+    /// Collective where a role has several dimensions, or none shards.
+    ///
+    /// # Errors
+    /// When the mesh has no such dimension, or one is named twice; those of [`ProcessGroup::split`].
+    ///
+    /// [`ProcessGroup::split`]: fsdp_core::ProcessGroup::split
+    pub fn mesh_dims(mut self, mesh: &DeviceMesh, dims: &DataParallelMeshDims<'_>) -> Result<Self> {
+        self.unit.ranks = Some(Arc::new(DataParallel::of_dims(mesh, dims)?));
         Ok(self)
     }
 
@@ -245,7 +257,7 @@ fn make<M>(
     let FullyShard { vars, unit: opts, units: patterns } = opts;
     let name = name_of(&vb);
     let ranks = match &opts.ranks {
-        Some(ranks) => ranks.clone(),
+        Some(ranks) => vars.on_whole_mesh(ranks.clone()),
         None => vars.ranks()?,
     };
     if let ReshardAfterForward::To(size) = opts.reshard_after_forward {

@@ -5,6 +5,7 @@ mod by_name;
 mod fully_shard;
 mod options;
 mod parallelize;
+mod parameter;
 mod transaction;
 mod var_map;
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use fsdp_core::DeviceMesh;
 
+use super::by_name::listed;
 use super::var_map::{ShardedVarMap, lock};
 use crate::error::{Error, Result};
 use crate::tensor_parallel::{ParallelPlan, Planned};
@@ -18,7 +19,8 @@ use crate::tensor_parallel::{ParallelPlan, Planned};
 /// # Errors
 /// When parameters are built already, the map has a plan, `mesh` is not one dimension of the map's mesh or is one of its
 /// data-parallel ones, or a pattern is none. Later, when a parameter is built: when its dimension does not divide. When
-/// a unit is closed: when the layer that holds it does not know of tensor parallelism.
+/// a unit is closed: when the layer that holds it does not know of tensor parallelism. In the first forward: when a
+/// pattern has matched no module.
 pub fn parallelize(vars: &ShardedVarMap, mesh: &DeviceMesh, plan: &ParallelPlan) -> Result<()> {
     let fail = |message: String| Err(Error::Argument(format!("parallelize: {message}")));
     if let Some(param) = vars.params().first() {
@@ -33,21 +35,18 @@ pub fn parallelize(vars: &ShardedVarMap, mesh: &DeviceMesh, plan: &ParallelPlan)
     };
     let group = mesh.group(0)?;
     let ranks = vars.ranks()?;
-    let is_in = |other: &DeviceMesh| {
-        (0..other.layout().shape().len()).any(|dim| other.group(dim).is_ok_and(|along| along.is(group)))
-    };
-    if !is_in(of) {
+    let name = mesh.layout().names()[0].as_str();
+    if !of.group_by_name(name).is_ok_and(|along| along.is(group)) {
         return fail(format!(
             "the mesh {} is no dimension of the map's mesh {}: pass a slice of that (`vars.mesh().slice(&[\"tp\"])`)",
             mesh.layout(),
             of.layout()
         ));
     }
-    if is_in(ranks.data()) {
+    if ranks.parallel_dim(name, group).is_none() {
         return fail(format!(
-            "dimension {} of the map's mesh {} is data parallel: name the dimensions that are, without this one, by \
+            "dimension \"{name}\" of the map's mesh {} is data parallel: name the dimensions that are, without this one, by \
              ShardedVarMap::on",
-            mesh.layout(),
             of.layout()
         ));
     }
@@ -56,6 +55,24 @@ pub fn parallelize(vars: &ShardedVarMap, mesh: &DeviceMesh, plan: &ParallelPlan)
     if own.is_some() {
         return fail("the map has a plan already: make one of both".into());
     }
-    *own = Some(Arc::new(planned));
+    let planned = Arc::new(planned);
+    *own = Some(planned.clone());
+    let inner = Arc::downgrade(&vars.0);
+    vars.schedule().before_first_forward(move || match inner.upgrade() {
+        Some(inner) => check_matched(&ShardedVarMap(inner), &planned),
+        None => Ok(()),
+    });
     Ok(())
+}
+
+/// Fails for a pattern that matched no module of the model, which is built.
+fn check_matched(vars: &ShardedVarMap, plan: &Planned) -> Result<()> {
+    let Some(idle) = plan.idle().next() else { return Ok(()) };
+    let params = vars.params();
+    let modules = params.iter().filter_map(|param| param.name().rsplit_once('.')).map(|(module, _)| module);
+    Err(Error::Argument(format!(
+        "parallelize: the pattern `{idle}` of the plan matches no module that has parameters of its own; those that are \
+         there: {}",
+        listed(modules).unwrap_or("none".into())
+    )))
 }

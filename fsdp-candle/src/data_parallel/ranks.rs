@@ -43,6 +43,8 @@ pub(crate) struct DataParallel {
     data: DeviceMesh,
     /// The position of the one that shards, if any does.
     sharding: Option<usize>,
+    /// The positions of those without a role.
+    others: Vec<usize>,
     shard: ProcessGroup,
     replicate: Option<ProcessGroup>,
     neighbours: Mutex<HashMap<usize, ProcessGroup>>,
@@ -67,7 +69,7 @@ impl DataParallel {
             }
         };
         let shard = mesh.group(sharding)?.clone();
-        Ok(DataParallel::new(mesh.clone(), mesh.clone(), Some(sharding), shard, replicate))
+        Ok(DataParallel::new(mesh.clone(), mesh.clone(), (Some(sharding), vec![]), (shard, replicate)))
     }
 
     /// The dimensions with the roles that they are named in. Collective where a role has several, or none shards.
@@ -99,18 +101,28 @@ impl DataParallel {
             }
         };
         let data = data.map_or_else(|| DeviceMesh::from_group("rank", &shard), Ok)?;
-        Ok(DataParallel::new(whole, data, sharding, shard, replicate))
+        let names = whole.layout().names().iter().enumerate();
+        let has_role = |dim: usize, name: &str| sharding == Some(dim) || named.contains(&name);
+        let others = names.filter(|(dim, name)| !has_role(*dim, name)).map(|(dim, _)| dim).collect();
+        Ok(DataParallel::new(whole, data, (sharding, others), (shard, replicate)))
     }
 
     fn new(
         mesh: DeviceMesh,
         data: DeviceMesh,
-        sharding: Option<usize>,
-        shard: ProcessGroup,
-        replicate: Option<ProcessGroup>,
+        (sharding, others): (Option<usize>, Vec<usize>),
+        (shard, replicate): (ProcessGroup, Option<ProcessGroup>),
     ) -> Self {
-        let replicate = replicate.filter(|group| group.size() > 1);
-        DataParallel { mesh, data, sharding, shard, replicate, neighbours: Mutex::default(), apart: Mutex::default() }
+        DataParallel {
+            mesh,
+            data,
+            sharding,
+            others,
+            shard,
+            replicate: replicate.filter(|group| group.size() > 1),
+            neighbours: Mutex::default(),
+            apart: Mutex::default(),
+        }
     }
 
     /// Fails when ranks of `of`, the mesh of all copies, hold none of these.
@@ -128,6 +140,40 @@ impl DataParallel {
             of.size(),
             of.layout()
         ))
+    }
+
+    /// The same roles on a larger mesh, which has these dimensions and others; `None` where it has not.
+    pub(crate) fn widened(&self, mesh: &DeviceMesh) -> Option<Self> {
+        let dims = self.mesh.layout().shape().len();
+        if mesh.layout().shape().len() <= dims {
+            return None;
+        }
+        let place = |dim: usize| dim_of(mesh, &self.mesh.layout().names()[dim], self.mesh.group(dim).ok()?);
+        let places: Vec<usize> = (0..dims).map(place).collect::<Option<_>>()?;
+        let sharding = self.sharding.map(|dim| places[dim]);
+        let others = (0..mesh.layout().shape().len()).filter(|dim| !places.contains(dim)).collect();
+        let groups = (self.shard.clone(), self.replicate.clone());
+        Some(DataParallel::new(mesh.clone(), self.data.clone(), (sharding, others), groups))
+    }
+
+    /// Whether the same ranks have the same roles.
+    pub(crate) fn is_like(&self, other: &Self) -> bool {
+        let replicates = match (&self.replicate, &other.replicate) {
+            (Some(own), Some(others)) => own.is(others),
+            (None, None) => true,
+            _ => false,
+        };
+        self.shard.is(&other.shard) && replicates
+    }
+
+    /// The groups along the dimensions without a role.
+    pub(crate) fn other_groups(&self) -> impl Iterator<Item = &ProcessGroup> {
+        self.others.iter().filter_map(|&dim| self.mesh.group(dim).ok())
+    }
+
+    /// The position of the dimension without a role that tensor-parallel ranks are along.
+    pub(crate) fn parallel_dim(&self, name: &str, ranks: &ProcessGroup) -> Option<usize> {
+        dim_of(&self.mesh, name, ranks).filter(|dim| self.others.contains(dim))
     }
 
     /// The ranks that train copies of one model: the dimensions in a role.
@@ -191,17 +237,12 @@ impl DataParallel {
         Ok(lock(&self.apart).get_or_insert(group).clone())
     }
 
-    /// The position of the dimension that tensor-parallel ranks are along, if the mesh has it.
-    fn dim_of(&self, ranks: &ProcessGroup) -> Option<usize> {
-        (0..self.mesh.layout().shape().len()).find(|&dim| self.mesh.group(dim).is_ok_and(|group| group.is(ranks)))
-    }
-
     /// One placement a mesh dimension, for a parameter sharded along `dim`, of which tensor parallelism has cut one.
     pub(crate) fn placements(&self, dim: usize, parallel: Option<&Parallel>) -> Vec<Placement> {
         let sizes = self.mesh.layout().shape();
         let mut placements = vec![Placement::Replicate; sizes.len()];
         if let Some(parallel) = parallel
-            && let (Some(cut), Some(at)) = (parallel.cut(), self.dim_of(parallel.group()))
+            && let (Some(cut), Some(at)) = (parallel.cut(), self.parallel_dim(parallel.name(), parallel.group()))
         {
             placements[at] = Placement::Shard(cut);
         }
@@ -239,11 +280,11 @@ impl DataParallel {
             )));
         }
         if let Some(parallel) = parallel
-            && self.dim_of(parallel.group()).is_none()
+            && self.parallel_dim(parallel.name(), parallel.group()).is_none()
         {
             return Err(fail(format!(
-                "its module is {} over {} rank(s), which are no dimension of the mesh {} that its unit shards it over: \
-                 take the map's mesh, or a slice of it",
+                "its module is {} over {} rank(s), for which the mesh {} of its unit has no dimension beside those that \
+                 shard and replicate: take the map's mesh, or a slice of it",
                 parallel.style().name(),
                 parallel.group().size(),
                 self.mesh.layout()
@@ -253,6 +294,12 @@ impl DataParallel {
         let region = local_region(shape, self.mesh.layout(), &self.mesh.coordinate(), &placements)?;
         Ok((region, ShardLayout::of(local, dim, world)))
     }
+}
+
+/// The position of a mesh's dimension of this name and group: one rank's groups are the same in all dimensions.
+fn dim_of(mesh: &DeviceMesh, name: &str, ranks: &ProcessGroup) -> Option<usize> {
+    let dim = mesh.layout().dim(name).ok()?;
+    mesh.group(dim).is_ok_and(|group| group.is(ranks)).then_some(dim)
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

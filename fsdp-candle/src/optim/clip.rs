@@ -92,24 +92,43 @@ fn norm_of(vars: &ShardedVarMap, grads: &GradStore, norm_type: NormType) -> Resu
     {
         return Err(Error::Argument(format!("a norm of order {p}: the order is a positive number")));
     }
-    // Parameters on one mesh are summed together; replicas hold the same and do not count twice.
-    let mut meshes: Vec<_> = vars.all_ranks()?.into_iter().map(|ranks| (ranks, 0.)).collect();
+    // Parameters on one mesh are summed together, those that tensor parallelism has cut apart from the others; replicas
+    // hold the same and do not count twice.
+    let mut meshes: Vec<_> = vars.all_ranks()?.into_iter().map(|ranks| (ranks, [0.; 2])).collect();
     let params = vars.trainable();
+    let cut = params.iter().find_map(|param| param.cut_over());
     let with_gradient: Vec<_> = params.iter().filter_map(|param| Some((param, grads.get(param.var())?))).collect();
     let powers = powers(with_gradient.iter().map(|(_, grad)| *grad), norm_type)?;
     for ((param, _), power) in with_gradient.into_iter().zip(powers) {
-        if let Some((_, share)) = meshes.iter_mut().find(|(ranks, _)| Arc::ptr_eq(ranks, param.ranks())) {
+        if let Some((_, shares)) = meshes.iter_mut().find(|(ranks, _)| Arc::ptr_eq(ranks, param.ranks())) {
+            let share = &mut shares[usize::from(param.cut_over().is_some())];
             *share = norm_type.combine(*share, power);
         }
     }
     let op = if norm_type == NormType::Infinity { ReduceOp::Max } else { ReduceOp::Sum };
     // One number is like another: a rank that reduces something else at once must not get a norm.
     let subject = Subject::new(format!("the gradients' norm ({norm_type:?})"), []);
-    let mut total = 0.;
-    for (ranks, share) in meshes {
-        let reduced = ranks.shard().signed(Signature::new(&subject, [])).all_reduce_scalar(share, op)?;
-        total = norm_type.combine(total, reduced);
+    let signature = || Signature::new(&subject, []);
+    let mut totals = [0.; 2];
+    for (ranks, shares) in meshes {
+        let group = ranks.shard().signed(signature());
+        let reduced = match cut {
+            Some(_) => group.all_reduce_values(shares.to_vec(), op)?,
+            None => vec![group.all_reduce_scalar(shares[0], op)?],
+        };
+        for (total, reduced) in totals.iter_mut().zip(reduced) {
+            *total = norm_type.combine(*total, reduced);
+        }
     }
+    let [whole, parts] = totals;
+    let total = match cut {
+        // What all of them have whole, one of them counts: they get the same number, bit for bit.
+        Some(ranks) => {
+            let own = if ranks.rank() == 0 { norm_type.combine(whole, parts) } else { parts };
+            ranks.signed(signature()).all_reduce_scalar(own, op)?
+        }
+        None => whole,
+    };
     Ok(norm_type.root(total))
 }
 

@@ -6,6 +6,8 @@ use super::style::ParallelStyle;
 
 /// A parameter of a module that a plan names.
 pub(crate) struct Parallel {
+    /// Of the mesh dimension.
+    name: String,
     group: ProcessGroup,
     style: ParallelStyle,
     cut: Option<usize>,
@@ -14,7 +16,13 @@ pub(crate) struct Parallel {
 
 impl Parallel {
     pub(super) fn new(mesh: &DeviceMesh, style: ParallelStyle, cut: Option<usize>, partial: bool) -> Result<Self> {
-        Ok(Parallel { group: mesh.group(0)?.clone(), style, cut, partial })
+        let name = mesh.layout().names()[0].clone();
+        Ok(Parallel { name, group: mesh.group(0)?.clone(), style, cut, partial })
+    }
+
+    /// The name of the mesh dimension that its ranks are along.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
     }
 
     /// The tensor-parallel ranks.

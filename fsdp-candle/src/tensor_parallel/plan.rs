@@ -67,11 +67,6 @@ impl Planned {
         Ok(Planned { mesh: mesh.clone(), rules: plan.modules.iter().map(rule).collect::<Result<_>>()? })
     }
 
-    /// The tensor-parallel ranks.
-    pub(crate) fn mesh(&self) -> &DeviceMesh {
-        &self.mesh
-    }
-
     /// The patterns that no module has matched so far.
     pub(crate) fn idle(&self) -> impl Iterator<Item = &NamePattern> {
         self.rules.iter().filter(|rule| !rule.matched.load(Ordering::Relaxed)).map(|rule| &rule.pattern)

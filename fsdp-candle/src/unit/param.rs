@@ -7,7 +7,7 @@ use std::sync::{Arc, LazyLock, OnceLock, Weak};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Shape, Tensor, TensorId, Var, bail};
 use fsdp_core::layout::Region;
-use fsdp_core::{Buffer, DeviceMesh, Placement};
+use fsdp_core::{Buffer, DeviceMesh, Placement, ProcessGroup};
 
 use super::gradient::{Gradient, Stage};
 use super::lookup::Lookup;
@@ -21,7 +21,7 @@ use crate::data_parallel::{DataParallel, ShardLayout};
 use crate::error::Error;
 use crate::extension::AllGatherExtension;
 use crate::storage::{Pool, to_core_dtype, to_dtype, to_tensor};
-use crate::tensor_parallel::Parallel;
+use crate::tensor_parallel::{Parallel, ParallelStyle};
 
 /// A parameter sharded over the ranks of its unit.
 ///
@@ -212,6 +212,19 @@ impl FsdpParam {
     /// What it is under tensor parallelism; none where no plan names its module.
     pub(crate) fn parallel(&self) -> Option<&Parallel> {
         self.parallel.as_deref()
+    }
+
+    /// The tensor-parallel ranks, where each of them has a part of it.
+    pub(crate) fn cut_over(&self) -> Option<&ProcessGroup> {
+        self.parallel().filter(|parallel| parallel.cut().is_some()).map(Parallel::group)
+    }
+
+    /// For a layer of one's own that holds the tensor `weight`: how its module is parallel, and the ranks, where a plan of
+    /// [`parallelize`](crate::parallelize) names it. Who asks does the collectives; without a layer that asks, building
+    /// fails. Layers of [`nn`](crate::nn) do so by themselves.
+    pub fn serve(weight: &Tensor) -> Option<(ParallelStyle, ProcessGroup)> {
+        let param = FsdpParam::of(weight)?;
+        param.serve_parallel().map(|parallel| (parallel.style(), parallel.group().clone()))
     }
 
     /// [`FsdpParam::parallel`], for a layer that holds the parameter and does its part: without one, building fails.
