@@ -66,7 +66,7 @@ impl Way {
         self.mesh.iter().find(|(name, _)| *name == "tp").map_or(1, |(_, ranks)| *ranks)
     }
 
-    fn vars(&self, world: &World) -> Result<ShardedVarMap> {
+    fn vars(&self, world: &World) -> fsdp_candle::Result<ShardedVarMap> {
         let mesh = world.mesh(self.mesh)?;
         if self.tensor() == 1 {
             return Ok(ShardedVarMap::new(&mesh, world.device()));
