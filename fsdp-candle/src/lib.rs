@@ -114,7 +114,8 @@ pub use state_dict::{
     set_model_state_dict, set_optimizer_state_dict, set_state_dict,
 };
 pub use tensor_parallel::{
-    ActivationLayout, ColwiseParallel, ParallelPlan, ParallelStyle, RowwiseParallel, SequenceParallel, VocabParallel,
+    ActivationLayout, ColwiseParallel, HiddenParallel, ParallelPlan, ParallelStyle, RowwiseParallel, SequenceParallel,
+    VocabParallel,
 };
 pub use tensors::Tensors;
 pub use unit::FsdpParam;

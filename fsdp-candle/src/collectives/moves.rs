@@ -139,7 +139,7 @@ pub(super) fn scattered(x: Input<'_>, dim: usize, group: &ProcessGroup) -> Resul
 }
 
 /// This rank's part along `dim`: a view.
-pub(crate) fn own_part(x: &Tensor, dim: usize, group: &ProcessGroup) -> Result<Tensor> {
+pub(super) fn own_part(x: &Tensor, dim: usize, group: &ProcessGroup) -> Result<Tensor> {
     let part = x.dims()[dim] / group.size();
     x.narrow(dim, group.rank() * part, part)
 }

@@ -37,12 +37,7 @@ use super::functions::{Consumers, all_gather, all_reduce, all_to_all, copy, redu
 /// # Errors
 /// For layouts other than `Replicate` and `Shard`, when a dimension does not divide by the ranks, and those of the
 /// collective.
-pub fn prepare_module_input(
-    x: &Tensor,
-    layout: Placement,
-    desired: Placement,
-    group: &ProcessGroup,
-) -> Result<Tensor> {
+pub fn prepare_module_input(x: &Tensor, layout: Placement, desired: Placement, group: &ProcessGroup) -> Result<Tensor> {
     match (layout, desired) {
         (Placement::Replicate, Placement::Replicate) => copy(x, group),
         (Placement::Shard(dim), Placement::Replicate) => all_gather(x, dim, group, Consumers::Differ),

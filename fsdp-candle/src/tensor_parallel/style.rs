@@ -86,6 +86,28 @@ impl Default for VocabParallel {
     }
 }
 
+/// An [`Embedding`](crate::nn::Embedding) cut along its hidden dimension: the weight `[vocabulary, hidden]` along
+/// dimension 1. PyTorch says `ColwiseParallel` of an `nn.Embedding`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HiddenParallel {
+    /// How the ids come: `Replicate` by default.
+    pub input_layout: ActivationLayout,
+    /// How the output goes: `Shard(-1)` by default, each rank its own features.
+    pub output_layout: ActivationLayout,
+    /// What a head does that shares the weight.
+    pub tied_head: RowwiseParallel,
+}
+
+impl Default for HiddenParallel {
+    fn default() -> Self {
+        HiddenParallel {
+            input_layout: ActivationLayout::Replicate,
+            output_layout: ActivationLayout::Shard(-1),
+            tied_head: RowwiseParallel::default(),
+        }
+    }
+}
+
 /// How one module is parallel: PyTorch's `ParallelStyle`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ParallelStyle {
@@ -97,6 +119,8 @@ pub enum ParallelStyle {
     Sequence(SequenceParallel),
     /// An embedding cut along its vocabulary.
     Vocab(VocabParallel),
+    /// An embedding cut along its hidden dimension.
+    Hidden(HiddenParallel),
 }
 
 impl From<ColwiseParallel> for ParallelStyle {
@@ -123,6 +147,12 @@ impl From<VocabParallel> for ParallelStyle {
     }
 }
 
+impl From<HiddenParallel> for ParallelStyle {
+    fn from(style: HiddenParallel) -> Self {
+        ParallelStyle::Hidden(style)
+    }
+}
+
 /// What a style makes of a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Share {
@@ -144,6 +174,7 @@ impl ParallelStyle {
                 Some(Share { cut: None, partial: style.output_layout.is_sharded() })
             }
             ParallelStyle::Vocab(_) if dims == 2 => cut(0),
+            ParallelStyle::Hidden(_) if dims == 2 => cut(1),
             ParallelStyle::Sequence(_) => Some(Share { cut: None, partial: true }),
             _ => None,
         }
@@ -155,9 +186,11 @@ impl ParallelStyle {
         let whole = Share { cut: None, partial: true };
         match (self, is_up) {
             (ParallelStyle::Colwise(_) | ParallelStyle::Vocab(_), true) => Some(Share { cut: Some(0), partial: false }),
-            (ParallelStyle::Rowwise(_), false) => Some(Share { cut: Some(1), partial: false }),
+            (ParallelStyle::Rowwise(_) | ParallelStyle::Hidden(_), false) => {
+                Some(Share { cut: Some(1), partial: false })
+            }
             (ParallelStyle::Colwise(_) | ParallelStyle::Vocab(_) | ParallelStyle::Sequence(_), false)
-            | (ParallelStyle::Rowwise(_) | ParallelStyle::Sequence(_), true) => Some(whole),
+            | (ParallelStyle::Rowwise(_) | ParallelStyle::Hidden(_) | ParallelStyle::Sequence(_), true) => Some(whole),
         }
     }
 
@@ -173,6 +206,7 @@ impl ParallelStyle {
             ParallelStyle::Rowwise(_) => "RowwiseParallel",
             ParallelStyle::Sequence(_) => "SequenceParallel",
             ParallelStyle::Vocab(_) => "VocabParallel",
+            ParallelStyle::Hidden(_) => "HiddenParallel",
         }
     }
 }

@@ -5,6 +5,7 @@ mod accumulation;
 mod building;
 mod by_name;
 mod checkpointing;
+mod collectives;
 mod common;
 mod communication;
 mod contract;

@@ -172,7 +172,7 @@ impl Affine {
 weighted_op!(Affine);
 
 /// The sum of each column of a row-major matrix.
-fn column_sums(values: &[f32], cols: usize) -> Vec<f32> {
+pub(super) fn column_sums(values: &[f32], cols: usize) -> Vec<f32> {
     let mut sums = vec![0f32; cols];
     // Each thread takes a strip of columns.
     map_rows(&mut sums, 1, values.len() / cols.max(1), |first, sums| add_columns(values, cols, first, sums));

@@ -15,6 +15,7 @@ use super::super::cpu::parallel::map_rows;
 use super::super::cpu::values::{cpu, floats, read, same_kind, served, storage, tensor, weight_grad};
 use super::super::input::{self, Input};
 use super::super::linear::affine::affine;
+use super::super::parallel::{LinearCut, ParallelLayer, whole_input};
 use super::super::weight::Weight;
 use super::cross_entropy::gradient_in_place;
 use super::options::{CrossEntropyOptions, Rows};
@@ -26,6 +27,10 @@ const LOGITS: usize = 1 << 24;
 
 /// `cross_entropy(hidden W^T, targets)` for hidden states `[.., H]`, the head's weight `[V, H]` and targets (u8, u32 or
 /// i64) `[..]`: an f32 scalar (f64 for f64).
+///
+/// Under a plan ([`crate::parallelize`]) the head's weight is this rank's part of the vocabulary, `[V / N, H]`, and the
+/// hidden states have the input layout of its style. The loss is that of the whole vocabulary, the same bits on every
+/// rank: of each row three numbers travel, or four with smoothing.
 ///
 /// An error if the shapes or dtypes disagree, there is no row, or a target is not below `V`.
 pub fn linear_cross_entropy(hidden: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Tensor> {
@@ -45,19 +50,33 @@ pub fn linear_cross_entropy_with(
     options: &CrossEntropyOptions,
 ) -> Result<Tensor> {
     let (columns, width) = weight.dims2()?;
-    let fits = hidden.dims().split_last() == Some((&width, targets.dims()));
+    let parallel = ParallelLayer::of_linear(weight);
+    let (shared, ranks) = match &parallel {
+        None => (None, None),
+        Some(layer) => {
+            let LinearCut::Outputs(style) = layer.style else {
+                bail!(
+                    "linear_cross_entropy: the plan cuts the head's weight {:?} along its inputs: a head is \
+                     ColwiseParallel, or the weight of a VocabParallel embedding",
+                    weight.dims()
+                )
+            };
+            let input = whole_input("linear_cross_entropy", hidden, width, style.input_layout, layer.group())?;
+            (Some(input), Some(layer.group()))
+        }
+    };
+    let hidden = shared.as_ref().map_or(Input::Plain(hidden), Input::from);
+    let fits = hidden.values().dims().split_last() == Some((&width, targets.dims()));
     if !fits || targets.elem_count() == 0 || width == 0 {
         bail!(
             "linear_cross_entropy: hidden {:?} must be the targets' shape {:?} and {width}, for the weight is {:?}; \
              and there must be a row, and a column",
-            hidden.dims(),
+            hidden.values().dims(),
             targets.dims(),
             weight.dims()
         );
     }
-    same_kind("linear_cross_entropy", ("hidden", hidden), ("the weight", weight))?;
-    let ranks = None;
-    let hidden = Input::from(hidden);
+    same_kind("linear_cross_entropy", ("hidden", hidden.values()), ("the weight", weight))?;
     let mut rows = options.rows("linear_cross_entropy", targets, columns, ranks)?;
     if !served(hidden.values()) {
         let logits = affine("linear_cross_entropy", hidden, weight, None, false)?;
