@@ -9,6 +9,7 @@ pub mod job;
 pub mod metrics;
 pub mod models;
 pub mod progress;
+pub mod ranks;
 pub mod schedule;
 pub mod tensorboard;
 pub mod writable;

@@ -111,8 +111,20 @@ MASKED = {
         pad_token_id=None,
     ),
 }
+# Models whose heads, inner widths and vocabulary divide by four, or the heads of keys and values by two, as tensor
+# parallelism asks for. The second has what replicated biases and a tied head need.
+EVEN = SIZES | {"vocab_size": VOCABULARY + 1, "hidden_size": 32, "intermediate_size": 88, "head_dim": 8}
+PARALLEL = {
+    "llama_tp_tiny": LlamaConfig(**EVEN | {"num_key_value_heads": 4}),
+    "llama_tp_tied_tiny": LlamaConfig(
+        **EVEN | {"hidden_size": 16, "intermediate_size": 44},
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+    ),
+}
 # What came later has later seeds.
-SEEDS = {name: seed for seed, name in enumerate(sorted(CONFIGS) + sorted(MASKED))}
+SEEDS = {name: seed for seed, name in enumerate([*sorted(CONFIGS), *sorted(MASKED), *PARALLEL])}
 
 
 def tokens():
@@ -127,7 +139,7 @@ def tokens():
 def make(name, out):
     torch.manual_seed(SEEDS[name])
     kind = AutoModelForMaskedLM if name in MASKED else AutoModelForCausalLM
-    model = kind.from_config((CONFIGS | MASKED)[name], dtype=torch.float32)
+    model = kind.from_config((CONFIGS | MASKED | PARALLEL)[name], dtype=torch.float32)
     with torch.no_grad():
         for tensor_name, tensor in model.named_parameters():
             if "norm" in tensor_name.lower() or tensor_name.endswith("bias"):

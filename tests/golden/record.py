@@ -39,7 +39,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 MODELS = ["llama_tiny", "gpt2_tiny"]
 # What make.py makes. They are trained on six sequences a step, which one, two and three ranks divide.
 FAMILIES = ["llama3_tiny", "mistral_tiny", "qwen2_tiny", "qwen3_tiny", "gemma2_tiny", "gemma3_text_tiny", "phi3_tiny"]
-FAMILIES += ["mixtral_tiny", "qwen3_moe_tiny", "bert_tiny"]
+FAMILIES += ["mixtral_tiny", "qwen3_moe_tiny", "bert_tiny", "llama_tp_tiny", "llama_tp_tied_tiny"]
 # Those that tell masked tokens, and how: the seed, the share of tokens, and the mask token.
 MASKED = ["bert_tiny"]
 SEED, SHARE, MASK = 42, 0.15, 131

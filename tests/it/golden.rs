@@ -33,7 +33,7 @@ fn values(model: &HfModel, name: &str) -> Vec<f32> {
 }
 
 /// Fails unless the model in `dir/export` is the recorded one at its end.
-fn ends_as_recorded(name: &str, dir: &Path) {
+pub(crate) fn ends_as_recorded(name: &str, dir: &Path) {
     let theirs = fsdp_ckpt::SafetensorsFile::open(&golden(name).join("final.safetensors")).unwrap();
     let ours = HfModel::open(&dir.join("export")).unwrap();
     assert_eq!(ours.names().count(), theirs.names().count());

@@ -26,6 +26,7 @@ mod readme;
 mod resume;
 mod sft;
 mod sizes;
+mod tensor_parallel;
 mod tensorboard;
 mod trace;
 mod width;

@@ -12,8 +12,9 @@ use candle_core::{DType, Module, Result, Tensor};
 use fsdp_candle::activation_checkpoint::CheckpointPolicy;
 use fsdp_candle::nn::{self, LoraConfig, is_adapter};
 use fsdp_candle::{
-    AdamW, AdamWConfig, FsdpModule, FullyShard, MixedPrecisionPolicy, Recurse, ReshardAfterForward, ShardedVarMap,
-    World, fully_shard,
+    ActivationLayout, AdamW, AdamWConfig, ColwiseParallel, DataParallelMeshDims, FsdpModule, FullyShard,
+    MixedPrecisionPolicy, ParallelPlan, Recurse, ReshardAfterForward, RowwiseParallel, ShardedVarMap, World,
+    fully_shard, parallelize,
 };
 use fsdp_core::process_group::local;
 
@@ -45,6 +46,8 @@ struct Way {
     again: Again,
     sync: bool,
     rows: usize,
+    /// Whether the ranks of the dimension `tp` share out the rows as well, where there is one.
+    sequence: bool,
 }
 
 /// What runs again in backward.
@@ -82,7 +85,35 @@ const WAY: Way = Way {
     again: Again::Nothing,
     sync: true,
     rows: 1,
+    sequence: false,
 };
+
+impl Way {
+    /// The ranks that compute each layer together.
+    fn tensor(&self) -> usize {
+        self.mesh.iter().find(|(name, _)| *name == "tp").map_or(1, |(_, ranks)| *ranks)
+    }
+
+    fn vars(&self, world: &World) -> fsdp_candle::Result<ShardedVarMap> {
+        let mesh = world.mesh(self.mesh)?;
+        if self.tensor() == 1 {
+            return Ok(ShardedVarMap::new(&mesh, world.device()));
+        }
+        let dims = DataParallelMeshDims { shard: &["dp_shard"], replicate: &[] };
+        let vars = ShardedVarMap::on(&mesh, &dims, world.device())?;
+        let between = if self.sequence { ActivationLayout::Shard(0) } else { ActivationLayout::Replicate };
+        let plan = ParallelPlan::new()
+            .module("blocks.*.up", ColwiseParallel { input_layout: between, ..Default::default() })
+            .module("blocks.*.down", RowwiseParallel { output_layout: between, ..Default::default() });
+        parallelize(&vars, &mesh.slice(&["tp"])?, &plan)?;
+        Ok(vars)
+    }
+
+    /// Rows that a rank has between layers.
+    fn own_rows(&self) -> usize {
+        if self.sequence { self.rows / self.tensor() } else { self.rows }
+    }
+}
 
 /// A residual MLP.
 struct Block {
@@ -110,9 +141,8 @@ fn in_use(world: &World) -> f64 {
 fn phases(way: &Way) -> [f64; 5] {
     local::run(4, |group| {
         let world = World::of(group);
-        let mesh = world.mesh(way.mesh).unwrap();
         let before = in_use(&world);
-        let vars = ShardedVarMap::new(&mesh, world.device());
+        let vars = way.vars(&world).unwrap();
         if way.lora && !way.late {
             vars.freeze(|name| !is_adapter(name));
         }
@@ -142,7 +172,7 @@ fn phases(way: &Way) -> [f64; 5] {
         let built = in_use(&world) - before;
         let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default()).unwrap();
         let optimizer = in_use(&world) - before;
-        let x = Tensor::ones((way.rows, WIDTH), DType::F32, world.device()).unwrap();
+        let x = Tensor::ones((way.own_rows(), WIDTH), DType::F32, world.device()).unwrap();
         let forward = || {
             let y = model.call(|(blocks, norm)| {
                 let y = blocks.iter().enumerate().try_fold(x.clone(), |x, (i, block)| {
@@ -278,5 +308,33 @@ fn activation_checkpointing_keeps_a_blocks_input_alone() {
         // Dropout's output is there, its mask is not.
         let dropped = widths(Way { dropout: 0.1, ..WAY });
         assert!(beside.contains(&(dropped - 12. * blocks)), "{dropped} widths");
+    });
+}
+
+/// Between them, the ranks hold what is inside a layer once. What is between layers each has, or its part of the rows.
+#[test]
+fn tensor_parallelism_divides_activations_inside_layers_by_its_ranks() {
+    alone("tensor_parallelism_divides_activations_inside_layers_by_its_ranks", || {
+        const DP2_TP2: &[(&str, usize)] = &[("dp_shard", 2), ("tp", 2)];
+        const TP4: &[(&str, usize)] = &[("dp_shard", 1), ("tp", 4)];
+        let (rows, blocks) = (256, LAYERS as f64);
+        let bytes = rows as f64 * ROW;
+        for (mesh, sequence) in [(FSDP, false), (DP2_TP2, false), (TP4, false), (DP2_TP2, true), (TP4, true)] {
+            let way = Way { mesh, sequence, rows, ..WAY };
+            let ranks = way.tensor() as f64;
+            let [built, optimizer, between, forward, backward] = phases(&way);
+            // Parameters, gradients and moments are sharded over all four ranks, however these share them.
+            let share = MODEL / 4.;
+            for (found, want) in [(built, share), (optimizer, 3. * share)] {
+                assert!((found - want).abs() <= SLACK, "{mesh:?}: {found:.0} bytes, not {want:.0}");
+            }
+            assert!((backward - between - share) / bytes <= 2., "{mesh:?}: {backward:.0} after {between:.0}");
+            // In widths of the residual stream: four on both sides of the activation; a block's input, output and sum.
+            let part = if sequence { ranks } else { 1. };
+            let want = blocks * (8. / ranks + 3. / part);
+            let kept = (forward - between) / bytes;
+            println!("{mesh:?}, {sequence}: {kept} of {want} widths");
+            assert!((0. ..=4.).contains(&(kept - want)), "{mesh:?}, {sequence}: {kept} widths, not {want}");
+        }
     });
 }

@@ -17,7 +17,7 @@ use crate::network::two_hosts;
 const LIMIT: Duration = Duration::from_secs(600);
 const MODELS: [&str; 2] = ["llama_tiny", "gpt2_tiny"];
 /// What `tests/golden/make.py` makes.
-const FAMILIES: [&str; 10] = [
+const FAMILIES: [&str; 12] = [
     "llama3_tiny",
     "mistral_tiny",
     "qwen2_tiny",
@@ -28,6 +28,8 @@ const FAMILIES: [&str; 10] = [
     "mixtral_tiny",
     "qwen3_moe_tiny",
     "bert_tiny",
+    "llama_tp_tiny",
+    "llama_tp_tied_tiny",
 ];
 
 pub(crate) fn trials() -> Vec<Trial> {
@@ -38,6 +40,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial("pytorch::adapters_go_both_ways", &[Need::Pytorch], adapters_go_both_ways),
         trial("pytorch::transformers_reads_a_masked_model", &[Need::Pytorch], transformers_reads_a_masked_model),
         trial("pytorch::the_recorded_runs_come_again", &[Need::Pytorch], the_recorded_runs_come_again),
+        trial("pytorch::tensor_parallel_runs_go_on_there", &[Need::Pytorch], tensor_parallel_runs_go_on_there),
         trial("pytorch::the_recorded_surface_is_there", &[Need::Pytorch], the_recorded_surface_is_there),
         trial(
             "pytorch::a_run_over_two_hosts_under_our_launcher",
@@ -54,18 +57,18 @@ fn script(name: &str, args: &[&Path]) -> String {
     run(command, LIMIT).ok().stdout
 }
 
-/// `tests/golden/record.py` under our launcher.
-fn record(mut launcher: Command, out: &Path, args: &[&str]) -> Command {
-    // Two ranks on a machine of two cores: threads of their own would only be in each other's way.
+/// A script of `tests/golden` that records, under our launcher.
+fn record(mut launcher: Command, script: &str, out: &Path, args: &[&str]) -> Command {
+    // As many ranks as a machine has cores, or more: threads of their own would only be in each other's way.
     launcher.env("PYTHON_EXEC", python()).env("OMP_NUM_THREADS", "1");
-    launcher.arg(golden("record.py")).arg("--out").arg(out).args(args);
+    launcher.arg(golden(script)).arg("--out").arg(out).args(args);
     launcher
 }
 
 fn record_on_two_ranks(out: &Path, args: &[&str]) {
     let mut launcher = Command::new(program("fsdp-launch"));
     launcher.arg("--nproc-per-node=2");
-    run(record(launcher, out, args), LIMIT).ok();
+    run(record(launcher, "record.py", out, args), LIMIT).ok();
 }
 
 /// `train` for ten steps as PyTorch was recorded.
@@ -198,6 +201,41 @@ fn the_recorded_runs_come_again() {
     }
 }
 
+/// A run of ours on (tp 4) goes on in PyTorch on (dp 2, tp 2), which has loaded what we saved, to the bit. Its runs are
+/// those that were recorded.
+fn tensor_parallel_runs_go_on_there() {
+    let dir = tempfile::tempdir().unwrap();
+    let name = "llama_tp_tiny";
+    let args = golden_flags_of(name, 10);
+    let saved = format!("saved/{name}");
+    let own = ["--batch-size", "6", "--tensor-parallel", "4", "--sequence-parallel", "--checkpoint-dir", &saved];
+    let args: Vec<&str> = args.iter().map(String::as_str).chain(own).collect();
+    launch(4, "train", &args, dir.path()).ok();
+    let (from, to) = (format!("{saved}/step-00000010"), format!("classic/{name}/step-00000010"));
+    let mut convert = Command::new(program("fsdp-ckpt"));
+    convert.args(["convert", &from, &to, "--to", "torch-dcp", "--world-size", "3"]).current_dir(dir.path());
+    run(convert, LIMIT).ok();
+    let mut launcher = Command::new(program("fsdp-launch"));
+    launcher.arg("--nproc-per-node=4");
+    let classic = dir.path().join("classic");
+    let more = ["--models", name, "--runs", "dp2_tp2_sequence", "--checkpoints", "--from", classic.to_str().unwrap()];
+    run(record(launcher, "record_parallel.py", dir.path(), &more), LIMIT).ok();
+    let theirs = dir.path().join(name);
+    let difference = Trajectory::of_record(&theirs.join("dp2_tp2_sequence.json"))
+        .difference(&Trajectory::recorded(name, "dp2_tp2_sequence").after(10));
+    assert!(difference.max() < 5e-6, "{difference:?}");
+    // What it had loaded, as it saved it again.
+    let mut diff = Command::new(program("fsdp-ckpt"));
+    diff.args(["diff", "--json"]).args([&dir.path().join(&from), &theirs.join("dcp_step10")]);
+    let printed = run(diff, LIMIT).stdout;
+    let found: serde_json::Value = serde_json::from_str(&printed).unwrap();
+    // 21 parameters, each with two moments and a count of steps.
+    assert_eq!(found["equal"], 84, "{printed}");
+    for others in ["only_a", "only_b", "differing"] {
+        assert!(found[others].as_array().is_some_and(Vec::is_empty), "{printed}");
+    }
+}
+
 fn the_recorded_surface_is_there() {
     script("interop/surface.py", &[Path::new("--check")]);
 }
@@ -211,7 +249,7 @@ fn a_run_over_two_hosts_under_our_launcher() {
         let mut launcher = host.command(&program("fsdp-launch"));
         launcher.args(["--nnodes=2", "--nproc-per-node=1", "--rdzv-endpoint=10.77.0.1:29400", "--rdzv-token-file"]);
         launcher.arg(&token).env("GLOO_SOCKET_IFNAME", "fsdp0");
-        Agent::start(record(launcher, dir.path(), &["--models", "llama_tiny", "--runs", "run"]))
+        Agent::start(record(launcher, "record.py", dir.path(), &["--models", "llama_tiny", "--runs", "run"]))
     });
     let ends = agents.map(Agent::finish);
     assert!(ends.iter().all(|(code, _)| *code == Some(0)), "{ends:#?}");

@@ -16,6 +16,8 @@ pub struct Event {
     pub phase: String,
     /// What happened.
     pub name: String,
+    /// Of a collective: the group, and the bytes of all ranks' parts.
+    pub moved: Option<(String, u64)>,
 }
 
 impl Event {
@@ -75,6 +77,7 @@ impl Trace {
                     thread: thread.clone(),
                     phase: text(&event["ph"]),
                     name: text(&event["name"]),
+                    moved: event["args"]["bytes"].as_u64().map(|bytes| (text(&event["args"]["group"]), bytes)),
                 }
             })
             .collect()

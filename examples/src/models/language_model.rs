@@ -2,6 +2,7 @@
 
 use candle_core::{Module, Result, Tensor};
 use fsdp_candle::nn::Documents;
+use fsdp_core::ProcessGroup;
 
 use super::{bert, decoder, gpt2};
 
@@ -26,6 +27,14 @@ impl LanguageModel {
         .set_training(training);
     }
 
+    /// The ranks of which each has the logits of a part of the vocabulary, where there are such.
+    pub(super) fn vocabulary_group(&self) -> Option<&ProcessGroup> {
+        match self {
+            LanguageModel::Decoder(model) => model.vocabulary_group(),
+            LanguageModel::Gpt2(_) | LanguageModel::Bert(_) => None,
+        }
+    }
+
     /// Logits, and what is to be added to their loss, if anything.
     pub(super) fn outputs(&self, ids: &Tensor, documents: Option<&Documents>) -> Result<(Tensor, Option<Tensor>)> {
         match self {
@@ -36,8 +45,12 @@ impl LanguageModel {
     }
 }
 
+/// On every rank all logits.
 impl Module for LanguageModel {
     fn forward(&self, ids: &Tensor) -> Result<Tensor> {
-        Ok(self.outputs(ids, None)?.0)
+        match self {
+            LanguageModel::Decoder(model) => model.logits(ids),
+            _ => Ok(self.outputs(ids, None)?.0),
+        }
     }
 }

@@ -12,7 +12,7 @@ use super::language_model::LanguageModel;
 /// # Errors
 /// Those of the model.
 pub fn cross_entropy_sum(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<Tensor> {
-    reduced(&outputs(model, batch)?.0, batch, Reduction::Sum)
+    reduced(model, &outputs(model, batch)?.0, batch, Reduction::Sum)
 }
 
 /// The mean loss over the targets that count, 0 where none does.
@@ -20,7 +20,7 @@ pub fn cross_entropy_sum(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Re
 /// # Errors
 /// Those of the model.
 pub fn cross_entropy(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<Tensor> {
-    mean(&outputs(model, batch)?.0, batch)
+    mean(model, &outputs(model, batch)?.0, batch)
 }
 
 /// [`cross_entropy`], with the loss that keeps experts equally busy where the configuration asks for it.
@@ -29,17 +29,17 @@ pub fn cross_entropy(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result
 /// Those of the model.
 pub fn loss(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<Tensor> {
     let (logits, auxiliary) = outputs(model, batch)?;
-    let loss = mean(&logits, batch)?;
+    let loss = mean(model, &logits, batch)?;
     match auxiliary {
         Some(auxiliary) => loss + auxiliary,
         None => Ok(loss),
     }
 }
 
-fn mean(logits: &Tensor, batch: &Batch) -> Result<Tensor> {
+fn mean(model: &FsdpModule<LanguageModel>, logits: &Tensor, batch: &Batch) -> Result<Tensor> {
     // The mean of nothing is no number, its sum is 0.
     let reduction = if batch.counted > 0 { Reduction::Mean } else { Reduction::Sum };
-    reduced(logits, batch, reduction)
+    reduced(model, logits, batch, reduction)
 }
 
 fn outputs(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<(Tensor, Option<Tensor>)> {
@@ -47,6 +47,15 @@ fn outputs(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<(Tensor, 
     model.call_with(input, |model, (ids, documents)| model.outputs(&ids, documents.as_ref()))
 }
 
-fn reduced(logits: &Tensor, batch: &Batch, reduction: Reduction) -> Result<Tensor> {
-    nn::cross_entropy_with(logits, &batch.targets, &CrossEntropyOptions { reduction, ..Default::default() })
+fn reduced(
+    model: &FsdpModule<LanguageModel>,
+    logits: &Tensor,
+    batch: &Batch,
+    reduction: Reduction,
+) -> Result<Tensor> {
+    let options = CrossEntropyOptions { reduction, ..Default::default() };
+    match model.inner().vocabulary_group() {
+        Some(group) => nn::vocab_parallel_cross_entropy(logits, &batch.targets, group, &options),
+        None => nn::cross_entropy_with(logits, &batch.targets, &options),
+    }
 }

@@ -14,12 +14,13 @@ mod lora;
 mod loss;
 mod matrices;
 mod old_names;
+pub mod parallel;
 mod size;
 #[cfg(test)]
 mod tests;
 mod weights;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use candle_core::DType;
 use fsdp_candle::activation_checkpoint::CheckpointPolicy;
 use fsdp_candle::{FsdpModule, FullyShard, ShardedVarMap, Unit, fully_shard, shard};
@@ -35,11 +36,12 @@ pub use lora::{Lora, Targets};
 pub use loss::{cross_entropy, cross_entropy_sum, loss};
 pub use matrices::is_block_matrix;
 pub use old_names::pretrained;
+pub use parallel::TensorParallel;
 pub use size::{ModelSize, UnitSize};
 pub use weights::fingerprint;
 
 /// How a model is built.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct ModelOptions {
     /// Of the shards, and so of gradients and optimizer state.
     pub dtype: DType,
@@ -49,18 +51,22 @@ pub struct ModelOptions {
     pub checkpoints: CheckpointPolicy,
     /// What is dropped while the model trains ([`LanguageModel::set_training`]).
     pub dropout: Dropout,
+    /// The ranks that compute each layer together, where there are several: of the map's mesh.
+    pub parallel: Option<TensorParallel>,
 }
 
 /// Builds the model bottom-up: every block a unit, and the root with what is left.
 ///
 /// # Errors
-/// When parameters can't be initialised.
+/// When parameters can't be initialised, or several ranks can't compute such a model's layers together.
 pub fn build(
     config: &ModelConfig,
     opts: &FullyShard,
     vars: &ShardedVarMap,
     options: ModelOptions,
 ) -> anyhow::Result<FsdpModule<LanguageModel>> {
+    let parallel = options.parallel.as_ref();
+    parallel.map_or(Ok(()), |parallel| parallel.apply(config, vars))?;
     let vb = vars.builder(options.dtype);
     let checkpoints = &options.checkpoints;
     let drops = Drops::new(options.dropout);
@@ -72,12 +78,15 @@ pub fn build(
                 .map(|i| {
                     let name = format!("model.layers.{i}");
                     fully_shard(opts, vb.pp(&name), |vb| {
-                        Ok(Layer::new(decoder::Block::new(config, i, &turns, &drops, vb)?, i, name, checkpoints))
+                        let block = decoder::Block::new(config, i, &turns, &drops, parallel, vb)?;
+                        Ok(Layer::new(block, i, name, checkpoints))
                     })
                 })
                 .collect::<fsdp_candle::Result<Vec<_>>>()
                 .context("can't build the layers")?;
-            fully_shard(opts, vb, |vb| Ok(LanguageModel::Decoder(decoder::Decoder::new(config, blocks, drops, vb)?)))
+            fully_shard(opts, vb, |vb| {
+                Ok(LanguageModel::Decoder(decoder::Decoder::new(config, blocks, drops, parallel, vb)?))
+            })
         }
         ModelConfig::Gpt2(config) => {
             // The checkpoints on the Hub say `wte.weight` or `transformer.wte.weight`, depending on who saved them.
@@ -119,6 +128,9 @@ pub fn build_by_name(
     vars: &ShardedVarMap,
     options: ModelOptions,
 ) -> anyhow::Result<FsdpModule<Decoder<Layer<decoder::Block>>>> {
+    if options.parallel.is_some() {
+        bail!("a decoder whose units are named has no plan for tensor parallelism: wrap its blocks");
+    }
     let vb = vars.builder(options.dtype);
     let (positions, head_dim) = (options.positions, config.head_dim);
     let turns = Turns::new(&config.rope, config.local_rope.as_ref(), head_dim, positions, vb.device())?;
@@ -126,10 +138,11 @@ pub fn build_by_name(
     let model = shard(&opts.units(["model.layers.*"]), vb, |vb| {
         let block = |i| {
             let name = format!("model.layers.{i}");
-            let block = decoder::Block::new(config, i, &turns, &drops, vb.pp(&name))?;
+            let block = decoder::Block::new(config, i, &turns, &drops, None, vb.pp(&name))?;
             Ok(Layer::new(block, i, name, &options.checkpoints))
         };
-        Decoder::new(config, (0..config.layers).map(block).collect::<candle_core::Result<_>>()?, drops.clone(), vb)
+        let blocks = (0..config.layers).map(block).collect::<candle_core::Result<_>>()?;
+        Decoder::new(config, blocks, drops.clone(), None, vb)
     });
     model.context("can't build the model")
 }

@@ -12,7 +12,8 @@ fn model(config: &str, activation_checkpoint: bool) -> (ShardedVarMap, FsdpModul
     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)]).unwrap(), world.device());
     vars.init_with(Philox::new(1));
     let checkpoints = CheckpointPolicy::every(activation_checkpoint.into());
-    let options = ModelOptions { dtype: DType::F32, positions: 16, checkpoints, dropout: Dropout::default() };
+    let dropout = Dropout::default();
+    let options = ModelOptions { dtype: DType::F32, positions: 16, checkpoints, dropout, parallel: None };
     let model = build(&config, &FullyShard::new(&vars), &vars, options).unwrap();
     (vars, model)
 }
@@ -123,6 +124,7 @@ fn sizes_are_those_of_the_model_that_is_built() {
                 positions: 4,
                 checkpoints: CheckpointPolicy::none(),
                 dropout: Dropout::default(),
+                parallel: None,
             };
             let targets = lora.targets.clone();
             vars.adapt(lora.config, move |layer| targets.meant(layer));

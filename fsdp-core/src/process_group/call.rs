@@ -41,6 +41,8 @@ pub(super) struct Call {
     text: String,
     parts: Vec<Part>,
     signature: Option<Signature>,
+    /// Of all ranks' parts, where the parts are the same everywhere.
+    pub(super) bytes: u64,
     /// What peers want to know before data moves, [`ROW`] numbers for each rank; empty for most collectives.
     pub(super) row: Vec<u64>,
 }
@@ -59,6 +61,7 @@ impl Call {
         let len = parts.len();
         hash.number(len as u64);
         let mut text = format!("{name}({how}");
+        let mut bytes = 0u64;
         let mut separator = if how.is_empty() { "" } else { ", " };
         let mut announced = Vec::with_capacity(len.min(PARTS));
         for (index, (dtype, counts)) in parts.enumerate() {
@@ -66,6 +69,8 @@ impl Call {
             digest.bytes(dtype.name().as_bytes());
             digest.counts(counts.iter().copied());
             hash.number(digest.value());
+            let elements = counts.iter().fold(0, |sum: u64, &count| sum.saturating_add(count as u64));
+            bytes = bytes.saturating_add(elements.saturating_mul(dtype.size() as u64));
             if index < PARTS {
                 announced.push(Part::new(dtype, counts, digest.value()));
             }
@@ -84,7 +89,7 @@ impl Call {
             text.push_str(&format!(", {} more", len - SPELLED));
         }
         text.push(')');
-        Call { name, fingerprint: hash.value(), text, parts: announced, signature: None, row: Vec::new() }
+        Call { name, fingerprint: hash.value(), text, parts: announced, signature: None, bytes, row: Vec::new() }
     }
 
     /// With what this rank sends to each other and expects from it: only sender and receiver of an all-to-all know how

@@ -182,8 +182,11 @@ impl Runner {
             Job::Run { call, run, completion } => {
                 let outcome = match &self.failed {
                     Some(error) => Err(error.clone()),
-                    None => tracing::debug_span!("collective", op = call.name)
-                        .in_scope(|| self.attempt(&call, run, is_awaited)),
+                    None => {
+                        let (op, group) = (call.name, &*self.group.name);
+                        tracing::debug_span!("collective", op, group, bytes = call.bytes)
+                            .in_scope(|| self.attempt(&call, run, is_awaited))
+                    }
                 };
                 if let Err(error) = &outcome {
                     self.fail(error.clone());

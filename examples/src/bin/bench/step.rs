@@ -12,7 +12,8 @@ use fsdp_candle::{
 };
 use fsdp_examples::device::DeviceChoice;
 use fsdp_examples::metrics::peak_memory_bytes;
-use fsdp_examples::models::{self, Batch, ModelConfig, ModelOptions};
+use fsdp_examples::models::{self, Batch, ModelConfig, ModelOptions, TensorParallel};
+use fsdp_examples::ranks::Ranks;
 use serde::Serialize;
 
 use crate::communication::Clock;
@@ -49,6 +50,12 @@ pub(crate) struct Args {
     /// Copies of the sharded model: HSDP, in which each is on neighbouring ranks.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = count(1 << 16))]
     replicate: usize,
+    /// Processes that compute each layer together, on the same data: neighbours.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = count(1 << 16))]
+    tensor_parallel: usize,
+    /// With --tensor-parallel: share out the sequence as well.
+    #[arg(long)]
+    sequence_parallel: bool,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -107,22 +114,16 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
     let operations = plan::operations(&config, args.seq)?;
     let meter = Meter::of(world.device())?;
     let before = meter.current()?;
-    let (ranks, copies) = (world.size(), args.replicate);
-    ensure!(
-        ranks.is_multiple_of(copies),
-        "--replicate {copies} does not divide the {ranks} processes: start a multiple of {copies}, or change it"
-    );
-    let mesh = match copies {
-        1 => world.mesh(&[("dp_shard", ranks)])?,
-        _ => world.mesh(&[("dp_replicate", copies), ("dp_shard", ranks / copies)])?,
-    };
-    let vars = ShardedVarMap::new(&mesh, world.device());
+    let ranks = Ranks::new(world.size(), args.replicate, args.tensor_parallel)?;
+    let vars = ranks.vars(world)?;
     vars.init_with(Philox::new(0));
+    let of_layers = ranks.tensor_mesh(&vars)?;
     let options = ModelOptions {
         dtype: DType::F32,
         positions: args.seq,
         checkpoints: fsdp_candle::activation_checkpoint::CheckpointPolicy::every(args.activation_checkpoint.into()),
         dropout: models::Dropout::default(),
+        parallel: of_layers.map(|mesh| TensorParallel::new(mesh, args.sequence_parallel)).transpose()?,
     };
     let param_dtype = if args.param_dtype == "bf16" { DType::BF16 } else { DType::F32 };
     let policy =
@@ -172,8 +173,10 @@ fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'
     allocated.optimizer = in_use()?.saturating_sub(allocated.parameters);
     meter.reset()?;
 
-    // Ids that look random, other ones on each rank.
-    let id = |at: usize| ((at * 7919 + world.rank()) % vocabulary) as u32;
+    // Ids that look random, other ones on each rank that reads data.
+    let ranks = Ranks::new(world.size(), args.replicate, args.tensor_parallel)?;
+    let reader = ranks.data_rank(world.rank());
+    let id = |at: usize| ((at * 7919 + reader) % vocabulary) as u32;
     let ids: Vec<u32> = (0..=args.batch * args.seq).map(id).collect();
     let batch = |from: usize| {
         let ids = ids[from..from + args.batch * args.seq].to_vec();
@@ -238,9 +241,9 @@ fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'
         optimizer_s,
         communication_s,
         exposed_s,
-        flops_per_rank: (args.batch * args.seq) as f64 * operations / best_step_s,
+        flops_per_rank: (args.batch * args.seq) as f64 * operations / (ranks.tensor as f64 * best_step_s),
         allocated,
-        tokens_per_s: (world.size() * args.batch * args.seq) as f64 / step_s,
+        tokens_per_s: (ranks.data() * args.batch * args.seq) as f64 / step_s,
         peak_rss_bytes: peaks.iter().map(|peak| *peak as u64).collect(),
         loss,
         grad_norm,

@@ -7,7 +7,7 @@ use clap::{
     builder::{OsStringValueParser, TypedValueParser},
 };
 use fsdp_candle::{ReshardAfterForward, World};
-use fsdp_examples::{data::BatchShape, device::DeviceChoice, schedule::LrSchedule};
+use fsdp_examples::{data::BatchShape, device::DeviceChoice, ranks::Ranks, schedule::LrSchedule};
 use serde::Serialize;
 
 pub(crate) use crate::values::{
@@ -40,8 +40,8 @@ const AFTER_HELP: &str = "Examples:
       fsdp-launch --nproc-per-node 2 train --model ./gpt2 --init random --data train.bin --steps 10000 \\
         --checkpoint-dir ./saved --save-every 500 --resume auto
 
-One step sees (processes x --batch-size x --grad-accum) sequences. Runs for which this product is the same see the \
-same data in the same order and give the same losses, up to rounding.";
+One step sees (processes / --tensor-parallel x --batch-size x --grad-accum) sequences. Runs for which this product is \
+the same see the same data in the same order and give the same losses, up to rounding.";
 
 /// Flags that name what is read, and that may differ from rank to rank: what is read through them is compared.
 pub(crate) const INPUTS: [&str; 5] = ["model", "data", "sft", "eval", "lora-from"];
@@ -220,6 +220,21 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value = "1", value_parser = count, help_heading = "Sharding")]
     pub(crate) replicate: usize,
 
+    /// Processes that compute each layer together: each holds a part of its matrices and computes with it, on the same
+    /// data as the N - 1 others. For the decoders whose numbers N divides, but for phi3
+    ///
+    /// Heads, the MLPs' inner width and the vocabulary are shared out, and with them the activations inside layers.
+    /// Each layer communicates in forward and backward, so let these processes be near to each other: they are
+    /// neighbours. The other processes shard what is left of each matrix, as without this flag; world size / N of them
+    /// read data. docs/tensor-parallel.md tells more.
+    #[arg(long, value_name = "N", default_value = "1", value_parser = count, help_heading = "Sharding")]
+    pub(crate) tensor_parallel: usize,
+
+    /// With --tensor-parallel: share out the sequence as well, where layers don't see all of it. Norms and residuals
+    /// then take 1/N of the memory, and as much is communicated
+    #[arg(long, help_heading = "Sharding")]
+    pub(crate) sequence_parallel: bool,
+
     /// What becomes of gathered parameters between forward and backward: `always` frees them (ZeRO-3), `never` keeps
     /// them (ZeRO-2), `default` keeps only those outside the blocks, a number K keeps what K neighbouring processes
     /// need to gather them again among themselves
@@ -389,14 +404,23 @@ pub(crate) struct Args {
 }
 
 impl Args {
+    /// How the ranks share the model.
+    ///
+    /// # Errors
+    /// When the flags don't divide them.
+    pub(crate) fn ranks(&self, world: &World) -> anyhow::Result<Ranks> {
+        Ranks::new(world.size(), self.replicate, self.tensor_parallel)
+    }
+
     /// What a rank reads at each step.
     ///
     /// # Errors
-    /// When all ranks together would read more than any data holds.
+    /// When the flags don't divide the ranks, or all of them together would read more than any data holds.
     pub(crate) fn batch_shape(&self, world: &World) -> anyhow::Result<BatchShape> {
+        let ranks = self.ranks(world)?;
         let shape = BatchShape {
-            world_size: world.size(),
-            rank: world.rank(),
+            world_size: ranks.data(),
+            rank: ranks.data_rank(world.rank()),
             batch_size: self.batch_size,
             grad_accum: self.grad_accum,
             seq_len: self.seq_len,
@@ -406,8 +430,11 @@ impl Args {
     }
 
     /// How many sequences one step sees, over all ranks.
-    pub(crate) fn sequences_per_step(&self, ranks: usize) -> u64 {
-        (ranks * self.batch_size * self.grad_accum) as u64
+    ///
+    /// # Errors
+    /// As those of [`batch_shape`](Self::batch_shape).
+    pub(crate) fn sequences_per_step(&self, world: &World) -> anyhow::Result<u64> {
+        self.batch_shape(world)?.sequences_per_step()
     }
 }
 

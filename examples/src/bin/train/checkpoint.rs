@@ -43,7 +43,7 @@ pub(crate) struct Checkpoints<'a> {
 impl<'a> Checkpoints<'a> {
     /// Collective.
     pub(crate) fn new(args: &Args, hosts: Hosts, world: &'a World) -> anyhow::Result<Self> {
-        let sequences_per_step = args.sequences_per_step(world.size());
+        let sequences_per_step = args.sequences_per_step(world)?;
         let places = Places::new(args, hosts, world)?;
         let keep = args.keep.and_then(NonZeroUsize::new);
         let saver = match (args.async_save, keep) {

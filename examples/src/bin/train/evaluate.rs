@@ -14,6 +14,7 @@ use crate::args::Args;
 pub(crate) struct Evaluation {
     pub(crate) batches: Batches,
     seq_len: usize,
+    tensor: usize,
     every: usize,
     last: usize,
 }
@@ -21,7 +22,7 @@ pub(crate) struct Evaluation {
 impl Evaluation {
     pub(crate) fn new(args: &Args, batches: Batches) -> Self {
         let every = args.eval_every.unwrap_or(args.steps);
-        Evaluation { batches, seq_len: args.seq_len, every, last: args.steps }
+        Evaluation { batches, seq_len: args.seq_len, tensor: args.tensor_parallel, every, last: args.steps }
     }
 
     /// Whether the loss is measured after `step` steps.
@@ -52,7 +53,8 @@ impl Evaluation {
             step,
             eval_loss,
             eval_perplexity: eval_loss.exp(),
-            eval_tokens: sums[1] as u64,
+            // Ranks that compute layers together have the same ones.
+            eval_tokens: sums[1] as u64 / self.tensor as u64,
             eval_time_s: start.elapsed().as_secs_f64(),
         })
     }

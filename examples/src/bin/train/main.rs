@@ -26,6 +26,7 @@ mod sample;
 mod setup;
 mod step_log;
 mod steps;
+mod tensor_parallel;
 mod trace;
 mod values;
 mod writable;
@@ -69,6 +70,8 @@ fn main() -> ExitCode {
 fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
     // Before all else, so that what is in the way shows before anything is read.
     gradcheck::check_flags(args)?;
+    tensor_parallel::check_flags(args)?;
+    let ranks = args.ranks(world)?;
     let mut loss_scale = LossScale::new(args)?;
     let mut checkpoints = Checkpoints::new(args, hosts, world)?;
     let Setup { vars, model, batches, evaluation, text, positions, adapters } = Setup::new(args, world)?;
@@ -122,8 +125,8 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
         model.inner().set_training(true);
         // Forward and backward of each micro-batch; gradients come back averaged over ranks and sharded. The step's
         // loss is the mean over all tokens that count, of all ranks and micro-batches: each micro-batch's mean weighs
-        // as its share of them.
-        let share = batches.counted(done.sequences)?.max(1) as f64 / world.size() as f64;
+        // as its share of them. Ranks that compute layers together have the same tokens and the same loss.
+        let share = batches.counted(done.sequences)?.max(1) as f64 / ranks.data() as f64;
         let mut own_loss = 0.;
         let mut grads: Option<GradStore> = None;
         for micro_step in 0..args.grad_accum {

@@ -6,6 +6,7 @@ use std::fmt;
 use anyhow::bail;
 use fsdp_candle::World;
 use fsdp_examples::models::{Lora, ModelConfig};
+use fsdp_examples::ranks::Ranks;
 use indicatif::{BinaryBytes, HumanCount};
 
 use crate::args::Args;
@@ -29,7 +30,7 @@ pub(crate) fn check(
     if !world.device().is_cpu() {
         return Ok(()); // memory that a device refuses is an error by itself
     }
-    let needs = needs(args, config, lora, positions, world.size());
+    let needs = needs(args, config, lora, positions, args.ranks(world)?);
     let total: f64 = needs.iter().map(|(_, bytes)| bytes).sum();
     let ranks = world.env().local_world_size;
     let machine = rustix::system::sysinfo();
@@ -54,9 +55,11 @@ pub(crate) fn check(
 }
 
 /// What a rank needs for what, in bytes: never more than it will really take.
-fn needs(args: &Args, config: &ModelConfig, lora: Option<&Lora>, positions: usize, ranks: usize) -> Vec<(String, f64)> {
+fn needs(args: &Args, config: &ModelConfig, lora: Option<&Lora>, positions: usize, ranks: Ranks) -> Vec<(String, f64)> {
     let size = config.size(lora);
-    let shards = (ranks / args.replicate.min(ranks)).max(1) as f64;
+    // Norms are whole on each rank that computes with them: too little is said of them.
+    let tensor = ranks.tensor as f64;
+    let shards = ranks.shard as f64 * tensor;
     // A parameter that is trained has a gradient and two moments.
     let (frozen, trained) = match lora {
         Some(_) => (size.base, size.adapters),
@@ -68,8 +71,8 @@ fn needs(args: &Args, config: &ModelConfig, lora: Option<&Lora>, positions: usiz
     let parameters = Count(size.base + size.adapters);
     vec![
         (format!("its shards of {parameters} parameters, with gradients and AdamW's moments"), state),
-        ("the largest unit's gathered parameters".into(), compute * size.largest_unit),
-        (format!("the widest activation of {} tokens", Count(tokens)), compute * size.widest * tokens),
+        ("the largest unit's gathered parameters".into(), compute * size.largest_unit / tensor),
+        (format!("the widest activation of {} tokens", Count(tokens)), compute * size.widest * tokens / tensor),
         (format!("the names and shapes of {} parameter tensors", Count(size.tensors)), TENSOR * size.tensors),
         ("rotary tables".into(), F32 * size.rotary * positions as f64),
     ]
@@ -103,6 +106,7 @@ mod tests {
     fn total(flags: &[&str], ranks: usize) -> f64 {
         let args = Args::try_parse_from([&["train"], flags].concat()).unwrap();
         let lora = Adapters::of(&args).unwrap().map(|adapters| adapters.lora);
+        let ranks = Ranks::new(ranks, args.replicate, args.tensor_parallel).unwrap();
         needs(&args, &ModelConfig::builtin().unwrap(), lora.as_ref(), 128, ranks).iter().map(|(_, bytes)| bytes).sum()
     }
 
@@ -113,7 +117,9 @@ mod tests {
         assert!((80e6..120e6).contains(&one), "{one}");
         assert!((0.4..0.8).contains(&(total(&[], 2) / one)));
         assert_eq!(total(&["--replicate", "2"], 2), one);
-        // Nothing but the shards is divided.
+        // Layers that ranks compute together are divided as well.
+        assert!((0.4..0.55).contains(&(total(&["--tensor-parallel", "2"], 2) / one)));
+        // Otherwise nothing but the shards is.
         assert!(total(&["--batch-size", "4000"], 2) > 4000. * 128. * 688. * 4.);
         assert!(total(&["--lora-rank", "8"], 1) < one / 2.);
         assert!(total(&["--lora-rank", "4611686018427387904"], 1) > 1e21);

@@ -122,7 +122,7 @@ fn check(args: &Args, hosts: &Hosts, world: &World) -> anyhow::Result<Found> {
             let done = hosts
                 .open(path, world)
                 .map_err(anyhow::Error::from)
-                .and_then(|source| hosts.agreed(world, Done::of(&*source, args.sequences_per_step(world.size()))));
+                .and_then(|source| hosts.agreed(world, Done::of(&*source, args.sequences_per_step(world)?)));
             match done {
                 Err(error) if args.resume == Resume::Auto && damage::is_damage(&error) => {
                     damage::set_aside(hosts, path, &format!("{error:#}"))?;

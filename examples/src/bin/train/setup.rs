@@ -6,12 +6,12 @@ use anyhow::{Context, bail, ensure};
 use candle_core::DType;
 use fsdp_candle::initializer::{Fallback, Philox};
 use fsdp_candle::nn::is_adapter;
-use fsdp_candle::{DeviceMesh, FsdpModule, FullyShard, MixedPrecisionPolicy, ShardedVarMap, World};
+use fsdp_candle::{FsdpModule, FullyShard, MixedPrecisionPolicy, ShardedVarMap, World};
 use fsdp_ckpt::TensorSource;
 use fsdp_ckpt::hf::HfModel;
 use fsdp_examples::console::Console;
 use fsdp_examples::data::{Batches, Data, Examples, Masking, PackingOptions, Source, Text, mask_token};
-use fsdp_examples::models::{self, LanguageModel, ModelConfig, ModelOptions};
+use fsdp_examples::models::{self, LanguageModel, ModelConfig, ModelOptions, TensorParallel, parallel};
 
 use crate::alike::{self, Words};
 use crate::args::{Args, InitChoice, Resume, Switch};
@@ -48,6 +48,7 @@ impl Setup {
             args.seq_len,
             config.max_positions()
         );
+        parallel::check(&config, args.tensor_parallel)?;
 
         // Data before the model: what is wrong with it shows at once.
         let text = Text::new(args.model.as_deref())?;
@@ -63,7 +64,9 @@ impl Setup {
         let positions = args.seq_len.max(sample::CONTEXT);
         memory::check(args, &config, adapters.as_ref().map(|adapters| &adapters.lora), positions, world)?;
 
-        let vars = ShardedVarMap::new(&mesh(args, world)?, world.device());
+        let ranks = args.ranks(world)?;
+        let vars = ranks.vars(world)?;
+        let of_layers = ranks.tensor_mesh(&vars)?;
         if world.rank() == 0 && args.resume == Resume::None && weights.is_none() {
             Console::Stderr.line(format_args!("starting from random weights (seed {})", args.seed));
         }
@@ -86,6 +89,7 @@ impl Setup {
             positions,
             checkpoints: args.activation_checkpoint.policy(args.checkpoint_keep.clone())?,
             dropout: args.dropout.of(&config),
+            parallel: of_layers.map(|mesh| TensorParallel::new(mesh, args.sequence_parallel)).transpose()?,
         };
         let policy = MixedPrecisionPolicy {
             param_dtype: Some(args.param_dtype.dtype()),
@@ -141,19 +145,6 @@ fn data(
         None => None,
     };
     Ok((batches, evaluation))
-}
-
-/// The ranks as copies of shards.
-fn mesh(args: &Args, world: &World) -> anyhow::Result<DeviceMesh> {
-    let (ranks, copies) = (world.size(), args.replicate);
-    ensure!(
-        ranks.is_multiple_of(copies),
-        "--replicate {copies} does not divide the {ranks} processes: start a multiple of {copies}, or change it"
-    );
-    Ok(match copies {
-        1 => world.mesh(&[("dp_shard", ranks)])?,
-        _ => world.mesh(&[("dp_replicate", copies), ("dp_shard", ranks / copies)])?,
-    })
 }
 
 /// What a masked model has to tell.

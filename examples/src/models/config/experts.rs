@@ -14,6 +14,8 @@ pub struct ExpertsConfig {
     pub per_token: usize,
     /// Width inside one.
     pub inner: usize,
+    /// What `config.json` calls it.
+    pub width_name: &'static str,
     /// Whether the weights of those chosen are made to add up to 1.
     pub renormalized: bool,
     /// What the loss that keeps experts equally busy is multiplied by, where there is one.
@@ -26,14 +28,16 @@ pub struct ExpertsConfig {
 
 impl ExpertsConfig {
     pub(super) fn new(family: Family, fields: &Fields) -> anyhow::Result<Option<Self>> {
-        let (names, count, inner, per_token, renormalized) = match family {
+        let (names, count, (width_name, inner), per_token, renormalized) = match family {
             Family::Mixtral => {
                 let count = fields.num_local_experts.or(fields.num_experts).unwrap_or(8);
-                (("block_sparse_moe", ["w1", "w3", "w2"]), count, fields.intermediate_size, 2, true)
+                let inner = ("intermediate_size", fields.intermediate_size);
+                (("block_sparse_moe", ["w1", "w3", "w2"]), count, inner, 2, true)
             }
             Family::Qwen3Moe => {
                 let count = fields.num_experts.or(fields.num_local_experts).unwrap_or(128);
-                let inner = fields.moe_intermediate_size.context("missing field `moe_intermediate_size`")?;
+                let name = "moe_intermediate_size";
+                let inner = (name, fields.moe_intermediate_size.with_context(|| format!("missing field `{name}`"))?);
                 let names = ("mlp", ["gate_proj", "up_proj", "down_proj"]);
                 (names, count, inner, 8, fields.norm_topk_prob.unwrap_or(false))
             }
@@ -50,7 +54,7 @@ impl ExpertsConfig {
         at_least_one(&[
             ("num_experts", count),
             ("num_experts_per_tok", per_token),
-            ("moe_intermediate_size", inner),
+            (width_name, inner),
             ("decoder_sparse_step", sparse_step),
         ])?;
         ensure!(per_token <= count, "num_experts_per_tok = {per_token} must be at most the {count} experts");
@@ -59,7 +63,17 @@ impl ExpertsConfig {
         let coefficient = fields.router_aux_loss_coef.unwrap_or(0.001);
         not_negative(&[("router_aux_loss_coef", coefficient)])?;
         let auxiliary = fields.output_router_logits.unwrap_or(false).then_some(coefficient);
-        Ok(Some(ExpertsConfig { count, per_token, inner, renormalized, auxiliary, names, sparse_step, dense_layers }))
+        Ok(Some(ExpertsConfig {
+            count,
+            per_token,
+            inner,
+            width_name,
+            renormalized,
+            auxiliary,
+            names,
+            sparse_step,
+            dense_layers,
+        }))
     }
 
     /// Whether a layer has them.

@@ -18,8 +18,6 @@ pub(super) struct Attention {
     output: Linear,
     turn: Turn,
     options: AttentionOptions,
-    heads: usize,
-    kv_heads: usize,
     head_dim: usize,
     drops: Drops,
 }
@@ -27,7 +25,8 @@ pub(super) struct Attention {
 /// The projections to queries, keys and values.
 enum Input {
     Apart([Linear; 3]),
-    One(Linear),
+    /// With the widths of the first two.
+    One(Linear, [usize; 2]),
 }
 
 impl Attention {
@@ -44,7 +43,7 @@ impl Attention {
             linear(width, outputs, config.biases.qkv, config.initializer_range, vb.pp(name))
         };
         let input = match config.fused {
-            true => Input::One(projection("qkv_proj", q_width + 2 * kv_width)?),
+            true => Input::One(projection("qkv_proj", q_width + 2 * kv_width)?, [q_width, kv_width]),
             false => Input::Apart([
                 projection("q_proj", q_width)?,
                 projection("k_proj", kv_width)?,
@@ -62,8 +61,6 @@ impl Attention {
             output: linear(q_width, width, config.biases.output, config.initializer_range, vb.pp("o_proj"))?,
             turn: turns.of(config.is_local(layer)).clone(),
             options: config.attention(layer),
-            heads: config.heads,
-            kv_heads: config.kv_heads,
             head_dim,
             drops: drops.clone(),
         })
@@ -73,19 +70,20 @@ impl Attention {
         // Heads stay merged, [B, T, H * D]: the fused operations find them there without a transpose.
         let (mut q, mut k, v) = match &self.input {
             Input::Apart([q, k, v]) => (q.forward(x_btc)?, k.forward(x_btc)?, v.forward(x_btc)?),
-            Input::One(qkv) => {
+            Input::One(qkv, [q, kv]) => {
                 let qkv = qkv.forward(x_btc)?;
-                let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
-                (qkv.narrow(2, 0, q)?, qkv.narrow(2, q, kv)?, qkv.narrow(2, q + kv, kv)?)
+                (qkv.narrow(2, 0, *q)?, qkv.narrow(2, *q, *kv)?, qkv.narrow(2, q + kv, *kv)?)
             }
         };
+        // Under tensor parallelism a rank has a part of the heads: as many as it has got, whatever the configuration.
+        let (heads, kv_heads) = (q.dim(2)? / self.head_dim, k.dim(2)? / self.head_dim);
         if let Some([of_q, of_k]) = &self.head_norms {
             let (batch, steps, _) = q.dims3()?;
-            q = of_q.forward(&q.reshape((batch, steps, self.heads, self.head_dim))?)?;
-            k = of_k.forward(&k.reshape((batch, steps, self.kv_heads, self.head_dim))?)?;
+            q = of_q.forward(&q.reshape((batch, steps, heads, self.head_dim))?)?;
+            k = of_k.forward(&k.reshape((batch, steps, kv_heads, self.head_dim))?)?;
         }
         let (q, k) = (self.turn.apply(&q, documents)?, self.turn.apply(&k, documents)?);
-        let (heads, kv_heads, options) = (self.heads, self.kv_heads, self.drops.attention(&self.options));
+        let options = self.drops.attention(&self.options);
         self.output.forward(&match documents {
             Some(documents) => nn::attention_in_documents(&q, &k, &v, heads, kv_heads, &options, documents)?,
             None => nn::attention(&q, &k, &v, heads, kv_heads, &options)?,

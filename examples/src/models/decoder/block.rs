@@ -11,6 +11,7 @@ use super::norm::Norm;
 use super::rope::Turns;
 use crate::models::config::DecoderConfig;
 use crate::models::dropout::Drops;
+use crate::models::parallel::TensorParallel;
 
 /// One block.
 pub struct Block {
@@ -30,11 +31,19 @@ enum Feed {
 }
 
 impl Block {
-    /// Asks `vb` for the parameters of the block number `layer`; the rotary tables are shared by all blocks.
+    /// Asks `vb` for the parameters of the block number `layer`; the rotary tables are shared by all blocks, whose layers
+    /// several ranks may compute together.
     ///
     /// # Errors
     /// When a parameter can't be initialised.
-    pub fn new(config: &DecoderConfig, layer: usize, turns: &Turns, drops: &Drops, vb: VarBuilder) -> Result<Self> {
+    pub fn new(
+        config: &DecoderConfig,
+        layer: usize,
+        turns: &Turns,
+        drops: &Drops,
+        parallel: Option<&TensorParallel>,
+        vb: VarBuilder,
+    ) -> Result<Self> {
         let norm = |name: &str| Norm::new(config.width, config.norms, vb.pp(name));
         let behind = |name: &str| config.norms.behind.then(|| norm(name)).transpose();
         // Gemma calls by this name what is behind the attention, the others what is before the MLP.
@@ -45,7 +54,7 @@ impl Block {
             attention_norm: behind(after)?,
             mlp_norm: norm(if config.norms.behind { before } else { after })?,
             mlp: match config.experts(layer) {
-                Some(experts) => Feed::Experts(Experts::new(config, experts, vb.pp(experts.names.0))?),
+                Some(experts) => Feed::Experts(Experts::new(config, experts, parallel, vb.pp(experts.names.0))?),
                 None => Feed::Mlp(Mlp::new(config, vb.pp("mlp"))?),
             },
             output_norm: behind("post_feedforward_layernorm")?,

@@ -13,6 +13,7 @@ use super::mlp::Mlp;
 use crate::models::config::DecoderConfig;
 use crate::models::config::experts::ExpertsConfig;
 use crate::models::linear::linear;
+use crate::models::parallel::TensorParallel;
 
 pub(super) struct Experts {
     router: Linear,
@@ -20,6 +21,7 @@ pub(super) struct Experts {
     per_token: usize,
     renormalized: bool,
     counts: bool,
+    parallel: Option<TensorParallel>,
 }
 
 /// Whom the tokens have chosen.
@@ -67,7 +69,12 @@ impl Choice {
 }
 
 impl Experts {
-    pub(super) fn new(config: &DecoderConfig, experts: &ExpertsConfig, vb: VarBuilder) -> Result<Self> {
+    pub(super) fn new(
+        config: &DecoderConfig,
+        experts: &ExpertsConfig,
+        parallel: Option<&TensorParallel>,
+        vb: VarBuilder,
+    ) -> Result<Self> {
         let router = linear(config.width, experts.count, false, config.initializer_range, vb.pp("gate"))?;
         let expert = |i| Mlp::expert(config, experts.inner, experts.names.1, vb.pp(format!("experts.{i}")));
         Ok(Experts {
@@ -76,12 +83,20 @@ impl Experts {
             per_token: experts.per_token,
             renormalized: experts.renormalized,
             counts: experts.auxiliary.is_some(),
+            parallel: parallel.cloned(),
         })
     }
 
     /// The output for `[B, T, C]`, and `[2, E]` for the loss that keeps experts equally busy: how many tokens have
     /// chosen each, and the sum of its probabilities.
     pub(super) fn forward(&self, x_btc: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+        let Some(parallel) = &self.parallel else { return self.forward_whole(x_btc) };
+        // Ranks that share out the sequence all choose for all of it.
+        let (y_btc, busy) = self.forward_whole(&parallel.whole_sequence(x_btc)?)?;
+        Ok((parallel.own_sequence(&y_btc)?, busy))
+    }
+
+    fn forward_whole(&self, x_btc: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
         let (batch, steps, width) = x_btc.dims3()?;
         let (tokens, device) = (batch * steps, x_btc.device());
         let x_nc = x_btc.reshape((tokens, width))?;

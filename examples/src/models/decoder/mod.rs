@@ -14,6 +14,7 @@ use candle_core::{Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use fsdp_candle::FsdpModule;
 use fsdp_candle::nn::{Documents, Embedding, Linear};
+use fsdp_core::ProcessGroup;
 
 pub use block::Block;
 use norm::Norm;
@@ -23,6 +24,7 @@ use super::config::DecoderConfig;
 use super::dropout::Drops;
 use super::layer::Layer;
 use super::linear::linear;
+use super::parallel::TensorParallel;
 
 /// How the model calls its blocks.
 pub trait CallBlock {
@@ -58,14 +60,21 @@ pub struct Decoder<B = FsdpModule<Layer<Block>>> {
     /// The coefficient of the experts' loss.
     auxiliary: f64,
     drops: Drops,
+    parallel: Option<TensorParallel>,
 }
 
 impl<B: CallBlock> Decoder<B> {
-    /// Asks `vb` for the parameters outside the blocks.
+    /// Asks `vb` for the parameters outside the blocks, whose layers several ranks may compute together.
     ///
     /// # Errors
     /// When a parameter can't be initialised.
-    pub fn new(config: &DecoderConfig, blocks: Vec<B>, drops: Drops, vb: VarBuilder) -> Result<Self> {
+    pub fn new(
+        config: &DecoderConfig,
+        blocks: Vec<B>,
+        drops: Drops,
+        parallel: Option<&TensorParallel>,
+        vb: VarBuilder,
+    ) -> Result<Self> {
         let (width, stdev) = (config.width, config.initializer_range);
         let normal = Init::Randn { mean: 0., stdev };
         let embedding = vb.pp("model.embed_tokens").get_with_hints((config.vocabulary, width), "weight", normal)?;
@@ -82,6 +91,7 @@ impl<B: CallBlock> Decoder<B> {
             logit_softcap: config.logit_softcap,
             auxiliary: config.experts.as_ref().and_then(|experts| experts.auxiliary).unwrap_or(0.),
             drops,
+            parallel: parallel.cloned(),
         })
     }
 
@@ -94,8 +104,27 @@ impl<B: CallBlock> Decoder<B> {
         &self.blocks
     }
 
-    /// Logits `[B, T, V]` for ids `[B, T]`, in which documents may lie packed, and what is to be
-    /// added to their loss, where experts have one.
+    /// The ranks of which each has the logits of a part of the vocabulary, where there are such.
+    pub fn vocabulary_group(&self) -> Option<&ProcessGroup> {
+        self.parallel.as_ref().map(TensorParallel::group)
+    }
+
+    /// Logits `[B, T, V]` for ids `[B, T]`, on every rank, for any T.
+    ///
+    /// # Errors
+    /// Those of the layers.
+    pub fn logits(&self, ids_bt: &Tensor) -> Result<Tensor> {
+        let Some(parallel) = &self.parallel else { return Ok(self.forward(ids_bt, None)?.0) };
+        let steps = ids_bt.dim(1)?;
+        // What comes later is not seen.
+        let ids_bt = ids_bt.pad_with_zeros(1, 0, parallel.padded(steps) - steps)?;
+        let logits = self.forward(&ids_bt, None)?.0.narrow(1, 0, steps)?;
+        parallel.whole_vocabulary(&logits)
+    }
+
+    /// Logits `[B, T, V]` for ids `[B, T]`, in which documents may lie packed, and what is to be added to their loss,
+    /// where experts have one. Of ranks that compute layers together each has the logits of its part of the vocabulary,
+    /// `[B, T, V / N]`.
     ///
     /// # Errors
     /// Those of the layers.

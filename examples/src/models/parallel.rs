@@ -1,0 +1,169 @@
+//! Decoders whose layers several ranks compute together: what of them has to be divided, and the plan.
+
+use anyhow::{Context, bail, ensure};
+use candle_core::{D, Result, Tensor};
+use fsdp_candle::collectives::{Consumers, all_gather, split};
+use fsdp_candle::{
+    ActivationLayout, ColwiseParallel, ParallelPlan, RowwiseParallel, SequenceParallel, ShardedVarMap, VocabParallel,
+    parallelize,
+};
+use fsdp_core::{DeviceMesh, ProcessGroup};
+
+use super::config::{DecoderConfig, ModelConfig};
+
+/// The ranks that compute layers together.
+#[derive(Clone)]
+pub struct TensorParallel {
+    mesh: DeviceMesh,
+    group: ProcessGroup,
+    sequence: bool,
+}
+
+impl TensorParallel {
+    /// Those of a mesh of one dimension. With `sequence` they share out sequences as well, where layers don't see all of
+    /// one.
+    ///
+    /// # Errors
+    /// When the mesh has no dimension.
+    pub fn new(mesh: DeviceMesh, sequence: bool) -> anyhow::Result<Self> {
+        let group = mesh.group(0)?.clone();
+        Ok(TensorParallel { mesh, group, sequence })
+    }
+
+    /// Has the model that is built next computed so.
+    pub(super) fn apply(&self, config: &ModelConfig, vars: &ShardedVarMap) -> anyhow::Result<()> {
+        check(config, self.group.size())?;
+        let plan = plan(decoder(config, self.group.size())?, self.sequence);
+        parallelize(vars, &self.mesh, &plan).context("can't share out the layers")
+    }
+
+    /// The ranks of which each has a part of the vocabulary.
+    pub(super) fn group(&self) -> &ProcessGroup {
+        &self.group
+    }
+
+    /// The whole of a residual stream `[B, T / N, C]` that is shared out along time, for what all ranks compute alike.
+    pub(super) fn whole_sequence(&self, x_btc: &Tensor) -> Result<Tensor> {
+        match self.sequence {
+            true => all_gather(x_btc, 1, &self.group, Consumers::Same),
+            false => Ok(x_btc.clone()),
+        }
+    }
+
+    /// This rank's part of such a one.
+    pub(super) fn own_sequence(&self, x_btc: &Tensor) -> Result<Tensor> {
+        match self.sequence {
+            true => split(x_btc, 1, &self.group),
+            false => Ok(x_btc.clone()),
+        }
+    }
+
+    /// All logits `[.., V]` of those of a part of the vocabulary.
+    pub(super) fn whole_vocabulary(&self, logits: &Tensor) -> Result<Tensor> {
+        all_gather(logits, D::Minus1, &self.group, Consumers::Same)
+    }
+
+    /// How many positions a sequence of so many needs to be shared out.
+    pub(super) fn padded(&self, positions: usize) -> usize {
+        if self.sequence { positions.next_multiple_of(self.group.size()) } else { positions }
+    }
+}
+
+/// Which layers are cut, and how. What is between them is whole on every rank, or a part of the sequence.
+fn plan(config: &DecoderConfig, sequence: bool) -> ParallelPlan {
+    let between = if sequence { ActivationLayout::Shard(1) } else { ActivationLayout::Replicate };
+    let column = ColwiseParallel { input_layout: between, ..ColwiseParallel::default() };
+    let row = RowwiseParallel { output_layout: between, ..RowwiseParallel::default() };
+    let table = VocabParallel { output_layout: between, tied_head: column, ..VocabParallel::default() };
+    let mut plan = ParallelPlan::new()
+        .module("model.embed_tokens", table)
+        .module("model.layers.*.self_attn.[qkv]_proj", column)
+        .module("model.layers.*.self_attn.o_proj", row);
+    if !config.tied {
+        plan = plan.module("lm_head", column);
+    }
+    if sequence {
+        plan = plan.module("model.layers.*.*_layernorm", SequenceParallel::default());
+        plan = plan.module("model.norm", SequenceParallel::default());
+    }
+    if config.norms.heads {
+        // Each rank has its own heads, which the norms are in the same way for.
+        plan = plan.module("model.layers.*.self_attn.[qk]_norm", SequenceParallel { sequence_dim: 2 });
+    }
+    let layers = || 0..config.layers;
+    if layers().any(|layer| config.experts(layer).is_none()) {
+        plan = plan.module("model.layers.*.mlp.gate_proj", column).module("model.layers.*.mlp.up_proj", column);
+        plan = plan.module("model.layers.*.mlp.down_proj", row);
+    }
+    if let Some(experts) = layers().find_map(|layer| config.experts(layer)) {
+        // They see the tokens that have chosen them, of the whole sequence.
+        let (name, [gate, up, down]) = experts.names;
+        let of = |layer: &str| format!("model.layers.*.{name}.experts.*.{layer}");
+        plan = plan.module(of(gate), ColwiseParallel::default()).module(of(up), ColwiseParallel::default());
+        plan = plan.module(of(down), RowwiseParallel::default());
+    }
+    plan
+}
+
+/// Fails unless `tensor` ranks can compute the layers of such a model together.
+///
+/// # Errors
+/// The model's family has no plan for it, or one of its numbers can't be divided so.
+pub fn check(config: &ModelConfig, tensor: usize) -> anyhow::Result<()> {
+    if tensor == 1 {
+        return Ok(());
+    }
+    let config = decoder(config, tensor)?;
+    let numbers = numbers(config);
+    let odd = numbers.iter().filter(|(_, number)| !number.is_multiple_of(tensor));
+    let odd = odd.map(|(name, number)| format!("{name} = {number}")).collect::<Vec<_>>();
+    let common = numbers.iter().fold(0, |common, (_, number)| gcd(common, *number));
+    let way_out = match divisors(common) {
+        of if of.is_empty() => "no number but 1 divides all that has to be divided: leave it out".to_owned(),
+        of => format!("what divides all that has to be divided is {}", of.join(", ")),
+    };
+    ensure!(odd.is_empty(), "--tensor-parallel {tensor} does not divide the model's {}; {way_out}", odd.join(" and "));
+    Ok(())
+}
+
+fn decoder(config: &ModelConfig, tensor: usize) -> anyhow::Result<&DecoderConfig> {
+    let refused = |family: &str, why: &str| {
+        format!("--tensor-parallel {tensor} is not for {family}: {why}. Leave it out, and let the processes shard the model")
+    };
+    match config {
+        ModelConfig::Decoder(config) if config.fused => {
+            bail!(refused("phi3", "its queries, keys and values are one matrix, and so are its gates and inner layers"))
+        }
+        ModelConfig::Decoder(config) => Ok(config),
+        ModelConfig::Gpt2(_) => bail!(refused("gpt2", "its queries, keys and values are one matrix")),
+        ModelConfig::Bert(_) => bail!(refused("bert", "it is for decoders")),
+    }
+}
+
+/// What is shared out, by the names of `config.json`.
+fn numbers(config: &DecoderConfig) -> Vec<(&'static str, usize)> {
+    let mut numbers = vec![
+        ("num_attention_heads", config.heads),
+        ("num_key_value_heads", config.kv_heads),
+        ("vocab_size", config.vocabulary),
+    ];
+    let layers = || 0..config.layers;
+    if layers().any(|layer| config.experts(layer).is_none()) {
+        numbers.push(("intermediate_size", config.inner));
+    }
+    if let Some(experts) = layers().find_map(|layer| config.experts(layer)) {
+        numbers.push((experts.width_name, experts.inner));
+    }
+    numbers
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+/// The divisors of a number above 1, the least first.
+fn divisors(number: usize) -> Vec<String> {
+    /// More processes than this share no layer.
+    const MOST: usize = 64;
+    (2..=number.min(MOST)).filter(|divisor| number.is_multiple_of(*divisor)).map(|divisor| divisor.to_string()).collect()
+}
