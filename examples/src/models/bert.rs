@@ -58,11 +58,12 @@ impl Block {
 
     fn attention(&self, x_btc: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
         let (q, k, v) = (self.query.forward(x_btc)?, self.key.forward(x_btc)?, self.value.forward(x_btc)?);
-        let (heads, options) = (self.heads, &self.drops.attention(&self.options));
-        let x = self.attention_output.forward(&match documents {
-            Some(documents) => nn::attention_in_documents(&q, &k, &v, heads, heads, options, documents)?,
-            None => nn::attention(&q, &k, &v, heads, heads, options)?,
+        let heads = self.heads;
+        let x = self.drops.attention(&self.options, |options| match documents {
+            Some(documents) => nn::attention_in_documents(&q, &k, &v, heads, heads, options, documents),
+            None => nn::attention(&q, &k, &v, heads, heads, options),
         })?;
+        let x = self.attention_output.forward(&x)?;
         self.drops.hidden(&x)
     }
 

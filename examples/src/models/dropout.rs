@@ -6,20 +6,23 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use candle_core::{Result, Tensor};
 use fsdp_candle::nn::AttentionOptions;
 use fsdp_candle::nn::ops::dropout;
+use fsdp_candle::random::in_region;
 
 use super::config::Dropout;
+use super::parallel::TensorParallel;
 
 /// What a model's layers share of it.
 #[derive(Clone, Default)]
 pub struct Drops {
     dropout: Dropout,
     training: Arc<AtomicBool>,
+    parallel: Option<TensorParallel>,
 }
 
 impl Drops {
     /// Nothing is dropped before the model is told that it trains.
-    pub fn new(dropout: Dropout) -> Self {
-        Drops { dropout, training: Arc::default() }
+    pub fn new(dropout: Dropout, parallel: Option<&TensorParallel>) -> Self {
+        Drops { dropout, training: Arc::default(), parallel: parallel.cloned() }
     }
 
     pub(super) fn set_training(&self, training: bool) {
@@ -31,14 +34,27 @@ impl Drops {
     }
 
     pub(super) fn embedding(&self, x: &Tensor) -> Result<Tensor> {
-        dropout(x, self.now(self.dropout.embedding) as f32)
+        self.between_layers(|| dropout(x, self.now(self.dropout.embedding) as f32))
     }
 
     pub(super) fn hidden(&self, x: &Tensor) -> Result<Tensor> {
-        dropout(x, self.now(self.dropout.hidden) as f32)
+        self.between_layers(|| dropout(x, self.now(self.dropout.hidden) as f32))
     }
 
-    pub(super) fn attention(&self, options: &AttentionOptions) -> AttentionOptions {
-        AttentionOptions { dropout: self.now(self.dropout.attention), ..*options }
+    /// Has `f` drop what attention drops, of the heads that this rank has.
+    pub(super) fn attention<T>(&self, options: &AttentionOptions, f: impl FnOnce(&AttentionOptions) -> T) -> T {
+        let options = AttentionOptions { dropout: self.now(self.dropout.attention), ..*options };
+        match &self.parallel {
+            Some(parallel) => in_region(parallel.group().rank() as u64, || f(&options)),
+            None => f(&options),
+        }
+    }
+
+    /// What is between layers is the same on the ranks that compute them together, unless they share out sequences.
+    fn between_layers<T>(&self, f: impl FnOnce() -> T) -> T {
+        match &self.parallel {
+            Some(parallel) if parallel.shares_sequences() => in_region(parallel.group().rank() as u64, f),
+            _ => f(),
+        }
     }
 }

@@ -59,11 +59,12 @@ impl Block {
     }
 
     fn attention(&self, x_btc: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
-        let (qkv, options) = (self.qkv.forward(x_btc)?, self.drops.attention(&self.options));
-        let x = self.attention_output.forward(&match documents {
-            Some(documents) => nn::attention_qkv_in_documents(&qkv, self.heads, self.heads, &options, documents)?,
-            None => nn::attention_qkv(&qkv, self.heads, self.heads, &options)?,
+        let (qkv, heads) = (self.qkv.forward(x_btc)?, self.heads);
+        let x = self.drops.attention(&self.options, |options| match documents {
+            Some(documents) => nn::attention_qkv_in_documents(&qkv, heads, heads, options, documents),
+            None => nn::attention_qkv(&qkv, heads, heads, options),
         })?;
+        let x = self.attention_output.forward(&x)?;
         self.drops.hidden(&x)
     }
 

@@ -69,7 +69,7 @@ pub fn build(
     parallel.map_or(Ok(()), |parallel| parallel.apply(config, vars))?;
     let vb = vars.builder(options.dtype);
     let checkpoints = &options.checkpoints;
-    let drops = Drops::new(options.dropout);
+    let drops = Drops::new(options.dropout, parallel);
     let model = match config {
         ModelConfig::Decoder(config) => {
             let (positions, head_dim) = (options.positions, config.head_dim);
@@ -134,7 +134,7 @@ pub fn build_by_name(
     let vb = vars.builder(options.dtype);
     let (positions, head_dim) = (options.positions, config.head_dim);
     let turns = Turns::new(&config.rope, config.local_rope.as_ref(), head_dim, positions, vb.device())?;
-    let drops = Drops::new(options.dropout);
+    let drops = Drops::new(options.dropout, None);
     let model = shard(&opts.units(["model.layers.*"]), vb, |vb| {
         let block = |i| {
             let name = format!("model.layers.{i}");

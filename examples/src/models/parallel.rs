@@ -42,6 +42,11 @@ impl TensorParallel {
         &self.group
     }
 
+    /// Whether each has a part of the sequence, where layers don't see all of one.
+    pub(super) fn shares_sequences(&self) -> bool {
+        self.sequence
+    }
+
     /// The whole of a residual stream `[B, T / N, C]` that is shared out along time, for what all ranks compute alike.
     pub(super) fn whole_sequence(&self, x_btc: &Tensor) -> Result<Tensor> {
         match self.sequence {
@@ -128,7 +133,9 @@ pub fn check(config: &ModelConfig, tensor: usize) -> anyhow::Result<()> {
 
 fn decoder(config: &ModelConfig, tensor: usize) -> anyhow::Result<&DecoderConfig> {
     let refused = |family: &str, why: &str| {
-        format!("--tensor-parallel {tensor} is not for {family}: {why}. Leave it out, and let the processes shard the model")
+        format!(
+            "--tensor-parallel {tensor} is not for {family}: {why}. Leave it out, and let the processes shard the model"
+        )
     };
     match config {
         ModelConfig::Decoder(config) if config.fused => {
@@ -165,5 +172,8 @@ fn gcd(a: usize, b: usize) -> usize {
 fn divisors(number: usize) -> Vec<String> {
     /// More processes than this share no layer.
     const MOST: usize = 64;
-    (2..=number.min(MOST)).filter(|divisor| number.is_multiple_of(*divisor)).map(|divisor| divisor.to_string()).collect()
+    (2..=number.min(MOST))
+        .filter(|divisor| number.is_multiple_of(*divisor))
+        .map(|divisor| divisor.to_string())
+        .collect()
 }

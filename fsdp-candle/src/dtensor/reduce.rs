@@ -62,7 +62,10 @@ impl DTensor {
         let elements: usize = dims.iter().map(|&dim| self.shape()[dim]).product();
         match what {
             Reduction::Mean if !self.dtype().is_float() => {
-                return Err(Error::Argument(format!("mean of {}: convert to a floating point type first", self.spec())));
+                return Err(Error::Argument(format!(
+                    "mean of {}: convert to a floating point type first",
+                    self.spec()
+                )));
             }
             Reduction::Max | Reduction::Min if elements == 0 => {
                 let (name, spec) = (what.name(), self.spec());

@@ -83,10 +83,9 @@ impl Attention {
             k = of_k.forward(&k.reshape((batch, steps, kv_heads, self.head_dim))?)?;
         }
         let (q, k) = (self.turn.apply(&q, documents)?, self.turn.apply(&k, documents)?);
-        let options = self.drops.attention(&self.options);
-        self.output.forward(&match documents {
-            Some(documents) => nn::attention_in_documents(&q, &k, &v, heads, kv_heads, &options, documents)?,
-            None => nn::attention(&q, &k, &v, heads, kv_heads, &options)?,
-        })
+        self.output.forward(&self.drops.attention(&self.options, |options| match documents {
+            Some(documents) => nn::attention_in_documents(&q, &k, &v, heads, kv_heads, options, documents),
+            None => nn::attention(&q, &k, &v, heads, kv_heads, options),
+        })?)
     }
 }
