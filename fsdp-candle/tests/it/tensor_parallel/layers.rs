@@ -12,7 +12,7 @@ use fsdp_candle::{
     RowwiseParallel, SequenceParallel, ShardedVarMap, VocabParallel, fully_shard,
 };
 
-use super::{Case, check, ids, parallel_vars};
+use super::{Case, build, check, ids, parallel_vars};
 use crate::common::ranks;
 
 const REPLICATE: (ActivationLayout, Placement) = (ActivationLayout::Replicate, Placement::Replicate);
@@ -140,6 +140,20 @@ fn an_embedding_is_no_linear_layer() {
             assert!(error.contains("embed.weight") && error.contains("VocabParallel"), "{error}");
         }
     });
+}
+
+#[test]
+fn ranks_with_other_ids_all_hear_of_it() {
+    let errors = ranks(2, |world| {
+        let vars = parallel_vars(&world, &ParallelPlan::new().module("embed", VocabParallel::default()));
+        let model = build(&vars, DType::F32, |vb| nn::embedding(8, 4, vb.pp("embed")));
+        let same = model.forward(&ids(3, &[2, 3], 8)).unwrap();
+        assert_eq!(same.dims(), [2, 3, 4]);
+        model.forward(&ids(world.rank() as u32, &[2, 3], 8)).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("`embed.weight`, with ids of hash") && error.contains("the same batch"), "{error}");
+    }
 }
 
 /// A block as decoders have it, on parts of the sequence or on all of it.
