@@ -27,5 +27,6 @@ mod parity;
 mod past_the_hooks;
 mod placements;
 mod settings;
+mod sharded_optimizers;
 mod state_dict;
 mod unused;
