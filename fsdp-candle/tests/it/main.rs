@@ -32,6 +32,7 @@ mod past_the_hooks;
 mod placements;
 mod requires_grad;
 mod settings;
+mod sharded_optimizers;
 mod state_dict;
 mod tensor_parallel;
 mod unused;
