@@ -27,5 +27,6 @@ mod sft;
 mod sizes;
 mod tensorboard;
 mod trace;
+mod tutorial;
 mod width;
 mod writable;

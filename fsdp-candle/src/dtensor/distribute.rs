@@ -46,8 +46,7 @@ pub fn distribute_tensor_from(
     src_data_rank: Option<usize>,
 ) -> Result<DTensor> {
     let replicate = vec![Placement::Replicate; placements.len()];
-    let spec =
-        DTensorSpec::new(mesh.layout().clone(), &replicate, tensor.dims(), to_core_dtype(tensor.dtype())?)?;
+    let spec = DTensorSpec::new(mesh.layout().clone(), &replicate, tensor.dims(), to_core_dtype(tensor.dtype())?)?;
     dtensor::plan(&spec, &spec.with_placements(placements)?)?;
     let local = match src_data_rank {
         Some(root) => to_tensor(mesh.broadcast(copied(tensor)?, root)?, tensor.dims(), tensor.device())?,

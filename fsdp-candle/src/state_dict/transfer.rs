@@ -75,7 +75,8 @@ pub(super) fn given(
     }
     let mut flags = vec![u8::from(failed.is_some())];
     flags.extend((0..wanted.len()).map(|index| u8::from(wholes.get(index).is_some_and(Option::is_some))));
-    let flags: Vec<u8> = mesh.broadcast(flags.into(), 0)?
+    let flags: Vec<u8> = mesh
+        .broadcast(flags.into(), 0)?
         .into_vec()
         .map_err(|_| Error::Argument("a broadcast of U8 returned something else".into()))?;
     if let Some(error) = failed {
