@@ -93,20 +93,10 @@ pub fn grad_norm(vars: &ShardedVarMap, grads: &GradStore) -> Result<f64> {
 }
 
 fn norm_of(vars: &ShardedVarMap, grads: &GradStore, norm_type: NormType) -> Result<f64> {
-<<<<<<< HEAD
     norm_type.check()?;
-    // Parameters on one mesh are summed together; replicas hold the same and do not count twice.
-    let mut meshes: Vec<_> = vars.all_ranks()?.into_iter().map(|ranks| (ranks, 0.)).collect();
-=======
-    if let NormType::P(p) = norm_type
-        && !(p.is_finite() && p > 0.)
-    {
-        return Err(Error::Argument(format!("a norm of order {p}: the order is a positive number")));
-    }
     // Parameters on one mesh are summed together, those that tensor parallelism has cut apart from the others; replicas
     // hold the same and do not count twice.
     let mut meshes: Vec<_> = vars.all_ranks()?.into_iter().map(|ranks| (ranks, [0.; 2])).collect();
->>>>>>> tpcore
     let params = vars.trainable();
     let cut = params.iter().find_map(|param| param.cut_over());
     let with_gradient: Vec<_> = params.iter().filter_map(|param| Some((param, grads.get(param.var())?))).collect();

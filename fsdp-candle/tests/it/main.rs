@@ -31,6 +31,6 @@ mod past_the_hooks;
 mod placements;
 mod settings;
 mod state_dict;
-mod tutorial;
 mod tensor_parallel;
+mod tutorial;
 mod unused;
