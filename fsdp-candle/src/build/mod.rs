@@ -3,6 +3,7 @@
 mod buffers;
 mod by_name;
 mod fully_shard;
+mod of_world;
 mod options;
 mod parallelize;
 mod parameter;

@@ -4,8 +4,9 @@ use super::*;
 use crate::common::{address, batch, gradients, loss_of, sharded, vars, whole};
 use candle_core::Module;
 use fsdp_candle::{
-    AdamW, AdamWConfig, FullyShard, ShardedVarMap, StateDictOptions, StateTensor, distribute_tensor,
-    get_model_state_dict, get_optimizer_state_dict, set_model_state_dict,
+    AdamW, AdamWConfig, ColwiseParallel, DataParallelMeshDims, FullyShard, ParallelPlan, RowwiseParallel,
+    ShardedVarMap, StateDictOptions, StateTensor, distribute_tensor, fully_shard, get_model_state_dict,
+    get_optimizer_state_dict, parallelize, set_model_state_dict,
 };
 
 const WIDTH: usize = 5;
@@ -163,5 +164,65 @@ fn entries_of_state_dicts_are_dtensors_and_dtensors_are_entries() {
         assert!(text.contains("a term of a reduction is no value; redistribute it first"), "{text}");
         let text = error(StateTensor::of(&laid_out(&full, mesh, &[strided(0, 2)])));
         assert!(text.contains("no single box"), "{text}");
+    });
+}
+
+struct Mlp {
+    up: fsdp_candle::nn::Linear,
+    down: fsdp_candle::nn::Linear,
+}
+
+impl Module for Mlp {
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        self.down.forward(&self.up.forward(x)?.relu()?)
+    }
+}
+
+/// Under tensor parallelism a parameter lies on the whole mesh, strided where both cut one dimension.
+#[test]
+fn parameters_of_tensor_parallel_layers_lie_on_the_whole_mesh() {
+    let whole = Tensor::arange(0f32, 48., &Device::Cpu).unwrap().reshape((8, 6)).unwrap();
+    ranks(4, |world| {
+        let mesh = world.mesh(&[("dp", 2), ("tp", 2)]).unwrap();
+        let dims = DataParallelMeshDims { shard: &["dp"], replicate: &[] };
+        let parallel = ShardedVarMap::on(&mesh, &dims, world.device()).unwrap();
+        let plan = ParallelPlan::new().module("up", ColwiseParallel::default());
+        let plan = plan.module("down", RowwiseParallel::default());
+        parallelize(&parallel, &mesh.slice(&["tp"]).unwrap(), &plan).unwrap();
+        let build = |vars: &ShardedVarMap| {
+            fully_shard(&FullyShard::new(vars), vars.builder(DType::F32), |vb| {
+                use fsdp_candle::nn::linear;
+                Ok(Mlp { up: linear(6, 8, vb.pp("up"))?, down: linear(8, 6, vb.pp("down"))? })
+            })
+            .unwrap()
+        };
+        let (model, data) = (build(&parallel), vars(&world));
+        let sharded = build(&data);
+        let x = (whole.to_device(&device()).unwrap() / 50.).unwrap();
+        let of = |model: &fsdp_candle::FsdpModule<Mlp>| {
+            model.backward(&model.forward(&x).unwrap().sqr().unwrap().mean_all().unwrap()).unwrap()
+        };
+        let (grads, wanted) = (of(&model), of(&sharded));
+        for (name, placements) in [
+            ("up.weight", [strided(0, 2), Shard(0)]),
+            ("up.bias", [strided(0, 2), Shard(0)]),
+            ("down.weight", [Shard(0), Shard(1)]),
+            ("down.bias", [Shard(0), Replicate]),
+        ] {
+            let (param, plain) = (parallel.get(name).unwrap(), data.get(name).unwrap());
+            let (dtensor, grad) = (param.dtensor().unwrap(), param.grad(&grads).unwrap().unwrap());
+            assert_eq!((dtensor.placements(), dtensor.device_mesh().size()), (&placements[..], 4), "{name}");
+            let full = |dtensor: DTensor| values(&dtensor.full_tensor().unwrap());
+            assert_eq!(full(dtensor), full(plain.dtensor().unwrap()), "{name}");
+            let near = |(a, b): (f64, f64)| (a - b).abs() < 1e-6;
+            let want = full(plain.grad(&wanted).unwrap().unwrap());
+            assert!(full(grad).into_iter().zip(want).all(near), "{name}");
+        }
+        let weight = parallel.get("up.weight").unwrap();
+        weight.set_full(&whole).unwrap();
+        assert_eq!(values(&weight.dtensor().unwrap().full_tensor().unwrap()), values(&whole));
+        let options = StateDictOptions::default();
+        let entry = &get_model_state_dict(&parallel, &options).unwrap().tensors["up.weight"];
+        assert_eq!(entry.dtensor().unwrap().unwrap().placements(), [strided(0, 2), Shard(0)]);
     });
 }
