@@ -105,14 +105,15 @@ pub use gradcheck::{GradcheckOptions, gradcheck};
 pub use graph::no_grad;
 pub use module::FsdpModule;
 pub use optim::{
-    AdamW, AdamWConfig, AdamWState, ClipOptions, GradScaler, GradScalerState, NormType, ValuesOf, check_finite,
-    clip_grad_norm, clip_grad_norm_with, grad_norm,
+    Adam, AdamConfig, AdamW, AdamWConfig, AdjustLr, CandleOptimizer, ClipOptions, GradScaler, GradScalerState, Muon,
+    MuonConfig, NormType, Optimizers, ParamGroup, ParamState, SGD, SgdConfig, ShardOptimizer, ShardRule,
+    ShardedOptimizer, ValuesOf, check_finite, clip_grad_norm, clip_grad_norm_with, grad_norm, group_by_name,
 };
 pub use pattern::NamePattern;
 pub use policy::{MixedPrecisionPolicy, NamePredicate, OffloadPolicy, Recurse, ReshardAfterForward};
 pub use state_dict::{
     IncompatibleKeys, StateDict, StateDictOptions, StateTensor, get_model_state_dict, get_optimizer_state_dict,
-    get_state_dict, load_model, load_optimizer, model_tensors, optimizer_tensors, optimizer_values,
+    get_state_dict, load_model, load_optimizer, load_param_groups, model_tensors, optimizer_tensors, optimizer_values,
     set_model_state_dict, set_optimizer_state_dict, set_state_dict,
 };
 pub use tensor_parallel::{

@@ -54,6 +54,9 @@ class Run:
     reduce_dtype: torch.dtype | None = None
     attention: str = "sdpa"
     all_gather: str = "full"
+    # One of OPTIMIZERS, and whether norms are a group of their own that does not decay.
+    optimizer: str = "adamw"
+    groups: bool = False
     # The first loss scale, of runs in f16.
     loss_scale: float | None = None
 
@@ -74,10 +77,31 @@ RUNS = {
     "run_float8_gather": Run(all_gather="float8"),
     "run_float8_gather_eager": Run(attention="eager", all_gather="float8"),
 }
+# Those of one model alone. Muon rounds to bf16: another attention tells how far a run is from itself.
+OF_OPTIMIZERS = {
+    "run_sgd": Run(optimizer="sgd", groups=True),
+    "run_adam": Run(optimizer="adam", groups=True),
+    "run_adamw_groups": Run(groups=True),
+    "run_muon": Run(optimizer="muon", groups=True),
+    "run_muon_original": Run(optimizer="muon_original", groups=True),
+    "run_muon_eager": Run(optimizer="muon", groups=True, attention="eager"),
+}
 LENGTH = 32
 STEPS = 20
 CLIP = 1.0
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+SGD = {"lr": 5e-2, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
+MUON = {"lr": 1e-3, "momentum": 0.95, "nesterov": True, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+MUON_ORIGINAL = MUON | {"lr": 1e-2, "adjust_lr_fn": "original"}
+# The classes by name, with their hyper-parameters. The first has the matrices of the blocks where there are two, and
+# the other one has the rest.
+OPTIMIZERS = {
+    "adamw": [(torch.optim.AdamW, ADAMW)],
+    "adam": [(torch.optim.Adam, ADAMW)],
+    "sgd": [(torch.optim.SGD, SGD)],
+    "muon": [(torch.optim.Muon, MUON), (torch.optim.AdamW, ADAMW)],
+    "muon_original": [(torch.optim.Muon, MUON_ORIGINAL), (torch.optim.AdamW, ADAMW)],
+}
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -148,6 +172,22 @@ def sharded(name, run):
     return fully_shard(model, mp_policy=policy)
 
 
+def optimizers(name, model, run):
+    """The optimizers of a run, whose first group decays."""
+    parts = [list(model.named_parameters())]
+    if len(OPTIMIZERS[run.optimizer]) == 2:
+        inside = {parameter for block in blocks(name, model) for parameter in block.parameters()}
+        is_matrix = [parameter.dim() == 2 and parameter in inside for _, parameter in parts[0]]
+        parts = [[named for named, so in zip(parts[0], is_matrix) if so == first] for first in (True, False)]
+    made = []
+    for (optimizer, hyper), part in zip(OPTIMIZERS[run.optimizer], parts):
+        decaying = [parameter for fqn, parameter in part if not (run.groups and "norm" in fqn)]
+        kept = [parameter for fqn, parameter in part if run.groups and "norm" in fqn]
+        groups = [{"params": decaying}] + ([{"params": kept, "weight_decay": 0.0}] if kept else [])
+        made.append(optimizer(groups, **hyper))
+    return made
+
+
 def philox(counter, key):
     """Philox4x32-10 (Salmon et al., 2011) of counters and a key, each in words of 32 bits."""
     low = numpy.uint64(0xFFFFFFFF)
@@ -185,11 +225,11 @@ def batch(name, tokens, step, sequences, vocabulary):
     return masked(inputs, first, vocabulary) if name in MASKED else (inputs, targets)
 
 
-def resumed(model, optim, checkpoint):
+def resumed(model, optims, checkpoint):
     """Loads a checkpoint, of which each rank reads its own part, and returns the steps done."""
     classic = (checkpoint / ".metadata").exists()
     reader = (FileSystemReader if classic else HuggingFaceStorageReader)(str(checkpoint))
-    state = dict(zip(("model", "optim"), get_state_dict(model, optim, options=FLAT)))
+    state = dict(zip(("model", "optim"), get_state_dict(model, optims, options=FLAT)))
     flat = {f"{part}.{name}": value for part, values in state.items() for name, value in values.items()}
     saved = reader.read_metadata().state_dict_metadata
     found = {name: value for name, value in flat.items() if name in saved}
@@ -200,7 +240,7 @@ def resumed(model, optim, checkpoint):
     for name, value in found.items():
         part, name = name.split(".", 1)
         state[part][name] = value
-    set_state_dict(model, optim, model_state_dict=state["model"], optim_state_dict=state["optim"], options=FLAT)
+    set_state_dict(model, optims, model_state_dict=state["model"], optim_state_dict=state["optim"], options=FLAT)
     return int(re.fullmatch(r"step-(\d+)", checkpoint.name).group(1))
 
 
@@ -236,10 +276,12 @@ def train(name, run, checkpoint=None, final=None):
     file = own if own.exists() else HERE / "tokens.bin"
     tokens = torch.from_numpy(numpy.fromfile(file, dtype="<u2").astype("int64"))
     model = sharded(name, run)
+    optims = optimizers(name, model, run)
     # A classic checkpoint has its own learning rate.
-    classic = checkpoint is not None and (checkpoint / ".metadata").exists()
-    optim = torch.optim.AdamW(model.parameters(), **ADAMW | ({"lr": 0.0} if classic else {}))
-    done = resumed(model, optim, checkpoint) if checkpoint else 0
+    if checkpoint is not None and (checkpoint / ".metadata").exists():
+        for group in (group for optim in optims for group in optim.param_groups):
+            group["lr"] = 0.0
+    done = resumed(model, optims, checkpoint) if checkpoint else 0
     # Without a scale it does nothing. Its verdict on DTensors is one over all ranks.
     scaler = torch.amp.GradScaler("cpu", init_scale=run.loss_scale or 1.0, enabled=run.loss_scale is not None)
     trajectory = []
@@ -247,11 +289,14 @@ def train(name, run, checkpoint=None, final=None):
         inputs, targets = batch(name, tokens, step, sequences(name), model.config.vocab_size)
         loss = loss_of(name, model, inputs, targets)
         scaler.scale(loss).backward()
-        scaler.unscale_(optim)
+        for optim in optims:
+            scaler.unscale_(optim)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).full_tensor().item()
-        scaler.step(optim)
+        for optim in optims:
+            scaler.step(optim)
         scaler.update()
-        optim.zero_grad()
+        for optim in optims:
+            optim.zero_grad()
         mean = loss.detach() / dist.get_world_size()
         dist.all_reduce(mean)
         # JSON has no infinity.
@@ -267,7 +312,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS + FAMILIES)
-    parser.add_argument("--runs", nargs="+", choices=RUNS)
+    parser.add_argument("--runs", nargs="+", choices=RUNS | OF_OPTIMIZERS)
     parser.add_argument("--from", dest="checkpoints", type=pathlib.Path)
     parser.add_argument("--final", action="store_true")
     options = parser.parse_args()
@@ -275,18 +320,23 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for name in options.models:
-        for file in options.runs or (["run"] if name in FAMILIES else RUNS):
+        all_runs = RUNS | (OF_OPTIMIZERS if name == "llama_tiny" else {})
+        for file in options.runs or (["run"] if name in FAMILIES else all_runs):
             # Transformers' usual attention leaves out caps.
-            run = dataclasses.replace(RUNS[file], attention="eager") if name in FAMILIES else RUNS[file]
+            run = (RUNS | OF_OPTIMIZERS)[file]
+            run = dataclasses.replace(run, attention="eager") if name in FAMILIES else run
             checkpoint = options.checkpoints and next((options.checkpoints / name).glob("step-*"))
             (options.out / name).mkdir(parents=True, exist_ok=True)
             final = options.out / name / "final.safetensors" if options.final else None
             trajectory = train(name, run, checkpoint, final)
             size = dist.get_world_size()
             settings = {"torch": torch.__version__, "world_size": size, "batch_per_rank": sequences(name) // size}
-            settings |= {"seq_len": LENGTH, "steps": STEPS, "clip_grad_norm": CLIP, **ADAMW}
+            settings |= {"seq_len": LENGTH, "steps": STEPS, "clip_grad_norm": CLIP}
+            for optimizer, hyper in OPTIMIZERS[run.optimizer]:
+                settings |= hyper if optimizer is torch.optim.AdamW else {optimizer.__name__: hyper}
             settings |= {"param_dtype": str(run.param_dtype), "reduce_dtype": str(run.reduce_dtype)}
             settings |= {"attention": run.attention, "all_gather": run.all_gather, "loss_scale": run.loss_scale}
+            settings |= {"groups": run.groups} if run.groups else {}
             settings["trajectory"] = trajectory
             if dist.get_rank() == 0:
                 file = file if size == 2 else f"{file}_of_{size}"

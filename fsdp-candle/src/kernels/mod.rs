@@ -27,4 +27,4 @@ pub(crate) use host_copies::{Copying, HostSink, HostSource};
 pub use norm::NormType;
 pub(crate) use set::{Kernels, Rows};
 pub(crate) use slice::{Slice, SliceMut};
-pub(crate) use update::AdamWUpdate;
+pub(crate) use update::{AdamUpdate, SgdUpdate};

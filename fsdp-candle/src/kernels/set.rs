@@ -10,7 +10,7 @@ use super::eight_bits::EightBits;
 use super::host_copies::{HostSink, HostSource};
 use super::norm::NormType;
 use super::slice::{Slice, SliceMut};
-use super::update::AdamWUpdate;
+use super::update::{AdamUpdate, SgdUpdate};
 
 /// Rows of elements that lie at even distances.
 #[derive(Clone, Copy)]
@@ -101,14 +101,18 @@ pub(crate) trait Kernels: Send + Sync {
     /// Leaves how many are infinite or not a number in one element of F64.
     fn count_non_finite(&self, values: Slice<'_>, count: SliceMut<'_>) -> Result<()>;
 
-    /// One step of AdamW; `moments` are the running means of gradients and of their squares. All are of one dtype.
-    fn adamw(
-        &self,
-        update: &AdamWUpdate,
-        param: SliceMut<'_>,
-        grad: Slice<'_>,
-        moments: [SliceMut<'_>; 2],
-    ) -> Result<()>;
+    /// `values = kept values + taken more`, of any two dtypes of floats, rounded to that of `values`: computed in f64 for
+    /// f64, else in f32.
+    fn mix(&self, values: SliceMut<'_>, kept: f64, more: Slice<'_>, taken: f64) -> Result<()>;
+
+    /// One step of Adam or AdamW; `moments` are the running means of gradients and of their squares. All are of one
+    /// dtype.
+    fn adam(&self, update: &AdamUpdate, param: SliceMut<'_>, grad: Slice<'_>, moments: [SliceMut<'_>; 2])
+    -> Result<()>;
+
+    /// One step of SGD; `buffer` is the momentum's, if there is momentum. All are of one dtype.
+    fn sgd(&self, update: &SgdUpdate, param: SliceMut<'_>, grad: Slice<'_>, buffer: Option<SliceMut<'_>>)
+    -> Result<()>;
 
     /// Encodes values of f32 into a code of U8 each, and a scale of F32 for each `block` of them. A block that is not
     /// finite becomes NaN as a whole.

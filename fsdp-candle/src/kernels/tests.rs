@@ -1,5 +1,7 @@
 //! Each kernel against a plain computation in f64, for every float, also of no elements and in the middle of memory.
 
+mod optimizers;
+
 use std::cell::Cell;
 
 use candle_core::Device;
@@ -12,7 +14,7 @@ use super::eight_bits::EightBits;
 use super::norm::NormType;
 use super::set::{Kernels, Rows};
 use super::slice::{Slice, SliceMut};
-use super::update::AdamWUpdate;
+use super::update::{AdamUpdate, SgdUpdate};
 
 const FLOATS: [DType; 4] = [DType::F32, DType::F64, DType::BF16, DType::F16];
 /// None, fewer than a run, not a multiple of one, and more than a chunk of the norm's.
@@ -192,39 +194,6 @@ fn norms_are_those_of_a_plain_sum() {
 }
 
 #[test]
-fn adamw_steps_as_it_is_written() {
-    on_every_device(|| {
-        let update =
-            AdamWUpdate { decay: 0.99, beta1: 0.9, beta2: 0.95, step_size: 0.1, root_bias_correction2: 0.7, eps: 1e-6 };
-        every_float_and_length(|dtype, len| {
-            let [p, g, m] = [1, 2, 3].map(|seed| numbers(len, seed));
-            let v: Vec<f64> = numbers(len, 4).into_iter().map(f64::abs).collect();
-            let (grad, mut means, mut squares) = (buffer(dtype, &g), buffer(dtype, &m), buffer(dtype, &v));
-            let stepped = in_the_middle(dtype, &p, |param| {
-                let moments = [(&mut means).into(), (&mut squares).into()];
-                kernels().adamw(&update, param, (&grad).into(), moments).unwrap();
-            });
-            let [means, squares] = [means, squares].map(|moment| values(&moment));
-            let near = |got: f64, want: f64| {
-                let precision = match dtype {
-                    DType::F64 => 1e-14,
-                    DType::F32 => 1e-6,
-                    DType::F16 => 1e-3,
-                    _ => 8e-3,
-                };
-                assert!((got - want).abs() <= precision * want.abs().max(1.), "{dtype}: {got} {want}");
-            };
-            for i in 0..len {
-                let (mean, square) = (0.9 * m[i] + 0.1 * g[i], 0.95 * v[i] + 0.05 * g[i] * g[i]);
-                near(means[i], mean);
-                near(squares[i], square);
-                near(stepped[i], 0.99 * p[i] - 0.1 * mean / (square.sqrt() / 0.7 + 1e-6));
-            }
-        });
-    });
-}
-
-#[test]
 fn eight_bits_are_within_half_a_step_and_keep_what_is_not_finite() {
     on_every_device(|| {
         let all = numbers(100, 5).into_iter().map(|v| v as f32).collect::<Vec<_>>();
@@ -267,13 +236,18 @@ fn what_does_not_fit_is_an_error() {
         k.cast((&bytes).into(), (&mut short.clone()).into()).unwrap_err();
         k.cast((&double).into(), (&mut short.clone()).into()).unwrap_err();
         k.copy((&double).into(), (&mut to()).into()).unwrap_err();
+        k.mix((&mut to()).into(), 1., (&short).into(), 1.).unwrap_err();
+        k.mix((&mut to()).into(), 1., (&bytes).into(), 1.).unwrap_err();
         k.powers((&bytes).into(), NormType::Two, (&mut double.clone()).into()).unwrap_err();
         k.powers((&single).into(), NormType::Two, (&mut to()).into()).unwrap_err();
-        let update = AdamWUpdate { decay: 1., beta1: 0., beta2: 0., step_size: 1., root_bias_correction2: 1., eps: 1. };
+        let update =
+            AdamUpdate { l2: 0., decay: 1., beta1: 0., beta2: 0., step_size: 1., root_bias_correction2: 1., eps: 1. };
+        let sgd = SgdUpdate { l2: 0., kept: 1., taken: 1., nesterov: None, lr: 1. };
         for (grad, mean) in [(&double, &single), (&single, &double), (&short, &single), (&single, &short)] {
             let (mut mean, mut square) = (mean.clone(), to());
             let moments = [(&mut mean).into(), (&mut square).into()];
-            k.adamw(&update, (&mut to()).into(), grad.into(), moments).unwrap_err();
+            k.adam(&update, (&mut to()).into(), grad.into(), moments).unwrap_err();
+            k.sgd(&sgd, (&mut to()).into(), grad.into(), Some((&mut mean).into())).unwrap_err();
         }
         assert!(Slice::from(&single).range(3..5).is_err() && Slice::from(&single).range(1..usize::MAX).is_err());
         assert!(SliceMut::from(&mut to()).range(4..usize::MAX).is_err());

@@ -7,7 +7,7 @@ use candle_core::backprop::GradStore;
 use fsdp_core::process_group::{self, Signature};
 use fsdp_core::{ProcessGroup, ReduceOp};
 
-use super::adamw::AdamW;
+use super::sharded::ShardedOptimizer;
 use crate::build::ShardedVarMap;
 use crate::data_parallel::DataParallel;
 use crate::error::{Error, NonFinite, NonFiniteTensor, Result};
@@ -20,8 +20,9 @@ pub enum ValuesOf<'a> {
     Parameters,
     /// The sharded gradients that [`crate::FsdpModule::backward`] returned.
     Gradients(&'a GradStore),
-    /// The optimizer's moments.
-    Moments(&'a AdamW),
+    /// The tensors that an optimizer keeps. Of those kept in 8 bits the scales are counted, one for each block of values:
+    /// what is not finite makes its block's so.
+    Moments(&'a dyn ShardedOptimizer),
 }
 
 /// Finds out whether all of these are finite numbers, on all ranks of the map's mesh, which get the same answer.
@@ -122,13 +123,13 @@ fn subjects(vars: &ShardedVarMap, of: &[ValuesOf<'_>]) -> Result<Vec<Subject>> {
             })),
             ValuesOf::Moments(optim) => {
                 for state in optim.states() {
-                    for (what, moment) in [("exp_avg", &state.exp_avg), ("exp_avg_sq", &state.exp_avg_sq)] {
+                    for (what, moment) in state.moments() {
                         subjects.push(Subject {
                             parameter: state.param.name().into(),
                             what,
                             elements: state.param.shape().elem_count(),
                             ranks: Some(state.param.ranks().clone()),
-                            tensor: Some(moment.clone()),
+                            tensor: Some(moment.telling().clone()),
                         });
                     }
                 }

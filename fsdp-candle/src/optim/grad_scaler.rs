@@ -1,12 +1,14 @@
 //! Loss scaling for f16, with one verdict over all ranks: PyTorch's `ShardedGradScaler`.
 
-use candle_core::Tensor;
+use std::collections::HashSet;
+
 use candle_core::backprop::GradStore;
+use candle_core::{Tensor, TensorId};
 use fsdp_core::ReduceOp;
 use fsdp_core::process_group::{Signature, Subject};
 
-use super::adamw::AdamW;
 use super::clip::{powers, scale};
+use super::sharded::ShardedOptimizer;
 use crate::build::ShardedVarMap;
 use crate::error::{Error, Result};
 use crate::kernels::NormType;
@@ -34,87 +36,176 @@ use crate::kernels::NormType;
 ///     let mut grads = model.backward(&scaler.scale(&loss)?)?;
 ///     scaler.unscale(&vars, &mut grads)?;
 ///     clip_grad_norm(&vars, &mut grads, 1.0)?;
-///     let stepped = scaler.step(&mut optim, &grads)?;
+///     let stepped = scaler.step(&mut optim, &grads)?; // each optimizer that has a share of these gradients
 ///     assert_eq!(stepped, !overflow);
+///     scaler.update()?;
 /// }
 /// assert_eq!(scaler.current_scale(), 65536. / 2.);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct GradScaler {
+    enabled: bool,
     state: GradScalerState,
-    growth_factor: f64,
-    backoff_factor: f64,
-    growth_interval: u32,
-    /// What the last `unscale` found, until a step uses it.
+    /// The shards whose gradients were unscaled since the last update.
+    unscaled: HashSet<TensorId>,
+    /// Whether those of the last `unscale` overflowed.
     overflowed: Option<bool>,
+    /// Whether any did since the last update.
+    any_overflowed: Option<bool>,
 }
 
-/// What a run that goes on has to know of its [`GradScaler`]: `scale` and `_growth_tracker` of PyTorch's `state_dict`.
+/// What a run that goes on has to know of its [`GradScaler`]: PyTorch's `state_dict`.
 ///
 /// ```
 /// use fsdp_candle::{GradScaler, GradScalerState};
 ///
 /// let mut scaler = GradScaler::default();
-/// assert_eq!(scaler.state(), GradScalerState { scale: 65536., growth_tracker: 0 });
-/// scaler.load_state(GradScalerState { scale: 1024., growth_tracker: 7 })?;
+/// assert_eq!((scaler.state().scale, scaler.state().growth_tracker), (65536., 0));
+/// let saved = GradScalerState { scale: 1024., growth_tracker: 7, ..scaler.state() };
+/// scaler.load_state(saved)?;
 /// assert_eq!(scaler.current_scale(), 1024.);
-/// assert!(scaler.load_state(GradScalerState { scale: 0., growth_tracker: 7 }).is_err());
+/// assert!(scaler.load_state(GradScalerState { scale: 0., ..saved }).is_err());
 /// # Ok::<(), fsdp_candle::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GradScalerState {
     /// The scale of the next loss.
     pub scale: f64,
-    /// How many good steps there have been since the scale last changed.
+    /// What the scale is multiplied by after enough good steps, above 1.
+    pub growth_factor: f64,
+    /// What it is multiplied by after an overflow, below 1.
+    pub backoff_factor: f64,
+    /// How many good steps in a row are enough, at least 1.
+    pub growth_interval: u32,
+    /// How many good steps there have been since the scale last changed: PyTorch's `_growth_tracker`.
     pub growth_tracker: u32,
+}
+
+impl Default for GradScalerState {
+    /// PyTorch's.
+    fn default() -> Self {
+        GradScalerState {
+            scale: 65536.,
+            growth_factor: 2.,
+            backoff_factor: 0.5,
+            growth_interval: 2000,
+            growth_tracker: 0,
+        }
+    }
+}
+
+impl GradScalerState {
+    fn check(&self) -> Result<()> {
+        let GradScalerState { scale, growth_factor, backoff_factor, growth_interval, .. } = *self;
+        let fail = |why: String| Err(Error::Argument(why));
+        if !is_scale(scale) {
+            return fail(format!("a loss scale of {scale}: it must be a positive number within f32"));
+        }
+        if !(growth_factor > 1. && growth_factor.is_finite()) {
+            return fail(format!("a GradScaler's growth factor of {growth_factor}: it must be above 1"));
+        }
+        if !(backoff_factor > 0. && backoff_factor < 1.) {
+            return fail(format!("a GradScaler's backoff factor of {backoff_factor}: it must be between 0 and 1"));
+        }
+        if growth_interval == 0 {
+            return fail("a GradScaler's growth interval of 0 steps: it must be at least 1".into());
+        }
+        Ok(())
+    }
 }
 
 impl Default for GradScaler {
     fn default() -> Self {
-        Self::new(65536.)
+        Self::new(GradScalerState::default().scale)
     }
 }
 
 impl GradScaler {
-    /// A scaler that starts at `scale`.
+    /// A scaler that starts at `scale`, with PyTorch's factors.
     pub fn new(scale: f64) -> Self {
         GradScaler {
-            state: GradScalerState { scale, growth_tracker: 0 },
-            growth_factor: 2.,
-            backoff_factor: 0.5,
-            growth_interval: 2000,
+            enabled: true,
+            state: GradScalerState { scale, ..GradScalerState::default() },
+            unscaled: HashSet::new(),
             overflowed: None,
+            any_overflowed: None,
         }
     }
 
-    /// After how many good steps in a row the scale doubles.
-    pub fn growth_interval(mut self, steps: u32) -> Self {
-        self.growth_interval = steps.max(1);
-        self
+    /// A scaler that does nothing: losses and gradients stay as they are, and each step is taken. So a training loop is
+    /// the same in f32: PyTorch's `GradScaler(enabled=False)`.
+    pub fn disabled() -> Self {
+        GradScaler { enabled: false, ..Self::new(1.) }
     }
 
-    /// The scale of the next loss.
+    /// Whether it does anything.
+    pub fn is_enabled(&self) -> bool {
+        self.enabled
+    }
+
+    /// The scale of the next loss; 1 where it is disabled.
     pub fn current_scale(&self) -> f64 {
-        self.state.scale
+        if self.enabled { self.state.scale } else { 1. }
     }
 
-    /// What a checkpoint is to keep. Take it between steps.
+    /// Sets the scale of the next loss: PyTorch's `update(new_scale)`.
+    ///
+    /// # Errors
+    /// When it is no positive number that f32 has room for.
+    pub fn set_scale(&mut self, scale: f64) -> Result<()> {
+        self.set(GradScalerState { scale, ..self.state })
+    }
+
+    /// Sets what the scale is multiplied by after enough good steps.
+    ///
+    /// # Errors
+    /// When it is not above 1.
+    pub fn set_growth_factor(&mut self, factor: f64) -> Result<()> {
+        self.set(GradScalerState { growth_factor: factor, ..self.state })
+    }
+
+    /// Sets what the scale is multiplied by after an overflow.
+    ///
+    /// # Errors
+    /// When it is not between 0 and 1.
+    pub fn set_backoff_factor(&mut self, factor: f64) -> Result<()> {
+        self.set(GradScalerState { backoff_factor: factor, ..self.state })
+    }
+
+    /// Sets after how many good steps in a row the scale grows.
+    ///
+    /// # Errors
+    /// When it is 0.
+    pub fn set_growth_interval(&mut self, steps: u32) -> Result<()> {
+        self.set(GradScalerState { growth_interval: steps, ..self.state })
+    }
+
+    fn set(&mut self, state: GradScalerState) -> Result<()> {
+        state.check()?;
+        self.state = state;
+        Ok(())
+    }
+
+    /// What a checkpoint is to keep, with the factors and the interval. Take it between steps.
     pub fn state(&self) -> GradScalerState {
         self.state
     }
 
-    /// Goes on as the scaler did whose state this is.
+    /// Goes on as the scaler did whose state this is. One that is disabled stays so.
     ///
     /// # Errors
-    /// When the scale is no positive number that f32 has room for. Nothing is changed then.
+    /// When the scale is no positive number that f32 has room for, or a factor or the interval is out of range. Nothing
+    /// is changed then.
     pub fn load_state(&mut self, state: GradScalerState) -> Result<()> {
-        if !is_scale(state.scale) {
-            let scale = state.scale;
-            return Err(Error::Argument(format!("a loss scale of {scale}: it must be a positive number within f32")));
-        }
-        (self.state, self.overflowed) = (state, None);
+        self.set(state)?;
+        self.forget();
         Ok(())
+    }
+
+    fn forget(&mut self) {
+        self.unscaled.clear();
+        (self.overflowed, self.any_overflowed) = (None, None);
     }
 
     /// The loss times the scale: what backward takes.
@@ -122,21 +213,36 @@ impl GradScaler {
     /// # Errors
     /// Candle's.
     pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
+        if !self.enabled {
+            return Ok(loss.clone());
+        }
         Ok((loss * self.state.scale)?)
     }
 
     /// Divides the sharded gradients by the scale, and finds out whether any rank's hold an infinity or a NaN; all
-    /// ranks that a trainable parameter lives on get the same answer. Collective. Ignored parameters' gradients are the
-    /// caller's.
+    /// ranks that a trainable parameter lives on get the same answer. Collective, unless it is disabled. Ignored
+    /// parameters' gradients are the caller's.
     ///
     /// # Errors
-    /// Those of the all-reduce, and when it is called twice before a step.
+    /// Those of the all-reduce, and when it is called twice for a parameter before an update.
     pub fn unscale(&mut self, vars: &ShardedVarMap, grads: &mut GradStore) -> Result<bool> {
-        if self.overflowed.is_some() {
+        let params = vars.trainable();
+        let ids: Vec<TensorId> = params.iter().map(|param| param.var().id()).collect();
+        if ids.iter().any(|id| self.unscaled.contains(id)) {
             return Err(Error::Argument(
-                "GradScaler::unscale was called twice: call step before the next unscale".into(),
+                "GradScaler::unscale was called twice for the same parameters: call step and update before the next \
+                 unscale"
+                    .into(),
             ));
         }
+        let overflowed = self.enabled && self.unscale_now(vars, grads)?;
+        self.unscaled.extend(ids);
+        self.overflowed = Some(overflowed);
+        self.any_overflowed = Some(overflowed || self.any_overflowed == Some(true));
+        Ok(overflowed)
+    }
+
+    fn unscale_now(&self, vars: &ShardedVarMap, grads: &mut GradStore) -> Result<bool> {
         let params = vars.trainable();
         let own: Vec<_> = params.iter().filter_map(|param| grads.get(param.var())).collect();
         let finite = powers(own.iter().copied(), NormType::Infinity)?.iter().all(|largest| largest.is_finite());
@@ -153,33 +259,50 @@ impl GradScaler {
             let group = group.signed(Signature::new(&subject, []));
             overflowed = group.all_reduce_scalar(overflowed, ReduceOp::Max)?;
         }
-        self.overflowed = Some(overflowed != 0);
         Ok(overflowed != 0)
     }
 
-    /// Steps the optimizer unless the gradients overflowed, and sets the next scale. Tells whether it stepped.
+    /// Steps the optimizer unless the gradients of the last [`GradScaler::unscale`] overflowed. Tells whether it
+    /// stepped. Several optimizers may have a share of the same gradients.
     ///
     /// # Errors
     /// The optimizer's, and when the gradients were not unscaled.
-    pub fn step(&mut self, optim: &mut AdamW, grads: &GradStore) -> Result<bool> {
-        let Some(overflowed) = self.overflowed.take() else {
+    pub fn step(&mut self, optim: &mut dyn ShardedOptimizer, grads: &GradStore) -> Result<bool> {
+        let Some(overflowed) = self.overflowed.or((!self.enabled).then_some(false)) else {
             return Err(Error::Argument("GradScaler::step needs unscaled gradients: call unscale first".into()));
         };
         if !overflowed {
             optim.step(grads)?;
         }
-        self.update(overflowed);
         Ok(!overflowed)
     }
 
-    /// Sets the next scale. As in PyTorch, it does not grow beyond f32.
-    fn update(&mut self, overflowed: bool) {
-        let GradScalerState { scale, growth_tracker } = &mut self.state;
+    /// Sets the next scale, by what was found since the last update. Call it once a step, after all optimizers have
+    /// stepped. As in PyTorch, the scale does not grow beyond f32.
+    ///
+    /// # Errors
+    /// When no gradients were unscaled since the last one, unless it is disabled.
+    pub fn update(&mut self) -> Result<()> {
+        match self.any_overflowed {
+            Some(overflowed) if self.enabled => self.next(overflowed),
+            None if self.enabled => {
+                return Err(Error::Argument(
+                    "GradScaler::update has nothing to go by: call unscale and step first".into(),
+                ));
+            }
+            _ => {}
+        }
+        self.forget();
+        Ok(())
+    }
+
+    fn next(&mut self, overflowed: bool) {
+        let GradScalerState { scale, growth_factor, backoff_factor, growth_interval, growth_tracker } = &mut self.state;
         *growth_tracker += 1;
         if overflowed {
-            (*scale, *growth_tracker) = (*scale * self.backoff_factor, 0);
-        } else if *growth_tracker >= self.growth_interval {
-            let grown = *scale * self.growth_factor;
+            (*scale, *growth_tracker) = (*scale * *backoff_factor, 0);
+        } else if *growth_tracker >= *growth_interval {
+            let grown = *scale * *growth_factor;
             (*scale, *growth_tracker) = (if is_scale(grown) { grown } else { *scale }, 0);
         }
     }
@@ -196,13 +319,19 @@ mod tests {
     use super::*;
 
     fn after(scaler: &mut GradScaler, verdicts: impl IntoIterator<Item = bool>) -> (f64, u32) {
-        verdicts.into_iter().for_each(|overflowed| scaler.update(overflowed));
+        verdicts.into_iter().for_each(|overflowed| scaler.next(overflowed));
         (scaler.state().scale, scaler.state().growth_tracker)
+    }
+
+    fn every(growth_interval: u32, scale: f64) -> GradScaler {
+        let mut scaler = GradScaler::new(scale);
+        scaler.set_growth_interval(growth_interval).unwrap();
+        scaler
     }
 
     #[test]
     fn the_scale_grows_after_good_steps_in_a_row_and_falls_after_a_bad_one() {
-        let mut scaler = GradScaler::new(64.).growth_interval(3);
+        let mut scaler = every(3, 64.);
         assert_eq!(after(&mut scaler, [false; 2]), (64., 2));
         assert_eq!(after(&mut scaler, [true]), (32., 0));
         assert_eq!(after(&mut scaler, [false; 3]), (64., 0));
@@ -214,9 +343,9 @@ mod tests {
     fn one_that_goes_on_has_the_scales_of_one_that_never_stopped() {
         let verdicts = [false, false, true, false, false, false, false, true, false];
         for stop in 0..verdicts.len() {
-            let mut undisturbed = GradScaler::new(8.).growth_interval(3);
+            let mut undisturbed = every(3, 8.);
             after(&mut undisturbed, verdicts[..stop].iter().copied());
-            let mut resumed = GradScaler::new(1.).growth_interval(3);
+            let mut resumed = every(3, 1.);
             resumed.load_state(undisturbed.state()).unwrap();
             for &overflowed in &verdicts[stop..] {
                 assert_eq!(after(&mut resumed, [overflowed]), after(&mut undisturbed, [overflowed]));
@@ -226,21 +355,55 @@ mod tests {
 
     #[test]
     fn a_tracker_of_a_longer_interval_is_due_at_once() {
-        let mut scaler = GradScaler::new(1.).growth_interval(3);
-        scaler.load_state(GradScalerState { scale: 4., growth_tracker: 100 }).unwrap();
+        let mut scaler = every(3, 1.);
+        scaler.load_state(GradScalerState { scale: 4., growth_tracker: 100, ..scaler.state() }).unwrap();
         assert_eq!(after(&mut scaler, [false]), (8., 0));
     }
 
     #[test]
     fn scales_stay_within_f32() {
         let largest = 2f64.powi(127);
-        let mut scaler = GradScaler::new(largest).growth_interval(1);
+        let mut scaler = every(1, largest);
         assert_eq!(after(&mut scaler, [false, false]), (largest, 0));
         let before = scaler.state();
         for scale in [0., -1., f64::NAN, f64::INFINITY, 2. * largest, 1e-60] {
-            let error = scaler.load_state(GradScalerState { scale, growth_tracker: 1 }).unwrap_err().to_string();
+            let error =
+                scaler.load_state(GradScalerState { scale, growth_tracker: 1, ..before }).unwrap_err().to_string();
             assert!(error.contains("a loss scale of"), "{error}");
             assert_eq!(scaler.state(), before);
         }
+    }
+
+    #[test]
+    fn factors_are_those_that_were_set_and_in_range() {
+        let mut scaler = every(1, 8.);
+        scaler.set_growth_factor(3.).unwrap();
+        scaler.set_backoff_factor(0.25).unwrap();
+        assert_eq!(after(&mut scaler, [false]), (24., 0));
+        assert_eq!(after(&mut scaler, [true]), (6., 0));
+        scaler.set_scale(5.).unwrap();
+        let before = scaler.state();
+        let refused = [
+            scaler.set_growth_factor(1.),
+            scaler.set_growth_factor(f64::NAN),
+            scaler.set_backoff_factor(1.),
+            scaler.set_backoff_factor(0.),
+            scaler.set_growth_interval(0),
+            scaler.set_scale(f64::INFINITY),
+            scaler.load_state(GradScalerState { growth_factor: 0.5, ..before }),
+        ];
+        assert!(refused.iter().all(Result::is_err));
+        assert_eq!(scaler.state(), before);
+    }
+
+    #[test]
+    fn one_that_is_disabled_changes_nothing() {
+        let mut scaler = GradScaler::disabled();
+        let loss = Tensor::new(3f32, &candle_core::Device::Cpu).unwrap();
+        assert_eq!(scaler.scale(&loss).unwrap().id(), loss.id());
+        let before = scaler.state();
+        scaler.update().unwrap();
+        assert_eq!((scaler.is_enabled(), scaler.current_scale(), scaler.state()), (false, 1., before));
+        assert!(GradScaler::default().update().unwrap_err().to_string().contains("call unscale and step first"));
     }
 }

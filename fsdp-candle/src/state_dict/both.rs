@@ -6,7 +6,7 @@ use super::optimizer::{get_optimizer_state_dict, set_optimizer_state_dict};
 use super::options::StateDictOptions;
 use crate::build::ShardedVarMap;
 use crate::error::Result;
-use crate::optim::AdamW;
+use crate::optim::ShardedOptimizer;
 
 /// The state of a model and of its optimizer: [`get_model_state_dict`] and [`get_optimizer_state_dict`].
 ///
@@ -39,7 +39,7 @@ use crate::optim::AdamW;
 /// Theirs.
 pub fn get_state_dict(
     vars: &ShardedVarMap,
-    optim: &AdamW,
+    optim: &dyn ShardedOptimizer,
     options: &StateDictOptions,
 ) -> Result<(StateDict, StateDict)> {
     Ok((get_model_state_dict(vars, options)?, get_optimizer_state_dict(vars, optim, options)?))
@@ -51,7 +51,7 @@ pub fn get_state_dict(
 /// Theirs.
 pub fn set_state_dict(
     vars: &ShardedVarMap,
-    optim: &mut AdamW,
+    optim: &mut dyn ShardedOptimizer,
     model: &StateDict,
     optimizer: &StateDict,
     options: &StateDictOptions,

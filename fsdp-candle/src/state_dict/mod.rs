@@ -3,6 +3,7 @@
 
 mod both;
 mod dict;
+mod hyper;
 mod model;
 mod optimizer;
 mod options;
@@ -10,6 +11,7 @@ mod transfer;
 
 pub use both::{get_state_dict, set_state_dict};
 pub use dict::{IncompatibleKeys, StateDict, StateTensor};
+pub use hyper::load_param_groups;
 pub use model::{get_model_state_dict, load_model, model_tensors, set_model_state_dict};
 pub use optimizer::{
     get_optimizer_state_dict, load_optimizer, optimizer_tensors, optimizer_values, set_optimizer_state_dict,

@@ -52,12 +52,13 @@ pub fn set_model_state_dict(
     for param in params.iter().filter(|param| param.trainable() || !options.ignore_frozen_params) {
         let Some(name) = names(param.name()) else { continue };
         let (shape, region) = (param.shape().dims(), param.region().clone());
-        wanted.push(Wanted { name, shape, region, dtype: param.dtype() });
+        wanted.push(Wanted { name, shape, region, dtype: param.dtype(), required: true });
         targets.push(param.var().as_tensor());
     }
     for (fqn, var) in &wholes {
         let Some(name) = names(fqn) else { continue };
-        wanted.push(Wanted { name, shape: var.dims(), region: Region::whole(var.dims()), dtype: var.dtype() });
+        let (shape, region, dtype) = (var.dims(), Region::whole(var.dims()), var.dtype());
+        wanted.push(Wanted { name, shape, region, dtype, required: true });
         targets.push(var.as_tensor());
     }
     let given = given(dict, &wanted, vars.mesh(), options)?;
@@ -66,7 +67,7 @@ pub fn set_model_state_dict(
     vars.reshard()?;
     for (target, given) in targets.into_iter().zip(given) {
         if let Some(given) = given {
-            copy(&given, target)?;
+            copy_tensor(&given, target)?;
         }
     }
     Ok(keys)
@@ -87,7 +88,8 @@ pub(super) fn compare(
     };
     let unexpected =
         dict.tensors.keys().filter(|name| !known.contains(name.as_str()) && !left_out(name)).cloned().collect();
-    let missing = wanted.iter().zip(given).filter(|(_, given)| given.is_none()).map(|(wanted, _)| wanted.name.clone());
+    let missing = wanted.iter().zip(given).filter(|(wanted, given)| given.is_none() && wanted.required);
+    let missing = missing.map(|(wanted, _)| wanted.name.clone());
     let keys = IncompatibleKeys { missing: missing.collect(), unexpected };
     let same = keys == IncompatibleKeys::default();
     if options.strict && !on_rank_0(same, vars.mesh(), options)? {
@@ -95,11 +97,6 @@ pub(super) fn compare(
         return Err(fsdp_ckpt::Error::Names { path: "the state dict".into(), missing, unexpected }.into());
     }
     Ok(keys)
-}
-
-/// Copies a tensor's elements into the memory of another of its shape and dtype.
-pub(super) fn copy(from: &Tensor, to: &Tensor) -> Result<()> {
-    Ok(copy_tensor(from, to)?)
 }
 
 /// Every parameter and buffer as `model.<fqn>`, in the memory that it has: what [`fsdp_ckpt::save`] takes.

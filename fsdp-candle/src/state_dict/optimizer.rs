@@ -1,181 +1,202 @@
 //! The state of an optimizer.
 
 use candle_core::{DType, Device, Tensor};
+use fsdp_ckpt::{LoadOptions, LoadReport, LoadTensor, TensorShard, TensorSource};
 use fsdp_core::layout::Region;
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 use super::dict::{IncompatibleKeys, StateDict, StateTensor};
-use super::model::{compare, copy};
+use super::hyper::{GROUPS, groups, hyper_of};
+use super::model::compare;
 use super::options::StateDictOptions;
 use super::transfer::{Wanted, given, kept, taken};
 use crate::build::ShardedVarMap;
 use crate::error::{Error, Result};
-use crate::optim::{AdamW, AdamWConfig, AdamWState};
+use crate::optim::{ParamState, ShardedOptimizer};
+use crate::storage::TensorMemory;
 
 /// What the names of an optimizer's tensors begin with in a checkpoint.
-const OPTIM: &str = "optim.";
-/// The key of the hyper-parameters.
-const GROUPS: &str = "param_groups";
+pub(super) const OPTIM: &str = "optim.";
 /// PyTorch's name for the number of steps that a parameter has taken.
 const STEP: &str = "step";
 
-/// The moments and step counts as `state.<fqn>.exp_avg`, `.exp_avg_sq` and `.step`, and the hyper-parameters as
-/// `param_groups`. Collective when a full state dict is asked for.
+/// What an optimizer keeps for each parameter, by PyTorch's names (`state.<fqn>.exp_avg`, `.exp_avg_sq` and `.step` of
+/// AdamW), and the hyper-parameters of each group as `param_groups`. What is kept in 8 bits is there in f32. Collective
+/// when a full state dict is asked for.
 ///
 /// # Errors
-/// Those of the collectives.
-pub fn get_optimizer_state_dict(vars: &ShardedVarMap, optim: &AdamW, options: &StateDictOptions) -> Result<StateDict> {
-    Ok(kept(of(optim, options)?, vars.mesh(), options))
-}
-
-fn of(optim: &AdamW, options: &StateDictOptions) -> Result<StateDict> {
+/// Those of the collectives; when the optimizer keeps something that nobody sees ([`crate::CandleOptimizer`]).
+pub fn get_optimizer_state_dict(
+    vars: &ShardedVarMap,
+    optim: &dyn ShardedOptimizer,
+    options: &StateDictOptions,
+) -> Result<StateDict> {
+    can_be_seen(optim)?;
     let mut dict = StateDict::default();
-    let mut names = vec![];
     for (state, fqn) in selected(optim, options) {
-        dict.tensors.insert(name(&fqn, EXP_AVG), taken(&state.param, &state.exp_avg, options)?);
-        dict.tensors.insert(name(&fqn, EXP_AVG_SQ), taken(&state.param, &state.exp_avg_sq, options)?);
-        let step = Tensor::new(state.step as f32, &Device::Cpu)?;
-        dict.tensors.insert(name(&fqn, STEP), StateTensor::whole(step));
-        names.push((state.group, fqn));
+        for (what, moment) in state.moments() {
+            dict.tensors.insert(name(&fqn, what), taken(&state.param, &moment.tensor()?, options)?);
+        }
+        dict.tensors.insert(name(&fqn, STEP), StateTensor::whole(step_of(state)?));
     }
-    dict.values.insert(GROUPS.into(), groups(optim, names));
-    Ok(dict)
+    dict.values.insert(GROUPS.into(), groups(optim, options));
+    Ok(kept(dict, vars.mesh(), options))
 }
 
 /// Copies a state dict into the optimizer, tensors as [`crate::set_model_state_dict`] does, and takes its
-/// hyper-parameters.
+/// hyper-parameters: a group gets those of the group that its first parameter is in there.
 ///
 /// # Errors
 /// When `strict` and names differ; when a tensor has another shape, or a part that this rank does not hold; when
-/// `param_groups` are not as many as the optimizer's. Nothing is changed then.
+/// `param_groups` are not as many as the optimizer's, or hold what it does not compute; when the optimizer keeps
+/// something that nobody sees. Nothing is changed then.
 pub fn set_optimizer_state_dict(
     vars: &ShardedVarMap,
-    optim: &mut AdamW,
+    optim: &mut dyn ShardedOptimizer,
+    dict: &StateDict,
+    options: &StateDictOptions,
+) -> Result<IncompatibleKeys> {
+    can_be_seen(optim)?;
+    let before: Vec<_> = optim.param_groups().into_iter().map(|group| group.hyper).collect();
+    // Before all else: hyper-parameters may say what is kept.
+    if let Some(hyper) = hyper_of(&optim.param_groups(), &dict.values, options)? {
+        optim.set_hyper(&hyper)?;
+    }
+    set_tensors(vars, optim, dict, options).or_else(|error| {
+        optim.set_hyper(&before)?;
+        Err(error)
+    })
+}
+
+fn set_tensors(
+    vars: &ShardedVarMap,
+    optim: &mut dyn ShardedOptimizer,
     dict: &StateDict,
     options: &StateDictOptions,
 ) -> Result<IncompatibleKeys> {
     let mut wanted = Vec::new();
     for (state, fqn) in selected(optim, options) {
-        let (shape, dtype) = (state.param.shape().dims(), state.param.dtype());
-        for what in [EXP_AVG, EXP_AVG_SQ] {
-            wanted.push(Wanted { name: name(&fqn, what), shape, region: state.param.region().clone(), dtype });
+        let (shape, required) = (state.param.shape().dims(), true);
+        for (what, moment) in state.moments() {
+            let (name, region, dtype) = (name(&fqn, what), state.param.region().clone(), moment.dtype());
+            wanted.push(Wanted { name, shape, region, dtype, required });
         }
-        wanted.push(Wanted { name: name(&fqn, STEP), shape: &[], region: Region::whole(&[]), dtype: DType::F32 });
+        let (name, required) = (name(&fqn, STEP), !state.may_lack_step);
+        wanted.push(Wanted { name, shape: &[], region: Region::whole(&[]), dtype: DType::F32, required });
     }
     let given = given(dict, &wanted, vars.mesh(), options)?;
     let keys = compare(dict, &wanted, &given, vars, options)?;
-    let configs = configs(optim.groups(), &dict.values)?;
     let mut given = given.into_iter();
     let mut next = || given.next().flatten();
-    let steps = selected(optim, options)
-        .map(|(state, _)| {
-            for target in [&state.exp_avg, &state.exp_avg_sq] {
-                if let Some(given) = next() {
-                    copy(&given, target)?;
-                }
+    let mut steps = vec![];
+    for (state, _) in selected(optim, options) {
+        for (_, moment) in state.moments() {
+            if let Some(given) = next() {
+                moment.set(&given)?;
             }
-            next().map(|step| Ok(step.to_scalar::<f32>()? as u64)).transpose()
-        })
-        .collect::<Result<Vec<_>>>()?;
-    let states = optim.states_mut().iter_mut().filter(|state| options.name(state.param.name()).is_some());
-    for (state, step) in states.zip(steps) {
-        state.step = step.unwrap_or(state.step);
+        }
+        steps.push(next().map(|step| step.to_scalar::<f32>()).transpose()?);
     }
-    optim.set_groups(configs);
+    let states = optim.states_mut().into_iter().filter(|state| options.name(state.param.name()).is_some());
+    for (state, step) in states.zip(steps) {
+        state.step = step.map_or_else(|| begun(state), |step| step as u64);
+    }
     Ok(keys)
 }
 
 /// The state of every parameter in the memory that it has, as `optim.state.<fqn>.exp_avg` and so on: what
-/// [`fsdp_ckpt::save`] takes.
-pub fn optimizer_tensors(optim: &AdamW) -> Result<Vec<fsdp_ckpt::TensorShard>> {
-    Ok(of(optim, &StateDictOptions::default())?.shards(OPTIM))
+/// [`fsdp_ckpt::save`] takes. What is kept in 8 bits is saved in f32, a tensor at a time.
+///
+/// # Errors
+/// When the optimizer keeps something that nobody sees ([`crate::CandleOptimizer`]).
+pub fn optimizer_tensors(optim: &dyn ShardedOptimizer) -> Result<Vec<TensorShard>> {
+    can_be_seen(optim)?;
+    let mut shards = vec![];
+    for state in optim.states() {
+        let (fqn, shape) = (state.param.name(), state.param.shape().dims().to_vec());
+        for (what, moment) in state.moments() {
+            let (fqn, region) = (saved_name(fqn, what), state.param.region().clone());
+            shards.push(TensorShard { fqn, shape: shape.clone(), region, data: moment.memory() });
+        }
+        let data = std::sync::Arc::new(TensorMemory(step_of(state)?));
+        shards.push(TensorShard { fqn: saved_name(fqn, STEP), shape: vec![], region: Region::whole(&[]), data });
+    }
+    Ok(shards)
 }
 
 /// The hyper-parameters as a checkpoint's `optim.param_groups`, for [`fsdp_ckpt::SaveState::values`].
-pub fn optimizer_values(optim: &AdamW) -> Map<String, Value> {
-    let names = optim.states().iter().map(|state| (state.group, state.param.name().to_string()));
-    Map::from_iter([(format!("{OPTIM}{GROUPS}"), groups(optim, names))])
+pub fn optimizer_values(optim: &dyn ShardedOptimizer) -> Map<String, Value> {
+    Map::from_iter([(format!("{OPTIM}{GROUPS}"), groups(optim, &StateDictOptions::default()))])
 }
 
-/// Reads the moments and step counts from a checkpoint of any format, whatever mesh wrote it. The optimizer keeps its
-/// hyper-parameters.
+/// Reads what the optimizer keeps from a checkpoint of any format, whatever mesh wrote it, and whatever groups its
+/// parameters were in. The optimizer keeps its hyper-parameters: [`crate::load_param_groups`] reads them.
 ///
 /// # Errors
-/// Those of [`fsdp_ckpt::load`]; when a step count is no number of steps.
+/// Those of [`fsdp_ckpt::load`]; when a step count is no number of steps; when the optimizer keeps something that
+/// nobody sees.
 pub fn load_optimizer(
-    optim: &mut AdamW,
-    source: &dyn fsdp_ckpt::TensorSource,
-    options: &fsdp_ckpt::LoadOptions,
-) -> Result<fsdp_ckpt::LoadReport> {
-    let dict = of(optim, &StateDictOptions::default())?;
-    let report = dict.load(OPTIM, source, options)?;
-    for state in optim.states_mut() {
-        if let Some(step) = dict.tensors.get(&name(state.param.name(), STEP)) {
-            let step = step.tensor.to_scalar::<f32>()?;
-            if !(step >= 0. && step.fract() == 0.) {
-                return Err(Error::Parameter {
-                    name: state.param.name().into(),
-                    message: format!("{} says that it has taken {step} steps", source.path().display()),
-                });
-            }
-            state.step = step as u64;
+    optim: &mut dyn ShardedOptimizer,
+    source: &dyn TensorSource,
+    options: &LoadOptions,
+) -> Result<LoadReport> {
+    can_be_seen(optim)?;
+    let mut targets = vec![];
+    let mut steps = vec![];
+    for state in optim.states() {
+        let (fqn, shape) = (state.param.name(), state.param.shape().dims().to_vec());
+        for (what, moment) in state.moments() {
+            let (fqn, region) = (saved_name(fqn, what), state.param.region().clone());
+            targets.push(LoadTensor { fqn, shape: shape.clone(), region, data: moment.memory() });
         }
+        let fqn = saved_name(fqn, STEP);
+        let is_there = !state.may_lack_step || source.tensors().contains_key(&fqn);
+        let step = Tensor::new(begun(state) as f32, &Device::Cpu)?;
+        if is_there {
+            let data = std::sync::Arc::new(TensorMemory(step.clone()));
+            targets.push(LoadTensor { fqn, shape: vec![], region: Region::whole(&[]), data });
+        }
+        steps.push(step);
+    }
+    let report = fsdp_ckpt::load(source, &targets, options)?;
+    for (state, step) in optim.states_mut().into_iter().zip(steps) {
+        let step = step.to_scalar::<f32>()?;
+        if !(step >= 0. && step.fract() == 0.) {
+            return Err(Error::Parameter {
+                name: state.param.name().into(),
+                message: format!("{} says that it has taken {step} steps", source.path().display()),
+            });
+        }
+        state.step = step as u64;
     }
     Ok(report)
 }
 
-/// PyTorch's names of the moments.
-const EXP_AVG: &str = "exp_avg";
-const EXP_AVG_SQ: &str = "exp_avg_sq";
+fn can_be_seen(optim: &dyn ShardedOptimizer) -> Result<()> {
+    optim.hidden_state().map_or(Ok(()), |why| Err(Error::Argument(why)))
+}
+
+/// PyTorch's SGD and Muon do not count: what they have saved has begun.
+fn begun(state: &ParamState) -> u64 {
+    if state.may_lack_step { state.step.max(1) } else { state.step }
+}
+
+fn step_of(state: &ParamState) -> candle_core::Result<Tensor> {
+    Tensor::new(state.step as f32, &Device::Cpu)
+}
 
 fn name(fqn: &str, what: &str) -> String {
     format!("state.{fqn}.{what}")
 }
 
+fn saved_name(fqn: &str, what: &str) -> String {
+    format!("{OPTIM}{}", name(fqn, what))
+}
+
 /// The states that the options select, and what their parameters are called.
 fn selected<'a>(
-    optim: &'a AdamW,
+    optim: &'a dyn ShardedOptimizer,
     options: &'a StateDictOptions,
-) -> impl Iterator<Item = (&'a AdamWState, String)> + 'a {
-    optim.states().iter().filter_map(|state| Some((state, options.name(state.param.name())?.to_string())))
-}
-
-/// As PyTorch has them. `names` are those of all parameters, with their groups.
-fn groups(optim: &AdamW, names: impl IntoIterator<Item = (usize, String)>) -> Value {
-    let mut params = vec![vec![]; optim.groups().len()];
-    names.into_iter().for_each(|(group, name)| params[group].push(name));
-    optim.groups().iter().zip(params).map(|(config, params)| group(config, params)).collect()
-}
-
-fn group(config: &AdamWConfig, params: Vec<String>) -> Value {
-    json!({
-        "lr": config.lr,
-        "betas": config.betas,
-        "eps": config.eps,
-        "weight_decay": config.weight_decay,
-        "params": params,
-    })
-}
-
-/// The hyper-parameters with those that a state dict has.
-fn configs(now: &[AdamWConfig], values: &Map<String, Value>) -> Result<Vec<AdamWConfig>> {
-    let Some(groups) = values.get(GROUPS) else { return Ok(now.to_vec()) };
-    let fail = |why: String| Error::Argument(format!("the state dict's {GROUPS} {why}: {groups}"));
-    let found = groups.as_array().filter(|found| found.len() == now.len());
-    let found = found.ok_or_else(|| fail(format!("are not {}, as many as this optimizer has", now.len())))?;
-    let configs = now.iter().zip(found).map(|(now, group)| config(now, group));
-    configs.collect::<Option<_>>().ok_or_else(|| fail("hold something that is no number".into()))
-}
-
-fn config(now: &AdamWConfig, group: &Value) -> Option<AdamWConfig> {
-    let number = |value: &Value, or: f64| match value {
-        Value::Null => Some(or),
-        value => value.as_f64(),
-    };
-    Some(AdamWConfig {
-        lr: number(&group["lr"], now.lr)?,
-        betas: (number(&group["betas"][0], now.betas.0)?, number(&group["betas"][1], now.betas.1)?),
-        eps: number(&group["eps"], now.eps)?,
-        weight_decay: number(&group["weight_decay"], now.weight_decay)?,
-    })
+) -> impl Iterator<Item = (&'a ParamState, String)> + 'a {
+    optim.states().into_iter().filter_map(|state| Some((state, options.name(state.param.name())?.to_string())))
 }

@@ -40,6 +40,8 @@ pub(super) struct Wanted<'a> {
     pub(super) shape: &'a [usize],
     pub(super) region: Region,
     pub(super) dtype: DType,
+    /// Whether a state dict that lacks it lacks something.
+    pub(super) required: bool,
 }
 
 /// Rank 0's tensors, each cut for this rank; `None` where rank 0 has none. `Ok(None)` for all where nothing is

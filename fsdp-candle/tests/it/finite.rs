@@ -79,7 +79,7 @@ fn what_one_rank_finds_all_ranks_hear_wherever_it_is() {
                 nan(param.var()).unwrap();
             }
             if moment.param.region().elements() > 0 {
-                nan(&moment.exp_avg_sq).unwrap();
+                nan(&moment.tensor("exp_avg_sq").unwrap()).unwrap();
             }
             let (name, bias) = vars.ignored().pop().unwrap();
             nan(&bias).unwrap();

@@ -30,6 +30,7 @@ mod parity;
 mod past_the_hooks;
 mod placements;
 mod settings;
+mod sharded_optimizers;
 mod state_dict;
 mod tensor_parallel;
 mod tutorial;

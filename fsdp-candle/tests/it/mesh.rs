@@ -89,6 +89,7 @@ fn the_verdict_on_an_overflow_covers_every_rank_that_a_parameter_lives_on() {
             }
             scaler.unscale(&vars, &mut grads).unwrap();
             steps.push(scaler.step(&mut optim, &grads).unwrap());
+            scaler.update().unwrap();
         }
         (steps, scaler.current_scale())
     });

@@ -123,8 +123,13 @@ fn gradients_that_are_not_shards_and_scaling_out_of_turn_say_what_to_call() {
         assert!(error.contains("call unscale first"), "{error}");
         scaler.unscale(&vars, &mut grads).unwrap();
         let error = scaler.unscale(&vars, &mut grads).unwrap_err().to_string();
-        assert!(error.contains("call step before the next unscale"), "{error}");
+        assert!(error.contains("call step and update before"), "{error}");
         assert!(scaler.step(&mut optim, &grads).unwrap());
+        // The scale is another one from the update on, and gradients are unscaled once a step.
+        let error = scaler.unscale(&vars, &mut grads).unwrap_err().to_string();
+        assert!(error.contains("call step and update"), "{error}");
+        scaler.update().unwrap();
+        assert!(scaler.update().is_err());
 
         let param = vars.trainable()[0].clone();
         let before = param.var().flatten_all().unwrap().to_vec1::<f32>().unwrap();

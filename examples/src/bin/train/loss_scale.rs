@@ -4,7 +4,7 @@
 use anyhow::{Context, ensure};
 use candle_core::Tensor;
 use candle_core::backprop::GradStore;
-use fsdp_candle::{AdamW, GradScaler, GradScalerState, ShardedVarMap};
+use fsdp_candle::{GradScaler, GradScalerState, ShardedOptimizer, ShardedVarMap};
 use fsdp_ckpt::TensorSource;
 use serde_json::{Map, Value};
 
@@ -42,7 +42,7 @@ impl LossScale {
         let [scale, tracker] = [SCALE, GROWTH_TRACKER].map(|name| source.values().get(name));
         let state = || {
             let growth_tracker = tracker?.as_u64()?.try_into().ok()?;
-            Some(GradScalerState { scale: scale?.as_f64()?, growth_tracker })
+            Some(GradScalerState { scale: scale?.as_f64()?, growth_tracker, ..self.first })
         };
         let found = match (scale, tracker) {
             (None, None) => Ok(self.first),
@@ -84,13 +84,18 @@ impl LossScale {
     }
 
     /// Takes the step, unless the gradients overflowed: that is told in words, and the next scale is a smaller one.
-    pub(crate) fn step(&mut self, optim: &mut AdamW, grads: &GradStore) -> anyhow::Result<Option<String>> {
+    pub(crate) fn step(
+        &mut self,
+        optim: &mut dyn ShardedOptimizer,
+        grads: &GradStore,
+    ) -> anyhow::Result<Option<String>> {
         let Some(scaler) = &mut self.scaler else {
             optim.step(grads)?;
             return Ok(None);
         };
         let scale = scaler.current_scale();
         let stepped = scaler.step(optim, grads)?;
+        scaler.update()?;
         let next = scaler.current_scale();
         Ok((!stepped).then(|| {
             format!("skipped, for its gradients overflow f16 at a loss scale of {scale}; the next one is {next}")

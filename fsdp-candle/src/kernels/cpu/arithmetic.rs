@@ -1,4 +1,4 @@
-//! Sums, scales and casts.
+//! Sums, scales, mixtures and casts.
 
 use candle_core::Result;
 
@@ -21,6 +21,18 @@ pub(super) fn scale(values: SliceMut<'_>, factor: f64) -> Result<()> {
         values.iter_mut().for_each(|v| *v = T::put(v.get() * factor));
     }
     floats!(values.dtype(), T => scale(elements_mut::<T>(values)?, factor));
+    Ok(())
+}
+
+pub(super) fn mix(values: SliceMut<'_>, kept: f64, more: Slice<'_>, taken: f64) -> Result<()> {
+    fn mix<A: Float, B: Float>(values: &mut [A], kept: f64, more: &[B], taken: f64) {
+        let (kept, taken) = (A::Real::of(kept), A::Real::of(taken));
+        values.iter_mut().zip(more).for_each(|(v, m)| *v = A::put(kept * v.get() + taken * m.get().widened()));
+    }
+    same_length(values.len(), more.len())?;
+    floats!(values.dtype(), A => floats!(more.dtype(), B => {
+        mix(elements_mut::<A>(values)?, kept, elements::<B>(more)?, taken)
+    }));
     Ok(())
 }
 

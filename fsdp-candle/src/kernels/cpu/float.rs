@@ -40,6 +40,8 @@ pub(super) trait Real:
     fn of(number: f64) -> Self;
     fn sqrt(self) -> Self;
     fn rounded<T: Float>(self) -> T;
+    /// In what another float is computed in.
+    fn widened<R: Real>(self) -> R;
 }
 
 impl Real for f32 {
@@ -55,6 +57,10 @@ impl Real for f32 {
     fn rounded<T: Float>(self) -> T {
         T::from_f32(self)
     }
+    #[inline(always)]
+    fn widened<R: Real>(self) -> R {
+        R::of(f64::from(self))
+    }
 }
 
 impl Real for f64 {
@@ -69,6 +75,10 @@ impl Real for f64 {
     #[inline(always)]
     fn rounded<T: Float>(self) -> T {
         T::from_f64(self)
+    }
+    #[inline(always)]
+    fn widened<R: Real>(self) -> R {
+        R::of(self)
     }
 }
 

@@ -10,8 +10,8 @@ use super::super::eight_bits::EightBits;
 use super::super::norm::NormType;
 use super::super::set::{Kernels, Rows};
 use super::super::slice::{Slice, SliceMut};
-use super::super::update::AdamWUpdate;
-use super::{adamw, arithmetic, eight_bits, memory, norm};
+use super::super::update::{AdamUpdate, SgdUpdate};
+use super::{arithmetic, eight_bits, memory, norm, optimizers};
 
 /// The host.
 pub(in crate::kernels) struct Cpu;
@@ -75,14 +75,28 @@ impl Kernels for Cpu {
         memory::put(count, norm::count_non_finite(values)? as f64)
     }
 
-    fn adamw(
+    fn mix(&self, values: SliceMut<'_>, kept: f64, more: Slice<'_>, taken: f64) -> Result<()> {
+        arithmetic::mix(values, kept, more, taken)
+    }
+
+    fn adam(
         &self,
-        update: &AdamWUpdate,
+        update: &AdamUpdate,
         param: SliceMut<'_>,
         grad: Slice<'_>,
         moments: [SliceMut<'_>; 2],
     ) -> Result<()> {
-        adamw::step(update, param, grad, moments)
+        optimizers::adam(update, param, grad, moments)
+    }
+
+    fn sgd(
+        &self,
+        update: &SgdUpdate,
+        param: SliceMut<'_>,
+        grad: Slice<'_>,
+        buffer: Option<SliceMut<'_>>,
+    ) -> Result<()> {
+        optimizers::sgd(update, param, grad, buffer)
     }
 
     fn quantise(

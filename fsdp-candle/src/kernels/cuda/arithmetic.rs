@@ -1,4 +1,4 @@
-//! Sums, scales, casts and AdamW.
+//! Sums, scales, mixtures and casts.
 
 use candle_core::Result;
 use cudarc::driver::CudaStream;
@@ -6,9 +6,8 @@ use fsdp_core::DType;
 use fsdp_core::device::cuda::CudaView;
 
 use super::super::slice::{Slice, SliceMut};
-use super::super::update::AdamWUpdate;
 use super::device::{Cuda, same_dtype, same_length};
-use super::launch::{Arg, for_each_of, of_float};
+use super::launch::{for_each_of, of_float};
 
 pub(super) fn add(cuda: &Cuda, sum: SliceMut<'_>, more: Slice<'_>) -> Result<()> {
     let (len, kernel) = (sum.len(), format!("add_{}", of_float(sum.dtype())?));
@@ -55,29 +54,14 @@ pub(super) fn cast_on(
     unsafe { cuda.launch_on(stream, &kernel, for_each_of(len), &[from.into(), to.into(), len.into()]) }
 }
 
-pub(super) fn adamw(
-    cuda: &Cuda,
-    update: &AdamWUpdate,
-    param: SliceMut<'_>,
-    grad: Slice<'_>,
-    [means, squares]: [SliceMut<'_>; 2],
-) -> Result<()> {
-    let (len, dtype) = (param.len(), param.dtype());
-    let kernel = format!("adamw_{}", of_float(dtype)?);
-    for (other, its_len) in [(grad.dtype(), grad.len()), (means.dtype(), means.len()), (squares.dtype(), squares.len())]
-    {
-        same_length(len, its_len)?;
-        same_dtype(dtype, other)?;
-    }
-    let (param, grad) = (cuda.view_mut(param)?, cuda.view(grad)?);
-    let (means, squares) = (cuda.view_mut(means)?, cuda.view_mut(squares)?);
+pub(super) fn mix(cuda: &Cuda, values: SliceMut<'_>, kept: f64, more: Slice<'_>, taken: f64) -> Result<()> {
+    let (len, kernel) = (values.len(), format!("mix_{}_{}", of_float(values.dtype())?, of_float(more.dtype())?));
+    same_length(len, more.len())?;
+    let (values, more) = (cuda.view_mut(values)?, cuda.view(more)?);
     if len == 0 {
         return Ok(());
     }
-    let AdamWUpdate { decay, beta1, beta2, step_size, root_bias_correction2, eps } = *update;
-    let numbers = [decay, beta1, 1. - beta1, beta2, 1. - beta2, step_size, root_bias_correction2, eps];
-    let mut args = vec![param.into(), grad.into(), means.into(), squares.into(), len.into()];
-    args.extend(numbers.map(Arg::from));
-    // SAFETY: the kernel's arguments, of one dtype and length.
+    let args = [values.into(), more.into(), len.into(), kept.into(), taken.into()];
+    // SAFETY: the kernel's arguments, of the dtypes in its name and of one length.
     unsafe { cuda.launch(&kernel, for_each_of(len), &args) }
 }

@@ -140,6 +140,22 @@ template <class A, class B> static __device__ void cast(const A* from, B* to, u6
 #define CASTS_FROM(a, A) CAST(a, A, f32, float) CAST(a, A, f64, double) CAST(a, A, bf16, bf16) CAST(a, A, f16, f16)
 FLOATS(CASTS_FROM)
 
+// What is mixed in is read in what the values are computed in.
+template <class A, class B>
+static __device__ void mix(A* values, const B* more, u64 count, typename Float<A>::Real kept,
+                           typename Float<A>::Real taken) {
+  typedef Float<A> F;
+  EACH(i, count)
+    values[i] = F::put(kept * F::get(values[i]) + taken * (typename F::Real)Float<B>::get(more[i]));
+}
+#define MIX(a, A, b, B) \
+  KERNEL(mix_##a##_##b)(A* values, const B* more, u64 count, double kept, double taken) { \
+    typedef Float<A>::Real R; \
+    mix(values, more, count, (R)kept, (R)taken); \
+  }
+#define MIXES_OF(a, A) MIX(a, A, f32, float) MIX(a, A, f64, double) MIX(a, A, bf16, bf16) MIX(a, A, f16, f16)
+FLOATS(MIXES_OF)
+
 // ---- norms ----
 
 // What is added up of each value: the same numbers as in `norm.rs`.
@@ -187,18 +203,19 @@ KERNEL(total)(const double* shares, u64 count, u32 of, double* result) {
   combine_block(mine, result, of);
 }
 
-// ---- AdamW ----
+// ---- optimizers ----
+
+// A number of the host's, in what values are computed in.
+#define REAL typename Float<T>::Real
 
 template <class T>
-static __device__ void adamw(T* param, const T* grad, T* means, T* squares, u64 count, typename Float<T>::Real decay,
-                             typename Float<T>::Real beta1, typename Float<T>::Real rest1,
-                             typename Float<T>::Real beta2, typename Float<T>::Real rest2,
-                             typename Float<T>::Real step_size, typename Float<T>::Real root,
-                             typename Float<T>::Real eps) {
+static __device__ void adam(T* param, const T* grad, T* means, T* squares, u64 count, REAL l2, REAL decay, REAL beta1,
+                            REAL rest1, REAL beta2, REAL rest2, REAL step_size, REAL root, REAL eps) {
   typedef Float<T> F;
   typedef typename F::Real R;
   EACH(i, count) {
-    const R g = F::get(grad[i]);
+    R g = F::get(grad[i]);
+    if (l2 != 0) g = g + l2 * F::get(param[i]);
     const R mean = beta1 * F::get(means[i]) + rest1 * g;
     const R square = beta2 * F::get(squares[i]) + rest2 * g * g;
     means[i] = F::put(mean);
@@ -206,14 +223,47 @@ static __device__ void adamw(T* param, const T* grad, T* means, T* squares, u64 
     param[i] = F::put(F::get(param[i]) * decay - step_size * mean / (sqrt(square) / root + eps));
   }
 }
-#define ADAMW(name, T) \
-  KERNEL(adamw_##name)(T* param, const T* grad, T* means, T* squares, u64 count, double decay, double beta1, \
-                       double rest1, double beta2, double rest2, double step_size, double root, double eps) { \
+#define ADAM(name, T) \
+  KERNEL(adam_##name)(T* param, const T* grad, T* means, T* squares, u64 count, double l2, double decay, \
+                      double beta1, double rest1, double beta2, double rest2, double step_size, double root, \
+                      double eps) { \
     typedef Float<T>::Real R; \
-    adamw(param, grad, means, squares, count, (R)decay, (R)beta1, (R)rest1, (R)beta2, (R)rest2, (R)step_size, \
-          (R)root, (R)eps); \
+    adam(param, grad, means, squares, count, (R)l2, (R)decay, (R)beta1, (R)rest1, (R)beta2, (R)rest2, (R)step_size, \
+         (R)root, (R)eps); \
   }
-FLOATS(ADAMW)
+FLOATS(ADAM)
+
+template <class T> static __device__ void sgd(T* param, const T* grad, u64 count, REAL l2, REAL lr) {
+  typedef Float<T> F;
+  EACH(i, count) {
+    REAL g = F::get(grad[i]);
+    if (l2 != 0) g = g + l2 * F::get(param[i]);
+    param[i] = F::put(F::get(param[i]) - lr * g);
+  }
+}
+template <class T>
+static __device__ void momentum(T* param, const T* grad, T* buffers, u64 count, bool is_nesterov, REAL l2, REAL kept,
+                                REAL taken, REAL nesterov, REAL lr) {
+  typedef Float<T> F;
+  EACH(i, count) {
+    REAL g = F::get(grad[i]);
+    if (l2 != 0) g = g + l2 * F::get(param[i]);
+    const REAL buffer = kept * F::get(buffers[i]) + taken * g;
+    buffers[i] = F::put(buffer);
+    param[i] = F::put(F::get(param[i]) - lr * (is_nesterov ? g + nesterov * buffer : buffer));
+  }
+}
+#define SGD(name, T) \
+  KERNEL(sgd_##name)(T* param, const T* grad, u64 count, double l2, double lr) { \
+    typedef Float<T>::Real R; \
+    sgd(param, grad, count, (R)l2, (R)lr); \
+  } \
+  KERNEL(momentum_##name)(T* param, const T* grad, T* buffers, u64 count, u32 is_nesterov, double l2, double kept, \
+                          double taken, double nesterov, double lr) { \
+    typedef Float<T>::Real R; \
+    momentum(param, grad, buffers, count, is_nesterov != 0, (R)l2, (R)kept, (R)taken, (R)nesterov, (R)lr); \
+  }
+FLOATS(SGD)
 
 // ---- 8 bits ----
 

@@ -7,6 +7,7 @@ mod host_copies;
 mod launch;
 mod memory;
 mod norm;
+mod optimizers;
 mod product;
 mod registry;
 mod set;

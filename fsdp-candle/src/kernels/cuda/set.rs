@@ -12,9 +12,9 @@ use super::super::host_copies::{HostSink, HostSource};
 use super::super::norm::NormType;
 use super::super::set::{Kernels, Rows};
 use super::super::slice::{Slice, SliceMut};
-use super::super::update::AdamWUpdate;
+use super::super::update::{AdamUpdate, SgdUpdate};
 use super::device::Cuda;
-use super::{arithmetic, eight_bits, host_copies, memory, norm};
+use super::{arithmetic, eight_bits, host_copies, memory, norm, optimizers};
 
 impl Kernels for Cuda {
     fn zeros(&self, dtype: DType, len: usize) -> fsdp_core::Result<Buffer> {
@@ -73,14 +73,28 @@ impl Kernels for Cuda {
         norm::count_non_finite(self, values, count)
     }
 
-    fn adamw(
+    fn mix(&self, values: SliceMut<'_>, kept: f64, more: Slice<'_>, taken: f64) -> Result<()> {
+        arithmetic::mix(self, values, kept, more, taken)
+    }
+
+    fn adam(
         &self,
-        update: &AdamWUpdate,
+        update: &AdamUpdate,
         param: SliceMut<'_>,
         grad: Slice<'_>,
         moments: [SliceMut<'_>; 2],
     ) -> Result<()> {
-        arithmetic::adamw(self, update, param, grad, moments)
+        optimizers::adam(self, update, param, grad, moments)
+    }
+
+    fn sgd(
+        &self,
+        update: &SgdUpdate,
+        param: SliceMut<'_>,
+        grad: Slice<'_>,
+        buffer: Option<SliceMut<'_>>,
+    ) -> Result<()> {
+        optimizers::sgd(self, update, param, grad, buffer)
     }
 
     fn quantise(

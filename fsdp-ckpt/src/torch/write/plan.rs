@@ -15,7 +15,7 @@ use crate::{Error, Result, TensorEntry, TensorSource};
 
 /// The hyper-parameters of an optimizer.
 const GROUPS: &str = "optim.param_groups";
-/// What PyTorch's AdamW has beside ours, at its defaults.
+/// What PyTorch's AdamW has beside what checkpoints of ours have named before, at its defaults.
 const ADAMW: [(&str, Value); 7] = [
     ("amsgrad", Value::Bool(false)),
     ("capturable", Value::Bool(false)),
@@ -141,7 +141,8 @@ fn groups(key: &str, value: &Value) -> Option<Vec<(String, Value)>> {
     let mut flat = Vec::new();
     for group in groups {
         let group = group.as_object()?;
-        let defaults = ADAMW.iter().map(|(key, value)| (key.to_string(), value.clone()));
+        let defaults = ADAMW.iter().filter(|_| group.contains_key("betas"));
+        let defaults = defaults.map(|(key, value)| (key.to_string(), value.clone()));
         let mut all: Map<String, Value> = defaults.collect();
         all.extend(group.clone());
         for fqn in all.remove("params")?.as_array()? {
