@@ -29,5 +29,6 @@ mod sizes;
 mod tensor_parallel;
 mod tensorboard;
 mod trace;
+mod tutorial;
 mod width;
 mod writable;

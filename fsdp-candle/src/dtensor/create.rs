@@ -57,8 +57,8 @@ impl DTensor {
         })
     }
 
-    /// Random values between 0 and 1, all alike probable. They follow from the seed and the element's place in the whole
-    /// tensor alone (Philox): the tensor is the same on any mesh and under any placements.
+    /// Random values between 0 and 1, all alike probable. They follow from the seed and the element's place in the
+    /// whole tensor alone (Philox): the tensor is the same on any mesh and under any placements.
     ///
     /// # Errors
     /// As [`DTensor::zeros`], and when the dtype is no floating point type.

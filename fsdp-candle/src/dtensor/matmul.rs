@@ -9,19 +9,21 @@ use super::tensor::{DTensor, zeros};
 use crate::error::{Error, Result};
 
 impl DTensor {
-    /// The product of matrices, of shapes `[.., m, k]` and `[.., k, n]` with equal dimensions before. It is made where it
-    /// takes no communication: rows of the left, columns of the right or batches of both may be sharded, and where the
-    /// inner dimension is, the product is a `Partial(Sum)`; terms of a sum or average on one side remain such.
+    /// The product of matrices, of shapes `[.., m, k]` and `[.., k, n]` with equal dimensions before. It is made where
+    /// it takes no communication: rows of the left, columns of the right or batches of both may be sharded, and where
+    /// the inner dimension is, the product is a `Partial(Sum)`; terms of a sum or average on one side remain such.
     ///
     /// ```
     /// # use candle_core::DType;
     /// # use fsdp_candle::{DTensor, Placement::{Partial, Replicate, Shard}, ReduceOp, World};
     /// # let world = World::single()?;
     /// # let mesh = world.mesh(&[("tp", 1)])?;
-    /// let ones = |shape: (usize, usize), placement| DTensor::ones(shape, DType::F32, world.device(), &mesh, &[placement]);
-    /// let hidden = ones((4, 8), Replicate)?.matmul(&ones((8, 6), Shard(1))?)?;
+    /// let ones = |rows, columns, placement| {
+    ///     DTensor::ones((rows, columns), DType::F32, world.device(), &mesh, &[placement])
+    /// };
+    /// let hidden = ones(4, 8, Replicate)?.matmul(&ones(8, 6, Shard(1))?)?;
     /// assert_eq!(hidden.placements(), [Shard(1)]);
-    /// let terms = hidden.matmul(&ones((6, 2), Shard(0))?)?;
+    /// let terms = hidden.matmul(&ones(6, 2, Shard(0))?)?;
     /// assert_eq!(terms.placements(), [Partial(ReduceOp::Sum)]);
     /// # Ok::<(), fsdp_candle::Error>(())
     /// ```

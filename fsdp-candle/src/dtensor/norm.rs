@@ -49,8 +49,8 @@ impl DTensor {
 }
 
 impl PartialNorm {
-    /// Where ranks' shares are still to be put together, one placement a mesh dimension: `Partial` where the DTensor was
-    /// sharded, `Replicate` where all ranks hold the same.
+    /// Where ranks' shares are still to be put together, one placement a mesh dimension: `Partial` where the DTensor
+    /// was sharded, `Replicate` where all ranks hold the same.
     pub fn placements(&self) -> &[Placement] {
         self.powers.placements()
     }

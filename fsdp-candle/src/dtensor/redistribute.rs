@@ -23,9 +23,9 @@ impl DTensor {
         self.redistribute_async(placements)?.wait()
     }
 
-    /// [`DTensor::redistribute`] that is in flight when this returns: PyTorch's `async_op=True`. All its collectives are
-    /// issued by then, so that ranks issue them in the order of their calls; where it takes several, the last is in
-    /// flight and those before it were waited for.
+    /// [`DTensor::redistribute`] that is in flight when this returns: PyTorch's `async_op=True`. All its collectives
+    /// are issued by then, so that ranks issue them in the order of their calls; where it takes several, the last is
+    /// in flight and those before it were waited for.
     ///
     /// Nobody may change the elements of this DTensor in place before [`Redistribution::wait`].
     ///

@@ -8,9 +8,10 @@ use super::tensor::{DTensor, zeros};
 use crate::error::{Error, Result};
 use crate::storage::to_dtype;
 
-/// Reductions: the names over some dimensions, with those kept, and over all, and a line of documentation.
+/// Reductions: the name over some dimensions and what is done, the names with dimensions kept and over all, and a line of
+/// documentation.
 macro_rules! reductions {
-    ($($name:ident, $keepdim:ident, $all:ident: $what:ident, $doc:literal;)*) => {
+    ($($name:ident: $what:ident, $keepdim:ident, $all:ident, $doc:literal;)*) => {
         impl DTensor {$(
             #[doc = $doc]
             ///
@@ -41,16 +42,16 @@ macro_rules! reductions {
 }
 
 reductions! {
-    sum, sum_keepdim, sum_all: Sum,
-    "The sum over dimensions, in the tensor's dtype; each rank's of bf16 and f16 is made in f32 and rounded once. Over a \
-     dimension that ranks share it is a `Partial(Sum)`; terms of a sum or average remain such.";
-    mean, mean_keepdim, mean_all: Mean,
-    "The mean over dimensions. Over a dimension that ranks share it is a `Partial(Sum)`, of terms that count as much as \
-     the ranks have elements; terms of a sum or average remain such.";
-    max, max_keepdim, max_all: Max,
-    "The largest over dimensions. Over a dimension that ranks share it is a `Partial(Max)`, and terms of a largest remain \
-     such.";
-    min, min_keepdim, min_all: Min,
+    sum: Sum, sum_keepdim, sum_all,
+    "The sum over dimensions, in the tensor's dtype; each rank's of bf16 and f16 is made in f32 and rounded once. Over \
+     a dimension that ranks share it is a `Partial(Sum)`; terms of a sum or average remain such.";
+    mean: Mean, mean_keepdim, mean_all,
+    "The mean over dimensions. Over a dimension that ranks share it is a `Partial(Sum)`, of terms that count as much \
+     as the ranks have elements; terms of a sum or average remain such.";
+    max: Max, max_keepdim, max_all,
+    "The largest over dimensions. Over a dimension that ranks share it is a `Partial(Max)`, and terms of a largest \
+     remain such.";
+    min: Min, min_keepdim, min_all,
     "The smallest over dimensions. Over a dimension that ranks share it is a `Partial(Min)`, and terms of a smallest \
      remain such.";
 }

@@ -89,8 +89,8 @@ fn partials(name: &str, spec: &DTensorSpec, keeps: impl Fn(ReduceOp) -> Option<R
             *placement = Partial(keeps(op).ok_or_else(|| {
                 let to = shown(&with(spec.placements(), mesh_dim, Replicate));
                 Error::Argument(format!(
-                    "{name} of {spec}: the {op} of the terms along mesh dimension \"{}\" is still to be made, and {name} \
-                     of each term is no term of the result; redistribute to {to} first",
+                    "{name} of {spec}: the {op} of the terms along mesh dimension \"{}\" is still to be made, and \
+                     {name} of each term is no term of the result; redistribute to {to} first",
                     spec.mesh().names()[mesh_dim]
                 ))
             })?);

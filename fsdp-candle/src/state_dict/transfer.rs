@@ -16,10 +16,10 @@ pub(super) fn taken(param: &FsdpParam, shard: &Tensor, options: &StateDictOption
     let shape = param.shape().dims();
     if !options.full_state_dict {
         let tensor = if options.cpu_offload { on_host(shard)? } else { shard.clone() };
-        let layout = Some((param.ranks().mesh().clone(), param.placements()));
+        let layout = Some((param.device_mesh().clone(), param.placements()));
         return Ok(StateTensor { tensor, shape: shape.to_vec(), region: param.region().clone(), layout });
     }
-    let shards = DTensor::from_local(&on_host(shard)?, shape, param.ranks().mesh(), &param.placements())?;
+    let shards = DTensor::from_local(&on_host(shard)?, shape, param.device_mesh(), &param.placements())?;
     Ok(StateTensor::whole(shards.full_tensor()?))
 }
 

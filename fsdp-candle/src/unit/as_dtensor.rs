@@ -55,7 +55,7 @@ impl FsdpParam {
     }
 
     fn lying_alike(&self, local: &Tensor) -> Result<DTensor> {
-        DTensor::from_local(local, self.shape(), self.ranks().mesh(), &self.placements())
+        DTensor::from_local(local, self.shape(), self.device_mesh(), &self.placements())
     }
 
     /// Copies values into this rank's shard, as an assignment to PyTorch's `param.to_local()` does. Floating point
@@ -68,7 +68,7 @@ impl FsdpParam {
             return self.refuse(format!(
                 "its shard on rank {} is {:?}, and a tensor of shape {:?} is no part of it: take it from a DTensor that \
                  lies as the parameter does, or set a full tensor with `set_full`",
-                self.ranks().mesh().rank(),
+                self.device_mesh().rank(),
                 self.region().sizes,
                 local.dims()
             ));

@@ -1,0 +1,133 @@
+//! DTensors against the same computed on plain tensors: all placements, meshes of one and two dimensions, on 1 to 4
+//! ranks, with shards that are uneven, empty or strided.
+
+mod create;
+mod elementwise;
+mod in_flight;
+mod moves;
+mod params;
+mod products;
+mod reductions;
+
+use candle_core::{DType, Device, Tensor};
+use fsdp_candle::Placement::{self, Partial, Replicate, Shard};
+use fsdp_candle::{DTensor, DTensorSpec, DeviceMesh, ReduceOp, World};
+use fsdp_core::MeshLayout;
+
+use crate::common::{device, ranks};
+
+const SUM: Placement = Partial(ReduceOp::Sum);
+const AVG: Placement = Partial(ReduceOp::Avg);
+const MAX: Placement = Partial(ReduceOp::Max);
+const MIN: Placement = Partial(ReduceOp::Min);
+
+const NAMES: [&str; 2] = ["a", "b"];
+
+fn strided(dim: usize, split_factor: usize) -> Placement {
+    Placement::StridedShard { dim, split_factor }
+}
+
+/// Runs a closure on each rank of each of the meshes.
+fn on_meshes(f: impl Fn(&DeviceMesh) + Sync) {
+    for shape in [&[1][..], &[2], &[3], &[4], &[1, 2], &[2, 1], &[2, 2], &[1, 3]] {
+        on_mesh(shape, &f);
+    }
+}
+
+fn on_mesh(shape: &[usize], f: impl Fn(&DeviceMesh) + Sync) {
+    let dims: Vec<_> = NAMES.into_iter().zip(shape.iter().copied()).collect();
+    ranks(shape.iter().product(), |world: World| f(&world.mesh(&dims).unwrap()));
+}
+
+/// Placements on a mesh of a tensor of this shape: of the listed ones, and strided ones, those that can be.
+fn layouts(mesh: &MeshLayout, shape: &[usize], of: &[Placement]) -> Vec<Vec<Placement>> {
+    let mut all: Vec<Vec<Placement>> = vec![vec![]];
+    for _ in mesh.shape() {
+        all = all.into_iter().flat_map(|first| of.iter().map(move |&p| [&first[..], &[p]].concat())).collect();
+    }
+    match mesh.shape() {
+        [_] => all.push(vec![strided(0, 2)]),
+        [_, inner] => all.extend([vec![strided(0, *inner), Shard(0)], vec![strided(0, 2), Replicate]]),
+        _ => {}
+    }
+    let can_be = |p: &Vec<Placement>| DTensorSpec::new(mesh.clone(), p, shape, fsdp_core::DType::F32).is_ok();
+    all.into_iter().filter(can_be).collect()
+}
+
+/// Small whole numbers, both positive and negative, which every dtype has.
+fn numbers(shape: &[usize], dtype: DType) -> Tensor {
+    let values: Vec<f32> = (0..shape.iter().product()).map(|at: usize| (at * 7 % 11) as f32 - 4.).collect();
+    Tensor::from_vec(values, shape, &device()).unwrap().to_dtype(dtype).unwrap()
+}
+
+/// A DTensor of these values: terms of a sum differ between ranks, and so do those of an average or a largest.
+fn laid_out(full: &Tensor, mesh: &DeviceMesh, placements: &[Placement]) -> DTensor {
+    let whole = fsdp_candle::distribute_tensor(full, mesh, &vec![Replicate; placements.len()]).unwrap();
+    let sharded = |&p: &Placement| if matches!(p, Partial(_)) { Replicate } else { p };
+    let sharded = whole.redistribute(&placements.iter().map(sharded).collect::<Vec<_>>()).unwrap();
+    let coordinate = mesh.coordinate();
+    let mut offset = 0.;
+    for ((&placement, at), &size) in placements.iter().zip(coordinate).zip(mesh.layout().shape()) {
+        let (at, size) = (at as f64, size as f64);
+        offset += match placement {
+            Partial(ReduceOp::Avg) => 2. * at - (size - 1.),
+            Partial(ReduceOp::Max) => -at,
+            Partial(ReduceOp::Min) => at,
+            _ => 0.,
+        };
+    }
+    let mut local = match sharded.to_local().elem_count() {
+        0 => sharded.to_local().clone(),
+        _ => (sharded.to_local() + offset).unwrap(),
+    };
+    // The first rank has what the others leave of a sum.
+    for ((&placement, at), &size) in placements.iter().zip(mesh.coordinate()).zip(mesh.layout().shape()) {
+        if placement == SUM && local.elem_count() > 0 {
+            let threes = (local.zeros_like().unwrap() + 3.).unwrap();
+            local = match at {
+                0 => (local - (threes * (size as f64 - 1.)).unwrap()).unwrap(),
+                _ => threes,
+            };
+        }
+    }
+    DTensor::from_local(&local, full.shape(), mesh, placements).unwrap()
+}
+
+/// A tensor's elements, row-major, on the host.
+fn values(tensor: &Tensor) -> Vec<f64> {
+    let host = tensor.to_device(&Device::Cpu).unwrap().contiguous().unwrap();
+    host.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// What a rank holds of a full tensor, by asking of every element whether one of its boxes has it.
+fn part(full: &Tensor, spec: &DTensorSpec, rank: usize) -> Vec<f64> {
+    let regions = spec.local_regions(rank).unwrap();
+    let held = |index: usize| {
+        let mut rest = index;
+        let mut at: Vec<usize> = spec.shape().iter().rev().map(|&n| (rest % n, rest /= n).0).collect();
+        at.reverse();
+        regions.iter().any(|region| {
+            let within = |dim: usize| (region.offsets[dim]..region.offsets[dim] + region.sizes[dim]).contains(&at[dim]);
+            (0..at.len()).all(within)
+        })
+    };
+    values(full).into_iter().enumerate().filter(|(index, _)| held(*index)).map(|(_, value)| value).collect()
+}
+
+/// That `got`, made without communication, is `want` where its placements say.
+fn assert_is(got: &DTensor, want: &Tensor, context: &str) {
+    assert_eq!((got.shape(), got.dtype()), (want.dims(), want.dtype()), "{context}");
+    let rank = got.device_mesh().rank();
+    assert_eq!(got.to_local().dims(), got.spec().local_shape(rank).unwrap(), "{context}");
+    if !got.placements().iter().any(|p| matches!(p, Partial(_))) {
+        assert_eq!(values(got.to_local()), part(want, got.spec(), rank), "{context}");
+    }
+    assert_eq!(values(&got.full_tensor().unwrap()), values(want), "{context}");
+}
+
+fn error<T>(result: fsdp_candle::Result<T>) -> String {
+    match result {
+        Ok(_) => panic!("expected an error"),
+        Err(error) => error.to_string(),
+    }
+}

@@ -1,0 +1,114 @@
+//! Distribution and redistribution.
+
+use super::*;
+use crate::common::{address, alone};
+use fsdp_candle::{distribute_tensor, distribute_tensor_from};
+
+#[test]
+fn any_layout_becomes_any_other_and_the_full_tensor() {
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        on_meshes(|mesh| {
+            for shape in [&[5, 3][..], &[4, 2], &[1, 4], &[0, 2]] {
+                let full = numbers(shape, dtype);
+                let all = layouts(mesh.layout(), shape, &[Replicate, Shard(0), Shard(1), SUM, MAX]);
+                for (at, from) in all.iter().enumerate() {
+                    let tensor = laid_out(&full, mesh, from);
+                    assert_is(&tensor, &full, &format!("{tensor:?}"));
+                    // With two dimensions there are many: some of them, other ones each time.
+                    let step = if mesh.layout().shape().len() == 1 { 1 } else { 5 };
+                    for to in all.iter().skip(at % step).step_by(step) {
+                        match tensor.redistribute(to) {
+                            Ok(moved) => assert_is(&moved, &full, &format!("{tensor:?} to {moved:?}")),
+                            Err(error) => assert!(error.to_string().contains("a shard is no term"), "{error}"),
+                        }
+                    }
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn the_data_is_that_of_the_rank_that_is_named() {
+    on_mesh(&[2, 2], |mesh| {
+        let mine = Tensor::full(mesh.rank() as f32, (3, 2), &device()).unwrap();
+        for placements in [[Shard(0), Shard(1)], [Replicate, Shard(0)], [strided(0, 2), Shard(0)]] {
+            for root in 0..4 {
+                let sent = distribute_tensor_from(&mine, mesh, &placements, Some(root)).unwrap();
+                assert_is(&sent, &Tensor::full(root as f32, (3, 2), &device()).unwrap(), "sent");
+            }
+            let of_0 = distribute_tensor(&mine, mesh, &placements).unwrap();
+            assert_eq!(values(&of_0.full_tensor().unwrap()), [0.; 6]);
+            let own = distribute_tensor_from(&mine, mesh, &placements, None).unwrap();
+            assert!(values(own.to_local()).iter().all(|&value| value == mesh.rank() as f64));
+        }
+        let text = error(distribute_tensor_from(&mine, mesh, &[Shard(0), Shard(0)], Some(4)));
+        assert!(text.contains("rank 4 is outside mesh (a: 2, b: 2), whose ranks are 0..4"), "{text}");
+    });
+}
+
+#[test]
+fn what_lies_right_already_shares_its_memory() {
+    let world = alone();
+    let mesh = world.mesh(&[("dp", 1)]).unwrap();
+    let local = Tensor::zeros((2, 3), DType::F32, &device()).unwrap();
+    let tensor = DTensor::from_local(&local, (2, 3), &mesh, &[Replicate]).unwrap();
+    assert_eq!(address(tensor.to_local()), address(&local));
+    assert_eq!(address(tensor.redistribute(&[Replicate]).unwrap().to_local()), address(&local));
+    assert_eq!(address(&tensor.full_tensor().unwrap()), address(&local));
+    // A shard of one is a copy: nobody changes the full tensor through it.
+    let sharded = distribute_tensor_from(&local, &mesh, &[Shard(0)], None).unwrap();
+    assert_ne!(address(sharded.to_local()), address(&local));
+}
+
+#[test]
+fn dtypes_and_devices_change_and_placements_stay() {
+    on_mesh(&[2], |mesh| {
+        let full = numbers(&[3, 2], DType::F32);
+        for placement in [Replicate, Shard(0), SUM, AVG, MAX] {
+            let tensor = laid_out(&full, mesh, &[placement]);
+            for dtype in [DType::BF16, DType::F16, DType::F64] {
+                let converted = tensor.to_dtype(dtype).unwrap();
+                assert_eq!(converted.placements(), [placement]);
+                assert_is(&converted, &full.to_dtype(dtype).unwrap(), "converted");
+            }
+            let host = tensor.to_device(&Device::Cpu).unwrap();
+            assert!(host.device().is_cpu());
+            assert_eq!(values(&host.full_tensor().unwrap()), values(&full));
+        }
+        let positive = full.abs().unwrap();
+        assert_is(
+            &laid_out(&positive, mesh, &[MAX]).relu().unwrap().to_dtype(DType::U32).unwrap(),
+            &{ positive.to_dtype(DType::U32).unwrap() },
+            "to integers",
+        );
+        let text = error(laid_out(&full, mesh, &[SUM]).to_dtype(DType::I64));
+        assert!(text.contains("to_dtype of F32 [3, 2] as [P(sum)] on (a: 2): the sum of the terms"), "{text}");
+    });
+}
+
+#[test]
+fn bad_arguments_are_refused_before_any_communication() {
+    on_mesh(&[2], |mesh| {
+        // One rank alone: nothing of this may wait for the other.
+        if mesh.rank() == 1 {
+            return;
+        }
+        let local = |rows: usize| Tensor::zeros((rows, 3), DType::F32, &device()).unwrap();
+        let tensor = DTensor::from_local(&local(2), (3, 3), mesh, &[Shard(0)]).unwrap();
+        for (text, part) in [
+            (
+                error(DTensor::from_local(&local(3), (3, 3), mesh, &[Shard(0)])),
+                "rank 0 of the mesh: the local tensor has shape [3, 3], but of F32 [3, 3] as [S(0)] on (a: 2) it must \
+                 have [2, 3]",
+            ),
+            (error(DTensor::from_local(&local(2), (3, 3), mesh, &[Shard(2)])), "no dimension 2"),
+            (error(distribute_tensor(&local(3), mesh, &[Shard(0); 2])), "there are 2 placements"),
+            (error(tensor.redistribute(&[])), "there are 0 placements"),
+            (error(tensor.redistribute(&[SUM])), "from S(0) to P(sum)"),
+        ] {
+            assert!(text.contains(part), "{text}");
+        }
+        assert_eq!(format!("{tensor:?}"), "DTensor(F32 [3, 3] as [S(0)] on (a: 2), of which rank 0 holds [2, 3])");
+    });
+}

@@ -1,0 +1,166 @@
+//! Sums, means, the largest and smallest, and norms.
+
+use super::*;
+use fsdp_candle::NormType;
+
+const DIMS: [&[usize]; 5] = [&[0], &[1], &[2], &[0, 2], &[0, 1, 2]];
+
+fn largest(tensor: &Tensor, dims: &[usize]) -> Tensor {
+    dims.iter().fold(tensor.clone(), |tensor, &dim| tensor.max_keepdim(dim).unwrap())
+}
+
+fn smallest(tensor: &Tensor, dims: &[usize]) -> Tensor {
+    largest(&tensor.neg().unwrap(), dims).neg().unwrap()
+}
+
+/// Where a reduction leaves what lies so; none where it is of terms that it can't be made of.
+fn after(
+    placement: Placement,
+    dims: &[usize],
+    keepdim: bool,
+    across: Placement,
+    of: &[Placement],
+) -> Option<Placement> {
+    match placement {
+        Shard(dim) if dims.contains(&dim) => Some(across),
+        Shard(dim) if !keepdim => Some(Shard(dim - dims.iter().filter(|&&gone| gone < dim).count())),
+        Partial(_) => of.contains(&placement).then_some(placement),
+        other => Some(other),
+    }
+}
+
+#[test]
+fn reductions_are_partial_over_shared_dimensions_and_keep_the_others() {
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        on_meshes(|mesh| {
+            let shape = [3, 2, 4];
+            let full = numbers(&shape, dtype);
+            let exact = full.to_dtype(DType::F32).unwrap();
+            let of = [Replicate, Shard(0), Shard(1), Shard(2), SUM, AVG, MAX];
+            for placements in layouts(mesh.layout(), &shape, &of) {
+                if placements.iter().any(|p| matches!(p, Placement::StridedShard { .. })) {
+                    continue;
+                }
+                let tensor = laid_out(&full, mesh, &placements);
+                for (dims, keepdim) in DIMS.into_iter().flat_map(|dims| [(dims, false), (dims, true)]) {
+                    let plain = |all: Tensor| match keepdim {
+                        true => all,
+                        false => dims.iter().rev().fold(all, |all, &dim| all.squeeze(dim).unwrap()),
+                    };
+                    let of_sums: &[Placement] = &[SUM, AVG];
+                    for (name, result, want, across, of) in [
+                        (
+                            "sum",
+                            if keepdim { tensor.sum_keepdim(dims) } else { tensor.sum(dims) },
+                            exact.sum_keepdim(dims).unwrap(),
+                            SUM,
+                            of_sums,
+                        ),
+                        (
+                            "max",
+                            if keepdim { tensor.max_keepdim(dims) } else { tensor.max(dims) },
+                            largest(&exact, dims),
+                            MAX,
+                            &[MAX],
+                        ),
+                        (
+                            "min",
+                            if keepdim { tensor.min_keepdim(dims) } else { tensor.min(dims) },
+                            smallest(&exact, dims),
+                            MIN,
+                            &[],
+                        ),
+                    ] {
+                        let context = format!("{name} over {dims:?} of {tensor:?}");
+                        let after = |&p: &Placement| after(p, dims, keepdim, across, of);
+                        match (result, placements.iter().map(after).collect::<Option<Vec<_>>>()) {
+                            (Ok(result), Some(expected)) => {
+                                assert_eq!(result.placements(), expected, "{context}");
+                                assert_is(&result, &plain(want).to_dtype(dtype).unwrap(), &context);
+                            }
+                            (Err(error), None) => {
+                                assert!(error.to_string().contains("redistribute to ["), "{context}: {error}");
+                            }
+                            (result, expected) => panic!("{context}: {result:?}, expected {expected:?}"),
+                        }
+                    }
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn means_count_every_element_once() {
+    on_meshes(|mesh| {
+        // Five rows: uneven shards, over four ranks one of them empty.
+        let full = numbers(&[5, 3], DType::F32);
+        for placements in layouts(mesh.layout(), &[5, 3], &[Replicate, Shard(0), Shard(1), SUM, AVG]) {
+            let tensor = laid_out(&full, mesh, &placements);
+            for (got, want) in [
+                (tensor.mean(0).unwrap(), full.mean(0).unwrap()),
+                (tensor.mean_keepdim(1).unwrap(), full.mean_keepdim(1).unwrap()),
+                (tensor.mean_all().unwrap(), full.mean_all().unwrap()),
+            ] {
+                assert_eq!(got.shape(), want.dims());
+                let near = |(a, b): (f64, f64)| (a - b).abs() < 1e-5;
+                let full = values(&got.full_tensor().unwrap());
+                assert!(full.into_iter().zip(values(&want)).all(near), "{tensor:?}");
+            }
+        }
+    });
+}
+
+#[test]
+fn ranks_without_elements_add_nothing() {
+    on_mesh(&[4], |mesh| {
+        let negative = (numbers(&[2, 3], DType::F32) - 9.).unwrap();
+        for dtype in [DType::F32, DType::BF16, DType::I64] {
+            let tensor = laid_out(&negative.to_dtype(dtype).unwrap(), mesh, &[Shard(0)]);
+            assert_eq!(tensor.to_local().elem_count(), if mesh.rank() < 2 { 3 } else { 0 });
+            let of = |x: DTensor| values(&x.full_tensor().unwrap());
+            let whole = values(&negative);
+            assert_eq!(of(tensor.sum_all().unwrap()), [whole.iter().sum::<f64>()]);
+            assert_eq!(of(tensor.max_all().unwrap()), [whole.iter().copied().fold(f64::MIN, f64::max)]);
+            assert_eq!(of(tensor.min_all().unwrap()), [whole.iter().copied().fold(f64::MAX, f64::min)]);
+        }
+        let counts = DTensor::ones((2, 3), DType::U32, &device(), mesh, &[Shard(0)]).unwrap();
+        assert_eq!(values(&counts.min_all().unwrap().full_tensor().unwrap()), [1.]);
+        let none = DTensor::zeros((0, 3), DType::F32, &device(), mesh, &[Shard(0)]).unwrap();
+        assert_eq!(values(&none.sum(0).unwrap().full_tensor().unwrap()), [0.; 3]);
+        assert!(error(none.max(0)).contains("there is no element"));
+        assert!(error(counts.mean_all()).contains("convert to a floating point type first"));
+        assert!(error(none.sum(2)).contains("out of range"), "{}", error(none.sum(2)));
+    });
+}
+
+#[test]
+fn norms_have_a_share_a_rank_until_all_are_asked_for() {
+    for dtype in [DType::F32, DType::BF16, DType::F16, DType::F64] {
+        on_meshes(|mesh| {
+            let full = numbers(&[5, 3], dtype);
+            let all = values(&full);
+            for placements in layouts(mesh.layout(), &[5, 3], &[Replicate, Shard(0), Shard(1)]) {
+                let tensor = laid_out(&full, mesh, &placements);
+                for (norm, want) in [
+                    (NormType::Two, all.iter().map(|x| x * x).sum::<f64>().sqrt()),
+                    (NormType::P(1.), all.iter().map(|x| x.abs()).sum()),
+                    (NormType::P(3.), all.iter().map(|x| x.abs().powi(3)).sum::<f64>().cbrt()),
+                    (NormType::Infinity, all.iter().fold(0., |max, x| x.abs().max(max))),
+                ] {
+                    let partial = tensor.norm(norm).unwrap();
+                    let share = if norm == NormType::Infinity { MAX } else { SUM };
+                    let expected = placements.iter().map(|p| if p.shard_dim().is_some() { share } else { *p });
+                    assert_eq!(partial.placements(), expected.collect::<Vec<_>>());
+                    let got = partial.full_tensor().unwrap();
+                    assert_eq!(got.dtype(), if dtype == DType::F64 { DType::F64 } else { DType::F32 });
+                    let got = values(&got)[0];
+                    assert!((got - want).abs() < 1e-6 * want, "{norm:?} of {tensor:?}: {got} instead of {want}");
+                }
+            }
+            let terms = laid_out(&full, mesh, &vec![SUM; mesh.layout().shape().len()]);
+            assert!(error(terms.norm(NormType::Two)).contains("norm of each term is no term of the result"));
+            assert!(error(terms.norm(NormType::P(0.))).contains("a norm of order 0"));
+        });
+    }
+}

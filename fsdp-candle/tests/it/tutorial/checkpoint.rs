@@ -1,0 +1,54 @@
+//! Distributed checkpoints: each rank writes and reads its own shards.
+
+use candle_core::Module;
+use fsdp_candle::{StateDictOptions, get_state_dict, optimizer_values, set_state_dict};
+use fsdp_ckpt::{LoadOptions, MODEL, SaveState};
+
+use super::*;
+
+#[test]
+fn saved_by_two_ranks_and_loaded_by_others() {
+    let root = tempfile::tempdir().unwrap();
+    let dir = root.path().join("step-1");
+    let args = ModelArgs::default();
+    let saved = on_worlds(&[2], |world| {
+        let vars = vars(world)?;
+        let model = sharded(&FullyShard::new(&vars), &vars, &args)?;
+        let mut optim = adam(&vars)?;
+        let x = randint(args.vocab_size, (4, 8), world.device())?;
+        optim.step(&model.backward(&model.forward(&x)?.sum_all()?)?)?;
+        // tutorial: dcp.save
+        //> model_sd, optim_sd = get_state_dict(model, optim)
+        let (model_sd, optim_sd) = get_state_dict(&vars, &optim, &StateDictOptions::default())?;
+        //> dcp.save({"model": model_sd, "optim": optim_sd}, checkpoint_id=dir)
+        let mut tensors = model_sd.shards(MODEL);
+        tensors.extend(optim_sd.shards("optim."));
+        let values = optimizer_values(&optim);
+        let state = SaveState { mesh: vars.mesh().layout().clone(), tensors, values };
+        fsdp_ckpt::save(&dir, world.group(), &state)?;
+        // end
+        parameters(&vars)
+    });
+    for world in on_worlds(&[1, 2, 4], |world| {
+        let vars = vars(world)?;
+        vars.init_with(fsdp_candle::initializer::Philox::new(1));
+        let model = sharded(&FullyShard::new(&vars), &vars, &args)?;
+        let mut optim = adam(&vars)?;
+        assert_ne!(parameters(&vars)?, saved[0][0]);
+        // tutorial: dcp.load
+        //> model_sd, optim_sd = get_state_dict(model, optim)
+        let (model_sd, optim_sd) = get_state_dict(&vars, &optim, &StateDictOptions::default())?;
+        //> dcp.load({"model": model_sd, "optim": optim_sd}, checkpoint_id=dir)
+        let source = fsdp_ckpt::open(&dir)?;
+        model_sd.load(MODEL, &*source, &LoadOptions::default())?;
+        optim_sd.load("optim.", &*source, &LoadOptions::default())?;
+        //> set_state_dict(model, optim, model_state_dict=model_sd, optim_state_dict=optim_sd)
+        set_state_dict(&vars, &mut optim, &model_sd, &optim_sd, &StateDictOptions::default())?;
+        // end
+        assert!(optim.states().iter().all(|state| state.step == 1));
+        drop(model);
+        parameters(&vars)
+    }) {
+        assert!(world.iter().all(|loaded| *loaded == saved[0][0]));
+    }
+}
