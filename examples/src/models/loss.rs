@@ -47,12 +47,7 @@ fn outputs(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<(Tensor, 
     model.call_with(input, |model, (ids, documents)| model.outputs(&ids, documents.as_ref()))
 }
 
-fn reduced(
-    model: &FsdpModule<LanguageModel>,
-    logits: &Tensor,
-    batch: &Batch,
-    reduction: Reduction,
-) -> Result<Tensor> {
+fn reduced(model: &FsdpModule<LanguageModel>, logits: &Tensor, batch: &Batch, reduction: Reduction) -> Result<Tensor> {
     let options = CrossEntropyOptions { reduction, ..Default::default() };
     match model.inner().vocabulary_group() {
         Some(group) => nn::vocab_parallel_cross_entropy(logits, &batch.targets, group, &options),

@@ -128,7 +128,9 @@ pub fn check(config: &ModelConfig, tensor: usize) -> anyhow::Result<()> {
 
 fn decoder(config: &ModelConfig, tensor: usize) -> anyhow::Result<&DecoderConfig> {
     let refused = |family: &str, why: &str| {
-        format!("--tensor-parallel {tensor} is not for {family}: {why}. Leave it out, and let the processes shard the model")
+        format!(
+            "--tensor-parallel {tensor} is not for {family}: {why}. Leave it out, and let the processes shard the model"
+        )
     };
     match config {
         ModelConfig::Decoder(config) if config.fused => {
@@ -165,5 +167,8 @@ fn gcd(a: usize, b: usize) -> usize {
 fn divisors(number: usize) -> Vec<String> {
     /// More processes than this share no layer.
     const MOST: usize = 64;
-    (2..=number.min(MOST)).filter(|divisor| number.is_multiple_of(*divisor)).map(|divisor| divisor.to_string()).collect()
+    (2..=number.min(MOST))
+        .filter(|divisor| number.is_multiple_of(*divisor))
+        .map(|divisor| divisor.to_string())
+        .collect()
 }

@@ -117,7 +117,8 @@ fn sizes_are_those_of_the_model_that_is_built() {
             let config = ModelConfig::parse(&format!("{}{}}}", text.0, text.1)).unwrap();
             let world = World::single().unwrap();
             let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)]).unwrap(), world.device());
-            let options = ModelOptions { dtype: DType::F32, positions: 4, activation_checkpoint: false, parallel: None };
+            let options =
+                ModelOptions { dtype: DType::F32, positions: 4, activation_checkpoint: false, parallel: None };
             let targets = lora.targets.clone();
             vars.adapt(lora.config, move |layer| targets.meant(layer));
             build(&config, &FullyShard::new(&vars), &vars, options).unwrap();

@@ -31,7 +31,8 @@ fn numbers_that_do_not_divide() {
     refused("llama_tiny", 2, "--tensor-parallel 2", &[parts[0], "no number but 1 divides all", "leave it out"]);
     let parts = ["num_key_value_heads = 2; what divides all that has to be divided is 2"];
     refused("llama_tp_tied_tiny", 4, "--tensor-parallel 4", &parts);
-    let parts = ["num_attention_heads = 4 and num_key_value_heads = 2 and vocab_size = 131", "moe_intermediate_size = 11"];
+    let parts =
+        ["num_attention_heads = 4 and num_key_value_heads = 2 and vocab_size = 131", "moe_intermediate_size = 11"];
     refused("qwen3_moe_tiny", 3, "--tensor-parallel 3", &parts);
 }
 
@@ -43,7 +44,8 @@ fn processes_and_sequences_that_do_not_divide() {
     let parts = ["--replicate 2 times --tensor-parallel 2 does not divide the 2 processes: start a multiple of 4"];
     refused(name, 2, "--tensor-parallel 2 --replicate 2", &parts);
     let flags = "--tensor-parallel 2 --sequence-parallel --seq-len 31";
-    let parts = ["--seq-len 31", "2 processes of --tensor-parallel", "a multiple of 2, or leave out --sequence-parallel"];
+    let parts =
+        ["--seq-len 31", "2 processes of --tensor-parallel", "a multiple of 2, or leave out --sequence-parallel"];
     refused(name, 2, flags, &parts);
     refused(name, 2, "--sequence-parallel", &["--sequence-parallel", "of --tensor-parallel: pass that as well"]);
 }
@@ -58,5 +60,4 @@ fn models_without_a_plan() {
         let said = format!("--tensor-parallel 2 is not for {family}");
         refused(name, 2, "--tensor-parallel 2", &[&said, why, "let the processes shard the model"]);
     }
-    refused("llama_tp_tiny", 2, "--tensor-parallel 2 --lora-rank 2", &["--lora-rank", "Leave one of them out"]);
 }
