@@ -76,6 +76,7 @@ impl Module for Embedding {
         if cuts_vocabulary {
             self.check_hidden(hidden)?;
             let range = Range { first: group.rank() * vocabulary, rows: vocabulary, of: group.size() * vocabulary };
+            let group = &parallel.group_for(&ids)?;
             output_of_terms("Embedding", &lookup(&self.embeddings, &ids, range)?, output, group)
         } else {
             self.check_hidden(hidden * group.size())?;
