@@ -1,27 +1,129 @@
-//! What a step communicates in the group of each dimension of the mesh, in calls and bytes, against the formula.
+//! What a step communicates among the ranks of each dimension of the mesh, in calls and bytes, against the formula.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-use fsdp_tests::trace::Trace;
+use fsdp_tests::trace::{Event, Trace};
 
-use super::{DP2_TP2, Mesh, REPLICATE2_TP2, SEQUENCE, TP4, train};
+use super::{DP2_TP2, Mesh, REPLICATE2_TP2, SEQUENCE, SEQUENCES, TP4, train};
 
-#[test]
-fn dump() {
-    for mesh in [DP2_TP2, TP4, REPLICATE2_TP2] {
-        for sequence in [false, true] {
-            let dir = tempfile::tempdir().unwrap();
-            let more: &[&str] = if sequence { &[SEQUENCE] } else { &[] };
-            train("llama_tp_tiny", &mesh, &[&["--steps", "3", "--trace", "trace.json"], more].concat(), dir.path());
-            let events = Trace::read(&dir.path().join("trace.json")).events();
-            let step = Trace::step(&events, 1, 3);
-            let mut all: BTreeMap<(String, String), Vec<u64>> = BTreeMap::new();
-            for event in step.iter().filter(|event| event.phase == "B") {
-                if let Some((group, bytes)) = &event.moved {
-                    all.entry((group.clone(), event.name.clone())).or_default().push(*bytes);
-                }
+// Of `llama_tp_tiny`.
+const TOKENS: u64 = 32;
+const WIDTH: u64 = 32;
+const INNER: u64 = 88;
+const IDS: u64 = 132;
+const BLOCKS: u64 = 2;
+const F32: u64 = 4;
+const RANKS: u64 = 4;
+
+/// Which ranks take part in which kind of collective, and the bytes of all ranks' parts for each call, sorted.
+type Calls = BTreeMap<(Vec<u64>, String), Vec<u64>>;
+
+/// A rank's place in the mesh.
+struct Place {
+    replicate: u64,
+    shard: u64,
+    tensor: u64,
+    sequence: bool,
+    rank: u64,
+}
+
+impl Place {
+    /// The ranks that differ from this one in the coordinate which is `step` ranks wide and has `size` values.
+    fn along(&self, step: u64, size: u64) -> Vec<u64> {
+        let first = self.rank - self.rank / step % size * step;
+        (0..size).map(|i| first + i * step).collect()
+    }
+
+    fn formula(&self) -> Calls {
+        let &Place { replicate, shard, tensor, sequence, .. } = self;
+        let mut calls = Calls::new();
+        let mut add = |ranks: Vec<u64>, op: &str, count: u64, bytes: u64| {
+            // Alone, nothing is communicated.
+            if ranks.len() > 1 {
+                calls.entry((ranks, op.into())).or_default().extend((0..count).map(|_| bytes));
             }
-            println!("{} {sequence}: {all:#?}", mesh.record);
+        };
+        let shards = || self.along(tensor, shard);
+        let copies = || self.along(tensor * shard, replicate);
+        let layers = || self.along(1, tensor);
+        let world = || (0..RANKS).collect::<Vec<_>>();
+
+        // FSDP: units of what a rank computes with. The root stays between forward and backward.
+        let root = F32 * (2 * IDS * WIDTH / tensor + WIDTH);
+        let block = F32 * ((4 * WIDTH * WIDTH + 3 * WIDTH * INNER) / tensor + 2 * WIDTH);
+        add(shards(), "all_gather", 1, root);
+        add(shards(), "all_gather", 2 * BLOCKS, block);
+        add(shards(), "reduce_scatter", 1, root);
+        add(shards(), "reduce_scatter", BLOCKS, block);
+        add(copies(), "all_reduce", 1, root / shard);
+        add(copies(), "all_reduce", BLOCKS, block / shard);
+
+        // Layers: forward has the embedding and two for each block, backward the head and two for each block.
+        let rows = SEQUENCES as u64 / (replicate * shard) * TOKENS;
+        let activations = F32 * rows * WIDTH;
+        if sequence {
+            // What is left scattered in one direction is gathered in the other, and the other way round.
+            for op in ["all_gather", "reduce_scatter"] {
+                add(layers(), op, 2 * (2 * BLOCKS + 1), activations);
+            }
+            // Norms' gradients are terms of a sum.
+            add(layers(), "all_reduce", 1, F32 * WIDTH / shard);
+            add(layers(), "all_reduce", BLOCKS, F32 * 2 * WIDTH / shard);
+        } else {
+            add(layers(), "all_reduce", 2 * (2 * BLOCKS + 1), activations);
+        }
+        // The loss: the largest logit of each row; then the sum of exponentials and the target's logit.
+        add(layers(), "all_reduce", 1, F32 * rows);
+        add(layers(), "all_reduce", 1, 2 * F32 * rows);
+
+        // The norm's squares: of what layers share and of what they don't, and then the sum of the first.
+        add(shards(), "all_reduce", 1, 16);
+        add(layers(), "all_reduce", 1, 8);
+        // Loss and norm for the log, and peak memory.
+        add(world(), "all_reduce", 1, 16);
+        add(world(), "all_reduce", 1, 8);
+        calls.values_mut().for_each(|bytes| bytes.sort_unstable());
+        calls
+    }
+}
+
+/// What rank `rank` communicated in step 3, given the ranks of each group.
+fn measured(events: &[Event], members: &BTreeMap<String, BTreeSet<u64>>, rank: u64) -> Calls {
+    let mut calls = Calls::new();
+    for event in Trace::step(events, rank, 3) {
+        let Some((group, bytes)) = event.moved.as_ref().filter(|_| event.phase == "B") else { continue };
+        let ranks: Vec<u64> = members[group].iter().copied().collect();
+        if ranks.len() > 1 {
+            calls.entry((ranks, event.name.clone())).or_default().push(*bytes);
         }
     }
+    calls.values_mut().for_each(|bytes| bytes.sort_unstable());
+    calls
+}
+
+fn as_the_formula_says(mesh: &Mesh, [replicate, shard, tensor]: [u64; 3]) {
+    for sequence in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        let flags = ["--steps", "3", "--trace", "trace.json"];
+        let more: &[&str] = if sequence { &[SEQUENCE] } else { &[] };
+        train("llama_tp_tiny", mesh, &[&flags, more].concat(), dir.path());
+        let events = Trace::read(&dir.path().join("trace.json")).events();
+        let mut members: BTreeMap<String, BTreeSet<u64>> = BTreeMap::new();
+        for event in &events {
+            if let Some((group, _)) = &event.moved {
+                members.entry(group.clone()).or_default().insert(event.rank);
+            }
+        }
+        for rank in 0..RANKS {
+            let want = Place { replicate, shard, tensor, sequence, rank }.formula();
+            assert_eq!(measured(&events, &members, rank), want, "{}, {sequence}, rank {rank}", mesh.record);
+        }
+    }
+}
+
+#[test]
+fn calls_and_bytes_of_a_step_are_those_of_the_formula() {
+    as_the_formula_says(&DP2_TP2, [1, 2, 2]);
+    as_the_formula_says(&TP4, [1, 1, 4]);
+    as_the_formula_says(&REPLICATE2_TP2, [2, 1, 2]);
 }

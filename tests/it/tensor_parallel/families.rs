@@ -53,6 +53,21 @@ fn every_family_trains_as_on_one_rank() {
     }
 }
 
+#[test]
+fn adapters_are_trained_as_on_one_rank() {
+    for targets in ["q_proj,v_proj,down_proj", "all-linear"] {
+        let dir = tempfile::tempdir().unwrap();
+        let train = |ranks: usize, more: &[&str]| {
+            let common = ["--lora-rank", "3", "--lora-targets", targets, "--steps", "8", "--lr", "1e-2"];
+            train_on(ranks, "llama_tp_tied_tiny", 1, &[&common[..], more].concat(), dir.path()).0
+        };
+        let alone = train(1, &[]);
+        for more in [&["--tensor-parallel", "2"][..], &["--tensor-parallel", "2", SEQUENCE]] {
+            assert_near(&train(2, more), &alone, &format!("{targets}, {}", more.join(" ")));
+        }
+    }
+}
+
 /// The losses of evaluations, and of how many tokens.
 fn evaluations(dir: &Path) -> Vec<(f64, u64)> {
     let text = fs::read_to_string(dir.join("metrics.jsonl")).unwrap();

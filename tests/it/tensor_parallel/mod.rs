@@ -2,6 +2,7 @@
 
 mod checkpoints;
 mod communication;
+mod documented;
 mod families;
 mod golden;
 mod refusals;
@@ -11,8 +12,10 @@ use std::path::Path;
 use fsdp_tests::trajectory::{Difference, Trajectory};
 use fsdp_tests::{Run, golden_flags, launch};
 
-/// PyTorch's runs differ from each other by 4.3e-7, ours were seen to differ from them by NEAR_SEEN.
-const NEAR: Difference = Difference { loss: 5e-6, grad_norm: 5e-6 };
+/// PyTorch's runs differ from each other by 4.3e-7, ours were seen to differ from them by 1.1e-6. Where a true gradient
+/// is zero, Adam makes steps of its rounding: Qwen 2's norms differ by 3.4e-6 here, and by 1e-5 between one rank and
+/// three.
+const NEAR: Difference = Difference { loss: 5e-6, grad_norm: 1e-5 };
 /// Sequences of a step.
 const SEQUENCES: usize = 6;
 

@@ -60,5 +60,4 @@ fn models_without_a_plan() {
         let said = format!("--tensor-parallel 2 is not for {family}");
         refused(name, 2, "--tensor-parallel 2", &[&said, why, "let the processes shard the model"]);
     }
-    refused("llama_tp_tiny", 2, "--tensor-parallel 2 --lora-rank 2", &["--lora-rank", "Leave one of them out"]);
 }

@@ -17,12 +17,5 @@ pub(crate) fn check_flags(args: &Args) -> anyhow::Result<()> {
         "--seq-len {sequence} can't be shared out over the {tensor} processes of --tensor-parallel: pass a multiple \
          of {tensor}, or leave out --sequence-parallel"
     );
-    let adapters = [("--lora-rank", args.lora_rank.is_some()), ("--lora-from", args.lora_from.is_some())];
-    if let Some((flag, _)) = adapters.iter().find(|(_, given)| *given) {
-        ensure!(
-            tensor == 1,
-            "{flag} is not there for --tensor-parallel {tensor}: adapters are of whole layers. Leave one of them out"
-        );
-    }
     Ok(())
 }
