@@ -26,7 +26,7 @@ fn what_the_documentation_promises() {
         let grads = model.backward(&y.sum_all()?)?;
         assert!(vars.params().iter().all(|param| is_sharded(param)));
         //> # the optimizer is initialized with the DTensor parameters and steps on them
-        let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default())?;
+        let mut optim = Adam::new(vars.trainable(), AdamConfig::default())?;
         optim.step(&grads)?;
         //> # model.forward(input) past the hooks does not work ...
         assert!(model.inner().forward(&x).is_err());
@@ -73,11 +73,11 @@ fn build_model(world: &World, args: &ModelArgs) -> anyhow::Result<(ShardedVarMap
 }
 //> def build_optimizer(model):
 //>     return torch.optim.Adam(model.parameters(), lr=1e-2)
-fn build_optimizer(vars: &ShardedVarMap) -> anyhow::Result<AdamW> {
-    Ok(AdamW::new(vars.trainable(), AdamWConfig { lr: 1e-2, weight_decay: 0., ..AdamWConfig::default() })?)
+fn build_optimizer(vars: &ShardedVarMap) -> anyhow::Result<Adam> {
+    Ok(Adam::new(vars.trainable(), AdamConfig { lr: 1e-2, ..AdamConfig::default() })?)
 }
 //> def train_step(model, optim, x):
-fn train_step(vars: &ShardedVarMap, model: &Sharded, optim: &mut AdamW, x: &Tensor) -> anyhow::Result<GradStore> {
+fn train_step(vars: &ShardedVarMap, model: &Sharded, optim: &mut Adam, x: &Tensor) -> anyhow::Result<GradStore> {
     //>     model(x).sum().backward()
     let mut grads = model.backward(&model.forward(x)?.sum_all()?)?;
     //>     torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)

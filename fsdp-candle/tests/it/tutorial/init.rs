@@ -56,7 +56,7 @@ fn parameters_are_dtensors() {
             println!("{:?} of {:?}", param.to_local().dims(), param.shape());
         }
         //> optim = torch.optim.Adam(model.parameters(), lr=1e-2)
-        let optim = AdamW::new(vars.trainable(), AdamWConfig { lr: 1e-2, weight_decay: 0., ..Default::default() })?;
+        let optim = Adam::new(vars.trainable(), AdamConfig { lr: 1e-2, ..AdamConfig::default() })?;
         // end
         // As `torch.chunk` cuts 9 rows.
         let rows = [vec![9], vec![5, 4], vec![], vec![3, 3, 3, 0]][world.size() - 1][world.rank()];

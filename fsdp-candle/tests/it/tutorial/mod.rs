@@ -12,7 +12,7 @@ mod state_dicts;
 mod training;
 
 use candle_core::{DType, Device, Tensor};
-use fsdp_candle::{AdamW, AdamWConfig, FsdpModule, FullyShard, ShardedVarMap, World, fully_shard};
+use fsdp_candle::{Adam, AdamConfig, FsdpModule, FullyShard, ShardedVarMap, World, fully_shard};
 
 use crate::common::ranks;
 use model::{ModelArgs, Transformer, TransformerBlock};
@@ -36,8 +36,8 @@ fn sharded(opts: &FullyShard, vars: &ShardedVarMap, args: &ModelArgs) -> anyhow:
     Ok(fully_shard(opts, vb, |vb| Transformer::new(args, layers, vb))?)
 }
 
-fn adam(vars: &ShardedVarMap) -> anyhow::Result<AdamW> {
-    Ok(AdamW::new(vars.trainable(), AdamWConfig { lr: 1e-2, weight_decay: 0., ..AdamWConfig::default() })?)
+fn adam(vars: &ShardedVarMap) -> anyhow::Result<Adam> {
+    Ok(Adam::new(vars.trainable(), AdamConfig { lr: 1e-2, ..AdamConfig::default() })?)
 }
 
 /// Whole numbers below `high` that look random: the same on every rank, so that worlds of different sizes train alike.

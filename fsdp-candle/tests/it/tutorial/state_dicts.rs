@@ -13,7 +13,7 @@ use fsdp_candle::{
 use super::*;
 
 /// A model and its optimizer after a step, or before any.
-fn trained(world: &World, steps: usize) -> anyhow::Result<(ShardedVarMap, Sharded, AdamW)> {
+fn trained(world: &World, steps: usize) -> anyhow::Result<(ShardedVarMap, Sharded, Adam)> {
     let args = ModelArgs::default();
     let vars = vars(world)?;
     vars.init_with(fsdp_candle::initializer::Philox::new(steps as u64));
