@@ -10,7 +10,7 @@ use fsdp_core::layout::Region;
 use fsdp_core::{Buffer, DeviceMesh, Placement, ProcessGroup};
 
 use super::gradient::{Gradient, Stage};
-use super::holder::{HeldBy, Holder};
+use super::holder::HeldBy;
 use super::lookup::Lookup;
 use super::memory::Values;
 use super::offload::Offload;
@@ -140,7 +140,7 @@ impl FsdpParam {
             gradient: Gradient::new(room.clone()),
             room,
             unit: OnceLock::new(),
-            holder: HeldBy::new(),
+            holder: HeldBy::nobody(),
             uses: Told::new(),
             claimed: AtomicBool::new(false),
             served: AtomicBool::new(false),
@@ -353,14 +353,8 @@ impl FsdpParam {
         let _ = self.unit.set(Place { unit: unit.clone(), position });
     }
 
-    pub(super) fn set_holder(&self, holder: Weak<dyn Holder>) {
-        // Set once, by the unit that built the parameter.
-        let _ = self.holder.set(holder);
-    }
-
-    /// Frees the full values of its unit, which are those of a shard that is about to change.
-    pub(super) fn reshard(&self) -> Result<()> {
-        self.holder.get().and_then(Weak::upgrade).map_or(Ok(()), |unit| unit.reshard())
+    pub(super) fn holder(&self) -> &HeldBy {
+        &self.holder
     }
 
     /// The unit that it belongs to, and its position there.
