@@ -16,6 +16,36 @@ use crate::tensor_parallel::{ParallelPlan, Planned};
 /// Layers of [`nn`](crate::nn) that get a cut parameter do the collectives in forward and backward. Each asks its
 /// builder for the global shape and gets the local part.
 ///
+/// ```
+/// use candle_core::{DType, Module, Tensor};
+/// use fsdp_candle::{ColwiseParallel, DataParallelMeshDims, FullyShard, ParallelPlan, RowwiseParallel, ShardedVarMap};
+/// use fsdp_candle::{World, fully_shard, nn, parallelize};
+/// use fsdp_core::process_group::local;
+///
+/// local::run(4, |group| {
+///     let world = World::of(group);
+///     let mesh = world.mesh(&[("dp", 2), ("tp", 2)])?;
+///     let dims = DataParallelMeshDims { shard: &["dp"], replicate: &[] };
+///     let vars = ShardedVarMap::on(&mesh, &dims, world.device())?;
+///     let plan = ParallelPlan::new()
+///         .module("up", ColwiseParallel::default())
+///         .module("down", RowwiseParallel::default());
+///     parallelize(&vars, &mesh.slice(&["tp"])?, &plan)?;
+///     let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
+///         Ok((nn::linear(4, 8, vb.pp("up"))?, nn::linear(8, 4, vb.pp("down"))?))
+///     })?;
+///     let up = vars.get("up.weight").unwrap();
+///     assert_eq!((up.unsharded_shape().dims(), up.var().dims()), (&[4, 4][..], &[2, 4][..])); // of [8, 4]
+///     let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+///     let y = model.call(|(up, down)| down.forward(&nn::gelu(&up.forward(&x)?)?))?;
+///     model.backward(&y.sqr()?.mean_all()?)?;
+///     Ok::<_, fsdp_candle::Error>(())
+/// })
+/// .into_iter()
+/// .collect::<Result<Vec<_>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
 /// # Errors
 /// When parameters are built already, the map has a plan, `mesh` is not one dimension of the map's mesh or is one of its
 /// data-parallel ones, or a pattern is none. Later, when a parameter is built: when its dimension does not divide. When

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use candle_core::{DType, Device, Var};
 use candle_nn::VarBuilder;
-use fsdp_core::DeviceMesh;
+use fsdp_core::{DeviceMesh, ProcessGroup};
 use indexmap::IndexMap;
 
 use super::options::UnitOptions;
@@ -262,6 +262,11 @@ impl ShardedVarMap {
             }
         }
         Ok(all)
+    }
+
+    /// The tensor-parallel ranks, where there is a plan.
+    pub(crate) fn parallel_ranks(&self) -> Option<ProcessGroup> {
+        lock(&self.0.plan).as_ref().and_then(|plan| plan.ranks().cloned())
     }
 
     pub(crate) fn schedule(&self) -> &Arc<Schedule> {

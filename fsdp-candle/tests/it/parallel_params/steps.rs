@@ -34,9 +34,8 @@ fn gradients(vars: &ShardedVarMap, grads: &candle_core::backprop::GradStore) -> 
                 full[at] = value;
             }
         }
-        (0..mesh.layout().shape().len()).fold(full, |full, dim| {
-            mesh.group(dim).unwrap().all_reduce_values(full, fsdp_core::ReduceOp::Sum).unwrap()
-        })
+        (0..mesh.layout().shape().len())
+            .fold(full, |full, dim| mesh.group(dim).unwrap().all_reduce_values(full, fsdp_core::ReduceOp::Sum).unwrap())
     };
     vars.trainable().iter().map(|param| (param.name().to_string(), whole(param))).collect()
 }
@@ -109,12 +108,11 @@ fn parameters_that_only_some_batches_use() {
         let tp = vars.mesh().slice(&["tp"]).unwrap();
         let plan = ParallelPlan::new().module("*", SequenceParallel { sequence_dim: 0 });
         parallelize(&vars, &tp, &plan).unwrap();
-        let scale = |name: &'static str| move |vb: candle_nn::VarBuilder| vb.pp(name).get_with_hints(3, "weight", Init::Const(1.));
-        let opts = FullyShard::new(&vars);
-        let chosen = fully_shard(&opts, vars.builder(DType::F32), scale("chosen")).unwrap();
-        let model = fully_shard(&opts, vars.builder(DType::F32), |vb| {
-            let never = scale("never")(vb.clone())?;
-            Ok((chosen, scale("always")(vb)?, never))
+        let scale = |name: &'static str| {
+            move |vb: candle_nn::VarBuilder| vb.pp(name).get_with_hints(3, "weight", Init::Const(1.))
+        };
+        let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
+            Ok([scale("chosen")(vb.clone())?, scale("never")(vb.clone())?, scale("always")(vb)?])
         })
         .unwrap();
         model.set_reduce_scatter_unused_params(true, Recurse::Yes);
@@ -122,9 +120,9 @@ fn parameters_that_only_some_batches_use() {
         for _ in 0..2 {
             // Each rank has a part of a sum.
             let x = Tensor::full((part + 1) as f32, 3, world.device()).unwrap();
-            let y = model.call(|(chosen, always, _)| {
+            let y = model.call(|[chosen, _, always]| {
                 let y = always.mul(&x)?;
-                if dp == 0 { &y + chosen.call(|chosen| chosen.mul(&x))? } else { Ok(y) }
+                if dp == 0 { y + chosen.mul(&x)? } else { Ok(y) }
             });
             let grads = gradients(&vars, &model.backward(&y.unwrap().sum_all().unwrap()).unwrap());
             let expected = [("chosen.weight", 1.5), ("never.weight", 0.), ("always.weight", 3.)];
@@ -171,9 +169,7 @@ fn what_is_not_finite_on_one_rank_is_told_to_all() {
 
         // A part that the last rank alone has, and one that both ranks of the first pair have.
         let (cut, whole) = (vars.get("blocks.1.up.weight").unwrap(), vars.get("blocks.0.norm.weight").unwrap());
-        let spoil = |param: &fsdp_candle::FsdpParam| {
-            (param.var().as_tensor() * f64::NAN).unwrap().detach()
-        };
+        let spoil = |param: &fsdp_candle::FsdpParam| (param.var().as_tensor() * f64::NAN).unwrap().detach();
         if world.rank() == 3 {
             cut.var().set(&spoil(&cut)).unwrap();
         }
@@ -191,7 +187,9 @@ fn what_is_not_finite_on_one_rank_is_told_to_all() {
             grads.insert(cut.var().as_tensor(), spoil(&cut));
         }
         let options = ClipOptions { max_norm: 1., norm_type: NormType::Two, error_if_nonfinite: true };
-        let Err(Error::NonFinite(found)) = clip_grad_norm_with(&vars, &mut grads, &options) else { panic!("not found") };
+        let Err(Error::NonFinite(found)) = clip_grad_norm_with(&vars, &mut grads, &options) else {
+            panic!("not found")
+        };
         assert_eq!((found.tensors.len(), found.tensors[0].values, found.ranks), (1, quarter, vec![3]));
         assert!(scaler.unscale(&vars, &mut grads).unwrap());
     });
@@ -237,5 +235,10 @@ fn gradients_that_are_checked() {
         };
         check(false).unwrap();
         assert!(matches!(check(true), Err(Error::Gradcheck(_))));
+        // A norm of gradients says so as well, of those that are there.
+        let part = fsdp_candle::collectives::split(&x, 0, &group).unwrap();
+        let y = model.call(|(known, unknown)| known.forward(&unknown.forward(&part)?)?.powf(3.)?.sum_all()).unwrap();
+        let error = grad_norm(&vars, &model.backward(&y).unwrap()).unwrap_err().to_string();
+        assert!(error.contains("`unknown.weight`") && error.contains("SequenceParallel"), "{error}");
     });
 }
