@@ -56,10 +56,11 @@ impl FullyShard {
     }
 
     /// Dimensions of another mesh than the map's, or others of the map's: PyTorch's `mesh` and `dp_mesh_dims`.
-    /// Collective where a role has several dimensions, or none shards.
+    /// Collective.
     ///
     /// # Errors
-    /// When the mesh has no such dimension, or one is named twice; those of [`ProcessGroup::split`].
+    /// When the mesh has no such dimension, one is named twice, or ranks pass different ones; those of
+    /// [`ProcessGroup::split`].
     ///
     /// [`ProcessGroup::split`]: fsdp_core::ProcessGroup::split
     pub fn mesh_dims(mut self, mesh: &DeviceMesh, dims: &DataParallelMeshDims<'_>) -> Result<Self> {

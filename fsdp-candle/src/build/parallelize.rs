@@ -6,12 +6,13 @@ use fsdp_core::DeviceMesh;
 
 use super::by_name::listed;
 use super::var_map::{ShardedVarMap, lock};
+use crate::data_parallel::check_alike;
 use crate::error::{Error, Result};
 use crate::tensor_parallel::{ParallelPlan, Planned};
 
 /// Cuts the modules that a plan names over the ranks of one dimension of the map's mesh: PyTorch's
 /// `parallelize_module`. Call it before the model is built, as [`ShardedVarMap::freeze`]; FSDP shards what is left over
-/// the data-parallel dimensions.
+/// the data-parallel dimensions. Collective over the map's mesh.
 ///
 /// Layers of [`nn`](crate::nn) that get a cut parameter do the collectives in forward and backward. Each asks its
 /// builder for the global shape and gets the local part.
@@ -48,16 +49,14 @@ use crate::tensor_parallel::{ParallelPlan, Planned};
 ///
 /// # Errors
 /// When parameters are built already, the map has a plan, `mesh` is not one dimension of the map's mesh or is one of its
-/// data-parallel ones, or a pattern is none. Later, when a parameter is built: when its dimension does not divide. When
+/// data-parallel ones, a pattern is none, or ranks have different plans. Later, when a parameter is built: when its dimension does not divide. When
 /// a unit is closed: when the layer that holds it does not know of tensor parallelism. In the first forward: when a
 /// pattern has matched no module.
 pub fn parallelize(vars: &ShardedVarMap, mesh: &DeviceMesh, plan: &ParallelPlan) -> Result<()> {
     let fail = |message: String| Err(Error::Argument(format!("parallelize: {message}")));
-    if let Some(param) = vars.params().first() {
-        return fail(format!(
-            "parameter `{}` is built already, whole: call it before the model is built",
-            param.name()
-        ));
+    let built = vars.params().first().map(|param| param.name().to_string());
+    if let Some(name) = built.or_else(|| vars.wholes().into_iter().map(|(name, _)| name).next()) {
+        return fail(format!("`{name}` is built already, whole: call it before the model is built"));
     }
     let of = vars.mesh();
     let &[_] = mesh.layout().shape() else {
@@ -81,13 +80,12 @@ pub fn parallelize(vars: &ShardedVarMap, mesh: &DeviceMesh, plan: &ParallelPlan)
             of.layout()
         ));
     }
-    let planned = Planned::new(mesh, plan)?;
-    let mut own = lock(&vars.0.plan);
-    if own.is_some() {
+    if vars.parallel_ranks().is_some() {
         return fail("the map has a plan already: make one of both".into());
     }
-    let planned = Arc::new(planned);
-    *own = Some(planned.clone());
+    let planned = Arc::new(Planned::new(mesh, plan)?);
+    check_alike(of, "plans of tensor parallelism", &format!("{name} {plan:?}"))?;
+    *lock(&vars.0.plan) = Some(planned.clone());
     let inner = Arc::downgrade(&vars.0);
     vars.schedule().before_first_forward(move || match inner.upgrade() {
         Some(inner) => check_matched(&ShardedVarMap(inner), &planned),

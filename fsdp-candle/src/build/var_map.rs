@@ -91,12 +91,11 @@ impl ShardedVarMap {
     }
 
     /// An empty map for the ranks of a mesh of any dimensions, of which `dims` says what they are for: PyTorch's
-    /// `dp_mesh_dims`. Collective where a role has several dimensions, or none shards.
+    /// `dp_mesh_dims`. Collective.
     ///
     /// # Errors
-    /// When the mesh has no such dimension, or one is named twice; those of [`ProcessGroup::split`].
-    ///
-    /// [`ProcessGroup::split`]: fsdp_core::ProcessGroup::split
+    /// When the mesh has no such dimension, one is named twice, or ranks pass different ones; those of
+    /// [`ProcessGroup::split`].
     pub fn on(mesh: &DeviceMesh, dims: &DataParallelMeshDims<'_>, device: &Device) -> Result<Self> {
         let ranks = Arc::new(DataParallel::of_dims(mesh, dims)?);
         Ok(ShardedVarMap::with_ranks(mesh, Some(ranks), device))

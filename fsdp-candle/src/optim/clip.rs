@@ -157,8 +157,9 @@ fn differing(vars: &ShardedVarMap, grads: &GradStore, ranks: &ProcessGroup) -> R
     let name = worst.map_or("", |at| whole[at].name());
     Ok(Error::Parameter {
         name: name.into(),
-        message: "its gradient is another one on each of the tensor-parallel ranks, on which it is whole. Its module \
-                  works on a part of the sequence, and the plan does not say so: make it SequenceParallel"
+        message: "its gradient is another one on each of the tensor-parallel ranks, on which it is whole. Either its \
+                  module works on a part of the sequence and the plan does not say so: make it SequenceParallel. Or \
+                  these ranks have different inputs: ranks that differ along that dimension alone take the same batch"
             .into(),
     })
 }

@@ -206,6 +206,8 @@ fn plans_that_come_too_late_or_name_nothing_are_refused() {
         assert_names(&error(&other, &plan), &["(tp: 2)", "no dimension of the map's mesh"]);
         let bad = ParallelPlan::new().module("up[", ColwiseParallel::default());
         assert_names(&error(&tp, &bad), &["`up[` is no pattern"]);
+        let other = if world.rank() == 3 { ParallelPlan::new() } else { plan.clone() };
+        assert_names(&error(&tp, &other), &["different plans", "same on every rank"]);
         parallelize(&vars, &tp, &plan).unwrap();
         assert_names(&error(&tp, &plan), &["a plan already"]);
 
@@ -246,6 +248,8 @@ fn meshes_that_do_not_go_together_are_refused() {
         };
         assert_names(&on(&["cp"], &[]), &["no dimension \"cp\"", "\"dp\""]);
         assert_names(&on(&["dp"], &["dp"]), &["\"dp\"", "twice"]);
+        let own: &[&str] = if world.rank() == 0 { &["dp"] } else { &[] };
+        assert_names(&on(own, &[]), &["different roles", "(dp: 2, tp: 2)"]);
 
         // A mesh of the unit's own that has no place for what the plan cuts, and one that shards over it.
         let vars = map(&world);
