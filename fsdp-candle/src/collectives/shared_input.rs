@@ -221,3 +221,70 @@ fn remembered(key: &Key) -> Option<SharedInput> {
 fn remember(key: Key, input: &SharedInput) {
     let _before = LAST.with_borrow_mut(|last| last.as_mut().and_then(|last| last.replace((key, input.clone()))));
 }
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device, Var};
+    use fsdp_core::process_group::local;
+
+    use super::super::{all_reduce_taken, reduce_scatter_taken};
+    use super::*;
+    use crate::storage::share_memory;
+
+    fn input() -> Tensor {
+        Var::ones((2, 4), DType::F32, &Device::Cpu).unwrap().into_inner()
+    }
+
+    #[test]
+    fn what_every_rank_holds_is_not_copied() {
+        local::run(2, |group| {
+            let x = input();
+            for entry in [Entry::Copy, Entry::Split(1)] {
+                let input = SharedInput::of("test", &x, entry, &group).unwrap();
+                assert!(input.node().is_some() && share_memory(input.values(), &x));
+            }
+        });
+    }
+
+    #[test]
+    fn terms_are_added_up_in_their_own_memory() {
+        let address = |tensor: &Tensor| match &*tensor.storage_and_layout().0 {
+            candle_core::Storage::Cpu(candle_core::CpuStorage::F32(values)) => values.as_ptr() as usize,
+            _ => 0,
+        };
+        local::run(2, |group| {
+            let term = (input() * 3.).unwrap();
+            let at = address(&term);
+            let sum = all_reduce_taken(&term, &group).unwrap();
+            assert_eq!((address(&sum), sum.to_vec2::<f32>().unwrap()), (at, vec![vec![6.; 4]; 2]));
+            // What is left of a term can't be used.
+            assert_eq!(address(&term), 0);
+            let part = reduce_scatter_taken(&sum, 1, &group).unwrap();
+            assert_eq!((part.to_vec2::<f32>().unwrap(), address(&sum)), (vec![vec![12.; 2]; 2], at));
+        });
+    }
+
+    #[test]
+    fn an_input_is_remembered_within_a_scope_and_by_what_it_is_made_of() {
+        local::run(2, |group| {
+            let (x, other) = (input(), input());
+            let token = |x: &Tensor, entry| {
+                let input = SharedInput::of("test", x, entry, &group).unwrap();
+                input.node().map(Tensor::id)
+            };
+            assert_ne!(token(&x, Entry::Copy), token(&x, Entry::Copy));
+            scope(|| {
+                let first = token(&x, Entry::Copy);
+                assert_eq!(token(&x.clone(), Entry::Copy), first);
+                assert!(scope(|| token(&x, Entry::Copy)) != first);
+                assert_eq!(token(&x, Entry::Copy), first);
+                assert_eq!(crate::no_grad(|| token(&x, Entry::Copy)), None);
+                assert_ne!(token(&x, Entry::Copy), first, "the last one is remembered, and no other");
+                let gathered = token(&x, Entry::Gather(0));
+                assert_eq!(token(&x, Entry::Gather(0)), gathered);
+                assert_ne!(token(&x, Entry::Gather(1)), gathered);
+                assert_ne!(token(&other, Entry::Gather(1)), token(&x, Entry::Gather(1)));
+            });
+        });
+    }
+}

@@ -1,8 +1,9 @@
 //! What layers do under a plan of tensor parallelism ([`crate::parallelize`]), which they find by their weight.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 use fsdp_core::ProcessGroup;
 use fsdp_core::process_group::{Signature, Subject};
 
@@ -17,6 +18,7 @@ use crate::unit::FsdpParam;
 pub(in crate::nn) struct ParallelLayer<S> {
     /// Its collectives are about the layer.
     group: ProcessGroup,
+    subject: Arc<Subject>,
     pub(in crate::nn) style: S,
 }
 
@@ -108,11 +110,28 @@ impl<S> ParallelLayer<S> {
         let style = known(param.parallel()?.style())?;
         let parallel: &Arc<Parallel> = param.serve_parallel()?;
         let subject = Subject::new(format!("the layer of parameter `{}`", param.name()), []);
-        Some(ParallelLayer { group: parallel.group().signed(Signature::new(&subject, [])), style })
+        let group = parallel.group().signed(Signature::new(&subject, []));
+        Some(ParallelLayer { group, subject, style })
     }
 
     pub(in crate::nn) fn group(&self) -> &ProcessGroup {
         &self.group
+    }
+}
+
+impl ParallelLayer<EmbeddingCut> {
+    /// The ranks, whose collectives are about these ids: ranks that got other batches hear of it. The host would wait
+    /// for ids that are on a device, which are not compared.
+    pub(in crate::nn) fn group_for(&self, ids: &Tensor) -> Result<ProcessGroup> {
+        if !ids.device().is_cpu() {
+            return Ok(self.group.clone());
+        }
+        let mut hash = DefaultHasher::new();
+        ids.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?.hash(&mut hash);
+        let signature = Signature::new(&self.subject, [])
+            .with_how(format!(", with ids of hash {:016x}", hash.finish()))
+            .with_advice("Ranks that hold parts of one vocabulary must get the same batch");
+        Ok(self.group.signed(signature))
     }
 }
 

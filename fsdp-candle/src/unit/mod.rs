@@ -14,6 +14,7 @@ mod param;
 mod path;
 mod reduction;
 mod room;
+mod serve;
 mod settings;
 mod turn;
 mod uses;

@@ -113,10 +113,11 @@ pub(in crate::nn) fn composite(logits: &Tensor, rows: &Rows) -> Result<Tensor> {
         Some(ranks) => {
             let ranks = ranks.signed(signature(rows));
             let shifted = logits.broadcast_sub(&largest(&highest, &ranks)?)?;
-            let here: Vec<f32> = columns.iter().map(|column| if column.is_some() { 1. } else { 0. }).collect();
-            let here = Tensor::new(here, &device)?.unsqueeze(1)?.to_dtype(wide)?;
+            let here: Vec<u8> = columns.iter().map(|column| u8::from(column.is_some())).collect();
+            let here = Tensor::new(here, &device)?.unsqueeze(1)?;
             let log_sums = all_reduce(&shifted.exp()?.sum_keepdim(D::Minus1)?, &ranks)?.log()?;
-            let picked = all_reduce(&(shifted.gather(&places, 1)? * here)?, &ranks)?;
+            let picked = shifted.gather(&places, 1)?;
+            let picked = all_reduce(&here.where_cond(&picked, &picked.zeros_like()?)?, &ranks)?;
             let mean = (rows.smoothing > 0.)
                 .then(|| all_reduce(&shifted.sum_keepdim(D::Minus1)?, &ranks)? / rows.classes as f64)
                 .transpose()?;

@@ -12,7 +12,7 @@ use fsdp_candle::{
     RowwiseParallel, SequenceParallel, ShardedVarMap, VocabParallel, fully_shard,
 };
 
-use super::{Case, check, ids, parallel_vars};
+use super::{Case, build, check, ids, parallel_vars};
 use crate::common::ranks;
 
 const REPLICATE: (ActivationLayout, Placement) = (ActivationLayout::Replicate, Placement::Replicate);
@@ -142,6 +142,20 @@ fn an_embedding_is_no_linear_layer() {
     });
 }
 
+#[test]
+fn ranks_with_other_ids_all_hear_of_it() {
+    let errors = ranks(2, |world| {
+        let vars = parallel_vars(&world, &ParallelPlan::new().module("embed", VocabParallel::default()));
+        let model = build(&vars, DType::F32, |vb| nn::embedding(8, 4, vb.pp("embed")));
+        let same = model.forward(&ids(3, &[2, 3], 8)).unwrap();
+        assert_eq!(same.dims(), [2, 3, 4]);
+        model.forward(&ids(world.rank() as u32, &[2, 3], 8)).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("`embed.weight`, with ids of hash") && error.contains("the same batch"), "{error}");
+    }
+}
+
 /// A block as decoders have it, on parts of the sequence or on all of it.
 struct Block {
     norms: [LayerNorm; 2],
@@ -159,7 +173,8 @@ impl Block {
         let square = |name: &str| nn::linear(WIDTH, WIDTH, vb.pp(name));
         Ok(Block {
             norms: [nn::layer_norm(WIDTH, 1e-5, vb.pp("norm_1"))?, nn::layer_norm(WIDTH, 1e-5, vb.pp("norm_2"))?],
-            qkv: [square("q")?, square("k")?, square("v")?],
+            // A bias of the keys changes nothing: its gradient is rounding.
+            qkv: [square("q")?, nn::linear_no_bias(WIDTH, WIDTH, vb.pp("k"))?, square("v")?],
             output: square("o")?,
             up: nn::linear(WIDTH, 2 * WIDTH, vb.pp("up"))?,
             down: nn::linear(2 * WIDTH, WIDTH, vb.pp("down"))?,
