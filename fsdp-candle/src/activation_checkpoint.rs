@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Result, Shape, Tensor, TensorId, Var, bail};
 
+use crate::collectives::scope;
 use crate::graph::{on_at_least, without_reports};
 use crate::kernels::{Backward, node};
 use crate::storage;
@@ -95,7 +96,7 @@ where
         }
         Ok(saved)
     })?;
-    let (result, outputs) = list(f(saved.clone())?)?;
+    let (result, outputs) = list(scope(|| f(saved.clone()))?)?;
     let start = Start::of(&outputs)?;
     sources.extend(start.variables.into_iter().chain(start.anchors));
 
@@ -116,7 +117,8 @@ where
 
     let ends: Vec<End> = outputs.iter().map(End::of).collect();
     let run = move |copy: &mut dyn FnMut(Tensor) -> Result<Tensor>| {
-        Ok(list(f(saved.clone().map_tensors(&mut |tensor| copy(tensor))?)?)?.1)
+        let inputs = saved.clone().map_tensors(&mut |tensor| copy(tensor))?;
+        Ok(list(scope(|| f(inputs))?)?.1)
     };
     let recompute = Recompute { run: Box::new(run), wanted, start: start.ids, bridges, ends: ends.clone() };
     let token = scalar(&token, recompute)?;

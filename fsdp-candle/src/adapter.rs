@@ -39,6 +39,12 @@ pub(crate) fn adapted_layer(name: &str) -> Option<&str> {
     layer_of(name, DOWN)
 }
 
+/// The layer that an adapter's matrix of this name belongs to, and whether it is `B`.
+pub(crate) fn adapter_of(name: &str) -> Option<(&str, bool)> {
+    let of = |end, is_up| layer_of(name, end).map(|layer| (layer, is_up));
+    of(DOWN, false).or_else(|| of(UP, true))
+}
+
 fn layer_of<'a>(name: &'a str, end: &str) -> Option<&'a str> {
     let layer = name.strip_suffix(end)?;
     if layer.is_empty() { Some(layer) } else { layer.strip_suffix('.') }

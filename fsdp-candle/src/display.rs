@@ -33,6 +33,9 @@ fn write_param(f: &mut fmt::Formatter<'_>, param: &FsdpParam, indent: &str) -> f
     if param.compute_dtype() != param.dtype() {
         write!(f, ", computes in {:?}", param.compute_dtype())?;
     }
+    if let Some(parallel) = param.parallel() {
+        write!(f, ", {}", parallel.style().name())?;
+    }
     writeln!(f, "{}", if param.trainable() { "" } else { ", frozen" })
 }
 

@@ -64,6 +64,7 @@
 pub mod activation_checkpoint;
 mod adapter;
 mod build;
+pub mod collectives;
 mod comm;
 mod control;
 mod data_parallel;
@@ -83,14 +84,17 @@ mod policy;
 mod state_dict;
 mod step;
 mod storage;
+mod tensor_parallel;
 mod tensors;
 mod unit;
 mod world;
 
-pub use build::{ExtensionFn, FullyShard, ShardPlacement, ShardPlacementFn, ShardedVarMap, fully_shard, shard};
+pub use build::{
+    ExtensionFn, FullyShard, ShardPlacement, ShardPlacementFn, ShardedVarMap, fully_shard, parallelize, shard,
+};
 pub use comm::{AllGather, AllReduceHook, ReduceScatter};
 pub use control::{FinalizeHandle, Unit, UnshardHandle};
-pub use data_parallel::ShardMesh;
+pub use data_parallel::{DataParallelMeshDims, ShardMesh};
 pub use diagnostics::{Cut, GraphCut};
 pub use error::{Error, GradientMismatch, NonFinite, NonFiniteTensor, Result, UnitGradient};
 pub use extension::{AllGatherExtension, Float8, Int8Blocks};
@@ -111,6 +115,10 @@ pub use state_dict::{
     get_optimizer_state_dict, get_state_dict, load_model, load_optimizer, load_param_groups, model_tensors,
     optimizer_tensors, optimizer_values, set_ema_state_dict, set_model_state_dict, set_optimizer_state_dict,
     set_state_dict,
+};
+pub use tensor_parallel::{
+    ActivationLayout, ColwiseParallel, HiddenParallel, ParallelPlan, ParallelStyle, RowwiseParallel, SequenceParallel,
+    VocabParallel,
 };
 pub use tensors::Tensors;
 pub use unit::FsdpParam;

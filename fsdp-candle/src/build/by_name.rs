@@ -67,21 +67,25 @@ fn matched<'a>(name: &'a str, path: &str, patterns: &[NamePattern]) -> impl Iter
 fn check(patterns: &[NamePattern], names: &[&str], path: &str) -> Result<()> {
     let matches = |pattern: &NamePattern| names.iter().any(|name| modules(name, path).any(|at| pattern.matches(at)));
     let Some(idle) = patterns.iter().find(|pattern| !matches(pattern)) else { return Ok(()) };
-    // Those that differ by a number are one line.
+    let listed = match listed(names.iter().flat_map(|name| modules(name, path))) {
+        Some(listed) => format!("the modules that are there: {listed}"),
+        None => "there are no modules inside it whose parameters are not in units of their own".into(),
+    };
+    Err(Error::Argument(format!("units: the pattern `{}` matches no module's name; {listed}", idle)))
+}
+
+/// Names of modules, of which those that differ by a number are one.
+pub(super) fn listed<'a>(modules: impl Iterator<Item = &'a str>) -> Option<String> {
     let numberless = |module: &str| {
         let parts = module.split('.').map(|part| if part.parse::<u64>().is_ok() { "*" } else { part });
         parts.collect::<Vec<_>>().join(".")
     };
-    let there: IndexSet<String> = names.iter().flat_map(|name| modules(name, path)).map(numberless).collect();
+    let there: IndexSet<String> = modules.map(numberless).collect();
     let mut listed: Vec<String> = there.iter().take(MOST_NAMES).map(|name| format!("`{name}`")).collect();
     if there.len() > MOST_NAMES {
         listed.push(format!("{} more", there.len() - MOST_NAMES));
     }
-    let listed = match listed.is_empty() {
-        true => "there are no modules inside it whose parameters are not in units of their own".into(),
-        false => format!("the modules that are there: {}", listed.join(", ")),
-    };
-    Err(Error::Argument(format!("units: the pattern `{}` matches no module's name; {listed}", idle)))
+    (!listed.is_empty()).then(|| listed.join(", "))
 }
 
 #[cfg(test)]

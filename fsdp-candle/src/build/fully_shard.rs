@@ -9,7 +9,7 @@ use super::by_name::ByName;
 use super::options::{ShardPlacement, UnitOptions};
 use super::transaction::OpenUnit;
 use super::var_map::ShardedVarMap;
-use crate::data_parallel::DataParallel;
+use crate::data_parallel::{DataParallel, DataParallelMeshDims};
 use crate::diagnostics::is_of_poison;
 use crate::error::{Error, Result};
 use crate::extension::AllGatherExtension;
@@ -45,13 +45,25 @@ impl FullyShard {
         FullyShard { vars: vars.clone(), unit: UnitOptions::default(), units: vec![] }
     }
 
-    /// Another mesh than the map's: 1-D, or 2-D as (replicate, shard). It has all ranks of the map's, but for frozen
-    /// parameters.
+    /// Another mesh than the map's: 1-D, or 2-D as (replicate, shard). It has all ranks that train copies of the model
+    /// (those of the map's data-parallel dimensions), but for frozen parameters.
     ///
     /// # Errors
     /// When the mesh has another number of dimensions.
     pub fn mesh(mut self, mesh: &DeviceMesh) -> Result<Self> {
         self.unit.ranks = Some(Arc::new(DataParallel::of(mesh)?));
+        Ok(self)
+    }
+
+    /// Dimensions of another mesh than the map's, or others of the map's: PyTorch's `mesh` and `dp_mesh_dims`.
+    /// Collective where a role has several dimensions, or none shards.
+    ///
+    /// # Errors
+    /// When the mesh has no such dimension, or one is named twice; those of [`ProcessGroup::split`].
+    ///
+    /// [`ProcessGroup::split`]: fsdp_core::ProcessGroup::split
+    pub fn mesh_dims(mut self, mesh: &DeviceMesh, dims: &DataParallelMeshDims<'_>) -> Result<Self> {
+        self.unit.ranks = Some(Arc::new(DataParallel::of_dims(mesh, dims)?));
         Ok(self)
     }
 
@@ -245,7 +257,7 @@ fn make<M>(
     let FullyShard { vars, unit: opts, units: patterns } = opts;
     let name = name_of(&vb);
     let ranks = match &opts.ranks {
-        Some(ranks) => ranks.clone(),
+        Some(ranks) => vars.on_whole_mesh(ranks.clone()),
         None => vars.ranks()?,
     };
     if let ReshardAfterForward::To(size) = opts.reshard_after_forward {
@@ -263,6 +275,9 @@ fn make<M>(
     })?;
     if unit.is_empty() && !vars.is_behind(&vb) {
         return Err(Error::Unit { unit: name, message: FOREIGN_BUILDER.into() });
+    }
+    if let Some(param) = unit.params().iter().find(|param| !param.is_served()) {
+        return Err(Error::Parameter { name: param.name().into(), message: not_served(param) });
     }
     let ByName { units, own, raw } = ByName::of(&unit.params(), &vb.prefix(), patterns)?;
     unit.close();
@@ -285,10 +300,19 @@ fn make<M>(
     Ok(FsdpModule::new(inner, group, schedule.clone(), raw))
 }
 
+/// What is wrong with a parameter that a plan names and whose layer does nothing about it.
+fn not_served(param: &FsdpParam) -> String {
+    let style = param.parallel().map_or("parallel", |parallel| parallel.style().name());
+    format!(
+        "the plan makes its module {style}, and what holds it knows nothing of tensor parallelism: build the module from \
+         `linear`, `embedding` and the like of fsdp_candle::nn, or leave it out of the plan"
+    )
+}
+
 /// Says which parameters stay gathered against the patterns, where they are many.
 fn warn_of_raw(unit: &str, raw: &[Arc<FsdpParam>], all: &[Arc<FsdpParam>]) {
     let bytes = |params: &[Arc<FsdpParam>]| -> usize {
-        params.iter().map(|param| param.shape().elem_count() * param.compute_dtype().size_in_bytes()).sum()
+        params.iter().map(|param| param.unsharded_shape().elem_count() * param.compute_dtype().size_in_bytes()).sum()
     };
     let (raw_bytes, all_bytes) = (bytes(raw), bytes(all));
     if raw_bytes > all_bytes / 100 {

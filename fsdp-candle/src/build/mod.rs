@@ -4,9 +4,12 @@ mod buffers;
 mod by_name;
 mod fully_shard;
 mod options;
+mod parallelize;
+mod parameter;
 mod transaction;
 mod var_map;
 
 pub use fully_shard::{FullyShard, fully_shard, shard};
 pub use options::{ExtensionFn, ShardPlacement, ShardPlacementFn};
+pub use parallelize::parallelize;
 pub use var_map::ShardedVarMap;

@@ -9,7 +9,7 @@ use crate::policy::{MixedPrecisionPolicy, NamePredicate, OffloadPolicy, ReshardA
 /// How a parameter is sharded.
 ///
 /// ```
-/// use fsdp_candle::{ShardMesh, ShardPlacement};
+/// use fsdp_candle::{DataParallelMeshDims, ShardMesh, ShardPlacement};
 /// use fsdp_core::process_group::local;
 /// # use candle_core::{DType, Module, Tensor};
 /// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
@@ -18,7 +18,8 @@ use crate::policy::{MixedPrecisionPolicy, NamePredicate, OffloadPolicy, ReshardA
 ///     let world = World::of(group);
 ///     // Experts are sharded over pairs of ranks, all else over all four.
 ///     let pairs = world.mesh(&[("expert", 2), ("within", 2)])?;
-///     let pairs = ShardMesh::of_dims(&pairs, Some("expert"), "within")?;
+///     let dims = DataParallelMeshDims { shard: &["within"], replicate: &["expert"] };
+///     let pairs = ShardMesh::of_dims(&pairs, &dims)?;
 ///     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 4)])?, world.device());
 ///     let opts = FullyShard::new(&vars).shard_placement_fn(move |fqn, shape| match fqn {
 ///         _ if fqn.starts_with("expert") => Some(ShardPlacement { dim: 0, mesh: Some(pairs.clone()) }),

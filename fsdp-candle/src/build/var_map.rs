@@ -3,27 +3,22 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use candle_core::{DType, Device, Shape, Tensor, Var};
-use candle_nn::var_builder::SimpleBackend;
-use candle_nn::{Init, VarBuilder};
-use fsdp_core::DeviceMesh;
-use fsdp_core::layout::Region;
+use candle_core::{DType, Device, Var};
+use candle_nn::VarBuilder;
+use fsdp_core::{DeviceMesh, ProcessGroup};
 use indexmap::IndexMap;
 
 use super::options::UnitOptions;
 use crate::adapter::{Adapters, LoraConfig, adapted_layer};
-use crate::data_parallel::DataParallel;
-use crate::error::{Error, Result};
-use crate::graph::nodes_of;
-use crate::initializer::{Initializer, Philox, ShardRequest};
-use crate::kernels;
-use crate::policy::ReshardAfterForward;
+use crate::data_parallel::{DataParallel, DataParallelMeshDims};
+use crate::error::Result;
+use crate::initializer::{Initializer, Philox};
 use crate::step::Schedule;
-use crate::storage::{to_core_dtype, to_var};
-use crate::unit::{FsdpParam, Offload, ParamSpec};
+use crate::tensor_parallel::Planned;
+use crate::unit::FsdpParam;
 
 /// The end of a name that no tensor has: a builder that is asked for it tells its map so.
-const PROBE: &str = "fsdp_candle_whose_builder_is_this";
+pub(super) const PROBE: &str = "fsdp_candle_whose_builder_is_this";
 
 /// All parameters of a model, each rank holding its shards. Cheap to clone; clones are the same map.
 ///
@@ -53,27 +48,30 @@ const PROBE: &str = "fsdp_candle_whose_builder_is_this";
 pub struct ShardedVarMap(pub(super) Arc<Inner>);
 
 pub(super) struct Inner {
-    mesh: DeviceMesh,
+    pub(super) mesh: DeviceMesh,
     ranks: Mutex<Option<Arc<DataParallel>>>,
-    device: Device,
+    /// Roles of some of the mesh's dimensions, as they were given and as they are on the whole mesh.
+    widened: Mutex<Vec<[Arc<DataParallel>; 2]>>,
+    pub(super) device: Device,
     pub(super) schedule: Arc<Schedule>,
-    initializer: Mutex<Arc<dyn Initializer>>,
-    frozen: Mutex<Arc<Predicate>>,
-    adapters: Mutex<Option<Arc<Adapters>>>,
+    pub(super) initializer: Mutex<Arc<dyn Initializer>>,
+    pub(super) frozen: Mutex<Arc<Predicate>>,
+    pub(super) adapters: Mutex<Option<Arc<Adapters>>>,
+    pub(super) plan: Mutex<Option<Arc<Planned>>>,
     pub(super) params: Mutex<IndexMap<String, Owned>>,
     pub(super) ignored: Mutex<IndexMap<String, Var>>,
     pub(super) buffers: Mutex<IndexMap<String, Var>>,
     pub(super) building: Mutex<Vec<Building>>,
     /// Whether a builder of this map was asked for [`PROBE`].
-    probed: AtomicBool,
+    pub(super) probed: AtomicBool,
 }
 
 type Predicate = dyn Fn(&str) -> bool + Send + Sync;
 
 pub(super) struct Owned {
-    param: Arc<FsdpParam>,
+    pub(super) param: Arc<FsdpParam>,
     /// The unit's name and its position in the order of calls: names alone may repeat.
-    unit: (String, usize),
+    pub(super) unit: (String, usize),
 }
 
 /// A `fully_shard` call whose closure runs.
@@ -89,14 +87,32 @@ impl ShardedVarMap {
     /// An empty map for the ranks of a mesh, those that train copies of one model: 1-D (shard), or 2-D (replicate,
     /// shard). Initial values are drawn with seed 0 until [`ShardedVarMap::init_with`] says otherwise.
     pub fn new(mesh: &DeviceMesh, device: &Device) -> Self {
+        ShardedVarMap::with_ranks(mesh, None, device)
+    }
+
+    /// An empty map for the ranks of a mesh of any dimensions, of which `dims` says what they are for: PyTorch's
+    /// `dp_mesh_dims`. Collective where a role has several dimensions, or none shards.
+    ///
+    /// # Errors
+    /// When the mesh has no such dimension, or one is named twice; those of [`ProcessGroup::split`].
+    ///
+    /// [`ProcessGroup::split`]: fsdp_core::ProcessGroup::split
+    pub fn on(mesh: &DeviceMesh, dims: &DataParallelMeshDims<'_>, device: &Device) -> Result<Self> {
+        let ranks = Arc::new(DataParallel::of_dims(mesh, dims)?);
+        Ok(ShardedVarMap::with_ranks(mesh, Some(ranks), device))
+    }
+
+    fn with_ranks(mesh: &DeviceMesh, ranks: Option<Arc<DataParallel>>, device: &Device) -> Self {
         ShardedVarMap(Arc::new(Inner {
             mesh: mesh.clone(),
-            ranks: Mutex::default(),
+            ranks: Mutex::new(ranks),
+            widened: Mutex::default(),
             device: device.clone(),
             schedule: Arc::new(Schedule::of_rank(mesh.rank(), device)),
             initializer: Mutex::new(Arc::new(Philox::new(0))),
             frozen: Mutex::new(Arc::new(|_| false)),
             adapters: Mutex::default(),
+            plan: Mutex::default(),
             params: Mutex::default(),
             ignored: Mutex::default(),
             buffers: Mutex::default(),
@@ -216,6 +232,26 @@ impl ShardedVarMap {
         Ok(lock(&self.0.ranks).get_or_insert(ranks).clone())
     }
 
+    /// Roles on the whole mesh, where they are of some of its dimensions: what a unit is sharded over says nothing of
+    /// the others, which may have cut its parameters.
+    pub(super) fn on_whole_mesh(&self, ranks: Arc<DataParallel>) -> Arc<DataParallel> {
+        let mut known = lock(&self.0.widened);
+        if let Some([_, whole]) = known.iter().find(|[given, _]| Arc::ptr_eq(given, &ranks)) {
+            return whole.clone();
+        }
+        let Some(whole) = ranks.widened(&self.0.mesh) else { return ranks };
+        // Units with the same roles communicate together.
+        let own = lock(&self.0.ranks).clone().filter(|own| own.is_like(&whole));
+        let whole = own.unwrap_or_else(|| Arc::new(whole));
+        known.push([ranks, whole.clone()]);
+        whole
+    }
+
+    /// The ranks that train copies of the model: gradients must reach all of them.
+    pub(super) fn copies(&self) -> DeviceMesh {
+        self.ranks().map_or_else(|_| self.0.mesh.clone(), |ranks| ranks.data().clone())
+    }
+
     /// The map's mesh, and the others that trainable parameters are on, in the order in which they came: which they are
     /// does not depend on a rank's gradients.
     pub(crate) fn all_ranks(&self) -> Result<Vec<Arc<DataParallel>>> {
@@ -226,6 +262,11 @@ impl ShardedVarMap {
             }
         }
         Ok(all)
+    }
+
+    /// The tensor-parallel ranks, where there is a plan.
+    pub(crate) fn parallel_ranks(&self) -> Option<ProcessGroup> {
+        lock(&self.0.plan).as_ref().and_then(|plan| plan.ranks().cloned())
     }
 
     pub(crate) fn schedule(&self) -> &Arc<Schedule> {
@@ -259,188 +300,8 @@ impl ShardedVarMap {
         all.extend(self.buffers());
         all
     }
-
-    fn build(&self, name: &str, shape: Shape, init: Init, dtype: DType) -> Result<Tensor> {
-        let fail = |message: String| Error::Parameter { name: name.into(), message };
-        let (unit, opts, ranks) = match lock(&self.0.building).last() {
-            Some(unit) => ((unit.name.clone(), unit.serial), unit.opts.clone(), unit.ranks.clone()),
-            None => {
-                return Err(fail(
-                    "it was asked for outside fully_shard: build the module inside the closure of a fully_shard call"
-                        .into(),
-                ));
-            }
-        };
-        if let Some(param) = self.shared(name, &shape, dtype, &unit)? {
-            return Ok(param.full().clone());
-        }
-        if !dtype.is_float() {
-            return Err(fail(format!("parameters are floating point; it was asked for as {dtype:?}")));
-        }
-        let dims = shape.dims();
-        self.check_size(name, dims, dtype)?;
-        if is_buffer(name) {
-            return self.whole(&self.0.buffers, name, dims, init, dtype);
-        }
-        if opts.ignored_params.as_ref().is_some_and(|ignored| ignored(name)) {
-            return self.whole(&self.0.ignored, name, dims, init, dtype);
-        }
-        let placement = opts.shard_placement_fn.as_ref().and_then(|choose| choose(name, dims)).unwrap_or_default();
-        let ranks = placement.mesh.map_or(ranks, |mesh| mesh.0);
-        let dim = placement.dim;
-        if let ReshardAfterForward::To(size) = opts.reshard_after_forward {
-            ranks.neighbours(size)?;
-        }
-        // The user's choice is made without our lock.
-        let frozen = lock(&self.0.frozen).clone();
-        let trainable = !frozen(name);
-        let adapters = lock(&self.0.adapters).clone();
-        if trainable {
-            ranks.check_covers(&self.0.mesh).map_err(fail)?;
-        }
-        let (region, layout) = ranks.lay_out(name, dims, dim)?;
-        let request = ShardRequest { name, shape: dims, dtype, region: &region, init };
-        let shard = self.initial(&request, opts.offload_policy.home(&self.0.device))?;
-        let schedule = &self.0.schedule;
-        let offload = Offload::of(&shard, opts.offload_policy, &self.0.device, schedule.downloads())?;
-        // As it was built, unless the policy has another.
-        let compute_dtype = opts.mp_policy.param_dtype_of(name).unwrap_or(dtype);
-        let spec = ParamSpec {
-            name: name.into(),
-            region,
-            shard_dim: dim,
-            layout,
-            ranks,
-            compute_dtype,
-            trainable,
-            extension: opts.extension.as_ref().and_then(|choose| choose(name)),
-            adapter: adapters.and_then(|adapters| adapters.of(name)),
-            offload,
-            shape,
-        };
-        let nodes = nodes_of(&self.0.device, &spec.shape, compute_dtype, trainable, schedule.listener())?;
-        let param = FsdpParam::new(spec, shard, nodes, schedule.pool().clone())?;
-        lock(&self.0.params).insert(name.into(), Owned { param: param.clone(), unit });
-        if let Some(unit) = lock(&self.0.building).last_mut() {
-            unit.params.push(param.clone());
-        }
-        Ok(param.full().clone())
-    }
-
-    /// The parameter of this name, if the same unit has it already.
-    fn shared(
-        &self,
-        name: &str,
-        shape: &Shape,
-        dtype: DType,
-        unit: &(String, usize),
-    ) -> Result<Option<Arc<FsdpParam>>> {
-        let all = lock(&self.0.params);
-        let Some(owned) = all.get(name) else { return Ok(None) };
-        let message = if owned.unit != *unit {
-            format!(
-                "it already belongs to FSDP unit `{}` and was asked for again by unit `{}`: apply fully_shard once to \
-                 each module, bottom-up, and hand the built \
-                 submodules on",
-                owned.unit.0, unit.0
-            )
-        } else if owned.param.shape() != shape || owned.param.dtype() != dtype {
-            format!(
-                "it is shared inside unit `{}` as {:?} {:?} and as {:?} {dtype:?}: shared parameters have one shape \
-                 and dtype",
-                unit.0,
-                owned.param.shape().dims(),
-                owned.param.dtype(),
-                shape.dims()
-            )
-        } else {
-            return Ok(Some(owned.param.clone()));
-        };
-        Err(Error::Parameter { name: name.into(), message })
-    }
-
-    /// An ignored parameter or a buffer.
-    fn whole(
-        &self,
-        all: &Mutex<IndexMap<String, Var>>,
-        name: &str,
-        dims: &[usize],
-        init: Init,
-        dtype: DType,
-    ) -> Result<Tensor> {
-        if let Some(var) = lock(all).get(name) {
-            if (var.dims(), var.dtype()) == (dims, dtype) {
-                return Ok(var.as_tensor().clone());
-            }
-            let message = format!(
-                "it is held whole, and was asked for as {:?} {:?} and as {dims:?} {dtype:?}: shared tensors have one \
-                 shape and dtype",
-                var.dims(),
-                var.dtype()
-            );
-            return Err(Error::Parameter { name: name.into(), message });
-        }
-        let request = ShardRequest { name, shape: dims, dtype, region: &Region::whole(dims), init };
-        let var = self.initial(&request, &self.0.device)?;
-        lock(all).insert(name.into(), var.clone());
-        Ok(var.as_tensor().clone())
-    }
-
-    /// Fails for a parameter that no memory can hold, before any is asked for.
-    fn check_size(&self, name: &str, dims: &[usize], dtype: DType) -> Result<()> {
-        let bytes = dims.iter().try_fold(dtype.size_in_bytes(), |bytes, &size| bytes.checked_mul(size.max(1)));
-        if bytes.is_some_and(|bytes| bytes <= isize::MAX as usize) {
-            return Ok(());
-        }
-        let message =
-            format!("of shape {dims:?} and {dtype:?} it is larger than memory can be: check the model's sizes");
-        Err(Error::Parameter { name: name.into(), message })
-    }
-
-    /// A variable on a device with the initial values of a region.
-    fn initial(&self, request: &ShardRequest<'_>, device: &Device) -> Result<Var> {
-        let initializer = lock(&self.0.initializer).clone();
-        initializer.check(request)?;
-        let kernels = kernels::of_device(device)?;
-        let memory = kernels.zeros(to_core_dtype(request.dtype)?, request.region.elements());
-        let mut shard =
-            memory.map_err(|error| Error::Parameter { name: request.name.into(), message: error.to_string() })?;
-        let mut filled = Ok(());
-        kernels.write((&mut shard).into(), &mut |bytes| filled = initializer.fill(request, bytes))?;
-        filled?;
-        Ok(to_var(shard, &request.region.sizes, device)?)
-    }
-}
-
-impl SimpleBackend for ShardedVarMap {
-    fn get(&self, shape: Shape, name: &str, init: Init, dtype: DType, _: &Device) -> candle_core::Result<Tensor> {
-        Ok(self.build(name, shape, init, dtype)?)
-    }
-
-    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
-        Err(Error::Parameter {
-            name: name.into(),
-            message: "a sharded parameter needs its shape: ask with `get` instead of `get_unchecked`".into(),
-        }
-        .into())
-    }
-
-    fn contains_tensor(&self, name: &str) -> bool {
-        if name.ends_with(PROBE) {
-            self.0.probed.store(true, Ordering::Relaxed);
-            return false;
-        }
-        let initializer = lock(&self.0.initializer).clone();
-        lock(&self.0.params).contains_key(name) || initializer.contains(name)
-    }
 }
 
 pub(super) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-}
-
-/// Whether a tensor of this name is a buffer, which forward updates and no optimizer does: those that PyTorch registers
-/// as buffers and Candle's `BatchNorm` asks its builder for.
-fn is_buffer(name: &str) -> bool {
-    matches!(name.rsplit('.').next(), Some("running_mean" | "running_var"))
 }

@@ -43,7 +43,7 @@ struct Use {
 
 impl Use {
     fn inputs(&self) -> usize {
-        self.matrix.shape().dims()[usize::from(!self.in_out)]
+        self.matrix.unsharded_shape().dims()[usize::from(!self.in_out)]
     }
 }
 
@@ -122,15 +122,16 @@ impl Seen<'_> {
         let could_be = |node: &&Tensor| {
             node.rank() >= 2 && node.is_contiguous() && node.dtype().is_float() && self.is_inside(node)
         };
-        let is_matrix = |param: &&Arc<FsdpParam>| param.trainable() && param.shape().rank() == 2;
+        let is_matrix = |param: &&Arc<FsdpParam>| param.trainable() && param.unsharded_shape().rank() == 2;
         let matrices: Vec<_> = self.unit.params().iter().filter(is_matrix).collect();
-        let has_a_width = |node: &&Tensor| matrices.iter().any(|matrix| matrix.shape().dims().contains(&last(node)));
+        let has_a_width =
+            |node: &&Tensor| matrices.iter().any(|matrix| matrix.unsharded_shape().dims().contains(&last(node)));
         for result in nodes.iter().copied().filter(could_be).filter(has_a_width) {
             // One walk for each result, whatever the number of matrices.
             let history = result.sorted_nodes();
             let params: Vec<_> = history.iter().filter_map(|node| FsdpParam::of(node)).collect();
             for (position, &matrix) in matrices.iter().enumerate() {
-                let &[first, second] = matrix.shape().dims() else { continue };
+                let &[first, second] = matrix.unsharded_shape().dims() else { continue };
                 // What has the matrix's own shape is a view of it, or itself in another dtype.
                 let fits = (last(result) == first || last(result) == second) && result.dims() != [first, second];
                 let is_there = params.iter().any(|param| Arc::ptr_eq(param, matrix));
@@ -244,12 +245,12 @@ impl Seen<'_> {
             let matrices = |trainable: bool| {
                 let of_width = move |param: &&Arc<FsdpParam>| {
                     param.trainable() == trainable
-                        && matches!(param.shape().dims(), [a, b] if (*a == width) != (*b == width))
+                        && matches!(param.unsharded_shape().dims(), [a, b] if (*a == width) != (*b == width))
                 };
                 self.unit.params().iter().filter(of_width)
             };
             // Adapters, of which none saw anything with a graph, nor something that was detached on purpose.
-            let adapters: Vec<_> = matrices(true).filter(|param| param.shape().dims()[1] == width).collect();
+            let adapters: Vec<_> = matrices(true).filter(|param| param.unsharded_shape().dims()[1] == width).collect();
             let blind = |param: &&Arc<FsdpParam>| -> Result<bool> {
                 for used in uses.iter().filter(|used| Arc::ptr_eq(&used.matrix, param) && !used.in_out) {
                     let matrix = Matrix::of(&used.matrix, used.bias.as_deref(), false)?;
@@ -270,10 +271,10 @@ impl Seen<'_> {
                 return Ok(Some(names(&adapters)));
             }
             // A frozen layer with a norm, none of whose matrices made anything with a graph.
-            let norm = |param: &Arc<FsdpParam>| !param.trainable() && param.shape().dims() == [width];
+            let norm = |param: &Arc<FsdpParam>| !param.trainable() && param.unsharded_shape().dims() == [width];
             let frozen: Vec<_> = matrices(false).collect();
             let made = |param: &&Arc<FsdpParam>| {
-                let other = param.shape().dims().iter().copied().find(|&dim| dim != width);
+                let other = param.unsharded_shape().dims().iter().copied().find(|&dim| dim != width);
                 nodes.iter().any(|node| Some(last(node)) == other && self.is_inside(node))
             };
             if self.unit.params().iter().any(norm) && !frozen.is_empty() && !frozen.iter().any(made) {
@@ -291,10 +292,10 @@ fn leads_only_to(result: &Tensor, nodes: &[&Tensor], matrix: &Arc<FsdpParam>) ->
     for &node in nodes {
         match FsdpParam::of(node) {
             Some(param) if Arc::ptr_eq(&param, matrix) => found = true,
-            Some(param) if param.shape().dims() == [last(result)] => bias = Some(param),
+            Some(param) if param.unsharded_shape().dims() == [last(result)] => bias = Some(param),
             Some(_) => return None,
             None if node.id() == result.id() || node.is_variable() => {}
-            None if node.elem_count() == matrix.shape().elem_count() => {}
+            None if node.elem_count() == matrix.unsharded_shape().elem_count() => {}
             None => return None,
         }
     }

@@ -21,7 +21,7 @@ pub(super) struct Norm {
 impl Norm {
     /// Every vector of this width may be the weight of an RMS norm, and with its sibling `bias` that of a layer norm.
     pub(super) fn of_width(width: usize, params: &[Arc<FsdpParam>]) -> Result<Vec<Norm>> {
-        let vectors = || params.iter().filter(|param| param.shape().dims() == [width]);
+        let vectors = || params.iter().filter(|param| param.unsharded_shape().dims() == [width]);
         let mut norms = vec![];
         for param in vectors() {
             let (layer, name) = param.name().rsplit_once('.').unwrap_or(("", param.name()));

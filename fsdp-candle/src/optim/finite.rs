@@ -162,6 +162,16 @@ fn located(vars: &ShardedVarMap, subjects: &[Subject], own: Vec<f64>) -> Result<
             counts[at] = sum;
         }
     }
+    // And so do the parts that tensor parallelism has cut.
+    let cut = |subject: &Subject| subject.ranks.as_ref().and_then(|_| vars.get(&subject.parameter));
+    let cut = |subject: &Subject| cut(subject).and_then(|param| param.cut_over().cloned());
+    let at: Vec<usize> = (0..subjects.len()).filter(|&at| cut(&subjects[at]).is_some()).collect();
+    if let Some(ranks) = at.first().and_then(|&at| cut(&subjects[at])) {
+        let shares = at.iter().map(|&at| counts[at]).collect();
+        for (&at, sum) in at.iter().zip(all_reduce(&ranks, shares, ReduceOp::Sum, WHERE)?) {
+            counts[at] = sum;
+        }
+    }
     // Replicas hold the same, if all is well; and every rank says whether it holds any.
     let mut holders = vec![0.; vars.mesh().size()];
     holders[vars.mesh().rank()] = f64::from(u8::from(own.iter().any(|&count| count > 0.)));

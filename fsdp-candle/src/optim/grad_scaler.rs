@@ -247,12 +247,15 @@ impl GradScaler {
         let own: Vec<_> = params.iter().filter_map(|param| grads.get(param.var())).collect();
         let finite = powers(own.iter().copied(), NormType::Infinity)?.iter().all(|largest| largest.is_finite());
         own.iter().try_for_each(|grad| scale(grad, 1. / self.state.scale))?;
-        // From the smallest mesh to the largest, whose ranks are those of all: each of them covers the map's.
+        // From the smallest mesh to the largest, whose ranks are those of all: each of them covers the map's data-parallel
+        // ranks, beside which others have the other parts.
         let mut meshes = vars.all_ranks()?;
-        meshes.sort_by_key(|ranks| ranks.mesh().size());
+        meshes.sort_by_key(|ranks| ranks.data().size());
         let subject = Subject::new("GradScaler's verdict", []);
         let mut overflowed = u32::from(!finite);
-        for group in meshes.iter().flat_map(|ranks| std::iter::once(ranks.shard()).chain(ranks.replicate())) {
+        let own = vars.ranks()?;
+        let data = meshes.iter().flat_map(|ranks| std::iter::once(ranks.shard()).chain(ranks.replicate()));
+        for group in own.other_groups().chain(data) {
             let group = group.signed(Signature::new(&subject, []));
             overflowed = group.all_reduce_scalar(overflowed, ReduceOp::Max)?;
         }

@@ -7,12 +7,14 @@ use candle_core::Result;
 
 use crate::unit::Reduction;
 
-/// A reduction in flight: over the shard ranks, and then over the replicas where there are some.
+/// A reduction in flight: over the shard ranks, then over the replicas, then over the tensor-parallel ranks, as far as
+/// there are some.
 pub(super) trait InFlight: Sized {
-    /// Whether the next step may issue another collective, which must happen in the same order on every rank.
-    fn is_over_shards(&self) -> bool;
+    /// Which of these it is over now: 0, 1 or 2.
+    fn hop(&self) -> usize;
 
-    /// Waits, and goes on: to the replicas, or to the end.
+    /// Waits, and goes on: to the next ranks, or to the end. That may issue another collective, which must happen in
+    /// the same order on every rank.
     fn advance(self) -> Result<Option<Self>>;
 
     /// Waits and forgets the outcome.
@@ -20,8 +22,8 @@ pub(super) trait InFlight: Sized {
 }
 
 impl InFlight for Reduction {
-    fn is_over_shards(&self) -> bool {
-        Reduction::is_over_shards(self)
+    fn hop(&self) -> usize {
+        Reduction::hop(self)
     }
 
     fn advance(self) -> Result<Option<Self>> {
@@ -45,17 +47,16 @@ impl<R: InFlight> Reductions<R> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for the oldest until there are fewer than `max` over the shards, and fewer than `max` over the replicas
-    /// but for those that went on to them now. Which go on depends on their number alone, never on their speed: all
-    /// ranks issue their collectives in the same order.
+    /// Waits for the oldest until there are fewer than `max` on each hop, but for those that went on to it now. Which
+    /// go on depends on their number alone, never on their speed: all ranks issue their collectives in the same order.
     pub(super) fn make_room(&self, max: usize) -> Result<()> {
         let mut waiting = std::mem::take(&mut *self.queue());
-        let mut over_shards = waiting.iter().filter(|reduction| reduction.is_over_shards()).count();
-        let mut over_replicas = waiting.len() - over_shards;
+        let mut in_flight = [0; 3];
+        waiting.iter().for_each(|reduction| in_flight[reduction.hop()] += 1);
         let mut kept = VecDeque::with_capacity(waiting.len());
         let mut outcome = Ok(());
         while let Some(reduction) = waiting.pop_front() {
-            let count = if reduction.is_over_shards() { &mut over_shards } else { &mut over_replicas };
+            let count = &mut in_flight[reduction.hop()];
             if *count < max {
                 kept.push_back(reduction);
                 continue;

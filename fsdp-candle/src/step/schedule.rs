@@ -26,7 +26,11 @@ pub(crate) struct Schedule {
     /// The calls of units with frozen parameters, whose graphs may come to backward.
     frozen_calls: Mutex<Vec<Weak<FrozenCall>>>,
     diagnostics: Diagnostics,
+    /// What is to be true of a model that is built.
+    once_built: Mutex<Option<Arc<Check>>>,
 }
+
+type Check = dyn Fn() -> crate::error::Result<()> + Send + Sync;
 
 impl Schedule {
     pub(crate) fn of_rank(rank: usize, device: &Device) -> Self {
@@ -39,6 +43,7 @@ impl Schedule {
             reductions: Reductions::new(),
             frozen_calls: Mutex::default(),
             diagnostics: Diagnostics::of_rank(rank),
+            once_built: Mutex::default(),
         }
     }
 
@@ -154,6 +159,11 @@ impl Schedule {
         change(&mut self.order().settings);
     }
 
+    /// Has something checked when the first forward begins.
+    pub(crate) fn before_first_forward(&self, check: impl Fn() -> crate::error::Result<()> + Send + Sync + 'static) {
+        *lock(&self.once_built) = Some(Arc::new(check));
+    }
+
     /// A call of a unit with frozen parameters that begins.
     pub(crate) fn frozen_call(&self, unit: &ParamGroup) -> Arc<FrozenCall> {
         let call = Arc::new(FrozenCall::of(unit.index()));
@@ -173,6 +183,11 @@ impl Schedule {
     /// Runs before a unit's forward: gathers its parameters and starts on those of the units that come next.
     pub(crate) fn pre_forward(&self, unit: &ParamGroup) -> Result<ForwardGuard<'_>> {
         self.check(unit.id())?;
+        let once_built = lock(&self.once_built).clone();
+        if let Some(check) = once_built {
+            check()?;
+            *lock(&self.once_built) = None;
+        }
         let (forward, actions) =
             self.order().forward_begins(unit.index(), keeps_graph()).map_err(|refused| explain(refused, unit.id()))?;
         let guard = ForwardGuard { schedule: self, forward, ok: false };

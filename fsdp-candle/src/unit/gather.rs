@@ -115,7 +115,7 @@ fn departures(members: &Members, missing: &[usize]) -> Result<Vec<Departure>> {
         positions.push(position);
         let arrival = match kept {
             Some((_, buffer)) => {
-                let elements = param.shape().elem_count();
+                let elements = param.unsharded_shape().elem_count();
                 let counts = (0..ranks.size()).map(|rank| chunk_range(elements, ranks.size(), rank).len()).collect();
                 let input = Arc::new(Pooled { buffer: Some(buffer), pool: members.pool.clone() });
                 parts.push(GatherPart { input, counts });
@@ -215,7 +215,7 @@ impl Flight {
             None => bail!("FSDP unit `{}`: the all-gather returned too few buffers", members.name()),
         };
         for (param, arrival) in self.arrivals {
-            let elements = param.shape().elem_count();
+            let elements = param.unsharded_shape().elem_count();
             let scratch = || -> Result<Full> {
                 let buffer = allocator.take(to_core_dtype(param.compute_dtype())?, elements).map_err(Error::from)?;
                 Ok(Full { buffer, own: false })
@@ -269,7 +269,7 @@ impl Flight {
 }
 
 fn check_arrival(members: &Members, param: &FsdpParam, buffer: &Buffer) -> Result<()> {
-    let (elements, dtype) = (param.shape().elem_count(), to_core_dtype(param.compute_dtype())?);
+    let (elements, dtype) = (param.unsharded_shape().elem_count(), to_core_dtype(param.compute_dtype())?);
     if (buffer.len(), buffer.dtype()) == (elements, dtype) {
         return Ok(());
     }

@@ -235,7 +235,7 @@ impl ParamGroup {
         let memory = self.memory();
         for param in self.params() {
             let fewer = param.ranks().neighbours(ranks)?;
-            let chunk = chunk_range(param.shape().elem_count(), fewer.size(), fewer.rank());
+            let chunk = chunk_range(param.unsharded_shape().elem_count(), fewer.size(), fewer.rank());
             param.values().reshard_to(chunk, ranks, &memory)?;
         }
         if matches!(turn.state, Presence::Unsharded) {

@@ -7,7 +7,7 @@ use std::sync::{Arc, LazyLock, OnceLock, Weak};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Shape, Tensor, TensorId, Var, bail};
 use fsdp_core::layout::Region;
-use fsdp_core::{Buffer, Placement};
+use fsdp_core::{Buffer, DeviceMesh, Placement};
 
 use super::gradient::{Gradient, Stage};
 use super::lookup::Lookup;
@@ -21,6 +21,7 @@ use crate::data_parallel::{DataParallel, ShardLayout};
 use crate::error::Error;
 use crate::extension::AllGatherExtension;
 use crate::storage::{Pool, to_core_dtype, to_dtype, to_tensor};
+use crate::tensor_parallel::Parallel;
 
 /// A parameter sharded over the ranks of its unit.
 ///
@@ -54,6 +55,7 @@ pub struct FsdpParam {
     shard_dim: usize,
     layout: ShardLayout,
     ranks: Arc<DataParallel>,
+    pub(super) parallel: Option<Arc<Parallel>>,
     trainable: bool,
     extension: Option<Arc<dyn AllGatherExtension>>,
     adapter: Option<LoraConfig>,
@@ -68,6 +70,8 @@ pub struct FsdpParam {
     uses: Told,
     /// Whether a layer that tells of its uses holds it.
     claimed: AtomicBool,
+    /// Whether a layer that knows of tensor parallelism holds it.
+    pub(super) served: AtomicBool,
 }
 
 /// The unit of a parameter, and its position there.
@@ -85,6 +89,7 @@ pub(crate) struct ParamSpec {
     pub(crate) shard_dim: usize,
     pub(crate) layout: ShardLayout,
     pub(crate) ranks: Arc<DataParallel>,
+    pub(crate) parallel: Option<Arc<Parallel>>,
     pub(crate) compute_dtype: DType,
     pub(crate) trainable: bool,
     pub(crate) extension: Option<Arc<dyn AllGatherExtension>>,
@@ -101,7 +106,7 @@ pub(crate) struct Nodes {
     /// A scalar that stands for the parameter in the graph. Its backward runs once, when every use of the parameter has
     /// been processed.
     pub(crate) anchor: Tensor,
-    /// What layers hold: the full shape, with memory only while unsharded.
+    /// What layers hold: the unsharded shape, with memory only while unsharded.
     pub(crate) full: Tensor,
 }
 
@@ -113,7 +118,7 @@ static BY_SHARD: LazyLock<Lookup<FsdpParam>> = LazyLock::new(Default::default);
 
 impl FsdpParam {
     pub(crate) fn new(spec: ParamSpec, shard: Var, nodes: Nodes, pool: Arc<Pool>) -> Result<Arc<Self>> {
-        let elements = spec.shape.elem_count();
+        let elements = nodes.full.elem_count();
         let room = Arc::new(Room { name: spec.name, elements, dtype: spec.compute_dtype, pool });
         let param = Arc::new(FsdpParam {
             shape: spec.shape,
@@ -121,6 +126,7 @@ impl FsdpParam {
             shard_dim: spec.shard_dim,
             layout: spec.layout,
             ranks: spec.ranks,
+            parallel: spec.parallel,
             trainable: spec.trainable,
             extension: spec.extension,
             adapter: spec.adapter,
@@ -134,6 +140,7 @@ impl FsdpParam {
             unit: OnceLock::new(),
             uses: Told::new(),
             claimed: AtomicBool::new(false),
+            served: AtomicBool::new(false),
         });
         BY_TENSOR.insert(&param.anchor, &param);
         BY_TENSOR.insert(param.full(), &param);
@@ -166,6 +173,12 @@ impl FsdpParam {
         &self.shape
     }
 
+    /// The shape of what layers hold on this rank: the global shape, or a part of it where
+    /// [`parallelize`](crate::parallelize) has cut a dimension.
+    pub fn unsharded_shape(&self) -> &Shape {
+        self.full().shape()
+    }
+
     /// The dtype of the shard, of its sharded gradient and of the optimizer's state.
     pub fn dtype(&self) -> DType {
         self.shard.dtype()
@@ -181,14 +194,24 @@ impl FsdpParam {
         &self.region
     }
 
-    /// The tensor dimension that is cut.
+    /// The tensor dimension that FSDP shards.
     pub fn shard_dim(&self) -> usize {
         self.shard_dim
     }
 
-    /// One placement for each dimension of the mesh.
+    /// The mesh that the shards of all ranks lie on. Dimensions that shard together are one.
+    pub fn device_mesh(&self) -> &DeviceMesh {
+        self.ranks.mesh()
+    }
+
+    /// One placement for each dimension of [`FsdpParam::device_mesh`].
     pub fn placements(&self) -> Vec<Placement> {
-        self.ranks.placements(self.shard_dim)
+        self.ranks.placements(self.shard_dim, self.parallel())
+    }
+
+    /// What it is under tensor parallelism; none where no plan names its module.
+    pub(crate) fn parallel(&self) -> Option<&Parallel> {
+        self.parallel.as_deref()
     }
 
     pub(crate) fn layout(&self) -> &ShardLayout {

@@ -1,4 +1,5 @@
-//! The reduction of a unit's gradients: reduce-scatter over the shard ranks, then all-reduce over the replicas.
+//! The reduction of a unit's gradients: reduce-scatter over the shard ranks, then all-reduce over the replicas, and then
+//! over the tensor-parallel ranks of those that are terms there.
 
 use std::sync::Arc;
 
@@ -27,6 +28,8 @@ pub(crate) struct Reduction {
     work: Work,
     over: Over,
     rule: Rule,
+    /// What is reduced already, and handed out with these.
+    done: Vec<(usize, Buffer)>,
 }
 
 /// How the unit reduced when the reduction began: settings may change while it is in flight.
@@ -60,6 +63,7 @@ impl Rule {
 enum Over {
     Shards,
     Replicas,
+    TensorParallel,
 }
 
 /// The gradients that go over one set of ranks.
@@ -148,7 +152,8 @@ impl Reduction {
                 Some(custom) => custom.reduce_scatter(&shard, parts, rule.op, group.members().pool.clone()),
                 None => shard.reduce_scatter(parts, rule.op, group.members().pool.clone()),
             };
-            started.push(Reduction { group: group.clone(), ranks, members, work, over: Over::Shards, rule });
+            let (group, over) = (group.clone(), Over::Shards);
+            started.push(Reduction { group, ranks, members, work, over, rule, done: vec![] });
         }
         Ok(())
     }
@@ -166,21 +171,51 @@ impl Reduction {
             bail!("FSDP unit `{}` has no replicas to reduce over", group.name())
         };
         if rule.told {
-            let used = members.iter().map(|&position| f32::from(group.params()[position].gradient().is_used()));
-            buffers.push(group.told(&members, &used.collect::<Vec<_>>())?);
+            buffers.push(group.told_used(&members)?);
         }
         let work = replicas.signed(group.signs(&members, rule.backwards.1)).all_reduce(buffers, rule.op);
-        Ok(Reduction { group, ranks, members, work, over: Over::Replicas, rule })
+        Ok(Reduction { group, ranks, members, work, over: Over::Replicas, rule, done: vec![] })
     }
 
-    /// Whether the next step issues another collective, which must happen in the same order on every rank.
-    pub(crate) fn is_over_shards(&self) -> bool {
-        self.over == Over::Shards
+    /// The all-reduce of those that are terms over the tensor-parallel ranks: a sum, of which the others are no part.
+    /// `None`, with all of them handed out, where there are none.
+    fn over_tensor_parallel(
+        group: Arc<ParamGroup>,
+        ranks: Arc<DataParallel>,
+        rule: Rule,
+        reduced: Vec<(usize, Buffer)>,
+    ) -> Result<Option<Self>> {
+        let params = group.params();
+        let partial = |position: usize| params[position].parallel().filter(|parallel| parallel.is_partial());
+        let Some(parallel) = reduced.iter().find_map(|(position, _)| partial(*position)) else {
+            group.deliver(rule, reduced)?;
+            return Ok(None);
+        };
+        let terms = parallel.group().clone();
+        let (partial, done): (Vec<_>, Vec<_>) =
+            reduced.into_iter().partition(|(position, _)| partial(*position).is_some());
+        let (members, mut buffers): (Vec<usize>, Vec<Buffer>) = partial.into_iter().unzip();
+        tracing::debug!(unit = group.name(), gradients = members.len(), "all-reduce over tensor-parallel ranks");
+        if rule.told {
+            buffers.push(group.told_used(&members)?);
+        }
+        let backwards = if ranks.replicate().is_some() { rule.backwards.1 } else { rule.backwards.0 };
+        let work = terms.signed(group.signs(&members, backwards)).all_reduce(buffers, ReduceOp::Sum);
+        Ok(Some(Reduction { group, ranks, members, work, over: Over::TensorParallel, rule, done }))
     }
 
-    /// Waits, and goes on: to the replicas, or to the end.
+    /// Over which ranks it is now, of those that it may go over one after the other.
+    pub(crate) fn hop(&self) -> usize {
+        match self.over {
+            Over::Shards => 0,
+            Over::Replicas => 1,
+            Over::TensorParallel => 2,
+        }
+    }
+
+    /// Waits, and goes on: to the replicas, to the tensor-parallel ranks, or to the end.
     pub(crate) fn advance(self) -> Result<Option<Self>> {
-        let Reduction { group, ranks, members, work, over, rule } = self;
+        let Reduction { group, ranks, members, work, over, rule, mut done } = self;
         let what = if over == Over::Shards { "reduce-scatter" } else { "all-reduce" };
         let span = tracing::debug_span!("wait for reduction", unit = group.name(), what);
         let told = heartbeat::span("wait for reduction", group.name());
@@ -207,9 +242,14 @@ impl Reduction {
         if let Some(used) = used {
             group.members().pool.give(used);
         }
-        if over == Over::Replicas || ranks.replicate().is_none() {
-            group.deliver(rule, members, buffers)?;
+        if over == Over::TensorParallel {
+            done.extend(members.into_iter().zip(buffers));
+            done.sort_by_key(|(position, _)| *position);
+            group.deliver(rule, done)?;
             return Ok(None);
+        }
+        if over == Over::Replicas || ranks.replicate().is_none() {
+            return Reduction::over_tensor_parallel(group, ranks, rule, members.into_iter().zip(buffers).collect());
         }
         for (&position, buffer) in members.iter().zip(buffers) {
             group.params()[position].gradient().accumulate(Stage::PartlyReduced, buffer)?;
@@ -223,7 +263,8 @@ impl Reduction {
 
     /// Waits and forgets the outcome.
     pub(crate) fn abandon(self) {
-        for buffer in self.work.wait().unwrap_or_default() {
+        let done = self.done.into_iter().map(|(_, buffer)| buffer);
+        for buffer in self.work.wait().unwrap_or_default().into_iter().chain(done) {
             self.group.members().pool.give(buffer);
         }
     }
@@ -277,6 +318,12 @@ impl ParamGroup {
         }
     }
 
+    /// Which of these some rank has used, as far as the reduction has come.
+    fn told_used(&self, members: &[usize]) -> Result<Buffer> {
+        let used = members.iter().map(|&position| f32::from(self.params()[position].gradient().is_used()));
+        self.told(members, &used.collect::<Vec<_>>())
+    }
+
     fn pack(&self, param: &FsdpParam, grad: Buffer) -> Result<Buffer> {
         let mut shards = self.members().pool.take(grad.dtype(), grad.len()).map_err(Error::from)?;
         param.layout().pack(&grad, &mut shards)?;
@@ -285,7 +332,8 @@ impl ParamGroup {
     }
 
     /// Files reduced shards of gradients with their parameters.
-    fn deliver(&self, rule: Rule, members: Vec<usize>, mut buffers: Vec<Buffer>) -> Result<()> {
+    fn deliver(&self, rule: Rule, reduced: Vec<(usize, Buffer)>) -> Result<()> {
+        let (members, mut buffers): (Vec<usize>, Vec<Buffer>) = reduced.into_iter().unzip();
         if let Some(offload) = members.iter().find_map(|&position| self.params()[position].offload()) {
             offload.begin_downloads()?;
         }

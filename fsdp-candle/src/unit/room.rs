@@ -12,7 +12,7 @@ use crate::storage::{Pool, to_core_dtype};
 pub(super) struct Room {
     /// The parameter's name.
     pub(super) name: String,
-    /// Of the whole parameter.
+    /// Of what layers hold.
     pub(super) elements: usize,
     /// The dtype that layers compute with.
     pub(super) dtype: candle_core::DType,

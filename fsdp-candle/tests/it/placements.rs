@@ -154,7 +154,7 @@ fn a_parameter_on_another_mesh() {
         let pairs = world.mesh(&[("replicate", 2), ("shard", 2)]).unwrap();
         for reshard in [ReshardAfterForward::Always, ReshardAfterForward::Never] {
             let vars = vars(&world);
-            let other = ShardMesh::of_dims(&pairs, Some("replicate"), "shard").unwrap();
+            let other = ShardMesh::new(&pairs).unwrap();
             let opts = FullyShard::new(&vars).reshard_after_forward(reshard).shard_placement_fn(move |name, _| {
                 name.contains("down").then(|| ShardPlacement { dim: 0, mesh: Some(other.clone()) })
             });

@@ -13,6 +13,7 @@ pub(super) enum Queue {
     /// Reductions of a fixed order have one of their own.
     Apart,
     Replicas,
+    TensorParallel,
 }
 
 /// A collective of a unit: which of its parameters it is for.
@@ -51,19 +52,26 @@ pub(super) struct Reducing {
     pub(super) unit: usize,
     pub(super) params: BTreeSet<usize>,
     pub(super) replicated: bool,
+    pub(super) partial: bool,
 }
 
 impl InFlight for Reducing {
-    fn is_over_shards(&self) -> bool {
-        self.at.0 != Queue::Replicas
+    fn hop(&self) -> usize {
+        match self.at.0 {
+            Queue::Gathers | Queue::Apart => 0,
+            Queue::Replicas => 1,
+            Queue::TensorParallel => 2,
+        }
     }
 
     fn advance(self) -> candle_core::Result<Option<Self>> {
         self.log.borrow_mut().wait(self.at);
-        if !self.is_over_shards() || !self.replicated {
-            return Ok(None);
-        }
-        let at = self.log.borrow_mut().issue(Queue::Replicas, ("all-reduce", self.unit, self.params.clone()));
+        let next = match self.hop() {
+            0 if self.replicated => Queue::Replicas,
+            0 | 1 if self.partial => Queue::TensorParallel,
+            _ => return Ok(None),
+        };
+        let at = self.log.borrow_mut().issue(next, ("all-reduce", self.unit, self.params.clone()));
         Ok(Some(Reducing { at, ..self }))
     }
 

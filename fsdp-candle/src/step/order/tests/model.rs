@@ -46,6 +46,8 @@ pub(super) struct Model {
     pub(super) units: Vec<Unit>,
     pub(super) settings: StepSettings,
     pub(super) replicated: bool,
+    /// Whether gradients are terms over tensor-parallel ranks.
+    pub(super) partial: bool,
     /// Whether ranks may use different units.
     pub(super) fixed: bool,
     pub(super) iterations: Vec<Iteration>,
@@ -116,7 +118,8 @@ impl Tape {
             fixed_order: fixed,
             ..StepSettings::default()
         };
-        let mut model = Model { units, settings, replicated: self.once_in(2), fixed, iterations: vec![] };
+        let mut model =
+            Model { units, settings, replicated: self.once_in(2), partial: self.once_in(2), fixed, iterations: vec![] };
         let mut last: Option<Vec<(Call, bool)>> = None;
         for _ in 0..1 + self.below(4) {
             let forwards = match last.clone().filter(|_| self.once_in(2)) {

@@ -145,7 +145,8 @@ impl<'a> Rank<'a> {
             let queue = if apart { Queue::Apart } else { Queue::Gathers };
             let at = self.log.borrow_mut().issue(queue, ("reduce", unit, params.clone()));
             let log = self.log.clone();
-            self.reductions.add(vec![Reducing { log, at, unit, params, replicated: self.model.replicated }]);
+            let Model { replicated, partial, .. } = *self.model;
+            self.reductions.add(vec![Reducing { log, at, unit, params, replicated, partial }]);
             let reducing = self.log.borrow().reducing;
             assert!(reducing <= self.model.settings.max_reductions, "{reducing} reductions at once");
         }

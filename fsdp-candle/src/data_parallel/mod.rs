@@ -1,0 +1,10 @@
+//! The ranks that a parameter is sharded and replicated over.
+
+mod dims;
+mod ranks;
+mod shard_layout;
+
+pub use dims::DataParallelMeshDims;
+pub(crate) use ranks::DataParallel;
+pub use ranks::ShardMesh;
+pub(crate) use shard_layout::ShardLayout;
