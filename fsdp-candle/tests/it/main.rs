@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod accumulation;
+mod averages;
 mod building;
 mod by_name;
 mod checkpointing;
@@ -22,6 +23,7 @@ mod memory;
 mod mesh;
 mod mismatch;
 mod misuse;
+mod muon;
 mod numerics;
 mod offload;
 mod optimizers;
