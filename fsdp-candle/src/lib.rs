@@ -106,16 +106,18 @@ pub use gradcheck::{GradcheckOptions, gradcheck};
 pub use graph::no_grad;
 pub use module::FsdpModule;
 pub use optim::{
-    Adam, AdamConfig, AdamW, AdamWConfig, AdjustLr, CandleOptimizer, ClipOptions, GradScaler, GradScalerState, Muon,
-    MuonConfig, NormType, Optimizers, ParamGroup, ParamState, SGD, SgdConfig, ShardOptimizer, ShardRule,
-    ShardedOptimizer, ValuesOf, check_finite, clip_grad_norm, clip_grad_norm_with, grad_norm, group_by_name,
+    Adam, AdamConfig, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, AdjustLr, CandleOptimizer, ClipOptions, Ema,
+    GradAccumulator, GradScaler, GradScalerState, Muon, MuonConfig, NormType, Optimizers, ParamGroup, ParamState, SGD,
+    SgdConfig, ShardOptimizer, ShardRule, ShardedOptimizer, ValuesOf, check_finite, clip_grad_norm, clip_grad_norm_of,
+    clip_grad_norm_with, grad_norm, group_by_name,
 };
 pub use pattern::NamePattern;
 pub use policy::{MixedPrecisionPolicy, NamePredicate, OffloadPolicy, Recurse, ReshardAfterForward};
 pub use state_dict::{
-    IncompatibleKeys, StateDict, StateDictOptions, StateTensor, get_model_state_dict, get_optimizer_state_dict,
-    get_state_dict, load_model, load_optimizer, load_param_groups, model_tensors, optimizer_tensors, optimizer_values,
-    set_model_state_dict, set_optimizer_state_dict, set_state_dict,
+    IncompatibleKeys, StateDict, StateDictOptions, StateTensor, get_ema_state_dict, get_model_state_dict,
+    get_optimizer_state_dict, get_state_dict, load_model, load_optimizer, load_param_groups, model_tensors,
+    optimizer_tensors, optimizer_values, set_ema_state_dict, set_model_state_dict, set_optimizer_state_dict,
+    set_state_dict,
 };
 pub use tensor_parallel::{
     ActivationLayout, ColwiseParallel, HiddenParallel, ParallelPlan, ParallelStyle, RowwiseParallel, SequenceParallel,

@@ -77,14 +77,13 @@ RUNS = {
     "run_float8_gather": Run(all_gather="float8"),
     "run_float8_gather_eager": Run(attention="eager", all_gather="float8"),
 }
-# Those of one model alone. Muon rounds to bf16: another attention tells how far a run is from itself.
+# Those of llama3_tiny alone. Muon rounds to bf16, and so on one rank too, to tell how far a run is from itself.
 OF_OPTIMIZERS = {
     "run_sgd": Run(optimizer="sgd", groups=True),
     "run_adam": Run(optimizer="adam", groups=True),
     "run_adamw_groups": Run(groups=True),
     "run_muon": Run(optimizer="muon", groups=True),
     "run_muon_original": Run(optimizer="muon_original", groups=True),
-    "run_muon_eager": Run(optimizer="muon", groups=True, attention="eager"),
 }
 LENGTH = 32
 STEPS = 20
@@ -320,8 +319,8 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for name in options.models:
-        all_runs = RUNS | (OF_OPTIMIZERS if name == "llama_tiny" else {})
-        for file in options.runs or (["run"] if name in FAMILIES else all_runs):
+        usual = ["run", *OF_OPTIMIZERS] if name == "llama3_tiny" else ["run"] if name in FAMILIES else RUNS
+        for file in options.runs or usual:
             # Transformers' usual attention leaves out caps.
             run = (RUNS | OF_OPTIMIZERS)[file]
             run = dataclasses.replace(run, attention="eager") if name in FAMILIES else run

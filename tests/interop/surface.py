@@ -48,7 +48,8 @@ MODULES = {
     "torch.nn.parallel": ["DistributedDataParallel"],
     "torch.nn.utils": ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"],
     "torch.amp": ["GradScaler", "autocast"],
-    "torch.optim": ["AdamW"],
+    "torch.optim": ["Adam", "AdamW", "Muon", "SGD"],
+    "torch.optim.swa_utils": ["AveragedModel", "get_ema_multi_avg_fn"],
     "torch.utils.checkpoint": ["checkpoint", "create_selective_checkpoint_contexts"],
 }
 METHODS = {"FSDPModule", "UnshardHandle", "GradientReductionHandle", "Comm", "DTensor", "DeviceMesh"}

@@ -13,6 +13,7 @@ mod fine_tuning;
 mod finite;
 mod from_pytorch;
 mod golden;
+mod golden_optimizers;
 mod gradcheck;
 mod imports;
 mod launchers;

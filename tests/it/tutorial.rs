@@ -69,8 +69,16 @@ fn every_snippet_of_the_tutorial_runs_in_a_test() {
 
 #[test]
 fn a_snippet_that_no_test_runs_would_be_found() {
-    let source = "    // tutorial: a\n    //> for x in y:\n    for x in y {\n        //>     f(x)\n        f(x);\n    }\n\
-                  // end\n";
+    let source = [
+        "    // tutorial: a",
+        "    //> for x in y:",
+        "    for x in y {",
+        "        //>     f(x)",
+        "        f(x);",
+        "    }",
+        "    // end",
+    ];
+    let source = &source.join("\n");
     let document = "```python\nfor x in y:\n    f(x)\n```\n\n```rust\nfor x in y {\n    f(x);\n}\n```\n";
     assert_eq!(transcriptions(source), shown(document));
     assert_ne!(transcriptions(source), shown(&document.replace("f(x);", "g(x);")));

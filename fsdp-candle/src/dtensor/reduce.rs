@@ -8,8 +8,8 @@ use super::tensor::{DTensor, zeros};
 use crate::error::{Error, Result};
 use crate::storage::to_dtype;
 
-/// Reductions: the name over some dimensions and what is done, the names with dimensions kept and over all, and a line of
-/// documentation.
+/// Reductions: the name over some dimensions and what is done, the names with dimensions kept and over all, and a line
+/// of documentation.
 macro_rules! reductions {
     ($($name:ident: $what:ident, $keepdim:ident, $all:ident, $doc:literal;)*) => {
         impl DTensor {$(

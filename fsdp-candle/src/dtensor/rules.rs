@@ -144,6 +144,12 @@ pub(super) fn binary(op: Binary, left: &DTensorSpec, right: &DTensorSpec) -> Res
             }
         }
     }
+    // Terms of one reduction along one mesh dimension, and of another along another.
+    let spec = DTensorSpec::new(left.mesh().clone(), &placements, &shape, left.dtype());
+    spec.map_err(|error| {
+        let name = op.name();
+        Error::Argument(format!("{name} of {left} and {right}: {error}; redistribute the left or the right first"))
+    })?;
     Ok((shape, placements))
 }
 

@@ -22,7 +22,7 @@ pub(crate) use cpu::host_elements;
 #[cfg(feature = "cuda")]
 pub(crate) use cuda::{Matrix, add_product, add_rows, candle_device, compute_stream, device_count};
 pub(crate) use doors::{Backward, in_place, node};
-pub(crate) use eight_bits::EightBits;
+pub(crate) use eight_bits::{EightBits, STATE_BLOCK};
 pub(crate) use host_copies::{Copying, HostSink, HostSource};
 pub use norm::NormType;
 pub(crate) use set::{Kernels, Rows};

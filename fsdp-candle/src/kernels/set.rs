@@ -114,6 +114,17 @@ pub(crate) trait Kernels: Send + Sync {
     fn sgd(&self, update: &SgdUpdate, param: SliceMut<'_>, grad: Slice<'_>, buffer: Option<SliceMut<'_>>)
     -> Result<()>;
 
+    /// One step of AdamW whose moments are in 8 bits, of parameters of F32, BF16 or F16: codes and scales of the running
+    /// mean of gradients ([`EightBits::Signed`]), then those of the root of that of their squares
+    /// ([`EightBits::Unsigned`]), each for blocks of [`super::STATE_BLOCK`] elements. It is computed in f32.
+    fn adam_8bit(
+        &self,
+        update: &AdamUpdate,
+        param: SliceMut<'_>,
+        grad: Slice<'_>,
+        moments: [SliceMut<'_>; 4],
+    ) -> Result<()>;
+
     /// Encodes values of f32 into a code of U8 each, and a scale of F32 for each `block` of them. A block that is not
     /// finite becomes NaN as a whole.
     fn quantise(

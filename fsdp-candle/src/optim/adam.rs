@@ -194,7 +194,7 @@ macro_rules! rule {
 rule!(AdamWConfig, "AdamW", decoupled: true);
 rule!(AdamConfig, "Adam", decoupled: false);
 
-fn adam(update: &AdamUpdate, shard: Stepping<'_>) -> Result<()> {
+pub(super) fn adam(update: &AdamUpdate, shard: Stepping<'_>) -> Result<()> {
     let Stepping { kernels, param, grad, parts } = shard;
     match <[SliceMut<'_>; 2]>::try_from(parts) {
         Ok(moments) => kernels.adam(update, param, grad, moments),

@@ -69,13 +69,44 @@ pub fn clip_grad_norm(vars: &ShardedVarMap, grads: &mut GradStore, max_norm: f64
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn clip_grad_norm_with(vars: &ShardedVarMap, grads: &mut GradStore, options: &ClipOptions) -> Result<f64> {
-    let norm = norm_of(vars, grads, options.norm_type)?;
+    clip_grad_norm_of(vars, &vars.trainable(), grads, options)
+}
+
+/// [`clip_grad_norm_with`] of some parameters alone, such as an optimizer's group: the norm is theirs, and the gradients
+/// of others stay as they are. All ranks name the same parameters.
+///
+/// # Errors
+/// As [`clip_grad_norm_with`], whose error names all parameters whose gradients are not finite.
+///
+/// ```
+/// # use candle_core::{DType, Module, Tensor};
+/// # use fsdp_candle::{fully_shard, nn, FullyShard, ShardedVarMap, World};
+/// # let world = World::single()?;
+/// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
+/// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(4, 2, vb))?;
+/// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
+/// use fsdp_candle::{clip_grad_norm_of, group_by_name, ClipOptions, NamePattern, NormType};
+///
+/// let groups = group_by_name(vars.trainable(), [&[NamePattern::new("bias")?][..]])?;
+/// let mut grads = model.backward(&model.forward(&x)?.sum_all()?)?; // all are 3
+/// let options = ClipOptions { max_norm: 1., norm_type: NormType::Infinity, error_if_nonfinite: true };
+/// let norms = [1, 0].map(|group| clip_grad_norm_of(&vars, &groups[group], &mut grads, &options).unwrap());
+/// assert_eq!(norms, [3., 3.]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn clip_grad_norm_of(
+    vars: &ShardedVarMap,
+    params: &[Arc<FsdpParam>],
+    grads: &mut GradStore,
+    options: &ClipOptions,
+) -> Result<f64> {
+    let norm = norm_of(vars, params, grads, options.norm_type)?;
     if options.error_if_nonfinite && !norm.is_finite() {
         return Err(Error::NonFinite(of_norm(vars, grads, norm)?));
     }
     let factor = options.max_norm / (norm + 1e-6);
     if factor < 1. {
-        for param in vars.trainable() {
+        for param in params {
             if let Some(grad) = grads.get(param.var()) {
                 scale(grad, factor)?;
             }
@@ -89,16 +120,15 @@ pub fn clip_grad_norm_with(vars: &ShardedVarMap, grads: &mut GradStore, options:
 /// # Errors
 /// Those of the all-reduce.
 pub fn grad_norm(vars: &ShardedVarMap, grads: &GradStore) -> Result<f64> {
-    norm_of(vars, grads, NormType::Two)
+    norm_of(vars, &vars.trainable(), grads, NormType::Two)
 }
 
-fn norm_of(vars: &ShardedVarMap, grads: &GradStore, norm_type: NormType) -> Result<f64> {
+fn norm_of(vars: &ShardedVarMap, params: &[Arc<FsdpParam>], grads: &GradStore, norm_type: NormType) -> Result<f64> {
     norm_type.check()?;
     // Parameters on one mesh are summed together, those that tensor parallelism has cut apart from the others; replicas
     // hold the same and do not count twice.
     let mut meshes: Vec<_> = vars.all_ranks()?.into_iter().map(|ranks| (ranks, [0.; 2])).collect();
-    let params = vars.trainable();
-    let cut = params.iter().find_map(|param| param.cut_over());
+    let parallel = vars.parallel_ranks();
     let with_gradient: Vec<_> = params.iter().filter_map(|param| Some((param, grads.get(param.var())?))).collect();
     let powers = powers(with_gradient.iter().map(|(_, grad)| *grad), norm_type)?;
     for ((param, _), power) in with_gradient.into_iter().zip(powers) {
@@ -114,7 +144,7 @@ fn norm_of(vars: &ShardedVarMap, grads: &GradStore, norm_type: NormType) -> Resu
     let mut totals = [0.; 2];
     for (ranks, shares) in meshes {
         let group = ranks.shard().signed(signature());
-        let reduced = match cut {
+        let reduced = match &parallel {
             Some(_) => group.all_reduce_values(shares.to_vec(), op)?,
             None => vec![group.all_reduce_scalar(shares[0], op)?],
         };
@@ -123,7 +153,7 @@ fn norm_of(vars: &ShardedVarMap, grads: &GradStore, norm_type: NormType) -> Resu
         }
     }
     let [whole, parts] = totals;
-    let Some(ranks) = cut else { return Ok(norm_type.root(whole)) };
+    let Some(ranks) = &parallel else { return Ok(norm_type.root(whole)) };
     // What all of them have whole, the first of them counts: they get the same number, bit for bit.
     let first = if ranks.rank() == 0 { whole } else { 0. };
     let reduced = ranks.signed(signature()).all_reduce_values(vec![parts, first, whole], op)?;
@@ -153,8 +183,9 @@ fn differing(vars: &ShardedVarMap, grads: &GradStore, ranks: &ProcessGroup) -> R
     let name = worst.map_or("", |at| whole[at].name());
     Ok(Error::Parameter {
         name: name.into(),
-        message: "its gradient is another one on each of the tensor-parallel ranks, on which it is whole. Its module \
-                  works on a part of the sequence, and the plan does not say so: make it SequenceParallel"
+        message: "its gradient is another one on each of the tensor-parallel ranks, on which it is whole. Either its \
+                  module works on a part of the sequence and the plan does not say so: make it SequenceParallel. Or \
+                  these ranks have different inputs: ranks that differ along that dimension alone take the same batch"
             .into(),
     })
 }

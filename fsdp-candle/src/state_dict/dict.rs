@@ -59,7 +59,8 @@ impl StateTensor {
     /// use fsdp_candle::{distribute_tensor, get_model_state_dict, StateDict, StateDictOptions, StateTensor};
     /// # let world = World::single()?;
     /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-    /// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+    /// # let (opts, vb) = (FullyShard::new(&vars), vars.builder(DType::F32));
+    /// # let model = fully_shard(&opts, vb, |vb| nn::linear_no_bias(4, 2, vb))?;
     /// let entries = get_model_state_dict(&vars, &StateDictOptions::default())?.tensors;
     /// let weight = entries["weight"].dtensor()?.expect("parameters are sharded");
     /// let full = Tensor::zeros(weight.shape(), DType::F32, world.device())?;

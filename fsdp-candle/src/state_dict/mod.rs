@@ -3,6 +3,7 @@
 
 mod both;
 mod dict;
+mod ema;
 mod hyper;
 mod model;
 mod optimizer;
@@ -11,6 +12,7 @@ mod transfer;
 
 pub use both::{get_state_dict, set_state_dict};
 pub use dict::{IncompatibleKeys, StateDict, StateTensor};
+pub use ema::{get_ema_state_dict, set_ema_state_dict};
 pub use hyper::load_param_groups;
 pub use model::{get_model_state_dict, load_model, model_tensors, set_model_state_dict};
 pub use optimizer::{

@@ -17,7 +17,8 @@ impl FsdpParam {
     /// # use fsdp_candle::{fully_shard, nn, FullyShard, Placement, ShardedVarMap, World};
     /// # let world = World::single()?;
     /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
-    /// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
+    /// # let (opts, vb) = (FullyShard::new(&vars), vars.builder(DType::F32));
+    /// # let model = fully_shard(&opts, vb, |vb| nn::linear_no_bias(4, 2, vb))?;
     /// for param in model.params() {
     ///     let dtensor = param.dtensor()?;
     ///     assert_eq!(dtensor.placements(), [Placement::Shard(0)]);
@@ -66,8 +67,8 @@ impl FsdpParam {
     pub fn set_local(&self, local: &Tensor) -> Result<()> {
         if local.dims() != self.region().sizes {
             return self.refuse(format!(
-                "its shard on rank {} is {:?}, and a tensor of shape {:?} is no part of it: take it from a DTensor that \
-                 lies as the parameter does, or set a full tensor with `set_full`",
+                "its shard on rank {} is {:?}, and a tensor of shape {:?} is no part of it: take it from a DTensor \
+                 that lies as the parameter does, or set a full tensor with `set_full`",
                 self.device_mesh().rank(),
                 self.region().sizes,
                 local.dims()
@@ -77,7 +78,7 @@ impl FsdpParam {
             return self.refuse(format!("it is {:?}, and values of {:?} are none of it", self.dtype(), local.dtype()));
         }
         let local = to_dtype(&local.detach(), self.dtype())?.contiguous()?;
-        self.reshard()?;
+        self.holder().reshard()?;
         Ok(copy_tensor(&local, self.var().as_tensor())?)
     }
 

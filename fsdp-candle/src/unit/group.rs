@@ -87,7 +87,7 @@ impl ParamGroup {
             carried: Mutex::default(),
         });
         let holder = Arc::downgrade(&group);
-        group.params().iter().for_each(|param| param.set_holder(holder.clone()));
+        group.params().iter().for_each(|param| param.holder().set(holder.clone()));
         group
     }
 

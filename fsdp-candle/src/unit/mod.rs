@@ -15,6 +15,7 @@ mod param;
 mod path;
 mod reduction;
 mod room;
+mod serve;
 mod settings;
 mod turn;
 mod uses;

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod accumulation;
+mod averages;
 mod building;
 mod by_name;
 mod checkpoint_policy;
@@ -24,6 +25,7 @@ mod memory;
 mod mesh;
 mod mismatch;
 mod misuse;
+mod muon;
 mod numerics;
 mod offload;
 mod optimizers;

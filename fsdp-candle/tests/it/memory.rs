@@ -98,7 +98,7 @@ fn memory_that_is_not_there_is_an_error_and_the_model_goes_on() {
     let said: Vec<&str> = stdout.lines().filter_map(|line| Some(line.split_once("says: ")?.1)).collect();
     let stack = "no memory for the stack of backward: ";
     let big = "parameter `big`: no memory for 67108864 elements of F32: 0.2 GiB (268435456 bytes) were wanted";
-    let moments = "parameter `big`: AdamW: no memory for 67108864 elements of F32";
+    let moments = "parameter `big`: the optimizer's state: no memory for 67108864 elements of F32";
     let gather = "no memory for 67108864 elements of F32";
     assert_eq!(said.len(), 5, "{stdout}");
     for (said, want) in said.iter().zip([stack, stack, big, moments, gather]) {

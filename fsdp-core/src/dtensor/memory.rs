@@ -42,6 +42,7 @@ impl LocalMemory for Heap {
         Buffer::try_zeros(dtype, len)
     }
 
+    #[allow(clippy::infallible_destructuring_match, reason = "there may be memory of devices")]
     fn copy_rows(&self, from: View<'_>, to: &mut Buffer, rows: &[Rows]) -> Result<()> {
         let size = to.dtype().size();
         let from = match from {

@@ -52,12 +52,15 @@ enum Held {
 /// A step that has been taken.
 enum Taken {
     Done(Held),
-    InFlight {
-        work: Work,
-        group: ProcessGroup,
-        /// Where what comes from each rank belongs; as it comes, if nothing is said.
-        arriving: Option<Vec<Vec<Range<usize>>>>,
-    },
+    InFlight(Box<InFlight>),
+}
+
+/// A collective that runs.
+struct InFlight {
+    work: Work,
+    group: ProcessGroup,
+    /// Where what comes from each rank belongs; as it comes, if nothing is said.
+    arriving: Option<Vec<Vec<Range<usize>>>>,
 }
 
 impl Redistribution {
@@ -101,7 +104,7 @@ impl Redistribution {
     pub fn is_done(&mut self) -> bool {
         match &mut self.last {
             Taken::Done(_) => true,
-            Taken::InFlight { work, .. } => work.is_done(),
+            Taken::InFlight(running) => running.work.is_done(),
         }
     }
 
@@ -122,7 +125,8 @@ impl Taken {
     fn land(self, memory: &dyn LocalMemory) -> Result<Held> {
         match self {
             Taken::Done(held) => Ok(held),
-            Taken::InFlight { work, group, arriving } => {
+            Taken::InFlight(running) => {
+                let InFlight { work, group, arriving } = *running;
                 let parts = group.only_output(work)?;
                 let Some(runs) = arriving else { return Ok(Held::Made(parts)) };
                 unpacked(&group, parts, &runs, memory).map(Held::Made)
@@ -161,7 +165,7 @@ fn take(
         Error::Layout(format!("mesh dimension {} can't go from {} to {} at once", step.mesh_dim, step.from, step.to))
     })?;
     let sides = || Sides::new(step, from, to, mesh);
-    let in_flight = |work, arriving| Taken::InFlight { work, group: group.clone(), arriving };
+    let in_flight = |work, arriving| Taken::InFlight(Box::new(InFlight { work, group: group.clone(), arriving }));
     Ok(match action {
         Action::AllReduce(op) => {
             let buffer = match held {

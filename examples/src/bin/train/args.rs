@@ -10,12 +10,13 @@ use fsdp_candle::{ReshardAfterForward, World};
 use fsdp_examples::{data::BatchShape, device::DeviceChoice, ranks::Ranks, schedule::LrSchedule};
 use serde::Serialize;
 
+use crate::optimizer_flags::OptimizerFlags;
 pub(crate) use crate::values::{
     ActivationCheckpoint, AllGather, CheckpointKeep, DropoutChoice, GradSync, InitChoice, Offload, Precision, Resume,
     Switch,
 };
 use crate::values::{
-    activation_checkpoint, betas, checkpoint_place, count, dropout, loss_scale, not_negative, place, positive, reshard,
+    activation_checkpoint, checkpoint_place, count, dropout, loss_scale, not_negative, place, positive, reshard,
     reshard_word, share,
 };
 
@@ -149,31 +150,9 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value = "300", value_parser = count, help_heading = "Optimizer")]
     pub(crate) steps: usize,
 
-    /// The highest learning rate; the default suits the small built-in model, fine-tuning wants about 2e-5
-    #[arg(long, value_name = "RATE", default_value = "2e-3", value_parser = positive, allow_hyphen_values = true)]
-    #[arg(help_heading = "Optimizer")]
-    pub(crate) lr: f64,
-
-    /// AdamW's decay rates of the mean and of the mean square of the gradients, such as 0.9,0.999
-    #[arg(long, value_name = "B1,B2", default_value = "0.9,0.95", value_parser = betas, allow_hyphen_values = true)]
-    #[arg(help_heading = "Optimizer")]
-    pub(crate) betas: (f64, f64),
-
-    /// What AdamW adds to the denominator
-    #[arg(long, value_name = "X", default_value = "1e-8", value_parser = positive, allow_hyphen_values = true)]
-    #[arg(help_heading = "Optimizer")]
-    pub(crate) eps: f64,
-
-    /// AdamW's decoupled weight decay, of every parameter but those of --no-decay
-    #[arg(long, value_name = "X", default_value = "0.1", value_parser = not_negative, allow_hyphen_values = true)]
-    #[arg(help_heading = "Optimizer")]
-    pub(crate) weight_decay: f64,
-
-    /// Parameters whose weights do not decay, by their names or what these end with, such as bias,*norm*.weight
-    ///
-    /// `*` and `?` stand for characters of one part between dots, `**` for any parts.
-    #[arg(long, value_name = "PATTERNS", value_delimiter = ',', help_heading = "Optimizer")]
-    pub(crate) no_decay: Vec<String>,
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub(crate) optimizer: OptimizerFlags,
 
     /// Steps in which the learning rate rises to --lr; 0 starts with it
     #[arg(long, value_name = "N", default_value = "10", help_heading = "Optimizer")]
@@ -243,8 +222,8 @@ pub(crate) struct Args {
     #[serde(serialize_with = "reshard_word")]
     pub(crate) reshard_after_forward: ReshardAfterForward,
 
-    /// Where shards, their gradients and AdamW's moments live: `cpu` keeps them in page-locked memory of the host,
-    /// where AdamW runs, and copies shards to the device that computes. On CPUs they are there anyway
+    /// Where shards, their gradients and the optimizer's state live: `cpu` keeps them in page-locked memory of the
+    /// host, where the optimizer runs, and copies shards to the device that computes. On CPUs they are there anyway
     #[arg(long, value_enum, default_value_t = Offload::None, help_heading = "Sharding")]
     pub(crate) offload: Offload,
 

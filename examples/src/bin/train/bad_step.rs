@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use candle_core::backprop::GradStore;
-use fsdp_candle::{AdamW, ShardedVarMap, ValuesOf, World};
+use fsdp_candle::{ShardedOptimizer, ShardedVarMap, ValuesOf, World};
 
 use crate::checkpoint::Checkpoints;
 use crate::health::{ADVICE, look};
@@ -34,7 +34,7 @@ impl BadStep<'_> {
         &self,
         world: &World,
         vars: &ShardedVarMap,
-        optim: &AdamW,
+        optim: &dyn ShardedOptimizer,
         checkpoints: &mut Checkpoints<'_>,
     ) -> anyhow::Result<String> {
         let BadStep { step, loss, own_loss, norm, grads, loss_scale } = *self;

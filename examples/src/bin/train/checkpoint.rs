@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, anyhow, bail, ensure};
 use fsdp_candle::nn::is_adapter;
 use fsdp_candle::{
-    AdamW, ShardedVarMap, ValuesOf, World, load_model, load_optimizer, model_tensors, optimizer_tensors,
+    ShardedOptimizer, ShardedVarMap, ValuesOf, World, load_model, load_optimizer, model_tensors, optimizer_tensors,
     optimizer_values,
 };
 use fsdp_ckpt::{AsyncSaver, LoadOptions, MODEL, SaveOptions, SaveState, TensorSource, WhenBusy, shown};
@@ -62,7 +62,7 @@ impl<'a> Checkpoints<'a> {
         &mut self,
         args: &Args,
         vars: &ShardedVarMap,
-        optim: &mut AdamW,
+        optim: &mut dyn ShardedOptimizer,
         loss_scale: &mut LossScale,
     ) -> anyhow::Result<Done> {
         while let Some(path) = self.places.resume_from.clone() {
@@ -145,7 +145,7 @@ impl<'a> Checkpoints<'a> {
         &self,
         source: &dyn TensorSource,
         vars: &ShardedVarMap,
-        optim: &mut AdamW,
+        optim: &mut dyn ShardedOptimizer,
         loss_scale: &mut LossScale,
     ) -> anyhow::Result<(Done, String)> {
         let is_of_adapters = source.tensors().keys().any(|name| is_adapter(name));
@@ -157,6 +157,7 @@ impl<'a> Checkpoints<'a> {
         let loaded = load_model(vars, source, &of_model)?;
         let mut about = String::new();
         if has_optimizer(source) {
+            is_of_another(source, optim)?;
             load_optimizer(optim, source, &LoadOptions::default())?;
         } else {
             about.push_str(", with a fresh optimizer: it holds none");
@@ -174,7 +175,7 @@ impl<'a> Checkpoints<'a> {
     pub(crate) fn save(
         &mut self,
         vars: &ShardedVarMap,
-        optim: &AdamW,
+        optim: &dyn ShardedOptimizer,
         loss_scale: &LossScale,
         done: &Done,
     ) -> anyhow::Result<PathBuf> {
@@ -253,4 +254,22 @@ impl<'a> Checkpoints<'a> {
             None => Ok(()),
         }
     }
+}
+
+/// Fails where a checkpoint has other optimizer state than this run keeps.
+fn is_of_another(source: &dyn TensorSource, optim: &dyn ShardedOptimizer) -> anyhow::Result<()> {
+    for state in optim.states() {
+        let prefix = format!("optim.state.{}.", state.param.name());
+        let held: Vec<&str> = source.tensors().keys().filter_map(|name| name.strip_prefix(&prefix)).collect();
+        let lacks = state.names().any(|name| !held.contains(&name));
+        ensure!(
+            held.is_empty() || !lacks,
+            "it holds {} of `{}`, and this run's optimizer keeps {}: pass the --optimizer, and its options, that it was \
+             trained with",
+            held.join(", "),
+            state.param.name(),
+            state.names().collect::<Vec<_>>().join(", ")
+        );
+    }
+    Ok(())
 }

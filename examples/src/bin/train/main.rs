@@ -20,6 +20,7 @@ mod lora;
 mod loss_scale;
 mod memory;
 mod optimizer;
+mod optimizer_flags;
 mod peft;
 mod places;
 mod sample;
@@ -42,13 +43,13 @@ use fsdp_examples::console::Console;
 use fsdp_examples::job;
 use fsdp_examples::metrics::{StepRecord, peak_memory_bytes};
 use fsdp_examples::models::{self, Batch};
-use fsdp_examples::schedule::Schedule;
 
 use args::{Args, GradSync};
 use bad_step::BadStep;
 use checkpoint::Checkpoints;
 use hosts::Hosts;
 use loss_scale::LossScale;
+use optimizer::Optimizer;
 use sample::Speaker;
 use setup::Setup;
 use step_log::StepLog;
@@ -70,15 +71,15 @@ fn main() -> ExitCode {
 fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
     // Before all else, so that what is in the way shows before anything is read.
     gradcheck::check_flags(args)?;
+    args.optimizer.check()?;
     tensor_parallel::check_flags(args)?;
     let ranks = args.ranks(world)?;
     let mut loss_scale = LossScale::new(args)?;
     let mut checkpoints = Checkpoints::new(args, hosts, world)?;
     let Setup { vars, model, batches, evaluation, text, positions, adapters } = Setup::new(args, world)?;
-    let mut optim = optimizer::adamw(args, &vars)?;
-    let schedule = Schedule::new(args.lr_schedule, args.lr, args.warmup_steps, args.steps);
+    let mut optim = Optimizer::new(args, &vars)?;
 
-    let mut done = checkpoints.resume(args, &vars, &mut optim, &mut loss_scale)?;
+    let mut done = checkpoints.resume(args, &vars, optim.get_mut(), &mut loss_scale)?;
     if world.rank() == 0 && done.step >= args.steps {
         Console::Stderr.line(format_args!(
             "nothing to train: step {} is done already and --steps is {}; raise it to go on",
@@ -90,7 +91,7 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
             .in_scope(|| gradcheck::check(args, &model, &batches, done.sequences, world))?;
     }
     let mut log = if world.rank() == 0 { Some(StepLog::open(args, done.step)?) } else { None };
-    let shard_bytes = setup::shard_bytes(&vars);
+    let shard_bytes = setup::shard_bytes(&vars) + optim.bytes() as u64;
     let tokens_per_step = batches.tokens_per_step() as f64;
     let speaker = Speaker { model: &model, text: &text, positions };
     let asked = evaluation.as_ref().map_or(&batches, |evaluation| &evaluation.batches);
@@ -119,8 +120,7 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
     for step in done.step + 1..=args.steps {
         let _span = tracing::debug_span!("step", number = step).entered();
         let start = Instant::now();
-        let lr = schedule.lr(step);
-        optim.set_learning_rate(lr);
+        let lr = optim.begin(step);
 
         model.inner().set_training(true);
         // Forward and backward of each micro-batch; gradients come back averaged over ranks and sharded. The step's
@@ -159,9 +159,9 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
         let loss = means[0];
         if !(loss.is_finite() && (means[1].is_finite() || overflowed)) {
             let bad = BadStep { step, loss, own_loss, norm, grads: &grads, loss_scale: loss_scale.current() };
-            anyhow::bail!(bad.explain(world, &vars, &optim, &mut checkpoints)?);
+            anyhow::bail!(bad.explain(world, &vars, optim.get(), &mut checkpoints)?);
         }
-        let skipped = loss_scale.step(&mut optim, &grads)?;
+        let skipped = loss_scale.step(optim.get_mut(), &grads)?;
         drop(grads);
 
         done.step = step;
@@ -184,14 +184,14 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
         }
         evaluate(step, &mut log)?;
         if args.save_every > 0 && step % args.save_every == 0 && step != args.steps {
-            tracing::debug_span!("save").in_scope(|| checkpoints.save(&vars, &optim, &loss_scale, &done))?;
+            tracing::debug_span!("save").in_scope(|| checkpoints.save(&vars, optim.get(), &loss_scale, &done))?;
         }
     }
     if let Some(log) = log {
         log.finish();
     }
 
-    let saved = tracing::debug_span!("save").in_scope(|| checkpoints.save(&vars, &optim, &loss_scale, &done))?;
+    let saved = tracing::debug_span!("save").in_scope(|| checkpoints.save(&vars, optim.get(), &loss_scale, &done))?;
     checkpoints.export(args, &vars, adapters.as_ref(), &done)?;
     checkpoints.finish()?;
     let sample = say()?;

@@ -10,6 +10,7 @@ use fsdp_examples::ranks::Ranks;
 use indicatif::{BinaryBytes, HumanCount};
 
 use crate::args::Args;
+use crate::optimizer_flags::Kind;
 
 /// Bytes of an f32.
 const F32: f64 = 4.;
@@ -60,17 +61,23 @@ fn needs(args: &Args, config: &ModelConfig, lora: Option<&Lora>, positions: usiz
     // Norms are whole on each rank that computes with them: too little is said of them.
     let tensor = ranks.tensor as f64;
     let shards = ranks.shard as f64 * tensor;
-    // A parameter that is trained has a gradient and two moments.
+    // A parameter that is trained has a gradient, and what the optimizer keeps of it.
+    let kept = match args.optimizer.optimizer {
+        Kind::Adamw | Kind::Adam => 2.,
+        Kind::Adamw8bit => 0.5,
+        Kind::Sgd if args.optimizer.momentum == Some(0.) => 0.,
+        Kind::Sgd | Kind::Muon => 1.,
+    };
     let (frozen, trained) = match lora {
         Some(_) => (size.base, size.adapters),
         None => (0., size.base),
     };
-    let state = F32 * (frozen + 4. * trained) / shards;
+    let state = F32 * (frozen + (2. + kept) * trained) / shards;
     let tokens = (args.batch_size * args.seq_len).max(FEWEST_TOKENS) as f64;
     let compute = args.param_dtype.dtype().size_in_bytes() as f64;
     let parameters = Count(size.base + size.adapters);
     vec![
-        (format!("its shards of {parameters} parameters, with gradients and AdamW's moments"), state),
+        (format!("its shards of {parameters} parameters, with gradients and optimizer state"), state),
         ("the largest unit's gathered parameters".into(), compute * size.largest_unit / tensor),
         (format!("the widest activation of {} tokens", Count(tokens)), compute * size.widest * tokens / tensor),
         (format!("the names and shapes of {} parameter tensors", Count(size.tensors)), TENSOR * size.tensors),
@@ -124,6 +131,8 @@ mod tests {
         assert!(total(&["--lora-rank", "8"], 1) < one / 2.);
         assert!(total(&["--lora-rank", "4611686018427387904"], 1) > 1e21);
         assert!(total(&["--param-dtype", "bf16"], 1) < one);
+        let of = |optimizer| total(&["--optimizer", optimizer], 1);
+        assert!(of("adam") == one && of("adamw8bit") < of("sgd") && of("sgd") == of("muon") && of("muon") < one);
     }
 
     #[test]

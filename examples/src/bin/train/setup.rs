@@ -220,12 +220,12 @@ fn read(
     Ok(read)
 }
 
-/// Bytes that this rank keeps between steps: its shards, their gradients, and AdamW's two moments.
+/// Bytes that this rank keeps between steps beside the optimizer's: its shards and their gradients.
 pub(crate) fn shard_bytes(vars: &ShardedVarMap) -> u64 {
     vars.params()
         .iter()
         .map(|param| {
-            let copies = if param.trainable() { 4 } else { 1 };
+            let copies = if param.trainable() { 2 } else { 1 };
             (copies * param.region().elements() * param.dtype().size_in_bytes()) as u64
         })
         .sum()

@@ -3,7 +3,7 @@
 use candle_core::Result;
 use float8::F8E4M3;
 
-use super::super::eight_bits::EightBits;
+use super::super::eight_bits::{EightBits, Magnitudes, SIGNED, UNSIGNED};
 use super::super::slice::{Slice, SliceMut};
 use super::float::{Float, floats};
 use super::memory::{elements, elements_mut, same_length};
@@ -38,6 +38,14 @@ pub(super) fn quantise(
                 };
                 codes.iter_mut().zip(values).for_each(|(code, v)| *code = F8E4M3::from_f32(v / *scale).to_bits());
             }
+            EightBits::Signed => {
+                *scale = if is_finite { largest } else { f32::NAN };
+                encode_signed(values, *scale, codes);
+            }
+            EightBits::Unsigned => {
+                *scale = if is_finite { largest } else { f32::NAN };
+                encode_unsigned(values, *scale, codes);
+            }
         }
     }
     Ok(())
@@ -62,7 +70,34 @@ pub(super) fn dequantise(
         match bits {
             EightBits::Int8 => decode(block, codes, scales, values, |code| f32::from(code as i8)),
             EightBits::E4M3 => decode(block, codes, scales, values, |code| F8E4M3::from_bits(code).to_f32()),
+            EightBits::Signed => decode(block, codes, scales, values, |code| signed(&SIGNED, code)),
+            EightBits::Unsigned => decode(block, codes, scales, values, |code| UNSIGNED.values[usize::from(code)]),
         }
     });
     Ok(())
+}
+
+/// What values are multiplied by, to be at most 1.
+fn inverse(scale: f32) -> f32 {
+    if scale > 0. { 1. / scale } else { 0. }
+}
+
+/// Codes of [`EightBits::Signed`].
+pub(super) fn encode_signed(values: &[f32], scale: f32, codes: &mut [u8]) {
+    let (magnitudes, inverse) = (&*SIGNED, inverse(scale));
+    let code = |v: f32| magnitudes.code((v * inverse).abs()) | u8::from(v < 0.) << 7;
+    codes.iter_mut().zip(values).for_each(|(to, v)| *to = code(*v));
+}
+
+/// Codes of [`EightBits::Unsigned`].
+pub(super) fn encode_unsigned(values: &[f32], scale: f32, codes: &mut [u8]) {
+    let (magnitudes, inverse) = (&*UNSIGNED, inverse(scale));
+    codes.iter_mut().zip(values).for_each(|(to, v)| *to = magnitudes.code(v * inverse));
+}
+
+/// What a code of [`EightBits::Signed`] stands for.
+#[inline(always)]
+pub(super) fn signed(magnitudes: &Magnitudes, code: u8) -> f32 {
+    let magnitude = magnitudes.values[usize::from(code & 127)];
+    if code > 127 { -magnitude } else { magnitude }
 }

@@ -99,6 +99,16 @@ impl Kernels for Cpu {
         optimizers::sgd(update, param, grad, buffer)
     }
 
+    fn adam_8bit(
+        &self,
+        update: &AdamUpdate,
+        param: SliceMut<'_>,
+        grad: Slice<'_>,
+        moments: [SliceMut<'_>; 4],
+    ) -> Result<()> {
+        optimizers::adam_8bit(update, param, grad, moments)
+    }
+
     fn quantise(
         &self,
         bits: EightBits,

@@ -1,9 +1,12 @@
 //! Steps of optimizers: one pass over parameter, gradient and state.
 
-use candle_core::Result;
+use candle_core::{Result, bail};
+use fsdp_core::DType;
 
+use super::super::eight_bits::{SIGNED, STATE_BLOCK, UNSIGNED};
 use super::super::slice::{Slice, SliceMut};
 use super::super::update::{AdamUpdate, SgdUpdate};
+use super::eight_bits::{encode_signed, encode_unsigned, signed};
 use super::float::{Float, Real, floats};
 use super::memory::{elements, elements_mut, same_length};
 
@@ -79,6 +82,69 @@ impl<R: Real> Adam<R> {
         let square = self.beta2 * square + self.rest2 * g * g;
         (p * self.decay - self.step_size * mean / (square.sqrt() / self.root_correction + self.eps), mean, square)
     }
+}
+
+pub(super) fn adam_8bit(
+    update: &AdamUpdate,
+    param: SliceMut<'_>,
+    grad: Slice<'_>,
+    [codes1, scales1, codes2, scales2]: [SliceMut<'_>; 4],
+) -> Result<()> {
+    for len in [grad.len(), codes1.len(), codes2.len()] {
+        same_length(param.len(), len)?;
+    }
+    for len in [scales1.len(), scales2.len()] {
+        same_length(param.len().div_ceil(STATE_BLOCK), len)?;
+    }
+    let means = (elements_mut::<u8>(codes1)?, elements_mut::<f32>(scales1)?);
+    let roots = (elements_mut::<u8>(codes2)?, elements_mut::<f32>(scales2)?);
+    match param.dtype() {
+        DType::F32 => run_adam_8bit(update, elements_mut::<f32>(param)?, elements(grad)?, means, roots),
+        DType::BF16 => run_adam_8bit(update, elements_mut::<half::bf16>(param)?, elements(grad)?, means, roots),
+        DType::F16 => run_adam_8bit(update, elements_mut::<half::f16>(param)?, elements(grad)?, means, roots),
+        other => bail!("moments in 8 bits are for parameters of F32, BF16 and F16; got {other}"),
+    }
+    Ok(())
+}
+
+/// A block at a time, whose moments are decoded into registers and the nearest cache.
+fn run_adam_8bit<T: Float<Real = f32>>(
+    update: &AdamUpdate,
+    params: &mut [T],
+    grads: &[T],
+    (codes1, scales1): (&mut [u8], &mut [f32]),
+    (codes2, scales2): (&mut [u8], &mut [f32]),
+) {
+    let adam = Adam::<f32>::of(update);
+    let (mut means, mut roots) = ([0f32; STATE_BLOCK], [0f32; STATE_BLOCK]);
+    let (magnitudes1, magnitudes2) = (&*SIGNED, &*UNSIGNED);
+    let moments = codes1.chunks_mut(STATE_BLOCK).zip(scales1).zip(codes2.chunks_mut(STATE_BLOCK).zip(scales2));
+    let blocks = params.chunks_mut(STATE_BLOCK).zip(grads.chunks(STATE_BLOCK)).zip(moments);
+    for ((params, grads), ((codes1, scale1), (codes2, scale2))) in blocks {
+        let (means, roots) = (&mut means[..params.len()], &mut roots[..params.len()]);
+        let decoded = codes1.iter().zip(codes2.iter()).zip(means.iter_mut().zip(roots.iter_mut()));
+        for ((&code1, &code2), (mean, root)) in decoded {
+            *mean = signed(magnitudes1, code1) * *scale1;
+            *root = magnitudes2.values[usize::from(code2)] * *scale2;
+        }
+        for (((p, g), mean), root) in params.iter_mut().zip(grads).zip(means.iter_mut()).zip(roots.iter_mut()) {
+            let (value, m, v) = adam.step::<false>(p.get(), g.get(), *mean, *root * *root);
+            (*mean, *root) = (m, v.sqrt());
+            *p = T::put(value);
+        }
+        *scale1 = largest(means);
+        encode_signed(means, *scale1, codes1);
+        *scale2 = largest(roots);
+        encode_unsigned(roots, *scale2, codes2);
+    }
+}
+
+/// The largest magnitude, or NaN where one is not finite.
+fn largest(values: &[f32]) -> f32 {
+    let largest = values.iter().fold(0f32, |max, value| max.max(value.abs()));
+    // What is no number is passed over by `max`, and makes this sum none.
+    let sum: f32 = values.iter().map(|value| value * 0.).sum();
+    if sum == 0. { largest } else { f32::NAN }
 }
 
 pub(super) fn sgd(

@@ -45,6 +45,8 @@ pub(super) fn quantise(
     let (kernel, most, of_zeros) = match bits {
         EightBits::Int8 => ("quantise_int8", 127., 0.),
         EightBits::E4M3 => ("quantise_e4m3", 448., 1.),
+        EightBits::Signed => ("quantise_signed", 1., 0.),
+        EightBits::Unsigned => ("quantise_unsigned", 1., 0.),
     };
     let args = [scales.into(), blocks.into(), Arg::Float(most), Arg::Float(of_zeros)];
     // SAFETY: the kernel's arguments.
@@ -65,6 +67,8 @@ pub(super) fn dequantise(
     let bits = match bits {
         EightBits::Int8 => "int8",
         EightBits::E4M3 => "e4m3",
+        EightBits::Signed => "signed",
+        EightBits::Unsigned => "unsigned",
     };
     let kernel = format!("dequantise_{bits}_{}", of_float(values.dtype())?);
     same_dtype(DType::U8, codes.dtype())?;

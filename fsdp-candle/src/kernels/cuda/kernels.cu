@@ -308,6 +308,32 @@ KERNEL(quantise_e4m3)(const float* values, const float* scales, u8* codes, u64 c
   }
 }
 
+// The code of the nearest magnitude: how many middles are below. `last` is that of 1.
+static __device__ u8 nearest(const float* middles, u32 last, float number) {
+  u32 low = 0, high = last;
+  while (low < high) {
+    const u32 at = (low + high) / 2;
+    if (number > middles[at]) low = at + 1;
+    else high = at;
+  }
+  return (u8)low;
+}
+static __device__ float inverse_of(float scale) { return scale > 0 ? 1 / scale : 0; }
+static __device__ u8 to_signed(float value, float inverse) {
+  const float number = value * inverse;
+  return (u8)(nearest(SIGNED_MIDDLES, 127, number < 0 ? -number : number) | (value < 0 ? 128 : 0));
+}
+static __device__ u8 to_unsigned(float value, float inverse) { return nearest(UNSIGNED_MIDDLES, 255, value * inverse); }
+static __device__ float signed_of(u8 code) { return code > 127 ? -SIGNED[code & 127] : SIGNED[code]; }
+static __device__ float unsigned_of(u8 code) { return UNSIGNED[code]; }
+
+KERNEL(quantise_signed)(const float* values, const float* scales, u8* codes, u64 count, u64 width) {
+  EACH(i, count) codes[i] = to_signed(values[i], inverse_of(scales[i / width]));
+}
+KERNEL(quantise_unsigned)(const float* values, const float* scales, u8* codes, u64 count, u64 width) {
+  EACH(i, count) codes[i] = to_unsigned(values[i], inverse_of(scales[i / width]));
+}
+
 static __device__ float int8_of(u8 code) { return (float)(signed char)code; }
 static __device__ float e4m3_of(u8 code) {
   const u32 power = code >> 3 & 15, fraction = code & 7;
@@ -318,8 +344,61 @@ static __device__ float e4m3_of(u8 code) {
   KERNEL(dequantise_##bits##_##name)(const u8* codes, const float* scales, T* values, u64 count, u64 width) { \
     EACH(i, count) values[i] = Float<T>::put(bits##_of(codes[i]) * scales[i / width]); \
   }
-#define DEQUANTISE(name, T) DEQUANTISE_AS(int8, name, T) DEQUANTISE_AS(e4m3, name, T)
+#define DEQUANTISE(name, T) \
+  DEQUANTISE_AS(int8, name, T) DEQUANTISE_AS(e4m3, name, T) DEQUANTISE_AS(signed, name, T) \
+  DEQUANTISE_AS(unsigned, name, T)
 FLOATS(DEQUANTISE)
+
+// ---- AdamW with moments of 8 bits ----
+
+// The largest magnitude of a block's threads, or NaN where one is not finite. Every thread calls it.
+static __device__ float largest_of_block(float mine) {
+  __shared__ u32 largest;
+  if (threadIdx.x == 0) largest = 0;
+  __syncthreads();
+  atomicMax(&largest, bits_of(mine) & 0x7fffffff);
+  __syncthreads();
+  const u32 bits = largest;
+  __syncthreads();
+  return bits < 0x7f800000 ? f32_of(bits) : f32_of(0x7fc00000);
+}
+
+// A block of threads for each block of values, which has a scale.
+template <class T>
+static __device__ void adam_8bit(T* param, const T* grad, u8* codes1, float* scales1, u8* codes2, float* scales2,
+                                 u64 count, float decay, float beta1, float rest1, float beta2, float rest2,
+                                 float step_size, float root, float eps) {
+  typedef Float<T> F;
+  const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+  float mean = 0, square_root = 0;
+  if (i < count) {
+    const float g = F::get(grad[i]);
+    const float old = unsigned_of(codes2[i]) * scales2[blockIdx.x];
+    mean = beta1 * (signed_of(codes1[i]) * scales1[blockIdx.x]) + rest1 * g;
+    const float square = beta2 * (old * old) + rest2 * g * g;
+    param[i] = F::put(F::get(param[i]) * decay - step_size * mean / (sqrt(square) / root + eps));
+    square_root = sqrt(square);
+  }
+  const float scale1 = largest_of_block(mean), scale2 = largest_of_block(square_root);
+  if (i < count) {
+    codes1[i] = to_signed(mean, inverse_of(scale1));
+    codes2[i] = to_unsigned(square_root, inverse_of(scale2));
+  }
+  if (threadIdx.x == 0) {
+    scales1[blockIdx.x] = scale1;
+    scales2[blockIdx.x] = scale2;
+  }
+}
+#define ADAM_8BIT(name, T) \
+  KERNEL(adam_8bit_##name)(T* param, const T* grad, u8* codes1, float* scales1, u8* codes2, float* scales2, \
+                           u64 count, double decay, double beta1, double rest1, double beta2, double rest2, \
+                           double step_size, double root, double eps) { \
+    adam_8bit(param, grad, codes1, scales1, codes2, scales2, count, (float)decay, (float)beta1, (float)rest1, \
+              (float)beta2, (float)rest2, (float)step_size, (float)root, (float)eps); \
+  }
+ADAM_8BIT(f32, float)
+ADAM_8BIT(bf16, bf16)
+ADAM_8BIT(f16, f16)
 
 // ---- rows of a table ----
 

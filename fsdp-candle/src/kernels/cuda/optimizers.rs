@@ -1,7 +1,10 @@
 //! Steps of optimizers.
 
-use candle_core::Result;
+use candle_core::{Result, bail};
+use cudarc::driver::LaunchConfig;
+use fsdp_core::DType;
 
+use super::super::eight_bits::STATE_BLOCK;
 use super::super::slice::{Slice, SliceMut};
 use super::super::update::{AdamUpdate, SgdUpdate};
 use super::device::{Cuda, same_dtype, same_length};
@@ -30,6 +33,42 @@ pub(super) fn adam(
     args.extend(numbers(update).map(Arg::from));
     // SAFETY: the kernel's arguments, of one dtype and length.
     unsafe { cuda.launch(&kernel, for_each_of(len), &args) }
+}
+
+pub(super) fn adam_8bit(
+    cuda: &Cuda,
+    update: &AdamUpdate,
+    param: SliceMut<'_>,
+    grad: Slice<'_>,
+    [codes1, scales1, codes2, scales2]: [SliceMut<'_>; 4],
+) -> Result<()> {
+    let (len, dtype) = (param.len(), param.dtype());
+    if dtype == DType::F64 {
+        bail!("moments in 8 bits are for parameters of F32, BF16 and F16; got {dtype}")
+    }
+    let kernel = format!("adam_8bit_{}", of_float(dtype)?);
+    same_dtype(dtype, grad.dtype())?;
+    same_length(len, grad.len())?;
+    let blocks = len.div_ceil(STATE_BLOCK);
+    for (codes, scales) in [(&codes1, &scales1), (&codes2, &scales2)] {
+        same_dtype(DType::U8, codes.dtype())?;
+        same_length(len, codes.len())?;
+        same_dtype(DType::F32, scales.dtype())?;
+        same_length(blocks, scales.len())?;
+    }
+    let (param, grad) = (cuda.view_mut(param)?, cuda.view(grad)?);
+    let moments = [codes1, scales1, codes2, scales2].map(|part| cuda.view_mut(part));
+    let [codes1, scales1, codes2, scales2] = moments;
+    let mut args =
+        vec![param.into(), grad.into(), codes1?.into(), scales1?.into(), codes2?.into(), scales2?.into(), len.into()];
+    if len == 0 {
+        return Ok(());
+    }
+    args.extend(numbers(update).into_iter().skip(1).map(Arg::from));
+    let Ok(grid) = u32::try_from(blocks) else { bail!("{blocks} blocks are more than one launch takes") };
+    let config = LaunchConfig { grid_dim: (grid, 1, 1), block_dim: (STATE_BLOCK as u32, 1, 1), shared_mem_bytes: 0 };
+    // SAFETY: the kernel's arguments; there is a code for each element, and a scale for each block of threads.
+    unsafe { cuda.launch(&kernel, config, &args) }
 }
 
 /// Adam's numbers in the order of the kernels' arguments.

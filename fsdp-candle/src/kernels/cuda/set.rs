@@ -97,6 +97,16 @@ impl Kernels for Cuda {
         optimizers::sgd(self, update, param, grad, buffer)
     }
 
+    fn adam_8bit(
+        &self,
+        update: &AdamUpdate,
+        param: SliceMut<'_>,
+        grad: Slice<'_>,
+        moments: [SliceMut<'_>; 4],
+    ) -> Result<()> {
+        optimizers::adam_8bit(self, update, param, grad, moments)
+    }
+
     fn quantise(
         &self,
         bits: EightBits,

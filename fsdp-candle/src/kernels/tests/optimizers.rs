@@ -2,8 +2,12 @@
 
 use fsdp_core::DType;
 
+use super::super::eight_bits::{EightBits, STATE_BLOCK};
 use super::super::update::{AdamUpdate, SgdUpdate};
-use super::{FLOATS, buffer, every_float_and_length, in_the_middle, kernels, numbers, on_every_device, values};
+use super::{
+    FLOATS, buffer, bytes, every_float_and_length, in_the_middle, kernels, numbers, on_every_device, uploaded, values,
+    zeros,
+};
 
 /// How far from the formula a result may be, whose operands are of this dtype.
 fn near(dtype: DType, got: f64, want: f64) {
@@ -96,5 +100,68 @@ fn mixtures_are_of_any_two_floats() {
                 }
             }
         });
+    });
+}
+
+#[test]
+fn adam_of_8_bits_steps_as_it_is_written_and_keeps_what_its_codes_stand_for() {
+    on_every_device(|| {
+        let update = AdamUpdate {
+            l2: 0.,
+            decay: 0.99,
+            beta1: 0.9,
+            beta2: 0.95,
+            step_size: 0.1,
+            root_bias_correction2: 0.7,
+            eps: 1e-6,
+        };
+        every_float_and_length(|dtype, len| {
+            let blocks = len.div_ceil(STATE_BLOCK);
+            let codes = |bits: EightBits, all: &[f64]| {
+                let (mut codes, mut scales) = (zeros(DType::U8, len), zeros(DType::F32, blocks));
+                let values = buffer(DType::F32, all);
+                let to = ((&mut codes).into(), (&mut scales).into());
+                kernels().quantise(bits, STATE_BLOCK, (&values).into(), to.0, to.1).unwrap();
+                (codes, scales)
+            };
+            let decoded = |bits, (codes, scales): &(fsdp_core::Buffer, fsdp_core::Buffer)| {
+                let mut to = zeros(DType::F32, len);
+                kernels().dequantise(bits, STATE_BLOCK, codes.into(), scales.into(), (&mut to).into()).unwrap();
+                values(&to)
+            };
+            let [p, g, m] = [1, 2, 3].map(|seed| numbers(len, seed));
+            let r: Vec<f64> = numbers(len, 4).into_iter().map(f64::abs).collect();
+            let (mut means, mut roots) = (codes(EightBits::Signed, &m), codes(EightBits::Unsigned, &r));
+            let (m, r) = (decoded(EightBits::Signed, &means), decoded(EightBits::Unsigned, &roots));
+            let grad = buffer(dtype, &g);
+            let step = |param: super::SliceMut<'_>, means: &mut (_, _), roots: &mut (_, _)| {
+                let moments = [&mut means.0, &mut means.1, &mut roots.0, &mut roots.1].map(super::SliceMut::from);
+                kernels().adam_8bit(&update, param, (&grad).into(), moments)
+            };
+            if dtype == DType::F64 {
+                step((&mut buffer(dtype, &p)).into(), &mut means, &mut roots).unwrap_err();
+                return;
+            }
+            let stepped = in_the_middle(dtype, &p, |param| step(param, &mut means, &mut roots).unwrap());
+            let (new_m, new_r) = (decoded(EightBits::Signed, &means), decoded(EightBits::Unsigned, &roots));
+            for i in 0..len {
+                let (mean, square) = (0.9 * m[i] + 0.1 * g[i], 0.95 * r[i] * r[i] + 0.05 * g[i] * g[i]);
+                near(dtype, stepped[i], 0.99 * p[i] - 0.1 * mean / (square.sqrt() / 0.7 + 1e-6));
+                // Half a step of the coarsest magnitudes of a block whose largest value is below 5.
+                assert!((new_m[i] - mean).abs() <= 0.04, "{} {mean}", new_m[i]);
+                assert!((new_r[i] - square.sqrt()).abs() <= 0.02, "{} {square}", new_r[i]);
+            }
+            // What is decoded has the same codes again, so that a state that is saved and loaded is the same.
+            for (bits, values, kept) in [(EightBits::Signed, new_m, means), (EightBits::Unsigned, new_r, roots)] {
+                let again = codes(bits, &values);
+                assert_eq!((bytes(&again.0), bytes(&again.1)), (bytes(&kept.0), bytes(&kept.1)), "{bits:?}");
+            }
+        });
+        let (mut codes, mut scales) = (zeros(DType::U8, 2), zeros(DType::F32, 1));
+        let bad = uploaded(vec![1f32, f32::NAN].into());
+        let block = STATE_BLOCK;
+        let k = kernels();
+        k.quantise(EightBits::Signed, block, (&bad).into(), (&mut codes).into(), (&mut scales).into()).unwrap();
+        assert!(values(&scales)[0].is_nan());
     });
 }

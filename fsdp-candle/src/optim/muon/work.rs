@@ -5,7 +5,6 @@ use std::sync::Arc;
 use fsdp_core::ProcessGroup;
 use fsdp_core::layout::{Region, local_region};
 
-use crate::data_parallel::DataParallel;
 use crate::error::Result;
 use crate::unit::FsdpParam;
 
@@ -43,21 +42,22 @@ pub(super) struct Place {
 /// The work of all matrices: shared out by size, so that the ranks that hold them (replicas too) have as even shares as
 /// whole matrices allow. The same on every rank.
 pub(super) fn shared_out(params: &[Arc<FsdpParam>]) -> Vec<Class> {
-    let mut meshes: Vec<(&Arc<DataParallel>, Vec<usize>)> = vec![];
+    // Those of the same ranks share their work out together.
+    let mut together: Vec<(Vec<Axis>, Vec<usize>)> = vec![];
     for (state, param) in params.iter().enumerate() {
-        match meshes.iter_mut().find(|(ranks, _)| Arc::ptr_eq(ranks, param.ranks())) {
+        let axes = axes(param);
+        match together.iter_mut().find(|(others, _)| are_same_ranks(others, &axes)) {
             Some((_, states)) => states.push(state),
-            None => meshes.push((param.ranks(), vec![state])),
+            None => together.push((axes, vec![state])),
         }
     }
     let mut classes: Vec<Class> = vec![];
-    for (_, states) in meshes {
-        let axes: Vec<Vec<Axis>> = states.iter().map(|&state| axes(&params[state])).collect();
-        let sizes: Vec<usize> = axes.first().map_or(vec![], |axes| axes.iter().map(|axis| axis.group.size()).collect());
+    for (axes_of_first, states) in together {
+        let sizes: Vec<usize> = axes_of_first.iter().map(|axis| axis.group.size()).collect();
         let costs: Vec<u128> = states.iter().map(|&state| cost(params[state].shape().dims())).collect();
-        let workers = owners(&costs, sizes.iter().product());
         let first = classes.len();
-        for ((&state, axes), worker) in states.iter().zip(axes).zip(workers) {
+        for (&state, worker) in states.iter().zip(owners(&costs, sizes.iter().product())) {
+            let axes = axes(&params[state]);
             let matrix = Matrix { state, param: params[state].clone(), owner: coordinate(&sizes, worker) };
             let cut = |axes: &[Axis]| axes.iter().map(|axis| axis.cut).collect::<Vec<_>>();
             match classes[first..].iter_mut().find(|class| cut(&class.axes) == cut(&axes)) {
@@ -69,14 +69,23 @@ pub(super) fn shared_out(params: &[Arc<FsdpParam>]) -> Vec<Class> {
     classes
 }
 
-/// The ranks that a parameter is cut over, and those that hold the same of it.
+fn are_same_ranks(a: &[Axis], b: &[Axis]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.group.is(&b.group))
+}
+
+/// The ranks that a parameter is cut over, and those that hold the same of it: along the dimension that shards, the one
+/// that replicates, and that of tensor parallelism.
 fn axes(param: &FsdpParam) -> Vec<Axis> {
     let ranks = param.ranks();
     let dims = 0..ranks.mesh().layout().shape().len();
     let dim_of = |group: &ProcessGroup| dims.clone().find(|&dim| ranks.mesh().group(dim).is_ok_and(|of| of.is(group)));
     let shard = Axis { group: ranks.shard().clone(), cut: dim_of(ranks.shard()) };
     let replicate = ranks.replicate().map(|group| Axis { group: group.clone(), cut: None });
-    std::iter::once(shard).chain(replicate).collect()
+    let parallel = param.parallel().map(|parallel| {
+        let group = parallel.group().clone();
+        Axis { cut: param.cut_over().and_then(dim_of), group }
+    });
+    std::iter::once(shard).chain(replicate).chain(parallel).collect()
 }
 
 /// What a matrix costs: the products of Newton-Schulz.

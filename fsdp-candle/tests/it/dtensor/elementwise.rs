@@ -161,7 +161,9 @@ fn operations_of_two_are_made_where_they_lie_or_say_what_to_call() {
                     for (name, (op, plain, partial)) in binary() {
                         let context = format!("{name} of {l:?} and {r:?}");
                         let pairs = a.iter().zip(&b).map(|(&a, &b)| together([left, right], [a, b], partial));
-                        match (op(&l, &r), pairs.collect::<Option<Vec<_>>>()) {
+                        // Of the largest of sums and the sum of the largest there is no telling which is meant.
+                        let can_be = |p: &Vec<Placement>| !p.contains(&MAX) || !(p.contains(&SUM) || p.contains(&AVG));
+                        match (op(&l, &r), pairs.collect::<Option<Vec<_>>>().filter(can_be)) {
                             (Ok(result), Some(expected)) => {
                                 assert_eq!(result.placements(), expected, "{context}");
                                 let want = plain(&x, &y).unwrap();

@@ -14,7 +14,7 @@ fn step(vars: &ShardedVarMap, model: &impl Module, unit: impl Fn(&Tensor) -> can
 }
 
 type Grads = candle_core::backprop::GradStore;
-type Step = anyhow::Result<Vec<(String, Vec<f32>)>>;
+type Step = anyhow::Result<Parameters>;
 
 #[test]
 fn a_policy_becomes_calls_or_patterns() {

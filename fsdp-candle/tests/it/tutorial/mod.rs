@@ -46,8 +46,10 @@ fn randint(high: usize, shape: (usize, usize), device: &Device) -> candle_core::
     Tensor::from_vec(tokens, shape, device)
 }
 
+type Parameters = Vec<(String, Vec<f32>)>;
+
 /// Every parameter's whole values, by name.
-fn parameters(vars: &ShardedVarMap) -> anyhow::Result<Vec<(String, Vec<f32>)>> {
+fn parameters(vars: &ShardedVarMap) -> anyhow::Result<Parameters> {
     let full = |param: &fsdp_candle::FsdpParam| -> anyhow::Result<_> {
         let full = param.dtensor()?.full_tensor()?.flatten_all()?;
         Ok((param.name().to_string(), full.to_vec1::<f32>()?))

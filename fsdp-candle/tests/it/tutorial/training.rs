@@ -7,7 +7,7 @@ use fsdp_candle::{MixedPrecisionPolicy, NormType, OffloadPolicy, clip_grad_norm}
 
 /// What a loop leaves, the same on every rank, and in worlds of all sizes: each rank trains on the same tokens, and the
 /// mean of equal gradients over a power of two ranks is that gradient to the bit.
-fn all_alike(worlds: Vec<Vec<Vec<(String, Vec<f32>)>>>) {
+fn all_alike(worlds: Vec<Vec<Parameters>>) {
     let first = &worlds[0][0];
     for world in &worlds {
         assert!(world.iter().all(|parameters| parameters == first), "{} ranks came elsewhere", world.len());

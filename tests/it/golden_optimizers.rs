@@ -1,0 +1,110 @@
+//! Optimizers with groups of parameters train as PyTorch's do: losses and gradient norms over FSDP2, at every split of
+//! the batch, and going on at another number of ranks.
+
+use std::path::Path;
+
+use fsdp_tests::trajectory::{Difference, Trajectory};
+use fsdp_tests::{golden_flags, launch};
+
+/// What was recorded, on six sequences a step.
+const MODEL: &str = "llama3_tiny";
+/// The second group.
+const GROUPS: [&str; 2] = ["--no-decay", "*norm*.weight,norm.weight"];
+
+fn train(ranks: usize, lr: &str, flags: &[&str], dir: &Path) -> Trajectory {
+    let (mut golden, batch_size) = (golden_flags(MODEL), (6 / ranks).to_string());
+    let at = golden.iter().position(|flag| flag == "--lr").unwrap();
+    golden[at + 1] = lr.into();
+    let mut args: Vec<&str> = golden.iter().map(String::as_str).collect();
+    args.extend(["--batch-size", &batch_size, "--metrics", "metrics.jsonl"]);
+    args.extend(GROUPS);
+    args.extend(flags);
+    launch(ranks, "train", &args, dir).ok();
+    Trajectory::of_metrics(&dir.join("metrics.jsonl"))
+}
+
+/// On one, two and three ranks, and from the middle of two on three and one.
+fn follows(run: &str, lr: &str, flags: &[&str], near: Difference) {
+    let recorded = Trajectory::recorded(MODEL, run);
+    assert_eq!(recorded.0.len(), 20);
+    let saved = tempfile::tempdir().unwrap();
+    for ranks in [1, 2, 3] {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = if ranks == 2 { saved.path() } else { dir.path() };
+        let saves = [flags, &["--save-every", "10", "--checkpoint-dir", "saved"]].concat();
+        let difference = train(ranks, lr, &saves, dir).difference(&recorded);
+        assert!(difference.is_within(near), "{run}, {ranks} ranks: {difference:?}");
+    }
+    let checkpoint = saved.path().join("saved/step-00000010");
+    for ranks in [3, 1] {
+        let dir = tempfile::tempdir().unwrap();
+        let flags = [flags, &["--resume", checkpoint.to_str().unwrap()]].concat();
+        let difference = train(ranks, lr, &flags, dir.path()).difference(&recorded.after(10));
+        assert!(difference.is_within(near), "{run}, resumed on {ranks} ranks: {difference:?}");
+    }
+}
+
+const NEAR: Difference = Difference { loss: 2e-5, grad_norm: 2e-5 };
+
+#[test]
+fn sgd_with_nesterovs_momentum() {
+    follows("run_sgd", "5e-2", &["--optimizer", "sgd", "--nesterov", "on"], NEAR);
+}
+
+#[test]
+fn adam() {
+    follows("run_adam", "1e-3", &["--optimizer", "adam"], NEAR);
+}
+
+#[test]
+fn adamw() {
+    follows("run_adamw_groups", "1e-3", &[], NEAR);
+}
+
+/// Muon rounds to bf16, and PyTorch's products of shards are rounded before they are added up over ranks: how far runs
+/// of PyTorch on one and two ranks are from each other is in the README of tests/golden.
+#[test]
+fn muon() {
+    follows("run_muon", "1e-3", &["--optimizer", "muon"], Difference { loss: 2e-5, grad_norm: 2e-4 });
+}
+
+#[test]
+fn muon_with_a_learning_rate_of_its_own() {
+    let flags = ["--optimizer", "muon", "--muon-lr", "1e-2", "--muon-adjust-lr", "original"];
+    follows("run_muon_original", "1e-3", &flags, Difference { loss: 1e-4, grad_norm: 2e-3 });
+}
+
+/// Against AdamW in f32: all parameters but none in 8 bits by default are as small as these.
+#[test]
+fn adamw_with_moments_of_8_bits() {
+    let recorded = Trajectory::recorded(MODEL, "run_adamw_groups");
+    for ranks in [1, 2, 3] {
+        let dir = tempfile::tempdir().unwrap();
+        let flags = ["--optimizer", "adamw8bit", "--min-8bit-size", "1"];
+        let difference = train(ranks, "1e-3", &flags, dir.path()).difference(&recorded);
+        let (near, rounded) = (Difference { loss: 2e-3, grad_norm: 2e-2 }, 1e-6);
+        assert!(difference.is_within(near) && difference.loss > rounded, "{ranks} ranks: {difference:?}");
+    }
+}
+
+#[test]
+fn what_means_nothing_to_an_optimizer_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let refused = |flags: &[&str], expected: &[&str]| {
+        let golden = golden_flags(MODEL);
+        let args: Vec<&str> = golden.iter().map(String::as_str).chain(flags.iter().copied()).collect();
+        launch(2, "train", &args, dir.path()).refused(2, expected);
+    };
+    refused(&["--momentum", "0.9"], &["--momentum is for --optimizer sgd or muon, and this one is adamw"]);
+    refused(&["--optimizer", "sgd", "--muon-lr", "1"], &["--muon-lr is for --optimizer muon"]);
+    let nesterov = ["--optimizer", "sgd", "--nesterov", "on", "--dampening", "0.5"];
+    refused(&nesterov, &["SGD: Nesterov's momentum needs a momentum, which is 0.9, and no dampening, which is 0.5"]);
+    let norms = ["--optimizer", "muon", "--lora-rank", "2"];
+    refused(&norms, &["--optimizer muon is for the matrices of a model's blocks, and none is trained"]);
+    // What an optimizer does not find in a checkpoint.
+    let own = tempfile::tempdir().unwrap();
+    train(1, "1e-3", &["--checkpoint-dir", "saved"], own.path());
+    let saved = own.path().join("saved/step-00000020");
+    let sgd = ["--optimizer", "sgd", "--resume", saved.to_str().unwrap()];
+    refused(&sgd, &["it holds exp_avg, exp_avg_sq, step of", "keeps momentum_buffer: pass the --optimizer"]);
+}
