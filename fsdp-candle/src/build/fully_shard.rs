@@ -305,8 +305,8 @@ fn make<M>(
 fn not_served(param: &FsdpParam) -> String {
     let style = param.parallel().map_or("parallel", |parallel| parallel.style().name());
     format!(
-        "the plan makes its module {style}, and what holds it knows nothing of tensor parallelism: build the module from \
-         `linear`, `embedding` and the like of fsdp_candle::nn, or leave it out of the plan"
+        "the plan makes its module {style}, and what holds it knows nothing of tensor parallelism: build the module \
+         from `linear`, `embedding` and the like of fsdp_candle::nn, or leave it out of the plan"
     )
 }
 

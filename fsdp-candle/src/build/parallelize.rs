@@ -48,10 +48,10 @@ use crate::tensor_parallel::{ParallelPlan, Planned};
 /// ```
 ///
 /// # Errors
-/// When parameters are built already, the map has a plan, `mesh` is not one dimension of the map's mesh or is one of its
-/// data-parallel ones, a pattern is none, or ranks have different plans. Later, when a parameter is built: when its dimension does not divide. When
-/// a unit is closed: when the layer that holds it does not know of tensor parallelism. In the first forward: when a
-/// pattern has matched no module.
+/// When parameters are built already, the map has a plan, `mesh` is not one dimension of the map's mesh or is one of
+/// its data-parallel ones, a pattern is none, or ranks have different plans. Later, when a parameter is built: when its
+/// dimension does not divide. When a unit is closed: when the layer that holds a parameter does not know of tensor
+/// parallelism. In the first forward: when a pattern has matched no module.
 pub fn parallelize(vars: &ShardedVarMap, mesh: &DeviceMesh, plan: &ParallelPlan) -> Result<()> {
     let fail = |message: String| Err(Error::Argument(format!("parallelize: {message}")));
     let built = vars.params().first().map(|param| param.name().to_string());
@@ -75,8 +75,8 @@ pub fn parallelize(vars: &ShardedVarMap, mesh: &DeviceMesh, plan: &ParallelPlan)
     }
     if ranks.parallel_dim(name, group).is_none() {
         return fail(format!(
-            "dimension \"{name}\" of the map's mesh {} is data parallel: name the dimensions that are, without this one, by \
-             ShardedVarMap::on",
+            "dimension \"{name}\" of the map's mesh {} is data parallel: name the dimensions that are, without this \
+             one, by ShardedVarMap::on",
             of.layout()
         ));
     }
@@ -100,8 +100,8 @@ fn check_matched(vars: &ShardedVarMap, plan: &Planned) -> Result<()> {
     let params = vars.params();
     let modules = params.iter().filter_map(|param| param.name().rsplit_once('.')).map(|(module, _)| module);
     Err(Error::Argument(format!(
-        "parallelize: the pattern `{idle}` of the plan matches no module that has parameters of its own; those that are \
-         there: {}",
+        "parallelize: the pattern `{idle}` of the plan matches no module that has parameters of its own; those that \
+         are there: {}",
         listed(modules).unwrap_or("none".into())
     )))
 }

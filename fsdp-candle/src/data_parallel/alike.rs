@@ -7,8 +7,8 @@ use fsdp_core::{DeviceMesh, ReduceOp};
 
 use crate::error::{Error, Result};
 
-/// Fails on all ranks of a mesh where `given` differs on some, compared by a hash of 64 bits: they would issue different
-/// collectives. Collective.
+/// Fails on all ranks of a mesh where `given` differs on some, compared by a hash of 64 bits: they would issue
+/// different collectives. Collective.
 pub(crate) fn check_alike(mesh: &DeviceMesh, what: &str, given: &str) -> Result<()> {
     let mut hasher = fnv::FnvHasher::default();
     hasher.write(given.as_bytes());

@@ -259,8 +259,8 @@ impl DataParallel {
         placements
     }
 
-    /// What this rank holds of a parameter sharded along `dim`, and how the shards of the shard ranks lie in what layers
-    /// hold, of shape `local`.
+    /// What this rank holds of a parameter sharded along `dim`, and how the shards of the shard ranks lie in what
+    /// layers hold, of shape `local`.
     pub(crate) fn lay_out(
         &self,
         name: &str,
@@ -285,8 +285,8 @@ impl DataParallel {
             && self.parallel_dim(parallel.name(), parallel.group()).is_none()
         {
             return Err(fail(format!(
-                "its module is {} over {} rank(s), for which the mesh {} of its unit has no dimension beside those that \
-                 shard and replicate: take the map's mesh, or a slice of it",
+                "its module is {} over {} rank(s), for which the mesh {} of its unit has no dimension beside those \
+                 that shard and replicate: take the map's mesh, or a slice of it",
                 parallel.style().name(),
                 parallel.group().size(),
                 self.mesh.layout()

@@ -11,8 +11,8 @@ use crate::adapter::adapter_of;
 use crate::error::{Error, Result};
 use crate::pattern::NamePattern;
 
-/// The styles of modules by patterns of their FQNs ([`NamePattern`]), for [`parallelize`](crate::parallelize): PyTorch's
-/// `parallelize_plan`.
+/// The styles of modules by patterns of their FQNs ([`NamePattern`]), for [`parallelize`](crate::parallelize):
+/// PyTorch's `parallelize_plan`.
 ///
 /// A style belongs to the module whose own parameters it cuts, as `model.layers.0.mlp.up_proj` of
 /// `model.layers.0.mlp.up_proj.weight`. Modules that no pattern matches are whole on every rank.

@@ -15,9 +15,9 @@ impl FsdpParam {
         self.parallel().filter(|parallel| parallel.cut().is_some()).map(Parallel::group)
     }
 
-    /// For a layer of one's own that holds the tensor `weight`: how its module is parallel, and the ranks, where a plan of
-    /// [`parallelize`](crate::parallelize) names it. Who asks does the collectives; without a layer that asks, building
-    /// fails. Layers of [`nn`](crate::nn) do so by themselves.
+    /// For a layer of one's own that holds the tensor `weight`: how its module is parallel, and the ranks, where a plan
+    /// of [`parallelize`](crate::parallelize) names it. Who asks does the collectives; without a layer that asks,
+    /// building fails. Layers of [`nn`](crate::nn) do so by themselves.
     ///
     /// ```
     /// use candle_core::{DType, Module, Result, Tensor};
