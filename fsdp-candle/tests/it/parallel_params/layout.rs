@@ -73,7 +73,10 @@ fn fsdp_shards_what_tensor_parallelism_left() {
         let embed = vars.get("embed.weight").unwrap();
         assert_eq!(embed.unsharded_shape().dims(), [VOCABULARY / 2, WIDTH]);
         let shown = vars.to_string();
-        assert!(shown.contains("up.weight [20, 8] F32 (_S(0, 2), S(0))") && shown.contains("ColwiseParallel"), "{shown}");
+        assert!(
+            shown.contains("up.weight [20, 8] F32 (_S(0, 2), S(0))") && shown.contains("ColwiseParallel"),
+            "{shown}"
+        );
     });
     // The dimension further left cuts first.
     ranks(4, |world| {
@@ -194,7 +197,10 @@ fn plans_that_come_too_late_or_name_nothing_are_refused() {
         let tp = vars.mesh().slice(&["tp"]).unwrap();
         let error = |mesh: &_, plan: &_| parallelize(&vars, mesh, plan).unwrap_err().to_string();
         let plan = plan(false);
-        assert_names(&error(&vars.mesh().slice(&["dp"]).unwrap(), &plan), &["\"dp\"", "(dp: 2, tp: 2)", "data parallel"]);
+        assert_names(
+            &error(&vars.mesh().slice(&["dp"]).unwrap(), &plan),
+            &["\"dp\"", "(dp: 2, tp: 2)", "data parallel"],
+        );
         assert_names(&error(vars.mesh(), &plan), &["(dp: 2, tp: 2)", "not one dimension"]);
         let other = world.mesh(&[("x", 2), ("tp", 2)]).unwrap().slice(&["tp"]).unwrap();
         assert_names(&error(&other, &plan), &["(tp: 2)", "no dimension of the map's mesh"]);
@@ -212,7 +218,10 @@ fn plans_that_come_too_late_or_name_nothing_are_refused() {
         let vars = map(&world);
         let tp = vars.mesh().slice(&["tp"]).unwrap();
         let linear = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(4, 4, vb));
-        assert_names(&parallelize(&vars, &tp, &plan).unwrap_err().to_string(), &["`weight`", "before the model is built"]);
+        assert_names(
+            &parallelize(&vars, &tp, &plan).unwrap_err().to_string(),
+            &["`weight`", "before the model is built"],
+        );
         drop(linear);
 
         let vars = map(&world);
@@ -247,7 +256,10 @@ fn meshes_that_do_not_go_together_are_refused() {
         assert_names(&error, &["`blocks.0.up.weight`", "ColwiseParallel", "(all: 4)"]);
         let both = DataParallelMeshDims { shard: &["dp", "tp"], replicate: &[] };
         let opts = FullyShard::new(&vars).mesh_dims(vars.mesh(), &both).unwrap();
-        assert_names(&build(&opts, &vars).err().unwrap().to_string(), &["`blocks.0.up.weight`", "beside those that shard"]);
+        assert_names(
+            &build(&opts, &vars).err().unwrap().to_string(),
+            &["`blocks.0.up.weight`", "beside those that shard"],
+        );
         // Roles that leave out ranks with the same parameters.
         let none = ShardMesh::of_dims(vars.mesh(), &DataParallelMeshDims::default()).unwrap();
         let opts = FullyShard::new(&vars)

@@ -53,9 +53,10 @@ impl Mesh {
     /// Which of the batches this rank has, and how many there are.
     pub(super) fn batch_of(&self, vars: &ShardedVarMap) -> (usize, usize) {
         let data = |(name, _): &&(&str, usize)| self.shard.contains(name) || self.replicate.contains(name);
-        self.dims.iter().filter(data).fold((0, 1), |(at, all), (name, size)| {
-            (at * size + vars.mesh().get_local_rank(name).unwrap(), all * size)
-        })
+        self.dims
+            .iter()
+            .filter(data)
+            .fold((0, 1), |(at, all), (name, size)| (at * size + vars.mesh().get_local_rank(name).unwrap(), all * size))
     }
 }
 

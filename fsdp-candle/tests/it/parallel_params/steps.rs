@@ -34,9 +34,8 @@ fn gradients(vars: &ShardedVarMap, grads: &candle_core::backprop::GradStore) -> 
                 full[at] = value;
             }
         }
-        (0..mesh.layout().shape().len()).fold(full, |full, dim| {
-            mesh.group(dim).unwrap().all_reduce_values(full, fsdp_core::ReduceOp::Sum).unwrap()
-        })
+        (0..mesh.layout().shape().len())
+            .fold(full, |full, dim| mesh.group(dim).unwrap().all_reduce_values(full, fsdp_core::ReduceOp::Sum).unwrap())
     };
     vars.trainable().iter().map(|param| (param.name().to_string(), whole(param))).collect()
 }
@@ -109,7 +108,9 @@ fn parameters_that_only_some_batches_use() {
         let tp = vars.mesh().slice(&["tp"]).unwrap();
         let plan = ParallelPlan::new().module("*", SequenceParallel { sequence_dim: 0 });
         parallelize(&vars, &tp, &plan).unwrap();
-        let scale = |name: &'static str| move |vb: candle_nn::VarBuilder| vb.pp(name).get_with_hints(3, "weight", Init::Const(1.));
+        let scale = |name: &'static str| {
+            move |vb: candle_nn::VarBuilder| vb.pp(name).get_with_hints(3, "weight", Init::Const(1.))
+        };
         let opts = FullyShard::new(&vars);
         let chosen = fully_shard(&opts, vars.builder(DType::F32), scale("chosen")).unwrap();
         let model = fully_shard(&opts, vars.builder(DType::F32), |vb| {
@@ -171,9 +172,7 @@ fn what_is_not_finite_on_one_rank_is_told_to_all() {
 
         // A part that the last rank alone has, and one that both ranks of the first pair have.
         let (cut, whole) = (vars.get("blocks.1.up.weight").unwrap(), vars.get("blocks.0.norm.weight").unwrap());
-        let spoil = |param: &fsdp_candle::FsdpParam| {
-            (param.var().as_tensor() * f64::NAN).unwrap().detach()
-        };
+        let spoil = |param: &fsdp_candle::FsdpParam| (param.var().as_tensor() * f64::NAN).unwrap().detach();
         if world.rank() == 3 {
             cut.var().set(&spoil(&cut)).unwrap();
         }
@@ -191,7 +190,9 @@ fn what_is_not_finite_on_one_rank_is_told_to_all() {
             grads.insert(cut.var().as_tensor(), spoil(&cut));
         }
         let options = ClipOptions { max_norm: 1., norm_type: NormType::Two, error_if_nonfinite: true };
-        let Err(Error::NonFinite(found)) = clip_grad_norm_with(&vars, &mut grads, &options) else { panic!("not found") };
+        let Err(Error::NonFinite(found)) = clip_grad_norm_with(&vars, &mut grads, &options) else {
+            panic!("not found")
+        };
         assert_eq!((found.tensors.len(), found.tensors[0].values, found.ranks), (1, quarter, vec![3]));
         assert!(scaler.unscale(&vars, &mut grads).unwrap());
     });
