@@ -186,7 +186,8 @@ impl Check {
     /// A direction: as much of a random one as of the gradient's own, along which what is lost shows best.
     fn moves(&self, params: &[Arc<FsdpParam>], grads: &candle_core::backprop::GradStore, seed: u64) -> Result<Moves> {
         let mut drawn = vec![];
-        // Of each set of ranks, and whether tensor-parallel ones have parts of it: the squares of what was drawn, of the gradient and of the parameters, and the product.
+        // Of each set of ranks, and whether tensor-parallel ones have parts of it: the squares of what was drawn, of
+        // the gradient and of the parameters, and the product.
         let mut sums: Vec<(ProcessGroup, Option<ProcessGroup>, [f64; 4])> = vec![];
         for param in params.iter().filter(|param| param.trainable()) {
             let (ranks, cut) = (param.ranks().shard(), param.cut_over());

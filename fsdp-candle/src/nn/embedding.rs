@@ -1,5 +1,7 @@
 //! A table of vectors, one for each id: `candle_nn::embedding`.
 
+use std::sync::Arc;
+
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Module, Result, Shape, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
 
@@ -32,14 +34,14 @@ use crate::tensor_parallel::ActivationLayout;
 pub struct Embedding {
     embeddings: Tensor,
     hidden_size: usize,
-    parallel: Option<ParallelLayer<EmbeddingCut>>,
+    parallel: Option<Arc<ParallelLayer<EmbeddingCut>>>,
 }
 
 impl Embedding {
     /// An embedding with this weight, `[vocabulary, hidden_size]`.
     pub fn new(embeddings: Tensor, hidden_size: usize) -> Self {
         claim(&embeddings);
-        let parallel = ParallelLayer::of_embedding(&embeddings);
+        let parallel = ParallelLayer::of_embedding(&embeddings).map(Arc::new);
         Self { embeddings, hidden_size, parallel }
     }
 

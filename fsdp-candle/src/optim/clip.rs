@@ -102,7 +102,7 @@ fn norm_of(vars: &ShardedVarMap, grads: &GradStore, norm_type: NormType) -> Resu
     // hold the same and do not count twice.
     let mut meshes: Vec<_> = vars.all_ranks()?.into_iter().map(|ranks| (ranks, [0.; 2])).collect();
     let params = vars.trainable();
-    let cut = params.iter().find_map(|param| param.cut_over());
+    let parallel = vars.parallel_ranks();
     let with_gradient: Vec<_> = params.iter().filter_map(|param| Some((param, grads.get(param.var())?))).collect();
     let powers = powers(with_gradient.iter().map(|(_, grad)| *grad), norm_type)?;
     for ((param, _), power) in with_gradient.into_iter().zip(powers) {
@@ -118,7 +118,7 @@ fn norm_of(vars: &ShardedVarMap, grads: &GradStore, norm_type: NormType) -> Resu
     let mut totals = [0.; 2];
     for (ranks, shares) in meshes {
         let group = ranks.shard().signed(signature());
-        let reduced = match cut {
+        let reduced = match &parallel {
             Some(_) => group.all_reduce_values(shares.to_vec(), op)?,
             None => vec![group.all_reduce_scalar(shares[0], op)?],
         };
@@ -127,7 +127,7 @@ fn norm_of(vars: &ShardedVarMap, grads: &GradStore, norm_type: NormType) -> Resu
         }
     }
     let [whole, parts] = totals;
-    let Some(ranks) = cut else { return Ok(norm_type.root(whole)) };
+    let Some(ranks) = &parallel else { return Ok(norm_type.root(whole)) };
     // What all of them have whole, the first of them counts: they get the same number, bit for bit.
     let first = if ranks.rank() == 0 { whole } else { 0. };
     let reduced = ranks.signed(signature()).all_reduce_values(vec![parts, first, whole], op)?;
@@ -157,8 +157,9 @@ fn differing(vars: &ShardedVarMap, grads: &GradStore, ranks: &ProcessGroup) -> R
     let name = worst.map_or("", |at| whole[at].name());
     Ok(Error::Parameter {
         name: name.into(),
-        message: "its gradient is another one on each of the tensor-parallel ranks, on which it is whole. Its module \
-                  works on a part of the sequence, and the plan does not say so: make it SequenceParallel"
+        message: "its gradient is another one on each of the tensor-parallel ranks, on which it is whole. Either its \
+                  module works on a part of the sequence and the plan does not say so: make it SequenceParallel. Or \
+                  these ranks have different inputs: ranks that differ along that dimension alone take the same batch"
             .into(),
     })
 }

@@ -17,7 +17,8 @@ impl ActivationLayout {
     }
 }
 
-/// A [`Linear`](crate::nn::Linear) cut along its outputs: the weight `[out, in]` and the bias `[out]` along dimension 0.
+/// A [`Linear`](crate::nn::Linear) cut along its outputs: the weight `[out, in]` and the bias `[out]` along their
+/// dimension 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ColwiseParallel {
     /// How the input comes: `Replicate` by default. What is sharded is gathered first.
@@ -63,8 +64,8 @@ impl Default for SequenceParallel {
     }
 }
 
-/// An [`Embedding`](crate::nn::Embedding) cut along its vocabulary: the weight `[vocabulary, hidden]` along dimension 0.
-/// PyTorch says `RowwiseParallel` of an `nn.Embedding`.
+/// An [`Embedding`](crate::nn::Embedding) cut along its vocabulary: the weight `[vocabulary, hidden]` along its
+/// dimension 0. PyTorch says `RowwiseParallel` of an `nn.Embedding`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VocabParallel {
     /// How the ids come: `Replicate` by default.
@@ -180,8 +181,8 @@ impl ParallelStyle {
         }
     }
 
-    /// What it makes of its module's adapter: of the matrix `A` `[r, in]`, or of `B` `[out, r]`. Each rank has a part of
-    /// the inputs, or of the outputs: what is whole has a term of the gradient.
+    /// What it makes of its module's adapter: of the matrix `A` `[r, in]`, or of `B` `[out, r]`. Each rank has a part
+    /// of the inputs, or of the outputs: what is whole has a term of the gradient.
     pub(super) fn share_of_adapter(self, is_up: bool) -> Option<Share> {
         let whole = Share { cut: None, partial: true };
         match (self, is_up) {

@@ -12,6 +12,7 @@ mod param;
 mod path;
 mod reduction;
 mod room;
+mod serve;
 mod settings;
 mod turn;
 mod uses;

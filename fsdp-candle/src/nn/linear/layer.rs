@@ -1,5 +1,7 @@
 //! The fully connected layer.
 
+use std::sync::Arc;
+
 use candle_core::{Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder, init};
 use fsdp_core::ProcessGroup;
@@ -39,7 +41,7 @@ pub struct Linear {
     weight: Tensor,
     bias: Option<Tensor>,
     adapter: Option<Adapter>,
-    parallel: Option<ParallelLayer<LinearCut>>,
+    parallel: Option<Arc<ParallelLayer<LinearCut>>>,
 }
 
 impl Linear {
@@ -47,7 +49,7 @@ impl Linear {
     pub fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
         claim(&weight);
         bias.iter().for_each(claim);
-        let parallel = ParallelLayer::of_linear(&weight);
+        let parallel = ParallelLayer::of_linear(&weight).map(Arc::new);
         if parallel.is_some() {
             bias.iter().for_each(serve);
         }

@@ -142,12 +142,12 @@ fn parameters_that_do_not_fit_are_named() {
         let columns = || ParallelPlan::new().module("*", ColwiseParallel::default());
         let rows = || ParallelPlan::new().module("*", RowwiseParallel::default());
         let error = refused(&world, columns(), |vb| nn::linear(4, 5, vb.pp("up")));
-        assert_names(&error, &["`up.weight`", "dimension 0", "[5, 4]", "size is 5", "2 ranks", "(tp: 2)", "`*`"]);
+        assert_names(&error, &["`up.weight`", "dimension 0", "[5, 4]", "size 5", "2 ranks", "(tp: 2)", "`*`"]);
         let error = refused(&world, rows(), |vb| nn::linear(5, 4, vb.pp("down")));
-        assert_names(&error, &["`down.weight`", "dimension 1", "size is 5"]);
+        assert_names(&error, &["`down.weight`", "dimension 1", "size 5"]);
         let vocab = ParallelPlan::new().module("embed", VocabParallel::default());
         let error = refused(&world, vocab, |vb| nn::embedding(7, 4, vb.pp("embed")));
-        assert_names(&error, &["`embed.weight`", "VocabParallel", "size is 7"]);
+        assert_names(&error, &["`embed.weight`", "VocabParallel", "size 7"]);
         let error = refused(&world, rows(), |vb| vb.pp("odd").get((4, 4), "kernel"));
         assert_names(&error, &["`odd.kernel`", "RowwiseParallel", "no such parameter"]);
         let both = columns().module("u?", RowwiseParallel::default());
@@ -206,6 +206,8 @@ fn plans_that_come_too_late_or_name_nothing_are_refused() {
         assert_names(&error(&other, &plan), &["(tp: 2)", "no dimension of the map's mesh"]);
         let bad = ParallelPlan::new().module("up[", ColwiseParallel::default());
         assert_names(&error(&tp, &bad), &["`up[` is no pattern"]);
+        let other = if world.rank() == 3 { ParallelPlan::new() } else { plan.clone() };
+        assert_names(&error(&tp, &other), &["different plans", "same on every rank"]);
         parallelize(&vars, &tp, &plan).unwrap();
         assert_names(&error(&tp, &plan), &["a plan already"]);
 
@@ -246,6 +248,8 @@ fn meshes_that_do_not_go_together_are_refused() {
         };
         assert_names(&on(&["cp"], &[]), &["no dimension \"cp\"", "\"dp\""]);
         assert_names(&on(&["dp"], &["dp"]), &["\"dp\"", "twice"]);
+        let own: &[&str] = if world.rank() == 0 { &["dp"] } else { &[] };
+        assert_names(&on(own, &[]), &["different roles", "(dp: 2, tp: 2)"]);
 
         // A mesh of the unit's own that has no place for what the plan cuts, and one that shards over it.
         let vars = map(&world);

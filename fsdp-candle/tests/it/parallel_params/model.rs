@@ -5,7 +5,7 @@ use candle_nn::VarBuilder;
 use fsdp_candle::{
     ActivationLayout, AdamW, AdamWConfig, ColwiseParallel, DataParallelMeshDims, FsdpModule, FullyShard, ParallelPlan,
     RowwiseParallel, SequenceParallel, ShardedVarMap, StateDictOptions, VocabParallel, World, clip_grad_norm,
-    fully_shard, get_model_state_dict, nn, parallelize,
+    fully_shard, get_model_state_dict, nn, parallelize, shard,
 };
 
 use crate::common::{alone, device};
@@ -86,7 +86,7 @@ pub(super) fn plan(sequence: bool) -> ParallelPlan {
         .module("blocks.*.down", RowwiseParallel { output_layout: part, ..RowwiseParallel::default() })
         .module("head", ColwiseParallel { output_layout: ActivationLayout::Replicate, ..columns });
     match sequence {
-        true => plan.module("**norm", SequenceParallel::default()),
+        true => plan.module("norm", SequenceParallel::default()).module("blocks.*.norm", SequenceParallel::default()),
         false => plan,
     }
 }
@@ -113,34 +113,46 @@ impl Module for Block {
     }
 }
 
-pub(super) struct Net {
+pub(super) struct Net<B> {
     embed: nn::Embedding,
-    blocks: Vec<FsdpModule<Block>>,
+    blocks: Vec<B>,
     norm: nn::LayerNorm,
     head: nn::Linear,
 }
 
-impl Module for Net {
+impl<B: Module> Module for Net<B> {
     fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         let x = self.blocks.iter().try_fold(self.embed.forward(ids)?, |x, block| block.forward(&x))?;
         self.head.forward(&self.norm.forward(&x)?)
     }
 }
 
-pub(super) type Model = FsdpModule<Net>;
-
-pub(super) fn build(opts: &FullyShard, vars: &ShardedVarMap) -> fsdp_candle::Result<Model> {
-    let vb = vars.builder(DType::F32);
-    let blocks = (0..LAYERS)
-        .map(|i| fully_shard(opts, vb.pp(format!("blocks.{i}")), Block::new))
-        .collect::<fsdp_candle::Result<Vec<_>>>()?;
-    fully_shard(opts, vb, |vb| {
+impl<B> Net<B> {
+    fn new(blocks: Vec<B>, vb: VarBuilder) -> Result<Self> {
         Ok(Net {
             embed: nn::embedding(VOCABULARY, WIDTH, vb.pp("embed"))?,
             blocks,
             norm: nn::layer_norm(WIDTH, 1e-5, vb.pp("norm"))?,
             head: nn::linear(WIDTH, OUTPUTS, vb.pp("head"))?,
         })
+    }
+}
+
+pub(super) type Model = FsdpModule<Net<FsdpModule<Block>>>;
+
+pub(super) fn build(opts: &FullyShard, vars: &ShardedVarMap) -> fsdp_candle::Result<Model> {
+    let vb = vars.builder(DType::F32);
+    let blocks = (0..LAYERS)
+        .map(|i| fully_shard(opts, vb.pp(format!("blocks.{i}")), Block::new))
+        .collect::<fsdp_candle::Result<Vec<_>>>()?;
+    fully_shard(opts, vb, |vb| Net::new(blocks, vb))
+}
+
+/// The same with units by name.
+pub(super) fn build_by_name(opts: &FullyShard, vars: &ShardedVarMap) -> fsdp_candle::Result<FsdpModule<Net<Block>>> {
+    shard(&opts.clone().units(["blocks.*"]), vars.builder(DType::F32), |vb| {
+        let blocks = (0..LAYERS).map(|i| Block::new(vb.pp(format!("blocks.{i}")))).collect::<Result<Vec<_>>>()?;
+        Net::new(blocks, vb)
     })
 }
 
@@ -189,7 +201,11 @@ pub(super) const STEPS: usize = 4;
 const MAX_NORM: f64 = 0.5;
 
 /// Trains: this rank's batches of each step are `step * of + first..`, so many.
-pub(super) fn train(model: &Model, vars: &ShardedVarMap, (first, count, of): (usize, usize, usize)) -> Run {
+pub(super) fn train<B: Module>(
+    model: &FsdpModule<Net<B>>,
+    vars: &ShardedVarMap,
+    (first, count, of): (usize, usize, usize),
+) -> Run {
     let mut optim = optimizer(vars);
     let mut run = Run { losses: vec![], norms: vec![], values: vec![] };
     for step in 0..STEPS {
@@ -204,9 +220,10 @@ pub(super) fn train(model: &Model, vars: &ShardedVarMap, (first, count, of): (us
 }
 
 /// One process without a plan, on so many batches a step.
-pub(super) fn reference(batches: usize) -> Run {
+pub(super) fn reference(batches: usize, prepare: impl Fn(&ShardedVarMap)) -> Run {
     let world = alone();
     let vars = ShardedVarMap::new(&world.mesh(&[("dp", 1)]).unwrap(), world.device());
+    prepare(&vars);
     let model = build(&FullyShard::new(&vars), &vars).unwrap();
     train(&model, &vars, (0, batches, batches))
 }

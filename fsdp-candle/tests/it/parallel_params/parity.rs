@@ -2,16 +2,15 @@
 
 use fsdp_candle::{
     Float8, FullyShard, Int8Blocks, MixedPrecisionPolicy, OffloadPolicy, ReduceOp, ReshardAfterForward, ShardMesh,
-    ShardPlacement, ShardedVarMap, World,
+    ShardPlacement, ShardedVarMap, World, nn,
 };
 
-use super::model::{MESHES, Mesh, Run, build, reference, train, values};
+use super::model::{HIDDEN, MESHES, Mesh, Run, WIDTH, build, build_by_name, reference, train, values};
 use crate::common::{alone, assert_close, ranks};
 
 const TOLERANCE: f64 = 2e-5;
 
-fn assert_same(world: &World, run: &Run, batches: usize, tolerance: f64, mesh: &Mesh) {
-    let want = reference(batches);
+fn assert_same(world: &World, run: &Run, want: &Run, tolerance: f64, mesh: &Mesh) {
     let losses = world.all_reduce(&run.losses, ReduceOp::Avg).unwrap();
     for (got, want) in losses.iter().chain(&run.norms).zip(want.losses.iter().chain(&want.norms)) {
         assert!((got - want).abs() <= tolerance * want.abs(), "{mesh:?}: {got} instead of {want}");
@@ -28,7 +27,8 @@ fn with_options(mesh: Mesh, sequence: bool, tolerance: f64, opts: impl Fn(FullyS
         let vars = mesh.vars(&world, sequence);
         let model = build(&opts(FullyShard::new(&vars)), &vars).unwrap();
         let (batch, batches) = mesh.batch_of(&vars);
-        assert_same(&world, &train(&model, &vars, (batch, 1, batches)), batches, tolerance, &mesh);
+        let run = train(&model, &vars, (batch, 1, batches));
+        assert_same(&world, &run, &reference(batches, |_| ()), tolerance, &mesh);
     });
 }
 
@@ -101,6 +101,45 @@ fn reduced_in_another_dtype() {
 }
 
 #[test]
+fn units_by_name() {
+    ranks(4, |world| {
+        let vars = DP_TP.vars(&world, true);
+        let model = build_by_name(&FullyShard::new(&vars), &vars).unwrap();
+        assert!(model.raw_parameters().is_empty());
+        let (batch, batches) = DP_TP.batch_of(&vars);
+        let run = train(&model, &vars, (batch, 1, batches));
+        assert_same(&world, &run, &reference(batches, |_| ()), TOLERANCE, &DP_TP);
+    });
+}
+
+#[test]
+fn adapters_of_parallel_layers() {
+    let prepare = |vars: &ShardedVarMap| {
+        vars.freeze(|name| !nn::is_adapter(name));
+        vars.adapt(nn::LoraConfig { rank: 3, alpha: 6. }, |layer| layer.starts_with("blocks.") || layer == "head");
+    };
+    for sequence in [false, true] {
+        for mesh in [DP_TP, Mesh::new(&[("tp", 4)], &[], &[])] {
+            ranks(4, |world| {
+                let vars = mesh.vars(&world, sequence);
+                prepare(&vars);
+                let model = build(&FullyShard::new(&vars), &vars).unwrap();
+                assert_eq!((vars.adapted().len(), vars.trainable().len()), (5, 10));
+                let part = |name: &str| vars.get(name).unwrap().unsharded_shape().dims().to_vec();
+                let tp = mesh.dims.last().unwrap().1;
+                assert_eq!(part("blocks.0.up.lora_A.weight"), [3, WIDTH]);
+                assert_eq!(part("blocks.0.up.lora_B.weight"), [HIDDEN / tp, 3]);
+                assert_eq!(part("blocks.0.down.lora_A.weight"), [3, HIDDEN / tp]);
+                assert_eq!(part("blocks.0.down.lora_B.weight"), [WIDTH, 3]);
+                let (batch, batches) = mesh.batch_of(&vars);
+                let run = train(&model, &vars, (batch, 1, batches));
+                assert_same(&world, &run, &reference(batches, prepare), TOLERANCE, &mesh);
+            });
+        }
+    }
+}
+
+#[test]
 fn a_unit_may_name_a_slice_of_the_mesh() {
     ranks(4, |world| {
         let vars = DP_TP.vars(&world, true);
@@ -116,7 +155,8 @@ fn a_unit_may_name_a_slice_of_the_mesh() {
             assert_eq!(param.device_mesh().layout(), vars.mesh().layout(), "{}", param.name());
         }
         let (batch, batches) = DP_TP.batch_of(&vars);
-        assert_same(&world, &train(&model, &vars, (batch, 1, batches)), batches, TOLERANCE, &DP_TP);
+        let run = train(&model, &vars, (batch, 1, batches));
+        assert_same(&world, &run, &reference(batches, |_| ()), TOLERANCE, &DP_TP);
     });
     // Roles of its own: the map shards, the unit replicates.
     ranks(4, |world| {
@@ -127,6 +167,7 @@ fn a_unit_may_name_a_slice_of_the_mesh() {
         let weight = vars.get("blocks.0.up.weight").unwrap();
         assert_eq!(weight.var().dims(), weight.unsharded_shape().dims());
         let (batch, batches) = DP_TP.batch_of(&vars);
-        assert_same(&world, &train(&model, &vars, (batch, 1, batches)), batches, TOLERANCE, &DP_TP);
+        let run = train(&model, &vars, (batch, 1, batches));
+        assert_same(&world, &run, &reference(batches, |_| ()), TOLERANCE, &DP_TP);
     });
 }

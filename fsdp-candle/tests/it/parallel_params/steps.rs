@@ -111,11 +111,8 @@ fn parameters_that_only_some_batches_use() {
         let scale = |name: &'static str| {
             move |vb: candle_nn::VarBuilder| vb.pp(name).get_with_hints(3, "weight", Init::Const(1.))
         };
-        let opts = FullyShard::new(&vars);
-        let chosen = fully_shard(&opts, vars.builder(DType::F32), scale("chosen")).unwrap();
-        let model = fully_shard(&opts, vars.builder(DType::F32), |vb| {
-            let never = scale("never")(vb.clone())?;
-            Ok((chosen, scale("always")(vb)?, never))
+        let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
+            Ok([scale("chosen")(vb.clone())?, scale("never")(vb.clone())?, scale("always")(vb)?])
         })
         .unwrap();
         model.set_reduce_scatter_unused_params(true, Recurse::Yes);
@@ -123,9 +120,9 @@ fn parameters_that_only_some_batches_use() {
         for _ in 0..2 {
             // Each rank has a part of a sum.
             let x = Tensor::full((part + 1) as f32, 3, world.device()).unwrap();
-            let y = model.call(|(chosen, always, _)| {
+            let y = model.call(|[chosen, _, always]| {
                 let y = always.mul(&x)?;
-                if dp == 0 { &y + chosen.call(|chosen| chosen.mul(&x))? } else { Ok(y) }
+                if dp == 0 { y + chosen.mul(&x)? } else { Ok(y) }
             });
             let grads = gradients(&vars, &model.backward(&y.unwrap().sum_all().unwrap()).unwrap());
             let expected = [("chosen.weight", 1.5), ("never.weight", 0.), ("always.weight", 3.)];
@@ -238,5 +235,10 @@ fn gradients_that_are_checked() {
         };
         check(false).unwrap();
         assert!(matches!(check(true), Err(Error::Gradcheck(_))));
+        // A norm of gradients says so as well, of those that are there.
+        let part = fsdp_candle::collectives::split(&x, 0, &group).unwrap();
+        let y = model.call(|(known, unknown)| known.forward(&unknown.forward(&part)?)?.powf(3.)?.sum_all()).unwrap();
+        let error = grad_norm(&vars, &model.backward(&y).unwrap()).unwrap_err().to_string();
+        assert!(error.contains("`unknown.weight`") && error.contains("SequenceParallel"), "{error}");
     });
 }

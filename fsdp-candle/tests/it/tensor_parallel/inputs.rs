@@ -83,7 +83,9 @@ fn an_input_that_is_cut_for_layers_comes_back_once() {
 }
 
 /// The identity, which holds something for as long as its graph is there.
-struct Held(Arc<()>);
+struct Held {
+    _graph: Arc<()>,
+}
 
 impl CustomOp1 for Held {
     fn name(&self) -> &'static str {
@@ -108,7 +110,7 @@ fn a_graph_does_not_outlive_its_forward() {
             let model = build(&vars, DType::F32, Qkv::new);
             let held = Arc::new(());
             let x = input();
-            let start = || x.apply_op1(Held(held.clone())).unwrap();
+            let start = || x.apply_op1(Held { _graph: held.clone() }).unwrap();
 
             let y = model.forward(&start()).unwrap();
             assert_eq!(Arc::strong_count(&held), 2, "the output has the graph");
