@@ -12,8 +12,8 @@ use fsdp_candle::{
     RowwiseParallel, SequenceParallel, ShardedVarMap, VocabParallel, fully_shard,
 };
 
-use super::{Case, build, check, ids, parallel_vars};
-use crate::common::ranks;
+use super::{Case, build, check, ids, parallel_vars, values};
+use crate::common::{counted, ranks};
 
 const REPLICATE: (ActivationLayout, Placement) = (ActivationLayout::Replicate, Placement::Replicate);
 
@@ -139,6 +139,32 @@ fn an_embedding_is_no_linear_layer() {
             let error = built.err().unwrap().to_string();
             assert!(error.contains("embed.weight") && error.contains("VocabParallel"), "{error}");
         }
+    });
+}
+
+#[test]
+fn a_sequence_that_does_not_divide_is_an_error_before_anything_moves() {
+    counted(2, |world, counts| {
+        let (output_layout, _) = shard(1);
+        let plan = ParallelPlan::new()
+            .module("down", RowwiseParallel { output_layout, ..Default::default() })
+            .module("embed", VocabParallel { output_layout, ..Default::default() });
+        let vars = parallel_vars(&world, &plan);
+        let model =
+            build(&vars, DType::F32, |vb| Ok((nn::linear(8, 8, vb.pp("down"))?, nn::embedding(8, 4, vb.pp("embed"))?)));
+        counts.take();
+        let outputs = [
+            model.call(|(down, _)| down.forward(&values(1, &[2, 7, 4], DType::F32))),
+            model.call(|(_, embed)| embed.forward(&ids(1, &[2, 7], 8))),
+        ];
+        for error in outputs {
+            let error = error.unwrap_err().to_string();
+            assert!(error.contains("dimension 1 of [2, 7, ") && error.contains("does not divide by 2"), "{error}");
+        }
+        // Features that do not fit, in a layout that would be gathered.
+        let wrong = model.call(|(down, _)| down.forward(&values(1, &[2, 8, 8], DType::F32))).unwrap_err().to_string();
+        assert!(wrong.contains("[2, 8, 8]") && wrong.contains("the weight takes 4"), "{wrong}");
+        assert_eq!(counts.take(), []);
     });
 }
 
