@@ -21,8 +21,8 @@ pub struct TensorParallel {
 }
 
 impl TensorParallel {
-    /// Those of a mesh of one dimension. With `sequence` they share out sequences as well, where layers don't see all of
-    /// one.
+    /// Those of a mesh of one dimension. With `sequence` they share out sequences as well, where layers don't see all
+    /// of one.
     ///
     /// # Errors
     /// When the mesh has no dimension.
