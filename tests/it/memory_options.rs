@@ -329,11 +329,11 @@ fn tensor_parallelism_divides_activations_inside_layers_by_its_ranks() {
                 assert!((found - want).abs() <= SLACK, "{mesh:?}: {found:.0} bytes, not {want:.0}");
             }
             assert!((backward - between - share) / bytes <= 2., "{mesh:?}: {backward:.0} after {between:.0}");
-            // In widths of the residual stream: four on both sides of the activation; a block's input, output and sum.
-            let part = if sequence { ranks } else { 1. };
-            let want = blocks * (8. / ranks + 3. / part);
+            // In widths of the residual stream: four on both sides of the activation; a block's input, output and sum,
+            // and, where these are parts of the rows, the input with all of them.
+            let between_layers = if sequence { 3. / ranks + 1. } else { 3. };
+            let want = blocks * (8. / ranks + between_layers);
             let kept = (forward - between) / bytes;
-            println!("{mesh:?}, {sequence}: {kept} of {want} widths");
             assert!((0. ..=4.).contains(&(kept - want)), "{mesh:?}, {sequence}: {kept} widths, not {want}");
         }
     });

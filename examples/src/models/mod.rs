@@ -129,7 +129,7 @@ pub fn build_by_name(
     options: ModelOptions,
 ) -> anyhow::Result<FsdpModule<Decoder<Layer<decoder::Block>>>> {
     if options.parallel.is_some() {
-        bail!("a decoder whose units are named has no plan for tensor parallelism: wrap its blocks");
+        bail!("a decoder whose units are named is not computed by several ranks together: wrap its blocks");
     }
     let vb = vars.builder(options.dtype);
     let (positions, head_dim) = (options.positions, config.head_dim);

@@ -9,6 +9,7 @@ use fsdp_candle::{
 };
 use fsdp_core::{DeviceMesh, ProcessGroup};
 
+use super::config::experts::ExpertsConfig;
 use super::config::{DecoderConfig, ModelConfig};
 
 /// The ranks that compute layers together.
@@ -20,8 +21,8 @@ pub struct TensorParallel {
 }
 
 impl TensorParallel {
-    /// Those of a mesh of one dimension. With `sequence` they share out sequences as well, where layers don't see all of
-    /// one.
+    /// Those of a mesh of one dimension. With `sequence` they share out sequences as well, where layers don't see all
+    /// of one.
     ///
     /// # Errors
     /// When the mesh has no dimension.
@@ -95,12 +96,12 @@ fn plan(config: &DecoderConfig, sequence: bool) -> ParallelPlan {
         // Each rank has its own heads, which the norms are in the same way for.
         plan = plan.module("model.layers.*.self_attn.[qk]_norm", SequenceParallel { sequence_dim: 2 });
     }
-    let layers = || 0..config.layers;
-    if layers().any(|layer| config.experts(layer).is_none()) {
+    let (has_mlp, experts) = kinds(config);
+    if has_mlp {
         plan = plan.module("model.layers.*.mlp.gate_proj", column).module("model.layers.*.mlp.up_proj", column);
         plan = plan.module("model.layers.*.mlp.down_proj", row);
     }
-    if let Some(experts) = layers().find_map(|layer| config.experts(layer)) {
+    if let Some(experts) = experts {
         // They see the tokens that have chosen them, of the whole sequence.
         let (name, [gate, up, down]) = experts.names;
         let of = |layer: &str| format!("model.layers.*.{name}.experts.*.{layer}");
@@ -131,6 +132,33 @@ pub fn check(config: &ModelConfig, tensor: usize) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Fails where sequences are to be shared out, `(flag, length)` says how long, and `tensor` ranks can't.
+///
+/// # Errors
+/// There is one rank alone, or the length does not divide.
+pub fn check_sequence(tensor: usize, (flag, length): (&str, usize)) -> anyhow::Result<()> {
+    ensure!(
+        tensor > 1,
+        "--sequence-parallel shares out what is between the layers of --tensor-parallel: pass that as well, or leave \
+         it out"
+    );
+    ensure!(
+        length.is_multiple_of(tensor),
+        "{flag} {length} can't be shared out over the {tensor} processes of --tensor-parallel: pass a multiple of \
+         {tensor}, or leave out --sequence-parallel"
+    );
+    Ok(())
+}
+
+/// So many layers are looked at: of more, no configuration says another thing than of these.
+const MOST_LAYERS: usize = 10_000;
+
+/// Whether a layer has an MLP, and the experts of one that has some.
+fn kinds(config: &DecoderConfig) -> (bool, Option<&ExpertsConfig>) {
+    let layers = || 0..config.layers.min(MOST_LAYERS);
+    (layers().any(|layer| config.experts(layer).is_none()), layers().find_map(|layer| config.experts(layer)))
+}
+
 fn decoder(config: &ModelConfig, tensor: usize) -> anyhow::Result<&DecoderConfig> {
     let refused = |family: &str, why: &str| {
         format!(
@@ -154,11 +182,11 @@ fn numbers(config: &DecoderConfig) -> Vec<(&'static str, usize)> {
         ("num_key_value_heads", config.kv_heads),
         ("vocab_size", config.vocabulary),
     ];
-    let layers = || 0..config.layers;
-    if layers().any(|layer| config.experts(layer).is_none()) {
+    let (has_mlp, experts) = kinds(config);
+    if has_mlp {
         numbers.push(("intermediate_size", config.inner));
     }
-    if let Some(experts) = layers().find_map(|layer| config.experts(layer)) {
+    if let Some(experts) = experts {
         numbers.push((experts.width_name, experts.inner));
     }
     numbers

@@ -76,9 +76,9 @@ impl Place {
         add(layers(), "all_reduce", 1, F32 * rows);
         add(layers(), "all_reduce", 1, 2 * F32 * rows);
 
-        // The norm's squares: of what layers share and of what they don't, and then the sum of the first.
+        // The norm's squares: of what layers share out, and of what they don't, which is compared as well.
         add(shards(), "all_reduce", 1, 16);
-        add(layers(), "all_reduce", 1, 8);
+        add(layers(), "all_reduce", 1, 24);
         // Loss and norm for the log, and peak memory.
         add(world(), "all_reduce", 1, 16);
         add(world(), "all_reduce", 1, 8);

@@ -136,7 +136,6 @@ fn dtypes_and_8_bit_gathers_are_as_far_from_f32_as_without() {
             ours.difference(&want)
         };
         let (alone, parallel) = (difference(2, &[]), difference(4, &["--tensor-parallel", "2", SEQUENCE]));
-        println!("{flags:?}: {parallel:?}, {alone:?} without, {near:?}");
         assert!(parallel.loss < 3. * alone.loss + near.loss, "{flags:?}: {parallel:?}, {alone:?} without");
         assert!(parallel.grad_norm < 3. * alone.grad_norm + near.grad_norm, "{flags:?}: {parallel:?}, {alone:?}");
         // It was rounded at all.

@@ -57,6 +57,5 @@ fn train_on(ranks: usize, model: &str, readers: usize, flags: &[&str], dir: &Pat
 
 fn assert_near(ours: &Trajectory, want: &Trajectory, about: &str) {
     let difference = ours.difference(want);
-    println!("{about}: {difference:?}");
     assert!(difference.is_within(NEAR), "{about}: {difference:?}");
 }

@@ -12,7 +12,7 @@ use fsdp_candle::{
 };
 use fsdp_examples::device::DeviceChoice;
 use fsdp_examples::metrics::peak_memory_bytes;
-use fsdp_examples::models::{self, Batch, ModelConfig, ModelOptions, TensorParallel};
+use fsdp_examples::models::{self, Batch, ModelConfig, ModelOptions, TensorParallel, parallel};
 use fsdp_examples::ranks::Ranks;
 use serde::Serialize;
 
@@ -110,6 +110,10 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
     let config = ModelConfig::from_dir(&args.model)?;
     let (vocabulary, positions) = (config.vocab_size(), config.max_positions());
     ensure!(args.seq <= positions, "--seq {} is beyond the model's {positions} positions", args.seq);
+    parallel::check(&config, args.tensor_parallel)?;
+    if args.sequence_parallel {
+        parallel::check_sequence(args.tensor_parallel, ("--seq", args.seq))?;
+    }
     let parameters = config.size(None).base as u64;
     let operations = plan::operations(&config, args.seq)?;
     let meter = Meter::of(world.device())?;

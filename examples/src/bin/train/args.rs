@@ -210,7 +210,7 @@ pub(crate) struct Args {
     pub(crate) tensor_parallel: usize,
 
     /// With --tensor-parallel: share out the sequence as well, where layers don't see all of it. Norms and residuals
-    /// then take 1/N of the memory, and as much is communicated
+    /// then take 1/N of the memory, and as much is communicated as without
     #[arg(long, help_heading = "Sharding")]
     pub(crate) sequence_parallel: bool,
 

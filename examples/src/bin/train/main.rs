@@ -27,7 +27,6 @@ mod sample;
 mod setup;
 mod step_log;
 mod steps;
-mod tensor_parallel;
 mod trace;
 mod values;
 mod writable;
@@ -42,7 +41,7 @@ use fsdp_candle::{Recurse, ReduceOp, World, clip_grad_norm, grad_norm};
 use fsdp_examples::console::Console;
 use fsdp_examples::job;
 use fsdp_examples::metrics::{StepRecord, peak_memory_bytes};
-use fsdp_examples::models::{self, Batch};
+use fsdp_examples::models::{self, Batch, parallel};
 
 use args::{Args, GradSync};
 use bad_step::BadStep;
@@ -72,7 +71,9 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
     // Before all else, so that what is in the way shows before anything is read.
     gradcheck::check_flags(args)?;
     args.optimizer.check()?;
-    tensor_parallel::check_flags(args)?;
+    if args.sequence_parallel {
+        parallel::check_sequence(args.tensor_parallel, ("--seq-len", args.seq_len))?;
+    }
     let ranks = args.ranks(world)?;
     let mut loss_scale = LossScale::new(args)?;
     let mut checkpoints = Checkpoints::new(args, hosts, world)?;

@@ -31,8 +31,8 @@ enum Feed {
 }
 
 impl Block {
-    /// Asks `vb` for the parameters of the block number `layer`; the rotary tables are shared by all blocks, whose layers
-    /// several ranks may compute together.
+    /// Asks `vb` for the parameters of the block number `layer`; the rotary tables are shared by all blocks, whose
+    /// layers several ranks may compute together.
     ///
     /// # Errors
     /// When a parameter can't be initialised.
