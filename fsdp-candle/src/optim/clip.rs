@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 use candle_core::backprop::GradStore;
-use fsdp_core::ReduceOp;
 use fsdp_core::process_group::{Signature, Subject};
+use fsdp_core::{ProcessGroup, ReduceOp};
 
 use super::finite::of_norm;
 use crate::build::ShardedVarMap;
@@ -111,11 +111,9 @@ fn norm_of(vars: &ShardedVarMap, grads: &GradStore, norm_type: NormType) -> Resu
     let signature = || Signature::new(&subject, []);
     let mut totals = [0.; 2];
     for (ranks, shares) in meshes {
-        let group = ranks.shard().signed(signature());
-        let reduced = match cut {
-            Some(_) => group.all_reduce_values(shares.to_vec(), op)?,
-            None => vec![group.all_reduce_scalar(shares[0], op)?],
-        };
+        let shares = if cut.is_some() { shares.to_vec() } else { vec![shares[0]] };
+        let reduce = |shares, group: &ProcessGroup| group.signed(signature()).all_reduce_values(shares, op);
+        let reduced = ranks.parts().try_fold(shares, reduce)?;
         for (total, reduced) in totals.iter_mut().zip(reduced) {
             *total = norm_type.combine(*total, reduced);
         }

@@ -1,5 +1,6 @@
 //! What the integration tests share: a small model in ordinary Candle code, and ranks as threads.
 
+mod counted;
 mod device;
 
 use std::sync::{Arc, Mutex};
@@ -14,6 +15,7 @@ use fsdp_candle::{
 use fsdp_core::process_group::{Options, local};
 use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, ScatterPart, Work};
 
+pub(crate) use counted::counted;
 pub(crate) use device::{address, changed, device, memory, on_cuda, rounding};
 
 /// A residual MLP of Candle's own linear layers and this crate's norm.

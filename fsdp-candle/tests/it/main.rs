@@ -25,6 +25,7 @@ mod misuse;
 mod numerics;
 mod offload;
 mod optimizers;
+mod over_replicas;
 mod parity;
 mod past_the_hooks;
 mod placements;

@@ -62,7 +62,8 @@ fn needs(args: &Args, config: &ModelConfig, lora: Option<&Lora>, positions: usiz
         Some(_) => (size.base, size.adapters),
         None => (0., size.base),
     };
-    let state = F32 * (frozen + 4. * trained) / shards;
+    let holders = if args.shard_optimizer_over_replicas { ranks.max(1) as f64 } else { shards };
+    let state = F32 * (frozen / shards + 4. * trained / holders);
     let tokens = (args.batch_size * args.seq_len).max(FEWEST_TOKENS) as f64;
     let compute = args.param_dtype.dtype().size_in_bytes() as f64;
     let parameters = Count(size.base + size.adapters);
@@ -113,6 +114,7 @@ mod tests {
         assert!((80e6..120e6).contains(&one), "{one}");
         assert!((0.4..0.8).contains(&(total(&[], 2) / one)));
         assert_eq!(total(&["--replicate", "2"], 2), one);
+        assert_eq!(total(&["--replicate", "2", "--shard-optimizer-over-replicas"], 2), total(&[], 2));
         // Nothing but the shards is divided.
         assert!(total(&["--batch-size", "4000"], 2) > 4000. * 128. * 688. * 4.);
         assert!(total(&["--lora-rank", "8"], 1) < one / 2.);

@@ -6,7 +6,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, Layout, Result, Shape, Storage, Tensor, bail};
 
 use super::super::cpu::matrix::{Mat, MatMut, product};
 use super::super::cpu::parallel::map_rows;
@@ -89,7 +89,7 @@ struct Affine {
     inputs: usize,
     outputs: usize,
     /// The output, where it was computed before.
-    known: Mutex<Option<CpuStorage>>,
+    known: Mutex<Option<Storage>>,
 }
 
 impl Affine {
@@ -120,7 +120,7 @@ impl Affine {
         let mut shape = layout.dims().to_vec();
         shape.pop();
         shape.push(self.outputs);
-        if let Some(known) = self.known.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        if let Some(Storage::Cpu(known)) = self.known.lock().unwrap_or_else(PoisonError::into_inner).take() {
             return Ok((known, shape.into()));
         }
         let dtype = x.dtype();

@@ -1,0 +1,92 @@
+//! Ranks as threads whose collectives are counted.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use fsdp_candle::World;
+use fsdp_core::process_group::{
+    Backend, Collective, Failure, Landing, Lookout, Membership, Op, Options, Promises, local,
+};
+use fsdp_core::{Buffer, DeviceId, ProcessGroup, Result};
+
+/// What a rank has issued, in order: the collective, and the bytes that it gave.
+#[derive(Clone, Default)]
+pub(crate) struct Counts(Arc<Mutex<Vec<(&'static str, usize)>>>);
+
+impl Counts {
+    /// What was issued since the last call.
+    pub(crate) fn take(&self) -> Vec<(&'static str, usize)> {
+        std::mem::take(&mut self.0.lock().unwrap())
+    }
+
+    /// The names of these.
+    pub(crate) fn names(&self) -> Vec<&'static str> {
+        self.take().into_iter().map(|(name, _)| name).collect()
+    }
+}
+
+struct Counted {
+    backend: Box<dyn Backend>,
+    counts: Counts,
+}
+
+fn bytes(buffers: &[Buffer]) -> usize {
+    buffers.iter().map(|buffer| buffer.len() * buffer.dtype().size()).sum()
+}
+
+impl Backend for Counted {
+    fn device(&self) -> DeviceId {
+        self.backend.device()
+    }
+
+    fn promises(&self) -> Promises {
+        self.backend.promises()
+    }
+
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Landing> {
+        let one = |buffer: &Buffer| bytes(std::slice::from_ref(buffer));
+        let count = match &op {
+            Op::AllGather { parts, .. } => {
+                ("all_gather", parts.iter().map(|part| part.input.len() * part.input.dtype().size()).sum())
+            }
+            Op::ReduceScatter { parts, .. } => ("reduce_scatter", parts.iter().map(|part| one(&part.input)).sum()),
+            Op::AllReduce { buffers, .. } => ("all_reduce", bytes(buffers)),
+            Op::Broadcast { buffers, .. } => ("broadcast", bytes(buffers)),
+            Op::AllToAll { parts, .. } => ("all_to_all", parts.iter().map(|part| one(&part.input)).sum()),
+            _ => ("other", 0),
+        };
+        self.counts.0.lock().unwrap().push(count);
+        self.backend.run(collective, op)
+    }
+
+    fn split(&mut self, collective: &Collective<'_>, ranks: &[usize], group: &Membership) -> Result<Box<dyn Backend>> {
+        let backend = self.backend.split(collective, ranks, group)?;
+        Ok(Box::new(Counted { backend, counts: self.counts.clone() }))
+    }
+
+    fn fail(&mut self, why: &Failure) {
+        self.backend.fail(why);
+    }
+
+    fn lookout(&self) -> Option<Arc<dyn Lookout>> {
+        self.backend.lookout()
+    }
+}
+
+/// Runs a closure on each of several ranks of a world of threads, on the host, with what it has issued.
+pub(crate) fn counted<T: Send>(size: usize, f: impl Fn(World, Counts) -> T + Sync) -> Vec<T> {
+    let timeout = Duration::from_secs(60);
+    let backends = local::backends(size, &Options::default().with_timeout(timeout)).unwrap();
+    std::thread::scope(|scope| {
+        let start = |(rank, backend)| {
+            let f = &f;
+            scope.spawn(move || {
+                let counts = Counts::default();
+                let backend = Box::new(Counted { backend, counts: counts.clone() });
+                f(World::of(ProcessGroup::new(Membership::world(rank, size, timeout), backend).unwrap()), counts)
+            })
+        };
+        let threads: Vec<_> = backends.into_iter().enumerate().map(start).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
