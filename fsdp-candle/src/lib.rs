@@ -64,6 +64,7 @@
 pub mod activation_checkpoint;
 mod adapter;
 mod build;
+pub mod collectives;
 mod comm;
 mod control;
 mod data_parallel;
@@ -114,7 +115,8 @@ pub use state_dict::{
     set_model_state_dict, set_optimizer_state_dict, set_state_dict,
 };
 pub use tensor_parallel::{
-    ActivationLayout, ColwiseParallel, ParallelPlan, ParallelStyle, RowwiseParallel, SequenceParallel, VocabParallel,
+    ActivationLayout, ColwiseParallel, HiddenParallel, ParallelPlan, ParallelStyle, RowwiseParallel, SequenceParallel,
+    VocabParallel,
 };
 pub use tensors::Tensors;
 pub use unit::FsdpParam;

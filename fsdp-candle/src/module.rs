@@ -5,6 +5,7 @@ use std::sync::Arc;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, Result, Tensor};
 
+use crate::collectives;
 use crate::diagnostics::{GraphCut, is_of_poison};
 use crate::graph::{self, keeps_graph};
 use crate::step::Schedule;
@@ -314,7 +315,7 @@ impl Hooks<'_> {
         };
         let span = tracing::debug_span!("forward", unit = self.group.name());
         let told = fsdp_core::heartbeat::span("forward", self.group.name());
-        let outputs = span.in_scope(forward).map_err(|error| self.explain(error))?;
+        let outputs = collectives::scope(|| span.in_scope(forward)).map_err(|error| self.explain(error))?;
         drop(told);
         let outputs = match watch {
             Some(watch) => watch.end(outputs)?,

@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex};
 use candle_core::{DType, Result, Shape, Tensor, TensorId, Var, bail};
 
 use super::kept::{Keep, OperationCall, keeping, using};
+use crate::collectives::scope;
 use crate::graph::{on_at_least, without_reports};
 use crate::kernels::{Backward, node};
 use crate::random;
@@ -144,7 +145,7 @@ where
         Ok(saved)
     })?;
     let random = random::get_rng_state();
-    let (first, kept) = keeping(keep, || f(saved.clone()));
+    let (first, kept) = keeping(keep, || scope(|| f(saved.clone())));
     let (result, outputs) = list(first?)?;
     let kept = Mutex::new(kept);
     let start = Start::of(&outputs)?;
@@ -169,7 +170,7 @@ where
     let run = move |copy: &mut dyn FnMut(Tensor) -> Result<Tensor>| {
         let inputs = saved.clone().map_tensors(&mut |tensor| copy(tensor))?;
         let kept = std::mem::take(&mut *kept.lock().unwrap_or_else(|poisoned| poisoned.into_inner()));
-        Ok(list(using(kept, || random::with_state(random, || f(inputs)))?)?.1)
+        Ok(list(using(kept, || random::with_state(random, || scope(|| f(inputs))))?)?.1)
     };
     let recompute = Recompute { run: Box::new(run), wanted, start: start.ids, bridges, ends: ends.clone() };
     let token = scalar(&token, recompute)?;

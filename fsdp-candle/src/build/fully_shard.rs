@@ -56,10 +56,11 @@ impl FullyShard {
     }
 
     /// Dimensions of another mesh than the map's, or others of the map's: PyTorch's `mesh` and `dp_mesh_dims`.
-    /// Collective where a role has several dimensions, or none shards.
+    /// Collective.
     ///
     /// # Errors
-    /// When the mesh has no such dimension, or one is named twice; those of [`ProcessGroup::split`].
+    /// When the mesh has no such dimension, one is named twice, or ranks pass different ones; those of
+    /// [`ProcessGroup::split`].
     ///
     /// [`ProcessGroup::split`]: fsdp_core::ProcessGroup::split
     pub fn mesh_dims(mut self, mesh: &DeviceMesh, dims: &DataParallelMeshDims<'_>) -> Result<Self> {
@@ -346,8 +347,8 @@ fn make<M>(
 fn not_served(param: &FsdpParam) -> String {
     let style = param.parallel().map_or("parallel", |parallel| parallel.style().name());
     format!(
-        "the plan makes its module {style}, and what holds it knows nothing of tensor parallelism: build the module from \
-         `linear`, `embedding` and the like of fsdp_candle::nn, or leave it out of the plan"
+        "the plan makes its module {style}, and what holds it knows nothing of tensor parallelism: build the module \
+         from `linear`, `embedding` and the like of fsdp_candle::nn, or leave it out of the plan"
     )
 }
 

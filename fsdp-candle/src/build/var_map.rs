@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use candle_core::{DType, Device, Var};
 use candle_nn::VarBuilder;
-use fsdp_core::DeviceMesh;
+use fsdp_core::{DeviceMesh, ProcessGroup};
 use indexmap::IndexMap;
 
 use super::options::UnitOptions;
@@ -92,12 +92,11 @@ impl ShardedVarMap {
     }
 
     /// An empty map for the ranks of a mesh of any dimensions, of which `dims` says what they are for: PyTorch's
-    /// `dp_mesh_dims`. Collective where a role has several dimensions, or none shards.
+    /// `dp_mesh_dims`. Collective.
     ///
     /// # Errors
-    /// When the mesh has no such dimension, or one is named twice; those of [`ProcessGroup::split`].
-    ///
-    /// [`ProcessGroup::split`]: fsdp_core::ProcessGroup::split
+    /// When the mesh has no such dimension, one is named twice, or ranks pass different ones; those of
+    /// [`ProcessGroup::split`].
     pub fn on(mesh: &DeviceMesh, dims: &DataParallelMeshDims<'_>, device: &Device) -> Result<Self> {
         let ranks = Arc::new(DataParallel::of_dims(mesh, dims)?);
         Ok(ShardedVarMap::with_ranks(mesh, Some(ranks), device))
@@ -266,6 +265,11 @@ impl ShardedVarMap {
             all.push(self.ranks()?);
         }
         Ok(all)
+    }
+
+    /// The tensor-parallel ranks, where there is a plan.
+    pub(crate) fn parallel_ranks(&self) -> Option<ProcessGroup> {
+        lock(&self.0.plan).as_ref().and_then(|plan| plan.ranks().cloned())
     }
 
     pub(crate) fn schedule(&self) -> &Arc<Schedule> {

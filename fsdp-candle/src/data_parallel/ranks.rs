@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use fsdp_core::layout::{Region, chunk_range, local_region};
 use fsdp_core::{DeviceMesh, Placement, ProcessGroup};
 
+use super::alike::check_alike;
 use super::dims::DataParallelMeshDims;
 use super::shard_layout::ShardLayout;
 use crate::error::{Error, Result};
@@ -24,11 +25,11 @@ impl ShardMesh {
         Ok(ShardMesh(Arc::new(DataParallel::of(mesh)?)))
     }
 
-    /// Dimensions of a larger mesh: PyTorch's `dp_mesh_dims`. Collective where a role has several dimensions, or none
-    /// shards.
+    /// Dimensions of a larger mesh: PyTorch's `dp_mesh_dims`. Collective.
     ///
     /// # Errors
-    /// When the mesh has no such dimension, or one is named twice; those of [`ProcessGroup::split`].
+    /// When the mesh has no such dimension, one is named twice, or ranks pass different ones; those of
+    /// [`ProcessGroup::split`].
     pub fn of_dims(mesh: &DeviceMesh, dims: &DataParallelMeshDims<'_>) -> Result<Self> {
         Ok(ShardMesh(Arc::new(DataParallel::of_dims(mesh, dims)?)))
     }
@@ -76,12 +77,13 @@ impl DataParallel {
         Ok(DataParallel::new(mesh.clone(), mesh.clone(), (Some(sharding), vec![]), (shard, replicate)))
     }
 
-    /// The dimensions with the roles that they are named in. Collective where a role has several, or none shards.
+    /// The dimensions with the roles that they are named in. Collective.
     pub(crate) fn of_dims(mesh: &DeviceMesh, dims: &DataParallelMeshDims<'_>) -> Result<Self> {
         let DataParallelMeshDims { shard, replicate } = *dims;
         let named: Vec<&str> = replicate.iter().chain(shard).copied().collect();
         // Fails for names that are unknown or given twice, before ranks meet.
         let data = if named.is_empty() { None } else { Some(mesh.slice(&named)?) };
+        check_alike(mesh, "roles of its dimensions", &format!("{dims:?}"))?;
         let made_one = |names: &[&str]| -> Result<(DeviceMesh, usize)> {
             let name = names.join("_");
             let mesh = if let [_] = names { mesh.clone() } else { mesh.flatten(names, &name)? };
@@ -300,8 +302,8 @@ impl DataParallel {
         placements
     }
 
-    /// What this rank holds of a parameter sharded along `dim`, and how the shards of the shard ranks lie in what layers
-    /// hold, of shape `local`.
+    /// What this rank holds of a parameter sharded along `dim`, and how the shards of the shard ranks lie in what
+    /// layers hold, of shape `local`.
     pub(crate) fn lay_out(
         &self,
         name: &str,
@@ -326,8 +328,8 @@ impl DataParallel {
             && self.parallel_dim(parallel.name(), parallel.group()).is_none()
         {
             return Err(fail(format!(
-                "its module is {} over {} rank(s), for which the mesh {} of its unit has no dimension beside those that \
-                 shard and replicate: take the map's mesh, or a slice of it",
+                "its module is {} over {} rank(s), for which the mesh {} of its unit has no dimension beside those \
+                 that shard and replicate: take the map's mesh, or a slice of it",
                 parallel.style().name(),
                 parallel.group().size(),
                 self.mesh.layout()

@@ -1,17 +1,25 @@
 //! A table of vectors, one for each id: `candle_nn::embedding`.
 
+use std::sync::Arc;
+
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Module, Result, Shape, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
 
 use super::cpu::values::{cpu, dense, floats, read, rows_of, served, storage, weight_grad};
 #[cfg(feature = "cuda")]
 use super::cuda::{self, on_cuda};
+use super::parallel::{EmbeddingCut, ParallelLayer, check_embedding, gathered_ids, output_of_columns, output_of_terms};
 use super::weight::{Weight, claim};
+use crate::tensor_parallel::ActivationLayout;
 
 /// An embedding, as [`candle_nn::Embedding`]: weight `[vocabulary, hidden]`, ids (u8, u32 or i64) of any shape `[..]`,
 /// output `[.., hidden]`. The largest number of the ids' dtype is no id: its row is zero and has no gradient.
 ///
 /// The gradient of a row is the sum of the output's gradients at the places where its id stands.
+///
+/// Under a plan ([`crate::parallelize`]) the weight is this rank's part: of the vocabulary
+/// ([`crate::VocabParallel`]: each rank looks its ids up, and the ranks' rows are added up) or of the hidden dimension
+/// ([`crate::HiddenParallel`]).
 ///
 /// ```
 /// use candle_core::{Device, Module, Tensor};
@@ -26,16 +34,18 @@ use super::weight::{Weight, claim};
 pub struct Embedding {
     embeddings: Tensor,
     hidden_size: usize,
+    parallel: Option<Arc<ParallelLayer<EmbeddingCut>>>,
 }
 
 impl Embedding {
     /// An embedding with this weight, `[vocabulary, hidden_size]`.
     pub fn new(embeddings: Tensor, hidden_size: usize) -> Self {
         claim(&embeddings);
-        Self { embeddings, hidden_size }
+        let parallel = ParallelLayer::of_embedding(&embeddings).map(Arc::new);
+        Self { embeddings, hidden_size, parallel }
     }
 
-    /// The weight, `[vocabulary, hidden]`.
+    /// The weight, `[vocabulary, hidden]`; under a plan this rank's part.
     pub fn embeddings(&self) -> &Tensor {
         &self.embeddings
     }
@@ -49,34 +59,95 @@ impl Embedding {
 /// An [`Embedding`] from the tensor `weight` of `vb`.
 pub fn embedding(in_size: usize, out_size: usize, vb: VarBuilder) -> Result<Embedding> {
     let weight = vb.get_with_hints((in_size, out_size), "weight", Init::Randn { mean: 0., stdev: 1. })?;
+    check_embedding(&weight)?;
     Ok(Embedding::new(weight, out_size))
 }
 
 impl Module for Embedding {
     fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         let (vocabulary, hidden) = self.embeddings.dims2()?;
+        let Some(parallel) = &self.parallel else {
+            self.check_hidden(hidden)?;
+            return lookup(&self.embeddings, ids, Range { first: 0, rows: vocabulary, of: vocabulary });
+        };
+        let (EmbeddingCut { vocabulary: cuts_vocabulary, input, output }, group) = (parallel.style, parallel.group());
+        let ids = match input {
+            ActivationLayout::Replicate => ids.clone(),
+            ActivationLayout::Shard(dim) => gathered_ids(ids, dim, group)?,
+        };
+        if cuts_vocabulary {
+            self.check_hidden(hidden)?;
+            let range = Range { first: group.rank() * vocabulary, rows: vocabulary, of: group.size() * vocabulary };
+            let group = &parallel.group_for(&ids)?;
+            output_of_terms("Embedding", &lookup(&self.embeddings, &ids, range)?, output, group)
+        } else {
+            self.check_hidden(hidden * group.size())?;
+            let rows = lookup(&self.embeddings, &ids, Range { first: 0, rows: vocabulary, of: vocabulary })?;
+            output_of_columns("Embedding", rows, output, group)
+        }
+    }
+}
+
+impl Embedding {
+    fn check_hidden(&self, hidden: usize) -> Result<()> {
         if hidden != self.hidden_size {
             bail!("Embedding: the weight {:?} must be [vocabulary, {}]", self.embeddings.dims(), self.hidden_size);
         }
-        #[cfg(feature = "cuda")]
-        if on_cuda(&self.embeddings) {
-            let weight = Weight::of(&self.embeddings)?;
-            let found = composite(&weight.value()?.detach(), ids)?;
-            return cuda::table::lookup(found, weight, ids);
-        }
-        if !served(&self.embeddings) {
-            return composite(&Weight::in_graph(&self.embeddings)?, ids);
-        }
-        if !ids.device().is_cpu() {
-            bail!("Embedding: the ids are on {:?} but the weight is on the CPU", ids.device().location());
-        }
-        let mut shape = ids.dims().to_vec();
-        shape.push(hidden);
-        let ids = rows_of("Embedding", ids, vocabulary)?;
-        let weight = Weight::of(&self.embeddings)?;
-        let node = weight.node().clone();
-        node.apply_op1(Lookup { weight, ids, hidden, shape: shape.into() })
+        Ok(())
     }
+}
+
+/// The rows that a weight has of a vocabulary.
+#[derive(Clone, Copy)]
+struct Range {
+    first: usize,
+    rows: usize,
+    of: usize,
+}
+
+/// The rows of these ids; zeros of ids whose rows are elsewhere.
+fn lookup(embeddings: &Tensor, ids: &Tensor, range: Range) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if on_cuda(embeddings) {
+        let weight = Weight::of(embeddings)?;
+        let ids = here(ids, range)?;
+        let found = composite(&weight.value()?.detach(), &ids)?;
+        return cuda::table::lookup(found, weight, &ids);
+    }
+    if !served(embeddings) {
+        return composite(&Weight::in_graph(embeddings)?, &here(ids, range)?);
+    }
+    if !ids.device().is_cpu() {
+        bail!("Embedding: the ids are on {:?} but the weight is on the CPU", ids.device().location());
+    }
+    let hidden = embeddings.dim(1)?;
+    let mut shape = ids.dims().to_vec();
+    shape.push(hidden);
+    let ids = rows_of("Embedding", ids, range.of)?;
+    let here = |row: usize| row.checked_sub(range.first).filter(|row| *row < range.rows);
+    let ids = ids.into_iter().map(|row| row.and_then(here)).collect();
+    let weight = Weight::of(embeddings)?;
+    let node = weight.node().clone();
+    node.apply_op1(Lookup { weight, ids, hidden, shape: shape.into() })
+}
+
+/// Ids as the weight's own rows count, for Candle's operations: those of rows elsewhere become the one that is none.
+fn here(ids: &Tensor, range: Range) -> Result<Tensor> {
+    if range.rows == range.of {
+        return Ok(ids.clone());
+    }
+    let none = match ids.dtype() {
+        DType::U8 => i64::from(u8::MAX),
+        DType::U32 => i64::from(u32::MAX),
+        _ => i64::MAX,
+    };
+    let (device, shape) = (ids.device(), ids.shape());
+    let constant = |value: i64| Tensor::full(value, shape, device);
+    let ids = ids.to_dtype(DType::I64)?;
+    let own = (&ids - constant(range.first as i64)?)?;
+    let is_here = (own.ge(0i64)? * own.lt(range.rows as i64)?)?;
+    let is_here = (is_here * ids.ne(none)?)?;
+    is_here.where_cond(&own, &constant(i64::MAX)?)
 }
 
 /// The same from Candle's operations.

@@ -4,7 +4,7 @@
 //! `y = base(x) + alpha / r * B A x` with `A` `[r, in]` random and `B` `[out, r]` zero, so that training starts from
 //! the base model.
 
-use candle_core::{Module, Result, Tensor};
+use candle_core::{Module, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 
 use super::linear::adapter::Adapter;
@@ -66,7 +66,16 @@ impl<M: Module> Module for Lora<M> {
 /// `q_proj.base_layer.weight`), so that pretrained weights load as they are.
 ///
 /// # Errors
-/// When the rank is 0 or the adapter is larger than any memory, `alpha` is not finite, or a tensor can't be had.
+/// When the rank is 0 or the adapter is larger than any memory, `alpha` is not finite, a tensor can't be had, or a plan
+/// of tensor parallelism cuts the layer.
 pub fn lora<M>(base: M, in_dim: usize, out_dim: usize, config: LoraConfig, vb: VarBuilder) -> Result<Lora<M>> {
-    Ok(Lora { base, adapter: Adapter::new(in_dim, out_dim, config, vb)? })
+    let prefix = vb.prefix();
+    let adapter = Adapter::new(in_dim, out_dim, config, vb)?;
+    if adapter.is_parallel() {
+        bail!(
+            "lora: the plan of tensor parallelism cuts `{prefix}`, and an adapter around a layer does not know how: let \
+             `ShardedVarMap::adapt` give it to the layer"
+        );
+    }
+    Ok(Lora { base, adapter })
 }

@@ -50,6 +50,7 @@
 //! | [`silu`], [`gelu`] (tanh), [`gelu_erf`], [`silu_mul`] | any | same | |
 //! | [`cross_entropy()`], [`cross_entropy_with()`] | logits `[.., V]`, targets `[..]` | scalar | |
 //! | [`linear_cross_entropy()`], [`linear_cross_entropy_with()`] | `[.., in]`, `[V, in]`, targets `[..]` | scalar | |
+//! | [`vocab_parallel_cross_entropy()`] | logits `[.., V / N]`, targets `[..]` | scalar | |
 
 pub mod activation;
 pub mod attention;
@@ -59,6 +60,7 @@ mod cpu;
 mod cuda;
 mod dropout;
 pub mod embedding;
+mod input;
 pub mod kv_cache;
 pub mod linear;
 mod lora;
@@ -66,6 +68,7 @@ pub mod loss;
 pub mod moe;
 mod norm;
 pub mod ops;
+mod parallel;
 pub mod rnn;
 mod rotary;
 mod softmax;
@@ -119,4 +122,5 @@ pub use lora::{Lora, lora};
 pub use loss::cross_entropy::{cross_entropy, cross_entropy_with};
 pub use loss::linear_cross_entropy::{linear_cross_entropy, linear_cross_entropy_with};
 pub use loss::options::{CrossEntropyOptions, IGNORED, Reduction};
+pub use loss::vocab_parallel::vocab_parallel_cross_entropy;
 pub use rotary::table::{Rotary, RotaryOptions};

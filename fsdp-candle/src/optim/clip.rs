@@ -12,6 +12,11 @@ use crate::build::ShardedVarMap;
 use crate::error::{Error, Result};
 use crate::kernels::NormType;
 use crate::storage::{numbers_of, with_slice_mut};
+use crate::unit::FsdpParam;
+
+/// How far apart the powers of what is whole on tensor-parallel ranks may be there, as a share: rounding is much less,
+/// terms of a sum are much more.
+const DIFFERENT: f64 = 1e-3;
 
 /// What [`clip_grad_norm_with`] does.
 #[derive(Clone, Copy, Debug)]
@@ -41,8 +46,9 @@ pub fn clip_grad_norm(vars: &ShardedVarMap, grads: &mut GradStore, max_norm: f64
 /// [`clip_grad_norm`] with other norms.
 ///
 /// # Errors
-/// Those of the all-reduce, and a norm that is not finite where the options say so: on every rank, with the gradients
-/// as they were.
+/// Those of the all-reduce; a norm that is not finite where the options say so, and gradients that differ on
+/// tensor-parallel ranks where they should not (of a module on a part of the sequence that is not
+/// [`SequenceParallel`](crate::SequenceParallel)): on every rank, with the gradients as they were.
 ///
 /// ```
 /// # use candle_core::{DType, Module, Tensor};
@@ -96,7 +102,7 @@ fn norm_of(vars: &ShardedVarMap, grads: &GradStore, norm_type: NormType) -> Resu
     // hold the same and do not count twice.
     let mut meshes: Vec<_> = vars.all_ranks()?.into_iter().map(|ranks| (ranks, [0.; 2])).collect();
     let params = vars.trainable();
-    let cut = params.iter().find_map(|param| param.cut_over());
+    let parallel = vars.parallel_ranks();
     let with_gradient: Vec<_> = params.iter().filter_map(|param| Some((param, grads.get(param.var())?))).collect();
     let powers = powers(with_gradient.iter().map(|(_, grad)| *grad), norm_type)?;
     for ((param, _), power) in with_gradient.into_iter().zip(powers) {
@@ -111,7 +117,7 @@ fn norm_of(vars: &ShardedVarMap, grads: &GradStore, norm_type: NormType) -> Resu
     let signature = || Signature::new(&subject, []);
     let mut totals = [0.; 2];
     for (ranks, shares) in meshes {
-        let shares = if cut.is_some() { shares.to_vec() } else { vec![shares[0]] };
+        let shares = if parallel.is_some() { shares.to_vec() } else { vec![shares[0]] };
         let reduce = |shares, group: &ProcessGroup| group.signed(signature()).all_reduce_values(shares, op);
         let reduced = ranks.parts().try_fold(shares, reduce)?;
         for (total, reduced) in totals.iter_mut().zip(reduced) {
@@ -119,15 +125,41 @@ fn norm_of(vars: &ShardedVarMap, grads: &GradStore, norm_type: NormType) -> Resu
         }
     }
     let [whole, parts] = totals;
-    let total = match cut {
-        // What all of them have whole, one of them counts: they get the same number, bit for bit.
-        Some(ranks) => {
-            let own = if ranks.rank() == 0 { norm_type.combine(whole, parts) } else { parts };
-            ranks.signed(signature()).all_reduce_scalar(own, op)?
-        }
-        None => whole,
-    };
-    Ok(norm_type.root(total))
+    let Some(ranks) = &parallel else { return Ok(norm_type.root(whole)) };
+    // What all of them have whole, the first of them counts: they get the same number, bit for bit.
+    let first = if ranks.rank() == 0 { whole } else { 0. };
+    let reduced = ranks.signed(signature()).all_reduce_values(vec![parts, first, whole], op)?;
+    let &[parts, first, all] = reduced.as_slice() else { return Ok(f64::NAN) };
+    if op == ReduceOp::Sum && (all - first * ranks.size() as f64).abs() > DIFFERENT * all {
+        return Err(differing(vars, grads, ranks)?);
+    }
+    Ok(norm_type.root(norm_type.combine(first, parts)))
+}
+
+/// The error of a parameter that is whole on tensor-parallel ranks, which have other gradients of it. Collective.
+fn differing(vars: &ShardedVarMap, grads: &GradStore, ranks: &ProcessGroup) -> Result<Error> {
+    let whole: Vec<_> = vars.trainable().into_iter().filter(|param| param.cut_over().is_none()).collect();
+    let own: Vec<_> = whole.iter().filter_map(|param| grads.get(param.var())).collect();
+    let mut squares = powers(own, NormType::Two)?.into_iter();
+    let mut square = |param: &Arc<FsdpParam>| grads.get(param.var()).and_then(|_| squares.next()).unwrap_or(0.);
+    let mut own: Vec<f64> = whole.iter().map(&mut square).collect();
+    own.extend(own.clone().iter().map(|square| -square));
+    let largest = ranks.all_reduce_values(own, ReduceOp::Max)?;
+    let (most, least) = largest.split_at(whole.len());
+    let mut spread: Vec<f64> =
+        most.iter().zip(least).map(|(most, least)| (most + least) / most.max(f64::MIN_POSITIVE)).collect();
+    for dim in 0..vars.mesh().layout().shape().len() {
+        spread = vars.mesh().group(dim)?.all_reduce_values(spread, ReduceOp::Max)?;
+    }
+    let worst = (0..whole.len()).max_by(|&a, &b| spread[a].total_cmp(&spread[b]));
+    let name = worst.map_or("", |at| whole[at].name());
+    Ok(Error::Parameter {
+        name: name.into(),
+        message: "its gradient is another one on each of the tensor-parallel ranks, on which it is whole. Either its \
+                  module works on a part of the sequence and the plan does not say so: make it SequenceParallel. Or \
+                  these ranks have different inputs: ranks that differ along that dimension alone take the same batch"
+            .into(),
+    })
 }
 
 /// The sum of powers, or the largest magnitude, of each gradient.

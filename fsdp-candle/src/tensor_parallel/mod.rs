@@ -8,4 +8,6 @@ mod style;
 pub(crate) use parallel::Parallel;
 pub use plan::ParallelPlan;
 pub(crate) use plan::Planned;
-pub use style::{ActivationLayout, ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel, VocabParallel};
+pub use style::{
+    ActivationLayout, ColwiseParallel, HiddenParallel, ParallelStyle, RowwiseParallel, SequenceParallel, VocabParallel,
+};

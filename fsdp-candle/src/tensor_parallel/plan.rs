@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use fsdp_core::DeviceMesh;
+use fsdp_core::{DeviceMesh, ProcessGroup};
 
 use super::parallel::Parallel;
 use super::style::ParallelStyle;
@@ -11,8 +11,8 @@ use crate::adapter::adapter_of;
 use crate::error::{Error, Result};
 use crate::pattern::NamePattern;
 
-/// The styles of modules by patterns of their FQNs ([`NamePattern`]), for [`parallelize`](crate::parallelize): PyTorch's
-/// `parallelize_plan`.
+/// The styles of modules by patterns of their FQNs ([`NamePattern`]), for [`parallelize`](crate::parallelize):
+/// PyTorch's `parallelize_plan`.
 ///
 /// A style belongs to the module whose own parameters it cuts, as `model.layers.0.mlp.up_proj` of
 /// `model.layers.0.mlp.up_proj.weight`. Modules that no pattern matches are whole on every rank.
@@ -65,6 +65,11 @@ impl Planned {
             Ok(Rule { pattern: NamePattern::new(text)?, style: *style, matched: AtomicBool::new(false) })
         };
         Ok(Planned { mesh: mesh.clone(), rules: plan.modules.iter().map(rule).collect::<Result<_>>()? })
+    }
+
+    /// The ranks of the mesh.
+    pub(crate) fn ranks(&self) -> Option<&ProcessGroup> {
+        self.mesh.group(0).ok()
     }
 
     /// The patterns that no module has matched so far.

@@ -17,7 +17,8 @@ impl ActivationLayout {
     }
 }
 
-/// A [`Linear`](crate::nn::Linear) cut along its outputs: the weight `[out, in]` and the bias `[out]` along dimension 0.
+/// A [`Linear`](crate::nn::Linear) cut along its outputs: the weight `[out, in]` and the bias `[out]` along their
+/// dimension 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ColwiseParallel {
     /// How the input comes: `Replicate` by default. What is sharded is gathered first.
@@ -63,8 +64,8 @@ impl Default for SequenceParallel {
     }
 }
 
-/// An [`Embedding`](crate::nn::Embedding) cut along its vocabulary: the weight `[vocabulary, hidden]` along dimension 0.
-/// PyTorch says `RowwiseParallel` of an `nn.Embedding`.
+/// An [`Embedding`](crate::nn::Embedding) cut along its vocabulary: the weight `[vocabulary, hidden]` along its
+/// dimension 0. PyTorch says `RowwiseParallel` of an `nn.Embedding`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VocabParallel {
     /// How the ids come: `Replicate` by default.
@@ -86,6 +87,28 @@ impl Default for VocabParallel {
     }
 }
 
+/// An [`Embedding`](crate::nn::Embedding) cut along its hidden dimension: the weight `[vocabulary, hidden]` along
+/// dimension 1. PyTorch says `ColwiseParallel` of an `nn.Embedding`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HiddenParallel {
+    /// How the ids come: `Replicate` by default.
+    pub input_layout: ActivationLayout,
+    /// How the output goes: `Shard(-1)` by default, each rank its own features.
+    pub output_layout: ActivationLayout,
+    /// What a head does that shares the weight.
+    pub tied_head: RowwiseParallel,
+}
+
+impl Default for HiddenParallel {
+    fn default() -> Self {
+        HiddenParallel {
+            input_layout: ActivationLayout::Replicate,
+            output_layout: ActivationLayout::Shard(-1),
+            tied_head: RowwiseParallel::default(),
+        }
+    }
+}
+
 /// How one module is parallel: PyTorch's `ParallelStyle`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ParallelStyle {
@@ -97,6 +120,8 @@ pub enum ParallelStyle {
     Sequence(SequenceParallel),
     /// An embedding cut along its vocabulary.
     Vocab(VocabParallel),
+    /// An embedding cut along its hidden dimension.
+    Hidden(HiddenParallel),
 }
 
 impl From<ColwiseParallel> for ParallelStyle {
@@ -123,6 +148,12 @@ impl From<VocabParallel> for ParallelStyle {
     }
 }
 
+impl From<HiddenParallel> for ParallelStyle {
+    fn from(style: HiddenParallel) -> Self {
+        ParallelStyle::Hidden(style)
+    }
+}
+
 /// What a style makes of a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Share {
@@ -144,20 +175,23 @@ impl ParallelStyle {
                 Some(Share { cut: None, partial: style.output_layout.is_sharded() })
             }
             ParallelStyle::Vocab(_) if dims == 2 => cut(0),
+            ParallelStyle::Hidden(_) if dims == 2 => cut(1),
             ParallelStyle::Sequence(_) => Some(Share { cut: None, partial: true }),
             _ => None,
         }
     }
 
-    /// What it makes of its module's adapter: of the matrix `A` `[r, in]`, or of `B` `[out, r]`. Each rank has a part of
-    /// the inputs, or of the outputs: what is whole has a term of the gradient.
+    /// What it makes of its module's adapter: of the matrix `A` `[r, in]`, or of `B` `[out, r]`. Each rank has a part
+    /// of the inputs, or of the outputs: what is whole has a term of the gradient.
     pub(super) fn share_of_adapter(self, is_up: bool) -> Option<Share> {
         let whole = Share { cut: None, partial: true };
         match (self, is_up) {
             (ParallelStyle::Colwise(_) | ParallelStyle::Vocab(_), true) => Some(Share { cut: Some(0), partial: false }),
-            (ParallelStyle::Rowwise(_), false) => Some(Share { cut: Some(1), partial: false }),
+            (ParallelStyle::Rowwise(_) | ParallelStyle::Hidden(_), false) => {
+                Some(Share { cut: Some(1), partial: false })
+            }
             (ParallelStyle::Colwise(_) | ParallelStyle::Vocab(_) | ParallelStyle::Sequence(_), false)
-            | (ParallelStyle::Rowwise(_) | ParallelStyle::Sequence(_), true) => Some(whole),
+            | (ParallelStyle::Rowwise(_) | ParallelStyle::Hidden(_) | ParallelStyle::Sequence(_), true) => Some(whole),
         }
     }
 
@@ -173,6 +207,7 @@ impl ParallelStyle {
             ParallelStyle::Rowwise(_) => "RowwiseParallel",
             ParallelStyle::Sequence(_) => "SequenceParallel",
             ParallelStyle::Vocab(_) => "VocabParallel",
+            ParallelStyle::Hidden(_) => "HiddenParallel",
         }
     }
 }

@@ -15,6 +15,7 @@ mod path;
 mod reduction;
 mod replicas;
 mod room;
+mod serve;
 mod settings;
 mod turn;
 mod uses;

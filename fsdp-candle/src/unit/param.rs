@@ -7,7 +7,7 @@ use std::sync::{Arc, LazyLock, OnceLock};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Shape, Tensor, TensorId, Var, bail};
 use fsdp_core::layout::Region;
-use fsdp_core::{Buffer, DeviceMesh, Placement, ProcessGroup};
+use fsdp_core::{Buffer, DeviceMesh, Placement};
 
 use super::gradient::{Gradient, Stage};
 use super::lookup::Lookup;
@@ -21,7 +21,7 @@ use crate::adapter::LoraConfig;
 use crate::data_parallel::{DataParallel, ShardLayout};
 use crate::extension::AllGatherExtension;
 use crate::storage::{Pool, to_core_dtype, to_dtype, to_tensor};
-use crate::tensor_parallel::{Parallel, ParallelStyle};
+use crate::tensor_parallel::Parallel;
 
 /// A parameter sharded over the ranks of its unit.
 ///
@@ -56,7 +56,7 @@ pub struct FsdpParam {
     layout: ShardLayout,
     parts: Option<Parts>,
     ranks: Arc<DataParallel>,
-    parallel: Option<Arc<Parallel>>,
+    pub(super) parallel: Option<Arc<Parallel>>,
     requires_grad: AtomicBool,
     extension: Option<Arc<dyn AllGatherExtension>>,
     adapter: Option<LoraConfig>,
@@ -76,7 +76,7 @@ pub struct FsdpParam {
     /// Whether a layer that tells of its uses holds it.
     pub(super) claimed: AtomicBool,
     /// Whether a layer that knows of tensor parallelism holds it.
-    served: AtomicBool,
+    pub(super) served: AtomicBool,
 }
 
 /// The unit of a parameter, and its position there.
@@ -225,30 +225,6 @@ impl FsdpParam {
     /// What it is under tensor parallelism; none where no plan names its module.
     pub(crate) fn parallel(&self) -> Option<&Parallel> {
         self.parallel.as_deref()
-    }
-
-    /// The tensor-parallel ranks, where each of them has a part of it.
-    pub(crate) fn cut_over(&self) -> Option<&ProcessGroup> {
-        self.parallel().filter(|parallel| parallel.cut().is_some()).map(Parallel::group)
-    }
-
-    /// For a layer of one's own that holds the tensor `weight`: how its module is parallel, and the ranks, where a plan of
-    /// [`parallelize`](crate::parallelize) names it. Who asks does the collectives; without a layer that asks, building
-    /// fails. Layers of [`nn`](crate::nn) do so by themselves.
-    pub fn serve(weight: &Tensor) -> Option<(ParallelStyle, ProcessGroup)> {
-        let param = FsdpParam::of(weight)?;
-        param.serve_parallel().map(|parallel| (parallel.style(), parallel.group().clone()))
-    }
-
-    /// [`FsdpParam::parallel`], for a layer that holds the parameter and does its part: without one, building fails.
-    pub(crate) fn serve_parallel(&self) -> Option<&Arc<Parallel>> {
-        self.served.store(true, Ordering::Relaxed);
-        self.parallel.as_ref()
-    }
-
-    /// Whether a layer that does its part under tensor parallelism holds it, or none needs to.
-    pub(crate) fn is_served(&self) -> bool {
-        self.parallel().is_none_or(|parallel| !parallel.needs_layer()) || self.served.load(Ordering::Relaxed)
     }
 
     pub(crate) fn layout(&self) -> &ShardLayout {

@@ -1,5 +1,5 @@
-//! The reduction of a unit's gradients: reduce-scatter over the shard ranks, then all-reduce over the replicas, and then
-//! over the tensor-parallel ranks of those that are terms there.
+//! The reduction of a unit's gradients: reduce-scatter over the shard ranks, then all-reduce over the replicas, and
+//! then over the tensor-parallel ranks of those that are terms there.
 
 use std::sync::Arc;
 

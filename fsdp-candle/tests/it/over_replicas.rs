@@ -249,13 +249,11 @@ fn checkpoints_go_to_and_from_other_ways_of_sharding() {
     let dir = tempfile::tempdir().unwrap();
     // Size, replicas, divided.
     let ways = [(4, 2, true), (6, 3, true), (4, 2, false), (3, 1, false), (1, 1, false), (6, 2, true)];
-    let step =
-        |world: &World, vars: &ShardedVarMap, model: &FsdpModule<Model<FsdpModule<Block>>>, optim: &mut AdamW| {
-            let grads = model.backward(&loss_of(model, &batch(0, WIDTH))).unwrap();
-            optim.step(&grads).unwrap();
-            let _ = world;
-            state(vars, optim)
-        };
+    let step = |vars: &ShardedVarMap, model: &FsdpModule<Model<FsdpModule<Block>>>, optim: &mut AdamW| {
+        let grads = model.backward(&loss_of(model, &batch(0, WIDTH))).unwrap();
+        optim.step(&grads).unwrap();
+        state(vars, optim)
+    };
     for (from, (size, replicas, divided)) in ways.into_iter().enumerate() {
         let path = dir.path().join(format!("{from}"));
         let states = ranks(size, |world| {

@@ -2,28 +2,32 @@
 
 use candle_core::{Result, Tensor};
 
+use super::super::input::{self, Input};
 use super::super::weight::Weight;
 use super::node::{Backward, Gradients, node};
+use crate::collectives::SharedInput;
 use crate::kernels::{Matrix, add_product};
 use crate::storage::with_slice;
 
-/// `y` as the layer's output for `x`, in the graph.
+/// `y` as the layer's output for the input, in the graph.
 pub(in crate::nn) fn affine(
     function: &'static str,
-    x: &Tensor,
+    input: Input<'_>,
     y: Tensor,
     weight: Weight,
     bias: Option<Weight>,
     in_out: bool,
 ) -> Result<Tensor> {
-    let mut inputs = vec![x.clone(), weight.node().clone()];
+    let mut inputs = vec![input.node().clone(), weight.node().clone()];
     inputs.extend(bias.as_ref().map(|bias| bias.node().clone()));
     let inputs: Vec<&Tensor> = inputs.iter().collect();
-    node(&inputs, y, Affine { function, weight, bias, in_out })
+    node(&inputs, y, Affine { function, shared: input.shared(), weight, bias, in_out })
 }
 
 struct Affine {
     function: &'static str,
+    /// What is read in the argument's place, if anything.
+    shared: Option<SharedInput>,
     weight: Weight,
     bias: Option<Weight>,
     /// Whether the weight is `[in, out]`.
@@ -42,16 +46,15 @@ impl Backward for Affine {
         self.function
     }
 
-    fn backward(&self, x: &Tensor, gradient: &Tensor) -> Result<Gradients> {
+    fn backward(&self, argument: &Tensor, gradient: &Tensor) -> Result<Gradients> {
+        let x = input::values(argument, &self.shared);
         let dy = rows(gradient)?;
         let (count, outputs) = dy.dims2()?;
-        let dx = if x.track_op() {
+        let dx = input::gradient(argument, &self.shared, || {
             let weight = self.weight.value()?.detach();
             let weight = if self.in_out { weight.t()? } else { weight };
-            Some(dy.matmul(&weight)?.reshape(x.shape())?)
-        } else {
-            None
-        };
+            dy.matmul(&weight)?.reshape(x.shape())
+        })?;
         let dw = if self.weight.wants_grad() {
             let x = rows(x)?;
             let inputs = x.dim(1)?;

@@ -3,6 +3,8 @@
 use candle_core::{Result, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
 
+use super::super::input::Input;
+use super::super::parallel::serve;
 use super::super::weight::claim;
 use super::affine::affine;
 use crate::adapter::LoraConfig;
@@ -17,10 +19,26 @@ pub(in crate::nn) struct Adapter {
 }
 
 impl Adapter {
-    /// The adapter that the map of this weight asks for, if it does.
-    pub(super) fn wanted(weight: &Tensor, inputs: usize, outputs: usize, vb: VarBuilder) -> Result<Option<Self>> {
-        let config = FsdpParam::of(weight).and_then(|param| param.adapter());
-        config.map(|config| Adapter::new(inputs, outputs, config, vb)).transpose()
+    /// The adapter that the map of this weight, `[out, in]` or `[in, out]`, asks for, if it does.
+    pub(super) fn wanted(weight: &Tensor, in_out: bool, vb: VarBuilder) -> Result<Option<Self>> {
+        let Some(param) = FsdpParam::of(weight) else { return Ok(None) };
+        let Some(config) = param.adapter() else { return Ok(None) };
+        let (rows, columns) = param.shape().dims2()?;
+        let (inputs, outputs) = if in_out { (rows, columns) } else { (columns, rows) };
+        Adapter::new(inputs, outputs, config, vb).map(Some)
+    }
+
+    /// Notes that the layer does its part under a plan. There the adapter stands before the layer's collectives: a layer
+    /// cut along its outputs has the whole `A`, of whose gradient each rank has a term, and its part of `B`; one cut
+    /// along its inputs its part of `A`, and the whole `B`.
+    pub(super) fn serve(&self) {
+        serve(&self.down);
+        serve(&self.up);
+    }
+
+    /// Whether a plan cuts the layer that it stands beside.
+    pub(in crate::nn) fn is_parallel(&self) -> bool {
+        FsdpParam::of(&self.down).is_some_and(|param| param.parallel().is_some())
     }
 
     /// Asks `vb` for the two matrices.
@@ -52,7 +70,7 @@ impl Adapter {
     }
 
     /// What a layer gives for `x`, which is `y` without its adapter.
-    pub(in crate::nn) fn beside(adapter: Option<&Self>, y: Tensor, x: &Tensor) -> Result<Tensor> {
+    pub(in crate::nn) fn beside<'a>(adapter: Option<&Self>, y: Tensor, x: impl Into<Input<'a>>) -> Result<Tensor> {
         let Some(Adapter { down, up, scale }) = adapter else { return Ok(y) };
         // Scaled where it is small, [.., r].
         let low = (affine("lora_A", x, down, None, false)? * *scale)?;

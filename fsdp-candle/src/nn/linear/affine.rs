@@ -17,19 +17,23 @@ use super::super::cpu::values::{
 use super::super::cpu::weighted_op::weighted_op;
 #[cfg(feature = "cuda")]
 use super::super::cuda::{self, on_cuda};
+use super::super::input::{self, Input};
 use super::super::weight::Weight;
 use crate::activation_checkpoint::{Operation, operation};
+use crate::collectives::SharedInput;
 
 /// `x W^T + b`, or `x W + b` for a weight stored as `[in, out]`.
-pub(in crate::nn) fn affine(
+pub(in crate::nn) fn affine<'a>(
     function: &'static str,
-    x: &Tensor,
+    input: impl Into<Input<'a>>,
     w: &Tensor,
     bias: Option<&Tensor>,
     in_out: bool,
 ) -> Result<Tensor> {
     let (rows, cols) = w.dims2()?;
     let (inputs, outputs) = if in_out { (rows, cols) } else { (cols, rows) };
+    let input = input.into();
+    let x = input.values();
     if x.rank() == 0 || x.dims()[x.rank() - 1] != inputs {
         bail!("{function}: the input {:?} must end in {inputs}, for the weight is {:?}", x.dims(), w.dims());
     }
@@ -47,19 +51,20 @@ pub(in crate::nn) fn affine(
         let (weight, bias) = (Weight::of(w)?, bias.map(Weight::of).transpose()?);
         let bias_value = bias.as_ref().map(|bias| Ok::<_, candle_core::Error>(bias.value()?.detach())).transpose()?;
         let y = composite(&x.detach(), &weight.value()?.detach(), bias_value.as_ref(), in_out)?;
-        return cuda::linear::affine(function, x, y, weight, bias, in_out);
+        return cuda::linear::affine(function, input, y, weight, bias, in_out);
     }
     if !served(x) {
         let bias = bias.map(Weight::in_graph).transpose()?;
-        return composite(x, &Weight::in_graph(w)?, bias.as_ref(), in_out);
+        return composite(&input.in_graph()?, &Weight::in_graph(w)?, bias.as_ref(), in_out);
     }
     let shape = [&x.dims()[..x.rank() - 1], &[outputs]].concat();
+    let (x, shared) = (input.node(), input.shared());
     operation(Operation::Linear, &shape, |known| {
         let weight = Weight::of(w)?;
         let (node, bias) = (weight.node().clone(), bias.map(Weight::of).transpose()?);
         let bias_node = bias.as_ref().map(|bias| bias.node().clone());
-        let known = Mutex::new(known.map(|(storage, _)| storage));
-        let op = Affine { function, weight, bias, in_out, inputs, outputs, known };
+        let known = Mutex::new(known.map(|(storage, _)| (storage, Shape::from(shape.as_slice()))));
+        let op = Affine { function, shared, weight, bias, in_out, inputs, outputs, known };
         let y = match bias_node {
             None => x.apply_op2(&node, op),
             Some(bias) => x.apply_op3(&node, &bias, op),
@@ -83,13 +88,15 @@ pub(in crate::nn) fn composite(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, in
 
 struct Affine {
     function: &'static str,
+    /// What is read in the argument's place, if anything.
+    shared: Option<SharedInput>,
     weight: Weight,
     bias: Option<Weight>,
     in_out: bool,
     inputs: usize,
     outputs: usize,
     /// The output, where it was computed before.
-    known: Mutex<Option<Storage>>,
+    known: Mutex<Option<(Storage, Shape)>>,
 }
 
 impl Affine {
@@ -117,12 +124,18 @@ impl Affine {
     }
 
     fn forward(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        if let Some((Storage::Cpu(known), shape)) = self.known.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            return Ok((known, shape));
+        }
+        let Some(shared) = &self.shared else { return self.output(x, layout) };
+        let (guard, layout) = shared.values().storage_and_layout();
+        self.output(cpu(&guard)?, layout)
+    }
+
+    fn output(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let mut shape = layout.dims().to_vec();
         shape.pop();
         shape.push(self.outputs);
-        if let Some(Storage::Cpu(known)) = self.known.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            return Ok((known, shape.into()));
-        }
         let dtype = x.dtype();
         let x = floats(x, layout)?;
         let rows = x.len() / self.inputs.max(1);
@@ -138,17 +151,16 @@ impl Affine {
         Ok((storage(y, dtype)?, shape.into()))
     }
 
-    fn backward(&self, x: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 3]> {
+    fn backward(&self, argument: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 3]> {
+        let x = input::values(argument, &self.shared);
         read!(grad, dy);
         let rows = grad.len() / self.outputs.max(1);
         let dy_mat = Mat::new(&grad, rows, self.outputs);
-        let dx = if x.track_op() {
+        let dx = input::gradient(argument, &self.shared, || {
             let mut dx = vec![0f32; rows * self.inputs];
             self.with_weight(|w| product(MatMut::new(&mut dx, rows, self.inputs), false, dy_mat, w.t()))?;
-            Some(tensor(dx, x.shape(), x.dtype())?)
-        } else {
-            None
-        };
+            tensor(dx, x.shape(), x.dtype())
+        })?;
         let dw = weight_grad(&self.weight, |buffer, accumulate| {
             read!(values, x);
             let x_mat = Mat::new(&values, rows, self.inputs);
@@ -170,7 +182,7 @@ impl Affine {
 weighted_op!(Affine);
 
 /// The sum of each column of a row-major matrix.
-fn column_sums(values: &[f32], cols: usize) -> Vec<f32> {
+pub(super) fn column_sums(values: &[f32], cols: usize) -> Vec<f32> {
     let mut sums = vec![0f32; cols];
     // Each thread takes a strip of columns.
     map_rows(&mut sums, 1, values.len() / cols.max(1), |first, sums| add_columns(values, cols, first, sums));

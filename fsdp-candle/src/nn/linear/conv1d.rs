@@ -28,8 +28,7 @@ impl Conv1D {
     /// # Errors
     /// Those of [`lora`](super::super::lora()).
     pub fn with_adapter(mut self, vb: VarBuilder) -> Result<Self> {
-        let (inputs, outputs) = self.weight.dims2()?;
-        self.adapter = Adapter::wanted(&self.weight, inputs, outputs, vb)?;
+        self.adapter = Adapter::wanted(&self.weight, true, vb)?;
         Ok(self)
     }
 

@@ -1,17 +1,30 @@
 //! The fully connected layer.
 
+use std::sync::Arc;
+
 use candle_core::{Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder, init};
+use fsdp_core::ProcessGroup;
 
+use super::super::input::Input;
+use super::super::parallel::{
+    LinearCut, ParallelLayer, Part, output_of_columns, output_of_terms, part_of_input, serve, whole_input,
+};
 use super::super::weight::claim;
 use super::adapter::Adapter;
+use super::add_bias::add_bias;
 use super::affine::affine;
+use crate::tensor_parallel::{ColwiseParallel, RowwiseParallel};
 
 /// A fully connected layer `y = x W^T + b`: weight `[out, in]`, optional bias `[out]`, input `[.., in]`, output
 /// `[.., out]`.
 ///
 /// As [`candle_nn::Linear`]; product and bias are one operation, and the weight's gradient is accumulated in place.
 /// Candle's is wrong for an input that is not contiguous; this one takes any.
+///
+/// Under a plan ([`crate::parallelize`]) the weight is this rank's part, and input and output have the layouts of the
+/// plan's [`crate::ColwiseParallel`] or [`crate::RowwiseParallel`]. Layers that take the same tensor one after the
+/// other, such as queries, keys and values, share its gather and the all-reduce of its gradient.
 ///
 /// ```
 /// use candle_core::{Device, Module, Tensor};
@@ -28,6 +41,7 @@ pub struct Linear {
     weight: Tensor,
     bias: Option<Tensor>,
     adapter: Option<Adapter>,
+    parallel: Option<Arc<ParallelLayer<LinearCut>>>,
 }
 
 impl Linear {
@@ -35,7 +49,11 @@ impl Linear {
     pub fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
         claim(&weight);
         bias.iter().for_each(claim);
-        Self { weight, bias, adapter: None }
+        let parallel = ParallelLayer::of_linear(&weight).map(Arc::new);
+        if parallel.is_some() {
+            bias.iter().for_each(serve);
+        }
+        Self { weight, bias, adapter: None, parallel }
     }
 
     /// The layer with the adapter that [`crate::ShardedVarMap::adapt`] asks for, if it does. `vb` is the builder that
@@ -44,12 +62,14 @@ impl Linear {
     /// # Errors
     /// Those of [`lora`](super::super::lora()).
     pub fn with_adapter(mut self, vb: VarBuilder) -> Result<Self> {
-        let (outputs, inputs) = self.weight.dims2()?;
-        self.adapter = Adapter::wanted(&self.weight, inputs, outputs, vb)?;
+        self.adapter = Adapter::wanted(&self.weight, false, vb)?;
+        if self.parallel.is_some() {
+            self.adapter.iter().for_each(Adapter::serve);
+        }
         Ok(self)
     }
 
-    /// The weight, `[out, in]`.
+    /// The weight, `[out, in]`; under a plan this rank's part.
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
@@ -62,7 +82,37 @@ impl Linear {
 
 impl Module for Linear {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        Adapter::beside(self.adapter.as_ref(), affine("Linear", x, &self.weight, self.bias.as_ref(), false)?, x)
+        let Some(parallel) = &self.parallel else { return self.output(x, self.bias.as_ref()) };
+        match &parallel.style {
+            LinearCut::Outputs(style) => self.cut_along_outputs(x, style, parallel.group()),
+            LinearCut::Inputs(style) => self.cut_along_inputs(x, style, parallel.group()),
+        }
+    }
+}
+
+impl Linear {
+    /// What this rank's weight and adapter make of an input.
+    fn output<'a>(&self, x: impl Into<Input<'a>>, bias: Option<&Tensor>) -> Result<Tensor> {
+        let x = x.into();
+        Adapter::beside(self.adapter.as_ref(), affine("Linear", x, &self.weight, bias, false)?, x)
+    }
+
+    fn cut_along_outputs(&self, x: &Tensor, style: &ColwiseParallel, group: &ProcessGroup) -> Result<Tensor> {
+        let x = whole_input("Linear", x, self.weight.dim(1)?, style.input_layout, group)?;
+        let y = self.output(&x, self.bias.as_ref())?;
+        output_of_columns("Linear", y, style.output_layout, group)
+    }
+
+    fn cut_along_inputs(&self, x: &Tensor, style: &RowwiseParallel, group: &ProcessGroup) -> Result<Tensor> {
+        let y = match part_of_input("Linear", x, self.weight.dim(1)?, style.input_layout, group)? {
+            Part::Plain(x) => self.output(&x, None)?,
+            Part::Shared(x) => self.output(&x, None)?,
+        };
+        let y = output_of_terms("Linear", &y, style.output_layout, group)?;
+        match &self.bias {
+            Some(bias) => add_bias(&y, bias),
+            None => Ok(y),
+        }
     }
 }
 

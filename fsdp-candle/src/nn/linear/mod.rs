@@ -1,6 +1,7 @@
 //! Fully connected layers, with low-rank adapters where they are asked for.
 
 pub(in crate::nn) mod adapter;
+mod add_bias;
 pub(in crate::nn) mod affine;
 mod conv1d;
 mod layer;

@@ -6,11 +6,14 @@
 use std::sync::OnceLock;
 
 use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Result, Shape, Tensor, bail};
+use fsdp_core::ProcessGroup;
 
 use super::super::cpu::parallel::map_rows;
-use super::super::cpu::simd::{kernel, max, probability, sum, sum_exp};
+use super::super::cpu::simd::{kernel, probability};
 use super::super::cpu::values::{floats, read, served, storage, tensor};
 use super::options::{CrossEntropyOptions, Rows, Slopes};
+use super::statistics::{Statistics, signature};
+use crate::collectives::{all_reduce, largest};
 
 /// The mean cross-entropy of `logits` `[.., V]` against `targets` (u8, u32 or i64) `[..]`: an f32 scalar, whatever the
 /// logits' dtype (f64 for f64).
@@ -53,31 +56,41 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn cross_entropy_with(logits: &Tensor, targets: &Tensor, options: &CrossEntropyOptions) -> Result<Tensor> {
-    let Some((&classes, rows)) = logits.dims().split_last() else {
-        bail!("cross_entropy: the logits must have at least one dimension");
+    loss("cross_entropy", logits, targets, options, None)
+}
+
+/// The loss of logits of all classes, or of a part of them that this rank holds.
+pub(super) fn loss(
+    function: &'static str,
+    logits: &Tensor,
+    targets: &Tensor,
+    options: &CrossEntropyOptions,
+    ranks: Option<&ProcessGroup>,
+) -> Result<Tensor> {
+    let Some((&columns, rows)) = logits.dims().split_last() else {
+        bail!("{function}: the logits must have at least one dimension");
     };
     if targets.dims() != rows || targets.elem_count() == 0 {
         bail!(
-            "cross_entropy: the targets {:?} must have the shape of the logits {:?} without its last dimension, and a \
-             row",
+            "{function}: the targets {:?} must have the shape of the logits {:?} without its last dimension, and a row",
             targets.dims(),
             logits.dims()
         );
     }
-    let rows = options.rows("cross_entropy", targets, classes)?;
+    let rows = options.rows(function, targets, columns, ranks)?;
     if !served(logits) {
         return composite(logits, &rows);
     }
-    logits.apply_op1(CrossEntropy { rows, log_sums: OnceLock::new() })
+    logits.apply_op1(CrossEntropy { function, rows, log_sums: OnceLock::new() })
 }
 
 /// The same from Candle's operations.
 pub(in crate::nn) fn composite(logits: &Tensor, rows: &Rows) -> Result<Tensor> {
     let wide = if logits.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-    let mut logits = logits.reshape(((), rows.classes))?.to_dtype(wide)?;
+    let mut logits = logits.reshape(((), rows.columns))?.to_dtype(wide)?;
     let device = logits.device().clone();
-    let classes: Vec<u32> = rows.targets.iter().flatten().copied().collect();
-    if classes.is_empty() {
+    let targets: Vec<u32> = rows.targets.iter().flatten().copied().collect();
+    if targets.is_empty() {
         // 0 / 0 is what the mean of nothing is. (A factor of 0 that is no tensor would cut the graph.)
         let sum = logits.sum_all()?;
         return (&sum * sum.zeros_like()?)? + 0. / rows.divisor;
@@ -86,70 +99,75 @@ pub(in crate::nn) fn composite(logits: &Tensor, rows: &Rows) -> Result<Tensor> {
         let counted: Vec<u32> = counted.into_iter().map(|row| row as u32).collect();
         logits = logits.index_select(&Tensor::new(counted, &device)?, 0)?;
     }
+    let columns: Vec<Option<usize>> = targets.iter().map(|target| rows.column(*target)).collect();
+    let places: Vec<u32> = columns.iter().map(|column| column.unwrap_or(0) as u32).collect();
+    let places = Tensor::new(places, &device)?.unsqueeze(1)?;
     let highest = logits.max_keepdim(D::Minus1)?.detach();
-    let shifted = logits.broadcast_sub(&highest)?;
-    let log_sums = shifted.exp()?.sum_keepdim(D::Minus1)?.log()?;
-    let picked = shifted.gather(&Tensor::new(classes, &device)?.unsqueeze(1)?, 1)?;
-    let mut losses = (&log_sums - picked)?;
-    if rows.smoothing > 0. {
-        let uniform = (log_sums - shifted.mean_keepdim(D::Minus1)?)?;
-        losses = ((losses * (1. - rows.smoothing))? + (uniform * rows.smoothing)?)?;
-    }
+    let losses = match &rows.ranks {
+        None => {
+            let shifted = logits.broadcast_sub(&highest)?;
+            let log_sums = shifted.exp()?.sum_keepdim(D::Minus1)?.log()?;
+            let mean = (rows.smoothing > 0.).then(|| shifted.mean_keepdim(D::Minus1)).transpose()?;
+            smoothed(log_sums, &shifted.gather(&places, 1)?, mean.as_ref(), rows)?
+        }
+        Some(ranks) => {
+            let ranks = ranks.signed(signature(rows));
+            let shifted = logits.broadcast_sub(&largest(&highest, &ranks)?)?;
+            let here: Vec<u8> = columns.iter().map(|column| u8::from(column.is_some())).collect();
+            let here = Tensor::new(here, &device)?.unsqueeze(1)?;
+            let log_sums = all_reduce(&shifted.exp()?.sum_keepdim(D::Minus1)?, &ranks)?.log()?;
+            let picked = shifted.gather(&places, 1)?;
+            let picked = all_reduce(&here.where_cond(&picked, &picked.zeros_like()?)?, &ranks)?;
+            let mean = (rows.smoothing > 0.)
+                .then(|| all_reduce(&shifted.sum_keepdim(D::Minus1)?, &ranks)? / rows.classes as f64)
+                .transpose()?;
+            smoothed(log_sums, &picked, mean.as_ref(), rows)?
+        }
+    };
     losses.sum_all()? / rows.divisor
 }
 
+/// The rows' losses.
+fn smoothed(log_sums: Tensor, picked: &Tensor, mean: Option<&Tensor>, rows: &Rows) -> Result<Tensor> {
+    let losses = (&log_sums - picked)?;
+    match mean {
+        Some(mean) => (losses * (1. - rows.smoothing))? + ((log_sums - mean)? * rows.smoothing)?,
+        None => Ok(losses),
+    }
+}
+
 struct CrossEntropy {
+    function: &'static str,
     rows: Rows,
     log_sums: OnceLock<Vec<f32>>,
 }
 
 impl CustomOp1 for CrossEntropy {
     fn name(&self) -> &'static str {
-        "cross_entropy"
+        self.function
     }
 
     fn cpu_fwd(&self, logits: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let logits = floats(logits, layout)?;
-        let mut log_sums = vec![0f32; self.rows.targets.len()];
-        let loss = losses(&logits, &self.rows.targets, &self.rows, &mut log_sums) / self.rows.divisor;
+        let mut statistics = Statistics::new(self.rows.targets.len());
+        statistics.look(0, &logits, &self.rows.targets, &self.rows);
+        let (total, log_sums) = statistics.losses(&self.rows)?;
         let _ = self.log_sums.set(log_sums);
-        Ok((storage(vec![loss as f32], DType::F32)?, Shape::from(())))
+        Ok((storage(vec![(total / self.rows.divisor) as f32], DType::F32)?, Shape::from(())))
     }
 
     fn bwd(&self, logits: &Tensor, _: &Tensor, d_loss: &Tensor) -> Result<Option<Tensor>> {
         read!(values, logits);
-        let Some(log_sums) = self.log_sums.get() else { bail!("cross_entropy: backward before forward") };
-        let (classes, slopes) = (self.rows.classes, self.rows.slopes(d_loss.to_scalar::<f32>()?));
+        let Some(log_sums) = self.log_sums.get() else { bail!("{}: backward before forward", self.function) };
+        let (columns, slopes) = (self.rows.columns, self.rows.slopes(d_loss.to_scalar::<f32>()?));
         let mut grad = vec![0f32; values.len()];
-        map_rows(&mut grad, classes, classes, |first, grad| {
-            let rows = first..first + grad.len() / classes;
-            let values = &values[first * classes..];
-            gradient(grad, values, &self.rows.targets[rows.clone()], &log_sums[rows], slopes);
+        map_rows(&mut grad, columns, columns, |first, grad| {
+            let rows = first..first + grad.len() / columns;
+            let values = &values[first * columns..];
+            gradient(grad, values, &self.rows.targets[rows.clone()], &log_sums[rows], self.rows.first, slopes);
         });
         Ok(Some(tensor(grad, logits.shape(), logits.dtype())?))
     }
-}
-
-/// The sum of the losses of some of `rows`, whose targets these are; each row's `log sum exp` goes to `log_sums`, and 0
-/// where it is ignored.
-pub(super) fn losses(logits: &[f32], targets: &[Option<u32>], rows: &Rows, log_sums: &mut [f32]) -> f64 {
-    let classes = rows.classes;
-    map_rows(log_sums, 1, classes, |first, log_sums| {
-        log_sum_exp(log_sums, &logits[first * classes..], &targets[first..], classes);
-    });
-    let each = logits.chunks_exact(classes).zip(targets).zip(log_sums.iter());
-    let hits: f64 = each
-        .filter_map(|((row, target), log_sum)| target.map(|target| f64::from(log_sum - row[target as usize])))
-        .sum();
-    if rows.smoothing == 0. {
-        return hits;
-    }
-    let mut means = vec![0f32; log_sums.len()];
-    map_rows(&mut means, 1, classes, |first, means| {
-        row_means(means, &logits[first * classes..], &targets[first..], classes);
-    });
-    let spread: f64 = log_sums.iter().zip(&means).map(|(log_sum, mean)| f64::from(log_sum - mean)).sum();
-    (1. - rows.smoothing) * hits + rows.smoothing * spread
 }
 
 #[inline(always)]
@@ -158,25 +176,16 @@ fn slope(x: f32, log_sum: f32, slopes: Slopes) -> f32 {
 }
 
 kernel! {
-    fn log_sum_exp(log_sums: &mut [f32], logits: &[f32], targets: &[Option<u32>], classes: usize) {
-        for ((log_sum, row), target) in log_sums.iter_mut().zip(logits.chunks_exact(classes)).zip(targets) {
-            if target.is_some() {
-                let highest = max(row);
-                *log_sum = highest + sum_exp(row, 1.0, highest).ln();
-            }
-        }
-    }
-
-    fn row_means(means: &mut [f32], logits: &[f32], targets: &[Option<u32>], classes: usize) {
-        for ((mean, row), target) in means.iter_mut().zip(logits.chunks_exact(classes)).zip(targets) {
-            if target.is_some() {
-                *mean = sum(row) / classes as f32;
-            }
-        }
-    }
-
-    /// The gradient of the logits, for as many rows as there are targets; that of ignored rows stays 0.
-    fn gradient(grad: &mut [f32], logits: &[f32], targets: &[Option<u32>], log_sums: &[f32], slopes: Slopes) {
+    /// The gradient of the logits, for as many rows as there are targets, of classes from `first` on; that of ignored
+    /// rows stays 0.
+    fn gradient(
+        grad: &mut [f32],
+        logits: &[f32],
+        targets: &[Option<u32>],
+        log_sums: &[f32],
+        first: usize,
+        slopes: Slopes,
+    ) {
         if targets.is_empty() {
             return;
         }
@@ -187,7 +196,9 @@ kernel! {
                 for (grad, &x) in grad.iter_mut().zip(row) {
                     *grad = slope(x, log_sum, slopes);
                 }
-                grad[*target as usize] -= slopes.hit;
+                if let Some(grad) = grad.get_mut((*target as usize).wrapping_sub(first)) {
+                    *grad -= slopes.hit;
+                }
             }
         }
     }
@@ -197,6 +208,7 @@ kernel! {
         logits: &mut [f32],
         targets: &[Option<u32>],
         log_sums: &[f32],
+        first: usize,
         slopes: Slopes,
     ) {
         if targets.is_empty() {
@@ -209,7 +221,9 @@ kernel! {
                     for x in row.iter_mut() {
                         *x = slope(*x, log_sum, slopes);
                     }
-                    row[*target as usize] -= slopes.hit;
+                    if let Some(x) = row.get_mut((*target as usize).wrapping_sub(first)) {
+                        *x -= slopes.hit;
+                    }
                 }
                 None => row.fill(0.),
             }

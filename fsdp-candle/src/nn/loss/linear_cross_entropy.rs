@@ -12,17 +12,25 @@ use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor, b
 
 use super::super::cpu::matrix::{Mat, MatMut, product};
 use super::super::cpu::parallel::map_rows;
-use super::super::cpu::values::{floats, read, same_kind, served, storage, tensor, weight_grad};
+use super::super::cpu::values::{cpu, floats, read, same_kind, served, storage, tensor, weight_grad};
+use super::super::input::{self, Input};
 use super::super::linear::affine::affine;
+use super::super::parallel::{LinearCut, ParallelLayer, whole_input};
 use super::super::weight::Weight;
-use super::cross_entropy::{gradient_in_place, losses};
+use super::cross_entropy::gradient_in_place;
 use super::options::{CrossEntropyOptions, Rows};
+use super::statistics::Statistics;
+use crate::collectives::SharedInput;
 
 /// Logits that exist at a time: 64 MiB of f32.
 const LOGITS: usize = 1 << 24;
 
 /// `cross_entropy(hidden W^T, targets)` for hidden states `[.., H]`, the head's weight `[V, H]` and targets (u8, u32 or
 /// i64) `[..]`: an f32 scalar (f64 for f64).
+///
+/// Under a plan ([`crate::parallelize`]) the head's weight is this rank's part of the vocabulary, `[V / N, H]`, and the
+/// hidden states have the input layout of its style. The loss is that of the whole vocabulary, the same bits on every
+/// rank: of each row three numbers travel, or four with smoothing.
 ///
 /// An error if the shapes or dtypes disagree, there is no row, or a target is not below `V`.
 pub fn linear_cross_entropy(hidden: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Tensor> {
@@ -41,20 +49,36 @@ pub fn linear_cross_entropy_with(
     targets: &Tensor,
     options: &CrossEntropyOptions,
 ) -> Result<Tensor> {
-    let (vocabulary, width) = weight.dims2()?;
-    let fits = hidden.dims().split_last() == Some((&width, targets.dims()));
+    let (columns, width) = weight.dims2()?;
+    let parallel = ParallelLayer::of_linear(weight);
+    let (shared, ranks) = match &parallel {
+        None => (None, None),
+        Some(layer) => {
+            let LinearCut::Outputs(style) = layer.style else {
+                bail!(
+                    "linear_cross_entropy: the plan cuts the head's weight {:?} along its inputs: a head is \
+                     ColwiseParallel, or the weight of a VocabParallel embedding",
+                    weight.dims()
+                )
+            };
+            let input = whole_input("linear_cross_entropy", hidden, width, style.input_layout, layer.group())?;
+            (Some(input), Some(layer.group()))
+        }
+    };
+    let hidden = shared.as_ref().map_or(Input::Plain(hidden), Input::from);
+    let fits = hidden.values().dims().split_last() == Some((&width, targets.dims()));
     if !fits || targets.elem_count() == 0 || width == 0 {
         bail!(
             "linear_cross_entropy: hidden {:?} must be the targets' shape {:?} and {width}, for the weight is {:?}; \
              and there must be a row, and a column",
-            hidden.dims(),
+            hidden.values().dims(),
             targets.dims(),
             weight.dims()
         );
     }
-    same_kind("linear_cross_entropy", ("hidden", hidden), ("the weight", weight))?;
-    let mut rows = options.rows("linear_cross_entropy", targets, vocabulary)?;
-    if !served(hidden) {
+    same_kind("linear_cross_entropy", ("hidden", hidden.values()), ("the weight", weight))?;
+    let mut rows = options.rows("linear_cross_entropy", targets, columns, ranks)?;
+    if !served(hidden.values()) {
         let logits = affine("linear_cross_entropy", hidden, weight, None, false)?;
         return super::cross_entropy::composite(&logits, &rows);
     }
@@ -62,11 +86,14 @@ pub fn linear_cross_entropy_with(
     rows.targets.retain(Option::is_some);
     let weight = Weight::of(weight)?;
     let node = weight.node().clone();
-    let stretch = (LOGITS / vocabulary).clamp(1, rows.targets.len().max(1));
-    hidden.apply_op2(&node, Head { weight, rows, counted, width, stretch, log_sums: OnceLock::new() })
+    let stretch = (LOGITS / columns).clamp(1, rows.targets.len().max(1));
+    let shared = hidden.shared();
+    hidden.node().apply_op2(&node, Head { shared, weight, rows, counted, width, stretch, log_sums: OnceLock::new() })
 }
 
 struct Head {
+    /// What is read in the argument's place, if anything.
+    shared: Option<SharedInput>,
     weight: Weight,
     /// Those that count.
     rows: Rows,
@@ -91,9 +118,28 @@ impl Head {
 
     /// The logits of some rows of the hidden states.
     fn logits(&self, scratch: &mut [f32], hidden: &[f32], weight: &[f32]) {
-        let (rows, vocabulary) = (hidden.len() / self.width, self.rows.classes);
-        let weight = Mat::new(weight, vocabulary, self.width);
-        product(MatMut::new(scratch, rows, vocabulary), false, Mat::new(hidden, rows, self.width), weight.t());
+        let (rows, columns) = (hidden.len() / self.width, self.rows.columns);
+        let weight = Mat::new(weight, columns, self.width);
+        product(MatMut::new(scratch, rows, columns), false, Mat::new(hidden, rows, self.width), weight.t());
+    }
+}
+
+impl Head {
+    fn loss(&self, hidden: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let hidden = self.those_that_count(floats(hidden, layout)?);
+        read!(weight, self.weight.value()?);
+        let rows = &self.rows;
+        let mut scratch = vec![0f32; self.stretch * rows.columns];
+        let mut statistics = Statistics::new(rows.targets.len());
+        let stretches = hidden.chunks(self.stretch * self.width).zip(rows.targets.chunks(self.stretch));
+        for (stretch, (hidden, targets)) in stretches.enumerate() {
+            let logits = &mut scratch[..targets.len() * rows.columns];
+            self.logits(logits, hidden, &weight);
+            statistics.look(stretch * self.stretch, logits, targets, rows);
+        }
+        let (total, log_sums) = statistics.losses(rows)?;
+        let _ = self.log_sums.set(log_sums);
+        Ok((storage(vec![(total / rows.divisor) as f32], DType::F32)?, Shape::from(())))
     }
 }
 
@@ -103,54 +149,44 @@ impl CustomOp2 for Head {
     }
 
     fn cpu_fwd(&self, hidden: &CpuStorage, layout: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        let hidden = self.those_that_count(floats(hidden, layout)?);
-        read!(weight, self.weight.value()?);
-        let (rows, vocabulary) = (&self.rows, self.rows.classes);
-        let mut scratch = vec![0f32; self.stretch * vocabulary];
-        let mut log_sums = vec![0f32; rows.targets.len()];
-        let mut total = 0f64;
-        let stretches = hidden.chunks(self.stretch * self.width).zip(rows.targets.chunks(self.stretch));
-        for ((hidden, targets), log_sums) in stretches.zip(log_sums.chunks_mut(self.stretch)) {
-            let logits = &mut scratch[..targets.len() * vocabulary];
-            self.logits(logits, hidden, &weight);
-            total += losses(logits, targets, rows, log_sums);
-        }
-        let _ = self.log_sums.set(log_sums);
-        Ok((storage(vec![(total / rows.divisor) as f32], DType::F32)?, Shape::from(())))
+        let Some(shared) = &self.shared else { return self.loss(hidden, layout) };
+        let (guard, layout) = shared.values().storage_and_layout();
+        self.loss(cpu(&guard)?, layout)
     }
 
     fn bwd(
         &self,
-        hidden: &Tensor,
+        argument: &Tensor,
         _: &Tensor,
         _: &Tensor,
         d_loss: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let Some(log_sums) = self.log_sums.get() else { bail!("linear_cross_entropy: backward before forward") };
-        let (slopes, vocabulary) = (self.rows.slopes(d_loss.to_scalar::<f32>()?), self.rows.classes);
+        let (slopes, columns) = (self.rows.slopes(d_loss.to_scalar::<f32>()?), self.rows.columns);
+        let hidden = input::values(argument, &self.shared);
         read!(values, hidden);
         let values = self.those_that_count(values);
         let mut d_hidden = vec![0f32; values.len()];
         let mut back = |mut dw: Option<(&mut [f32], bool)>| -> Result<()> {
             read!(weight, self.weight.value()?);
-            let mut scratch = vec![0f32; self.stretch * vocabulary];
+            let mut scratch = vec![0f32; self.stretch * columns];
             let step = self.stretch * self.width;
             let stretches = values.chunks(step).zip(d_hidden.chunks_mut(step));
             let labels = self.rows.targets.chunks(self.stretch).zip(log_sums.chunks(self.stretch));
             for ((hidden, d_hidden), (targets, log_sums)) in stretches.zip(labels) {
                 let rows = targets.len();
-                let logits = &mut scratch[..rows * vocabulary];
+                let logits = &mut scratch[..rows * columns];
                 self.logits(logits, hidden, &weight);
-                map_rows(logits, vocabulary, vocabulary, |first, logits| {
-                    let rows = first..first + logits.len() / vocabulary;
-                    gradient_in_place(logits, &targets[rows.clone()], &log_sums[rows], slopes);
+                map_rows(logits, columns, columns, |first, logits| {
+                    let rows = first..first + logits.len() / columns;
+                    gradient_in_place(logits, &targets[rows.clone()], &log_sums[rows], self.rows.first, slopes);
                 });
-                let logits = Mat::new(logits, rows, vocabulary);
-                let weight = Mat::new(&weight, vocabulary, self.width);
+                let logits = Mat::new(logits, rows, columns);
+                let weight = Mat::new(&weight, columns, self.width);
                 product(MatMut::new(d_hidden, rows, self.width), false, logits, weight);
                 if let Some((dw, accumulate)) = &mut dw {
                     let hidden = Mat::new(hidden, rows, self.width);
-                    product(MatMut::new(dw, vocabulary, self.width), *accumulate, logits.t(), hidden);
+                    product(MatMut::new(dw, columns, self.width), *accumulate, logits.t(), hidden);
                     *accumulate = true;
                 }
             }
@@ -176,6 +212,13 @@ impl CustomOp2 for Head {
             }
             None => d_hidden,
         };
-        Ok((Some(tensor(d_hidden, hidden.shape(), hidden.dtype())?), dw))
+        let d_hidden = tensor(d_hidden, hidden.shape(), hidden.dtype())?;
+        Ok((
+            match &self.shared {
+                Some(shared) => shared.leave(d_hidden)?,
+                None => Some(d_hidden),
+            },
+            dw,
+        ))
     }
 }

@@ -3,6 +3,8 @@
 pub(in crate::nn) mod cross_entropy;
 pub(in crate::nn) mod linear_cross_entropy;
 pub(in crate::nn) mod options;
+mod statistics;
+pub(in crate::nn) mod vocab_parallel;
 
 use candle_core::{DType, Result, Tensor, bail};
 

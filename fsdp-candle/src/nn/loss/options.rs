@@ -1,6 +1,7 @@
 //! What counts of a cross-entropy, and how its rows add up.
 
 use candle_core::{Result, Tensor, bail};
+use fsdp_core::ProcessGroup;
 
 use super::super::cpu::values::indices_or_none;
 
@@ -48,8 +49,19 @@ impl CrossEntropyOptions {
         CrossEntropyOptions { ignore_index: None, ..Default::default() }
     }
 
-    /// The rows that these targets make.
-    pub(in crate::nn) fn rows(&self, function: &str, targets: &Tensor, classes: usize) -> Result<Rows> {
+    /// The rows that these targets make of logits of all classes, or of a part of them that this rank holds.
+    pub(in crate::nn) fn rows(
+        &self,
+        function: &str,
+        targets: &Tensor,
+        columns: usize,
+        ranks: Option<&ProcessGroup>,
+    ) -> Result<Rows> {
+        let ranks = ranks.filter(|group| group.size() > 1).cloned();
+        let (first, classes) = match &ranks {
+            Some(group) => (group.rank() * columns, group.size() * columns),
+            None => (0, columns),
+        };
         let smoothing = self.label_smoothing;
         if !(0. ..=1.).contains(&smoothing) {
             bail!("{function}: label_smoothing is {smoothing}; it must be from 0 to 1");
@@ -62,7 +74,7 @@ impl CrossEntropyOptions {
             Reduction::Mean => targets.iter().flatten().count() as f64,
             Reduction::Sum => 1.,
         };
-        Ok(Rows { targets, classes, smoothing, divisor })
+        Ok(Rows { targets, columns, first, classes, ranks, smoothing, divisor })
     }
 }
 
@@ -70,7 +82,13 @@ impl CrossEntropyOptions {
 pub(in crate::nn) struct Rows {
     /// Of each row; `None` where it is ignored.
     pub(super) targets: Vec<Option<u32>>,
+    /// Of the logits that are here, and the class that the first one stands for.
+    pub(super) columns: usize,
+    pub(super) first: usize,
+    /// Of the vocabulary.
     pub(super) classes: usize,
+    /// The ranks that hold parts of the vocabulary, where there are several.
+    pub(super) ranks: Option<ProcessGroup>,
     pub(super) smoothing: f64,
     /// What the sum of the rows' losses is divided by.
     pub(super) divisor: f64,
@@ -89,6 +107,11 @@ impl Rows {
         let scale = d_loss / self.divisor as f32;
         let smoothing = self.smoothing as f32;
         Slopes { scale, uniform: scale * smoothing / self.classes as f32, hit: scale * (1. - smoothing) }
+    }
+
+    /// The column of a target, if it is here.
+    pub(super) fn column(&self, target: u32) -> Option<usize> {
+        (target as usize).checked_sub(self.first).filter(|column| *column < self.columns)
     }
 
     /// Which rows count, where some do not.

@@ -9,7 +9,7 @@ use super::{DTYPES, assert_close, check, message, random, random_ids, tolerance}
 
 /// The loss from Candle's operations.
 fn composed(logits: &Tensor, targets: &Tensor, options: &CrossEntropyOptions) -> Result<Tensor> {
-    composite(logits, &options.rows("composed", targets, *logits.dims().last().unwrap())?)
+    composite(logits, &options.rows("composed", targets, *logits.dims().last().unwrap(), None)?)
 }
 
 fn plainly(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {

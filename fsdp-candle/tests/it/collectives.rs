@@ -1,0 +1,225 @@
+//! Differentiable collectives against the same computed in one place: results and gradients.
+
+use candle_core::{D, DType, Result, Tensor, Var};
+use fsdp_candle::collectives::{
+    Consumers, all_gather, all_reduce, all_to_all, copy, prepare_module_input, prepare_module_output, reduce_scatter,
+    split,
+};
+use fsdp_candle::{Placement, ReduceOp, no_grad};
+use fsdp_core::ProcessGroup;
+
+use crate::common::{device, ranks};
+
+const DTYPES: [DType; 4] = [DType::F32, DType::BF16, DType::F16, DType::F64];
+
+/// Repeatable values between -1 and 1 that the dtype holds exactly.
+fn values(seed: usize, shape: &[usize], dtype: DType) -> Tensor {
+    let count = shape.iter().product::<usize>();
+    let values: Vec<f32> = (0..count).map(|i| ((i * 37 + seed * 101) % 63) as f32 / 32. - 1.).collect();
+    Tensor::from_vec(values, shape, &device()).unwrap().to_dtype(dtype).unwrap()
+}
+
+fn numbers(tensor: &Tensor) -> Vec<f64> {
+    tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+fn assert_close(what: &str, found: &Tensor, wanted: &Tensor) {
+    assert_eq!((found.dims(), found.dtype()), (wanted.dims(), wanted.dtype()), "{what}");
+    let tolerance = match found.dtype() {
+        DType::BF16 => 1e-2,
+        DType::F16 => 1e-3,
+        _ => 1e-6,
+    };
+    for (found, wanted) in numbers(found).into_iter().zip(numbers(wanted)) {
+        assert!((found - wanted).abs() <= tolerance * wanted.abs().max(1.), "{what}: {found} instead of {wanted}");
+    }
+}
+
+/// What a collective is to do, with the tensors of all ranks in one place.
+struct Plainly {
+    /// Whether all ranks have one input.
+    one_input: bool,
+    /// From the ranks' inputs to their outputs.
+    outputs: fn(&[Tensor], [usize; 2]) -> Result<Vec<Tensor>>,
+    /// Whether all ranks have one output, of which there is one loss.
+    one_output: bool,
+}
+
+fn sum(inputs: &[Tensor]) -> Result<Tensor> {
+    let zeros = inputs[0].zeros_like()?.to_dtype(DType::F64)?;
+    let sum = inputs.iter().try_fold(zeros, |sum, input| sum + input.to_dtype(DType::F64)?)?;
+    sum.to_dtype(inputs[0].dtype())
+}
+
+fn same(tensor: Tensor, ranks: usize) -> Result<Vec<Tensor>> {
+    Ok(vec![tensor; ranks])
+}
+
+/// Compares a collective with what it is plainly, on one dimension of tensors of every dtype, dense and not.
+fn check(
+    name: &str,
+    plainly: &Plainly,
+    collective: impl Fn(&Tensor, [usize; 2], &ProcessGroup) -> Result<Tensor> + Sync,
+) {
+    for size in 1..=4 {
+        ranks(size, |world| {
+            let (rank, group) = (world.rank(), world.group());
+            for dtype in DTYPES {
+                for (shape, dims, turned) in [
+                    (&[12, 2][..], [0, 0], false),
+                    (&[12, 24], [0, 1], true),
+                    (&[2, 12, 12], [1, 2], false),
+                    (&[3, 12, 12], [1, 2], true),
+                    (&[12, 3, 24], [2, 0], false),
+                    (&[1, 12, 12], [1, 2], false),
+                ] {
+                    let what = format!("{name} on {size} ranks, {dtype:?} {shape:?} {dims:?} {turned}");
+                    let seed = |rank| if plainly.one_input { 0 } else { rank };
+                    let start = |rank| {
+                        let shape: Vec<usize> =
+                            if turned { shape.iter().rev().copied().collect() } else { shape.to_vec() };
+                        Var::from_tensor(&values(seed(rank), &shape, dtype)).unwrap()
+                    };
+                    let view = |var: &Var| {
+                        let mut x = var.as_tensor().clone();
+                        if turned {
+                            x = x.transpose(0, shape.len() - 1).unwrap();
+                        }
+                        x
+                    };
+                    // Each element of each rank's output weighs something else.
+                    let weigh = |y: &Tensor, rank: usize| {
+                        let seed = if plainly.one_output { 7 } else { 7 + rank };
+                        (y * values(seed, y.dims(), dtype)).unwrap().to_dtype(DType::F64).unwrap().sum_all().unwrap()
+                    };
+                    let vars: Vec<Var> = (0..size).map(start).collect();
+                    let inputs: Vec<Tensor> =
+                        (0..size).map(|rank| view(&vars[if plainly.one_input { 0 } else { rank }])).collect();
+                    let outputs = (plainly.outputs)(&inputs, dims).unwrap();
+                    let losses = outputs.iter().enumerate().map(|(rank, y)| weigh(y, rank));
+                    let losses: Vec<_> = losses.take(if plainly.one_output { 1 } else { size }).collect();
+                    let wanted = Tensor::stack(&losses, 0).unwrap().sum_all().unwrap().backward().unwrap();
+                    let wanted = wanted.get(&vars[if plainly.one_input { 0 } else { rank }]).unwrap();
+
+                    let var = start(rank);
+                    let y = collective(&view(&var), dims, group).unwrap();
+                    assert_close(&what, &y, &outputs[rank]);
+                    let found = weigh(&y, rank).backward().unwrap();
+                    assert_close(&format!("the gradient of {what}"), found.get(&var).unwrap(), wanted);
+
+                    let y = no_grad(|| collective(&view(&var), dims, group)).unwrap();
+                    assert!(!y.track_op(), "{what}");
+                    assert_close(&what, &y, &outputs[rank]);
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn copy_adds_gradients_up() {
+    let plainly = Plainly { one_input: true, outputs: |x, _| Ok(x.to_vec()), one_output: false };
+    check("copy", &plainly, |x, _, group| copy(x, group));
+    let replicate = Placement::Replicate;
+    check("prepared", &plainly, |x, _, group| prepare_module_input(x, replicate, replicate, group));
+}
+
+#[test]
+fn all_reduce_passes_gradients_on() {
+    let plainly = Plainly { one_input: false, outputs: |x, _| same(sum(x)?, x.len()), one_output: true };
+    check("all_reduce", &plainly, |x, _, group| all_reduce(x, group));
+    let (from, to) = (Placement::Partial(ReduceOp::Sum), Placement::Replicate);
+    check("prepared", &plainly, |x, _, group| prepare_module_output(x, from, to, group));
+}
+
+#[test]
+fn all_gather_scatters_gradients() {
+    let outputs = |x: &[Tensor], [dim, _]: [usize; 2]| same(Tensor::cat(x, dim)?, x.len());
+    let plainly = Plainly { one_input: false, outputs, one_output: false };
+    check("all_gather", &plainly, |x, [dim, _], group| all_gather(x, dim, group, Consumers::Differ));
+    check("prepared", &plainly, |x, [dim, _], group| {
+        prepare_module_input(x, Placement::Shard(dim), Placement::Replicate, group)
+    });
+    let plainly = Plainly { one_output: true, ..plainly };
+    check("all_gather", &plainly, |x, [dim, _], group| all_gather(x, dim, group, Consumers::Same));
+    check("prepared", &plainly, |x, [dim, _], group| {
+        prepare_module_output(x, Placement::Shard(dim), Placement::Replicate, group)
+    });
+}
+
+#[test]
+fn reduce_scatter_gathers_gradients() {
+    let outputs = |x: &[Tensor], [dim, _]: [usize; 2]| sum(x)?.chunk(x.len(), dim);
+    let plainly = Plainly { one_input: false, outputs, one_output: false };
+    check("reduce_scatter", &plainly, |x, [dim, _], group| reduce_scatter(x, dim, group));
+    check("prepared", &plainly, |x, [dim, _], group| {
+        prepare_module_output(x, Placement::Partial(ReduceOp::Sum), Placement::Shard(dim), group)
+    });
+}
+
+#[test]
+fn split_gathers_gradients() {
+    let outputs = |x: &[Tensor], [dim, _]: [usize; 2]| x[0].chunk(x.len(), dim);
+    let plainly = Plainly { one_input: true, outputs, one_output: false };
+    check("split", &plainly, |x, [dim, _], group| split(x, dim, group));
+    for prepare in [prepare_module_input, prepare_module_output] {
+        check("prepared", &plainly, |x, [dim, _], group| {
+            prepare(x, Placement::Replicate, Placement::Shard(dim), group)
+        });
+    }
+}
+
+#[test]
+fn all_to_all_goes_back_the_other_way() {
+    let outputs = |x: &[Tensor], [from, to]: [usize; 2]| {
+        if from == to { Ok(x.to_vec()) } else { Tensor::cat(x, from)?.chunk(x.len(), to) }
+    };
+    let plainly = Plainly { one_input: false, outputs, one_output: false };
+    check("all_to_all", &plainly, |x, [from, to], group| all_to_all(x, from, to, group));
+    for prepare in [prepare_module_input, prepare_module_output] {
+        check("prepared", &plainly, |x, [from, to], group| {
+            prepare(x, Placement::Shard(from), Placement::Shard(to), group)
+        });
+    }
+}
+
+#[test]
+fn what_does_not_divide_is_an_error_before_anything_moves() {
+    ranks(2, |world| {
+        let x = values(world.rank(), &[2, 7, 4], DType::F32);
+        for error in [
+            reduce_scatter(&x, 1, world.group()),
+            split(&x, 1, world.group()),
+            all_to_all(&x, D::Minus1, 1, world.group()),
+            prepare_module_output(&x, Placement::Replicate, Placement::Shard(1), world.group()),
+        ] {
+            let error = error.unwrap_err().to_string();
+            assert!(error.contains("dimension 1 of [2, 7, 4]") && error.contains("does not divide by 2"), "{error}");
+            assert!(error.contains(&format!("on rank {}", world.rank())) && error.contains("pad it"), "{error}");
+        }
+        let error = split(&x, 3, world.group()).unwrap_err().to_string();
+        assert!(error.contains("split"), "{error}");
+        for (from, to) in [
+            (Placement::Partial(ReduceOp::Sum), Placement::Replicate),
+            (Placement::StridedShard { dim: 0, split_factor: 2 }, Placement::Replicate),
+        ] {
+            let error = prepare_module_input(&x, from, to, world.group()).unwrap_err().to_string();
+            assert!(error.contains(&format!("from {from} to {to}")), "{error}");
+        }
+        let error = prepare_module_output(&x, Placement::Partial(ReduceOp::Max), Placement::Replicate, world.group());
+        assert!(error.unwrap_err().to_string().contains("Partial(ReduceOp::Sum)"));
+        // The group is none the worse for it.
+        assert_eq!(all_gather(&x, 1, world.group(), Consumers::Same).unwrap().dims(), [2, 14, 4]);
+    });
+}
+
+#[test]
+fn ranks_with_other_shapes_all_hear_of_it() {
+    let errors = ranks(2, |world| {
+        let x = values(0, &[1, 3 + world.rank()], DType::F32);
+        all_gather(&x, 1, world.group(), Consumers::Differ).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("all_gather"), "{error}");
+    }
+}

@@ -1,0 +1,7 @@
+//! Parameters that tensor parallelism has cut, beside FSDP.
+
+mod layout;
+mod model;
+mod parity;
+mod state;
+mod steps;

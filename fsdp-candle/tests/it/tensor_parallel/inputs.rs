@@ -1,0 +1,139 @@
+//! What layers that take one tensor share, and how long it is kept.
+
+use std::sync::Arc;
+
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Module, Result, Shape, Tensor, Var};
+use candle_nn::VarBuilder;
+use fsdp_candle::nn::{self, Linear};
+use fsdp_candle::{ActivationLayout, ColwiseParallel, ParallelPlan, RowwiseParallel, no_grad};
+
+use super::{build, parallel_vars, values};
+use crate::common::counted;
+
+const WIDTH: usize = 8;
+
+/// Three layers of one input.
+struct Qkv([Linear; 3]);
+
+impl Qkv {
+    fn new(vb: VarBuilder<'static>) -> Result<Self> {
+        let layer = |name: &str| nn::linear(WIDTH, WIDTH, vb.pp(name));
+        Ok(Qkv([layer("q")?, layer("k")?, layer("v")?]))
+    }
+}
+
+impl Module for Qkv {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let [q, k, v] = &self.0;
+        (q.forward(x)? + k.forward(x)?)? * v.forward(x)?
+    }
+}
+
+fn plan(input_layout: ActivationLayout) -> ParallelPlan {
+    ParallelPlan::new().module("[qkv]", ColwiseParallel { input_layout, ..Default::default() })
+}
+
+fn input() -> Var {
+    Var::from_tensor(&values(1, &[2, 4, WIDTH], DType::F32)).unwrap()
+}
+
+#[test]
+fn one_input_travels_once() {
+    let bytes = 4 * 2 * 4 * WIDTH;
+    counted(2, |world, counts| {
+        for (layout, forward, backward) in [
+            (ActivationLayout::Replicate, vec![], vec![("all_reduce", bytes)]),
+            (ActivationLayout::Shard(1), vec![("all_gather", bytes)], vec![("reduce_scatter", 2 * bytes)]),
+        ] {
+            let vars = parallel_vars(&world, &plan(layout));
+            let model = build(&vars, DType::F32, Qkv::new);
+            let x = input();
+            for _ in 0..2 {
+                counts.take();
+                let y = model.forward(&x).unwrap();
+                assert_eq!(counts.take(), forward);
+                model.backward(&y.sum_all().unwrap()).unwrap();
+                assert_eq!(counts.take(), backward);
+            }
+            // Without a graph as well.
+            let y = no_grad(|| model.forward(&x)).unwrap();
+            assert!(!y.track_op());
+            assert_eq!(counts.take(), forward);
+            // What has no gradient sends none.
+            let y = model.forward(&x.detach()).unwrap();
+            counts.take();
+            model.backward(&y.sum_all().unwrap()).unwrap();
+            assert_eq!(counts.take(), []);
+        }
+    });
+}
+
+#[test]
+fn an_input_that_is_cut_for_layers_comes_back_once() {
+    counted(2, |world, counts| {
+        let style = RowwiseParallel { input_layout: ActivationLayout::Replicate, ..Default::default() };
+        let vars = parallel_vars(&world, &ParallelPlan::new().module("[qkv]", style));
+        let model = build(&vars, DType::F32, Qkv::new);
+        counts.take();
+        let y = model.forward(&input()).unwrap();
+        assert_eq!(counts.names(), ["all_reduce"; 3]);
+        model.backward(&y.sum_all().unwrap()).unwrap();
+        assert_eq!(counts.names(), ["all_gather"]);
+    });
+}
+
+/// The identity, which holds something for as long as its graph is there.
+struct Held {
+    _graph: Arc<()>,
+}
+
+impl CustomOp1 for Held {
+    fn name(&self) -> &'static str {
+        "held"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        use candle_core::backend::BackendStorage;
+        Ok((storage.try_clone(layout)?, layout.shape().clone()))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        Ok(Some(gradient.clone()))
+    }
+}
+
+#[test]
+fn a_graph_does_not_outlive_its_forward() {
+    counted(2, |world, _| {
+        for layout in [ActivationLayout::Replicate, ActivationLayout::Shard(1)] {
+            let vars = parallel_vars(&world, &plan(layout));
+            let model = build(&vars, DType::F32, Qkv::new);
+            let held = Arc::new(());
+            let x = input();
+            let start = || x.apply_op1(Held { _graph: held.clone() }).unwrap();
+
+            let y = model.forward(&start()).unwrap();
+            assert_eq!(Arc::strong_count(&held), 2, "the output has the graph");
+            drop(y);
+            assert_eq!(Arc::strong_count(&held), 1);
+
+            // The layers' own inputs are kept while the forward runs, and no more than the last of them.
+            let y = model.call(|model| {
+                let first = model.forward(&start())?;
+                drop(first);
+                assert_eq!(Arc::strong_count(&held), 2, "the last input");
+                model.forward(&x)
+            });
+            assert_eq!(Arc::strong_count(&held), 1);
+            model.backward(&y.unwrap().sum_all().unwrap()).unwrap();
+
+            // A forward that fails keeps nothing either.
+            let failed = model.call(|model| {
+                model.forward(&start())?;
+                model.forward(&x.narrow(2, 0, 1)?)
+            });
+            assert!(failed.unwrap_err().to_string().contains("the weight takes 8"));
+            assert_eq!(Arc::strong_count(&held), 1);
+        }
+    });
+}

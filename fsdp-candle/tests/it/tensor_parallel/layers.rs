@@ -1,0 +1,230 @@
+//! Layers by themselves, and a block of them.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Module, Result, Tensor};
+use candle_nn::{Init, VarBuilder};
+use fsdp_candle::activation_checkpoint::checkpoint;
+use fsdp_candle::initializer::{Initializer, Philox, ShardRequest};
+use fsdp_candle::nn::{self, Embedding, LayerNorm, Linear, LoraConfig};
+use fsdp_candle::{
+    ActivationLayout, ColwiseParallel, FullyShard, HiddenParallel, ParallelPlan, ParallelStyle, Placement,
+    RowwiseParallel, SequenceParallel, ShardedVarMap, VocabParallel, fully_shard,
+};
+
+use super::{Case, build, check, ids, parallel_vars};
+use crate::common::ranks;
+
+const REPLICATE: (ActivationLayout, Placement) = (ActivationLayout::Replicate, Placement::Replicate);
+
+/// A layout that cuts a dimension, of a tensor of three.
+fn shard(dim: isize) -> (ActivationLayout, Placement) {
+    (ActivationLayout::Shard(dim), Placement::Shard(dim.rem_euclid(3) as usize))
+}
+
+#[test]
+fn linear_cut_along_its_outputs() {
+    for (input_layout, input) in [REPLICATE, shard(1), shard(-1), shard(0)] {
+        for (output_layout, output) in [REPLICATE, shard(-1), shard(1)] {
+            let plan = ParallelPlan::new().module("up", ColwiseParallel { input_layout, output_layout });
+            let case = Case { plan, input, output };
+            let what = format!("{input_layout:?} -> {output_layout:?}");
+            check(&what, &case, &[12, 12, 24], |_| (), |vb| nn::linear(24, 36, vb.pp("up")));
+        }
+    }
+}
+
+#[test]
+fn linear_cut_along_its_inputs() {
+    for (input_layout, input) in [REPLICATE, shard(1), shard(-1)] {
+        for (output_layout, output) in [REPLICATE, shard(1), shard(0)] {
+            let plan = ParallelPlan::new().module("down", RowwiseParallel { input_layout, output_layout });
+            let case = Case { plan, input, output };
+            let what = format!("{input_layout:?} -> {output_layout:?}");
+            check(&what, &case, &[12, 12, 24], |_| (), |vb| nn::linear(24, 5, vb.pp("down")));
+        }
+    }
+}
+
+/// Values that no rank has by chance, none of them zero: `lora_B` is at first, and the gradient of `lora_A` with it.
+struct Drawn;
+
+impl Initializer for Drawn {
+    fn fill(&self, request: &ShardRequest<'_>, shard: &mut [u8]) -> fsdp_candle::Result<()> {
+        let init = Init::Uniform { lo: -0.5, up: 0.5 };
+        Philox::new(3).fill(&ShardRequest { name: request.name, shape: request.shape, init, ..*request }, shard)
+    }
+}
+
+fn drawn(vars: &ShardedVarMap) {
+    vars.init_with(Drawn);
+}
+
+#[test]
+fn adapters_stand_beside_cut_layers() {
+    let (sequence, _) = shard(1);
+    let of_sequence = ColwiseParallel { input_layout: sequence, ..Default::default() };
+    let to_sequence = RowwiseParallel { output_layout: sequence, ..Default::default() };
+    let plan = |style: ParallelStyle| ParallelPlan::new().module("layer", style);
+    for (what, plan, input, output) in [
+        ("outputs", plan(ColwiseParallel::default().into()), Placement::Replicate, Placement::Shard(2)),
+        ("outputs of a sequence", plan(of_sequence.into()), Placement::Shard(1), Placement::Shard(2)),
+        ("inputs", plan(RowwiseParallel::default().into()), Placement::Shard(2), Placement::Replicate),
+        ("inputs to a sequence", plan(to_sequence.into()), Placement::Shard(2), Placement::Shard(1)),
+    ] {
+        let prepare = |vars: &ShardedVarMap| {
+            vars.adapt(LoraConfig { rank: 3, alpha: 6. }, |_| true);
+            drawn(vars);
+        };
+        check(what, &Case { plan, input, output }, &[2, 12, 24], prepare, |vb| nn::linear(24, 12, vb.pp("layer")));
+    }
+}
+
+#[test]
+fn an_adapter_around_a_cut_layer_is_refused() {
+    ranks(2, |world| {
+        let vars = parallel_vars(&world, &ParallelPlan::new().module("q", ColwiseParallel::default()));
+        let config = LoraConfig { rank: 2, alpha: 4. };
+        let built = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
+            nn::lora(nn::linear_no_bias(8, 6, vb.pp("q"))?, 8, 6, config, vb.pp("q"))
+        });
+        let error = built.err().unwrap().to_string();
+        assert!(error.contains("cuts `q`") && error.contains("ShardedVarMap::adapt"), "{error}");
+    });
+}
+
+/// A table and what stands before it: ids are whole numbers, which have no gradient.
+struct Looks(Embedding, Tensor);
+
+impl Module for Looks {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        // A term that gives the input its gradient, of the output's shape.
+        let rows = self.0.forward(&self.1)?;
+        rows + x
+    }
+}
+
+#[test]
+fn embeddings_cut_along_their_vocabulary_or_their_width() {
+    for dtype in [DType::U32, DType::I64, DType::U8] {
+        let new = |vb: VarBuilder<'static>| {
+            // One of them is none.
+            let ids = ids(5, &[2, 12], 24).to_dtype(dtype)?;
+            let gap = ids.eq(&ids.zeros_like()?)?;
+            let none = match dtype {
+                DType::U32 => Tensor::full(u32::MAX, (2, 12), ids.device())?,
+                DType::U8 => Tensor::full(u8::MAX, (2, 12), ids.device())?,
+                _ => Tensor::full(i64::MAX, (2, 12), ids.device())?,
+            };
+            Ok(Looks(nn::embedding(24, 12, vb.pp("embed"))?, gap.where_cond(&none, &ids)?))
+        };
+        for (output_layout, output) in [REPLICATE, shard(1), shard(-1)] {
+            let style = VocabParallel { output_layout, ..Default::default() };
+            let case = Case { plan: ParallelPlan::new().module("embed", style), input: output, output };
+            check(&format!("vocabulary {dtype:?} {output_layout:?}"), &case, &[2, 12, 12], drawn, new);
+            let style = HiddenParallel { output_layout, ..Default::default() };
+            let case = Case { plan: ParallelPlan::new().module("embed", style), input: output, output };
+            check(&format!("width {dtype:?} {output_layout:?}"), &case, &[2, 12, 12], drawn, new);
+        }
+    }
+}
+
+#[test]
+fn an_embedding_is_no_linear_layer() {
+    ranks(2, |world| {
+        for style in [ParallelStyle::from(ColwiseParallel::default()), RowwiseParallel::default().into()] {
+            let vars = parallel_vars(&world, &ParallelPlan::new().module("embed", style));
+            let new = |vb: VarBuilder<'static>| nn::embedding(8, 4, vb.pp("embed"));
+            let built = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), new);
+            let error = built.err().unwrap().to_string();
+            assert!(error.contains("embed.weight") && error.contains("VocabParallel"), "{error}");
+        }
+    });
+}
+
+#[test]
+fn ranks_with_other_ids_all_hear_of_it() {
+    let errors = ranks(2, |world| {
+        let vars = parallel_vars(&world, &ParallelPlan::new().module("embed", VocabParallel::default()));
+        let model = build(&vars, DType::F32, |vb| nn::embedding(8, 4, vb.pp("embed")));
+        let same = model.forward(&ids(3, &[2, 3], 8)).unwrap();
+        assert_eq!(same.dims(), [2, 3, 4]);
+        model.forward(&ids(world.rank() as u32, &[2, 3], 8)).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("`embed.weight`, with ids of hash") && error.contains("the same batch"), "{error}");
+    }
+}
+
+/// A block as decoders have it, on parts of the sequence or on all of it.
+struct Block {
+    norms: [LayerNorm; 2],
+    qkv: [Linear; 3],
+    output: Linear,
+    up: Linear,
+    down: Linear,
+}
+
+const WIDTH: usize = 24;
+const HEAD: usize = 2;
+
+impl Block {
+    fn new(vb: VarBuilder<'static>) -> Result<Self> {
+        let square = |name: &str| nn::linear(WIDTH, WIDTH, vb.pp(name));
+        Ok(Block {
+            norms: [nn::layer_norm(WIDTH, 1e-5, vb.pp("norm_1"))?, nn::layer_norm(WIDTH, 1e-5, vb.pp("norm_2"))?],
+            // A bias of the keys changes nothing: its gradient is rounding.
+            qkv: [square("q")?, nn::linear_no_bias(WIDTH, WIDTH, vb.pp("k"))?, square("v")?],
+            output: square("o")?,
+            up: nn::linear(WIDTH, 2 * WIDTH, vb.pp("up"))?,
+            down: nn::linear(2 * WIDTH, WIDTH, vb.pp("down"))?,
+        })
+    }
+
+    fn plan(of_sequence: bool) -> ParallelPlan {
+        let layout = if of_sequence { ActivationLayout::Shard(1) } else { ActivationLayout::Replicate };
+        let colwise = ColwiseParallel { input_layout: layout, ..Default::default() };
+        let rowwise = RowwiseParallel { output_layout: layout, ..Default::default() };
+        let plan = ParallelPlan::new().module("[qkv]", colwise).module("up", colwise);
+        let plan = plan.module("o", rowwise).module("down", rowwise);
+        if of_sequence { plan.module("norm_*", SequenceParallel::default()) } else { plan }
+    }
+}
+
+impl Module for Block {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let normed = self.norms[0].forward(x)?;
+        let [q, k, v] = &self.qkv;
+        let (q, k, v) = (q.forward(&normed)?, k.forward(&normed)?, v.forward(&normed)?);
+        let heads = q.dim(2)? / HEAD;
+        let x = (x + self.output.forward(&nn::causal_attention(&q, &k, &v, heads, heads, 0.7)?)?)?;
+        &x + self.down.forward(&nn::gelu(&self.up.forward(&self.norms[1].forward(&x)?)?)?)?
+    }
+}
+
+#[test]
+fn a_block_of_all_of_the_sequence_and_of_parts_of_it() {
+    for (of_sequence, layout) in [(false, Placement::Replicate), (true, Placement::Shard(1))] {
+        let case = Case { plan: Block::plan(of_sequence), input: layout, output: layout };
+        check(&format!("block {layout}"), &case, &[2, 12, WIDTH], drawn, Block::new);
+    }
+}
+
+/// A block that runs again in backward.
+struct Again(Arc<Block>);
+
+impl Module for Again {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let block = self.0.clone();
+        checkpoint(move |x: Tensor| block.forward(&x), x.clone())
+    }
+}
+
+#[test]
+fn a_checkpointed_block() {
+    for (of_sequence, layout) in [(false, Placement::Replicate), (true, Placement::Shard(1))] {
+        let case = Case { plan: Block::plan(of_sequence), input: layout, output: layout };
+        let new = |vb| Ok(Again(Arc::new(Block::new(vb)?)));
+        check(&format!("checkpointed block {layout}"), &case, &[2, 12, WIDTH], drawn, new);
+    }
+}
