@@ -172,9 +172,7 @@ impl Check {
         loss: &mut impl FnMut(&FsdpModule<M>) -> candle_core::Result<Tensor>,
     ) -> Result<f64> {
         // Nothing that was gathered before parameters moved.
-        for unit in model.schedule().units() {
-            unit.reshard()?;
-        }
+        model.schedule().reshard_all()?;
         let own = no_grad(|| loss(model))?.to_dtype(DType::F64)?.to_scalar::<f64>()?;
         let mean = self.ranks.shard().all_reduce_scalar(own, ReduceOp::Avg)?;
         match self.ranks.replicate() {
@@ -186,16 +184,17 @@ impl Check {
     /// A direction: as much of a random one as of the gradient's own, along which what is lost shows best.
     fn moves(&self, params: &[Arc<FsdpParam>], grads: &candle_core::backprop::GradStore, seed: u64) -> Result<Moves> {
         let mut drawn = vec![];
-        // Of each set of ranks, and whether tensor-parallel ones have parts of it: the squares of what was drawn, of
-        // the gradient and of the parameters, and the product.
-        let mut sums: Vec<(ProcessGroup, Option<ProcessGroup>, [f64; 4])> = vec![];
+        // Of each set of ranks that have different parts: the squares of what was drawn, of the gradient and of the
+        // parameters, and the product.
+        let mut sums: Vec<(Vec<ProcessGroup>, [f64; 4])> = vec![];
         for param in params.iter().filter(|param| param.trainable()) {
-            let (ranks, cut) = (param.ranks().shard(), param.cut_over());
-            let known =
-                |(other, parts, _): &(ProcessGroup, Option<_>, _)| other.is(ranks) && parts.is_some() == cut.is_some();
+            let parts: Vec<ProcessGroup> = param.ranks().parts().chain(param.cut_over()).cloned().collect();
+            let known = |(others, _): &(Vec<ProcessGroup>, _)| {
+                others.len() == parts.len() && others.iter().zip(&parts).all(|(other, part)| other.is(part))
+            };
             let at = sums.iter().position(known).unwrap_or(sums.len());
             if at == sums.len() {
-                sums.push((ranks.clone(), cut.cloned(), [0.; 4]));
+                sums.push((parts, [0.; 4]));
             }
             if param.region().is_empty() {
                 continue;
@@ -207,18 +206,16 @@ impl Check {
             };
             let values = param.var().as_tensor().copy()?.detach();
             let products = [(&random, &random), (&gradient, &gradient), (&values, &values), (&gradient, &random)];
-            for (sum, (a, b)) in sums[at].2.iter_mut().zip(products) {
+            for (sum, (a, b)) in sums[at].1.iter_mut().zip(products) {
                 let product = a.to_dtype(DType::F64)?.mul(&b.to_dtype(DType::F64)?)?;
                 *sum += product.sum_all()?.to_scalar::<f64>()?;
             }
             drawn.push((param.clone(), random, gradient, values));
         }
         let mut all = [0.; 4];
-        for (ranks, cut, sums) in sums {
-            let mut sums = ranks.all_reduce_values(sums.to_vec(), ReduceOp::Sum)?;
-            if let Some(cut) = cut {
-                sums = cut.all_reduce_values(sums, ReduceOp::Sum)?;
-            }
+        for (parts, sums) in sums {
+            let sum = |sums, part: &ProcessGroup| part.all_reduce_values(sums, ReduceOp::Sum);
+            let sums = parts.iter().try_fold(sums.to_vec(), sum)?;
             all.iter_mut().zip(sums).for_each(|(all, sum)| *all += sum);
         }
         let [random, gradient, size, both] = all;

@@ -65,6 +65,27 @@ fn reproduces(name: &str) {
     }
 }
 
+/// Copies that divide shards among them train as PyTorch's do that hold the same.
+#[test]
+fn replicas_that_divide_shards() {
+    let recorded = Trajectory::recorded("llama_tiny", "run");
+    let divided = ["--replicate", "2", "--shard-optimizer-over-replicas"];
+    let dir = tempfile::tempdir().unwrap();
+    let difference = train("llama_tiny", 4, &divided, dir.path()).difference(&recorded);
+    assert!(difference.max() < 2e-6, "{difference:?}");
+    ends_as_recorded("llama_tiny", dir.path());
+    // A checkpoint of theirs goes on without copies, and the other way.
+    let (saves, all) = (tempfile::tempdir().unwrap(), ["--save-every", "10", "--checkpoint-dir", "saved"]);
+    train("llama_tiny", 4, &[&divided[..], &all].concat(), saves.path());
+    let checkpoint = saves.path().join("saved/step-00000010");
+    for (ranks, flags) in [(2, &[][..]), (2, &divided), (4, &["--replicate", "2"])] {
+        let (dir, resume) = (tempfile::tempdir().unwrap(), ["--resume", checkpoint.to_str().unwrap()]);
+        let resumed = train("llama_tiny", ranks, &[&resume[..], flags].concat(), dir.path());
+        let difference = resumed.difference(&recorded.after(10));
+        assert!(difference.max() < 2e-6, "{ranks} {flags:?}: {difference:?}");
+    }
+}
+
 /// The same for what `tests/golden/make.py` has made. `alone`: the loss is one of each rank's own tokens, and so a run
 /// on other ranks is another run.
 fn family(name: &str, alone: bool) {

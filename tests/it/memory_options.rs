@@ -45,6 +45,8 @@ struct Way {
     dropout: f32,
     again: Again,
     sync: bool,
+    /// Whether replicas divide shards among them.
+    divided: bool,
     rows: usize,
     /// Whether the ranks of the dimension `tp` share out the rows as well, where there is one.
     sequence: bool,
@@ -84,6 +86,7 @@ const WAY: Way = Way {
     dropout: 0.,
     again: Again::Nothing,
     sync: true,
+    divided: false,
     rows: 1,
     sequence: false,
 };
@@ -148,6 +151,7 @@ fn phases(way: &Way) -> [f64; 5] {
         }
         let policy = MixedPrecisionPolicy { param_dtype: way.dtype, ..Default::default() };
         let opts = FullyShard::new(&vars).reshard_after_forward(way.reshard).mp_policy(policy);
+        let opts = opts.shard_optimizer_over_replicas(way.divided);
         let vb = vars.builder(DType::F32);
         let block = |i: usize| {
             fully_shard(&opts, vb.pp(format!("blocks.{i}")), |vb| {
@@ -243,6 +247,25 @@ fn copies_hold_what_a_smaller_world_would() {
     alone("copies_hold_what_a_smaller_world_would", || {
         for (reshard, kept) in [(ReshardAfterForward::Always, 0.), (ReshardAfterForward::Never, MODEL)] {
             check(&format!("HSDP, {reshard:?}"), &Way { mesh: HSDP, reshard, ..WAY }, formula(2., kept));
+        }
+    });
+}
+
+#[test]
+fn copies_that_divide_shards_hold_a_share_of_all_ranks_and_shards_while_a_step_lasts() {
+    alone("copies_that_divide_shards_hold_a_share_of_all_ranks_and_shards_while_a_step_lasts", || {
+        let share = MODEL / 4.;
+        for (dtype, reshard, kept) in [
+            (None, ReshardAfterForward::Always, MODEL / 2.),
+            (None, ReshardAfterForward::Never, MODEL / 2. + MODEL),
+            (Some(DType::BF16), ReshardAfterForward::Always, MODEL / 4.),
+        ] {
+            let way = Way { mesh: HSDP, divided: true, reshard, dtype, ..WAY };
+            check(
+                &format!("HSDP divided, {dtype:?}, {reshard:?}"),
+                &way,
+                [share, 3. * share, 3. * share + kept, 4. * share],
+            );
         }
     });
 }

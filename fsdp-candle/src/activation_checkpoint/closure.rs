@@ -170,8 +170,7 @@ where
     let run = move |copy: &mut dyn FnMut(Tensor) -> Result<Tensor>| {
         let inputs = saved.clone().map_tensors(&mut |tensor| copy(tensor))?;
         let kept = std::mem::take(&mut *kept.lock().unwrap_or_else(|poisoned| poisoned.into_inner()));
-        let f = || scope(|| f(inputs));
-        Ok(list(using(kept, || random::with_state(random, f))?)?.1)
+        Ok(list(using(kept, || random::with_state(random, || scope(|| f(inputs))))?)?.1)
     };
     let recompute = Recompute { run: Box::new(run), wanted, start: start.ids, bridges, ends: ends.clone() };
     let token = scalar(&token, recompute)?;

@@ -8,7 +8,7 @@ use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use candle_core::{CpuStorage, Result, Storage, Tensor, bail};
+use candle_core::{Result, Storage, Tensor, bail};
 
 use crate::graph::keeps_graph;
 use crate::storage::copied_storage;
@@ -43,7 +43,7 @@ pub(super) type Keep = dyn Fn(&OperationCall<'_>) -> bool + Send + Sync;
 pub(crate) type Beside = Arc<dyn Any + Send + Sync>;
 
 /// The output of an operation, and what it needs beside it.
-pub(crate) type Outcome = (CpuStorage, Beside);
+pub(crate) type Outcome = (Storage, Beside);
 
 /// An output that is kept.
 pub(super) struct Kept {
@@ -132,9 +132,7 @@ pub(crate) fn operation(
                 output.dims()
             )
         }
-        let Storage::Cpu(storage) = copied_storage(&output)? else {
-            bail!("a checkpointed closure kept an output of another device")
-        };
+        let storage = copied_storage(&output)?;
         drop(output);
         return Ok(apply(Some((storage, beside)))?.0);
     }

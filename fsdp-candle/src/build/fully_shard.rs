@@ -95,6 +95,48 @@ impl FullyShard {
         self
     }
 
+    /// Whether the replicas of a 2-D mesh (HSDP) divide each shard among them: each holds a part of it, the gradient and
+    /// optimizer state of that part, and updates it. Not at first. Memory for state is then divided by all ranks, while
+    /// all-gathers and reduce-scatters of units stay among the shard ranks.
+    ///
+    /// Where a root's forward begins, the replicas gather the shards of the units inside it, in the dtype that travels.
+    /// They keep them until a backward has handed out gradients, or a forward without a graph ends: micro-batches that
+    /// hand out none ([`set_requires_gradient_sync`](FsdpModule::set_requires_gradient_sync),
+    /// [`set_requires_all_reduce`](FsdpModule::set_requires_all_reduce),
+    /// [`set_is_last_backward`](FsdpModule::set_is_last_backward)) gather once, and nobody may write to a parameter
+    /// between them. In place of the all-reduce over replicas comes a reduce-scatter: a step sends as many bytes as with
+    /// whole shards. Parameters that are frozen when they are built stay whole shards.
+    ///
+    /// Losses, gradients and checkpoints are those of HSDP; dimensions other than 0 must divide evenly over all ranks.
+    /// The mesh replicates along one dimension, left of the one that shards, or not at all, and then nothing changes.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Module, Tensor};
+    /// # use fsdp_candle::{fully_shard, nn, FullyShard, Placement, ShardedVarMap, World};
+    /// use fsdp_core::process_group::local;
+    ///
+    /// local::run(4, |group| {
+    ///     let world = World::of(group);
+    ///     let mesh = world.mesh(&[("dp_replicate", 2), ("dp_shard", 2)])?;
+    ///     let vars = ShardedVarMap::new(&mesh, world.device());
+    ///     let opts = FullyShard::new(&vars).shard_optimizer_over_replicas(true);
+    ///     let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 8, vb))?;
+    ///     let weight = &model.params()[0];
+    ///     assert_eq!(weight.var().dims(), [2, 4]); // of 8 rows, of which both ranks of a shard have 4
+    ///     assert_eq!(weight.placements()[0], Placement::StridedShard { dim: 0, split_factor: 2 });
+    ///     let grads = model.backward(&model.forward(&Tensor::ones((3, 4), DType::F32, world.device())?)?.sum_all()?)?;
+    ///     assert_eq!(grads.get(weight.var()).unwrap().dims(), [2, 4]);
+    ///     Ok::<_, fsdp_candle::Error>(())
+    /// })
+    /// .into_iter()
+    /// .collect::<Result<Vec<_>, _>>()?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn shard_optimizer_over_replicas(mut self, divide: bool) -> Self {
+        self.unit.shard_optimizer_over_replicas = divide;
+        self
+    }
+
     /// Leaves the parameters whose FQN `ignored` accepts alone: whole on every rank, as plain variables
     /// ([`ShardedVarMap::ignored`]) whose gradients are not reduced.
     ///

@@ -68,4 +68,5 @@ pub(super) struct UnitOptions {
     pub(super) shard_placement_fn: Option<ShardPlacementFn>,
     pub(super) ignored_params: Option<NamePredicate>,
     pub(super) extension: Option<ExtensionFn>,
+    pub(super) shard_optimizer_over_replicas: bool,
 }

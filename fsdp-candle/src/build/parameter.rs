@@ -16,7 +16,7 @@ use crate::initializer::ShardRequest;
 use crate::kernels;
 use crate::policy::ReshardAfterForward;
 use crate::storage::{to_core_dtype, to_var};
-use crate::unit::{FsdpParam, Offload, ParamSpec};
+use crate::unit::{FsdpParam, Offload, ParamSpec, Parts};
 
 impl ShardedVarMap {
     fn build(&self, name: &str, shape: Shape, init: Init, dtype: DType) -> Result<Tensor> {
@@ -67,6 +67,8 @@ impl ShardedVarMap {
         if trainable {
             ranks.check_covers(&self.copies()).map_err(fail)?;
         }
+        // What is frozen has no optimizer state, and is gathered over the shard ranks alone.
+        let ranks = if opts.shard_optimizer_over_replicas && trainable { ranks.divided()? } else { ranks };
         let (region, layout) = ranks.lay_out(name, (dims, &local), dim, parallel.as_deref())?;
         let request = ShardRequest { name, shape: dims, dtype, region: &region, init };
         let shard = self.initial(&request, opts.offload_policy.home(&self.0.device))?;
@@ -79,6 +81,7 @@ impl ShardedVarMap {
             region,
             shard_dim: dim,
             layout,
+            parts: ranks.lay_out_parts(name, &local, dim)?.map(|(shape, layout)| Parts::new(shape, layout)),
             ranks,
             parallel,
             compute_dtype,

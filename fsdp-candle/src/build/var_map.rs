@@ -219,7 +219,7 @@ impl ShardedVarMap {
 
     /// Frees the full parameters of every unit: what was gathered before the shards changed is stale.
     pub(crate) fn reshard(&self) -> Result<()> {
-        Ok(self.0.schedule.units().iter().try_for_each(|unit| unit.reshard())?)
+        Ok(self.0.schedule.reshard_all()?)
     }
 
     /// The mesh in its roles.
@@ -252,14 +252,17 @@ impl ShardedVarMap {
         self.ranks().map_or_else(|_| self.0.mesh.clone(), |ranks| ranks.data().clone())
     }
 
-    /// The map's mesh, and the others that trainable parameters are on, in the order in which they came: which they are
-    /// does not depend on a rank's gradients.
+    /// The meshes that trainable parameters are on, in the order in which they came: which they are does not depend on a
+    /// rank's gradients. Without any, the map's.
     pub(crate) fn all_ranks(&self) -> Result<Vec<Arc<DataParallel>>> {
-        let mut all = vec![self.ranks()?];
+        let mut all = vec![];
         for param in self.trainable() {
             if !all.iter().any(|ranks| Arc::ptr_eq(ranks, param.ranks())) {
                 all.push(param.ranks().clone());
             }
+        }
+        if all.is_empty() {
+            all.push(self.ranks()?);
         }
         Ok(all)
     }

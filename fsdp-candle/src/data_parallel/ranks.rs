@@ -1,9 +1,9 @@
 //! The mesh of a parameter, whose dimensions have roles.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use fsdp_core::layout::{Region, local_region};
+use fsdp_core::layout::{Region, chunk_range, local_region};
 use fsdp_core::{DeviceMesh, Placement, ProcessGroup};
 
 use super::alike::check_alike;
@@ -48,6 +48,10 @@ pub(crate) struct DataParallel {
     others: Vec<usize>,
     shard: ProcessGroup,
     replicate: Option<ProcessGroup>,
+    /// Whether replicas hold parts of one shard, each of which updates its own, rather than the same one.
+    divided: bool,
+    /// The same ranks, where replicas hold parts.
+    as_divided: OnceLock<Arc<DataParallel>>,
     neighbours: Mutex<HashMap<usize, ProcessGroup>>,
     /// The shard ranks once more, for reductions that do not queue behind gathers.
     apart: Mutex<Option<ProcessGroup>>,
@@ -122,6 +126,8 @@ impl DataParallel {
             others,
             shard,
             replicate: replicate.filter(|group| group.size() > 1),
+            divided: false,
+            as_divided: OnceLock::new(),
             neighbours: Mutex::default(),
             apart: Mutex::default(),
         }
@@ -156,6 +162,40 @@ impl DataParallel {
         let others = (0..mesh.layout().shape().len()).filter(|dim| !places.contains(dim)).collect();
         let groups = (self.shard.clone(), self.replicate.clone());
         Some(DataParallel::new(mesh.clone(), self.data.clone(), (sharding, others), groups))
+    }
+
+    /// The same ranks, of which replicas hold parts of a shard, each its own; without replicas, just these.
+    ///
+    /// # Errors
+    /// When the replicas are along several dimensions, or along one to the right of the one that shards.
+    pub(crate) fn divided(self: &Arc<Self>) -> Result<Arc<Self>> {
+        let Some(replicas) = self.replicate.as_ref().filter(|_| !self.divided) else { return Ok(self.clone()) };
+        let along = (0..self.sharding.unwrap_or(0)).find(|&dim| self.mesh.group(dim).is_ok_and(|g| g.is(replicas)));
+        if along.is_none() {
+            return Err(fsdp_core::Error::Mesh(format!(
+                "to divide shards over replicas, the mesh {} must replicate along one dimension, to the left of one \
+                 that shards: flatten its dimensions, or choose another order",
+                self.mesh.layout()
+            ))
+            .into());
+        }
+        let divided = || {
+            let roles = (self.sharding, self.others.clone());
+            let groups = (self.shard.clone(), self.replicate.clone());
+            let ranks = DataParallel::new(self.mesh.clone(), self.data.clone(), roles, groups);
+            Arc::new(DataParallel { divided: true, ..ranks })
+        };
+        Ok(self.as_divided.get_or_init(divided).clone())
+    }
+
+    /// Whether replicas hold parts of one shard.
+    pub(crate) fn is_divided(&self) -> bool {
+        self.divided
+    }
+
+    /// The groups over which ranks hold different parts.
+    pub(crate) fn parts(&self) -> impl Iterator<Item = &ProcessGroup> {
+        std::iter::once(&self.shard).chain(self.replicate.as_ref().filter(|_| self.divided))
     }
 
     /// Whether the same ranks have the same roles.
@@ -248,7 +288,10 @@ impl DataParallel {
         {
             placements[at] = Placement::Shard(cut);
         }
-        if let Some(at) = self.sharding {
+        let replicas = self.replicate.as_ref().filter(|_| self.divided);
+        let dividing =
+            replicas.and_then(|own| (0..sizes.len()).find(|&at| self.mesh.group(at).is_ok_and(|g| g.is(own))));
+        for at in self.sharding.into_iter().chain(dividing) {
             // Dimensions further right that cut the same have done so before.
             let before = (at + 1..sizes.len()).filter(|&right| placements[right].shard_dim() == Some(dim));
             placements[at] = match before.map(|right| sizes[right]).product() {
@@ -295,6 +338,33 @@ impl DataParallel {
         let placements = self.placements(dim, parallel);
         let region = local_region(shape, self.mesh.layout(), &self.mesh.coordinate(), &placements)?;
         Ok((region, ShardLayout::of(local, dim, world)))
+    }
+
+    /// The shape of this rank's shard of what layers hold, of shape `local`, and how the replicas' parts lie in it,
+    /// where they hold parts.
+    pub(crate) fn lay_out_parts(
+        &self,
+        name: &str,
+        local: &[usize],
+        dim: usize,
+    ) -> Result<Option<(Vec<usize>, ShardLayout)>> {
+        let Some(replicas) = self.replicate.as_ref().filter(|_| self.divided) else { return Ok(None) };
+        let ranks = self.shard.size() * replicas.size();
+        if dim > 0 && !local[dim].is_multiple_of(ranks) {
+            return Err(Error::Parameter {
+                name: name.into(),
+                message: format!(
+                    "dimension {dim} of its shape {local:?} does not divide evenly over {} shard ranks and {} replicas, \
+                     which hold parts of a shard; dimensions other than 0 must: shard another, or change the mesh",
+                    self.shard.size(),
+                    replicas.size()
+                ),
+            });
+        }
+        let mut shard = local.to_vec();
+        shard[dim] = chunk_range(local[dim], self.shard.size(), self.shard.rank()).len();
+        let layout = ShardLayout::of(&shard, dim, replicas.size());
+        Ok(Some((shard, layout)))
     }
 }
 

@@ -143,11 +143,9 @@ fn norm_of(vars: &ShardedVarMap, params: &[Arc<FsdpParam>], grads: &GradStore, n
     let signature = || Signature::new(&subject, []);
     let mut totals = [0.; 2];
     for (ranks, shares) in meshes {
-        let group = ranks.shard().signed(signature());
-        let reduced = match &parallel {
-            Some(_) => group.all_reduce_values(shares.to_vec(), op)?,
-            None => vec![group.all_reduce_scalar(shares[0], op)?],
-        };
+        let shares = if parallel.is_some() { shares.to_vec() } else { vec![shares[0]] };
+        let reduce = |shares, group: &ProcessGroup| group.signed(signature()).all_reduce_values(shares, op);
+        let reduced = ranks.parts().try_fold(shares, reduce)?;
         for (total, reduced) in totals.iter_mut().zip(reduced) {
             *total = norm_type.combine(*total, reduced);
         }

@@ -158,7 +158,8 @@ fn located(vars: &ShardedVarMap, subjects: &[Subject], own: Vec<f64>) -> Result<
         let is_of_mesh = |at: &usize| subjects[*at].ranks.as_ref().is_some_and(|ranks| Arc::ptr_eq(ranks, mesh));
         let at: Vec<usize> = (0..subjects.len()).filter(is_of_mesh).collect();
         let shares = at.iter().map(|&at| own[at]).collect();
-        for (&at, sum) in at.iter().zip(all_reduce(mesh.shard(), shares, ReduceOp::Sum, WHERE)?) {
+        let sum = |shares, group: &ProcessGroup| all_reduce(group, shares, ReduceOp::Sum, WHERE);
+        for (&at, sum) in at.iter().zip(mesh.parts().try_fold(shares, sum)?) {
             counts[at] = sum;
         }
     }

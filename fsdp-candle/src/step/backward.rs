@@ -59,6 +59,8 @@ impl Schedule {
         units.iter().for_each(|unit| unit.end_backward());
         if settings.is_last_backward && !settings.manual_finalization {
             self.finalize_backward(&mut grads)?;
+        } else {
+            self.backward_handed_out(false);
         }
         Ok(grads)
     }
@@ -85,8 +87,10 @@ impl Schedule {
     pub(crate) fn finalize_backward(&self, grads: &mut GradStore) -> Result<()> {
         self.reductions.finish()?;
         let (mut without_gradient, mut unused, mut cuts) = (vec![], vec![], vec![]);
+        let mut handed_out = false;
         for unit in self.units() {
             let reduced = unit.take_gradients()?;
+            handed_out |= !reduced.is_empty();
             let communicated = {
                 let settings = unit.settings();
                 settings.requires_gradient_sync && settings.requires_all_reduce
@@ -110,6 +114,7 @@ impl Schedule {
                 param.file_gradient(grad, grads)?;
             }
         }
+        self.backward_handed_out(handed_out);
         self.diagnostics().set_unused(unused);
         self.diagnostics().report(without_gradient, &cuts, self.ranks_may_differ());
         Ok(())

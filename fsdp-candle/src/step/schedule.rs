@@ -1,5 +1,6 @@
 //! What the units of one model share while it trains: the order of their collectives, and what carries it out.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use candle_core::{Device, Result};
@@ -28,6 +29,9 @@ pub(crate) struct Schedule {
     diagnostics: Diagnostics,
     /// What is to be true of a model that is built.
     once_built: Mutex<Option<Arc<Check>>>,
+    /// Whether shards that were gathered over replicas are what the replicas' parts make: no gradients were handed out
+    /// since.
+    shards_are_fresh: AtomicBool,
 }
 
 type Check = dyn Fn() -> crate::error::Result<()> + Send + Sync;
@@ -44,6 +48,7 @@ impl Schedule {
             frozen_calls: Mutex::default(),
             diagnostics: Diagnostics::of_rank(rank),
             once_built: Mutex::default(),
+            shards_are_fresh: AtomicBool::new(false),
         }
     }
 
@@ -211,6 +216,9 @@ impl Schedule {
         let (forward, actions) =
             self.order().forward_begins(unit.index(), keeps_graph()).map_err(|refused| explain(refused, unit.id()))?;
         let guard = ForwardGuard { schedule: self, forward, ok: false };
+        if forward.is_root {
+            self.gather_shards(unit)?;
+        }
         self.carry_out(actions)?;
         Ok(guard)
     }
@@ -220,8 +228,46 @@ impl Schedule {
     pub(crate) fn post_forward(&self, unit: &ParamGroup, mut guard: ForwardGuard<'_>, parts: usize) -> Result<bool> {
         let (hook, actions) = self.order().forward_ends(unit.index(), guard.forward, parts);
         self.carry_out(actions)?;
+        if guard.forward.is_root && !keeps_graph() {
+            self.drop_shards();
+        }
         guard.ok = true;
         Ok(hook)
+    }
+
+    /// Begins to gather the shards of the units inside a root that replicas hold parts of: all at once and in one order,
+    /// whatever the forward will use.
+    fn gather_shards(&self, root: &ParamGroup) -> Result<()> {
+        let units = self.units();
+        if !units.iter().any(|unit| unit.is_divided()) {
+            return Ok(());
+        }
+        if !self.shards_are_fresh.load(Ordering::Relaxed) {
+            units.iter().for_each(|unit| unit.drop_shards());
+        }
+        let is_inside = |unit: &&Arc<ParamGroup>| unit.index() == root.index() || root.path().contains(unit.path());
+        units.iter().filter(is_inside).try_for_each(|unit| unit.gather_shards())
+    }
+
+    /// Drops the shards that were gathered over replicas.
+    fn drop_shards(&self) {
+        self.units().iter().for_each(|unit| unit.drop_shards());
+    }
+
+    /// Notes that a backward has ended, and whether it has handed out gradients, with which an optimizer may step.
+    pub(super) fn backward_handed_out(&self, gradients: bool) {
+        self.shards_are_fresh.store(!gradients, Ordering::Relaxed);
+        if gradients {
+            self.drop_shards();
+        }
+    }
+
+    /// Frees what was gathered of every unit, for parameters have changed.
+    pub(crate) fn reshard_all(&self) -> Result<()> {
+        self.shards_are_fresh.store(false, Ordering::Relaxed);
+        self.units().iter().try_for_each(|unit| unit.reshard())?;
+        self.drop_shards();
+        Ok(())
     }
 
     /// Does what the order says.
@@ -262,6 +308,7 @@ impl Schedule {
     pub(crate) fn forget_step(&self) {
         self.order().forget_step();
         lock(&self.frozen_calls).clear();
+        self.shards_are_fresh.store(false, Ordering::Relaxed);
         self.reductions.abandon();
         for unit in self.units() {
             unit.forget_step();

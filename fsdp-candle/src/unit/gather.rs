@@ -301,8 +301,16 @@ fn send(param: &FsdpParam, parts: &mut Vec<GatherPart>) -> Result<Arrival> {
 
 /// The shard in the dtype that travels, for the all-gather to read.
 fn shard(param: &FsdpParam) -> Result<Arc<dyn Readable>> {
+    match param.parts() {
+        Some(_) => Ok(Arc::new(TensorMemory(param.shard_in_compute_dtype()?))),
+        None => own(param),
+    }
+}
+
+/// What this rank holds in the dtype that travels, for a collective to read.
+pub(super) fn own(param: &FsdpParam) -> Result<Arc<dyn Readable>> {
     Ok(match param.offload() {
         Some(offload) => Arc::new(offload.upload(to_core_dtype(param.compute_dtype())?)?),
-        None => Arc::new(TensorMemory(param.shard_in_compute_dtype()?)),
+        None => Arc::new(TensorMemory(param.own_in_compute_dtype()?)),
     })
 }

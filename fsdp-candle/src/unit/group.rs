@@ -11,6 +11,7 @@ use super::holder::Holder;
 use super::members::Members;
 use super::memory::Memory;
 use super::param::FsdpParam;
+use super::parts::ShardGathering;
 use super::path::{UnitId, UnitPath};
 use super::settings::Settings;
 use super::turn::{Refused, Turn, Turns};
@@ -26,6 +27,8 @@ pub(crate) struct ParamGroup {
     mp_policy: MixedPrecisionPolicy,
     settings: Mutex<Settings>,
     presence: Turns<Presence>,
+    /// The gathers of shards over replicas in flight.
+    shards: Mutex<Vec<ShardGathering>>,
     carried: Mutex<Carried>,
 }
 
@@ -84,6 +87,7 @@ impl ParamGroup {
             mp_policy,
             settings: Mutex::default(),
             presence: Turns::new(),
+            shards: Mutex::default(),
             carried: Mutex::default(),
         });
         let holder = Arc::downgrade(&group);
@@ -121,6 +125,10 @@ impl ParamGroup {
 
     pub(crate) fn settings(&self) -> MutexGuard<'_, Settings> {
         self.settings.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    pub(super) fn shards(&self) -> MutexGuard<'_, Vec<ShardGathering>> {
+        self.shards.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
     pub(super) fn carried(&self) -> MutexGuard<'_, Carried> {
@@ -195,6 +203,8 @@ impl ParamGroup {
         if missing.is_empty() {
             return Ok(());
         }
+        self.gather_shards()?;
+        self.await_shards()?;
         let custom = self.settings().all_gather.clone();
         let gathering = Gathering::issue(&self.members, &missing, &self.memory(), custom.as_ref())?;
         *presence = Presence::OnTheirWay(gathering);
@@ -313,6 +323,7 @@ impl ParamGroup {
     /// parameters.
     pub(crate) fn forget_step(&self) {
         *self.carried() = Carried::default();
+        self.drop_shards();
         let ended = self.forget_gathering();
         for param in self.params() {
             param.gradient().forget();

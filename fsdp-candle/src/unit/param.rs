@@ -14,6 +14,7 @@ use super::holder::HeldBy;
 use super::lookup::Lookup;
 use super::memory::Values;
 use super::offload::Offload;
+use super::parts::Parts;
 use super::path::UnitId;
 use super::room::Room;
 use super::uses::Told;
@@ -54,6 +55,7 @@ pub struct FsdpParam {
     region: Region,
     shard_dim: usize,
     layout: ShardLayout,
+    parts: Option<Parts>,
     ranks: Arc<DataParallel>,
     pub(super) parallel: Option<Arc<Parallel>>,
     requires_grad: AtomicBool,
@@ -93,6 +95,8 @@ pub(crate) struct ParamSpec {
     pub(crate) region: Region,
     pub(crate) shard_dim: usize,
     pub(crate) layout: ShardLayout,
+    /// Of a shard that replicas hold parts of.
+    pub(crate) parts: Option<Parts>,
     pub(crate) ranks: Arc<DataParallel>,
     pub(crate) parallel: Option<Arc<Parallel>>,
     pub(crate) compute_dtype: DType,
@@ -132,6 +136,7 @@ impl FsdpParam {
             region: spec.region,
             shard_dim: spec.shard_dim,
             layout: spec.layout,
+            parts: spec.parts,
             ranks: spec.ranks,
             parallel: spec.parallel,
             requires_grad: AtomicBool::new(spec.trainable),
@@ -227,6 +232,16 @@ impl FsdpParam {
 
     pub(crate) fn layout(&self) -> &ShardLayout {
         &self.layout
+    }
+
+    /// The parts of its shard that replicas hold, where it is divided over them.
+    pub(super) fn parts(&self) -> Option<&Parts> {
+        self.parts.as_ref()
+    }
+
+    /// Elements of the shard that this rank and its replicas have.
+    pub(super) fn shard_len(&self) -> usize {
+        self.parts.as_ref().map_or(self.region.elements(), Parts::shard_len)
     }
 
     pub(crate) fn ranks(&self) -> &Arc<DataParallel> {
@@ -377,6 +392,14 @@ impl FsdpParam {
 
     /// The shard in the dtype that travels, on the device that computes.
     pub(super) fn shard_in_compute_dtype(&self) -> Result<Tensor> {
+        match &self.parts {
+            Some(parts) => parts.shard(self.name()),
+            None => self.own_in_compute_dtype(),
+        }
+    }
+
+    /// What this rank holds in the dtype that travels, on the device that computes.
+    pub(super) fn own_in_compute_dtype(&self) -> Result<Tensor> {
         if let Some(offload) = &self.offload {
             let uploaded = offload.upload(to_core_dtype(self.compute_dtype())?)?;
             return uploaded.into_tensor(&self.region.sizes, self.device());

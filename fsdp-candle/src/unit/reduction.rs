@@ -10,7 +10,7 @@ use fsdp_core::{Allocator, Buffer, DType, ReduceOp, ScatterPart, Work, heartbeat
 use super::gradient::Stage;
 use super::group::ParamGroup;
 use super::param::FsdpParam;
-use crate::data_parallel::DataParallel;
+use crate::data_parallel::{DataParallel, ShardLayout};
 use crate::error::Error;
 use crate::storage::{cast, from_numbers, scale, to_core_dtype, to_numbers};
 
@@ -158,7 +158,7 @@ impl Reduction {
         Ok(())
     }
 
-    /// The all-reduce of shards that are reduced over the shard ranks.
+    /// The all-reduce of shards that are reduced over the shard ranks; a reduce-scatter where replicas hold parts.
     fn over_replicas(
         group: Arc<ParamGroup>,
         ranks: Arc<DataParallel>,
@@ -166,14 +166,21 @@ impl Reduction {
         members: Vec<usize>,
         mut buffers: Vec<Buffer>,
     ) -> Result<Self> {
-        tracing::debug!(unit = group.name(), gradients = members.len(), "all-reduce");
+        tracing::debug!(unit = group.name(), gradients = members.len(), divided = ranks.is_divided(), "over replicas");
         let Some(replicas) = ranks.replicate() else {
             bail!("FSDP unit `{}` has no replicas to reduce over", group.name())
         };
         if rule.told {
             buffers.push(group.told_used(&members)?);
         }
-        let work = replicas.signed(group.signs(&members, rule.backwards.1)).all_reduce(buffers, rule.op);
+        let signed = replicas.signed(group.signs(&members, rule.backwards.1));
+        let work = match ranks.is_divided() {
+            false => signed.all_reduce(buffers, rule.op),
+            true => {
+                let parts = group.parts_for_replicas(&members, buffers, replicas.size())?;
+                signed.reduce_scatter(parts, rule.op, group.members().pool.clone())
+            }
+        };
         Ok(Reduction { group, ranks, members, work, over: Over::Replicas, rule, done: vec![] })
     }
 
@@ -216,13 +223,17 @@ impl Reduction {
     /// Waits, and goes on: to the replicas, to the tensor-parallel ranks, or to the end.
     pub(crate) fn advance(self) -> Result<Option<Self>> {
         let Reduction { group, ranks, members, work, over, rule, mut done } = self;
-        let what = if over == Over::Shards { "reduce-scatter" } else { "all-reduce" };
+        let scatters = over == Over::Shards || over == Over::Replicas && ranks.is_divided();
+        let what = if scatters { "reduce-scatter" } else { "all-reduce" };
         let span = tracing::debug_span!("wait for reduction", unit = group.name(), what);
         let told = heartbeat::span("wait for reduction", group.name());
         let mut buffers =
             span.in_scope(|| work.wait()).map_err(|source| group.members().communication_failed(what, source))?;
         drop(told);
-        let shards = members.iter().map(|&position| group.params()[position].region().elements());
+        let shards = members.iter().map(|&position| match over {
+            Over::Shards => group.params()[position].shard_len(),
+            Over::Replicas | Over::TensorParallel => group.params()[position].region().elements(),
+        });
         let expected = || shards.clone().chain(rule.told.then_some(members.len()));
         if buffers.iter().map(Buffer::len).ne(expected()) {
             bail!(
@@ -324,11 +335,37 @@ impl ParamGroup {
         self.told(members, &used.collect::<Vec<_>>())
     }
 
+    /// Reduced shards, and what is told of them, as each replica gets its part.
+    fn parts_for_replicas(&self, members: &[usize], buffers: Vec<Buffer>, replicas: usize) -> Result<Vec<ScatterPart>> {
+        let mut parts = vec![];
+        for (at, buffer) in buffers.into_iter().enumerate() {
+            let Some(&position) = members.get(at) else {
+                // What is told, which all get.
+                let numbers = to_numbers(&buffer)?.repeat(replicas);
+                parts.push(ScatterPart { input: self.told(members, &numbers)?, counts: vec![buffer.len(); replicas] });
+                self.members().pool.give(buffer);
+                continue;
+            };
+            let param = &self.params()[position];
+            let Some(divided) = param.parts() else { bail!("parameter `{}` is not divided", param.name()) };
+            let input = match divided.layout().is_concatenation() {
+                true => buffer,
+                false => self.packed(divided.layout(), buffer)?,
+            };
+            parts.push(ScatterPart { input, counts: divided.layout().counts() });
+        }
+        Ok(parts)
+    }
+
     fn pack(&self, param: &FsdpParam, grad: Buffer) -> Result<Buffer> {
-        let mut shards = self.members().pool.take(grad.dtype(), grad.len()).map_err(Error::from)?;
-        param.layout().pack(&grad, &mut shards)?;
-        self.members().pool.give(grad);
-        Ok(shards)
+        self.packed(param.layout(), grad)
+    }
+
+    fn packed(&self, layout: &ShardLayout, whole: Buffer) -> Result<Buffer> {
+        let mut parts = self.members().pool.take(whole.dtype(), whole.len()).map_err(Error::from)?;
+        layout.pack(&whole, &mut parts)?;
+        self.members().pool.give(whole);
+        Ok(parts)
     }
 
     /// Files reduced shards of gradients with their parameters.

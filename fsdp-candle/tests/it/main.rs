@@ -29,6 +29,7 @@ mod muon;
 mod numerics;
 mod offload;
 mod optimizers;
+mod over_replicas;
 mod parallel_params;
 mod parity;
 mod past_the_hooks;

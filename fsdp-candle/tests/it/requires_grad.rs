@@ -23,7 +23,7 @@ const PHASES: [fn(&str) -> bool; 5] = [
     |name| !name.starts_with("blocks.1") || name.ends_with("up.bias"),
     |_| true,
 ];
-const LR: f64 = 0.3;
+const LR: f64 = 0.03;
 
 type Named = BTreeMap<String, Vec<f32>>;
 

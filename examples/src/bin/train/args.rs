@@ -214,6 +214,11 @@ pub(crate) struct Args {
     #[arg(long, help_heading = "Sharding")]
     pub(crate) sequence_parallel: bool,
 
+    /// With --replicate: divide each shard, its gradient and optimizer state over the copies as well, each of which
+    /// updates its part. They gather shards once a step; as many bytes travel
+    #[arg(long, help_heading = "Sharding")]
+    pub(crate) shard_optimizer_over_replicas: bool,
+
     /// What becomes of gathered parameters between forward and backward: `always` frees them (ZeRO-3), `never` keeps
     /// them (ZeRO-2), `default` keeps only those outside the blocks, a number K keeps what K neighbouring processes
     /// need to gather them again among themselves

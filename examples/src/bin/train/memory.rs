@@ -72,7 +72,8 @@ fn needs(args: &Args, config: &ModelConfig, lora: Option<&Lora>, positions: usiz
         Some(_) => (size.base, size.adapters),
         None => (0., size.base),
     };
-    let state = F32 * (frozen + (2. + kept) * trained) / shards;
+    let holders = if args.shard_optimizer_over_replicas { shards * ranks.replicate as f64 } else { shards };
+    let state = F32 * (frozen / shards + (2. + kept) * trained / holders);
     let tokens = (args.batch_size * args.seq_len).max(FEWEST_TOKENS) as f64;
     let compute = args.param_dtype.dtype().size_in_bytes() as f64;
     let parameters = Count(size.base + size.adapters);
@@ -126,7 +127,8 @@ mod tests {
         assert_eq!(total(&["--replicate", "2"], 2), one);
         // Layers that ranks compute together are divided as well.
         assert!((0.4..0.55).contains(&(total(&["--tensor-parallel", "2"], 2) / one)));
-        // Otherwise nothing but the shards is.
+        assert_eq!(total(&["--replicate", "2", "--shard-optimizer-over-replicas"], 2), total(&[], 2));
+        // Nothing but the shards is divided.
         assert!(total(&["--batch-size", "4000"], 2) > 4000. * 128. * 688. * 4.);
         assert!(total(&["--lora-rank", "8"], 1) < one / 2.);
         assert!(total(&["--lora-rank", "4611686018427387904"], 1) > 1e21);

@@ -101,6 +101,7 @@ impl Setup {
             .mp_policy(policy)
             .all_gather_extension(move |name| all_gather.extension(name))
             .reshard_after_forward(args.reshard_after_forward)
+            .shard_optimizer_over_replicas(args.shard_optimizer_over_replicas)
             .offload_policy(args.offload.policy());
         let model = models::build(&config, &opts, &vars, options)?;
         if let Some(adapters) = &adapters {

@@ -6,7 +6,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, Layout, Result, Shape, Storage, Tensor, bail};
 
 use super::super::cpu::matrix::{Mat, MatMut, product};
 use super::super::cpu::parallel::map_rows;
@@ -63,7 +63,7 @@ pub(in crate::nn) fn affine<'a>(
         let weight = Weight::of(w)?;
         let (node, bias) = (weight.node().clone(), bias.map(Weight::of).transpose()?);
         let bias_node = bias.as_ref().map(|bias| bias.node().clone());
-        let known = Mutex::new(known.map(|(storage, _)| storage));
+        let known = Mutex::new(known.map(|(storage, _)| (storage, Shape::from(shape.as_slice()))));
         let op = Affine { function, shared, weight, bias, in_out, inputs, outputs, known };
         let y = match bias_node {
             None => x.apply_op2(&node, op),
@@ -96,7 +96,7 @@ struct Affine {
     inputs: usize,
     outputs: usize,
     /// The output, where it was computed before.
-    known: Mutex<Option<CpuStorage>>,
+    known: Mutex<Option<(Storage, Shape)>>,
 }
 
 impl Affine {
@@ -124,6 +124,9 @@ impl Affine {
     }
 
     fn forward(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        if let Some((Storage::Cpu(known), shape)) = self.known.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            return Ok((known, shape));
+        }
         let Some(shared) = &self.shared else { return self.output(x, layout) };
         let (guard, layout) = shared.values().storage_and_layout();
         self.output(cpu(&guard)?, layout)
@@ -133,9 +136,6 @@ impl Affine {
         let mut shape = layout.dims().to_vec();
         shape.pop();
         shape.push(self.outputs);
-        if let Some(known) = self.known.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            return Ok((known, shape.into()));
-        }
         let dtype = x.dtype();
         let x = floats(x, layout)?;
         let rows = x.len() / self.inputs.max(1);

@@ -21,7 +21,7 @@ mod softmax;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, CustomOp3, DType, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp1, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, bail};
 
 pub(in crate::nn) use composite::composite;
 use dims::Dims;
@@ -266,7 +266,7 @@ struct Attention {
     shape: Dims,
     log_sums: Arc<OnceLock<Vec<f32>>>,
     /// The output, where it was computed before.
-    known: Mutex<Option<CpuStorage>>,
+    known: Mutex<Option<Storage>>,
 }
 
 impl Attention {
@@ -277,7 +277,7 @@ impl Attention {
     ) -> Result<(CpuStorage, Shape)> {
         let Dims { batch, queries, n_heads, dim, .. } = self.shape;
         let shape = Shape::from((batch, queries, n_heads * dim));
-        if let Some(known) = self.known.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        if let Some(Storage::Cpu(known)) = self.known.lock().unwrap_or_else(PoisonError::into_inner).take() {
             return Ok((known, shape));
         }
         let (out, log_sums) = compute()?;

@@ -1,0 +1,367 @@
+//! HSDP whose replicas divide shards among them, against HSDP whose replicas hold the same.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Module, Tensor};
+use fsdp_candle::{
+    AdamW, AdamWConfig, Error, Float8, FsdpModule, FullyShard, GradcheckOptions, MixedPrecisionPolicy, Placement,
+    Recurse, ReshardAfterForward, ShardPlacement, ShardedVarMap, StateDictOptions, ValuesOf, World, check_finite,
+    clip_grad_norm, fully_shard, get_state_dict, gradcheck, load_model, load_optimizer, model_tensors, nn, no_grad,
+    optimizer_tensors, optimizer_values, set_state_dict, shard,
+};
+use fsdp_ckpt::{LoadOptions, SaveState, save};
+
+use crate::common::{Block, Model, WIDTH, batch, counted, loss_of, ranks, sharded};
+
+const CONFIG: AdamWConfig = AdamWConfig { lr: 0.02, betas: (0.9, 0.95), eps: 1e-8, weight_decay: 0.1 };
+
+fn map(world: &World, replicas: usize) -> ShardedVarMap {
+    let dims = [("dp_replicate", replicas), ("dp_shard", world.size() / replicas)];
+    ShardedVarMap::new(&world.mesh(&dims).unwrap(), world.device())
+}
+
+fn values(tensor: &Tensor) -> Vec<f32> {
+    tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// All parameters and moments, whole.
+fn state(vars: &ShardedVarMap, optim: &AdamW) -> Vec<(String, Vec<f32>)> {
+    let options = StateDictOptions { full_state_dict: true, ..StateDictOptions::default() };
+    let (model, optim) = get_state_dict(vars, optim, &options).unwrap();
+    let all = model.tensors.into_iter().chain(optim.tensors);
+    all.map(|(name, state)| (name, values(&state.tensor))).collect()
+}
+
+/// How a run differs from the plainest.
+#[derive(Clone, Default)]
+struct Way {
+    options: Option<fn(FullyShard) -> FullyShard>,
+    /// Micro-batches a step: of these, how many reduce over nothing, and how many over shards alone.
+    apart: [usize; 2],
+    clip: Option<f64>,
+    evaluates: bool,
+}
+
+type Run = (Vec<f32>, Vec<f64>, Vec<(String, Vec<f32>)>);
+
+fn train(world: &World, replicas: usize, divided: bool, way: &Way) -> Run {
+    let vars = map(world, replicas);
+    let opts = FullyShard::new(&vars).shard_optimizer_over_replicas(divided);
+    let opts = way.options.map_or(opts.clone(), |options| options(opts));
+    let model = sharded(&opts, &vars, WIDTH);
+    let mut optim = AdamW::new(vars.trainable(), CONFIG).unwrap();
+    let (mut losses, mut norms) = (vec![], vec![]);
+    for step in 0..4 {
+        let [unsynced, unreplicated] = way.apart;
+        let micros = unsynced + unreplicated + 1;
+        let mut grads = None;
+        for micro in 0..micros {
+            model.set_requires_gradient_sync(micro >= unsynced, Recurse::Yes);
+            model.set_requires_all_reduce(micro + 1 == micros, Recurse::Yes);
+            let loss = loss_of(&model, &batch(world.rank() + 10 * step + 3 * micro, WIDTH));
+            if way.evaluates {
+                no_grad(|| loss_of(&model, &batch(0, WIDTH)));
+            }
+            losses.push(loss.to_scalar().unwrap());
+            grads = Some(model.backward(&loss).unwrap());
+        }
+        let mut grads = grads.unwrap();
+        norms.push(clip_grad_norm(&vars, &mut grads, way.clip.unwrap_or(f64::INFINITY)).unwrap());
+        optim.step(&grads).unwrap();
+    }
+    (losses, norms, state(&vars, &optim))
+}
+
+#[test]
+fn losses_and_states_are_those_of_replicas_that_hold_the_same() {
+    // Heads of two rows over three and six ranks: uneven and empty parts.
+    for (size, replicas) in [(2, 2), (4, 2), (6, 2), (6, 3), (4, 4), (3, 1)] {
+        let ways: [(&str, Way); 6] = [
+            ("plain", Way::default()),
+            ("two micro-batches without communication", Way { apart: [2, 0], ..Way::default() }),
+            ("two micro-batches within replicas", Way { apart: [0, 2], ..Way::default() }),
+            ("both, and evaluations", Way { apart: [1, 1], evaluates: true, ..Way::default() }),
+            ("kept", Way { options: Some(|o| o.reshard_after_forward(ReshardAfterForward::Never)), ..Way::default() }),
+            ("half", Way { options: Some(|o| o.mp_policy(half())), apart: [0, 1], ..Way::default() }),
+        ];
+        for (name, way) in ways {
+            ranks(size, |world| {
+                let (losses, norms, state) = train(&world, replicas, true, &way);
+                let (want_losses, want_norms, want) = train(&world, replicas, false, &way);
+                // Sums are made in one order, whoever adds up: the same bits.
+                assert_eq!(losses, want_losses, "{size} {replicas} {name}");
+                for (norm, want) in norms.iter().zip(want_norms) {
+                    assert!((norm - want).abs() < 1e-6 * want, "{size} {replicas} {name}: {norm} and {want}");
+                }
+                assert!(state == want, "{size} {replicas} {name}");
+            });
+        }
+    }
+}
+
+fn half() -> MixedPrecisionPolicy {
+    MixedPrecisionPolicy { param_dtype: Some(DType::BF16), ..Default::default() }
+}
+
+#[test]
+fn clipped_steps_are_the_same_up_to_the_rounding_of_a_norm() {
+    let way = Way { clip: Some(0.1), ..Way::default() };
+    for (size, replicas) in [(4, 2), (6, 3)] {
+        ranks(size, |world| {
+            let (losses, _, state) = train(&world, replicas, true, &way);
+            let (want_losses, want_norms, want) = train(&world, replicas, false, &way);
+            assert!(want_norms.iter().all(|norm| *norm > 0.1));
+            let all =
+                losses.iter().zip(&want_losses).chain(state.iter().zip(&want).flat_map(|(a, b)| a.1.iter().zip(&b.1)));
+            for (got, want) in all {
+                assert!((got - want).abs() <= 2e-6 * want.abs().max(0.1), "{got} and {want}");
+            }
+        });
+    }
+}
+
+#[test]
+fn whatever_is_gathered_and_however() {
+    let columns: fn(FullyShard) -> FullyShard =
+        |opts| opts.shard_placement_fn(|_, shape| (shape == [WIDTH, 3 * WIDTH]).then(|| ShardPlacement::from(1)));
+    let eight_bits: fn(FullyShard) -> FullyShard =
+        |opts| opts.all_gather_extension(|name| name.ends_with("weight").then(|| Arc::new(Float8) as Arc<_>));
+    let neighbours: fn(FullyShard) -> FullyShard = |opts| opts.reshard_after_forward(ReshardAfterForward::To(2));
+    for (size, replicas, options) in
+        [(6, 3, columns), (6, 2, columns), (6, 3, eight_bits), (4, 2, eight_bits), (8, 2, neighbours)]
+    {
+        ranks(size, |world| {
+            let way = Way { options: Some(options), ..Way::default() };
+            assert!(train(&world, replicas, true, &way).2 == train(&world, replicas, false, &way).2);
+        });
+    }
+    ranks(4, |world| {
+        let vars = map(&world, 2);
+        let opts = FullyShard::new(&vars).shard_optimizer_over_replicas(true).shard_placement_fn(|_, _| Some(1.into()));
+        let built = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear_no_bias(6, 4, vb));
+        let error = built.err().unwrap().to_string();
+        assert!(error.contains("does not divide evenly over 2 shard ranks and 2 replicas"), "{error}");
+    });
+}
+
+#[test]
+fn units_by_name_unused_parameters_and_frozen_ones() {
+    ranks(4, |world| {
+        let run = |divided: bool| {
+            let vars = map(&world, 2);
+            vars.freeze(|name| name == "blocks.0.weight");
+            let opts = FullyShard::new(&vars).shard_optimizer_over_replicas(divided).units(["blocks.*"]);
+            let vb = vars.builder(DType::F32);
+            let model = shard(&opts, vb, |vb| {
+                let blocks = (0..3)
+                    .map(|i| nn::linear(WIDTH, WIDTH, vb.pp(format!("blocks.{i}"))))
+                    .collect::<candle_core::Result<Vec<_>>>()?;
+                Ok(Model { blocks, head: nn::linear(WIDTH, 2, vb.pp("head"))? })
+            })
+            .unwrap();
+            model.set_reduce_scatter_unused_params(true, Recurse::Yes);
+            let mut optim = AdamW::new(vars.trainable(), CONFIG).unwrap();
+            for step in 0..3 {
+                let x = batch(world.rank() + step, WIDTH);
+                // Each rank leaves out another block.
+                let y = model.call(|model| {
+                    let used = model.blocks.iter().enumerate().filter(|(i, _)| i % 4 != world.rank());
+                    model.head.forward(&used.map(|(_, block)| block).try_fold(x, |x, block| block.forward(&x))?)
+                });
+                let grads = model.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap()).unwrap();
+                optim.step(&grads).unwrap();
+            }
+            vars.set_requires_grad(false, |name| name.starts_with("blocks.1")).unwrap();
+            let y = model.call(|model| model.forward(&batch(world.rank(), WIDTH))).unwrap();
+            optim.step(&model.backward(&y.sum_all().unwrap()).unwrap()).unwrap();
+            state(&vars, &optim)
+        };
+        assert!(run(true) == run(false));
+    });
+}
+
+#[test]
+fn a_failed_step_several_forwards_and_values_that_are_set() {
+    ranks(4, |world| {
+        let run = |divided: bool| {
+            let vars = map(&world, 2);
+            let model = sharded(&FullyShard::new(&vars).shard_optimizer_over_replicas(divided), &vars, WIDTH);
+            let x = batch(world.rank(), WIDTH);
+            let two = (loss_of(&model, &x) + loss_of(&model, &batch(7, WIDTH))).unwrap();
+            let grads = model.backward(&two).unwrap();
+            let mut seen: Vec<Vec<f32>> = vec![];
+            let mut optim = AdamW::new(vars.trainable(), CONFIG).unwrap();
+            optim.step(&grads).unwrap();
+            let failed = model.call(|_| candle_core::bail!("on purpose")).map(|()| ());
+            assert!(failed.unwrap_err().to_string().contains("on purpose"));
+            seen.push(values(&no_grad(|| loss_of(&model, &x))));
+            // A state dict in place of what the next forward would have found.
+            let options = StateDictOptions::default();
+            let (dict, moments) = get_state_dict(&vars, &optim, &options).unwrap();
+            let halved = dict.tensors.iter().map(|(name, state)| {
+                let tensor = (&state.tensor * 0.5).unwrap();
+                (name.clone(), fsdp_candle::StateTensor { tensor, ..state.clone() })
+            });
+            let dict = fsdp_candle::StateDict { tensors: halved.collect(), values: dict.values.clone() };
+            set_state_dict(&vars, &mut optim, &dict, &moments, &options).unwrap();
+            seen.push(values(&no_grad(|| loss_of(&model, &x))));
+            model.unshard().unwrap();
+            model.reshard().unwrap();
+            let grads = model.backward(&loss_of(&model, &x)).unwrap();
+            let wrong = check_finite(&vars, &[ValuesOf::Parameters, ValuesOf::Gradients(&grads)]);
+            assert!(wrong.is_ok());
+            (seen, state(&vars, &optim))
+        };
+        assert!(run(true) == run(false));
+    });
+}
+
+#[test]
+fn gradients_are_checked_and_what_is_not_finite_is_found() {
+    ranks(6, |world| {
+        let vars = map(&world, 3);
+        let model = sharded(&FullyShard::new(&vars).shard_optimizer_over_replicas(true), &vars, WIDTH);
+        gradcheck(&model, &GradcheckOptions::default(), |model| {
+            model.forward(&batch(world.rank(), WIDTH))?.sqr()?.mean_all()
+        })
+        .unwrap();
+        // One element of one part.
+        let weight = vars.get("blocks.1.down.weight").unwrap();
+        if world.rank() == 4 {
+            let bad = (weight.var().zeros_like().unwrap() / 0.).unwrap();
+            weight.var().set(&bad).unwrap();
+        }
+        let own = weight.region().elements();
+        let Err(Error::NonFinite(found)) = check_finite(&vars, &[ValuesOf::Parameters]) else { panic!("not found") };
+        assert_eq!((found.tensors.len(), found.ranks), (1, vec![4]));
+        let on_4 = ranks_elements(&world, own);
+        assert_eq!(found.tensors[0].values, on_4[4] as u64);
+    });
+}
+
+fn ranks_elements(world: &World, own: usize) -> Vec<usize> {
+    let all = world.group().gather_values(vec![own as i64]).unwrap();
+    all.into_iter().map(|count| count as usize).collect()
+}
+
+#[test]
+fn checkpoints_go_to_and_from_other_ways_of_sharding() {
+    let dir = tempfile::tempdir().unwrap();
+    // Size, replicas, divided.
+    let ways = [(4, 2, true), (6, 3, true), (4, 2, false), (3, 1, false), (1, 1, false), (6, 2, true)];
+    let step = |vars: &ShardedVarMap, model: &FsdpModule<Model<FsdpModule<Block>>>, optim: &mut AdamW| {
+        let grads = model.backward(&loss_of(model, &batch(0, WIDTH))).unwrap();
+        optim.step(&grads).unwrap();
+        state(vars, optim)
+    };
+    for (from, (size, replicas, divided)) in ways.into_iter().enumerate() {
+        let path = dir.path().join(format!("{from}"));
+        let states = ranks(size, |world| {
+            let vars = map(&world, replicas);
+            let model = sharded(&FullyShard::new(&vars).shard_optimizer_over_replicas(divided), &vars, WIDTH);
+            let mut optim = AdamW::new(vars.trainable(), CONFIG).unwrap();
+            let saved = step(&vars, &model, &mut optim);
+            let mut tensors = model_tensors(&vars).unwrap();
+            tensors.extend(optimizer_tensors(&optim).unwrap());
+            let values = optimizer_values(&optim);
+            save(&path, world.group(), &SaveState { mesh: vars.mesh().layout().clone(), tensors, values }).unwrap();
+            (saved, step(&vars, &model, &mut optim))
+        });
+        for (size, replicas, divided) in ways {
+            ranks(size, |world| {
+                let vars = map(&world, replicas);
+                let model = sharded(&FullyShard::new(&vars).shard_optimizer_over_replicas(divided), &vars, WIDTH);
+                let mut optim = AdamW::new(vars.trainable(), CONFIG).unwrap();
+                no_grad(|| loss_of(&model, &batch(0, WIDTH)));
+                let source = fsdp_ckpt::open(&path).unwrap();
+                load_model(&vars, &*source, &LoadOptions::default()).unwrap();
+                load_optimizer(&mut optim, &*source, &LoadOptions::default()).unwrap();
+                assert!(state(&vars, &optim) == states[0].0, "{from} to {size} {replicas} {divided}");
+                let next = step(&vars, &model, &mut optim);
+                for ((name, next), (_, want)) in next.iter().zip(&states[0].1) {
+                    let near = next.iter().zip(want).all(|(a, b)| (a - b).abs() < 2e-5 * b.abs().max(0.1));
+                    assert!(near, "{from} to {size} {replicas} {divided}: {name}");
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn placements_are_strided_over_replicas() {
+    ranks(6, |world| {
+        let vars = map(&world, 3);
+        let opts = FullyShard::new(&vars).shard_optimizer_over_replicas(true);
+        let model = fully_shard(&opts, vars.builder(DType::F32), |vb| vb.get((8, 2), "weight")).unwrap();
+        let weight = &model.params()[0];
+        assert_eq!(weight.placements(), [Placement::StridedShard { dim: 0, split_factor: 2 }, Placement::Shard(0)]);
+        // Four rows a shard, of which the replicas have two, two and none.
+        let (replica, shard) = (world.rank() / 2, world.rank() % 2);
+        let rows = [2, 2, 0][replica];
+        assert_eq!(weight.var().dims(), [rows, 2]);
+        assert!(rows == 0 || weight.region().offsets == [4 * shard + 2 * replica, 0]);
+        assert_eq!(ranks_elements(&world, weight.region().elements()).iter().sum::<usize>(), 16);
+    });
+}
+
+/// What a step issues, in calls and bytes, against the formula: with `P` parameters a unit, `R` replicas and `S` shard
+/// ranks, a rank gives `P / (R S)` to the gather over replicas once, `P / S` to the all-gathers of forward and backward,
+/// `P` to the reduce-scatter over shard ranks, and `P / S` to that over replicas.
+#[test]
+fn a_step_communicates_what_the_formula_says() {
+    const ROWS: usize = 24;
+    for (replicas, shards) in [(2, 2), (2, 3), (3, 2)] {
+        counted(replicas * shards, |world, counts| {
+            let build = |divided: bool| {
+                let vars = map(&world, replicas);
+                let opts = FullyShard::new(&vars).shard_optimizer_over_replicas(divided);
+                let vb = vars.builder(DType::F32);
+                let blocks = (0..2)
+                    .map(|i| fully_shard(&opts, vb.pp(i), |vb| nn::linear_no_bias(ROWS, ROWS, vb)).unwrap())
+                    .collect::<Vec<_>>();
+                let model = fully_shard(&opts, vb, |_| Ok(blocks)).unwrap();
+                model.set_implicit_prefetch(false);
+                (vars, model)
+            };
+            let loss = |model: &FsdpModule<Vec<FsdpModule<nn::Linear>>>| {
+                let x = batch(world.rank(), ROWS);
+                let y = model.call(|blocks| blocks.iter().try_fold(x, |x, block| block.forward(&x)));
+                y.unwrap().sqr().unwrap().mean_all().unwrap()
+            };
+            let bytes = ROWS * ROWS * 4;
+            let (p_rs, p_s) = (bytes / (replicas * shards), bytes / shards);
+            let sorted = |mut counts: Vec<(&'static str, usize)>| {
+                counts.sort();
+                counts
+            };
+            let times = |count: usize, what: (&'static str, usize)| vec![what; count];
+
+            let (_vars, model) = build(true);
+            counts.take();
+            model.backward(&loss(&model)).unwrap();
+            let mut want = times(2, ("all_gather", p_rs));
+            want.extend(times(4, ("all_gather", p_s)));
+            want.extend([times(2, ("reduce_scatter", bytes)), times(2, ("reduce_scatter", p_s))].concat());
+            assert_eq!(sorted(counts.take()), sorted(want.clone()));
+            // Two micro-batches that hand out one gradient: the shards are gathered once.
+            model.set_requires_all_reduce(false, Recurse::Yes);
+            model.backward(&loss(&model)).unwrap();
+            model.set_requires_all_reduce(true, Recurse::Yes);
+            model.backward(&loss(&model)).unwrap();
+            want.extend([times(4, ("all_gather", p_s)), times(2, ("reduce_scatter", bytes))].concat());
+            assert_eq!(sorted(counts.take()), sorted(want));
+
+            // An evaluation gathers once more, and leaves nothing for the next step.
+            no_grad(|| loss(&model));
+            assert_eq!(counts.names(), ["all_gather"; 4]);
+
+            // Of replicas that hold the same, an all-reduce in place of gather and reduce-scatter.
+            let (_vars, model) = build(false);
+            counts.take();
+            model.backward(&loss(&model)).unwrap();
+            let mut want = times(4, ("all_gather", p_s));
+            want.extend([times(2, ("reduce_scatter", bytes)), times(2, ("all_reduce", p_s))].concat());
+            assert_eq!(sorted(counts.take()), sorted(want));
+        });
+    }
+}
