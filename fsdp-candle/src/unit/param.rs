@@ -2,7 +2,7 @@
 //! backward.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, LazyLock, OnceLock, Weak};
+use std::sync::{Arc, LazyLock, OnceLock};
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Shape, Tensor, TensorId, Var, bail};
