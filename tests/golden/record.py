@@ -1,12 +1,12 @@
 """Records runs of PyTorch FSDP2, on two CPU ranks:
-torchrun --nproc-per-node 2 record.py --out DIR [--models NAME ..] [--runs RUN ..] [--from DIR] [--final]
+torchrun --nproc-per-node 2 record.py --out DIR [--models NAME ..] [--runs RUN ..] [--from DIR] [--final] [--save STEP]
 
     pip install -r ../interop/requirements.txt
 
 Each model beside this file is trained as README.md says, into DIR/NAME/RUN.json (without --models the first two). With
 --from, the runs go on from what candle-fsdp has saved (or `fsdp-ckpt convert` has made of it) as DIR/NAME/step-N, and
-the files have the steps after it. With --final, DIR/NAME/final.safetensors is the model after the last step. On another
-number of ranks the file is called RUN_of_RANKS.json.
+the files have the steps after it. With --final, DIR/NAME/final.safetensors is the model after the last step, and with
+--save, DIR/NAME/RUN-step-STEP a checkpoint of DCP. On another number of ranks the file is called RUN_of_RANKS.json.
 """
 
 import argparse
@@ -270,7 +270,7 @@ def save(name, model, file):
             file.write_bytes((pathlib.Path(folder) / "model.safetensors").read_bytes())
 
 
-def train(name, run, checkpoint=None, final=None):
+def train(name, run, checkpoint=None, final=None, saved=None):
     own = HERE / name / "tokens.bin"
     file = own if own.exists() else HERE / "tokens.bin"
     tokens = torch.from_numpy(numpy.fromfile(file, dtype="<u2").astype("int64"))
@@ -302,6 +302,9 @@ def train(name, run, checkpoint=None, final=None):
         trajectory.append({"step": step, "loss": mean.item(), "grad_norm": norm if math.isfinite(norm) else None})
         if run.loss_scale is not None:
             trajectory[-1]["next_loss_scale"] = scaler.get_scale()
+        if saved and step == saved[0]:
+            state = dict(zip(("model", "optim"), get_state_dict(model, optims, options=FLAT)))
+            dcp.save(state, checkpoint_id=saved[1])
     if final:
         save(name, model, final)
     return trajectory
@@ -314,6 +317,7 @@ def main():
     parser.add_argument("--runs", nargs="+", choices=RUNS | OF_OPTIMIZERS)
     parser.add_argument("--from", dest="checkpoints", type=pathlib.Path)
     parser.add_argument("--final", action="store_true")
+    parser.add_argument("--save", type=int, metavar="STEP")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -327,7 +331,8 @@ def main():
             checkpoint = options.checkpoints and next((options.checkpoints / name).glob("step-*"))
             (options.out / name).mkdir(parents=True, exist_ok=True)
             final = options.out / name / "final.safetensors" if options.final else None
-            trajectory = train(name, run, checkpoint, final)
+            saved = options.save and (options.save, options.out / name / f"{file}-step-{options.save}")
+            trajectory = train(name, run, checkpoint, final, saved)
             size = dist.get_world_size()
             settings = {"torch": torch.__version__, "world_size": size, "batch_per_rank": sequences(name) // size}
             settings |= {"seq_len": LENGTH, "steps": STEPS, "clip_grad_norm": CLIP}

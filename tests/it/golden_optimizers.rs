@@ -61,20 +61,22 @@ fn adamw() {
     follows("run_adamw_groups", "1e-3", &[], NEAR);
 }
 
-/// Muon rounds to bf16, and PyTorch's products of shards are rounded before they are added up over ranks: how far runs
-/// of PyTorch on one and two ranks are from each other is in the README of tests/golden.
+/// Muon rounds to bf16, where the last bit of a gradient now and then becomes one of 8 bits: PyTorch on one rank differs
+/// from PyTorch on two by 9.1e-6 and 6.2e-5, and ours was seen to differ by 1.2e-5 and 1.7e-4.
 #[test]
 fn muon() {
-    follows("run_muon", "1e-3", &["--optimizer", "muon"], Difference { loss: 2e-5, grad_norm: 2e-4 });
+    follows("run_muon", "1e-3", &["--optimizer", "muon"], Difference { loss: 2e-5, grad_norm: 4e-4 });
 }
 
+/// By 5.9e-5 and 6.4e-4, and by 5.5e-5 and 7.2e-4.
 #[test]
 fn muon_with_a_learning_rate_of_its_own() {
     let flags = ["--optimizer", "muon", "--muon-lr", "1e-2", "--muon-adjust-lr", "original"];
     follows("run_muon_original", "1e-3", &flags, Difference { loss: 1e-4, grad_norm: 2e-3 });
 }
 
-/// Against AdamW in f32: all parameters but none in 8 bits by default are as small as these.
+/// Against AdamW in f32, from which it was seen to differ by 4e-5 and 7e-4. All parameters of this model are smaller
+/// than what is kept in 8 bits by default.
 #[test]
 fn adamw_with_moments_of_8_bits() {
     let recorded = Trajectory::recorded(MODEL, "run_adamw_groups");
@@ -82,7 +84,7 @@ fn adamw_with_moments_of_8_bits() {
         let dir = tempfile::tempdir().unwrap();
         let flags = ["--optimizer", "adamw8bit", "--min-8bit-size", "1"];
         let difference = train(ranks, "1e-3", &flags, dir.path()).difference(&recorded);
-        let (near, rounded) = (Difference { loss: 2e-3, grad_norm: 2e-2 }, 1e-6);
+        let (near, rounded) = (Difference { loss: 2e-4, grad_norm: 4e-3 }, 1e-6);
         assert!(difference.is_within(near) && difference.loss > rounded, "{ranks} ranks: {difference:?}");
     }
 }

@@ -15,8 +15,13 @@ struct Memory {
 }
 
 fn memory(ranks: usize, mode: &str) -> Memory {
+    memory_of(ranks, mode, "adamw")
+}
+
+fn memory_of(ranks: usize, mode: &str, optimizer: &str) -> Memory {
     let dir = tempfile::tempdir().unwrap();
-    let run = launch(ranks, "bench", &["memory", "--json", "--mode", mode], dir.path()).ok();
+    let args = ["memory", "--json", "--mode", mode, "--optimizer", optimizer];
+    let run = launch(ranks, "bench", &args, dir.path()).ok();
     let line = run.stdout.lines().find(|line| line.contains('{')).unwrap();
     let report: Value = serde_json::from_str(&line[line.find('{').unwrap()..]).unwrap();
     let number = |key: &str| report[key].as_u64().unwrap();
@@ -60,6 +65,23 @@ fn keeping_parameters_costs_the_model_and_plain_candle_holds_everything() {
     assert!(plain.resident >= 4 * plain.model && plain.resident <= 4 * plain.model + SLACK, "{}", plain.resident);
     assert!(zero3.resident + zero3.transient < zero2.resident + zero2.transient);
     assert!(zero2.resident + zero2.transient < plain.resident + plain.transient);
+}
+
+#[test]
+fn moments_in_8_bits_take_a_quarter_and_momentum_a_half() {
+    let kept = |ranks: usize, optimizer: &str| {
+        let Memory { model, phases: [build, made, ..], resident, .. } = memory_of(ranks, "zero3", optimizer);
+        // Parameters and gradients besides, of which nothing changes.
+        let share = model / ranks as u64;
+        assert!(resident.abs_diff(2 * share + made - build) <= SLACK, "{optimizer}: {resident} and {}", made - build);
+        (made - build) as f64 / (2 * share) as f64
+    };
+    for ranks in [1, 2, 4] {
+        let [f32s, of_8_bits, momentum] = ["adamw", "adamw8bit", "sgd"].map(|optimizer| kept(ranks, optimizer));
+        assert!((f32s - 1.).abs() < 0.01 && (momentum - 0.5).abs() < 0.01, "{ranks} ranks: {f32s} {momentum}");
+        // A scale for 256 codes is a 64th more.
+        assert!((0.25..0.27).contains(&of_8_bits), "{ranks} ranks: {of_8_bits}");
+    }
 }
 
 #[test]

@@ -26,32 +26,36 @@ pub(crate) struct Magnitudes {
     pub(crate) values: Vec<f32>,
     /// Between each and the next.
     pub(crate) middles: Vec<f32>,
-    /// The code of the least number of each bucket: numbers whose bits of exponent and upper mantissa are the same.
+    /// The code of the least number of each bucket, numbers whose bits of exponent and upper mantissa are the same.
     first: Vec<u8>,
 }
 
 /// 128 magnitudes from 3e-6.
-pub(crate) static SIGNED: LazyLock<Magnitudes> = LazyLock::new(|| Magnitudes::new(1..7, 0));
+pub(crate) static SIGNED: LazyLock<Magnitudes> = LazyLock::new(|| Magnitudes::new(1));
 /// 256 magnitudes from 3e-7.
-pub(crate) static UNSIGNED: LazyLock<Magnitudes> = LazyLock::new(|| Magnitudes::new(0..7, 1));
+pub(crate) static UNSIGNED: LazyLock<Magnitudes> = LazyLock::new(|| Magnitudes::new(0));
 
 /// The upper 16 bits of 2^-24, below which all is 0, and of 1.
 const LOWEST: u32 = 0x3380;
 const HIGHEST: u32 = 0x3f80;
 
+/// The largest numbers of the decades.
+const UNITS: [f64; 7] = [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.];
+
 impl Magnitudes {
-    fn new(decades: std::ops::Range<i32>, more: i32) -> Self {
+    /// Those of decades, the first of which has two.
+    fn new(first: usize) -> Self {
         let mut values = vec![0f32];
-        for decade in decades {
-            let (count, unit) = (1 << (decade + more), 10f64.powi(decade - 6));
+        for (decade, unit) in UNITS[first..].iter().enumerate() {
+            let count = 2u32 << decade;
             let step = 0.9 / f64::from(count);
             values.extend((0..count).map(|at| (unit * (0.1 + (f64::from(at) + 0.5) * step)) as f32));
         }
         values.push(1.);
         let middles: Vec<f32> = values.windows(2).map(|pair| (pair[0] + pair[1]) / 2.).collect();
         let code = |number: f32| middles.iter().filter(|middle| number > **middle).count() as u8;
-        let first = (LOWEST..=HIGHEST).map(|bits| if bits == LOWEST { 0 } else { code(f32::from_bits(bits << 16)) });
-        let first = first.collect();
+        let codes = (LOWEST..=HIGHEST).map(|bits| if bits == LOWEST { 0 } else { code(f32::from_bits(bits << 16)) });
+        let first = codes.collect();
         Magnitudes { values, middles, first }
     }
 

@@ -7,8 +7,10 @@ use candle_core::{DType, Module, Tensor};
 use fsdp_candle::{
     Adam, AdamConfig, AdamW, AdamWConfig, CandleOptimizer, FsdpModule, FsdpParam, FullyShard, GradScaler, NamePattern,
     Optimizers, SGD, SgdConfig, ShardedOptimizer, ShardedVarMap, StateDictOptions, World, fully_shard,
-    get_optimizer_state_dict, group_by_name, nn, optimizer_tensors, set_optimizer_state_dict,
+    get_optimizer_state_dict, group_by_name, load_param_groups, nn, optimizer_tensors, optimizer_values,
+    set_optimizer_state_dict,
 };
+use fsdp_ckpt::{SaveState, save};
 
 use crate::common::{Gradients, device, ranks, vars, whole};
 
@@ -268,6 +270,47 @@ fn groups_of_a_state_dict_are_found_by_their_parameters() {
         dict.values["param_groups"][0]["lr"] = 9.0.into();
         set_optimizer_state_dict(&vars, &mut *optim, &dict, &options).unwrap_err();
         assert_eq!(lr(&*optim), [0.5, 0.02, 3.]);
+    });
+}
+
+/// Ours are a list of groups, PyTorch's those of each parameter by itself.
+#[test]
+fn hyper_parameters_are_read_from_checkpoints_of_both_kinds() {
+    let dir = tempfile::tempdir().unwrap();
+    ranks(2, |world| {
+        let (vars, _model) = one(&world);
+        let mut optim = mixed(vars.trainable());
+        optim.set_group_learning_rate(2, 0.25);
+        let wanted: Vec<_> = optim.param_groups().into_iter().map(|group| group.hyper).collect();
+        let ours = optimizer_values(&*optim);
+        let mut theirs = serde_json::Map::new();
+        for group in optim.param_groups() {
+            for param in group.params {
+                let key = |name: &str| format!("optim.param_groups.{}.{name}", param.name());
+                theirs.extend(group.hyper.iter().map(|(name, value)| (key(name), value.clone())));
+            }
+        }
+        let saved = |name: &str, values: &serde_json::Map<String, serde_json::Value>| {
+            let (mesh, tensors) = (vars.mesh().layout().clone(), optimizer_tensors(&*optim).unwrap());
+            let path = dir.path().join(name);
+            save(&path, world.group(), &SaveState { mesh, tensors, values: values.clone() }).unwrap();
+            fsdp_ckpt::open(&path).unwrap()
+        };
+        for (name, values) in [("ours", &ours), ("theirs", &theirs)] {
+            let source = saved(name, values);
+            let mut again = mixed(vars.trainable());
+            again.set_learning_rate(7.);
+            load_param_groups(&mut *again, &*source).unwrap();
+            let found: Vec<_> = again.param_groups().into_iter().map(|group| group.hyper).collect();
+            assert_eq!(found, wanted, "{name}");
+            // Groups that are others here.
+            let mut other = AdamW::new(vars.trainable(), AdamWConfig::default()).unwrap();
+            let error = load_param_groups(&mut other, &*source).unwrap_err().to_string();
+            assert!(error.contains("which is in the same group here"), "{error}");
+        }
+        theirs.retain(|key, _| !key.contains("up.bias"));
+        let error = load_param_groups(&mut *mixed(vars.trainable()), &*saved("lacks", &theirs)).unwrap_err();
+        assert!(error.to_string().contains("`up.bias`"), "{error}");
     });
 }
 

@@ -158,7 +158,10 @@ fn pytorch_gets_every_option_of_its_optimizer_and_gives_them_back() {
     let mesh = line(2);
     crate::world::world(2, |group| {
         let mut state = crate::world::state(&zoo(), &mesh, group.rank());
-        let group_of_ours = serde_json::json!([{ "lr": 0.25, "betas": [0.9, 0.95], "params": ["even.weight"] }]);
+        let group_of_ours = serde_json::json!([
+            { "lr": 0.25, "betas": [0.9, 0.95], "params": ["even.weight"] },
+            { "lr": 0.5, "momentum": 0.75, "params": ["of_sgd"] },
+        ]);
         state.values.insert("optim.param_groups".into(), group_of_ours);
         fsdp_ckpt::save(&src, group, &state).unwrap();
     });
@@ -170,6 +173,9 @@ fn pytorch_gets_every_option_of_its_optimizer_and_gives_them_back() {
     let option = |key: &str| &values[&format!("optim.param_groups.even.weight.{key}")];
     assert_eq!((option("lr"), option("amsgrad"), option("fused")), (&0.25.into(), &false.into(), &().into()));
     assert!(!values.contains_key("optim.param_groups") && values["step"] == 10);
+    // Those of AdamW are not those of SGD.
+    assert_eq!(values["optim.param_groups.of_sgd.momentum"], 0.75);
+    assert!(!values.contains_key("optim.param_groups.of_sgd.amsgrad"));
     assert!(succeeds(&["verify", text(&dcp)]).contains("in 3 files"));
     succeeds(&["diff", text(&dcp), text(&src)]);
 

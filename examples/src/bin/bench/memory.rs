@@ -4,9 +4,12 @@
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use candle_core::{DType, Module, Result};
-use candle_nn::{Optimizer, VarBuilder, VarMap};
+use candle_nn::{Optimizer as _, VarBuilder, VarMap};
 use clap::ValueEnum;
-use fsdp_candle::{AdamW, AdamWConfig, FullyShard, ReduceOp, ReduceScatter, ReshardAfterForward, ShardedVarMap, World};
+use fsdp_candle::{
+    AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, FullyShard, ReduceOp, ReduceScatter, ReshardAfterForward, SGD,
+    SgdConfig, ShardedOptimizer, ShardedVarMap, World,
+};
 use fsdp_core::{Allocator, ProcessGroup, ScatterPart, Work};
 use fsdp_examples::device::DeviceChoice;
 use serde::Serialize;
@@ -23,6 +26,9 @@ pub(crate) struct Args {
     /// How to train: any of these, with commas.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "zero3,zero2,plain")]
     mode: Vec<Mode>,
+    /// What steps the parameters where they are sharded.
+    #[arg(long, value_enum, default_value_t = Optimizer::Adamw)]
+    optimizer: Optimizer,
     /// Print one JSON object a mode.
     #[arg(long)]
     json: bool,
@@ -40,6 +46,28 @@ enum Mode {
     Zero2,
     /// Candle by itself: every rank holds everything.
     Plain,
+}
+
+/// An optimizer, by what it keeps.
+#[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
+enum Optimizer {
+    /// Two moments in f32
+    Adamw,
+    /// Two moments in 8 bits
+    Adamw8bit,
+    /// A buffer of momentum in f32
+    Sgd,
+}
+
+impl Optimizer {
+    fn of(self, vars: &ShardedVarMap) -> fsdp_candle::Result<Box<dyn ShardedOptimizer>> {
+        let params = vars.trainable();
+        Ok(match self {
+            Optimizer::Adamw => Box::new(AdamW::new(params, AdamWConfig::default())?),
+            Optimizer::Adamw8bit => Box::new(AdamW8bit::new(params, AdamW8bitConfig::default())?),
+            Optimizer::Sgd => Box::new(SGD::new(params, SgdConfig { momentum: 0.9, ..SgdConfig::default() })?),
+        })
+    }
 }
 
 /// Bytes, of the rank that needs most.
@@ -184,7 +212,7 @@ fn sharded(args: &Args, world: &World, reshard: ReshardAfterForward) -> anyhow::
         block.params().iter().map(|param| param.region().elements() * param.dtype().size_in_bytes()).sum()
     });
     phases.build = in_use()?;
-    let mut optim = AdamW::new(vars.trainable(), AdamWConfig::default())?;
+    let mut optim = args.optimizer.of(&vars)?;
     phases.optimizer = in_use()?;
     let x = args.shape.batch(1, world.device())?;
     let state = meter.current()?;

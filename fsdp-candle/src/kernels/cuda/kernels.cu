@@ -308,31 +308,71 @@ KERNEL(quantise_e4m3)(const float* values, const float* scales, u8* codes, u64 c
   }
 }
 
-// The code of the nearest magnitude: how many middles are below. `last` is that of 1.
-static __device__ u8 nearest(const float* middles, u32 last, float number) {
-  u32 low = 0, high = last;
-  while (low < high) {
-    const u32 at = (low + high) / 2;
-    if (number > middles[at]) low = at + 1;
-    else high = at;
-  }
-  return (u8)low;
-}
-static __device__ float inverse_of(float scale) { return scale > 0 ? 1 / scale : 0; }
-static __device__ u8 to_signed(float value, float inverse) {
-  const float number = value * inverse;
-  return (u8)(nearest(SIGNED_MIDDLES, 127, number < 0 ? -number : number) | (value < 0 ? 128 : 0));
-}
-static __device__ u8 to_unsigned(float value, float inverse) { return nearest(UNSIGNED_MIDDLES, 255, value * inverse); }
-static __device__ float signed_of(u8 code) { return code > 127 ? -SIGNED[code & 127] : SIGNED[code]; }
-static __device__ float unsigned_of(u8 code) { return UNSIGNED[code]; }
+// Magnitudes from 0 to 1: `eight_bits.rs` has the same. Decades, the first of which has two, each have twice as many as
+// the one before.
+__device__ const double UNITS[7] = {1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1};
 
-KERNEL(quantise_signed)(const float* values, const float* scales, u8* codes, u64 count, u64 width) {
-  EACH(i, count) codes[i] = to_signed(values[i], inverse_of(scales[i / width]));
-}
-KERNEL(quantise_unsigned)(const float* values, const float* scales, u8* codes, u64 count, u64 width) {
-  EACH(i, count) codes[i] = to_unsigned(values[i], inverse_of(scales[i / width]));
-}
+template <u32 first, u32 last> struct Magnitudes {
+  float values[last + 1], middles[last + 1];
+
+  // Every thread of a block calls it.
+  __device__ void fill() {
+    for (u32 code = threadIdx.x; code <= last; code += blockDim.x) values[code] = value_of(code);
+    __syncthreads();
+    for (u32 code = threadIdx.x; code < last; code += blockDim.x) middles[code] = (values[code] + values[code + 1]) / 2;
+    __syncthreads();
+  }
+
+  static __device__ float value_of(u32 code) {
+    if (code == 0 || code == last) return code ? 1.0f : 0.0f;
+    u32 at = code - 1, count = 2, decade = first;
+    for (; at >= count; count *= 2, decade++) at -= count;
+    const double step = 0.9 / (double)count;
+    return (float)(UNITS[decade] * (0.1 + ((double)at + 0.5) * step));
+  }
+
+  // The code of the nearest: how many middles are below.
+  __device__ u8 nearest(float number) const {
+    u32 low = 0, high = last;
+    while (low < high) {
+      const u32 at = (low + high) / 2;
+      if (number > middles[at]) low = at + 1;
+      else high = at;
+    }
+    return (u8)low;
+  }
+};
+struct Signed : Magnitudes<1, 127> {
+  __device__ float of(u8 code) const { return code > 127 ? -values[code & 127] : values[code]; }
+  __device__ u8 code(float value, float inverse) const {
+    const float number = value * inverse;
+    return (u8)(nearest(number < 0 ? -number : number) | (value < 0 ? 128 : 0));
+  }
+};
+struct Unsigned : Magnitudes<0, 255> {
+  __device__ float of(u8 code) const { return values[code]; }
+  __device__ u8 code(float value, float inverse) const { return nearest(value * inverse); }
+};
+static __device__ float inverse_of(float scale) { return scale > 0 ? 1 / scale : 0; }
+
+#define MAGNITUDES(name, M) \
+  KERNEL(quantise_##name)(const float* values, const float* scales, u8* codes, u64 count, u64 width) { \
+    __shared__ M magnitudes; \
+    magnitudes.fill(); \
+    EACH(i, count) codes[i] = magnitudes.code(values[i], inverse_of(scales[i / width])); \
+  }
+MAGNITUDES(signed, Signed)
+MAGNITUDES(unsigned, Unsigned)
+
+#define FROM_MAGNITUDES_AS(bits, M, name, T) \
+  KERNEL(dequantise_##bits##_##name)(const u8* codes, const float* scales, T* values, u64 count, u64 width) { \
+    __shared__ M magnitudes; \
+    magnitudes.fill(); \
+    EACH(i, count) values[i] = Float<T>::put(magnitudes.of(codes[i]) * scales[i / width]); \
+  }
+#define FROM_MAGNITUDES(name, T) \
+  FROM_MAGNITUDES_AS(signed, Signed, name, T) FROM_MAGNITUDES_AS(unsigned, Unsigned, name, T)
+FLOATS(FROM_MAGNITUDES)
 
 static __device__ float int8_of(u8 code) { return (float)(signed char)code; }
 static __device__ float e4m3_of(u8 code) {
@@ -344,9 +384,7 @@ static __device__ float e4m3_of(u8 code) {
   KERNEL(dequantise_##bits##_##name)(const u8* codes, const float* scales, T* values, u64 count, u64 width) { \
     EACH(i, count) values[i] = Float<T>::put(bits##_of(codes[i]) * scales[i / width]); \
   }
-#define DEQUANTISE(name, T) \
-  DEQUANTISE_AS(int8, name, T) DEQUANTISE_AS(e4m3, name, T) DEQUANTISE_AS(signed, name, T) \
-  DEQUANTISE_AS(unsigned, name, T)
+#define DEQUANTISE(name, T) DEQUANTISE_AS(int8, name, T) DEQUANTISE_AS(e4m3, name, T)
 FLOATS(DEQUANTISE)
 
 // ---- AdamW with moments of 8 bits ----
@@ -369,20 +407,24 @@ static __device__ void adam_8bit(T* param, const T* grad, u8* codes1, float* sca
                                  u64 count, float decay, float beta1, float rest1, float beta2, float rest2,
                                  float step_size, float root, float eps) {
   typedef Float<T> F;
+  __shared__ Signed magnitudes1;
+  __shared__ Unsigned magnitudes2;
+  magnitudes1.fill();
+  magnitudes2.fill();
   const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
   float mean = 0, square_root = 0;
   if (i < count) {
     const float g = F::get(grad[i]);
-    const float old = unsigned_of(codes2[i]) * scales2[blockIdx.x];
-    mean = beta1 * (signed_of(codes1[i]) * scales1[blockIdx.x]) + rest1 * g;
+    const float old = magnitudes2.of(codes2[i]) * scales2[blockIdx.x];
+    mean = beta1 * (magnitudes1.of(codes1[i]) * scales1[blockIdx.x]) + rest1 * g;
     const float square = beta2 * (old * old) + rest2 * g * g;
     param[i] = F::put(F::get(param[i]) * decay - step_size * mean / (sqrt(square) / root + eps));
     square_root = sqrt(square);
   }
   const float scale1 = largest_of_block(mean), scale2 = largest_of_block(square_root);
   if (i < count) {
-    codes1[i] = to_signed(mean, inverse_of(scale1));
-    codes2[i] = to_unsigned(square_root, inverse_of(scale2));
+    codes1[i] = magnitudes1.code(mean, inverse_of(scale1));
+    codes2[i] = magnitudes2.code(square_root, inverse_of(scale2));
   }
   if (threadIdx.x == 0) {
     scales1[blockIdx.x] = scale1;

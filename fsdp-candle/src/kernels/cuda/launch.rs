@@ -9,22 +9,9 @@ use cudarc::nvrtc::{CompileError, CompileOptions, compile_ptx_with_opts};
 use fsdp_core::DType;
 use fsdp_core::device::cuda::{CudaView, failed};
 
-use super::super::eight_bits::{Magnitudes, SIGNED, UNSIGNED};
 use crate::error::Error;
 
 const SOURCE: &str = include_str!("kernels.cu");
-
-/// The source behind the tables that it counts on.
-fn source() -> String {
-    let table = |name: &str, values: &[f32]| {
-        let values: Vec<String> = values.iter().map(|value| format!("{value:.9e}f")).collect();
-        format!("__device__ const float {name}[{}] = {{{}}};\n", values.len(), values.join(", "))
-    };
-    let of = |name: &str, magnitudes: &Magnitudes| {
-        table(name, &magnitudes.values) + &table(&format!("{name}_MIDDLES"), &magnitudes.middles)
-    };
-    of("SIGNED", &SIGNED) + &of("UNSIGNED", &UNSIGNED) + SOURCE
-}
 
 /// Threads of a block: `THREADS` of the source.
 pub(super) const THREADS: u32 = 256;
@@ -90,7 +77,7 @@ impl Module {
             name: Some("kernels.cu".into()),
             ..CompileOptions::default()
         };
-        let compiled = compile_ptx_with_opts(source(), options).map_err(|error| {
+        let compiled = compile_ptx_with_opts(SOURCE, options).map_err(|error| {
             let why = match error {
                 CompileError::CompileError { log, .. } => log.to_string_lossy().into_owned(),
                 other => other.to_string(),

@@ -60,12 +60,15 @@ impl Exchange<'_> {
             let group = &class.axes[axis].group;
             // Each goes where it came from.
             let goes = |place: &Place, peer: usize| place.from.last() == Some(&peer);
-            let came = |peer: usize| {
-                let back = there.iter().filter(|place| class.matrices[place.matrix].owner[axis] == peer);
-                back.cloned().collect()
-            };
-            let comes = (0..group.size()).map(came).collect();
+            let went = |at: &usize, peer: usize| class.matrices[there[*at].matrix].owner[axis] == peer;
+            let went = |peer: usize| (0..there.len()).filter(move |at| went(at, peer)).collect::<Vec<_>>();
+            let order: Vec<Vec<usize>> = (0..group.size()).map(went).collect();
+            let comes = order.iter().map(|back| back.iter().map(|&at| there[at].clone()).collect()).collect();
             pieces = self.exchange(group, pieces, goes, comes, "back from their owners")?;
+            // As they were before they went: so the ranks of the axes before expect them.
+            let mut in_order: Vec<_> = order.into_iter().flatten().zip(pieces).collect();
+            in_order.sort_by_key(|(at, _)| *at);
+            pieces = in_order.into_iter().map(|(_, piece)| piece).collect();
         }
         self.over_replicas(pieces)
     }

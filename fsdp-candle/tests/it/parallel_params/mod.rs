@@ -2,6 +2,7 @@
 
 mod layout;
 mod model;
+mod optimizers;
 mod parity;
 mod state;
 mod steps;
