@@ -59,8 +59,8 @@ pub fn all_reduce(x: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
 }
 
 /// The ranks' tensors one behind the other: input `[.., n, ..]`, of one shape on all ranks; output `[.., N * n, ..]`
-/// for `N` ranks. Backward adds up the ranks' gradients and gives each its part (a reduce-scatter), or takes this rank's
-/// part of the gradient, where all ranks have the whole.
+/// for `N` ranks. Backward adds up the ranks' gradients and gives each its part (a reduce-scatter), or takes this
+/// rank's part of the gradient, where all ranks have the whole.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};

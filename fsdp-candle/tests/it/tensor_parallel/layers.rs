@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use candle_core::{DType, Module, Result, Tensor};
+use candle_core::{DType, Module, Result, Tensor, Var};
 use candle_nn::{Init, VarBuilder};
 use fsdp_candle::activation_checkpoint::checkpoint;
 use fsdp_candle::initializer::{Initializer, Philox, ShardRequest};
@@ -244,6 +244,27 @@ impl Module for Again {
         let block = self.0.clone();
         checkpoint(move |x: Tensor| block.forward(&x), x.clone())
     }
+}
+
+#[test]
+fn a_checkpointed_block_sends_again_in_one_order() {
+    // Norm 1, queries, keys and values, output, norm 2, up, down.
+    let forward = ["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"];
+    // The same again, and then each the other way, the last one first.
+    let backward = [&forward[..], &["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"]].concat();
+    counted(2, |world, counts| {
+        let vars = parallel_vars(&world, &Block::plan(true));
+        let model = build(&vars, DType::F32, |vb| Ok(Again(Arc::new(Block::new(vb)?))));
+        let x = Var::from_tensor(&values(1, &[2, 6, WIDTH], DType::F32)).unwrap();
+        counts.take();
+        let y = model.forward(&x).unwrap();
+        assert_eq!(counts.names(), forward);
+        model.backward(&y.sum_all().unwrap()).unwrap();
+        let issued = counts.names();
+        // Terms of whole parameters' gradients are added up behind them.
+        assert_eq!(issued[..backward.len()], backward);
+        assert!(issued[backward.len()..].iter().all(|name| *name == "all_reduce"), "{issued:?}");
+    });
 }
 
 #[test]
