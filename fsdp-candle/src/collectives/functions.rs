@@ -58,9 +58,31 @@ pub fn all_reduce(x: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
     reduce(Input::Lent(x), group)
 }
 
-/// The ranks' tensors one behind the other: input `[.., n, ..]`, of one shape on all ranks; output `[.., N * n, ..]` for
-/// `N` ranks. Backward adds up the ranks' gradients and gives each its part (a reduce-scatter), or takes this rank's
-/// part of the gradient, where all ranks have the whole.
+/// The ranks' tensors one behind the other: input `[.., n, ..]`, of one shape on all ranks; output `[.., N * n, ..]`
+/// for `N` ranks. Backward adds up the ranks' gradients and gives each its part (a reduce-scatter), or takes this
+/// rank's part of the gradient, where all ranks have the whole.
+///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use fsdp_candle::collectives::{Consumers, all_gather, reduce_scatter};
+/// use fsdp_core::process_group::local;
+///
+/// // A part of a sequence on each rank, which becomes whole for a while.
+/// local::run(2, |group| {
+///     let x = Var::new(&[[1f32 + group.rank() as f32]], &Device::Cpu)?;
+///     let all = all_gather(&x, 1, &group, Consumers::Differ)?;
+///     assert_eq!(all.to_vec2::<f32>()?, [[1., 2.]]);
+///     // Each rank has a term of the result, and takes its part of the sum.
+///     let y = reduce_scatter(&(all * 10.)?, 1, &group)?;
+///     assert_eq!(y.to_vec2::<f32>()?, [[20. + 20. * group.rank() as f32]]);
+///     let gradient = y.sum_all()?.backward()?.remove(&x).unwrap();
+///     assert_eq!(gradient.to_vec2::<f32>()?, [[20.]]); // 10 by each rank's term
+///     candle_core::Result::Ok(())
+/// })
+/// .into_iter()
+/// .collect::<candle_core::Result<Vec<_>>>()?;
+/// # Ok::<(), candle_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// Those of an all-gather.
@@ -74,8 +96,8 @@ pub fn all_gather<D: Dim>(x: &Tensor, dim: D, group: &ProcessGroup, consumers: C
     of(x, gathered(x, dim, group)?, "all_gather", group, way_back)
 }
 
-/// This rank's part of the sum of the ranks' tensors: input `[.., n, ..]`, a term on each rank; output `[.., n / N, ..]`
-/// for `N` ranks. Backward gathers the parts' gradients.
+/// This rank's part of the sum of the ranks' tensors: input `[.., n, ..]`, a term on each rank; output
+/// `[.., n / N, ..]` for `N` ranks. Backward gathers the parts' gradients.
 ///
 /// # Errors
 /// When `n` does not divide by `N`, and those of a reduce-scatter.

@@ -73,8 +73,8 @@ pub fn lora<M>(base: M, in_dim: usize, out_dim: usize, config: LoraConfig, vb: V
     let adapter = Adapter::new(in_dim, out_dim, config, vb)?;
     if adapter.is_parallel() {
         bail!(
-            "lora: the plan of tensor parallelism cuts `{prefix}`, and an adapter around a layer does not know how: let \
-             `ShardedVarMap::adapt` give it to the layer"
+            "lora: the plan of tensor parallelism cuts `{prefix}`, and an adapter around a layer does not know how: \
+             let `ShardedVarMap::adapt` give it to the layer"
         );
     }
     Ok(Lora { base, adapter })

@@ -35,6 +35,8 @@
 //! - Gradients that are wrong in Candle are right here: that of `Linear` for an input that is not contiguous, of
 //!   `Conv1d`'s weight, of `ConvTranspose1d` (an error in Candle), and of convolutions whose stride leaves a rest.
 //! - Layers find the sharded parameter behind their weight, and leave its gradient where the parameter keeps it.
+//! - Under a plan of tensor parallelism ([`crate::parallelize`]) `Linear`, `Embedding` and the cross-entropies do the
+//!   collectives; [`crate::collectives`] is for modules that do something else.
 //! - On the CPU f32, f16 and bf16 run fused, half floats computed in f32 and rounded once; on other devices and for f64
 //!   each is a chain of Candle's differentiable operations.
 //!

@@ -28,9 +28,9 @@ impl Adapter {
         Adapter::new(inputs, outputs, config, vb).map(Some)
     }
 
-    /// Notes that the layer does its part under a plan. There the adapter stands before the layer's collectives: a layer
-    /// cut along its outputs has the whole `A`, of whose gradient each rank has a term, and its part of `B`; one cut
-    /// along its inputs its part of `A`, and the whole `B`.
+    /// Notes that the layer does its part under a plan. There the adapter stands before the layer's collectives: a
+    /// layer cut along its outputs has the whole `A`, of whose gradient each rank has a term, and its part of `B`; one
+    /// cut along its inputs its part of `A`, and the whole `B`.
     pub(super) fn serve(&self) {
         serve(&self.down);
         serve(&self.up);

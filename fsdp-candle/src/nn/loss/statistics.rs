@@ -95,7 +95,8 @@ pub(super) fn signature(rows: &Rows) -> Signature {
 kernel! {
     /// All numbers but the target's logit.
     fn look(numbers: &mut [f32], logits: &[f32], targets: &[Option<u32>], columns: usize, smooths: bool) {
-        for ((numbers, row), target) in numbers.chunks_exact_mut(NUMBERS).zip(logits.chunks_exact(columns)).zip(targets) {
+        let rows = numbers.chunks_exact_mut(NUMBERS).zip(logits.chunks_exact(columns));
+        for ((numbers, row), target) in rows.zip(targets) {
             if target.is_some() {
                 let largest = max(row);
                 numbers[0] = largest;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use candle_core::{DType, Module, Result, Tensor};
+use candle_core::{DType, Module, Result, Tensor, Var};
 use candle_nn::{Init, VarBuilder};
 use fsdp_candle::activation_checkpoint::checkpoint;
 use fsdp_candle::initializer::{Initializer, Philox, ShardRequest};
@@ -12,8 +12,8 @@ use fsdp_candle::{
     RowwiseParallel, SequenceParallel, ShardedVarMap, VocabParallel, fully_shard,
 };
 
-use super::{Case, build, check, ids, parallel_vars};
-use crate::common::ranks;
+use super::{Case, build, check, ids, parallel_vars, values};
+use crate::common::{counted, ranks};
 
 const REPLICATE: (ActivationLayout, Placement) = (ActivationLayout::Replicate, Placement::Replicate);
 
@@ -143,6 +143,32 @@ fn an_embedding_is_no_linear_layer() {
 }
 
 #[test]
+fn a_sequence_that_does_not_divide_is_an_error_before_anything_moves() {
+    counted(2, |world, counts| {
+        let (output_layout, _) = shard(1);
+        let plan = ParallelPlan::new()
+            .module("down", RowwiseParallel { output_layout, ..Default::default() })
+            .module("embed", VocabParallel { output_layout, ..Default::default() });
+        let vars = parallel_vars(&world, &plan);
+        let model =
+            build(&vars, DType::F32, |vb| Ok((nn::linear(8, 8, vb.pp("down"))?, nn::embedding(8, 4, vb.pp("embed"))?)));
+        counts.take();
+        let outputs = [
+            model.call(|(down, _)| down.forward(&values(1, &[2, 7, 4], DType::F32))),
+            model.call(|(_, embed)| embed.forward(&ids(1, &[2, 7], 8))),
+        ];
+        for error in outputs {
+            let error = error.unwrap_err().to_string();
+            assert!(error.contains("dimension 1 of [2, 7, ") && error.contains("does not divide by 2"), "{error}");
+        }
+        // Features that do not fit, in a layout that would be gathered.
+        let wrong = model.call(|(down, _)| down.forward(&values(1, &[2, 8, 8], DType::F32))).unwrap_err().to_string();
+        assert!(wrong.contains("[2, 8, 8]") && wrong.contains("the weight takes 4"), "{wrong}");
+        assert_eq!(counts.take(), []);
+    });
+}
+
+#[test]
 fn ranks_with_other_ids_all_hear_of_it() {
     let errors = ranks(2, |world| {
         let vars = parallel_vars(&world, &ParallelPlan::new().module("embed", VocabParallel::default()));
@@ -218,6 +244,27 @@ impl Module for Again {
         let block = self.0.clone();
         checkpoint(move |x: Tensor| block.forward(&x), x.clone())
     }
+}
+
+#[test]
+fn a_checkpointed_block_sends_again_in_one_order() {
+    // Norm 1, queries, keys and values, output, norm 2, up, down.
+    let forward = ["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"];
+    // The same again, and then each the other way, the last one first.
+    let backward = [&forward[..], &["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"]].concat();
+    counted(2, |world, counts| {
+        let vars = parallel_vars(&world, &Block::plan(true));
+        let model = build(&vars, DType::F32, |vb| Ok(Again(Arc::new(Block::new(vb)?))));
+        let x = Var::from_tensor(&values(1, &[2, 6, WIDTH], DType::F32)).unwrap();
+        counts.take();
+        let y = model.forward(&x).unwrap();
+        assert_eq!(counts.names(), forward);
+        model.backward(&y.sum_all().unwrap()).unwrap();
+        let issued = counts.names();
+        // Terms of whole parameters' gradients are added up behind them.
+        assert_eq!(issued[..backward.len()], backward);
+        assert!(issued[backward.len()..].iter().all(|name| *name == "all_reduce"), "{issued:?}");
+    });
 }
 
 #[test]
