@@ -3,5 +3,6 @@
 mod layout;
 mod model;
 mod parity;
+mod pytorch;
 mod state;
 mod steps;
