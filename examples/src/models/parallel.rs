@@ -1,5 +1,7 @@
 //! Decoders whose layers several ranks compute together: what of them has to be divided, and the plan.
 
+use std::sync::Arc;
+
 use anyhow::{Context, bail, ensure};
 use candle_core::{D, Result, Tensor};
 use fsdp_candle::collectives::{Consumers, all_gather, split};
@@ -14,7 +16,9 @@ use super::config::{DecoderConfig, ModelConfig};
 
 /// The ranks that compute layers together.
 #[derive(Clone)]
-pub struct TensorParallel {
+pub struct TensorParallel(Arc<Parts>);
+
+struct Parts {
     mesh: DeviceMesh,
     group: ProcessGroup,
     sequence: bool,
@@ -28,19 +32,19 @@ impl TensorParallel {
     /// When the mesh has no dimension.
     pub fn new(mesh: DeviceMesh, sequence: bool) -> anyhow::Result<Self> {
         let group = mesh.group(0)?.clone();
-        Ok(TensorParallel { mesh, group, sequence })
+        Ok(TensorParallel(Arc::new(Parts { mesh, group, sequence })))
     }
 
     /// Has the model that is built next computed so.
     pub(super) fn apply(&self, config: &ModelConfig, vars: &ShardedVarMap) -> anyhow::Result<()> {
-        check(config, self.group.size())?;
-        let plan = plan(decoder(config, self.group.size())?, self.sequence);
-        parallelize(vars, &self.mesh, &plan).context("can't share out the layers")
+        check(config, self.0.group.size())?;
+        let plan = plan(decoder(config, self.0.group.size())?, self.0.sequence);
+        parallelize(vars, &self.0.mesh, &plan).context("can't share out the layers")
     }
 
     /// The ranks of which each has a part of the vocabulary.
     pub(super) fn group(&self) -> &ProcessGroup {
-        &self.group
+        &self.0.group
     }
 
     /// Whether each has a part of the sequence, where layers don't see all of one.
@@ -50,28 +54,28 @@ impl TensorParallel {
 
     /// The whole of a residual stream `[B, T / N, C]` that is shared out along time, for what all ranks compute alike.
     pub(super) fn whole_sequence(&self, x_btc: &Tensor) -> Result<Tensor> {
-        match self.sequence {
-            true => all_gather(x_btc, 1, &self.group, Consumers::Same),
+        match self.0.sequence {
+            true => all_gather(x_btc, 1, &self.0.group, Consumers::Same),
             false => Ok(x_btc.clone()),
         }
     }
 
     /// This rank's part of such a one.
     pub(super) fn own_sequence(&self, x_btc: &Tensor) -> Result<Tensor> {
-        match self.sequence {
-            true => split(x_btc, 1, &self.group),
+        match self.0.sequence {
+            true => split(x_btc, 1, &self.0.group),
             false => Ok(x_btc.clone()),
         }
     }
 
     /// All logits `[.., V]` of those of a part of the vocabulary.
     pub(super) fn whole_vocabulary(&self, logits: &Tensor) -> Result<Tensor> {
-        all_gather(logits, D::Minus1, &self.group, Consumers::Same)
+        all_gather(logits, D::Minus1, &self.0.group, Consumers::Same)
     }
 
     /// How many positions a sequence of so many needs to be shared out.
     pub(super) fn padded(&self, positions: usize) -> usize {
-        if self.sequence { positions.next_multiple_of(self.group.size()) } else { positions }
+        if self.0.sequence { positions.next_multiple_of(self.0.group.size()) } else { positions }
     }
 }
 

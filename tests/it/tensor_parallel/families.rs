@@ -109,6 +109,23 @@ fn examples_are_learnt_measured_and_answered_as_on_one_rank() {
     }
 }
 
+#[test]
+fn bench_steps_as_on_one_rank() {
+    let model = golden("llama_tp_tiny").display().to_string();
+    let dir = tempfile::tempdir().unwrap();
+    let last = |ranks: usize, more: &[&str]| {
+        let args = ["step", "--model", &model, "--seq", "32", "--steps", "2", "--json"];
+        let stdout = launch(ranks, "bench", &[&args[..], more].concat(), dir.path()).ok().stdout;
+        let report: serde_json::Value = serde_json::from_str(&stdout[stdout.find('{').unwrap()..]).unwrap();
+        ["loss", "grad_norm"].map(|key| report[key].as_f64().unwrap())
+    };
+    let alone = last(1, &[]);
+    for more in [&["--tensor-parallel", "2"][..], &["--tensor-parallel", "2", SEQUENCE]] {
+        let near = last(2, more).iter().zip(alone).all(|(found, want)| (found / want - 1.).abs() < 5e-6);
+        assert!(near, "{more:?}: {:?}, not {alone:?}", last(2, more));
+    }
+}
+
 /// Weights are random, so that both start from the same whatever the mesh.
 #[test]
 fn gradients_are_those_of_the_loss() {

@@ -4,5 +4,6 @@ mod layout;
 mod model;
 mod optimizers;
 mod parity;
+mod pytorch;
 mod state;
 mod steps;
