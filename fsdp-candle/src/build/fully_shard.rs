@@ -95,9 +95,9 @@ impl FullyShard {
         self
     }
 
-    /// Whether the replicas of a 2-D mesh (HSDP) divide each shard among them: each holds a part of it, with the gradient
-    /// and optimizer state of that part, and updates it. Not at first. Memory for state is then divided by all ranks, while
-    /// all-gathers and reduce-scatters of units stay among the shard ranks.
+    /// Whether the replicas of a 2-D mesh (HSDP) divide each shard among them: each holds a part of it, with the
+    /// gradient and optimizer state of that part, and updates it. Not at first. Memory for state is then divided by all
+    /// ranks, while all-gathers and reduce-scatters of units stay among the shard ranks.
     ///
     /// Where a root's forward begins, the replicas gather the shards of the units inside it, in the dtype that travels.
     /// They keep them until a backward has handed out gradients, or a forward without a graph ends: micro-batches that
