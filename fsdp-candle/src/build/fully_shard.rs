@@ -95,17 +95,17 @@ impl FullyShard {
         self
     }
 
-    /// Whether the replicas of a 2-D mesh (HSDP) divide each shard among them: each holds a part of it, the gradient and
-    /// optimizer state of that part, and updates it. Not at first. Memory for state is then divided by all ranks, while
-    /// all-gathers and reduce-scatters of units stay among the shard ranks.
+    /// Whether the replicas of a 2-D mesh (HSDP) divide each shard among them: each holds a part of it, with the
+    /// gradient and optimizer state of that part, and updates it. Not at first. Memory for state is then divided by all
+    /// ranks, while all-gathers and reduce-scatters of units stay among the shard ranks.
     ///
     /// Where a root's forward begins, the replicas gather the shards of the units inside it, in the dtype that travels.
     /// They keep them until a backward has handed out gradients, or a forward without a graph ends: micro-batches that
     /// hand out none ([`set_requires_gradient_sync`](FsdpModule::set_requires_gradient_sync),
     /// [`set_requires_all_reduce`](FsdpModule::set_requires_all_reduce),
     /// [`set_is_last_backward`](FsdpModule::set_is_last_backward)) gather once, and nobody may write to a parameter
-    /// between them. In place of the all-reduce over replicas comes a reduce-scatter: a step sends as many bytes as with
-    /// whole shards. Parameters that are frozen when they are built stay whole shards.
+    /// between them. In place of the all-reduce over replicas comes a reduce-scatter, so that as many bytes travel as
+    /// with whole shards. Parameters that are frozen when they are built stay whole shards.
     ///
     /// Losses, gradients and checkpoints are those of HSDP; dimensions other than 0 must divide evenly over all ranks.
     /// The mesh replicates along one dimension, left of the one that shards, or not at all, and then nothing changes.

@@ -252,8 +252,8 @@ impl ShardedVarMap {
         self.ranks().map_or_else(|_| self.0.mesh.clone(), |ranks| ranks.data().clone())
     }
 
-    /// The meshes that trainable parameters are on, in the order in which they came: which they are does not depend on a
-    /// rank's gradients. Without any, the map's.
+    /// The meshes that trainable parameters are on, in the order in which they came: which they are does not depend on
+    /// a rank's gradients. Without any, the map's.
     pub(crate) fn all_ranks(&self) -> Result<Vec<Arc<DataParallel>>> {
         let mut all = vec![];
         for param in self.trainable() {

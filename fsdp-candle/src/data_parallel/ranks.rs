@@ -354,8 +354,8 @@ impl DataParallel {
             return Err(Error::Parameter {
                 name: name.into(),
                 message: format!(
-                    "dimension {dim} of its shape {local:?} does not divide evenly over {} shard ranks and {} replicas, \
-                     which hold parts of a shard; dimensions other than 0 must: shard another, or change the mesh",
+                    "dimension {dim} of its shape {local:?} does not divide evenly over {} shard ranks and {} replicas \
+                     that hold parts of a shard; dimensions other than 0 must: shard another, or change the mesh",
                     self.shard.size(),
                     replicas.size()
                 ),

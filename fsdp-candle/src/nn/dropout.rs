@@ -9,7 +9,8 @@ use crate::random::Mask;
 use crate::storage::take;
 
 /// Sets elements to 0 with the probability `drop_p`, in `[0, 1)`, and multiplies the others by `1 / (1 - drop_p)`. Any
-/// shape and float dtype. What is dropped follows from this thread's [random state](crate::random), and is kept nowhere.
+/// shape and float dtype. What is dropped follows from this thread's [random state](crate::random), and is kept
+/// nowhere.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

@@ -235,8 +235,8 @@ impl Schedule {
         Ok(hook)
     }
 
-    /// Begins to gather the shards of the units inside a root that replicas hold parts of: all at once and in one order,
-    /// whatever the forward will use.
+    /// Begins to gather the shards of the units inside a root that replicas hold parts of: all at once and in one
+    /// order, whatever the forward will use.
     fn gather_shards(&self, root: &ParamGroup) -> Result<()> {
         let units = self.units();
         if !units.iter().any(|unit| unit.is_divided()) {

@@ -14,8 +14,8 @@ use crate::error::Error;
 use crate::storage::{to_core_dtype, to_tensor};
 
 /// The way out for ranks that gather different shards.
-const ADVICE: &str = "Shards are gathered over replicas when a root's forward begins: every rank calls the same roots in \
-                      the same order";
+const ADVICE: &str = "Shards are gathered over replicas when a root's forward begins: every rank calls the same roots \
+                      in the same order";
 
 impl ParamGroup {
     /// Issues the gathers over replicas of the shards that are neither there nor on their way.

@@ -305,8 +305,8 @@ fn placements_are_strided_over_replicas() {
 }
 
 /// What a step issues, in calls and bytes, against the formula: with `P` parameters a unit, `R` replicas and `S` shard
-/// ranks, a rank gives `P / (R S)` to the gather over replicas once, `P / S` to the all-gathers of forward and backward,
-/// `P` to the reduce-scatter over shard ranks, and `P / S` to that over replicas.
+/// ranks, a rank gives `P / (R S)` to the gather over replicas once, `P / S` to each all-gather of forward and of
+/// backward, `P` to the reduce-scatter over shard ranks, and `P / S` to that over replicas.
 #[test]
 fn a_step_communicates_what_the_formula_says() {
     const ROWS: usize = 24;
