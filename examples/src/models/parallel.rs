@@ -49,7 +49,7 @@ impl TensorParallel {
 
     /// Whether each has a part of the sequence, where layers don't see all of one.
     pub(super) fn shares_sequences(&self) -> bool {
-        self.sequence
+        self.0.sequence
     }
 
     /// The whole of a residual stream `[B, T / N, C]` that is shared out along time, for what all ranks compute alike.

@@ -104,8 +104,8 @@ fn freezing_and_training_again_is_what_plain_candle_does() {
                     let norm = clip_grad_norm(&vars, &mut grads, 1e9).unwrap();
                     assert!((norm as f32 - want_norms[step]).abs() < 1e-4 * want_norms[step], "{size} {step}");
                     if world.rank() == 0 {
-                        let loss: f32 = loss.to_scalar().unwrap();
-                        assert!((loss - want_losses[step]).abs() < 2e-5 * want_losses[step].max(1.), "{size} {step}");
+                        let (loss, want): (f32, f32) = (loss.to_scalar().unwrap(), want_losses[step]);
+                        assert!((loss - want).abs() < 2e-5 * want.max(1.), "{size} {step}: {loss} {want}");
                     }
                     optim.step(&grads).unwrap();
                     step += 1;
