@@ -247,8 +247,8 @@ impl GradScaler {
         let own: Vec<_> = params.iter().filter_map(|param| grads.get(param.var())).collect();
         let finite = powers(own.iter().copied(), NormType::Infinity)?.iter().all(|largest| largest.is_finite());
         own.iter().try_for_each(|grad| scale(grad, 1. / self.state.scale))?;
-        // From the smallest mesh to the largest, whose ranks are those of all: each of them covers the map's data-parallel
-        // ranks, beside which others have the other parts.
+        // From the smallest mesh to the largest, whose ranks are those of all: each of them covers the map's
+        // data-parallel ranks, beside which others have the other parts.
         let mut meshes = vars.all_ranks()?;
         meshes.sort_by_key(|ranks| ranks.data().size());
         let subject = Subject::new("GradScaler's verdict", []);
