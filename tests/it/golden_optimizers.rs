@@ -61,8 +61,8 @@ fn adamw() {
     follows("run_adamw_groups", "1e-3", &[], NEAR);
 }
 
-/// Muon rounds to bf16, where the last bit of a gradient now and then becomes one of 8 bits: PyTorch on one rank differs
-/// from PyTorch on two by 9.1e-6 and 6.2e-5, and ours was seen to differ by 1.2e-5 and 1.7e-4.
+/// Muon rounds to bf16, where the last bit of a gradient now and then becomes one of 8 bits: PyTorch on one rank
+/// differs from PyTorch on two by 9.1e-6 and 6.2e-5, and ours was seen to differ by 1.2e-5 and 1.7e-4.
 #[test]
 fn muon() {
     follows("run_muon", "1e-3", &["--optimizer", "muon"], Difference { loss: 2e-5, grad_norm: 4e-4 });

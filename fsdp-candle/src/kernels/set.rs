@@ -101,8 +101,8 @@ pub(crate) trait Kernels: Send + Sync {
     /// Leaves how many are infinite or not a number in one element of F64.
     fn count_non_finite(&self, values: Slice<'_>, count: SliceMut<'_>) -> Result<()>;
 
-    /// `values = kept values + taken more`, of any two dtypes of floats, rounded to that of `values`: computed in f64 for
-    /// f64, else in f32.
+    /// `values = kept values + taken more`, of any two dtypes of floats, rounded to that of `values`: computed in f64
+    /// for f64, else in f32.
     fn mix(&self, values: SliceMut<'_>, kept: f64, more: Slice<'_>, taken: f64) -> Result<()>;
 
     /// One step of Adam or AdamW; `moments` are the running means of gradients and of their squares. All are of one
@@ -114,8 +114,8 @@ pub(crate) trait Kernels: Send + Sync {
     fn sgd(&self, update: &SgdUpdate, param: SliceMut<'_>, grad: Slice<'_>, buffer: Option<SliceMut<'_>>)
     -> Result<()>;
 
-    /// One step of AdamW whose moments are in 8 bits, of parameters of F32, BF16 or F16: codes and scales of the running
-    /// mean of gradients ([`EightBits::Signed`]), then those of the root of that of their squares
+    /// One step of AdamW whose moments are in 8 bits, of parameters of F32, BF16 or F16: codes and scales of the
+    /// running mean of gradients ([`EightBits::Signed`]), then those of the root of that of their squares
     /// ([`EightBits::Unsigned`]), each for blocks of [`super::STATE_BLOCK`] elements. It is computed in f32.
     fn adam_8bit(
         &self,

@@ -1,5 +1,5 @@
-//! What one step of an optimizer does to each element: its numbers, worked out in f64. Kernels compute in f32, or in f64
-//! for f64.
+//! What one step of an optimizer does to each element: its numbers, worked out in f64. Kernels compute in f32, or in
+//! f64 for f64.
 
 /// Adam and AdamW: `g = g + l2 p`, `mean = beta1 mean + (1 - beta1) g`, `square = beta2 square + (1 - beta2) g g`,
 /// `p = decay p - step_size mean / (sqrt(square) / root_bias_correction2 + eps)`. Without `l2` the first is left out.

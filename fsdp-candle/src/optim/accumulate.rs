@@ -9,9 +9,9 @@ use crate::error::Result;
 use crate::storage::{to_dtype, with_slice, with_slice_mut};
 use crate::unit::FsdpParam;
 
-/// Adds up sharded gradients of several micro-batches in F32, for parameters of BF16 and F16: `GradStore::extend` rounds
-/// each sum to the parameters' dtype, so that small gradients beside a large sum are lost. Sums of F32 and F64 stay in
-/// their dtype.
+/// Adds up sharded gradients of several micro-batches in F32, for parameters of BF16 and F16: `GradStore::extend`
+/// rounds each sum to the parameters' dtype, so that small gradients beside a large sum are lost. Sums of F32 and F64
+/// stay in their dtype.
 ///
 /// Gradients that a unit keeps itself (`set_requires_gradient_sync(false, ..)`) are added up in `reduce_dtype`, which
 /// should be F32 then.

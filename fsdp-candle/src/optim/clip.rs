@@ -72,8 +72,8 @@ pub fn clip_grad_norm_with(vars: &ShardedVarMap, grads: &mut GradStore, options:
     clip_grad_norm_of(vars, &vars.trainable(), grads, options)
 }
 
-/// [`clip_grad_norm_with`] of some parameters alone, such as an optimizer's group: the norm is theirs, and the gradients
-/// of others stay as they are. All ranks name the same parameters.
+/// [`clip_grad_norm_with`] of some parameters alone, such as an optimizer's group: the norm is theirs, and the
+/// gradients of others stay as they are. All ranks name the same parameters.
 ///
 /// # Errors
 /// As [`clip_grad_norm_with`], whose error names all parameters whose gradients are not finite.

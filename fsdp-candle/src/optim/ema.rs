@@ -116,8 +116,8 @@ impl Ema {
         self.means.iter().try_for_each(|(param, mean)| mix(param.var(), 0., mean, 1.))
     }
 
-    /// Calls `f`, an evaluation say, with the mean in the parameters, and puts the parameters back as they were, whether
-    /// it fails or not. Meanwhile a rank has its shards once more.
+    /// Calls `f`, an evaluation say, with the mean in the parameters, and puts the parameters back as they were,
+    /// whether it fails or not. Meanwhile a rank has its shards once more.
     ///
     /// # Errors
     /// Those of `f`.

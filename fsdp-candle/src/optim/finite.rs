@@ -20,8 +20,8 @@ pub enum ValuesOf<'a> {
     Parameters,
     /// The sharded gradients that [`crate::FsdpModule::backward`] returned.
     Gradients(&'a GradStore),
-    /// The tensors that an optimizer keeps. Of those kept in 8 bits the scales are counted, one for each block of values:
-    /// what is not finite makes its block's so.
+    /// The tensors that an optimizer keeps. Of those kept in 8 bits the scales are counted, one for each block of
+    /// values: what is not finite makes its block's so.
     Moments(&'a dyn ShardedOptimizer),
 }
 

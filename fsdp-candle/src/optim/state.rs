@@ -24,8 +24,8 @@ pub struct ParamState {
 }
 
 impl ParamState {
-    /// The state of a parameter before the first step. The tensors are of the shape of the parameter's shard, contiguous,
-    /// and shared: who writes into them changes the state, as loading a checkpoint does.
+    /// The state of a parameter before the first step. The tensors are of the shape of the parameter's shard,
+    /// contiguous, and shared: who writes into them changes the state, as loading a checkpoint does.
     pub fn new(param: Arc<FsdpParam>, tensors: Vec<(&'static str, Tensor)>) -> Self {
         let moments = tensors.into_iter().map(|(name, tensor)| (name, Moment::Plain(tensor))).collect();
         ParamState::of(param, 0, moments, false)
@@ -45,8 +45,8 @@ impl ParamState {
         self.moments.iter().map(|(name, _)| *name)
     }
 
-    /// The tensor of a name, such as `exp_avg`, of the shape of the parameter's shard: the state itself, or a copy in f32
-    /// of what is kept in 8 bits.
+    /// The tensor of a name, such as `exp_avg`, of the shape of the parameter's shard: the state itself, or a copy in
+    /// f32 of what is kept in 8 bits.
     ///
     /// # Errors
     /// When there is none of this name; when there is no memory for a copy.

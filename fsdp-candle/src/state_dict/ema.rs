@@ -15,8 +15,8 @@ use crate::storage::copy_tensor;
 /// How often it was updated: a name that PyTorch's `AveragedModel` has for it.
 const UPDATES: &str = "n_averaged";
 
-/// The mean of each parameter's values by its FQN, in F32, and how often it was updated as `n_averaged`. Collective when
-/// a full state dict is asked for.
+/// The mean of each parameter's values by its FQN, in F32, and how often it was updated as `n_averaged`. Collective
+/// when a full state dict is asked for.
 ///
 /// A checkpoint takes [`StateDict::shards`] of a sharded one beside the model's, under a prefix of your own, and
 /// [`StateDict::load`] reads it back in place, at any number of ranks.

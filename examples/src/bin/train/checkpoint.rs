@@ -264,8 +264,8 @@ fn is_of_another(source: &dyn TensorSource, optim: &dyn ShardedOptimizer) -> any
         let lacks = state.names().any(|name| !held.contains(&name));
         ensure!(
             held.is_empty() || !lacks,
-            "it holds {} of `{}`, and this run's optimizer keeps {}: pass the --optimizer, and its options, that it was \
-             trained with",
+            "it holds {} of `{}`, and this run's optimizer keeps {}: pass the --optimizer, and its options, that it \
+             was trained with",
             held.join(", "),
             state.param.name(),
             state.names().collect::<Vec<_>>().join(", ")

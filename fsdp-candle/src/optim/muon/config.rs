@@ -11,8 +11,8 @@ pub enum AdjustLr {
     /// Times `sqrt(max(1, a / b))`, as Keller Jordan has it.
     #[default]
     Original,
-    /// Times `0.2 sqrt(max(a, b))`, as Moonshot has it: updates are as large as AdamW's, and so a learning rate for AdamW
-    /// suits.
+    /// Times `0.2 sqrt(max(a, b))`, as Moonshot has it: updates are as large as AdamW's, and so a learning rate for
+    /// AdamW suits.
     MatchRmsAdamW,
     /// Times `sqrt(a / b)`, as Jeremy Bernstein has it.
     SpectralUnclamped,

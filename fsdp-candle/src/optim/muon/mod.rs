@@ -36,12 +36,12 @@ const MOMENTUM: &str = "momentum_buffer";
 /// Muon over the shards of matrices; other parameters belong into another optimizer ([`crate::Optimizers`] makes one of
 /// both). A step is collective.
 ///
-/// Each matrix has one owner among the ranks that hold parts of it or copies: its momentum travels there in BF16, is made
-/// orthogonal as a whole, and comes back, so a parameter of n elements costs 4 n bytes of traffic over all shards, and
-/// over replicas 2 n for each further one. Matrices are shared out by size, so each rank does its share of the products,
-/// which are added up in F32 and rounded to BF16 as PyTorch's on CPUs are. The result does not depend on how many ranks
-/// there are. The memory that a step needs beyond its state is about three times a rank's shards and one whole matrix,
-/// in BF16, with a few copies of that matrix in F32.
+/// Each matrix has one owner among the ranks that hold parts of it or copies: its momentum travels there in BF16, is
+/// made orthogonal as a whole, and comes back, so a parameter of n elements costs 4 n bytes of traffic over all shards,
+/// and over replicas 2 n for each further one. Matrices are shared out by size, so each rank does its share of the
+/// products, which are added up in F32 and rounded to BF16 as PyTorch's on CPUs are. The result does not depend on how
+/// many ranks there are. The memory that a step needs beyond its state is about three times a rank's shards and one
+/// whole matrix, in BF16, with a few copies of that matrix in F32.
 ///
 /// ```
 /// # use candle_core::{DType, Module, Tensor};
