@@ -23,7 +23,7 @@ const PHASES: [fn(&str) -> bool; 5] = [
     |name| !name.starts_with("blocks.1") || name.ends_with("up.bias"),
     |_| true,
 ];
-const LR: f64 = 0.03;
+const LR: f64 = 0.02;
 
 type Named = BTreeMap<String, Vec<f32>>;
 
@@ -101,11 +101,13 @@ fn freezing_and_training_again_is_what_plain_candle_does() {
                     assert_eq!(sent.load(Ordering::Relaxed), trainable);
                     assert!(model.parameters_without_gradient().is_empty() && model.graph_cuts().is_empty());
                     has_exactly(&vars, &grads, trained);
-                    let norm = clip_grad_norm(&vars, &mut grads, 1e9).unwrap();
-                    assert!((norm as f32 - want_norms[step]).abs() < 1e-4 * want_norms[step], "{size} {step}");
+                    let norm = clip_grad_norm(&vars, &mut grads, 1e9).unwrap() as f32;
+                    let want = want_norms[step];
+                    assert!((norm - want).abs() < 1e-4 * want.max(0.1), "{size} {step}: a norm of {norm}, not {want}");
                     if world.rank() == 0 {
-                        let (loss, want): (f32, f32) = (loss.to_scalar().unwrap(), want_losses[step]);
-                        assert!((loss - want).abs() < 2e-5 * want.max(1.), "{size} {step}: {loss} {want}");
+                        let loss: f32 = loss.to_scalar().unwrap();
+                        let want = want_losses[step];
+                        assert!((loss - want).abs() < 2e-5 * want.max(1.), "{size} {step}: {loss}, not {want}");
                     }
                     optim.step(&grads).unwrap();
                     step += 1;
