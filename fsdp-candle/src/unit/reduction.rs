@@ -166,7 +166,6 @@ impl Reduction {
         members: Vec<usize>,
         mut buffers: Vec<Buffer>,
     ) -> Result<Self> {
-        tracing::debug!(unit = group.name(), gradients = members.len(), divided = ranks.is_divided(), "over replicas");
         let Some(replicas) = ranks.replicate() else {
             bail!("FSDP unit `{}` has no replicas to reduce over", group.name())
         };
@@ -175,8 +174,12 @@ impl Reduction {
         }
         let signed = replicas.signed(group.signs(&members, rule.backwards.1));
         let work = match ranks.is_divided() {
-            false => signed.all_reduce(buffers, rule.op),
+            false => {
+                tracing::debug!(unit = group.name(), gradients = members.len(), "all-reduce");
+                signed.all_reduce(buffers, rule.op)
+            }
             true => {
+                tracing::debug!(unit = group.name(), gradients = members.len(), "reduce-scatter over replicas");
                 let parts = group.parts_for_replicas(&members, buffers, replicas.size())?;
                 signed.reduce_scatter(parts, rule.op, group.members().pool.clone())
             }
