@@ -186,7 +186,7 @@ mod tests {
 
     #[test]
     fn work_is_shared_by_size() {
-        assert_eq!(owners(&[1, 8, 3, 3, 2], 2), [1, 0, 1, 1, 1]);
+        assert_eq!(owners(&[1, 8, 3, 3, 2], 2), [0, 0, 1, 1, 1]);
         assert_eq!(owners(&[5, 5, 5], 4), [0, 1, 2]);
         assert_eq!(owners(&[], 3), [0usize; 0]);
         // Nobody has more than the mean and the dearest one.
