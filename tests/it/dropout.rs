@@ -5,18 +5,19 @@ use std::path::Path;
 use fsdp_tests::{golden, launch};
 use serde_json::Value;
 
-/// Runs steps of 12 sequences each; returns their losses, and those of the steps that it resumes from.
+/// Runs steps of 12 sequences each; returns their losses.
 fn train(dir: &Path, model: &str, ranks: usize, steps: usize, more: &[&str]) -> Vec<f64> {
+    let mask: &[&str] = if model == "bert_tiny" { &["--mask-token", "4"] } else { &[] };
     let (model, tokens) = (golden(model), golden("tokens.bin"));
     let batch_size = (12 / ranks / if more.contains(&"--grad-accum") { 2 } else { 1 }).to_string();
     let (steps, metrics) = (steps.to_string(), dir.join("metrics.jsonl"));
     let mut args = vec!["--model", model.to_str().unwrap(), "--init", "random", "--data", tokens.to_str().unwrap()];
     args.extend(["--seq-len", "16", "--steps", &steps, "--lr", "1e-3", "--lr-schedule", "constant"]);
     args.extend(["--batch-size", &batch_size, "--metrics", metrics.to_str().unwrap()]);
+    args.extend(mask);
     args.extend(more);
-    if model.ends_with("bert_tiny") {
-        args.extend(["--mask-token", "131"]);
-    }
+    // A run that goes on would go on in it.
+    let _ = std::fs::remove_file(&metrics);
     launch(ranks, "train", &args, dir).ok();
     let text = std::fs::read_to_string(&metrics).unwrap();
     text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()["loss"].as_f64().unwrap()).collect()
@@ -61,8 +62,8 @@ fn a_resumed_run_drops_what_the_undisturbed_one_does() {
     let saved = ["--dropout", "0.3", "--checkpoint-dir", "run"];
     assert_eq!(train(dir.path(), "gpt2_tiny", 2, 3, &saved), want[..3]);
     let resumed = ["--dropout", "0.3", "--resume", "run/step-00000003"];
-    assert_eq!(train(dir.path(), "gpt2_tiny", 2, 6, &resumed), want);
-    assert_near(&train(dir.path(), "gpt2_tiny", 3, 6, &resumed), &want, "3 ranks");
+    assert_eq!(train(dir.path(), "gpt2_tiny", 2, 6, &resumed), want[3..]);
+    assert_near(&train(dir.path(), "gpt2_tiny", 3, 6, &resumed), &want[3..], "3 ranks");
 }
 
 #[test]

@@ -23,7 +23,8 @@ const PHASES: [fn(&str) -> bool; 5] = [
     |name| !name.starts_with("blocks.1") || name.ends_with("up.bias"),
     |_| true,
 ];
-const LR: f64 = 0.02;
+/// A larger one makes this model's steps explode, and rounding with them.
+const LR: f64 = 5e-5;
 
 type Named = BTreeMap<String, Vec<f32>>;
 
