@@ -29,7 +29,8 @@ pub struct ParamGroup {
 /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
 /// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::layer_norm(4, 1e-5, vb))?;
 ///
-/// let [rest, biases] = group_by_name(vars.trainable(), [&[NamePattern::new("bias")?]])?.try_into().unwrap();
+/// let biases = [NamePattern::new("bias")?];
+/// let [rest, biases] = group_by_name(vars.trainable(), [&biases[..]])?.try_into().unwrap();
 /// let config = AdamWConfig::default();
 /// let optim = AdamW::with_groups(vec![(rest, config), (biases, AdamWConfig { weight_decay: 0., ..config })])?;
 /// assert_eq!(optim.param_groups()[1].params[0].name(), "bias");
