@@ -16,7 +16,7 @@ use fsdp_core::process_group::{Options, local};
 use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, ScatterPart, Work};
 
 pub(crate) use counted::counted;
-pub(crate) use device::{address, changed, device, memory, on_cuda, rounding};
+pub(crate) use device::{address, changed, device, elements, memory, on_cuda, rounding};
 
 /// A residual MLP of Candle's own linear layers and this crate's norm.
 pub(crate) struct Block {
@@ -84,6 +84,12 @@ pub(crate) fn alone() -> World {
     device::world(ProcessGroup::alone(Duration::from_secs(60)).unwrap())
 }
 
+/// A map of which each rank has everything, on its device. Collective.
+pub(crate) fn unsharded(world: &World) -> ShardedVarMap {
+    let mesh = world.mesh(&[("ranks", world.size()), ("each", 1)]).unwrap();
+    ShardedVarMap::new(&mesh.slice(&["each"]).unwrap(), world.device())
+}
+
 /// A batch that depends on the rank.
 pub(crate) fn batch(rank: usize, width: usize) -> Tensor {
     let values: Vec<f32> = (0..4 * width).map(|i| ((i * 37 + rank * 101) % 61) as f32 / 61. - 0.5).collect();
@@ -97,7 +103,7 @@ pub(crate) fn whole(vars: &ShardedVarMap, param: &FsdpParam, shard: &Tensor) -> 
     let shape = param.shape().dims();
     let region = param.region();
     let mut full = vec![0f32; shape.iter().product()];
-    for (local, value) in shard.flatten_all().unwrap().to_vec1::<f32>().unwrap().into_iter().enumerate() {
+    for (local, value) in elements::<f32>(shard).into_iter().enumerate() {
         let (mut rest, mut at, mut stride) = (local, 0, 1);
         for dim in (0..shape.len()).rev() {
             at += stride * (region.offsets[dim] + rest % region.sizes[dim]);

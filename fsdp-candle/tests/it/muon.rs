@@ -60,9 +60,7 @@ fn backward(model: &FsdpModule<Layers>, vars: &ShardedVarMap, dtype: DType, step
 }
 
 fn of_weights(vars: &ShardedVarMap) -> Gradients {
-    let of = |param: &Arc<FsdpParam>| {
-        (param.name().to_string(), whole(vars, param, &param.var().to_dtype(DType::F32).unwrap()))
-    };
+    let of = |param: &Arc<FsdpParam>| (param.name().to_string(), whole(vars, param, param.var()));
     vars.params().iter().map(of).collect()
 }
 

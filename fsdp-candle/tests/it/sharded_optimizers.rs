@@ -65,9 +65,7 @@ pub(crate) fn backward(
 }
 
 pub(crate) fn weights(vars: &ShardedVarMap) -> Gradients {
-    let of = |param: &Arc<FsdpParam>| {
-        (param.name().to_string(), whole(vars, param, &param.var().to_dtype(DType::F32).unwrap()))
-    };
+    let of = |param: &Arc<FsdpParam>| (param.name().to_string(), whole(vars, param, param.var()));
     vars.params().iter().map(of).collect()
 }
 

@@ -4,7 +4,7 @@
 use std::cell::RefCell;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
-use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
+use candle_core::{CpuStorage, DType, Device, Storage, Tensor, WithDType};
 use fsdp_candle::{DeviceChoice, World};
 #[cfg(feature = "cuda")]
 use fsdp_core::device::cuda::CudaMemory;
@@ -46,7 +46,9 @@ pub(super) fn turn() -> Option<MutexGuard<'static, ()>> {
 pub(super) fn world(group: ProcessGroup) -> World {
     let choice = if on_cuda() { DeviceChoice::Cuda } else { DeviceChoice::Cpu };
     let world = World::on(group, choice).unwrap();
-    DEVICE.set(world.device().clone());
+    let (before, now) = (device(), world.device());
+    assert!(before.is_cpu() || before.same_device(now), "a thread on {before:?} would change to {now:?}");
+    DEVICE.set(now.clone());
     world
 }
 
@@ -56,8 +58,16 @@ pub(crate) fn rounding(dtype: DType) -> f32 {
     match dtype {
         _ if !on_cuda() => 0.,
         DType::BF16 => 1e-2,
+        DType::F16 => 2e-3,
         _ => 1e-6,
     }
+}
+
+/// A tensor's elements, row-major, on the host.
+pub(crate) fn elements<T: WithDType>(tensor: &Tensor) -> Vec<T> {
+    // There first: Candle asks CUDA to convert the elements of a tensor that has none, which CUDA refuses.
+    let host = tensor.to_device(&Device::Cpu).unwrap().contiguous().unwrap();
+    host.to_dtype(T::DTYPE).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
 /// What allocates and frees memory of this thread's device.

@@ -8,7 +8,7 @@ use fsdp_candle::{
     fully_shard, get_model_state_dict, nn, parallelize, shard,
 };
 
-use crate::common::{alone, device};
+use crate::common::{device, unsharded};
 
 /// What tensor parallelism cuts divides by 4 and leaves numbers that do not divide by 3.
 pub(super) const VOCABULARY: usize = 28;
@@ -220,9 +220,8 @@ pub(super) fn train<B: Module>(
 }
 
 /// One process without a plan, on so many batches a step.
-pub(super) fn reference(batches: usize, prepare: impl Fn(&ShardedVarMap)) -> Run {
-    let world = alone();
-    let vars = ShardedVarMap::new(&world.mesh(&[("dp", 1)]).unwrap(), world.device());
+pub(super) fn reference(world: &World, batches: usize, prepare: impl Fn(&ShardedVarMap)) -> Run {
+    let vars = unsharded(world);
     prepare(&vars);
     let model = build(&FullyShard::new(&vars), &vars).unwrap();
     train(&model, &vars, (0, batches, batches))

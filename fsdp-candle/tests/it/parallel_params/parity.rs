@@ -28,7 +28,7 @@ fn with_options(mesh: Mesh, sequence: bool, tolerance: f64, opts: impl Fn(FullyS
         let model = build(&opts(FullyShard::new(&vars)), &vars).unwrap();
         let (batch, batches) = mesh.batch_of(&vars);
         let run = train(&model, &vars, (batch, 1, batches));
-        assert_same(&world, &run, &reference(batches, |_| ()), tolerance, &mesh);
+        assert_same(&world, &run, &reference(&world, batches, |_| ()), tolerance, &mesh);
     });
 }
 
@@ -108,7 +108,7 @@ fn units_by_name() {
         assert!(model.raw_parameters().is_empty());
         let (batch, batches) = DP_TP.batch_of(&vars);
         let run = train(&model, &vars, (batch, 1, batches));
-        assert_same(&world, &run, &reference(batches, |_| ()), TOLERANCE, &DP_TP);
+        assert_same(&world, &run, &reference(&world, batches, |_| ()), TOLERANCE, &DP_TP);
     });
 }
 
@@ -133,7 +133,7 @@ fn adapters_of_parallel_layers() {
                 assert_eq!(part("blocks.0.down.lora_B.weight"), [WIDTH, 3]);
                 let (batch, batches) = mesh.batch_of(&vars);
                 let run = train(&model, &vars, (batch, 1, batches));
-                assert_same(&world, &run, &reference(batches, prepare), TOLERANCE, &mesh);
+                assert_same(&world, &run, &reference(&world, batches, prepare), TOLERANCE, &mesh);
             });
         }
     }
@@ -156,7 +156,7 @@ fn a_unit_may_name_a_slice_of_the_mesh() {
         }
         let (batch, batches) = DP_TP.batch_of(&vars);
         let run = train(&model, &vars, (batch, 1, batches));
-        assert_same(&world, &run, &reference(batches, |_| ()), TOLERANCE, &DP_TP);
+        assert_same(&world, &run, &reference(&world, batches, |_| ()), TOLERANCE, &DP_TP);
     });
     // Roles of its own: the map shards, the unit replicates.
     ranks(4, |world| {
@@ -168,6 +168,6 @@ fn a_unit_may_name_a_slice_of_the_mesh() {
         assert_eq!(weight.var().dims(), weight.unsharded_shape().dims());
         let (batch, batches) = DP_TP.batch_of(&vars);
         let run = train(&model, &vars, (batch, 1, batches));
-        assert_same(&world, &run, &reference(batches, |_| ()), TOLERANCE, &DP_TP);
+        assert_same(&world, &run, &reference(&world, batches, |_| ()), TOLERANCE, &DP_TP);
     });
 }

@@ -4,11 +4,12 @@ use candle_core::{DType, Module, Tensor};
 use candle_nn::Init;
 use fsdp_candle::{
     ClipOptions, Error, FullyShard, GradScaler, GradcheckOptions, NormType, ParallelPlan, Recurse, SequenceParallel,
-    ShardedVarMap, ValuesOf, check_finite, clip_grad_norm_with, fully_shard, grad_norm, gradcheck, nn, parallelize,
+    ShardedVarMap, ValuesOf, World, check_finite, clip_grad_norm_with, fully_shard, grad_norm, gradcheck, nn,
+    parallelize,
 };
 
 use super::model::{HIDDEN, MESHES, Mesh, Model, WIDTH, build, loss, optimizer};
-use crate::common::{Gradients, alone, assert_close, ranks};
+use crate::common::{Gradients, assert_close, ranks, unsharded};
 
 const DP_TP: Mesh = Mesh::new(&[("dp", 2), ("tp", 2)], &["dp"], &[]);
 const HSDP_TP: Mesh = Mesh::new(&[("replicate", 2), ("shard", 2), ("tp", 2)], &["shard"], &["replicate"]);
@@ -40,16 +41,15 @@ fn gradients(vars: &ShardedVarMap, grads: &candle_core::backprop::GradStore) -> 
     vars.trainable().iter().map(|param| (param.name().to_string(), whole(param))).collect()
 }
 
-fn plain() -> (ShardedVarMap, Model) {
-    let world = alone();
-    let vars = ShardedVarMap::new(&world.mesh(&[("dp", 1)]).unwrap(), world.device());
+fn plain(world: &World) -> (ShardedVarMap, Model) {
+    let vars = unsharded(world);
     let model = build(&FullyShard::new(&vars), &vars).unwrap();
     (vars, model)
 }
 
 /// The gradients of some batches' mean loss in one process.
-fn reference(batches: usize) -> Gradients {
-    let (vars, model) = plain();
+fn reference(world: &World, batches: usize) -> Gradients {
+    let (vars, model) = plain(world);
     gradients(&vars, &model.backward(&loss(&model, 0..batches)).unwrap())
 }
 
@@ -65,7 +65,7 @@ fn gradients_are_those_of_one_process_whatever_is_put_off() {
             let vars = mesh.vars(&world, true);
             let model = build(&FullyShard::new(&vars), &vars).unwrap();
             let (batch, batches) = mesh.batch_of(&vars);
-            let want = reference(batches);
+            let want = reference(&world, batches);
             let backward = || model.backward(&loss(&model, [batch])).unwrap();
             assert_close(&gradients(&vars, &backward()), &want, 2e-5);
 
@@ -141,7 +141,7 @@ fn norms_count_each_part_once() {
             let model = build(&FullyShard::new(&vars), &vars).unwrap();
             let (batch, batches) = mesh.batch_of(&vars);
             let mut grads = model.backward(&loss(&model, [batch])).unwrap();
-            let (plain_vars, plain_model) = plain();
+            let (plain_vars, plain_model) = plain(&world);
             let mut want = plain_model.backward(&loss(&plain_model, 0..batches)).unwrap();
             for norm_type in [NormType::Two, NormType::P(1.), NormType::P(3.), NormType::Infinity] {
                 let options = ClipOptions { max_norm: f64::INFINITY, norm_type, error_if_nonfinite: true };

@@ -13,7 +13,7 @@ use fsdp_candle::{
 };
 
 use super::{Case, build, check, ids, parallel_vars, values};
-use crate::common::{counted, ranks};
+use crate::common::{counted, on_cuda, ranks};
 
 const REPLICATE: (ActivationLayout, Placement) = (ActivationLayout::Replicate, Placement::Replicate);
 
@@ -175,9 +175,15 @@ fn ranks_with_other_ids_all_hear_of_it() {
         let model = build(&vars, DType::F32, |vb| nn::embedding(8, 4, vb.pp("embed")));
         let same = model.forward(&ids(3, &[2, 3], 8)).unwrap();
         assert_eq!(same.dims(), [2, 3, 4]);
-        model.forward(&ids(world.rank() as u32, &[2, 3], 8)).unwrap_err().to_string()
+        model.forward(&ids(world.rank() as u32, &[2, 3], 8)).map_err(|error| error.to_string())
     });
     for error in errors {
+        if on_cuda() {
+            // The host would wait for ids on a device: they are not compared.
+            assert!(error.is_ok());
+            continue;
+        }
+        let error = error.unwrap_err();
         assert!(error.contains("`embed.weight`, with ids of hash") && error.contains("the same batch"), "{error}");
     }
 }

@@ -13,7 +13,7 @@ use fsdp_candle::{
 use super::{
     DTYPES, assert_near, assert_same_gradients, assert_within, build, ids, numbers, parallel_vars, part, values,
 };
-use crate::common::{alone, counted, ranks, vars};
+use crate::common::{counted, ranks, unsharded};
 
 /// Every combination of options, with targets to ignore some of the time.
 fn all_options() -> Vec<CrossEntropyOptions> {
@@ -199,7 +199,7 @@ fn a_head_and_its_loss_over_parts_of_the_vocabulary() {
                         world.rank()
                     );
                     let targets = targets(&[batch, steps], VOCABULARY as u32, all_ignored);
-                    let whole_vars = vars(&alone());
+                    let whole_vars = unsharded(&world);
                     let whole = build(&whole_vars, dtype, |vb| Model::new(tied, vb));
                     let whole_x = Var::from_tensor(&x).unwrap();
                     let wanted = loss(&whole, &whole_x, &ids, logits_first, &targets, &options, None);

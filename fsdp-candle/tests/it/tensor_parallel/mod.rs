@@ -11,7 +11,7 @@ use fsdp_candle::{
     parallelize,
 };
 
-use crate::common::{alone, device, ranks, shard_of_gradient, vars};
+use crate::common::{device, ranks, shard_of_gradient, unsharded};
 
 const DTYPES: [DType; 4] = [DType::F32, DType::BF16, DType::F16, DType::F64];
 
@@ -121,7 +121,7 @@ fn check<M: Module>(
                     (y * weights).unwrap().to_dtype(DType::F64).unwrap().sum_all().unwrap()
                 };
 
-                let whole_vars = vars(&alone());
+                let whole_vars = unsharded(&world);
                 prepare(&whole_vars);
                 let whole = build(&whole_vars, dtype, &new);
                 let whole_x = Var::from_tensor(&x).unwrap();

@@ -7,7 +7,7 @@ use fsdp_candle::ReshardAfterForward::{Always, Never};
 use fsdp_candle::{DTensor, MixedPrecisionPolicy, OffloadPolicy, Recurse, shard};
 
 fn step(vars: &ShardedVarMap, model: &impl Module, unit: impl Fn(&Tensor) -> candle_core::Result<Grads>) -> Step {
-    let x = randint(ModelArgs::default().vocab_size, (2, 8), vars.params()[0].dtensor()?.device())?;
+    let x = randint(ModelArgs::default().vocab_size, (2, 8), vars.builder(DType::F32).device())?;
     let grads = unit(&model.forward(&x)?.sum_all()?)?;
     adam(vars)?.step(&grads)?;
     parameters(vars)
