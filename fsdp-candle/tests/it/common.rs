@@ -16,7 +16,7 @@ use fsdp_core::process_group::{Options, local};
 use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, ScatterPart, Work};
 
 pub(crate) use counted::counted;
-pub(crate) use device::{address, changed, device, elements, memory, on_cuda, rounding};
+pub(crate) use device::{address, changed, device, elements, memory, on_cuda, one_of, rounding};
 
 /// A residual MLP of Candle's own linear layers and this crate's norm.
 pub(crate) struct Block {

@@ -52,6 +52,12 @@ pub(super) fn world(group: ProcessGroup) -> World {
     world
 }
 
+/// How far to step through a test's many cases: all of them run on the host, but one of `n` on devices, where the double
+/// takes ten times as long.
+pub(crate) fn one_of(n: usize) -> usize {
+    if on_cuda() { n } else { 1 }
+}
+
 /// How far apart sums of this dtype may be when they are reduced together with other things, as a share of their size:
 /// NCCL's order follows from what is reduced together. The host has one order.
 pub(crate) fn rounding(dtype: DType) -> f32 {

@@ -37,7 +37,7 @@ fn reductions_are_partial_over_shared_dimensions_and_keep_the_others() {
             let full = numbers(&shape, dtype);
             let exact = full.to_dtype(DType::F32).unwrap();
             let of = [Replicate, Shard(0), Shard(1), Shard(2), SUM, AVG, MAX];
-            for placements in layouts(mesh.layout(), &shape, &of) {
+            for placements in layouts(mesh.layout(), &shape, &of).into_iter().step_by(one_of(3)) {
                 if placements.iter().any(|p| matches!(p, Placement::StridedShard { .. })) {
                     continue;
                 }

@@ -11,7 +11,7 @@ use fsdp_candle::{
 };
 
 use super::model::{MESHES, Mesh, Model, Values, build, full, loss, values};
-use crate::common::{device, ranks};
+use crate::common::{device, one_of, ranks};
 
 type Params = Vec<Arc<FsdpParam>>;
 
@@ -90,7 +90,7 @@ fn trained(mesh: &Mesh) -> (Vec<f64>, Values, Values, Values) {
 #[test]
 fn matrices_that_are_cut_twice_are_made_orthogonal_as_wholes() {
     let (norms, weights, means, state) = trained(&MESHES[0]);
-    for mesh in &MESHES[1..] {
+    for mesh in MESHES[1..].iter().step_by(one_of(3)) {
         let (own_norms, own_weights, own_means, own_state) = trained(mesh);
         for (own, norm) in own_norms.iter().zip(&norms) {
             assert!((own - norm).abs() < 1e-6 * norm, "{mesh:?}: {own} instead of {norm}");
