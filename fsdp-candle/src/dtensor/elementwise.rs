@@ -51,8 +51,8 @@ unary! {
     tanh: tanh, Increasing, "The hyperbolic tangent of each element. Terms of a largest or smallest remain such.";
     erf: erf, Increasing, "The error function of each element. Terms of a largest or smallest remain such.";
     relu: relu, Increasing, "Each element, or 0 if it is negative. Terms of a largest or smallest remain such.";
-    ceil: ceil, Increasing, "The next integer above each element. Terms of a largest or smallest remain such.";
-    floor: floor, Increasing, "The next integer below each element. Terms of a largest or smallest remain such.";
+    ceil: ceil, Increasing, "The least integer not below each element. Terms of a largest or smallest remain such.";
+    floor: floor, Increasing, "The largest integer not above each element. Terms of a largest or smallest remain such.";
     round: round, Increasing, "The integer next to each element. Terms of a largest or smallest remain such.";
     sign: sign, Increasing, "The sign of each element: -1, 0 or 1. Terms of a largest or smallest remain such.";
     abs: abs, Other, "The magnitude of each element.";
@@ -71,8 +71,8 @@ macro_rules! binary {
             #[doc = $doc]
             ///
             /// # Errors
-            /// When the two are not on one mesh, have shapes that don't go together, or lie so that it takes
-            /// communication: the message says which of them is to be redistributed.
+            /// When the two are not on one mesh, have different dtypes or shapes that don't go together, or lie so that
+            /// it takes communication: the message says which of them is to be redistributed.
             pub fn $name<'a>(&self, other: impl Into<Operand<'a>>) -> Result<Self> {
                 self.binary(Binary::$op, other.into())
             }

@@ -29,8 +29,8 @@ impl DTensor {
     /// ```
     ///
     /// # Errors
-    /// When the shapes don't go together, the two are not on one mesh, or they lie otherwise: the message says how they
-    /// may.
+    /// When the shapes don't go together, the dtypes differ, the two are not on one mesh, or they lie otherwise: the
+    /// message says how they may.
     pub fn matmul(&self, other: &DTensor) -> Result<Self> {
         self.check_goes_with("matmul", other)?;
         let (left, right) = (self.shape(), other.shape());

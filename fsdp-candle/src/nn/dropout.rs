@@ -24,7 +24,7 @@ use crate::storage::take;
 /// ```
 ///
 /// # Errors
-/// When the probability is none below 1.
+/// When the probability is not in `[0, 1)`.
 pub fn dropout(xs: &Tensor, drop_p: f32) -> Result<Tensor> {
     dropped(xs, check("dropout", f64::from(drop_p))?)
 }

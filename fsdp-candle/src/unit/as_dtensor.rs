@@ -23,7 +23,7 @@ impl FsdpParam {
     ///     let dtensor = param.dtensor()?;
     ///     assert_eq!(dtensor.placements(), [Placement::Shard(0)]);
     ///     println!("{}: {:?} of {:?}", param.name(), dtensor.to_local().dims(), dtensor.shape());
-    ///     // Rank 0's values of all; each rank takes its part of a full tensor.
+    ///     // Every rank passes the whole tensor, and takes its own part of it.
     ///     param.set_full(&dtensor.mul(2.)?.full_tensor()?)?;
     /// }
     /// let x = Tensor::ones((3, 4), DType::F32, world.device())?;
@@ -82,8 +82,9 @@ impl FsdpParam {
         Ok(copy_tensor(&local, self.var().as_tensor())?)
     }
 
-    /// Copies this rank's part of a full tensor into its shard. No communication: each rank passes the full tensor, or
-    /// rank 0's after a [`distribute_tensor`](crate::distribute_tensor), whose part goes to [`FsdpParam::set_local`].
+    /// Copies this rank's part of a full tensor into its shard. No communication: every rank passes the full tensor.
+    /// Where rank 0 alone has it, [`distribute_tensor`](crate::distribute_tensor) sends the parts, and each rank passes
+    /// its own to [`FsdpParam::set_local`].
     ///
     /// # Errors
     /// When the tensor has not the parameter's shape or is no floating point one. Nothing is changed then.

@@ -61,8 +61,7 @@ pub(crate) struct Args {
     /// Needed there: config.json with one of the model types llama, mistral, qwen2, qwen3, gemma2, gemma3_text, phi3,
     /// mixtral, qwen3_moe, gpt2 and bert. Used if there: model.safetensors (or model.safetensors.index.json and the
     /// files it names) and tokenizer.json. Each process reads only its own slices of the weights. A bert is trained as
-    /// a masked language model. Dropout is left out but for
-    /// --dropout.
+    /// a masked language model. Nothing is dropped without --dropout.
     #[arg(long, value_name = "DIR", help_heading = "Model")]
     #[serde(serialize_with = "place")]
     pub(crate) model: Option<PathBuf>,
@@ -200,7 +199,7 @@ pub(crate) struct Args {
     pub(crate) replicate: usize,
 
     /// Processes that compute each layer together: each holds a part of its matrices and computes with it, on the same
-    /// data as the N - 1 others. For the decoders whose numbers N divides, but for phi3
+    /// data as the N - 1 others. N divides the model's heads, inner widths and vocabulary; not for phi3, gpt2 and bert
     ///
     /// Heads, the MLPs' inner width and the vocabulary are shared out, and with them the activations inside layers.
     /// Each layer communicates in forward and backward, so let these processes be near to each other: they are
@@ -289,8 +288,8 @@ pub(crate) struct Args {
     pub(crate) trace: Option<PathBuf>,
 
     /// The blocks that run again in backward instead of keeping their activations: less memory, a second forward, the
-    /// same numbers. `full` is all of them, a number K every K-th, NAMES those whose names or what these end with they
-    /// match, such as model.layers.[0-3]
+    /// same numbers. `full` is all of them, a number K every K-th, NAMES (patterns, with commas between them) the blocks
+    /// whose names match, whole or at their end, such as model.layers.[0-3]
     #[arg(long, value_name = "none|full|K|NAMES", default_value = "none", value_parser = activation_checkpoint)]
     #[arg(help_heading = "Sharding")]
     pub(crate) activation_checkpoint: ActivationCheckpoint,

@@ -52,8 +52,8 @@ pub(super) fn world(group: ProcessGroup) -> World {
     world
 }
 
-/// How far to step through a test's many cases: all of them run on the host, but one of `n` on devices, where the double
-/// takes ten times as long.
+/// How far to step through a test's many cases: all of them run on the host, but one of `n` on devices, where the
+/// double takes ten times as long.
 pub(crate) fn one_of(n: usize) -> usize {
     if on_cuda() { n } else { 1 }
 }
