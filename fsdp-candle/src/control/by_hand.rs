@@ -61,7 +61,7 @@ impl<M> FsdpModule<M> {
     /// # Errors
     /// Candle's.
     pub fn reshard(&self) -> Result<()> {
-        self.group().reshard()
+        self.schedule().reshard(self.group())
     }
 
     /// Makes the whole model ready for a new iteration after one that failed: what is in flight is waited for,

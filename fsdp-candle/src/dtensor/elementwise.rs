@@ -46,8 +46,8 @@ macro_rules! unary {
 unary! {
     neg: neg, Negation, "The negative of each element. Terms of a sum or average remain such; smallest become largest.";
     exp: exp, Increasing, "e to the power of each element. Terms of a largest or smallest remain such.";
-    log: log, Increasing, "The natural logarithm of each element. Terms of a largest or smallest remain such.";
-    sqrt: sqrt, Increasing, "The square root of each element. Terms of a largest or smallest remain such.";
+    log: log, Other, "The natural logarithm of each element.";
+    sqrt: sqrt, Other, "The square root of each element.";
     tanh: tanh, Increasing, "The hyperbolic tangent of each element. Terms of a largest or smallest remain such.";
     erf: erf, Increasing, "The error function of each element. Terms of a largest or smallest remain such.";
     relu: relu, Increasing, "Each element, or 0 if it is negative. Terms of a largest or smallest remain such.";

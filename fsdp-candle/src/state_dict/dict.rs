@@ -32,7 +32,7 @@ impl StateTensor {
         StateTensor { shape: tensor.dims().to_vec(), region: Region::whole(tensor.dims()), layout: None, tensor }
     }
 
-    /// A rank's part of a DTensor, whose memory it shares.
+    /// A rank's part of a DTensor, whose memory it shares where its elements lie in order.
     ///
     /// # Errors
     /// When the DTensor is partial, or this rank holds several boxes of it: it is to be redistributed first.
@@ -44,7 +44,7 @@ impl StateTensor {
             )));
         }
         Ok(StateTensor {
-            tensor: tensor.to_local().clone(),
+            tensor: tensor.to_local().contiguous()?,
             shape: spec.shape().to_vec(),
             region: spec.local_region(mesh.rank())?,
             layout: Some((mesh.clone(), spec.placements().to_vec())),

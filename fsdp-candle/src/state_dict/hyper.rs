@@ -28,13 +28,12 @@ pub(super) fn groups(optim: &dyn ShardedOptimizer, options: &StateDictOptions) -
 }
 
 /// A state dict's hyper-parameters for each of these groups: of the group that the first parameter is in there, or of
-/// the one at its place, where the state dict names no parameters. `None` if it has none at all.
+/// the one at its place, where the state dict names no parameters.
 pub(super) fn hyper_of(
     own: &[ParamGroup],
-    values: &Map<String, Value>,
+    value: &Value,
     options: &StateDictOptions,
-) -> Result<Option<Vec<Map<String, Value>>>> {
-    let Some(value) = values.get(GROUPS) else { return Ok(None) };
+) -> Result<Vec<Map<String, Value>>> {
     let found = value.as_array().filter(|found| found.len() == own.len());
     let found = found.and_then(|found| found.iter().map(Value::as_object).collect::<Option<Vec<_>>>());
     let Some(found) = found else {
@@ -51,7 +50,7 @@ pub(super) fn hyper_of(
         };
         (*first.and_then(|_| found.iter().find(has)).unwrap_or(&found[at])).clone()
     };
-    Ok(Some(own.iter().enumerate().map(hyper).collect()))
+    Ok(own.iter().enumerate().map(hyper).collect())
 }
 
 /// Reads the hyper-parameters of each group from a checkpoint: ours, or PyTorch's, which has those of each parameter by

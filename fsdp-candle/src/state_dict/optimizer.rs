@@ -9,7 +9,7 @@ use super::dict::{IncompatibleKeys, StateDict, StateTensor};
 use super::hyper::{GROUPS, groups, hyper_of};
 use super::model::compare;
 use super::options::StateDictOptions;
-use super::transfer::{Wanted, given, kept, taken};
+use super::transfer::{Wanted, given, kept, taken, value_given};
 use crate::build::ShardedVarMap;
 use crate::error::{Error, Result};
 use crate::optim::{ParamState, ShardedOptimizer};
@@ -59,7 +59,8 @@ pub fn set_optimizer_state_dict(
     can_be_seen(optim)?;
     let before: Vec<_> = optim.param_groups().into_iter().map(|group| group.hyper).collect();
     // Before all else: hyper-parameters may say what is kept.
-    if let Some(hyper) = hyper_of(&optim.param_groups(), &dict.values, options)? {
+    let given = value_given(dict, GROUPS, vars.mesh(), options)?;
+    if let Some(hyper) = given.map(|value| hyper_of(&optim.param_groups(), &value, options)).transpose()? {
         optim.set_hyper(&hyper)?;
     }
     set_tensors(vars, optim, dict, options).or_else(|error| {

@@ -3,6 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 use fsdp_core::layout::Region;
 use fsdp_core::{Buffer, DeviceMesh};
+use serde_json::Value;
 
 use super::dict::{StateDict, StateTensor};
 use super::options::StateDictOptions;
@@ -102,6 +103,33 @@ pub(super) fn given(
         given.push(Some(whole.cut(&wanted.name, wanted.shape, &wanted.region, wanted.dtype)?));
     }
     Ok(given)
+}
+
+/// A value of the state dict: rank 0's where it is broadcast (then collective). `None` where it has none.
+pub(super) fn value_given(
+    dict: &StateDict,
+    key: &str,
+    mesh: &DeviceMesh,
+    options: &StateDictOptions,
+) -> Result<Option<Value>> {
+    let own = dict.values.get(key);
+    if !options.broadcast_from_rank0 {
+        return Ok(own.cloned());
+    }
+    let text = own.filter(|_| mesh.rank() == 0).map(|value| value.to_string().into_bytes()).unwrap_or_default();
+    let len = match mesh.broadcast(vec![text.len() as i64].into(), 0)? {
+        Buffer::I64(len) if len.len() == 1 => len[0] as usize,
+        other => return Err(Error::Argument(format!("a broadcast of one I64 returned {:?}", other.dtype()))),
+    };
+    if len == 0 {
+        return Ok(None);
+    }
+    let text = if mesh.rank() == 0 { text } else { vec![0; len] };
+    let Buffer::U8(text) = mesh.broadcast(text.into(), 0)? else {
+        return Err(Error::Argument("a broadcast of U8 returned something else".into()));
+    };
+    let parsed = serde_json::from_slice(&text);
+    parsed.map(Some).map_err(|error| Error::Argument(format!("rank 0's {key} can't be read: {error}")))
 }
 
 /// Whether it is so on rank 0, told to all where its state dict is what counts.

@@ -262,6 +262,15 @@ impl Schedule {
         }
     }
 
+    /// Frees what was gathered of a unit. An optimizer may step before it is gathered again, unless micro-batches share
+    /// what replicas gathered.
+    pub(crate) fn reshard(&self, unit: &ParamGroup) -> Result<()> {
+        if !self.shards_are_fresh.load(Ordering::Relaxed) {
+            unit.drop_shards();
+        }
+        unit.reshard()
+    }
+
     /// Frees what was gathered of every unit, for parameters have changed.
     pub(crate) fn reshard_all(&self) -> Result<()> {
         self.shards_are_fresh.store(false, Ordering::Relaxed);

@@ -77,7 +77,10 @@ impl FsdpParam {
         if !local.dtype().is_float() {
             return self.refuse(format!("it is {:?}, and values of {:?} are none of it", self.dtype(), local.dtype()));
         }
-        let local = to_dtype(&local.detach(), self.dtype())?.contiguous()?;
+        // A part by itself: Candle takes all that a tensor is a view of to another device.
+        let is_here = local.device().same_device(self.var().device());
+        let local = if is_here { local.contiguous()? } else { local.force_contiguous()? };
+        let local = to_dtype(&local.detach(), self.dtype())?;
         self.holder().reshard()?;
         Ok(copy_tensor(&local, self.var().as_tensor())?)
     }

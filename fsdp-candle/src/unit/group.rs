@@ -349,6 +349,7 @@ impl ParamGroup {
 
 impl Holder for ParamGroup {
     fn reshard(&self) -> Result<()> {
+        self.drop_shards();
         ParamGroup::reshard(self)
     }
 }

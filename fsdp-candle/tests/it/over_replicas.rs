@@ -237,6 +237,34 @@ fn a_failed_step_several_forwards_and_values_that_are_set() {
 }
 
 #[test]
+fn what_is_gathered_by_hand_is_that_of_the_last_step() {
+    ranks(4, |world| {
+        let vars = map(&world, 2);
+        let opts = FullyShard::new(&vars).shard_optimizer_over_replicas(true);
+        let layer = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear_no_bias(WIDTH, 8, vb)).unwrap();
+        let mut optim = AdamW::new(vars.trainable(), CONFIG).unwrap();
+        let x = batch(0, WIDTH);
+        let weight = vars.get("weight").unwrap();
+        let check = |what: &str| {
+            let want = x.matmul(&weight.dtensor().unwrap().full_tensor().unwrap().t().unwrap()).unwrap();
+            layer.unshard().unwrap();
+            let found = layer.inner().forward(&x).unwrap().detach();
+            layer.reshard().unwrap();
+            let near = |(a, b): (&f32, &f32)| (a - b).abs() < 1e-5;
+            assert!(elements::<f32>(&found).iter().zip(&elements(&want)).all(near), "{what}");
+        };
+        let grads = layer.backward(&layer.forward(&x).unwrap().sqr().unwrap().mean_all().unwrap()).unwrap();
+        check("before a step");
+        optim.step(&grads).unwrap();
+        check("after it");
+        layer.unshard().unwrap();
+        let zeros = (weight.dtensor().unwrap().full_tensor().unwrap() * 0.).unwrap();
+        weight.set_full(&(zeros + 1.).unwrap()).unwrap();
+        check("after it was set");
+    });
+}
+
+#[test]
 fn gradients_are_checked_and_what_is_not_finite_is_found() {
     ranks(6, |world| {
         let vars = map(&world, 3);

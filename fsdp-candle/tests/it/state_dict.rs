@@ -2,9 +2,9 @@
 
 use candle_core::{DType, Module, Tensor};
 use fsdp_candle::{
-    AdamW, AdamWConfig, FullyShard, IncompatibleKeys, ShardedVarMap, StateDict, StateDictOptions, StateTensor, World,
-    get_model_state_dict, get_optimizer_state_dict, get_state_dict, load_optimizer, optimizer_tensors,
-    set_model_state_dict, set_optimizer_state_dict, set_state_dict,
+    AdamW, AdamWConfig, FullyShard, IncompatibleKeys, SGD, SgdConfig, ShardedOptimizer, ShardedVarMap, StateDict,
+    StateDictOptions, StateTensor, World, get_model_state_dict, get_optimizer_state_dict, get_state_dict,
+    load_optimizer, optimizer_tensors, set_model_state_dict, set_optimizer_state_dict, set_state_dict,
 };
 use fsdp_ckpt::{LoadOptions, SaveState, save};
 
@@ -139,6 +139,37 @@ fn options_select_parameters() {
         };
         assert_eq!(sum("blocks.2.down.weight"), 0.);
         assert!(sum("blocks.1.down.weight") > 0.);
+    });
+}
+
+#[test]
+fn hyper_parameters_are_rank_0s_where_it_broadcasts() {
+    ranks(3, |world| {
+        let vars = vars(&world);
+        let sgd = |momentum| SGD::new(vars.trainable(), SgdConfig { lr: 0.1, momentum, ..Default::default() }).unwrap();
+        let kept = StateDictOptions { cpu_offload: true, ..full() };
+        let broadcast = StateDictOptions { broadcast_from_rank0: true, ..kept.clone() };
+        let mut adamw = stepped(&world, &vars);
+        let dict = get_optimizer_state_dict(&vars, &adamw, &kept).unwrap();
+        assert_eq!(dict.values.is_empty(), world.rank() > 0);
+        adamw.set_learning_rate(0.5);
+        set_optimizer_state_dict(&vars, &mut adamw, &dict, &broadcast).unwrap();
+        assert_eq!(adamw.groups()[0].lr, 0.01);
+
+        // They say what is kept as well: without momentum there is nothing.
+        let momentum = get_optimizer_state_dict(&vars, &sgd(0.9), &kept).unwrap();
+        let mut plain = sgd(0.);
+        set_optimizer_state_dict(&vars, &mut plain, &momentum, &broadcast).unwrap();
+        assert_eq!(plain.param_groups()[0].hyper["momentum"], 0.9);
+        let kept = get_optimizer_state_dict(&vars, &plain, &StateDictOptions::default()).unwrap();
+        assert!(kept.tensors.contains_key("state.head.weight.momentum_buffer"));
+
+        // What is refused is refused everywhere, and nobody waits.
+        let mut wrong = dict.clone();
+        wrong.values.insert("param_groups".into(), serde_json::json!([{}, {}]));
+        let error = set_optimizer_state_dict(&vars, &mut adamw, &wrong, &broadcast).unwrap_err().to_string();
+        assert!(error.contains("are not 1, as many as this optimizer has"), "{error}");
+        assert_eq!(adamw.groups()[0].lr, 0.01);
     });
 }
 
