@@ -10,8 +10,8 @@ use super::super::weight::Weight;
 use super::affine::column_sums;
 use crate::storage::take;
 
-/// `y + bias[first..first + width]` for a bias `[outputs]` and an output `[.., width]` that nobody else reads: its memory
-/// becomes the result's. The rest of the bias gets a gradient of zeros.
+/// `y + bias[first..first + width]` for a bias `[outputs]` and an output `[.., width]` that nobody else reads: its
+/// memory becomes the result's. The rest of the bias gets a gradient of zeros.
 pub(super) fn add_bias(y: &Tensor, bias: &Tensor, first: usize) -> Result<Tensor> {
     let (width, outputs) = (y.dim(D::Minus1)?, bias.dim(0)?);
     if !(served(y) && y.is_contiguous() && y.layout().start_offset() == 0) {
