@@ -72,7 +72,9 @@ pub fn build(
     let drops = Drops::new(options.dropout, parallel);
     let model = match config {
         ModelConfig::Decoder(config) => {
-            let (positions, head_dim) = (options.positions, config.head_dim);
+            // A sequence that is shared out may be padded.
+            let positions = parallel.map_or(options.positions, |parallel| parallel.padded(options.positions));
+            let head_dim = config.head_dim;
             let turns = Turns::new(&config.rope, config.local_rope.as_ref(), head_dim, positions, vb.device())?;
             let blocks = (0..config.layers)
                 .map(|i| {

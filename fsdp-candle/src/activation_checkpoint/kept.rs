@@ -11,7 +11,7 @@ use std::sync::Arc;
 use candle_core::{Result, Storage, Tensor, bail};
 
 use crate::graph::keeps_graph;
-use crate::storage::copied_storage;
+use crate::storage::{copied_storage, share_memory};
 
 /// A kind of operation that [`nn`](crate::nn)'s layers do and a closure may keep the output of: those that cost more to
 /// compute than to keep.
@@ -148,6 +148,14 @@ pub(crate) fn operation(
         }
     });
     Ok(output)
+}
+
+/// Whether the closure that runs has kept this output of an operation, whose memory is then not to be used up.
+pub(crate) fn is_kept(output: &Tensor) -> bool {
+    FRAMES.with_borrow(|frames| match frames.last() {
+        Some(Frame::Keeping { kept, .. }) => kept.iter().any(|kept| share_memory(&kept.output, output)),
+        _ => false,
+    })
 }
 
 /// The number of an operation that is come to.

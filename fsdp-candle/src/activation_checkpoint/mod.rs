@@ -7,6 +7,6 @@ mod policy;
 
 pub(crate) use closure::checkpoints;
 pub use closure::{checkpoint, selective_checkpoint};
-pub(crate) use kept::operation;
 pub use kept::{Operation, OperationCall};
+pub(crate) use kept::{is_kept, operation};
 pub use policy::CheckpointPolicy;

@@ -125,13 +125,13 @@ pub fn split<D: Dim>(x: &Tensor, dim: D, group: &ProcessGroup) -> Result<Tensor>
 
 /// From a part along one dimension to a part along another, for `N` ranks: input `[.., a, .., b, ..]` and output
 /// `[.., N * a, .., b / N, ..]`, where `from` is the dimension of `a` and `to` that of `b`. Backward is the same the
-/// other way round.
+/// other way round. From a dimension to itself it is the tensor as it is.
 ///
 /// # Errors
 /// When `b` does not divide by `N`, and those of an all-to-all.
 pub fn all_to_all<D: Dim, E: Dim>(x: &Tensor, from: D, to: E, group: &ProcessGroup) -> Result<Tensor> {
     let (from, to) = (from.to_index(x.shape(), "all_to_all")?, to.to_index(x.shape(), "all_to_all")?);
-    check("all_to_all", x, Some(to), group)?;
+    check("all_to_all", x, (from != to).then_some(to), group)?;
     if from == to {
         return Ok(if keeps_graph() { x.clone() } else { x.detach() });
     }

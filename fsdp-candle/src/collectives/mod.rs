@@ -17,8 +17,9 @@
 //!
 //! Every rank of the group calls the same functions in the same order, and runs the same backward. A dimension that is
 //! cut must divide by the number of ranks, which each function checks before anything moves. Ranks whose shapes or
-//! dtypes differ all get [`fsdp_core::Error::Mismatch`]. Half floats are added up in f32 and rounded once. On a device
-//! the group must move that device's memory, as those of a [`World`](crate::World) on it do.
+//! dtypes differ all get [`fsdp_core::Error::Mismatch`]. Half floats are added up in f32 and rounded once, but by NCCL
+//! in their own dtype. On a device the group must move that device's memory, as those of a [`World`](crate::World) on
+//! it do.
 
 mod functions;
 mod moves;

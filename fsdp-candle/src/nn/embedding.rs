@@ -132,6 +132,7 @@ fn lookup(embeddings: &Tensor, ids: &Tensor, range: Range) -> Result<Tensor> {
 }
 
 /// Ids as the weight's own rows count, for Candle's operations: those of rows elsewhere become the one that is none.
+/// What is beyond the whole vocabulary stays so, and is refused.
 fn here(ids: &Tensor, range: Range) -> Result<Tensor> {
     if range.rows == range.of {
         return Ok(ids.clone());
@@ -145,9 +146,10 @@ fn here(ids: &Tensor, range: Range) -> Result<Tensor> {
     let constant = |value: i64| Tensor::full(value, shape, device);
     let ids = ids.to_dtype(DType::I64)?;
     let own = (&ids - constant(range.first as i64)?)?;
-    let is_here = (own.ge(0i64)? * own.lt(range.rows as i64)?)?;
-    let is_here = (is_here * ids.ne(none)?)?;
-    is_here.where_cond(&own, &constant(i64::MAX)?)
+    let (first, end) = (range.first as i64, (range.first + range.rows) as i64);
+    let is_here = ((ids.ge(first)? * ids.lt(end)?)? * ids.ne(none)?)?;
+    let is_beyond = (ids.lt(0i64)? + (ids.ge(range.of as i64)? * ids.ne(none)?)?)?;
+    is_here.where_cond(&own, &is_beyond.where_cond(&ids, &constant(i64::MAX)?)?)
 }
 
 /// The same from Candle's operations.

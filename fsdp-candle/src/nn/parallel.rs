@@ -7,8 +7,10 @@ use candle_core::{DType, Result, Tensor, bail};
 use fsdp_core::ProcessGroup;
 use fsdp_core::process_group::{Signature, Subject};
 
+use crate::activation_checkpoint::is_kept;
 use crate::collectives::{
-    Consumers, Entry, SharedInput, all_gather, all_reduce_taken, all_to_all, reduce_scatter_taken,
+    Consumers, Entry, SharedInput, all_gather, all_reduce, all_reduce_taken, all_to_all, reduce_scatter,
+    reduce_scatter_taken,
 };
 use crate::tensor_parallel::{ActivationLayout, ColwiseParallel, Parallel, ParallelStyle, RowwiseParallel};
 use crate::unit::FsdpParam;
@@ -230,17 +232,22 @@ pub(in crate::nn) fn output_of_columns(
     }
 }
 
-/// The output of a layer that has a term of it on each rank, which nobody else reads, in the layout that the plan
-/// wants.
+/// The output of a layer that has a term of it on each rank, in the layout that the plan wants. Nobody else reads the
+/// term, but a checkpoint that keeps it.
 pub(in crate::nn) fn output_of_terms(
     function: &str,
     y: &Tensor,
     layout: ActivationLayout,
     group: &ProcessGroup,
 ) -> Result<Tensor> {
+    let is_kept = is_kept(y);
     match layout {
+        ActivationLayout::Replicate if is_kept => all_reduce(y, group),
         ActivationLayout::Replicate => all_reduce_taken(y, group),
-        ActivationLayout::Shard(dim) => reduce_scatter_taken(y, dim_of(function, dim, y)?, group),
+        ActivationLayout::Shard(dim) => match dim_of(function, dim, y)? {
+            dim if is_kept => reduce_scatter(y, dim, group),
+            dim => reduce_scatter_taken(y, dim, group),
+        },
     }
 }
 

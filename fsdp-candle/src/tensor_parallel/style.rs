@@ -54,7 +54,9 @@ impl Default for RowwiseParallel {
 /// output is `Shard(1)` and [`ColwiseParallel`] ones whose input is. Its gradients are summed over the ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SequenceParallel {
-    /// The dimension of the input that is cut: 1 by default.
+    /// The dimension of the input that is cut: 1 by default. It only describes. PyTorch makes a DTensor of the input by
+    /// it; here activations are local tensors, parameters' gradients are summed whichever dimension is cut, and nothing
+    /// reads it.
     pub sequence_dim: usize,
 }
 

@@ -184,6 +184,24 @@ fn all_to_all_goes_back_the_other_way() {
 }
 
 #[test]
+fn a_layout_that_stays_needs_no_size() {
+    ranks(2, |world| {
+        let x = Var::from_tensor(&values(world.rank(), &[2, 7, 3], DType::F32)).unwrap();
+        let layout = Placement::Shard(1);
+        for y in [
+            all_to_all(&x, 1, 1, world.group()),
+            prepare_module_input(&x, layout, layout, world.group()),
+            prepare_module_output(&x, layout, layout, world.group()),
+        ] {
+            let y = y.unwrap();
+            assert_eq!(numbers(&y), numbers(&x));
+            let grads = (y * 3.).unwrap().sum_all().unwrap().backward().unwrap();
+            assert_eq!(numbers(grads.get(&x).unwrap()), [3.; 2 * 7 * 3]);
+        }
+    });
+}
+
+#[test]
 fn what_does_not_divide_is_an_error_before_anything_moves() {
     ranks(2, |world| {
         let x = values(world.rank(), &[2, 7, 4], DType::F32);

@@ -15,7 +15,7 @@ pub struct Promises {
     /// `((0 + 1) + (2 + 3)) + (4 + 5)`: the same bits on every run. (All ranks get the same bits of an all-reduce,
     /// whatever the order.)
     pub fixed_order: bool,
-    /// Half precision inputs are combined in single precision and rounded once.
+    /// Half precision inputs are combined in single precision and rounded once. NCCL combines them in their own dtype.
     pub f32_sums: bool,
     /// A rank whose process dies is [`crate::Error::PeerLost`] at once, not [`crate::Error::Timeout`] some time later.
     pub sees_death: bool,

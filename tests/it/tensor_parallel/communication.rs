@@ -24,6 +24,8 @@ struct Place {
     shard: u64,
     tensor: u64,
     sequence: bool,
+    /// Whether blocks run again in backward.
+    again: bool,
     rank: u64,
 }
 
@@ -35,7 +37,7 @@ impl Place {
     }
 
     fn formula(&self) -> Calls {
-        let &Place { replicate, shard, tensor, sequence, .. } = self;
+        let &Place { replicate, shard, tensor, sequence, again, .. } = self;
         let mut calls = Calls::new();
         let mut add = |ranks: Vec<u64>, op: &str, count: u64, bytes: u64| {
             // Alone, nothing is communicated.
@@ -58,19 +60,21 @@ impl Place {
         add(copies(), "all_reduce", 1, root / shard);
         add(copies(), "all_reduce", BLOCKS, block / shard);
 
-        // Layers: forward has the embedding and two for each block, backward the head and two for each block.
+        // Layers: forward has the embedding and two for each block, backward the head and two for each block, and those
+        // of a block's forward where it runs again.
+        let of_layers = 2 * (2 * BLOCKS + 1) + if again { 2 * BLOCKS } else { 0 };
         let rows = SEQUENCES as u64 / (replicate * shard) * TOKENS;
         let activations = F32 * rows * WIDTH;
         if sequence {
             // What is left scattered in one direction is gathered in the other, and the other way round.
             for op in ["all_gather", "reduce_scatter"] {
-                add(layers(), op, 2 * (2 * BLOCKS + 1), activations);
+                add(layers(), op, of_layers, activations);
             }
             // Norms' gradients are terms of a sum.
             add(layers(), "all_reduce", 1, F32 * WIDTH / shard);
             add(layers(), "all_reduce", BLOCKS, F32 * 2 * WIDTH / shard);
         } else {
-            add(layers(), "all_reduce", 2 * (2 * BLOCKS + 1), activations);
+            add(layers(), "all_reduce", of_layers, activations);
         }
         // The loss: the largest logit of each row; then the sum of exponentials and the target's logit.
         add(layers(), "all_reduce", 1, F32 * rows);
@@ -101,12 +105,17 @@ fn measured(events: &[Event], members: &BTreeMap<String, BTreeSet<u64>>, rank: u
     calls
 }
 
-fn as_the_formula_says(mesh: &Mesh, [replicate, shard, tensor]: [u64; 3]) {
+fn as_the_formula_says(mesh: &Mesh, [replicate, shard, tensor]: [u64; 3], again: bool) {
     for sequence in [false, true] {
         let dir = tempfile::tempdir().unwrap();
-        let flags = ["--steps", "3", "--trace", "trace.json"];
-        let more: &[&str] = if sequence { &[SEQUENCE] } else { &[] };
-        train("llama_tp_tiny", mesh, &[&flags, more].concat(), dir.path());
+        let mut flags = vec!["--steps", "3", "--trace", "trace.json"];
+        if sequence {
+            flags.push(SEQUENCE);
+        }
+        if again {
+            flags.extend(["--activation-checkpoint", "full", "--checkpoint-keep", "linear"]);
+        }
+        train("llama_tp_tiny", mesh, &flags, dir.path());
         let events = Trace::read(&dir.path().join("trace.json")).events();
         let mut members: BTreeMap<String, BTreeSet<u64>> = BTreeMap::new();
         for event in &events {
@@ -115,15 +124,21 @@ fn as_the_formula_says(mesh: &Mesh, [replicate, shard, tensor]: [u64; 3]) {
             }
         }
         for rank in 0..RANKS {
-            let want = Place { replicate, shard, tensor, sequence, rank }.formula();
-            assert_eq!(measured(&events, &members, rank), want, "{}, {sequence}, rank {rank}", mesh.record);
+            let want = Place { replicate, shard, tensor, sequence, again, rank }.formula();
+            assert_eq!(measured(&events, &members, rank), want, "{}, {flags:?}, rank {rank}", mesh.record);
         }
     }
 }
 
 #[test]
 fn calls_and_bytes_of_a_step_are_those_of_the_formula() {
-    as_the_formula_says(&DP2_TP2, [1, 2, 2]);
-    as_the_formula_says(&TP4, [1, 1, 4]);
-    as_the_formula_says(&REPLICATE2_TP2, [2, 1, 2]);
+    as_the_formula_says(&DP2_TP2, [1, 2, 2], false);
+    as_the_formula_says(&TP4, [1, 1, 4], false);
+    as_the_formula_says(&REPLICATE2_TP2, [2, 1, 2], false);
+}
+
+/// Products that are kept are not computed again, and their sums are all the same.
+#[test]
+fn a_block_that_runs_again_communicates_again() {
+    as_the_formula_says(&DP2_TP2, [1, 2, 2], true);
 }

@@ -53,6 +53,32 @@ fn every_family_trains_as_on_one_rank() {
     }
 }
 
+/// Of 62 ids, whose sequence is padded to 65 where five share it out; sequences of training are shorter.
+#[test]
+fn samples_are_as_long_as_on_one_rank_whatever_divides_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut text = fs::read_to_string(golden("llama_tp_tiny").join("config.json")).unwrap();
+    for (of_two, of_five) in [
+        ("\"intermediate_size\": 88", "\"intermediate_size\": 85"),
+        ("\"num_attention_heads\": 4", "\"num_attention_heads\": 5"),
+        ("\"num_key_value_heads\": 4", "\"num_key_value_heads\": 5"),
+        ("\"vocab_size\": 132", "\"vocab_size\": 135"),
+    ] {
+        assert!(text.contains(of_two));
+        text = text.replace(of_two, of_five);
+    }
+    fs::create_dir(dir.path().join("model")).unwrap();
+    fs::write(dir.path().join("model/config.json"), text).unwrap();
+    let train = |ranks: usize, more: &[&str]| {
+        let common = ["--model", "model", "--steps", "2", "--seed", "3", "--seq-len", "40"];
+        train_on(ranks, "llama_tp_tiny", 1, &[&common[..], more].concat(), dir.path())
+    };
+    let (alone, run) = train(1, &[]);
+    let (ours, of_five) = train(5, &["--tensor-parallel", "5", SEQUENCE]);
+    assert_near(&ours, &alone, "five ranks");
+    assert_eq!(sample(&of_five), sample(&run));
+}
+
 #[test]
 fn adapters_are_trained_as_on_one_rank() {
     for targets in ["q_proj,v_proj,down_proj", "all-linear"] {

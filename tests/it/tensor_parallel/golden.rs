@@ -27,6 +27,18 @@ fn layers_in_two_or_four_parts_on_every_mesh() {
     }
 }
 
+/// The outputs of products are kept, and those of whole layers made of them again.
+#[test]
+fn blocks_that_run_again_and_keep_their_products() {
+    for sequence in [false, true] {
+        // One sequence a rank lies as it is scattered, several don't.
+        for batch in [&[][..], &["--batch-size", "1", "--grad-accum", "3"]] {
+            let keep = ["--activation-checkpoint", "full", "--checkpoint-keep", "linear"];
+            repeats("llama_tp_tiny", &DP2_TP2, sequence, &[&keep, batch].concat());
+        }
+    }
+}
+
 /// And the ways to save memory, which compute and communicate in another order.
 #[test]
 fn a_tied_head_biases_and_shared_heads() {

@@ -3,30 +3,33 @@
 use std::sync::{Mutex, PoisonError};
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Storage, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp2, D, Layout, Result, Shape, Storage, Tensor, bail};
 
 use super::super::cpu::values::{floats, read, served, small_weight_grad, storage};
 use super::super::weight::Weight;
 use super::affine::column_sums;
 use crate::storage::take;
 
-/// `y + bias` for a bias `[width]` and an output `[.., width]` that nobody else reads: its memory becomes the result's.
-pub(super) fn add_bias(y: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    if !served(y) || !y.is_contiguous() || y.layout().start_offset() != 0 {
-        return y.broadcast_add(&Weight::in_graph(bias)?);
-    }
-    if y.dims().last() != Some(&bias.elem_count()) {
-        bail!("Linear: the bias {:?} does not fit to the output {:?}", bias.dims(), y.dims());
+/// `y + bias[first..first + width]` for a bias `[outputs]` and an output `[.., width]` that nobody else reads: its
+/// memory becomes the result's. The rest of the bias gets a gradient of zeros.
+pub(super) fn add_bias(y: &Tensor, bias: &Tensor, first: usize) -> Result<Tensor> {
+    let (width, outputs) = (y.dim(D::Minus1)?, bias.dim(0)?);
+    if !(served(y) && y.is_contiguous() && y.layout().start_offset() == 0) {
+        return y.broadcast_add(&Weight::in_graph(bias)?.narrow(0, first, width)?);
     }
     let bias = Weight::of(bias)?;
     let node = bias.node().clone();
     let Storage::Cpu(memory) = take(y)? else { bail!("Linear: the output is not on the CPU") };
-    y.apply_op2(&node, AddBias { output: Mutex::new(Some((memory, y.shape().clone()))), bias })
+    y.apply_op2(&node, AddBias { output: Mutex::new(Some((memory, y.shape().clone()))), bias, first, width, outputs })
 }
 
 struct AddBias {
     output: Mutex<Option<(CpuStorage, Shape)>>,
     bias: Weight,
+    /// The first of the bias that is added, how many are, and how many there are.
+    first: usize,
+    width: usize,
+    outputs: usize,
 }
 
 impl CustomOp2 for AddBias {
@@ -44,7 +47,8 @@ impl CustomOp2 for AddBias {
             CpuStorage::F32(values) => values,
             half => floats(&half, &Layout::contiguous(&shape))?.into_owned(),
         };
-        for row in sum.chunks_exact_mut(bias.len().max(1)) {
+        let bias = &bias[self.first..self.first + self.width];
+        for row in sum.chunks_exact_mut(self.width.max(1)) {
             row.iter_mut().zip(bias.iter()).for_each(|(y, b)| *y += b);
         }
         Ok((storage(sum, dtype)?, shape))
@@ -53,8 +57,9 @@ impl CustomOp2 for AddBias {
     fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor, dy: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let d_bias = if self.bias.wants_grad() {
             read!(grad, dy);
-            let width = dy.dims().last().copied().unwrap_or(1);
-            small_weight_grad(&self.bias, &column_sums(&grad, width))?
+            let mut d_bias = vec![0f32; self.outputs];
+            d_bias[self.first..self.first + self.width].copy_from_slice(&column_sums(&grad, self.width));
+            small_weight_grad(&self.bias, &d_bias)?
         } else {
             None
         };

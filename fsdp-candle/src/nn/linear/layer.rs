@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use candle_core::{Module, Result, Tensor};
+use candle_core::{D, Module, Result, Tensor, bail};
 use candle_nn::{Init, VarBuilder, init};
 use fsdp_core::ProcessGroup;
 
@@ -104,15 +104,22 @@ impl Linear {
     }
 
     fn cut_along_inputs(&self, x: &Tensor, style: &RowwiseParallel, group: &ProcessGroup) -> Result<Tensor> {
+        let outputs = self.weight.dim(0)?;
+        if let Some(bias) = &self.bias
+            && bias.dims() != [outputs]
+        {
+            bail!("Linear: the bias {:?} must be [{outputs}], for the weight is {:?}", bias.dims(), self.weight.dims());
+        }
         let y = match part_of_input("Linear", x, self.weight.dim(1)?, style.input_layout, group)? {
             Part::Plain(x) => self.output(&x, None)?,
             Part::Shared(x) => self.output(&x, None)?,
         };
         let y = output_of_terms("Linear", &y, style.output_layout, group)?;
-        match &self.bias {
-            Some(bias) => add_bias(&y, bias),
-            None => Ok(y),
-        }
+        let Some(bias) = &self.bias else { return Ok(y) };
+        // The bias is whole: a rank that has a part of the outputs adds that part of it.
+        let width = y.dim(D::Minus1)?;
+        let first = if width == outputs { 0 } else { group.rank() * width };
+        add_bias(&y, bias, first)
     }
 }
 

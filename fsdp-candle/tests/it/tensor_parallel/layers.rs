@@ -12,13 +12,13 @@ use fsdp_candle::{
     RowwiseParallel, SequenceParallel, ShardedVarMap, VocabParallel, fully_shard,
 };
 
-use super::{Case, build, check, ids, parallel_vars, values};
-use crate::common::{counted, on_cuda, ranks};
+use super::{Case, DTYPES, build, check, ids, parallel_vars, values};
+use crate::common::{counted, device, on_cuda, ranks};
 
-const REPLICATE: (ActivationLayout, Placement) = (ActivationLayout::Replicate, Placement::Replicate);
+pub(super) const REPLICATE: (ActivationLayout, Placement) = (ActivationLayout::Replicate, Placement::Replicate);
 
 /// A layout that cuts a dimension, of a tensor of three.
-fn shard(dim: isize) -> (ActivationLayout, Placement) {
+pub(super) fn shard(dim: isize) -> (ActivationLayout, Placement) {
     (ActivationLayout::Shard(dim), Placement::Shard(dim.rem_euclid(3) as usize))
 }
 
@@ -37,11 +37,12 @@ fn linear_cut_along_its_outputs() {
 #[test]
 fn linear_cut_along_its_inputs() {
     for (input_layout, input) in [REPLICATE, shard(1), shard(-1)] {
-        for (output_layout, output) in [REPLICATE, shard(1), shard(0)] {
+        for (output_layout, output) in [REPLICATE, shard(1), shard(0), shard(-1)] {
             let plan = ParallelPlan::new().module("down", RowwiseParallel { input_layout, output_layout });
             let case = Case { plan, input, output };
             let what = format!("{input_layout:?} -> {output_layout:?}");
-            check(&what, &case, &[12, 12, 24], |_| (), |vb| nn::linear(24, 5, vb.pp("down")));
+            let outputs = if output == Placement::Shard(2) { 12 } else { 5 };
+            check(&what, &case, &[12, 12, 24], drawn, |vb| nn::linear(24, outputs, vb.pp("down")));
         }
     }
 }
@@ -56,7 +57,7 @@ impl Initializer for Drawn {
     }
 }
 
-fn drawn(vars: &ShardedVarMap) {
+pub(super) fn drawn(vars: &ShardedVarMap) {
     vars.init_with(Drawn);
 }
 
@@ -130,6 +131,42 @@ fn embeddings_cut_along_their_vocabulary_or_their_width() {
 }
 
 #[test]
+fn ids_beyond_the_whole_vocabulary_are_refused_on_each_rank() {
+    // On a device the kernel that finds one takes the process with it.
+    if on_cuda() {
+        return;
+    }
+    let device = device();
+    let bad = [
+        Tensor::new(&[[3u8, 24]], &device),
+        Tensor::new(&[[3u32, 24]], &device),
+        Tensor::new(&[[u32::MAX - 1, 3]], &device),
+        Tensor::new(&[[3i64, 24]], &device),
+        Tensor::new(&[[-1i64, 3]], &device),
+        Tensor::new(&[[-25i64, 3]], &device),
+    ];
+    let bad = bad.map(Result::unwrap);
+    for size in 1..=4 {
+        ranks(size, |world| {
+            for style in [ParallelStyle::from(VocabParallel::default()), HiddenParallel::default().into()] {
+                for dtype in DTYPES {
+                    let vars = parallel_vars(&world, &ParallelPlan::new().module("embed", style));
+                    let model = build(&vars, dtype, |vb| nn::embedding(24, 12, vb.pp("embed")));
+                    for ids in &bad {
+                        let what = format!("{style:?} {dtype:?} of {size}: {ids}");
+                        let error = model.forward(ids).expect_err(&what).to_string();
+                        assert!(error.contains("out of range") || error.contains("invalid index"), "{what}: {error}");
+                    }
+                    // The ids at both ends, and none.
+                    let y = model.forward(&Tensor::new(&[0u32, 23, u32::MAX], &device).unwrap()).unwrap();
+                    assert_eq!(y.dim(0).unwrap(), 3);
+                }
+            }
+        });
+    }
+}
+
+#[test]
 fn an_embedding_is_no_linear_layer() {
     ranks(2, |world| {
         for style in [ParallelStyle::from(ColwiseParallel::default()), RowwiseParallel::default().into()] {
@@ -189,7 +226,7 @@ fn ranks_with_other_ids_all_hear_of_it() {
 }
 
 /// A block as decoders have it, on parts of the sequence or on all of it.
-struct Block {
+pub(super) struct Block {
     norms: [LayerNorm; 2],
     qkv: [Linear; 3],
     output: Linear,
@@ -197,11 +234,11 @@ struct Block {
     down: Linear,
 }
 
-const WIDTH: usize = 24;
+pub(super) const WIDTH: usize = 24;
 const HEAD: usize = 2;
 
 impl Block {
-    fn new(vb: VarBuilder<'static>) -> Result<Self> {
+    pub(super) fn new(vb: VarBuilder<'static>) -> Result<Self> {
         let square = |name: &str| nn::linear(WIDTH, WIDTH, vb.pp(name));
         Ok(Block {
             norms: [nn::layer_norm(WIDTH, 1e-5, vb.pp("norm_1"))?, nn::layer_norm(WIDTH, 1e-5, vb.pp("norm_2"))?],
@@ -213,7 +250,7 @@ impl Block {
         })
     }
 
-    fn plan(of_sequence: bool) -> ParallelPlan {
+    pub(super) fn plan(of_sequence: bool) -> ParallelPlan {
         let layout = if of_sequence { ActivationLayout::Shard(1) } else { ActivationLayout::Replicate };
         let colwise = ColwiseParallel { input_layout: layout, ..Default::default() };
         let rowwise = RowwiseParallel { output_layout: layout, ..Default::default() };

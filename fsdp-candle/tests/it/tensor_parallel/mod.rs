@@ -1,6 +1,7 @@
 //! Layers under a plan of tensor parallelism against the same ones that are whole.
 
 mod inputs;
+mod kept;
 mod layers;
 mod losses;
 
