@@ -109,7 +109,7 @@ impl Numbers {
     }
 
     pub(super) fn with(self, hyper: &Map<String, Value>) -> std::result::Result<Self, String> {
-        hyper::all_off(hyper, &["amsgrad", "maximize"])?;
+        hyper::all_off(hyper, &["amsgrad", "maximize", "differentiable"])?;
         if hyper::switch(hyper, "decoupled_weight_decay", self.decoupled)? != self.decoupled {
             let (theirs, ours) = if self.decoupled { ("Adam", "AdamW") } else { ("AdamW", "Adam") };
             return Err(format!("are of an {theirs} and this is an {ours}: their weight decay is another"));

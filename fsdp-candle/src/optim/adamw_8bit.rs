@@ -2,13 +2,14 @@
 //!
 //! Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861).
 
-use candle_core::Result;
+use candle_core::{DType, Result};
 use serde_json::{Map, Value};
 
 use super::adam::{AdamWConfig, MOMENTS, adam};
 use super::moment::Moment;
 use super::packed::PackedOf;
 use super::per_shard::{Hyper, Rule, ShardOptimizer, Stepping};
+use crate::error::Error;
 use crate::kernels::SliceMut;
 use crate::unit::FsdpParam;
 
@@ -22,7 +23,8 @@ use crate::unit::FsdpParam;
 ///
 /// State dicts and checkpoints hold the moments in F32, as AdamW's: each goes on from the other's, at any number of
 /// ranks. At the same number nothing is rounded again, so a run goes on with the same bits; other shards have other
-/// blocks, and are rounded once more. Parameters are F32, BF16 or F16.
+/// blocks, and are rounded once more. Parameters are F32, BF16 or F16; others are refused, unless they are of few
+/// elements.
 ///
 /// ```
 /// # use candle_core::{DType, Module, Tensor};
@@ -102,6 +104,15 @@ impl Rule for AdamW8bitConfig {
     fn moment(&self, name: &str, param: &FsdpParam) -> crate::error::Result<Moment> {
         if param.shape().elem_count() < self.min_8bit_size {
             return Moment::zeros(param);
+        }
+        let dtype = param.var().dtype();
+        if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
+            let message = format!(
+                "it is {dtype:?}, and moments in 8 bits are of F32, BF16 or F16: leave it to AdamW, or raise \
+                 `min_8bit_size` above its {} elements",
+                param.shape().elem_count()
+            );
+            return Err(Error::Parameter { name: param.name().into(), message });
         }
         Moment::packed(param, if name == MOMENTS[0] { PackedOf::Values } else { PackedOf::Roots })
     }

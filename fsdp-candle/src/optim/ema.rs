@@ -63,7 +63,7 @@ impl Ema {
             };
             let zeros = kernels.zeros(to_core_dtype(DType::F32)?, shard.elem_count()).map_err(fail)?;
             let mean = to_tensor(zeros, shard.dims(), shard.device())?;
-            mix(&mean, 0., shard, 1.)?;
+            mix(&mean, 0., shard)?;
             Ok((param, mean))
         };
         let means = params.into_iter().map(mean).collect::<Result<_>>()?;
@@ -100,20 +100,20 @@ impl Ema {
         let updates = self.updates()?;
         let kept = if updates == 0 { 0. } else { self.decay };
         for (param, mean) in &self.means {
-            mix(mean, kept, param.var(), 1. - kept)?;
+            mix(mean, kept, param.var())?;
         }
         copy_tensor(&Tensor::new((updates + 1) as f32, &Device::Cpu)?, &self.updates)?;
         Ok(())
     }
 
-    /// Sets the parameters to the mean, rounded to their dtype.
+    /// Sets the parameters to the mean, rounded to their dtype, whatever they were.
     ///
     /// # Errors
     /// Candle's.
     pub fn copy_to(&self, vars: &ShardedVarMap) -> Result<()> {
         // What was gathered before is stale.
         vars.reshard()?;
-        self.means.iter().try_for_each(|(param, mean)| mix(param.var(), 0., mean, 1.))
+        self.means.iter().try_for_each(|(param, mean)| mix(param.var(), 0., mean))
     }
 
     /// Calls `f`, an evaluation say, with the mean in the parameters, and puts the parameters back as they were,
@@ -133,6 +133,15 @@ impl Ema {
     }
 }
 
-fn mix(values: &Tensor, kept: f64, more: &Tensor, taken: f64) -> Result<()> {
-    Ok(with_slice_mut(values, |kernels, values| with_slice(more, |_, more| kernels.mix(values, kept, more, taken)))?)
+/// Keeps a share of values, and takes the rest of others.
+fn mix(values: &Tensor, kept: f64, more: &Tensor) -> Result<()> {
+    Ok(with_slice_mut(values, |kernels, values| {
+        with_slice(more, |_, more| {
+            if kept == 0. {
+                // Zero times what is not finite is not zero.
+                return kernels.cast(more, values);
+            }
+            kernels.mix(values, kept, more, 1. - kept)
+        })
+    })?)
 }

@@ -1,6 +1,6 @@
 //! Loss scaling for f16, with one verdict over all ranks: PyTorch's `ShardedGradScaler`.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId};
@@ -9,6 +9,7 @@ use fsdp_core::process_group::{Signature, Subject};
 
 use super::clip::{powers, scale};
 use super::sharded::ShardedOptimizer;
+use super::state::ParamState;
 use crate::build::ShardedVarMap;
 use crate::error::{Error, Result};
 use crate::kernels::NormType;
@@ -48,11 +49,18 @@ pub struct GradScaler {
     enabled: bool,
     state: GradScalerState,
     /// The shards whose gradients were unscaled since the last update.
-    unscaled: HashSet<TensorId>,
-    /// Whether those of the last `unscale` overflowed.
-    overflowed: Option<bool>,
-    /// Whether any did since the last update.
+    unscaled: HashMap<TensorId, Unscaled>,
+    /// Whether any of them overflowed, if `unscale` was called since then.
     any_overflowed: Option<bool>,
+}
+
+/// What became of a gradient since the last update.
+#[derive(Clone, Copy, Debug)]
+struct Unscaled {
+    /// Whether it, or one that was unscaled with it, overflowed on any rank.
+    overflowed: bool,
+    /// Whether an optimizer stepped on it, or was kept from that.
+    stepped: bool,
 }
 
 /// What a run that goes on has to know of its [`GradScaler`]: PyTorch's `state_dict`.
@@ -127,8 +135,7 @@ impl GradScaler {
         GradScaler {
             enabled: true,
             state: GradScalerState { scale, ..GradScalerState::default() },
-            unscaled: HashSet::new(),
-            overflowed: None,
+            unscaled: HashMap::new(),
             any_overflowed: None,
         }
     }
@@ -205,7 +212,7 @@ impl GradScaler {
 
     fn forget(&mut self) {
         self.unscaled.clear();
-        (self.overflowed, self.any_overflowed) = (None, None);
+        self.any_overflowed = None;
     }
 
     /// The loss times the scale: what backward takes.
@@ -228,7 +235,7 @@ impl GradScaler {
     pub fn unscale(&mut self, vars: &ShardedVarMap, grads: &mut GradStore) -> Result<bool> {
         let params = vars.trainable();
         let ids: Vec<TensorId> = params.iter().map(|param| param.var().id()).collect();
-        if ids.iter().any(|id| self.unscaled.contains(id)) {
+        if ids.iter().any(|id| self.unscaled.contains_key(id)) {
             return Err(Error::Argument(
                 "GradScaler::unscale was called twice for the same parameters: call step and update before the next \
                  unscale"
@@ -236,8 +243,7 @@ impl GradScaler {
             ));
         }
         let overflowed = self.enabled && self.unscale_now(vars, grads)?;
-        self.unscaled.extend(ids);
-        self.overflowed = Some(overflowed);
+        self.unscaled.extend(ids.into_iter().map(|id| (id, Unscaled { overflowed, stepped: false })));
         self.any_overflowed = Some(overflowed || self.any_overflowed == Some(true));
         Ok(overflowed)
     }
@@ -262,19 +268,45 @@ impl GradScaler {
         Ok(overflowed != 0)
     }
 
-    /// Steps the optimizer unless the gradients of the last [`GradScaler::unscale`] overflowed. Tells whether it
-    /// stepped. Several optimizers may have a share of the same gradients.
+    /// Steps the optimizer unless gradients of its parameters overflowed, or others that were unscaled by the same
+    /// call. Tells whether it stepped. Several optimizers may have a share of the same gradients; those of gradients
+    /// that were unscaled by other calls step.
     ///
     /// # Errors
-    /// The optimizer's, and when the gradients were not unscaled.
+    /// The optimizer's; when the gradient of one of its parameters was not unscaled since the last update, or was
+    /// stepped on since then. Nothing is updated then. One that is disabled has only the optimizer's.
     pub fn step(&mut self, optim: &mut dyn ShardedOptimizer, grads: &GradStore) -> Result<bool> {
-        let Some(overflowed) = self.overflowed.or((!self.enabled).then_some(false)) else {
-            return Err(Error::Argument("GradScaler::step needs unscaled gradients: call unscale first".into()));
-        };
+        let overflowed = self.enabled && self.verdict(&optim.states(), grads)?;
         if !overflowed {
             optim.step(grads)?;
         }
+        for state in optim.states() {
+            if let Some(unscaled) = self.unscaled.get_mut(&state.param.var().id()) {
+                unscaled.stepped = true;
+            }
+        }
         Ok(!overflowed)
+    }
+
+    /// Whether the gradients of these parameters overflowed: the same on every rank, whatever it holds of them.
+    fn verdict(&self, states: &[&ParamState], grads: &GradStore) -> Result<bool> {
+        let mut found = None;
+        for ParamState { param, .. } in states {
+            let unscaled = self.unscaled.get(&param.var().id());
+            let why = match unscaled {
+                None => "call unscale first, with the map that has it: its gradient is not unscaled",
+                Some(Unscaled { stepped: true, .. }) => "call update: it has taken its step since the last one",
+                Some(_) => "",
+            };
+            if !why.is_empty() && (grads.get(param.var()).is_some() || param.is_empty_with_gradient(grads)) {
+                let message = format!("GradScaler::step: {why}");
+                return Err(Error::Parameter { name: param.name().into(), message });
+            }
+            found = found.max(unscaled.map(|unscaled| unscaled.overflowed));
+        }
+        // An optimizer may have nothing on this rank, and something on others.
+        let nothing = || Error::Argument("GradScaler::step needs unscaled gradients: call unscale first".into());
+        found.or(self.any_overflowed).ok_or_else(nothing)
     }
 
     /// Sets the next scale, by what was found since the last update. Call it once a step, after all optimizers have

@@ -65,7 +65,7 @@ impl Hyper for SgdConfig {
     }
 
     fn with(&self, hyper: &Map<String, Value>) -> std::result::Result<Self, String> {
-        hyper::all_off(hyper, &["maximize"])?;
+        hyper::all_off(hyper, &["maximize", "differentiable"])?;
         Ok(SgdConfig {
             lr: hyper::number(hyper, "lr", self.lr)?,
             momentum: hyper::number(hyper, "momentum", self.momentum)?,

@@ -62,6 +62,34 @@ fn moments_in_8_bits_train_as_those_in_f32_do() {
     assert_eq!(same, losses(2, 5, &|vars| Box::new(AdamW::new(vars.trainable(), config).unwrap())));
 }
 
+/// Moments in 8 bits are computed with in f32, in which there is no room for a parameter of F64.
+#[test]
+fn parameters_of_f64_have_no_moments_in_8_bits() {
+    ranks(2, |world| {
+        let vars = vars(&world);
+        let model = layers(&vars, DType::F64);
+        let before = weights(&vars);
+        let (config, of_8_bits) = configs(0);
+        let error = AdamW8bit::new(vars.trainable(), of_8_bits).err().unwrap().to_string();
+        assert!(error.contains("`up.weight`") && error.contains("F64") && error.contains("AdamW"), "{error}");
+        // Of those that are small enough for moments in their own dtype there may be some.
+        let (biases, weights_of) = vars.trainable().into_iter().partition(|param| param.shape().rank() == 1);
+        let (_, small) = configs(6);
+        AdamW8bit::new(biases, small).unwrap();
+        let error = AdamW8bit::new(weights_of, small).err().unwrap().to_string();
+        assert!(error.contains("`up.weight`"), "{error}");
+        assert_eq!(weights(&vars), before);
+
+        let mut optim = AdamW8bit::new(vars.trainable(), configs(100).1).unwrap();
+        optim.step(&backward(&model, &vars, DType::F64, 1)).unwrap();
+        let plain = crate::common::vars(&world);
+        let other = layers(&plain, DType::F64);
+        AdamW::new(plain.trainable(), config).unwrap().step(&backward(&other, &plain, DType::F64, 1)).unwrap();
+        assert_eq!(weights(&vars), weights(&plain));
+        assert!(weights(&vars) != before);
+    });
+}
+
 #[test]
 fn moments_in_8_bits_are_saved_as_adamws_and_go_on_with_the_same_bits() {
     let dir = tempfile::tempdir().unwrap();
@@ -167,6 +195,41 @@ fn a_moving_average_is_that_of_the_parameters_on_any_ranks() {
         run(size, Some(&saved));
     }
     assert!(Ema::new(vec![], 1.).unwrap_err().to_string().contains("`decay` is 1"));
+}
+
+/// A mean is what is left of a model that has gone astray, so nothing of that may stay.
+#[test]
+fn a_moving_average_replaces_what_is_not_finite() {
+    for (size, dtype) in [(1, DType::F32), (3, DType::F32), (2, DType::BF16)] {
+        ranks(size, |world| {
+            let vars = vars(&world);
+            let _model = layers(&vars, dtype);
+            let good = weights(&vars);
+            let set_all = |value: f64| {
+                for param in vars.params().iter().filter(|param| !param.region().is_empty()) {
+                    let spoilt = Tensor::full(value as f32, param.var().shape(), world.device()).unwrap();
+                    param.var().set(&spoilt.to_dtype(dtype).unwrap()).unwrap();
+                }
+            };
+            let ema = Ema::new(vars.params(), 0.75).unwrap();
+            for value in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+                set_all(value);
+                assert_eq!(ema.swapped(&vars, |_| Ok(weights(&vars))).unwrap(), good);
+                // They are back as they were.
+                assert!(weights(&vars).iter().flat_map(|(_, values)| values).all(|v| !v.is_finite()));
+                ema.copy_to(&vars).unwrap();
+                assert_eq!(weights(&vars), good);
+            }
+            // The first update takes the parameters as they are, whatever the mean began as.
+            set_all(f64::NAN);
+            let mut ema = Ema::new(vars.params(), 0.75).unwrap();
+            set_all(0.5);
+            ema.update().unwrap();
+            set_all(0.);
+            ema.copy_to(&vars).unwrap();
+            assert!(weights(&vars).iter().flat_map(|(_, values)| values).all(|&v| v == 0.5));
+        });
+    }
 }
 
 #[test]

@@ -10,7 +10,7 @@ use fsdp_candle::{
     ShardedVarMap, StateDictOptions, World, fully_shard, get_optimizer_state_dict, nn, set_optimizer_state_dict,
 };
 
-use crate::common::{Gradients, device, ranks, whole};
+use crate::common::{Gradients, device, elements, ranks, whole};
 
 const STEPS: u64 = 3;
 /// Rows and columns: fewer rows than ranks, uneven shards, more rows than columns and fewer.
@@ -60,8 +60,8 @@ fn backward(model: &FsdpModule<Layers>, vars: &ShardedVarMap, dtype: DType, step
 }
 
 fn of_weights(vars: &ShardedVarMap) -> Gradients {
-    let of = |param: &Arc<FsdpParam>| (param.name().to_string(), whole(vars, param, param.var()));
-    vars.params().iter().map(of).collect()
+    let full = |param: &FsdpParam| elements(&param.dtensor().unwrap().full_tensor().unwrap());
+    vars.params().iter().map(|param| (param.name().to_string(), full(param))).collect()
 }
 
 const CONFIG: MuonConfig = MuonConfig {
@@ -89,11 +89,23 @@ fn map(world: &World, mesh: &[(&str, usize)]) -> ShardedVarMap {
 
 /// Weights before and after training.
 fn trained(mesh: &[(&str, usize)], dim: usize, dtype: DType, config: MuonConfig) -> (Gradients, Gradients) {
+    trained_by(mesh, dim, dtype, config, false)
+}
+
+/// The same; replicas may divide shards.
+fn trained_by(
+    mesh: &[(&str, usize)],
+    dim: usize,
+    dtype: DType,
+    config: MuonConfig,
+    divided: bool,
+) -> (Gradients, Gradients) {
     let size = mesh.iter().map(|(_, size)| size).product();
     let all = ranks(size, |world| {
         let vars = map(&world, mesh);
         let opts = FullyShard::new(&vars)
-            .shard_placement_fn(move |_, shape| (shape.len() == 2 && shape[1] % 2 == 0).then(|| dim.into()));
+            .shard_optimizer_over_replicas(divided)
+            .shard_placement_fn(move |_, shape| (shape.len() == 2 && shape[1] % size == 0).then(|| dim.into()));
         let model = layers(&opts, &vars, dtype);
         let before = of_weights(&vars);
         let mut optim = make(&vars, config);
@@ -200,6 +212,20 @@ fn any_mesh_and_any_cut_give_the_same_bits() {
         let mesh = [("replicate", replicate), ("shard", shard)];
         assert_eq!(trained(&mesh, 0, DType::F32, CONFIG), alone, "{mesh:?}");
     }
+}
+
+/// Replicas that divide shards hold different rows: a matrix is put together along both dimensions of the mesh.
+#[test]
+fn replicas_that_divide_shards_give_the_same_bits() {
+    let alone = trained(&[("shard", 1)], 0, DType::F32, CONFIG);
+    // Rows and boxes that are no rows, uneven and empty parts.
+    for (replicate, shard, dim) in [(2, 2, 0), (3, 2, 0), (2, 3, 0), (4, 1, 0), (4, 2, 0), (2, 2, 1), (1, 3, 0)] {
+        let mesh = [("replicate", replicate), ("shard", shard)];
+        assert_eq!(trained_by(&mesh, dim, DType::F32, CONFIG, true), alone, "{mesh:?} {dim}");
+    }
+    let alone = trained(&[("shard", 1)], 0, DType::BF16, CONFIG);
+    let mesh = [("replicate", 2), ("shard", 2)];
+    assert_eq!(trained_by(&mesh, 0, DType::BF16, CONFIG, true), alone);
 }
 
 #[test]

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use candle_core::{DType, Module};
+use candle_core::{DType, Module, Tensor};
 use fsdp_candle::{
-    AdamW, AdamWConfig, AllGatherExtension, ClipOptions, FullyShard, GradScaler, Int8Blocks, MixedPrecisionPolicy,
-    NormType, clip_grad_norm_with, fully_shard, nn,
+    AdamW, AdamWConfig, AllGatherExtension, ClipOptions, FsdpModule, FullyShard, GradScaler, Int8Blocks,
+    MixedPrecisionPolicy, NormType, SGD, SgdConfig, ShardedVarMap, World, clip_grad_norm_with, fully_shard, nn,
 };
 
 use crate::common::{WIDTH, assert_close, batch, gradients, loss_of, ranks, reference, sharded, vars, whole};
@@ -93,6 +93,109 @@ fn one_ranks_overflow_skips_everybodys_step() {
         let after: Vec<_> = vars.params().iter().map(|param| whole(&vars, param, param.var())).collect();
         assert!(before != after && after.iter().flatten().all(|v| v.is_finite()));
     });
+}
+
+/// A model in a map of its own, its optimizer, and the whole weight.
+struct Trained {
+    vars: ShardedVarMap,
+    model: FsdpModule<nn::Linear>,
+    optim: SGD,
+}
+
+impl Trained {
+    fn new(world: &World, name: &str) -> Self {
+        let vars = vars(world);
+        let build = |vb: candle_nn::VarBuilder<'static>| nn::linear_no_bias(WIDTH, 3, vb.pp(name));
+        let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), build).unwrap();
+        let optim = SGD::new(vars.trainable(), SgdConfig { lr: 0.1, ..SgdConfig::default() }).unwrap();
+        Trained { vars, model, optim }
+    }
+
+    /// Gradients, infinite ones on the last rank if it is to overflow.
+    fn backward(&self, world: &World, scaler: &GradScaler, overflow: bool) -> candle_core::backprop::GradStore {
+        let loss = loss_of(&self.model, &batch(world.rank(), WIDTH));
+        let mut grads = self.model.backward(&scaler.scale(&loss).unwrap()).unwrap();
+        let shard = self.vars.params()[0].var().clone();
+        if overflow && world.rank() + 1 == world.size() {
+            grads.insert(&shard, Tensor::full(f32::INFINITY, shard.dims(), world.device()).unwrap());
+        }
+        grads
+    }
+
+    fn weight(&self) -> Vec<f32> {
+        let param = self.vars.params()[0].clone();
+        whole(&self.vars, &param, param.var())
+    }
+}
+
+#[test]
+fn an_optimizer_steps_on_what_was_unscaled_alone() {
+    ranks(2, |world| {
+        let (mut a, mut b) = (Trained::new(&world, "a"), Trained::new(&world, "b"));
+        let mut scaler = GradScaler::new(1024.);
+        let (mut of_a, mut of_b) = (a.backward(&world, &scaler, false), b.backward(&world, &scaler, false));
+        let before = b.weight();
+        assert!(!scaler.unscale(&a.vars, &mut of_a).unwrap());
+        assert!(scaler.step(&mut a.optim, &of_a).unwrap());
+        let error = scaler.step(&mut b.optim, &of_b).unwrap_err().to_string();
+        assert!(error.contains("`b.weight`") && error.contains("call unscale first"), "{error}");
+        assert_eq!((b.weight(), b.optim.states()[0].step), (before.clone(), 0));
+        // One of both maps needs both.
+        let all = a.vars.trainable().into_iter().chain(b.vars.trainable()).collect();
+        let mut both = SGD::new(all, SgdConfig::default()).unwrap();
+        let error = scaler.step(&mut both, &of_b).unwrap_err().to_string();
+        assert!(error.contains("`b.weight`"), "{error}");
+
+        assert!(!scaler.unscale(&b.vars, &mut of_b).unwrap());
+        assert!(scaler.step(&mut b.optim, &of_b).unwrap());
+        let gradient = |param: &fsdp_candle::FsdpParam| whole(&b.vars, param, of_b.get(param.var()).unwrap());
+        let want = before.iter().zip(gradient(&b.vars.params()[0])).map(|(before, grad)| before - 0.1 * grad);
+        assert!(b.weight().iter().zip(want).all(|(got, want)| (got - want).abs() < 1e-6));
+
+        // Other gradients of the same parameters, which are as large as the scale.
+        let again = b.backward(&world, &scaler, false);
+        let error = scaler.step(&mut b.optim, &again).unwrap_err().to_string();
+        assert!(error.contains("`b.weight`") && error.contains("call update"), "{error}");
+        scaler.update().unwrap();
+        let error = scaler.step(&mut b.optim, &again).unwrap_err().to_string();
+        assert!(error.contains("call unscale first"), "{error}");
+    });
+}
+
+#[test]
+fn an_overflow_skips_the_optimizers_that_see_it_and_lowers_the_scale() {
+    for overflows in [[true, false], [false, true]] {
+        ranks(2, |world| {
+            let mut both = [Trained::new(&world, "a"), Trained::new(&world, "b")];
+            let mut scaler = GradScaler::new(1024.);
+            let mut unscaled = vec![];
+            for (one, overflow) in both.iter().zip(overflows) {
+                let mut grads = one.backward(&world, &scaler, overflow);
+                assert_eq!(scaler.unscale(&one.vars, &mut grads).unwrap(), overflow);
+                unscaled.push(grads);
+            }
+            for ((one, grads), overflow) in both.iter_mut().zip(&unscaled).zip(overflows) {
+                let before = one.weight();
+                assert_eq!(scaler.step(&mut one.optim, grads).unwrap(), !overflow, "{overflows:?}");
+                assert_eq!((one.weight() == before, one.optim.states()[0].step == 0), (overflow, overflow));
+            }
+            // An optimizer of nothing goes with what was found anywhere.
+            assert!(!scaler.step(&mut SGD::new(vec![], SgdConfig::default()).unwrap(), &unscaled[0]).unwrap());
+            scaler.update().unwrap();
+            assert_eq!(scaler.current_scale(), 512.);
+
+            // One optimizer of both sees either's.
+            let [a, b] = &both;
+            let all = a.vars.trainable().into_iter().chain(b.vars.trainable()).collect();
+            let mut optim = SGD::new(all, SgdConfig::default()).unwrap();
+            let mut grads = a.backward(&world, &scaler, overflows[0]);
+            scaler.unscale(&a.vars, &mut grads).unwrap();
+            let mut of_b = b.backward(&world, &scaler, overflows[1]);
+            scaler.unscale(&b.vars, &mut of_b).unwrap();
+            grads.extend(of_b).unwrap();
+            assert!(!scaler.step(&mut optim, &grads).unwrap());
+        });
+    }
 }
 
 #[test]

@@ -74,13 +74,15 @@ fn are_same_ranks(a: &[Axis], b: &[Axis]) -> bool {
 }
 
 /// The ranks that a parameter is cut over, and those that hold the same of it: along the dimension that shards, the one
-/// that replicates, and that of tensor parallelism.
+/// that replicates (where replicas divide shards, they hold parts), and that of tensor parallelism.
 fn axes(param: &FsdpParam) -> Vec<Axis> {
     let ranks = param.ranks();
     let dims = 0..ranks.mesh().layout().shape().len();
     let dim_of = |group: &ProcessGroup| dims.clone().find(|&dim| ranks.mesh().group(dim).is_ok_and(|of| of.is(group)));
     let shard = Axis { group: ranks.shard().clone(), cut: dim_of(ranks.shard()) };
-    let replicate = ranks.replicate().map(|group| Axis { group: group.clone(), cut: None });
+    let replicate = ranks
+        .replicate()
+        .map(|group| Axis { cut: if ranks.is_divided() { dim_of(group) } else { None }, group: group.clone() });
     let parallel = param.parallel().map(|parallel| {
         let group = parallel.group().clone();
         Axis { cut: param.cut_over().and_then(dim_of), group }
