@@ -288,8 +288,8 @@ pub(crate) struct Args {
     pub(crate) trace: Option<PathBuf>,
 
     /// The blocks that run again in backward instead of keeping their activations: less memory, a second forward, the
-    /// same numbers. `full` is all of them, a number K every K-th, NAMES (patterns, with commas between them) the blocks
-    /// whose names match, whole or at their end, such as model.layers.[0-3]
+    /// same numbers. `full` is all of them, a number K every K-th, NAMES (patterns, with commas between them) the
+    /// blocks whose names match, whole or at their end, such as model.layers.[0-3]
     #[arg(long, value_name = "none|full|K|NAMES", default_value = "none", value_parser = activation_checkpoint)]
     #[arg(help_heading = "Sharding")]
     pub(crate) activation_checkpoint: ActivationCheckpoint,
