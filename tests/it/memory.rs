@@ -19,9 +19,12 @@ fn memory(ranks: usize, mode: &str) -> Memory {
 }
 
 fn memory_of(ranks: usize, mode: &str, optimizer: &str) -> Memory {
+    memory_with(ranks, &["--mode", mode, "--optimizer", optimizer])
+}
+
+fn memory_with(ranks: usize, args: &[&str]) -> Memory {
     let dir = tempfile::tempdir().unwrap();
-    let args = ["memory", "--json", "--mode", mode, "--optimizer", optimizer];
-    let run = launch(ranks, "bench", &args, dir.path()).ok();
+    let run = launch(ranks, "bench", &[&["memory", "--json"], args].concat(), dir.path()).ok();
     let line = run.stdout.lines().find(|line| line.contains('{')).unwrap();
     let report: Value = serde_json::from_str(&line[line.find('{').unwrap()..]).unwrap();
     let number = |key: &str| report[key].as_u64().unwrap();
@@ -81,6 +84,21 @@ fn moments_in_8_bits_take_a_quarter_and_momentum_a_half() {
         assert!((f32s - 1.).abs() < 0.01 && (momentum - 0.5).abs() < 0.01, "{ranks} ranks: {f32s} {momentum}");
         // A scale for 256 codes is a 64th more.
         assert!((0.25..0.27).contains(&of_8_bits), "{ranks} ranks: {of_8_bits}");
+    }
+}
+
+#[test]
+fn a_step_of_muon_takes_three_times_a_ranks_shards_in_bf16_and_a_dozen_matrices() {
+    for ranks in [1, 2, 4] {
+        // Shards that are large beside a matrix.
+        let args = ["--mode", "zero3", "--optimizer", "muon", "--width", "256", "--layers", "24"];
+        let Memory { model, unit, transient, phases: [build, made, ..], .. } = memory_with(ranks, &args);
+        let share = model / ranks as u64;
+        assert!((made - build).abs_diff(share) <= SLACK, "{ranks} ranks: {} bytes of momentum", made - build);
+        // In BF16 a share is half as large. A matrix is half a unit. The figure may be too large by a unit's share.
+        let bound = 3 * share / 2 + 13 * unit / 2 + unit / ranks as u64;
+        assert!(transient <= bound + SLACK, "{ranks} ranks: {transient} bytes on top, not {bound}");
+        assert!(transient >= share, "{ranks} ranks: {transient} bytes on top can't be all, a share is {share}");
     }
 }
 

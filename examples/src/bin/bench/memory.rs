@@ -7,8 +7,8 @@ use candle_core::{DType, Module, Result};
 use candle_nn::{Optimizer as _, VarBuilder, VarMap};
 use clap::ValueEnum;
 use fsdp_candle::{
-    AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, FullyShard, ReduceOp, ReduceScatter, ReshardAfterForward, SGD,
-    SgdConfig, ShardedOptimizer, ShardedVarMap, World,
+    AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, FullyShard, Muon, MuonConfig, Optimizers, ReduceOp, ReduceScatter,
+    ReshardAfterForward, SGD, SgdConfig, ShardedOptimizer, ShardedVarMap, World,
 };
 use fsdp_core::{Allocator, ProcessGroup, ScatterPart, Work};
 use fsdp_examples::device::DeviceChoice;
@@ -57,6 +57,8 @@ enum Optimizer {
     Adamw8bit,
     /// A buffer of momentum in f32
     Sgd,
+    /// The same of matrices, whose steps need whole ones; AdamW for the rest
+    Muon,
 }
 
 impl Optimizer {
@@ -66,6 +68,11 @@ impl Optimizer {
             Optimizer::Adamw => Box::new(AdamW::new(params, AdamWConfig::default())?),
             Optimizer::Adamw8bit => Box::new(AdamW8bit::new(params, AdamW8bitConfig::default())?),
             Optimizer::Sgd => Box::new(SGD::new(params, SgdConfig { momentum: 0.9, ..SgdConfig::default() })?),
+            Optimizer::Muon => {
+                let (matrices, rest) = params.into_iter().partition(|param| param.shape().rank() == 2);
+                let muon = Muon::new(matrices, MuonConfig::default())?;
+                Box::new(Optimizers::new(vec![Box::new(muon), Box::new(AdamW::new(rest, AdamWConfig::default())?)])?)
+            }
         })
     }
 }

@@ -37,11 +37,11 @@ const MOMENTUM: &str = "momentum_buffer";
 /// both). A step is collective.
 ///
 /// Each matrix has one owner among the ranks that hold parts of it or copies: its momentum travels there in BF16, is
-/// made orthogonal as a whole, and comes back, so a parameter of n elements costs 4 n bytes of traffic over all shards,
-/// and over replicas 2 n for each further one. Matrices are shared out by size, so each rank does its share of the
-/// products, which are added up in F32 and rounded to BF16 as PyTorch's on CPUs are. The result does not depend on how
-/// many ranks there are. The memory that a step needs beyond its state is about three times a rank's shards and one
-/// whole matrix, in BF16, with a few copies of that matrix in F32.
+/// made orthogonal as a whole, and comes back, so a parameter of n elements costs 4 n bytes of traffic over all shards
+/// for each dimension of the mesh that cuts it, and over replicas that hold the same 2 n for each further one. Matrices
+/// are shared out by size, so each rank does its share of the products, which are added up in F32 and rounded to BF16
+/// as PyTorch's on CPUs are. The result does not depend on how many ranks there are. The memory that a step needs
+/// beyond its state is about three times a rank's shards in BF16, and about a dozen times one whole matrix in F32.
 ///
 /// ```
 /// # use candle_core::{DType, Module, Tensor};
@@ -138,26 +138,26 @@ impl Muon {
         let _span = tracing::debug_span!("optimizer").entered();
         let _told = heartbeat::span("optimizer", "");
         check_gradients(self.states.iter(), grads)?;
-        // What becomes orthogonal, of each matrix that takes a step.
-        let mut along: Vec<Option<Tensor>> = Vec::with_capacity(self.states.len());
+        // What becomes orthogonal, of each matrix that takes a step: as it travels, which is half of F32.
+        let mut along: Vec<Option<Buffer>> = Vec::with_capacity(self.states.len());
         for state in &mut self.states {
             let before = state.step;
             let grad = next_gradient(state, grads)?;
             along.push(match (grad, state.step > before) {
-                (Some(grad), _) => Some(momentum(&self.groups[state.group], state, &grad)?),
+                (Some(grad), _) => Some(in_bf16(&momentum(&self.groups[state.group], state, &grad)?)?),
                 // An empty shard's.
-                (None, true) => Some(state.param.var().as_tensor().clone()),
+                (None, true) => Some(kernels::of_device(state.param.var().device())?.zeros(DType::BF16, 0)?),
                 (None, false) => None,
             });
         }
         for class in &self.work {
-            self.step_class(class, &along)?;
+            self.step_class(class, &mut along)?;
         }
         heartbeat::step(self.states.iter().map(|state| state.step).max().unwrap_or(0));
         Ok(())
     }
 
-    fn step_class(&self, class: &Class, along: &[Option<Tensor>]) -> Result<()> {
+    fn step_class(&self, class: &Class, along: &mut [Option<Buffer>]) -> Result<()> {
         let stepped = (0..class.matrices.len()).filter(|&at| along[class.matrices[at].state].is_some());
         let matrices: Vec<usize> = stepped.collect();
         let Some(first) = class.matrices.first().filter(|_| !matrices.is_empty()) else { return Ok(()) };
@@ -167,8 +167,8 @@ impl Muon {
         let subject = Subject::new("Muon's matrices", names);
         let memory = Arc::new(Pool::new(kernels));
         let exchange = Exchange { class, matrices: &matrices, subject: &subject, device: &device, kernels, memory };
-        let own = &mut |matrix: usize| match &along[class.matrices[matrix].state] {
-            Some(along) => in_bf16(along),
+        let own = &mut |matrix: usize| match along[class.matrices[matrix].state].take() {
+            Some(along) => Ok(along),
             None => Ok(kernels.zeros(DType::BF16, 0)?),
         };
         let update = &mut |matrix: usize, whole: &Tensor| {
