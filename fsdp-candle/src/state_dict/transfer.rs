@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_core::layout::Region;
-use fsdp_core::{Buffer, DeviceMesh};
+use fsdp_core::{Buffer, DeviceMesh, Element};
 use serde_json::Value;
 
 use super::dict::{StateDict, StateTensor};
@@ -78,10 +78,7 @@ pub(super) fn given(
     }
     let mut flags = vec![u8::from(failed.is_some())];
     flags.extend((0..wanted.len()).map(|index| u8::from(wholes.get(index).is_some_and(Option::is_some))));
-    let flags: Vec<u8> = mesh
-        .broadcast(flags.into(), 0)?
-        .into_vec()
-        .map_err(|_| Error::Argument("a broadcast of U8 returned something else".into()))?;
+    let flags = from_rank_0(flags, mesh)?;
     if let Some(error) = failed {
         return Err(error);
     }
@@ -117,17 +114,12 @@ pub(super) fn value_given(
         return Ok(own.cloned());
     }
     let text = own.filter(|_| mesh.rank() == 0).map(|value| value.to_string().into_bytes()).unwrap_or_default();
-    let len = match mesh.broadcast(vec![text.len() as i64].into(), 0)? {
-        Buffer::I64(len) if len.len() == 1 => len[0] as usize,
-        other => return Err(Error::Argument(format!("a broadcast of one I64 returned {:?}", other.dtype()))),
-    };
+    let len: Vec<i64> = from_rank_0(vec![text.len() as i64], mesh)?;
+    let len = len[0] as usize;
     if len == 0 {
         return Ok(None);
     }
-    let text = if mesh.rank() == 0 { text } else { vec![0; len] };
-    let Buffer::U8(text) = mesh.broadcast(text.into(), 0)? else {
-        return Err(Error::Argument("a broadcast of U8 returned something else".into()));
-    };
+    let text = from_rank_0(if mesh.rank() == 0 { text } else { vec![0; len] }, mesh)?;
     let parsed = serde_json::from_slice(&text);
     parsed.map(Some).map_err(|error| Error::Argument(format!("rank 0's {key} can't be read: {error}")))
 }
@@ -137,5 +129,12 @@ pub(super) fn on_rank_0(so: bool, mesh: &DeviceMesh, options: &StateDictOptions)
     if !options.broadcast_from_rank0 {
         return Ok(so);
     }
-    Ok(mesh.broadcast(vec![u8::from(so)].into(), 0)? == vec![1u8].into())
+    Ok(from_rank_0(vec![u8::from(so)], mesh)? == [1])
+}
+
+/// Rank 0's values, of which every rank has as many. Collective.
+fn from_rank_0<T: Element>(values: Vec<T>, mesh: &DeviceMesh) -> Result<Vec<T>> {
+    let len = values.len();
+    let values = mesh.broadcast(values.into(), 0)?.into_vec().ok().filter(|values: &Vec<T>| values.len() == len);
+    values.ok_or_else(|| Error::Argument(format!("a broadcast of {len} numbers returned something else")))
 }
