@@ -68,8 +68,17 @@ fn read(from: &mut dyn Read) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
+/// What Open MPI's launcher now and then says on a busy machine, before there is any rank.
+const NOT_BEGUN: &str = "The PMIx server's listener thread failed to start";
+
 /// Runs ranks to their end.
 pub(crate) fn start(mpi: &Mpi, role: &str, ranks: usize) -> Job {
+    let has_begun = |job: &Job| !job.said.iter().all(|said| said.contains(NOT_BEGUN));
+    let mut tries = (0..2).map(|_| start_once(mpi, role, ranks));
+    tries.find(has_begun).unwrap_or_else(|| start_once(mpi, role, ranks))
+}
+
+fn start_once(mpi: &Mpi, role: &str, ranks: usize) -> Job {
     let folder = folder();
     let mut command = mpi.mpirun(ranks);
     command.arg(std::env::current_exe().unwrap());
