@@ -294,11 +294,12 @@ impl GradScaler {
         for ParamState { param, .. } in states {
             let unscaled = self.unscaled.get(&param.var().id());
             let why = match unscaled {
-                None => "call unscale first, with the map that has it: its gradient is not unscaled",
-                Some(Unscaled { stepped: true, .. }) => "call update: it has taken its step since the last one",
-                Some(_) => "",
+                None => Some("call unscale first, with the map that has it: its gradient is not unscaled"),
+                Some(Unscaled { stepped: true, .. }) => Some("call update: it has taken its step since the last one"),
+                Some(_) => None,
             };
-            if !why.is_empty() && (grads.get(param.var()).is_some() || param.is_empty_with_gradient(grads)) {
+            let has_gradient = || grads.get(param.var()).is_some() || param.is_empty_with_gradient(grads);
+            if let Some(why) = why.filter(|_| has_gradient()) {
                 let message = format!("GradScaler::step: {why}");
                 return Err(Error::Parameter { name: param.name().into(), message });
             }
