@@ -225,7 +225,7 @@ impl<M> FsdpModule<M> {
             .map_tensors(&mut |tensor| graph::input(&tensor, self.group.id(), self.schedule.listener(), &call))?;
         let (inputs, known) = self.known(inputs)?;
         let (outputs, hook) = self.hooks().run(known, || forward(&self.inner, inputs))?;
-        call.ended(hook)?;
+        call.ended(hook);
         Ok(outputs)
     }
 
@@ -308,7 +308,7 @@ impl Hooks<'_> {
     /// Runs a forward with those of its inputs that are known. Tells as well whether the backward of the outputs
     /// gathers the unit.
     fn run<O: Tensors>(&self, inputs: Vec<Tensor>, forward: impl FnOnce() -> Result<O>) -> Result<(O, bool)> {
-        let guard = self.schedule.pre_forward(self.group)?;
+        let mut guard = self.schedule.pre_forward(self.group)?;
         let watch = match keeps_graph() {
             true => self.schedule.diagnostics().graph.begin(self.group, inputs)?,
             false => None,
@@ -325,11 +325,11 @@ impl Hooks<'_> {
             Some(dtype) => cast(outputs, dtype)?,
             None => outputs,
         };
-        let hook = self.schedule.post_forward(self.group, guard, self.parts)?;
+        let hook = self.schedule.post_forward(self.group, &mut guard, self.parts)?;
         let outputs = match (hook, keeps_graph()) {
-            (true, _) => {
-                outputs.map_tensors(&mut |tensor| graph::output(&tensor, self.group.id(), self.schedule.listener()))?
-            }
+            (true, _) => outputs.map_tensors(&mut |tensor| {
+                graph::output(&tensor, self.group.id(), guard.pass(), self.schedule.listener())
+            })?,
             (false, true) => outputs,
             (false, false) => outputs.map_tensors(&mut |tensor| Ok(tensor.detach()))?,
         };

@@ -15,7 +15,7 @@ use candle_core::{DType, Result, Shape, Tensor, TensorId, Var, bail};
 
 use super::kept::{Keep, OperationCall, keeping, using};
 use crate::collectives::scope;
-use crate::graph::{on_at_least, without_reports};
+use crate::graph::{next_number, number, on_at_least, without_reports};
 use crate::kernels::{Backward, node};
 use crate::random;
 use crate::storage;
@@ -145,11 +145,16 @@ where
         Ok(saved)
     })?;
     let random = random::get_rng_state();
+    let begun = next_number();
     let (first, kept) = keeping(keep, || scope(|| f(saved.clone())));
     let (result, outputs) = list(first?)?;
     let kept = Mutex::new(kept);
     let start = Start::of(&outputs)?;
-    sources.extend(start.variables.into_iter().chain(start.anchors));
+    sources.extend(start.variables);
+    let params = start.params;
+    for param in &params {
+        sources.push(param.anchor_of_pass()?);
+    }
 
     let mut bridges = vec![];
     let mut token: Option<Tensor> = None;
@@ -174,6 +179,9 @@ where
     };
     let recompute = Recompute { run: Box::new(run), wanted, start: start.ids, bridges, ends: ends.clone() };
     let token = scalar(&token, recompute)?;
+    let node = number(token.id());
+    // One tells of all: their units are of one model.
+    params.iter().any(|param| param.replays(begun..node, node));
     let mut ends = ends.into_iter();
     result.map_tensors(&mut |tensor| match ends.next() {
         Some(end) if tensor.dtype().is_float() => end.output(&tensor, &token),
@@ -210,9 +218,8 @@ impl Slot {
 struct Start {
     /// Variables that are no sharded parameters'.
     variables: Vec<Tensor>,
-    /// Of the sharded parameters.
-    anchors: Vec<Tensor>,
-    /// The ids of both.
+    params: Vec<Arc<FsdpParam>>,
+    /// The ids of the variables, and of the parameters' anchors.
     ids: HashSet<TensorId>,
 }
 
@@ -227,8 +234,8 @@ impl Start {
                 }
                 if let Some(param) = FsdpParam::of(node) {
                     if params.insert(param.anchor().id()) {
-                        start.anchors.push(param.anchor().clone());
                         leaves.insert(param.leaf());
+                        start.params.push(param);
                     }
                 } else if node.is_variable() {
                     start.variables.push(node.clone());
@@ -236,7 +243,12 @@ impl Start {
             }
         }
         start.variables.retain(|variable| !leaves.contains(&variable.id()));
-        start.ids = start.variables.iter().chain(&start.anchors).map(Tensor::id).collect();
+        start.ids = start
+            .variables
+            .iter()
+            .map(Tensor::id)
+            .chain(start.params.iter().map(|param| param.anchor().id()))
+            .collect();
         Ok(start)
     }
 }

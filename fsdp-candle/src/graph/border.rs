@@ -12,9 +12,9 @@ use crate::kernels::{Backward, node};
 use crate::storage::copied_storage;
 use crate::unit::UnitId;
 
-/// Passes a unit's output on so that its backward tells before it comes to the unit.
-pub(crate) fn output(output: &Tensor, unit: &UnitId, to: Listener) -> Result<Tensor> {
-    pass_on(output, PassOn { unit: unit.clone(), to, at: At::Output })
+/// Passes a unit's output on so that its backward tells before it comes to the unit, in this pass.
+pub(crate) fn output(output: &Tensor, unit: &UnitId, pass: usize, to: Listener) -> Result<Tensor> {
+    pass_on(output, PassOn { unit: unit.clone(), to, at: At::Output { pass } })
 }
 
 /// Passes a unit's input on so that its backward, when it comes after everything inside the unit, tells.
@@ -44,14 +44,14 @@ struct PassOn {
 
 enum At {
     Input(Arc<FrozenCall>),
-    Output,
+    Output { pass: usize },
 }
 
 impl Backward for PassOn {
     fn name(&self) -> &'static str {
         match &self.at {
             At::Input(_) => "fsdp-post-backward",
-            At::Output => "fsdp-pre-backward",
+            At::Output { .. } => "fsdp-pre-backward",
         }
     }
 
@@ -59,7 +59,7 @@ impl Backward for PassOn {
         match &self.at {
             At::Input(call) if call.input_done() => self.to.of_unit(&self.unit)?.after_unit(&self.unit)?,
             At::Input(_) => {}
-            At::Output => self.to.of_unit(&self.unit)?.before_unit(&self.unit)?,
+            At::Output { pass } => self.to.of_unit(&self.unit)?.before_unit(&self.unit, *pass)?,
         }
         Ok(Some(grad.clone()))
     }

@@ -8,14 +8,17 @@ use crate::unit::{FsdpParam, UnitId};
 
 /// Hears what backward comes to.
 pub(crate) trait BackwardEvents: Send + Sync {
-    /// Backward is about to come to what is inside a unit.
-    fn before_unit(&self, unit: &UnitId) -> Result<()>;
+    /// Backward is about to come to what is inside a unit, in this pass.
+    fn before_unit(&self, unit: &UnitId, pass: usize) -> Result<()>;
 
     /// Backward has been through everything between a unit's inputs and outputs.
     fn after_unit(&self, unit: &UnitId) -> Result<()>;
 
     /// Every use of a parameter has been processed: nobody needs its values any more, and its gradient is whole.
     fn gradient_complete(&self, param: &FsdpParam) -> Result<()>;
+
+    /// Every use of a parameter in one pass of its unit has been processed.
+    fn pass_complete(&self, param: &FsdpParam, pass: usize) -> Result<()>;
 }
 
 /// Who hears the operations of one model, which do not keep it alive.

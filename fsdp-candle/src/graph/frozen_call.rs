@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
-use candle_core::{Result, Tensor};
+use candle_core::Tensor;
 
 use super::number::{next_number, number};
 
@@ -40,11 +40,9 @@ impl FrozenCall {
         self.inputs().push(number(input.id()));
     }
 
-    pub(crate) fn ended(&self, gathers: bool) -> Result<()> {
-        let number = next_number()?;
+    pub(crate) fn ended(&self, gathers: bool) {
         // A call ends once.
-        let _ = self.end.set(End { number, gathers });
-        Ok(())
+        let _ = self.end.set(End { number: next_number(), gathers });
     }
 
     /// The positions of the first and the last of `nodes` that the call made.

@@ -3,7 +3,8 @@
 //! It is `leaf -> Anchor -> Unshard`. The leaf is a scalar in place of the shard, which may be in the memory of another
 //! device: a graph is of one. [`Unshard`] is what Candle's layers use; this crate's own layers use the anchor
 //! and leave their gradient with the parameter directly. Both report to the anchor, whose backward therefore runs
-//! exactly once, when the whole gradient is there.
+//! exactly once, when the whole gradient is there. Where a unit runs again before backward, the parameter gets another
+//! anchor on top of the first for each further pass, which reports when backward is done with that pass.
 //!
 //! A frozen parameter has the same nodes, for it may be trained later: while it is frozen, this crate's layers leave
 //! them out of the graph, and what Candle's own leave there ends here.
@@ -23,9 +24,13 @@ use crate::unit::{FsdpParam, Nodes};
 /// no memory yet.
 pub(crate) fn nodes_of(device: &Device, shape: &Shape, dtype: DType, to: Listener) -> Result<Nodes> {
     let leaf = Tensor::from_storage(storage::scalar(device)?, (), BackpropOp::none(), true);
-    let anchor = node(&leaf, storage::scalar(device)?, Shape::from(()), Anchor(to))?;
+    let anchor = node(&leaf, storage::scalar(device)?, Shape::from(()), Anchor(to.clone()))?;
     let full = node(&anchor, storage::empty(dtype, device)?, shape.clone(), Unshard)?;
-    Ok(Nodes { leaf: leaf.id(), anchor, full })
+    let of_pass = move |anchor: &Tensor, pass: usize| {
+        let memory = storage::scalar(anchor.device())?;
+        node(anchor, memory, Shape::from(()), PassAnchor { pass, to: to.clone() })
+    };
+    Ok(Nodes { leaf: leaf.id(), anchor, full, of_pass: Box::new(of_pass) })
 }
 
 thread_local! {
@@ -69,6 +74,26 @@ impl Backward for Anchor {
             self.0.of_parameter(&param)?.gradient_complete(&param)?;
         }
         Ok(None) // the sharded gradient is inserted at the end of backward
+    }
+}
+
+/// The anchor of a further pass.
+struct PassAnchor {
+    pass: usize,
+    to: Listener,
+}
+
+impl Backward for PassAnchor {
+    fn name(&self) -> &'static str {
+        "fsdp-pass-anchor"
+    }
+
+    fn backward(&self, anchor: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
+        let param = behind(anchor)?;
+        if UNREPORTED.get() == 0 && param.trainable() {
+            self.to.of_parameter(&param)?.pass_complete(&param, self.pass)?;
+        }
+        Ok(Some(anchor.zeros_like()?))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::hash::{Hash, Hasher};
 
-use candle_core::{DType, Device, Result, Tensor, TensorId};
+use candle_core::{DType, Device, Tensor, TensorId};
 
 /// Candle numbers its tensors in the order in which they are made, and shows the number to hashers only.
 pub(crate) fn number(id: TensorId) -> usize {
@@ -24,8 +24,9 @@ pub(crate) fn number(id: TensorId) -> usize {
 }
 
 /// A number greater than those of all tensors before, and smaller than those of all that follow.
-pub(crate) fn next_number() -> Result<usize> {
-    Ok(number(Tensor::zeros((), DType::U8, &Device::Cpu)?.id()))
+pub(crate) fn next_number() -> usize {
+    // A byte of host memory is always there. What came after a number that is not would be in no pass.
+    Tensor::zeros((), DType::U8, &Device::Cpu).map_or(usize::MAX, |tensor| number(tensor.id()))
 }
 
 #[cfg(test)]
@@ -34,7 +35,7 @@ mod tests {
 
     #[test]
     fn later_tensors_have_greater_numbers() {
-        let numbers: Vec<usize> = (0..600).map(|_| next_number().unwrap()).collect();
+        let numbers: Vec<usize> = (0..600).map(|_| next_number()).collect();
         assert!(numbers.is_sorted_by(|a, b| a < b));
     }
 }

@@ -69,7 +69,7 @@ impl Weight {
         };
         param.used()?;
         let graph = keeps_graph() && param.trainable();
-        let (value, anchor) = (in_mode(param.full(), graph), in_mode(param.anchor(), graph));
+        let (value, anchor) = (in_mode(param.full(), graph), in_mode(&param.anchor_of_pass()?, graph));
         Ok(Weight { value, wants_grad: graph, param: Some((param, anchor)) })
     }
 
@@ -122,7 +122,7 @@ impl Weight {
         match &self.param {
             Some(_) if !self.wants_grad => Ok(None),
             Some((param, anchor)) => {
-                param.tell_use()?;
+                param.tell_gradient()?;
                 param.gradient().write_in(write)?;
                 Ok(Some(anchor.zeros_like()?))
             }
@@ -143,7 +143,7 @@ impl Weight {
         match &self.param {
             Some(_) if !self.wants_grad => Ok(None),
             Some((param, anchor)) => {
-                param.tell_use()?;
+                param.tell_gradient()?;
                 param.gradient().add(gradient)?;
                 Ok(Some(anchor.zeros_like()?))
             }
@@ -161,7 +161,7 @@ impl Weight {
         match &self.param {
             Some(_) if !self.wants_grad => Ok(None),
             Some((param, anchor)) => {
-                param.tell_use()?;
+                param.tell_gradient()?;
                 param.gradient().write(write)?;
                 Ok(Some(anchor.zeros_like()?))
             }

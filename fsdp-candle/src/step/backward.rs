@@ -1,53 +1,36 @@
 //! Backward, from a loss to sharded gradients.
 
-use std::collections::HashSet;
 use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
-use candle_core::{Result, Tensor, TensorId};
+use candle_core::{Result, Tensor};
 use fsdp_core::heartbeat;
 
+use super::order::Order;
 use super::schedule::Schedule;
 use super::spans;
-use crate::graph::{self, BACKWARD_STACK_BYTES, BackwardEvents, number, on_a_stack_of, with_grad};
-use crate::unit::{FsdpParam, ParamGroup, UnitPath, parents};
+use crate::graph::{self, BACKWARD_STACK_BYTES, number, on_a_stack_of, with_grad};
+use crate::unit::{FsdpParam, ParamGroup, largest};
 
 impl Schedule {
     /// Runs the whole backward: gradients of `loss`, reduced and sharded, under the ids of the shards.
     pub(crate) fn backward(&self, loss: &Tensor) -> Result<GradStore> {
         let units = self.units();
-        let fixed = self.ranks_may_differ();
-        let parents = fixed.then(|| parents(&units.iter().map(|unit| unit.path()).collect::<Vec<&UnitPath>>()));
-        let first = self.order().backward_begins(parents.as_deref()).map_err(|_| {
+        self.order().backward_begins().map_err(|_| {
             candle_core::Error::msg("backward was called inside a forward or another backward of the same model")
         })?;
         let mut guard = BackwardGuard { schedule: self, ok: false, _told: heartbeat::span("backward", "") };
-        let first = first.and_then(|index| units.get(index));
-        let grads = with_grad(|| self.run_backward(loss, &units, first, fixed))?;
+        let grads = with_grad(|| self.run_backward(loss, &units))?;
         guard.ok = true;
         Ok(grads)
     }
 
-    fn run_backward(
-        &self,
-        loss: &Tensor,
-        units: &[Arc<ParamGroup>],
-        first: Option<&Arc<ParamGroup>>,
-        fixed: bool,
-    ) -> Result<GradStore> {
+    fn run_backward(&self, loss: &Tensor, units: &[Arc<ParamGroup>]) -> Result<GradStore> {
         units.iter().for_each(|unit| unit.begin_backward());
-        if fixed {
-            // Gathers and reductions queue apart: how they interleave depends on what is used.
-            let mut params = units.iter().flat_map(|unit| unit.params());
-            params.try_for_each(|param| param.ranks().shard_apart().map(drop))?;
-        }
-        if let Some(first) = first {
-            self.before_unit(first.id())?;
-        }
-        let actions = self.order().before_the_graph();
-        self.carry_out(actions)?;
         let mut grads = on_a_stack_of(BACKWARD_STACK_BYTES, "backward", || {
-            self.look_ahead(loss, units, fixed)?;
+            self.look_ahead(loss, units)?;
+            let actions = self.order().before_the_graph();
+            self.carry_out(actions)?;
             loss.backward()
         })??;
         spans::leave();
@@ -66,20 +49,35 @@ impl Schedule {
     }
 
     /// Looks at the nodes that backward will go through, where something depends on them. Recursive, as backward is.
-    fn look_ahead(&self, loss: &Tensor, units: &[Arc<ParamGroup>], fixed: bool) -> Result<()> {
+    fn look_ahead(&self, loss: &Tensor, units: &[Arc<ParamGroup>]) -> Result<()> {
         let frozen_calls = self.frozen_calls();
-        if !fixed && frozen_calls.is_empty() {
+        let (differ, again) = (self.ranks_may_differ(), self.order().ran_again());
+        if !differ && !again && frozen_calls.is_empty() {
             return Ok(());
         }
-        let nodes: Vec<TensorId> = loss.sorted_nodes().into_iter().map(Tensor::id).collect();
-        let numbers: Vec<usize> = nodes.iter().map(|&id| number(id)).collect();
+        let nodes = loss.sorted_nodes();
+        let numbers: Vec<usize> = nodes.iter().map(|node| number(node.id())).collect();
         graph::begin_backward(&frozen_calls, &numbers);
-        if fixed {
-            let nodes: HashSet<TensorId> = nodes.into_iter().collect();
-            let reached: Vec<usize> = units.iter().map(|unit| unit.reached(&nodes)).collect();
-            let actions = self.order().backward_reaches(&reached);
-            self.carry_out(actions)?;
+        if differ {
+            let unit_of = |param: Arc<FsdpParam>| Ok::<_, candle_core::Error>(param.unit()?.0.index);
+            let uses = nodes.iter().enumerate().filter_map(|(at, node)| Some((FsdpParam::of(node)?, at)));
+            let uses = uses.map(|(param, at)| Ok((unit_of(param)?, at))).collect::<Result<Vec<_>>>()?;
+            self.agree_on_a_plan(units, &numbers, &uses)?;
+        } else if again {
+            self.order().plan_passes(&numbers);
         }
+        Ok(())
+    }
+
+    /// Plans a backward in which ranks may come to different units: what some rank comes to, all gather and reduce.
+    fn agree_on_a_plan(&self, units: &[Arc<ParamGroup>], numbers: &[usize], uses: &[(usize, usize)]) -> Result<()> {
+        // In one order, and not when a rank first gathers a unit.
+        units.iter().try_for_each(|unit| unit.gather_shards())?;
+        let reached = self.order().reach(numbers, uses);
+        let keys = self.order().keys(&reached);
+        let order = Order::in_order(&largest(units, keys)?);
+        let lasts = largest(units, Order::lasts(&order, &reached))?;
+        self.order().plan_units(&order, &lasts);
         Ok(())
     }
 

@@ -4,8 +4,8 @@
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Frame {
     pub(super) unit: usize,
-    /// The number of forwards that had begun with this one.
-    pub(super) began: usize,
+    /// The pass that it belongs to.
+    pub(super) pass: usize,
     /// Whether a backward may follow.
     pub(super) graph: bool,
     how: How,
@@ -31,12 +31,12 @@ impl Frames {
         self.0.is_empty()
     }
 
-    pub(super) fn call(&mut self, unit: usize, began: usize, graph: bool) {
-        self.0.push(Frame { unit, began, graph, how: How::Called { next: 0 } });
+    pub(super) fn call(&mut self, unit: usize, pass: usize, graph: bool) {
+        self.0.push(Frame { unit, pass, graph, how: How::Called { next: 0 } });
     }
 
-    pub(super) fn open(&mut self, unit: usize, began: usize, graph: bool) {
-        self.0.push(Frame { unit, began, graph, how: How::Used });
+    pub(super) fn open(&mut self, unit: usize, pass: usize, graph: bool) {
+        self.0.push(Frame { unit, pass, graph, how: How::Used });
     }
 
     /// Whether the unit's forward runs. With `graph` a backward may follow from now on.

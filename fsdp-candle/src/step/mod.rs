@@ -1,9 +1,9 @@
 //! A training step: what runs and communicates when.
 
 mod backward;
-mod fixed_order;
 mod frames;
 mod order;
+mod plan;
 mod reductions;
 mod rules;
 mod schedule;

@@ -7,9 +7,10 @@
 //! which are those of the model's code, and on settings, which are alike on all ranks.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 
-use super::fixed_order::{FixedOrder, Ran};
 use super::frames::Frames;
+use super::plan::Plan;
 use super::rules::{StepSettings, UnitRules};
 
 /// What is to be done, in this order. Units are named by their positions in the order of `fully_shard` calls.
@@ -27,9 +28,10 @@ pub(super) enum Action {
     FreeParameter { unit: usize, position: usize },
     /// Free the frozen parameters.
     FreeFrozen(usize),
-    /// Reduce the gradients that are there: by a reduce-scatter over the ranks that gather too or, with `apart`, over a
-    /// group of their own; and by the all-reduce that follows from it.
-    Reduce { unit: usize, apart: bool },
+    /// Reduce the gradients that are there: by a reduce-scatter, and by the all-reduce that follows from it.
+    Reduce(usize),
+    /// Give the unit's parameters anchors of their own for a pass, or those that they have for the first.
+    NextPass { unit: usize, pass: Option<usize> },
 }
 
 /// The state machine.
@@ -49,6 +51,8 @@ pub(super) enum Refused {
     InForward,
     /// While no backward runs.
     NoBackward,
+    /// In a backward whose graph did not show that it comes to the unit.
+    NotPlanned,
 }
 
 /// Everything that a step which failed leaves behind: a new one takes its place.
@@ -60,8 +64,13 @@ struct Step {
     /// Units in the order in which their forwards began, in this iteration and in the last whole one.
     forward_order: Vec<usize>,
     last_forward_order: Vec<usize>,
-    /// Units in the order in which their forwards ended. Backward runs in reverse.
+    /// Passes in the order in which they ended, since the last root forward that followed a backward. Backward runs in
+    /// reverse.
     ran: Vec<Ran>,
+    /// Closures that backward runs again.
+    replays: Vec<Replay>,
+    /// Whether a backward has run since the last root forward began.
+    is_over: bool,
     /// Units whose outputs went out without a hook at some time: their parameters must be there from the beginning of
     /// backward.
     unhooked: BTreeSet<usize>,
@@ -78,13 +87,41 @@ struct UnitStep {
     left_by_forward: bool,
     /// Modules of it that ran since it was last resharded after forward.
     parts_run: usize,
+    /// The pass that runs or ran last, and the number of its first node.
+    pass: usize,
+    from: usize,
+    /// The pass that its parameters' anchors are of, unless they are those of a first pass.
+    anchors_of: Option<usize>,
 }
+
+/// A pass of a unit: one forward that keeps a graph, or those of its parts.
+#[derive(Clone, Debug)]
+struct Ran {
+    unit: usize,
+    /// The number of forwards that had begun with it, which names the pass.
+    pass: usize,
+    /// How many had begun when it ended.
+    ended: usize,
+    /// The numbers of the nodes that it made.
+    nodes: Range<usize>,
+}
+
+/// A closure that backward runs again when it comes to a node.
+#[derive(Clone, Debug)]
+struct Replay {
+    /// The numbers of the nodes that the closure made in forward.
+    made: Range<usize>,
+    node: usize,
+}
+
+/// The most passes that are remembered while no backward comes: forwards whose graphs were dropped.
+const MOST_PASSES: usize = 1 << 16;
 
 /// What belongs to one backward: it begins and ends with it.
 struct Backward {
     units: Vec<Progress>,
-    /// The order of its collectives, if it must not depend on what is used.
-    fixed: Option<FixedOrder>,
+    /// The order of its collectives, where units run several times or ranks use different ones.
+    plan: Option<Plan>,
 }
 
 /// How far one unit is in the backward that runs.
@@ -105,8 +142,8 @@ struct Progress {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Forward {
     pub(super) is_root: bool,
-    /// The number of forwards that had begun with this one.
-    began: usize,
+    /// The pass of the unit that it belongs to.
+    pub(super) pass: usize,
     /// Whether a backward may follow.
     graph: bool,
 }
@@ -142,9 +179,8 @@ impl Order {
         self.rules.get_mut(unit)
     }
 
-    /// A backward begins. Where ranks may use different units, `parents` has for each unit the one around it, and fixes
-    /// the order of its collectives. Returns the unit that ran last, whose backward comes first.
-    pub(super) fn backward_begins(&mut self, parents: Option<&[Option<usize>]>) -> Result<Option<usize>, Refused> {
+    /// A backward begins.
+    pub(super) fn backward_begins(&mut self) -> Result<(), Refused> {
         let step = &mut self.step;
         if step.backward.is_some() {
             return Err(Refused::InBackward);
@@ -152,61 +188,55 @@ impl Order {
         if !step.frames.is_empty() {
             return Err(Refused::InForward);
         }
-        let rules = &self.rules;
-        let fixed = parents.map(|parents| {
-            let gathers = |unit: usize| rules[unit].unshard_in_backward;
-            FixedOrder::new(parents, &step.ran, |unit| rules[unit].trainable > 0, gathers)
-        });
+        step.is_over = true;
         let begun = |rules: &UnitRules| Progress { expected: rules.trainable, ..Progress::default() };
-        step.backward = Some(Backward { units: rules.iter().map(begun).collect(), fixed });
-        Ok(step.ran.last().map(|ran| ran.unit))
+        step.backward = Some(Backward { units: self.rules.iter().map(begun).collect(), plan: None });
+        Ok(())
     }
 
-    /// What must be there before the graph is walked: units whose outputs have no hook.
-    pub(super) fn before_the_graph(&self) -> Vec<Action> {
-        self.step.unhooked.iter().flat_map(|&unit| [Action::Gather(unit), Action::Await(unit)]).collect()
-    }
-
-    /// In a fixed order: how many gradients of each unit the backward will come to.
-    pub(super) fn backward_reaches(&mut self, reached: &[usize]) -> Vec<Action> {
-        let Some(backward) = &mut self.step.backward else { return vec![] };
-        // Told before any reduces.
-        for (progress, &reached) in backward.units.iter_mut().zip(reached) {
-            progress.expected = reached;
-        }
-        let mut actions = vec![];
-        for unit in (0..backward.units.len()).filter(|&unit| reached.get(unit) == Some(&0)) {
-            backward.units[unit].reduced = true;
-            backward.reduce(unit, &mut actions);
+    /// What must be there before the graph is walked: the unit whose backward comes first, and units whose outputs have
+    /// no hook.
+    pub(super) fn before_the_graph(&mut self) -> Vec<Action> {
+        let Some(backward) = &self.step.backward else { return vec![] };
+        let first = match &backward.plan {
+            Some(plan) => plan.first(),
+            None => self.step.ran.last().map(|ran| ran.unit),
+        };
+        // Each is known: none is refused.
+        let mut actions = first.map_or(vec![], |unit| self.before_unit(unit, None).unwrap_or_default());
+        for unit in self.step.unhooked.clone() {
+            match self.is_planned() {
+                true if !self.has_visit(unit) => {}
+                true => actions.extend(self.before_unit(unit, None).unwrap_or_default()),
+                false => actions.extend([Action::Gather(unit), Action::Await(unit)]),
+            }
         }
         actions
     }
 
-    /// Backward is about to come to what is inside a unit.
-    pub(super) fn before_unit(&mut self, unit: usize) -> Result<Vec<Action>, Refused> {
+    /// Backward is about to come to what is inside a unit, in the `pass` that is known of units that are called.
+    pub(super) fn before_unit(&mut self, unit: usize, pass: Option<usize>) -> Result<Vec<Action>, Refused> {
+        if self.is_planned() {
+            return self.before_visit(unit, pass);
+        }
         let Some(backward) = &mut self.step.backward else { return Err(Refused::NoBackward) };
         let mut actions = vec![];
         let ran = &self.step.ran;
         let position = ran.iter().position(|ran| ran.unit == unit);
-        // Units that ran after this one are done; with a fixed order each knows by itself. One that still waits has
-        // parameters that got no gradient: it need not wait for the end.
-        if let (Some(position), None) = (position, &backward.fixed) {
-            let later = ran.iter().rev().filter(|later| later.began > ran[position].ended).map(|later| later.unit);
-            for later in later {
-                let progress = &mut backward.units[later];
+        if let Some(position) = position {
+            // Units that ran after this one are done. One that still waits has parameters that got no gradient: it need
+            // not wait for the end.
+            for later in ran.iter().rev().filter(|later| later.pass > ran[position].ended) {
+                let progress = &mut backward.units[later.unit];
                 if progress.complete > 0 && !progress.reduced {
                     progress.reduced = true;
-                    backward.reduce(later, &mut actions);
+                    actions.push(Action::Reduce(later.unit));
                 }
             }
-        }
-        if let Some(position) = position {
             // Frozen parameters of units made by name tell nothing: they go when backward comes to what ran before.
-            for later in ran.iter().filter(|later| later.began > ran[position].ended) {
+            for later in ran.iter().filter(|later| later.pass > ran[position].ended) {
                 let rules = &self.rules[later.unit];
                 let frees = rules.by_name_in.is_some() && rules.has_frozen && rules.reshard_after_backward;
-                // One that ran before may be used again, and a fixed order gathers it once.
-                let frees = frees && (backward.fixed.is_none() || later.first == later.began);
                 if frees && std::mem::take(&mut backward.units[later.unit].entered) {
                     actions.push(Action::FreeFrozen(later.unit));
                 }
@@ -215,15 +245,14 @@ impl Order {
         backward.units[unit].entered = true;
         backward.units[unit].seen = true;
         if self.rules[unit].unshard_in_backward {
-            backward.gather(unit, &mut actions);
-            actions.push(Action::Await(unit));
+            actions.extend([Action::Gather(unit), Action::Await(unit)]);
         }
         let preceded = position.and_then(|position| position.checked_sub(1)).map(|before| ran[before].unit);
         let next = next(&self.rules[unit].backward_prefetch, &preceded, self.settings);
         for &unit in next.iter().filter(|&&unit| self.rules[unit].unshard_in_backward) {
             // A unit by name may come before the one around it: what was freed of it is not wanted again.
             if self.rules[unit].by_name_in.is_none() || !backward.units[unit].seen {
-                backward.gather(unit, &mut actions);
+                actions.push(Action::Gather(unit));
             }
         }
         Ok(actions)
@@ -231,37 +260,42 @@ impl Order {
 
     /// Backward has been through all that is between a unit's inputs and outputs.
     pub(super) fn after_unit(&self, unit: usize) -> Option<Action> {
-        // They report nothing, and are needed no more.
-        self.rules[unit].reshard_after_backward.then_some(Action::FreeFrozen(unit))
+        // They report nothing, and are needed no more. A plan knows when a visit is over.
+        (self.rules[unit].reshard_after_backward && !self.is_planned()).then_some(Action::FreeFrozen(unit))
     }
 
-    /// The gradient of a unit's parameter is complete.
-    pub(super) fn gradient_complete(&mut self, unit: usize, position: usize) -> Result<Vec<Action>, Refused> {
+    /// The gradient of a unit's parameter is complete. Returns as well whether the values are not needed again.
+    pub(super) fn gradient_complete(&mut self, unit: usize, position: usize) -> Result<(bool, Vec<Action>), Refused> {
         let Some(backward) = &mut self.step.backward else { return Err(Refused::NoBackward) };
         let mut actions = vec![];
         if self.rules[unit].reshard_after_backward {
             actions.push(Action::FreeParameter { unit, position });
         }
+        if backward.plan.is_some() {
+            return Ok((false, actions));
+        }
         let progress = &mut backward.units[unit];
         progress.complete += 1;
         progress.reduced = progress.complete == progress.expected;
         if progress.reduced {
-            backward.reduce(unit, &mut actions);
+            actions.push(Action::Reduce(unit));
         }
-        Ok(actions)
+        Ok((true, actions))
     }
 
     /// Candle's backward has ended.
     pub(super) fn backward_ends(&mut self) -> Vec<Action> {
-        let mut actions = vec![];
+        let mut actions = self.finish_plan();
         let Some(backward) = &mut self.step.backward else { return actions };
-        if let Some(fixed) = &mut backward.fixed {
-            actions.extend(fixed.gathers_left().map(Action::Gather));
-        }
+        let planned = backward.plan.as_ref().filter(|_| self.settings.fixed_order);
         for unit in 0..backward.units.len() {
             // What has not reported by now never will: unused parameters, and those behind a cut.
-            if !backward.units[unit].reduced {
-                backward.reduce(unit, &mut actions);
+            let is_left = match planned {
+                Some(plan) => self.rules[unit].trainable > 0 && !plan.has(unit),
+                None => !backward.units[unit].reduced,
+            };
+            if is_left {
+                actions.push(Action::Reduce(unit));
             }
             let state = &mut self.step.units[unit];
             state.left_by_forward = false;
@@ -269,11 +303,6 @@ impl Order {
             if self.rules[unit].reshard_after_backward {
                 actions.push(Action::Free(unit));
             }
-        }
-        if self.settings.is_last_backward {
-            self.step.ran.clear();
-        } else {
-            self.step.ran.iter_mut().for_each(|ran| ran.first = ran.began);
         }
         actions
     }
@@ -313,33 +342,12 @@ impl Order {
     }
 }
 
-impl Backward {
-    /// Issues a unit's all-gather, after those of the units that come before it in a fixed order.
-    fn gather(&mut self, unit: usize, actions: &mut Vec<Action>) {
-        if let Some(fixed) = &mut self.fixed {
-            actions.extend(fixed.gathers_up_to(unit).map(Action::Gather));
-        }
-        actions.push(Action::Gather(unit));
-    }
-
-    /// Issues the reduction of a unit's gradients, when its turn has come.
-    fn reduce(&mut self, unit: usize, actions: &mut Vec<Action>) {
-        let Some(fixed) = &mut self.fixed else {
-            actions.push(Action::Reduce { unit, apart: false });
-            return;
-        };
-        for unit in fixed.ready(unit) {
-            actions.extend(fixed.gathers_before_reducing(unit).map(Action::Gather));
-            actions.push(Action::Reduce { unit, apart: true });
-        }
-    }
-}
-
 /// The units to gather ahead: those of a unit's own list, or else the one that the order implies.
 fn next<'a>(listed: &'a [usize], implied: &'a Option<usize>, settings: StepSettings) -> &'a [usize] {
     if listed.is_empty() && settings.implicit_prefetch { implied.as_slice() } else { listed }
 }
 
 mod forward;
+mod planned;
 #[cfg(test)]
 mod tests;

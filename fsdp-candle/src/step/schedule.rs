@@ -1,5 +1,6 @@
 //! What the units of one model share while it trains: the order of their collectives, and what carries it out.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
@@ -224,8 +225,8 @@ impl Schedule {
     }
 
     /// Runs after a unit's forward, of which `parts` modules make one. Tells whether its outputs need a hook that
-    /// unshards it before their backward.
-    pub(crate) fn post_forward(&self, unit: &ParamGroup, mut guard: ForwardGuard<'_>, parts: usize) -> Result<bool> {
+    /// unshards it before their backward. The guard is dropped when they have it.
+    pub(crate) fn post_forward(&self, unit: &ParamGroup, guard: &mut ForwardGuard<'_>, parts: usize) -> Result<bool> {
         let (hook, actions) = self.order().forward_ends(unit.index(), guard.forward, parts);
         self.carry_out(actions)?;
         if guard.forward.is_root && !keeps_graph() {
@@ -291,7 +292,8 @@ impl Schedule {
         | Action::FreeFrozen(index)
         | Action::FreeBut { unit: index, .. }
         | Action::FreeParameter { unit: index, .. }
-        | Action::Reduce { unit: index, .. }) = action;
+        | Action::Reduce(index)
+        | Action::NextPass { unit: index, .. }) = action;
         let Some(unit) = self.unit(index) else { return Ok(()) };
         match action {
             Action::Gather(_) => unit.start_unshard(),
@@ -300,15 +302,19 @@ impl Schedule {
             Action::FreeFrozen(_) => unit.reshard_frozen(),
             Action::FreeBut { ranks, .. } => unit.reshard_to(ranks),
             Action::FreeParameter { position, .. } => unit.reshard_parameter(position),
-            Action::Reduce { apart, .. } => self.reduce(&unit, apart),
+            Action::Reduce(_) => self.reduce(&unit),
+            Action::NextPass { pass, .. } => {
+                unit.next_pass(pass);
+                Ok(())
+            }
         }
     }
 
-    fn reduce(&self, unit: &Arc<ParamGroup>, apart: bool) -> Result<()> {
+    fn reduce(&self, unit: &Arc<ParamGroup>) -> Result<()> {
         let max = self.order().settings.max_reductions;
         self.reductions.make_room(max)?;
         let mut started = vec![];
-        let outcome = Reduction::start(unit, apart, &mut started);
+        let outcome = Reduction::start(unit, &mut started);
         self.reductions.add(started);
         outcome
     }
@@ -335,6 +341,14 @@ fn explain(refused: Refused, unit: &UnitId) -> candle_core::Error {
                 .into(),
         }
         .into(),
+        Refused::NotPlanned => Error::Unit {
+            unit: unit.name.to_string(),
+            message: "backward came to it, which the loss's graph did not show before. Ranks may use different \
+                      parameters (set_reduce_scatter_unused_params), so every unit that backward comes to must be \
+                      known when it begins: call the unit through its FsdpModule, and use its parameters inside"
+                .into(),
+        }
+        .into(),
         Refused::InForward | Refused::NoBackward => candle_core::Error::msg(
             "the loss's own backward() was called on a sharded model: call `backward(&loss)` of the FsdpModule, which \
              reduces the gradients, and `step(&grads)` in place of an optimizer's backward_step",
@@ -343,9 +357,9 @@ fn explain(refused: Refused, unit: &UnitId) -> candle_core::Error {
 }
 
 impl BackwardEvents for Schedule {
-    fn before_unit(&self, unit: &UnitId) -> Result<()> {
+    fn before_unit(&self, unit: &UnitId, pass: usize) -> Result<()> {
         self.check(unit)?;
-        let actions = self.order().before_unit(unit.index).map_err(|refused| explain(refused, unit))?;
+        let actions = self.order().before_unit(unit.index, Some(pass)).map_err(|refused| explain(refused, unit))?;
         spans::enter(&unit.name);
         self.carry_out(actions)
     }
@@ -359,24 +373,38 @@ impl BackwardEvents for Schedule {
     fn gradient_complete(&self, param: &FsdpParam) -> Result<()> {
         let (unit, position) = param.unit()?;
         self.check(unit)?;
-        let actions = self.order().gradient_complete(unit.index, position).map_err(|refused| explain(refused, unit))?;
-        param.gradient().complete();
+        let outcome = self.order().gradient_complete(unit.index, position);
+        let (is_done, actions) = outcome.map_err(|refused| explain(refused, unit))?;
+        if is_done {
+            param.gradient().complete();
+        }
         self.carry_out(actions)
+    }
+
+    fn pass_complete(&self, param: &FsdpParam, pass: usize) -> Result<()> {
+        let (unit, position) = param.unit()?;
+        self.check(unit)?;
+        let action = self.order().pass_complete(unit.index, position, pass);
+        self.carry_out(action)
     }
 }
 
 impl Uses for Schedule {
-    fn used(&self, unit: &UnitId) -> Result<()> {
+    fn used(&self, unit: &UnitId, misses: bool) -> Result<()> {
         self.check(unit)?;
         let (actions, in_backward) = {
             let mut order = self.order();
-            let actions = order.used(unit.index, keeps_graph()).map_err(|refused| explain(refused, unit))?;
+            let actions = order.used(unit.index, keeps_graph(), misses).map_err(|refused| explain(refused, unit))?;
             (actions, order.is_in_backward())
         };
         if in_backward && !actions.is_empty() {
             spans::enter(&unit.name);
         }
         self.carry_out(actions)
+    }
+
+    fn replays(&self, made: Range<usize>, node: usize) {
+        self.order().replays(made, node);
     }
 }
 
@@ -387,9 +415,16 @@ pub(crate) struct ForwardGuard<'a> {
     ok: bool,
 }
 
+impl ForwardGuard<'_> {
+    /// The pass of the unit that the forward belongs to.
+    pub(crate) fn pass(&self) -> usize {
+        self.forward.pass
+    }
+}
+
 impl Drop for ForwardGuard<'_> {
     fn drop(&mut self) {
-        self.schedule.order().forward_is_over();
+        self.schedule.order().forward_is_over(self.forward);
         if !self.ok && self.forward.is_root {
             self.schedule.forget_step();
         }

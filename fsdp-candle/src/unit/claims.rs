@@ -1,5 +1,6 @@
 //! What layers say of a parameter: that they hold it, and that they are about to use it.
 
+use std::ops::Range;
 use std::sync::Weak;
 use std::sync::atomic::Ordering;
 
@@ -29,7 +30,7 @@ impl FsdpParam {
         let _ = self.uses.set(to);
     }
 
-    /// Says that a layer is about to use the parameter.
+    /// Says that a layer is about to use the parameter's values.
     ///
     /// # Errors
     /// Those of a gather, and when the full tensor can't be used now.
@@ -38,15 +39,34 @@ impl FsdpParam {
         self.check_unsharded()
     }
 
-    /// Says that a layer is about to use the parameter or to leave a gradient with it, whose values may be gone.
+    /// Says that a layer is about to use the parameter's values, which the caller then looks for.
     ///
     /// # Errors
     /// Those of a gather.
     pub(crate) fn tell_use(&self) -> Result<()> {
+        self.tell(!self.is_unsharded())
+    }
+
+    /// Says that a layer is about to leave a gradient with the parameter, whose values may be gone.
+    ///
+    /// # Errors
+    /// Those of a gather.
+    pub(crate) fn tell_gradient(&self) -> Result<()> {
+        self.tell(false)
+    }
+
+    fn tell(&self, misses: bool) -> Result<()> {
         match self.uses.get().and_then(Weak::upgrade) {
-            Some(uses) => uses.used(self.unit()?.0),
+            Some(uses) => uses.used(self.unit()?.0, misses),
             None => Ok(()),
         }
+    }
+
+    /// Notes that a closure which uses the parameter runs again in backward; see [`Uses::replays`]. Returns whether
+    /// the parameter tells of its uses.
+    pub(crate) fn replays(&self, made: Range<usize>, node: usize) -> bool {
+        let uses = self.uses.get().and_then(Weak::upgrade);
+        uses.map(|uses| uses.replays(made, node)).is_some()
     }
 
     /// An error that says why the full tensor can't be used now, unless it can.

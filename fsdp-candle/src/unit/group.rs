@@ -1,9 +1,8 @@
 //! The communication unit: the parameters of one `fully_shard` call, gathered, freed and reduced together.
 
-use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
-use candle_core::{Result, Tensor, TensorId};
+use candle_core::{Result, Tensor};
 use fsdp_core::layout::chunk_range;
 
 use super::gather::Gathering;
@@ -301,10 +300,9 @@ impl ParamGroup {
         self.params().iter().for_each(|param| param.gradient().renew());
     }
 
-    /// How many of the trainable parameters' anchors are among these nodes.
-    pub(crate) fn reached(&self, nodes: &HashSet<TensorId>) -> usize {
-        let trainable = self.params().iter().filter(|param| param.trainable());
-        trainable.filter(|param| nodes.contains(&param.anchor().id())).count()
+    /// Begins a further pass of the unit, or goes back to the first.
+    pub(crate) fn next_pass(&self, pass: Option<usize>) {
+        self.params().iter().for_each(|param| param.next_pass(pass));
     }
 
     /// The sharded gradients that are whole, of the parameters' dtypes, and whether a rank used the parameter: what
@@ -323,6 +321,7 @@ impl ParamGroup {
     /// parameters.
     pub(crate) fn forget_step(&self) {
         *self.carried() = Carried::default();
+        self.next_pass(None);
         self.drop_shards();
         let ended = self.forget_gathering();
         for param in self.params() {

@@ -1,6 +1,7 @@
 //! What one `fully_shard` call owns: its parameters, how they are gathered and freed, and how their gradients are
 //! reduced. When that happens, the step decides.
 
+mod agreement;
 mod as_dtensor;
 mod claims;
 mod gather;
@@ -13,6 +14,7 @@ mod memory;
 mod offload;
 mod param;
 mod parts;
+mod passes;
 mod path;
 mod reduction;
 mod replicas;
@@ -22,12 +24,13 @@ mod settings;
 mod turn;
 mod uses;
 
+pub(crate) use agreement::largest;
 pub(crate) use group::ParamGroup;
 pub(crate) use offload::{Downloads, Offload};
 pub use param::FsdpParam;
 pub(crate) use param::{Nodes, ParamSpec};
 pub(crate) use parts::Parts;
-pub(crate) use path::{ROOT, UnitId, UnitPath, parents};
+pub(crate) use path::{ROOT, UnitId, UnitPath};
 pub(crate) use reduction::Reduction;
 pub(crate) use settings::Settings;
 pub(crate) use uses::Uses;

@@ -15,6 +15,7 @@ use super::lookup::Lookup;
 use super::memory::Values;
 use super::offload::Offload;
 use super::parts::Parts;
+use super::passes::{OfPass, Passes};
 use super::path::UnitId;
 use super::room::Room;
 use super::uses::Told;
@@ -65,6 +66,7 @@ pub struct FsdpParam {
     offload: Option<Offload>,
     leaf: TensorId,
     anchor: Tensor,
+    passes: Passes,
     /// What layers hold: the full tensor, or the same without a graph where it was frozen when they were built.
     held: Tensor,
     room: Arc<Room>,
@@ -117,6 +119,8 @@ pub(crate) struct Nodes {
     pub(crate) anchor: Tensor,
     /// The unsharded shape, with memory only while unsharded.
     pub(crate) full: Tensor,
+    /// Makes the anchor of a further pass, on top of the first.
+    pub(crate) of_pass: Box<OfPass>,
 }
 
 /// By the tensor that a layer holds, and by the anchor.
@@ -146,6 +150,7 @@ impl FsdpParam {
             offload: spec.offload,
             leaf: nodes.leaf,
             anchor: nodes.anchor,
+            passes: Passes::new(nodes.of_pass),
             held,
             values: Values::new(nodes.full, room.clone())?,
             gradient: Gradient::new(room.clone()),
@@ -356,9 +361,19 @@ impl FsdpParam {
         self.leaf
     }
 
-    /// What stands for the parameter in the graph.
+    /// What stands for the parameter in the graph. Its backward runs once, when every use has been processed.
     pub(crate) fn anchor(&self) -> &Tensor {
         &self.anchor
+    }
+
+    /// What stands for it in the graph of the pass that runs.
+    pub(crate) fn anchor_of_pass(&self) -> Result<Tensor> {
+        self.passes.anchor(&self.anchor)
+    }
+
+    /// Begins a further pass of the unit, or goes back to the first.
+    pub(super) fn next_pass(&self, pass: Option<usize>) {
+        self.passes.begin(pass);
     }
 
     /// The full values, which come and go.

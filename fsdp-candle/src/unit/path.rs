@@ -60,19 +60,6 @@ impl UnitPath {
     }
 }
 
-/// Of each path, the position of the innermost that it is inside of.
-pub(crate) fn parents(paths: &[&UnitPath]) -> Vec<Option<usize>> {
-    let parent = |path: &&UnitPath| {
-        let around = (0..paths.len()).filter(|&other| path.is_inside(paths[other]));
-        // The longest path, and at one path the unit that was taken apart: it contains less.
-        around.max_by_key(|&other| {
-            let other = paths[other];
-            (&*other.path != ROOT, other.path.len(), other.parts.get().is_some())
-        })
-    };
-    paths.iter().map(parent).collect()
-}
-
 /// Whether `path` is `outer` or below it.
 fn is_within(path: &str, outer: &str) -> bool {
     outer == ROOT || path.strip_prefix(outer).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
@@ -90,7 +77,6 @@ mod tests {
     fn paths_nest_at_their_dots() {
         let all = ["blocks.1", "blocks.1.mlp", "blocks.10", "head", ROOT].map(path);
         let all: Vec<&UnitPath> = all.iter().collect();
-        assert_eq!(parents(&all), [Some(4), Some(0), Some(4), Some(4), None]);
         assert_eq!(all.iter().map(|path| path.depth(&all)).collect::<Vec<_>>(), [1, 2, 1, 1, 0]);
         assert!(all[0].contains(all[0]) && !all[0].contains(all[2]));
     }
@@ -100,8 +86,6 @@ mod tests {
         let all = ["last.norm.inner", "last.other", "last", "last", ROOT].map(path);
         all[2].take_apart(["last.norm.weight", "last.head.weight"].into_iter());
         let all: Vec<&UnitPath> = all.iter().collect();
-        // Of two units with one path, the one that was taken apart is the inner one where it contains anything.
-        assert_eq!(parents(&all), [Some(2), Some(3), Some(3), Some(4), None]);
         assert!(all[2].contains(all[2]) && !all[2].contains(all[3]) && !all[2].contains(all[1]));
     }
 }

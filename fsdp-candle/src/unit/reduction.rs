@@ -79,9 +79,9 @@ struct Flight {
 
 impl Reduction {
     /// Takes the gradients that are there and issues their reduce-scatters, one for each set of ranks; or files them
-    /// for a later backward where the unit does not synchronise. With `apart`, or where the unit is set so, they go
-    /// over a process group of their own. `started` gets those in flight, an error or not.
-    pub(crate) fn start(group: &Arc<ParamGroup>, apart: bool, started: &mut Vec<Self>) -> Result<()> {
+    /// for a later backward where the unit does not synchronise. Where the unit is set so, they go over a process group
+    /// of their own. `started` gets those in flight, an error or not.
+    pub(crate) fn start(group: &Arc<ParamGroup>, started: &mut Vec<Self>) -> Result<()> {
         let (sync, unused, separate, custom) = {
             let settings = group.settings();
             (
@@ -132,16 +132,13 @@ impl Reduction {
             let known = flights.iter().any(|flight| Arc::ptr_eq(&flight.ranks, ranks))
                 || started.iter().any(|other: &Reduction| Arc::ptr_eq(&other.ranks, ranks));
             let rule = group.rule(ranks, unused, backwards);
-            if !known && rule.all_reduce && ranks.replicate().is_some() {
-                let (members, buffers) = group.take_partly_reduced(ranks);
-                if !members.is_empty() {
-                    started.push(Reduction::over_replicas(group.clone(), ranks.clone(), rule, members, buffers)?);
-                }
+            if !known && rule.all_reduce {
+                started.extend(Reduction::of_partly_reduced(group.clone(), ranks.clone(), rule)?);
             }
         }
         for Flight { ranks, rule, members, mut parts, used } in flights {
             tracing::debug!(unit = group.name(), gradients = members.len(), "reduce-scatter");
-            let shard = if apart || separate { ranks.shard_apart()? } else { ranks.shard().clone() };
+            let shard = if separate { ranks.shard_apart()? } else { ranks.shard().clone() };
             let shard = shard.signed(group.signs(&members, backwards.0));
             if rule.told {
                 let counts = vec![members.len(); shard.size()];
@@ -156,6 +153,17 @@ impl Reduction {
             started.push(Reduction { group, ranks, members, work, over, rule, done: vec![] });
         }
         Ok(())
+    }
+
+    /// What follows for the shards that are reduced over the shard ranks: over the replicas, over the tensor-parallel
+    /// ranks, or nothing.
+    fn of_partly_reduced(group: Arc<ParamGroup>, ranks: Arc<DataParallel>, rule: Rule) -> Result<Option<Self>> {
+        let (members, buffers) = group.take_partly_reduced(&ranks);
+        match ranks.replicate() {
+            _ if members.is_empty() => Ok(None),
+            Some(_) => Reduction::over_replicas(group, ranks, rule, members, buffers).map(Some),
+            None => Reduction::over_tensor_parallel(group, ranks, rule, members.into_iter().zip(buffers).collect()),
+        }
     }
 
     /// The all-reduce of shards that are reduced over the shard ranks; a reduce-scatter where replicas hold parts.
@@ -209,8 +217,7 @@ impl Reduction {
         if rule.told {
             buffers.push(group.told_used(&members)?);
         }
-        let backwards = if ranks.replicate().is_some() { rule.backwards.1 } else { rule.backwards.0 };
-        let work = terms.signed(group.signs(&members, backwards)).all_reduce(buffers, ReduceOp::Sum);
+        let work = terms.signed(group.signs(&members, rule.backwards.1)).all_reduce(buffers, ReduceOp::Sum);
         Ok(Some(Reduction { group, ranks, members, work, over: Over::TensorParallel, rule, done }))
     }
 
@@ -262,7 +269,7 @@ impl Reduction {
             group.deliver(rule, done)?;
             return Ok(None);
         }
-        if over == Over::Replicas || ranks.replicate().is_none() {
+        if over == Over::Replicas {
             return Reduction::over_tensor_parallel(group, ranks, rule, members.into_iter().zip(buffers).collect());
         }
         for (&position, buffer) in members.iter().zip(buffers) {
@@ -271,8 +278,7 @@ impl Reduction {
         if !rule.all_reduce {
             return Ok(None);
         }
-        let (members, buffers) = group.take_partly_reduced(&ranks);
-        Reduction::over_replicas(group, ranks, rule, members, buffers).map(Some)
+        Reduction::of_partly_reduced(group, ranks, rule)
     }
 
     /// Waits and forgets the outcome.

@@ -7,7 +7,8 @@ use crate::common::{Gradients, WIDTH, assert_close, batch, gradients, loss_of, r
 
 #[test]
 fn accumulation_without_communication() {
-    for (size, mesh) in [(2, vec![("shard", 2)]), (4, vec![("replicate", 2), ("shard", 2)])] {
+    let one_replica = vec![("replicate", 1), ("shard", 2)];
+    for (size, mesh) in [(2, vec![("shard", 2)]), (2, one_replica), (4, vec![("replicate", 2), ("shard", 2)])] {
         ranks(size, |world| {
             let run = |sync: bool, all_reduce: bool| {
                 let vars = ShardedVarMap::new(&world.mesh(&mesh).unwrap(), world.device());
@@ -18,7 +19,7 @@ fn accumulation_without_communication() {
                 model.set_requires_gradient_sync(true, Recurse::Yes);
                 model.set_requires_all_reduce(true, Recurse::Yes);
                 let delivered = vars.trainable().iter().filter(|param| first.get(param.var()).is_some()).count();
-                let waits = !sync || (!all_reduce && mesh.len() == 2);
+                let waits = !sync || !all_reduce;
                 assert_eq!(delivered, if waits { 0 } else { vars.trainable().len() });
                 let mut second = model.backward(&loss_of(&model, &batch(world.rank() + 7, WIDTH))).unwrap();
                 assert!(model.parameters_without_gradient().is_empty());

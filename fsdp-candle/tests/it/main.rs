@@ -34,6 +34,7 @@ mod parallel_params;
 mod parity;
 mod past_the_hooks;
 mod placements;
+mod random_models;
 mod requires_grad;
 mod settings;
 mod sharded_optimizers;

@@ -2,9 +2,9 @@
 //! parameters is first used, and its forward ends when one beside it is used or called, or when the call around it
 //! ends.
 
-use super::{Action, Forward, Order, Refused, next};
+use super::{Action, Forward, MOST_PASSES, Order, Ran, Refused, next};
+use crate::graph::next_number;
 use crate::policy::ReshardAfterForward;
-use crate::step::fixed_order::Ran;
 use crate::step::frames::Frame;
 
 impl Order {
@@ -22,6 +22,10 @@ impl Order {
         let is_root = step.frames.is_empty();
         let mut actions = vec![];
         if is_root {
+            if std::mem::take(&mut step.is_over) {
+                step.ran.clear();
+                step.replays.clear();
+            }
             if !step.forward_order.is_empty() {
                 step.last_forward_order = std::mem::take(&mut step.forward_order);
             }
@@ -34,9 +38,9 @@ impl Order {
             }
         }
         self.close_beside(Some(unit), &mut actions);
-        let began = self.enter(unit, graph, &mut actions);
-        self.step.frames.call(unit, began, graph);
-        Ok((Forward { is_root, began, graph }, actions))
+        let pass = self.enter(unit, graph, &mut actions);
+        self.step.frames.call(unit, pass, graph);
+        Ok((Forward { is_root, pass, graph }, actions))
     }
 
     /// A unit's forward has ended, of which `parts` modules make one. Tells as well whether its outputs need a hook
@@ -45,7 +49,7 @@ impl Order {
         let mut actions = vec![];
         self.open_up_to(unit, None, forward.graph, &mut actions);
         self.close_beside(None, &mut actions);
-        self.note_run(unit, forward.began, forward.graph);
+        self.note_run(unit, forward.pass, forward.graph);
         let state = &mut self.step.units[unit];
         state.parts_run += 1;
         if state.parts_run < parts {
@@ -62,15 +66,30 @@ impl Order {
         (hook, actions)
     }
 
-    /// Control leaves a unit's forward, which has ended or failed.
-    pub(in crate::step) fn forward_is_over(&mut self) {
+    /// Control leaves a unit's forward, which has ended or failed. The hooks of its outputs are there.
+    pub(in crate::step) fn forward_is_over(&mut self, forward: Forward) {
         self.step.frames.end_call();
+        if let Some(ran) = self.step.ran.iter_mut().rev().find(|ran| ran.pass == forward.pass) {
+            ran.nodes.end = next_number();
+        }
     }
 
-    /// A layer is about to use a parameter of a unit made by name.
-    pub(in crate::step) fn used(&mut self, unit: usize, graph: bool) -> Result<Vec<Action>, Refused> {
+    /// Backward will run a closure again that made nodes with the numbers `made`, when it comes to `node`.
+    pub(in crate::step) fn replays(&mut self, made: std::ops::Range<usize>, node: usize) {
+        if self.step.replays.len() == MOST_PASSES {
+            self.step.replays.drain(..MOST_PASSES / 2);
+        }
+        self.step.replays.push(super::Replay { made, node });
+    }
+
+    /// A layer is about to use a parameter of a unit made by name, whose values it `misses` or not.
+    pub(in crate::step) fn used(&mut self, unit: usize, graph: bool, misses: bool) -> Result<Vec<Action>, Refused> {
         if let Some(backward) = &self.step.backward {
-            return if backward.units[unit].entered { Ok(vec![]) } else { self.before_unit(unit) };
+            return match (backward.units[unit].entered, misses && self.is_planned()) {
+                (false, _) => self.before_unit(unit, None),
+                (true, true) => self.before_next_visit(unit),
+                (true, false) => Ok(vec![]),
+            };
         }
         let frames = &mut self.step.frames;
         let mut actions = vec![];
@@ -109,8 +128,8 @@ impl Order {
     /// The forward of a unit made by name begins.
     fn open(&mut self, unit: usize, graph: bool, actions: &mut Vec<Action>) {
         self.close_beside(Some(unit), actions);
-        let began = self.enter(unit, graph, actions);
-        self.step.frames.open(unit, began, graph);
+        let pass = self.enter(unit, graph, actions);
+        self.step.frames.open(unit, pass, graph);
     }
 
     /// Ends the forwards of units made by name that are not around `unit`.
@@ -120,13 +139,13 @@ impl Order {
         while let Some(frame) = self.step.frames.close(|open| around.contains(&open)) {
             closed.push(frame);
         }
-        for Frame { unit, began, graph, .. } in closed {
-            self.note_run(unit, began, graph);
+        for Frame { unit, pass, graph, .. } in closed {
+            self.note_run(unit, pass, graph);
             actions.extend(self.free_after_forward(unit, false, graph));
         }
     }
 
-    /// What happens when any unit's forward begins. Returns the number of forwards that have begun.
+    /// What happens when any unit's forward begins. Returns the pass that it belongs to.
     fn enter(&mut self, unit: usize, graph: bool, actions: &mut Vec<Action>) -> usize {
         let step = &mut self.step;
         step.forwards_begun += 1;
@@ -135,7 +154,17 @@ impl Order {
         let last = &step.last_forward_order;
         let as_last_time = last.get(position) == Some(&unit);
         let followed = last.get(position + 1).copied().filter(|_| as_last_time);
-        step.units[unit].ran_forward |= graph;
+        let state = &mut step.units[unit];
+        state.ran_forward |= graph;
+        if state.parts_run == 0 {
+            (state.pass, state.from) = (step.forwards_begun, next_number());
+            // Anchors of its own tell when backward is done with the pass.
+            let again = step.ran.iter().any(|ran| ran.unit == unit).then_some(state.pass);
+            if graph && again != std::mem::replace(&mut state.anchors_of, again) {
+                actions.push(Action::NextPass { unit, pass: again });
+            }
+        }
+        let pass = state.pass;
         actions.extend([Action::Gather(unit), Action::Await(unit)]);
         let next = next(&self.rules[unit].forward_prefetch, &followed, self.settings);
         step.units[unit].left_by_forward = true;
@@ -143,20 +172,23 @@ impl Order {
             step.units[unit].left_by_forward = true;
             actions.push(Action::Gather(unit));
         }
-        step.forwards_begun
+        pass
     }
 
     /// Notes a forward that has ended.
-    fn note_run(&mut self, unit: usize, began: usize, graph: bool) {
+    fn note_run(&mut self, unit: usize, pass: usize, graph: bool) {
         let step = &mut self.step;
         step.units[unit].left_by_forward = true;
         if !graph {
             return; // backward does not come to it
         }
-        // Each unit once, where it ran last: bounded when no backward comes, and right for several forwards before one.
-        let before = step.ran.iter().position(|other| other.unit == unit).map(|position| step.ran.remove(position));
-        let first = before.map_or(began, |before| before.first);
-        step.ran.push(Ran { unit, first, began, ended: step.forwards_begun });
+        // Of several parts the last counts.
+        step.ran.retain(|ran| ran.pass != pass);
+        if step.ran.len() == MOST_PASSES {
+            step.ran.drain(..MOST_PASSES / 2);
+        }
+        let nodes = step.units[unit].from..next_number();
+        step.ran.push(Ran { unit, pass, ended: step.forwards_begun, nodes });
     }
 
     /// What becomes of a unit's parameters after forward.

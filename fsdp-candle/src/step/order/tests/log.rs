@@ -9,9 +9,7 @@ use crate::step::reductions::InFlight;
 /// Where collectives queue: those of one process group run in the order in which they are issued.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Queue {
-    Gathers,
-    /// Reductions of a fixed order have one of their own.
-    Apart,
+    Shards,
     Replicas,
     TensorParallel,
 }
@@ -58,7 +56,7 @@ pub(super) struct Reducing {
 impl InFlight for Reducing {
     fn hop(&self) -> usize {
         match self.at.0 {
-            Queue::Gathers | Queue::Apart => 0,
+            Queue::Shards => 0,
             Queue::Replicas => 1,
             Queue::TensorParallel => 2,
         }

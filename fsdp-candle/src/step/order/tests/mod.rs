@@ -4,13 +4,57 @@ mod log;
 mod model;
 mod rank;
 
+use std::cell::RefCell;
+use std::rc::Rc;
+
 use proptest::prelude::*;
 
 use super::*;
 use crate::policy::ReshardAfterForward::Default;
-use log::assert_alike;
-use model::Tape;
+use log::{Log, assert_alike};
+use model::{Model, Tape};
 use rank::Rank;
+
+/// Runs a model on ranks whose losses reach what each tape says: nearly everything where `odds` are long.
+fn run(model: &Model, losses: Vec<Vec<u8>>, odds: usize) -> Vec<Rc<RefCell<Log>>> {
+    let mut ranks: Vec<Rank> = losses.iter().map(|_| Rank::new(model)).collect();
+    let mut tapes: Vec<Tape> = losses.into_iter().map(|loss| Tape(loss.into())).collect();
+    for iteration in &model.iterations {
+        let forwards =
+            ranks.iter_mut().zip(&mut tapes).map(|(rank, tape)| rank.forwards(iteration, &mut || !tape.once_in(odds)));
+        // All fail alike.
+        let forwards: Vec<_> = forwards.collect();
+        let Some(forwards) = forwards.into_iter().collect::<Option<Vec<_>>>().filter(|all| !all[0].is_empty()) else {
+            continue;
+        };
+        for backward in 0..iteration.backwards {
+            let reached: Vec<_> = (ranks.iter().zip(&mut tapes).zip(&forwards))
+                .map(|((rank, tape), forwards)| rank.reached(forwards, &mut || !tape.once_in(odds)))
+                .collect();
+            let reach: Vec<_> = (ranks.iter_mut().zip(&forwards).zip(&reached))
+                .map(|((rank, forwards), reached)| rank.backward_begins(forwards, reached))
+                .collect();
+            if model.fixed {
+                let keys = ranks.iter_mut().zip(&reach).map(|(rank, reach)| rank.order().keys(reach));
+                let order = Order::in_order(&largest(keys));
+                let lasts = largest(reach.iter().map(|reach| Order::lasts(&order, reach)));
+                ranks.iter_mut().for_each(|rank| rank.order().plan_units(&order, &lasts));
+            }
+            for ((rank, forwards), reached) in ranks.iter_mut().zip(&forwards).zip(&reached) {
+                rank.backward(forwards, reached, iteration.is_last, backward > 0);
+            }
+            if iteration.fails_after.is_some() {
+                break; // it may have failed
+            }
+        }
+    }
+    ranks.into_iter().map(|rank| rank.log).collect()
+}
+
+/// What ranks agree on: the largest of each number.
+fn largest(all: impl Iterator<Item = Vec<usize>>) -> Vec<usize> {
+    all.reduce(|a, b| a.into_iter().zip(b).map(|(a, b)| a.max(b)).collect()).unwrap()
+}
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
@@ -21,14 +65,7 @@ proptest! {
         loss in prop::collection::vec(any::<u8>(), 0..60),
     ) {
         let model = Tape(tape.into()).model(false);
-        let logs: Vec<_> = (0..2)
-            .map(|_| {
-                let (mut rank, mut loss) = (Rank::new(&model), Tape(loss.clone().into()));
-                model.iterations.iter().for_each(|iteration| rank.run(iteration, || !loss.once_in(9)));
-                rank.log
-            })
-            .collect();
-        assert_alike(&logs);
+        assert_alike(&run(&model, vec![loss.clone(), loss], 9));
     }
 
     #[test]
@@ -36,20 +73,7 @@ proptest! {
         tape in prop::collection::vec(any::<u8>(), 0..400),
         losses in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..60), 2..5),
     ) {
-        let mut model = Tape(tape.into()).model(true);
-        // Lists of units to gather name units that other ranks do not come to.
-        for unit in &mut model.units {
-            unit.rules.backward_prefetch.clear();
-        }
-        let logs: Vec<_> = losses
-            .into_iter()
-            .map(|loss| {
-                let (mut rank, mut loss) = (Rank::new(&model), Tape(loss.into()));
-                model.iterations.iter().for_each(|iteration| rank.run(iteration, || !loss.once_in(3)));
-                rank.log
-            })
-            .collect();
-        assert_alike(&logs);
+        assert_alike(&run(&Tape(tape.into()).model(true), losses, 3));
     }
 }
 
@@ -70,11 +94,11 @@ fn forward(order: &mut Order, root: usize) -> Vec<Action> {
         let (hook, actions) = order.forward_ends(block, forward, 1);
         assert!(hook);
         all.extend(actions);
-        order.forward_is_over();
+        order.forward_is_over(forward);
     }
     let (hook, actions) = order.forward_ends(root, outer, 1);
     assert!(!hook && actions.is_empty(), "a root keeps its parameters");
-    order.forward_is_over();
+    order.forward_is_over(outer);
     all
 }
 
@@ -84,19 +108,19 @@ fn a_step_of_a_chain() {
     let (mut order, root) = chain(2);
     let first = [Gather(2), Await(2), Gather(0), Await(0), Free(0), Gather(1), Await(1), Free(1)];
     assert_eq!(forward(&mut order, root), first);
-    assert_eq!(order.backward_begins(None), Ok(Some(root)));
+    order.backward_begins().unwrap();
     assert_eq!(order.forward_begins(0, true).unwrap_err(), Refused::InBackward);
-    assert_eq!(order.before_unit(root).unwrap(), [Gather(2), Await(2), Gather(1)]);
-    assert_eq!(order.before_the_graph(), [Gather(2), Await(2)]);
-    let reduce = |unit| [FreeParameter { unit, position: 0 }, Action::Reduce { unit, apart: false }];
-    assert_eq!(order.gradient_complete(root, 0).unwrap(), reduce(2));
-    assert_eq!(order.before_unit(1).unwrap(), [Gather(1), Await(1), Gather(0)]);
-    assert_eq!(order.gradient_complete(1, 0).unwrap(), reduce(1));
-    assert_eq!(order.before_unit(0).unwrap(), [Gather(0), Await(0)]);
-    assert_eq!(order.gradient_complete(0, 0).unwrap(), reduce(0));
+    // The root keeps its parameters, and has no hook.
+    assert_eq!(order.before_the_graph(), [Gather(2), Await(2), Gather(1), Gather(2), Await(2)]);
+    let complete = |unit| (true, vec![FreeParameter { unit, position: 0 }, Action::Reduce(unit)]);
+    assert_eq!(order.gradient_complete(root, 0).unwrap(), complete(2));
+    assert_eq!(order.before_unit(1, None).unwrap(), [Gather(1), Await(1), Gather(0)]);
+    assert_eq!(order.gradient_complete(1, 0).unwrap(), complete(1));
+    assert_eq!(order.before_unit(0, None).unwrap(), [Gather(0), Await(0)]);
+    assert_eq!(order.gradient_complete(0, 0).unwrap(), complete(0));
     assert_eq!(order.backward_ends(), [Free(0), Free(1), Free(2)]);
     order.backward_is_over();
-    assert_eq!(order.before_unit(0).unwrap_err(), Refused::NoBackward);
+    assert_eq!(order.before_unit(0, None).unwrap_err(), Refused::NoBackward);
     // The next step knows who follows whom.
     let next = [Gather(2), Await(2), Gather(0), Gather(0), Await(0), Gather(1), Free(0), Gather(1), Await(1), Free(1)];
     assert_eq!(forward(&mut order, root), next);
@@ -106,18 +130,18 @@ fn a_step_of_a_chain() {
 }
 
 #[test]
-fn reductions_of_a_fixed_order_wait_for_their_turn() {
-    use Action::{Gather, Reduce};
-    let (mut order, root) = chain(2);
+fn what_some_rank_comes_to_all_ranks_gather_and_reduce() {
+    use Action::{Await, Free, Gather, Reduce};
+    let (mut order, root) = chain(3);
+    order.settings.fixed_order = true;
     forward(&mut order, root);
-    order.backward_begins(Some(&[Some(2), Some(2), None])).unwrap();
-    // A loss that reaches block 0 alone: block 1 and the root have nothing to wait for.
-    let actions = order.backward_reaches(&[1, 0, 0]);
-    let expected = [Gather(2), Gather(1), Reduce { unit: 1, apart: true }];
-    assert_eq!(actions, expected);
-    let actions = order.gradient_complete(0, 0).unwrap();
-    let turn = [Gather(0), Reduce { unit: 0, apart: true }, Reduce { unit: 2, apart: true }];
-    assert_eq!(actions[1..], turn);
+    order.backward_begins().unwrap();
+    // This rank comes to block 0 alone, another one to blocks 2 and 1; the root has no hook.
+    order.plan_units(&[3, 2, 1, 0], &[0, 1, 2, 3]);
+    assert_eq!(order.before_the_graph(), [Gather(3), Gather(2), Await(3)]);
+    let between = [Reduce(3), Free(3), Gather(1), Reduce(2), Free(2), Gather(0), Reduce(1), Free(1), Await(0)];
+    assert_eq!(order.before_unit(0, None).unwrap(), between);
+    assert_eq!(order.backward_ends(), [Reduce(0), Free(0), Free(0), Free(1), Free(2), Free(3)]);
 }
 
 #[test]
@@ -128,5 +152,6 @@ fn units_that_failed_to_build_are_in_no_list() {
     order.truncate(2);
     assert_eq!(order.rules(0).unwrap().forward_prefetch, [1]);
     assert!(order.rules(2).is_none());
-    assert_eq!(order.backward_begins(None), Ok(Some(1)));
+    order.backward_begins().unwrap();
+    assert_eq!(order.before_the_graph()[0], Action::Gather(1));
 }

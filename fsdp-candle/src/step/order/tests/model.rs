@@ -1,6 +1,6 @@
 //! Made-up models and what they do.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 
 use crate::policy::ReshardAfterForward::{Always, Default, Never, To};
 use crate::step::rules::{StepSettings, UnitRules};
@@ -35,7 +35,8 @@ pub(super) struct Call {
 pub(super) struct Iteration {
     /// Each with whether it keeps a graph.
     pub(super) forwards: Vec<(Call, bool)>,
-    pub(super) backward: bool,
+    /// How many backwards follow, each of a loss of its own.
+    pub(super) backwards: usize,
     pub(super) is_last: bool,
     /// The number of actions after which the step fails.
     pub(super) fails_after: Option<usize>,
@@ -50,6 +51,8 @@ pub(super) struct Model {
     pub(super) partial: bool,
     /// Whether ranks may use different units.
     pub(super) fixed: bool,
+    /// Whether replicas hold parts of shards.
+    pub(super) divided: bool,
     pub(super) iterations: Vec<Iteration>,
 }
 
@@ -118,13 +121,13 @@ impl Tape {
             fixed_order: fixed,
             ..StepSettings::default()
         };
-        let mut model =
-            Model { units, settings, replicated: self.once_in(2), partial: self.once_in(2), fixed, iterations: vec![] };
+        let (replicated, partial, divided) = (self.once_in(2), self.once_in(2), self.once_in(3));
+        let mut model = Model { units, settings, replicated, partial, fixed, divided, iterations: vec![] };
         let mut last: Option<Vec<(Call, bool)>> = None;
         for _ in 0..1 + self.below(4) {
             let forwards = match last.clone().filter(|_| self.once_in(2)) {
                 Some(same) => same,
-                None => (0..1 + self.below(3) / 2)
+                None => (0..[1, 1, 2, 3][self.below(4)])
                     .map(|_| {
                         // Nearly always the whole model, seldom a unit by itself.
                         let called: Vec<usize> = (0..count).filter(|&unit| !model.units[unit].is_by_name()).collect();
@@ -136,7 +139,7 @@ impl Tape {
             last = Some(forwards.clone());
             model.iterations.push(Iteration {
                 forwards,
-                backward: !self.once_in(5),
+                backwards: [1, 1, 1, 1, 2, 0][self.below(6)],
                 is_last: !self.once_in(4),
                 fails_after: (!fixed && self.once_in(4)).then(|| self.below(40)),
             });
@@ -201,27 +204,6 @@ pub(super) fn reach(
     for (position, inner) in call.inner.iter().enumerate() {
         place.push(position);
         reach(inner, root, place, reaches, reached);
-        place.pop();
-    }
-}
-
-/// How often a loss's backward comes to each parameter.
-pub(super) fn count_uses(
-    call: &Call,
-    root: usize,
-    place: &mut Vec<usize>,
-    reached: &BTreeSet<(usize, Vec<usize>)>,
-    uses: &mut BTreeMap<(usize, usize), usize>,
-) {
-    if !reached.contains(&(root, place.clone())) {
-        return;
-    }
-    for &param in &call.uses {
-        *uses.entry((call.unit, param)).or_default() += 1;
-    }
-    for (position, inner) in call.inner.iter().enumerate() {
-        place.push(position);
-        count_uses(inner, root, place, reached, uses);
         place.pop();
     }
 }

@@ -5,11 +5,28 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
 use super::log::{Log, Queue, Reducing};
-use super::model::{Call, Iteration, Model, count, count_uses, reach};
+use super::model::{Call, Iteration, Model, count, reach};
+use crate::step::order::planned::Reach;
 use crate::step::order::{Action, Order};
 use crate::step::reductions::Reductions;
 
+mod backward;
 mod forward;
+
+/// What a call left in the graph.
+#[derive(Default)]
+pub(super) struct Made {
+    /// The number and the pass of the hook of its outputs.
+    hook: Option<(usize, usize)>,
+    /// Of each use of a parameter: the number, and the pass whose anchor it is of.
+    uses: BTreeMap<usize, (usize, Option<usize>)>,
+}
+
+/// The forwards of a step that keep graphs, with what each call made by its place.
+pub(super) type Forwards<'a> = Vec<(&'a Call, BTreeMap<Vec<usize>, Made>)>;
+
+/// The calls that a loss reaches: the forward and the place in it.
+pub(super) type Reached = BTreeSet<(usize, Vec<usize>)>;
 
 /// An all-gather in flight: the parameters, and where it is queued.
 type Flight = (BTreeSet<usize>, (Queue, usize));
@@ -26,6 +43,10 @@ pub(super) struct Rank<'a> {
     flying: Vec<Option<Flight>>,
     complete: Vec<BTreeSet<usize>>,
     collected: Vec<BTreeSet<usize>>,
+    /// Of each unit, the pass whose anchors its parameters have, and whether its shards are there.
+    anchors: Vec<Option<usize>>,
+    shards: Vec<bool>,
+    shards_are_fresh: bool,
     /// Units whose forward runs or whose backward has begun, with a count.
     open: Vec<usize>,
     /// Units that a forward leaves gathered for backward.
@@ -63,6 +84,9 @@ impl<'a> Rank<'a> {
             flying: vec![None; count],
             complete: vec![BTreeSet::new(); count],
             collected: vec![BTreeSet::new(); count],
+            anchors: vec![None; count],
+            shards: vec![false; count],
+            shards_are_fresh: false,
             open: vec![],
             kept: BTreeSet::new(),
             ahead: BTreeSet::new(),
@@ -74,6 +98,10 @@ impl<'a> Rank<'a> {
             path: vec![],
             left: None,
         }
+    }
+
+    pub(super) fn order(&mut self) -> &mut Order {
+        &mut self.order
     }
 
     fn is_by_name(&self, unit: usize) -> bool {
@@ -108,7 +136,8 @@ impl<'a> Rank<'a> {
                 let missing: BTreeSet<usize> =
                     (0..self.model.units[unit].params.len()).filter(|param| !done(param)).collect();
                 if self.flying[unit].is_none() && !missing.is_empty() {
-                    let at = self.log.borrow_mut().issue(Queue::Gathers, ("gather", unit, missing.clone()));
+                    self.gather_shards(unit);
+                    let at = self.log.borrow_mut().issue(Queue::Shards, ("gather", unit, missing.clone()));
                     self.flying[unit] = Some((missing, at));
                 }
                 if action == Action::Await(unit) {
@@ -128,11 +157,24 @@ impl<'a> Rank<'a> {
                 let params = &self.model.units[unit].params;
                 self.there[unit].retain(|&param| params[param]);
             }
-            Action::Reduce { unit, apart } => self.reduce(unit, apart),
+            Action::Reduce(unit) => self.reduce(unit),
+            Action::NextPass { unit, pass } => self.anchors[unit] = pass,
         }
     }
 
-    fn reduce(&mut self, unit: usize, apart: bool) {
+    /// What replicas hold parts of is gathered over them first.
+    pub(super) fn gather_shards(&mut self, unit: usize) {
+        if self.model.divided && !std::mem::replace(&mut self.shards[unit], true) {
+            let at = self.log.borrow_mut().issue(Queue::Replicas, ("shards", unit, BTreeSet::new()));
+            self.log.borrow_mut().wait(at);
+        }
+    }
+
+    fn drop_shards(&mut self) {
+        self.shards.fill(false);
+    }
+
+    fn reduce(&mut self, unit: usize) {
         self.reductions.make_room(self.model.settings.max_reductions).unwrap();
         let mut params = std::mem::take(&mut self.collected[unit]);
         if self.model.fixed {
@@ -140,10 +182,8 @@ impl<'a> Rank<'a> {
             let all = self.model.units[unit].params.iter().enumerate();
             params = all.filter(|(_, trainable)| **trainable).map(|(param, _)| param).collect();
         }
-        assert_eq!(apart, self.model.fixed, "reductions of a fixed order queue apart");
         if !params.is_empty() {
-            let queue = if apart { Queue::Apart } else { Queue::Gathers };
-            let at = self.log.borrow_mut().issue(queue, ("reduce", unit, params.clone()));
+            let at = self.log.borrow_mut().issue(Queue::Shards, ("reduce", unit, params.clone()));
             let log = self.log.clone();
             let Model { replicated, partial, .. } = *self.model;
             self.reductions.add(vec![Reducing { log, at, unit, params, replicated, partial }]);
@@ -203,170 +243,6 @@ impl<'a> Rank<'a> {
             .any(|unit| !(unit.rules.forward_prefetch.is_empty() && unit.rules.backward_prefetch.is_empty()))
     }
 
-    /// Runs a backward over the calls that `reached` has, in reverse.
-    fn backward(
-        &mut self,
-        forwards: &[(&Call, BTreeMap<Vec<usize>, bool>)],
-        reached: &BTreeSet<(usize, Vec<usize>)>,
-        is_last: bool,
-    ) -> Result<(), Failed> {
-        let parents: Vec<Option<usize>> = self.model.units.iter().map(|unit| unit.parent).collect();
-        self.order.settings.is_last_backward = is_last;
-        let first = self.order.backward_begins(self.model.fixed.then_some(parents.as_slice())).unwrap();
-        self.complete.iter_mut().for_each(BTreeSet::clear);
-        // How many calls that use a parameter backward will come to.
-        let mut uses: BTreeMap<(usize, usize), usize> = BTreeMap::new();
-        for (root, (call, _)) in forwards.iter().enumerate() {
-            count_uses(call, root, &mut vec![], reached, &mut uses);
-        }
-        let calls: usize = forwards.iter().map(|(call, _)| count(call)).sum();
-        let mut units = self.begun.clone();
-        units.sort_unstable();
-        units.dedup();
-        let once = units.len() == self.begun.len() && units.len() == calls;
-        self.is_plain = self.is_fresh && forwards.len() == 1 && once && reached.len() == calls;
-        let before = self.strays.clone();
-        let outcome = (|| -> Result<(), Failed> {
-            if let Some(first) = first {
-                self.before_unit(first)?;
-            }
-            let actions = self.order.before_the_graph();
-            self.open.extend(actions.iter().filter_map(|action| match action {
-                Action::Await(unit) => Some(*unit),
-                _ => None,
-            }));
-            self.carry_out(actions)?;
-            if self.model.fixed {
-                let counts: Vec<usize> = (0..self.model.units.len())
-                    .map(|unit| {
-                        uses.keys().filter(|(of, param)| *of == unit && self.model.units[unit].params[*param]).count()
-                    })
-                    .collect();
-                let actions = self.order.backward_reaches(&counts);
-                self.note_fixed(&actions);
-                self.carry_out(actions)?;
-            }
-            for (root, (call, hooks)) in forwards.iter().enumerate().rev() {
-                self.backward_of(call, root, &mut vec![], hooks, reached, &mut uses)?;
-            }
-            let actions = self.order.backward_ends();
-            self.note_fixed(&actions);
-            self.carry_out(actions)
-        })();
-        self.order.backward_is_over();
-        outcome?;
-        // What is inside a unit by name may come before it.
-        let is_flat = self.model.units.iter().all(|unit| unit.rules.around.is_empty());
-        if self.is_plain && is_flat && !self.model.fixed && !self.has_lists() {
-            assert!(self.strays.is_subset(&before), "gathered ahead, and not next: {:?}", self.strays);
-        }
-        self.is_fresh = is_last;
-        self.open.clear();
-        self.kept.clear();
-        self.ahead.clear();
-        self.strays.clear();
-        self.complete.iter_mut().for_each(BTreeSet::clear);
-        assert!(self.collected.iter().all(BTreeSet::is_empty), "gradients that are not reduced: {:?}", self.collected);
-        // All that was gathered is freed.
-        self.check_bound();
-        if is_last {
-            self.reductions.finish().unwrap();
-        }
-        Ok(())
-    }
-
-    /// A fixed order gathers units that this rank may not come to.
-    fn note_fixed(&mut self, actions: &[Action]) {
-        for action in actions {
-            if let (Action::Gather(unit), true) = (*action, self.model.fixed) {
-                self.ahead.insert(unit);
-            }
-        }
-    }
-
-    fn before_unit(&mut self, unit: usize) -> Result<(), Failed> {
-        let actions = self.order.before_unit(unit).unwrap();
-        self.begin_unit(unit, actions)
-    }
-
-    fn begin_unit(&mut self, unit: usize, actions: Vec<Action>) -> Result<(), Failed> {
-        self.look_ahead(unit, &actions, self.model.units[unit].rules.backward_prefetch.len());
-        self.open.push(unit);
-        self.carry_out(actions)?;
-        // Units that backward is done with do not hold gradients back for those of their parameters that were not used.
-        // Backward may come to what is inside a unit by name before it comes to the unit.
-        let inside = |other: usize| self.model.units[other].rules.around.contains(&unit);
-        let done = (0..self.collected.len()).filter(|&other| !self.path.contains(&other) && !inside(other));
-        let mut late = done.filter(|&other| !self.collected[other].is_empty());
-        assert!(!self.is_plain || self.model.fixed || late.next().is_none(), "gradients wait for nothing");
-        Ok(())
-    }
-
-    fn backward_of(
-        &mut self,
-        call: &Call,
-        root: usize,
-        place: &mut Vec<usize>,
-        hooks: &BTreeMap<Vec<usize>, bool>,
-        reached: &BTreeSet<(usize, Vec<usize>)>,
-        uses: &mut BTreeMap<(usize, usize), usize>,
-    ) -> Result<(), Failed> {
-        if !reached.contains(&(root, place.clone())) {
-            return Ok(());
-        }
-        if hooks[place] {
-            self.before_unit(call.unit)?;
-        }
-        self.path.push(call.unit);
-        // Some parameters are used after the calls inside, and some before.
-        for late in [true, false] {
-            for &param in call.uses.iter().filter(|param| (*param % 2 == 1) == late) {
-                self.use_of(call.unit, param, uses)?;
-            }
-            if late {
-                for (position, inner) in call.inner.iter().enumerate().rev() {
-                    place.push(position);
-                    self.backward_of(inner, root, place, hooks, reached, uses)?;
-                    place.pop();
-                }
-            }
-        }
-        self.path.pop();
-        Ok(())
-    }
-
-    /// Backward comes to a use of a parameter.
-    fn use_of(&mut self, unit: usize, param: usize, uses: &mut BTreeMap<(usize, usize), usize>) -> Result<(), Failed> {
-        if self.is_by_name(unit) {
-            let actions = self.order.used(unit, true).unwrap();
-            if !actions.is_empty() {
-                self.begin_unit(unit, actions)?;
-            }
-        }
-        assert!(self.there[unit].contains(&param), "backward of {unit} came to parameter {param}, which is not there");
-        let left = uses.get_mut(&(unit, param)).unwrap();
-        *left -= 1;
-        if !self.model.units[unit].params[param] {
-            return Ok(());
-        }
-        self.collected[unit].insert(param);
-        if *left > 0 {
-            return Ok(());
-        }
-        let actions = self.order.gradient_complete(unit, param).unwrap();
-        self.complete[unit].insert(param);
-        if self.model.units[unit].rules.reshard_after_backward {
-            assert_eq!(actions[0], Action::FreeParameter { unit, position: param });
-        }
-        self.note_fixed(&actions);
-        self.carry_out(actions)?;
-        let trainable = self.model.units[unit].params.iter().enumerate().filter(|(_, trainable)| **trainable);
-        if trainable.map(|(param, _)| param).all(|param| self.complete[unit].contains(&param)) && !self.model.fixed {
-            assert!(self.collected[unit].is_empty(), "the gradients of {unit} are whole and wait");
-        }
-        Ok(())
-    }
-
     /// What the schedule does after a failure.
     fn forget(&mut self) {
         self.order.forget_step();
@@ -377,6 +253,9 @@ impl<'a> Rank<'a> {
         self.flying = vec![None; count];
         self.complete = vec![BTreeSet::new(); count];
         self.collected = vec![BTreeSet::new(); count];
+        self.anchors = vec![None; count];
+        self.drop_shards();
+        self.shards_are_fresh = false;
         self.open.clear();
         self.kept.clear();
         self.ahead.clear();
@@ -387,34 +266,38 @@ impl<'a> Rank<'a> {
         self.path.clear();
     }
 
-    /// Runs a step with a loss that reaches what `reaches` says of each call, and a forward that skips of what is by
-    /// name what it does not reach, where ranks may differ.
-    pub(super) fn run(&mut self, iteration: &Iteration, mut reaches: impl FnMut() -> bool) {
+    /// Runs the forwards of a step, of which each skips what is by name and the loss does not reach, where ranks may
+    /// differ. `None` after a failure.
+    pub(super) fn forwards<'i>(
+        &mut self,
+        iteration: &'i Iteration,
+        reaches: &mut impl FnMut() -> bool,
+    ) -> Option<Forwards<'i>> {
         self.left = iteration.fails_after;
-        let outcome = (|| -> Result<(), Failed> {
-            let mut forwards = vec![];
-            self.is_fresh &= iteration.forwards.len() == 1;
-            for (call, graph) in &iteration.forwards {
-                let hooks = self.forward(call, *graph, &mut || !reaches())?;
-                if *graph {
-                    forwards.push((call, hooks));
+        let mut forwards = vec![];
+        self.is_fresh &= iteration.forwards.len() == 1;
+        for (call, graph) in &iteration.forwards {
+            match self.forward(call, *graph, &mut || !reaches()) {
+                Ok(made) if *graph => forwards.push((call, made)),
+                Ok(_) => {}
+                Err(Failed) => {
+                    self.forget();
+                    return None;
                 }
             }
-            if !iteration.backward || forwards.is_empty() {
-                self.is_fresh = false;
-                return Ok(());
-            }
-            let mut reached = BTreeSet::new();
-            for (root, (call, _)) in forwards.iter().enumerate() {
-                reach(call, root, &mut vec![], &mut reaches, &mut reached);
-            }
-            // What forward skipped.
-            reached.retain(|(root, place)| forwards[*root].1.contains_key(place));
-            self.backward(&forwards, &reached, iteration.is_last)
-        })();
-        self.left = None;
-        if let Err(Failed) = outcome {
-            self.forget();
         }
+        self.is_fresh &= iteration.backwards > 0 && !forwards.is_empty();
+        Some(forwards)
+    }
+
+    /// The calls that a loss reaches.
+    pub(super) fn reached(&self, forwards: &Forwards<'_>, reaches: &mut impl FnMut() -> bool) -> Reached {
+        let mut reached = BTreeSet::new();
+        for (root, (call, _)) in forwards.iter().enumerate() {
+            reach(call, root, &mut vec![], reaches, &mut reached);
+        }
+        // What forward skipped.
+        reached.retain(|(root, place)| forwards[*root].1.contains_key(place));
+        reached
     }
 }

@@ -2,22 +2,27 @@
 
 use std::collections::BTreeMap;
 
-use super::{Failed, Rank};
+use super::{Failed, Made, Rank};
+use crate::graph::next_number;
 use crate::policy::ReshardAfterForward::Never;
 use crate::step::order::Action;
 use crate::step::order::tests::model::{Call, Unit, may_skip};
 
 impl Rank<'_> {
-    /// Runs a forward; returns by the place of each call or use whether its outputs have a hook.
+    /// Runs a forward; returns by the place of each call or use what it left in the graph.
     pub(super) fn forward(
         &mut self,
         call: &Call,
         graph: bool,
         skips: &mut dyn FnMut() -> bool,
-    ) -> Result<BTreeMap<Vec<usize>, bool>, Failed> {
-        let mut hooks = BTreeMap::new();
+    ) -> Result<BTreeMap<Vec<usize>, Made>, Failed> {
+        let mut all = BTreeMap::new();
         self.begun.clear();
-        self.forward_of(call, graph, skips, &mut vec![], &mut hooks)?;
+        if !self.shards_are_fresh {
+            self.drop_shards();
+        }
+        (0..self.model.units.len()).for_each(|unit| self.gather_shards(unit));
+        self.forward_of(call, graph, skips, &mut vec![], &mut all)?;
         let missed = std::mem::take(&mut self.ahead);
         self.strays.extend(missed);
         let in_turn = self.model.fixed && self.model.units.iter().any(Unit::is_by_name);
@@ -26,12 +31,13 @@ impl Rank<'_> {
         }
         self.last = Some(self.begun.clone());
         if !graph {
-            assert!(hooks.values().all(|hook| !hook), "a hook without a graph");
+            self.drop_shards();
+            assert!(all.values().all(|made| made.hook.is_none()), "a hook without a graph");
             let left = self.gathered().into_iter().filter(|unit| self.begun.contains(unit));
             let left: Vec<usize> = left.filter(|unit| !self.strays.contains(unit)).collect();
             assert!(left.is_empty(), "{left:?} are gathered after a forward without a graph");
         }
-        Ok(hooks)
+        Ok(all)
     }
 
     /// Notes which forwards of units by name the actions begin and end.
@@ -54,9 +60,23 @@ impl Rank<'_> {
         }
     }
 
+    /// Units whose turn it is are gathered whether this rank uses them or not.
+    fn note_fixed(&mut self, actions: &[Action]) {
+        for action in actions {
+            if let (Action::Gather(unit), true) = (*action, self.model.fixed) {
+                self.ahead.insert(unit);
+            }
+        }
+    }
+
     /// Carries out what happens to several units by name, one after the other.
     fn carry_out_noted(&mut self, mut actions: &[Action]) -> Result<(), Failed> {
         while let Some(first) = actions.first() {
+            if matches!(first, Action::NextPass { .. }) {
+                self.carry_out_one(*first);
+                actions = &actions[1..];
+                continue;
+            }
             let begins = matches!((first, actions.get(1)), (Action::Gather(a), Some(Action::Await(b))) if a == b);
             let (now, rest) = actions.split_at(1 + usize::from(begins));
             self.note_by_name(now);
@@ -72,7 +92,7 @@ impl Rank<'_> {
 
     /// A layer uses a parameter of a unit by name.
     fn touch(&mut self, unit: usize, graph: bool) -> Result<(), Failed> {
-        let actions = self.order.used(unit, graph).unwrap();
+        let actions = self.order.used(unit, graph, false).unwrap();
         if actions.is_empty() {
             return Ok(());
         }
@@ -91,37 +111,41 @@ impl Rank<'_> {
         self.carry_out_noted(&begun)
     }
 
-    /// Uses the parameters of a unit by name that come before the calls inside, or after them.
-    fn use_by_name(&mut self, call: &Call, late: bool, graph: bool) -> Result<(), Failed> {
+    /// Uses the parameters that come before the calls inside, or after them.
+    fn use_all(&mut self, call: &Call, late: bool, graph: bool, made: &mut Made) -> Result<(), Failed> {
         for &param in call.uses.iter().filter(|param| (*param % 2 == 1) == late) {
-            self.touch(call.unit, graph)?;
+            if self.is_by_name(call.unit) {
+                self.touch(call.unit, graph)?;
+            }
             assert!(self.there[call.unit].contains(&param), "forward used parameter {param} of {}", call.unit);
+            made.uses.insert(param, (next_number(), self.anchors[call.unit]));
         }
         Ok(())
     }
 
-    /// Runs a forward; `hooks` gets, by the place of each call, whether its outputs have a hook.
+    /// Runs a forward; `all` gets, by the place of each call, what it left in the graph.
     fn forward_of(
         &mut self,
         call: &Call,
         graph: bool,
         skips: &mut dyn FnMut() -> bool,
         place: &mut Vec<usize>,
-        hooks: &mut BTreeMap<Vec<usize>, bool>,
+        all: &mut BTreeMap<Vec<usize>, Made>,
     ) -> Result<(), Failed> {
         let unit = call.unit;
         if self.is_by_name(unit) {
             if may_skip(self.model, unit) && skips() {
                 return Ok(());
             }
-            self.use_by_name(call, false, graph)?;
+            let mut made = Made::default();
+            self.use_all(call, false, graph, &mut made)?;
             for (position, inner) in call.inner.iter().enumerate() {
                 place.push(position);
-                self.forward_of(inner, graph, skips, place, hooks)?;
+                self.forward_of(inner, graph, skips, place, all)?;
                 place.pop();
             }
-            self.use_by_name(call, true, graph)?;
-            hooks.insert(place.clone(), false);
+            self.use_all(call, true, graph, &mut made)?;
+            all.insert(place.clone(), made);
             return Ok(());
         }
         let (forward, actions) = self.order.forward_begins(unit, graph).unwrap();
@@ -150,13 +174,17 @@ impl Rank<'_> {
             self.begun.push(unit);
             self.carry_out(actions.to_vec())?;
             assert_eq!(self.there[unit].len(), self.model.units[unit].params.len(), "forward of {unit}");
+            let mut made = Made::default();
+            self.use_all(call, false, graph, &mut made)?;
             for (position, inner) in call.inner.iter().enumerate() {
                 place.push(position);
-                self.forward_of(inner, graph, skips, place, hooks)?;
+                self.forward_of(inner, graph, skips, place, all)?;
                 place.pop();
             }
+            self.use_all(call, true, graph, &mut made)?;
             let (hook, actions) = self.order.forward_ends(unit, forward, 1);
-            hooks.insert(place.clone(), hook);
+            made.hook = hook.then(|| (next_number(), forward.pass));
+            all.insert(place.clone(), made);
             let frees = |action: &Action| match action {
                 Action::Free(freed) | Action::FreeBut { unit: freed, .. } => *freed == unit,
                 _ => false,
@@ -173,7 +201,7 @@ impl Rank<'_> {
             };
             self.carry_out(own)
         })();
-        self.order.forward_is_over();
+        self.order.forward_is_over(forward);
         outcome
     }
 }
