@@ -144,3 +144,24 @@ fn the_figures_in_the_docs_are_what_bench_prints() {
         assert!(near, "{mode}: {printed:?} MiB, not {written:?}");
     }
 }
+
+/// Several forwards before one backward need no more than one, but for a unit.
+#[test]
+fn several_forwards_before_one_backward_gather_and_reduce_unit_by_unit() {
+    for ranks in [2, 4] {
+        for ways in [vec![], vec!["--in-one-call"], vec!["--by-name"], vec!["--by-name", "--in-one-call"]] {
+            let needs = |passes: &str| {
+                let args = [&["--mode", "zero3", "--layers", "8", "--passes", passes], &ways[..]].concat();
+                memory_with(ranks, &args)
+            };
+            let Memory { unit, transient: once, .. } = needs("1");
+            for passes in ["2", "3"] {
+                let transient = needs(passes).transient;
+                assert!(
+                    transient <= once + unit + SLACK,
+                    "{ranks} ranks, {ways:?}, {passes} forwards: {transient} bytes, one forward takes {once}"
+                );
+            }
+        }
+    }
+}

@@ -274,14 +274,12 @@ impl<M> FsdpModule<M> {
 
     /// Whether parameters without a gradient take part in the reduction with zeros, so that ranks which used different
     /// ones still match; without it they get an error that names the parameters. Set it alike on all ranks.
-    /// [`FsdpModule::parameters_without_gradient`] then names what no rank used. The next backward makes a process
-    /// group for the reductions of the whole model.
+    /// [`FsdpModule::parameters_without_gradient`] then names what no rank used.
     ///
-    /// A unit's parameters, and whole units, may then be without a gradient on some ranks: while any unit is set so,
-    /// all units' collectives come in an order that does not depend on what a rank's loss reaches. Reductions go from
-    /// the unit built last to the first, a unit after those inside it: build units in the order in which they run, and
-    /// none waits for its turn. In backward a rank gathers the units that ran in forward, whether its loss reaches them
-    /// or not.
+    /// A unit's parameters, and whole units, may then be without a gradient on some ranks. While any unit is set so,
+    /// ranks compare what their losses reach when a backward begins, by two small all-reduces. Each rank then gathers
+    /// and reduces every unit that some rank's loss reaches, once a backward. The lists of
+    /// [`FsdpModule::set_modules_to_backward_prefetch`] have no effect.
     ///
     /// Forward gathers a unit when it is called, and no setting changes that: every rank must call the same units in
     /// the same order, whatever it does with their outputs, or the ranks' all-gathers do not match, which is an error

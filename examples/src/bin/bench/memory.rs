@@ -3,20 +3,22 @@
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use candle_core::{DType, Module, Result};
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::{Optimizer as _, VarBuilder, VarMap};
 use clap::ValueEnum;
 use fsdp_candle::{
-    AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, FullyShard, Muon, MuonConfig, Optimizers, ReduceOp, ReduceScatter,
-    ReshardAfterForward, SGD, SgdConfig, ShardedOptimizer, ShardedVarMap, World,
+    AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, FsdpModule, FullyShard, Muon, MuonConfig, Optimizers, ReduceOp,
+    ReduceScatter, ReshardAfterForward, SGD, SgdConfig, ShardedOptimizer, ShardedVarMap, World,
 };
 use fsdp_core::{Allocator, ProcessGroup, ScatterPart, Work};
 use fsdp_examples::device::DeviceChoice;
 use serde::Serialize;
 
+use crate::count::count;
 use crate::meter::Meter;
 use crate::print::print;
-use crate::residual::Shape;
+use crate::residual::{Residual, Shape};
 
 /// What to measure.
 #[derive(clap::Args)]
@@ -29,6 +31,16 @@ pub(crate) struct Args {
     /// What steps the parameters where they are sharded.
     #[arg(long, value_enum, default_value_t = Optimizer::Adamw)]
     optimizer: Optimizer,
+    /// Forwards before each backward, whose losses are added up.
+    #[arg(long, default_value_t = 1, value_parser = count(1 << 10))]
+    passes: usize,
+    /// Run them in one call of the root, in place of a call each.
+    #[arg(long)]
+    in_one_call: bool,
+    /// Make the layers units by their names, in a model that is not wrapped. Reduced gradients then count as needed by
+    /// the step.
+    #[arg(long)]
+    by_name: bool,
     /// Print one JSON object a mode.
     #[arg(long)]
     json: bool,
@@ -161,21 +173,22 @@ struct Sampler {
 struct Samples {
     /// Bytes of parameters and moments.
     state: usize,
-    /// Bytes of one unit's sharded gradients.
+    /// Bytes of one unit's sharded gradients, and how many units there are.
     share: usize,
+    units: usize,
     reductions: usize,
     most: usize,
 }
 
 impl Sampler {
-    fn begin(&self, state: usize, share: usize) -> Result<()> {
-        *self.lock() = Samples { state, share, ..Samples::default() };
+    fn begin(&self, state: usize, share: usize, units: usize) -> Result<()> {
+        *self.lock() = Samples { state, share, units, ..Samples::default() };
         self.meter.reset()
     }
 
     fn look(&self) -> Result<usize> {
         let mut samples = self.lock();
-        let gradients = samples.reductions.saturating_sub(1) * samples.share;
+        let gradients = samples.reductions.saturating_sub(1).min(samples.units) * samples.share;
         samples.most = samples.most.max(self.meter.peak()?.saturating_sub(samples.state + gradients));
         samples.reductions += 1;
         self.meter.reset()?;
@@ -209,15 +222,20 @@ fn sharded(args: &Args, world: &World, reshard: ReshardAfterForward) -> anyhow::
     let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())])?, world.device());
     let opts = FullyShard::new(&vars).reshard_after_forward(reshard);
     let vb = vars.builder(DType::F32);
-    let model = args.shape.sharded(&opts, vb)?;
-    let blocks = &model.inner().blocks;
     let sampler = Arc::new(Sampler { meter: Meter::of(world.device())?, samples: Mutex::default() });
-    for block in blocks {
-        block.set_custom_reduce_scatter(Some(sampler.clone()));
-    }
-    let share = blocks.first().map_or(0, |block| {
-        block.params().iter().map(|param| param.region().elements() * param.dtype().size_in_bytes()).sum()
-    });
+    let (model, share): (Box<dyn Trained>, usize) = if args.by_name {
+        (Box::new(args.shape.by_name(&opts, vb)?), 0)
+    } else {
+        let model = args.shape.sharded(&opts, vb)?;
+        let blocks = &model.inner().blocks;
+        for block in blocks {
+            block.set_custom_reduce_scatter(Some(sampler.clone()));
+        }
+        let share = blocks.first().map_or(0, |block| {
+            block.params().iter().map(|param| param.region().elements() * param.dtype().size_in_bytes()).sum()
+        });
+        (Box::new(model), share)
+    };
     phases.build = in_use()?;
     let mut optim = args.optimizer.of(&vars)?;
     phases.optimizer = in_use()?;
@@ -225,26 +243,54 @@ fn sharded(args: &Args, world: &World, reshard: ReshardAfterForward) -> anyhow::
     let state = meter.current()?;
     let (mut resident, mut transient) = (0, 0);
     for _ in 0..STEPS {
-        sampler.begin(state, share)?;
-        let y = model.forward(&x)?;
-        let loss = y.sqr()?.mean_all()?;
-        let grads = model.backward(&loss)?;
-        drop((y, loss));
+        sampler.begin(state, share, args.shape.layers)?;
+        let loss = model.loss(&x, args.passes, args.in_one_call)?;
+        let grads = model.gradients(&loss)?;
+        drop(loss);
         optim.step(&grads)?;
         transient = sampler.look()?;
         vars.release_buffers();
         resident = meter.current()?.saturating_sub(before);
         drop(grads);
     }
-    let loss = model.forward(&x)?.sqr()?.mean_all()?;
+    let loss = model.loss(&x, args.passes, args.in_one_call)?;
     vars.release_buffers();
     phases.forward = in_use()?;
-    let grads = model.backward(&loss)?;
+    let grads = model.gradients(&loss)?;
     drop(loss);
     vars.release_buffers();
     phases.backward = in_use()?;
     drop(grads);
     Ok((resident, transient, phases))
+}
+
+/// The model, whichever way its layers are units.
+trait Trained {
+    /// The sum of the losses of so many forwards.
+    fn loss(&self, x: &Tensor, passes: usize, in_one_call: bool) -> Result<Tensor>;
+
+    fn gradients(&self, loss: &Tensor) -> Result<GradStore>;
+}
+
+impl<B: Module> Trained for FsdpModule<Residual<B>> {
+    fn loss(&self, x: &Tensor, passes: usize, in_one_call: bool) -> Result<Tensor> {
+        match in_one_call {
+            true => self.call(|model| loss_of(model, x, passes)),
+            false => loss_of(self, x, passes),
+        }
+    }
+
+    fn gradients(&self, loss: &Tensor) -> Result<GradStore> {
+        self.backward(loss)
+    }
+}
+
+fn loss_of(model: &impl Module, x: &Tensor, passes: usize) -> Result<Tensor> {
+    let mut sum = model.forward(x)?.sqr()?.mean_all()?;
+    for _ in 1..passes {
+        sum = (sum + model.forward(x)?.sqr()?.mean_all()?)?;
+    }
+    Ok(sum)
 }
 
 fn plain(args: &Args, world: &World) -> anyhow::Result<(usize, usize, Phases)> {
@@ -262,11 +308,10 @@ fn plain(args: &Args, world: &World) -> anyhow::Result<(usize, usize, Phases)> {
     let (mut resident, mut peak) = (0, 0);
     for _ in 0..STEPS {
         meter.reset()?;
-        let y = model.forward(&x)?;
-        let loss = y.sqr()?.mean_all()?;
+        let loss = loss_of(&model, &x, args.passes)?;
         phases.forward = in_use()?;
         let grads = loss.backward()?;
-        drop((y, loss));
+        drop(loss);
         phases.backward = in_use()?;
         optim.step(&grads)?;
         peak = meter.peak()?.saturating_sub(before);

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::VarBuilder;
-use fsdp_candle::{FsdpModule, FullyShard, fully_shard, nn};
+use fsdp_candle::{FsdpModule, FullyShard, fully_shard, nn, shard};
 
 use crate::count::count;
 
@@ -36,6 +36,10 @@ impl Shape {
         let block = |i| fully_shard(opts, vb.pp(format!("blocks.{i}")), |vb| Block::new(self.width, vb));
         let blocks = (0..self.layers).map(block).collect::<fsdp_candle::Result<_>>()?;
         Ok(fully_shard(opts, vb, |vb| Residual::new(self.width, blocks, vb))?)
+    }
+
+    pub(crate) fn by_name(self, opts: &FullyShard, vb: VarBuilder<'static>) -> Result<FsdpModule<Residual<Block>>> {
+        Ok(shard(&opts.clone().units(["blocks.*"]), vb, |vb| self.plain(vb))?)
     }
 
     pub(crate) fn plain(self, vb: VarBuilder) -> Result<Residual<Block>> {
