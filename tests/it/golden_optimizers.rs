@@ -62,10 +62,11 @@ fn adamw() {
 }
 
 /// Muon rounds to bf16, where the last bit of a gradient now and then becomes one of 8 bits: PyTorch on one rank
-/// differs from PyTorch on two by 9.1e-6 and 6.2e-5, and ours was seen to differ by 1.2e-5 and 1.7e-4.
+/// differs from PyTorch on two by 9.1e-6 and 6.2e-5, and ours was seen to differ by 1.2e-5 and 1.7e-4, with AVX-512 and
+/// with AVX2.
 #[test]
 fn muon() {
-    follows("run_muon", "1e-3", &["--optimizer", "muon"], Difference { loss: 2e-5, grad_norm: 4e-4 });
+    follows("run_muon", "1e-3", &["--optimizer", "muon"], Difference { loss: 4e-5, grad_norm: 4e-4 });
 }
 
 /// By 5.9e-5 and 6.4e-4, and by 5.5e-5 and 7.2e-4.

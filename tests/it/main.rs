@@ -18,6 +18,7 @@ mod gradcheck;
 mod imports;
 mod launchers;
 mod lost_output;
+mod main_job;
 mod matrix;
 mod memory;
 mod memory_options;

@@ -114,13 +114,14 @@ fn check_communication(trace: &Trace, way: &Combination) {
     }
 }
 
-fn every_combination(name: &str) {
+/// In each of the two halves the values of any three flags meet.
+fn half_of_the_combinations(name: &str, half: usize) {
     let dir = tempfile::tempdir().unwrap();
     let four_sequences = Trajectory::recorded(name, "run");
     // Accumulating at four ranks takes eight sequences a step, which PyTorch did not record: one rank, nothing sharded,
     // stands in.
     let eight_sequences = train(name, 1, 8, &[], dir.path());
-    for way in Combination::all() {
+    for (_, way) in Combination::all().into_iter().enumerate().filter(|(at, _)| (at + at / 6) % 2 == half) {
         let want = if way.sequences() == 4 { &four_sequences } else { &eight_sequences };
         let run = tempfile::tempdir().unwrap();
         let flags = [&way.flags()[..], &["--trace", "trace.json"]].concat();
@@ -132,10 +133,10 @@ fn every_combination(name: &str) {
 
 #[test]
 fn llama() {
-    every_combination("llama_tiny");
+    half_of_the_combinations("llama_tiny", 0);
 }
 
 #[test]
 fn gpt2() {
-    every_combination("gpt2_tiny");
+    half_of_the_combinations("gpt2_tiny", 1);
 }

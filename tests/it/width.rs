@@ -71,6 +71,35 @@ fn no_file_of_code_is_longer_than_450_lines() {
     assert!(long.is_empty(), "{long:?}");
 }
 
+/// A file that no other one names as its module is not compiled, and no compiler says so.
+#[test]
+fn every_file_of_code_is_compiled() {
+    let code: Vec<_> =
+        files(workspace()).into_iter().filter(|path| path.extension().is_some_and(|k| k == "rs")).collect();
+    let text = |path: &Path| std::fs::read_to_string(path).unwrap_or_default();
+    // What Cargo finds by itself.
+    let is_target = |path: &Path| {
+        let stem = path.file_stem().unwrap();
+        ["main", "lib", "build"].iter().any(|root| stem == *root)
+            || path.parent().unwrap().ends_with("bin")
+            || path.parent().unwrap().join("../Cargo.toml").exists() && path.parent().unwrap().ends_with("tests")
+            || path.components().any(|part| part.as_os_str() == "fuzz")
+    };
+    let is_named = |path: &Path| {
+        let dir = path.parent().unwrap();
+        let name = if path.ends_with("mod.rs") { dir.file_name() } else { path.file_stem() };
+        let name = name.unwrap().to_str().unwrap();
+        let home = if path.ends_with("mod.rs") { dir.parent().unwrap() } else { dir };
+        let roots = ["main.rs", "lib.rs", "mod.rs"].map(|root| home.join(root));
+        let words = [format!("mod {name};"), format!("mod {name} {{")];
+        let beside = roots.iter().chain([&home.with_extension("rs")]).map(|root| text(root)).collect::<String>();
+        words.iter().any(|word| beside.contains(word))
+            || code.iter().any(|other| text(other).contains(&format!("#[path = \"{name}.rs\"]")))
+    };
+    let lost: Vec<_> = code.iter().filter(|path| !is_target(path) && !is_named(path)).collect();
+    assert!(lost.is_empty(), "no file says `mod` of these: {lost:?}");
+}
+
 #[test]
 fn what_can_not_be_broken_is_free() {
     let long = "x".repeat(WIDTH);

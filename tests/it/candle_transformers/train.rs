@@ -63,30 +63,54 @@ pub(crate) struct Plain {
     gradients: BTreeMap<String, Tensor>,
 }
 
+impl Plain {
+    /// The largest difference of a gradient and of a loss from those of another run.
+    pub(crate) fn apart(&self, other: &Plain) -> [f64; 2] {
+        let squares = self.gradients.iter().map(|(name, gradient)| {
+            let difference = (gradient - &other.gradients[name]).unwrap();
+            (name.clone(), [square(&difference), square(gradient)])
+        });
+        let losses = self.losses.iter().zip(&other.losses).map(|(a, b)| (a - b).abs());
+        [largest_share(&squares.collect()), losses.fold(0., f64::max)]
+    }
+}
+
 fn scalar(loss: &Tensor) -> f64 {
     f64::from(loss.to_scalar::<f32>().unwrap())
 }
 
-/// Trains in plain Candle.
-pub(crate) fn plain(weights: &BTreeMap<String, Tensor>, load: Load) -> Plain {
+/// Trains in plain Candle, on so many parts of the batch in turn, whose gradients are averaged.
+pub(crate) fn plain(weights: &BTreeMap<String, Tensor>, load: Load, parts: usize) -> Plain {
     let map = var_map(weights);
     let mut forward = load(VarBuilder::from_varmap(&map, DType::F32, &Device::Cpu)).unwrap();
     assert_eq!(map.data().lock().unwrap().len(), weights.len(), "the same parameters");
     let params = ParamsAdamW { lr: RATE, weight_decay: 0., ..ParamsAdamW::default() };
     let mut optim = candle_nn::AdamW::new(map.all_vars(), params).unwrap();
-    let batch = Batch::of(0, 1).unwrap();
     let mut run = Plain { losses: vec![], gradients: BTreeMap::new() };
     for step in 0..STEPS {
-        let (output, targets) = batch.targets(&forward(&batch).unwrap()).unwrap();
-        let loss = candle_nn::loss::cross_entropy(&output, &targets).unwrap();
-        let grads = loss.backward().unwrap();
+        let mut of_parts = (0..parts).map(|part| {
+            let batch = Batch::of(part, parts).unwrap();
+            let (output, targets) = batch.targets(&forward(&batch).unwrap()).unwrap();
+            let loss = (candle_nn::loss::cross_entropy(&output, &targets).unwrap() / parts as f64).unwrap();
+            (loss.backward().unwrap(), scalar(&loss))
+        });
+        let (mut grads, mut loss) = of_parts.next().unwrap();
+        for (more, its_loss) in of_parts {
+            loss += its_loss;
+            for var in map.all_vars() {
+                // An expert that no token of a part chose has no gradient there.
+                let Some(grad) = more.get(&var) else { continue };
+                let sum = grads.get(&var).map_or_else(|| Ok(grad.clone()), |sum| sum + grad);
+                grads.insert(&var, sum.unwrap());
+            }
+        }
         if step == 0 {
             for (name, var) in map.data().lock().unwrap().iter() {
                 run.gradients.extend(grads.get(var).map(|grad| (name.clone(), grad.clone())));
             }
         }
         optim.step(&grads).unwrap();
-        run.losses.push(scalar(&loss));
+        run.losses.push(loss);
     }
     run
 }
@@ -106,6 +130,8 @@ pub(crate) struct Comparison {
     pub(crate) loss_apart: f64,
     /// The largest difference of a gradient at the first step, as a share of its norm ([`LEAST`]).
     pub(crate) gradient_apart: f64,
+    /// The same two, of plain Candle from itself when it takes the rows of each rank in turn: what other sums round to.
+    pub(crate) plain_apart: [f64; 2],
     /// The parameters without a gradient.
     pub(crate) without: Vec<String>,
     /// The units whose gradients are not those of the loss.
@@ -132,11 +158,21 @@ pub(crate) fn sharded(plain: &Plain, sharding: Sharding<'_>, load: Load) -> Comp
         *sum = [sum[0] + difference, sum[1] + gradient];
     }
     let mut comparison = all.into_iter().next().unwrap().0;
+    comparison.gradient_apart = largest_share(&squares);
+    comparison
+}
+
+/// The largest difference of a gradient as a share of its norm, from the squares of both by name.
+fn largest_share(squares: &BTreeMap<String, [f64; 2]>) -> f64 {
     // That of a key's bias is zero, but for rounding.
     let least = LEAST * squares.values().map(|[_, gradient]| gradient).sum::<f64>().sqrt();
     let shares = squares.values().map(|[difference, gradient]| difference.sqrt() / gradient.sqrt().max(least));
-    comparison.gradient_apart = shares.fold(0., f64::max);
-    comparison
+    shares.fold(0., f64::max)
+}
+
+fn square(tensor: &Tensor) -> f64 {
+    let tensor = tensor.to_dtype(DType::F64).unwrap();
+    tensor.sqr().unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap()
 }
 
 type Squares = Vec<(String, [f64; 2])>;
@@ -192,10 +228,6 @@ fn rank(world: &World, plain: &Plain, sharding: Sharding<'_>, load: Load) -> (Co
 
 /// The squares of this rank's part of what gradients are apart from those without sharding.
 fn apart(vars: &ShardedVarMap, grads: &candle_core::backprop::GradStore, plain: &Plain) -> Squares {
-    let square = |tensor: &Tensor| {
-        let tensor = tensor.to_dtype(DType::F64).unwrap();
-        tensor.sqr().unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap()
-    };
     let mut squares = vec![];
     for param in vars.trainable().iter().filter(|param| !param.region().is_empty()) {
         let (name, region) = (param.name(), param.region());

@@ -17,6 +17,7 @@ macro_rules! kernel {
 
             #[cfg(target_arch = "x86_64")]
             {
+                #[cfg(feature = "avx512")]
                 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
                 #[allow(clippy::too_many_arguments)]
                 fn avx512($($arg: $ty),*) $(-> $ret)? {
@@ -28,6 +29,7 @@ macro_rules! kernel {
                     body($($arg),*)
                 }
                 if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+                    #[cfg(feature = "avx512")]
                     if is_x86_feature_detected!("avx512f")
                         && is_x86_feature_detected!("avx512bw")
                         && is_x86_feature_detected!("avx512dq")

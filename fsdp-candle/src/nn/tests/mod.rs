@@ -39,10 +39,11 @@ fn positions(offset: usize, x: &Tensor) -> Vec<u32> {
     (0..batch).flat_map(|_| (offset as u32..).take(steps)).collect()
 }
 
-/// How far two results may lie apart, relative to the larger's largest element.
+/// How far two results may lie apart, relative to the larger's largest element: in 16 bits three and two units in the
+/// last place, where 1.3 and less were seen with the products for AVX2.
 fn tolerance(dtype: DType) -> f64 {
     match dtype {
-        DType::BF16 => 1.6e-2,
+        DType::BF16 => 2.4e-2,
         DType::F16 => 2e-3,
         _ => 1e-5,
     }

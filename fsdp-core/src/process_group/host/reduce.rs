@@ -79,9 +79,10 @@ fn combine<T: Element, O: Element<Acc = T::Acc>>(op: ReduceOp, output: &mut [u8]
     match op {
         ReduceOp::Sum => fold::<T, O>(output, inputs, T::Acc::add, |x| x),
         ReduceOp::Avg => fold::<T, O>(output, inputs, T::Acc::add, |x| x.divided(ranks)),
-        ReduceOp::Min => fold::<T, O>(output, inputs, T::Acc::min, |x| x),
-        ReduceOp::Max => fold::<T, O>(output, inputs, T::Acc::max, |x| x),
-        ReduceOp::Product => fold::<T, O>(output, inputs, T::Acc::mul, |x| x),
+        // Of few numbers: compiled for each instruction set they would take as long to compile as the sums.
+        ReduceOp::Min => fold_inlined::<T, O>(output, inputs, T::Acc::min, |x| x),
+        ReduceOp::Max => fold_inlined::<T, O>(output, inputs, T::Acc::max, |x| x),
+        ReduceOp::Product => fold_inlined::<T, O>(output, inputs, T::Acc::mul, |x| x),
     }
 }
 
