@@ -67,7 +67,7 @@ fn what_makes_another_run_of_it_is_said() {
         ("--dropout 0.1", &["--dropout: it was none, and is attention 0.1, by --seed 42"]),
         ("--lr 1e-2", &["the optimizer's lr: it was 0.002, and is 0.01"]),
         ("--betas 0.9,0.9", &["the optimizer's betas: it was [0.9,0.95], and is [0.9,0.9]"]),
-        ("--optimizer adam", &["--optimizer: it was adamw, and is adam"]),
+        ("--optimizer adam", &["--optimizer: it was adamw, and is adam", "the optimizer's decoupled_weight_decay: "]),
         (
             "--no-decay *norm*.weight",
             &[
@@ -120,7 +120,7 @@ fn what_can_not_be_right_is_refused_until_it_is_asked_for() {
     edited("\"rope_theta\": 10000.0", "\"rope_theta\": 77.0");
     refused("", "config.json's rope_parameters.rope_theta: it was 10000.0, and is 77.0");
     edited("\"rms_norm_eps\": 1e-05", "\"rms_norm_eps\": 1e-06");
-    refused("", "config.json's rms_norm_eps: it was 1e-5, and is 1e-6");
+    refused("", "config.json's rms_norm_eps: it was 0.00001, and is 1e-6");
     // Of what is dropped --dropout decides, and weights are not drawn again.
     edited("\"initializer_range\": 0.02", "\"initializer_range\": 0.5");
     assert_eq!(said(resume(dir.path(), "")), [""; 0]);
