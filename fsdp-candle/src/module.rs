@@ -247,7 +247,10 @@ impl<M> FsdpModule<M> {
     /// outermost module.
     ///
     /// # Errors
-    /// Candle's, and those of the collectives; what they leave is as for [`FsdpModule::call`].
+    /// Candle's, and those of the collectives; what they leave is as for [`FsdpModule::call`]. A loss without a graph,
+    /// unless ranks may use different units
+    /// ([`set_reduce_scatter_unused_params`](FsdpModule::set_reduce_scatter_unused_params)). Ranks whose losses have a
+    /// graph fail when this rank leaves, or in its next collective.
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
         self.schedule.backward(loss).map_err(|error| self.explain_backward(error))
     }

@@ -11,7 +11,8 @@
 //! - What a checkpointed closure draws it draws again in backward
 //!   ([`activation_checkpoint`](crate::activation_checkpoint)).
 //! - Ranks that hold the same activations, as tensor-parallel ranks do outside of parallel layers, set the same state
-//!   and draw the same numbers. Where each holds a part of its own, [`in_region`] draws apart.
+//!   and draw the same numbers. Where each holds a [`Part`] of a tensor, [`in_part`] draws for it what one rank would
+//!   draw for that part of the whole tensor.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};
@@ -31,6 +32,7 @@
 
 use std::cell::Cell;
 
+use candle_core::{Result, bail};
 use rand_philox::{Philox, splitmix64};
 
 /// The odd number of Weyl sequences: multiples of it are far apart.
@@ -45,8 +47,19 @@ pub struct RngState {
     pub calls: u64,
     /// The number, among all ranks' rows, of the first row of what is drawn for: of its first dimension.
     pub first_row: u64,
-    /// Of [`in_region`]: 0 outside of any.
-    pub region: u64,
+    /// The part of a tensor that is drawn for, as [`in_part`] sets it; `None`: all of it.
+    pub part: Option<Part>,
+}
+
+/// The part of a tensor that a rank holds: one of `count` equal parts along a dimension.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// The dimension that is shared out.
+    pub dim: usize,
+    /// Number of the part: of the rank, in the group that shares the tensor.
+    pub index: usize,
+    /// Number of parts.
+    pub count: usize,
 }
 
 impl RngState {
@@ -57,7 +70,7 @@ impl RngState {
 }
 
 thread_local! {
-    static STATE: Cell<RngState> = const { Cell::new(RngState { seed: 0, calls: 0, first_row: 0, region: 0 }) };
+    static STATE: Cell<RngState> = const { Cell::new(RngState { seed: 0, calls: 0, first_row: 0, part: None }) };
 }
 
 /// Starts this thread's random numbers anew: PyTorch's `torch.manual_seed`.
@@ -75,33 +88,34 @@ pub fn set_rng_state(state: RngState) {
     STATE.set(state);
 }
 
-/// Runs `f`, which draws other numbers in each region: the number of a tensor-parallel rank, say, where each has other
-/// heads. Draws count on as outside, so that ranks stay alike there. Regions do not nest: the inner one counts.
+/// Runs `f`, in which tensors are parts of larger ones: a draw for one of them gives what a draw for the whole tensor
+/// gives there. Tensor-parallel ranks that each have other heads, or other tokens of a sequence, draw so. Draws count
+/// on as outside. Parts do not nest: the inner one counts.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
-/// use fsdp_candle::{nn::ops::dropout, random};
+/// use fsdp_candle::nn::ops::dropout;
+/// use fsdp_candle::random::{self, Part};
 ///
-/// let x = Tensor::ones((1, 64), DType::F32, &Device::Cpu)?;
-/// let drawn = |region: u64| -> candle_core::Result<_> {
-///     random::manual_seed(1);
-///     let own = random::in_region(region, || dropout(&x, 0.5))?;
-///     Ok((own.to_vec2::<f32>()?, dropout(&x, 0.5)?.to_vec2::<f32>()?))
-/// };
-/// let (first, second) = (drawn(1)?, drawn(2)?);
-/// assert!(first.0 != second.0 && first.1 == second.1);
+/// let whole = Tensor::ones((2, 64), DType::F32, &Device::Cpu)?;
+/// random::manual_seed(1);
+/// let want = dropout(&whole, 0.5)?.narrow(1, 32, 32)?;
+/// random::manual_seed(1);
+/// let second = Part { dim: 1, index: 1, count: 2 };
+/// let own = random::in_part(second, || dropout(&whole.narrow(1, 32, 32)?, 0.5))?;
+/// assert_eq!(own.to_vec2::<f32>()?, want.to_vec2::<f32>()?);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
-pub fn in_region<T>(region: u64, f: impl FnOnce() -> T) -> T {
-    struct Guard(u64);
+pub fn in_part<T>(part: Part, f: impl FnOnce() -> T) -> T {
+    struct Guard(Option<Part>);
     impl Drop for Guard {
         fn drop(&mut self) {
-            STATE.set(RngState { region: self.0, ..STATE.get() });
+            STATE.set(RngState { part: self.0, ..STATE.get() });
         }
     }
     let state = STATE.get();
-    let _guard = Guard(state.region);
-    STATE.set(RngState { region: region.wrapping_add(1), ..state });
+    let _guard = Guard(state.part);
+    STATE.set(RngState { part: Some(part), ..state });
     f()
 }
 
@@ -122,7 +136,12 @@ pub(crate) fn with_state<T>(state: RngState, f: impl FnOnce() -> T) -> T {
 pub(crate) struct Mask {
     key: [u32; 2],
     call: u64,
-    first_row: u64,
+    /// Place of the tensor's first element among the elements of all ranks' rows.
+    first: u64,
+    /// Elements that follow one another there as they do here.
+    run: u64,
+    /// From one run's first element to the next one's there.
+    stride: u64,
     /// A word below this drops its element.
     threshold: u32,
     /// What the others are multiplied by.
@@ -130,37 +149,55 @@ pub(crate) struct Mask {
 }
 
 impl Mask {
-    /// The next draw, which drops elements with a probability below 1.
-    pub(crate) fn draw(probability: f64) -> Self {
+    /// The next draw, for a tensor of this shape, which drops elements with a probability below 1.
+    ///
+    /// # Errors
+    /// When the tensor can't be the [`Part`] of another that it is said to be.
+    pub(crate) fn draw(probability: f64, dims: &[usize]) -> Result<Self> {
         let state = STATE.get();
+        let elements: usize = dims.iter().product();
+        let row = elements / dims.first().map_or(1, |&rows| rows.max(1));
+        let (run, index, count, row) = match state.part {
+            None => (elements, 0, 1, row),
+            Some(Part { dim, index, count }) => {
+                if dim >= dims.len() || index >= count {
+                    bail!("random: a tensor of shape {dims:?} is not part {index} of {count} along dimension {dim}")
+                }
+                (dims[dim..].iter().product(), index, count, if dim == 0 { row } else { row * count })
+            }
+        };
         STATE.set(RngState { calls: state.calls.wrapping_add(1), ..state });
-        let key = splitmix64(splitmix64(state.seed.wrapping_add(APART)) ^ state.region.wrapping_mul(APART));
-        Mask {
+        let key = splitmix64(splitmix64(state.seed.wrapping_add(APART)));
+        Ok(Mask {
             key: [key as u32, (key >> 32) as u32],
             call: state.calls,
-            first_row: state.first_row,
+            first: state.first_row.wrapping_mul(row as u64).wrapping_add((index * run) as u64),
+            run: run.max(1) as u64,
+            stride: (count * run) as u64,
             threshold: (probability * 4_294_967_296.) as u32,
             scale: (1. / (1. - probability)) as f32,
-        }
+        })
     }
 
-    /// Applies it to values that follow one another from `first` on, in a tensor whose rows have `row` elements.
-    pub(crate) fn apply(&self, row: usize, first: usize, values: &mut [f32]) {
+    /// Applies it to values that follow one another from element `first` of the tensor on.
+    pub(crate) fn apply(&self, first: usize, values: &mut [f32]) {
         const WORDS: usize = 256;
         let mut words = [0; WORDS];
-        let mut at = self.first_row.wrapping_mul(row as u64).wrapping_add(first as u64);
-        let mut rest = values;
+        let (mut at, mut rest) = (first as u64, values);
         while !rest.is_empty() {
-            let skipped = (at % 4) as usize;
-            let len = rest.len().min(WORDS - skipped);
+            let (run, within) = (at / self.run, at % self.run);
+            let place = self.first.wrapping_add(run.wrapping_mul(self.stride)).wrapping_add(within);
+            let skipped = (place % 4) as usize;
+            let until_border = usize::try_from(self.run - within).unwrap_or(usize::MAX);
+            let len = rest.len().min(WORDS - skipped).min(until_border);
             let (now, later) = rest.split_at_mut(len);
-            let counter = u128::from(self.call) << 64 | u128::from(at / 4);
+            let counter = u128::from(self.call) << 64 | u128::from(place / 4);
             let words = &mut words[..skipped + len];
             Philox::new(self.key, counter).fill_u32(words);
             for (value, &word) in now.iter_mut().zip(&words[skipped..]) {
                 *value = if word < self.threshold { 0. } else { *value * self.scale };
             }
-            at = at.wrapping_add(len as u64);
+            at += len as u64;
             rest = later;
         }
     }
@@ -170,37 +207,74 @@ impl Mask {
 mod tests {
     use super::*;
 
-    fn mask(row: usize, first: usize, len: usize, state: RngState) -> Vec<f32> {
+    /// What a draw for a tensor of this shape makes of `len` ones from element `first` on.
+    fn mask(dims: &[usize], first: usize, len: usize, state: RngState) -> Vec<f32> {
         set_rng_state(state);
         let mut values = vec![1.; len];
-        Mask::draw(0.25).apply(row, first, &mut values);
+        Mask::draw(0.25, dims).unwrap().apply(first, &mut values);
         values
     }
 
     #[test]
     fn an_element_depends_on_its_place_alone() {
         let state = RngState { calls: 3, ..RngState::new(9) };
-        let whole = mask(7, 0, 7 * 300, state);
+        let whole = mask(&[300, 7], 0, 7 * 300, state);
         for (first, len) in [(0, 1), (1, 255), (2, 1000), (3, 2097), (255, 513), (2099, 1)] {
-            assert_eq!(mask(7, first, len, state), whole[first..first + len], "{first} {len}");
+            assert_eq!(mask(&[300, 7], first, len, state), whole[first..first + len], "{first} {len}");
         }
         for rank in 0..3 {
-            let own = mask(7, 0, 700, RngState { first_row: 100 * rank, ..state });
+            let own = mask(&[100, 7], 0, 700, RngState { first_row: 100 * rank, ..state });
             assert_eq!(own, whole[700 * rank as usize..][..700]);
         }
     }
 
+    /// Along any dimension, in any number of parts, and on ranks that have other rows as well.
     #[test]
-    fn draws_seeds_and_regions_are_apart_and_drop_as_often_as_asked() {
-        let states = [
-            RngState::new(0),
-            RngState::new(1),
-            RngState { calls: 1, ..RngState::new(0) },
-            RngState { region: 1, ..RngState::new(0) },
-            RngState { region: 2, ..RngState::new(0) },
-            RngState { region: 1, ..RngState::new(1) },
-        ];
-        let drawn = states.map(|state| mask(1, 0, 100_000, state));
+    fn a_part_draws_what_the_whole_tensor_draws_there() {
+        let (dims, rows) = ([4, 6, 10, 12], 2);
+        let state = RngState { calls: 2, ..RngState::new(5) };
+        let elements = dims.iter().product();
+        let whole = mask(&dims, 0, elements, state);
+        let is_in = |place: usize, dim: usize, (index, count): (usize, usize), first_row: usize| {
+            let row = elements / dims[0];
+            let inner: usize = dims[dim + 1..].iter().product();
+            let along = place / inner % dims[dim];
+            let own = dims[dim] / count;
+            (along / own == index || dim == 0) && (first_row..first_row + rows).contains(&(place / row))
+        };
+        for (dim, counts) in [(0, &[1][..]), (1, &[1, 2, 3, 6]), (2, &[2, 5, 10]), (3, &[1, 2, 3, 4, 6, 12])] {
+            for &count in counts {
+                for (index, first_row) in (0..count).flat_map(|index| [(index, 0), (index, rows)]) {
+                    let mut own = dims;
+                    own[0] = rows;
+                    own[dim] /= count;
+                    let part = Some(Part { dim, index, count });
+                    let state = RngState { first_row: first_row as u64, part, ..state };
+                    let drawn = mask(&own, 0, own.iter().product(), state);
+                    let want = whole.iter().enumerate();
+                    let want = want.filter(|(place, _)| is_in(*place, dim, (index, count), first_row));
+                    let want: Vec<f32> = want.map(|(_, value)| *value).collect();
+                    assert_eq!(drawn, want, "dimension {dim}, part {index} of {count}, rows from {first_row}");
+                    // From anywhere in it.
+                    assert_eq!(mask(&own, 3, drawn.len() - 5, state), drawn[3..drawn.len() - 2]);
+                }
+            }
+        }
+        // Of the first dimension there are parts without `first_row`.
+        let part = Some(Part { dim: 0, index: 1, count: 2 });
+        assert_eq!(mask(&[2, 6, 10, 12], 0, 1440, RngState { part, ..state }), whole[1440..]);
+        for part in [Part { dim: 2, index: 0, count: 1 }, Part { dim: 0, index: 2, count: 2 }] {
+            set_rng_state(RngState { part: Some(part), ..state });
+            let error = Mask::draw(0.5, &[3, 4]).err().unwrap().to_string();
+            assert!(error.contains("shape [3, 4] is not part"), "{error}");
+        }
+        set_rng_state(RngState::default());
+    }
+
+    #[test]
+    fn draws_and_seeds_are_apart_and_drop_as_often_as_asked() {
+        let states = [RngState::new(0), RngState::new(1), RngState { calls: 1, ..RngState::new(0) }];
+        let drawn = states.map(|state| mask(&[100_000], 0, 100_000, state));
         for (i, a) in drawn.iter().enumerate() {
             let kept = a.iter().filter(|x| **x != 0.).count() as f64;
             assert!((kept - 75_000.).abs() < 600. && a.iter().all(|x| *x == 0. || *x == 1f32 / 0.75), "{kept}");

@@ -1,4 +1,5 @@
-//! `train --dropout`: the same elements at every number of processes, under activation checkpoints, and after a resume.
+//! `train --dropout`: the same elements at every number of processes, however these share layers and sequences, under
+//! activation checkpoints, and after a resume.
 
 use std::path::Path;
 
@@ -9,7 +10,11 @@ use serde_json::Value;
 fn train(dir: &Path, model: &str, ranks: usize, steps: usize, more: &[&str]) -> Vec<f64> {
     let mask: &[&str] = if model == "bert_tiny" { &["--mask-token", "4"] } else { &[] };
     let (model, tokens) = (golden(model), golden("tokens.bin"));
-    let batch_size = (12 / ranks / if more.contains(&"--grad-accum") { 2 } else { 1 }).to_string();
+    let number_of = |flag: &str| {
+        let at = more.iter().position(|given| *given == flag);
+        at.map_or(1, |at| more[at + 1].parse::<usize>().unwrap())
+    };
+    let batch_size = (12 * number_of("--tensor-parallel") / ranks / number_of("--grad-accum")).to_string();
     let (steps, metrics) = (steps.to_string(), dir.join("metrics.jsonl"));
     let mut args = vec!["--model", model.to_str().unwrap(), "--init", "random", "--data", tokens.to_str().unwrap()];
     args.extend(["--seq-len", "16", "--steps", &steps, "--lr", "1e-3", "--lr-schedule", "constant"]);
@@ -64,6 +69,26 @@ fn a_resumed_run_drops_what_the_undisturbed_one_does() {
     let resumed = ["--dropout", "0.3", "--resume", "run/step-00000003"];
     assert_eq!(train(dir.path(), "gpt2_tiny", 2, 6, &resumed), want[3..]);
     assert_near(&train(dir.path(), "gpt2_tiny", 3, 6, &resumed), &want[3..], "3 ranks");
+}
+
+/// Half of the attention's weights, so that other masks are other losses by far.
+#[test]
+fn ranks_that_share_layers_and_sequences_drop_what_one_rank_does() {
+    let dir = tempfile::tempdir().unwrap();
+    let (model, dropout) = ("llama_tp_tiny", ["--dropout", "0.5"]);
+    let saves = ["--save-every", "2", "--checkpoint-dir", "one"];
+    let want = train(dir.path(), model, 1, 4, &[&dropout[..], &saves].concat());
+    let sequence = Some("--sequence-parallel");
+    let ways = [(2, "2", None), (2, "2", sequence), (4, "2", None), (4, "4", None), (4, "4", sequence)];
+    for (ranks, tensor, sequence) in ways {
+        let parallel: Vec<&str> = ["--tensor-parallel", tensor].into_iter().chain(sequence).collect();
+        let what = format!("{ranks} ranks, {parallel:?}");
+        assert_near(&train(dir.path(), model, ranks, 4, &[&dropout[..], &parallel].concat()), &want, &what);
+        // The masks go on where layers are shared out from the third step on.
+        let resume = ["--resume", "one/step-00000002"];
+        let resumed = train(dir.path(), model, ranks, 4, &[&dropout[..], &parallel, &resume].concat());
+        assert_near(&resumed, &want[2..], &what);
+    }
 }
 
 #[test]

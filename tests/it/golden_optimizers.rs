@@ -11,8 +11,18 @@ const MODEL: &str = "llama3_tiny";
 /// The second group.
 const GROUPS: [&str; 2] = ["--no-decay", "*norm*.weight,norm.weight"];
 
+/// The recorded runs' flags, without those of Adam alone: they are its defaults.
+fn golden() -> Vec<String> {
+    let mut golden = golden_flags(MODEL);
+    for flag in ["--betas", "--eps"] {
+        let at = golden.iter().position(|other| other == flag).unwrap();
+        golden.drain(at..at + 2);
+    }
+    golden
+}
+
 fn train(ranks: usize, lr: &str, flags: &[&str], dir: &Path) -> Trajectory {
-    let (mut golden, batch_size) = (golden_flags(MODEL), (6 / ranks).to_string());
+    let (mut golden, batch_size) = (golden(), (6 / ranks).to_string());
     let at = golden.iter().position(|flag| flag == "--lr").unwrap();
     golden[at + 1] = lr.into();
     let mut args: Vec<&str> = golden.iter().map(String::as_str).collect();
@@ -94,20 +104,19 @@ fn adamw_with_moments_of_8_bits() {
 fn what_means_nothing_to_an_optimizer_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let refused = |flags: &[&str], expected: &[&str]| {
-        let golden = golden_flags(MODEL);
+        let golden = golden();
         let args: Vec<&str> = golden.iter().map(String::as_str).chain(flags.iter().copied()).collect();
         launch(2, "train", &args, dir.path()).refused(2, expected);
     };
     refused(&["--momentum", "0.9"], &["--momentum is for --optimizer sgd or muon, and this one is adamw"]);
-    refused(&["--optimizer", "sgd", "--muon-lr", "1"], &["--muon-lr is for --optimizer muon"]);
     let nesterov = ["--optimizer", "sgd", "--nesterov", "on", "--dampening", "0.5"];
     refused(&nesterov, &["SGD: Nesterov's momentum needs a momentum, which is 0.9, and no dampening, which is 0.5"]);
     let norms = ["--optimizer", "muon", "--lora-rank", "2"];
     refused(&norms, &["--optimizer muon is for the matrices of a model's blocks, and none is trained"]);
     // What an optimizer does not find in a checkpoint.
     let own = tempfile::tempdir().unwrap();
-    train(1, "1e-3", &["--checkpoint-dir", "saved"], own.path());
+    train(1, "1e-3", &["--optimizer", "sgd", "--momentum", "0", "--checkpoint-dir", "saved"], own.path());
     let saved = own.path().join("saved/step-00000020");
     let sgd = ["--optimizer", "sgd", "--resume", saved.to_str().unwrap()];
-    refused(&sgd, &["it holds exp_avg, exp_avg_sq, step of", "keeps momentum_buffer: pass the --optimizer"]);
+    refused(&sgd, &["it holds step of", "keeps momentum_buffer: pass the --optimizer"]);
 }

@@ -6,6 +6,7 @@ mod alike;
 mod bad_input;
 mod candle_nn;
 mod candle_transformers;
+mod changed;
 mod chaos;
 mod devices;
 mod dropout;

@@ -123,6 +123,18 @@ fn weights_that_come_while_a_run_trains_are_not_replaced() {
     assert!(dir.path().join("saved/step-00001000/checkpoint.json").exists());
 }
 
+/// Each time: the directory of checkpoints is not there before the save has ended.
+#[test]
+fn an_export_waits_for_the_save_in_the_background() {
+    let dir = tempfile::tempdir().unwrap();
+    for run in ["a", "b", "c"] {
+        let [saved, out] = [format!("saved-{run}"), format!("out-{run}")];
+        train(dir.path(), &["--steps", "1", "--async-save", "--checkpoint-dir", &saved, "--export-hf", &out]).ok();
+        assert_eq!(names(&dir.path().join(&saved)), ["step-00000001"]);
+        assert_eq!(names(&dir.path().join(&out)), ["config.json", "model.safetensors"]);
+    }
+}
+
 #[test]
 fn what_killed_runs_have_left_is_swept_by_the_next_one() {
     let dir = tempfile::tempdir().unwrap();

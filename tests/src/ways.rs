@@ -44,22 +44,24 @@ impl Combination {
         all
     }
 
-    /// As `train` takes it.
-    pub fn flags(&self) -> [&'static str; 12] {
-        [
+    /// As `train` takes it: `--grad-sync` where there is something to accumulate.
+    pub fn flags(&self) -> Vec<&'static str> {
+        let mut flags = vec![
             "--replicate",
             self.replicate,
             "--reshard-after-forward",
             self.reshard,
             "--grad-accum",
             self.accumulate,
-            "--grad-sync",
-            self.sync,
             "--activation-checkpoint",
             self.checkpoint,
             "--prefetch",
             self.prefetch,
-        ]
+        ];
+        if self.accumulate != "1" {
+            flags.extend(["--grad-sync", self.sync]);
+        }
+        flags
     }
 
     /// Sequences a rank and micro-batch.

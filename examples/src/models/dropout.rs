@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use candle_core::{Result, Tensor};
 use fsdp_candle::nn::AttentionOptions;
 use fsdp_candle::nn::ops::dropout;
-use fsdp_candle::random::in_region;
+use fsdp_candle::random::{Part, in_part};
 
 use super::config::Dropout;
 use super::parallel::TensorParallel;
@@ -45,7 +45,7 @@ impl Drops {
     pub(super) fn attention<T>(&self, options: &AttentionOptions, f: impl FnOnce(&AttentionOptions) -> T) -> T {
         let options = AttentionOptions { dropout: self.now(self.dropout.attention), ..*options };
         match &self.parallel {
-            Some(parallel) => in_region(parallel.group().rank() as u64, || f(&options)),
+            Some(parallel) => in_part(part(parallel), || f(&options)),
             None => f(&options),
         }
     }
@@ -53,8 +53,14 @@ impl Drops {
     /// What is between layers is the same on the ranks that compute them together, unless they share out sequences.
     fn between_layers<T>(&self, f: impl FnOnce() -> T) -> T {
         match &self.parallel {
-            Some(parallel) if parallel.shares_sequences() => in_region(parallel.group().rank() as u64, f),
+            Some(parallel) if parallel.shares_sequences() => in_part(part(parallel), f),
             _ => f(),
         }
     }
+}
+
+/// What a rank has of attention weights `[B, H, T, T]`, and where sequences are shared out of `[B, T, C]`.
+fn part(parallel: &TensorParallel) -> Part {
+    let group = parallel.group();
+    Part { dim: 1, index: group.rank(), count: group.size() }
 }

@@ -22,6 +22,7 @@ mod weights;
 
 use anyhow::{Context, bail};
 use candle_core::DType;
+use candle_nn::VarBuilder;
 use fsdp_candle::activation_checkpoint::CheckpointPolicy;
 use fsdp_candle::{FsdpModule, FullyShard, ShardedVarMap, Unit, fully_shard, shard};
 
@@ -69,6 +70,12 @@ pub fn build(
     parallel.map_or(Ok(()), |parallel| parallel.apply(config, vars))?;
     let vb = vars.builder(options.dtype);
     let checkpoints = &options.checkpoints;
+    let names = block_names(config, &vb);
+    if let Some(pattern) = checkpoints.idle(&names) {
+        let of = |name: Option<&String>| name.map_or("none", String::as_str).to_owned();
+        let (first, last) = (of(names.first()), of(names.last()));
+        bail!("--activation-checkpoint: `{pattern}` means no block of the model; they are called {first} to {last}");
+    }
     let drops = Drops::new(options.dropout, parallel);
     let model = match config {
         ModelConfig::Decoder(config) => {
@@ -76,9 +83,10 @@ pub fn build(
             let positions = parallel.map_or(options.positions, |parallel| parallel.padded(options.positions));
             let head_dim = config.head_dim;
             let turns = Turns::new(&config.rope, config.local_rope.as_ref(), head_dim, positions, vb.device())?;
-            let blocks = (0..config.layers)
-                .map(|i| {
-                    let name = format!("model.layers.{i}");
+            let blocks = names
+                .into_iter()
+                .enumerate()
+                .map(|(i, name)| {
                     fully_shard(opts, vb.pp(&name), |vb| {
                         let block = decoder::Block::new(config, i, &turns, &drops, parallel, vb)?;
                         Ok(Layer::new(block, i, name, checkpoints))
@@ -91,11 +99,11 @@ pub fn build(
             })
         }
         ModelConfig::Gpt2(config) => {
-            // The checkpoints on the Hub say `wte.weight` or `transformer.wte.weight`, depending on who saved them.
-            let prefix = if vb.contains_tensor("wte.weight") { "" } else { "transformer." };
-            let blocks = (0..config.n_layer)
-                .map(|i| {
-                    let name = format!("{prefix}h.{i}");
+            let prefix = gpt2_prefix(&vb);
+            let blocks = names
+                .into_iter()
+                .enumerate()
+                .map(|(i, name)| {
                     fully_shard(opts, vb.pp(&name), |vb| {
                         Ok(Layer::new(gpt2::Block::new(config, &drops, vb)?, i, name, checkpoints))
                     })
@@ -105,9 +113,10 @@ pub fn build(
             fully_shard(opts, vb, |vb| Ok(LanguageModel::Gpt2(gpt2::Gpt2::new(config, prefix, blocks, drops, vb)?)))
         }
         ModelConfig::Bert(config) => {
-            let blocks = (0..config.num_hidden_layers)
-                .map(|i| {
-                    let name = format!("bert.encoder.layer.{i}");
+            let blocks = names
+                .into_iter()
+                .enumerate()
+                .map(|(i, name)| {
                     fully_shard(opts, vb.pp(&name), |vb| {
                         Ok(Layer::new(bert::Block::new(config, &drops, vb)?, i, name, checkpoints))
                     })
@@ -118,6 +127,21 @@ pub fn build(
         }
     };
     model.context("can't build the model")
+}
+
+/// The blocks' names, in forward order.
+fn block_names(config: &ModelConfig, vb: &VarBuilder) -> Vec<String> {
+    let (list, count) = match config {
+        ModelConfig::Decoder(config) => ("model.layers".to_owned(), config.layers),
+        ModelConfig::Gpt2(config) => (format!("{}h", gpt2_prefix(vb)), config.n_layer),
+        ModelConfig::Bert(config) => ("bert.encoder.layer".to_owned(), config.num_hidden_layers),
+    };
+    (0..count).map(|i| format!("{list}.{i}")).collect()
+}
+
+/// The checkpoints on the Hub say `wte.weight` or `transformer.wte.weight`, depending on who saved them.
+fn gpt2_prefix(vb: &VarBuilder) -> &'static str {
+    if vb.contains_tensor("wte.weight") { "" } else { "transformer." }
 }
 
 /// The same decoder without a wrapped module: its blocks are units by their names.

@@ -18,6 +18,35 @@ fn model(config: &str, activation_checkpoint: bool) -> (ShardedVarMap, FsdpModul
     (vars, model)
 }
 
+#[test]
+fn patterns_of_blocks_that_mean_none_are_refused() {
+    let (decoder, gpt2) = (
+        r#"{"model_type": "llama", "hidden_size": 8, "intermediate_size": 7, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "vocab_size": 11, "max_position_embeddings": 16}"#,
+        r#"{"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "n_positions": 16, "vocab_size": 11}"#,
+    );
+    let built = |config: &str, patterns: &[&str]| {
+        let world = World::single().unwrap();
+        let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)]).unwrap(), world.device());
+        vars.init_with(Philox::new(1));
+        let checkpoints = CheckpointPolicy::named(patterns).unwrap();
+        let dropout = Dropout::default();
+        let options = ModelOptions { dtype: DType::F32, positions: 16, checkpoints, dropout, parallel: None };
+        build(&ModelConfig::parse(config).unwrap(), &FullyShard::new(&vars), &vars, options).map(drop)
+    };
+    for (config, idle, names) in [
+        (decoder, "model.layers.2", "they are called model.layers.0 to model.layers.1"),
+        (decoder, "h.0", "they are called model.layers.0"),
+        (gpt2, "layers.*", "they are called transformer.h.0 to transformer.h.1"),
+    ] {
+        let error = built(config, &["*.1", idle]).unwrap_err().to_string();
+        assert!(error.contains(&format!("--activation-checkpoint: `{idle}` means no block")), "{error}");
+        assert!(error.contains(names), "{error}");
+    }
+    built(decoder, &["layers.[01]", "model.layers.1"]).unwrap();
+    built(gpt2, &["h.0"]).unwrap();
+}
+
 /// The loss of one batch, which is learnt but for its first target, and the gradients by name.
 fn learns(vars: &ShardedVarMap, model: &FsdpModule<LanguageModel>, batches: &[Batch]) -> (f32, Vec<(String, Tensor)>) {
     let losses: Vec<Tensor> = batches.iter().map(|batch| cross_entropy_sum(model, batch).unwrap()).collect();

@@ -99,6 +99,12 @@ impl CheckpointPolicy {
         }
     }
 
+    /// The first pattern that matches none of these layers, which are all that a model has.
+    pub fn idle(&self, layers: &[String]) -> Option<&NamePattern> {
+        let Layers::Named(patterns) = &self.layers else { return None };
+        patterns.iter().find(|pattern| !layers.iter().any(|layer| pattern.matches_end(layer)))
+    }
+
     /// Runs the forward `f` of the layer of this number and FQN, as [`checkpoint`](super::checkpoint) does where it is
     /// to run again, and as it is elsewhere.
     ///

@@ -24,7 +24,7 @@ use crate::storage::take;
 /// ```
 ///
 /// # Errors
-/// When the probability is not in `[0, 1)`.
+/// When the probability is not in `[0, 1)`, or `xs` can't be the [part](crate::random::Part) that it is said to be.
 pub fn dropout(xs: &Tensor, drop_p: f32) -> Result<Tensor> {
     dropped(xs, check("dropout", f64::from(drop_p))?)
 }
@@ -45,7 +45,7 @@ pub(in crate::nn) fn dropped(xs: &Tensor, probability: f64) -> Result<Tensor> {
     if !xs.dtype().is_float() {
         bail!("dropout: the input must be of floats, found {:?}", xs.dtype())
     }
-    let mask = Dropped(Mask::draw(probability));
+    let mask = Dropped(Mask::draw(probability, xs.dims())?);
     let y = mask.apply(xs)?;
     node(xs, take(&y)?, xs.shape().clone(), mask)
 }
@@ -56,9 +56,8 @@ impl Dropped {
     /// The tensor with what is dropped set to 0, in memory of its own and outside the graph.
     fn apply(&self, x: &Tensor) -> Result<Tensor> {
         let elements = x.elem_count();
-        let row = elements / x.dims().first().map_or(1, |&rows| rows.max(1));
         let apply = |values: &mut [f32]| {
-            map_rows(values, 1, 1, |first, values| self.0.apply(row, first, values));
+            map_rows(values, 1, 1, |first, values| self.0.apply(first, values));
         };
         if served(x) {
             let (guard, layout) = x.storage_and_layout();

@@ -48,14 +48,22 @@ impl Schedule {
         Ok(grads)
     }
 
-    /// Looks at the nodes that backward will go through, where something depends on them. Recursive, as backward is.
+    /// Looks at the nodes that backward will go through. Recursive, as backward is.
     fn look_ahead(&self, loss: &Tensor, units: &[Arc<ParamGroup>]) -> Result<()> {
-        let frozen_calls = self.frozen_calls();
+        let nodes = loss.sorted_nodes();
         let (differ, again) = (self.ranks_may_differ(), self.order().ran_again());
+        // Where ranks may differ, a rank whose loss reaches nothing takes part with zeros.
+        let may_be_empty = differ || !units.iter().any(|unit| unit.params().iter().any(|param| param.trainable()));
+        if nodes.is_empty() && !may_be_empty {
+            return Err(candle_core::Error::msg(
+                "backward: the loss has no graph, so that no parameter would get a gradient. It was computed under \
+                 no_grad, from detached tensors, or times 0: compute it from the model's outputs outside of no_grad",
+            ));
+        }
+        let frozen_calls = self.frozen_calls();
         if !differ && !again && frozen_calls.is_empty() {
             return Ok(());
         }
-        let nodes = loss.sorted_nodes();
         let numbers: Vec<usize> = nodes.iter().map(|node| number(node.id())).collect();
         graph::begin_backward(&frozen_calls, &numbers);
         if differ {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Module, Tensor};
 use fsdp_candle::activation_checkpoint::checkpoint;
-use fsdp_candle::random::{self, RngState};
+use fsdp_candle::random::{self, Part, RngState};
 use fsdp_candle::{FsdpModule, FullyShard, fully_shard, nn};
 
 use crate::common::{Gradients, WIDTH, assert_close, batch, gradients, ranks, vars};
@@ -75,18 +75,71 @@ fn masks_do_not_depend_on_the_number_of_ranks_nor_on_checkpoints() {
     assert_ne!(step(1, false, 4)[0].0, want.0);
 }
 
+/// Tensor-parallel ranks drop together what one rank drops: of attention each its heads, of a sequence that is shared
+/// out each its tokens.
 #[test]
-fn a_closure_within_a_region_draws_its_own_again() {
+fn masks_do_not_depend_on_how_a_tensor_is_shared_out() {
+    const STEPS: usize = 8;
+    const HEADS: usize = 4;
+    let x = |seed: usize| {
+        let rows = [batch(seed, STEPS * WIDTH), batch(seed + 1, STEPS * WIDTH)];
+        Tensor::cat(&rows, 0).unwrap().reshape(((), STEPS, WIDTH)).unwrap()
+    };
+    let (q, k, v) = (x(0), x(2), x(4));
+    let options = nn::AttentionOptions { dropout: 0.4, ..nn::AttentionOptions::causal(0.5) };
+    // As a layer: heads, then what is added to the residual stream, then heads again.
+    let layer = |part: Option<Part>| {
+        random::set_rng_state(RngState { first_row: 3, ..RngState::new(6) });
+        let Part { index, count, .. } = part.unwrap_or(Part { dim: 1, index: 0, count: 1 });
+        let of_heads = |x: &Tensor| x.narrow(2, index * WIDTH / count, WIDTH / count).unwrap().contiguous().unwrap();
+        let [own_q, own_k, own_v] = [&q, &k, &v].map(of_heads);
+        let attention = || {
+            let heads = HEADS / count;
+            nn::attention(&own_q, &own_k, &own_v, heads, heads, &options).unwrap()
+        };
+        let tokens = q.narrow(1, index * STEPS / count, STEPS / count).unwrap();
+        let hidden = || nn::ops::dropout(&tokens, 0.4).unwrap();
+        let drawn = match part {
+            Some(part) => [
+                random::in_part(part, attention),
+                random::in_part(part, hidden),
+                nn::ops::dropout(&q, 0.4).unwrap(),
+                random::in_part(part, attention),
+            ],
+            None => [attention(), hidden(), nn::ops::dropout(&q, 0.4).unwrap(), attention()],
+        };
+        assert_eq!(random::get_rng_state(), RngState { calls: 4, first_row: 3, ..RngState::new(6) });
+        drawn
+    };
+    let values = |x: &Tensor| x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    let whole = layer(None);
+    assert_ne!(values(&whole[0]), values(&whole[3]));
+    for count in [1, 2, 4] {
+        let parts: Vec<_> = (0..count).map(|index| layer(Some(Part { dim: 1, index, count }))).collect();
+        for (number, (of_whole, dim)) in whole.iter().zip([2, 1, 0, 2]).enumerate() {
+            if dim == 0 {
+                // What every rank has whole.
+                parts.iter().for_each(|part| assert_eq!(values(&part[number]), values(of_whole)));
+                continue;
+            }
+            let of_parts = parts.iter().map(|part| &part[number]).collect::<Vec<_>>();
+            assert_eq!(values(&Tensor::cat(&of_parts, dim).unwrap()), values(of_whole), "{count} parts, draw {number}");
+        }
+    }
+}
+
+#[test]
+fn a_closure_of_a_part_draws_its_own_again() {
     let layer = nn::linear(WIDTH, WIDTH, builder());
     let layer = Arc::new(layer.unwrap());
-    let drawn = |region: u64, again: bool| {
+    let drawn = |index: usize, again: bool| {
         random::manual_seed(8);
         let x = candle_core::Var::from_tensor(&batch(0, WIDTH)).unwrap();
         let run = {
             let layer = layer.clone();
             move |x: Tensor| nn::ops::dropout(&layer.forward(&x)?, 0.5)
         };
-        let y = random::in_region(region, || match again {
+        let y = random::in_part(Part { dim: 1, index, count: 2 }, || match again {
             true => checkpoint(run, x.as_tensor().clone()),
             false => run(x.as_tensor().clone()),
         });

@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Module, Tensor};
-use fsdp_candle::{AdamW, AdamWConfig, FullyShard, GradScaler, ReduceScatter, fully_shard, nn};
+use fsdp_candle::{AdamW, AdamWConfig, FsdpModule, FullyShard, GradScaler, ReduceScatter, fully_shard, nn, no_grad};
 use fsdp_core::{Allocator, Buffer, ProcessGroup, ReduceOp, ScatterPart, Work};
 
 use crate::common::{
-    WIDTH, alone, assert_close, batch, changed, gradients, loss_of, ranks, reference, shard_of_gradient, sharded, vars,
+    Block, Model, WIDTH, alone, assert_close, batch, changed, gradients, loss_of, ranks, reference, shard_of_gradient,
+    sharded, vars,
 };
 
 /// Loses the last element of what it reduces.
@@ -86,6 +87,48 @@ fn a_model_that_is_gone_and_a_backward_of_candles_own_are_named() {
     let loss = model.call(|head| head.forward(&inner.forward(&x)?)?.sum_all()).unwrap();
     drop(inner);
     assert_eq!(shard_of_gradient(&all.params()[0], &model.backward(&loss).unwrap()).dims(), [WIDTH, WIDTH]);
+}
+
+/// However the graph was lost, on every rank; what follows is as if nothing had been.
+#[test]
+fn a_loss_without_a_graph_is_refused() {
+    type Loss = fn(&FsdpModule<Model<FsdpModule<Block>>>, &Tensor) -> Tensor;
+    let losses: [Loss; 4] = [
+        |model, x| no_grad(|| loss_of(model, x)),
+        |model, x| loss_of(model, x).detach(),
+        |model, x| (loss_of(model, x) * 0.).unwrap(),
+        |_, x| x.sqr().unwrap().mean_all().unwrap(),
+    ];
+    for size in [1, 2] {
+        ranks(size, |world| {
+            let want = reference(&world);
+            let vars = vars(&world);
+            let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+            let x = batch(world.rank(), WIDTH);
+            for loss in losses {
+                let error = model.backward(&loss(&model, &x)).unwrap_err().to_string();
+                assert!(error.contains("the loss has no graph") && error.contains("outside of no_grad"), "{error}");
+                assert_close(&gradients(&vars, &model.backward(&loss_of(&model, &x)).unwrap()), &want, 0.);
+            }
+            // Nothing is trained, and nothing is missed.
+            vars.set_requires_grad(false, |_| true).unwrap();
+            assert!(model.backward(&losses[0](&model, &x)).is_ok());
+        });
+    }
+}
+
+/// The others learn that it has left, and do not wait for it.
+#[test]
+fn a_loss_without_a_graph_on_one_rank_ends_the_others() {
+    let outcomes = ranks(2, |world| {
+        let vars = vars(&world);
+        let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
+        let loss = loss_of(&model, &batch(world.rank(), WIDTH));
+        let loss = if world.rank() == 0 { loss.detach() } else { loss };
+        model.backward(&loss).unwrap_err().to_string()
+    });
+    assert!(outcomes[0].contains("the loss has no graph"), "{}", outcomes[0]);
+    assert!(outcomes[1].contains("FSDP unit"), "{}", outcomes[1]);
 }
 
 #[test]

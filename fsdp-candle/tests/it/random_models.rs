@@ -71,6 +71,11 @@ impl Plan {
         let units = (0..1 + draw.below(4)).map(|_| (draw.once_in(4), draw.once_in(4), draw.once_in(4)));
         let mut units: Vec<_> = units.collect();
         units[0].0 = false;
+        let head = draw.once_in(2);
+        if !head {
+            // A loss that reaches no trainable parameter has no graph, which is an error.
+            units.iter_mut().for_each(|(weight, bias, _)| *bias &= !*weight);
+        }
         let by_name = draw.once_in(2);
         let differ = draw.once_in(2);
         let policies = [
@@ -96,7 +101,7 @@ impl Plan {
         Plan {
             mesh,
             by_name,
-            head: draw.once_in(2),
+            head,
             policies: units.iter().map(|_| policies[draw.below(4)]).collect(),
             prefetch: !draw.once_in(3),
             reductions: 1 + draw.below(3),

@@ -164,6 +164,21 @@ fn units_that_ran_on_some_ranks_only() {
     }
 }
 
+/// A rank whose loss has no graph takes part with zeros.
+#[test]
+fn a_rank_whose_loss_reaches_nothing() {
+    ranks(2, |world| {
+        let vars = vars(&world);
+        let model = model(&FullyShard::new(&vars), &vars);
+        model.set_reduce_scatter_unused_params(true, Recurse::Yes);
+        let losses = model.call(|units| outputs(units, &batch(0, WIDTH), true)).unwrap();
+        let loss = &losses[UNITS - 1];
+        let loss = if world.rank() == 0 { loss.detach() } else { loss.clone() };
+        let grads = gradients(&vars, &model.backward(&loss).unwrap());
+        assert!(grads.iter().all(|(_, grad)| grad.iter().any(|v| *v != 0.)));
+    });
+}
+
 #[test]
 fn forwards_that_gather_different_units_fail_on_every_rank() {
     for (size, same) in [(2, false), (3, false), (2, true), (3, true)] {

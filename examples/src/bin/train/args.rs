@@ -103,8 +103,9 @@ pub(crate) struct Args {
     pub(crate) sft: Option<PathBuf>,
 
     /// With --sft: whether several examples may share a sequence. They never see each other. `off` pads each of them
-    #[arg(long, value_enum, default_value_t = Switch::On, help_heading = "Data")]
-    pub(crate) packing: Switch,
+    /// [default: on]
+    #[arg(long, value_enum, help_heading = "Data")]
+    pub(crate) packing: Option<Switch>,
 
     /// Read the data in another order in each epoch, which follows from --seed [default: on with --sft, else off]
     #[arg(long, value_enum, help_heading = "Data")]
@@ -266,9 +267,9 @@ pub(crate) struct Args {
     pub(crate) prefetch: usize,
 
     /// With --grad-accum: sum gradients over processes after `every` micro-batch (less memory), or after the `last` one
-    /// (less communication)
-    #[arg(long, value_enum, default_value_t = GradSync::Every, help_heading = "Sharding")]
-    pub(crate) grad_sync: GradSync,
+    /// (less communication) [default: every]
+    #[arg(long, value_enum, help_heading = "Sharding")]
+    pub(crate) grad_sync: Option<GradSync>,
 
     /// Compare the gradients with differences of the loss before the first step, and stop if they are not the same
     ///
@@ -356,6 +357,15 @@ pub(crate) struct Args {
     #[arg(value_parser = OsStringValueParser::new().map(Resume::from), help_heading = "Run")]
     pub(crate) resume: Resume,
 
+    /// Go on from a checkpoint although it can't be right
+    ///
+    /// A checkpoint says how its run was set up. What a run that goes on from it does otherwise, such as other data or
+    /// another learning rate, is said. Refused without this flag are: other values of config.json than dropout's,
+    /// another kind of --optimizer, adapters of another rank or alpha. With it the optimizer starts afresh where it
+    /// finds no state of its own.
+    #[arg(long, help_heading = "Run")]
+    pub(crate) resume_anyway: bool,
+
     /// Write the trained model there as a Hugging Face directory, which transformers can load
     ///
     /// Weights that are there already are never overwritten, but for those that this run has exported itself before it
@@ -410,6 +420,16 @@ impl Args {
         };
         shape.sequences_per_step()?;
         Ok(shape)
+    }
+
+    /// Whether the data is read in another order in each epoch.
+    pub(crate) fn shuffled(&self) -> bool {
+        self.shuffle.map_or(self.sft.is_some(), |shuffle| shuffle == Switch::On)
+    }
+
+    /// Whether several examples may share a sequence.
+    pub(crate) fn packed(&self) -> bool {
+        self.packing != Some(Switch::Off)
     }
 
     /// How many sequences one step sees, over all ranks.

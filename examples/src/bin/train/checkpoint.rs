@@ -21,6 +21,7 @@ use crate::hosts::Hosts;
 use crate::lora::Adapters;
 use crate::loss_scale::LossScale;
 use crate::places::{Places, same_file};
+use crate::record::{Changes, Record};
 use crate::setup;
 use crate::steps::step_name;
 
@@ -57,13 +58,15 @@ impl<'a> Checkpoints<'a> {
 
     /// Loads the checkpoint to go on from, if there is one; tells how far it had come. Where `--resume auto` chose one
     /// that turns out to be damaged, or to hold values that are not finite, it is set aside, and an older one loaded.
-    /// Weights that no training can start from are an error. Collective.
+    /// Weights that no training can start from are an error, and so is a checkpoint of a run that this one can't
+    /// continue. Collective.
     pub(crate) fn resume(
         &mut self,
         args: &Args,
         vars: &ShardedVarMap,
         optim: &mut dyn ShardedOptimizer,
         loss_scale: &mut LossScale,
+        record: &Record,
     ) -> anyhow::Result<Done> {
         while let Some(path) = self.places.resume_from.clone() {
             let failed = || format!("can't resume from {}", path.display());
@@ -77,13 +80,20 @@ impl<'a> Checkpoints<'a> {
                 Finding::Damaged(why) | Finding::Failed(why) => return Err(anyhow!(why).context(failed())),
                 Finding::Good => {
                     let Some(source) = source else { bail!("a checkpoint that was not opened was found good") };
-                    let (done, about) = self.load(&*source, vars, optim, loss_scale).with_context(failed)?;
+                    let changes = changes(args, &*source, record).with_context(failed)?;
+                    let loaded = self.load(args, &*source, vars, optim, loss_scale);
+                    let (done, about) = loaded.with_context(failed)?;
                     self.world.group().barrier().wait().context("another rank could not resume")?;
                     match look(vars, &[ValuesOf::Parameters, ValuesOf::Moments(optim)])? {
                         None => {
                             if self.world.rank() == 0 {
                                 let (path, step) = (path.display(), done.step);
                                 Console::Stderr.line(format_args!("resumed from {path} at step {step}{about}"));
+                                if !changes.is_empty() {
+                                    let changes = changes.join("\n  ");
+                                    let about = "this run is not the one that saved it:";
+                                    Console::Stderr.line(format_args!("warning: {about}\n  {changes}"));
+                                }
                             }
                             (self.finite_after, self.newest) = (done.step, Some(path));
                             return Ok(done);
@@ -143,6 +153,7 @@ impl<'a> Checkpoints<'a> {
     /// Loads what is there; tells how far it had come, and in words what it has not.
     fn load(
         &self,
+        args: &Args,
         source: &dyn TensorSource,
         vars: &ShardedVarMap,
         optim: &mut dyn ShardedOptimizer,
@@ -156,11 +167,11 @@ impl<'a> Checkpoints<'a> {
         let of_model = LoadOptions { include: vec![format!("{MODEL}*")], ..LoadOptions::default() };
         let loaded = load_model(vars, source, &of_model)?;
         let mut about = String::new();
-        if has_optimizer(source) {
-            is_of_another(source, optim)?;
-            load_optimizer(optim, source, &LoadOptions::default())?;
-        } else {
-            about.push_str(", with a fresh optimizer: it holds none");
+        match is_of_another(source, optim) {
+            Some(why) if args.resume_anyway => about.push_str(&format!(", with a fresh optimizer: {why}")),
+            Some(why) => bail!("{why}: pass the --optimizer, and its options, that it was trained with"),
+            None if has_optimizer(source) => drop(load_optimizer(optim, source, &LoadOptions::default())?),
+            None => about.push_str(", with a fresh optimizer: it holds none"),
         }
         loss_scale.resume(source)?;
         if !loaded.unexpected.is_empty() {
@@ -170,14 +181,15 @@ impl<'a> Checkpoints<'a> {
         Ok((Done::of(source, self.sequences_per_step)?, about))
     }
 
-    /// Saves model, optimizer, loss scale and position, or begins to; the directory is named after the step. What is
-    /// not finite is not saved: that is an error. Collective.
+    /// Saves model, optimizer, loss scale, position and record, or begins to; the directory is named after the step.
+    /// What is not finite is not saved: that is an error. Collective.
     pub(crate) fn save(
         &mut self,
         vars: &ShardedVarMap,
         optim: &dyn ShardedOptimizer,
         loss_scale: &LossScale,
         done: &Done,
+        record: &Record,
     ) -> anyhow::Result<PathBuf> {
         let path = self.places.checkpoints.join(step_name(done.step));
         if let Some(found) = look(vars, &[ValuesOf::Parameters, ValuesOf::Moments(optim)])? {
@@ -200,6 +212,7 @@ impl<'a> Checkpoints<'a> {
         let mut values = done.values();
         values.extend(optimizer_values(optim));
         values.extend(loss_scale.values());
+        values.extend(record.values()?);
         let state = SaveState { mesh: vars.mesh().layout().clone(), tensors, values };
         let failed = || format!("can't save {}", path.display());
         let options = SaveOptions { finite: true, host: self.places.hosts.name() };
@@ -256,20 +269,34 @@ impl<'a> Checkpoints<'a> {
     }
 }
 
-/// Fails where a checkpoint has other optimizer state than this run keeps.
-fn is_of_another(source: &dyn TensorSource, optim: &dyn ShardedOptimizer) -> anyhow::Result<()> {
-    for state in optim.states() {
+/// What this run does otherwise than the one that saved a checkpoint. Fails where that can't be right.
+fn changes(args: &Args, source: &dyn TensorSource, record: &Record) -> anyhow::Result<Vec<String>> {
+    let Changes { refused, said } = match record.changes_since(source) {
+        Err(error) if args.resume_anyway => Changes { refused: vec![format!("{error:#}")], said: vec![] },
+        changes => changes.context("pass --resume-anyway to go on without knowing what has changed")?,
+    };
+    ensure!(
+        args.resume_anyway || refused.is_empty(),
+        "its weights and optimizer state would mean something else in this run:\n  {}\nPass what it was saved with, or \
+         --resume-anyway to go on all the same",
+        refused.join("\n  ")
+    );
+    Ok([refused, said].concat())
+}
+
+/// In words, which optimizer state a checkpoint has that is not the state that this run keeps.
+fn is_of_another(source: &dyn TensorSource, optim: &dyn ShardedOptimizer) -> Option<String> {
+    optim.states().into_iter().find_map(|state| {
         let prefix = format!("optim.state.{}.", state.param.name());
         let held: Vec<&str> = source.tensors().keys().filter_map(|name| name.strip_prefix(&prefix)).collect();
         let lacks = state.names().any(|name| !held.contains(&name));
-        ensure!(
-            held.is_empty() || !lacks,
-            "it holds {} of `{}`, and this run's optimizer keeps {}: pass the --optimizer, and its options, that it \
-             was trained with",
-            held.join(", "),
-            state.param.name(),
-            state.names().collect::<Vec<_>>().join(", ")
-        );
-    }
-    Ok(())
+        (!held.is_empty() && lacks).then(|| {
+            format!(
+                "it holds {} of `{}`, and this run's optimizer keeps {}",
+                held.join(", "),
+                state.param.name(),
+                state.names().collect::<Vec<_>>().join(", ")
+            )
+        })
+    })
 }

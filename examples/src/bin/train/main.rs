@@ -19,10 +19,12 @@ mod logging;
 mod lora;
 mod loss_scale;
 mod memory;
+mod misplaced;
 mod optimizer;
 mod optimizer_flags;
 mod peft;
 mod places;
+mod record;
 mod sample;
 mod setup;
 mod step_log;
@@ -49,6 +51,7 @@ use checkpoint::Checkpoints;
 use hosts::Hosts;
 use loss_scale::LossScale;
 use optimizer::Optimizer;
+use record::Record;
 use sample::Speaker;
 use setup::Setup;
 use step_log::StepLog;
@@ -70,17 +73,18 @@ fn main() -> ExitCode {
 fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
     // Before all else, so that what is in the way shows before anything is read.
     gradcheck::check_flags(args)?;
-    args.optimizer.check()?;
+    misplaced::check(args)?;
     if args.sequence_parallel {
         parallel::check_sequence(args.tensor_parallel, ("--seq-len", args.seq_len))?;
     }
     let ranks = args.ranks(world)?;
     let mut loss_scale = LossScale::new(args)?;
     let mut checkpoints = Checkpoints::new(args, hosts, world)?;
-    let Setup { vars, model, batches, evaluation, text, positions, adapters } = Setup::new(args, world)?;
+    let Setup { config, vars, model, batches, evaluation, text, positions, adapters } = Setup::new(args, world)?;
     let mut optim = Optimizer::new(args, &vars)?;
+    let run = Record::new(args, &config, &batches, adapters.as_ref(), optim.get())?;
 
-    let mut done = checkpoints.resume(args, &vars, optim.get_mut(), &mut loss_scale)?;
+    let mut done = checkpoints.resume(args, &vars, optim.get_mut(), &mut loss_scale, &run)?;
     if world.rank() == 0 && done.step >= args.steps {
         Console::Stderr.line(format_args!(
             "nothing to train: step {} is done already and --steps is {}; raise it to go on",
@@ -132,7 +136,10 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
         let mut grads: Option<GradStore> = None;
         for micro_step in 0..args.grad_accum {
             let last = micro_step + 1 == args.grad_accum;
-            model.set_requires_gradient_sync(last || args.grad_sync == GradSync::Every, Recurse::Yes);
+            model.set_requires_gradient_sync(
+                last || args.grad_sync.unwrap_or(GradSync::Every) == GradSync::Every,
+                Recurse::Yes,
+            );
             let batch = Batch::new(batches.micro_batch(done.sequences, micro_step)?, args.seq_len, world.device())?;
             let first_row = batches.first_sequence(done.sequences, micro_step);
             random::set_rng_state(RngState { first_row, ..RngState::new(args.seed) });
@@ -185,16 +192,20 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
         }
         evaluate(step, &mut log)?;
         if args.save_every > 0 && step % args.save_every == 0 && step != args.steps {
-            tracing::debug_span!("save").in_scope(|| checkpoints.save(&vars, optim.get(), &loss_scale, &done))?;
+            tracing::debug_span!("save").in_scope(|| checkpoints.save(&vars, optim.get(), &loss_scale, &done, &run))?;
         }
     }
     if let Some(log) = log {
         log.finish();
     }
 
-    let saved = tracing::debug_span!("save").in_scope(|| checkpoints.save(&vars, optim.get(), &loss_scale, &done))?;
+    let saved = tracing::debug_span!("save").in_scope(|| {
+        let saved = checkpoints.save(&vars, optim.get(), &loss_scale, &done, &run)?;
+        // An export is of a run whose checkpoints are there.
+        checkpoints.finish()?;
+        anyhow::Ok(saved)
+    })?;
     checkpoints.export(args, &vars, adapters.as_ref(), &done)?;
-    checkpoints.finish()?;
     let sample = say()?;
     if world.rank() == 0 {
         Console::Stdout.line(format_args!("sample: {sample}"));

@@ -18,6 +18,10 @@ type Params = Vec<Arc<FsdpParam>>;
 /// Parameters with their weight decay.
 type Groups = Vec<(Params, f64)>;
 
+/// Adam's decay rates.
+const BETAS: (f64, f64) = (0.9, 0.95);
+/// What Adam adds to the denominator.
+const EPS: f64 = 1e-8;
 /// The fewest elements of a parameter whose moments are kept in 8 bits.
 const MIN_8BIT_SIZE: usize = 4096;
 
@@ -36,12 +40,12 @@ impl Optimizer {
         let optim: Box<dyn ShardedOptimizer> = match flags.optimizer {
             Kind::Adamw => Box::new(adamw(flags, groups)?),
             Kind::Adam => {
-                let OptimizerFlags { lr, betas, eps, .. } = *flags;
+                let Rates { lr, betas, eps } = Rates::of(flags);
                 let config = |weight_decay| AdamConfig { lr, betas, eps, weight_decay };
                 Box::new(Adam::with_groups(configured(groups, config))?)
             }
             Kind::Adamw8bit => {
-                let OptimizerFlags { lr, betas, eps, .. } = *flags;
+                let Rates { lr, betas, eps } = Rates::of(flags);
                 let min_8bit_size = flags.min_8bit_size.unwrap_or(MIN_8BIT_SIZE);
                 let config = |weight_decay| AdamW8bitConfig { lr, betas, eps, weight_decay, min_8bit_size };
                 Box::new(AdamW8bit::with_groups(configured(groups, config))?)
@@ -88,6 +92,19 @@ impl Optimizer {
     }
 }
 
+/// What all kinds of Adam take.
+struct Rates {
+    lr: f64,
+    betas: (f64, f64),
+    eps: f64,
+}
+
+impl Rates {
+    fn of(flags: &OptimizerFlags) -> Self {
+        Rates { lr: flags.lr, betas: flags.betas.unwrap_or(BETAS), eps: flags.eps.unwrap_or(EPS) }
+    }
+}
+
 /// The parameters that decay, and those that do not, where there are some.
 fn groups(flags: &OptimizerFlags, vars: &ShardedVarMap) -> anyhow::Result<Groups> {
     let params = vars.trainable();
@@ -114,7 +131,7 @@ fn configured<C>(groups: Groups, config: impl Fn(f64) -> C) -> Vec<(Params, C)> 
 }
 
 fn adamw(flags: &OptimizerFlags, groups: Groups) -> anyhow::Result<AdamW> {
-    let OptimizerFlags { lr, betas, eps, .. } = *flags;
+    let Rates { lr, betas, eps } = Rates::of(flags);
     Ok(AdamW::with_groups(configured(groups, |weight_decay| AdamWConfig { lr, betas, eps, weight_decay }))?)
 }
 

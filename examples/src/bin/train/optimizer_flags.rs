@@ -1,6 +1,5 @@
 //! The flags of the optimizer.
 
-use anyhow::bail;
 use clap::{Args, ValueEnum};
 use fsdp_candle::AdjustLr;
 use serde::Serialize;
@@ -27,6 +26,15 @@ impl Kind {
     /// What the flag calls it.
     pub(crate) fn word(self) -> String {
         self.to_possible_value().map_or_else(String::new, |value| value.get_name().into())
+    }
+
+    /// The kinds that go on with each other's checkpoints.
+    pub(crate) fn family(self) -> &'static str {
+        match self {
+            Kind::Adamw | Kind::Adam | Kind::Adamw8bit => "Adam",
+            Kind::Sgd => "SGD",
+            Kind::Muon => "Muon",
+        }
     }
 }
 
@@ -67,13 +75,13 @@ pub(crate) struct OptimizerFlags {
     #[arg(long, value_name = "RATE", default_value = "2e-3", value_parser = positive, allow_hyphen_values = true)]
     pub(crate) lr: f64,
 
-    /// Adam's decay rates of the mean and of the mean square of the gradients, such as 0.9,0.999
-    #[arg(long, value_name = "B1,B2", default_value = "0.9,0.95", value_parser = betas, allow_hyphen_values = true)]
-    pub(crate) betas: (f64, f64),
+    /// Adam's decay rates of the mean and of the mean square of the gradients, such as 0.9,0.999 [default: 0.9,0.95]
+    #[arg(long, value_name = "B1,B2", value_parser = betas, allow_hyphen_values = true)]
+    pub(crate) betas: Option<(f64, f64)>,
 
-    /// What Adam adds to the denominator
-    #[arg(long, value_name = "X", default_value = "1e-8", value_parser = positive, allow_hyphen_values = true)]
-    pub(crate) eps: f64,
+    /// What Adam adds to the denominator [default: 1e-8]
+    #[arg(long, value_name = "X", value_parser = positive, allow_hyphen_values = true)]
+    pub(crate) eps: Option<f64>,
 
     /// Weight decay, of every parameter but those of --no-decay: decoupled, of adam and sgd added to gradients
     #[arg(long, value_name = "X", default_value = "0.1", value_parser = not_negative, allow_hyphen_values = true)]
@@ -108,27 +116,4 @@ pub(crate) struct OptimizerFlags {
     /// The fewest elements of a parameter whose moments adamw8bit keeps in 8 bits [default: 4096]
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) min_8bit_size: Option<usize>,
-}
-
-impl OptimizerFlags {
-    /// # Errors
-    /// When a flag is given that means nothing to the optimizer.
-    pub(crate) fn check(&self) -> anyhow::Result<()> {
-        use Kind::{Adamw8bit, Muon, Sgd};
-        for (flag, is_given, of) in [
-            ("--momentum", self.momentum.is_some(), &[Sgd, Muon][..]),
-            ("--dampening", self.dampening.is_some(), &[Sgd]),
-            ("--nesterov", self.nesterov.is_some(), &[Sgd, Muon]),
-            ("--muon-lr", self.muon_lr.is_some(), &[Muon]),
-            ("--muon-adjust-lr", self.muon_adjust_lr.is_some(), &[Muon]),
-            ("--min-8bit-size", self.min_8bit_size.is_some(), &[Adamw8bit]),
-        ] {
-            if is_given && !of.contains(&self.optimizer) {
-                let of: Vec<String> = of.iter().map(|kind| kind.word()).collect();
-                let own = self.optimizer.word();
-                bail!("{flag} is for --optimizer {}, and this one is {own}: leave it out", of.join(" or "));
-            }
-        }
-        Ok(())
-    }
 }

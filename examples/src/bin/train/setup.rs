@@ -14,7 +14,7 @@ use fsdp_examples::data::{Batches, Data, Examples, Masking, PackingOptions, Sour
 use fsdp_examples::models::{self, LanguageModel, ModelConfig, ModelOptions, TensorParallel, parallel};
 
 use crate::alike::{self, Words};
-use crate::args::{Args, InitChoice, Resume, Switch};
+use crate::args::{Args, InitChoice, Resume};
 use crate::evaluate::Evaluation;
 use crate::lora::Adapters;
 use crate::memory;
@@ -26,6 +26,7 @@ const MLM_PROBABILITY: f64 = 0.15;
 
 /// All that a run is made of.
 pub(crate) struct Setup {
+    pub(crate) config: ModelConfig,
     pub(crate) vars: ShardedVarMap,
     pub(crate) model: FsdpModule<LanguageModel>,
     pub(crate) batches: Batches,
@@ -109,7 +110,7 @@ impl Setup {
         }
         models::set_prefetch(&model, args.prefetch);
         let positions = positions.min(config.max_positions());
-        Ok(Setup { vars, model, batches, evaluation, text, adapters, positions })
+        Ok(Setup { config, vars, model, batches, evaluation, text, adapters, positions })
     }
 }
 
@@ -124,19 +125,17 @@ fn data(
     let source = |flag: &'static str, path: Option<&Path>, shuffle: Option<u64>| match (path, args.sft.is_some()) {
         (Some(path), true) => {
             let examples = Examples::load(path, args.model.as_deref(), text, args.seq_len, vocab_size).context(flag)?;
-            let packing = args.packing == Switch::On;
-            anyhow::Ok(Source::Examples(examples, PackingOptions { packing, shuffle }))
+            anyhow::Ok(Source::Examples(examples, PackingOptions { packing: args.packed(), shuffle }))
         }
         (Some(path), false) => Ok(Source::Stream(Data::load(Some(path), text, vocab_size).context(flag)?, shuffle)),
         (None, _) => Ok(Source::Stream(Data::load(None, text, vocab_size)?, shuffle)),
     };
     let shape = args.batch_shape(world)?;
-    let shuffled = args.shuffle.map_or(args.sft.is_some(), |shuffle| shuffle == Switch::On);
     let (flag, path) = match &args.sft {
         Some(path) => ("--sft", Some(path.as_path())),
         None => ("--data", args.data.as_deref()),
     };
-    let batches = Batches::new(source(flag, path, shuffled.then_some(args.seed))?, shape)?.masked(masking);
+    let batches = Batches::new(source(flag, path, args.shuffled().then_some(args.seed))?, shape)?.masked(masking);
     let evaluation = match args.eval.as_deref() {
         Some(path) => {
             let flag = "--eval";

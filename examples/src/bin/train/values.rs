@@ -150,10 +150,6 @@ pub(crate) enum ActivationCheckpoint {
 
 impl ActivationCheckpoint {
     pub(crate) fn policy(&self, keeps: Vec<CheckpointKeep>) -> anyhow::Result<CheckpointPolicy> {
-        anyhow::ensure!(
-            keeps.is_empty() || *self != ActivationCheckpoint::None,
-            "--checkpoint-keep is for blocks that run again: say which by --activation-checkpoint"
-        );
         let policy = match self {
             ActivationCheckpoint::None => CheckpointPolicy::none(),
             ActivationCheckpoint::Full => CheckpointPolicy::all(),

@@ -65,9 +65,9 @@ impl Examples {
         while lines.peek().is_some() {
             let mut chunk = Vec::new();
             for (line, number) in lines.by_ref().take(LINES) {
-                let read = line.map_err(anyhow::Error::from).and_then(|line| match line.trim().is_empty() {
-                    true => Ok(None),
-                    false => line::read(&line, &reading.template, &reading.special).map(Some),
+                let read = line.map_err(anyhow::Error::from).and_then(|line| match without_mark(&line, number) {
+                    line if line.trim().is_empty() => Ok(None),
+                    line => line::read(line, &reading.template, &reading.special).map(Some),
                 });
                 let read = read.with_context(|| format!("{}, line {number}", path.display()))?;
                 chunk.extend(read.map(|marked| (number, marked)));
@@ -162,6 +162,11 @@ impl Examples {
         examples.iter().for_each(|(tokens, learnt)| all.push(tokens, learnt));
         all
     }
+}
+
+/// A line without the byte order mark that some editors write at the start of a file.
+fn without_mark(line: &str, number: usize) -> &str {
+    line.strip_prefix('\u{feff}').filter(|_| number == 1).unwrap_or(line)
 }
 
 /// `300 examples of chat.jsonl`

@@ -183,7 +183,9 @@ fn the_end_may_be_known_by_its_id_alone() {
 #[test]
 fn lines_that_are_no_examples_are_told_what_they_are() {
     let reader = Reader::new(None);
+    let empty = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]}"#;
     for (line, parts) in [
+        (empty, &["the assistant's answer is empty", "remove the line"][..]),
         ("{\"messages\": [", &["no JSON object", "EOF", "{\"messages\": ["][..]),
         ("[1, 2]", &["no JSON object", "\"prompt\": "]),
         ("{}", &["it has no keys"]),
@@ -315,6 +317,10 @@ fn long_examples_are_cut_and_those_with_nothing_left_are_dropped() {
         error.contains("nothing is left to learn of the 1 examples") && error.contains("larger --seq-len"),
         "{error}"
     );
+    // A larger --seq-len would not help where the answer is empty.
+    let silent = r#"{"messages": [{"role": "user", "content": "abcdef"}, {"role": "assistant", "content": ""}]}"#;
+    let error = message(load(dir.path(), silent, None, 4));
+    assert!(error.contains("chat.jsonl, line 1: the assistant's answer is empty"), "{error}");
     // What follows the last answer teaches nothing.
     let more = TWO.replace('\n', " ").replace("]}", ", {\"role\": \"user\", \"content\": \"Bye\"}]}");
     let examples = load(dir.path(), &more, None, 99).unwrap();
@@ -343,6 +349,18 @@ fn files_without_examples_and_their_lines_are_named() {
     let text = Text::new(Some(model.path())).unwrap();
     let error = message(Examples::load(&dir.path().join("chat.jsonl"), Some(model.path()), &text, 9, 3));
     assert!(error.contains("line 1 has a token with id") && error.contains("vocabulary has 3 ids"), "{error}");
+}
+
+/// Some editors write it; it is no part of the first line, and part of any other.
+#[test]
+fn a_byte_order_mark_at_the_start_of_a_file_is_passed_over() {
+    let dir = tempfile::tempdir().unwrap();
+    let line = "{\"prompt\": \"a\", \"completion\": \"b\"}\n";
+    let want = load(dir.path(), line, None, 9).unwrap().checksum();
+    assert_eq!(load(dir.path(), &format!("\u{feff}{line}"), None, 9).unwrap().checksum(), want);
+    assert_eq!(load(dir.path(), &format!("\u{feff}\n{line}"), None, 9).unwrap().checksum(), want);
+    let error = message(load(dir.path(), &format!("{line}\u{feff}{line}"), None, 9));
+    assert!(error.contains("chat.jsonl, line 2: it is no JSON object"), "{error}");
 }
 
 #[test]

@@ -39,6 +39,14 @@ pub(super) fn conversation(
             span.end = span.start + said.len();
         }
     }
+    let says_something = |span: &Range<usize>| {
+        let said = specials.iter().fold(text[span.clone()].to_owned(), |said, token| said.replace(token.as_str(), ""));
+        !said.trim().is_empty()
+    };
+    ensure!(
+        learnt.iter().all(Range::is_empty) || learnt.iter().any(says_something),
+        "the assistant's answer is empty, so there is nothing to learn: write it, or remove the line"
+    );
     learnt.retain(|span| !span.is_empty());
     ensure!(
         !learnt.is_empty(),

@@ -20,7 +20,7 @@ fn no_flags_are_needed() {
         (None, None, None, None, None, None)
     );
     assert_eq!((args.init, args.device, args.resume), (InitChoice::Auto, DeviceChoice::Auto, Resume::None));
-    assert_eq!(args.optimizer.betas, (0.9, 0.95));
+    assert_eq!(args.optimizer.betas, None);
 }
 
 #[test]
@@ -32,7 +32,7 @@ fn the_command_of_the_recorded_runs_is_understood() {
     let args = parse(&command.split_whitespace().collect::<Vec<_>>()).unwrap();
     assert_eq!((args.seq_len, args.steps, args.batch_size, args.grad_accum, args.warmup_steps), (32, 20, 2, 2, 0));
     let OptimizerFlags { lr, betas, eps, weight_decay, .. } = args.optimizer;
-    assert_eq!((lr, betas, eps, weight_decay), (1e-3, (0.9, 0.95), 1e-8, 0.1));
+    assert_eq!((lr, betas, eps, weight_decay), (1e-3, Some((0.9, 0.95)), Some(1e-8), 0.1));
     assert_eq!(
         (args.lr_schedule, args.init, args.device),
         (LrSchedule::Constant, InitChoice::Pretrained, DeviceChoice::Cpu)

@@ -100,7 +100,7 @@ impl Dims {
         let Some(mask) = &self.mask else { return };
         for (i, row) in block.chunks_exact_mut(rows.seen).enumerate() {
             let query = (batch * self.n_heads + head) * self.queries + rows.first + i;
-            mask.apply(self.n_heads * self.queries * self.keys, query * self.keys + rows.first_key, row);
+            mask.apply(query * self.keys + rows.first_key, row);
         }
     }
 

@@ -184,7 +184,7 @@ fn of_three(
         return composite(q, k, v, n_heads, n_kv_heads, &options, documents);
     }
     let documents = documents.cloned();
-    let mask = mask(&options);
+    let mask = mask(&options, [batch, n_heads, queries, keys])?;
     let shape = Dims { batch, queries, keys, n_heads, n_kv_heads, dim, options, documents, mask };
     once(shape, |op| q.apply_op3(k, v, op))
 }
@@ -216,13 +216,14 @@ fn of_one(
         return composite(&qkv.narrow(2, 0, q)?, &k, &v, n_heads, n_kv_heads, &options, documents);
     }
     let documents = documents.cloned();
-    let mask = mask(&options);
+    let mask = mask(&options, [batch, n_heads, queries, queries])?;
     let shape = Dims { batch, queries, keys: queries, n_heads, n_kv_heads, dim, options, documents, mask };
     once(shape, |op| qkv.apply_op1(op))
 }
 
-fn mask(options: &AttentionOptions) -> Option<Mask> {
-    (options.dropout > 0.).then(|| Mask::draw(options.dropout))
+/// Which of the probabilities `[batch, n_heads, T, S]` are dropped.
+fn mask(options: &AttentionOptions, dims: [usize; 4]) -> Result<Option<Mask>> {
+    (options.dropout > 0.).then(|| Mask::draw(options.dropout, &dims)).transpose()
 }
 
 /// Batch, positions and elements at a position of `[batch, positions, heads * D]` or `[batch, positions, heads, D]`.

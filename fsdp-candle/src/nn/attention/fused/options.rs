@@ -27,7 +27,8 @@ pub struct AttentionOptions {
     /// Scores `s` become `cap * tanh(s / cap)`, as in Gemma 2; above 0.
     pub softcap: Option<f64>,
     /// The probability in `[0, 1)` with which a query's weight of a key becomes 0, after the softmax: 0 but while
-    /// training. What is dropped follows from this thread's [random state](crate::random), and is kept nowhere.
+    /// training. What is dropped follows from this thread's [random state](crate::random), and is kept nowhere: a draw
+    /// for weights `[batch, heads, T, S]`.
     pub dropout: f64,
 }
 
