@@ -8,6 +8,7 @@ use candle_nn::{Init, VarBuilder};
 use super::cpu::values::{cpu, dense, floats, read, rows_of, served, storage, weight_grad};
 #[cfg(feature = "cuda")]
 use super::cuda::{self, on_cuda};
+use super::limits::countable;
 use super::parallel::{EmbeddingCut, ParallelLayer, check_embedding, gathered_ids, output_of_columns, output_of_terms};
 use super::weight::{Weight, claim};
 use crate::tensor_parallel::ActivationLayout;
@@ -107,6 +108,9 @@ struct Range {
 
 /// The rows of these ids; zeros of ids whose rows are elsewhere.
 fn lookup(embeddings: &Tensor, ids: &Tensor, range: Range) -> Result<Tensor> {
+    let hidden = embeddings.dim(1)?;
+    let shape = [ids.dims(), &[hidden]].concat();
+    countable("Embedding", "the output", &shape, embeddings.device())?;
     #[cfg(feature = "cuda")]
     if on_cuda(embeddings) {
         let weight = Weight::of(embeddings)?;
@@ -120,9 +124,6 @@ fn lookup(embeddings: &Tensor, ids: &Tensor, range: Range) -> Result<Tensor> {
     if !ids.device().is_cpu() {
         bail!("Embedding: the ids are on {:?} but the weight is on the CPU", ids.device().location());
     }
-    let hidden = embeddings.dim(1)?;
-    let mut shape = ids.dims().to_vec();
-    shape.push(hidden);
     let ids = rows_of("Embedding", ids, range.of)?;
     let here = |row: usize| row.checked_sub(range.first).filter(|row| *row < range.rows);
     let ids = ids.into_iter().map(|row| row.and_then(here)).collect();

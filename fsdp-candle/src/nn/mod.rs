@@ -64,6 +64,7 @@ mod dropout;
 pub mod embedding;
 mod input;
 pub mod kv_cache;
+mod limits;
 pub mod linear;
 mod lora;
 pub mod loss;

@@ -8,13 +8,14 @@ use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Result, Shape, Tensor
 use super::cpu::parallel::map_rows;
 use super::cpu::simd::{dot, kernel, max, probability, sum};
 use super::cpu::values::{floats, read, served, storage, tensor};
+use super::limits::countable_input;
 
 /// `e^x` over its sum along the last dimension.
 pub(super) fn softmax_last_dim(x: &Tensor) -> Result<Tensor> {
     let Some(&width) = x.dims().last() else { bail!("softmax: the input must have a dimension") };
     match served(x) && width > 0 {
         true => x.apply_op1(SoftmaxLastDim { width }),
-        false => composite(x, D::Minus1),
+        false => composite(countable_input("softmax", x)?, D::Minus1),
     }
 }
 

@@ -10,7 +10,7 @@ use fsdp_core::ProcessGroup;
 #[cfg(feature = "cuda")]
 use fsdp_core::{
     ReduceOp,
-    process_group::{DeviceEngine, ThroughHost},
+    process_group::{DeviceEngine, ThroughHost, share_a_device},
 };
 
 use crate::error::Result;
@@ -45,23 +45,38 @@ pub(super) fn group_on(_: &Device, group: ProcessGroup) -> Result<ProcessGroup> 
 fn engine(stream: &Arc<CudaStream>, group: &ProcessGroup) -> Result<Box<dyn DeviceEngine>> {
     let wanted = std::env::var(VARIABLE).ok();
     let several = group.size() > 1;
-    let by_nccl = u32::from(wants_nccl(wanted.as_deref(), several && shared(stream, group)?)? && several);
+    let sharing = if several { share_a_device(group, stream)? } else { vec![] };
+    if let Some(warning) = warning(wanted.as_deref(), &sharing).filter(|_| group.rank() == 0) {
+        tracing::warn!("{warning}");
+    }
+    let by_nccl = u32::from(wants_nccl(wanted.as_deref(), &sharing)? && several);
     if group.all_reduce_scalar(by_nccl, ReduceOp::Min)? == 1 {
         return nccl(stream, group);
     }
     Ok(Box::new(ThroughHost::new(stream)?))
 }
 
-/// Whether two ranks share a device.
-#[cfg(feature = "nccl")]
-fn shared(stream: &Arc<CudaStream>, group: &ProcessGroup) -> Result<bool> {
-    Ok(fsdp_core::process_group::share_a_device(group, stream)?)
+/// Names the ranks that share a device, and this process's list of devices, which is the usual cause.
+#[cfg(feature = "cuda")]
+fn found(sharing: &[Vec<usize>]) -> String {
+    let ranks: Vec<String> = sharing.iter().map(|ranks| format!("{ranks:?}")).collect();
+    let visible = match std::env::var("CUDA_VISIBLE_DEVICES") {
+        Ok(devices) => format!("CUDA_VISIBLE_DEVICES={devices:?} on this rank"),
+        Err(_) => "CUDA_VISIBLE_DEVICES is not set on this rank".into(),
+    };
+    format!("ranks {} share a device ({visible}), and each was expected to have its own", ranks.join(" and "))
 }
 
-/// Without NCCL it does not matter.
-#[cfg(all(feature = "cuda", not(feature = "nccl")))]
-fn shared(_: &Arc<CudaStream>, _: &ProcessGroup) -> Result<bool> {
-    Ok(false)
+/// What to tell of ranks that share a device, unless the choice of the host says that they are meant to.
+#[cfg(feature = "cuda")]
+fn warning(wanted: Option<&str>, sharing: &[Vec<usize>]) -> Option<String> {
+    (!sharing.is_empty() && wanted != Some("host")).then(|| {
+        format!(
+            "{}. What they exchange goes through the host's memory, which is slow. Let CUDA_VISIBLE_DEVICES name a \
+             device for each rank of the host, unset it, or start fewer ranks; {VARIABLE}=host turns this warning off",
+            found(sharing)
+        )
+    })
 }
 
 #[cfg(feature = "nccl")]
@@ -75,16 +90,19 @@ fn nccl(_: &Arc<CudaStream>, _: &ProcessGroup) -> Result<Box<dyn DeviceEngine>> 
     Err(crate::error::Error::Device(NO_NCCL.into()))
 }
 
-/// Whether this rank wants NCCL. `shares`: two ranks have one device.
+/// Returns whether this rank wants NCCL. `sharing` are the ranks that share a device.
 #[cfg(feature = "cuda")]
-fn wants_nccl(wanted: Option<&str>, shares: bool) -> Result<bool> {
+fn wants_nccl(wanted: Option<&str>, sharing: &[Vec<usize>]) -> Result<bool> {
     let has_nccl = cfg!(feature = "nccl");
     let refuse = |why: &str| Err(crate::error::Error::Device(format!("{VARIABLE}={}: {why}", wanted.unwrap_or(""))));
     match wanted {
-        None => Ok(has_nccl && !shares),
+        None => Ok(has_nccl && sharing.is_empty()),
         Some("host") => Ok(false),
         Some("nccl") if !has_nccl => refuse(NO_NCCL),
-        Some("nccl") if shares => refuse("ranks of this host share a device, which NCCL refuses: choose host"),
+        Some("nccl") if !sharing.is_empty() => refuse(&format!(
+            "{}, for NCCL refuses others. Let CUDA_VISIBLE_DEVICES name a device for each rank, or choose host",
+            found(sharing)
+        )),
         Some("nccl") => Ok(true),
         Some(_) => refuse("choose nccl or host"),
     }
@@ -97,9 +115,23 @@ mod tests {
     #[test]
     fn nccl_is_for_ranks_with_a_device_each() {
         let has_nccl = cfg!(feature = "nccl");
-        assert_eq!(wants_nccl(None, false).unwrap(), has_nccl);
-        assert!(!wants_nccl(None, true).unwrap() && !wants_nccl(Some("host"), false).unwrap());
-        assert_eq!(wants_nccl(Some("nccl"), false).is_ok(), has_nccl);
-        assert!(wants_nccl(Some("nccl"), true).is_err() && wants_nccl(Some("gloo"), false).is_err());
+        let shared = [vec![0, 1, 2]];
+        assert_eq!(wants_nccl(None, &[]).unwrap(), has_nccl);
+        assert!(!wants_nccl(None, &shared).unwrap() && !wants_nccl(Some("host"), &[]).unwrap());
+        assert_eq!(wants_nccl(Some("nccl"), &[]).is_ok(), has_nccl);
+        assert!(wants_nccl(Some("gloo"), &[]).is_err());
+        let error = wants_nccl(Some("nccl"), &shared).unwrap_err().to_string();
+        assert!(!has_nccl || error.contains("ranks [0, 1, 2] share a device"), "{error}");
+    }
+
+    #[test]
+    fn ranks_that_share_a_device_are_named_unless_they_are_meant_to() {
+        let shared = [vec![0, 2], vec![1, 3]];
+        let warning = |wanted| super::warning(wanted, &shared);
+        let text = warning(None).unwrap();
+        let parts = ["ranks [0, 2] and [1, 3] share a device", "CUDA_VISIBLE_DEVICES", "FSDP_DEVICE_BACKEND=host"];
+        assert!(parts.iter().all(|part| text.contains(part)), "{text}");
+        assert!(warning(Some("nccl")).is_some() && warning(Some("host")).is_none());
+        assert_eq!(super::warning(None, &[]), None);
     }
 }

@@ -260,6 +260,38 @@ pub fn failed(stream: &CudaStream, what: &str, cause: &dyn std::fmt::Display) ->
     Error::Device { device: id(stream), what: what.to_string(), cause: cause.to_string() }
 }
 
+/// Memory of a device, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceMemory {
+    /// What can still be allocated: what nobody has, and what the driver's pool keeps of freed memory.
+    pub free: u64,
+    /// What the device has.
+    pub total: u64,
+}
+
+impl DeviceMemory {
+    /// The memory of the stream's device.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when the device refuses.
+    pub fn of(stream: &CudaStream) -> Result<Self> {
+        let what = |error: DriverError| failed(stream, "asking for free memory", &error);
+        let (free, total) = stream.context().mem_get_info().map_err(what)?;
+        let pool_holds = |attribute| -> Result<u64> {
+            let mut bytes = 0u64;
+            // SAFETY: the attribute is a u64, and the pool that of a device that there is.
+            unsafe {
+                let pool = result::device::get_default_mem_pool(stream.context().cu_device()).map_err(what)?;
+                result::mem_pool::get_attribute(pool, attribute, (&raw mut bytes).cast()).map_err(what)?;
+            }
+            Ok(bytes)
+        };
+        let reserved = pool_holds(sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)?;
+        let used = pool_holds(sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?;
+        Ok(DeviceMemory { free: free as u64 + reserved.saturating_sub(used), total: total as u64 })
+    }
+}
+
 /// Makes a device ready, before anything is allocated on it: switches cudarc's tracking by events off (see the module's
 /// documentation), and lets the driver's pool keep what is freed rather than give it back whenever somebody waits for
 /// the device.

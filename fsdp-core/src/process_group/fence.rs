@@ -1,11 +1,17 @@
 //! The end of a collective on a stream of its own.
 
-use std::sync::Arc;
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use cudarc::driver::{CudaEvent, CudaStream, DriverError};
 
 use super::landing::Fence;
 use crate::{Allocator, Buffer, Readable, Result, device::cuda::failed};
+
+/// The longest pause between two looks at a collective that may be given up.
+const LONGEST_NAP: Duration = Duration::from_millis(1);
 
 /// A collective that a stream runs, with the memory that it uses.
 pub(super) struct Running {
@@ -75,8 +81,16 @@ impl Fence for Running {
 
     fn block(&mut self) -> Result<()> {
         self.order()?;
-        self.end.synchronize().map_err(|error| failed(&self.compute, "waiting for a collective", &error))?;
-        // What was given up ends as well.
+        let failed = |error: DriverError| failed(&self.compute, "waiting for a collective", &error);
+        if self.verdict.is_none() {
+            return self.end.synchronize().map_err(failed);
+        }
+        // What was given up does not end where the device never comes to it.
+        let started = Instant::now();
+        while !self.end.try_is_complete().map_err(failed)? {
+            self.verdict()?;
+            std::thread::sleep((started.elapsed() / 16).min(LONGEST_NAP));
+        }
         self.verdict()
     }
 }

@@ -10,8 +10,9 @@
 //! `collective` and `failure` (what a backend gets to know and tells), `landing` (what it returns), `lookout` (what it
 //! sees beside collectives), `backend`, `fence` and `device_memory` (outputs that a device is still writing, and where
 //! they are), `alone` (groups of one), `check` (arguments), `work` and `queue` (running), `group`, `typed` (small
-//! values), `group_store`. `on_device` moves a device's memory, over `nccl` or through the host; `shared_memory` and
-//! `mpi` are the backends; `init` chooses one; `conformance` is what each of them passes.
+//! values), `group_store`, `patience` and `roll` (waiting to meet). `on_device` moves a device's memory, over `nccl` or
+//! through the host; `shared_memory` and `mpi` are the backends; `init` chooses one; `conformance` is what each of them
+//! passes.
 
 mod alone;
 mod backend;
@@ -38,7 +39,9 @@ mod nccl;
 mod on_device;
 mod options;
 mod parts;
+mod patience;
 mod queue;
+mod roll;
 mod shared_memory;
 mod signature;
 mod typed;
@@ -54,10 +57,10 @@ pub use landing::{Fence, Landing};
 pub use lookout::{Gone, Lookout};
 pub use membership::Membership;
 #[cfg(feature = "nccl")]
-pub use nccl::{Nccl, share_a_device};
+pub use nccl::Nccl;
 pub use on_device::DeviceEngine;
 #[cfg(feature = "cuda")]
-pub use on_device::ThroughHost;
+pub use on_device::{ThroughHost, share_a_device};
 pub use options::Options;
 pub use parts::{ExchangePart, GatherPart, Op, ScatterPart};
 pub use shared_memory::{local, shm};

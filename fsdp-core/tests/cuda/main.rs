@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod conformance;
+mod memory;
 mod nccl;
 mod ranks;
 mod roles;

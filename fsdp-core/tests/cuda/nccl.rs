@@ -28,9 +28,13 @@ pub(crate) fn run(role: &str, compute: &Arc<CudaStream>) -> Option<String> {
             let shares = share_a_device(&host, compute).unwrap();
             let engine = Nccl::new(&host, compute);
             host.barrier().wait().unwrap();
-            format!("{shares} {}", engine.err().map_or("made".into(), |error| error.to_string()))
+            format!("{shares:?} {}", engine.err().map_or("made".into(), |error| error.to_string()))
         }
         "misses one" => misses_one(&nccl(timeout(1.), compute).unwrap(), &host(timeout(60.)).unwrap(), compute),
+        "is stuck" => {
+            let other = nccl(timeout(60.), compute).unwrap();
+            is_stuck(&nccl(timeout(1.), compute).unwrap(), &other, &host(timeout(60.)).unwrap(), compute)
+        }
         "differs" => differs(&nccl(timeout(2.), compute).unwrap(), compute),
         "loses one" => loses_one(&nccl(timeout(60.), compute).unwrap(), compute),
         "is left" => is_left(nccl(timeout(60.), compute).unwrap(), compute),
@@ -61,6 +65,21 @@ fn misses_one(group: &ProcessGroup, others: &ProcessGroup, compute: &Arc<CudaStr
     let error = sum(group, compute, 8).then(Stream::Host).unwrap_err();
     stays_failed(group, compute, &error);
     others.barrier().wait().unwrap();
+    error.to_string()
+}
+
+/// The first rank's device waits for a collective of another group, to which the second rank comes later; so it never
+/// begins with this group's.
+fn is_stuck(group: &ProcessGroup, other: &ProcessGroup, host: &ProcessGroup, compute: &Arc<CudaStream>) -> String {
+    if group.rank() == 1 {
+        host.barrier().wait().unwrap();
+        sum(other, compute, 8).wait().unwrap();
+        return "elsewhere".into();
+    }
+    sum(other, compute, 8).wait().unwrap();
+    let error = sum(group, compute, 8).then(Stream::Host).unwrap_err();
+    stays_failed(group, compute, &error);
+    host.barrier().wait().unwrap();
     error.to_string()
 }
 
@@ -125,11 +144,11 @@ fn said(role: &str, ranks: usize) -> Vec<String> {
 fn ranks_on_one_device_are_seen_and_refused_by_nccl() {
     let outcomes = start("shares a device", &[0, 1, 0], &[]).outcomes();
     for outcome in &outcomes {
-        assert!(outcome.starts_with("true CUDA device "), "{outcomes:?}");
+        assert!(outcome.starts_with("[[0, 2]] CUDA device "), "{outcomes:?}");
         let parts = ["Duplicate GPU detected : rank 2 and rank 0", "Each rank needs a device of its own"];
         assert!(parts.iter().all(|part| outcome.contains(part)), "{outcomes:?}");
     }
-    assert_eq!(start("shares a device", &own(2), &[]).outcomes(), ["false made"; 2]);
+    assert_eq!(start("shares a device", &own(2), &[]).outcomes(), ["[] made"; 2]);
 }
 
 #[test]
@@ -140,6 +159,15 @@ fn a_rank_that_is_elsewhere_is_named_and_nobody_hangs() {
         assert!(parts.iter().all(|part| outcome.contains(part)), "{outcomes:?}");
     }
     assert!(outcomes[2].contains("came too late"), "{outcomes:?}");
+}
+
+#[test]
+fn a_device_that_does_not_come_to_a_collective_is_told_from_peers_that_do_not() {
+    let outcomes = said("is stuck", 2);
+    let parts =
+        ["all_reduce (collective 0) in group", "it has not begun for ", "a kernel does not end, or takes longer"];
+    assert!(parts.iter().all(|part| outcomes[0].contains(part)), "{outcomes:?}");
+    assert_eq!(outcomes[1], "elsewhere");
 }
 
 #[test]

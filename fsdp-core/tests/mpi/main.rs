@@ -7,6 +7,7 @@
 mod installed;
 mod ranks;
 mod roles;
+mod told;
 
 use std::{path::Path, process::Command};
 
@@ -28,7 +29,7 @@ fn main() {
 
 type Test = fn(&Mpi);
 
-const TRIALS: [(&str, Test); 11] = [
+const TRIALS: [(&str, Test); 13] = [
     ("mpi_conforms", conforms),
     ("a_hierarchy_conforms", hierarchy_conforms),
     ("a_hierarchy_has_the_bits_of_shared_memory", hierarchy_bits),
@@ -40,6 +41,8 @@ const TRIALS: [(&str, Test); 11] = [
     ("groups_of_several_threads_run_side_by_side", side_by_side),
     ("the_environment_chooses_the_backend", chosen),
     ("a_rank_that_another_launcher_started_is_told", alone),
+    ("a_rank_that_comes_late_is_named_meanwhile", late),
+    ("ranks_of_different_backends_are_told", mixed),
 ];
 
 const PROMISES: Promises = Promises { fixed_order: true, f32_sums: true, sees_death: false };
@@ -134,4 +137,23 @@ fn alone(mpi: &Mpi) {
     let is_it = said.contains("says that this process is rank 0 of 1, and its environment rank 0 of 2")
         && said.contains("mpirun");
     assert!(is_it, "{mpi:?}: {said}");
+}
+
+fn late(mpi: &Mpi) {
+    let job = ranks::start(mpi, "comes late", 3);
+    for rank in [0, 2] {
+        let said = &job.said[rank];
+        let waits = format!("rank {rank} waits in MPI_Init, for ");
+        let is_it = said.contains(&waits) && said.contains("rank(s) [1] have not come to MPI_Init");
+        assert!(is_it && said.ends_with("; met 3"), "{mpi:?}: {said}");
+    }
+    assert!(job.is_well, "{mpi:?}: all ranks have met, and the job did not end well");
+}
+
+fn mixed(mpi: &Mpi) {
+    let job = ranks::start(mpi, "mixes backends", 2);
+    // Where the launcher lets the other one live, both say so.
+    let own = |rank: usize, other: &str| format!("rank(s) [{rank}] wait for the others by the {other} backend");
+    let (first, second) = (&job.said[0], &job.said[1]);
+    assert!(first.contains(&own(1, "mpi")) || second.contains(&own(0, "shm")), "{mpi:?}: {first}; {second}");
 }

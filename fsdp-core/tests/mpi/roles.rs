@@ -8,6 +8,8 @@ use fsdp_core::{
 };
 use half::{bf16, f16};
 
+use crate::told;
+
 /// Plays a role, and writes what it has to say.
 pub(crate) fn play(role: &str) {
     let env = match std::env::var("FSDP_TEST_ALONE") {
@@ -36,6 +38,8 @@ pub(crate) fn play(role: &str) {
         "loses one within" => loses_one_within(&env, on_hosts(options())),
         "side by side" => side_by_side(&env),
         "init" => init(&env),
+        "comes late" => comes_late(&env),
+        "mixes backends" => mixes_backends(&env),
         "share hosts" => shares_hosts(&env, on_hosts(options()), None),
         "share no hosts" => shares_hosts(&env, on_hosts(options()), (env.rank == 1).then_some("0")),
         other => match other.strip_prefix("conforms ") {
@@ -234,6 +238,25 @@ fn init(env: &RankEnv) -> String {
         Ok(world) => world.all_reduce_scalar(env.rank as u32 + 1, ReduceOp::Sum).unwrap().to_string(),
         Err(error) => error.to_string(),
     }
+}
+
+/// Rank 1 begins long after the others.
+fn comes_late(env: &RankEnv) -> String {
+    if env.rank == 1 {
+        std::thread::sleep(Duration::from_secs(8));
+    }
+    let (met, warnings) = told::warnings(|| mpi::connect(env, options()));
+    format!("{}; met {}", warnings.join("; "), met.unwrap().all_reduce_scalar(1u32, ReduceOp::Sum).unwrap())
+}
+
+/// Rank 0 is on its way to another backend.
+fn mixes_backends(env: &RankEnv) -> String {
+    // SAFETY: no other thread runs yet.
+    unsafe { std::env::set_var("FSDP_BACKEND", if env.rank == 0 { "shm" } else { "mpi" }) };
+    let Err(error) = process_group::init(env, options()) else { return "the ranks have met".into() };
+    std::fs::write(folder().join(env.rank.to_string()), error.to_string()).unwrap();
+    // As a program does that has met an error.
+    std::process::exit(1);
 }
 
 /// Whether a world that a program makes has groups that share a host's memory.

@@ -11,20 +11,21 @@ use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tenso
 use super::super::cpu::parallel::{map_rows, map_rows2};
 use super::super::cpu::simd::{exp, kernel, sigmoid};
 use super::super::cpu::values::{floats, read, same_kind, served, storage, tensor};
+use super::super::limits::countable_input;
 
 /// `x / (1 + e^-x)`, of any shape.
 pub fn silu(x: &Tensor) -> Result<Tensor> {
-    if served(x) { x.apply_op1(Activation::Silu) } else { x.silu() }
+    if served(x) { x.apply_op1(Activation::Silu) } else { countable_input("silu", x)?.silu() }
 }
 
 /// GELU in the tanh approximation: `gelu_new` and `gelu_pytorch_tanh` of Hugging Face. Any shape.
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
-    if served(x) { x.apply_op1(Activation::Gelu) } else { x.gelu() }
+    if served(x) { x.apply_op1(Activation::Gelu) } else { countable_input("gelu", x)?.gelu() }
 }
 
 /// GELU as it is defined, with the normal distribution function. Any shape.
 pub fn gelu_erf(x: &Tensor) -> Result<Tensor> {
-    if served(x) { x.apply_op1(Activation::GeluErf) } else { x.gelu_erf() }
+    if served(x) { x.apply_op1(Activation::GeluErf) } else { countable_input("gelu_erf", x)?.gelu_erf() }
 }
 
 /// SwiGLU on two tensors of one shape, `silu(gate) * up`. [`ops::swiglu`](crate::nn::ops::swiglu) takes one that holds
@@ -34,7 +35,7 @@ pub fn silu_mul(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
         bail!("silu_mul: gate {:?} and up {:?} must be of one shape", gate.dims(), up.dims());
     }
     same_kind("silu_mul", ("gate", gate), ("up", up))?;
-    if served(gate) { gate.apply_op2(up, SwiGlu) } else { gate.silu()? * up }
+    if served(gate) { gate.apply_op2(up, SwiGlu) } else { countable_input("silu_mul", gate)?.silu()? * up }
 }
 
 enum Activation {

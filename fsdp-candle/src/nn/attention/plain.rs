@@ -2,7 +2,7 @@
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 
-use crate::nn::softmax;
+use crate::nn::{limits::scores_fit, softmax};
 
 /// How scores come to be: `softcap(scale q k) + bias`, and minus infinity where a query does not see a key.
 #[derive(Clone, Default)]
@@ -61,6 +61,9 @@ pub(in crate::nn) fn attend(q: &Tensor, k: &Tensor, v: &Tensor, how: &Scores) ->
         );
     }
     let wide = if q.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+    // The scores, the powers and the weights; a graph keeps the product and what is shifted as well.
+    let copies = if [q, k, v].iter().any(|x| x.track_op()) { 5 } else { 3 };
+    scores_fit("attention", [batch, heads, queries, keys], copies, wide, q.device())?;
     let (q, k, v) = (q.to_dtype(wide)?.contiguous()?, spread(k, heads, wide)?, spread(v, heads, wide)?);
     let mut scores = (q.matmul(&k.t()?.contiguous()?)? * f64::from(how.scale))?;
     if let Some(cap) = how.softcap {

@@ -18,6 +18,7 @@ use super::super::cpu::weighted_op::weighted_op;
 #[cfg(feature = "cuda")]
 use super::super::cuda::{self, on_cuda};
 use super::super::input::{self, Input};
+use super::super::limits::countable;
 use super::super::weight::Weight;
 use crate::activation_checkpoint::{Operation, operation};
 use crate::collectives::SharedInput;
@@ -46,6 +47,8 @@ pub(in crate::nn) fn affine<'a>(
     if let Some(bias) = bias {
         same_kind(function, ("the input", x), ("the bias", bias))?;
     }
+    let shape = [&x.dims()[..x.rank() - 1], &[outputs]].concat();
+    countable(function, "the output", &shape, x.device())?;
     #[cfg(feature = "cuda")]
     if on_cuda(x) {
         let (weight, bias) = (Weight::of(w)?, bias.map(Weight::of).transpose()?);
@@ -57,7 +60,6 @@ pub(in crate::nn) fn affine<'a>(
         let bias = bias.map(Weight::in_graph).transpose()?;
         return composite(&input.in_graph()?, &Weight::in_graph(w)?, bias.as_ref(), in_out);
     }
-    let shape = [&x.dims()[..x.rank() - 1], &[outputs]].concat();
     let (x, shared) = (input.node(), input.shared());
     operation(Operation::Linear, &shape, |known| {
         let weight = Weight::of(w)?;

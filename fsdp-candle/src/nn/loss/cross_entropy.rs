@@ -11,6 +11,7 @@ use fsdp_core::ProcessGroup;
 use super::super::cpu::parallel::map_rows;
 use super::super::cpu::simd::{kernel, probability};
 use super::super::cpu::values::{floats, read, served, storage, tensor};
+use super::super::limits::countable;
 use super::options::{CrossEntropyOptions, Rows, Slopes};
 use super::statistics::{Statistics, signature};
 use crate::collectives::{all_reduce, largest};
@@ -78,6 +79,7 @@ pub(super) fn loss(
         );
     }
     let rows = options.rows(function, targets, columns, ranks)?;
+    countable(function, "the logits", logits.dims(), logits.device())?;
     if !served(logits) {
         return composite(logits, &rows);
     }

@@ -15,6 +15,7 @@ use super::super::cpu::values::{floats, read, same_kind, served, small_weight_gr
 use super::super::cpu::weighted_op::weighted_op;
 #[cfg(feature = "cuda")]
 use super::super::cuda::{on_cuda, recomputed::recomputed};
+use super::super::limits::countable_input;
 use super::super::weight::Weight;
 
 /// `x` normalized over its last dimension, times the weight, plus the bias, each of that dimension's size. The mean is
@@ -38,6 +39,7 @@ pub(in crate::nn) fn normalize(
         }
         same_kind(function, ("the input", x), ("the bias", bias))?;
     }
+    countable_input(function, x)?;
     #[cfg(feature = "cuda")]
     if on_cuda(x) {
         let weights = [Some(weight), bias].into_iter().flatten().map(Weight::of).collect::<Result<Vec<_>>>()?;

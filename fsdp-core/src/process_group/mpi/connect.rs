@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{
-    super::{group::ProcessGroup, lookout::Gone, membership::Membership, options::Options},
+    super::{group::ProcessGroup, lookout::Gone, membership::Membership, options::Options, roll::Roll},
     driver::{Driver, MEETING_TIME, lock},
     engine::Engine,
     host_id::host_id,
@@ -25,8 +25,8 @@ use crate::{Error, RankEnv, Result};
 /// # Errors
 /// [`Error::Env`] when `env` names a rank outside its world; [`Error::Rendezvous`] when no MPI library is found or it
 /// can't be used (the message says how to get one), when MPI and `env` disagree about rank or world size, because MPI
-/// did not start the ranks, and when the ranks don't meet within the timeout or a minute; [`Error::Os`] when the system
-/// refuses a thread.
+/// did not start the ranks, when ranks of this host meet by another backend, and when the ranks don't meet within the
+/// timeout or a minute (the message names who is missing); [`Error::Os`] when the system refuses a thread.
 pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
     let RankEnv { rank, world_size, .. } = *env;
     if rank >= world_size {
@@ -38,7 +38,9 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
         return ProcessGroup::alone(options.timeout);
     }
     let refused = |message: String| Error::Rendezvous { rank, message };
-    let driver = Driver::get(env.local_world_size, options.timeout).map_err(refused)?;
+    // Until all have met: ranks leave MPI_Init one after the other.
+    let roll = Roll::enter(env, "mpi");
+    let driver = Driver::get(env, &roll, options.timeout).map_err(refused)?;
     if (driver.rank, driver.size) != (rank, world_size) {
         return Err(refused(format!(
             "MPI ({}) says that this process is rank {} of {}, and its environment rank {rank} of {world_size}: \

@@ -5,19 +5,20 @@ use std::{
     sync::{
         Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU16, Ordering},
-        mpsc::{RecvTimeoutError, Sender, channel},
+        mpsc::{Receiver, RecvTimeoutError, Sender, channel},
     },
     time::{Duration, Instant},
 };
 
 use super::{
-    super::failure::Failure,
+    super::{failure::Failure, patience::Patience, roll::Roll},
     find,
     functions::Refused,
     held::Held,
     line::{Batch, Line, Transfer},
     thread::{Command, PARTING, Thread},
 };
+use crate::RankEnv;
 
 /// Marks what is sent before there is a group.
 const MEETING: u16 = 1;
@@ -25,6 +26,10 @@ const MEETING: u16 = 1;
 const LARGEST: u16 = 32767;
 /// How long processes get at the least to start MPI, and ranks to meet: with many hosts that takes seconds.
 pub(super) const MEETING_TIME: Duration = Duration::from_secs(60);
+/// How often a rank that waits for MPI to start looks whether it waits in vain.
+const LOOK: Duration = Duration::from_millis(250);
+/// The call that waits for all ranks.
+const MPI_INIT: &str = "MPI_Init";
 
 /// The thread's handle.
 pub(super) struct Driver {
@@ -54,8 +59,8 @@ impl Driver {
     ///
     /// # Errors
     /// Says what keeps MPI from starting.
-    pub(super) fn get(local_ranks: usize, timeout: Duration) -> Result<&'static Self, String> {
-        DRIVER.get_or_init(|| start(local_ranks, timeout.max(MEETING_TIME))).as_ref().map_err(String::clone)
+    pub(super) fn get(env: &RankEnv, roll: &Roll, timeout: Duration) -> Result<&'static Self, String> {
+        DRIVER.get_or_init(|| start(env, roll, timeout.max(MEETING_TIME))).as_ref().map_err(String::clone)
     }
 
     fn tell(&self, command: Command) {
@@ -95,9 +100,9 @@ impl Driver {
     }
 }
 
-fn start(local_ranks: usize, timeout: Duration) -> Result<Driver, String> {
+fn start(env: &RankEnv, roll: &Roll, timeout: Duration) -> Result<Driver, String> {
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
-    let is_crowded = 2 * local_ranks > cores;
+    let is_crowded = 2 * env.local_world_size > cores;
     let (commands, orders) = channel();
     let (tell, told) = channel();
     let (is_over, has_failed) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
@@ -123,9 +128,7 @@ fn start(local_ranks: usize, timeout: Duration) -> Result<Driver, String> {
     };
     let thread = std::thread::Builder::new().name("fsdp mpi".into()).spawn(serve);
     thread.map_err(|error| format!("starting the thread that calls MPI: {error}"))?;
-    let (library, rank, size) = told.recv_timeout(timeout).map_err(|_| {
-        format!("MPI did not start within {:.1} s: not all processes of the job have come", timeout.as_secs_f64())
-    })??;
+    let (library, rank, size) = started(&told, env, roll, timeout)??;
     let world = Line::new(MEETING, (0..size).collect(), rank);
     world.set_tags(vec![MEETING; size]);
     // SAFETY: what is registered is called once, when the process exits, and needs nothing that exits before.
@@ -144,6 +147,38 @@ fn start(local_ranks: usize, timeout: Duration) -> Result<Driver, String> {
         world: Arc::new(world),
         received: Mutex::new(vec![0; size]),
     })
+}
+
+/// Waits for the thread to say that MPI has started. `MPI_Init` itself waits for all ranks, without a deadline and
+/// without a word: so this thread tells which are missing, at doubling intervals and when the time is over.
+fn started<T>(told: &Receiver<T>, env: &RankEnv, roll: &Roll, timeout: Duration) -> Result<T, String> {
+    let (begun, mut patience) = (Instant::now(), Patience::default());
+    loop {
+        match told.recv_timeout(LOOK.min(timeout)) {
+            Ok(outcome) => return Ok(outcome),
+            Err(RecvTimeoutError::Disconnected) => return Err("the thread that calls MPI has ended".into()),
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+        if let Some(why) = roll.in_vain() {
+            return Err(why);
+        }
+        if begun.elapsed() >= timeout {
+            return Err(format!(
+                "MPI did not start within {:.1} s: {}. See what the other ranks do instead, or raise FSDP_TIMEOUT_S",
+                timeout.as_secs_f64(),
+                roll.missing(MPI_INIT)
+            ));
+        }
+        if let Some(waited) = patience.is_due() {
+            tracing::warn!(
+                "rank {} waits in {MPI_INIT}, for {:.0} s now: {}; it gives up after {:.0} s (FSDP_TIMEOUT_S)",
+                env.rank,
+                waited.as_secs_f64(),
+                roll.missing(MPI_INIT),
+                timeout.as_secs_f64()
+            );
+        }
+    }
 }
 
 /// Ends MPI, as launchers want it of a process that ends well. MPI then waits until all processes of the job do so;
@@ -177,4 +212,23 @@ impl Drop for Over {
 /// The lock of something that stays whole.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_start_that_does_not_end_names_the_ranks_that_have_not_come() {
+        let run_id = format!("driver {}", std::process::id());
+        let env = RankEnv { world_size: 3, local_world_size: 3, run_id, ..RankEnv::single() };
+        let roll = Roll::enter(&env, "mpi");
+        let _second = Roll::enter(&RankEnv { rank: 2, ..env.clone() }, "mpi");
+        let (tell, told) = channel::<()>();
+        let error = started(&told, &env, &roll, Duration::from_millis(20)).unwrap_err();
+        assert!(error.starts_with("MPI did not start within 0.0 s: rank(s) [1] have not come to MPI_Init"), "{error}");
+        assert!(error.contains("raise FSDP_TIMEOUT_S"), "{error}");
+        drop(tell);
+        assert!(started(&told, &env, &roll, Duration::from_secs(9)).unwrap_err().contains("has ended"));
+    }
 }

@@ -90,6 +90,19 @@ pub(super) fn of(
     device_error(device, &format!("rank {}: {collective} in group \"{}\"", group.rank, group.name), cause)
 }
 
+/// The error of a collective that has not begun for `waited`, though all before it have ended: the device still does
+/// what was issued before. Peers have no part in that.
+pub(super) fn not_begun(collective: &Collective<'_>, device: DeviceId, waited: Duration) -> Error {
+    let group = collective.group();
+    let cause = format!(
+        "it has not begun for {:.1} s, because the device has not finished what this rank computes before it: a kernel \
+         does not end, or takes longer than three times FSDP_TIMEOUT_S. CUDA_LAUNCH_BLOCKING=1 shows which call it is; \
+         raise FSDP_TIMEOUT_S if it may take so long",
+        waited.as_secs_f64()
+    );
+    device_error(device, &format!("rank {}: {collective} in group \"{}\"", group.rank, group.name), cause)
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::Mutex;

@@ -45,7 +45,7 @@ pub struct Nccl {
 
 impl Nccl {
     /// The engine of a device, which computes on `compute`, for the ranks of `host`, each of which has a device of its
-    /// own ([`share_a_device`](super::share_a_device)). Collective over the group; blocks.
+    /// own ([`share_a_device`](super::super::share_a_device)). Collective over the group; blocks.
     ///
     /// # Errors
     /// [`Error::Device`] when NCCL can't connect the ranks within the group's timeout, or refuses their devices, or

@@ -11,11 +11,7 @@ use super::{
     super::{call::Call, group::ProcessGroup, parts::Op},
     failure::refused,
 };
-use crate::{
-    Error, Result,
-    device::cuda::{failed, id},
-    store::Store,
-};
+use crate::{Error, Result, device::cuda::id, store::Store};
 
 /// The key of an id in a store of its own.
 const ID: &str = "NCCL's id";
@@ -47,20 +43,4 @@ pub(super) fn unique_id(
 pub(super) fn all_are_here(host: &ProcessGroup) -> Result<()> {
     let call = Call::new("meet", "NCCL", std::iter::empty());
     host.aside(call, |backend, collective| backend.run(collective, Op::Barrier).map(drop))
-}
-
-/// Whether two ranks of a group compute on one device: NCCL refuses that, and they need
-/// [`ThroughHost`](super::super::ThroughHost). Collective over the group; blocks. All ranks get the same answer.
-///
-/// # Errors
-/// [`Error::Device`] when the device does not say which one it is; those of a collective.
-pub fn share_a_device(host: &ProcessGroup, compute: &Arc<CudaStream>) -> Result<bool> {
-    let uuid = compute.context().uuid().map_err(|error| failed(compute, "asking for the device's UUID", &error))?;
-    let mut own: Vec<u8> = uuid.bytes.iter().map(|&byte| byte as u8).collect();
-    own.extend(rustix::system::uname().nodename().to_bytes());
-    let mut all = host.gather_bytes(own)?;
-    let ranks = all.len();
-    all.sort_unstable();
-    all.dedup();
-    Ok(all.len() < ranks)
 }

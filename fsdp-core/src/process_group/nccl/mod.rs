@@ -8,8 +8,9 @@
 //! Ranks that issue different collectives hang in NCCL or mix up their data. `FSDP_NCCL_CHECK=always` compares every
 //! one over the host's group, whose thread then enqueues it: for tests and programs that hang. Without it the watchdog
 //! compares what the ranks hang in when the group's timeout is over. It ends what can't end by itself: when a peer is
-//! gone, when NCCL says so, and when there is no progress for as long as the timeout. Everything the host may be
-//! blocked in (a copy to the host, a synchronisation) then goes on; the collective's outputs have unspecified values,
+//! gone, when NCCL says so, when there is no progress for as long as the timeout, and when the device does not come to
+//! a collective that is first in line for three timeouts. Everything the host may be blocked in (a copy to the host, a
+//! synchronisation) then goes on, unless the device itself is stuck; the collective's outputs have unspecified values,
 //! and every later collective, and whoever waits for one that was in flight, gets the error.
 //!
 //! From the bottom up: `failure` (errors), `meet` (how ranks find each other), `config`, `communicator` (a communicator
@@ -28,4 +29,3 @@ mod transfer;
 mod watchdog;
 
 pub use engine::Nccl;
-pub use meet::share_a_device;

@@ -105,7 +105,8 @@ impl Shared {
             if self.communicator.check().is_ok()
                 && let Some(error) = self.look()
             {
-                tracing::debug!("NCCL is given up: {error}");
+                // A thread that waits for the device itself gets no error: the log is all that says why.
+                tracing::error!("NCCL is given up: {error}");
                 if let Some(lookout) = &self.lookout {
                     lookout.fail(&Failure::of(&error));
                 }
@@ -124,8 +125,9 @@ impl Shared {
         let lookout = self.lookout.as_deref();
         let mut flights = self.flights();
         let issued = flights.issued;
-        let first = match self.bound().and_then(|()| flights.first()) {
-            Ok(first) => first,
+        let (first, before) = match self.bound().and_then(|()| flights.first()) {
+            Ok(Some(first)) if !first.has_begun() => (None, Some(first)),
+            Ok(first) => (first, None),
             Err(error) => return Some(failed(&self.stream, "asking whether a collective has ended", &error)),
         };
         let at = first.as_deref().map(|flight| flight.collective(&self.group));
@@ -136,7 +138,12 @@ impl Shared {
         let trouble = self.communicator.trouble(&what);
         let Some(flight) = first else {
             // NCCL's word that a peer is gone comes when that peer leaves, too.
-            return trouble.filter(|(status, _)| *status != ncclResult_t::ncclRemoteError).map(|(_, error)| error);
+            let trouble = trouble.filter(|(status, _)| *status != ncclResult_t::ncclRemoteError);
+            let stuck = || {
+                let (flight, waited) = before.and_then(|flight| Some((&*flight, flight.stuck(self.group.timeout)?)))?;
+                Some(diagnosis::not_begun(&flight.collective(&self.group), self.communicator.device, waited))
+            };
+            return trouble.map(|(_, error)| error).or_else(stuck);
         };
         let is_alarm = trouble.is_some();
         let gone = lookout.and_then(Lookout::gone);

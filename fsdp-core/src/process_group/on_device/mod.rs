@@ -3,10 +3,14 @@
 mod backend;
 mod engine;
 #[cfg(feature = "cuda")]
+mod sharing;
+#[cfg(feature = "cuda")]
 mod through_host;
 
 #[cfg(feature = "cuda")]
 pub(super) use backend::beside;
 pub use engine::DeviceEngine;
+#[cfg(feature = "cuda")]
+pub use sharing::share_a_device;
 #[cfg(feature = "cuda")]
 pub use through_host::ThroughHost;

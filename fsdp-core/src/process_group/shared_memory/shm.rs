@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use super::{
-    super::{backend::Backend, group::ProcessGroup, membership::Membership, options::Options},
+    super::{backend::Backend, group::ProcessGroup, membership::Membership, options::Options, roll::Roll},
     engine::SharedMemory,
     meet::Meet,
     rendezvous::{self, Meeting},
@@ -63,8 +63,9 @@ impl Meet for Processes {
 ///
 /// # Errors
 /// [`Error::Env`] when `env` names a rank outside its world; [`Error::Rendezvous`] when the ranks don't meet within the
-/// timeout (the message names who is missing), when they disagree about the size of the world or two have the same
-/// rank, and when the job spans several hosts; [`Error::Os`] when the system refuses memory, sockets or threads.
+/// timeout (the message names who is missing), when some meet by another backend, when they disagree about the size of
+/// the world or two have the same rank, and when the job spans several hosts; [`Error::Os`] when the system refuses
+/// memory, sockets or threads.
 pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
     if env.rank >= env.world_size {
         return Err(Error::Env(format!(
@@ -95,7 +96,12 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
     }
     let world = Membership::world(env.rank, env.world_size, options.timeout);
     let processes = Processes { env: env.clone(), chunk_bytes: options.chunk_bytes, peers: Arc::new(Peers::of(env)) };
-    let backend = SharedMemory::join(Box::new(processes), &world, &|| Ok(()))?;
+    let roll = Roll::enter(env, "shm");
+    let all_well = || match roll.in_vain() {
+        Some(message) => Err(Error::Rendezvous { rank: env.rank, message }),
+        None => Ok(()),
+    };
+    let backend = SharedMemory::join(Box::new(processes), &world, &all_well)?;
     ProcessGroup::new(world, Box::new(backend))
 }
 

@@ -7,4 +7,6 @@ mod golden;
 mod hosts;
 mod matrix;
 mod memory;
+mod plan;
 mod schedules;
+mod sharing;

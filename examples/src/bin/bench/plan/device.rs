@@ -30,6 +30,8 @@ pub(super) struct Device {
     pub(super) name: Name,
     /// Operations a second of matrix products, as the maker has it.
     pub(super) flops: f64,
+    /// The same in f32.
+    pub(super) f32_flops: f64,
     /// Memory. Unknown: a plan fits whatever it needs.
     pub(super) memory: Option<f64>,
     /// Of the memory. Unknown: what is bound by it takes no time of its own.
@@ -113,6 +115,7 @@ impl Device {
         Ok(Device {
             name,
             flops: flops * TERA,
+            f32_flops: sheet.filter(|_| compute == Precision::Bf16).map_or(flops, |sheet| sheet[1]) * TERA,
             memory: given.memory.or(sheet.map(|sheet| sheet[2])).map(|memory| memory * GIGA),
             memory_bandwidth: given.memory_bandwidth.or(sheet.map(|sheet| sheet[3])).map(|bandwidth| bandwidth * GIGA),
             shares,
@@ -122,6 +125,11 @@ impl Device {
     /// Seconds of matrix products.
     pub(super) fn products(&self, operations: f64) -> f64 {
         operations / (self.flops * self.shares.products)
+    }
+
+    /// Seconds of matrix products in f32.
+    pub(super) fn f32_products(&self, operations: f64) -> f64 {
+        operations / (self.f32_flops * self.shares.products)
     }
 
     /// Seconds of attention.

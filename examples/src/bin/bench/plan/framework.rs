@@ -1,14 +1,16 @@
 //! What a framework keeps of forward for backward, and how many bytes its elementwise operations move.
 //!
-//! candle-fsdp's are counted from its layers (`fsdp_candle::nn`) and measured: docs/planning.md. PyTorch's are those of
-//! eager mode, with the layers that torchtitan had at the end of 2024; only with selective checkpointing were they
-//! compared with runs.
+//! candle-fsdp's on CPUs are counted from its layers (`fsdp_candle::nn`) and measured; those on GPUs are in `unfused`:
+//! docs/planning.md. PyTorch's are those of eager mode, with the layers that torchtitan had at the end of 2024; only
+//! with selective checkpointing were they compared with runs.
 
 use clap::ValueEnum;
 use serde::Serialize;
 
-use super::layer::{Layer, Linear, MlpKind, Norm, Root};
+use super::device::Name;
+use super::layer::{Layer, Linear, Logits, MlpKind, Norm, Root};
 use super::precision::Precision;
+use super::unfused;
 
 /// Whose training is planned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
@@ -16,6 +18,10 @@ use super::precision::Precision;
 pub(super) enum Framework {
     /// candle-fsdp, with the layers of its `nn`
     Candle,
+    /// candle-fsdp on a CUDA device, where `nn` has few fused operations
+    #[value(skip)]
+    #[serde(rename = "candle")]
+    Unfused,
     /// PyTorch FSDP2 without torch.compile, to compare with
     Pytorch,
 }
@@ -35,13 +41,18 @@ pub(super) enum Checkpoint {
 const F32: f64 = 4.;
 
 impl Framework {
+    /// The same on a device.
+    pub(super) fn on(self, device: Name) -> Self {
+        if self == Framework::Candle && device != Name::Cpu { Framework::Unfused } else { self }
+    }
+
     /// Bytes that a block's forward keeps for each token, whatever runs again.
     pub(super) fn kept(self, layer: &Layer, compute: Precision, checkpoint: Checkpoint) -> f64 {
         let e = compute.bytes();
         match (self, checkpoint) {
             // The block's input is its predecessor's output. At its border a unit copies what it passes on.
-            (Framework::Candle, Checkpoint::Full) => 2. * e * layer.width,
-            (Framework::Candle, _) => e * layer.width + self.inside(layer, compute),
+            (Framework::Candle | Framework::Unfused, Checkpoint::Full) => 2. * e * layer.width,
+            (Framework::Candle | Framework::Unfused, _) => e * layer.width + self.inside(layer, compute),
             (Framework::Pytorch, Checkpoint::None) => self.inside(layer, compute),
             (Framework::Pytorch, Checkpoint::Full) => e * layer.width,
             (Framework::Pytorch, Checkpoint::Selective) => {
@@ -72,6 +83,7 @@ impl Framework {
                 let chosen = if mlp.experts > 0. { 5. * mlp.times * width + 5. * mlp.experts } else { width };
                 e * (3. * width + norms * width + attention + within + chosen) + statistics
             }
+            Framework::Unfused => unfused::inside(layer, compute),
             Framework::Pytorch => {
                 let norm = match layer.norm {
                     // The input in f32, what is normalized, and the output.
@@ -116,6 +128,7 @@ impl Framework {
                 let own = 2. * norms * width + 2. * width + 2. * heads * (rotary + head_norms);
                 residual + e * (own + activation * within + experts)
             }
+            Framework::Unfused => unfused::moved(layer, compute),
             // Norms and rotary embeddings go through f32, an operation at a time.
             Framework::Pytorch => {
                 let norm = match layer.norm {
@@ -138,23 +151,34 @@ impl Framework {
     /// Whether buffers of gathered parameters and whole gradients are kept for the next that wants one: candle-fsdp's
     /// pool holds what was most in use at once.
     pub(super) fn keeps_buffers(self) -> bool {
-        self == Framework::Candle
+        self != Framework::Pytorch
     }
 
     /// Whether a parameter goes when its own gradient is whole, and not when its unit's are.
     pub(super) fn frees_parameters_one_by_one(self) -> bool {
-        self == Framework::Candle
+        self != Framework::Pytorch
+    }
+
+    /// Bytes of gradients that a block's backward leaves until the whole backward is done, a token.
+    pub(super) fn lingering(self, layer: &Layer, compute: Precision) -> f64 {
+        if self == Framework::Unfused { unfused::lingering(layer, compute) } else { 0. }
+    }
+
+    /// Bytes that attention keeps between steps for sequences of this length.
+    pub(super) fn mask(self, seq: usize) -> f64 {
+        if self == Framework::Unfused { unfused::mask(seq) } else { 0. }
     }
 
     /// Gradients of activations on their way through a block, bytes a token: those in the middle of an MLP are the
     /// most. Candle adds each to a tensor of zeros.
     pub(super) fn flowing(self, layer: &Layer, compute: Precision) -> f64 {
         let inner = match (self, layer.mlp.kind) {
-            (Framework::Candle, MlpKind::Plain) => 4.,
-            (Framework::Candle, _) => 5.,
             (Framework::Pytorch, _) => 3.,
+            (_, MlpKind::Plain) => 4.,
+            (_, _) => 5.,
         };
-        compute.bytes() * (inner * layer.mlp.inner * layer.mlp.times.max(1.) + 2. * layer.width)
+        let mlp = compute.bytes() * (inner * layer.mlp.inner * layer.mlp.times.max(1.) + 2. * layer.width);
+        if self == Framework::Unfused { mlp.max(unfused::flowing(layer)) } else { mlp }
     }
 
     /// Bytes of logits and of what the loss makes of them.
@@ -167,13 +191,16 @@ impl Framework {
                 kept: root.logits * e * all,
                 loss: if compute == Precision::F32 { 3. * F32 * all } else { (2. * F32 + e) * all },
                 slopes: root.logits * e * all,
+                lingering: 0.,
                 moved: if compute == Precision::F32 { 3. * F32 * all } else { 30. * all },
             },
+            Framework::Unfused => unfused::logits(root, compute),
             // Cast to f32, whose log-softmax stays; its gradient twice in f32, and in the logits' own dtype.
             Framework::Pytorch => Logits {
                 kept: F32 * all,
                 loss: 2. * F32 * all,
                 slopes: F32 * all + e * all,
+                lingering: 0.,
                 moved: (28. + 2. * e) * all,
             },
         }
@@ -183,7 +210,7 @@ impl Framework {
     pub(super) fn optimizer_moves(self, shards: Precision) -> f64 {
         let tensors = match self {
             // Parameter, gradient and two moments are read, three written; the norm reads, clipping reads and writes.
-            Framework::Candle => 10.,
+            Framework::Candle | Framework::Unfused => 10.,
             // AdamW as a sequence of operations on lists of tensors.
             Framework::Pytorch => 24.,
         };
@@ -191,28 +218,15 @@ impl Framework {
     }
 
     /// Of the memory that a step takes, what the allocator holds besides, as a share.
-    pub(super) fn reserve(self, on_cpu: bool) -> f64 {
+    pub(super) fn reserve(self) -> f64 {
         match self {
-            Framework::Candle if on_cpu => 0.,
+            Framework::Candle => 0.,
             // A guess: no GPU has run it.
-            Framework::Candle => 0.1,
+            Framework::Unfused => 0.1,
             // The one constant that was fitted, to a twentieth, to the memory that torchtitan reports.
             Framework::Pytorch => 0.15,
         }
     }
-}
-
-/// What the loss takes, bytes a token.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Logits {
-    /// From forward to backward.
-    pub(super) kept: f64,
-    /// Besides, while the loss's backward runs.
-    pub(super) loss: f64,
-    /// Besides, while the head's backward runs.
-    pub(super) slopes: f64,
-    /// Read and written, forward and backward together.
-    pub(super) moved: f64,
 }
 
 /// The linears whose outputs selective checkpointing keeps, or those that run again.

@@ -19,6 +19,10 @@ pub(super) struct Layer {
     pub(super) heads: f64,
     /// The keys that a query sees, on average.
     pub(super) reach: f64,
+    /// Elements of a query's scores, of all heads and of all keys, seen or not.
+    pub(super) scores: f64,
+    /// Whether scores are capped.
+    pub(super) capped: bool,
     /// Norms over the residual stream.
     pub(super) norms: f64,
     pub(super) norm: Norm,
@@ -102,6 +106,21 @@ pub(super) struct Root {
     pub(super) logits: f64,
     /// Of rotary tables, elements a position.
     pub(super) rotary: f64,
+}
+
+/// What the loss takes, bytes a token.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Logits {
+    /// From forward to backward.
+    pub(super) kept: f64,
+    /// Besides, while the loss's backward runs.
+    pub(super) loss: f64,
+    /// Besides, while the head's backward runs.
+    pub(super) slopes: f64,
+    /// Besides, from there to the end of backward.
+    pub(super) lingering: f64,
+    /// Read and written, forward and backward together.
+    pub(super) moved: f64,
 }
 
 /// A model as a plan sees it.
@@ -217,6 +236,8 @@ fn decoder(config: &DecoderConfig, layer: usize, seq: usize) -> Layer {
         keys,
         heads: config.heads as f64,
         reach: causal_reach(seq, config.attention(layer).window),
+        scores: config.heads as f64 * seq as f64,
+        capped: config.attention(layer).softcap.is_some(),
         norms: if config.norms.behind { 4. } else { 2. },
         norm: Norm::Rms,
         head_norms: config.norms.heads,
@@ -234,17 +255,18 @@ fn decoder(config: &DecoderConfig, layer: usize, seq: usize) -> Layer {
 fn gpt2(config: &Gpt2Config, seq: usize) -> Layer {
     let (width, inner) = (config.n_embd as f64, config.inner() as f64);
     let linears = [(width, 3. * width), (width, width), (width, inner), (inner, width)];
-    plain(width, inner, config.n_head, causal_reach(seq, None), &linears)
+    plain(width, inner, config.n_head, [causal_reach(seq, None), seq as f64], &linears)
 }
 
 fn bert(config: &BertConfig, seq: usize) -> Layer {
     let (width, inner) = (config.hidden_size as f64, config.intermediate_size as f64);
     let square = (width, width);
     let linears = [square, square, square, square, (width, inner), (inner, width)];
-    plain(width, inner, config.num_attention_heads, seq as f64, &linears)
+    plain(width, inner, config.num_attention_heads, [seq as f64; 2], &linears)
 }
 
-fn plain(width: f64, inner: f64, heads: usize, reach: f64, linears: &[(f64, f64)]) -> Layer {
+/// A block whose queries see `reach` of the `seq` positions on average.
+fn plain(width: f64, inner: f64, heads: usize, [reach, seq]: [f64; 2], linears: &[(f64, f64)]) -> Layer {
     Layer {
         parameters: 0.,
         width,
@@ -252,6 +274,8 @@ fn plain(width: f64, inner: f64, heads: usize, reach: f64, linears: &[(f64, f64)
         keys: width,
         heads: heads as f64,
         reach,
+        scores: heads as f64 * seq,
+        capped: false,
         norms: 2.,
         norm: Norm::Layer,
         head_norms: false,

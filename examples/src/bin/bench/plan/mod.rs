@@ -13,6 +13,7 @@ mod table;
 #[cfg(test)]
 mod tests;
 mod time;
+mod unfused;
 
 use std::path::{Path, PathBuf};
 
@@ -151,6 +152,7 @@ pub(crate) fn operations(config: &ModelConfig, seq: usize) -> anyhow::Result<f64
 fn setup<'a>(args: &Args, model: &'a Model, seq: usize) -> anyhow::Result<Setup<'a>> {
     let on_cpu = args.device == device::Name::Cpu;
     let compute = args.param_dtype.unwrap_or(if on_cpu { Precision::F32 } else { Precision::Bf16 });
+    let framework = args.framework.on(args.device);
     let given = Given {
         flops: args.flops,
         memory: args.memory,
@@ -174,7 +176,7 @@ fn setup<'a>(args: &Args, model: &'a Model, seq: usize) -> anyhow::Result<Setup<
             inter: GIGA * args.inter.unwrap_or(args.device.inter()),
             latency: args.latency / 1e6,
         },
-        framework: args.framework,
+        framework,
         batch: args.batch,
         seq,
         compute,
@@ -182,7 +184,7 @@ fn setup<'a>(args: &Args, model: &'a Model, seq: usize) -> anyhow::Result<Setup<
         shards: args.shard_dtype,
         checkpoint: args.activation_checkpoint,
         reshard: args.reshard_after_forward,
-        reserve: args.reserve.unwrap_or(args.framework.reserve(on_cpu)),
+        reserve: args.reserve.unwrap_or(framework.reserve()),
     };
     setup.check()?;
     Ok(setup)

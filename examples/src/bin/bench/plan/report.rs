@@ -20,6 +20,8 @@ pub(super) struct Report {
     pub(super) links: Links,
     pub(super) memory: Memory,
     pub(super) fits: bool,
+    /// Elements of a tensor that is refused, for Candle's kernels on devices count fewer than 2^31.
+    pub(super) uncountable: Option<f64>,
     pub(super) time: Time,
     pub(super) best: Vec<Choice>,
 }
@@ -34,7 +36,8 @@ impl Report {
             mesh: setup.mesh,
             device: setup.device,
             links: setup.links,
-            fits: setup.device.memory.is_none_or(|there| memory.total <= there),
+            fits: setup.fits(memory.total),
+            uncountable: setup.uncountable(),
             memory,
             time: time::of(setup),
             best: search::best(setup, top),

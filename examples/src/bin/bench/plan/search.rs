@@ -50,7 +50,7 @@ pub(super) fn best(setup: &Setup, top: usize) -> Vec<Choice> {
             for batch in batches(setup) {
                 let setup = Setup { mesh, reshard, batch, ..*setup };
                 let memory = memory::of(&setup).total;
-                if setup.device.memory.is_some_and(|there| memory > there) {
+                if !setup.fits(memory) {
                     break;
                 }
                 choices.push(Choice { memory, ..choice(&setup) });

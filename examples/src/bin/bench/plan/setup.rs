@@ -8,6 +8,7 @@ use super::framework::{Checkpoint, Framework};
 use super::layer::Model;
 use super::link::{Links, Mesh};
 use super::precision::Precision;
+use super::unfused;
 
 /// What a unit does with its gathered parameters between forward and backward, as `train --reshard-after-forward`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,6 +80,18 @@ impl Setup<'_> {
         self.batch as f64 * self.seq as f64
     }
 
+    /// Elements of a tensor that has more than Candle's kernels on devices count.
+    pub(super) fn uncountable(&self) -> Option<f64> {
+        let scores = self.model.layers.iter().map(|layer| layer.scores).fold(0., f64::max);
+        let most = self.tokens() * scores.max(self.model.root.vocabulary);
+        (self.framework == Framework::Unfused && most >= unfused::COUNTABLE).then_some(most)
+    }
+
+    /// Whether the device has room for so many bytes, and its kernels count the tensors' elements.
+    pub(super) fn fits(&self, bytes: f64) -> bool {
+        self.device.memory.is_none_or(|there| bytes <= there) && self.uncountable().is_none()
+    }
+
     /// Fails unless such a run can be.
     pub(super) fn check(&self) -> anyhow::Result<()> {
         let Mesh { shard, replicate, ranks_per_host, hosts } = self.mesh;
@@ -96,7 +109,7 @@ impl Setup<'_> {
         }
         let positions = self.model.positions;
         ensure!(self.seq <= positions, "--seq {} is beyond the model's {positions} positions", self.seq);
-        if self.framework == Framework::Candle && self.checkpoint == Checkpoint::Selective {
+        if self.framework != Framework::Pytorch && self.checkpoint == Checkpoint::Selective {
             bail!(
                 "--activation-checkpoint selective is PyTorch's: `train` has none and full; --framework pytorch plans \
                  PyTorch"

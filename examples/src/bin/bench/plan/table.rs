@@ -64,7 +64,14 @@ fn memory(to: &mut String, report: &Report) -> std::fmt::Result {
     ] {
         writeln!(to, "    {name:<17}{:>9.2}", gib(bytes))?;
     }
-    match (report.fits, report.device.memory) {
+    if let Some(elements) = report.uncountable {
+        writeln!(
+            to,
+            "  It can NOT run: a tensor has {elements:.0} elements, and Candle's kernels count fewer than 2^31."
+        )?;
+    }
+    let is_there = |there| memory.total <= there;
+    match (report.device.memory.is_none_or(is_there), report.device.memory) {
         (true, Some(there)) => writeln!(to, "  It fits in the device's {:.1} GiB.", gib(there)),
         (false, Some(there)) => writeln!(to, "  It does NOT fit in the device's {:.1} GiB.", gib(there)),
         (_, None) => Ok(()),

@@ -97,6 +97,27 @@ fn state_is_sixteen_bytes_a_parameter_over_the_shards() {
 }
 
 #[test]
+fn candle_on_a_gpu_keeps_scores_and_logits_whole() {
+    let h100 = |more: &str| planned(&format!("--device h100-sxm --ranks-per-host 8 --hosts 2 {more}")).unwrap();
+    // Six matrices of 32 x 4096^2 in f32, in each of 32 blocks; two gradients of each that nobody asks for.
+    let (scores, blocks) = (32. * 4096. * 4096. * 4., 32.);
+    let report = h100("--seq 4096");
+    assert!(!report.fits && report.uncountable.is_none());
+    assert!(report.memory.total > (6. * blocks + 2. * (blocks - 1.)) * scores, "{}", gib(report.memory.total));
+    assert!(report.time.mfu < 0.12, "{}", report.time.mfu);
+    // A block that runs again has them once, and its backward six at work.
+    let again = h100("--seq 4096 --activation-checkpoint full").memory.total;
+    assert!((12. * scores..30. * scores).contains(&again), "{}", gib(again));
+    // PyTorch's attention keeps none.
+    assert!(h100("--seq 4096 --framework pytorch").fits);
+    // Logits of 128256 classes: as they are, and three in f32.
+    let logits = h100("--seq 4096").memory.moments[0].logits;
+    assert!(logits >= 4096. * 128256. * (2. + 12.), "{logits}");
+    let report = h100("--seq 8192 --batch 2");
+    assert_eq!((report.uncountable, report.fits), (Some(4294967296.), false));
+}
+
+#[test]
 fn policies_trade_memory_for_communication() {
     let slow = |more: &str| planned(&format!("--device h100-sxm --seq 512 --intra 5 {more}")).unwrap();
     let (freed, kept) = (slow(""), slow("--reshard-after-forward never"));
@@ -126,7 +147,7 @@ fn copies_are_worth_it_where_hosts_are_far_apart() {
 
 #[test]
 fn the_best_is_as_fast_as_any_and_takes_least() {
-    let report = planned("--device h100-sxm --hosts 16 --seq 4096 --top 60000").unwrap();
+    let report = planned("--framework pytorch --device h100-sxm --hosts 16 --seq 4096 --top 60000").unwrap();
     let best = report.best[0];
     let fastest = report.best.iter().map(|choice| choice.tokens_per_s_per_rank).fold(0., f64::max);
     assert!(best.tokens_per_s_per_rank >= 0.995 * fastest);
@@ -157,7 +178,7 @@ fn what_cannot_be_is_refused_in_words() {
 
 #[test]
 fn a_plan_can_be_read() {
-    let flags = "--device h100-sxm --hosts 16 --replicate 16 --batch 2 --seq 4096";
+    let flags = "--framework pytorch --device h100-sxm --hosts 16 --replicate 16 --batch 2 --seq 4096";
     let words = ["plan", "--model", CONFIG].into_iter().chain(flags.split(' '));
     let Cli { args } = Cli::try_parse_from(words).unwrap();
     let (model, seq) = model(&args).unwrap();

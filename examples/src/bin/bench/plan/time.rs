@@ -2,10 +2,11 @@
 
 use serde::Serialize;
 
-use super::framework::Checkpoint;
+use super::framework::{Checkpoint, Framework};
 use super::layer::Layer;
 use super::link::Ring;
 use super::setup::{Reshard, Setup};
+use super::unfused;
 
 /// Seconds of a step, unless said otherwise.
 #[derive(Clone, Debug, Serialize)]
@@ -89,12 +90,25 @@ pub(super) fn of(setup: &Setup) -> Time {
     }
 }
 
+/// Attention's forward and backward.
+fn attention(setup: &Setup, layer: &Layer) -> [f64; 2] {
+    let tokens = setup.tokens();
+    if setup.framework == Framework::Unfused {
+        let products = setup.device.f32_products(tokens * unfused::attention(layer));
+        let [forward, backward] = unfused::scores_moved(layer).map(|bytes| setup.device.moves(tokens * bytes));
+        return [products + forward, 2. * products + backward];
+    }
+    // Its backward takes two and a half times the operations of its forward, a product once more.
+    let forward = setup.device.attention(tokens * layer.attention());
+    [forward, 2.5 * forward]
+}
+
 /// A block's forward.
 fn forward(setup: &Setup, layer: &Layer) -> Compute {
     let tokens = setup.tokens();
     Compute {
         products: setup.device.products(2. * tokens * layer.products()),
-        attention: setup.device.attention(tokens * layer.attention()),
+        attention: attention(setup, layer)[0],
         memory: setup.device.moves(tokens * setup.framework.moved(layer, setup.compute)),
     }
 }
@@ -102,8 +116,9 @@ fn forward(setup: &Setup, layer: &Layer) -> Compute {
 /// Its backward, with what runs again.
 fn backward(setup: &Setup, layer: &Layer) -> Compute {
     let once = forward(setup, layer);
-    // Attention's backward takes two and a half times the operations of its forward, a product once more.
-    let mut all = Compute { products: 2. * once.products, attention: 2.5 * once.attention, memory: 2. * once.memory };
+    let moves = if setup.framework == Framework::Unfused { unfused::BACKWARD_MOVES } else { 2. };
+    let mut all =
+        Compute { products: 2. * once.products, attention: attention(setup, layer)[1], memory: moves * once.memory };
     let again = setup.framework.products_again(layer, setup.checkpoint);
     let again = Compute { products: setup.device.products(2. * setup.tokens() * again), ..once };
     match setup.checkpoint {

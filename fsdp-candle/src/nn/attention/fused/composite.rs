@@ -7,6 +7,7 @@ use candle_core::{D, DType, Device, Result, Tensor};
 use super::options::AttentionOptions;
 use crate::nn::attention::documents::Documents;
 use crate::nn::dropout::dropped;
+use crate::nn::limits::scores_fit;
 
 /// [`super::attention()`] on operands that fit together.
 pub(in crate::nn) fn composite(
@@ -21,6 +22,8 @@ pub(in crate::nn) fn composite(
     let (batch, queries, keys) = (q.dim(0)?, q.dim(1)?, k.dim(1)?);
     let dtype = q.dtype();
     let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+    let has_graph = [q, k, v].iter().any(|x| x.track_op());
+    scores_fit("attention", [batch, n_heads, queries, keys], copies(options, has_graph), wide, q.device())?;
     let heads = |x: &Tensor, steps: usize, n: usize| -> Result<Tensor> {
         x.to_dtype(wide)?.reshape((batch, steps, n, ()))?.transpose(1, 2)?.contiguous()
     };
@@ -45,6 +48,16 @@ pub(in crate::nn) fn composite(
     let weights = weights.broadcast_div(&weights.sum_keepdim(D::Minus1)?)?;
     let weights = dropped(&weights, options.dropout)?;
     weights.matmul(&spread(v)?)?.transpose(1, 2)?.reshape((batch, queries, ()))?.to_dtype(dtype)
+}
+
+/// Returns how many matrices of scores a forward has at a time. A graph keeps each of them: the product, scaled, capped,
+/// masked, shifted, the powers, the weights, and with dropout the mask and what it leaves. Without a graph the product
+/// and the shifted scores are gone when the weights come.
+fn copies(options: &AttentionOptions, has_graph: bool) -> usize {
+    match has_graph {
+        true => 6 + if options.softcap.is_some() { 3 } else { 0 } + if options.dropout > 0. { 2 } else { 0 },
+        false => 4,
+    }
 }
 
 /// What each query may not see, `[rows, 1, T, S]` of f32: one row for all of a batch where there are no documents.

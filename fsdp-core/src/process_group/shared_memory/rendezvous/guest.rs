@@ -11,9 +11,9 @@ use rustix::{
 };
 
 use super::{
+    super::super::patience::Patience,
     meeting::{Meeting, Met, SLICE, is_same_user, timespec, went_away},
     message::{parse_reply, receive, send},
-    patience::Patience,
 };
 use crate::Result;
 

@@ -12,9 +12,9 @@ use rustix::{
 };
 
 use super::{
+    super::super::patience::Patience,
     meeting::{Meeting, Met, SLICE, TOO_MANY_FILES, is_same_user, listed, timespec, went_away},
     message::{receive, reply, send},
-    patience::Patience,
 };
 use crate::{Error, Result};
 

@@ -8,7 +8,10 @@ use rustix::{
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt::socket_peercred},
 };
 
-use super::{super::super::membership::Membership, message::MAGIC, patience::Patience};
+use super::{
+    super::super::{membership::Membership, patience::Patience},
+    message::MAGIC,
+};
 use crate::{Error, Result, hash::Hash};
 
 const VERSION: u32 = 2;

@@ -9,7 +9,6 @@ mod guest;
 mod host;
 mod meeting;
 mod message;
-mod patience;
 
 use std::os::fd::OwnedFd;
 
@@ -41,11 +40,10 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use super::{
-        super::super::membership::Membership,
+        super::super::{membership::Membership, patience::Patience},
         guest::connect,
         host::STRANGERS,
         message::{MAGIC, send},
-        patience::Patience,
         *,
     };
     use crate::Error;

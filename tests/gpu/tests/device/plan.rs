@@ -1,0 +1,46 @@
+//! `bench plan` for a GPU against what a step takes of a device's memory.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use fsdp_tests::{program, run};
+use serde_json::Value;
+
+const LLAMA: &str = r#"{"model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 128}"#;
+const GPT2: &str = r#"{"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 128,
+    "vocab_size": 512}"#;
+
+/// What a program prints as one JSON object, in a directory with the model's `config.json`.
+fn json(words: &[&str], dir: &Path) -> Value {
+    let mut command = Command::new(program("bench"));
+    command.args(words).args(["--model", ".", "--seq", "128", "--batch", "1", "--json"]).current_dir(dir);
+    let stdout = run(command, Duration::from_secs(120)).ok().stdout;
+    let line = stdout.lines().find(|line| line.contains('{')).unwrap();
+    serde_json::from_str(&line[line.find('{').unwrap()..]).unwrap()
+}
+
+#[test]
+fn a_plan_counts_what_attention_and_the_loss_keep_on_a_device() {
+    for (config, dtype, checkpoint) in [
+        (LLAMA, "f32", "none"),
+        (LLAMA, "bf16", "none"),
+        (LLAMA, "f32", "full"),
+        (LLAMA, "bf16", "full"),
+        (GPT2, "f32", "none"),
+        (GPT2, "bf16", "none"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("config.json"), config).unwrap();
+        let mut words = vec!["step", "--device", "cuda", "--steps", "1", "--param-dtype", dtype];
+        words.extend((checkpoint == "full").then_some("--activation-checkpoint"));
+        let real = json(&words, dir.path())["allocated"]["peak"].as_f64().unwrap();
+        let words = ["plan", "--device", "h100-sxm", "--ranks-per-host", "1", "--reserve", "0", "--param-dtype", dtype];
+        let planned = json(&[&words[..], &["--activation-checkpoint", checkpoint]].concat(), dir.path());
+        let planned = planned["memory"]["total"].as_f64().unwrap();
+        let error = planned / real - 1.;
+        println!("{dtype}, checkpoint {checkpoint}: {planned} bytes planned, {real} counted: {:.1} %", 100. * error);
+        assert!(error.abs() < 0.1, "{config}, {dtype}, {checkpoint}: {planned} bytes planned, {real} counted");
+    }
+}
