@@ -1,4 +1,4 @@
-"""Makes the small models beside this file from transformers' configurations: make.py --out DIR [--models NAME ..]
+"""Makes the small models beside this file from transformers' configurations, and data: make.py --out DIR [--models ..]
 
     pip install -r ../interop/requirements.txt
 
@@ -7,6 +7,7 @@ computed otherwise shows in the losses. The random numbers depend on nothing but
 """
 
 import argparse
+import json
 import pathlib
 import tempfile
 import warnings
@@ -19,6 +20,7 @@ from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 VOCABULARY = 131
 TOKENS = 20 * 6 * 32 + 1
+EXAMPLES = 20 * 6
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
@@ -136,6 +138,14 @@ def tokens():
     return numpy.array(ids, dtype="<u2")
 
 
+def examples():
+    """Texts with continuations, of bytes and of many lengths, as `train --sft` reads them."""
+    random = numpy.random.RandomState(11)
+    for _ in range(EXAMPLES):
+        prompt, completion = ("".join(random.choice(list("abcd "), random.randint(1, 15))) for _ in range(2))
+        yield json.dumps({"prompt": prompt, "completion": completion[::-1] + prompt[-1]})
+
+
 def make(name, out):
     torch.manual_seed(SEEDS[name])
     kind = AutoModelForMaskedLM if name in MASKED else AutoModelForCausalLM
@@ -159,6 +169,7 @@ def main():
     warnings.simplefilter("ignore")
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "tokens.bin").write_bytes(tokens().tobytes())
+    (options.out / "examples.jsonl").write_text("".join(f"{line}\n" for line in examples()))
     for name in options.models:
         make(name, options.out / name)
 

@@ -44,6 +44,9 @@ FAMILIES += ["mixtral_tiny", "qwen3_moe_tiny", "bert_tiny", "llama_tp_tiny", "ll
 MASKED = ["bert_tiny"]
 SEED, SHARE, MASK = 42, 0.15, 131
 IGNORED = -100
+# The models that are trained with a `pad_token_id` too, a token that the data has. A negative one counts from the end
+# of the vocabulary.
+PADDING = {"gemma2_tiny": 0, "gemma3_text_tiny": 63, "phi3_tiny": -68, "bert_tiny": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +62,17 @@ class Run:
     groups: bool = False
     # The first loss scale, of runs in f16.
     loss_scale: float | None = None
+    # The configuration's `pad_token_id`, where it is not the one in config.json.
+    padding: int | None = None
+    # Whether it reads examples.jsonl.
+    padded: bool = False
 
 
 # `GradScaler`'s own, and one so large that llama_tiny skips the first step and gpt2_tiny the first two, and no other.
 # With 8 % less or more it is the same.
 LOSS_SCALE, TOO_LARGE = 65536.0, 9e5
+# The models that are trained on examples.jsonl too, one in each sequence and padding behind it.
+PADDED = ["mixtral_tiny", "qwen3_moe_tiny"]
 # By the name of the file.
 RUNS = {
     "run": Run(),
@@ -85,6 +94,8 @@ OF_OPTIMIZERS = {
     "run_muon": Run(optimizer="muon", groups=True),
     "run_muon_original": Run(optimizer="muon_original", groups=True),
 }
+# Those of the models in PADDING, and in PADDED.
+OF_PADDING = {"run_padding": Run(), "run_padded": Run(padded=True)}
 LENGTH = 32
 STEPS = 20
 CLIP = 1.0
@@ -103,6 +114,14 @@ OPTIMIZERS = {
 }
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def usual(name):
+    """The runs that are recorded of a model."""
+    if name not in FAMILIES:
+        return [*RUNS]
+    optimizers = OF_OPTIMIZERS if name == "llama3_tiny" else []
+    return ["run", *optimizers, *["run_padding"] * (name in PADDING), *["run_padded"] * (name in PADDED)]
 
 
 def sequences(name):
@@ -161,6 +180,7 @@ class Float8(torch.Tensor):
 
 def sharded(name, run):
     kinds = {"attn_implementation": run.attention, "experts_implementation": "eager"}
+    kinds |= {"pad_token_id": run.padding} if run.padding is not None else {}
     model = auto(name).from_pretrained(HERE / name, dtype=torch.float32, **kinds).train()
     policy = MixedPrecisionPolicy(param_dtype=run.param_dtype, reduce_dtype=run.reduce_dtype)
     for block in blocks(name, model):
@@ -215,13 +235,30 @@ def masked(ids, first, vocabulary):
     return torch.from_numpy(numpy.where(chosen, inputs, ids)), torch.from_numpy(numpy.where(chosen, ids, IGNORED))
 
 
-def batch(name, tokens, step, sequences, vocabulary):
-    """This rank's sequences, and what comes after each token, or what was masked."""
+def padded(first, size):
+    """Sequences of one example each, what is to be learnt after each token, and which tokens are data."""
+    inputs, targets = torch.zeros(size, LENGTH, dtype=torch.int64), torch.full((size, LENGTH), IGNORED)
+    mask = torch.zeros(size, LENGTH, dtype=torch.int64)
+    lines = (HERE / "examples.jsonl").read_text().splitlines()
+    for row, line in enumerate(lines[first : first + size]):
+        example = json.loads(line)
+        # A text without tokenizer is its bytes, and 0 ends it.
+        ids = torch.tensor([*f"{example['prompt']}{example['completion']}\0".encode()])
+        inputs[row, : len(ids) - 1], mask[row, : len(ids) - 1] = ids[:-1], 1
+        learnt = slice(len(example["prompt"]) - 1, len(ids) - 1)
+        targets[row, learnt] = ids[1:][learnt]
+    return inputs, targets, mask
+
+
+def batch(name, run, tokens, step, sequences, vocabulary):
+    """This rank's sequences, what comes after each token, or what was masked, and which tokens are data."""
     size = sequences // dist.get_world_size()
     first = ((step - 1) * dist.get_world_size() + dist.get_rank()) * size
+    if run.padded:
+        return padded(first, size)
     starts = [sequence * LENGTH for sequence in range(first, first + size)]
     inputs, targets = [torch.stack([tokens[start + shift :][:LENGTH] for start in starts]) for shift in (0, 1)]
-    return masked(inputs, first, vocabulary) if name in MASKED else (inputs, targets)
+    return (*(masked(inputs, first, vocabulary) if name in MASKED else (inputs, targets)), None)
 
 
 def resumed(model, optims, checkpoint):
@@ -243,20 +280,19 @@ def resumed(model, optims, checkpoint):
     return int(re.fullmatch(r"step-(\d+)", checkpoint.name).group(1))
 
 
-def loss_of(name, model, inputs, targets):
+def loss_of(model, inputs, targets, mask):
     """As transformers has it, but that targets are apart."""
-    outputs = model(inputs)
+    outputs = model(inputs, attention_mask=mask)
     logits, targets = outputs.logits.float().flatten(0, 1), targets.flatten()
-    if name in MASKED:
-        # The mean over the tokens of all ranks that count: FSDP takes the mean over ranks.
-        counted = (targets != IGNORED).sum()
-        dist.all_reduce(counted)
-        total = torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-        return total * dist.get_world_size() / counted
-    loss = torch.nn.functional.cross_entropy(logits, targets)
+    loss = torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED)
     if getattr(outputs, "aux_loss", None) is not None:
         loss = loss + model.config.router_aux_loss_coef * outputs.aux_loss
-    return loss
+    # The mean over the tokens of all ranks that count: FSDP takes the mean over ranks.
+    own = (targets != IGNORED).sum()
+    counted = own.clone()
+    dist.all_reduce(counted)
+    share = (own * dist.get_world_size() / counted).item()
+    return loss if share == 1 else loss * share
 
 
 def save(name, model, file):
@@ -285,8 +321,8 @@ def train(name, run, checkpoint=None, final=None, saved=None):
     scaler = torch.amp.GradScaler("cpu", init_scale=run.loss_scale or 1.0, enabled=run.loss_scale is not None)
     trajectory = []
     for step in range(done + 1, STEPS + 1):
-        inputs, targets = batch(name, tokens, step, sequences(name), model.config.vocab_size)
-        loss = loss_of(name, model, inputs, targets)
+        read = batch(name, run, tokens, step, sequences(name), model.config.vocab_size)
+        loss = loss_of(model, *read)
         scaler.scale(loss).backward()
         for optim in optims:
             scaler.unscale_(optim)
@@ -314,7 +350,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS + FAMILIES)
-    parser.add_argument("--runs", nargs="+", choices=RUNS | OF_OPTIMIZERS)
+    parser.add_argument("--runs", nargs="+", choices=RUNS | OF_OPTIMIZERS | OF_PADDING)
     parser.add_argument("--from", dest="checkpoints", type=pathlib.Path)
     parser.add_argument("--final", action="store_true")
     parser.add_argument("--save", type=int, metavar="STEP")
@@ -323,10 +359,10 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for name in options.models:
-        usual = ["run", *OF_OPTIMIZERS] if name == "llama3_tiny" else ["run"] if name in FAMILIES else RUNS
-        for file in options.runs or usual:
+        for file in options.runs or usual(name):
+            run = (RUNS | OF_OPTIMIZERS | OF_PADDING)[file]
+            run = dataclasses.replace(run, padding=PADDING.get(name)) if file == "run_padding" else run
             # Transformers' usual attention leaves out caps.
-            run = (RUNS | OF_OPTIMIZERS)[file]
             run = dataclasses.replace(run, attention="eager") if name in FAMILIES else run
             checkpoint = options.checkpoints and next((options.checkpoints / name).glob("step-*"))
             (options.out / name).mkdir(parents=True, exist_ok=True)
@@ -341,6 +377,8 @@ def main():
             settings |= {"param_dtype": str(run.param_dtype), "reduce_dtype": str(run.reduce_dtype)}
             settings |= {"attention": run.attention, "all_gather": run.all_gather, "loss_scale": run.loss_scale}
             settings |= {"groups": run.groups} if run.groups else {}
+            settings |= {"pad_token_id": run.padding} if run.padding is not None else {}
+            settings |= {"data": "examples.jsonl"} if run.padded else {}
             settings["trajectory"] = trajectory
             if dist.get_rank() == 0:
                 file = file if size == 2 else f"{file}_of_{size}"

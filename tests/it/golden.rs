@@ -1,6 +1,7 @@
 //! Training reproduces what PyTorch FSDP2 recorded: losses, gradient norms and final weights, at every split of the
 //! batch over ranks.
 
+use std::fs;
 use std::path::Path;
 
 use fsdp_ckpt::{TensorSource, hf::HfModel};
@@ -16,7 +17,11 @@ fn train(name: &str, ranks: usize, flags: &[&str], dir: &Path) -> Trajectory {
 
 /// The same with so many sequences a micro-batch.
 fn train_on(name: &str, ranks: usize, batch_size: usize, flags: &[&str], dir: &Path) -> Trajectory {
-    let (golden, batch_size) = (golden_flags(name), batch_size.to_string());
+    train_with(&golden_flags(name), ranks, batch_size, flags, dir)
+}
+
+fn train_with(golden: &[String], ranks: usize, batch_size: usize, flags: &[&str], dir: &Path) -> Trajectory {
+    let batch_size = batch_size.to_string();
     let mut args: Vec<&str> = golden.iter().map(String::as_str).collect();
     args.extend(["--batch-size", &batch_size, "--metrics", "metrics.jsonl", "--export-hf", "export"]);
     args.extend(flags);
@@ -110,10 +115,59 @@ fn dense_families() {
     }
 }
 
+/// With a `pad_token_id` that the data has: lookups do not train its row of the embedding. `PADDING` of
+/// `tests/golden/record.py`.
+#[test]
+fn padding_rows() {
+    for (name, padding) in [("gemma2", "0"), ("gemma3_text", "63"), ("phi3", "-68"), ("bert", "0")] {
+        let name = format!("{name}_tiny");
+        let dir = tempfile::tempdir().unwrap();
+        let model = dir.path().join("model");
+        fs::create_dir(&model).unwrap();
+        fs::copy(golden(&name).join("model.safetensors"), model.join("model.safetensors")).unwrap();
+        let config = fs::read_to_string(golden(&name).join("config.json")).unwrap();
+        let none = "\"pad_token_id\": null";
+        assert!(config.contains(none));
+        fs::write(model.join("config.json"), config.replace(none, &format!("\"pad_token_id\": {padding}"))).unwrap();
+        let recorded = Trajectory::recorded(&name, "run_padding");
+        let without = recorded.difference(&Trajectory::recorded(&name, "run"));
+        assert!(!without.is_within(near::SAME), "{name}: the padding changes nothing: {without:?}");
+        let flags: Vec<String> = golden_flags(&name)
+            .into_iter()
+            .map(|flag| if Path::new(&flag) == golden(&name) { "model".into() } else { flag })
+            .collect();
+        for ranks in [1, 2, 3] {
+            let difference = train_with(&flags, ranks, 6 / ranks, &[], dir.path()).difference(&recorded);
+            assert!(difference.max() < 5e-6, "{name}, {ranks} ranks: {difference:?}");
+        }
+    }
+}
+
 #[test]
 fn families_with_experts() {
     for name in ["mixtral_tiny", "qwen3_moe_tiny"] {
         family(name, true);
+    }
+}
+
+/// With one example in each sequence and padding behind it, which the experts' loss does not count.
+#[test]
+fn experts_with_padding() {
+    for name in ["mixtral_tiny", "qwen3_moe_tiny"] {
+        let mut flags = golden_flags(name);
+        let data = flags.iter().position(|flag| flag == "--data").unwrap();
+        let examples = golden("examples.jsonl").display().to_string();
+        flags.splice(
+            data..data + 2,
+            ["--sft", examples.as_str(), "--packing", "off", "--shuffle", "off"].map(String::from),
+        );
+        for ranks in [1, 2, 3] {
+            let run = if ranks == 2 { "run_padded".into() } else { format!("run_padded_of_{ranks}") };
+            let recorded = Trajectory::recorded(name, &run);
+            let dir = tempfile::tempdir().unwrap();
+            let difference = train_with(&flags, ranks, 6 / ranks, &[], dir.path()).difference(&recorded);
+            assert!(difference.max() < 5e-6, "{name}, {ranks} ranks: {difference:?}");
+        }
     }
 }
 
@@ -205,7 +259,7 @@ fn f16_that_overflows() {
         let ours = train(name, 2, &flags, dir.path());
         assert_near(&ours, &Trajectory::recorded(name, run), near::F16, skipped, name);
         let saved = fsdp_ckpt::open(&dir.path().join("saved/step-00000020")).unwrap();
-        let text = std::fs::read_to_string(golden(name).join(run).with_extension("json")).unwrap();
+        let text = fs::read_to_string(golden(name).join(run).with_extension("json")).unwrap();
         let record: serde_json::Value = serde_json::from_str(&text).unwrap();
         assert_eq!(saved.values()["scaler.scale"], record["trajectory"][19]["next_loss_scale"], "{name}");
         assert_eq!(saved.values()["scaler._growth_tracker"], 20 - skipped.len());

@@ -40,6 +40,11 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial("pytorch::other_optimizers_go_both_ways", &[Need::Pytorch], other_optimizers_go_both_ways),
         trial("pytorch::transformers_reads_an_export", &[Need::Pytorch], transformers_reads_an_export),
         trial("pytorch::adapters_go_both_ways", &[Need::Pytorch], adapters_go_both_ways),
+        trial(
+            "pytorch::adapters_of_each_kind_have_their_loss_or_are_refused",
+            &[Need::Pytorch],
+            adapters_of_each_kind_have_their_loss_or_are_refused,
+        ),
         trial("pytorch::transformers_reads_a_masked_model", &[Need::Pytorch], transformers_reads_a_masked_model),
         trial("pytorch::the_recorded_runs_come_again", &[Need::Pytorch], the_recorded_runs_come_again),
         trial("pytorch::tensor_parallel_runs_go_on_there", &[Need::Pytorch], tensor_parallel_runs_go_on_there),
@@ -198,6 +203,50 @@ fn adapters_go_both_ways() {
     }
 }
 
+/// Kinds of adapters that PEFT makes: with those that `train` takes the loss is PEFT's, and it refuses the others.
+fn adapters_of_each_kind_have_their_loss_or_are_refused() {
+    let refused = [
+        ("pissa", "init_lora_weights"),
+        ("pissa_niter", "init_lora_weights"),
+        ("olora", "init_lora_weights"),
+        ("mica", "init_lora_weights"),
+        ("rslora", "use_rslora"),
+        ("dora", "use_dora"),
+        ("rank_pattern", "rank_pattern"),
+        ("alpha_pattern", "alpha_pattern"),
+        ("bias", "bias"),
+        ("lora_bias", "lora_bias"),
+        ("saved_modules", "modules_to_save"),
+        ("tokens", "trainable_token_indices"),
+    ];
+    // PEFT makes not all of them for GPT-2's `Conv1D`.
+    let of_gpt2 = ["plain", "transposed", "excluded", "some_layers", "of_a_pattern", "pissa", "olora"];
+    for (name, kinds) in [("llama_tiny", &[][..]), ("gpt2_tiny", &of_gpt2)] {
+        let dir = tempfile::tempdir().unwrap();
+        let model = golden(name);
+        let tokens = model.join("tokens.bin");
+        let mut args = vec![Path::new("kinds"), &model, dir.path(), &tokens];
+        args.extend(kinds.iter().map(Path::new));
+        let losses: serde_json::Map<String, serde_json::Value> =
+            serde_json::from_str(&script("interop/adapters.py", &args)).unwrap();
+        assert_eq!(losses.len(), if kinds.is_empty() { 9 + refused.len() } else { kinds.len() });
+        for (kind, theirs) in &losses {
+            let mut args = golden_flags_of(name, 1);
+            args.extend(["--batch-size", "2", "--metrics", "metrics.jsonl", "--lora-from", kind].map(String::from));
+            let args: Vec<&str> = args.iter().map(String::as_str).collect();
+            let run = launch(2, "train", &args, dir.path());
+            if let Some((_, key)) = refused.iter().find(|(refused, _)| refused == kind) {
+                run.refused(2, &[&format!("adapter_config.json: {key} is ")]);
+                continue;
+            }
+            run.ok();
+            let (ours, theirs) =
+                (Trajectory::of_metrics(&dir.path().join("metrics.jsonl")).0[0].loss, theirs.as_f64().unwrap());
+            assert!((ours / theirs - 1.).abs() < 2e-6, "{name}, {kind}: {ours} here, {theirs} there");
+        }
+    }
+}
+
 fn transformers_reads_a_masked_model() {
     let name = "bert_tiny";
     let dir = tempfile::tempdir().unwrap();
@@ -238,9 +287,14 @@ fn the_recorded_runs_come_again() {
     }
     record_on_two_ranks(out.path(), &[&["--models"][..], &FAMILIES].concat());
     for name in FAMILIES {
-        let again = Trajectory::of_record(&out.path().join(name).join("run.json"));
-        let difference = again.difference(&Trajectory::recorded(name, "run"));
-        assert!(difference.max() < 2e-5, "{name}: {difference:?}");
+        for run in ["run", "run_padding", "run_padded"]
+            .into_iter()
+            .filter(|run| golden(name).join(run).with_extension("json").exists())
+        {
+            let again = Trajectory::of_record(&out.path().join(name).join(run).with_extension("json"));
+            let difference = again.difference(&Trajectory::recorded(name, run));
+            assert!(difference.max() < 2e-5, "{name}, {run}: {difference:?}");
+        }
     }
 }
 

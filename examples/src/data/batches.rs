@@ -85,6 +85,8 @@ pub struct MicroBatch {
     pub counted: u64,
     /// For each sequence the lengths of the documents packed in it, where there are such.
     pub documents: Option<Vec<Vec<usize>>>,
+    /// For each sequence how many of its tokens are data. Padding follows them.
+    pub filled: Vec<usize>,
 }
 
 impl BatchShape {
@@ -245,16 +247,22 @@ impl Batches {
             Ok(room)
         };
         let (mut inputs, mut targets) = (room()?, room()?);
-        let mut documents = Vec::new();
+        let (mut documents, mut filled) = (Vec::new(), Vec::new());
         let first = position.wrapping_add(offsets.start);
         for offset in offsets {
             match &self.sequences {
                 Sequences::Stream(stream) => {
                     stream.read(stream.place(position, offset), &mut inputs, &mut targets)?;
+                    filled.push(seq_len);
                 }
                 Sequences::Packed(packed) => {
                     let (epoch, sequence) = packed.place(position, offset)?;
-                    documents.push(packed.read(&epoch, sequence, &mut inputs, &mut targets));
+                    let mut lengths = packed.read(&epoch, sequence, &mut inputs, &mut targets);
+                    let data = lengths.iter().sum();
+                    filled.push(data);
+                    // Padding is a document of its own.
+                    lengths.extend((data < seq_len).then(|| seq_len - data));
+                    documents.push(lengths);
                 }
             }
         }
@@ -262,6 +270,7 @@ impl Batches {
             (inputs, targets) = masking.apply(first, seq_len, inputs);
         }
         inputs.resize(tokens, 0);
+        filled.resize(batch_size, 0);
         targets.resize(tokens, IGNORED);
         let documents = match &self.sequences {
             Sequences::Stream(_) => None,
@@ -271,7 +280,7 @@ impl Batches {
             }
         };
         let counted = targets.iter().filter(|&&target| target != IGNORED).count() as u64;
-        Ok(MicroBatch { inputs, targets, counted, documents })
+        Ok(MicroBatch { inputs, targets, counted, documents, filled })
     }
 
     /// By how much a step moves the position: the sequences of all ranks and micro-batches.

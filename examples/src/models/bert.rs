@@ -7,6 +7,7 @@ use candle_nn::{Init, VarBuilder};
 use fsdp_candle::FsdpModule;
 use fsdp_candle::nn::{self, AttentionOptions, Documents, Embedding, LayerNorm, Linear};
 
+use super::batch::Rows;
 use super::config::BertConfig;
 use super::config::activation::Activation;
 use super::dropout::Drops;
@@ -72,7 +73,8 @@ impl Block {
     }
 
     /// The residual stream behind the block.
-    fn forward(&self, x_btc: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
+    fn forward(&self, x_btc: &Tensor, rows: &Rows) -> Result<Tensor> {
+        let documents = rows.documents.as_ref();
         let x_btc = self.attention_norm.forward(&(self.attention(x_btc, documents)? + x_btc)?)?;
         self.norm.forward(&(self.mlp(&x_btc)? + &x_btc)?)
     }
@@ -113,7 +115,7 @@ impl Bert {
         let bias = predictions.get_with_hints(vocabulary, "bias", Init::Const(0.))?;
         Ok(Bert {
             head: Linear::new(tokens.clone(), Some(bias)),
-            tokens: Embedding::new(tokens, width),
+            tokens: Embedding::new(tokens, width).with_padding_idx(config.padding)?,
             positions: Embedding::new(table("position_embeddings", config.max_position_embeddings)?, width),
             types: Embedding::new(table("token_type_embeddings", config.type_vocab_size)?, width),
             norm: norm(embeddings.clone())?,
@@ -134,13 +136,13 @@ impl Bert {
         &self.blocks
     }
 
-    /// Logits `[B, T, V]` for ids `[B, T]`, in which documents may lie packed: at each place, what may stand there.
+    /// Logits `[B, T, V]` for ids `[B, T]` in these rows: at each place, what may stand there.
     ///
     /// # Errors
     /// Those of the layers.
-    pub fn forward(&self, ids_bt: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
+    pub fn forward(&self, ids_bt: &Tensor, rows: &Rows) -> Result<Tensor> {
         let (_, t) = ids_bt.dims2()?;
-        let places = match documents {
+        let places = match &rows.documents {
             Some(documents) => documents.position_ids(ids_bt.device())?,
             None => Tensor::arange(0u32, t as u32, ids_bt.device())?,
         };
@@ -148,7 +150,7 @@ impl Bert {
         let x_btc = self.norm.forward(&self.tokens.forward(ids_bt)?.broadcast_add(&same)?)?;
         let x_btc = self.drops.embedding(&x_btc)?;
         let x_btc = self.blocks.iter().try_fold(x_btc, |x_btc, block| {
-            block.call_with((x_btc, documents.cloned()), |layer, input| layer.run(input, Block::forward))
+            block.call_with((x_btc, rows.clone()), |layer, input| layer.run(input, Block::forward))
         })?;
         let x_btc = activate(self.activation, &self.transform.forward(&x_btc)?)?;
         self.head.forward(&self.transform_norm.forward(&x_btc)?)

@@ -8,6 +8,7 @@ use candle_nn::{Init, VarBuilder};
 use fsdp_candle::FsdpModule;
 use fsdp_candle::nn::{self, AttentionOptions, Conv1D, Documents, Embedding, LayerNorm, Linear};
 
+use super::batch::Rows;
 use super::config::Gpt2Config;
 use super::dropout::Drops;
 use super::layer::Layer;
@@ -75,7 +76,8 @@ impl Block {
     }
 
     /// The residual stream behind the block.
-    fn forward(&self, x_btc: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
+    fn forward(&self, x_btc: &Tensor, rows: &Rows) -> Result<Tensor> {
+        let documents = rows.documents.as_ref();
         let x_btc = (x_btc + self.attention(&self.norm_1.forward(x_btc)?, documents)?)?;
         let mlp = self.mlp(&self.norm_2.forward(&x_btc)?)?;
         x_btc + mlp
@@ -127,20 +129,20 @@ impl Gpt2 {
         &self.blocks
     }
 
-    /// Logits `[B, T, V]` for ids `[B, T]`, in which documents may lie packed.
+    /// Logits `[B, T, V]` for ids `[B, T]` in these rows.
     ///
     /// # Errors
     /// Those of the layers.
-    pub fn forward(&self, ids_bt: &Tensor, documents: Option<&Documents>) -> Result<Tensor> {
+    pub fn forward(&self, ids_bt: &Tensor, rows: &Rows) -> Result<Tensor> {
         let (_, t) = ids_bt.dims2()?;
-        let positions = match documents {
+        let positions = match &rows.documents {
             Some(documents) => documents.position_ids(ids_bt.device())?,
             None => Tensor::arange(0u32, t as u32, ids_bt.device())?,
         };
         let x_btc = self.tokens.forward(ids_bt)?.broadcast_add(&self.positions.forward(&positions)?)?;
         let x_btc = self.drops.embedding(&x_btc)?;
         let x_btc = self.blocks.iter().try_fold(x_btc, |x_btc, block| {
-            block.call_with((x_btc, documents.cloned()), |layer, input| layer.run(input, Block::forward))
+            block.call_with((x_btc, rows.clone()), |layer, input| layer.run(input, Block::forward))
         })?;
         self.head.forward(&self.norm.forward(&x_btc)?)
     }

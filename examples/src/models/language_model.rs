@@ -1,9 +1,9 @@
 //! A model of any of the families.
 
 use candle_core::{Module, Result, Tensor};
-use fsdp_candle::nn::Documents;
 use fsdp_core::ProcessGroup;
 
+use super::batch::Rows;
 use super::{bert, decoder, gpt2};
 
 /// A language model: token ids `[batch, time]` to logits `[batch, time, vocabulary]`.
@@ -36,11 +36,11 @@ impl LanguageModel {
     }
 
     /// Logits, and what is to be added to their loss, if anything.
-    pub(super) fn outputs(&self, ids: &Tensor, documents: Option<&Documents>) -> Result<(Tensor, Option<Tensor>)> {
+    pub(super) fn outputs(&self, ids: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
         match self {
-            LanguageModel::Decoder(model) => model.forward(ids, documents),
-            LanguageModel::Gpt2(model) => Ok((model.forward(ids, documents)?, None)),
-            LanguageModel::Bert(model) => Ok((model.forward(ids, documents)?, None)),
+            LanguageModel::Decoder(model) => model.forward(ids, rows),
+            LanguageModel::Gpt2(model) => Ok((model.forward(ids, rows)?, None)),
+            LanguageModel::Bert(model) => Ok((model.forward(ids, rows)?, None)),
         }
     }
 }
@@ -50,7 +50,7 @@ impl Module for LanguageModel {
     fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         match self {
             LanguageModel::Decoder(model) => model.logits(ids),
-            _ => Ok(self.outputs(ids, None)?.0),
+            _ => Ok(self.outputs(ids, &Rows::default())?.0),
         }
     }
 }

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor};
 use fsdp_candle::Tensors;
 use fsdp_candle::activation_checkpoint::CheckpointPolicy;
-use fsdp_candle::nn::{self, Documents};
+use fsdp_candle::nn;
 
+use super::batch::Rows;
 use super::config::activation::Activation;
 
 /// A block, which may keep its input alone for backward, or little more, and run again there.
@@ -26,17 +27,17 @@ impl<B> Layer<B> {
 }
 
 impl<B: Send + Sync + 'static> Layer<B> {
-    /// `forward` of the block on the residual stream, in which documents may lie packed.
+    /// `forward` of the block on the residual stream of these rows.
     ///
     /// # Errors
     /// Those of `forward`.
     pub fn run<O: Tensors + 'static>(
         &self,
-        (x, documents): (Tensor, Option<Documents>),
-        forward: fn(&B, &Tensor, Option<&Documents>) -> Result<O>,
+        (x, rows): (Tensor, Rows),
+        forward: fn(&B, &Tensor, &Rows) -> Result<O>,
     ) -> Result<O> {
         let block = self.block.clone();
-        let forward = move |x: Tensor| forward(&block, &x, documents.as_ref());
+        let forward = move |x: Tensor| forward(&block, &x, &rows);
         self.checkpoints.run(self.number, &self.name, forward, x)
     }
 }

@@ -43,8 +43,8 @@ fn mean(model: &FsdpModule<LanguageModel>, logits: &Tensor, batch: &Batch) -> Re
 }
 
 fn outputs(model: &FsdpModule<LanguageModel>, batch: &Batch) -> Result<(Tensor, Option<Tensor>)> {
-    let input = (batch.ids.clone(), batch.documents.clone());
-    model.call_with(input, |model, (ids, documents)| model.outputs(&ids, documents.as_ref()))
+    let input = (batch.ids.clone(), batch.rows.clone());
+    model.call_with(input, |model, (ids, rows)| model.outputs(&ids, &rows))
 }
 
 fn reduced(model: &FsdpModule<LanguageModel>, logits: &Tensor, batch: &Batch, reduction: Reduction) -> Result<Tensor> {

@@ -26,7 +26,7 @@ use candle_nn::VarBuilder;
 use fsdp_candle::activation_checkpoint::CheckpointPolicy;
 use fsdp_candle::{FsdpModule, FullyShard, ShardedVarMap, Unit, fully_shard, shard};
 
-pub use batch::Batch;
+pub use batch::{Batch, Rows};
 use config::DecoderConfig;
 pub use config::{Dropout, ModelConfig};
 use decoder::{Decoder, Turns};

@@ -1,7 +1,7 @@
 use candle_core::{Device, Tensor};
 use fsdp_candle::World;
 use fsdp_candle::initializer::Philox;
-use fsdp_candle::nn::{Documents, LoraConfig, is_adapter};
+use fsdp_candle::nn::{Documents, IGNORED, LoraConfig, is_adapter};
 
 use super::*;
 
@@ -72,8 +72,8 @@ fn packed_documents_are_learnt_as_if_each_were_alone() {
     };
     let experts = ", \"num_local_experts\": 3, \"num_experts_per_tok\": 2";
     // Its long factors are for more than four positions, and no document has so many.
-    let long = r#", "max_position_embeddings": 16, "original_max_position_embeddings": 4, "rope_scaling": {"type":
-        "longrope", "short_factor": [1.0, 1.0, 1.0], "long_factor": [2.0, 3.0, 4.0]}"#;
+    let long = r#", "pad_token_id": null, "max_position_embeddings": 16, "original_max_position_embeddings": 4,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.0, 1.0], "long_factor": [2.0, 3.0, 4.0]}"#;
     let usual = vec![vec![3, 5, 1], vec![9]];
     let id = |row: usize, at: usize| ((7 * at + 3 * row + 1) % 11) as u32;
     let batch = |row: usize, first: usize, count: usize| {
@@ -82,7 +82,7 @@ fn packed_documents_are_learnt_as_if_each_were_alone() {
             ids: tensor((first..first + count).map(|at| id(row, at)).collect()),
             targets: tensor((first..first + count).map(|at| id(row, at + 1)).collect()),
             counted: count as u64,
-            documents: None,
+            rows: Rows::default(),
         }
     };
     for (config, rows) in [
@@ -107,8 +107,12 @@ fn packed_documents_are_learnt_as_if_each_were_alone() {
                 Tensor::cat(&flat, 1).unwrap().reshape((rows.len(), 9)).unwrap()
             };
             let documents = Some(Documents::new(rows.to_vec()).unwrap());
-            let packed =
-                Batch { ids: cat(|b| &b.ids), targets: cat(|b| &b.targets), counted: 9 * rows.len() as u64, documents };
+            let packed = Batch {
+                ids: cat(|b| &b.ids),
+                targets: cat(|b| &b.targets),
+                counted: 9 * rows.len() as u64,
+                rows: Rows { documents, filled: None },
+            };
             let (loss, grads) = learns(&vars, &model, std::slice::from_ref(&packed));
             let (want, want_grads) = learns(&vars, &model, &alone);
             assert!((loss - want).abs() < 1e-5 * want, "{config}: {loss} for {want}");
@@ -118,9 +122,53 @@ fn packed_documents_are_learnt_as_if_each_were_alone() {
                 assert!(difference <= 1e-4 * norm(want) + 1e-6, "{config}: {name}: {difference} of {}", norm(want));
             }
             // It does matter where documents end.
-            let (other, _) = learns(&vars, &model, &[Batch { documents: None, ..packed }]);
+            let (other, _) = learns(&vars, &model, &[Batch { rows: Rows::default(), ..packed }]);
             assert!((other - want).abs() > 1e-3 * want, "{config}: {other} for {want}");
         }
+    }
+}
+
+/// The loss that keeps experts equally busy counts the tokens that are data, wherever padding lies.
+#[test]
+fn experts_are_as_busy_without_padding() {
+    let config = r#"{"model_type": "mixtral", "hidden_size": 8, "intermediate_size": 7, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "vocab_size": 11, "initializer_range": 0.5,
+        "num_local_experts": 3, "num_experts_per_tok": 2, "output_router_logits": true, "router_aux_loss_coef": 10.0}"#;
+    let batch = |ids: &[[u32; 8]], documents: &[Vec<usize>], filled: Option<&[usize]>| {
+        let all: Vec<u32> = ids.concat();
+        let shape = (ids.len(), 8);
+        // 0 is padding.
+        let targets: Vec<u32> = all.iter().map(|&id| if id == 0 { IGNORED } else { id % 7 }).collect();
+        Batch {
+            counted: targets.iter().filter(|&&target| target != IGNORED).count() as u64,
+            ids: Tensor::from_vec(all, shape, &Device::Cpu).unwrap(),
+            targets: Tensor::from_vec(targets, shape, &Device::Cpu).unwrap(),
+            rows: Rows {
+                documents: Some(Documents::new(documents.to_vec()).unwrap()),
+                filled: filled.map(|filled| filled.into()),
+            },
+        }
+    };
+    let full = batch(&[[1, 2, 3, 4, 5, 6, 7, 8]], &[vec![3, 5]], None);
+    let padded = [[1, 2, 3, 0, 0, 0, 0, 0], [0; 8], [4, 5, 6, 7, 8, 0, 0, 0]];
+    let padded = batch(&padded, &[vec![3, 5], vec![8], vec![5, 3]], Some(&[3, 0, 5]));
+    let nothing = batch(&[[0; 8]], &[vec![8]], Some(&[0]));
+    for again in [false, true] {
+        let (vars, model) = model(config, again);
+        let learns = |batch: &Batch| {
+            let loss = loss(&model, batch).unwrap();
+            let grads = model.backward(&loss).unwrap();
+            let of = |param: &std::sync::Arc<fsdp_candle::FsdpParam>| grads.get(param.var()).unwrap().clone();
+            (loss.to_scalar::<f32>().unwrap(), vars.trainable().iter().map(of).collect::<Vec<_>>())
+        };
+        let ((found, grads), (want, want_grads)) = (learns(&padded), learns(&full));
+        assert!((found - want).abs() < 1e-5 * want, "{found} for {want}");
+        let norm = |x: &Tensor| x.sqr().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap().sqrt();
+        for (grad, want) in grads.iter().zip(&want_grads) {
+            let difference = norm(&(grad - want).unwrap());
+            assert!(difference <= 1e-4 * norm(want) + 1e-6, "{difference} of {}", norm(want));
+        }
+        assert_eq!(loss(&model, &nothing).unwrap().to_scalar::<f32>().unwrap(), 0.);
     }
 }
 
@@ -128,7 +176,7 @@ fn packed_documents_are_learnt_as_if_each_were_alone() {
 fn sizes_are_those_of_the_model_that_is_built() {
     let gpt2 = r#"{"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 3, "n_positions": 16, "vocab_size": 11"#;
     let llama = r#"{"model_type": "llama", "hidden_size": 8, "intermediate_size": 7, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "vocab_size": 13"#;
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "vocab_size": 13, "pad_token_id": null"#;
     let bert = r#"{"model_type": "bert", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2,
         "intermediate_size": 5, "max_position_embeddings": 16, "vocab_size": 11"#;
     let (biases, inner) = (", \"attention_bias\": true, \"mlp_bias\": true", ", \"n_inner\": 5");

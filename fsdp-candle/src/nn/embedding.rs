@@ -16,7 +16,8 @@ use crate::tensor_parallel::ActivationLayout;
 /// An embedding, as [`candle_nn::Embedding`]: weight `[vocabulary, hidden]`, ids (u8, u32 or i64) of any shape `[..]`,
 /// output `[.., hidden]`. The largest number of the ids' dtype is no id: its row is zero and has no gradient.
 ///
-/// The gradient of a row is the sum of the output's gradients at the places where its id stands.
+/// The gradient of a row is the sum of the output's gradients at the places where its id stands, but for the row of
+/// [`padding_idx`](Self::with_padding_idx).
 ///
 /// Under a plan ([`crate::parallelize`]) the weight is this rank's part: of the vocabulary
 /// ([`crate::VocabParallel`]: each rank looks its ids up, and the ranks' rows are added up) or of the hidden dimension
@@ -35,6 +36,7 @@ use crate::tensor_parallel::ActivationLayout;
 pub struct Embedding {
     embeddings: Tensor,
     hidden_size: usize,
+    padding_idx: Option<usize>,
     parallel: Option<Arc<ParallelLayer<EmbeddingCut>>>,
 }
 
@@ -43,7 +45,31 @@ impl Embedding {
     pub fn new(embeddings: Tensor, hidden_size: usize) -> Self {
         claim(&embeddings);
         let parallel = ParallelLayer::of_embedding(&embeddings).map(Arc::new);
-        Self { embeddings, hidden_size, parallel }
+        Self { embeddings, hidden_size, padding_idx: None, parallel }
+    }
+
+    /// Returns the embedding with PyTorch's `padding_idx`: lookups of this id give its row no gradient. The row keeps
+    /// its values, and other layers that share the weight still add to its gradient.
+    ///
+    /// # Errors
+    /// When the id is not in the vocabulary.
+    pub fn with_padding_idx(self, padding_idx: Option<usize>) -> Result<Self> {
+        let (rows, _) = self.embeddings.dims2()?;
+        let vocabulary = match &self.parallel {
+            Some(parallel) if parallel.style.vocabulary => rows * parallel.group().size(),
+            _ => rows,
+        };
+        if let Some(id) = padding_idx.filter(|&id| id >= vocabulary) {
+            bail!(
+                "Embedding: padding_idx is {id}, but the vocabulary has {vocabulary} ids: use a smaller one, or None"
+            );
+        }
+        Ok(Self { padding_idx, ..self })
+    }
+
+    /// The id whose row has no gradient from lookups.
+    pub fn padding_idx(&self) -> Option<usize> {
+        self.padding_idx
     }
 
     /// The weight, `[vocabulary, hidden]`; under a plan this rank's part.
@@ -67,9 +93,11 @@ pub fn embedding(in_size: usize, out_size: usize, vb: VarBuilder) -> Result<Embe
 impl Module for Embedding {
     fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         let (vocabulary, hidden) = self.embeddings.dims2()?;
+        let padding = self.padding_idx;
+        let whole = Range { first: 0, rows: vocabulary, of: vocabulary, padding };
         let Some(parallel) = &self.parallel else {
             self.check_hidden(hidden)?;
-            return lookup(&self.embeddings, ids, Range { first: 0, rows: vocabulary, of: vocabulary });
+            return lookup(&self.embeddings, ids, whole);
         };
         let (EmbeddingCut { vocabulary: cuts_vocabulary, input, output }, group) = (parallel.style, parallel.group());
         let ids = match input {
@@ -78,12 +106,13 @@ impl Module for Embedding {
         };
         if cuts_vocabulary {
             self.check_hidden(hidden)?;
-            let range = Range { first: group.rank() * vocabulary, rows: vocabulary, of: group.size() * vocabulary };
+            let (first, of) = (group.rank() * vocabulary, group.size() * vocabulary);
+            let range = Range { first, of, ..whole };
             let group = &parallel.group_for(&ids)?;
             output_of_terms("Embedding", &lookup(&self.embeddings, &ids, range)?, output, group)
         } else {
             self.check_hidden(hidden * group.size())?;
-            let rows = lookup(&self.embeddings, &ids, Range { first: 0, rows: vocabulary, of: vocabulary })?;
+            let rows = lookup(&self.embeddings, &ids, whole)?;
             output_of_columns("Embedding", rows, output, group)
         }
     }
@@ -104,6 +133,20 @@ struct Range {
     first: usize,
     rows: usize,
     of: usize,
+    /// The id whose row has no gradient.
+    padding: Option<usize>,
+}
+
+impl Range {
+    /// The number that a row of the vocabulary has in the weight, if it is there.
+    fn own(self, row: usize) -> Option<usize> {
+        row.checked_sub(self.first).filter(|row| *row < self.rows)
+    }
+
+    /// The weight's row that has no gradient.
+    fn own_padding(self) -> Option<usize> {
+        self.padding.and_then(|id| self.own(id))
+    }
 }
 
 /// The rows of these ids; zeros of ids whose rows are elsewhere.
@@ -116,20 +159,51 @@ fn lookup(embeddings: &Tensor, ids: &Tensor, range: Range) -> Result<Tensor> {
         let weight = Weight::of(embeddings)?;
         let ids = here(ids, range)?;
         let found = composite(&weight.value()?.detach(), &ids)?;
-        return cuda::table::lookup(found, weight, &ids);
+        let learnt = match range.own_padding() {
+            Some(padding) => is_row(&ids, padding)?.where_cond(&none_like(&ids)?, &ids)?,
+            None => ids,
+        };
+        return cuda::table::lookup(found, weight, &learnt);
     }
     if !served(embeddings) {
-        return composite(&Weight::in_graph(embeddings)?, &here(ids, range)?);
+        let ids = here(ids, range)?;
+        let found = composite(&Weight::in_graph(embeddings)?, &ids)?;
+        return match range.own_padding() {
+            Some(padding) => {
+                let is_padding = is_row(&ids, padding)?.unsqueeze(ids.rank())?.broadcast_as(found.shape())?;
+                is_padding.where_cond(&found.detach(), &found)
+            }
+            None => Ok(found),
+        };
     }
     if !ids.device().is_cpu() {
         bail!("Embedding: the ids are on {:?} but the weight is on the CPU", ids.device().location());
     }
     let ids = rows_of("Embedding", ids, range.of)?;
-    let here = |row: usize| row.checked_sub(range.first).filter(|row| *row < range.rows);
-    let ids = ids.into_iter().map(|row| row.and_then(here)).collect();
+    let ids = ids.into_iter().map(|row| row.and_then(|row| range.own(row))).collect();
     let weight = Weight::of(embeddings)?;
     let node = weight.node().clone();
-    node.apply_op1(Lookup { weight, ids, hidden, shape: shape.into() })
+    node.apply_op1(Lookup { weight, ids, padding: range.own_padding(), hidden, shape: shape.into() })
+}
+
+/// Whether each of the weight's own ids is this one.
+fn is_row(ids: &Tensor, row: usize) -> Result<Tensor> {
+    ids.to_dtype(DType::I64)?.eq(row as i64)
+}
+
+/// The id of these ids' dtype that is none.
+fn none_of(ids: &Tensor) -> i64 {
+    match ids.dtype() {
+        DType::U8 => i64::from(u8::MAX),
+        DType::U32 => i64::from(u32::MAX),
+        _ => i64::MAX,
+    }
+}
+
+/// As many ids that are none.
+#[cfg(feature = "cuda")]
+fn none_like(ids: &Tensor) -> Result<Tensor> {
+    Tensor::full(none_of(ids), ids.shape(), ids.device())?.to_dtype(ids.dtype())
 }
 
 /// Ids as the weight's own rows count, for Candle's operations: those of rows elsewhere become the one that is none.
@@ -138,11 +212,7 @@ fn here(ids: &Tensor, range: Range) -> Result<Tensor> {
     if range.rows == range.of {
         return Ok(ids.clone());
     }
-    let none = match ids.dtype() {
-        DType::U8 => i64::from(u8::MAX),
-        DType::U32 => i64::from(u32::MAX),
-        _ => i64::MAX,
-    };
+    let none = none_of(ids);
     let (device, shape) = (ids.device(), ids.shape());
     let constant = |value: i64| Tensor::full(value, shape, device);
     let ids = ids.to_dtype(DType::I64)?;
@@ -164,6 +234,8 @@ struct Lookup {
     weight: Weight,
     /// The rows of the table, or none.
     ids: Vec<Option<usize>>,
+    /// The row that has no gradient.
+    padding: Option<usize>,
     hidden: usize,
     shape: Shape,
 }
@@ -209,7 +281,9 @@ impl CustomOp1 for Lookup {
             if !accumulate {
                 buffer.fill(0.0);
             }
+            let no_gradient = self.padding.map(|row| row * self.hidden);
             for (row, grad) in self.rows().zip(grad.chunks_exact(self.hidden.max(1))) {
+                let row = row.filter(|row| Some(row.start) != no_gradient);
                 let to = row.map(|row| &mut buffer[row]).unwrap_or_default();
                 to.iter_mut().zip(grad).for_each(|(to, from)| *to += from);
             }

@@ -12,7 +12,7 @@ use fsdp_candle::{
 };
 use fsdp_examples::device::DeviceChoice;
 use fsdp_examples::metrics::peak_memory_bytes;
-use fsdp_examples::models::{self, Batch, ModelConfig, ModelOptions, TensorParallel, parallel};
+use fsdp_examples::models::{self, Batch, ModelConfig, ModelOptions, Rows, TensorParallel, parallel};
 use fsdp_examples::ranks::Ranks;
 use serde::Serialize;
 
@@ -187,7 +187,7 @@ fn measure(args: &Args, world: &World, vars: &ShardedVarMap, subject: &Subject<'
         Tensor::from_vec(ids, (args.batch, args.seq), &Device::Cpu)
     };
     let counted = (args.batch * args.seq) as u64;
-    let batch = Batch { ids: batch(0)?.to_device(world.device())?, targets: batch(1)?, counted, documents: None };
+    let batch = Batch { ids: batch(0)?.to_device(world.device())?, targets: batch(1)?, counted, rows: Rows::default() };
 
     let clock = Clock::start().context("counting what is communicated")?;
     let mut times = [const { Vec::new() }; 6];

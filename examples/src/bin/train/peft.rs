@@ -19,6 +19,7 @@ const CONFIG: &str = "adapter_config.json";
 /// What PEFT writes before the name that a parameter has in transformers' model.
 const PREFIX: &str = "base_model.model.";
 const DOWN: &str = ".lora_A.weight";
+const UP: &str = ".lora_B.weight";
 /// What transformers' models with a head write before the names of GPT-2's own tensors, and GPT-2's files often do not.
 const GPT2: &str = "transformer.";
 
@@ -94,27 +95,31 @@ struct PeftConfig {
     rest: Map<String, Value>,
 }
 
-/// Settings with which an adapter is more, or something else, than `alpha / r * B A x`.
-const UNUSUAL: [&str; 18] = [
-    "use_dora",
-    "use_rslora",
-    "use_qalora",
-    "lora_bias",
-    "rank_pattern",
-    "alpha_pattern",
-    "modules_to_save",
-    "trainable_token_indices",
-    "target_parameters",
-    "layer_replication",
-    "megatron_config",
-    "corda_config",
-    "use_bdlora",
-    "kasa_config",
-    "monteclora_config",
-    "velora_config",
-    "arrow_config",
-    "alora_invocation_tokens",
+/// Settings that do not change what adapters compute: which layers have one is in the file of weights. With any other
+/// that is set, an adapter may be more, or something else, than `alpha / r * B A x`.
+const HARMLESS: [&str; 18] = [
+    "auto_mapping",
+    "base_model_name_or_path",
+    "eva_config",
+    "exclude_modules",
+    // PEFT sets it by the kind of each layer, whatever the file says.
+    "fan_in_fan_out",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "loftq_config",
+    "lora_dropout",
+    "lora_ga_config",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
 ];
+/// Ways to make the first adapters that leave the base model's weights as they are. `gaussian` may have any case.
+const INITIAL: [&str; 3] = ["gaussian", "eva", "orthogonal"];
 
 /// Adapters in a directory.
 pub(crate) struct Peft {
@@ -122,6 +127,8 @@ pub(crate) struct Peft {
     weights: HfModel,
     /// The layers that have one, by their names in the file.
     layers: Vec<String>,
+    /// What PEFT drops of the adapters' input while it trains them.
+    dropout: f64,
 }
 
 impl Peft {
@@ -138,22 +145,40 @@ impl Peft {
             Value::Array(values) => !values.is_empty(),
             _ => true,
         };
-        for key in UNUSUAL {
-            let value = config.rest.get(key).unwrap_or(&Value::Null);
-            ensure!(!is_set(value), "{}: {key} is {value}, which train does not have", file.display());
+        for (key, value) in config.rest.iter().filter(|(key, _)| !HARMLESS.contains(&key.as_str())) {
+            let (is_taken, why) = match key.as_str() {
+                "bias" => (value.is_null() || value == "none", "train keeps biases as they are, as with \"none\""),
+                "init_lora_weights" => (leaves_base(value), REPLACED),
+                _ => (
+                    !is_set(value),
+                    "train has no such adapters. Merge them into the model in PEFT, or make plain ones",
+                ),
+            };
+            ensure!(is_taken, "{}: {key} is {value}; {why}", file.display());
         }
-        let bias = config.rest.get("bias").unwrap_or(&Value::Null);
-        ensure!(
-            bias.is_null() || bias == "none",
-            "{}: bias is {bias}; train keeps biases as they are, as with \"none\"",
-            file.display()
-        );
         let weights = dir.join(WEIGHTS);
         let weights = HfModel::open_file(&weights).with_context(|| format!("can't read {}", weights.display()))?;
-        let layers: Vec<String> = weights.tensors().keys().filter_map(|name| layer_of(name)).collect();
+        let layers: Vec<String> = weights.tensors().keys().filter_map(|name| layer_of(name, DOWN)).collect();
         ensure!(!layers.is_empty(), "{} holds no tensor {PREFIX}*{DOWN}", weights.path().display());
+        let other = weights.tensors().keys().find(|name| layer_of(name, DOWN).or_else(|| layer_of(name, UP)).is_none());
+        ensure!(
+            other.is_none(),
+            "{} holds {}, which PEFT loads beside the adapters and train does not: save the adapters alone, with \
+             save_embedding_layers=False",
+            weights.path().display(),
+            other.map_or("", String::as_str)
+        );
+        let dropout = config.rest.get("lora_dropout").and_then(Value::as_f64).unwrap_or(0.);
         let config = LoraConfig { rank: config.r, alpha: config.lora_alpha };
-        Ok(Peft { config, weights, layers })
+        Ok(Peft { config, weights, layers, dropout })
+    }
+
+    /// What about the adapters their reader should know, if anything.
+    pub(crate) fn remark(&self) -> Option<String> {
+        let (dropout, file) = (self.dropout, self.weights.path().with_file_name(CONFIG));
+        let remark =
+            || format!("{}: lora_dropout is {dropout}; train drops nothing of adapters' input", file.display());
+        (dropout != 0.).then(remark)
     }
 
     /// How large the adapters are, and whose.
@@ -187,13 +212,34 @@ impl Peft {
     }
 }
 
-/// The layer, if it is the name of an adapter's first matrix.
-fn layer_of(name: &str) -> Option<String> {
-    Some(name.strip_prefix(PREFIX)?.strip_suffix(DOWN)?.to_string())
+/// Why adapters of other ways to begin are refused.
+const REPLACED: &str = "PEFT may replace weights of the base model when it loads such adapters, and train does not. \
+                        Convert them by path_initial_model_for_weight_conversion of PEFT's save_pretrained, or make \
+                        adapters with true, false, \"gaussian\", \"eva\" or \"orthogonal\"";
+
+/// Returns whether PEFT, which makes first adapters before it loads those of the file, leaves the base model's weights
+/// as they are.
+fn leaves_base(init_lora_weights: &Value) -> bool {
+    match init_lora_weights {
+        Value::Null | Value::Bool(_) => true,
+        Value::String(name) => INITIAL.contains(&name.as_str()) || name.eq_ignore_ascii_case(INITIAL[0]),
+        _ => false,
+    }
+}
+
+/// The layer, if it is the name of a matrix of an adapter.
+fn layer_of(name: &str, matrix: &str) -> Option<String> {
+    Some(name.strip_prefix(PREFIX)?.strip_suffix(matrix)?.to_string())
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use fsdp_candle::World;
+    use fsdp_ckpt::hf;
+    use fsdp_core::Buffer;
+
     use super::*;
 
     fn config(adapted: &[&str], layers: &[&str]) -> Value {
@@ -234,13 +280,78 @@ mod tests {
             ("[", "is no configuration of low-rank adapters"),
             (r#"{"peft_type": "LORA", "r": -1, "lora_alpha": 1}"#, "is no configuration of low-rank adapters"),
             (r#"{"peft_type": "LOHA", "r": 1, "lora_alpha": 1}"#, r#"peft_type is "LOHA", not LORA"#),
-            (r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "use_dora": true}"#, "use_dora is true"),
-            (r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "rank_pattern": {"q": 2}}"#, "rank_pattern is"),
-            (r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "bias": "all"}"#, r#"bias is "all""#),
-            (r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "use_dora": false}"#, WEIGHTS),
         ] {
             let error = refused(Some(text));
             assert!(error.contains(expected), "{text}: {error}");
+        }
+        let with = |setting: &str| {
+            refused(Some(&format!("{{\"peft_type\": \"LORA\", \"r\": 1, \"lora_alpha\": 1, {setting}}}")))
+        };
+        for setting in [
+            r#""use_dora": true"#,
+            r#""use_rslora": true"#,
+            r#""rank_pattern": {"q": 2}"#,
+            r#""alpha_pattern": {"q": 2}"#,
+            r#""modules_to_save": ["lm_head"]"#,
+            r#""ensure_weight_tying": true"#,
+            r#""bias": "all""#,
+            r#""bias": "lora_only""#,
+            // Of a later PEFT.
+            r#""use_next": 0"#,
+            r#""init_lora_weights": "pissa""#,
+            r#""init_lora_weights": "pissa_niter_4""#,
+            r#""init_lora_weights": "olora""#,
+            r#""init_lora_weights": "OLoRA""#,
+            r#""init_lora_weights": "corda""#,
+            r#""init_lora_weights": "loftq""#,
+            r#""init_lora_weights": "lora_ga""#,
+            r#""init_lora_weights": "mica""#,
+            r#""init_lora_weights": 1"#,
+        ] {
+            let (key, value) = setting.split_once(": ").unwrap();
+            let (error, key) = (with(setting), key.trim_matches('"'));
+            let value = value.replace(": ", ":");
+            assert!(error.contains(&format!("{CONFIG}: {key} is {value}; ")) && !error.contains(WEIGHTS), "{error}");
+        }
+        for setting in [
+            r#""use_dora": false, "rank_pattern": {}, "modules_to_save": null, "layer_replication": []"#,
+            r#""bias": "none", "lora_dropout": 0.1, "layers_to_transform": [1], "layers_pattern": "layers""#,
+            r#""exclude_modules": ["q"], "fan_in_fan_out": true, "megatron_core": "megatron.core""#,
+            r#""init_lora_weights": true"#,
+            r#""init_lora_weights": false"#,
+            r#""init_lora_weights": null"#,
+            r#""init_lora_weights": "Gaussian""#,
+            r#""init_lora_weights": "eva", "eva_config": {"rho": 2.0}"#,
+            r#""init_lora_weights": "orthogonal""#,
+        ] {
+            let error = with(setting);
+            assert!(error.contains(WEIGHTS), "{setting}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_file_with_more_than_adapters_is_refused() {
+        let world = World::single().unwrap();
+        let root = tempfile::tempdir().unwrap();
+        let layer = "base_model.model.model.layers.0.self_attn.q_proj";
+        let adapter = [format!("{layer}{DOWN}"), format!("{layer}{UP}")];
+        let open = |number: usize, more: Option<&str>| {
+            let dir = root.path().join(number.to_string());
+            let tensor = |name: &str| TensorShard::whole(name, &[1, 1], Arc::new(Buffer::F32(vec![1.])));
+            let tensors: Vec<_> = adapter.iter().map(String::as_str).chain(more).map(tensor).collect();
+            hf::export(&dir, world.group(), &tensors, &[]).unwrap();
+            std::fs::rename(dir.join("model.safetensors"), dir.join(WEIGHTS)).unwrap();
+            std::fs::write(dir.join(CONFIG), r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1}"#).unwrap();
+            Peft::open(&dir).map(|peft| peft.layers).map_err(|error| error.to_string())
+        };
+        assert_eq!(open(0, None).unwrap(), ["model.layers.0.self_attn.q_proj"]);
+        for (number, more) in
+            ["lm_head.weight", "model.layers.0.self_attn.q_proj.lora_B.bias", "model.embed_tokens.lora_embedding_A"]
+                .into_iter()
+                .enumerate()
+        {
+            let error = open(number + 1, Some(&format!("base_model.model.{more}"))).unwrap_err();
+            assert!(error.contains(&format!("holds base_model.model.{more}, which PEFT loads")), "{error}");
         }
     }
 }

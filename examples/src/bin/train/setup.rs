@@ -59,7 +59,8 @@ impl Setup {
         alike::inputs(read(&config, &batches, evaluation.as_ref(), weights, adapters.as_ref())?, args, world)?;
         if world.rank() == 0 {
             let all = [Some(&batches), evaluation.as_ref().map(|evaluation| &evaluation.batches)];
-            let remarks = all.into_iter().flatten().filter_map(Batches::remark);
+            let of_adapters = adapters.as_ref().and_then(|adapters| adapters.from.as_ref()?.remark());
+            let remarks = all.into_iter().flatten().filter_map(Batches::remark).chain(of_adapters);
             remarks.for_each(|remark| Console::Stderr.line(format_args!("warning: {remark}")));
         }
         let positions = args.seq_len.max(sample::CONTEXT);

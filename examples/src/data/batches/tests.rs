@@ -28,9 +28,10 @@ fn sequences(
         for a in 0..grad_accum {
             for rank in &ranks {
                 let read = rank.micro_batch(position + step * rank.sequences_per_step(), a).unwrap();
-                let MicroBatch { inputs, targets, counted, documents } = read;
+                let MicroBatch { inputs, targets, counted, documents, filled } = read;
                 assert_eq!((inputs.len(), targets.len()), (batch_size * seq_len, batch_size * seq_len));
                 assert_eq!((counted, documents), ((batch_size * seq_len) as u64, None));
+                assert_eq!(filled, vec![seq_len; batch_size]);
                 all.extend(inputs.chunks(seq_len).map(Vec::from).zip(targets.chunks(seq_len).map(Vec::from)));
             }
         }
@@ -135,6 +136,11 @@ fn rows(
                 rows.extend(read.inputs.chunks(8).map(Vec::from).zip(read.targets.chunks(8).map(Vec::from)));
                 let documents = read.documents.unwrap_or_else(|| vec![vec![8]; batch_size]);
                 assert!(documents.len() == batch_size && documents.iter().all(|row| row.iter().sum::<usize>() == 8));
+                // All that is data is learnt here.
+                let data = |(filled, targets): (&usize, &[u32])| {
+                    targets.iter().rposition(|&id| id != IGNORED) == filled.checked_sub(1)
+                };
+                assert!(read.filled.len() == batch_size && read.filled.iter().zip(read.targets.chunks(8)).all(data));
             }
         }
         let learnt = |row: &Row| row.1.iter().filter(|&&target| target != IGNORED).count() as u64;

@@ -169,8 +169,7 @@ impl Packed {
         self.examples.get(example as usize).tokens.len() - 1
     }
 
-    /// Appends a sequence to rows of inputs and targets; returns the lengths of its documents. What is left of the row
-    /// is a document of its own.
+    /// Appends a sequence to rows of inputs and targets, with padding behind it; returns the lengths of its documents.
     pub(in crate::data) fn read(
         &self,
         epoch: &Epoch,
@@ -191,7 +190,6 @@ impl Packed {
         }
         inputs.resize(inputs.len() + room, 0);
         targets.resize(targets.len() + room, IGNORED);
-        documents.extend((room > 0).then_some(room));
         documents
     }
 }
@@ -252,7 +250,7 @@ mod tests {
         let (epoch, sequence) = packed.place(0, 0).unwrap();
         let (mut inputs, mut targets) = (vec![], vec![]);
         let documents = packed.read(&epoch, sequence, &mut inputs, &mut targets);
-        assert_eq!(documents, [3, 1, 2]);
+        assert_eq!(documents, [3, 1]);
         assert_eq!(inputs, [0, 1, 2, 100, 0, 0]);
         assert_eq!(targets, [IGNORED, 2, 3, 101, IGNORED, IGNORED]);
         assert_eq!(epoch.learnt(sequence), 3);

@@ -1,10 +1,10 @@
 //! Chat templates: Jinja, with what transformers gives to it.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, Error, ErrorKind, UndefinedBehavior, Value};
 use minijinja_contrib::pycompat::unknown_method_callback;
@@ -24,8 +24,10 @@ const NAME: &str = "chat template";
 /// thousandth of them.
 const FUEL: u64 = 100_000_000;
 
-/// What `{% generation %}` and its end leave in the text. No text may have them: they are no characters.
-const MARKS: [char; 2] = ['\u{fdd0}', '\u{fdd1}'];
+/// The variables that stand in the place of `{% generation %}` and its end: empty, or marks.
+const VARIABLES: [&str; 2] = ["__generation", "__endgeneration"];
+/// What marks are chosen from: no characters, but a text may have them all the same.
+const NONCHARACTERS: RangeInclusive<char> = '\u{fdd0}'..='\u{fdef}';
 
 /// A chat template, ready to run.
 pub(super) struct Template {
@@ -98,10 +100,33 @@ impl Template {
         context.insert("messages".into(), messages.iter().cloned().collect());
         context.insert("add_generation_prompt".into(), add_generation_prompt.into());
         let template = self.environment.get_template(NAME)?;
-        let text = template
-            .render(Value::from(context))
-            .map_err(|error| anyhow!("{} refuses it: {}", self.origin, told(&error)))?;
-        Ok(if self.marks { without_marks(&text) } else { (text, vec![]) })
+        let mut written = |marks: [String; 2]| {
+            context.extend(VARIABLES.into_iter().map(str::to_owned).zip(marks.map(Value::from)));
+            template
+                .render(Value::from(context.clone()))
+                .map_err(|error| anyhow!("{} refuses it: {}", self.origin, told(&error)))
+        };
+        let text = written(Default::default())?;
+        if !self.marks {
+            return Ok((text, vec![]));
+        }
+        // What the text itself has would mark what nobody marked.
+        let mut free = NONCHARACTERS.filter(|mark| !text.contains(*mark));
+        let (Some(begin), Some(end)) = (free.next(), free.next()) else {
+            bail!(
+                "the text has almost all of U+FDD0 to U+FDEF, which are no characters, and two of them must be left to \
+                 mark what the assistant says: remove them"
+            )
+        };
+        let marked = written([begin, end].map(String::from))?;
+        let (unmarked, spans) = without_marks(&marked, [begin, end]);
+        ensure!(
+            unmarked == text,
+            "{} works on what is inside {{% generation %}}, by a filter or a test, so that the assistant's words are \
+             not known: put {{% generation %}} and {{% endgeneration %}} around what is written at last",
+            self.origin
+        );
+        Ok((text, spans))
     }
 }
 
@@ -136,8 +161,8 @@ fn of_directory(model: &Path) -> Result<Option<(String, PathBuf)>> {
     }
 }
 
-/// The source with marks in the place of `{% generation %}` and its end, and whether there are any. A block that does
-/// nothing stands on both sides of each, so that whitespace is trimmed as around the tag itself.
+/// The source with [`VARIABLES`] in the place of `{% generation %}` and its end, and whether there are any. A block
+/// that does nothing stands on both sides of each, so that whitespace is trimmed as around the tag itself.
 fn with_marks(source: &str) -> (String, bool) {
     let (mut out, mut rest, mut found) = (String::new(), source, false);
     while let Some(at) = rest.find("{%") {
@@ -149,14 +174,14 @@ fn with_marks(source: &str) -> (String, bool) {
         let left = if inner.starts_with(['-', '+']) { &inner[..1] } else { "" };
         let right = if inner.ends_with(['-', '+']) { &inner[inner.len() - 1..] } else { "" };
         let mark = match inner.trim_matches(['-', '+']).trim() {
-            "generation" => Some(MARKS[0]),
-            "endgeneration" => Some(MARKS[1]),
+            "generation" => Some(VARIABLES[0]),
+            "endgeneration" => Some(VARIABLES[1]),
             _ => None,
         };
         match mark {
             Some(mark) => {
                 found = true;
-                out.push_str(&format!("{{%{left} if true %}}{{{{ '{mark}' }}}}{{% endif {right}%}}"));
+                out.push_str(&format!("{{%{left} if true %}}{{{{ {mark} }}}}{{% endif {right}%}}"));
             }
             None => out.push_str(tag),
         }
@@ -167,12 +192,12 @@ fn with_marks(source: &str) -> (String, bool) {
 }
 
 /// The text without marks, and the stretches between them.
-fn without_marks(text: &str) -> (String, Vec<Range<usize>>) {
+fn without_marks(text: &str, [begin, end]: [char; 2]) -> (String, Vec<Range<usize>>) {
     let (mut out, mut spans, mut start) = (String::new(), vec![], None);
     for c in text.chars() {
-        if c == MARKS[0] {
+        if c == begin {
             start = Some(out.len());
-        } else if c == MARKS[1] {
+        } else if c == end {
             spans.extend(start.take().map(|start| start..out.len()));
         } else {
             out.push(c);

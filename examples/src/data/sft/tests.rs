@@ -233,6 +233,45 @@ fn a_template_that_looks_ahead_must_mark_what_is_learnt() {
     assert!(error.contains("nothing of the assistant") && error.contains("it marks nothing by"), "{error}");
 }
 
+/// Whatever a message holds: noncharacters, which marks are made of, are text there, and so are the tags.
+#[test]
+fn no_text_marks_what_is_learnt() {
+    let dir = model_of("generation");
+    let own = model(Some(
+        "{% macro turn(m) %}[{% generation %}{{ m.content }}{% endgeneration %}]{% endmacro %}\
+         {% for m in messages %}{{ turn(m) if m.role == 'assistant' else m.content }}{% endfor %}",
+    ));
+    let all: String = ('\u{fdd0}'..='\u{fdef}').collect();
+    for (user, assistant) in [
+        ("\u{fdd0}user\u{fdd1}", "says"),
+        ("user", "sa\u{fdd1}ys"),
+        ("\u{fdd1}us\u{fdd0}er", "\u{fdd0}says\u{fdd0}"),
+        ("{% generation %}user{% endgeneration %}", "says {{ __generation }}"),
+        (all.trim_end_matches(['\u{fdee}', '\u{fdef}']), "says"),
+    ] {
+        let line = serde_json::json!({ "__generation": "user", "messages": [
+            { "role": "user", "content": user }, { "role": "assistant", "content": assistant }] });
+        let learnt = |dir: &TempDir| Reader::new(Some(dir.path())).learnt(&line.to_string());
+        assert_eq!(learnt(&dir), [format!("{assistant}<|im_end|>")], "{user:?}");
+        assert_eq!(learnt(&own), [assistant], "{user:?}");
+        let text = Reader::new(Some(own.path())).read(&line.to_string()).unwrap().text;
+        assert_eq!(text, format!("{user}[{assistant}]"));
+    }
+    let line = serde_json::json!({ "messages": [
+        { "role": "user", "content": all }, { "role": "assistant", "content": "says" }] });
+    let error = Reader::new(Some(dir.path())).refuses(&line.to_string());
+    assert!(error.contains("U+FDD0 to U+FDEF") && error.contains("remove them"), "{error}");
+    // What has no marks needs none.
+    assert_eq!(Reader::new(None).learnt(&line.to_string()), ["says\0"]);
+    // A mark in what is trimmed or counted would make another text.
+    let filtered = model(Some(
+        "{% for m in messages %}{% set text %}{% generation %} {{ m.content }}{% endgeneration %}{% endset %}\
+         {{ text | trim }}{% endfor %}",
+    ));
+    let error = Reader::new(Some(filtered.path())).refuses(TWO);
+    assert!(error.contains("works on what is inside {% generation %}"), "{error}");
+}
+
 #[test]
 fn a_file_that_is_no_template_is_told_where() {
     let dir = model(Some("{{ bos_token }}\n{% for message in messages %}"));

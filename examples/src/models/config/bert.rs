@@ -4,7 +4,7 @@ use anyhow::ensure;
 use serde::{Deserialize, Serialize};
 
 use super::activation::Activation;
-use super::checks::{at_least_one, below_one, not_negative};
+use super::checks::{at_least_one, below_one, not_negative, padding_row};
 
 /// What Hugging Face's `BertConfig` says that matters here.
 #[derive(Clone, Debug, Deserialize, Serialize)]
@@ -21,6 +21,9 @@ pub struct BertConfig {
     pub intermediate_size: usize,
     /// Number of token ids.
     pub vocab_size: usize,
+    /// The token that fills sequences up.
+    #[serde(default = "default_padding")]
+    pub pad_token_id: Option<i64>,
     /// Longest sequence.
     #[serde(default = "default_positions")]
     pub max_position_embeddings: usize,
@@ -57,6 +60,13 @@ pub struct BertConfig {
     /// What `hidden_act` says.
     #[serde(skip, default = "default_activation")]
     pub activation: Activation,
+    /// The row of the tokens' embedding that lookups do not train.
+    #[serde(skip)]
+    pub padding: Option<usize>,
+}
+
+fn default_padding() -> Option<i64> {
+    Some(0)
 }
 
 fn default_positions() -> usize {
@@ -123,6 +133,7 @@ impl BertConfig {
             ensure!(value == known, "{name} = {value} is not supported for BERT; {known} is");
         }
         self.activation = Activation::parse("hidden_act", &self.hidden_act)?;
+        self.padding = padding_row(self.pad_token_id, self.vocab_size)?;
         Ok(self)
     }
 }

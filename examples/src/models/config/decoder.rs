@@ -5,7 +5,7 @@ use fsdp_candle::nn::AttentionOptions;
 use serde::Serialize;
 
 use super::activation::Activation;
-use super::checks::{above_zero, at_least_one, below_one, not_negative};
+use super::checks::{above_zero, at_least_one, below_one, not_negative, padding_row};
 use super::experts::ExpertsConfig;
 use super::fields::{Family, Fields, RopeParameters};
 use super::rope::{Around, Rope};
@@ -37,6 +37,9 @@ pub struct DecoderConfig {
     /// Number of token ids.
     #[serde(skip)]
     pub vocabulary: usize,
+    /// The embedding's row that lookups do not train.
+    #[serde(skip)]
+    pub padding: Option<usize>,
     /// Longest sequence.
     #[serde(skip)]
     pub positions: usize,
@@ -202,6 +205,11 @@ impl DecoderConfig {
             _ => fields.attention_bias.unwrap_or(false),
         };
         let mlp = family == Family::Llama && fields.mlp_bias.unwrap_or(false);
+        let pad_token_id = fields.pad_token_id.unwrap_or(match family {
+            Family::Gemma2 | Family::Gemma3 => Some(0),
+            Family::Phi3 => Some(32000),
+            _ => None,
+        });
         Ok(DecoderConfig {
             width: fields.hidden_size,
             inner: fields.intermediate_size,
@@ -210,6 +218,7 @@ impl DecoderConfig {
             kv_heads,
             head_dim,
             vocabulary: fields.vocab_size,
+            padding: padding_row(pad_token_id, fields.vocab_size)?,
             positions,
             norms,
             biases: Biases { qkv, output: qkv && family != Family::Qwen2, mlp },

@@ -44,6 +44,8 @@ pub struct Fields {
     pub num_key_value_heads: Option<Option<usize>>,
     pub head_dim: Option<usize>,
     pub vocab_size: usize,
+    #[serde(default, deserialize_with = "given")]
+    pub pad_token_id: Option<Option<i64>>,
     pub max_position_embeddings: Option<usize>,
     pub rms_norm_eps: Option<f64>,
     pub initializer_range: Option<f64>,

@@ -115,7 +115,7 @@ fn layers_have_the_windows_of_their_family() {
     assert_eq!(windows("mistral", window), all);
     assert_eq!(windows("mistral", "\"sliding_window\": null"), none);
     assert_eq!(windows("mistral", "\"vocab\": 0"), [4096; 7]);
-    assert_eq!(windows("phi3", "\"sliding_window\": null"), none);
+    assert_eq!(windows("phi3", "\"sliding_window\": null, \"pad_token_id\": null"), none);
     assert_eq!(windows("mixtral", "\"vocab\": 0"), none);
     assert_eq!(windows("gemma2", window), [8, 0, 8, 0, 8, 0, 8]);
     assert_eq!(windows("gemma3_text", window), [8, 8, 8, 8, 8, 0, 8]);
@@ -146,6 +146,44 @@ fn what_a_family_leaves_out_is_as_transformers_has_it() {
     assert_eq!((experts.count, experts.per_token, experts.renormalized, experts.auxiliary), (8, 2, true, None));
     assert_eq!((mixtral.kv_heads, mixtral.rope.theta, mixtral.norms.eps), (4, 1e6, 1e-5));
     assert_eq!(family("qwen3", "\"num_key_value_heads\": 4").head_dim, 128);
+}
+
+/// As each configuration class of transformers has it, and PyTorch's `nn.Embedding` takes it.
+#[test]
+fn the_padding_row_is_transformers() {
+    let of = |name: &str, more: &str| {
+        let text = llama(&format!("\"num_key_value_heads\": 2, \"moe_intermediate_size\": 2{more}"));
+        let text =
+            text.replace("\"llama\"", &format!("\"{name}\"")).replace("\"vocab_size\": 4", "\"vocab_size\": 32001");
+        ModelConfig::parse(&text).map(|config| match config {
+            ModelConfig::Decoder(config) => config.padding,
+            other => panic!("{other:?}"),
+        })
+    };
+    for name in ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma2", "gemma3_text", "phi3"] {
+        let default = match name {
+            "gemma2" | "gemma3_text" => Some(0),
+            "phi3" => Some(32000),
+            _ => None,
+        };
+        assert_eq!(of(name, "").unwrap(), default, "{name}");
+        for (given, row) in
+            [("null", None), ("7", Some(7)), ("32000", Some(32000)), ("-1", Some(32000)), ("-32001", Some(0))]
+        {
+            assert_eq!(of(name, &format!(", \"pad_token_id\": {given}")).unwrap(), row, "{name} {given}");
+        }
+        for outside in ["32001", "-32002", "9223372036854775807", "-9223372036854775808"] {
+            let error = of(name, &format!(", \"pad_token_id\": {outside}")).unwrap_err().to_string();
+            let expected = format!("pad_token_id = {outside} (which may be the default of this model_type) is not in");
+            assert!(error.contains(&expected) && error.contains("32001 ids"), "{error}");
+        }
+    }
+    let error = ModelConfig::parse(&llama("\"head_dim\": 2").replace("\"llama\"", "\"phi3\"")).unwrap_err().to_string();
+    assert!(error.contains("pad_token_id = 32000") && error.contains("4 ids") && error.contains("null"), "{error}");
+    for (more, row) in [("\"x\": 0", Some(0)), ("\"pad_token_id\": null", None), ("\"pad_token_id\": -1", Some(8))] {
+        let ModelConfig::Bert(config) = bert(more).unwrap() else { panic!("not a BERT") };
+        assert_eq!(config.padding, row, "{more}");
+    }
 }
 
 #[test]

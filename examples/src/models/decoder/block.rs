@@ -2,13 +2,13 @@
 
 use candle_core::{Module, Result, Tensor};
 use candle_nn::VarBuilder;
-use fsdp_candle::nn::Documents;
 
 use super::attention::Attention;
 use super::experts::Experts;
 use super::mlp::Mlp;
 use super::norm::Norm;
 use super::rope::Turns;
+use crate::models::batch::Rows;
 use crate::models::config::DecoderConfig;
 use crate::models::dropout::Drops;
 use crate::models::parallel::TensorParallel;
@@ -66,17 +66,17 @@ impl Block {
     ///
     /// # Errors
     /// Those of its layers.
-    pub fn forward(&self, x_btc: &Tensor, documents: Option<&Documents>) -> Result<(Tensor, Option<Tensor>)> {
+    pub fn forward(&self, x_btc: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
         let behind = |norm: &Option<Norm>, x: Tensor| match norm {
             Some(norm) => norm.forward(&x),
             None => Ok(x),
         };
-        let attention = self.attention.forward(&self.input_norm.forward(x_btc)?, documents)?;
+        let attention = self.attention.forward(&self.input_norm.forward(x_btc)?, rows.documents.as_ref())?;
         let x_btc = (x_btc + behind(&self.attention_norm, attention)?)?;
         let normed = self.mlp_norm.forward(&x_btc)?;
         let (mlp, busy) = match &self.mlp {
             Feed::Mlp(mlp) => (mlp.forward(&normed)?, None),
-            Feed::Experts(experts) => experts.forward(&normed)?,
+            Feed::Experts(experts) => experts.forward(&normed, rows)?,
         };
         Ok(((x_btc + behind(&self.output_norm, mlp)?)?, busy))
     }

@@ -10,6 +10,7 @@ use candle_nn::ops::softmax;
 use fsdp_candle::nn::Linear;
 
 use super::mlp::Mlp;
+use crate::models::batch::Rows;
 use crate::models::config::DecoderConfig;
 use crate::models::config::experts::ExpertsConfig;
 use crate::models::linear::linear;
@@ -88,15 +89,15 @@ impl Experts {
     }
 
     /// The output for `[B, T, C]`, and `[2, E]` for the loss that keeps experts equally busy: how many tokens have
-    /// chosen each, and the sum of its probabilities.
-    pub(super) fn forward(&self, x_btc: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
-        let Some(parallel) = &self.parallel else { return self.forward_whole(x_btc) };
+    /// chosen each, and the sum of its probabilities, both without padding.
+    pub(super) fn forward(&self, x_btc: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
+        let Some(parallel) = &self.parallel else { return self.forward_whole(x_btc, rows) };
         // Ranks that share out the sequence all choose for all of it.
-        let (y_btc, busy) = self.forward_whole(&parallel.whole_sequence(x_btc)?)?;
+        let (y_btc, busy) = self.forward_whole(&parallel.whole_sequence(x_btc)?, rows)?;
         Ok((parallel.own_sequence(&y_btc)?, busy))
     }
 
-    fn forward_whole(&self, x_btc: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+    fn forward_whole(&self, x_btc: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
         let (batch, steps, width) = x_btc.dims3()?;
         let (tokens, device) = (batch * steps, x_btc.device());
         let x_nc = x_btc.reshape((tokens, width))?;
@@ -119,25 +120,47 @@ impl Experts {
         let y = outputs_nkc.broadcast_mul(&weights_nk1)?.sum(1)?.reshape((batch, steps, width))?;
 
         let busy = match self.counts {
-            true => {
-                let mut counts = vec![0f32; self.experts.len()];
-                choice.experts.iter().for_each(|&expert| counts[expert as usize] += 1.);
-                let counts = Tensor::from_vec(counts, self.experts.len(), device)?;
-                Some(Tensor::stack(&[counts, probabilities_ne.sum(0)?], 0)?)
-            }
+            true => Some(busy(&choice, &probabilities_ne, &is_data(rows, tokens))?),
             false => None,
         };
         Ok((y, busy))
     }
 }
 
+/// Whether each of a batch's tokens is data, and not padding.
+fn is_data(rows: &Rows, tokens: usize) -> Vec<bool> {
+    let Some(filled) = &rows.filled else { return vec![true; tokens] };
+    let steps = tokens / filled.len().max(1);
+    filled.iter().flat_map(|&filled| (0..steps).map(move |step| step < filled)).collect()
+}
+
+/// How many tokens have chosen each expert, and the sum of its probabilities `[N, E]`, over the tokens that are data.
+fn busy(choice: &Choice, probabilities_ne: &Tensor, is_data: &[bool]) -> Result<Tensor> {
+    let (device, (tokens, experts)) = (probabilities_ne.device(), probabilities_ne.dims2()?);
+    let mut counts = vec![0f32; experts];
+    for (chosen, _) in
+        choice.experts.chunks(choice.experts.len() / tokens).zip(is_data).filter(|(_, is_data)| **is_data)
+    {
+        chosen.iter().for_each(|&expert| counts[expert as usize] += 1.);
+    }
+    let counts = Tensor::from_vec(counts, experts, device)?;
+    let sums = match is_data.contains(&false) {
+        true => {
+            let weights: Vec<f32> = is_data.iter().map(|&is_data| f32::from(u8::from(is_data))).collect();
+            probabilities_ne.broadcast_mul(&Tensor::from_vec(weights, (tokens, 1), device)?)?.sum(0)?
+        }
+        false => probabilities_ne.sum(0)?,
+    };
+    Tensor::stack(&[counts, sums], 0)
+}
+
 /// The loss that keeps experts equally busy, before its coefficient, as transformers' `load_balancing_loss_func`:
 /// `E sum_e f_e p_e` with the share `f_e` of tokens that have chosen an expert, and its mean probability, over all
-/// layers. `busy` is what each of them says of its `tokens` tokens, `[2, E]`.
+/// layers. `busy` is what each of them says of its `tokens` tokens that are data, `[2, E]`.
 pub(super) fn balance(busy: &[Tensor], tokens: usize) -> Result<Option<Tensor>> {
     let Some((first, rest)) = busy.split_first() else { return Ok(None) };
     let sum = rest.iter().try_fold(first.clone(), |sum, busy| sum + busy)?;
-    let shares = (sum / (busy.len() * tokens) as f64)?;
+    let shares = (sum / (busy.len() * tokens).max(1) as f64)?;
     let product = (shares.get(0)? * shares.get(1)?)?.sum_all()?;
     Ok(Some((product * first.dim(1)? as f64)?))
 }

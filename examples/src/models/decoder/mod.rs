@@ -13,13 +13,14 @@ mod rope;
 use candle_core::{Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use fsdp_candle::FsdpModule;
-use fsdp_candle::nn::{Documents, Embedding, Linear};
+use fsdp_candle::nn::{Embedding, Linear};
 use fsdp_core::ProcessGroup;
 
 pub use block::Block;
 use norm::Norm;
 pub use rope::Turns;
 
+use super::batch::Rows;
 use super::config::DecoderConfig;
 use super::dropout::Drops;
 use super::layer::Layer;
@@ -32,19 +33,19 @@ pub trait CallBlock {
     ///
     /// # Errors
     /// Those of the layers.
-    fn call_block(&self, input: (Tensor, Option<Documents>)) -> Result<(Tensor, Option<Tensor>)>;
+    fn call_block(&self, input: (Tensor, Rows)) -> Result<(Tensor, Option<Tensor>)>;
 }
 
 /// As it is: a unit by its name, or none.
 impl CallBlock for Layer<Block> {
-    fn call_block(&self, input: (Tensor, Option<Documents>)) -> Result<(Tensor, Option<Tensor>)> {
+    fn call_block(&self, input: (Tensor, Rows)) -> Result<(Tensor, Option<Tensor>)> {
         self.run(input, Block::forward)
     }
 }
 
 /// As a unit.
 impl CallBlock for FsdpModule<Layer<Block>> {
-    fn call_block(&self, input: (Tensor, Option<Documents>)) -> Result<(Tensor, Option<Tensor>)> {
+    fn call_block(&self, input: (Tensor, Rows)) -> Result<(Tensor, Option<Tensor>)> {
         self.call_with(input, Layer::call_block)
     }
 }
@@ -83,7 +84,7 @@ impl<B: CallBlock> Decoder<B> {
             false => linear(width, config.vocabulary, false, stdev, vb.pp("lm_head"))?,
         };
         Ok(Decoder {
-            embedding: Embedding::new(embedding, width),
+            embedding: Embedding::new(embedding, width).with_padding_idx(config.padding)?,
             embedding_scale: config.embedding_scale,
             blocks,
             norm: Norm::new(width, config.norms, vb.pp("model.norm"))?,
@@ -114,21 +115,20 @@ impl<B: CallBlock> Decoder<B> {
     /// # Errors
     /// Those of the layers.
     pub fn logits(&self, ids_bt: &Tensor) -> Result<Tensor> {
-        let Some(parallel) = &self.parallel else { return Ok(self.forward(ids_bt, None)?.0) };
+        let Some(parallel) = &self.parallel else { return Ok(self.forward(ids_bt, &Rows::default())?.0) };
         let steps = ids_bt.dim(1)?;
         // What comes later is not seen.
         let ids_bt = ids_bt.pad_with_zeros(1, 0, parallel.padded(steps) - steps)?;
-        let logits = self.forward(&ids_bt, None)?.0.narrow(1, 0, steps)?;
+        let logits = self.forward(&ids_bt, &Rows::default())?.0.narrow(1, 0, steps)?;
         parallel.whole_vocabulary(&logits)
     }
 
-    /// Logits `[B, T, V]` for ids `[B, T]`, in which documents may lie packed, and what is to be added to their loss,
-    /// where experts have one. Of ranks that compute layers together each has the logits of its part of the vocabulary,
-    /// `[B, T, V / N]`.
+    /// Logits `[B, T, V]` for ids `[B, T]` in these rows, and what is to be added to their loss, where experts have
+    /// one. Of ranks that compute layers together each has the logits of its part of the vocabulary, `[B, T, V / N]`.
     ///
     /// # Errors
     /// Those of the layers.
-    pub fn forward(&self, ids_bt: &Tensor, documents: Option<&Documents>) -> Result<(Tensor, Option<Tensor>)> {
+    pub fn forward(&self, ids_bt: &Tensor, rows: &Rows) -> Result<(Tensor, Option<Tensor>)> {
         let mut x_btc = self.embedding.forward(ids_bt)?;
         if let Some(scale) = self.embedding_scale {
             x_btc = (x_btc * scale)?;
@@ -136,14 +136,16 @@ impl<B: CallBlock> Decoder<B> {
         let mut all_busy = vec![];
         for block in &self.blocks {
             let busy;
-            (x_btc, busy) = block.call_block((x_btc, documents.cloned()))?;
+            (x_btc, busy) = block.call_block((x_btc, rows.clone()))?;
             all_busy.extend(busy);
         }
         let mut logits = self.head.forward(&self.norm.forward(&x_btc)?)?;
         if let Some(cap) = self.logit_softcap {
             logits = ((logits / cap)?.tanh()? * cap)?;
         }
-        let auxiliary = match experts::balance(&all_busy, ids_bt.elem_count())? {
+        // Padding chooses experts, too, and is not counted.
+        let tokens = rows.filled.as_ref().map_or(ids_bt.elem_count(), |filled| filled.iter().sum());
+        let auxiliary = match experts::balance(&all_busy, tokens)? {
             Some(loss) => Some((loss * self.auxiliary)?),
             None => None,
         };

@@ -96,6 +96,34 @@ fn embedding_matches_the_composite() {
     }
 }
 
+/// PyTorch's `padding_idx`: the row is looked up, and the lookups give it no gradient. A head that shares the weight
+/// does.
+#[test]
+fn a_padding_row_has_no_gradient_from_lookups() {
+    let ids = Tensor::new(&[[3u32, 0, 3], [7, 2, 3]], &Device::Cpu).unwrap();
+    for dtype in DTYPES {
+        let w = random(1, &[8, 6], dtype);
+        for padding in [0, 3, 5, 7] {
+            let new = || Embedding::new(w.as_tensor().clone(), 6).with_padding_idx(Some(padding)).unwrap();
+            assert_eq!(new().padding_idx(), Some(padding));
+            let is_padding = Tensor::arange(0u32, 8, &Device::Cpu).unwrap().eq(padding as u32).unwrap();
+            let is_padding = is_padding.unsqueeze(1).unwrap().broadcast_as((8, 6)).unwrap();
+            let stopped = || is_padding.where_cond(&w.as_detached_tensor(), w.as_tensor());
+            for ids in [&ids, &ids.to_dtype(DType::I64).unwrap(), &ids.to_dtype(DType::U8).unwrap()] {
+                let reference = || embedding_file::composite(&stopped()?, ids);
+                check("padding", &[&w], || new().forward(ids), reference);
+                let head = Linear::new(w.as_tensor().clone(), None);
+                let tied = || linear_file::composite(&reference()?, &w, None, false);
+                check("padding and a tied head", &[&w], || head.forward(&new().forward(ids)?), tied);
+            }
+        }
+        let table = || Embedding::new(w.as_tensor().clone(), 6);
+        assert_eq!(table().with_padding_idx(None).unwrap().padding_idx(), None);
+        let error = table().with_padding_idx(Some(8)).unwrap_err().to_string();
+        assert!(error.contains("padding_idx is 8, but the vocabulary has 8 ids"), "{error}");
+    }
+}
+
 #[test]
 fn norms_match_the_composite() {
     for dtype in DTYPES {

@@ -107,7 +107,8 @@ impl Module for Looks {
 
 #[test]
 fn embeddings_cut_along_their_vocabulary_or_their_width() {
-    for dtype in [DType::U32, DType::I64, DType::U8] {
+    let cases = [(DType::U32, None), (DType::U32, Some(7)), (DType::I64, Some(23)), (DType::U8, Some(11))];
+    for (dtype, padding_idx) in cases {
         let new = |vb: VarBuilder<'static>| {
             // One of them is none.
             let ids = ids(5, &[2, 12], 24).to_dtype(dtype)?;
@@ -117,7 +118,8 @@ fn embeddings_cut_along_their_vocabulary_or_their_width() {
                 DType::U8 => Tensor::full(u8::MAX, (2, 12), ids.device())?,
                 _ => Tensor::full(i64::MAX, (2, 12), ids.device())?,
             };
-            Ok(Looks(nn::embedding(24, 12, vb.pp("embed"))?, gap.where_cond(&none, &ids)?))
+            let table = nn::embedding(24, 12, vb.pp("embed"))?.with_padding_idx(padding_idx)?;
+            Ok(Looks(table, gap.where_cond(&none, &ids)?))
         };
         for (output_layout, output) in [REPLICATE, shard(1), shard(-1)] {
             let style = VocabParallel { output_layout, ..Default::default() };
