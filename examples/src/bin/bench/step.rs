@@ -141,7 +141,7 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
         ("name", ModelConfig::Decoder(config)) => {
             let model = models::build_by_name(config, opts, &vars, options)?;
             let loss = |batch: &Batch| {
-                let logits = model.call(|model| Ok(model.forward(&batch.ids, None)?.0))?;
+                let logits = model.call(|model| Ok(model.forward(&batch.ids, &batch.rows)?.0))?;
                 nn::cross_entropy(&logits, &batch.targets)
             };
             measured(&loss, &|loss| model.backward(loss))
