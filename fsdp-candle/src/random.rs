@@ -207,7 +207,7 @@ impl Mask {
 mod tests {
     use super::*;
 
-    /// What a draw for a tensor of this shape makes of `len` ones from element `first` on.
+    /// Applies a draw for a tensor of this shape to `len` ones from element `first` on.
     fn mask(dims: &[usize], first: usize, len: usize, state: RngState) -> Vec<f32> {
         set_rng_state(state);
         let mut values = vec![1.; len];
@@ -260,7 +260,7 @@ mod tests {
                 }
             }
         }
-        // Of the first dimension there are parts without `first_row`.
+        // The first dimension is shared out without `first_row` as well.
         let part = Some(Part { dim: 0, index: 1, count: 2 });
         assert_eq!(mask(&[2, 6, 10, 12], 0, 1440, RngState { part, ..state }), whole[1440..]);
         for part in [Part { dim: 2, index: 0, count: 1 }, Part { dim: 0, index: 2, count: 2 }] {

@@ -11,7 +11,7 @@ use serde_json::json;
 
 const SAVED: &str = "saved/step-00000001";
 const WARNING: &str = "warning: this run is not the one that saved it:";
-/// Where a run must not go on by itself.
+/// Cases in which a run is refused without `--resume-anyway`.
 const REFUSED: &str = "its weights and optimizer state would mean something else in this run:";
 const ANYWAY: &str = "--resume-anyway";
 
@@ -40,7 +40,7 @@ fn resume(dir: &Path, flags: &str) -> Run {
     train(dir, &format!("--steps 2 --resume {SAVED} {flags}"))
 }
 
-/// What a run that went on says has changed.
+/// Lines of the warning about changed settings.
 fn said(run: Run) -> Vec<String> {
     let stderr = run.ok().stderr;
     let lines = stderr.lines().map(|line| line.trim_start_matches("[rank 0]").strip_prefix(' ').unwrap_or(line));
@@ -56,7 +56,7 @@ fn what_makes_another_run_of_it_is_said() {
     fs::write(dir.path().join("copy.bin"), &tokens).unwrap();
     fs::write(dir.path().join("less.bin"), &tokens[..tokens.len() - 2]).unwrap();
     let cases: [(&str, &[&str]); 16] = [
-        // What is the same, or changes nothing.
+        // Settings that are the same, or change nothing.
         ("", &[]),
         ("--data copy.bin", &[]),
         ("--seed 7 --steps 3 --save-every 1 --prefetch 2 --batch-size 2 --grad-accum 2", &[]),
@@ -121,7 +121,7 @@ fn what_can_not_be_right_is_refused_until_it_is_asked_for() {
     refused("", "config.json's rope_parameters.rope_theta: it was 10000.0, and is 77.0");
     edited("\"rms_norm_eps\": 1e-05", "\"rms_norm_eps\": 1e-06");
     refused("", "config.json's rms_norm_eps: it was 0.00001, and is 1e-6");
-    // Of what is dropped --dropout decides, and weights are not drawn again.
+    // `--dropout` decides about dropout, and weights are not drawn again.
     edited("\"initializer_range\": 0.02", "\"initializer_range\": 0.5");
     assert_eq!(said(resume(dir.path(), "")), [""; 0]);
     fs::write(&config, &text).unwrap();
@@ -142,7 +142,7 @@ fn adapters_of_another_size_are_refused() {
     assert!(stderr.contains("the adapters' rank: it was 2, and is 4"), "{stderr}");
 }
 
-/// Of PyTorch, and of versions that kept no record.
+/// Checkpoints of PyTorch, and of versions that kept no record.
 #[test]
 fn checkpoints_without_a_record_go_on_without_a_word() {
     let dir = directory();

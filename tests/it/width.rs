@@ -77,7 +77,7 @@ fn every_file_of_code_is_compiled() {
     let code: Vec<_> =
         files(workspace()).into_iter().filter(|path| path.extension().is_some_and(|k| k == "rs")).collect();
     let text = |path: &Path| std::fs::read_to_string(path).unwrap_or_default();
-    // What Cargo finds by itself.
+    // Targets that Cargo finds without being told.
     let is_target = |path: &Path| {
         let stem = path.file_stem().unwrap();
         ["main", "lib", "build"].iter().any(|root| stem == *root)

@@ -203,7 +203,7 @@ fn adapters_go_both_ways() {
     }
 }
 
-/// Kinds of adapters that PEFT makes: with those that `train` takes the loss is PEFT's, and it refuses the others.
+/// `train` has PEFT's loss with the kinds of adapters that it takes, and refuses the other kinds of PEFT.
 fn adapters_of_each_kind_have_their_loss_or_are_refused() {
     let refused = [
         ("pissa", "init_lora_weights"),

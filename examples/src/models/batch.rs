@@ -8,7 +8,7 @@ use fsdp_candle::nn::Documents;
 
 use crate::data::MicroBatch;
 
-/// What a batch's rows of tokens hold.
+/// Contents of a batch's rows of tokens.
 #[derive(Clone, Debug, Default)]
 pub struct Rows {
     /// Where documents lie packed in the rows, if they do.
@@ -17,7 +17,7 @@ pub struct Rows {
     pub filled: Option<Arc<[usize]>>,
 }
 
-/// There is no tensor in it.
+/// `Rows` holds no tensor.
 impl Tensors for Rows {
     fn map_tensors(self, _: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
         Ok(self)
@@ -33,7 +33,7 @@ pub struct Batch {
     pub targets: Tensor,
     /// How many targets are not ignored.
     pub counted: u64,
-    /// What the rows hold.
+    /// Contents of the rows.
     pub rows: Rows,
 }
 

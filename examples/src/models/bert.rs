@@ -136,7 +136,7 @@ impl Bert {
         &self.blocks
     }
 
-    /// Logits `[B, T, V]` for ids `[B, T]` in these rows: at each place, what may stand there.
+    /// Logits `[B, T, V]` for ids `[B, T]` in these rows: at each place, one for each id.
     ///
     /// # Errors
     /// Those of the layers.

@@ -180,7 +180,7 @@ where
     let recompute = Recompute { run: Box::new(run), wanted, start: start.ids, bridges, ends: ends.clone() };
     let token = scalar(&token, recompute)?;
     let node = number(token.id());
-    // One tells of all: their units are of one model.
+    // One report is enough: the parameters belong to one model.
     params.iter().any(|param| param.replays(begun..node, node));
     let mut ends = ends.into_iter();
     result.map_tensors(&mut |tensor| match ends.next() {

@@ -25,7 +25,7 @@ pub(crate) fn number(id: TensorId) -> usize {
 
 /// A number greater than those of all tensors before, and smaller than those of all that follow.
 pub(crate) fn next_number() -> usize {
-    // A byte of host memory is always there. What came after a number that is not would be in no pass.
+    // A byte of host memory is always there. Without it, no node would belong to a pass.
     Tensor::zeros((), DType::U8, &Device::Cpu).map_or(usize::MAX, |tensor| number(tensor.id()))
 }
 

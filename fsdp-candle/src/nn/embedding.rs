@@ -191,7 +191,7 @@ fn is_row(ids: &Tensor, row: usize) -> Result<Tensor> {
     ids.to_dtype(DType::I64)?.eq(row as i64)
 }
 
-/// The id of these ids' dtype that is none.
+/// Returns an id of the same dtype that is not in any vocabulary.
 fn none_of(ids: &Tensor) -> i64 {
     match ids.dtype() {
         DType::U8 => i64::from(u8::MAX),
@@ -200,7 +200,7 @@ fn none_of(ids: &Tensor) -> i64 {
     }
 }
 
-/// As many ids that are none.
+/// Returns as many ids that are not in any vocabulary.
 #[cfg(feature = "cuda")]
 fn none_like(ids: &Tensor) -> Result<Tensor> {
     Tensor::full(none_of(ids), ids.shape(), ids.device())?.to_dtype(ids.dtype())

@@ -77,7 +77,7 @@ impl Schedule {
         Ok(())
     }
 
-    /// Plans a backward in which ranks may come to different units: what some rank comes to, all gather and reduce.
+    /// Plans a backward in which ranks may use different units: all ranks gather and reduce the units that any uses.
     fn agree_on_a_plan(&self, units: &[Arc<ParamGroup>], numbers: &[usize], uses: &[(usize, usize)]) -> Result<()> {
         // In one order, and not when a rank first gathers a unit.
         units.iter().try_for_each(|unit| unit.gather_shards())?;

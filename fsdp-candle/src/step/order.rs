@@ -214,7 +214,7 @@ impl Order {
         actions
     }
 
-    /// Backward is about to come to what is inside a unit, in the `pass` that is known of units that are called.
+    /// Backward is about to enter a unit. `pass` is known where the unit is called.
     pub(super) fn before_unit(&mut self, unit: usize, pass: Option<usize>) -> Result<Vec<Action>, Refused> {
         if self.is_planned() {
             return self.before_visit(unit, pass);

@@ -361,12 +361,12 @@ impl FsdpParam {
         self.leaf
     }
 
-    /// What stands for the parameter in the graph. Its backward runs once, when every use has been processed.
+    /// Returns the parameter's anchor, whose backward runs once, when every use has been processed.
     pub(crate) fn anchor(&self) -> &Tensor {
         &self.anchor
     }
 
-    /// What stands for it in the graph of the pass that runs.
+    /// Returns the parameter's anchor in the pass that runs.
     pub(crate) fn anchor_of_pass(&self) -> Result<Tensor> {
         self.passes.anchor(&self.anchor)
     }

@@ -67,7 +67,7 @@ fn found(sharing: &[Vec<usize>]) -> String {
     format!("ranks {} share a device ({visible}), and each was expected to have its own", ranks.join(" and "))
 }
 
-/// What to tell of ranks that share a device, unless the choice of the host says that they are meant to.
+/// Returns a warning where ranks share a device, unless the user chose the host's engine.
 #[cfg(feature = "cuda")]
 fn warning(wanted: Option<&str>, sharing: &[Vec<usize>]) -> Option<String> {
     (!sharing.is_empty() && wanted != Some("host")).then(|| {

@@ -118,7 +118,7 @@ fn masks_do_not_depend_on_how_a_tensor_is_shared_out() {
         let parts: Vec<_> = (0..count).map(|index| layer(Some(Part { dim: 1, index, count }))).collect();
         for (number, (of_whole, dim)) in whole.iter().zip([2, 1, 0, 2]).enumerate() {
             if dim == 0 {
-                // What every rank has whole.
+                // Tensors that every rank has whole.
                 parts.iter().for_each(|part| assert_eq!(values(&part[number]), values(of_whole)));
                 continue;
             }

@@ -1,6 +1,6 @@
 //! Models, meshes and steps drawn at random, against the same model in plain Candle.
 //!
-//! What is drawn: units by name and wrapped ones, frozen weights, units that run several times, several forwards before
+//! A seed draws: units by name and wrapped ones, frozen weights, units that run several times, several forwards before
 //! one or two backwards, evaluations between, losses that reach other units on each rank, and every policy that changes
 //! the order of collectives. `FSDP_RANDOM_MODELS` sets how many models run, `FSDP_RANDOM_SEED` where they begin.
 
@@ -35,12 +35,12 @@ impl Draw {
     }
 }
 
-/// What is drawn of a model and of its steps.
+/// A model and its steps.
 #[derive(Debug)]
 struct Plan {
     mesh: [usize; 2],
     by_name: bool,
-    /// Of each unit: whether its weight and its bias are frozen, and whether it runs again in backward.
+    /// Whether each unit's weight and bias are frozen, and whether backward runs the unit again.
     units: Vec<(bool, bool, bool)>,
     /// The root has a layer of its own behind the units.
     head: bool,
@@ -217,7 +217,7 @@ fn run<U: Module>(
     Ok(all)
 }
 
-/// A whole tensor from what all ranks hold of it, be it once or on each replica.
+/// Puts a whole tensor together from all ranks' shards, which one replica or each may hold.
 fn whole(world: &World, param: &FsdpParam, shard: &Tensor) -> Vec<f32> {
     let shape = param.shape().dims();
     let region = param.region();
@@ -236,7 +236,7 @@ fn whole(world: &World, param: &FsdpParam, shard: &Tensor) -> Vec<f32> {
     sum.iter().zip(held).map(|(sum, held)| sum / held).collect()
 }
 
-/// Whole gradients by name; zeros of what none reached.
+/// Returns whole gradients by name; zeros where no loss reached the parameter.
 fn gradients(world: &World, vars: &ShardedVarMap, grads: &GradStore) -> Gradients {
     let zeros = |param: &FsdpParam| param.var().zeros_like().unwrap();
     let of = |param: &Arc<FsdpParam>| {
@@ -246,7 +246,7 @@ fn gradients(world: &World, vars: &ShardedVarMap, grads: &GradStore) -> Gradient
     vars.trainable().iter().map(of).collect()
 }
 
-/// The same in plain Candle: each rank's gradients by itself, and their mean.
+/// Computes the same in plain Candle: each rank's gradients alone, and their mean.
 fn plain(plan: &Plan, world: &World, vars: &ShardedVarMap) -> Vec<Gradients> {
     let made: Vec<(String, bool, Var)> = vars
         .params()

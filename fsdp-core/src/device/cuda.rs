@@ -263,9 +263,9 @@ pub fn failed(stream: &CudaStream, what: &str, cause: &dyn std::fmt::Display) ->
 /// Memory of a device, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceMemory {
-    /// What can still be allocated: what nobody has, and what the driver's pool keeps of freed memory.
+    /// Bytes that can be allocated: unused memory, and freed memory that the driver's pool keeps.
     pub free: u64,
-    /// What the device has.
+    /// All bytes of the device.
     pub total: u64,
 }
 

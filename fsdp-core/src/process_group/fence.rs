@@ -85,7 +85,7 @@ impl Fence for Running {
         if self.verdict.is_none() {
             return self.end.synchronize().map_err(failed);
         }
-        // What was given up does not end where the device never comes to it.
+        // A collective that was given up never ends where the device does not come to it.
         let started = Instant::now();
         while !self.end.try_is_complete().map_err(failed)? {
             self.verdict()?;

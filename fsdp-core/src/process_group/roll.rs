@@ -1,4 +1,4 @@
-//! Which ranks of a host wait to meet the others, and by which backend: all that a rank can see before it has met them.
+//! Lists the ranks of a host that wait to meet the others, and their backends: all that a rank sees before it meets.
 //!
 //! A rank that waits holds a Unix socket in the abstract namespace, whose name follows from the user, the port, the
 //! job, the rank and the backend. Other ranks try to connect to it. The socket goes when the rank stops waiting, or
@@ -34,7 +34,7 @@ pub(super) struct Roll {
     seen: Mutex<Seen>,
 }
 
-/// What the last look at the other ranks has found.
+/// Result of the last look at the other ranks.
 struct Seen {
     next: Instant,
     /// Since when some rank waits by another backend.

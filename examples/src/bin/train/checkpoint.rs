@@ -182,7 +182,7 @@ impl<'a> Checkpoints<'a> {
     }
 
     /// Saves model, optimizer, loss scale, position and record, or begins to; the directory is named after the step.
-    /// What is not finite is not saved: that is an error. Collective.
+    /// Values that are not finite are an error. Collective.
     pub(crate) fn save(
         &mut self,
         vars: &ShardedVarMap,
@@ -269,7 +269,7 @@ impl<'a> Checkpoints<'a> {
     }
 }
 
-/// What this run does otherwise than the one that saved a checkpoint. Fails where that can't be right.
+/// Lists how this run differs from the run that saved a checkpoint. Fails where the difference can't be right.
 fn changes(args: &Args, source: &dyn TensorSource, record: &Record) -> anyhow::Result<Vec<String>> {
     let Changes { refused, said } = match record.changes_since(source) {
         Err(error) if args.resume_anyway => Changes { refused: vec![format!("{error:#}")], said: vec![] },

@@ -20,7 +20,7 @@ type Groups = Vec<(Params, f64)>;
 
 /// Adam's decay rates.
 const BETAS: (f64, f64) = (0.9, 0.95);
-/// What Adam adds to the denominator.
+/// The epsilon that Adam adds to the denominator.
 const EPS: f64 = 1e-8;
 /// The fewest elements of a parameter whose moments are kept in 8 bits.
 const MIN_8BIT_SIZE: usize = 4096;
@@ -92,7 +92,7 @@ impl Optimizer {
     }
 }
 
-/// What all kinds of Adam take.
+/// Hyper-parameters of every kind of Adam.
 struct Rates {
     lr: f64,
     betas: (f64, f64),

@@ -79,7 +79,7 @@ pub(crate) struct OptimizerFlags {
     #[arg(long, value_name = "B1,B2", value_parser = betas, allow_hyphen_values = true)]
     pub(crate) betas: Option<(f64, f64)>,
 
-    /// What Adam adds to the denominator [default: 1e-8]
+    /// The epsilon that Adam adds to the denominator [default: 1e-8]
     #[arg(long, value_name = "X", value_parser = positive, allow_hyphen_values = true)]
     pub(crate) eps: Option<f64>,
 

@@ -127,7 +127,7 @@ pub(crate) struct Peft {
     weights: HfModel,
     /// The layers that have one, by their names in the file.
     layers: Vec<String>,
-    /// What PEFT drops of the adapters' input while it trains them.
+    /// The probability with which PEFT drops an adapter's input in training.
     dropout: f64,
 }
 
@@ -173,7 +173,7 @@ impl Peft {
         Ok(Peft { config, weights, layers, dropout })
     }
 
-    /// What about the adapters their reader should know, if anything.
+    /// A warning for the user about the adapters, if there is one.
     pub(crate) fn remark(&self) -> Option<String> {
         let (dropout, file) = (self.dropout, self.weights.path().with_file_name(CONFIG));
         let remark =
@@ -296,7 +296,7 @@ mod tests {
             r#""ensure_weight_tying": true"#,
             r#""bias": "all""#,
             r#""bias": "lora_only""#,
-            // Of a later PEFT.
+            // A key of a later PEFT.
             r#""use_next": 0"#,
             r#""init_lora_weights": "pissa""#,
             r#""init_lora_weights": "pissa_niter_4""#,

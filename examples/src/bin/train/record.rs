@@ -16,12 +16,12 @@ use crate::alike::{Words, words};
 use crate::args::Args;
 use crate::lora::Adapters;
 
-/// What a checkpoint calls it.
+/// The record's name in a checkpoint.
 const KEY: &str = "train.run";
 const DATA: &str = "the data";
-/// What the names of hyper-parameters begin with.
+/// The prefix of hyper-parameters' names.
 const HYPER: &str = "the optimizer's ";
-/// What stands for a value that is not there.
+/// The words for an absent value.
 const NOT_GIVEN: &str = "not given";
 
 /// Fields of config.json on which no step depends after the first: weights are drawn by then, and --dropout says
@@ -38,23 +38,23 @@ const OF_THE_START: [&str; 7] = [
 /// Fields of config.json on which only the loss depends.
 const OF_THE_LOSS: [&str; 2] = ["output_router_logits", "router_aux_loss_coef"];
 
-/// What a run is, in words by the names that people know.
+/// The settings of a run, by the names of their flags.
 #[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Record {
-    /// What gives the weights and the optimizer's state their meaning.
+    /// Settings that give the weights and the optimizer's state their meaning.
     fixed: Words,
-    /// What else the numbers of a step follow from.
+    /// Other settings that change the numbers of a step.
     settings: Words,
-    /// What explains some of these, and is not compared.
+    /// Explanations of some settings, which are not compared.
     beside: Words,
 }
 
-/// What differs between the run that saved a checkpoint and the run that goes on from it.
+/// Differences between the run that saved a checkpoint and the run that resumes from it.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Changes {
-    /// What can't be right.
+    /// Differences that can't be right.
     pub(crate) refused: Vec<String>,
-    /// What makes another run of it.
+    /// Differences that change the run.
     pub(crate) said: Vec<String>,
 }
 
@@ -131,7 +131,7 @@ impl Record {
         Ok(record)
     }
 
-    /// What a checkpoint is to hold.
+    /// Returns the values to save in a checkpoint.
     pub(crate) fn values(&self) -> anyhow::Result<Map<String, Value>> {
         Ok(Map::from_iter([(KEY.to_owned(), serde_json::to_value(self)?)]))
     }
@@ -169,14 +169,14 @@ impl Record {
         self.fixed.get(name).or_else(|| self.settings.get(name)).map_or(NOT_GIVEN, String::as_str)
     }
 
-    /// A value with what explains it.
+    /// Formats a value with its explanation.
     fn told(&self, name: &str, value: &str) -> String {
         let beside = self.beside.get(name).map_or(String::new(), |beside| format!(" ({beside})"));
         shown(format!("{value}{beside}")).to_string()
     }
 }
 
-/// What a model drops; nothing, where that is empty.
+/// Formats dropout probabilities; empty where nothing is dropped.
 fn dropped(dropout: Dropout, config: &ModelConfig) -> String {
     // Decoders drop attention weights alone.
     let rest = if matches!(config, ModelConfig::Decoder(_)) { 0. } else { 1. };

@@ -26,7 +26,7 @@ const FUEL: u64 = 100_000_000;
 
 /// The variables that stand in the place of `{% generation %}` and its end: empty, or marks.
 const VARIABLES: [&str; 2] = ["__generation", "__endgeneration"];
-/// What marks are chosen from: no characters, but a text may have them all the same.
+/// Candidates for marks: noncharacters, which a text may contain all the same.
 const NONCHARACTERS: RangeInclusive<char> = '\u{fdd0}'..='\u{fdef}';
 
 /// A chat template, ready to run.
@@ -110,7 +110,7 @@ impl Template {
         if !self.marks {
             return Ok((text, vec![]));
         }
-        // What the text itself has would mark what nobody marked.
+        // A character of the text itself would act as a mark.
         let mut free = NONCHARACTERS.filter(|mark| !text.contains(*mark));
         let (Some(begin), Some(end)) = (free.next(), free.next()) else {
             bail!(

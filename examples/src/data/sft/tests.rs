@@ -261,7 +261,7 @@ fn no_text_marks_what_is_learnt() {
         { "role": "user", "content": all }, { "role": "assistant", "content": "says" }] });
     let error = Reader::new(Some(dir.path())).refuses(&line.to_string());
     assert!(error.contains("U+FDD0 to U+FDEF") && error.contains("remove them"), "{error}");
-    // What has no marks needs none.
+    // A template without marks needs no characters.
     assert_eq!(Reader::new(None).learnt(&line.to_string()), ["says\0"]);
     // A mark in what is trimmed or counted would make another text.
     let filtered = model(Some(
@@ -390,7 +390,7 @@ fn files_without_examples_and_their_lines_are_named() {
     assert!(error.contains("line 1 has a token with id") && error.contains("vocabulary has 3 ids"), "{error}");
 }
 
-/// Some editors write it; it is no part of the first line, and part of any other.
+/// Some editors write a byte order mark. It is skipped on the first line alone.
 #[test]
 fn a_byte_order_mark_at_the_start_of_a_file_is_passed_over() {
     let dir = tempfile::tempdir().unwrap();

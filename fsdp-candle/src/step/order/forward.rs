@@ -145,7 +145,7 @@ impl Order {
         }
     }
 
-    /// What happens when any unit's forward begins. Returns the pass that it belongs to.
+    /// Begins any unit's forward. Returns the pass that the forward belongs to.
     fn enter(&mut self, unit: usize, graph: bool, actions: &mut Vec<Action>) -> usize {
         let step = &mut self.step;
         step.forwards_begun += 1;
@@ -182,7 +182,7 @@ impl Order {
         if !graph {
             return; // backward does not come to it
         }
-        // Of several parts the last counts.
+        // The last of several parts counts.
         step.ran.retain(|ran| ran.pass != pass);
         if step.ran.len() == MOST_PASSES {
             step.ran.drain(..MOST_PASSES / 2);

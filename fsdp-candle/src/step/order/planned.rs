@@ -57,7 +57,7 @@ impl Order {
             let from = sorted.partition_point(|&(number, _)| number < ran.nodes.start);
             let to = sorted.partition_point(|&(number, _)| number < ran.nodes.end);
             let inside = sorted[from..to.max(from)].iter().map(|&(_, at)| at);
-            // What a closure did in forward, backward does when it runs the closure again.
+            // Backward runs a closure's operations when it runs the closure again.
             let meets = |made: &std::ops::Range<usize>| made.start < ran.nodes.end && ran.nodes.start < made.end;
             let again = self.step.replays.iter().filter(|replay| meets(&replay.made));
             let again = again.filter_map(|replay| {

@@ -79,7 +79,7 @@ fn combine<T: Element, O: Element<Acc = T::Acc>>(op: ReduceOp, output: &mut [u8]
     match op {
         ReduceOp::Sum => fold::<T, O>(output, inputs, T::Acc::add, |x| x),
         ReduceOp::Avg => fold::<T, O>(output, inputs, T::Acc::add, |x| x.divided(ranks)),
-        // Of few numbers: compiled for each instruction set they would take as long to compile as the sums.
+        // These reduce few numbers. Compiling them for each instruction set would take as long as the sums.
         ReduceOp::Min => fold_inlined::<T, O>(output, inputs, T::Acc::min, |x| x),
         ReduceOp::Max => fold_inlined::<T, O>(output, inputs, T::Acc::max, |x| x),
         ReduceOp::Product => fold_inlined::<T, O>(output, inputs, T::Acc::mul, |x| x),

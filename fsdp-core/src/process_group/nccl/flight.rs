@@ -14,7 +14,7 @@ use super::super::{call::Call, collective::Collective, membership::Membership};
 /// compute for long keep nobody waiting, so that the group's timeout alone would be too short.
 const COMPUTE: u32 = 3;
 
-/// Since when a collective waits, and for what.
+/// Start times of a collective's two waits.
 #[derive(Default)]
 struct Clock {
     /// Since when it is the first that has not ended: nothing but the device's own work keeps it from beginning.
@@ -75,7 +75,7 @@ impl Flight {
         self.clock.begun.is_some()
     }
 
-    /// For how long it has waited for what the device does before it, where that is too long.
+    /// Returns the time that the device has kept the collective from beginning, where that is too long.
     pub(super) fn stuck(&self, timeout: Duration) -> Option<Duration> {
         self.clock.stuck(Instant::now(), timeout)
     }

@@ -1,4 +1,4 @@
-//! Which ranks compute on one device.
+//! Finds ranks that compute on one device.
 
 use std::{collections::BTreeMap, sync::Arc};
 

@@ -12,7 +12,7 @@ const LLAMA: &str = r#"{"model_type": "llama", "hidden_size": 64, "intermediate_
 const GPT2: &str = r#"{"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 128,
     "vocab_size": 512}"#;
 
-/// What a program prints as one JSON object, in a directory with the model's `config.json`.
+/// Runs a program that prints one JSON object, in a directory with the model's `config.json`.
 fn json(words: &[&str], dir: &Path) -> Value {
     let mut command = Command::new(program("bench"));
     command.args(words).args(["--model", ".", "--seq", "128", "--batch", "1", "--json"]).current_dir(dir);

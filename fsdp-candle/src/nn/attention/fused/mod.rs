@@ -221,7 +221,7 @@ fn of_one(
     once(shape, |op| qkv.apply_op1(op))
 }
 
-/// Which of the probabilities `[batch, n_heads, T, S]` are dropped.
+/// Draws the dropout mask of the probabilities `[batch, n_heads, T, S]`.
 fn mask(options: &AttentionOptions, dims: [usize; 4]) -> Result<Option<Mask>> {
     (options.dropout > 0.).then(|| Mask::draw(options.dropout, &dims)).transpose()
 }

@@ -51,7 +51,7 @@ fn run(model: &Model, losses: Vec<Vec<u8>>, odds: usize) -> Vec<Rc<RefCell<Log>>
     ranks.into_iter().map(|rank| rank.log).collect()
 }
 
-/// What ranks agree on: the largest of each number.
+/// Returns the largest of each number, on which ranks agree.
 fn largest(all: impl Iterator<Item = Vec<usize>>) -> Vec<usize> {
     all.reduce(|a, b| a.into_iter().zip(b).map(|(a, b)| a.max(b)).collect()).unwrap()
 }

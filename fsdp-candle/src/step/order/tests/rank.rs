@@ -13,16 +13,16 @@ use crate::step::reductions::Reductions;
 mod backward;
 mod forward;
 
-/// What a call left in the graph.
+/// Nodes that a call left in the graph.
 #[derive(Default)]
 pub(super) struct Made {
     /// The number and the pass of the hook of its outputs.
     hook: Option<(usize, usize)>,
-    /// Of each use of a parameter: the number, and the pass whose anchor it is of.
+    /// Number of each use of a parameter, and the pass whose anchor was used.
     uses: BTreeMap<usize, (usize, Option<usize>)>,
 }
 
-/// The forwards of a step that keep graphs, with what each call made by its place.
+/// The forwards of a step that keep graphs, with the nodes of each call.
 pub(super) type Forwards<'a> = Vec<(&'a Call, BTreeMap<Vec<usize>, Made>)>;
 
 /// The calls that a loss reaches: the forward and the place in it.
@@ -43,7 +43,7 @@ pub(super) struct Rank<'a> {
     flying: Vec<Option<Flight>>,
     complete: Vec<BTreeSet<usize>>,
     collected: Vec<BTreeSet<usize>>,
-    /// Of each unit, the pass whose anchors its parameters have, and whether its shards are there.
+    /// Each unit's pass whose anchors its parameters have, and whether its shards are gathered.
     anchors: Vec<Option<usize>>,
     shards: Vec<bool>,
     shards_are_fresh: bool,
@@ -162,7 +162,7 @@ impl<'a> Rank<'a> {
         }
     }
 
-    /// What replicas hold parts of is gathered over them first.
+    /// Gathers the unit's shards over replicas that hold parts of them.
     pub(super) fn gather_shards(&mut self, unit: usize) {
         if self.model.divided && !std::mem::replace(&mut self.shards[unit], true) {
             let at = self.log.borrow_mut().issue(Queue::Replicas, ("shards", unit, BTreeSet::new()));
@@ -296,7 +296,7 @@ impl<'a> Rank<'a> {
         for (root, (call, _)) in forwards.iter().enumerate() {
             reach(call, root, &mut vec![], reaches, &mut reached);
         }
-        // What forward skipped.
+        // Backward does not reach skipped calls.
         reached.retain(|(root, place)| forwards[*root].1.contains_key(place));
         reached
     }

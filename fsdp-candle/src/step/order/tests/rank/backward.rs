@@ -82,7 +82,7 @@ impl Rank<'_> {
         vec![]
     }
 
-    /// Runs a backward over the calls that `reached` has, in reverse. `again` tells that it is not the first.
+    /// Runs a backward over the calls that `reached` has, in reverse. `again` is true after the first.
     pub(in crate::step::order::tests) fn backward(
         &mut self,
         forwards: &Forwards<'_>,
