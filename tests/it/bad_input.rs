@@ -205,14 +205,14 @@ fn a_checkpoint_of_another_model() {
     let args = ["--model", "model", "--data", "model/tokens.bin", "--seq-len", "32", "--batch-size", "1"];
     launch(2, "train", &[&args[..], &["--steps", "1", "--checkpoint-dir", "other"]].concat(), dir.path()).ok();
     edit(&model.join("config.json"), "\"intermediate_size\": 87", "\"intermediate_size\": 88");
-    fails(
-        dir.path(),
-        &["--model", "model", "--init", "random", "--data", "model/tokens.bin", "--resume", "other/step-00000001"],
-        &["proj.weight", "[32, 87]", "[32, 88]"],
-    );
+    let other = ["--model", "model", "--init", "random", "--data", "model/tokens.bin"];
+    let changed = ["config.json's intermediate_size: it was 87, and is 88", "--resume-anyway"];
+    let from = ["--resume", "other/step-00000001"];
+    fails(dir.path(), &[&other[..], &from].concat(), &changed);
+    let shapes = ["proj.weight", "[32, 87]", "[32, 88]"];
+    fails(dir.path(), &[&other[..], &from, &["--resume-anyway"]].concat(), &shapes);
     // That is no damage: `auto` does not go on from an older one.
-    let auto = ["--model", "model", "--init", "random", "--data", "model/tokens.bin", "--resume", "auto"];
-    fails(dir.path(), &[&auto[..], &["--checkpoint-dir", "other"]].concat(), &["proj.weight", "[32, 87]", "[32, 88]"]);
+    fails(dir.path(), &[&other[..], &["--resume", "auto", "--checkpoint-dir", "other"]].concat(), &changed);
     assert!(dir.path().join("other/step-00000001/checkpoint.json").exists());
 }
 

@@ -11,18 +11,8 @@ const MODEL: &str = "llama3_tiny";
 /// The second group.
 const GROUPS: [&str; 2] = ["--no-decay", "*norm*.weight,norm.weight"];
 
-/// The recorded runs' flags, without those of Adam alone: they are its defaults.
-fn golden() -> Vec<String> {
-    let mut golden = golden_flags(MODEL);
-    for flag in ["--betas", "--eps"] {
-        let at = golden.iter().position(|other| other == flag).unwrap();
-        golden.drain(at..at + 2);
-    }
-    golden
-}
-
 fn train(ranks: usize, lr: &str, flags: &[&str], dir: &Path) -> Trajectory {
-    let (mut golden, batch_size) = (golden(), (6 / ranks).to_string());
+    let (mut golden, batch_size) = (golden_flags(MODEL), (6 / ranks).to_string());
     let at = golden.iter().position(|flag| flag == "--lr").unwrap();
     golden[at + 1] = lr.into();
     let mut args: Vec<&str> = golden.iter().map(String::as_str).collect();
@@ -104,7 +94,7 @@ fn adamw_with_moments_of_8_bits() {
 fn what_means_nothing_to_an_optimizer_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let refused = |flags: &[&str], expected: &[&str]| {
-        let golden = golden();
+        let golden = golden_flags(MODEL);
         let args: Vec<&str> = golden.iter().map(String::as_str).chain(flags.iter().copied()).collect();
         launch(2, "train", &args, dir.path()).refused(2, expected);
     };

@@ -23,7 +23,7 @@ pub fn golden_flags_of(name: &str, steps: usize) -> Vec<String> {
     let model = golden(name).display().to_string();
     let own = golden(name).join("tokens.bin");
     let tokens = if own.exists() { own } else { golden("tokens.bin") };
-    let settings = "--seq-len 32 --lr 1e-3 --betas 0.9,0.95 --eps 1e-8 --weight-decay 0.1 --clip-grad-norm 1.0 \
+    let settings = "--seq-len 32 --lr 1e-3 --weight-decay 0.1 --clip-grad-norm 1.0 \
         --lr-schedule constant --warmup-steps 0";
     let mut flags = vec!["--data".to_string(), tokens.display().to_string(), "--model".into(), model];
     flags.extend(settings.split(' ').map(String::from));

@@ -29,7 +29,10 @@ impl Schedule {
         units.iter().for_each(|unit| unit.begin_backward());
         let mut grads = on_a_stack_of(BACKWARD_STACK_BYTES, "backward", || {
             self.look_ahead(loss, units)?;
-            let actions = self.order().before_the_graph();
+            let (first, actions) = self.order().before_the_graph();
+            if let Some(first) = first.and_then(|first| units.get(first)) {
+                spans::enter(first.name());
+            }
             self.carry_out(actions)?;
             loss.backward()
         })??;

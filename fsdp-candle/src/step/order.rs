@@ -194,10 +194,9 @@ impl Order {
         Ok(())
     }
 
-    /// What must be there before the graph is walked: the unit whose backward comes first, and units whose outputs have
-    /// no hook.
-    pub(super) fn before_the_graph(&mut self) -> Vec<Action> {
-        let Some(backward) = &self.step.backward else { return vec![] };
+    /// Returns the unit whose backward comes first, and what gathers it and the units whose outputs have no hook.
+    pub(super) fn before_the_graph(&mut self) -> (Option<usize>, Vec<Action>) {
+        let Some(backward) = &self.step.backward else { return (None, vec![]) };
         let first = match &backward.plan {
             Some(plan) => plan.first(),
             None => self.step.ran.last().map(|ran| ran.unit),
@@ -211,7 +210,7 @@ impl Order {
                 false => actions.extend([Action::Gather(unit), Action::Await(unit)]),
             }
         }
-        actions
+        (first, actions)
     }
 
     /// Backward is about to enter a unit. `pass` is known where the unit is called.

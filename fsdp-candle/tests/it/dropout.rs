@@ -81,6 +81,7 @@ fn masks_do_not_depend_on_the_number_of_ranks_nor_on_checkpoints() {
 fn masks_do_not_depend_on_how_a_tensor_is_shared_out() {
     const STEPS: usize = 8;
     const HEADS: usize = 4;
+    const WIDTH: usize = 8;
     let x = |seed: usize| {
         let rows = [batch(seed, STEPS * WIDTH), batch(seed + 1, STEPS * WIDTH)];
         Tensor::cat(&rows, 0).unwrap().reshape(((), STEPS, WIDTH)).unwrap()

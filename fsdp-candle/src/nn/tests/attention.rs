@@ -188,3 +188,29 @@ fn options_that_make_no_sense_are_errors() {
         assert!(with(None, Some(cap)).contains("must be above 0"), "{cap}");
     }
 }
+
+/// Where there are devices: the double has eight.
+#[cfg(feature = "cuda")]
+#[test]
+fn attention_on_a_device_is_refused_before_its_launch() {
+    use crate::kernels::{candle_device, device_count};
+    use crate::nn::{AttentionOptions, attention};
+
+    if device_count().unwrap_or(0) == 0 {
+        return;
+    }
+    let device = candle_device(0).unwrap();
+    let error = |steps: usize, options: &AttentionOptions| {
+        let zeros = Tensor::zeros((1, steps, 1), DType::F64, &device).unwrap();
+        let q = candle_core::Var::from_tensor(&zeros).unwrap();
+        attention(&q, &zeros, &zeros, 1, 1, options).unwrap_err().to_string()
+    };
+    let plain = AttentionOptions::causal(1.);
+    let parts = ["[1, 1, 46341, 46341] has 2147488281 elements", "fewer than 2147483648 (2^31)"];
+    let said = error(46341, &plain);
+    assert!(parts.iter().all(|part| said.contains(part)), "{said}");
+    let capped = AttentionOptions { softcap: Some(1.), dropout: 0.5, ..plain };
+    let parts = ["take 175.99 GiB (188970812800 bytes) in 11 matrices of f64", "GiB free of "];
+    let said = error(46340, &capped);
+    assert!(parts.iter().all(|part| said.contains(part)), "{said}");
+}

@@ -111,7 +111,7 @@ fn a_step_of_a_chain() {
     order.backward_begins().unwrap();
     assert_eq!(order.forward_begins(0, true).unwrap_err(), Refused::InBackward);
     // The root keeps its parameters, and has no hook.
-    assert_eq!(order.before_the_graph(), [Gather(2), Await(2), Gather(1), Gather(2), Await(2)]);
+    assert_eq!(order.before_the_graph().1, [Gather(2), Await(2), Gather(1), Gather(2), Await(2)]);
     let complete = |unit| (true, vec![FreeParameter { unit, position: 0 }, Action::Reduce(unit)]);
     assert_eq!(order.gradient_complete(root, 0).unwrap(), complete(2));
     assert_eq!(order.before_unit(1, None).unwrap(), [Gather(1), Await(1), Gather(0)]);
@@ -138,7 +138,7 @@ fn what_some_rank_comes_to_all_ranks_gather_and_reduce() {
     order.backward_begins().unwrap();
     // This rank comes to block 0 alone, another one to blocks 2 and 1; the root has no hook.
     order.plan_units(&[3, 2, 1, 0], &[0, 1, 2, 3]);
-    assert_eq!(order.before_the_graph(), [Gather(3), Gather(2), Await(3)]);
+    assert_eq!(order.before_the_graph().1, [Gather(3), Gather(2), Await(3)]);
     let between = [Reduce(3), Free(3), Gather(1), Reduce(2), Free(2), Gather(0), Reduce(1), Free(1), Await(0)];
     assert_eq!(order.before_unit(0, None).unwrap(), between);
     assert_eq!(order.backward_ends(), [Reduce(0), Free(0), Free(0), Free(1), Free(2), Free(3)]);
@@ -153,5 +153,5 @@ fn units_that_failed_to_build_are_in_no_list() {
     assert_eq!(order.rules(0).unwrap().forward_prefetch, [1]);
     assert!(order.rules(2).is_none());
     order.backward_begins().unwrap();
-    assert_eq!(order.before_the_graph()[0], Action::Gather(1));
+    assert_eq!(order.before_the_graph().1[0], Action::Gather(1));
 }

@@ -112,7 +112,7 @@ impl Rank<'_> {
         self.is_plain &= !self.order.is_planned();
         let before = self.strays.clone();
         let outcome = (|| -> Result<(), Failed> {
-            let actions = self.order.before_the_graph();
+            let (_, actions) = self.order.before_the_graph();
             self.open.extend(actions.iter().filter_map(|action| match action {
                 Action::Await(unit) => Some(*unit),
                 _ => None,
