@@ -108,8 +108,8 @@ impl<M> FsdpModule<M> {
         self.change(recurse, |settings| settings.requires_gradient_sync = sync);
     }
 
-    /// Whether gradients are reduced over replicas (HSDP) and handed out. Without, they are reduced over the shard ranks
-    /// alone and join those of the next backward that does, on meshes without replicas as well.
+    /// Whether gradients are reduced over replicas (HSDP) and handed out. Without, they are reduced over the shard
+    /// ranks alone and join those of the next backward that does, on meshes without replicas as well.
     ///
     /// ```
     /// # use candle_core::{DType, Module, Tensor};

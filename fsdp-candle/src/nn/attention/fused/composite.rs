@@ -50,8 +50,8 @@ pub(in crate::nn) fn composite(
     weights.matmul(&spread(v)?)?.transpose(1, 2)?.reshape((batch, queries, ()))?.to_dtype(dtype)
 }
 
-/// Returns how many matrices of scores a forward has at a time. A graph keeps each of them: the product, scaled, capped,
-/// masked, shifted, the powers, the weights, and with dropout the mask and what it leaves. Without a graph the product
+/// Returns how many matrices of scores a forward has at a time. A graph keeps each of them: the product, scaled,
+/// capped, masked, shifted, the powers, the weights, and with dropout the mask and what it leaves. Without a graph the product
 /// and the shifted scores are gone when the weights come.
 fn copies(options: &AttentionOptions, has_graph: bool) -> usize {
     match has_graph {
