@@ -51,8 +51,8 @@ pub(in crate::nn) fn composite(
 }
 
 /// Returns how many matrices of scores a forward has at a time. A graph keeps each of them: the product, scaled,
-/// capped, masked, shifted, the powers, the weights, and with dropout the mask and what it leaves. Without a graph the product
-/// and the shifted scores are gone when the weights come.
+/// capped, masked, shifted, the powers, the weights, and with dropout the mask and what it leaves. Without a graph
+/// the product and the shifted scores are gone when the weights come.
 fn copies(options: &AttentionOptions, has_graph: bool) -> usize {
     match has_graph {
         true => 6 + if options.softcap.is_some() { 3 } else { 0 } + if options.dropout > 0. { 2 } else { 0 },
