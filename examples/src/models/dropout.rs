@@ -59,7 +59,7 @@ impl Drops {
     }
 }
 
-/// What a rank has of attention weights `[B, H, T, T]`, and where sequences are shared out of `[B, T, C]`.
+/// The part that a rank has of attention weights `[B, H, T, T]`, and where sequences are shared out of `[B, T, C]`.
 fn part(parallel: &TensorParallel) -> Part {
     let group = parallel.group();
     Part { dim: 1, index: group.rank(), count: group.size() }

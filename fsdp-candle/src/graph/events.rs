@@ -8,7 +8,7 @@ use crate::unit::{FsdpParam, UnitId};
 
 /// Hears what backward comes to.
 pub(crate) trait BackwardEvents: Send + Sync {
-    /// Backward is about to come to what is inside a unit, in this pass.
+    /// Backward is about to enter a unit, in this pass.
     fn before_unit(&self, unit: &UnitId, pass: usize) -> Result<()>;
 
     /// Backward has been through everything between a unit's inputs and outputs.

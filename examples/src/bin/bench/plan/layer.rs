@@ -108,7 +108,7 @@ pub(super) struct Root {
     pub(super) rotary: f64,
 }
 
-/// What the loss takes, bytes a token.
+/// Memory that the loss takes, in bytes a token.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Logits {
     /// From forward to backward.

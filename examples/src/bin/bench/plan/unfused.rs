@@ -38,14 +38,14 @@ fn cast(compute: Precision) -> f64 {
 /// and the output itself are.
 fn operands(layer: &Layer, compute: Precision) -> f64 {
     let &Layer { queries, keys, .. } = layer;
-    // One projection's thirds lie apart: that takes a copy where there is no cast.
+    // The thirds of one projection are not contiguous: they are copied where no cast copies them.
     let apart = layer.linears.first().is_some_and(|linear| linear.outputs > queries);
     let casts = if apart { F32 } else { cast(compute) };
     let spread = if keys < queries { 2. * queries } else { 0. };
     casts * (queries + 2. * keys) + F32 * (queries + 2. * keys + spread + 2. * queries) + cast(compute) * queries
 }
 
-/// What a block computes on its way and backward wants.
+/// Intermediate results of a block that backward needs.
 pub(super) fn inside(layer: &Layer, compute: Precision) -> f64 {
     let e = compute.bytes();
     let &Layer { width, queries, keys, norms, mlp, .. } = layer;
@@ -68,7 +68,7 @@ pub(super) fn lingering(layer: &Layer, compute: Precision) -> f64 {
     LINGERING * matrix(layer) + turned
 }
 
-/// What attention's backward has at work.
+/// Matrices that attention's backward holds at once.
 pub(super) fn flowing(layer: &Layer) -> f64 {
     WORKING * matrix(layer)
 }
