@@ -1,12 +1,18 @@
 //! What moves the bytes of a group: the one trait that tells engines apart.
+//! What a backend hands over: outputs, and what has to be waited for before they are used.
+
+//! What a rank sees of its peers without taking part in a collective.
 
 use std::sync::Arc;
 
 use super::{
-    collective::Collective, failure::Failure, landing::Landing, lookout::Lookout, membership::Membership, parts::Op,
+    collective::{Collective, Failure},
+    op::Op,
+    options::Membership,
 };
-use crate::{DeviceId, Result};
+use crate::{Buffer, DeviceId, Error, Result};
 
+// ---- from process_group/backend
 /// What a backend promises beyond moving the right elements: what callers may rely on, and what the
 /// [conformance suite](super::conformance) holds it to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,4 +81,87 @@ pub trait Backend: Send {
     fn lookout(&self) -> Option<Arc<dyn Lookout>> {
         None
     }
+}
+
+// ---- from process_group/landing
+/// The outputs of a collective.
+#[derive(Default)]
+pub struct Landing {
+    // Before the outputs: they are freed when what the device computes next waits for the collective, and not before.
+    pub(super) fence: Option<Box<dyn Fence>>,
+    /// One a part or buffer, in the order in which they were passed.
+    pub outputs: Vec<Buffer>,
+}
+
+impl Landing {
+    /// Outputs that are there when `fence` says so: a device is still at it.
+    pub fn behind(outputs: Vec<Buffer>, fence: Box<dyn Fence>) -> Self {
+        Landing { outputs, fence: Some(fence) }
+    }
+}
+
+impl From<Vec<Buffer>> for Landing {
+    /// Outputs that are there.
+    fn from(outputs: Vec<Buffer>) -> Self {
+        Landing { outputs, fence: None }
+    }
+}
+
+/// A collective that a device has still to run. It keeps whatever the device reads and writes meanwhile.
+///
+/// Dropping it is [`Fence::order`] without a word of what goes wrong: memory must not go back while it is in use.
+pub trait Fence: Send {
+    /// Lets the device's compute stream go on only when the collective is done, and releases what it kept. Does not
+    /// block.
+    ///
+    /// # Errors
+    /// Those of the device.
+    fn order(&mut self) -> Result<()>;
+
+    /// Blocks the calling thread until the collective is done, and releases what it kept.
+    ///
+    /// # Errors
+    /// Those of the device.
+    fn block(&mut self) -> Result<()>;
+}
+
+// ---- from process_group/lookout
+/// What became of a peer that takes part in nothing any more.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Gone {
+    /// It left the group.
+    Left,
+    /// Its process ended.
+    Died,
+    /// It failed, and said why.
+    Failed(Failure),
+}
+
+impl Gone {
+    /// The error of a rank that was in `collective` when it saw what became of `peer`.
+    pub fn into_error(self, collective: &Collective<'_>, peer: usize) -> Error {
+        match self {
+            Gone::Left => collective.lost(peer, "left the group"),
+            Gone::Died => collective.lost(peer, "died"),
+            Gone::Failed(why) => why.into_error(collective, peer),
+        }
+    }
+}
+
+/// What a rank sees of its peers, and shows them, from beside the thread that runs the group's collectives: for who
+/// waits for a device. Nothing here waits.
+pub trait Lookout: Send + Sync {
+    /// A peer that takes part in nothing any more: first of all one that said why.
+    fn gone(&self) -> Option<(usize, Gone)>;
+
+    /// Tells the peers why this rank takes part in nothing any more, as
+    /// [`Backend::fail`](super::backend::Backend::fail) does.
+    fn fail(&self, why: &Failure);
+
+    /// Shows the peers what this rank is at, in place of what it showed before: a [`Collective::announcement_len`] and
+    /// 64 bytes at most. One thread does so.
+    fn show(&self, bytes: &[u8]);
+
+    /// What a peer shows. Nothing, where it shows nothing yet or is about to show something else.
+    fn shown(&self, peer: usize) -> Option<Vec<u8>>;
 }

@@ -1,15 +1,13 @@
 //! A store that the ranks of a group keep together.
 
-use std::{
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
+use parking_lot::Mutex;
+use std::{sync::Arc, time::Duration};
 
 use super::{
+    backend::Landing,
     call::Call,
     group::ProcessGroup,
-    landing::Landing,
-    parts::{GatherPart, Op},
+    op::{GatherPart, Op},
 };
 use crate::{
     Buffer, Element, Error, Heap, Result,
@@ -52,7 +50,7 @@ impl GroupStore {
     fn ask(&self, request: &Request<'_>) -> Result<Option<Vec<u8>>> {
         let asked = Asked::of(request, Some(self.group.rank()), &self.holder);
         // One call at a time. Asked of all ranks even where it is refused, because they wait for it.
-        let copy = self.copy.lock().unwrap_or_else(PoisonError::into_inner);
+        let copy = self.copy.lock();
         let refusal = request.refusal();
         let own = if refusal.is_none() { request.clone() } else { Request::Hello };
         let all = messages(&self.group, own.to_bytes())?;

@@ -14,55 +14,40 @@
 //! through the host; `shared_memory` and `mpi` are the backends; `init` chooses one; `conformance` is what each of them
 //! passes.
 
-mod alone;
 mod backend;
 mod call;
-mod check;
 mod collective;
 pub mod conformance;
 #[cfg(feature = "cuda")]
 mod device_memory;
-mod failure;
-#[cfg(feature = "cuda")]
-mod fence;
 mod group;
 mod group_store;
 mod host;
-mod init;
-mod landing;
-mod lookout;
-mod membership;
 mod mismatch;
 pub mod mpi;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod on_device;
+mod op;
 mod options;
-mod parts;
-mod patience;
 mod queue;
-mod roll;
 mod shared_memory;
 mod signature;
-mod typed;
+mod single_rank;
+mod waiting_ranks;
 mod work;
 
-pub use backend::{Backend, Promises};
-pub use collective::{Collective, Traffic};
-pub use failure::Failure;
+pub use backend::{Backend, Fence, Gone, Landing, Lookout, Promises};
+pub use collective::{Collective, Failure, Traffic};
 pub use group::ProcessGroup;
 pub use group_store::GroupStore;
-pub use init::init;
-pub use landing::{Fence, Landing};
-pub use lookout::{Gone, Lookout};
-pub use membership::Membership;
 #[cfg(feature = "nccl")]
 pub use nccl::Nccl;
 pub use on_device::DeviceEngine;
 #[cfg(feature = "cuda")]
 pub use on_device::{ThroughHost, share_a_device};
-pub use options::Options;
-pub use parts::{ExchangePart, GatherPart, Op, ScatterPart};
+pub use op::{ExchangePart, GatherPart, Op, ScatterPart};
+pub use options::{Membership, Options, init};
 pub use shared_memory::{local, shm};
 pub use signature::{Signature, Subject};
 pub use work::{Completion, Work};

@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use super::landing::Landing;
+use super::backend::Landing;
 use crate::{Buffer, Error, Result, Stream};
 
 /// Where a collective waits until somebody wants it.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::{
     super::{
         group::ProcessGroup,
-        parts::{ExchangePart, GatherPart, ScatterPart},
+        op::{ExchangePart, GatherPart, ScatterPart},
     },
     reference::{Allowed, concat, input, reduced, same, scrambled, slice},
     verdict::{Wrong, ensure},

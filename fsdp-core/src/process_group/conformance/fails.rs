@@ -5,8 +5,8 @@ use std::{sync::Arc, time::Duration};
 use super::{
     super::{
         group::ProcessGroup,
+        op::{ExchangePart, GatherPart, ScatterPart},
         options::Options,
-        parts::{ExchangePart, GatherPart, ScatterPart},
         work::Work,
     },
     verdict::{Join, Wrong, ensure},

@@ -8,16 +8,13 @@ use std::{
 use cudarc::driver::{CudaStream, DriverError, result};
 
 use super::super::{
-    backend::{Backend, Promises},
-    collective::Collective,
-    failure::Failure,
+    backend::{Backend, Landing, Lookout, Promises},
+    collective::{Collective, Failure},
     group::ProcessGroup,
-    host::buffers::read,
-    landing::Landing,
-    lookout::Lookout,
-    membership::Membership,
+    host::memory::read,
     on_device::{DeviceEngine, beside},
-    parts::{ExchangePart, GatherPart, Op, ScatterPart},
+    op::{ExchangePart, GatherPart, Op, ScatterPart},
+    options::Membership,
 };
 use crate::{
     Allocator, Buffer, DType, DeviceId, Error, Readable, Result,

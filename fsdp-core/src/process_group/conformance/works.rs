@@ -8,8 +8,8 @@ use std::{
 use super::{
     super::{
         group::ProcessGroup,
+        op::{ExchangePart, GatherPart, ScatterPart},
         options::Options,
-        parts::{ExchangePart, GatherPart, ScatterPart},
         signature::{Signature, Subject},
     },
     case::Case,

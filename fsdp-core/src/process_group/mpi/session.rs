@@ -8,10 +8,7 @@ use std::{
 
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
-use super::{
-    abi::{self, Constants, Family},
-    functions::{Functions, Kind, Outcome, Refused, symbol},
-};
+use super::library::{Constants, Family, Functions, Kind, Outcome, Refused, mpich, open_mpi, standard, symbol};
 
 /// An MPI library in use. Requests have numbers that the caller chooses.
 pub(super) trait Mpi {
@@ -62,11 +59,11 @@ pub(super) fn open(found: &Path) -> Outcome<Box<dyn Mpi>> {
     // checked below.
     unsafe {
         if is_standard(found) || found.canonicalize().is_ok_and(|path| is_standard(&path)) {
-            checked(Family::Standard, abi::standard(), Functions::of(library)?)
+            checked(Family::Standard, standard(), Functions::of(library)?)
         } else if address("ompi_mpi_comm_world").is_ok() {
-            checked(Family::OpenMpi, abi::open_mpi(address)?, Functions::of(library)?)
+            checked(Family::OpenMpi, open_mpi(address)?, Functions::of(library)?)
         } else {
-            checked(Family::Mpich, abi::mpich(), Functions::of(library)?)
+            checked(Family::Mpich, mpich(), Functions::of(library)?)
         }
     }
 }

@@ -6,21 +6,10 @@
 //! share a segment), `engine` (the backend), and the two ways to meet: `local`, and `shm` by `rendezvous`. Threads
 //! therefore test what processes run.
 
-mod all_gather;
-mod all_reduce;
-mod all_to_all;
-mod broadcast;
-mod cores;
+mod collectives;
 mod engine;
 pub mod local;
-mod lookout;
-mod meet;
-mod reduce_scatter;
+mod peer_monitor;
 mod rendezvous;
-mod rounds;
-mod seat;
 mod segment;
-mod sends;
-mod shape;
 pub mod shm;
-mod watch;

@@ -3,10 +3,11 @@
 //! A rank that waits holds a Unix socket in the abstract namespace, whose name follows from the user, the port, the
 //! job, the rank and the backend. Other ranks try to connect to it. The socket goes when the rank stops waiting, or
 //! ends.
+//! When a rank that waits tells so: not at once, and ever more rarely.
 
+use parking_lot::Mutex;
 use std::{
     os::fd::OwnedFd,
-    sync::{Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -17,6 +18,7 @@ use rustix::{
 
 use crate::{RankEnv, hash::Hash};
 
+// ---- from process_group/roll
 /// The backends that meet.
 const BACKENDS: [&str; 2] = ["mpi", "shm"];
 /// How long another rank has to wait by another backend before that counts: a program may meet by one and then by the
@@ -90,7 +92,7 @@ impl Roll {
 
     /// Says why waiting is in vain, if it is: ranks of this host wait by another backend. May be called often.
     pub(super) fn in_vain(&self) -> Option<String> {
-        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut seen = self.seen.lock();
         let now = Instant::now();
         if now < seen.next {
             return None;
@@ -129,6 +131,38 @@ fn name(env: &RankEnv, backend: &str, rank: usize) -> Result<SocketAddrUnix, Err
     SocketAddrUnix::new_abstract_name(name.as_bytes())
 }
 
+// ---- from process_group/patience
+const FIRST: Duration = Duration::from_secs(5);
+
+/// A wait that goes on.
+pub(super) struct Patience {
+    started: Instant,
+    next: Duration,
+}
+
+impl Default for Patience {
+    fn default() -> Self {
+        Patience { started: Instant::now(), next: FIRST }
+    }
+}
+
+impl Patience {
+    /// How long it has been, when it is time to tell: after 5 s, 10 s, 20 s, and so on.
+    pub(super) fn is_due(&mut self) -> Option<Duration> {
+        self.is_due_after(self.started.elapsed())
+    }
+
+    fn is_due_after(&mut self, waited: Duration) -> Option<Duration> {
+        if waited < self.next {
+            return None;
+        }
+        while self.next <= waited {
+            self.next = self.next.saturating_mul(2);
+        }
+        Some(waited)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -165,7 +199,7 @@ mod tests {
         let first = Roll::enter(&env("mixed", 0, 1), "mpi");
         let other = Roll::enter(&env("mixed", 1, 1), "shm");
         let look_again = |after: Option<Duration>| {
-            let mut seen = first.seen.lock().unwrap();
+            let mut seen = first.seen.lock();
             seen.next = Instant::now();
             let ago = after.and_then(|after| Instant::now().checked_sub(after));
             seen.strangers_since = ago.or(seen.strangers_since);
@@ -178,6 +212,18 @@ mod tests {
         drop(other);
         look_again(Some(GRACE));
         assert_eq!(first.in_vain(), None);
-        assert!(first.seen.lock().unwrap().strangers_since.is_none());
+        assert!(first.seen.lock().strangers_since.is_none());
+    }
+
+    #[test]
+    fn it_is_told_at_doubling_intervals() {
+        let mut patience = Patience::default();
+        let told: Vec<u64> =
+            (0..100).filter(|&second| patience.is_due_after(Duration::from_secs(second)).is_some()).collect();
+        assert_eq!(told, [5, 10, 20, 40, 80]);
+        // A process that was stopped for long tells once.
+        let mut patience = Patience::default();
+        let long = Duration::from_secs(1000);
+        assert_eq!((patience.is_due_after(long), patience.is_due_after(long)), (Some(long), None));
     }
 }

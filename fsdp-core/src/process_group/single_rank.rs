@@ -1,16 +1,11 @@
 //! The backend of groups of one rank, whatever moves bytes in larger ones: inputs become outputs.
 
 use super::{
-    backend::{Backend, Promises},
-    collective::Collective,
-    failure::Failure,
-    host::{
-        buffers::{read, take},
-        copy::Copy,
-    },
-    landing::Landing,
-    membership::Membership,
-    parts::{ExchangePart, GatherPart, Op, ScatterPart},
+    backend::{Backend, Landing, Promises},
+    collective::{Collective, Failure},
+    host::memory::{Copy, read, take},
+    op::{ExchangePart, GatherPart, Op, ScatterPart},
+    options::Membership,
 };
 use crate::{Buffer, DeviceId, Error, Result};
 
