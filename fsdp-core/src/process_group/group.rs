@@ -277,8 +277,8 @@ impl ProcessGroup {
         self.ranks.lookout.clone()
     }
 
-    /// Who this process is in it.
-    pub(super) fn membership(&self) -> &Membership {
+    /// Returns the group's name and size, and this process's rank in it.
+    pub fn membership(&self) -> &Membership {
         &self.ranks.membership
     }
 

@@ -17,7 +17,6 @@
 mod backend;
 mod call;
 mod collective;
-pub mod conformance;
 #[cfg(feature = "cuda")]
 mod device_memory;
 mod group;
@@ -43,7 +42,7 @@ pub use group::ProcessGroup;
 pub use group_store::GroupStore;
 #[cfg(feature = "nccl")]
 pub use nccl::Nccl;
-pub use on_device::DeviceEngine;
+pub use on_device::{DeviceEngine, device_backend};
 #[cfg(feature = "cuda")]
 pub use on_device::{ThroughHost, share_a_device};
 pub use op::{ExchangePart, GatherPart, Op, ScatterPart};

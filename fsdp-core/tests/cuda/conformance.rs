@@ -5,13 +5,14 @@ use std::sync::Arc;
 use cudarc::driver::CudaStream;
 use fsdp_core::{
     ProcessGroup, Result,
-    process_group::{
-        Nccl, Options, Promises, ThroughHost,
-        conformance::{self, over_host},
-    },
+    process_group::{Nccl, Options, Promises, ThroughHost},
 };
+use fsdp_test_support::conformance;
 
-use crate::ranks::{host, own, start};
+use crate::{
+    over_host::over_host,
+    ranks::{host, own, start},
+};
 
 const NCCL: Promises = Promises { fixed_order: false, f32_sums: false, ..Promises::ALL };
 

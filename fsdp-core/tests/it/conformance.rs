@@ -5,12 +5,9 @@ use std::{cell::Cell, sync::Mutex};
 use crate::processes;
 use fsdp_core::{
     Buffer, ProcessGroup, ReduceOp, Result,
-    process_group::{
-        Backend, Collective, Failure, Landing, Membership, Op, Options, Promises,
-        conformance::{self, Trial},
-        local,
-    },
+    process_group::{Backend, Collective, Failure, Landing, Membership, Op, Options, Promises, local},
 };
+use fsdp_test_support::conformance::{self, Trial};
 
 /// Ranks as threads, which make worlds one after the other: the first to ask for one makes it.
 fn threads(trial: &Trial, make: &(dyn Fn(usize, Options) -> Result<Vec<ProcessGroup>> + Sync)) -> Vec<String> {

@@ -11,7 +11,8 @@ mod told;
 
 use std::{path::Path, process::Command};
 
-use fsdp_core::process_group::{Promises, conformance};
+use fsdp_core::process_group::Promises;
+use fsdp_test_support::conformance;
 use installed::Mpi;
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 

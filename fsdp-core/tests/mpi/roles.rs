@@ -4,8 +4,9 @@ use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use fsdp_core::{
     Buffer, DType, GatherPart, Heap, ProcessGroup, RankEnv, ReduceOp, ScatterPart,
-    process_group::{self, Options, conformance, mpi, shm},
+    process_group::{self, Options, mpi, shm},
 };
+use fsdp_test_support::conformance;
 use half::{bf16, f16};
 
 use crate::told;

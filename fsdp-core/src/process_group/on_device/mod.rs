@@ -68,12 +68,12 @@ impl ProcessGroup {
     /// As [`ProcessGroup::new`].
     pub fn on_device(self, engine: Box<dyn DeviceEngine>) -> Result<Self> {
         let membership = self.membership().clone();
-        ProcessGroup::new(membership, beside(self, engine))
+        ProcessGroup::new(membership, device_backend(self, engine))
     }
 }
 
-/// An engine beside a group of the host's memory.
-pub(in super::super) fn beside(host: ProcessGroup, engine: Box<dyn DeviceEngine>) -> Box<dyn Backend> {
+/// Returns a backend that runs collectives of the device's memory on `engine` and the others on `host`.
+pub fn device_backend(host: ProcessGroup, engine: Box<dyn DeviceEngine>) -> Box<dyn Backend> {
     match host.size() {
         1 => Box::new(Alone(engine.device())),
         _ => Box::new(OnDevice::new(host, engine)),

@@ -2,17 +2,12 @@
 
 use std::{sync::Arc, time::Duration};
 
-use super::{
-    super::{
-        group::ProcessGroup,
-        op::{ExchangePart, GatherPart, ScatterPart},
-        options::Options,
-        work::Work,
-    },
-    verdict::{Join, Wrong, ensure},
-    works::options,
+use fsdp_core::{
+    Allocator, Buffer, DType, DeviceId, Error, ExchangePart, GatherPart, Heap, ProcessGroup, Readable, ReduceOp,
+    Result, ScatterPart, Work, process_group::Options,
 };
-use crate::{Allocator, Buffer, DType, DeviceId, Error, Heap, Readable, ReduceOp, Result};
+
+use super::{Join, Wrong, ensure, works::options};
 
 /// Each on a group of its own, within one world that stays well.
 pub(super) fn all(join: Join<'_>) -> Result<(), Wrong> {

@@ -1,21 +1,14 @@
 //! What goes well: results, order, memory, groups within groups, signatures and small values.
 
-use std::{
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
-use super::{
-    super::{
-        group::ProcessGroup,
-        op::{ExchangePart, GatherPart, ScatterPart},
-        options::Options,
-        signature::{Signature, Subject},
-    },
-    case::Case,
-    verdict::{Join, Wrong, ensure},
+use fsdp_core::{
+    Allocator, Buffer, DType, ExchangePart, GatherPart, Heap, ProcessGroup, ReduceOp, Result, ScatterPart, Stream,
+    process_group::{Options, Signature, Subject},
 };
-use crate::{Allocator, Buffer, DType, Heap, ReduceOp, Result, Stream};
+use parking_lot::Mutex;
+
+use super::{Join, Wrong, case::Case, ensure};
 
 pub(super) fn options(chunk_bytes: usize) -> Options {
     Options::default().with_timeout(Duration::from_secs(60)).with_chunk_bytes(chunk_bytes)
@@ -91,12 +84,12 @@ struct Ledger(Mutex<Vec<String>>);
 
 impl Allocator for Ledger {
     fn take(&self, dtype: DType, len: usize) -> Result<Buffer> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(format!("take {dtype} {len}"));
+        self.0.lock().push(format!("take {dtype} {len}"));
         Buffer::try_zeros(dtype, len)
     }
     fn give(&self, buffer: Buffer) {
         let line = format!("give {} {}", buffer.dtype(), buffer.len());
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(line);
+        self.0.lock().push(line);
     }
 }
 
@@ -114,7 +107,7 @@ fn memory(group: &ProcessGroup) -> Result<(), Wrong> {
         recv_counts: vec![3; size],
     };
     group.all_to_all(vec![exchange], ledger.clone()).wait()?;
-    let mut lines = ledger.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let mut lines = ledger.0.lock().clone();
     let [large, small, bytes] = [1000 * size, 10 * size, 3 * size];
     let mut expected = [
         format!("give F32 {large}"),

@@ -1,25 +1,17 @@
 //! An engine of a device, held to what every backend must do with the host's memory.
 
-use std::{
-    collections::VecDeque,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-};
+use std::{collections::VecDeque, sync::Arc};
 
 use cudarc::driver::{CudaStream, DriverError, result};
-
-use super::super::{
-    backend::{Backend, Landing, Lookout, Promises},
-    collective::{Collective, Failure},
-    group::ProcessGroup,
-    host::memory::read,
-    on_device::{DeviceEngine, beside},
-    op::{ExchangePart, GatherPart, Op, ScatterPart},
-    options::Membership,
-};
-use crate::{
-    Allocator, Buffer, DType, DeviceId, Error, Readable, Result,
+use fsdp_core::{
+    Allocator, Buffer, DType, DeviceId, Error, ExchangePart, GatherPart, ProcessGroup, Readable, Result, ScatterPart,
+    View,
     device::cuda::{CudaMemory, failed},
+    process_group::{
+        Backend, Collective, DeviceEngine, Failure, Landing, Lookout, Membership, Op, Promises, device_backend,
+    },
 };
+use parking_lot::Mutex;
 
 /// A group of the ranks of `host` that moves the host's memory and runs every collective on a device, by `engine`: it
 /// copies there, waits for the device, and copies back. `compute` is the stream that the engine takes for the compute
@@ -29,7 +21,7 @@ use crate::{
 /// As [`ProcessGroup::new`].
 pub fn over_host(host: ProcessGroup, engine: Box<dyn DeviceEngine>, compute: &Arc<CudaStream>) -> Result<ProcessGroup> {
     let membership = host.membership().clone();
-    let inner = beside(host, engine);
+    let inner = device_backend(host, engine);
     ProcessGroup::new(membership, Box::new(OverHost { inner, compute: compute.clone() }))
 }
 
@@ -87,19 +79,15 @@ impl Allocator for Beside {
     fn take(&self, dtype: DType, len: usize) -> Result<Buffer> {
         let output = self.host.take(dtype, len)?;
         let beside = CudaMemory::uninit(&self.compute, output.dtype(), output.len());
-        lock(&self.outputs).push(output);
+        self.outputs.lock().push(output);
         beside.map(Buffer::Cuda)
     }
 
     fn give(&self, buffer: Buffer) {
         drop(buffer);
-        let input = lock(&self.inputs).pop_front();
+        let input = self.inputs.lock().pop_front();
         input.into_iter().for_each(|input| self.host.give(input));
     }
-}
-
-fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
-    of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl OverHost {
@@ -125,9 +113,7 @@ impl Backend for OverHost {
                 let mut up = vec![];
                 for (index, GatherPart { input, counts }) in parts.into_iter().enumerate() {
                     let (dtype, mut memory) = (input.dtype(), Ok(None));
-                    read(&*input, 0..input.len() * dtype.size(), index, rank, |bytes| {
-                        memory = self.up(bytes, dtype).map(Some);
-                    })?;
+                    read(&*input, index, rank, &mut |bytes| memory = self.up(bytes, dtype).map(Some))?;
                     if let Some(memory) = memory? {
                         let input: Arc<dyn Readable> = Arc::new(Buffer::Cuda(memory));
                         up.push(GatherPart { input, counts });
@@ -155,10 +141,10 @@ impl Backend for OverHost {
             }
             Op::AllReduce { buffers, op } => (Op::AllReduce { buffers: self.all_up(&buffers)?, op }, None, buffers),
             Op::Broadcast { buffers, root } => (Op::Broadcast { buffers: self.all_up(&buffers)?, root }, None, buffers),
-            Op::Barrier => (Op::Barrier, None, vec![]),
+            other => (other, None, vec![]),
         };
         let landing = self.inner.run(collective, there)?;
-        let to = beside.map_or(own, |beside| std::mem::take(&mut *lock(&beside.outputs)));
+        let to = beside.map_or(own, |beside| std::mem::take(&mut *beside.outputs.lock()));
         Ok(self.run_there(landing, to, rank)?.into())
     }
 
@@ -174,4 +160,24 @@ impl Backend for OverHost {
     fn lookout(&self) -> Option<Arc<dyn Lookout>> {
         self.inner.lookout()
     }
+}
+
+/// Passes the bytes of an all-gather's input to `f`, with the errors of a backend for the host.
+fn read(input: &dyn Readable, part: usize, rank: usize, f: &mut dyn FnMut(&[u8])) -> Result<()> {
+    let len = input.len() * input.dtype().size();
+    let mut is_read = false;
+    let outcome = input.view(&mut |view| {
+        if let View::Host(bytes) = view
+            && let Some(bytes) = bytes.get(..len)
+        {
+            f(bytes);
+            is_read = true;
+        }
+    });
+    let why = match outcome {
+        Ok(()) if is_read => return Ok(()),
+        Ok(()) => "it holds fewer bytes than it said".to_string(),
+        Err(why) => why,
+    };
+    Err(Error::Argument { rank, message: format!("all_gather: part {part}: the input can't be read: {why}") })
 }
