@@ -14,18 +14,18 @@ use std::{
 
 use rustix::event::{PollFd, PollFlags, poll};
 
-use super::{key::Key, session::Channel};
+use super::session::{Channel, Key};
 
 /// The most connections that have not shown yet that they have the key. For one more the oldest is closed: who has the
 /// key shows it at once.
-const MOST_STRANGERS: usize = 64;
+const MAX_UNAUTHENTICATED: usize = 64;
 /// How long a connection with the key has to say what it wants.
-const FIRST_MESSAGE: Duration = Duration::from_secs(5);
+const FIRST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
 /// What a thread of a connection needs is little.
-const STACK: usize = 256 << 10;
+const STACK_BYTES: usize = 256 << 10;
 
 /// A connection that has shown that it has the key.
-pub struct Guest {
+pub struct Accepted {
     /// The connection.
     pub channel: Channel,
     /// Its first message.
@@ -35,12 +35,12 @@ pub struct Guest {
 }
 
 /// Who lets guests in.
-pub trait Host: Send + Sync + 'static {
+pub trait Handler: Send + Sync + 'static {
     /// Talks with a guest until the end, on a thread of the guest's.
     ///
     /// # Errors
     /// What ended it.
-    fn serve(&self, guest: Guest) -> io::Result<()>;
+    fn serve(&self, guest: Accepted) -> io::Result<()>;
 
     /// Somebody with another secret, or without one, was turned away. Called for the first only.
     fn refused(&self, from: IpAddr, why: &io::Error);
@@ -55,16 +55,16 @@ pub struct Listener {
 
 /// What the connections' threads share.
 struct Shared<H> {
-    host: H,
+    handler: H,
     key: Key,
     /// The oldest first; each has a thread.
-    strangers: Mutex<VecDeque<(SocketAddr, TcpStream)>>,
+    unauthenticated: Mutex<VecDeque<(SocketAddr, TcpStream)>>,
     /// The threads of strangers, those whose connection was closed too.
-    stranger_threads: AtomicUsize,
+    handshake_threads: AtomicUsize,
     /// One was turned away.
     has_refused: AtomicBool,
-    guests: AtomicUsize,
-    most_guests: usize,
+    accepted: AtomicUsize,
+    max_accepted: usize,
 }
 
 impl Listener {
@@ -72,17 +72,17 @@ impl Listener {
     ///
     /// # Errors
     /// When the system has no pipe or no thread.
-    pub fn start(listener: TcpListener, key: Key, most: usize, host: impl Host) -> io::Result<Self> {
+    pub fn start(listener: TcpListener, key: Key, max: usize, handler: impl Handler) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         let (stopped, stop) = io::pipe()?;
         let shared = Arc::new(Shared {
-            host,
+            handler,
             key,
-            strangers: Mutex::default(),
-            stranger_threads: AtomicUsize::new(0),
+            unauthenticated: Mutex::default(),
+            handshake_threads: AtomicUsize::new(0),
             has_refused: AtomicBool::new(false),
-            guests: AtomicUsize::new(0),
-            most_guests: most,
+            accepted: AtomicUsize::new(0),
+            max_accepted: max,
         });
         let thread = thread::Builder::new().name("listener".into());
         let thread = thread.spawn(move || listen(&listener, &stopped, &shared))?;
@@ -100,13 +100,13 @@ impl Drop for Listener {
     }
 }
 
-fn listen(listener: &TcpListener, stopped: &PipeReader, shared: &Arc<Shared<impl Host>>) {
+fn listen(listener: &TcpListener, stopped: &PipeReader, shared: &Arc<Shared<impl Handler>>) {
     loop {
         let mut fds = [PollFd::new(listener, PollFlags::IN), PollFd::new(stopped, PollFlags::IN)];
         if poll(&mut fds, None).is_ok() && !fds[1].revents().is_empty() {
             return;
         }
-        if shared.stranger_threads.load(Ordering::Relaxed) >= 2 * MOST_STRANGERS {
+        if shared.handshake_threads.load(Ordering::Relaxed) >= 2 * MAX_UNAUTHENTICATED {
             // Those of closed connections are about to end.
             thread::sleep(Duration::from_millis(1));
             continue;
@@ -127,62 +127,65 @@ fn listen(listener: &TcpListener, stopped: &PipeReader, shared: &Arc<Shared<impl
     }
 }
 
-impl<H: Host> Shared<H> {
-    fn strangers(&self) -> MutexGuard<'_, VecDeque<(SocketAddr, TcpStream)>> {
-        self.strangers.lock().unwrap_or_else(PoisonError::into_inner)
+impl<H: Handler> Shared<H> {
+    fn unauthenticated(&self) -> MutexGuard<'_, VecDeque<(SocketAddr, TcpStream)>> {
+        self.unauthenticated.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Notes one that came just now, in the place of the oldest if they are too many.
-    fn come(&self, stranger: (SocketAddr, TcpStream)) {
-        let mut strangers = self.strangers();
-        if strangers.len() >= MOST_STRANGERS
-            && let Some((from, oldest)) = strangers.pop_front()
+    fn add_unauthenticated(&self, connection: (SocketAddr, TcpStream)) {
+        let mut connections = self.unauthenticated();
+        if connections.len() >= MAX_UNAUTHENTICATED
+            && let Some((from, oldest)) = connections.pop_front()
         {
-            tracing::debug!("the connection from {from} was closed: it did not show the secret while many others came");
+            tracing::debug!(
+                "the connection from {from} was closed: it did not prove the secret while many others connected"
+            );
             oldest.shutdown(Shutdown::Both).ok();
         }
-        strangers.push_back(stranger);
+        connections.push_back(connection);
     }
 
     /// The one from there is none any more.
-    fn known(&self, from: SocketAddr) {
-        self.strangers().retain(|(other, _)| *other != from);
-        self.stranger_threads.fetch_sub(1, Ordering::Relaxed);
+    fn end_handshake(&self, from: SocketAddr) {
+        self.unauthenticated().retain(|(other, _)| *other != from);
+        self.handshake_threads.fetch_sub(1, Ordering::Relaxed);
     }
 
     fn serve(&self, stream: TcpStream, from: SocketAddr) -> io::Result<()> {
         // Accepted sockets do not inherit it everywhere.
         let opened = stream.set_nonblocking(false).and_then(|()| {
             let mut channel = Channel::accept(stream, &self.key)?;
-            let first = channel.reader.receive(FIRST_MESSAGE)?.to_vec();
+            let first = channel.reader.receive(FIRST_MESSAGE_TIMEOUT)?.to_vec();
             Ok((channel, first))
         });
-        self.known(from);
+        self.end_handshake(from);
         let (channel, first) = opened?;
-        let guests = self.guests.fetch_add(1, Ordering::Relaxed);
-        let served = match guests < self.most_guests {
-            true => self.host.serve(Guest { channel, first, from }),
-            false => Err(io::Error::other(format!("there are {guests} others, which is the most"))),
+        let others = self.accepted.fetch_add(1, Ordering::Relaxed);
+        let served = match others < self.max_accepted {
+            true => self.handler.serve(Accepted { channel, first, from }),
+            false => Err(io::Error::other(format!("{others} others are connected, which is the maximum"))),
         };
-        self.guests.fetch_sub(1, Ordering::Relaxed);
+        self.accepted.fetch_sub(1, Ordering::Relaxed);
         served
     }
 }
 
 /// Lets a stranger try.
-fn admit(stream: TcpStream, from: SocketAddr, shared: &Arc<Shared<impl Host>>) -> io::Result<()> {
-    shared.come((from, stream.try_clone()?));
-    shared.stranger_threads.fetch_add(1, Ordering::Relaxed);
-    let of_thread = shared.clone();
+fn admit(stream: TcpStream, from: SocketAddr, shared: &Arc<Shared<impl Handler>>) -> io::Result<()> {
+    shared.add_unauthenticated((from, stream.try_clone()?));
+    shared.handshake_threads.fetch_add(1, Ordering::Relaxed);
+    let for_thread = shared.clone();
     let serve = move || {
-        if let Err(error) = of_thread.serve(stream, from) {
+        if let Err(error) = for_thread.serve(stream, from) {
             // Once: a stranger could come often.
-            if error.kind() == io::ErrorKind::PermissionDenied && !of_thread.has_refused.swap(true, Ordering::Relaxed) {
-                of_thread.host.refused(from.ip(), &error);
+            if error.kind() == io::ErrorKind::PermissionDenied && !for_thread.has_refused.swap(true, Ordering::Relaxed)
+            {
+                for_thread.handler.refused(from.ip(), &error);
             }
             tracing::debug!("the connection from {from} was closed: {error}");
         }
     };
-    let thread = thread::Builder::new().name(format!("guest {from}")).stack_size(STACK);
-    thread.spawn(serve).map(drop).inspect_err(|_| shared.known(from))
+    let thread = thread::Builder::new().name(format!("connection {from}")).stack_size(STACK_BYTES);
+    thread.spawn(serve).map(drop).inspect_err(|_| shared.end_handshake(from))
 }

@@ -1,15 +1,76 @@
-//! Who this process is: the environment that a launcher sets for each rank.
+//! The environment that a launcher sets for each rank: rank, world size and rendezvous address.
 
-mod launcher;
-mod mpich;
-mod rank_env;
 mod slurm;
 
-use launcher::{Launcher, SLURM, TORCHRUN};
-pub use rank_env::RankEnv;
-use rank_env::number;
+use crate::{Error, Result};
 
-use crate::Result;
+/// Reads a variable; `None` if it is unset.
+type Var<'a> = &'a dyn Fn(&str) -> Option<String>;
+
+/// What a launcher tells a rank, in the terms of `torchrun`.
+///
+/// Understood are the variables of `fsdp-launch` and `torchrun` (`RANK`, `WORLD_SIZE`, ...), of Open MPI
+/// (`OMPI_COMM_WORLD_RANK`, ...), of MPICH and its kin (`PMI_RANK`, ...) and of Slurm's `srun` (`SLURM_PROCID`, ...),
+/// in this order. With none of them the process is a world of one.
+///
+/// `MASTER_ADDR`, `MASTER_PORT` and `TORCHELASTIC_RUN_ID` count whatever the launcher is. Where they are unset:
+///
+/// | launcher | `master_addr` | `master_port` | `run_id` |
+/// |---|---|---|---|
+/// | `srun` | the first host of `SLURM_STEP_NODELIST` | 20000 to 29999, by job and step | `slurm-JOB.STEP` |
+/// | Open MPI | 127.0.0.1 | 29500 | `PMIX_NAMESPACE` |
+/// | MPICH | 127.0.0.1 | 29500 | the socket that a host's ranks share with their parent ([`RankEnv::from_env`] only) |
+/// | none, `torchrun` | 127.0.0.1 | 29500 | `none` |
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RankEnv {
+    /// This process's rank in the world (`RANK`).
+    pub rank: usize,
+    /// The number of processes (`WORLD_SIZE`).
+    pub world_size: usize,
+    /// The rank on this host (`LOCAL_RANK`).
+    pub local_rank: usize,
+    /// The number of processes on this host (`LOCAL_WORLD_SIZE`).
+    pub local_world_size: usize,
+    /// The number of hosts: `FSDP_HOSTS`, which `fsdp-launch` sets because several of it may run on one host; else
+    /// what Slurm tells, or so many as `local_world_size` makes of `world_size`.
+    pub hosts: usize,
+    /// Where rank 0 can be reached (`MASTER_ADDR`).
+    pub master_addr: String,
+    /// The port there (`MASTER_PORT`).
+    pub master_port: u16,
+    /// The job's name, the same on every rank (`TORCHELASTIC_RUN_ID`).
+    pub run_id: String,
+    /// How often the job was restarted after a failure (`TORCHELASTIC_RESTART_COUNT`).
+    pub restart_count: u32,
+    /// How often its ranks were started before: `FSDP_ATTEMPT`, which `fsdp-launch` sets because hosts that come and go
+    /// make attempts that are no restarts; else `restart_count`.
+    pub attempt: u32,
+}
+
+impl RankEnv {
+    /// A world of one.
+    pub fn single() -> Self {
+        RankEnv {
+            rank: 0,
+            world_size: 1,
+            local_rank: 0,
+            local_world_size: 1,
+            hosts: 1,
+            master_addr: "127.0.0.1".into(),
+            master_port: 29500,
+            run_id: "none".into(),
+            restart_count: 0,
+            attempt: 0,
+        }
+    }
+}
+
+/// The value of a variable that a launcher sets.
+fn number<N: std::str::FromStr>(name: &str, text: &str) -> Result<N> {
+    text.trim().parse().map_err(|_| {
+        Error::Env(format!("{name}={text:?} is not a number in range: unset it, or start the rank by its launcher"))
+    })
+}
 
 impl RankEnv {
     /// Reads the process's environment.
@@ -17,7 +78,7 @@ impl RankEnv {
     /// # Errors
     /// When a variable is no number, or rank and world size contradict each other; the message names the variables.
     pub fn from_env() -> Result<Self> {
-        Self::read(&|name| std::env::var(name).ok(), &mpich::socket)
+        Self::read(&|name| std::env::var(name).ok(), &socket_inode)
     }
 
     /// Reads the variables through `var`, which returns `None` for an unset one.
@@ -39,7 +100,7 @@ impl RankEnv {
     }
 
     /// `socket` tells which socket a file descriptor is.
-    fn read(var: &dyn Fn(&str) -> Option<String>, socket: &dyn Fn(&str) -> Option<String>) -> Result<Self> {
+    fn read(var: Var<'_>, socket: Var<'_>) -> Result<Self> {
         let mut env = RankEnv::single();
         let launcher = Launcher::detect(var)?;
         if let Some(launcher) = launcher {
@@ -47,12 +108,12 @@ impl RankEnv {
         }
         let mut hosts = None;
         if launcher.is_some_and(|launcher| launcher.name == SLURM) {
-            slurm::meeting(&mut env, var)?;
+            slurm::set_master(&mut env, var)?;
             hosts = slurm::hosts(var)?;
         }
         // Of another launcher below ours, ours knows nothing.
-        let of_ours = |name| launcher.filter(|launcher| launcher.name == TORCHRUN).and_then(|_| var(name));
-        env.hosts = match of_ours("FSDP_HOSTS") {
+        let torchrun_var = |name| launcher.filter(|launcher| launcher.name == TORCHRUN).and_then(|_| var(name));
+        env.hosts = match torchrun_var("FSDP_HOSTS") {
             Some(count) => number("FSDP_HOSTS", &count)?,
             None => hosts.unwrap_or_else(|| env.world_size.div_ceil(env.local_world_size.max(1))),
         };
@@ -62,19 +123,165 @@ impl RankEnv {
         if let Some(port) = var("MASTER_PORT") {
             env.master_port = number("MASTER_PORT", &port)?;
         }
-        let of_launcher = || launcher.and_then(|launcher| launcher.run_id(var, socket)).or_else(|| slurm::run_id(var));
-        if let Some(id) = var("TORCHELASTIC_RUN_ID").or_else(of_launcher) {
+        let launcher_run_id =
+            || launcher.and_then(|launcher| launcher.run_id(var, socket)).or_else(|| slurm::run_id(var));
+        if let Some(id) = var("TORCHELASTIC_RUN_ID").or_else(launcher_run_id) {
             env.run_id = id;
         }
         if let Some(count) = var("TORCHELASTIC_RESTART_COUNT") {
             env.restart_count = number("TORCHELASTIC_RESTART_COUNT", &count)?;
         }
-        env.attempt = match of_ours("FSDP_ATTEMPT") {
+        env.attempt = match torchrun_var("FSDP_ATTEMPT") {
             Some(count) => number("FSDP_ATTEMPT", &count)?,
             None => env.restart_count,
         };
         Ok(env)
     }
+}
+
+const TORCHRUN: &str = "torchrun";
+const MPICH: &str = "MPICH";
+const SLURM: &str = "Slurm";
+
+/// The variables of one launcher.
+#[derive(Debug)]
+struct Launcher {
+    name: &'static str,
+    rank: &'static str,
+    /// The first that is set counts.
+    size: &'static [&'static str],
+    local_rank: &'static str,
+    local_size: &'static str,
+    /// The same on every rank, and different between jobs; the first that is set counts.
+    run_id: &'static [&'static str],
+}
+
+const LAUNCHERS: [Launcher; 4] = [
+    Launcher {
+        name: TORCHRUN,
+        rank: "RANK",
+        size: &["WORLD_SIZE"],
+        local_rank: "LOCAL_RANK",
+        local_size: "LOCAL_WORLD_SIZE",
+        run_id: &[],
+    },
+    Launcher {
+        name: "Open MPI",
+        rank: "OMPI_COMM_WORLD_RANK",
+        size: &["OMPI_COMM_WORLD_SIZE"],
+        local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size: "OMPI_COMM_WORLD_LOCAL_SIZE",
+        run_id: &["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"],
+    },
+    Launcher {
+        name: MPICH,
+        rank: "PMI_RANK",
+        size: &["PMI_SIZE"],
+        local_rank: "MPI_LOCALRANKID",
+        local_size: "MPI_LOCALNRANKS",
+        run_id: &["PMIX_NAMESPACE", "PMI_JOBID"],
+    },
+    Launcher {
+        name: SLURM,
+        rank: "SLURM_PROCID",
+        size: &["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"],
+        local_rank: "SLURM_LOCALID",
+        local_size: "SLURM_NTASKS_PER_NODE",
+        run_id: &[],
+    },
+];
+
+impl Launcher {
+    /// Who started this process, as far as its variables tell.
+    fn detect(var: Var<'_>) -> Result<Option<&'static Self>> {
+        for launcher in &LAUNCHERS {
+            let size = launcher.size_var(var);
+            match (var(launcher.rank).is_some(), size.is_some()) {
+                (true, true) if launcher.is_rank(var) => return Ok(Some(launcher)),
+                (has_rank, has_size) if launcher.name == TORCHRUN && has_rank != has_size => {
+                    let names = (launcher.rank, launcher.size[0]);
+                    let (set, unset) = if has_rank { names } else { (names.1, names.0) };
+                    return Err(Error::Env(format!(
+                        "{set} is set but {unset} is not: set both, or neither for one process"
+                    )));
+                }
+                // A program started by hand inside a Slurm allocation sees SLURM_NTASKS without a rank: that is no
+                // launcher's doing.
+                _ => {}
+            }
+        }
+        Ok(None)
+    }
+
+    fn size_var(&self, var: Var<'_>) -> Option<(&'static str, String)> {
+        self.size.iter().find_map(|name| Some((*name, var(name)?)))
+    }
+
+    /// Whether the variables are those of a rank of this launcher, and not passed down or set for others' sake.
+    fn is_rank(&self, var: Var<'_>) -> bool {
+        match self.name {
+            // `srun --mpi=pmi2` sets these as well, but tells the local rank in its own.
+            MPICH => var(self.local_rank).is_some() || var("SLURM_PROCID").is_none(),
+            // The script of `sbatch` is rank 0 of as many ranks as it may start, and has started none of them.
+            SLURM => !slurm::is_batch_script(var),
+            _ => true,
+        }
+    }
+
+    /// Reads ranks and sizes.
+    fn read(&self, env: &mut RankEnv, var: Var<'_>) -> Result<()> {
+        let (size, size_text) = self.size_var(var).unwrap_or((self.size[0], String::new()));
+        env.rank = number(self.rank, &var(self.rank).unwrap_or_default())?;
+        env.world_size = number(size, &size_text)?;
+        if env.rank >= env.world_size {
+            return Err(Error::Env(format!(
+                "{}={} is outside the world of {size}={}: ranks count from 0 to {size}-1",
+                self.rank, env.rank, env.world_size
+            )));
+        }
+        let tasks = if self.name == SLURM { slurm::local_size(var)? } else { None };
+        let (local_size, count) = match tasks {
+            Some(found) => found,
+            None => match var(self.local_size) {
+                Some(text) => (self.local_size, number(self.local_size, &text)?),
+                None => (size, env.world_size),
+            },
+        };
+        env.local_world_size = count;
+        if !(1..=env.world_size).contains(&count) {
+            return Err(Error::Env(format!(
+                "{local_size} gives {count} processes on this host: expected 1 to {size}={}",
+                env.world_size
+            )));
+        }
+        env.local_rank = var(self.local_rank).map_or(Ok(env.rank % count), |text| number(self.local_rank, &text))?;
+        if env.local_rank >= count {
+            return Err(Error::Env(format!(
+                "{}={} is outside the {count} processes of {local_size}: local ranks count from 0",
+                self.local_rank, env.local_rank
+            )));
+        }
+        Ok(())
+    }
+
+    /// What tells this job from others on this host.
+    fn run_id(&self, var: Var<'_>, socket: Var<'_>) -> Option<String> {
+        let set = self.run_id.iter().find_map(|name| var(name));
+        set.or_else(|| if self.name == MPICH { mpich_run_id(var, socket) } else { None })
+    }
+}
+
+/// The processes of a job on one host inherit one socket of their common parent; `socket` tells which it is. Another
+/// job has another parent, and another socket.
+fn mpich_run_id(var: Var<'_>, socket: Var<'_>) -> Option<String> {
+    Some(format!("mpich-{}", socket(&var("HYDI_CONTROL_FD")?)?))
+}
+
+/// The number of the socket that this file descriptor of ours is, if it is one.
+fn socket_inode(descriptor: &str) -> Option<String> {
+    let descriptor: u32 = descriptor.trim().parse().ok()?;
+    let target = std::fs::read_link(format!("/proc/self/fd/{descriptor}")).ok()?;
+    Some(target.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.to_owned())
 }
 
 #[cfg(test)]

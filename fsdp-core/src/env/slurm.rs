@@ -1,16 +1,14 @@
 //! What Slurm's variables tell beside ranks: how many processes a host has, where the first host is, and which step of
 //! which job this is.
 
-use super::rank_env::{RankEnv, number};
+use super::{RankEnv, Var, number};
 use crate::{Error, Result};
-
-type Var<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 /// Where `MASTER_PORT` lies if nothing sets it: below the ports that Linux gives out by itself (32768 and up).
 const PORTS: std::ops::Range<u64> = 20_000..30_000;
 /// The distance of the ports of two steps of a job. It has no divisor in common with the number of ports, so that steps
 /// get ports of their own.
-const PORTS_BETWEEN_STEPS: u64 = 1009;
+const STEP_PORT_STRIDE: u64 = 1009;
 
 /// The script that `sbatch` runs, as opposed to a process that `srun` started in it.
 pub(super) fn is_batch_script(var: Var<'_>) -> bool {
@@ -18,7 +16,7 @@ pub(super) fn is_batch_script(var: Var<'_>) -> bool {
 }
 
 /// Sets where rank 0 is reached: on the first host, at a port that no other step of a job is likely to have.
-pub(super) fn meeting(env: &mut RankEnv, var: Var<'_>) -> Result<()> {
+pub(super) fn set_master(env: &mut RankEnv, var: Var<'_>) -> Result<()> {
     let nodes = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"].into_iter().find_map(|name| Some((name, var(name)?)));
     if let Some((name, list)) = nodes {
         env.master_addr = first_host(&list).ok_or_else(|| {
@@ -30,7 +28,7 @@ pub(super) fn meeting(env: &mut RankEnv, var: Var<'_>) -> Result<()> {
     if let Some(job) = var("SLURM_JOB_ID") {
         let step = var("SLURM_STEP_ID").map_or(Ok(0), |step| number::<u64>("SLURM_STEP_ID", &step))?;
         let job: u64 = number("SLURM_JOB_ID", &job)?;
-        let port = PORTS.start + job.wrapping_add(step.wrapping_mul(PORTS_BETWEEN_STEPS)) % (PORTS.end - PORTS.start);
+        let port = PORTS.start + job.wrapping_add(step.wrapping_mul(STEP_PORT_STRIDE)) % (PORTS.end - PORTS.start);
         env.master_port = number("SLURM_JOB_ID", &port.to_string())?;
     }
     Ok(())
@@ -67,7 +65,7 @@ pub(super) fn local_size(var: Var<'_>) -> Result<Option<(&'static str, usize)>> 
         None if nodes == 1 => 0,
         None => {
             return Err(Error::Env(format!(
-                "{name}={list:?} tells of {nodes} nodes, but SLURM_NODEID is not set: it says which of them this one is"
+                "{name}={list:?} names {nodes} nodes, but SLURM_NODEID is not set: set it to the index of this node"
             )));
         }
     };
@@ -117,7 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_host_of_a_list() {
+    fn reads_the_first_host_of_a_list() {
         for (list, first) in [
             ("node[01-04,07],x", "node01"),
             ("alone", "alone"),
@@ -134,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn tasks_of_each_node() {
+    fn reads_the_tasks_of_each_node() {
         assert_eq!(tasks_per_node("2(x3),1"), Some(vec![(2, 3), (1, 1)]));
         assert_eq!(tasks_per_node("8"), Some(vec![(8, 1)]));
         for list in ["", "2,", "2(x3", "2(3)", "2(x0)", "(x3)", "two", "-1", "2(x3)1"] {

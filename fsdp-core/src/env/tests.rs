@@ -1,5 +1,4 @@
 use super::*;
-use launcher::LAUNCHERS;
 
 fn read(vars: &[(&str, &str)]) -> Result<RankEnv> {
     RankEnv::read(
@@ -126,7 +125,7 @@ const RECORDED: [Recorded; 10] = [
 ];
 
 #[test]
-fn what_launchers_set_is_read() {
+fn reads_the_variables_of_every_launcher() {
     for Recorded { vars, place, master, run_id } in RECORDED {
         let vars: Vec<_> = vars.split_whitespace().map(|var| var.split_once('=').unwrap()).collect();
         let env = read(&vars).unwrap();
@@ -143,13 +142,13 @@ fn what_launchers_set_is_read() {
 }
 
 #[test]
-fn nothing_set_is_a_world_of_one() {
+fn without_variables_the_world_is_one_rank() {
     assert_eq!(read(&[]).unwrap(), RankEnv::single());
     assert_eq!(read(&[("SLURM_NTASKS", "8")]).unwrap(), RankEnv::single());
 }
 
 #[test]
-fn four_variables_are_enough() {
+fn needs_four_variables_at_most() {
     for launcher in LAUNCHERS {
         for size in launcher.size {
             let vars = [(launcher.rank, "5"), (*size, "8"), (launcher.local_rank, "1"), (launcher.local_size, "4")];
@@ -163,7 +162,7 @@ fn four_variables_are_enough() {
 }
 
 #[test]
-fn hosts_are_counted_unless_they_are_told() {
+fn counts_hosts_unless_a_variable_gives_them() {
     let of_two = [("RANK", "5"), ("WORLD_SIZE", "7"), ("LOCAL_WORLD_SIZE", "3")];
     assert_eq!(read(&of_two).unwrap().hosts, 3);
     assert_eq!(read(&[&of_two[..], &[("FSDP_HOSTS", "1")]].concat()).unwrap().hosts, 1);
@@ -180,7 +179,7 @@ fn hosts_are_counted_unless_they_are_told() {
 }
 
 #[test]
-fn steps_and_jobs_have_ids_and_ports_of_their_own() {
+fn steps_and_jobs_have_their_own_ids_and_ports() {
     let step = |job: &str, step: &str| {
         let vars = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2"), ("SLURM_JOB_ID", job), ("SLURM_STEP_ID", step)];
         let env = read(&vars).unwrap();
@@ -196,19 +195,19 @@ fn steps_and_jobs_have_ids_and_ports_of_their_own() {
 }
 
 #[test]
-fn a_descriptor_that_is_no_socket_names_no_job() {
+fn a_descriptor_that_is_not_a_socket_gives_no_run_id() {
     let vars = [("PMI_RANK", "0"), ("PMI_SIZE", "1"), ("HYDI_CONTROL_FD", "6")];
     assert_eq!(read(&vars).unwrap().run_id, "none");
     for descriptor in ["", "-1", "x", "../0", "4000000000"] {
-        assert_eq!(mpich::socket(descriptor), None);
+        assert_eq!(socket_inode(descriptor), None);
     }
     let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
     let descriptor = std::os::fd::AsRawFd::as_raw_fd(&socket).to_string();
-    assert!(mpich::socket(&descriptor).unwrap().parse::<u64>().is_ok());
+    assert!(socket_inode(&descriptor).unwrap().parse::<u64>().is_ok());
 }
 
 #[test]
-fn contradictions_name_the_variables() {
+fn errors_name_the_variables() {
     const RANK: [(&str, &str); 2] = [("RANK", "0"), ("WORLD_SIZE", "4")];
     const TASK: [(&str, &str); 2] = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4")];
     for (base, more, part) in [
@@ -217,7 +216,7 @@ fn contradictions_name_the_variables() {
         (&[], &[("WORLD_SIZE", "1")], "RANK is not"),
         (&[], &[("RANK", "x"), ("WORLD_SIZE", "2")], "RANK=\"x\""),
         (&RANK, &[("MASTER_PORT", "70000")], "MASTER_PORT"),
-        (&RANK, &[("LOCAL_WORLD_SIZE", "0")], "LOCAL_WORLD_SIZE says that 0"),
+        (&RANK, &[("LOCAL_WORLD_SIZE", "0")], "LOCAL_WORLD_SIZE gives 0"),
         (&RANK, &[("LOCAL_WORLD_SIZE", "5")], "WORLD_SIZE=4"),
         (&RANK, &[("LOCAL_WORLD_SIZE", "2"), ("LOCAL_RANK", "2")], "LOCAL_RANK=2 is outside the 2"),
         (&TASK, &[("SLURM_STEP_TASKS_PER_NODE", "2(x")], "SLURM_STEP_TASKS_PER_NODE=\"2(x\" is malformed"),

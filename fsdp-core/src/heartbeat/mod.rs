@@ -1,35 +1,23 @@
 //! Heartbeats: how a rank tells its launcher that it lives, and where it is, for as long as it runs and however it
 //! ends.
-//!
-//! The launcher makes a [`Board`] for each rank, a page of shared memory, and names it to the rank in the variable
-//! [`VARIABLE`]. [`process_group::init`](crate::process_group::init) calls [`start`], and from then on a thread of the
-//! rank beats, process groups write the collective that they are in, and the rank's own thread what it does ([`span`],
-//! [`step`]). A rank without a board does nothing of this, and a board never makes a rank fail. Reading needs nothing
-//! of the rank: a rank that is stopped, or killed, has a board that says where.
-//!
-//! A board also carries what the launcher tells its rank: which of the others have ended ([`Board::tell_ended`]).
-//!
-//! From the bottom up: `age` (a time for people), `memory` (the page), `entry` (several words at once), `board` (what
-//! lies where; reading), `ended`, `writer`.
 
-mod age;
-mod board;
-mod ended;
-mod entry;
 mod memory;
+mod page;
 mod writer;
 
 use std::{
     cell::Cell,
+    fmt,
     marker::PhantomData,
     path::Path,
     sync::{Arc, OnceLock},
+    time::Duration,
 };
 
-pub use age::Age;
-pub use board::{Board, Collective, Doing, Progress, Snapshot, StepDone, VARIABLE, read};
-pub(crate) use ended::Peers;
-pub(crate) use writer::Collectives;
+pub(crate) use page::PeerExits;
+pub use page::{Activity, Collective, Progress, Snapshot, StatusPage, StepDone, VARIABLE, read};
+use serde::{Deserialize, Serialize};
+pub(crate) use writer::CollectiveRecorder;
 use writer::{SpanWords, Writer};
 
 static WRITER: OnceLock<Option<Arc<Writer>>> = OnceLock::new();
@@ -82,7 +70,7 @@ pub fn step(number: u64) {
 #[must_use = "the span ends when the guard is dropped"]
 pub fn span(what: &str, unit: &str) -> Span {
     let writer = writer().filter(|_| IS_MAIN.get());
-    Span { previous: writer.map(|writer| (&**writer, writer.enter(what, unit))), on_this_thread: PhantomData }
+    Span { previous: writer.map(|writer| (&**writer, writer.enter_span(what, unit))), on_this_thread: PhantomData }
 }
 
 /// Ends a [`span`] when it is dropped: the board then shows again what it showed before.
@@ -94,12 +82,49 @@ pub struct Span {
 impl Drop for Span {
     fn drop(&mut self) {
         if let Some((writer, words)) = self.previous {
-            writer.restore(&words);
+            writer.write_span(&words);
         }
     }
 }
 
 /// Where a group of this process writes its collectives, if anywhere.
-pub(crate) fn collectives(group: &str, rank: usize, size: usize) -> Option<Collectives> {
+pub(crate) fn collective_recorder(group: &str, rank: usize, size: usize) -> Option<CollectiveRecorder> {
     writer()?.group(group, rank, size)
+}
+
+/// A duration that is serialized as a number of seconds, and printed as people say it.
+///
+/// ```
+/// use std::time::Duration;
+/// use fsdp_core::heartbeat::Age;
+/// assert_eq!(Age(Duration::from_millis(1260)).to_string(), "1.3 s");
+/// assert_eq!(Age(Duration::from_secs(754)).to_string(), "12 min 34 s");
+/// assert_eq!(Age(Duration::from_secs(93_784)).to_string(), "26 h 3 min");
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "f64", into = "f64")]
+pub struct Age(pub Duration);
+
+impl fmt::Display for Age {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0.as_secs() {
+            0..60 => write!(f, "{:.1} s", self.0.as_secs_f64()),
+            seconds @ 60..3600 => write!(f, "{} min {} s", seconds / 60, seconds % 60),
+            seconds => write!(f, "{} h {} min", seconds / 3600, seconds % 3600 / 60),
+        }
+    }
+}
+
+impl From<Age> for f64 {
+    fn from(age: Age) -> f64 {
+        age.0.as_secs_f64()
+    }
+}
+
+impl TryFrom<f64> for Age {
+    type Error = std::time::TryFromFloatSecsError;
+
+    fn try_from(seconds: f64) -> Result<Self, Self::Error> {
+        Duration::try_from_secs_f64(seconds).map(Age)
+    }
 }

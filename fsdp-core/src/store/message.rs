@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
-use super::limits::refusal;
+use super::refusal;
 
 /// What is asked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Request<'a> {
     /// Whether the holder is there.
-    Hello,
+    Ping,
     Set {
         key: &'a str,
         value: &'a [u8],
@@ -36,7 +36,7 @@ pub(crate) enum Answer {
     Refused(String),
 }
 
-const HELLO: u8 = 0;
+const PING: u8 = 0;
 const SET: u8 = 1;
 const GET: u8 = 2;
 /// Of what is not there, and of what is.
@@ -46,7 +46,7 @@ const SET_OLD: u8 = 4;
 impl<'a> Request<'a> {
     pub(crate) fn key(&self) -> &'a str {
         match self {
-            Request::Hello => "",
+            Request::Ping => "",
             Request::Set { key, .. } | Request::Get { key, .. } | Request::CompareSet { key, .. } => key,
         }
     }
@@ -54,7 +54,7 @@ impl<'a> Request<'a> {
     /// Why no store takes it, if none does.
     pub(crate) fn refusal(&self) -> Option<String> {
         match *self {
-            Request::Hello => None,
+            Request::Ping => None,
             Request::Get { key, .. } => refusal(key, [None, None]),
             Request::Set { key, value } => refusal(key, [Some(value), None]),
             Request::CompareSet { key, expected, value } => refusal(key, [expected, Some(value)]),
@@ -69,7 +69,7 @@ impl<'a> Request<'a> {
             bytes.extend(part);
         };
         match *self {
-            Request::Hello => bytes.push(HELLO),
+            Request::Ping => bytes.push(PING),
             Request::Set { key, value } => {
                 bytes.push(SET);
                 part(&mut bytes, key.as_bytes());
@@ -100,7 +100,7 @@ impl<'a> Request<'a> {
             Some(part)
         };
         let request = match kind {
-            HELLO => rest.is_empty().then_some(Request::Hello)?,
+            PING => rest.is_empty().then_some(Request::Ping)?,
             SET | GET | SET_NEW | SET_OLD => {
                 let key = str::from_utf8(part()?).ok()?;
                 let expected = if kind == SET_OLD { Some(part()?) } else { None };
@@ -145,13 +145,13 @@ mod tests {
     use proptest::prelude::*;
 
     use super::{
-        super::limits::{MOST_KEY, MOST_VALUE},
+        super::{MAX_KEY_LEN, MAX_VALUE_LEN},
         *,
     };
 
     proptest! {
         #[test]
-        fn any_bytes_are_a_request_or_none(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+        fn any_bytes_parse_or_are_rejected(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
             if let Some(request) = Request::parse(&bytes) {
                 let again = request.to_bytes();
                 prop_assert_eq!(Request::parse(&again), Some(request));
@@ -163,7 +163,7 @@ mod tests {
 
         /// The same where the first bytes are those of a request.
         #[test]
-        fn what_is_cut_short_or_changed_is_read_without_a_panic(
+        fn truncated_or_changed_requests_do_not_panic(
             key in ".{0,20}",
             value in proptest::collection::vec(any::<u8>(), 0..50),
             expected in proptest::option::of(proptest::collection::vec(any::<u8>(), 0..50)),
@@ -173,7 +173,7 @@ mod tests {
         ) {
             let wait = Duration::from_millis(millis);
             for request in [
-                Request::Hello,
+                Request::Ping,
                 Request::Set { key: &key, value: &value },
                 Request::Get { key: &key, wait },
                 Request::CompareSet { key: &key, expected: expected.as_deref(), value: &value },
@@ -189,13 +189,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_long_is_no_request_and_the_longest_fits_a_message() {
-        let (key, value) = ("k".repeat(MOST_KEY), vec![7; MOST_VALUE]);
+    fn rejects_what_is_too_long_and_fits_the_longest_into_a_message() {
+        let (key, value) = ("k".repeat(MAX_KEY_LEN), vec![7; MAX_VALUE_LEN]);
         let longest = Request::CompareSet { key: &key, expected: Some(&value), value: &value };
         let bytes = longest.to_bytes();
-        assert!(bytes.len() <= crate::channel::MOST_BYTES);
+        assert!(bytes.len() <= crate::channel::MAX_MESSAGE_LEN);
         assert_eq!(Request::parse(&bytes), Some(longest));
-        let (key, value) = ("k".repeat(MOST_KEY + 1), vec![7; MOST_VALUE + 1]);
+        let (key, value) = ("k".repeat(MAX_KEY_LEN + 1), vec![7; MAX_VALUE_LEN + 1]);
         let longer = Request::Set { key: &key, value: b"" };
         assert!(Request::parse(&longer.to_bytes()).is_none() && longer.refusal().unwrap().contains("1025 bytes"));
         let longer = Request::CompareSet { key: "", expected: Some(&value), value: b"" };

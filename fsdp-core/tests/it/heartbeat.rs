@@ -9,7 +9,7 @@ use std::{
 
 use fsdp_core::{
     Buffer, RankEnv, ReduceOp,
-    heartbeat::{self, Age, Board, Progress, Snapshot, VARIABLE},
+    heartbeat::{self, Age, Progress, Snapshot, StatusPage, VARIABLE},
     process_group::{self, Options},
 };
 use rustix::process::{Pid, Signal, kill_process};
@@ -19,13 +19,13 @@ const HANG: Duration = Duration::from_secs(60);
 
 struct Rank {
     child: Child,
-    board: Board,
+    board: StatusPage,
 }
 
 /// Two ranks that run `role`.
 fn start(role: &str, timeout: &str) -> [Rank; 2] {
     [0, 1].map(|rank| {
-        let board = Board::new().unwrap();
+        let board = StatusPage::new().unwrap();
         let child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "heartbeat::run_as_a_rank", "--nocapture", "--test-threads=1"])
             .env("FSDP_TEST_ROLE", role)

@@ -10,7 +10,7 @@ use std::{
 use fsdp_core::{
     Error, ProcessGroup, RankEnv,
     process_group::{GroupStore, local},
-    store::{MOST_VALUE, MemoryStore, Secret, Store, TcpStore},
+    store::{MAX_VALUE_LEN, MemoryStore, Secret, Store, TcpStore},
 };
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -114,7 +114,7 @@ fn a_wait_ends_by_an_error_that_names_key_holder_and_seconds() {
         let Error::Store { seconds, .. } = &error else { panic!("{error:?}") };
         let told = format!(
             "rank {rank}: getting \"never\" in the store of rank 0 at 127.0.0.1:{port} failed after {seconds:.1} s: \
-             nobody has set it"
+             no rank has set it"
         );
         assert!(error.to_string().starts_with(&told) && error.to_string().contains("FSDP_TIMEOUT_S"), "{error}");
     }
@@ -181,7 +181,7 @@ fn a_holder_that_is_not_there_and_a_port_that_is_taken_are_told() {
     assert!(error.to_string().contains("rank 0 can't listen there"), "{error}");
     let hosts = RankEnv { hosts: 2, ..env(1, 2, port) };
     let Err(error) = TcpStore::connect(&hosts, &secret(&hosts), LONG) else { panic!("it connected") };
-    assert!(error.to_string().contains("127.0.0.1 leads to no other host, and the ranks run on 2"), "{error}");
+    assert!(error.to_string().contains("127.0.0.1 is a loopback address, but the ranks run on 2 hosts"), "{error}");
 }
 
 #[test]
@@ -318,8 +318,8 @@ fn what_nobody_has_set_and_what_is_too_long_fail_on_their_rank_alone() {
         let store = GroupStore::new(&group);
         let error = store.get("never", Duration::from_secs(1000)).unwrap_err().to_string();
         let told = format!("rank {}: getting \"never\" in the store of the group \"world\"", group.rank());
-        assert!(error.starts_with(&told) && error.contains("nobody has set it"), "{error}");
-        let long = vec![0; MOST_VALUE * group.rank() + 1];
+        assert!(error.starts_with(&told) && error.contains("no rank has set it"), "{error}");
+        let long = vec![0; MAX_VALUE_LEN * group.rank() + 1];
         assert_eq!(store.set("long", &long).is_err(), group.rank() == 1);
         assert_eq!(store.get("long", Duration::ZERO).unwrap().len(), 1);
         // The group is as it was.
