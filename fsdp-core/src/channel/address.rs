@@ -1,4 +1,4 @@
-//! Which addresses a host's name means: to listen at, and to connect to.
+//! Addresses of a host name: to listen on, and to connect to.
 
 use std::{
     io,
@@ -8,23 +8,23 @@ use std::{
 
 use rustix::net::sockopt::set_socket_linger;
 
-/// It is an address of this host.
+/// Returns whether `host` is an address of this host.
 pub fn is_local(host: &str) -> bool {
-    // Only this host's own addresses can be bound.
+    // Only an address of this host can be bound.
     let is_local = |ip: &IpAddr| UdpSocket::bind((*ip, 0)).is_ok();
     host == "localhost" || addresses(host).iter().any(is_local)
 }
 
-/// Other hosts have no way to it.
+/// Returns whether only this host can reach `host`.
 pub fn is_loopback(host: &str) -> bool {
     host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }
 
-/// Listens at `port` of the address that `host` names. A name that leads to no address of this host, or to the loopback
-/// alone as some hosts' own name does, means all addresses.
+/// Listens on `port` of the addresses of `host`. If none is an address of this host, or only a loopback address
+/// although `host` is not `localhost`, it listens on all addresses: some hosts map their own name to the loopback.
 ///
 /// # Errors
-/// The system's, such as for a port that is taken.
+/// The system's, such as a port in use.
 pub fn bind(host: &str, port: u16) -> io::Result<TcpListener> {
     if host == "localhost" {
         return TcpListener::bind((Ipv4Addr::LOCALHOST, port));
@@ -43,7 +43,7 @@ pub fn bind(host: &str, port: u16) -> io::Result<TcpListener> {
     TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)).or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)))
 }
 
-/// Connects to `port` of the first address of `host` that takes it, each within `timeout`.
+/// Connects to `port` of the first address of `host` that accepts, with `timeout` for each address.
 ///
 /// # Errors
 /// The system's, for the last address.
@@ -51,9 +51,9 @@ pub fn connect(host: &str, port: u16, timeout: Duration) -> io::Result<TcpStream
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
     for address in (host, port).to_socket_addrs()? {
         match TcpStream::connect_timeout(&address, timeout) {
-            // Where nobody listens at a port that connections may begin at, one may begin at the port that it leads to.
+            // If nothing listens on an ephemeral port, TCP can connect a socket to itself.
             Ok(stream) if stream.local_addr().ok() == stream.peer_addr().ok() => {
-                // Without a trace that would keep the port from who is to listen there.
+                // Linger 0 frees the port at once for a later listener.
                 set_socket_linger(&stream, Some(Duration::ZERO))?;
                 last = io::ErrorKind::ConnectionRefused.into();
             }

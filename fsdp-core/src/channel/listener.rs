@@ -1,4 +1,4 @@
-//! A port at which those who have the key are let in, and nobody else takes up more than a little room.
+//! A listener that serves only connections with the key, and bounds what other connections can cost.
 
 use std::{
     collections::VecDeque,
@@ -16,62 +16,61 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 use super::session::{Channel, Key};
 
-/// The most connections that have not shown yet that they have the key. For one more the oldest is closed: who has the
-/// key shows it at once.
+/// Maximum number of connections that have not proved the key. A further connection closes the oldest one.
 const MAX_UNAUTHENTICATED: usize = 64;
-/// How long a connection with the key has to say what it wants.
+/// Time that an authenticated connection has to send its first message.
 const FIRST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
-/// What a thread of a connection needs is little.
+/// Stack of a connection's thread.
 const STACK_BYTES: usize = 256 << 10;
 
-/// A connection that has shown that it has the key.
+/// A connection whose peer has proved that it has the key.
 pub struct Accepted {
     /// The connection.
     pub channel: Channel,
-    /// Its first message.
+    /// First message of the peer.
     pub first: Vec<u8>,
-    /// Where it comes from.
+    /// Address of the peer.
     pub from: SocketAddr,
 }
 
-/// Who lets guests in.
+/// Serves the connections of a [`Listener`].
 pub trait Handler: Send + Sync + 'static {
-    /// Talks with a guest until the end, on a thread of the guest's.
+    /// Serves one connection until it ends, on a thread of its own.
     ///
     /// # Errors
-    /// What ended it.
+    /// The reason why the connection ended.
     fn serve(&self, guest: Accepted) -> io::Result<()>;
 
-    /// Somebody with another secret, or without one, was turned away. Called for the first only.
+    /// Reports a connection with another secret, or without one. Called for the first such connection only.
     fn refused(&self, from: IpAddr, why: &io::Error);
 }
 
-/// Listens for as long as it lives. Guests that are there stay.
+/// Listens until dropped. Connections that were accepted stay open.
 pub struct Listener {
-    /// Dropping it ends the thread.
+    /// Dropping the pipe ends the thread.
     stop: Option<PipeWriter>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// What the connections' threads share.
+/// State that the threads of all connections share.
 struct Shared<H> {
     handler: H,
     key: Key,
-    /// The oldest first; each has a thread.
+    /// Connections that have not proved the key, the oldest first. Each has a thread.
     unauthenticated: Mutex<VecDeque<(SocketAddr, TcpStream)>>,
-    /// The threads of strangers, those whose connection was closed too.
+    /// Number of handshake threads, including those of closed connections.
     handshake_threads: AtomicUsize,
-    /// One was turned away.
+    /// Whether a refused connection was reported.
     has_refused: AtomicBool,
     accepted: AtomicUsize,
     max_accepted: usize,
 }
 
 impl Listener {
-    /// Lets `host` talk with up to `most` guests at a time that connect to `listener` with the key.
+    /// Serves up to `max` connections at a time that prove the key.
     ///
     /// # Errors
-    /// When the system has no pipe or no thread.
+    /// When the system cannot create a pipe or a thread.
     pub fn start(listener: TcpListener, key: Key, max: usize, handler: impl Handler) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         let (stopped, stop) = io::pipe()?;
@@ -94,7 +93,7 @@ impl Drop for Listener {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
-            // It only fails by a panic, which has been printed.
+            // Fails only after a panic, which was printed.
             thread.join().ok();
         }
     }
@@ -107,7 +106,7 @@ fn listen(listener: &TcpListener, stopped: &PipeReader, shared: &Arc<Shared<impl
             return;
         }
         if shared.handshake_threads.load(Ordering::Relaxed) >= 2 * MAX_UNAUTHENTICATED {
-            // Those of closed connections are about to end.
+            // Threads of closed connections are about to end.
             thread::sleep(Duration::from_millis(1));
             continue;
         }
@@ -119,7 +118,7 @@ fn listen(listener: &TcpListener, stopped: &PipeReader, shared: &Arc<Shared<impl
             }
             Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {}
             Err(error) => {
-                // Of descriptors, most likely; they come back.
+                // Most likely the process has too many open files; wait for some to close.
                 tracing::debug!("a connection could not be accepted: {error}");
                 thread::sleep(Duration::from_millis(50));
             }
@@ -132,7 +131,7 @@ impl<H: Handler> Shared<H> {
         self.unauthenticated.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes one that came just now, in the place of the oldest if they are too many.
+    /// Adds a new connection. Closes the oldest one if there are too many.
     fn add_unauthenticated(&self, connection: (SocketAddr, TcpStream)) {
         let mut connections = self.unauthenticated();
         if connections.len() >= MAX_UNAUTHENTICATED
@@ -146,14 +145,14 @@ impl<H: Handler> Shared<H> {
         connections.push_back(connection);
     }
 
-    /// The one from there is none any more.
+    /// Removes a connection that has authenticated or failed.
     fn end_handshake(&self, from: SocketAddr) {
         self.unauthenticated().retain(|(other, _)| *other != from);
         self.handshake_threads.fetch_sub(1, Ordering::Relaxed);
     }
 
     fn serve(&self, stream: TcpStream, from: SocketAddr) -> io::Result<()> {
-        // Accepted sockets do not inherit it everywhere.
+        // Some systems let accepted sockets inherit the flag.
         let opened = stream.set_nonblocking(false).and_then(|()| {
             let mut channel = Channel::accept(stream, &self.key)?;
             let first = channel.reader.receive(FIRST_MESSAGE_TIMEOUT)?.to_vec();
@@ -171,14 +170,14 @@ impl<H: Handler> Shared<H> {
     }
 }
 
-/// Lets a stranger try.
+/// Starts the handshake of a new connection on its own thread.
 fn admit(stream: TcpStream, from: SocketAddr, shared: &Arc<Shared<impl Handler>>) -> io::Result<()> {
     shared.add_unauthenticated((from, stream.try_clone()?));
     shared.handshake_threads.fetch_add(1, Ordering::Relaxed);
     let for_thread = shared.clone();
     let serve = move || {
         if let Err(error) = for_thread.serve(stream, from) {
-            // Once: a stranger could come often.
+            // Report only the first, so that a scanner cannot flood the log.
             if error.kind() == io::ErrorKind::PermissionDenied && !for_thread.has_refused.swap(true, Ordering::Relaxed)
             {
                 for_thread.handler.refused(from.ip(), &error);

@@ -13,15 +13,15 @@ use std::{
 use sha2::{Digest, Sha256};
 use snow::{Builder, HandshakeState, StatelessTransportState};
 
-/// Bytes of the shortest secret: a shorter one could be guessed.
+/// Minimum length of a secret in bytes. A shorter secret could be guessed.
 pub const MIN_SECRET_LEN: usize = 16;
 
-/// A key of 256 bits, made of a secret and of what it is for.
+/// A key of 256 bits, derived from a secret and a purpose.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Key([u8; 32]);
 
 impl Key {
-    /// The key of a `secret` for one `purpose`: who has the key for another purpose is a stranger.
+    /// Derives the key of a `secret` for one `purpose`. Peers with keys for different purposes refuse each other.
     pub fn derive(purpose: &str, secret: &[u8]) -> Self {
         let hash = Sha256::new().chain_update((purpose.len() as u64).to_le_bytes()).chain_update(purpose);
         Key(hash.chain_update(secret).finalize().into())
@@ -32,14 +32,14 @@ impl Key {
     }
 }
 
-/// Says nothing of the key.
+/// Does not print the key.
 impl fmt::Debug for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Key")
     }
 }
 
-/// A new secret.
+/// Returns a new random secret.
 ///
 /// # Errors
 /// When the system has no random bytes.
@@ -49,17 +49,17 @@ pub fn random_secret() -> io::Result<[u8; 32]> {
     Ok(bytes)
 }
 
-/// How long a handshake may take, and a write.
+/// Time limit of a handshake, and of a write.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
 struct DeadlineStream {
     stream: TcpStream,
-    /// Of the reads to come; none where the clock can't count so far.
+    /// End of the next reads; `None` if it exceeds the clock's range.
     deadline: Option<Instant>,
 }
 
 impl DeadlineStream {
-    /// The first reads may take as long as a handshake may.
+    /// The first reads have the time limit of a handshake.
     fn new(stream: TcpStream) -> io::Result<Self> {
         stream.set_nodelay(true)?;
         stream.set_write_timeout(Some(HANDSHAKE_TIMEOUT))?;
@@ -68,7 +68,7 @@ impl DeadlineStream {
         Ok(stream)
     }
 
-    /// What is read from now on must have come within this time.
+    /// Sets the time limit of the following reads.
     fn set_deadline(&mut self, timeout: Duration) {
         self.deadline = Instant::now().checked_add(timeout);
     }
@@ -98,46 +98,46 @@ impl Write for DeadlineStream {
     }
 }
 
-/// Noise's NNpsk0: who has not the key can't make the first message, so nothing of a stranger's is looked at.
+/// Noise's NNpsk0: without the key, a peer cannot make the first message, so its bytes are never parsed.
 const PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
-/// Both sides must mean the same by the bytes that follow.
+/// Version of the messages that follow the handshake.
 const PROLOGUE: &[u8] = b"fsdp channel 1";
-/// Each of the two handshake messages: a public key and a tag.
+/// Length of each of the two handshake messages: a public key and a tag.
 const HANDSHAKE_LEN: usize = 48;
-/// The longest message on the wire, by Noise's definition.
+/// Maximum length on the wire, by the Noise specification.
 const MAX_WIRE_LEN: usize = 65535;
 const TAG_LEN: usize = 16;
 
-/// Bytes of the longest message.
+/// Maximum length of a message in bytes.
 pub const MAX_MESSAGE_LEN: usize = MAX_WIRE_LEN - TAG_LEN;
 
 /// The two directions of a connection.
 pub struct Channel {
-    /// From the peer.
+    /// Receives from the peer.
     pub reader: Reader,
-    /// To the peer.
+    /// Sends to the peer.
     pub writer: Writer,
 }
 
 impl Channel {
-    /// The side that connects. The handshake takes 5 seconds at most.
+    /// Performs the handshake on the connecting side, within 5 seconds.
     ///
     /// # Errors
-    /// When the peer has another key, or is none of ours; its text says so.
+    /// When the peer has another key, or does not speak this protocol.
     pub fn connect(stream: TcpStream, key: &Key) -> io::Result<Self> {
         let mut stream = DeadlineStream::new(stream)?;
         let mut state = noise(key, |builder| builder.build_initiator())?;
         let mut message = [0; HANDSHAKE_LEN];
         state.write_message(&[], &mut message).map_err(invalid_data)?;
         stream.write_all(&message)?;
-        // Whoever listens without knowing the key closes, or answers what it likes.
+        // A peer without the key closes the connection, or answers anything.
         stream.read_exact(&mut message).map_err(|error| io::Error::new(error.kind(), REJECTED))?;
         state.read_message(&message, &mut []).map_err(|_| io::Error::new(io::ErrorKind::PermissionDenied, REJECTED))?;
         Channel::new(stream, state)
     }
 
-    /// The side that is connected to. The peer has shown that it has the key when a first message of its comes through
-    /// [`Reader::receive`]: a handshake alone could be one that was recorded.
+    /// Performs the handshake on the accepting side. The peer has proved the key only once [`Reader::receive`] returns
+    /// its first message: the handshake alone could be a replay.
     ///
     /// # Errors
     /// As [`connect`](Self::connect).
@@ -188,10 +188,10 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// The peer's next message, which must have come whole within `timeout`.
+    /// Receives the peer's next message. All of it must arrive within `timeout`.
     ///
     /// # Errors
-    /// The connection can't be used any more then: nothing came in time, it was closed, or what came is not the peer's.
+    /// On a timeout, a closed connection, or a message that does not decrypt. The connection is unusable afterwards.
     pub fn receive(&mut self, timeout: Duration) -> io::Result<&[u8]> {
         self.stream.set_deadline(timeout);
         let mut len = [0; 2];
@@ -213,10 +213,10 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// Sends a message of up to [`MAX_MESSAGE_LEN`].
+    /// Sends a message of up to [`MAX_MESSAGE_LEN`] bytes.
     ///
     /// # Errors
-    /// The connection can't be used any more then, but for a message that is too long.
+    /// When the message is too long, or the write fails. After a failed write, the connection is unusable.
     pub fn send(&mut self, message: &[u8]) -> io::Result<()> {
         if message.len() > MAX_MESSAGE_LEN {
             return Err(io::Error::new(
@@ -231,12 +231,12 @@ impl Writer {
         self.stream.write_all(&wire[..2 + len])
     }
 
-    /// Says that nothing more comes, and that nothing more is wanted.
+    /// Shuts down both directions.
     pub fn close(&self) {
         self.stream.shutdown(Shutdown::Both).ok();
     }
 
-    /// The connection itself, to be closed from elsewhere.
+    /// Returns the socket, to shut it down from another thread.
     pub(crate) fn stream(&self) -> io::Result<TcpStream> {
         self.stream.try_clone()
     }
@@ -323,7 +323,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
-        /// Whatever comes before a handshake, or in the place of a message, ends in an error.
+        /// Any bytes before the handshake, or instead of a message, yield an error.
         #[test]
         fn any_bytes_are_an_error(bytes in proptest::collection::vec(any::<u8>(), 0..300), after in any::<bool>()) {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();

@@ -1,4 +1,4 @@
-//! The environment that a launcher sets for each rank: rank, world size and rendezvous address.
+//! The environment that a launcher sets for each rank: rank, world size and the address of rank 0.
 
 mod slurm;
 
@@ -7,13 +7,13 @@ use crate::{Error, Result};
 /// Reads a variable; `None` if it is unset.
 type Var<'a> = &'a dyn Fn(&str) -> Option<String>;
 
-/// What a launcher tells a rank, in the terms of `torchrun`.
+/// The place of a rank in its job, in the terms of `torchrun`.
 ///
-/// Understood are the variables of `fsdp-launch` and `torchrun` (`RANK`, `WORLD_SIZE`, ...), of Open MPI
-/// (`OMPI_COMM_WORLD_RANK`, ...), of MPICH and its kin (`PMI_RANK`, ...) and of Slurm's `srun` (`SLURM_PROCID`, ...),
-/// in this order. With none of them the process is a world of one.
+/// Reads the variables of these launchers, in this order: `fsdp-launch` and `torchrun` (`RANK`, `WORLD_SIZE`, ...),
+/// Open MPI (`OMPI_COMM_WORLD_RANK`, ...), MPICH and its derivatives (`PMI_RANK`, ...), Slurm's `srun` (`SLURM_PROCID`,
+/// ...). Without any of them, the world is one rank.
 ///
-/// `MASTER_ADDR`, `MASTER_PORT` and `TORCHELASTIC_RUN_ID` count whatever the launcher is. Where they are unset:
+/// `MASTER_ADDR`, `MASTER_PORT` and `TORCHELASTIC_RUN_ID` apply under every launcher. Where they are unset:
 ///
 /// | launcher | `master_addr` | `master_port` | `run_id` |
 /// |---|---|---|---|
@@ -23,32 +23,32 @@ type Var<'a> = &'a dyn Fn(&str) -> Option<String>;
 /// | none, `torchrun` | 127.0.0.1 | 29500 | `none` |
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankEnv {
-    /// This process's rank in the world (`RANK`).
+    /// Rank of this process in the world (`RANK`).
     pub rank: usize,
-    /// The number of processes (`WORLD_SIZE`).
+    /// Number of processes (`WORLD_SIZE`).
     pub world_size: usize,
-    /// The rank on this host (`LOCAL_RANK`).
+    /// Rank on this host (`LOCAL_RANK`).
     pub local_rank: usize,
-    /// The number of processes on this host (`LOCAL_WORLD_SIZE`).
+    /// Number of processes on this host (`LOCAL_WORLD_SIZE`).
     pub local_world_size: usize,
-    /// The number of hosts: `FSDP_HOSTS`, which `fsdp-launch` sets because several of it may run on one host; else
-    /// what Slurm tells, or so many as `local_world_size` makes of `world_size`.
+    /// Number of hosts. `fsdp-launch` sets `FSDP_HOSTS`, because several launchers may run on one host. Otherwise it is
+    /// Slurm's number, or `world_size` divided by `local_world_size`.
     pub hosts: usize,
-    /// Where rank 0 can be reached (`MASTER_ADDR`).
+    /// Address of rank 0 (`MASTER_ADDR`).
     pub master_addr: String,
-    /// The port there (`MASTER_PORT`).
+    /// Port at that address (`MASTER_PORT`).
     pub master_port: u16,
-    /// The job's name, the same on every rank (`TORCHELASTIC_RUN_ID`).
+    /// Id of the job, the same on every rank (`TORCHELASTIC_RUN_ID`).
     pub run_id: String,
-    /// How often the job was restarted after a failure (`TORCHELASTIC_RESTART_COUNT`).
+    /// Number of restarts after a failure (`TORCHELASTIC_RESTART_COUNT`).
     pub restart_count: u32,
-    /// How often its ranks were started before: `FSDP_ATTEMPT`, which `fsdp-launch` sets because hosts that come and go
-    /// make attempts that are no restarts; else `restart_count`.
+    /// Number of times that the ranks were started before. `fsdp-launch` sets `FSDP_ATTEMPT`, because a change of hosts
+    /// starts a new attempt that is not a restart. Otherwise it is `restart_count`.
     pub attempt: u32,
 }
 
 impl RankEnv {
-    /// A world of one.
+    /// Returns a world of one rank.
     pub fn single() -> Self {
         RankEnv {
             rank: 0,
@@ -65,7 +65,7 @@ impl RankEnv {
     }
 }
 
-/// The value of a variable that a launcher sets.
+/// Parses a number that a launcher sets.
 fn number<N: std::str::FromStr>(name: &str, text: &str) -> Result<N> {
     text.trim().parse().map_err(|_| {
         Error::Env(format!("{name}={text:?} is not a number in range: unset it, or start the rank by its launcher"))
@@ -73,15 +73,15 @@ fn number<N: std::str::FromStr>(name: &str, text: &str) -> Result<N> {
 }
 
 impl RankEnv {
-    /// Reads the process's environment.
+    /// Reads the environment of this process.
     ///
     /// # Errors
-    /// When a variable is no number, or rank and world size contradict each other; the message names the variables.
+    /// When a variable is not a number, or rank and world size contradict each other. The message names the variables.
     pub fn from_env() -> Result<Self> {
         Self::read(&|name| std::env::var(name).ok(), &socket_inode)
     }
 
-    /// Reads the variables through `var`, which returns `None` for an unset one.
+    /// Reads the variables through `var`, which returns `None` for an unset variable.
     ///
     /// # Errors
     /// As [`RankEnv::from_env`].
@@ -99,7 +99,7 @@ impl RankEnv {
         Self::read(&var, &|_| None)
     }
 
-    /// `socket` tells which socket a file descriptor is.
+    /// `socket` returns the inode of the socket behind a file descriptor.
     fn read(var: Var<'_>, socket: Var<'_>) -> Result<Self> {
         let mut env = RankEnv::single();
         let launcher = Launcher::detect(var)?;
@@ -111,7 +111,7 @@ impl RankEnv {
             slurm::set_master(&mut env, var)?;
             hosts = slurm::hosts(var)?;
         }
-        // Of another launcher below ours, ours knows nothing.
+        // If another launcher started this rank under `fsdp-launch`, the variables of `fsdp-launch` do not describe it.
         let torchrun_var = |name| launcher.filter(|launcher| launcher.name == TORCHRUN).and_then(|_| var(name));
         env.hosts = match torchrun_var("FSDP_HOSTS") {
             Some(count) => number("FSDP_HOSTS", &count)?,
@@ -143,16 +143,16 @@ const TORCHRUN: &str = "torchrun";
 const MPICH: &str = "MPICH";
 const SLURM: &str = "Slurm";
 
-/// The variables of one launcher.
+/// Variables of one launcher.
 #[derive(Debug)]
 struct Launcher {
     name: &'static str,
     rank: &'static str,
-    /// The first that is set counts.
+    /// The first that is set applies.
     size: &'static [&'static str],
     local_rank: &'static str,
     local_size: &'static str,
-    /// The same on every rank, and different between jobs; the first that is set counts.
+    /// The same on every rank, and different between jobs. The first that is set applies.
     run_id: &'static [&'static str],
 }
 
@@ -192,7 +192,7 @@ const LAUNCHERS: [Launcher; 4] = [
 ];
 
 impl Launcher {
-    /// Who started this process, as far as its variables tell.
+    /// Returns the launcher whose variables are set.
     fn detect(var: Var<'_>) -> Result<Option<&'static Self>> {
         for launcher in &LAUNCHERS {
             let size = launcher.size_var(var);
@@ -205,8 +205,7 @@ impl Launcher {
                         "{set} is set but {unset} is not: set both, or neither for one process"
                     )));
                 }
-                // A program started by hand inside a Slurm allocation sees SLURM_NTASKS without a rank: that is no
-                // launcher's doing.
+                // A program started by hand in a Slurm allocation sees SLURM_NTASKS without a rank.
                 _ => {}
             }
         }
@@ -217,12 +216,12 @@ impl Launcher {
         self.size.iter().find_map(|name| Some((*name, var(name)?)))
     }
 
-    /// Whether the variables are those of a rank of this launcher, and not passed down or set for others' sake.
+    /// Returns whether the variables are those of a rank, and not inherited from a parent.
     fn is_rank(&self, var: Var<'_>) -> bool {
         match self.name {
-            // `srun --mpi=pmi2` sets these as well, but tells the local rank in its own.
+            // `srun --mpi=pmi2` also sets PMI_RANK, but not MPICH's local rank.
             MPICH => var(self.local_rank).is_some() || var("SLURM_PROCID").is_none(),
-            // The script of `sbatch` is rank 0 of as many ranks as it may start, and has started none of them.
+            // The script of `sbatch` has rank 0 of the job's size, but is not one of several ranks.
             SLURM => !slurm::is_batch_script(var),
             _ => true,
         }
@@ -264,20 +263,20 @@ impl Launcher {
         Ok(())
     }
 
-    /// What tells this job from others on this host.
+    /// Returns the id that distinguishes this job from others on the host.
     fn run_id(&self, var: Var<'_>, socket: Var<'_>) -> Option<String> {
         let set = self.run_id.iter().find_map(|name| var(name));
         set.or_else(|| if self.name == MPICH { mpich_run_id(var, socket) } else { None })
     }
 }
 
-/// The processes of a job on one host inherit one socket of their common parent; `socket` tells which it is. Another
-/// job has another parent, and another socket.
+/// Returns an id of an MPICH job. MPICH's `mpirun` (Hydra) sets no variable that identifies a job, but all ranks of a
+/// job on one host inherit one socket of their common parent.
 fn mpich_run_id(var: Var<'_>, socket: Var<'_>) -> Option<String> {
     Some(format!("mpich-{}", socket(&var("HYDI_CONTROL_FD")?)?))
 }
 
-/// The number of the socket that this file descriptor of ours is, if it is one.
+/// Returns the inode of a file descriptor that is a socket.
 fn socket_inode(descriptor: &str) -> Option<String> {
     let descriptor: u32 = descriptor.trim().parse().ok()?;
     let target = std::fs::read_link(format!("/proc/self/fd/{descriptor}")).ok()?;

@@ -1,21 +1,20 @@
-//! What Slurm's variables tell beside ranks: how many processes a host has, where the first host is, and which step of
-//! which job this is.
+//! Slurm's variables beyond ranks: processes of this host, the first host, job and step.
 
 use super::{RankEnv, Var, number};
 use crate::{Error, Result};
 
-/// Where `MASTER_PORT` lies if nothing sets it: below the ports that Linux gives out by itself (32768 and up).
+/// Range of the default `MASTER_PORT`: below Linux's ephemeral ports (32768 and up).
 const PORTS: std::ops::Range<u64> = 20_000..30_000;
-/// The distance of the ports of two steps of a job. It has no divisor in common with the number of ports, so that steps
-/// get ports of their own.
+/// Distance of the ports of two steps of a job. It is coprime to the number of ports, so that steps get different
+/// ports.
 const STEP_PORT_STRIDE: u64 = 1009;
 
-/// The script that `sbatch` runs, as opposed to a process that `srun` started in it.
+/// Returns whether this process is the script that `sbatch` runs, not a task that `srun` started.
 pub(super) fn is_batch_script(var: Var<'_>) -> bool {
     var("ENVIRONMENT").as_deref() == Some("BATCH") && var("SLURM_STEP_ID").is_none()
 }
 
-/// Sets where rank 0 is reached: on the first host, at a port that no other step of a job is likely to have.
+/// Sets the address of rank 0: the first host, and a port that other steps are unlikely to have.
 pub(super) fn set_master(env: &mut RankEnv, var: Var<'_>) -> Result<()> {
     let nodes = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"].into_iter().find_map(|name| Some((name, var(name)?)));
     if let Some((name, list)) = nodes {
@@ -34,20 +33,20 @@ pub(super) fn set_master(env: &mut RankEnv, var: Var<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The number of hosts: they need not have equally many processes.
+/// Returns the number of hosts, which may have different numbers of processes.
 pub(super) fn hosts(var: Var<'_>) -> Result<Option<usize>> {
     const STEP: &str = "SLURM_STEP_NUM_NODES";
     var(STEP).map(|count| number(STEP, &count)).transpose()
 }
 
-/// The step of the job: two steps may run at once.
+/// Returns the run id. It includes the step: two steps of a job may run at once.
 pub(super) fn run_id(var: Var<'_>) -> Option<String> {
     let step = var("SLURM_STEP_ID").unwrap_or_else(|| "batch".into());
     Some(format!("slurm-{}.{step}", var("SLURM_JOB_ID")?))
 }
 
-/// The number of processes on this host, and the variable that tells it. `SLURM_NTASKS_PER_NODE` is set only where the
-/// user asked for such a number.
+/// Returns the number of processes on this host, and the variable that gives it. `SLURM_NTASKS_PER_NODE` is set only if
+/// the user asked for it.
 pub(super) fn local_size(var: Var<'_>) -> Result<Option<(&'static str, usize)>> {
     const STEP: &str = "SLURM_STEP_TASKS_PER_NODE";
     const JOB: &str = "SLURM_TASKS_PER_NODE";
@@ -79,7 +78,7 @@ pub(super) fn local_size(var: Var<'_>) -> Result<Option<(&'static str, usize)>> 
     Err(Error::Env(format!("SLURM_NODEID={node} is not among the {nodes} nodes of {name}={list:?}")))
 }
 
-/// `2(x3),1` as [(2, 3), (1, 1)]: tasks, and how many nodes in a row have so many.
+/// Parses `2(x3),1` as [(2, 3), (1, 1)]: tasks, and the number of consecutive nodes with as many.
 fn tasks_per_node(list: &str) -> Option<Vec<(usize, u64)>> {
     let group = |text: &str| match text.split_once('(') {
         None => Some((text.parse().ok()?, 1)),
@@ -90,7 +89,7 @@ fn tasks_per_node(list: &str) -> Option<Vec<(usize, u64)>> {
     list.trim().split(',').map(group).collect()
 }
 
-/// `node[01-04,07],x` as node01: the first name of a list of hosts.
+/// Returns the first name of a list of hosts: node01 for `node[01-04,07],x`.
 fn first_host(list: &str) -> Option<String> {
     let mut rest = list.trim();
     let mut name = String::new();

@@ -1,6 +1,6 @@
-//! The shared page, and the seqlock that reads several of its words together.
+//! The shared memory page, and the seqlock that reads several of its words consistently.
 //!
-//! All unsafe code of heartbeats is here.
+//! All `unsafe` code of the heartbeats is in this file.
 
 use std::{
     io,
@@ -17,14 +17,13 @@ use rustix::{
     mm::{MapFlags, ProtFlags},
 };
 
-/// Bytes of a page.
 const PAGE_BYTES: usize = 4096;
-/// Words of a page.
+/// 64-bit words in a page.
 pub(super) const WORDS: usize = PAGE_BYTES / size_of::<AtomicU64>();
 
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
-/// A mapped page; it holds zeros at first.
+/// A mapped page. A new page holds zeros.
 pub(super) struct Page(NonNull<[AtomicU64; WORDS]>);
 
 // SAFETY: the mapping is valid in every thread until it is dropped, and all access to it is through atomics.
@@ -33,7 +32,7 @@ unsafe impl Send for Page {}
 unsafe impl Sync for Page {}
 
 impl Page {
-    /// A file without a name for a page, that nobody can resize.
+    /// Creates an anonymous file of one page that no process can resize.
     pub(super) fn file() -> io::Result<OwnedFd> {
         let file = rustix::fs::memfd_create("fsdp-heartbeat", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::ftruncate(&file, PAGE_BYTES as u64)?;
@@ -41,15 +40,15 @@ impl Page {
         Ok(file)
     }
 
-    /// Maps what [`Page::file`] made, maybe in another process.
+    /// Maps a file that [`Page::file`] created, possibly in another process.
     pub(super) fn map(file: impl AsFd) -> io::Result<Self> {
-        // Without the seals somebody could truncate the file, and touching the mapping would kill this process.
+        // Without the seals, another process could truncate the file, and an access to the mapping would raise SIGBUS.
         let sealed = rustix::fs::fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SEALS));
         if !sealed || rustix::fs::fstat(&file)?.st_size != PAGE_BYTES as i64 {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "it is not a sealed page"));
         }
-        // SAFETY: a new mapping at an address of the kernel's choice touches no memory that is in use; the file is as
-        // large as the mapping and sealed.
+        // SAFETY: the kernel chooses the address, so the mapping does not touch memory in use. The file is sealed and
+        // as large as the mapping.
         let base = unsafe {
             rustix::mm::mmap(
                 std::ptr::null_mut(),
@@ -63,9 +62,9 @@ impl Page {
         NonNull::new(base.cast()).map(Page).ok_or_else(|| Errno::NOMEM.into())
     }
 
-    /// Maps the page behind a path such as `/proc/1234/fd/5`.
+    /// Maps the page at a path such as `/proc/1234/fd/5`.
     pub(super) fn open(path: &Path) -> io::Result<Self> {
-        // Whatever the path names, opening it does not wait.
+        // NONBLOCK: opening a FIFO must not wait.
         let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
         Page::map(rustix::fs::open(path, flags, Mode::empty())?)
     }
@@ -75,45 +74,50 @@ impl Deref for Page {
     type Target = [AtomicU64; WORDS];
 
     fn deref(&self) -> &Self::Target {
-        // SAFETY: the mapping is page-aligned, as long as the array and valid until `self` is dropped; any bits are
-        // valid atomics, and no process that maps the page accesses it but through atomics, or at worst the values are
-        // garbage.
+        // SAFETY: the mapping is page-aligned, as long as the array, and valid until `self` is dropped. Any bits are
+        // valid atomics. Processes that map the page use atomics; if one does not, the values are garbage, not
+        // undefined.
         unsafe { self.0.as_ref() }
     }
 }
 
 impl Drop for Page {
     fn drop(&mut self) {
-        // SAFETY: address and length are those of the mapping that this value owns; no reference into it outlives it.
+        // SAFETY: address and length are those of the mapping that this value owns. No reference into it outlives the
+        // value.
         let _ = unsafe { rustix::mm::munmap(self.0.as_ptr().cast(), PAGE_BYTES) };
     }
 }
 
-/// How often a reader looks again. A writer is done in far less time, unless it was stopped or killed in the middle.
+/// Number of read attempts. A write takes far less time, unless the writer was stopped or killed during it.
 const TRIES: usize = 200;
 
-/// An entry: its count, and `N` words. Written by one thread at a time.
+/// A seqlock: a version, and `N` words that one thread at a time writes.
+///
+/// The version is odd during a write. All words are atomics, so a reader that races with a writer gets old or new
+/// words, never undefined behavior. The fences follow Boehm, "Can seqlocks get along with programming language memory
+/// models?" (2012).
 pub(super) struct Seqlock<'a, const N: usize> {
     version: &'a AtomicU64,
     words: &'a [AtomicU64],
 }
 
-/// What a reader found.
+/// Words that a reader found.
 #[derive(Debug, PartialEq)]
 pub(super) struct Read<const N: usize> {
     pub(super) words: [u64; N],
-    /// The writer was in the middle of it for as long as the reader looked: the words are not of one moment.
+    /// Whether a write was in progress during all attempts: the words may mix two writes.
     pub(super) torn: bool,
 }
 
 impl<'a, const N: usize> Seqlock<'a, N> {
-    /// Words that the entry takes.
+    /// Words that the lock takes, including the version.
     pub(super) const LEN: usize = 1 + N;
 
-    /// The entry that begins at word `start` of `memory`.
+    /// Returns the lock that begins at word `start` of `memory`.
     ///
     /// # Panics
-    /// When it does not fit.
+    /// When the lock does not fit.
     pub(super) fn at(memory: &'a [AtomicU64], start: usize) -> Self {
         Seqlock { version: &memory[start], words: &memory[start + 1..start + 1 + N] }
     }
@@ -121,7 +125,7 @@ impl<'a, const N: usize> Seqlock<'a, N> {
     pub(super) fn write(&self, words: &[u64; N]) {
         let version = self.version.load(Ordering::Relaxed) | 1;
         self.version.store(version, Ordering::Relaxed);
-        // Whoever reads one of the words below also sees the count as odd, or later.
+        // A reader that sees one of the words below also sees an odd or a later version.
         fence(Ordering::Release);
         for (to, &word) in self.words.iter().zip(words) {
             to.store(word, Ordering::Relaxed);
@@ -129,7 +133,7 @@ impl<'a, const N: usize> Seqlock<'a, N> {
         self.version.store(version.wrapping_add(1), Ordering::Release);
     }
 
-    /// What this thread wrote last, if it is the writer.
+    /// Returns the current words. For the writing thread, these are the words that it wrote last.
     pub(super) fn latest(&self) -> [u64; N] {
         std::array::from_fn(|index| self.words[index].load(Ordering::Relaxed))
     }
@@ -148,7 +152,8 @@ impl<'a, const N: usize> Seqlock<'a, N> {
     }
 }
 
-/// `text` as words of eight bytes, cut at the end of a character where it is too long; and its length in bytes.
+/// Packs `text` into words of eight bytes, and returns them with the length in bytes. Longer text is cut at a character
+/// boundary.
 pub(super) fn pack<const N: usize>(text: &[&str]) -> ([u64; N], u64) {
     let mut words = [0; N];
     let mut len = 0;
@@ -162,7 +167,7 @@ pub(super) fn pack<const N: usize>(text: &[&str]) -> ([u64; N], u64) {
     (words, len as u64)
 }
 
-/// The text of [`pack`], or whatever text can be made of any words: what a terminal would obey is shown as `?`.
+/// Unpacks text of [`pack`]. Any words yield some text; control characters become `?`.
 pub(super) fn unpack(words: &[u64], len: u64) -> String {
     let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).take(len.min(1 << 12) as usize).collect();
     String::from_utf8_lossy(&bytes).chars().map(|c| if c.is_control() { '?' } else { c }).collect()
@@ -230,7 +235,7 @@ mod tests {
         memory[0].fetch_add(1, Ordering::Relaxed);
         memory[1].store(8, Ordering::Relaxed);
         assert_eq!(entry.read(), Read { words: [8, 2], torn: true });
-        // Whoever writes next heals it.
+        // The next write repairs the lock.
         entry.write(&[3, 4]);
         assert_eq!(entry.read(), Read { words: [3, 4], torn: false });
         memory[0].store(u64::MAX, Ordering::Relaxed);

@@ -1,5 +1,13 @@
-//! Heartbeats: how a rank tells its launcher that it lives, and where it is, for as long as it runs and however it
-//! ends.
+//! Heartbeats: each rank reports to its launcher that it runs, and what it does.
+//!
+//! The launcher creates a [`StatusPage`] for each rank, a page of shared memory, and passes its path in the variable
+//! [`VARIABLE`]. [`process_group::init`](crate::process_group::init) calls [`start`]. From then on, a thread writes a
+//! heartbeat twice a second, process groups write their current collective, and the rank's main thread writes what it
+//! does ([`span`], [`step`]). Without a status page, these calls do nothing. A status page never makes a rank fail.
+//!
+//! The launcher reads the page without help of the rank. So it also learns what a stopped or killed rank did.
+//!
+//! The launcher writes one thing into the page: which other ranks have exited ([`StatusPage::record_exit`]).
 
 mod memory;
 mod page;
@@ -23,13 +31,13 @@ use writer::{SpanWords, Writer};
 static WRITER: OnceLock<Option<Arc<Writer>>> = OnceLock::new();
 
 thread_local! {
-    /// This is the thread that called [`start`], whose spans are the rank's.
+    /// Whether this thread called [`start`]. Only its spans are written.
     static IS_MAIN: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Starts the heart of this process, if its launcher gave it a board: the first call decides, and the thread that makes
-/// it is the one whose spans the board shows. A board that can't be used, because it is not there or is another
-/// process's, is told as a `tracing` event and is no error.
+/// Starts the heartbeat of this process, if the launcher gave it a status page. The first call decides; the calling
+/// thread becomes the main thread, whose spans the page shows. If the page is missing or belongs to another process, a
+/// `tracing` event says so; it is not an error.
 pub fn start() {
     WRITER.get_or_init(|| {
         let path = std::env::var_os(VARIABLE)?;
@@ -51,15 +59,15 @@ fn writer() -> Option<&'static Arc<Writer>> {
     WRITER.get()?.as_ref()
 }
 
-/// Tells that a training step is done. The optimizers of `fsdp-candle` do.
+/// Reports that a training step is done. The optimizers of `fsdp-candle` call it.
 pub fn step(number: u64) {
     if let Some(writer) = writer().filter(|_| IS_MAIN.get()) {
         writer.step(number);
     }
 }
 
-/// Tells what this thread does until the guard is dropped: `what`, and to which `unit` of the model (empty for none).
-/// On threads other than the one that called [`start`] it does nothing.
+/// Reports what this thread does until the guard is dropped: `what`, and the `unit` of the model (empty for none). Does
+/// nothing on threads other than the one that called [`start`].
 ///
 /// ```
 /// let _span = fsdp_core::heartbeat::span("evaluation", "");
@@ -73,7 +81,7 @@ pub fn span(what: &str, unit: &str) -> Span {
     Span { previous: writer.map(|writer| (&**writer, writer.enter_span(what, unit))), on_this_thread: PhantomData }
 }
 
-/// Ends a [`span`] when it is dropped: the board then shows again what it showed before.
+/// Ends a [`span`] when dropped: the page then shows the enclosing span again.
 pub struct Span {
     previous: Option<(&'static Writer, SpanWords)>,
     on_this_thread: PhantomData<*const ()>,
@@ -87,12 +95,12 @@ impl Drop for Span {
     }
 }
 
-/// Where a group of this process writes its collectives, if anywhere.
+/// Returns the recorder of a process group's collectives; `None` without a status page.
 pub(crate) fn collective_recorder(group: &str, rank: usize, size: usize) -> Option<CollectiveRecorder> {
     writer()?.group(group, rank, size)
 }
 
-/// A duration that is serialized as a number of seconds, and printed as people say it.
+/// A duration that is serialized as seconds, and displayed for people.
 ///
 /// ```
 /// use std::time::Duration;

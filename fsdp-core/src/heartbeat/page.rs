@@ -1,4 +1,4 @@
-//! The layout of a status page, and reading it.
+//! The layout of a status page, and its reader.
 
 use std::{
     io,
@@ -16,42 +16,42 @@ use super::{
 };
 use crate::{RankEnv, hash::Hash};
 
-/// The environment variable that names the page of a rank.
+/// Environment variable with the path of a rank's status page.
 pub const VARIABLE: &str = "FSDP_HEARTBEAT";
 
-/// What the first word of a page of this layout holds.
+/// First word of a page with this layout.
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"fsdphb\0\x01");
 
-/// The process that writes the page.
+/// Word with the id of the process that writes the page.
 pub(super) const PID: usize = 1;
-/// When that process was started, in the kernel's ticks.
+/// Word with the start time of that process, in clock ticks.
 pub(super) const START_TIME: usize = 2;
-/// The time of the last beat, 0 before the first.
+/// Word with the time of the last heartbeat; 0 before the first.
 pub(super) const HEARTBEAT: usize = 3;
 
-/// Where what is told begins.
+/// First word that the rank writes.
 pub(super) const STEP: usize = 4;
 const SPAN: usize = 8;
 const GROUPS: usize = 24;
-/// What the launcher tells: a number for the world, and in the words up to the end a bit for each rank that has ended.
+/// First word that the launcher writes: an id of the world, then one bit for each rank that has exited.
 pub(super) const WORLD: usize = WORDS - 5;
-/// Process groups that a page has room for.
+/// Maximum number of process groups on a page.
 pub(super) const MAX_GROUPS: usize = 16;
 
-/// A step's number and time.
+/// Number and time of a step.
 pub(super) type StepLock<'a> = Seqlock<'a, 2>;
-/// Since when, length of the text, the text.
+/// Start time, length of the text, text.
 pub(super) type SpanLock<'a> = Seqlock<'a, { 2 + SPAN_TEXT }>;
-/// As [`group_words`] puts them.
+/// As `CollectiveRecorder` writes it.
 pub(super) type GroupLock<'a> = Seqlock<'a, GROUP_WORDS>;
 
 /// Words of a span's text.
 pub(super) const SPAN_TEXT: usize = 13;
-/// Words of a group's name, of a collective's, and of the ranks that are missing.
+/// Words of a group's name, of a collective's name, and of the set of missing ranks.
 pub(super) const GROUP_TEXT: usize = 8;
 pub(super) const NAME_TEXT: usize = 4;
 pub(super) const MISSING: usize = 4;
-/// Words of a group's entry before its texts.
+/// Words of a group's lock before its texts.
 pub(super) const GROUP_HEAD: usize = 7 + MISSING;
 pub(super) const GROUP_WORDS: usize = GROUP_HEAD + GROUP_TEXT + NAME_TEXT;
 
@@ -70,23 +70,23 @@ pub(super) fn group_lock(page: &[AtomicU64], index: usize) -> GroupLock<'_> {
     Seqlock::at(page, GROUPS + index * GroupLock::LEN)
 }
 
-/// Nanoseconds of a clock that all processes of a host share and that does not run while the host sleeps.
+/// Returns nanoseconds of the monotonic clock, which all processes of a host share and which stops during suspend.
 pub(super) fn now() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
-/// What became of a collective.
+/// Progress of a collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Progress {
-    /// The rank has arrived and is not done.
+    /// The rank has entered the collective.
     Running,
-    /// It has succeeded.
+    /// The collective has succeeded.
     Done,
-    /// It ended because ranks did not arrive in time.
+    /// The collective ended because ranks did not arrive in time.
     TimedOut,
-    /// It failed in another way.
+    /// The collective failed for another reason.
     Failed,
 }
 
@@ -107,74 +107,73 @@ impl Progress {
     }
 }
 
-/// The last collective that a rank has begun in one of its process groups.
+/// The last collective that a rank began in one of its process groups.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Collective {
-    /// The group's name, the same on all its ranks.
+    /// Name of the group, the same on all its ranks.
     pub group: String,
-    /// This rank's rank in the group.
+    /// Rank of this process in the group.
     pub rank: usize,
-    /// The number of its ranks.
+    /// Number of ranks in the group.
     pub size: usize,
-    /// The collective's name, such as `all_gather`.
+    /// Name of the collective, such as `all_gather`.
     pub name: String,
-    /// Its position in the group's order, from 0.
+    /// Sequence number in the group, from 0.
     pub sequence: u64,
-    /// What became of it.
+    /// Progress of the collective.
     pub progress: Progress,
-    /// How long that is so.
+    /// Time since the progress changed.
     pub age: Age,
-    /// Ranks of the group that did not arrive, of one that timed out; those above 255 are not told.
+    /// Ranks of the group that did not arrive, if the collective timed out. Ranks above 255 are left out.
     pub missing: Vec<usize>,
-    /// The rank was stopped or killed while it wrote this: parts may be of the collective before.
+    /// Whether the rank was stopped or killed during the write: some fields may belong to the previous collective.
     pub torn: bool,
 }
 
-/// What a rank's main thread does.
+/// Activity of a rank's main thread.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Activity {
-    /// What, such as `forward layers.3`.
+    /// Description, such as `forward layers.3`.
     pub what: String,
-    /// For how long.
+    /// Time since it began.
     pub age: Age,
-    /// The rank was stopped or killed while it wrote this: the text may be a mixture.
+    /// Whether the rank was stopped or killed during the write: the text may mix two descriptions.
     pub torn: bool,
 }
 
-/// A training step.
+/// A completed training step.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct StepDone {
-    /// Its number.
+    /// Step number.
     pub number: u64,
-    /// How long ago it was done.
+    /// Time since the step was done.
     pub age: Age,
-    /// The rank was stopped or killed while it wrote this.
+    /// Whether the rank was stopped or killed during the write.
     pub torn: bool,
 }
 
-/// What a page says of its rank at one moment.
+/// Contents of a status page at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Snapshot {
-    /// The process that writes the page; `None` if none has begun to.
+    /// Id of the process that writes the page; `None` before a process has claimed it.
     pub pid: Option<u32>,
-    /// When that process was started, as in field 22 of `/proc/PID/stat`: another process may have its pid by now.
+    /// Start time of that process, as field 22 of `/proc/PID/stat`. It detects a reused pid.
     pub pid_started: Option<u64>,
-    /// How long ago its heart beat; it does every half second. `None` if it has not begun to.
+    /// Time since the last heartbeat; the interval is half a second. `None` before the first.
     pub beat: Option<Age>,
-    /// The last training step that was done.
+    /// Last completed training step.
     pub step: Option<StepDone>,
-    /// What the main thread does.
+    /// Activity of the main thread.
     pub doing: Option<Activity>,
-    /// The last collective of each process group with several ranks.
+    /// Last collective of each process group with several ranks.
     pub collectives: Vec<Collective>,
 }
 
-/// A page: a page of memory without a name, on which one rank says how it is and which others may read at any time,
-/// whatever state the rank is in.
+/// A status page: anonymous shared memory that one rank writes, and that other processes can read at any time.
 ///
 /// ```
 /// use fsdp_core::heartbeat::{StatusPage, VARIABLE};
@@ -191,8 +190,8 @@ pub struct StatusPage {
 }
 
 impl StatusPage {
-    /// A new page. It lives as long as any process has it open, and programs that this process starts do not inherit
-    /// it.
+    /// Creates an empty page. The page lives as long as a process has it open. Child processes do not inherit the
+    /// descriptor.
     ///
     /// # Errors
     /// The system's.
@@ -203,13 +202,13 @@ impl StatusPage {
         Ok(StatusPage { file, words })
     }
 
-    /// Where other processes of this user find the page, for as long as this one lives and has it: the value of
+    /// Returns the path by which processes of this user open the page while this value lives: the value of
     /// [`VARIABLE`](super::VARIABLE).
     pub fn path(&self) -> String {
         format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd())
     }
 
-    /// What the page says.
+    /// Reads the page.
     pub fn snapshot(&self) -> Snapshot {
         snapshot(&*self.words)
     }
@@ -218,12 +217,12 @@ impl StatusPage {
 /// Reads the page of another process, at a path from [`StatusPage::path`].
 ///
 /// # Errors
-/// When the path names no page, or not one that this process may read.
+/// When the path is not a status page, or this process may not open it.
 pub fn read(path: impl AsRef<Path>) -> io::Result<Snapshot> {
     Ok(snapshot(&*open_page(path.as_ref())?))
 }
 
-/// The page of a page.
+/// Maps a status page.
 pub(super) fn open_page(path: &Path) -> io::Result<Page> {
     let page = Page::open(path)?;
     match page[0].load(Ordering::Acquire) {
@@ -232,11 +231,11 @@ pub(super) fn open_page(path: &Path) -> io::Result<Page> {
     }
 }
 
-/// Whatever the words are, the answer is something.
+/// Parses a page. Any words yield a snapshot.
 fn snapshot(page: &[AtomicU64]) -> Snapshot {
     let load = |index: usize| Some(page[index].load(Ordering::Acquire)).filter(|&word| word != 0);
     let beat = load(HEARTBEAT);
-    // Before the clock is read, so that nothing is of the future.
+    // The clock is read after the locks, so that no age is negative.
     let (step, span) = (step_lock(page).read(), span_lock(page).read());
     let groups: Vec<_> = (0..MAX_GROUPS).map(|index| group_lock(page, index).read()).collect();
     let now = now();
@@ -273,10 +272,10 @@ fn snapshot(page: &[AtomicU64]) -> Snapshot {
     }
 }
 
-/// Ranks that there is room for.
+/// Maximum number of ranks whose exit is recorded.
 const MAX_RANKS: usize = 64 * (WORDS - WORLD - 1);
 
-/// A number for the world that `env` is of: a rank may have started a launcher of its own, whose ranks are others.
+/// Returns an id of the world of `env`. A rank may start a launcher of its own, whose ranks belong to another world.
 fn world_id(env: &RankEnv) -> u64 {
     let mut hash = Hash::default();
     hash.bytes(env.run_id.as_bytes());
@@ -285,15 +284,15 @@ fn world_id(env: &RankEnv) -> u64 {
     hash.value()
 }
 
-/// The word and the bit of a rank.
+/// Returns the word and the bit of a rank.
 fn exit_bit(rank: usize) -> (usize, u64) {
     (WORLD + 1 + rank / 64, 1 << (rank % 64))
 }
 
 impl StatusPage {
-    /// Tells the rank that another of its world has ended with exit code 0: if it still waits to meet that one, it
-    /// gives up. Of `ended`, the other's environment, `rank`, `world_size`, `run_id` and `attempt` count. Ranks from
-    /// 256 on are not told of.
+    /// Records for this rank that another rank of its world has exited with code 0. A rank that waits for the exited
+    /// rank to join then gives up. Only `rank`, `world_size`, `run_id` and `attempt` of `exited` are used. Ranks from
+    /// 256 on are ignored.
     pub fn record_exit(&self, exited: &RankEnv) {
         if exited.rank < MAX_RANKS {
             let (word, bit) = exit_bit(exited.rank);
@@ -303,21 +302,21 @@ impl StatusPage {
     }
 }
 
-/// What a rank's launcher tells it of the others.
+/// The exits of other ranks that the launcher has recorded for this rank.
 pub(crate) struct PeerExits {
-    /// The rank's page, whichever of its processes writes there; none where the launcher is another.
+    /// The rank's status page; `None` under another launcher.
     page: Option<Page>,
     world: u64,
 }
 
 impl PeerExits {
-    /// Those of the rank that `env` describes, this process.
+    /// Opens the status page of this process, the rank that `env` describes.
     pub(crate) fn open(env: &RankEnv) -> Self {
         let page = std::env::var_os(VARIABLE).and_then(|path| open_page(Path::new(&path)).ok());
         PeerExits { page, world: world_id(env) }
     }
 
-    /// Whether that rank has ended with exit code 0.
+    /// Returns whether a rank has exited with code 0.
     pub(crate) fn has_exited(&self, rank: usize) -> bool {
         let Some(page) = self.page.as_ref().filter(|_| rank < MAX_RANKS) else { return false };
         let (word, bit) = exit_bit(rank);
@@ -370,7 +369,7 @@ mod tests {
             assert!(exited(&other).is_empty(), "{other:?}");
         }
         assert!(!PeerExits { page: None, world: 0 }.has_exited(0));
-        // A process that takes over its own page clears what it wrote itself.
+        // A process that claims its own page again clears only the words that the rank writes.
         for _ in 0..2 {
             crate::heartbeat::writer::Writer::claim(Path::new(&page.path()), 7).unwrap();
         }

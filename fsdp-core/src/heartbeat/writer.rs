@@ -1,4 +1,4 @@
-//! A rank's side of a page.
+//! The writing side of a status page.
 
 use std::{
     io,
@@ -19,16 +19,16 @@ use super::{
 };
 use crate::{Error, Result};
 
-/// How often the heart beats.
+/// Interval between heartbeats.
 const INTERVAL: Duration = Duration::from_millis(500);
 
-/// What a span's entry holds.
+/// Words of a span.
 pub(super) type SpanWords = [u64; 2 + SPAN_TEXT];
 
-/// The page that this process has claimed.
+/// The status page that this process has claimed.
 pub(super) struct Writer {
     page: Page,
-    /// The entries of groups that are in use.
+    /// Whether each group lock is in use.
     used: [AtomicBool; MAX_GROUPS],
 }
 
@@ -38,8 +38,8 @@ impl Writer {
         let page = open_page(path)?;
         let (pid, started) = (u64::from(pid), process_start_time().unwrap_or(0));
         if let Err(other) = page[PID].compare_exchange(0, pid, Ordering::AcqRel, Ordering::Relaxed) {
-            // A program that a rank starts inherits the rank's variables; one that a rank becomes by `exec` goes on
-            // with its page.
+            // A child process inherits the variable, but must not write. A program that replaces the rank by `exec` may
+            // continue.
             if (other, page[START_TIME].load(Ordering::Acquire)) != (pid, started) {
                 return Err(io::Error::new(io::ErrorKind::AlreadyExists, format!("process {other} already writes it")));
             }
@@ -49,7 +49,7 @@ impl Writer {
         Ok(Writer { page, used: Default::default() })
     }
 
-    /// Starts the heart: a thread that beats for as long as the process runs.
+    /// Starts the thread that writes a heartbeat for as long as the process runs.
     pub(super) fn start_beating(self: &Arc<Self>) -> io::Result<()> {
         let writer = self.clone();
         let beat = move || {
@@ -59,8 +59,8 @@ impl Writer {
             }
         };
         std::thread::Builder::new().name("fsdp heartbeat".into()).stack_size(64 << 10).spawn(beat)?;
-        // From now on silence means something: not before, or a rank without the thread would be taken for one that
-        // hangs.
+        // The first heartbeat is written only once the thread exists: a rank without the thread must not be taken for
+        // hung.
         self.beat();
         Ok(())
     }
@@ -73,7 +73,7 @@ impl Writer {
         step_lock(&*self.page).write(&[number, now()]);
     }
 
-    /// Writes what the rank does; returns what it did before.
+    /// Writes what the rank does. Returns the previous span.
     pub(super) fn enter_span(&self, what: &str, unit: &str) -> SpanWords {
         let gap = if unit.is_empty() { "" } else { " " };
         let (text, len) = pack::<SPAN_TEXT>(&[what, gap, unit]);
@@ -90,7 +90,7 @@ impl Writer {
         span_lock(&*self.page).write(words);
     }
 
-    /// Takes an entry for a group; none where there is nobody to wait for, or no room.
+    /// Reserves a lock for a group. Returns `None` for a group of one rank, or without free locks.
     pub(super) fn group(self: &Arc<Self>, group: &str, rank: usize, size: usize) -> Option<CollectiveRecorder> {
         let take = |used: &AtomicBool| !used.swap(true, Ordering::AcqRel);
         let index = self.used.iter().take(if size > 1 { MAX_GROUPS } else { 0 }).position(take)?;
@@ -104,7 +104,7 @@ impl Writer {
     }
 }
 
-/// Writes the entry of one group. Held by the thread that runs the group's collectives.
+/// Writes the collectives of one group. The thread that runs the group's collectives owns it.
 pub(crate) struct CollectiveRecorder {
     writer: Arc<Writer>,
     index: usize,
@@ -112,7 +112,7 @@ pub(crate) struct CollectiveRecorder {
 }
 
 impl CollectiveRecorder {
-    /// A collective begins: this rank has arrived.
+    /// Records that this rank has entered a collective.
     pub(crate) fn begin(&mut self, name: &str, sequence: u64) {
         let (text, len) = pack::<NAME_TEXT>(&[name]);
         self.words[1] = sequence;
@@ -121,7 +121,7 @@ impl CollectiveRecorder {
         self.set(Progress::Running);
     }
 
-    /// The collective that began last is over.
+    /// Records the outcome of the collective that began last.
     pub(crate) fn end<T>(&mut self, outcome: &Result<T>) {
         let progress = match outcome {
             Ok(_) => Progress::Done,
@@ -144,7 +144,7 @@ impl CollectiveRecorder {
 }
 
 impl Drop for CollectiveRecorder {
-    /// The group is no more. How it failed is kept, for who reads the page when the process has ended.
+    /// Clears the lock when the group is dropped. After a failure, the collective stays on the page for its readers.
     fn drop(&mut self) {
         let failed = [Progress::TimedOut, Progress::Failed].iter().any(|it| it.word() == self.words[2]);
         if !failed {
@@ -154,10 +154,10 @@ impl Drop for CollectiveRecorder {
     }
 }
 
-/// When this process was started, in the kernel's ticks.
+/// Returns the start time of this process, in clock ticks.
 fn process_start_time() -> Option<u64> {
     let stat = std::fs::read_to_string("/proc/self/stat").ok()?;
-    // The second field is the name in parentheses, which may hold anything.
+    // The second field is the name in parentheses, which may contain any character.
     stat.rsplit(')').next()?.split_whitespace().nth(19)?.parse().ok()
 }
 
@@ -182,7 +182,7 @@ mod tests {
         let snapshot = page.snapshot();
         assert_eq!((snapshot.pid, snapshot.beat), (Some(7), None));
         assert_eq!(snapshot.pid_started, process_start_time());
-        // The same process, which has become another program.
+        // The same process, after an `exec`.
         let writer = Arc::new(Writer::claim(Path::new(&page.path()), 7).unwrap());
         writer.step(3);
         writer.group("world", 0, 2).unwrap().begin("barrier", 0);
@@ -244,7 +244,7 @@ mod tests {
         half.end(&Ok(()));
         drop((world, half));
         assert_eq!(told(), ["world 3/300: reduce_scatter 1 TimedOut [0, 64, 255]"]);
-        // The room of a group that is gone is used again; a group too many does no harm.
+        // The lock of a dropped group is reused. A group beyond the maximum is not recorded.
         let groups: Vec<_> = (0..MAX_GROUPS).map(|_| writer.group("g", 0, 2)).collect();
         assert!(groups.iter().filter(|group| group.is_some()).count() == MAX_GROUPS - 1 && groups[15].is_none());
     }

@@ -1,4 +1,4 @@
-//! A store in the memory of a process.
+//! A store in the memory of one process.
 
 use std::{
     collections::BTreeMap,
@@ -12,12 +12,12 @@ use super::{
 };
 use crate::Result;
 
-/// The longest wait that the system is asked for at a time.
+/// Maximum wait of one system call.
 const MAX_WAIT: Duration = Duration::from_secs(3600);
-/// Who holds it, in messages.
+/// Name of the holder in messages.
 const HOLDER: &str = "this process";
 
-/// A store for threads of one process: clones are the same store.
+/// A store for threads of one process. Clones share the values.
 ///
 /// ```
 /// use std::time::Duration;
@@ -41,14 +41,14 @@ struct Shared {
 #[derive(Default)]
 struct State {
     values: BTreeMap<String, Vec<u8>>,
-    /// Of all keys and values.
+    /// Total length of all keys and values.
     bytes: usize,
-    /// Nobody is to wait any more.
+    /// Whether waits end at once.
     is_closed: bool,
 }
 
 impl MemoryStore {
-    /// Does what is asked, without trust.
+    /// Executes a request, which may be invalid.
     pub(crate) fn answer(&self, request: &Request<'_>) -> Answer {
         if let Some(why) = request.refusal() {
             return Answer::Refused(why);
@@ -74,7 +74,7 @@ impl MemoryStore {
         }
     }
 
-    /// Ends every wait, now and later.
+    /// Ends all current and future waits.
     pub(super) fn close(&self) {
         self.lock().is_closed = true;
         self.0.changed.notify_all();

@@ -1,19 +1,20 @@
-//! What clients ask, and what the holder of a store answers: bytes of no more than a message, read without trust.
+//! Requests of clients, and answers of the server. Both fit one message of a channel, and are parsed as untrusted
+//! input.
 
 use std::time::Duration;
 
 use super::refusal;
 
-/// What is asked.
+/// A request to a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Request<'a> {
-    /// Whether the holder is there.
+    /// Checks that the server is there.
     Ping,
     Set {
         key: &'a str,
         value: &'a [u8],
     },
-    /// The value, waited for up to so long.
+    /// Waits up to `wait` for the value.
     Get {
         key: &'a str,
         wait: Duration,
@@ -25,21 +26,21 @@ pub(crate) enum Request<'a> {
     },
 }
 
-/// What is answered.
+/// The answer to a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Answer {
-    /// Of a set: it was done. Of a get: there is none yet. Of a compare-and-set: there was none before.
+    /// A set was done; a get found no value yet; a compare-and-set found no previous value.
     Nothing,
-    /// Of a get, what is there; of a compare-and-set, what was there before.
+    /// The value of a get, or the previous value of a compare-and-set.
     Value(Vec<u8>),
-    /// Why it was not done.
+    /// The reason why the request was refused.
     Refused(String),
 }
 
 const PING: u8 = 0;
 const SET: u8 = 1;
 const GET: u8 = 2;
-/// Of what is not there, and of what is.
+/// A compare-and-set that expects no value, and one that expects a value.
 const SET_NEW: u8 = 3;
 const SET_OLD: u8 = 4;
 
@@ -51,7 +52,7 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// Why no store takes it, if none does.
+    /// Returns why every store refuses this request, if so.
     pub(crate) fn refusal(&self) -> Option<String> {
         match *self {
             Request::Ping => None,
@@ -61,7 +62,7 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// As bytes; to be asked of one that is not refused.
+    /// Encodes the request, which must not be one that [`refusal`](Self::refusal) rejects.
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = Vec::new();
         let part = |bytes: &mut Vec<u8>, part: &[u8]| {
@@ -90,7 +91,7 @@ impl<'a> Request<'a> {
         bytes
     }
 
-    /// What [`to_bytes`](Self::to_bytes) made; nothing for anything else.
+    /// Decodes the output of [`to_bytes`](Self::to_bytes). Returns `None` for other bytes.
     pub(crate) fn parse(bytes: &'a [u8]) -> Option<Self> {
         let (&kind, mut rest) = bytes.split_first()?;
         let mut part = || {
@@ -129,7 +130,7 @@ impl Answer {
         [&[kind], rest].concat()
     }
 
-    /// What [`to_bytes`](Self::to_bytes) made; nothing for anything else.
+    /// Decodes the output of [`to_bytes`](Self::to_bytes). Returns `None` for other bytes.
     pub(crate) fn parse(bytes: &[u8]) -> Option<Self> {
         match bytes.split_first()? {
             (0, []) => Some(Answer::Nothing),
@@ -161,7 +162,7 @@ mod tests {
             }
         }
 
-        /// The same where the first bytes are those of a request.
+        /// Damaged requests do not panic either.
         #[test]
         fn truncated_or_changed_requests_do_not_panic(
             key in ".{0,20}",
@@ -200,7 +201,7 @@ mod tests {
         assert!(Request::parse(&longer.to_bytes()).is_none() && longer.refusal().unwrap().contains("1025 bytes"));
         let longer = Request::CompareSet { key: "", expected: Some(&value), value: b"" };
         assert!(Request::parse(&longer.to_bytes()).is_none() && longer.refusal().unwrap().contains("24577 bytes"));
-        // A length that the message has not.
+        // A length beyond the end of the message.
         assert_eq!(Request::parse(&[SET, 255, 255, 255, 255]), None);
     }
 }

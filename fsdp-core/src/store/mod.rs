@@ -1,13 +1,9 @@
-//! A few bytes by name that all ranks see: where something listens, who is on which host, who was first. Ranks exchange
-//! them before any engine stands.
+//! Key-value stores that ranks share before any collective backend exists: where a rank listens, which host it is on,
+//! which rank was first.
 //!
-//! A [`Store`] is [`MemoryStore`] for threads of a process, [`TcpStore`] for processes of any hosts, which rank 0 holds
-//! at `MASTER_ADDR:MASTER_PORT`, and [`GroupStore`](crate::process_group::GroupStore) for the ranks of a group that
-//! stands, whatever its backend.
-//!
-//! From the bottom up: `limits`, `interface` (the trait), `message` (what clients and the holder say), `asked` (a
-//! request and its errors), `memory`, `secret` (what lets ranks in), `client` and `server` (the two sides of a
-//! connection), `tcp`.
+//! A [`Store`] is one of: [`MemoryStore`] for threads of one process; [`TcpStore`] for processes on any hosts, served
+//! by rank 0 at `MASTER_ADDR:MASTER_PORT`; [`GroupStore`](crate::process_group::GroupStore) for the ranks of a process
+//! group with any backend.
 
 mod memory;
 mod message;
@@ -21,14 +17,14 @@ pub use tcp::{Secret, TcpStore};
 
 use crate::{Error, Result};
 
-/// Bytes of the longest key.
+/// Maximum length of a key in bytes.
 pub const MAX_KEY_LEN: usize = 1024;
-/// Bytes of the longest value.
+/// Maximum length of a value in bytes.
 pub const MAX_VALUE_LEN: usize = 24 << 10;
-/// Bytes of all keys and values of a store.
+/// Maximum length of all keys and values of a store together.
 pub const MAX_TOTAL_LEN: usize = 64 << 20;
 
-/// Why a store does not take this key, or this value, if it does not.
+/// Returns why a store refuses this key or these values, if so.
 fn refusal(key: &str, values: [Option<&[u8]>; 2]) -> Option<String> {
     let longest = values.into_iter().flatten().map(<[u8]>::len).max().unwrap_or(0);
     if key.len() > MAX_KEY_LEN {
@@ -38,26 +34,24 @@ fn refusal(key: &str, values: [Option<&[u8]>; 2]) -> Option<String> {
         .then(|| format!("the value has {longest} bytes, but a store takes at most {MAX_VALUE_LEN}"))
 }
 
-/// Bytes by name, shared by ranks. A key has up to [`MAX_KEY_LEN`] bytes, a value up to
-/// [`MAX_VALUE_LEN`].
+/// A key-value store that ranks share. A key has up to [`MAX_KEY_LEN`] bytes, a value up to [`MAX_VALUE_LEN`].
 ///
-/// Every wait ends. The errors are [`Error::Store`], which names the key, who holds the store, and
-/// the seconds.
+/// No call waits forever. Errors are [`Error::Store`] and name the key, the holder of the store, and the seconds.
 pub trait Store: Send + Sync {
-    /// Puts `value` in the place of whatever was there.
+    /// Sets a value, and replaces the previous one.
     ///
     /// # Errors
-    /// When the store can't be reached, or has no room.
+    /// When the store is unreachable or full.
     fn set(&self, key: &str, value: &[u8]) -> Result<()>;
 
-    /// The value, which is waited for up to `timeout`.
+    /// Returns the value of `key`, and waits for it up to `timeout`.
     ///
     /// # Errors
-    /// When nobody has set it in time, or the store can't be reached.
+    /// When no rank sets the key in time, or the store is unreachable.
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>>;
 
-    /// Puts `value` there if `expected` is there now, or nothing for `None`. Returns what was there before: of all that
-    /// do the same at once, one gets back what it expected.
+    /// Sets `value` if the current value is `expected` (`None`: not set). Returns the previous value. If several ranks
+    /// do this at once, exactly one gets back what it expected.
     ///
     /// # Errors
     /// As [`set`](Self::set).
@@ -72,7 +66,7 @@ pub trait Store: Send + Sync {
     fn compare_set(&self, key: &str, expected: Option<&[u8]>, value: &[u8]) -> Result<Option<Vec<u8>>>;
 }
 
-/// What was asked of whom, and when.
+/// A request in progress, for its error messages.
 pub(crate) struct RequestContext<'a> {
     what: String,
     holder: &'a str,
@@ -80,7 +74,7 @@ pub(crate) struct RequestContext<'a> {
 }
 
 impl<'a> RequestContext<'a> {
-    /// `rank` is nothing where there are none.
+    /// `rank` is `None` for a store without ranks.
     pub(crate) fn new(request: &Request<'_>, rank: Option<usize>, holder: &'a str) -> Self {
         let verb = match request {
             Request::Ping => "reaching",
@@ -104,12 +98,12 @@ impl<'a> RequestContext<'a> {
         }
     }
 
-    /// Nobody has set what was waited for.
+    /// Returns the error of a get whose key was not set in time.
     pub(crate) fn not_set(&self) -> Error {
         self.failed("no rank has set it. Check the rank that should set it, or raise FSDP_TIMEOUT_S")
     }
 
-    /// What a set or a compare-and-set comes to.
+    /// Converts the answer to a request.
     pub(crate) fn result(&self, answer: Answer) -> Result<Option<Vec<u8>>> {
         match answer {
             Answer::Nothing => Ok(None),

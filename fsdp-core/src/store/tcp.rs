@@ -1,4 +1,4 @@
-//! A store that rank 0 serves, at an address that all ranks know.
+//! A store that rank 0 serves over TCP, at an address that all ranks know.
 
 use std::{
     collections::BTreeMap,
@@ -20,14 +20,13 @@ use crate::{
     channel::{Accepted, Channel, Handler, Key, Listener, MIN_SECRET_LEN, bind, connect, is_loopback},
 };
 
-/// The variable of the secret.
 const VARIABLE: &str = "FSDP_STORE_SECRET";
 
-/// What the ranks of a job share that others do not know.
+/// The secret that the ranks of one job share.
 ///
-/// It is `FSDP_STORE_SECRET`, which `fsdp-launch` makes up for every run. Without one it is made of the job's id
-/// ([`RankEnv::run_id`]): that keeps the ranks of other jobs out, which come by mistake. It keeps nobody out who knows
-/// the id, and ids of jobs are no secrets.
+/// It is `FSDP_STORE_SECRET`, which `fsdp-launch` creates for every run. Without the variable it is derived from the
+/// job's id ([`RankEnv::run_id`]). That keeps out ranks of other jobs that connect by mistake, but not an attacker who
+/// knows the id.
 #[derive(Clone, Debug)]
 pub struct Secret {
     key: Key,
@@ -35,7 +34,7 @@ pub struct Secret {
 }
 
 impl Secret {
-    /// That of this process. It is good for one run and one attempt of it.
+    /// Reads the secret of this process. It is valid for one attempt of one run.
     ///
     /// # Errors
     /// [`Error::Env`] when `FSDP_STORE_SECRET` is shorter than 16 bytes.
@@ -43,7 +42,7 @@ impl Secret {
         Self::new(env, std::env::var(VARIABLE).ok().as_deref())
     }
 
-    /// That of a job, with this in `FSDP_STORE_SECRET`.
+    /// Derives the secret of a job from the value of `FSDP_STORE_SECRET`, if it is set.
     ///
     /// # Errors
     /// As [`Secret::from_env`].
@@ -65,11 +64,11 @@ impl Secret {
     }
 }
 
-/// How long the port of a job that is just ending may be in use.
+/// Time that an ending job may keep the port in use.
 const PORT_IN_USE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// A store at `MASTER_ADDR:MASTER_PORT`, which rank 0 holds for as long as its value lives. Every connection begins
-/// with a handshake that needs the job's [`Secret`], and is encrypted.
+/// A store at `MASTER_ADDR:MASTER_PORT`, which rank 0 serves until it drops its value. Every connection begins with a
+/// handshake that needs the job's [`Secret`], and is encrypted.
 ///
 /// ```
 /// use std::time::Duration;
@@ -99,10 +98,11 @@ enum Role {
 }
 
 impl TcpStore {
-    /// Rank 0 listens, the others reach it, which `timeout` is for, and later for each request that waits for nothing.
+    /// Starts the server on rank 0, or connects to it on other ranks. `timeout` limits the connection, and later each
+    /// request that does not wait for a value.
     ///
     /// # Errors
-    /// [`Error::Store`](crate::Error::Store) when the port is taken, when rank 0 can't be reached in time, or when it
+    /// [`Error::Store`](crate::Error::Store) when the port is in use, when rank 0 cannot be reached in time, or when it
     /// has another secret.
     pub fn connect(env: &RankEnv, secret: &Secret, timeout: Duration) -> Result<Self> {
         let holder = format!("rank 0 at {}:{}", env.master_addr, env.master_port);
@@ -146,7 +146,7 @@ impl TcpStore {
     }
 }
 
-/// The port, which an earlier job may be about to give back.
+/// Binds the port. Waits for an ending job to free it.
 fn listener(env: &RankEnv, began: Instant) -> io::Result<std::net::TcpListener> {
     loop {
         match bind(&env.master_addr, env.master_port) {
@@ -179,30 +179,30 @@ impl Store for TcpStore {
     }
 }
 
-/// How long the holder waits for a value before it says that there is none yet.
+/// Maximum time that the server waits for a value before it answers that the key is unset.
 const GET_SLICE: Duration = Duration::from_secs(1);
-/// So little time is as good as none.
+/// Minimum time limit of an exchange.
 const MIN_WAIT: Duration = Duration::from_millis(10);
-/// The longest pause between two tries to reach the holder.
+/// Maximum pause between two attempts to connect.
 const MAX_PAUSE: Duration = Duration::from_millis(50);
-/// How long something else may answer at the holder's port, such as a job that is just ending.
+/// Time that another program, such as an ending job, may answer at the server's port.
 const REFUSED_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A way to the holder.
+/// Connections of one rank to the server.
 struct Client {
     host: String,
     port: u16,
     secret: Secret,
     rank: usize,
-    /// In messages.
+    /// Name of the server in messages.
     holder: String,
-    /// Connections that nobody uses: each of two threads that ask at a time has one.
+    /// Idle connections. Each concurrent request takes one.
     idle: Mutex<Vec<Channel>>,
-    /// Why there is nobody to be asked any more.
+    /// Why the server is gone, once it is.
     ended: OnceLock<String>,
 }
 
-/// When a wait is over.
+/// The end of a wait.
 #[derive(Clone, Copy)]
 struct Deadline {
     began: Instant,
@@ -216,7 +216,7 @@ impl Deadline {
 }
 
 impl Client {
-    /// Reaches the holder, which may not be there yet.
+    /// Connects to the server, which may not be up yet.
     fn connect(host: &str, port: u16, secret: Secret, rank: usize, timeout: Duration) -> Result<Self> {
         let client = Client {
             host: host.to_owned(),
@@ -248,7 +248,7 @@ impl Client {
         Ok(client)
     }
 
-    /// What is there before, or now.
+    /// Sends a request that does not wait. Returns its value, if any.
     fn ask(&self, request: &Request<'_>, timeout: Duration) -> Result<Option<Vec<u8>>> {
         let asked = RequestContext::new(request, Some(self.rank), &self.holder);
         if let Some(why) = request.refusal() {
@@ -258,7 +258,7 @@ impl Client {
         asked.result(answer)
     }
 
-    /// The value, once it is there.
+    /// Waits for a value.
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
         let whole = Request::Get { key, wait: timeout };
         let asked = RequestContext::new(&whole, Some(self.rank), &self.holder);
@@ -269,7 +269,7 @@ impl Client {
         let mut answered: Option<Instant> = None;
         loop {
             let left = deadline.left();
-            // The answer takes time as well.
+            // Leave a quarter of the time for the answer.
             let wait = (left / 4 * 3).min(GET_SLICE);
             let answer = self.exchange(&Request::Get { key, wait }, deadline, &asked, answered)?;
             answered = Some(Instant::now());
@@ -281,7 +281,8 @@ impl Client {
         }
     }
 
-    /// An answer. Where the holder gave one at `answered`, it lives, and may only be a little late.
+    /// Sends one request. `answered` is the time of the server's previous answer: soon after it, a timeout means that
+    /// the value is not set, not that the server is gone.
     fn exchange(
         &self,
         request: &Request<'_>,
@@ -305,7 +306,7 @@ impl Client {
         Ok(answer)
     }
 
-    /// A connection of which the holder has seen that it has the secret.
+    /// Opens a connection, and pings the server to prove the secret.
     fn open_connection(&self, deadline: Deadline) -> io::Result<Channel> {
         let stream = connect(&self.host, self.port, deadline.left().max(MIN_WAIT))?;
         let refused = |error: io::Error| io::Error::new(io::ErrorKind::PermissionDenied, error.to_string());
@@ -344,40 +345,39 @@ impl Client {
     }
 }
 
-/// The answer to a request.
+/// Sends a request and receives the answer.
 fn round_trip(channel: &mut Channel, request: &Request<'_>, deadline: Deadline) -> io::Result<Answer> {
     channel.writer.send(&request.to_bytes())?;
     let answer = channel.reader.receive(deadline.left().max(MIN_WAIT))?;
     Answer::parse(answer).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "its answer can't be understood"))
 }
 
-/// Connections beyond those of the ranks: a rank has one for each thread that asks at a time.
+/// Connections beyond four for each rank. A rank needs one for each concurrent request.
 const SPARE_CONNECTIONS: usize = 64;
-/// How long answers that are on their way may take when the holder leaves.
+/// Time to send pending answers when the server stops.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Lets clients in for as long as it lives, and hangs up on all of them then.
+/// Serves clients until dropped, then closes their connections.
 struct Server {
     memory: MemoryStore,
     connections: Arc<Connections>,
     _listener: Listener,
 }
 
-/// The connections.
+/// Open connections.
 #[derive(Default)]
 struct Connections(Mutex<Streams>);
 
 #[derive(Default)]
 struct Streams {
-    /// By numbers.
     by_id: BTreeMap<u64, TcpStream>,
     next: u64,
-    /// The server is gone.
+    /// Whether the server has stopped.
     is_closed: bool,
 }
 
 impl Server {
-    /// For the clients of `ranks` ranks.
+    /// Serves `ranks` ranks.
     fn start(listener: TcpListener, key: Key, ranks: usize, memory: MemoryStore) -> io::Result<Self> {
         let connections = Arc::<Connections>::default();
         let handler = Requests { memory: memory.clone(), connections: connections.clone() };
@@ -387,7 +387,7 @@ impl Server {
 }
 
 impl Drop for Server {
-    /// Who was answered is to hear it: a rank may leave because of what another has just set.
+    /// Lets pending answers go out first: the server may stop because of a value that a client has just set.
     fn drop(&mut self) {
         self.memory.close();
         self.connections.lock().is_closed = true;
@@ -405,7 +405,7 @@ impl Connections {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes a connection, unless it comes too late.
+    /// Adds a connection, unless the server has stopped.
     fn add(&self, stream: TcpStream) -> io::Result<u64> {
         let mut streams = self.lock();
         if streams.is_closed {
@@ -423,7 +423,7 @@ impl Connections {
 
     fn shutdown(&self, how: Shutdown) {
         self.lock().by_id.values().for_each(|stream| {
-            // It may be closed.
+            // The peer may have closed it.
             stream.shutdown(how).ok();
         });
     }
@@ -442,7 +442,7 @@ impl Handler for Requests {
     fn serve(&self, guest: Accepted) -> io::Result<()> {
         let Accepted { mut channel, first, .. } = guest;
         let stream = channel.writer.stream()?;
-        // A host that is gone without a word does not keep its thread for ever.
+        // Keepalive ends the connection of a host that disappeared.
         set_socket_keepalive(&stream, true)?;
         let id = self.connections.add(stream)?;
         let served = self.answer_all(&mut channel, &first);
@@ -452,7 +452,7 @@ impl Handler for Requests {
 }
 
 impl Requests {
-    /// Answers `first` and all that follows.
+    /// Answers `first` and all following requests.
     fn answer_all(&self, channel: &mut Channel, first: &[u8]) -> io::Result<()> {
         self.reply(channel, first)?;
         loop {
@@ -467,7 +467,7 @@ impl Requests {
             channel.writer.send(&Answer::Refused(why.clone()).to_bytes())?;
             return Err(io::Error::new(io::ErrorKind::InvalidData, why));
         };
-        // It asks again, if it still lives.
+        // The client asks again after a slice.
         if let Request::Get { wait, .. } = &mut request {
             *wait = (*wait).min(GET_SLICE);
         }
