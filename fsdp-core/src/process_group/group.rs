@@ -10,14 +10,14 @@ use std::{
 };
 
 use super::{
-    backend::{Backend, Landing, Lookout, Promises},
+    backend::{Backend, CollectiveOutput, Guarantees, PeerMonitor},
     call::Call,
     collective::Collective,
     op::{self, ExchangePart, GatherPart, Op, ScatterPart},
     options::Membership,
     queue::{Job, Queue, Run},
     signature::Signature,
-    single_rank::Alone,
+    single_rank::SingleRank,
     work::Work,
 };
 use crate::{Allocator, Buffer, DeviceId, Element, Error, Heap, ReduceOp, Result, hash::Hash};
@@ -77,8 +77,8 @@ struct Ranks {
     origin: Origin,
     device: DeviceId,
     runs_when_issued: bool,
-    promises: Promises,
-    lookout: Option<Arc<dyn Lookout>>,
+    guarantees: Guarantees,
+    peer_monitor: Option<Arc<dyn PeerMonitor>>,
     queue: Arc<Queue>,
     thread: Option<JoinHandle<()>>,
 }
@@ -105,8 +105,9 @@ impl ProcessGroup {
             let message = format!("group \"{name}\" has {size} ranks: ranks count from 0 to one less");
             return Err(Error::Argument { rank: *rank, message });
         }
-        let (device, promises, runs_when_issued) = (backend.device(), backend.promises(), backend.runs_when_issued());
-        let lookout = backend.lookout();
+        let (device, guarantees, runs_when_issued) =
+            (backend.device(), backend.guarantees(), backend.runs_when_issued());
+        let peer_monitor = backend.peer_monitor();
         let queue = Arc::new(Queue::new(membership.clone(), backend));
         let served = queue.clone();
         let thread = std::thread::Builder::new()
@@ -118,7 +119,7 @@ impl ProcessGroup {
                 source: Arc::new(source),
             })?;
         let thread = Some(thread);
-        let ranks = Ranks { membership, origin, device, runs_when_issued, promises, lookout, queue, thread };
+        let ranks = Ranks { membership, origin, device, runs_when_issued, guarantees, peer_monitor, queue, thread };
         Ok(ProcessGroup { ranks: Arc::new(ranks), signature: None, is_deferred: false })
     }
 
@@ -130,12 +131,12 @@ impl ProcessGroup {
     /// ```
     /// use std::time::Duration;
     /// use fsdp_core::{Buffer, ProcessGroup, ReduceOp};
-    /// let world = ProcessGroup::alone(Duration::from_secs(600))?;
+    /// let world = ProcessGroup::single_rank(Duration::from_secs(600))?;
     /// assert_eq!(world.all_reduce_scalar(2.0, ReduceOp::Sum)?, 2.0);
     /// # Ok::<_, fsdp_core::Error>(())
     /// ```
-    pub fn alone(timeout: Duration) -> Result<Self> {
-        ProcessGroup::new(Membership::world(0, 1, timeout), Box::new(Alone(DeviceId::Host)))
+    pub fn single_rank(timeout: Duration) -> Result<Self> {
+        ProcessGroup::new(Membership::world(0, 1, timeout), Box::new(SingleRank(DeviceId::Host)))
     }
 
     /// A rank's number in the group that this one was split from in the end, if `other` was split from the same.
@@ -169,9 +170,9 @@ impl ProcessGroup {
         self.ranks.device
     }
 
-    /// What its backend promises.
-    pub fn promises(&self) -> Promises {
-        self.ranks.promises
+    /// What its backend guarantees.
+    pub fn guarantees(&self) -> Guarantees {
+        self.ranks.guarantees
     }
 
     /// Whether the other handle is of this group. Signatures don't matter.
@@ -250,7 +251,7 @@ impl ProcessGroup {
         let run = move |backend: &mut dyn Backend, collective: &Collective<'_>| {
             // Nobody hears it who has stopped listening.
             let _ = tell.send(split(backend, collective, color, key)?);
-            Ok(Landing::default())
+            Ok(CollectiveOutput::default())
         };
         self.queue(Ok(call), Box::new(run), self.is_deferred).wait()?;
         let (membership, members, backend) = told.recv().map_err(|_| Error::Internal {
@@ -273,8 +274,8 @@ impl ProcessGroup {
     }
 
     /// What this rank sees of its peers.
-    pub(super) fn lookout(&self) -> Option<Arc<dyn Lookout>> {
-        self.ranks.lookout.clone()
+    pub(super) fn peer_monitor(&self) -> Option<Arc<dyn PeerMonitor>> {
+        self.ranks.peer_monitor.clone()
     }
 
     /// Returns the group's name and size, and this process's rank in it.
@@ -353,7 +354,7 @@ fn split(
     let hosts = group.hosts.select(&ranks);
     let membership = Membership { name, rank, size: ranks.len(), timeout: group.timeout, hosts };
     let backend = match ranks.len() {
-        1 => Box::new(Alone(backend.device())),
+        1 => Box::new(SingleRank(backend.device())),
         _ => backend.split(collective, &ranks, &membership)?,
     };
     Ok((membership, ranks, backend))
@@ -450,10 +451,10 @@ impl ProcessGroup {
     ///
     /// ```
     /// use fsdp_core::process_group::local;
-    /// let others = local::run(3, |group| group.agree(if group.rank() == 1 { b"b" } else { b"a" }).unwrap());
+    /// let others = local::run(3, |group| group.differing_ranks(if group.rank() == 1 { b"b" } else { b"a" }).unwrap());
     /// assert_eq!(others, [vec![1], vec![0, 2], vec![1]]);
     /// ```
-    pub fn agree(&self, value: &[u8]) -> Result<Vec<usize>> {
+    pub fn differing_ranks(&self, value: &[u8]) -> Result<Vec<usize>> {
         let mut hash = Hash::default();
         hash.bytes(value);
         let own = hash.value() as i64;

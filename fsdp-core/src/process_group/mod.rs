@@ -7,7 +7,7 @@
 //!
 //! From the bottom up: `membership`, `options` (what can be chosen), `parts` and `signature` (what collectives are of,
 //! move and are about), `host` (what backends over host memory share), `call` and `mismatch` (what ranks compare),
-//! `collective` and `failure` (what a backend gets to know and tells), `landing` (what it returns), `lookout` (what it
+//! `collective` and `failure` (what a backend gets to know and tells), `landing` (what it returns), `peer_monitor` (what it
 //! sees beside collectives), `backend`, `fence` and `device_memory` (outputs that a device is still writing, and where
 //! they are), `alone` (groups of one), `check` (arguments), `work` and `queue` (running), `group`, `typed` (small
 //! values), `group_store`, `patience` and `roll` (waiting to meet). `on_device` moves a device's memory, over `nccl` or
@@ -36,7 +36,7 @@ mod single_rank;
 mod waiting_ranks;
 mod work;
 
-pub use backend::{Backend, Fence, Gone, Landing, Lookout, Promises};
+pub use backend::{Backend, CollectiveOutput, Fence, Guarantees, PeerMonitor, PeerState};
 pub use collective::{Collective, Failure, Traffic};
 pub use group::ProcessGroup;
 pub use group_store::GroupStore;
@@ -44,7 +44,7 @@ pub use group_store::GroupStore;
 pub use nccl::Nccl;
 pub use on_device::{DeviceEngine, device_backend};
 #[cfg(feature = "cuda")]
-pub use on_device::{ThroughHost, share_a_device};
+pub use on_device::{HostStaging, ranks_sharing_devices};
 pub use op::{ExchangePart, GatherPart, Op, ScatterPart};
 pub use options::{Membership, Options, init};
 pub use shared_memory::{local, shm};

@@ -12,7 +12,7 @@ use std::{
 };
 
 use super::{
-    backend::{Backend, Landing},
+    backend::{Backend, CollectiveOutput},
     call::Call,
     collective::{Collective, Failure},
     options::Membership,
@@ -21,7 +21,7 @@ use super::{
 use crate::{Error, Result, heartbeat, text};
 
 /// What a collective does when its turn comes.
-pub(super) type Run = Box<dyn FnOnce(&mut dyn Backend, &Collective<'_>) -> Result<Landing> + Send>;
+pub(super) type Run = Box<dyn FnOnce(&mut dyn Backend, &Collective<'_>) -> Result<CollectiveOutput> + Send>;
 
 /// What is done with the backend when its turn comes.
 pub(super) type RunAside = Box<dyn FnOnce(&mut dyn Backend, &Collective<'_>) + Send>;
@@ -194,7 +194,7 @@ impl Runner {
         }
     }
 
-    fn attempt(&mut self, call: &Call, run: Run, is_awaited: bool) -> Result<Landing> {
+    fn attempt(&mut self, call: &Call, run: Run, is_awaited: bool) -> Result<CollectiveOutput> {
         if let Some(told) = &mut self.told {
             told.begin(call.name, self.sequence);
         }
@@ -223,19 +223,22 @@ mod tests {
     use std::{sync::Arc, time::Duration};
 
     use super::{
-        super::{single_rank::Alone, work::Work},
+        super::{single_rank::SingleRank, work::Work},
         *,
     };
 
     fn queue() -> Arc<Queue> {
-        Arc::new(Queue::new(Membership::world(0, 1, Duration::from_secs(60)), Box::new(Alone(crate::DeviceId::Host))))
+        Arc::new(Queue::new(
+            Membership::world(0, 1, Duration::from_secs(60)),
+            Box::new(SingleRank(crate::DeviceId::Host)),
+        ))
     }
 
     fn push(queue: &Arc<Queue>, at_once: bool, run: impl FnOnce() + Send + 'static) -> Work {
         let (completion, work) = Work::pending(0);
         let run: Run = Box::new(|_, _| {
             run();
-            Ok(Landing::default())
+            Ok(CollectiveOutput::default())
         });
         let call = Call::new("test", "", std::iter::empty());
         queue.push(Job::Run { call, run, completion }, at_once);

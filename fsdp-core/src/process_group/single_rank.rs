@@ -1,7 +1,7 @@
 //! The backend of groups of one rank, whatever moves bytes in larger ones: inputs become outputs.
 
 use super::{
-    backend::{Backend, Landing, Promises},
+    backend::{Backend, CollectiveOutput, Guarantees},
     collective::{Collective, Failure},
     host::memory::{Copy, read, take},
     op::{ExchangePart, GatherPart, Op, ScatterPart},
@@ -10,9 +10,9 @@ use super::{
 use crate::{Buffer, DeviceId, Error, Result};
 
 /// A group of one over the memory of a device, and the host's.
-pub(super) struct Alone(pub(super) DeviceId);
+pub(super) struct SingleRank(pub(super) DeviceId);
 
-impl Backend for Alone {
+impl Backend for SingleRank {
     fn device(&self) -> DeviceId {
         self.0
     }
@@ -22,11 +22,11 @@ impl Backend for Alone {
         self.0 != DeviceId::Host
     }
 
-    fn promises(&self) -> Promises {
-        Promises::ALL
+    fn guarantees(&self) -> Guarantees {
+        Guarantees::ALL
     }
 
-    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Landing> {
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
         let rank = collective.group().rank;
         #[cfg(feature = "cuda")]
         let on_device = op.device() != DeviceId::Host;

@@ -8,7 +8,8 @@ use fsdp_core::{
     View,
     device::cuda::{CudaMemory, failed},
     process_group::{
-        Backend, Collective, DeviceEngine, Failure, Landing, Lookout, Membership, Op, Promises, device_backend,
+        Backend, Collective, CollectiveOutput, DeviceEngine, Failure, Guarantees, Membership, Op, PeerMonitor,
+        device_backend,
     },
 };
 use parking_lot::Mutex;
@@ -19,7 +20,11 @@ use parking_lot::Mutex;
 ///
 /// # Errors
 /// As [`ProcessGroup::new`].
-pub fn over_host(host: ProcessGroup, engine: Box<dyn DeviceEngine>, compute: &Arc<CudaStream>) -> Result<ProcessGroup> {
+pub(crate) fn over_host(
+    host: ProcessGroup,
+    engine: Box<dyn DeviceEngine>,
+    compute: &Arc<CudaStream>,
+) -> Result<ProcessGroup> {
     let membership = host.membership().clone();
     let inner = device_backend(host, engine);
     ProcessGroup::new(membership, Box::new(OverHost { inner, compute: compute.clone() }))
@@ -47,8 +52,8 @@ impl OverHost {
         buffers.iter().map(|buffer| Ok(Buffer::Cuda(self.up(buffer.bytes(), buffer.dtype())?))).collect()
     }
 
-    fn run_there(&self, landing: Landing, to: Vec<Buffer>, rank: usize) -> Result<Vec<Buffer>> {
-        let Landing { outputs, fence } = landing;
+    fn run_there(&self, output: CollectiveOutput, to: Vec<Buffer>, rank: usize) -> Result<Vec<Buffer>> {
+        let CollectiveOutput { outputs, fence } = output;
         if let Some(mut fence) = fence {
             fence.block()?;
         }
@@ -102,11 +107,11 @@ impl Backend for OverHost {
         DeviceId::Host
     }
 
-    fn promises(&self) -> Promises {
-        self.inner.promises()
+    fn guarantees(&self) -> Guarantees {
+        self.inner.guarantees()
     }
 
-    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Landing> {
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
         let rank = collective.group().rank;
         let (there, beside, own) = match op {
             Op::AllGather { parts, memory } => {
@@ -143,9 +148,9 @@ impl Backend for OverHost {
             Op::Broadcast { buffers, root } => (Op::Broadcast { buffers: self.all_up(&buffers)?, root }, None, buffers),
             other => (other, None, vec![]),
         };
-        let landing = self.inner.run(collective, there)?;
+        let output = self.inner.run(collective, there)?;
         let to = beside.map_or(own, |beside| std::mem::take(&mut *beside.outputs.lock()));
-        Ok(self.run_there(landing, to, rank)?.into())
+        Ok(self.run_there(output, to, rank)?.into())
     }
 
     fn split(&mut self, collective: &Collective<'_>, ranks: &[usize], group: &Membership) -> Result<Box<dyn Backend>> {
@@ -157,8 +162,8 @@ impl Backend for OverHost {
         self.inner.fail(why);
     }
 
-    fn lookout(&self) -> Option<Arc<dyn Lookout>> {
-        self.inner.lookout()
+    fn peer_monitor(&self) -> Option<Arc<dyn PeerMonitor>> {
+        self.inner.peer_monitor()
     }
 }
 

@@ -12,7 +12,7 @@ use std::{
 };
 
 use super::{
-    super::{backend::Gone, collective::Failure},
+    super::{backend::PeerState, collective::Failure},
     library::{Kind, Refused},
 };
 use crate::Buffer;
@@ -166,14 +166,14 @@ pub(super) struct Notice {
     pub(super) sent: u64,
     /// How many collectives it has done.
     pub(super) completed: u64,
-    pub(super) gone: Gone,
+    pub(super) gone: PeerState,
     pub(super) heard: Instant,
 }
 
 impl Notice {
     /// Whether it says that `rank` did not come.
     fn blames(&self, rank: usize) -> bool {
-        matches!(&self.gone, Gone::Failed(why) if why.blames(rank))
+        matches!(&self.gone, PeerState::Failed(why) if why.blames(rank))
     }
 }
 
@@ -198,7 +198,7 @@ pub(super) fn read(bytes: &[u8]) -> (u64, usize, Notice) {
     let [tag, peer, sent, completed, has_failed, len] = [(); NUMBERS].map(|()| next());
     let text = bytes.get(8 * NUMBERS..).unwrap_or_default();
     let text = &text[..text.len().min(len as usize)];
-    let gone = if has_failed != 0 { Gone::Failed(Failure::from_bytes(text)) } else { Gone::Left };
+    let gone = if has_failed != 0 { PeerState::Failed(Failure::from_bytes(text)) } else { PeerState::Left };
     (tag, peer as usize, Notice { sent, completed, gone, heard: Instant::now() })
 }
 
@@ -300,7 +300,7 @@ impl Line {
     /// messages come. Of several, one that knows more than that this rank did not come.
     pub(super) fn failed(&self) -> Option<(usize, Notice)> {
         let is_void = |(_, notice): &(usize, Notice)| {
-            matches!(notice.gone, Gone::Failed(_)) && notice.completed <= self.completed()
+            matches!(notice.gone, PeerState::Failed(_)) && notice.completed <= self.completed()
         };
         self.notices().into_iter().filter(is_void).min_by_key(|(_, notice)| notice.blames(self.rank))
     }
@@ -313,7 +313,7 @@ impl Line {
         }
         let mut missing = batch.missing();
         for (peer, notice) in self.notices() {
-            if matches!(notice.gone, Gone::Failed(_)) {
+            if matches!(notice.gone, PeerState::Failed(_)) {
                 missing.retain(|&other| other != peer);
             }
         }
@@ -358,8 +358,8 @@ impl Line {
 
 impl Refused {
     /// What became of a peer that MPI refused a message of, if it says so.
-    pub(super) fn gone(&self) -> Option<Gone> {
-        (self.kind == Kind::Died).then_some(Gone::Died)
+    pub(super) fn gone(&self) -> Option<PeerState> {
+        (self.kind == Kind::Died).then_some(PeerState::Died)
     }
 }
 
@@ -395,7 +395,7 @@ mod tests {
         let line = Line::new(9, vec![0, 1, 2, 3], 3);
         [0, 0, 1].into_iter().for_each(|peer| line.count(peer));
         line.complete(12);
-        for (why, gone) in [(None, Gone::Left), (Some(&why), Gone::Failed(why.clone()))] {
+        for (why, gone) in [(None, PeerState::Left), (Some(&why), PeerState::Failed(why.clone()))] {
             let bytes = notice(7, &line, 0, why);
             assert_eq!(bytes.len(), NOTICE);
             let (tag, peer, read) = read(&bytes);
@@ -428,7 +428,7 @@ mod tests {
         let failed = |missing: Vec<usize>, heard| {
             let (group, what, seconds) = ("world".into(), "barrier".into(), 1.0);
             let error = crate::Error::Timeout { rank: 1, group, what, missing, hosts: Default::default(), seconds };
-            Notice { sent: 0, completed: 0, gone: Gone::Failed(Failure::of(&error)), heard }
+            Notice { sent: 0, completed: 0, gone: PeerState::Failed(Failure::of(&error)), heard }
         };
         let began = Instant::now();
         let line = Line::new(1, vec![0, 1, 2, 3], 0);

@@ -15,7 +15,7 @@ use std::{
 
 use super::{
     super::{
-        backend::Gone,
+        backend::PeerState,
         collective::Failure,
         waiting_ranks::{Patience, Roll},
     },
@@ -427,7 +427,7 @@ impl Thread {
             tracing::error!("MPI: {}", refused.text);
             self.has_failed.store(true, Ordering::Release);
             for line in self.lines.values() {
-                let gone = || Gone::Failed(Failure::of(&crate::Error::Env(refused.text.clone())));
+                let gone = || PeerState::Failed(Failure::of(&crate::Error::Env(refused.text.clone())));
                 line.peers().for_each(|peer| {
                     line.hear(peer, Notice { sent: 0, completed: 0, gone: gone(), heard: Instant::now() })
                 });
@@ -454,7 +454,7 @@ impl Thread {
                 Err(refused) => deaf(from, &refused),
                 Ok(()) => {
                     let (tag, peer, notice) = communicator::read(&bytes);
-                    if matches!(notice.gone, Gone::Failed(_)) {
+                    if matches!(notice.gone, PeerState::Failed(_)) {
                         self.has_failed.store(true, Ordering::Release);
                     }
                     let tag = u16::try_from(tag).unwrap_or_default();
@@ -473,7 +473,7 @@ impl Thread {
         self.has_failed.store(true, Ordering::Release);
         for line in self.lines.values() {
             if let Some(peer) = line.ranks.iter().position(|&other| other == process) {
-                line.hear(peer, Notice { sent: 0, completed: 0, gone: Gone::Died, heard: Instant::now() });
+                line.hear(peer, Notice { sent: 0, completed: 0, gone: PeerState::Died, heard: Instant::now() });
             }
         }
     }

@@ -11,7 +11,7 @@ use std::{
 
 use super::{
     super::{
-        backend::{Backend, Landing, Promises},
+        backend::{Backend, CollectiveOutput, Guarantees},
         call::{FIXED, HEAD},
         collective::{Collective, Failure},
         host::{
@@ -232,13 +232,13 @@ impl Backend for Engine {
         DeviceId::Host
     }
 
-    fn promises(&self) -> Promises {
+    fn guarantees(&self) -> Guarantees {
         // Launchers of MPI end a job when one of its processes dies, and what survives that sees it only where the MPI
         // has ULFM.
-        Promises { sees_death: false, ..Promises::ALL }
+        Guarantees { detects_death: false, ..Guarantees::ALL }
     }
 
-    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Landing> {
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
         self.wire.line.complete(collective.sequence());
         let outputs = match op {
             Op::AllGather { parts, memory } => self.all_gather(collective, parts, &*memory),
@@ -248,9 +248,9 @@ impl Backend for Engine {
             Op::AllToAll { parts, memory } => self.all_to_all(collective, parts, &*memory),
             Op::Barrier => self.exchange(collective, vec![], &[]),
         };
-        let landing = outputs?.into();
+        let output = outputs?.into();
         self.wire.line.complete(collective.sequence() + 1);
-        Ok(landing)
+        Ok(output)
     }
 
     fn split(&mut self, collective: &Collective<'_>, ranks: &[usize], group: &Membership) -> Result<Box<dyn Backend>> {

@@ -266,7 +266,7 @@ pub(super) struct Functions<H> {
 /// # Safety
 /// What has the name in the library is of the type that `T` points to.
 pub(super) unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Outcome<T> {
-    // SAFETY: as the caller promises.
+    // SAFETY: as the caller guarantees.
     let found = unsafe { library.get::<T>(name.as_bytes()) };
     found.map(|symbol| *symbol).map_err(|error| Refused::new(format!("it has no {name}: {error}")))
 }
@@ -275,7 +275,7 @@ impl<H: Copy> Functions<H> {
     /// # Safety
     /// The library is an MPI of version 3 or later, whose handles are passed as `H` is.
     pub(super) unsafe fn of(library: &Library) -> Outcome<Self> {
-        // SAFETY: the types are those of the MPI standard, with handles as the caller promises.
+        // SAFETY: the types are those of the MPI standard, with handles as the caller guarantees.
         unsafe {
             Ok(Functions {
                 init_thread: symbol(library, "MPI_Init_thread")?,

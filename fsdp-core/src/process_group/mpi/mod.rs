@@ -27,7 +27,7 @@ use engine::Engine;
 use transport::{Trouble, Wire, host_id};
 
 use super::{
-    backend::Gone,
+    backend::PeerState,
     group::ProcessGroup,
     options::{Membership, Options},
     waiting_ranks::Roll,
@@ -61,7 +61,7 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
         )));
     }
     if world_size == 1 {
-        return ProcessGroup::alone(options.timeout);
+        return ProcessGroup::single_rank(options.timeout);
     }
     let refused = |message: String| Error::Rendezvous { rank, message };
     // Until all have met: ranks leave MPI_Init one after the other.
@@ -89,8 +89,8 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
                  FSDP_TIMEOUT_S",
                 waited.as_secs_f64()
             ),
-            Trouble::Gone { peer, gone: Gone::Died } => format!("rank {peer} died while the ranks met"),
-            Trouble::Gone { peer, .. } => format!("rank {peer} went away again"),
+            Trouble::PeerState { peer, gone: PeerState::Died } => format!("rank {peer} died while the ranks met"),
+            Trouble::PeerState { peer, .. } => format!("rank {peer} went away again"),
             Trouble::Refused { peer, text } => format!("rank {peer} can't be reached: {text}"),
             Trouble::Over => "the thread that calls MPI has ended".into(),
         })

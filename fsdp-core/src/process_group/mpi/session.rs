@@ -225,7 +225,7 @@ impl<H: Copy + PartialEq> Mpi for Session<H> {
         let mut request = self.constants.request_null;
         let Constants { byte, .. } = self.constants;
         let (len, to) = (count(len)?, to as c_int);
-        // SAFETY: MPI is initialised, and the memory is as the caller promises.
+        // SAFETY: MPI is initialised, and the memory is as the caller guarantees.
         let code = unsafe {
             (self.functions.isend)(from.cast(), len, byte, to, c_int::from(tag), self.world, &raw mut request)
         };
@@ -238,7 +238,7 @@ impl<H: Copy + PartialEq> Mpi for Session<H> {
         let mut request = self.constants.request_null;
         let Constants { byte, .. } = self.constants;
         let (len, from) = (count(len)?, from as c_int);
-        // SAFETY: MPI is initialised, and the memory is as the caller promises.
+        // SAFETY: MPI is initialised, and the memory is as the caller guarantees.
         let code = unsafe {
             (self.functions.irecv)(to.cast(), len, byte, from, c_int::from(tag), self.world, &raw mut request)
         };

@@ -10,7 +10,7 @@ use std::{
 };
 
 use super::{
-    super::{backend::Gone, collective::Collective, host::packing::ALIGN},
+    super::{backend::PeerState, collective::Collective, host::packing::ALIGN},
     communicator::{Batch, Held, Line, Notice, Page, Span, Transfer, Way, page},
     driver::Driver,
 };
@@ -33,7 +33,7 @@ pub(super) enum Trouble {
     /// These ranks did not come.
     Late { missing: Vec<usize>, waited: Duration },
     /// A rank takes part in nothing any more.
-    Gone { peer: usize, gone: Gone },
+    PeerState { peer: usize, gone: PeerState },
     /// MPI has refused a message.
     Refused { peer: usize, text: String },
     /// MPI has ended.
@@ -45,7 +45,7 @@ impl Trouble {
     pub(super) fn into_error(self, collective: &Collective<'_>) -> Error {
         match self {
             Trouble::Late { missing, waited } => collective.timed_out(missing, waited),
-            Trouble::Gone { peer, gone } => gone.into_error(collective, peer),
+            Trouble::PeerState { peer, gone } => gone.into_error(collective, peer),
             Trouble::Refused { peer, text } => collective.lost(peer, format!("can't be reached: {text}")),
             Trouble::Over => Error::Internal {
                 rank: collective.group().rank,
@@ -136,7 +136,7 @@ impl Wire {
             if let Some((peer, notice)) = self.line.failed() {
                 let missing = self.line.awaited(batch, &notice, began);
                 if missing.is_empty() {
-                    return Err(Trouble::Gone { peer, gone: notice.gone });
+                    return Err(Trouble::PeerState { peer, gone: notice.gone });
                 }
                 // What is on its way gets a moment: then it is this rank that was late.
                 if notice.heard.elapsed() >= GRACE {
@@ -146,7 +146,7 @@ impl Wire {
             if let Some((peer, refused)) = batch.refused() {
                 let gone = refused.gone().or_else(|| self.said(peer));
                 return Err(match gone {
-                    Some(gone) => Trouble::Gone { peer, gone },
+                    Some(gone) => Trouble::PeerState { peer, gone },
                     None => Trouble::Refused { peer, text: refused.text },
                 });
             }
@@ -154,7 +154,7 @@ impl Wire {
                 return Ok(());
             }
             if let Some((peer, notice)) = self.in_vain(batch) {
-                return Err(Trouble::Gone { peer, gone: notice.gone });
+                return Err(Trouble::PeerState { peer, gone: notice.gone });
             }
             if self.driver.is_over() {
                 return Err(Trouble::Over);
@@ -175,11 +175,11 @@ impl Wire {
     /// messages come.
     pub(super) fn check(&self) -> Result<(), Trouble> {
         let found = self.line.failed();
-        found.map_or(Ok(()), |(peer, notice)| Err(Trouble::Gone { peer, gone: notice.gone }))
+        found.map_or(Ok(()), |(peer, notice)| Err(Trouble::PeerState { peer, gone: notice.gone }))
     }
 
     /// What a peer has said of its end.
-    fn said(&self, peer: usize) -> Option<Gone> {
+    fn said(&self, peer: usize) -> Option<PeerState> {
         self.line.notices().into_iter().find(|(other, _)| *other == peer).map(|(_, notice)| notice.gone)
     }
 
@@ -187,9 +187,9 @@ impl Wire {
     fn in_vain(&self, batch: &Batch) -> Option<(usize, Notice)> {
         let mut notices = self.line.notices();
         notices.sort_by_key(|(_, notice)| match notice.gone {
-            Gone::Failed(_) => 0,
-            Gone::Died => 1,
-            Gone::Left => 2,
+            PeerState::Failed(_) => 0,
+            PeerState::Died => 1,
+            PeerState::Left => 2,
         });
         let (to, from) = (batch.open(Way::To), batch.open(Way::From));
         notices.into_iter().find(|(peer, notice)| {
@@ -201,9 +201,9 @@ impl Wire {
 
     /// Whether none of these peers has failed or died, for waits that are not for messages.
     pub(super) fn all_well(&self, peers: &[usize]) -> Result<(), Trouble> {
-        let is_lost = |(peer, notice): &(usize, Notice)| peers.contains(peer) && notice.gone != Gone::Left;
+        let is_lost = |(peer, notice): &(usize, Notice)| peers.contains(peer) && notice.gone != PeerState::Left;
         let found = self.line.notices().into_iter().find(is_lost);
-        found.map_or(Ok(()), |(peer, notice)| Err(Trouble::Gone { peer, gone: notice.gone }))
+        found.map_or(Ok(()), |(peer, notice)| Err(Trouble::PeerState { peer, gone: notice.gone }))
     }
 }
 

@@ -26,7 +26,7 @@ use cudarc::{
 };
 
 use super::super::{
-    backend::{Gone, Lookout},
+    backend::{PeerMonitor, PeerState},
     call::Call,
     group::ProcessGroup,
     op::Op,
@@ -66,7 +66,7 @@ impl Communicator {
         unique: sys::ncclUniqueId,
         group: &Membership,
         compute: &Arc<CudaStream>,
-        lookout: Option<&dyn Lookout>,
+        peer_monitor: Option<&dyn PeerMonitor>,
     ) -> Result<Self> {
         let what = format!("making the NCCL communicator of group \"{}\", rank {}", group.name, group.rank);
         let mut raw = std::ptr::null_mut();
@@ -86,12 +86,12 @@ impl Communicator {
         };
         // Who has met the others may leave, and who fails is about to say why.
         let alarm = Cell::new(None);
-        let well = || match lookout.and_then(Lookout::gone) {
+        let well = || match peer_monitor.and_then(PeerMonitor::gone) {
             Some((peer, gone)) if alarm.get().get_or_insert_with(Instant::now).elapsed() >= GRACE => {
                 let how = match gone {
-                    Gone::Left => "has left",
-                    Gone::Died => "has died",
-                    Gone::Failed(_) => "has failed",
+                    PeerState::Left => "has left",
+                    PeerState::Died => "has died",
+                    PeerState::Failed(_) => "has failed",
                 };
                 let cause = format!("rank {peer} {how} meanwhile. The output of rank {peer} says more");
                 Err(device_error(device, &what, cause))
@@ -282,7 +282,7 @@ pub(super) fn nonblocking() -> sys::ncclConfig_t {
 /// # Safety
 /// It is null, or ends in a zero.
 unsafe fn text(of: *const std::ffi::c_char) -> Option<String> {
-    // SAFETY: as the caller promises.
+    // SAFETY: as the caller guarantees.
     let text = (!of.is_null()).then(|| unsafe { CStr::from_ptr(of) }.to_string_lossy().trim().to_string())?;
     (!text.is_empty()).then_some(text)
 }

@@ -15,7 +15,7 @@ use cudarc::{
 
 use super::{
     super::{
-        backend::{Landing, Promises},
+        backend::{CollectiveOutput, Guarantees},
         collective::{Collective, Failure},
         device_memory::{Running, address, read, take},
         group::ProcessGroup,
@@ -56,7 +56,7 @@ pub struct Nccl {
 
 impl Nccl {
     /// The engine of a device, which computes on `compute`, for the ranks of `host`, each of which has a device of its
-    /// own ([`share_a_device`](super::super::share_a_device)). Collective over the group; blocks.
+    /// own ([`ranks_sharing_devices`](super::super::ranks_sharing_devices)). Collective over the group; blocks.
     ///
     /// # Errors
     /// [`Error::Device`] when NCCL can't connect the ranks within the group's timeout, or refuses their devices, or
@@ -71,10 +71,10 @@ impl Nccl {
         let (_least, greatest) = result::stream::get_priority_range().map_err(driver)?;
         let stream = compute.context().new_stream_with_priority(greatest).map_err(driver)?;
         let unique = communicator::unique_id(&GroupStore::new(host), host, compute)?;
-        let (group, lookout) = (host.membership(), host.lookout());
-        let communicator = Arc::new(Communicator::meet(unique, group, compute, lookout.as_deref())?);
+        let (group, peer_monitor) = (host.membership(), host.peer_monitor());
+        let communicator = Arc::new(Communicator::meet(unique, group, compute, peer_monitor.as_deref())?);
         communicator::all_are_here(host)?;
-        let watchdog = Watchdog::start(communicator.clone(), stream.clone(), group.clone(), lookout)?;
+        let watchdog = Watchdog::start(communicator.clone(), stream.clone(), group.clone(), peer_monitor)?;
         Ok(Nccl { watchdog, communicator, compute: compute.clone(), stream, checks, has_failed: false })
     }
 
@@ -83,7 +83,7 @@ impl Nccl {
     }
 
     /// Enqueues what was planned.
-    fn enqueue(&self, collective: &Collective<'_>, plan: Plan) -> Result<Landing> {
+    fn enqueue(&self, collective: &Collective<'_>, plan: Plan) -> Result<CollectiveOutput> {
         let Plan { transfers, outputs, inputs, consumed } = plan;
         // From here on inputs are ready, and outputs, which belong to the compute stream, are free: whatever used them
         // before has been issued there.
@@ -113,7 +113,7 @@ impl Nccl {
             running = running.giving_back(inputs, &memory);
         }
         let end = running.end().clone();
-        let landing = Landing::behind(outputs, Box::new(running));
+        let output = CollectiveOutput::pending(outputs, Box::new(running));
         asked?;
         self.watchdog.watch(Flight::new(collective, begin, end.clone()));
         if self.checks {
@@ -121,7 +121,7 @@ impl Nccl {
             // of another group that a peer issues behind this one.
             self.driver("waiting for a collective", end.synchronize())?;
         }
-        Ok(landing)
+        Ok(output)
     }
 }
 
@@ -150,8 +150,8 @@ impl DeviceEngine for Nccl {
     }
 
     /// It adds up in the buffers' dtype, in an order of its own.
-    fn promises(&self, host: Promises) -> Promises {
-        Promises { fixed_order: false, f32_sums: false, ..host }
+    fn guarantees(&self, host: Guarantees) -> Guarantees {
+        Guarantees { fixed_order: false, f32_accumulation: false, ..host }
     }
 
     /// A rank that compares waits for its peers, which may issue the collectives of two groups in another order than it
@@ -160,7 +160,7 @@ impl DeviceEngine for Nccl {
         !self.checks
     }
 
-    fn run(&mut self, collective: &Collective<'_>, op: Op, host: &ProcessGroup) -> Result<Landing> {
+    fn run(&mut self, collective: &Collective<'_>, op: Op, host: &ProcessGroup) -> Result<CollectiveOutput> {
         self.communicator.check()?;
         if self.checks {
             compare(collective, host)?;
@@ -368,7 +368,7 @@ impl Transfer {
         let (dtype, count, stream) = (dtype(self.dtype), self.count, stream.cast());
         let source = |address: CUdeviceptr| address as *const std::ffi::c_void;
         let target = |address: CUdeviceptr| address as *mut std::ffi::c_void;
-        // SAFETY: as the caller promises.
+        // SAFETY: as the caller guarantees.
         unsafe {
             match self.kind {
                 Kind::AllGather { from, to } => {
@@ -403,7 +403,7 @@ impl Transfer {
 /// # Safety
 /// As [`Transfer::ask`].
 pub(super) unsafe fn ask_all(transfers: &[Transfer], communicator: sys::ncclComm_t, stream: CUstream) -> ncclResult_t {
-    // SAFETY: as the caller promises.
+    // SAFETY: as the caller guarantees.
     let mut answers = transfers.iter().map(|transfer| unsafe { transfer.ask(communicator, stream) });
     answers.find(|answer| !is_fine(*answer)).unwrap_or(ncclResult_t::ncclSuccess)
 }

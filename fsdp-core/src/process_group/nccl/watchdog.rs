@@ -18,7 +18,7 @@ use cudarc::{
 
 use super::{
     super::{
-        backend::Lookout,
+        backend::PeerMonitor,
         call::Call,
         collective::{Collective, Failure},
         options::Membership,
@@ -38,7 +38,7 @@ struct Shared {
     communicator: Arc<Communicator>,
     stream: Arc<CudaStream>,
     group: Membership,
-    lookout: Option<Arc<dyn Lookout>>,
+    peer_monitor: Option<Arc<dyn PeerMonitor>>,
     flights: Mutex<Flights>,
     stop: Mutex<bool>,
     wake: Condvar,
@@ -56,11 +56,11 @@ impl Watchdog {
         communicator: Arc<Communicator>,
         stream: Arc<CudaStream>,
         group: Membership,
-        lookout: Option<Arc<dyn Lookout>>,
+        peer_monitor: Option<Arc<dyn PeerMonitor>>,
     ) -> Result<Self> {
         let flights = Mutex::new(Flights::default());
         let (stop, wake) = (Mutex::new(false), Condvar::new());
-        let shared = Arc::new(Shared { communicator, stream, group, lookout, flights, stop, wake });
+        let shared = Arc::new(Shared { communicator, stream, group, peer_monitor, flights, stop, wake });
         let looks = shared.clone();
         let name = format!("nccl {}:{}", shared.group.name, shared.group.rank);
         let thread = std::thread::Builder::new().name(name).spawn(move || looks.look_out()).map_err(|source| {
@@ -116,8 +116,8 @@ impl Shared {
             {
                 // A thread that waits for the device itself gets no error: the log is all that says why.
                 tracing::error!("NCCL is given up: {error}");
-                if let Some(lookout) = &self.lookout {
-                    lookout.fail(&Failure::of(&error));
+                if let Some(peer_monitor) = &self.peer_monitor {
+                    peer_monitor.fail(&Failure::of(&error));
                 }
                 self.communicator.abort(error);
                 self.flights().clear();
@@ -131,7 +131,7 @@ impl Shared {
 
     /// Why the communicator is to be given up, if it is.
     fn look(&self) -> Option<Error> {
-        let lookout = self.lookout.as_deref();
+        let peer_monitor = self.peer_monitor.as_deref();
         let mut flights = self.flights();
         let issued = flights.issued;
         let (first, before) = match self.bound().and_then(|()| flights.first()) {
@@ -140,8 +140,8 @@ impl Shared {
             Err(error) => return Some(failed(&self.stream, "asking whether a collective has ended", &error)),
         };
         let at = first.as_deref().map(|flight| flight.collective(&self.group));
-        if let Some(lookout) = lookout {
-            lookout.show(&Shown::of(issued, at.as_ref()).to_bytes());
+        if let Some(peer_monitor) = peer_monitor {
+            peer_monitor.show(&Shown::of(issued, at.as_ref()).to_bytes());
         }
         let what = at.map_or_else(|| format!("group \"{}\"", self.group.name), |at| at.to_string());
         let trouble = self.communicator.trouble(&what);
@@ -155,7 +155,7 @@ impl Shared {
             return trouble.map(|(_, error)| error).or_else(stuck);
         };
         let is_alarm = trouble.is_some();
-        let gone = lookout.and_then(Lookout::gone);
+        let gone = peer_monitor.and_then(PeerMonitor::gone);
         let is_late = flight.waited() >= self.group.timeout;
         if gone.is_none() && !is_alarm {
             flight.alarm = None;
@@ -170,7 +170,7 @@ impl Shared {
         }
         is_late.then(|| {
             let at = flight.collective(&self.group);
-            of(&at, self.communicator.device, flight.waited(), lookout)
+            of(&at, self.communicator.device, flight.waited(), peer_monitor)
         })
     }
 
@@ -321,24 +321,24 @@ impl Shown {
     }
 }
 
-/// The error of a rank that waited for `waited` in a collective of a device that did not end. Without a lookout nobody
+/// The error of a rank that waited for `waited` in a collective of a device that did not end. Without a peer_monitor nobody
 /// knows who came.
 pub(super) fn of(
     collective: &Collective<'_>,
     device: DeviceId,
     waited: Duration,
-    lookout: Option<&dyn Lookout>,
+    peer_monitor: Option<&dyn PeerMonitor>,
 ) -> Error {
     let group = collective.group();
     let peers = (0..group.size).filter(|peer| *peer != group.rank);
-    let Some(lookout) = lookout else {
+    let Some(peer_monitor) = peer_monitor else {
         return collective.timed_out(peers.collect(), waited);
     };
     let own = Shown::of(0, Some(collective)).announced;
     // A rank that shows nothing has issued nothing.
     let shown: Vec<Shown> = (0..group.size)
         .map(|rank| {
-            let shown = lookout.shown(rank).and_then(|bytes| Shown::from_bytes(&bytes, group.size));
+            let shown = peer_monitor.shown(rank).and_then(|bytes| Shown::from_bytes(&bytes, group.size));
             shown.unwrap_or(Shown { issued: 0, announced: vec![] })
         })
         .collect();
@@ -389,7 +389,7 @@ mod tests {
     use super::*;
     use parking_lot::Mutex;
 
-    use super::super::super::{backend::Gone, call::Call, collective::Failure, options::Membership};
+    use super::super::super::{backend::PeerState, call::Call, collective::Failure, options::Membership};
     use crate::DType;
 
     #[test]
@@ -416,8 +416,8 @@ mod tests {
     /// What three ranks show.
     struct Boards(Mutex<[Option<Vec<u8>>; 3]>);
 
-    impl Lookout for Boards {
-        fn gone(&self) -> Option<(usize, Gone)> {
+    impl PeerMonitor for Boards {
+        fn gone(&self) -> Option<(usize, PeerState)> {
             None
         }
         fn fail(&self, _: &Failure) {}

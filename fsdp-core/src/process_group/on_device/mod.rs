@@ -9,18 +9,18 @@ mod through_host;
 use std::sync::Arc;
 
 use super::{
-    backend::{Backend, Landing, Lookout, Promises},
+    backend::{Backend, CollectiveOutput, Guarantees, PeerMonitor},
     call::Call,
     collective::{Collective, Failure},
     group::ProcessGroup,
     op::Op,
     options::Membership,
-    single_rank::Alone,
+    single_rank::SingleRank,
 };
 use crate::{DeviceId, Result};
 
 #[cfg(feature = "cuda")]
-pub use through_host::{ThroughHost, share_a_device};
+pub use through_host::{HostStaging, ranks_sharing_devices};
 
 // ---- from process_group/on_device/engine
 /// One rank's end of an engine for the memory of a device, in a group of at least two ranks.
@@ -33,7 +33,7 @@ pub trait DeviceEngine: Send {
     fn device(&self) -> DeviceId;
 
     /// What may be relied on, where the host's group promises `host`.
-    fn promises(&self, host: Promises) -> Promises;
+    fn guarantees(&self, host: Guarantees) -> Guarantees;
 
     /// See [`Backend::runs_when_issued`](super::super::Backend::runs_when_issued).
     fn runs_when_issued(&self) -> bool;
@@ -42,7 +42,7 @@ pub trait DeviceEngine: Send {
     ///
     /// # Errors
     /// Whatever kept it. The group then calls [`DeviceEngine::fail`], and runs nothing any more.
-    fn run(&mut self, collective: &Collective<'_>, op: Op, host: &ProcessGroup) -> Result<Landing>;
+    fn run(&mut self, collective: &Collective<'_>, op: Op, host: &ProcessGroup) -> Result<CollectiveOutput>;
 
     /// This rank's end of a new group, of at least two of this group's ranks: `ranks`, in their new order, which `host`
     /// is the group of.
@@ -75,7 +75,7 @@ impl ProcessGroup {
 /// Returns a backend that runs collectives of the device's memory on `engine` and the others on `host`.
 pub fn device_backend(host: ProcessGroup, engine: Box<dyn DeviceEngine>) -> Box<dyn Backend> {
     match host.size() {
-        1 => Box::new(Alone(engine.device())),
+        1 => Box::new(SingleRank(engine.device())),
         _ => Box::new(OnDevice::new(host, engine)),
     }
 }
@@ -103,11 +103,11 @@ impl Backend for OnDevice {
         self.engine.runs_when_issued()
     }
 
-    fn promises(&self) -> Promises {
-        self.engine.promises(self.host.promises())
+    fn guarantees(&self) -> Guarantees {
+        self.engine.guarantees(self.host.guarantees())
     }
 
-    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Landing> {
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
         match op.device() {
             DeviceId::Host => Ok(self.host.issue(Ok(collective.call().clone()), op).wait()?.into()),
             _ => self.engine.run(collective, op, &self.host),
@@ -136,7 +136,7 @@ impl Backend for OnDevice {
         });
     }
 
-    fn lookout(&self) -> Option<Arc<dyn Lookout>> {
-        self.host.lookout()
+    fn peer_monitor(&self) -> Option<Arc<dyn PeerMonitor>> {
+        self.host.peer_monitor()
     }
 }

@@ -15,7 +15,7 @@ use rustix::{
 
 use super::{
     super::{
-        backend::{Backend, Landing, Lookout, Promises},
+        backend::{Backend, CollectiveOutput, Guarantees, PeerMonitor},
         collective::{Collective, Failure},
         op::Op,
         options::Membership,
@@ -55,11 +55,11 @@ impl Backend for SharedMemory {
         DeviceId::Host
     }
 
-    fn promises(&self) -> Promises {
-        Promises { sees_death: self.watch.sees_death(), ..Promises::ALL }
+    fn guarantees(&self) -> Guarantees {
+        Guarantees { detects_death: self.watch.detects_death(), ..Guarantees::ALL }
     }
 
-    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Landing> {
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
         let seat = Seat { rank: self.port.rank(), ranks: self.port.ranks(), bytes: self.port.chunk() };
         match op {
             Op::AllGather { parts, memory } => {
@@ -89,7 +89,7 @@ impl Backend for SharedMemory {
             }
             Op::Barrier => {
                 self.rounds(collective, &mut AllGather::barrier(seat))?;
-                Ok(Landing::default())
+                Ok(CollectiveOutput::default())
             }
         }
     }
@@ -104,7 +104,7 @@ impl Backend for SharedMemory {
         self.sight().fail(why);
     }
 
-    fn lookout(&self) -> Option<Arc<dyn Lookout>> {
+    fn peer_monitor(&self) -> Option<Arc<dyn PeerMonitor>> {
         Some(Arc::new(self.sight()))
     }
 }

@@ -17,7 +17,7 @@ use rustix::event::{PollFd, PollFlags};
 
 use super::{
     super::{
-        backend::{Gone, Lookout},
+        backend::{PeerMonitor, PeerState},
         collective::{Collective, Failure},
     },
     engine,
@@ -184,7 +184,7 @@ impl Watch {
     }
 
     /// Whether a process that dies is seen to.
-    pub(super) fn sees_death(&self) -> bool {
+    pub(super) fn detects_death(&self) -> bool {
         !self.processes.is_empty()
     }
 
@@ -197,7 +197,7 @@ impl Watch {
     }
 }
 
-// ---- from process_group/shared_memory/lookout
+// ---- from process_group/shared_memory/peer_monitor
 /// Bytes of a board before what it shows.
 const HEAD: usize = 16;
 
@@ -208,13 +208,13 @@ pub(super) struct Sight {
     pub(super) rank: usize,
 }
 
-impl Lookout for Sight {
-    fn gone(&self) -> Option<(usize, Gone)> {
+impl PeerMonitor for Sight {
+    fn gone(&self) -> Option<(usize, PeerState)> {
         let (peer, state) = self.watch.gone(&self.segment, self.rank, true, |_, _| true)?;
         let gone = match state {
-            state::FAILED => Gone::Failed(Failure::from_bytes(&self.segment.control(peer).record())),
-            state::LEFT => Gone::Left,
-            _ => Gone::Died,
+            state::FAILED => PeerState::Failed(Failure::from_bytes(&self.segment.control(peer).record())),
+            state::LEFT => PeerState::Left,
+            _ => PeerState::Died,
         };
         Some((peer, gone))
     }
@@ -282,9 +282,9 @@ mod tests {
         let [one, other] = sights();
         assert_eq!(other.gone(), None);
         other.segment.control(0).end(state::LEFT);
-        assert_eq!(other.gone(), Some((0, Gone::Left)));
+        assert_eq!(other.gone(), Some((0, PeerState::Left)));
         let why = Failure::of(&crate::Error::Layout("why".into()));
         one.fail(&why);
-        assert_eq!(other.gone(), Some((0, Gone::Failed(why))));
+        assert_eq!(other.gone(), Some((0, PeerState::Failed(why))));
     }
 }

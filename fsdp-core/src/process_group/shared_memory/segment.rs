@@ -1,7 +1,7 @@
 //! Where the parts of a segment lie.
 //! The shared memory that the ranks of a group exchange data through.
 //!
-//! A segment is one mapping: for each rank a control block, a board (see `lookout`) and a ring of slots. A rank writes
+//! A segment is one mapping: for each rank a control block, a board (see `peer_monitor`) and a ring of slots. A rank writes
 //! only what is its own and reads what is its peers'. A group runs in *rounds*, which count up over its whole life: in
 //! round `k` every rank may fill its slot `k % SLOTS` and publishes it by raising its `produced` counter to `k + 1`;
 //! when it has read what it wants of everybody's round `k` it raises its `consumed` counter to `k + 1`. A slot is free
@@ -58,7 +58,7 @@ impl Shape {
         Collective::announcement_len(self.ranks).next_multiple_of(ALIGN)
     }
 
-    /// Bytes of a board: an announcement, and what [`Lookout::show`](super::super::lookout::Lookout::show) adds.
+    /// Bytes of a board: an announcement, and what [`PeerMonitor::show`](super::super::peer_monitor::PeerMonitor::show) adds.
     pub(super) fn board(&self) -> usize {
         (Collective::announcement_len(self.ranks) + 128).next_multiple_of(PAGE)
     }

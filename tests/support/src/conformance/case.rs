@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use fsdp_core::{
     Buffer, DType, Element, ExchangePart, GatherPart, Heap, ProcessGroup, ReduceOp, ScatterPart,
-    process_group::Promises,
+    process_group::Guarantees,
 };
 use half::{bf16, f16};
 
@@ -86,7 +86,7 @@ impl Case {
         // The smallest and the largest are exact in any order.
         let is_rounded = !matches!(self.op, ReduceOp::Min | ReduceOp::Max);
         let allowed =
-            |sums: &Buffer| if is_rounded { Allowed::of(group.promises(), sums.dtype()) } else { Allowed::EXACT };
+            |sums: &Buffer| if is_rounded { Allowed::of(group.guarantees(), sums.dtype()) } else { Allowed::EXACT };
         let exact = |_: &Buffer| Allowed::EXACT;
         let mine = |part, dtype, len| input(seed, rank, part, dtype, len);
 
@@ -258,7 +258,7 @@ fn tree<A: Copy>(values: &[A], f: fn(A, A) -> A) -> Option<A> {
     Some(f(tree(before, f)?, tree(rest, f)?))
 }
 
-/// The reduction of all ranks' inputs, in the order that [`Promises::fixed_order`] says.
+/// The reduction of all ranks' inputs, in the order that [`Guarantees::fixed_order`] says.
 fn reduced(dtype: DType, inputs: &[Buffer], op: ReduceOp) -> Result<Buffer, Wrong> {
     match dtype {
         DType::U8 => combine::<u8>(inputs, op),
@@ -300,12 +300,12 @@ impl Allowed {
     const EXACT: Allowed = Allowed { relative: 0., absolute: 0. };
 
     /// For sums and products of four numbers below 40 in an order, or in roundings, that a backend does not promise.
-    fn of(promises: Promises, dtype: DType) -> Self {
-        let Promises { fixed_order, f32_sums, .. } = promises;
+    fn of(guarantees: Guarantees, dtype: DType) -> Self {
+        let Guarantees { fixed_order, f32_accumulation, .. } = guarantees;
         let (relative, absolute) = match dtype {
             DType::F64 if !fixed_order => (1e-12, 1e-12),
             DType::F32 if !fixed_order => (1e-5, 1e-4),
-            DType::BF16 | DType::F16 if !f32_sums => (0.05, 1.),
+            DType::BF16 | DType::F16 if !f32_accumulation => (0.05, 1.),
             DType::BF16 | DType::F16 if !fixed_order => (0.01, 1e-4),
             _ => return Allowed::EXACT,
         };

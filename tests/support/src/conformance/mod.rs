@@ -13,7 +13,7 @@ pub use case::Case;
 
 use fsdp_core::{
     ProcessGroup, Result,
-    process_group::{Options, Promises},
+    process_group::{Guarantees, Options},
 };
 
 /// Joins a new world of the ranks that take part. All ranks join the same worlds in the same order.
@@ -47,7 +47,7 @@ pub struct Trial {
 const WORKS: &str = "works";
 const FAILS: &str = "fails";
 const LATE: &str = "late";
-const PROMISES: &str = "promises";
+const GUARANTEES: &str = "guarantees";
 const DIES: &str = "dies";
 
 /// Runs the suite on a backend with the given guarantees.
@@ -57,16 +57,16 @@ const DIES: &str = "dies";
 ///
 /// # Panics
 /// If the backend does not conform. The message has what each rank found.
-pub fn run(promises: Promises, world: &dyn Fn(&Trial) -> Vec<String>) {
+pub fn run(guarantees: Guarantees, world: &dyn Fn(&Trial) -> Vec<String>) {
     for (name, sizes) in [(WORKS, &[1, 2, 3, 4][..]), (FAILS, &[2, 3]), (LATE, &[4])] {
         for &size in sizes {
             let said = world(&Trial { name, size });
             assert_eq!(said, vec![DONE; size], "{size} ranks, trial {name:?}");
         }
     }
-    let said = world(&Trial { name: PROMISES, size: 2 });
-    assert_eq!(said, vec![format!("{promises:?}"); 2], "trial {PROMISES:?}");
-    if promises.sees_death {
+    let said = world(&Trial { name: GUARANTEES, size: 2 });
+    assert_eq!(said, vec![format!("{guarantees:?}"); 2], "trial {GUARANTEES:?}");
+    if guarantees.detects_death {
         for size in [2, 4] {
             let mut said = world(&Trial { name: DIES, size });
             said.remove(1);
@@ -81,8 +81,8 @@ pub fn take_part(trial: &str, join: Join<'_>) -> String {
         WORKS => works::all(join),
         FAILS => fails::all(join),
         LATE => fails::late(join),
-        PROMISES => {
-            return join(Options::default()).map_or_else(|it| it.to_string(), |it| format!("{:?}", it.promises()));
+        GUARANTEES => {
+            return join(Options::default()).map_or_else(|it| it.to_string(), |it| format!("{:?}", it.guarantees()));
         }
         DIES => fails::dies(join),
         other => Err(format!("there is no trial {other:?}: run the same build everywhere").into()),

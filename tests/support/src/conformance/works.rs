@@ -72,9 +72,9 @@ fn bits(group: &ProcessGroup) -> Result<(), Wrong> {
     };
     let first = sum()?;
     let bytes: Vec<u8> = first.iter().flat_map(|buffer| buffer.bytes().to_vec()).collect();
-    let others = group.agree(&bytes)?;
+    let others = group.differing_ranks(&bytes)?;
     ensure!(others.is_empty(), "the average of ranks {others:?} has other bits than that of rank {}", group.rank());
-    ensure!(!group.promises().fixed_order || sum()? == first, "a second average has other bits than the first");
+    ensure!(!group.guarantees().fixed_order || sum()? == first, "a second average has other bits than the first");
     Ok(())
 }
 
@@ -154,10 +154,10 @@ fn values(group: &ProcessGroup) -> Result<(), Wrong> {
     ensure!(messages == (0..size).map(|rank| vec![7; rank]).collect::<Vec<_>>(), "gathered messages are {messages:?}");
     let nothing = group.gather_bytes(Vec::new())?;
     ensure!(nothing == vec![Vec::<u8>::new(); size], "gathered messages of no bytes are {nothing:?}");
-    let others = group.agree(if rank == 0 { b"this" } else { b"that" })?;
+    let others = group.differing_ranks(if rank == 0 { b"this" } else { b"that" })?;
     let expected: Vec<usize> = if rank == 0 { (1..size).collect() } else { vec![0] };
     ensure!(others == expected, "{others:?} differ from rank {rank}, instead of {expected:?}");
-    let others = group.agree(b"this")?;
+    let others = group.differing_ranks(b"this")?;
     ensure!(others.is_empty(), "{others:?} differ though all are the same");
     Ok(())
 }
