@@ -6,7 +6,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, Result, Tensor};
 
 use crate::collectives;
-use crate::diagnostics::{GraphCut, is_of_poison};
+use crate::diagnostics::{GraphCut, is_freed_storage_error};
 use crate::graph::{self, keeps_graph};
 use crate::step::Schedule;
 use crate::tensors::Tensors;
@@ -286,7 +286,7 @@ impl<M> FsdpModule<M> {
 
     /// Says what Candle's message about the poison means in backward, where no call of a unit is missing.
     fn explain_backward(&self, error: candle_core::Error) -> candle_core::Error {
-        if !is_of_poison(&error) {
+        if !is_freed_storage_error(&error) {
             return error;
         }
         error.context(format!(
@@ -341,7 +341,7 @@ impl Hooks<'_> {
 
     /// Says what Candle's message about the poison means.
     fn explain(&self, error: candle_core::Error) -> candle_core::Error {
-        if !is_of_poison(&error) {
+        if !is_freed_storage_error(&error) {
             return error;
         }
         let sharded: Vec<String> = self

@@ -39,7 +39,7 @@ fn files(step: &Path) -> Vec<(String, Vec<u8>)> {
 
 /// Writes a checkpoint again with one value that is not a number, as a version without the check would have written it:
 /// every checksum is right.
-fn poison(step: &Path, tensor: &str) {
+fn freed_storage(step: &Path, tensor: &str) {
     let source = fsdp_ckpt::open(step).unwrap();
     let mut tensors = vec![];
     for (fqn, entry) in source.tensors() {
