@@ -8,11 +8,11 @@ use fsdp_core::{Buffer, ProcessGroup, ReduceOp};
 
 use crate::data_parallel::DataParallel;
 use crate::error::{Error, GradientMismatch, Result, UnitGradient};
-use crate::graph::no_grad;
+use crate::autograd::no_grad;
 use crate::initializer::{Initializer, Philox, ShardRequest};
-use crate::module::FsdpModule;
+use crate::fsdp::FsdpModule;
 use crate::storage::{to_core_dtype, to_tensor};
-use crate::unit::FsdpParam;
+use crate::fsdp::FsdpParam;
 
 /// How far the loss is to change, as a share of it, and how far parameters may move for that, as a share of their norm.
 const CHANGE: f64 = 0.02;

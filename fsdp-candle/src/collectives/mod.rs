@@ -27,7 +27,7 @@ use candle_core::shape::Dim;
 use candle_core::{Result, Tensor, bail};
 use fsdp_core::{Placement, ProcessGroup, ReduceOp};
 
-use crate::graph::keeps_graph;
+use crate::autograd::keeps_graph;
 use crate::kernels::{Backward, node};
 use crate::storage::{copied_storage, take};
 use without_grad::{Input, exchanged, gathered, own_part, scattered, summed};

@@ -11,7 +11,7 @@ use super::packed::PackedOf;
 use super::per_shard::{Hyper, Rule, ShardOptimizer, Stepping};
 use crate::error::Error;
 use crate::kernels::SliceMut;
-use crate::unit::FsdpParam;
+use crate::fsdp::FsdpParam;
 
 /// [`crate::AdamW`] whose moments are kept in 8 bits: a quarter of the memory, 2.03 bytes an element in the place of 8.
 ///

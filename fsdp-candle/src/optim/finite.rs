@@ -8,7 +8,7 @@ use fsdp_core::process_group::{self, Signature};
 use fsdp_core::{ProcessGroup, ReduceOp};
 
 use super::sharded::ShardedOptimizer;
-use crate::build::ShardedVarMap;
+use crate::fsdp::ShardedVarMap;
 use crate::data_parallel::DataParallel;
 use crate::error::{Error, NonFinite, NonFiniteTensor, Result};
 use crate::storage::numbers_of;

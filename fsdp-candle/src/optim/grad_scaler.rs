@@ -10,7 +10,7 @@ use fsdp_core::process_group::{Signature, Subject};
 use super::clip::{powers, scale};
 use super::sharded::ShardedOptimizer;
 use super::state::ParamState;
-use crate::build::ShardedVarMap;
+use crate::fsdp::ShardedVarMap;
 use crate::error::{Error, Result};
 use crate::kernels::NormType;
 

@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
 use crate::pattern::NamePattern;
-use crate::unit::FsdpParam;
+use crate::fsdp::FsdpParam;
 
 /// A group of an optimizer's parameters: one of PyTorch's `param_groups`.
 #[derive(Clone, Debug)]

@@ -8,7 +8,7 @@ use fsdp_core::layout::Region;
 use super::dict::{IncompatibleKeys, StateDict, StateTensor};
 use super::options::StateDictOptions;
 use super::transfer::{Wanted, given, kept, on_host, on_rank_0, taken};
-use crate::build::ShardedVarMap;
+use crate::fsdp::ShardedVarMap;
 use crate::error::Result;
 use crate::storage::copy_tensor;
 

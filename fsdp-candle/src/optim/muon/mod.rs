@@ -24,7 +24,7 @@ use super::state::ParamState;
 use crate::error::{Error, Result};
 use crate::kernels;
 use crate::storage::{Pool, share_memory, with_slice, with_slice_mut};
-use crate::unit::FsdpParam;
+use crate::fsdp::FsdpParam;
 use exchange::Exchange;
 use newton_schulz::NewtonSchulz;
 use work::Class;
