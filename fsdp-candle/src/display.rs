@@ -3,9 +3,9 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::fsdp::ShardedVarMap;
 use crate::fsdp::FsdpModule;
 use crate::fsdp::Schedule;
+use crate::fsdp::ShardedVarMap;
 use crate::fsdp::{FsdpParam, ParamGroup, UnitPath};
 
 /// Bytes as people read them.

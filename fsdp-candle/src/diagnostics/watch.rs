@@ -14,8 +14,8 @@ use super::cut::GraphCut;
 use super::evidence::{Call, Seen};
 use crate::activation_checkpoint::checkpoints;
 use crate::autograd::next_number;
-use crate::tensors::Tensors;
 use crate::fsdp::ParamGroup;
+use crate::tensors::Tensors;
 
 /// How many calls of a unit are looked at when no backward comes.
 const MOST_CALLS: usize = 8;

@@ -309,7 +309,6 @@ pub(crate) fn to_numbers(buffer: &Buffer) -> Result<Vec<f32>> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::convert::to_buffer;
     use super::*;
     use fsdp_core::Buffer;
 

@@ -46,7 +46,7 @@ pub(crate) unsafe fn guard_is_whole(base: u64, len: usize) -> bool {
 
 /// # Safety
 /// `len` bytes at `at` are memory that is the caller's to write.
-pub(crate) unsafe fn freed_storage(at: u64, len: usize) {
+pub(crate) unsafe fn poison(at: u64, len: usize) {
     // SAFETY: the caller's promise.
     unsafe { fill(at, &[POISON], len) }
 }
