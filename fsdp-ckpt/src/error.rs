@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use crate::escape::shown;
 use crate::file_names::{MANIFEST, copying, rank_of};
-use crate::shown::shown;
 
 /// The errors of this crate. Each names the file, tensor or rank at fault and, where there is one, the way out.
 #[derive(Debug, thiserror::Error)]
@@ -290,14 +290,6 @@ pub enum Error {
         /// The first rank that is not done.
         rank: usize,
     },
-    /// State that is no tensor can't be given back to its owner.
-    #[error("the state \"{}\" can't be restored: {}", shown(name), shown(reason))]
-    State {
-        /// Its name.
-        name: String,
-        /// The cause.
-        reason: String,
-    },
     /// A collective failed.
     #[error(transparent)]
     Group(#[from] fsdp_core::Error),
@@ -438,7 +430,6 @@ mod tests {
             Error::Rank { rank: 0, phase: "test", cause: text(), error: None },
             Error::AsyncSave { path: path(), source: Box::new(Error::Argument(text())) },
             Error::Busy { path: path(), rank: 0 },
-            Error::State { name: text(), reason: reason() },
         ];
         for error in errors {
             let said = [error.to_string(), error.with_causes()];

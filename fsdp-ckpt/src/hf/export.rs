@@ -9,14 +9,14 @@ use std::path::{Path, PathBuf};
 use fsdp_core::ProcessGroup;
 use fsdp_core::layout::Region;
 
-use super::files::{INDEX, SINGLE};
+use crate::checkpoint::agree::{agree, from_first};
+use crate::checkpoint::hosts::Hosts;
+use crate::checkpoint::plan::{Plan, negotiate};
 use crate::error::io_error;
-use crate::exchange::{agree, from_first};
-use crate::hosts::Hosts;
-use crate::plan::{Plan, negotiate};
+use crate::escape::shown;
+use crate::hf::{INDEX, SINGLE};
 use crate::region::runs;
 use crate::safetensors::{Entry, Layout, read_bytes};
-use crate::shown::shown;
 use crate::store::{Hidden, local_path, rename_to_new, sweep, sync_dir};
 use crate::{Error, Result, TensorShard};
 

@@ -8,12 +8,10 @@ use fsdp_core::layout::Region;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::files::{INDEX, SINGLE};
-use super::sharding;
-use crate::chunked::Chunked;
-use crate::manifest::{ChunkEntry, FileEntry, TensorEntry, is_plain_file_name};
-use crate::safetensors::SafetensorsFile;
-use crate::source::{Format, TensorSource};
+use super::{INDEX, SINGLE};
+use crate::safetensors::chunked::Chunked;
+use crate::safetensors::{SafetensorsFile, sharding};
+use crate::source::{ChunkEntry, FileEntry, Format, TensorEntry, TensorSource, is_plain_file_name};
 use crate::store::{Store, split, store};
 use crate::{Error, Result};
 

@@ -6,11 +6,10 @@ use std::path::{Path, PathBuf};
 use fsdp_core::layout::Region;
 use serde_json::json;
 
-use super::files::{INDEX, SINGLE};
+use crate::hf::{INDEX, SINGLE};
 use crate::safetensors::{Entry, write_file};
-use crate::source::stream;
+use crate::source::{Written, stream};
 use crate::store::{Store, open_file, stage, staged, store};
-use crate::written::Written;
 use crate::{Error, Result, TensorSource};
 
 /// The files beside a model's weights that others need to use it: of these, [`config_files`] finds those that are

@@ -5,8 +5,8 @@ use std::path::Path;
 
 use zip::{CompressionMethod, ZipArchive};
 
-use super::error::not_torch;
 use crate::store::{ReadAt, room};
+use crate::torch::not_torch;
 use crate::{Error, Result};
 
 /// More than any pickle of a state dict or of a checkpoint's metadata has.

@@ -7,18 +7,17 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use fsdp_core::layout::Region;
 use serde_json::{Map, Value};
 
-use super::archive::{Archive, MAX_PICKLE};
-use super::error::not_torch;
-use super::file::{read_checked, verify};
-use super::metadata::{self, Place, ValueItem};
-use super::pickle::{Flaw, Pickle};
-use super::tensor::{Stored, sole};
-use super::walk;
 use crate::error::io_error;
-use crate::manifest::{ChunkEntry, FileEntry, TensorEntry};
+use crate::escape::shown;
 use crate::region::{Span, check_request};
-use crate::shown::shown;
+use crate::source::{ChunkEntry, FileEntry, TensorEntry};
 use crate::store::{ReadAt, Store, store};
+use crate::torch::archive::{Archive, MAX_PICKLE};
+use crate::torch::dcp_metadata::{Place, ValueItem};
+use crate::torch::file::{read_checked, verify};
+use crate::torch::pickle::{Flaw, Pickle};
+use crate::torch::tensor::{Stored, sole};
+use crate::torch::{dcp_metadata, flatten, not_torch};
 use crate::{Checksums, Error, Format, Result, TensorSource};
 
 /// The file that makes a directory a checkpoint.
@@ -70,8 +69,8 @@ impl TorchDcp {
             });
         };
         let according_to = dir.join(METADATA);
-        let metadata::Metadata { tensors, unreadable, values, files: ends } =
-            metadata::parse(&bytes).map_err(|bad| not_torch(&according_to, bad.item.as_deref(), bad.reason))?;
+        let dcp_metadata::Metadata { tensors, unreadable, values, files: ends } =
+            dcp_metadata::parse(&bytes).map_err(|bad| not_torch(&according_to, bad.item.as_deref(), bad.reason))?;
         let mut files = BTreeMap::new();
         for (name, end) in ends {
             check_stays(&*store, &name)?;
@@ -120,7 +119,7 @@ impl TorchDcp {
         let mut archive = Archive::open(&*file, Some(fqn), item.place.offset, item.place.bytes)?;
         let bytes = archive.pickle()?;
         match Pickle::parse(&bytes) {
-            Ok(pickle) => Ok(walk::json(&pickle, pickle.root())),
+            Ok(pickle) => Ok(flatten::json(&pickle, pickle.root())),
             Err(Flaw::Refused { name }) => Ok(Err(format!("a pickle that uses {name}"))),
             Err(flaw) => Err(not_torch(file.path(), Some(fqn), flaw.to_string())),
         }

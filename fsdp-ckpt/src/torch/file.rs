@@ -8,17 +8,15 @@ use fsdp_core::layout::Region;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::archive::{Archive, Storage};
-use super::error::not_torch;
-use super::pickle::Pickle;
-use super::strided::read_part;
-use super::tensor::{Stored, our_dtype, view};
-use super::walk::{Leaf, flatten};
-use crate::manifest::{ChunkEntry, FileEntry, TensorEntry, is_plain_file_name};
+use crate::escape::shown;
 use crate::region::check_request;
-use crate::scattered::BLOCK;
-use crate::shown::shown;
-use crate::store::{ReadAt, Store, open_file, split, store};
+use crate::source::{ChunkEntry, FileEntry, TensorEntry, is_plain_file_name};
+use crate::store::{BLOCK, ReadAt, Store, open_file, split, store};
+use crate::torch::archive::{Archive, Storage};
+use crate::torch::flatten::{Leaf, flatten};
+use crate::torch::not_torch;
+use crate::torch::pickle::Pickle;
+use crate::torch::tensor::{Stored, our_dtype, read_part, view};
 use crate::{Checksums, Error, Format, Result, TensorSource, Verified};
 
 /// The weights of a Hugging Face model in one file of `torch.save`.

@@ -8,16 +8,14 @@ use anyhow::{Context, Result, bail};
 use bytesize::ByteSize;
 use clap::error::ErrorKind;
 use clap::{Args, ValueEnum};
-use fsdp_ckpt::convert::{View, Written, check, write_fsdp};
+use fsdp_ckpt::convert::{View, check, write_fsdp};
 use fsdp_ckpt::torch::{DcpOptions, write_dcp};
-use fsdp_ckpt::{TensorSource, hf, shown};
+use fsdp_ckpt::{TensorSource, Written, hf, shown};
 use fsdp_core::{DType, MeshLayout};
 use indicatif::ProgressBar;
 use serde_json::json;
 
-use crate::json::print_json;
-use crate::open::open;
-use crate::progress::bar;
+use crate::{bar, open, print_json};
 
 /// More ranks than any run of ours has; plans grow with them.
 const MOST_RANKS: usize = 4096;

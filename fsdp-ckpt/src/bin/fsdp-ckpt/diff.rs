@@ -7,9 +7,7 @@ use anyhow::Result;
 use clap::Args;
 use fsdp_ckpt::{TensorDiff, Tolerance, diff, shown};
 
-use crate::json::print_json;
-use crate::open::open;
-use crate::progress::bar;
+use crate::{bar, open, print_json};
 
 #[derive(Args)]
 pub(crate) struct Diff {

@@ -9,9 +9,7 @@ use bytesize::ByteSize;
 use fsdp_ckpt::{Checksums, Error, Format, NonFinite, TensorSource, non_finite, shown};
 use serde_json::json;
 
-use crate::json::print_json;
-use crate::open::open;
-use crate::progress::bar;
+use crate::{bar, open, print_json};
 
 /// Whether all is well.
 pub(crate) fn run(dir: &Path, finite: bool, as_json: bool) -> Result<bool> {

@@ -10,12 +10,10 @@ use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::path::Path as Key;
 use object_store::{ObjectStore, ObjectStoreExt, RetryConfig};
 
-use super::failure::Failure;
-use super::file::ObjectFile;
-use super::metadata::Connector;
-use super::runtime::{limit, wait};
-use super::upload::Upload;
-use crate::store::files::{Append, ReadAt, Store};
+use crate::store::object::metadata::Connector;
+use crate::store::object::request::{Failure, limit, wait};
+use crate::store::object::transfer::{ObjectFile, Upload};
+use crate::store::{Append, ReadAt, Store};
 use crate::{Error, Result};
 
 /// What is in front of an attempt's tag in the names of its files.

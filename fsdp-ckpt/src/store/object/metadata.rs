@@ -110,7 +110,7 @@ impl HttpService for Guarded {
 
 #[cfg(test)]
 mod tests {
-    use super::authority;
+    use super::*;
 
     #[test]
     fn urls_have_authorities() {

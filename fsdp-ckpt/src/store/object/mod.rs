@@ -22,11 +22,9 @@
 //! have.
 
 mod dir;
-mod failure;
-mod file;
 mod metadata;
-mod runtime;
+mod request;
 mod staging;
-mod upload;
+mod transfer;
 
 pub(super) use self::staging::ObjectPath;

@@ -5,14 +5,13 @@ use std::sync::Arc;
 
 use object_store::{ObjectStoreExt, PutMode};
 
-use super::dir::{ObjectDir, TAGGED, TENSORS, is_tagged};
-use super::runtime::{Pending, start, wait};
-use super::upload::TIDY_UP;
 use crate::error::chain;
 use crate::file_names::MANIFEST;
-use crate::store::files::{Location, Moved, ReadAt, Staging, Store};
-use crate::store::hidden::unique;
-use crate::store::place::split;
+use crate::store::object::dir::{ObjectDir, TAGGED, TENSORS, is_tagged};
+use crate::store::object::request::{Pending, start, wait};
+use crate::store::object::transfer::TIDY_UP;
+use crate::store::staging::unique;
+use crate::store::{Location, Moved, ReadAt, Staging, Store, split};
 use crate::{Error, Result};
 
 /// The URL of an object or of a prefix.

@@ -1,9 +1,7 @@
 //! `fsdp-ckpt inspect`.
 
-mod holdings;
-mod map;
-mod steps;
-mod svg;
+mod picture;
+pub(crate) mod steps;
 mod tree;
 
 use std::io::{IsTerminal, Write};
@@ -14,10 +12,9 @@ use bytesize::ByteSize;
 use fsdp_ckpt::{Checkpoint, Format, TensorSource, shown};
 use serde_json::{Map, Value, json};
 
-use holdings::Holdings;
+use picture::{Holdings, draw_svg, draw_text};
 
-use crate::json::print_json;
-pub(crate) use steps::newest as newest_step;
+use crate::print_json;
 
 /// Columns of what is not a terminal.
 const PLAIN_WIDTH: usize = 120;
@@ -39,7 +36,7 @@ pub(crate) fn run(dir: &Path, as_json: bool, svg: Option<&Path>, full: bool) -> 
     if let Some(path) = svg {
         // Neither an older picture nor anything else is replaced.
         let mut file = std::fs::File::create_new(path).with_context(|| format!("can't create {}", path.display()))?;
-        svg::draw(&Holdings::of(&*source, usize::MAX), &title(&*source), &mut file)
+        draw_svg(&Holdings::of(&*source, usize::MAX), &title(&*source), &mut file)
             .with_context(|| format!("can't write {}", path.display()))?;
     }
     if as_json {
@@ -136,7 +133,7 @@ fn print(source: &dyn TensorSource, full: bool, out: &mut dyn Write) -> Result<(
         };
         let color = terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
         writeln!(out, "\nWHICH FILE HOLDS WHAT (a bar is full at the largest share of its row)")?;
-        map::draw(&holdings, width, color, out)?;
+        draw_text(&holdings, width, color, out)?;
     }
 
     if !source.values().is_empty() {

@@ -8,7 +8,7 @@ use bytesize::ByteSize;
 use fsdp_ckpt::{Error, TensorSource, shown};
 use serde_json::{Value, json};
 
-use crate::json::print_json;
+use crate::print_json;
 
 /// A directory in a run's.
 pub(super) struct Step {
