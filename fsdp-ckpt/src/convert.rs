@@ -12,25 +12,28 @@ use serde_json::{Map, Value};
 use crate::cast::{cast, infinities};
 use crate::checkpoint::hosts::Hosts;
 use crate::checkpoint::manifest::Manifest;
-use crate::checkpoint::plan::{Claim, Plan, plan};
+use crate::checkpoint::plan::{Plan, ShardInfo, plan};
 use crate::file_names::{MANIFEST, file_name};
 use crate::safetensors::{Entry, sharding, write_file};
-use crate::source::{ChunkEntry, FileEntry, TensorEntry, Written, stream};
-use crate::store::{Store, stage, staged};
-use crate::{Error, Format, Names, Result, TensorSource};
+use crate::source::{ChunkEntry, FileEntry, TensorEntry, WriteSummary, stream};
+use crate::store::{Store, open_staging, stage};
+use crate::{Error, Format, ModelPrefix, Result, TensorSource};
 
 /// Checks that everything in `source` can be read and has the checksums that its format keeps, and that writing `dst`
 /// does not touch it. `seen` is told the bytes as they are read; nothing is read from a format without checksums.
 ///
 /// # Errors
-/// [`Error::Dtypes`] when there are tensors of dtypes that can't be read, unless `skip_unreadable`; [`Error::Exists`]
+/// [`Error::UnsupportedDTypes`] when there are tensors of dtypes that can't be read, unless `skip_unreadable`; [`Error::AlreadyExists`]
 /// when `dst` is there; [`Error::Argument`] when `dst` is within the source; as [`TensorSource::verify`].
 pub fn check(source: &dyn TensorSource, dst: &Path, skip_unreadable: bool, seen: &mut dyn FnMut(u64)) -> Result<()> {
     if !skip_unreadable && !source.unreadable().is_empty() {
-        return Err(Error::Dtypes { path: source.path().to_path_buf(), tensors: source.unreadable().clone() });
+        return Err(Error::UnsupportedDTypes {
+            path: source.path().to_path_buf(),
+            tensors: source.unreadable().clone(),
+        });
     }
     if dst.symlink_metadata().is_ok() {
-        return Err(Error::Exists { path: dst.to_path_buf() });
+        return Err(Error::AlreadyExists { path: dst.to_path_buf() });
     }
     if let (Ok(within), Some(parent)) = (source.path().canonicalize(), existing_parent(dst))
         && parent.starts_with(&within)
@@ -81,7 +84,7 @@ fn existing_parent(path: &Path) -> Option<PathBuf> {
 /// ```
 pub struct View<'a> {
     source: &'a dyn TensorSource,
-    names: Names,
+    prefix: ModelPrefix,
     tensors: BTreeMap<String, TensorEntry>,
     /// The source's names of the tensors.
     from: BTreeMap<String, String>,
@@ -97,24 +100,24 @@ impl<'a> View<'a> {
 
     /// Everything, under the names of a training run: `model.<fqn>` for parameters.
     pub fn training(source: &'a dyn TensorSource) -> Self {
-        Self::new(source, |names, name| Some(names.in_state(name).into_owned()))
+        Self::new(source, |prefix, name| Some(prefix.state_name(name).into_owned()))
     }
 
     /// The parameters alone, by their FQNs.
     pub fn model(source: &'a dyn TensorSource) -> Self {
-        Self::new(source, |names, name| names.fqn(name).map(str::to_string))
+        Self::new(source, |prefix, name| prefix.fqn(name).map(str::to_string))
     }
 
-    fn new(source: &'a dyn TensorSource, name: impl Fn(Names, &str) -> Option<String>) -> Self {
-        let names = Names::guess(source);
+    fn new(source: &'a dyn TensorSource, name: impl Fn(ModelPrefix, &str) -> Option<String>) -> Self {
+        let prefix = ModelPrefix::guess(source);
         let (mut tensors, mut from) = (BTreeMap::new(), BTreeMap::new());
         for (old, tensor) in source.tensors() {
-            if let Some(new) = name(names, old) {
+            if let Some(new) = name(prefix, old) {
                 tensors.insert(new.clone(), tensor.clone());
                 from.insert(new, old.clone());
             }
         }
-        View { source, names, tensors, from, seen: None, overflowed: AtomicU64::new(0) }
+        View { source, prefix, tensors, from, seen: None, overflowed: AtomicU64::new(0) }
     }
 
     /// Floating point parameters become `dtype`; the optimizer's state and integers stay as they are.
@@ -126,7 +129,7 @@ impl<'a> View<'a> {
             return Err(Error::Argument(format!("parameters can't become {dtype}; choose bf16, f16 or f32")));
         }
         for (name, tensor) in &mut self.tensors {
-            if tensor.dtype.is_float() && self.names.fqn(&self.from[name]).is_some() {
+            if tensor.dtype.is_float() && self.prefix.fqn(&self.from[name]).is_some() {
                 tensor.dtype = dtype;
                 // They are sums of other bytes.
                 tensor.chunks.iter_mut().for_each(|chunk| chunk.crc32c = None);
@@ -225,7 +228,7 @@ impl TensorSource for View<'_> {
             self.source.read(old, region, &mut bytes)?;
             if cast(&bytes, from, into, to).is_none() {
                 let reason = format!("{from} can't be converted to {to}");
-                return Err(Error::Request { tensor: fqn.to_string(), reason });
+                return Err(Error::InvalidRead { tensor: fqn.to_string(), reason });
             }
             self.overflowed.fetch_add(infinities(into, to) - infinities(&bytes, from), Ordering::Relaxed);
             bytes.len()
@@ -242,11 +245,11 @@ impl TensorSource for View<'_> {
 /// replicated. The values are kept.
 ///
 /// # Errors
-/// [`crate::Error::Exists`] when `dst` is there already; [`crate::Error::Io`]; as [`TensorSource::read`].
-pub fn write_fsdp(dst: &Path, source: &dyn TensorSource, mesh: &MeshLayout) -> Result<Written> {
+/// [`crate::Error::AlreadyExists`] when `dst` is there already; [`crate::Error::Io`]; as [`TensorSource::read`].
+pub fn write_fsdp(dst: &Path, source: &dyn TensorSource, mesh: &MeshLayout) -> Result<WriteSummary> {
     let plan = plan_for(source, mesh)?;
     let staging = stage(dst)?;
-    let store = staged(dst, &staging.name())?;
+    let store = open_staging(dst, &staging.name())?;
     let (mut files, mut tensors) = (BTreeMap::new(), BTreeMap::new());
     for (fqn, tensor) in &plan {
         let (dtype, shape) = (tensor.dtype, tensor.shape.clone());
@@ -258,7 +261,7 @@ pub fn write_fsdp(dst: &Path, source: &dyn TensorSource, mesh: &MeshLayout) -> R
         }
     }
     let summary =
-        Written { path: dst.to_path_buf(), tensors: tensors.len(), files: files.len(), bytes: source.bytes() };
+        WriteSummary { path: dst.to_path_buf(), tensors: tensors.len(), files: files.len(), bytes: source.bytes() };
     for tensor in tensors.values_mut() {
         tensor.chunks.sort_by(|a, b| a.offsets.cmp(&b.offsets));
     }
@@ -279,7 +282,7 @@ fn plan_for(source: &dyn TensorSource, mesh: &MeshLayout) -> Result<Plan> {
                 placements[last] = Placement::Shard(0);
             }
             let region = local_region(shape, mesh, &coordinate, &placements)?;
-            of_rank.push(Claim {
+            of_rank.push(ShardInfo {
                 fqn: fqn.clone(),
                 dtype: *dtype,
                 shape: shape.clone(),
@@ -289,7 +292,7 @@ fn plan_for(source: &dyn TensorSource, mesh: &MeshLayout) -> Result<Plan> {
         }
         claims.push(of_rank);
     }
-    plan(&claims, &Hosts::one(mesh.size()))
+    plan(&claims, &Hosts::shared(mesh.size()))
 }
 
 /// Writes the file of a rank, nothing if the rank has none.

@@ -7,18 +7,18 @@ use std::fmt::{Display, Formatter, Result, Write};
 /// and what has no width.
 ///
 /// ```
-/// use fsdp_ckpt::shown;
-/// assert_eq!(shown("layers.0\n\u{1b}[31m\u{202e}é").to_string(), r"layers.0\n\u{1b}[31m\u{202e}é");
+/// use fsdp_ckpt::escape;
+/// assert_eq!(escape("layers.0\n\u{1b}[31m\u{202e}é").to_string(), r"layers.0\n\u{1b}[31m\u{202e}é");
 /// ```
-pub fn shown<T: Display>(text: T) -> Shown<T> {
-    Shown(text)
+pub fn escape<T: Display>(text: T) -> Escaped<T> {
+    Escaped(text)
 }
 
 /// What [`shown`] gives.
 #[derive(Clone, Copy, Debug)]
-pub struct Shown<T>(T);
+pub struct Escaped<T>(T);
 
-impl<T: Display> Display for Shown<T> {
+impl<T: Display> Display for Escaped<T> {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
         write!(Escaping(f), "{}", self.0)
     }
@@ -30,7 +30,7 @@ struct Escaping<'a, 'f>(&'a mut Formatter<'f>);
 impl Write for Escaping<'_, '_> {
     fn write_str(&mut self, text: &str) -> Result {
         let mut rest = text;
-        while let Some((at, c)) = rest.char_indices().find(|(_, c)| is_unseen(*c)) {
+        while let Some((at, c)) = rest.char_indices().find(|(_, c)| is_invisible(*c)) {
             self.0.write_str(&rest[..at])?;
             match c {
                 '\n' | '\r' | '\t' => write!(self.0, "{}", c.escape_default())?,
@@ -43,7 +43,7 @@ impl Write for Escaping<'_, '_> {
 }
 
 /// Whether nobody sees this character as what it is.
-pub(crate) fn is_unseen(c: char) -> bool {
+pub(crate) fn is_invisible(c: char) -> bool {
     match c {
         ' '..='~' => false,
         // Letters, marks and a symbol to Unicode, and blank.
@@ -73,8 +73,8 @@ mod tests {
             ("a\u{202e}b\u{2066}c\u{200b}d\u{feff}", "a\\u{202e}b\\u{2066}c\\u{200b}d\\u{feff}"),
             ("\u{3164}\u{ffff}\u{2028}\u{a0}\u{e000}", "\\u{3164}\\u{ffff}\\u{2028}\\u{a0}\\u{e000}"),
         ] {
-            assert_eq!(shown(text).to_string(), want);
-            assert_eq!(shown(shown(text)).to_string(), want, "twice is once");
+            assert_eq!(escape(text).to_string(), want);
+            assert_eq!(escape(escape(text)).to_string(), want, "twice is once");
         }
     }
 }

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::error::did_you_mean;
-use crate::region::{Flaw, Span, blocks, check_tiling, checked_bytes, fits};
+use crate::region::{Bounds, TilingError, blocks, check_tiling, checked_bytes, fits};
 use crate::{Error, Result};
 
 /// The most bytes that are read at once.
@@ -98,22 +98,26 @@ impl TensorEntry {
         for chunk in &self.chunks {
             let region = chunk.region();
             if !fits(&region, shape) {
-                return Err(format!("its chunk {} in {:?} is outside its shape {shape:?}", Span(&region), chunk.file));
+                return Err(format!(
+                    "its chunk {} in {:?} is outside its shape {shape:?}",
+                    Bounds(&region),
+                    chunk.file
+                ));
             }
             if region.is_empty() && !shape.contains(&0) {
-                return Err(format!("its chunk {} in {:?} is empty", Span(&region), chunk.file));
+                return Err(format!("its chunk {} in {:?} is empty", Bounds(&region), chunk.file));
             }
             regions.push(region);
         }
         check_tiling(shape, &regions.iter().collect::<Vec<_>>()).map_err(|flaw| match flaw {
-            Flaw::Overlap(a, b) => format!(
+            TilingError::Overlap(a, b) => format!(
                 "its chunks {} in {:?} and {} in {:?} overlap",
-                Span(&regions[a]),
+                Bounds(&regions[a]),
                 self.chunks[a].file,
-                Span(&regions[b]),
+                Bounds(&regions[b]),
                 self.chunks[b].file
             ),
-            Flaw::Gap(missing) => format!("its chunks leave out {missing} elements of its shape {shape:?}"),
+            TilingError::Gap(missing) => format!("its chunks leave out {missing} elements of its shape {shape:?}"),
         })
     }
 }
@@ -201,7 +205,7 @@ pub trait TensorSource: Debug + Send + Sync {
     /// Reads a box of a tensor into `into`, row-major. Only the bytes of the box are read.
     ///
     /// # Errors
-    /// [`Error::MissingTensor`]; [`Error::Request`] when the tensor has no such box or `into` not its size in bytes;
+    /// [`Error::MissingTensor`]; [`Error::InvalidRead`] when the tensor has no such box or `into` not its size in bytes;
     /// what the format finds wrong.
     fn read(&self, fqn: &str, region: &Region, into: &mut [u8]) -> Result<()>;
 
@@ -219,12 +223,12 @@ pub trait TensorSource: Debug + Send + Sync {
     /// format keeps one. `seen` is told the bytes as they are read. Memory stays bounded, however large the chunk is.
     ///
     /// # Errors
-    /// As [`TensorSource::read`]; [`Error::Request`] when there is no such chunk.
+    /// As [`TensorSource::read`]; [`Error::InvalidRead`] when there is no such chunk.
     fn verify_chunk(&self, fqn: &str, chunk: usize, seen: &mut dyn FnMut(u64)) -> Result<()> {
         let tensor = self.tensor(fqn)?;
         let Some(chunk) = tensor.chunks.get(chunk) else {
             let reason = format!("it has {} chunks, none at {chunk}", tensor.chunks.len());
-            return Err(Error::Request { tensor: fqn.to_string(), reason });
+            return Err(Error::InvalidRead { tensor: fqn.to_string(), reason });
         };
         stream(self, fqn, &chunk.region(), &mut |bytes| {
             seen(bytes.len() as u64);
@@ -258,14 +262,14 @@ pub trait TensorSource: Debug + Send + Sync {
     /// One tensor.
     ///
     /// # Errors
-    /// [`Error::MissingTensor`]; [`Error::DType`] when it is there and can't be read.
+    /// [`Error::MissingTensor`]; [`Error::UnsupportedDTypes`] when it is there and can't be read.
     fn tensor(&self, fqn: &str) -> Result<&TensorEntry> {
         if let Some(tensor) = self.tensors().get(fqn) {
             return Ok(tensor);
         }
         let (path, tensor) = (self.path().to_path_buf(), fqn.to_string());
         Err(match self.unreadable().get(fqn) {
-            Some(dtype) => Error::DType { path, tensor, dtype: dtype.clone() },
+            Some(dtype) => Error::UnsupportedDTypes { path, tensors: [(tensor, dtype.clone())].into() },
             None => {
                 let hint = did_you_mean(fqn, self.tensors().keys().map(String::as_str));
                 Error::MissingTensor { path, tensor, hint }
@@ -296,7 +300,7 @@ pub fn stream<S: TensorSource + ?Sized>(
 
 /// What has been written.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Written {
+pub struct WriteSummary {
     /// Where.
     pub path: PathBuf,
     /// The number of tensors.

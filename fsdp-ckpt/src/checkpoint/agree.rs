@@ -24,17 +24,17 @@ pub(crate) fn agree<T>(group: &ProcessGroup, phase: &'static str, outcome: Resul
 }
 
 /// What rank 0 made, on every rank, as text; or rank 0's error on every rank.
-pub(crate) fn from_first(
+pub(crate) fn on_rank_0(
     group: &ProcessGroup,
     phase: &'static str,
     make: impl FnOnce() -> Result<String>,
 ) -> Result<String> {
-    from_firsts(group, &Hosts::one(group.size()), phase, make).map(|mut made| made.swap_remove(0))
+    on_first_ranks(group, &Hosts::shared(group.size()), phase, make).map(|mut made| made.swap_remove(0))
 }
 
 /// What the first rank of each host made, by rank and on every rank, as text: nothing for the other ranks. Or the error
 /// of the first of them that has one, on every rank.
-pub(crate) fn from_firsts(
+pub(crate) fn on_first_ranks(
     group: &ProcessGroup,
     hosts: &Hosts,
     phase: &'static str,

@@ -121,7 +121,7 @@ impl AsyncSaver {
     /// # Errors
     /// As [`AsyncSaver::save`].
     pub fn save_with(&mut self, dir: &Path, state: &SaveState, options: &SaveOptions) -> Result<()> {
-        let _told = fsdp_core::heartbeat::span("checkpoint save", "");
+        let _span = fsdp_core::heartbeat::span("checkpoint save", "");
         if self.when_busy == WhenBusy::Refuse {
             self.refuse_when_busy()?;
         }
@@ -156,7 +156,7 @@ impl AsyncSaver {
     /// That of the save: [`Error::AsyncSave`], or [`Error::Rank`] where it failed on another rank only.
     /// [`Error::Group`].
     pub fn wait(&mut self) -> Result<Option<SaveSummary>> {
-        let _told = fsdp_core::heartbeat::span("wait for checkpoint save", "");
+        let _span = fsdp_core::heartbeat::span("wait for checkpoint save", "");
         let outcome = self.running.take().map(Running::join).transpose();
         let message = outcome.as_ref().err().map(|error| chain(error).into_bytes()).unwrap_or_default();
         let messages = match self.group.gather_bytes(message) {
@@ -294,7 +294,7 @@ fn take(free: &mut Vec<Arc<Buffer>>, shard: &TensorShard) -> Result<Arc<Buffer>>
             let bytes = len.saturating_mul(dtype.size());
             if Vec::<u8>::new().try_reserve_exact(bytes).is_err() {
                 let reason = format!("there is no memory for a copy of its {bytes} bytes");
-                return Err(Error::Unreadable { tensor: shard.fqn.clone(), reason });
+                return Err(Error::ShardMemory { tensor: shard.fqn.clone(), reason });
             }
             Ok(Arc::new(Buffer::zeros(dtype, len)))
         }
@@ -339,7 +339,7 @@ mod tests {
         let mut staged = StagedTensors::default();
         staged.reserve(&shards);
         let message = staged.copy(&shards).unwrap_err().to_string();
-        let want = "tensor \"a\" can't be read: there is no memory for a copy of its 4611686018427387904 bytes";
+        let want = "can't access tensor \"a\": there is no memory for a copy of its 4611686018427387904 bytes";
         assert_eq!(message, want);
     }
 

@@ -11,14 +11,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::agree::agree;
 use crate::checkpoint::run_dir::{
-    all_resolved, candidates, links_to_nothing, name_before_aside, names, remove, resolved, step_of,
+    all_resolved, candidates, links_to_nothing, name_before_quarantine, names, remove, resolved, step_of,
 };
 use crate::checkpoint::writable;
-use crate::error::{chain, io_error, lacking};
-use crate::escape::shown;
-use crate::file_names::copying;
-use crate::store::{local_path, on_this_host};
-use crate::{Checkpoint, Error, Result, Survey, set_aside};
+use crate::error::{chain, describe_missing, io_error};
+use crate::escape::escape;
+use crate::file_names::copy_command;
+use crate::store::{as_local, require_local};
+use crate::{Checkpoint, Error, Result, Survey, quarantine};
 
 /// The hosts of a group's ranks, as far as directories are concerned: ranks of one host share theirs.
 #[derive(Clone, Debug)]
@@ -31,12 +31,12 @@ pub(crate) struct Hosts {
 
 impl Hosts {
     /// One directory for all ranks.
-    pub(crate) fn one(ranks: usize) -> Self {
+    pub(crate) fn shared(ranks: usize) -> Self {
         Hosts { names: Vec::new(), of: vec![0; ranks] }
     }
 
     /// From what each rank calls its host, or none of them does. Collective.
-    pub(crate) fn meet(group: &ProcessGroup, host: Option<&str>) -> Result<Self> {
+    pub(crate) fn exchange(group: &ProcessGroup, host: Option<&str>) -> Result<Self> {
         let message = host.map_or(Vec::new(), |name| [b"=", name.as_bytes()].concat());
         let messages = group.gather_bytes(message)?;
         Self::of_messages(&messages)
@@ -45,7 +45,7 @@ impl Hosts {
     fn of_messages(messages: &[Vec<u8>]) -> Result<Self> {
         let nameless: Vec<usize> = (0..messages.len()).filter(|&rank| messages[rank].len() < 2).collect();
         if messages.iter().all(Vec::is_empty) {
-            return Ok(Self::one(messages.len()));
+            return Ok(Self::shared(messages.len()));
         }
         if let Some(rank) = nameless.first() {
             let why = "all ranks name their hosts, or none does, and a name is not empty";
@@ -87,7 +87,7 @@ impl Hosts {
     }
 
     /// A rank's number among those of its host, and how many they are.
-    pub(crate) fn place(&self, rank: usize) -> (usize, usize) {
+    pub(crate) fn local_rank_and_size(&self, rank: usize) -> (usize, usize) {
         let on_host = |ranks: &[usize]| ranks.iter().filter(|host| **host == self.of[rank]).count();
         (on_host(&self.of[..rank]), on_host(&self.of))
     }
@@ -98,7 +98,7 @@ impl Hosts {
 /// A save with [`crate::SaveOptions::host`] writes the files of a host's ranks to the host's own directory, with the
 /// manifest of the whole checkpoint, which is the same everywhere. So **all hosts' directories copied into one, in any
 /// order, are an ordinary checkpoint** ([`Checkpoint::open`], any number of ranks). One host's alone is a part, and
-/// opening it is [`Error::Elsewhere`], which says what is missing and who has it.
+/// opening it is [`Error::MissingParts`], which says what is missing and who has it.
 ///
 /// The hosts that saved can go on from their parts where they are: each rank of the same layout finds on its own host
 /// what it needs, for what ranks of several hosts hold alike is in each of their directories. That is what this type is
@@ -133,7 +133,7 @@ impl Hosts {
 /// .collect::<Result<Vec<_>, _>>()?;
 ///
 /// // A host alone has no checkpoint; with the other's files it has.
-/// assert!(matches!(Checkpoint::open(&dir(0)), Err(Error::Elsewhere { .. })));
+/// assert!(matches!(Checkpoint::open(&dir(0)), Err(Error::MissingParts { .. })));
 /// for file in std::fs::read_dir(dir(1))? {
 ///     let file = file?;
 ///     std::fs::copy(file.path(), dir(0).join(file.file_name()))?;
@@ -179,12 +179,12 @@ impl HostDirs {
     /// # Errors
     /// [`Error::Argument`] when a name is empty; [`Error::Group`].
     pub fn new(group: &ProcessGroup, host: &str) -> Result<Self> {
-        Ok(HostDirs { group: group.clone(), hosts: Hosts::meet(group, Some(host))? })
+        Ok(HostDirs { group: group.clone(), hosts: Hosts::exchange(group, Some(host))? })
     }
 
     /// This rank's number among those of its host, and how many they are. Not collective.
-    pub fn place(&self) -> (usize, usize) {
-        self.hosts.place(self.group.rank())
+    pub fn local_rank_and_size(&self) -> (usize, usize) {
+        self.hosts.local_rank_and_size(self.group.rank())
     }
 
     /// Finds out whether every rank can write to its host's directory `dir`, as [`crate::check_writable`] does.
@@ -192,15 +192,15 @@ impl HostDirs {
     /// # Errors
     /// As that; and when two hosts have the directory in common.
     pub fn check_writable(&self, dir: &Path) -> Result<()> {
-        agree(&self.group, "make a directory there", local_path(dir, "a directory of each host"))?;
+        agree(&self.group, "make a directory there", require_local(dir, "a directory of each host"))?;
         writable::check(dir, &self.group, &self.hosts)
     }
 
     /// Opens what is here of the checkpoint `dir`, which the hosts' parts make together. What no file of this host
-    /// holds is [`Error::Elsewhere`] when it is read.
+    /// holds is [`Error::MissingParts`] when it is read.
     ///
     /// # Errors
-    /// [`Error::NotFound`] when no host has it. [`Error::Apart`] when the parts are of different saves, when one is
+    /// [`Error::NotFound`] when no host has it. [`Error::InconsistentParts`] when the parts are of different saves, when one is
     /// damaged, when files are on none of the hosts, and when a host has nothing.
     pub fn open(&self, dir: &Path) -> Result<Checkpoint> {
         let opened = open_here(dir);
@@ -217,7 +217,7 @@ impl HostDirs {
 
     /// Whether what the ranks have found makes a checkpoint.
     fn judge(&self, dir: &Path, all: &[Found]) -> Result<()> {
-        let apart = |damaged, reason| Err(Error::Apart { path: dir.to_path_buf(), reason, damaged });
+        let apart = |damaged, reason| Err(Error::InconsistentParts { path: dir.to_path_buf(), reason, damaged });
         let host = |rank: usize| self.hosts.name(rank).unwrap_or_default();
         let bad = all.iter().enumerate().filter_map(|(rank, found)| match found {
             Found::Bad { damaged, why } => Some((*damaged, rank, why)),
@@ -252,7 +252,7 @@ impl HostDirs {
         let strangers: BTreeSet<&str> =
             nowhere.values().map(String::as_str).filter(|name| !self.hosts.has(name)).collect();
         if let Some(stranger) = strangers.first() {
-            let (what, copying) = (lacking(&nowhere), copying(stranger, on_this_host(dir)?.unwrap_or(dir)));
+            let (what, copying) = (describe_missing(&nowhere), copy_command(stranger, as_local(dir)?.unwrap_or(dir)));
             return apart(
                 false,
                 format!(
@@ -262,7 +262,7 @@ impl HostDirs {
             );
         }
         if !nowhere.is_empty() {
-            let what = lacking(&nowhere);
+            let what = describe_missing(&nowhere);
             return apart(true, format!("none has {what}; the save did not finish, or it was removed since"));
         }
         match all.iter().position(|found| matches!(found, Found::Nothing)) {
@@ -282,9 +282,9 @@ impl HostDirs {
     pub fn survey(&self, dir: &Path) -> Result<Survey> {
         let Listing { steps, aside, links } = self.list(dir)?;
         let steps = newest_first(dir, &steps);
-        let set_aside = aside.iter().map(|name| dir.join(name)).collect();
+        let quarantined = aside.iter().map(|name| dir.join(name)).collect();
         let links = links.into_iter().map(|(name, target)| (dir.join(name), target)).collect();
-        let mut found = Survey { steps: steps.clone(), set_aside, links, ..Survey::default() };
+        let mut found = Survey { steps: steps.clone(), quarantined, links, ..Survey::default() };
         for path in steps {
             match self.open(&path) {
                 Ok(_) => {
@@ -298,13 +298,13 @@ impl HostDirs {
         Ok(found)
     }
 
-    /// [`crate::set_aside`] on every host that has something there. The new path is returned on the first rank of each
+    /// [`crate::quarantine`] on every host that has something there. The new path is returned on the first rank of each
     /// of them.
     ///
     /// # Errors
     /// When a rank fails ([`Error::Rank`]); [`Error::Group`].
-    pub fn set_aside(&self, dir: &Path) -> Result<Option<PathBuf>> {
-        let moved = if self.is_first() { set_aside(dir) } else { Ok(None) };
+    pub fn quarantine(&self, dir: &Path) -> Result<Option<PathBuf>> {
+        let moved = if self.is_first() { quarantine(dir) } else { Ok(None) };
         agree(&self.group, "set its part of a checkpoint aside", moved)
     }
 
@@ -326,7 +326,7 @@ impl HostDirs {
                 }
                 Err(error @ Error::Group(_)) => return Err(error),
                 Err(error) if self.group.rank() == 0 => {
-                    tracing::warn!("leaving {}: {}", shown(path.display()), chain(&error));
+                    tracing::warn!("leaving {}: {}", escape(path.display()), chain(&error));
                 }
                 Err(_) => {}
             }
@@ -351,8 +351,8 @@ impl HostDirs {
     /// What may be checkpoints on any host.
     fn list(&self, dir: &Path) -> Result<Listing> {
         let own = || -> Result<Listing> {
-            let names = names(local_path(dir, "a directory of each host")?)?;
-            let aside = names.iter().filter(|name| name_before_aside(name).is_some()).cloned().collect();
+            let names = names(require_local(dir, "a directory of each host")?)?;
+            let aside = names.iter().filter(|name| name_before_quarantine(name).is_some()).cloned().collect();
             let (steps, mut links) = candidates(dir, names);
             links.extend(links_to_nothing(dir)?);
             // They were read as text.
@@ -389,7 +389,7 @@ impl HostDirs {
 
 /// What is in this host's directory. `None` when there is no such directory.
 fn open_here(dir: &Path) -> Option<Result<Checkpoint>> {
-    if let Ok(Some(path)) = on_this_host(dir)
+    if let Ok(Some(path)) = as_local(dir)
         && let Err(error) = path.symlink_metadata()
     {
         // What a disk does not answer says nothing of the checkpoint.
@@ -414,10 +414,10 @@ mod tests {
         let messages = ["=b", "=a", "=b", "=a", "=c"].map(|text| text.as_bytes().to_vec());
         let hosts = Hosts::of_messages(&messages).unwrap();
         assert_eq!((0..5).map(|rank| hosts.first(rank)).collect::<Vec<_>>(), [0, 1, 0, 1, 4]);
-        assert_eq!((hosts.name(2), hosts.name(4), hosts.place(3)), (Some("b"), Some("c"), (1, 2)));
+        assert_eq!((hosts.name(2), hosts.name(4), hosts.local_rank_and_size(3)), (Some("b"), Some("c"), (1, 2)));
         assert!(hosts.has("a") && !hosts.has("d") && hosts.is_first(1) && !hosts.is_first(3));
         let one = Hosts::of_messages(&[Vec::new(), Vec::new()]).unwrap();
-        assert_eq!((one.first(1), one.name(1), one.place(1)), (0, None, (1, 2)));
+        assert_eq!((one.first(1), one.name(1), one.local_rank_and_size(1)), (0, None, (1, 2)));
     }
 
     #[test]

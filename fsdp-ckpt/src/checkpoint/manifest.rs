@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::checksum::Checksum;
 use crate::file_names::MANIFEST;
-use crate::region::Span;
+use crate::region::Bounds;
 use crate::source::{FileEntry, TensorEntry, is_plain_file_name};
 use crate::store::Store;
 use crate::{Error, Result};
@@ -107,79 +107,81 @@ impl Manifest {
             return Err(Error::Incomplete { path: store.path().to_path_buf() });
         };
         let parsed = Manifest::parse(&text).map_err(|flaw| match flaw {
-            Bad::Newer(version) => Error::Newer { path, version, known: VERSION },
-            Bad::Text(reason) => Error::Manifest { path, tensor: None, reason },
-            Bad::Tensor(name, reason) => Error::Manifest { path, tensor: Some(name), reason },
+            Flaw::UnsupportedVersion(version) => Error::UnsupportedVersion { path, version, known: VERSION },
+            Flaw::Text(reason) => Error::Manifest { path, tensor: None, reason },
+            Flaw::Tensor(name, reason) => Error::Manifest { path, tensor: Some(name), reason },
         });
         let (manifest, mesh) = parsed?;
         let seal = (text.len() as u64, manifest.crc32c);
         Ok((manifest, mesh, seal))
     }
 
-    fn parse(text: &[u8]) -> Result<(Self, MeshLayout), Bad> {
+    fn parse(text: &[u8]) -> Result<(Self, MeshLayout), Flaw> {
         #[derive(Deserialize)]
         struct Head {
             format: String,
             version: u64,
         }
-        let not_one = |error: serde_json::Error| Bad::Text(format!("not a checkpoint manifest: {error}"));
+        let not_one = |error: serde_json::Error| Flaw::Text(format!("not a checkpoint manifest: {error}"));
         // This comes first: a number that was changed says nothing, that of the version included.
         let seal = check(text);
-        if let Seal::Broken(found) = seal {
-            return Err(Bad::Text(format!(
+        if let Trailer::Wrong(found) = seal {
+            return Err(Flaw::Text(format!(
                 "it is damaged, or was changed by hand: its checksum is {found}, at its end is another; {ADVICE}"
             )));
         }
         let head: Head = serde_json::from_slice(text).map_err(not_one)?;
         if head.format != FORMAT {
-            return Err(Bad::Text(format!("its format is {:?}, a checkpoint's is {FORMAT:?}", head.format)));
+            return Err(Flaw::Text(format!("its format is {:?}, a checkpoint's is {FORMAT:?}", head.format)));
         }
         if head.version > VERSION {
-            return Err(Bad::Newer(head.version));
+            return Err(Flaw::UnsupportedVersion(head.version));
         }
         if head.version == 0 {
-            return Err(Bad::Text("format version 0 does not exist".into()));
+            return Err(Flaw::Text("format version 0 does not exist".into()));
         }
-        if head.version >= CHECKED && seal == Seal::Missing {
-            return Err(Bad::Text(format!("it is damaged: it does not end with its checksum; {ADVICE}")));
+        if head.version >= CHECKED && seal == Trailer::Absent {
+            return Err(Flaw::Text(format!("it is damaged: it does not end with its checksum; {ADVICE}")));
         }
         let manifest: Manifest = serde_json::from_slice(text).map_err(not_one)?;
         let mesh = manifest.check()?;
         Ok((manifest, mesh))
     }
 
-    fn check(&self) -> Result<MeshLayout, Bad> {
+    fn check(&self) -> Result<MeshLayout, Flaw> {
         if self.mesh.names.len() != self.mesh.shape.len() {
             let (names, shape) = (&self.mesh.names, &self.mesh.shape);
-            return Err(Bad::Text(format!("its mesh has names {names:?} for the shape {shape:?}")));
+            return Err(Flaw::Text(format!("its mesh has names {names:?} for the shape {shape:?}")));
         }
         let dims: Vec<(&str, usize)> =
             self.mesh.names.iter().map(String::as_str).zip(self.mesh.shape.iter().copied()).collect();
-        let mesh = MeshLayout::new(&dims).map_err(|error| Bad::Text(error.to_string()))?;
+        let mesh = MeshLayout::new(&dims).map_err(|error| Flaw::Text(error.to_string()))?;
         if mesh.size() != self.world_size {
-            return Err(Bad::Text(format!("its mesh {mesh} is not one of {} ranks", self.world_size)));
+            return Err(Flaw::Text(format!("its mesh {mesh} is not one of {} ranks", self.world_size)));
         }
-        check_values(&self.values).map_err(Bad::Text)?;
+        check_values(&self.values).map_err(Flaw::Text)?;
         let later = [(CHECKED, self.finite || self.crc32c.is_some()), (HOSTS, of_hosts(&self.files, &self.tensors))];
         if later.into_iter().any(|(since, has)| has && self.version < since) {
             let version = self.version;
-            return Err(Bad::Text(format!("it says that it is of version {version}, and has fields that came later")));
+            return Err(Flaw::Text(format!("it says that it is of version {version}, and has fields that came later")));
         }
         // What the chunks in each file take, and how many there are.
         let mut held = BTreeMap::new();
         for (name, file) in &self.files {
             if !is_plain_file_name(name) || name == MANIFEST {
-                return Err(Bad::Text(format!("{name:?} is not a plain file name")));
+                return Err(Flaw::Text(format!("{name:?} is not a plain file name")));
             }
             if file.header_crc32c.is_some() != self.covers_everything() {
                 let has = if file.header_crc32c.is_some() { "a" } else { "no" };
                 let version = self.version;
-                return Err(Bad::Text(format!("file {name:?} has {has} checksum of its header, in version {version}")));
+                return Err(Flaw::Text(format!(
+                    "file {name:?} has {has} checksum of its header, in version {version}"
+                )));
             }
             held.insert(name.as_str(), (0usize, 0u64));
         }
         for (name, tensor) in &self.tensors {
-            tensor.check(&self.files).map_err(|reason| Bad::Tensor(name.clone(), reason))?;
+            tensor.check(&self.files).map_err(|reason| Flaw::Tensor(name.clone(), reason))?;
             for chunk in &tensor.chunks {
                 for file in chunk.files() {
                     if let Some((chunks, bytes)) = held.get_mut(file.as_str()) {
@@ -192,10 +194,10 @@ impl Manifest {
         for (name, (chunks, bytes)) in held {
             let size = self.files[name].bytes;
             if chunks == 0 {
-                return Err(Bad::Text(format!("no tensor has a chunk in its file {name:?}")));
+                return Err(Flaw::Text(format!("no tensor has a chunk in its file {name:?}")));
             }
             if bytes > size {
-                return Err(Bad::Text(format!("its file {name:?} has {size} bytes, the chunks in it {bytes}")));
+                return Err(Flaw::Text(format!("its file {name:?} has {size} bytes, the chunks in it {bytes}")));
             }
         }
         Ok(mesh)
@@ -224,8 +226,8 @@ fn check_values(values: &serde_json::Map<String, serde_json::Value>) -> Result<(
 }
 
 /// What is wrong with a manifest whose path is not known yet.
-enum Bad {
-    Newer(u64),
+enum Flaw {
+    UnsupportedVersion(u64),
     Text(String),
     Tensor(String, String),
 }
@@ -234,7 +236,7 @@ impl TensorEntry {
     fn check(&self, files: &BTreeMap<String, FileEntry>) -> Result<(), String> {
         let mut seen = BTreeSet::new();
         for chunk in &self.chunks {
-            let span = || format!("its chunk {}", Span(&chunk.region()));
+            let span = || format!("its chunk {}", Bounds(&chunk.region()));
             for file in chunk.files() {
                 if !is_plain_file_name(file) {
                     return Err(format!("{} is in {file:?}, which is not a plain file name", span()));
@@ -281,13 +283,13 @@ const FIELD: &[u8] = b",\n  \"crc32c\": ";
 
 /// What the end of a manifest says of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Seal {
+pub(crate) enum Trailer {
     /// It is as it was written.
-    Whole,
+    Valid,
     /// It has this checksum, and its end says something else.
-    Broken(u32),
+    Wrong(u32),
     /// There is no checksum at its end.
-    Missing,
+    Absent,
 }
 
 /// Adds the checksum to a JSON object as `serde_json::to_vec_pretty` writes it.
@@ -300,13 +302,15 @@ pub(crate) fn seal(text: &mut Vec<u8>) {
 }
 
 /// Looks at the end of a manifest.
-pub(crate) fn check(text: &[u8]) -> Seal {
+pub(crate) fn check(text: &[u8]) -> Trailer {
     let longest = end(u32::MAX).len();
     let from = text.len().saturating_sub(longest);
-    let Some(at) = text[from..].windows(FIELD.len()).rposition(|window| window == FIELD) else { return Seal::Missing };
+    let Some(at) = text[from..].windows(FIELD.len()).rposition(|window| window == FIELD) else {
+        return Trailer::Absent;
+    };
     let (body, rest) = text.split_at(from + at);
     let found = checksum(body);
-    if rest == end(found) { Seal::Whole } else { Seal::Broken(found) }
+    if rest == end(found) { Trailer::Valid } else { Trailer::Wrong(found) }
 }
 
 fn end(checksum: u32) -> Vec<u8> {
@@ -328,20 +332,20 @@ mod tests {
     fn every_flipped_bit_breaks_it() {
         let value = serde_json::json!({ "a": 1, "b": { "crc32c": 7 } });
         let mut text = serde_json::to_vec_pretty(&value).unwrap();
-        assert_eq!(check(&text), Seal::Missing);
+        assert_eq!(check(&text), Trailer::Absent);
         seal(&mut text);
-        assert_eq!(check(&text), Seal::Whole);
+        assert_eq!(check(&text), Trailer::Valid);
         let read: serde_json::Value = serde_json::from_slice(&text).unwrap();
         assert!(read["crc32c"].is_u64() && read["b"] == value["b"]);
         for bit in 0..8 * text.len() {
             let mut bad = text.clone();
             bad[bit / 8] ^= 1 << (bit % 8);
-            assert_ne!(check(&bad), Seal::Whole, "bit {bit}");
+            assert_ne!(check(&bad), Trailer::Valid, "bit {bit}");
         }
         for cut in 0..text.len() {
-            assert_ne!(check(&text[..cut]), Seal::Whole, "{cut} bytes");
+            assert_ne!(check(&text[..cut]), Trailer::Valid, "{cut} bytes");
         }
-        assert_ne!(check(&[&text[..], b"\n"].concat()), Seal::Whole);
+        assert_ne!(check(&[&text[..], b"\n"].concat()), Trailer::Valid);
     }
 
     fn good() -> Value {
@@ -359,9 +363,9 @@ mod tests {
     fn reason(text: &str) -> String {
         match Manifest::parse(text.as_bytes()) {
             Ok(_) => "accepted".into(),
-            Err(Bad::Newer(version)) => format!("newer {version}"),
-            Err(Bad::Text(reason)) => reason,
-            Err(Bad::Tensor(name, reason)) => format!("{name}: {reason}"),
+            Err(Flaw::UnsupportedVersion(version)) => format!("newer {version}"),
+            Err(Flaw::Text(reason)) => reason,
+            Err(Flaw::Tensor(name, reason)) => format!("{name}: {reason}"),
         }
     }
 

@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 
 use self::manifest::Manifest;
 use crate::error::io_error;
-use crate::safetensors::chunked::Chunked;
+use crate::safetensors::chunked::ChunkedTensors;
 use crate::source::{FileEntry, TensorEntry};
 use crate::store::store;
 use crate::{Checksums, Error, Format, MANIFEST, Result, TensorSource, Verified};
@@ -31,7 +31,7 @@ pub(crate) mod writable;
 /// opens those that it needs. Several threads may read at once.
 #[derive(Debug)]
 pub struct Checkpoint {
-    chunked: Chunked,
+    chunked: ChunkedTensors,
     values: Map<String, Value>,
     world_size: usize,
     created_by: String,
@@ -45,9 +45,9 @@ impl Checkpoint {
     /// Opens the checkpoint in the directory `dir`.
     ///
     /// # Errors
-    /// [`Error::Incomplete`] without a manifest; [`Error::Newer`]; [`Error::Manifest`] when it contradicts itself;
+    /// [`Error::Incomplete`] without a manifest; [`Error::UnsupportedVersion`]; [`Error::Manifest`] when it contradicts itself;
     /// [`Error::NotFound`] and [`Error::NotSafetensors`] when a file is missing or of another size;
-    /// [`Error::Elsewhere`] when files are missing that another host wrote to its own directory; [`Error::Io`].
+    /// [`Error::MissingParts`] when files are missing that another host wrote to its own directory; [`Error::Io`].
     pub fn open(dir: &Path) -> Result<Self> {
         let checkpoint = Self::open_part(dir)?;
         match checkpoint.missing().is_empty() {
@@ -85,7 +85,7 @@ impl Checkpoint {
         let checksums = if manifest.covers_everything() { Checksums::Everything } else { Checksums::Tensors };
         let Manifest { created_by, world_size, finite: is_finite, values, files, tensors, .. } = manifest;
         let according_to = dir.join(MANIFEST);
-        let chunked = Chunked { store, according_to, tensors, files, missing, open: Mutex::default() };
+        let chunked = ChunkedTensors { store, according_to, tensors, files, missing, open: Mutex::default() };
         Ok(Checkpoint { chunked, values, world_size, created_by, is_finite, checksums, mesh, seal })
     }
 

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::agree::agree;
 use crate::checkpoint::hosts::Hosts;
-use crate::region::{Flaw, Span, check_tiling, checked_bytes, fits};
+use crate::region::{Bounds, TilingError, check_tiling, checked_bytes, fits};
 use crate::{Error, Result};
 
 /// One rank's part of a global tensor.
@@ -45,7 +45,7 @@ impl std::fmt::Debug for TensorShard {
 
 /// What a rank says that it holds of one tensor.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Claim {
+pub(crate) struct ShardInfo {
     pub(crate) fqn: String,
     pub(crate) dtype: DType,
     pub(crate) shape: Vec<usize>,
@@ -81,16 +81,21 @@ pub(crate) type Plan = BTreeMap<String, PlannedTensor>;
 
 /// Exchanges what the ranks hold and plans who writes what. Collective. `subject` must be the same on every rank; it
 /// says what is being saved.
-pub(crate) fn negotiate(group: &ProcessGroup, hosts: &Hosts, subject: &str, shards: &[TensorShard]) -> Result<Plan> {
+pub(crate) fn exchange_plan(
+    group: &ProcessGroup,
+    hosts: &Hosts,
+    subject: &str,
+    shards: &[TensorShard],
+) -> Result<Plan> {
     let claims = claims(shards).and_then(|claims| {
         serde_json::to_vec(&(subject, claims))
             .map_err(|error| Error::Argument(format!("can't list the shards: {error}")))
     });
     let message = agree(group, "list its shards", claims)?;
-    let mut all = Vec::<Vec<Claim>>::with_capacity(group.size());
+    let mut all = Vec::<Vec<ShardInfo>>::with_capacity(group.size());
     let mut first: Option<String> = None;
     for (rank, message) in group.gather_bytes(message)?.iter().enumerate() {
-        let (theirs, claims): (String, Vec<Claim>) = serde_json::from_slice(message).map_err(|error| {
+        let (theirs, claims): (String, Vec<ShardInfo>) = serde_json::from_slice(message).map_err(|error| {
             Error::Argument(format!("rank {rank} sent a list of shards that can't be read: {error}"))
         })?;
         let first = first.get_or_insert_with(|| theirs.clone());
@@ -105,12 +110,12 @@ pub(crate) fn negotiate(group: &ProcessGroup, hosts: &Hosts, subject: &str, shar
 }
 
 /// This rank's claims, checked for what can be known without the other ranks.
-fn claims(shards: &[TensorShard]) -> Result<Vec<Claim>> {
+fn claims(shards: &[TensorShard]) -> Result<Vec<ShardInfo>> {
     let mut seen = BTreeSet::new();
     shards
         .iter()
         .map(|shard| {
-            let fail = |reason| Err(Error::Shards { tensor: shard.fqn.clone(), reason });
+            let fail = |reason| Err(Error::InvalidShards { tensor: shard.fqn.clone(), reason });
             let dtype = shard.data.dtype();
             if shard.fqn.is_empty() || shard.fqn == "__metadata__" {
                 return fail("this name can't be used in a safetensors file; choose another".to_string());
@@ -122,13 +127,13 @@ fn claims(shards: &[TensorShard]) -> Result<Vec<Claim>> {
                 return fail(format!("its shape {:?} is too large to count its bytes", shard.shape));
             }
             if !fits(&shard.region, &shard.shape) {
-                return fail(format!("{} is not a part of its shape {:?}", Span(&shard.region), shard.shape));
+                return fail(format!("{} is not a part of its shape {:?}", Bounds(&shard.region), shard.shape));
             }
             if shard.data.len() != shard.region.elements() {
-                let (span, need, have) = (Span(&shard.region), shard.region.elements(), shard.data.len());
+                let (span, need, have) = (Bounds(&shard.region), shard.region.elements(), shard.data.len());
                 return fail(format!("{span} has {need} elements, its data has {have}"));
             }
-            Ok(Claim {
+            Ok(ShardInfo {
                 fqn: shard.fqn.clone(),
                 dtype,
                 shape: shard.shape.clone(),
@@ -141,22 +146,23 @@ fn claims(shards: &[TensorShard]) -> Result<Vec<Claim>> {
 
 /// Plans from every rank's claims. Equal regions are written once a directory; of the ranks that hold one there, the
 /// one with the fewest bytes so far writes it.
-pub(crate) fn plan(claims: &[Vec<Claim>], hosts: &Hosts) -> Result<Plan> {
-    let mut tensors = BTreeMap::<&str, Holdings<'_>>::new();
+pub(crate) fn plan(claims: &[Vec<ShardInfo>], hosts: &Hosts) -> Result<Plan> {
+    let mut tensors = BTreeMap::<&str, TensorHolders<'_>>::new();
     for (rank, claims) in claims.iter().enumerate() {
         for claim in claims {
-            let known = tensors.entry(&claim.fqn).or_insert_with(|| Holdings { rank, claim, held: BTreeMap::new() });
+            let known =
+                tensors.entry(&claim.fqn).or_insert_with(|| TensorHolders { rank, claim, held: BTreeMap::new() });
             known.add(rank, claim)?;
         }
     }
     let mut chunks = Vec::new();
-    for (&fqn, holdings) in &tensors {
-        holdings.check(fqn)?;
-        chunks.extend(holdings.held.iter().map(|(key, ranks)| Candidate {
+    for (&fqn, holders) in &tensors {
+        holders.check(fqn)?;
+        chunks.extend(holders.held.iter().map(|(key, ranks)| ChunkToWrite {
             fqn,
             key,
             ranks,
-            bytes: holdings.bytes(key),
+            bytes: holders.bytes(key),
         }));
     }
     // What only one rank holds is settled first, then the largest: the rest evens it out.
@@ -196,7 +202,7 @@ pub(crate) fn plan(claims: &[Vec<Claim>], hosts: &Hosts) -> Result<Plan> {
 type Key = (Vec<usize>, Vec<usize>);
 
 /// A region that somebody has to write.
-struct Candidate<'a> {
+struct ChunkToWrite<'a> {
     fqn: &'a str,
     key: &'a Key,
     ranks: &'a [usize],
@@ -204,17 +210,17 @@ struct Candidate<'a> {
 }
 
 /// Who holds what of one tensor.
-struct Holdings<'a> {
+struct TensorHolders<'a> {
     /// The first rank that has it, and what it says of it.
     rank: usize,
-    claim: &'a Claim,
+    claim: &'a ShardInfo,
     held: BTreeMap<Key, Vec<usize>>,
 }
 
-impl<'a> Holdings<'a> {
-    fn add(&mut self, rank: usize, claim: &'a Claim) -> Result<()> {
+impl<'a> TensorHolders<'a> {
+    fn add(&mut self, rank: usize, claim: &'a ShardInfo) -> Result<()> {
         if (claim.dtype, &claim.shape) != (self.claim.dtype, &self.claim.shape) {
-            return Err(Error::Shards {
+            return Err(Error::InvalidShards {
                 tensor: claim.fqn.clone(),
                 reason: format!(
                     "rank {} has it as {} {:?}, rank {rank} as {} {:?}; all ranks must agree",
@@ -238,7 +244,7 @@ impl<'a> Holdings<'a> {
 
     fn check(&self, fqn: &str) -> Result<()> {
         let shape = &self.claim.shape;
-        let fail = |reason| Err(Error::Shards { tensor: fqn.to_string(), reason });
+        let fail = |reason| Err(Error::InvalidShards { tensor: fqn.to_string(), reason });
         let regions: Vec<(Region, usize)> = self
             .held
             .iter()
@@ -247,18 +253,18 @@ impl<'a> Holdings<'a> {
         let all: Vec<&Region> = regions.iter().map(|(region, _)| region).collect();
         match check_tiling(shape, &all) {
             Ok(()) => Ok(()),
-            Err(Flaw::Overlap(a, b)) => {
+            Err(TilingError::Overlap(a, b)) => {
                 let ((left, rank_a), (right, rank_b)) = (&regions[a], &regions[b]);
                 fail(format!(
                     "rank {rank_a} holds {} and rank {rank_b} holds {} of shape {shape:?}: they overlap in part; \
                         shards must be equal or disjoint",
-                    Span(left),
-                    Span(right)
+                    Bounds(left),
+                    Bounds(right)
                 ))
             }
-            Err(Flaw::Gap(missing)) => {
+            Err(TilingError::Gap(missing)) => {
                 let held: Vec<String> =
-                    regions.iter().take(8).map(|(region, rank)| format!("rank {rank} {}", Span(region))).collect();
+                    regions.iter().take(8).map(|(region, rank)| format!("rank {rank} {}", Bounds(region))).collect();
                 let more = regions.len().saturating_sub(8);
                 let more = if more > 0 { format!(" and {more} more") } else { String::new() };
                 let held = if held.is_empty() { "nothing".to_string() } else { held.join(", ") };
@@ -272,8 +278,8 @@ impl<'a> Holdings<'a> {
 mod tests {
     use super::*;
 
-    fn claim(fqn: &str, shape: &[usize], offsets: &[usize], sizes: &[usize]) -> Claim {
-        Claim {
+    fn claim(fqn: &str, shape: &[usize], offsets: &[usize], sizes: &[usize]) -> ShardInfo {
+        ShardInfo {
             fqn: fqn.into(),
             dtype: DType::F32,
             shape: shape.to_vec(),
@@ -285,8 +291,8 @@ mod tests {
     #[test]
     fn replicas_are_written_once_and_spread_by_bytes() {
         let names = ["a", "b", "c", "d"];
-        let rank: Vec<Claim> = names.iter().map(|name| claim(name, &[4], &[0], &[4])).collect();
-        let plan = plan(&[rank.clone(), rank], &Hosts::one(2)).unwrap();
+        let rank: Vec<ShardInfo> = names.iter().map(|name| claim(name, &[4], &[0], &[4])).collect();
+        let plan = plan(&[rank.clone(), rank], &Hosts::shared(2)).unwrap();
         let writers: Vec<usize> = plan.values().map(|tensor| tensor.chunks[0].writer).collect();
         assert!(plan.values().all(|tensor| tensor.chunks.len() == 1));
         assert_eq!(writers.iter().filter(|&&writer| writer == 0).count(), 2, "{writers:?}");
@@ -295,7 +301,7 @@ mod tests {
     #[test]
     fn shards_that_make_no_whole_are_refused() {
         let part = |offset, size| vec![claim("w", &[4], &[offset], &[size])];
-        let text = |claims: &[Vec<Claim>]| plan(claims, &Hosts::one(claims.len())).unwrap_err().to_string();
+        let text = |claims: &[Vec<ShardInfo>]| plan(claims, &Hosts::shared(claims.len())).unwrap_err().to_string();
         let overlap = text(&[part(0, 3), part(2, 2)]);
         assert!(overlap.contains("\"w\": rank 0 holds [0..3] and rank 1 holds [2..4]"), "{overlap}");
         let gap = text(&[part(0, 1), part(2, 2)]);

@@ -5,8 +5,8 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 use crate::error::{chain, io_error};
-use crate::escape::shown;
-use crate::store::{Moved, discard, move_dir, on_this_host, split, store};
+use crate::escape::escape;
+use crate::store::{MoveOutcome, as_local, move_dir, remove_dir, split, store};
 use crate::{Checkpoint, Error, MANIFEST, Result, TensorSource};
 
 /// The newest whole checkpoint under `dir`: the one with the highest number at the end of its name, as in
@@ -21,9 +21,9 @@ use crate::{Checkpoint, Error, MANIFEST, Result, TensorSource};
 /// [`Error::Io`] when `dir` can't be listed; [`Error::Object`] when an object store does not answer.
 pub fn latest(dir: &Path) -> Result<Option<PathBuf>> {
     let found = survey(dir)?;
-    found.warn_of_links();
+    found.warn_about_links();
     for (path, error) in found.skipped {
-        tracing::warn!("skipping {}: {}", shown(path.display()), chain(&error));
+        tracing::warn!("skipping {}: {}", escape(path.display()), chain(&error));
     }
     Ok(found.newest)
 }
@@ -39,18 +39,18 @@ pub struct Survey {
     /// All that may be checkpoints by their names, newest first, whether they were looked at or not.
     pub steps: Vec<PathBuf>,
     /// What was [set aside](crate::set_aside).
-    pub set_aside: Vec<PathBuf>,
+    pub quarantined: Vec<PathBuf>,
     /// Links that are no checkpoints, with what they lead to: a directory that has a [name of its
-    /// own](other_name_of), or nothing, as when a disk is not mounted.
+    /// own](alias_target), or nothing, as when a disk is not mounted.
     pub links: Vec<(PathBuf, PathBuf)>,
 }
 
 impl Survey {
     /// Warns of the links that were passed over.
-    pub fn warn_of_links(&self) {
+    pub fn warn_about_links(&self) {
         for (link, target) in &self.links {
             let why = if target.exists() { "which has a name of its own" } else { "which is not there" };
-            tracing::warn!("skipping {}: it is a link to {}, {why}", shown(link.display()), shown(target.display()));
+            tracing::warn!("skipping {}: it is a link to {}, {why}", escape(link.display()), escape(target.display()));
         }
     }
 }
@@ -63,8 +63,10 @@ impl Survey {
 pub fn survey(dir: &Path) -> Result<Survey> {
     let names = names(dir)?;
     let mut found = Survey::default();
-    found.set_aside.extend(names.iter().filter(|name| name_before_aside(name).is_some()).map(|name| dir.join(name)));
-    let is_local = on_this_host(dir)?.is_some();
+    found
+        .quarantined
+        .extend(names.iter().filter(|name| name_before_quarantine(name).is_some()).map(|name| dir.join(name)));
+    let is_local = as_local(dir)?.is_some();
     let (candidates, links) = candidates(dir, names);
     found.links = links;
     found.links.extend(links_to_nothing(dir)?);
@@ -78,7 +80,7 @@ pub fn survey(dir: &Path) -> Result<Survey> {
             // A store that does not answer says nothing about the checkpoint: an older one would be the wrong one.
             Err(error @ Error::Object { .. }) => return Err(error),
             Err(error @ Error::Incomplete { .. }) if !is_local => {
-                tracing::warn!("skipping {}: {}", shown(path.display()), chain(&error));
+                tracing::warn!("skipping {}: {}", escape(path.display()), chain(&error));
             }
             Err(error) => found.skipped.push((path, error)),
         }
@@ -105,7 +107,7 @@ pub(crate) fn candidates(dir: &Path, names: Vec<String>) -> (Vec<PathBuf>, Vec<(
     for name in names {
         let Some(step) = step_of_candidate(&name) else { continue };
         let path = dir.join(&name);
-        match other_name_of(&path) {
+        match alias_target(&path) {
             Some(target) => links.push((path, target)),
             None => candidates.push((Reverse(step), path)),
         }
@@ -116,7 +118,7 @@ pub(crate) fn candidates(dir: &Path, names: Vec<String>) -> (Vec<PathBuf>, Vec<(
 
 /// Links by the names of checkpoints under `dir` that lead to nothing, and to what.
 pub(crate) fn links_to_nothing(dir: &Path) -> Result<Vec<(PathBuf, PathBuf)>> {
-    let Some(dir) = on_this_host(dir)? else { return Ok(Vec::new()) };
+    let Some(dir) = as_local(dir)? else { return Ok(Vec::new()) };
     // Whether `dir` can be listed, others have found out.
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     let mut links: Vec<(PathBuf, PathBuf)> = entries
@@ -130,8 +132,8 @@ pub(crate) fn links_to_nothing(dir: &Path) -> Result<Vec<(PathBuf, PathBuf)>> {
 
 /// The directory that a link is only another name of: it lies beside the link, or its name ends in another number.
 /// `None` for what is no link, and for a link to where a checkpoint was moved.
-pub fn other_name_of(link: &Path) -> Option<PathBuf> {
-    let link = on_this_host(link).ok()??;
+pub fn alias_target(link: &Path) -> Option<PathBuf> {
+    let link = as_local(link).ok()??;
     link.read_link().ok()?;
     let target = link.canonicalize().ok()?;
     let number = |path: &Path| path.file_name().and_then(|name| step_of(name.to_str()?));
@@ -142,7 +144,7 @@ pub fn other_name_of(link: &Path) -> Option<PathBuf> {
 
 /// The number of what may be a checkpoint by its name. Those with a dot in front are saves in progress.
 fn step_of_candidate(name: &str) -> Option<u64> {
-    step_of(name).filter(|_| !name.starts_with('.') && name_before_aside(name).is_none())
+    step_of(name).filter(|_| !name.starts_with('.') && name_before_quarantine(name).is_none())
 }
 
 /// The number at the end of a name.
@@ -168,12 +170,12 @@ const MARK: &str = ".damaged";
 /// let root = tempfile::tempdir()?;
 /// let step = root.path().join("step-00000010");
 /// std::fs::create_dir(&step)?;
-/// assert_eq!(fsdp_ckpt::set_aside(&step)?, Some(root.path().join("step-00000010.damaged")));
-/// assert_eq!(fsdp_ckpt::set_aside(&step)?, None);
-/// assert_eq!(fsdp_ckpt::name_before_aside("step-00000010.damaged"), Some("step-00000010"));
+/// assert_eq!(fsdp_ckpt::quarantine(&step)?, Some(root.path().join("step-00000010.damaged")));
+/// assert_eq!(fsdp_ckpt::quarantine(&step)?, None);
+/// assert_eq!(fsdp_ckpt::name_before_quarantine("step-00000010.damaged"), Some("step-00000010"));
 /// # Ok::<_, Box<dyn std::error::Error>>(())
 /// ```
-pub fn set_aside(dir: &Path) -> Result<Option<PathBuf>> {
+pub fn quarantine(dir: &Path) -> Result<Option<PathBuf>> {
     let (parent, name) = split(dir)?;
     let mut number = 1_u64;
     loop {
@@ -182,15 +184,15 @@ pub fn set_aside(dir: &Path) -> Result<Option<PathBuf>> {
             _ => parent.join(format!("{name}{MARK}-{number}")),
         };
         match move_dir(dir, &target)? {
-            Moved::Done => return Ok(Some(target)),
-            Moved::Gone => return Ok(None),
-            Moved::Taken => number += 1,
+            MoveOutcome::Moved => return Ok(Some(target)),
+            MoveOutcome::SourceMissing => return Ok(None),
+            MoveOutcome::TargetExists => number += 1,
         }
     }
 }
 
-/// The name that a directory had before [`set_aside`] gave it this one; `None` for a name that it does not give.
-pub fn name_before_aside(name: &str) -> Option<&str> {
+/// The name that a directory had before [`quarantine`] gave it this one; `None` for a name that it does not give.
+pub fn name_before_quarantine(name: &str) -> Option<&str> {
     let (before, after) = name.rsplit_once(MARK)?;
     let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     (!before.is_empty() && (after.is_empty() || after.strip_prefix('-').is_some_and(is_number))).then_some(before)
@@ -222,7 +224,7 @@ pub fn keep_newest(dir: &Path, keep: NonZeroUsize, spare: &[&Path]) -> Result<Ve
         let checkpoint = match Checkpoint::open(&path) {
             Ok(checkpoint) => checkpoint,
             Err(error) => {
-                tracing::warn!("leaving {}: {}", shown(path.display()), chain(&error));
+                tracing::warn!("leaving {}: {}", escape(path.display()), chain(&error));
                 continue;
             }
         };
@@ -240,12 +242,12 @@ pub fn keep_newest(dir: &Path, keep: NonZeroUsize, spare: &[&Path]) -> Result<Ve
 /// Removes a checkpoint, if nothing else is in its directory. Whether it did.
 pub(crate) fn remove(checkpoint: &Checkpoint, path: &Path) -> Result<bool> {
     if let Some(other) = other_than(checkpoint, path)? {
-        tracing::warn!("leaving {}: it holds {other:?}, which is not the checkpoint's", shown(path.display()));
+        tracing::warn!("leaving {}: it holds {other:?}, which is not the checkpoint's", escape(path.display()));
         return Ok(false);
     }
-    let removed = discard(path)?;
+    let removed = remove_dir(path)?;
     if removed {
-        tracing::info!("removed {}", shown(path.display()));
+        tracing::info!("removed {}", escape(path.display()));
     }
     Ok(removed)
 }
@@ -265,7 +267,7 @@ pub(crate) fn all_resolved(paths: &[&Path]) -> Result<Vec<PathBuf>> {
 
 /// One path for each place. A URL is the only one of its place, but for slashes at its end.
 pub(crate) fn resolved(path: &Path) -> Result<PathBuf> {
-    match on_this_host(path)? {
+    match as_local(path)? {
         Some(path) => path.canonicalize().map_err(io_error("open", path)),
         None => Ok(path.components().collect()),
     }
@@ -273,7 +275,7 @@ pub(crate) fn resolved(path: &Path) -> Result<PathBuf> {
 
 /// Something in the directory that no save has put there; the directory itself when it is a link.
 fn other_than(checkpoint: &Checkpoint, path: &Path) -> Result<Option<PathBuf>> {
-    let Some(path) = on_this_host(path)? else {
+    let Some(path) = as_local(path)? else {
         let store = store(path)?;
         let ours = |name: &String| name == MANIFEST || checkpoint.files().contains_key(name);
         return Ok(store.dirs()?.into_iter().chain(store.list()?).find(|name| !ours(name)).map(PathBuf::from));
@@ -309,21 +311,21 @@ mod tests {
         for _ in 0..3 {
             let step = root.path().join("step-00000006");
             std::fs::create_dir(&step).unwrap();
-            set_aside(&step).unwrap().unwrap();
+            quarantine(&step).unwrap().unwrap();
         }
         assert!(newest_first(root.path()).unwrap().is_empty());
         let found = survey(root.path()).unwrap();
-        assert!(found.newest.is_none() && found.skipped.is_empty() && found.set_aside.len() == 3, "{found:?}");
+        assert!(found.newest.is_none() && found.skipped.is_empty() && found.quarantined.len() == 3, "{found:?}");
     }
 
     #[test]
     fn names_that_are_given_are_known_again() {
-        assert_eq!(name_before_aside("step-1.damaged"), Some("step-1"));
-        assert_eq!(name_before_aside("step-1.damaged-12"), Some("step-1"));
-        assert_eq!(name_before_aside("a.damaged.damaged"), Some("a.damaged"));
+        assert_eq!(name_before_quarantine("step-1.damaged"), Some("step-1"));
+        assert_eq!(name_before_quarantine("step-1.damaged-12"), Some("step-1"));
+        assert_eq!(name_before_quarantine("a.damaged.damaged"), Some("a.damaged"));
         for other in ["step-1", ".damaged", "step-1.damaged-", "step-1.damaged2", "step-1.damaged-x", "step.damaged/1"]
         {
-            assert_eq!(name_before_aside(other), None, "{other}");
+            assert_eq!(name_before_quarantine(other), None, "{other}");
         }
     }
 
@@ -336,7 +338,7 @@ mod tests {
         {
             std::fs::create_dir(&step).unwrap();
             std::fs::write(step.join("file"), round.to_string()).unwrap();
-            assert_eq!(set_aside(&step).unwrap(), Some(root.path().join(name)));
+            assert_eq!(quarantine(&step).unwrap(), Some(root.path().join(name)));
             assert_eq!(std::fs::read_to_string(root.path().join(name).join("file")).unwrap(), round.to_string());
         }
     }

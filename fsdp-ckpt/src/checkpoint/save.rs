@@ -6,17 +6,17 @@ use std::path::{Path, PathBuf};
 use fsdp_core::{MeshLayout, ProcessGroup};
 use serde_json::{Map, Value};
 
-use crate::checkpoint::agree::{agree, from_first, from_firsts};
+use crate::checkpoint::agree::{agree, on_first_ranks, on_rank_0};
 use crate::checkpoint::hosts::Hosts;
 use crate::checkpoint::manifest::Manifest;
-use crate::checkpoint::plan::{Plan, negotiate};
+use crate::checkpoint::plan::{Plan, exchange_plan};
 use crate::error::chain;
-use crate::escape::shown;
+use crate::escape::escape;
 use crate::file_names::{MANIFEST, file_name};
-use crate::region::{Span, checked_bytes};
+use crate::region::{Bounds, checked_bytes};
 use crate::safetensors::{Entry, WrittenFile, read_bytes, sharding, write_file};
 use crate::source::{ChunkEntry, FileEntry, TensorEntry};
-use crate::store::{Store, discard, local_path, split, stage, staged};
+use crate::store::{Store, open_staging, remove_dir, require_local, split, stage};
 use crate::{Error, Result, TensorShard};
 
 /// What one rank passes to [`save`].
@@ -73,7 +73,7 @@ pub struct SaveSummary {
 ///
 /// # Errors
 /// On every rank when any of them fails, naming that rank and its cause ([`Error::Rank`]); nothing is left behind then.
-/// [`Error::Shards`] when the ranks' shards don't make whole tensors, [`Error::Exists`] (within [`Error::Rank`]) when
+/// [`Error::InvalidShards`] when the ranks' shards don't make whole tensors, [`Error::AlreadyExists`] (within [`Error::Rank`]) when
 /// `dir` is there already, [`Error::Group`] when a collective fails.
 ///
 /// ```
@@ -108,15 +108,15 @@ pub fn save(dir: &Path, group: &ProcessGroup, state: &SaveState) -> Result<SaveS
 /// As [`save`].
 pub fn save_with(dir: &Path, group: &ProcessGroup, state: &SaveState, options: &SaveOptions) -> Result<SaveSummary> {
     let started = std::time::Instant::now();
-    let _told = fsdp_core::heartbeat::span("checkpoint save", "");
+    let _span = fsdp_core::heartbeat::span("checkpoint save", "");
     let name = agree(group, "start the save", check_arguments(dir, group, &state.mesh, options))?;
-    let hosts = Hosts::meet(group, options.host.as_deref())?;
-    let plan = negotiate(group, &hosts, &format!("checkpoint \"{name}\" of mesh {}", state.mesh), &state.tensors)?;
+    let hosts = Hosts::exchange(group, options.host.as_deref())?;
+    let plan = exchange_plan(group, &hosts, &format!("checkpoint \"{name}\" of mesh {}", state.mesh), &state.tensors)?;
 
     let mut staging = None;
     let begun = "create the checkpoint's directory";
-    let here = from_firsts(group, &hosts, begun, || Ok(staging.insert(stage(dir)?).name()))?;
-    let here = staged(dir, &here[hosts.first(group.rank())])?;
+    let here = on_first_ranks(group, &hosts, begun, || Ok(staging.insert(stage(dir)?).name()))?;
+    let here = open_staging(dir, &here[hosts.first(group.rank())])?;
     let own = own_chunks(&plan, group.rank());
     let written = agree(group, "write its shards", write_own(&*here, group.rank(), &plan, &own, &state.tensors))?;
 
@@ -126,16 +126,16 @@ pub fn save_with(dir: &Path, group: &ProcessGroup, state: &SaveState, options: &
         reports.iter().enumerate().map(|(rank, report)| Report::of(rank, report)).collect::<Result<Vec<_>>>()?;
     let finish = "finish the checkpoint";
     // Rank 0's values are in it, and it is the same in every directory.
-    let manifest = from_first(group, finish, || manifest(&*here, group, &hosts, state, &plan, &reports))?;
+    let manifest = on_rank_0(group, finish, || manifest(&*here, group, &hosts, state, &plan, &reports))?;
     let committed = staging.map(|staging| staging.commit(MANIFEST, manifest.as_bytes())).transpose();
     let is_here = matches!(committed, Ok(Some(())));
     if let Err(error) = agree(group, finish, committed) {
         // Another host could not.
         if is_here
             && matches!(error, Error::Rank { .. })
-            && let Err(left) = discard(dir)
+            && let Err(left) = remove_dir(dir)
         {
-            tracing::warn!("leaving this host's part of {}: {}", shown(dir.display()), chain(&left));
+            tracing::warn!("leaving this host's part of {}: {}", escape(dir.display()), chain(&left));
         }
         return Err(error);
     }
@@ -155,7 +155,7 @@ pub fn save_with(dir: &Path, group: &ProcessGroup, state: &SaveState, options: &
 
 fn check_arguments(dir: &Path, group: &ProcessGroup, mesh: &MeshLayout, options: &SaveOptions) -> Result<String> {
     if options.host.is_some() {
-        local_path(dir, "a save to a directory of each host")?;
+        require_local(dir, "a save to a directory of each host")?;
     }
     if mesh.size() != group.size() {
         return Err(Error::Argument(format!(
@@ -169,21 +169,21 @@ fn check_arguments(dir: &Path, group: &ProcessGroup, mesh: &MeshLayout, options:
 }
 
 /// A chunk that this rank writes.
-struct Own<'a> {
+struct OwnChunk<'a> {
     fqn: &'a str,
     /// Its position among the tensor's chunks.
     chunk: usize,
     bytes: u64,
 }
 
-fn own_chunks(plan: &Plan, rank: usize) -> Vec<Own<'_>> {
+fn own_chunks(plan: &Plan, rank: usize) -> Vec<OwnChunk<'_>> {
     let mut own = Vec::new();
     for (fqn, tensor) in plan {
         for (chunk, planned) in
             tensor.chunks.iter().enumerate().filter(|(_, planned)| planned.writers().any(|writer| writer == rank))
         {
             let bytes = checked_bytes(&planned.region.sizes, tensor.dtype.size()).unwrap_or(0) as u64;
-            own.push(Own { fqn, chunk, bytes });
+            own.push(OwnChunk { fqn, chunk, bytes });
         }
     }
     own
@@ -241,7 +241,7 @@ fn write_own(
     store: &dyn Store,
     rank: usize,
     plan: &Plan,
-    own: &[Own<'_>],
+    own: &[OwnChunk<'_>],
     shards: &[TensorShard],
 ) -> Result<Option<WrittenFile>> {
     if own.is_empty() {
@@ -259,7 +259,7 @@ fn write_own(
     let metadata = sharding::metadata(parts)?;
     let name = store.unique_name(&file_name(rank));
     let written = write_file(store, &name, &entries, &metadata, &mut |index, sink| {
-        let Own { fqn, bytes, .. } = own[index];
+        let OwnChunk { fqn, bytes, .. } = own[index];
         read_bytes(fqn, &*by_name[fqn].data, bytes as usize, sink)
     })?;
     Ok(Some(written))
@@ -291,9 +291,9 @@ fn manifest(
             let crc = next(chunk.writer)?;
             for &copier in &chunk.copiers {
                 if next(copier)? != crc {
-                    let (span, rank) = (Span(&chunk.region), chunk.writer);
+                    let (span, rank) = (Bounds(&chunk.region), chunk.writer);
                     let reason = format!("ranks {rank} and {copier} hold {span} of it, and not the same bytes");
-                    return Err(Error::Shards { tensor: fqn.clone(), reason });
+                    return Err(Error::InvalidShards { tensor: fqn.clone(), reason });
                 }
             }
             chunks.push(ChunkEntry {

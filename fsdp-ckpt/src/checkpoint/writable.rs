@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 
 use fsdp_core::ProcessGroup;
 
-use crate::checkpoint::agree::{agree, from_firsts};
+use crate::checkpoint::agree::{agree, on_first_ranks};
 use crate::checkpoint::hosts::Hosts;
 use crate::error::io_error;
 use crate::file_names::file_name;
-use crate::store::{Store, on_this_host, split, stage, staged};
+use crate::store::{Store, as_local, open_staging, split, stage};
 use crate::{Error, Result};
 
 /// What is tried has this name while it grows.
@@ -40,23 +40,23 @@ const BYTES: usize = 4096;
 /// # Ok::<_, std::io::Error>(())
 /// ```
 pub fn check_writable(dir: &Path, group: &ProcessGroup) -> Result<()> {
-    check(dir, group, &Hosts::one(group.size()))
+    check(dir, group, &Hosts::shared(group.size()))
 }
 
 /// The same where each host has a directory of its own: the first rank of each makes one out of sight.
 pub(crate) fn check(dir: &Path, group: &ProcessGroup, hosts: &Hosts) -> Result<()> {
     let target = dir.join(NAME);
     let (mut made, mut staging) = (None, None);
-    let begun = from_firsts(group, hosts, "make a directory there", || {
-        if let Some(dir) = on_this_host(dir)? {
+    let begun = on_first_ranks(group, hosts, "make a directory there", || {
+        if let Some(dir) = as_local(dir)? {
             check_path(dir)?;
-            made = Some(Made::before(dir));
+            made = Some(CreatedDirs::before(dir));
         }
         Ok(staging.insert(stage(&target)?).name())
     })?;
     let here = hosts.first(group.rank());
     let written = check_alone(&target, &begun, hosts, group.rank())
-        .and_then(|()| staged(&target, &begun[here]))
+        .and_then(|()| open_staging(&target, &begun[here]))
         .and_then(|store| write(&*store, &file_name(group.rank())));
     let written = agree(group, "write a file there", written);
     drop(staging);
@@ -72,7 +72,7 @@ pub(crate) fn check(dir: &Path, group: &ProcessGroup, hosts: &Hosts) -> Result<(
 /// Whether a host sees what others have begun in theirs: then it is one directory, where two saves are in each other's
 /// way.
 fn check_alone(target: &Path, begun: &[String], hosts: &Hosts, rank: usize) -> Result<()> {
-    let Some(target) = on_this_host(target)? else { return Ok(()) };
+    let Some(target) = as_local(target)? else { return Ok(()) };
     let (dir, _) = split(target)?;
     let others = (0..begun.len()).filter(|&other| hosts.is_first(other) && other != rank && hosts.is_first(rank));
     for other in others {
@@ -110,16 +110,16 @@ fn check_path(dir: &Path) -> Result<()> {
 }
 
 /// The directories that are going to be made. Dropped, those that are empty go again.
-struct Made(Vec<PathBuf>);
+struct CreatedDirs(Vec<PathBuf>);
 
-impl Made {
+impl CreatedDirs {
     fn before(dir: &Path) -> Self {
         let missing = dir.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists());
-        Made(missing.map(Path::to_path_buf).collect())
+        CreatedDirs(missing.map(Path::to_path_buf).collect())
     }
 }
 
-impl Drop for Made {
+impl Drop for CreatedDirs {
     fn drop(&mut self) {
         for dir in &self.0 {
             // Only what is empty can be removed like this.

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use fsdp_core::layout::Region;
 
 use crate::checksum::Checksum;
-use crate::region::{Span, check_request};
+use crate::region::{Bounds, check_request};
 use crate::safetensors::SafetensorsFile;
 use crate::source::{ChunkEntry, FileEntry, TensorEntry};
 use crate::store::Store;
@@ -15,7 +15,7 @@ use crate::{Error, Result};
 
 /// The tensors and their files. Files are opened when something is read from them: a rank opens those that it needs.
 #[derive(Debug)]
-pub(crate) struct Chunked {
+pub(crate) struct ChunkedTensors {
     pub(crate) store: Arc<dyn Store>,
     /// What says that the tensors are so.
     pub(crate) according_to: PathBuf,
@@ -26,7 +26,7 @@ pub(crate) struct Chunked {
     pub(crate) open: Mutex<HashMap<String, Arc<SafetensorsFile>>>,
 }
 
-impl Chunked {
+impl ChunkedTensors {
     /// Reads a box of a tensor from whatever chunks cover it. A chunk that is read as a whole has its checksum verified
     /// on the way.
     pub(crate) fn read(&self, fqn: &str, tensor: &TensorEntry, region: &Region, into: &mut [u8]) -> Result<()> {
@@ -57,7 +57,7 @@ impl Chunked {
     ) -> Result<()> {
         let Some(chunk) = tensor.chunks.get(chunk) else {
             let reason = format!("it has {} chunks, none at {chunk}", tensor.chunks.len());
-            return Err(Error::Request { tensor: fqn.to_string(), reason });
+            return Err(Error::InvalidRead { tensor: fqn.to_string(), reason });
         };
         for (copy, name) in self.here(chunk)?.into_iter().enumerate() {
             let file = self.open(fqn, tensor, chunk, name)?;
@@ -87,7 +87,7 @@ impl Chunked {
     /// The error that these files are missing.
     pub(crate) fn elsewhere<'a>(&self, names: impl Iterator<Item = &'a String>) -> Error {
         let files = names.filter_map(|name| Some((name.clone(), self.missing.get(name)?.clone()))).collect();
-        Error::Elsewhere { path: self.store.path().to_path_buf(), files }
+        Error::MissingParts { path: self.store.path().to_path_buf(), files }
     }
 
     /// A file of a chunk.
@@ -116,7 +116,7 @@ impl Chunked {
                 tensor: Some(fqn.to_string()),
                 reason: format!(
                     "its chunk {} in {:?} should be {} {:?}, the file has {} {:?}",
-                    Span(&chunk.region()),
+                    Bounds(&chunk.region()),
                     name,
                     tensor.dtype,
                     chunk.sizes,
@@ -132,7 +132,7 @@ impl Chunked {
 fn check_crc(file: &SafetensorsFile, fqn: &str, chunk: &ChunkEntry, found: u32) -> Result<()> {
     match chunk.crc32c {
         Some(expected) if expected != found => {
-            Err(Error::Checksum { path: file.path().to_path_buf(), tensor: fqn.to_string(), expected, found })
+            Err(Error::Checksum { path: file.path().to_path_buf(), tensor: Some(fqn.to_string()), expected, found })
         }
         _ => Ok(()),
     }

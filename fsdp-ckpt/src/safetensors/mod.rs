@@ -13,7 +13,7 @@ use serde::ser::{Serialize, SerializeMap, Serializer};
 use crate::checksum::Checksum;
 use crate::error::did_you_mean;
 use crate::region::{check_request, checked_bytes, runs};
-use crate::store::{CACHED, ReadAt, Store, open_file, read_runs, room};
+use crate::store::{CACHE_BLOCK, ReadAt, Store, allocate, open_file, read_runs};
 use crate::{Error, Result};
 
 pub(crate) mod chunked;
@@ -79,7 +79,7 @@ impl SafetensorsFile {
         if length > bytes - 8 || length > MAX_HEADER {
             return Err(bad(format!("its header claims {length} bytes, the file has {bytes}")));
         }
-        let mut header = room(file.path(), length)?;
+        let mut header = allocate(file.path(), length)?;
         file.read_exact_at(&mut header, 8)?;
         if let Some(expected) = expected {
             let mut checksum = Checksum::new();
@@ -87,7 +87,7 @@ impl SafetensorsFile {
             checksum.update(&header);
             let found = checksum.value();
             if found != expected {
-                return Err(Error::Header { path: file.path().to_path_buf(), expected, found });
+                return Err(Error::Checksum { path: file.path().to_path_buf(), tensor: None, expected, found });
             }
         }
         // This checks that tensors lie one after another, that none overlap, and that each has the bytes its dtype and
@@ -142,7 +142,7 @@ impl SafetensorsFile {
     /// A tensor's dtype and shape.
     ///
     /// # Errors
-    /// [`Error::MissingTensor`]; [`Error::DType`] for one that [`DType`] has not.
+    /// [`Error::MissingTensor`]; [`Error::UnsupportedDTypes`] for one that [`DType`] has not.
     pub fn info(&self, name: &str) -> Result<TensorInfo> {
         let (stored, dtype) = self.find(name)?;
         Ok(TensorInfo { dtype, shape: stored.shape.clone(), file: self.path().to_path_buf() })
@@ -151,7 +151,7 @@ impl SafetensorsFile {
     /// Reads a box of a tensor into `into`, row-major. Only the bytes of the box are read.
     ///
     /// # Errors
-    /// As [`SafetensorsFile::info`]; [`Error::Request`] when the tensor has no such box or `into` not its size in
+    /// As [`SafetensorsFile::info`]; [`Error::InvalidRead`] when the tensor has no such box or `into` not its size in
     /// bytes; [`Error::Io`].
     pub fn read(&self, name: &str, region: &Region, into: &mut [u8]) -> Result<()> {
         let (stored, dtype) = self.find(name)?;
@@ -181,7 +181,7 @@ impl SafetensorsFile {
     pub(crate) fn scan(&self, name: &str, seen: &mut dyn FnMut(&[u8])) -> Result<()> {
         let (stored, dtype) = self.find(name)?;
         let bytes = stored.shape.iter().product::<usize>() * dtype.size();
-        let most = self.file.grain().block;
+        let most = self.file.read_sizes().block;
         let mut block = vec![0; bytes.min(most)];
         let mut at = 0;
         while at < bytes {
@@ -201,7 +201,10 @@ impl SafetensorsFile {
         let text = stored.dtype.to_string();
         match DType::ALL.into_iter().find(|dtype| dtype.name() == text) {
             Some(dtype) => Ok((stored, dtype)),
-            None => Err(Error::DType { path: self.path().to_path_buf(), tensor: name.to_string(), dtype: text }),
+            None => {
+                let (path, tensors) = (self.path().to_path_buf(), [(name.to_string(), text)].into());
+                Err(Error::UnsupportedDTypes { path, tensors })
+            }
         }
     }
 }
@@ -243,7 +246,7 @@ pub(crate) fn write_file(
             if written > expected {
                 return Ok(());
             }
-            for piece in bytes.chunks(CACHED) {
+            for piece in bytes.chunks(CACHE_BLOCK) {
                 checksum.update(piece);
                 file.append(piece)?;
             }
@@ -252,7 +255,7 @@ pub(crate) fn write_file(
         checksums[index] = checksum.value();
         if written != expected {
             let reason = format!("it gave {written} bytes, {expected} are expected");
-            return Err(Error::Unreadable { tensor: entries[index].name.clone(), reason });
+            return Err(Error::ShardMemory { tensor: entries[index].name.clone(), reason });
         }
     }
     file.finish()?;
@@ -261,7 +264,7 @@ pub(crate) fn write_file(
 
 /// Passes the bytes of `data`, which must be `expected` many, on in one piece.
 pub(crate) fn read_bytes(name: &str, data: &dyn Readable, expected: usize, sink: &mut Sink<'_>) -> Result<()> {
-    let fail = |reason| Err(Error::Unreadable { tensor: name.to_string(), reason });
+    let fail = |reason| Err(Error::ShardMemory { tensor: name.to_string(), reason });
     let mut outcome = None;
     let read = data.read(&mut |bytes| {
         outcome = Some(if bytes.len() == expected {

@@ -117,15 +117,15 @@ impl Store for LocalDir {
     }
 
     fn create(&self, name: &str, bytes: u64) -> Result<Box<dyn Append>> {
-        Ok(Box::new(WrittenBack::create(&self.path.join(name), bytes)?))
+        Ok(Box::new(LocalWriter::create(&self.path.join(name), bytes)?))
     }
 }
 
 /// Bytes that are sent to disk together.
-const TURN: u64 = 8 << 20;
+const WRITEBACK_BYTES: u64 = 8 << 20;
 
 /// A file that grows at its end.
-pub(super) struct WrittenBack {
+pub(super) struct LocalWriter {
     path: PathBuf,
     file: File,
     /// Where the next bytes go.
@@ -134,21 +134,21 @@ pub(super) struct WrittenBack {
     sent: u64,
 }
 
-impl WrittenBack {
+impl LocalWriter {
     /// Creates a file, which must not exist, that will have `bytes` bytes, and takes the room for them.
     pub(super) fn create(path: &Path, bytes: u64) -> Result<Self> {
         let file = File::create_new(path).map_err(io_error("create", path))?;
-        make_room(&file, bytes).map_err(io_error("make room for", path))?;
-        Ok(WrittenBack { path: path.to_path_buf(), file, at: 0, sent: 0 })
+        preallocate(&file, bytes).map_err(io_error("make room for", path))?;
+        Ok(LocalWriter { path: path.to_path_buf(), file, at: 0, sent: 0 })
     }
 }
 
-impl Append for WrittenBack {
+impl Append for LocalWriter {
     fn append(&mut self, bytes: &[u8]) -> Result<()> {
-        for piece in bytes.chunks(TURN as usize) {
+        for piece in bytes.chunks(WRITEBACK_BYTES as usize) {
             self.file.write_all_at(piece, self.at).map_err(io_error("write", &self.path))?;
             self.at += piece.len() as u64;
-            if self.at - self.sent >= TURN {
+            if self.at - self.sent >= WRITEBACK_BYTES {
                 send(&self.file, self.sent, self.at - self.sent);
                 self.sent = self.at;
             }
@@ -162,7 +162,7 @@ impl Append for WrittenBack {
 }
 
 /// A file system that can't allocate ahead has the size all the same.
-fn make_room(file: &File, bytes: u64) -> io::Result<()> {
+fn preallocate(file: &File, bytes: u64) -> io::Result<()> {
     if bytes == 0 {
         return Ok(());
     }
@@ -188,17 +188,18 @@ mod tests {
     #[test]
     fn what_is_appended_is_what_is_in_the_file() {
         let root = tempfile::tempdir().unwrap();
-        for (i, bytes) in [0, 1, TURN as usize + 1, 3 * TURN as usize + 7].into_iter().enumerate() {
-            for piece in [1_000_003, 2 * TURN as usize + 5] {
+        for (i, bytes) in [0, 1, WRITEBACK_BYTES as usize + 1, 3 * WRITEBACK_BYTES as usize + 7].into_iter().enumerate()
+        {
+            for piece in [1_000_003, 2 * WRITEBACK_BYTES as usize + 5] {
                 let data: Vec<u8> = (0..bytes).map(|i| ((i * 31) >> 3) as u8).collect();
                 let path = root.path().join(format!("{i}-{piece}"));
-                let mut file = WrittenBack::create(&path, bytes as u64).unwrap();
+                let mut file = LocalWriter::create(&path, bytes as u64).unwrap();
                 for piece in data.chunks(piece) {
                     file.append(piece).unwrap();
                 }
                 Box::new(file).finish().unwrap();
                 assert!(std::fs::read(&path).unwrap() == data, "{bytes} bytes");
-                let error = WrittenBack::create(&path, 1).err().unwrap();
+                let error = LocalWriter::create(&path, 1).err().unwrap();
                 let crate::Error::Io { source, .. } = error else { panic!("{error}") };
                 assert_eq!(source.kind(), io::ErrorKind::AlreadyExists);
             }

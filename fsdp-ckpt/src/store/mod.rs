@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::error::io_error;
-use crate::region::Run;
+use crate::region::CopyRun;
 use crate::{Error, Result};
 
 mod local;
@@ -16,16 +16,16 @@ mod staging;
 #[cfg(test)]
 pub(crate) use local::LocalFile;
 use staging::LocalPath;
-pub(crate) use staging::{Hidden, rename_to_new, sweep, sync_dir};
+pub(crate) use staging::{TempEntry, remove_stale, rename_noreplace, sync_dir};
 
 /// Where a path leads, in the store that it is in.
 fn location(path: &Path) -> Result<Box<dyn Location + '_>> {
-    match Place::of(path)? {
-        Place::Local(path) => Ok(Box::new(LocalPath(path))),
+    match PathKind::of(path)? {
+        PathKind::Local(path) => Ok(Box::new(LocalPath(path))),
         #[cfg(feature = "object-store")]
-        Place::Object(url) => Ok(Box::new(object::ObjectPath(url))),
+        PathKind::Object(url) => Ok(Box::new(object::ObjectPath(url))),
         #[cfg(not(feature = "object-store"))]
-        Place::Object(url) => Err(Error::Argument(format!(
+        PathKind::Object(url) => Err(Error::Argument(format!(
             "{url} is in an object store; this program was built without them: \
              build it with `--features object-store` of fsdp-ckpt"
         ))),
@@ -33,18 +33,18 @@ fn location(path: &Path) -> Result<Box<dyn Location + '_>> {
 }
 
 /// The path of this host that `path` is, `None` for one of an object store.
-pub(crate) fn on_this_host(path: &Path) -> Result<Option<&Path>> {
-    match Place::of(path)? {
-        Place::Local(path) => Ok(Some(path)),
-        Place::Object(_) => Ok(None),
+pub(crate) fn as_local(path: &Path) -> Result<Option<&Path>> {
+    match PathKind::of(path)? {
+        PathKind::Local(path) => Ok(Some(path)),
+        PathKind::Object(_) => Ok(None),
     }
 }
 
 /// The path of this host that `path` is; an object store's is refused, as `purpose` needs files.
-pub(crate) fn local_path<'a>(path: &'a Path, purpose: &str) -> Result<&'a Path> {
-    match Place::of(path)? {
-        Place::Local(path) => Ok(path),
-        Place::Object(url) => Err(Error::Argument(format!("{purpose} needs a directory of this host, not {url}"))),
+pub(crate) fn require_local<'a>(path: &'a Path, purpose: &str) -> Result<&'a Path> {
+    match PathKind::of(path)? {
+        PathKind::Local(path) => Ok(path),
+        PathKind::Object(url) => Err(Error::Argument(format!("{purpose} needs a directory of this host, not {url}"))),
     }
 }
 
@@ -70,13 +70,13 @@ pub(crate) fn stage(target: &Path) -> Result<Box<dyn Staging>> {
 }
 
 /// What another rank has begun for `target`, by its name.
-pub(crate) fn staged(target: &Path, name: &str) -> Result<Arc<dyn Store>> {
-    location(target)?.staged(name)
+pub(crate) fn open_staging(target: &Path, name: &str) -> Result<Arc<dyn Store>> {
+    location(target)?.open_staging(name)
 }
 
 /// Gives a directory a new name, that nothing has, in the same parent directory.
-pub(crate) fn move_dir(from: &Path, to: &Path) -> Result<Moved> {
-    let (old, new) = (Place::of(from)?, Place::of(to)?);
+pub(crate) fn move_dir(from: &Path, to: &Path) -> Result<MoveOutcome> {
+    let (old, new) = (PathKind::of(from)?, PathKind::of(to)?);
     if std::mem::discriminant(&old) != std::mem::discriminant(&new) {
         return Err(Error::Argument(format!("{} and {} are in different stores", from.display(), to.display())));
     }
@@ -85,8 +85,8 @@ pub(crate) fn move_dir(from: &Path, to: &Path) -> Result<Moved> {
 
 /// Removes a checkpoint's directory, so that at no time it seems to be one that is not whole. `false` when another
 /// process is at it.
-pub(crate) fn discard(dir: &Path) -> Result<bool> {
-    location(dir)?.discard()
+pub(crate) fn remove_dir(dir: &Path) -> Result<bool> {
+    location(dir)?.remove_dir()
 }
 
 /// A file that several threads may read at once, at any place.
@@ -98,8 +98,8 @@ pub(crate) trait ReadAt: Debug + Send + Sync {
     fn bytes(&self) -> u64;
 
     /// How it is best read.
-    fn grain(&self) -> Grain {
-        Grain::LOCAL
+    fn read_sizes(&self) -> ReadSizes {
+        ReadSizes::LOCAL
     }
 
     /// Reads as many bytes as `into` has, from `at` on.
@@ -108,7 +108,7 @@ pub(crate) trait ReadAt: Debug + Send + Sync {
 
 /// How much of a file to read at once.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Grain {
+pub(crate) struct ReadSizes {
     /// Bytes between two wanted ranges that are cheaper to read and drop than to read around.
     pub(crate) gap: usize,
     /// How many bytes of scattered ranges are read at once.
@@ -117,9 +117,9 @@ pub(crate) struct Grain {
     pub(crate) piece: usize,
 }
 
-impl Grain {
+impl ReadSizes {
     /// A disk gives whole pages anyway; a piece stays in a core's cache until it has been summed as well.
-    const LOCAL: Grain = Grain { gap: 4096, block: 1 << 20, piece: 256 << 10 };
+    const LOCAL: ReadSizes = ReadSizes { gap: 4096, block: 1 << 20, piece: 256 << 10 };
 }
 
 /// A new file that grows at its end. Dropped before [`Append::finish`], it is unfinished, or not there.
@@ -172,14 +172,14 @@ pub(crate) trait Store: Debug + Send + Sync {
         if bytes > most {
             return Err(Error::TooLarge { path: self.path().join(name), bytes, most });
         }
-        let mut contents = room(file.path(), bytes)?;
+        let mut contents = allocate(file.path(), bytes)?;
         file.read_exact_at(&mut contents, 0)?;
         Ok(Some(contents))
     }
 }
 
 /// Memory for what a file has, which may claim more than there is memory.
-pub(crate) fn room(path: &Path, bytes: u64) -> Result<Vec<u8>> {
+pub(crate) fn allocate(path: &Path, bytes: u64) -> Result<Vec<u8>> {
     let mut contents = Vec::new();
     let reserved = usize::try_from(bytes).is_ok_and(|bytes| contents.try_reserve_exact(bytes).is_ok());
     if !reserved {
@@ -203,12 +203,12 @@ pub(crate) trait Staging: Send {
 }
 
 /// What came of [`move_dir`](crate::store::move_dir).
-pub(crate) enum Moved {
-    Done,
+pub(crate) enum MoveOutcome {
+    Moved,
     /// There is something under the new name.
-    Taken,
+    TargetExists,
     /// There is nothing under the old one.
-    Gone,
+    SourceMissing,
 }
 
 /// Where a path leads in one kind of store. Each kind has one type that does this.
@@ -226,38 +226,38 @@ pub(crate) trait Location {
     fn stage(&self) -> Result<Box<dyn Staging>>;
 
     /// What another rank has begun to appear there, by its name.
-    fn staged(&self, name: &str) -> Result<Arc<dyn Store>>;
+    fn open_staging(&self, name: &str) -> Result<Arc<dyn Store>>;
 
     /// Gives the directory there a new name, that nothing has, in the same parent directory of the same store.
-    fn move_to(&self, to: &Path) -> Result<Moved>;
+    fn move_to(&self, to: &Path) -> Result<MoveOutcome>;
 
     /// Removes the directory there. `false` when another process is at it.
-    fn discard(&self) -> Result<bool>;
+    fn remove_dir(&self) -> Result<bool>;
 }
 
 /// Where a path leads.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Place<'a> {
+pub(crate) enum PathKind<'a> {
     Local(&'a Path),
     Object(&'a str),
 }
 
-impl<'a> Place<'a> {
+impl<'a> PathKind<'a> {
     /// What a path says of itself. Nothing is looked up.
     pub(crate) fn of(path: &'a Path) -> Result<Self> {
         let Some((scheme, rest)) = path.to_str().and_then(|text| text.split_once("://")) else {
-            return Ok(Place::Local(path));
+            return Ok(PathKind::Local(path));
         };
         let url = path.display();
         match scheme {
-            "file" if rest.starts_with('/') => Ok(Place::Local(Path::new(rest))),
+            "file" if rest.starts_with('/') => Ok(PathKind::Local(Path::new(rest))),
             "file" => Err(Error::Argument(format!("{url} is not on this host; the form is file:///path"))),
             "s3" | "s3a" | "gs" | "az" | "adl" | "azure" | "abfs" | "abfss" => {
-                path.to_str().map(Place::Object).ok_or_else(|| Error::Argument(format!("{url} is not text")))
+                path.to_str().map(PathKind::Object).ok_or_else(|| Error::Argument(format!("{url} is not text")))
             }
             // A directory's name may hold any text.
             _ if scheme.is_empty() || !scheme.bytes().all(|b| b.is_ascii_alphanumeric() || b"+-.".contains(&b)) => {
-                Ok(Place::Local(path))
+                Ok(PathKind::Local(path))
             }
             _ => Err(Error::Argument(format!(
                 "{url} is of no known kind; use a directory, or a URL that begins with s3://, gs://, az:// or file://"
@@ -268,8 +268,8 @@ impl<'a> Place<'a> {
     /// The path in its store.
     pub(crate) fn path(self) -> &'a Path {
         match self {
-            Place::Local(path) => path,
-            Place::Object(url) => Path::new(url),
+            PathKind::Local(path) => path,
+            PathKind::Object(url) => Path::new(url),
         }
     }
 }
@@ -293,7 +293,7 @@ pub(crate) fn split(target: &Path) -> Result<(PathBuf, String)> {
 /// How many bytes are read at once where all are wanted.
 pub(crate) const BLOCK: usize = 1 << 20;
 /// How many bytes are written at once where they are summed as well: what stays in a core's cache between the two.
-pub(crate) const CACHED: usize = 256 << 10;
+pub(crate) const CACHE_BLOCK: usize = 256 << 10;
 /// More runs than this are not kept for one go.
 const MOST: usize = 1 << 16;
 
@@ -303,13 +303,13 @@ const MOST: usize = 1 << 16;
 pub(crate) fn read_runs(
     file: &dyn ReadAt,
     start: u64,
-    runs: impl Iterator<Item = Run>,
+    runs: impl Iterator<Item = CopyRun>,
     into: &mut [u8],
     seen: &mut dyn FnMut(&[u8]),
 ) -> Result<()> {
-    let Grain { gap, block, .. } = file.grain();
+    let ReadSizes { gap, block, .. } = file.read_sizes();
     let mut staging = Vec::new();
-    let mut batch: Vec<Run> = Vec::new();
+    let mut batch: Vec<CopyRun> = Vec::new();
     let mut end = 0;
     for run in runs {
         if let Some(first) = batch.first()
@@ -330,7 +330,7 @@ pub(crate) fn read_runs(
 fn read_batch(
     file: &dyn ReadAt,
     start: u64,
-    batch: &[Run],
+    batch: &[CopyRun],
     end: usize,
     staging: &mut Vec<u8>,
     into: &mut [u8],
@@ -341,7 +341,7 @@ fn read_batch(
         [run] => {
             // A single run may be of any length; it goes straight to its place.
             let mut at = start + run.src as u64;
-            for block in into[run.dst..run.dst + run.len].chunks_mut(file.grain().piece) {
+            for block in into[run.dst..run.dst + run.len].chunks_mut(file.read_sizes().piece) {
                 file.read_exact_at(block, at)?;
                 seen(block);
                 at += block.len() as u64;
@@ -367,14 +367,16 @@ mod tests {
 
     #[test]
     fn what_needs_files_says_so() {
-        assert!(local_path(Path::new("s3://b/r"), "this").is_err_and(|error| error.to_string().contains("this needs")));
+        assert!(
+            require_local(Path::new("s3://b/r"), "this").is_err_and(|error| error.to_string().contains("this needs"))
+        );
     }
 
     #[cfg(not(feature = "object-store"))]
     #[test]
     fn without_the_feature_its_name_is_told() {
         let path = Path::new("s3://bucket/step-1");
-        let errors = [store(path).err(), is_file(path).err(), stage(path).err(), staged(path, "x").err()];
+        let errors = [store(path).err(), is_file(path).err(), stage(path).err(), open_staging(path, "x").err()];
         for error in errors {
             assert!(error.is_some_and(|error| error.to_string().contains("--features object-store")));
         }
@@ -382,9 +384,9 @@ mod tests {
 
     #[test]
     fn a_path_says_where_it_leads() {
-        let local = |path: &str| match Place::of(Path::new(path)) {
-            Ok(Place::Local(local)) => local.to_str().map(str::to_string),
-            Ok(Place::Object(_)) | Err(_) => None,
+        let local = |path: &str| match PathKind::of(Path::new(path)) {
+            Ok(PathKind::Local(local)) => local.to_str().map(str::to_string),
+            Ok(PathKind::Object(_)) | Err(_) => None,
         };
         for path in ["runs/step-1", "/runs", "a b://c", "://"] {
             assert_eq!(local(path).as_deref(), Some(path));
@@ -392,12 +394,12 @@ mod tests {
         assert_eq!(local("file:///runs/step 1").as_deref(), Some("/runs/step 1"));
         for url in ["s3://bucket/run", "s3a://b/r", "gs://b/r", "az://c/r", "abfss://c@account.dfs.core.windows.net/r"]
         {
-            assert!(matches!(Place::of(Path::new(url)), Ok(Place::Object(same)) if same == url));
+            assert!(matches!(PathKind::of(Path::new(url)), Ok(PathKind::Object(same)) if same == url));
         }
         for (url, part) in
             [("ftp://host/run", "s3://"), ("https://host/run", "s3://"), ("file://host/run", "file:///path")]
         {
-            assert!(matches!(Place::of(Path::new(url)), Err(error) if error.to_string().contains(part)), "{url}");
+            assert!(matches!(PathKind::of(Path::new(url)), Err(error) if error.to_string().contains(part)), "{url}");
         }
     }
 }

@@ -10,7 +10,7 @@ const LARGE: u64 = 0xffff_ffff;
 const LOCAL: usize = 30;
 
 /// An archive with a pickle and at most one storage.
-pub(super) struct Item {
+pub(super) struct ArchiveLayout {
     /// Everything before the storage's bytes, or everything before the directory.
     pub(super) head: Vec<u8>,
     /// The storage's bytes, if there is one.
@@ -27,9 +27,9 @@ struct Entry {
     flags: u16,
 }
 
-impl Item {
+impl ArchiveLayout {
     pub(super) fn new(pickle: &[u8], data: Option<u64>) -> Self {
-        let mut item = Item { head: Vec::new(), data: None, directory: Vec::new() };
+        let mut item = ArchiveLayout { head: Vec::new(), data: None, directory: Vec::new() };
         item.small("data.pkl", pickle);
         item.small("byteorder", b"little");
         item.small("version", b"3\n");
@@ -65,7 +65,7 @@ impl Item {
             let crc = if entry.flags & 8 != 0 { crc } else { entry.crc };
             out.extend(*b"PK\x01\x02");
             out.extend([version(entry.bytes), version(entry.bytes), entry.flags].map(u16::to_le_bytes).as_flattened());
-            // Stored, and no time.
+            // StoredTensor, and no time.
             out.extend([0; 6]);
             out.extend(crc.to_le_bytes());
             let size = entry.bytes.min(LARGE) as u32;
@@ -191,7 +191,7 @@ mod tests {
     #[test]
     fn what_is_laid_out_is_found_again_at_any_size() {
         for bytes in [0, 1, 4096, LARGE - 1, LARGE, LARGE + 1, 1 << 40] {
-            let item = Item::new(b"\x80\x02N.", Some(bytes));
+            let item = ArchiveLayout::new(b"\x80\x02N.", Some(bytes));
             assert_eq!(item.head.len() % ALIGN, 0);
             let (total, start) = (item.bytes(), item.head.len() as u64);
             let tail = item.tail(0x1234_5678);

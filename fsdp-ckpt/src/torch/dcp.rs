@@ -8,15 +8,15 @@ use fsdp_core::layout::Region;
 use serde_json::{Map, Value};
 
 use crate::error::io_error;
-use crate::escape::shown;
-use crate::region::{Span, check_request};
+use crate::escape::escape;
+use crate::region::{Bounds, check_request};
 use crate::source::{ChunkEntry, FileEntry, TensorEntry};
 use crate::store::{ReadAt, Store, store};
 use crate::torch::archive::{Archive, MAX_PICKLE};
-use crate::torch::dcp_metadata::{Place, ValueItem};
+use crate::torch::dcp_metadata::{ByteRange, ValueItem};
 use crate::torch::file::{read_checked, verify};
 use crate::torch::pickle::{Flaw, Pickle};
-use crate::torch::tensor::{Stored, sole};
+use crate::torch::tensor::{StoredTensor, read_single_tensor};
 use crate::torch::{dcp_metadata, flatten, not_torch};
 use crate::{Checksums, Error, Format, Result, TensorSource};
 
@@ -46,16 +46,16 @@ pub struct TorchDcp {
 /// A chunk in its file.
 #[derive(Debug)]
 struct Chunk {
-    place: Place,
+    place: ByteRange,
     /// Where its elements are, once that has been looked up.
-    stored: OnceLock<Stored>,
+    stored: OnceLock<StoredTensor>,
 }
 
 impl TorchDcp {
     /// Opens the checkpoint in the directory `dir`, and reads its values.
     ///
     /// # Errors
-    /// [`Error::NotFound`] without a `.metadata` or when a file that it names is missing; [`Error::NotTorch`] when it
+    /// [`Error::NotFound`] without a `.metadata` or when a file that it names is missing; [`Error::Malformed`] when it
     /// can't be read, contradicts itself, has names that metadata does not need, or a file is truncated;
     /// [`Error::TooLarge`]; [`Error::Io`], also for a link that leads out of `dir`.
     pub fn open(dir: &Path) -> Result<Self> {
@@ -102,9 +102,9 @@ impl TorchDcp {
                 Err(what) => {
                     tracing::warn!(
                         "{}: \"{}\" is {}, which is left out",
-                        shown(dir.display()),
-                        shown(&fqn),
-                        shown(&what)
+                        escape(dir.display()),
+                        escape(&fqn),
+                        escape(&what)
                     );
                     checkpoint.unreadable.insert(fqn, what);
                 }
@@ -137,7 +137,7 @@ impl TorchDcp {
     }
 
     /// The file of a chunk, and where in it the elements are.
-    fn chunk<'a>(&'a self, fqn: &str, at: usize) -> Result<(Arc<dyn ReadAt>, &'a Stored)> {
+    fn chunk<'a>(&'a self, fqn: &str, at: usize) -> Result<(Arc<dyn ReadAt>, &'a StoredTensor)> {
         let (tensor, chunk) = (&self.tensors[fqn], &self.places[fqn][at]);
         let entry = &tensor.chunks[at];
         let file = self.file(&entry.file)?;
@@ -145,11 +145,11 @@ impl TorchDcp {
             return Ok((file, stored));
         }
         let mut archive = Archive::open(&*file, Some(fqn), chunk.place.offset, chunk.place.bytes)?;
-        let stored = sole(file.path(), fqn, &mut archive, tensor.dtype, file.bytes())?;
+        let stored = read_single_tensor(file.path(), fqn, &mut archive, tensor.dtype, file.bytes())?;
         if stored.shape != entry.sizes {
             let reason = format!(
                 "{METADATA} says that its chunk {} is there, it is of shape {:?}",
-                Span(&entry.region()),
+                Bounds(&entry.region()),
                 stored.shape
             );
             return Err(not_torch(file.path(), Some(fqn), reason));
@@ -170,7 +170,7 @@ fn check_stays(store: &dyn Store, name: &str) -> Result<()> {
     }
     let reason = format!(
         "it is a symbolic link that leads out of the checkpoint, to {}; put a copy in its place",
-        shown(target.display())
+        escape(target.display())
     );
     Err(io_error("open", &store.path().join(name))(std::io::Error::other(reason)))
 }
@@ -224,7 +224,7 @@ impl TensorSource for TorchDcp {
         let chunks = self.tensor(fqn)?.chunks.len();
         if chunk >= chunks {
             let reason = format!("it has {chunks} chunks, none at {chunk}");
-            return Err(Error::Request { tensor: fqn.to_string(), reason });
+            return Err(Error::InvalidRead { tensor: fqn.to_string(), reason });
         }
         let (file, stored) = self.chunk(fqn, chunk)?;
         verify(&*file, fqn, stored.storage, seen)

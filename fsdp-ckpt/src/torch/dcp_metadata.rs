@@ -4,17 +4,17 @@ use std::collections::BTreeMap;
 
 use fsdp_core::DType;
 
-use crate::region::{Span, checked_bytes};
+use crate::region::{Bounds, checked_bytes};
 use crate::source::{ChunkEntry, TensorEntry, is_plain_file_name};
 use crate::torch::pickle::{Pickle, Value};
-use crate::torch::tensor::{dtype_name, our_dtype};
+use crate::torch::tensor::{dtype_name, from_torch_dtype};
 
 /// Longer than any file's name.
 const MAX_NAME: usize = 255;
 
 /// Where an item lies in its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct ByteRange {
     pub(super) offset: u64,
     pub(super) bytes: u64,
 }
@@ -23,13 +23,13 @@ pub(super) struct Place {
 #[derive(Debug)]
 pub(super) struct ValueItem {
     pub(super) file: String,
-    pub(super) place: Place,
+    pub(super) place: ByteRange,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Metadata {
     /// Each tensor, and where its chunks are.
-    pub(super) tensors: BTreeMap<String, (TensorEntry, Vec<Place>)>,
+    pub(super) tensors: BTreeMap<String, (TensorEntry, Vec<ByteRange>)>,
     /// Tensors of other dtypes, with PyTorch's names of these.
     pub(super) unreadable: BTreeMap<String, String>,
     pub(super) values: BTreeMap<String, ValueItem>,
@@ -52,7 +52,7 @@ struct Item<'a> {
     /// Where in its tensor its chunk starts; `None` for what is no tensor.
     offsets: Option<Vec<usize>>,
     file: &'a str,
-    place: Place,
+    place: ByteRange,
 }
 
 /// Reads the metadata. Chunks are checked to make whole tensors.
@@ -129,7 +129,7 @@ fn storage<'a>(pickle: &Pickle<'a>, pairs: &[(Value, Value)]) -> Result<BTreeMap
             let shown: String = file.chars().take(MAX_NAME).collect();
             return Err(bad(fqn, format!("it is in {shown:?}, which is not a plain file name")));
         }
-        let place = Place { offset: offset as u64, bytes: bytes as u64 };
+        let place = ByteRange { offset: offset as u64, bytes: bytes as u64 };
         items.entry(fqn).or_default().push(Item { offsets, file, place });
     }
     Ok(items)
@@ -137,7 +137,7 @@ fn storage<'a>(pickle: &Pickle<'a>, pairs: &[(Value, Value)]) -> Result<BTreeMap
 
 /// The files, and where in each the last item ends. Items have nothing in common.
 fn files(items: &BTreeMap<&str, Vec<Item<'_>>>) -> Result<BTreeMap<String, u64>, Bad> {
-    let mut sorted: Vec<(&str, Place, &str)> =
+    let mut sorted: Vec<(&str, ByteRange, &str)> =
         items.iter().flat_map(|(fqn, items)| items.iter().map(|item| (item.file, item.place, *fqn))).collect();
     sorted.sort_unstable_by_key(|(file, place, _)| (*file, place.offset, place.bytes));
     let mut files = BTreeMap::<String, u64>::new();
@@ -166,7 +166,7 @@ fn tensor(
     about: Value,
     items: Vec<Item<'_>>,
     left: &mut usize,
-) -> Result<Result<(TensorEntry, Vec<Place>), &'static str>, Bad> {
+) -> Result<Result<(TensorEntry, Vec<ByteRange>), &'static str>, Bad> {
     let properties = pickle.field(about, "properties");
     let state = properties.and_then(|properties| pickle.object(properties)).map(|(_, _, state)| state);
     let dtype = match state.and_then(|state| pickle.items(state)) {
@@ -175,7 +175,7 @@ fn tensor(
     };
     let dtype = dtype.and_then(|dtype| pickle.global(dtype)).and_then(dtype_name);
     let dtype = dtype.ok_or_else(|| bad(fqn, "it has no dtype"))?;
-    let Some(dtype) = our_dtype(dtype) else { return Ok(Err(dtype)) };
+    let Some(dtype) = from_torch_dtype(dtype) else { return Ok(Err(dtype)) };
     let shape = pickle.field(about, "size").and_then(|size| pickle.sizes(size));
     let chunks = pickle.field(about, "chunks").and_then(|chunks| pickle.items(chunks));
     let (Some(shape), Some(chunks)) = (shape, chunks) else { return Err(bad(fqn, "it has no shape and chunks")) };
@@ -209,7 +209,7 @@ fn tensor(
         };
         let region = chunk.region();
         let Some((_, place)) = stored else {
-            return Err(bad(fqn, format!("its chunk {} is in no file, or there twice", Span(&region))));
+            return Err(bad(fqn, format!("its chunk {} is in no file, or there twice", Bounds(&region))));
         };
         check_size(&chunk, dtype, place).map_err(|reason| bad(fqn, reason))?;
         entry.chunks.push(chunk);
@@ -220,12 +220,12 @@ fn tensor(
 }
 
 /// A chunk is stored as it is, with something around it: what is larger than its place is not there.
-fn check_size(chunk: &ChunkEntry, dtype: DType, place: Place) -> Result<(), String> {
+fn check_size(chunk: &ChunkEntry, dtype: DType, place: ByteRange) -> Result<(), String> {
     match checked_bytes(&chunk.sizes, dtype.size()) {
         Some(bytes) if bytes as u64 <= place.bytes => Ok(()),
         _ => Err(format!(
             "its chunk {} as {dtype} can't be in the {} bytes that it has in {:?}",
-            Span(&chunk.region()),
+            Bounds(&chunk.region()),
             place.bytes,
             chunk.file
         )),

@@ -7,11 +7,11 @@ use fsdp_core::DType;
 use fsdp_core::layout::{Region, chunk_range};
 use serde_json::{Map, Value};
 
-use crate::source::{Written, stream};
-use crate::store::{Store, stage, staged};
-use crate::torch::archive_layout::Item;
+use crate::source::{WriteSummary, stream};
+use crate::store::{Store, open_staging, stage};
+use crate::torch::archive_layout::ArchiveLayout;
 use crate::torch::dcp::METADATA;
-use crate::torch::dcp_metadata::Place;
+use crate::torch::dcp_metadata::ByteRange;
 use crate::torch::pickler::Pickler;
 use crate::torch::tensor::{storage_class, torch_dtype};
 use crate::{Error, Result, TensorEntry, TensorSource};
@@ -27,7 +27,7 @@ use crate::{Error, Result, TensorEntry, TensorSource};
 /// Memory stays small, however large the tensors are. The directory appears as a whole, or not at all.
 ///
 /// # Errors
-/// [`crate::Error::Exists`] when `dst` is there already; [`crate::Error::Argument`] for a world size that can't be, or
+/// [`crate::Error::AlreadyExists`] when `dst` is there already; [`crate::Error::Argument`] for a world size that can't be, or
 /// a name that is a tensor's and a value's; those of reading `source`; [`crate::Error::Io`].
 ///
 /// ```
@@ -48,11 +48,11 @@ use crate::{Error, Result, TensorEntry, TensorSource};
 /// assert_eq!(TorchDcp::open(&dst)?.tensor("lm_head.weight")?.chunks.len(), 2);
 /// # Ok::<_, Box<dyn std::error::Error>>(())
 /// ```
-pub fn write_dcp(dst: &Path, source: &dyn TensorSource, options: &DcpOptions) -> Result<Written> {
+pub fn write_dcp(dst: &Path, source: &dyn TensorSource, options: &DcpOptions) -> Result<WriteSummary> {
     let plan = Plan::new(source, options)?;
     let staging = stage(dst)?;
-    let store = staged(dst, &staging.name())?;
-    let mut written = Written { path: dst.to_path_buf(), tensors: source.tensors().len(), files: 0, bytes: 0 };
+    let store = open_staging(dst, &staging.name())?;
+    let mut written = WriteSummary { path: dst.to_path_buf(), tensors: source.tensors().len(), files: 0, bytes: 0 };
     for (rank, items) in plan.files.iter().enumerate().filter(|(_, items)| !items.is_empty()) {
         written.bytes += write_file(&*store, &file_name(rank), items, source)?;
         written.files += 1;
@@ -62,7 +62,7 @@ pub fn write_dcp(dst: &Path, source: &dyn TensorSource, options: &DcpOptions) ->
 }
 
 /// Writes a file and returns the bytes of tensors in it.
-fn write_file(store: &dyn Store, name: &str, items: &[Planned], source: &dyn TensorSource) -> Result<u64> {
+fn write_file(store: &dyn Store, name: &str, items: &[PlannedItem], source: &dyn TensorSource) -> Result<u64> {
     let size = items.last().map_or(0, |last| last.place.offset + last.place.bytes);
     let mut file = store.create(name, size)?;
     let mut written = 0;
@@ -122,17 +122,17 @@ const ADAMW: [(&str, Value); 7] = [
 type Values = BTreeMap<String, (Vec<String>, Value)>;
 
 /// An item of a file.
-pub(super) struct Planned {
+pub(super) struct PlannedItem {
     pub(super) fqn: String,
     /// The part of the tensor; `None` for a value.
     pub(super) region: Option<Region>,
-    pub(super) place: Place,
-    pub(super) item: Item,
+    pub(super) place: ByteRange,
+    pub(super) item: ArchiveLayout,
 }
 
 /// The files by rank, each with its items in order, and the values' names.
 pub(super) struct Plan {
-    pub(super) files: Vec<Vec<Planned>>,
+    pub(super) files: Vec<Vec<PlannedItem>>,
     pub(super) values: Values,
 }
 
@@ -152,7 +152,7 @@ impl Plan {
             let mut pickler = Pickler::new();
             // Hyper-parameters such as betas are tuples; nothing else of a state dict is likely to be.
             pickler.json(value, fqn.starts_with(GROUPS));
-            plan.add(0, fqn, None, Item::new(&pickler.finish(), None));
+            plan.add(0, fqn, None, ArchiveLayout::new(&pickler.finish(), None));
         }
         plan.values = values;
         let mut next = 0;
@@ -181,16 +181,17 @@ impl Plan {
 
     fn add_tensor(&mut self, rank: usize, fqn: &str, dtype: DType, region: Region) -> Result<()> {
         let elements = region.elements();
-        let item = Item::new(&tensor_pickle(fqn, dtype, &region.sizes)?, Some((elements * dtype.size()) as u64));
+        let item =
+            ArchiveLayout::new(&tensor_pickle(fqn, dtype, &region.sizes)?, Some((elements * dtype.size()) as u64));
         self.add(rank, fqn, Some(region), item);
         Ok(())
     }
 
-    fn add(&mut self, rank: usize, fqn: &str, region: Option<Region>, item: Item) {
+    fn add(&mut self, rank: usize, fqn: &str, region: Option<Region>, item: ArchiveLayout) {
         let file = &mut self.files[rank];
         let offset = file.last().map_or(0, |last| last.place.offset + last.place.bytes);
-        let place = Place { offset, bytes: item.bytes() };
-        file.push(Planned { fqn: fqn.to_string(), region, place, item });
+        let place = ByteRange { offset, bytes: item.bytes() };
+        file.push(PlannedItem { fqn: fqn.to_string(), region, place, item });
     }
 }
 

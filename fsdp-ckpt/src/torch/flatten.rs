@@ -25,16 +25,16 @@ pub(super) fn flatten(
     value: Value,
     leaf: &mut dyn FnMut(String, Leaf) -> Result<(), String>,
 ) -> Result<(), String> {
-    let mut walk = Walk::new(pickle);
-    walk.flatten(value, "", 0, leaf)
+    let mut flattener = Flattener::new(pickle);
+    flattener.flatten(value, "", 0, leaf)
 }
 
 /// A value as JSON, or why it can't be: what it has that JSON has not.
 pub(super) fn json(pickle: &Pickle<'_>, value: Value) -> Result<Json, String> {
-    Walk::new(pickle).json(value, 0).map_err(|stop| match stop {
-        Stop::Tensor => "a value with a tensor in it".into(),
-        Stop::NotJson(what) => what,
-        Stop::TooLarge => too_large(),
+    Flattener::new(pickle).json(value, 0).map_err(|stop| match stop {
+        NotJson::Tensor => "a value with a tensor in it".into(),
+        NotJson::Value(what) => what,
+        NotJson::TooLarge => too_large(),
     })
 }
 
@@ -43,31 +43,31 @@ fn too_large() -> String {
 }
 
 /// Why a value is not JSON.
-enum Stop {
+enum NotJson {
     Tensor,
-    NotJson(String),
+    Value(String),
     TooLarge,
 }
 
-struct Walk<'p, 'a> {
+struct Flattener<'p, 'a> {
     pickle: &'p Pickle<'a>,
     /// How much may be looked at yet: parts that are shared are looked at several times, and an honest pickle shares
     /// little.
     left: usize,
 }
 
-impl<'p, 'a> Walk<'p, 'a> {
+impl<'p, 'a> Flattener<'p, 'a> {
     fn new(pickle: &'p Pickle<'a>) -> Self {
-        Walk { pickle, left: pickle.bytes().saturating_mul(64).saturating_add(1 << 12) }
+        Flattener { pickle, left: pickle.bytes().saturating_mul(64).saturating_add(1 << 12) }
     }
 
-    fn spend(&mut self, count: usize, depth: usize) -> Result<(), Stop> {
+    fn spend(&mut self, count: usize, depth: usize) -> Result<(), NotJson> {
         match self.left.checked_sub(count) {
             Some(left) if depth <= DEPTH => {
                 self.left = left;
                 Ok(())
             }
-            _ => Err(Stop::TooLarge),
+            _ => Err(NotJson::TooLarge),
         }
     }
 
@@ -99,15 +99,15 @@ impl<'p, 'a> Walk<'p, 'a> {
         }
         match self.json(value, depth) {
             Ok(json) => leaf(named(), Leaf::Plain(json)),
-            Err(Stop::TooLarge) => Err(too_large()),
-            Err(Stop::NotJson(_) | Stop::Tensor) if pickle.items(value).is_some_and(|items| !items.is_empty()) => {
+            Err(NotJson::TooLarge) => Err(too_large()),
+            Err(NotJson::Value(_) | NotJson::Tensor) if pickle.items(value).is_some_and(|items| !items.is_empty()) => {
                 for (at, item) in pickle.items(value).unwrap_or_default().iter().enumerate() {
                     self.flatten(*item, &below(&at.to_string()), depth + 1, leaf)?;
                 }
                 Ok(())
             }
-            Err(Stop::NotJson(what)) => leaf(named(), Leaf::Other(what)),
-            Err(Stop::Tensor) => leaf(named(), Leaf::Other(pickle.describe(value))),
+            Err(NotJson::Value(what)) => leaf(named(), Leaf::Other(what)),
+            Err(NotJson::Tensor) => leaf(named(), Leaf::Other(pickle.describe(value))),
         }
     }
 
@@ -120,17 +120,17 @@ impl<'p, 'a> Walk<'p, 'a> {
         }
     }
 
-    fn json(&mut self, value: Value, depth: usize) -> Result<Json, Stop> {
+    fn json(&mut self, value: Value, depth: usize) -> Result<Json, NotJson> {
         self.spend(1, depth)?;
         let pickle = self.pickle;
-        let other = || Err(Stop::NotJson(pickle.describe(value)));
+        let other = || Err(NotJson::Value(pickle.describe(value)));
         match value {
             Value::None => return Ok(Json::Null),
             Value::Bool(value) => return Ok(value.into()),
             Value::Int(number) => return Ok(number.into()),
             Value::Unsigned(number) => return Ok(number.into()),
             Value::Float(number) => return Number::from_f64(number).map(Json::Number).map_or_else(other, Ok),
-            Value::Node(_) if is_tensor(pickle, value) => return Err(Stop::Tensor),
+            Value::Node(_) if is_tensor(pickle, value) => return Err(NotJson::Tensor),
             Value::Node(_) => {}
         }
         match pickle.node(value) {
@@ -139,13 +139,13 @@ impl<'p, 'a> Walk<'p, 'a> {
                 Ok((*text).into())
             }
             Some(Node::List(items) | Node::Tuple(items)) => {
-                let items: Result<Vec<Json>, Stop> = items.iter().map(|item| self.json(*item, depth + 1)).collect();
+                let items: Result<Vec<Json>, NotJson> = items.iter().map(|item| self.json(*item, depth + 1)).collect();
                 Ok(Json::Array(items?))
             }
             Some(Node::Dict(pairs)) => {
                 let mut map = Map::new();
                 for &(key, value) in pairs {
-                    let key = self.key(key).map_err(|what| Stop::NotJson(format!("a dict with the key {what}")))?;
+                    let key = self.key(key).map_err(|what| NotJson::Value(format!("a dict with the key {what}")))?;
                     self.spend(key.len(), depth)?;
                     map.insert(key, self.json(value, depth + 1)?);
                 }
@@ -156,7 +156,7 @@ impl<'p, 'a> Walk<'p, 'a> {
                 let separator = if *class == "torch.device" { ":" } else { "/" };
                 let mut text = String::new();
                 for &arg in pickle.object(value).map(|(_, args, _)| args).unwrap_or_default() {
-                    let part = self.key(arg).map_err(|_| Stop::NotJson(pickle.describe(value)))?;
+                    let part = self.key(arg).map_err(|_| NotJson::Value(pickle.describe(value)))?;
                     self.spend(part.len(), depth)?;
                     if !text.is_empty() && !text.ends_with(separator) {
                         text.push_str(separator);

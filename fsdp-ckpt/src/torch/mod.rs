@@ -32,5 +32,5 @@ pub(crate) use file::{BIN, BIN_INDEX};
 
 /// Returns the error for a file of PyTorch, or for one item in it.
 fn not_torch(path: &Path, item: Option<&str>, reason: String) -> Error {
-    Error::NotTorch { path: path.to_path_buf(), item: item.map(str::to_string), reason }
+    Error::Malformed { path: path.to_path_buf(), item: item.map(str::to_string), reason }
 }

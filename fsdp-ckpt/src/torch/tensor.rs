@@ -6,7 +6,7 @@ use fsdp_core::DType;
 use fsdp_core::layout::Region;
 
 use crate::Result;
-use crate::region::{Run, checked_bytes, runs};
+use crate::region::{CopyRun, checked_bytes, runs};
 use crate::store::{ReadAt, read_runs};
 use crate::torch::archive::{Archive, Storage};
 use crate::torch::not_torch;
@@ -31,7 +31,7 @@ pub(super) struct View {
 
 /// A tensor in a file.
 #[derive(Clone, Debug)]
-pub(super) struct Stored {
+pub(super) struct StoredTensor {
     pub(super) dtype: DType,
     pub(super) shape: Vec<usize>,
     /// In elements.
@@ -99,7 +99,7 @@ fn rebuilt(pickle: &Pickle<'_>, function: &str, args: &[Value]) -> Result<View, 
 
 impl View {
     /// The tensor in its storage, in a file of `file_bytes` bytes.
-    pub(super) fn within(self, storage: Storage, dtype: DType, file_bytes: u64) -> Result<Stored, String> {
+    pub(super) fn within(self, storage: Storage, dtype: DType, file_bytes: u64) -> Result<StoredTensor, String> {
         let View { offset, shape, strides, .. } = self;
         let impossible = || format!("its shape {shape:?} with strides {strides:?} is too large to count its bytes");
         let bytes = checked_bytes(&shape, dtype.size()).ok_or_else(impossible)? as u64;
@@ -117,11 +117,11 @@ impl View {
             return Err(format!("its elements reach to byte {end} of its storage, which has {} bytes", storage.bytes));
         }
         let start = if bytes > 0 { storage.start + offset as u64 * size } else { storage.start };
-        Ok(Stored { dtype, shape, strides, start, storage })
+        Ok(StoredTensor { dtype, shape, strides, start, storage })
     }
 }
 
-impl Stored {
+impl StoredTensor {
     /// Whether the elements lie one after another, in row-major order.
     pub(super) fn is_contiguous(&self) -> bool {
         let mut expected = 1;
@@ -138,18 +138,18 @@ impl Stored {
 }
 
 /// A tensor's archive, in which there is nothing else: where the tensor is. `item` is its name.
-pub(super) fn sole(
+pub(super) fn read_single_tensor(
     path: &Path,
     item: &str,
     archive: &mut Archive<'_>,
     dtype: DType,
     file_bytes: u64,
-) -> Result<Stored> {
+) -> Result<StoredTensor> {
     let bad = |reason| not_torch(path, Some(item), reason);
     let bytes = archive.pickle()?;
     let pickle = Pickle::parse(&bytes).map_err(|flaw| bad(flaw.to_string()))?;
     let view = view(&pickle, pickle.root()).map_err(bad)?;
-    if our_dtype(view.dtype) != Some(dtype) {
+    if from_torch_dtype(view.dtype) != Some(dtype) {
         return Err(bad(format!("it is {}, the checkpoint's metadata says {dtype}", view.dtype)));
     }
     let storage = archive.storage(&view.key)?;
@@ -182,7 +182,7 @@ fn storage_dtype(class: &str) -> Option<&'static str> {
 }
 
 /// The dtype that PyTorch calls so, if this crate has it.
-pub(super) fn our_dtype(name: &str) -> Option<DType> {
+pub(super) fn from_torch_dtype(name: &str) -> Option<DType> {
     DType::ALL.into_iter().find(|dtype| torch_dtype(*dtype) == Some(name))
 }
 
@@ -218,7 +218,7 @@ pub(super) fn storage_class(dtype: DType) -> Option<&'static str> {
 /// where the elements are.
 pub(super) fn read_part(
     file: &dyn ReadAt,
-    stored: &Stored,
+    stored: &StoredTensor,
     [chunk, region, part]: [&Region; 3],
     into: &mut [u8],
     seen: &mut dyn FnMut(&[u8]),
@@ -241,7 +241,7 @@ struct Dim {
 }
 
 /// The runs in the order of the file, for views that don't overlap themselves.
-fn strided_runs(stored: &Stored, [chunk, region, part]: [&Region; 3]) -> impl Iterator<Item = Run> + use<> {
+fn strided_runs(stored: &StoredTensor, [chunk, region, part]: [&Region; 3]) -> impl Iterator<Item = CopyRun> + use<> {
     let size = stored.dtype.size();
     let mut dims = Vec::with_capacity(part.sizes.len());
     let (mut src_start, mut dst_start, mut dst) = (0, 0, size);
@@ -266,7 +266,7 @@ fn strided_runs(stored: &Stored, [chunk, region, part]: [&Region; 3]) -> impl It
     }
     let count: usize = dims.iter().map(|dim| dim.size).product();
     (0..count).map(move |index| {
-        let (mut rest, mut run) = (index, Run { src: src_start, dst: dst_start, len });
+        let (mut rest, mut run) = (index, CopyRun { src: src_start, dst: dst_start, len });
         for dim in dims.iter().rev() {
             let at = rest % dim.size;
             rest /= dim.size;
@@ -301,7 +301,7 @@ mod tests {
             let file = LocalFile::open(&root.path().join("f")).unwrap();
             let storage = Storage { start: 0, bytes: memory.len() as u64, crc32: 0 };
             let (shape, dtype) = (sizes.clone(), DType::BF16);
-            let stored = Stored { dtype, shape, strides: strides.clone(), start: 4, storage };
+            let stored = StoredTensor { dtype, shape, strides: strides.clone(), start: 4, storage };
             let offsets: Vec<usize> = cut.iter().zip(&sizes).map(|(cut, &size)| cut.0.min(size - 1)).collect();
             let counts: Vec<usize> =
                 cut.iter().zip(&sizes).zip(&offsets).map(|((cut, size), at)| cut.1.min(size - at)).collect();

@@ -11,7 +11,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{CommandFactory, Parser, Subcommand};
-use fsdp_ckpt::{TensorSource, shown};
+use fsdp_ckpt::{TensorSource, escape};
 use indicatif::{ProgressBar, ProgressStyle};
 
 /// Look into sharded checkpoints, check them, convert them, compare them.
@@ -127,7 +127,7 @@ fn main() -> ExitCode {
             Ok(usage) => usage.format(&mut Cli::command()).exit(),
             Err(error) => {
                 // Where stderr is closed, the exit status has to do.
-                let _ = writeln!(std::io::stderr(), "fsdp-ckpt: {}", shown(format!("{error:#}")));
+                let _ = writeln!(std::io::stderr(), "fsdp-ckpt: {}", escape(format!("{error:#}")));
                 ExitCode::FAILURE
             }
         },
@@ -155,7 +155,7 @@ pub(crate) fn open(path: &Path) -> anyhow::Result<Box<dyn TensorSource>> {
 pub(crate) fn print_json(value: &serde_json::Value) -> anyhow::Result<()> {
     let mut text = String::new();
     for c in format!("{value:#}\n").chars() {
-        if c == '\n' || shown(c).to_string().chars().eq([c]) {
+        if c == '\n' || escape(c).to_string().chars().eq([c]) {
             text.push(c);
         } else {
             text.extend(c.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}")));

@@ -27,7 +27,7 @@ impl<T> Pending<T> {
     /// Waits for the answer, for the request's limit at most.
     pub(super) fn wait(self) -> Result<T, Failure> {
         // Without an answer the task is gone: it panicked.
-        self.answer.recv().unwrap_or(Err(Failure::Lost))
+        self.answer.recv().unwrap_or(Err(Failure::Panicked))
     }
 }
 
@@ -51,7 +51,7 @@ pub(super) fn start<T: Send + 'static>(
     let task = runtime.spawn(async move {
         let outcome = match tokio::time::timeout(limit, request).await {
             Ok(answered) => answered.map_err(Failure::from),
-            Err(_) => Err(Failure::Late(limit)),
+            Err(_) => Err(Failure::TimedOut(limit)),
         };
         // Nobody waits any more: nobody needs it.
         let _ = send.send(outcome);
@@ -88,9 +88,9 @@ pub(super) enum Failure {
     /// The environment has not what a client needs.
     Settings(object_store::Error),
     /// It took too long, with all repetitions.
-    Late(Duration),
+    TimedOut(Duration),
     /// The thread that made it is gone.
-    Lost,
+    Panicked,
     /// There are no threads to make it.
     NoThreads(String),
 }
@@ -131,12 +131,12 @@ impl Failure {
         let reason = match &self {
             Failure::Store(error) => advice(error, &settings),
             Failure::Settings(_) => format!("its settings are missing or wrong; set {}", settings.credentials),
-            Failure::Late(limit) => format!(
+            Failure::TimedOut(limit) => format!(
                 "no answer within {} s; check {} and the network, or raise FSDP_STORE_TIMEOUT_S",
                 limit.as_secs_f64(),
                 settings.endpoint
             ),
-            Failure::Lost => "the thread that asked for it panicked".into(),
+            Failure::Panicked => "the thread that asked for it panicked".into(),
             Failure::NoThreads(cause) => format!("can't start threads: {cause}"),
         };
         let source = match self {
@@ -201,8 +201,8 @@ fn advice(error: &object_store::Error, settings: &Settings) -> String {
         E::NotImplemented { .. } | E::NotSupported { .. } => "this store can't do it".into(),
         // Without credentials the clients ask for those of a cloud's machine.
         _ if has(&[metadata::OFF]) => format!("there are no credentials, and {}; set {credentials}", metadata::OFF),
-        _ if has(&[metadata::SILENT, "169.254.169.254", "metadata.google", "metadata/instance"]) => {
-            format!("there are no credentials, and {}; set {credentials}", metadata::SILENT)
+        _ if has(&[metadata::NO_ANSWER, "169.254.169.254", "metadata.google", "metadata/instance"]) => {
+            format!("there are no credentials, and {}; set {credentials}", metadata::NO_ANSWER)
         }
         _ if has(&["URL scheme is not allowed"]) => format!("its endpoint is not https; set {http}=true to allow it"),
         _ => match kind {

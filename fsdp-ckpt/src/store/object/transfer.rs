@@ -9,7 +9,7 @@ use object_store::path::Path as Key;
 use object_store::{MultipartUpload, ObjectStore, ObjectStoreExt};
 
 use crate::store::object::request::{Failure, Pending, limit_or_default, start, wait};
-use crate::store::{Append, Grain, ReadAt};
+use crate::store::{Append, ReadAt, ReadSizes};
 use crate::{Error, Result};
 
 /// The bytes of one request.
@@ -41,8 +41,8 @@ impl ReadAt for ObjectFile {
         self.bytes
     }
 
-    fn grain(&self) -> Grain {
-        Grain { gap: 1 << 20, block: 32 << 20, piece: READ_PART * READS_IN_FLIGHT }
+    fn read_sizes(&self) -> ReadSizes {
+        ReadSizes { gap: 1 << 20, block: 32 << 20, piece: READ_PART * READS_IN_FLIGHT }
     }
 
     fn read_exact_at(&self, into: &mut [u8], at: u64) -> Result<()> {
@@ -79,7 +79,7 @@ const MOST_PARTS: u64 = 10_000;
 /// Parts under way at once.
 const WRITES_IN_FLIGHT: usize = 4;
 /// How long to wait for what only tidies up.
-pub(super) const TIDY_UP: Duration = Duration::from_secs(10);
+pub(super) const CLEANUP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// An object that appears when it is whole. One of a part at most is put in one request.
 pub(super) struct Upload {
@@ -145,7 +145,7 @@ impl Upload {
             // What has failed for good leaves no parts; what only seems to is not aborted in the middle.
             let failure = Failure::from(error);
             if failure.is_refusal() {
-                let _ = start(TIDY_UP, async move { upload.abort().await }).map(Pending::wait);
+                let _ = start(CLEANUP_TIMEOUT, async move { upload.abort().await }).map(Pending::wait);
             }
             failure
         })
@@ -174,7 +174,7 @@ impl Drop for Upload {
     fn drop(&mut self) {
         let Some(Parts { mut upload, pending }) = self.parts.take() else { return };
         drop(pending);
-        let aborted = start(TIDY_UP, async move { upload.abort().await }).and_then(Pending::wait);
+        let aborted = start(CLEANUP_TIMEOUT, async move { upload.abort().await }).and_then(Pending::wait);
         if let Err(failure) = aborted {
             let error = failure.at("give up the upload of", &self.url);
             tracing::warn!(

@@ -9,7 +9,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use bytesize::ByteSize;
-use fsdp_ckpt::{Checkpoint, Format, TensorSource, shown};
+use fsdp_ckpt::{Checkpoint, Format, TensorSource, escape};
 use serde_json::{Map, Value, json};
 
 use picture::{Holdings, draw_svg, draw_text};
@@ -93,14 +93,14 @@ fn describe(source: &dyn TensorSource) -> Result<Value> {
 fn print(source: &dyn TensorSource, full: bool, out: &mut dyn Write) -> Result<()> {
     let tensors = source.tensors();
     let total = source.bytes();
-    writeln!(out, "{}", shown(source.path().display()))?;
+    writeln!(out, "{}", escape(source.path().display()))?;
     writeln!(out, "  format      {}", source.format())?;
     let ours = ours(source)?;
     if let Some(ours) = &ours {
-        writeln!(out, "  written by  {}", shown(ours.created_by()))?;
+        writeln!(out, "  written by  {}", escape(ours.created_by()))?;
     }
     if let Some(mesh) = source.mesh() {
-        writeln!(out, "  mesh        {} of {} ranks", shown(mesh), mesh.size())?;
+        writeln!(out, "  mesh        {} of {} ranks", escape(mesh), mesh.size())?;
     }
     writeln!(out, "  tensors     {} of {} together", tensors.len(), ByteSize(total))?;
     if let Some(ours) = ours {
@@ -114,7 +114,7 @@ fn print(source: &dyn TensorSource, full: bool, out: &mut dyn Write) -> Result<(
     if !source.unreadable().is_empty() {
         writeln!(out, "\nOF DTYPES THAT CAN'T BE READ")?;
         for (name, dtype) in source.unreadable() {
-            writeln!(out, "  {}  {}", shown(name), shown(dtype))?;
+            writeln!(out, "  {}  {}", escape(name), escape(dtype))?;
         }
     }
 
@@ -140,7 +140,7 @@ fn print(source: &dyn TensorSource, full: bool, out: &mut dyn Write) -> Result<(
         writeln!(out, "\nVALUES")?;
         for (key, value, count) in values(source.values(), full) {
             let alike = if count > 1 { format!("  ({count} alike)") } else { String::new() };
-            writeln!(out, "  {} = {}{alike}", shown(key), shown(value))?;
+            writeln!(out, "  {} = {}{alike}", escape(key), escape(value))?;
         }
     }
     Ok(())

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::io::{Result, Write};
 
 use bytesize::ByteSize;
-use fsdp_ckpt::{TensorSource, shown};
+use fsdp_ckpt::{TensorSource, escape};
 
 /// A file, a column. Its name, as that of a row, is as people are shown it.
 #[derive(Debug)]
@@ -84,8 +84,8 @@ impl Holdings {
             found = rows(&|fqn| layer(fqn, true));
         }
         // Names are looked at by people from here on.
-        files.iter_mut().for_each(|file| file.name = shown(&file.name).to_string());
-        found.iter_mut().for_each(|row| row.name = shown(&row.name).to_string());
+        files.iter_mut().for_each(|file| file.name = escape(&file.name).to_string());
+        found.iter_mut().for_each(|row| row.name = escape(&row.name).to_string());
         Holdings { files, rows: found }
     }
 }
@@ -262,7 +262,7 @@ pub(super) fn draw_svg(holdings: &Holdings, title: &str, out: &mut dyn Write) ->
 
 /// Text in XML, in which control characters can't be even as its own escapes.
 fn escaped(text: &str) -> String {
-    shown(text).to_string().replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+    escape(text).to_string().replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
 #[cfg(test)]
