@@ -1,26 +1,26 @@
-//! Which placements an operation's result has, given its operands'. What would take communication is an error that says
-//! which redistribution to call.
+//! The placements of an operation's result, given its operands'. If the operation needs communication, the error names
+//! the redistribution to call.
 
-use fsdp_core::{DTensorSpec, MeshLayout, Placement, ReduceOp};
+use fsdp_core::{DTensorSpec, Placement, ReduceOp};
 
 use crate::error::{Error, Result};
 use Placement::{Partial, Replicate};
 
-/// What an elementwise operation of one operand does.
+/// Kinds of elementwise operations of one operand.
 #[derive(Clone, Copy)]
 pub(super) enum Unary {
-    /// Changes signs.
+    /// Negates values.
     Negation,
     /// Keeps values, up to rounding.
     Conversion,
-    /// Keeps the order of values.
+    /// Is increasing: keeps the order of values.
     Increasing,
-    /// Anything else.
+    /// Any other operation.
     Other,
 }
 
 impl Unary {
-    /// What the results of the terms of such a reduction are terms of, if of anything.
+    /// Returns the reduction whose terms are the results of the terms of `op`, if any.
     fn keeps(self, op: ReduceOp) -> Option<ReduceOp> {
         use ReduceOp::{Avg, Max, Min, Sum};
         match (self, op) {
@@ -33,7 +33,7 @@ impl Unary {
     }
 }
 
-/// An elementwise operation of two operands.
+/// Elementwise operations of two operands.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Binary {
     Add,
@@ -56,7 +56,7 @@ impl Binary {
         }
     }
 
-    /// The same of two operands, of which `None` is one that all ranks hold: PyTorch's rules.
+    /// Returns the reduction of the result, where `None` is a replicated operand: PyTorch's rules.
     fn keeps(self, left: Option<ReduceOp>, right: Option<ReduceOp>) -> Option<ReduceOp> {
         use Binary::{Add, Div, Maximum, Minimum, Mul, Sub};
         use ReduceOp::{Avg, Max, Min, Sum};
@@ -76,21 +76,21 @@ impl Binary {
     }
 }
 
-/// An elementwise operation of one operand.
+/// Returns the placements after an elementwise operation of one operand.
 pub(super) fn unary(name: &str, kind: Unary, spec: &DTensorSpec) -> Result<Vec<Placement>> {
     partials(name, spec, |op| kind.keeps(op))
 }
 
-/// The placements with each partial one as `keeps` has it.
+/// Replaces the reduction of each partial placement by the result of `keeps`.
 fn partials(name: &str, spec: &DTensorSpec, keeps: impl Fn(ReduceOp) -> Option<ReduceOp>) -> Result<Vec<Placement>> {
     let mut placements = spec.placements().to_vec();
     for (mesh_dim, placement) in placements.iter_mut().enumerate() {
         if let Partial(op) = *placement {
             *placement = Partial(keeps(op).ok_or_else(|| {
-                let to = shown(&with(spec.placements(), mesh_dim, Replicate));
+                let to = list(&replaced(spec.placements(), mesh_dim, Replicate));
                 Error::Argument(format!(
-                    "{name} of {spec}: the {op} of the terms along mesh dimension \"{}\" is still to be made, and \
-                     {name} of each term is no term of the result; redistribute to {to} first",
+                    "{name} of {spec}: the {op} along mesh dimension \"{}\" is partial, and {name} does not keep it; \
+                     redistribute to {to} first",
                     spec.mesh().names()[mesh_dim]
                 ))
             })?);
@@ -99,23 +99,25 @@ fn partials(name: &str, spec: &DTensorSpec, keeps: impl Fn(ReduceOp) -> Option<R
     Ok(placements)
 }
 
-/// An elementwise operation with a number, as of an operand that all ranks hold.
+/// Returns the placements after an operation with a number, which is like a replicated operand.
 pub(super) fn scalar(op: Binary, spec: &DTensorSpec) -> Result<Vec<Placement>> {
     partials(op.name(), spec, |partial| op.keeps(Some(partial), None))
 }
 
-/// An elementwise operation of two operands that are broadcast: the result's shape and placements.
+/// Returns the shape and placements of an elementwise operation with broadcasting.
 pub(super) fn binary(op: Binary, left: &DTensorSpec, right: &DTensorSpec) -> Result<(Vec<usize>, Vec<Placement>)> {
     let shape = broadcast(op, left, right)?;
     let mut placements = Vec::new();
     for mesh_dim in 0..left.placements().len() {
-        let (l, r) = (normal(left.placements()[mesh_dim]), normal(right.placements()[mesh_dim]));
-        let outer = lifted(left, l, &shape).or_else(|| lifted(right, r, &shape));
-        // What each operand is to be for the result to be made where it is.
+        let (l, r) = (canonical(left.placements()[mesh_dim]), canonical(right.placements()[mesh_dim]));
+        let outer = result_shard(left, l, &shape).or_else(|| result_shard(right, r, &shape));
+        // Placements that each operand needs for a local result.
         let (wanted_left, wanted_right, result) = match outer {
-            Some(outer) => (follow(left, outer, &shape), follow(right, outer, &shape), Some(outer)),
-            None if l.shard_dim().is_some() || r.shard_dim().is_some() => (whole(l), whole(r), None),
-            None => match (reduction(l), reduction(r)) {
+            Some(outer) => {
+                (operand_placement(left, outer, &shape), operand_placement(right, outer, &shape), Some(outer))
+            }
+            None if l.shard_dim().is_some() || r.shard_dim().is_some() => (unsharded(l), unsharded(r), None),
+            None => match (partial_op(l), partial_op(r)) {
                 (None, None) => (l, r, Some(Replicate)),
                 (left_op, right_op) => match op.keeps(left_op, right_op) {
                     Some(op) => (l, r, Some(Partial(op))),
@@ -128,15 +130,15 @@ pub(super) fn binary(op: Binary, left: &DTensorSpec, right: &DTensorSpec) -> Res
             _ => {
                 let fix = |side: &str, spec: &DTensorSpec, now, wanted| match now == wanted {
                     true => None,
-                    false => Some(format!("the {side} to {}", shown(&with(spec.placements(), mesh_dim, wanted)))),
+                    false => Some(format!("the {side} to {}", list(&replaced(spec.placements(), mesh_dim, wanted)))),
                 };
                 let fixes: Vec<_> = [fix("left", left, l, wanted_left), fix("right", right, r, wanted_right)]
                     .into_iter()
                     .flatten()
                     .collect();
                 return Err(Error::Argument(format!(
-                    "{} of {left} and {right}: along mesh dimension \"{}\" the left lies as {l} and the right as {r}, \
-                     which takes communication; redistribute {} first",
+                    "{} of {left} and {right}: along mesh dimension \"{}\", {l} and {r} need communication; redistribute {} \
+                     first",
                     op.name(),
                     left.mesh().names()[mesh_dim],
                     fixes.join(" and ")
@@ -144,7 +146,7 @@ pub(super) fn binary(op: Binary, left: &DTensorSpec, right: &DTensorSpec) -> Res
             }
         }
     }
-    // Terms of one reduction along one mesh dimension, and of another along another.
+    // Mesh dimensions may hold partials of different reductions, which do not combine.
     let spec = DTensorSpec::new(left.mesh().clone(), &placements, &shape, left.dtype());
     spec.map_err(|error| {
         let name = op.name();
@@ -166,21 +168,22 @@ fn broadcast(op: Binary, left: &DTensorSpec, right: &DTensorSpec) -> Result<Vec<
     });
     sizes.collect::<Option<_>>().ok_or_else(|| {
         Error::Argument(format!(
-            "{} of {left} and {right}: the shapes don't go together; dimensions are equal, or 1 in one of them",
+            "{} of {left} and {right}: the shapes do not broadcast; dimensions must be equal, or 1 in one operand",
             op.name()
         ))
     })
 }
 
-/// A shard of an operand as one of the result, where the operand has the whole dimension.
-fn lifted(spec: &DTensorSpec, placement: Placement, shape: &[usize]) -> Option<Placement> {
+/// Returns an operand's shard as a shard of the result, if the operand is not broadcast along the dimension.
+fn result_shard(spec: &DTensorSpec, placement: Placement, shape: &[usize]) -> Option<Placement> {
     let dim = placement.shard_dim()?;
     let outer = dim + shape.len() - spec.shape().len();
     (spec.shape()[dim] == shape[outer]).then(|| at_dim(placement, outer))
 }
 
-/// What an operand is to be for a result that is sharded so: sharded alike, or held by all where it is broadcast.
-fn follow(spec: &DTensorSpec, outer: Placement, shape: &[usize]) -> Placement {
+/// Returns the placement that an operand needs for a result sharded by `outer`: the same shard, or replicated where it
+/// is broadcast.
+fn operand_placement(spec: &DTensorSpec, outer: Placement, shape: &[usize]) -> Placement {
     let own = outer.shard_dim().and_then(|dim| Some((dim, (dim + spec.shape().len()).checked_sub(shape.len())?)));
     match own {
         Some((dim, own)) if spec.shape()[own] == shape[dim] => at_dim(outer, own),
@@ -188,16 +191,16 @@ fn follow(spec: &DTensorSpec, outer: Placement, shape: &[usize]) -> Placement {
     }
 }
 
-/// What a reduction over tensor dimensions does.
+/// Kinds of reductions over tensor dimensions.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Reduction {
     Sum,
     Mean,
     Max,
     Min,
-    /// The sum of powers of magnitudes.
+    /// Sum of powers of magnitudes.
     Powers,
-    /// The largest magnitude.
+    /// Largest magnitude.
     LargestMagnitude,
 }
 
@@ -212,7 +215,7 @@ impl Reduction {
         }
     }
 
-    /// How ranks' results of a dimension that they share are put together.
+    /// Returns the operation that combines the ranks' results of a sharded dimension.
     fn across(self) -> ReduceOp {
         match self {
             Reduction::Sum | Reduction::Mean | Reduction::Powers => ReduceOp::Sum,
@@ -232,7 +235,7 @@ impl Reduction {
     }
 }
 
-/// A reduction over tensor dimensions, which become of size 1 or go.
+/// Returns the placements after a reduction over tensor dimensions.
 pub(super) fn reduce(what: Reduction, spec: &DTensorSpec, dims: &[usize], keepdim: bool) -> Result<Vec<Placement>> {
     let placements = partials(what.name(), spec, |op| what.keeps(op))?;
     let reduced = |placement: Placement| match placement.shard_dim() {
@@ -243,20 +246,20 @@ pub(super) fn reduce(what: Reduction, spec: &DTensorSpec, dims: &[usize], keepdi
     Ok(placements.into_iter().map(reduced).collect())
 }
 
-/// A product of matrices, with equal dimensions before the last two.
+/// Returns the placements of a matrix product with equal leading dimensions.
 pub(super) fn matmul(left: &DTensorSpec, right: &DTensorSpec) -> Result<Vec<Placement>> {
     let rank = left.shape().len();
     let (rows, inner_left, inner_right, columns) = (rank - 2, rank - 1, rank - 2, rank - 1);
     let linear = |op| matches!(op, ReduceOp::Sum | ReduceOp::Avg);
     let pairs = left.placements().iter().zip(right.placements()).enumerate();
     let result = |(mesh_dim, (&l, &r)): (usize, (&Placement, &Placement))| {
-        let (l, r) = (normal(l), normal(r));
+        let (l, r) = (canonical(l), canonical(r));
         Ok(match (l.shard_dim(), r.shard_dim()) {
             (Some(dim), None) if dim == rows && r == Replicate => l,
             (None, Some(dim)) if dim == columns && l == Replicate => r,
             (Some(a), Some(b)) if a == inner_left && b == inner_right && at_dim(l, b) == r => Partial(ReduceOp::Sum),
             (Some(a), Some(_)) if a < rows && l == r => l,
-            (None, None) => match (reduction(l), reduction(r)) {
+            (None, None) => match (partial_op(l), partial_op(r)) {
                 (None, None) => Replicate,
                 (Some(op), None) | (None, Some(op)) if linear(op) => Partial(op),
                 _ => return Err(no_product(left, right, mesh_dim)),
@@ -270,15 +273,10 @@ pub(super) fn matmul(left: &DTensorSpec, right: &DTensorSpec) -> Result<Vec<Plac
 fn no_product(left: &DTensorSpec, right: &DTensorSpec, mesh_dim: usize) -> Error {
     let rank = left.shape().len();
     let name = &left.mesh().names()[mesh_dim];
-    let batch = match rank {
-        2 => String::new(),
-        _ => ", both by a dimension before".into(),
-    };
+    let batch = if rank == 2 { "" } else { ", both by a leading dimension" };
     Error::Argument(format!(
-        "matmul of {left} and {right}: along mesh dimension \"{name}\" the left lies as {} and the right as {}, which \
-         takes communication; redistribute first, so that the left is S({}) and the right R (the result is sharded by \
-         rows), the left R and the right S({}) (by columns), the left S({}) and the right S({}) (the result is \
-         P(sum)){batch}, or both R",
+        "matmul of {left} and {right}: along mesh dimension \"{name}\", {} and {} need communication. Redistribute to S({}) \
+         and R (the result is sharded by rows), R and S({}) (by columns), S({}) and S({}) (a P(sum)){batch}, or both R",
         left.placements()[mesh_dim],
         right.placements()[mesh_dim],
         rank - 2,
@@ -288,21 +286,20 @@ fn no_product(left: &DTensorSpec, right: &DTensorSpec, mesh_dim: usize) -> Error
     ))
 }
 
-/// Fails unless two operands are on one mesh.
+/// Returns an error unless two operands are on one mesh.
 pub(super) fn same_mesh(name: &str, left: &DTensorSpec, right: &DTensorSpec, is_same: bool) -> Result<()> {
-    let shown = |mesh: &MeshLayout| mesh.to_string();
     match is_same && left.mesh() == right.mesh() {
         true => Ok(()),
         false => Err(Error::Argument(format!(
-            "{name} of {left} and {right}: the meshes {} and {} are not the same ranks in the same order; make both \
-             operands on one mesh",
-            shown(left.mesh()),
-            shown(right.mesh())
+            "{name} of {left} and {right}: the meshes {} and {} do not have the same ranks in the same order; use one mesh \
+             for both operands",
+            left.mesh(),
+            right.mesh()
         ))),
     }
 }
 
-/// A shard of the same kind of another dimension; other placements as they are.
+/// Returns a shard of the same kind of another dimension; other placements unchanged.
 pub(super) fn at_dim(placement: Placement, dim: usize) -> Placement {
     match placement {
         Placement::Shard(_) => Placement::Shard(dim),
@@ -311,33 +308,33 @@ pub(super) fn at_dim(placement: Placement, dim: usize) -> Placement {
     }
 }
 
-/// Equal placements written alike.
-fn normal(placement: Placement) -> Placement {
+/// Writes a strided shard of split factor 1 as a shard.
+fn canonical(placement: Placement) -> Placement {
     match placement {
         Placement::StridedShard { dim, split_factor: 1 } => Placement::Shard(dim),
         other => other,
     }
 }
 
-/// A shard of what is broadcast is to be whole on every rank.
-fn whole(placement: Placement) -> Placement {
+/// Replaces a shard by `Replicate`, as a broadcast operand needs.
+fn unsharded(placement: Placement) -> Placement {
     if placement.shard_dim().is_some() { Replicate } else { placement }
 }
 
-fn reduction(placement: Placement) -> Option<ReduceOp> {
+fn partial_op(placement: Placement) -> Option<ReduceOp> {
     match placement {
         Partial(op) => Some(op),
         _ => None,
     }
 }
 
-fn with(placements: &[Placement], mesh_dim: usize, placement: Placement) -> Vec<Placement> {
+fn replaced(placements: &[Placement], mesh_dim: usize, placement: Placement) -> Vec<Placement> {
     let mut placements = placements.to_vec();
     placements[mesh_dim] = placement;
     placements
 }
 
-fn shown(placements: &[Placement]) -> String {
+fn list(placements: &[Placement]) -> String {
     let placements: Vec<_> = placements.iter().map(ToString::to_string).collect();
     format!("[{}]", placements.join(", "))
 }
