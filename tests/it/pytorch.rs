@@ -30,8 +30,8 @@ fn resumes_from_pytorch_checkpoints_and_their_conversions() {
             assert_eq!(run.stderr.contains("not loaded"), name == "gpt2_tiny", "{}", run.stderr);
         }
         let dir = tempfile::tempdir().unwrap();
-        convert(&theirs, Path::new("ours"), "fsdp", "3", dir.path());
-        convert(Path::new("ours"), Path::new("theirs"), "torch-dcp", "3", dir.path());
+        convert(&theirs, Path::new("ours"), "fsdp", dir.path());
+        convert(Path::new("ours"), Path::new("theirs"), "torch-dcp", dir.path());
         for from in ["ours", "theirs"] {
             let (ours, _) = resume(name, 2, Path::new(from), &format!("saved-{from}"), dir.path());
             assert_recorded(name, from, &ours);

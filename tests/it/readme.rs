@@ -7,7 +7,14 @@ use fsdp_test_support::{program, read_text, run, workspace};
 
 /// Returns the commands in code blocks and between backticks.
 fn commands() -> Vec<Vec<String>> {
-    let files = ["README.md", "CONTRIBUTING.md", "docs/from-candle.md", "docs/gpus.md"];
+    let files = [
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/from-candle.md",
+        "docs/gpus.md",
+        "docs/parity.md",
+        "docs/performance.md",
+    ];
     let text = files.map(|name| read_text(&workspace().join(name)));
     let text = text.join("\n").replace("```sh\n", "```\n");
     let mut spans = Vec::new();
@@ -46,6 +53,10 @@ fn check(words: &[String]) {
             let launched = |word: &String| ["train", "bench"].contains(&word.as_str());
             let at = args.iter().position(launched).expect("what the README launches is train or bench");
             args[at] = program(&args[at]).to_str().unwrap().to_owned();
+            if args[..at].iter().any(|word| word == "--nnodes") {
+                // There is no second host: the launcher prints what it would start.
+                args.insert(0, "--dry-run".into());
+            }
             accepts("fsdp-launch", &args, limit);
         }
         name => accepts(name, &words[1..], limit),
@@ -92,7 +103,7 @@ fn linked_files_exist() {
         let links = text.split("](").skip(1).filter_map(|rest| Some(rest.split_once(')')?.0));
         let local = links.filter(|link| !link.contains("://")).filter_map(|link| link.split('#').next());
         let files: Vec<_> = spans.chain(local).collect();
-        assert!(files.len() > 15, "{document}: {files:?}");
+        assert!(files.len() > 10, "{document}: {files:?}");
         let missing: Vec<_> = files.iter().filter(|file| !path.parent().unwrap().join(file).exists()).collect();
         assert!(missing.is_empty(), "{document} names missing files: {missing:?}");
     }

@@ -77,7 +77,7 @@ fn train_ten_steps(name: &str, flags: &str, dir: &Path) {
 /// Converts `saved/NAME/step-00000010` to PyTorch's format in `classic`.
 fn convert_step_10(name: &str, dir: &Path) {
     let [from, to] = ["saved", "classic"].map(|kind| PathBuf::from(format!("{kind}/{name}/step-00000010")));
-    convert(&from, &to, "torch-dcp", "3", dir);
+    convert(&from, &to, "torch-dcp", dir);
 }
 
 fn checkpoints_go_both_ways() {
@@ -150,7 +150,7 @@ fn transformers_reads_exports() {
             golden("tokens.bin")
         } else {
             train_ten_steps(name, "--export-hf export", dir.path());
-            convert(&golden(name).join("dcp_step10"), &theirs.join("weights"), "hf", "1", dir.path());
+            convert(&golden(name).join("dcp_step10"), &theirs.join("weights"), "hf", dir.path());
             fs::copy(theirs.join("weights/model.safetensors"), weights).unwrap();
             golden(name).join("tokens.bin")
         };

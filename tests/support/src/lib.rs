@@ -3,6 +3,7 @@
 //! The crate depends on fsdp-core only, so that the tests of fsdp-core and fsdp-launch do not compile Candle.
 
 pub mod combinations;
+pub mod conformance;
 pub mod leftovers;
 pub mod tolerance;
 pub mod trace;
@@ -291,13 +292,16 @@ pub fn golden_trajectory(name: &str, ranks: usize, flags: &str, dir: &Path) -> T
     Trajectory::of_metrics(&dir.join("metrics.jsonl"))
 }
 
-/// Converts a checkpoint with `fsdp-ckpt convert --to FORMAT --world-size RANKS`.
+/// Converts a checkpoint to `fsdp` or `torch-dcp` files of three ranks, or to `hf`.
 ///
 /// # Panics
 /// If the conversion fails.
-pub fn convert(from: &Path, to: &Path, format: &str, ranks: &str, dir: &Path) {
+pub fn convert(from: &Path, to: &Path, format: &str, dir: &Path) {
     let mut convert = Command::new(program("fsdp-ckpt"));
-    convert.arg("convert").args([from, to]).args(["--to", format, "--world-size", ranks]).current_dir(dir);
+    convert.arg("convert").args([from, to]).args(["--to", format]).current_dir(dir);
+    if format != "hf" {
+        convert.args(["--world-size", "3"]);
+    }
     run(convert, Duration::from_secs(120)).ok();
 }
 
