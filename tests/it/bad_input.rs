@@ -138,19 +138,10 @@ fn names_the_input_and_the_fix() {
 fn refuses_unusable_checkpoints() {
     let dir = prepared();
     fs::create_dir(dir.path().join("half")).unwrap();
-<<<<<<< HEAD
-    fails(dir.path(), "--resume half", &["half holds no checkpoint", "no checkpoint.json (did the save finish?)"]);
+    fails(dir.path(), "--resume half", &["half has no checkpoint", "no checkpoint.json (did the save finish?)"]);
     train(3, &format!("{DEFAULTS} --steps 1 --checkpoint-dir other"), dir.path()).ok();
     let step = dir.path().join("other/step-00000001");
     let resume = "--resume other/step-00000001";
-=======
-    fails(
-        dir.path(),
-        &["--model", "model", "--data", "model/tokens.bin", "--resume", "half"],
-        &["half has no checkpoint", "no checkpoint.json (did the save finish?)"],
-    );
-}
->>>>>>> house
 
     // A checkpoint of another model is not damaged: `auto` does not fall back to an older one.
     wider(&dir.path().join("model"));

@@ -20,26 +20,8 @@ fn train(dir: &Path, flags: &str) -> Run {
 /// Flags of a run whose weights overflow f32 in one step.
 const OVERFLOW: &str = "--lr 3e38 --clip-grad-norm 0";
 
-<<<<<<< HEAD
 /// Writes a checkpoint again with one NaN and correct checksums, as a version without the check wrote it.
 fn insert_nan(step: &Path, tensor: &str) {
-=======
-fn names(dir: &Path) -> Vec<String> {
-    let Ok(entries) = fs::read_dir(dir) else { return vec![] };
-    let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    names
-}
-
-/// The files of a checkpoint.
-fn files(step: &Path) -> Vec<(String, Vec<u8>)> {
-    names(step).into_iter().map(|name| (name.clone(), fs::read(step.join(name)).unwrap())).collect()
-}
-
-/// Writes a checkpoint again with one value that is not a number, as a version without the check would have written it:
-/// every checksum is right.
-fn write_nan(step: &Path, tensor: &str) {
->>>>>>> house
     let source = fsdp_ckpt::open(step).unwrap();
     let mut tensors = vec![];
     for (fqn, entry) in source.tensors() {
@@ -115,15 +97,9 @@ fn quarantines_checkpoints_with_nan() {
     let keep = "--checkpoint-dir saved --save-every 1 --resume auto --lr 1e-3";
     train(dir.path(), &format!("--steps 3 {keep}")).ok();
     let undisturbed = files(&saved.join("step-00000003"));
-<<<<<<< HEAD
     insert_nan(&saved.join("step-00000002"), "model.model.norm.weight");
     insert_nan(&saved.join("step-00000003"), "optim.state.model.norm.weight.exp_avg");
     // A named checkpoint with NaN is refused.
-=======
-    write_nan(&saved.join("step-00000002"), "model.model.norm.weight");
-    write_nan(&saved.join("step-00000003"), "optim.state.model.norm.weight.exp_avg");
-    // Told to go on from it, a run does not.
->>>>>>> house
     let run = train(dir.path(), &format!("--steps 4 --lr 1e-3 --resume {}", saved.join("step-00000003").display()));
     let found = "1 values are infinite or not a number (on rank 0): 1 of 32 in the exp_avg of `model.norm.weight`";
     run.refused(2, &["can't resume from", found, "pass an older one"]);
@@ -139,13 +115,8 @@ fn quarantines_checkpoints_with_nan() {
     assert_eq!(file_names(&saved), ["step-00000002.damaged", "step-00000003", "step-00000003.damaged"]);
     assert!(files(&saved.join("step-00000003")) == undisturbed);
 
-<<<<<<< HEAD
     // Without a healthy checkpoint, a run does not start from scratch.
     insert_nan(&saved.join("step-00000003"), "model.model.norm.weight");
-=======
-    // Where there is nothing else, a run does not begin anew by itself.
-    write_nan(&saved.join("step-00000003"), "model.model.norm.weight");
->>>>>>> house
     for _ in 0..2 {
         let run = train(dir.path(), &format!("--steps 5 {keep} --keep 1"));
         run.refused(2, &["no checkpoint in saved can be used", "saved/step-00000003.damaged: set aside"]);
