@@ -15,10 +15,9 @@ use fsdp_core::{Allocator, ProcessGroup, ScatterPart, Work};
 use fsdp_examples::device::DeviceChoice;
 use serde::Serialize;
 
-use crate::count::count;
 use crate::meter::Meter;
-use crate::print::print;
 use crate::residual::{Residual, Shape};
+use crate::{count, print};
 
 /// What to measure.
 #[derive(clap::Args)]

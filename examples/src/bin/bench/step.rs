@@ -17,10 +17,8 @@ use fsdp_examples::ranks::Ranks;
 use serde::Serialize;
 
 use crate::communication::Clock;
-use crate::count::count;
 use crate::meter::Meter;
-use crate::plan;
-use crate::print::print;
+use crate::{count, plan, print};
 
 /// What to measure.
 #[derive(clap::Args)]

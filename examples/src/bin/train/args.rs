@@ -1,22 +1,29 @@
+//! [[args.rs]]
 //! The command line of `train`.
+//! [[optimizer_flags.rs]]
+//! The flags of the optimizer.
+//! [[misplaced.rs]]
+//! Flags that mean nothing beside the others: whoever passes one expects something of it.
+//! [[argtests.rs]]
 
 use std::path::PathBuf;
 
-use clap::{
-    Parser,
-    builder::{OsStringValueParser, TypedValueParser},
-};
-use fsdp_candle::{ReshardAfterForward, World};
-use fsdp_examples::{data::BatchShape, device::DeviceChoice, ranks::Ranks, schedule::LrSchedule};
+use anyhow::ensure;
+use clap::builder::{OsStringValueParser, TypedValueParser};
+use clap::{Parser, ValueEnum};
+use fsdp_candle::{AdjustLr, ReshardAfterForward, World};
+use fsdp_examples::data::BatchShape;
+use fsdp_examples::device::DeviceChoice;
+use fsdp_examples::ranks::Ranks;
+use fsdp_examples::schedule::LrSchedule;
 use serde::Serialize;
 
-use crate::optimizer_flags::OptimizerFlags;
-pub(crate) use crate::values::{
+use crate::flag_types::{
     ActivationCheckpoint, AllGather, CheckpointKeep, DropoutChoice, GradSync, InitChoice, Offload, Precision, Resume,
     Switch,
 };
-use crate::values::{
-    activation_checkpoint, checkpoint_place, count, dropout, loss_scale, not_negative, place, positive, reshard,
+use crate::flag_types::{
+    activation_checkpoint, betas, checkpoint_place, count, dropout, loss_scale, not_negative, place, positive, reshard,
     reshard_word, share,
 };
 
@@ -47,7 +54,7 @@ the same see the same data in the same order and give the same losses, up to rou
 /// Flags that name what is read, and that may differ from rank to rank: what is read through them is compared.
 pub(crate) const INPUTS: [&str; 5] = ["model", "data", "sft", "eval", "lora-from"];
 /// Flags that may differ because they are for rank 0 alone.
-pub(crate) const OF_RANK_0: [&str; 2] = ["metrics", "tensorboard"];
+pub(crate) const RANK_0_FLAGS: [&str; 2] = ["metrics", "tensorboard"];
 
 /// Pre-trains or fine-tunes a language model whose parameters, gradients and optimizer state are sharded over the
 /// processes.
@@ -441,5 +448,349 @@ impl Args {
     }
 }
 
+/// What steps the weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum OptimizerKind {
+    /// Adam with decoupled weight decay
+    Adamw,
+    /// Adam; weight decay is added to gradients (L2)
+    Adam,
+    /// Gradient descent with momentum; weight decay is L2
+    Sgd,
+    /// Muon for the matrices of the blocks, AdamW for the rest
+    Muon,
+    /// AdamW whose moments are kept in 8 bits: a quarter of their memory
+    Adamw8bit,
+}
+
+impl OptimizerKind {
+    /// What the flag calls it.
+    pub(crate) fn word(self) -> String {
+        self.to_possible_value().map_or_else(String::new, |value| value.get_name().into())
+    }
+
+    /// The kinds that go on with each other's checkpoints.
+    pub(crate) fn family(self) -> &'static str {
+        match self {
+            OptimizerKind::Adamw | OptimizerKind::Adam | OptimizerKind::Adamw8bit => "Adam",
+            OptimizerKind::Sgd => "SGD",
+            OptimizerKind::Muon => "Muon",
+        }
+    }
+}
+
+/// How Muon's learning rate follows from a matrix's shape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum MuonAdjustLr {
+    /// Times the root of rows / columns, at least 1
+    Original,
+    /// So that updates are as large as AdamW's, and one --lr suits both
+    MatchRmsAdamw,
+    /// Times the root of rows / columns
+    SpectralUnclamped,
+}
+
+impl From<MuonAdjustLr> for AdjustLr {
+    fn from(adjust: MuonAdjustLr) -> Self {
+        match adjust {
+            MuonAdjustLr::Original => AdjustLr::Original,
+            MuonAdjustLr::MatchRmsAdamw => AdjustLr::MatchRmsAdamW,
+            MuonAdjustLr::SpectralUnclamped => AdjustLr::SpectralUnclamped,
+        }
+    }
+}
+
+#[derive(clap::Args, Debug, Clone, Serialize)]
+#[serde(rename_all = "kebab-case")]
+#[command(next_help_heading = "Optimizer")]
+pub(crate) struct OptimizerFlags {
+    /// What steps the weights
+    ///
+    /// Checkpoints of adamw, adam and adamw8bit go on with each other. Muon makes the update of a whole matrix
+    /// orthogonal, of which each process does its share; embeddings, heads, norms and biases are AdamW's.
+    #[arg(long, value_enum, default_value_t = OptimizerKind::Adamw)]
+    pub(crate) optimizer: OptimizerKind,
+
+    /// The highest learning rate; the default suits the small built-in model, fine-tuning wants about 2e-5
+    #[arg(long, value_name = "RATE", default_value = "2e-3", value_parser = positive, allow_hyphen_values = true)]
+    pub(crate) lr: f64,
+
+    /// Adam's decay rates of the mean and of the mean square of the gradients, such as 0.9,0.999 [default: 0.9,0.95]
+    #[arg(long, value_name = "B1,B2", value_parser = betas, allow_hyphen_values = true)]
+    pub(crate) betas: Option<(f64, f64)>,
+
+    /// The epsilon that Adam adds to the denominator [default: 1e-8]
+    #[arg(long, value_name = "X", value_parser = positive, allow_hyphen_values = true)]
+    pub(crate) eps: Option<f64>,
+
+    /// Weight decay, of every parameter but those of --no-decay: decoupled, of adam and sgd added to gradients
+    #[arg(long, value_name = "X", default_value = "0.1", value_parser = not_negative, allow_hyphen_values = true)]
+    pub(crate) weight_decay: f64,
+
+    /// Parameters whose weights do not decay, by their names or what these end with, such as bias,*norm*.weight
+    ///
+    /// `*` and `?` stand for characters of one part between dots, `**` for any parts.
+    #[arg(long, value_name = "PATTERNS", value_delimiter = ',')]
+    pub(crate) no_decay: Vec<String>,
+
+    /// How much of the last steps' direction stays, of sgd and muon [default: 0.9, of muon 0.95]
+    #[arg(long, value_name = "X", value_parser = not_negative, allow_hyphen_values = true)]
+    pub(crate) momentum: Option<f64>,
+
+    /// How much of a gradient is kept out of sgd's momentum [default: 0]
+    #[arg(long, value_name = "X", value_parser = not_negative, allow_hyphen_values = true)]
+    pub(crate) dampening: Option<f64>,
+
+    /// Whether momentum looks ahead, as Nesterov has it [default: off, of muon on]
+    #[arg(long, value_enum)]
+    pub(crate) nesterov: Option<Switch>,
+
+    /// The highest learning rate of muon's matrices [default: --lr]
+    #[arg(long, value_name = "RATE", value_parser = positive, allow_hyphen_values = true)]
+    pub(crate) muon_lr: Option<f64>,
+
+    /// How muon's learning rate follows from a matrix's shape [default: match-rms-adamw]
+    #[arg(long, value_enum)]
+    pub(crate) muon_adjust_lr: Option<MuonAdjustLr>,
+
+    /// The fewest elements of a parameter whose moments adamw8bit keeps in 8 bits [default: 4096]
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) min_8bit_size: Option<usize>,
+}
+
+/// Fails where a flag is given that nothing is done with.
+///
+/// # Errors
+/// Names the flag, and what it is for.
+pub(crate) fn check_unused_flags(args: &Args) -> anyhow::Result<()> {
+    check_unused_optimizer_flags(args)?;
+    for (flag, is_given, has_meaning, what) in [
+        ("--packing", args.packing.is_some(), args.sft.is_some(), "for the examples of --sft"),
+        (
+            "--shard-optimizer-over-replicas",
+            args.shard_optimizer_over_replicas,
+            args.replicate > 1,
+            "for copies of the model, and --replicate is 1",
+        ),
+        (
+            "--grad-sync",
+            args.grad_sync.is_some(),
+            args.grad_accum > 1,
+            "for several micro-batches a step, and --grad-accum is 1",
+        ),
+        (
+            "--checkpoint-keep",
+            !args.checkpoint_keep.is_empty(),
+            args.activation_checkpoint != ActivationCheckpoint::None,
+            "for blocks that run again: say which by --activation-checkpoint",
+        ),
+        ("--resume-anyway", args.resume_anyway, args.resume != Resume::None, "for --resume, which is not given"),
+    ] {
+        ensure!(!is_given || has_meaning, "{flag} is {what}: leave it out");
+    }
+    Ok(())
+}
+
+fn check_unused_optimizer_flags(args: &Args) -> anyhow::Result<()> {
+    use OptimizerKind::{Adam, Adamw, Adamw8bit, Muon, Sgd};
+    let flags = &args.optimizer;
+    let of_adam = &[Adamw, Adam, Adamw8bit, Muon][..];
+    for (flag, is_given, of) in [
+        ("--betas", flags.betas.is_some(), of_adam),
+        ("--eps", flags.eps.is_some(), of_adam),
+        ("--momentum", flags.momentum.is_some(), &[Sgd, Muon]),
+        ("--dampening", flags.dampening.is_some(), &[Sgd]),
+        ("--nesterov", flags.nesterov.is_some(), &[Sgd, Muon]),
+        ("--muon-lr", flags.muon_lr.is_some(), &[Muon]),
+        ("--muon-adjust-lr", flags.muon_adjust_lr.is_some(), &[Muon]),
+        ("--min-8bit-size", flags.min_8bit_size.is_some(), &[Adamw8bit]),
+    ] {
+        let kinds = of.iter().map(|kind| kind.word()).collect::<Vec<_>>().join(" or ");
+        let own = flags.optimizer.word();
+        ensure!(
+            !is_given || of.contains(&flags.optimizer),
+            "{flag} is for --optimizer {kinds}, and this one is {own}: leave it out"
+        );
+    }
+    Ok(())
+}
+
 #[cfg(test)]
-mod tests;
+mod tests {
+    use std::collections::BTreeSet;
+    use std::ffi::OsString;
+    use std::os::unix::ffi::OsStringExt;
+
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn a_flag_without_a_meaning_is_refused_and_has_one_beside_others() {
+        let checked = |flags: &str| {
+            check_unused_flags(&Args::try_parse_from(["train"].into_iter().chain(flags.split(' '))).unwrap())
+        };
+        for (flag, needs, what) in [
+            ("--packing on", "--sft a.jsonl", "--packing is for the examples of --sft: leave it out"),
+            ("--packing off", "--sft a.jsonl", "--packing is for the examples of --sft: leave it out"),
+            ("--shard-optimizer-over-replicas", "--replicate 2", "for copies of the model, and --replicate is 1"),
+            ("--grad-sync every", "--grad-accum 2", "for several micro-batches a step, and --grad-accum is 1"),
+            ("--grad-sync last", "--grad-accum 2", "--grad-sync is for several micro-batches"),
+            ("--checkpoint-keep linear", "--activation-checkpoint full", "for blocks that run again"),
+            ("--resume-anyway", "--resume auto", "--resume-anyway is for --resume"),
+            ("--optimizer sgd --betas 0.9,0.95", "", "--betas is for --optimizer adamw or adam or adamw8bit or muon"),
+            ("--optimizer sgd --eps 1e-8", "", "--eps is for --optimizer adamw or adam or adamw8bit or muon"),
+            ("--momentum 0.9", "--optimizer sgd", "--momentum is for --optimizer sgd or muon, and this one is adamw"),
+            ("--dampening 0.1", "--optimizer sgd", "--dampening is for --optimizer sgd"),
+            ("--nesterov on", "--optimizer muon", "--nesterov is for --optimizer sgd or muon"),
+            ("--muon-lr 1", "--optimizer muon", "--muon-lr is for --optimizer muon"),
+            ("--muon-adjust-lr original", "--optimizer muon", "--muon-adjust-lr is for --optimizer muon"),
+            ("--min-8bit-size 1", "--optimizer adamw8bit", "--min-8bit-size is for --optimizer adamw8bit"),
+        ] {
+            let error = checked(flag).unwrap_err().to_string();
+            assert!(error.contains(what) && error.ends_with("leave it out"), "{flag}: {error}");
+            if !needs.is_empty() {
+                checked(&format!("{flag} {needs}")).unwrap();
+            }
+        }
+        for kind in ["adamw", "adam", "adamw8bit", "muon"] {
+            checked(&format!("--optimizer {kind} --betas 0.9,0.95 --eps 1e-8")).unwrap();
+        }
+    }
+
+    fn parse(arguments: &[&str]) -> Result<Args, String> {
+        Args::try_parse_from([&["train"], arguments].concat()).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn the_definition_is_sound() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn no_flags_are_needed() {
+        let args = parse(&[]).unwrap();
+        assert_eq!(
+            (args.model, args.data, args.checkpoint_dir, args.export_hf, args.metrics, args.tensorboard),
+            (None, None, None, None, None, None)
+        );
+        assert_eq!((args.init, args.device, args.resume), (InitChoice::Auto, DeviceChoice::Auto, Resume::None));
+        assert_eq!(args.optimizer.betas, None);
+    }
+
+    #[test]
+    fn the_command_of_the_recorded_runs_is_understood() {
+        let command = "--model DIR --data DIR/tokens.bin --seq-len 32 --steps 20 --lr 1e-3 --betas 0.9,0.95 \
+                       --eps 1e-8 --weight-decay 0.1 \
+                       --clip-grad-norm 1.0 --lr-schedule constant --warmup-steps 0 --batch-size 2 --grad-accum 2 \
+                       --resume auto --init pretrained --device cpu";
+        let args = parse(&command.split_whitespace().collect::<Vec<_>>()).unwrap();
+        assert_eq!((args.seq_len, args.steps, args.batch_size, args.grad_accum, args.warmup_steps), (32, 20, 2, 2, 0));
+        let OptimizerFlags { lr, betas, eps, weight_decay, .. } = args.optimizer;
+        assert_eq!((lr, betas, eps, weight_decay), (1e-3, Some((0.9, 0.95)), Some(1e-8), 0.1));
+        assert_eq!(
+            (args.lr_schedule, args.init, args.device),
+            (LrSchedule::Constant, InitChoice::Pretrained, DeviceChoice::Cpu)
+        );
+        assert_eq!(args.clip_grad_norm, 1.0);
+        assert_eq!(args.model, Some("DIR".into()));
+        assert_eq!(args.data, Some("DIR/tokens.bin".into()));
+        assert_eq!(args.resume, Resume::Auto);
+    }
+
+    /// Every flag is compared between ranks, unless it is named as one that is not.
+    #[test]
+    fn no_flag_is_forgotten_when_ranks_compare_theirs() {
+        let described = serde_json::to_value(parse(&[]).unwrap()).unwrap();
+        let described: BTreeSet<&str> = described.as_object().unwrap().keys().map(String::as_str).collect();
+        let command = Args::command();
+        let flags = command.get_arguments().filter_map(|argument| argument.get_long());
+        assert_eq!(described, flags.filter(|flag| !["help", "version"].contains(flag)).collect());
+        assert!(INPUTS.iter().chain(&RANK_0_FLAGS).all(|flag| described.contains(flag)));
+    }
+
+    #[test]
+    fn places_are_compared_as_they_are_meant() {
+        let place = |flag: &str, value: &str| {
+            serde_json::to_value(parse(&[&format!("--{flag}"), value]).unwrap()).unwrap()[flag].clone()
+        };
+        let here = std::env::current_dir().unwrap();
+        for flag in ["checkpoint-dir", "export-hf", "trace", "resume", "data", "sft"] {
+            assert_eq!(place(flag, "some/where"), here.join("some/where").to_str().unwrap(), "{flag}");
+            assert_eq!(place(flag, "/a/b"), "/a/b", "{flag}");
+        }
+        assert_eq!(place("resume", "auto"), "auto");
+        let unnamed = OsString::from_vec(b"/a\xff".to_vec());
+        let args = Args::try_parse_from([OsString::from("train"), "--data".into(), unnamed]).unwrap();
+        assert_eq!(serde_json::to_value(args).unwrap()["data"], "/a\\xff");
+    }
+
+    #[test]
+    fn resume_takes_a_word_or_a_path() {
+        let resume = |value| parse(&["--resume", value]).unwrap().resume;
+        assert_eq!(resume("none"), Resume::None);
+        assert_eq!(resume("./auto"), Resume::Path("./auto".into()));
+    }
+
+    #[test]
+    fn nonsense_is_refused_with_the_flag_and_what_it_must_be() {
+        for (flag, bad, expected) in [
+            ("--steps", &["0", "-1", "x", "1.5"][..], "whole number of at least 1"),
+            ("--keep", &["0", "all"], "whole number of at least 1"),
+            ("--eval-every", &["0", "-1", "x"], "whole number of at least 1"),
+            ("--shuffle", &["yes"], "on, off"),
+            ("--packing", &["tight"], "on, off"),
+            ("--mlm-probability", &["0", "-0.1", "1.1", "nan", "x"], "above 0 and at most 1"),
+            ("--mask-token", &["-1", "4294967296", "[MASK]"], ""),
+            ("--batch-size", &["0", "-1", "x", "99999999999999999999999"], "whole number of at least 1"),
+            ("--seq-len", &["0", "-5", ""], "whole number of at least 1"),
+            ("--grad-accum", &["0"], "whole number of at least 1"),
+            ("--lora-rank", &["0", "-1", "x"], "whole number of at least 1"),
+            ("--lora-alpha", &["0", "-1", "nan"], "number above 0"),
+            ("--activation-checkpoint", &["some", "0", "-1", ""], "none, full, a number K"),
+            ("--checkpoint-keep", &["norm"], "linear, attention"),
+            ("--dropout", &["1", "-0.1", "nan", "some"], "`config`, or a number of at least 0 and below 1"),
+            ("--reshard-after-forward", &["maybe", "-2", "1.5"], "default, always, never, or a number"),
+            ("--offload", &["disk", "gpu"], "none, cpu"),
+            ("--param-dtype", &["int8", "float8"], "f32, bf16, f16"),
+            ("--all-gather", &["int8", "f16"], "full, float8"),
+            ("--loss-scale", &["0", "0.5", "-1", "nan", "inf", "1e39", "x"], "at least 1"),
+            ("--replicate", &["0", "two"], "whole number of at least 1"),
+            ("--grad-sync", &["first"], "every, last"),
+            ("--lr", &["0", "-1e-3", "nan", "inf", "1e999", "fast"], "number above 0"),
+            ("--eps", &["0", "-1"], "number above 0"),
+            ("--weight-decay", &["-0.1", "NaN", "inf"], "at least 0"),
+            ("--clip-grad-norm", &["-1", "NaN"], "at least 0"),
+            ("--betas", &["0.9", "0.9,1", "0.9,0.95,0.99", "-0.1,0.9", "a,b", "0.9 0.95", "nan,0.5"], "two numbers"),
+            ("--lr-schedule", &["step"], "constant, cosine, linear"),
+            ("--init", &["zeros"], "auto, pretrained, random"),
+            ("--device", &["tpu"], "auto, cpu, cuda"),
+            ("--warmup-steps", &["-1"], ""),
+            ("--seed", &["-1"], ""),
+        ] {
+            for bad in bad {
+                let error = parse(&[flag, bad]).unwrap_err();
+                assert!(
+                    error.contains(flag) && error.contains(bad) && error.contains(expected),
+                    "{flag} {bad}: {error}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn flags_that_need_or_exclude_others_say_so() {
+        let error = parse(&["--sft", "a.jsonl", "--data", "b"]).unwrap_err();
+        assert!(error.contains("--sft") && error.contains("--data"), "{error}");
+        let error = parse(&["--eval-every", "3"]).unwrap_err();
+        assert!(error.contains("--eval <PATH>"), "{error}");
+    }
+
+    #[test]
+    fn what_the_command_line_does_not_know_is_refused() {
+        assert!(parse(&["--learning-rate", "1"]).unwrap_err().contains("--learning-rate"));
+        assert!(parse(&["extra"]).unwrap_err().contains("extra"));
+    }
+}

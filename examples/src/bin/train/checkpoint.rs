@@ -1,4 +1,9 @@
+//! [[checkpoint.rs]]
 //! Checkpoints of a run: what is in them, and going on from one.
+//! [[done.rs]]
+//! How far a run has come, as its checkpoints say.
+//! [[steps.rs]]
+//! The names of a run's checkpoints.
 
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -10,24 +15,25 @@ use fsdp_candle::{
     optimizer_values,
 };
 use fsdp_ckpt::{AsyncSaver, LoadOptions, MODEL, SaveOptions, SaveState, TensorSource, WhenBusy, shown};
+use fsdp_core::DType;
+use fsdp_core::layout::Region;
 use fsdp_examples::console::Console;
+use serde_json::{Map, Value};
 
-use crate::agree::{Finding, worst};
-use crate::args::{Args, Resume};
-use crate::done::{Done, has_optimizer};
+use crate::adapters::Adapters;
+use crate::agreement::{RankResult, worst_result};
+use crate::args::Args;
+use crate::directories::{Hosts, RunDirs, same_file};
 use crate::export::Export;
-use crate::health::{ADVICE, look};
-use crate::hosts::Hosts;
-use crate::lora::Adapters;
-use crate::loss_scale::LossScale;
-use crate::places::{Places, same_file};
-use crate::record::{Changes, Record};
+use crate::flag_types::Resume;
+use crate::optimizer::LossScale;
+use crate::report::{ADVICE, find_non_finite};
+use crate::run_record::{Changes, Record};
 use crate::setup;
-use crate::steps::step_name;
 
 /// A run's checkpoints.
 pub(crate) struct Checkpoints<'a> {
-    places: Places,
+    dirs: RunDirs,
     world: &'a World,
     sequences_per_step: u64,
     keep: Option<NonZeroUsize>,
@@ -45,7 +51,7 @@ impl<'a> Checkpoints<'a> {
     /// Collective.
     pub(crate) fn new(args: &Args, hosts: Hosts, world: &'a World) -> anyhow::Result<Self> {
         let sequences_per_step = args.sequences_per_step(world)?;
-        let places = Places::new(args, hosts, world)?;
+        let dirs = RunDirs::new(args, hosts, world)?;
         let keep = args.keep.and_then(NonZeroUsize::new);
         let saver = match (args.async_save, keep) {
             (false, _) => None,
@@ -53,7 +59,7 @@ impl<'a> Checkpoints<'a> {
             (true, Some(keep)) => Some(AsyncSaver::new(world.group().clone(), WhenBusy::Wait)?.keep_newest(keep)),
         };
         let (newest, growing) = (None, None);
-        Ok(Checkpoints { places, world, sequences_per_step, keep, saver, finite_after: 0, newest, growing })
+        Ok(Checkpoints { dirs, world, sequences_per_step, keep, saver, finite_after: 0, newest, growing })
     }
 
     /// Loads the checkpoint to go on from, if there is one; tells how far it had come. Where `--resume auto` chose one
@@ -67,24 +73,24 @@ impl<'a> Checkpoints<'a> {
         optim: &mut dyn ShardedOptimizer,
         loss_scale: &mut LossScale,
         record: &Record,
-    ) -> anyhow::Result<Done> {
-        while let Some(path) = self.places.resume_from.clone() {
+    ) -> anyhow::Result<Position> {
+        while let Some(path) = self.dirs.resume_from.clone() {
             let failed = || format!("can't resume from {}", path.display());
             // Nothing is loaded before everything has been found good: of a damaged checkpoint nothing gets into the
             // model.
             let (source, own) = self.verify(&path);
-            match worst(self.world, own)? {
-                Finding::Damaged(why) if args.resume == Resume::Auto => {
-                    self.places.fall_back(args, self.world, &why)?;
+            match worst_result(self.world, own)? {
+                RankResult::Damaged(why) if args.resume == Resume::Auto => {
+                    self.dirs.fall_back(args, self.world, &why)?;
                 }
-                Finding::Damaged(why) | Finding::Failed(why) => return Err(anyhow!(why).context(failed())),
-                Finding::Good => {
+                RankResult::Damaged(why) | RankResult::Failed(why) => return Err(anyhow!(why).context(failed())),
+                RankResult::Passed => {
                     let Some(source) = source else { bail!("a checkpoint that was not opened was found good") };
                     let changes = changes(args, &*source, record).with_context(failed)?;
                     let loaded = self.load(args, &*source, vars, optim, loss_scale);
                     let (done, about) = loaded.with_context(failed)?;
                     self.world.group().barrier().wait().context("another rank could not resume")?;
-                    match look(vars, &[ValuesOf::Parameters, ValuesOf::Moments(optim)])? {
+                    match find_non_finite(vars, &[ValuesOf::Parameters, ValuesOf::Moments(optim)])? {
                         None => {
                             if self.world.rank() == 0 {
                                 let (path, step) = (path.display(), done.step);
@@ -101,21 +107,21 @@ impl<'a> Checkpoints<'a> {
                         Some(found) if args.resume == Resume::Auto => {
                             // The older one has all weights, but need not have moments.
                             optim.reset()?;
-                            self.places.fall_back(args, self.world, &found.to_string())?;
+                            self.dirs.fall_back(args, self.world, &found.to_string())?;
                         }
                         Some(found) => return Err(anyhow!("{found}; pass an older one").context(failed())),
                     }
                 }
             }
         }
-        if let Some(found) = look(vars, &[ValuesOf::Parameters])? {
+        if let Some(found) = find_non_finite(vars, &[ValuesOf::Parameters])? {
             let (from, way_out) = match setup::pretrained(args)? {
                 Some(dir) => (format!("from {}", dir.display()), "pass another --model, or --init random"),
                 None => ("drawn at random".into(), "look at initializer_range in the model's config.json"),
             };
             bail!("the weights {from} are no good before any step: {found}; {way_out}");
         }
-        Ok(Done::default())
+        Ok(Position::default())
     }
 
     /// The step after which the weights were found finite last.
@@ -125,7 +131,7 @@ impl<'a> Checkpoints<'a> {
 
     /// Which checkpoint is to be gone on from if the run ends here, in words. Collective: a save in the background ends
     /// first.
-    pub(crate) fn healthy(&mut self) -> String {
+    pub(crate) fn newest_checkpoint(&mut self) -> String {
         let mut text = match self.finish() {
             Ok(()) => String::new(),
             Err(error) => format!("The last save failed as well: {error:#}. "),
@@ -138,15 +144,15 @@ impl<'a> Checkpoints<'a> {
     }
 
     /// Opens a checkpoint and checks this rank's share of the checksums, so that all is read once.
-    fn verify(&self, path: &Path) -> (Option<Box<dyn TensorSource>>, Finding) {
+    fn verify(&self, path: &Path) -> (Option<Box<dyn TensorSource>>, RankResult) {
         let rank = self.world.rank();
-        let (reader, readers) = self.places.hosts.readers(self.world);
-        let opened = self.places.hosts.open(path, self.world);
+        let (reader, readers) = self.dirs.hosts.readers(self.world);
+        let opened = self.dirs.hosts.open(path, self.world);
         let opened = opened.and_then(|source| source.verify_share(reader, readers).map(|_| source));
         match opened {
-            Ok(source) => (Some(source), Finding::Good),
-            Err(error) if error.is_damage() => (None, Finding::Damaged(error.with_causes())),
-            Err(error) => (None, Finding::Failed(format!("rank {rank}: {}", error.with_causes()))),
+            Ok(source) => (Some(source), RankResult::Passed),
+            Err(error) if error.is_damage() => (None, RankResult::Damaged(error.with_causes())),
+            Err(error) => (None, RankResult::Failed(format!("rank {rank}: {}", error.with_causes()))),
         }
     }
 
@@ -158,7 +164,7 @@ impl<'a> Checkpoints<'a> {
         vars: &ShardedVarMap,
         optim: &mut dyn ShardedOptimizer,
         loss_scale: &mut LossScale,
-    ) -> anyhow::Result<(Done, String)> {
+    ) -> anyhow::Result<(Position, String)> {
         let is_of_adapters = source.tensors().keys().any(|name| is_adapter(name));
         ensure!(
             !is_of_adapters || vars.params().iter().any(|param| is_adapter(param.name())),
@@ -178,7 +184,7 @@ impl<'a> Checkpoints<'a> {
             let names = shown(loaded.unexpected.join(", "));
             about.push_str(&format!("\nnot loaded, the model has no such parameters: {names}"));
         }
-        Ok((Done::of(source, self.sequences_per_step)?, about))
+        Ok((Position::read(source, self.sequences_per_step)?, about))
     }
 
     /// Saves model, optimizer, loss scale, position and record, or begins to; the directory is named after the step.
@@ -188,21 +194,21 @@ impl<'a> Checkpoints<'a> {
         vars: &ShardedVarMap,
         optim: &dyn ShardedOptimizer,
         loss_scale: &LossScale,
-        done: &Done,
+        done: &Position,
         record: &Record,
     ) -> anyhow::Result<PathBuf> {
-        let path = self.places.checkpoints.join(step_name(done.step));
-        if let Some(found) = look(vars, &[ValuesOf::Parameters, ValuesOf::Moments(optim)])? {
+        let path = self.dirs.checkpoints.join(step_name(done.step));
+        if let Some(found) = find_non_finite(vars, &[ValuesOf::Parameters, ValuesOf::Moments(optim)])? {
             let (step, since) = (done.step, self.finite_after);
             bail!(
                 "{} was not saved: after step {step}, {found}. They were finite after step {since}. {}. {ADVICE}",
                 path.display(),
-                self.healthy()
+                self.newest_checkpoint()
             );
         }
         self.finite_after = done.step;
         // A run that had nothing left to do is where it resumed from already.
-        if self.places.resume_from.as_deref().is_some_and(|from| same_file(from, &path)) {
+        if self.dirs.resume_from.as_deref().is_some_and(|from| same_file(from, &path)) {
             // It may have been killed after it saved and before it removed older ones.
             self.remove_older(&path);
             return Ok(path);
@@ -215,7 +221,7 @@ impl<'a> Checkpoints<'a> {
         values.extend(record.values()?);
         let state = SaveState { mesh: vars.mesh().layout().clone(), tensors, values };
         let failed = || format!("can't save {}", path.display());
-        let options = SaveOptions { finite: true, host: self.places.hosts.name() };
+        let options = SaveOptions { finite: true, host: self.dirs.hosts.name() };
         match &mut self.saver {
             Some(saver) => {
                 // It waits for the one before.
@@ -234,7 +240,7 @@ impl<'a> Checkpoints<'a> {
 
     /// Leaves `newest` and those that --keep allows beside it. Collective.
     fn remove_older(&self, newest: &Path) {
-        let Places { checkpoints, hosts, .. } = &self.places;
+        let RunDirs { checkpoints, hosts, .. } = &self.dirs;
         if let Some(keep) = self.keep
             && let Err(error) = hosts.keep_newest(checkpoints, keep, newest, self.world)
             && self.world.rank() == 0
@@ -260,10 +266,10 @@ impl<'a> Checkpoints<'a> {
         args: &Args,
         vars: &ShardedVarMap,
         adapters: Option<&Adapters>,
-        done: &Done,
+        done: &Position,
     ) -> anyhow::Result<()> {
         match &args.export_hf {
-            Some(dir) => Export { dir, step: done.step, places: &self.places, adapters }.write(args, self.world, vars),
+            Some(dir) => Export { dir, step: done.step, dirs: &self.dirs, adapters }.write(args, self.world, vars),
             None => Ok(()),
         }
     }
@@ -299,4 +305,71 @@ fn is_of_another(source: &dyn TensorSource, optim: &dyn ShardedOptimizer) -> Opt
             )
         })
     })
+}
+
+/// How far a run has come.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Position {
+    /// Steps taken.
+    pub(crate) step: usize,
+    /// Sequences consumed, over all ranks: the position in the data, whatever the world size.
+    pub(crate) sequences: u64,
+}
+
+impl Position {
+    /// What a checkpoint or model says. Of another program's, the step is that of the optimizer, 0 if it has none, and
+    /// each step is taken to have seen as many sequences as one of this run does.
+    pub(crate) fn read(source: &dyn TensorSource, sequences_per_step: u64) -> anyhow::Result<Self> {
+        let number = |key: &str| source.values().get(key).and_then(Value::as_u64);
+        if let (Some(step), Some(sequences)) = (number("step"), number("sequences")) {
+            return Ok(Position { step: step as usize, sequences });
+        }
+        let step = optimizer_step(source)?;
+        let sequences = step.checked_mul(sequences_per_step).with_context(|| {
+            format!("{}: {step} steps of {sequences_per_step} sequences are beyond any count", source.path().display())
+        })?;
+        Ok(Position { step: step as usize, sequences })
+    }
+
+    /// What a checkpoint is to say.
+    pub(crate) fn values(&self) -> Map<String, Value> {
+        Map::from_iter([
+            ("step".to_string(), Value::from(self.step)),
+            ("sequences".to_string(), Value::from(self.sequences)),
+        ])
+    }
+}
+
+/// Beyond that not every number is a number of steps that was counted.
+const MOST_STEPS: f32 = (1_u64 << 53) as f32;
+
+/// The most steps that any parameter has taken.
+fn optimizer_step(source: &dyn TensorSource) -> anyhow::Result<u64> {
+    let is_step = |name: &str| name.starts_with("optim.state.") && name.ends_with(".step");
+    let mut most = 0;
+    for (name, tensor) in source.tensors().iter().filter(|(name, _)| is_step(name)) {
+        let what = || format!("{} holds {name} as {} {:?}", source.path().display(), tensor.dtype, tensor.shape);
+        ensure!(tensor.dtype == DType::F32 && tensor.shape.iter().product::<usize>() == 1, "{}: no step count", what());
+        let mut step = [0; 4];
+        source.read(name, &Region::whole(&tensor.shape), &mut step)?;
+        let step = f32::from_ne_bytes(step);
+        ensure!((0. ..=MOST_STEPS).contains(&step) && step.fract() == 0., "{}: {step} is no step count", what());
+        most = most.max(step as u64);
+    }
+    Ok(most)
+}
+
+/// Whether there is an optimizer's state in it.
+pub(crate) fn has_optimizer(source: &dyn TensorSource) -> bool {
+    source.tensors().keys().any(|name| name.starts_with("optim.state."))
+}
+
+/// The name of the checkpoint at a step.
+pub(crate) fn step_name(step: usize) -> String {
+    format!("step-{step:08}")
+}
+
+/// The step of a checkpoint's name.
+pub(crate) fn step_of(name: &str) -> Option<usize> {
+    name.strip_prefix("step-")?.parse().ok().filter(|&step| step_name(step) == name)
 }

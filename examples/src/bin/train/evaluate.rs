@@ -1,14 +1,23 @@
+//! [[evaluate.rs]]
 //! `--eval`: the loss on data that is not trained on.
+//! [[sample.rs]]
+//! What the model says, for people to see.
+//! [[gradcheck.rs]]
+//! `--gradcheck`: the gradients are those of the loss, or the run ends before its first step.
 
 use std::time::Instant;
 
-use anyhow::Context;
-use fsdp_candle::{FsdpModule, ReduceOp, World, no_grad};
-use fsdp_examples::data::Batches;
+use anyhow::{Context, ensure};
+use candle_core::DType;
+use fsdp_candle::{FsdpModule, GradcheckOptions, ReduceOp, World, gradcheck, no_grad};
+use fsdp_examples::console::Console;
+use fsdp_examples::data::{Batches, Text};
+use fsdp_examples::generate::{SampleOptions, fill, sample};
 use fsdp_examples::metrics::EvalRecord;
 use fsdp_examples::models::{self, Batch, LanguageModel};
 
 use crate::args::Args;
+use crate::flag_types::AllGather;
 
 /// The data to evaluate on, and when.
 pub(crate) struct Evaluation {
@@ -58,4 +67,94 @@ impl Evaluation {
             eval_time_s: start.elapsed().as_secs_f64(),
         })
     }
+}
+
+/// Ids of the data that start the sample of a run on a stream, and ids that continue them.
+const PROMPT_TOKENS: usize = 16;
+const SAMPLE_TOKENS: usize = 48;
+/// Ids that the model sees when it continues them.
+pub(crate) const SAMPLE_CONTEXT: usize = 64;
+/// A masked model tells every so many-th of them.
+const MASK_EVERY: usize = 8;
+/// The most ids of an answer.
+const ANSWER_TOKENS: usize = 128;
+
+/// What is continued, and by whom.
+pub(crate) struct Sampler<'a> {
+    pub(crate) model: &'a FsdpModule<LanguageModel>,
+    pub(crate) text: &'a Text,
+    /// Positions that the model has.
+    pub(crate) positions: usize,
+}
+
+impl Sampler<'_> {
+    /// A continuation of the stream's first words, or, of a masked model, what it takes some of them for. Collective.
+    pub(crate) fn continue_stream(&self, batches: &Batches, world: &World) -> anyhow::Result<String> {
+        let context = self.positions.min(SAMPLE_CONTEXT);
+        if let Some(masking) = batches.masking() {
+            let prompt = batches.prompt(context)?;
+            let hidden: Vec<usize> = (MASK_EVERY / 2..prompt.len()).step_by(MASK_EVERY).collect();
+            let filled = no_grad(|| fill(self.model, &prompt, &hidden, masking.mask_token, world.device()))
+                .context("can't fill in a sample")?;
+            let starts = std::iter::once(0).chain(hidden.iter().map(|at| at + 1));
+            let ends = hidden.iter().copied().chain([prompt.len()]);
+            let seen = starts.zip(ends).map(|(start, end)| self.text.decode(&prompt[start..end]));
+            let seen = seen.collect::<anyhow::Result<Vec<_>>>()?.join("[MASK]");
+            return Ok(format!("{seen:?} -> {:?}", self.text.decode(&filled)?));
+        }
+        let options = SampleOptions { tokens: SAMPLE_TOKENS, context, temperature: 0.8, seed: 0, stops: &[] };
+        self.generate(&batches.prompt(PROMPT_TOKENS)?, &options, world)
+    }
+
+    /// The likeliest answer to the first example's prompt. Collective.
+    pub(crate) fn answer_example(&self, batches: &Batches, world: &World) -> anyhow::Result<String> {
+        let options = SampleOptions {
+            tokens: ANSWER_TOKENS,
+            context: self.positions,
+            temperature: 0.,
+            seed: 0,
+            stops: batches.stops(),
+        };
+        self.generate(&batches.prompt(0)?, &options, world)
+    }
+
+    fn generate(&self, prompt: &[u32], options: &SampleOptions<'_>, world: &World) -> anyhow::Result<String> {
+        let ids = no_grad(|| sample(self.model, prompt, options, world.device())).context("can't generate a sample")?;
+        Ok(format!("{:?} -> {:?}", self.text.decode(prompt)?, self.text.decode(&ids)?))
+    }
+}
+
+/// Fails where gradients can't be compared with differences of the loss.
+pub(crate) fn check_gradcheck_flags(args: &Args) -> anyhow::Result<()> {
+    ensure!(
+        !args.gradcheck || args.param_dtype.dtype() == DType::F32,
+        "--gradcheck compares small differences of the loss, which bf16 and f16 round away: use it with --param-dtype \
+         f32"
+    );
+    ensure!(
+        !args.gradcheck || args.all_gather == AllGather::Full,
+        "--gradcheck compares small differences of the loss, which 8-bit weights round away: use it with --all-gather \
+         full"
+    );
+    Ok(())
+}
+
+/// Checks the model on the batch that comes next. Collective.
+///
+/// # Errors
+/// When a unit's gradient is wrong, or can't be checked.
+pub(crate) fn run_gradcheck(
+    args: &Args,
+    model: &FsdpModule<LanguageModel>,
+    batches: &Batches,
+    sequences: u64,
+    world: &World,
+) -> anyhow::Result<()> {
+    let batch = Batch::new(batches.micro_batch(sequences, 0)?, args.seq_len, world.device())?;
+    let checked = gradcheck(model, &GradcheckOptions::default(), |model| models::cross_entropy(model, &batch));
+    let checked = checked.context("--gradcheck")?;
+    if world.rank() == 0 {
+        Console::Stderr.line(format_args!("gradcheck: the gradients of {} units are right", checked.len()));
+    }
+    Ok(())
 }

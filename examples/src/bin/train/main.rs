@@ -2,36 +2,19 @@
 //! `fsdp-launch --nproc-per-node 2 train --help`.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
-mod agree;
-mod alike;
+mod adapters;
+mod agreement;
 mod args;
-mod bad_step;
 mod checkpoint;
-mod damage;
-mod done;
+mod directories;
 mod evaluate;
 mod export;
-mod exported;
-mod gradcheck;
-mod health;
-mod hosts;
-mod logging;
-mod lora;
-mod loss_scale;
-mod memory;
-mod misplaced;
+mod flag_types;
 mod optimizer;
-mod optimizer_flags;
-mod peft;
-mod places;
-mod record;
-mod sample;
+mod report;
+mod run_record;
 mod setup;
-mod step_log;
-mod steps;
 mod trace;
-mod values;
-mod writable;
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -45,26 +28,27 @@ use fsdp_examples::job;
 use fsdp_examples::metrics::{StepRecord, peak_memory_bytes};
 use fsdp_examples::models::{self, Batch, parallel};
 
-use args::{Args, GradSync};
-use bad_step::BadStep;
+use args::Args;
 use checkpoint::Checkpoints;
-use hosts::Hosts;
-use loss_scale::LossScale;
+use directories::Hosts;
+use evaluate::Sampler;
+use flag_types::GradSync;
+use optimizer::LossScale;
 use optimizer::Optimizer;
-use record::Record;
-use sample::Speaker;
+use report::NonFiniteStep;
+use report::StepLog;
+use run_record::Record;
 use setup::Setup;
-use step_log::StepLog;
 
 fn main() -> ExitCode {
     let args = Args::parse();
     job::run_on(args.device.into(), |world| {
         // First of all: what follows counts on it.
-        alike::settings(&args, world)?;
+        agreement::check_settings(&args, world)?;
         args.batch_shape(world)?;
         let hosts = Hosts::of(&args, world)?;
-        writable::check(&args, &hosts, world)?;
-        let trace = logging::init(args.trace.as_deref(), world)?;
+        directories::check_writable(&args, &hosts, world)?;
+        let trace = trace::init(args.trace.as_deref(), world)?;
         train(&args, hosts, world)?;
         trace.map_or(Ok(()), |trace| trace.finish(world))
     })
@@ -72,8 +56,8 @@ fn main() -> ExitCode {
 
 fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
     // Before all else, so that what is in the way shows before anything is read.
-    gradcheck::check_flags(args)?;
-    misplaced::check(args)?;
+    evaluate::check_gradcheck_flags(args)?;
+    args::check_unused_flags(args)?;
     if args.sequence_parallel {
         parallel::check_sequence(args.tensor_parallel, ("--seq-len", args.seq_len))?;
     }
@@ -93,16 +77,16 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
     }
     if args.gradcheck && done.step < args.steps {
         tracing::debug_span!("gradcheck")
-            .in_scope(|| gradcheck::check(args, &model, &batches, done.sequences, world))?;
+            .in_scope(|| evaluate::run_gradcheck(args, &model, &batches, done.sequences, world))?;
     }
     let mut log = if world.rank() == 0 { Some(StepLog::open(args, done.step)?) } else { None };
     let shard_bytes = setup::shard_bytes(&vars) + optim.bytes() as u64;
     let tokens_per_step = batches.tokens_per_step() as f64;
-    let speaker = Speaker { model: &model, text: &text, positions };
+    let sampler = Sampler { model: &model, text: &text, positions };
     let asked = evaluation.as_ref().map_or(&batches, |evaluation| &evaluation.batches);
     let say = || match args.sft {
-        Some(_) => tracing::debug_span!("sample").in_scope(|| speaker.answers(asked, world)),
-        None => tracing::debug_span!("sample").in_scope(|| speaker.continues(&batches, world)),
+        Some(_) => tracing::debug_span!("sample").in_scope(|| sampler.answer_example(asked, world)),
+        None => tracing::debug_span!("sample").in_scope(|| sampler.continue_stream(&batches, world)),
     };
     let evaluate = |step: usize, log: &mut Option<StepLog>| -> anyhow::Result<()> {
         let Some(evaluation) = evaluation.as_ref().filter(|evaluation| evaluation.is_due(step)) else { return Ok(()) };
@@ -125,7 +109,7 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
     for step in done.step + 1..=args.steps {
         let _span = tracing::debug_span!("step", number = step).entered();
         let start = Instant::now();
-        let lr = optim.begin(step);
+        let lr = optim.set_learning_rates(step);
 
         model.inner().set_training(true);
         // Forward and backward of each micro-batch; gradients come back averaged over ranks and sharded. The step's
@@ -166,7 +150,7 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
         let means = world.all_reduce(&[own_loss, norm], ReduceOp::Avg)?;
         let loss = means[0];
         if !(loss.is_finite() && (means[1].is_finite() || overflowed)) {
-            let bad = BadStep { step, loss, own_loss, norm, grads: &grads, loss_scale: loss_scale.current() };
+            let bad = NonFiniteStep { step, loss, own_loss, norm, grads: &grads, loss_scale: loss_scale.current() };
             anyhow::bail!(bad.explain(world, &vars, optim.get(), &mut checkpoints)?);
         }
         let skipped = loss_scale.step(optim.get_mut(), &grads)?;

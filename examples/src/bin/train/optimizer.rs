@@ -1,18 +1,25 @@
+//! [[optimizer.rs]]
 //! The optimizer with the groups that the flags make.
+//! [[loss_scale.rs]]
+//! The loss scale of runs in f16, whose numbers end at 6e-8 below and at 65504 above: losses are multiplied by it, so
+//! that small gradients are not rounded to zero, and gradients are divided by it. Other runs have none.
 
 use std::sync::Arc;
 
 use anyhow::{Context, ensure};
+use candle_core::Tensor;
+use candle_core::backprop::GradStore;
 use fsdp_candle::{
-    Adam, AdamConfig, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, FsdpParam, Muon, MuonConfig, NamePattern,
-    Optimizers, SGD, SgdConfig, ShardedOptimizer, ShardedVarMap,
+    Adam, AdamConfig, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, FsdpParam, GradScaler, GradScalerState, Muon,
+    MuonConfig, NamePattern, Optimizers, SGD, SgdConfig, ShardedOptimizer, ShardedVarMap,
 };
+use fsdp_ckpt::TensorSource;
 use fsdp_examples::models::is_block_matrix;
 use fsdp_examples::schedule::Schedule;
+use serde_json::{Map, Value};
 
-use crate::args::Args;
-use crate::optimizer_flags::{Adjust, Kind, OptimizerFlags};
-use crate::values::Switch;
+use crate::args::{Args, MuonAdjustLr, OptimizerFlags, OptimizerKind};
+use crate::flag_types::{Precision, Switch};
 
 type Params = Vec<Arc<FsdpParam>>;
 /// Parameters with their weight decay.
@@ -38,19 +45,19 @@ impl Optimizer {
         let flags = &args.optimizer;
         let groups = groups(flags, vars)?;
         let optim: Box<dyn ShardedOptimizer> = match flags.optimizer {
-            Kind::Adamw => Box::new(adamw(flags, groups)?),
-            Kind::Adam => {
-                let Rates { lr, betas, eps } = Rates::of(flags);
+            OptimizerKind::Adamw => Box::new(adamw(flags, groups)?),
+            OptimizerKind::Adam => {
+                let AdamSettings { lr, betas, eps } = AdamSettings::of(flags);
                 let config = |weight_decay| AdamConfig { lr, betas, eps, weight_decay };
                 Box::new(Adam::with_groups(configured(groups, config))?)
             }
-            Kind::Adamw8bit => {
-                let Rates { lr, betas, eps } = Rates::of(flags);
+            OptimizerKind::Adamw8bit => {
+                let AdamSettings { lr, betas, eps } = AdamSettings::of(flags);
                 let min_8bit_size = flags.min_8bit_size.unwrap_or(MIN_8BIT_SIZE);
                 let config = |weight_decay| AdamW8bitConfig { lr, betas, eps, weight_decay, min_8bit_size };
                 Box::new(AdamW8bit::with_groups(configured(groups, config))?)
             }
-            Kind::Sgd => {
+            OptimizerKind::Sgd => {
                 let config = |weight_decay| SgdConfig {
                     lr: flags.lr,
                     momentum: flags.momentum.unwrap_or(0.9),
@@ -60,7 +67,7 @@ impl Optimizer {
                 };
                 Box::new(SGD::with_groups(configured(groups, config))?)
             }
-            Kind::Muon => muon(flags, groups)?,
+            OptimizerKind::Muon => muon(flags, groups)?,
         };
         let peak = |group: fsdp_candle::ParamGroup| group.hyper["lr"].as_f64().unwrap_or(flags.lr);
         let schedule = |lr| Schedule::new(args.lr_schedule, lr, args.warmup_steps, args.steps);
@@ -69,7 +76,7 @@ impl Optimizer {
     }
 
     /// Sets the learning rates of a step, counted from 1; tells that of the last group.
-    pub(crate) fn begin(&mut self, step: usize) -> f64 {
+    pub(crate) fn set_learning_rates(&mut self, step: usize) -> f64 {
         let mut last = 0.;
         for (group, schedule) in self.schedules.iter().enumerate() {
             last = schedule.lr(step);
@@ -93,15 +100,15 @@ impl Optimizer {
 }
 
 /// Hyper-parameters of every kind of Adam.
-struct Rates {
+struct AdamSettings {
     lr: f64,
     betas: (f64, f64),
     eps: f64,
 }
 
-impl Rates {
+impl AdamSettings {
     fn of(flags: &OptimizerFlags) -> Self {
-        Rates { lr: flags.lr, betas: flags.betas.unwrap_or(BETAS), eps: flags.eps.unwrap_or(EPS) }
+        AdamSettings { lr: flags.lr, betas: flags.betas.unwrap_or(BETAS), eps: flags.eps.unwrap_or(EPS) }
     }
 }
 
@@ -131,7 +138,7 @@ fn configured<C>(groups: Groups, config: impl Fn(f64) -> C) -> Vec<(Params, C)> 
 }
 
 fn adamw(flags: &OptimizerFlags, groups: Groups) -> anyhow::Result<AdamW> {
-    let Rates { lr, betas, eps } = Rates::of(flags);
+    let AdamSettings { lr, betas, eps } = AdamSettings::of(flags);
     Ok(AdamW::with_groups(configured(groups, |weight_decay| AdamWConfig { lr, betas, eps, weight_decay }))?)
 }
 
@@ -156,9 +163,162 @@ fn muon(flags: &OptimizerFlags, groups: Groups) -> anyhow::Result<Box<dyn Sharde
         weight_decay,
         momentum: flags.momentum.unwrap_or(0.95),
         nesterov: flags.nesterov != Some(Switch::Off),
-        adjust_lr: flags.muon_adjust_lr.unwrap_or(Adjust::MatchRmsAdamw).into(),
+        adjust_lr: flags.muon_adjust_lr.unwrap_or(MuonAdjustLr::MatchRmsAdamw).into(),
         ..MuonConfig::default()
     };
     let muon = Muon::with_groups(configured(matrices, config))?;
     Ok(Box::new(Optimizers::new(vec![Box::new(muon), Box::new(adamw(flags, rest)?)])?))
+}
+
+/// Gradients that overflow at this scale are too large for f16 themselves, and nothing is gained by a smaller one.
+const LEAST: f64 = 1.;
+/// What a checkpoint calls the state: `state_dict` of PyTorch's scaler, saved as `scaler`.
+const SCALE: &str = "scaler.scale";
+const GROWTH_TRACKER: &str = "scaler._growth_tracker";
+
+/// What losses are multiplied by, if by anything.
+pub(crate) struct LossScale {
+    scaler: Option<GradScaler>,
+    /// What the flags say.
+    first: GradScalerState,
+}
+
+impl LossScale {
+    /// # Errors
+    /// When the flags have a scale, and nothing that it would be for.
+    pub(crate) fn new(args: &Args) -> anyhow::Result<Self> {
+        let needed = [args.param_dtype, args.reduce_dtype].contains(&Precision::F16);
+        ensure!(
+            needed || args.loss_scale.is_none(),
+            "--loss-scale is for gradients in f16: pass --param-dtype f16, or leave it out"
+        );
+        let scaler = args.loss_scale.map_or_else(GradScaler::default, GradScaler::new);
+        Ok(LossScale { first: scaler.state(), scaler: needed.then_some(scaler) })
+    }
+
+    /// Goes on with the scale that a checkpoint holds, or begins anew where it holds none.
+    pub(crate) fn resume(&mut self, source: &dyn TensorSource) -> anyhow::Result<()> {
+        let Some(scaler) = &mut self.scaler else { return Ok(()) };
+        let [scale, tracker] = [SCALE, GROWTH_TRACKER].map(|name| source.values().get(name));
+        let state = || {
+            let growth_tracker = tracker?.as_u64()?.try_into().ok()?;
+            Some(GradScalerState { scale: scale?.as_f64()?, growth_tracker, ..self.first })
+        };
+        let found = match (scale, tracker) {
+            (None, None) => Ok(self.first),
+            _ => state().context("they must be a number and a count of steps"),
+        };
+        let loaded = found.and_then(|state| Ok(scaler.load_state(state)?));
+        loaded.with_context(|| {
+            let shown = |value: Option<&Value>| value.map_or("missing".into(), Value::to_string);
+            let (path, scale, tracker) = (source.path().display(), shown(scale), shown(tracker));
+            format!("{path}: {SCALE} is {scale} and {GROWTH_TRACKER} is {tracker}")
+        })
+    }
+
+    /// What a checkpoint is to hold.
+    pub(crate) fn values(&self) -> Map<String, Value> {
+        let state = self.scaler.as_ref().map(GradScaler::state);
+        let values = state.map(|state| [(SCALE, state.scale.into()), (GROWTH_TRACKER, state.growth_tracker.into())]);
+        values.into_iter().flatten().map(|(name, value): (&str, Value)| (name.to_owned(), value)).collect()
+    }
+
+    /// The scale, if there is one.
+    pub(crate) fn current(&self) -> Option<f64> {
+        self.scaler.as_ref().map(GradScaler::current_scale)
+    }
+
+    /// What backward takes in the place of a loss.
+    pub(crate) fn scale(&self, loss: Tensor) -> anyhow::Result<Tensor> {
+        Ok(match &self.scaler {
+            Some(scaler) => scaler.scale(&loss)?,
+            None => loss,
+        })
+    }
+
+    /// Divides the gradients by the scale. Tells whether they overflowed on any rank, and a smaller scale may help.
+    /// Collective.
+    pub(crate) fn unscale(&mut self, vars: &ShardedVarMap, grads: &mut GradStore) -> anyhow::Result<bool> {
+        let Some(scaler) = &mut self.scaler else { return Ok(false) };
+        Ok(scaler.unscale(vars, grads)? && scaler.current_scale() > LEAST)
+    }
+
+    /// Takes the step, unless the gradients overflowed: that is told in words, and the next scale is a smaller one.
+    pub(crate) fn step(
+        &mut self,
+        optim: &mut dyn ShardedOptimizer,
+        grads: &GradStore,
+    ) -> anyhow::Result<Option<String>> {
+        let Some(scaler) = &mut self.scaler else {
+            optim.step(grads)?;
+            return Ok(None);
+        };
+        let scale = scaler.current_scale();
+        let stepped = scaler.step(optim, grads)?;
+        scaler.update()?;
+        let next = scaler.current_scale();
+        Ok((!stepped).then(|| {
+            format!("skipped, for its gradients overflow f16 at a loss scale of {scale}; the next one is {next}")
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+    use fsdp_ckpt::SaveState;
+    use fsdp_core::MeshLayout;
+    use fsdp_core::process_group::local;
+
+    use super::*;
+
+    fn of(flags: &[&str]) -> anyhow::Result<LossScale> {
+        LossScale::new(&Args::try_parse_from([&["train"], flags].concat())?)
+    }
+
+    #[test]
+    fn only_f16_has_one() {
+        for flags in [&[][..], &["--param-dtype", "bf16", "--reduce-dtype", "bf16"]] {
+            let none = of(flags).unwrap();
+            assert_eq!((none.current(), none.values().len()), (None, 0));
+            let error = of(&[flags, &["--loss-scale", "2"]].concat()).err().unwrap().to_string();
+            assert!(error.contains("--loss-scale") && error.contains("--param-dtype f16"), "{error}");
+        }
+        assert_eq!(of(&["--param-dtype", "f16"]).unwrap().current(), Some(65536.));
+        let some = of(&["--reduce-dtype", "f16", "--loss-scale", "3"]).unwrap();
+        let values = serde_json::json!({ "scaler.scale": 3.0, "scaler._growth_tracker": 0 });
+        assert_eq!((some.current(), Value::from(some.values())), (Some(3.), values));
+    }
+
+    #[test]
+    fn a_run_goes_on_with_the_scale_of_its_checkpoint() {
+        let dir = tempfile::tempdir().unwrap();
+        let resumed = |name: &str, values: Value| {
+            let mut scale = of(&["--param-dtype", "f16", "--loss-scale", "8"]).unwrap();
+            let (path, Value::Object(values)) = (dir.path().join(name), values) else { panic!() };
+            let state = SaveState { mesh: MeshLayout::new(&[("dp_shard", 1)]).unwrap(), tensors: vec![], values };
+            local::run(1, |group| fsdp_ckpt::save(&path, &group, &state).unwrap());
+            scale.resume(&*fsdp_ckpt::open(&path).unwrap()).map(|()| scale)
+        };
+        let saved = serde_json::json!({ "scaler.scale": 512.0, "scaler._growth_tracker": 77, "step": 3 });
+        let same = resumed("same", saved.clone()).unwrap();
+        assert_eq!((same.current(), &same.values()[GROWTH_TRACKER]), (Some(512.), &saved[GROWTH_TRACKER]));
+        assert_eq!(resumed("none", serde_json::json!({})).unwrap().current(), Some(8.));
+        for (number, (scale, tracker)) in [
+            (Value::from(0.), Value::from(1)),
+            (512.0.into(), Value::Null),
+            ("8".into(), 1.into()),
+            (8.0.into(), (-1).into()),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            let name = format!("bad-{number}");
+            let values = serde_json::json!({ SCALE: scale, GROWTH_TRACKER: tracker });
+            let error = format!("{:#}", resumed(&name, values).err().unwrap());
+            let parts =
+                [&format!("{name}: scaler.scale is {scale} and scaler._growth_tracker is {tracker}: "), "must be"];
+            assert!(parts.iter().all(|part| error.contains(*part)), "{error}");
+        }
+    }
 }

@@ -1,8 +1,11 @@
+//! [[trace.rs]]
 //! `--trace`: what every process computes and communicates, on one time axis, in the Chrome trace format.
 //!
 //! Each process writes a file of its own while it runs, `trace.rank0.json`; when all is well at the end rank 0 joins
-//! them. `tracing_chrome` collects the events; [`OfRank`] makes them fit for people: a name says what happened to which
+//! them. `tracing_chrome` collects the events; [`RankWriter`] makes them fit for people: a name says what happened to which
 //! unit, a rank is a process, and its clock is that of the others.
+//! [[logging.rs]]
+//! What a run tells about itself: events on stderr as `RUST_LOG` asks, and the trace.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, BufWriter, Write};
@@ -14,10 +17,14 @@ use std::time::SystemTime;
 use anyhow::Context;
 use fsdp_candle::{ReduceOp, World};
 use fsdp_examples::console::Console;
+use fsdp_examples::job;
 use serde_json::{Map, Value, json};
 use tracing::Subscriber;
 use tracing_chrome::{ChromeLayer, ChromeLayerBuilder, FlushGuard};
+use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::registry::LookupSpan;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, Layer};
 
 /// Viewers want ids of threads that no two processes share: each rank has so many.
 const THREADS: u64 = 1000;
@@ -42,11 +49,11 @@ impl Trace {
     {
         let cannot = || format!("can't write --trace {}", file.display());
         let rank = world.rank();
-        let part = File::create(of_rank(file, rank)).with_context(cannot)?;
+        let part = File::create(rank_file(file, rank)).with_context(cannot)?;
         let first = world.all_reduce(&[now_micros()?], ReduceOp::Min)?[0];
         let builder = ChromeLayerBuilder::new().include_args(true).include_locations(false);
         // The layer's clock starts when it is built.
-        let writer = UntilLost::new(OfRank::new(BufWriter::new(part), rank, now_micros()? - first), file);
+        let writer = BestEffortWriter::new(RankWriter::new(BufWriter::new(part), rank, now_micros()? - first), file);
         let lost = writer.lost.clone();
         let (layer, guard) = builder.writer(writer).build();
         Ok((layer, Trace { file: file.to_path_buf(), guard, lost }))
@@ -77,7 +84,7 @@ impl Trace {
             let _ = std::fs::remove_file(&file);
             Console::Stderr.line(format_args!(
                 "warning: can't join the processes' files, such as {}, to --trace {path}: {error}",
-                of_rank(&file, 0).display()
+                rank_file(&file, 0).display()
             ));
         } else {
             Console::Stdout.line(format_args!("trace: {path}"));
@@ -92,7 +99,7 @@ fn now_micros() -> anyhow::Result<f64> {
 }
 
 /// `trace.rank1.json` for rank 1 of `trace.json`.
-pub(crate) fn of_rank(file: &Path, rank: usize) -> PathBuf {
+pub(crate) fn rank_file(file: &Path, rank: usize) -> PathBuf {
     let extension = file.extension().and_then(|extension| extension.to_str()).unwrap_or("json");
     file.with_extension(format!("rank{rank}.{extension}"))
 }
@@ -102,7 +109,7 @@ fn join(file: &Path, ranks: usize) -> std::io::Result<()> {
     let mut out = BufWriter::new(File::create(file)?);
     let mut separator = "[\n";
     for rank in 0..ranks {
-        for line in BufReader::new(File::open(of_rank(file, rank))?).lines() {
+        for line in BufReader::new(File::open(rank_file(file, rank))?).lines() {
             let line = line?;
             // The first and the last line of a part are its brackets.
             if line.starts_with('{') {
@@ -114,20 +121,20 @@ fn join(file: &Path, ranks: usize) -> std::io::Result<()> {
     out.write_all(b"\n]\n")?;
     out.flush()?;
     // What can't be removed is in nobody's way.
-    (0..ranks).for_each(|rank| drop(std::fs::remove_file(of_rank(file, rank))));
+    (0..ranks).for_each(|rank| drop(std::fs::remove_file(rank_file(file, rank))));
     Ok(())
 }
 
 /// Takes whatever comes, also when it can't be written any more: `tracing_chrome` would panic. It says so once.
-struct UntilLost<W> {
+struct BestEffortWriter<W> {
     out: W,
     file: PathBuf,
     lost: Arc<AtomicBool>,
 }
 
-impl<W: Write> UntilLost<W> {
+impl<W: Write> BestEffortWriter<W> {
     fn new(out: W, file: &Path) -> Self {
-        UntilLost { out, file: file.to_path_buf(), lost: Arc::default() }
+        BestEffortWriter { out, file: file.to_path_buf(), lost: Arc::default() }
     }
 
     fn attempt(&mut self, write: impl FnOnce(&mut W) -> std::io::Result<()>) {
@@ -142,7 +149,7 @@ impl<W: Write> UntilLost<W> {
     }
 }
 
-impl<W: Write> Write for UntilLost<W> {
+impl<W: Write> Write for BestEffortWriter<W> {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         self.attempt(|out| out.write_all(bytes));
         Ok(bytes.len())
@@ -155,7 +162,7 @@ impl<W: Write> Write for UntilLost<W> {
 }
 
 /// Rewrites what `tracing_chrome` writes, an event a line, on its way to a rank's file.
-struct OfRank<W: Write> {
+struct RankWriter<W: Write> {
     out: W,
     rank: usize,
     /// Microseconds from the first rank's beginning to this one's.
@@ -166,9 +173,9 @@ struct OfRank<W: Write> {
     introduced: bool,
 }
 
-impl<W: Write> OfRank<W> {
+impl<W: Write> RankWriter<W> {
     fn new(out: W, rank: usize, late: f64) -> Self {
-        OfRank { out, rank, late, line: vec![], introduced: false }
+        RankWriter { out, rank, late, line: vec![], introduced: false }
     }
 
     fn end_line(&mut self) -> std::io::Result<()> {
@@ -201,7 +208,7 @@ impl<W: Write> OfRank<W> {
     }
 }
 
-impl<W: Write> Write for OfRank<W> {
+impl<W: Write> Write for RankWriter<W> {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         for piece in bytes.split_inclusive(|&byte| byte == b'\n') {
             self.line.extend_from_slice(piece);
@@ -275,13 +282,30 @@ fn thread_name(thread: &str) -> String {
     }
 }
 
+/// Starts logging, and the trace where one is wanted. Collective.
+///
+/// # Errors
+/// When the trace file can't be written.
+pub(crate) fn init(trace: Option<&Path>, world: &World) -> anyhow::Result<Option<Trace>> {
+    let (spans, trace) = match trace {
+        Some(file) => {
+            let (layer, trace) = Trace::start(file, world)?;
+            let filter = EnvFilter::new("fsdp_candle=debug,fsdp_core=debug,train=debug");
+            (Some(layer.with_filter(filter)), Some(trace))
+        }
+        None => (None, None),
+    };
+    tracing_subscriber::registry().with(spans).with(job::events()).init();
+    Ok(trace)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn rewritten(lines: &str) -> Vec<Value> {
         let mut file = vec![];
-        let mut writer = OfRank::new(&mut file, 2, 10.);
+        let mut writer = RankWriter::new(&mut file, 2, 10.);
         // However the bytes come.
         lines.as_bytes().chunks(7).for_each(|piece| writer.write_all(piece).unwrap());
         writer.flush().unwrap();
@@ -317,7 +341,8 @@ mod tests {
     #[test]
     fn a_full_disk_takes_the_rest_of_the_trace_and_nothing_else() {
         let full = File::options().write(true).open("/dev/full").unwrap();
-        let mut writer = UntilLost::new(OfRank::new(BufWriter::with_capacity(16, full), 0, 0.), Path::new("t.json"));
+        let mut writer =
+            BestEffortWriter::new(RankWriter::new(BufWriter::with_capacity(16, full), 0, 0.), Path::new("t.json"));
         let lost = writer.lost.clone();
         writer.write_all(b"[\n").unwrap();
         assert!(!lost.load(Ordering::Relaxed), "it is still in the buffer");

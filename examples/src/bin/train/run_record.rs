@@ -12,9 +12,9 @@ use fsdp_examples::schedule::LrSchedule;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::alike::{Words, words};
+use crate::adapters::Adapters;
+use crate::agreement::{Fields, fields};
 use crate::args::Args;
-use crate::lora::Adapters;
 
 /// The record's name in a checkpoint.
 const KEY: &str = "train.run";
@@ -42,11 +42,11 @@ const OF_THE_LOSS: [&str; 2] = ["output_router_logits", "router_aux_loss_coef"];
 #[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Record {
     /// Settings that give the weights and the optimizer's state their meaning.
-    fixed: Words,
+    fixed: Fields,
     /// Other settings that change the numbers of a step.
-    settings: Words,
+    settings: Fields,
     /// Explanations of some settings, which are not compared.
-    beside: Words,
+    beside: Fields,
 }
 
 /// Differences between the run that saved a checkpoint and the run that resumes from it.
@@ -70,7 +70,7 @@ impl Record {
     ) -> anyhow::Result<Self> {
         let mut record = Record::default();
         let Record { fixed, settings, beside } = &mut record;
-        for (field, value) in words("", config)? {
+        for (field, value) in fields("", config)? {
             let name = format!("config.json's {field}");
             match field.as_str() {
                 field if OF_THE_START.contains(&field) => None,
@@ -114,12 +114,12 @@ impl Record {
         ] {
             settings.insert(name.into(), value);
         }
-        let flags = words("--", args)?;
+        let flags = fields("--", args)?;
         let alike = ["--optimizer", "--no-decay", "--param-dtype", "--reduce-dtype", "--all-gather"];
         settings.extend(flags.into_iter().filter(|(flag, _)| alike.contains(&flag.as_str())));
         let mut hyper = BTreeMap::<String, Vec<String>>::new();
         for group in optim.param_groups() {
-            for (name, value) in words(HYPER, &group.hyper)? {
+            for (name, value) in fields(HYPER, &group.hyper)? {
                 let values = hyper.entry(name).or_default();
                 if !values.contains(&value) {
                     values.push(value);

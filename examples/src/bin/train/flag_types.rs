@@ -1,10 +1,8 @@
 //! What the flags of `train` take, how it is read, and how ranks tell each other of it.
 
-use std::{
-    ffi::OsString,
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use candle_core::DType;
 use clap::ValueEnum;
