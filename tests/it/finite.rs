@@ -9,7 +9,7 @@ use fsdp_ckpt::{SaveState, TensorShard};
 use fsdp_core::layout::Region;
 use fsdp_core::process_group::local;
 use fsdp_core::{Buffer, MeshLayout};
-use fsdp_tests::{Run, golden, launch};
+use fsdp_test_support::{Run, golden, launch};
 
 /// Trains the golden Llama on two ranks in `dir`.
 fn train(dir: &Path, args: &str) -> Run {

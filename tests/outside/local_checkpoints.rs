@@ -2,7 +2,7 @@
 
 use std::{fs, path::Path, process::Command, time::Duration};
 
-use fsdp_tests::{Run, golden_flags_of, launch, program, run, trajectory::Trajectory};
+use fsdp_test_support::{Run, golden_flags_of, launch, program, run, trajectory::Trajectory};
 use libtest_mimic::Trial;
 
 use crate::need::{Need, trial};

@@ -5,7 +5,7 @@ use candle_core::{Result, Tensor};
 use fsdp_core::ProcessGroup;
 
 use super::moves::{Input, check, exchanged, gathered, own_part, scattered, summed};
-use crate::graph::keeps_graph;
+use crate::autograd::keeps_graph;
 use crate::kernels::{Backward, node};
 use crate::storage::{copied_storage, take};
 

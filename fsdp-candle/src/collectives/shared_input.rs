@@ -15,7 +15,7 @@ use fsdp_core::ProcessGroup;
 
 use super::functions::WayBack;
 use super::moves::{Input, check, gathered, own_part};
-use crate::graph::keeps_graph;
+use crate::autograd::keeps_graph;
 use crate::kernels::{Backward, node};
 use crate::storage::{copied_storage, scalar, with_slice, with_slice_mut};
 

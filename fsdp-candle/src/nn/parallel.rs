@@ -12,8 +12,8 @@ use crate::collectives::{
     Consumers, Entry, SharedInput, all_gather, all_reduce, all_reduce_taken, all_to_all, reduce_scatter,
     reduce_scatter_taken,
 };
+use crate::fsdp::FsdpParam;
 use crate::tensor_parallel::{ActivationLayout, ColwiseParallel, Parallel, ParallelStyle, RowwiseParallel};
-use crate::unit::FsdpParam;
 
 /// The ranks of a layer, and what it is there.
 #[derive(Clone)]

@@ -8,10 +8,10 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor, WithDType, bail};
 
-use crate::graph::keeps_graph;
+use crate::autograd::keeps_graph;
+use crate::fsdp::FsdpParam;
 #[cfg(feature = "cuda")]
 use crate::storage;
-use crate::unit::FsdpParam;
 
 /// Whether the kernels serve this tensor; otherwise its layer falls back to a chain of Candle's own operations.
 pub(in crate::nn) fn served(tensor: &Tensor) -> bool {

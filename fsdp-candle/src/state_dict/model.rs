@@ -8,8 +8,8 @@ use fsdp_core::layout::Region;
 use super::dict::{IncompatibleKeys, StateDict, StateTensor};
 use super::options::StateDictOptions;
 use super::transfer::{Wanted, given, kept, on_host, on_rank_0, taken};
-use crate::build::ShardedVarMap;
 use crate::error::Result;
+use crate::fsdp::ShardedVarMap;
 use crate::storage::copy_tensor;
 
 /// Every parameter, ignored ones too, and every buffer by its FQN. Collective when a full state dict is asked for.

@@ -8,7 +8,7 @@ use super::super::parallel::serve;
 use super::super::weight::claim;
 use super::affine::affine;
 use crate::adapter::LoraConfig;
-use crate::unit::FsdpParam;
+use crate::fsdp::FsdpParam;
 
 /// `alpha / r * B A x`, with `A` `[r, in]` and `B` `[out, r]`.
 #[derive(Clone, Debug)]
