@@ -1,6 +1,4 @@
-//! [[stream.rs]]
 //! The data as one stream, cut into sequences.
-//! [[permutation.rs]]
 //! Orders that any rank computes for itself, at any place, without holding them in memory.
 
 use anyhow::Result;

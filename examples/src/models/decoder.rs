@@ -1,19 +1,13 @@
-//! [[mod.rs]]
 //! Decoders of the families that [`super::config::fields`] names, with the parameter names of Hugging Face's
 //! `LlamaForCausalLM` and its like.
 //!
 //! In shapes, B is the batch, T the time, C the width of the residual stream.
-//! [[block.rs]]
 //! One block: attention and MLP or experts, each behind a norm and beside a residual.
-//! [[attention.rs]]
 //! A block's attention.
 //!
 //! In shapes, B is the batch, T the time, C the width of the residual stream, H the heads and D their width.
-//! [[mlp.rs]]
 //! Gated MLPs: `down(activation(gate(x)) * up(x))`.
-//! [[rope.rs]]
 //! Rotary embeddings of a model: tables that its blocks share.
-//! [[norm.rs]]
 //! Root-mean-square norms.
 
 use candle_core::{DType, Device, Module, Result, Tensor};

@@ -1,8 +1,5 @@
-//! [[language_model.rs]]
 //! A model of any of the families.
-//! [[batch.rs]]
 //! What a model learns from at once.
-//! [[loss.rs]]
 //! Losses of a model on a batch.
 
 use std::sync::Arc;

@@ -1,8 +1,5 @@
-//! [[layer.rs]]
 //! What the models' layers have in common: running again in backward, and activations.
-//! [[dropout.rs]]
 //! Dropout of a model's layers.
-//! [[linear.rs]]
 //! Fully connected layers that start as transformers' do.
 
 use std::sync::Arc;

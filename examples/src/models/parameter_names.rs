@@ -1,6 +1,4 @@
-//! [[lora.rs]]
 //! Which layers of a model get low-rank adapters.
-//! [[matrices.rs]]
 //! Which parameters are the matrices of blocks, by their names.
 
 use fsdp_candle::nn::{LoraConfig, is_adapter};

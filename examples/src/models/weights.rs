@@ -1,6 +1,4 @@
-//! [[weights.rs]]
 //! Telling weights on disk apart without reading them all.
-//! [[old_names.rs]]
 //! Weights under names that transformers has given up.
 
 use std::collections::BTreeMap;

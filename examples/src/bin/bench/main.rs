@@ -1,11 +1,7 @@
-//! [[main.rs]]
 //! Measurements of the library, each printed as a table or, with `--json`, as one JSON object:
 //! `fsdp-launch --nproc-per-node 2 bench --help`.
-//! [[count.rs]]
 //! Sizes on the command line.
-//! [[print.rs]]
 //! Results, on stdout.
-//! [[ranks.rs]]
 //! Starting a measurement's ranks where no launcher has.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 

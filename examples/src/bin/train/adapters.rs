@@ -1,6 +1,4 @@
-//! [[lora.rs]]
 //! The adapters that a run trains: as the flags have them, or as PEFT has written them.
-//! [[peft.rs]]
 //! Adapters on disk, as PEFT has them: `adapter_model.safetensors` and `adapter_config.json`.
 
 use std::collections::BTreeSet;

@@ -1,10 +1,6 @@
-//! [[args.rs]]
 //! The command line of `train`.
-//! [[optimizer_flags.rs]]
 //! The flags of the optimizer.
-//! [[misplaced.rs]]
 //! Flags that mean nothing beside the others: whoever passes one expects something of it.
-//! [[argtests.rs]]
 
 use std::path::PathBuf;
 

@@ -1,8 +1,5 @@
-//! [[checkpoint.rs]]
 //! Checkpoints of a run: what is in them, and going on from one.
-//! [[done.rs]]
 //! How far a run has come, as its checkpoints say.
-//! [[steps.rs]]
 //! The names of a run's checkpoints.
 
 use std::num::NonZeroUsize;

@@ -1,12 +1,8 @@
-//! [[dirs.rs]]
 //! The directories that a run reads from and writes to. Rank 0 looks and decides before the first step: all ranks then
 //! use the same, and what would be in the way hours later shows at once.
-//! [[hosts.rs]]
 //! Who looks at checkpoints: rank 0 for all, or, with --checkpoint-local, each host in its own directory.
-//! [[damage.rs]]
 //! Checkpoints that `--resume auto` can't use because they are damaged. They are set aside, never deleted, and the run
 //! goes on from an older one.
-//! [[writable.rs]]
 //! Whether what a run is going to write can be written, found out before its first step by writing.
 
 use std::io::ErrorKind;

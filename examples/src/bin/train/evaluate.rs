@@ -1,8 +1,5 @@
-//! [[evaluate.rs]]
 //! `--eval`: the loss on data that is not trained on.
-//! [[sample.rs]]
 //! What the model says, for people to see.
-//! [[gradcheck.rs]]
 //! `--gradcheck`: the gradients are those of the loss, or the run ends before its first step.
 
 use std::time::Instant;

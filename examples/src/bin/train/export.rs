@@ -1,6 +1,4 @@
-//! [[export.rs]]
 //! `--export-hf`: the model as a Hugging Face directory, or the adapters as PEFT reads them.
-//! [[exported.rs]]
 //! What an earlier export has left, and which run may replace it.
 
 use std::collections::BTreeMap;

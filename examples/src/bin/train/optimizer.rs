@@ -1,6 +1,4 @@
-//! [[optimizer.rs]]
 //! The optimizer with the groups that the flags make.
-//! [[loss_scale.rs]]
 //! The loss scale of runs in f16, whose numbers end at 6e-8 below and at 65504 above: losses are multiplied by it, so
 //! that small gradients are not rounded to zero, and gradients are divided by it. Other runs have none.
 

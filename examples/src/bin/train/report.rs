@@ -1,9 +1,6 @@
-//! [[step_log.rs]]
 //! What each step measured, on its way to people: the file of `--metrics`, the curves of `--tensorboard`, and lines or
 //! a bar on stderr.
-//! [[health.rs]]
 //! Numbers that are infinite or not a number: found before they get into the weights, a checkpoint or an export.
-//! [[bad_step.rs]]
 //! A step whose numbers are infinite or not a number, told so that a person knows what to do.
 
 use std::fmt::Write;

@@ -1,6 +1,4 @@
-//! [[setup.rs]]
 //! From the command line to a model and its data.
-//! [[memory.rs]]
 //! Whether there is room for a run: looked at before anything of it is made, because memory that is refused in the
 //! midst of it ends the process without a word.
 

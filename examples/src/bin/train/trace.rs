@@ -1,10 +1,8 @@
-//! [[trace.rs]]
 //! `--trace`: what every process computes and communicates, on one time axis, in the Chrome trace format.
 //!
 //! Each process writes a file of its own while it runs, `trace.rank0.json`; when all is well at the end rank 0 joins
 //! them. `tracing_chrome` collects the events; [`RankWriter`] makes them fit for people: a name says what happened to which
 //! unit, a rank is a process, and its clock is that of the others.
-//! [[logging.rs]]
 //! What a run tells about itself: events on stderr as `RUST_LOG` asks, and the trace.
 
 use std::fs::File;

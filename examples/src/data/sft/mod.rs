@@ -1,4 +1,3 @@
-//! [[mod.rs]]
 //! Examples to learn from: `--sft FILE.jsonl`.
 //!
 //! | file | subject |
@@ -10,9 +9,7 @@
 //! | `line` | a line of a file |
 //! | `examples` | [`Examples`]: all of a file, as tokens |
 //! | `packing` | which examples share a sequence |
-//! [[examples.rs]]
 //! All examples of a file, as tokens.
-//! [[line.rs]]
 //! A line of a file of examples.
 
 use std::collections::BTreeMap;

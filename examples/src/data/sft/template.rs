@@ -1,10 +1,6 @@
-//! [[template.rs]]
 //! Chat templates: Jinja, with what transformers gives to it.
-//! [[turns.rs]]
 //! What of a conversation the assistant says.
-//! [[specials.rs]]
 //! The special tokens that a model directory names.
-//! [[json.rs]]
 //! JSON as Python's `json.dumps` writes it, which templates expect of `tojson`.
 
 use std::collections::BTreeMap;

@@ -1,8 +1,5 @@
-//! [[decoder.rs]]
 //! What the families of decoders differ in, as options.
-//! [[fields.rs]]
 //! The fields that `config.json` of a decoder may have, and the families of decoders.
-//! [[experts.rs]]
 //! The experts of a decoder's layers.
 
 use anyhow::{Context, bail, ensure};

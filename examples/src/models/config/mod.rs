@@ -1,10 +1,6 @@
-//! [[mod.rs]]
 //! `config.json` of a Hugging Face model directory.
-//! [[dropout.rs]]
 //! How much a model drops while it trains.
-//! [[activation.rs]]
 //! Activations by transformers' names.
-//! [[checks.rs]]
 //! What numbers must be, and the words when they are not.
 
 use std::path::Path;

@@ -1,8 +1,5 @@
-//! [[device.rs]]
 //! Devices: what their makers promise, and the shares of it that training reaches.
-//! [[link.rs]]
 //! How long collectives take: rings over the links of a mesh.
-//! [[precision.rs]]
 //! Number formats.
 
 use anyhow::{Context, ensure};

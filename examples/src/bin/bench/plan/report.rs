@@ -1,6 +1,4 @@
-//! [[report.rs]]
 //! A whole plan.
-//! [[table.rs]]
 //! A plan for people.
 
 use std::fmt::Write;

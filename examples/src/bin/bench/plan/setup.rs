@@ -1,6 +1,4 @@
-//! [[setup.rs]]
 //! What is planned.
-//! [[search.rs]]
 //! The best of the plans that a machine has room for.
 
 use anyhow::{bail, ensure};
