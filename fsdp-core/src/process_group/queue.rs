@@ -58,7 +58,7 @@ struct Jobs {
 
 impl Queue {
     pub(super) fn new(group: Membership, backend: Box<dyn Backend>) -> Self {
-        let told = heartbeat::collectives(&group.name, group.rank, group.size);
+        let told = heartbeat::collective_recorder(&group.name, group.rank, group.size);
         let runner = Runner { backend, group, sequence: 0, failed: None, told };
         Queue { runner: Mutex::new(Some(runner)), jobs: Mutex::default(), wake: Condvar::new() }
     }
@@ -169,7 +169,7 @@ struct Runner {
     /// The first error, which every later collective gets.
     failed: Option<Error>,
     /// Where the launcher can read what runs here.
-    told: Option<heartbeat::Collectives>,
+    told: Option<heartbeat::CollectiveRecorder>,
 }
 
 impl Runner {
