@@ -12,8 +12,8 @@ use std::process::ExitCode;
 use anyhow::Context;
 use clap::builder::RangedU64ValueParser;
 use clap::{Parser, Subcommand};
+use fsdp_candle::DeviceChoice;
 use fsdp_examples::console::Console;
-use fsdp_examples::device::DeviceChoice;
 use fsdp_launch::{LaunchSpec, LinePrefix, launch};
 
 mod ckpt;
@@ -71,7 +71,7 @@ fn main() -> ExitCode {
         What::Step(args) => args.device,
         _ => DeviceChoice::Cpu,
     };
-    fsdp_examples::job::run_on(device.into(), |world| match cli.what {
+    fsdp_examples::job::run(device, |world| match cli.what {
         What::Ckpt(args) => ckpt::run(&args, world),
         What::Collectives(args) => collectives::run(&args, world),
         What::Finite(args) => finite::run(&args, world),

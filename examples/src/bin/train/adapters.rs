@@ -1,5 +1,5 @@
-//! The adapters that a run trains: as the flags have them, or as PEFT has written them.
-//! Adapters on disk, as PEFT has them: `adapter_model.safetensors` and `adapter_config.json`.
+//! LoRA adapters of a run: created from flags, or read and written in PEFT's format (`adapter_model.safetensors` and
+//! `adapter_config.json`).
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -16,20 +16,20 @@ use serde_json::{Map, Value, json};
 
 use crate::args::Args;
 
-/// The projections of queries and values, or the one layer that makes both, in all families.
+/// Query and value projections, or the layer that fuses them, in all model families.
 const DEFAULT_TARGETS: [&str; 6] = ["q_proj", "v_proj", "qkv_proj", "attn.c_attn", "self.query", "self.value"];
-/// So many names an error lists.
+/// Maximal number of layers that an error lists.
 const MAX_LISTED: usize = 16;
 
-/// What a run trains in the place of its parameters.
+/// Adapters that a run trains.
 pub(crate) struct Adapters {
     pub(crate) lora: Lora,
-    /// Where they are read from.
+    /// Adapters to continue with (--lora-from).
     pub(crate) from: Option<Peft>,
 }
 
 impl Adapters {
-    /// As the flags say, if they do.
+    /// Reads the flags. Returns `None` for a run without adapters.
     pub(crate) fn of(args: &Args) -> anyhow::Result<Option<Self>> {
         if let Some(dir) = &args.lora_from {
             let from = Peft::open(dir).with_context(|| format!("--lora-from {}", dir.display()))?;
@@ -44,14 +44,14 @@ impl Adapters {
         Ok(Some(Adapters { lora: Lora { config, targets: targets.context("--lora-targets")? }, from: None }))
     }
 
-    /// Has the model that is built next trained so.
+    /// Freezes the parameters of the next model, and adds adapters to it.
     pub(crate) fn apply(&self, vars: &ShardedVarMap) {
         let targets = self.lora.targets.clone();
         vars.freeze(|name| !is_adapter(name));
         vars.adapt(self.lora.config, move |layer| targets.meant(layer));
     }
 
-    /// Fails unless the model has the layers that are meant.
+    /// Fails unless the targets match layers of the model.
     pub(crate) fn check(&self, args: &Args, vars: &ShardedVarMap) -> anyhow::Result<()> {
         let adapted = vars.adapted();
         if let Some(from) = &self.from {
@@ -63,7 +63,7 @@ impl Adapters {
         };
         ensure!(
             idle.is_none() && !adapted.is_empty(),
-            "--lora-targets: {} means no fully connected layer of the model; it has {}",
+            "--lora-targets: {} matches no fully connected layer of the model; it has {}",
             idle.map_or("the default".into(), |pattern| format!("`{pattern}`")),
             layers(vars)
         );
@@ -71,7 +71,7 @@ impl Adapters {
     }
 }
 
-/// The matrices of the model, those that differ by a number once.
+/// Lists the model's matrices, with `*` in place of layer numbers.
 fn layers(vars: &ShardedVarMap) -> String {
     let mut names: Vec<String> = vec![];
     for param in vars.params().iter().filter(|param| param.shape().rank() == 2 && !is_adapter(param.name())) {
@@ -90,17 +90,17 @@ fn layers(vars: &ShardedVarMap) -> String {
     names.join(", ")
 }
 
-/// PEFT's name for the file of weights.
+/// File name of the weights.
 pub(crate) const PEFT_WEIGHTS: &str = "adapter_model.safetensors";
 const PEFT_CONFIG: &str = "adapter_config.json";
-/// What PEFT writes before the name that a parameter has in transformers' model.
+/// Prefix of parameter names in PEFT's files.
 const PREFIX: &str = "base_model.model.";
 const DOWN: &str = ".lora_A.weight";
 const UP: &str = ".lora_B.weight";
-/// What transformers' models with a head write before the names of GPT-2's own tensors, and GPT-2's files often do not.
+/// Prefix of GPT-2's tensors in transformers, which GPT-2's own files often lack.
 const GPT2: &str = "transformer.";
 
-/// The adapters alone, by their names in PEFT's files.
+/// Selects the adapters and renames them as in PEFT's files.
 pub(crate) fn adapter_tensors(tensors: Vec<TensorShard>) -> Vec<TensorShard> {
     let adapters = tensors.into_iter().filter(|tensor| is_adapter(&tensor.fqn));
     adapters.map(|tensor| TensorShard { fqn: peft_name(&tensor.fqn), ..tensor }).collect()
@@ -110,12 +110,12 @@ fn peft_name(name: &str) -> String {
     format!("{PREFIX}{}", transformers_name(name))
 }
 
-/// The name of a parameter in transformers' model, whatever the base model's file says.
+/// Returns the name of a parameter in transformers' model.
 fn transformers_name(name: &str) -> String {
     if name.starts_with("h.") { format!("{GPT2}{name}") } else { name.into() }
 }
 
-/// Writes what PEFT wants to know about the adapters of a model.
+/// Writes `adapter_config.json`.
 pub(crate) fn write_peft_config(
     dir: &Path,
     config: LoraConfig,
@@ -132,11 +132,11 @@ pub(crate) fn write_peft_config(
         .with_context(|| format!("can't write {}/{PEFT_CONFIG}", dir.display()))
 }
 
-/// `layers` are all that PEFT may take for adapted ones, too.
+/// `layers` lists all layers that PEFT's target names could match.
 fn peft_config(config: LoraConfig, base: Option<&Path>, adapted: &[String], layers: &[String]) -> Value {
     let last = |layer: &str| layer.rsplit('.').next().unwrap_or_default().to_string();
     let adapted: BTreeSet<&String> = adapted.iter().collect();
-    // By the last word where that means no other layer, as PEFT's own files do.
+    // Targets are the last part of the name, as in PEFT's own files, unless another layer has the same last part.
     let others: BTreeSet<String> =
         layers.iter().filter(|layer| !adapted.contains(layer)).map(|layer| last(layer)).collect();
     let target = |layer: &&String| match last(layer) {
@@ -155,14 +155,14 @@ fn peft_config(config: LoraConfig, base: Option<&Path>, adapted: &[String], laye
         "fan_in_fan_out": is_gpt2,
         "target_modules": targets,
     });
-    // PEFT has no word for a masked language model.
+    // PEFT has no task type for masked language models.
     if !layers.iter().any(|layer| layer.starts_with("bert.")) {
         values["task_type"] = "CAUSAL_LM".into();
     }
     values
 }
 
-/// What counts of PEFT's `adapter_config.json`.
+/// The fields of `adapter_config.json` that are read.
 #[derive(Deserialize)]
 struct PeftConfig {
     peft_type: String,
@@ -172,14 +172,13 @@ struct PeftConfig {
     rest: Map<String, Value>,
 }
 
-/// Settings that do not change what adapters compute: which layers have one is in the file of weights. With any other
-/// that is set, an adapter may be more, or something else, than `alpha / r * B A x`.
+/// Settings that do not change what adapters compute. Any other setting could mean more than `alpha / r * B A x`.
 const IGNORED_SETTINGS: [&str; 18] = [
     "auto_mapping",
     "base_model_name_or_path",
     "eva_config",
     "exclude_modules",
-    // PEFT sets it by the kind of each layer, whatever the file says.
+    // PEFT sets it by the type of each layer, whatever the file says.
     "fan_in_fan_out",
     "inference_mode",
     "layers_pattern",
@@ -195,21 +194,21 @@ const IGNORED_SETTINGS: [&str; 18] = [
     "target_modules",
     "task_type",
 ];
-/// Ways to make the first adapters that leave the base model's weights as they are. `gaussian` may have any case.
+/// Initialisations that keep the base model's weights. `gaussian` may have any case.
 const ALLOWED_INITS: [&str; 3] = ["gaussian", "eva", "orthogonal"];
 
 /// Adapters in a directory.
 pub(crate) struct Peft {
     config: LoraConfig,
     weights: HfModel,
-    /// The layers that have one, by their names in the file.
+    /// Names of the adapted layers in the file.
     layers: Vec<String>,
-    /// The probability with which PEFT drops an adapter's input in training.
+    /// Dropout of the adapters' inputs in PEFT's training.
     dropout: f64,
 }
 
 impl Peft {
-    /// Opens a directory that PEFT or `--export-hf` has written.
+    /// Opens a directory that PEFT or `--export-hf` wrote.
     pub(crate) fn open(dir: &Path) -> anyhow::Result<Self> {
         let file = dir.join(PEFT_CONFIG);
         let text = std::fs::read_to_string(&file).with_context(|| format!("can't read {}", file.display()))?;
@@ -224,11 +223,11 @@ impl Peft {
         };
         for (key, value) in config.rest.iter().filter(|(key, _)| !IGNORED_SETTINGS.contains(&key.as_str())) {
             let (is_taken, why) = match key.as_str() {
-                "bias" => (value.is_null() || value == "none", "train keeps biases as they are, as with \"none\""),
+                "bias" => (value.is_null() || value == "none", "train supports only bias \"none\""),
                 "init_lora_weights" => (keeps_base_weights(value), UNSUPPORTED_INIT),
                 _ => (
                     !is_set(value),
-                    "train has no such adapters. Merge them into the model in PEFT, or make plain ones",
+                    "train does not support it: merge the adapters into the model in PEFT, or create plain LoRA adapters",
                 ),
             };
             ensure!(is_taken, "{}: {key} is {value}; {why}", file.display());
@@ -240,7 +239,7 @@ impl Peft {
         let other = weights.tensors().keys().find(|name| layer_of(name, DOWN).or_else(|| layer_of(name, UP)).is_none());
         ensure!(
             other.is_none(),
-            "{} holds {}, which PEFT loads beside the adapters and train does not: save the adapters alone, with \
+            "{} holds {}, which PEFT loads and train does not: save only the adapters, with \
              save_embedding_layers=False",
             weights.path().display(),
             other.map_or("", String::as_str)
@@ -250,31 +249,31 @@ impl Peft {
         Ok(Peft { config, weights, layers, dropout })
     }
 
-    /// A warning for the user about the adapters, if there is one.
+    /// Returns a warning about settings that train ignores, if any.
     pub(crate) fn remark(&self) -> Option<String> {
         let (dropout, file) = (self.dropout, self.weights.path().with_file_name(PEFT_CONFIG));
         let remark =
-            || format!("{}: lora_dropout is {dropout}; train drops nothing of adapters' input", file.display());
+            || format!("{}: lora_dropout is {dropout}; train uses no dropout on adapter inputs", file.display());
         (dropout != 0.).then(remark)
     }
 
-    /// How large the adapters are, and whose.
+    /// Returns rank, alpha and target layers.
     pub(crate) fn lora(&self) -> anyhow::Result<Lora> {
         let names = self.layers.iter().map(|layer| layer.strip_prefix(GPT2).unwrap_or(layer));
         Ok(Lora { config: self.config, targets: Targets::new(names)? })
     }
 
-    /// The weights.
+    /// Returns the file of weights.
     pub(crate) fn weights(&self) -> &HfModel {
         &self.weights
     }
 
-    /// The adapters' first values.
+    /// Returns an initialiser that reads the adapters.
     pub(crate) fn initializer(&self) -> anyhow::Result<Pretrained> {
         Ok(Pretrained::of(HfModel::open_file(self.weights.path())?, peft_name))
     }
 
-    /// Fails unless these layers of the model are those of the file.
+    /// Fails unless the model's adapted layers include all layers of the file.
     pub(crate) fn check(&self, adapted: &[String]) -> anyhow::Result<()> {
         let adapted: BTreeSet<String> = adapted.iter().map(|layer| transformers_name(layer)).collect();
         let missing = self.layers.iter().find(|layer| !adapted.contains(&transformers_name(layer)));
@@ -289,13 +288,12 @@ impl Peft {
     }
 }
 
-/// Why adapters of other ways to begin are refused.
-const UNSUPPORTED_INIT: &str = "PEFT may replace weights of the base model when it loads such adapters, and train does not. \
-                        Convert them by path_initial_model_for_weight_conversion of PEFT's save_pretrained, or make \
-                        adapters with true, false, \"gaussian\", \"eva\" or \"orthogonal\"";
+/// Reason to refuse other initialisations.
+const UNSUPPORTED_INIT: &str = "with it, PEFT may replace weights of the base model when it loads adapters. Convert \
+                                them by path_initial_model_for_weight_conversion of PEFT's save_pretrained, or use \
+                                true, false, \"gaussian\", \"eva\" or \"orthogonal\"";
 
-/// Returns whether PEFT, which makes first adapters before it loads those of the file, leaves the base model's weights
-/// as they are.
+/// Returns whether PEFT keeps the base model's weights. It initialises adapters before it loads them.
 fn keeps_base_weights(init_lora_weights: &Value) -> bool {
     match init_lora_weights {
         Value::Null | Value::Bool(_) => true,
@@ -304,7 +302,7 @@ fn keeps_base_weights(init_lora_weights: &Value) -> bool {
     }
 }
 
-/// The layer, if it is the name of a matrix of an adapter.
+/// Returns the layer that an adapter's matrix belongs to.
 fn layer_of(name: &str, matrix: &str) -> Option<String> {
     Some(name.strip_prefix(PREFIX)?.strip_suffix(matrix)?.to_string())
 }

@@ -1,6 +1,4 @@
-//! Checkpoints of a run: what is in them, and going on from one.
-//! How far a run has come, as its checkpoints say.
-//! The names of a run's checkpoints.
+//! Checkpoints of a run: contents, saving and resuming.
 
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -17,35 +15,33 @@ use fsdp_core::layout::Region;
 use fsdp_examples::console::Console;
 use serde_json::{Map, Value};
 
-use crate::adapters::Adapters;
 use crate::agreement::{RankResult, worst_result};
 use crate::args::Args;
 use crate::directories::{Hosts, RunDirs, same_file};
-use crate::export::Export;
 use crate::flag_types::Resume;
 use crate::optimizer::LossScale;
 use crate::report::{ADVICE, find_non_finite};
 use crate::run_record::{Changes, Record};
 use crate::setup;
 
-/// A run's checkpoints.
+/// Checkpoints of a run.
 pub(crate) struct Checkpoints<'a> {
-    dirs: RunDirs,
+    pub(crate) dirs: RunDirs,
     world: &'a World,
     sequences_per_step: u64,
     keep: Option<NonZeroUsize>,
-    /// Where saves go on in the background.
+    /// Saver in the background (--async-save).
     saver: Option<AsyncSaver>,
-    /// The step after which the weights were looked at last, and were finite.
-    finite_after: usize,
-    /// The newest checkpoint that this run has saved, or gone on from.
+    /// Last step after which the weights were found finite.
+    pub(crate) finite_after: usize,
+    /// Newest checkpoint that this run has saved or resumed from.
     newest: Option<PathBuf>,
-    /// The one that is being saved in the background.
-    growing: Option<PathBuf>,
+    /// Checkpoint that is being saved in the background.
+    in_progress: Option<PathBuf>,
 }
 
 impl<'a> Checkpoints<'a> {
-    /// Collective.
+    /// Chooses the directories, and the checkpoint to resume from. Collective.
     pub(crate) fn new(args: &Args, hosts: Hosts, world: &'a World) -> anyhow::Result<Self> {
         let sequences_per_step = args.sequences_per_step(world)?;
         let dirs = RunDirs::new(args, hosts, world)?;
@@ -55,14 +51,13 @@ impl<'a> Checkpoints<'a> {
             (true, None) => Some(AsyncSaver::new(world.group().clone(), WhenBusy::Wait)?),
             (true, Some(keep)) => Some(AsyncSaver::new(world.group().clone(), WhenBusy::Wait)?.keep_newest(keep)),
         };
-        let (newest, growing) = (None, None);
-        Ok(Checkpoints { dirs, world, sequences_per_step, keep, saver, finite_after: 0, newest, growing })
+        let (newest, in_progress) = (None, None);
+        Ok(Checkpoints { dirs, world, sequences_per_step, keep, saver, finite_after: 0, newest, in_progress })
     }
 
-    /// Loads the checkpoint to go on from, if there is one; tells how far it had come. Where `--resume auto` chose one
-    /// that turns out to be damaged, or to hold values that are not finite, it is set aside, and an older one loaded.
-    /// Weights that no training can start from are an error, and so is a checkpoint of a run that this one can't
-    /// continue. Collective.
+    /// Loads the checkpoint to resume from, if any, and returns its position. A checkpoint that `--resume auto` chose
+    /// and that is damaged or not finite is renamed, and an older one loaded. Fails if the initial weights are not
+    /// finite, or if the checkpoint's settings do not match this run. Collective.
     pub(crate) fn resume(
         &mut self,
         args: &Args,
@@ -73,8 +68,7 @@ impl<'a> Checkpoints<'a> {
     ) -> anyhow::Result<Position> {
         while let Some(path) = self.dirs.resume_from.clone() {
             let failed = || format!("can't resume from {}", path.display());
-            // Nothing is loaded before everything has been found good: of a damaged checkpoint nothing gets into the
-            // model.
+            // Everything is verified first, so no value of a damaged checkpoint gets into the model.
             let (source, own) = self.verify(&path);
             match worst_result(self.world, own)? {
                 RankResult::Damaged(why) if args.resume == Resume::Auto => {
@@ -82,7 +76,9 @@ impl<'a> Checkpoints<'a> {
                 }
                 RankResult::Damaged(why) | RankResult::Failed(why) => return Err(anyhow!(why).context(failed())),
                 RankResult::Passed => {
-                    let Some(source) = source else { bail!("a checkpoint that was not opened was found good") };
+                    let Some(source) = source else {
+                        bail!("a checkpoint passed verification without being opened: please report this")
+                    };
                     let changes = changes(args, &*source, record).with_context(failed)?;
                     let loaded = self.load(args, &*source, vars, optim, loss_scale);
                     let (done, about) = loaded.with_context(failed)?;
@@ -94,7 +90,7 @@ impl<'a> Checkpoints<'a> {
                                 Console::Stderr.line(format_args!("resumed from {path} at step {step}{about}"));
                                 if !changes.is_empty() {
                                     let changes = changes.join("\n  ");
-                                    let about = "this run is not the one that saved it:";
+                                    let about = "this run differs from the run that saved the checkpoint:";
                                     Console::Stderr.line(format_args!("warning: {about}\n  {changes}"));
                                 }
                             }
@@ -102,45 +98,39 @@ impl<'a> Checkpoints<'a> {
                             return Ok(done);
                         }
                         Some(found) if args.resume == Resume::Auto => {
-                            // The older one has all weights, but need not have moments.
+                            // The older checkpoint replaces all weights, but may lack optimizer state.
                             optim.reset()?;
                             self.dirs.fall_back(args, self.world, &found.to_string())?;
                         }
-                        Some(found) => return Err(anyhow!("{found}; pass an older one").context(failed())),
+                        Some(found) => return Err(anyhow!("{found}; pass an older checkpoint").context(failed())),
                     }
                 }
             }
         }
         if let Some(found) = find_non_finite(vars, &[ValuesOf::Parameters])? {
-            let (from, way_out) = match setup::pretrained(args)? {
+            let (from, advice) = match setup::pretrained(args)? {
                 Some(dir) => (format!("from {}", dir.display()), "pass another --model, or --init random"),
                 None => ("drawn at random".into(), "look at initializer_range in the model's config.json"),
             };
-            bail!("the weights {from} are no good before any step: {found}; {way_out}");
+            bail!("the weights {from} are not finite before the first step: {found}; {advice}");
         }
         Ok(Position::default())
     }
 
-    /// The step after which the weights were found finite last.
-    pub(crate) fn finite_after(&self) -> usize {
-        self.finite_after
-    }
-
-    /// Which checkpoint is to be gone on from if the run ends here, in words. Collective: a save in the background ends
-    /// first.
+    /// Describes the newest good checkpoint for an error message. Waits for a save in the background. Collective.
     pub(crate) fn newest_checkpoint(&mut self) -> String {
         let mut text = match self.finish() {
             Ok(()) => String::new(),
             Err(error) => format!("The last save failed as well: {error:#}. "),
         };
         text.push_str(&match &self.newest {
-            Some(path) => format!("The newest healthy checkpoint, {}, is untouched", path.display()),
-            None => "There is no checkpoint of this run yet".into(),
+            Some(path) => format!("The newest good checkpoint is {}", path.display()),
+            None => "This run has no checkpoint yet".into(),
         });
         text
     }
 
-    /// Opens a checkpoint and checks this rank's share of the checksums, so that all is read once.
+    /// Opens a checkpoint and verifies this rank's share of the checksums. Together the ranks read everything once.
     fn verify(&self, path: &Path) -> (Option<Box<dyn TensorSource>>, RankResult) {
         let rank = self.world.rank();
         let (reader, readers) = self.dirs.hosts.readers(self.world);
@@ -153,7 +143,7 @@ impl<'a> Checkpoints<'a> {
         }
     }
 
-    /// Loads what is there; tells how far it had come, and in words what it has not.
+    /// Loads model, optimizer and loss scale. Returns the position, and a description of what was not loaded.
     fn load(
         &self,
         args: &Args,
@@ -184,8 +174,8 @@ impl<'a> Checkpoints<'a> {
         Ok((Position::read(source, self.sequences_per_step)?, about))
     }
 
-    /// Saves model, optimizer, loss scale, position and record, or begins to; the directory is named after the step.
-    /// Values that are not finite are an error. Collective.
+    /// Saves model, optimizer, loss scale, position and settings, or starts a save in the background. The directory is
+    /// named after the step. Fails if a value is not finite. Collective.
     pub(crate) fn save(
         &mut self,
         vars: &ShardedVarMap,
@@ -204,9 +194,9 @@ impl<'a> Checkpoints<'a> {
             );
         }
         self.finite_after = done.step;
-        // A run that had nothing left to do is where it resumed from already.
+        // A run without steps to take has resumed from this checkpoint.
         if self.dirs.resume_from.as_deref().is_some_and(|from| same_file(from, &path)) {
-            // It may have been killed after it saved and before it removed older ones.
+            // An earlier run may have been killed between the save and the removal of older checkpoints.
             self.remove_older(&path);
             return Ok(path);
         }
@@ -221,9 +211,9 @@ impl<'a> Checkpoints<'a> {
         let options = SaveOptions { finite: true, host: self.dirs.hosts.name() };
         match &mut self.saver {
             Some(saver) => {
-                // It waits for the one before.
+                // Waits for the save before.
                 saver.save_with(&path, &state, &options).with_context(failed)?;
-                let before = self.growing.replace(path.clone());
+                let before = self.in_progress.replace(path.clone());
                 self.newest = before.or(self.newest.take());
             }
             None => {
@@ -235,7 +225,7 @@ impl<'a> Checkpoints<'a> {
         Ok(path)
     }
 
-    /// Leaves `newest` and those that --keep allows beside it. Collective.
+    /// Keeps `newest` and the checkpoints that --keep allows beside it. Collective.
     fn remove_older(&self, newest: &Path) {
         let RunDirs { checkpoints, hosts, .. } = &self.dirs;
         if let Some(keep) = self.keep
@@ -247,35 +237,21 @@ impl<'a> Checkpoints<'a> {
         }
     }
 
-    /// Waits for what is being saved. Collective.
+    /// Waits for the save in the background. Collective.
     pub(crate) fn finish(&mut self) -> anyhow::Result<()> {
-        let growing = self.growing.take();
+        let in_progress = self.in_progress.take();
         if let Some(saver) = &mut self.saver {
             saver.wait()?;
         }
-        self.newest = growing.or(self.newest.take());
+        self.newest = in_progress.or(self.newest.take());
         Ok(())
-    }
-
-    /// Writes the model, which is that of the last save, to --export-hf, if it is there. Collective.
-    pub(crate) fn export(
-        &self,
-        args: &Args,
-        vars: &ShardedVarMap,
-        adapters: Option<&Adapters>,
-        done: &Position,
-    ) -> anyhow::Result<()> {
-        match &args.export_hf {
-            Some(dir) => Export { dir, step: done.step, dirs: &self.dirs, adapters }.write(args, self.world, vars),
-            None => Ok(()),
-        }
     }
 }
 
-/// Lists how this run differs from the run that saved a checkpoint. Fails where the difference can't be right.
+/// Lists the settings that differ from the run that saved the checkpoint. Fails if they can't be continued.
 fn changes(args: &Args, source: &dyn TensorSource, record: &Record) -> anyhow::Result<Vec<String>> {
-    let Changes { refused, said } = match record.changes_since(source) {
-        Err(error) if args.resume_anyway => Changes { refused: vec![format!("{error:#}")], said: vec![] },
+    let Changes { refused, reported } = match record.changes_since(source) {
+        Err(error) if args.resume_anyway => Changes { refused: vec![format!("{error:#}")], reported: vec![] },
         changes => changes.context("pass --resume-anyway to go on without knowing what has changed")?,
     };
     ensure!(
@@ -284,10 +260,10 @@ fn changes(args: &Args, source: &dyn TensorSource, record: &Record) -> anyhow::R
          --resume-anyway to go on all the same",
         refused.join("\n  ")
     );
-    Ok([refused, said].concat())
+    Ok([refused, reported].concat())
 }
 
-/// In words, which optimizer state a checkpoint has that is not the state that this run keeps.
+/// Describes saved optimizer state that this run's optimizer does not use, if any.
 fn is_of_another(source: &dyn TensorSource, optim: &dyn ShardedOptimizer) -> Option<String> {
     optim.states().into_iter().find_map(|state| {
         let prefix = format!("optim.state.{}.", state.param.name());
@@ -304,18 +280,18 @@ fn is_of_another(source: &dyn TensorSource, optim: &dyn ShardedOptimizer) -> Opt
     })
 }
 
-/// How far a run has come.
+/// Position of a run in its steps and its data.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Position {
     /// Steps taken.
     pub(crate) step: usize,
-    /// Sequences consumed, over all ranks: the position in the data, whatever the world size.
+    /// Sequences read by all ranks: the position in the data at any world size.
     pub(crate) sequences: u64,
 }
 
 impl Position {
-    /// What a checkpoint or model says. Of another program's, the step is that of the optimizer, 0 if it has none, and
-    /// each step is taken to have seen as many sequences as one of this run does.
+    /// Reads the position of a checkpoint. For another program's checkpoint, takes the optimizer's step (0 without an
+    /// optimizer), and assumes this run's sequences per step.
     pub(crate) fn read(source: &dyn TensorSource, sequences_per_step: u64) -> anyhow::Result<Self> {
         let number = |key: &str| source.values().get(key).and_then(Value::as_u64);
         if let (Some(step), Some(sequences)) = (number("step"), number("sequences")) {
@@ -328,7 +304,7 @@ impl Position {
         Ok(Position { step: step as usize, sequences })
     }
 
-    /// What a checkpoint is to say.
+    /// Returns the values to save in a checkpoint.
     pub(crate) fn values(&self) -> Map<String, Value> {
         Map::from_iter([
             ("step".to_string(), Value::from(self.step)),
@@ -337,10 +313,10 @@ impl Position {
     }
 }
 
-/// Beyond that not every number is a number of steps that was counted.
+/// Largest count up to which f64 holds every whole number.
 const MOST_STEPS: f32 = (1_u64 << 53) as f32;
 
-/// The most steps that any parameter has taken.
+/// Returns the highest step count of any parameter.
 fn optimizer_step(source: &dyn TensorSource) -> anyhow::Result<u64> {
     let is_step = |name: &str| name.starts_with("optim.state.") && name.ends_with(".step");
     let mut most = 0;
@@ -356,17 +332,17 @@ fn optimizer_step(source: &dyn TensorSource) -> anyhow::Result<u64> {
     Ok(most)
 }
 
-/// Whether there is an optimizer's state in it.
+/// Returns whether a checkpoint holds optimizer state.
 pub(crate) fn has_optimizer(source: &dyn TensorSource) -> bool {
     source.tensors().keys().any(|name| name.starts_with("optim.state."))
 }
 
-/// The name of the checkpoint at a step.
+/// Returns the name of the checkpoint at a step.
 pub(crate) fn step_name(step: usize) -> String {
     format!("step-{step:08}")
 }
 
-/// The step of a checkpoint's name.
+/// Returns the step in a checkpoint's name.
 pub(crate) fn step_of(name: &str) -> Option<usize> {
     name.strip_prefix("step-")?.parse().ok().filter(|&step| step_name(step) == name)
 }

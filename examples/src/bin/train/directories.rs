@@ -1,9 +1,8 @@
-//! The directories that a run reads from and writes to. Rank 0 looks and decides before the first step: all ranks then
-//! use the same, and what would be in the way hours later shows at once.
-//! Who looks at checkpoints: rank 0 for all, or, with --checkpoint-local, each host in its own directory.
-//! Checkpoints that `--resume auto` can't use because they are damaged. They are set aside, never deleted, and the run
-//! goes on from an older one.
-//! Whether what a run is going to write can be written, found out before its first step by writing.
+//! The directories and files of a run: checked, and chosen, before the first step.
+//!
+//! Rank 0 looks at them for all ranks, so that all use the same. With --checkpoint-local each host looks at its own
+//! directory ([`Hosts`]). Errors that would otherwise show after hours of training show at once: a directory that can't
+//! be written, or a file in the place of a later checkpoint. Damaged checkpoints are renamed, never deleted.
 
 use std::io::ErrorKind;
 use std::num::NonZeroUsize;
@@ -12,7 +11,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, anyhow, bail};
 use fsdp_candle::{ReduceOp, World};
 use fsdp_ckpt::{Checkpoint, Error, Format, HostDirs, Result, Survey, TensorSource};
-use fsdp_examples::writable::{try_directory, try_file, try_file_and_directory};
+use fsdp_examples::writable::{RemoveIfEmpty, try_directory, try_file, try_file_and_directory};
 use serde::{Deserialize, Serialize};
 
 use crate::agreement::{RankResult, broadcast_result, worst_result};
@@ -22,51 +21,44 @@ use crate::export::may_replace;
 use crate::flag_types::{Resume, is_url, on_this_host};
 use crate::trace::rank_file;
 
-/// Where runs without --checkpoint-dir keep their checkpoints.
+/// Directory for the checkpoints of runs without --checkpoint-dir.
 pub(crate) const ROOT: &str = "checkpoints";
 
-/// Where a run keeps its checkpoints, and the one that it goes on from.
+/// Directories of a run, and the checkpoint that it resumes from.
 pub(crate) struct RunDirs {
     pub(crate) checkpoints: PathBuf,
     pub(crate) hosts: Hosts,
     pub(crate) resume_from: Option<PathBuf>,
-    /// Whether what --export-hf holds is an earlier export of this run.
+    /// Whether --export-hf holds an earlier export of this run.
     pub(crate) replaces_export: bool,
-    _claim: Option<NewRunDir>,
+    _new_dir: Option<NewRunDir>,
 }
 
-/// What rank 0 tells the others; what is not here is on everybody's command line.
+/// Rank 0's findings. Everything else is on the command line, which is the same on all ranks.
 #[derive(Serialize, Deserialize)]
 struct Decision {
-    /// The name of the checkpoint in --checkpoint-dir that `--resume auto` goes on from.
+    /// Name of the checkpoint in --checkpoint-dir that `--resume auto` continues.
     newest: Option<String>,
-    /// The number of this run's own directory, where there is no --checkpoint-dir.
+    /// Number of the run's new directory, without --checkpoint-dir.
     run: Option<u32>,
     replaces_export: bool,
 }
 
-/// What rank 0 has found.
-struct Found {
-    newest: Option<String>,
-    replaces_export: bool,
-}
-
 impl RunDirs {
-    /// Fails on every rank, with rank 0's words, where something is in the way. Collective.
+    /// Fails on every rank, with rank 0's error, if a path can't be used. Collective.
     pub(crate) fn new(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<Self> {
-        let mut claim = None;
+        let mut new_dir = None;
         let decision = hosts.ask(world, || {
-            let Found { newest, replaces_export } = inspect(args, &hosts, world)?;
-            let run = match args.checkpoint_dir {
-                Some(_) => None,
-                None => Some(claim.insert(NewRunDir::new(Path::new(ROOT))?).number),
-            };
-            Ok(Decision { newest, run, replaces_export })
+            let mut decision = inspect(args, &hosts, world)?;
+            if args.checkpoint_dir.is_none() {
+                decision.run = Some(new_dir.insert(NewRunDir::new(Path::new(ROOT))?).number);
+            }
+            Ok(decision)
         })?;
         let checkpoints = match (&args.checkpoint_dir, decision.run) {
             (Some(dir), _) => dir.clone(),
             (None, Some(number)) => Path::new(ROOT).join(run_name(number)),
-            // The ranks have compared their arguments: rank 0 has no --checkpoint-dir either.
+            // All ranks have the same arguments, so rank 0 has no --checkpoint-dir either.
             (None, None) => bail!("rank 0 chose no directory for this run: please report this"),
         };
         let resume_from = match &args.resume {
@@ -74,13 +66,13 @@ impl RunDirs {
             Resume::Auto => decision.newest.map(|name| checkpoints.join(name)),
             Resume::Path(path) => Some(path.clone()),
         };
-        Ok(RunDirs { checkpoints, hosts, resume_from, replaces_export: decision.replaces_export, _claim: claim })
+        Ok(RunDirs { checkpoints, hosts, resume_from, replaces_export: decision.replaces_export, _new_dir: new_dir })
     }
 
-    /// Sets the checkpoint aside that `--resume auto` chose and that turned out to be damaged, for which `why` has the
-    /// words; chooses the next older one. Collective.
+    /// Renames the checkpoint that `--resume auto` chose, because it is damaged, and chooses the next older one. `why`
+    /// describes the damage. Collective.
     pub(crate) fn fall_back(&mut self, args: &Args, world: &World, why: &str) -> anyhow::Result<()> {
-        let Some(damaged) = &self.resume_from else { bail!("there is no checkpoint to set aside") };
+        let Some(damaged) = &self.resume_from else { bail!("there is no checkpoint to rename") };
         let newest = self.hosts.ask(world, || {
             quarantine(&self.hosts, damaged, why)?;
             Ok(inspect(args, &self.hosts, world)?.newest)
@@ -97,11 +89,11 @@ pub(crate) fn same_file(a: &Path, b: &Path) -> bool {
     }
 }
 
-/// Checks what the run is to read and to write; finds the checkpoint that `--resume auto` goes on from, if any. All
-/// ranks together where each host has its own directory: what one of them finds alone is agreed upon.
-fn inspect(args: &Args, hosts: &Hosts, world: &World) -> anyhow::Result<Found> {
+/// Checks the inputs and outputs of the run, and finds the checkpoint for `--resume auto`, if any. Collective if each
+/// host has its own directory.
+fn inspect(args: &Args, hosts: &Hosts, world: &World) -> anyhow::Result<Decision> {
     let Survey { newest, skipped, .. } = match (&args.resume, &args.checkpoint_dir) {
-        (Resume::Auto, None) => bail!("--resume auto looks into --checkpoint-dir: pass it"),
+        (Resume::Auto, None) => bail!("--resume auto needs --checkpoint-dir"),
         (Resume::Path(_), _) | (Resume::None, None) => Survey::default(),
         (Resume::None, Some(dir)) => hosts.survey(dir)?,
         (Resume::Auto, Some(dir)) => {
@@ -109,15 +101,15 @@ fn inspect(args: &Args, hosts: &Hosts, world: &World) -> anyhow::Result<Found> {
             if world.rank() == 0 {
                 found.warn_of_links();
             }
-            check_something_is_left(dir, &found)?;
-            check_no_newer_is_whole(&found)?;
+            check_some_usable(dir, &found)?;
+            check_no_newer_unreadable(&found)?;
             found
         }
     };
     let resume_from = match (&args.resume, &newest) {
         (Resume::Path(path), _) => Some(path),
         (Resume::None, Some(old)) => bail!(
-            "{} is a checkpoint of an earlier run: pass --resume auto to go on from it, or another --checkpoint-dir",
+            "{} is a checkpoint of an earlier run: pass --resume auto to continue it, or another --checkpoint-dir",
             old.display()
         ),
         (_, newest) => newest.as_ref(),
@@ -147,14 +139,13 @@ fn inspect(args: &Args, hosts: &Hosts, world: &World) -> anyhow::Result<Found> {
         let from = resume_from.map(PathBuf::as_path);
         check_save_targets(dir, start.step, args, skipped, from, hosts, world)?;
     }
-    // `survey` reads steps off names, so they are text.
+    // `survey` reads steps from names, so they are valid text.
     let newest = newest.as_ref().and_then(|path| Some(path.file_name()?.to_str()?.to_owned()));
-    Ok(Found { newest, replaces_export })
+    Ok(Decision { newest, run: None, replaces_export })
 }
 
-/// Nothing may have the name of a checkpoint that the run is going to save; the one that it goes on from is not saved
-/// again. What `--resume auto` has `skipped` because it is damaged is set aside if it has. What another program saved
-/// is not ours to move.
+/// Fails if a path exists that the run will save a checkpoint to, except the checkpoint that it resumes from. Renames
+/// damaged checkpoints (`skipped`) with such a name under `--resume auto`, unless another program saved them.
 fn check_save_targets(
     dir: &Path,
     start: usize,
@@ -169,42 +160,41 @@ fn check_save_targets(
         step == last || (args.save_every > 0 && start < step && step < last && step.is_multiple_of(args.save_every))
     };
     let saves_as = |path: &Path| step_of(path.file_name()?.to_str()?).filter(|&step| saves(step));
-    let (mut aside, mut left) = (Vec::new(), Vec::new());
+    let (mut renamed, mut left) = (Vec::new(), Vec::new());
     for (path, error) in skipped {
-        let is_in_the_way = args.resume == Resume::Auto && saves_as(&path).is_some() && error.is_damage();
+        let is_target = args.resume == Resume::Auto && saves_as(&path).is_some() && error.is_damage();
         let is_ours = !hosts.any(world, is_of_another_program(&path))?;
-        if is_in_the_way && is_ours { &mut aside } else { &mut left }.push((path, error));
+        if is_target && is_ours { &mut renamed } else { &mut left }.push((path, error));
     }
-    let look = || {
-        let in_the_way = entries(dir)?
+    let check = || {
+        let existing = entries(dir)?
             .into_iter()
             .filter_map(|path| Some((saves_as(&path)?, path)))
             .filter(|(_, path)| !resume_from.is_some_and(|from| same_file(from, path)))
-            .filter(|(_, path)| !aside.iter().any(|(aside, _)| same_file(aside, path)))
+            .filter(|(_, path)| !renamed.iter().any(|(other, _)| same_file(other, path)))
             .min();
-        let Some((step, path)) = in_the_way else { return Ok(()) };
+        let Some((step, path)) = existing else { return Ok(()) };
         let what = match Checkpoint::open(&path) {
             Ok(_) => "a checkpoint of an earlier run".to_owned(),
-            Err(error) => format!("not a whole checkpoint ({})", error.with_causes()),
+            Err(error) => format!("not a complete checkpoint ({})", error.with_causes()),
         };
         bail!(
-            "{} is in the way of the checkpoint that this run saves at step {step}, and it is {what}: remove it, or \
-                pass another --checkpoint-dir",
+            "{} already exists, and this run saves a checkpoint there at step {step}; it is {what}: remove it, or pass \
+             another --checkpoint-dir",
             path.display()
         );
     };
-    hosts.agreed(world, look())?;
+    hosts.agreed(world, check())?;
     for (path, error) in left.iter().filter(|_| world.rank() == 0) {
         tracing::warn!("skipping {}: {}", path.display(), error.with_causes());
     }
-    for (path, error) in aside {
+    for (path, error) in renamed {
         quarantine(hosts, &path, &error.with_causes())?;
     }
     Ok(())
 }
 
-/// What is in a directory of checkpoints, but for saves to an object store that did not finish: they are in nobody's
-/// way.
+/// Lists a directory of checkpoints. Unfinished saves in an object store are left out, because they block no name.
 fn entries(dir: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let Some(dir) = on_this_host(dir) else {
         let is_finished = |path: &PathBuf| !matches!(Checkpoint::open(path), Err(fsdp_ckpt::Error::Incomplete { .. }));
@@ -219,15 +209,14 @@ fn entries(dir: &Path) -> anyhow::Result<Vec<PathBuf>> {
     }
 }
 
-/// A new directory that no other run uses. Dropped while it is still empty, it is removed again.
+/// A new directory that no other run uses. Removed on drop if it is still empty.
 struct NewRunDir {
     number: u32,
-    /// The directories that were made for it, the inner one first.
-    made: Vec<PathBuf>,
+    _made: RemoveIfEmpty,
 }
 
 impl NewRunDir {
-    /// Makes the one with the number after the highest in `root`.
+    /// Creates the directory with the number after the highest in `root`.
     fn new(root: &Path) -> anyhow::Result<Self> {
         let made_root = !root.exists();
         let numbers = std::fs::read_dir(root).into_iter().flatten();
@@ -237,27 +226,21 @@ impl NewRunDir {
         loop {
             std::fs::create_dir_all(root).with_context(|| format!("can't create {}", root.display()))?;
             number = number.checked_add(1).with_context(|| {
-                format!("{} is the last of its kind: pass --checkpoint-dir", root.join(run_name(number)).display())
+                format!(
+                    "no directory number is left after {}: pass --checkpoint-dir",
+                    root.join(run_name(number)).display()
+                )
             })?;
             let path = root.join(run_name(number));
             match std::fs::create_dir(&path) {
                 Ok(()) => {
                     let made = std::iter::once(path).chain(made_root.then(|| root.to_owned())).collect();
-                    return Ok(NewRunDir { number, made });
+                    return Ok(NewRunDir { number, _made: RemoveIfEmpty(made) });
                 }
-                // Another run took it, or removed the root that was empty again.
+                // Another run created it, or removed the empty root.
                 Err(error) if [ErrorKind::AlreadyExists, ErrorKind::NotFound].contains(&error.kind()) => {}
                 Err(error) => return Err(error).with_context(|| format!("can't create {}", path.display())),
             }
-        }
-    }
-}
-
-impl Drop for NewRunDir {
-    fn drop(&mut self) {
-        for dir in &self.made {
-            // Only what is empty can be removed like this.
-            let _ = std::fs::remove_dir(dir);
         }
     }
 }
@@ -266,15 +249,17 @@ fn run_name(number: u32) -> String {
     format!("run-{number:03}")
 }
 
-/// Where each host has its directory, the calls are collective, and their outcome is the same on every rank. Else they
-/// are for the rank that makes them.
+/// Access to checkpoints: by rank 0 for all, or by each host in its own directory (--checkpoint-local).
+///
+/// With a directory per host, the methods are collective and return the same on every rank. Otherwise they act for the
+/// calling rank alone.
 pub(crate) struct Hosts {
     name: Option<String>,
     dirs: Option<HostDirs>,
 }
 
 impl Hosts {
-    /// Collective.
+    /// Exchanges the hosts' names with --checkpoint-local. Collective.
     pub(crate) fn of(args: &Args, world: &World) -> Result<Self> {
         if !args.checkpoint_local {
             return Ok(Hosts { name: None, dirs: None });
@@ -284,13 +269,13 @@ impl Hosts {
         Ok(Hosts { name: Some(name), dirs: Some(dirs) })
     }
 
-    /// This host's name for [`fsdp_ckpt::SaveOptions`].
+    /// Returns this host's name for [`fsdp_ckpt::SaveOptions`].
     pub(crate) fn name(&self) -> Option<String> {
         self.name.clone()
     }
 
-    /// The answer that all ranks go by. Rank 0 looks for it, and tells the others; where each host has its directory,
-    /// every rank calls `ask`, which is collective then and has the same outcome everywhere. Collective.
+    /// Returns the result of `ask` on every rank. Rank 0 runs it and broadcasts the result. With a directory per host,
+    /// every rank runs it, and it must be collective. Collective.
     pub(crate) fn ask<T>(&self, world: &World, ask: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T>
     where
         T: Serialize + for<'de> Deserialize<'de>,
@@ -301,7 +286,8 @@ impl Hosts {
         }
     }
 
-    /// What rank 0 answers. Where each host has its directory: collective.
+    /// Returns the result of `ask` from rank 0 if each host has its own directory (collective), and from this rank
+    /// otherwise.
     pub(crate) fn once<T>(&self, world: &World, ask: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T>
     where
         T: Serialize + for<'de> Deserialize<'de>,
@@ -312,8 +298,7 @@ impl Hosts {
         }
     }
 
-    /// The outcome of what this rank did by itself. Where each host has its directory: collective, and an error on
-    /// every rank when one of them has any.
+    /// Returns `own`. With a directory per host, fails on every rank if `own` is an error on any (collective).
     pub(crate) fn agreed<T>(&self, world: &World, own: anyhow::Result<T>) -> anyhow::Result<T> {
         if self.dirs.is_none() {
             return own;
@@ -328,7 +313,7 @@ impl Hosts {
         }
     }
 
-    /// Whether it is so here. Where each host has its directory: collective, and whether it is so on any rank.
+    /// Returns `own`. With a directory per host, returns whether it is true on any rank (collective).
     pub(crate) fn any(&self, world: &World, own: bool) -> anyhow::Result<bool> {
         match self.dirs {
             Some(_) => Ok(world.all_reduce(&[f64::from(u8::from(own))], ReduceOp::Max)?[0] > 0.),
@@ -336,7 +321,7 @@ impl Hosts {
         }
     }
 
-    /// This rank's number among those that read the same files, and how many they are.
+    /// Returns this rank's number among the ranks that read the same files, and their count.
     pub(crate) fn readers(&self, world: &World) -> (usize, usize) {
         self.dirs.as_ref().map_or((world.rank(), world.size()), HostDirs::place)
     }
@@ -352,7 +337,7 @@ impl Hosts {
         self.dirs.as_ref().map_or_else(|| fsdp_ckpt::survey(dir), |dirs| dirs.survey(dir))
     }
 
-    /// A checkpoint or model. One that is whole on every host need not be ours.
+    /// Opens a checkpoint or model. A model that is complete on every host need not be a checkpoint of `train`.
     pub(crate) fn open(&self, path: &Path, world: &World) -> Result<Box<dyn TensorSource>> {
         let Some(dirs) = &self.dirs else { return fsdp_ckpt::open(path) };
         let other = fsdp_ckpt::open(path).ok().filter(|source| source.format() != Format::Fsdp);
@@ -367,7 +352,7 @@ impl Hosts {
         self.dirs.as_ref().map_or_else(|| fsdp_ckpt::set_aside(path), |dirs| dirs.set_aside(path))
     }
 
-    /// Leaves `newest` and `keep - 1` others in `dir`, everywhere. Collective.
+    /// Keeps `newest` and `keep - 1` others in `dir`, on every host. Collective.
     pub(crate) fn keep_newest(
         &self,
         dir: &Path,
@@ -383,88 +368,85 @@ impl Hosts {
     }
 }
 
-/// Whether an error says that what is on disk is not what was written.
+/// Returns whether an error means that a file differs from what was written.
 pub(crate) fn is_damage(error: &anyhow::Error) -> bool {
     error.chain().filter_map(|cause| cause.downcast_ref()).any(fsdp_ckpt::Error::is_damage)
 }
 
-/// Whether there is something whole that `train` has not saved, as a model of Hugging Face's. Without its manifest a
-/// checkpoint of ours reads like one of PyTorch's, so the names of its files decide too.
+/// Returns whether `path` holds a complete model or checkpoint of another program. A checkpoint of `train` without its
+/// manifest looks like one of PyTorch's, so file names count too.
 pub(crate) fn is_of_another_program(path: &Path) -> bool {
     let is_shard = |entry: std::fs::DirEntry| entry.file_name().to_string_lossy().starts_with("shard-");
     let has_shards = std::fs::read_dir(path).is_ok_and(|entries| entries.flatten().any(is_shard));
     !has_shards && fsdp_ckpt::open(path).is_ok()
 }
 
-/// Renames a damaged checkpoint. `why` says what is wrong with it. One rank calls it, while the others wait for what
-/// comes of it; all of them, where each host has its own directory.
+/// Renames a damaged checkpoint. `why` describes the damage. One rank calls it while the others wait; all ranks call it
+/// if each host has its own directory.
 pub(crate) fn quarantine(hosts: &Hosts, path: &Path, why: &str) -> anyhow::Result<()> {
-    let moved =
-        hosts.set_aside(path).with_context(|| format!("can't set {} aside, which is damaged", path.display()))?;
+    let moved = hosts.set_aside(path).with_context(|| format!("can't rename {}, which is damaged", path.display()))?;
     if let Some(moved) = moved {
-        tracing::warn!("{} can't be gone on from and was set aside as {}: {why}", path.display(), moved.display());
+        tracing::warn!("{} can't be resumed from and was renamed to {}: {why}", path.display(), moved.display());
     }
     Ok(())
 }
 
-/// Fails when there have been checkpoints under `dir` and none of them can be gone on from: a run that begins anew then
-/// is not what was asked for.
-pub(crate) fn check_something_is_left(dir: &Path, found: &Survey) -> anyhow::Result<()> {
+/// Fails if `dir` has held checkpoints and none of them is usable, because the run would silently start anew.
+pub(crate) fn check_some_usable(dir: &Path, found: &Survey) -> anyhow::Result<()> {
     let was_step = |path: &Path| {
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         step_of(fsdp_ckpt::name_before_aside(name).unwrap_or(name)).is_some()
     };
     let unusable =
         found.skipped.iter().map(|(path, error)| (path, format!("{}: {}", path.display(), error.with_causes())));
-    let aside = found.set_aside.iter().map(|path| (path, format!("{}: set aside", path.display())));
+    let renamed = found.set_aside.iter().map(|path| (path, format!("{}: damaged", path.display())));
     let links = found.links.iter().map(|(path, target)| {
-        let why = if target.exists() { "which has a name of its own" } else { "which is not there" };
+        let why = if target.exists() { "under another name" } else { "which does not exist" };
         (path, format!("{}: a link to {}, {why}", path.display(), target.display()))
     });
-    let all = unusable.chain(aside).chain(links);
+    let all = unusable.chain(renamed).chain(links);
     let lost: Vec<String> = all.filter(|(path, _): &(&PathBuf, _)| was_step(path)).map(|(_, about)| about).collect();
     if found.newest.is_some() || lost.is_empty() {
         return Ok(());
     }
     bail!(
-        "--resume auto: no checkpoint in {} can be used ({}); put a good one there, or move these away, or pass \
-            another --checkpoint-dir, to begin anew",
+        "--resume auto: no checkpoint in {} can be used ({}); add a good one, or start a new run with another \
+         --checkpoint-dir",
         dir.display(),
         lost.join("; ")
     );
 }
 
-/// Fails when a checkpoint newer than the one to go on from can't be read for another reason than damage: it may be
-/// whole, and what was trained since would be lost.
-pub(crate) fn check_no_newer_is_whole(found: &Survey) -> anyhow::Result<()> {
+/// Fails if a newer checkpoint can't be read for a reason other than damage: it may be complete, and resuming from an
+/// older one would lose its steps.
+pub(crate) fn check_no_newer_unreadable(found: &Survey) -> anyhow::Result<()> {
     let Some((path, error)) = found.skipped.iter().find(|(_, error)| !error.is_damage()) else { return Ok(()) };
     bail!(
-        "--resume auto: {} can't be read, which does not mean that it is damaged: {}; mend that, move it away, or \
-            pass the path of the one to go on from to --resume",
+        "--resume auto: {} can't be read, but is not known to be damaged: {}; fix the error, move it away, or pass an \
+         older checkpoint to --resume",
         path.display(),
         error.with_causes()
     );
 }
 
-/// Each rank tries what it is going to write; where one can't, all of them fail with its words. Collective.
+/// Tests on every rank that it can write its outputs. Fails on all ranks if one can't. Collective.
 pub(crate) fn check_writable(args: &Args, hosts: &Hosts, world: &World) -> anyhow::Result<()> {
-    // The ranks have compared their arguments: these are the same everywhere.
-    let cannot = |flag: &str, dir: &Path, error: fsdp_ckpt::Error, way_out: &str| {
-        anyhow!("can't write to {flag} {} ({}); {way_out}", dir.display(), error.with_causes())
+    let cannot = |flag: &str, dir: &Path, error: fsdp_ckpt::Error, advice: &str| {
+        anyhow!("can't write to {flag} {} ({}); {advice}", dir.display(), error.with_causes())
     };
     let shared = "pass a directory that every rank can write to, on a file system that all hosts share";
     let dir = args.checkpoint_dir.as_deref().unwrap_or(Path::new(ROOT));
     hosts.check_writable(dir, world).map_err(|error| {
-        let local = format!("{shared}, or --checkpoint-local where each host has one of its own");
-        let way_out = match (args.checkpoint_local, is_url(dir)) {
+        let local = format!("{shared}, or --checkpoint-local if each host has its own");
+        let advice = match (args.checkpoint_local, is_url(dir)) {
             (true, _) => {
-                "pass a directory of which each host has its own; leave --checkpoint-local out where they share it"
+                "pass a directory that each host has for itself, or leave --checkpoint-local out if they share it"
             }
-            (false, true) if cfg!(feature = "object-store") => "pass a place that every rank can write to",
-            (false, true) => "train saves to object stores where it was built with `--features object-store`",
+            (false, true) if cfg!(feature = "object-store") => "pass a URL that every rank can write to",
+            (false, true) => "build train with `--features object-store` to save to object stores",
             (false, false) => &local,
         };
-        cannot("--checkpoint-dir", dir, error, way_out)
+        cannot("--checkpoint-dir", dir, error, advice)
     })?;
     if let Some(dir) = &args.export_hf {
         let written = fsdp_ckpt::check_writable(dir, world.group());
@@ -482,13 +464,13 @@ pub(crate) fn check_writable(args: &Args, hosts: &Hosts, world: &World) -> anyho
     }
 }
 
-/// What a rank writes by itself.
+/// Tests that this rank can write its own files.
 fn check_own_files(args: &Args, rank: usize) -> anyhow::Result<()> {
     let cannot = |flag: &str, path: &Path| format!("can't write {flag} {}", path.display());
     if let Some(file) = &args.trace {
-        // The ranks' own files are made beside it: nothing belongs beside a device.
-        if std::fs::metadata(file).is_ok_and(|there| !there.is_file()) {
-            return Err(anyhow!("it is there and no file")).with_context(|| cannot("--trace", file));
+        // Each rank's trace is a file beside it, which a device such as /dev/null has no place for.
+        if std::fs::metadata(file).is_ok_and(|status| !status.is_file()) {
+            return Err(anyhow!("it is not a regular file")).with_context(|| cannot("--trace", file));
         }
         let part = rank_file(file, rank);
         for file in [file, &part].iter().skip(usize::from(rank > 0)) {
@@ -512,7 +494,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_url_of_this_host_is_a_directory() {
+    fn file_urls_are_directories() {
         let dir = tempfile::tempdir().unwrap();
         let unfinished = dir.path().join("step-00000005");
         std::fs::create_dir(&unfinished).unwrap();
@@ -522,7 +504,7 @@ mod tests {
     }
 
     #[test]
-    fn claims_at_the_same_time_are_different_and_empty_ones_go_away() {
+    fn run_directories_are_distinct_and_removed_if_empty() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("checkpoints");
         let claims: Vec<NewRunDir> = std::thread::scope(|scope| {

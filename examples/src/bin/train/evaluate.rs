@@ -1,6 +1,4 @@
-//! `--eval`: the loss on data that is not trained on.
-//! What the model says, for people to see.
-//! `--gradcheck`: the gradients are those of the loss, or the run ends before its first step.
+//! `--eval`, `--gradcheck`, and the samples that a run prints.
 
 use std::time::Instant;
 
@@ -16,7 +14,7 @@ use fsdp_examples::models::{self, Batch, LanguageModel};
 use crate::args::Args;
 use crate::flag_types::AllGather;
 
-/// The data to evaluate on, and when.
+/// Evaluation data and schedule.
 pub(crate) struct Evaluation {
     pub(crate) batches: Batches,
     seq_len: usize,
@@ -31,13 +29,12 @@ impl Evaluation {
         Evaluation { batches, seq_len: args.seq_len, tensor: args.tensor_parallel, every, last: args.steps }
     }
 
-    /// Whether the loss is measured after `step` steps.
+    /// Returns whether the loss is measured after `step` steps.
     pub(crate) fn is_due(&self, step: usize) -> bool {
         step.is_multiple_of(self.every) || step == self.last
     }
 
-    /// The mean loss after `step` steps over all targets of the data that count. All ranks share the data, and get the
-    /// same. Collective.
+    /// Measures the mean loss over all counted targets of the data, the same on every rank. Collective.
     pub(crate) fn run(
         &self,
         model: &FsdpModule<LanguageModel>,
@@ -49,7 +46,7 @@ impl Evaluation {
         for round in 0..self.batches.rounds() {
             let batch = Batch::new(self.batches.pass(round)?, self.seq_len, world.device())?;
             counted += batch.counted;
-            // A rank that has no sequence left computes on nothing: it takes part in gathering the parameters.
+            // A rank without a sequence computes on an empty batch, because all ranks must gather the parameters.
             let loss = no_grad(|| models::cross_entropy_sum(model, &batch)).context("can't evaluate")?;
             sum += f64::from(loss.to_scalar::<f32>()?);
         }
@@ -59,33 +56,33 @@ impl Evaluation {
             step,
             eval_loss,
             eval_perplexity: eval_loss.exp(),
-            // Ranks that compute layers together have the same ones.
+            // Tensor-parallel ranks count the same tokens.
             eval_tokens: sums[1] as u64 / self.tensor as u64,
             eval_time_s: start.elapsed().as_secs_f64(),
         })
     }
 }
 
-/// Ids of the data that start the sample of a run on a stream, and ids that continue them.
+/// Number of prompt tokens in the sample of a run on a stream.
 const PROMPT_TOKENS: usize = 16;
 const SAMPLE_TOKENS: usize = 48;
-/// Ids that the model sees when it continues them.
+/// Tokens that the model sees when it continues a sample.
 pub(crate) const SAMPLE_CONTEXT: usize = 64;
-/// A masked model tells every so many-th of them.
+/// Distance between masked tokens in the sample of a masked model.
 const MASK_EVERY: usize = 8;
-/// The most ids of an answer.
+/// Maximal number of tokens in an answer.
 const ANSWER_TOKENS: usize = 128;
 
-/// What is continued, and by whom.
+/// A model with its tokenizer, for samples.
 pub(crate) struct Sampler<'a> {
     pub(crate) model: &'a FsdpModule<LanguageModel>,
     pub(crate) text: &'a Text,
-    /// Positions that the model has.
+    /// Maximal sequence length of the model.
     pub(crate) positions: usize,
 }
 
 impl Sampler<'_> {
-    /// A continuation of the stream's first words, or, of a masked model, what it takes some of them for. Collective.
+    /// Continues the first tokens of the stream. For a masked model, fills in masked tokens. Collective.
     pub(crate) fn continue_stream(&self, batches: &Batches, world: &World) -> anyhow::Result<String> {
         let context = self.positions.min(SAMPLE_CONTEXT);
         if let Some(masking) = batches.masking() {
@@ -103,7 +100,7 @@ impl Sampler<'_> {
         self.generate(&batches.prompt(PROMPT_TOKENS)?, &options, world)
     }
 
-    /// The likeliest answer to the first example's prompt. Collective.
+    /// Returns the most likely answer to the prompt of the first example. Collective.
     pub(crate) fn answer_example(&self, batches: &Batches, world: &World) -> anyhow::Result<String> {
         let options = SampleOptions {
             tokens: ANSWER_TOKENS,
@@ -121,25 +118,23 @@ impl Sampler<'_> {
     }
 }
 
-/// Fails where gradients can't be compared with differences of the loss.
+/// Fails if --gradcheck is used with dtypes that round its differences away.
 pub(crate) fn check_gradcheck_flags(args: &Args) -> anyhow::Result<()> {
     ensure!(
         !args.gradcheck || args.param_dtype.dtype() == DType::F32,
-        "--gradcheck compares small differences of the loss, which bf16 and f16 round away: use it with --param-dtype \
-         f32"
+        "--gradcheck compares small differences of the loss, which bf16 and f16 round away: pass --param-dtype f32"
     );
     ensure!(
         !args.gradcheck || args.all_gather == AllGather::Full,
-        "--gradcheck compares small differences of the loss, which 8-bit weights round away: use it with --all-gather \
-         full"
+        "--gradcheck compares small differences of the loss, which 8-bit weights round away: pass --all-gather full"
     );
     Ok(())
 }
 
-/// Checks the model on the batch that comes next. Collective.
+/// Compares the gradients of the next batch with finite differences. Collective.
 ///
 /// # Errors
-/// When a unit's gradient is wrong, or can't be checked.
+/// A unit's gradient is wrong or can't be checked.
 pub(crate) fn run_gradcheck(
     args: &Args,
     model: &FsdpModule<LanguageModel>,

@@ -1,5 +1,4 @@
-//! `--export-hf`: the model as a Hugging Face directory, or the adapters as PEFT reads them.
-//! What an earlier export has left, and which run may replace it.
+//! `--export-hf`: writes the model as a Hugging Face directory, or the adapters as a PEFT directory.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -17,7 +16,7 @@ use crate::args::Args;
 use crate::directories::RunDirs;
 use crate::flag_types::is_url;
 
-/// What makes a model directory besides the weights.
+/// Files of a model directory besides the weights.
 const CONFIG_FILES: [&str; 9] = [
     "config.json",
     "generation_config.json",
@@ -30,67 +29,62 @@ const CONFIG_FILES: [&str; 9] = [
     "tokenizer.model",
 ];
 
-/// An export at the end of a run.
-pub(crate) struct Export<'a> {
-    pub(crate) dir: &'a Path,
-    pub(crate) step: usize,
-    pub(crate) dirs: &'a RunDirs,
-    /// What the run trains, if it is not the model.
-    pub(crate) adapters: Option<&'a Adapters>,
-}
-
-impl Export<'_> {
-    /// Writes weights, configuration and, if there is one, the tokenizer; of a run that trains adapters, these.
-    /// Collective.
-    pub(crate) fn write(&self, args: &Args, world: &World, vars: &ShardedVarMap) -> anyhow::Result<()> {
-        let Export { dir, step, dirs, adapters } = *self;
-        let tensors = get_model_state_dict(vars, &StateDictOptions::default())?.shards("");
-        // Hours have passed since the run began: somebody else's weights may have come into the place of its own.
-        let replace = dirs.replaces_export
-            && broadcast_result(world, 0, || may_replace(dir, Some(&dirs.checkpoints), args.steps.max(step)))?;
-        let metadata = [(RUN, run_id(&dirs.checkpoints)?), (STEP, step.to_string())];
-        let mut options = ExportOptions {
-            metadata: BTreeMap::from(metadata.map(|(key, value)| (key.to_owned(), value))),
-            replace,
-            ..ExportOptions::default()
+/// Writes weights, configuration and tokenizer to --export-hf, or the adapters of a run that trains them. `step` is the
+/// last step of the run. Collective.
+pub(crate) fn export(
+    args: &Args,
+    world: &World,
+    vars: &ShardedVarMap,
+    adapters: Option<&Adapters>,
+    dirs: &RunDirs,
+    step: usize,
+) -> anyhow::Result<()> {
+    let Some(dir) = &args.export_hf else { return Ok(()) };
+    let tensors = get_model_state_dict(vars, &StateDictOptions::default())?.shards("");
+    // Checked again, because another run may have exported there since the first step.
+    let replace = dirs.replaces_export
+        && broadcast_result(world, 0, || may_replace(dir, Some(&dirs.checkpoints), args.steps.max(step)))?;
+    let metadata = [(RUN, run_id(&dirs.checkpoints)?), (STEP, step.to_string())];
+    let mut options = ExportOptions {
+        metadata: BTreeMap::from(metadata.map(|(key, value)| (key.to_owned(), value))),
+        replace,
+        ..ExportOptions::default()
+    };
+    let write = |tensors: &[TensorShard], options: &ExportOptions| {
+        let outcome = hf::export_with(dir, world.group(), tensors, options);
+        outcome.with_context(|| format!("can't export to {}", dir.display()))
+    };
+    if let Some(adapters) = adapters {
+        options.file = PEFT_WEIGHTS.into();
+        write(&adapter_tensors(tensors), &options)?;
+        return match world.rank() {
+            0 => write_peft_config(dir, adapters.lora.config, args.model.as_deref(), vars),
+            _ => Ok(()),
         };
-        let write = |tensors: &[TensorShard], options: &ExportOptions| {
-            let outcome = hf::export_with(dir, world.group(), tensors, options);
-            outcome.with_context(|| format!("can't export to {}", dir.display()))
-        };
-        if let Some(adapters) = adapters {
-            options.file = PEFT_WEIGHTS.into();
-            write(&adapter_tensors(tensors), &options)?;
-            return match world.rank() {
-                0 => write_peft_config(dir, adapters.lora.config, args.model.as_deref(), vars),
-                _ => Ok(()),
-            };
-        }
-        options.config_files = args
-            .model
-            .iter()
-            .flat_map(|model| CONFIG_FILES.iter().map(|name| model.join(name)))
-            .filter(|path| path.exists())
-            .collect();
-        write(&tensors, &options)?;
-        if args.model.is_none() && world.rank() == 0 {
-            std::fs::write(dir.join("config.json"), BUILTIN)
-                .with_context(|| format!("can't write {}/config.json", dir.display()))?;
-        }
-        Ok(())
     }
+    options.config_files = args
+        .model
+        .iter()
+        .flat_map(|model| CONFIG_FILES.iter().map(|name| model.join(name)))
+        .filter(|path| path.exists())
+        .collect();
+    write(&tensors, &options)?;
+    if args.model.is_none() && world.rank() == 0 {
+        std::fs::write(dir.join("config.json"), BUILTIN)
+            .with_context(|| format!("can't write {}/config.json", dir.display()))?;
+    }
+    Ok(())
 }
 
-/// What the header of an exported file says of where it comes from.
+/// Metadata in the header of an exported file: the run and the step.
 pub(crate) const RUN: &str = "candle_fsdp.run";
 pub(crate) const STEP: &str = "candle_fsdp.step";
 
-/// The names under which a directory may hold weights; the first and the last are those that an export writes.
+/// File names of weights. An export writes the first or the last.
 const WEIGHTS: [&str; 3] = ["model.safetensors", "model.safetensors.index.json", PEFT_WEIGHTS];
 
-/// Whether a run that goes on from a checkpoint in `checkpoints`, if it does, and ends at step `last` may replace what
-/// is in `dir`: it may when the run itself has exported that, before it was started again. Weights of anybody else are
-/// an error.
+/// Returns whether the run may replace the weights in `dir`, because it exported them itself before it was resumed from
+/// a checkpoint in `checkpoints`. `last` is the step at which the run ends. Fails for other weights.
 pub(crate) fn may_replace(dir: &Path, checkpoints: Option<&Path>, last: usize) -> anyhow::Result<bool> {
     let there: Vec<PathBuf> =
         WEIGHTS.iter().map(|name| dir.join(name)).filter(|path| path.symlink_metadata().is_ok()).collect();
@@ -119,7 +113,7 @@ pub(crate) fn may_replace(dir: &Path, checkpoints: Option<&Path>, last: usize) -
     Ok(!there.is_empty())
 }
 
-/// Tells the runs of one directory of checkpoints from those of others, and says nothing else of it.
+/// Returns a hash that identifies the run by its checkpoint directory.
 pub(crate) fn run_id(checkpoints: &Path) -> anyhow::Result<String> {
     let path = match is_url(checkpoints) {
         true => checkpoints.components().collect(),

@@ -42,8 +42,8 @@ use setup::Setup;
 
 fn main() -> ExitCode {
     let args = Args::parse();
-    job::run_on(args.device.into(), |world| {
-        // First of all: what follows counts on it.
+    job::run(args.device, |world| {
+        // Later collectives rely on equal settings.
         agreement::check_settings(&args, world)?;
         args.batch_shape(world)?;
         let hosts = Hosts::of(&args, world)?;
@@ -55,7 +55,7 @@ fn main() -> ExitCode {
 }
 
 fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
-    // Before all else, so that what is in the way shows before anything is read.
+    // Conflicting flags fail before anything is read.
     evaluate::check_gradcheck_flags(args)?;
     args::check_unused_flags(args)?;
     if args.sequence_parallel {
@@ -71,7 +71,7 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
     let mut done = checkpoints.resume(args, &vars, optim.get_mut(), &mut loss_scale, &run)?;
     if world.rank() == 0 && done.step >= args.steps {
         Console::Stderr.line(format_args!(
-            "nothing to train: step {} is done already and --steps is {}; raise it to go on",
+            "nothing to train: the checkpoint is at step {} and --steps is {}; raise --steps to continue",
             done.step, args.steps
         ));
     }
@@ -83,9 +83,9 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
     let shard_bytes = setup::shard_bytes(&vars) + optim.bytes() as u64;
     let tokens_per_step = batches.tokens_per_step() as f64;
     let sampler = Sampler { model: &model, text: &text, positions };
-    let asked = evaluation.as_ref().map_or(&batches, |evaluation| &evaluation.batches);
-    let say = || match args.sft {
-        Some(_) => tracing::debug_span!("sample").in_scope(|| sampler.answer_example(asked, world)),
+    let prompts = evaluation.as_ref().map_or(&batches, |evaluation| &evaluation.batches);
+    let generate = || match args.sft {
+        Some(_) => tracing::debug_span!("sample").in_scope(|| sampler.answer_example(prompts, world)),
         None => tracing::debug_span!("sample").in_scope(|| sampler.continue_stream(&batches, world)),
     };
     let evaluate = |step: usize, log: &mut Option<StepLog>| -> anyhow::Result<()> {
@@ -100,7 +100,7 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
         evaluate(0, &mut log)?;
     }
     if args.sft.is_some() && done.step < args.steps {
-        let sample = say()?;
+        let sample = generate()?;
         if world.rank() == 0 {
             Console::Stdout.line(format_args!("sample before training: {sample}"));
         }
@@ -112,9 +112,9 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
         let lr = optim.set_learning_rates(step);
 
         model.inner().set_training(true);
-        // Forward and backward of each micro-batch; gradients come back averaged over ranks and sharded. The step's
-        // loss is the mean over all tokens that count, of all ranks and micro-batches: each micro-batch's mean weighs
-        // as its share of them. Ranks that compute layers together have the same tokens and the same loss.
+        // Backward averages gradients over ranks and shards them. The loss of a step is the mean over the counted
+        // tokens of all ranks and micro-batches, so the mean of a micro-batch is weighted by its share of them.
+        // Tensor-parallel ranks have the same tokens and the same loss.
         let share = batches.counted(done.sequences)?.max(1) as f64 / ranks.data() as f64;
         let mut own_loss = 0.;
         let mut grads: Option<GradStore> = None;
@@ -128,10 +128,11 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
             let first_row = batches.first_sequence(done.sequences, micro_step);
             random::set_rng_state(RngState { first_row, ..RngState::new(args.seed) });
             let loss = models::loss(&model, &batch)?;
-            // The loss of no token is 0. Candle takes a factor of 0 for the end of the graph, which ranks must share.
+            // The loss of a batch without counted tokens is 0. Candle would end the graph at a weight of 0, but all
+            // ranks must run the same backward.
             let weight = batch.counted.max(1) as f64 / share;
             let new = model.backward(&loss_scale.scale((&loss * weight)?)?)?;
-            // Behind backward: a device goes on until its numbers are read.
+            // Read after backward, because reading waits for the device.
             own_loss += weight * f64::from(loss.to_scalar::<f32>()?);
             match &mut grads {
                 Some(grads) => grads.extend(new)?,
@@ -145,8 +146,8 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
             0. => grad_norm(&vars, &grads)?,
             max => clip_grad_norm(&vars, &mut grads, max)?,
         };
-        // What is not finite on one rank makes the mean so: all ranks stop together, while the weights are good.
-        // Gradients may be too large for f16 alone.
+        // A non-finite value on any rank makes the mean non-finite. All ranks then stop before the weights change.
+        // With f16, non-finite gradients may only have overflowed.
         let means = world.all_reduce(&[own_loss, norm], ReduceOp::Avg)?;
         let loss = means[0];
         if !(loss.is_finite() && (means[1].is_finite() || overflowed)) {
@@ -179,18 +180,16 @@ fn train(args: &Args, hosts: Hosts, world: &World) -> anyhow::Result<()> {
             tracing::debug_span!("save").in_scope(|| checkpoints.save(&vars, optim.get(), &loss_scale, &done, &run))?;
         }
     }
-    if let Some(log) = log {
-        log.finish();
-    }
+    drop(log);
 
     let saved = tracing::debug_span!("save").in_scope(|| {
         let saved = checkpoints.save(&vars, optim.get(), &loss_scale, &done, &run)?;
-        // An export is of a run whose checkpoints are there.
+        // Exports only after the checkpoint is complete.
         checkpoints.finish()?;
         anyhow::Ok(saved)
     })?;
-    checkpoints.export(args, &vars, adapters.as_ref(), &done)?;
-    let sample = say()?;
+    export::export(args, world, &vars, adapters.as_ref(), &checkpoints.dirs, done.step)?;
+    let sample = generate()?;
     if world.rank() == 0 {
         Console::Stdout.line(format_args!("sample: {sample}"));
         Console::Stdout.line(format_args!("checkpoint: {}", saved.display()));

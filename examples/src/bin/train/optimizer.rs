@@ -1,6 +1,4 @@
-//! The optimizer with the groups that the flags make.
-//! The loss scale of runs in f16, whose numbers end at 6e-8 below and at 65504 above: losses are multiplied by it, so
-//! that small gradients are not rounded to zero, and gradients are divided by it. Other runs have none.
+//! The optimizer of a run: its parameter groups, learning rates and loss scale.
 
 use std::sync::Arc;
 
@@ -23,22 +21,22 @@ type Params = Vec<Arc<FsdpParam>>;
 /// Parameters with their weight decay.
 type Groups = Vec<(Params, f64)>;
 
-/// Adam's decay rates.
+/// Default decay rates of Adam.
 const BETAS: (f64, f64) = (0.9, 0.95);
-/// The epsilon that Adam adds to the denominator.
+/// Default epsilon of Adam.
 const EPS: f64 = 1e-8;
-/// The fewest elements of a parameter whose moments are kept in 8 bits.
+/// Default for --min-8bit-size.
 const MIN_8BIT_SIZE: usize = 4096;
 
-/// The optimizer of a run, and how its learning rates go.
+/// The optimizer of a run with its learning rate schedules.
 pub(crate) struct Optimizer {
     optim: Box<dyn ShardedOptimizer>,
-    /// Of each group.
+    /// Schedule of each parameter group.
     schedules: Vec<Schedule>,
 }
 
 impl Optimizer {
-    /// Parameters that decay are a group, and those that do not another.
+    /// Creates one group for parameters with weight decay and one for --no-decay.
     pub(crate) fn new(args: &Args, vars: &ShardedVarMap) -> anyhow::Result<Self> {
         let flags = &args.optimizer;
         let groups = groups(flags, vars)?;
@@ -73,7 +71,7 @@ impl Optimizer {
         Ok(Optimizer { optim, schedules })
     }
 
-    /// Sets the learning rates of a step, counted from 1; tells that of the last group.
+    /// Sets the learning rates of a step, counted from 1. Returns that of the last group.
     pub(crate) fn set_learning_rates(&mut self, step: usize) -> f64 {
         let mut last = 0.;
         for (group, schedule) in self.schedules.iter().enumerate() {
@@ -91,13 +89,13 @@ impl Optimizer {
         &mut *self.optim
     }
 
-    /// Bytes of what it keeps on this rank.
+    /// Returns the size of the state on this rank in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.optim.states().iter().map(|state| state.bytes()).sum()
     }
 }
 
-/// Hyper-parameters of every kind of Adam.
+/// Hyper-parameters of all variants of Adam.
 struct AdamSettings {
     lr: f64,
     betas: (f64, f64),
@@ -110,7 +108,7 @@ impl AdamSettings {
     }
 }
 
-/// The parameters that decay, and those that do not, where there are some.
+/// Splits the parameters into those with weight decay and those without.
 fn groups(flags: &OptimizerFlags, vars: &ShardedVarMap) -> anyhow::Result<Groups> {
     let params = vars.trainable();
     if flags.no_decay.is_empty() {
@@ -121,11 +119,11 @@ fn groups(flags: &OptimizerFlags, vars: &ShardedVarMap) -> anyhow::Result<Groups
     for pattern in &patterns {
         ensure!(
             params.iter().any(|param| pattern.matches_end(param.name())),
-            "--no-decay: `{pattern}` means no parameter that is trained, such as {}",
+            "--no-decay: `{pattern}` matches no trained parameter, such as {}",
             params.first().map_or("none", |param| param.name())
         );
     }
-    // A parameter may be meant by several.
+    // Several patterns may match one parameter.
     let (kept, decaying) =
         params.into_iter().partition(|param| patterns.iter().any(|pattern| pattern.matches_end(param.name())));
     Ok(vec![(decaying, flags.weight_decay), (kept, 0.)])
@@ -140,7 +138,7 @@ fn adamw(flags: &OptimizerFlags, groups: Groups) -> anyhow::Result<AdamW> {
     Ok(AdamW::with_groups(configured(groups, |weight_decay| AdamWConfig { lr, betas, eps, weight_decay }))?)
 }
 
-/// Muon for the matrices of blocks, AdamW for the rest.
+/// Creates Muon for the blocks' matrices, and AdamW for the rest.
 fn muon(flags: &OptimizerFlags, groups: Groups) -> anyhow::Result<Box<dyn ShardedOptimizer>> {
     let (mut matrices, mut rest): (Groups, Groups) = (vec![], vec![]);
     for (params, weight_decay) in groups {
@@ -168,22 +166,25 @@ fn muon(flags: &OptimizerFlags, groups: Groups) -> anyhow::Result<Box<dyn Sharde
     Ok(Box::new(Optimizers::new(vec![Box::new(muon), Box::new(adamw(flags, rest)?)])?))
 }
 
-/// Gradients that overflow at this scale are too large for f16 themselves, and nothing is gained by a smaller one.
+/// Smallest useful loss scale: gradients that overflow at 1 are too large for f16 itself.
 const LEAST: f64 = 1.;
-/// What a checkpoint calls the state: `state_dict` of PyTorch's scaler, saved as `scaler`.
+/// Names of the state in a checkpoint: those of PyTorch's `GradScaler.state_dict()`, saved as `scaler`.
 const SCALE: &str = "scaler.scale";
 const GROWTH_TRACKER: &str = "scaler._growth_tracker";
 
-/// What losses are multiplied by, if by anything.
+/// Loss scaling of a run in f16; without effect in other dtypes.
+///
+/// f16 covers 6e-8 to 65504. The loss is multiplied by the scale so that small gradients are not rounded to zero, and
+/// the gradients are divided by it.
 pub(crate) struct LossScale {
     scaler: Option<GradScaler>,
-    /// What the flags say.
+    /// Initial state, from the flags.
     first: GradScalerState,
 }
 
 impl LossScale {
     /// # Errors
-    /// When the flags have a scale, and nothing that it would be for.
+    /// --loss-scale is given, and no dtype is f16.
     pub(crate) fn new(args: &Args) -> anyhow::Result<Self> {
         let needed = [args.param_dtype, args.reduce_dtype].contains(&Precision::F16);
         ensure!(
@@ -194,7 +195,7 @@ impl LossScale {
         Ok(LossScale { first: scaler.state(), scaler: needed.then_some(scaler) })
     }
 
-    /// Goes on with the scale that a checkpoint holds, or begins anew where it holds none.
+    /// Restores the scale from a checkpoint, or starts anew if it holds none.
     pub(crate) fn resume(&mut self, source: &dyn TensorSource) -> anyhow::Result<()> {
         let Some(scaler) = &mut self.scaler else { return Ok(()) };
         let [scale, tracker] = [SCALE, GROWTH_TRACKER].map(|name| source.values().get(name));
@@ -214,19 +215,19 @@ impl LossScale {
         })
     }
 
-    /// What a checkpoint is to hold.
+    /// Returns the values to save in a checkpoint.
     pub(crate) fn values(&self) -> Map<String, Value> {
         let state = self.scaler.as_ref().map(GradScaler::state);
         let values = state.map(|state| [(SCALE, state.scale.into()), (GROWTH_TRACKER, state.growth_tracker.into())]);
         values.into_iter().flatten().map(|(name, value): (&str, Value)| (name.to_owned(), value)).collect()
     }
 
-    /// The scale, if there is one.
+    /// Returns the scale, if any.
     pub(crate) fn current(&self) -> Option<f64> {
         self.scaler.as_ref().map(GradScaler::current_scale)
     }
 
-    /// What backward takes in the place of a loss.
+    /// Returns the loss to run backward on.
     pub(crate) fn scale(&self, loss: Tensor) -> anyhow::Result<Tensor> {
         Ok(match &self.scaler {
             Some(scaler) => scaler.scale(&loss)?,
@@ -234,14 +235,14 @@ impl LossScale {
         })
     }
 
-    /// Divides the gradients by the scale. Tells whether they overflowed on any rank, and a smaller scale may help.
+    /// Divides the gradients by the scale. Returns whether they overflowed on any rank and a smaller scale may help.
     /// Collective.
     pub(crate) fn unscale(&mut self, vars: &ShardedVarMap, grads: &mut GradStore) -> anyhow::Result<bool> {
         let Some(scaler) = &mut self.scaler else { return Ok(false) };
         Ok(scaler.unscale(vars, grads)? && scaler.current_scale() > LEAST)
     }
 
-    /// Takes the step, unless the gradients overflowed: that is told in words, and the next scale is a smaller one.
+    /// Takes the step unless the gradients overflowed. In that case, returns a description and lowers the scale.
     pub(crate) fn step(
         &mut self,
         optim: &mut dyn ShardedOptimizer,

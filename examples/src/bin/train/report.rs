@@ -1,7 +1,4 @@
-//! What each step measured, on its way to people: the file of `--metrics`, the curves of `--tensorboard`, and lines or
-//! a bar on stderr.
-//! Numbers that are infinite or not a number: found before they get into the weights, a checkpoint or an export.
-//! A step whose numbers are infinite or not a number, told so that a person knows what to do.
+//! Output of a run: measurements of each step, and the error for a step with infinite or NaN values.
 
 use std::fmt::Write;
 
@@ -16,7 +13,7 @@ use indicatif::HumanCount;
 use crate::args::Args;
 use crate::checkpoint::Checkpoints;
 
-/// Where the measurements go. For rank 0 to have.
+/// Outputs of rank 0's measurements: --metrics, --tensorboard, and progress on stderr.
 pub(crate) struct StepLog {
     metrics: Option<MetricsFile>,
     events: Option<EventFile>,
@@ -24,10 +21,10 @@ pub(crate) struct StepLog {
 }
 
 impl StepLog {
-    /// Opens the files that are asked for, of a run that has `done` steps behind it.
+    /// Opens the files of a run that has taken `done` steps.
     ///
     /// # Errors
-    /// When one can't be written.
+    /// A file can't be written.
     pub(crate) fn open(args: &Args, done: usize) -> anyhow::Result<Self> {
         Ok(StepLog {
             metrics: args.metrics.as_deref().map(|path| MetricsFile::open(path, done)).transpose()?,
@@ -36,15 +33,14 @@ impl StepLog {
         })
     }
 
-    /// Notes a step. A file that can't be written any more is given up, with a word: the training is worth more than
-    /// it.
+    /// Writes a step. Stops writing to a file that fails, with a warning: training goes on.
     pub(crate) fn step(&mut self, record: &StepRecord) {
         write_or_give_up(&mut self.metrics, |metrics| metrics.write(record));
         write_or_give_up(&mut self.events, |events| events.write(record));
         self.progress.step(record);
     }
 
-    /// Notes an evaluation, as [`StepLog::step`] does a step.
+    /// Writes an evaluation, as [`StepLog::step`] writes a step.
     pub(crate) fn eval(&mut self, record: &EvalRecord) {
         write_or_give_up(&mut self.metrics, |metrics| metrics.write(record));
         write_or_give_up(&mut self.events, |events| events.write_eval(record));
@@ -54,28 +50,23 @@ impl StepLog {
         self.note(*step, &text);
     }
 
-    /// Tells people something about a step.
+    /// Prints a line about a step.
     pub(crate) fn note(&self, step: usize, text: &str) {
         self.progress.note(&format!("step {step}: {text}"));
-    }
-
-    /// Leaves the bar as it stands.
-    pub(crate) fn finish(self) {
-        self.progress.finish();
     }
 }
 
 fn write_or_give_up<T>(file: &mut Option<T>, write: impl FnOnce(&mut T) -> anyhow::Result<()>) {
     if let Some(Err(error)) = file.as_mut().map(write) {
         *file = None;
-        Console::Stderr.line(format_args!("warning: {error:#}: nothing more is written there, training goes on"));
+        Console::Stderr.line(format_args!("warning: {error:#}; training continues without writing there"));
     }
 }
 
-/// What helps against numbers that grow beyond all bounds.
+/// Advice for values that grow without bound.
 pub(crate) const ADVICE: &str = "Lower --lr, raise --warmup-steps, or look at the data of that step";
 
-/// What of these is not finite, told on every rank. Collective.
+/// Returns the non-finite values among `of`, the same on every rank. Collective.
 pub(crate) fn find_non_finite(vars: &ShardedVarMap, of: &[ValuesOf<'_>]) -> anyhow::Result<Option<NonFinite>> {
     match check_finite(vars, of) {
         Ok(()) => Ok(None),
@@ -84,28 +75,29 @@ pub(crate) fn find_non_finite(vars: &ShardedVarMap, of: &[ValuesOf<'_>]) -> anyh
     }
 }
 
-/// What helps when nothing has been learnt yet.
-const ADVICE_BEFORE_STEPS: &str = "No step has been taken yet, so it is no matter of --lr: the model's weights are too \
-                                   large for its dtype, or the data is to blame";
+/// Advice before any step was taken.
+const ADVICE_BEFORE_STEPS: &str = "No step has been taken, so --lr is not the cause: look at the model's weights, its \
+                                   dtype and the data";
 
-/// What helps against numbers that are too large for f16 alone.
+/// Advice for values that are too large for f16.
 const ADVICE_F16: &str = "f16 ends at 65504: pass --param-dtype bf16, which has the range of f32. ";
 
-/// A step that is not taken, because its loss or the norm of its gradients is not finite.
+/// A step whose loss or gradient norm is not finite, and which is not taken.
 pub(crate) struct NonFiniteStep<'a> {
     pub(crate) step: usize,
-    /// The mean over all ranks.
+    /// Mean loss over all ranks.
     pub(crate) loss: f64,
-    /// This rank's.
+    /// Loss of this rank.
     pub(crate) own_loss: f64,
     pub(crate) norm: f64,
     pub(crate) grads: &'a GradStore,
-    /// Of a run in f16.
+    /// Loss scale of a run in f16.
     pub(crate) loss_scale: Option<f64>,
 }
 
 impl NonFiniteStep<'_> {
-    /// What is wrong, where, since when, and what to do, in the same words on every rank. Collective.
+    /// Returns the same error message on every rank: the values, the ranks, the last good checkpoint and advice.
+    /// Collective.
     pub(crate) fn explain(
         &self,
         world: &World,
@@ -131,8 +123,8 @@ impl NonFiniteStep<'_> {
         }
         match find_non_finite(vars, &[ValuesOf::Parameters, ValuesOf::Moments(optim)])? {
             Some(found) => {
-                let since = checkpoints.finite_after();
-                write!(text, ". Before that, the weights had become so in a step after step {since}: {found}")?;
+                let since = checkpoints.finite_after;
+                write!(text, ". The weights became non-finite after step {since}: {found}")?;
             }
             None => write!(text, ". The weights are those of step {} and finite", step - 1)?,
         }
@@ -148,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_that_fails_is_given_up_and_not_tried_again() {
+    fn a_failed_file_is_not_written_again() {
         let (mut file, mut calls) = (Some(()), 0);
         for step in 0..4 {
             write_or_give_up(&mut file, |()| {

@@ -1,6 +1,4 @@
-//! From the command line to a model and its data.
-//! Whether there is room for a run: looked at before anything of it is made, because memory that is refused in the
-//! midst of it ends the process without a word.
+//! Model, data and adapters of a run, built from the command line, and the check that their memory is available.
 
 use std::fmt;
 use std::path::Path;
@@ -24,10 +22,10 @@ use crate::args::{Args, OptimizerKind};
 use crate::evaluate::{Evaluation, SAMPLE_CONTEXT};
 use crate::flag_types::{InitChoice, Resume};
 
-/// Of a masked model, the share of tokens that it has to tell.
+/// Default for --mlm-probability.
 const MLM_PROBABILITY: f64 = 0.15;
 
-/// All that a run is made of.
+/// Model, data and adapters of a run.
 pub(crate) struct Setup {
     pub(crate) config: ModelConfig,
     pub(crate) vars: ShardedVarMap,
@@ -36,7 +34,7 @@ pub(crate) struct Setup {
     pub(crate) evaluation: Option<Evaluation>,
     pub(crate) text: Text,
     pub(crate) adapters: Option<Adapters>,
-    /// The longest sequence that the model can be asked for.
+    /// Longest sequence that the model supports.
     pub(crate) positions: usize,
 }
 
@@ -54,7 +52,7 @@ impl Setup {
         );
         parallel::check(&config, args.tensor_parallel)?;
 
-        // Data before the model: what is wrong with it shows at once.
+        // Data is read before the model is built, so that its errors show at once.
         let text = Text::new(args.model.as_deref())?;
         let (batches, evaluation) = data(args, &config, &text, world)?;
         let weights = pretrained(args)?;
@@ -122,7 +120,7 @@ impl Setup {
     }
 }
 
-/// What is trained on, and what is evaluated on.
+/// Opens the training data and the evaluation data.
 fn data(
     args: &Args,
     config: &ModelConfig,
@@ -155,18 +153,18 @@ fn data(
     Ok((batches, evaluation))
 }
 
-/// What a masked model has to tell.
+/// Returns the masking of a masked language model.
 fn masking(args: &Args, config: &ModelConfig, text: &Text) -> anyhow::Result<Option<Masking>> {
     if !config.is_masked() {
         let flags =
             [("--mlm-probability", args.mlm_probability.is_some()), ("--mask-token", args.mask_token.is_some())];
         if let Some((flag, _)) = flags.iter().find(|(_, given)| *given) {
-            bail!("{flag} is for masked language models (model type bert), and the model is none: leave it out");
+            bail!("{flag} is for masked language models (model type bert), found another model: leave it out");
         }
         return Ok(None);
     }
     if args.sft.is_some() {
-        bail!("--sft is for models that continue text; a bert tells masked tokens: pass text by --data");
+        bail!("--sft is for models that continue text, found a bert: pass text by --data");
     }
     let vocabulary = config.vocab_size();
     Ok(Some(Masking {
@@ -177,7 +175,7 @@ fn masking(args: &Args, config: &ModelConfig, text: &Text) -> anyhow::Result<Opt
     }))
 }
 
-/// Where the first weights are read from, unless they are random.
+/// Returns the directory of the initial weights, or `None` if they are random.
 pub(crate) fn pretrained(args: &Args) -> anyhow::Result<Option<&Path>> {
     let has_weights =
         |dir: &&Path| ["model.safetensors", "model.safetensors.index.json"].iter().any(|name| dir.join(name).exists());
@@ -191,12 +189,12 @@ pub(crate) fn pretrained(args: &Args) -> anyhow::Result<Option<&Path>> {
             dir.display()
         ),
         (InitChoice::Pretrained, None, None) => {
-            bail!("--init pretrained needs --model DIR with weights; the built-in model starts from random ones")
+            bail!("--init pretrained needs --model DIR with weights; the built-in model has none")
         }
     }
 }
 
-/// What this rank has read, for the others to compare with.
+/// Describes the inputs that this rank has read, for the comparison between ranks.
 fn read_inputs(
     config: &ModelConfig,
     batches: &Batches,
@@ -228,7 +226,7 @@ fn read_inputs(
     Ok(read)
 }
 
-/// Bytes that this rank keeps between steps beside the optimizer's: its shards and their gradients.
+/// Returns the bytes of this rank's shards and gradients.
 pub(crate) fn shard_bytes(vars: &ShardedVarMap) -> u64 {
     vars.params()
         .iter()
@@ -239,15 +237,15 @@ pub(crate) fn shard_bytes(vars: &ShardedVarMap) -> u64 {
         .sum()
 }
 
-/// Bytes of an f32.
+/// Size of an f32 in bytes.
 const F32: f64 = 4.;
-/// What a parameter takes besides its values, at the least.
+/// Minimal overhead of a parameter tensor in bytes.
 const TENSOR: f64 = 1024.;
-/// The sample at the end sees so many tokens, whatever the batch.
+/// Tokens of the sample at the end, at any batch size.
 const FEWEST_TOKENS: usize = 64;
 
-/// Fails unless this rank can have the memory that its run takes at the least, and all ranks of this machine together
-/// are below what the machine has.
+/// Fails unless this rank can allocate the least memory that its run needs, and all ranks of this machine fit into its
+/// memory. Out of memory during the run would kill the process without an error.
 fn check_memory(
     args: &Args,
     config: &ModelConfig,
@@ -256,7 +254,7 @@ fn check_memory(
     world: &World,
 ) -> anyhow::Result<()> {
     if !world.device().is_cpu() {
-        return Ok(()); // memory that a device refuses is an error by itself
+        return Ok(()); // allocation on a device reports an error by itself
     }
     let needs = memory_needs(args, config, lora, positions, args.ranks(world)?);
     let total: f64 = needs.iter().map(|(_, bytes)| bytes).sum();
@@ -282,7 +280,7 @@ fn check_memory(
     );
 }
 
-/// What a rank needs for what, in bytes: never more than it will really take.
+/// Lists a lower bound of the memory that a rank needs, in bytes.
 fn memory_needs(
     args: &Args,
     config: &ModelConfig,
@@ -291,10 +289,10 @@ fn memory_needs(
     ranks: Ranks,
 ) -> Vec<(String, f64)> {
     let size = config.size(lora);
-    // Norms are whole on each rank that computes with them: too little is said of them.
+    // Tensor-parallel ranks hold whole norms, so this is slightly too low.
     let tensor = ranks.tensor as f64;
     let shards = ranks.shard as f64 * tensor;
-    // A parameter that is trained has a gradient, and what the optimizer keeps of it.
+    // A trained parameter has a gradient and optimizer state.
     let kept = match args.optimizer.optimizer {
         OptimizerKind::Adamw | OptimizerKind::Adam => 2.,
         OptimizerKind::Adamw8bit => 0.5,
@@ -319,7 +317,7 @@ fn memory_needs(
     ]
 }
 
-/// Above this, numbers are not spelled out.
+/// Larger numbers are printed in scientific notation.
 const MOST: f64 = 1e18;
 
 struct Bytes(f64);
