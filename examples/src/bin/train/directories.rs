@@ -99,7 +99,7 @@ fn inspect(args: &Args, hosts: &Hosts, world: &World) -> anyhow::Result<Decision
         (Resume::Auto, Some(dir)) => {
             let found = hosts.survey(dir)?;
             if world.rank() == 0 {
-                found.warn_of_links();
+                found.warn_about_links();
             }
             check_some_usable(dir, &found)?;
             check_no_newer_unreadable(&found)?;
@@ -323,7 +323,7 @@ impl Hosts {
 
     /// Returns this rank's number among the ranks that read the same files, and their count.
     pub(crate) fn readers(&self, world: &World) -> (usize, usize) {
-        self.dirs.as_ref().map_or((world.rank(), world.size()), HostDirs::place)
+        self.dirs.as_ref().map_or((world.rank(), world.size()), HostDirs::local_rank_and_size)
     }
 
     pub(crate) fn check_writable(&self, dir: &Path, world: &World) -> Result<()> {
@@ -348,8 +348,8 @@ impl Hosts {
         }
     }
 
-    pub(crate) fn set_aside(&self, path: &Path) -> Result<Option<PathBuf>> {
-        self.dirs.as_ref().map_or_else(|| fsdp_ckpt::set_aside(path), |dirs| dirs.set_aside(path))
+    pub(crate) fn quarantine(&self, path: &Path) -> Result<Option<PathBuf>> {
+        self.dirs.as_ref().map_or_else(|| fsdp_ckpt::quarantine(path), |dirs| dirs.quarantine(path))
     }
 
     /// Keeps `newest` and `keep - 1` others in `dir`, on every host. Collective.
@@ -384,7 +384,7 @@ pub(crate) fn is_of_another_program(path: &Path) -> bool {
 /// Renames a damaged checkpoint. `why` describes the damage. One rank calls it while the others wait; all ranks call it
 /// if each host has its own directory.
 pub(crate) fn quarantine(hosts: &Hosts, path: &Path, why: &str) -> anyhow::Result<()> {
-    let moved = hosts.set_aside(path).with_context(|| format!("can't rename {}, which is damaged", path.display()))?;
+    let moved = hosts.quarantine(path).with_context(|| format!("can't rename {}, which is damaged", path.display()))?;
     if let Some(moved) = moved {
         tracing::warn!("{} can't be resumed from and was renamed to {}: {why}", path.display(), moved.display());
     }
@@ -395,11 +395,11 @@ pub(crate) fn quarantine(hosts: &Hosts, path: &Path, why: &str) -> anyhow::Resul
 pub(crate) fn check_some_usable(dir: &Path, found: &Survey) -> anyhow::Result<()> {
     let was_step = |path: &Path| {
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        step_of(fsdp_ckpt::name_before_aside(name).unwrap_or(name)).is_some()
+        step_of(fsdp_ckpt::name_before_quarantine(name).unwrap_or(name)).is_some()
     };
     let unusable =
         found.skipped.iter().map(|(path, error)| (path, format!("{}: {}", path.display(), error.with_causes())));
-    let renamed = found.set_aside.iter().map(|path| (path, format!("{}: damaged", path.display())));
+    let renamed = found.quarantined.iter().map(|path| (path, format!("{}: damaged", path.display())));
     let links = found.links.iter().map(|(path, target)| {
         let why = if target.exists() { "under another name" } else { "which does not exist" };
         (path, format!("{}: a link to {}, {why}", path.display(), target.display()))

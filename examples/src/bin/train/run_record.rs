@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::Context;
 use fsdp_candle::ShardedOptimizer;
-use fsdp_ckpt::{TensorSource, shown};
+use fsdp_ckpt::{TensorSource, escape};
 use fsdp_examples::data::Batches;
 use fsdp_examples::models::{Dropout, ModelConfig};
 use fsdp_examples::schedule::LrSchedule;
@@ -157,7 +157,7 @@ impl Record {
                 continue;
             }
             let line =
-                format!("{}: it was {}, and is {}", shown(name), saved.described(name, was), self.described(name, is));
+                format!("{}: it was {}, and is {}", escape(name), saved.described(name, was), self.described(name, is));
             let is_fixed = [self, saved].iter().any(|record| record.fixed.contains_key(name));
             if is_fixed { &mut changes.refused } else { &mut changes.reported }.push(line);
         }
@@ -171,7 +171,7 @@ impl Record {
     /// Formats a value with its note.
     fn described(&self, name: &str, value: &str) -> String {
         let notes = self.notes.get(name).map_or(String::new(), |notes| format!(" ({notes})"));
-        shown(format!("{value}{notes}")).to_string()
+        escape(format!("{value}{notes}")).to_string()
     }
 }
 
