@@ -174,7 +174,7 @@ fn reports_obstacles_to_checkpoints_before_the_first_step() {
     // A run from step 1 would overwrite step 2.
     fails(
         "--resume saved/step-00000001 --steps 9 --save-every 1",
-        &["saved/step-00000002 is in the way", "a checkpoint of an earlier run", "another --checkpoint-dir"],
+        &["saved/step-00000002 already exists", "a checkpoint of an earlier run", "another --checkpoint-dir"],
     );
     // An incomplete checkpoint at an intermediate step and at the last. (`auto` quarantines it: resume.rs.)
     let obstacle = dir.path().join("saved/step-00000006");
@@ -182,12 +182,12 @@ fn reports_obstacles_to_checkpoints_before_the_first_step() {
     for more in ["--steps 9 --save-every 3", "--steps 6 --save-every 0"] {
         fails(
             &format!("--resume saved/step-00000002 {more}"),
-            &["saved/step-00000006 is in the way", "step 6", "did not finish", "remove it"],
+            &["saved/step-00000006 already exists", "step 6", "did not finish", "remove it"],
         );
     }
     fs::remove_dir(&obstacle).unwrap();
     fs::write(&obstacle, "").unwrap();
-    fails("--resume auto --steps 6", &["saved/step-00000006 is in the way", "step 6", "remove it"]);
+    fails("--resume auto --steps 6", &["saved/step-00000006 already exists", "step 6", "remove it"]);
 }
 
 #[test]

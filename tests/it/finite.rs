@@ -51,7 +51,7 @@ fn overflowed_weights_are_not_saved_or_exported() {
                 "values are infinite or not a number (on rank 0, 1)",
                 "in `model.layers.0.input_layernorm.weight`",
                 "They were finite after step 0",
-                "no checkpoint of this run yet",
+                "has no checkpoint yet",
                 "Lower --lr",
             ],
         );
@@ -70,7 +70,7 @@ fn resumes_from_the_last_healthy_checkpoint() {
         let run = train(dir.path(), &format!("--steps 4 {OVERFLOW} {keep} {more}"));
         run.refused(
             2,
-            &["step-00000003 was not saved", "The newest healthy checkpoint, saved/step-00000002, is untouched"],
+            &["step-00000003 was not saved", "The newest good checkpoint is saved/step-00000002"],
         );
         assert_eq!(file_names(&saved), ["step-00000002"]);
         assert!(files(&saved.join("step-00000002")) == healthy);
@@ -81,9 +81,9 @@ fn resumes_from_the_last_healthy_checkpoint() {
         2,
         &[
             "step 4 was not taken: the loss is NaN (on every rank)",
-            "the weights had become so in a step after step 2: ",
+            "The weights became non-finite after step 2: ",
             "in `model.layers.0.input_layernorm.weight`",
-            "The newest healthy checkpoint, saved/step-00000002, is untouched",
+            "The newest good checkpoint is saved/step-00000002",
         ],
     );
     train(dir.path(), &format!("--steps 4 --lr 1e-3 {keep} --keep 1")).ok();
@@ -102,13 +102,13 @@ fn quarantines_checkpoints_with_nan() {
     // A named checkpoint with NaN is refused.
     let run = train(dir.path(), &format!("--steps 4 --lr 1e-3 --resume {}", saved.join("step-00000003").display()));
     let found = "1 values are infinite or not a number (on rank 0): 1 of 32 in the exp_avg of `model.norm.weight`";
-    run.refused(2, &["can't resume from", found, "pass an older one"]);
+    run.refused(2, &["can't resume from", found, "pass an older checkpoint"]);
 
     let run = train(dir.path(), &format!("--steps 3 {keep} --keep 1")).ok();
     let aside =
-        format!("saved/step-00000003 can't be gone on from and was set aside as saved/step-00000003.damaged: {found}");
+        format!("saved/step-00000003 can't be resumed from and was renamed to saved/step-00000003.damaged: {found}");
     assert!(run.stderr.contains(&aside), "{}", run.stderr);
-    let aside = "saved/step-00000002 can't be gone on from and was set aside as saved/step-00000002.damaged: 1 values";
+    let aside = "saved/step-00000002 can't be resumed from and was renamed to saved/step-00000002.damaged: 1 values";
     assert!(run.stderr.contains(aside), "{}", run.stderr);
     assert!(run.stderr.contains("resumed from saved/step-00000001 at step 1"), "{}", run.stderr);
     assert_eq!(run.stderr.matches("resumed from").count(), 1, "{}", run.stderr);
@@ -119,7 +119,7 @@ fn quarantines_checkpoints_with_nan() {
     insert_nan(&saved.join("step-00000003"), "model.model.norm.weight");
     for _ in 0..2 {
         let run = train(dir.path(), &format!("--steps 5 {keep} --keep 1"));
-        run.refused(2, &["no checkpoint in saved can be used", "saved/step-00000003.damaged: set aside"]);
+        run.refused(2, &["no checkpoint in saved can be used", "saved/step-00000003.damaged: damaged"]);
     }
 }
 
@@ -146,7 +146,7 @@ fn names_the_source_of_bad_initial_weights() {
     run.refused(
         2,
         &[
-            "the weights from model are no good before any step: ",
+            "the weights from model are not finite before the first step: ",
             "1 of 32 in `model.norm.weight`",
             "pass another --model, or --init random",
         ],
@@ -158,7 +158,7 @@ fn names_the_source_of_bad_initial_weights() {
     fields["initializer_range"] = 1e39.into();
     fs::write(&config, fields.to_string()).unwrap();
     let run = train(dir.path(), "--model model --init random --steps 1 --checkpoint-dir saved");
-    run.refused(2, &["the weights drawn at random are no good before any step: ", "look at initializer_range"]);
+    run.refused(2, &["the weights drawn at random are not finite before the first step: ", "look at initializer_range"]);
 }
 
 /// The MLP's output is zero, but its gradients overflow f16.
@@ -217,7 +217,7 @@ fn a_step_with_infinite_gradients_is_not_taken() {
                 "and the gradients' norm is inf: ",
                 " of 512 in the gradient of `model.layers.0.self_attn.v_proj.weight`. ",
                 "The weights are those of step 0 and finite",
-                "No step has been taken yet, so it is no matter of --lr",
+                "No step has been taken, so --lr is not the cause",
             ],
         );
         assert_eq!(file_names(dir.path()), ["model"]);

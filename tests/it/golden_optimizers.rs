@@ -82,7 +82,7 @@ fn refuses_flags_of_other_optimizers() {
     let dir = tempfile::tempdir().unwrap();
     train_golden(MODEL, 1, "--optimizer sgd --momentum 0 --checkpoint-dir saved", dir.path()).ok();
     for (flags, expected) in [
-        ("--momentum 0.9", &["--momentum is for --optimizer sgd or muon, and this one is adamw"][..]),
+        ("--momentum 0.9", &["--momentum is for --optimizer sgd or muon, found adamw"][..]),
         (
             "--optimizer sgd --nesterov on --dampening 0.5",
             &["SGD: Nesterov's momentum needs a momentum, which is 0.9, and no dampening, which is 0.5"],

@@ -221,5 +221,5 @@ fn refuses_ranks_with_different_templates() {
     let flags = FLAGS.replace("--model model", "--steps 1 --seq-len 96");
     let script = format!("case $RANK in 1) own=other;; *) own=model;; esac; exec \"$0\" {flags} --model $own");
     let run = launch_script(2, &script, dir.path());
-    run.refused(2, &["the ranks differ in what must be the same: the data (rank 0: 60 examples with checksum "]);
+    run.refused(2, &["the ranks disagree on the data (rank 0: 60 examples with checksum "]);
 }
