@@ -68,10 +68,7 @@ fn resumes_from_the_last_healthy_checkpoint() {
     let healthy = files(&saved.join("step-00000002"));
     for more in ["--keep 1", "--keep 2 --async-save"] {
         let run = train(dir.path(), &format!("--steps 4 {OVERFLOW} {keep} {more}"));
-        run.refused(
-            2,
-            &["step-00000003 was not saved", "The newest good checkpoint is saved/step-00000002"],
-        );
+        run.refused(2, &["step-00000003 was not saved", "The newest good checkpoint is saved/step-00000002"]);
         assert_eq!(file_names(&saved), ["step-00000002"]);
         assert!(files(&saved.join("step-00000002")) == healthy);
     }
@@ -158,7 +155,10 @@ fn names_the_source_of_bad_initial_weights() {
     fields["initializer_range"] = 1e39.into();
     fs::write(&config, fields.to_string()).unwrap();
     let run = train(dir.path(), "--model model --init random --steps 1 --checkpoint-dir saved");
-    run.refused(2, &["the weights drawn at random are not finite before the first step: ", "look at initializer_range"]);
+    run.refused(
+        2,
+        &["the weights drawn at random are not finite before the first step: ", "look at initializer_range"],
+    );
 }
 
 /// The MLP's output is zero, but its gradients overflow f16.
