@@ -38,8 +38,7 @@ mod spec;
 mod watch;
 
 pub use cli::{
-    args::{Action, Args},
-    rendezvous_conf::RendezvousConf,
+    args::{Action, Args, RendezvousConf},
     usage::one_line,
 };
 pub use error::{Error, Result};
@@ -48,19 +47,13 @@ pub use launch::{dry_run::dry_run, launch};
 pub use output::console::Console;
 pub use program::find_program;
 pub use report::{
-    end::{End, Request},
-    failure::{Failure, RankReport, Setback},
-    log_end::LogEnd,
     outcome::{Cause, Outcome},
     process::{ProcessInfo, ProcessState},
+    rank::{End, Failure, LogEnd, RankReport, Request, Setback},
     whereabouts::Whereabouts,
 };
 pub use spec::{
-    LaunchSpec, LogSpec,
-    endpoint::Endpoint,
-    line_prefix::LinePrefix,
-    numa_binding::NumaBinding,
-    rendezvous::RendezvousSpec,
-    signals::SignalList,
-    streams::{RankFilter, StreamChoice, Streams},
+    LaunchSpec, LogSpec, NumaBinding, RendezvousSpec,
+    output::{LinePrefix, RankFilter, StreamChoice, Streams},
+    values::{Endpoint, SignalList},
 };

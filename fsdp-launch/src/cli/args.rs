@@ -1,21 +1,16 @@
-//! The command line, in `torchrun`'s names. Every option is also understood with underscores for dashes, as `torchrun`
-//! does.
+//! The command line, with `torchrun`'s names. Every option also accepts underscores for dashes, as `torchrun` does.
 
-use std::{ffi::OsString, num::NonZeroU16, path::PathBuf, time::Duration};
+use std::{ffi::OsString, num::NonZeroU16, path::PathBuf, str::FromStr, time::Duration};
 
 use clap::{ArgAction, Parser, Subcommand, builder::FalseyValueParser};
 use clap_complete::Shell;
 
 use crate::{
     Endpoint, LinePrefix, NumaBinding, RankFilter, SignalList, StreamChoice,
-    cli::{
-        help::{AFTER_HELP, EXAMPLES},
-        rendezvous_conf::RendezvousConf,
-        torchrun_only::TorchrunOnly,
-        values,
-    },
+    cli::help::{AFTER_HELP, EXAMPLES},
     job::status::StatusArgs,
-    spec::{nodes, word::word},
+    rank::{affinity, gpus},
+    spec::values::{nnodes, node_rank, word},
 };
 
 /// Starts one process per rank of a training program, on one host or several, and ends them all when one fails.
@@ -28,18 +23,18 @@ pub struct Args {
     /// Ranks to start on this host: a number, `gpu` for one per GPU, `cpu` for one per core, `auto` for GPUs if there
     /// are any, else cores
     #[arg(long, alias = "nproc_per_node", allow_negative_numbers = true, value_name = "N", default_value = "1")]
-    #[arg(value_parser = values::process_count)]
+    #[arg(value_parser = process_count)]
     #[arg(env = "PET_NPROC_PER_NODE", hide_env = true)]
     pub nproc_per_node: usize,
 
     /// Hosts: a number, or the fewest and the most that a run may go on with
     #[arg(long, value_name = "N|MIN:MAX", allow_negative_numbers = true, default_value = "1")]
-    #[arg(value_parser = nodes::nnodes)]
+    #[arg(value_parser = nnodes)]
     #[arg(env = "PET_NNODES", hide_env = true)]
     pub nnodes: (u32, u32),
 
     /// This host's place among them [default: as they come]
-    #[arg(long, alias = "node_rank", allow_negative_numbers = true, value_name = "N", value_parser = nodes::node_rank)]
+    #[arg(long, alias = "node_rank", allow_negative_numbers = true, value_name = "N", value_parser = node_rank)]
     #[arg(env = "PET_NODE_RANK", hide_env = true)]
     pub node_rank: Option<u32>,
 
@@ -89,7 +84,7 @@ pub struct Args {
     pub master_addr: Option<String>,
 
     /// The port there [default: one that is free]
-    #[arg(long, alias = "master_port", allow_negative_numbers = true, value_name = "PORT", value_parser = values::port)]
+    #[arg(long, alias = "master_port", allow_negative_numbers = true, value_name = "PORT", value_parser = port)]
     #[arg(env = "PET_MASTER_PORT", hide_env = true, help_heading = "Meeting")]
     pub master_port: Option<NonZeroU16>,
 
@@ -134,21 +129,21 @@ pub struct Args {
 
     /// How often all ranks start again after one has failed; never after Ctrl-C
     #[arg(long, alias = "max_restarts", allow_negative_numbers = true, value_name = "N", default_value = "0")]
-    #[arg(value_parser = values::restarts)]
+    #[arg(value_parser = restarts)]
     #[arg(env = "PET_MAX_RESTARTS", hide_env = true, help_heading = "Failure")]
     pub max_restarts: u32,
 
     /// How long ranks that are asked to end have until they are killed [default: $TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else
     /// 30]
     #[arg(long, alias = "shutdown_timeout", allow_negative_numbers = true, value_name = "SECONDS")]
-    #[arg(value_parser = values::seconds, help_heading = "Failure")]
+    #[arg(value_parser = parse_seconds, help_heading = "Failure")]
     #[arg(env = "PET_SHUTDOWN_TIMEOUT", hide_env = true)]
     pub shutdown_timeout: Option<Duration>,
 
     /// A rank whose heartbeat has stopped for so long hangs, and has failed (0: never). Programs that use fsdp-core
     /// have a heartbeat
     #[arg(long, alias = "heartbeat_timeout", allow_negative_numbers = true, value_name = "SECONDS")]
-    #[arg(default_value = "15", value_parser = values::seconds)]
+    #[arg(default_value = "15", value_parser = parse_seconds)]
     #[arg(env = "PET_HEARTBEAT_TIMEOUT", hide_env = true, help_heading = "Failure")]
     pub heartbeat_timeout: Duration,
 
@@ -216,6 +211,175 @@ pub enum Action {
     Status(StatusArgs),
 }
 
+/// The options; nothing reads their values.
+#[derive(clap::Args, Debug)]
+#[command(next_help_heading = "Accepted, without effect")]
+pub(crate) struct TorchrunOnly {
+    /// The launcher is told at once when a rank ends
+    #[arg(long, alias = "monitor_interval", value_name = "SECONDS", value_parser = parse_seconds)]
+    #[arg(allow_negative_numbers = true)]
+    #[arg(env = "PET_MONITOR_INTERVAL", hide_env = true)]
+    monitor_interval: Option<Duration>,
+
+    /// Every rank is a new process
+    #[arg(long, alias = "start_method", value_name = "METHOD", value_parser = ["spawn", "fork", "forkserver"])]
+    #[arg(env = "PET_START_METHOD", hide_env = true)]
+    start_method: Option<String>,
+
+    /// Events are told on stderr only
+    #[arg(long, alias = "event_log_handler", value_name = "NAME")]
+    #[arg(env = "PET_EVENT_LOG_HANDLER", hide_env = true)]
+    event_log_handler: Option<String>,
+
+    /// `default`
+    #[arg(long, alias = "logs_specs", value_name = "NAME", value_parser = logs_specs, hide = true)]
+    logs_specs: Option<()>,
+
+    /// None
+    #[arg(long, alias = "duplicate_stdout_filters", value_name = "FILTERS", value_parser = filters, hide = true)]
+    #[arg(env = "PET_DUPLICATE_STDOUT_FILTERS", hide_env = true)]
+    duplicate_stdout_filters: Option<()>,
+
+    /// None
+    #[arg(long, alias = "duplicate_stderr_filters", value_name = "FILTERS", value_parser = filters, hide = true)]
+    #[arg(env = "PET_DUPLICATE_STDERR_FILTERS", hide_env = true)]
+    duplicate_stderr_filters: Option<()>,
+}
+
+fn logs_specs(text: &str) -> Result<(), String> {
+    if text == "default" {
+        return Ok(());
+    }
+    Err("there are no classes of Python's here, only `default`; --log-dir, --redirects and --tee say what is kept"
+        .into())
+}
+
+fn filters(text: &str) -> Result<(), String> {
+    if text.is_empty() {
+        return Ok(());
+    }
+    Err("lines can't be filtered here; --local-ranks-filter shows some ranks only, and --log-dir keeps all, for `grep`"
+        .into())
+}
+
+/// The keys of `--rdzv-conf` that say something to the launcher.
+pub(crate) const CONF_KEYS: [&str; 6] =
+    ["join_timeout", "timeout", "last_call_timeout", "keep_alive_interval", "keep_alive_max_attempt", "is_host"];
+
+/// Keys of `torchrun`'s backends that mean nothing here.
+pub(crate) const TORCHRUN_CONF_KEYS: [&str; 14] = [
+    "close_timeout",
+    "heartbeat_timeout",
+    "cas_backoff_max_seconds",
+    "read_timeout",
+    "store_type",
+    "rank",
+    "protocol",
+    "cert",
+    "key",
+    "cacert",
+    "ssl_cert",
+    "ssl_cert_key",
+    "ca_cert",
+    "etcd_prefix",
+];
+
+/// `--rdzv-conf KEY=VALUE,...`, in `torchrun`'s names. Keys that only its backends know are accepted.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RendezvousConf {
+    /// `join_timeout` or `timeout`, in seconds: how long to wait for the fewest hosts.
+    pub join_timeout: Option<Duration>,
+    /// `last_call_timeout`, in seconds: how long to wait for more than the fewest.
+    pub last_call_timeout: Option<Duration>,
+    /// `keep_alive_interval`, in seconds: the time between two signs of life.
+    pub keep_alive_interval: Option<Duration>,
+    /// `keep_alive_max_attempt`: how many of them may be missed until a host is gone.
+    pub keep_alive_max_attempt: Option<u32>,
+    /// `is_host`: this agent holds the rendezvous, or does not.
+    pub is_host: Option<bool>,
+    /// Keys that neither the launcher nor `torchrun` knows.
+    pub unknown: Vec<String>,
+}
+
+impl FromStr for RendezvousConf {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let mut conf = RendezvousConf::default();
+        for pair in text.split(',').map(str::trim).filter(|_| !text.trim().is_empty()) {
+            let wrong = || format!("expected KEY=VALUE,KEY=VALUE, but there is {pair:?}");
+            let (key, value) = pair.split_once('=').ok_or_else(wrong)?;
+            let (key, value) = (key.trim(), value.trim());
+            if key.is_empty() || value.is_empty() {
+                return Err(wrong());
+            }
+            let seconds = || {
+                let duration = parse_seconds(value).ok().filter(|duration| !duration.is_zero());
+                let expected =
+                    || format!("expected a positive number of seconds, at most {MAX_SECONDS:e}, in {pair:?}");
+                duration.map(Some).ok_or_else(expected)
+            };
+            match key {
+                "join_timeout" | "timeout" => conf.join_timeout = seconds()?,
+                "last_call_timeout" => conf.last_call_timeout = seconds()?,
+                "keep_alive_interval" => conf.keep_alive_interval = seconds()?,
+                "keep_alive_max_attempt" => {
+                    let count = value.parse().ok().filter(|&count: &u32| count > 1);
+                    conf.keep_alive_max_attempt = Some(count.ok_or_else(|| {
+                        format!(
+                            "expected 2 or more, at most {}, in {pair:?}: a host tells once in a keep_alive_interval \
+                             that it is alive, and with less than 2 would be given up before it can",
+                            u32::MAX
+                        )
+                    })?);
+                }
+                "is_host" => {
+                    conf.is_host = Some(match value.to_ascii_lowercase().as_str() {
+                        "1" | "true" | "t" | "yes" | "y" => true,
+                        "0" | "false" | "f" | "no" | "n" => false,
+                        _ => return Err(format!("expected true or false in {pair:?}")),
+                    });
+                }
+                _ if TORCHRUN_CONF_KEYS.contains(&key) => {}
+                _ => conf.unknown.push(key.to_owned()),
+            }
+        }
+        Ok(conf)
+    }
+}
+
+/// The most that may be waited for, which is for ever.
+const MAX_SECONDS: f64 = 1e19;
+
+fn process_count(text: &str) -> Result<usize, String> {
+    match text {
+        "cpu" => Ok(affinity::core_count()),
+        "auto" => Ok(Some(gpus::count()).filter(|&count| count > 0).unwrap_or_else(affinity::core_count)),
+        "gpu" => match gpus::count() {
+            0 => Err("there is no GPU here, or CUDA_VISIBLE_DEVICES hides it; expected a number, or `cpu`".into()),
+            count => Ok(count),
+        },
+        number => number
+            .parse::<NonZeroU16>()
+            .map(|count| usize::from(count.get()))
+            .map_err(|_| format!("expected a number from 1 to {}, `auto`, `cpu` or `gpu`", u16::MAX)),
+    }
+}
+
+fn restarts(text: &str) -> Result<u32, String> {
+    text.parse().map_err(|_| format!("expected a number of restarts from 0 to {}", u32::MAX))
+}
+
+fn port(text: &str) -> Result<NonZeroU16, String> {
+    text.parse().map_err(|_| format!("expected a port from 1 to {}", u16::MAX))
+}
+
+pub(crate) fn parse_seconds(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().ok().filter(|&seconds: &f64| seconds <= MAX_SECONDS);
+    let duration = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    duration.ok_or_else(|| format!("expected a number of seconds, 0 or more and at most {MAX_SECONDS:e}"))
+}
+
 #[cfg(test)]
 mod tests {
     use clap::CommandFactory;
@@ -250,6 +414,33 @@ mod tests {
             assert_eq!((args.nproc_per_node, args.master_addr.as_deref()), (3, Some("a")));
             assert_eq!(args.master_port.map(u16::from), Some(7));
             assert_eq!((args.rdzv_id.as_deref(), args.shutdown_timeout), (Some("r"), Some(Duration::from_millis(500))));
+        }
+    }
+
+    #[test]
+    fn the_conf_has_torchruns_names() {
+        let conf: RendezvousConf =
+            "timeout=900, last_call_timeout=1.5,is_host=False,read_timeout=5,keep_alive_max_attempt=4".parse().unwrap();
+        assert_eq!(
+            (conf.join_timeout, conf.last_call_timeout),
+            (Some(Duration::from_secs(900)), Some(Duration::from_millis(1500)))
+        );
+        assert_eq!((conf.is_host, conf.keep_alive_max_attempt, conf.keep_alive_interval), (Some(false), Some(4), None));
+        assert!(conf.unknown.is_empty());
+        assert_eq!("join_timeot=3,store_type=file".parse::<RendezvousConf>().unwrap().unknown, ["join_timeot"]);
+        assert_eq!("".parse(), Ok(RendezvousConf::default()));
+        for text in [
+            "a",
+            "a=1,",
+            "=1",
+            "a=",
+            "join_timeout=soon",
+            "join_timeout=0",
+            "keep_alive_max_attempt=0",
+            "keep_alive_max_attempt=1",
+            "is_host=maybe",
+        ] {
+            assert!(text.parse::<RendezvousConf>().is_err(), "{text}");
         }
     }
 }

@@ -4,18 +4,11 @@ use std::{env, ffi::OsStr, net::IpAddr, num::NonZeroU16, path::PathBuf};
 
 use crate::{
     Args, Endpoint, Error, LaunchSpec, LinePrefix, RendezvousSpec, Result, SignalList, StreamChoice, Streams,
-    cli::{
-        rendezvous_conf::{CONF_KEYS, TORCHRUN_CONF_KEYS},
-        values::seconds,
-    },
+    cli::args::{CONF_KEYS, TORCHRUN_CONF_KEYS, parse_seconds},
     find_program,
-    program::{
-        nearest::nearest,
-        plan_program,
-        python::{self, Kind},
-    },
+    program::{PythonKind, is_python_script, nearest, plan_program, python_command},
     rendezvous::HOW_TO_MAKE_ONE,
-    spec::nodes::nnodes_text,
+    spec::values::nnodes_text,
 };
 
 impl Args {
@@ -59,12 +52,12 @@ impl Args {
         let mut command = self.command.into_iter();
         let name = command.next().unwrap_or_default();
         let kind = match (self.module, self.run_path) {
-            (true, _) => Some(Kind::Module),
-            (_, true) => Some(Kind::RunPath),
-            _ => (!self.no_python && python::is_script(&name)).then_some(Kind::Script),
+            (true, _) => Some(PythonKind::Module),
+            (_, true) => Some(PythonKind::RunPath),
+            _ => (!self.no_python && is_python_script(&name)).then_some(PythonKind::Script),
         };
         let (program, mut args) = match kind {
-            Some(kind) => python::command(kind, name)?,
+            Some(kind) => python_command(kind, name)?,
             None => (find(&name)?, Vec::new()),
         };
         args.extend(command);
@@ -81,7 +74,7 @@ impl Args {
             spec.master_port = self.master_port.map(NonZeroU16::get).or(port);
         }
         spec.run_id = self.rdzv_id.filter(|_| !self.standalone);
-        spec.shutdown_timeout = or_variable(self.shutdown_timeout, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", seconds)?
+        spec.shutdown_timeout = or_variable(self.shutdown_timeout, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", parse_seconds)?
             .unwrap_or(spec.shutdown_timeout);
         spec.max_restarts = self.max_restarts;
         spec.heartbeat_timeout = self.heartbeat_timeout;

@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use crate::{
     Error, Result,
-    job::file::{JobFile, RankFile},
+    job::{JobFile, RankFile},
     report::{process::ProcessState, whereabouts::Whereabouts},
 };
 

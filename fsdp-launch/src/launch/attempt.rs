@@ -12,22 +12,22 @@ use rustix::process::Pid;
 
 use crate::{
     Console, Error, RankReport, Result,
-    job::{file::JobFile, guard::Guard},
+    job::{JobFile, cleanup::Guard},
     output::{
         Outputs,
         logs::{Destination, destinations, hidden_stderr},
     },
     pmi::{self, Kind, Said},
     rank::{
-        cores,
+        affinity,
         environment::{Job, hostname},
         orphans,
         worker::Worker,
     },
     rendezvous::{Entry, News},
-    report::{end::End, error_file::read_message, log_end::LogEnd},
+    report::rank::{End, LogEnd, read_message},
     watch::{
-        event::Event,
+        Event,
         supervise::{Cause, Sign, supervise},
     },
 };
@@ -71,7 +71,8 @@ pub(crate) fn run(
 ) -> Result<Attempt> {
     let spec = job.spec;
     // What one rank lacks shows before any of them is started.
-    (0..spec.nproc_per_node).try_for_each(|rank| job.variables(rank).and(cores::of_rank(spec, rank)).map(drop))?;
+    (0..spec.nproc_per_node)
+        .try_for_each(|rank| job.variables(rank).and(affinity::cores_of_rank(spec, rank)).map(drop))?;
     let attempt = job.place.attempt;
     let pmi_sender = sender.clone();
     let tell_pmi = move |said| drop(pmi_sender.send(Event::Pmi { attempt, said }));

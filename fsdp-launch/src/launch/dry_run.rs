@@ -4,8 +4,8 @@ use std::{ffi::OsStr, fmt::Write, os::unix::ffi::OsStrExt, path::Path};
 
 use crate::{
     LaunchSpec, Result,
-    launch::ids::{master_port, run_id},
-    rank::{cores, environment::Job},
+    launch::{master_port, run_id},
+    rank::{affinity, environment::Job},
     rendezvous::Place,
 };
 
@@ -41,7 +41,7 @@ pub fn dry_run(spec: &LaunchSpec) -> Result<String> {
             }
         }
         let mut words: Vec<String> = Vec::new();
-        if let Some(cores) = cores::of_rank(spec, rank)? {
+        if let Some(cores) = affinity::cores_of_rank(spec, rank)? {
             let cores: Vec<String> = cores.iter().map(usize::to_string).collect();
             words.extend(["taskset".into(), "--cpu-list".into(), cores.join(",")]);
         }

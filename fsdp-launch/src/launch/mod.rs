@@ -2,13 +2,13 @@
 
 mod attempt;
 pub(crate) mod dry_run;
-mod ids;
-mod member;
 mod waiting;
 
 use std::{
     collections::VecDeque,
+    hash::BuildHasher,
     path::PathBuf,
+    process,
     sync::{
         Arc,
         mpsc::{self, Receiver, Sender},
@@ -21,21 +21,21 @@ use rustix::process::{getpid, set_child_subreaper};
 use crate::{
     Cause, Error, Failure, LaunchSpec, Outcome, RankReport, Result,
     job::{
-        file::JobFile,
-        guard::Guard,
-        temp_dir::{TempDir, sweep},
+        JobFile,
+        cleanup::{Guard, ID_DIGITS, TempDir, sweep},
     },
     launch::{
         attempt::{Attempt, Told},
-        ids::{master_port, run_id, unique_id},
-        member::member,
         waiting::{Next, Reason, next},
     },
     output::logs::{create_attempt_dir, create_run_dir},
     rank::environment::{Job, hostname},
-    rendezvous::{Ended, FromAgent, Listener, Membership, News, Place, Rules, ToAgent, Verdict},
-    report::{end::name_of, outcome::stuck},
-    watch::{event::Event, signals::SignalWatch, supervise},
+    rendezvous::{
+        Ended, FromAgent, KeepAlive, Listener, Member, Membership, News, Place, Rules, ToAgent, Verdict, free_port,
+        machine,
+    },
+    report::{outcome::stuck, rank::name_of},
+    watch::{Event, SignalWatch, supervise},
 };
 
 /// Starts the ranks of `spec`, prints what they print, and returns when nothing of them is left. When a rank fails
@@ -315,4 +315,56 @@ fn failed(report: &RankReport) -> Reason {
 
 fn stopped_by(signal: i32) -> String {
     format!("is gone: its launcher was stopped by {}", name_of(signal))
+}
+
+/// Bytes of a run id: it is part of the names of directories, with the host's name behind it.
+const LONGEST_RUN_ID: usize = 128;
+
+/// The id of the run, made up unless it is given.
+fn run_id(spec: &LaunchSpec) -> Result<String> {
+    if spec.nproc_per_node == 0 {
+        return Err(Error::NoRanks);
+    }
+    let run_id = spec.run_id.clone().unwrap_or_else(unique_id);
+    if run_id.is_empty() || run_id.len() > LONGEST_RUN_ID || run_id.contains(char::is_control) {
+        return Err(Error::RunId { id: run_id });
+    }
+    Ok(run_id)
+}
+
+/// The port that rank 0 may listen at: nothing holds it.
+fn master_port(spec: &LaunchSpec) -> Result<u16> {
+    spec.master_port.map_or_else(|| free_port().map_err(Error::system("find a free port")), Ok)
+}
+
+/// An id that no other launch has: a hash with random keys of what tells processes apart.
+fn unique_id() -> String {
+    let moment = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    format!("{:0ID_DIGITS$x}", std::hash::RandomState::new().hash_one((process::id(), moment)))
+}
+
+/// What this host brings, with so many attempts and restarts behind it.
+fn member(spec: &LaunchSpec, attempts: u32, restarts: u32) -> Result<Member> {
+    let meeting = spec.rendezvous.as_ref();
+    Ok(Member {
+        host: match meeting {
+            // All on this host.
+            Some(meeting) if meeting.endpoint.is_loopback() => format!("{} (launcher {})", hostname(), process::id()),
+            _ => hostname(),
+        },
+        machine: machine(),
+        node_rank: meeting.and_then(|meeting| meeting.node_rank),
+        ranks: spec.nproc_per_node,
+        role: spec.role.clone(),
+        address: meeting.and_then(|meeting| meeting.local_addr.clone()),
+        master_addr: spec.master_addr.clone(),
+        master_port: master_port(spec)?,
+        run_id: spec.run_id.clone(),
+        nnodes: spec.nnodes(),
+        keep_alive: meeting.map(KeepAlive::of),
+        max_restarts: spec.max_restarts,
+        grace: spec.shutdown_timeout,
+        attempts,
+        restarts,
+    })
 }

@@ -10,7 +10,7 @@ use std::{
 use crate::{
     Endpoint, Failure, LaunchSpec,
     rendezvous::{News, Place, ToAgent, Verdict},
-    watch::event::Event,
+    watch::Event,
 };
 
 /// How long hosts are waited for before the user is told, and between one time and the next.

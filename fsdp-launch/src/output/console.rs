@@ -4,11 +4,10 @@
 use std::{
     io::{self, Write},
     os::fd::BorrowedFd,
-    sync::{Mutex, MutexGuard, PoisonError, TryLockError},
-    thread,
     time::{Duration, Instant},
 };
 
+use parking_lot::Mutex;
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::{Errno, retry_on_intr, write},
@@ -53,7 +52,11 @@ impl Console {
     /// With `until` it gives up then, and never waits in the write itself.
     fn put(self, mut bytes: &[u8], until: Option<Instant>) -> io::Result<()> {
         let (lock, stream) = self.stream();
-        let _guard = take(lock, until)?;
+        // Another thread may hold the lock while it waits for the reader.
+        let _guard = match until {
+            Some(until) => lock.try_lock_until(until).ok_or(io::ErrorKind::TimedOut)?,
+            None => lock.lock(),
+        };
         while !bytes.is_empty() {
             // So much is taken without waiting where there is room.
             let most = if until.is_some() { PIPE_BUF } else { usize::MAX };
@@ -70,19 +73,6 @@ impl Console {
             }
         }
         Ok(())
-    }
-}
-
-/// Who has the lock may wait for the reader.
-fn take(lock: &'static Mutex<()>, until: Option<Instant>) -> io::Result<MutexGuard<'static, ()>> {
-    let Some(until) = until else { return Ok(lock.lock().unwrap_or_else(PoisonError::into_inner)) };
-    loop {
-        match lock.try_lock() {
-            Ok(guard) => return Ok(guard),
-            Err(TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) if Instant::now() >= until => return Err(io::ErrorKind::TimedOut.into()),
-            Err(TryLockError::WouldBlock) => thread::sleep(Duration::from_millis(5)),
-        }
     }
 }
 

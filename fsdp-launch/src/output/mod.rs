@@ -15,7 +15,7 @@ use std::{
 
 use rustix::event::{PollFd, PollFlags, poll};
 
-use crate::{Console, Error, Result, rendezvous::News, watch::event::Event};
+use crate::{Console, Error, Result, rendezvous::News, watch::Event};
 
 /// A line longer than this is printed in pieces, each a line of its own.
 const LONGEST_LINE: usize = 64 << 10;

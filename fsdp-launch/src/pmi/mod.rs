@@ -6,10 +6,9 @@
 //! state machine), `server` (sockets and threads). What the ranks of several hosts have to know of each other goes
 //! through the launchers' own connections ([`rendezvous`](crate::rendezvous)).
 
-mod command;
-mod lines;
+mod kvs;
+mod protocol;
 mod server;
-mod space;
 
+pub(crate) use kvs::{Kind, Said, Trouble};
 pub(crate) use server::Server;
-pub(crate) use space::{Kind, Said, Trouble};

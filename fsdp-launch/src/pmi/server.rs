@@ -9,19 +9,19 @@ use std::{
         unix::{net::UnixStream, process::CommandExt},
     },
     process::Command,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     thread::{self, JoinHandle},
 };
 
+use parking_lot::{Mutex, MutexGuard};
 use rustix::{
     io::{FdFlags, fcntl_setfd},
     net::{SendFlags, send},
 };
 
 use super::{
-    command::{Answer, Parser},
-    lines::Lines,
-    space::{Action, Said, Space, Trouble},
+    kvs::{Action, Said, Space, Trouble},
+    protocol::{Answer, Lines, Parser},
 };
 use crate::rendezvous::{Entry, Place};
 
@@ -128,7 +128,7 @@ impl Drop for Server {
 
 impl Shared {
     fn space(&self) -> MutexGuard<'_, Space> {
-        self.space.lock().unwrap_or_else(PoisonError::into_inner)
+        self.space.lock()
     }
 
     /// Hears a rank to its end.
@@ -204,7 +204,7 @@ mod tests {
         time::Duration,
     };
 
-    use super::{super::space::Kind, *};
+    use super::{super::kvs::Kind, *};
 
     const SOON: Duration = Duration::from_secs(60);
 

@@ -4,7 +4,7 @@ use std::{ffi::OsString, path::Path, process::Command};
 
 use crate::{
     LaunchSpec, Result,
-    rank::{cores, gpus},
+    rank::{affinity, gpus},
     rendezvous::Place,
 };
 
@@ -72,7 +72,7 @@ impl Job<'_> {
             })?;
             variables.push(("CUDA_VISIBLE_DEVICES", device.into()));
         }
-        let threads = (cores::count() / spec.nproc_per_node).max(1).to_string();
+        let threads = (affinity::core_count() / spec.nproc_per_node).max(1).to_string();
         let defaults = [
             ("RAYON_NUM_THREADS", threads.as_str()),
             ("OMP_NUM_THREADS", &threads),

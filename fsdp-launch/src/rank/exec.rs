@@ -1,5 +1,5 @@
-//! What the kernel refuses to run is an error. `execvp`, by which the standard library starts programs, gives it to a
-//! shell instead, and a damaged program then runs as a script, for as long as its bytes make sense.
+//! How a rank's process is started: in a session of its own, killed with the launcher, and only if the kernel runs its
+//! program.
 
 use std::{
     collections::BTreeMap,
@@ -12,6 +12,32 @@ use std::{
     process::Command,
     ptr,
 };
+
+use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal, setsid};
+
+/// Makes `command` start as the leader of a new session and process group.
+pub(crate) fn own_session(command: &mut Command) {
+    // SAFETY: the hook runs between fork and exec, where only async-signal-safe calls are allowed: setsid is one, and
+    // nothing is allocated.
+    unsafe {
+        command.pre_exec(|| setsid().map(drop).map_err(io::Error::from));
+    }
+}
+
+/// As [`own_session`], and the process is killed when the thread that spawns it ends: the main thread of the launcher,
+/// so when the launcher ends.
+pub(crate) fn own_session_dying_with_us(command: &mut Command) {
+    own_session(command);
+    let launcher = getpid();
+    // SAFETY: as above: prctl and getppid are async-signal-safe, and an error made of a code allocates nothing.
+    unsafe {
+        command.pre_exec(move || {
+            set_parent_process_death_signal(Some(Signal::KILL))?;
+            // The launcher may have died before the line above, and then no signal comes.
+            if getppid() == Some(launcher) { Ok(()) } else { Err(io::Error::from(rustix::io::Errno::SRCH)) }
+        });
+    }
+}
 
 /// So many bytes tell a script from anything else.
 const HEAD: u64 = 256;

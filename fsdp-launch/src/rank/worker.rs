@@ -15,10 +15,15 @@ use rustix::{
 use crate::{
     Error, Result,
     pmi::{self, Trouble},
-    rank::{cores, environment::Job, exec::only_what_runs, orphans, session::own_session_dying_with_us},
+    rank::{
+        affinity,
+        environment::Job,
+        exec::{only_what_runs, own_session_dying_with_us},
+        orphans,
+    },
     report::{
-        end::{End, Request},
         process::{ProcessInfo, ProcessState},
+        rank::{End, Request},
         whereabouts::Whereabouts,
     },
 };
@@ -74,8 +79,8 @@ impl Worker {
             // Of a launcher around us.
             None => command.env_remove(VARIABLE),
         };
-        if let Some(cores) = cores::of_rank(spec, local_rank)? {
-            cores::pin(&mut command, &cores);
+        if let Some(cores) = affinity::cores_of_rank(spec, local_rank)? {
+            affinity::pin(&mut command, &cores);
         }
         own_session_dying_with_us(&mut command);
         // The rank's own from when it is started.

@@ -1,11 +1,11 @@
-//! The thread of an agent of several: reaches the coordinator, or holds it, and carries what both say.
+//! How this host's launcher takes part in a run: as the only agent, or as one of several.
 
 use std::{
     io,
     net::TcpListener,
     sync::{
         Arc,
-        mpsc::{self, Receiver, RecvTimeoutError},
+        mpsc::{self, Receiver, RecvTimeoutError, Sender},
     },
     thread,
     time::{Duration, Instant},
@@ -14,19 +14,97 @@ use std::{
 use fsdp_core::channel::{self, Channel, Key, bind};
 
 use crate::{
-    RendezvousSpec,
+    Error, RendezvousSpec, Result,
     rendezvous::{
-        channel::{connect, receive},
         coordinator::Rules,
-        hub::{Hub, Outbox},
-        keep_alive::KeepAlive,
-        message::{FromAgent, Member},
-        news::{Listener, News},
-        sender::send_until_closed,
-        server::serve,
-        token::{make_for, shared_at},
+        message::{FromAgent, KeepAlive, Member, ToAgent},
+        server::{Hub, Outbox, connect, receive, send_until_closed, serve},
+        token::{self, make_for, shared_at},
     },
 };
+
+/// What an agent learns.
+pub(crate) enum News {
+    /// From the coordinator.
+    Said(ToAgent),
+    /// The coordinator is gone.
+    Gone(String),
+    /// The coordinator was not reached yet; why the last try failed.
+    NotYet(String),
+    /// The coordinator was not reached.
+    Unreachable(String),
+}
+
+/// Is told what an agent learns; says whether anybody listens still.
+pub(crate) type Listener = Arc<dyn Fn(News) -> bool + Send + Sync>;
+
+/// An agent's connection to the coordinator, or to the one that it holds itself.
+pub(crate) enum Membership {
+    /// One host.
+    Alone(Box<Hub>),
+    /// Several; the thread connects, or holds the coordinator.
+    Several {
+        to: Option<Sender<FromAgent>>,
+        /// Ends when the thread has.
+        done: Receiver<()>,
+    },
+}
+
+impl Membership {
+    /// Begins to take part as `member`. All that follows is told to
+    /// `listener`; with several hosts and no `spec` of how they meet, there is only this one.
+    pub(crate) fn start(
+        spec: Option<&RendezvousSpec>,
+        rules: Rules,
+        member: Member,
+        listener: Listener,
+    ) -> Result<Self> {
+        let Some(spec) = spec else {
+            let hub = Hub::new(rules);
+            hub.enter(local_outbox(&listener));
+            hub.hear(0, FromAgent::Join(Box::new(member)));
+            return Ok(Membership::Alone(Box::new(hub)));
+        };
+        let key = spec.token_file.as_deref().map(token::read).transpose()?;
+        let (to, from_us) = mpsc::channel();
+        let agent = Agent { spec: spec.clone(), key, rules, member, listener, from_us };
+        let (until_done, done) = mpsc::channel();
+        let run = move || {
+            agent.run();
+            drop(until_done);
+        };
+        let thread = thread::Builder::new().name("rendezvous".into()).spawn(run);
+        thread.map_err(Error::system("start a thread for the rendezvous"))?;
+        Ok(Membership::Several { to: Some(to), done })
+    }
+
+    /// Leaves when all that was said is sent, and what others have to hear of us is heard.
+    pub(crate) fn part(&mut self) {
+        if let Membership::Several { to, done } = self {
+            drop(to.take());
+            // A thread that looks a name up, or waits for a connection to be made, is left to itself.
+            done.recv_timeout(FAREWELL + TICK).ok();
+        }
+    }
+
+    pub(crate) fn say(&self, message: FromAgent) {
+        match self {
+            Membership::Alone(hub) => hub.hear(0, message),
+            Membership::Several { to, .. } => {
+                if let Some(to) = to {
+                    // Where the thread has ended it has told why.
+                    to.send(message).ok();
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Membership {
+    fn drop(&mut self) {
+        self.part();
+    }
+}
 
 /// Between two tries to reach the coordinator.
 const RETRY: Duration = Duration::from_millis(200);
@@ -35,18 +113,18 @@ const CONNECT: Duration = Duration::from_secs(5);
 /// How long something else may answer at the endpoint, such as a coordinator that is just ending.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How often the coordinator looks at the clock.
-pub(crate) const TICK: Duration = Duration::from_millis(50);
+const TICK: Duration = Duration::from_millis(50);
 /// How long the agents may take to hear the end.
-pub(crate) const FAREWELL: Duration = Duration::from_secs(5);
+const FAREWELL: Duration = Duration::from_secs(5);
 
 /// The thread of an agent of several.
-pub(crate) struct Agent {
-    pub(crate) spec: RendezvousSpec,
-    pub(crate) key: Option<Key>,
-    pub(crate) rules: Rules,
-    pub(crate) member: Member,
-    pub(crate) listener: Listener,
-    pub(crate) from_us: Receiver<FromAgent>,
+struct Agent {
+    spec: RendezvousSpec,
+    key: Option<Key>,
+    rules: Rules,
+    member: Member,
+    listener: Listener,
+    from_us: Receiver<FromAgent>,
 }
 
 /// Why a try to meet failed.
@@ -58,7 +136,7 @@ enum Trouble {
 }
 
 impl Agent {
-    pub(crate) fn run(self) {
+    fn run(self) {
         let began = Instant::now();
         let mut strange_since: Option<Instant> = None;
         let mut told = String::new();
@@ -230,7 +308,7 @@ fn no_token(error: io::Error) -> io::Error {
 }
 
 /// The way to the agent that holds the coordinator itself.
-pub(crate) fn local_outbox(listener: &Listener) -> Outbox {
+fn local_outbox(listener: &Listener) -> Outbox {
     let listener = Arc::clone(listener);
     let put = move |message| {
         // Nobody listens once the launch is over.

@@ -1,13 +1,15 @@
-//! What agents and the coordinator tell each other.
+//! The messages between agents and the coordinator.
 
-use std::time::Duration;
+use std::{
+    fmt, io,
+    net::{IpAddr, Ipv4Addr, TcpListener},
+    time::Duration,
+};
 
+use fsdp_core::channel::random_secret;
 use serde::{Deserialize, Serialize};
 
-use crate::{
-    Failure, RankReport, Setback,
-    rendezvous::{keep_alive::KeepAlive, secret::Secret},
-};
+use crate::{Failure, RankReport, RendezvousSpec, Setback};
 
 /// Tells agents apart, in the order in which they came.
 pub(crate) type AgentId = u64;
@@ -170,4 +172,92 @@ pub(crate) struct Verdict {
     pub(crate) setbacks: Vec<Setback>,
     /// How many restarts were used.
     pub(crate) restarts: u32,
+}
+
+/// How agents notice that one is gone without a word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct KeepAlive {
+    /// The time between signs of life.
+    pub(crate) interval: Duration,
+    /// How many may be missed.
+    pub(crate) attempts: u32,
+}
+
+impl fmt::Display for KeepAlive {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let seconds = self.interval.as_secs_f64();
+        write!(f, "keep_alive_interval={seconds},keep_alive_max_attempt={}", self.attempts)
+    }
+}
+
+impl KeepAlive {
+    /// What `spec` asks for, within reason: neither a flood of messages, nor more time than a clock can count.
+    pub(crate) fn of(spec: &RendezvousSpec) -> Self {
+        let interval = spec.keep_alive_interval.clamp(Duration::from_millis(10), Duration::from_secs(86400));
+        KeepAlive { interval, attempts: spec.keep_alive_attempts }
+    }
+
+    /// The longest silence.
+    pub(crate) fn limit(self) -> Duration {
+        self.interval.saturating_mul(self.attempts)
+    }
+}
+
+/// A secret that the coordinator makes up, which launchers pass to their ranks in the environment and nowhere else.
+#[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Secret(String);
+
+impl Secret {
+    /// A new one.
+    pub(crate) fn new() -> io::Result<Self> {
+        Ok(Secret(hex(&random_secret()?)))
+    }
+
+    /// The text for ranks; none where there is nothing to be kept.
+    pub(crate) fn text(&self) -> Option<&str> {
+        Some(self.0.as_str()).filter(|text| !text.is_empty())
+    }
+}
+
+/// An id that no other run has.
+pub(crate) fn new_id() -> io::Result<String> {
+    Ok(hex(&random_secret()?[..8]))
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Says nothing of it.
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret")
+    }
+}
+
+/// Text that is equal for agents between whose ranks shared memory can be handed over: of one boot of one kernel, in
+/// one network namespace.
+pub(crate) fn machine() -> String {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let network = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();
+    format!("{} {}", boot.trim(), network.display())
+}
+
+/// A port that was free a moment ago.
+pub(crate) fn free_port() -> io::Result<u16> {
+    TcpListener::bind((IpAddr::from(Ipv4Addr::UNSPECIFIED), 0))?.local_addr().map(|address| address.port())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_secret_is_long_new_and_not_printed() {
+        let secret = Secret::new().unwrap();
+        assert_eq!(secret.text().unwrap().len(), 64);
+        assert_ne!(secret, Secret::new().unwrap());
+        assert!(new_id().unwrap().len() == 16 && new_id().unwrap() != new_id().unwrap());
+        assert_eq!((format!("{secret:?}"), Secret::default().text()), ("Secret".to_owned(), None));
+    }
 }

@@ -9,7 +9,7 @@ use std::{
 
 use fsdp_core::channel::{Key, MIN_SECRET_LEN, random_secret};
 
-use crate::{Error, Result, rendezvous::channel::key};
+use crate::{Error, Result, rendezvous::server::key};
 
 /// No more of a token file is read.
 const LONGEST: u64 = 64 << 10;

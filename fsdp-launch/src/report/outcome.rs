@@ -5,8 +5,7 @@ use std::{fmt, path::PathBuf, time::Duration};
 use signal_hook::consts::SIGTERM;
 
 use crate::report::{
-    end::{End, Request, name_of},
-    failure::{Failure, RankReport, Setback},
+    rank::{End, Failure, RankReport, Request, Setback, name_of},
     whereabouts::{Whereabouts, lines},
 };
 

@@ -14,11 +14,8 @@ use crate::{
     pmi::{self, Kind, Said, Trouble},
     rank::{environment::Job, orphans, worker::Worker},
     rendezvous::{News, ToAgent},
-    report::{
-        end::{End, Request},
-        error_file::recorded_at,
-    },
-    watch::{event::Event, watchdog::Watchdog},
+    report::rank::{End, Request, recorded_at},
+    watch::{Event, watchdog::Watchdog},
 };
 
 /// How often to look for processes whose end the kernel tells someone else than us, while waiting for all to end.

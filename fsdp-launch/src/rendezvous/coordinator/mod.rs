@@ -3,30 +3,21 @@
 //!
 //! A launch on one host has a coordinator too, with one agent; so there is one set of rules.
 
-mod barrier;
-mod phase;
-mod places;
-mod rules;
+mod assignment;
 #[cfg(test)]
-mod tests;
+mod simulation;
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, BTreeSet, VecDeque},
     time::{Duration, Instant},
 };
 
-pub(crate) use rules::Rules;
+pub(crate) use assignment::Rules;
+use assignment::{chosen, places};
 
 use crate::{
     Failure, Setback,
-    rendezvous::{
-        coordinator::{
-            barrier::{Barrier, Wait},
-            phase::{LastCall, Phase, State, Why},
-            places::{chosen, places},
-        },
-        message::{AgentId, Ended, FromAgent, Member, Place, ToAgent, Verdict},
-    },
+    rendezvous::message::{AgentId, Ended, FromAgent, Member, Place, ToAgent, Verdict},
 };
 
 /// How much of the past is kept: it has to fit a message.
@@ -446,5 +437,123 @@ impl Coordinator {
         let verdict = Box::new(self.verdict(failure));
         self.out.extend(self.agents.keys().map(|&id| (id, ToAgent::End(verdict.clone()))));
         self.phase = Phase::Over;
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum State {
+    /// It has no ranks and could start some.
+    Ready,
+    /// It has ranks.
+    Running,
+    /// Its ranks have all succeeded.
+    Succeeded,
+    /// What is left of its ranks can't be ended.
+    Stuck,
+}
+
+pub(crate) enum Phase {
+    /// Agents are waited for.
+    Gathering {
+        since: Instant,
+        last_call: LastCall,
+    },
+    /// Ranks run.
+    Running,
+    /// Ranks are being ended.
+    Stopping {
+        why: Why,
+        since: Instant,
+    },
+    Over,
+}
+
+#[derive(Clone, Copy)]
+pub(crate) enum LastCall {
+    /// There are not enough agents.
+    NotYet,
+    /// There have been enough since.
+    Since(Instant),
+    /// Nobody is missing who was there before: no need to wait for more.
+    Unneeded,
+}
+
+/// Why ranks are being ended.
+pub(crate) enum Why {
+    /// Something failed; the agent that said so.
+    Failed(Failure, AgentId),
+    /// An agent is gone; whether enough were left.
+    Lost(Failure, bool),
+    /// An agent has come.
+    Grown(String),
+}
+
+impl Why {
+    /// A restart.
+    pub(crate) fn costs(&self) -> bool {
+        matches!(self, Why::Failed(..) | Why::Lost(_, false))
+    }
+
+    pub(crate) fn told_by(&self) -> Option<AgentId> {
+        if let Why::Failed(_, told_by) = self { Some(*told_by) } else { None }
+    }
+}
+
+/// The agents of an attempt whose ranks wait.
+#[derive(Default)]
+pub(crate) struct Barrier(BTreeSet<AgentId>);
+
+/// What becomes of those that wait.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Wait {
+    GoesOn,
+    Ends,
+    /// The ranks of this agent have ended.
+    IsInVain(AgentId),
+}
+
+impl Barrier {
+    pub(crate) fn enter(&mut self, id: AgentId) {
+        self.0.insert(id);
+    }
+
+    /// Nobody waits.
+    pub(crate) fn clear(&mut self) {
+        self.0.clear();
+    }
+
+    /// With `agents` in these states.
+    pub(crate) fn wait(&self, mut agents: impl Iterator<Item = (AgentId, State)> + Clone) -> Wait {
+        let waits = |(id, state)| state == State::Running && self.0.contains(&id);
+        if !agents.clone().any(waits) {
+            return Wait::GoesOn;
+        }
+        match agents.clone().find(|&(_, state)| state == State::Succeeded) {
+            Some((id, _)) => Wait::IsInVain(id),
+            None if agents.all(|(id, state)| state != State::Running || waits((id, state))) => Wait::Ends,
+            None => Wait::GoesOn,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_barrier_ends_when_all_that_run_wait() {
+        let mut barrier = Barrier::default();
+        let wait = |barrier: &Barrier, states: [State; 3]| barrier.wait((0..).zip(states));
+        let running = [State::Running, State::Running, State::Ready];
+        assert_eq!(wait(&barrier, [State::Succeeded; 3]), Wait::GoesOn);
+        barrier.enter(1);
+        assert_eq!(wait(&barrier, running), Wait::GoesOn);
+        assert_eq!(wait(&barrier, [State::Succeeded, State::Running, State::Ready]), Wait::IsInVain(0));
+        // Who waited has ended as well, by itself: nobody waits.
+        assert_eq!(wait(&barrier, [State::Running, State::Succeeded, State::Ready]), Wait::GoesOn);
+        barrier.enter(0);
+        assert_eq!(wait(&barrier, running), Wait::Ends);
+        barrier.clear();
+        assert_eq!(wait(&barrier, running), Wait::GoesOn);
     }
 }

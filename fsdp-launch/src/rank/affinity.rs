@@ -1,16 +1,72 @@
-//! `--numa-binding`: which cores are near to which memory, cache and GPU, and those that a rank is bound to.
+//! The cores that a rank runs on: all, an equal share (`--pin-cores`), or those near to its GPU (`--numa-binding`).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs,
+    fs, io,
+    os::unix::process::CommandExt,
     path::Path,
+    process::Command,
 };
 
-use crate::NumaBinding;
+use clap::ValueEnum;
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
+use crate::{Error, LaunchSpec, NumaBinding, rank::gpus};
+
+/// The cores that this process may use, at least 1.
+pub(crate) fn core_count() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// The numbers of the cores that a rank is pinned to, if it is.
+///
+/// # Errors
+/// [`Error::Usage`] where there are none for it.
+pub(crate) fn cores_of_rank(spec: &LaunchSpec, local_rank: usize) -> crate::Result<Option<Vec<usize>>> {
+    let ranks = spec.nproc_per_node;
+    match spec.numa_binding {
+        Some(binding) => near(binding, local_rank, ranks).map(Some),
+        None if spec.pin_cores => Ok(Some(share(&allowed()?, local_rank, ranks))),
+        None => Ok(None),
+    }
+}
+
+fn allowed() -> crate::Result<Vec<usize>> {
+    let allowed = sched_getaffinity(None).map_err(Error::system("read which cores may be used"))?;
+    Ok((0..CpuSet::MAX_CPU).filter(|&core| allowed.is_set(core)).collect())
+}
+
+fn near(binding: NumaBinding, local_rank: usize, ranks: usize) -> crate::Result<Vec<usize>> {
+    let topology = Topology::read(Path::new("/"), &allowed()?);
+    topology.cores_of(binding, local_rank, ranks, gpus::visible_devices().as_deref()).map_err(|expected| {
+        let value = binding.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned());
+        Error::Usage { flag: "--numa-binding", value, expected }
+    })
+}
+
+/// Neighbours, and no two ranks' the same unless there are fewer cores than ranks.
+fn share(cores: &[usize], local_rank: usize, ranks: usize) -> Vec<usize> {
+    if cores.len() < ranks {
+        return cores.iter().copied().cycle().skip(local_rank).take(1).collect();
+    }
+    let start_of = |rank: usize| rank * cores.len() / ranks;
+    cores[start_of(local_rank)..start_of(local_rank + 1)].to_vec()
+}
+
+/// Makes `command` run on these cores only.
+pub(crate) fn pin(command: &mut Command, cores: &[usize]) {
+    let mut set = CpuSet::new();
+    cores.iter().for_each(|&core| set.set(core));
+    // SAFETY: the hook runs between fork and exec, where only async-signal-safe calls are allowed: sched_setaffinity is
+    // a plain system call, and nothing is allocated.
+    unsafe {
+        command.pre_exec(move || sched_setaffinity(None, &set).map_err(io::Error::from));
+    }
+}
 
 /// The cores that may be used and what lies near to them.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Topology {
+struct Topology {
     /// The NUMA nodes that have such cores, by their number.
     nodes: BTreeMap<usize, BTreeSet<usize>>,
     places: BTreeMap<usize, Place>,
@@ -35,7 +91,7 @@ struct Gpu {
 impl Topology {
     /// Reads what the system tells below `root` (`/`) of the `allowed` cores. What it does not tell is taken to be one:
     /// one node, one socket, one cache for all.
-    pub(crate) fn read(root: &Path, allowed: &[usize]) -> Self {
+    fn read(root: &Path, allowed: &[usize]) -> Self {
         let allowed: BTreeSet<usize> = allowed.iter().copied().collect();
         let mut nodes: BTreeMap<usize, BTreeSet<usize>> = numbered(&root.join("sys/devices/system/node"), "node")
             .filter_map(|(node, dir)| {
@@ -65,7 +121,7 @@ impl Topology {
     ///
     /// # Errors
     /// In words, where there are none.
-    pub(crate) fn cores_of(
+    fn cores_of(
         &self,
         binding: NumaBinding,
         local_rank: usize,

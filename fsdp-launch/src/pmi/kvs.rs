@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use super::command::{Answer, Command};
+use super::protocol::{Answer, Command};
 use crate::rendezvous::{Entry, Place};
 
 /// Bytes of all that the ranks of a host may put.
@@ -255,7 +255,7 @@ fn mapping(ranks_of_hosts: &[(usize, usize)]) -> Option<String> {
         block
     });
     let mapping = format!("(vector{})", blocks.collect::<String>());
-    (mapping.len() <= super::command::MAX_VALUE_LEN).then_some(mapping)
+    (mapping.len() <= super::protocol::MAX_VALUE_LEN).then_some(mapping)
 }
 
 #[cfg(test)]

@@ -1,13 +1,10 @@
 //! From what the user typed to an executable: a path, a target of the Cargo workspace at hand, a neighbour of the
 //! launcher, or a name in `PATH`.
 
-pub(crate) mod nearest;
-mod path;
-pub(crate) mod python;
-
 use std::{
     env,
     ffi::{OsStr, OsString},
+    fs::Metadata,
     io::{self, BufReader},
     os::unix::ffi::OsStrExt,
     path::{Path, PathBuf},
@@ -15,15 +12,9 @@ use std::{
 };
 
 use cargo_metadata::{Message, MetadataCommand, PackageId, TargetKind};
+use rustix::fs::{Access, access};
 
-use crate::{
-    Error, Result,
-    program::{
-        nearest::nearest,
-        path::{check_path, find_in_path, runnable},
-    },
-    rank::environment::forget_cargo_run,
-};
+use crate::{Error, Result, rank::environment::forget_cargo_run};
 
 /// The executable that `program` means.
 ///
@@ -261,4 +252,98 @@ impl Target {
 /// Inside `cargo run` the Cargo that runs us, else the one of `PATH`.
 fn cargo() -> OsString {
     env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
+}
+
+/// The executable of this name in the directories of `PATH`.
+fn find_in_path(program: &OsStr) -> Option<PathBuf> {
+    let path = env::var_os("PATH").unwrap_or_default();
+    // An empty entry of PATH means the current directory to a shell; naming it by a dot keeps the result a path.
+    let dirs = env::split_paths(&path).map(|dir| if dir.as_os_str().is_empty() { ".".into() } else { dir });
+    dirs.map(|dir| dir.join(program)).find(|it| runnable(it))
+}
+
+fn check_path(path: PathBuf) -> Result<PathBuf> {
+    match path.metadata() {
+        Err(source) => Err(Error::ProgramPath { path, source }),
+        Ok(meta) if !meta.is_file() => Err(not_a_file(path, &meta)),
+        Ok(_) if !runnable(&path) => Err(Error::NotExecutable { path }),
+        Ok(_) => Ok(path),
+    }
+}
+
+/// Why that can't be run.
+fn not_a_file(path: PathBuf, meta: &Metadata) -> Error {
+    Error::NotAFile { path, found: if meta.is_dir() { "a directory" } else { "not a regular file" } }
+}
+
+fn runnable(path: &Path) -> bool {
+    path.is_file() && access(path, Access::EXEC_OK).is_ok()
+}
+
+/// Runs a script with `runpy`, as torchrun's `--run-path`.
+const RUN_PATH: &str = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')";
+
+/// What the first word after the options is to Python.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PythonKind {
+    /// A file to run.
+    Script,
+    /// `--module`: a module to run.
+    Module,
+    /// `--run-path`: what `runpy.run_path` takes, a file, a directory or a zip archive.
+    RunPath,
+}
+
+/// A name that only Python can mean.
+pub(crate) fn is_python_script(name: &OsStr) -> bool {
+    Path::new(name).extension().is_some_and(|extension| extension == "py")
+}
+
+/// The interpreter and its arguments up to the script's own.
+///
+/// # Errors
+/// [`Error::ProgramPath`] and [`Error::NoPython`] where the script or the interpreter is not there.
+pub(crate) fn python_command(kind: PythonKind, name: OsString) -> Result<(PathBuf, Vec<OsString>)> {
+    if kind != PythonKind::Module {
+        let path = PathBuf::from(&name);
+        match path.metadata() {
+            Err(source) => return Err(Error::ProgramPath { path, source }),
+            Ok(meta) if kind == PythonKind::Script && !meta.is_file() => return Err(not_a_file(path, &meta)),
+            Ok(_) => {}
+        }
+    }
+    // Unbuffered: a line is seen when it is printed, not when the rank ends.
+    let mut args: Vec<OsString> = vec!["-u".into()];
+    match kind {
+        PythonKind::Script => {}
+        PythonKind::Module => args.push("-m".into()),
+        PythonKind::RunPath => args.extend(["-c".into(), RUN_PATH.into()]),
+    }
+    args.push(name);
+    Ok((interpreter()?, args))
+}
+
+fn interpreter() -> Result<PathBuf> {
+    let name = env::var_os("PYTHON_EXEC").filter(|name| !name.is_empty()).unwrap_or_else(|| "python3".into());
+    if Path::new(&name).components().count() > 1 {
+        return check_path(name.into()).map_err(|error| Error::PythonExec { source: Box::new(error) });
+    }
+    find_in_path(&name).ok_or(Error::NoPython { name })
+}
+
+/// The most similar of the `known` words, if it is similar enough to be meant.
+pub(crate) fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let similar = known.into_iter().map(|it| (strsim::jaro(word, it), it)).filter(|(similarity, _)| *similarity > 0.8);
+    similar.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, it)| it)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_is_similar() {
+        let of = |word| nearest(word, ["train", "trace", "eval"]);
+        assert_eq!((of("trian"), of("trac"), of("EVAL"), of("bench")), (Some("train"), Some("trace"), None, None));
+    }
 }

@@ -142,3 +142,13 @@ fn lists_of_cores() {
         assert_eq!(ranges(text), None, "{text}");
     }
 }
+
+#[test]
+fn shares_are_disjoint_and_complete() {
+    let cores = [0, 1, 2, 5, 7];
+    assert_eq!([share(&cores, 0, 2), share(&cores, 1, 2)].concat(), cores);
+    assert_eq!(share(&cores, 0, 2), [0, 1]);
+    assert_eq!(share(&cores, 4, 5), [7]);
+    assert_eq!((share(&cores, 1, 6), share(&cores, 5, 6)), (vec![1], vec![0]));
+    assert!(share(&[], 0, 2).is_empty());
+}
