@@ -49,8 +49,8 @@ pub use program::find_program;
 pub use report::{
     outcome::{Cause, Outcome},
     process::{ProcessInfo, ProcessState},
-    rank::{End, Failure, LogEnd, RankReport, Request, Setback},
-    whereabouts::Whereabouts,
+    rank::{ExitStatus, FailedAttempt, Failure, LogEnd, RankReport, StopRequest},
+    rank_snapshot::RankSnapshot,
 };
 pub use spec::{
     LaunchSpec, LogSpec, NumaBinding, RendezvousSpec,

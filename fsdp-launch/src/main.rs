@@ -66,7 +66,7 @@ fn show_status(args: &StatusArgs) -> Result<ExitCode> {
 
 /// Says something on stderr, if anybody reads that.
 fn tell(text: &str) {
-    Console::Stderr.tell(&format!("fsdp-launch: {text}"));
+    Console::Stderr.print_line(&format!("fsdp-launch: {text}"));
 }
 
 /// Prints to stdout; that nobody reads on (`| head`) is nothing to tell.
@@ -84,7 +84,7 @@ fn start_logging() {
     let filter = std::env::var("RUST_LOG").ok().and_then(|text| EnvFilter::try_new(with_warnings(&text)).ok());
     let filter = filter.unwrap_or_else(|| EnvFilter::new("warn"));
     let ansi = io::stderr().is_terminal();
-    let to_stderr = || Console::Stderr.for_own_words();
+    let to_stderr = || Console::Stderr.writer_with_timeout();
     // An error of writing to stderr would be told on stderr, by a macro that panics when that fails.
     let subscriber = tracing_subscriber::fmt().log_internal_errors(false).with_writer(to_stderr);
     subscriber.with_env_filter(filter).with_ansi(ansi).without_time().init();

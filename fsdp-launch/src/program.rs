@@ -56,11 +56,11 @@ fn locate(program: &OsStr) -> Result<Located> {
     if program.as_bytes().contains(&b'/') {
         return check_path(PathBuf::from(program)).map(Located::Executable);
     }
-    let (workspace, meant) = match env::var_os(BUILD).is_some_and(|value| value == "no") {
+    let (workspace, suggestion) = match env::var_os(BUILD).is_some_and(|value| value == "no") {
         true => (format!("in a workspace ({BUILD}=no)"), None),
         false => match find_target(program)? {
             Found::Target(target) => return Ok(Located::Target(target)),
-            Found::Nothing { places, meant } => (places, meant),
+            Found::Nothing { places, suggestion } => (places, suggestion),
         },
     };
     let beside = env::current_exe().ok().and_then(|exe| exe.parent().map(Path::to_owned));
@@ -71,11 +71,11 @@ fn locate(program: &OsStr) -> Result<Located> {
     }
     let here =
         Path::new(program).is_file().then(|| format!(". There is a file of that name here: ./{}", program.display()));
-    let meant = meant.map(|name| format!(". Did you mean {name}?"));
+    let suggestion = suggestion.map(|name| format!(". Did you mean {name}?"));
     Err(Error::ProgramNotFound {
         workspace,
         beside: beside.map_or("beside fsdp-launch".into(), |dir| format!("beside fsdp-launch, in {}", dir.display())),
-        hint: here.or(meant).unwrap_or_default(),
+        hint: here.or(suggestion).unwrap_or_default(),
         name: program.into(),
     })
 }
@@ -86,13 +86,13 @@ enum Found {
         /// Where it was looked for, in words.
         places: String,
         /// A target of a similar name.
-        meant: Option<String>,
+        suggestion: Option<String>,
     },
 }
 
 impl Found {
     fn nothing(places: String) -> Self {
-        Found::Nothing { places, meant: None }
+        Found::Nothing { places, suggestion: None }
     }
 }
 
@@ -132,7 +132,7 @@ fn find_target(name: &OsStr) -> Result<Found> {
     let (mut targets, others): (Vec<_>, Vec<_>) =
         runnable_targets(&metadata).into_iter().partition(|it| it.name == name);
     if targets.len() > 1 {
-        // As Cargo does: in a package's directory its own target is meant; and a binary comes before an example.
+        // As Cargo does: in a package's directory its own target is suggestion; and a binary comes before an example.
         let closest = targets.iter().filter(|it| here.starts_with(&it.package_dir)).map(depth).max();
         if closest.is_some() {
             targets.retain(|it| here.starts_with(&it.package_dir) && Some(depth(it)) == closest);
@@ -147,7 +147,7 @@ fn find_target(name: &OsStr) -> Result<Found> {
     }
     let nothing = || Found::Nothing {
         places: format!("the binaries and examples of the Cargo workspace {}", metadata.workspace_root),
-        meant: nearest(name, others.iter().map(|it| it.name.as_str())).map(str::to_owned),
+        suggestion: nearest(name, others.iter().map(|it| it.name.as_str())).map(str::to_owned),
     };
     Ok(targets.pop().map_or_else(nothing, Found::Target))
 }
@@ -331,7 +331,7 @@ fn interpreter() -> Result<PathBuf> {
     find_in_path(&name).ok_or(Error::NoPython { name })
 }
 
-/// The most similar of the `known` words, if it is similar enough to be meant.
+/// The most similar of the `known` words, if it is similar enough to be suggestion.
 pub(crate) fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let similar = known.into_iter().map(|it| (strsim::jaro(word, it), it)).filter(|(similarity, _)| *similarity > 0.8);
     similar.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, it)| it)

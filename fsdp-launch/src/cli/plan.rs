@@ -7,7 +7,7 @@ use crate::{
     cli::args::{CONF_KEYS, TORCHRUN_CONF_KEYS, parse_seconds},
     find_program,
     program::{PythonKind, is_python_script, nearest, plan_program, python_command},
-    rendezvous::HOW_TO_MAKE_ONE,
+    rendezvous::TOKEN_HELP,
     spec::values::nnodes_text,
 };
 
@@ -142,7 +142,7 @@ impl Args {
         }
         if self.rdzv_token_file.is_none() && !endpoint.is_loopback() {
             return Err(Error::Options(format!(
-                "--nnodes {nnodes} needs --rdzv-token-file FILE, so that no stranger takes part. {HOW_TO_MAKE_ONE}"
+                "--nnodes {nnodes} needs --rdzv-token-file FILE, so that no stranger takes part. {TOKEN_HELP}"
             )));
         }
         let conf = &self.rdzv_conf;

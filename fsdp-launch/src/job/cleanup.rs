@@ -44,11 +44,11 @@ impl Guard {
         let mut command = Command::new("/bin/sh");
         let mut unlocked = directory.as_os_str().to_owned();
         unlocked.push(UNLOCKED);
-        let mark = format!("{}={launch_id}", orphans::MARK);
+        let mark = format!("{}={launch_id}", orphans::LAUNCH_ID);
         command.args(["-c", SCRIPT, "fsdp-launch-guard"]).arg(directory).arg(mark).arg(unlocked);
         command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
         own_session(&mut command);
-        Guard { shell: command.spawn().map_err(|error| without_guard(&error)).ok() }
+        Guard { shell: command.spawn().map_err(|error| warn_no_guard(&error)).ok() }
     }
 
     /// The shell's process.
@@ -57,24 +57,24 @@ impl Guard {
     }
 
     /// Puts a rank's process group in the shell's care.
-    pub(crate) fn watch(&mut self, group: Pid) {
-        self.tell(&format!("{}\n", group.as_raw_pid()));
+    pub(crate) fn add(&mut self, group: Pid) {
+        self.send(&format!("{}\n", group.as_raw_pid()));
     }
 
     /// All groups are gone: others may get their ids.
-    pub(crate) fn forget(&mut self) {
-        self.tell("\n");
+    pub(crate) fn clear(&mut self) {
+        self.send("\n");
     }
 
     /// In one write, so that no part of a line is read if the launcher is killed meanwhile.
-    fn tell(&mut self, line: &str) {
+    fn send(&mut self, line: &str) {
         if let Some(pipe) = self.shell.as_mut().and_then(|shell| shell.stdin.as_mut()) {
-            pipe.write_all(line.as_bytes()).unwrap_or_else(|error| without_guard(&error));
+            pipe.write_all(line.as_bytes()).unwrap_or_else(|error| warn_no_guard(&error));
         }
     }
 }
 
-fn without_guard(error: &io::Error) {
+fn warn_no_guard(error: &io::Error) {
     tracing::warn!(
         "no guard ({error}): if the launcher is killed by SIGKILL, processes that the ranks started may remain"
     );
@@ -115,7 +115,7 @@ impl TempDir {
         let unlocked = parent.join(format!("{PREFIX}{id}{UNLOCKED}"));
         let at = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
         DirBuilder::new().mode(0o700).create(&unlocked).map_err(at)?;
-        let locked = locked_and_named(&unlocked, &path).inspect_err(|_| {
+        let locked = lock_and_rename(&unlocked, &path).inspect_err(|_| {
             fs::remove_dir(&unlocked).ok();
         });
         Ok(TempDir { _locked: locked.map_err(at)?, path })
@@ -126,7 +126,7 @@ impl TempDir {
     }
 }
 
-fn locked_and_named(unlocked: &Path, path: &Path) -> io::Result<File> {
+fn lock_and_rename(unlocked: &Path, path: &Path) -> io::Result<File> {
     // Whatever the umask.
     fs::set_permissions(unlocked, Permissions::from_mode(0o700))?;
     let dir = File::open(unlocked)?;
@@ -147,8 +147,8 @@ impl Drop for TempDir {
 /// Removes the directories in `parent` of launchers that were killed together with their guards.
 pub(crate) fn sweep(parent: &Path) {
     for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
-        if is_launchers(&entry.file_name().to_string_lossy())
-            && let Err(error) = remove_if_left(&entry.path(), geteuid().as_raw())
+        if is_launcher_dir(&entry.file_name().to_string_lossy())
+            && let Err(error) = remove_if_stale(&entry.path(), geteuid().as_raw())
         {
             tracing::debug!("{} is left: {error}", entry.path().display());
         }
@@ -156,13 +156,13 @@ pub(crate) fn sweep(parent: &Path) {
 }
 
 /// Beside the launchers' directories there are those of logs, and of tokens.
-fn is_launchers(name: &str) -> bool {
+fn is_launcher_dir(name: &str) -> bool {
     let is_digit = |byte: &u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(byte);
     name.strip_prefix(PREFIX).is_some_and(|id| id.len() == ID_DIGITS && id.as_bytes().iter().all(is_digit))
 }
 
 /// Removes a directory of this user's that no process has locked.
-fn remove_if_left(path: &Path, user: u32) -> io::Result<()> {
+fn remove_if_stale(path: &Path, user: u32) -> io::Result<()> {
     // Not what a link leads to.
     let flags = OFlags::NOFOLLOW | OFlags::DIRECTORY | OFlags::NONBLOCK;
     let dir = OpenOptions::new().read(true).custom_flags(flags.bits() as i32).open(path)?;
@@ -196,7 +196,7 @@ mod tests {
         std::os::unix::fs::symlink(&precious, left.join("link")).unwrap();
         let live = TempDir::create(parent.path(), "ffffffffffffffff").unwrap();
         assert_eq!(live.path().metadata().unwrap().mode() & 0o777, 0o700);
-        remove_if_left(&left, geteuid().as_raw() + 1).unwrap();
+        remove_if_stale(&left, geteuid().as_raw() + 1).unwrap();
         assert!(left.is_dir(), "it was another user's");
 
         sweep(parent.path());

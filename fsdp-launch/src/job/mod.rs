@@ -25,9 +25,9 @@ use crate::{
     report::process::ProcessInfo,
 };
 
-const NAME: &str = "job.json";
+const FILE_NAME: &str = "job.json";
 /// No more of a file is read: enough for all ranks that a host can have.
-const MOST: u64 = 16 << 20;
+const MAX_FILE: u64 = 16 << 20;
 
 /// A run as its launcher knows it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -74,23 +74,23 @@ impl ProcessId {
 pub(crate) struct RankFile {
     pub(crate) rank: usize,
     pub(crate) process: ProcessId,
-    pub(crate) board: Option<String>,
+    pub(crate) status_page: Option<String>,
 }
 
 impl JobFile {
     /// Of an attempt that has just started.
     pub(crate) fn of(job: &Job<'_>, workers: &[Worker]) -> Self {
-        let (spec, place) = (job.spec, job.place);
+        let (spec, assignment) = (job.spec, job.assignment);
         let rank = |worker: &Worker| RankFile {
             rank: worker.rank,
             process: ProcessId::of(pid_of(worker.pid)),
-            board: worker.board.as_ref().map(fsdp_core::heartbeat::StatusPage::path),
+            status_page: worker.status_page.as_ref().map(fsdp_core::heartbeat::StatusPage::path),
         };
         JobFile {
-            world_size: place.world_size,
-            hosts: place.group_world_size,
+            world_size: assignment.world_size,
+            hosts: assignment.group_world_size,
             ranks: workers.iter().map(rank).collect(),
-            ..Self::new(spec, &place.run_id, place.attempt, place.restarts, SystemTime::now())
+            ..Self::new(spec, &assignment.run_id, assignment.attempt, assignment.restarts, SystemTime::now())
         }
     }
 
@@ -113,7 +113,7 @@ impl JobFile {
     }
 
     /// Writes it into `dir`. A run that can't be shown goes on all the same.
-    pub(crate) fn offer(&self, dir: &Path) {
+    pub(crate) fn publish(&self, dir: &Path) {
         if let Err(error) = self.write(dir) {
             tracing::warn!("`fsdp-launch status` won't find this run: {error}");
         }
@@ -123,7 +123,7 @@ impl JobFile {
     fn write(&self, dir: &Path) -> io::Result<()> {
         let new = dir.join("job.json.new");
         fs::write(&new, serde_json::to_vec(self)?)?;
-        fs::rename(new, dir.join(NAME))
+        fs::rename(new, dir.join(FILE_NAME))
     }
 
     /// The runs of this user whose launchers have their temporary directories in `temp` and are running, the oldest
@@ -147,10 +147,10 @@ impl JobFile {
 fn read(dir: &Path) -> Option<JobFile> {
     let is_ours = |path: &Path| fs::symlink_metadata(path).ok().filter(|meta| meta.uid() == geteuid().as_raw());
     is_ours(dir).filter(fs::Metadata::is_dir)?;
-    let path = dir.join(NAME);
+    let path = dir.join(FILE_NAME);
     is_ours(&path).filter(fs::Metadata::is_file)?;
     let mut bytes = Vec::new();
-    File::open(path).ok()?.take(MOST).read_to_end(&mut bytes).ok()?;
+    File::open(path).ok()?.take(MAX_FILE).read_to_end(&mut bytes).ok()?;
     serde_json::from_slice(&bytes).ok()
 }
 
@@ -187,8 +187,8 @@ mod tests {
         job(us, "running").write(&dir("fsdp-launch-a")).unwrap();
         job(us, "elsewhere").write(&dir("other")).unwrap();
         job(ProcessId { started: us.started + 1, ..us }, "its pid is ours now").write(&dir("fsdp-launch-b")).unwrap();
-        fs::write(dir("fsdp-launch-c").join(NAME), "{\"launcher\": 3}").unwrap();
-        fs::create_dir(dir("fsdp-launch-d").join(NAME)).unwrap();
+        fs::write(dir("fsdp-launch-c").join(FILE_NAME), "{\"launcher\": 3}").unwrap();
+        fs::create_dir(dir("fsdp-launch-d").join(FILE_NAME)).unwrap();
         dir("fsdp-launch-logs-e");
         fs::write(temp.path().join("fsdp-launch-f"), "").unwrap();
         std::os::unix::fs::symlink(temp.path().join("fsdp-launch-a"), temp.path().join("fsdp-launch-g")).unwrap();

@@ -12,7 +12,7 @@ use serde::Serialize;
 use crate::{
     Error, Result,
     job::{JobFile, RankFile},
-    report::{process::ProcessState, whereabouts::Whereabouts},
+    report::{process::ProcessState, rank_snapshot::RankSnapshot},
 };
 
 /// The arguments of `fsdp-launch status`.
@@ -68,7 +68,7 @@ pub struct RankStatus {
     pub pid: u32,
     /// What it does.
     #[serde(flatten)]
-    pub at: Whereabouts,
+    pub snapshot: RankSnapshot,
 }
 
 /// The runs of this user on this host, the oldest first; with `run` those whose id is that, or, if there is none,
@@ -119,13 +119,13 @@ fn of_run(job: JobFile, now: Duration) -> RunStatus {
 
 fn of_rank(rank: &RankFile) -> RankStatus {
     // The launcher may have ended since, and its boards with it.
-    let told = rank.board.as_ref().and_then(|path| heartbeat::read(path).ok()).unwrap_or_default();
+    let told = rank.status_page.as_ref().and_then(|path| heartbeat::read(path).ok()).unwrap_or_default();
     let own = rank.process.find();
-    let mut at = Whereabouts::of(rank.process.pid, told);
-    if own.is_none() || at.process.is_none() {
-        at.process = own;
+    let mut snapshot = RankSnapshot::of(rank.process.pid, told);
+    if own.is_none() || snapshot.process.is_none() {
+        snapshot.process = own;
     }
-    RankStatus { rank: rank.rank, pid: rank.process.pid, at }
+    RankStatus { rank: rank.rank, pid: rank.process.pid, snapshot }
 }
 
 impl fmt::Display for RunStatus {
@@ -158,7 +158,7 @@ impl fmt::Display for RunStatus {
 }
 
 fn row(rank: &RankStatus) -> [String; 7] {
-    let (told, process) = (&rank.at.told, &rank.at.process);
+    let (told, process) = (&rank.snapshot.status, &rank.snapshot.process);
     let unknown = || "-".to_owned();
     [
         rank.rank.to_string(),
@@ -167,7 +167,7 @@ fn row(rank: &RankStatus) -> [String; 7] {
         process.as_ref().map_or_else(unknown, |process| size(process.resident_bytes)),
         told.step.as_ref().map_or_else(unknown, |step| step.number.to_string()),
         told.beat.map_or_else(unknown, |age| format!("{age} ago")),
-        rank.at.doing(),
+        rank.snapshot.activity(),
     ]
 }
 

@@ -6,7 +6,7 @@ use crate::{
     LaunchSpec, Result,
     launch::{master_port, run_id},
     rank::{affinity, environment::Job},
-    rendezvous::Place,
+    rendezvous::Assignment,
 };
 
 /// For each rank of this host the variables it is given and its command, one shell command a rank. Nothing is started;
@@ -15,23 +15,23 @@ use crate::{
 /// # Errors
 /// As [`launch`](crate::launch), as far as they show before a rank is started.
 pub fn dry_run(spec: &LaunchSpec) -> Result<String> {
-    let mut place = Place::alone(&run_id(spec)?, spec.nproc_per_node, master_port(spec)?);
+    let mut assignment = Assignment::single_node(&run_id(spec)?, spec.nproc_per_node, master_port(spec)?);
     let mut text = String::new();
     if let Some(meeting) = &spec.rendezvous {
         let hosts = meeting.nnodes.1 as usize;
-        place.group_rank = meeting.node_rank.unwrap_or(0) as usize;
-        (place.group_world_size, place.machines) = (hosts, hosts);
-        place.first_rank = place.group_rank * spec.nproc_per_node;
-        place.first_role_rank = place.first_rank;
-        place.world_size = hosts * spec.nproc_per_node;
-        place.role_world_size = place.world_size;
-        place.master_addr.clone_from(&meeting.endpoint.host);
-        line(&mut text, format_args!("# host {} of {hosts}, if all are like this one", place.group_rank));
+        assignment.group_rank = meeting.node_rank.unwrap_or(0) as usize;
+        (assignment.group_world_size, assignment.machines) = (hosts, hosts);
+        assignment.first_rank = assignment.group_rank * spec.nproc_per_node;
+        assignment.first_role_rank = assignment.first_rank;
+        assignment.world_size = hosts * spec.nproc_per_node;
+        assignment.role_world_size = assignment.world_size;
+        assignment.master_addr.clone_from(&meeting.endpoint.host);
+        line(&mut text, format_args!("# host {} of {hosts}, if all are like this one", assignment.group_rank));
     }
     if let Some(address) = &spec.master_addr {
-        place.master_addr.clone_from(address);
+        assignment.master_addr.clone_from(address);
     }
-    let job = Job { spec, place: &place, launch_id: "", log_dir: None, error_dir: Path::new("") };
+    let job = Job { spec, assignment: &assignment, launch_id: "", log_dir: None, error_dir: Path::new("") };
     for rank in 0..spec.nproc_per_node {
         line(&mut text, format_args!("# rank {}", job.rank(rank)));
         for (name, value) in job.variables(rank)? {

@@ -16,7 +16,7 @@ use rustix::{
 };
 
 /// How long the launcher waits for room for its own words.
-const LONGEST: Duration = Duration::from_secs(1);
+const MESSAGE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// One of the launcher's own streams: what is written in one call of `write_all` stays together, and waits for the
 /// reader, also where the stream is non-blocking. Nothing is buffered.
@@ -31,13 +31,13 @@ pub enum Console {
 impl Console {
     /// Writes a line of the launcher's own, and is content if nobody reads it: that must change neither what the
     /// launcher does nor its exit code, and not stop it for longer than a second.
-    pub fn tell(self, line: &str) {
-        self.put(format!("{line}\n").as_bytes(), Some(Instant::now() + LONGEST)).ok();
+    pub fn print_line(self, line: &str) {
+        self.write_until(format!("{line}\n").as_bytes(), Some(Instant::now() + MESSAGE_TIMEOUT)).ok();
     }
 
     /// Where [`tell`](Self::tell) writes.
-    pub fn for_own_words(self) -> impl Write {
-        OwnWords(self)
+    pub fn writer_with_timeout(self) -> impl Write {
+        TimedWriter(self)
     }
 
     fn stream(self) -> (&'static Mutex<()>, BorrowedFd<'static>) {
@@ -49,26 +49,26 @@ impl Console {
         }
     }
 
-    /// With `until` it gives up then, and never waits in the write itself.
-    fn put(self, mut bytes: &[u8], until: Option<Instant>) -> io::Result<()> {
+    /// With `deadline` it gives up then, and never waits in the write itself.
+    fn write_until(self, mut bytes: &[u8], deadline: Option<Instant>) -> io::Result<()> {
         let (lock, stream) = self.stream();
         // Another thread may hold the lock while it waits for the reader.
-        let _guard = match until {
-            Some(until) => lock.try_lock_until(until).ok_or(io::ErrorKind::TimedOut)?,
+        let _guard = match deadline {
+            Some(deadline) => lock.try_lock_until(deadline).ok_or(io::ErrorKind::TimedOut)?,
             None => lock.lock(),
         };
         while !bytes.is_empty() {
             // So much is taken without waiting where there is room.
-            let most = if until.is_some() { PIPE_BUF } else { usize::MAX };
-            if until.is_some() {
-                wait_for_room(stream, until)?;
+            let most = if deadline.is_some() { PIPE_BUF } else { usize::MAX };
+            if deadline.is_some() {
+                wait_for_room(stream, deadline)?;
             }
             match write(stream, &bytes[..bytes.len().min(most)]) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(written) => bytes = &bytes[written..],
                 Err(Errno::INTR) => {}
                 // `EWOULDBLOCK` is the same number.
-                Err(Errno::AGAIN) => wait_for_room(stream, until)?,
+                Err(Errno::AGAIN) => wait_for_room(stream, deadline)?,
                 Err(error) => return Err(error.into()),
             }
         }
@@ -82,7 +82,7 @@ impl Write for Console {
     }
 
     fn write_all(&mut self, bytes: &[u8]) -> io::Result<()> {
-        self.put(bytes, None)
+        self.write_until(bytes, None)
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -90,11 +90,11 @@ impl Write for Console {
     }
 }
 
-struct OwnWords(Console);
+struct TimedWriter(Console);
 
-impl Write for OwnWords {
+impl Write for TimedWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.put(bytes, Some(Instant::now() + LONGEST)).map(|()| bytes.len())
+        self.0.write_until(bytes, Some(Instant::now() + MESSAGE_TIMEOUT)).map(|()| bytes.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -102,11 +102,11 @@ impl Write for OwnWords {
     }
 }
 
-/// Waits until something can be written; an error after `until`.
-fn wait_for_room(stream: BorrowedFd<'_>, until: Option<Instant>) -> io::Result<()> {
+/// Waits deadline something can be written; an error after `deadline`.
+fn wait_for_room(stream: BorrowedFd<'_>, deadline: Option<Instant>) -> io::Result<()> {
     // Ranks that end interrupt it.
     let ready = retry_on_intr(|| {
-        let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+        let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
         let left = left.and_then(|left| Timespec::try_from(left).ok());
         poll(&mut [PollFd::from_borrowed_fd(stream, PollFlags::OUT)], left.as_ref())
     })?;

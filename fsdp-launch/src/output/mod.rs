@@ -15,13 +15,13 @@ use std::{
 
 use rustix::event::{PollFd, PollFlags, poll};
 
-use crate::{Console, Error, Result, rendezvous::News, watch::Event};
+use crate::{Console, Error, Result, rendezvous::RendezvousEvent, watch::Event};
 
 /// A line longer than this is printed in pieces, each a line of its own.
-const LONGEST_LINE: usize = 64 << 10;
+const MAX_LINE_LEN: usize = 64 << 10;
 
 /// How long the reader of a launcher that was asked to end may take for what is left.
-const LAST_WORDS: Duration = Duration::from_secs(5);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The streams that are being printed, each by a thread.
 pub(crate) struct Outputs {
@@ -48,7 +48,7 @@ impl Outputs {
         to: Console,
         copy: Option<File>,
     ) -> Result<()> {
-        let lines = Lines::behind(prefix);
+        let lines = Lines::with_prefix(prefix);
         let (events, ranks_gone) = (self.events.clone(), Arc::clone(&self.ranks_gone));
         let print = move || {
             if let Err(error) = print_lines(&mut File::from(source), &ranks_gone, lines, to, copy) {
@@ -72,10 +72,10 @@ impl Outputs {
         events: &Receiver<Event>,
         mut ended_before: usize,
         before: Option<i32>,
-        news: &mut Vec<News>,
+        news: &mut Vec<RendezvousEvent>,
     ) -> Option<i32> {
         self.ranks_live = None;
-        let until = before.map(|_| Instant::now() + LAST_WORDS);
+        let until = before.map(|_| Instant::now() + DRAIN_TIMEOUT);
         while ended_before < self.open {
             let event = match until {
                 Some(until) => events.recv_timeout(until.saturating_duration_since(Instant::now())).ok(),
@@ -84,7 +84,7 @@ impl Outputs {
             match event {
                 Some(Event::OutputEnded) => ended_before += 1,
                 Some(Event::ChildEnded | Event::Pmi { .. }) => {}
-                Some(Event::News(heard)) => news.push(heard),
+                Some(Event::Rendezvous(heard)) => news.push(heard),
                 Some(Event::Interrupted(signal)) => return Some(signal),
                 None => break,
             }
@@ -131,7 +131,7 @@ fn print_lines(
                 // Neither a full disk nor a reader that has seen enough is a reason to end the run, and a rank whose
                 // output nobody takes would end.
                 is_shown = false;
-                tell_of_loss(to, &error, copy.is_some());
+                warn_output_lost(to, &error, copy.is_some());
             }
             lines.ready.clear();
         }
@@ -142,7 +142,7 @@ fn print_lines(
 }
 
 /// Says of each console that it takes nothing any more: once to what is kept, and once to what is not.
-fn tell_of_loss(to: Console, error: &io::Error, is_kept: bool) {
+fn warn_output_lost(to: Console, error: &io::Error, is_kept: bool) {
     static TOLD: [Once; 4] = [const { Once::new() }; 4];
     let (name, of_console) = match to {
         Console::Stdout => ("stdout", 0),
@@ -172,7 +172,7 @@ struct Lines {
 }
 
 impl Lines {
-    fn behind(prefix: &str) -> Self {
+    fn with_prefix(prefix: &str) -> Self {
         Lines { prefix: prefix.into(), partial: Vec::new(), cut: false, ready: Vec::new() }
     }
 
@@ -186,7 +186,7 @@ impl Lines {
                     self.print_partial();
                 }
                 self.cut = false;
-            } else if self.partial.len() >= LONGEST_LINE {
+            } else if self.partial.len() >= MAX_LINE_LEN {
                 self.print_partial();
                 self.cut = true;
             }
@@ -212,7 +212,7 @@ mod tests {
     use super::*;
 
     fn lines(chunks: &[&[u8]]) -> Vec<u8> {
-        let mut lines = Lines::behind("[rank 1] ");
+        let mut lines = Lines::with_prefix("[rank 1] ");
         chunks.iter().for_each(|chunk| lines.push(chunk));
         lines.end();
         lines.ready
@@ -227,7 +227,7 @@ mod tests {
 
     #[test]
     fn a_long_line_is_cut() {
-        let half = vec![b'x'; LONGEST_LINE / 2];
+        let half = vec![b'x'; MAX_LINE_LEN / 2];
         let piece = [b"[rank 1] ".as_slice(), &half, &half, b"\n"].concat();
         assert_eq!(lines(&[&half, &half, b"\nrest"]), [&piece, b"[rank 1] rest\n".as_slice()].concat());
         assert_eq!(lines(&[&half, &half, &half, &half]), [&*piece, &*piece].concat());

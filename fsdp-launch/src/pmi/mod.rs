@@ -10,5 +10,5 @@ mod kvs;
 mod protocol;
 mod server;
 
-pub(crate) use kvs::{Kind, Said, Trouble};
+pub(crate) use kvs::{PmiEvent, PmiFailure, PmiFailureKind};
 pub(crate) use server::Server;

@@ -20,13 +20,13 @@ use rustix::{
 };
 
 use super::{
-    kvs::{Action, Said, Space, Trouble},
-    protocol::{Answer, Lines, Parser},
+    kvs::{Action, Kvs, PmiEvent, PmiFailure},
+    protocol::{Lines, Parser, Response},
 };
-use crate::rendezvous::{Entry, Place};
+use crate::rendezvous::{Assignment, KeyValue};
 
 /// What a thread of a rank needs is little.
-const STACK: usize = 256 << 10;
+const STACK_BYTES: usize = 256 << 10;
 
 /// Speaks with the ranks of this host. Dropping it hangs up on them.
 pub(crate) struct Server {
@@ -39,9 +39,9 @@ pub(crate) struct Server {
 }
 
 struct Shared {
-    space: Mutex<Space>,
+    kvs: Mutex<Kvs>,
     ours: Vec<UnixStream>,
-    tell: Box<dyn Fn(Said) + Send + Sync>,
+    tell: Box<dyn Fn(PmiEvent) + Send + Sync>,
 }
 
 impl Server {
@@ -49,20 +49,24 @@ impl Server {
     ///
     /// # Errors
     /// When the system has no sockets or no threads for it.
-    pub(crate) fn start(place: &Place, ranks: usize, tell: impl Fn(Said) + Send + Sync + 'static) -> io::Result<Self> {
+    pub(crate) fn start(
+        assignment: &Assignment,
+        ranks: usize,
+        tell: impl Fn(PmiEvent) + Send + Sync + 'static,
+    ) -> io::Result<Self> {
         let pairs: Vec<_> = (0..ranks).map(|_| UnixStream::pair()).collect::<Result<_, _>>()?;
         let (ours, theirs): (Vec<_>, Vec<_>) = pairs.into_iter().unzip();
-        let shared = Arc::new(Shared { space: Mutex::new(Space::new(place, ranks)), ours, tell: Box::new(tell) });
+        let shared = Arc::new(Shared { kvs: Mutex::new(Kvs::new(assignment, ranks)), ours, tell: Box::new(tell) });
         let mut server = Server {
             shared,
             theirs: theirs.into_iter().map(|end| Some(OwnedFd::from(end))).collect(),
             threads: Vec::with_capacity(ranks),
-            first_rank: place.first_rank,
-            world_size: place.world_size,
+            first_rank: assignment.first_rank,
+            world_size: assignment.world_size,
         };
         for local_rank in 0..ranks {
             let shared = server.shared.clone();
-            let thread = thread::Builder::new().name(format!("pmi of rank {local_rank}")).stack_size(STACK);
+            let thread = thread::Builder::new().name(format!("pmi of rank {local_rank}")).stack_size(STACK_BYTES);
             server.threads.push(thread.spawn(move || shared.listen(local_rank))?);
         }
         Ok(server)
@@ -95,20 +99,20 @@ impl Server {
     }
 
     /// Takes in what the ranks of another host have put.
-    pub(crate) fn hear_put(&self, entries: Vec<Entry>) {
-        self.shared.space().hear_put(entries);
+    pub(crate) fn add_remote(&self, entries: Vec<KeyValue>) {
+        self.shared.kvs().add_remote(entries);
     }
 
     /// The ranks of all hosts wait: they wait no more.
-    pub(crate) fn go_on(&self) {
-        self.shared.act(Space::go_on);
+    pub(crate) fn release_barrier(&self) {
+        self.shared.act(Kvs::release_barrier);
     }
 }
 
 impl Server {
     /// Hangs up on the ranks when all that they have said is heard. The first thing that one of them said that ends the
     /// attempt, which it may have been told of already.
-    pub(crate) fn finish(&mut self) -> Option<Trouble> {
+    pub(crate) fn finish(&mut self) -> Option<PmiFailure> {
         for end in &self.shared.ours {
             end.shutdown(Shutdown::Both).ok();
         }
@@ -116,7 +120,7 @@ impl Server {
             // It only fails by a panic, which has been printed.
             thread.join().ok();
         }
-        self.shared.space().trouble()
+        self.shared.kvs().trouble()
     }
 }
 
@@ -127,8 +131,8 @@ impl Drop for Server {
 }
 
 impl Shared {
-    fn space(&self) -> MutexGuard<'_, Space> {
-        self.space.lock()
+    fn kvs(&self) -> MutexGuard<'_, Kvs> {
+        self.kvs.lock()
     }
 
     /// Hears a rank to its end.
@@ -148,7 +152,7 @@ impl Shared {
                 for line in lines {
                     tracing::trace!(local_rank, line, "pmi");
                     if let Some(command) = parser.line(&line)? {
-                        self.act(|space| space.hear(local_rank, command));
+                        self.act(|kvs| kvs.handle(local_rank, command));
                     }
                 }
                 Ok(())
@@ -158,23 +162,23 @@ impl Shared {
             }
         };
         match how {
-            None => self.act(|space| space.part(local_rank)),
-            Some(how) => self.act(|space| space.fail(local_rank, &how)),
+            None => self.act(|kvs| kvs.disconnect(local_rank)),
+            Some(how) => self.act(|kvs| kvs.fail(local_rank, &how)),
         }
     }
 
-    fn act(&self, step: impl FnOnce(&mut Space) -> Vec<Action>) {
+    fn act(&self, step: impl FnOnce(&mut Kvs) -> Vec<Action>) {
         // Held meanwhile: what is said to other hosts comes in the order in which it happened.
-        let mut space = self.space();
-        for action in step(&mut space) {
+        let mut kvs = self.kvs();
+        for action in step(&mut kvs) {
             match action {
-                Action::Say(said) => (self.tell)(said),
-                Action::Answer(local_rank, answer) => {
+                Action::Report(said) => (self.tell)(said),
+                Action::Response(local_rank, answer) => {
                     if !self.answer(local_rank, &answer) {
-                        let failed = space.fail(local_rank, "does not read what it asked for over PMI");
+                        let failed = kvs.fail(local_rank, "does not read what it asked for over PMI");
                         let said = failed.into_iter().filter_map(|action| match action {
-                            Action::Say(said) => Some(said),
-                            Action::Answer(..) => None,
+                            Action::Report(said) => Some(said),
+                            Action::Response(..) => None,
                         });
                         said.for_each(|said| (self.tell)(said));
                     }
@@ -184,7 +188,7 @@ impl Shared {
     }
 
     /// Whether the rank took it, or is gone. Nobody waits for a rank that does not read.
-    fn answer(&self, local_rank: usize, answer: &Answer) -> bool {
+    fn answer(&self, local_rank: usize, answer: &Response) -> bool {
         let Some(end) = self.ours.get(local_rank) else { return true };
         let line = format!("{answer}\n");
         match send(end, line.as_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
@@ -204,7 +208,7 @@ mod tests {
         time::Duration,
     };
 
-    use super::{super::kvs::Kind, *};
+    use super::{super::kvs::PmiFailureKind, *};
 
     const SOON: Duration = Duration::from_secs(60);
 
@@ -223,7 +227,7 @@ mod tests {
             self.0.get_mut().write_all(format!("{line}\n").as_bytes()).unwrap();
         }
 
-        fn hear(&mut self) -> String {
+        fn receive(&mut self) -> String {
             let mut line = String::new();
             self.0.read_line(&mut line).unwrap();
             line.trim_end().to_owned()
@@ -231,14 +235,14 @@ mod tests {
 
         fn ask(&mut self, line: &str) -> String {
             self.say(line);
-            self.hear()
+            self.receive()
         }
     }
 
-    fn server(ranks: usize) -> (Server, Vec<Rank>, Receiver<Said>) {
+    fn server(ranks: usize) -> (Server, Vec<Rank>, Receiver<PmiEvent>) {
         let (tell, told) = channel();
-        let place = Place::alone("run", ranks, 1);
-        let mut server = Server::start(&place, ranks, move |said| drop(tell.send(said))).unwrap();
+        let assignment = Assignment::single_node("run", ranks, 1);
+        let mut server = Server::start(&assignment, ranks, move |said| drop(tell.send(said))).unwrap();
         let ranks = (0..ranks).map(|local_rank| Rank::of(&mut server, local_rank)).collect();
         (server, ranks, told)
     }
@@ -277,8 +281,8 @@ mod tests {
     fn garbage_is_told_with_its_rank_and_others_go_on() {
         let (_server, mut ranks, told) = server(2);
         ranks[1].0.get_mut().write_all(b"GET / HTTP/1.1\r\n").unwrap();
-        let Said::Failed(trouble) = told.recv_timeout(SOON).unwrap() else { panic!("nothing failed") };
-        assert_eq!((trouble.local_rank, trouble.kind), (1, Kind::Broken));
+        let PmiEvent::Failed(trouble) = told.recv_timeout(SOON).unwrap() else { panic!("nothing failed") };
+        assert_eq!((trouble.local_rank, trouble.kind), (1, PmiFailureKind::Protocol));
         assert!(trouble.text.contains("it said over PMI a line with the byte 0x0d"), "{}", trouble.text);
         assert!(ranks[0].ask("cmd=init pmi_version=2 pmi_subversion=0").contains("rc=-1"));
     }
@@ -295,14 +299,15 @@ mod tests {
                 break said;
             }
         };
-        let Said::Failed(trouble) = trouble else { panic!("{trouble:?}") };
+        let PmiEvent::Failed(trouble) = trouble else { panic!("{trouble:?}") };
         assert!(trouble.text.contains("does not read what it asked for"), "{}", trouble.text);
     }
 
     #[test]
     fn a_rank_inherits_its_own_end_alone() {
         let (tell, _told) = channel();
-        let mut server = Server::start(&Place::alone("run", 2, 1), 2, move |said| drop(tell.send(said))).unwrap();
+        let mut server =
+            Server::start(&Assignment::single_node("run", 2, 1), 2, move |said| drop(tell.send(said))).unwrap();
         let mut command = Command::new("/bin/sh");
         let script = "echo $PMI_RANK of $PMI_SIZE; [ -S /proc/self/fd/$PMI_FD ] && echo its own; \
             ls -l /proc/self/fd | grep -c socket:";

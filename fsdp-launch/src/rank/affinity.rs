@@ -69,14 +69,14 @@ pub(crate) fn pin(command: &mut Command, cores: &[usize]) {
 struct Topology {
     /// The NUMA nodes that have such cores, by their number.
     nodes: BTreeMap<usize, BTreeSet<usize>>,
-    places: BTreeMap<usize, Place>,
+    places: BTreeMap<usize, CoreTopology>,
     /// The NVIDIA GPUs in the order of their PCI addresses, hidden ones too.
     gpus: Vec<Gpu>,
 }
 
 /// Where a core is. Physical core and cache are named by the lowest of their logical cores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Place {
+struct CoreTopology {
     socket: usize,
     physical: usize,
     cache: usize,
@@ -106,7 +106,7 @@ impl Topology {
         let place = |&core: &usize| {
             let dir = root.join("sys/devices/system/cpu").join(format!("cpu{core}"));
             let siblings = list(&dir.join("topology/thread_siblings_list"));
-            let place = Place {
+            let place = CoreTopology {
                 socket: number(&dir.join("topology/physical_package_id")).unwrap_or(0),
                 physical: siblings.and_then(|cores| cores.first().copied()).unwrap_or(core),
                 cache: last_level_cache(&dir.join("cache")).unwrap_or(first),
@@ -137,7 +137,7 @@ impl Topology {
             NumaBinding::Node => cores.iter().copied().collect(),
             NumaBinding::Socket => {
                 let sockets: BTreeSet<usize> = cores.iter().map(|core| self.places[core].socket).collect();
-                let is_there = |place: &Place| sockets.contains(&place.socket);
+                let is_there = |place: &CoreTopology| sockets.contains(&place.socket);
                 self.places.iter().filter(|(_, place)| is_there(place)).map(|(core, _)| *core).collect()
             }
             NumaBinding::Exclusive => {

@@ -5,7 +5,7 @@ use std::{ffi::OsString, path::Path, process::Command};
 use crate::{
     LaunchSpec, Result,
     rank::{affinity, gpus},
-    rendezvous::Place,
+    rendezvous::Assignment,
 };
 
 /// What lets a rank into the store of its run (`fsdp_core::store`).
@@ -14,7 +14,7 @@ const STORE_SECRET: &str = "FSDP_STORE_SECRET";
 /// What all ranks of an attempt on this host have in common.
 pub(crate) struct Job<'a> {
     pub(crate) spec: &'a LaunchSpec,
-    pub(crate) place: &'a Place,
+    pub(crate) assignment: &'a Assignment,
     /// An id that no other launch has.
     pub(crate) launch_id: &'a str,
     /// The directory of the attempt's logs, if there are any.
@@ -26,7 +26,7 @@ pub(crate) struct Job<'a> {
 impl Job<'_> {
     /// The rank in the world of a rank of this host.
     pub(crate) fn rank(&self, local_rank: usize) -> usize {
-        self.place.first_rank + local_rank
+        self.assignment.first_rank + local_rank
     }
 
     /// The file in which a rank may record its error.
@@ -34,7 +34,7 @@ impl Job<'_> {
         if let Some(dir) = self.log_dir {
             return dir.join(local_rank.to_string()).join("error.json");
         }
-        self.error_dir.join(format!("attempt-{}-rank-{local_rank}.json", self.place.attempt))
+        self.error_dir.join(format!("attempt-{}-rank-{local_rank}.json", self.assignment.attempt))
     }
 
     /// What is set for a rank, the variables of torchrun's documentation in its order first.
@@ -42,27 +42,27 @@ impl Job<'_> {
     /// # Errors
     /// [`Error::Usage`](crate::Error::Usage) where the rank should see one GPU but there is none for it.
     pub(crate) fn variables(&self, local_rank: usize) -> Result<Vec<(&'static str, OsString)>> {
-        let (spec, place) = (self.spec, self.place);
+        let (spec, assignment) = (self.spec, self.assignment);
         let text = |number: usize| OsString::from(number.to_string());
         let shown_local_rank = if spec.virtual_local_rank { 0 } else { local_rank };
         let mut variables: Vec<(&str, OsString)> = vec![
             ("LOCAL_RANK", text(shown_local_rank)),
             ("RANK", text(self.rank(local_rank))),
-            ("GROUP_RANK", text(place.group_rank)),
-            ("ROLE_RANK", text(place.first_role_rank + local_rank)),
+            ("GROUP_RANK", text(assignment.group_rank)),
+            ("ROLE_RANK", text(assignment.first_role_rank + local_rank)),
             ("ROLE_NAME", spec.role.as_str().into()),
             ("LOCAL_WORLD_SIZE", text(spec.nproc_per_node)),
-            ("WORLD_SIZE", text(place.world_size)),
-            ("GROUP_WORLD_SIZE", text(place.group_world_size)),
-            ("ROLE_WORLD_SIZE", text(place.role_world_size)),
-            ("MASTER_ADDR", place.master_addr.as_str().into()),
-            ("MASTER_PORT", text(place.master_port.into())),
-            ("TORCHELASTIC_RESTART_COUNT", place.restarts.to_string().into()),
+            ("WORLD_SIZE", text(assignment.world_size)),
+            ("GROUP_WORLD_SIZE", text(assignment.group_world_size)),
+            ("ROLE_WORLD_SIZE", text(assignment.role_world_size)),
+            ("MASTER_ADDR", assignment.master_addr.as_str().into()),
+            ("MASTER_PORT", text(assignment.master_port.into())),
+            ("TORCHELASTIC_RESTART_COUNT", assignment.restarts.to_string().into()),
             ("TORCHELASTIC_MAX_RESTARTS", spec.max_restarts.to_string().into()),
-            ("TORCHELASTIC_RUN_ID", place.run_id.as_str().into()),
+            ("TORCHELASTIC_RUN_ID", assignment.run_id.as_str().into()),
             ("TORCHELASTIC_ERROR_FILE", self.error_file(local_rank).into()),
-            ("FSDP_HOSTS", text(place.machines)),
-            ("FSDP_ATTEMPT", place.attempt.to_string().into()),
+            ("FSDP_HOSTS", text(assignment.machines)),
+            ("FSDP_ATTEMPT", assignment.attempt.to_string().into()),
         ];
         if spec.virtual_local_rank {
             let device = gpus::only_device_of(local_rank).map_err(|expected| crate::Error::Usage {
@@ -93,7 +93,7 @@ impl Job<'_> {
         command.env_remove("TORCHELASTIC_USE_AGENT_STORE");
         command.envs(self.variables(local_rank)?);
         // Not among the variables, which `--dry-run` prints.
-        match self.place.store_secret.text() {
+        match self.assignment.store_secret.text() {
             Some(secret) => command.env(STORE_SECRET, secret),
             None => command.env_remove(STORE_SECRET),
         };
@@ -139,7 +139,7 @@ mod tests {
     #[test]
     fn a_rank_reads_what_the_launcher_sets() {
         let spec = LaunchSpec::new("p", 4);
-        let place = Place {
+        let assignment = Assignment {
             attempt: 2,
             restarts: 1,
             group_rank: 1,
@@ -149,9 +149,15 @@ mod tests {
             first_role_rank: 1,
             role_world_size: 5,
             machines: 3,
-            ..Place::alone("run", 4, 4000)
+            ..Assignment::single_node("run", 4, 4000)
         };
-        let job = Job { spec: &spec, place: &place, launch_id: "id", log_dir: None, error_dir: Path::new("/errors") };
+        let job = Job {
+            spec: &spec,
+            assignment: &assignment,
+            launch_id: "id",
+            log_dir: None,
+            error_dir: Path::new("/errors"),
+        };
         let variables = job.variables(3).unwrap();
         let of =
             |name: &str| variables.iter().find(|(have, _)| *have == name).map(|(_, value)| value.to_string_lossy());

@@ -26,7 +26,7 @@ pub(crate) fn own_session(command: &mut Command) {
 
 /// As [`own_session`], and the process is killed when the thread that spawns it ends: the main thread of the launcher,
 /// so when the launcher ends.
-pub(crate) fn own_session_dying_with_us(command: &mut Command) {
+pub(crate) fn own_session_killed_with_launcher(command: &mut Command) {
     own_session(command);
     let launcher = getpid();
     // SAFETY: as above: prctl and getppid are async-signal-safe, and an error made of a code allocates nothing.
@@ -40,19 +40,19 @@ pub(crate) fn own_session_dying_with_us(command: &mut Command) {
 }
 
 /// So many bytes tell a script from anything else.
-const HEAD: u64 = 256;
+const HEAD_BYTES: u64 = 256;
 
 /// Makes `command` start what its path names, or not at all. To be called last: the environment that it has now is the
 /// one that counts.
 ///
 /// A script without a `#!` line is left to the shell, as ever.
-pub(crate) fn only_what_runs(command: &mut Command) -> io::Result<()> {
+pub(crate) fn exec_without_shell(command: &mut Command) -> io::Result<()> {
     let program = command.get_program();
     // A name is looked for in PATH by who starts it.
-    if !program.as_bytes().contains(&b'/') || is_for_a_shell(Path::new(program)) {
+    if !program.as_bytes().contains(&b'/') || is_shell_script(Path::new(program)) {
         return Ok(());
     }
-    let words = Strings::of(std::iter::once(program).chain(command.get_args()).map(OsStr::to_owned))?;
+    let words = CStrings::of(std::iter::once(program).chain(command.get_args()).map(OsStr::to_owned))?;
     let mut variables: BTreeMap<OsString, OsString> = env::vars_os().collect();
     for (name, value) in command.get_envs() {
         match value {
@@ -65,7 +65,7 @@ pub(crate) fn only_what_runs(command: &mut Command) -> io::Result<()> {
         name.push(value);
         name
     });
-    let variables = Strings::of(variables)?;
+    let variables = CStrings::of(variables)?;
     let exec = move || {
         let (argv, envp) = (words.as_ptr(), variables.as_ptr());
         // SAFETY: both end with a null pointer, and the pointers before it lead to strings that live in this closure;
@@ -82,9 +82,9 @@ pub(crate) fn only_what_runs(command: &mut Command) -> io::Result<()> {
 }
 
 /// Text without a `#!` line.
-fn is_for_a_shell(path: &Path) -> bool {
+fn is_shell_script(path: &Path) -> bool {
     let mut head = Vec::new();
-    let read = File::open(path).and_then(|file| file.take(HEAD).read_to_end(&mut head));
+    let read = File::open(path).and_then(|file| file.take(HEAD_BYTES).read_to_end(&mut head));
     read.is_ok() && !head.is_empty() && !head.starts_with(b"#!") && is_text(&head)
 }
 
@@ -96,23 +96,23 @@ fn is_text(head: &[u8]) -> bool {
     is_utf8 && !head.iter().any(is_control)
 }
 
-/// Strings as C has them.
-struct Strings {
+/// CStrings as C has them.
+struct CStrings {
     /// To each, and a null pointer.
     pointers: Vec<*const c_char>,
     _strings: Vec<CString>,
 }
 
 // SAFETY: the pointers lead to memory that the value owns and that nobody changes.
-unsafe impl Send for Strings {}
+unsafe impl Send for CStrings {}
 // SAFETY: as above.
-unsafe impl Sync for Strings {}
+unsafe impl Sync for CStrings {}
 
-impl Strings {
+impl CStrings {
     fn of(strings: impl Iterator<Item = OsString>) -> io::Result<Self> {
         let strings: Vec<CString> = strings.map(|it| CString::new(it.as_bytes())).collect::<Result<_, _>>()?;
         let pointers = strings.iter().map(|it| it.as_ptr()).chain([ptr::null()]).collect();
-        Ok(Strings { pointers, _strings: strings })
+        Ok(CStrings { pointers, _strings: strings })
     }
 
     fn as_ptr(&self) -> *const *const c_char {
@@ -139,7 +139,7 @@ mod tests {
     fn a_program_gets_its_words_and_its_environment() {
         let mut command = Command::new("/usr/bin/env");
         command.env_remove("PATH").env("FSDP_TEST_A", "b c").env("FSDP_TEST_B", "");
-        only_what_runs(&mut command).unwrap();
+        exec_without_shell(&mut command).unwrap();
         let output = command.output().unwrap();
         let text = String::from_utf8(output.stdout).unwrap();
         let lines: Vec<&str> = text.lines().collect();
@@ -148,11 +148,11 @@ mod tests {
 
         let mut command = Command::new("/bin/sh");
         command.args(["-c", "echo \"$0|$1|$#\"", "a b", ""]);
-        only_what_runs(&mut command).unwrap();
+        exec_without_shell(&mut command).unwrap();
         assert_eq!(command.output().unwrap().stdout, b"a b||1\n");
         // A name is looked for in PATH.
         let mut command = Command::new("true");
-        only_what_runs(&mut command).unwrap();
+        exec_without_shell(&mut command).unwrap();
         assert!(command.status().unwrap().success());
     }
 }

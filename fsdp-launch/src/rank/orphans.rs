@@ -13,18 +13,18 @@ use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use crate::report::process::{ProcessInfo, ProcessState};
 
 /// How long what was killed may take to be gone.
-const LIMIT: Duration = Duration::from_secs(2);
+const KILL_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a process may take to execute a program: its environment is empty meanwhile.
-const EXECUTING: Duration = Duration::from_millis(100);
+const EXEC_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// The variable that tells what a rank has started from what anybody else has: the launch, by an id that no other has,
 /// whatever host, container or user it is of.
-pub(crate) const MARK: &str = "FSDP_LAUNCH_ID";
+pub(crate) const LAUNCH_ID: &str = "FSDP_LAUNCH_ID";
 
 /// Kills the orphans of ranks of launch `id` that have ended. They are this process's children, because it is the
 /// subreaper of its descendants; of `own`, its other children, none is looked at.
-pub(crate) fn end(id: &str, own: &[Pid]) {
-    let (mark, until) = (format!("{MARK}={id}"), Instant::now() + LIMIT);
+pub(crate) fn kill(id: &str, own: &[Pid]) {
+    let (mark, until) = (format!("{LAUNCH_ID}={id}"), Instant::now() + KILL_TIMEOUT);
     // Since when nothing was found.
     let mut quiet: Option<Instant> = None;
     loop {
@@ -40,7 +40,7 @@ pub(crate) fn end(id: &str, own: &[Pid]) {
             // Looked at twice: the list of children may lack some while others end.
             let is_second = quiet.is_some();
             let since = *quiet.get_or_insert_with(Instant::now);
-            if is_second && !(is_executing && since.elapsed() < EXECUTING) {
+            if is_second && !(is_executing && since.elapsed() < EXEC_TIMEOUT) {
                 return;
             }
             sleep(Duration::from_millis(1));

@@ -14,17 +14,17 @@ use rustix::{
 
 use crate::{
     Error, Result,
-    pmi::{self, Trouble},
+    pmi::{self, PmiFailure},
     rank::{
         affinity,
         environment::Job,
-        exec::{only_what_runs, own_session_dying_with_us},
+        exec::{exec_without_shell, own_session_killed_with_launcher},
         orphans,
     },
     report::{
         process::{ProcessInfo, ProcessState},
-        rank::{End, Request},
-        whereabouts::Whereabouts,
+        rank::{ExitStatus, StopRequest},
+        rank_snapshot::RankSnapshot,
     },
 };
 
@@ -36,24 +36,24 @@ pub(crate) struct Worker {
     /// Of the rank, and so of its process group.
     pub(crate) pid: Pid,
     /// How the rank ended, once it has.
-    pub(crate) end: Option<End>,
+    pub(crate) exit_status: Option<ExitStatus>,
     /// When that was, and how long after its start.
     pub(crate) ended_at: Option<(SystemTime, Duration)>,
     /// What had been sent to the rank when it ended.
-    pub(crate) ended_after: Option<Request>,
+    pub(crate) ended_after: Option<StopRequest>,
     /// On which it tells how it is; none where the system refused the memory.
-    pub(crate) board: Option<StatusPage>,
+    pub(crate) status_page: Option<StatusPage>,
     /// How long its heart had not beaten, if it was ended for that.
     pub(crate) silent_for: Option<Duration>,
     /// Where it was when something went wrong.
-    pub(crate) whereabouts: Option<Whereabouts>,
+    pub(crate) snapshot: Option<RankSnapshot>,
     /// What it did over PMI that ended the attempt.
-    pub(crate) trouble: Option<Trouble>,
+    pub(crate) pmi_failure: Option<PmiFailure>,
     started: Instant,
-    sent: Option<Request>,
+    sent: Option<StopRequest>,
     group_gone: bool,
     /// What the rank left running was sent SIGTERM.
-    rest_was_asked: bool,
+    rest_terminated: bool,
 }
 
 /// Where a rank's streams are read, as far as they come through pipes.
@@ -72,17 +72,17 @@ impl Worker {
         let mut command = Command::new(&spec.program);
         command.args(&spec.args).stdin(Stdio::null()).stdout(stdout).stderr(stderr);
         job.apply(local_rank, &mut command)?;
-        command.env(orphans::MARK, job.launch_id);
-        let board = StatusPage::new().inspect_err(|error| tracing::warn!("no heartbeats: {error}")).ok();
-        match &board {
-            Some(board) => command.env(VARIABLE, board.path()),
+        command.env(orphans::LAUNCH_ID, job.launch_id);
+        let status_page = StatusPage::new().inspect_err(|error| tracing::warn!("no heartbeats: {error}")).ok();
+        match &status_page {
+            Some(page) => command.env(VARIABLE, page.path()),
             // Of a launcher around us.
             None => command.env_remove(VARIABLE),
         };
         if let Some(cores) = affinity::cores_of_rank(spec, local_rank)? {
             affinity::pin(&mut command, &cores);
         }
-        own_session_dying_with_us(&mut command);
+        own_session_killed_with_launcher(&mut command);
         // The rank's own from when it is started.
         let pmi_end = pmi.apply(local_rank, &mut command);
         let rank = job.rank(local_rank);
@@ -101,7 +101,7 @@ impl Worker {
             };
             Error::Start { rank, program: spec.program.clone(), source, hint }
         };
-        let mut child = only_what_runs(&mut command).and_then(|()| command.spawn()).map_err(failed)?;
+        let mut child = exec_without_shell(&mut command).and_then(|()| command.spawn()).map_err(failed)?;
         drop(pmi_end);
         let pid = Pid::from_child(&child);
         tracing::debug!(rank, pid = pid.as_raw_pid(), "started");
@@ -109,17 +109,17 @@ impl Worker {
             local_rank,
             rank,
             pid,
-            end: None,
+            exit_status: None,
             ended_at: None,
             ended_after: None,
-            board,
+            status_page,
             silent_for: None,
-            whereabouts: None,
-            trouble: None,
+            snapshot: None,
+            pmi_failure: None,
             started: Instant::now(),
             sent: None,
             group_gone: false,
-            rest_was_asked: false,
+            rest_terminated: false,
         };
         Ok((worker, (child.stdout.take(), child.stderr.take())))
     }
@@ -130,7 +130,7 @@ impl Worker {
         while !self.group_gone {
             match waitpgid(self.pid, WaitOptions::NOHANG) {
                 Ok(Some((pid, status))) if pid == self.pid => {
-                    self.set_end(status);
+                    self.set_exit_status(status);
                     ended = true;
                 }
                 // An orphan of the rank's that became our child.
@@ -138,7 +138,8 @@ impl Worker {
                 Ok(None) => break,
                 Err(_) => {
                     // No child of ours is left in the group; a descendant whose parent is outside of it may be.
-                    self.group_gone = self.end.is_some() && test_kill_process_group(self.pid) == Err(Errno::SRCH);
+                    self.group_gone =
+                        self.exit_status.is_some() && test_kill_process_group(self.pid) == Err(Errno::SRCH);
                     break;
                 }
             }
@@ -152,23 +153,23 @@ impl Worker {
     }
 
     /// Notes where the rank is, unless that was noted before.
-    pub(crate) fn note_whereabouts(&mut self) {
-        if self.whereabouts.is_none() {
-            let told = self.board.as_ref().map(StatusPage::snapshot).unwrap_or_default();
-            self.whereabouts = Some(Whereabouts::of(pid_of(self.pid), told));
+    pub(crate) fn record_snapshot(&mut self) {
+        if self.snapshot.is_none() {
+            let told = self.status_page.as_ref().map(StatusPage::snapshot).unwrap_or_default();
+            self.snapshot = Some(RankSnapshot::of(pid_of(self.pid), told));
         }
     }
 
     /// Sends the signal of `request` to the whole group, unless more was sent before.
     ///
-    /// `gentle` is the number of the signal of [`Request::Terminate`].
-    pub(crate) fn send(&mut self, request: Request, gentle: i32) {
+    /// `signal_number` is the number of the signal of [`StopRequest::Terminate`].
+    pub(crate) fn send(&mut self, request: StopRequest, signal_number: i32) {
         if self.group_gone || self.sent >= Some(request) {
             return;
         }
         let signal = match request {
-            Request::Terminate => Signal::from_named_raw(gentle).unwrap_or(Signal::TERM),
-            Request::Kill => Signal::KILL,
+            StopRequest::Terminate => Signal::from_named_raw(signal_number).unwrap_or(Signal::TERM),
+            StopRequest::Kill => Signal::KILL,
         };
         tracing::debug!(rank = self.rank, ?signal, "sending");
         self.sent = Some(request);
@@ -179,31 +180,31 @@ impl Worker {
     }
 
     /// Sends SIGTERM to what is left of the group, once.
-    pub(crate) fn ask_what_is_left(&mut self) {
-        if !self.group_gone && !std::mem::replace(&mut self.rest_was_asked, true) {
+    pub(crate) fn terminate_rest(&mut self) {
+        if !self.group_gone && !std::mem::replace(&mut self.rest_terminated, true) {
             kill_process_group(self.pid, Signal::TERM).ok();
         }
     }
 
     /// Kills the rank if it was asked to end and is stopped: it hears nothing until somebody makes it go on.
     pub(crate) fn kill_if_stopped(&mut self) {
-        if self.end.is_some() || self.sent != Some(Request::Terminate) {
+        if self.exit_status.is_some() || self.sent != Some(StopRequest::Terminate) {
             return;
         }
-        let told = self.board.as_ref().map(StatusPage::snapshot).unwrap_or_default();
+        let told = self.status_page.as_ref().map(StatusPage::snapshot).unwrap_or_default();
         let own = ProcessInfo::of(pid_of(self.pid));
         let is_stopped = |process: ProcessInfo| process.state == ProcessState::Stopped;
         // A rank may be a script around the process that tells.
-        if own.is_some_and(is_stopped) || Whereabouts::of(pid_of(self.pid), told).process.is_some_and(is_stopped) {
-            self.send(Request::Kill, 0);
+        if own.is_some_and(is_stopped) || RankSnapshot::of(pid_of(self.pid), told).process.is_some_and(is_stopped) {
+            self.send(StopRequest::Kill, 0);
         }
     }
 
-    fn set_end(&mut self, status: WaitStatus) {
-        let signaled = status.terminating_signal().map(End::Signaled);
-        let end = signaled.unwrap_or(End::Exited(status.exit_status().unwrap_or(0)));
+    fn set_exit_status(&mut self, status: WaitStatus) {
+        let signaled = status.terminating_signal().map(ExitStatus::Signaled);
+        let end = signaled.unwrap_or(ExitStatus::Exited(status.exit_status().unwrap_or(0)));
         tracing::debug!(rank = self.rank, %end, "ended");
-        self.end = Some(end);
+        self.exit_status = Some(end);
         self.ended_at = Some((SystemTime::now(), self.started.elapsed()));
         self.ended_after = self.sent;
     }
@@ -217,9 +218,9 @@ pub(crate) fn pid_of(pid: Pid) -> u32 {
 impl Drop for Worker {
     fn drop(&mut self) {
         // After a regular end there is nothing to do, and what SIGKILL did not end is not worth waiting for.
-        if !self.group_gone && self.sent != Some(Request::Kill) {
-            self.send(Request::Kill, 0);
-            if self.end.is_none() {
+        if !self.group_gone && self.sent != Some(StopRequest::Kill) {
+            self.send(StopRequest::Kill, 0);
+            if self.exit_status.is_none() {
                 waitpid(Some(self.pid), WaitOptions::empty()).ok();
             }
         }

@@ -16,58 +16,58 @@ use fsdp_core::channel::{self, Channel, Key, bind};
 use crate::{
     Error, RendezvousSpec, Result,
     rendezvous::{
-        coordinator::Rules,
-        message::{FromAgent, KeepAlive, Member, ToAgent},
-        server::{Hub, Outbox, connect, receive, send_until_closed, serve},
-        token::{self, make_for, shared_at},
+        coordinator::RunConfig,
+        message::{FromAgent, KeepAlive, NodeInfo, ToAgent},
+        server::{Outbox, SharedCoordinator, connect, receive, send_until_closed, serve},
+        token::{self, create_shared, read_shared},
     },
 };
 
 /// What an agent learns.
-pub(crate) enum News {
+pub(crate) enum RendezvousEvent {
     /// From the coordinator.
-    Said(ToAgent),
+    Message(ToAgent),
     /// The coordinator is gone.
-    Gone(String),
+    Lost(String),
     /// The coordinator was not reached yet; why the last try failed.
-    NotYet(String),
+    Retrying(String),
     /// The coordinator was not reached.
-    Unreachable(String),
+    Failed(String),
 }
 
-/// Is told what an agent learns; says whether anybody listens still.
-pub(crate) type Listener = Arc<dyn Fn(News) -> bool + Send + Sync>;
+/// Is last_error what an agent learns; says whether anybody listens still.
+pub(crate) type EventSink = Arc<dyn Fn(RendezvousEvent) -> bool + Send + Sync>;
 
 /// An agent's connection to the coordinator, or to the one that it holds itself.
-pub(crate) enum Membership {
+pub(crate) enum Rendezvous {
     /// One host.
-    Alone(Box<Hub>),
+    SingleNode(Box<SharedCoordinator>),
     /// Several; the thread connects, or holds the coordinator.
-    Several {
+    MultiNode {
         to: Option<Sender<FromAgent>>,
         /// Ends when the thread has.
         done: Receiver<()>,
     },
 }
 
-impl Membership {
-    /// Begins to take part as `member`. All that follows is told to
+impl Rendezvous {
+    /// Begins to take part as `member`. All that follows is last_error to
     /// `listener`; with several hosts and no `spec` of how they meet, there is only this one.
     pub(crate) fn start(
         spec: Option<&RendezvousSpec>,
-        rules: Rules,
-        member: Member,
-        listener: Listener,
+        config: RunConfig,
+        node: NodeInfo,
+        listener: EventSink,
     ) -> Result<Self> {
         let Some(spec) = spec else {
-            let hub = Hub::new(rules);
-            hub.enter(local_outbox(&listener));
-            hub.hear(0, FromAgent::Join(Box::new(member)));
-            return Ok(Membership::Alone(Box::new(hub)));
+            let coordinator = SharedCoordinator::new(config);
+            coordinator.add_agent(local_outbox(&listener));
+            coordinator.receive(0, FromAgent::Join(Box::new(node)));
+            return Ok(Rendezvous::SingleNode(Box::new(coordinator)));
         };
         let key = spec.token_file.as_deref().map(token::read).transpose()?;
-        let (to, from_us) = mpsc::channel();
-        let agent = Agent { spec: spec.clone(), key, rules, member, listener, from_us };
+        let (to, outgoing) = mpsc::channel();
+        let agent = AgentThread { spec: spec.clone(), key, config, node, listener, outgoing };
         let (until_done, done) = mpsc::channel();
         let run = move || {
             agent.run();
@@ -75,24 +75,24 @@ impl Membership {
         };
         let thread = thread::Builder::new().name("rendezvous".into()).spawn(run);
         thread.map_err(Error::system("start a thread for the rendezvous"))?;
-        Ok(Membership::Several { to: Some(to), done })
+        Ok(Rendezvous::MultiNode { to: Some(to), done })
     }
 
     /// Leaves when all that was said is sent, and what others have to hear of us is heard.
-    pub(crate) fn part(&mut self) {
-        if let Membership::Several { to, done } = self {
+    pub(crate) fn leave(&mut self) {
+        if let Rendezvous::MultiNode { to, done } = self {
             drop(to.take());
             // A thread that looks a name up, or waits for a connection to be made, is left to itself.
-            done.recv_timeout(FAREWELL + TICK).ok();
+            done.recv_timeout(LEAVE_TIMEOUT + TICK_INTERVAL).ok();
         }
     }
 
-    pub(crate) fn say(&self, message: FromAgent) {
+    pub(crate) fn send(&self, message: FromAgent) {
         match self {
-            Membership::Alone(hub) => hub.hear(0, message),
-            Membership::Several { to, .. } => {
+            Rendezvous::SingleNode(coordinator) => coordinator.receive(0, message),
+            Rendezvous::MultiNode { to, .. } => {
                 if let Some(to) = to {
-                    // Where the thread has ended it has told why.
+                    // Where the thread has ended it has last_error why.
                     to.send(message).ok();
                 }
             }
@@ -100,49 +100,49 @@ impl Membership {
     }
 }
 
-impl Drop for Membership {
+impl Drop for Rendezvous {
     fn drop(&mut self) {
-        self.part();
+        self.leave();
     }
 }
 
 /// Between two tries to reach the coordinator.
-const RETRY: Duration = Duration::from_millis(200);
+const RETRY_INTERVAL: Duration = Duration::from_millis(200);
 /// How long a connection may take to be made.
-const CONNECT: Duration = Duration::from_secs(5);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long something else may answer at the endpoint, such as a coordinator that is just ending.
-const PATIENCE: Duration = Duration::from_secs(10);
+const REJECTED_TIMEOUT: Duration = Duration::from_secs(10);
 /// How often the coordinator looks at the clock.
-const TICK: Duration = Duration::from_millis(50);
+const TICK_INTERVAL: Duration = Duration::from_millis(50);
 /// How long the agents may take to hear the end.
-const FAREWELL: Duration = Duration::from_secs(5);
+const LEAVE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The thread of an agent of several.
-struct Agent {
+struct AgentThread {
     spec: RendezvousSpec,
     key: Option<Key>,
-    rules: Rules,
-    member: Member,
-    listener: Listener,
-    from_us: Receiver<FromAgent>,
+    config: RunConfig,
+    node: NodeInfo,
+    listener: EventSink,
+    outgoing: Receiver<FromAgent>,
 }
 
 /// Why a try to meet failed.
-enum Trouble {
+enum ConnectError {
     /// It may work later.
-    Later(io::Error),
+    Retry(io::Error),
     /// Something else answered, or the token differs.
-    Stranger(io::Error),
+    Rejected(io::Error),
 }
 
-impl Agent {
+impl AgentThread {
     fn run(self) {
         let began = Instant::now();
-        let mut strange_since: Option<Instant> = None;
-        let mut told = String::new();
+        let mut rejected_since: Option<Instant> = None;
+        let mut last_error = String::new();
         loop {
             let held = match self.listener() {
-                Ok(Some(listener)) => self.hold(listener).map(Some),
+                Ok(Some(listener)) => self.serve_coordinator(listener).map(Some),
                 Ok(None) => Ok(None),
                 Err(error) => Err(error),
             };
@@ -151,18 +151,18 @@ impl Agent {
                 // Waiting does not help.
                 Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
                     let why = format!("the rendezvous can't be held at {}: {error}", self.spec.endpoint);
-                    return self.tell(News::Unreachable(why));
+                    return self.notify(RendezvousEvent::Failed(why));
                 }
                 Ok(None) => match self.connect() {
-                    Ok(channel) => return self.take_part(channel),
-                    Err(Trouble::Later(error)) => {
-                        strange_since = None;
+                    Ok(channel) => return self.participate(channel),
+                    Err(ConnectError::Retry(error)) => {
+                        rejected_since = None;
                         error
                     }
-                    Err(Trouble::Stranger(error)) => {
-                        let since = *strange_since.get_or_insert_with(Instant::now);
-                        if since.elapsed() >= PATIENCE {
-                            return self.tell(News::Unreachable(format!("{}: {error}", self.spec.endpoint)));
+                    Err(ConnectError::Rejected(error)) => {
+                        let since = *rejected_since.get_or_insert_with(Instant::now);
+                        if since.elapsed() >= REJECTED_TIMEOUT {
+                            return self.notify(RendezvousEvent::Failed(format!("{}: {error}", self.spec.endpoint)));
                         }
                         error
                     }
@@ -170,34 +170,34 @@ impl Agent {
                 Err(error) => error,
             };
             let error = error.to_string();
-            if error != told {
+            if error != last_error {
                 tracing::debug!("no rendezvous at {} yet: {error}", self.spec.endpoint);
-                self.tell(News::NotYet(error.clone()));
-                told.clone_from(&error);
+                self.notify(RendezvousEvent::Retrying(error.clone()));
+                last_error.clone_from(&error);
             }
-            if began.elapsed() >= self.rules.join_timeout {
-                return self.tell(News::Unreachable(format!(
+            if began.elapsed() >= self.config.join_timeout {
+                return self.notify(RendezvousEvent::Failed(format!(
                     "no launcher was reached at {} within {:?}: {error}. Check --rdzv-endpoint, and that the launcher \
                         of that host runs",
-                    self.spec.endpoint, self.rules.join_timeout
+                    self.spec.endpoint, self.config.join_timeout
                 )));
             }
             // Nothing is said before the start, but that we leave.
-            match self.from_us.recv_timeout(RETRY) {
+            match self.outgoing.recv_timeout(RETRY_INTERVAL) {
                 Err(RecvTimeoutError::Timeout) => {}
                 Ok(_) | Err(RecvTimeoutError::Disconnected) => return,
             }
         }
     }
 
-    fn tell(&self, news: News) {
+    fn notify(&self, news: RendezvousEvent) {
         // Nobody listens once the launch is over.
         (self.listener)(news);
     }
 
     /// The port of the coordinator, if it is for this agent to hold it.
     fn listener(&self) -> io::Result<Option<TcpListener>> {
-        if !self.spec.may_hold() {
+        if !self.spec.may_serve() {
             return Ok(None);
         }
         match bind(&self.spec.endpoint.host, self.spec.port()) {
@@ -209,52 +209,52 @@ impl Agent {
     }
 
     /// Holds the coordinator until we leave.
-    fn hold(&self, listener: TcpListener) -> io::Result<()> {
-        let mut shared = None;
+    fn serve_coordinator(&self, listener: TcpListener) -> io::Result<()> {
+        let mut token_file = None;
         let key = match &self.key {
             Some(key) => key.clone(),
             None => {
-                let (key, file) = make_for(self.spec.port())?;
-                shared = Some(file);
+                let (key, file) = create_shared(self.spec.port())?;
+                token_file = Some(file);
                 key
             }
         };
-        let hub = Arc::new(Hub::new(self.rules.clone()));
-        let mut member = self.member.clone();
-        member.address.get_or_insert_with(|| self.spec.endpoint.host.clone());
-        let us = hub.enter(local_outbox(&self.listener));
-        let server = serve(listener, hub.clone(), key, KeepAlive::of(&self.spec), self.rules.nnodes.1)?;
-        hub.hear(us, FromAgent::Join(Box::new(member)));
+        let coordinator = Arc::new(SharedCoordinator::new(self.config.clone()));
+        let mut node = self.node.clone();
+        node.address.get_or_insert_with(|| self.spec.endpoint.host.clone());
+        let own_id = coordinator.add_agent(local_outbox(&self.listener));
+        let server = serve(listener, coordinator.clone(), key, KeepAlive::of(&self.spec), self.config.nnodes.1)?;
+        coordinator.receive(own_id, FromAgent::Join(Box::new(node)));
         loop {
-            match self.from_us.recv_timeout(TICK) {
-                Ok(message) => hub.hear(us, message),
-                Err(RecvTimeoutError::Timeout) => hub.tick(),
+            match self.outgoing.recv_timeout(TICK_INTERVAL) {
+                Ok(message) => coordinator.receive(own_id, message),
+                Err(RecvTimeoutError::Timeout) => coordinator.tick(),
                 Err(RecvTimeoutError::Disconnected) => break,
             }
         }
         // The others close when they have heard the end. Where we leave before it, they see that we are gone.
-        let until = Instant::now() + FAREWELL;
-        while hub.is_over() && hub.len() > 1 && Instant::now() < until {
+        let until = Instant::now() + LEAVE_TIMEOUT;
+        while coordinator.is_over() && coordinator.len() > 1 && Instant::now() < until {
             thread::sleep(Duration::from_millis(5));
         }
         // In this order: once the port is free another agent may hold it, and have made a token of its own.
-        drop(shared);
+        drop(token_file);
         drop(server);
-        hub.close();
+        coordinator.close();
         Ok(())
     }
 
-    fn connect(&self) -> std::result::Result<Channel, Trouble> {
+    fn connect(&self) -> std::result::Result<Channel, ConnectError> {
         let port = self.spec.port();
-        let stream = channel::connect(&self.spec.endpoint.host, port, CONNECT).map_err(Trouble::Later)?;
-        let key = self.key.clone().map_or_else(|| shared_at(port).map_err(no_token), Ok);
-        key.and_then(|key| connect(stream, &key)).map_err(Trouble::Stranger)
+        let stream = channel::connect(&self.spec.endpoint.host, port, CONNECT_TIMEOUT).map_err(ConnectError::Retry)?;
+        let key = self.key.clone().map_or_else(|| read_shared(port).map_err(no_token), Ok);
+        key.and_then(|key| connect(stream, &key)).map_err(ConnectError::Rejected)
     }
 
     /// Talks to the coordinator until one of us leaves.
-    fn take_part(self, channel: Channel) {
+    fn participate(self, channel: Channel) {
         let Channel { mut reader, writer } = channel;
-        let Agent { spec, member, listener, from_us, .. } = self;
+        let AgentThread { spec, node, listener, outgoing, .. } = self;
         let keep_alive = KeepAlive::of(&spec);
         let limit = keep_alive.limit();
         let endpoint = spec.endpoint.to_string();
@@ -262,7 +262,7 @@ impl Agent {
             let error = loop {
                 match receive(&mut reader, limit) {
                     Ok(message) => {
-                        if !listener(News::Said(message)) {
+                        if !listener(RendezvousEvent::Message(message)) {
                             return;
                         }
                     }
@@ -273,16 +273,18 @@ impl Agent {
                 io::ErrorKind::TimedOut => format!("nothing was heard of it for {limit:?}"),
                 _ => "the connection was closed".to_owned(),
             };
-            listener(News::Gone(format!("the launcher at {endpoint}, which holds the rendezvous, is gone: {how}")));
+            listener(RendezvousEvent::Lost(format!(
+                "the launcher at {endpoint}, which holds the rendezvous, is gone: {how}"
+            )));
         };
         let reader = thread::Builder::new().name("from the rendezvous".into()).spawn(listen);
         // The first of all messages.
         let (to, messages) = mpsc::channel();
-        to.send(FromAgent::Join(Box::new(member))).ok();
+        to.send(FromAgent::Join(Box::new(node))).ok();
         let sender = thread::Builder::new()
             .name("to the rendezvous".into())
             .spawn(move || send_until_closed(writer, &messages, keep_alive.interval, &FromAgent::Ping));
-        from_us.iter().for_each(|message| {
+        outgoing.iter().for_each(|message| {
             to.send(message).ok();
         });
         drop(to);
@@ -308,11 +310,11 @@ fn no_token(error: io::Error) -> io::Error {
 }
 
 /// The way to the agent that holds the coordinator itself.
-fn local_outbox(listener: &Listener) -> Outbox {
+fn local_outbox(listener: &EventSink) -> Outbox {
     let listener = Arc::clone(listener);
-    let put = move |message| {
+    let send_message = move |message| {
         // Nobody listens once the launch is over.
-        listener(News::Said(message));
+        listener(RendezvousEvent::Message(message));
     };
-    Outbox { put: Box::new(put), sender: None }
+    Outbox { send_message: Box::new(send_message), sender: None }
 }

@@ -9,17 +9,17 @@ use std::{
 use fsdp_core::channel::random_secret;
 use serde::{Deserialize, Serialize};
 
-use crate::{Failure, RankReport, RendezvousSpec, Setback};
+use crate::{FailedAttempt, Failure, RankReport, RendezvousSpec};
 
 /// Tells agents apart, in the order in which they came.
 pub(crate) type AgentId = u64;
 
 /// What a rank has put over PMI: a key and a value.
-pub(crate) type Entry = (String, String);
+pub(crate) type KeyValue = (String, String);
 
 /// What an agent brings with it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Member {
+pub(crate) struct NodeInfo {
     /// The host's name, for messages.
     pub(crate) host: String,
     /// Equal for agents between which shared memory can be handed over.
@@ -56,11 +56,11 @@ pub(crate) struct Member {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum FromAgent {
     /// It wants to take part, and has no ranks running. The first message.
-    Join(Box<Member>),
+    Join(Box<NodeInfo>),
     /// A rank has ended with exit code 0, while others may still run.
     RankDone { attempt: u32, rank: usize },
     /// Its ranks have put this over PMI.
-    PmiPut { attempt: u32, entries: Vec<Entry> },
+    PmiPut { attempt: u32, entries: Vec<KeyValue> },
     /// All of its ranks wait in a barrier of PMI.
     PmiBarrier { attempt: u32 },
     /// The first rank has failed; the others are being ended.
@@ -68,7 +68,7 @@ pub(crate) enum FromAgent {
     /// Not all of its ranks could be started, and nothing is left of those that were. The last message.
     NotStarted { attempt: u32, why: String },
     /// Nothing is left of an attempt, or what is left can't be ended.
-    Ended { attempt: u32, result: Ended, master_port: u16 },
+    AttemptEnded { attempt: u32, result: AttemptResult, master_port: u16 },
     /// It was asked to end, and is ending its ranks.
     Leaving { attempt: u32, why: String },
     /// It goes; nothing is left of its ranks, or what is left can't be ended.
@@ -79,7 +79,7 @@ pub(crate) enum FromAgent {
 
 /// How an attempt ended on one host.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) enum Ended {
+pub(crate) enum AttemptResult {
     /// Every rank with exit code 0.
     Succeeded,
     /// By this rank's failure.
@@ -96,24 +96,24 @@ pub(crate) enum ToAgent {
     /// Others are waited for; these are there.
     Waiting { there: String, nnodes: (u32, u32) },
     /// Start your ranks.
-    Start(Place),
+    Start(Assignment),
     /// End your ranks; `costs` a restart, if the coordinator lives to count it.
     Stop { attempt: u32, why: String, costs: bool },
     /// A rank of another agent of the machine has ended with exit code 0.
     RankDone { attempt: u32, rank: usize },
     /// Ranks of another agent have put this over PMI.
-    PmiPut { attempt: u32, entries: Vec<Entry> },
+    PmiPut { attempt: u32, entries: Vec<KeyValue> },
     /// All ranks wait in a barrier of PMI: they wait no more.
-    PmiGoOn { attempt: u32 },
+    PmiBarrierDone { attempt: u32 },
     /// All is over. The last message.
-    End(Box<Verdict>),
+    End(Box<RunResult>),
     /// It is alive.
     Ping,
 }
 
 /// An agent's place in one attempt.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Place {
+pub(crate) struct Assignment {
     /// How often ranks were started before.
     pub(crate) attempt: u32,
     /// How many of the restarts that are allowed are used: those because of a failure.
@@ -140,10 +140,10 @@ pub(crate) struct Place {
     pub(crate) pmi_space: String,
 }
 
-impl Place {
+impl Assignment {
     /// The place of the only agent.
-    pub(crate) fn alone(run_id: &str, ranks: usize, master_port: u16) -> Self {
-        Place {
+    pub(crate) fn single_node(run_id: &str, ranks: usize, master_port: u16) -> Self {
+        Assignment {
             attempt: 0,
             restarts: 0,
             run_id: run_id.to_owned(),
@@ -165,11 +165,11 @@ impl Place {
 
 /// How the whole launch ended.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Verdict {
+pub(crate) struct RunResult {
     /// What ended it, if it was no success.
     pub(crate) failure: Option<Failure>,
     /// What went wrong before that, as far back as it is kept.
-    pub(crate) setbacks: Vec<Setback>,
+    pub(crate) failed_attempts: Vec<FailedAttempt>,
     /// How many restarts were used.
     pub(crate) restarts: u32,
 }

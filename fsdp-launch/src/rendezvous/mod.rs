@@ -4,7 +4,9 @@ mod message;
 mod server;
 mod token;
 
-pub(crate) use agent::{Listener, Membership, News};
-pub(crate) use coordinator::Rules;
-pub(crate) use message::{Ended, Entry, FromAgent, KeepAlive, Member, Place, ToAgent, Verdict, free_port, machine};
-pub(crate) use token::HOW_TO_MAKE_ONE;
+pub(crate) use agent::{EventSink, Rendezvous, RendezvousEvent};
+pub(crate) use coordinator::RunConfig;
+pub(crate) use message::{
+    Assignment, AttemptResult, FromAgent, KeepAlive, KeyValue, NodeInfo, RunResult, ToAgent, free_port, machine,
+};
+pub(crate) use token::TOKEN_HELP;

@@ -17,19 +17,19 @@ use parking_lot::{Mutex, MutexGuard};
 use serde::{Serialize, de::DeserializeOwned};
 
 use crate::rendezvous::{
-    coordinator::{Coordinator, Rules},
+    coordinator::{Coordinator, RunConfig},
     message::{AgentId, FromAgent, KeepAlive, ToAgent},
 };
 
 /// The way to an agent.
 pub(crate) struct Outbox {
     /// Takes a message on its way, without waiting.
-    pub(crate) put: Box<dyn Fn(ToAgent) + Send>,
-    /// What sends them, until `put` is dropped and all are sent.
+    pub(crate) send_message: Box<dyn Fn(ToAgent) + Send>,
+    /// What sends them, until `send_message` is dropped and all are sent.
     pub(crate) sender: Option<JoinHandle<()>>,
 }
 
-pub(crate) struct Hub(Mutex<Inner>);
+pub(crate) struct SharedCoordinator(Mutex<Inner>);
 
 struct Inner {
     coordinator: Coordinator,
@@ -37,14 +37,14 @@ struct Inner {
     next: AgentId,
 }
 
-impl Hub {
-    pub(crate) fn new(rules: Rules) -> Self {
-        let coordinator = Coordinator::new(rules, Instant::now());
-        Hub(Mutex::new(Inner { coordinator, outboxes: BTreeMap::new(), next: 0 }))
+impl SharedCoordinator {
+    pub(crate) fn new(config: RunConfig) -> Self {
+        let coordinator = Coordinator::new(config, Instant::now());
+        SharedCoordinator(Mutex::new(Inner { coordinator, outboxes: BTreeMap::new(), next: 0 }))
     }
 
     /// Takes in an agent, which is told things through `outbox` until it is gone.
-    pub(crate) fn enter(&self, outbox: Outbox) -> AgentId {
+    pub(crate) fn add_agent(&self, outbox: Outbox) -> AgentId {
         let mut inner = self.lock();
         let id = inner.next;
         inner.next += 1;
@@ -52,19 +52,19 @@ impl Hub {
         id
     }
 
-    pub(crate) fn hear(&self, id: AgentId, message: FromAgent) {
-        self.with(|coordinator, now| coordinator.hear(now, id, message));
+    pub(crate) fn receive(&self, id: AgentId, message: FromAgent) {
+        self.with(|coordinator, now| coordinator.receive(now, id, message));
     }
 
     /// An agent is gone.
-    pub(crate) fn lose(&self, id: AgentId, how: &str) {
-        self.with(|coordinator, now| coordinator.lose(now, id, how));
+    pub(crate) fn disconnect(&self, id: AgentId, how: &str) {
+        self.with(|coordinator, now| coordinator.disconnect(now, id, how));
         self.lock().outboxes.remove(&id);
     }
 
     /// Nothing is heard of an agent any more.
-    pub(crate) fn fall_silent(&self, id: AgentId, how: &str) {
-        self.with(|coordinator, now| coordinator.fall_silent(now, id, how));
+    pub(crate) fn time_out(&self, id: AgentId, how: &str) {
+        self.with(|coordinator, now| coordinator.time_out(now, id, how));
         self.lock().outboxes.remove(&id);
     }
 
@@ -98,7 +98,7 @@ impl Hub {
         act(&mut inner.coordinator, Instant::now());
         for (id, message) in inner.coordinator.take_messages() {
             if let Some(outbox) = inner.outboxes.get(&id) {
-                (outbox.put)(message);
+                (outbox.send_message)(message);
             }
         }
     }
@@ -110,65 +110,65 @@ impl Hub {
 }
 
 /// The most agents beyond those that can take part.
-const MOST_SPARES: usize = 64;
+const SPARE_CONNECTIONS: usize = 64;
 /// What a thread of a connection needs is little.
-const STACK: usize = 256 << 10;
+const STACK_BYTES: usize = 256 << 10;
 
 /// Admits up to `most` agents (and some spare ones) that connect to `listener` with the token, for as long as what is
 /// returned lives.
 pub(crate) fn serve(
     listener: TcpListener,
-    hub: Arc<Hub>,
+    coordinator: Arc<SharedCoordinator>,
     key: Key,
     keep_alive: KeepAlive,
     most: u32,
 ) -> io::Result<Listener> {
-    let most = (most as usize).saturating_add(MOST_SPARES);
-    Listener::start(listener, key, most, Server { hub, keep_alive })
+    let most = (most as usize).saturating_add(SPARE_CONNECTIONS);
+    Listener::start(listener, key, most, AgentHandler { coordinator, keep_alive })
 }
 
-struct Server {
-    hub: Arc<Hub>,
+struct AgentHandler {
+    coordinator: Arc<SharedCoordinator>,
     keep_alive: KeepAlive,
 }
 
-impl Handler for Server {
+impl Handler for AgentHandler {
     fn refused(&self, from: IpAddr, why: &io::Error) {
         tracing::warn!("refused {from}: {why} (--rdzv-token-file), or is no fsdp-launch");
     }
 
     fn serve(&self, guest: Accepted) -> io::Result<()> {
         let Accepted { channel: Channel { mut reader, writer }, first, from } = guest;
-        let FromAgent::Join(mut member) = serde_json::from_slice(&first)? else {
+        let FromAgent::Join(mut node) = serde_json::from_slice(&first)? else {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "its first message is not that it joins"));
         };
-        member.address.get_or_insert_with(|| from.ip().to_canonical().to_string());
-        let host = member.host.clone();
+        node.address.get_or_insert_with(|| from.ip().to_canonical().to_string());
+        let host = node.host.clone();
         let (outbox, messages) = mpsc::channel();
         let interval = self.keep_alive.interval;
         let sender = thread::Builder::new()
             .name(format!("to agent {from}"))
-            .stack_size(STACK)
+            .stack_size(STACK_BYTES)
             .spawn(move || send_until_closed(writer, &messages, interval, &ToAgent::Ping))?;
-        let put = move |message| {
+        let send_message = move |message| {
             // The thread ends when the connection breaks, which the reader notices.
             outbox.send(message).ok();
         };
-        let id = self.hub.enter(Outbox { put: Box::new(put), sender: Some(sender) });
-        self.hub.hear(id, FromAgent::Join(member));
+        let id = self.coordinator.add_agent(Outbox { send_message: Box::new(send_message), sender: Some(sender) });
+        self.coordinator.receive(id, FromAgent::Join(node));
         let limit = self.keep_alive.limit();
         let error = loop {
             match receive(&mut reader, limit) {
-                Ok(message) => self.hub.hear(id, message),
+                Ok(message) => self.coordinator.receive(id, message),
                 Err(error) => break error,
             }
         };
         tracing::debug!("agent {host} is gone ({error})");
         match error.kind() {
             io::ErrorKind::TimedOut => {
-                self.hub.fall_silent(id, &format!("is gone: nothing was heard of its launcher for {limit:?}"));
+                self.coordinator.time_out(id, &format!("is gone: nothing was heard of its launcher for {limit:?}"));
             }
-            _ => self.hub.lose(id, "is gone: its launcher has ended"),
+            _ => self.coordinator.disconnect(id, "is gone: its launcher has ended"),
         }
         Ok(())
     }
@@ -197,7 +197,7 @@ pub(crate) fn send_until_closed<M: Serialize>(
 }
 
 /// Both sides must mean the same by the messages that follow.
-const PURPOSE: &str = "fsdp-launch rendezvous 3";
+const PURPOSE: &str = "fsdp-launch rendezvous 4";
 
 /// The key of a token.
 pub(crate) fn key(token: &[u8]) -> Key {
@@ -234,33 +234,33 @@ mod tests {
 
     use super::*;
 
-    /// An agent that is slow to be told things: a message goes to `heard` a while after it was put.
+    /// An agent that is slow to be told things: a message goes to `heard` a while after it was send_message.
     fn slow(heard: Sender<ToAgent>) -> Outbox {
-        let (put, messages) = channel();
+        let (send_message, messages) = channel();
         let sender = thread::spawn(move || {
             for message in messages {
                 thread::sleep(Duration::from_millis(20));
                 heard.send(message).ok();
             }
         });
-        Outbox { put: Box::new(move |message| put.send(message).unwrap()), sender: Some(sender) }
+        Outbox { send_message: Box::new(move |message| send_message.send(message).unwrap()), sender: Some(sender) }
     }
 
     #[test]
     fn what_was_said_is_on_its_way_when_the_hub_is_closed() {
         let spec = crate::LaunchSpec::new("p", 1);
-        let hub = Hub::new(Rules::of(&spec, "run").unwrap());
+        let coordinator = SharedCoordinator::new(RunConfig::of(&spec, "run").unwrap());
         let heard: Vec<_> = (0..3)
             .map(|_| {
                 let (tell, heard) = channel();
-                let id = hub.enter(slow(tell));
-                (hub.lock().outboxes[&id].put)(ToAgent::Ping);
+                let id = coordinator.add_agent(slow(tell));
+                (coordinator.lock().outboxes[&id].send_message)(ToAgent::Ping);
                 heard
             })
             .collect();
-        hub.close();
+        coordinator.close();
         // At once: the process may end now.
         assert!(heard.iter().all(|heard| heard.try_recv().is_ok()));
-        assert_eq!(hub.len(), 0);
+        assert_eq!(coordinator.len(), 0);
     }
 }

@@ -1,4 +1,4 @@
 pub(crate) mod outcome;
 pub(crate) mod process;
 pub(crate) mod rank;
-pub(crate) mod whereabouts;
+pub(crate) mod rank_snapshot;

@@ -12,7 +12,7 @@ use fsdp_core::heartbeat::Age;
 use serde::{Deserialize, Serialize};
 use signal_hook::{consts::SIGKILL, low_level::signal_name};
 
-use crate::report::whereabouts::Whereabouts;
+use crate::report::rank_snapshot::RankSnapshot;
 
 /// What became of one rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -26,17 +26,17 @@ pub struct RankReport {
     pub pid: i32,
     /// How it ended, or wanted to by `MPI_Abort`; `None` for a process that not even SIGKILL ended in time (it hangs in
     /// the kernel).
-    pub end: Option<End>,
+    pub exit_status: Option<ExitStatus>,
     /// When it ended.
     pub ended_at: Option<SystemTime>,
     /// How long after its start.
     pub after: Option<Age>,
     /// The last thing the launcher did to make it end, before it ended; `None` if it ended by itself.
-    pub request: Option<Request>,
+    pub request: Option<StopRequest>,
     /// How long its heart had stood still, if it was ended because of that.
     pub silent_for: Option<Age>,
     /// Where it was when the first rank of its host failed, or when the ranks were asked to end for another reason.
-    pub whereabouts: Option<Box<Whereabouts>>,
+    pub snapshot: Option<Box<RankSnapshot>>,
     /// The error it recorded in its `TORCHELASTIC_ERROR_FILE`, or what it did over PMI.
     pub message: Option<String>,
     /// The end of its stderr, if it failed and its stderr goes to a file only.
@@ -64,7 +64,7 @@ pub enum Failure {
         why: String,
     },
     /// The hosts did not come together.
-    Meeting {
+    Rendezvous {
         /// Why not, and the way out.
         why: String,
     },
@@ -75,8 +75,8 @@ impl Failure {
     pub fn exit_code(&self) -> u8 {
         match self {
             // A rank may fail by what it told, and end well all the same.
-            Failure::Rank(report) => report.end.map_or(1, End::exit_code).max(1),
-            Failure::NodeLost { .. } | Failure::NotStarted { .. } | Failure::Meeting { .. } => 1,
+            Failure::Rank(report) => report.exit_status.map_or(1, ExitStatus::exit_code).max(1),
+            Failure::NodeLost { .. } | Failure::NotStarted { .. } | Failure::Rendezvous { .. } => 1,
         }
     }
 
@@ -84,13 +84,13 @@ impl Failure {
     pub(crate) fn shortened(mut self) -> Self {
         match &mut self {
             Failure::Rank(report) => {
-                report.whereabouts = None;
+                report.snapshot = None;
                 report.stderr = None;
                 report.message.iter_mut().for_each(|message| shorten(message, SHORT));
             }
             Failure::NodeLost { how: text, .. }
             | Failure::NotStarted { why: text, .. }
-            | Failure::Meeting { why: text } => shorten(text, SHORT),
+            | Failure::Rendezvous { why: text } => shorten(text, SHORT),
         }
         self
     }
@@ -105,7 +105,7 @@ impl fmt::Display for Failure {
             Failure::Rank(report) => write!(f, "{}", report.as_first()),
             Failure::NodeLost { host, how } => write!(f, "node {host} {how}"),
             Failure::NotStarted { host, why } => write!(f, "node {host}: {why}"),
-            Failure::Meeting { why } => f.write_str(why),
+            Failure::Rendezvous { why } => f.write_str(why),
         }
     }
 }
@@ -113,7 +113,7 @@ impl fmt::Display for Failure {
 /// What went wrong in an attempt that was followed by another.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
-pub struct Setback {
+pub struct FailedAttempt {
     /// The attempt, counted from 0.
     pub attempt: u32,
     /// What went wrong first.
@@ -126,8 +126,8 @@ pub(crate) struct First<'a>(&'a RankReport);
 impl RankReport {
     /// What other hosts are told: no more of where it was than fits a message, whatever a rank wrote on its board.
     pub(crate) fn for_others(mut self) -> Self {
-        if let Some(at) = &mut self.whereabouts {
-            at.told.collectives.truncate(4);
+        if let Some(at) = &mut self.snapshot {
+            at.status.collectives.truncate(4);
         }
         self
     }
@@ -141,15 +141,15 @@ impl fmt::Display for First<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let report = self.0;
         write!(f, "rank {} (pid {} on {}) failed first, ", report.rank, report.pid, report.host)?;
-        match report.end {
+        match report.exit_status {
             _ if report.silent_for.is_some() => {
                 let silent = report.silent_for.unwrap_or_default();
-                let state = report.whereabouts.as_ref().and_then(|at| at.process.as_ref());
+                let state = report.snapshot.as_ref().and_then(|at| at.process.as_ref());
                 let state = state.map_or_else(String::new, |process| format!(" ({process})"));
                 write!(f, "it hung: no heartbeat for {silent}{state}")?;
             }
-            Some(end @ End::Exited(_)) => write!(f, "with {end}")?,
-            Some(end @ End::Signaled(SIGKILL)) => {
+            Some(end @ ExitStatus::Exited(_)) => write!(f, "with {end}")?,
+            Some(end @ ExitStatus::Signaled(SIGKILL)) => {
                 write!(f, "killed by {end}: from outside, often because the host ran out of memory (see `dmesg`)")?;
             }
             Some(end) => write!(f, "killed by {end}")?,
@@ -168,24 +168,24 @@ impl fmt::Display for First<'_> {
 
 /// How a process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum End {
+pub enum ExitStatus {
     /// By itself, with this exit code.
     Exited(i32),
     /// By this signal.
     Signaled(i32),
 }
 
-impl End {
+impl ExitStatus {
     /// Exit code 0.
     pub fn is_success(self) -> bool {
-        self == End::Exited(0)
+        self == ExitStatus::Exited(0)
     }
 
     /// As a shell reports it: the exit code, or 128 + the signal's number.
     pub fn exit_code(self) -> u8 {
         match self {
-            End::Exited(code) => low_byte(code),
-            End::Signaled(signal) => low_byte(128 + signal),
+            ExitStatus::Exited(code) => low_byte(code),
+            ExitStatus::Signaled(signal) => low_byte(128 + signal),
         }
     }
 }
@@ -195,11 +195,11 @@ fn low_byte(code: i32) -> u8 {
     code.to_le_bytes()[0]
 }
 
-impl fmt::Display for End {
+impl fmt::Display for ExitStatus {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
-            End::Exited(code) => write!(f, "exit code {code}"),
-            End::Signaled(signal) => f.write_str(&name_of(signal)),
+            ExitStatus::Exited(code) => write!(f, "exit code {code}"),
+            ExitStatus::Signaled(signal) => f.write_str(&name_of(signal)),
         }
     }
 }
@@ -211,7 +211,7 @@ pub(crate) fn name_of(signal: i32) -> String {
 
 /// What the launcher did to end a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub enum Request {
+pub enum StopRequest {
     /// Sent SIGTERM.
     Terminate,
     /// Sent SIGKILL.

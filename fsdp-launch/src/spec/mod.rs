@@ -147,7 +147,7 @@ impl RendezvousSpec {
         self.endpoint.port.unwrap_or(29400)
     }
 
-    pub(crate) fn may_hold(&self) -> bool {
+    pub(crate) fn may_serve(&self) -> bool {
         self.is_host.unwrap_or_else(|| self.endpoint.is_here())
     }
 }

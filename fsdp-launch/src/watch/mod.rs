@@ -13,7 +13,7 @@ use signal_hook::{
     iterator::{Handle, Signals},
 };
 
-use crate::{Error, Result, pmi::Said, rendezvous::News};
+use crate::{Error, Result, pmi::PmiEvent, rendezvous::RendezvousEvent};
 
 /// Something the supervisor has to look at.
 pub(crate) enum Event {
@@ -24,9 +24,9 @@ pub(crate) enum Event {
     /// One of the ranks' streams has been printed to its end.
     OutputEnded,
     /// What ranks of an attempt say over PMI.
-    Pmi { attempt: u32, said: Said },
+    Pmi { attempt: u32, said: PmiEvent },
     /// Something of the other hosts.
-    News(News),
+    Rendezvous(RendezvousEvent),
 }
 
 /// Turns signals into events for as long as it lives.

@@ -37,7 +37,8 @@ impl Watchdog {
 
     /// The first of the ranks that hangs, by its place among `workers`, and how long it was silent.
     pub(crate) fn look(&mut self, workers: &[Worker]) -> Option<(usize, Duration)> {
-        let told = |worker: &Worker| Some(worker.board.as_ref().filter(|_| worker.end.is_none())?.snapshot());
+        let told =
+            |worker: &Worker| Some(worker.status_page.as_ref().filter(|_| worker.exit_status.is_none())?.snapshot());
         let beats: Vec<_> = workers.iter().map(told).collect();
         let some_beat = beats.iter().flatten().any(|told| told.beat.is_some());
         let silence = |(worker, told): (&Worker, &Option<Snapshot>)| {

@@ -4,13 +4,13 @@ use std::{io, time::Duration};
 
 use crate::{
     LaunchSpec,
-    rendezvous::message::{AgentId, KeepAlive, Member, Place, Secret, new_id},
+    rendezvous::message::{AgentId, Assignment, KeepAlive, NodeInfo, Secret, new_id},
     spec::values::nnodes_text,
 };
 
 /// What does not change while a launch lasts.
 #[derive(Clone, Debug)]
-pub(crate) struct Rules {
+pub(crate) struct RunConfig {
     pub(crate) run_id: String,
     /// The fewest and the most agents.
     pub(crate) nnodes: (u32, u32),
@@ -26,7 +26,7 @@ pub(crate) struct Rules {
     pub(crate) unique_id: String,
 }
 
-impl Rules {
+impl RunConfig {
     /// Of the launch of `spec`; without other hosts nothing is waited for.
     ///
     /// # Errors
@@ -35,7 +35,7 @@ impl Rules {
         let forever = Duration::MAX;
         let meeting = spec.rendezvous.as_ref();
         let times = meeting.map_or((forever, forever), |it| (it.join_timeout, it.last_call_timeout));
-        Ok(Rules {
+        Ok(RunConfig {
             run_id: run_id.to_owned(),
             nnodes: spec.nnodes(),
             max_restarts: spec.max_restarts,
@@ -47,86 +47,91 @@ impl Rules {
         })
     }
 
-    /// Why `member` can't take part beside those that are `there`, if it can't.
-    pub(crate) fn refusal<'a>(&self, member: &Member, mut there: impl Iterator<Item = &'a Member>) -> Option<String> {
-        if let Some(id) = member.run_id.as_ref().filter(|id| **id != self.run_id) {
+    /// StopReason `member` can't take part beside those that are `there`, if it can't.
+    pub(crate) fn refusal<'a>(&self, node: &NodeInfo, mut there: impl Iterator<Item = &'a NodeInfo>) -> Option<String> {
+        if let Some(id) = node.run_id.as_ref().filter(|id| **id != self.run_id) {
             return Some(format!("the run here is {:?}, not {id:?} (--rdzv-id)", self.run_id));
         }
-        if member.nnodes != self.nnodes {
-            let (ours, its) = (nnodes_text(self.nnodes), nnodes_text(member.nnodes));
+        if node.nnodes != self.nnodes {
+            let (ours, its) = (nnodes_text(self.nnodes), nnodes_text(node.nnodes));
             return Some(format!("the run here has --nnodes {ours}, not {its}"));
         }
-        if member.max_restarts != self.max_restarts {
-            let (ours, its) = (self.max_restarts, member.max_restarts);
+        if node.max_restarts != self.max_restarts {
+            let (ours, its) = (self.max_restarts, node.max_restarts);
             return Some(format!("the run here has --max-restarts {ours}, not {its}"));
         }
         // Whoever gives fewer than another expects would be given up while it lives.
-        if let (Some(ours), Some(its)) = (self.keep_alive, member.keep_alive)
+        if let (Some(ours), Some(its)) = (self.keep_alive, node.keep_alive)
             && ours != its
         {
             return Some(format!("the run here has --rdzv-conf {ours}, not {its}"));
         }
-        let taken = there.find(|it| it.node_rank.is_some() && it.node_rank == member.node_rank);
+        let taken = there.find(|it| it.node_rank.is_some() && it.node_rank == node.node_rank);
         taken.map(|it| {
-            let rank = member.node_rank.unwrap_or_default();
+            let rank = node.node_rank.unwrap_or_default();
             format!("--node-rank {rank} is taken by {}: every host has its own", it.host)
         })
     }
 }
 
 /// Up to `most` of those that are there: by the ranks they were given, then as they came.
-pub(super) fn chosen<'a>(
-    there: impl Iterator<Item = (AgentId, &'a Member)>,
+pub(super) fn select_nodes<'a>(
+    there: impl Iterator<Item = (AgentId, &'a NodeInfo)>,
     most: usize,
-) -> Vec<(AgentId, &'a Member)> {
-    let mut chosen: Vec<_> = there.collect();
-    chosen.sort_by_key(|(id, member)| (member.node_rank.unwrap_or(u32::MAX), *id));
-    chosen.truncate(most);
-    chosen
+) -> Vec<(AgentId, &'a NodeInfo)> {
+    let mut select_nodes: Vec<_> = there.collect();
+    select_nodes.sort_by_key(|(id, node)| (node.node_rank.unwrap_or(u32::MAX), *id));
+    select_nodes.truncate(most);
+    select_nodes
 }
 
 /// The place of each of the `chosen` in an attempt.
-pub(super) fn places(chosen: &[&Member], rules: &Rules, attempt: u32, restarts: u32) -> Vec<Place> {
-    let Some(first) = chosen.first() else { return Vec::new() };
-    let mut machines: Vec<&str> = chosen.iter().map(|member| member.machine.as_str()).collect();
+pub(super) fn assign_ranks(
+    select_nodes: &[&NodeInfo],
+    config: &RunConfig,
+    attempt: u32,
+    restarts: u32,
+) -> Vec<Assignment> {
+    let Some(first) = select_nodes.first() else { return Vec::new() };
+    let mut machines: Vec<&str> = select_nodes.iter().map(|node| node.machine.as_str()).collect();
     machines.sort_unstable();
     machines.dedup();
     let mut ranks_of_hosts: Vec<(usize, usize)> = Vec::new();
-    for member in chosen {
+    for node in select_nodes {
         match ranks_of_hosts.last_mut() {
-            Some((hosts, ranks)) if *ranks == member.ranks => *hosts += 1,
-            _ => ranks_of_hosts.push((1, member.ranks)),
+            Some((hosts, ranks)) if *ranks == node.ranks => *hosts += 1,
+            _ => ranks_of_hosts.push((1, node.ranks)),
         }
     }
-    let common = Place {
+    let common = Assignment {
         attempt,
         restarts,
-        run_id: rules.run_id.clone(),
+        run_id: config.run_id.clone(),
         group_rank: 0,
-        group_world_size: chosen.len(),
+        group_world_size: select_nodes.len(),
         first_rank: 0,
-        world_size: chosen.iter().map(|member| member.ranks).sum(),
+        world_size: select_nodes.iter().map(|node| node.ranks).sum(),
         first_role_rank: 0,
         role_world_size: 0,
         master_addr: first.master_addr.clone().or(first.address.clone()).unwrap_or_else(|| "127.0.0.1".into()),
         master_port: first.master_port,
         machines: machines.len(),
         ranks_of_hosts,
-        store_secret: rules.store_secret.clone(),
-        pmi_space: format!("kvs_{}_{attempt}", rules.unique_id),
+        store_secret: config.store_secret.clone(),
+        pmi_space: format!("kvs_{}_{attempt}", config.unique_id),
     };
-    let ranks_of = |members: &[&Member], role: &str| -> usize {
-        members.iter().filter(|member| member.role == role).map(|member| member.ranks).sum()
+    let ranks_of = |nodes: &[&NodeInfo], role: &str| -> usize {
+        nodes.iter().filter(|node| node.role == role).map(|node| node.ranks).sum()
     };
-    let place = |(group_rank, member): (usize, &&Member)| {
-        let before = &chosen[..group_rank];
-        Place {
+    let assignment = |(group_rank, node): (usize, &&NodeInfo)| {
+        let before = &select_nodes[..group_rank];
+        Assignment {
             group_rank,
-            first_rank: before.iter().map(|member| member.ranks).sum(),
-            first_role_rank: ranks_of(before, &member.role),
-            role_world_size: ranks_of(chosen, &member.role),
+            first_rank: before.iter().map(|node| node.ranks).sum(),
+            first_role_rank: ranks_of(before, &node.role),
+            role_world_size: ranks_of(select_nodes, &node.role),
             ..common.clone()
         }
     };
-    chosen.iter().enumerate().map(place).collect()
+    select_nodes.iter().enumerate().map(assignment).collect()
 }
