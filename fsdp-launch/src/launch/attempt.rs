@@ -15,20 +15,20 @@ use crate::{
     job::{JobFile, cleanup::Guard},
     output::{
         Outputs,
-        logs::{Destination, destinations, hidden_stderr},
+        logs::{Route, STDERR, STDOUT, hidden_stderr, routes},
     },
-    pmi::{self, PmiEvent, PmiFailureKind},
+    pmi::{self, PmiFailureKind},
     rank::{
         affinity,
         environment::{Job, hostname},
         orphans,
         worker::Worker,
     },
-    rendezvous::{KeyValue, RendezvousEvent},
+    rendezvous::RendezvousEvent,
     report::rank::{ExitStatus, LogEnd, read_message},
     watch::{
         Event,
-        supervise::{AttemptEnd, Sign, supervise},
+        supervise::{AttemptEnd, Notice, supervise},
     },
 };
 
@@ -45,20 +45,6 @@ pub(crate) struct Attempt {
     pub(crate) news: Vec<RendezvousEvent>,
 }
 
-/// What others should hear before the attempt has ended.
-pub(crate) enum Notice {
-    /// This rank failed first, and the others are about to be ended.
-    Failed(RankReport),
-    /// The launcher received this signal, and the ranks are about to be ended.
-    Leaving(i32),
-    /// This rank of the world has ended with exit code 0.
-    Done(usize),
-    /// The ranks of this host have put this over PMI.
-    PmiPut(Vec<KeyValue>),
-    /// All of them wait in a barrier of PMI.
-    PmiBarrier,
-}
-
 /// Starts the ranks of `job`, in the guard's care, and waits until nothing of them is left. What `fsdp-launch status`
 /// shows is written into `temp_dir`. What others should hear meanwhile goes to `tell`.
 pub(crate) fn run(
@@ -67,7 +53,7 @@ pub(crate) fn run(
     guard: &mut Guard,
     sender: &Sender<Event>,
     events: &Receiver<Event>,
-    mut tell: impl FnMut(Notice),
+    notify: &mut dyn FnMut(Notice<'_>),
 ) -> Result<Attempt> {
     let spec = job.spec;
     // What one rank lacks shows before any of them is started.
@@ -89,17 +75,8 @@ pub(crate) fn run(
         return Err(error);
     }
     JobFile::of(job, &workers).publish(temp_dir);
-    let mut tell = |sign: Sign<'_>| match sign {
-        Sign::Failed(worker) => tell(Notice::Failed(report(job, worker))),
-        Sign::Leaving(signal) => tell(Notice::Leaving(signal)),
-        Sign::Done(rank) => tell(Notice::Done(rank)),
-        Sign::Pmi(PmiEvent::Put(entries)) => tell(Notice::PmiPut(entries)),
-        Sign::Pmi(PmiEvent::Barrier) => tell(Notice::PmiBarrier),
-        // That is the supervisor's.
-        Sign::Pmi(PmiEvent::Failed(_)) => {}
-    };
     let keep: Vec<Pid> = workers.iter().map(|worker| worker.pid).chain(guard.pid()).collect();
-    let ended = supervise(&mut workers, job, &mut pmi, events, &keep, &mut tell);
+    let ended = supervise(&mut workers, job, &mut pmi, events, &keep, notify);
     orphans::kill(job.launch_id, &keep);
     news.extend(ended.news);
     let mut interrupted = outputs.finish(events, ended.streams, ended.interrupted, &mut news);
@@ -134,11 +111,12 @@ fn start(
     let spec = job.spec;
     let has_terminal = io::stderr().is_terminal();
     for rank in 0..spec.nproc_per_node {
-        let [stdout, stderr] = destinations(&spec.logs, job.log_dir, rank)?;
+        let [stdout, stderr] = routes(&spec.logs, job.log_dir.is_some(), rank);
         // A terminal of its own: rank 0's progress bar shows.
-        let shares_stderr = rank == 0 && has_terminal && matches!(stderr, Destination::Console);
-        let (stdout, stdout_copy) = stdout.open();
-        let (stderr, stderr_copy) = if shares_stderr { (Stdio::inherit(), None) } else { stderr.open() };
+        let shares_stderr = rank == 0 && has_terminal && stderr == Route::Console;
+        let (stdout, stdout_copy) = stdout.open(job.log_dir, rank, STDOUT)?;
+        let (stderr, stderr_copy) =
+            if shares_stderr { (Stdio::inherit(), None) } else { stderr.open(job.log_dir, rank, STDERR)? };
         let (worker, (stdout, stderr)) = Worker::start(job, rank, pmi, stdout, stderr)?;
         guard.add(worker.pid);
         workers.push(worker);
@@ -154,7 +132,7 @@ fn start(
 }
 
 /// What became of a rank, as far as it is known.
-fn report(job: &Job<'_>, worker: &Worker) -> RankReport {
+pub(crate) fn report(job: &Job<'_>, worker: &Worker) -> RankReport {
     let failed = worker.ended_after.is_none() && worker.exit_status.is_some_and(|end| !end.is_success());
     // What is gone by a failure of its own has told of it otherwise.
     let pmi_failure = worker.pmi_failure.as_ref();

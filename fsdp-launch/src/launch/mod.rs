@@ -25,17 +25,21 @@ use crate::{
         cleanup::{Guard, ID_DIGITS, TempDir, sweep},
     },
     launch::{
-        attempt::{Attempt, Notice},
+        attempt::Attempt,
         waiting::{Next, Reason, next},
     },
     output::logs::{create_attempt_dir, create_run_dir},
+    pmi::PmiEvent,
     rank::environment::{Job, hostname},
     rendezvous::{
         Assignment, AttemptResult, EventSink, FromAgent, KeepAlive, NodeInfo, Rendezvous, RendezvousEvent, RunConfig,
         RunResult, ToAgent, free_port, machine,
     },
     report::{outcome::describe_hang, rank::name_of},
-    watch::{Event, SignalWatch, supervise},
+    watch::{
+        Event, SignalWatch,
+        supervise::{AttemptEnd, Notice},
+    },
 };
 
 /// Starts the ranks of `spec`, prints what they print, and returns when nothing of them is left. When a rank fails
@@ -198,10 +202,10 @@ impl<'a> Launch<'a> {
         }
         let may_restart = attempt.is_gone && attempt.interrupted.is_none();
         let result = match attempt.cause {
-            supervise::AttemptEnd::Interrupted(signal) => return Ok(Some(self.leave(signal))),
-            supervise::AttemptEnd::Succeeded => AttemptResult::Succeeded,
-            supervise::AttemptEnd::Stopped => AttemptResult::Stopped { may_restart },
-            supervise::AttemptEnd::RankFailed(first) => match self.ranks.get(first).cloned() {
+            AttemptEnd::Interrupted(signal) => return Ok(Some(self.leave(signal))),
+            AttemptEnd::Succeeded => AttemptResult::Succeeded,
+            AttemptEnd::Stopped => AttemptResult::Stopped { may_restart },
+            AttemptEnd::RankFailed(first) => match self.ranks.get(first).cloned() {
                 Some(report) => {
                     self.why.get_or_insert_with(|| rank_failed(&report));
                     AttemptResult::Failed { report: Box::new(report.for_others()), may_restart }
@@ -240,8 +244,9 @@ impl<'a> Launch<'a> {
         let job = Job { spec, assignment, launch_id: &self.id, log_dir, error_dir };
         tracing::debug!(?spec, ?assignment, "launching");
         let (rendezvous, why, attempt) = (&self.rendezvous, &mut self.why, assignment.attempt);
-        let tell = |told: Notice| match told {
-            Notice::Failed(report) => {
+        let mut notify = |notice: Notice<'_>| match notice {
+            Notice::Failed(worker) => {
+                let report = attempt::report(&job, worker);
                 *why = Some(rank_failed(&report));
                 rendezvous.send(FromAgent::Failed { attempt, report: Box::new(report.for_others()) });
             }
@@ -251,10 +256,12 @@ impl<'a> Launch<'a> {
                 rendezvous.send(FromAgent::RankDone { attempt, rank });
             }
             Notice::Done(_) => {}
-            Notice::PmiPut(entries) => rendezvous.send(FromAgent::PmiPut { attempt, entries }),
-            Notice::PmiBarrier => rendezvous.send(FromAgent::PmiBarrier { attempt }),
+            Notice::Pmi(PmiEvent::Put(entries)) => rendezvous.send(FromAgent::PmiPut { attempt, entries }),
+            Notice::Pmi(PmiEvent::Barrier) => rendezvous.send(FromAgent::PmiBarrier { attempt }),
+            // The supervisor handles it.
+            Notice::Pmi(PmiEvent::Failed(_)) => {}
         };
-        attempt::run(&job, error_dir, &mut self.guard, &self.sender, &self.events, tell)
+        attempt::run(&job, error_dir, &mut self.guard, &self.sender, &self.events, &mut notify)
     }
 
     /// The launcher was asked to end by `signal`, and says so.

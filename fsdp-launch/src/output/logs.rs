@@ -10,29 +10,8 @@ use std::{
 
 use crate::{Error, LogSpec, Result};
 
-const STDOUT: &str = "stdout.log";
-const STDERR: &str = "stderr.log";
-
-/// Where one stream of a rank goes.
-pub(crate) enum Destination {
-    Console,
-    /// The rank writes the file itself.
-    File(File),
-    Both(File),
-    Nowhere,
-}
-
-impl Destination {
-    /// What the rank writes to, and the file that gets a copy of what comes through a pipe.
-    pub(crate) fn open(self) -> (Stdio, Option<File>) {
-        match self {
-            Destination::Console => (Stdio::piped(), None),
-            Destination::File(file) => (file.into(), None),
-            Destination::Both(file) => (Stdio::piped(), Some(file)),
-            Destination::Nowhere => (Stdio::null(), None),
-        }
-    }
-}
+pub(crate) const STDOUT: &str = "stdout.log";
+pub(crate) const STDERR: &str = "stderr.log";
 
 /// Makes the directory of a run, if any of its streams goes to a file or a directory is asked for. What is there
 /// already is left as it is: a second run of the same id gets a number behind its name.
@@ -71,44 +50,43 @@ pub(crate) fn create_attempt_dir(run_dir: &Path, restart_count: u32, ranks: usiz
     Ok(dir)
 }
 
-/// What becomes of one stream of a rank.
+/// Destination of one stream of a rank.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Route {
+pub(crate) enum Route {
     Console,
+    /// The rank writes the file itself.
     File,
     Both,
-    Nowhere,
+    Discard,
+}
+
+impl Route {
+    /// Opens the stream `name` of `rank`: what the rank writes to, and the file that gets a copy of a piped stream.
+    pub(crate) fn open(self, dir: Option<&Path>, rank: usize, name: &str) -> Result<(Stdio, Option<File>)> {
+        let file = || {
+            let path = dir.map(|dir| log_file(dir, rank, name)).unwrap_or_default();
+            OpenOptions::new().create(true).append(true).open(&path).map_err(failed(&path))
+        };
+        Ok(match self {
+            Route::Console => (Stdio::piped(), None),
+            Route::File => (file()?.into(), None),
+            Route::Both => (Stdio::piped(), Some(file()?)),
+            Route::Discard => (Stdio::null(), None),
+        })
+    }
 }
 
 /// For `rank`'s stdout and stderr; files are in the attempt's directory, if it has one.
-fn routes(spec: &LogSpec, has_dir: bool, rank: usize) -> [Route; 2] {
+pub(crate) fn routes(spec: &LogSpec, has_dir: bool, rank: usize) -> [Route; 2] {
     let (redirect, tee, shown) = (spec.redirects.of(rank), spec.tee.of(rank), spec.local_ranks_filter.shows(rank));
     [(redirect.stdout, tee.stdout), (redirect.stderr, tee.stderr)].map(|(redirect, tee)| {
         match (has_dir && (redirect || tee), shown) {
             (true, true) if tee => Route::Both,
             (true, _) => Route::File,
             (false, true) => Route::Console,
-            (false, false) => Route::Nowhere,
+            (false, false) => Route::Discard,
         }
     })
-}
-
-/// Where `rank`'s stdout and stderr go; `dir` is the attempt's.
-pub(crate) fn destinations(spec: &LogSpec, dir: Option<&Path>, rank: usize) -> Result<[Destination; 2]> {
-    let open = |name: &str| {
-        let path = dir.map(|dir| log_file(dir, rank, name)).unwrap_or_default();
-        OpenOptions::new().create(true).append(true).open(&path).map_err(failed(&path))
-    };
-    let destination = |route, name| {
-        Ok(match route {
-            Route::Console => Destination::Console,
-            Route::File => Destination::File(open(name)?),
-            Route::Both => Destination::Both(open(name)?),
-            Route::Nowhere => Destination::Nowhere,
-        })
-    };
-    let [stdout, stderr] = routes(spec, dir.is_some(), rank);
-    Ok([destination(stdout, STDOUT)?, destination(stderr, STDERR)?])
 }
 
 /// The file of `rank`'s stderr, where the user sees nothing of it elsewhere.

@@ -54,7 +54,7 @@ pub(crate) struct Supervised {
 }
 
 /// What others should hear at once.
-pub(crate) enum Sign<'a> {
+pub(crate) enum Notice<'a> {
     /// This rank failed first, and the others are about to be ended.
     Failed(&'a Worker),
     /// The launcher received this signal, and the ranks are about to be ended.
@@ -73,7 +73,7 @@ pub(crate) fn supervise(
     pmi: &mut pmi::Server,
     events: &Receiver<Event>,
     children: &[Pid],
-    tell: &mut dyn FnMut(Sign<'_>),
+    notify: &mut dyn FnMut(Notice<'_>),
 ) -> Supervised {
     let grace = job.spec.shutdown_timeout;
     let mut watchdog = Watchdog::new(job.spec.heartbeat_timeout, workers.len(), Instant::now());
@@ -84,7 +84,7 @@ pub(crate) fn supervise(
         let (done, failed): (Vec<_>, Vec<_>) = shutdown.reap().into_iter().partition(|(_, end)| end.is_success());
         for rank in done.into_iter().map(|(rank, _)| job.rank(rank)) {
             shutdown.record_exit(rank, job);
-            tell(Sign::Done(rank));
+            notify(Notice::Done(rank));
         }
         match cause {
             None => {
@@ -111,7 +111,7 @@ pub(crate) fn supervise(
         }
         if let (Some(AttemptEnd::RankFailed(first)), true, false) = (cause, shutdown.sent.is_some(), is_reported) {
             is_reported = true;
-            shutdown.workers.get(first).into_iter().for_each(|worker| tell(Sign::Failed(worker)));
+            shutdown.workers.get(first).into_iter().for_each(|worker| notify(Notice::Failed(worker)));
         }
         if shutdown.workers.iter().all(Worker::is_gone) {
             break;
@@ -127,7 +127,7 @@ pub(crate) fn supervise(
             Some(Event::OutputEnded) => streams += 1,
             Some(Event::Interrupted(signal)) => {
                 if interrupted.replace(signal).is_none() {
-                    tell(Sign::Leaving(signal));
+                    notify(Notice::Leaving(signal));
                 }
                 // Only Ctrl-C is impatience: `timeout` and service managers send their signal twice as a matter of
                 // course.
@@ -176,7 +176,7 @@ pub(crate) fn supervise(
                         shutdown.record_pmi_failure(pmi_failure);
                     }
                 }
-                said => tell(Sign::Pmi(said)),
+                said => notify(Notice::Pmi(said)),
             },
             Some(Event::Pmi { .. }) => {}
             Some(Event::Rendezvous(heard)) => {
