@@ -12,7 +12,7 @@ use tracing_subscriber::{EnvFilter, filter::LevelFilter};
 fn main() -> ExitCode {
     let args = match Args::try_parse() {
         Ok(args) => args,
-        // --help and --version are told in this way too.
+        // --help and --version are also errors to clap.
         Err(error) if !error.use_stderr() => error.exit(),
         Err(error) => {
             tell(&one_line(&error));
@@ -30,7 +30,8 @@ fn run(args: Args) -> Result<ExitCode> {
     if let Some(shell) = args.print_completion {
         let mut script = Vec::new();
         clap_complete::generate(shell, &mut Args::command(), "fsdp-launch", &mut script);
-        // Of a command with a dash in its name, the script for bash calls what belongs to a subcommand by two names.
+        // In bash completions for a command name with a dash, clap_complete uses two different names for a subcommand's
+        // functions.
         let script = String::from_utf8_lossy(&script).replace("fsdp__subcmd__launch", "fsdp__launch");
         return Ok(printed(script.as_bytes()));
     }
@@ -64,12 +65,12 @@ fn show_status(args: &StatusArgs) -> Result<ExitCode> {
     Ok(printed(text.as_bytes()))
 }
 
-/// Says something on stderr, if anybody reads that.
+/// Prints a message to stderr, if it has a reader.
 fn tell(text: &str) {
     Console::Stderr.print_line(&format!("fsdp-launch: {text}"));
 }
 
-/// Prints to stdout; that nobody reads on (`| head`) is nothing to tell.
+/// Prints to stdout. A closed pipe (`| head`) is not reported.
 fn printed(text: &[u8]) -> ExitCode {
     match Console::Stdout.write_all(text) {
         Ok(()) => return ExitCode::SUCCESS,
@@ -79,19 +80,19 @@ fn printed(text: &[u8]) -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// To be called once.
+/// Starts logging. Call it once.
 fn start_logging() {
     let filter = std::env::var("RUST_LOG").ok().and_then(|text| EnvFilter::try_new(with_warnings(&text)).ok());
     let filter = filter.unwrap_or_else(|| EnvFilter::new("warn"));
     let ansi = io::stderr().is_terminal();
     let to_stderr = || Console::Stderr.writer_with_timeout();
-    // An error of writing to stderr would be told on stderr, by a macro that panics when that fails.
+    // The default error handler would panic if stderr can't be written.
     let subscriber = tracing_subscriber::fmt().log_internal_errors(false).with_writer(to_stderr);
     subscriber.with_env_filter(filter).with_ansi(ansi).without_time().init();
 }
 
-/// `RUST_LOG` is most often meant for the training program, and does not take the launcher's warnings away unless it
-/// speaks of the launcher, or of everything.
+/// Adds the launcher's warnings to a `RUST_LOG` filter, which is usually meant for the training program. A filter that
+/// names the launcher, or a level for everything, stays as it is.
 fn with_warnings(filter: &str) -> String {
     let speaks_of_us = |directive: &str| {
         let target = directive.split(['=', '[']).next().unwrap_or_default();

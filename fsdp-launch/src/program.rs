@@ -1,5 +1,5 @@
-//! From what the user typed to an executable: a path, a target of the Cargo workspace at hand, a neighbour of the
-//! launcher, or a name in `PATH`.
+//! Finds the program to launch: a path, a target of the current Cargo workspace, an executable beside the launcher, or
+//! a name in `PATH`.
 
 use std::{
     env,
@@ -16,16 +16,16 @@ use rustix::fs::{Access, access};
 
 use crate::{Error, Result, rank::environment::forget_cargo_run};
 
-/// The executable that `program` means.
+/// Returns the executable that `program` names.
 ///
-/// With a `/` in it, it is a path. A name is a binary or example of the Cargo workspace that the current directory is
-/// in, which is built in release mode first (Cargo's messages go to stderr); else an executable beside the running one;
-/// else one of `PATH`.
+/// With a `/`, it is a path. A name is a binary or example of the Cargo workspace of the current directory, which is
+/// first built in release mode (Cargo's messages go to stderr). Otherwise it is an executable beside the running one,
+/// or in `PATH`.
 ///
 /// # Errors
-/// [`Error::ProgramNotFound`], [`Error::ProgramPath`], [`Error::NotAFile`] and [`Error::NotExecutable`] where there is
-/// nothing to run; [`Error::AmbiguousTarget`] where two packages have a target of the name; [`Error::Build`] where
-/// Cargo fails.
+/// [`Error::ProgramNotFound`], [`Error::ProgramPath`], [`Error::NotAFile`] and [`Error::NotExecutable`] when there is
+/// no program to run; [`Error::AmbiguousTarget`] when two packages have such a target; [`Error::Build`] when Cargo
+/// fails.
 pub fn find_program(program: &OsStr) -> Result<PathBuf> {
     match locate(program)? {
         Located::Executable(path) => Ok(path),
@@ -33,10 +33,10 @@ pub fn find_program(program: &OsStr) -> Result<PathBuf> {
     }
 }
 
-/// What [`find_program`] would return, and the command that it would build it with; nothing is built.
+/// Returns the path that [`find_program`] would return, and the build command. Does not build.
 ///
 /// # Errors
-/// As [`find_program`], less those of a build.
+/// As [`find_program`], except build errors.
 pub(crate) fn plan_program(program: &OsStr) -> Result<(PathBuf, Option<String>)> {
     Ok(match locate(program)? {
         Located::Executable(path) => (path, None),
@@ -44,7 +44,7 @@ pub(crate) fn plan_program(program: &OsStr) -> Result<(PathBuf, Option<String>)>
     })
 }
 
-/// With the value `no`, nothing is built: names are those of executables.
+/// With the value `no`, names are those of executables, and nothing is built.
 const BUILD: &str = "FSDP_LAUNCH_BUILD";
 
 enum Located {
@@ -83,9 +83,9 @@ fn locate(program: &OsStr) -> Result<Located> {
 enum Found {
     Target(Target),
     Nothing {
-        /// Where it was looked for, in words.
+        /// The places that were searched, in words.
         places: String,
-        /// A target of a similar name.
+        /// A target with a similar name.
         suggestion: Option<String>,
     },
 }
@@ -103,16 +103,16 @@ struct Target {
     package: PackageId,
     package_name: String,
     package_dir: PathBuf,
-    /// Whether it is built with `--workspace`: where `cargo build` there means all members, and no other package has a
-    /// target of this name and kind.
+    /// Whether to build with `--workspace`: if all members are default members, and the target's name and kind are
+    /// unique.
     with_all: bool,
-    /// Where Cargo puts it, unless it is told to build for another target.
+    /// Default path of the executable.
     executable: PathBuf,
 }
 
 fn find_target(name: &OsStr) -> Result<Found> {
     let here = env::current_dir().map_err(Error::system("read the current directory"))?;
-    // Starting Cargo to learn that there is no workspace would cost each launch more than the launch itself.
+    // Starting Cargo outside a workspace would take longer than the launch.
     let Some(root) = here.ancestors().find(|dir| dir.join("Cargo.toml").is_file()) else {
         return Ok(Found::nothing(format!("a Cargo workspace, but {} is in none", here.display())));
     };
@@ -132,7 +132,7 @@ fn find_target(name: &OsStr) -> Result<Found> {
     let (mut targets, others): (Vec<_>, Vec<_>) =
         runnable_targets(&metadata).into_iter().partition(|it| it.name == name);
     if targets.len() > 1 {
-        // As Cargo does: in a package's directory its own target is suggestion; and a binary comes before an example.
+        // As in Cargo: prefer the current package's target, and a binary over an example.
         let closest = targets.iter().filter(|it| here.starts_with(&it.package_dir)).map(depth).max();
         if closest.is_some() {
             targets.retain(|it| here.starts_with(&it.package_dir) && Some(depth(it)) == closest);
@@ -191,7 +191,7 @@ fn runnable_targets(metadata: &cargo_metadata::Metadata) -> Vec<Target> {
         }
     }
     let names: Vec<_> = found.iter().map(|it| (it.name.clone(), it.example)).collect();
-    // Cargo before 1.71 does not tell.
+    // Cargo before 1.71 does not report default members.
     let all_are_default = metadata.workspace_default_members.is_missing()
         || metadata.workspace_default_packages().len() == metadata.workspace_packages().len();
     for target in &mut found {
@@ -206,7 +206,7 @@ impl Target {
         if self.example { "--example" } else { "--bin" }
     }
 
-    /// For the eyes: the id in place of the package's name is what makes it the only one.
+    /// Formats the build command for people. `build` uses the package id instead of the name, because the id is unique.
     fn build_command(&self) -> String {
         let packages = if self.with_all { "--workspace".into() } else { format!("-p {}", self.package_name) };
         format!("cargo build --release {packages} {} {}", self.kind(), self.name)
@@ -217,7 +217,7 @@ impl Target {
         tracing::debug!(command = %shown, "building");
         let mut command = Command::new(cargo());
         command.args(["build", "--release"]);
-        // With the features that `cargo build` and `cargo test` there choose: else much would be compiled once more.
+        // Build with the features of `cargo build --workspace`, to reuse its artifacts.
         match self.with_all {
             true => command.arg("--workspace"),
             false => command.args(["-p", &self.package.repr]),
@@ -249,15 +249,15 @@ impl Target {
     }
 }
 
-/// Inside `cargo run` the Cargo that runs us, else the one of `PATH`.
+/// Returns the Cargo that runs this process, or else the one in `PATH`.
 fn cargo() -> OsString {
     env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
 }
 
-/// The executable of this name in the directories of `PATH`.
+/// Finds an executable in the directories of `PATH`.
 fn find_in_path(program: &OsStr) -> Option<PathBuf> {
     let path = env::var_os("PATH").unwrap_or_default();
-    // An empty entry of PATH means the current directory to a shell; naming it by a dot keeps the result a path.
+    // An empty entry of PATH means the current directory.
     let dirs = env::split_paths(&path).map(|dir| if dir.as_os_str().is_empty() { ".".into() } else { dir });
     dirs.map(|dir| dir.join(program)).find(|it| runnable(it))
 }
@@ -271,7 +271,6 @@ fn check_path(path: PathBuf) -> Result<PathBuf> {
     }
 }
 
-/// Why that can't be run.
 fn not_a_file(path: PathBuf, meta: &Metadata) -> Error {
     Error::NotAFile { path, found: if meta.is_dir() { "a directory" } else { "not a regular file" } }
 }
@@ -283,26 +282,26 @@ fn runnable(path: &Path) -> bool {
 /// Runs a script with `runpy`, as torchrun's `--run-path`.
 const RUN_PATH: &str = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')";
 
-/// What the first word after the options is to Python.
+/// How Python runs the program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PythonKind {
-    /// A file to run.
+    /// A script file.
     Script,
-    /// `--module`: a module to run.
+    /// `--module`: a module.
     Module,
-    /// `--run-path`: what `runpy.run_path` takes, a file, a directory or a zip archive.
+    /// `--run-path`: a file, directory or zip archive for `runpy.run_path`.
     RunPath,
 }
 
-/// A name that only Python can mean.
+/// Returns whether the name ends in .py.
 pub(crate) fn is_python_script(name: &OsStr) -> bool {
     Path::new(name).extension().is_some_and(|extension| extension == "py")
 }
 
-/// The interpreter and its arguments up to the script's own.
+/// Returns the interpreter, and its arguments up to the script's own.
 ///
 /// # Errors
-/// [`Error::ProgramPath`] and [`Error::NoPython`] where the script or the interpreter is not there.
+/// [`Error::ProgramPath`] and [`Error::NoPython`] when the script or the interpreter is missing.
 pub(crate) fn python_command(kind: PythonKind, name: OsString) -> Result<(PathBuf, Vec<OsString>)> {
     if kind != PythonKind::Module {
         let path = PathBuf::from(&name);
@@ -312,7 +311,7 @@ pub(crate) fn python_command(kind: PythonKind, name: OsString) -> Result<(PathBu
             Ok(_) => {}
         }
     }
-    // Unbuffered: a line is seen when it is printed, not when the rank ends.
+    // Unbuffered, so that lines appear when they are printed.
     let mut args: Vec<OsString> = vec!["-u".into()];
     match kind {
         PythonKind::Script => {}
@@ -331,7 +330,7 @@ fn interpreter() -> Result<PathBuf> {
     find_in_path(&name).ok_or(Error::NoPython { name })
 }
 
-/// The most similar of the `known` words, if it is similar enough to be suggestion.
+/// Returns the most similar of the `known` words, if it is similar enough.
 pub(crate) fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let similar = known.into_iter().map(|it| (strsim::jaro(word, it), it)).filter(|(similarity, _)| *similarity > 0.8);
     similar.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, it)| it)

@@ -13,7 +13,7 @@ use crate::{
     spec::values::{nnodes, node_rank, word},
 };
 
-/// Starts one process per rank of a training program, on one host or several, and ends them all when one fails.
+/// Starts one process per rank of a training program, on one host or several, and ends all ranks when one fails.
 #[derive(Parser, Debug)]
 #[command(name = "fsdp-launch", version, after_long_help = AFTER_HELP, after_help = EXAMPLES)]
 #[command(override_usage = "fsdp-launch [OPTIONS] PROGRAM [ARGS]...\n       fsdp-launch status [RUN] [--json]")]
@@ -27,13 +27,13 @@ pub struct Args {
     #[arg(env = "PET_NPROC_PER_NODE", hide_env = true)]
     pub nproc_per_node: usize,
 
-    /// Hosts: a number, or the fewest and the most that a run may go on with
+    /// Number of hosts, or the minimum and maximum for an elastic run
     #[arg(long, value_name = "N|MIN:MAX", allow_negative_numbers = true, default_value = "1")]
     #[arg(value_parser = nnodes)]
     #[arg(env = "PET_NNODES", hide_env = true)]
     pub nnodes: (u32, u32),
 
-    /// This host's place among them [default: as they come]
+    /// Index of this host, which orders the ranks [default: the order in which hosts join]
     #[arg(long, alias = "node_rank", allow_negative_numbers = true, value_name = "N", value_parser = node_rank)]
     #[arg(env = "PET_NODE_RANK", hide_env = true)]
     pub node_rank: Option<u32>,
@@ -43,16 +43,16 @@ pub struct Args {
     #[arg(env = "PET_ROLE", hide_env = true)]
     pub role: String,
 
-    /// Set LOCAL_RANK=0 for every rank, and CUDA_VISIBLE_DEVICES to the one GPU that is its own
+    /// Set LOCAL_RANK=0 for every rank, and CUDA_VISIBLE_DEVICES to the rank's own GPU
     #[arg(long, alias = "virtual_local_rank", action = ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
     #[arg(env = "PET_VIRTUAL_LOCAL_RANK", hide_env = true)]
     pub virtual_local_rank: bool,
 
-    /// Give every rank its own share of the cores to run on
+    /// Pin every rank to its own share of the cores
     #[arg(long, alias = "pin_cores")]
     pub pin_cores: bool,
 
-    /// Run every rank near to the GPU of its local rank. Without GPUs, ranks take one NUMA node after the other
+    /// Bind every rank to cores near the GPU of its local rank. Without GPUs, ranks are spread over the NUMA nodes
     #[arg(long, alias = "numa_binding", value_name = "WHERE", value_enum, conflicts_with = "pin_cores")]
     #[arg(env = "PET_NUMA_BINDING", hide_env = true)]
     pub numa_binding: Option<NumaBinding>,
@@ -62,7 +62,7 @@ pub struct Args {
     #[arg(env = "PET_MODULE", hide_env = true, conflicts_with_all = ["no_python", "run_path"])]
     pub module: bool,
 
-    /// Execute PROGRAM itself, also if its name ends in .py
+    /// Execute PROGRAM directly, even if its name ends in .py
     #[arg(long, alias = "no_python", action = ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
     #[arg(help_heading = "Program")]
     #[arg(env = "PET_NO_PYTHON", hide_env = true)]
@@ -78,39 +78,39 @@ pub struct Args {
     #[arg(long, alias = "dry_run", help_heading = "Program")]
     pub dry_run: bool,
 
-    /// Where the ranks reach rank 0 [default: 127.0.0.1, of several hosts that of rank 0]
+    /// Address at which ranks reach rank 0 [default: 127.0.0.1 on one host, else the address of rank 0's host]
     #[arg(long, alias = "master_addr", value_name = "ADDRESS", value_parser = word, help_heading = "Meeting")]
     #[arg(env = "PET_MASTER_ADDR", hide_env = true)]
     pub master_addr: Option<String>,
 
-    /// The port there [default: one that is free]
+    /// Port at that address [default: a free port]
     #[arg(long, alias = "master_port", allow_negative_numbers = true, value_name = "PORT", value_parser = port)]
     #[arg(env = "PET_MASTER_PORT", hide_env = true, help_heading = "Meeting")]
     pub master_port: Option<NonZeroU16>,
 
-    /// This host's address for the others
+    /// Address of this host for the other hosts
     #[arg(long, alias = "local_addr", value_name = "ADDRESS", value_parser = word, help_heading = "Meeting")]
     #[arg(env = "PET_LOCAL_ADDR", hide_env = true)]
     pub local_addr: Option<String>,
 
-    /// One host, a free port and a run id of its own: ignores the --rdzv options
+    /// Run on one host, with a free port and a new run id; ignores the --rdzv options
     #[arg(long, action = ArgAction::SetTrue, value_parser = FalseyValueParser::new(), help_heading = "Meeting")]
     #[arg(env = "PET_STANDALONE", hide_env = true)]
     pub standalone: bool,
 
-    /// The run's id, TORCHELASTIC_RUN_ID [default: one that no other run has]
+    /// Run id, TORCHELASTIC_RUN_ID [default: a unique id]
     #[arg(long, alias = "rdzv_id", value_name = "ID", help_heading = "Meeting")]
     #[arg(env = "PET_RDZV_ID", hide_env = true)]
     pub rdzv_id: Option<String>,
 
-    /// How hosts meet. On one host, `static` takes --rdzv-endpoint for MASTER_ADDR and MASTER_PORT, and with `c10d`
-    /// the endpoint must be this host. On several, `static` needs --node-rank, and host 0 holds the rendezvous
+    /// How hosts meet. On one host, `static` uses --rdzv-endpoint as MASTER_ADDR and MASTER_PORT; with `c10d` the
+    /// endpoint must be this host. On several hosts, `static` needs --node-rank, and host 0 serves the rendezvous
     #[arg(long, alias = "rdzv_backend", value_name = "NAME", default_value = "static")]
     #[arg(value_parser = ["static", "c10d"])]
     #[arg(env = "PET_RDZV_BACKEND", hide_env = true, help_heading = "Meeting")]
     pub rdzv_backend: String,
 
-    /// Where hosts meet: the same on all of them, an address of one [port: 29400; static: --master-addr and
+    /// Where hosts meet: an address of one host, the same on all hosts [port: 29400; static: --master-addr and
     /// --master-port]
     #[arg(long, alias = "rdzv_endpoint", value_name = "HOST[:PORT]", help_heading = "Meeting")]
     #[arg(env = "PET_RDZV_ENDPOINT", hide_env = true)]
@@ -122,54 +122,53 @@ pub struct Args {
     #[arg(env = "PET_RDZV_CONF", hide_env = true, hide_default_value = true)]
     pub rdzv_conf: RendezvousConf,
 
-    /// The secret that all hosts share, at least 16 bytes; hosts that are this one need none
+    /// File with the secret that all hosts share, at least 16 bytes. Launchers on one host need none
     #[arg(long, alias = "rdzv_token_file", value_name = "FILE", help_heading = "Meeting")]
     #[arg(env = "PET_RDZV_TOKEN_FILE", hide_env = true)]
     pub rdzv_token_file: Option<PathBuf>,
 
-    /// How often all ranks start again after one has failed; never after Ctrl-C
+    /// Restarts of all ranks after a failure; none after Ctrl-C
     #[arg(long, alias = "max_restarts", allow_negative_numbers = true, value_name = "N", default_value = "0")]
     #[arg(value_parser = restarts)]
     #[arg(env = "PET_MAX_RESTARTS", hide_env = true, help_heading = "Failure")]
     pub max_restarts: u32,
 
-    /// How long ranks that are asked to end have until they are killed [default: $TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else
-    /// 30]
+    /// Time between the request to end and SIGKILL [default: $TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else 30]
     #[arg(long, alias = "shutdown_timeout", allow_negative_numbers = true, value_name = "SECONDS")]
     #[arg(value_parser = parse_seconds, help_heading = "Failure")]
     #[arg(env = "PET_SHUTDOWN_TIMEOUT", hide_env = true)]
     pub shutdown_timeout: Option<Duration>,
 
-    /// A rank whose heartbeat has stopped for so long hangs, and has failed (0: never). Programs that use fsdp-core
-    /// have a heartbeat
+    /// Time without heartbeat after which a rank counts as hung and failed (0: never). Programs that use fsdp-core have
+    /// a heartbeat
     #[arg(long, alias = "heartbeat_timeout", allow_negative_numbers = true, value_name = "SECONDS")]
     #[arg(default_value = "15", value_parser = parse_seconds)]
     #[arg(env = "PET_HEARTBEAT_TIMEOUT", hide_env = true, help_heading = "Failure")]
     pub heartbeat_timeout: Duration,
 
-    /// The signals that end the launch; the ranks get them too [default: SIGTERM,SIGINT,SIGHUP,SIGQUIT, but for those
-    /// that are ignored, as SIGHUP is under nohup]
+    /// Signals that end the launch and are passed to the ranks [default: SIGTERM,SIGINT,SIGHUP,SIGQUIT, except ignored
+    /// signals, such as SIGHUP under nohup]
     #[arg(long, alias = "signals_to_handle", value_name = "NAMES", help_heading = "Failure")]
     #[arg(env = "PET_SIGNALS_TO_HANDLE", hide_env = true)]
     pub signals_to_handle: Option<SignalList>,
 
-    /// Keep what the ranks print, in `DIR/<run id>/attempt_<n>/<local rank>/stdout.log` and stderr.log. All of it,
-    /// unless --tee or --redirects says what
+    /// Write the ranks' output to `DIR/<run id>/attempt_<n>/<local rank>/stdout.log` and stderr.log: all of it, unless
+    /// --tee or --redirects selects streams
     #[arg(long, alias = "log_dir", value_name = "DIR", help_heading = "Output")]
     #[arg(env = "PET_LOG_DIR", hide_env = true)]
     pub log_dir: Option<PathBuf>,
 
-    /// Print to log files and not here: 0 nothing, 1 stdout, 2 stderr, 3 both, or by local rank: 0:1,1:3
+    /// Write these streams only to log files: 0 none, 1 stdout, 2 stderr, 3 both, or by local rank: 0:1,1:3
     #[arg(short, long, value_name = "STREAMS", allow_negative_numbers = true, help_heading = "Output")]
     #[arg(env = "PET_REDIRECTS", hide_env = true)]
     pub redirects: Option<StreamChoice>,
 
-    /// Print to log files and here; values as for --redirects
+    /// Write these streams to log files and to the console; values as for --redirects
     #[arg(short, long, value_name = "STREAMS", allow_negative_numbers = true, help_heading = "Output")]
     #[arg(env = "PET_TEE", hide_env = true)]
     pub tee: Option<StreamChoice>,
 
-    /// Show only these local ranks here: 0,2
+    /// Show only these local ranks on the console: 0,2
     #[arg(
         long,
         alias = "local_ranks_filter",
@@ -181,7 +180,7 @@ pub struct Args {
     #[arg(env = "PET_LOCAL_RANKS_FILTER", hide_env = true, hide_default_value = true)]
     pub local_ranks_filter: RankFilter,
 
-    /// What stands before each line: ${role_name}, ${local_rank}, ${rank}, ${hostname} [default:
+    /// Prefix of each line, with ${role_name}, ${local_rank}, ${rank}, ${hostname} [default:
     /// $TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, else "[rank ${rank}] "]
     #[arg(long, alias = "log_line_prefix_template", value_name = "TEXT", help_heading = "Output")]
     #[arg(env = "PET_LOG_LINE_PREFIX_TEMPLATE", hide_env = true)]
@@ -190,32 +189,33 @@ pub struct Args {
     #[command(flatten, next_help_heading = "Accepted, without effect")]
     pub(crate) torchrun_only: TorchrunOnly,
 
-    /// Print the completions of a shell for this command
+    /// Print shell completions for this command
     #[arg(long, alias = "print_completion", value_name = "SHELL", help_heading = "Shell")]
     pub print_completion: Option<Shell>,
 
-    /// The program, by name or by path, and its arguments
+    /// Program, by name or by path, and its arguments
     #[arg(required_unless_present = "print_completion", trailing_var_arg = true, value_names = ["PROGRAM", "ARGS"])]
     #[arg(num_args = 1.., help_heading = "Arguments")]
     pub command: Vec<OsString>,
 
-    /// What to do instead of launching a program.
+    /// Subcommand, instead of launching a program.
     #[command(subcommand)]
     pub action: Option<Action>,
 }
 
-/// What the command does besides launching. Programs of these names are launched by a path: `./status`.
+/// Subcommands. To launch a program of such a name, give its path: `./status`.
 #[derive(Subcommand, Clone, Debug)]
 pub enum Action {
-    /// Show the runs of this user on this host: their ranks, and what each of them does
+    /// Show this user's runs on this host, and what each rank does
     Status(StatusArgs),
 }
 
-/// The options; nothing reads their values.
+/// Options of `torchrun` without effect here. They are accepted, so that its command lines work, or refused with the
+/// option to use instead.
 #[derive(clap::Args, Debug)]
 #[command(next_help_heading = "Accepted, without effect")]
 pub(crate) struct TorchrunOnly {
-    /// The launcher is told at once when a rank ends
+    /// The launcher is notified at once when a rank ends
     #[arg(long, alias = "monitor_interval", value_name = "SECONDS", value_parser = parse_seconds)]
     #[arg(allow_negative_numbers = true)]
     #[arg(env = "PET_MONITOR_INTERVAL", hide_env = true)]
@@ -226,7 +226,7 @@ pub(crate) struct TorchrunOnly {
     #[arg(env = "PET_START_METHOD", hide_env = true)]
     start_method: Option<String>,
 
-    /// Events are told on stderr only
+    /// Events are logged to stderr only
     #[arg(long, alias = "event_log_handler", value_name = "NAME")]
     #[arg(env = "PET_EVENT_LOG_HANDLER", hide_env = true)]
     event_log_handler: Option<String>,
@@ -262,11 +262,11 @@ fn filters(text: &str) -> Result<(), String> {
         .into())
 }
 
-/// The keys of `--rdzv-conf` that say something to the launcher.
+/// Keys of `--rdzv-conf` that the launcher uses.
 pub(crate) const CONF_KEYS: [&str; 6] =
     ["join_timeout", "timeout", "last_call_timeout", "keep_alive_interval", "keep_alive_max_attempt", "is_host"];
 
-/// Keys of `torchrun`'s backends that mean nothing here.
+/// Keys of `torchrun`'s backends that have no effect here.
 pub(crate) const TORCHRUN_CONF_KEYS: [&str; 14] = [
     "close_timeout",
     "heartbeat_timeout",
@@ -284,18 +284,18 @@ pub(crate) const TORCHRUN_CONF_KEYS: [&str; 14] = [
     "etcd_prefix",
 ];
 
-/// `--rdzv-conf KEY=VALUE,...`, in `torchrun`'s names. Keys that only its backends know are accepted.
+/// `--rdzv-conf KEY=VALUE,...`, with `torchrun`'s keys. Keys of its backends are accepted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RendezvousConf {
-    /// `join_timeout` or `timeout`, in seconds: how long to wait for the fewest hosts.
+    /// `join_timeout` or `timeout`: time to wait for the minimum number of hosts.
     pub join_timeout: Option<Duration>,
-    /// `last_call_timeout`, in seconds: how long to wait for more than the fewest.
+    /// `last_call_timeout`: time to wait for more than the minimum.
     pub last_call_timeout: Option<Duration>,
-    /// `keep_alive_interval`, in seconds: the time between two signs of life.
+    /// `keep_alive_interval`: time between two keep-alive messages.
     pub keep_alive_interval: Option<Duration>,
-    /// `keep_alive_max_attempt`: how many of them may be missed until a host is gone.
+    /// `keep_alive_max_attempt`: missed keep-alive messages until a host is lost.
     pub keep_alive_max_attempt: Option<u32>,
-    /// `is_host`: this agent holds the rendezvous, or does not.
+    /// `is_host`: whether this launcher serves the rendezvous.
     pub is_host: Option<bool>,
     /// Keys that neither the launcher nor `torchrun` knows.
     pub unknown: Vec<String>,
@@ -348,7 +348,7 @@ impl FromStr for RendezvousConf {
     }
 }
 
-/// The most that may be waited for, which is for ever.
+/// Upper limit of all times; in effect forever.
 const MAX_SECONDS: f64 = 1e19;
 
 fn process_count(text: &str) -> Result<usize, String> {

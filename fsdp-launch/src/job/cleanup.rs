@@ -1,4 +1,8 @@
 //! The launcher's temporary directory, and its removal: by the launcher, by its guard, or by the next launcher.
+//!
+//! The kernel kills the ranks when the launcher is killed (`rank/exec.rs`), but not the processes that they started. So
+//! the guard, a shell, waits on a pipe that only the launcher holds open. When the pipe closes, it kills the ranks'
+//! process groups, and processes that left their group but still have the launch's environment variable.
 
 use std::{
     fs::{self, DirBuilder, File, OpenOptions, Permissions},
@@ -15,8 +19,8 @@ use rustix::{
 
 use crate::rank::{exec::own_session, orphans};
 
-/// A line is a group, an empty one says that those before are gone. What has the variable is looked for more than once:
-/// a process that is executing a program has no environment for a moment.
+/// Each line of stdin names a process group; an empty line clears the list. The search by variable runs several times,
+/// because a process has no environment for a moment during exec.
 const SCRIPT: &str = r#"
 while read -r group; do
     if [ -n "$group" ]; then groups="$groups -$group"; else groups=; fi
@@ -32,14 +36,14 @@ done
 rm -rf -- "$1" "$3"
 "#;
 
-/// The waiting shell. Dropping it is the launch's regular end: nothing is left for it to do.
+/// The guard. Dropping it ends the shell, after a regular end of the launch.
 pub(crate) struct Guard {
     shell: Option<Child>,
 }
 
 impl Guard {
-    /// Starts the shell, which also removes `directory` in the end. To be called before that is made: the launcher may
-    /// be killed in between.
+    /// Starts the shell, which also removes `directory`. Call it before creating the directory: the launcher may be
+    /// killed in between.
     pub(crate) fn start(directory: &Path, launch_id: &str) -> Self {
         let mut command = Command::new("/bin/sh");
         let mut unlocked = directory.as_os_str().to_owned();
@@ -51,22 +55,22 @@ impl Guard {
         Guard { shell: command.spawn().map_err(|error| warn_no_guard(&error)).ok() }
     }
 
-    /// The shell's process.
+    /// Returns the shell's pid.
     pub(crate) fn pid(&self) -> Option<Pid> {
         self.shell.as_ref().map(Pid::from_child)
     }
 
-    /// Puts a rank's process group in the shell's care.
+    /// Adds a rank's process group.
     pub(crate) fn add(&mut self, group: Pid) {
         self.send(&format!("{}\n", group.as_raw_pid()));
     }
 
-    /// All groups are gone: others may get their ids.
+    /// Clears the list: the groups are gone, and their ids may be reused.
     pub(crate) fn clear(&mut self) {
         self.send("\n");
     }
 
-    /// In one write, so that no part of a line is read if the launcher is killed meanwhile.
+    /// Writes a line in one call, so that a killed launcher leaves no partial line.
     fn send(&mut self, line: &str) {
         if let Some(pipe) = self.shell.as_mut().and_then(|shell| shell.stdin.as_mut()) {
             pipe.write_all(line.as_bytes()).unwrap_or_else(|error| warn_no_guard(&error));
@@ -90,13 +94,13 @@ impl Drop for Guard {
     }
 }
 
-/// How the names of launchers' directories begin; an id follows, of so many hexadecimal digits.
+/// Prefix of the names of launchers' directories. An id of [`ID_DIGITS`] hexadecimal digits follows.
 pub(crate) const PREFIX: &str = "fsdp-launch-";
 pub(crate) const ID_DIGITS: usize = 16;
-/// What stands behind the name until the directory is locked: no sweep looks at it.
+/// Suffix until the directory is locked. [`sweep`] skips such names.
 pub(crate) const UNLOCKED: &str = ".new";
 
-/// A directory that is removed when this is dropped.
+/// A locked temporary directory. Dropping it removes the directory.
 #[derive(Debug)]
 pub(crate) struct TempDir {
     path: PathBuf,
@@ -104,12 +108,12 @@ pub(crate) struct TempDir {
 }
 
 impl TempDir {
-    /// Where that of the launcher with this `id` is, below `parent`.
+    /// Returns the path of the directory for launch `id`.
     pub(crate) fn path_of(parent: &Path, id: &str) -> PathBuf {
         parent.join(format!("{PREFIX}{id}"))
     }
 
-    /// Makes it.
+    /// Creates the directory.
     pub(crate) fn create(parent: &Path, id: &str) -> io::Result<Self> {
         let path = Self::path_of(parent, id);
         let unlocked = parent.join(format!("{PREFIX}{id}{UNLOCKED}"));
@@ -127,10 +131,10 @@ impl TempDir {
 }
 
 fn lock_and_rename(unlocked: &Path, path: &Path) -> io::Result<File> {
-    // Whatever the umask.
+    // Independent of the umask.
     fs::set_permissions(unlocked, Permissions::from_mode(0o700))?;
     let dir = File::open(unlocked)?;
-    // Where there are no locks, nothing is swept either.
+    // A file system without locks also has no sweep.
     dir.try_lock().ok();
     fs::rename(unlocked, path)?;
     Ok(dir)
@@ -155,22 +159,22 @@ pub(crate) fn sweep(parent: &Path) {
     }
 }
 
-/// Beside the launchers' directories there are those of logs, and of tokens.
+/// Returns whether a name is a launcher's directory, not one of logs or tokens.
 fn is_launcher_dir(name: &str) -> bool {
     let is_digit = |byte: &u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(byte);
     name.strip_prefix(PREFIX).is_some_and(|id| id.len() == ID_DIGITS && id.as_bytes().iter().all(is_digit))
 }
 
-/// Removes a directory of this user's that no process has locked.
+/// Removes a directory of this user, unless a process has locked it.
 fn remove_if_stale(path: &Path, user: u32) -> io::Result<()> {
-    // Not what a link leads to.
+    // Do not follow a symbolic link.
     let flags = OFlags::NOFOLLOW | OFlags::DIRECTORY | OFlags::NONBLOCK;
     let dir = OpenOptions::new().read(true).custom_flags(flags.bits() as i32).open(path)?;
     let meta = dir.metadata()?;
     if meta.uid() != user || dir.try_lock().is_err() {
         return Ok(());
     }
-    // Another sweep may have been here in between.
+    // Another sweep may have replaced the directory meanwhile.
     let there = path.symlink_metadata()?;
     if (there.dev(), there.ino()) == (meta.dev(), meta.ino()) { fs::remove_dir_all(path) } else { Ok(()) }
 }

@@ -1,5 +1,5 @@
-//! What a launch leaves for others as long as it runs: a directory with the file that `fsdp-launch status` reads, and a
-//! guard that cleans up should the launcher be killed.
+//! State of a running launch for other processes: a temporary directory with `job.json`, which `fsdp-launch status`
+//! reads. The launcher rewrites the file when an attempt starts, or when it waits for other hosts.
 
 pub(crate) mod cleanup;
 pub(crate) mod status;
@@ -26,31 +26,30 @@ use crate::{
 };
 
 const FILE_NAME: &str = "job.json";
-/// No more of a file is read: enough for all ranks that a host can have.
+/// Maximum size of a file that is read; enough for all ranks of a host.
 const MAX_FILE: u64 = 16 << 20;
 
-/// A run as its launcher knows it.
+/// Contents of `job.json`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct JobFile {
     pub(crate) launcher: ProcessId,
     pub(crate) run_id: String,
     pub(crate) program: String,
     pub(crate) args: Vec<String>,
-    /// What the launcher waits for before it starts an attempt: the two that follow are 0 and there are no ranks then.
+    /// Reason for waiting before an attempt. There are no ranks then, and `world_size` and `hosts` are 0.
     pub(crate) waiting: Option<String>,
     pub(crate) world_size: usize,
     pub(crate) hosts: usize,
-    /// How often ranks were started before.
     pub(crate) attempt: u32,
     pub(crate) restarts: u32,
     pub(crate) max_restarts: u32,
-    /// When the attempt, or the waiting, began: in seconds since 1970.
+    /// Start of the attempt, or of the wait, in seconds since 1970.
     pub(crate) since: u64,
-    /// Those of this host.
+    /// Ranks of this host.
     pub(crate) ranks: Vec<RankFile>,
 }
 
-/// A process, whoever has its pid later.
+/// A process that is identified even if its pid is reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ProcessId {
     pub(crate) pid: u32,
@@ -63,13 +62,13 @@ impl ProcessId {
         ProcessId { pid, started: ProcessInfo::of(pid).map_or(0, |process| process.started) }
     }
 
-    /// The process, unless it has ended.
+    /// Returns the process, unless it has ended.
     pub(crate) fn find(self) -> Option<ProcessInfo> {
         ProcessInfo::started_at(self.pid, self.started)
     }
 }
 
-/// A rank's process and where to read how it is.
+/// Process and status page of a rank.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct RankFile {
     pub(crate) rank: usize,
@@ -78,7 +77,7 @@ pub(crate) struct RankFile {
 }
 
 impl JobFile {
-    /// Of an attempt that has just started.
+    /// Describes an attempt that has just started.
     pub(crate) fn of(job: &Job<'_>, workers: &[Worker]) -> Self {
         let (spec, assignment) = (job.spec, job.assignment);
         let rank = |worker: &Worker| RankFile {
@@ -94,7 +93,7 @@ impl JobFile {
         }
     }
 
-    /// Without any ranks.
+    /// Describes a launch without ranks.
     pub(crate) fn new(spec: &LaunchSpec, run_id: &str, attempt: u32, restarts: u32, since: SystemTime) -> Self {
         JobFile {
             launcher: ProcessId::of(std::process::id()),
@@ -112,25 +111,24 @@ impl JobFile {
         }
     }
 
-    /// Writes it into `dir`. A run that can't be shown goes on all the same.
+    /// Writes the file to `dir`. On an error, the run continues, but `status` does not show it.
     pub(crate) fn publish(&self, dir: &Path) {
         if let Err(error) = self.write(dir) {
             tracing::warn!("`fsdp-launch status` won't find this run: {error}");
         }
     }
 
-    /// A reader sees the old file or the new one.
+    /// Replaces the file atomically.
     fn write(&self, dir: &Path) -> io::Result<()> {
         let new = dir.join("job.json.new");
         fs::write(&new, serde_json::to_vec(self)?)?;
         fs::rename(new, dir.join(FILE_NAME))
     }
 
-    /// The runs of this user whose launchers have their temporary directories in `temp` and are running, the oldest
-    /// first.
+    /// Returns this user's running launches with directories in `temp`, oldest first.
     ///
     /// # Errors
-    /// When `temp` can't be read. What else stands there, or was left by a launcher that is gone, is passed over.
+    /// When `temp` can't be read. Other files, and directories of dead launchers, are skipped.
     pub(crate) fn running(temp: &Path) -> io::Result<Vec<Self>> {
         let mut found: Vec<JobFile> = fs::read_dir(temp)?
             .filter_map(Result::ok)
@@ -143,7 +141,7 @@ impl JobFile {
     }
 }
 
-/// The file in a launcher's directory, if that is what it is. Others may make directories of such names too.
+/// Reads the file in a launcher's directory. Checks owner and file type: other users can create such names.
 fn read(dir: &Path) -> Option<JobFile> {
     let is_ours = |path: &Path| fs::symlink_metadata(path).ok().filter(|meta| meta.uid() == geteuid().as_raw());
     is_ours(dir).filter(fs::Metadata::is_dir)?;

@@ -35,18 +35,18 @@ use crate::{
 /// How an attempt ended.
 pub(crate) struct Attempt {
     pub(crate) cause: AttemptEnd,
-    /// Every rank of this host, in order.
+    /// Reports of this host's ranks, in rank order.
     pub(crate) ranks: Vec<RankReport>,
-    /// Nothing of it is left.
+    /// Whether no process of the attempt is left.
     pub(crate) is_gone: bool,
-    /// A signal asked the launcher to end, even if that was not the cause.
+    /// Signal that the launcher received, even if it was not the cause.
     pub(crate) interrupted: Option<i32>,
-    /// What was heard of other hosts.
+    /// Rendezvous events that were not handled.
     pub(crate) news: Vec<RendezvousEvent>,
 }
 
-/// Starts the ranks of `job`, in the guard's care, and waits until nothing of them is left. What `fsdp-launch status`
-/// shows is written into `temp_dir`. What others should hear meanwhile goes to `tell`.
+/// Starts the ranks of `job`, waits until all their processes are gone, and writes `job.json` into `temp_dir`. Notices
+/// for other hosts go to `notify`.
 pub(crate) fn run(
     job: &Job<'_>,
     temp_dir: &Path,
@@ -56,7 +56,7 @@ pub(crate) fn run(
     notify: &mut dyn FnMut(Notice<'_>),
 ) -> Result<Attempt> {
     let spec = job.spec;
-    // What one rank lacks shows before any of them is started.
+    // Check all ranks before the first is started.
     (0..spec.nproc_per_node)
         .try_for_each(|rank| job.variables(rank).and(affinity::cores_of_rank(spec, rank)).map(drop))?;
     let attempt = job.assignment.attempt;
@@ -67,7 +67,7 @@ pub(crate) fn run(
     let mut outputs = Outputs::new(sender.clone())?;
     let (mut workers, mut news) = (Vec::new(), Vec::new());
     if let Err(error) = start(job, guard, &mut pmi, &mut workers, &mut outputs) {
-        // Those that were started are killed.
+        // Dropping workers kills them.
         drop(workers);
         orphans::kill(job.launch_id, guard.pid().as_slice());
         guard.clear();
@@ -100,7 +100,7 @@ pub(crate) fn run(
     })
 }
 
-/// Starts all ranks, and the printing of what they print.
+/// Starts all ranks, and forwards their output.
 fn start(
     job: &Job<'_>,
     guard: &mut Guard,
@@ -112,7 +112,7 @@ fn start(
     let has_terminal = io::stderr().is_terminal();
     for rank in 0..spec.nproc_per_node {
         let [stdout, stderr] = routes(&spec.logs, job.log_dir.is_some(), rank);
-        // A terminal of its own: rank 0's progress bar shows.
+        // Rank 0 keeps the terminal for its progress bar.
         let shares_stderr = rank == 0 && has_terminal && stderr == Route::Console;
         let (stdout, stdout_copy) = stdout.open(job.log_dir, rank, STDOUT)?;
         let (stderr, stderr_copy) =
@@ -131,14 +131,14 @@ fn start(
     Ok(())
 }
 
-/// What became of a rank, as far as it is known.
+/// Returns the report of a rank.
 pub(crate) fn report(job: &Job<'_>, worker: &Worker) -> RankReport {
     let failed = worker.ended_after.is_none() && worker.exit_status.is_some_and(|end| !end.is_success());
-    // What is gone by a failure of its own has told of it otherwise.
+    // If the rank failed by itself, its own error is more useful than the disconnect.
     let pmi_failure = worker.pmi_failure.as_ref();
     let told = pmi_failure.filter(|it| it.kind != PmiFailureKind::Disconnected || !failed).map(|it| it.text.clone());
     let (end, request) = match pmi_failure.map(|it| it.kind) {
-        // It asked for that, and the launcher did it.
+        // The rank asked for this exit code by MPI_Abort; the launcher ended it.
         Some(PmiFailureKind::Aborted(code)) if worker.exit_status.is_some() => (Some(ExitStatus::Exited(code)), None),
         _ => (worker.exit_status, worker.ended_after),
     };

@@ -1,4 +1,4 @@
-//! `--dry-run`: what would be started, as lines that a shell understands.
+//! `--dry-run`: prints the launch as shell commands.
 
 use std::{ffi::OsStr, fmt::Write, os::unix::ffi::OsStrExt, path::Path};
 
@@ -9,11 +9,11 @@ use crate::{
     rendezvous::Assignment,
 };
 
-/// For each rank of this host the variables it is given and its command, one shell command a rank. Nothing is started;
-/// the port and the run id are such as a launch would choose, and of several hosts all are taken to be like this one.
+/// Returns one shell command for each rank of this host, with its environment. Does not start anything. Port and run id
+/// are examples. Other hosts are assumed to have as many ranks.
 ///
 /// # Errors
-/// As [`launch`](crate::launch), as far as they show before a rank is started.
+/// As [`launch`](crate::launch), for errors before a rank starts.
 pub fn dry_run(spec: &LaunchSpec) -> Result<String> {
     let mut assignment = Assignment::single_node(&run_id(spec)?, spec.nproc_per_node, master_port(spec)?);
     let mut text = String::new();
@@ -35,7 +35,7 @@ pub fn dry_run(spec: &LaunchSpec) -> Result<String> {
     for rank in 0..spec.nproc_per_node {
         line(&mut text, format_args!("# rank {}", job.rank(rank)));
         for (name, value) in job.variables(rank)? {
-            // The launch makes the file's directory, and reads the file.
+            // The launcher creates the directory of this file, and reads it.
             if name != "TORCHELASTIC_ERROR_FILE" {
                 line(&mut text, format_args!("{name}={} \\", quoted(&value)));
             }

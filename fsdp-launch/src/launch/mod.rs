@@ -42,18 +42,18 @@ use crate::{
     },
 };
 
-/// Starts the ranks of `spec`, prints what they print, and returns when nothing of them is left. When a rank fails
-/// they all end, and start again as often as the spec allows. That a rank fails is an [`Outcome`], not an error.
+/// Starts the ranks of `spec`, forwards their output, and returns when all their processes are gone. When a rank fails,
+/// all ranks end, and restart as often as the spec allows. A failed rank is an [`Outcome`], not an error.
 ///
-/// With [`rendezvous`](LaunchSpec::rendezvous) it waits for the other hosts' launchers first, and ends, restarts and
-/// fails together with them.
+/// With [`rendezvous`](LaunchSpec::rendezvous), it waits for the launchers of other hosts, and ends and restarts with
+/// them.
 ///
-/// It is made to be the one thing a process does: call it from the main thread (the ranks are killed when the thread
-/// that called it ends), once at a time. It takes over the [`signals`](LaunchSpec::signals), SIGCHLD and SIGXFSZ, and
-/// makes the process the parent of its orphaned descendants.
+/// Use it for one launch at a time, as the only task of the process, and call it from the main thread: the ranks are
+/// killed when the calling thread ends. It handles the [`signals`](LaunchSpec::signals), SIGCHLD and SIGXFSZ, and makes
+/// the process the subreaper of its descendants.
 ///
 /// # Errors
-/// When the ranks can't be started; none is left running then.
+/// When the ranks can't be started. None is left running.
 pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
     let mut launch = Launch::begin(spec)?;
     loop {
@@ -70,32 +70,31 @@ pub fn launch(spec: &LaunchSpec) -> Result<Outcome> {
     }
 }
 
-/// A launch under way. What is dropped first stands first.
+/// A launch in progress. Fields are dropped in this order.
 struct Launch<'a> {
     spec: &'a LaunchSpec,
-    /// Of the coordinator that made it up; should it go and this launcher hold the next rendezvous, the run is still
-    /// the same.
+    /// Run id from the coordinator. It outlives the coordinator, in case this launcher serves the next one.
     run_id: String,
     rendezvous: Rendezvous,
     temp_dir: TempDir,
-    /// From before there is the directory until after it is removed: the launcher may be killed at any moment.
+    /// Created before the directory and dropped after it: the launcher may be killed at any moment.
     guard: Guard,
-    /// An id that no other launch has.
+    /// Unique id of this launch.
     id: String,
     sender: Sender<Event>,
     events: Receiver<Event>,
     _signals: SignalWatch,
-    /// What was heard and has not been looked at.
+    /// Rendezvous events that were received but not handled.
     pending: VecDeque<RendezvousEvent>,
-    /// The number of the next attempt, as far as it is known here.
+    /// Number of the next attempt, as far as this host knows.
     attempts: u32,
-    /// How many restarts were used, and how many of them the user was told of.
+    /// Restarts used, and restarts that were reported to the user.
     restarts: u32,
     restarts_reported: u32,
-    /// What stopped the attempt before.
+    /// Why the previous attempt stopped.
     why: Option<Reason>,
     run_dir: Option<PathBuf>,
-    /// Every rank of this host, of the last attempt; none before the first.
+    /// Reports of this host's ranks in the last attempt; empty before the first.
     ranks: Vec<RankReport>,
 }
 
@@ -104,7 +103,7 @@ impl<'a> Launch<'a> {
         let run_id = run_id(spec)?;
         let (sender, events) = mpsc::channel();
         let signals = SignalWatch::start(&spec.signals, sender.clone())?;
-        // So that what a rank leaves behind is ours to reap: the first process of a container often does not.
+        // Without this, orphans of the ranks would go to init, which may not reap them in a container.
         set_child_subreaper(Some(getpid())).map_err(Error::system("become the parent of orphaned processes"))?;
         let id = unique_id();
         let parent = std::env::temp_dir();
@@ -133,7 +132,7 @@ impl<'a> Launch<'a> {
         })
     }
 
-    /// Waits for what comes after an attempt, or first.
+    /// Waits for the next step: before the first attempt, and between attempts.
     fn next(&mut self) -> Next {
         let since = SystemTime::now();
         let show = |what: &str| {
@@ -143,13 +142,13 @@ impl<'a> Launch<'a> {
         next(self.spec, &mut self.pending, &mut self.why, &self.events, show)
     }
 
-    /// The coordinator is gone, as is told by `how`: waits for another, unless that is the end.
+    /// Handles the loss of the coordinator: waits for another one, unless no restart is left.
     fn rejoin(&mut self, how: String) -> Result<Option<Outcome>> {
-        // It may have said before why it goes.
+        // The coordinator may have sent the reason before.
         let before = self.why.take();
         let how = before.as_ref().map_or(how.clone(), |first| format!("{}\n  then {how}", first.text));
-        // As the coordinator counts: the loss of a host that may be missing is free, but a failure was to be counted,
-        // and is not when the coordinator goes.
+        // Count as the coordinator would: losing an optional host is free, but a failure costs a restart that the lost
+        // coordinator can't count.
         let (min, max) = self.spec.nnodes();
         let costs = min == max || before.is_some_and(|first| first.costs);
         self.why = Some(Reason { text: how.clone(), costs: false });
@@ -167,8 +166,8 @@ impl<'a> Launch<'a> {
         Ok(None)
     }
 
-    /// Starts the ranks of this host in their `place`, waits for their end, and tells how that was; an outcome if this
-    /// launcher has nothing more to do.
+    /// Runs the ranks of this host, and reports the result to the coordinator. Returns an outcome if the launch is
+    /// over.
     fn attempt(&mut self, assignment: &Assignment) -> Result<Option<Outcome>> {
         if assignment.attempt > 0 && self.attempts > 0 {
             warn_restart(self.spec, assignment, self.why.take().map(|why| why.text), self.restarts_reported);
@@ -183,7 +182,7 @@ impl<'a> Launch<'a> {
                 if self.ranks.is_empty() {
                     return Err(error);
                 }
-                // The end that is heard next tells what came before.
+                // The coordinator's final message includes the earlier failures.
                 self.ranks.clear();
                 return Ok(None);
             }
@@ -214,9 +213,9 @@ impl<'a> Launch<'a> {
             },
         };
         let leaves = attempt.interrupted.filter(|_| self.spec.rendezvous.is_some());
-        // Who leaves with nothing left behind is lost to the others, and no reason for them to end.
+        // A launcher that leaves without leftovers counts as a lost host, which need not end the run.
         if leaves.is_none() || !attempt.is_gone || matches!(result, AttemptResult::Succeeded) {
-            // Of an attempt that failed, the old port may still be in use.
+            // The old port may still be in use after a failure.
             let master_port = master_port(self.spec)?;
             self.rendezvous.send(FromAgent::AttemptEnded { attempt: assignment.attempt, result, master_port });
         }
@@ -226,14 +225,14 @@ impl<'a> Launch<'a> {
     fn run_ranks(&mut self, assignment: &Assignment) -> Result<Attempt> {
         let spec = self.spec;
         if self.run_dir.is_none() {
-            // Hosts may share the directory.
+            // Several hosts may share the directory.
             let host = spec.rendezvous.as_ref().map(|_| format!("_{}", hostname()));
             let name = assignment.run_id.clone() + &host.unwrap_or_default();
             self.run_dir = create_run_dir(&spec.logs, spec.nproc_per_node, &name)?;
         }
         let log_dir = self.run_dir.as_ref().map(|dir| create_attempt_dir(dir, assignment.attempt, spec.nproc_per_node));
         let log_dir = match log_dir.transpose() {
-            // The disk may be full by now, which is no reason to end a run.
+            // For example, the disk may be full.
             Err(error) if !self.ranks.is_empty() => {
                 tracing::warn!("this attempt has no log files: {error}");
                 None
@@ -251,7 +250,8 @@ impl<'a> Launch<'a> {
                 rendezvous.send(FromAgent::Failed { attempt, report: Box::new(report.for_others()) });
             }
             Notice::Leaving(signal) => rendezvous.send(FromAgent::Leaving { attempt, why: stopped_by_signal(signal) }),
-            // Ranks meet only within a machine; where each has one launcher, nobody else's wait for this one.
+            // Only ranks of the same machine wait for each other to join. With one launcher per machine, no other host
+            // needs this.
             Notice::Done(rank) if assignment.machines < assignment.group_world_size => {
                 rendezvous.send(FromAgent::RankDone { attempt, rank });
             }
@@ -264,7 +264,7 @@ impl<'a> Launch<'a> {
         attempt::run(&job, error_dir, &mut self.guard, &self.sender, &self.events, &mut notify)
     }
 
-    /// The launcher was asked to end by `signal`, and says so.
+    /// Ends the launch after a signal, and tells the coordinator.
     fn leave(&mut self, signal: i32) -> Outcome {
         self.rendezvous.send(FromAgent::Leave { why: stopped_by_signal(signal) });
         self.outcome(Cause::Interrupted(signal))
@@ -288,7 +288,7 @@ impl<'a> Launch<'a> {
     }
 }
 
-/// Begins to take part, with so many attempts and restarts behind it.
+/// Joins the rendezvous. `attempts` and `restarts` were counted under earlier coordinators.
 fn join_rendezvous(
     spec: &LaunchSpec,
     run_id: &str,
@@ -303,7 +303,7 @@ fn join_rendezvous(
     Rendezvous::start(spec.rendezvous.as_ref(), config, node, listener)
 }
 
-/// Says that all ranks start again, and why.
+/// Warns that all ranks start again, and why.
 fn warn_restart(spec: &LaunchSpec, assignment: &Assignment, why: Option<String>, restarts_before: u32) {
     let why = why.unwrap_or_else(|| "the hosts have changed".into());
     let count = if assignment.restarts > restarts_before {
@@ -321,7 +321,6 @@ fn warn_restart(spec: &LaunchSpec, assignment: &Assignment, why: Option<String>,
     tracing::warn!("{why}\n  starting all ranks again{count}{places}");
 }
 
-/// A rank of this host has failed.
 fn rank_failed(report: &RankReport) -> Reason {
     Reason { text: Failure::Rank(report.clone()).to_string(), costs: true }
 }
@@ -330,10 +329,10 @@ fn stopped_by_signal(signal: i32) -> String {
     format!("is gone: its launcher was stopped by {}", name_of(signal))
 }
 
-/// Bytes of a run id: it is part of the names of directories, with the host's name behind it.
+/// Maximum length of a run id. Directory names consist of the run id and the host name.
 const MAX_RUN_ID_LEN: usize = 128;
 
-/// The id of the run, made up unless it is given.
+/// Returns the run id of the spec, or a new one.
 fn run_id(spec: &LaunchSpec) -> Result<String> {
     if spec.nproc_per_node == 0 {
         return Err(Error::NoRanks);
@@ -345,23 +344,23 @@ fn run_id(spec: &LaunchSpec) -> Result<String> {
     Ok(run_id)
 }
 
-/// The port that rank 0 may listen at: nothing holds it.
+/// Returns the port for rank 0, which is free or given by the user.
 fn master_port(spec: &LaunchSpec) -> Result<u16> {
     spec.master_port.map_or_else(|| free_port().map_err(Error::system("find a free port")), Ok)
 }
 
-/// An id that no other launch has: a hash with random keys of what tells processes apart.
+/// Returns a unique id: a hash, with random keys, of pid and time.
 fn unique_id() -> String {
     let moment = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     format!("{:0ID_DIGITS$x}", std::hash::RandomState::new().hash_one((process::id(), moment)))
 }
 
-/// What this host brings, with so many attempts and restarts behind it.
+/// Describes this host to the coordinator.
 fn node_info(spec: &LaunchSpec, attempts: u32, restarts: u32) -> Result<NodeInfo> {
     let meeting = spec.rendezvous.as_ref();
     Ok(NodeInfo {
         host: match meeting {
-            // All on this host.
+            // Distinguishes several launchers on one host.
             Some(meeting) if meeting.endpoint.is_loopback() => format!("{} (launcher {})", hostname(), process::id()),
             _ => hostname(),
         },

@@ -1,4 +1,4 @@
-//! The wait for the coordinator's word: before the first attempt, and between attempts.
+//! The wait for the coordinator: before the first attempt, and between attempts.
 
 use std::{
     collections::VecDeque,
@@ -13,10 +13,10 @@ use crate::{
     watch::Event,
 };
 
-/// How long hosts are waited for before the user is told, and between one time and the next.
+/// Time until the first warning. The interval then doubles.
 const FIRST_WARNING: Duration = Duration::from_secs(10);
 
-/// What comes after an attempt, or first.
+/// The next step of a launch.
 pub(crate) enum Next {
     Start(Assignment),
     End(RunResult),
@@ -25,16 +25,16 @@ pub(crate) enum Next {
     Interrupted(i32),
 }
 
-/// What stopped an attempt.
+/// Why an attempt stopped.
 pub(crate) struct Reason {
-    /// As it is told to the user.
+    /// Text for the user.
     pub(crate) text: String,
-    /// It costs a restart.
+    /// Whether it costs a restart.
     pub(crate) costs: bool,
 }
 
-/// Waits for the coordinator's word; `pending` was heard before. What stopped the attempt, if it was not known, is put
-/// into `why`. What is waited for is shown to `fsdp-launch status` by `show`, and told to the user when it takes long.
+/// Waits for the coordinator's next message, after the `pending` ones. Stores the reason of a stop in `why`, unless it
+/// is known. Passes the state of the wait to `show` for `fsdp-launch status`, and logs it if the wait is long.
 pub(crate) fn next(
     spec: &LaunchSpec,
     pending: &mut VecDeque<RendezvousEvent>,
@@ -76,7 +76,7 @@ pub(crate) fn next(
             Ok(Event::Rendezvous(RendezvousEvent::Retrying(error))) => {
                 change(&mut waiting, Target::Coordinator(Some(error)))
             }
-            // The ranks of this host had succeeded.
+            // The coordinator stops a host whose ranks had succeeded.
             Ok(Event::Rendezvous(RendezvousEvent::Message(ToAgent::Stop { why: text, costs, .. }))) => {
                 why.get_or_insert(Reason { text, costs });
             }
@@ -93,7 +93,7 @@ pub(crate) fn next(
                 interval = interval.saturating_mul(2);
                 warn_at += interval;
             }
-            // We hold a sender ourselves.
+            // This process holds a sender itself.
             Err(RecvTimeoutError::Disconnected) => {
                 return Next::Failed(Failure::Rendezvous { why: "nothing more can be heard".into() });
             }
@@ -101,16 +101,16 @@ pub(crate) fn next(
     }
 }
 
-/// What is waited for, and the endpoint where.
+/// Endpoint and target of the wait.
 struct Waiting<'a> {
     at: &'a Endpoint,
     target: Target,
 }
 
 enum Target {
-    /// The coordinator; why it was not reached.
+    /// The coordinator, and the error of the last attempt to connect.
     Coordinator(Option<String>),
-    /// Other hosts; who was there, and how many are wanted.
+    /// Other hosts: those that have joined, and the required number.
     Nodes(String, (u32, u32)),
 }
 

@@ -1,5 +1,4 @@
-//! The launcher's own stdout and stderr, which may be pipes that somebody else made non-blocking, or that nobody reads
-//! any more.
+//! The launcher's own stdout and stderr. They may be non-blocking pipes, or pipes that nobody reads.
 
 use std::{
     io::{self, Write},
@@ -15,27 +14,27 @@ use rustix::{
     stdio,
 };
 
-/// How long the launcher waits for room for its own words.
+/// Time limit for the launcher's own messages.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// One of the launcher's own streams: what is written in one call of `write_all` stays together, and waits for the
-/// reader, also where the stream is non-blocking. Nothing is buffered.
+/// One of the launcher's own streams. One `write_all` stays together and waits for the reader, even if the stream is
+/// non-blocking. There is no buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Console {
-    /// stdout
+    /// Standard output.
     Stdout,
-    /// stderr
+    /// Standard error.
     Stderr,
 }
 
 impl Console {
-    /// Writes a line of the launcher's own, and is content if nobody reads it: that must change neither what the
-    /// launcher does nor its exit code, and not stop it for longer than a second.
+    /// Writes a line of the launcher. Gives up silently after a second without a reader, so that a stalled console
+    /// changes neither the run nor the exit code.
     pub fn print_line(self, line: &str) {
         self.write_until(format!("{line}\n").as_bytes(), Some(Instant::now() + MESSAGE_TIMEOUT)).ok();
     }
 
-    /// Where [`tell`](Self::tell) writes.
+    /// Returns a writer with the time limit of [`print_line`](Self::print_line).
     pub fn writer_with_timeout(self) -> impl Write {
         TimedWriter(self)
     }
@@ -49,7 +48,7 @@ impl Console {
         }
     }
 
-    /// With `deadline` it gives up then, and never waits in the write itself.
+    /// With a `deadline`, it fails at the deadline and never blocks in `write`.
     fn write_until(self, mut bytes: &[u8], deadline: Option<Instant>) -> io::Result<()> {
         let (lock, stream) = self.stream();
         // Another thread may hold the lock while it waits for the reader.
@@ -58,7 +57,7 @@ impl Console {
             None => lock.lock(),
         };
         while !bytes.is_empty() {
-            // So much is taken without waiting where there is room.
+            // A ready pipe takes this many bytes without blocking.
             let most = if deadline.is_some() { PIPE_BUF } else { usize::MAX };
             if deadline.is_some() {
                 wait_for_room(stream, deadline)?;
@@ -102,9 +101,9 @@ impl Write for TimedWriter {
     }
 }
 
-/// Waits deadline something can be written; an error after `deadline`.
+/// Waits until the stream is writable. Fails at the `deadline`.
 fn wait_for_room(stream: BorrowedFd<'_>, deadline: Option<Instant>) -> io::Result<()> {
-    // Ranks that end interrupt it.
+    // SIGCHLD interrupts the call.
     let ready = retry_on_intr(|| {
         let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
         let left = left.and_then(|left| Timespec::try_from(left).ok());

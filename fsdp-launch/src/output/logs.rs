@@ -1,5 +1,5 @@
 //! The log files of a run: `DIR/<run id>/attempt_<n>/<local rank>/` with stdout.log, stderr.log and error.json, as
-//! `torchrun` lays them out.
+//! `torchrun` names them.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -13,8 +13,8 @@ use crate::{Error, LogSpec, Result};
 pub(crate) const STDOUT: &str = "stdout.log";
 pub(crate) const STDERR: &str = "stderr.log";
 
-/// Makes the directory of a run, if any of its streams goes to a file or a directory is asked for. What is there
-/// already is left as it is: a second run of the same id gets a number behind its name.
+/// Creates the directory of a run, if it needs one. Existing directories are kept: a second run of the same id gets a
+/// numbered name.
 pub(crate) fn create_run_dir(spec: &LogSpec, ranks: usize, run_id: &str) -> Result<Option<PathBuf>> {
     let to_file = |rank: usize| [spec.redirects.of(rank), spec.tee.of(rank)].iter().any(|it| it.stdout || it.stderr);
     let base = match &spec.dir {
@@ -26,7 +26,7 @@ pub(crate) fn create_run_dir(spec: &LogSpec, ranks: usize, run_id: &str) -> Resu
         }
     };
     fs::create_dir_all(&base).map_err(failed(&base))?;
-    // The id is a name, not a path that could lead elsewhere.
+    // The id must not lead to another directory.
     let name = run_id.replace('/', "_");
     let name = if name.starts_with('.') { format!("_{name}") } else { name };
     let numbered = (2u32..).map(|number| format!("{name}_{number}"));
@@ -40,7 +40,7 @@ pub(crate) fn create_run_dir(spec: &LogSpec, ranks: usize, run_id: &str) -> Resu
     Ok(None)
 }
 
-/// Makes the directories of an attempt's ranks.
+/// Creates the directories of an attempt's ranks.
 pub(crate) fn create_attempt_dir(run_dir: &Path, restart_count: u32, ranks: usize) -> Result<PathBuf> {
     let dir = run_dir.join(format!("attempt_{restart_count}"));
     for rank in 0..ranks {
@@ -54,14 +54,15 @@ pub(crate) fn create_attempt_dir(run_dir: &Path, restart_count: u32, ranks: usiz
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Route {
     Console,
-    /// The rank writes the file itself.
+    /// The rank writes the file directly.
     File,
     Both,
     Discard,
 }
 
 impl Route {
-    /// Opens the stream `name` of `rank`: what the rank writes to, and the file that gets a copy of a piped stream.
+    /// Opens the destination of the stream `name` of `rank`. Returns the rank's end, and the file that receives a copy
+    /// of a piped stream.
     pub(crate) fn open(self, dir: Option<&Path>, rank: usize, name: &str) -> Result<(Stdio, Option<File>)> {
         let file = || {
             let path = dir.map(|dir| log_file(dir, rank, name)).unwrap_or_default();
@@ -76,7 +77,7 @@ impl Route {
     }
 }
 
-/// For `rank`'s stdout and stderr; files are in the attempt's directory, if it has one.
+/// Returns the destinations of a rank's stdout and stderr. Without a log directory, no stream goes to a file.
 pub(crate) fn routes(spec: &LogSpec, has_dir: bool, rank: usize) -> [Route; 2] {
     let (redirect, tee, shown) = (spec.redirects.of(rank), spec.tee.of(rank), spec.local_ranks_filter.shows(rank));
     [(redirect.stdout, tee.stdout), (redirect.stderr, tee.stderr)].map(|(redirect, tee)| {
@@ -89,7 +90,7 @@ pub(crate) fn routes(spec: &LogSpec, has_dir: bool, rank: usize) -> [Route; 2] {
     })
 }
 
-/// The file of `rank`'s stderr, where the user sees nothing of it elsewhere.
+/// Returns the file of a rank's stderr, if the console does not show it.
 pub(crate) fn hidden_stderr(spec: &LogSpec, dir: Option<&Path>, rank: usize) -> Option<PathBuf> {
     let [_, stderr] = routes(spec, dir.is_some(), rank);
     dir.filter(|_| stderr == Route::File).map(|dir| log_file(dir, rank, STDERR))

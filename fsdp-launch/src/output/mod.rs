@@ -1,5 +1,5 @@
-//! The ranks' output: read as it comes, printed by whole lines behind the rank's prefix, so that lines of different
-//! ranks never mix.
+//! The ranks' output: read as it arrives, and printed in whole lines with the rank's prefix, so that lines of different
+//! ranks do not mix.
 
 pub(crate) mod console;
 pub(crate) mod logs;
@@ -17,18 +17,18 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::{Console, Error, Result, rendezvous::RendezvousEvent, watch::Event};
 
-/// A line longer than this is printed in pieces, each a line of its own.
+/// Maximum length of a line. Longer lines are printed in pieces.
 const MAX_LINE_LEN: usize = 64 << 10;
 
-/// How long the reader of a launcher that was asked to end may take for what is left.
+/// Time for the console's reader to take the remaining output, after a request to end.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The streams that are being printed, each by a thread.
+/// The forwarded streams. Each has a thread.
 pub(crate) struct Outputs {
     events: Sender<Event>,
     open: usize,
-    /// Dropping the writer tells the threads to stop at the end of what is there: whoever else holds a stream open, it
-    /// is no rank.
+    /// Dropping the writer tells the threads that the ranks have ended: they stop at the end of the buffered output,
+    /// even if another process keeps the stream open.
     ranks_live: Option<PipeWriter>,
     ranks_gone: Arc<PipeReader>,
 }
@@ -39,7 +39,7 @@ impl Outputs {
         Ok(Outputs { events, open: 0, ranks_live: Some(ranks_live), ranks_gone: Arc::new(ranks_gone) })
     }
 
-    /// Starts to print one stream of `rank` behind `prefix`; `copy` gets it as it is.
+    /// Forwards one stream of a rank to the console with a prefix, and unchanged to `copy`.
     pub(crate) fn forward(
         &mut self,
         rank: usize,
@@ -64,9 +64,8 @@ impl Outputs {
         Ok(())
     }
 
-    /// After the ranks have ended: waits until all they wrote is printed, or a signal, which is returned, says that
-    /// nobody wants to wait for a reader that has stalled; if one had said so `before`, not for long. What is heard of
-    /// other hosts goes to `news`.
+    /// Waits until all output of the ended ranks is printed. A signal ends the wait and is returned. If the launcher
+    /// was interrupted before, the wait is short. Rendezvous events are added to `news`.
     pub(crate) fn finish(
         mut self,
         events: &Receiver<Event>,
@@ -102,7 +101,7 @@ fn print_lines(
 ) -> io::Result<()> {
     let mut chunk = vec![0; 16 << 10];
     let mut is_shown = true;
-    // Bytes that were there when the ranks had ended: who writes on is no rank, and may do so for ever.
+    // Buffered bytes when the ranks ended. Another process may keep writing forever.
     let mut left: Option<usize> = None;
     loop {
         let mut fds = [PollFd::new(&*source, PollFlags::IN), PollFd::new(ranks_gone, PollFlags::IN)];
@@ -118,7 +117,7 @@ fn print_lines(
         let read = if nothing_there { 0 } else { source.read(&mut chunk[..wanted])? };
         left = left.map(|left| left - read);
         if let Err(error) = copy.as_mut().map_or(Ok(()), |copy| copy.write_all(&chunk[..read])) {
-            // A full disk is no reason to end the run.
+            // A full disk does not end the run.
             tracing::warn!("the log file of {}is not written any further: {error}", lines.prefix);
             copy = None;
         }
@@ -128,8 +127,7 @@ fn print_lines(
                 lines.end();
             }
             if let Err(error) = to.write_all(&lines.ready) {
-                // Neither a full disk nor a reader that has seen enough is a reason to end the run, and a rank whose
-                // output nobody takes would end.
+                // Keep reading without a console: otherwise the rank would block or die of SIGPIPE.
                 is_shown = false;
                 warn_output_lost(to, &error, copy.is_some());
             }
@@ -141,7 +139,7 @@ fn print_lines(
     }
 }
 
-/// Says of each console that it takes nothing any more: once to what is kept, and once to what is not.
+/// Warns once for each console and each of: output kept in log files, output lost.
 fn warn_output_lost(to: Console, error: &io::Error, is_kept: bool) {
     static TOLD: [Once; 4] = [const { Once::new() }; 4];
     let (name, of_console) = match to {
@@ -160,12 +158,12 @@ fn warn_output_lost(to: Console, error: &io::Error, is_kept: bool) {
     });
 }
 
-/// Cuts a stream into lines and names the rank before each.
+/// Splits a stream into lines, and adds the rank's prefix.
 struct Lines {
     prefix: String,
-    /// The start of a line whose end has not come.
+    /// Start of an incomplete line.
     partial: Vec<u8>,
-    /// Part of the line that `partial` belongs to has been printed.
+    /// Whether a part of the current line was printed.
     cut: bool,
     /// Complete lines with their prefix.
     ready: Vec<u8>,
@@ -181,7 +179,7 @@ impl Lines {
             let (text, complete) = piece.strip_suffix(b"\n").map_or((piece, false), |text| (text, true));
             self.partial.extend_from_slice(text);
             if complete {
-                // Where the line was cut exactly at its end there is nothing more to print.
+                // The line was cut exactly at its end.
                 if !(self.cut && self.partial.is_empty()) {
                     self.print_partial();
                 }
@@ -193,7 +191,7 @@ impl Lines {
         }
     }
 
-    /// The stream has ended, perhaps in the middle of a line.
+    /// Ends the stream, perhaps within a line.
     fn end(&mut self) {
         if !self.partial.is_empty() {
             self.print_partial();

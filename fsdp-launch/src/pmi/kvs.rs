@@ -1,49 +1,48 @@
-//! The ranks of one host in one attempt, as PMI sees them: what they have put, and who waits. A state machine without
-//! sockets or threads.
+//! PMI's key-value space (KVS) of the ranks of one host in one attempt: their entries, and their barriers. A state
+//! machine without sockets or threads.
 
 use std::collections::BTreeMap;
 
 use super::protocol::{Command, Response};
 use crate::rendezvous::{Assignment, KeyValue};
 
-/// Bytes of all that the ranks of a host may put.
+/// Maximum size of all entries that the ranks of a host put.
 const MAX_HOST_BYTES: usize = 16 << 20;
-/// Bytes of the entries of a message to other hosts, which has room for more than twice that.
+/// Maximum size of the entries in a message to other hosts; the message's limit is more than twice that.
 const MAX_MESSAGE_BYTES: usize = 24 << 10;
-/// What an entry takes beside its text.
+/// Size of an entry beyond its text.
 const ENTRY_OVERHEAD: usize = 8;
 
-/// What the launcher has to know, or others.
+/// Events for the launcher or for other hosts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum PmiEvent {
-    /// For the other hosts: what the ranks of this one have put.
+    /// Entries of this host's ranks, for the other hosts.
     Put(Vec<KeyValue>),
-    /// For the other hosts: all ranks of this one wait.
+    /// All ranks of this host are in the barrier.
     Barrier,
-    /// The attempt can't go on because of this rank of the host.
+    /// The attempt must end because of a rank of this host.
     Failed(PmiFailure),
 }
 
-/// What a rank did over PMI that ends the attempt.
+/// A failure over PMI that ends the attempt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PmiFailure {
     pub(crate) local_rank: usize,
     pub(crate) kind: PmiFailureKind,
-    /// In words.
+    /// Description for the user.
     pub(crate) text: String,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PmiFailureKind {
-    /// It wants the attempt to end with this exit code, and does not end by itself.
+    /// The rank called MPI_Abort with this exit code. The launcher ends the process.
     Aborted(i32),
-    /// It can't be understood.
+    /// The rank sent an invalid message, or does not read.
     Protocol,
-    /// It is gone while another waits for it, which may have a reason of its own.
+    /// The rank disconnected while another one waits for it. It may also fail for a reason of its own.
     Disconnected,
 }
 
-/// What to do.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Action {
     Response(usize, Response),
@@ -52,14 +51,12 @@ pub(super) enum Action {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RankState {
-    /// It has not said anything.
+    /// Has not sent init.
     New,
     Active,
-    /// In a barrier.
     InBarrier,
-    /// It needs nothing more.
     Finalized,
-    /// Its connection is closed, or it has failed.
+    /// Disconnected or failed.
     Gone,
 }
 
@@ -69,17 +66,17 @@ pub(super) struct Kvs {
     world_size: usize,
     has_others: bool,
     values: BTreeMap<String, String>,
-    /// What was put here since the last barrier.
+    /// Entries since the last barrier.
     fresh: Vec<KeyValue>,
-    /// Of all that was put here.
+    /// Size of all entries of this host.
     bytes: usize,
     ranks: Vec<RankState>,
-    /// The first thing that a rank said that ends the attempt.
+    /// First failure.
     trouble: Option<PmiFailure>,
 }
 
 impl Kvs {
-    /// Of the `ranks` ranks of this host in `place`.
+    /// Creates the KVS for the `ranks` ranks of this host.
     pub(super) fn new(assignment: &Assignment, ranks: usize) -> Self {
         let mapping = mapping(&assignment.ranks_of_hosts).map(|mapping| ("PMI_process_mapping".to_owned(), mapping));
         Kvs {
@@ -95,10 +92,10 @@ impl Kvs {
         }
     }
 
-    /// Takes in what a rank says.
+    /// Handles a command of a rank.
     pub(super) fn handle(&mut self, local_rank: usize, command: Command) -> Vec<Action> {
         match self.ranks.get(local_rank) {
-            // What follows an abort does not count.
+            // Commands after an abort are ignored.
             None | Some(RankState::Gone) => return Vec::new(),
             Some(RankState::New) if !matches!(command, Command::Init { .. } | Command::Abort { .. }) => {
                 return self.fail(local_rank, "spoke PMI before it said init");
@@ -150,7 +147,7 @@ impl Kvs {
         vec![Action::Response(local_rank, answer)]
     }
 
-    /// Takes in that the connection of a rank is closed.
+    /// Handles the end of a rank's connection.
     pub(super) fn disconnect(&mut self, local_rank: usize) -> Vec<Action> {
         if matches!(self.ranks.get(local_rank), None | Some(RankState::Finalized | RankState::Gone)) {
             return Vec::new();
@@ -159,7 +156,7 @@ impl Kvs {
         self.check_barrier()
     }
 
-    /// A rank can't be understood, or does not listen.
+    /// Handles an invalid message, or a rank that does not read.
     pub(super) fn fail(&mut self, local_rank: usize, how: &str) -> Vec<Action> {
         if self.ranks.get(local_rank) == Some(&RankState::Gone) {
             return Vec::new();
@@ -174,17 +171,17 @@ impl Kvs {
         vec![Action::Report(PmiEvent::Failed(trouble))]
     }
 
-    /// The first thing that a rank said that ends the attempt.
+    /// Returns the first failure.
     pub(super) fn trouble(&self) -> Option<PmiFailure> {
         self.trouble.clone()
     }
 
-    /// Takes in what the ranks of another host have put.
+    /// Adds entries of another host's ranks.
     pub(super) fn add_remote(&mut self, entries: Vec<KeyValue>) {
         self.values.extend(entries);
     }
 
-    /// All ranks of all hosts wait: they wait no more.
+    /// Releases the barrier: all ranks of all hosts are in it.
     pub(super) fn release_barrier(&mut self) -> Vec<Action> {
         let mut answers = Vec::new();
         for (local_rank, state) in self.ranks.iter_mut().enumerate() {
@@ -196,7 +193,7 @@ impl Kvs {
         answers
     }
 
-    /// A rank has come to wait.
+    /// Handles a rank that enters the barrier.
     fn barrier(&mut self) -> Vec<Action> {
         if !self.ranks.iter().all(|&state| state == RankState::InBarrier) {
             return self.check_barrier();
@@ -208,7 +205,7 @@ impl Kvs {
         said.map(Action::Report).collect()
     }
 
-    /// An error if a rank waits for one that does not come any more.
+    /// Returns a failure if a rank in the barrier waits for a rank that is gone.
     fn check_barrier(&mut self) -> Vec<Action> {
         let of = |wanted: &[RankState]| self.ranks.iter().position(|state| wanted.contains(state));
         let (Some(waits), Some(gone)) = (of(&[RankState::InBarrier]), of(&[RankState::Gone, RankState::Finalized]))
@@ -231,7 +228,7 @@ impl Kvs {
     }
 }
 
-/// Messages of a bounded size.
+/// Splits entries into messages of bounded size.
 fn parts(entries: Vec<KeyValue>) -> Vec<Vec<KeyValue>> {
     let mut parts: Vec<Vec<KeyValue>> = Vec::new();
     let mut room = 0;
@@ -251,8 +248,8 @@ fn parts(entries: Vec<KeyValue>) -> Vec<Vec<KeyValue>> {
     parts
 }
 
-/// Which ranks are on which host, in MPICH's words: blocks of the first host, the number of hosts, and the ranks of
-/// each. Nothing where that is longer than a value may be: MPICH then asks for the hosts' names.
+/// Formats `PMI_process_mapping`: blocks of (first host, number of hosts, ranks of each). Returns `None` if the value
+/// would be too long; MPICH then compares host names.
 fn mapping(ranks_of_hosts: &[(usize, usize)]) -> Option<String> {
     let mut first = 0;
     let blocks = ranks_of_hosts.iter().map(|&(hosts, ranks)| {
@@ -268,7 +265,7 @@ fn mapping(ranks_of_hosts: &[(usize, usize)]) -> Option<String> {
 mod tests {
     use super::*;
 
-    /// A host with two of its ranks here.
+    /// Creates the KVS of a host with two ranks.
     fn kvs(hosts: usize) -> Kvs {
         let assignment = Assignment {
             pmi_space: "kvs_3".into(),
@@ -321,7 +318,7 @@ mod tests {
             answers(1, Response::Get(Some("(vector,(0,1,2))".into())))
         );
         assert_eq!(kvs.handle(1, Command::GetMyKvsname), answers(1, Response::MyKvsname("kvs_3".into())));
-        // A rank that knows the space of another attempt.
+        // The name of another attempt's KVS.
         let old = Command::Put { kvs: "kvs_2".into(), key: "a".into(), value: "2".into() };
         assert_eq!(kvs.handle(1, old), answers(1, Response::NotPut));
         let old = Command::Get { kvs: "kvs_2".into(), key: "a".into() };
@@ -342,7 +339,7 @@ mod tests {
         kvs.add_remote(vec![("b".into(), "2".into())]);
         assert_eq!(kvs.release_barrier(), [0, 1].map(|rank| Action::Response(rank, Response::BarrierOut)));
         assert_eq!(kvs.handle(0, get("b")), answers(0, Response::Get(Some("2".into()))));
-        // Nothing is told twice.
+        // Entries are sent once.
         assert_eq!(kvs.handle(0, Command::BarrierIn), []);
         assert_eq!(kvs.handle(1, Command::BarrierIn), [Action::Report(PmiEvent::Barrier)]);
     }
@@ -390,7 +387,7 @@ mod tests {
 
     #[test]
     fn nobody_waits_for_a_rank_that_is_gone() {
-        // In whatever order.
+        // The order does not matter.
         let mut kvs = kvs(2);
         assert_eq!(kvs.disconnect(1), []);
         let told = trouble(kvs.handle(0, Command::BarrierIn));
@@ -403,7 +400,7 @@ mod tests {
         let mut kvs = self::kvs(2);
         assert_eq!(kvs.handle(0, Command::BarrierIn), []);
         assert_eq!(trouble(kvs.disconnect(1)).local_rank, 1);
-        // One that never spoke is nobody's peer, until somebody waits for it.
+        // A rank that never used PMI is not missed unless a rank waits for it.
         let mut silent = Kvs::new(&Assignment::single_node("run", 2, 1), 2);
         assert_eq!((silent.disconnect(0), silent.disconnect(1)), (vec![], vec![]));
     }

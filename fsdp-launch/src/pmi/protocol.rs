@@ -1,14 +1,14 @@
-//! The commands of PMI-1, which a rank sends and receives: one a line, as words `name=value`.
+//! Commands and responses of PMI-1: one a line, as words `name=value`.
 
 use std::fmt;
 
-/// Bytes of the longest key and of the longest value, as the ranks are told.
+/// Maximum lengths of a key and of a value, as `get_maxes` returns them.
 pub(super) const MAX_KEY_LEN: usize = 64;
 pub(super) const MAX_VALUE_LEN: usize = 4096;
-/// Bytes of the longest name of a space.
+/// Maximum length of a KVS name.
 const MAX_NAME_LEN: usize = 256;
 
-/// What a rank says.
+/// A command of a rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Command {
     Init {
@@ -33,11 +33,11 @@ pub(super) enum Command {
         code: i32,
         message: String,
     },
-    /// What no launcher of ours does for a rank; the name of the answer.
+    /// A command that this launcher does not support; the name of its response.
     Unsupported(&'static str),
 }
 
-/// What a rank hears.
+/// A response to a rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Response {
     Init {
@@ -48,7 +48,7 @@ pub(super) enum Response {
     MyKvsname(String),
     UniverseSize(usize),
     Put,
-    /// Nothing for a space that is not the rank's.
+    /// The KVS is not the rank's.
     NotPut,
     Get(Option<String>),
     BarrierOut,
@@ -83,18 +83,18 @@ impl fmt::Display for Response {
     }
 }
 
-/// Reads a rank's lines.
+/// Parses a rank's lines.
 #[derive(Default)]
 pub(super) struct Parser {
-    /// The answer to a command of several lines that has not ended yet.
+    /// Response to an incomplete command of several lines.
     within: Option<&'static str>,
 }
 
 impl Parser {
-    /// The command that ends with this line, if one does.
+    /// Returns the command that ends with this line, if any.
     ///
     /// # Errors
-    /// What is wrong with the line.
+    /// A description of the invalid line.
     pub(super) fn line(&mut self, line: &str) -> Result<Option<Command>, String> {
         if let Some(answer) = self.within {
             if line != "endcmd" {
@@ -131,7 +131,7 @@ fn command(line: &str) -> Result<Command, String> {
         "get_my_kvsname" => Command::GetMyKvsname,
         "get_universe_size" => Command::GetUniverseSize,
         "put" => {
-            // The last word: it may have spaces.
+            // The value is the last word and may contain spaces.
             let (_, value) =
                 line.split_once(" value=").ok_or_else(|| format!("{:?} without value=", truncated(line)))?;
             if value.len() > MAX_VALUE_LEN {
@@ -154,7 +154,7 @@ fn command(line: &str) -> Result<Command, String> {
     })
 }
 
-/// The value of `name=` among the words before a value that may have spaces.
+/// Returns the value of `name=` among the words before `value=`.
 fn word<'a>(line: &'a str, name: &str) -> Option<&'a str> {
     let head = line.split_once(" value=").map_or(line, |(head, _)| head);
     head.split(' ').find_map(|word| word.strip_prefix(name)?.strip_prefix('='))
@@ -172,18 +172,18 @@ fn truncated(text: &str) -> String {
     }
 }
 
-/// Bytes of the longest line.
+/// Maximum length of a line.
 pub(super) const MAX_LINE_LEN: usize = 16 << 10;
 
-/// What came and is not a whole line yet.
+/// Bytes of an incomplete line.
 #[derive(Default)]
 pub(super) struct Lines(Vec<u8>);
 
 impl Lines {
-    /// Takes in what came; the lines that end in it, without their ends.
+    /// Adds bytes, and returns the lines that they complete.
     ///
     /// # Errors
-    /// What is wrong with it, when it is no text or too long.
+    /// A description of the input, if it is too long or not text.
     pub(super) fn push(&mut self, bytes: &[u8]) -> Result<Vec<String>, String> {
         self.0.extend(bytes);
         let mut lines = Vec::new();
@@ -200,7 +200,7 @@ impl Lines {
     }
 }
 
-/// Printable ASCII is all that the protocol has.
+/// Checks that the line is printable ASCII.
 fn text(line: Vec<u8>) -> Result<String, String> {
     if line.len() > MAX_LINE_LEN {
         return Err(format!("a line of more than {MAX_LINE_LEN} bytes"));

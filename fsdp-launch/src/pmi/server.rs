@@ -1,5 +1,4 @@
-//! The launcher's ends of the ranks' PMI connections: a socket and a thread for each rank of the host, for as long as
-//! an attempt lasts.
+//! The launcher's ends of the ranks' PMI connections: a socket and a thread for each rank, for one attempt.
 
 use std::{
     io::{self, Read},
@@ -25,13 +24,12 @@ use super::{
 };
 use crate::rendezvous::{Assignment, KeyValue};
 
-/// What a thread of a rank needs is little.
 const STACK_BYTES: usize = 256 << 10;
 
-/// Speaks with the ranks of this host. Dropping it hangs up on them.
+/// Serves the ranks of this host. Dropping it closes the connections.
 pub(crate) struct Server {
     shared: Arc<Shared>,
-    /// The ranks' ends, until they have them.
+    /// The ranks' ends of the sockets, until the ranks start.
     theirs: Vec<Option<OwnedFd>>,
     threads: Vec<JoinHandle<()>>,
     first_rank: usize,
@@ -45,10 +43,10 @@ struct Shared {
 }
 
 impl Server {
-    /// For the `ranks` ranks of this host in `place`. What the launcher has to know goes to `tell`.
+    /// Serves the `ranks` ranks of this host. Events for the launcher go to `tell`.
     ///
     /// # Errors
-    /// When the system has no sockets or no threads for it.
+    /// When the system cannot create a socket or a thread.
     pub(crate) fn start(
         assignment: &Assignment,
         ranks: usize,
@@ -72,14 +70,14 @@ impl Server {
         Ok(server)
     }
 
-    /// Makes `command` start a rank that finds its end. What is returned has to live until it is started.
+    /// Passes a rank's end to `command`. Keep the returned descriptor open until the rank has started.
     pub(crate) fn apply(&mut self, local_rank: usize, command: &mut Command) -> Option<OwnedFd> {
-        // Of a launcher around us, such as `srun --mpi=pmix`: MPI would ask that for this process's place.
+        // Variables of an outer launcher, such as `srun --mpi=pmix`, would make MPI connect to that launcher.
         for name in ["PMI_PORT", "PMI_ID", "PMI_SPAWNED", "PMI_JOBID"] {
             command.env_remove(name);
         }
         let is_of_launcher = |name: &[u8]| {
-            // What a user sets of PMIx itself stays.
+            // The user's own PMIx settings stay.
             name.starts_with(b"PMIX_") && !name.starts_with(b"PMIX_MCA_") && name != b"PMIX_INSTALL_PREFIX"
         };
         for (name, _) in std::env::vars_os().filter(|(name, _)| is_of_launcher(name.as_encoded_bytes())) {
@@ -91,33 +89,33 @@ impl Server {
         command.env("PMI_RANK", (self.first_rank + local_rank).to_string());
         command.env("PMI_SIZE", self.world_size.to_string());
         // SAFETY: the hook runs between fork and exec, where only async-signal-safe calls are allowed: fcntl is one,
-        // and an error made of a code allocates nothing. The descriptor is open there, because the caller keeps `end`.
+        // and an error from a code does not allocate. The caller keeps `end`, so the descriptor is open.
         unsafe {
             command.pre_exec(move || Ok(fcntl_setfd(BorrowedFd::borrow_raw(number), FdFlags::empty())?));
         }
         Some(end)
     }
 
-    /// Takes in what the ranks of another host have put.
+    /// Adds entries of another host's ranks.
     pub(crate) fn add_remote(&self, entries: Vec<KeyValue>) {
         self.shared.kvs().add_remote(entries);
     }
 
-    /// The ranks of all hosts wait: they wait no more.
+    /// Releases the barrier: all ranks of all hosts are in it.
     pub(crate) fn release_barrier(&self) {
         self.shared.act(Kvs::release_barrier);
     }
 }
 
 impl Server {
-    /// Hangs up on the ranks when all that they have said is heard. The first thing that one of them said that ends the
-    /// attempt, which it may have been told of already.
+    /// Closes the connections after reading all that the ranks sent. Returns the first failure, which may have been
+    /// reported before.
     pub(crate) fn finish(&mut self) -> Option<PmiFailure> {
         for end in &self.shared.ours {
             end.shutdown(Shutdown::Both).ok();
         }
         for thread in self.threads.drain(..) {
-            // It only fails by a panic, which has been printed.
+            // Fails only after a panic, which was printed.
             thread.join().ok();
         }
         self.shared.kvs().trouble()
@@ -135,7 +133,7 @@ impl Shared {
         self.kvs.lock()
     }
 
-    /// Hears a rank to its end.
+    /// Reads from a rank until its connection ends.
     fn listen(&self, local_rank: usize) {
         let Some(mut end) = self.ours.get(local_rank) else { return };
         let (mut lines, mut parser) = (Lines::default(), Parser::default());
@@ -145,7 +143,7 @@ impl Shared {
                 Ok(0) => break None,
                 Ok(count) => &buffer[..count],
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                // It ended without having read all that it was sent.
+                // The rank ended with unread responses.
                 Err(_) => break None,
             };
             let heard = lines.push(bytes).and_then(|lines| {
@@ -168,7 +166,7 @@ impl Shared {
     }
 
     fn act(&self, step: impl FnOnce(&mut Kvs) -> Vec<Action>) {
-        // Held meanwhile: what is said to other hosts comes in the order in which it happened.
+        // Hold the lock, so that events for other hosts keep their order.
         let mut kvs = self.kvs();
         for action in step(&mut kvs) {
             match action {
@@ -187,14 +185,14 @@ impl Shared {
         }
     }
 
-    /// Whether the rank took it, or is gone. Nobody waits for a rank that does not read.
+    /// Sends a response without waiting. Returns false if the rank does not read.
     fn answer(&self, local_rank: usize, answer: &Response) -> bool {
         let Some(end) = self.ours.get(local_rank) else { return true };
         let line = format!("{answer}\n");
         match send(end, line.as_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
             Ok(count) => count == line.len(),
             Err(rustix::io::Errno::AGAIN) => false,
-            // Its end is heard next.
+            // The reader sees the end of the connection.
             Err(_) => true,
         }
     }

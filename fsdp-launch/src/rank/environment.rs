@@ -1,4 +1,4 @@
-//! The environment of a rank: what `torchrun` sets, so that a program can't tell the two launchers apart.
+//! The environment of a rank: `torchrun`'s variables, so that programs work under both launchers.
 
 use std::{ffi::OsString, path::Path, process::Command};
 
@@ -8,28 +8,28 @@ use crate::{
     rendezvous::Assignment,
 };
 
-/// What lets a rank into the store of its run (`fsdp_core::store`).
+/// Secret of the run's store (`fsdp_core::store`).
 const STORE_SECRET: &str = "FSDP_STORE_SECRET";
 
-/// What all ranks of an attempt on this host have in common.
+/// State that all ranks of an attempt on this host share.
 pub(crate) struct Job<'a> {
     pub(crate) spec: &'a LaunchSpec,
     pub(crate) assignment: &'a Assignment,
-    /// An id that no other launch has.
+    /// Unique id of the launch.
     pub(crate) launch_id: &'a str,
-    /// The directory of the attempt's logs, if there are any.
+    /// Directory of the attempt's logs, if any.
     pub(crate) log_dir: Option<&'a Path>,
-    /// Without logs: the directory of the files in which ranks record the error that ended them.
+    /// Directory of the error files, without logs.
     pub(crate) error_dir: &'a Path,
 }
 
 impl Job<'_> {
-    /// The rank in the world of a rank of this host.
+    /// Returns the global rank of a local rank.
     pub(crate) fn rank(&self, local_rank: usize) -> usize {
         self.assignment.first_rank + local_rank
     }
 
-    /// The file in which a rank may record its error.
+    /// Returns the path of a rank's error file.
     pub(crate) fn error_file(&self, local_rank: usize) -> std::path::PathBuf {
         if let Some(dir) = self.log_dir {
             return dir.join(local_rank.to_string()).join("error.json");
@@ -37,10 +37,10 @@ impl Job<'_> {
         self.error_dir.join(format!("attempt-{}-rank-{local_rank}.json", self.assignment.attempt))
     }
 
-    /// What is set for a rank, the variables of torchrun's documentation in its order first.
+    /// Returns the variables of a rank, first those of torchrun's documentation in its order.
     ///
     /// # Errors
-    /// [`Error::Usage`](crate::Error::Usage) where the rank should see one GPU but there is none for it.
+    /// [`Error::Usage`](crate::Error::Usage) when the rank should see one GPU but none is left.
     pub(crate) fn variables(&self, local_rank: usize) -> Result<Vec<(&'static str, OsString)>> {
         let (spec, assignment) = (self.spec, self.assignment);
         let text = |number: usize| OsString::from(number.to_string());
@@ -83,16 +83,16 @@ impl Job<'_> {
         Ok(variables)
     }
 
-    /// Gives `command` the environment of a rank.
+    /// Sets the environment of a rank.
     ///
     /// # Errors
     /// As [`variables`](Self::variables).
     pub(crate) fn apply(&self, local_rank: usize, command: &mut Command) -> Result<()> {
         forget_cargo_run(command);
-        // Of a torchrun around us: its agent would hold the store at MASTER_PORT. Ours is held by rank 0.
+        // An outer torchrun's agent serves a store at MASTER_PORT; here rank 0 does.
         command.env_remove("TORCHELASTIC_USE_AGENT_STORE");
         command.envs(self.variables(local_rank)?);
-        // Not among the variables, which `--dry-run` prints.
+        // A secret must not appear in `--dry-run`, which prints `variables`.
         match self.assignment.store_secret.text() {
             Some(secret) => command.env(STORE_SECRET, secret),
             None => command.env_remove(STORE_SECRET),
@@ -101,13 +101,13 @@ impl Job<'_> {
     }
 }
 
-/// The name of this host.
+/// Returns the name of this host.
 pub(crate) fn hostname() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
-/// Takes out of `command`'s environment what `cargo run` set for the launcher: a build started from here would see
-/// other values than one started by hand and build anew, and a rank would take the launcher's package for its own.
+/// Removes the variables that `cargo run` set for the launcher. They would make a build from here differ from one by
+/// hand, and a rank would see the launcher's package.
 pub(crate) fn forget_cargo_run(command: &mut Command) {
     for (name, _) in std::env::vars_os() {
         let is_ours = name.to_str().is_some_and(|name| {

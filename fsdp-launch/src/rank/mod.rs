@@ -1,4 +1,4 @@
-//! One rank of this host: the cores and GPUs that it gets, its environment, its process, and what it leaves behind.
+//! One rank of this host: its cores and GPUs, its environment, its process, and its orphans.
 
 pub(crate) mod affinity;
 pub(crate) mod environment;

@@ -1,4 +1,4 @@
-//! One rank's process and the process group it leads.
+//! The process of one rank, and the process group that it leads.
 
 use std::{
     io,
@@ -28,39 +28,38 @@ use crate::{
     },
 };
 
-/// A rank. Dropping it kills whatever is left of it.
+/// A rank. Dropping it kills its process group.
 pub(crate) struct Worker {
-    /// Its rank on this host, and in the world.
     pub(crate) local_rank: usize,
     pub(crate) rank: usize,
-    /// Of the rank, and so of its process group.
+    /// Pid of the rank, and id of its process group.
     pub(crate) pid: Pid,
-    /// How the rank ended, once it has.
+    /// How the rank ended.
     pub(crate) exit_status: Option<ExitStatus>,
-    /// When that was, and how long after its start.
+    /// Time of the end, and the time since the start.
     pub(crate) ended_at: Option<(SystemTime, Duration)>,
-    /// What had been sent to the rank when it ended.
+    /// Last request that was sent before the end.
     pub(crate) ended_after: Option<StopRequest>,
-    /// On which it tells how it is; none where the system refused the memory.
+    /// Status page of the rank; `None` if the system has no memory for it.
     pub(crate) status_page: Option<StatusPage>,
-    /// How long its heart had not beaten, if it was ended for that.
+    /// Time without heartbeat, if the rank was killed for it.
     pub(crate) silent_for: Option<Duration>,
-    /// Where it was when something went wrong.
+    /// State of the rank when the first failure occurred.
     pub(crate) snapshot: Option<RankSnapshot>,
-    /// What it did over PMI that ended the attempt.
+    /// Failure over PMI that ended the attempt.
     pub(crate) pmi_failure: Option<PmiFailure>,
     started: Instant,
     sent: Option<StopRequest>,
     group_gone: bool,
-    /// What the rank left running was sent SIGTERM.
+    /// Whether SIGTERM was sent to the rest of the group.
     rest_terminated: bool,
 }
 
-/// Where a rank's streams are read, as far as they come through pipes.
+/// The rank's streams that are pipes.
 pub(crate) type Pipes = (Option<ChildStdout>, Option<ChildStderr>);
 
 impl Worker {
-    /// Starts a rank with these for its stdout and stderr.
+    /// Starts a rank with this stdout and stderr.
     pub(crate) fn start(
         job: &Job<'_>,
         local_rank: usize,
@@ -76,14 +75,14 @@ impl Worker {
         let status_page = StatusPage::new().inspect_err(|error| tracing::warn!("no heartbeats: {error}")).ok();
         match &status_page {
             Some(page) => command.env(VARIABLE, page.path()),
-            // Of a launcher around us.
+            // Do not pass on an outer launcher's page.
             None => command.env_remove(VARIABLE),
         };
         if let Some(cores) = affinity::cores_of_rank(spec, local_rank)? {
             affinity::pin(&mut command, &cores);
         }
         own_session_killed_with_launcher(&mut command);
-        // The rank's own from when it is started.
+        // The rank's end of the connection, open until the rank has started.
         let pmi_end = pmi.apply(local_rank, &mut command);
         let rank = job.rank(local_rank);
         let failed = |source: io::Error| {
@@ -124,7 +123,7 @@ impl Worker {
         Ok((worker, (child.stdout.take(), child.stderr.take())))
     }
 
-    /// Reaps what has ended of the group, as far as it is our child; true if the rank was among it.
+    /// Reaps ended processes of the group. Returns whether the rank was among them.
     pub(crate) fn reap(&mut self) -> bool {
         let mut ended = false;
         while !self.group_gone {
@@ -133,11 +132,11 @@ impl Worker {
                     self.set_exit_status(status);
                     ended = true;
                 }
-                // An orphan of the rank's that became our child.
+                // An orphan of the rank.
                 Ok(Some(_)) | Err(Errno::INTR) => {}
                 Ok(None) => break,
                 Err(_) => {
-                    // No child of ours is left in the group; a descendant whose parent is outside of it may be.
+                    // No child of ours is left in the group, but a process with another parent may be.
                     self.group_gone =
                         self.exit_status.is_some() && test_kill_process_group(self.pid) == Err(Errno::SRCH);
                     break;
@@ -147,12 +146,12 @@ impl Worker {
         ended
     }
 
-    /// Nothing of the rank's process group is left, as of the last [`reap`](Self::reap).
+    /// Returns whether the process group was gone at the last [`reap`](Self::reap).
     pub(crate) fn is_gone(&self) -> bool {
         self.group_gone
     }
 
-    /// Notes where the rank is, unless that was noted before.
+    /// Records the state of the rank, unless it was recorded before.
     pub(crate) fn record_snapshot(&mut self) {
         if self.snapshot.is_none() {
             let told = self.status_page.as_ref().map(StatusPage::snapshot).unwrap_or_default();
@@ -160,9 +159,9 @@ impl Worker {
         }
     }
 
-    /// Sends the signal of `request` to the whole group, unless more was sent before.
+    /// Sends a request to the whole group, unless the same or a stronger one was sent.
     ///
-    /// `signal_number` is the number of the signal of [`StopRequest::Terminate`].
+    /// `signal_number` is the signal for [`StopRequest::Terminate`].
     pub(crate) fn send(&mut self, request: StopRequest, signal_number: i32) {
         if self.group_gone || self.sent >= Some(request) {
             return;
@@ -179,14 +178,14 @@ impl Worker {
         }
     }
 
-    /// Sends SIGTERM to what is left of the group, once.
+    /// Sends SIGTERM to the rest of the group, once.
     pub(crate) fn terminate_rest(&mut self) {
         if !self.group_gone && !std::mem::replace(&mut self.rest_terminated, true) {
             kill_process_group(self.pid, Signal::TERM).ok();
         }
     }
 
-    /// Kills the rank if it was asked to end and is stopped: it hears nothing until somebody makes it go on.
+    /// Kills the rank if it was asked to end but is stopped: a stopped process does not handle signals.
     pub(crate) fn kill_if_stopped(&mut self) {
         if self.exit_status.is_some() || self.sent != Some(StopRequest::Terminate) {
             return;
@@ -194,7 +193,7 @@ impl Worker {
         let told = self.status_page.as_ref().map(StatusPage::snapshot).unwrap_or_default();
         let own = ProcessInfo::of(pid_of(self.pid));
         let is_stopped = |process: ProcessInfo| process.state == ProcessState::Stopped;
-        // A rank may be a script around the process that tells.
+        // The rank may be a script around the process that writes the status page.
         if own.is_some_and(is_stopped) || RankSnapshot::of(pid_of(self.pid), told).process.is_some_and(is_stopped) {
             self.send(StopRequest::Kill, 0);
         }
@@ -210,14 +209,13 @@ impl Worker {
     }
 }
 
-/// As others write it.
 pub(crate) fn pid_of(pid: Pid) -> u32 {
     pid.as_raw_nonzero().get().unsigned_abs()
 }
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // After a regular end there is nothing to do, and what SIGKILL did not end is not worth waiting for.
+        // A process that survives SIGKILL is not waited for.
         if !self.group_gone && self.sent != Some(StopRequest::Kill) {
             self.send(StopRequest::Kill, 0);
             if self.exit_status.is_none() {

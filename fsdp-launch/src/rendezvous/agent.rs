@@ -1,4 +1,4 @@
-//! How this host's launcher takes part in a run: as the only agent, or as one of several.
+//! A launcher's part in the rendezvous: alone on one host, or as one of several agents.
 
 use std::{
     io,
@@ -23,36 +23,35 @@ use crate::{
     },
 };
 
-/// What an agent learns.
+/// An event of the rendezvous.
 pub(crate) enum RendezvousEvent {
-    /// From the coordinator.
+    /// A message of the coordinator.
     Message(ToAgent),
     /// The coordinator is gone.
     Lost(String),
-    /// The coordinator was not reached yet; why the last try failed.
+    /// The coordinator is not reachable yet; the error of the last attempt.
     Retrying(String),
-    /// The coordinator was not reached.
+    /// The coordinator was not reachable in time.
     Failed(String),
 }
 
-/// Is last_error what an agent learns; says whether anybody listens still.
+/// Receives events. Returns whether the launch still listens.
 pub(crate) type EventSink = Arc<dyn Fn(RendezvousEvent) -> bool + Send + Sync>;
 
-/// An agent's connection to the coordinator, or to the one that it holds itself.
+/// The launcher's connection to the coordinator.
 pub(crate) enum Rendezvous {
-    /// One host.
+    /// The only host: the coordinator is in this process.
     SingleNode(Box<SharedCoordinator>),
-    /// Several; the thread connects, or holds the coordinator.
+    /// Several hosts: a thread connects to the coordinator, or serves it.
     MultiNode {
         to: Option<Sender<FromAgent>>,
-        /// Ends when the thread has.
+        /// Closed when the thread ends.
         done: Receiver<()>,
     },
 }
 
 impl Rendezvous {
-    /// Begins to take part as `member`. All that follows is last_error to
-    /// `listener`; with several hosts and no `spec` of how they meet, there is only this one.
+    /// Joins a run. Events go to `listener`. Without a `spec`, this is the only host.
     pub(crate) fn start(
         spec: Option<&RendezvousSpec>,
         config: RunConfig,
@@ -78,11 +77,11 @@ impl Rendezvous {
         Ok(Rendezvous::MultiNode { to: Some(to), done })
     }
 
-    /// Leaves when all that was said is sent, and what others have to hear of us is heard.
+    /// Leaves the run once all messages are sent.
     pub(crate) fn leave(&mut self) {
         if let Rendezvous::MultiNode { to, done } = self {
             drop(to.take());
-            // A thread that looks a name up, or waits for a connection to be made, is left to itself.
+            // The thread may be blocked in a name lookup or a connect.
             done.recv_timeout(LEAVE_TIMEOUT + TICK_INTERVAL).ok();
         }
     }
@@ -92,7 +91,7 @@ impl Rendezvous {
             Rendezvous::SingleNode(coordinator) => coordinator.receive(0, message),
             Rendezvous::MultiNode { to, .. } => {
                 if let Some(to) = to {
-                    // Where the thread has ended it has last_error why.
+                    // An ended thread has reported why.
                     to.send(message).ok();
                 }
             }
@@ -106,18 +105,18 @@ impl Drop for Rendezvous {
     }
 }
 
-/// Between two tries to reach the coordinator.
+/// Pause between attempts to connect.
 const RETRY_INTERVAL: Duration = Duration::from_millis(200);
-/// How long a connection may take to be made.
+/// Time limit of one connection attempt.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long something else may answer at the endpoint, such as a coordinator that is just ending.
+/// Time that another program, such as an ending coordinator, may answer at the endpoint.
 const REJECTED_TIMEOUT: Duration = Duration::from_secs(10);
-/// How often the coordinator looks at the clock.
+/// Interval of the coordinator's clock.
 const TICK_INTERVAL: Duration = Duration::from_millis(50);
-/// How long the agents may take to hear the end.
+/// Time for the agents to receive the final message.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The thread of an agent of several.
+/// The thread of one of several agents.
 struct AgentThread {
     spec: RendezvousSpec,
     key: Option<Key>,
@@ -127,11 +126,11 @@ struct AgentThread {
     outgoing: Receiver<FromAgent>,
 }
 
-/// Why a try to meet failed.
+/// Error of an attempt to connect.
 enum ConnectError {
-    /// It may work later.
+    /// A later attempt may succeed.
     Retry(io::Error),
-    /// Something else answered, or the token differs.
+    /// Another program answered, or the token differs.
     Rejected(io::Error),
 }
 
@@ -148,7 +147,7 @@ impl AgentThread {
             };
             let error = match held {
                 Ok(Some(())) => return,
-                // Waiting does not help.
+                // Waiting would not help.
                 Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
                     let why = format!("the rendezvous can't be held at {}: {error}", self.spec.endpoint);
                     return self.notify(RendezvousEvent::Failed(why));
@@ -182,7 +181,7 @@ impl AgentThread {
                     self.spec.endpoint, self.config.join_timeout
                 )));
             }
-            // Nothing is said before the start, but that we leave.
+            // Before the start, the launch only sends that it leaves.
             match self.outgoing.recv_timeout(RETRY_INTERVAL) {
                 Err(RecvTimeoutError::Timeout) => {}
                 Ok(_) | Err(RecvTimeoutError::Disconnected) => return,
@@ -191,24 +190,24 @@ impl AgentThread {
     }
 
     fn notify(&self, news: RendezvousEvent) {
-        // Nobody listens once the launch is over.
+        // The launch may be over.
         (self.listener)(news);
     }
 
-    /// The port of the coordinator, if it is for this agent to hold it.
+    /// Binds the endpoint, if this agent may serve the coordinator.
     fn listener(&self) -> io::Result<Option<TcpListener>> {
         if !self.spec.may_serve() {
             return Ok(None);
         }
         match bind(&self.spec.endpoint.host, self.spec.port()) {
             Ok(listener) => Ok(Some(listener)),
-            // By another agent of this host, most likely.
+            // Most likely another agent of this host serves the coordinator.
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => Ok(None),
             Err(error) => Err(error),
         }
     }
 
-    /// Holds the coordinator until we leave.
+    /// Serves the coordinator until the launch ends.
     fn serve_coordinator(&self, listener: TcpListener) -> io::Result<()> {
         let mut token_file = None;
         let key = match &self.key {
@@ -232,12 +231,12 @@ impl AgentThread {
                 Err(RecvTimeoutError::Disconnected) => break,
             }
         }
-        // The others close when they have heard the end. Where we leave before it, they see that we are gone.
+        // The other agents disconnect after the final message. Without one, they see the connection close.
         let until = Instant::now() + LEAVE_TIMEOUT;
         while coordinator.is_over() && coordinator.len() > 1 && Instant::now() < until {
             thread::sleep(Duration::from_millis(5));
         }
-        // In this order: once the port is free another agent may hold it, and have made a token of its own.
+        // Keep this order: once the port is free, another agent may serve it with a new token file.
         drop(token_file);
         drop(server);
         coordinator.close();
@@ -251,7 +250,7 @@ impl AgentThread {
         key.and_then(|key| connect(stream, &key)).map_err(ConnectError::Rejected)
     }
 
-    /// Talks to the coordinator until one of us leaves.
+    /// Exchanges messages with the coordinator until one side leaves.
     fn participate(self, channel: Channel) {
         let Channel { mut reader, writer } = channel;
         let AgentThread { spec, node, listener, outgoing, .. } = self;
@@ -278,7 +277,7 @@ impl AgentThread {
             )));
         };
         let reader = thread::Builder::new().name("from the rendezvous".into()).spawn(listen);
-        // The first of all messages.
+        // Join is the first message.
         let (to, messages) = mpsc::channel();
         to.send(FromAgent::Join(Box::new(node))).ok();
         let sender = thread::Builder::new()
@@ -299,7 +298,7 @@ impl AgentThread {
     }
 }
 
-/// Whoever listens at the port has made no token for it.
+/// Adds advice to the error of a missing token file.
 fn no_token(error: io::Error) -> io::Error {
     let text = format!(
         "what listens there is no launcher of this user: there is no token of its ({error}). Choose another port; or, \
@@ -309,11 +308,11 @@ fn no_token(error: io::Error) -> io::Error {
     io::Error::new(error.kind(), text)
 }
 
-/// The way to the agent that holds the coordinator itself.
+/// Returns the outbox of the agent in the coordinator's process.
 fn local_outbox(listener: &EventSink) -> Outbox {
     let listener = Arc::clone(listener);
     let send_message = move |message| {
-        // Nobody listens once the launch is over.
+        // The launch may be over.
         listener(RendezvousEvent::Message(message));
     };
     Outbox { send_message: Box::new(send_message), sender: None }

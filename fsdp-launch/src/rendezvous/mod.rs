@@ -1,3 +1,9 @@
+//! The rendezvous: how the launchers of several hosts ("agents") work together, and how each gets its ranks.
+//!
+//! One launcher serves the [`coordinator`], which makes all decisions. The others connect to it at `--rdzv-endpoint`
+//! ([`server`], [`agent`], [`token`]). For a launch on one host, the coordinator is in the same process and has no
+//! port. The rest of the launcher sees only [`Rendezvous`] and its events.
+
 mod agent;
 mod coordinator;
 mod message;

@@ -1,4 +1,4 @@
-//! The coordinator with its connections to the agents.
+//! Serves the coordinator: its lock, and its connections to the agents.
 
 use std::{
     collections::BTreeMap,
@@ -21,11 +21,11 @@ use crate::rendezvous::{
     message::{AgentId, FromAgent, KeepAlive, ToAgent},
 };
 
-/// The way to an agent.
+/// Sends messages to one agent.
 pub(crate) struct Outbox {
-    /// Takes a message on its way, without waiting.
+    /// Queues a message without waiting.
     pub(crate) send_message: Box<dyn Fn(ToAgent) + Send>,
-    /// What sends them, until `send_message` is dropped and all are sent.
+    /// Thread that sends queued messages. It ends when `send_message` is dropped and the queue is empty.
     pub(crate) sender: Option<JoinHandle<()>>,
 }
 
@@ -43,7 +43,7 @@ impl SharedCoordinator {
         SharedCoordinator(Mutex::new(Inner { coordinator, outboxes: BTreeMap::new(), next: 0 }))
     }
 
-    /// Takes in an agent, which is told things through `outbox` until it is gone.
+    /// Adds an agent. Messages for it go to `outbox`.
     pub(crate) fn add_agent(&self, outbox: Outbox) -> AgentId {
         let mut inner = self.lock();
         let id = inner.next;
@@ -56,13 +56,13 @@ impl SharedCoordinator {
         self.with(|coordinator, now| coordinator.receive(now, id, message));
     }
 
-    /// An agent is gone.
+    /// Handles an agent that disconnected.
     pub(crate) fn disconnect(&self, id: AgentId, how: &str) {
         self.with(|coordinator, now| coordinator.disconnect(now, id, how));
         self.lock().outboxes.remove(&id);
     }
 
-    /// Nothing is heard of an agent any more.
+    /// Handles an agent that timed out.
     pub(crate) fn time_out(&self, id: AgentId, how: &str) {
         self.with(|coordinator, now| coordinator.time_out(now, id, how));
         self.lock().outboxes.remove(&id);
@@ -76,19 +76,19 @@ impl SharedCoordinator {
         self.lock().coordinator.is_over()
     }
 
-    /// How many agents it talks to.
+    /// Returns the number of connected agents.
     pub(crate) fn len(&self) -> usize {
         self.lock().outboxes.len()
     }
 
-    /// Talks to nobody any more. Returns when what was said is on its way, however soon the process ends then; an agent
-    /// that takes nothing is waited for as long as a write to it may last.
+    /// Closes all connections after sending the queued messages. An agent that does not read delays it for the time
+    /// limit of a write.
     pub(crate) fn close(&self) {
         let outboxes = std::mem::take(&mut self.lock().outboxes);
-        // All hear that nothing more comes before one is waited for.
+        // Drop all queues before waiting for the first thread.
         let senders: Vec<_> = outboxes.into_values().filter_map(|outbox| outbox.sender).collect();
         senders.into_iter().for_each(|sender| {
-            // It only fails by a panic, which has been printed.
+            // Fails only after a panic, which was printed.
             sender.join().ok();
         });
     }
@@ -104,18 +104,15 @@ impl SharedCoordinator {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        // What a panic left half done is at worst a message that was not sent, and its agent times out.
         self.0.lock()
     }
 }
 
-/// The most agents beyond those that can take part.
+/// Connections beyond the maximum number of agents.
 const SPARE_CONNECTIONS: usize = 64;
-/// What a thread of a connection needs is little.
 const STACK_BYTES: usize = 256 << 10;
 
-/// Admits up to `most` agents (and some spare ones) that connect to `listener` with the token, for as long as what is
-/// returned lives.
+/// Accepts up to `most` agents, and some spare ones, that connect with the token. Dropping the listener stops it.
 pub(crate) fn serve(
     listener: TcpListener,
     coordinator: Arc<SharedCoordinator>,
@@ -151,7 +148,7 @@ impl Handler for AgentHandler {
             .stack_size(STACK_BYTES)
             .spawn(move || send_until_closed(writer, &messages, interval, &ToAgent::Ping))?;
         let send_message = move |message| {
-            // The thread ends when the connection breaks, which the reader notices.
+            // The thread ends when the connection breaks; the reader then notices too.
             outbox.send(message).ok();
         };
         let id = self.coordinator.add_agent(Outbox { send_message: Box::new(send_message), sender: Some(sender) });
@@ -174,8 +171,7 @@ impl Handler for AgentHandler {
     }
 }
 
-/// Sends `messages` until no more can come or the connection breaks, `ping` after each `interval` without any; then
-/// closes the connection.
+/// Sends `messages`, and `ping` after each `interval` without one. Closes the connection at the end.
 pub(crate) fn send_until_closed<M: Serialize>(
     mut writer: Writer,
     messages: &Receiver<M>,
@@ -196,15 +192,15 @@ pub(crate) fn send_until_closed<M: Serialize>(
     writer.close();
 }
 
-/// Both sides must mean the same by the messages that follow.
+/// Version of the messages.
 const PURPOSE: &str = "fsdp-launch rendezvous 4";
 
-/// The key of a token.
+/// Derives the key of a token.
 pub(crate) fn key(token: &[u8]) -> Key {
     Key::derive(PURPOSE, token)
 }
 
-/// The side that connects.
+/// Connects with the token.
 pub(crate) fn connect(stream: TcpStream, key: &Key) -> io::Result<channel::Channel> {
     channel::Channel::connect(stream, key).map_err(|error| {
         let way_out = "give all launchers the same --rdzv-token-file, and start the same version of fsdp-launch";
@@ -215,15 +211,15 @@ pub(crate) fn connect(stream: TcpStream, key: &Key) -> io::Result<channel::Chann
 /// Sends a message.
 ///
 /// # Errors
-/// The connection can't be used any more then.
+/// When the connection is lost.
 pub(crate) fn send<M: Serialize>(writer: &mut Writer, message: &M) -> io::Result<()> {
     writer.send(&serde_json::to_vec(message)?)
 }
 
-/// The peer's next message, which must have come whole within `timeout`.
+/// Receives a message. All of it must arrive within `timeout`.
 ///
 /// # Errors
-/// The connection can't be used any more then: nothing came in time, it was closed, or what came is no message.
+/// On a timeout, a lost connection, or an invalid message.
 pub(crate) fn receive<M: DeserializeOwned>(reader: &mut Reader, timeout: Duration) -> io::Result<M> {
     Ok(serde_json::from_slice(reader.receive(timeout)?)?)
 }
@@ -234,7 +230,7 @@ mod tests {
 
     use super::*;
 
-    /// An agent that is slow to be told things: a message goes to `heard` a while after it was send_message.
+    /// An outbox that sends slowly.
     fn slow(heard: Sender<ToAgent>) -> Outbox {
         let (send_message, messages) = channel();
         let sender = thread::spawn(move || {
@@ -259,7 +255,7 @@ mod tests {
             })
             .collect();
         coordinator.close();
-        // At once: the process may end now.
+        // Without waiting: the process may end now.
         assert!(heard.iter().all(|heard| heard.try_recv().is_ok()));
         assert_eq!(coordinator.len(), 0);
     }

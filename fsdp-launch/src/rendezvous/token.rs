@@ -1,4 +1,4 @@
-//! The secret that agents of one launch share.
+//! The token: the secret that all agents of a run share.
 
 use std::{
     fs::{self, OpenOptions},
@@ -11,10 +11,10 @@ use fsdp_core::channel::{Key, MIN_SECRET_LEN, random_secret};
 
 use crate::{Error, Result, rendezvous::server::key};
 
-/// No more of a token file is read.
+/// Maximum size of a token file that is read.
 const MAX_TOKEN_FILE: u64 = 64 << 10;
 
-/// Reads `--rdzv-token-file`; white space around the token does not count.
+/// Reads `--rdzv-token-file`, without surrounding white space.
 pub(crate) fn read(path: &Path) -> Result<Key> {
     let failed = |expected: String| Error::Usage {
         flag: "--rdzv-token-file",
@@ -38,26 +38,25 @@ pub(crate) fn read(path: &Path) -> Result<Key> {
     Ok(key(token))
 }
 
-/// A new one for the agents of this user on this host that meet at `port`; it goes when the returned file does.
+/// Creates a token file for agents of this user on this host that meet at `port`. Dropping the file removes it.
 pub(crate) fn create_shared(port: u16) -> io::Result<(Key, SharedTokenFile)> {
     let bytes = random_secret()?;
     let path = shared_path(port)?;
     let dir = path.parent().unwrap_or(Path::new("/"));
-    // One launcher at a time: what another is making is not stale, nor what it puts in the place of something
-    // stale.
+    // Launchers take turns, so that none removes another's new file as stale.
     let turn = fs::File::open(dir)?;
     turn.lock()?;
     remove_stale(dir);
-    // Under another name first, so that nobody reads half a token.
+    // Create under another name, so that no launcher reads a partial token.
     let mut file = tempfile::NamedTempFile::new_in(dir)?;
     file.write_all(&bytes)?;
-    // For as long as this process lives.
+    // The lock marks the file as in use while this process lives.
     file.as_file().try_lock()?;
     let file = file.persist(&path)?;
     Ok((key(&bytes), SharedTokenFile { path, _locked: file }))
 }
 
-/// What [`create_shared`] made.
+/// Reads the file of [`create_shared`].
 pub(crate) fn read_shared(port: u16) -> io::Result<Key> {
     let mut bytes = [0; 32];
     let path = shared_path(port)?;
@@ -66,12 +65,12 @@ pub(crate) fn read_shared(port: u16) -> io::Result<Key> {
     Ok(key(&bytes))
 }
 
-/// The way out of a launch without a token.
+/// Advice for a launch without a token.
 pub(crate) const TOKEN_HELP: &str = "A token is a file that all hosts of the launch have and nobody else can \
 read: \
     `(umask 077; head -c 32 /dev/urandom | base64 > token)` makes one, to be copied to every host";
 
-/// The file of a token that was made.
+/// A token file of this process.
 pub(crate) struct SharedTokenFile {
     path: PathBuf,
     _locked: fs::File,
@@ -83,7 +82,7 @@ impl Drop for SharedTokenFile {
     }
 }
 
-/// Removes what launchers that were killed have left.
+/// Removes the files of killed launchers.
 fn remove_stale(dir: &Path) {
     for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
         let is_stale = fs::File::open(entry.path()).is_ok_and(|file| file.try_lock().is_ok());
@@ -93,7 +92,7 @@ fn remove_stale(dir: &Path) {
     }
 }
 
-/// A place that only this user can write to and read.
+/// Returns the path of the token file, in a directory that only this user can access.
 fn shared_path(port: u16) -> io::Result<PathBuf> {
     let user = rustix::process::geteuid().as_raw();
     let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|dir| dir.is_dir());
@@ -140,7 +139,7 @@ mod tests {
         let (token, file) = create_shared(1).unwrap();
         assert_eq!(token, read_shared(1).unwrap());
         assert!(read_shared(2).is_err());
-        // That of a launcher which was killed goes when the next one comes; that of one which lives stays.
+        // A new launcher removes a killed launcher's file, and keeps a live launcher's file.
         let stale = shared_path(3).unwrap();
         fs::write(&stale, "left").unwrap();
         let (_, other) = create_shared(4).unwrap();

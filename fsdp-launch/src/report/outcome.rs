@@ -1,4 +1,4 @@
-//! How a launch ended, and how to say it.
+//! How a launch ended, and its summary.
 
 use std::{fmt, path::PathBuf, time::Duration};
 
@@ -12,42 +12,42 @@ use crate::report::{
 /// Why a launch ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Cause {
-    /// Every rank ended with exit code 0.
+    /// Every rank exited with code 0.
     Succeeded,
-    /// This went wrong.
+    /// A failure ended the launch.
     Failed(Failure),
     /// The launcher received this signal.
     Interrupted(i32),
 }
 
-/// How a launch ended. It prints as the summary for the user.
+/// How a launch ended. It displays as the summary for the user.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Outcome {
-    /// Why.
+    /// Why the launch ended.
     pub cause: Cause,
-    /// Every rank of this host, in order; of the last attempt.
+    /// Reports of this host's ranks in the last attempt, in rank order.
     pub ranks: Vec<RankReport>,
-    /// How long the ranks had to end by themselves.
+    /// Time that ranks had between the request to end and SIGKILL.
     pub shutdown_timeout: Duration,
-    /// What went wrong in attempts before the last, in order; no more than the last few.
+    /// Failed attempts before the last, in order; only the latest few.
     pub failed_attempts: Vec<FailedAttempt>,
-    /// How many restarts were used.
+    /// Restarts used.
     pub restarts: u32,
-    /// How many were allowed.
+    /// Restarts allowed.
     pub max_restarts: u32,
-    /// The directory of the run's log files, if there are any.
+    /// Directory of the run's log files, if any.
     pub log_dir: Option<PathBuf>,
 }
 
 impl Outcome {
-    /// Every rank ended with exit code 0.
+    /// Returns whether every rank exited with code 0.
     pub fn succeeded(&self) -> bool {
         self.cause == Cause::Succeeded
     }
 
-    /// What the launcher should exit with: 0, what the first failed rank ended with, or 128 + the signal that the
-    /// launcher received.
+    /// Returns the launcher's exit code: 0, the code of the first failed rank, or 128 + the signal that the launcher
+    /// received.
     pub fn exit_code(&self) -> u8 {
         match &self.cause {
             Cause::Succeeded => 0,
@@ -93,8 +93,7 @@ impl fmt::Display for Outcome {
     }
 }
 
-/// Where all ranks of a host were, if one of them, or the one that failed on another host, hung or waited in vain; else
-/// nothing.
+/// Describes the state of all ranks, if a rank hung or a collective timed out.
 pub(crate) fn describe_hang(ranks: &[RankReport], failure: Option<&Failure>) -> Vec<String> {
     let all: Vec<(usize, &RankSnapshot)> =
         ranks.iter().filter_map(|report| Some((report.rank, report.snapshot.as_deref()?))).collect();

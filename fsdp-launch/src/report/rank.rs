@@ -1,4 +1,4 @@
-//! What became of a rank: how its process ended, the error that it recorded, and the end of its stderr.
+//! The report of a rank: how its process ended, the error that it recorded, and the end of its stderr.
 
 use std::{
     fmt,
@@ -14,73 +14,73 @@ use signal_hook::{consts::SIGKILL, low_level::signal_name};
 
 use crate::report::rank_snapshot::RankSnapshot;
 
-/// What became of one rank.
+/// How one rank ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct RankReport {
     /// The rank.
     pub rank: usize,
-    /// The host it ran on.
+    /// Host of the rank.
     pub host: String,
-    /// Its process id.
+    /// Process id.
     pub pid: i32,
-    /// How it ended, or wanted to by `MPI_Abort`; `None` for a process that not even SIGKILL ended in time (it hangs in
-    /// the kernel).
+    /// How the rank ended, or asked to end by `MPI_Abort`. `None` if SIGKILL did not end it in time, as in an
+    /// uninterruptible wait.
     pub exit_status: Option<ExitStatus>,
-    /// When it ended.
+    /// Time of the end.
     pub ended_at: Option<SystemTime>,
-    /// How long after its start.
+    /// Time from start to end.
     pub after: Option<Age>,
-    /// The last thing the launcher did to make it end, before it ended; `None` if it ended by itself.
+    /// Last request of the launcher before the rank ended; `None` if it ended by itself.
     pub request: Option<StopRequest>,
-    /// How long its heart had stood still, if it was ended because of that.
+    /// Time without heartbeat, if the rank was killed for it.
     pub silent_for: Option<Age>,
-    /// Where it was when the first rank of its host failed, or when the ranks were asked to end for another reason.
+    /// State of the rank at the first failure on its host, or when ranks were asked to end for another reason.
     pub snapshot: Option<Box<RankSnapshot>>,
-    /// The error it recorded in its `TORCHELASTIC_ERROR_FILE`, or what it did over PMI.
+    /// Error from its `TORCHELASTIC_ERROR_FILE`, or its failure over PMI.
     pub message: Option<String>,
-    /// The end of its stderr, if it failed and its stderr goes to a file only.
+    /// End of its stderr, if the rank failed and its stderr goes only to a file.
     pub stderr: Option<LogEnd>,
 }
 
-/// What went wrong.
+/// Why a launch or an attempt failed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Failure {
-    /// This rank failed, before all others.
+    /// This rank failed first.
     Rank(RankReport),
-    /// A host is gone with its ranks.
+    /// A host and its ranks are gone.
     NodeLost {
         /// The host.
         host: String,
-        /// How it went.
+        /// How it was lost.
         how: String,
     },
     /// A host could not start its ranks.
     NotStarted {
         /// The host.
         host: String,
-        /// Why not.
+        /// Reason.
         why: String,
     },
-    /// The hosts did not come together.
+    /// The hosts did not meet.
     Rendezvous {
-        /// Why not, and the way out.
+        /// Reason, and a remedy.
         why: String,
     },
 }
 
 impl Failure {
-    /// What the launcher should exit with.
+    /// Returns the launcher's exit code.
     pub fn exit_code(&self) -> u8 {
         match self {
-            // A rank may fail by what it told, and end well all the same.
+            // A rank may fail over PMI and still exit with code 0.
             Failure::Rank(report) => report.exit_status.map_or(1, ExitStatus::exit_code).max(1),
             Failure::NodeLost { .. } | Failure::NotStarted { .. } | Failure::Rendezvous { .. } => 1,
         }
     }
 
-    /// The same with no more than the start of what the rank said, and without where it was.
+    /// Shortens the message and removes the state, to keep failures of earlier attempts small.
     pub(crate) fn shortened(mut self) -> Self {
         match &mut self {
             Failure::Rank(report) => {
@@ -96,7 +96,7 @@ impl Failure {
     }
 }
 
-/// Bytes of a message that are kept of an attempt before the last.
+/// Maximum length of a message of an earlier attempt.
 const SHORT: usize = 300;
 
 impl fmt::Display for Failure {
@@ -110,21 +110,21 @@ impl fmt::Display for Failure {
     }
 }
 
-/// What went wrong in an attempt that was followed by another.
+/// A failed attempt that another attempt followed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct FailedAttempt {
-    /// The attempt, counted from 0.
+    /// Attempt number, from 0.
     pub attempt: u32,
-    /// What went wrong first.
+    /// First failure.
     pub failure: Failure,
 }
 
-/// Says how the rank that failed first did.
+/// Formats the report of the first failed rank.
 pub(crate) struct First<'a>(&'a RankReport);
 
 impl RankReport {
-    /// What other hosts are told: no more of where it was than fits a message, whatever a rank wrote on its board.
+    /// Limits the report to the size of a message: a rank can write anything to its status page.
     pub(crate) fn for_others(mut self) -> Self {
         if let Some(at) = &mut self.snapshot {
             at.status.collectives.truncate(4);
@@ -169,19 +169,19 @@ impl fmt::Display for First<'_> {
 /// How a process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ExitStatus {
-    /// By itself, with this exit code.
+    /// Exited with this code.
     Exited(i32),
-    /// By this signal.
+    /// Killed by this signal.
     Signaled(i32),
 }
 
 impl ExitStatus {
-    /// Exit code 0.
+    /// Returns whether the process exited with code 0.
     pub fn is_success(self) -> bool {
         self == ExitStatus::Exited(0)
     }
 
-    /// As a shell reports it: the exit code, or 128 + the signal's number.
+    /// Returns the code that a shell would report: the exit code, or 128 + the signal.
     pub fn exit_code(self) -> u8 {
         match self {
             ExitStatus::Exited(code) => low_byte(code),
@@ -190,7 +190,7 @@ impl ExitStatus {
     }
 }
 
-/// All that the system passes on of an exit code.
+/// The system passes on only 8 bits.
 fn low_byte(code: i32) -> u8 {
     code.to_le_bytes()[0]
 }
@@ -204,21 +204,20 @@ impl fmt::Display for ExitStatus {
     }
 }
 
-/// As people call it.
 pub(crate) fn name_of(signal: i32) -> String {
     signal_name(signal).map_or_else(|| format!("signal {signal}"), str::to_owned)
 }
 
-/// What the launcher did to end a rank.
+/// Request by which the launcher ended a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum StopRequest {
-    /// Sent SIGTERM.
+    /// SIGTERM was sent.
     Terminate,
-    /// Sent SIGKILL.
+    /// SIGKILL was sent.
     Kill,
 }
 
-/// No more of a file is read, and no more of a message shown: a rank writes what it likes.
+/// Limits of a file that a rank writes.
 const MAX_FILE: u64 = 1 << 20;
 const MAX_MESSAGE: usize = 4 << 10;
 
@@ -234,42 +233,42 @@ enum Message {
     Detailed { message: String },
 }
 
-/// The message in the file at `path`; `None` where a rank recorded nothing.
+/// Returns the message in a rank's error file, if any.
 pub(crate) fn read_message(path: &Path) -> Option<String> {
-    // Anything but a plain file, a FIFO say, could make us wait.
+    // Opening a FIFO could block.
     path.symlink_metadata().ok().filter(|meta| meta.is_file())?;
     let mut bytes = Vec::new();
     File::open(path).ok()?.take(MAX_FILE).read_to_end(&mut bytes).ok()?;
     let mut message = match serde_json::from_slice(&bytes) {
         Ok(ErrorFile { message: Message::Text(message) | Message::Detailed { message } }) => message,
-        // Cut off while it was being written, or of another format: better shown than lost.
+        // Show a partial file, or one of another format, as it is.
         Err(_) => String::from_utf8_lossy(&bytes).into_owned(),
     };
     shorten(&mut message, MAX_MESSAGE);
     (!message.trim().is_empty()).then_some(message)
 }
 
-/// When the file at `path` was written: the error that came first is the cause of those that followed.
+/// Returns when the file was written: the earliest error is the likely cause.
 pub(crate) fn recorded_at(path: &Path) -> Option<SystemTime> {
     path.symlink_metadata().ok()?.modified().ok()
 }
 
-/// How much is shown: lines, and bytes.
+/// Limits of the text that is shown.
 const LINES: usize = 10;
 const BYTES: u64 = 2 << 10;
 
-/// The last lines of a log file.
+/// Last lines of a log file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct LogEnd {
-    /// The file.
+    /// Path of the file.
     pub file: String,
-    /// Its last lines, without control characters; at most 10, and 2 KiB.
+    /// Up to 10 lines and 2 KiB, without control characters.
     pub lines: Vec<String>,
 }
 
 impl LogEnd {
-    /// Of the file at `path`; nothing where it can't be read or is blank.
+    /// Reads the end of a file. Returns `None` for a blank or unreadable file.
     pub(crate) fn of(path: &Path) -> Option<Self> {
         let text = last_bytes(path).ok()?;
         let plain = |line: &str| line.chars().filter(|c| !c.is_control() || *c == '\t').collect();
@@ -286,7 +285,7 @@ fn last_bytes(path: &Path) -> io::Result<String> {
     let mut bytes = Vec::new();
     file.take(BYTES).read_to_end(&mut bytes)?;
     let text = bytes.trim_ascii_end();
-    // A line that was cut tells little, unless it is the only one.
+    // Drop a partial first line, unless it is the only one.
     let first = if start == 0 { 0 } else { text.iter().position(|&byte| byte == b'\n').map_or(0, |end| end + 1) };
     Ok(String::from_utf8_lossy(&text[first..]).into_owned())
 }

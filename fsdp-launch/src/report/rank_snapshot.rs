@@ -1,4 +1,4 @@
-//! Where ranks were when something went wrong: what their boards and the kernel say of them.
+//! State of ranks at a failure or for `status`, from their status pages and `/proc`.
 
 use std::fmt;
 
@@ -7,22 +7,22 @@ use serde::{Deserialize, Serialize};
 
 use crate::report::process::{ProcessInfo, ProcessState};
 
-/// No heartbeat for so many seconds is worth a word.
+/// Seconds without heartbeat that are reported.
 const LATE: f64 = 2.0;
 
-/// Where a rank was at one moment.
+/// State of a rank at one moment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct RankSnapshot {
-    /// What the rank told of itself; nothing where its program does not use `fsdp-core`.
+    /// Status page of the rank; empty if its program does not use `fsdp-core`.
     #[serde(rename = "told")]
     pub status: Snapshot,
-    /// The process that told it, else the rank's own; `None` if it has ended.
+    /// The process that writes the status page, or else the rank's process; `None` if it has ended.
     pub process: Option<ProcessInfo>,
 }
 
 impl RankSnapshot {
-    /// Of the rank whose process is `pid`.
+    /// Reads the state of the rank with process `pid`.
     pub(crate) fn of(pid: u32, status: Snapshot) -> Self {
         let process = match (status.pid, status.pid_started) {
             (Some(pid), Some(started)) => ProcessInfo::started_at(pid, started),
@@ -35,12 +35,12 @@ impl RankSnapshot {
         self.process.as_ref().is_some_and(|process| process.state == ProcessState::Stopped)
     }
 
-    /// A collective of its has timed out.
+    /// Returns whether a collective of the rank has timed out.
     pub(crate) fn has_timed_out(&self) -> bool {
         self.status.collectives.iter().any(|collective| collective.progress == Progress::TimedOut)
     }
 
-    /// What the rank does, without what the kernel says.
+    /// Describes the rank's activity, without its process.
     pub(crate) fn activity(&self) -> String {
         let mut parts = Vec::new();
         if let Some(doing) = &self.status.doing {
@@ -53,7 +53,7 @@ impl RankSnapshot {
         parts.join(", ")
     }
 
-    /// Those that the rank is in; else those that failed; else the last one.
+    /// Returns the current collectives, or else the failed ones, or else the last one.
     fn collectives(&self) -> impl Iterator<Item = &Collective> {
         let all = &self.status.collectives;
         let with = |wanted: &[Progress]| all.iter().filter(|it| wanted.contains(&it.progress)).collect::<Vec<_>>();
@@ -101,16 +101,16 @@ impl fmt::Display for RankSnapshot {
     }
 }
 
-/// Who came to a collective and who did not.
+/// A collective that some ranks have not reached.
 struct IncompleteCollective<'a> {
     collective: &'a Collective,
     arrived: Vec<usize>,
     missing: Vec<usize>,
-    /// Ranks of the group that did not arrive and are of other hosts.
+    /// Missing ranks of other hosts.
     missing_elsewhere: Vec<usize>,
 }
 
-/// The collectives that some of these ranks wait in, or that timed out, and that others have not come to.
+/// Returns the collectives that some of these ranks wait in, or that timed out, and that other ranks have not reached.
 fn incomplete_collectives<'a>(ranks: &[(usize, &'a RankSnapshot)]) -> Vec<IncompleteCollective<'a>> {
     let mut incomplete_collectives: Vec<IncompleteCollective<'a>> = Vec::new();
     let waits = |it: &&Collective| matches!(it.progress, Progress::Running | Progress::TimedOut);
@@ -125,7 +125,7 @@ fn incomplete_collectives<'a>(ranks: &[(usize, &'a RankSnapshot)]) -> Vec<Incomp
                 Some((*rank, at.status.collectives.iter().find(|it| it.group == collective.group)?))
             })
             .collect();
-        // One that comes too late finds the collective failed: those who waited know better.
+        // A rank that arrives after a timeout finds the collective failed; the waiting ranks recorded it as missing.
         let given_up: Vec<usize> =
             members.iter().filter(|(_, it)| is_same(it)).flat_map(|(_, it)| it.missing.iter().copied()).collect();
         let (arrived, missing): (Vec<_>, Vec<_>) =
@@ -168,7 +168,7 @@ impl fmt::Display for IncompleteCollective<'_> {
     }
 }
 
-/// What there is to say of ranks that got stuck, a line each and one for each collective that not all have come to.
+/// Describes hung ranks: one line for each rank, and for each incomplete collective.
 pub(crate) fn describe(ranks: &[(usize, &RankSnapshot)]) -> Vec<String> {
     let where_they_were = ranks.iter().map(|(rank, at)| format!("rank {rank} was here: {at}"));
     where_they_were.chain(incomplete_collectives(ranks).iter().map(IncompleteCollective::to_string)).collect()
@@ -180,7 +180,7 @@ mod tests {
 
     use super::*;
 
-    /// As a board would say it.
+    /// Parses a snapshot from partial JSON.
     fn told(json: serde_json::Value) -> Snapshot {
         let mut whole = serde_json::to_value(Snapshot::default()).unwrap();
         whole.as_object_mut().unwrap().extend(json.as_object().unwrap().clone());
@@ -209,7 +209,7 @@ mod tests {
         assert_eq!(lines.len(), 4, "{lines:?}");
         assert_eq!(lines[3], "all_gather (collective 5 of \"world\", 3 ranks): ranks 0, 2 arrived; rank 1 did not");
 
-        // One came after it was given up, one is of another host.
+        // Rank 1 arrives after the timeout; rank 2 is on another host.
         let ranks = [
             rank(&[collective("world", 0, 5, "timed_out", &[1, 2])]),
             rank(&[collective("world", 1, 5, "failed", &[])]),
@@ -224,7 +224,7 @@ mod tests {
         );
         assert!(ranks[0].has_timed_out() && !ranks[1].has_timed_out());
 
-        // All of this host came.
+        // All ranks of this host arrived.
         let ranks = [
             rank(&[collective("world", 0, 5, "timed_out", &[2])]),
             rank(&[collective("world", 1, 5, "timed_out", &[2])]),

@@ -3,33 +3,32 @@
 
 use std::{collections::BTreeMap, str::FromStr};
 
-/// A choice of stdout and stderr.
+/// A set of stdout and stderr.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Streams {
-    /// stdout is meant.
+    /// Whether stdout is in the set.
     pub stdout: bool,
-    /// stderr is meant.
+    /// Whether stderr is in the set.
     pub stderr: bool,
 }
 
 impl Streams {
-    /// stdout and stderr.
+    /// Both streams.
     pub const BOTH: Streams = Streams { stdout: true, stderr: true };
 
-    /// `torchrun`'s numbers: 0 none, 1 stdout, 2 stderr, 3 both.
+    /// Parses `torchrun`'s numbers: 0 none, 1 stdout, 2 stderr, 3 both.
     fn from_number(text: &str) -> Option<Self> {
         let number: u8 = text.parse().ok().filter(|&number| number <= 3)?;
         Some(Streams { stdout: number & 1 != 0, stderr: number & 2 != 0 })
     }
 }
 
-/// Streams of all ranks, or of each rank its own. It is read as `torchrun` reads it: `3`, or `0:3,1:2` (ranks that are
-/// not named: none).
+/// Streams by local rank. Parses as in `torchrun`: `3`, or `0:3,1:2` (no streams for other ranks).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StreamChoice {
-    /// The same of every rank.
+    /// The same streams for every rank.
     EveryRank(Streams),
-    /// By local rank.
+    /// Streams by local rank.
     ByRank(BTreeMap<usize, Streams>),
 }
 
@@ -40,7 +39,7 @@ impl Default for StreamChoice {
 }
 
 impl StreamChoice {
-    /// The streams of `local_rank` that are meant.
+    /// Returns the streams of `local_rank`.
     pub fn of(&self, local_rank: usize) -> Streams {
         match self {
             StreamChoice::EveryRank(streams) => *streams,
@@ -48,7 +47,7 @@ impl StreamChoice {
         }
     }
 
-    /// The highest local rank that is named.
+    /// Returns the highest local rank that is named.
     pub(crate) fn highest(&self) -> Option<usize> {
         match self {
             StreamChoice::EveryRank(_) => None,
@@ -74,12 +73,12 @@ impl FromStr for StreamChoice {
     }
 }
 
-/// The local ranks whose streams are shown; none named: all.
+/// Local ranks that are shown; empty means all.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RankFilter(pub Vec<usize>);
 
 impl RankFilter {
-    /// The streams of `local_rank` are shown.
+    /// Returns whether `local_rank` is shown.
     pub fn shows(&self, local_rank: usize) -> bool {
         self.0.is_empty() || self.0.contains(&local_rank)
     }
@@ -99,8 +98,8 @@ impl FromStr for RankFilter {
 
 const NAMES: [&str; 4] = ["role_name", "local_rank", "rank", "hostname"];
 
-/// A template of a line's prefix with `${role_name}`, `${local_rank}`, `${rank}` and `${hostname}` in it, as
-/// `torchrun`'s `--log-line-prefix-template`.
+/// Template of a line prefix with `${role_name}`, `${local_rank}`, `${rank}` and `${hostname}`, as in `torchrun`'s
+/// `--log-line-prefix-template`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LinePrefix(String);
 
@@ -111,7 +110,7 @@ impl Default for LinePrefix {
 }
 
 impl LinePrefix {
-    /// Lines as they are.
+    /// Returns an empty prefix.
     pub fn none() -> Self {
         LinePrefix(String::new())
     }
@@ -136,7 +135,7 @@ impl FromStr for LinePrefix {
 }
 
 impl LinePrefix {
-    /// The prefix of one rank.
+    /// Returns the prefix of one rank.
     pub(crate) fn of(&self, role: &str, rank: usize, local_rank: usize) -> String {
         let mut parts = self.0.split("${");
         let mut prefix = parts.next().unwrap_or_default().to_owned();

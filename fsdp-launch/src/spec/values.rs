@@ -9,12 +9,12 @@ use std::{
 use fsdp_core::channel;
 use signal_hook::consts::{SIGALRM, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2, SIGXCPU};
 
-/// `HOST` or `HOST:PORT` of `--rdzv-endpoint`; an IPv6 address stands in brackets.
+/// `HOST` or `HOST:PORT` of `--rdzv-endpoint`; an IPv6 address is written in brackets.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Endpoint {
-    /// A name or address.
+    /// Name or address.
     pub host: String,
-    /// The port; `None` (also for 0) if any will do.
+    /// Port; `None` (also for 0) means any.
     pub port: Option<u16>,
 }
 
@@ -48,18 +48,18 @@ impl fmt::Display for Endpoint {
 }
 
 impl Endpoint {
-    /// It is an address of this host.
+    /// Returns whether the endpoint is an address of this host.
     pub(crate) fn is_here(&self) -> bool {
         channel::is_local(&self.host)
     }
 
-    /// Other hosts have no way to it.
+    /// Returns whether only this host can reach the endpoint.
     pub(crate) fn is_loopback(&self) -> bool {
         channel::is_loopback(&self.host)
     }
 }
 
-/// Reads `--nnodes N|MIN:MAX`.
+/// Parses `--nnodes N|MIN:MAX`.
 pub(crate) fn nnodes(text: &str) -> Result<(u32, u32), String> {
     let number = |text: &str| text.parse().ok().filter(|count| (1..=MOST_NODES).contains(count));
     let (min, max) = text.split_once(':').unwrap_or((text, text));
@@ -69,21 +69,21 @@ pub(crate) fn nnodes(text: &str) -> Result<(u32, u32), String> {
     }
 }
 
-/// Writes what [`nnodes`] reads.
+/// Formats the value of `--nnodes`.
 pub(crate) fn nnodes_text((min, max): (u32, u32)) -> String {
     if min == max { max.to_string() } else { format!("{min}:{max}") }
 }
 
-/// The most hosts of a launch: the coordinator has two threads for each.
+/// Maximum number of hosts: the coordinator has two threads for each.
 const MOST_NODES: u32 = 4096;
 
-/// Reads `--node-rank N`.
+/// Parses `--node-rank N`.
 pub(crate) fn node_rank(text: &str) -> Result<u32, String> {
     let rank = text.parse().ok().filter(|&rank| rank < MOST_NODES);
     rank.ok_or_else(|| format!("expected a number, 0 for the first host, and less than {MOST_NODES}"))
 }
 
-/// The signals that can be asked for in `--signals-to-handle`.
+/// Signals that `--signals-to-handle` accepts.
 const KNOWN: [(&str, i32); 9] = [
     ("SIGTERM", SIGTERM),
     ("SIGINT", SIGINT),
@@ -96,7 +96,7 @@ const KNOWN: [(&str, i32); 9] = [
     ("SIGXCPU", SIGXCPU),
 ];
 
-/// The value of `--signals-to-handle`.
+/// Value of `--signals-to-handle`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SignalList(pub Vec<i32>);
 
@@ -115,22 +115,21 @@ impl FromStr for SignalList {
     }
 }
 
-/// The signals that end a launch unless others are named: those that mean "end" by custom, less the ones that whoever
-/// started us wants ignored.
+/// Returns the signals that end a launch by default: the usual ones, except those that the parent process ignores.
 pub(crate) fn default_signals() -> Vec<i32> {
     let ignored = ignored_signals();
     [SIGTERM, SIGINT, SIGHUP, SIGQUIT].into_iter().filter(|signal| ignored & (1 << (signal - 1)) == 0).collect()
 }
 
-/// The signals that whoever started us wants ignored, bit n - 1 for signal n: `nohup` ignores SIGHUP, a shell SIGINT
-/// for what runs in the background.
+/// Returns the ignored signals, as bit n - 1 for signal n: `nohup` ignores SIGHUP; a shell ignores SIGINT for
+/// background jobs.
 fn ignored_signals() -> u64 {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
 }
 
-/// An address, a role, an id: text that a rank finds in its environment.
+/// Parses an address, a role or an id: text without white space.
 pub(crate) fn word(text: &str) -> Result<String, String> {
     if text.is_empty() || text.contains(|c: char| c.is_control() || c.is_whitespace()) {
         return Err("expected a text without spaces and control characters, and not an empty one".into());

@@ -1,4 +1,4 @@
-//! Watching the ranks while they run: what happens to them and to the launcher, and which rank hangs or fails first.
+//! Watches the ranks: signals and other events, the first failure, and hung ranks.
 
 pub(crate) mod supervise;
 mod watchdog;
@@ -15,21 +15,21 @@ use signal_hook::{
 
 use crate::{Error, Result, pmi::PmiEvent, rendezvous::RendezvousEvent};
 
-/// Something the supervisor has to look at.
+/// An event for the supervisor.
 pub(crate) enum Event {
-    /// Some child process ended.
+    /// A child process ended.
     ChildEnded,
-    /// The launcher received one of the signals that ask it to end.
+    /// The launcher received a signal to end.
     Interrupted(i32),
-    /// One of the ranks' streams has been printed to its end.
+    /// A rank's stream was printed to its end.
     OutputEnded,
-    /// What ranks of an attempt say over PMI.
+    /// An event of the ranks' PMI connections.
     Pmi { attempt: u32, said: PmiEvent },
-    /// Something of the other hosts.
+    /// An event of the rendezvous.
     Rendezvous(RendezvousEvent),
 }
 
-/// Turns signals into events for as long as it lives.
+/// Turns signals into events until dropped.
 pub(crate) struct SignalWatch {
     handle: Handle,
     thread: Option<JoinHandle<()>>,
@@ -37,8 +37,8 @@ pub(crate) struct SignalWatch {
 
 impl SignalWatch {
     pub(crate) fn start(wanted: &[i32], events: Sender<Event>) -> Result<Self> {
-        // A log file that has reached the limit of `ulimit -f` is an error, as a full disk is, and no end. What the
-        // ranks do is theirs: caught, it is not inherited.
+        // With SIGXFSZ handled, a log file at the limit of `ulimit -f` is a write error instead of the end of the
+        // launcher. Ranks do not inherit the handler.
         signal_hook::flag::register(SIGXFSZ, Arc::default()).map_err(Error::system("watch for signals"))?;
         let wanted = wanted.iter().copied().chain([SIGCHLD]);
         let mut signals = Signals::new(wanted).map_err(Error::system("watch for signals"))?;
@@ -63,7 +63,7 @@ impl Drop for SignalWatch {
     fn drop(&mut self) {
         self.handle.close();
         if let Some(thread) = self.thread.take() {
-            // It only fails by a panic, which has been printed.
+            // Fails only after a panic, which was printed.
             thread.join().ok();
         }
     }

@@ -1,4 +1,4 @@
-//! Watching the ranks: which one fails first, and how the others are ended.
+//! Supervises the ranks: finds the first failure, and ends the other ranks.
 
 use std::{
     cmp::Reverse,
@@ -18,55 +18,54 @@ use crate::{
     watch::{Event, watchdog::Watchdog},
 };
 
-/// How often to look for processes whose end the kernel tells someone else than us, while waiting for all to end.
+/// Polling interval during a shutdown, for processes whose parent is not this process.
 const TICK: Duration = Duration::from_millis(20);
 
-/// How long the others have to end by themselves once a rank has failed by an exit code: what one rank finds wrong (bad
-/// input, most often) the others find too, a little later, and each should be heard. A rank that died by a signal has
-/// nothing more to say and no peers that would.
+/// Time for the other ranks to fail by themselves after a rank failed with an exit code. They often find the same
+/// error, such as bad input, a little later, and should report it. After a signal, there is no such time.
 const FAILURE_GRACE: Duration = Duration::from_millis(300);
 
-/// How long the kernel may take to end what was sent SIGKILL.
+/// Time for the kernel to end a process after SIGKILL.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Why the ranks ended.
+/// How an attempt ended on this host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AttemptEnd {
-    /// By themselves, with exit code 0.
+    /// Every rank exited with code 0.
     Succeeded,
-    /// This rank of the host failed, before the host's others.
+    /// This local rank failed first.
     RankFailed(usize),
     /// The launcher received this signal.
     Interrupted(i32),
-    /// The coordinator wanted it, or is gone.
+    /// The coordinator requested it, or is gone.
     Stopped,
 }
 
-/// What was seen until all had ended.
+/// Result of the supervision.
 pub(crate) struct Supervised {
     pub(crate) cause: AttemptEnd,
-    /// The signal that asked the launcher to end, even if that was not the cause.
+    /// Signal that the launcher received, even if it was not the cause.
     pub(crate) interrupted: Option<i32>,
-    /// How many of the ranks' streams were printed to their end.
+    /// Number of streams that were printed to their end.
     pub(crate) streams: usize,
-    /// What was heard of other hosts.
+    /// Rendezvous events that were not handled.
     pub(crate) news: Vec<RendezvousEvent>,
 }
 
-/// What others should hear at once.
+/// A notice for other hosts, sent at once.
 pub(crate) enum Notice<'a> {
-    /// This rank failed first, and the others are about to be ended.
+    /// This rank failed first. The others are about to be ended.
     Failed(&'a Worker),
-    /// The launcher received this signal, and the ranks are about to be ended.
+    /// The launcher received this signal. The ranks are about to be ended.
     Leaving(i32),
-    /// This rank of the world has ended with exit code 0.
+    /// This rank has exited with code 0.
     Done(usize),
-    /// Over PMI.
+    /// An event of the PMI connections.
     Pmi(PmiEvent),
 }
 
-/// Watches `workers` until nothing of them is left, and passes on what they say over PMI. What others should hear
-/// meanwhile goes to `tell`. Orphans that end meanwhile are reaped; `children` are none.
+/// Watches `workers` until all their processes are gone, and serves their PMI requests. Notices for other hosts go to
+/// `notify`. Orphans are reaped; `children` lists children that are not orphans.
 pub(crate) fn supervise(
     workers: &mut [Worker],
     job: &Job<'_>,
@@ -100,7 +99,7 @@ pub(crate) fn supervise(
                     shutdown.kill_hung(rank, silent);
                 }
             }
-            // What ended before it was asked to may be the cause, and be slower to end than its echo.
+            // A rank that failed before the request to end may be the cause, and end after its consequence.
             Some(AttemptEnd::RankFailed(first)) if shutdown.sent.is_none() => {
                 cause = Some(AttemptEnd::RankFailed(earlier_failure(first, &failed, job)));
             }
@@ -117,7 +116,7 @@ pub(crate) fn supervise(
             break;
         }
         if shutdown.workers.iter().all(|worker| worker.exit_status.is_some()) {
-            // What the ranks left running ends with them.
+            // End the processes that the ranks left running.
             shutdown.begin();
         }
         shutdown.workers.iter_mut().for_each(Worker::kill_if_stopped);
@@ -129,14 +128,13 @@ pub(crate) fn supervise(
                 if interrupted.replace(signal).is_none() {
                     notify(Notice::Leaving(signal));
                 }
-                // Only Ctrl-C is impatience: `timeout` and service managers send their signal twice as a matter of
-                // course.
+                // Only a second SIGINT kills: `timeout` and service managers send their signal twice.
                 if shutdown.sent.is_some() && signal == SIGINT {
                     shutdown.send(StopRequest::Kill);
                 }
                 if shutdown.sent.is_none() {
-                    // As `torchrun` does: Python makes a `KeyboardInterrupt` of SIGINT. No rank inherits it as ignored:
-                    // what a process catches is back to the default in those that it starts.
+                    // As in `torchrun`: Python turns SIGINT into `KeyboardInterrupt`. Ranks do not inherit it as
+                    // ignored, because the launcher handles it.
                     shutdown.signal = signal;
                 }
                 shutdown.begin();
@@ -166,7 +164,7 @@ pub(crate) fn supervise(
                         shutdown.record_snapshot();
                         match pmi_failure.kind {
                             PmiFailureKind::Aborted(_) => shutdown.begin(),
-                            // It is about to end by itself, most often, with an exit code of its own.
+                            // The rank is about to end with an exit code of its own.
                             PmiFailureKind::Protocol | PmiFailureKind::Disconnected => {
                                 shutdown.begin_at = Some(Instant::now() + FAILURE_GRACE)
                             }
@@ -182,7 +180,7 @@ pub(crate) fn supervise(
             Some(Event::Rendezvous(heard)) => {
                 let means_stop = match &heard {
                     RendezvousEvent::Message(ToAgent::Stop { attempt, .. }) => *attempt == job.assignment.attempt,
-                    // It goes on without this host, or has ended.
+                    // The run continues without this host, or is over.
                     RendezvousEvent::Message(ToAgent::Refused { .. } | ToAgent::End(_)) | RendezvousEvent::Lost(_) => {
                         true
                     }
@@ -207,7 +205,7 @@ pub(crate) fn supervise(
             None => {}
         }
     }
-    // What a rank said right before its end may not have been heard.
+    // A rank's last messages may not have been handled.
     if let Some(pmi_failure) = pmi.finish() {
         let said = AttemptEnd::RankFailed(pmi_failure.local_rank);
         if *cause.get_or_insert(said) == said {
@@ -220,20 +218,19 @@ pub(crate) fn supervise(
 struct Shutdown<'a> {
     workers: &'a mut [Worker],
     grace: Duration,
-    /// The number of the signal that asks the ranks to end.
+    /// Signal that asks the ranks to end.
     signal: i32,
-    /// What was sent to all groups, and when.
+    /// Last request to all groups, and its time.
     sent: Option<(StopRequest, Instant)>,
-    /// When to ask all to end.
+    /// When to ask all ranks to end.
     begin_at: Option<Instant>,
 }
 
 impl Shutdown<'_> {
-    /// Notes which ranks have ended, and returns them.
+    /// Reaps the ranks that have ended, and returns them.
     fn reap(&mut self) -> Vec<(usize, ExitStatus)> {
         let mut ended = Vec::new();
-        // Once more after each find: a rank that was passed over alive may have failed before one that was found dead
-        // behind it.
+        // Scan again after each find: a rank seen alive may have failed before a later one that was seen dead.
         loop {
             let mut found = false;
             for worker in self.workers.iter_mut() {
@@ -249,8 +246,7 @@ impl Shutdown<'_> {
         }
     }
 
-    /// Lets this host's ranks know that `rank` has ended with exit code 0: those that wait for it to join them do so in
-    /// vain.
+    /// Records the exit of `rank` for this host's ranks, which may wait for it to join.
     fn record_exit(&self, rank: usize, job: &Job<'_>) {
         let assignment = job.assignment;
         let (world_size, run_id, attempt) = (assignment.world_size, assignment.run_id.clone(), assignment.attempt);
@@ -258,25 +254,24 @@ impl Shutdown<'_> {
         self.workers.iter().filter_map(|worker| worker.status_page.as_ref()).for_each(|page| page.record_exit(&ended));
     }
 
-    /// The others have had their time to end by themselves.
+    /// Returns whether the time for other ranks to fail is over.
     fn failure_grace_is_over(&self) -> bool {
         self.begin_at.is_some_and(|at| Instant::now() >= at)
     }
 
-    /// Notes where all ranks are: before they are ended, and not again.
+    /// Records the state of all ranks, once.
     fn record_snapshot(&mut self) {
         self.workers.iter_mut().for_each(Worker::record_snapshot);
     }
 
-    /// Notes the first that a rank did wrong over PMI.
+    /// Records a rank's first failure over PMI.
     fn record_pmi_failure(&mut self, pmi_failure: PmiFailure) {
         if let Some(worker) = self.workers.get_mut(pmi_failure.local_rank) {
             worker.pmi_failure.get_or_insert(pmi_failure);
         }
     }
 
-    /// Kills a rank that hangs, which hears nothing signal, and asks the others to end: it has nothing to say that they
-    /// could find too.
+    /// Kills a hung rank, which would not handle SIGTERM, and asks the others to end at once.
     fn kill_hung(&mut self, rank: usize, silent: Duration) {
         if let Some(worker) = self.workers.get_mut(rank) {
             worker.silent_for = Some(silent);
@@ -285,7 +280,7 @@ impl Shutdown<'_> {
         self.begin();
     }
 
-    /// Asks all ranks to end, unless that was done.
+    /// Asks all ranks to end, once.
     fn begin(&mut self) {
         if self.sent.is_none() {
             self.record_snapshot();
@@ -293,8 +288,7 @@ impl Shutdown<'_> {
         }
     }
 
-    /// Asks what ranks that have ended left running by SIGTERM: the jobs in the background of a shell ignore the SIGINT
-    /// and SIGQUIT that the rank was asked by.
+    /// Sends SIGTERM to processes that ended ranks left running: background jobs of a shell ignore SIGINT and SIGQUIT.
     fn terminate_rest(&mut self) {
         if self.signal != SIGTERM && self.sent.is_some_and(|(sent, _)| sent == StopRequest::Terminate) {
             self.workers.iter_mut().filter(|worker| worker.exit_status.is_some()).for_each(Worker::terminate_rest);
@@ -309,15 +303,14 @@ impl Shutdown<'_> {
         self.workers.iter_mut().for_each(|worker| worker.send(request, self.signal));
     }
 
-    /// What was sent last, if it has not had its effect in time.
+    /// Returns the last request, if it had no effect in time.
     fn overdue(&self) -> Option<StopRequest> {
         let (request, at) = self.sent?;
         let limit = if request == StopRequest::Kill { KILL_TIMEOUT } else { self.grace };
         (at.elapsed() >= limit).then_some(request)
     }
 
-    /// The next event; none after a while when ranks were asked to end, or soon will be, or heartbeats are to be looked
-    /// at.
+    /// Returns the next event; `None` after a timeout.
     fn wait(&self, events: &Receiver<Event>, watch: Option<Duration>) -> Option<Event> {
         match (self.sent, self.begin_at) {
             (None, None) => match watch {
@@ -330,8 +323,8 @@ impl Shutdown<'_> {
     }
 }
 
-/// The one that failed first of ranks that were found ended at the same time: a signal strikes from outside while an
-/// error may be another rank's echo; then the one that recorded its error first, then the lowest.
+/// Returns the first failure among ranks that ended together: a rank killed by a signal, because an exit code may be a
+/// consequence; then the earliest recorded error; then the lowest rank.
 fn first_failure(failed: &[(usize, ExitStatus)], job: &Job<'_>) -> Option<usize> {
     let order = |&&(rank, end): &&(usize, ExitStatus)| {
         let recorded: Option<SystemTime> = recorded_at(&job.error_file(rank));
@@ -340,7 +333,7 @@ fn first_failure(failed: &[(usize, ExitStatus)], job: &Job<'_>) -> Option<usize>
     failed.iter().min_by_key(order).map(|&(rank, _)| rank)
 }
 
-/// `first`, unless one of those that failed after it had recorded its error before.
+/// Returns `first`, or a rank that recorded its error earlier.
 fn earlier_failure(first: usize, failed: &[(usize, ExitStatus)], job: &Job<'_>) -> usize {
     let recorded = |rank: usize| recorded_at(&job.error_file(rank));
     let Some(known) = recorded(first) else { return first };
@@ -352,7 +345,7 @@ fn earlier_failure(first: usize, failed: &[(usize, ExitStatus)], job: &Job<'_>) 
 mod tests {
     use super::*;
 
-    /// What ends ranks that would go on, and what does not.
+    /// Events that end the ranks, and events that do not.
     #[test]
     fn the_coordinators_last_words_end_the_ranks() {
         use std::process::Stdio;
@@ -373,7 +366,7 @@ mod tests {
             let (sender, events) = std::sync::mpsc::channel();
             let mut pmi = pmi::Server::start(&assignment, 1, |_| {}).unwrap();
             let (worker, _) = Worker::start(&job, 0, &mut pmi, Stdio::null(), Stdio::null()).unwrap();
-            // Of another attempt, or no more than a sign of life.
+            // Another attempt's event, and a keep-alive.
             for other in [RendezvousEvent::Message(ToAgent::Ping), RendezvousEvent::Message(stop(1)), last] {
                 sender.send(Event::Rendezvous(other)).unwrap();
             }
@@ -401,7 +394,7 @@ mod tests {
         assert_eq!(first_failure(&[ended(1), ended(2), ended(3)], &job), Some(3));
         assert_eq!(first_failure(&[ended(1), ended(3), (0, ExitStatus::Signaled(9))], &job), Some(0));
 
-        // Found ended later: only an earlier record counts, and none against a rank without one.
+        // Later ends count only with an earlier record, and only if `first` has one.
         assert_eq!(earlier_failure(2, &[], &job), 2);
         assert_eq!(earlier_failure(2, &[ended(0), ended(1)], &job), 2);
         assert_eq!(earlier_failure(2, &[ended(0), ended(3)], &job), 3);

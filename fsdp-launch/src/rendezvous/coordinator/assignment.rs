@@ -1,4 +1,4 @@
-//! What does not change while a launch lasts, which agents take part, and which ranks each of them starts.
+//! The configuration of a run, which agents take part, and the ranks of each agent.
 
 use std::{io, time::Duration};
 
@@ -8,26 +8,26 @@ use crate::{
     spec::values::nnodes_text,
 };
 
-/// What does not change while a launch lasts.
+/// Configuration that is constant during a run.
 #[derive(Clone, Debug)]
 pub(crate) struct RunConfig {
     pub(crate) run_id: String,
-    /// The fewest and the most agents.
+    /// Minimum and maximum number of agents.
     pub(crate) nnodes: (u32, u32),
     pub(crate) max_restarts: u32,
     pub(crate) keep_alive: Option<KeepAlive>,
-    /// How long to wait for the fewest.
+    /// Time to wait for the minimum.
     pub(crate) join_timeout: Duration,
-    /// How long to wait for more than the fewest.
+    /// Time to wait for more than the minimum.
     pub(crate) last_call_timeout: Duration,
-    /// What lets ranks into the store of the run.
+    /// Secret of the run's store.
     pub(crate) store_secret: Secret,
-    /// No other run has it.
+    /// Unique id of the run.
     pub(crate) unique_id: String,
 }
 
 impl RunConfig {
-    /// Of the launch of `spec`; without other hosts nothing is waited for.
+    /// Returns the configuration of a launch. On one host, there is no time limit.
     ///
     /// # Errors
     /// When the system has no random bytes for a secret.
@@ -47,7 +47,7 @@ impl RunConfig {
         })
     }
 
-    /// StopReason `member` can't take part beside those that are `there`, if it can't.
+    /// Returns why `node` can't join the nodes that are `there`, if so.
     pub(crate) fn refusal<'a>(&self, node: &NodeInfo, mut there: impl Iterator<Item = &'a NodeInfo>) -> Option<String> {
         if let Some(id) = node.run_id.as_ref().filter(|id| **id != self.run_id) {
             return Some(format!("the run here is {:?}, not {id:?} (--rdzv-id)", self.run_id));
@@ -60,7 +60,7 @@ impl RunConfig {
             let (ours, its) = (self.max_restarts, node.max_restarts);
             return Some(format!("the run here has --max-restarts {ours}, not {its}"));
         }
-        // Whoever gives fewer than another expects would be given up while it lives.
+        // With different keep-alive settings, one side would give up a live peer.
         if let (Some(ours), Some(its)) = (self.keep_alive, node.keep_alive)
             && ours != its
         {
@@ -74,7 +74,7 @@ impl RunConfig {
     }
 }
 
-/// Up to `most` of those that are there: by the ranks they were given, then as they came.
+/// Selects up to `most` agents: by node rank, then in the order of joining.
 pub(super) fn select_nodes<'a>(
     there: impl Iterator<Item = (AgentId, &'a NodeInfo)>,
     most: usize,
@@ -85,7 +85,7 @@ pub(super) fn select_nodes<'a>(
     select_nodes
 }
 
-/// The place of each of the `chosen` in an attempt.
+/// Returns the assignment of each selected agent.
 pub(super) fn assign_ranks(
     select_nodes: &[&NodeInfo],
     config: &RunConfig,

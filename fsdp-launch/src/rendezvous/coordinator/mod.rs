@@ -1,7 +1,7 @@
-//! Who takes part, when ranks start, and what follows from a failure: decided in one place for all agents, without a
-//! clock, a socket or a thread of its own.
+//! The coordinator decides which agents take part, when ranks start, and how to react to failures. It has no clock,
+//! sockets or threads, so that tests can simulate them.
 //!
-//! A launch on one host has a coordinator too, with one agent; so there is one set of rules.
+//! A launch on one host also has a coordinator, with one agent. So all launches follow the same rules.
 
 mod assignment;
 #[cfg(test)]
@@ -20,32 +20,32 @@ use crate::{
     rendezvous::message::{AgentId, Assignment, AttemptResult, FromAgent, NodeInfo, RunResult, ToAgent},
 };
 
-/// How much of the past is kept: it has to fit a message.
+/// Number of failed attempts that are kept, so that they fit a message.
 const MAX_FAILED_ATTEMPTS: usize = 8;
-/// Beyond their grace, how long an agent's ranks may take to end: the agent gives up on what SIGKILL does not end after
-/// 10 s.
+/// Time for an agent to stop its ranks, beyond their grace period. An agent gives up on unkillable processes after 10
+/// s.
 const STOP_MARGIN: Duration = Duration::from_secs(30);
-/// More attempts than any launch makes.
+/// Upper limit of an attempt number that an agent may report.
 const MAX_ATTEMPTS: u32 = 1 << 24;
-/// How many hosts a message names.
+/// Maximum number of hosts in an error message.
 const MAX_NAMED_HOSTS: usize = 20;
 
-/// StopReason an agent ends its ranks though nobody asked for it.
+/// Reason when an agent stops its ranks without a request.
 const LOST_CONTACT: &str = "has ended its ranks: it had heard nothing of the rendezvous for too long";
 
 pub(crate) struct Coordinator {
     config: RunConfig,
     agents: BTreeMap<AgentId, Agent>,
     phase: Phase,
-    /// The number of the attempt that runs, or ran last.
+    /// Number of the current or last attempt.
     attempt: Option<u32>,
-    /// No attempt has had this number, or a higher one, under any coordinator of the run.
+    /// Number of the next attempt; no coordinator of the run has used it.
     next_attempt: u32,
-    /// How often something went wrong that cost a restart.
+    /// Restarts used.
     restarts: u32,
-    /// The last of what went wrong.
+    /// Last failed attempts.
     failed_attempts: VecDeque<FailedAttempt>,
-    /// Until then ranks may still run on a host that nothing is heard of.
+    /// Before this time, ranks may still run on a host that timed out.
     earliest_start: Option<Instant>,
     barrier: Barrier,
     out: Vec<(AgentId, ToAgent)>,
@@ -73,12 +73,12 @@ impl Coordinator {
         }
     }
 
-    /// What to tell whom, in this order.
+    /// Returns the messages to send, in order.
     pub(crate) fn take_messages(&mut self) -> Vec<(AgentId, ToAgent)> {
         std::mem::take(&mut self.out)
     }
 
-    /// Takes in what an agent says.
+    /// Handles a message of an agent.
     pub(crate) fn receive(&mut self, now: Instant, from: AgentId, message: FromAgent) {
         match message {
             FromAgent::Ping => {}
@@ -125,8 +125,7 @@ impl Coordinator {
         }
     }
 
-    /// Takes in that nothing is heard of an agent any more. It hears nothing either, and ends its ranks, in its own
-    /// time.
+    /// Handles an agent that timed out. It also receives nothing, so it stops its ranks only after its own timeout.
     pub(crate) fn time_out(&mut self, now: Instant, id: AgentId, how: &str) {
         if let (Some(agent), Some(keep_alive)) = (self.agents.get(&id), self.config.keep_alive)
             && agent.state == AgentState::Running
@@ -137,16 +136,17 @@ impl Coordinator {
         self.disconnect(now, id, how);
     }
 
-    /// Takes in that an agent is gone.
+    /// Handles an agent that disconnected.
     pub(crate) fn disconnect(&mut self, now: Instant, id: AgentId, how: &str) {
         let Some(agent) = self.agents.remove(&id) else { return };
-        // One that has done its part may go.
+        // An agent without ranks may leave.
         let had_ranks = matches!(agent.state, AgentState::Running | AgentState::Unkillable);
         let lost = Failure::NodeLost { host: agent.node.host, how: how.to_owned() };
         let enough = self.agents.len() >= self.config.nnodes.0 as usize;
         match &mut self.phase {
             Phase::Running if had_ranks => self.stop(now, StopReason::NodeLost(lost, enough)),
-            // What others said after it went was an echo. (If it was itself what failed, that stands.)
+            // Failures that other agents reported after the loss were its consequence. A failure that the lost agent
+            // itself reported stays the reason.
             Phase::Stopping { why, .. } if had_ranks && why.reporter() != Some(id) => {
                 *why = StopReason::NodeLost(lost, enough);
             }
@@ -155,7 +155,7 @@ impl Coordinator {
         self.advance(now);
     }
 
-    /// Does what is due.
+    /// Handles timeouts.
     pub(crate) fn tick(&mut self, now: Instant) {
         if let Phase::Stopping { since, .. } = self.phase {
             let time = now.saturating_duration_since(since);
@@ -172,7 +172,7 @@ impl Coordinator {
         self.advance(now);
     }
 
-    /// Everybody has been told that all is over.
+    /// Returns whether all agents were sent the result.
     pub(crate) fn is_over(&self) -> bool {
         matches!(self.phase, Phase::Over)
     }
@@ -191,8 +191,8 @@ impl Coordinator {
             return;
         }
         self.next_attempt = self.next_attempt.max(node.attempts.min(MAX_ATTEMPTS));
-        // What a coordinator before this one counted. This one has counted by itself since its first attempt, the going
-        // of this agent too.
+        // The restarts that an earlier coordinator counted. Once this coordinator has started an attempt, it counts
+        // itself.
         if self.attempt.is_none() {
             self.restarts = self.restarts.max(node.restarts);
         }
@@ -216,13 +216,13 @@ impl Coordinator {
         self.config.refusal(node, self.agents.values().map(|agent| &agent.node))
     }
 
-    /// Tells the agents that have ranks, without one of them.
+    /// Sends a message to all running agents except `without`.
     fn send_to_running(&mut self, without: Option<AgentId>, message: &ToAgent) {
         let is_meant = |(id, agent): &(&AgentId, &Agent)| agent.state == AgentState::Running && Some(**id) != without;
         self.out.extend(self.agents.iter().filter(is_meant).map(|(&id, _)| (id, message.clone())));
     }
 
-    /// Does what follows from who waits in a barrier of PMI, and who does not come.
+    /// Completes the PMI barrier, or fails if an agent's ranks have ended.
     fn update_barrier(&mut self, now: Instant, attempt: u32) {
         match self.barrier.status(self.agents.iter().map(|(&id, agent)| (id, agent.state))) {
             BarrierStatus::Waiting => {}
@@ -238,7 +238,7 @@ impl Coordinator {
         }
     }
 
-    /// Tells those whose ranks may wait for this one.
+    /// Forwards the exit of a rank to agents of the same machine, whose ranks may wait for it to join.
     fn forward_rank_done(&mut self, from: AgentId, attempt: u32, rank: usize) {
         let machine = self.agents.get(&from).map(|agent| agent.node.machine.clone());
         let is_meant = |id: AgentId, agent: &Agent| {
@@ -254,8 +254,8 @@ impl Coordinator {
         }
     }
 
-    /// An agent could not start its ranks. It would not next time either, so it goes; that it goes is no reason to be
-    /// spared a restart, because whatever starts its launcher may do so again and again.
+    /// Handles an agent that could not start its ranks. A retry would fail too, so the agent leaves. It costs a
+    /// restart: otherwise a supervisor that restarts the launcher could loop forever.
     fn not_started(&mut self, now: Instant, from: AgentId, why: String) {
         let Some(agent) = self.agents.remove(&from) else { return };
         let failure = Failure::NotStarted { host: agent.node.host, why };
@@ -282,7 +282,7 @@ impl Coordinator {
             AttemptResult::Stopped { .. } => self.fail(now, from, Failure::NodeLost { host, how: LOST_CONTACT.into() }),
             AttemptResult::Failed { report, .. } => {
                 self.fail(now, from, Failure::Rank((*report).clone()));
-                // It may have found out since which of its ranks was the first.
+                // The agent may have found an earlier failure since.
                 if let Phase::Stopping { why: StopReason::Failed(failure, reporter), .. } = &mut self.phase
                     && *reporter == from
                 {
@@ -311,13 +311,13 @@ impl Coordinator {
         self.phase = Phase::Stopping { why, since: now };
     }
 
-    /// Goes as far as it can without hearing more.
+    /// Advances as far as possible without another message.
     fn advance(&mut self, now: Instant) {
         let states = || self.agents.values().map(|agent| agent.state);
         match self.phase {
             Phase::Over => {}
             Phase::Running => {
-                // Agents that came too late are Ready.
+                // Agents that joined late are Ready.
                 if states().all(|state| matches!(state, AgentState::Succeeded | AgentState::Ready)) {
                     self.end(None);
                 }
@@ -331,7 +331,7 @@ impl Coordinator {
         }
     }
 
-    /// All ranks have been ended.
+    /// Handles the end of all ranks.
     fn finish_stopping(&mut self, now: Instant) {
         let Phase::Stopping { why, .. } = std::mem::replace(&mut self.phase, Phase::Over) else { return };
         let may_restart = self.restarts < self.config.max_restarts;
@@ -346,7 +346,7 @@ impl Coordinator {
             return self.end(Some(failure));
         }
         let last_call = match why {
-            // Who is left goes on; nobody has to come back.
+            // Enough agents are left to continue without the lost one.
             StopReason::NodeLost(_, true) => LastCall::Since(now),
             StopReason::Failed(failure, _) | StopReason::NodeLost(failure, false) if !may_restart => {
                 return self.end(Some(failure));
@@ -365,7 +365,7 @@ impl Coordinator {
         self.advance(now);
     }
 
-    /// Notes what costs a restart.
+    /// Counts a restart.
     fn count_restart(&mut self, failure: Failure) {
         self.restarts += 1;
         let attempt = self.attempt.unwrap_or_default();
@@ -405,7 +405,7 @@ impl Coordinator {
         }
     }
 
-    /// Who is there, in a few words.
+    /// Lists the hosts, for messages.
     fn hosts(&self) -> String {
         let names: Vec<&str> =
             self.agents.values().take(MAX_NAMED_HOSTS).map(|agent| agent.node.host.as_str()).collect();
@@ -448,25 +448,23 @@ impl Coordinator {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AgentState {
-    /// It has no ranks and could start some.
+    /// Has no ranks, and can start some.
     Ready,
-    /// It has ranks.
     Running,
-    /// Its ranks have all succeeded.
+    /// All ranks have succeeded.
     Succeeded,
-    /// What is left of its ranks can't be ended.
+    /// Some processes of its ranks cannot be killed.
     Unkillable,
 }
 
 pub(crate) enum Phase {
-    /// Agents are waited for.
+    /// Waiting for agents.
     Gathering {
         since: Instant,
         last_call: LastCall,
     },
-    /// Ranks run.
     Running,
-    /// Ranks are being ended.
+    /// Ranks are being stopped.
     Stopping {
         why: StopReason,
         since: Instant,
@@ -476,26 +474,26 @@ pub(crate) enum Phase {
 
 #[derive(Clone, Copy)]
 pub(crate) enum LastCall {
-    /// There are not enough agents.
+    /// There are too few agents.
     NotYet,
-    /// There have been enough since.
+    /// Time since there are enough agents.
     Since(Instant),
-    /// Nobody is missing who was there before: no need to wait for more.
+    /// All agents of the last attempt are there: do not wait for more.
     NotNeeded,
 }
 
-/// StopReason ranks are being ended.
+/// Reason for stopping the ranks.
 pub(crate) enum StopReason {
-    /// Something failed; the agent that said so.
+    /// A failure, and the agent that reported it.
     Failed(Failure, AgentId),
-    /// An agent is gone; whether enough were left.
+    /// An agent was lost, and whether enough agents are left.
     NodeLost(Failure, bool),
-    /// An agent has come.
+    /// An agent has joined.
     NodeJoined(String),
 }
 
 impl StopReason {
-    /// A restart.
+    /// Returns whether the reason costs a restart.
     pub(crate) fn costs(&self) -> bool {
         matches!(self, StopReason::Failed(..) | StopReason::NodeLost(_, false))
     }
@@ -505,11 +503,10 @@ impl StopReason {
     }
 }
 
-/// The agents of an attempt whose ranks wait.
+/// The agents whose ranks are in the barrier.
 #[derive(Default)]
 pub(crate) struct Barrier(BTreeSet<AgentId>);
 
-/// What becomes of those that wait.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum BarrierStatus {
     Waiting,
@@ -523,12 +520,11 @@ impl Barrier {
         self.0.insert(id);
     }
 
-    /// Nobody waits.
     pub(crate) fn clear(&mut self) {
         self.0.clear();
     }
 
-    /// With `agents` in these states.
+    /// Returns the status, given the states of all agents.
     pub(crate) fn status(&self, mut agents: impl Iterator<Item = (AgentId, AgentState)> + Clone) -> BarrierStatus {
         let waits = |(id, state)| state == AgentState::Running && self.0.contains(&id);
         if !agents.clone().any(waits) {
@@ -560,7 +556,7 @@ mod tests {
             wait(&barrier, [AgentState::Succeeded, AgentState::Running, AgentState::Ready]),
             BarrierStatus::Broken(0)
         );
-        // Who waited has ended as well, by itself: nobody waits.
+        // An agent in the barrier whose ranks have ended does not wait.
         assert_eq!(
             wait(&barrier, [AgentState::Running, AgentState::Succeeded, AgentState::Ready]),
             BarrierStatus::Waiting

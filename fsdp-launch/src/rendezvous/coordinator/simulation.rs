@@ -1,4 +1,4 @@
-//! Simulated agents that come, go, fail and succeed, with a simulated clock.
+//! Tests of the coordinator with simulated agents and a simulated clock.
 
 use std::{
     collections::BTreeMap,
@@ -13,11 +13,11 @@ use crate::{
     rendezvous::message::{KeepAlive, Secret},
 };
 
-/// The agents of a launch and their coordinator.
+/// A coordinator and simulated agents.
 pub(crate) struct Simulation {
     pub(crate) coordinator: Coordinator,
     pub(crate) now: Instant,
-    /// What each agent heard, and which attempt's ranks it has running.
+    /// The messages that each agent received, and its running attempt.
     pub(crate) agents: BTreeMap<AgentId, (Vec<ToAgent>, Option<u32>)>,
 }
 
@@ -87,14 +87,14 @@ impl Simulation {
         self.deliver();
     }
 
-    /// Tells agents what is for them; those that are to end their ranks do.
+    /// Delivers messages. Agents stop their ranks when asked to.
     pub(crate) fn deliver(&mut self) {
         loop {
             let messages = self.coordinator.take_messages();
             if messages.is_empty() {
                 return;
             }
-            // As the hub does: all have their messages before one answers.
+            // As in the server: all agents receive their messages before one answers.
             let mut asked = Vec::new();
             for (id, message) in messages {
                 let Some((heard, running)) = self.agents.get_mut(&id) else { continue };
@@ -113,7 +113,7 @@ impl Simulation {
                 }
             }
             for (id, attempt) in asked {
-                // Of an attempt that is over, it changes nothing.
+                // A stop of a finished attempt has no effect.
                 if self.agents.get(&id).is_some_and(|(_, running)| *running == Some(attempt)) {
                     self.end(id, AttemptResult::Stopped { may_restart: true });
                 }
@@ -156,7 +156,7 @@ impl Simulation {
     }
 }
 
-/// Of a rank that failed, saying `message`.
+/// Returns the report of a failed rank.
 pub(crate) fn report(message: &str) -> RankReport {
     let (host, end) = ("h".into(), Some(ExitStatus::Exited(7)));
     RankReport {
@@ -178,7 +178,7 @@ pub(crate) fn report(message: &str) -> RankReport {
 fn that_a_rank_is_done_is_passed_on_within_its_machine() {
     let mut sim = Simulation::new((4, 4), 0);
     for id in 0..4 {
-        // The last is elsewhere.
+        // Agent 3 is on another machine.
         sim.join_as(id, |node| node.machine = format!("machine{}", id / 3));
     }
     sim.end(2, AttemptResult::Succeeded);
@@ -189,7 +189,7 @@ fn that_a_rank_is_done_is_passed_on_within_its_machine() {
         let heard = sim.agents[&id].0.iter();
         heard.filter(|it| matches!(it, ToAgent::RankDone { attempt: 0, rank: 1 })).count()
     };
-    // Not to who said it, whose ranks are all done, nor elsewhere; and nothing of another attempt.
+    // Not to the sender, to an agent whose ranks have ended, or to another machine; and nothing of another attempt.
     assert_eq!([0, 1, 2, 3].map(told), [0, 1, 0, 0]);
 }
 
@@ -213,12 +213,12 @@ fn what_ranks_put_over_pmi_goes_to_all_others_and_a_barrier_ends_when_all_wait()
     assert_eq!([0, 1, 2].map(|id| heard(&sim, id)), [1, 0, 1]);
     sim.say(0, FromAgent::PmiBarrier { attempt: 0 });
     assert_eq!([0, 1, 2].map(|id| heard(&sim, id)), [2, 1, 2]);
-    // The next one; who waited before a restart waits no more after it.
+    // The barrier of an attempt does not carry over to the next.
     sim.say(0, FromAgent::PmiBarrier { attempt: 0 });
     sim.fail(1, "a");
     [1, 2].into_iter().for_each(|id| sim.say(id, FromAgent::PmiBarrier { attempt: 1 }));
     assert_eq!([0, 1, 2].map(|id| heard(&sim, id)), [2, 1, 2]);
-    // And nobody waits for a host whose ranks have ended.
+    // A host whose ranks have ended breaks the barrier.
     sim.end(0, AttemptResult::Succeeded);
     let told = sim.run_result(2).unwrap().failure.as_ref().unwrap().to_string();
     assert_eq!(told, "node host0 has ended its ranks while those of other hosts wait for them in a barrier of MPI");
@@ -275,7 +275,7 @@ fn one_failure_stops_and_restarts_all_without_a_last_call() {
     sim.end(0, AttemptResult::Succeeded);
     sim.fail(1, "x");
     assert!(sim.is_running(0) && sim.is_running(1) && sim.assignment(0).unwrap().attempt == 1);
-    // The first word counts; what the same agent finds out later replaces it, an echo does not.
+    // The first report counts. A later report of the same agent replaces it; a report of another agent does not.
     sim.say(1, FromAgent::Failed { attempt: 1, report: Box::new(report("first")) });
     sim.fail(0, "echo");
     let failure = sim.run_result(1).unwrap().failure.clone();
@@ -292,7 +292,7 @@ fn a_lost_agent_costs_a_restart_unless_enough_are_left() {
     sim.pass(LAST_CALL);
     let assignment = sim.assignment(0).unwrap();
     assert_eq!((assignment.attempt, assignment.restarts, assignment.world_size), (1, 0, 2));
-    // It comes back: all start again, larger.
+    // When a host joins, all ranks start again.
     sim.join(2);
     let assignment = sim.assignment(2).unwrap();
     assert_eq!((assignment.attempt, assignment.first_rank, assignment.world_size), (2, 2, 4));
@@ -311,7 +311,7 @@ fn a_lost_agent_costs_a_restart_unless_enough_are_left() {
 fn a_loss_explains_the_failures_that_came_before_it() {
     let mut sim = Simulation::new((1, 2), 0);
     [0, 1].into_iter().for_each(|id| sim.join(id));
-    // Its end is heard only after the others' ranks have noticed.
+    // Its end is noticed only after the other host's ranks have failed.
     sim.agents.get_mut(&1).unwrap().1 = None;
     sim.fail(0, "rank 2 is gone");
     assert!(sim.run_result(0).is_none());
@@ -325,7 +325,7 @@ fn a_host_whose_ranks_do_not_end_is_never_told_to_start_again() {
     let mut sim = Simulation::new((1, 2), 5);
     sim.join(0);
     sim.pass(LAST_CALL);
-    // Its ranks are asked to end because another host has come.
+    // A new host makes the coordinator stop its ranks.
     sim.agents.get_mut(&0).unwrap().1 = None;
     sim.join(1);
     let result = AttemptResult::Stopped { may_restart: false };
@@ -407,7 +407,7 @@ fn an_agent_of_a_later_attempt_stops_the_one_that_runs_and_is_heard() {
     let mut sim = Simulation::new((1, 2), 1);
     sim.join(0);
     sim.pass(LAST_CALL);
-    // Of a coordinator before this one, which counted further than this one.
+    // An agent that an earlier coordinator had counted further.
     sim.join_as(1, |it| (it.attempts, it.restarts) = (3, 1));
     let assignment = |sim: &Simulation, id| {
         sim.assignment(id).map(|assignment| (assignment.attempt, assignment.restarts, assignment.world_size))
@@ -437,7 +437,7 @@ fn an_agent_that_can_not_start_its_ranks_goes_and_costs_a_restart() {
     assert_eq!(sim.run_result(0).unwrap().failure.as_ref().unwrap().to_string(), "node host2: no interpreter");
     assert_eq!(sim.run_result(0).unwrap().failed_attempts.len(), 1);
 
-    // Alone, it hears the end, and what came before it.
+    // A single agent receives the result with the earlier failures.
     let mut alone = Simulation::new((1, 1), 1);
     alone.join(0);
     alone.fail(0, "x");
@@ -472,7 +472,7 @@ fn ranks_do_not_start_while_a_silent_host_may_have_some() {
     sim.deliver();
     sim.pass(GRACE);
     assert!(!sim.is_running(0));
-    // Not for one that comes in its place either.
+    // A replacement does not start earlier either.
     sim.join(2);
     assert!(!sim.is_running(0));
     sim.pass(KEEP_ALIVE.interval);
@@ -483,7 +483,7 @@ fn ranks_do_not_start_while_a_silent_host_may_have_some() {
 fn an_agent_that_never_ends_its_ranks_is_given_up() {
     let mut sim = Simulation::new((1, 2), 1);
     [0, 1].into_iter().for_each(|id| sim.join(id));
-    // It hears nothing of what it is told.
+    // It does not react to messages.
     sim.agents.remove(&1);
     sim.fail(0, "x");
     sim.pass(GRACE + STOP_MARGIN);
@@ -494,7 +494,8 @@ fn an_agent_that_never_ends_its_ranks_is_given_up() {
 }
 
 proptest! {
-    /// However agents come, go, fail and succeed: no attempt overlaps another (asserted by the sim), and it ends.
+    /// For any order of joins, losses, failures and successes, attempts do not overlap (the simulation asserts it) and
+    /// the run ends.
     #[test]
     fn any_story_ends(
         min in 1u32..4,
