@@ -7,7 +7,7 @@ use candle_core::{DType, Module, Result, Tensor};
 
 use crate::autograd::keeps_graph;
 use crate::collectives;
-use crate::diagnostics::{GraphCut, is_of_poison};
+use crate::diagnostics::{GraphCut, is_freed_storage_error};
 use crate::fsdp::graph;
 use crate::fsdp::step::Schedule;
 use crate::fsdp::unit::{FsdpParam, ParamGroup};
@@ -287,7 +287,7 @@ impl<M> FsdpModule<M> {
 
     /// Says what Candle's message about the poison means in backward, where no call of a unit is missing.
     fn explain_backward(&self, error: candle_core::Error) -> candle_core::Error {
-        if !is_of_poison(&error) {
+        if !is_freed_storage_error(&error) {
             return error;
         }
         error.context(format!(
@@ -342,7 +342,7 @@ impl Hooks<'_> {
 
     /// Says what Candle's message about the poison means.
     fn explain(&self, error: candle_core::Error) -> candle_core::Error {
-        if !is_of_poison(&error) {
+        if !is_freed_storage_error(&error) {
             return error;
         }
         let sharded: Vec<String> = self

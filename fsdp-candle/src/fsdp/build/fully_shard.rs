@@ -10,7 +10,7 @@ use super::options::{ShardPlacement, UnitOptions};
 use super::transaction::OpenUnit;
 use super::var_map::ShardedVarMap;
 use crate::data_parallel::{DataParallel, DataParallelMeshDims};
-use crate::diagnostics::is_of_poison;
+use crate::diagnostics::is_freed_storage_error;
 use crate::error::{Error, Result};
 use crate::extension::AllGatherExtension;
 use crate::fsdp::module::FsdpModule;
@@ -308,7 +308,7 @@ fn make<M>(
     }
     let unit = OpenUnit::begin(vars, &name, opts, &ranks);
     let inner = build(vb.clone()).map_err(|cause| {
-        let cause = match is_of_poison(&cause) {
+        let cause = match is_freed_storage_error(&cause) {
             true => {
                 cause.context("a parameter's values are not there while a model is built: compute on them in forward")
             }
