@@ -75,10 +75,10 @@ fn what_means_nothing_is_refused_by_name() {
     fs::create_dir(dir.path().join("none")).unwrap();
     for (more, expected) in [
         ("--lora-rank 2 --lora-targets q_proj,qproj", &["`qproj`", "model.layers.*.self_attn.q_proj"][..]),
-        ("--lora-rank 2 --lora-targets norm", &["`norm` means no fully connected layer"]),
+        ("--lora-rank 2 --lora-targets norm", &["`norm` matches no fully connected layer"]),
         ("--lora-rank 2 --lora-targets a[", &["--lora-targets", "`a[` is no pattern of names"]),
         ("--lora-from none", &["--lora-from none", "adapter_config.json"]),
-        ("--no-decay scale", &["--no-decay: `scale` means no parameter that is trained"]),
+        ("--no-decay scale", &["--no-decay: `scale` matches no trained parameter"]),
         ("--no-decay **x", &["--no-decay", "`**x` is no pattern of names"]),
     ] {
         let mut args = golden_flags_of("llama_tiny", 1);

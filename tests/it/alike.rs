@@ -43,9 +43,9 @@ const COMMON: &str = "--model a --data a/tokens.bin --seq-len 32 --batch-size 1"
 fn settings_that_differ_are_refused_with_who_has_what() {
     let dir = two_models();
     let small = "--model a --data a/tokens.bin";
-    let said = "the ranks differ in what must be the same: ";
+    let said = "the ranks disagree on ";
     for (common, others, own, words) in [
-        (COMMON, "", "--lr 1e-3", "--lr (ranks 0, 2: 0.002; rank 1: 0.001). The way out: start all ranks"),
+        (COMMON, "", "--lr 1e-3", "--lr (ranks 0, 2: 0.002; rank 1: 0.001); start all ranks"),
         (COMMON, "", "--seed 7", "--seed (ranks 0, 2: 42; rank 1: 7)"),
         (COMMON, "", "--clip-grad-norm 0", "--clip-grad-norm (ranks 0, 2: 1.0; rank 1: 0.0)"),
         (COMMON, "--keep 3", "", "--keep (ranks 0, 2: 3; rank 1: not given)"),

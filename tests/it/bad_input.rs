@@ -244,7 +244,7 @@ fn what_is_in_the_way_of_a_checkpoint_shows_before_the_first_step() {
     // Going back a step would write over the one after it.
     fails(
         &["--resume", "saved/step-00000001", "--steps", "9", "--save-every", "1"],
-        &["saved/step-00000002 is in the way", "a checkpoint of an earlier run", "another --checkpoint-dir"],
+        &["saved/step-00000002 already exists", "a checkpoint of an earlier run", "another --checkpoint-dir"],
     );
     // Half of a checkpoint, in the way of an intermediate step and of the last. (With `auto` it is set aside:
     // tests/resume.rs.)
@@ -252,13 +252,13 @@ fn what_is_in_the_way_of_a_checkpoint_shows_before_the_first_step() {
     for more in [["--steps", "9", "--save-every", "3"], ["--steps", "6", "--save-every", "0"]] {
         fails(
             &[&["--resume", "saved/step-00000002"][..], &more].concat(),
-            &["saved/step-00000006 is in the way", "step 6", "did not finish", "remove it"],
+            &["saved/step-00000006 already exists", "step 6", "did not finish", "remove it"],
         );
     }
     // No checkpoint at all, also for `auto`.
     fs::remove_dir(dir.path().join("saved/step-00000006")).unwrap();
     fs::write(dir.path().join("saved/step-00000006"), "").unwrap();
-    fails(&["--resume", "auto", "--steps", "6"], &["saved/step-00000006 is in the way", "step 6", "remove it"]);
+    fails(&["--resume", "auto", "--steps", "6"], &["saved/step-00000006 already exists", "step 6", "remove it"]);
 }
 
 #[test]

@@ -10,7 +10,7 @@ use fsdp_test_support::{Run, golden, launch};
 use serde_json::json;
 
 const SAVED: &str = "saved/step-00000001";
-const WARNING: &str = "warning: this run is not the one that saved it:";
+const WARNING: &str = "warning: this run differs from the run that saved the checkpoint:";
 /// Cases in which a run is refused without `--resume-anyway`.
 const REFUSED: &str = "its weights and optimizer state would mean something else in this run:";
 const ANYWAY: &str = "--resume-anyway";

@@ -69,7 +69,7 @@ fn weights_that_overflow_are_neither_saved_nor_exported() {
                 "values are infinite or not a number (on rank 0, 1)",
                 "in `model.layers.0.input_layernorm.weight`",
                 "They were finite after step 0",
-                "no checkpoint of this run yet",
+                "has no checkpoint yet",
                 "Lower --lr",
             ],
         );
@@ -86,10 +86,7 @@ fn the_last_healthy_checkpoint_stays_and_is_gone_on_from() {
     let healthy = files(&saved.join("step-00000002"));
     for more in ["--keep 1", "--keep 2 --async-save"] {
         let run = train(dir.path(), &format!("--steps 4 {OVERFLOW} {keep} {more}"));
-        run.refused(
-            2,
-            &["step-00000003 was not saved", "The newest healthy checkpoint, saved/step-00000002, is untouched"],
-        );
+        run.refused(2, &["step-00000003 was not saved", "The newest good checkpoint is saved/step-00000002"]);
         assert_eq!(names(&saved), ["step-00000002"]);
         assert!(files(&saved.join("step-00000002")) == healthy);
     }
@@ -99,9 +96,9 @@ fn the_last_healthy_checkpoint_stays_and_is_gone_on_from() {
         2,
         &[
             "step 4 was not taken: the loss is NaN (on every rank)",
-            "the weights had become so in a step after step 2: ",
+            "The weights became non-finite after step 2: ",
             "in `model.layers.0.input_layernorm.weight`",
-            "The newest healthy checkpoint, saved/step-00000002, is untouched",
+            "The newest good checkpoint is saved/step-00000002",
         ],
     );
     train(dir.path(), &format!("--steps 4 --lr 1e-3 {keep} --keep 1")).ok();
@@ -120,13 +117,13 @@ fn checkpoints_that_were_poisoned_before_are_set_aside() {
     // Told to go on from it, a run does not.
     let run = train(dir.path(), &format!("--steps 4 --lr 1e-3 --resume {}", saved.join("step-00000003").display()));
     let found = "1 values are infinite or not a number (on rank 0): 1 of 32 in the exp_avg of `model.norm.weight`";
-    run.refused(2, &["can't resume from", found, "pass an older one"]);
+    run.refused(2, &["can't resume from", found, "pass an older checkpoint"]);
 
     let run = train(dir.path(), &format!("--steps 3 {keep} --keep 1")).ok();
     let aside =
-        format!("saved/step-00000003 can't be gone on from and was set aside as saved/step-00000003.damaged: {found}");
+        format!("saved/step-00000003 can't be resumed from and was renamed to saved/step-00000003.damaged: {found}");
     assert!(run.stderr.contains(&aside), "{}", run.stderr);
-    let aside = "saved/step-00000002 can't be gone on from and was set aside as saved/step-00000002.damaged: 1 values";
+    let aside = "saved/step-00000002 can't be resumed from and was renamed to saved/step-00000002.damaged: 1 values";
     assert!(run.stderr.contains(aside), "{}", run.stderr);
     assert!(run.stderr.contains("resumed from saved/step-00000001 at step 1"), "{}", run.stderr);
     assert_eq!(run.stderr.matches("resumed from").count(), 1, "{}", run.stderr);
@@ -137,7 +134,7 @@ fn checkpoints_that_were_poisoned_before_are_set_aside() {
     write_nan(&saved.join("step-00000003"), "model.model.norm.weight");
     for _ in 0..2 {
         let run = train(dir.path(), &format!("--steps 5 {keep} --keep 1"));
-        run.refused(2, &["no checkpoint in saved can be used", "saved/step-00000003.damaged: set aside"]);
+        run.refused(2, &["no checkpoint in saved can be used", "saved/step-00000003.damaged: damaged"]);
     }
 }
 
@@ -168,7 +165,7 @@ fn weights_that_are_no_good_before_any_step_are_not_blamed_on_the_learning_rate(
     run.refused(
         2,
         &[
-            "the weights from model are no good before any step: ",
+            "the weights from model are not finite before the first step: ",
             "1 of 32 in `model.norm.weight`",
             "pass another --model, or --init random",
         ],
@@ -180,7 +177,10 @@ fn weights_that_are_no_good_before_any_step_are_not_blamed_on_the_learning_rate(
     fields["initializer_range"] = 1e39.into();
     fs::write(&config, fields.to_string()).unwrap();
     let run = train(dir.path(), "--model model --init random --steps 1 --checkpoint-dir saved");
-    run.refused(2, &["the weights drawn at random are no good before any step: ", "look at initializer_range"]);
+    run.refused(
+        2,
+        &["the weights drawn at random are not finite before the first step: ", "look at initializer_range"],
+    );
 }
 
 /// The MLP's output is zero, and backward multiplies by all that makes it so.
@@ -239,7 +239,7 @@ fn a_step_whose_gradients_are_not_finite_is_not_taken() {
                 "and the gradients' norm is inf: ",
                 " of 512 in the gradient of `model.layers.0.self_attn.v_proj.weight`. ",
                 "The weights are those of step 0 and finite",
-                "No step has been taken yet, so it is no matter of --lr",
+                "No step has been taken, so --lr is not the cause",
             ],
         );
         assert_eq!(names(dir.path()), ["model"]);

@@ -98,7 +98,7 @@ fn what_means_nothing_to_an_optimizer_is_refused() {
         let args: Vec<&str> = golden.iter().map(String::as_str).chain(flags.iter().copied()).collect();
         launch(2, "train", &args, dir.path()).refused(2, expected);
     };
-    refused(&["--momentum", "0.9"], &["--momentum is for --optimizer sgd or muon, and this one is adamw"]);
+    refused(&["--momentum", "0.9"], &["--momentum is for --optimizer sgd or muon, found adamw"]);
     let nesterov = ["--optimizer", "sgd", "--nesterov", "on", "--dampening", "0.5"];
     refused(&nesterov, &["SGD: Nesterov's momentum needs a momentum, which is 0.9, and no dampening, which is 0.5"]);
     let norms = ["--optimizer", "muon", "--lora-rank", "2"];

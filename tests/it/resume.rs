@@ -173,7 +173,7 @@ fn a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_an_older_one() {
         assert_eq!(resumed, undisturbed[4..], "{run}");
         let stderr = fs::read_to_string(dir.path().join("stderr")).unwrap();
         let warning =
-            format!("{run}/step-00000006 can't be gone on from and was set aside as {run}/step-00000006.damaged: ");
+            format!("{run}/step-00000006 can't be resumed from and was renamed to {run}/step-00000006.damaged: ");
         let warnings: Vec<&str> = stderr.lines().filter(|line| line.contains(&warning)).collect();
         assert!(warnings.len() == 1 && warnings[0].contains(said), "{stderr}");
         // It is as it was, and none of the two that are kept.
@@ -214,7 +214,7 @@ fn a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew() {
     flip(&root.join("step-00000004"));
     // Also when it is started again, with nothing but what was set aside.
     for _ in 0..2 {
-        let aside = ["saved/step-00000002.damaged: set aside", "saved/step-00000004.damaged: set aside"];
+        let aside = ["saved/step-00000002.damaged: damaged", "saved/step-00000004.damaged: damaged"];
         refused(dir.path(), &["no checkpoint in saved can be used", aside[0], aside[1], "another --checkpoint-dir"]);
         assert_eq!(names(&root), ["step-00000002.damaged", "step-00000004.damaged"]);
     }
@@ -226,7 +226,7 @@ fn a_run_whose_only_checkpoint_is_behind_a_link_that_does_not_count_does_not_beg
     train(dir.path(), 2, 2, &SAVES, "first.jsonl");
     let step = dir.path().join("saved/step-00000002");
     fs::rename(&step, dir.path().join("step-00000009")).unwrap();
-    for (target, why) in [("../gone/step-00000002", "is not there"), ("../step-00000009", "has a name of its own")] {
+    for (target, why) in [("../gone/step-00000002", "does not exist"), ("../step-00000009", "under another name")] {
         symlink(target, &step).unwrap();
         refused(dir.path(), &["no checkpoint in saved can be used", "saved/step-00000002: a link to ", why]);
         fs::remove_file(&step).unwrap();
@@ -245,7 +245,7 @@ fn what_is_not_damaged_is_neither_set_aside_nor_passed_over() {
         fs::copy(model.join(file), root.join("step-00000006").join(file)).unwrap();
     }
     let before = names(&root);
-    refused(dir.path(), &["step-00000006 is in the way of the checkpoint that this run saves at step 6"]);
+    refused(dir.path(), &["step-00000006 already exists, and this run saves a checkpoint there at step 6"]);
     assert_eq!(names(&root), before);
     fs::remove_dir_all(root.join("step-00000006")).unwrap();
 
@@ -254,7 +254,7 @@ fn what_is_not_damaged_is_neither_set_aside_nor_passed_over() {
     let mut json: Value = serde_json::from_slice(&fs::read(&manifest).unwrap()).unwrap();
     json["version"] = 1000.into();
     fs::write(&manifest, json.to_string()).unwrap();
-    let told = "saved/step-00000004 can't be read, which does not mean that it is damaged";
+    let told = "saved/step-00000004 can't be read, but is not known to be damaged";
     refused(dir.path(), &[told, "1000", "--resume"]);
     assert_eq!(names(&root), ["step-00000002", "step-00000004"]);
 }

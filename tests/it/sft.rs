@@ -242,5 +242,5 @@ fn ranks_that_learn_different_things_are_told_apart() {
     command.args(["--nproc-per-node=2", "/bin/sh", "-c", &script]).arg(fsdp_test_support::program("train"));
     command.current_dir(dir.path());
     let run = fsdp_test_support::run(command, std::time::Duration::from_secs(60));
-    run.refused(2, &["the ranks differ in what must be the same: the data (rank 0: 60 examples with checksum "]);
+    run.refused(2, &["the ranks disagree on the data (rank 0: 60 examples with checksum "]);
 }

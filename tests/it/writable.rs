@@ -50,7 +50,7 @@ fn every_rank_hears_before_the_first_step_what_one_can_not_write() {
         ("--metrics", "link-to-file", &["link-to-file is a symbolic link to gone/file, which can't be made"]),
         ("--tensorboard", "file", &["rank 0: can't write --tensorboard file: file is not a directory"]),
         ("--trace", "file/below.json", &["rank 0: can't write --trace file/below.json: file is not a directory"]),
-        ("--trace", "/dev/null", &["can't write --trace /dev/null: it is there and no file"]),
+        ("--trace", "/dev/null", &["can't write --trace /dev/null: it is not a regular file"]),
         // What one rank alone can't write.
         ("--trace", "t.json", &["rank 1: can't write --trace t.rank1.json", "irectory"]),
     ];

@@ -146,7 +146,7 @@ fn hosts_that_share_a_directory_are_told() {
     let text = format!("{}\n{}", run.stdout, run.stderr);
     let parts = [
         "rank 0 failed to write a file there: node0 and node1 have one directory saved in common",
-        "leave --checkpoint-local out where they share it",
+        "leave --checkpoint-local out if they share it",
     ];
     assert!(run.code != Some(0) && parts.iter().all(|part| text.contains(part)), "{text}");
     assert!(!dir.path().join("metrics.jsonl").exists() && !dir.path().join("saved").exists());

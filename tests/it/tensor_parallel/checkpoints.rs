@@ -64,7 +64,7 @@ fn a_checkpoint_of_pytorch_comes_to_every_mesh_and_goes_back() {
         let own = tempfile::tempdir().unwrap();
         let args = [mesh.flags, more, &to].concat();
         let run = launch_without_steps(&args, mesh.readers, own.path());
-        assert!(run.contains("nothing to train: step 10 is done already"), "{run}");
+        assert!(run.contains("nothing to train: the checkpoint is at step 10"), "{run}");
         from = saved.join(STEP_10);
         assert_same(&from, &theirs);
     }

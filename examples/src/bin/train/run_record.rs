@@ -1,5 +1,5 @@
-//! What a run was, which its checkpoints hold: a run that goes on from one says what it does otherwise, and is refused
-//! where the weights or the optimizer's state would mean something else.
+//! Settings of a run, saved in its checkpoints. A run that resumes reports the settings that differ, and refuses those
+//! that would change the meaning of weights or optimizer state.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,21 +12,18 @@ use fsdp_examples::schedule::LrSchedule;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::alike::{Words, words};
+use crate::adapters::Adapters;
+use crate::agreement::{Fields, NOT_GIVEN, fields};
 use crate::args::Args;
-use crate::lora::Adapters;
 
-/// The record's name in a checkpoint.
+/// Key of the record in a checkpoint.
 const KEY: &str = "train.run";
 const DATA: &str = "the data";
-/// The prefix of hyper-parameters' names.
+/// Prefix of hyper-parameter names.
 const HYPER: &str = "the optimizer's ";
-/// The words for an absent value.
-const NOT_GIVEN: &str = "not given";
 
-/// Fields of config.json on which no step depends after the first: weights are drawn by then, and --dropout says
-/// what is dropped.
-const OF_THE_START: [&str; 7] = [
+/// Fields of config.json that affect only the initial weights, or that --dropout replaces.
+const INIT_FIELDS: [&str; 7] = [
     "initializer_range",
     "attention_dropout",
     "resid_pdrop",
@@ -35,32 +32,33 @@ const OF_THE_START: [&str; 7] = [
     "hidden_dropout_prob",
     "attention_probs_dropout_prob",
 ];
-/// Fields of config.json on which only the loss depends.
-const OF_THE_LOSS: [&str; 2] = ["output_router_logits", "router_aux_loss_coef"];
+/// Fields of config.json that affect only the loss.
+const LOSS_FIELDS: [&str; 2] = ["output_router_logits", "router_aux_loss_coef"];
 
-/// The settings of a run, by the names of their flags.
+/// Settings of a run by flag.
 #[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Record {
-    /// Settings that give the weights and the optimizer's state their meaning.
-    fixed: Words,
-    /// Other settings that change the numbers of a step.
-    settings: Words,
-    /// Explanations of some settings, which are not compared.
-    beside: Words,
+    /// Settings that define the meaning of weights and optimizer state.
+    fixed: Fields,
+    /// Other settings that affect the numbers of a step.
+    settings: Fields,
+    /// Notes on some settings, which are not compared.
+    #[serde(rename = "beside")]
+    notes: Fields,
 }
 
 /// Differences between the run that saved a checkpoint and the run that resumes from it.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Changes {
-    /// Differences that can't be right.
+    /// Differences that can't be continued.
     pub(crate) refused: Vec<String>,
-    /// Differences that change the run.
-    pub(crate) said: Vec<String>,
+    /// Differences that only change the run.
+    pub(crate) reported: Vec<String>,
 }
 
 impl Record {
     /// # Errors
-    /// When a value can't be written as JSON.
+    /// A setting can't be written as JSON.
     pub(crate) fn new(
         args: &Args,
         config: &ModelConfig,
@@ -69,12 +67,12 @@ impl Record {
         optim: &dyn ShardedOptimizer,
     ) -> anyhow::Result<Self> {
         let mut record = Record::default();
-        let Record { fixed, settings, beside } = &mut record;
-        for (field, value) in words("", config)? {
+        let Record { fixed, settings, notes } = &mut record;
+        for (field, value) in fields("", config)? {
             let name = format!("config.json's {field}");
             match field.as_str() {
-                field if OF_THE_START.contains(&field) => None,
-                field if OF_THE_LOSS.contains(&field) => settings.insert(name, value),
+                field if INIT_FIELDS.contains(&field) => None,
+                field if LOSS_FIELDS.contains(&field) => settings.insert(name, value),
                 _ => fixed.insert(name, value),
             };
         }
@@ -87,7 +85,7 @@ impl Record {
 
         let data = args.sft.as_ref().or(args.data.as_ref());
         let place = data.map_or("the sources of the workspace".into(), |path| path.display().to_string());
-        beside.insert(DATA.into(), place);
+        notes.insert(DATA.into(), place);
         let seeded = |text: String| format!("{text}, by --seed {}", args.seed);
         let masking = batches.masking().map_or("none".into(), |masking| {
             seeded(format!("{} of the tokens, by token {}", masking.probability, masking.mask_token))
@@ -114,12 +112,12 @@ impl Record {
         ] {
             settings.insert(name.into(), value);
         }
-        let flags = words("--", args)?;
+        let flags = fields("--", args)?;
         let alike = ["--optimizer", "--no-decay", "--param-dtype", "--reduce-dtype", "--all-gather"];
         settings.extend(flags.into_iter().filter(|(flag, _)| alike.contains(&flag.as_str())));
         let mut hyper = BTreeMap::<String, Vec<String>>::new();
         for group in optim.param_groups() {
-            for (name, value) in words(HYPER, &group.hyper)? {
+            for (name, value) in fields(HYPER, &group.hyper)? {
                 let values = hyper.entry(name).or_default();
                 if !values.contains(&value) {
                     values.push(value);
@@ -136,11 +134,11 @@ impl Record {
         Ok(Map::from_iter([(KEY.to_owned(), serde_json::to_value(self)?)]))
     }
 
-    /// What differs from the run that saved a checkpoint. Checkpoints of other programs, and of versions that kept no
-    /// record, differ in nothing.
+    /// Compares with the run that saved a checkpoint. Checkpoints of other programs and old versions have no record,
+    /// and no differences.
     ///
     /// # Errors
-    /// When the record is not one.
+    /// The record can't be read.
     pub(crate) fn changes_since(&self, source: &dyn TensorSource) -> anyhow::Result<Changes> {
         let Some(saved) = source.values().get(KEY) else { return Ok(Changes::default()) };
         let saved = Record::deserialize(saved)
@@ -158,9 +156,10 @@ impl Record {
             if was == is || (name.starts_with(HYPER) && [was, is].contains(&NOT_GIVEN)) {
                 continue;
             }
-            let line = format!("{}: it was {}, and is {}", escape(name), saved.told(name, was), self.told(name, is));
+            let line =
+                format!("{}: it was {}, and is {}", escape(name), saved.described(name, was), self.described(name, is));
             let is_fixed = [self, saved].iter().any(|record| record.fixed.contains_key(name));
-            if is_fixed { &mut changes.refused } else { &mut changes.said }.push(line);
+            if is_fixed { &mut changes.refused } else { &mut changes.reported }.push(line);
         }
         changes
     }
@@ -169,16 +168,16 @@ impl Record {
         self.fixed.get(name).or_else(|| self.settings.get(name)).map_or(NOT_GIVEN, String::as_str)
     }
 
-    /// Formats a value with its explanation.
-    fn told(&self, name: &str, value: &str) -> String {
-        let beside = self.beside.get(name).map_or(String::new(), |beside| format!(" ({beside})"));
-        escape(format!("{value}{beside}")).to_string()
+    /// Formats a value with its note.
+    fn described(&self, name: &str, value: &str) -> String {
+        let notes = self.notes.get(name).map_or(String::new(), |notes| format!(" ({notes})"));
+        escape(format!("{value}{notes}")).to_string()
     }
 }
 
-/// Formats dropout probabilities; empty where nothing is dropped.
+/// Formats dropout probabilities. Empty without dropout.
 fn dropped(dropout: Dropout, config: &ModelConfig) -> String {
-    // Decoders drop attention weights alone.
+    // Decoders drop only attention weights.
     let rest = if matches!(config, ModelConfig::Decoder(_)) { 0. } else { 1. };
     let parts =
         [("attention", dropout.attention), ("embeddings", rest * dropout.embedding), ("hidden", rest * dropout.hidden)];
@@ -193,7 +192,7 @@ mod tests {
     fn record(fixed: &[(&str, &str)], settings: &[(&str, &str)], path: &str) -> Record {
         let words =
             |pairs: &[(&str, &str)]| pairs.iter().map(|(name, value)| ((*name).into(), (*value).into())).collect();
-        Record { fixed: words(fixed), settings: words(settings), beside: words(&[(DATA, path)]) }
+        Record { fixed: words(fixed), settings: words(settings), notes: words(&[(DATA, path)]) }
     }
 
     #[test]
@@ -204,11 +203,11 @@ mod tests {
         let moved = record(&[("theta", "1e4"), ("heads", "4")], &[(DATA, "9 tokens"), ("--seq-len", "32")], "b.bin");
         assert_eq!(moved.changes(&saved), Changes::default());
         let now = record(&[("theta", "77"), ("alpha", "2")], &[(DATA, "8 tokens"), ("--seq-len", "32")], "b.bin");
-        let Changes { refused, said } = now.changes(&saved);
+        let Changes { refused, reported } = now.changes(&saved);
         let all =
             ["alpha: it was not given, and is 2", "heads: it was 4, and is not given", "theta: it was 1e4, and is 77"];
         assert_eq!(refused, all);
-        assert_eq!(said, ["the data: it was 9 tokens (a.bin), and is 8 tokens (b.bin)"]);
+        assert_eq!(reported, ["the data: it was 9 tokens (a.bin), and is 8 tokens (b.bin)"]);
     }
 
     /// A later version may know more fields, which mean what they meant when they are not given, and may move some.
@@ -224,7 +223,7 @@ mod tests {
     #[test]
     fn what_a_file_says_can_not_control_a_terminal() {
         let saved = record(&[], &[("a\x1b", "b\x1b")], "");
-        let said = Record::default().changes(&saved).said;
-        assert!(said.len() == 1 && !said[0].contains('\x1b'), "{said:?}");
+        let reported = Record::default().changes(&saved).reported;
+        assert!(reported.len() == 1 && !reported[0].contains('\x1b'), "{reported:?}");
     }
 }

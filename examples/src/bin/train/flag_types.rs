@@ -1,10 +1,9 @@
-//! What the flags of `train` take, how it is read, and how ranks tell each other of it.
+//! Value types of `train`'s flags: parsing, and serialisation for the comparison between ranks.
 
-use std::{
-    ffi::OsString,
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+use std::ffi::OsString;
+use std::fmt::Debug;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use candle_core::DType;
 use clap::ValueEnum;
@@ -13,19 +12,19 @@ use fsdp_candle::{AllGatherExtension, Float8, OffloadPolicy, ReshardAfterForward
 use fsdp_examples::models::{Dropout, ModelConfig, is_block_matrix};
 use serde::{Serialize, Serializer};
 
-/// Where the first weights come from.
+/// Source of the initial weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum InitChoice {
-    /// The model directory's weights if it has any, else random
+    /// The model directory's weights if there are any, else random
     Auto,
-    /// The model directory's weights; it is an error if it has none
+    /// The model directory's weights; fails without weights
     Pretrained,
     /// Random, from --seed
     Random,
 }
 
-/// A floating point dtype.
+/// Floating point dtype.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Precision {
@@ -44,13 +43,13 @@ impl Precision {
     }
 }
 
-/// What is dropped while the model trains.
+/// Dropout probabilities while training.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum DropoutChoice {
-    /// What the model's configuration says
+    /// The probabilities in config.json
     Config,
-    /// The same probability everywhere
+    /// One probability for all dropout layers
     #[serde(untagged)]
     Everywhere(f64),
 }
@@ -72,24 +71,24 @@ pub(crate) fn dropout(text: &str) -> Result<DropoutChoice, String> {
     }
 }
 
-/// What the blocks' matrices travel as when they are gathered.
+/// Format in which the blocks' matrices are gathered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum AllGather {
-    /// As they are computed with
+    /// --param-dtype
     Full,
-    /// As 8-bit floats (E4M3), with one scale for each process's shard of a matrix
+    /// 8-bit floats (E4M3) with one scale per process and matrix
     Float8,
 }
 
 impl AllGather {
-    /// What the parameter of this name travels as, if not as it is.
+    /// Returns the all-gather extension for the parameter `name`, if it has one.
     pub(crate) fn extension(self, name: &str) -> Option<Arc<dyn AllGatherExtension>> {
         (self == AllGather::Float8 && is_block_matrix(name)).then(|| Arc::new(Float8) as Arc<dyn AllGatherExtension>)
     }
 }
 
-/// When gradients are summed over processes.
+/// Micro-batches after which gradients are summed over processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum GradSync {
@@ -109,17 +108,18 @@ pub(crate) fn reshard(text: &str) -> Result<ReshardAfterForward, String> {
     }
 }
 
-pub(crate) fn reshard_word<S: Serializer>(value: &ReshardAfterForward, serializer: S) -> Result<S::Ok, S::Error> {
+/// Serialises the lower-case name of a variant.
+pub(crate) fn debug_name<T: Debug, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
     format!("{value:?}").to_lowercase().serialize(serializer)
 }
 
-/// Where shards, their gradients and the optimizer's state live.
+/// Storage of shards, gradients and optimizer state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Offload {
-    /// On the device that computes
+    /// On the compute device
     None,
-    /// In the host's memory
+    /// In host memory
     Cpu,
 }
 
@@ -132,18 +132,18 @@ impl Offload {
     }
 }
 
-/// The blocks that run again in backward.
+/// Blocks that recompute their activations in backward.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum ActivationCheckpoint {
-    /// None: all activations are kept
+    /// No block
     None,
-    /// All
+    /// All blocks
     Full,
-    /// The first of every so many
+    /// Every K-th block, from the first
     #[serde(untagged)]
     Every(usize),
-    /// Those whose names match
+    /// Blocks whose names match
     #[serde(untagged)]
     Named(Vec<String>),
 }
@@ -168,7 +168,7 @@ pub(crate) fn activation_checkpoint(text: &str) -> Result<ActivationCheckpoint, 
         ("none", _) => Ok(ActivationCheckpoint::None),
         ("full", _) => Ok(ActivationCheckpoint::Full),
         (_, Ok(count)) if count > 0 => Ok(ActivationCheckpoint::Every(count)),
-        // A word by itself is a slip: names of blocks have dots or are patterns.
+        // Block names contain dots or patterns. Any other word is a typing error.
         _ if text.contains(['.', '*']) => Ok(ActivationCheckpoint::Named(text.split(',').map(Into::into).collect())),
         _ => Err("it must be none, full, a number K for every K-th block, or names of blocks, such as \
                   model.layers.0,model.layers.[4-7]"
@@ -176,13 +176,13 @@ pub(crate) fn activation_checkpoint(text: &str) -> Result<ActivationCheckpoint, 
     }
 }
 
-/// What blocks that run again keep.
+/// Activations that recomputed blocks keep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum CheckpointKeep {
-    /// What products with weights make
+    /// Outputs of products with weights
     Linear,
-    /// What attention makes
+    /// Outputs of attention
     Attention,
 }
 
@@ -195,7 +195,7 @@ impl CheckpointKeep {
     }
 }
 
-/// Whether something is done.
+/// Whether a feature is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Switch {
@@ -203,7 +203,7 @@ pub(crate) enum Switch {
     Off,
 }
 
-/// Which checkpoint to go on from.
+/// Checkpoint to resume from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Resume {
     None,
@@ -231,8 +231,7 @@ impl From<OsString> for Resume {
     }
 }
 
-/// Where a path leads from here: ranks may work in different directories. Of what is not UTF-8 the bytes are spelled
-/// out.
+/// Serialises an absolute path, because ranks may run in different directories. Escapes bytes that are not UTF-8.
 fn absolute<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
     let path = match is_url(path) {
         true => path.to_path_buf(),
@@ -244,13 +243,13 @@ fn absolute<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error
     }
 }
 
-/// Whether a path says by itself where it leads, as `s3://bucket/run` does.
+/// Returns whether a path is a URL, such as `s3://bucket/run`.
 pub(crate) fn is_url(path: &Path) -> bool {
     let scheme = path.to_str().and_then(|text| text.split_once("://")).map_or("", |(scheme, _)| scheme);
     !scheme.is_empty() && scheme.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"+-.".contains(&byte))
 }
 
-/// The path of this host that `path` is; none in an object store.
+/// Returns the local path of `path`, or `None` in an object store.
 pub(crate) fn on_this_host(path: &Path) -> Option<&Path> {
     match path.to_str().and_then(|text| text.strip_prefix("file://")) {
         Some(local) => Some(Path::new(local)),
@@ -258,15 +257,15 @@ pub(crate) fn on_this_host(path: &Path) -> Option<&Path> {
     }
 }
 
-pub(crate) fn place<S: Serializer>(path: &Option<PathBuf>, serializer: S) -> Result<S::Ok, S::Error> {
+pub(crate) fn optional_path<S: Serializer>(path: &Option<PathBuf>, serializer: S) -> Result<S::Ok, S::Error> {
     match path {
         Some(path) => absolute(path, serializer),
         None => serializer.serialize_none(),
     }
 }
 
-/// Without the flag a directory is made below this one.
-pub(crate) fn checkpoint_place<S: Serializer>(path: &Option<PathBuf>, serializer: S) -> Result<S::Ok, S::Error> {
+/// Serialises the directory below which a run without the flag creates its own.
+pub(crate) fn checkpoint_path<S: Serializer>(path: &Option<PathBuf>, serializer: S) -> Result<S::Ok, S::Error> {
     absolute(path.as_deref().unwrap_or(Path::new("checkpoints/run-NNN")), serializer)
 }
 
@@ -292,7 +291,7 @@ pub(crate) fn not_negative(text: &str) -> Result<f64, String> {
     number(text, "a number of at least 0, such as 0.1", |x| x >= 0.0)
 }
 
-pub(crate) fn share(text: &str) -> Result<f64, String> {
+pub(crate) fn fraction(text: &str) -> Result<f64, String> {
     number(text, "a number above 0 and at most 1, such as 0.15", |x| x > 0.0 && x <= 1.0)
 }
 

@@ -9,11 +9,11 @@ use candle_nn::VarBuilder;
 use candle_nn::ops::softmax;
 use fsdp_candle::nn::Linear;
 
-use super::mlp::Mlp;
-use crate::models::batch::Rows;
 use crate::models::config::DecoderConfig;
-use crate::models::config::experts::ExpertsConfig;
-use crate::models::linear::linear;
+use crate::models::config::decoder::ExpertsConfig;
+use crate::models::decoder::Mlp;
+use crate::models::language_model::Rows;
+use crate::models::layers::linear;
 use crate::models::parallel::TensorParallel;
 
 pub(super) struct Experts {

@@ -2,7 +2,7 @@
 
 use anyhow::ensure;
 use fsdp_examples::models::ModelConfig;
-use fsdp_examples::models::config::activation::Activation;
+use fsdp_examples::models::config::Activation;
 use fsdp_examples::models::config::{BertConfig, DecoderConfig, Gpt2Config};
 
 /// A block. Widths are elements of a token.
