@@ -16,7 +16,7 @@ pub(crate) fn swap(tensor: &Tensor, storage: Storage) -> Result<Storage> {
 
 /// Takes the memory away from under `tensor` and all of its views, every use of which is an error from then on.
 pub(crate) fn take(tensor: &Tensor) -> Result<Storage> {
-    swap(tensor, kernels::of_device(tensor.device())?.poison()?)
+    swap(tensor, kernels::of_device(tensor.device())?.freed_storage()?)
 }
 
 /// The memory of a copy of a tensor's elements, row-major.

@@ -1,5 +1,6 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 
+use super::super::linear::composite as linear_composite;
 use super::super::loss::cross_entropy::composite;
 use super::super::{
     CrossEntropyOptions, IGNORED, Reduction, cross_entropy, cross_entropy_with, linear_cross_entropy,
@@ -79,26 +80,26 @@ fn options_follow_the_formula_in_every_dtype() {
 }
 
 #[test]
-fn options_of_the_fused_head_match_linear_then_loss() {
+fn the_fused_head_matches_linear_then_loss() {
     for dtype in DTYPES {
-        // 1.2 million classes make stretches of 13 rows.
+        // 1.2 million classes make chunks of 13 rows.
         for (shape, width, classes) in [(vec![5], 4, 7), (vec![2, 9], 8, 33), (vec![30], 1, 1_200_000)] {
             let options = if classes > 1000 { all_options()[1..2].to_vec() } else { all_options() };
-            for options in options.iter().filter(|_| classes < 1000 || dtype == DType::F32) {
-                let hidden = random(1, &[&shape[..], &[width]].concat(), dtype);
-                let w = random(2, &[classes, width], dtype);
-                let targets = with_gaps(3, &shape, classes);
-                check(
-                    &format!("fused head {dtype:?} {classes} {options:?}"),
-                    &[&hidden, &w],
-                    || linear_cross_entropy_with(&hidden, &w, &targets, options),
-                    || {
-                        let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
-                        let (hidden, w) = (hidden.to_dtype(wide)?, w.to_dtype(wide)?);
-                        let logits = super::super::linear::affine::composite(&hidden, &w, None, false)?;
-                        composed(&logits, &targets, options)
-                    },
-                );
+            let hidden = random(1, &[&shape[..], &[width]].concat(), dtype);
+            let w = random(2, &[classes, width], dtype);
+            for targets in [with_gaps(3, &shape, classes), random_ids(3, &shape, classes)] {
+                for options in options.iter().filter(|_| classes < 1000 || dtype == DType::F32) {
+                    check(
+                        &format!("fused head {dtype:?} {classes} {options:?}"),
+                        &[&hidden, &w],
+                        || linear_cross_entropy_with(&hidden, &w, &targets, options),
+                        || {
+                            let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
+                            let (hidden, w) = (hidden.to_dtype(wide)?, w.to_dtype(wide)?);
+                            composed(&linear_composite(&hidden, &w, None, false)?, &targets, options)
+                        },
+                    );
+                }
             }
         }
     }
@@ -260,33 +261,6 @@ fn a_view_of_the_logits_gets_its_gradient() {
     let targets = random_ids(2, &[2, 5], 9);
     let view = || logits.narrow(1, 0, 5);
     check("view", &[&logits], || cross_entropy(&view()?, &targets), || plainly(&view()?.contiguous()?, &targets));
-}
-
-#[test]
-fn the_fused_head_matches_linear_then_loss() {
-    for dtype in DTYPES {
-        // 1.2 million classes make stretches of 13 rows.
-        for (shape, width, classes) in [(vec![5], 4, 7), (vec![2, 9], 8, 33), (vec![30], 1, 1_200_000)] {
-            if classes > 1000 && dtype != DType::F32 {
-                continue;
-            }
-            let mut dims = shape.clone();
-            dims.push(width);
-            let hidden = random(1, &dims, dtype);
-            let w = random(2, &[classes, width], dtype);
-            let targets = random_ids(3, &shape, classes);
-            check(
-                &format!("fused head {dtype:?} {classes}"),
-                &[&hidden, &w],
-                || linear_cross_entropy(&hidden, &w, &targets),
-                || {
-                    let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
-                    let (hidden, w) = (hidden.to_dtype(wide)?, w.to_dtype(wide)?);
-                    plainly(&super::super::linear::affine::composite(&hidden, &w, None, false)?, &targets)
-                },
-            );
-        }
-    }
 }
 
 #[test]

@@ -1,12 +1,9 @@
 //! Every layer against the same computation in Candle's own differentiable operations: values and all gradients.
 
 mod attention;
-mod basics;
-mod block;
-mod documents;
+mod layers;
 mod loss;
 mod mirror;
-mod rotary;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 

@@ -3,8 +3,6 @@
 
 mod attending;
 mod caches;
-mod convolutions;
-mod dropout;
 mod functions;
 mod layers;
 
