@@ -1,7 +1,7 @@
 //! How the ranks' elements are combined: what a reduction does, and what a partial placement still wants.
 
 /// How a reduction combines the ranks' elements. Half precision inputs are combined in single precision and rounded
-/// once, where the backend promises it ([`Promises::f32_sums`](crate::process_group::Promises::f32_sums)): all but NCCL
+/// once, where the backend promises it ([`Promises::f32_sums`](crate::process_group::Guarantees::f32_sums)): all but NCCL
 /// do, which combines them in their own dtype.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ReduceOp {

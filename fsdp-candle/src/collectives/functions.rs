@@ -139,12 +139,12 @@ pub fn all_to_all<D: Dim, E: Dim>(x: &Tensor, from: D, to: E, group: &ProcessGro
 }
 
 /// [`all_reduce`] in the memory of `x`, which nobody else reads.
-pub(crate) fn all_reduce_taken(x: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
+pub(crate) fn all_reduce_owned(x: &Tensor, group: &ProcessGroup) -> Result<Tensor> {
     reduce(Input::Taken(x), group)
 }
 
 /// [`reduce_scatter`] that uses up the memory of `x`, which nobody else reads.
-pub(crate) fn reduce_scatter_taken(x: &Tensor, dim: usize, group: &ProcessGroup) -> Result<Tensor> {
+pub(crate) fn reduce_scatter_owned(x: &Tensor, dim: usize, group: &ProcessGroup) -> Result<Tensor> {
     scatter(Input::Taken(x), dim, group)
 }
 

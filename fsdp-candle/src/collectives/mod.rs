@@ -29,6 +29,6 @@ mod shared_input;
 pub use functions::{Consumers, all_gather, all_reduce, all_to_all, copy, reduce_scatter, split};
 pub use prepare::{prepare_module_input, prepare_module_output};
 
-pub(crate) use functions::{all_reduce_taken, reduce_scatter_taken};
+pub(crate) use functions::{all_reduce_owned, reduce_scatter_owned};
 pub(crate) use moves::{check, largest, reduced_values};
 pub(crate) use shared_input::{Entry, SharedInput, scope};

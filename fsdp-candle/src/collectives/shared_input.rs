@@ -227,7 +227,7 @@ mod tests {
     use candle_core::{DType, Device, Var};
     use fsdp_core::process_group::local;
 
-    use super::super::{all_reduce_taken, reduce_scatter_taken};
+    use super::super::{all_reduce_owned, reduce_scatter_owned};
     use super::*;
     use crate::storage::share_memory;
 
@@ -255,11 +255,11 @@ mod tests {
         local::run(2, |group| {
             let term = (input() * 3.).unwrap();
             let at = address(&term);
-            let sum = all_reduce_taken(&term, &group).unwrap();
+            let sum = all_reduce_owned(&term, &group).unwrap();
             assert_eq!((address(&sum), sum.to_vec2::<f32>().unwrap()), (at, vec![vec![6.; 4]; 2]));
             // What is left of a term can't be used.
             assert_eq!(address(&term), 0);
-            let part = reduce_scatter_taken(&sum, 1, &group).unwrap();
+            let part = reduce_scatter_owned(&sum, 1, &group).unwrap();
             assert_eq!((part.to_vec2::<f32>().unwrap(), address(&sum)), (vec![vec![12.; 2]; 2], at));
         });
     }

@@ -10,8 +10,8 @@ use fsdp_core::process_group::{Signature, Subject};
 
 use crate::activation_checkpoint::is_kept;
 use crate::collectives::{
-    Consumers, Entry, SharedInput, all_gather, all_reduce, all_reduce_taken, all_to_all, reduce_scatter,
-    reduce_scatter_taken,
+    Consumers, Entry, SharedInput, all_gather, all_reduce, all_reduce_owned, all_to_all, reduce_scatter,
+    reduce_scatter_owned,
 };
 use crate::tensor_parallel::{ActivationLayout, ColwiseParallel, Parallel, ParallelStyle, RowwiseParallel};
 use crate::unit::FsdpParam;
@@ -246,10 +246,10 @@ pub(in crate::nn) fn rowwise_output(
     let is_kept = is_kept(y);
     match layout {
         ActivationLayout::Replicate if is_kept => all_reduce(y, group),
-        ActivationLayout::Replicate => all_reduce_taken(y, group),
+        ActivationLayout::Replicate => all_reduce_owned(y, group),
         ActivationLayout::Shard(dim) => match layout_dim(function, dim, y)? {
             dim if is_kept => reduce_scatter(y, dim, group),
-            dim => reduce_scatter_taken(y, dim, group),
+            dim => reduce_scatter_owned(y, dim, group),
         },
     }
 }

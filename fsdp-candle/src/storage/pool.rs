@@ -85,7 +85,7 @@ impl Pool {
     }
 
     /// A buffer that is not the pool's: it never goes back.
-    pub(crate) fn take_for_good(&self, dtype: DType, len: usize) -> Result<Buffer> {
+    pub(crate) fn take_unpooled(&self, dtype: DType, len: usize) -> Result<Buffer> {
         let mut shelves = self.shelves();
         let free = shelves.free.get_mut(&(dtype, len)).and_then(VecDeque::pop_front);
         if free.is_some() {
@@ -181,7 +181,7 @@ mod tests {
         let pool = pool();
         // More than any address space, and than any length.
         for len in [1 << 48, 1 << 61, usize::MAX] {
-            for take in [Pool::take, Pool::take_for_good] {
+            for take in [Pool::take, Pool::take_unpooled] {
                 let error = take(&pool, DType::F32, len).unwrap_err().to_string();
                 assert!(error.contains(&format!("no memory for {len} elements of F32")), "{error}");
             }

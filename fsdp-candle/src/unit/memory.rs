@@ -134,7 +134,7 @@ impl Values {
     /// The parameter's own buffer, for a gather to fill. The first call makes it.
     pub(super) fn take_own(&self) -> Result<Buffer> {
         let own = self.state().own.take();
-        own.map_or_else(|| self.room.take_for_good(), Ok)
+        own.map_or_else(|| self.room.take_unpooled(), Ok)
     }
 
     /// Frees the parameter's own buffer, unless it is in use.

@@ -26,8 +26,8 @@ impl Room {
     }
 
     /// A buffer for the whole parameter that never goes back.
-    pub(super) fn take_for_good(&self) -> Result<Buffer> {
-        self.named(self.pool.take_for_good(to_core_dtype(self.dtype)?, self.elements))
+    pub(super) fn take_unpooled(&self) -> Result<Buffer> {
+        self.named(self.pool.take_unpooled(to_core_dtype(self.dtype)?, self.elements))
     }
 
     /// Zeros for the whole parameter.

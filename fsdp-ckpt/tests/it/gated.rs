@@ -3,7 +3,7 @@
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use fsdp_core::process_group::{Backend, Collective, Failure, Landing, Membership, Op, Options, Promises, local};
+use fsdp_core::process_group::{Backend, Collective, Failure, CollectiveOutput, Membership, Op, Options, Promises, local};
 use fsdp_core::{DeviceId, ProcessGroup, Result};
 
 pub(crate) type Gate = Arc<(Mutex<bool>, Condvar)>;
@@ -46,7 +46,7 @@ impl Backend for Gated {
     fn promises(&self) -> Promises {
         self.inner.promises()
     }
-    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Landing> {
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
         self.pass().run(collective, op)
     }
     fn split(&mut self, collective: &Collective<'_>, ranks: &[usize], group: &Membership) -> Result<Box<dyn Backend>> {

@@ -8,7 +8,7 @@ use super::{
         buffers::{read, take},
         copy::Copy,
     },
-    landing::Landing,
+    landing::CollectiveOutput,
     membership::Membership,
     parts::{ExchangePart, GatherPart, Op, ScatterPart},
 };
@@ -31,7 +31,7 @@ impl Backend for Alone {
         Promises::ALL
     }
 
-    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Landing> {
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
         let rank = collective.group().rank;
         #[cfg(feature = "cuda")]
         let on_device = op.device() != DeviceId::Host;

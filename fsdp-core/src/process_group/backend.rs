@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{
-    collective::Collective, failure::Failure, landing::Landing, lookout::Lookout, membership::Membership, parts::Op,
+    collective::Collective, failure::Failure, landing::CollectiveOutput, lookout::Lookout, membership::Membership, parts::Op,
 };
 use crate::{DeviceId, Result};
 
@@ -57,7 +57,7 @@ pub trait Backend: Send {
     ///
     /// # Errors
     /// Whatever kept it. The group then calls [`Backend::fail`], and runs nothing any more.
-    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Landing>;
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput>;
 
     /// This rank's end of a new group, of at least two of this group's ranks: `ranks`, in their new order, of which
     /// this rank is one. The other ranks of the group may make groups of their own meanwhile. `collective` is the one

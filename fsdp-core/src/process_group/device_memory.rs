@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
 
-use super::{fence::Running, landing::Landing, parts::GatherPart};
+use super::{fence::Running, landing::CollectiveOutput, parts::GatherPart};
 use crate::{
     Allocator, Buffer, DType, Error, Readable, Result, View,
     device::cuda::{CudaMemory, CudaView, failed},
@@ -53,7 +53,7 @@ pub(super) fn address(buffer: &Buffer, rank: usize) -> Result<cudarc::driver::sy
 
 /// Copies of inputs, in order of the compute stream. What another stream brings to the device is copied there, so that
 /// the device computes meanwhile.
-pub(super) fn copies_of(inputs: Vec<GatherPart>, memory: &dyn Allocator, rank: usize) -> Result<Landing> {
+pub(super) fn copies_of(inputs: Vec<GatherPart>, memory: &dyn Allocator, rank: usize) -> Result<CollectiveOutput> {
     let inputs: Vec<_> = inputs.into_iter().map(|part| part.input).collect();
     // All of them before the first copy, which needs its output to the end.
     let take = |input: &Arc<dyn Readable>| take(memory, input.dtype(), input.len(), rank);
@@ -75,6 +75,6 @@ pub(super) fn copies_of(inputs: Vec<GatherPart>, memory: &dyn Allocator, rank: u
     let outputs = outputs.into_iter().map(Buffer::Cuda).collect::<Vec<_>>();
     Ok(match end {
         None => outputs.into(),
-        Some(end) => Landing::behind(outputs, Box::new(end.keeping(inputs))),
+        Some(end) => CollectiveOutput::behind(outputs, Box::new(end.keeping(inputs))),
     })
 }

@@ -13,7 +13,7 @@ use super::{
     call::Call,
     check,
     collective::Collective,
-    landing::Landing,
+    landing::CollectiveOutput,
     lookout::Lookout,
     membership::Membership,
     parts::{ExchangePart, GatherPart, Op, ScatterPart},
@@ -130,7 +130,7 @@ impl ProcessGroup {
     /// ```
     /// use std::time::Duration;
     /// use fsdp_core::{Buffer, ProcessGroup, ReduceOp};
-    /// let world = ProcessGroup::alone(Duration::from_secs(600))?;
+    /// let world = ProcessGroup::single_rank(Duration::from_secs(600))?;
     /// assert_eq!(world.all_reduce_scalar(2.0, ReduceOp::Sum)?, 2.0);
     /// # Ok::<_, fsdp_core::Error>(())
     /// ```
@@ -250,7 +250,7 @@ impl ProcessGroup {
         let run = move |backend: &mut dyn Backend, collective: &Collective<'_>| {
             // Nobody hears it who has stopped listening.
             let _ = tell.send(split(backend, collective, color, key)?);
-            Ok(Landing::default())
+            Ok(CollectiveOutput::default())
         };
         self.queue(Ok(call), Box::new(run), self.is_deferred).wait()?;
         let (membership, members, backend) = told.recv().map_err(|_| Error::Internal {

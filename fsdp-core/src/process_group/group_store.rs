@@ -8,7 +8,7 @@ use std::{
 use super::{
     call::Call,
     group::ProcessGroup,
-    landing::Landing,
+    landing::CollectiveOutput,
     parts::{GatherPart, Op},
 };
 use crate::{
@@ -121,7 +121,7 @@ fn gather<T: Element>(group: &ProcessGroup, values: Vec<T>, counts: Vec<usize>) 
     let part = GatherPart { input: Arc::new(Buffer::from(values)), counts };
     let gathered = group.aside(call, |backend, collective| {
         let op = Op::AllGather { parts: vec![part], memory: Heap::shared() };
-        backend.run(collective, op).map(|Landing { outputs, .. }| outputs)
+        backend.run(collective, op).map(|CollectiveOutput { outputs, .. }| outputs)
     })?;
     let output = gathered.into_iter().next().and_then(|output| output.into_vec().ok());
     output.ok_or_else(|| Error::Internal {

@@ -19,7 +19,7 @@ pub fn init(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
 fn init_with(env: &RankEnv, options: Options, var: impl Fn(&str) -> Option<String>) -> Result<ProcessGroup> {
     let options = options.overridden_by(&var)?;
     match var("FSDP_BACKEND").as_deref().unwrap_or_else(|| default(env, &var)) {
-        "local" if env.world_size == 1 => ProcessGroup::alone(options.timeout),
+        "local" if env.world_size == 1 => ProcessGroup::single_rank(options.timeout),
         "local" => Err(Error::Env(format!(
             "FSDP_BACKEND=local serves one process, but WORLD_SIZE={}: choose shm, or mpi for several hosts",
             env.world_size

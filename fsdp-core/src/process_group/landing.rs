@@ -4,24 +4,24 @@ use crate::{Buffer, Result};
 
 /// The outputs of a collective.
 #[derive(Default)]
-pub struct Landing {
+pub struct CollectiveOutput {
     // Before the outputs: they are freed when what the device computes next waits for the collective, and not before.
     pub(super) fence: Option<Box<dyn Fence>>,
     /// One a part or buffer, in the order in which they were passed.
     pub outputs: Vec<Buffer>,
 }
 
-impl Landing {
+impl CollectiveOutput {
     /// Outputs that are there when `fence` says so: a device is still at it.
     pub fn behind(outputs: Vec<Buffer>, fence: Box<dyn Fence>) -> Self {
-        Landing { outputs, fence: Some(fence) }
+        CollectiveOutput { outputs, fence: Some(fence) }
     }
 }
 
-impl From<Vec<Buffer>> for Landing {
+impl From<Vec<Buffer>> for CollectiveOutput {
     /// Outputs that are there.
     fn from(outputs: Vec<Buffer>) -> Self {
-        Landing { outputs, fence: None }
+        CollectiveOutput { outputs, fence: None }
     }
 }
 

@@ -53,14 +53,14 @@ pub use failure::Failure;
 pub use group::ProcessGroup;
 pub use group_store::GroupStore;
 pub use init::init;
-pub use landing::{Fence, Landing};
+pub use landing::{Fence, CollectiveOutput};
 pub use lookout::{Gone, Lookout};
 pub use membership::Membership;
 #[cfg(feature = "nccl")]
 pub use nccl::Nccl;
 pub use on_device::DeviceEngine;
 #[cfg(feature = "cuda")]
-pub use on_device::{ThroughHost, share_a_device};
+pub use on_device::{HostStaging, ranks_sharing_devices};
 pub use options::Options;
 pub use parts::{ExchangePart, GatherPart, Op, ScatterPart};
 pub use shared_memory::{local, shm};

@@ -16,14 +16,14 @@ use super::{
     call::Call,
     collective::Collective,
     failure::Failure,
-    landing::Landing,
+    landing::CollectiveOutput,
     membership::Membership,
     work::{Completion, Deferred},
 };
 use crate::{Error, Result, heartbeat, text};
 
 /// What a collective does when its turn comes.
-pub(super) type Run = Box<dyn FnOnce(&mut dyn Backend, &Collective<'_>) -> Result<Landing> + Send>;
+pub(super) type Run = Box<dyn FnOnce(&mut dyn Backend, &Collective<'_>) -> Result<CollectiveOutput> + Send>;
 
 /// What is done with the backend when its turn comes.
 pub(super) type RunAside = Box<dyn FnOnce(&mut dyn Backend, &Collective<'_>) + Send>;
@@ -197,7 +197,7 @@ impl Runner {
         }
     }
 
-    fn attempt(&mut self, call: &Call, run: Run, is_awaited: bool) -> Result<Landing> {
+    fn attempt(&mut self, call: &Call, run: Run, is_awaited: bool) -> Result<CollectiveOutput> {
         if let Some(told) = &mut self.told {
             told.begin(call.name, self.sequence);
         }
@@ -238,7 +238,7 @@ mod tests {
         let (completion, work) = Work::pending(0);
         let run: Run = Box::new(|_, _| {
             run();
-            Ok(Landing::default())
+            Ok(CollectiveOutput::default())
         });
         let call = Call::new("test", "", std::iter::empty());
         queue.push(Job::Run { call, run, completion }, at_once);

@@ -6,7 +6,7 @@ use cudarc::driver::CudaStream;
 use fsdp_core::{
     ProcessGroup, Result,
     process_group::{
-        Nccl, Options, Promises, ThroughHost,
+        Nccl, Options, Promises, HostStaging,
         conformance::{self, over_host},
     },
 };
@@ -24,7 +24,7 @@ pub(crate) fn take_part(engine: &str, trial: &str, compute: &Arc<CudaStream>) ->
                 let engine = Nccl::new(&host, compute)?;
                 over_host(host, Box::new(engine), compute)
             }
-            _ => over_host(host, Box::new(ThroughHost::new(compute)?), compute),
+            _ => over_host(host, Box::new(HostStaging::new(compute)?), compute),
         }
     };
     conformance::take_part(trial, &join)

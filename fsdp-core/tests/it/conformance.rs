@@ -6,7 +6,7 @@ use crate::processes;
 use fsdp_core::{
     Buffer, ProcessGroup, ReduceOp, Result,
     process_group::{
-        Backend, Collective, Failure, Landing, Membership, Op, Options, Promises,
+        Backend, Collective, Failure, CollectiveOutput, Membership, Op, Options, Promises,
         conformance::{self, Trial},
         local,
     },
@@ -80,7 +80,7 @@ impl Backend for Around {
             Odd::Wrong | Odd::Rough => self.inner.promises(),
         }
     }
-    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Landing> {
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
         // The least and the greatest have no order and no rounding.
         let adds = matches!(op, Op::AllReduce { op: ReduceOp::Sum | ReduceOp::Avg, .. });
         let mut landing = self.inner.run(collective, op)?;

@@ -329,7 +329,7 @@ fn what_nobody_has_set_and_what_is_too_long_fail_on_their_rank_alone() {
 
 #[test]
 fn a_group_of_one_has_a_store_as_well() {
-    let store = GroupStore::new(&ProcessGroup::alone(Duration::from_secs(60)).unwrap());
+    let store = GroupStore::new(&ProcessGroup::single_rank(Duration::from_secs(60)).unwrap());
     store.set("a", b"b").unwrap();
     assert_eq!(store.get("a", Duration::ZERO).unwrap(), b"b");
 }

@@ -137,7 +137,7 @@ fn a_missing_item_and_another_signature_are_named() {
     in_module(&mut ours, "loss", &mut |items| {
         items.retain(|item| !matches!(item, syn::Item::Fn(it) if it.sig.ident == "cross_entropy"));
     });
-    in_module(&mut ours, "linear::layer", &mut |items| {
+    in_module(&mut ours, "linear", &mut |items| {
         for item in items {
             if let syn::Item::Fn(it) = item
                 && it.sig.ident == "linear_b"

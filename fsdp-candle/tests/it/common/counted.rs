@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use fsdp_candle::World;
 use fsdp_core::process_group::{
-    Backend, Collective, Failure, Landing, Lookout, Membership, Op, Options, Promises, local,
+    Backend, Collective, Failure, CollectiveOutput, Lookout, Membership, Op, Options, Promises, local,
 };
 use fsdp_core::{Buffer, DeviceId, ProcessGroup, Result};
 
@@ -43,7 +43,7 @@ impl Backend for Counted {
         self.backend.promises()
     }
 
-    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Landing> {
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
         let one = |buffer: &Buffer| bytes(std::slice::from_ref(buffer));
         let count = match &op {
             Op::AllGather { parts, .. } => {

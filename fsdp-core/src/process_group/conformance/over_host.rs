@@ -13,7 +13,7 @@ use super::super::{
     failure::Failure,
     group::ProcessGroup,
     host::buffers::read,
-    landing::Landing,
+    landing::CollectiveOutput,
     lookout::Lookout,
     membership::Membership,
     on_device::{DeviceEngine, beside},
@@ -58,8 +58,8 @@ impl OverHost {
         buffers.iter().map(|buffer| Ok(Buffer::Cuda(self.up(buffer.bytes(), buffer.dtype())?))).collect()
     }
 
-    fn run_there(&self, landing: Landing, to: Vec<Buffer>, rank: usize) -> Result<Vec<Buffer>> {
-        let Landing { outputs, fence } = landing;
+    fn run_there(&self, landing: CollectiveOutput, to: Vec<Buffer>, rank: usize) -> Result<Vec<Buffer>> {
+        let CollectiveOutput { outputs, fence } = landing;
         if let Some(mut fence) = fence {
             fence.block()?;
         }
@@ -121,7 +121,7 @@ impl Backend for OverHost {
         self.inner.promises()
     }
 
-    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Landing> {
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
         let rank = collective.group().rank;
         let (there, beside, own) = match op {
             Op::AllGather { parts, memory } => {

@@ -35,7 +35,7 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
         )));
     }
     if world_size == 1 {
-        return ProcessGroup::alone(options.timeout);
+        return ProcessGroup::single_rank(options.timeout);
     }
     let refused = |message: String| Error::Rendezvous { rank, message };
     // Until all have met: ranks leave MPI_Init one after the other.

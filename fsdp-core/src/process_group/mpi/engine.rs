@@ -11,7 +11,7 @@ use super::{
             buffers::{range, read, take},
             packing::Stream,
         },
-        landing::Landing,
+        landing::CollectiveOutput,
         membership::Membership,
         parts::{ExchangePart, GatherPart, Op, ScatterPart},
         shared_memory::shm,
@@ -232,7 +232,7 @@ impl Backend for Engine {
         Promises { sees_death: false, ..Promises::ALL }
     }
 
-    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Landing> {
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
         self.wire.line.complete(collective.sequence());
         let outputs = match op {
             Op::AllGather { parts, memory } => self.all_gather(collective, parts, &*memory),

@@ -7,7 +7,7 @@ use cudarc::driver::{CudaStream, DriverError, result};
 use super::{
     super::{
         backend::Promises, collective::Collective, device_memory::read, failure::Failure, fence::Running,
-        group::ProcessGroup, group_store::GroupStore, landing::Landing, on_device::DeviceEngine, parts::Op,
+        group::ProcessGroup, group_store::GroupStore, landing::CollectiveOutput, on_device::DeviceEngine, parts::Op,
     },
     communicator::Communicator,
     flight::Flight,
@@ -45,7 +45,7 @@ pub struct Nccl {
 
 impl Nccl {
     /// The engine of a device, which computes on `compute`, for the ranks of `host`, each of which has a device of its
-    /// own ([`share_a_device`](super::super::share_a_device)). Collective over the group; blocks.
+    /// own ([`ranks_sharing_devices`](super::super::ranks_sharing_devices)). Collective over the group; blocks.
     ///
     /// # Errors
     /// [`Error::Device`] when NCCL can't connect the ranks within the group's timeout, or refuses their devices, or
@@ -72,7 +72,7 @@ impl Nccl {
     }
 
     /// Enqueues what was planned.
-    fn enqueue(&self, collective: &Collective<'_>, plan: Plan) -> Result<Landing> {
+    fn enqueue(&self, collective: &Collective<'_>, plan: Plan) -> Result<CollectiveOutput> {
         let Plan { transfers, outputs, inputs, consumed } = plan;
         // From here on inputs are ready, and outputs, which belong to the compute stream, are free: whatever used them
         // before has been issued there.
@@ -102,7 +102,7 @@ impl Nccl {
             running = running.giving_back(inputs, &memory);
         }
         let end = running.end().clone();
-        let landing = Landing::behind(outputs, Box::new(running));
+        let landing = CollectiveOutput::behind(outputs, Box::new(running));
         asked?;
         self.watchdog.watch(Flight::new(collective, begin, end.clone()));
         if self.checks {
@@ -149,7 +149,7 @@ impl DeviceEngine for Nccl {
         !self.checks
     }
 
-    fn run(&mut self, collective: &Collective<'_>, op: Op, host: &ProcessGroup) -> Result<Landing> {
+    fn run(&mut self, collective: &Collective<'_>, op: Op, host: &ProcessGroup) -> Result<CollectiveOutput> {
         self.communicator.check()?;
         if self.checks {
             compare(collective, host)?;

@@ -9,7 +9,7 @@ use super::super::{
     collective::Collective,
     failure::Failure,
     group::ProcessGroup,
-    landing::Landing,
+    landing::CollectiveOutput,
     lookout::Lookout,
     membership::Membership,
     parts::Op,
@@ -63,7 +63,7 @@ impl Backend for OnDevice {
         self.engine.promises(self.host.promises())
     }
 
-    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Landing> {
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
         match op.device() {
             DeviceId::Host => Ok(self.host.issue(Ok(collective.call().clone()), op).wait()?.into()),
             _ => self.engine.run(collective, op, &self.host),

@@ -1,7 +1,7 @@
 //! What moves the bytes of a device's memory between the ranks of a group.
 
 use super::super::{
-    backend::Promises, collective::Collective, failure::Failure, group::ProcessGroup, landing::Landing, parts::Op,
+    backend::Promises, collective::Collective, failure::Failure, group::ProcessGroup, landing::CollectiveOutput, parts::Op,
 };
 use crate::{DeviceId, Result};
 
@@ -24,7 +24,7 @@ pub trait DeviceEngine: Send {
     ///
     /// # Errors
     /// Whatever kept it. The group then calls [`DeviceEngine::fail`], and runs nothing any more.
-    fn run(&mut self, collective: &Collective<'_>, op: Op, host: &ProcessGroup) -> Result<Landing>;
+    fn run(&mut self, collective: &Collective<'_>, op: Op, host: &ProcessGroup) -> Result<CollectiveOutput>;
 
     /// This rank's end of a new group, of at least two of this group's ranks: `ranks`, in their new order, which `host`
     /// is the group of.

@@ -11,6 +11,6 @@ mod through_host;
 pub(super) use backend::beside;
 pub use engine::DeviceEngine;
 #[cfg(feature = "cuda")]
-pub use sharing::share_a_device;
+pub use sharing::ranks_sharing_devices;
 #[cfg(feature = "cuda")]
-pub use through_host::ThroughHost;
+pub use through_host::HostStaging;

@@ -8,12 +8,12 @@ use super::super::group::ProcessGroup;
 use crate::{Result, device::cuda::failed};
 
 /// Returns the ranks of a group that compute on one device, device by device; nothing where each rank has a device of
-/// its own. NCCL refuses ranks that share one, and they need [`ThroughHost`](super::ThroughHost). Collective over the
+/// its own. NCCL refuses ranks that share one, and they need [`HostStaging`](super::HostStaging). Collective over the
 /// group; blocks. All ranks get the same answer.
 ///
 /// # Errors
 /// [`Error::Device`](crate::Error::Device) when the device does not say which one it is; those of a collective.
-pub fn share_a_device(host: &ProcessGroup, compute: &Arc<CudaStream>) -> Result<Vec<Vec<usize>>> {
+pub fn ranks_sharing_devices(host: &ProcessGroup, compute: &Arc<CudaStream>) -> Result<Vec<Vec<usize>>> {
     let uuid = compute.context().uuid().map_err(|error| failed(compute, "asking for the device's UUID", &error))?;
     let mut own: Vec<u8> = uuid.bytes.iter().map(|&byte| byte as u8).collect();
     own.extend(rustix::system::uname().nodename().to_bytes());

@@ -11,7 +11,7 @@ use super::super::{
     failure::Failure,
     fence::Running,
     group::ProcessGroup,
-    landing::Landing,
+    landing::CollectiveOutput,
     parts::{ExchangePart, GatherPart, Op, ScatterPart},
 };
 use super::engine::DeviceEngine;
@@ -22,19 +22,19 @@ use crate::{
 
 /// The engine that copies inputs to the host, runs the collective there, and copies outputs back: on a stream of its
 /// own, by the group's thread. What the host's group promises, it promises.
-pub struct ThroughHost {
+pub struct HostStaging {
     compute: Arc<CudaStream>,
     stream: Arc<CudaStream>,
 }
 
-impl ThroughHost {
+impl HostStaging {
     /// The engine of a device, which computes on `compute`.
     ///
     /// # Errors
     /// [`crate::Error::Device`] when the device refuses a stream.
     pub fn new(compute: &Arc<CudaStream>) -> Result<Self> {
         let stream = compute.context().new_stream().map_err(|error| failed(compute, "making a stream", &error))?;
-        Ok(ThroughHost { compute: compute.clone(), stream })
+        Ok(HostStaging { compute: compute.clone(), stream })
     }
 
     fn driver<T>(&self, what: &str, outcome: std::result::Result<T, DriverError>) -> Result<T> {
@@ -87,7 +87,7 @@ impl ThroughHost {
         op: Op,
         host: &ProcessGroup,
         memory: &dyn Allocator,
-    ) -> Result<Landing> {
+    ) -> Result<CollectiveOutput> {
         let rank = collective.group().rank;
         let take = |(dtype, len)| take(memory, dtype, len, rank);
         let landed = outputs(&op, rank).into_iter().map(take).collect::<Result<Vec<_>>>()?;
@@ -96,9 +96,9 @@ impl ThroughHost {
         self.hand_over(landed)
     }
 
-    fn hand_over(&self, outputs: Vec<CudaMemory>) -> Result<Landing> {
+    fn hand_over(&self, outputs: Vec<CudaMemory>) -> Result<CollectiveOutput> {
         let end = Running::on(&self.stream, &self.compute)?;
-        Ok(Landing::behind(outputs.into_iter().map(Buffer::Cuda).collect(), Box::new(end)))
+        Ok(CollectiveOutput::behind(outputs.into_iter().map(Buffer::Cuda).collect(), Box::new(end)))
     }
 
     /// Copies of buffers of the device.
@@ -128,7 +128,7 @@ fn outputs(op: &Op, rank: usize) -> Vec<(DType, usize)> {
     }
 }
 
-impl DeviceEngine for ThroughHost {
+impl DeviceEngine for HostStaging {
     fn device(&self) -> DeviceId {
         id(&self.compute)
     }
@@ -142,7 +142,7 @@ impl DeviceEngine for ThroughHost {
         false
     }
 
-    fn run(&mut self, collective: &Collective<'_>, op: Op, host: &ProcessGroup) -> Result<Landing> {
+    fn run(&mut self, collective: &Collective<'_>, op: Op, host: &ProcessGroup) -> Result<CollectiveOutput> {
         self.driver("using the device", self.stream.context().bind_to_thread())?;
         self.follow()?;
         let rank = collective.group().rank;
@@ -192,15 +192,15 @@ impl DeviceEngine for ThroughHost {
     }
 
     fn split(&mut self, _: &Collective<'_>, _: &[usize], _: &ProcessGroup) -> Result<Box<dyn DeviceEngine>> {
-        Ok(Box::new(ThroughHost::new(&self.compute)?))
+        Ok(Box::new(HostStaging::new(&self.compute)?))
     }
 
     fn fail(&mut self, _: &Failure) {}
 }
 
-impl ThroughHost {
+impl HostStaging {
     /// Runs it on the host, and copies its outputs to where the inputs were.
-    fn in_place(&self, collective: &Collective<'_>, op: Op, to: Vec<Buffer>, host: &ProcessGroup) -> Result<Landing> {
+    fn in_place(&self, collective: &Collective<'_>, op: Op, to: Vec<Buffer>, host: &ProcessGroup) -> Result<CollectiveOutput> {
         let outputs = host.issue(Ok(collective.call().clone()), op).wait()?;
         let memory = |buffer| match buffer {
             Buffer::Cuda(memory) => Some(memory),

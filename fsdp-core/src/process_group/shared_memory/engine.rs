@@ -7,7 +7,7 @@ use super::{
         backend::{Backend, Promises},
         collective::Collective,
         failure::Failure,
-        landing::Landing,
+        landing::CollectiveOutput,
         lookout::Lookout,
         membership::Membership,
         parts::Op,
@@ -58,7 +58,7 @@ impl Backend for SharedMemory {
         Promises { sees_death: self.watch.sees_death(), ..Promises::ALL }
     }
 
-    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Landing> {
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
         let seat = Seat { rank: self.port.rank(), ranks: self.port.ranks(), bytes: self.port.chunk() };
         match op {
             Op::AllGather { parts, memory } => {
@@ -88,7 +88,7 @@ impl Backend for SharedMemory {
             }
             Op::Barrier => {
                 self.rounds(collective, &mut AllGather::barrier(seat))?;
-                Ok(Landing::default())
+                Ok(CollectiveOutput::default())
             }
         }
     }

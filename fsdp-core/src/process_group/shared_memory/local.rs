@@ -67,7 +67,7 @@ impl Meet for Threads {
 /// When `size` is 0 or the system refuses memory or threads.
 pub fn world(size: usize, options: Options) -> Result<Vec<ProcessGroup>> {
     if size == 1 {
-        return Ok(vec![ProcessGroup::alone(options.timeout)?]);
+        return Ok(vec![ProcessGroup::single_rank(options.timeout)?]);
     }
     let member = |(rank, backend)| ProcessGroup::new(Membership::world(rank, size, options.timeout), backend);
     backends(size, &options)?.into_iter().enumerate().map(member).collect()
@@ -94,7 +94,7 @@ pub fn backends(size: usize, options: &Options) -> Result<Vec<Box<dyn Backend>>>
             rank: 0,
             message: match size {
                 0 => "a world has at least one rank: its size can't be 0".into(),
-                _ => "a world of one has no backend: make it with ProcessGroup::alone".into(),
+                _ => "a world of one has no backend: make it with ProcessGroup::single_rank".into(),
             },
         });
     }

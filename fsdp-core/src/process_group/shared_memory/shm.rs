@@ -92,7 +92,7 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
         });
     }
     if env.world_size == 1 {
-        return ProcessGroup::alone(options.timeout);
+        return ProcessGroup::single_rank(options.timeout);
     }
     let world = Membership::world(env.rank, env.world_size, options.timeout);
     let processes = Processes { env: env.clone(), chunk_bytes: options.chunk_bytes, peers: Arc::new(Peers::of(env)) };
