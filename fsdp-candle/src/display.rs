@@ -3,10 +3,10 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::build::ShardedVarMap;
-use crate::module::FsdpModule;
-use crate::step::Schedule;
-use crate::unit::{FsdpParam, ParamGroup, UnitPath};
+use crate::fsdp::FsdpModule;
+use crate::fsdp::Schedule;
+use crate::fsdp::ShardedVarMap;
+use crate::fsdp::{FsdpParam, ParamGroup, UnitPath};
 
 /// Bytes as people read them.
 fn size(bytes: usize) -> String {

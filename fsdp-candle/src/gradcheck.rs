@@ -6,13 +6,13 @@ use candle_core::{DType, Tensor};
 use candle_nn::Init;
 use fsdp_core::{Buffer, ProcessGroup, ReduceOp};
 
+use crate::autograd::no_grad;
 use crate::data_parallel::DataParallel;
 use crate::error::{Error, GradientMismatch, Result, UnitGradient};
-use crate::graph::no_grad;
+use crate::fsdp::FsdpModule;
+use crate::fsdp::FsdpParam;
 use crate::initializer::{Initializer, Philox, ShardRequest};
-use crate::module::FsdpModule;
 use crate::storage::{to_core_dtype, to_tensor};
-use crate::unit::FsdpParam;
 
 /// How far the loss is to change, as a share of it, and how far parameters may move for that, as a share of their norm.
 const CHANGE: f64 = 0.02;

@@ -63,48 +63,41 @@
 
 pub mod activation_checkpoint;
 mod adapter;
-mod build;
+mod autograd;
 pub mod collectives;
-mod comm;
-mod control;
 mod data_parallel;
 mod diagnostics;
 mod display;
 mod dtensor;
 mod error;
 mod extension;
+mod fsdp;
 mod gradcheck;
-mod graph;
 pub mod initializer;
 mod kernels;
-mod module;
 pub mod nn;
 mod optim;
 mod pattern;
-mod policy;
 pub mod random;
 mod state_dict;
-mod step;
 mod storage;
 mod tensor_parallel;
 mod tensors;
-mod unit;
 mod world;
 
-pub use build::{
-    ExtensionFn, FullyShard, ShardPlacement, ShardPlacementFn, ShardedVarMap, fully_shard, parallelize, shard,
-};
-pub use comm::{AllGather, AllReduceHook, ReduceScatter};
-pub use control::{FinalizeHandle, Unit, UnshardHandle};
+pub use autograd::no_grad;
 pub use data_parallel::{DataParallelMeshDims, ShardMesh};
 pub use diagnostics::{Cut, GraphCut};
 pub use dtensor::{DTensor, Operand, PartialNorm, Redistribution, distribute_tensor, distribute_tensor_from};
 pub use error::{Error, GradientMismatch, NonFinite, NonFiniteTensor, Result, UnitGradient};
 pub use extension::{AllGatherExtension, Float8, Int8Blocks};
+pub use fsdp::{
+    AllGather, AllReduceHook, ExtensionFn, FinalizeHandle, FsdpModule, FsdpParam, FullyShard, MixedPrecisionPolicy,
+    NamePredicate, OffloadPolicy, Recurse, ReduceScatter, ReshardAfterForward, ShardPlacement, ShardPlacementFn,
+    ShardedVarMap, Unit, UnshardHandle, fully_shard, parallelize, shard,
+};
 pub use fsdp_core::{DTensorSpec, DeviceMesh, Placement, ProcessGroup, ReduceOp};
 pub use gradcheck::{GradcheckOptions, gradcheck};
-pub use graph::no_grad;
-pub use module::FsdpModule;
 pub use optim::{
     Adam, AdamConfig, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, AdjustLr, CandleOptimizer, ClipOptions, Ema,
     GradAccumulator, GradScaler, GradScalerState, Muon, MuonConfig, NormType, Optimizers, ParamGroup, ParamState, SGD,
@@ -112,7 +105,6 @@ pub use optim::{
     clip_grad_norm_with, grad_norm, group_by_name,
 };
 pub use pattern::NamePattern;
-pub use policy::{MixedPrecisionPolicy, NamePredicate, OffloadPolicy, Recurse, ReshardAfterForward};
 pub use state_dict::{
     IncompatibleKeys, StateDict, StateDictOptions, StateTensor, get_ema_state_dict, get_model_state_dict,
     get_optimizer_state_dict, get_state_dict, load_model, load_optimizer, load_param_groups, model_tensors,
@@ -124,7 +116,6 @@ pub use tensor_parallel::{
     VocabParallel,
 };
 pub use tensors::Tensors;
-pub use unit::FsdpParam;
 #[cfg(feature = "cuda")]
 pub use world::cuda_device;
 pub use world::{DeviceChoice, World, init, init_on};

@@ -5,8 +5,8 @@ use std::fs;
 use fsdp_candle::nn::is_adapter;
 use fsdp_ckpt::TensorSource;
 use fsdp_ckpt::hf::HfModel;
-use fsdp_tests::trajectory::Trajectory;
-use fsdp_tests::{golden_flags_of, launch};
+use fsdp_test_support::trajectory::Trajectory;
+use fsdp_test_support::{golden_flags_of, launch};
 
 /// The recorded run's data, all of which its twenty steps read: the step after them reads what the first did.
 const ALL: usize = 20;

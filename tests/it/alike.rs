@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use fsdp_tests::{Run, golden, program, run};
+use fsdp_test_support::{Run, golden, program, run};
 
 /// Trains on three ranks, rank 1 with arguments of its own.
 fn train(dir: &Path, common: &str, ranks_0_and_2: &str, rank_1: &str) -> Run {

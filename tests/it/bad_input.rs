@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use fsdp_tests::{Run, golden, launch, program, run};
+use fsdp_test_support::{Run, golden, launch, program, run};
 
 /// A copy of the golden Llama in `dir/model` that a test may spoil.
 fn model(dir: &Path) -> std::path::PathBuf {
@@ -177,7 +177,7 @@ fn a_checkpoint_that_is_incomplete() {
     fails(
         dir.path(),
         &["--model", "model", "--data", "model/tokens.bin", "--resume", "half"],
-        &["half holds no checkpoint", "no checkpoint.json (did the save finish?)"],
+        &["half has no checkpoint", "no checkpoint.json (did the save finish?)"],
     );
 }
 

@@ -6,7 +6,7 @@ use std::path::Path;
 use fsdp_ckpt::SaveState;
 use fsdp_core::MeshLayout;
 use fsdp_core::process_group::local;
-use fsdp_tests::{Run, golden, launch};
+use fsdp_test_support::{Run, golden, launch};
 use serde_json::json;
 
 const SAVED: &str = "saved/step-00000001";

@@ -12,8 +12,8 @@ use std::sync::{Mutex, PoisonError};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use fsdp_tests::remains::{Holdings, MARK, Process, processes, wait_until_gone};
-use fsdp_tests::{golden, program};
+use fsdp_test_support::leftovers::{Holdings, MARK, Process, processes, wait_until_gone};
+use fsdp_test_support::{golden, program};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use fsdp_tests::workspace;
+use fsdp_test_support::workspace;
 
 /// Words of code that knows the host or another device from inside.
 const OF_A_DEVICE: [&str; 14] = [

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use fsdp_tests::{golden, launch};
+use fsdp_test_support::{golden, launch};
 use serde_json::Value;
 
 /// Runs steps of 12 sequences each; returns their losses.

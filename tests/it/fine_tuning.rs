@@ -4,7 +4,7 @@ use std::fs;
 use std::process::Command;
 use std::time::Duration;
 
-use fsdp_tests::{program, run, workspace};
+use fsdp_test_support::{program, run, workspace};
 
 use crate::sft;
 
@@ -40,5 +40,5 @@ fn the_lines_of_the_document_are_examples() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("chats.jsonl"), lines).unwrap();
     let flags = ["--sft", "chats.jsonl", "--packing", "off", "--batch-size", "1", "--steps", "1", "--seq-len", "64"];
-    fsdp_tests::launch(2, "train", &flags, dir.path()).ok();
+    fsdp_test_support::launch(2, "train", &flags, dir.path()).ok();
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use fsdp_tests::workspace;
+use fsdp_test_support::workspace;
 use serde_json::Value;
 
 /// What users of PyTorch come with beside the names in `tests/interop/surface.json`: protocols, idioms, and names that

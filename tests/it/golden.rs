@@ -6,8 +6,8 @@ use std::path::Path;
 
 use fsdp_ckpt::{TensorSource, hf::HfModel};
 use fsdp_core::layout::Region;
-use fsdp_tests::trajectory::{Difference, Trajectory};
-use fsdp_tests::{golden, golden_flags, launch, near};
+use fsdp_test_support::trajectory::{Difference, Trajectory};
+use fsdp_test_support::{golden, golden_flags, launch, tolerance};
 
 /// Trains as the recorded run did, and leaves the final model in `dir/export`.
 fn train(name: &str, ranks: usize, flags: &[&str], dir: &Path) -> Trajectory {
@@ -131,7 +131,7 @@ fn padding_rows() {
         fs::write(model.join("config.json"), config.replace(none, &format!("\"pad_token_id\": {padding}"))).unwrap();
         let recorded = Trajectory::recorded(&name, "run_padding");
         let without = recorded.difference(&Trajectory::recorded(&name, "run"));
-        assert!(!without.is_within(near::SAME), "{name}: the padding changes nothing: {without:?}");
+        assert!(!without.is_within(tolerance::SAME), "{name}: the padding changes nothing: {without:?}");
         let flags: Vec<String> = golden_flags(&name)
             .into_iter()
             .map(|flag| if Path::new(&flag) == golden(&name) { model.display().to_string() } else { flag })
@@ -241,12 +241,12 @@ fn half(dtype: &str, near: Difference, rounded: f64, reduced: f64) {
 /// Norms that were reduced in f32 and in bf16 differ by 6.9e-4 in PyTorch, and were seen to by 4.6e-4 and 6.2e-4 here.
 #[test]
 fn bf16() {
-    half("bf16", near::BF16, 2e-4, 1e-4);
+    half("bf16", tolerance::BF16, 2e-4, 1e-4);
 }
 
 #[test]
 fn f16() {
-    half("f16", near::F16, 5e-5, 2e-5);
+    half("f16", tolerance::F16, 5e-5, 2e-5);
 }
 
 /// From a scale that is too large, the same steps are skipped as PyTorch skips, and the same scale is left. On other
@@ -258,7 +258,7 @@ fn f16_that_overflows() {
         let dir = tempfile::tempdir().unwrap();
         let flags = ["--param-dtype", "f16", "--loss-scale", "9e5", "--checkpoint-dir", "saved"];
         let ours = train(name, 2, &flags, dir.path());
-        assert_near(&ours, &Trajectory::recorded(name, run), near::F16, skipped, name);
+        assert_near(&ours, &Trajectory::recorded(name, run), tolerance::F16, skipped, name);
         let saved = fsdp_ckpt::open(&dir.path().join("saved/step-00000020")).unwrap();
         let text = fs::read_to_string(golden(name).join(run).with_extension("json")).unwrap();
         let record: serde_json::Value = serde_json::from_str(&text).unwrap();
@@ -272,12 +272,12 @@ fn f16_that_overflows() {
 fn float8() {
     for name in ["llama_tiny", "gpt2_tiny"] {
         let recorded = Trajectory::recorded(name, "run_float8_gather");
-        assert_spread(name, "run_float8_gather", near::FLOAT8);
+        assert_spread(name, "run_float8_gather", tolerance::FLOAT8);
         for ranks in [1, 2, 4] {
             let dir = tempfile::tempdir().unwrap();
             let ours = train(name, ranks, &["--all-gather", "float8"], dir.path());
             if ranks == 2 {
-                assert_near(&ours, &recorded, near::FLOAT8, &[], name);
+                assert_near(&ours, &recorded, tolerance::FLOAT8, &[], name);
             }
             let from_f32 = ours.difference(&Trajectory::recorded(name, "run"));
             assert!(from_f32.loss > 2e-5 && from_f32.grad_norm > 1e-3, "{name}: nothing has 8 bits: {from_f32:?}");

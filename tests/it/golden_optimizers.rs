@@ -3,8 +3,8 @@
 
 use std::path::Path;
 
-use fsdp_tests::trajectory::{Difference, Trajectory};
-use fsdp_tests::{golden_flags, launch};
+use fsdp_test_support::trajectory::{Difference, Trajectory};
+use fsdp_test_support::{golden_flags, launch};
 
 /// What was recorded, on six sequences a step.
 const MODEL: &str = "llama3_tiny";

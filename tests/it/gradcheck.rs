@@ -1,6 +1,6 @@
 //! `train --gradcheck` on every kind of model that `train` knows.
 
-use fsdp_tests::{golden, golden_flags, launch};
+use fsdp_test_support::{golden, golden_flags, launch};
 
 #[test]
 fn gradients_of_every_model_are_those_of_its_loss() {

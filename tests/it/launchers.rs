@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use fsdp_tests::{Run, golden_flags, launch, program, run};
+use fsdp_test_support::{Run, golden_flags, launch, program, run};
 use serde_json::Value;
 
 const LIMIT: Duration = Duration::from_secs(120);

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use fsdp_tests::{Run, golden, program, run};
+use fsdp_test_support::{Run, golden, program, run};
 
 const FLAGS: &str = "--seq-len 32 --batch-size 1 --steps 3 --checkpoint-dir saved";
 

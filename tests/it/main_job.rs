@@ -3,7 +3,7 @@
 use std::process::Command;
 use std::time::Duration;
 
-use fsdp_tests::{program, run, workspace};
+use fsdp_test_support::{program, run, workspace};
 use serde_json::Value;
 
 #[test]

@@ -4,10 +4,10 @@
 
 use std::path::Path;
 
-use fsdp_tests::trace::{Event, Trace};
-use fsdp_tests::trajectory::Trajectory;
-use fsdp_tests::ways::Combination;
-use fsdp_tests::{golden_flags, launch, near};
+use fsdp_test_support::combinations::Combination;
+use fsdp_test_support::trace::{Event, Trace};
+use fsdp_test_support::trajectory::Trajectory;
+use fsdp_test_support::{golden_flags, launch, tolerance};
 
 fn train(name: &str, ranks: usize, batch_size: usize, flags: &[&str], dir: &Path) -> Trajectory {
     let (golden, batch_size) = (golden_flags(name), batch_size.to_string());
@@ -126,7 +126,12 @@ fn half_of_the_combinations(name: &str, half: usize) {
         let run = tempfile::tempdir().unwrap();
         let flags = [&way.flags()[..], &["--trace", "trace.json"]].concat();
         let difference = train(name, way.ranks, way.batch_size(), &flags, run.path()).difference(want);
-        assert!(difference.is_within(near::SAME), "{name}, {} ranks, {}: {difference:?}", way.ranks, flags.join(" "));
+        assert!(
+            difference.is_within(tolerance::SAME),
+            "{name}, {} ranks, {}: {difference:?}",
+            way.ranks,
+            flags.join(" ")
+        );
         check_communication(&Trace::read(&run.path().join("trace.json")), &way);
     }
 }

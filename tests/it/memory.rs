@@ -1,6 +1,6 @@
 //! A rank really holds only its share.
 
-use fsdp_tests::{launch, workspace};
+use fsdp_test_support::{launch, workspace};
 use serde_json::Value;
 
 /// Room for activations, bookkeeping and threads beside the tensors.

@@ -215,7 +215,7 @@ fn alone(test: &str, body: impl FnOnce()) {
     }
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", &format!("memory_options::{test}"), "--nocapture", "--test-threads=1"]).env(ALONE, "1");
-    let run = fsdp_tests::run(command, Duration::from_secs(120)).ok();
+    let run = fsdp_test_support::run(command, Duration::from_secs(120)).ok();
     assert!(run.stdout.contains("1 passed"), "{}", run.stdout);
 }
 

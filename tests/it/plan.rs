@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use fsdp_tests::{Run, launch, program, run, workspace};
+use fsdp_test_support::{Run, launch, program, run, workspace};
 use serde_json::Value;
 
 const GPT2: &str = r#"{"model_type": "gpt2", "n_embd": 512, "n_head": 8, "n_layer": 6, "n_positions": 256,

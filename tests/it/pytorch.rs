@@ -4,8 +4,8 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use fsdp_tests::trajectory::Trajectory;
-use fsdp_tests::{Run, golden, golden_flags, launch, program};
+use fsdp_test_support::trajectory::Trajectory;
+use fsdp_test_support::{Run, golden, golden_flags, launch, program};
 
 /// Goes on from `checkpoint` as the recorded run did; returns the steps taken, and the run.
 fn resume(name: &str, ranks: usize, checkpoint: &Path, more: &[&str], dir: &Path) -> (Trajectory, Run) {
@@ -43,7 +43,7 @@ fn a_run_of_pytorch_goes_on_and_back() {
             let args = ["convert", from.to_str().unwrap(), to, "--to", format, "--world-size", ranks];
             let mut convert = Command::new(program("fsdp-ckpt"));
             convert.args(args).current_dir(dir.path());
-            fsdp_tests::run(convert, Duration::from_secs(120)).ok();
+            fsdp_test_support::run(convert, Duration::from_secs(120)).ok();
         }
         for from in ["ours", "theirs"] {
             let (ours, _) =

@@ -5,7 +5,7 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
-use fsdp_tests::{golden, launch};
+use fsdp_test_support::{golden, launch};
 use serde_json::Value;
 
 /// Runs `steps` steps of 12 sequences each at `ranks` ranks in `dir`; returns the losses of the steps taken, as their

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use fsdp_tests::{golden, launch};
+use fsdp_test_support::{golden, launch};
 use serde_json::{Value, json};
 
 /// Questions and answers of several lengths.
@@ -238,9 +238,9 @@ fn ranks_that_learn_different_things_are_told_apart() {
     fs::write(dir.path().join("other/chat_template.jinja"), all).unwrap();
     let flags = FLAGS.replace("--model model", "--steps 1 --seq-len 96");
     let script = format!("case $RANK in 1) own=other;; *) own=model;; esac; exec \"$0\" {flags} --model $own");
-    let mut command = std::process::Command::new(fsdp_tests::program("fsdp-launch"));
-    command.args(["--nproc-per-node=2", "/bin/sh", "-c", &script]).arg(fsdp_tests::program("train"));
+    let mut command = std::process::Command::new(fsdp_test_support::program("fsdp-launch"));
+    command.args(["--nproc-per-node=2", "/bin/sh", "-c", &script]).arg(fsdp_test_support::program("train"));
     command.current_dir(dir.path());
-    let run = fsdp_tests::run(command, std::time::Duration::from_secs(60));
+    let run = fsdp_test_support::run(command, std::time::Duration::from_secs(60));
     run.refused(2, &["the ranks differ in what must be the same: the data (rank 0: 60 examples with checksum "]);
 }

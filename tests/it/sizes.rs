@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use fsdp_tests::{Run, golden, program, run};
+use fsdp_test_support::{Run, golden, program, run};
 
 const HUGE: &str = "18446744073709551615";
 

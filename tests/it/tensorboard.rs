@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use fsdp_tests::{golden_flags, launch};
+use fsdp_test_support::{golden_flags, launch};
 use serde_json::Value;
 
 /// CRC-32C bit by bit, masked as TFRecords have it.

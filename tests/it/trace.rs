@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use fsdp_tests::trace::{Event, Trace};
-use fsdp_tests::{golden_flags, launch};
+use fsdp_test_support::trace::{Event, Trace};
+use fsdp_test_support::{golden_flags, launch};
 
 const STEPS: usize = 4;
 

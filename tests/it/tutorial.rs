@@ -1,6 +1,6 @@
 //! docs/tutorial.md shows the transcriptions in fsdp-candle/tests/it/tutorial, which run, line by line.
 
-use fsdp_tests::workspace;
+use fsdp_test_support::workspace;
 
 /// Lines of PyTorch's and the lines of ours beside them.
 #[derive(Debug, Default, PartialEq, Eq, PartialOrd, Ord)]

@@ -6,7 +6,7 @@ use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::time::Duration;
 
-use fsdp_tests::{Run, golden, launch};
+use fsdp_test_support::{Run, golden, launch};
 
 /// One step of the golden Llama on two ranks in `dir`.
 fn train(dir: &Path, args: &[&str]) -> Run {

@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use fsdp_tests::{Run, golden, golden_flags, launch, program, run, trajectory::Trajectory};
+use fsdp_test_support::{Run, golden, golden_flags, launch, program, run, trajectory::Trajectory};
 use libtest_mimic::Trial;
 
 use crate::need::{Need, trial};

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use fsdp_tests::{Run, golden, program, run};
+use fsdp_test_support::{Run, golden, program, run};
 use libtest_mimic::Trial;
 
 use crate::need::{Need, trial};

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use fsdp_tests::{Run, program, run, workspace};
+use fsdp_test_support::{Run, program, run, workspace};
 use libtest_mimic::Trial;
 use serde_json::Value;
 

@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use fsdp_tests::{golden, program};
+use fsdp_test_support::{golden, program};
 use libtest_mimic::Trial;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, socket_with, sockopt::set_socket_reuseaddr};
 

@@ -2,7 +2,7 @@
 
 use std::{fs, path::Path, process::Command, time::Duration};
 
-use fsdp_tests::{Run, golden, program, run, workspace};
+use fsdp_test_support::{Run, golden, program, run, workspace};
 use libtest_mimic::Trial;
 
 use crate::need::{Need, trial};

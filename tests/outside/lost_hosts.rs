@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use fsdp_tests::{golden, golden_flags, program, trajectory::Trajectory};
+use fsdp_test_support::{golden, golden_flags, program, trajectory::Trajectory};
 use libtest_mimic::Trial;
 use rustix::process::{Pid, Signal, kill_process};
 

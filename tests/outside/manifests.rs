@@ -2,7 +2,7 @@
 
 use std::{fs, path::PathBuf, process::Command};
 
-use fsdp_tests::workspace;
+use fsdp_test_support::workspace;
 use libtest_mimic::Trial;
 
 use crate::need::{Need, trial};

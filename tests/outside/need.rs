@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::sync::OnceLock;
 
-use fsdp_tests::workspace;
+use fsdp_test_support::workspace;
 use libtest_mimic::{Completion, Trial};
 
 use crate::{full_disk, limited_memory, manifests, network, slurm, way};

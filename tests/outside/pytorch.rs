@@ -5,8 +5,8 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use fsdp_tests::trajectory::Trajectory;
-use fsdp_tests::{golden, golden_flags, golden_flags_of, launch, program, run, workspace};
+use fsdp_test_support::trajectory::Trajectory;
+use fsdp_test_support::{golden, golden_flags, golden_flags_of, launch, program, run, workspace};
 use libtest_mimic::Trial;
 use serde_json::json;
 
@@ -136,7 +136,7 @@ fn other_optimizers_go_both_ways() {
         let (from, to) = (format!("saved/{name}/step-00000010"), format!("classic/{name}/step-00000010"));
         let mut convert = Command::new(program("fsdp-ckpt"));
         convert.args(["convert", &from, &to, "--to", "torch-dcp", "--world-size", "3"]).current_dir(dir.path());
-        fsdp_tests::run(convert, LIMIT).ok();
+        fsdp_test_support::run(convert, LIMIT).ok();
         // Its learning rates are those of the checkpoint.
         let (classic, out) = (dir.path().join("classic"), dir.path().join("theirs"));
         record_on_two_ranks(&out, &["--models", name, "--runs", run, "--from", classic.to_str().unwrap()]);

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, env, fs, path::Path, process::Command, time::Duration};
 
-use fsdp_tests::{Run, golden_flags_of, program, run, trajectory::Trajectory, workspace};
+use fsdp_test_support::{Run, golden_flags_of, program, run, trajectory::Trajectory, workspace};
 use libtest_mimic::Trial;
 
 use crate::need::{Need, trial};

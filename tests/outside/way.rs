@@ -7,7 +7,7 @@ use std::{
     process::Command,
 };
 
-use fsdp_tests::{program, workspace};
+use fsdp_test_support::{program, workspace};
 
 /// Who starts the ranks. Under ours it is MPICH that moves their bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -14,13 +14,14 @@ use std::sync::{Arc, Mutex};
 use candle_core::{DType, Result, Shape, Tensor, TensorId, Var, bail};
 
 use super::kept::{Keep, OperationCall, keeping, using};
+use crate::autograd::{next_number, number, on_at_least};
 use crate::collectives::scope;
-use crate::graph::{next_number, number, on_at_least, without_reports};
+use crate::fsdp::FsdpParam;
+use crate::fsdp::without_reports;
 use crate::kernels::{Backward, node};
 use crate::random;
 use crate::storage;
 use crate::tensors::Tensors;
-use crate::unit::FsdpParam;
 
 /// Candle walks a graph recursively: below this much stack the walk moves to a stack of its own.
 const STACK_RED_ZONE_BYTES: usize = 1 << 20;

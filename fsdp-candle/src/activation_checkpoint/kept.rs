@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use candle_core::{Result, Storage, Tensor, bail};
 
-use crate::graph::keeps_graph;
+use crate::autograd::keeps_graph;
 use crate::storage::{copied_storage, share_memory};
 
 /// A kind of operation that [`nn`](crate::nn)'s layers do and a closure may keep the output of: those that cost more to

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 
-use crate::unit::FsdpParam;
+use crate::fsdp::FsdpParam;
 
 /// How many rows are compared, and how many elements of a product.
 const ROWS: usize = 4;

@@ -13,9 +13,9 @@ use candle_core::{Result, Tensor};
 use super::cut::GraphCut;
 use super::evidence::{Call, Seen};
 use crate::activation_checkpoint::checkpoints;
-use crate::graph::next_number;
+use crate::autograd::next_number;
+use crate::fsdp::ParamGroup;
 use crate::tensors::Tensors;
-use crate::unit::ParamGroup;
 
 /// How many calls of a unit are looked at when no backward comes.
 const MOST_CALLS: usize = 8;

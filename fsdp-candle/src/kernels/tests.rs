@@ -1,4 +1,5 @@
-//! Each kernel against a plain computation in f64, for every float, also of no elements and in the middle of memory.
+//! Compares each kernel with a plain computation in f64, for every float dtype, also for no elements and in the middle
+//! of a buffer.
 
 use std::cell::Cell;
 
@@ -11,19 +12,19 @@ use super::{
 };
 
 const FLOATS: [DType; 4] = [DType::F32, DType::F64, DType::BF16, DType::F16];
-/// None, fewer than a run, not a multiple of one, and more than a chunk of the norm's.
+/// No elements, fewer than a run, not a multiple of a run, and more than a chunk of the norm.
 const LENGTHS: [usize; 4] = [0, 3, 37, 600];
 
 thread_local! {
     static ON: Cell<&'static dyn Kernels> = Cell::new(of_device_or_cpu(&Device::Cpu));
 }
 
-/// Those of the device that a test is at.
+/// Returns the kernels of the tested device.
 fn kernels() -> &'static dyn Kernels {
     ON.get()
 }
 
-/// Runs a test on the host, and on a CUDA device where there is one.
+/// Runs a test on the CPU, and on a CUDA device if there is one.
 fn on_every_device(test: impl Fn()) {
     test();
     #[cfg(feature = "cuda")]
@@ -34,7 +35,7 @@ fn on_every_device(test: impl Fn()) {
     }
 }
 
-/// Memory of the device with these elements.
+/// Copies elements to the device.
 fn uploaded(host: Buffer) -> Buffer {
     let mut to = kernels().zeros(host.dtype(), host.len()).unwrap();
     kernels().write((&mut to).into(), &mut |bytes| bytes.copy_from_slice(host.bytes())).unwrap();
@@ -45,21 +46,21 @@ fn zeros(dtype: DType, len: usize) -> Buffer {
     kernels().zeros(dtype, len).unwrap()
 }
 
-/// The elements as bytes.
+/// Returns the elements as bytes.
 fn bytes(buffer: &Buffer) -> Vec<u8> {
     let mut all = vec![];
     kernels().read(buffer.into(), &mut |bytes| all.extend_from_slice(bytes)).unwrap();
     all
 }
 
-/// The number that a kernel leaves.
+/// Returns the number that a kernel writes.
 fn number(kernel: impl FnOnce(SliceMut<'_>) -> candle_core::Result<()>) -> f64 {
     let mut to = buffer(DType::F64, &[-1.]);
     kernel((&mut to).into()).unwrap();
     values(&to)[0]
 }
 
-/// Numbers that every float has.
+/// Returns numbers that every float dtype represents exactly.
 fn numbers(len: usize, seed: usize) -> Vec<f64> {
     (0..len).map(|i| ((i * 7919 + seed * 31) % 64) as f64 / 8. - 4.).collect()
 }
@@ -76,7 +77,7 @@ fn values(buffer: &Buffer) -> Vec<f64> {
     bytemuck::pod_collect_to_vec(&bytes(&to))
 }
 
-/// The value as the dtype has it.
+/// Rounds a value to the dtype.
 fn rounded(dtype: DType, value: f64) -> f64 {
     match dtype {
         DType::F32 => f64::from(value as f32),
@@ -86,7 +87,7 @@ fn rounded(dtype: DType, value: f64) -> f64 {
     }
 }
 
-/// Runs `kernel` in the middle of longer memory; the rest must stay as it was.
+/// Runs `kernel` in the middle of a longer buffer. The rest must not change.
 fn in_the_middle(dtype: DType, own: &[f64], kernel: impl FnOnce(SliceMut<'_>)) -> Vec<f64> {
     let mut memory = buffer(dtype, &[&[5., 6.], own, &[7.]].concat());
     kernel(SliceMut::from(&mut memory).range(2..2 + own.len()).unwrap());
@@ -117,7 +118,7 @@ fn sums_and_scales_are_rounded_once() {
 }
 
 #[test]
-fn casts_are_those_of_the_dtypes() {
+fn casts_round_to_the_dtype() {
     on_every_device(|| {
         let awkward = [0.1, -1. / 3., 65504., 65536., 1e-8, 1.00390625, 1.01171875, f64::INFINITY, -0.];
         for from in FLOATS {
@@ -133,7 +134,7 @@ fn casts_are_those_of_the_dtypes() {
 }
 
 #[test]
-fn copies_of_rows_keep_bits_of_every_dtype() {
+fn copies_rows_of_every_dtype() {
     on_every_device(|| {
         for dtype in DType::ALL {
             let mut from = Buffer::zeros(dtype, 12);
@@ -161,14 +162,14 @@ fn copies_of_rows_keep_bits_of_every_dtype() {
 }
 
 #[test]
-fn norms_are_those_of_a_plain_sum() {
+fn norms_match_plain_sums() {
     on_every_device(|| {
         every_float_and_length(|dtype, len| {
             let all = numbers(len + 1, 3);
             let memory = buffer(dtype, &all);
             let part = Slice::from(&memory).range(1..len + 1).unwrap();
             let powers = |norm| number(|sum| kernels().powers(part, norm, sum));
-            // Squares of eighths up to 4 are exact in f32, and so are their sums here.
+            // Squares of eighths up to 4, and their sums here, are exact in f32.
             assert_eq!(powers(NormType::Two), all[1..].iter().map(|v| v * v).sum::<f64>());
             assert_eq!(powers(NormType::P(1.)), all[1..].iter().map(|v| v.abs()).sum::<f64>());
             let cubes = all[1..].iter().map(|v| v.abs().powf(3.)).sum::<f64>();
@@ -188,7 +189,7 @@ fn norms_are_those_of_a_plain_sum() {
 }
 
 #[test]
-fn eight_bits_are_within_half_a_step_and_keep_what_is_not_finite() {
+fn eight_bit_codes_are_within_half_a_step() {
     on_every_device(|| {
         let all = numbers(100, 5).into_iter().map(|v| v as f32).collect::<Vec<_>>();
         for (bits, block) in [(EightBits::Int8, 64), (EightBits::E4M3, 100), (EightBits::Int8, 0)] {
@@ -216,7 +217,7 @@ fn eight_bits_are_within_half_a_step_and_keep_what_is_not_finite() {
 }
 
 #[test]
-fn what_does_not_fit_is_an_error() {
+fn rejects_dtypes_and_lengths_that_do_not_fit() {
     on_every_device(|| {
         let (single, double, bytes) =
             (buffer(DType::F32, &[1.; 4]), buffer(DType::F64, &[1.; 4]), uploaded(vec![1u8].into()));
@@ -249,7 +250,7 @@ fn what_does_not_fit_is_an_error() {
 }
 
 #[test]
-fn memory_goes_between_tensors_and_buffers_without_a_copy() {
+fn converts_between_tensors_and_buffers_without_a_copy() {
     on_every_device(|| {
         for dtype in DType::ALL {
             let buffer = zeros(dtype, 8);
@@ -271,7 +272,7 @@ fn memory_goes_between_tensors_and_buffers_without_a_copy() {
     });
 }
 
-/// Where a buffer lies in its device's memory.
+/// Returns a buffer's address in its device's memory.
 fn address(buffer: &Buffer) -> u64 {
     match Slice::from(buffer).view() {
         View::Host(bytes) => bytes.as_ptr() as u64,
@@ -281,7 +282,7 @@ fn address(buffer: &Buffer) -> u64 {
     }
 }
 
-/// A matrix product in place, and rows added to a table, of whole numbers: sums are exact in any order.
+/// Accumulating matrix products and table rows, of whole numbers, whose sums are exact in any order.
 #[cfg(feature = "cuda")]
 #[test]
 fn products_and_rows_accumulate() {
@@ -336,7 +337,7 @@ fn products_and_rows_accumulate() {
     });
 }
 
-/// How far from the formula a result may be, whose operands are of this dtype.
+/// Asserts that a result is close to the formula, for operands of this dtype.
 fn near(dtype: DType, got: f64, want: f64) {
     let precision = match dtype {
         DType::F64 => 1e-14,
@@ -348,7 +349,7 @@ fn near(dtype: DType, got: f64, want: f64) {
 }
 
 #[test]
-fn adam_steps_as_it_is_written() {
+fn adam_matches_the_formula() {
     on_every_device(|| {
         for l2 in [0., 0.25] {
             let update = AdamUpdate {
@@ -382,7 +383,7 @@ fn adam_steps_as_it_is_written() {
 }
 
 #[test]
-fn sgd_steps_as_it_is_written() {
+fn sgd_matches_the_formula() {
     on_every_device(|| {
         for (l2, has_buffer, nesterov) in
             [(0., false, None), (0.25, false, None), (0., true, None), (0.25, true, None), (0.25, true, Some(0.8))]
@@ -413,7 +414,7 @@ fn sgd_steps_as_it_is_written() {
 }
 
 #[test]
-fn mixtures_are_of_any_two_floats() {
+fn mixes_any_two_float_dtypes() {
     on_every_device(|| {
         every_float_and_length(|dtype, len| {
             for other in FLOATS {
@@ -431,7 +432,7 @@ fn mixtures_are_of_any_two_floats() {
 }
 
 #[test]
-fn adam_of_8_bits_steps_as_it_is_written_and_keeps_what_its_codes_stand_for() {
+fn adam_8bit_matches_the_formula() {
     on_every_device(|| {
         let update = AdamUpdate {
             l2: 0.,
@@ -478,7 +479,7 @@ fn adam_of_8_bits_steps_as_it_is_written_and_keeps_what_its_codes_stand_for() {
                 assert!((new_m[i] - mean).abs() <= 0.04, "{} {mean}", new_m[i]);
                 assert!((new_r[i] - square.sqrt()).abs() <= 0.02, "{} {square}", new_r[i]);
             }
-            // What is decoded has the same codes again, so that a state that is saved and loaded is the same.
+            // Decoded values have the same codes again, so a saved and loaded state is unchanged.
             for (bits, values, kept) in [(EightBits::Signed, new_m, means), (EightBits::Unsigned, new_r, roots)] {
                 let again = codes(bits, &values);
                 assert_eq!((bytes(&again.0), bytes(&again.1)), (bytes(&kept.0), bytes(&kept.1)), "{bits:?}");

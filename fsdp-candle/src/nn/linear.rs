@@ -32,9 +32,9 @@ use super::weight::{Weight, has_cpu_kernels, register_layer};
 use crate::activation_checkpoint::{Operation, operation};
 use crate::adapter::LoraConfig;
 use crate::collectives::SharedInput;
+use crate::fsdp::FsdpParam;
 use crate::storage::take;
 use crate::tensor_parallel::{ColwiseParallel, RowwiseParallel};
-use crate::unit::FsdpParam;
 
 /// A fully connected layer `y = x W^T + b`: weight `[out, in]`, optional bias `[out]`, input `[.., in]`, output `[..,
 /// out]`.

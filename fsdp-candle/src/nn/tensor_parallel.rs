@@ -13,8 +13,8 @@ use crate::collectives::{
     Consumers, Entry, SharedInput, all_gather, all_reduce, all_reduce_owned, all_to_all, reduce_scatter,
     reduce_scatter_owned,
 };
+use crate::fsdp::FsdpParam;
 use crate::tensor_parallel::{ActivationLayout, ColwiseParallel, Parallel, ParallelStyle, RowwiseParallel};
-use crate::unit::FsdpParam;
 
 /// A layer that a plan shards: its ranks, and how it is sharded.
 #[derive(Clone)]

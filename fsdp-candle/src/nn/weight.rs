@@ -8,10 +8,10 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor, WithDType, bail};
 
-use crate::graph::keeps_graph;
+use crate::autograd::keeps_graph;
+use crate::fsdp::FsdpParam;
 #[cfg(feature = "cuda")]
 use crate::storage;
-use crate::unit::FsdpParam;
 
 /// Returns whether the CPU kernels compute on this tensor. Otherwise its layer uses Candle's own operations.
 pub(in crate::nn) fn has_cpu_kernels(tensor: &Tensor) -> bool {

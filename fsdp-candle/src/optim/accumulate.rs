@@ -6,8 +6,8 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 
 use crate::error::Result;
+use crate::fsdp::FsdpParam;
 use crate::storage::{to_dtype, with_slice, with_slice_mut};
-use crate::unit::FsdpParam;
 
 /// Adds up sharded gradients of several micro-batches in F32, for parameters of BF16 and F16: `GradStore::extend`
 /// rounds each sum to the parameters' dtype, so that small gradients beside a large sum are lost. Sums of F32 and F64

@@ -10,8 +10,8 @@ use super::moment::Moment;
 use super::packed::PackedOf;
 use super::per_shard::{Hyper, Rule, ShardOptimizer, Stepping};
 use crate::error::Error;
+use crate::fsdp::FsdpParam;
 use crate::kernels::SliceMut;
-use crate::unit::FsdpParam;
 
 /// [`crate::AdamW`] whose moments are kept in 8 bits: a quarter of the memory, 2.03 bytes an element in the place of 8.
 ///

@@ -13,7 +13,7 @@ use super::per_shard::check_gradients;
 use super::sharded::ShardedOptimizer;
 use super::state::ParamState;
 use crate::error::{Error, Result};
-use crate::unit::FsdpParam;
+use crate::fsdp::FsdpParam;
 
 /// Any [`candle_nn::Optimizer`] over the shards of parameters: one group, whose hyper-parameter is the learning rate.
 ///

@@ -8,11 +8,11 @@ use fsdp_core::process_group::{Signature, Subject};
 use fsdp_core::{ProcessGroup, ReduceOp};
 
 use super::finite::of_norm;
-use crate::build::ShardedVarMap;
 use crate::error::{Error, Result};
+use crate::fsdp::FsdpParam;
+use crate::fsdp::ShardedVarMap;
 use crate::kernels::NormType;
 use crate::storage::{numbers_of, with_slice_mut};
-use crate::unit::FsdpParam;
 
 /// How far apart the powers of what is whole on tensor-parallel ranks may be there, as a share: rounding is much less,
 /// terms of a sum are much more.

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 
 use super::hyper;
-use crate::build::ShardedVarMap;
 use crate::error::{Error, Result};
+use crate::fsdp::FsdpParam;
+use crate::fsdp::ShardedVarMap;
 use crate::kernels;
 use crate::storage::{copy_tensor, to_core_dtype, to_tensor, with_slice, with_slice_mut};
-use crate::unit::FsdpParam;
 
 /// An exponential moving average of parameters, sharded as they are and in F32: PyTorch's `AveragedModel` with
 /// `get_ema_multi_avg_fn(decay)`.

@@ -8,9 +8,9 @@ use fsdp_core::process_group::{self, Signature};
 use fsdp_core::{ProcessGroup, ReduceOp};
 
 use super::sharded::ShardedOptimizer;
-use crate::build::ShardedVarMap;
 use crate::data_parallel::DataParallel;
 use crate::error::{Error, NonFinite, NonFiniteTensor, Result};
+use crate::fsdp::ShardedVarMap;
 use crate::storage::numbers_of;
 
 /// What [`check_finite`] looks at.

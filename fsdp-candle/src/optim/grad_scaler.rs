@@ -10,8 +10,8 @@ use fsdp_core::process_group::{Signature, Subject};
 use super::clip::{powers, scale};
 use super::sharded::ShardedOptimizer;
 use super::state::ParamState;
-use crate::build::ShardedVarMap;
 use crate::error::{Error, Result};
+use crate::fsdp::ShardedVarMap;
 use crate::kernels::NormType;
 
 /// Scales losses up so that small gradients survive f16, gradients back down, and skips steps whose gradients

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
+use crate::fsdp::FsdpParam;
 use crate::pattern::NamePattern;
-use crate::unit::FsdpParam;
 
 /// A group of an optimizer's parameters: one of PyTorch's `param_groups`.
 #[derive(Clone, Debug)]

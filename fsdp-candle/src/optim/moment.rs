@@ -6,9 +6,9 @@ use candle_core::{DType, Result, Tensor};
 use fsdp_core::{Readable, Writable};
 
 use super::packed::{Packed, PackedOf};
+use crate::fsdp::FsdpParam;
 use crate::kernels::{self, STATE_BLOCK};
 use crate::storage::{TensorMemory, copy_tensor, to_core_dtype, to_tensor};
-use crate::unit::FsdpParam;
 
 /// Memory that a checkpoint reads and fills.
 pub(crate) trait Memory: Readable + Writable {}

@@ -14,9 +14,9 @@ use super::moment::Moment;
 use super::sharded::ShardedOptimizer;
 use super::state::ParamState;
 use crate::error::{Error, Result};
+use crate::fsdp::FsdpParam;
 use crate::kernels::{Kernels, Slice, SliceMut};
 use crate::storage::{share_memory, swap, take, with_slice, with_slice_mut};
-use crate::unit::FsdpParam;
 
 /// The hyper-parameters of an optimizer that steps each shard by itself, as [`crate::AdamWConfig`] is. Only this crate
 /// has some: other optimizers implement [`ShardedOptimizer`].

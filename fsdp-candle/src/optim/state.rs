@@ -6,7 +6,7 @@ use candle_core::Tensor;
 
 use super::moment::Moment;
 use crate::error::{Error, Result};
-use crate::unit::FsdpParam;
+use crate::fsdp::FsdpParam;
 
 /// What an optimizer keeps for one parameter: how many steps it has taken, and tensors of its shard's shape, by
 /// PyTorch's names. A state dict has them as `state.<fqn>.<name>`.

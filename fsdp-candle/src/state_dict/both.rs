@@ -4,8 +4,8 @@ use super::dict::{IncompatibleKeys, StateDict};
 use super::model::{get_model_state_dict, set_model_state_dict};
 use super::optimizer::{get_optimizer_state_dict, set_optimizer_state_dict};
 use super::options::StateDictOptions;
-use crate::build::ShardedVarMap;
 use crate::error::Result;
+use crate::fsdp::ShardedVarMap;
 use crate::optim::ShardedOptimizer;
 
 /// The state of a model and of its optimizer: [`get_model_state_dict`] and [`get_optimizer_state_dict`].

@@ -7,8 +7,8 @@ use super::dict::{IncompatibleKeys, StateDict, StateTensor};
 use super::model::compare;
 use super::options::StateDictOptions;
 use super::transfer::{Wanted, given, kept, taken};
-use crate::build::ShardedVarMap;
 use crate::error::Result;
+use crate::fsdp::ShardedVarMap;
 use crate::optim::Ema;
 use crate::storage::copy_tensor;
 

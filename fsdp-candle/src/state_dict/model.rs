@@ -8,8 +8,8 @@ use fsdp_core::layout::Region;
 use super::dict::{IncompatibleKeys, StateDict, StateTensor};
 use super::options::StateDictOptions;
 use super::transfer::{Wanted, given, kept, on_host, on_rank_0, taken};
-use crate::build::ShardedVarMap;
 use crate::error::Result;
+use crate::fsdp::ShardedVarMap;
 use crate::storage::copy_tensor;
 
 /// Every parameter, ignored ones too, and every buffer by its FQN. Collective when a full state dict is asked for.
@@ -94,7 +94,7 @@ pub(super) fn compare(
     let same = keys == IncompatibleKeys::default();
     if options.strict && !on_rank_0(same, vars.mesh(), options)? {
         let IncompatibleKeys { missing, unexpected } = keys;
-        return Err(fsdp_ckpt::Error::Names { path: "the state dict".into(), missing, unexpected }.into());
+        return Err(fsdp_ckpt::Error::NameMismatch { path: "the state dict".into(), missing, unexpected }.into());
     }
     Ok(keys)
 }

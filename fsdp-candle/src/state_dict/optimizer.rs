@@ -10,8 +10,8 @@ use super::hyper::{GROUPS, groups, hyper_of};
 use super::model::compare;
 use super::options::StateDictOptions;
 use super::transfer::{Wanted, given, kept, taken, value_given};
-use crate::build::ShardedVarMap;
 use crate::error::{Error, Result};
+use crate::fsdp::ShardedVarMap;
 use crate::optim::{ParamState, ShardedOptimizer};
 use crate::storage::TensorMemory;
 

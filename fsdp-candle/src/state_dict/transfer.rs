@@ -9,8 +9,8 @@ use super::dict::{StateDict, StateTensor};
 use super::options::StateDictOptions;
 use crate::dtensor::DTensor;
 use crate::error::{Error, Result};
+use crate::fsdp::FsdpParam;
 use crate::storage::{to_core_dtype, to_host, to_tensor};
-use crate::unit::FsdpParam;
 
 /// A tensor of the shape, dtype and cut of a parameter, as the options want it. Collective where they want it whole.
 pub(super) fn taken(param: &FsdpParam, shard: &Tensor, options: &StateDictOptions) -> Result<StateTensor> {

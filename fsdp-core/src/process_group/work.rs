@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use super::landing::CollectiveOutput;
+use super::backend::CollectiveOutput;
 use crate::{Buffer, Error, Result, Stream};
 
 /// Where a collective waits until somebody wants it.

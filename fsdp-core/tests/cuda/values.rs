@@ -6,7 +6,7 @@ use cudarc::driver::CudaStream;
 use fsdp_core::{
     Allocator, Buffer, DType, GatherPart, ProcessGroup, ReduceOp, Result, ScatterPart, Stream,
     device::cuda::CudaMemory,
-    process_group::{Options, HostStaging},
+    process_group::{HostStaging, Options},
 };
 
 use crate::ranks::{host, nccl, own, start};

@@ -4,8 +4,9 @@ use std::{sync::Arc, time::Duration};
 
 use fsdp_core::{
     Allocator, Buffer, DType, DeviceMesh, GatherPart, ProcessGroup, ReduceOp,
-    process_group::{Options, conformance::Case, local},
+    process_group::{Options, local},
 };
+use fsdp_test_support::conformance::Case;
 use proptest::prelude::*;
 
 fn options(chunk_bytes: usize) -> Options {

@@ -4,8 +4,8 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use fsdp_tests::trajectory::Trajectory;
-use fsdp_tests::{Run, golden_flags_of, program};
+use fsdp_test_support::trajectory::Trajectory;
+use fsdp_test_support::{Run, golden_flags_of, program};
 
 /// Which engine moves the devices' memory between ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,7 +58,7 @@ impl<'a> Way<'a> {
         command.env("FSDP_NCCL_CHECK", "timeout").env("GPU_DOUBLE_SEED", self.seed.to_string());
         // A model as small as these fits into one segment of the usual size.
         command.env("GPU_DOUBLE_REPORT", dir).env("GPU_DOUBLE_SEGMENT", "131072");
-        fsdp_tests::run(command, Duration::from_secs(300))
+        fsdp_test_support::run(command, Duration::from_secs(300))
     }
 
     /// Its losses and norms.

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use cargo_metadata::MetadataCommand;
-use fsdp_tests::workspace;
+use fsdp_test_support::workspace;
 
 use source::{Target, Tree};
 

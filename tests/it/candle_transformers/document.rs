@@ -6,7 +6,7 @@ use fsdp_candle::{
     AdamW, AdamWConfig, FsdpModule, FullyShard, GradcheckOptions, ShardedVarMap, UnitGradient, World, gradcheck, nn,
     shard,
 };
-use fsdp_tests::workspace;
+use fsdp_test_support::workspace;
 use fsdp_tests_candle_transformers::diff;
 use fsdp_tests_candle_transformers::models::{mistral, qwen2};
 

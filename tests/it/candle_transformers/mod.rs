@@ -10,7 +10,7 @@ mod train;
 
 use candle_core::{Device, Tensor};
 use candle_nn::VarBuilder;
-use fsdp_tests::workspace;
+use fsdp_test_support::workspace;
 use fsdp_tests_candle_transformers::{FILES, File};
 
 use data::{Batch, Load};

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use fsdp_ckpt::TensorSource;
 use fsdp_core::layout::Region;
-use fsdp_tests::trajectory::Trajectory;
-use fsdp_tests::{golden, program};
+use fsdp_test_support::trajectory::Trajectory;
+use fsdp_test_support::{golden, program};
 
 use super::{DP2_TP2, REPLICATE2_TP2, SEQUENCE, TP4, assert_near, train, train_on};
 
@@ -47,7 +47,7 @@ fn assert_part(found: &Path, of: &str, want: &Path, in_want: &str, count: usize)
 fn convert(from: &Path, to: &Path, format: &str, ranks: &str) {
     let mut convert = Command::new(program("fsdp-ckpt"));
     convert.arg("convert").args([from, to]).args(["--to", format, "--world-size", ranks]);
-    fsdp_tests::run(convert, Duration::from_secs(120)).ok();
+    fsdp_test_support::run(convert, Duration::from_secs(120)).ok();
 }
 
 /// What PyTorch saved on (dp 2, tp 2) comes to every mesh, and is saved there as it was.
@@ -86,7 +86,7 @@ fn launch_without_steps(flags: &[&str], readers: usize, dir: &Path) -> String {
     let tokens = golden("tokens.bin").display().to_string();
     let batch_size = (6 / readers).to_string();
     let own = ["--model", &model, "--data", &tokens, "--seq-len", "32", "--batch-size", &batch_size];
-    fsdp_tests::launch(4, "train", &[&own, flags].concat(), dir).ok().stderr
+    fsdp_test_support::launch(4, "train", &[&own, flags].concat(), dir).ok().stderr
 }
 
 #[test]

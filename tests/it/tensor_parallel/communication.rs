@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use fsdp_tests::trace::{Event, Trace};
+use fsdp_test_support::trace::{Event, Trace};
 
 use super::{DP2_TP2, Mesh, REPLICATE2_TP2, SEQUENCE, SEQUENCES, TP4, train};
 

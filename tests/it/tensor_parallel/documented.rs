@@ -5,7 +5,7 @@ use std::fs;
 use candle_core::{DType, Module, Tensor};
 use fsdp_candle::{FullyShard, World, fully_shard, nn};
 use fsdp_core::process_group::local;
-use fsdp_tests::{program, run, workspace};
+use fsdp_test_support::{program, run, workspace};
 
 use crate::sft;
 

@@ -4,8 +4,8 @@
 use std::fs;
 use std::path::Path;
 
-use fsdp_tests::trajectory::Trajectory;
-use fsdp_tests::{Run, golden, launch, near};
+use fsdp_test_support::trajectory::Trajectory;
+use fsdp_test_support::{Run, golden, launch, tolerance};
 
 use super::{SEQUENCE, assert_near, train_on};
 use crate::sft;
@@ -169,9 +169,9 @@ fn dtypes_and_8_bit_gathers_are_as_far_from_f32_as_without() {
     let name = "llama_tp_tiny";
     let want = Trajectory::recorded(name, "run");
     for (flags, near) in [
-        (["--param-dtype", "bf16", "--reduce-dtype", "f32"], near::BF16),
-        (["--param-dtype", "f16", "--reduce-dtype", "f16"], near::F16),
-        (["--all-gather", "float8", "--param-dtype", "f32"], near::FLOAT8),
+        (["--param-dtype", "bf16", "--reduce-dtype", "f32"], tolerance::BF16),
+        (["--param-dtype", "f16", "--reduce-dtype", "f16"], tolerance::F16),
+        (["--all-gather", "float8", "--param-dtype", "f32"], tolerance::FLOAT8),
     ] {
         let difference = |ranks, more: &[&str]| {
             let dir = tempfile::tempdir().unwrap();

@@ -1,6 +1,6 @@
 //! What PyTorch's `parallelize_module` beside `fully_shard` recorded, repeated on each of its meshes.
 
-use fsdp_tests::trajectory::Trajectory;
+use fsdp_test_support::trajectory::Trajectory;
 
 use super::{DP2_TP2, Mesh, REPLICATE2_TP2, SEQUENCE, TP4, assert_near, train};
 use crate::golden::ends_as_recorded;

@@ -9,8 +9,8 @@ mod refusals;
 
 use std::path::Path;
 
-use fsdp_tests::trajectory::{Difference, Trajectory};
-use fsdp_tests::{Run, golden_flags, launch};
+use fsdp_test_support::trajectory::{Difference, Trajectory};
+use fsdp_test_support::{Run, golden_flags, launch};
 
 /// PyTorch's runs differ from each other by 4.3e-7, ours were seen to differ from them by 1.1e-6. Where a true gradient
 /// is zero, Adam makes steps of its rounding: Qwen 2's norms differ by 3.4e-6 here, and by 1e-5 between one rank and

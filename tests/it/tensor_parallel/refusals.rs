@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use fsdp_tests::{golden, launch};
+use fsdp_test_support::{golden, launch};
 
 /// A recorded model with weights that can't be read.
 fn model(name: &str, dir: &Path) {

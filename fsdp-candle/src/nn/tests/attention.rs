@@ -10,12 +10,12 @@ use super::{DTYPES, assert_close, check, message, random};
 /// Batch, queries, keys, heads, key heads, head dimension.
 type Case = (usize, usize, usize, usize, usize, usize);
 
-/// What attention is, in 64 bits: the composite is held against loops, and what is fused against the composite.
+/// Compares the fused operation with the composite in f64.
 fn check_case(dtype: DType, (batch, queries, keys, heads, kv_heads, dim): Case, options: &AttentionOptions) {
     let q = random(1, &[batch, queries, heads * dim], dtype);
     let k = random(2, &[batch, keys, kv_heads * dim], dtype);
     let v = random(3, &[batch, keys, kv_heads * dim], dtype);
-    // Who sees one key alone gives it all, whatever the scores: their gradients are zero, but for rounding.
+    // A query that sees one key gives it the whole weight, so the scores' gradients are zero up to rounding.
     let vars = if keys == 1 || options.window == Some(1) { vec![&v] } else { vec![&q, &k, &v] };
     check(
         &format!("attention {dtype:?} {queries}x{keys}, {heads}/{kv_heads} heads of {dim}, {options:?}"),
@@ -39,7 +39,7 @@ fn causal_attention_matches_the_composite() {
         (1, 150, 150, 3, 1, 7),
         (2, 1, 9, 4, 1, 8),
         (1, 66, 80, 6, 2, 5),
-        // Enough for several threads, where there are any.
+        // Enough work for several threads.
         (2, 130, 130, 4, 2, 64),
     ];
     for dtype in DTYPES {
@@ -51,7 +51,7 @@ fn causal_attention_matches_the_composite() {
 
 #[test]
 fn options_match_the_composite() {
-    // Blocks of queries are of 64: one and a bit. More keys than queries, and fewer than a block.
+    // A block has 64 queries. The cases have one full block and a part, more keys than queries, and less than a block.
     let long: (&[Case], &[usize]) = (&[(2, 67, 67, 4, 2, 8), (1, 66, 80, 6, 2, 5)], &[1, 8, 65, 80, usize::MAX]);
     let short: (&[Case], &[usize]) = (&[(2, 13, 17, 4, 2, 4)], &[1, 5, 17]);
     for dtype in DTYPES {
@@ -65,14 +65,14 @@ fn options_match_the_composite() {
                 }
             }
         }
-        // To see all keys, a query needs no place among them.
+        // Bidirectional attention takes fewer keys than queries.
         check_case(dtype, (2, 70, 9, 4, 2, 4), &AttentionOptions::bidirectional(-0.5));
     }
 }
 
-/// One head, value by value.
+/// Compares the composite with loops over one head.
 #[test]
-fn the_composite_is_attention() {
+fn the_composite_matches_loops() {
     let (queries, keys, dim) = (5, 7, 3);
     let tensors = [(1, queries), (2, keys), (3, keys)].map(|(seed, n)| random(seed, &[1, n, dim], DType::F64));
     let [q, k, v] = tensors.each_ref().map(|t| t.squeeze(0).unwrap().to_vec2::<f64>().unwrap());
@@ -137,7 +137,7 @@ fn fused_qkv_matches_the_composite() {
 }
 
 #[test]
-fn a_cache_gives_the_same_as_the_whole_sequence() {
+fn cached_steps_match_the_whole_sequence() {
     let [q, k, v] = [1, 2, 3].map(|seed| random(seed, &[2, 10, 12], DType::F32).as_detached_tensor());
     for window in [None, Some(4)] {
         let options = AttentionOptions { window, ..AttentionOptions::causal(0.5) };
@@ -151,7 +151,7 @@ fn a_cache_gives_the_same_as_the_whole_sequence() {
 }
 
 #[test]
-fn large_scores_and_a_negative_scale_stay_finite() {
+fn large_scores_stay_finite() {
     for (scale, softcap) in [(300.0, None), (-300.0, None), (3e4, Some(50.0)), (-3e4, Some(50.0))] {
         let [q, k, v] = [1, 2, 3].map(|seed| random(seed, &[1, 20, 8], DType::F32).as_detached_tensor());
         let options = AttentionOptions { softcap, ..AttentionOptions::causal(scale) };
@@ -181,7 +181,7 @@ fn errors_name_the_shapes() {
 }
 
 #[test]
-fn options_that_make_no_sense_are_errors() {
+fn rejects_options_out_of_range() {
     let t = Tensor::zeros((1, 4, 8), DType::F32, &Device::Cpu).unwrap();
     let with = |window, softcap| {
         message(attention(&t, &t, &t, 2, 2, &AttentionOptions { window, softcap, ..AttentionOptions::causal(1.0) }))
@@ -192,10 +192,10 @@ fn options_that_make_no_sense_are_errors() {
     }
 }
 
-/// Where there are devices: the double has eight.
+/// Runs if there are devices. The device double has eight.
 #[cfg(feature = "cuda")]
 #[test]
-fn attention_on_a_device_is_refused_before_its_launch() {
+fn rejects_too_large_scores_on_a_device() {
     use crate::kernels::{candle_device, device_count};
 
     if device_count().unwrap_or(0) == 0 {
@@ -217,7 +217,7 @@ fn attention_on_a_device_is_refused_before_its_launch() {
     assert!(parts.iter().all(|part| said.contains(part)), "{said}");
 }
 
-/// Lengths by row: one document, many, and documents longer than a block of 64 queries.
+/// Lengths by row: one document, many documents, and documents longer than a block of 64 queries.
 const PACKED: [&[&[usize]]; 4] = [&[&[1]], &[&[9], &[9]], &[&[1, 2, 5, 1], &[4, 5]], &[&[70, 3, 67], &[1, 139]]];
 
 fn packed(rows: &[&[usize]]) -> Documents {
@@ -234,7 +234,7 @@ fn options() -> Vec<AttentionOptions> {
     ]
 }
 
-/// Each document by itself, put together again.
+/// Runs each document by itself, and concatenates the results.
 fn alone(documents: &Documents, x: &[&Tensor], run: impl Fn(&[Tensor]) -> Result<Tensor>) -> Result<Tensor> {
     let rows = (0..documents.batch()).map(|row| {
         let mut first = 0;
@@ -250,7 +250,7 @@ fn alone(documents: &Documents, x: &[&Tensor], run: impl Fn(&[Tensor]) -> Result
 }
 
 #[test]
-fn it_is_attention_in_each_document_alone() {
+fn documents_match_separate_attention() {
     for dtype in DTYPES {
         for rows in PACKED {
             let documents = packed(rows);
@@ -258,7 +258,8 @@ fn it_is_attention_in_each_document_alone() {
             for options in options() {
                 let [q, k, v] =
                     [(1, 4), (2, 2), (3, 2)].map(|(seed, heads)| random(seed, &[batch, steps, heads * 5], dtype));
-                // Who sees one key alone gives it all: gradients of scores are zero, but for rounding.
+                // A query that sees one key gives it the whole weight, so the scores' gradients are zero up to
+                // rounding.
                 let vars = if steps == 1 { vec![&v] } else { vec![&q, &k, &v] };
                 let what = format!("{dtype:?} {rows:?} {options:?}");
                 let run = || attention_in_documents(&q, &k, &v, 4, 2, &options, &documents);
@@ -280,9 +281,9 @@ fn it_is_attention_in_each_document_alone() {
     }
 }
 
-/// The fused operation computes a document to the bit as if it were alone: its blocks end where the document ends.
+/// A document has the same bits as if it were alone, because blocks end where the document ends.
 #[test]
-fn a_document_does_not_feel_its_neighbours() {
+fn documents_have_the_bits_of_separate_attention() {
     let documents = packed(PACKED[3]);
     let options = AttentionOptions::causal(0.4);
     let qkv = random(1, &[2, 140, 8 * 5], DType::F32).as_detached_tensor();
@@ -290,16 +291,16 @@ fn a_document_does_not_feel_its_neighbours() {
     let found: Vec<u32> = bits(attention_qkv_in_documents(&qkv, 4, 2, &options, &documents).unwrap());
     let want: Vec<u32> = bits(alone(&documents, &[&qkv], |x| attention_qkv(&x[0], 4, 2, &options)).unwrap());
     assert!(found == want);
-    // As one document it is the attention that knows of none.
+    // A single document gives the same bits as attention without documents.
     let whole = packed(&[&[140], &[140]]);
     let found: Vec<u32> = bits(attention_qkv_in_documents(&qkv, 4, 2, &options, &whole).unwrap());
     let want: Vec<u32> = bits(attention_qkv(&qkv, 4, 2, &options).unwrap());
     assert!(found == want);
 }
 
-/// Value by value, in 64 bits.
+/// Compares with values worked out by hand, in f64.
 #[test]
-fn the_composite_keeps_documents_apart() {
+fn the_composite_separates_documents() {
     let documents = packed(&[&[2, 3]]);
     let q = Tensor::zeros((1, 5, 1), DType::F64, &Device::Cpu).unwrap();
     let v = Tensor::new(&[[[1f64], [3.], [10.], [20.], [60.]]], &Device::Cpu).unwrap();
@@ -310,12 +311,12 @@ fn the_composite_keeps_documents_apart() {
 }
 
 #[test]
-fn documents_that_do_not_fit_are_refused() {
+fn rejects_invalid_documents() {
     for (rows, part) in [
-        (vec![], "there must be a row"),
+        (vec![], "needs at least one row"),
         (vec![vec![2, 0]], "row 0 has documents of [2, 0] tokens"),
-        (vec![vec![2], vec![1, 2]], "together they must be 2"),
-        (vec![vec![usize::MAX, 2]], "can be counted"),
+        (vec![vec![2], vec![1, 2]], "their sum must be 2"),
+        (vec![vec![usize::MAX, 2]], "fits in usize"),
     ] {
         let error = Documents::new(rows).unwrap_err().to_string();
         assert!(error.contains(part), "{error}");
@@ -323,7 +324,7 @@ fn documents_that_do_not_fit_are_refused() {
     let (documents, options) = (packed(&[&[2, 3]]), AttentionOptions::causal(1.));
     let x = |batch: usize, steps: usize| Tensor::zeros((batch, steps, 4), DType::F32, &Device::Cpu).unwrap();
     let m = message(attention_in_documents(&x(2, 5), &x(2, 5), &x(2, 5), 1, 1, &options, &documents));
-    assert!(m.contains("attention_in_documents: the documents are of 1 rows of 5 tokens"), "{m}");
+    assert!(m.contains("attention_in_documents: the documents have 1 rows of 5 tokens"), "{m}");
     let m = message(attention_in_documents(&x(1, 5), &x(1, 6), &x(1, 6), 1, 1, &options, &documents));
     assert!(m.contains("the input has 1 of 6"), "{m}");
     let m = message(attention_qkv_in_documents(&x(1, 4), 2, 1, &options, &documents));

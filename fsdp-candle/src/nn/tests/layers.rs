@@ -5,7 +5,7 @@ use super::super::{embedding as embedding_file, layer_norm as layer_norm_file, l
 use super::{DTYPES, assert_close, check, message, positions, random, random_ids};
 
 #[test]
-fn linear_and_gpt2s_match_the_composite() {
+fn linear_and_conv1d_match_the_composite() {
     for dtype in DTYPES {
         for (shape, inputs, outputs) in
             [(vec![7, 5], 5, 3), (vec![2, 3, 17], 17, 33), (vec![1, 64], 64, 1), (vec![2, 2, 1, 9], 9, 4)]
@@ -51,14 +51,14 @@ fn linear_takes_views() {
 }
 
 #[test]
-fn a_large_product_matches() {
+fn a_large_linear_matches_the_composite() {
     let (x, w) = (random(1, &[150, 260], DType::F32), random(2, &[300, 260], DType::F32));
     let layer = Linear::new(w.as_tensor().clone(), None);
     check("large linear", &[&x, &w], || layer.forward(&x), || linear_file::composite(&x, &w, None, false));
 }
 
 #[test]
-fn a_frozen_input_gets_no_gradient_and_the_weight_does() {
+fn a_constant_input_gets_no_gradient() {
     let x = random(1, &[4, 3], DType::F32).as_detached_tensor();
     let w = random(2, &[2, 3], DType::F32);
     let y = Linear::new(w.as_tensor().clone(), None).forward(&x).unwrap();
@@ -95,8 +95,7 @@ fn embedding_matches_the_composite() {
     }
 }
 
-/// PyTorch's `padding_idx`: the row is looked up, and the lookups give it no gradient. A head that shares the weight
-/// does.
+/// PyTorch's `padding_idx`: lookups of the row give it no gradient, but a head that shares the weight does.
 #[test]
 fn a_padding_row_has_no_gradient_from_lookups() {
     let ids = Tensor::new(&[[3u32, 0, 3], [7, 2, 3]], &Device::Cpu).unwrap();
@@ -170,7 +169,7 @@ fn activations_match_the_composite() {
     }
 }
 
-/// Both sides in double precision, over the range where the functions bend, relative to each value.
+/// Compares with f64 over the curved range of the functions, relative to each value.
 #[test]
 fn activations_are_accurate_relative_to_each_value() {
     let x: Vec<f32> = (-1200..=1200).map(|i| i as f32 * 0.01).collect();
@@ -181,7 +180,7 @@ fn activations_are_accurate_relative_to_each_value() {
     let compare = |name: &str, found: Tensor, exact: &dyn Fn(f64) -> f64, bound: f64| {
         for (&x, y) in x.iter().zip(found.to_vec1::<f32>().unwrap()) {
             let exact = exact(f64::from(x));
-            // Below 1e-30 the exponent's own rounding and f32's range take over.
+            // Below 1e-30 the exponent's rounding and f32's range dominate.
             if exact.abs() > 1e-30 {
                 let error = (f64::from(y) - exact).abs() / exact.abs();
                 assert!(error < bound, "{name}({x}) is {y}, expected {exact}: relative error {error:e}");
@@ -189,13 +188,13 @@ fn activations_are_accurate_relative_to_each_value() {
         }
     };
     compare("silu", silu(&t).unwrap(), &|x| x * s(x), 4e-7);
-    // The argument of the exponential reaches 60, and its rounding with it.
+    // The argument of the exponential reaches 60, which scales its rounding error.
     compare("gelu", gelu(&t).unwrap(), &tanh_gelu, 1e-5);
     compare("gelu_erf", gelu_erf(&t).unwrap(), &erf_gelu, 5e-6);
 }
 
 #[test]
-fn activations_survive_extremes() {
+fn activations_of_extreme_values_are_finite() {
     let x = Tensor::new(&[-1e30f32, -1000., -100., 0., 100., 1000., 1e30, f32::NAN], &Device::Cpu).unwrap();
     for (name, y) in [("silu", silu(&x)), ("gelu_erf", gelu_erf(&x))] {
         let y = y.unwrap().to_vec1::<f32>().unwrap();
@@ -208,7 +207,7 @@ fn activations_survive_extremes() {
 }
 
 #[test]
-fn rotary_matches_the_composite_and_keeps_its_conventions() {
+fn rotary_matches_the_composite() {
     let rotary = Rotary::new(10_000.0, 6, 20, &Device::Cpu).unwrap();
     for dtype in DTYPES {
         for (shape, offset) in [(vec![2, 5, 3, 6], 0), (vec![1, 1, 18], 19), (vec![3, 4, 6], 7), (vec![40, 20, 48], 0)]
@@ -217,14 +216,14 @@ fn rotary_matches_the_composite_and_keeps_its_conventions() {
             check("rotary", &[&x], || rotary.apply(&x, offset), || rotary.composite(&x, &positions(offset, &x)));
         }
     }
-    // Position 1, pair 0 turns by one radian; the pair is elements 0 and 3.
+    // At position 1, pair 0 (elements 0 and 3) is rotated by one radian.
     let x = Tensor::new(&[[[1f32, 0., 0., 0., 0., 0.]]], &Device::Cpu).unwrap();
     let y = rotary.apply(&x, 1).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
     assert_eq!((y[0], y[3]), (1f32.cos(), 1f32.sin()));
 }
 
 #[test]
-fn errors_name_the_function_and_what_is_wrong() {
+fn errors_name_the_function_and_the_shapes() {
     let cpu = &Device::Cpu;
     let t = |shape: &[usize]| Tensor::zeros(shape, DType::F32, cpu).unwrap();
     let half = t(&[2, 4]).to_dtype(DType::BF16).unwrap();
@@ -262,7 +261,7 @@ fn errors_name_the_function_and_what_is_wrong() {
 }
 
 #[test]
-fn heads_that_turn_in_part_match_the_composite() {
+fn partially_rotated_heads_match_the_composite() {
     for (head_dim, factor) in [(Some(7), 1.0), (Some(4), 1.5), (None, 0.5)] {
         let options = RotaryOptions { head_dim, factor };
         let rotary = Rotary::with_options(&[1.0, 0.25], options, 9, &Device::Cpu).unwrap();
@@ -275,7 +274,7 @@ fn heads_that_turn_in_part_match_the_composite() {
             }
         }
     }
-    // Of a head of three, two are turned by half a radian and doubled, and one stays.
+    // Two of the head's three elements are rotated by half a radian and doubled. The third stays.
     let options = RotaryOptions { head_dim: Some(3), factor: 2.0 };
     let rotary = Rotary::with_options(&[0.5], options, 4, &Device::Cpu).unwrap();
     let x = Tensor::new(&[[[1f32, 0., 5.]]], &Device::Cpu).unwrap();
@@ -284,17 +283,17 @@ fn heads_that_turn_in_part_match_the_composite() {
 }
 
 #[test]
-fn a_head_has_what_turns() {
+fn rejects_more_frequencies_than_a_head_has() {
     let options = RotaryOptions { head_dim: Some(3), factor: 1.0 };
     let m = Rotary::with_options(&[1.0, 0.5], options, 4, &Device::Cpu).unwrap_err().to_string();
-    assert!(m.contains("2 frequencies turn 4 elements, but a head has 3"), "{m}");
+    assert!(m.contains("2 frequencies rotate 4 elements, but a head has 3"), "{m}");
     let rotary = Rotary::with_options(&[1.0], options, 4, &Device::Cpu).unwrap();
     let x = Tensor::zeros((1, 1, 4), DType::F32, &Device::Cpu).unwrap();
     assert!(message(rotary.apply(&x, 0)).contains("heads * 3"));
 }
 
 #[test]
-fn each_document_begins_at_position_0() {
+fn each_document_starts_at_position_0() {
     let rotary = Rotary::new(100.0, 4, 4, &Device::Cpu).unwrap();
     let documents = Documents::new(vec![vec![2, 4], vec![3, 3]]).unwrap();
     for dtype in DTYPES {
@@ -318,7 +317,7 @@ fn each_document_begins_at_position_0() {
     assert!(message(rotary.apply_in_documents(&x, &of(&[2, 2]))).contains("1 rows of 4 tokens"));
 }
 
-/// A Llama-like and a GPT-2-like block on one embedding, with a head: every layer once.
+/// A Llama-like and a GPT-2-like block between one embedding and one head, with every layer once.
 fn model(vb: &VarBuilder, ids: &Tensor, targets: &Tensor) -> Result<Tensor> {
     let (heads, kv_heads, dim, width, vocabulary) = (4, 2, 4, 16, 13);
     let mut x = embedding(vocabulary, width, vb.pp("wte"))?.forward(ids)?;
@@ -352,10 +351,9 @@ fn model(vb: &VarBuilder, ids: &Tensor, targets: &Tensor) -> Result<Tensor> {
     (separate + fused)? * 0.5
 }
 
-/// The gradients' direction is the loss's steepest: a small step along it changes the loss by the step times the
-/// squared norm.
+/// A small step along the gradient changes the loss by the step times the gradient's squared norm.
 #[test]
-fn gradients_reach_every_parameter_and_predict_the_loss() {
+fn gradients_of_a_model_predict_its_loss() {
     let vars = VarMap::new();
     let (ids, targets) = (random_ids(1, &[2, 7], 13), random_ids(5, &[2, 7], 13));
     let loss = |vars: &VarMap| model(&VarBuilder::from_varmap(vars, DType::F32, &Device::Cpu), &ids, &targets).unwrap();
@@ -370,7 +368,7 @@ fn gradients_reach_every_parameter_and_predict_the_loss() {
         assert!(norm > 0.0 && norm.is_finite(), "{name} has the gradient norm {norm}");
         squared += f64::from(norm);
     }
-    // Half a step to either side: the error is of third order.
+    // The central difference has an error of third order.
     let step = 1e-2 / squared.sqrt();
     let moved = |by: f64| {
         for (_, var) in &all {

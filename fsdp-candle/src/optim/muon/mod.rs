@@ -22,9 +22,9 @@ use super::per_shard::{check_gradients, checked, next_gradient, param_groups, se
 use super::sharded::ShardedOptimizer;
 use super::state::ParamState;
 use crate::error::{Error, Result};
+use crate::fsdp::FsdpParam;
 use crate::kernels;
 use crate::storage::{Pool, share_memory, with_slice, with_slice_mut};
-use crate::unit::FsdpParam;
 use exchange::Exchange;
 use newton_schulz::NewtonSchulz;
 use work::Class;

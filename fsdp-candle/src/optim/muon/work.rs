@@ -6,7 +6,7 @@ use fsdp_core::ProcessGroup;
 use fsdp_core::layout::{Region, local_region};
 
 use crate::error::Result;
-use crate::unit::FsdpParam;
+use crate::fsdp::FsdpParam;
 
 /// Ranks in a line, along which matrices are cut, or are the same.
 #[derive(Clone)]

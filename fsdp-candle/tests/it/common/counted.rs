@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use fsdp_candle::World;
 use fsdp_core::process_group::{
-    Backend, Collective, Failure, CollectiveOutput, Lookout, Membership, Op, Options, Promises, local,
+    Backend, Collective, CollectiveOutput, Failure, Guarantees, Membership, Op, Options, PeerMonitor, local,
 };
 use fsdp_core::{Buffer, DeviceId, ProcessGroup, Result};
 
@@ -39,8 +39,8 @@ impl Backend for Counted {
         self.backend.device()
     }
 
-    fn promises(&self) -> Promises {
-        self.backend.promises()
+    fn guarantees(&self) -> Guarantees {
+        self.backend.guarantees()
     }
 
     fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
@@ -68,8 +68,8 @@ impl Backend for Counted {
         self.backend.fail(why);
     }
 
-    fn lookout(&self) -> Option<Arc<dyn Lookout>> {
-        self.backend.lookout()
+    fn peer_monitor(&self) -> Option<Arc<dyn PeerMonitor>> {
+        self.backend.peer_monitor()
     }
 }
 

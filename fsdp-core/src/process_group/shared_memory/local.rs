@@ -2,18 +2,18 @@
 //!
 //! It runs what the `shm` backend runs, on memory that is not shared with other processes.
 
-use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex, PoisonError},
-};
+use parking_lot::Mutex;
+use std::{collections::HashMap, sync::Arc};
 
 use super::{
-    super::{backend::Backend, group::ProcessGroup, membership::Membership, options::Options},
-    engine::SharedMemory,
-    meet::Meet,
-    segment::{Port, Segment},
-    shape::Shape,
-    watch::Watch,
+    super::{
+        backend::Backend,
+        group::ProcessGroup,
+        options::{Membership, Options},
+    },
+    engine::{Meet, SharedMemory},
+    peer_monitor::Watch,
+    segment::{Port, Segment, Shape},
 };
 use crate::{Error, Result, text};
 
@@ -36,7 +36,7 @@ impl Meet for Threads {
             source: Arc::new(source.into()),
         };
         let segment = {
-            let mut segments = self.segments.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut segments = self.segments.lock();
             let (segment, missing) = match segments.remove(&group.name) {
                 Some(found) => found,
                 None => {

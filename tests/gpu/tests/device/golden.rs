@@ -1,7 +1,7 @@
 //! Devices reproduce what PyTorch FSDP2 recorded on the CPU.
 
-use fsdp_tests::near;
-use fsdp_tests::trajectory::Trajectory;
+use fsdp_test_support::tolerance;
+use fsdp_test_support::trajectory::Trajectory;
 use fsdp_tests_gpu::{Way, Which};
 
 fn reproduces(model: &str, ranks: usize, engine: Which) {
@@ -9,7 +9,7 @@ fn reproduces(model: &str, ranks: usize, engine: Which) {
     let way = Way { engine, ..Way::recorded(model, ranks) };
     let difference = way.train(dir.path()).difference(&Trajectory::recorded(model, "run"));
     println!("{model}, {ranks} ranks, {engine:?}: {difference:?}");
-    assert!(difference.is_within(near::SAME), "{way:?}: {difference:?}");
+    assert!(difference.is_within(tolerance::SAME), "{way:?}: {difference:?}");
 }
 
 #[test]

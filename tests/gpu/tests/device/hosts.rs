@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use fsdp_tests::{golden_flags, near, program, run, trajectory::Trajectory, workspace};
+use fsdp_test_support::{golden_flags, program, run, tolerance, trajectory::Trajectory, workspace};
 
 /// The script that makes hosts, and where MPICH's programs are. The error says what this machine has not got.
 fn found() -> Result<(PathBuf, PathBuf), String> {
@@ -26,7 +26,7 @@ fn found() -> Result<(PathBuf, PathBuf), String> {
     Ok((hosts, mpich))
 }
 
-fn train(hosts: &Path, mpich: &Path, network: &str, dir: &Path) -> fsdp_tests::Run {
+fn train(hosts: &Path, mpich: &Path, network: &str, dir: &Path) -> fsdp_test_support::Run {
     let token = dir.join("token");
     fs::write(&token, "0123456789abcdef0123456789abcdef").unwrap();
     fs::set_permissions(&token, fs::Permissions::from_mode(0o600)).unwrap();
@@ -57,7 +57,7 @@ fn llama_by_nccl_on_two_hosts() {
     train(&hosts, &mpich, "/proc/1/ns/net", dir.path()).ok();
     let ours = Trajectory::of_metrics(&dir.path().join("metrics.jsonl"));
     let difference = ours.difference(&Trajectory::recorded("llama_tiny", "run"));
-    assert!(difference.is_within(near::SAME), "{difference:?}");
+    assert!(difference.is_within(tolerance::SAME), "{difference:?}");
     // Each host's device was used, and by NCCL.
     for rank in 0..2 {
         let counted = fs::read_to_string(dir.path().join(format!("rank-{rank}.json"))).unwrap();

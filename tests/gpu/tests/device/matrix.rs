@@ -2,9 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use fsdp_tests::near;
-use fsdp_tests::trajectory::{Difference, Trajectory};
-use fsdp_tests::ways::Combination;
+use fsdp_test_support::combinations::Combination;
+use fsdp_test_support::tolerance;
+use fsdp_test_support::trajectory::{Difference, Trajectory};
 use fsdp_tests_gpu::{Way, Which, number};
 
 /// A run on devices against the recorded one, or one on the CPU where that is the same training.
@@ -42,7 +42,7 @@ fn every_way_to_shard_is_the_same_training() {
         for combination in combinations() {
             let want = if combination.sequences() == 4 { &four_sequences } else { &eight_sequences };
             let (batch, flags) = (combination.batch_size(), combination.flags());
-            same_as(&Way { batch, flags: &flags, ..Way::recorded(model, combination.ranks) }, want, near::SAME);
+            same_as(&Way { batch, flags: &flags, ..Way::recorded(model, combination.ranks) }, want, tolerance::SAME);
         }
     }
 }
@@ -56,7 +56,11 @@ fn offload_is_the_same_training() {
             (4, &["--offload", "cpu", "--replicate", "2", "--reshard-after-forward", "never"]),
         ];
         for (ranks, flags) in ways {
-            same_as(&Way { flags, ..Way::recorded(model, ranks) }, &Trajectory::recorded(model, "run"), near::SAME);
+            same_as(
+                &Way { flags, ..Way::recorded(model, ranks) },
+                &Trajectory::recorded(model, "run"),
+                tolerance::SAME,
+            );
         }
     }
 }
@@ -65,7 +69,7 @@ fn offload_is_the_same_training() {
 fn lora_is_the_same_training_as_on_the_cpu() {
     let flags = ["--lora-rank", "4", "--lora-targets", "all-linear"];
     let way = Way { flags: &flags, ..Way::recorded("llama_tiny", 2) };
-    same_as(&way, &on_cpu(&way), near::SAME);
+    same_as(&way, &on_cpu(&way), tolerance::SAME);
 }
 
 /// Half precision is rounded where the device's operations round, which the CPU's are not everywhere.
@@ -74,7 +78,7 @@ fn bf16_follows_the_recorded_training() {
     for (model, reduce) in [("llama_tiny", "f32"), ("llama_tiny", "bf16"), ("gpt2_tiny", "f32")] {
         let flags = ["--param-dtype", "bf16", "--reduce-dtype", reduce];
         let recorded = Trajectory::recorded(model, &format!("run_bf16_reduce_{reduce}"));
-        same_as(&Way { flags: &flags, ..Way::recorded(model, 2) }, &recorded, near::BF16);
+        same_as(&Way { flags: &flags, ..Way::recorded(model, 2) }, &recorded, tolerance::BF16);
     }
 }
 
@@ -86,7 +90,7 @@ fn f16_follows_the_recorded_training() {
             let flags = ["--param-dtype", "f16", "--loss-scale", scale];
             let recorded = Trajectory::recorded(model, run);
             assert_eq!(recorded.skipped().is_empty(), run == "run_f16_reduce_f32");
-            same_as(&Way { flags: &flags, ..Way::recorded(model, 2) }, &recorded, near::F16);
+            same_as(&Way { flags: &flags, ..Way::recorded(model, 2) }, &recorded, tolerance::F16);
         }
     }
 }
@@ -97,7 +101,7 @@ fn float8_gathers_follow_the_recorded_training() {
     for model in ["llama_tiny", "gpt2_tiny"] {
         let recorded = Trajectory::recorded(model, "run_float8_gather");
         for flags in [&["--all-gather", "float8"][..], &["--all-gather", "float8", "--offload", "cpu"]] {
-            same_as(&Way { flags, ..Way::recorded(model, 2) }, &recorded, near::FLOAT8);
+            same_as(&Way { flags, ..Way::recorded(model, 2) }, &recorded, tolerance::FLOAT8);
         }
     }
 }

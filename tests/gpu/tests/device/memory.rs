@@ -3,7 +3,7 @@
 use std::process::Command;
 use std::time::Duration;
 
-use fsdp_tests::{program, run};
+use fsdp_test_support::{program, run};
 use serde_json::Value;
 
 /// What rank 0 has in use, by mode: bytes of the model, of a unit, between steps, and at most on top.

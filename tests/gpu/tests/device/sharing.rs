@@ -3,7 +3,7 @@
 use std::process::Command;
 use std::time::Duration;
 
-use fsdp_tests::{golden_flags_of, program, run};
+use fsdp_test_support::{golden_flags_of, program, run};
 
 #[test]
 fn ranks_that_share_a_device_are_told_once() {

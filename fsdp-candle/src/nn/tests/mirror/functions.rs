@@ -78,9 +78,9 @@ fn flat(a: &[Tensor]) -> Result<Tensor> {
     a[0].reshape((2, 1, 4, 6))
 }
 
-/// Where Candle's gradient is not a number.
+/// Arguments for which Candle's gradient is NaN.
 #[test]
-fn large_arguments_have_gradients() {
+fn gradients_of_large_arguments_are_finite() {
     let x = candle_core::Var::new(&[-200f32, -100., 0., 100., 200.], &Device::Cpu).unwrap();
     let t = Tensor::new(&[1f32, 0., 1., 0., 1.], &Device::Cpu).unwrap();
     let slopes = |y: Result<Tensor>| {
@@ -118,11 +118,11 @@ fn rotary_embeddings() {
         ("rope_thd", rotary_emb::rope_thd, theirs::rope_thd),
     ];
     for (what, ours, theirs) in pairs {
-        // More positions than steps, and tables for each element of the batch.
+        // More positions than steps, and separate tables for each element of the batch.
         for table in [&[5usize, 2][..], &[2, 3, 2]] {
             let x: &[usize] = if what == "rope_thd" { &[2, 3, 2, 4] } else { &[2, 2, 3, 4] };
             check(what, &[x, table, table], &|a| ours(&a[0], &a[1], &a[2]), Some(&|a| theirs(&a[0], &a[1], &a[2])));
-            // As constants, and fused.
+            // Constant tables use the fused operation.
             let constant = |a: &[Tensor]| ours(&a[0], &a[1].detach(), &a[2].detach());
             let table = |seed, a: &[Tensor]| super::random(seed, table, a[0].dtype()).as_detached_tensor();
             check(what, &[x], &|a| constant(&[a[0].clone(), table(5, a), table(6, a)]), None);
@@ -161,7 +161,7 @@ fn losses() {
     assert!(loss::cross_entropy(&Tensor::zeros((1, 2, 3), DType::F32, &Device::Cpu).unwrap(), &targets).is_err());
 }
 
-/// The routes of 4 tokens to 2 of 3 experts, sorted by expert.
+/// Returns the routes of 4 tokens to 2 of 3 experts, sorted by expert.
 fn routes() -> (Tensor, Tensor) {
     let experts = [0u32, 2, 2, 0, 0, 2, 2, 0];
     let mut order: Vec<u32> = (0..8).collect();
@@ -180,7 +180,7 @@ fn experts_and_their_router() {
         &|a| moe::moe_gemm(&a[0], &a[1], &None, &order, &experts, topk, true),
         Some(&|a| plain_experts(&a[0], &a[1], None)),
     );
-    // The route weights are f32, as the router's softmax makes them: their gradient goes on to the router.
+    // The route weights are f32, the output of the router's softmax. Their gradient flows on to the router.
     check(
         "moe_gemm with route weights",
         &[&[tokens * topk, 3], &[3, 5, 3], &[tokens, topk]],
@@ -199,7 +199,7 @@ fn experts_and_their_router() {
     assert!(error.contains("expert 2") && error.contains("number of experts is 2"), "{error}");
 }
 
-/// Route by route.
+/// Computes the experts route by route.
 fn plain_experts(x: &Tensor, weights: &Tensor, of_routes: Option<&Tensor>) -> Result<Tensor> {
     let experts = [0usize, 2, 2, 0, 0, 2, 2, 0];
     let rows = experts.iter().enumerate().map(|(route, &expert)| {
@@ -239,7 +239,7 @@ fn dropout() {
             None,
         );
     }
-    // Candle's values, where nothing is random.
+    // Compares with Candle if nothing is dropped.
     let x = Tensor::new(&[1f32, -2., 3.], &Device::Cpu).unwrap();
     for (p, train) in [(0., true), (0.5, false)] {
         let [ours, theirs] =
@@ -254,7 +254,7 @@ fn dropout() {
 }
 
 #[test]
-fn attention_that_drops_weights() {
+fn attention_with_dropout() {
     let documents = Documents::new(vec![vec![2, 3], vec![5]]).unwrap();
     for (causal, window, softcap) in [(true, None, None), (false, Some(2), None), (true, None, Some(2.))] {
         let options = AttentionOptions { scale: 0.6, causal, window, softcap, dropout: 0.3 };

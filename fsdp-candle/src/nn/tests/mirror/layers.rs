@@ -24,9 +24,9 @@ fn linear() {
     }
 }
 
-/// Candle takes the rows of a batch that are not adjacent as if they were, and gets another result.
+/// Candle treats rows of a batch that are not adjacent as adjacent, and gets another result.
 #[test]
-fn candles_linear_is_wrong_where_ours_is_right() {
+fn linear_is_right_for_views_unlike_candles() {
     let (x, w) = (random(1, &[2, 5, 3], DType::F64), random(2, &[4, 5], DType::F64));
     let view = |x: &Tensor| x.transpose(1, 2);
     let plain = |a: &[Tensor]| view(&a[0])?.contiguous()?.reshape((6, 5))?.matmul(&a[1].t()?)?.reshape((2, 3, 4));
@@ -42,7 +42,7 @@ fn candles_linear_is_wrong_where_ours_is_right() {
     let worst = relative_error(&wrong_y, &expected_y)
         .max(relative_error(&wrong[0], &expected[0]))
         .max(relative_error(&wrong[1], &expected[1]));
-    assert!(worst > 0.1, "candle_nn's Linear has come to be right, by {worst}: say so in nn's documentation");
+    assert!(worst > 0.1, "candle_nn's Linear is right now (error {worst}): update nn's documentation");
 }
 
 #[test]
@@ -72,7 +72,7 @@ fn norms_of_the_last_dimension() {
         "LayerNorm",
         &shapes,
         &|a| nn::LayerNorm::new(a[1].clone(), a[2].clone(), 1e-5).forward(&a[0]),
-        // Candle's layer takes no f64.
+        // Candle's layer does not support f64.
         Some(&|a| match a[0].dtype() {
             DType::F64 => candle_nn::ops::layer_norm_slow(&a[0], &a[1], &a[2], 1e-5),
             _ => candle_nn::LayerNorm::new(a[1].clone(), a[2].clone(), 1e-5).forward(&a[0]),
@@ -125,7 +125,7 @@ fn norms_of_channels() {
 }
 
 #[test]
-fn running_statistics_are_candles() {
+fn running_statistics_match_candle() {
     let of = |value: f32| Tensor::full(value, 3, &Device::Cpu).unwrap();
     let x = random(1, &[5, 3, 2], DType::F32);
     let ours = nn::BatchNorm::new_no_bias_with_momentum(3, of(0.5), of(2.), 1e-5, 0.3).unwrap();
@@ -191,7 +191,7 @@ fn recurrent_networks() {
     );
 }
 
-/// The arguments are small, so that rounding does not grow from step to step.
+/// The arguments are small, so that rounding errors do not grow from step to step.
 fn check_small(what: &str, shapes: &[&[usize]], ours: super::F, candle: super::F) {
     let fresh = |dtype| -> Vec<Var> {
         let small = |(shape, seed): (&&[usize], u64)| (random(seed, shape, dtype).as_detached_tensor() * 0.5).unwrap();
@@ -201,8 +201,8 @@ fn check_small(what: &str, shapes: &[&[usize]], ours: super::F, candle: super::F
 }
 
 #[test]
-fn over_one_dimension() {
-    // Length, kernel, groups, padding, stride, dilation; some leave a rest.
+fn conv1d() {
+    // Length, kernel, groups, padding, stride, dilation. Some strides do not divide the input.
     for (length, kernel, groups, padding, stride, dilation) in
         [(7, 3, 1, 0, 1, 1), (8, 3, 2, 1, 2, 1), (9, 2, 1, 2, 3, 2), (5, 1, 4, 0, 1, 1)]
     {
@@ -217,7 +217,7 @@ fn over_one_dimension() {
 }
 
 #[test]
-fn over_two_dimensions() {
+fn conv2d() {
     for ((height, width), kernel, groups, padding, stride, dilation) in
         [((4, 5), 3, 1, 0, 1, 1), ((5, 4), 2, 2, 1, 2, 1), ((6, 7), 2, 1, 1, 2, 2)]
     {
@@ -232,14 +232,14 @@ fn over_two_dimensions() {
 }
 
 #[test]
-fn transposed() {
+fn transposed_convolutions() {
     for (groups, padding, output_padding, stride, dilation) in [(1, 0, 0, 1, 1), (2, 1, 1, 2, 1), (1, 1, 0, 3, 2)] {
         let config = nn::ConvTranspose1dConfig { padding, output_padding, stride, dilation, groups };
         check(
             "ConvTranspose1d",
             &[&[2, 4, 5], &[4, 3, 3], &[3 * groups]],
             &|a| nn::ConvTranspose1d::new(a[1].clone(), Some(a[2].clone()), config).forward(&a[0]),
-            // Candle's is right for one element of a batch at a time alone.
+            // Candle's is right only for one element of a batch at a time.
             Some(&|a| {
                 let layer = candle_nn::ConvTranspose1d::new(a[1].clone(), Some(a[2].clone()), config);
                 let one = |i| layer.forward(&a[0].narrow(0, i, 1)?.contiguous()?);
@@ -261,9 +261,9 @@ fn transposed() {
     }
 }
 
-/// Candle's `conv1d` copies a kernel that is not contiguous and then uses the other one: of its own gradient as well.
+/// Candle's `conv1d` copies a kernel that is not contiguous, and then uses the original. Its own gradient is affected.
 #[test]
-fn candles_kernel_gradient_is_wrong_where_ours_is_right() {
+fn the_kernel_gradient_of_conv1d_is_right_unlike_candles() {
     let vars = [random(1, &[2, 3, 8], DType::F64), random(2, &[4, 3, 3], DType::F64)];
     let args = tensors(&vars);
     // The convolution as a sum over the taps.
@@ -278,11 +278,11 @@ fn candles_kernel_gradient_is_wrong_where_ours_is_right() {
     let (_, theirs) = run(&|a| candle_nn::Conv1d::new(a[1].clone(), None, config).forward(&a[0]), &args, &vars);
     assert!(relative_error(&ours[0], &expected[0]) < 1e-12 && relative_error(&ours[1], &expected[1]) < 1e-12);
     let worst = relative_error(&theirs[1], &expected[1]);
-    assert!(worst > 0.1, "candle_nn's Conv1d has come to be right, by {worst}: say so in nn's documentation");
+    assert!(worst > 0.1, "candle_nn's Conv1d is right now (error {worst}): update nn's documentation");
 }
 
 #[test]
-fn a_batch_norm_is_absorbed() {
+fn conv2d_absorbs_a_batch_norm() {
     let of = |seed: u64| random(seed, &[2], DType::F32).as_detached_tensor();
     let (mean, var, scale, shift) = (of(4), of(5).sqr().unwrap(), of(6), of(7));
     let (x, kernel) = (random(1, &[1, 3, 4, 4], DType::F32), random(2, &[2, 3, 2, 2], DType::F32));
@@ -297,7 +297,7 @@ fn a_batch_norm_is_absorbed() {
 }
 
 #[test]
-fn what_does_not_fit_is_an_error() {
+fn convolutions_reject_sizes_that_do_not_fit() {
     let x = random(1, &[1, 3, 4], DType::F32);
     let kernel = |shape: &[usize]| random(2, shape, DType::F32).as_tensor().clone();
     let with = |config| nn::Conv1d::new(kernel(&[2, 3, 2]), None, config).forward(&x);
