@@ -74,7 +74,7 @@ impl PendingCopy for StreamCopy {
 
 /// A CPU tensor as the source of copies.
 struct Source {
-    cuda: &'static CudaKernelsKernels,
+    cuda: &'static CudaKernels,
     stream: Arc<CudaStream>,
     tensor: Tensor,
     elements: Range<usize>,
