@@ -1,7 +1,7 @@
 //! Parameters, gradients and entries of state dicts as DTensors.
 
 use super::*;
-use crate::common::{address, batch, gradients, loss_of, refused, sharded, vars, whole};
+use crate::common::{address, batch, gradients, loss_of, ranks, refused, sharded, vars, whole};
 use candle_core::Module;
 use fsdp_candle::{
     AdamW, AdamWConfig, ColwiseParallel, DataParallelMeshDims, FullyShard, ParallelPlan, RowwiseParallel,

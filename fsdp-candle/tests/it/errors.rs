@@ -169,3 +169,52 @@ fn refuses_whole_gradients_and_misused_scalers() {
         assert_eq!(param.var().flatten_all().unwrap().to_vec1::<f32>().unwrap(), before);
     });
 }
+
+#[test]
+fn trains_after_a_failed_step() {
+    let losses = ranks(2, |world| {
+        let vars = vars(&world);
+        let model = sharded(&FullyShard::new(&vars), &vars, 4);
+        let step = |fail: bool| -> candle_core::Result<(f32, f64)> {
+            let y = model.call(|m| {
+                let y = m.forward(&batch(world.rank(), 4))?;
+                if fail { candle_core::bail!("injected") } else { Ok(y) }
+            })?;
+            let loss = y.sqr()?.mean_all()?;
+            let grads = model.backward(&loss)?;
+            Ok((loss.to_scalar()?, fsdp_candle::grad_norm(&vars, &grads).map_err(candle_core::Error::wrap)?))
+        };
+        let first = step(false).unwrap();
+        refused(step(true), &["injected"]);
+        (first, step(false).unwrap())
+    });
+    for (before, after) in losses {
+        assert_eq!(before, after);
+    }
+}
+
+#[test]
+fn repeats_backward_and_refuses_a_reset_graph() {
+    use fsdp_candle::ReshardAfterForward::{Always, Default, Never};
+    for policy in [Default, Always, Never] {
+        ranks(2, |world| {
+            let vars = vars(&world);
+            vars.freeze(|name| name.contains("blocks.1.up"));
+            let model = sharded(&FullyShard::new(&vars).reshard_after_forward(policy), &vars, 4);
+            let loss = || loss_of(&model, &batch(world.rank(), 4));
+            let first = loss();
+            let want = gradients(&vars, &model.backward(&first).unwrap());
+            assert_close(&gradients(&vars, &model.backward(&first).unwrap()), &want, 0.);
+            if policy == Default {
+                let forgotten = loss();
+                model.reset_iter_state();
+                for loss in [&forgotten, &first] {
+                    let text = model.backward(loss).err().unwrap().to_string();
+                    assert!(text.contains("has been through backward") && text.contains("run forward again"), "{text}");
+                    assert!(!text.contains("outside the forward"), "{text}");
+                }
+            }
+            assert_close(&gradients(&vars, &model.backward(&loss()).unwrap()), &want, 0.);
+        });
+    }
+}
