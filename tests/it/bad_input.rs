@@ -80,7 +80,7 @@ fn an_unknown_architecture() {
     with_model(
         |model| edit(&model.join("config.json"), "\"llama\"", "\"mamba\""),
         &[],
-        &["\"mamba\" is not known", "known are llama, mistral, ", ", gpt2"],
+        &["\"mamba\" is not supported", "expected llama, mistral, ", ", gpt2"],
     );
 }
 

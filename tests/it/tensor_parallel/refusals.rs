@@ -28,8 +28,8 @@ fn refused(name: &str, ranks: usize, flags: &str, parts: &[&str]) {
 #[test]
 fn numbers_that_do_not_divide() {
     let parts = ["--tensor-parallel 2 does not divide the model's vocab_size = 131 and intermediate_size = 87"];
-    refused("llama_tiny", 2, "--tensor-parallel 2", &[parts[0], "no number but 1 divides all", "leave it out"]);
-    let parts = ["num_key_value_heads = 2; what divides all that has to be divided is 2"];
+    refused("llama_tiny", 2, "--tensor-parallel 2", &[parts[0], "no common divisor but 1", "leave it out"]);
+    let parts = ["num_key_value_heads = 2; their common divisors are 2"];
     refused("llama_tp_tied_tiny", 4, "--tensor-parallel 4", &parts);
     let parts =
         ["num_attention_heads = 4 and num_key_value_heads = 2 and vocab_size = 131", "moe_intermediate_size = 11"];
@@ -47,7 +47,7 @@ fn processes_and_sequences_that_do_not_divide() {
     let parts =
         ["--seq-len 31", "2 processes of --tensor-parallel", "a multiple of 2, or leave out --sequence-parallel"];
     refused(name, 2, flags, &parts);
-    refused(name, 2, "--sequence-parallel", &["--sequence-parallel", "of --tensor-parallel: pass that as well"]);
+    refused(name, 2, "--sequence-parallel", &["--sequence-parallel has no effect without --tensor-parallel"]);
 }
 
 #[test]
@@ -58,6 +58,6 @@ fn models_without_a_plan() {
         ("bert_tiny", "bert", "it is for decoders"),
     ] {
         let said = format!("--tensor-parallel 2 is not for {family}");
-        refused(name, 2, "--tensor-parallel 2", &[&said, why, "let the processes shard the model"]);
+        refused(name, 2, "--tensor-parallel 2", &[&said, why, "the processes then shard the model"]);
     }
 }

@@ -48,7 +48,7 @@ impl Adapters {
     pub(crate) fn apply(&self, vars: &ShardedVarMap) {
         let targets = self.lora.targets.clone();
         vars.freeze(|name| !is_adapter(name));
-        vars.adapt(self.lora.config, move |layer| targets.meant(layer));
+        vars.adapt(self.lora.config, move |layer| targets.matches(layer));
     }
 
     /// Fails unless the targets match layers of the model.
@@ -59,7 +59,7 @@ impl Adapters {
         }
         let idle = match args.lora_targets.is_empty() {
             true => None,
-            false => self.lora.targets.idle(&adapted),
+            false => self.lora.targets.unmatched(&adapted),
         };
         ensure!(
             idle.is_none() && !adapted.is_empty(),
@@ -250,11 +250,11 @@ impl Peft {
     }
 
     /// Returns a warning about settings that train ignores, if any.
-    pub(crate) fn remark(&self) -> Option<String> {
+    pub(crate) fn warning(&self) -> Option<String> {
         let (dropout, file) = (self.dropout, self.weights.path().with_file_name(PEFT_CONFIG));
-        let remark =
+        let warning =
             || format!("{}: lora_dropout is {dropout}; train uses no dropout on adapter inputs", file.display());
-        (dropout != 0.).then(remark)
+        (dropout != 0.).then(warning)
     }
 
     /// Returns rank, alpha and target layers.

@@ -99,7 +99,7 @@ impl Record {
         let dropped = dropped(args.dropout.of(config), config);
         let dropout = if dropped.is_empty() { "none".into() } else { seeded(dropped) };
         for (name, value) in [
-            (DATA, batches.account()),
+            (DATA, batches.summary()),
             ("the order of the data", order),
             ("the sequences of a step", batches.sequences_per_step().to_string()),
             ("the masked tokens", masking),

@@ -1,4 +1,4 @@
-//! Templates against what transformers recorded, and what of a file is learnt.
+//! Comparison of templates with transformers' recorded output, and the tokens that the loss counts.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -16,7 +16,7 @@ fn recorded(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/chat").join(name)
 }
 
-/// A model directory with the recorded tokenizer and this chat template.
+/// Returns a model directory with the recorded tokenizer and this chat template.
 fn model(template: Option<&str>) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     for name in ["tokenizer.json", "tokenizer_config.json"] {
@@ -28,12 +28,12 @@ fn model(template: Option<&str>) -> TempDir {
     dir
 }
 
-/// A model directory with a recorded template.
+/// Returns a model directory with a recorded template.
 fn model_of(name: &str) -> TempDir {
     model(Some(&fs::read_to_string(recorded(&format!("{name}.jinja"))).unwrap()))
 }
 
-/// All that lines are read with.
+/// State for reading lines.
 struct Reader {
     text: Text,
     template: Template,
@@ -52,7 +52,7 @@ impl Reader {
         super::read_line(line, &self.template, &self.specials)
     }
 
-    /// What is learnt of a line, stretch by stretch.
+    /// Returns the counted ranges of a line.
     fn learnt(&self, line: &str) -> Vec<String> {
         let Marked { text, learnt, .. } = self.read(line).unwrap();
         learnt.into_iter().map(|span| text[span].to_owned()).collect()
@@ -122,7 +122,7 @@ fn what_the_assistant_says_is_learnt_with_what_ends_it() {
     }
     let dir = model_of("mistral");
     assert_eq!(Reader::new(Some(dir.path())).learnt(TWO), [" Hello.</s>", " Fine</s>"]);
-    // It ends every conversation by a token, and so each of those that end with a turn of the assistant.
+    // This template ends every conversation with a token.
     let dir = model_of("phi3");
     assert_eq!(Reader::new(Some(dir.path())).learnt(TWO), ["Hello.<|end|>", "Fine<|end|>\n</s>"]);
 }
@@ -195,7 +195,7 @@ fn lines_that_are_no_examples_are_told_what_they_are() {
         ("{\"messages\": \"hi\"}", &["messages is string, but must be a list"]),
         ("{\"messages\": []}", &["messages is empty"]),
         ("{\"messages\": [1]}", &["message 1 is number, but must be an object"]),
-        ("{\"messages\": [{\"content\": \"a\"}]}", &["message 1 has no role"]),
+        ("{\"messages\": [{\"content\": \"a\"}]}", &["message 1 needs a role"]),
         ("{\"messages\": [{\"role\": \"user\", \"content\": null}]}", &["message 1 has no content"]),
         ("{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}", &["no message with the role \"assistant\""]),
     ] {
@@ -211,16 +211,13 @@ fn lines_that_are_no_examples_are_told_what_they_are() {
 
 #[test]
 fn a_template_that_looks_ahead_must_mark_what_is_learnt() {
-    // What is said before the last question is shortened.
+    // This template shortens messages before the last question.
     let forgets = "{% for m in messages %}[{{ m.role }}]\
                    {{ m.content if loop.index0 >= messages | length - 2 else '..' }}{% endfor %}\
                    {% if add_generation_prompt %}[assistant]{% endif %}";
     let dir = model(Some(forgets));
     let error = Reader::new(Some(dir.path())).refuses(TWO);
-    assert!(
-        error.contains("up to number 2 otherwise when they are alone") && error.contains("{% generation %}"),
-        "{error}"
-    );
+    assert!(error.contains("up to number 2 differently alone") && error.contains("{% generation %}"), "{error}");
     let marked = forgets
         .replace("{{ m.content", "{% generation %}{{ m.content")
         .replace(" else '..' }}", " else '' }}{% endgeneration %}");
@@ -228,10 +225,10 @@ fn a_template_that_looks_ahead_must_mark_what_is_learnt() {
     assert_eq!(Reader::new(Some(dir.path())).learnt(TWO), ["And you?", "Fine"]);
     fs::write(dir.path().join("chat_template.jinja"), "{% generation %}{% endgeneration %}a").unwrap();
     let error = Reader::new(Some(dir.path())).refuses(TWO);
-    assert!(error.contains("nothing of the assistant") && error.contains("it marks nothing by"), "{error}");
+    assert!(error.contains("nothing of the assistant") && error.contains("{% generation %} marks nothing"), "{error}");
 }
 
-/// Whatever a message holds: noncharacters, which marks are made of, are text there, and so are the tags.
+/// Noncharacters and tags inside messages are plain text.
 #[test]
 fn no_text_marks_what_is_learnt() {
     let dir = model_of("generation");
@@ -259,22 +256,22 @@ fn no_text_marks_what_is_learnt() {
         { "role": "user", "content": all }, { "role": "assistant", "content": "says" }] });
     let error = Reader::new(Some(dir.path())).refuses(&line.to_string());
     assert!(error.contains("U+FDD0 to U+FDEF") && error.contains("remove them"), "{error}");
-    // A template without marks needs no characters.
+    // A template without marks needs no free characters.
     assert_eq!(Reader::new(None).learnt(&line.to_string()), ["says\0"]);
-    // A mark in what is trimmed or counted would make another text.
+    // A mark in filtered text would change the output.
     let filtered = model(Some(
         "{% for m in messages %}{% set text %}{% generation %} {{ m.content }}{% endgeneration %}{% endset %}\
          {{ text | trim }}{% endfor %}",
     ));
     let error = Reader::new(Some(filtered.path())).refuses(TWO);
-    assert!(error.contains("works on what is inside {% generation %}"), "{error}");
+    assert!(error.contains("to the contents of {% generation %}"), "{error}");
 }
 
 #[test]
 fn a_file_that_is_no_template_is_told_where() {
     let dir = model(Some("{{ bos_token }}\n{% for message in messages %}"));
     let error = message(load(dir.path(), "{}", Some(dir.path()), 9));
-    assert!(error.contains("chat_template.jinja is no Jinja template") && error.contains("line "), "{error}");
+    assert!(error.contains("chat_template.jinja is not a valid Jinja template") && error.contains("line "), "{error}");
     let dir = model(Some("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"));
     let error = message(load(dir.path(), &TWO.replace('\n', " "), Some(dir.path()), 9));
     assert!(error.contains("refuses it: engine ran out of fuel"), "{error}");
@@ -283,7 +280,7 @@ fn a_file_that_is_no_template_is_told_where() {
     assert!(error.contains("chat.jsonl, line 1: ") && error.contains("nothing_known"), "{error}");
 }
 
-/// The tokens of an example, and how many of them are learnt.
+/// Returns the tokens of an example, and the number of counted ones.
 fn shown(examples: &Examples, index: usize) -> (Vec<u32>, usize) {
     let example = examples.get(index);
     (example.tokens.to_vec(), example.learnt.iter().filter(|&&learnt| learnt).count())
@@ -304,7 +301,7 @@ fn completions_end_with_the_end_and_special_tokens_come_once() {
     assert_eq!((learnt, examples.first_prompt()), (tokens.len() - prompt.len(), &prompt[..]));
     assert_eq!(shown(&examples, 1), (vec![begin, text.id_of("a").unwrap(), text.id_of("b").unwrap(), end], 2));
 
-    // A tokenizer that begins every text by a token of its own.
+    // A tokenizer that starts every text with a token.
     let file = dir.path().join("tokenizer.json");
     let special = |token: &str| serde_json::json!({ "SpecialToken": { "id": token, "type_id": 0 } });
     let sequence = |id: &str| serde_json::json!({ "Sequence": { "id": id, "type_id": 0 } });
@@ -346,9 +343,9 @@ fn long_examples_are_cut_and_those_with_nothing_left_are_dropped() {
     let of = |text: &str| text.bytes().map(u32::from).collect::<Vec<_>>();
     assert_eq!(examples.len(), 3);
     assert_eq!([0, 1, 2].map(|i| shown(&examples, i)), [(of("abcd\0"), 3), (of("abcde"), 3), (of("abcd\0"), 4)]);
-    let said = examples.shortened().unwrap();
-    assert!(said.starts_with("2 of the 4 examples in ") && said.contains("1 of these were left out"), "{said}");
-    assert_eq!(load(dir.path(), &line("ab", "cd"), None, 4).unwrap().shortened(), None);
+    let said = examples.truncation_warning().unwrap();
+    assert!(said.starts_with("2 of the 4 examples in ") && said.contains("1 of these were dropped"), "{said}");
+    assert_eq!(load(dir.path(), &line("ab", "cd"), None, 4).unwrap().truncation_warning(), None);
     let error = message(load(dir.path(), &line("abcdef", "g"), None, 4));
     assert!(
         error.contains("nothing is left to learn of the 1 examples") && error.contains("larger --seq-len"),
@@ -362,7 +359,7 @@ fn long_examples_are_cut_and_those_with_nothing_left_are_dropped() {
     let more = TWO.replace('\n', " ").replace("]}", ", {\"role\": \"user\", \"content\": \"Bye\"}]}");
     let examples = load(dir.path(), &more, None, 99).unwrap();
     assert_eq!(shown(&examples, 0).0, of("user:\nHi\0\nassistant:\nHello.\0\nuser:\nAnd you?\0\nassistant:\nFine\0"));
-    assert!(examples.shortened().is_none());
+    assert!(examples.truncation_warning().is_none());
 }
 
 #[test]

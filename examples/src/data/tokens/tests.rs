@@ -58,7 +58,7 @@ fn a_token_file_that_is_cut_short_while_it_is_read_is_an_error() {
     assert!(error.contains("which had 10000 when the run began"), "{error}");
 }
 
-/// No test, but what the process of the next one runs: limits are a whole process's.
+/// Runs in a process of its own, started by the next test, because limits apply to a process.
 #[test]
 fn read_with_few_descriptors() {
     let Some(directory) = env::var_os("FSDP_TEST_DATA") else { return };
@@ -130,7 +130,7 @@ fn a_token_file_of_odd_length_is_refused() {
 fn the_first_id_beyond_the_vocabulary_is_named() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("tokens.bin");
-    // Past the first stretch that is read at a time.
+    // Longer than one read.
     let mut ids = vec![130; 600_000];
     (ids[550_000], ids[550_001]) = (131, 200);
     fs::write(&file, bin(&ids)).unwrap();
@@ -198,7 +198,7 @@ fn text_is_tokenised_and_ids_beyond_the_model_s_vocabulary_point_to_the_tokenize
 
 #[test]
 fn the_workspace_is_read_by_default() {
-    // Tests run in their package's directory, which is in a workspace or is the root of none.
+    // Tests run in their package's directory, which may be in a workspace.
     let data = Data::load(None, &Text::new(None).unwrap(), 256);
     match DataFiles::of_workspace(&env::current_dir().unwrap()) {
         Ok(_) => assert!(data.unwrap().len() > 1000),

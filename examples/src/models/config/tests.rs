@@ -18,7 +18,7 @@ fn decoder(text: &str) -> DecoderConfig {
     }
 }
 
-/// A decoder of a family with `more`, and what is in all of them.
+/// Returns a decoder of a family with `more` fields.
 fn family(name: &str, more: &str) -> DecoderConfig {
     decoder(&llama(more).replace("\"llama\"", &format!("\"{name}\"")))
 }
@@ -29,19 +29,19 @@ fn llama3_frequencies_are_transformers() {
     let (frequencies, factor, long) = config.rope.frequencies();
     assert_eq!((frequencies.len(), factor, long), (64, 1., None));
     let plain = |i: i32| 500000f64.powf(-f64::from(i) / 64.);
-    // 1 turns 1304 times over 8192 positions, 500000^(-28/64) 4.19 times: both stay.
+    // 1 rotates 1304 times over 8192 positions, 500000^(-28/64) 4.19 times: both stay.
     assert_eq!(frequencies[0], 1.);
     assert_eq!(frequencies[28], plain(28) as f32);
-    // The 32nd is 1 / sqrt(500000) = 1.414214e-3: 1.843848 turns, 0.281283 of the way from 1 to 4; 0.718717 / 8 +
+    // The 32nd is 1 / sqrt(500000) = 1.414214e-3: 1.843848 rotations, 0.281283 of the way from 1 to 4; 0.718717 / 8 +
     // 0.281283 = 0.371122 of it stays.
     assert!((f64::from(frequencies[32]) - 5.24846e-4).abs() < 1e-9, "{}", frequencies[32]);
-    // 500000^(-35/64) turns 0.9969 times, the last 0.0032 times: an eighth of both stays.
+    // 500000^(-35/64) rotates 0.9969 times, the last 0.0032 times: both are divided by eight.
     for i in [35, 63] {
         assert_eq!(frequencies[i as usize], (plain(i) / 8.) as f32);
     }
 }
 
-/// As transformers' `ROPE_INIT_FUNCTIONS` have them.
+/// Values of transformers' `ROPE_INIT_FUNCTIONS`.
 #[test]
 fn other_frequencies_are_transformers() {
     let rope = |more: &str| {
@@ -49,15 +49,15 @@ fn other_frequencies_are_transformers() {
             format!(r#""head_dim": 8, "rope_theta": 100.0, "max_position_embeddings": 256, "rope_scaling": {more}"#);
         decoder(&llama(&text)).rope.frequencies()
     };
-    let near = |(found, factor, _): (Vec<f32>, f64, super::rope::OfLonger), want: [f64; 4], want_factor: f64| {
+    let near = |(found, factor, _): (Vec<f32>, f64, super::rope::LongFrequencies), want: [f64; 4], want_factor: f64| {
         let far = found.iter().zip(want).map(|(a, b)| (f64::from(*a) / b - 1.).abs()).fold(0., f64::max);
         assert!(found.len() == 4 && far < 1e-6 && (factor - want_factor).abs() < 1e-9, "{found:?} {factor}");
     };
     let plain = [1., 0.316_227_766_016_837_94, 0.1, 0.031_622_776_601_683_79];
     near(rope(r#"{"type": "linear", "factor": 4.0}"#), plain.map(|x| x / 4.), 1.);
     near(rope(r#"{"type": "dynamic", "factor": 4.0}"#), plain, 1.);
-    // 64 / (32 * 2 pi) is below one turn, so that even the first pair turns less often than 32 times; once turns
-    // 8 ln(64 / 2 pi) / (2 ln 100) = 2.016, rounded up 3: thirds of the way from staying to a quarter.
+    // 64 / (32 * 2 pi) is below one rotation, so even the first pair rotates less than 32 times. One rotation is at 8
+    // ln(64 / 2 pi) / (2 ln 100) = 2.016, rounded up to 3: thirds of the way from 1 to a quarter.
     let yarn = r#"{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64.0}"#;
     let part = |i: usize| 1. - 0.75 * i as f64 / 3.;
     near(rope(yarn), [0, 1, 2, 3].map(|i| plain[i] * part(i)), 0.1 * 4f64.ln() + 1.);
@@ -148,7 +148,7 @@ fn what_a_family_leaves_out_is_as_transformers_has_it() {
     assert_eq!(family("qwen3", "\"num_key_value_heads\": 4").head_dim, 128);
 }
 
-/// As each configuration class of transformers has it, and PyTorch's `nn.Embedding` takes it.
+/// Defaults of transformers' configuration classes, as PyTorch's `nn.Embedding` reads them.
 #[test]
 fn the_padding_row_is_transformers() {
     let of = |name: &str, more: &str| {
@@ -289,7 +289,7 @@ fn a_number_of_things_is_at_least_one() {
     }
 }
 
-/// Nothing is made as large as a configuration says before somebody has looked whether there is room.
+/// Reading a configuration allocates nothing of its sizes.
 #[test]
 fn a_configuration_of_any_size_can_be_read() {
     let rope = LLAMA3;
@@ -312,7 +312,7 @@ fn what_is_not_known_is_named() {
         llama(&format!("\"num_key_value_heads\": 4, {more}")).replace("\"llama\"", &format!("\"{name}\""))
     };
     for (text, part) in [
-        (r#"{"model_type": "mamba"}"#.to_string(), "\"mamba\" is not known; known are llama, mistral, qwen2,"),
+        (r#"{"model_type": "mamba"}"#.to_string(), "\"mamba\" is not supported; expected llama, mistral, qwen2,"),
         ("{}".to_string(), "model_type is missing"),
         ("[".to_string(), "not a JSON object"),
         (r#"{"model_type": "gpt2"}"#.to_string(), "missing field `n_embd`"),
@@ -324,17 +324,20 @@ fn what_is_not_known_is_named() {
             llama(r#""mlp_bias": false"#).replace("\"hidden_size\": 8", "\"hidden_size\": 6"),
             "hidden_size = 6 must be a multiple of",
         ),
-        (llama(r#""rope_parameters": {"rope_type": "ntk"}"#), "\"ntk\" is not known; \"default\", \"linear\""),
+        (
+            llama(r#""rope_parameters": {"rope_type": "ntk"}"#),
+            "\"ntk\" is not supported; expected \"default\", \"linear\"",
+        ),
         (llama(r#""rope_scaling": {"type": "linear"}"#), "needs factor"),
         (llama(r#""rope_scaling": {"type": "longrope"}"#), "needs short_factor"),
         (llama(r#""attention_dropout": 1.0"#), "attention_dropout = 1 must be at least 0 and below 1"),
-        (of("phi3", r#""resid_pdrop": 0.1"#), "resid_pdrop = 0.1 is not supported; 0 is"),
+        (of("phi3", r#""resid_pdrop": 0.1"#), "resid_pdrop = 0.1 is not supported; expected 0"),
         (llama(r#""partial_rotary_factor": 0.5, "head_dim": 6"#), "partial_rotary_factor = 0.5"),
         (of("mistral", r#""sliding_window": 0"#), "sliding_window = 0 must be at least 1"),
         (of("qwen3", r#""layer_types": ["full_attention", "full_attention"]"#), "layer_types has 2 layers"),
         (of("qwen3", r#""layer_types": ["linear_attention"]"#), "layer_types has \"linear_attention\""),
         (of("qwen3", r#""layer_types": ["sliding_attention"]"#), "there is no sliding_window"),
-        (of("gemma2", r#""hidden_activation": "relu""#), "hidden_activation = \"relu\" is not known"),
+        (of("gemma2", r#""hidden_activation": "relu""#), "hidden_activation = \"relu\" is not supported"),
         (of("gemma2", r#""attn_logit_softcapping": 0.0"#), "attn_logit_softcapping = 0 must be above 0"),
         (of("gemma3_text", r#""attn_logit_softcapping": 50.0"#), "attn_logit_softcapping = 50 is not supported"),
         (of("gemma3_text", r#""use_bidirectional_attention": true"#), "use_bidirectional_attention = true is not"),
@@ -343,7 +346,7 @@ fn what_is_not_known_is_named() {
         (of("qwen3_moe", r#""norm_topk_prob": true"#), "missing field `moe_intermediate_size`"),
         (llama(r#""rope_scaling": {"rope_type": "llama3"}"#), "needs factor"),
         (llama(&format!(r#""rope_scaling": {}"#, LLAMA3.replace("4.0", "1.0"))), "must be below high_freq_factor"),
-        (llama(r#""hidden_act": "relu""#), "\"relu\" is not known"),
+        (llama(r#""hidden_act": "relu""#), "\"relu\" is not supported"),
     ] {
         let error = format!("{:#}", ModelConfig::parse(&text).unwrap_err());
         assert!(error.contains(part), "{error}");
