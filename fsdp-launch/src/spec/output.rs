@@ -1,34 +1,34 @@
-//! Which of the ranks' streams an option means: the values of `--redirects`, `--tee` and `--local-ranks-filter`.
+//! Values of the options for the ranks' output: `--redirects`, `--tee`, `--local-ranks-filter` and
+//! `--log-line-prefix-template`.
 
 use std::{collections::BTreeMap, str::FromStr};
 
-/// A choice of stdout and stderr.
+/// A set of stdout and stderr.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Streams {
-    /// stdout is meant.
+    /// Whether stdout is in the set.
     pub stdout: bool,
-    /// stderr is meant.
+    /// Whether stderr is in the set.
     pub stderr: bool,
 }
 
 impl Streams {
-    /// stdout and stderr.
+    /// Both streams.
     pub const BOTH: Streams = Streams { stdout: true, stderr: true };
 
-    /// `torchrun`'s numbers: 0 none, 1 stdout, 2 stderr, 3 both.
+    /// Parses `torchrun`'s numbers: 0 none, 1 stdout, 2 stderr, 3 both.
     fn from_number(text: &str) -> Option<Self> {
         let number: u8 = text.parse().ok().filter(|&number| number <= 3)?;
         Some(Streams { stdout: number & 1 != 0, stderr: number & 2 != 0 })
     }
 }
 
-/// Streams of all ranks, or of each rank its own. It is read as `torchrun` reads it: `3`, or `0:3,1:2` (ranks that are
-/// not named: none).
+/// Streams by local rank. Parses as in `torchrun`: `3`, or `0:3,1:2` (no streams for other ranks).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StreamChoice {
-    /// The same of every rank.
+    /// The same streams for every rank.
     EveryRank(Streams),
-    /// By local rank.
+    /// Streams by local rank.
     ByRank(BTreeMap<usize, Streams>),
 }
 
@@ -39,7 +39,7 @@ impl Default for StreamChoice {
 }
 
 impl StreamChoice {
-    /// The streams of `local_rank` that are meant.
+    /// Returns the streams of `local_rank`.
     pub fn of(&self, local_rank: usize) -> Streams {
         match self {
             StreamChoice::EveryRank(streams) => *streams,
@@ -47,7 +47,7 @@ impl StreamChoice {
         }
     }
 
-    /// The highest local rank that is named.
+    /// Returns the highest local rank that is named.
     pub(crate) fn highest(&self) -> Option<usize> {
         match self {
             StreamChoice::EveryRank(_) => None,
@@ -73,12 +73,12 @@ impl FromStr for StreamChoice {
     }
 }
 
-/// The local ranks whose streams are shown; none named: all.
+/// Local ranks that are shown; empty means all.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RankFilter(pub Vec<usize>);
 
 impl RankFilter {
-    /// The streams of `local_rank` are shown.
+    /// Returns whether `local_rank` is shown.
     pub fn shows(&self, local_rank: usize) -> bool {
         self.0.is_empty() || self.0.contains(&local_rank)
     }
@@ -93,6 +93,63 @@ impl FromStr for RankFilter {
         }
         let ranks = text.split(',').map(|rank| rank.trim().parse()).collect::<Result<_, _>>();
         ranks.map(RankFilter).map_err(|_| "expected local ranks with commas between them: 0,2".into())
+    }
+}
+
+const NAMES: [&str; 4] = ["role_name", "local_rank", "rank", "hostname"];
+
+/// Template of a line prefix with `${role_name}`, `${local_rank}`, `${rank}` and `${hostname}`, as in `torchrun`'s
+/// `--log-line-prefix-template`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LinePrefix(String);
+
+impl Default for LinePrefix {
+    fn default() -> Self {
+        LinePrefix("[rank ${rank}] ".into())
+    }
+}
+
+impl LinePrefix {
+    /// Returns an empty prefix.
+    pub fn none() -> Self {
+        LinePrefix(String::new())
+    }
+}
+
+impl FromStr for LinePrefix {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text.is_empty() {
+            return Ok(LinePrefix::default());
+        }
+        let is_known = |rest: &str| rest.split_once('}').is_some_and(|(name, _)| NAMES.contains(&name));
+        if text.contains(['\n', '\r', '\0']) || !text.split("${").skip(1).all(is_known) {
+            return Err(
+                "expected one line, with no other ${...} than ${role_name}, ${local_rank}, ${rank} and ${hostname}"
+                    .into(),
+            );
+        }
+        Ok(LinePrefix(text.into()))
+    }
+}
+
+impl LinePrefix {
+    /// Returns the prefix of one rank.
+    pub(crate) fn of(&self, role: &str, rank: usize, local_rank: usize) -> String {
+        let mut parts = self.0.split("${");
+        let mut prefix = parts.next().unwrap_or_default().to_owned();
+        for part in parts {
+            let (name, rest) = part.split_once('}').unwrap_or((part, ""));
+            match name {
+                "role_name" => prefix.push_str(role),
+                "hostname" => prefix.push_str(&rustix::system::uname().nodename().to_string_lossy()),
+                "local_rank" => prefix.push_str(&local_rank.to_string()),
+                _ => prefix.push_str(&rank.to_string()),
+            }
+            prefix.push_str(rest);
+        }
+        prefix
     }
 }
 
@@ -116,5 +173,17 @@ mod tests {
         assert_eq!((filter("0,2"), filter("")), (Ok(RankFilter(vec![0, 2])), Ok(RankFilter::default())));
         assert!(["0;1", "a", "0,", "-1"].iter().all(|text| filter(text).is_err()));
         assert!(RankFilter::default().shows(5) && RankFilter(vec![1]).shows(1) && !RankFilter(vec![1]).shows(0));
+    }
+
+    #[test]
+    fn names_are_filled_in() {
+        assert_eq!(LinePrefix::default().of("r", 3, 1), "[rank 3] ");
+        let of = |text: &str| text.parse::<LinePrefix>().unwrap().of("role ${rank}", 3, 1);
+        assert_eq!(of("${role_name}:${local_rank}/${rank} $x} "), "role ${rank}:1/3 $x} ");
+        assert!(!of("${hostname}").contains("host"), "{}", of("${hostname}"));
+        assert_eq!(of(""), "[rank 3] ");
+        for text in ["${other}", "${rank", "a\nb", "${}"] {
+            assert!(text.parse::<LinePrefix>().is_err(), "{text}");
+        }
     }
 }

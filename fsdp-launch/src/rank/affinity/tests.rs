@@ -7,9 +7,9 @@ fn write(root: &Path, path: &str, text: &str) {
     fs::write(path, format!("{text}\n")).unwrap();
 }
 
-/// Two sockets of two nodes of two physical cores of two threads: node n has the cores 2n, 2n + 1, and their second
-/// threads 8 higher. The cores of a node share a cache, but for node 3, whose cores have one each. GPUs are on the
-/// nodes 2, 0 and -1.
+/// A host with two sockets of two NUMA nodes each. Node n has the physical cores 2n and 2n + 1, whose second threads
+/// are 8 higher. The cores of a node share a cache, except that the cores of node 3 have one each. GPUs are on nodes 2,
+/// 0 and -1.
 fn host() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let root = dir.path();
@@ -35,7 +35,7 @@ fn host() -> tempfile::TempDir {
             }
         }
     }
-    // A node of memory only.
+    // A node with memory only.
     write(root, "sys/devices/system/node/node4/cpulist", "");
     write(root, "sys/devices/system/node/possible", "0-4");
     dir
@@ -72,7 +72,7 @@ fn ranks_without_gpus_are_spread_over_the_nodes_in_order() {
     assert_eq!(cores(Socket, 1, 4), [0, 1, 2, 3, 8, 9, 10, 11]);
     assert_eq!(cores(Socket, 1, 2), [4, 5, 6, 7, 12, 13, 14, 15]);
     assert_eq!(cores(Exclusive, 0, 4), cores(Node, 0, 4));
-    // Whole physical cores.
+    // Physical cores are not split.
     assert_eq!((cores(Exclusive, 0, 8), cores(Exclusive, 1, 8)), (vec![0, 8], vec![1, 9]));
     assert_eq!(cores(CoreComplex, 0, 8), cores(CoreComplex, 1, 8));
     assert_eq!((cores(CoreComplex, 6, 8), cores(CoreComplex, 7, 8)), (vec![6, 14], vec![7, 15]));
@@ -85,7 +85,7 @@ fn shares_are_disjoint_complete_and_of_allowed_cores() {
     let host = host();
     let allowed = [0, 1, 2, 3, 8, 9, 10];
     let topology = Topology::read(host.path(), &allowed);
-    // Nodes of which nothing is allowed count for nothing.
+    // Nodes without allowed cores are ignored.
     assert_eq!(topology.nodes.len(), 2);
     for ranks in 1..=4 {
         let mut shares: Vec<_> =
@@ -112,7 +112,7 @@ fn ranks_are_near_to_their_gpus() {
     // Two ranks of one node share its cores.
     let exclusive = |rank| topology.cores_of(Exclusive, rank, 3, None).unwrap();
     assert_eq!([exclusive(0), exclusive(1), exclusive(2)], [vec![4, 5, 12, 13], vec![0, 8], vec![1, 9]]);
-    // All hidden: as without.
+    // With all GPUs hidden, ranks are spread over the nodes.
     assert_eq!(node(3, Some(&[])), Ok(3));
     for unknown in ["3", "MIG-1", "GPU-dddd", "x"] {
         let error = node(0, Some(&[unknown])).unwrap_err();
@@ -141,4 +141,14 @@ fn lists_of_cores() {
     for text in ["a", "1-", "-1", "1,,2", "0-99999999999", "0-4000000000"] {
         assert_eq!(ranges(text), None, "{text}");
     }
+}
+
+#[test]
+fn shares_are_disjoint_and_complete() {
+    let cores = [0, 1, 2, 5, 7];
+    assert_eq!([share(&cores, 0, 2), share(&cores, 1, 2)].concat(), cores);
+    assert_eq!(share(&cores, 0, 2), [0, 1]);
+    assert_eq!(share(&cores, 4, 5), [7]);
+    assert_eq!((share(&cores, 1, 6), share(&cores, 5, 6)), (vec![1], vec![0]));
+    assert!(share(&[], 0, 2).is_empty());
 }

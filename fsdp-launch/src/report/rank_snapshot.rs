@@ -1,4 +1,4 @@
-//! Where ranks were when something went wrong: what their boards and the kernel say of them.
+//! State of ranks at a failure or for `status`, from their status pages and `/proc`.
 
 use std::fmt;
 
@@ -7,54 +7,55 @@ use serde::{Deserialize, Serialize};
 
 use crate::report::process::{ProcessInfo, ProcessState};
 
-/// No heartbeat for so many seconds is worth a word.
+/// Seconds without heartbeat that are reported.
 const LATE: f64 = 2.0;
 
-/// Where a rank was at one moment.
+/// State of a rank at one moment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
-pub struct Whereabouts {
-    /// What the rank told of itself; nothing where its program does not use `fsdp-core`.
-    pub told: Snapshot,
-    /// The process that told it, else the rank's own; `None` if it has ended.
+pub struct RankSnapshot {
+    /// Status page of the rank; empty if its program does not use `fsdp-core`.
+    #[serde(rename = "told")]
+    pub status: Snapshot,
+    /// The process that writes the status page, or else the rank's process; `None` if it has ended.
     pub process: Option<ProcessInfo>,
 }
 
-impl Whereabouts {
-    /// Of the rank whose process is `pid`.
-    pub(crate) fn of(pid: u32, told: Snapshot) -> Self {
-        let process = match (told.pid, told.pid_started) {
+impl RankSnapshot {
+    /// Reads the state of the rank with process `pid`.
+    pub(crate) fn of(pid: u32, status: Snapshot) -> Self {
+        let process = match (status.pid, status.pid_started) {
             (Some(pid), Some(started)) => ProcessInfo::started_at(pid, started),
             _ => ProcessInfo::of(pid).filter(|process| process.state != ProcessState::Ended),
         };
-        Whereabouts { told, process }
+        RankSnapshot { status, process }
     }
 
     pub(crate) fn is_stopped(&self) -> bool {
         self.process.as_ref().is_some_and(|process| process.state == ProcessState::Stopped)
     }
 
-    /// A collective of its has timed out.
+    /// Returns whether a collective of the rank has timed out.
     pub(crate) fn has_timed_out(&self) -> bool {
-        self.told.collectives.iter().any(|collective| collective.progress == Progress::TimedOut)
+        self.status.collectives.iter().any(|collective| collective.progress == Progress::TimedOut)
     }
 
-    /// What the rank does, without what the kernel says.
-    pub(crate) fn doing(&self) -> String {
+    /// Describes the rank's activity, without its process.
+    pub(crate) fn activity(&self) -> String {
         let mut parts = Vec::new();
-        if let Some(doing) = &self.told.doing {
+        if let Some(doing) = &self.status.doing {
             parts.push(format!("{} for {}{}", doing.what, doing.age, torn(doing.torn)));
         }
         parts.extend(self.collectives().map(of_collective));
         if parts.is_empty() {
-            parts.push(if self.told.pid.is_some() { "outside of any collective" } else { "tells nothing" }.into());
+            parts.push(if self.status.pid.is_some() { "outside of any collective" } else { "tells nothing" }.into());
         }
         parts.join(", ")
     }
 
-    /// Those that the rank is in; else those that failed; else the last one.
+    /// Returns the current collectives, or else the failed ones, or else the last one.
     fn collectives(&self) -> impl Iterator<Item = &Collective> {
-        let all = &self.told.collectives;
+        let all = &self.status.collectives;
         let with = |wanted: &[Progress]| all.iter().filter(|it| wanted.contains(&it.progress)).collect::<Vec<_>>();
         let mut found = with(&[Progress::Running]);
         if found.is_empty() {
@@ -83,64 +84,71 @@ fn of_collective(it: &Collective) -> String {
     told + torn(it.torn)
 }
 
-impl fmt::Display for Whereabouts {
+impl fmt::Display for RankSnapshot {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if let Some(step) = &self.told.step {
+        if let Some(step) = &self.status.step {
             write!(f, "step {}, ", step.number)?;
         }
-        write!(f, "{}; ", self.doing())?;
+        write!(f, "{}; ", self.activity())?;
         match &self.process {
             Some(process) => write!(f, "{process}")?,
             None => f.write_str("has ended")?,
         }
-        match self.told.beat {
+        match self.status.beat {
             Some(age) if self.process.is_some() && f64::from(age) > LATE => write!(f, ", no heartbeat for {age}"),
             _ => Ok(()),
         }
     }
 }
 
-/// Who came to a collective and who did not.
-struct Arrival<'a> {
+/// A collective that some ranks have not reached.
+struct IncompleteCollective<'a> {
     collective: &'a Collective,
     arrived: Vec<usize>,
     missing: Vec<usize>,
-    /// Ranks of the group that did not arrive and are of other hosts.
-    elsewhere: Vec<usize>,
+    /// Missing ranks of other hosts.
+    missing_elsewhere: Vec<usize>,
 }
 
-/// The collectives that some of these ranks wait in, or that timed out, and that others have not come to.
-fn arrivals<'a>(ranks: &[(usize, &'a Whereabouts)]) -> Vec<Arrival<'a>> {
-    let mut arrivals: Vec<Arrival<'a>> = Vec::new();
+/// Returns the collectives that some of these ranks wait in, or that timed out, and that other ranks have not reached.
+fn incomplete_collectives<'a>(ranks: &[(usize, &'a RankSnapshot)]) -> Vec<IncompleteCollective<'a>> {
+    let mut incomplete_collectives: Vec<IncompleteCollective<'a>> = Vec::new();
     let waits = |it: &&Collective| matches!(it.progress, Progress::Running | Progress::TimedOut);
-    for collective in ranks.iter().flat_map(|(_, at)| &at.told.collectives).filter(waits) {
+    for collective in ranks.iter().flat_map(|(_, at)| &at.status.collectives).filter(waits) {
         let is_same = |other: &Collective| other.group == collective.group && other.sequence == collective.sequence;
-        if arrivals.iter().any(|arrival| is_same(arrival.collective)) {
+        if incomplete_collectives.iter().any(|incomplete| is_same(incomplete.collective)) {
             continue;
         }
         let members: Vec<(usize, &Collective)> = ranks
             .iter()
-            .filter_map(|(rank, at)| Some((*rank, at.told.collectives.iter().find(|it| it.group == collective.group)?)))
+            .filter_map(|(rank, at)| {
+                Some((*rank, at.status.collectives.iter().find(|it| it.group == collective.group)?))
+            })
             .collect();
-        // One that comes too late finds the collective failed: those who waited know better.
+        // A rank that arrives after a timeout finds the collective failed; the waiting ranks recorded it as missing.
         let given_up: Vec<usize> =
             members.iter().filter(|(_, it)| is_same(it)).flat_map(|(_, it)| it.missing.iter().copied()).collect();
         let (arrived, missing): (Vec<_>, Vec<_>) =
             members.iter().partition(|(_, it)| it.sequence >= collective.sequence && !given_up.contains(&it.rank));
         let numbers = |of: Vec<(usize, &Collective)>| of.into_iter().map(|(rank, _)| rank).collect::<Vec<_>>();
         let is_here = |rank: &usize| members.iter().any(|(_, it)| it.rank == *rank);
-        let mut elsewhere: Vec<usize> = given_up.iter().copied().filter(|rank| !is_here(rank)).collect();
-        elsewhere.sort_unstable();
-        elsewhere.dedup();
-        let arrival = Arrival { collective, arrived: numbers(arrived), missing: numbers(missing), elsewhere };
-        if !arrival.missing.is_empty() || !arrival.elsewhere.is_empty() {
-            arrivals.push(arrival);
+        let mut missing_elsewhere: Vec<usize> = given_up.iter().copied().filter(|rank| !is_here(rank)).collect();
+        missing_elsewhere.sort_unstable();
+        missing_elsewhere.dedup();
+        let incomplete = IncompleteCollective {
+            collective,
+            arrived: numbers(arrived),
+            missing: numbers(missing),
+            missing_elsewhere,
+        };
+        if !incomplete.missing.is_empty() || !incomplete.missing_elsewhere.is_empty() {
+            incomplete_collectives.push(incomplete);
         }
     }
-    arrivals
+    incomplete_collectives
 }
 
-impl fmt::Display for Arrival<'_> {
+impl fmt::Display for IncompleteCollective<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let it = self.collective;
         let ranks = |ranks: &[usize]| {
@@ -152,18 +160,18 @@ impl fmt::Display for Arrival<'_> {
         if !self.missing.is_empty() {
             write!(f, "; {} did not", ranks(&self.missing))?;
         }
-        match (self.missing.is_empty(), self.elsewhere.is_empty()) {
+        match (self.missing.is_empty(), self.missing_elsewhere.is_empty()) {
             (_, true) => Ok(()),
-            (true, false) => write!(f, "; {} of the group did not", ranks(&self.elsewhere)),
-            (false, false) => write!(f, "; nor did {} of the group", ranks(&self.elsewhere)),
+            (true, false) => write!(f, "; {} of the group did not", ranks(&self.missing_elsewhere)),
+            (false, false) => write!(f, "; nor did {} of the group", ranks(&self.missing_elsewhere)),
         }
     }
 }
 
-/// What there is to say of ranks that got stuck, a line each and one for each collective that not all have come to.
-pub(crate) fn lines(ranks: &[(usize, &Whereabouts)]) -> Vec<String> {
+/// Describes hung ranks: one line for each rank, and for each incomplete collective.
+pub(crate) fn describe(ranks: &[(usize, &RankSnapshot)]) -> Vec<String> {
     let where_they_were = ranks.iter().map(|(rank, at)| format!("rank {rank} was here: {at}"));
-    where_they_were.chain(arrivals(ranks).iter().map(Arrival::to_string)).collect()
+    where_they_were.chain(incomplete_collectives(ranks).iter().map(IncompleteCollective::to_string)).collect()
 }
 
 #[cfg(test)]
@@ -172,7 +180,7 @@ mod tests {
 
     use super::*;
 
-    /// As a board would say it.
+    /// Parses a snapshot from partial JSON.
     fn told(json: serde_json::Value) -> Snapshot {
         let mut whole = serde_json::to_value(Snapshot::default()).unwrap();
         whole.as_object_mut().unwrap().extend(json.as_object().unwrap().clone());
@@ -184,8 +192,8 @@ mod tests {
             "progress": progress, "age": 1.5, "missing": missing, "torn": false})
     }
 
-    fn at(told: Snapshot) -> Whereabouts {
-        Whereabouts { told, process: None }
+    fn at(status: Snapshot) -> RankSnapshot {
+        RankSnapshot { status, process: None }
     }
 
     #[test]
@@ -196,29 +204,33 @@ mod tests {
             rank(&[collective("world", 1, 4, "done", &[])]),
             rank(&[collective("world", 2, 5, "running", &[]), collective("half", 1, 9, "running", &[])]),
         ];
-        let numbered: Vec<(usize, &Whereabouts)> = ranks.iter().enumerate().collect();
-        let lines = lines(&numbered);
+        let numbered: Vec<(usize, &RankSnapshot)> = ranks.iter().enumerate().collect();
+        let lines = describe(&numbered);
         assert_eq!(lines.len(), 4, "{lines:?}");
         assert_eq!(lines[3], "all_gather (collective 5 of \"world\", 3 ranks): ranks 0, 2 arrived; rank 1 did not");
 
-        // One came after it was given up, one is of another host.
+        // Rank 1 arrives after the timeout; rank 2 is on another host.
         let ranks = [
             rank(&[collective("world", 0, 5, "timed_out", &[1, 2])]),
             rank(&[collective("world", 1, 5, "failed", &[])]),
         ];
-        let numbered: Vec<(usize, &Whereabouts)> = ranks.iter().enumerate().collect();
-        let arrivals = arrivals(&numbered);
-        assert_eq!(arrivals.len(), 1);
-        assert!(arrivals[0].to_string().ends_with("rank 0 arrived; rank 1 did not; nor did rank 2 of the group"));
+        let numbered: Vec<(usize, &RankSnapshot)> = ranks.iter().enumerate().collect();
+        let incomplete_collectives = incomplete_collectives(&numbered);
+        assert_eq!(incomplete_collectives.len(), 1);
+        assert!(
+            incomplete_collectives[0]
+                .to_string()
+                .ends_with("rank 0 arrived; rank 1 did not; nor did rank 2 of the group")
+        );
         assert!(ranks[0].has_timed_out() && !ranks[1].has_timed_out());
 
-        // All of this host came.
+        // All ranks of this host arrived.
         let ranks = [
             rank(&[collective("world", 0, 5, "timed_out", &[2])]),
             rank(&[collective("world", 1, 5, "timed_out", &[2])]),
         ];
-        let numbered: Vec<(usize, &Whereabouts)> = ranks.iter().enumerate().collect();
-        let text = self::arrivals(&numbered)[0].to_string();
+        let numbered: Vec<(usize, &RankSnapshot)> = ranks.iter().enumerate().collect();
+        let text = self::incomplete_collectives(&numbered)[0].to_string();
         assert!(text.ends_with("ranks 0, 1 arrived; rank 2 of the group did not"), "{text}");
     }
 
@@ -242,9 +254,9 @@ mod tests {
         rank.process = Some(process);
         let told = rank.to_string();
         assert!(told.ends_with(&format!("{waits}; stopped in do_signal_stop, no heartbeat for 15.2 s")), "{told}");
-        rank.told.collectives.pop();
-        rank.told.doing = None;
-        rank.told.beat = rank.told.beat.map(|_| fsdp_core::heartbeat::Age(Duration::ZERO));
+        rank.status.collectives.pop();
+        rank.status.doing = None;
+        rank.status.beat = rank.status.beat.map(|_| fsdp_core::heartbeat::Age(Duration::ZERO));
         let last = "step 41, last in all_gather (collective 5 of \"world\"), done 1.5 s ago; stopped in do_signal_stop";
         assert_eq!(rank.to_string(), last);
     }

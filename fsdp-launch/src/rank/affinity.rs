@@ -1,26 +1,82 @@
-//! `--numa-binding`: which cores are near to which memory, cache and GPU, and those that a rank is bound to.
+//! The cores that a rank runs on: all, an equal share (`--pin-cores`), or those near to its GPU (`--numa-binding`).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs,
+    fs, io,
+    os::unix::process::CommandExt,
     path::Path,
+    process::Command,
 };
 
-use crate::NumaBinding;
+use clap::ValueEnum;
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-/// The cores that may be used and what lies near to them.
+use crate::{Error, LaunchSpec, NumaBinding, rank::gpus};
+
+/// Returns the number of cores that this process may use, at least 1.
+pub(crate) fn core_count() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Returns the cores to bind a rank to; `None` without an option for it.
+///
+/// # Errors
+/// [`Error::Usage`] when no cores are left for the rank.
+pub(crate) fn cores_of_rank(spec: &LaunchSpec, local_rank: usize) -> crate::Result<Option<Vec<usize>>> {
+    let ranks = spec.nproc_per_node;
+    match spec.numa_binding {
+        Some(binding) => near(binding, local_rank, ranks).map(Some),
+        None if spec.pin_cores => Ok(Some(share(&allowed()?, local_rank, ranks))),
+        None => Ok(None),
+    }
+}
+
+fn allowed() -> crate::Result<Vec<usize>> {
+    let allowed = sched_getaffinity(None).map_err(Error::system("read which cores may be used"))?;
+    Ok((0..CpuSet::MAX_CPU).filter(|&core| allowed.is_set(core)).collect())
+}
+
+fn near(binding: NumaBinding, local_rank: usize, ranks: usize) -> crate::Result<Vec<usize>> {
+    let topology = Topology::read(Path::new("/"), &allowed()?);
+    topology.cores_of(binding, local_rank, ranks, gpus::visible_devices().as_deref()).map_err(|expected| {
+        let value = binding.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned());
+        Error::Usage { flag: "--numa-binding", value, expected }
+    })
+}
+
+/// Returns a rank's share: consecutive cores, disjoint between ranks unless there are fewer cores than ranks.
+fn share(cores: &[usize], local_rank: usize, ranks: usize) -> Vec<usize> {
+    if cores.len() < ranks {
+        return cores.iter().copied().cycle().skip(local_rank).take(1).collect();
+    }
+    let start_of = |rank: usize| rank * cores.len() / ranks;
+    cores[start_of(local_rank)..start_of(local_rank + 1)].to_vec()
+}
+
+/// Makes `command` run on these cores only.
+pub(crate) fn pin(command: &mut Command, cores: &[usize]) {
+    let mut set = CpuSet::new();
+    cores.iter().for_each(|&core| set.set(core));
+    // SAFETY: the hook runs between fork and exec, where only async-signal-safe calls are allowed: sched_setaffinity is
+    // a plain system call, and the hook does not allocate.
+    unsafe {
+        command.pre_exec(move || sched_setaffinity(None, &set).map_err(io::Error::from));
+    }
+}
+
+/// Usable cores, and the memory, caches and GPUs near them.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Topology {
-    /// The NUMA nodes that have such cores, by their number.
+struct Topology {
+    /// NUMA nodes with usable cores.
     nodes: BTreeMap<usize, BTreeSet<usize>>,
-    places: BTreeMap<usize, Place>,
-    /// The NVIDIA GPUs in the order of their PCI addresses, hidden ones too.
+    places: BTreeMap<usize, CoreTopology>,
+    /// NVIDIA GPUs in the order of their PCI addresses, including hidden ones.
     gpus: Vec<Gpu>,
 }
 
-/// Where a core is. Physical core and cache are named by the lowest of their logical cores.
+/// Location of a core. Physical core and cache are named by their lowest logical core.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Place {
+struct CoreTopology {
     socket: usize,
     physical: usize,
     cache: usize,
@@ -33,9 +89,9 @@ struct Gpu {
 }
 
 impl Topology {
-    /// Reads what the system tells below `root` (`/`) of the `allowed` cores. What it does not tell is taken to be one:
-    /// one node, one socket, one cache for all.
-    pub(crate) fn read(root: &Path, allowed: &[usize]) -> Self {
+    /// Reads the topology of the `allowed` cores from `/sys` and `/proc` below `root`. Missing information means one
+    /// node, one socket, one cache.
+    fn read(root: &Path, allowed: &[usize]) -> Self {
         let allowed: BTreeSet<usize> = allowed.iter().copied().collect();
         let mut nodes: BTreeMap<usize, BTreeSet<usize>> = numbered(&root.join("sys/devices/system/node"), "node")
             .filter_map(|(node, dir)| {
@@ -50,7 +106,7 @@ impl Topology {
         let place = |&core: &usize| {
             let dir = root.join("sys/devices/system/cpu").join(format!("cpu{core}"));
             let siblings = list(&dir.join("topology/thread_siblings_list"));
-            let place = Place {
+            let place = CoreTopology {
                 socket: number(&dir.join("topology/physical_package_id")).unwrap_or(0),
                 physical: siblings.and_then(|cores| cores.first().copied()).unwrap_or(core),
                 cache: last_level_cache(&dir.join("cache")).unwrap_or(first),
@@ -60,12 +116,12 @@ impl Topology {
         Topology { nodes, places: allowed.iter().map(place).collect(), gpus: gpus(root) }
     }
 
-    /// The cores of `local_rank` of `ranks`. `visible` are the GPUs that may be used, as `CUDA_VISIBLE_DEVICES` names
-    /// them; `None` are all.
+    /// Returns the cores of `local_rank` of `ranks`. `visible` lists the usable GPUs as in `CUDA_VISIBLE_DEVICES`;
+    /// `None` means all.
     ///
     /// # Errors
-    /// In words, where there are none.
-    pub(crate) fn cores_of(
+    /// A description, when no cores fit.
+    fn cores_of(
         &self,
         binding: NumaBinding,
         local_rank: usize,
@@ -81,7 +137,7 @@ impl Topology {
             NumaBinding::Node => cores.iter().copied().collect(),
             NumaBinding::Socket => {
                 let sockets: BTreeSet<usize> = cores.iter().map(|core| self.places[core].socket).collect();
-                let is_there = |place: &Place| sockets.contains(&place.socket);
+                let is_there = |place: &CoreTopology| sockets.contains(&place.socket);
                 self.places.iter().filter(|(_, place)| is_there(place)).map(|(core, _)| *core).collect()
             }
             NumaBinding::Exclusive => {
@@ -93,7 +149,7 @@ impl Topology {
                         physical.len()
                     ));
                 }
-                // The first ranks get what is left over.
+                // The first ranks get the remainder.
                 let (each, more) = (physical.len() / neighbours, physical.len() % neighbours);
                 let start_of = |position: usize| position * each + position.min(more);
                 let mut share = physical[start_of(position)..start_of(position + 1)].concat();
@@ -102,14 +158,14 @@ impl Topology {
             }
             NumaBinding::CoreComplex => {
                 let mut caches = grouped(cores, |core| self.places[&core].cache);
-                // Those of which most cores may be used first.
+                // Caches with the most usable cores come first.
                 caches.sort_by_key(|cores| std::cmp::Reverse(cores.len()));
                 caches[position % caches.len()].clone()
             }
         })
     }
 
-    /// The NUMA node of a rank: that of its GPU, or the nodes in order, each for as many ranks as the others.
+    /// Returns the NUMA node of a rank: the node of its GPU. Without GPUs, ranks are spread evenly over the nodes.
     fn node_of(&self, local_rank: usize, ranks: usize, visible: Option<&[String]>) -> Result<usize, String> {
         let visible = visible.filter(|_| !self.gpus.is_empty());
         let count = visible.map_or(self.gpus.len(), <[String]>::len);
@@ -139,7 +195,7 @@ impl Topology {
         Ok(gpu.node)
     }
 
-    /// A GPU by its number, or by the beginning of its UUID.
+    /// Finds a GPU by number, or by a prefix of its UUID.
     fn gpu(&self, name: &str) -> Option<&Gpu> {
         match name.parse::<usize>() {
             Ok(number) => self.gpus.get(number),
@@ -151,7 +207,7 @@ impl Topology {
     }
 }
 
-/// The cores in groups of the same key, in the order of the keys.
+/// Groups the cores by key, in key order.
 fn grouped(cores: &BTreeSet<usize>, key: impl Fn(usize) -> usize) -> Vec<Vec<usize>> {
     let mut groups: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
     for &core in cores {
@@ -160,7 +216,7 @@ fn grouped(cores: &BTreeSet<usize>, key: impl Fn(usize) -> usize) -> Vec<Vec<usi
     groups.into_values().collect()
 }
 
-/// The NVIDIA GPUs. One that is on no particular node (-1) is on node 0.
+/// Returns the NVIDIA GPUs. A GPU without a node (-1) counts as on node 0.
 fn gpus(root: &Path) -> Vec<Gpu> {
     let entries = fs::read_dir(root.join("sys/bus/pci/drivers/nvidia")).into_iter().flatten().flatten();
     let mut addresses: Vec<String> = entries
@@ -179,7 +235,7 @@ fn gpus(root: &Path) -> Vec<Gpu> {
     addresses.into_iter().map(gpu).collect()
 }
 
-/// The lowest of the cores that share the last-level cache with the core whose `cache` directory this is.
+/// Returns the lowest core that shares the last-level cache, from a core's `cache` directory.
 fn last_level_cache(dir: &Path) -> Option<usize> {
     let caches = numbered(dir, "index").filter_map(|(_, cache)| {
         let kind = fs::read_to_string(cache.join("type")).ok()?;
@@ -190,7 +246,7 @@ fn last_level_cache(dir: &Path) -> Option<usize> {
     caches.max_by_key(|(level, _)| *level).map(|(_, first)| first)
 }
 
-/// The directories in `dir` that are called `prefix` and a number, with it.
+/// Returns the directories in `dir` named `prefix` and a number.
 fn numbered<'a>(dir: &Path, prefix: &'a str) -> impl Iterator<Item = (usize, std::path::PathBuf)> + use<'a> {
     let entries = fs::read_dir(dir).into_iter().flatten().flatten();
     entries
@@ -201,12 +257,12 @@ fn number(path: &Path) -> Option<usize> {
     fs::read_to_string(path).ok()?.trim().parse().ok()
 }
 
-/// A file that holds a list of cores.
+/// Reads a file with a list of cores.
 fn list(path: &Path) -> Option<BTreeSet<usize>> {
     ranges(&fs::read_to_string(path).ok()?)
 }
 
-/// `0-2,8` as 0, 1, 2, 8; nothing as no cores.
+/// Parses `0-2,8` as 0, 1, 2, 8. Empty text means no cores.
 fn ranges(text: &str) -> Option<BTreeSet<usize>> {
     const MOST: usize = 1 << 16;
     let mut all = BTreeSet::new();
