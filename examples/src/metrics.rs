@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_holds_exactly_the_promised_fields() {
+    fn line_has_the_documented_fields() {
         assert_eq!(
             serde_json::to_string(&record(1)).unwrap(),
             r#"{"step":1,"loss":4.897181034088135,"grad_norm":0.30000000000000004,"lr":0.001,"step_time_s":0.25,"tokens_per_s":4096.0,"peak_mem_bytes":8589934592,"shard_bytes":123}"#
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn evaluations_are_lines_of_their_own() {
+    fn evaluations_have_their_own_lines() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("metrics.jsonl");
         let eval = |step| EvalRecord { step, eval_loss: 2.5, eval_perplexity: 12.5, eval_tokens: 7, eval_time_s: 0.5 };
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn every_line_can_be_read_as_soon_as_it_is_written() {
+    fn lines_are_readable_when_written() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("new/metrics.jsonl");
         let mut file = MetricsFile::open(&path, 0).unwrap();
@@ -206,14 +206,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_reads_back_as_nan() {
+    fn non_finite_values_read_back_as_nan() {
         let line = serde_json::to_string(&StepRecord { loss: f64::INFINITY, ..record(1) }).unwrap();
         assert!(line.contains(r#""loss":null"#), "{line}");
         assert!(serde_json::from_str::<StepRecord>(&line).unwrap().loss.is_nan());
     }
 
     #[test]
-    fn a_fresh_run_starts_an_empty_file_and_a_resumed_one_goes_on() {
+    fn fresh_runs_empty_the_file_and_resumed_runs_append() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("metrics.jsonl");
         write(&path, 0, 1..=3);
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_that_are_taken_again_and_half_lines_are_replaced() {
+    fn later_steps_and_incomplete_lines_are_replaced() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("metrics.jsonl");
         write(&path, 0, 1..=5);
@@ -236,13 +236,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_file_of_its_own_can_be_written_to() {
+    fn devices_can_be_written() {
         let mut file = MetricsFile::open(Path::new("/dev/null"), 3).unwrap();
         file.write(&record(1)).unwrap();
     }
 
     #[test]
-    fn a_file_that_can_not_be_written_is_named() {
+    fn unwritable_file_is_named() {
         let directory = tempfile::tempdir().unwrap();
         let error = format!("{:#}", MetricsFile::open(directory.path(), 0).unwrap_err());
         assert!(
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn the_high_water_mark_is_in_kib() {
+    fn high_water_mark_is_in_kib() {
         assert_eq!(high_water_mark("VmPeak:\t  9 kB\nVmHWM:\t    1752 kB\nVmRSS:\t 5 kB\n"), Some(1752 * 1024));
         assert_eq!(high_water_mark("VmPeak:\t  9 kB\n"), None);
         assert_eq!(high_water_mark("VmHWM:\t  many kB\n"), None);

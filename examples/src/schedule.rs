@@ -68,13 +68,13 @@ mod tests {
     }
 
     #[test]
-    fn constant_without_warmup_is_the_very_number() {
+    fn constant_without_warmup_is_exact() {
         let schedule = schedule(LrSchedule::Constant, 0, 20);
         assert!((1..=20).all(|step| schedule.lr(step) == 1e-3));
     }
 
     #[test]
-    fn the_warmup_wastes_no_step_and_reaches_the_peak() {
+    fn warmup_starts_above_zero_and_reaches_the_peak() {
         for kind in [LrSchedule::Constant, LrSchedule::Cosine, LrSchedule::Linear] {
             let schedule = schedule(kind, 10, 100);
             for step in 1..=10 {
@@ -86,7 +86,7 @@ mod tests {
 
     /// Values of transformers' `get_cosine_schedule_with_warmup(2, 10)` and its linear counterpart.
     #[test]
-    fn decay_is_that_of_transformers() {
+    fn decay_matches_transformers() {
         for (taken, factor) in
             [(2, 1.0), (4, 0.853_553_390_593_273_7), (6, 0.5), (8, 0.146_446_609_406_726_3), (10, 0.0)]
         {
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn odd_lengths_stay_between_zero_and_the_peak() {
+    fn rates_stay_between_zero_and_the_peak() {
         for kind in [LrSchedule::Constant, LrSchedule::Cosine, LrSchedule::Linear] {
             for (warmup, total) in [(0, 0), (0, 1), (1, 1), (10, 5), (5, 10)] {
                 for step in [0, 1, 2, 5, 6, 11, 1000, usize::MAX] {

@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_is_framed_as_tensorflow_does() {
+    fn records_have_tensorflow_framing() {
         // The first event that TensorFlow writes, with a wall time of 0.
         let event = Event { wall_time: 0., step: 0, what: Some(What::FileVersion("brain.Event:2".into())) };
         let bytes = event.encode_to_vec();
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn every_step_can_be_read_as_soon_as_it_is_written() {
+    fn steps_are_readable_when_written() {
         let directory = tempfile::tempdir().unwrap();
         let logs = directory.path().join("new/logs");
         let mut file = EventFile::open(&logs, 0).unwrap();
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_goes_on_voids_later_steps_in_a_file_that_sorts_last() {
+    fn resuming_hides_later_steps() {
         let directory = tempfile::tempdir().unwrap();
         for done in [0, 7, 3] {
             EventFile::open(directory.path(), done).unwrap();
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_directory_is_named() {
+    fn non_directories_are_refused() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("file");
         fs::write(&file, "").unwrap();

@@ -125,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_stays_and_what_was_there_is_as_it_was() {
+    fn tests_leave_no_trace() {
         let root = tempfile::tempdir().unwrap();
         let path = |name: &str| root.path().join(name);
         fs::write(path("old"), "a line\n").unwrap();
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_that_try_at_the_same_time_do_not_hinder_each_other() {
+    fn concurrent_tests_succeed() {
         let root = tempfile::tempdir().unwrap();
         let directory = root.path().join("new/logs");
         std::thread::scope(|scope| {
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_not_be_written_is_found_by_writing() {
+    fn unwritable_paths_are_found() {
         let root = tempfile::tempdir().unwrap();
         let path = |name: &str| root.path().join(name);
         fs::write(path("file"), "").unwrap();

@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn directories_are_read_recursively_in_order_without_hidden_files_target_and_links() {
+    fn directories_are_read_recursively_in_order() {
         let root = tree(&[
             ("b.txt", b""),
             ("a/z.txt", b""),
@@ -164,14 +164,14 @@ mod tests {
     }
 
     #[test]
-    fn a_hidden_directory_can_be_asked_for() {
+    fn hidden_root_is_read() {
         let root = tree(&[(".data/a.txt", b"")]);
         let path = root.path().join(".data");
         assert_eq!(DataFiles::of_path(&path).unwrap().files, Files::MaybeText(vec![path.join("a.txt")]));
     }
 
     #[test]
-    fn a_directory_of_token_files_is_read_as_tokens_and_a_mixed_one_is_refused() {
+    fn mixed_directories_are_refused() {
         let root = tree(&[("2.bin", b""), ("1.bin", b"")]);
         let expected = ["1.bin", "2.bin"].map(|name| root.path().join(name)).to_vec();
         assert_eq!(DataFiles::of_path(root.path()).unwrap().files, Files::Tokens(expected));
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_empty_or_no_file_is_named() {
+    fn missing_and_empty_paths_are_refused() {
         let root = tree(&[]);
         assert!(message(DataFiles::of_path(root.path())).contains("holds no files"));
         let missing = message(DataFiles::of_path(&root.path().join("nowhere")));
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn the_workspace_is_found_from_below_and_only_its_sources_are_read() {
+    fn workspace_sources_are_found_from_below() {
         let root = tree(&[
             ("Cargo.toml", b"[workspace]\nmembers = [\"a\"]\n"),
             ("Cargo.lock", b""),
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_workspace_the_way_out_is_data() {
+    fn missing_workspace_suggests_data() {
         let root = tree(&[("Cargo.toml", b"[package]\n")]);
         assert!(message(DataFiles::of_workspace(root.path())).contains("Pass --data PATH"));
     }

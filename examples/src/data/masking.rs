@@ -144,7 +144,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn sequences_are_masked_the_same_by_themselves_and_together(
+        fn masking_does_not_depend_on_batching(
             first in any::<u64>(), sequences in 1..5_usize, seq_len in 1..40_usize,
         ) {
             let ids: Vec<u32> = (0..(sequences * seq_len) as u32).collect();
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_are_those_of_the_paper() {
+    fn shares_match_the_paper() {
         let ids = vec![1000; 1 << 18];
         let (inputs, targets) = MASKING.apply(3, 128, ids);
         let chosen: Vec<u32> =
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_seed_and_a_number_make_another_choice() {
+    fn masking_depends_on_seed_and_index() {
         let ids: Vec<u32> = (0..128).collect();
         let usual = MASKING.apply(0, 128, ids.clone());
         for (seed, first) in [(43, 0), (42 + (1 << 32), 0), (42, 1), (42, 1 << 32)] {
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn the_mask_token_is_given_or_the_tokenizer_s() {
+    fn mask_token_is_given_or_from_the_tokenizer() {
         let dir = tempfile::tempdir().unwrap();
         let model = Some(dir.path());
         let find = |given| mask_token(given, model, &Text::new(model).unwrap(), 20).map_err(|error| error.to_string());

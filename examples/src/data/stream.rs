@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn each_comes_once() {
+    fn permutation_is_bijective() {
         for len in (0..70).chain([1000, 1 << 12, (1 << 12) + 1]) {
             for seed in 0..3 {
                 let mut order = order(len, seed, 1);
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn seeds_and_epochs_are_different_orders() {
+    fn order_depends_on_seed_and_epoch() {
         let first = order(100, 7, 0);
         assert_eq!(first, order(100, 7, 0));
         assert_ne!(first, (0..100).collect::<Vec<_>>());
@@ -132,7 +132,7 @@ mod tests {
 
     /// Over many epochs, every item is in each place equally often.
     #[test]
-    fn every_place_is_as_likely() {
+    fn places_are_uniform() {
         let (len, epochs) = (12, 12_000);
         let mut counts = vec![0f64; 12];
         for epoch in 0..epochs {

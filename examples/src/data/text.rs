@@ -202,7 +202,7 @@ pub(super) mod tests {
     }"#;
 
     #[test]
-    fn bytes_come_back_as_text_that_can_not_control_a_terminal() {
+    fn decoded_bytes_are_safe_to_print() {
         let text = Text::new(None).unwrap();
         assert!(text.is_bytes());
         assert_eq!(text.decode(&text.encode("Grüße\t1\n").unwrap()).unwrap(), "Grüße\t1\n");
@@ -210,7 +210,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_model_without_tokenizer_reads_bytes() {
+    fn bytes_without_a_tokenizer() {
         let model = tempfile::tempdir().unwrap();
         let text = Text::new(Some(model.path())).unwrap();
         assert_eq!(text.encode("ab").unwrap(), [97, 98]);
@@ -218,7 +218,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_model_s_tokenizer_is_used_and_never_cuts() {
+    fn tokenizer_does_not_truncate() {
         let model = tempfile::tempdir().unwrap();
         fs::write(model.path().join("tokenizer.json"), TOKENIZER).unwrap();
         let text = Text::new(Some(model.path())).unwrap();
@@ -231,7 +231,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_broken_tokenizer_is_named() {
+    fn broken_tokenizer_is_refused() {
         let model = tempfile::tempdir().unwrap();
         fs::write(model.path().join("tokenizer.json"), "{}").unwrap();
         let error = format!("{:#}", Text::new(Some(model.path())).err().unwrap());
@@ -239,7 +239,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn pieces_end_at_newlines_or_else_at_characters() {
+    fn pieces_end_at_newlines_or_characters() {
         assert_eq!(pieces("ab\ncd\nef", 6), ["ab\ncd\n", "ef"]);
         assert_eq!(pieces("ab\ncd\nef", 4), ["ab\n", "cd\n", "ef"]);
         assert_eq!(pieces("äöü", 5), ["äö", "ü"]);

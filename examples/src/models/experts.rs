@@ -171,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tokens_find_their_outputs() {
+    fn outputs_return_to_their_tokens() {
         let rows = [vec![0.1, 0.6, 0.0, 0.3], vec![0.5, 0.5, 0.0, 0.0], vec![0.3, 0.0, 0.0, 0.7]];
         let choice = Choice::largest(&rows, 4, 2);
         assert_eq!(choice.experts, [1, 3, 0, 1, 3, 0]);
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn an_even_choice_is_the_least_loss() {
+    fn even_load_has_the_lowest_loss() {
         let load = |counts: [f32; 2], sums: [f32; 2]| Tensor::new(&[counts, sums], &Device::Cpu).unwrap();
         let loss = |load: &[Tensor]| balance(load, 4).unwrap().unwrap().to_scalar::<f32>().unwrap();
         assert_eq!(loss(&[load([2., 2.], [2., 2.])]), 1.);

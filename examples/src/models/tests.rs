@@ -19,7 +19,7 @@ fn model(config: &str, activation_checkpoint: bool) -> (ShardedVarMap, FsdpModul
 }
 
 #[test]
-fn patterns_of_blocks_that_mean_none_are_refused() {
+fn unmatched_block_patterns_are_refused() {
     let (decoder, gpt2) = (
         r#"{"model_type": "llama", "hidden_size": 8, "intermediate_size": 7, "num_hidden_layers": 2,
             "num_attention_heads": 4, "vocab_size": 11, "max_position_embeddings": 16}"#,
@@ -60,7 +60,7 @@ fn learns(vars: &ShardedVarMap, model: &FsdpModule<LanguageModel>, batches: &[Ba
 
 /// Packed documents give the loss and gradients of separate ones, with and without activation checkpointing.
 #[test]
-fn packed_documents_are_learnt_as_if_each_were_alone() {
+fn packed_documents_learn_like_separate_ones() {
     let gpt2 = r#"{"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "n_positions": 16, "vocab_size": 11,
         "initializer_range": 0.5}"#;
     let of = |name: &str, more: &str| {
@@ -130,7 +130,7 @@ fn packed_documents_are_learnt_as_if_each_were_alone() {
 
 /// The load-balancing loss counts data tokens only.
 #[test]
-fn experts_are_as_busy_without_padding() {
+fn expert_load_excludes_padding() {
     let config = r#"{"model_type": "mixtral", "hidden_size": 8, "intermediate_size": 7, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "vocab_size": 11, "initializer_range": 0.5,
         "num_local_experts": 3, "num_experts_per_tok": 2, "output_router_logits": true, "router_aux_loss_coef": 10.0}"#;
@@ -173,7 +173,7 @@ fn experts_are_as_busy_without_padding() {
 }
 
 #[test]
-fn sizes_are_those_of_the_model_that_is_built() {
+fn sizes_match_the_built_model() {
     let gpt2 = r#"{"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 3, "n_positions": 16, "vocab_size": 11"#;
     let llama = r#"{"model_type": "llama", "hidden_size": 8, "intermediate_size": 7, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "vocab_size": 13, "pad_token_id": null"#;

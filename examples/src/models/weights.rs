@@ -75,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn other_weights_have_another_fingerprint() {
+    fn fingerprints_differ_for_other_weights() {
         let root = tempfile::tempdir().unwrap();
         let world = World::single().unwrap();
         let print = |name: &str, fqn: &str, change: Option<usize>| {
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn norms_are_found_under_both_names() {
+    fn norms_have_old_and_new_names() {
         let dir = tempfile::tempdir().unwrap();
         let of = |name: &str, value| TensorShard::whole(name, &[1], Arc::new(Buffer::F32(vec![value])));
         let saved = [("a.LayerNorm.gamma", 1.), ("a.LayerNorm.beta", 2.), ("b.LayerNorm.weight", 3.), ("gamma", 4.)];

@@ -95,7 +95,7 @@ mod tests {
     const LONG: Duration = Duration::from_millis(20);
 
     #[test]
-    fn a_wait_counts_once_and_what_runs_elsewhere_is_hidden() {
+    fn waits_count_once() {
         let clock = Clock::of_this_thread();
         let layers = tracing_subscriber::registry().with(clock.clone().with_filter(filter_fn(is_counted)));
         let _traced = tracing::subscriber::set_default(layers);

@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn the_configuration_says_what_peft_asks_for() {
+    fn peft_configuration_is_complete() {
         let (q, k, other) = ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj", "layers.1.q_proj");
         let all = config(&[q], &[q, k]);
         assert_eq!(
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_is_none_or_has_more_than_plain_adapters_is_refused() {
+    fn unsupported_adapters_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         let refused = |text: Option<&str>| {
             let file = dir.path().join(PEFT_CONFIG);
@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_with_more_than_adapters_is_refused() {
+    fn files_with_other_tensors_are_refused() {
         let world = World::single().unwrap();
         let root = tempfile::tempdir().unwrap();
         let layer = "base_model.model.model.layers.0.self_attn.q_proj";

@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn needs_follow_from_model_batch_and_ranks() {
+    fn memory_depends_on_model_batch_and_ranks() {
         let one = total(&[], 1);
         // Five million parameters with a gradient and two moments.
         assert!((80e6..120e6).contains(&one), "{one}");
@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_of_every_order_can_be_read() {
+    fn large_sizes_are_formatted() {
         assert_eq!(Bytes(f64::from(1 << 30)).to_string(), "1.00 GiB");
         assert_eq!(Bytes(3e30).to_string(), "3.0e30 bytes");
         assert_eq!((Count(1e6).to_string(), Count(1e40).to_string()), ("1,000,000".into(), "1.0e40".into()));

@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn an_example_goes_to_the_first_sequence_that_has_room() {
+    fn examples_go_to_the_first_sequence_with_room() {
         let packed = packed(&[3, 3, 1, 4, 1, 2], 5, true, None);
         assert_eq!(sequences(&packed, 0), [vec![0, 2, 4], vec![1, 5], vec![3]]);
         // The oldest of more than 64 open sequences is closed.
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_have_documents_and_learn_what_is_to_be_learnt() {
+    fn rows_have_documents_and_targets() {
         let packed = packed(&[3, 1], 6, true, None);
         let (epoch, sequence) = packed.place(0, 0).unwrap();
         let (mut inputs, mut targets) = (vec![], vec![]);
@@ -256,14 +256,14 @@ mod tests {
     }
 
     #[test]
-    fn without_packing_each_has_a_sequence() {
+    fn unpacked_examples_have_their_own_sequence() {
         let packed = packed(&[3, 1, 5], 5, false, None);
         assert_eq!(sequences(&packed, 0), [vec![0], vec![1], vec![2]]);
         assert_eq!(packed.count(), 3);
     }
 
     #[test]
-    fn every_epoch_has_every_example_once_in_another_order() {
+    fn every_epoch_has_every_example_once() {
         let slots: Vec<usize> = (0..300).map(|i| 1 + i * 7 % 11).collect();
         let packed = packed(&slots, 16, true, Some(3));
         let orders: Vec<Vec<u32>> = (0..3).map(|epoch| sequences(&packed, epoch).concat()).collect();
@@ -279,7 +279,7 @@ mod tests {
 
     /// A run that starts at any position reads the same as an uninterrupted one.
     #[test]
-    fn any_position_is_found_from_anywhere() {
+    fn any_position_can_be_located() {
         let slots: Vec<usize> = (0..40).map(|i| 1 + i * 5 % 9).collect();
         let make = || packed(&slots, 12, true, Some(1));
         let whole = make();
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn examples_that_do_not_fit_are_refused() {
+    fn too_long_examples_are_refused() {
         let options = PackingOptions { packing: true, shuffle: None };
         let error = Packed::new(examples(&[3, 5]), 4, options).err().unwrap().to_string();
         assert!(error.contains("6 tokens does not fit into sequences of 4"), "{error}");

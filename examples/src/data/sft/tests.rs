@@ -74,7 +74,7 @@ fn message(examples: anyhow::Result<Examples>) -> String {
 }
 
 #[test]
-fn templates_write_what_transformers_writes() {
+fn templates_match_transformers() {
     let cases: Vec<BTreeMap<String, Value>> =
         serde_json::from_str(&fs::read_to_string(recorded("recorded.json")).unwrap()).unwrap();
     assert!(cases.len() > 40);
@@ -112,7 +112,7 @@ const TWO: &str = r#"{"messages": [{"role": "user", "content": "Hi"}, {"role": "
     {"role": "user", "content": "And you?"}, {"role": "assistant", "content": "Fine"}]}"#;
 
 #[test]
-fn what_the_assistant_says_is_learnt_with_what_ends_it() {
+fn turns_include_their_end_token() {
     for (name, end) in
         [("chatml", "<|im_end|>"), ("llama3", "<|eot_id|>"), ("gemma", "<end_of_turn>"), ("generation", "<|im_end|>")]
     {
@@ -128,7 +128,7 @@ fn what_the_assistant_says_is_learnt_with_what_ends_it() {
 }
 
 #[test]
-fn a_model_without_template_has_the_built_in_format() {
+fn built_in_format_without_template() {
     let reader = Reader::new(None);
     let Marked { text, .. } = reader.read(TWO).unwrap();
     assert_eq!(text, "user:\nHi\0\nassistant:\nHello.\0\nuser:\nAnd you?\0\nassistant:\nFine\0\n");
@@ -138,7 +138,7 @@ fn a_model_without_template_has_the_built_in_format() {
 }
 
 #[test]
-fn templates_are_found_where_transformers_looks() {
+fn templates_are_found_like_transformers() {
     let dir = model(None);
     let config = dir.path().join("tokenizer_config.json");
     let learnt = || Reader::new(Some(dir.path())).learnt(TWO);
@@ -165,7 +165,7 @@ fn templates_are_found_where_transformers_looks() {
 }
 
 #[test]
-fn the_end_may_be_known_by_its_id_alone() {
+fn end_token_may_be_given_by_id() {
     let dir = model(None);
     fs::remove_file(dir.path().join("tokenizer_config.json")).unwrap();
     let text = Text::new(Some(dir.path())).unwrap();
@@ -179,7 +179,7 @@ fn the_end_may_be_known_by_its_id_alone() {
 }
 
 #[test]
-fn lines_that_are_no_examples_are_told_what_they_are() {
+fn bad_lines_are_refused() {
     let reader = Reader::new(None);
     let empty = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]}"#;
     for (line, parts) in [
@@ -210,7 +210,7 @@ fn lines_that_are_no_examples_are_told_what_they_are() {
 }
 
 #[test]
-fn a_template_that_looks_ahead_must_mark_what_is_learnt() {
+fn templates_that_look_ahead_need_marks() {
     // This template shortens messages before the last question.
     let forgets = "{% for m in messages %}[{{ m.role }}]\
                    {{ m.content if loop.index0 >= messages | length - 2 else '..' }}{% endfor %}\
@@ -230,7 +230,7 @@ fn a_template_that_looks_ahead_must_mark_what_is_learnt() {
 
 /// Noncharacters and tags inside messages are plain text.
 #[test]
-fn no_text_marks_what_is_learnt() {
+fn text_can_not_act_as_a_mark() {
     let dir = model_of("generation");
     let own = model(Some(
         "{% macro turn(m) %}[{% generation %}{{ m.content }}{% endgeneration %}]{% endmacro %}\
@@ -268,7 +268,7 @@ fn no_text_marks_what_is_learnt() {
 }
 
 #[test]
-fn a_file_that_is_no_template_is_told_where() {
+fn bad_templates_are_refused() {
     let dir = model(Some("{{ bos_token }}\n{% for message in messages %}"));
     let error = message(load(dir.path(), "{}", Some(dir.path()), 9));
     assert!(error.contains("chat_template.jinja is not a valid Jinja template") && error.contains("line "), "{error}");
@@ -287,7 +287,7 @@ fn shown(examples: &Examples, index: usize) -> (Vec<u32>, usize) {
 }
 
 #[test]
-fn completions_end_with_the_end_and_special_tokens_come_once() {
+fn completions_have_special_tokens_once() {
     let dir = model(None);
     let text = Text::new(Some(dir.path())).unwrap();
     let [begin, end] = ["<s>", "</s>"].map(|token| text.id_of(token).unwrap());
@@ -333,7 +333,7 @@ fn completions_end_with_the_end_and_special_tokens_come_once() {
 }
 
 #[test]
-fn long_examples_are_cut_and_those_with_nothing_left_are_dropped() {
+fn long_examples_are_cut_or_dropped() {
     let dir = tempfile::tempdir().unwrap();
     let line =
         |prompt: &str, completion: &str| format!("{{\"prompt\": \"{prompt}\", \"completion\": \"{completion}\"}}\n");
@@ -363,7 +363,7 @@ fn long_examples_are_cut_and_those_with_nothing_left_are_dropped() {
 }
 
 #[test]
-fn files_without_examples_and_their_lines_are_named() {
+fn files_without_examples_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     for content in ["", "\n  \n"] {
         let error = message(load(dir.path(), content, None, 9));
@@ -387,7 +387,7 @@ fn files_without_examples_and_their_lines_are_named() {
 
 /// Some editors write a byte order mark. It is skipped on the first line alone.
 #[test]
-fn a_byte_order_mark_at_the_start_of_a_file_is_passed_over() {
+fn byte_order_mark_is_skipped() {
     let dir = tempfile::tempdir().unwrap();
     let line = "{\"prompt\": \"a\", \"completion\": \"b\"}\n";
     let want = load(dir.path(), line, None, 9).unwrap().checksum();
@@ -398,7 +398,7 @@ fn a_byte_order_mark_at_the_start_of_a_file_is_passed_over() {
 }
 
 #[test]
-fn the_checksum_knows_tokens_masks_and_borders() {
+fn checksum_covers_tokens_masks_and_ends() {
     let sums: Vec<u64> = [
         &[(&[1u32, 2, 3][..], &[false, true, true][..])][..],
         &[(&[1, 2, 3], &[false, false, true])],
@@ -414,7 +414,7 @@ fn the_checksum_knows_tokens_masks_and_borders() {
 proptest! {
     /// Whatever a line holds, it is read or refused.
     #[test]
-    fn no_line_makes_it_panic(line in "\\PC{0,80}", content in "\\PC*", role in "user|assistant|system|x") {
+    fn no_line_panics(line in "\\PC{0,80}", content in "\\PC*", role in "user|assistant|system|x") {
         let reader = Reader::new(None);
         let _ = reader.read(&line);
         let says = |role: &str| serde_json::json!({ "role": role, "content": content });

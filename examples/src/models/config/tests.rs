@@ -24,7 +24,7 @@ fn family(name: &str, more: &str) -> DecoderConfig {
 }
 
 #[test]
-fn llama3_frequencies_are_transformers() {
+fn llama3_frequencies_match_transformers() {
     let config = decoder(&llama(&format!(r#""head_dim": 128, "rope_theta": 500000.0, "rope_scaling": {LLAMA3}"#)));
     let (frequencies, factor, long) = config.rope.frequencies();
     assert_eq!((frequencies.len(), factor, long), (64, 1., None));
@@ -43,7 +43,7 @@ fn llama3_frequencies_are_transformers() {
 
 /// Values of transformers' `ROPE_INIT_FUNCTIONS`.
 #[test]
-fn other_frequencies_are_transformers() {
+fn other_frequencies_match_transformers() {
     let rope = |more: &str| {
         let text =
             format!(r#""head_dim": 8, "rope_theta": 100.0, "max_position_embeddings": 256, "rope_scaling": {more}"#);
@@ -77,7 +77,7 @@ fn other_frequencies_are_transformers() {
 }
 
 #[test]
-fn both_names_of_the_rotary_embedding_may_be_there() {
+fn old_and_new_rope_fields_may_both_exist() {
     let both =
         decoder(&llama(r#""rope_parameters": {"type": "linear", "factor": 2.0}, "rope_scaling": {"type": "default"}"#));
     assert_eq!((both.rope.theta, both.rope.frequencies().0[0]), (10000., 0.5));
@@ -86,7 +86,7 @@ fn both_names_of_the_rotary_embedding_may_be_there() {
 }
 
 #[test]
-fn gemma3_has_a_rotary_embedding_for_each_kind_of_layer() {
+fn gemma3_has_two_rotary_embeddings() {
     let thetas = |config: &DecoderConfig| (config.rope.theta, config.local_rope.as_ref().unwrap().theta);
     assert_eq!(thetas(&family("gemma3_text", "\"head_dim\": 2")), (1e6, 1e4));
     let old = r#""head_dim": 2, "rope_theta": 5.0, "rope_local_base_freq": 3.0,
@@ -102,7 +102,7 @@ fn gemma3_has_a_rotary_embedding_for_each_kind_of_layer() {
 }
 
 #[test]
-fn layers_have_the_windows_of_their_family() {
+fn windows_follow_the_family() {
     let windows = |name: &str, more: &str| {
         let text = format!(r#""num_key_value_heads": 2, "head_dim": 2, {more}"#);
         let config =
@@ -132,7 +132,7 @@ fn layers_have_the_windows_of_their_family() {
 }
 
 #[test]
-fn what_a_family_leaves_out_is_as_transformers_has_it() {
+fn defaults_match_transformers() {
     let gemma2 = family("gemma2", "\"num_key_value_heads\": 2");
     assert_eq!((gemma2.head_dim, gemma2.logit_softcap, gemma2.attention(1).softcap), (256, Some(30.), Some(50.)));
     assert_eq!((gemma2.attention(0).window, gemma2.attention(0).scale, gemma2.tied), (Some(4096), 1. / 16., true));
@@ -150,7 +150,7 @@ fn what_a_family_leaves_out_is_as_transformers_has_it() {
 
 /// Defaults of transformers' configuration classes, as PyTorch's `nn.Embedding` reads them.
 #[test]
-fn the_padding_row_is_transformers() {
+fn padding_row_matches_transformers() {
     let of = |name: &str, more: &str| {
         let text = llama(&format!("\"num_key_value_heads\": 2, \"moe_intermediate_size\": 2{more}"));
         let text =
@@ -187,7 +187,7 @@ fn the_padding_row_is_transformers() {
 }
 
 #[test]
-fn layers_with_experts_are_counted_as_they_are_asked_for() {
+fn expert_layers_follow_the_configuration() {
     for (step, dense, expected) in
         [(1, vec![], 8), (1, vec![0, 3, 3, 90], 6), (2, vec![0, 1], 3), (3, vec![5], 1), (9, vec![], 0)]
     {
@@ -202,7 +202,7 @@ fn layers_with_experts_are_counted_as_they_are_asked_for() {
 }
 
 #[test]
-fn what_gpt2_does_not_support_is_refused() {
+fn unsupported_gpt2_fields_are_refused() {
     let gpt2 = r#""model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 8, "vocab_size": 4"#;
     assert!(ModelConfig::parse(&format!("{{{gpt2}}}")).is_ok());
     for (name, bad, good) in [
@@ -225,7 +225,7 @@ fn bert(more: &str) -> anyhow::Result<ModelConfig> {
 }
 
 #[test]
-fn bert_is_as_transformers_has_it() {
+fn bert_matches_transformers() {
     let config = bert("\"hidden_dropout_prob\": 0.2").unwrap();
     assert_eq!(config.dropout(), Dropout { embedding: 0.2, attention: 0.1, hidden: 0.2 });
     let ModelConfig::Bert(config) = config else { panic!("not a BERT") };
@@ -239,7 +239,7 @@ fn bert_is_as_transformers_has_it() {
 }
 
 #[test]
-fn what_bert_does_not_support_is_refused() {
+fn unsupported_bert_fields_are_refused() {
     for (name, bad, good) in [
         ("is_decoder", "true", "false"),
         ("add_cross_attention", "true", "false"),
@@ -266,7 +266,7 @@ fn what_bert_does_not_support_is_refused() {
 }
 
 #[test]
-fn a_number_of_things_is_at_least_one() {
+fn zero_sizes_are_refused() {
     let gpt2 = |name: &str| {
         let fields = ["n_embd", "n_head", "n_layer", "n_positions", "n_inner", "vocab_size"];
         let fields = fields.map(|field| format!("\"{field}\": {}", if field == name { 0 } else { 2 }));
@@ -291,7 +291,7 @@ fn a_number_of_things_is_at_least_one() {
 
 /// Reading a configuration allocates nothing of its sizes.
 #[test]
-fn a_configuration_of_any_size_can_be_read() {
+fn huge_sizes_are_read() {
     let rope = LLAMA3;
     for huge in [format!(r#""head_dim": {}, "rope_scaling": {rope}"#, 1u64 << 62), format!(r#""head_dim": {}"#, 2)] {
         ModelConfig::parse(&llama(&huge).replace("\"vocab_size\": 4", "\"vocab_size\": 18446744073709551615")).unwrap();
@@ -299,7 +299,7 @@ fn a_configuration_of_any_size_can_be_read() {
 }
 
 #[test]
-fn both_ways_to_write_the_rotary_base_are_read() {
+fn rope_theta_is_read_in_both_places() {
     for rope in [r#""rope_theta": 500000.0"#, r#""rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}"#]
     {
         assert_eq!(decoder(&llama(rope)).rope.theta, 500000.);
@@ -307,7 +307,7 @@ fn both_ways_to_write_the_rotary_base_are_read() {
 }
 
 #[test]
-fn what_is_not_known_is_named() {
+fn unknown_values_are_refused() {
     let of = |name: &str, more: &str| {
         llama(&format!("\"num_key_value_heads\": 4, {more}")).replace("\"llama\"", &format!("\"{name}\""))
     };

@@ -240,7 +240,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_given_stands_in_place_of_the_table() {
+    fn flags_replace_the_table() {
         let device = |name, given| Device::new(name, Precision::Bf16, given);
         let h100 = device(DeviceName::H100Sxm, Given::default()).unwrap();
         assert_eq!((h100.flops, h100.memory), (989e12, Some(80e9)));
@@ -258,7 +258,7 @@ mod tests {
     const LINKS: Links = Links { intra: 100., inter: 10., latency: 0.5 };
 
     #[test]
-    fn rings_go_at_the_rate_of_their_narrowest_place() {
+    fn slowest_link_bounds_a_ring() {
         let mesh = |hosts, shard, replicate| Mesh { ranks_per_host: 8, hosts, shard, replicate };
         let rate = |mesh: Mesh| Ring::of_neighbours(&mesh, &LINKS, mesh.shard).rate;
         assert_eq!(rate(mesh(1, 8, 1)), 100.);
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ring_passes_on_all_but_its_own_share() {
+    fn ring_transfers_all_but_one_share() {
         let mesh = Mesh { ranks_per_host: 4, hosts: 1, shard: 4, replicate: 1 };
         let ring = Ring::of_neighbours(&mesh, &LINKS, 4);
         assert_eq!(ring.gather(400.), 3. * 0.5 + 3.);

@@ -290,7 +290,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn layers_multiply_what_the_model_counts() {
+    fn layer_products_match_the_model() {
         let golden = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden");
         let mut seen = 0;
         for dir in std::fs::read_dir(golden).unwrap() {
@@ -313,13 +313,13 @@ mod tests {
     }
 
     #[test]
-    fn a_window_bounds_what_a_token_sees() {
+    fn window_bounds_the_reach() {
         // 1, 2, 3, 4 positions; with a window 1, 2, 2, 2.
         assert_eq!((causal_reach(4, None), causal_reach(4, Some(2)), causal_reach(4, Some(9))), (2.5, 1.75, 2.5));
     }
 
     #[test]
-    fn llama_3_1_8b_is_as_published() {
+    fn llama_3_1_8b_matches_published_sizes() {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/llama-3.1-8b/config.json");
         let model = Model::new(&ModelConfig::from_file(&path).unwrap(), 8192).unwrap();
         assert_eq!(model.parameters(), 8_030_261_248.);

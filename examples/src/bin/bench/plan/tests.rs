@@ -64,7 +64,7 @@ fn llama_70b() -> tempfile::NamedTempFile {
 }
 
 #[test]
-fn errors_against_published_runs_are_those_of_the_docs() {
+fn errors_match_the_docs() {
     let large = llama_70b();
     let rows = published();
     assert_eq!(rows.len(), 5);
@@ -88,7 +88,7 @@ fn errors_against_published_runs_are_those_of_the_docs() {
 }
 
 #[test]
-fn state_is_sixteen_bytes_a_parameter_over_the_shards() {
+fn state_is_sixteen_bytes_per_parameter() {
     for (flags, shards) in [("--device h100-sxm", 8.), ("--device h100-sxm --hosts 16 --replicate 16", 8.)] {
         let memory::State { parameters, gradients, optimizer } = planned(flags).unwrap().memory.state;
         assert_eq!(parameters + gradients + optimizer, 16. * 8_030_261_248. / shards);
@@ -132,7 +132,7 @@ fn policies_trade_memory_for_communication() {
 }
 
 #[test]
-fn copies_are_worth_it_where_hosts_are_far_apart() {
+fn replicas_pay_off_over_slow_links() {
     let small = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/llama_tiny/config.json");
     let flags = "--device h100-sxm --hosts 16 --seq 32 --latency 1 --inter 0.001 --reduce-dtype bf16";
     let best = planned_with(small, flags).unwrap().best[0];
@@ -147,7 +147,7 @@ fn copies_are_worth_it_where_hosts_are_far_apart() {
 }
 
 #[test]
-fn the_best_is_as_fast_as_any_and_takes_least() {
+fn best_choice_is_fast_and_small() {
     let report = planned("--framework pytorch --device h100-sxm --hosts 16 --seq 4096 --top 60000").unwrap();
     let best = report.best[0];
     let fastest = report.best.iter().map(|choice| choice.tokens_per_s_per_rank).fold(0., f64::max);
@@ -158,7 +158,7 @@ fn the_best_is_as_fast_as_any_and_takes_least() {
 }
 
 #[test]
-fn what_cannot_be_is_refused_in_words() {
+fn impossible_plans_are_refused() {
     for (flags, words) in [
         ("--device h100-sxm --replicate 3", "--replicate 3 must divide the 8 ranks"),
         ("--device h100-sxm --replicate 16", "--replicate 16 must divide the 8 ranks"),
@@ -178,7 +178,7 @@ fn what_cannot_be_is_refused_in_words() {
 }
 
 #[test]
-fn a_plan_can_be_read() {
+fn plan_is_printed() {
     let flags = "--framework pytorch --device h100-sxm --hosts 16 --replicate 16 --batch 2 --seq 4096";
     let words = ["plan", "--model", CONFIG].into_iter().chain(flags.split(' '));
     let Cli { args } = Cli::try_parse_from(words).unwrap();

@@ -276,12 +276,12 @@ mod tests {
     }
 
     #[test]
-    fn without_communication_a_step_is_its_compute() {
+    fn step_without_communication_is_compute() {
         assert_eq!(step(unit(1., 0., 0.), &[unit(2., 0., 0.); 3]), (3. * 7., vec![0.; 4]));
     }
 
     #[test]
-    fn fast_links_show_only_at_the_ends() {
+    fn fast_links_are_exposed_only_at_the_ends() {
         let root = Unit { gather_backward: 0., ..unit(10., 1., 1.) };
         let (end, exposed) = step(root, &[unit(10., 1., 1.); 4]);
         // The root's gather, the first block's gather after it, and the root's reduction after the first block's.
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn slow_links_are_what_a_step_takes() {
+    fn slow_links_bound_the_step() {
         let (end, exposed) = step(Unit::default(), &[unit(1., 10., 10.); 4]);
         // Eight gathers and four reductions, and the exposed compute: the last forward and the first backward.
         assert!((120. ..=120. + 1. + 2. + 2. * 4.).contains(&end), "{end}");
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn sums_over_copies_go_beside_those_over_shards() {
+    fn replica_sums_overlap_with_shard_sums() {
         let block = Unit { all_reduce: 5., ..unit(10., 1., 1.) };
         let (with, _) = step(Unit::default(), &[block; 4]);
         let (without, _) = step(Unit::default(), &[unit(10., 1., 1.); 4]);
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn parameters_that_stay_are_gathered_once() {
+    fn kept_parameters_are_gathered_once() {
         let stays = Unit { gather_backward: 0., ..unit(1., 10., 0.) };
         assert_eq!(step(Unit::default(), &[stays; 4]).0, 40. + 1. + 8.);
     }
