@@ -178,7 +178,7 @@ mod tests {
         fs::write(root.path().join("input.txt"), "x").unwrap();
         let message = message(DataFiles::of_path(root.path()));
         assert!(
-            message.contains("1.bin") && message.contains("input.txt") && message.contains("pass the file you mean"),
+            message.contains("1.bin") && message.contains("input.txt") && message.contains("pass one file"),
             "{message}"
         );
     }
@@ -186,7 +186,7 @@ mod tests {
     #[test]
     fn missing_and_empty_paths_are_refused() {
         let root = tree(&[]);
-        assert!(message(DataFiles::of_path(root.path())).contains("holds no files"));
+        assert!(message(DataFiles::of_path(root.path())).contains("holds no visible files"));
         let missing = message(DataFiles::of_path(&root.path().join("nowhere")));
         assert!(missing.contains("nowhere") && missing.contains("No such file"), "{missing}");
         assert!(message(DataFiles::of_path(Path::new("/dev/null"))).contains("neither a file nor a directory"));

@@ -34,12 +34,7 @@ fn refuses_unsupported_sizes_and_models() {
                 "leave it out",
             ],
         ),
-        (
-            "llama_tp_tied_tiny",
-            4,
-            "--tensor-parallel 4",
-            &["num_key_value_heads = 2; their common divisors are 2"],
-        ),
+        ("llama_tp_tied_tiny", 4, "--tensor-parallel 4", &["num_key_value_heads = 2; their common divisors are 2"]),
         (
             "qwen3_moe_tiny",
             3,
@@ -64,12 +59,7 @@ fn refuses_unsupported_sizes_and_models() {
             "--tensor-parallel 2 --sequence-parallel --seq-len 31",
             &["--seq-len 31", "2 processes of --tensor-parallel", "a multiple of 2, or leave out --sequence-parallel"],
         ),
-        (
-            "llama_tp_tiny",
-            2,
-            "--sequence-parallel",
-            &["--sequence-parallel has no effect without --tensor-parallel"],
-        ),
+        ("llama_tp_tiny", 2, "--sequence-parallel", &["--sequence-parallel has no effect without --tensor-parallel"]),
         (
             "phi3_tiny",
             2,

@@ -161,7 +161,7 @@ fn templates_are_found_like_transformers() {
     let text = Text::new(Some(dir.path())).unwrap();
     let specials = Specials::new(Some(dir.path()), &text).unwrap();
     let error = format!("{:#}", Template::new(Some(dir.path()), &specials).err().unwrap());
-    assert!(error.contains("nor a list with one named default") && error.contains("chat_template.jinja"), "{error}");
+    assert!(error.contains("nor a list with an entry named default") && error.contains("chat_template.jinja"), "{error}");
 }
 
 #[test]
@@ -373,7 +373,7 @@ fn files_without_examples_are_refused() {
     let error = message(load(dir.path(), &format!("{good}\n{{\"a\": 1}}"), None, 9));
     assert!(error.contains("chat.jsonl, line 3: it has the keys \"a\""), "{error}");
     let error = message(load(dir.path(), &format!("{}nothing", good.repeat(600)), None, 9));
-    assert!(error.contains("chat.jsonl, line 601: it is no JSON object"), "{error}");
+    assert!(error.contains("chat.jsonl, line 601: it is not a JSON object"), "{error}");
     let error = message(load(dir.path(), "{\"prompt\": \"\", \"completion\": \"\\u0000\"}", None, 9));
     assert!(error.contains("line 1: no token of it is to be learnt"), "{error}");
     let model = model(None);
@@ -394,7 +394,7 @@ fn byte_order_mark_is_skipped() {
     assert_eq!(load(dir.path(), &format!("\u{feff}{line}"), None, 9).unwrap().checksum(), want);
     assert_eq!(load(dir.path(), &format!("\u{feff}\n{line}"), None, 9).unwrap().checksum(), want);
     let error = message(load(dir.path(), &format!("{line}\u{feff}{line}"), None, 9));
-    assert!(error.contains("chat.jsonl, line 2: it is no JSON object"), "{error}");
+    assert!(error.contains("chat.jsonl, line 2: it is not a JSON object"), "{error}");
 }
 
 #[test]

@@ -98,7 +98,7 @@ fn gemma3_has_two_rotary_embeddings() {
         "sliding_attention": {"rope_theta": 9.0}}"#;
     assert_eq!(thetas(&family("gemma3_text", new)), (7., 9.));
     let error = ModelConfig::parse(&llama(new)).unwrap_err().to_string();
-    assert!(error.contains("not supported but for gemma3_text"), "{error}");
+    assert!(error.contains("supported for gemma3_text only"), "{error}");
 }
 
 #[test]
