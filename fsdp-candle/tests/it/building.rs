@@ -1,5 +1,5 @@
-//! Building units: what a builder of Candle's own does, errors inside the closure, sizes that can't be, modules that
-//! are cloned and printed.
+//! Building units: Candle's own builders, errors inside the closure, impossible sizes, modules that are cloned and
+//! printed.
 
 use std::collections::HashMap;
 
@@ -27,7 +27,7 @@ fn refuses_candles_own_builders() {
         HashMap::from([("a.weight".to_string(), ones(&[4, 4])), ("a.bias".to_string(), ones(&[4]))])
     };
     candle_core::safetensors::save(&tensors(), &file).unwrap();
-    // SAFETY: nobody changes the file meanwhile.
+    // SAFETY: nothing changes the file while it is mapped.
     #[allow(unsafe_code)]
     let mapped = unsafe { VarBuilder::from_mmaped_safetensors(&[&file], DType::F32, &device) }.unwrap();
     let other = vars(&world);
@@ -43,7 +43,7 @@ fn refuses_candles_own_builders() {
         for words in ["unit `a`", "vars.builder(dtype)", "Pretrained::open", "from_mmaped_safetensors"] {
             assert!(text.contains(words), "{what}: {words:?} in {text}");
         }
-        // The root too, when its units are right.
+        // The root fails too, when its units were built.
         let vb = (vars.builder(DType::F32), vb);
         let block = fully_shard(&opts, vb.0.pp("block"), |vb| nn::linear(4, 4, vb)).unwrap();
         refused(
@@ -83,7 +83,7 @@ fn build_errors_have_unit_and_cause() {
     assert_eq!(unit, "model");
     let text = cause.to_string();
     assert!(text.contains("unit `model.block`") && text.contains("no such layer"), "{text}");
-    // A layer that computes on its weights before they are there.
+    // A layer that computes with its weights while it is built.
     refused(
         fully_shard(&opts, vb.pp("scaled"), |vb| vb.get((2, 2), "weight")? * 2.),
         &["unit `scaled`", "compute on them in forward"],
@@ -108,7 +108,7 @@ fn refuses_sizes_larger_than_memory() {
     assert!(vars.params().is_empty());
 }
 
-/// What every author of a Candle model writes.
+/// What authors of Candle models derive.
 #[derive(Clone, Debug)]
 struct Model {
     blocks: Vec<FsdpModule<nn::Linear>>,
@@ -137,7 +137,7 @@ fn clones_share_one_model() {
         }
         let clone = model.clone();
         assert_close(&gradients(&vars, &clone.backward(&loss_of(&clone, &x)).unwrap()), &want, 0.);
-        // Both in one loss: the gradients of all uses add up.
+        // Both in one loss: the gradients of all uses are added.
         let both = (loss_of(&model, &x) + loss_of(&clone, &x)).unwrap();
         assert_close(&gradients(&vars, &model.backward(&both).unwrap()), &times(&want, 2.), 1e-5);
         drop(model);

@@ -1,5 +1,4 @@
-//! What users rely on beside the numbers: errors that name the parameter, units that recover, graphs that report what
-//! they lost.
+//! Contracts other than numbers: errors that name the parameter, units that recover, reports of cut graphs.
 
 use crate::common::{alone, assert_close, batch, gradients, loss_of, ranks, refused, sharded, vars};
 use candle_core::{DType, Module, Tensor};
@@ -137,7 +136,7 @@ fn candles_error_for_a_sharded_weight() {
     let vb = vars.builder(DType::F32);
     let unit = fully_shard(&FullyShard::new(&vars), vb, |vb| candle_nn::linear(4, 4, vb)).unwrap();
     let text = error(unit.inner().forward(&batch(0, 4)));
-    // The crate's documentation cites it.
+    // Cited by the crate's documentation.
     assert!(text.contains("dtype mismatch in matmul, lhs: F32, rhs: F4"), "{text}");
 }
 
@@ -176,7 +175,7 @@ fn captured_tensors_keep_frozen_parameters() {
             let vb = vars.builder(DType::F32);
             let opts = FullyShard::new(&vars).reshard_after_forward(fsdp_candle::ReshardAfterForward::Always);
             let before = fully_shard(&opts, vb.pp("before"), |vb| nn::linear(4, 4, vb)).unwrap();
-            // Candle's own layers: their frozen weights are in no hook's sight.
+            // Candle's own layers, whose frozen weights no hook observes.
             let unit = fully_shard(&opts, vb.pp("unit"), |vb| {
                 Ok((candle_nn::linear(4, 4, vb.pp("frozen"))?, nn::linear(4, 4, vb.pp("trained"))?))
             });
@@ -190,7 +189,7 @@ fn captured_tensors_keep_frozen_parameters() {
                     let y = (frozen.forward(&frozen.forward(a)?)? + trained.forward(&frozen.forward(b)?.sqr()?)?)?;
                     y + frozen.forward(&a.sqr()?)?
                 };
-                // In both orders; the other tensor comes from before the unit.
+                // In both orders. The other tensor is computed before the unit.
                 let first = match captured {
                     true => unit.call_with(h.sin()?, |m, a| both(m, &a, &h))?,
                     false => unit.call(|m| both(m, &h.sin()?, &h))?,

@@ -1,5 +1,5 @@
-//! Ranks that use different parameters: an error on all of them that says which, or with
-//! `set_reduce_scatter_unused_params` the right gradients.
+//! Ranks that use different parameters: an error on every rank that names the parameters, or with
+//! `set_reduce_scatter_unused_params` the correct gradients.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::common::{WIDTH, assert_close, batch, gradients, journal, ranks, round
 
 const ADVICE: &str = "call `set_reduce_scatter_unused_params(true, Recurse::Yes)` of the root on every rank";
 
-/// One unit: a body, and heads of one shape of which each rank chooses.
+/// One unit: a body, and heads of the same shape from which each rank chooses.
 type Heads = FsdpModule<(nn::Linear, Vec<nn::Linear>)>;
 
 fn heads(opts: &FullyShard, vars: &ShardedVarMap, dtype: DType) -> Heads {
@@ -24,7 +24,7 @@ fn heads(opts: &FullyShard, vars: &ShardedVarMap, dtype: DType) -> Heads {
     .unwrap()
 }
 
-/// The loss of some heads; the others are in it with the factor 0 where `all`.
+/// The loss of some heads; with `all` the other heads are in it with a factor of 0.
 fn loss(model: &Heads, x: &Tensor, chosen: &[usize], all: bool) -> Tensor {
     let x = x.to_dtype(model.params()[0].dtype()).unwrap();
     let loss = model.call(|(body, heads)| {
@@ -62,7 +62,7 @@ fn different_parameters_are_errors_on_every_rank() {
                 let loss = loss(&model, &batch(world.rank(), WIDTH), &[world.rank() % 2], false);
                 model.backward(&loss).unwrap_err().to_string()
             });
-            // Over pairs of shards both replicas have both heads.
+            // With pairs of shards, both replicas hold both heads.
             for error in errors {
                 assert!(error.contains("FSDP unit `(root)`: ") && error.contains(" of 4 parameters failed"), "{error}");
                 assert!(error.contains("unit `(root)`: body.weight, a.weight; "), "{error}");
@@ -91,7 +91,7 @@ fn reduces_unused_parameters_and_names_them() {
                 let whole = |vars: &ShardedVarMap, model: &Heads, loss: &Tensor| {
                     let mut grads = model.backward(loss).unwrap();
                     for param in vars.trainable() {
-                        // Candle has no kernel for a shard of no elements.
+                        // Candle has no kernel for an empty shard.
                         let grad = match param.region().is_empty() {
                             true => Tensor::zeros(&param.region().sizes[..], DType::F32, &Device::Cpu),
                             false => shard_of_gradient(&param, &grads).to_dtype(DType::F32),
@@ -120,8 +120,8 @@ fn parameters_used_in_an_earlier_backward_are_not_named() {
         model.set_reduce_scatter_unused_params(true, Recurse::Yes);
         let x = batch(world.rank(), WIDTH);
         let run = |chosen: &[usize]| drop(model.backward(&loss(&model, &x, chosen, false)).unwrap());
-        // The head `b` is used by rank 3 alone: once in a backward that reduces nothing, once in one that reduces over
-        // shards alone, and once in one that waits for nothing.
+        // Only rank 3 uses the head `b`: in a backward without a reduction, in one that reduces over shards only, and
+        // in one that is not the last.
         let chosen: &[usize] = if world.rank() == 3 { &[0, 1] } else { &[0] };
         let switches: [fn(&Heads, bool); 3] = [
             |model, on| model.set_requires_gradient_sync(on, Recurse::Yes),
@@ -142,7 +142,7 @@ fn parameters_used_in_an_earlier_backward_are_not_named() {
 
 #[test]
 fn different_experts() {
-    /// A unit with a gate, and experts of two weights each of which a rank runs those that its tokens go to.
+    /// A unit with a router and experts of two weights. A rank runs the experts to which it routes its tokens.
     struct Experts(nn::Linear, Vec<(nn::Linear, nn::Linear)>);
     const EXPERTS: usize = 6;
     let build = |opts: &FullyShard, vars: &ShardedVarMap| {
@@ -196,7 +196,7 @@ fn different_experts() {
             let want = gradients(&all_vars, &all.backward(&run(&all, world.rank(), true)).unwrap());
             let got = gradients(&vars, &some.backward(&run(&some, world.rank(), false)).unwrap());
             assert_close(&got, &want, 1e-6);
-            // Two ranks leave the experts of a third alone.
+            // Two ranks do not use the third rank's experts.
             let unused: &[_] = match size {
                 2 => &[1, 4].map(|i| [1, 2].map(|w| format!("moe.experts.{i}.w{w}.weight"))),
                 _ => &[],
@@ -212,7 +212,7 @@ fn replicas_with_different_parameters_are_errors() {
         let errors = ranks(size, |world| {
             let vars = vars_on(&world, &[("replicate", 2), ("shard", shards)]);
             let model = heads(&FullyShard::new(&vars), &vars, DType::F32);
-            // The ranks of a replica agree; the replicas do not.
+            // The ranks of each replica agree, but the replicas differ.
             let loss = loss(&model, &batch(world.rank(), WIDTH), &[world.rank() / shards], false);
             model.backward(&loss).unwrap_err().to_string()
         });
@@ -244,7 +244,7 @@ fn backwards_reduced_on_some_ranks_are_errors() {
             let vars = vars_on(&world, mesh);
             let model =
                 heads(&FullyShard::new(&vars).reshard_after_forward(ReshardAfterForward::Never), &vars, DType::F32);
-            // Nothing else is gathered or reduced, so that nothing else tells.
+            // Nothing else is gathered or reduced, so nothing else can fail.
             model.set_reshard_after_backward(false, Recurse::Yes);
             model.unshard().unwrap();
             let quiet = world.rank() < size.div_ceil(2);
@@ -277,7 +277,7 @@ fn a_missing_reduction_shows_in_the_next_collective() {
         let model = heads(&FullyShard::new(&vars), &vars, DType::F32);
         let x = batch(world.rank(), WIDTH);
         let y = loss(&model, &x, &[0], false);
-        // It has a graph, which comes to no parameter.
+        // The loss has a graph, which reaches no parameter.
         let other = || Var::from_tensor(&x).unwrap().sum_all().unwrap();
         let loss = if world.rank() == 0 { y } else { other() };
         let clipped = model.backward(&loss).map_err(Into::into);
@@ -299,7 +299,7 @@ fn a_norm_does_not_match_other_numbers() {
         let mut grads = model.backward(&loss(&model, &batch(world.rank(), WIDTH), &[0], false)).unwrap();
         match world.rank() {
             0 => clip_grad_norm(&vars, &mut grads, 1.).map(drop).unwrap_err().to_string(),
-            // One number too.
+            // A single number as well.
             _ => world.all_reduce(&[1.], fsdp_core::ReduceOp::Sum).map(drop).unwrap_err().to_string(),
         }
     });

@@ -1,4 +1,4 @@
-//! Layers of Candle's own that meet a sharded parameter: whatever Candle says of it, the unit around explains it.
+//! Candle's own layers applied to a sharded parameter: whatever Candle's error is, the unit explains it.
 
 use candle_core::{D, DType, Device, IndexOp, Module, Result, Tensor};
 use candle_nn::{self as cn, ModuleT, RNN, VarBuilder};
@@ -13,7 +13,7 @@ fn ones(shape: &[usize]) -> Tensor {
     Tensor::ones(shape, DType::F32, &Device::Cpu).unwrap()
 }
 
-/// The operation on a parameter of this shape.
+/// The operation, on a parameter of this shape.
 fn op(vb: VarBuilder, shape: &[usize], op: fn(&Tensor) -> Result<Tensor>) -> Result<Use> {
     let weight = vb.get(shape, "weight")?;
     Ok(Box::new(move || op(&weight)))

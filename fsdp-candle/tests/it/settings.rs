@@ -1,4 +1,4 @@
-//! Settings that change while a model trains, and options of one unit.
+//! Settings changed during training, and options of one unit.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -47,7 +47,7 @@ fn changes_reshard_after_forward() {
             assert!(vars.params().iter().all(|param| param.is_unsharded() == kept), "{policy:?}");
             assert_close(&gradients(&vars, &model.backward(&loss).unwrap()), &want, 0.);
         }
-        // An evaluation between steps leaves nothing stale, whatever it kept.
+        // An evaluation between steps leaves no stale values, whatever it keeps.
         model.set_reshard_after_forward(ReshardAfterForward::To(2), Recurse::Yes).unwrap();
         let before = loss_of(&model, &x).to_scalar::<f32>().unwrap();
         for param in vars.params().iter().filter(|param| param.region().elements() > 0) {
@@ -92,7 +92,7 @@ fn limits_reductions_and_finalizes_asynchronously() {
     });
 }
 
-/// An allocator that counts what is out, behind an all-gather that is the group's own.
+/// An allocator that counts the buffers in use.
 struct Counted {
     memory: Arc<dyn Allocator>,
     taken: AtomicUsize,
@@ -194,7 +194,7 @@ fn kept_storage_stays_with_its_parameter() {
                     .reshard_after_forward(ReshardAfterForward::Always)
                     .shard_placement_fn(|name, _| name.starts_with("columns").then(|| 1.into()))
                     .all_gather_extension(move |name| name.starts_with("encoded").then(|| float8.clone()));
-                // All of one size, and used in another order than they were built in.
+                // All of one size, used in a different order than they were built in.
                 let names = ["a", "columns", "b", "encoded", "c"];
                 let unit = fully_shard(&opts, vars.builder(DType::F32), |vb| {
                     names
@@ -210,7 +210,7 @@ fn kept_storage_stays_with_its_parameter() {
                 let addresses = || unit.inner().iter().map(|layer| address(layer.weight())).collect::<Vec<_>>();
                 let mut first = None;
                 for step in 0..6usize {
-                    // Buffers come back in another order in each step.
+                    // Buffers are freed in a different order in each step.
                     let mut seen = vec![];
                     let y = unit.call(|layers| {
                         seen = addresses();

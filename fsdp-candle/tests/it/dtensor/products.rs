@@ -1,8 +1,8 @@
-//! Products of matrices.
+//! Matrix products.
 
 use super::*;
 
-/// Where the product lies along one mesh dimension, if it takes no communication.
+/// The placement of the product along one mesh dimension, if no communication is needed.
 fn product(left: Placement, right: Placement, linear: &[Placement]) -> Option<Placement> {
     match (left, right) {
         (Replicate, Replicate) => Some(Replicate),
