@@ -143,7 +143,7 @@ pub(crate) fn run(args: &Args, world: &World) -> anyhow::Result<()> {
             };
             measured(&loss, &|loss| model.backward(loss))
         }
-        ("name", _) => bail!("--units name is for decoders, and {} is none", args.model.display()),
+        ("name", _) => bail!("--units name is for decoders, found another model in {}", args.model.display()),
         _ => {
             let model = models::build(&config, &opts, &vars, options)?;
             let loss = |batch: &Batch| models::loss(&model, batch);

@@ -212,8 +212,8 @@ impl Peft {
     pub(crate) fn open(dir: &Path) -> anyhow::Result<Self> {
         let file = dir.join(PEFT_CONFIG);
         let text = std::fs::read_to_string(&file).with_context(|| format!("can't read {}", file.display()))?;
-        let config: PeftConfig = serde_json::from_str(&text)
-            .with_context(|| format!("{} is no configuration of low-rank adapters", file.display()))?;
+        let config: PeftConfig =
+            serde_json::from_str(&text).with_context(|| format!("{} is not a LoRA configuration", file.display()))?;
         ensure!(config.peft_type == "LORA", "{}: peft_type is {:?}, not LORA", file.display(), config.peft_type);
         let is_set = |value: &Value| match value {
             Value::Null | Value::Bool(false) => false,
@@ -279,7 +279,7 @@ impl Peft {
         let missing = self.layers.iter().find(|layer| !adapted.contains(&transformers_name(layer)));
         ensure!(
             missing.is_none(),
-            "{} has an adapter of {}, which is no fully connected layer of the model: pass the --model that it was \
+            "{} has an adapter of {}, which is not a fully connected layer of the model: pass the --model that it was \
              trained on",
             self.weights.path().display(),
             missing.map_or("", String::as_str)
@@ -352,8 +352,8 @@ mod tests {
         };
         assert!(refused(None).contains("can't read"));
         for (text, expected) in [
-            ("[", "is no configuration of low-rank adapters"),
-            (r#"{"peft_type": "LORA", "r": -1, "lora_alpha": 1}"#, "is no configuration of low-rank adapters"),
+            ("[", "is not a LoRA configuration"),
+            (r#"{"peft_type": "LORA", "r": -1, "lora_alpha": 1}"#, "is not a LoRA configuration"),
             (r#"{"peft_type": "LOHA", "r": 1, "lora_alpha": 1}"#, r#"peft_type is "LOHA", not LORA"#),
         ] {
             let error = refused(Some(text));

@@ -195,7 +195,7 @@ impl LossScale {
         Ok(LossScale { first: scaler.state(), scaler: needed.then_some(scaler) })
     }
 
-    /// Restores the scale from a checkpoint, or starts anew if it holds none.
+    /// Restores the scale from a checkpoint, or resets it if it holds none.
     pub(crate) fn resume(&mut self, source: &dyn TensorSource) -> anyhow::Result<()> {
         let Some(scaler) = &mut self.scaler else { return Ok(()) };
         let [scale, tracker] = [SCALE, GROWTH_TRACKER].map(|name| source.values().get(name));

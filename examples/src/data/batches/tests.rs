@@ -13,7 +13,7 @@ fn shape(world_size: usize, rank: usize, batch_size: usize, grad_accum: usize, s
     BatchShape { world_size, rank, batch_size, grad_accum, seq_len }
 }
 
-/// All sequences of the steps, in the order micro-batch, rank, row.
+/// Returns the sequences of the steps, in the order micro-batch, rank, row.
 fn sequences(
     len: u32,
     (world, batch_size, grad_accum): (usize, usize, usize),
@@ -79,7 +79,7 @@ fn sequences_match_the_recorded_runs() {
 
 #[test]
 fn data_repeats_after_its_last_sequence() {
-    // 11 tokens: sequences at 0, 3 and 6; the token 10 is left over.
+    // 11 tokens: sequences at 0, 3 and 6. Token 10 is not used.
     let batches = Batches::new(counting(11), shape(1, 0, 2, 1, 3)).unwrap();
     assert_eq!(batches.num_sequences(), 3);
     let read = batches.micro_batch(2, 0).unwrap();
@@ -103,7 +103,7 @@ fn prompt_is_the_start_of_the_data() {
     assert_eq!((batches.prompt(0).unwrap().len(), batches.prompt(100).unwrap().len()), (0, 9));
 }
 
-/// Examples, which are learnt but for their first tokens.
+/// Returns examples whose tokens all count, except the first ones.
 fn chats() -> Source {
     let tokens: Vec<Vec<u32>> = (0..50).map(|i| (0..2 + i * 7 % 5).map(|at| 10 * i + at).collect()).collect();
     let learnt: Vec<Vec<bool>> = tokens.iter().map(|tokens| (0..tokens.len()).map(|at| at > 0).collect()).collect();
@@ -119,7 +119,7 @@ fn shuffled() -> Source {
 /// Inputs and targets.
 type Row = (Vec<u32>, Vec<u32>);
 
-/// The rows that all ranks read in steps from `position` on, in order, and what each step counts.
+/// Returns the rows that all ranks read from `position` on, in order, and the counted targets of each step.
 fn rows(
     source: fn() -> Source,
     (world, batch_size, grad_accum): (usize, usize, usize),
@@ -137,7 +137,7 @@ fn rows(
                 rows.extend(read.inputs.chunks(8).map(Vec::from).zip(read.targets.chunks(8).map(Vec::from)));
                 let documents = read.documents.unwrap_or_else(|| vec![vec![8]; batch_size]);
                 assert!(documents.len() == batch_size && documents.iter().all(|row| row.iter().sum::<usize>() == 8));
-                // All that is data is learnt here.
+                // All data tokens count here.
                 let data = |(filled, targets): (&usize, &[u32])| {
                     targets.iter().rposition(|&id| id != IGNORED) == filled.checked_sub(1)
                 };
@@ -152,8 +152,7 @@ fn rows(
     (rows, counts)
 }
 
-/// One, two and three ranks read the same, and a run that begins in the midst of an epoch, or goes over its end,
-/// goes on as the one before.
+/// One, two and three ranks read the same, also from any position and across the end of an epoch.
 #[test]
 fn shuffling_does_not_depend_on_ranks_or_resuming() {
     for source in [chats as fn() -> Source, shuffled] {
@@ -182,7 +181,7 @@ fn shuffled_epoch_has_every_sequence_once() {
     assert!([order(0), order(1)].into_iter().all(|order| sorted(order) == (0..12).collect::<Vec<_>>()));
 }
 
-/// Every sequence is read once by one of the ranks; the last round is filled up with what counts for nothing.
+/// The ranks read every sequence once. The last round is padded with ignored targets.
 #[test]
 fn pass_covers_every_sequence() {
     for source in [chats as fn() -> Source, || counting(100)] {

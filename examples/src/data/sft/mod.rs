@@ -287,7 +287,7 @@ fn read_line(line: &str, template: &Template, specials: &[String]) -> Result<Mar
                     completion.kind()
                 )
             };
-            ensure!(!completion.is_empty(), "the completion is empty, so there is nothing to learn: remove the line");
+            ensure!(!completion.is_empty(), "the completion is empty, so nothing can be learned: remove the line");
             let text = format!("{prompt}{completion}");
             let completion = prompt.len()..text.len();
             Ok(Marked { text, learnt: Vec::from([completion]), bare: true })

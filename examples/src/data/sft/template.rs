@@ -236,7 +236,7 @@ pub(super) fn conversation(
     let is_assistant = |message: &Value| message.get_attr("role").is_ok_and(|role| role.as_str() == Some("assistant"));
     ensure!(
         messages.iter().any(is_assistant),
-        "there is no message with the role \"assistant\", so there is nothing to learn: add the answer, or remove the \
+        "no message has the role \"assistant\", so nothing can be learned: add the answer, or remove the \
          line"
     );
     let (text, marked) = template.render(messages, others, false)?;
@@ -259,7 +259,7 @@ pub(super) fn conversation(
     };
     ensure!(
         learnt.iter().all(Range::is_empty) || learnt.iter().any(says_something),
-        "the assistant's answer is empty, so there is nothing to learn: write it, or remove the line"
+        "the assistant's answer is empty, so nothing can be learned: write it, or remove the line"
     );
     learnt.retain(|span| !span.is_empty());
     ensure!(

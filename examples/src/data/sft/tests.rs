@@ -161,7 +161,10 @@ fn templates_are_found_like_transformers() {
     let text = Text::new(Some(dir.path())).unwrap();
     let specials = Specials::new(Some(dir.path()), &text).unwrap();
     let error = format!("{:#}", Template::new(Some(dir.path()), &specials).err().unwrap());
-    assert!(error.contains("nor a list with an entry named default") && error.contains("chat_template.jinja"), "{error}");
+    assert!(
+        error.contains("nor a list with an entry named default") && error.contains("chat_template.jinja"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -184,8 +187,8 @@ fn bad_lines_are_refused() {
     let empty = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]}"#;
     for (line, parts) in [
         (empty, &["the assistant's answer is empty", "remove the line"][..]),
-        ("{\"messages\": [", &["no JSON object", "EOF", "{\"messages\": ["][..]),
-        ("[1, 2]", &["no JSON object", "\"prompt\": "]),
+        ("{\"messages\": [", &["not a JSON object", "EOF", "{\"messages\": ["][..]),
+        ("[1, 2]", &["not a JSON object", "\"prompt\": "]),
         ("{}", &["it has no keys"]),
         ("{\"text\": \"a\", \"id\": 1}", &["it has the keys \"id\", \"text\"; a line is"]),
         ("{\"prompt\": \"a\"}", &["it has the keys \"prompt\""]),
@@ -197,7 +200,7 @@ fn bad_lines_are_refused() {
         ("{\"messages\": [1]}", &["message 1 is number, but must be an object"]),
         ("{\"messages\": [{\"content\": \"a\"}]}", &["message 1 needs a role"]),
         ("{\"messages\": [{\"role\": \"user\", \"content\": null}]}", &["message 1 has no content"]),
-        ("{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}", &["no message with the role \"assistant\""]),
+        ("{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}", &["no message has the role \"assistant\""]),
     ] {
         let error = reader.refuses(line);
         assert!(parts.iter().all(|part| error.contains(part)), "{line}: {error}");
@@ -355,7 +358,7 @@ fn long_examples_are_cut_or_dropped() {
     let silent = r#"{"messages": [{"role": "user", "content": "abcdef"}, {"role": "assistant", "content": ""}]}"#;
     let error = message(load(dir.path(), silent, None, 4));
     assert!(error.contains("chat.jsonl, line 1: the assistant's answer is empty"), "{error}");
-    // What follows the last answer teaches nothing.
+    // Messages after the last answer are dropped.
     let more = TWO.replace('\n', " ").replace("]}", ", {\"role\": \"user\", \"content\": \"Bye\"}]}");
     let examples = load(dir.path(), &more, None, 99).unwrap();
     assert_eq!(shown(&examples, 0).0, of("user:\nHi\0\nassistant:\nHello.\0\nuser:\nAnd you?\0\nassistant:\nFine\0"));

@@ -331,7 +331,7 @@ fn windows(family: Family, fields: &Fields) -> anyhow::Result<(Option<usize>, Wi
     if let Windows::Listed(kinds) = &windows {
         ensure!(
             window.is_some() || !kinds.contains(&true),
-            "layer_types has \"sliding_attention\", but there is no sliding_window"
+            "layer_types has \"sliding_attention\", but sliding_window is missing"
         );
     }
     if let Some(window) = window {

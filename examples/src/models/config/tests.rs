@@ -336,7 +336,7 @@ fn unknown_values_are_refused() {
         (of("mistral", r#""sliding_window": 0"#), "sliding_window = 0 must be at least 1"),
         (of("qwen3", r#""layer_types": ["full_attention", "full_attention"]"#), "layer_types has 2 layers"),
         (of("qwen3", r#""layer_types": ["linear_attention"]"#), "layer_types has \"linear_attention\""),
-        (of("qwen3", r#""layer_types": ["sliding_attention"]"#), "there is no sliding_window"),
+        (of("qwen3", r#""layer_types": ["sliding_attention"]"#), "sliding_window is missing"),
         (of("gemma2", r#""hidden_activation": "relu""#), "hidden_activation = \"relu\" is not supported"),
         (of("gemma2", r#""attn_logit_softcapping": 0.0"#), "attn_logit_softcapping = 0 must be above 0"),
         (of("gemma3_text", r#""attn_logit_softcapping": 50.0"#), "attn_logit_softcapping = 50 is not supported"),
