@@ -50,7 +50,7 @@ fn run(args: Args) -> Result<ExitCode> {
         tell(&outcome.to_string());
     }
     if let (true, None, Some(dir)) = (outcome.succeeded(), &spec.logs.dir, &outcome.log_dir) {
-        tell(&format!("the logs are in {} (--log-dir names another place)", dir.display()));
+        tell(&format!("the logs are in {} (--log-dir sets another directory)", dir.display()));
     }
     Ok(ExitCode::from(outcome.exit_code()))
 }
@@ -75,7 +75,7 @@ fn printed(text: &[u8]) -> ExitCode {
     match Console::Stdout.write_all(text) {
         Ok(()) => return ExitCode::SUCCESS,
         Err(error) if error.kind() == ErrorKind::BrokenPipe => {}
-        Err(error) => tell(&format!("stdout takes no more: {error}")),
+        Err(error) => tell(&format!("can't write to stdout: {error}")),
     }
     ExitCode::FAILURE
 }

@@ -114,9 +114,9 @@ impl Args {
                 "--node-rank",
                 &rank,
                 if max == 1 {
-                    "one host is launched (--nnodes 1), whose rank is 0".into()
+                    "expected 0, because --nnodes is 1".into()
                 } else {
-                    format!("of {max} hosts (--nnodes), the ranks are 0 to {}", max - 1)
+                    format!("expected 0 to {}, because --nnodes is {max}", max - 1)
                 },
             ));
         }
@@ -130,18 +130,17 @@ impl Args {
         };
         let Some(endpoint) = self.rdzv_endpoint.clone().or_else(of_master) else {
             return Err(Error::Options(format!(
-                "--nnodes {nnodes} needs --rdzv-endpoint HOST:PORT, the same on all hosts: HOST is one of them, whose \
-                    launcher the others can reach there"
+                "--nnodes {nnodes} needs --rdzv-endpoint HOST:PORT, the same on all hosts: HOST is one \
+                 of them, at an address that the others reach"
             )));
         };
         if endpoint.host.parse::<IpAddr>().is_ok_and(|ip| ip.is_unspecified()) {
-            let expected =
-                "the other hosts can't reach that: give the name or address of the host that they reach it by";
+            let expected = "expected an address that the other hosts can reach";
             return Err(usage("--rdzv-endpoint", &endpoint, expected.into()));
         }
         if self.rdzv_token_file.is_none() && !endpoint.is_loopback() {
             return Err(Error::Options(format!(
-                "--nnodes {nnodes} needs --rdzv-token-file FILE, so that no stranger takes part. {TOKEN_HELP}"
+                "--nnodes {nnodes} needs --rdzv-token-file FILE, which keeps other users out. {TOKEN_HELP}"
             )));
         }
         let conf = &self.rdzv_conf;
@@ -175,8 +174,7 @@ fn check_is_here(endpoint: &Endpoint) -> Result<()> {
     Err(Error::Usage {
         flag: "--rdzv-endpoint",
         value: endpoint.host.clone(),
-        expected: "one host is launched (--nnodes 1), and this is no address of it: use localhost, or leave it out"
-            .into(),
+        expected: "expected an address of this host, because --nnodes is 1: use localhost, or omit the option".into(),
     })
 }
 
@@ -189,7 +187,7 @@ fn check_ranks(spec: &LaunchSpec) -> Result<()> {
         ("--local-ranks-filter", logs.local_ranks_filter.0.iter().max().copied()),
     ] {
         if let Some(rank) = highest.filter(|&rank| rank >= spec.nproc_per_node) {
-            let expected = format!("there is no local rank {rank}: they count from 0 to {}", spec.nproc_per_node - 1);
+            let expected = format!("expected local ranks from 0 to {}", spec.nproc_per_node - 1);
             return Err(Error::Usage { flag, value: rank.to_string(), expected });
         }
     }
@@ -263,8 +261,11 @@ mod tests {
                 "l --nnodes 2 --rdzv-endpoint 0.0.0.0:5 --rdzv-token-file t /bin/true",
                 "\"0.0.0.0:5\" for --rdzv-endpoint",
             ),
-            ("l --nnodes 2 --node-rank 2 --rdzv-endpoint localhost /bin/true", "the ranks are 0 to 1"),
-            ("l --node-rank 1 /bin/true", "one host is launched (--nnodes 1), whose rank is 0"),
+            (
+                "l --nnodes 2 --node-rank 2 --rdzv-endpoint localhost /bin/true",
+                "expected 0 to 1, because --nnodes is 2",
+            ),
+            ("l --node-rank 1 /bin/true", "expected 0, because --nnodes is 1"),
             ("l --nnodes 2 --standalone /bin/true", "--standalone means one host, but --nnodes is 2"),
         ] {
             let error = spec(line).unwrap_err();

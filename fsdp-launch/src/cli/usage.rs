@@ -22,7 +22,7 @@ pub fn one_line(error: &clap::Error) -> String {
         if name == "--rdzv-backend" {
             text = text.replace(
                 "\n\nFor more",
-                "; c10d serves in place of others: the launchers hold the rendezvous themselves\n\nFor more",
+                "; use c10d instead of others: the launchers serve the rendezvous themselves\n\nFor more",
             );
         }
     }

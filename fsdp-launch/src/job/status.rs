@@ -90,11 +90,15 @@ fn status_in(temp: &Path, run: Option<&str>) -> Result<Vec<RunStatus>> {
         let is_exact = jobs.iter().any(|job| job.run_id == run);
         jobs.retain(|job| if is_exact { job.run_id == run } else { job.run_id.starts_with(run) });
         if jobs.is_empty() {
-            return Err(Error::NoRun { run: Some(run.to_owned()), known });
+            return Err(Error::NoRun(match known.as_slice() {
+                [] => format!("no run {run:?}: this user has no running launch on this host"),
+                known => format!("no run {run:?}: there are {}", known.join(", ")),
+            }));
         }
     }
     if jobs.is_empty() {
-        return Err(Error::NoRun { run: None, known: Vec::new() });
+        let why = "this user has no running launch on this host (TMPDIR must be the same as the launcher's)";
+        return Err(Error::NoRun(why.into()));
     }
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     Ok(jobs.into_iter().map(|job| of_run(job, now)).collect())

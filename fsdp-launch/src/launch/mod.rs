@@ -335,11 +335,14 @@ const MAX_RUN_ID_LEN: usize = 128;
 /// Returns the run id of the spec, or a new one.
 fn run_id(spec: &LaunchSpec) -> Result<String> {
     if spec.nproc_per_node == 0 {
-        return Err(Error::NoRanks);
+        return Err(Error::Options("the number of processes per node is 0: start at least 1".into()));
     }
     let run_id = spec.run_id.clone().unwrap_or_else(unique_id);
     if run_id.is_empty() || run_id.len() > MAX_RUN_ID_LEN || run_id.contains(char::is_control) {
-        return Err(Error::RunId { id: run_id });
+        return Err(Error::Options(format!(
+            "invalid run id {run_id:?}: it must not be empty or longer than {MAX_RUN_ID_LEN} bytes, and must not contain \
+             control characters"
+        )));
     }
     Ok(run_id)
 }

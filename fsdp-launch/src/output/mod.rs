@@ -118,7 +118,7 @@ fn print_lines(
         left = left.map(|left| left - read);
         if let Err(error) = copy.as_mut().map_or(Ok(()), |copy| copy.write_all(&chunk[..read])) {
             // A full disk does not end the run.
-            tracing::warn!("the log file of {}is not written any further: {error}", lines.prefix);
+            tracing::warn!("the log file of {}is no longer written: {error}", lines.prefix);
             copy = None;
         }
         if is_shown {
@@ -148,11 +148,10 @@ fn warn_output_lost(to: Console, error: &io::Error, is_kept: bool) {
     };
     TOLD[of_console + usize::from(is_kept)].call_once(|| {
         if is_kept {
-            tracing::warn!("what the ranks print to {name} is no longer shown, only kept in the log files: {error}");
+            tracing::warn!("the ranks' {name} is now written only to the log files: {error}");
         } else {
             tracing::warn!(
-                "what the ranks print to {name}, and no log file keeps, is lost from now on, and the run goes on: \
-                 {error}"
+                "the ranks' {name} is lost from now on unless a log file keeps it; the run continues: {error}"
             );
         }
     });

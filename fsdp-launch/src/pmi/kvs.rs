@@ -98,12 +98,12 @@ impl Kvs {
             // Commands after an abort are ignored.
             None | Some(RankState::Gone) => return Vec::new(),
             Some(RankState::New) if !matches!(command, Command::Init { .. } | Command::Abort { .. }) => {
-                return self.fail(local_rank, "spoke PMI before it said init");
+                return self.fail(local_rank, "sent a PMI command before init");
             }
             Some(RankState::InBarrier) if !matches!(command, Command::Abort { .. }) => {
-                return self.fail(local_rank, "spoke PMI while it waits in a barrier");
+                return self.fail(local_rank, "sent a PMI command while in a barrier");
             }
-            Some(RankState::Finalized) => return self.fail(local_rank, "spoke PMI after it said finalize"),
+            Some(RankState::Finalized) => return self.fail(local_rank, "sent a PMI command after finalize"),
             Some(RankState::New | RankState::Active | RankState::InBarrier) => {}
         }
         let answer = match command {
@@ -119,8 +119,10 @@ impl Kvs {
             Command::Put { key, value, .. } => {
                 self.bytes += key.len() + value.len() + ENTRY_OVERHEAD;
                 if self.bytes > MAX_HOST_BYTES {
-                    return self
-                        .fail(local_rank, &format!("put more over PMI than the {MAX_HOST_BYTES} bytes of a host"));
+                    return self.fail(
+                        local_rank,
+                        &format!("put more over PMI than the limit of {MAX_HOST_BYTES} bytes for a host"),
+                    );
                 }
                 if self.has_others {
                     self.fresh.push((key.clone(), value.clone()));
@@ -213,7 +215,7 @@ impl Kvs {
             return Vec::new();
         };
         let rank = self.first_rank + waits;
-        let text = format!("it takes part in MPI no more, and rank {rank} waits for it in a barrier of MPI");
+        let text = format!("it left MPI, but rank {rank} waits for it in an MPI barrier");
         vec![Action::Report(PmiEvent::Failed(PmiFailure {
             local_rank: gone,
             kind: PmiFailureKind::Disconnected,
@@ -367,13 +369,13 @@ mod tests {
         assert_eq!(kvs.disconnect(1), []);
 
         let mut silent = Kvs::new(&Assignment::single_node("run", 2, 1), 2);
-        assert!(trouble(silent.handle(0, Command::GetMaxes)).text.contains("before it said init"));
+        assert!(trouble(silent.handle(0, Command::GetMaxes)).text.contains("before init"));
         let mut kvs = self::kvs(1);
         kvs.handle(0, Command::BarrierIn);
-        assert!(trouble(kvs.handle(0, Command::GetMaxes)).text.contains("waits in a barrier"));
+        assert!(trouble(kvs.handle(0, Command::GetMaxes)).text.contains("while in a barrier"));
         let mut kvs = self::kvs(1);
         kvs.handle(0, Command::Finalize);
-        assert!(trouble(kvs.handle(0, Command::GetMaxes)).text.contains("after it said finalize"));
+        assert!(trouble(kvs.handle(0, Command::GetMaxes)).text.contains("after finalize"));
         let mut kvs = self::kvs(1);
         let much = loop {
             match kvs.handle(0, put("key", &"v".repeat(4096))).as_slice() {
@@ -382,7 +384,7 @@ mod tests {
                 other => panic!("{other:?}"),
             }
         };
-        assert!(much.contains("than the 16777216 bytes of a host"), "{much}");
+        assert!(much.contains("limit of 16777216 bytes"), "{much}");
     }
 
     #[test]

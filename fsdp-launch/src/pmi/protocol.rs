@@ -161,7 +161,7 @@ fn word<'a>(line: &'a str, name: &str) -> Option<&'a str> {
 }
 
 fn unknown(line: &str) -> String {
-    format!("{:?}, which is no command of PMI-1", truncated(line))
+    format!("{:?}, which is not a command of PMI-1", truncated(line))
 }
 
 fn truncated(text: &str) -> String {
@@ -208,7 +208,7 @@ fn text(line: Vec<u8>) -> Result<String, String> {
     if let Some(byte) = line.iter().find(|byte| !(b' '..=b'~').contains(byte)) {
         return Err(format!("a line with the byte {byte:#04x}"));
     }
-    String::from_utf8(line).map_err(|_| "a line that is no text".into())
+    String::from_utf8(line).map_err(|_| "a line that is not text".into())
 }
 
 #[cfg(test)]
@@ -254,11 +254,11 @@ mod tests {
         let long = format!("cmd=get kvsname=s key={}", "k".repeat(MAX_KEY_LEN + 1));
         let much = format!("cmd=put kvsname=s key=k value={}", "v".repeat(MAX_VALUE_LEN + 1));
         for (line, part) in [
-            ("", "no command of PMI-1"),
-            ("hello world", "\"hello world\", which is no command"),
-            ("cmd=dance", "no command"),
-            (" cmd=finalize", "no command"),
-            ("mcmd=dance", "no command"),
+            ("", "not a command of PMI-1"),
+            ("hello world", "\"hello world\", which is not a command"),
+            ("cmd=dance", "not a command"),
+            (" cmd=finalize", "not a command"),
+            ("mcmd=dance", "not a command"),
             ("cmd=init", "lacks pmi_version="),
             ("cmd=init pmi_version=one", "version \"one\""),
             ("cmd=put kvsname=s key=k", "without value="),

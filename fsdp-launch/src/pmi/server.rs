@@ -156,7 +156,7 @@ impl Shared {
                 Ok(())
             });
             if let Err(what) = heard {
-                break Some(format!("said over PMI {what}"));
+                break Some(format!("sent over PMI {what}"));
             }
         };
         match how {
@@ -173,7 +173,7 @@ impl Shared {
                 Action::Report(said) => (self.tell)(said),
                 Action::Response(local_rank, answer) => {
                     if !self.answer(local_rank, &answer) {
-                        let failed = kvs.fail(local_rank, "does not read what it asked for over PMI");
+                        let failed = kvs.fail(local_rank, "does not read PMI responses");
                         let said = failed.into_iter().filter_map(|action| match action {
                             Action::Report(said) => Some(said),
                             Action::Response(..) => None,
@@ -281,7 +281,7 @@ mod tests {
         ranks[1].0.get_mut().write_all(b"GET / HTTP/1.1\r\n").unwrap();
         let PmiEvent::Failed(trouble) = told.recv_timeout(SOON).unwrap() else { panic!("nothing failed") };
         assert_eq!((trouble.local_rank, trouble.kind), (1, PmiFailureKind::Protocol));
-        assert!(trouble.text.contains("it said over PMI a line with the byte 0x0d"), "{}", trouble.text);
+        assert!(trouble.text.contains("it sent over PMI a line with the byte 0x0d"), "{}", trouble.text);
         assert!(ranks[0].ask("cmd=init pmi_version=2 pmi_subversion=0").contains("rc=-1"));
     }
 
@@ -298,7 +298,7 @@ mod tests {
             }
         };
         let PmiEvent::Failed(trouble) = trouble else { panic!("{trouble:?}") };
-        assert!(trouble.text.contains("does not read what it asked for"), "{}", trouble.text);
+        assert!(trouble.text.contains("does not read PMI responses"), "{}", trouble.text);
     }
 
     #[test]

@@ -90,8 +90,8 @@ impl Worker {
                 io::ErrorKind::NotFound => ": the file, or the interpreter its #! line names, is not there",
                 io::ErrorKind::WouldBlock => ": too many processes; see `ulimit -u`, or start fewer ranks",
                 _ if source.raw_os_error() == Some(Errno::NOEXEC.raw_os_error()) => {
-                    ": it is no program of this kind of machine, and no script: \
-                     damaged, cut short, empty, or built for another machine"
+                    ": it is neither a program for this machine nor a script: \
+                     damaged, truncated, empty, or built for another machine"
                 }
                 _ if source.raw_os_error() == Some(Errno::MFILE.raw_os_error()) => {
                     ": too many open files; raise `ulimit -n`, or start fewer ranks"

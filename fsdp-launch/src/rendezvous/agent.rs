@@ -149,7 +149,7 @@ impl AgentThread {
                 Ok(Some(())) => return,
                 // Waiting would not help.
                 Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-                    let why = format!("the rendezvous can't be held at {}: {error}", self.spec.endpoint);
+                    let why = format!("can't serve the rendezvous at {}: {error}", self.spec.endpoint);
                     return self.notify(RendezvousEvent::Failed(why));
                 }
                 Ok(None) => match self.connect() {
@@ -269,11 +269,11 @@ impl AgentThread {
                 }
             };
             let how = match error.kind() {
-                io::ErrorKind::TimedOut => format!("nothing was heard of it for {limit:?}"),
+                io::ErrorKind::TimedOut => format!("no message from it for {limit:?}"),
                 _ => "the connection was closed".to_owned(),
             };
             listener(RendezvousEvent::Lost(format!(
-                "the launcher at {endpoint}, which holds the rendezvous, is gone: {how}"
+                "the launcher at {endpoint}, which serves the rendezvous, is gone: {how}"
             )));
         };
         let reader = thread::Builder::new().name("from the rendezvous".into()).spawn(listen);
@@ -301,9 +301,8 @@ impl AgentThread {
 /// Adds advice to the error of a missing token file.
 fn no_token(error: io::Error) -> io::Error {
     let text = format!(
-        "what listens there is no launcher of this user: there is no token of its ({error}). Choose another port; or, \
-        if TMPDIR or XDG_RUNTIME_DIR \
-         differ between your launchers, give all of them the same --rdzv-token-file"
+        "another program listens there: this user has no token file for the port ({error}). Choose another port, or \
+         give all launchers the same --rdzv-token-file (they differ in TMPDIR or XDG_RUNTIME_DIR)"
     );
     io::Error::new(error.kind(), text)
 }

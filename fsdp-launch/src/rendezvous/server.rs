@@ -131,13 +131,13 @@ struct AgentHandler {
 
 impl Handler for AgentHandler {
     fn refused(&self, from: IpAddr, why: &io::Error) {
-        tracing::warn!("refused {from}: {why} (--rdzv-token-file), or is no fsdp-launch");
+        tracing::warn!("refused {from}: {why}. All launchers need the same --rdzv-token-file");
     }
 
     fn serve(&self, guest: Accepted) -> io::Result<()> {
         let Accepted { channel: Channel { mut reader, writer }, first, from } = guest;
         let FromAgent::Join(mut node) = serde_json::from_slice(&first)? else {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "its first message is not that it joins"));
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "its first message is not Join"));
         };
         node.address.get_or_insert_with(|| from.ip().to_canonical().to_string());
         let host = node.host.clone();
@@ -163,7 +163,7 @@ impl Handler for AgentHandler {
         tracing::debug!("agent {host} is gone ({error})");
         match error.kind() {
             io::ErrorKind::TimedOut => {
-                self.coordinator.time_out(id, &format!("is gone: nothing was heard of its launcher for {limit:?}"));
+                self.coordinator.time_out(id, &format!("is gone: no message from its launcher for {limit:?}"));
             }
             _ => self.coordinator.disconnect(id, "is gone: its launcher has ended"),
         }

@@ -30,10 +30,10 @@ pub(crate) fn read(path: &Path) -> Result<Key> {
     file.take(MAX_TOKEN_FILE).read_to_end(&mut text).map_err(|error| failed(format!("it can't be read: {error}")))?;
     let token = text.trim_ascii();
     if token.len() < MIN_SECRET_LEN {
-        return Err(failed(format!("it holds {} bytes, a token has at least {MIN_SECRET_LEN}", token.len())));
+        return Err(failed(format!("it holds {} bytes, but a token needs at least {MIN_SECRET_LEN}", token.len())));
     }
     if meta.mode() & 0o004 != 0 {
-        tracing::warn!("everybody on this host can read the token in {path:?}: chmod 600 closes it");
+        tracing::warn!("every user of this host can read the token in {path:?}: run chmod 600");
     }
     Ok(key(token))
 }
@@ -66,9 +66,8 @@ pub(crate) fn read_shared(port: u16) -> io::Result<Key> {
 }
 
 /// Advice for a launch without a token.
-pub(crate) const TOKEN_HELP: &str = "A token is a file that all hosts of the launch have and nobody else can \
-read: \
-    `(umask 077; head -c 32 /dev/urandom | base64 > token)` makes one, to be copied to every host";
+pub(crate) const TOKEN_HELP: &str = "Create a token with \
+    `(umask 077; head -c 32 /dev/urandom | base64 > token)`, and copy it to every host";
 
 /// A token file of this process.
 pub(crate) struct SharedTokenFile {
@@ -103,7 +102,7 @@ fn shared_path(port: u16) -> io::Result<PathBuf> {
     }
     let meta = dir.symlink_metadata()?;
     if !meta.is_dir() || meta.uid() != user || meta.mode() & 0o077 != 0 {
-        let text = format!("{} is not a directory of this user's alone: remove it", dir.display());
+        let text = format!("{} is not a directory that only this user can access: remove it", dir.display());
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
     }
     Ok(dir.join(format!("rendezvous-{port}")))

@@ -197,9 +197,7 @@ pub(crate) fn supervise(
         match shutdown.overdue() {
             Some(StopRequest::Terminate) => {
                 shutdown.send(StopRequest::Kill);
-                tracing::warn!(
-                    "not all processes of the ranks ended within {grace:?} after they were asked to: killed them"
-                );
+                tracing::warn!("killed processes that did not end within {grace:?} of the request");
             }
             Some(StopRequest::Kill) => break,
             None => {}

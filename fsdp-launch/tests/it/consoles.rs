@@ -85,7 +85,7 @@ fn what_is_kept_is_kept_whole_when_nobody_looks_any_more() {
         let output = launcher.wait_with_output().unwrap();
         let told = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(0), "{told}");
-        assert!(told.contains("no longer shown, only kept in the log files"), "{told}");
+        assert!(told.contains("is now written only to the log files"), "{told}");
         let log = fs::read_to_string(dir.path().join(id).join("attempt_0/0/stdout.log")).unwrap();
         assert!(log == expected, "{option}: {} of {} bytes", log.len(), expected.len());
     }
@@ -99,7 +99,7 @@ fn what_is_lost_is_told_beside_what_is_kept() {
     let output = launcher.stdout(full_disk()).stderr(Stdio::piped()).spawn().unwrap().wait_with_output().unwrap();
     let told = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(0), "{told}");
-    for words in ["no longer shown, only kept in the log files", "and no log file keeps, is lost from now on"] {
+    for words in ["is now written only to the log files", "is lost from now on unless a log file keeps it"] {
         assert_eq!(told.matches(words).count(), 1, "{words:?}: {told}");
     }
 }
@@ -118,9 +118,8 @@ fn a_console_that_takes_nothing_costs_what_was_printed_and_no_more() {
             String::from_utf8(output.stderr).unwrap()
         };
         let told = run(target(), Stdio::piped());
-        let warning = format!(
-            "what the ranks print to stdout, and no log file keeps, is lost from now on, and the run goes on: {why}"
-        );
+        let warning =
+            format!("the ranks' stdout is lost from now on unless a log file keeps it; the run continues: {why}");
         assert_eq!(told.matches(&warning).count(), 1, "{}", told.len());
         assert!(told.contains("[rank 1] 100000\n") && told.contains("failed first, with exit code 7"));
         run(Stdio::null(), target());
@@ -147,7 +146,7 @@ fn a_log_file_that_may_not_grow_costs_what_it_would_have_kept_and_no_more() {
     let output = Command::new("sh").args(["-c", &script]).output().unwrap();
     let told = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(7), "{told}");
-    assert_eq!(told.matches("is not written any further: File too large").count(), 1, "{told}");
+    assert_eq!(told.matches("is no longer written: File too large").count(), 1, "{told}");
     assert_eq!(output.stdout.iter().filter(|&&byte| byte == b'\n').count(), 100_000);
     let log = fs::read_to_string(dir.path().join("j/attempt_0/0/stdout.log")).unwrap();
     assert!(log.starts_with("1\n2\n") && log.len() < 200_000, "{} bytes", log.len());

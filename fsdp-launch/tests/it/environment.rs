@@ -100,5 +100,5 @@ fn one_rank_per_core() {
 fn without_gpus_there_is_no_rank_per_gpu() {
     let (code, stdout, stderr) = finish(launcher(&["--nproc-per-node", "gpu", "true"]).env("CUDA_VISIBLE_DEVICES", ""));
     assert_eq!((code, stdout.as_str()), (Some(2), ""));
-    assert!(stderr.contains("'gpu' for '--nproc-per-node <N>': there is no GPU here"), "{stderr}");
+    assert!(stderr.contains("'gpu' for '--nproc-per-node <N>': found no GPU"), "{stderr}");
 }

@@ -114,8 +114,8 @@ fn a_stopped_rank_is_found_and_all_start_again() {
             "rank 1 (pid ",
             "failed first, it hung: no heartbeat for ",
             " s (stopped",
-            "\n  rank 0 was here: step 7, waits in all_reduce (collective 1 of \"world\") for ",
-            "\n  rank 1 was here: step 7, forward layers.3 for ",
+            "\n  state of rank 0: step 7, waits in all_reduce (collective 1 of \"world\") for ",
+            "\n  state of rank 1: step 7, forward layers.3 for ",
             WHO_ARRIVED,
         ],
     );
@@ -135,7 +135,10 @@ fn a_stopped_rank_is_not_waited_for() {
     // Nor one that was stopped before its heart began to beat.
     let (code, stderr) = run(&["--heartbeat-timeout=2", "--shutdown-timeout=1000"], "stops_early", "100");
     assert_eq!(code, Some(137), "{stderr}");
-    assert_all(&stderr, &["rank 1 (pid ", "it hung: no heartbeat for ", "\n  rank 1 was here: tells nothing; stopped"]);
+    assert_all(
+        &stderr,
+        &["rank 1 (pid ", "it hung: no heartbeat for ", "\n  state of rank 1: no status page; stopped"],
+    );
 
     // The same for one that is stopped when another fails.
     let dir = tempfile::tempdir().unwrap();
@@ -160,8 +163,8 @@ fn a_collective_that_times_out_names_who_arrived() {
             "rank 0 (pid ",
             "failed first, with exit code 3\n  it recorded: rank 0: all_reduce (collective 1) in group \"world\" \
                 timed out",
-            "\n  rank 0 was here: step 7, all_reduce (collective 1 of \"world\") timed out ",
-            "\n  rank 1 was here: step 7, forward layers.3 for ",
+            "\n  state of rank 0: step 7, all_reduce (collective 1 of \"world\") timed out ",
+            "\n  state of rank 1: step 7, forward layers.3 for ",
             WHO_ARRIVED,
         ],
     );
@@ -171,7 +174,7 @@ fn a_collective_that_times_out_names_who_arrived() {
 fn an_ordinary_failure_is_told_in_few_words() {
     let (code, stderr) = run(&[], "fails", "100");
     assert_eq!(code, Some(4), "{stderr}");
-    assert!(!stderr.contains("was here") && stderr.contains("rank 0: failed too, with exit code 3"), "{stderr}");
+    assert!(!stderr.contains("state of rank") && stderr.contains("rank 0: failed too, with exit code 3"), "{stderr}");
 }
 
 #[test]

@@ -131,12 +131,12 @@ fn what_can_not_be_logged_is_told_before_anything_starts() {
     fs::write(dir.path().join("file"), "").unwrap();
     let (code, stdout, stderr) = run(&dir.path().join("file"), &[], SCRIPT);
     assert_eq!((code, stdout.as_str()), (Some(1), ""));
-    assert!(stderr.contains("file\" can't be made: ") && stderr.contains("Check --log-dir"), "{stderr}");
+    assert!(stderr.contains("file\" can't be created: ") && stderr.contains("Check --log-dir"), "{stderr}");
     for option in ["--tee=2:1", "--redirects=0:1,2:3", "--local-ranks-filter=2"] {
         let (code, stdout, stderr) = run(dir.path(), &[option], SCRIPT);
         assert_eq!((code, stdout.as_str()), (Some(2), ""));
         assert!(
-            stderr.contains(option.split('=').next().unwrap()) && stderr.contains("there is no local rank 2"),
+            stderr.contains(option.split('=').next().unwrap()) && stderr.contains("expected local ranks from 0 to 1"),
             "{stderr}"
         );
     }

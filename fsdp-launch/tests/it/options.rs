@@ -12,14 +12,14 @@ fn a_wrong_value_is_one_line_and_exit_code_2() {
         (vec!["--nnodes", "2", "true"], ["--nnodes 2 needs", "--rdzv-endpoint HOST:PORT", "the same on all hosts"]),
         (
             vec!["--nnodes", "2", "--rdzv-endpoint", "a:5", "true"],
-            ["--nnodes 2 needs", "--rdzv-token-file FILE", "no stranger"],
+            ["--nnodes 2 needs", "--rdzv-token-file FILE", "keeps other users out"],
         ),
         (vec!["--nnodes", "2", "--standalone", "true"], ["--standalone means one host", "--nnodes is 2", ""]),
         (vec!["--nproc-per-node", "-1", "true"], ["'-1' for '--nproc-per-node", "expected a number from 1", ""]),
         (vec!["--max-restarts", "-1", "true"], ["'-1' for '--max-restarts", "expected a number of restarts", ""]),
         (vec!["--shutdown-timeout", "-3", "true"], ["'-3' for '--shutdown-timeout", "0 or more", ""]),
         (vec!["--node-rank", "-1", "true"], ["'-1' for '--node-rank", "0 for the first host", ""]),
-        (vec!["--rdzv-backend", "etcd", "true"], ["'etcd' for '--rdzv-backend", "static, c10d", "c10d serves"]),
+        (vec!["--rdzv-backend", "etcd", "true"], ["'etcd' for '--rdzv-backend", "static, c10d", "use c10d instead"]),
         (
             vec!["--rdzv-conf", "keep_alive_max_attempt=1", "true"],
             ["--rdzv-conf", "\"keep_alive_max_attempt=1\"", "expected 2 or more"],
@@ -33,7 +33,10 @@ fn a_wrong_value_is_one_line_and_exit_code_2() {
         (vec!["--duplicate_stderr_filters", "a", "true"], ["'a' for '--duplicate-stderr-filters", "--log-dir", ""]),
         (vec!["--nnodes", "3:2", "true"], ["--nnodes", "'3:2'", "MIN <= MAX"]),
         (vec!["--nproc_per_node", "some", "true"], ["--nproc-per-node", "'some'", "expected a number from 1 to 65535"]),
-        (vec!["--rdzv-endpoint", "192.0.2.1:5", "true"], ["--rdzv-endpoint", "192.0.2.1", "no address of it"]),
+        (
+            vec!["--rdzv-endpoint", "192.0.2.1:5", "true"],
+            ["--rdzv-endpoint", "192.0.2.1", "expected an address of this host"],
+        ),
         (vec!["--signals-to-handle", "SIGKILL", "true"], ["--signals-to-handle", "SIGKILL", "SIGTERM, SIGINT"]),
         (vec!["--rdzv-id", "", "true"], ["run id", "\"\"", "must not be empty"]),
         (vec!["--nproc-per-nod", "2", "true"], ["--nproc-per-nod", "similar", "--nproc-per-node"]),
@@ -202,7 +205,7 @@ fn python_scripts_and_modules_get_the_interpreter() {
     let (code, _, stderr) = finish(command.env("PYTHON_EXEC", "/no/such/python"));
     assert!(
         code == Some(1)
-            && stderr.contains("PYTHON_EXEC names no Python interpreter: program \"/no/such/python\" can't be run"),
+            && stderr.contains("PYTHON_EXEC is not a Python interpreter: program \"/no/such/python\" can't be run"),
         "{stderr}"
     );
 }
@@ -216,7 +219,7 @@ fn completions_and_help() {
     }
     let (code, stdout, stderr) = finish(&mut launcher(&["--help"]));
     assert_eq!((code, stderr.as_str()), (Some(0), ""));
-    for part in ["Ranks:", "Program:", "Meeting:", "Failure:", "Examples:", "script.py"] {
+    for part in ["Ranks:", "Program:", "Rendezvous:", "Failure:", "Examples:", "script.py"] {
         assert!(stdout.contains(part), "{part} is not in {stdout}");
     }
     assert!(finish(&mut launcher(&["--version"])).1.starts_with("fsdp-launch "));

@@ -91,9 +91,9 @@ fn a_rank_that_aborts_ends_all_hosts_with_its_message() {
 #[test]
 fn a_rank_that_says_nonsense_is_named() {
     for (said, part) in [
-        ("GET / HTTP/1.1", "it said over PMI \"GET / HTTP/1.1\", which is no command of PMI-1"),
-        ("cmd=get_maxes", "it spoke PMI before it said init"),
-        ("cmd=init", "it said over PMI \"cmd=init\", which lacks pmi_version="),
+        ("GET / HTTP/1.1", "it sent over PMI \"GET / HTTP/1.1\", which is not a command of PMI-1"),
+        ("cmd=get_maxes", "it sent a PMI command before init"),
+        ("cmd=init", "it sent over PMI \"cmd=init\", which lacks pmi_version="),
     ] {
         let script = format!("[ $RANK = 1 ] && echo '{said}' >&$PMI_FD; exec sleep 300");
         let (code, _, stderr) = of_one_host("2", &script);
@@ -107,7 +107,7 @@ fn a_rank_that_says_nonsense_is_named() {
 fn nobody_waits_for_a_rank_that_has_ended() {
     let (code, _, stderr) = of_one_host("2", "init; [ $RANK = 1 ] && exit 0; ask cmd=barrier_in; sleep 300");
     assert_eq!(code, Some(1), "{stderr}");
-    let told = "with exit code 0\n  it recorded: it takes part in MPI no more, and rank 0 waits for it";
+    let told = "with exit code 0\n  it recorded: it left MPI, but rank 0 waits for it";
     assert!(stderr.contains("rank 1 (pid ") && stderr.contains(told), "{stderr}");
     // What fails tells so itself.
     let (code, _, stderr) = of_one_host("2", "init; [ $RANK = 1 ] && exit 5; ask cmd=barrier_in; sleep 300");

@@ -133,7 +133,7 @@ fn without_cargo_and_without_a_workspace_path_is_enough() {
     let mut command = launcher(&["no-such-tool"]);
     let (code, _, stderr) = finish(command.current_dir(workspace.path()).env_remove("CARGO").env("PATH", dir.path()));
     assert_eq!(code, Some(1));
-    assert!(stderr.contains("can't be read: there is no cargo in PATH"), "{stderr}");
+    assert!(stderr.contains("can't be read: cargo is not in PATH"), "{stderr}");
 }
 
 #[test]
@@ -156,7 +156,7 @@ fn what_is_not_found_names_the_places_and_the_way_out() {
     assert_eq!((code, stdout.as_str()), (Some(1), ""));
     for part in [
         "\"train.sh\" was not found",
-        "is in none",
+        "is not in one",
         "beside fsdp-launch, in /",
         "PATH",
         "give a path",
@@ -210,7 +210,7 @@ fn what_the_kernel_refuses_is_no_shell_script() {
     for name in ["cut", "magic", "foreign", "words", "control", "bytes", "empty", "script"] {
         let (code, stdout, stderr) = finish(launcher(&[&format!("./{name}")]).current_dir(dir.path()));
         assert_eq!((code, stdout.as_str()), (Some(1), ""), "{name}: {stderr}");
-        let told = "Exec format error (os error 8): it is no program of this kind of machine, and no script: damaged";
+        let told = "Exec format error (os error 8): it is neither a program for this machine nor a script: damaged";
         assert!(stderr.contains(told) && stderr.lines().count() == 1, "{name}: {stderr}");
     }
     // Text without a #! line is a shell script, as in a shell.

@@ -88,9 +88,8 @@ fn a_launcher_that_waits_for_other_hosts_is_shown() {
     let alone = ["--nnodes=2", "--rdzv-endpoint", &endpoint, "--rdzv-id", &id, "true"];
     let launched = Running::start(&alone);
     let run = status_when(&id, |run| !run["waiting"].is_null());
-    let told = format!(
-        "waiting for other hosts at {endpoint} (an address that only launchers of this host reach): 2 are wanted"
-    );
+    let told =
+        format!("waiting for other hosts at {endpoint} (an address that only launchers of this host reach): need 2");
     assert!(run["waiting"].as_str().unwrap().starts_with(&told), "{run}");
     assert_eq!((&run["launcher_pid"], &run["ranks"]), (&Value::from(launched.child.id()), &Value::Array(Vec::new())));
     let (code, stdout, stderr) = finish(&mut launcher(&["status", &id]));
@@ -103,8 +102,8 @@ fn a_launcher_that_waits_for_other_hosts_is_shown() {
 fn no_run_is_said_and_bad_input_is_one_line() {
     let empty = tempfile::tempdir().unwrap();
     for (args, code, part) in [
-        (vec!["status"], 1, "no run of this user is under way on this host"),
-        (vec!["status", "x", "--json"], 1, "no run \"x\": none of this user is under way"),
+        (vec!["status"], 1, "this user has no running launch on this host"),
+        (vec!["status", "x", "--json"], 1, "no run \"x\": this user has no running launch"),
         (vec!["status", "x", "y"], 2, "'y'"),
         (vec!["status", "--nproc-per-node=2"], 2, "--nproc-per-node"),
     ] {

@@ -1,4 +1,4 @@
-//! Hosts that are lost and come back, the one that holds the rendezvous too.
+//! Hosts that are lost and come back, the one that serves the rendezvous too.
 
 use std::{fs, thread::sleep, time::Duration};
 
@@ -58,7 +58,7 @@ fn the_host_of_the_rendezvous_may_come_back() {
     [&first, &second].into_iter().for_each(|agent| agent.wait_for("pid", 1));
     let pids = [first.pids(), second.pids()].concat();
     first.signal(Signal::KILL);
-    second.wait_for("which holds the rendezvous, is gone", 1);
+    second.wait_for("which serves the rendezvous, is gone", 1);
     assert_gone_soon(&pids);
     let third = start(&options, &["--rdzv-conf=is_host=true"], script);
     let (code, text) = second.finish();
@@ -79,7 +79,7 @@ fn without_restarts_the_loss_of_the_rendezvous_is_the_end() {
     assert!(
         code == Some(1)
             && text.contains(
-                "which holds the rendezvous, is gone: the connection was closed\n  that \
+                "which serves the rendezvous, is gone: the connection was closed\n  that \
             costs a restart, and all of --max-restarts 0 are used"
             ),
         "{text}"

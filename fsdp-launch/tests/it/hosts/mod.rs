@@ -162,7 +162,10 @@ fn another_program_at_the_endpoint_is_told() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let options = agents_of("--nnodes=2 --rdzv-conf=join_timeout=0.3", taken.local_addr().unwrap().port());
     let (code, text) = start(&options, &[], "true").finish();
-    assert!(code == Some(1) && text.contains("is no launcher of this user") && text.contains("another port"), "{text}");
+    assert!(
+        code == Some(1) && text.contains("another program listens there") && text.contains("another port"),
+        "{text}"
+    );
 }
 
 #[test]
