@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_who_speaks_of_the_launcher_changes_its_warnings() {
+    fn only_filters_for_the_launcher_change_its_warnings() {
         for filter in ["foo=debug", "foo", "foo=debug,bar::baz=off", "[span]=info", "fsdp_launcher=error"] {
             assert_eq!(with_warnings(filter), format!("{filter},fsdp_launch=warn"));
         }

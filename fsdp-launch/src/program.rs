@@ -358,7 +358,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_is_similar() {
+    fn suggests_only_similar_words() {
         let of = |word| nearest(word, ["train", "trace", "eval"]);
         assert_eq!((of("trian"), of("trac"), of("EVAL"), of("bench")), (Some("train"), Some("trace"), None, None));
     }

@@ -389,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn what_follows_the_program_belongs_to_it() {
+    fn arguments_after_the_program_are_its_own() {
         let args = parse("fsdp-launch --nproc_per_node 2 train -x --nproc-per-node 7 -- --help").unwrap();
         assert_eq!(args.nproc_per_node, 2);
         assert_eq!(args.command, ["train", "-x", "--nproc-per-node", "7", "--", "--help"]);
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn both_spellings_of_every_option() {
+    fn every_option_has_both_spellings() {
         Args::command().debug_assert();
         for arg in Args::command().get_arguments() {
             if let Some(long) = arg.get_long().filter(|long| long.contains('-')) {
@@ -416,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn the_conf_has_torchruns_names() {
+    fn parses_the_keys_of_torchrun() {
         let conf: RendezvousConf =
             "timeout=900, last_call_timeout=1.5,is_host=False,read_timeout=5,keep_alive_max_attempt=4".parse().unwrap();
         assert_eq!(

@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn the_endpoint_is_the_master_for_the_static_backend_only() {
+    fn static_uses_the_endpoint_as_master() {
         let spec = |line: &str| parse(line).unwrap().into_spec().unwrap();
         let is = |line: &str| (spec(line).master_addr, spec(line).master_port);
         let here = |address: &str, port| (Some(address.to_owned()), port);
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn several_hosts_meet_at_the_endpoint_or_at_the_master() {
+    fn hosts_meet_at_the_endpoint_or_master() {
         let spec = |line: &str| parse(line).unwrap().into_spec();
         let met = |line: &str| spec(line).unwrap().rendezvous.unwrap();
         assert!(spec("l --nnodes 1:1 /bin/true").unwrap().rendezvous.is_none());

@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_values_are_refused_in_one_line_that_names_them() {
+    fn bad_values_are_named_in_one_line() {
         for line in [
             "--nproc-per-node 0",
             "--nproc-per-node -1",

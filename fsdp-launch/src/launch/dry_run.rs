@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_survive_a_shell() {
+    fn quoting_survives_a_shell() {
         for word in ["plain", "", "two words", "it's", "$HOME `x` \"y\"", "a\nb", "*"] {
             let script = format!("printf %s {}", quoted(OsStr::new(word)));
             let output = std::process::Command::new("sh").args(["-c", &script]).output().unwrap();

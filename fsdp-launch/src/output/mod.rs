@@ -216,14 +216,14 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_put_together_from_chunks() {
+    fn joins_chunks_into_lines() {
         assert_eq!(lines(&[b"a", b"b\n\nc\r", b"\nd"]), b"[rank 1] ab\n[rank 1] \n[rank 1] c\r\n[rank 1] d\n");
         assert_eq!(lines(&[b"\xff\0\n"]), b"[rank 1] \xff\0\n");
         assert_eq!(lines(&[]), b"");
     }
 
     #[test]
-    fn a_long_line_is_cut() {
+    fn cuts_a_long_line() {
         let half = vec![b'x'; MAX_LINE_LEN / 2];
         let piece = [b"[rank 1] ".as_slice(), &half, &half, b"\n"].concat();
         assert_eq!(lines(&[&half, &half, b"\nrest"]), [&piece, b"[rank 1] rest\n".as_slice()].concat());

@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ranks_of_one_host_meet_by_themselves() {
+    fn one_host_needs_no_other() {
         let mut kvs = kvs(1);
         assert_eq!(kvs.handle(0, put("a", "1")), answers(0, Response::Put));
         assert_eq!(kvs.handle(0, Command::BarrierIn), []);
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn other_hosts_are_told_what_was_put_before_they_are_told_who_waits() {
+    fn entries_are_sent_before_the_barrier() {
         let mut kvs = kvs(2);
         assert_eq!(kvs.handle(1, put("a", "1")), answers(1, Response::Put));
         assert_eq!(kvs.handle(1, Command::BarrierIn), []);
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn much_that_was_put_takes_several_messages() {
+    fn many_entries_take_several_messages() {
         let entries: Vec<KeyValue> = (0..100).map(|index| (index.to_string(), "v".repeat(4096))).collect();
         let parts = parts(entries.clone());
         assert_eq!(parts.concat(), entries);
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_rank_does_wrong_is_told_once() {
+    fn failures_are_reported_once() {
         let mut kvs = kvs(1);
         let told = trouble(kvs.handle(1, Command::Abort { code: 13, message: "abort".into() }));
         assert_eq!(
@@ -388,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_waits_for_a_rank_that_is_gone() {
+    fn a_disconnected_rank_breaks_the_barrier() {
         // The order does not matter.
         let mut kvs = kvs(2);
         assert_eq!(kvs.disconnect(1), []);
@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn hosts_are_told_in_blocks() {
+    fn formats_the_process_mapping() {
         assert_eq!(mapping(&[(2, 8)]).unwrap(), "(vector,(0,2,8))");
         assert_eq!(mapping(&[(1, 2), (3, 1), (1, 4)]).unwrap(), "(vector,(0,1,2),(1,3,1),(4,1,4))");
         assert_eq!(mapping(&[(1, 2); 1000]), None);

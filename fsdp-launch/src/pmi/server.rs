@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_exchange_what_they_put() {
+    fn ranks_exchange_entries() {
         let (_server, ranks, _told) = server(3);
         thread::scope(|scope| {
             for (number, mut rank) in ranks.into_iter().enumerate() {
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn garbage_is_told_with_its_rank_and_others_go_on() {
+    fn invalid_input_fails_only_its_rank() {
         let (_server, mut ranks, told) = server(2);
         ranks[1].0.get_mut().write_all(b"GET / HTTP/1.1\r\n").unwrap();
         let PmiEvent::Failed(trouble) = told.recv_timeout(SOON).unwrap() else { panic!("nothing failed") };
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_asks_and_does_not_read_is_told() {
+    fn a_rank_that_does_not_read_fails() {
         let (_server, mut ranks, told) = server(1);
         let rank = &mut ranks[0];
         rank.say("cmd=init pmi_version=1");
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_inherits_its_own_end_alone() {
+    fn a_rank_inherits_only_its_end() {
         let (tell, _told) = channel();
         let mut server =
             Server::start(&Assignment::single_node("run", 2, 1), 2, move |said| drop(tell.send(said))).unwrap();

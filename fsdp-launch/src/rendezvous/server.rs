@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_said_is_on_its_way_when_the_hub_is_closed() {
+    fn close_sends_queued_messages() {
         let spec = crate::LaunchSpec::new("p", 1);
         let coordinator = SharedCoordinator::new(RunConfig::of(&spec, "run").unwrap());
         let heard: Vec<_> = (0..3)

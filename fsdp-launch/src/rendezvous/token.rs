@@ -113,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn white_space_does_not_count_and_short_tokens_are_refused() {
+    fn trims_tokens_and_refuses_short_ones() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let written = |text: &str| {
             fs::write(file.path(), text).unwrap();
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_of_this_host_is_found_by_its_port_until_it_goes() {
+    fn a_shared_token_lives_as_long_as_its_file() {
         let (token, file) = create_shared(1).unwrap();
         assert_eq!(token, read_shared(1).unwrap());
         assert!(read_shared(2).is_err());

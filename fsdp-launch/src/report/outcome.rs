@@ -146,7 +146,7 @@ mod tests {
     use crate::LogEnd;
 
     #[test]
-    fn the_summary_tells_every_fate() {
+    fn the_summary_covers_every_rank() {
         let report = |rank, end, request| RankReport {
             rank,
             host: "h".into(),

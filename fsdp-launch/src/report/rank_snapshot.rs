@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn who_arrived_and_who_did_not() {
+    fn reports_arrived_and_missing_ranks() {
         let rank = |collectives: &[serde_json::Value]| at(told(serde_json::json!({"collectives": collectives})));
         let ranks = [
             rank(&[collective("world", 0, 5, "running", &[]), collective("half", 0, 9, "done", &[])]),
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_says_what_is_known() {
+    fn formats_a_snapshot() {
         assert_eq!(at(Snapshot::default()).to_string(), "no status page; has ended");
         let mut rank = at(told(serde_json::json!({
             "pid": 1, "beat": 15.25, "step": {"number": 41, "age": 20.0, "torn": false},

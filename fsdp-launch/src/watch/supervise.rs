@@ -345,7 +345,7 @@ mod tests {
 
     /// Events that end the ranks, and events that do not.
     #[test]
-    fn the_coordinators_last_words_end_the_ranks() {
+    fn final_messages_of_the_coordinator_end_the_ranks() {
         use std::process::Stdio;
         let dir = tempfile::tempdir().unwrap();
         let mut spec = crate::LaunchSpec::new("/bin/sleep", 1);
@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn a_signal_then_the_earlier_record_then_the_lower_rank() {
+    fn the_first_failure_is_a_signal_or_the_earliest_record() {
         let dir = tempfile::tempdir().unwrap();
         let spec = crate::LaunchSpec::new("p", 4);
         let assignment = crate::rendezvous::Assignment::single_node("r", 4, 1);

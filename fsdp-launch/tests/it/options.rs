@@ -50,7 +50,7 @@ fn a_wrong_value_is_one_line_and_exit_code_2() {
 }
 
 #[test]
-fn options_from_torchruns_environment() {
+fn reads_options_from_torchruns_variables() {
     let mut command = launcher(&["/bin/sh", "-c", "echo $ROLE_NAME $WORLD_SIZE"]);
     command.env("PET_NPROC_PER_NODE", "2").env("PET_ROLE", "trainer").env("PET_STANDALONE", "1");
     let (code, stdout, stderr) = finish(&mut command);
@@ -64,7 +64,7 @@ fn options_from_torchruns_environment() {
 }
 
 #[test]
-fn the_time_to_end_from_torchruns_other_variable() {
+fn reads_the_shutdown_timeout_from_torchruns_variable() {
     let dir = tempfile::tempdir().unwrap();
     let script = format!(
         "cd {}; if [ $RANK = 0 ]; then until [ -e ready ]; do sleep 0.01; done; rm ready; exit 3; fi; \
@@ -82,13 +82,13 @@ fn the_time_to_end_from_torchruns_other_variable() {
 }
 
 #[test]
-fn a_wrong_place_for_temporary_files_is_named() {
+fn a_bad_tmpdir_is_named() {
     let (code, _, stderr) = finish(launcher(&["/bin/true"]).env("TMPDIR", "/no/such/directory"));
     assert!(code == Some(1) && stderr.contains("TMPDIR") && stderr.contains("/no/such/directory"), "{stderr}");
 }
 
 #[test]
-fn one_host_said_in_torchruns_ways() {
+fn accepts_torchruns_forms_of_one_host() {
     for args in [
         vec!["--standalone"],
         vec![
@@ -107,7 +107,7 @@ fn one_host_said_in_torchruns_ways() {
 }
 
 #[test]
-fn a_misspelt_key_of_the_rendezvous_is_warned_of() {
+fn warns_of_an_unknown_rendezvous_key() {
     let warned = |conf: &str| finish(&mut launcher(&["--rdzv-conf", conf, "/bin/true"]));
     for (conf, told) in [
         ("join_timeot=3", "--rdzv-conf knows no key \"join_timeot\"; did you mean join_timeout?"),
@@ -152,7 +152,7 @@ fn pinned_ranks_share_the_cores() {
 }
 
 #[test]
-fn a_signal_of_the_users_choice_is_passed_on() {
+fn signals_to_handle_are_passed_on() {
     let script = "trap 'echo usr1; exit 0' USR1; echo $$; while :; do sleep 0.01; done";
     let args = ["--nproc-per-node=2", "--signals-to-handle=SIGTERM,SIGUSR1", "sh", "-c", script];
     let mut launcher = Running::start(&args);
@@ -165,7 +165,7 @@ fn a_signal_of_the_users_choice_is_passed_on() {
 }
 
 #[test]
-fn a_dry_run_prints_commands_that_do_what_the_launch_does() {
+fn a_dry_run_prints_working_commands() {
     let args = [
         "--nproc-per-node=2",
         "--role=it",

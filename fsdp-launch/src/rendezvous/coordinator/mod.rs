@@ -545,7 +545,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_barrier_ends_when_all_that_run_wait() {
+    fn a_barrier_completes_when_all_running_agents_wait() {
         let mut barrier = Barrier::default();
         let wait = |barrier: &Barrier, states: [AgentState; 3]| barrier.status((0..).zip(states));
         let running = [AgentState::Running, AgentState::Running, AgentState::Ready];

@@ -1,4 +1,4 @@
-//! Launchers that work as one: several on this host, at a rendezvous on the loopback.
+//! Several launchers on this host that work as one.
 
 mod agent;
 mod losses;
@@ -13,7 +13,7 @@ use rustix::process::Signal;
 use crate::{assert_gone_soon, executable, finish, heartbeats::rank_program, launcher, sorted, without_times};
 
 #[test]
-fn every_rank_finds_its_place_among_all() {
+fn every_rank_gets_its_place() {
     let options = agents_of("--nnodes=2 --rdzv-id=job", free_port());
     let script = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE $ROLE_NAME \
     $ROLE_RANK/$ROLE_WORLD_SIZE \
@@ -145,7 +145,7 @@ fn a_host_that_can_not_start_its_ranks_does_not_restart_the_others_for_ever() {
 }
 
 #[test]
-fn who_waits_in_vain_says_for_whom() {
+fn reports_missing_hosts() {
     let port = free_port();
     let alone = agents_of("--nnodes=2 --rdzv-conf=join_timeout=0.3", port);
     let (code, text) = start(&alone, &[], "true").finish();
@@ -158,7 +158,7 @@ fn who_waits_in_vain_says_for_whom() {
 }
 
 #[test]
-fn another_program_at_the_endpoint_is_told() {
+fn reports_another_program_at_the_endpoint() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let options = agents_of("--nnodes=2 --rdzv-conf=join_timeout=0.3", taken.local_addr().unwrap().port());
     let (code, text) = start(&options, &[], "true").finish();
@@ -169,7 +169,7 @@ fn another_program_at_the_endpoint_is_told() {
 }
 
 #[test]
-fn signs_of_life_may_be_as_rare_or_as_frequent_as_one_likes() {
+fn accepts_extreme_keep_alive_intervals() {
     for interval in ["1e18", "1e-9"] {
         let conf = format!("--rdzv-conf=keep_alive_interval={interval},keep_alive_max_attempt=4000000000");
         let options = agents_of(&format!("--nnodes=2 {conf}"), free_port());
@@ -179,7 +179,7 @@ fn signs_of_life_may_be_as_rare_or_as_frequent_as_one_likes() {
 }
 
 #[test]
-fn launchers_that_contradict_each_other_are_refused_by_name() {
+fn refuses_contradicting_launchers() {
     let options = agents_of("--nnodes=2 --rdzv-id=a --node-rank=0", free_port());
     let first = start_first(&options, &[], "true");
     let others = [
@@ -199,7 +199,7 @@ fn launchers_that_contradict_each_other_are_refused_by_name() {
 }
 
 #[test]
-fn logs_of_a_host_are_by_its_local_ranks() {
+fn logs_of_a_host_use_local_ranks() {
     let options = agents_of("--nnodes=2 --nproc-per-node=1 --rdzv-id=job", free_port());
     let dir = tempfile::tempdir().unwrap();
     let agents = ["a", "b"].map(|name| {
@@ -209,7 +209,7 @@ fn logs_of_a_host_are_by_its_local_ranks() {
     let texts = agents.map(|agent| agent.finish().1).concat();
     assert_eq!(sorted(&texts).iter().filter(|line| line.starts_with("0/")).count(), 2, "{texts}");
     let mut logged = ["a", "b"].map(|name| {
-        // The host's name stands behind the run's, for hosts that share a directory.
+        // The directory's name includes the host, for hosts that share it.
         let run = fs::read_dir(dir.path().join(name)).unwrap().next().unwrap().unwrap();
         assert!(run.file_name().to_string_lossy().starts_with("job_"), "{run:?}");
         fs::read_to_string(run.path().join("attempt_0/0/stdout.log")).unwrap()
@@ -229,8 +229,8 @@ fn dry_run_shows_a_host_of_several() {
 }
 
 #[test]
-fn ranks_of_several_launchers_wait_for_nobody_who_has_ended() {
-    // On one host, where ranks of different launchers meet.
+fn exits_are_known_across_launchers_of_a_host() {
+    // On one host, ranks of different launchers share memory.
     let options = agents_of("--nnodes=2 --nproc-per-node=1", free_port());
     for (ended, waits) in [(0, 1), (1, 0)] {
         let script = rank_program(&format!("rank_{ended}_does_not_join")).join(" ");
