@@ -35,11 +35,11 @@ impl Args {
     }
 
     fn spec_with(self, find: impl FnOnce(&OsStr) -> Result<PathBuf>) -> Result<LaunchSpec> {
-        let meeting = self.meeting()?;
+        let rendezvous = self.rendezvous_spec()?;
         if !self.standalone {
             self.rdzv_conf.unknown.iter().for_each(|key| warn_of_key(key));
         }
-        let (host, port) = match (&meeting, &self.rdzv_endpoint) {
+        let (host, port) = match (&rendezvous, &self.rdzv_endpoint) {
             (None, Some(endpoint)) if !self.standalone => {
                 check_is_here(endpoint)?;
                 let is_master = self.rdzv_backend == "static";
@@ -62,12 +62,12 @@ impl Args {
         args.extend(command);
         let mut spec = LaunchSpec::new(program, self.nproc_per_node);
         spec.args = args;
-        if let Some(meeting) = meeting {
+        if let Some(rendezvous) = rendezvous {
             // If --master-addr and --master-port are the endpoint, the launchers use the port, so ranks need another.
             let is_endpoint = self.rdzv_endpoint.is_none();
             spec.master_addr = self.master_addr;
             spec.master_port = self.master_port.map(NonZeroU16::get).filter(|_| !is_endpoint);
-            spec.rendezvous = Some(meeting);
+            spec.rendezvous = Some(rendezvous);
         } else {
             spec.master_addr = self.master_addr.or(host).or(self.local_addr);
             spec.master_port = self.master_port.map(NonZeroU16::get).or(port);
@@ -101,7 +101,7 @@ impl Args {
     }
 
     /// Returns how this host meets other hosts; `None` for a launch on one host.
-    fn meeting(&self) -> Result<Option<RendezvousSpec>> {
+    fn rendezvous_spec(&self) -> Result<Option<RendezvousSpec>> {
         let (min, max) = self.nnodes;
         let usage =
             |flag, value: &dyn ToString, expected: String| Error::Usage { flag, value: value.to_string(), expected };
@@ -144,17 +144,17 @@ impl Args {
             )));
         }
         let conf = &self.rdzv_conf;
-        let mut meeting = RendezvousSpec::new(endpoint, (min, max));
-        meeting.node_rank = self.node_rank;
+        let mut rendezvous = RendezvousSpec::new(endpoint, (min, max));
+        rendezvous.node_rank = self.node_rank;
         let is_first = self.node_rank.filter(|_| is_static).map(|rank| rank == 0);
-        meeting.is_host = conf.is_host.or(is_first);
-        meeting.local_addr.clone_from(&self.local_addr);
-        meeting.token_file.clone_from(&self.rdzv_token_file);
-        meeting.join_timeout = conf.join_timeout.unwrap_or(meeting.join_timeout);
-        meeting.last_call_timeout = conf.last_call_timeout.unwrap_or(meeting.last_call_timeout);
-        meeting.keep_alive_interval = conf.keep_alive_interval.unwrap_or(meeting.keep_alive_interval);
-        meeting.keep_alive_attempts = conf.keep_alive_max_attempt.unwrap_or(meeting.keep_alive_attempts);
-        Ok(Some(meeting))
+        rendezvous.is_host = conf.is_host.or(is_first);
+        rendezvous.local_addr.clone_from(&self.local_addr);
+        rendezvous.token_file.clone_from(&self.rdzv_token_file);
+        rendezvous.join_timeout = conf.join_timeout.unwrap_or(rendezvous.join_timeout);
+        rendezvous.last_call_timeout = conf.last_call_timeout.unwrap_or(rendezvous.last_call_timeout);
+        rendezvous.keep_alive_interval = conf.keep_alive_interval.unwrap_or(rendezvous.keep_alive_interval);
+        rendezvous.keep_alive_attempts = conf.keep_alive_max_attempt.unwrap_or(rendezvous.keep_alive_attempts);
+        Ok(Some(rendezvous))
     }
 }
 

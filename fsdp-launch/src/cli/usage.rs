@@ -106,11 +106,14 @@ mod tests {
         ] {
             let (flag, value) = line.split_once(' ').unwrap();
             let error = Args::try_parse_from(["l", &format!("{flag}={value}"), "p"]).unwrap_err();
-            let told = one_line(&error);
-            assert!(told.contains(flag) && told.contains(value) && told.lines().count() == 1, "{line}: {told}");
+            let message = one_line(&error);
+            assert!(
+                message.contains(flag) && message.contains(value) && message.lines().count() == 1,
+                "{line}: {message}"
+            );
             // The parser's own words are not shown.
-            let is_ours = ["expected", "possible values", "can't be handled"].iter().any(|part| told.contains(part));
-            assert!(is_ours && !told.contains("target type") && !told.contains("digit"), "{line}: {told}");
+            let is_ours = ["expected", "possible values", "can't be handled"].iter().any(|part| message.contains(part));
+            assert!(is_ours && !message.contains("target type") && !message.contains("digit"), "{line}: {message}");
             assert_eq!(error.exit_code(), 2);
         }
         for line in [
@@ -120,8 +123,8 @@ mod tests {
             "l --pin-cores --numa-binding node p",
             "l --nproc-per-node",
         ] {
-            let told = one_line(&parse(line).unwrap_err());
-            assert!(!told.contains("status [RUN]") && told.lines().count() == 1, "{line}: {told}");
+            let message = one_line(&parse(line).unwrap_err());
+            assert!(!message.contains("status [RUN]") && message.lines().count() == 1, "{line}: {message}");
         }
     }
 }

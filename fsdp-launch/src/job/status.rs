@@ -123,9 +123,9 @@ fn of_run(job: JobFile, now: Duration) -> RunStatus {
 
 fn of_rank(rank: &RankFile) -> RankStatus {
     // If the launcher has ended meanwhile, its status pages are gone.
-    let told = rank.status_page.as_ref().and_then(|path| heartbeat::read(path).ok()).unwrap_or_default();
+    let status = rank.status_page.as_ref().and_then(|path| heartbeat::read(path).ok()).unwrap_or_default();
     let own = rank.process.find();
-    let mut snapshot = RankSnapshot::of(rank.process.pid, told);
+    let mut snapshot = RankSnapshot::of(rank.process.pid, status);
     if own.is_none() || snapshot.process.is_none() {
         snapshot.process = own;
     }
@@ -162,15 +162,15 @@ impl fmt::Display for RunStatus {
 }
 
 fn row(rank: &RankStatus) -> [String; 7] {
-    let (told, process) = (&rank.snapshot.status, &rank.snapshot.process);
+    let (status, process) = (&rank.snapshot.status, &rank.snapshot.process);
     let unknown = || "-".to_owned();
     [
         rank.rank.to_string(),
         rank.pid.to_string(),
         process.as_ref().map_or(ProcessState::Ended, |process| process.state).to_string(),
         process.as_ref().map_or_else(unknown, |process| size(process.resident_bytes)),
-        told.step.as_ref().map_or_else(unknown, |step| step.number.to_string()),
-        told.beat.map_or_else(unknown, |age| format!("{age} ago")),
+        status.step.as_ref().map_or_else(unknown, |step| step.number.to_string()),
+        status.beat.map_or_else(unknown, |age| format!("{age} ago")),
         rank.snapshot.activity(),
     ]
 }

@@ -44,7 +44,7 @@ pub(crate) fn next(
 ) -> Next {
     let mut interval = FIRST_WARNING;
     let mut warn_at = Instant::now() + interval;
-    let endpoint = spec.rendezvous.as_ref().map(|meeting| &meeting.endpoint);
+    let endpoint = spec.rendezvous.as_ref().map(|rendezvous| &rendezvous.endpoint);
     let mut waiting = endpoint.map(|at| Waiting { at, target: Target::Coordinator(None) });
     let change = |waiting: &mut Option<Waiting<'_>>, target| {
         if let Some(waiting) = waiting {

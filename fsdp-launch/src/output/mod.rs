@@ -71,7 +71,7 @@ impl Outputs {
         events: &Receiver<Event>,
         mut ended_before: usize,
         before: Option<i32>,
-        news: &mut Vec<RendezvousEvent>,
+        rendezvous_events: &mut Vec<RendezvousEvent>,
     ) -> Option<i32> {
         self.ranks_live = None;
         let until = before.map(|_| Instant::now() + DRAIN_TIMEOUT);
@@ -83,7 +83,7 @@ impl Outputs {
             match event {
                 Some(Event::OutputEnded) => ended_before += 1,
                 Some(Event::ChildEnded | Event::Pmi { .. }) => {}
-                Some(Event::Rendezvous(heard)) => news.push(heard),
+                Some(Event::Rendezvous(event)) => rendezvous_events.push(event),
                 Some(Event::Interrupted(signal)) => return Some(signal),
                 None => break,
             }

@@ -56,17 +56,17 @@ impl Rendezvous {
         spec: Option<&RendezvousSpec>,
         config: RunConfig,
         node: NodeInfo,
-        listener: EventSink,
+        events: EventSink,
     ) -> Result<Self> {
         let Some(spec) = spec else {
             let coordinator = SharedCoordinator::new(config);
-            coordinator.add_agent(local_outbox(&listener));
+            coordinator.add_agent(local_outbox(&events));
             coordinator.receive(0, FromAgent::Join(Box::new(node)));
             return Ok(Rendezvous::SingleNode(Box::new(coordinator)));
         };
         let key = spec.token_file.as_deref().map(token::read).transpose()?;
         let (to, outgoing) = mpsc::channel();
-        let agent = AgentThread { spec: spec.clone(), key, config, node, listener, outgoing };
+        let agent = AgentThread { spec: spec.clone(), key, config, node, events, outgoing };
         let (until_done, done) = mpsc::channel();
         let run = move || {
             agent.run();
@@ -122,7 +122,7 @@ struct AgentThread {
     key: Option<Key>,
     config: RunConfig,
     node: NodeInfo,
-    listener: EventSink,
+    events: EventSink,
     outgoing: Receiver<FromAgent>,
 }
 
@@ -189,9 +189,9 @@ impl AgentThread {
         }
     }
 
-    fn notify(&self, news: RendezvousEvent) {
+    fn notify(&self, event: RendezvousEvent) {
         // The launch may be over.
-        (self.listener)(news);
+        (self.events)(event);
     }
 
     /// Binds the endpoint, if this agent may serve the coordinator.
@@ -221,7 +221,7 @@ impl AgentThread {
         let coordinator = Arc::new(SharedCoordinator::new(self.config.clone()));
         let mut node = self.node.clone();
         node.address.get_or_insert_with(|| self.spec.endpoint.host.clone());
-        let own_id = coordinator.add_agent(local_outbox(&self.listener));
+        let own_id = coordinator.add_agent(local_outbox(&self.events));
         let server = serve(listener, coordinator.clone(), key, KeepAlive::of(&self.spec), self.config.nnodes.1)?;
         coordinator.receive(own_id, FromAgent::Join(Box::new(node)));
         loop {
@@ -253,7 +253,7 @@ impl AgentThread {
     /// Exchanges messages with the coordinator until one side leaves.
     fn participate(self, channel: Channel) {
         let Channel { mut reader, writer } = channel;
-        let AgentThread { spec, node, listener, outgoing, .. } = self;
+        let AgentThread { spec, node, events, outgoing, .. } = self;
         let keep_alive = KeepAlive::of(&spec);
         let limit = keep_alive.limit();
         let endpoint = spec.endpoint.to_string();
@@ -261,7 +261,7 @@ impl AgentThread {
             let error = loop {
                 match receive(&mut reader, limit) {
                     Ok(message) => {
-                        if !listener(RendezvousEvent::Message(message)) {
+                        if !events(RendezvousEvent::Message(message)) {
                             return;
                         }
                     }
@@ -272,7 +272,7 @@ impl AgentThread {
                 io::ErrorKind::TimedOut => format!("no message from it for {limit:?}"),
                 _ => "the connection was closed".to_owned(),
             };
-            listener(RendezvousEvent::Lost(format!(
+            events(RendezvousEvent::Lost(format!(
                 "the launcher at {endpoint}, which serves the rendezvous, is gone: {how}"
             )));
         };
@@ -308,11 +308,11 @@ fn no_token(error: io::Error) -> io::Error {
 }
 
 /// Returns the outbox of the agent in the coordinator's process.
-fn local_outbox(listener: &EventSink) -> Outbox {
-    let listener = Arc::clone(listener);
+fn local_outbox(events: &EventSink) -> Outbox {
+    let events = Arc::clone(events);
     let send_message = move |message| {
         // The launch may be over.
-        listener(RendezvousEvent::Message(message));
+        events(RendezvousEvent::Message(message));
     };
     Outbox { send_message: Box::new(send_message), sender: None }
 }

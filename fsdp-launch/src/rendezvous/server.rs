@@ -231,12 +231,12 @@ mod tests {
     use super::*;
 
     /// An outbox that sends slowly.
-    fn slow(heard: Sender<ToAgent>) -> Outbox {
+    fn slow(received: Sender<ToAgent>) -> Outbox {
         let (send_message, messages) = channel();
         let sender = thread::spawn(move || {
             for message in messages {
                 thread::sleep(Duration::from_millis(20));
-                heard.send(message).ok();
+                received.send(message).ok();
             }
         });
         Outbox { send_message: Box::new(move |message| send_message.send(message).unwrap()), sender: Some(sender) }
@@ -246,17 +246,17 @@ mod tests {
     fn close_sends_queued_messages() {
         let spec = crate::LaunchSpec::new("p", 1);
         let coordinator = SharedCoordinator::new(RunConfig::of(&spec, "run").unwrap());
-        let heard: Vec<_> = (0..3)
+        let received: Vec<_> = (0..3)
             .map(|_| {
-                let (tell, heard) = channel();
+                let (tell, received) = channel();
                 let id = coordinator.add_agent(slow(tell));
                 (coordinator.lock().outboxes[&id].send_message)(ToAgent::Ping);
-                heard
+                received
             })
             .collect();
         coordinator.close();
         // Without waiting: the process may end now.
-        assert!(heard.iter().all(|heard| heard.try_recv().is_ok()));
+        assert!(received.iter().all(|received| received.try_recv().is_ok()));
         assert_eq!(coordinator.len(), 0);
     }
 }

@@ -125,8 +125,8 @@ mod tests {
         for (text, part) in
             [("", "holds 0 bytes"), ("short\n", "holds 5 bytes"), ("               \n", "holds 0 bytes")]
         {
-            let told = written(text).unwrap_err().to_string();
-            assert!(told.contains(part) && told.contains("/dev/urandom"), "{told}");
+            let message = written(text).unwrap_err().to_string();
+            assert!(message.contains(part) && message.contains("/dev/urandom"), "{message}");
         }
         for path in ["/", "/no/such/file", "/dev/zero"] {
             assert_eq!(read(Path::new(path)).map(|_| ()).unwrap_err().exit_code(), 2);

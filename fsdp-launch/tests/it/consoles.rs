@@ -83,9 +83,9 @@ fn log_files_stay_complete_after_the_console_closes() {
         launcher.stdout.take().unwrap().read_exact(&mut start).unwrap();
         assert_eq!(&start, b"[rank 0] 1");
         let output = launcher.wait_with_output().unwrap();
-        let told = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(0), "{told}");
-        assert!(told.contains("is now written only to the log files"), "{told}");
+        let message = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(0), "{message}");
+        assert!(message.contains("is now written only to the log files"), "{message}");
         let log = fs::read_to_string(dir.path().join(id).join("attempt_0/0/stdout.log")).unwrap();
         assert!(log == expected, "{option}: {} of {} bytes", log.len(), expected.len());
     }
@@ -97,10 +97,10 @@ fn warns_of_lost_and_of_kept_output() {
     let mut launcher = command();
     launcher.args(["--nproc-per-node=3", "--tee", "0:3", "--log-dir"]).arg(dir.path()).args(["seq", "1", "1000"]);
     let output = launcher.stdout(full_disk()).stderr(Stdio::piped()).spawn().unwrap().wait_with_output().unwrap();
-    let told = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(0), "{told}");
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(0), "{message}");
     for words in ["is now written only to the log files", "is lost from now on unless a log file keeps it"] {
-        assert_eq!(told.matches(words).count(), 1, "{words:?}: {told}");
+        assert_eq!(message.matches(words).count(), 1, "{words:?}: {message}");
     }
 }
 
@@ -117,20 +117,20 @@ fn a_failing_console_loses_only_its_output() {
             assert_eq!(output.status.code(), Some(7), "{why}");
             String::from_utf8(output.stderr).unwrap()
         };
-        let told = run(target(), Stdio::piped());
+        let message = run(target(), Stdio::piped());
         let warning =
             format!("the ranks' stdout is lost from now on unless a log file keeps it; the run continues: {why}");
-        assert_eq!(told.matches(&warning).count(), 1, "{}", told.len());
-        assert!(told.contains("[rank 1] 100000\n") && told.contains("failed first, with exit code 7"));
+        assert_eq!(message.matches(&warning).count(), 1, "{}", message.len());
+        assert!(message.contains("[rank 1] 100000\n") && message.contains("failed first, with exit code 7"));
         run(Stdio::null(), target());
         run(target(), target());
         // Output that the launcher itself was asked for.
         for args in [&["--dry-run", "true"][..], &["--print-completion", "bash"]] {
             let output = command().args(args).stdout(target()).stderr(Stdio::piped()).spawn().unwrap();
             let output = output.wait_with_output().unwrap();
-            let told = String::from_utf8(output.stderr).unwrap();
-            assert_eq!(output.status.code(), Some(1), "{told}");
-            assert_eq!(told.contains(why), why != "Broken pipe", "{told}");
+            let message = String::from_utf8(output.stderr).unwrap();
+            assert_eq!(output.status.code(), Some(1), "{message}");
+            assert_eq!(message.contains(why), why != "Broken pipe", "{message}");
         }
     }
 }
@@ -144,9 +144,9 @@ fn a_full_log_file_loses_only_its_output() {
         dir.path().display()
     );
     let output = Command::new("sh").args(["-c", &script]).output().unwrap();
-    let told = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(7), "{told}");
-    assert_eq!(told.matches("is no longer written: File too large").count(), 1, "{told}");
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(7), "{message}");
+    assert_eq!(message.matches("is no longer written: File too large").count(), 1, "{message}");
     assert_eq!(output.stdout.iter().filter(|&&byte| byte == b'\n').count(), 100_000);
     let log = fs::read_to_string(dir.path().join("j/attempt_0/0/stdout.log")).unwrap();
     assert!(log.starts_with("1\n2\n") && log.len() < 200_000, "{} bytes", log.len());
@@ -163,10 +163,10 @@ fn a_removed_log_directory_loses_only_the_logs() {
     let mut launcher = command();
     launcher.args(["--max-restarts=1", "--rdzv-id=j", "--log-dir"]).arg(dir.path()).args(["sh", "-c", &script]);
     let output = launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap().wait_with_output().unwrap();
-    let told = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(0), "{told}");
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(0), "{message}");
     assert_eq!(String::from_utf8(output.stdout).unwrap(), "[rank 0] attempt 0\n[rank 0] attempt 1\n");
-    assert!(told.contains("this attempt has no log files: the log "), "{told}");
+    assert!(message.contains("this attempt has no log files: the log "), "{message}");
 }
 
 #[test]
@@ -175,10 +175,10 @@ fn a_filter_for_the_program_keeps_the_launchers_warnings() {
         let (mut reader, writer) = io::pipe().unwrap();
         let args = ["--max-restarts", "1", "sh", "-c", "test $TORCHELASTIC_RESTART_COUNT = 1"];
         let status = command().args(args).stderr(writer).env("RUST_LOG", filter).status().unwrap();
-        let mut told = String::new();
-        reader.read_to_string(&mut told).unwrap();
-        assert_eq!(status.code(), Some(0), "{told}");
-        told.contains("starting all ranks again")
+        let mut message = String::new();
+        reader.read_to_string(&mut message).unwrap();
+        assert_eq!(status.code(), Some(0), "{message}");
+        message.contains("starting all ranks again")
     };
     assert!(warned("foo=debug") && warned("") && !warned("off") && !warned("fsdp_launch=error"));
 }

@@ -389,6 +389,6 @@ fn the_unit_leaves_the_launcher_time_to_end() {
     fs::write(&unit, text.replace(words[0], "/bin/true").replace("User=train", "User=root")).unwrap();
     let mut verify = assert_cmd::Command::new("systemd-analyze");
     let (code, _, stderr) = finish(verify.timeout(TIMEOUT).arg("verify").arg(&unit));
-    let told: Vec<&str> = stderr.lines().filter(|line| line.contains("fsdp-launch.service")).collect();
-    assert!(code == Some(0) && told.is_empty(), "{stderr}");
+    let message: Vec<&str> = stderr.lines().filter(|line| line.contains("fsdp-launch.service")).collect();
+    assert!(code == Some(0) && message.is_empty(), "{stderr}");
 }

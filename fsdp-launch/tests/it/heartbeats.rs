@@ -79,9 +79,9 @@ fn ranks_do_not_wait_for_a_rank_that_exited_before_joining() {
     for (ended, waits) in [(0, 1), (1, 0)] {
         let (code, stderr) = run(&[], &format!("rank_{ended}_does_not_join"), "10000");
         assert_eq!(code, Some(3), "{stderr}");
-        let told =
+        let message =
             format!("it recorded: rank {waits}: rank(s) {ended} ended with exit code 0 before they joined the others");
-        assert_all(&stderr, &[&told]);
+        assert_all(&stderr, &[&message]);
     }
     // With more ranks, rank 0 forwards the failure. The launcher ends the ranks soon after the first failure, which on
     // a busy machine may be earlier: then repeat.
@@ -107,9 +107,9 @@ fn a_rank_may_exit_right_after_joining() {
 fn a_stopped_rank_causes_a_restart() {
     let (code, stderr) = run(&["--heartbeat-timeout=2", "--max-restarts=1"], "stops", "100");
     assert_eq!(code, Some(0), "{stderr}");
-    let (told, summary) = stderr.split_once("starting all ranks again").unwrap();
+    let (message, summary) = stderr.split_once("starting all ranks again").unwrap();
     assert_all(
-        told,
+        message,
         &[
             "rank 1 (pid ",
             "failed first, it hung: no heartbeat for ",

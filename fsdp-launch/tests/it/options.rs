@@ -56,8 +56,8 @@ fn reads_options_from_torchruns_variables() {
     let (code, stdout, stderr) = finish(&mut command);
     assert_eq!((code, sorted(&stdout)), (Some(0), vec!["[rank 0] trainer 2", "[rank 1] trainer 2"]), "{stderr}");
     let (code, _, stderr) = finish(command.env("PET_NPROC_PER_NODE", "zwei"));
-    let told = "'zwei' for '--nproc-per-node <N>' from PET_NPROC_PER_NODE: expected";
-    assert!(code == Some(2) && stderr.contains(told), "{stderr}");
+    let message = "'zwei' for '--nproc-per-node <N>' from PET_NPROC_PER_NODE: expected";
+    assert!(code == Some(2) && stderr.contains(message), "{stderr}");
     let mut command = launcher(&["--nproc-per-node", "drei", "true"]);
     let (_, _, stderr) = finish(command.env("PET_NPROC_PER_NODE", "zwei"));
     assert!(stderr.contains("'drei' for '--nproc-per-node <N>': expected"), "{stderr}");
@@ -109,13 +109,13 @@ fn accepts_torchruns_forms_of_one_host() {
 #[test]
 fn warns_of_an_unknown_rendezvous_key() {
     let warned = |conf: &str| finish(&mut launcher(&["--rdzv-conf", conf, "/bin/true"]));
-    for (conf, told) in [
+    for (conf, message) in [
         ("join_timeot=3", "--rdzv-conf knows no key \"join_timeot\"; did you mean join_timeout?"),
         ("store_tpye=file,timeout=1", "\"store_tpye\"; did you mean store_type?"),
         ("zzz=1", "\"zzz\", only join_timeout, timeout, last_call_timeout"),
     ] {
         let (code, _, stderr) = warned(conf);
-        assert!(code == Some(0) && stderr.contains(told) && stderr.lines().count() == 1, "{stderr}");
+        assert!(code == Some(0) && stderr.contains(message) && stderr.lines().count() == 1, "{stderr}");
     }
     let known = "close_timeout=1,heartbeat_timeout=2,protocol=http,cacert=a,ca_cert=b,etcd_prefix=/c,is_host=1";
     assert_eq!(warned(known), (Some(0), String::new(), String::new()));
@@ -188,11 +188,11 @@ fn python_scripts_and_modules_get_the_interpreter() {
     let python = executable(dir.path().join("python"), "#!/bin/sh\necho \"$@\"\n");
     executable(dir.path().join("script.py"), "#!/bin/sh\necho itself $1\n");
     let run = |args: &[&str]| finish(launcher(args).current_dir(dir.path()).env("PYTHON_EXEC", &python));
-    let told = |text: &str| (Some(0), format!("[rank 0] {text}\n"), String::new());
-    assert_eq!(run(&["script.py", "--epochs", "3"]), told("-u script.py --epochs 3"));
-    assert_eq!(run(&["./script.py"]), told("-u ./script.py"));
-    assert_eq!(run(&["-m", "package.train", "-x"]), told("-u -m package.train -x"));
-    assert_eq!(run(&["--no-python", "./script.py", "x"]), told("itself x"));
+    let message = |text: &str| (Some(0), format!("[rank 0] {text}\n"), String::new());
+    assert_eq!(run(&["script.py", "--epochs", "3"]), message("-u script.py --epochs 3"));
+    assert_eq!(run(&["./script.py"]), message("-u ./script.py"));
+    assert_eq!(run(&["-m", "package.train", "-x"]), message("-u -m package.train -x"));
+    assert_eq!(run(&["--no-python", "./script.py", "x"]), message("itself x"));
     let (_, stdout, _) = run(&["--run-path", "--no-python", "script.py", "x"]);
     assert!(stdout.contains("-u -c import runpy") && stdout.ends_with("script.py x\n"), "{stdout}");
 

@@ -47,8 +47,8 @@ fn two_hosts_exchange_entries() {
     });
     let all = all.concat();
     let cards = "card of 0, whole card of 1, whole card of 2, whole card of 3, whole (vector,(0,2,2))";
-    let told = |rank| [format!("[rank {rank}] {rank} of 4: {cards}"), format!("[rank {rank}] 4")];
-    let expected: Vec<String> = (0..4).flat_map(told).collect();
+    let message = |rank| [format!("[rank {rank}] {rank} of 4: {cards}"), format!("[rank {rank}] 4")];
+    let expected: Vec<String> = (0..4).flat_map(message).collect();
     assert_eq!(sorted(&all), expected);
 }
 
@@ -65,8 +65,8 @@ fn a_restart_begins_with_an_empty_space() {
     let all = all.concat();
     for rank in 0..4 {
         for attempt in [0, 1] {
-            let told = format!("[rank {rank}] attempt {attempt}: key_not_found, value=value\n");
-            assert!(all.contains(&told), "{told} is not in {all}");
+            let message = format!("[rank {rank}] attempt {attempt}: key_not_found, value=value\n");
+            assert!(all.contains(&message), "{message} is not in {all}");
         }
     }
 }
@@ -77,9 +77,9 @@ fn a_rank_that_aborts_ends_all_hosts_with_its_message() {
         echo 'cmd=abort exitcode=13 message=no such data' >&$PMI_FD; exit 13; fi; sleep 300";
     for (code, text) in two_hosts("", script) {
         assert_eq!(code, Some(13), "{text}");
-        let told =
+        let message =
             "failed first, with exit code 13\n  it recorded: it called MPI_Abort with exit code 13: no such data";
-        assert!(text.contains("rank 3 (pid ") && text.contains(told), "{text}");
+        assert!(text.contains("rank 3 (pid ") && text.contains(message), "{text}");
     }
     // MPI_Abort with exit code 0 is still a failure, and the launcher ends the rank.
     let (code, _, stderr) = of_one_host("2", "echo 'cmd=abort exitcode=0' >&$PMI_FD; exit 0");
@@ -107,16 +107,16 @@ fn a_rank_that_says_nonsense_is_named() {
 fn an_exit_during_a_barrier_is_a_failure() {
     let (code, _, stderr) = of_one_host("2", "init; [ $RANK = 1 ] && exit 0; ask cmd=barrier_in; sleep 300");
     assert_eq!(code, Some(1), "{stderr}");
-    let told = "with exit code 0\n  it recorded: it left MPI, but rank 0 waits for it";
-    assert!(stderr.contains("rank 1 (pid ") && stderr.contains(told), "{stderr}");
+    let message = "with exit code 0\n  it recorded: it left MPI, but rank 0 waits for it";
+    assert!(stderr.contains("rank 1 (pid ") && stderr.contains(message), "{stderr}");
     // The rank's own failure is reported.
     let (code, _, stderr) = of_one_host("2", "init; [ $RANK = 1 ] && exit 5; ask cmd=barrier_in; sleep 300");
     assert!(code == Some(5) && !stderr.contains("it recorded"), "{stderr}");
     // A rank of another host.
     let script = "[ $PMI_RANK -lt 2 ] && exit 0; init; ask cmd=barrier_in; sleep 300";
     for (code, text) in two_hosts("", script) {
-        let told = "has ended its ranks while those of other hosts wait for them in a barrier of MPI";
-        assert!(code == Some(1) && text.contains(told), "{text}");
+        let message = "has ended its ranks while those of other hosts wait for them in a barrier of MPI";
+        assert!(code == Some(1) && text.contains(message), "{text}");
     }
 }
 

@@ -210,8 +210,8 @@ fn a_damaged_program_does_not_run_in_a_shell() {
     for name in ["cut", "magic", "foreign", "words", "control", "bytes", "empty", "script"] {
         let (code, stdout, stderr) = finish(launcher(&[&format!("./{name}")]).current_dir(dir.path()));
         assert_eq!((code, stdout.as_str()), (Some(1), ""), "{name}: {stderr}");
-        let told = "Exec format error (os error 8): it is neither a program for this machine nor a script: damaged";
-        assert!(stderr.contains(told) && stderr.lines().count() == 1, "{name}: {stderr}");
+        let message = "Exec format error (os error 8): it is neither a program for this machine nor a script: damaged";
+        assert!(stderr.contains(message) && stderr.lines().count() == 1, "{name}: {stderr}");
     }
     // Text without a #! line is a shell script.
     executable(path("text"), "echo \"$RANK $*\"\n");

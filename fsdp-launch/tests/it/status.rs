@@ -88,14 +88,14 @@ fn shows_a_waiting_launcher() {
     let alone = ["--nnodes=2", "--rdzv-endpoint", &endpoint, "--rdzv-id", &id, "true"];
     let launched = Running::start(&alone);
     let run = status_when(&id, |run| !run["waiting"].is_null());
-    let told =
+    let message =
         format!("waiting for other hosts at {endpoint} (an address that only launchers of this host reach): need 2");
-    assert!(run["waiting"].as_str().unwrap().starts_with(&told), "{run}");
+    assert!(run["waiting"].as_str().unwrap().starts_with(&message), "{run}");
     assert_eq!((&run["launcher_pid"], &run["ranks"]), (&Value::from(launched.child.id()), &Value::Array(Vec::new())));
     let (code, stdout, stderr) = finish(&mut launcher(&["status", &id]));
     assert_eq!((code, stderr.as_str()), (Some(0), ""));
     let line = format!("launcher pid {}, before attempt 0 for ", launched.child.id());
-    assert!(stdout.contains(&line) && stdout.contains(&format!("\n  {told}")), "{stdout}");
+    assert!(stdout.contains(&line) && stdout.contains(&format!("\n  {message}")), "{stdout}");
 }
 
 #[test]

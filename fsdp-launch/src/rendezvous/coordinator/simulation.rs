@@ -97,7 +97,7 @@ impl Simulation {
             // As in the server: all agents receive their messages before one answers.
             let mut asked = Vec::new();
             for (id, message) in messages {
-                let Some((heard, running)) = self.agents.get_mut(&id) else { continue };
+                let Some((received, running)) = self.agents.get_mut(&id) else { continue };
                 match &message {
                     ToAgent::Start(assignment) => {
                         assert_eq!(*running, None, "two attempts at once on {id}");
@@ -107,7 +107,7 @@ impl Simulation {
                     ToAgent::End(_) => assert_eq!(*running, None, "ranks of {id} outlive the end"),
                     _ => {}
                 }
-                heard.push(message.clone());
+                received.push(message.clone());
                 if let ToAgent::Stop { attempt, .. } = message {
                     asked.push((id, attempt));
                 }
@@ -137,8 +137,8 @@ impl Simulation {
     }
 
     pub(crate) fn assignment(&self, id: AgentId) -> Option<&Assignment> {
-        let heard = &self.agents.get(&id)?.0;
-        heard
+        let received = &self.agents.get(&id)?.0;
+        received
             .iter()
             .rev()
             .find_map(|message| if let ToAgent::Start(assignment) = message { Some(assignment) } else { None })
@@ -185,12 +185,12 @@ fn rank_exits_are_forwarded_within_a_machine() {
     for attempt in [0, 1] {
         sim.say(0, FromAgent::RankDone { attempt, rank: 1 });
     }
-    let told = |id: AgentId| {
-        let heard = sim.agents[&id].0.iter();
-        heard.filter(|it| matches!(it, ToAgent::RankDone { attempt: 0, rank: 1 })).count()
+    let message = |id: AgentId| {
+        let received = sim.agents[&id].0.iter();
+        received.filter(|it| matches!(it, ToAgent::RankDone { attempt: 0, rank: 1 })).count()
     };
     // Not to the sender, to an agent whose ranks have ended, or to another machine; and nothing of another attempt.
-    assert_eq!([0, 1, 2, 3].map(told), [0, 1, 0, 0]);
+    assert_eq!([0, 1, 2, 3].map(message), [0, 1, 0, 0]);
 }
 
 #[test]
@@ -201,27 +201,27 @@ fn forwards_pmi_entries_and_barriers() {
     let secrets = [0, 2].map(|id| sim.assignment(id).unwrap().store_secret.clone());
     assert!(secrets[0] == secrets[1] && secrets[0].text().is_some());
     assert_eq!(sim.assignment(1).unwrap().pmi_space, "kvs_id_0");
-    let heard = |sim: &Simulation, id: AgentId| {
-        let heard = sim.agents[&id].0.iter();
-        heard.filter(|it| matches!(it, ToAgent::PmiPut { .. } | ToAgent::PmiBarrierDone { .. })).count()
+    let received = |sim: &Simulation, id: AgentId| {
+        let received = sim.agents[&id].0.iter();
+        received.filter(|it| matches!(it, ToAgent::PmiPut { .. } | ToAgent::PmiBarrierDone { .. })).count()
     };
     let put = |attempt| FromAgent::PmiPut { attempt, entries: vec![("key".into(), "value".into())] };
     // Nothing of another attempt.
     [0, 1].into_iter().for_each(|attempt| sim.say(1, put(attempt)));
-    assert_eq!([0, 1, 2].map(|id| heard(&sim, id)), [1, 0, 1]);
+    assert_eq!([0, 1, 2].map(|id| received(&sim, id)), [1, 0, 1]);
     [1, 1, 2].into_iter().for_each(|id| sim.say(id, FromAgent::PmiBarrier { attempt: 0 }));
-    assert_eq!([0, 1, 2].map(|id| heard(&sim, id)), [1, 0, 1]);
+    assert_eq!([0, 1, 2].map(|id| received(&sim, id)), [1, 0, 1]);
     sim.say(0, FromAgent::PmiBarrier { attempt: 0 });
-    assert_eq!([0, 1, 2].map(|id| heard(&sim, id)), [2, 1, 2]);
+    assert_eq!([0, 1, 2].map(|id| received(&sim, id)), [2, 1, 2]);
     // The barrier of an attempt does not carry over to the next.
     sim.say(0, FromAgent::PmiBarrier { attempt: 0 });
     sim.fail(1, "a");
     [1, 2].into_iter().for_each(|id| sim.say(id, FromAgent::PmiBarrier { attempt: 1 }));
-    assert_eq!([0, 1, 2].map(|id| heard(&sim, id)), [2, 1, 2]);
+    assert_eq!([0, 1, 2].map(|id| received(&sim, id)), [2, 1, 2]);
     // A host whose ranks have ended breaks the barrier.
     sim.end(0, AttemptResult::Succeeded);
-    let told = sim.run_result(2).unwrap().failure.as_ref().unwrap().to_string();
-    assert_eq!(told, "node host0 has ended its ranks while those of other hosts wait for them in a barrier of MPI");
+    let message = sim.run_result(2).unwrap().failure.as_ref().unwrap().to_string();
+    assert_eq!(message, "node host0 has ended its ranks while those of other hosts wait for them in a barrier of MPI");
 }
 
 #[test]
@@ -340,9 +340,9 @@ fn a_succeeded_agent_gets_the_reason_of_a_restart() {
     [0, 1].into_iter().for_each(|id| sim.join(id));
     sim.end(0, AttemptResult::Succeeded);
     sim.fail(1, "x");
-    let heard = &sim.agents[&0].0;
+    let received = &sim.agents[&0].0;
     assert!(
-        heard
+        received
             .iter()
             .any(|it| matches!(it, ToAgent::Stop { attempt: 0, why, costs: true } if why.contains("failed first")))
     );
@@ -357,8 +357,11 @@ fn too_few_agents_end_the_run_with_their_names() {
     sim.pass(Duration::from_secs(599));
     assert!(sim.run_result(0).is_none());
     sim.pass(Duration::from_secs(1));
-    let told = sim.run_result(1).unwrap().failure.as_ref().unwrap().to_string();
-    assert!(told.contains("only 2 of at least 3 nodes (host0, host1)") && told.contains("join_timeout"), "{told}");
+    let message = sim.run_result(1).unwrap().failure.as_ref().unwrap().to_string();
+    assert!(
+        message.contains("only 2 of at least 3 nodes (host0, host1)") && message.contains("join_timeout"),
+        "{message}"
+    );
 }
 
 #[test]

@@ -70,8 +70,8 @@ fn all_hosts_start_again_together_until_restarts_are_used_up() {
     for (code, text) in &ended {
         assert_eq!(*code, Some(5), "{text}");
         for restart in 1..=2 {
-            let told = format!("  starting all ranks again, restart {restart} of at most 2: 2 ranks on 2 nodes\n");
-            assert!(without_times(text).contains(&format!("failed first, with exit code 5\n{told}")), "{text}");
+            let message = format!("  starting all ranks again, restart {restart} of at most 2: 2 ranks on 2 nodes\n");
+            assert!(without_times(text).contains(&format!("failed first, with exit code 5\n{message}")), "{text}");
         }
         assert!(!text.contains("the hosts have changed"), "{text}");
         assert!(text.contains("restarts used: 2 of at most 2\n  attempt 0: rank 0 (pid "), "{text}");
@@ -92,9 +92,9 @@ fn a_host_whose_ranks_had_succeeded_is_told_why_they_start_again() {
     agents[1].wait_for("waits", 1);
     fs::write(&fifo, "go\n").unwrap();
     for (code, text) in agents.map(Agent::finish) {
-        let told =
+        let message =
             "failed first, with exit code 5\n  starting all ranks again, restart 1 of at most 1: 2 ranks on 2 nodes\n";
-        assert!(code == Some(0) && without_times(&text).contains(told), "{text}");
+        assert!(code == Some(0) && without_times(&text).contains(message), "{text}");
     }
 }
 
@@ -235,8 +235,9 @@ fn exits_are_known_across_launchers_of_a_host() {
     for (ended, waits) in [(0, 1), (1, 0)] {
         let script = rank_program(&format!("rank_{ended}_does_not_join")).join(" ");
         for (code, text) in [0, 1].map(|_| start(&options, &[], &script)).map(Agent::finish) {
-            let told = format!("it recorded: rank {waits}: rank(s) {ended} ended with exit code 0 before they joined");
-            assert!(code == Some(3) && text.contains(&told), "{text}");
+            let message =
+                format!("it recorded: rank {waits}: rank(s) {ended} ended with exit code 0 before they joined");
+            assert!(code == Some(3) && text.contains(&message), "{text}");
         }
     }
 }
