@@ -1,0 +1,111 @@
+//! What ranks issue and wait for.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
+
+use crate::fsdp::collectives::InFlight;
+
+/// Where collectives queue: those of one process group run in the order in which they are issued.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Queue {
+    Shards,
+    Replicas,
+    TensorParallel,
+}
+
+/// A collective of a unit: which of its parameters it is for.
+pub(super) type Collective = (&'static str, usize, BTreeSet<usize>);
+
+/// What one rank has issued, and what it has waited for between.
+#[derive(Default)]
+pub(super) struct Log {
+    pub(super) queues: BTreeMap<Queue, Vec<Collective>>,
+    /// In the order of the program: a queue and a position there, issued or waited for.
+    pub(super) steps: Vec<(bool, Queue, usize)>,
+    /// How many reductions over the shard ranks are in flight.
+    pub(super) reducing: usize,
+}
+
+impl Log {
+    pub(super) fn issue(&mut self, queue: Queue, collective: Collective) -> (Queue, usize) {
+        let issued = self.queues.entry(queue).or_default();
+        self.reducing += usize::from(collective.0 == "reduce");
+        issued.push(collective);
+        let at = (queue, issued.len() - 1);
+        self.steps.push((true, at.0, at.1));
+        at
+    }
+
+    pub(super) fn wait(&mut self, at: (Queue, usize)) {
+        self.reducing -= usize::from(self.queues[&at.0][at.1].0 == "reduce");
+        self.steps.push((false, at.0, at.1));
+    }
+}
+
+/// A reduction in flight.
+pub(super) struct Reducing {
+    pub(super) log: Rc<RefCell<Log>>,
+    pub(super) at: (Queue, usize),
+    pub(super) unit: usize,
+    pub(super) params: BTreeSet<usize>,
+    pub(super) replicated: bool,
+    pub(super) partial: bool,
+}
+
+impl InFlight for Reducing {
+    fn hop(&self) -> usize {
+        match self.at.0 {
+            Queue::Shards => 0,
+            Queue::Replicas => 1,
+            Queue::TensorParallel => 2,
+        }
+    }
+
+    fn advance(self) -> candle_core::Result<Option<Self>> {
+        self.log.borrow_mut().wait(self.at);
+        let next = match self.hop() {
+            0 if self.replicated => Queue::Replicas,
+            0 | 1 if self.partial => Queue::TensorParallel,
+            _ => return Ok(None),
+        };
+        let at = self.log.borrow_mut().issue(next, ("all-reduce", self.unit, self.params.clone()));
+        Ok(Some(Reducing { at, ..self }))
+    }
+
+    fn cancel(self) {}
+}
+
+/// Runs ranks against each other: a collective is over when all have issued it and those before it in its queue.
+pub(super) fn assert_no_rank_waits_for_ever(logs: &[Rc<RefCell<Log>>]) {
+    let mut at = vec![0; logs.len()];
+    let mut issued: Vec<BTreeMap<Queue, usize>> = vec![BTreeMap::new(); logs.len()];
+    loop {
+        let mut moved = false;
+        for rank in 0..logs.len() {
+            while let Some(&(issues, queue, position)) = logs[rank].borrow().steps.get(at[rank]) {
+                if issues {
+                    issued[rank].insert(queue, position + 1);
+                } else if issued.iter().any(|of| of.get(&queue).copied().unwrap_or(0) <= position) {
+                    break;
+                }
+                at[rank] += 1;
+                moved = true;
+            }
+        }
+        if !moved {
+            break;
+        }
+    }
+    for (rank, log) in logs.iter().enumerate() {
+        let log = log.borrow();
+        assert!(at[rank] == log.steps.len(), "rank {rank} waits for ever at {:?}", log.steps[at[rank]]);
+    }
+}
+
+pub(super) fn assert_alike(logs: &[Rc<RefCell<Log>>]) {
+    for other in &logs[1..] {
+        assert_eq!(logs[0].borrow().queues, other.borrow().queues);
+    }
+    assert_no_rank_waits_for_ever(logs);
+}
