@@ -1,8 +1,8 @@
 //! Memory that collectives read and write.
 //!
-//! A collective runs while its caller goes on, so it owns what it touches: outputs are [`Buffer`]s moved in and handed
-//! back, inputs that must stay where they are (a parameter's shard inside a tensor) are [`Readable`]s that the
-//! collective locks for as long as it copies.
+//! A collective runs while its caller continues, so it owns its memory. Outputs are [`Buffer`]s that are moved in and
+//! handed back. Inputs that stay in place, such as a parameter's shard inside a tensor, are [`Readable`]s that the
+//! collective locks while it copies.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -11,7 +11,7 @@ use half::{bf16, f16};
 
 use crate::{DType, DeviceId, Error, Result, Scalar, View};
 
-/// Owned memory of one element type: a vector in the host's memory, or memory of a device.
+/// Owned memory of one element type: a vector in host memory, or device memory.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Buffer {
@@ -34,8 +34,7 @@ pub enum Buffer {
     Cuda(crate::device::cuda::CudaMemory),
 }
 
-/// Runs `$body` with `$v` bound to the vector inside a [`Buffer`], whatever its type; or `$device` with `$d` bound to
-/// the memory of a device.
+/// Runs `$body` with `$v` bound to the vector inside a [`Buffer`], or `$device` with `$d` bound to device memory.
 macro_rules! each {
     ($buffer:expr, $v:ident => $body:expr, $d:ident => $device:expr) => {
         match $buffer {
@@ -55,7 +54,7 @@ macro_rules! each {
 mod sealed {
     use super::Buffer;
 
-    /// What [`super::Element`] is made of; only the types of [`super::DType`] have it.
+    /// Conversions behind [`super::Element`]; only the types of [`super::DType`] have them.
     pub trait Vector: Sized {
         fn wrap(elements: Vec<Self>) -> Buffer;
         fn unwrap(buffer: Buffer) -> Result<Vec<Self>, Buffer>;
@@ -97,16 +96,16 @@ impl<T: Element> From<Vec<T>> for Buffer {
 }
 
 impl Buffer {
-    /// The elements, if they are of this type.
+    /// Returns the elements if they are of type `T`.
     ///
     /// # Errors
-    /// The buffer itself, when they are of another.
+    /// Returns the buffer when its elements are of another type.
     pub fn into_vec<T: Element>(self) -> Result<Vec<T>, Buffer> {
         T::unwrap(self)
     }
 
-    /// A buffer of `len` zeros, for lengths that are known to be small: memory that is not there ends the process.
-    /// [`Buffer::try_zeros`] makes it an error.
+    /// Returns `len` zeros. For small lengths: the process ends when there is no memory. [`Buffer::try_zeros`] returns
+    /// an error.
     pub fn zeros(dtype: DType, len: usize) -> Self {
         match dtype {
             DType::U8 => Buffer::U8(vec![0; len]),
@@ -119,10 +118,10 @@ impl Buffer {
         }
     }
 
-    /// A buffer of `len` zeros.
+    /// Returns `len` zeros.
     ///
     /// # Errors
-    /// [`Error::Memory`] when there is no memory for them, or never could be.
+    /// Returns [`Error::Memory`] when there is not enough memory.
     ///
     /// ```
     /// use fsdp_core::{Buffer, DType};
@@ -146,7 +145,7 @@ impl Buffer {
         })
     }
 
-    /// The element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         match self {
             Buffer::U8(_) => DType::U8,
@@ -161,60 +160,58 @@ impl Buffer {
         }
     }
 
-    /// The number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         each!(self, v => v.len(), memory => memory.len())
     }
 
-    /// Whether there are no elements.
+    /// Returns whether there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Where the elements are.
+    /// Returns the device of the elements.
     pub fn device(&self) -> DeviceId {
         each!(self, _v => DeviceId::Host, memory => memory.device())
     }
 
-    /// The elements as bytes, in native order. None of a device's memory, which the host can't look at:
-    /// [`Readable::read`] copies it.
+    /// Returns the elements as bytes, in native order. Empty for device memory; [`Readable::read`] copies it.
     pub fn bytes(&self) -> &[u8] {
         each!(self, v => bytemuck::cast_slice(v), _memory => &[])
     }
 
-    /// The elements as bytes to write to, in native order. Every bit pattern is a valid element. None of a device's
+    /// Returns the elements as mutable bytes, in native order. Every bit pattern is a valid element. Empty for device
     /// memory.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         each!(self, v => bytemuck::cast_slice_mut(v), _memory => &mut [])
     }
 }
 
-/// Memory that a collective may read from another thread while it is in flight.
+/// Memory that a collective reads from another thread.
 ///
-/// A tensor library implements it for its tensors by locking the storage around `read`, so that nobody writes
-/// meanwhile.
+/// A tensor library implements it by locking a tensor's storage around `read`, so that no thread writes meanwhile.
 pub trait Readable: Send + Sync {
-    /// The element type.
+    /// Returns the element type.
     fn dtype(&self) -> DType;
-    /// The number of elements.
+    /// Returns the number of elements.
     fn len(&self) -> usize;
-    /// Whether there are no elements.
+    /// Returns whether there are no elements.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
-    /// Where the elements are. Collectives refuse memory of another device than their backend's.
+    /// Returns the device of the elements. Collectives refuse memory of a device other than their backend's.
     fn device(&self) -> DeviceId {
         DeviceId::Host
     }
-    /// Calls `f` once with all elements as bytes in native order, wherever they are.
+    /// Calls `f` once with all elements as bytes in native order, on any device.
     ///
     /// # Errors
-    /// Says why the memory can't be read now (a tensor whose storage is elsewhere).
+    /// Returns the reason when the memory cannot be read now.
     fn read(&self, f: &mut dyn FnMut(&[u8])) -> Result<(), String>;
-    /// Calls `f` once with all elements where they are: what a backend reads.
+    /// Calls `f` once with a view of all elements on their device. Backends use it.
     ///
     /// # Errors
-    /// As [`Readable::read`].
+    /// As for [`Readable::read`].
     fn view(&self, f: &mut dyn FnMut(View<'_>)) -> Result<(), String> {
         self.read(&mut |bytes| f(View::Host(bytes)))
     }
@@ -250,20 +247,20 @@ impl Readable for Buffer {
     }
 }
 
-/// Host memory that can be written in place, such as a tensor's that a checkpoint is loaded into.
+/// Host memory that is written in place, such as a tensor that a checkpoint is loaded into.
 pub trait Writable: Send + Sync {
-    /// The element type.
+    /// Returns the element type.
     fn dtype(&self) -> DType;
-    /// The number of elements.
+    /// Returns the number of elements.
     fn len(&self) -> usize;
-    /// Whether there are no elements.
+    /// Returns whether there are no elements.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
-    /// Calls `f` once with all elements as bytes in native order, to write to.
+    /// Calls `f` once with all elements as mutable bytes in native order.
     ///
     /// # Errors
-    /// Says why the memory can't be written now.
+    /// Returns the reason when the memory cannot be written now.
     fn write(&self, f: &mut dyn FnMut(&mut [u8])) -> Result<(), String>;
 }
 
@@ -280,11 +277,10 @@ impl Writable for Mutex<Buffer> {
     }
 }
 
-/// Where collectives take their outputs from and give consumed inputs back to.
+/// The source of a collective's outputs, which also takes consumed inputs back.
 ///
-/// Taking happens when a collective starts to run, not when it is issued: memory that an earlier collective of the same
-/// group gives back is there to be taken by the next one, so that a queue of collectives needs no more memory than the
-/// largest of them.
+/// A collective takes memory when it starts to run, not when it is issued. Memory that an earlier collective of the
+/// same group gave back is then available, so a queue of collectives needs no more memory than its largest.
 ///
 /// ```
 /// use std::sync::{Arc, Mutex};
@@ -292,13 +288,13 @@ impl Writable for Mutex<Buffer> {
 ///
 /// /// Keeps buffers for the next who asks for their size.
 /// #[derive(Default)]
-/// struct Kept(Mutex<Vec<Buffer>>);
+/// struct Reused(Mutex<Vec<Buffer>>);
 ///
-/// impl Allocator for Kept {
+/// impl Allocator for Reused {
 ///     fn take(&self, dtype: DType, len: usize) -> Result<Buffer> {
-///         let mut kept = self.0.lock().unwrap();
-///         match kept.iter().position(|buffer| (buffer.dtype(), buffer.len()) == (dtype, len)) {
-///             Some(at) => Ok(kept.swap_remove(at)),
+///         let mut reused = self.0.lock().unwrap();
+///         match reused.iter().position(|buffer| (buffer.dtype(), buffer.len()) == (dtype, len)) {
+///             Some(at) => Ok(reused.swap_remove(at)),
 ///             None => Heap.take(dtype, len),
 ///         }
 ///     }
@@ -309,29 +305,29 @@ impl Writable for Mutex<Buffer> {
 /// }
 ///
 /// local::run(2, |group| {
-///     let kept = Arc::new(Kept::default());
+///     let reused = Arc::new(Reused::default());
 ///     let part = ScatterPart { input: Buffer::F32(vec![1.; 4]), counts: vec![2, 2] };
-///     let sums = group.reduce_scatter(vec![part], ReduceOp::Sum, kept.clone()).wait().unwrap();
+///     let sums = group.reduce_scatter(vec![part], ReduceOp::Sum, reused.clone()).wait().unwrap();
 ///     assert_eq!(sums, [Buffer::F32(vec![2.; 2])]);
-///     assert_eq!(kept.0.lock().unwrap().len(), 1); // the input, which the collective has consumed
+///     assert_eq!(reused.0.lock().unwrap().len(), 1); // the input, which the collective has consumed
 /// });
 /// ```
 pub trait Allocator: Send + Sync {
-    /// A buffer of `len` elements with unspecified values.
+    /// Returns `len` elements with unspecified values.
     ///
     /// # Errors
-    /// When there is no memory for it: the collective fails on every rank.
+    /// Returns an error when there is not enough memory; the collective then fails on every rank.
     fn take(&self, dtype: DType, len: usize) -> Result<Buffer>;
     /// Takes a buffer back.
     fn give(&self, buffer: Buffer);
 }
 
-/// The [`Allocator`] that allocates and frees.
+/// An [`Allocator`] of host memory that allocates and frees.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Heap;
 
 impl Heap {
-    /// The shared instance.
+    /// Returns a shared instance.
     pub fn shared() -> Arc<dyn Allocator> {
         Arc::new(Heap)
     }

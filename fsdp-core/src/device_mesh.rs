@@ -1,4 +1,4 @@
-//! A mesh whose ranks run: a layout, this rank's place in it, and a process group for every dimension.
+//! Device meshes: a mesh layout, this rank's coordinate, and a process group for every dimension.
 
 use crate::{Buffer, Error, MeshLayout, ProcessGroup, Result};
 
@@ -9,23 +9,23 @@ pub struct DeviceMesh {
     rank: usize,
     coordinate: Vec<usize>,
     groups: Vec<ProcessGroup>,
-    /// The group that the mesh was made over, to split for new dimensions.
+    /// The group that the mesh was made from; new dimensions split it.
     world: ProcessGroup,
-    /// The rank in `world` of each rank of this mesh.
+    /// Rank in `world` of each rank of this mesh.
     members: Vec<usize>,
 }
 
 impl DeviceMesh {
-    /// Lays the ranks of `world` out in a grid. Collective: every rank of `world` calls it with the same dimensions.
+    /// Arranges the ranks of `world` in a grid. Collective: every rank of `world` passes the same dimensions.
     ///
     /// # Errors
-    /// When the product of the sizes is not the size of `world` or ranks pass different dimensions, and what
-    /// [`MeshLayout::new`] and [`ProcessGroup::split`] refuse.
+    /// Returns an error when the product of the sizes is not the size of `world`, or ranks pass different dimensions.
+    /// Also the errors of [`MeshLayout::new`] and [`ProcessGroup::split`].
     pub fn new(world: &ProcessGroup, dims: &[(&str, usize)]) -> Result<Self> {
         let layout = MeshLayout::new(dims)?;
         if layout.size() != world.size() {
             return Err(Error::Mesh(format!(
-                "mesh {layout} has {} ranks but the world has {}: choose sizes whose product is {}",
+                "mesh {layout} has {} ranks, the world {}: choose sizes whose product is {}",
                 layout.size(),
                 world.size(),
                 world.size()
@@ -39,8 +39,7 @@ impl DeviceMesh {
         Self::at(layout, world.rank(), groups, world, members)
     }
 
-    /// A mesh of one dimension over a group that there is already, which runs its collectives: PyTorch's
-    /// `DeviceMesh.from_group`. No communication.
+    /// Makes a mesh of one dimension over an existing group: PyTorch's `DeviceMesh.from_group`. Does not communicate.
     ///
     /// ```
     /// use fsdp_core::{DeviceMesh, process_group::local};
@@ -52,7 +51,7 @@ impl DeviceMesh {
     /// ```
     ///
     /// # Errors
-    /// When the name is empty.
+    /// Returns an error when the name is empty.
     pub fn from_group(name: &str, group: &ProcessGroup) -> Result<Self> {
         let layout = MeshLayout::new(&[(name, group.size())])?;
         Self::at(layout, group.rank(), vec![group.clone()], group, (0..group.size()).collect())
@@ -69,23 +68,23 @@ impl DeviceMesh {
         Ok(DeviceMesh { layout, rank, coordinate, groups, world: world.clone(), members })
     }
 
-    /// The grid.
+    /// Returns the layout.
     pub fn layout(&self) -> &MeshLayout {
         &self.layout
     }
 
-    /// This process's rank in the mesh.
+    /// Returns this process's rank in the mesh.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// The number of ranks.
+    /// Returns the number of ranks.
     pub fn size(&self) -> usize {
         self.layout.size()
     }
 
-    /// Whether every rank of `other`, which this rank is in too, is in this mesh. Of meshes over groups that were not
-    /// split from one, the numbers of ranks decide.
+    /// Returns whether this mesh contains every rank of `other`, which contains this rank. For meshes over groups that
+    /// were not split from one group, compares the numbers of ranks.
     ///
     /// ```
     /// use fsdp_core::{DeviceMesh, process_group::local};
@@ -110,58 +109,58 @@ impl DeviceMesh {
         }
     }
 
-    /// Where this process stands, one index a dimension.
+    /// Returns this process's coordinate, one index a dimension.
     pub fn coordinate(&self) -> Vec<usize> {
         self.coordinate.clone()
     }
 
-    /// The process group along dimension `dim`.
+    /// Returns the process group along dimension `dim`.
     ///
     /// # Errors
-    /// When there is no such dimension.
+    /// Returns an error when the mesh has no such dimension.
     pub fn group(&self, dim: usize) -> Result<&ProcessGroup> {
         self.groups
             .get(dim)
-            .ok_or_else(|| Error::Mesh(format!("mesh {} has no dimension {dim}; they count from 0", self.layout)))
+            .ok_or_else(|| Error::Mesh(format!("mesh {} has no dimension {dim}; dimensions count from 0", self.layout)))
     }
 
-    /// The process group along the dimension called `name`: PyTorch's `get_group(name)`.
+    /// Returns the process group along the dimension `name`: PyTorch's `get_group(name)`.
     ///
     /// # Errors
-    /// Names the dimensions there are.
+    /// Returns an error that lists the dimensions when `name` is unknown.
     pub fn group_by_name(&self, name: &str) -> Result<&ProcessGroup> {
         self.group(self.layout.dim(name)?)
     }
 
-    /// The number of ranks along the dimension called `name`.
+    /// Returns the number of ranks along the dimension `name`.
     ///
     /// # Errors
-    /// Names the dimensions there are.
+    /// Returns an error that lists the dimensions when `name` is unknown.
     pub fn size_of(&self, name: &str) -> Result<usize> {
         Ok(self.layout.shape()[self.layout.dim(name)?])
     }
 
-    /// Where this process stands along the dimension called `name`.
+    /// Returns this process's index along the dimension `name`.
     ///
     /// # Errors
-    /// Names the dimensions there are.
+    /// Returns an error that lists the dimensions when `name` is unknown.
     pub fn get_local_rank(&self, name: &str) -> Result<usize> {
         Ok(self.coordinate()[self.layout.dim(name)?])
     }
 
-    /// The mesh of the named dimensions that this rank is part of, in the order given: `mesh["dp", "tp"]` in PyTorch.
-    /// No communication.
+    /// Returns the submesh of the named dimensions that contains this rank, in the order given: `mesh["dp", "tp"]` in
+    /// PyTorch. Does not communicate.
     ///
     /// # Errors
-    /// When a name is unknown or given twice.
+    /// Returns an error when a name is unknown or repeated.
     pub fn slice(&self, names: &[&str]) -> Result<Self> {
         let dims = self.dims(names)?;
         self.arranged(&names.iter().zip(dims).map(|(&name, dim)| (name, vec![dim])).collect::<Vec<_>>())
     }
 
-    /// This mesh with the named dimensions made into one called `flat`, which stands where the first of them stood:
-    /// PyTorch's `_flatten`. Along it the ranks are in row-major order of the dimensions in the order given. Collective
-    /// over the world that the mesh was made over (for one slice, its sibling slices too).
+    /// Merges the named dimensions into one called `flat`, at the position of the first: PyTorch's `_flatten`. Its
+    /// ranks are in row-major order of the dimensions in the order given. Collective over the world of the mesh; for a
+    /// slice, over its sibling slices too.
     ///
     /// ```
     /// use fsdp_core::{DeviceMesh, process_group::local};
@@ -175,13 +174,13 @@ impl DeviceMesh {
     /// ```
     ///
     /// # Errors
-    /// When no dimension is named, a name is unknown or given twice, or `flat` is the name of a dimension that stays;
-    /// those of [`ProcessGroup::split`].
+    /// Returns an error when no dimension is named, a name is unknown or repeated, or `flat` names a dimension that
+    /// stays. Also the errors of [`ProcessGroup::split`].
     pub fn flatten(&self, names: &[&str], flat: &str) -> Result<Self> {
         let flattened = self.dims(names)?;
         let Some(&place) = flattened.first() else {
             return Err(Error::Mesh(format!(
-                "no dimension of mesh {} to flatten into \"{flat}\": name some",
+                "cannot flatten no dimensions of mesh {} into \"{flat}\": name at least one",
                 self.layout
             )));
         };
@@ -201,8 +200,8 @@ impl DeviceMesh {
         Ok(mesh)
     }
 
-    /// What rank `root` of the mesh passes, on every rank; the others pass a buffer of its dtype and length. Collective
-    /// over the mesh; blocks.
+    /// Returns the buffer of rank `root`, on every rank. Other ranks pass a buffer of the same dtype and length.
+    /// Collective over the mesh; blocks.
     ///
     /// ```
     /// use fsdp_core::{Buffer, DeviceMesh, process_group::local};
@@ -214,19 +213,19 @@ impl DeviceMesh {
     /// ```
     ///
     /// # Errors
-    /// When there is no such rank, and those of [`ProcessGroup::broadcast`].
+    /// Returns an error when the mesh has no rank `root`, and the errors of [`ProcessGroup::broadcast`].
     pub fn broadcast(&self, buffer: Buffer, root: usize) -> Result<Buffer> {
         let Some(from) = self.layout.coordinate_of(root) else {
             let (mesh, size) = (&self.layout, self.size());
-            return Err(Error::Mesh(format!("rank {root} is outside mesh {mesh}, whose ranks are 0..{size}")));
+            return Err(Error::Mesh(format!("rank {root} is outside mesh {mesh} of ranks 0..{size}")));
         };
-        // Along the first dimension, then along the second: only what came from the root is passed on last.
+        // Each dimension passes on what the root's coordinate holds, first dimension first.
         (self.groups.iter().zip(from))
             .try_fold(buffer, |buffer, (group, root)| group.only_output(group.broadcast(vec![buffer], root)))
     }
 
-    /// The ranks that differ from this one in the given dimensions alone, in a grid of which each dimension has a name
-    /// and is made of some of them. A dimension has the group of the first that it is made of.
+    /// Returns the submesh of the given dimensions, each made of some of this mesh's. A new dimension has the group of
+    /// the first dimension that it is made of.
     fn arranged(&self, dims: &[(&str, Vec<usize>)]) -> Result<Self> {
         let size = |made_of: &[usize]| made_of.iter().map(|&dim| self.layout.shape()[dim]).product();
         let layout = MeshLayout::new(&dims.iter().map(|(name, made_of)| (*name, size(made_of))).collect::<Vec<_>>())?;
@@ -248,7 +247,7 @@ impl DeviceMesh {
         Self::at(layout, rank, groups, &self.world, members)
     }
 
-    /// The positions of the dimensions with these names, which differ.
+    /// Returns the positions of the named dimensions, which must differ.
     fn dims(&self, names: &[&str]) -> Result<Vec<usize>> {
         let dims = names.iter().map(|name| self.layout.dim(name)).collect::<Result<Vec<_>>>()?;
         match names.iter().enumerate().find(|(at, name)| names[..*at].contains(name)) {
@@ -258,21 +257,21 @@ impl DeviceMesh {
     }
 }
 
-/// Checks that all ranks lay out the same mesh: groups of another shape or order would move the wrong shards.
+/// Checks that all ranks pass the same mesh: other groups would move the wrong shards.
 fn agree(layout: &MeshLayout, world: &ProcessGroup) -> Result<()> {
-    let others = world.agree(format!("{layout:?}").as_bytes())?;
+    let others = world.differing_ranks(format!("{layout:?}").as_bytes())?;
     if others.is_empty() {
         return Ok(());
     }
     Err(Error::Mesh(format!(
-        "rank {} lays out the mesh {layout} but rank(s) {others:?} another one: pass the same names and sizes in the \
-         same order on every rank",
+        "rank {} passes mesh {layout}, rank(s) {others:?} another: pass the same names and sizes in the same order on \
+         every rank",
         world.rank()
     )))
 }
 
-/// The group of the ranks that differ from `rank` of a mesh in `dim` alone. Collective over `world`, whose ranks
-/// `members` are the mesh.
+/// Returns the group of the ranks that differ from `rank` in `dim` only. Collective over `world`; `members` are the
+/// ranks of the mesh there.
 fn group_along(
     dim: usize,
     layout: &MeshLayout,
@@ -283,12 +282,11 @@ fn group_along(
     if layout.shape()[dim] == world.size() && members.iter().copied().eq(0..world.size()) {
         return Ok(world.clone());
     }
-    // Ranks with the same coordinates elsewhere have the same first rank along `dim`: it tells their group from its
-    // siblings.
+    // Sibling groups differ in their first rank along `dim`.
     let color = layout.ranks_along(dim, rank).and_then(|ranks| ranks.first().map(|&first| members[first]));
     let key = layout.coordinate_of(rank).map(|coordinate| coordinate[dim]);
     let (Some(color), Some(key)) = (color, key) else {
-        let what = format!("rank {rank} of a mesh that is made is outside its layout {layout}");
+        let what = format!("rank {rank} is outside its own mesh {layout}");
         return Err(Error::Internal { rank: world.rank(), what });
     };
     world.split(color, key)

@@ -1,9 +1,9 @@
-//! The element types that tensors, buffers and checkpoints share.
+//! Element types of tensors, buffers and checkpoints.
 
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
-/// The type of one element. Its text form is that of the safetensors format (`F32`, `BF16`, ...).
+/// The type of one element. Its text form is the safetensors name (`F32`, `BF16`, ...).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "UPPERCASE")]
 #[non_exhaustive]
@@ -25,10 +25,10 @@ pub enum DType {
 }
 
 impl DType {
-    /// Every dtype.
+    /// All dtypes.
     pub const ALL: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];
 
-    /// Bytes of one element.
+    /// Returns the bytes of one element.
     pub const fn size(self) -> usize {
         match self {
             DType::U8 => 1,
@@ -38,7 +38,7 @@ impl DType {
         }
     }
 
-    /// The name in the safetensors format.
+    /// Returns the safetensors name.
     pub const fn name(self) -> &'static str {
         match self {
             DType::U8 => "U8",
@@ -51,7 +51,7 @@ impl DType {
         }
     }
 
-    /// Whether this is a floating point type.
+    /// Returns whether this is a floating-point type.
     pub const fn is_float(self) -> bool {
         matches!(self, DType::BF16 | DType::F16 | DType::F32 | DType::F64)
     }
@@ -63,14 +63,14 @@ impl std::fmt::Display for DType {
     }
 }
 
-/// A type of Rust's whose values are elements of a dtype.
+/// A Rust type whose values are elements of a dtype.
 ///
 /// ```
 /// use fsdp_core::{DType, Scalar};
 /// assert_eq!(f32::DTYPE, DType::F32);
 /// ```
 pub trait Scalar: Copy + Send + 'static {
-    /// Its dtype.
+    /// The dtype of the type.
     const DTYPE: DType;
 }
 

@@ -1,16 +1,15 @@
-//! Telling the launcher why a rank failed, in the file that `TORCHELASTIC_ERROR_FILE` names.
+//! Reports a rank's error to the launcher, in the file that `TORCHELASTIC_ERROR_FILE` names.
 
 use std::ffi::OsStr;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Records why this rank fails, in the format of `torch.distributed.elastic`'s `record`, for the summary that
-/// `fsdp-launch` or `torchrun` prints. The launcher takes the error that was recorded first for the cause of the
-/// others: call it as soon as the error is known, before the process groups are dropped and the other ranks fail
-/// because of that.
+/// Records why this rank fails, in the format of PyTorch's `torch.distributed.elastic` `record`, for the summary of
+/// `fsdp-launch` or `torchrun`. The launcher treats the error that was recorded first as the cause. So call this as
+/// soon as the error is known, before dropping process groups makes other ranks fail.
 ///
-/// Without a launcher (`TORCHELASTIC_ERROR_FILE` unset) it does nothing, and where the file can't be written the error
-/// to tell is still the caller's.
+/// Without a launcher (`TORCHELASTIC_ERROR_FILE` unset), it does nothing. If the file can't be written, it logs a debug
+/// event; the caller still reports the error.
 ///
 /// ```
 /// let outcome: Result<(), String> = Err("no data in ./texts".into());
@@ -27,7 +26,7 @@ pub fn record_error(message: &str) {
 
 fn record_at(path: &OsStr, message: &str) {
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-    // The time is a string in PyTorch's files too.
+    // PyTorch's files also hold the time as a string.
     let content = serde_json::json!({"message": {"message": message, "extraInfo": {"timestamp": seconds.to_string()}}});
     if let Err(error) = std::fs::write(Path::new(path), content.to_string()) {
         tracing::debug!("can't record the error in {}: {error}", path.display());

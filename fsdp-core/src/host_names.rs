@@ -1,8 +1,8 @@
-//! The names of the hosts that ranks are on, for messages.
+//! Host names of ranks, for messages.
 
 use std::sync::Arc;
 
-/// The hosts of a group's ranks. Nothing is known of them by default, as on one host, where they would say nothing.
+/// Host names of a group's ranks. Empty by default, and for a group on one host, where messages do not need them.
 ///
 /// ```
 /// use fsdp_core::HostNames;
@@ -15,30 +15,30 @@ use std::sync::Arc;
 pub struct HostNames(Option<Arc<Vec<String>>>);
 
 impl HostNames {
-    /// Those of ranks in their order. Where all have the same there is nothing to tell apart, and nothing is known.
+    /// Names the hosts of ranks, in rank order. Empty if all names are equal.
     pub fn of<T: Into<String>>(names: impl IntoIterator<Item = T>) -> Self {
         let names: Vec<String> = names.into_iter().map(Into::into).collect();
         let are_several = names.iter().any(|name| *name != names[0]);
         HostNames(are_several.then(|| Arc::new(names)))
     }
 
-    /// Those of some of the ranks, in this order.
+    /// Returns the names of some of the ranks, in this order.
     pub(crate) fn select(&self, ranks: &[usize]) -> Self {
         let name = |&rank: &usize| self.name(rank).unwrap_or_default().to_string();
         HostNames(self.0.as_ref().map(|_| Arc::new(ranks.iter().map(name).collect())))
     }
 
-    /// That of a rank.
+    /// Returns the host of a rank, if known.
     pub fn name(&self, rank: usize) -> Option<&str> {
         self.0.as_ref()?.get(rank).map(String::as_str)
     }
 
-    /// A rank as messages say it: `rank 2 on node1`.
+    /// Formats a rank for messages: `rank 2 on node1`.
     pub fn rank(&self, rank: usize) -> String {
         self.name(rank).map_or_else(|| format!("rank {rank}"), |name| format!("rank {rank} on {name}"))
     }
 
-    /// Ranks as messages say them: `rank(s) [0, 1] on node0, [2] on node1`.
+    /// Formats ranks for messages: `rank(s) [0, 1] on node0, [2] on node1`.
     pub fn ranks(&self, ranks: &[usize]) -> String {
         let mut hosts: Vec<(Option<&str>, Vec<usize>)> = Vec::new();
         for &rank in ranks {

@@ -1,11 +1,11 @@
-//! What fully sharded training needs to know about ranks and shards, without a tensor library: device meshes, DTensor
-//! placements and their layout math, and the process groups that move the bytes.
+//! Ranks and shards for fully sharded training, without a tensor library: device meshes, DTensor placements and their
+//! layout math, and the process groups that move bytes.
 //!
-//! From the bottom up: [`DType`] and [`Buffer`] are the memory that travels; [`MeshLayout`] gives ranks their
-//! coordinates; [`layout`] says which elements of a tensor a rank holds; a [`ProcessGroup`] moves buffers between
-//! ranks; a [`DeviceMesh`] is a layout with a process group for each of its dimensions; a [`DTensor`] is a buffer on
-//! each rank of a mesh that together are one tensor. [`RankEnv`] reads who this process is from what its launcher set.
-//! In a [`store`] ranks of several hosts exchange a few bytes before any group stands, over a [`channel`].
+//! From the bottom up: [`DType`] and [`Buffer`] describe memory. [`MeshLayout`] gives ranks coordinates. [`layout`]
+//! computes the elements of a tensor that a rank holds. A [`ProcessGroup`] moves buffers between ranks. A
+//! [`DeviceMesh`] is a mesh layout with a process group for each dimension. [`dtensor`] plans and executes
+//! redistributions of a tensor over a mesh. [`RankEnv`] reads this process's rank from the launcher's environment.
+//! Ranks on several hosts exchange a few bytes in a [`store`], over a [`channel`], before any group exists.
 
 pub mod buffer;
 pub mod channel;
@@ -32,7 +32,7 @@ pub use buffer::{Allocator, Buffer, Element, Heap, Readable, Writable};
 pub use device::{Stream, View};
 pub use device_id::DeviceId;
 pub use device_mesh::DeviceMesh;
-pub use dtensor::{DTensor, DTensorSpec};
+pub use dtensor::DTensorSpec;
 pub use dtype::{DType, Scalar};
 pub use env::RankEnv;
 pub use error::{Error, Result};

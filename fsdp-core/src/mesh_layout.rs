@@ -1,10 +1,10 @@
-//! The arithmetic of a mesh, apart from any process: also what plans a checkpoint for a mesh that does not run.
+//! The arithmetic of a mesh, without process groups. Checkpoint plans use it for meshes that do not run.
 
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
-/// Ranks 0..n in a grid, row-major: the last dimension varies fastest.
+/// A grid of ranks 0..n, row-major: the last dimension varies fastest.
 ///
 /// ```
 /// use fsdp_core::MeshLayout;
@@ -20,10 +20,10 @@ pub struct MeshLayout {
 }
 
 impl MeshLayout {
-    /// A mesh with these dimensions, outermost first.
+    /// Makes a mesh of these dimensions, outermost first.
     ///
     /// # Errors
-    /// When there is no dimension, a size is zero, or a name is empty or given twice.
+    /// Returns an error when there is no dimension, a size is zero, or a name is empty or repeated.
     pub fn new(dims: &[(&str, usize)]) -> Result<Self> {
         if dims.is_empty() {
             return Err(Error::Mesh("a mesh needs at least one dimension".into()));
@@ -34,7 +34,7 @@ impl MeshLayout {
             }
             if name.is_empty() || dims[..i].iter().any(|&(other, _)| other == name) {
                 return Err(Error::Mesh(format!(
-                    "mesh dimension {i} is named \"{name}\"; every dimension needs a name of its own"
+                    "mesh dimension {i} is named \"{name}\"; every dimension needs a unique name"
                 )));
             }
         }
@@ -47,25 +47,25 @@ impl MeshLayout {
         })
     }
 
-    /// The sizes of the dimensions.
+    /// Returns the sizes of the dimensions.
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }
 
-    /// The names of the dimensions.
+    /// Returns the names of the dimensions.
     pub fn names(&self) -> &[String] {
         &self.names
     }
 
-    /// The number of ranks.
+    /// Returns the number of ranks.
     pub fn size(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// The position of the dimension called `name`.
+    /// Returns the position of the dimension `name`.
     ///
     /// # Errors
-    /// Names the dimensions there are.
+    /// Returns an error that lists the dimensions when `name` is unknown.
     pub fn dim(&self, name: &str) -> Result<usize> {
         self.names
             .iter()
@@ -73,7 +73,7 @@ impl MeshLayout {
             .ok_or_else(|| Error::Mesh(format!("mesh {self} has no dimension \"{name}\"; it has {:?}", self.names)))
     }
 
-    /// Where `rank` stands, or `None` when it is outside the mesh.
+    /// Returns the coordinate of `rank`, or `None` when the rank is outside the mesh.
     pub fn coordinate_of(&self, rank: usize) -> Option<Vec<usize>> {
         if rank >= self.size() {
             return None;
@@ -87,7 +87,7 @@ impl MeshLayout {
         Some(coordinate)
     }
 
-    /// The rank at `coordinate`, or `None` when it is outside the mesh.
+    /// Returns the rank at `coordinate`, or `None` when the coordinate is outside the mesh.
     pub fn rank_at(&self, coordinate: &[usize]) -> Option<usize> {
         if coordinate.len() != self.shape.len() {
             return None;
@@ -95,7 +95,7 @@ impl MeshLayout {
         coordinate.iter().zip(&self.shape).try_fold(0, |rank, (&at, &size)| (at < size).then_some(rank * size + at))
     }
 
-    /// The ranks that differ from `rank` in dimension `dim` alone, in order along it: its group in that dimension.
+    /// Returns the ranks that differ from `rank` in dimension `dim` only, in order along the dimension.
     pub fn ranks_along(&self, dim: usize, rank: usize) -> Option<Vec<usize>> {
         let mut coordinate = self.coordinate_of(rank)?;
         (0..*self.shape.get(dim)?)
@@ -133,11 +133,11 @@ mod tests {
     }
 
     #[test]
-    fn bad_dimensions_are_named() {
+    fn invalid_dimensions_are_refused() {
         for (dims, part) in [
             (vec![], "at least one"),
             (vec![("dp", 0)], "\"dp\" has size 0"),
-            (vec![("dp", 2), ("dp", 2)], "a name of its own"),
+            (vec![("dp", 2), ("dp", 2)], "a unique name"),
             (vec![("a", usize::MAX), ("b", 2)], "too large"),
         ] {
             let error = MeshLayout::new(&dims).unwrap_err().to_string();

@@ -1,37 +1,36 @@
-//! How a DTensor lies on one dimension of a mesh.
+//! The placement of a DTensor on one dimension of a mesh.
 
 use crate::ReduceOp;
 
-/// One mesh dimension's share in the layout of a tensor, as in PyTorch's `torch.distributed.tensor.placement_types`.
+/// The placement of a tensor on one mesh dimension, as in PyTorch's `torch.distributed.tensor.placement_types`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Placement {
-    /// The tensor dimension is cut into chunks, one for each rank of the mesh dimension
+    /// Splits the tensor dimension into chunks, one for each rank of the mesh dimension
     /// ([`crate::layout::chunk_range`]).
     Shard(usize),
-    /// As [`Placement::Shard`], but of what mesh dimensions further right leave: PyTorch's `_StridedShard`.
+    /// Shards the parts that mesh dimensions further right leave: PyTorch's `_StridedShard`.
     ///
-    /// It is what FSDP over tensor parallelism makes: on a mesh (dp, tp), a parameter that tp has sharded is sharded
-    /// once more by dp, which stands further left: `[StridedShard { dim: 0, split_factor: <size of tp> }, Shard(0)]`.
-    /// The mesh dimensions to the right that shard the same tensor dimension come first, as many of them as it takes
-    /// for their sizes to multiply to `split_factor`.
+    /// FSDP over tensor parallelism uses it. On a mesh (dp, tp), dp shards once more a parameter that tp has sharded:
+    /// `[StridedShard { dim: 0, split_factor: <size of tp> }, Shard(0)]`. The mesh dimensions to the right that shard
+    /// the same tensor dimension split first; their sizes multiply to `split_factor`.
     ///
-    /// Where nothing to the right shards the tensor dimension (a mesh without tp), the dimension is cut into
-    /// `split_factor` pieces, each piece into chunks, and every rank holds its chunk of every piece: several boxes of
+    /// If nothing to the right shards the tensor dimension (a mesh without tp), the dimension is split into
+    /// `split_factor` pieces and each piece into chunks. Every rank holds its chunk of every piece: several boxes of
     /// the tensor.
     StridedShard {
         /// The tensor dimension.
         dim: usize,
-        /// Into how many pieces the dimension is cut before; 1 is the same as [`Placement::Shard`].
+        /// Number of pieces that the dimension is split into first; 1 is [`Placement::Shard`].
         split_factor: usize,
     },
-    /// Every rank of the mesh dimension holds the same.
+    /// Every rank of the mesh dimension holds the same elements.
     Replicate,
-    /// Every rank holds a term; the tensor is their reduction.
+    /// Every rank holds a term of this reduction, whose result is the tensor.
     Partial(ReduceOp),
 }
 
 impl Placement {
-    /// The tensor dimension that it shards, if any.
+    /// Returns the sharded tensor dimension, if any.
     ///
     /// ```
     /// use fsdp_core::Placement;

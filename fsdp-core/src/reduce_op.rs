@@ -1,17 +1,19 @@
-//! How the ranks' elements are combined: what a reduction does, and what a partial placement still wants.
+//! The operations of reductions and of partial placements.
 
-/// How a reduction combines the ranks' elements. Half precision inputs are combined in single precision and rounded
-/// once, where the backend promises it ([`Promises::f32_sums`](crate::process_group::Promises::f32_sums)): all but NCCL
-/// do, which combines them in their own dtype.
+/// The operation that combines the elements of ranks.
+///
+/// Half-precision inputs are combined in single precision and rounded once, where the backend guarantees
+/// [`f32_accumulation`](crate::process_group::Guarantees::f32_accumulation). All backends do except NCCL, which combines
+/// in the inputs' dtype.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
     /// The sum.
     Sum,
     /// The sum divided by the number of ranks.
     Avg,
-    /// The smallest.
+    /// The minimum.
     Min,
-    /// The largest.
+    /// The maximum.
     Max,
     /// The product.
     Product,

@@ -177,7 +177,7 @@ fn a_checkpoint_that_is_incomplete() {
     fails(
         dir.path(),
         &["--model", "model", "--data", "model/tokens.bin", "--resume", "half"],
-        &["half holds no checkpoint", "no checkpoint.json (did the save finish?)"],
+        &["half has no checkpoint", "no checkpoint.json (did the save finish?)"],
     );
 }
 

@@ -39,7 +39,7 @@ fn files(step: &Path) -> Vec<(String, Vec<u8>)> {
 
 /// Writes a checkpoint again with one value that is not a number, as a version without the check would have written it:
 /// every checksum is right.
-fn poison(step: &Path, tensor: &str) {
+fn write_nan(step: &Path, tensor: &str) {
     let source = fsdp_ckpt::open(step).unwrap();
     let mut tensors = vec![];
     for (fqn, entry) in source.tensors() {
@@ -115,8 +115,8 @@ fn checkpoints_that_were_poisoned_before_are_set_aside() {
     let keep = "--checkpoint-dir saved --save-every 1 --resume auto --lr 1e-3";
     train(dir.path(), &format!("--steps 3 {keep}")).ok();
     let undisturbed = files(&saved.join("step-00000003"));
-    poison(&saved.join("step-00000002"), "model.model.norm.weight");
-    poison(&saved.join("step-00000003"), "optim.state.model.norm.weight.exp_avg");
+    write_nan(&saved.join("step-00000002"), "model.model.norm.weight");
+    write_nan(&saved.join("step-00000003"), "optim.state.model.norm.weight.exp_avg");
     // Told to go on from it, a run does not.
     let run = train(dir.path(), &format!("--steps 4 --lr 1e-3 --resume {}", saved.join("step-00000003").display()));
     let found = "1 values are infinite or not a number (on rank 0): 1 of 32 in the exp_avg of `model.norm.weight`";
@@ -134,7 +134,7 @@ fn checkpoints_that_were_poisoned_before_are_set_aside() {
     assert!(files(&saved.join("step-00000003")) == undisturbed);
 
     // Where there is nothing else, a run does not begin anew by itself.
-    poison(&saved.join("step-00000003"), "model.model.norm.weight");
+    write_nan(&saved.join("step-00000003"), "model.model.norm.weight");
     for _ in 0..2 {
         let run = train(dir.path(), &format!("--steps 5 {keep} --keep 1"));
         run.refused(2, &["no checkpoint in saved can be used", "saved/step-00000003.damaged: set aside"]);

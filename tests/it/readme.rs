@@ -7,7 +7,14 @@ use fsdp_test_support::{program, run, workspace};
 
 /// The commands in code blocks of the README and of other documents, and those between backticks.
 fn commands() -> Vec<Vec<String>> {
-    let files = ["README.md", "CONTRIBUTING.md", "docs/from-candle.md", "docs/gpus.md"];
+    let files = [
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/from-candle.md",
+        "docs/gpus.md",
+        "docs/parity.md",
+        "docs/performance.md",
+    ];
     let text = files.map(|name| std::fs::read_to_string(workspace().join(name)).unwrap());
     let text = text.join("\n").replace("```sh\n", "```\n");
     let mut spans = Vec::new();
@@ -47,6 +54,10 @@ fn check(words: &[String]) {
             let launched = |word: &String| ["train", "bench"].contains(&word.as_str());
             let at = args.iter().position(launched).expect("what the README launches is train or bench");
             args[at] = program(&args[at]).to_str().unwrap().to_owned();
+            if args[..at].iter().any(|word| word == "--nnodes") {
+                // There is no second host: the launcher prints what it would start.
+                args.insert(0, "--dry-run".into());
+            }
             understands("fsdp-launch", &args, limit);
         }
         name => understands(name, &words[1..], limit),
@@ -102,7 +113,7 @@ fn files(text: &str) -> Vec<String> {
 fn every_stop_of_the_tour_is_there() {
     let docs = workspace().join("docs");
     let files = files(&std::fs::read_to_string(docs.join("tour.md")).unwrap());
-    assert!(files.len() > 15, "{files:?}");
+    assert!(files.len() > 10, "{files:?}");
     let missing: Vec<_> = files.iter().filter(|file| !docs.join(file).exists()).collect();
     assert!(missing.is_empty(), "the tour leads to files that are not there: {missing:?}");
 }
@@ -110,7 +121,7 @@ fn every_stop_of_the_tour_is_there() {
 #[test]
 fn every_file_that_the_readme_names_is_there() {
     let files = files(&std::fs::read_to_string(workspace().join("README.md")).unwrap());
-    assert!(files.iter().any(|file| file == "tests/it/golden.rs"), "{files:?}");
+    assert!(files.iter().any(|file| file == "examples/src/bin/minimal.rs"), "{files:?}");
     assert!(files.iter().any(|file| file == "docs/memory.md"), "{files:?}");
     let missing: Vec<_> = files.iter().filter(|file| !workspace().join(file).exists()).collect();
     assert!(missing.is_empty(), "the README names files that are not there: {missing:?}");

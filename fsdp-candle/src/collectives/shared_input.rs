@@ -1,11 +1,10 @@
-//! A tensor on its way into parallel layers, several of which may take it: queries, keys and values have one input.
+//! The input of parallel layers. Several layers may share one: queries, keys and values have the same input.
 //!
-//! In the graph `x -> Token -> layers`: the token is a scalar, the layers read the values beside it and leave their
-//! gradients with it, and its backward, which comes after all of theirs, sends the sum through one collective. So there
-//! is no copy of a tensor that every rank holds, one gather of one that is cut, and one collective in backward,
-//! whatever the number of layers.
+//! The graph is `x -> Token -> layers`. The token is a scalar. The layers read the values beside it and add their
+//! gradients to it; its backward, which comes after theirs, sends the sum through one collective. So a replicated
+//! tensor is not copied, a sharded tensor is gathered once, and backward runs one collective, for any number of layers.
 //!
-//! The last one is remembered while a forward runs ([`scope`]), for the layers that take the same tensor.
+//! A forward remembers its last shared input ([`scope`]) for layers that take the same tensor.
 
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,37 +12,38 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::{Result, Shape, Tensor, TensorId};
 use fsdp_core::ProcessGroup;
 
-use super::functions::WayBack;
-use super::moves::{Input, check, gathered, own_part};
+use super::BackwardCollective;
+use super::without_grad::{Input, check, gathered, own_part};
 use crate::autograd::keeps_graph;
 use crate::kernels::{Backward, node};
 use crate::storage::{copied_storage, scalar, with_slice, with_slice_mut};
 
-/// What layers that differ on the ranks do to an input.
+/// The collective between an input and layers that differ on the ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Entry {
-    /// They take it as it is, the same on every rank. Backward: all-reduce.
+    /// Layers take the replicated tensor. Backward: all-reduce.
     Copy,
-    /// They take all parts of this dimension. Backward: reduce-scatter.
+    /// Layers take all parts of this dimension. Backward: reduce-scatter.
     Gather(usize),
-    /// They take a part of this dimension, of a tensor that every rank holds. Backward: all-gather.
+    /// Layers take a part of this dimension of a replicated tensor. Backward: all-gather.
     Split(usize),
 }
 
-/// A tensor that layers take.
+/// The input of parallel layers.
 #[derive(Clone)]
 pub(crate) struct SharedInput {
-    /// Without a graph.
+    /// The values, without a graph.
     values: Tensor,
-    /// Where it has a gradient.
+    /// The node in the graph and the gradients, if the input has a gradient.
     token: Option<(Tensor, Collected)>,
 }
 
 impl SharedInput {
-    /// What layers take of `x`. The same call within a [`scope`], with nothing else in between, gives the same again.
+    /// Returns the input of layers for `x`. A repeated call within a [`scope`] returns the same input if no other call
+    /// came between.
     ///
     /// # Errors
-    /// When a dimension does not divide by the ranks, and those of the collective.
+    /// Returns an error when the number of ranks does not divide a dimension, and the errors of the collective.
     pub(crate) fn of(function: &str, x: &Tensor, entry: Entry, group: &ProcessGroup) -> Result<Self> {
         let key = Key { x: x.id(), entry, group: group.clone(), keeps_graph: keeps_graph() };
         if let Some(known) = remembered(&key) {
@@ -55,43 +55,43 @@ impl SharedInput {
     }
 
     fn new(function: &str, x: &Tensor, entry: Entry, group: &ProcessGroup) -> Result<Self> {
-        let (values, way_back) = match entry {
+        let (values, backward) = match entry {
             Entry::Copy => {
                 check(function, x, None, group)?;
-                (x.detach(), WayBack::Sum)
+                (x.detach(), BackwardCollective::Sum)
             }
             Entry::Gather(dim) => {
                 check(function, x, None, group)?;
                 let all = gathered(x, dim, group);
-                (all.map_err(|error| error.context(format!("{function}: its input")))?, WayBack::Scatter(dim))
+                (all.map_err(|error| error.context(format!("{function}: input")))?, BackwardCollective::Scatter(dim))
             }
             Entry::Split(dim) => {
                 check(function, x, Some(dim), group)?;
-                (own_part(&x.detach(), dim, group)?, WayBack::Gather(dim))
+                (own_part(&x.detach(), dim, group)?, BackwardCollective::Gather(dim))
             }
         };
         if !(keeps_graph() && x.track_op()) {
             return Ok(SharedInput { values, token: None });
         }
         let collected = Collected::default();
-        let back = Token { collected: collected.clone(), like: values.clone(), group: group.clone(), way_back };
+        let back = Token { collected: collected.clone(), like: values.clone(), group: group.clone(), backward };
         let token = node(x, scalar(x.device())?, Shape::from(()), back)?;
         Ok(SharedInput { values, token: Some((token, collected)) })
     }
 
-    /// The values, without a graph.
+    /// Returns the values, without a graph.
     pub(crate) fn values(&self) -> &Tensor {
         &self.values
     }
 
-    /// What an operation takes as its graph argument in the input's place, if the input has a gradient.
+    /// Returns the graph argument of an operation on this input, if the input has a gradient.
     pub(crate) fn node(&self) -> Option<&Tensor> {
         self.token.as_ref().map(|(token, _)| token)
     }
 
-    /// In backward: leaves the gradient of the values, which nobody else reads. Returns what the operation's backward
-    /// returns for [`SharedInput::node`].
-    pub(crate) fn leave(&self, gradient: Tensor) -> Result<Option<Tensor>> {
+    /// Adds the gradient of the values, which has no other reader. Returns the result of the operation's backward for
+    /// [`SharedInput::node`].
+    pub(crate) fn add_gradient(&self, gradient: Tensor) -> Result<Option<Tensor>> {
         match &self.token {
             Some((token, collected)) => {
                 collected.add(gradient)?;
@@ -101,7 +101,7 @@ impl SharedInput {
         }
     }
 
-    /// What Candle's own operations take in the input's place, which costs a copy.
+    /// Returns the input for Candle's own operations. Copies the values.
     pub(crate) fn in_graph(&self) -> Result<Tensor> {
         match self.node() {
             Some(token) => {
@@ -112,7 +112,7 @@ impl SharedInput {
     }
 }
 
-/// The sum of the gradients that layers have left.
+/// The sum of the layers' gradients.
 #[derive(Clone, Default)]
 struct Collected(Arc<Mutex<Option<Tensor>>>);
 
@@ -141,7 +141,7 @@ struct Token {
     /// The values, for their shape.
     like: Tensor,
     group: ProcessGroup,
-    way_back: WayBack,
+    backward: BackwardCollective,
 }
 
 impl Backward for Token {
@@ -155,12 +155,12 @@ impl Backward for Token {
             // The peers wait for this rank.
             None => self.like.zeros_like()?,
         };
-        let gradient = self.way_back.run(Input::Taken(&gradient), &self.group);
+        let gradient = self.backward.run(Input::Owned(&gradient), &self.group);
         Ok(Some(gradient.map_err(|error| error.context("in the backward of a parallel layer's input"))?))
     }
 }
 
-/// The values as a tensor of the graph.
+/// The values as a node of the graph.
 struct Values(SharedInput);
 
 impl Backward for Values {
@@ -169,12 +169,12 @@ impl Backward for Values {
     }
 
     fn backward(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        // Candle may hold it elsewhere as well.
-        self.0.leave(gradient.force_contiguous()?)
+        // Candle may also hold the gradient.
+        self.0.add_gradient(gradient.force_contiguous()?)
     }
 }
 
-/// What an input is made of.
+/// The arguments of a shared input.
 struct Key {
     x: TensorId,
     entry: Entry,
@@ -192,18 +192,17 @@ impl Key {
 }
 
 thread_local! {
-    /// The last input of the forward that runs; `None` outside of forwards.
+    /// The last input of the running forward; `None` outside of forwards.
     static LAST: RefCell<Option<Option<(Key, SharedInput)>>> = const { RefCell::new(None) };
 }
 
-/// Runs a forward, in which layers that take the same tensor share what they do to it. What it remembers is gone when
-/// it ends.
+/// Runs a forward, in which layers that take the same tensor share its collective.
 pub(crate) fn scope<T>(forward: impl FnOnce() -> T) -> T {
     struct Guard(Option<Option<(Key, SharedInput)>>);
     impl Drop for Guard {
         fn drop(&mut self) {
             let before = self.0.take();
-            // Dropped when the cell is free again: a graph may go with it.
+            // Dropped after the cell is released, because a graph may go with it.
             let _last = LAST.with(|last| last.replace(before));
         }
     }
@@ -227,7 +226,7 @@ mod tests {
     use candle_core::{DType, Device, Var};
     use fsdp_core::process_group::local;
 
-    use super::super::{all_reduce_taken, reduce_scatter_taken};
+    use super::super::{all_reduce_owned, reduce_scatter_owned};
     use super::*;
     use crate::storage::share_memory;
 
@@ -236,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn what_every_rank_holds_is_not_copied() {
+    fn replicated_inputs_are_not_copied() {
         local::run(2, |group| {
             let x = input();
             for entry in [Entry::Copy, Entry::Split(1)] {
@@ -247,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn terms_are_added_up_in_their_own_memory() {
+    fn owned_terms_are_reduced_in_place() {
         let address = |tensor: &Tensor| match &*tensor.storage_and_layout().0 {
             candle_core::Storage::Cpu(candle_core::CpuStorage::F32(values)) => values.as_ptr() as usize,
             _ => 0,
@@ -255,17 +254,17 @@ mod tests {
         local::run(2, |group| {
             let term = (input() * 3.).unwrap();
             let at = address(&term);
-            let sum = all_reduce_taken(&term, &group).unwrap();
+            let sum = all_reduce_owned(&term, &group).unwrap();
             assert_eq!((address(&sum), sum.to_vec2::<f32>().unwrap()), (at, vec![vec![6.; 4]; 2]));
-            // What is left of a term can't be used.
+            // The consumed term cannot be used.
             assert_eq!(address(&term), 0);
-            let part = reduce_scatter_taken(&sum, 1, &group).unwrap();
+            let part = reduce_scatter_owned(&sum, 1, &group).unwrap();
             assert_eq!((part.to_vec2::<f32>().unwrap(), address(&sum)), (vec![vec![12.; 2]; 2], at));
         });
     }
 
     #[test]
-    fn an_input_is_remembered_within_a_scope_and_by_what_it_is_made_of() {
+    fn scopes_remember_the_last_input() {
         local::run(2, |group| {
             let (x, other) = (input(), input());
             let token = |x: &Tensor, entry| {
@@ -279,7 +278,7 @@ mod tests {
                 assert!(scope(|| token(&x, Entry::Copy)) != first);
                 assert_eq!(token(&x, Entry::Copy), first);
                 assert_eq!(crate::no_grad(|| token(&x, Entry::Copy)), None);
-                assert_ne!(token(&x, Entry::Copy), first, "the last one is remembered, and no other");
+                assert_ne!(token(&x, Entry::Copy), first, "only the last input is remembered");
                 let gathered = token(&x, Entry::Gather(0));
                 assert_eq!(token(&x, Entry::Gather(0)), gathered);
                 assert_ne!(token(&x, Entry::Gather(1)), gathered);

@@ -8,5 +8,5 @@ mod report;
 mod watch;
 
 pub use cut::{Cut, GraphCut};
-pub(crate) use poison::is_of_poison;
+pub(crate) use poison::is_freed_storage_error;
 pub(crate) use report::Diagnostics;

@@ -23,30 +23,24 @@ use super::param::{FsdpParam, FullBuffer, UnshardMemory};
 use super::param_group::ParamGroup;
 use crate::data_parallel::{DataParallel, ShardLayout};
 use crate::error::Error;
-use crate::storage::{
-    Pool, TensorMemory, cast, copy, from_numbers, scale, to_core_dtype, to_numbers, to_tensor,
-};
+use crate::storage::{Pool, TensorMemory, cast, copy, from_numbers, scale, to_core_dtype, to_numbers, to_tensor};
 use crate::tensor_parallel::Parallel;
 
 /// Advice for ranks that unshard different parameters.
-const ALL_GATHER_ADVICE: &str =
-    "Units are gathered as they are called, and units by name as their layers are used: every rank must call the same \
+const ALL_GATHER_ADVICE: &str = "Units are gathered as they are called, and units by name as their layers are used: every rank must call the same \
      units in the same order, or `unshard()` all of them first. Where ranks use different units by name, call \
      `set_reduce_scatter_unused_params(true, Recurse::Yes)` of the root on every rank";
 
 /// Advice for ranks that gather different shards over replicas.
-const REPLICA_GATHER_ADVICE: &str =
-    "Shards are gathered over replicas when a root's forward begins: every rank must call the same roots in the same \
+const REPLICA_GATHER_ADVICE: &str = "Shards are gathered over replicas when a root's forward begins: every rank must call the same roots in the same \
      order";
 
 /// Advice for ranks that reduce different gradients.
-const REDUCE_ADVICE: &str =
-    "Ranks reduce the gradients of the same parameters, of as many backwards. Where ranks may use different \
+const REDUCE_ADVICE: &str = "Ranks reduce the gradients of the same parameters, of as many backwards. Where ranks may use different \
      parameters, call `set_reduce_scatter_unused_params(true, Recurse::Yes)` of the root on every rank";
 
 /// Advice for ranks that compare different numbers of units.
-const COMPARE_ADVICE: &str =
-    "Ranks that may use different parameters compare what their losses reach when a backward begins: every rank must \
+const COMPARE_ADVICE: &str = "Ranks that may use different parameters compare what their losses reach when a backward begins: every rank must \
      call backward as often, of a model with the same units";
 
 /// The pending all-gathers of a unit: PyTorch's `AllGatherResult`.
@@ -461,7 +455,7 @@ pub(super) struct Reduction {
 }
 
 /// The ranks that a pending collective of a reduction is over.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Hop {
     Shards,
     Replicas,
@@ -601,9 +595,7 @@ impl Reduction {
         match ranks.replicate() {
             _ if positions.is_empty() => Ok(None),
             Some(_) => Reduction::over_replicas(unit, ranks, options, positions, buffers).map(Some),
-            None => {
-                Reduction::over_tensor_parallel(unit, ranks, options, positions.into_iter().zip(buffers).collect())
-            }
+            None => Reduction::over_tensor_parallel(unit, ranks, options, positions.into_iter().zip(buffers).collect()),
         }
     }
 
@@ -675,8 +667,7 @@ impl InFlight for Reduction {
         let what = if scatters { "reduce-scatter" } else { "all-reduce" };
         let span = tracing::debug_span!("wait for reduction", unit = unit.name(), what);
         let heartbeat = heartbeat::span("wait for reduction", unit.name());
-        let mut buffers =
-            span.in_scope(|| work.wait()).map_err(|source| unit.communication_failed(what, source))?;
+        let mut buffers = span.in_scope(|| work.wait()).map_err(|source| unit.communication_failed(what, source))?;
         drop(heartbeat);
         let shards = positions.iter().map(|&position| match hop {
             Hop::Shards => unit.params()[position].shard_len(),

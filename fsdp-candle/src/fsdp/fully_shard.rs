@@ -13,14 +13,13 @@ use super::policy::{MixedPrecisionPolicy, NamePredicate, OffloadPolicy, ReshardA
 use super::settings::UnitSettings;
 use super::var_map::{OpenUnit, ShardedVarMap};
 use crate::data_parallel::{DataParallel, DataParallelMeshDims, ShardMesh};
-use crate::diagnostics::is_of_poison;
+use crate::diagnostics::is_freed_storage_error;
 use crate::error::{Error, Result};
 use crate::extension::AllGatherExtension;
 use crate::pattern::NamePattern;
 
 /// Error for a builder of another kind.
-const FOREIGN_BUILDER: &str =
-    "it has no parameters: its VarBuilder is not of the ShardedVarMap of these options. Pass `vars.builder(dtype)` \
+const FOREIGN_BUILDER: &str = "it has no parameters: its VarBuilder is not of the ShardedVarMap of these options. Pass `vars.builder(dtype)` \
      instead of VarBuilder::from_varmap, from_mmaped_safetensors, from_tensors and the like. To load weights, call \
      `vars.init_with(initializer::Pretrained::open(dir)?)` before the model is built, or `load_model` after";
 
@@ -378,7 +377,7 @@ fn make<M>(
     }
     let unit = OpenUnit::begin(vars, &name, opts, &ranks);
     let inner = build(vb.clone()).map_err(|cause| {
-        let cause = match is_of_poison(&cause) {
+        let cause = match is_freed_storage_error(&cause) {
             true => cause.context("parameters have no values while a model is built: compute on them in forward"),
             false => cause,
         };

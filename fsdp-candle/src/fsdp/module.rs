@@ -11,7 +11,7 @@ use super::param_group::ParamGroup;
 use super::schedule::Schedule;
 use crate::autograd::keeps_graph;
 use crate::collectives;
-use crate::diagnostics::{GraphCut, is_of_poison};
+use crate::diagnostics::{GraphCut, is_freed_storage_error};
 use crate::tensors::Tensors;
 
 /// A module under `fully_shard`. Calling it unshards its parameters, runs it and reshards them.
@@ -70,7 +70,13 @@ impl<A, B> FsdpModule<(A, B)> {
         let FsdpModule { inner: (a, b), group, schedule, parts, unmanaged } = self;
         group.split_into_modules();
         let parts = parts + 1;
-        let b = FsdpModule { inner: b, group: group.clone(), schedule: schedule.clone(), parts, unmanaged: unmanaged.clone() };
+        let b = FsdpModule {
+            inner: b,
+            group: group.clone(),
+            schedule: schedule.clone(),
+            parts,
+            unmanaged: unmanaged.clone(),
+        };
         (FsdpModule { inner: a, group, schedule, parts, unmanaged }, b)
     }
 }
@@ -226,9 +232,8 @@ impl<M> FsdpModule<M> {
             return Ok(self.hooks().run(watched, || forward(&self.inner, inputs))?.0);
         }
         let call = self.schedule.frozen_call(&self.group);
-        let inputs = inputs.map_tensors(&mut |tensor| {
-            hooks::post_backward(&tensor, self.group.id(), &self.schedule, &call)
-        })?;
+        let inputs =
+            inputs.map_tensors(&mut |tensor| hooks::post_backward(&tensor, self.group.id(), &self.schedule, &call))?;
         let (inputs, watched) = self.watched(inputs)?;
         let (outputs, hook) = self.hooks().run(watched, || forward(&self.inner, inputs))?;
         call.end(hook);
@@ -283,7 +288,7 @@ impl<M> FsdpModule<M> {
 
     /// Explains Candle's message about F4 in backward, where no call of a unit is missing.
     fn explain_backward(&self, error: candle_core::Error) -> candle_core::Error {
-        if !is_of_poison(&error) {
+        if !is_freed_storage_error(&error) {
             return error;
         }
         error.context(format!(
@@ -336,7 +341,7 @@ impl Hooks<'_> {
 
     /// Explains Candle's message about F4.
     fn explain(&self, error: candle_core::Error) -> candle_core::Error {
-        if !is_of_poison(&error) {
+        if !is_freed_storage_error(&error) {
             return error;
         }
         let units = self.schedule.units();

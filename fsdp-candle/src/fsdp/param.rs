@@ -213,8 +213,8 @@ impl ParamAllocator {
     }
 
     /// Takes a buffer for the full values that never goes back to the pool.
-    fn take_for_good(&self) -> Result<Buffer> {
-        self.named(self.pool.take_for_good(to_core_dtype(self.dtype)?, self.elements))
+    fn take_unpooled(&self) -> Result<Buffer> {
+        self.named(self.pool.take_unpooled(to_core_dtype(self.dtype)?, self.elements))
     }
 
     /// Allocates zeros for the full gradient.
@@ -246,12 +246,7 @@ static BY_SHARD: LazyLock<Lookup> = LazyLock::new(Default::default);
 
 /// What a parameter is.
 impl FsdpParam {
-    pub(crate) fn new(
-        spec: ParamSpec,
-        shard: Var,
-        nodes: ParamNodes,
-        schedule: &Arc<Schedule>,
-    ) -> Result<Arc<Self>> {
+    pub(crate) fn new(spec: ParamSpec, shard: Var, nodes: ParamNodes, schedule: &Arc<Schedule>) -> Result<Arc<Self>> {
         let ParamNodes { leaf, anchor, full } = nodes;
         take(&full)?;
         let allocator = Arc::new(ParamAllocator {
@@ -626,7 +621,7 @@ impl FsdpParam {
     /// Takes the kept buffer, for an all-gather to fill. The first call allocates it.
     pub(super) fn take_kept_buffer(&self) -> Result<Buffer> {
         let kept = self.state.lock().kept_buffer.take();
-        kept.map_or_else(|| self.allocator.take_for_good(), Ok)
+        kept.map_or_else(|| self.allocator.take_unpooled(), Ok)
     }
 
     /// Frees the kept buffer, unless it is in use.
@@ -665,9 +660,7 @@ impl FsdpParam {
         match &mut self.state.lock().pass {
             None => Ok(self.anchor.clone()),
             Some(PassAnchor { anchor: Some(anchor), .. }) => Ok(anchor.clone()),
-            Some(PassAnchor { pass, anchor }) => {
-                Ok(anchor.insert(hooks::pass_anchor(&self.anchor, *pass)?).clone())
-            }
+            Some(PassAnchor { pass, anchor }) => Ok(anchor.insert(hooks::pass_anchor(&self.anchor, *pass)?).clone()),
         }
     }
 

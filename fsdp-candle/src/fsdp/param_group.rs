@@ -12,7 +12,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::collectives::{AllGatherResult, ReplicaGather};
 use super::param::{FsdpParam, UnshardMemory};
-use super::policy::MixedPrecisionPolicy;
+use super::policy::{MixedPrecisionPolicy, ReshardAfterForward};
 use super::settings::UnitSettings;
 use crate::error::Error;
 use crate::storage::Pool;
@@ -128,6 +128,10 @@ impl ParamGroup {
     /// Returns whether any full parameter has memory.
     pub(crate) fn is_unsharded(&self) -> bool {
         self.params.iter().any(|param| param.is_unsharded())
+    }
+
+    pub(crate) fn reshard_after_forward(&self) -> ReshardAfterForward {
+        self.settings.lock().reshard_after_forward
     }
 
     /// Returns whether some parameters are frozen.
@@ -380,7 +384,7 @@ impl<S: Default> Default for UnshardLock<S> {
 
 impl<S: Default> UnshardLock<S> {
     /// Locks the state. Waits up to `limit` for another thread.
-    fn lock(&self, limit: Duration) -> Result<UnshardGuard<'_, S>, LockError> {
+    fn lock(&self, limit: Duration) -> std::result::Result<UnshardGuard<'_, S>, LockError> {
         let me = std::thread::current().id();
         let mut state = self.state.lock();
         let is_elsewhere = |state: &mut LockState<S>| matches!(state, LockState::LockedBy(thread) if *thread != me);

@@ -565,7 +565,8 @@ impl ShardedVarMap {
         let building = self.0.building.lock();
         let Some(unit) = building.last() else {
             return Err(fail(
-                "it was asked for outside fully_shard: build the module inside the closure of a fully_shard call".into(),
+                "it was asked for outside fully_shard: build the module inside the closure of a fully_shard call"
+                    .into(),
             ));
         };
         let (unit, opts, ranks) = ((unit.name.clone(), unit.serial), unit.opts.clone(), unit.ranks.clone());

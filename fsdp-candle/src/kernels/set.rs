@@ -59,7 +59,7 @@ pub(crate) trait Kernels: Send + Sync {
 
     /// What lies under a sharded parameter: no compute kernel accepts it, so that every use is a clean error instead of
     /// freed memory being read.
-    fn poison(&self) -> Result<Storage>;
+    fn freed_storage(&self) -> Result<Storage>;
 
     /// Elements of a tensor's memory, to be read.
     fn slice<'a>(&self, storage: &'a Storage, elements: Range<usize>) -> Result<Slice<'a>>;

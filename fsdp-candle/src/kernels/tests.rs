@@ -270,7 +270,7 @@ fn memory_goes_between_tensors_and_buffers_without_a_copy() {
             let set = |at: usize| (2 * dtype.size()..5 * dtype.size()).contains(&at);
             assert!(bytes(&buffer).iter().enumerate().all(|(at, &byte)| byte == u8::from(set(at))));
         }
-        let mut poison = kernels().poison().unwrap();
+        let mut poison = kernels().freed_storage().unwrap();
         assert_eq!(poison.dtype(), candle_core::DType::F4);
         assert!(kernels().slice(&poison, 0..0).is_err() && kernels().slice_mut((&mut poison).into(), 0..0).is_err());
         assert!(kernels().buffer(poison).is_none());

@@ -73,7 +73,7 @@ pub(in crate::nn) fn gradient(
     compute: impl FnOnce() -> Result<Tensor>,
 ) -> Result<Option<Tensor>> {
     match shared {
-        Some(shared) => shared.leave(compute()?),
+        Some(shared) => shared.add_gradient(compute()?),
         None if x.track_op() => Ok(Some(compute()?)),
         None => Ok(None),
     }

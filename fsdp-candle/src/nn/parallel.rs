@@ -9,8 +9,8 @@ use fsdp_core::process_group::{Signature, Subject};
 
 use crate::activation_checkpoint::is_kept;
 use crate::collectives::{
-    Consumers, Entry, SharedInput, all_gather, all_reduce, all_reduce_taken, all_to_all, reduce_scatter,
-    reduce_scatter_taken,
+    Consumers, Entry, SharedInput, all_gather, all_reduce, all_reduce_owned, all_to_all, reduce_scatter,
+    reduce_scatter_owned,
 };
 use crate::fsdp::FsdpParam;
 use crate::tensor_parallel::{ActivationLayout, ColwiseParallel, Parallel, ParallelStyle, RowwiseParallel};
@@ -88,7 +88,7 @@ pub(in crate::nn) fn check_embedding(weight: &Tensor) -> Result<()> {
 /// Notes that a layer does its part for a parameter that it holds beside its weight.
 pub(in crate::nn) fn serve(tensor: &Tensor) {
     if let Some(param) = FsdpParam::of(tensor) {
-        param.serve_parallel();
+        param.set_tp_aware();
     }
 }
 
@@ -110,7 +110,8 @@ impl<S> ParallelLayer<S> {
     fn of(weight: &Tensor, known: impl FnOnce(ParallelStyle) -> Option<S>) -> Option<Self> {
         let param = FsdpParam::of(weight)?;
         let style = known(param.parallel()?.style())?;
-        let parallel: &Arc<Parallel> = param.serve_parallel()?;
+        param.set_tp_aware();
+        let parallel = param.parallel()?;
         let subject = Subject::new(format!("the layer of parameter `{}`", param.name()), []);
         let group = parallel.group().signed(Signature::new(&subject, []));
         Some(ParallelLayer { group, subject, style })
@@ -243,10 +244,10 @@ pub(in crate::nn) fn output_of_terms(
     let is_kept = is_kept(y);
     match layout {
         ActivationLayout::Replicate if is_kept => all_reduce(y, group),
-        ActivationLayout::Replicate => all_reduce_taken(y, group),
+        ActivationLayout::Replicate => all_reduce_owned(y, group),
         ActivationLayout::Shard(dim) => match dim_of(function, dim, y)? {
             dim if is_kept => reduce_scatter(y, dim, group),
-            dim => reduce_scatter_taken(y, dim, group),
+            dim => reduce_scatter_owned(y, dim, group),
         },
     }
 }

@@ -37,10 +37,7 @@ pub(crate) fn claim_on_host(tensor: &Tensor) {
 /// What the kernels do not serve goes into Candle's operations as it is.
 fn claim_where(tensor: &Tensor, tells: bool) {
     if let Some(param) = FsdpParam::of(tensor) {
-        param.note_layer();
-        if tells {
-            param.claim();
-        }
+        param.register_layer(tells);
     }
 }
 
@@ -67,9 +64,9 @@ impl Weight {
         let Some(param) = FsdpParam::of(tensor) else {
             return Ok(Weight { value: in_mode(tensor, keeps_graph()), param: None, wants_grad: true });
         };
-        param.used()?;
+        param.pre_use()?;
         let graph = keeps_graph() && param.trainable();
-        let (value, anchor) = (in_mode(param.full(), graph), in_mode(&param.anchor_of_pass()?, graph));
+        let (value, anchor) = (in_mode(&param.full, graph), in_mode(&param.anchor_of_pass()?, graph));
         Ok(Weight { value, wants_grad: graph, param: Some((param, anchor)) })
     }
 
@@ -88,7 +85,7 @@ impl Weight {
     /// When the values are absent now.
     pub(crate) fn value(&self) -> Result<&Tensor> {
         if let Some((param, _)) = &self.param {
-            param.tell_use()?;
+            param.run_pre_use_hook()?;
             if !param.is_unsharded() {
                 // In backward, of which the unit's module says more.
                 bail!("parameter `{}`: its values are not gathered now (Candle calls their storage F4)", param.name())
@@ -122,8 +119,8 @@ impl Weight {
         match &self.param {
             Some(_) if !self.wants_grad => Ok(None),
             Some((param, anchor)) => {
-                param.tell_gradient()?;
-                param.gradient().write_in(write)?;
+                param.run_pre_gradient_hook()?;
+                param.gradient.write_in(write)?;
                 Ok(Some(anchor.zeros_like()?))
             }
             None => {
@@ -143,8 +140,8 @@ impl Weight {
         match &self.param {
             Some(_) if !self.wants_grad => Ok(None),
             Some((param, anchor)) => {
-                param.tell_gradient()?;
-                param.gradient().add(gradient)?;
+                param.run_pre_gradient_hook()?;
+                param.gradient.add(gradient)?;
                 Ok(Some(anchor.zeros_like()?))
             }
             None => Ok(Some(gradient.clone())),
@@ -161,8 +158,8 @@ impl Weight {
         match &self.param {
             Some(_) if !self.wants_grad => Ok(None),
             Some((param, anchor)) => {
-                param.tell_gradient()?;
-                param.gradient().write(write)?;
+                param.run_pre_gradient_hook()?;
+                param.gradient.write(write)?;
                 Ok(Some(anchor.zeros_like()?))
             }
             None => {

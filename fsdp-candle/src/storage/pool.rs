@@ -1,4 +1,4 @@
-//! Buffers that outlive one use: fresh memory costs page faults, which cost more than the copy into it.
+//! A pool of buffers. Fresh memory costs page faults, which cost more than the copy into it.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Mutex;
@@ -7,32 +7,34 @@ use fsdp_core::{Allocator, Buffer, DType, Result};
 
 use crate::kernels::Kernels;
 
-/// Free buffers by dtype and length, first in, first out. What a training step takes and gives back, the next step
-/// takes again; a unit that gives its parameters' buffers back in order gets the same ones again.
+/// A pool of free buffers by dtype and length, first in, first out.
 ///
-/// The pool and what is taken from it never come to more than the most that was taken at once: units of different sizes
-/// do not keep a buffer each.
+/// The next training step reuses the buffers of the last one. A unit that gives its parameters' buffers back in order
+/// gets the same buffers again.
+///
+/// The free and taken buffers together never exceed the peak of taken bytes, so units of different sizes do not keep a
+/// buffer each.
 pub(crate) struct Pool {
     kernels: &'static dyn Kernels,
-    shelves: Mutex<Shelves>,
+    buffers: Mutex<Buffers>,
 }
 
 type Key = (DType, usize);
 
 #[derive(Default)]
-struct Shelves {
+struct Buffers {
     free: HashMap<Key, VecDeque<Buffer>>,
     free_bytes: usize,
     taken: HashMap<Key, usize>,
     taken_bytes: usize,
-    most_bytes: usize,
+    peak_bytes: usize,
 }
 
 fn bytes((dtype, len): Key) -> usize {
     dtype.size().saturating_mul(len)
 }
 
-impl Shelves {
+impl Buffers {
     fn returned(&mut self, key: Key) {
         if let Some(count) = self.taken.get_mut(&key).filter(|count| **count > 0) {
             *count -= 1;
@@ -40,13 +42,12 @@ impl Shelves {
         }
     }
 
-    /// Frees buffers until everything fits into the most that was ever taken; those of the sizes that are taken least
-    /// go first.
+    /// Frees buffers until free and taken bytes fit into the peak. Sizes that are taken least go first.
     fn trim(&mut self) {
-        while self.free_bytes > 0 && self.taken_bytes + self.free_bytes > self.most_bytes {
+        while self.free_bytes > 0 && self.taken_bytes + self.free_bytes > self.peak_bytes {
             let taken = &self.taken;
-            let victim = self.free.iter().filter(|(_, shelf)| !shelf.is_empty()).min_by_key(|(key, shelf)| {
-                (taken.get(*key).copied().unwrap_or(0), std::cmp::Reverse(shelf.len()), key.1)
+            let victim = self.free.iter().filter(|(_, queue)| !queue.is_empty()).min_by_key(|(key, queue)| {
+                (taken.get(*key).copied().unwrap_or(0), std::cmp::Reverse(queue.len()), key.1)
             });
             let Some(key) = victim.map(|(key, _)| *key) else { break };
             if let Some(buffer) = self.free.get_mut(&key).and_then(VecDeque::pop_back) {
@@ -57,47 +58,47 @@ impl Shelves {
 }
 
 impl Pool {
-    /// An empty pool of the memory that these kernels work on.
+    /// Makes an empty pool of the memory of these kernels.
     pub(crate) fn new(kernels: &'static dyn Kernels) -> Self {
-        Pool { kernels, shelves: Mutex::default() }
+        Pool { kernels, buffers: Mutex::default() }
     }
 
-    fn shelves(&self) -> std::sync::MutexGuard<'_, Shelves> {
-        self.shelves.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    fn buffers(&self) -> std::sync::MutexGuard<'_, Buffers> {
+        self.buffers.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Frees what is not in use.
+    /// Frees all free buffers.
     pub(crate) fn clear(&self) {
-        let mut shelves = self.shelves();
-        shelves.free.clear();
-        shelves.free_bytes = 0;
+        let mut buffers = self.buffers();
+        buffers.free.clear();
+        buffers.free_bytes = 0;
     }
 
-    /// Zeros that are not the pool's.
+    /// Allocates zeros outside the pool.
     pub(crate) fn zeros(&self, dtype: DType, len: usize) -> Result<Buffer> {
         self.kernels.zeros(dtype, len)
     }
 
-    /// New memory, because none of this length is free.
+    /// Allocates because no buffer of this length is free.
     fn grow(&self, dtype: DType, len: usize) -> Result<Buffer> {
-        tracing::trace!(%dtype, len, "a new buffer");
+        tracing::trace!(%dtype, len, "new buffer");
         self.zeros(dtype, len)
     }
 
-    /// A buffer that is not the pool's: it never goes back.
-    pub(crate) fn take_for_good(&self, dtype: DType, len: usize) -> Result<Buffer> {
-        let mut shelves = self.shelves();
-        let free = shelves.free.get_mut(&(dtype, len)).and_then(VecDeque::pop_front);
+    /// Takes a buffer that never returns to the pool.
+    pub(crate) fn take_unpooled(&self, dtype: DType, len: usize) -> Result<Buffer> {
+        let mut buffers = self.buffers();
+        let free = buffers.free.get_mut(&(dtype, len)).and_then(VecDeque::pop_front);
         if free.is_some() {
-            shelves.free_bytes -= bytes((dtype, len));
+            buffers.free_bytes -= bytes((dtype, len));
         }
-        drop(shelves);
+        drop(buffers);
         free.map_or_else(|| self.grow(dtype, len), Ok)
     }
 
-    /// Notes that a buffer will not come back: it became a tensor of the user's.
+    /// Records that a taken buffer will not return, because it became the user's tensor.
     pub(crate) fn leave(&self, buffer: &Buffer) {
-        self.shelves().returned((buffer.dtype(), buffer.len()));
+        self.buffers().returned((buffer.dtype(), buffer.len()));
     }
 }
 
@@ -107,25 +108,25 @@ impl Allocator for Pool {
         if bytes(key) > isize::MAX as usize {
             return self.zeros(dtype, len);
         }
-        let (free, most_before) = {
-            let mut shelves = self.shelves();
-            let most_before = shelves.most_bytes;
-            let free = shelves.free.get_mut(&key).and_then(VecDeque::pop_front);
+        let (free, peak_before) = {
+            let mut buffers = self.buffers();
+            let peak_before = buffers.peak_bytes;
+            let free = buffers.free.get_mut(&key).and_then(VecDeque::pop_front);
             if free.is_some() {
-                shelves.free_bytes -= bytes(key);
+                buffers.free_bytes -= bytes(key);
             }
-            *shelves.taken.entry(key).or_default() += 1;
-            shelves.taken_bytes += bytes(key);
-            shelves.most_bytes = shelves.most_bytes.max(shelves.taken_bytes);
-            shelves.trim();
-            (free, most_before)
+            *buffers.taken.entry(key).or_default() += 1;
+            buffers.taken_bytes += bytes(key);
+            buffers.peak_bytes = buffers.peak_bytes.max(buffers.taken_bytes);
+            buffers.trim();
+            (free, peak_before)
         };
         match free.map_or_else(|| self.grow(dtype, len), Ok) {
             Ok(buffer) => Ok(buffer),
             Err(error) => {
-                let mut shelves = self.shelves();
-                shelves.returned(key);
-                shelves.most_bytes = most_before.max(shelves.taken_bytes);
+                let mut buffers = self.buffers();
+                buffers.returned(key);
+                buffers.peak_bytes = peak_before.max(buffers.taken_bytes);
                 Err(error)
             }
         }
@@ -133,12 +134,12 @@ impl Allocator for Pool {
 
     fn give(&self, buffer: Buffer) {
         let key = (buffer.dtype(), buffer.len());
-        let mut shelves = self.shelves();
-        shelves.returned(key);
+        let mut buffers = self.buffers();
+        buffers.returned(key);
         if !buffer.is_empty() {
-            shelves.free_bytes += bytes(key);
-            shelves.free.entry(key).or_default().push_back(buffer);
-            shelves.trim();
+            buffers.free_bytes += bytes(key);
+            buffers.free.entry(key).or_default().push_back(buffer);
+            buffers.trim();
         }
     }
 }
@@ -153,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn a_buffer_given_is_taken_again() {
+    fn given_buffers_are_reused() {
         let pool = pool();
         let buffer = pool.take(DType::F32, 8).unwrap();
         let at = buffer.bytes().as_ptr();
@@ -171,25 +172,25 @@ mod tests {
                 pool.give(b);
             }
         }
-        let shelves = pool.shelves();
-        assert_eq!(shelves.taken_bytes, 0);
-        assert!(shelves.free_bytes <= 2 * 109 * 4, "{} bytes are kept", shelves.free_bytes);
+        let buffers = pool.buffers();
+        assert_eq!(buffers.taken_bytes, 0);
+        assert!(buffers.free_bytes <= 2 * 109 * 4, "{} bytes are kept", buffers.free_bytes);
     }
 
     #[test]
-    fn memory_that_is_not_there_is_an_error_and_not_counted() {
+    fn failed_allocations_are_not_counted() {
         let pool = pool();
-        // More than any address space, and than any length.
+        // More than any address space, and more than any length.
         for len in [1 << 48, 1 << 61, usize::MAX] {
-            for take in [Pool::take, Pool::take_for_good] {
+            for take in [Pool::take, Pool::take_unpooled] {
                 let error = take(&pool, DType::F32, len).unwrap_err().to_string();
                 assert!(error.contains(&format!("no memory for {len} elements of F32")), "{error}");
             }
         }
-        let shelves = pool.shelves();
-        assert_eq!((shelves.taken_bytes, shelves.most_bytes), (0, 0));
-        drop(shelves);
+        let buffers = pool.buffers();
+        assert_eq!((buffers.taken_bytes, buffers.peak_bytes), (0, 0));
+        drop(buffers);
         pool.give(pool.take(DType::F32, 8).unwrap());
-        assert_eq!(pool.shelves().free_bytes, 32);
+        assert_eq!(pool.buffers().free_bytes, 32);
     }
 }

@@ -144,3 +144,26 @@ fn a_model_can_be_cloned_and_printed_and_its_clones_are_one_model() {
         assert_close(&gradients(&vars, &clone.backward(&loss_of(&clone, &x)).unwrap()), &want, 0.);
     });
 }
+
+#[test]
+fn units_inside_a_models_own_constructor_equal_units_made_before_it() {
+    ranks(2, |world| {
+        let outcome = |inside: bool| {
+            let vars = vars(&world);
+            let (opts, vb) = (FullyShard::new(&vars), vars.builder(DType::F32));
+            let blocks =
+                || (0..2).map(|i| fully_shard(&opts, vb.pp(i), |vb| nn::linear(5, 5, vb)).unwrap()).collect::<Vec<_>>();
+            let before = (!inside).then(blocks);
+            let model = fully_shard(&opts, vb.clone(), |vb| {
+                Ok(Model { blocks: before.unwrap_or_else(blocks), head: nn::linear(5, 2, vb.pp("head"))? })
+            });
+            let model = model.unwrap();
+            let grads = gradients(&vars, &model.backward(&loss_of(&model, &batch(world.rank(), 5))).unwrap());
+            let names = |unit: &FsdpModule<nn::Linear>| unit.params().iter().map(|p| p.name().to_owned()).collect();
+            let units: Vec<Vec<String>> = model.inner().blocks.iter().map(names).collect();
+            assert_eq!(units[1], ["1.weight", "1.bias"]);
+            grads
+        };
+        assert_close(&outcome(true), &outcome(false), 0.);
+    });
+}

@@ -81,7 +81,7 @@ pub(crate) fn ranks<T: Send>(size: usize, f: impl Fn(World) -> T + Sync) -> Vec<
 
 /// The world of one rank, on its device.
 pub(crate) fn alone() -> World {
-    device::world(ProcessGroup::alone(Duration::from_secs(60)).unwrap())
+    device::world(ProcessGroup::single_rank(Duration::from_secs(60)).unwrap())
 }
 
 /// A map of which each rank has everything, on its device. Collective.

@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Module, Tensor};
 use fsdp_candle::{AdamW, AdamWConfig, FullyShard, ShardedVarMap, fully_shard, nn};
-use fsdp_core::heartbeat::{Board, Snapshot, VARIABLE, read};
+use fsdp_core::heartbeat::{Snapshot, StatusPage, VARIABLE, read};
 
 /// The rank's own board.
 fn board() -> Snapshot {
@@ -62,7 +62,7 @@ fn run_as_a_rank() {
 
 #[test]
 fn a_training_step_tells_where_it_is() {
-    let board = Board::new().unwrap();
+    let board = StatusPage::new().unwrap();
     let mut rank = std::process::Command::new(std::env::current_exe().unwrap());
     rank.args(["--exact", "heartbeat::run_as_a_rank", "--nocapture", "--test-threads=1"])
         .env("FSDP_TEST_ROLE", "trains");

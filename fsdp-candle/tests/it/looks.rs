@@ -191,7 +191,10 @@ fn an_all_gather_that_gathers_its_own_unit_is_refused() {
             let errors = nested.1.lock().unwrap();
             assert_eq!(errors.len(), 6); // in forward and in backward
             for error in errors.iter() {
-                assert!(error.contains("FSDP unit `blocks.0`") && error.contains("must not unshard or reshard it"), "{error}");
+                assert!(
+                    error.contains("FSDP unit `blocks.0`") && error.contains("must not unshard or reshard it"),
+                    "{error}"
+                );
             }
         });
     });

@@ -1,4 +1,4 @@
-//! A port at which those who have the key are let in, and nobody else takes up more than a little room.
+//! A listener that serves only connections with the key, and bounds what other connections can cost.
 
 use std::{
     collections::VecDeque,
@@ -14,75 +14,74 @@ use std::{
 
 use rustix::event::{PollFd, PollFlags, poll};
 
-use super::{key::Key, session::Channel};
+use super::session::{Channel, Key};
 
-/// The most connections that have not shown yet that they have the key. For one more the oldest is closed: who has the
-/// key shows it at once.
-const MOST_STRANGERS: usize = 64;
-/// How long a connection with the key has to say what it wants.
-const FIRST_MESSAGE: Duration = Duration::from_secs(5);
-/// What a thread of a connection needs is little.
-const STACK: usize = 256 << 10;
+/// Maximum number of connections that have not proved the key. A further connection closes the oldest one.
+const MAX_UNAUTHENTICATED: usize = 64;
+/// Time that an authenticated connection has to send its first message.
+const FIRST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Stack of a connection's thread.
+const STACK_BYTES: usize = 256 << 10;
 
-/// A connection that has shown that it has the key.
-pub struct Guest {
+/// A connection whose peer has proved that it has the key.
+pub struct Accepted {
     /// The connection.
     pub channel: Channel,
-    /// Its first message.
+    /// First message of the peer.
     pub first: Vec<u8>,
-    /// Where it comes from.
+    /// Address of the peer.
     pub from: SocketAddr,
 }
 
-/// Who lets guests in.
-pub trait Host: Send + Sync + 'static {
-    /// Talks with a guest until the end, on a thread of the guest's.
+/// Serves the connections of a [`Listener`].
+pub trait Handler: Send + Sync + 'static {
+    /// Serves one connection until it ends, on a thread of its own.
     ///
     /// # Errors
-    /// What ended it.
-    fn serve(&self, guest: Guest) -> io::Result<()>;
+    /// The reason why the connection ended.
+    fn serve(&self, guest: Accepted) -> io::Result<()>;
 
-    /// Somebody with another secret, or without one, was turned away. Called for the first only.
+    /// Reports a connection with another secret, or without one. Called for the first such connection only.
     fn refused(&self, from: IpAddr, why: &io::Error);
 }
 
-/// Listens for as long as it lives. Guests that are there stay.
+/// Listens until dropped. Connections that were accepted stay open.
 pub struct Listener {
-    /// Dropping it ends the thread.
+    /// Dropping the pipe ends the thread.
     stop: Option<PipeWriter>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// What the connections' threads share.
+/// State that the threads of all connections share.
 struct Shared<H> {
-    host: H,
+    handler: H,
     key: Key,
-    /// The oldest first; each has a thread.
-    strangers: Mutex<VecDeque<(SocketAddr, TcpStream)>>,
-    /// The threads of strangers, those whose connection was closed too.
-    stranger_threads: AtomicUsize,
-    /// One was turned away.
+    /// Connections that have not proved the key, the oldest first. Each has a thread.
+    unauthenticated: Mutex<VecDeque<(SocketAddr, TcpStream)>>,
+    /// Number of handshake threads, including those of closed connections.
+    handshake_threads: AtomicUsize,
+    /// Whether a refused connection was reported.
     has_refused: AtomicBool,
-    guests: AtomicUsize,
-    most_guests: usize,
+    accepted: AtomicUsize,
+    max_accepted: usize,
 }
 
 impl Listener {
-    /// Lets `host` talk with up to `most` guests at a time that connect to `listener` with the key.
+    /// Serves up to `max` connections at a time that prove the key.
     ///
     /// # Errors
-    /// When the system has no pipe or no thread.
-    pub fn start(listener: TcpListener, key: Key, most: usize, host: impl Host) -> io::Result<Self> {
+    /// When the system cannot create a pipe or a thread.
+    pub fn start(listener: TcpListener, key: Key, max: usize, handler: impl Handler) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         let (stopped, stop) = io::pipe()?;
         let shared = Arc::new(Shared {
-            host,
+            handler,
             key,
-            strangers: Mutex::default(),
-            stranger_threads: AtomicUsize::new(0),
+            unauthenticated: Mutex::default(),
+            handshake_threads: AtomicUsize::new(0),
             has_refused: AtomicBool::new(false),
-            guests: AtomicUsize::new(0),
-            most_guests: most,
+            accepted: AtomicUsize::new(0),
+            max_accepted: max,
         });
         let thread = thread::Builder::new().name("listener".into());
         let thread = thread.spawn(move || listen(&listener, &stopped, &shared))?;
@@ -94,20 +93,20 @@ impl Drop for Listener {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
-            // It only fails by a panic, which has been printed.
+            // Fails only after a panic, which was printed.
             thread.join().ok();
         }
     }
 }
 
-fn listen(listener: &TcpListener, stopped: &PipeReader, shared: &Arc<Shared<impl Host>>) {
+fn listen(listener: &TcpListener, stopped: &PipeReader, shared: &Arc<Shared<impl Handler>>) {
     loop {
         let mut fds = [PollFd::new(listener, PollFlags::IN), PollFd::new(stopped, PollFlags::IN)];
         if poll(&mut fds, None).is_ok() && !fds[1].revents().is_empty() {
             return;
         }
-        if shared.stranger_threads.load(Ordering::Relaxed) >= 2 * MOST_STRANGERS {
-            // Those of closed connections are about to end.
+        if shared.handshake_threads.load(Ordering::Relaxed) >= 2 * MAX_UNAUTHENTICATED {
+            // Threads of closed connections are about to end.
             thread::sleep(Duration::from_millis(1));
             continue;
         }
@@ -119,7 +118,7 @@ fn listen(listener: &TcpListener, stopped: &PipeReader, shared: &Arc<Shared<impl
             }
             Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {}
             Err(error) => {
-                // Of descriptors, most likely; they come back.
+                // Most likely the process has too many open files; wait for some to close.
                 tracing::debug!("a connection could not be accepted: {error}");
                 thread::sleep(Duration::from_millis(50));
             }
@@ -127,62 +126,65 @@ fn listen(listener: &TcpListener, stopped: &PipeReader, shared: &Arc<Shared<impl
     }
 }
 
-impl<H: Host> Shared<H> {
-    fn strangers(&self) -> MutexGuard<'_, VecDeque<(SocketAddr, TcpStream)>> {
-        self.strangers.lock().unwrap_or_else(PoisonError::into_inner)
+impl<H: Handler> Shared<H> {
+    fn unauthenticated(&self) -> MutexGuard<'_, VecDeque<(SocketAddr, TcpStream)>> {
+        self.unauthenticated.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes one that came just now, in the place of the oldest if they are too many.
-    fn come(&self, stranger: (SocketAddr, TcpStream)) {
-        let mut strangers = self.strangers();
-        if strangers.len() >= MOST_STRANGERS
-            && let Some((from, oldest)) = strangers.pop_front()
+    /// Adds a new connection. Closes the oldest one if there are too many.
+    fn add_unauthenticated(&self, connection: (SocketAddr, TcpStream)) {
+        let mut connections = self.unauthenticated();
+        if connections.len() >= MAX_UNAUTHENTICATED
+            && let Some((from, oldest)) = connections.pop_front()
         {
-            tracing::debug!("the connection from {from} was closed: it did not show the secret while many others came");
+            tracing::debug!(
+                "the connection from {from} was closed: it did not prove the secret while many others connected"
+            );
             oldest.shutdown(Shutdown::Both).ok();
         }
-        strangers.push_back(stranger);
+        connections.push_back(connection);
     }
 
-    /// The one from there is none any more.
-    fn known(&self, from: SocketAddr) {
-        self.strangers().retain(|(other, _)| *other != from);
-        self.stranger_threads.fetch_sub(1, Ordering::Relaxed);
+    /// Removes a connection that has authenticated or failed.
+    fn end_handshake(&self, from: SocketAddr) {
+        self.unauthenticated().retain(|(other, _)| *other != from);
+        self.handshake_threads.fetch_sub(1, Ordering::Relaxed);
     }
 
     fn serve(&self, stream: TcpStream, from: SocketAddr) -> io::Result<()> {
-        // Accepted sockets do not inherit it everywhere.
+        // Some systems let accepted sockets inherit the flag.
         let opened = stream.set_nonblocking(false).and_then(|()| {
             let mut channel = Channel::accept(stream, &self.key)?;
-            let first = channel.reader.receive(FIRST_MESSAGE)?.to_vec();
+            let first = channel.reader.receive(FIRST_MESSAGE_TIMEOUT)?.to_vec();
             Ok((channel, first))
         });
-        self.known(from);
+        self.end_handshake(from);
         let (channel, first) = opened?;
-        let guests = self.guests.fetch_add(1, Ordering::Relaxed);
-        let served = match guests < self.most_guests {
-            true => self.host.serve(Guest { channel, first, from }),
-            false => Err(io::Error::other(format!("there are {guests} others, which is the most"))),
+        let others = self.accepted.fetch_add(1, Ordering::Relaxed);
+        let served = match others < self.max_accepted {
+            true => self.handler.serve(Accepted { channel, first, from }),
+            false => Err(io::Error::other(format!("{others} others are connected, which is the maximum"))),
         };
-        self.guests.fetch_sub(1, Ordering::Relaxed);
+        self.accepted.fetch_sub(1, Ordering::Relaxed);
         served
     }
 }
 
-/// Lets a stranger try.
-fn admit(stream: TcpStream, from: SocketAddr, shared: &Arc<Shared<impl Host>>) -> io::Result<()> {
-    shared.come((from, stream.try_clone()?));
-    shared.stranger_threads.fetch_add(1, Ordering::Relaxed);
-    let of_thread = shared.clone();
+/// Starts the handshake of a new connection on its own thread.
+fn admit(stream: TcpStream, from: SocketAddr, shared: &Arc<Shared<impl Handler>>) -> io::Result<()> {
+    shared.add_unauthenticated((from, stream.try_clone()?));
+    shared.handshake_threads.fetch_add(1, Ordering::Relaxed);
+    let for_thread = shared.clone();
     let serve = move || {
-        if let Err(error) = of_thread.serve(stream, from) {
-            // Once: a stranger could come often.
-            if error.kind() == io::ErrorKind::PermissionDenied && !of_thread.has_refused.swap(true, Ordering::Relaxed) {
-                of_thread.host.refused(from.ip(), &error);
+        if let Err(error) = for_thread.serve(stream, from) {
+            // Report only the first, so that a scanner cannot flood the log.
+            if error.kind() == io::ErrorKind::PermissionDenied && !for_thread.has_refused.swap(true, Ordering::Relaxed)
+            {
+                for_thread.handler.refused(from.ip(), &error);
             }
             tracing::debug!("the connection from {from} was closed: {error}");
         }
     };
-    let thread = thread::Builder::new().name(format!("guest {from}")).stack_size(STACK);
-    thread.spawn(serve).map(drop).inspect_err(|_| shared.known(from))
+    let thread = thread::Builder::new().name(format!("connection {from}")).stack_size(STACK_BYTES);
+    thread.spawn(serve).map(drop).inspect_err(|_| shared.end_handshake(from))
 }

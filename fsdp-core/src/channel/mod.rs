@@ -1,19 +1,13 @@
-//! Connections between processes of several hosts that share a secret: the launchers of one run, and the ranks of a job
-//! that meet in a [store](crate::store).
+//! Encrypted connections between processes that share a secret: the launchers of one run, and the ranks of a job that
+//! use a [store](crate::store).
 //!
-//! Every connection begins with a handshake of the Noise protocol (<https://noiseprotocol.org>) that only who has the
-//! secret can make. What follows is encrypted, in messages of bounded size.
-//!
-//! From the bottom up: `key` (what is made of a secret), `address` (which addresses a name means), `stream` (reads that
-//! end at a moment), `session` (handshake and messages), `listener` (who is let in).
+//! Every connection begins with a handshake of the Noise protocol (<https://noiseprotocol.org>), which needs the secret.
+//! The messages that follow are encrypted and have a maximum length.
 
 mod address;
-mod key;
 mod listener;
 mod session;
-mod stream;
 
-pub use address::{bind, dial, is_here, is_loopback};
-pub use key::{Key, LEAST_SECRET, random};
-pub use listener::{Guest, Host, Listener};
-pub use session::{Channel, MOST_BYTES, Reader, Writer};
+pub use address::{bind, connect, is_local, is_loopback};
+pub use listener::{Accepted, Handler, Listener};
+pub use session::{Channel, Key, MAX_MESSAGE_LEN, MIN_SECRET_LEN, Reader, Writer, random_secret};

@@ -1,18 +1,13 @@
-//! DTensors: one tensor over the ranks of a mesh, as PyTorch's `torch.distributed.tensor`.
+//! The layout of DTensors, as in PyTorch's `torch.distributed.tensor`: specs, plans and their execution.
 //!
-//! From the bottom up: a [`DTensorSpec`] says what every rank holds; [`plan`] finds the [`Step`]s from one spec to
-//! another, without communication; a [`Redistribution`] takes them, in [`LocalMemory`]; a [`DTensor`] holds this rank's
-//! elements.
+//! A [`DTensorSpec`] describes the part that each rank holds. [`plan`] computes the [`Step`]s from one spec to another
+//! without communication. A [`Redistribution`] executes them over any [`LocalMemory`]. The `DTensor` type itself is in
+//! `fsdp_candle`, over Candle tensors.
 
-mod memory;
-mod permute;
 mod plan;
 mod redistribute;
 mod spec;
-mod tensor;
 
-pub use memory::{LocalMemory, Rows};
 pub use plan::{Action, Step, plan};
-pub use redistribute::Redistribution;
+pub use redistribute::{LocalMemory, Redistribution, Rows};
 pub use spec::DTensorSpec;
-pub use tensor::DTensor;

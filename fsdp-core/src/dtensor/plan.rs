@@ -1,25 +1,25 @@
-//! From one layout to another, one mesh dimension at a time.
+//! Plans redistributions: a list of steps, each of which changes the placement of one mesh dimension.
 
 use super::spec::DTensorSpec;
 use crate::{Error, Placement, ReduceOp, Result};
 
-/// One step of a redistribution: `mesh_dim` goes from one placement to another, the other mesh dimensions stay.
+/// One step of a redistribution, which changes the placement of one mesh dimension.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Step {
-    /// The mesh dimension, along whose groups the step runs.
+    /// The mesh dimension, whose groups communicate.
     pub mesh_dim: usize,
-    /// Its placement before.
+    /// Placement before the step.
     pub from: Placement,
-    /// Its placement after.
+    /// Placement after the step.
     pub to: Placement,
 }
 
-/// What a [`Step`] does.
+/// The operation of a [`Step`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Shard to replicate: every rank gets all shards.
     AllGather,
-    /// Shard to shard of another dimension (or cut otherwise): every rank exchanges with every other.
+    /// Shard to another shard: every rank exchanges with every other rank.
     AllToAll,
     /// Partial to replicate.
     AllReduce(ReduceOp),
@@ -27,12 +27,12 @@ pub enum Action {
     ReduceScatter(ReduceOp),
     /// Replicate to shard: a local copy.
     Slice,
-    /// Replicate to partial, locally: terms whose reduction is the tensor.
+    /// Replicate to partial, locally: makes terms whose reduction is the tensor.
     Split(ReduceOp),
 }
 
 impl Step {
-    /// What it takes. `None` for shard or partial to partial, of which no plan has any.
+    /// Returns the operation. `None` for shard or partial to partial, which no plan contains.
     pub fn action(&self) -> Option<Action> {
         use Placement::{Partial, Replicate};
         Some(match (self.from, self.to) {
@@ -47,11 +47,11 @@ impl Step {
     }
 }
 
-/// The steps from one layout of a tensor to another, in order. Pure: every rank finds the same steps.
+/// Returns the steps from one layout of a tensor to another, in order. Every rank computes the same steps.
 ///
-/// Of two mesh dimensions that shard the same tensor dimension, the one that cuts last is undone first and made last;
-/// where that is in the way of a direct step, the mesh dimension goes through [`Placement::Replicate`]. What makes
-/// tensors smaller (slices, reduce-scatters) is done before what makes them larger.
+/// Of two mesh dimensions that shard one tensor dimension, the one that splits last is gathered first and sharded last.
+/// If that prevents a direct step, the mesh dimension goes through [`Placement::Replicate`]. Steps that shrink tensors
+/// (slices, reduce-scatters) come before steps that grow them.
 ///
 /// ```
 /// use fsdp_core::{
@@ -68,25 +68,23 @@ impl Step {
 /// ```
 ///
 /// # Errors
-/// [`Error::Layout`] when the two are not the same tensor on the same mesh, from shard to partial (terms of what?), and
-/// from replicate to the partial of a product.
+/// Returns [`Error::Layout`] when the tensors or meshes differ, from shard to partial, and from replicate to the
+/// partial of a product.
 pub fn plan(from: &DTensorSpec, to: &DTensorSpec) -> Result<Vec<Step>> {
     if (from.mesh(), from.shape(), from.dtype()) != (to.mesh(), to.shape(), to.dtype()) {
         return Err(Error::Layout(format!(
-            "{from} and {to}: a redistribution changes placements alone; mesh, shape and dtype must be the same"
+            "{from} and {to} differ in more than placements: a redistribution needs the same mesh, shape and dtype"
         )));
     }
     for (mesh_dim, (&from, &to)) in from.placements().iter().zip(to.placements()).enumerate() {
         let why = match (from, to) {
-            (_, Placement::Partial(ReduceOp::Product)) if from != to => {
-                "it is not defined which rank keeps the factors"
-            }
+            (_, Placement::Partial(ReduceOp::Product)) if from != to => "which rank keeps the factors is undefined",
             (_, Placement::Partial(_)) if from.shard_dim().is_some() => {
-                "a shard is no term of a reduction; redistribute to replicate first if that is meant"
+                "a shard is not a term of a reduction; redistribute to replicate first"
             }
             _ => continue,
         };
-        return Err(Error::Layout(format!("mesh dimension {mesh_dim} can't go from {from} to {to}: {why}")));
+        return Err(Error::Layout(format!("mesh dimension {mesh_dim} cannot go from {from} to {to}: {why}")));
     }
     let (goal, mut at, mut steps) =
         (to.with_placements(&normal(to))?, from.with_placements(&normal(from))?, Vec::new());
@@ -98,7 +96,7 @@ pub fn plan(from: &DTensorSpec, to: &DTensorSpec) -> Result<Vec<Step>> {
     Ok(steps)
 }
 
-/// The placements, with equal cuts written alike.
+/// Returns the placements with `StridedShard` of split factor 1 written as `Shard`.
 fn normal(spec: &DTensorSpec) -> Vec<Placement> {
     let normal = |&placement: &_| match placement {
         Placement::StridedShard { dim, split_factor: 1 } => Placement::Shard(dim),
@@ -107,7 +105,7 @@ fn normal(spec: &DTensorSpec) -> Vec<Placement> {
     spec.placements().iter().map(normal).collect()
 }
 
-/// The next step, and where it leads.
+/// Returns the next step and the layout after it.
 fn next(at: &DTensorSpec, goal: &DTensorSpec) -> Result<(Step, DTensorSpec)> {
     let take = |mesh_dim: usize, to: Placement| {
         let mut placements = at.placements().to_vec();
@@ -119,40 +117,38 @@ fn next(at: &DTensorSpec, goal: &DTensorSpec) -> Result<(Step, DTensorSpec)> {
         .map(|(mesh_dim, (&now, &then))| (mesh_dim, now, then))
         .collect();
     let sharded = |placement: Placement| placement.shard_dim().is_some();
-    // To shards, wherever the cuts of the goal are complete up to this one.
+    // First shard each dimension whose earlier splits are those of the goal.
     for &(mesh_dim, now, then) in &open {
         let Some(tensor_dim) = then.shard_dim() else { continue };
-        if sharded(now) && !at.cuts_last(mesh_dim) {
+        if sharded(now) && !at.is_last_split(mesh_dim) {
             continue;
         }
         if let Ok((step, next)) = take(mesh_dim, then)
-            && next.cuts_last(mesh_dim)
-            && goal.cuts()[tensor_dim].starts_with(&next.cuts()[tensor_dim])
+            && next.is_last_split(mesh_dim)
+            && goal.splits()[tensor_dim].starts_with(&next.splits()[tensor_dim])
         {
             return Ok((step, next));
         }
     }
-    // Reductions while the tensor is small.
+    // Then reduce, while the tensor is small.
     for &(mesh_dim, now, then) in &open {
         if matches!(now, Placement::Partial(_)) && !sharded(then) {
             return take(mesh_dim, Placement::Replicate);
         }
     }
-    // Cuts that the goal has not, or has elsewhere, last cut first.
+    // Then gather splits that the goal does not have at this position, last split first.
     for (mesh_dim, &now) in at.placements().iter().enumerate() {
         if let Some(dim) = now.shard_dim()
-            && at.cuts_last(mesh_dim)
-            && !goal.cuts()[dim].starts_with(&at.cuts()[dim])
+            && at.is_last_split(mesh_dim)
+            && !goal.splits()[dim].starts_with(&at.splits()[dim])
         {
             return take(mesh_dim, Placement::Replicate);
         }
     }
-    // What is left is replicate to partial.
+    // Only replicate to partial is left.
     match open.first() {
         Some(&(mesh_dim, _, then)) => take(mesh_dim, then),
-        None => {
-            Err(Error::Layout(format!("there is no way from {at} to {goal}: redistribute to replicate in between")))
-        }
+        None => Err(Error::Layout(format!("no step leads from {at} to {goal}: redistribute to replicate in between"))),
     }
 }
 
@@ -195,7 +191,7 @@ mod tests {
         assert_eq!(plan(&spec(&[2], &[strided(1)]), &spec(&[2], &[Shard(0)])).unwrap(), []);
     }
 
-    /// The mesh dimension and the placement that each step leads to.
+    /// Returns the mesh dimension and the new placement of each step.
     fn steps(from: &[Placement], to: &[Placement]) -> Vec<(usize, Placement)> {
         let steps = plan(&spec(&[2, 2, 2][..from.len()], from), &spec(&[2, 2, 2][..to.len()], to)).unwrap();
         steps.into_iter().map(|step| (step.mesh_dim, step.to)).collect()
@@ -204,7 +200,7 @@ mod tests {
     #[test]
     fn nested_shards_are_undone_last_cut_first() {
         assert_eq!(steps(&[Shard(0), Shard(0)], &[Replicate, Replicate]), [(1, Replicate), (0, Replicate)]);
-        // The outer cut is in the way of the inner: it goes, and the inner is made again.
+        // The outer split prevents the direct step, so the inner split is undone and made again.
         assert_eq!(
             steps(&[Shard(0), Shard(0)], &[Replicate, Shard(0)]),
             [(1, Replicate), (0, Replicate), (1, Shard(0))]
@@ -216,7 +212,7 @@ mod tests {
             [(1, Replicate), (0, Shard(0)), (1, Shard(0))]
         );
         assert_eq!(steps(&[Shard(0), Shard(1)], &[Shard(1), Shard(0)]), [(0, Replicate), (1, Shard(0)), (0, Shard(1))]);
-        // Data parallelism cuts what tensor parallelism leaves: its shards are gathered first.
+        // Data parallelism splits the tensor-parallel shards, so its shards are gathered first.
         assert_eq!(steps(&[strided(2), Shard(0)], &[Replicate, Replicate]), [(0, Replicate), (1, Replicate)]);
         assert_eq!(steps(&[Replicate, Shard(0)], &[strided(2), Shard(0)]), [(0, strided(2))]);
     }
@@ -233,12 +229,12 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_meaning_is_refused() {
+    fn undefined_redistributions_are_refused() {
         let other = spec(&[4], &[Replicate]);
         for (from, to, part) in [
-            (spec(&[2], &[Shard(0)]), spec(&[2], &[SUM]), "mesh dimension 0 can't go from S(0) to P(sum)"),
+            (spec(&[2], &[Shard(0)]), spec(&[2], &[SUM]), "mesh dimension 0 cannot go from S(0) to P(sum)"),
             (spec(&[2], &[Replicate]), spec(&[2], &[Partial(ReduceOp::Product)]), "from R to P(product)"),
-            (spec(&[2], &[Replicate]), other, "mesh, shape and dtype must be the same"),
+            (spec(&[2], &[Replicate]), other, "the same mesh, shape and dtype"),
         ] {
             let error = plan(&from, &to).unwrap_err().to_string();
             assert!(error.contains(part), "{error}");
@@ -258,7 +254,7 @@ mod tests {
         #![proptest_config(ProptestConfig { cases: 2048, ..ProptestConfig::default() })]
 
         #[test]
-        fn every_plan_arrives_and_every_step_touches_last_cuts_alone(
+        fn every_plan_reaches_its_goal_by_last_splits(
             dims in prop::collection::vec(1usize..4, 3),
             from in prop::collection::vec(placement(), 3),
             to in prop::collection::vec(placement(), 3),
@@ -278,11 +274,11 @@ mod tests {
             for step in steps {
                 prop_assert_eq!(at.placements()[step.mesh_dim], step.from);
                 prop_assert!(step.action().is_some());
-                prop_assert!(step.from.shard_dim().is_none() || at.cuts_last(step.mesh_dim));
+                prop_assert!(step.from.shard_dim().is_none() || at.is_last_split(step.mesh_dim));
                 let mut placements = at.placements().to_vec();
                 placements[step.mesh_dim] = step.to;
                 let next = spec(&placements).unwrap();
-                prop_assert!(step.to.shard_dim().is_none() || next.cuts_last(step.mesh_dim));
+                prop_assert!(step.to.shard_dim().is_none() || next.is_last_split(step.mesh_dim));
                 at = next;
             }
             prop_assert_eq!(at.placements(), normal(&to));

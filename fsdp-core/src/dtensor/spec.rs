@@ -1,13 +1,13 @@
-//! What every rank of a mesh holds of a tensor, computed without communication.
+//! The part of a tensor that each rank of a mesh holds, computed without communication.
 
 use std::ops::Range;
 
 use crate::{
     DType, Error, MeshLayout, Placement, ReduceOp, Result,
-    layout::{self, Cut, Ranges, Region},
+    layout::{self, DimSplit, Ranges, Region},
 };
 
-/// The layout of a DTensor: a global tensor's shape and dtype, and how it lies on a mesh.
+/// The layout of a DTensor: a global tensor's shape and dtype, a mesh, and the placements on the mesh.
 ///
 /// ```
 /// use fsdp_core::{DType, DTensorSpec, MeshLayout, Placement};
@@ -24,32 +24,36 @@ pub struct DTensorSpec {
     placements: Vec<Placement>,
     shape: Vec<usize>,
     dtype: DType,
-    /// What `placements` do to each tensor dimension.
-    cuts: Vec<Vec<Cut>>,
+    /// The splits of each tensor dimension.
+    splits: Vec<Vec<DimSplit>>,
 }
 
 impl DTensorSpec {
-    /// A tensor of shape `shape` under `placements`, one a mesh dimension.
+    /// Describes a tensor of shape `shape` under `placements`, one a mesh dimension.
     ///
     /// # Errors
-    /// [`Error::Layout`] when there is not one placement a mesh dimension, one shards a dimension that the tensor has
-    /// not, a strided shard's split factor is not the product of sizes of the mesh dimensions to its right that shard
-    /// the same dimension, partials don't go together (only sums and averages do, and any operation with itself), an
-    /// average is of integers, or the tensor is larger than memory can be.
+    /// Returns [`Error::Layout`] when:
+    ///
+    /// - the number of placements is not the number of mesh dimensions;
+    /// - a placement shards a dimension that the tensor does not have;
+    /// - a split factor is not a product of sizes of mesh dimensions to its right that shard the same dimension;
+    /// - partials do not combine (only sums and averages do, and an operation with itself);
+    /// - an average is over integers;
+    /// - the tensor is larger than the address space.
     pub fn new(mesh: MeshLayout, placements: &[Placement], shape: &[usize], dtype: DType) -> Result<Self> {
-        let cuts = layout::cuts(shape, &mesh, placements)?;
+        let splits = layout::splits(shape, &mesh, placements)?;
         check_partials(placements, dtype)?;
         let bytes = shape.iter().try_fold(dtype.size(), |bytes, &size| bytes.checked_mul(size.max(1)));
         if bytes.is_none_or(|bytes| bytes > isize::MAX as usize) {
-            return Err(Error::Layout(format!("a tensor of shape {shape:?} is larger than memory can be")));
+            return Err(Error::Layout(format!("a tensor of shape {shape:?} is larger than memory")));
         }
-        Ok(DTensorSpec { mesh, placements: placements.to_vec(), shape: shape.to_vec(), dtype, cuts })
+        Ok(DTensorSpec { mesh, placements: placements.to_vec(), shape: shape.to_vec(), dtype, splits })
     }
 
-    /// The same tensor under other placements.
+    /// Returns the spec of the same tensor under other placements.
     ///
     /// # Errors
-    /// As [`DTensorSpec::new`].
+    /// As for [`DTensorSpec::new`].
     pub fn with_placements(&self, placements: &[Placement]) -> Result<Self> {
         DTensorSpec::new(self.mesh.clone(), placements, &self.shape, self.dtype)
     }
@@ -74,40 +78,35 @@ impl DTensorSpec {
         self.dtype
     }
 
-    /// The shape of what `rank` of the mesh holds.
+    /// Returns the shape of the local tensor of `rank`.
     ///
     /// # Errors
-    /// When `rank` is outside the mesh.
+    /// Returns an error when `rank` is outside the mesh.
     pub fn local_shape(&self, rank: usize) -> Result<Vec<usize>> {
         Ok(shape_of(&self.ranges(rank)?))
     }
 
-    /// The box of the tensor that `rank` of the mesh holds. One that holds nothing has an empty box, where its elements
-    /// would be.
+    /// Returns the box of the tensor that `rank` holds. A rank that holds nothing has an empty box.
     ///
     /// # Errors
-    /// When `rank` is outside the mesh, and when it holds several boxes, as a [`Placement::StridedShard`] may have it.
+    /// Returns an error when `rank` is outside the mesh, or holds several boxes, as under a
+    /// [`Placement::StridedShard`].
     pub fn local_region(&self, rank: usize) -> Result<Region> {
         layout::one_region(&self.ranges(rank)?, &self.placements)
     }
 
-    /// The boxes of the tensor that `rank` of the mesh holds, by ascending offsets; none when it holds nothing. They
-    /// are several only with a [`Placement::StridedShard`]. Locally they lie as in the global tensor with everything
-    /// else taken out.
+    /// Returns the boxes of the tensor that `rank` holds, by ascending offsets; none when it holds nothing. Only a
+    /// [`Placement::StridedShard`] makes several boxes. The local tensor concatenates them in the order of the global
+    /// tensor.
     ///
     /// ```
     /// use fsdp_core::{DType, DTensorSpec, MeshLayout, Placement};
-    /// // A dimension of 8 that 2 tensor parallel ranks share, seen along the data parallel dimension alone.
-    /// let mesh = MeshLayout::new(&[("dp", 2)])?;
-    /// let spec = DTensorSpec::new(mesh, &[Placement::StridedShard { dim: 0, split_factor: 2 }], &[8], DType::F32)?;
-    /// let boxes = spec.local_regions(1)?.into_iter().map(|region| (region.offsets[0], region.sizes[0]));
-    /// let boxes: Vec<_> = boxes.collect();
-    /// assert_eq!(boxes, [(2, 2), (6, 2)]);
+    /// // A dimension of 8 that 2 tensor-parallel ranks share, seen along the data-parallel dimension.
     /// # Ok::<(), fsdp_core::Error>(())
     /// ```
     ///
     /// # Errors
-    /// When `rank` is outside the mesh.
+    /// Returns an error when `rank` is outside the mesh.
     pub fn local_regions(&self, rank: usize) -> Result<Vec<Region>> {
         let mut regions = vec![Region { offsets: Vec::new(), sizes: Vec::new() }];
         for ranges in self.ranges(rank)? {
@@ -126,28 +125,28 @@ impl DTensorSpec {
         Ok(regions)
     }
 
-    /// The indices of each tensor dimension that `rank` holds, ascending.
+    /// Returns the indices of each tensor dimension that `rank` holds, ascending.
     pub(super) fn ranges(&self, rank: usize) -> Result<Vec<Ranges>> {
         let coordinate = self.mesh.coordinate_of(rank).ok_or_else(|| {
-            Error::Layout(format!("rank {rank} is outside mesh {}, whose ranks are 0..{}", self.mesh, self.mesh.size()))
+            Error::Layout(format!("rank {rank} is outside mesh {} of ranks 0..{}", self.mesh, self.mesh.size()))
         })?;
-        Ok(layout::ranges(&self.shape, &self.cuts, &self.mesh, &coordinate))
+        Ok(layout::ranges(&self.shape, &self.splits, &self.mesh, &coordinate))
     }
 
-    /// What cuts each tensor dimension.
-    pub(super) fn cuts(&self) -> &[Vec<Cut>] {
-        &self.cuts
+    /// Splits of each tensor dimension.
+    pub(super) fn splits(&self) -> &[Vec<DimSplit>] {
+        &self.splits
     }
 
-    /// Whether `mesh_dim` shards a tensor dimension and cuts it last, so that its ranks hold, together, all that the
-    /// other cuts leave.
-    pub(super) fn cuts_last(&self, mesh_dim: usize) -> bool {
+    /// Returns whether `mesh_dim` is the last split of a tensor dimension. The ranks along it then hold, together,
+    /// everything that the other splits leave.
+    pub(super) fn is_last_split(&self, mesh_dim: usize) -> bool {
         let tensor_dim = self.placements.get(mesh_dim).and_then(|placement| placement.shard_dim());
-        tensor_dim.is_some_and(|dim| self.cuts[dim].last() == Some(&Cut::Mesh(mesh_dim)))
+        tensor_dim.is_some_and(|dim| self.splits[dim].last() == Some(&DimSplit::Mesh(mesh_dim)))
     }
 }
 
-/// How many indices `ranges` have in each dimension.
+/// Returns the number of indices in each dimension.
 pub(super) fn shape_of(ranges: &[Ranges]) -> Vec<usize> {
     ranges.iter().map(|ranges| ranges.iter().map(Range::len).sum()).collect()
 }
@@ -161,13 +160,12 @@ fn check_partials(placements: &[Placement], dtype: DType) -> Result<()> {
     let linear = |op| matches!(op, ReduceOp::Sum | ReduceOp::Avg);
     if let Some(other) = ops.clone().find(|&op| op != first && !(linear(op) && linear(first))) {
         return Err(Error::Layout(format!(
-            "P({first}) and P({other}) in one layout: which comes first would change the tensor, so only sum and avg \
-             go together"
+            "P({first}) and P({other}) in one layout: their order would change the tensor; only sum and avg combine"
         )));
     }
     if !dtype.is_float() && (first == ReduceOp::Avg || ops.any(|op| op == ReduceOp::Avg)) {
         return Err(Error::Layout(format!(
-            "P(avg) of {dtype}: the average of integers is no integer; use sum or a floating point type"
+            "P(avg) of {dtype}: an average of integers is not an integer; use sum or a floating-point dtype"
         )));
     }
     Ok(())
@@ -210,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn fsdp_over_tensor_parallel_shards_what_tensor_parallel_left() {
+    fn fsdp_shards_tensor_parallel_shards() {
         for n in 0..40 {
             let all: Vec<usize> = (0..n).collect();
             for (dp, tp) in [(1, 1), (2, 2), (2, 3), (3, 2), (4, 2), (1, 3), (3, 1)] {
@@ -225,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn hsdp_and_two_inner_dimensions_too() {
+    fn hsdp_and_two_inner_dimensions() {
         for n in 0..40 {
             let all: Vec<usize> = (0..n).collect();
             let hsdp = spec(&[2, 3, 2], &[Replicate, strided(0, 2), Shard(0)], &[n]).unwrap();
@@ -241,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn without_the_inner_dimension_a_rank_holds_a_chunk_of_every_piece() {
+    fn a_lone_strided_shard_holds_a_chunk_of_every_piece() {
         for (n, pieces, ranks) in (0..30).flat_map(|n| (2..5).flat_map(move |f| (1..4).map(move |r| (n, f, r)))) {
             let all: Vec<usize> = (0..n).collect();
             let spec = spec(&[ranks], &[strided(0, pieces)], &[n]).unwrap();
@@ -268,18 +266,15 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_named() {
+    fn invalid_layouts_are_refused() {
         let (sum, max, avg) = (Partial(ReduceOp::Sum), Partial(ReduceOp::Max), Partial(ReduceOp::Avg));
         for (result, part) in [
-            (spec(&[2, 2], &[Shard(0)], &[4]), "(a: 2, b: 2) has 2 dimensions but there are 1 placements"),
-            (spec(&[2], &[Shard(1)], &[4]), "S(1) on a tensor of shape [4]: it has no dimension 1"),
+            (spec(&[2, 2], &[Shard(0)], &[4]), "(a: 2, b: 2) has 2 dimensions, found 1 placements"),
+            (spec(&[2], &[Shard(1)], &[4]), "S(1) on a tensor of shape [4]: no dimension 1"),
             (spec(&[2], &[Shard(0)], &[]), "no dimension 0"),
             (spec(&[2], &[strided(2, 2)], &[4, 4]), "_S(2, 2) on a tensor"),
             (spec(&[2], &[strided(0, 0)], &[4]), "split factor of 0"),
-            (
-                spec(&[2, 3], &[strided(0, 2), Shard(0)], &[4]),
-                "[1, 3] pieces one after the other, none of which is split factor 2",
-            ),
+            (spec(&[2, 3], &[strided(0, 2), Shard(0)], &[4]), "split factor 2 is not one of [1, 3]"),
             (
                 spec(&[2, 2], &[strided(0, 4), strided(0, 2)], &[4]),
                 "\"a\" of mesh (a: 2, b: 2): a mesh dimension to its right",

@@ -1,24 +1,21 @@
-//! What Slurm's variables tell beside ranks: how many processes a host has, where the first host is, and which step of
-//! which job this is.
+//! Slurm's variables beyond ranks: processes of this host, the first host, job and step.
 
-use super::rank_env::{RankEnv, number};
+use super::{RankEnv, Var, number};
 use crate::{Error, Result};
 
-type Var<'a> = &'a dyn Fn(&str) -> Option<String>;
-
-/// Where `MASTER_PORT` lies if nothing sets it: below the ports that Linux gives out by itself (32768 and up).
+/// Range of the default `MASTER_PORT`: below Linux's ephemeral ports (32768 and up).
 const PORTS: std::ops::Range<u64> = 20_000..30_000;
-/// The distance of the ports of two steps of a job. It has no divisor in common with the number of ports, so that steps
-/// get ports of their own.
-const PORTS_BETWEEN_STEPS: u64 = 1009;
+/// Distance of the ports of two steps of a job. It is coprime to the number of ports, so that steps get different
+/// ports.
+const STEP_PORT_STRIDE: u64 = 1009;
 
-/// The script that `sbatch` runs, as opposed to a process that `srun` started in it.
+/// Returns whether this process is the script that `sbatch` runs, not a task that `srun` started.
 pub(super) fn is_batch_script(var: Var<'_>) -> bool {
     var("ENVIRONMENT").as_deref() == Some("BATCH") && var("SLURM_STEP_ID").is_none()
 }
 
-/// Sets where rank 0 is reached: on the first host, at a port that no other step of a job is likely to have.
-pub(super) fn meeting(env: &mut RankEnv, var: Var<'_>) -> Result<()> {
+/// Sets the address of rank 0: the first host, and a port that other steps are unlikely to have.
+pub(super) fn set_master(env: &mut RankEnv, var: Var<'_>) -> Result<()> {
     let nodes = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"].into_iter().find_map(|name| Some((name, var(name)?)));
     if let Some((name, list)) = nodes {
         env.master_addr = first_host(&list).ok_or_else(|| {
@@ -30,26 +27,26 @@ pub(super) fn meeting(env: &mut RankEnv, var: Var<'_>) -> Result<()> {
     if let Some(job) = var("SLURM_JOB_ID") {
         let step = var("SLURM_STEP_ID").map_or(Ok(0), |step| number::<u64>("SLURM_STEP_ID", &step))?;
         let job: u64 = number("SLURM_JOB_ID", &job)?;
-        let port = PORTS.start + job.wrapping_add(step.wrapping_mul(PORTS_BETWEEN_STEPS)) % (PORTS.end - PORTS.start);
+        let port = PORTS.start + job.wrapping_add(step.wrapping_mul(STEP_PORT_STRIDE)) % (PORTS.end - PORTS.start);
         env.master_port = number("SLURM_JOB_ID", &port.to_string())?;
     }
     Ok(())
 }
 
-/// The number of hosts: they need not have equally many processes.
+/// Returns the number of hosts, which may have different numbers of processes.
 pub(super) fn hosts(var: Var<'_>) -> Result<Option<usize>> {
     const STEP: &str = "SLURM_STEP_NUM_NODES";
     var(STEP).map(|count| number(STEP, &count)).transpose()
 }
 
-/// The step of the job: two steps may run at once.
+/// Returns the run id. It includes the step: two steps of a job may run at once.
 pub(super) fn run_id(var: Var<'_>) -> Option<String> {
     let step = var("SLURM_STEP_ID").unwrap_or_else(|| "batch".into());
     Some(format!("slurm-{}.{step}", var("SLURM_JOB_ID")?))
 }
 
-/// The number of processes on this host, and the variable that tells it. `SLURM_NTASKS_PER_NODE` is set only where the
-/// user asked for such a number.
+/// Returns the number of processes on this host, and the variable that gives it. `SLURM_NTASKS_PER_NODE` is set only if
+/// the user asked for it.
 pub(super) fn local_size(var: Var<'_>) -> Result<Option<(&'static str, usize)>> {
     const STEP: &str = "SLURM_STEP_TASKS_PER_NODE";
     const JOB: &str = "SLURM_TASKS_PER_NODE";
@@ -67,7 +64,7 @@ pub(super) fn local_size(var: Var<'_>) -> Result<Option<(&'static str, usize)>> 
         None if nodes == 1 => 0,
         None => {
             return Err(Error::Env(format!(
-                "{name}={list:?} tells of {nodes} nodes, but SLURM_NODEID is not set: it says which of them this one is"
+                "{name}={list:?} names {nodes} nodes, but SLURM_NODEID is not set: set it to the index of this node"
             )));
         }
     };
@@ -81,7 +78,7 @@ pub(super) fn local_size(var: Var<'_>) -> Result<Option<(&'static str, usize)>> 
     Err(Error::Env(format!("SLURM_NODEID={node} is not among the {nodes} nodes of {name}={list:?}")))
 }
 
-/// `2(x3),1` as [(2, 3), (1, 1)]: tasks, and how many nodes in a row have so many.
+/// Parses `2(x3),1` as [(2, 3), (1, 1)]: tasks, and the number of consecutive nodes with as many.
 fn tasks_per_node(list: &str) -> Option<Vec<(usize, u64)>> {
     let group = |text: &str| match text.split_once('(') {
         None => Some((text.parse().ok()?, 1)),
@@ -92,7 +89,7 @@ fn tasks_per_node(list: &str) -> Option<Vec<(usize, u64)>> {
     list.trim().split(',').map(group).collect()
 }
 
-/// `node[01-04,07],x` as node01: the first name of a list of hosts.
+/// Returns the first name of a list of hosts: node01 for `node[01-04,07],x`.
 fn first_host(list: &str) -> Option<String> {
     let mut rest = list.trim();
     let mut name = String::new();
@@ -117,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_host_of_a_list() {
+    fn reads_the_first_host_of_a_list() {
         for (list, first) in [
             ("node[01-04,07],x", "node01"),
             ("alone", "alone"),
@@ -134,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn tasks_of_each_node() {
+    fn reads_the_tasks_of_each_node() {
         assert_eq!(tasks_per_node("2(x3),1"), Some(vec![(2, 3), (1, 1)]));
         assert_eq!(tasks_per_node("8"), Some(vec![(8, 1)]));
         for list in ["", "2,", "2(x3", "2(3)", "2(x0)", "(x3)", "two", "-1", "2(x3)1"] {

@@ -1,5 +1,4 @@
 use super::*;
-use launcher::LAUNCHERS;
 
 fn read(vars: &[(&str, &str)]) -> Result<RankEnv> {
     RankEnv::read(
@@ -8,7 +7,7 @@ fn read(vars: &[(&str, &str)]) -> Result<RankEnv> {
     )
 }
 
-/// What a launcher set for a process, one `NAME=VALUE` a line, and what is to be read from it.
+/// Variables that a launcher set for a process, as `NAME=VALUE` words, and what `RankEnv` reads from them.
 struct Recorded {
     vars: &'static str,
     /// Rank, world size, local rank, local world size.
@@ -17,8 +16,8 @@ struct Recorded {
     run_id: &'static str,
 }
 
-/// From real runs, without what is of no interest here and with host names and addresses replaced. Two of Slurm's are
-/// put together from its manual.
+/// Recorded from real runs, with irrelevant variables left out and host names replaced. Two entries of Slurm follow its
+/// manual.
 const RECORDED: [Recorded; 10] = [
     // torchrun --nproc-per-node 2, of PyTorch 2.15
     Recorded {
@@ -44,7 +43,7 @@ const RECORDED: [Recorded; 10] = [
         master: ("127.0.0.1", 29500),
         run_id: "270467073",
     },
-    // The same from within a Slurm allocation.
+    // Open MPI within a Slurm allocation.
     Recorded {
         vars: "ENVIRONMENT=BATCH SLURM_JOB_ID=41 SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_LOCALID=0 \
                SLURM_JOB_NODELIST=node1 OMPI_COMM_WORLD_LOCAL_RANK=1 \
@@ -62,7 +61,7 @@ const RECORDED: [Recorded; 10] = [
         master: ("127.0.0.1", 29500),
         run_id: "mpich-1252470",
     },
-    // srun, 7 tasks on 4 nodes, the last of them: from the manual
+    // srun, the last of 7 tasks on 4 nodes, by the manual
     Recorded {
         vars: "ENVIRONMENT=BATCH SLURM_JOB_ID=1234567 SLURM_STEP_ID=3 SLURM_STEPID=3 SLURM_PROCID=6 SLURM_NTASKS=7 \
                SLURM_NPROCS=7 SLURM_STEP_NUM_TASKS=7 \
@@ -74,7 +73,7 @@ const RECORDED: [Recorded; 10] = [
         master: ("node03", 27594),
         run_id: "slurm-1234567.3",
     },
-    // srun with fewer tasks than the allocation has room for: from the manual
+    // srun with fewer tasks than the allocation allows, by the manual
     Recorded {
         vars: "SLURM_JOB_ID=9 SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=1 \
                SLURM_NODEID=0 \
@@ -83,7 +82,7 @@ const RECORDED: [Recorded; 10] = [
         master: ("n1", 20009),
         run_id: "slurm-9.0",
     },
-    // srun, 7 tasks on 2 nodes, the last of them, Slurm 22.05.8
+    // srun, the last of 7 tasks on 2 nodes, Slurm 22.05.8
     Recorded {
         vars: "ENVIRONMENT=BATCH SLURM_JOB_ID=1 SLURM_JOB_NODELIST=node[0-1] SLURM_JOB_NUM_NODES=2 SLURM_LOCALID=2 \
                SLURM_NNODES=2 SLURM_NODEID=1 SLURM_NODELIST=node[0-1] SLURM_NPROCS=7 SLURM_NTASKS=7 SLURM_PROCID=6 \
@@ -104,7 +103,7 @@ const RECORDED: [Recorded; 10] = [
         master: ("node0", 22019),
         run_id: "slurm-1.2",
     },
-    // srun --mpi=pmix, Slurm 22.05.8, before Open MPI sets its own
+    // srun --mpi=pmix, Slurm 22.05.8, before Open MPI sets its own variables
     Recorded {
         vars: "ENVIRONMENT=BATCH PMIX_HOSTNAME=node1 PMIX_NAMESPACE=slurm.pmix.1.3 PMIX_RANK=3 PMIX_VERSION=4.2.2rc2 \
                SLURM_JOB_ID=1 SLURM_JOB_NODELIST=node[0-1] SLURM_LOCALID=1 SLURM_MPI_TYPE=pmix SLURM_NNODES=2 \
@@ -115,7 +114,7 @@ const RECORDED: [Recorded; 10] = [
         master: ("node0", 23028),
         run_id: "slurm-1.3",
     },
-    // The script of sbatch itself, Slurm 22.05.8
+    // The script of sbatch, Slurm 22.05.8
     Recorded {
         vars: "ENVIRONMENT=BATCH SLURM_JOB_ID=1 SLURM_JOB_NODELIST=node[0-1] SLURM_JOB_NUM_NODES=2 SLURM_LOCALID=0 \
                SLURM_NNODES=2 SLURM_NODEID=0 SLURM_NPROCS=8 SLURM_NTASKS=8 SLURM_PROCID=0 SLURM_TASKS_PER_NODE=4(x2)",
@@ -126,14 +125,14 @@ const RECORDED: [Recorded; 10] = [
 ];
 
 #[test]
-fn what_launchers_set_is_read() {
+fn reads_the_variables_of_every_launcher() {
     for Recorded { vars, place, master, run_id } in RECORDED {
         let vars: Vec<_> = vars.split_whitespace().map(|var| var.split_once('=').unwrap()).collect();
         let env = read(&vars).unwrap();
         assert_eq!((env.rank, env.world_size, env.local_rank, env.local_world_size), place, "{vars:?}");
         assert_eq!((env.master_addr.as_str(), env.master_port), master, "{vars:?}");
         assert_eq!(env.run_id, run_id, "{vars:?}");
-        // What a user sets counts more.
+        // A variable of the user takes precedence.
         let env = read(&[&[("TORCHELASTIC_RUN_ID", "none")][..], &vars].concat()).unwrap();
         assert_eq!(env.run_id, "none");
         let own = [("MASTER_ADDR", "m"), ("MASTER_PORT", "7"), ("TORCHELASTIC_RUN_ID", "mine")];
@@ -143,19 +142,19 @@ fn what_launchers_set_is_read() {
 }
 
 #[test]
-fn nothing_set_is_a_world_of_one() {
+fn without_variables_the_world_is_one_rank() {
     assert_eq!(read(&[]).unwrap(), RankEnv::single());
     assert_eq!(read(&[("SLURM_NTASKS", "8")]).unwrap(), RankEnv::single());
 }
 
 #[test]
-fn four_variables_are_enough() {
+fn needs_four_variables_at_most() {
     for launcher in LAUNCHERS {
         for size in launcher.size {
             let vars = [(launcher.rank, "5"), (*size, "8"), (launcher.local_rank, "1"), (launcher.local_size, "4")];
             let env = read(&vars).unwrap();
             assert_eq!((env.rank, env.world_size, env.local_rank, env.local_world_size), (5, 8, 1, 4));
-            // Without the local ones all are on one host.
+            // Without local ranks, all ranks are on one host.
             let env = read(&vars[..2]).unwrap();
             assert_eq!((env.local_rank, env.local_world_size), (5, 8));
         }
@@ -163,16 +162,16 @@ fn four_variables_are_enough() {
 }
 
 #[test]
-fn hosts_are_counted_unless_they_are_told() {
+fn counts_hosts_unless_a_variable_gives_them() {
     let of_two = [("RANK", "5"), ("WORLD_SIZE", "7"), ("LOCAL_WORLD_SIZE", "3")];
     assert_eq!(read(&of_two).unwrap().hosts, 3);
     assert_eq!(read(&[&of_two[..], &[("FSDP_HOSTS", "1")]].concat()).unwrap().hosts, 1);
-    // Hosts of Slurm need not have equally many.
+    // Slurm's hosts may have different numbers of ranks.
     let steps = [("SLURM_STEP_TASKS_PER_NODE", "3,1"), ("SLURM_STEP_NUM_NODES", "2")];
     let of_slurm = [("SLURM_PROCID", "3"), ("SLURM_NTASKS", "4"), ("SLURM_NODEID", "1"), steps[0], steps[1]];
     let env = read(&of_slurm).unwrap();
     assert_eq!((env.local_world_size, env.hosts), (1, 2));
-    // It was set for a process above `mpirun`.
+    // FSDP_HOSTS is inherited from a launcher above `mpirun`.
     let below = [("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "4"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "2")];
     assert_eq!(read(&[&below[..], &[("FSDP_HOSTS", "1")]].concat()).unwrap().hosts, 2);
     let error = read(&[&of_two[..], &[("FSDP_HOSTS", "x")]].concat()).unwrap_err().to_string();
@@ -180,7 +179,7 @@ fn hosts_are_counted_unless_they_are_told() {
 }
 
 #[test]
-fn steps_and_jobs_have_ids_and_ports_of_their_own() {
+fn steps_and_jobs_have_their_own_ids_and_ports() {
     let step = |job: &str, step: &str| {
         let vars = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2"), ("SLURM_JOB_ID", job), ("SLURM_STEP_ID", step)];
         let env = read(&vars).unwrap();
@@ -196,19 +195,19 @@ fn steps_and_jobs_have_ids_and_ports_of_their_own() {
 }
 
 #[test]
-fn a_descriptor_that_is_no_socket_names_no_job() {
+fn a_descriptor_that_is_not_a_socket_gives_no_run_id() {
     let vars = [("PMI_RANK", "0"), ("PMI_SIZE", "1"), ("HYDI_CONTROL_FD", "6")];
     assert_eq!(read(&vars).unwrap().run_id, "none");
     for descriptor in ["", "-1", "x", "../0", "4000000000"] {
-        assert_eq!(mpich::socket(descriptor), None);
+        assert_eq!(socket_inode(descriptor), None);
     }
     let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
     let descriptor = std::os::fd::AsRawFd::as_raw_fd(&socket).to_string();
-    assert!(mpich::socket(&descriptor).unwrap().parse::<u64>().is_ok());
+    assert!(socket_inode(&descriptor).unwrap().parse::<u64>().is_ok());
 }
 
 #[test]
-fn contradictions_name_the_variables() {
+fn errors_name_the_variables() {
     const RANK: [(&str, &str); 2] = [("RANK", "0"), ("WORLD_SIZE", "4")];
     const TASK: [(&str, &str); 2] = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4")];
     for (base, more, part) in [
@@ -217,7 +216,7 @@ fn contradictions_name_the_variables() {
         (&[], &[("WORLD_SIZE", "1")], "RANK is not"),
         (&[], &[("RANK", "x"), ("WORLD_SIZE", "2")], "RANK=\"x\""),
         (&RANK, &[("MASTER_PORT", "70000")], "MASTER_PORT"),
-        (&RANK, &[("LOCAL_WORLD_SIZE", "0")], "LOCAL_WORLD_SIZE says that 0"),
+        (&RANK, &[("LOCAL_WORLD_SIZE", "0")], "LOCAL_WORLD_SIZE gives 0"),
         (&RANK, &[("LOCAL_WORLD_SIZE", "5")], "WORLD_SIZE=4"),
         (&RANK, &[("LOCAL_WORLD_SIZE", "2"), ("LOCAL_RANK", "2")], "LOCAL_RANK=2 is outside the 2"),
         (&TASK, &[("SLURM_STEP_TASKS_PER_NODE", "2(x")], "SLURM_STEP_TASKS_PER_NODE=\"2(x\" is malformed"),

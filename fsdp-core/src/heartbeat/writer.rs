@@ -1,4 +1,4 @@
-//! A rank's side of a board.
+//! The writing side of a status page.
 
 use std::{
     io,
@@ -11,109 +11,108 @@ use std::{
 };
 
 use super::{
-    board::{
-        BEAT, BORN, GROUP_HEAD, GROUP_TEXT, GROUP_WORDS, MISSING, MOST_GROUPS, NAME_TEXT, PID, Progress, SPAN_TEXT,
-        STEP, WORLD, group_entry, now, open, span_entry, step_entry,
+    memory::{Page, pack},
+    page::{
+        GROUP_HEAD, GROUP_TEXT, GROUP_WORDS, HEARTBEAT, MAX_GROUPS, MISSING, NAME_TEXT, PID, Progress, SPAN_TEXT,
+        START_TIME, STEP, WORLD, group_lock, now, open_page, span_lock, step_lock,
     },
-    entry::pack,
-    memory::Page,
 };
 use crate::{Error, Result};
 
-/// How often the heart beats.
-const BEATS: Duration = Duration::from_millis(500);
+/// Interval between heartbeats.
+const INTERVAL: Duration = Duration::from_millis(500);
 
-/// What a span's entry holds.
+/// Words of a span.
 pub(super) type SpanWords = [u64; 2 + SPAN_TEXT];
 
-/// The board that this process has claimed.
+/// The status page that this process has claimed.
 pub(super) struct Writer {
     page: Page,
-    /// The entries of groups that are in use.
-    used: [AtomicBool; MOST_GROUPS],
+    /// Whether each group lock is in use.
+    used: [AtomicBool; MAX_GROUPS],
 }
 
 impl Writer {
-    /// Opens a board and claims it for `pid`.
+    /// Opens a page and claims it for `pid`.
     pub(super) fn claim(path: &Path, pid: u32) -> io::Result<Self> {
-        let page = open(path)?;
-        let (ours, born) = (u64::from(pid), start_time().unwrap_or(0));
-        if let Err(other) = page[PID].compare_exchange(0, ours, Ordering::AcqRel, Ordering::Relaxed) {
-            // A program that a rank starts inherits the rank's variables; one that a rank becomes by `exec` goes on
-            // with its board.
-            if (other, page[BORN].load(Ordering::Acquire)) != (ours, born) {
-                return Err(io::Error::new(io::ErrorKind::AlreadyExists, format!("process {other} writes it")));
+        let page = open_page(path)?;
+        let (pid, started) = (u64::from(pid), process_start_time().unwrap_or(0));
+        if let Err(other) = page[PID].compare_exchange(0, pid, Ordering::AcqRel, Ordering::Relaxed) {
+            // A child process inherits the variable, but must not write. A program that replaces the rank by `exec` may
+            // continue.
+            if (other, page[START_TIME].load(Ordering::Acquire)) != (pid, started) {
+                return Err(io::Error::new(io::ErrorKind::AlreadyExists, format!("process {other} already writes it")));
             }
             page[STEP..WORLD].iter().for_each(|word| word.store(0, Ordering::Release));
         }
-        page[BORN].store(born, Ordering::Release);
+        page[START_TIME].store(started, Ordering::Release);
         Ok(Writer { page, used: Default::default() })
     }
 
-    /// Starts the heart: a thread that beats for as long as the process runs.
+    /// Starts the thread that writes a heartbeat for as long as the process runs.
     pub(super) fn start_beating(self: &Arc<Self>) -> io::Result<()> {
         let writer = self.clone();
         let beat = move || {
             loop {
-                std::thread::sleep(BEATS);
+                std::thread::sleep(INTERVAL);
                 writer.beat();
             }
         };
         std::thread::Builder::new().name("fsdp heartbeat".into()).stack_size(64 << 10).spawn(beat)?;
-        // From now on silence means something: not before, or a rank without the thread would be taken for one that
-        // hangs.
+        // The first heartbeat is written only once the thread exists: a rank without the thread must not be taken for
+        // hung.
         self.beat();
         Ok(())
     }
 
     pub(super) fn beat(&self) {
-        self.page[BEAT].store(now(), Ordering::Release);
+        self.page[HEARTBEAT].store(now(), Ordering::Release);
     }
 
     pub(super) fn step(&self, number: u64) {
-        step_entry(&*self.page).write(&[number, now()]);
+        step_lock(&*self.page).write(&[number, now()]);
     }
 
-    /// Writes what the rank does; returns what it did before.
-    pub(super) fn enter(&self, what: &str, unit: &str) -> SpanWords {
+    /// Writes what the rank does. Returns the previous span.
+    pub(super) fn enter_span(&self, what: &str, unit: &str) -> SpanWords {
         let gap = if unit.is_empty() { "" } else { " " };
         let (text, len) = pack::<SPAN_TEXT>(&[what, gap, unit]);
         let mut words = [0; 2 + SPAN_TEXT];
         words[0] = now();
         words[1] = len;
         words[2..].copy_from_slice(&text);
-        let previous = span_entry(&*self.page).own();
-        self.restore(&words);
+        let previous = span_lock(&*self.page).latest();
+        self.write_span(&words);
         previous
     }
 
-    pub(super) fn restore(&self, words: &SpanWords) {
-        span_entry(&*self.page).write(words);
+    pub(super) fn write_span(&self, words: &SpanWords) {
+        span_lock(&*self.page).write(words);
     }
 
-    /// Takes an entry for a group; none where there is nobody to wait for, or no room.
-    pub(super) fn group(self: &Arc<Self>, group: &str, rank: usize, size: usize) -> Option<Collectives> {
+    /// Reserves a lock for a group. Returns `None` for a group of one rank, or without free locks.
+    pub(super) fn group(self: &Arc<Self>, group: &str, rank: usize, size: usize) -> Option<CollectiveRecorder> {
         let take = |used: &AtomicBool| !used.swap(true, Ordering::AcqRel);
-        let index = self.used.iter().take(if size > 1 { MOST_GROUPS } else { 0 }).position(take)?;
+        let index = self.used.iter().take(if size > 1 { MAX_GROUPS } else { 0 }).position(take)?;
         let mut words = [0; GROUP_WORDS];
         words[3] = rank as u64;
         words[4] = size as u64;
         let (text, len) = pack::<GROUP_TEXT>(&[group]);
         words[5] = len;
         words[GROUP_HEAD..GROUP_HEAD + GROUP_TEXT].copy_from_slice(&text);
-        Some(Collectives { writer: self.clone(), index, words })
+        Some(CollectiveRecorder { writer: self.clone(), index, words })
     }
 }
 
-/// Writes the entry of one group. Held by the thread that runs the group's collectives.
-pub(crate) struct Collectives {
+/// Writes the collectives of one group. The thread that runs the group's collectives owns it.
+pub(crate) struct CollectiveRecorder {
     writer: Arc<Writer>,
     index: usize,
     words: [u64; GROUP_WORDS],
 }
 
-impl Collectives {
-    /// A collective begins: this rank has arrived.
+impl CollectiveRecorder {
+    /// Records that this rank has entered a collective.
     pub(crate) fn begin(&mut self, name: &str, sequence: u64) {
         let (text, len) = pack::<NAME_TEXT>(&[name]);
         self.words[1] = sequence;
@@ -122,7 +121,7 @@ impl Collectives {
         self.set(Progress::Running);
     }
 
-    /// The collective that began last is over.
+    /// Records the outcome of the collective that began last.
     pub(crate) fn end<T>(&mut self, outcome: &Result<T>) {
         let progress = match outcome {
             Ok(_) => Progress::Done,
@@ -140,93 +139,93 @@ impl Collectives {
     fn set(&mut self, progress: Progress) {
         self.words[0] = now();
         self.words[2] = progress.word();
-        group_entry(&*self.writer.page, self.index).write(&self.words);
+        group_lock(&*self.writer.page, self.index).write(&self.words);
     }
 }
 
-impl Drop for Collectives {
-    /// The group is no more. How it failed is kept, for who reads the board when the process has ended.
+impl Drop for CollectiveRecorder {
+    /// Clears the lock when the group is dropped. After a failure, the collective stays on the page for its readers.
     fn drop(&mut self) {
         let failed = [Progress::TimedOut, Progress::Failed].iter().any(|it| it.word() == self.words[2]);
         if !failed {
-            group_entry(&*self.writer.page, self.index).write(&[0; GROUP_WORDS]);
+            group_lock(&*self.writer.page, self.index).write(&[0; GROUP_WORDS]);
             self.writer.used[self.index].store(false, Ordering::Release);
         }
     }
 }
 
-/// When this process was started, in the kernel's ticks.
-fn start_time() -> Option<u64> {
+/// Returns the start time of this process, in clock ticks.
+fn process_start_time() -> Option<u64> {
     let stat = std::fs::read_to_string("/proc/self/stat").ok()?;
-    // The second field is the name in parentheses, which may hold anything.
+    // The second field is the name in parentheses, which may contain any character.
     stat.rsplit(')').next()?.split_whitespace().nth(19)?.parse().ok()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::heartbeat::Board;
+    use crate::heartbeat::StatusPage;
 
-    fn claimed() -> (Board, Arc<Writer>) {
-        let board = Board::new().unwrap();
-        let writer = Writer::claim(Path::new(&board.path()), 7).unwrap();
-        (board, Arc::new(writer))
+    fn claimed() -> (StatusPage, Arc<Writer>) {
+        let page = StatusPage::new().unwrap();
+        let writer = Writer::claim(Path::new(&page.path()), 7).unwrap();
+        (page, Arc::new(writer))
     }
 
     #[test]
-    fn a_board_is_claimed_once() {
-        let (board, writer) = claimed();
-        let again = Writer::claim(Path::new(&board.path()), 8).map(drop).unwrap_err();
+    fn a_page_is_claimed_once() {
+        let (page, writer) = claimed();
+        let again = Writer::claim(Path::new(&page.path()), 8).map(drop).unwrap_err();
         assert!(again.to_string().contains("process 7"), "{again}");
         drop(writer);
-        assert!(Writer::claim(Path::new(&board.path()), 8).is_err());
-        let snapshot = board.snapshot();
+        assert!(Writer::claim(Path::new(&page.path()), 8).is_err());
+        let snapshot = page.snapshot();
         assert_eq!((snapshot.pid, snapshot.beat), (Some(7), None));
-        assert_eq!(snapshot.pid_started, start_time());
-        // The same process, which has become another program.
-        let writer = Arc::new(Writer::claim(Path::new(&board.path()), 7).unwrap());
+        assert_eq!(snapshot.pid_started, process_start_time());
+        // The same process, after an `exec`.
+        let writer = Arc::new(Writer::claim(Path::new(&page.path()), 7).unwrap());
         writer.step(3);
         writer.group("world", 0, 2).unwrap().begin("barrier", 0);
-        Writer::claim(Path::new(&board.path()), 7).unwrap();
-        let snapshot = board.snapshot();
+        Writer::claim(Path::new(&page.path()), 7).unwrap();
+        let snapshot = page.snapshot();
         assert!(snapshot.step.is_none() && snapshot.collectives.is_empty(), "{snapshot:?}");
-        assert!(start_time().is_some());
+        assert!(process_start_time().is_some());
     }
 
     #[test]
-    fn what_is_written_is_read() {
-        let (board, writer) = claimed();
+    fn a_snapshot_shows_what_was_written() {
+        let (page, writer) = claimed();
         writer.beat();
         writer.step(41);
         writer.step(42);
-        let before = writer.enter("forward", "layers.3");
-        let inner = writer.enter("wait for all-gather", "");
-        let doing = || board.snapshot().doing.map(|doing| doing.what);
+        let before = writer.enter_span("forward", "layers.3");
+        let inner = writer.enter_span("wait for all-gather", "");
+        let doing = || page.snapshot().doing.map(|doing| doing.what);
         assert_eq!(doing().as_deref(), Some("wait for all-gather"));
-        writer.restore(&inner);
+        writer.write_span(&inner);
         assert_eq!(doing().as_deref(), Some("forward layers.3"));
-        let snapshot = board.snapshot();
+        let snapshot = page.snapshot();
         assert!(snapshot.beat.is_some_and(|age| age.0 < Duration::from_secs(60)));
         assert!(
             snapshot.step.is_some_and(|step| step.number == 42 && step.age.0 < Duration::from_secs(60) && !step.torn)
         );
-        writer.restore(&before);
+        writer.write_span(&before);
         assert_eq!(doing(), None);
     }
 
     #[test]
-    fn collectives_of_several_groups() {
-        let (board, writer) = claimed();
+    fn records_collectives_of_several_groups() {
+        let (page, writer) = claimed();
         assert!(writer.group("alone", 0, 1).is_none());
         let mut world = writer.group("world", 3, 300).unwrap();
         let mut half = writer.group("world/0.1", 1, 2).unwrap();
-        assert_eq!(board.snapshot().collectives, []);
+        assert_eq!(page.snapshot().collectives, []);
         world.begin("all_reduce", 0);
         half.begin("all_gather", 8);
         world.end(&Ok(()));
         world.begin("reduce_scatter", 1);
         let told = || -> Vec<String> {
-            let told = board.snapshot().collectives.into_iter().map(|it| {
+            let told = page.snapshot().collectives.into_iter().map(|it| {
                 let (progress, missing) = (it.progress, it.missing);
                 format!("{} {}/{}: {} {} {progress:?} {missing:?}", it.group, it.rank, it.size, it.name, it.sequence)
             });
@@ -245,8 +244,8 @@ mod tests {
         half.end(&Ok(()));
         drop((world, half));
         assert_eq!(told(), ["world 3/300: reduce_scatter 1 TimedOut [0, 64, 255]"]);
-        // The room of a group that is gone is used again; a group too many does no harm.
-        let groups: Vec<_> = (0..MOST_GROUPS).map(|_| writer.group("g", 0, 2)).collect();
-        assert!(groups.iter().filter(|group| group.is_some()).count() == MOST_GROUPS - 1 && groups[15].is_none());
+        // The lock of a dropped group is reused. A group beyond the maximum is not recorded.
+        let groups: Vec<_> = (0..MAX_GROUPS).map(|_| writer.group("g", 0, 2)).collect();
+        assert!(groups.iter().filter(|group| group.is_some()).count() == MAX_GROUPS - 1 && groups[15].is_none());
     }
 }

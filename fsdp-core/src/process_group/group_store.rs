@@ -1,19 +1,17 @@
 //! A store that the ranks of a group keep together.
 
-use std::{
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
+use parking_lot::Mutex;
+use std::{sync::Arc, time::Duration};
 
 use super::{
+    backend::CollectiveOutput,
     call::Call,
     group::ProcessGroup,
-    landing::Landing,
-    parts::{GatherPart, Op},
+    op::{GatherPart, Op},
 };
 use crate::{
     Buffer, Element, Error, Heap, Result,
-    store::{Answer, Asked, MemoryStore, Request, Store},
+    store::{Answer, MemoryStore, Request, RequestContext, Store},
 };
 
 /// A [`Store`] over a group that stands, whatever its backend: each rank has a copy, and each call is an exchange.
@@ -50,11 +48,11 @@ impl GroupStore {
     }
 
     fn ask(&self, request: &Request<'_>) -> Result<Option<Vec<u8>>> {
-        let asked = Asked::of(request, Some(self.group.rank()), &self.holder);
+        let asked = RequestContext::new(request, Some(self.group.rank()), &self.holder);
         // One call at a time. Asked of all ranks even where it is refused, because they wait for it.
-        let copy = self.copy.lock().unwrap_or_else(PoisonError::into_inner);
+        let copy = self.copy.lock();
         let refusal = request.refusal();
-        let own = if refusal.is_none() { request.clone() } else { Request::Hello };
+        let own = if refusal.is_none() { request.clone() } else { Request::Ping };
         let all = messages(&self.group, own.to_bytes())?;
         let mut answer = Answer::Nothing;
         let is_get = |request: &Request<'_>| matches!(request, Request::Get { .. });
@@ -75,7 +73,7 @@ impl GroupStore {
         }
         match refusal {
             Some(why) => Err(asked.failed(why)),
-            None => asked.before(answer),
+            None => asked.result(answer),
         }
     }
 }
@@ -87,7 +85,7 @@ impl Store for GroupStore {
 
     fn get(&self, key: &str, _timeout: Duration) -> Result<Vec<u8>> {
         let request = Request::Get { key, wait: Duration::ZERO };
-        let asked = Asked::of(&request, Some(self.group.rank()), &self.holder);
+        let asked = RequestContext::new(&request, Some(self.group.rank()), &self.holder);
         self.ask(&request)?.ok_or_else(|| asked.not_set())
     }
 
@@ -121,7 +119,7 @@ fn gather<T: Element>(group: &ProcessGroup, values: Vec<T>, counts: Vec<usize>) 
     let part = GatherPart { input: Arc::new(Buffer::from(values)), counts };
     let gathered = group.aside(call, |backend, collective| {
         let op = Op::AllGather { parts: vec![part], memory: Heap::shared() };
-        backend.run(collective, op).map(|Landing { outputs, .. }| outputs)
+        backend.run(collective, op).map(|CollectiveOutput { outputs, .. }| outputs)
     })?;
     let output = gathered.into_iter().next().and_then(|output| output.into_vec().ok());
     output.ok_or_else(|| Error::Internal {

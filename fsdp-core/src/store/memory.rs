@@ -1,4 +1,4 @@
-//! A store in the memory of a process.
+//! A store in the memory of one process.
 
 use std::{
     collections::BTreeMap,
@@ -7,19 +7,17 @@ use std::{
 };
 
 use super::{
-    asked::Asked,
-    interface::Store,
-    limits::MOST_TOTAL,
+    MAX_TOTAL_LEN, RequestContext, Store,
     message::{Answer, Request},
 };
 use crate::Result;
 
-/// The longest wait that the system is asked for at a time.
-const SLICE: Duration = Duration::from_secs(3600);
-/// Who holds it, in messages.
-const HERE: &str = "this process";
+/// Maximum wait of one system call.
+const MAX_WAIT: Duration = Duration::from_secs(3600);
+/// Name of the holder in messages.
+const HOLDER: &str = "this process";
 
-/// A store for threads of one process: clones are the same store.
+/// A store for threads of one process. Clones share the values.
 ///
 /// ```
 /// use std::time::Duration;
@@ -43,20 +41,20 @@ struct Shared {
 #[derive(Default)]
 struct State {
     values: BTreeMap<String, Vec<u8>>,
-    /// Of all keys and values.
+    /// Total length of all keys and values.
     bytes: usize,
-    /// Nobody is to wait any more.
+    /// Whether waits end at once.
     is_closed: bool,
 }
 
 impl MemoryStore {
-    /// Does what is asked, without trust.
+    /// Executes a request, which may be invalid.
     pub(crate) fn answer(&self, request: &Request<'_>) -> Answer {
         if let Some(why) = request.refusal() {
             return Answer::Refused(why);
         }
         match *request {
-            Request::Hello => Answer::Nothing,
+            Request::Ping => Answer::Nothing,
             Request::Get { key, wait } => self.wait_for(key, wait).map_or(Answer::Nothing, Answer::Value),
             Request::Set { key, value } => match self.lock().put(key, value) {
                 Ok(_) => self.changed(Answer::Nothing),
@@ -76,7 +74,7 @@ impl MemoryStore {
         }
     }
 
-    /// Ends every wait, now and later.
+    /// Ends all current and future waits.
     pub(super) fn close(&self) {
         self.lock().is_closed = true;
         self.0.changed.notify_all();
@@ -89,7 +87,7 @@ impl MemoryStore {
             if let Some(value) = state.values.get(key) {
                 return Some(value.clone());
             }
-            let left = timeout.saturating_sub(began.elapsed()).min(SLICE);
+            let left = timeout.saturating_sub(began.elapsed()).min(MAX_WAIT);
             if left.is_zero() || state.is_closed {
                 return None;
             }
@@ -98,7 +96,7 @@ impl MemoryStore {
     }
 
     fn ask(&self, request: &Request<'_>) -> Result<Option<Vec<u8>>> {
-        Asked::of(request, None, HERE).before(self.answer(request))
+        RequestContext::new(request, None, HOLDER).result(self.answer(request))
     }
 
     fn changed(&self, answer: Answer) -> Answer {
@@ -115,8 +113,8 @@ impl State {
     fn put(&mut self, key: &str, value: &[u8]) -> std::result::Result<(), String> {
         let before = self.values.get(key).map_or(0, |before| key.len() + before.len());
         let bytes = self.bytes - before + key.len() + value.len();
-        if bytes > MOST_TOTAL {
-            return Err(format!("the store is full: it takes {MOST_TOTAL} bytes"));
+        if bytes > MAX_TOTAL_LEN {
+            return Err(format!("the store is full: it takes {MAX_TOTAL_LEN} bytes"));
         }
         self.bytes = bytes;
         self.values.insert(key.to_owned(), value.to_owned());
@@ -131,8 +129,8 @@ impl Store for MemoryStore {
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
         let request = Request::Get { key, wait: timeout };
-        let asked = Asked::of(&request, None, HERE);
-        asked.before(self.answer(&request))?.ok_or_else(|| asked.not_set())
+        let asked = RequestContext::new(&request, None, HOLDER);
+        asked.result(self.answer(&request))?.ok_or_else(|| asked.not_set())
     }
 
     fn compare_set(&self, key: &str, expected: Option<&[u8]>, value: &[u8]) -> Result<Option<Vec<u8>>> {
@@ -143,14 +141,14 @@ impl Store for MemoryStore {
 #[cfg(test)]
 mod tests {
     use super::{
-        super::limits::{MOST_KEY, MOST_VALUE},
+        super::{MAX_KEY_LEN, MAX_VALUE_LEN},
         *,
     };
 
     #[test]
-    fn a_full_store_takes_no_more_and_room_is_given_back() {
+    fn a_full_store_refuses_values_until_room_is_freed() {
         let store = MemoryStore::default();
-        let value = vec![0; MOST_VALUE];
+        let value = vec![0; MAX_VALUE_LEN];
         let mut count = 0;
         let error = loop {
             match store.set(&format!("{count:04}"), &value) {
@@ -158,16 +156,16 @@ mod tests {
                 Err(error) => break error.to_string(),
             }
         };
-        assert_eq!(count, MOST_TOTAL / (MOST_VALUE + 4));
+        assert_eq!(count, MAX_TOTAL_LEN / (MAX_VALUE_LEN + 4));
         assert!(error.contains("setting \"2730\" in the store of this process") && error.contains("full"), "{error}");
         store.set("0000", b"").unwrap();
         store.set("again", &value[..1000]).unwrap();
     }
 
     #[test]
-    fn what_is_too_long_is_refused() {
+    fn refuses_long_keys_and_values() {
         let store = MemoryStore::default();
-        let (key, value) = ("k".repeat(MOST_KEY + 1), vec![0; MOST_VALUE + 1]);
+        let (key, value) = ("k".repeat(MAX_KEY_LEN + 1), vec![0; MAX_VALUE_LEN + 1]);
         assert!(store.get(&key, Duration::ZERO).unwrap_err().to_string().contains("1025 bytes"));
         assert!(store.set("k", &value).unwrap_err().to_string().contains("24577 bytes"));
         assert!(store.compare_set("k", None, &value).is_err());

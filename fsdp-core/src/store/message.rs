@@ -1,19 +1,20 @@
-//! What clients ask, and what the holder of a store answers: bytes of no more than a message, read without trust.
+//! Requests of clients, and answers of the server. Both fit one message of a channel, and are parsed as untrusted
+//! input.
 
 use std::time::Duration;
 
-use super::limits::refusal;
+use super::refusal;
 
-/// What is asked.
+/// A request to a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Request<'a> {
-    /// Whether the holder is there.
-    Hello,
+    /// Checks that the server is there.
+    Ping,
     Set {
         key: &'a str,
         value: &'a [u8],
     },
-    /// The value, waited for up to so long.
+    /// Waits up to `wait` for the value.
     Get {
         key: &'a str,
         wait: Duration,
@@ -25,43 +26,43 @@ pub(crate) enum Request<'a> {
     },
 }
 
-/// What is answered.
+/// The answer to a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Answer {
-    /// Of a set: it was done. Of a get: there is none yet. Of a compare-and-set: there was none before.
+    /// A set was done; a get found no value yet; a compare-and-set found no previous value.
     Nothing,
-    /// Of a get, what is there; of a compare-and-set, what was there before.
+    /// The value of a get, or the previous value of a compare-and-set.
     Value(Vec<u8>),
-    /// Why it was not done.
+    /// The reason why the request was refused.
     Refused(String),
 }
 
-const HELLO: u8 = 0;
+const PING: u8 = 0;
 const SET: u8 = 1;
 const GET: u8 = 2;
-/// Of what is not there, and of what is.
+/// A compare-and-set that expects no value, and one that expects a value.
 const SET_NEW: u8 = 3;
 const SET_OLD: u8 = 4;
 
 impl<'a> Request<'a> {
     pub(crate) fn key(&self) -> &'a str {
         match self {
-            Request::Hello => "",
+            Request::Ping => "",
             Request::Set { key, .. } | Request::Get { key, .. } | Request::CompareSet { key, .. } => key,
         }
     }
 
-    /// Why no store takes it, if none does.
+    /// Returns why every store refuses this request, if so.
     pub(crate) fn refusal(&self) -> Option<String> {
         match *self {
-            Request::Hello => None,
+            Request::Ping => None,
             Request::Get { key, .. } => refusal(key, [None, None]),
             Request::Set { key, value } => refusal(key, [Some(value), None]),
             Request::CompareSet { key, expected, value } => refusal(key, [expected, Some(value)]),
         }
     }
 
-    /// As bytes; to be asked of one that is not refused.
+    /// Encodes the request, which must not be one that [`refusal`](Self::refusal) rejects.
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = Vec::new();
         let part = |bytes: &mut Vec<u8>, part: &[u8]| {
@@ -69,7 +70,7 @@ impl<'a> Request<'a> {
             bytes.extend(part);
         };
         match *self {
-            Request::Hello => bytes.push(HELLO),
+            Request::Ping => bytes.push(PING),
             Request::Set { key, value } => {
                 bytes.push(SET);
                 part(&mut bytes, key.as_bytes());
@@ -90,7 +91,7 @@ impl<'a> Request<'a> {
         bytes
     }
 
-    /// What [`to_bytes`](Self::to_bytes) made; nothing for anything else.
+    /// Decodes the output of [`to_bytes`](Self::to_bytes). Returns `None` for other bytes.
     pub(crate) fn parse(bytes: &'a [u8]) -> Option<Self> {
         let (&kind, mut rest) = bytes.split_first()?;
         let mut part = || {
@@ -100,7 +101,7 @@ impl<'a> Request<'a> {
             Some(part)
         };
         let request = match kind {
-            HELLO => rest.is_empty().then_some(Request::Hello)?,
+            PING => rest.is_empty().then_some(Request::Ping)?,
             SET | GET | SET_NEW | SET_OLD => {
                 let key = str::from_utf8(part()?).ok()?;
                 let expected = if kind == SET_OLD { Some(part()?) } else { None };
@@ -129,7 +130,7 @@ impl Answer {
         [&[kind], rest].concat()
     }
 
-    /// What [`to_bytes`](Self::to_bytes) made; nothing for anything else.
+    /// Decodes the output of [`to_bytes`](Self::to_bytes). Returns `None` for other bytes.
     pub(crate) fn parse(bytes: &[u8]) -> Option<Self> {
         match bytes.split_first()? {
             (0, []) => Some(Answer::Nothing),
@@ -145,13 +146,13 @@ mod tests {
     use proptest::prelude::*;
 
     use super::{
-        super::limits::{MOST_KEY, MOST_VALUE},
+        super::{MAX_KEY_LEN, MAX_VALUE_LEN},
         *,
     };
 
     proptest! {
         #[test]
-        fn any_bytes_are_a_request_or_none(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+        fn any_bytes_parse_or_are_rejected(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
             if let Some(request) = Request::parse(&bytes) {
                 let again = request.to_bytes();
                 prop_assert_eq!(Request::parse(&again), Some(request));
@@ -161,9 +162,9 @@ mod tests {
             }
         }
 
-        /// The same where the first bytes are those of a request.
+        /// Damaged requests do not panic either.
         #[test]
-        fn what_is_cut_short_or_changed_is_read_without_a_panic(
+        fn truncated_or_changed_requests_do_not_panic(
             key in ".{0,20}",
             value in proptest::collection::vec(any::<u8>(), 0..50),
             expected in proptest::option::of(proptest::collection::vec(any::<u8>(), 0..50)),
@@ -173,7 +174,7 @@ mod tests {
         ) {
             let wait = Duration::from_millis(millis);
             for request in [
-                Request::Hello,
+                Request::Ping,
                 Request::Set { key: &key, value: &value },
                 Request::Get { key: &key, wait },
                 Request::CompareSet { key: &key, expected: expected.as_deref(), value: &value },
@@ -189,18 +190,18 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_long_is_no_request_and_the_longest_fits_a_message() {
-        let (key, value) = ("k".repeat(MOST_KEY), vec![7; MOST_VALUE]);
+    fn rejects_what_is_too_long_and_fits_the_longest_into_a_message() {
+        let (key, value) = ("k".repeat(MAX_KEY_LEN), vec![7; MAX_VALUE_LEN]);
         let longest = Request::CompareSet { key: &key, expected: Some(&value), value: &value };
         let bytes = longest.to_bytes();
-        assert!(bytes.len() <= crate::channel::MOST_BYTES);
+        assert!(bytes.len() <= crate::channel::MAX_MESSAGE_LEN);
         assert_eq!(Request::parse(&bytes), Some(longest));
-        let (key, value) = ("k".repeat(MOST_KEY + 1), vec![7; MOST_VALUE + 1]);
+        let (key, value) = ("k".repeat(MAX_KEY_LEN + 1), vec![7; MAX_VALUE_LEN + 1]);
         let longer = Request::Set { key: &key, value: b"" };
         assert!(Request::parse(&longer.to_bytes()).is_none() && longer.refusal().unwrap().contains("1025 bytes"));
         let longer = Request::CompareSet { key: "", expected: Some(&value), value: b"" };
         assert!(Request::parse(&longer.to_bytes()).is_none() && longer.refusal().unwrap().contains("24577 bytes"));
-        // A length that the message has not.
+        // A length beyond the end of the message.
         assert_eq!(Request::parse(&[SET, 255, 255, 255, 255]), None);
     }
 }

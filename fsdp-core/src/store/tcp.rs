@@ -1,24 +1,74 @@
-//! A store that rank 0 holds, at an address that all ranks know.
+//! A store that rank 0 serves over TCP, at an address that all ranks know.
 
 use std::{
+    collections::BTreeMap,
     io,
+    net::{IpAddr, Shutdown, TcpListener, TcpStream},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+    thread,
     time::{Duration, Instant},
 };
 
+use rustix::net::sockopt::set_socket_keepalive;
+
 use super::{
-    asked::Asked, client::Client, interface::Store, memory::MemoryStore, message::Request, secret::Secret,
-    server::Server,
+    MemoryStore, RequestContext, Store,
+    message::{Answer, Request},
 };
 use crate::{
-    RankEnv, Result,
-    channel::{bind, is_loopback},
+    Error, RankEnv, Result,
+    channel::{Accepted, Channel, Handler, Key, Listener, MIN_SECRET_LEN, bind, connect, is_loopback},
 };
 
-/// How long the port of a job that is just ending may be in use.
-const PATIENCE: Duration = Duration::from_secs(2);
+const VARIABLE: &str = "FSDP_STORE_SECRET";
 
-/// A store at `MASTER_ADDR:MASTER_PORT`, which rank 0 holds for as long as its value lives. Every connection begins
-/// with a handshake that needs the job's [`Secret`], and is encrypted.
+/// The secret that the ranks of one job share.
+///
+/// It is `FSDP_STORE_SECRET`, which `fsdp-launch` creates for every run. Without the variable it is derived from the
+/// job's id ([`RankEnv::run_id`]). That keeps out ranks of other jobs that connect by mistake, but not an attacker who
+/// knows the id.
+#[derive(Clone, Debug)]
+pub struct Secret {
+    key: Key,
+    is_given: bool,
+}
+
+impl Secret {
+    /// Reads the secret of this process. It is valid for one attempt of one run.
+    ///
+    /// # Errors
+    /// [`Error::Env`] when `FSDP_STORE_SECRET` is shorter than 16 bytes.
+    pub fn from_env(env: &RankEnv) -> Result<Self> {
+        Self::new(env, std::env::var(VARIABLE).ok().as_deref())
+    }
+
+    /// Derives the secret of a job from the value of `FSDP_STORE_SECRET`, if it is set.
+    ///
+    /// # Errors
+    /// As [`Secret::from_env`].
+    pub fn new(env: &RankEnv, given: Option<&str>) -> Result<Self> {
+        let purpose = format!("fsdp store 1\n{}\n{}", env.attempt, env.run_id);
+        if let Some(short) = given.filter(|given| given.len() < MIN_SECRET_LEN) {
+            return Err(Error::Env(format!(
+                "{VARIABLE} has {} bytes, but a secret needs at least {MIN_SECRET_LEN}: make one with \
+                 `head -c 32 /dev/urandom | base64`, and give all ranks the same",
+                short.len()
+            )));
+        }
+        let key = Key::derive(&purpose, given.unwrap_or_default().as_bytes());
+        Ok(Secret { key, is_given: given.is_some() })
+    }
+
+    fn key(&self) -> &Key {
+        &self.key
+    }
+}
+
+/// Time that an ending job may keep the port in use.
+const PORT_IN_USE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// A store at `MASTER_ADDR:MASTER_PORT`, which rank 0 serves until it drops its value. Every connection begins with a
+/// handshake that needs the job's [`Secret`], and is encrypted.
 ///
 /// ```
 /// use std::time::Duration;
@@ -36,47 +86,48 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// # Ok::<(), fsdp_core::Error>(())
 /// ```
 pub struct TcpStore {
-    side: Side,
+    role: Role,
     rank: usize,
     holder: String,
     timeout: Duration,
 }
 
-enum Side {
-    Holder { memory: MemoryStore, _server: Option<Server> },
+enum Role {
+    Server { memory: MemoryStore, _server: Option<Server> },
     Client(Client),
 }
 
 impl TcpStore {
-    /// Rank 0 listens, the others reach it, which `timeout` is for, and later for each request that waits for nothing.
+    /// Starts the server on rank 0, or connects to it on other ranks. `timeout` limits the connection, and later each
+    /// request that does not wait for a value.
     ///
     /// # Errors
-    /// [`Error::Store`](crate::Error::Store) when the port is taken, when rank 0 can't be reached in time, or when it
+    /// [`Error::Store`](crate::Error::Store) when the port is in use, when rank 0 cannot be reached in time, or when it
     /// has another secret.
     pub fn connect(env: &RankEnv, secret: &Secret, timeout: Duration) -> Result<Self> {
         let holder = format!("rank 0 at {}:{}", env.master_addr, env.master_port);
-        let asked = Asked::of(&Request::Hello, Some(env.rank), &holder);
+        let asked = RequestContext::new(&Request::Ping, Some(env.rank), &holder);
         if env.hosts > 1 && is_loopback(&env.master_addr) {
             return Err(asked.failed(format!(
-                "{} leads to no other host, and the ranks run on {}: set MASTER_ADDR to the host of rank 0, as the \
-                 others know it",
+                "{} is a loopback address, but the ranks run on {} hosts: set MASTER_ADDR to an address of \
+                 rank 0's host that the other hosts reach",
                 env.master_addr, env.hosts
             )));
         }
-        let side = match env.rank {
-            0 => Side::Holder { memory: MemoryStore::default(), _server: None },
-            rank => Side::Client(Client::connect(&env.master_addr, env.master_port, secret.clone(), rank, timeout)?),
+        let role = match env.rank {
+            0 => Role::Server { memory: MemoryStore::default(), _server: None },
+            rank => Role::Client(Client::connect(&env.master_addr, env.master_port, secret.clone(), rank, timeout)?),
         };
-        let mut store = TcpStore { side, rank: env.rank, holder: holder.clone(), timeout };
-        if let Side::Holder { memory, _server: server } = &mut store.side
+        let mut store = TcpStore { role, rank: env.rank, holder: holder.clone(), timeout };
+        if let Role::Server { memory, _server: server } = &mut store.role
             && env.world_size > 1
         {
             let started = listener(env, asked.began)
                 .and_then(|listener| Server::start(listener, secret.key().clone(), env.world_size, memory.clone()));
             *server = Some(started.map_err(|error| {
                 asked.failed(format!(
-                    "rank 0 can't listen there ({error}): MASTER_ADDR is the host of rank 0, and MASTER_PORT a port \
-                     that is free there"
+                    "rank 0 can't listen there ({error}): set MASTER_ADDR to rank 0's host, and MASTER_PORT to a \
+                     free port of that host"
                 ))
             })?);
         }
@@ -84,22 +135,22 @@ impl TcpStore {
     }
 
     fn ask(&self, request: &Request<'_>) -> Result<Option<Vec<u8>>> {
-        match &self.side {
-            Side::Client(client) => client.ask(request, self.timeout),
-            Side::Holder { memory, .. } => self.asked(request).before(memory.answer(request)),
+        match &self.role {
+            Role::Client(client) => client.ask(request, self.timeout),
+            Role::Server { memory, .. } => self.asked(request).result(memory.answer(request)),
         }
     }
 
-    fn asked(&self, request: &Request<'_>) -> Asked<'_> {
-        Asked::of(request, Some(self.rank), &self.holder)
+    fn asked(&self, request: &Request<'_>) -> RequestContext<'_> {
+        RequestContext::new(request, Some(self.rank), &self.holder)
     }
 }
 
-/// The port, which an earlier job may be about to give back.
+/// Binds the port. Waits for an ending job to free it.
 fn listener(env: &RankEnv, began: Instant) -> io::Result<std::net::TcpListener> {
     loop {
         match bind(&env.master_addr, env.master_port) {
-            Err(error) if error.kind() == io::ErrorKind::AddrInUse && began.elapsed() < PATIENCE => {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse && began.elapsed() < PORT_IN_USE_TIMEOUT => {
                 std::thread::sleep(Duration::from_millis(20));
             }
             bound => return bound,
@@ -113,17 +164,338 @@ impl Store for TcpStore {
     }
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-        match &self.side {
-            Side::Client(client) => client.get(key, timeout),
-            Side::Holder { memory, .. } => {
+        match &self.role {
+            Role::Client(client) => client.get(key, timeout),
+            Role::Server { memory, .. } => {
                 let request = Request::Get { key, wait: timeout };
                 let asked = self.asked(&request);
-                asked.before(memory.answer(&request))?.ok_or_else(|| asked.not_set())
+                asked.result(memory.answer(&request))?.ok_or_else(|| asked.not_set())
             }
         }
     }
 
     fn compare_set(&self, key: &str, expected: Option<&[u8]>, value: &[u8]) -> Result<Option<Vec<u8>>> {
         self.ask(&Request::CompareSet { key, expected, value })
+    }
+}
+
+/// Maximum time that the server waits for a value before it answers that the key is unset.
+const GET_SLICE: Duration = Duration::from_secs(1);
+/// Minimum time limit of an exchange.
+const MIN_WAIT: Duration = Duration::from_millis(10);
+/// Maximum pause between two attempts to connect.
+const MAX_PAUSE: Duration = Duration::from_millis(50);
+/// Time that another program, such as an ending job, may answer at the server's port.
+const REFUSED_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Connections of one rank to the server.
+struct Client {
+    host: String,
+    port: u16,
+    secret: Secret,
+    rank: usize,
+    /// Name of the server in messages.
+    holder: String,
+    /// Idle connections. Each concurrent request takes one.
+    idle: Mutex<Vec<Channel>>,
+    /// Why the server is gone, once it is.
+    ended: OnceLock<String>,
+}
+
+/// The end of a wait.
+#[derive(Clone, Copy)]
+struct Deadline {
+    began: Instant,
+    timeout: Duration,
+}
+
+impl Deadline {
+    fn left(self) -> Duration {
+        self.timeout.saturating_sub(self.began.elapsed())
+    }
+}
+
+impl Client {
+    /// Connects to the server, which may not be up yet.
+    fn connect(host: &str, port: u16, secret: Secret, rank: usize, timeout: Duration) -> Result<Self> {
+        let client = Client {
+            host: host.to_owned(),
+            port,
+            secret,
+            rank,
+            holder: format!("rank 0 at {host}:{port}"),
+            idle: Mutex::default(),
+            ended: OnceLock::new(),
+        };
+        let asked = RequestContext::new(&Request::Ping, Some(rank), &client.holder);
+        let deadline = Deadline { began: asked.began, timeout };
+        let mut refused_since: Option<Instant> = None;
+        let mut pause = Duration::from_millis(1);
+        let channel = loop {
+            let error = match client.open_connection(deadline) {
+                Ok(channel) => break channel,
+                Err(error) => error,
+            };
+            let is_refused = error.kind() == io::ErrorKind::PermissionDenied;
+            let since = if is_refused { *refused_since.get_or_insert_with(Instant::now) } else { Instant::now() };
+            if deadline.left() < pause || (is_refused && since.elapsed() >= REFUSED_TIMEOUT) {
+                return Err(asked.failed(client.connect_failure(&error)));
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(MAX_PAUSE);
+        };
+        client.release(channel);
+        Ok(client)
+    }
+
+    /// Sends a request that does not wait. Returns its value, if any.
+    fn ask(&self, request: &Request<'_>, timeout: Duration) -> Result<Option<Vec<u8>>> {
+        let asked = RequestContext::new(request, Some(self.rank), &self.holder);
+        if let Some(why) = request.refusal() {
+            return Err(asked.failed(why));
+        }
+        let answer = self.exchange(request, Deadline { began: asked.began, timeout }, &asked, None)?;
+        asked.result(answer)
+    }
+
+    /// Waits for a value.
+    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
+        let whole = Request::Get { key, wait: timeout };
+        let asked = RequestContext::new(&whole, Some(self.rank), &self.holder);
+        if let Some(why) = whole.refusal() {
+            return Err(asked.failed(why));
+        }
+        let deadline = Deadline { began: asked.began, timeout };
+        let mut answered: Option<Instant> = None;
+        loop {
+            let left = deadline.left();
+            // Leave a quarter of the time for the answer.
+            let wait = (left / 4 * 3).min(GET_SLICE);
+            let answer = self.exchange(&Request::Get { key, wait }, deadline, &asked, answered)?;
+            answered = Some(Instant::now());
+            match asked.result(answer)? {
+                Some(value) => return Ok(value),
+                None if deadline.left() <= MIN_WAIT => return Err(asked.not_set()),
+                None => {}
+            }
+        }
+    }
+
+    /// Sends one request. `answered` is the time of the server's previous answer: soon after it, a timeout means that
+    /// the value is not set, not that the server is gone.
+    fn exchange(
+        &self,
+        request: &Request<'_>,
+        deadline: Deadline,
+        asked: &RequestContext<'_>,
+        answered: Option<Instant>,
+    ) -> Result<Answer> {
+        if let Some(why) = self.ended.get() {
+            return Err(asked.failed(why));
+        }
+        let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let mut channel = match idle {
+            Some(channel) => channel,
+            None => self.open_connection(deadline).map_err(|error| asked.failed(self.connect_failure(&error)))?,
+        };
+        let answer = round_trip(&mut channel, request, deadline).map_err(|error| match error.kind() {
+            io::ErrorKind::TimedOut if answered.is_some_and(|at| at.elapsed() < 2 * GET_SLICE) => asked.not_set(),
+            _ => self.request_failure(&error, asked),
+        })?;
+        self.release(channel);
+        Ok(answer)
+    }
+
+    /// Opens a connection, and pings the server to prove the secret.
+    fn open_connection(&self, deadline: Deadline) -> io::Result<Channel> {
+        let stream = connect(&self.host, self.port, deadline.left().max(MIN_WAIT))?;
+        let refused = |error: io::Error| io::Error::new(io::ErrorKind::PermissionDenied, error.to_string());
+        let mut channel = Channel::connect(stream, self.secret.key()).map_err(refused)?;
+        match round_trip(&mut channel, &Request::Ping, deadline)? {
+            Answer::Nothing => Ok(channel),
+            answer => Err(io::Error::other(format!("it answered {answer:?} to a ping"))),
+        }
+    }
+
+    fn release(&self, channel: Channel) {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(channel);
+    }
+
+    fn connect_failure(&self, error: &io::Error) -> String {
+        if error.kind() == io::ErrorKind::PermissionDenied {
+            let remedy = if self.secret.is_given {
+                "give all ranks the same FSDP_STORE_SECRET, and start them as one job"
+            } else {
+                "start all ranks as one job, or give all of them the same FSDP_STORE_SECRET"
+            };
+            return format!("{error}: {remedy}, or choose another MASTER_PORT");
+        }
+        format!(
+            "it can't be reached ({error}). Check that rank 0 runs, and that MASTER_ADDR and MASTER_PORT are its host \
+             and a port that all ranks can reach"
+        )
+    }
+
+    fn request_failure(&self, error: &io::Error, asked: &RequestContext<'_>) -> Error {
+        if error.kind() == io::ErrorKind::TimedOut {
+            return asked.failed("it does not answer: its process is stopped, or its host or the network is down");
+        }
+        let why = format!("rank 0 has ended, and the store with it ({error}). See the output of rank 0");
+        asked.failed(self.ended.get_or_init(|| why))
+    }
+}
+
+/// Sends a request and receives the answer.
+fn round_trip(channel: &mut Channel, request: &Request<'_>, deadline: Deadline) -> io::Result<Answer> {
+    channel.writer.send(&request.to_bytes())?;
+    let answer = channel.reader.receive(deadline.left().max(MIN_WAIT))?;
+    Answer::parse(answer).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "its answer can't be understood"))
+}
+
+/// Connections beyond four for each rank. A rank needs one for each concurrent request.
+const SPARE_CONNECTIONS: usize = 64;
+/// Time to send pending answers when the server stops.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Serves clients until dropped, then closes their connections.
+struct Server {
+    memory: MemoryStore,
+    connections: Arc<Connections>,
+    _listener: Listener,
+}
+
+/// Open connections.
+#[derive(Default)]
+struct Connections(Mutex<Streams>);
+
+#[derive(Default)]
+struct Streams {
+    by_id: BTreeMap<u64, TcpStream>,
+    next: u64,
+    /// Whether the server has stopped.
+    is_closed: bool,
+}
+
+impl Server {
+    /// Serves `ranks` ranks.
+    fn start(listener: TcpListener, key: Key, ranks: usize, memory: MemoryStore) -> io::Result<Self> {
+        let connections = Arc::<Connections>::default();
+        let handler = Requests { memory: memory.clone(), connections: connections.clone() };
+        let max = ranks.saturating_mul(4).saturating_add(SPARE_CONNECTIONS);
+        Ok(Server { memory, connections, _listener: Listener::start(listener, key, max, handler)? })
+    }
+}
+
+impl Drop for Server {
+    /// Lets pending answers go out first: the server may stop because of a value that a client has just set.
+    fn drop(&mut self) {
+        self.memory.close();
+        self.connections.lock().is_closed = true;
+        self.connections.shutdown(Shutdown::Read);
+        let until = Instant::now() + REPLY_TIMEOUT;
+        while !self.connections.lock().by_id.is_empty() && Instant::now() < until {
+            thread::sleep(Duration::from_millis(1));
+        }
+        self.connections.shutdown(Shutdown::Both);
+    }
+}
+
+impl Connections {
+    fn lock(&self) -> MutexGuard<'_, Streams> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds a connection, unless the server has stopped.
+    fn add(&self, stream: TcpStream) -> io::Result<u64> {
+        let mut streams = self.lock();
+        if streams.is_closed {
+            return Err(io::Error::other("the store is gone"));
+        }
+        let id = streams.next;
+        streams.next += 1;
+        streams.by_id.insert(id, stream);
+        Ok(id)
+    }
+
+    fn remove(&self, id: u64) {
+        self.lock().by_id.remove(&id);
+    }
+
+    fn shutdown(&self, how: Shutdown) {
+        self.lock().by_id.values().for_each(|stream| {
+            // The peer may have closed it.
+            stream.shutdown(how).ok();
+        });
+    }
+}
+
+struct Requests {
+    memory: MemoryStore,
+    connections: Arc<Connections>,
+}
+
+impl Handler for Requests {
+    fn refused(&self, from: IpAddr, why: &io::Error) {
+        tracing::warn!("the store of this job refused {from}: {why}. Ranks need the job's FSDP_STORE_SECRET");
+    }
+
+    fn serve(&self, guest: Accepted) -> io::Result<()> {
+        let Accepted { mut channel, first, .. } = guest;
+        let stream = channel.writer.stream()?;
+        // Keepalive ends the connection of a host that disappeared.
+        set_socket_keepalive(&stream, true)?;
+        let id = self.connections.add(stream)?;
+        let served = self.answer_all(&mut channel, &first);
+        self.connections.remove(id);
+        served
+    }
+}
+
+impl Requests {
+    /// Answers `first` and all following requests.
+    fn answer_all(&self, channel: &mut Channel, first: &[u8]) -> io::Result<()> {
+        self.reply(channel, first)?;
+        loop {
+            let bytes = channel.reader.receive(Duration::MAX)?.to_vec();
+            self.reply(channel, &bytes)?;
+        }
+    }
+
+    fn reply(&self, channel: &mut Channel, bytes: &[u8]) -> io::Result<()> {
+        let Some(mut request) = Request::parse(bytes) else {
+            let why = "a message is not a request of this version".to_owned();
+            channel.writer.send(&Answer::Refused(why.clone()).to_bytes())?;
+            return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+        };
+        // The client asks again after a slice.
+        if let Request::Get { wait, .. } = &mut request {
+            *wait = (*wait).min(GET_SLICE);
+        }
+        channel.writer.send(&self.memory.answer(&request).to_bytes())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_secret_depends_on_job_and_attempt_and_is_not_printed() {
+        let env = RankEnv { run_id: "job".into(), ..RankEnv::single() };
+        let of = |env: &RankEnv, given| Secret::new(env, given).unwrap();
+        let given = Some("0123456789abcdef");
+        let secret = of(&env, given);
+        assert_eq!(secret.key(), of(&env, given).key());
+        let others = [
+            of(&env, None),
+            of(&env, Some("0123456789abcdeg")),
+            of(&RankEnv { attempt: 1, ..env.clone() }, given),
+            of(&RankEnv { run_id: "other".into(), ..env.clone() }, given),
+        ];
+        assert!(others.iter().all(|other| other.key() != secret.key()));
+        assert_ne!(others[0].key(), of(&RankEnv { run_id: "other".into(), ..env.clone() }, None).key());
+        assert_eq!(format!("{secret:?}"), "Secret { key: Key, is_given: true }");
+        let error = Secret::new(&env, Some("short")).unwrap_err().to_string();
+        assert!(error.contains("FSDP_STORE_SECRET has 5 bytes") && !error.contains("short\""), "{error}");
     }
 }

@@ -1,9 +1,12 @@
-//! DTensors and meshes with ranks as threads, against the same computed on one thread.
+//! Redistributions and meshes with ranks as threads, compared with a computation on one thread.
+
+use std::sync::Arc;
 
 use fsdp_core::{
-    Buffer, DTensor, DTensorSpec, DType, DeviceMesh, MeshLayout,
+    Buffer, DTensorSpec, DType, DeviceMesh, Heap, MeshLayout,
     Placement::{self, Partial, Replicate, Shard},
-    ProcessGroup, ReduceOp,
+    ProcessGroup, ReduceOp, Result,
+    dtensor::Redistribution,
     process_group::local,
 };
 use half::bf16;
@@ -19,7 +22,7 @@ fn strided(dim: usize, split_factor: usize) -> Placement {
     Placement::StridedShard { dim, split_factor }
 }
 
-/// Small whole numbers, which every dtype has and whose sums are exact.
+/// Small integers: exact in every dtype, as are their sums.
 fn buffer(dtype: DType, values: impl Iterator<Item = i64>) -> Buffer {
     match dtype {
         DType::BF16 => Buffer::BF16(values.map(|x| bf16::from_f32(x as f32)).collect()),
@@ -29,13 +32,13 @@ fn buffer(dtype: DType, values: impl Iterator<Item = i64>) -> Buffer {
     }
 }
 
-/// Element `index` of the global tensor.
+/// Returns element `index` of the global tensor.
 fn value(index: usize) -> i64 {
     (index * 7 % 61) as i64
 }
 
-/// What `rank` holds of a tensor under `spec`, by asking of every index of the tensor whether one of the rank's boxes
-/// has it.
+/// Returns the elements that `rank` holds under `spec`: tests for every index whether one of the rank's boxes contains
+/// it.
 fn model(spec: &DTensorSpec, rank: usize) -> Vec<i64> {
     let regions = spec.local_regions(rank).unwrap();
     let total: usize = spec.shape().iter().product();
@@ -53,14 +56,14 @@ fn model(spec: &DTensorSpec, rank: usize) -> Vec<i64> {
     (0..total).filter(|&index| held(index)).map(value).collect()
 }
 
-/// The term of the reduction over all partial dimensions that a rank holds: whole numbers, so that every order of
-/// summing is exact.
+/// Returns the term that a rank holds of the reduction over all partial dimensions. Terms are integers, so every order
+/// of summation is exact.
 fn term(spec: &DTensorSpec, rank: usize, whole: i64) -> i64 {
     let coordinate = spec.mesh().coordinate_of(rank).unwrap();
     let mut value = whole;
     for ((placement, at), &size) in spec.placements().iter().zip(coordinate).zip(spec.mesh().shape()) {
         value = match placement {
-            // The first rank has what the others leave.
+            // The first rank holds the rest.
             Partial(ReduceOp::Sum) if at == 0 => value - 3 * (size as i64 - 1),
             Partial(ReduceOp::Sum) => 3,
             Partial(ReduceOp::Avg) => value + 2 * at as i64 - (size as i64 - 1),
@@ -92,67 +95,80 @@ fn case() -> impl Strategy<Value = (Vec<usize>, Vec<usize>, DType, Vec<Vec<Place
     })
 }
 
+/// Redistributes this rank's elements.
+fn redistribute(mesh: &DeviceMesh, from: &DTensorSpec, to: &DTensorSpec, local: Buffer) -> Result<Buffer> {
+    let local = Arc::new(local);
+    let output = Redistribution::issue(from, to, mesh, local.clone(), Arc::new(Heap))?.wait()?;
+    Ok(output.unwrap_or_else(|| (*local).clone()))
+}
+
+/// Gathers the whole tensor.
+fn full(mesh: &DeviceMesh, spec: &DTensorSpec, local: &Buffer) -> Buffer {
+    let replicate = spec.with_placements(&vec![Replicate; spec.placements().len()]).unwrap();
+    redistribute(mesh, spec, &replicate, local.clone()).unwrap()
+}
+
+fn spec(mesh: &DeviceMesh, placements: &[Placement], shape: &[usize], dtype: DType) -> DTensorSpec {
+    DTensorSpec::new(mesh.layout().clone(), placements, shape, dtype).unwrap()
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
     #[test]
     fn any_chain_of_redistributions_keeps_the_tensor((mesh_dims, shape, dtype, chain) in case()) {
         let layout = MeshLayout::new(&dims(&mesh_dims)).unwrap();
-        // Layouts that can't be are tested elsewhere.
+        // The unit tests of specs cover invalid layouts.
         let chain: Vec<DTensorSpec> =
             chain.iter().filter_map(|p| DTensorSpec::new(layout.clone(), p, &shape, dtype).ok()).collect();
         let Some(first) = chain.first() else { return Ok(()) };
-        let total: usize = shape.iter().product();
-        let full = buffer(dtype, (0..total).map(value));
+        let whole = buffer(dtype, (0..shape.iter().product()).map(value));
         local::run(layout.size(), |world| {
             let mesh = DeviceMesh::new(&world, &dims(&mesh_dims)).unwrap();
             let rank = world.rank();
-            let mine = buffer(dtype, model(first, rank).into_iter().map(|whole| term(first, rank, whole)));
-            let mut tensor = DTensor::from_local(mine, &shape, &mesh, first.placements()).unwrap();
-            assert_eq!(tensor.full_tensor().unwrap(), full, "{first}");
+            let mut local = buffer(dtype, model(first, rank).into_iter().map(|whole| term(first, rank, whole)));
+            let mut at = first;
+            assert_eq!(full(&mesh, at, &local), whole, "{first}");
             for spec in &chain[1..] {
-                let next = match tensor.redistribute(spec.placements()) {
+                let next = match redistribute(&mesh, at, spec, local.clone()) {
                     Ok(next) => next,
                     Err(error) => {
-                        assert!(error.to_string().contains("a shard is no term"), "{error}");
+                        assert!(error.to_string().contains("a shard is not a term"), "{error}");
                         continue;
                     }
                 };
-                let context = format!("rank {rank}: {} to {spec}", tensor.spec());
+                let context = format!("rank {rank}: {at} to {spec}");
                 if !spec.placements().iter().any(|placement| matches!(placement, Partial(_))) {
-                    assert_eq!(next.local(), &buffer(dtype, model(spec, rank).into_iter()), "{context}");
+                    assert_eq!(next, buffer(dtype, model(spec, rank).into_iter()), "{context}");
                 }
-                assert_eq!(next.local_shape(), spec.local_shape(rank).unwrap());
-                assert_eq!(next.full_tensor().unwrap(), full, "{context}");
-                tensor = next;
+                assert_eq!(full(&mesh, spec, &next), whole, "{context}");
+                (at, local) = (spec, next);
             }
-            let garbage = if rank == 0 { full.clone() } else { Buffer::zeros(dtype, total) };
-            let distributed = DTensor::distribute_tensor(garbage, &shape, &mesh, first.placements()).unwrap();
-            assert_eq!(distributed.full_tensor().unwrap(), full, "{first}");
         });
     }
 }
 
 #[test]
 fn sums_of_terms_are_reduced_and_scattered() {
-    let full: Vec<i64> = (0..15).collect();
+    let whole: Vec<i64> = (0..15).collect();
     local::run(4, |world| {
         let mesh = DeviceMesh::new(&world, &[("replicate", 2), ("shard", 2)]).unwrap();
-        let terms = Buffer::I64(full.iter().map(|x| x * (world.rank() as i64 + 1)).collect());
         let sum = Partial(ReduceOp::Sum);
-        let tensor = DTensor::from_local(terms, &[5, 3], &mesh, &[sum, sum]).unwrap();
-        let expected: Vec<i64> = full.iter().map(|x| 10 * x).collect();
-        let sharded = tensor.redistribute(&[Replicate, Shard(0)]).unwrap();
+        let spec = |placements: [Placement; 2]| spec(&mesh, &placements, &[5, 3], DType::I64);
+        let (terms, sharded) = (spec([sum, sum]), spec([Replicate, Shard(0)]));
+        let own = Buffer::I64(whole.iter().map(|x| x * (world.rank() as i64 + 1)).collect());
+        let expected: Vec<i64> = whole.iter().map(|x| 10 * x).collect();
+        let rows = redistribute(&mesh, &terms, &sharded, own.clone()).unwrap();
         let mine = if world.rank() % 2 == 0 { &expected[..9] } else { &expected[9..] };
-        assert_eq!(sharded.local(), &Buffer::I64(mine.to_vec()));
-        assert_eq!(tensor.full_tensor().unwrap(), Buffer::I64(expected.clone()));
-        let back = sharded.redistribute(&[sum, Shard(0)]).unwrap();
-        assert_eq!(back.full_tensor().unwrap(), Buffer::I64(expected));
+        assert_eq!(rows, Buffer::I64(mine.to_vec()));
+        assert_eq!(full(&mesh, &terms, &own), Buffer::I64(expected.clone()));
+        let back = redistribute(&mesh, &sharded, &spec([sum, Shard(0)]), rows).unwrap();
+        assert_eq!(full(&mesh, &spec([sum, Shard(0)]), &back), Buffer::I64(expected));
     });
 }
 
 #[test]
-fn every_operation_is_reduced_as_it_says() {
+fn every_reduce_op_reduces_partials() {
     for (op, expected) in [
         (ReduceOp::Sum, 9.0),
         (ReduceOp::Avg, 3.0),
@@ -160,69 +176,34 @@ fn every_operation_is_reduced_as_it_says() {
         (ReduceOp::Max, 4.0),
         (ReduceOp::Product, 24.0),
     ] {
-        let full = local::run(3, |world| {
+        local::run(3, |world| {
             let mesh = DeviceMesh::new(&world, &[("dp", 3)]).unwrap();
+            let spec = |placement| spec(&mesh, &[placement], &[4], DType::F32);
             let terms = Buffer::F32(vec![world.rank() as f32 + 2.0; 4]);
-            let tensor = DTensor::from_local(terms, &[4], &mesh, &[Partial(op)]).unwrap();
-            let sharded = tensor.redistribute(&[Shard(0)]).unwrap();
-            assert_eq!(sharded.full_tensor().unwrap(), tensor.full_tensor().unwrap());
-            tensor.full_tensor().unwrap()
+            let shard = redistribute(&mesh, &spec(Partial(op)), &spec(Shard(0)), terms.clone()).unwrap();
+            for reduced in [full(&mesh, &spec(Partial(op)), &terms), full(&mesh, &spec(Shard(0)), &shard)] {
+                assert_eq!(reduced, Buffer::F32(vec![expected; 4]), "{op}");
+            }
         });
-        assert_eq!(full[2], Buffer::F32(vec![expected; 4]), "{op}");
     }
 }
 
 #[test]
-fn what_tensor_parallelism_and_fsdp_shard_comes_together_again() {
-    // 7 rows, of which tensor parallel rank 0 has 4: data parallel rank 2 has none of those and one of the others.
-    let full = Buffer::F32((0..14).map(|x| x as f32).collect());
-    local::run(6, |world| {
-        let mesh = DeviceMesh::new(&world, &[("dp", 3), ("tp", 2)]).unwrap();
-        let placements = [strided(0, 2), Shard(0)];
-        let tensor = DTensor::distribute_tensor(full.clone(), &[7, 2], &mesh, &placements).unwrap();
-        let rows = [2, 1, 2, 1, 0, 1];
-        assert_eq!(tensor.local_shape(), [rows[world.rank()], 2]);
-        let gathered = tensor.redistribute(&[Replicate, Shard(0)]).unwrap();
-        assert_eq!(gathered.local().len(), [8, 6][world.rank() % 2]);
-        assert_eq!(tensor.full_tensor().unwrap(), full);
-    });
-}
-
-#[test]
-fn bad_arguments_are_refused_before_any_communication() {
+fn invalid_arguments_are_refused_before_communication() {
     local::run(2, |world| {
         let mesh = DeviceMesh::new(&world, &[("dp", 2)]).unwrap();
-        // One rank alone: nothing of this may wait for the other.
+        // On one rank only: a check that communicated would block.
         if world.rank() == 1 {
             return;
         }
-        let local = |len: usize| Buffer::F32(vec![0.0; len]);
-        let tensor = DTensor::from_local(local(6), &[3, 3], &mesh, &[Shard(0)]).unwrap();
-        for (result, part) in [
-            (
-                DTensor::from_local(local(5), &[3, 3], &mesh, &[Shard(0)]),
-                "rank 0 of the mesh: the local tensor has 5 elements",
-            ),
-            (DTensor::from_local(local(6), &[3, 3], &mesh, &[Shard(2)]), "no dimension 2"),
-            (DTensor::distribute_tensor(local(8), &[3, 3], &mesh, &[Shard(0)]), "must have shape [3, 3], 9 elements"),
-            (DTensor::distribute_tensor(local(9), &[3, 3], &mesh, &[Shard(0); 2]), "there are 2 placements"),
-            (tensor.redistribute(&[]), "there are 0 placements"),
-            (tensor.redistribute(&[Partial(ReduceOp::Sum)]), "from S(0) to P(sum)"),
-        ] {
-            let error = result.unwrap_err().to_string();
+        let from = spec(&mesh, &[Shard(0)], &[3, 3], DType::F32);
+        let sum = from.with_placements(&[Partial(ReduceOp::Sum)]).unwrap();
+        for (to, elements, part) in
+            [(&from, 5, "rank 0 of the mesh: the local tensor has 5 elements"), (&sum, 6, "from S(0) to P(sum)")]
+        {
+            let error = redistribute(&mesh, &from, to, Buffer::F32(vec![0.0; elements])).unwrap_err().to_string();
             assert!(error.contains(part), "{error}");
         }
-    });
-}
-
-#[test]
-fn what_lies_right_already_is_shared_and_not_copied() {
-    local::run(1, |world| {
-        let mesh = DeviceMesh::from_group("dp", &world).unwrap();
-        let tensor = DTensor::from_local(Buffer::F32(vec![1.0]), &[1], &mesh, &[Shard(0)]).unwrap();
-        let same = tensor.redistribute(&[Shard(0)]).unwrap();
-        assert_eq!(tensor.local().bytes().as_ptr(), same.local().bytes().as_ptr());
-        assert_eq!((same.shape(), same.placements(), same.device_mesh().size()), (&[1][..], &[Shard(0)][..], 1));
     });
 }
 
@@ -234,7 +215,7 @@ fn sum(group: &ProcessGroup, rank: usize) -> u32 {
 }
 
 #[test]
-fn dimensions_are_known_by_name() {
+fn dimensions_have_names() {
     local::run(6, |world| {
         let mesh = DeviceMesh::new(&world, &[("dp", 2), ("tp", 3)]).unwrap();
         let rank = world.rank();
@@ -253,7 +234,7 @@ fn dimensions_are_known_by_name() {
 }
 
 #[test]
-fn flattened_dimensions_are_one_with_a_group_of_its_own() {
+fn flattened_dimensions_have_a_group() {
     local::run(8, |world| {
         let rank = world.rank();
         let mesh = DeviceMesh::new(&world, &[("replicate", 2), ("shard", 2), ("tp", 2)]).unwrap();
@@ -265,7 +246,7 @@ fn flattened_dimensions_are_one_with_a_group_of_its_own() {
         assert_eq!(sum(dp, rank), 0b0101_0101 << (rank % 2));
         assert_eq!(sum(flat.group_by_name("tp").unwrap(), rank), 0b11 << (rank / 2 * 2));
 
-        // Dimensions apart, the other way round: rank 4a + 2b + c stands at (c a, b).
+        // Separate dimensions in reverse order: rank 4a + 2b + c has coordinates (b, 2c + a).
         let flat = mesh.flatten(&["tp", "replicate"], "x").unwrap();
         assert_eq!(flat.layout().to_string(), "(shard: 2, x: 4)");
         let (a, b, c) = (rank / 4, rank / 2 % 2, rank % 2);
@@ -273,7 +254,7 @@ fn flattened_dimensions_are_one_with_a_group_of_its_own() {
         let x = flat.group_by_name("x").unwrap();
         assert_eq!((x.rank(), sum(x, rank)), (2 * c + a, 0b0011_0011 << (2 * b)));
 
-        // All of the world in an order of its own, and a slice with its siblings.
+        // The whole world in another order, and a slice with its siblings.
         let all = mesh.flatten(&["tp", "shard", "replicate"], "all").unwrap();
         let group = all.group_by_name("all").unwrap();
         assert_eq!((group.rank(), group.size()), (4 * c + 2 * b + a, 8));
@@ -283,27 +264,28 @@ fn flattened_dimensions_are_one_with_a_group_of_its_own() {
         let renamed = mesh.flatten(&["tp"], "model").unwrap();
         assert_eq!(renamed.layout().names(), ["replicate", "shard", "model"]);
 
-        // A DTensor over the flattened mesh.
-        let tensor = Buffer::U32((0..9).collect());
-        let tensor = DTensor::distribute_tensor(tensor, &[9], &all, &[Shard(0)]).unwrap();
-        assert_eq!(tensor.full_tensor().unwrap(), Buffer::U32((0..9).collect()));
+        // A redistribution over the flattened mesh.
+        let shards = spec(&all, &[Shard(0)], &[9], DType::U32);
+        let own = shards.local_region(all.rank()).unwrap();
+        let own = Buffer::U32((own.offsets[0] as u32..).take(own.sizes[0]).collect());
+        assert_eq!(full(&all, &shards, &own), Buffer::U32((0..9).collect()));
     });
 }
 
 #[test]
-fn meshes_that_cannot_be_say_why() {
+fn invalid_meshes_are_refused() {
     local::run(4, |world| {
         let error = DeviceMesh::new(&world, &[("dp", 3), ("tp", 2)]).unwrap_err().to_string();
-        assert!(error.contains("mesh (dp: 3, tp: 2) has 6 ranks but the world has 4"), "{error}");
+        assert!(error.contains("mesh (dp: 3, tp: 2) has 6 ranks, the world 4"), "{error}");
         let mesh = DeviceMesh::new(&world, &[("dp", 2), ("tp", 2)]).unwrap();
         for (result, part) in [
-            (mesh.flatten(&[], "x"), "no dimension of mesh (dp: 2, tp: 2) to flatten into \"x\""),
+            (mesh.flatten(&[], "x"), "cannot flatten no dimensions of mesh (dp: 2, tp: 2) into \"x\""),
             (mesh.flatten(&["dp", "dp"], "x"), "\"dp\" of mesh (dp: 2, tp: 2) is named twice"),
-            (mesh.flatten(&["dp"], "tp"), "a name of its own"),
+            (mesh.flatten(&["dp"], "tp"), "a unique name"),
             (mesh.flatten(&["pp"], "x"), "no dimension \"pp\""),
             (mesh.slice(&["tp", "tp"]), "named twice"),
             (mesh.slice(&[]), "at least one dimension"),
-            (DeviceMesh::from_group("", &world), "a name of its own"),
+            (DeviceMesh::from_group("", &world), "a unique name"),
         ] {
             let error = result.unwrap_err().to_string();
             assert!(error.contains(part), "{error}");

@@ -1,5 +1,5 @@
-//! Boards of ranks that are processes: each test runs this binary again, once for each rank, and reads their boards
-//! while they run and when they are gone.
+//! Status pages of rank processes. Each test runs this binary again for each rank, and reads the status pages while the
+//! ranks run and after they ended.
 
 use std::{
     io::{Read, Write},
@@ -9,28 +9,28 @@ use std::{
 
 use fsdp_core::{
     Buffer, RankEnv, ReduceOp,
-    heartbeat::{self, Age, Board, Progress, Snapshot, VARIABLE},
+    heartbeat::{self, Age, Progress, Snapshot, StatusPage, VARIABLE},
     process_group::{self, Options},
 };
 use rustix::process::{Pid, Signal, kill_process};
 
-/// Nothing takes this long unless it hangs.
+/// A limit that only a hang exceeds.
 const HANG: Duration = Duration::from_secs(60);
 
 struct Rank {
     child: Child,
-    board: Board,
+    page: StatusPage,
 }
 
-/// Two ranks that run `role`.
+/// Starts two ranks that run `role`.
 fn start(role: &str, timeout: &str) -> [Rank; 2] {
     [0, 1].map(|rank| {
-        let board = Board::new().unwrap();
+        let page = StatusPage::new().unwrap();
         let child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "heartbeat::run_as_a_rank", "--nocapture", "--test-threads=1"])
             .env("FSDP_TEST_ROLE", role)
             .env("FSDP_TIMEOUT_S", timeout)
-            .env(VARIABLE, board.path())
+            .env(VARIABLE, page.path())
             .env("RANK", rank.to_string())
             .env("WORLD_SIZE", "2")
             .env("TORCHELASTIC_RUN_ID", format!("{role} {}", std::process::id()))
@@ -38,16 +38,16 @@ fn start(role: &str, timeout: &str) -> [Rank; 2] {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        Rank { child, board }
+        Rank { child, page }
     })
 }
 
 impl Rank {
-    /// The first snapshot that is as wanted.
+    /// Returns the first snapshot that matches.
     fn until(&self, wanted: impl Fn(&Snapshot) -> bool) -> Snapshot {
         let start = Instant::now();
         loop {
-            let snapshot = self.board.snapshot();
+            let snapshot = self.page.snapshot();
             if wanted(&snapshot) {
                 return snapshot;
             }
@@ -56,7 +56,7 @@ impl Rank {
         }
     }
 
-    /// Lets the rank go on, and returns what it printed after "says: ".
+    /// Lets the rank continue, and returns what it prints after "says: ".
     fn end(&mut self) -> String {
         drop(self.child.stdin.take());
         let mut text = String::new();
@@ -76,7 +76,7 @@ fn doing(snapshot: &Snapshot) -> &str {
     snapshot.doing.as_ref().map_or("", |doing| &doing.what)
 }
 
-/// No test, but what the processes of the tests run.
+/// Not a test: the program of the ranks.
 #[test]
 fn run_as_a_rank() {
     let Ok(role) = std::env::var("FSDP_TEST_ROLE") else { return };
@@ -89,7 +89,7 @@ fn run_as_a_rank() {
         let _outer = heartbeat::span("evaluation", "");
         {
             let _inner = heartbeat::span("forward", "layers.3");
-            // Not of the main thread, and of a child that inherits the board: neither shows.
+            // Neither another thread's span nor a child with the inherited page is shown.
             std::thread::spawn(|| drop(heartbeat::span("saving", ""))).join().unwrap();
             if role == "starts_a_child" {
                 let child = Command::new(std::env::current_exe().unwrap())
@@ -112,12 +112,12 @@ fn run_as_a_rank() {
     };
     println!("says: {said}");
     std::io::stdout().flush().unwrap();
-    // Without leaving the group.
+    // Exits without leaving the group.
     std::process::exit(0);
 }
 
 #[test]
-fn the_boards_tell_who_waits_for_whom() {
+fn status_pages_show_waiting_and_missing_ranks() {
     let [mut waits, stays_away] = start("waits", "60");
     let snapshot = waits.until(|snapshot| snapshot.collectives.iter().any(|it| it.name == "all_reduce"));
     let [collective] = &snapshot.collectives[..] else { panic!("{snapshot:#?}") };
@@ -131,35 +131,35 @@ fn the_boards_tell_who_waits_for_whom() {
     assert_eq!((collective.name.as_str(), collective.sequence, collective.progress), ("barrier", 0, Progress::Done));
     assert!(snapshot.beat.is_some());
 
-    // A process that is killed leaves what it wrote.
+    // The page of a killed process stays readable.
     kill_process(Pid::from_child(&stays_away.child), Signal::KILL).unwrap();
     let lost = waits.end();
     assert!(lost.contains("rank 1 died"), "{lost}");
-    assert_eq!(doing(&stays_away.board.snapshot()), "forward layers.3");
+    assert_eq!(doing(&stays_away.page.snapshot()), "forward layers.3");
 }
 
 #[test]
-fn a_timeout_names_those_who_did_not_arrive() {
+fn a_timeout_names_the_missing_ranks() {
     let [mut waits, mut stays_away] = start("times_out", "3");
     let snapshot = waits.until(|snapshot| snapshot.collectives.iter().any(|it| it.progress == Progress::TimedOut));
     assert_eq!(snapshot.collectives[0].missing, [1]);
-    assert_eq!(doing(&stays_away.board.snapshot()), "forward layers.3");
+    assert_eq!(doing(&stays_away.page.snapshot()), "forward layers.3");
     assert_eq!(stays_away.end(), "done");
     assert!(waits.end().contains("timed out"));
 }
 
 #[test]
-fn a_child_leaves_its_parents_board_alone() {
+fn a_child_does_not_write_its_parents_page() {
     let [waits, mut has_child] = start("starts_a_child", "60");
     assert_eq!(has_child.end(), "done");
-    let snapshot = has_child.board.snapshot();
+    let snapshot = has_child.page.snapshot();
     assert_eq!(snapshot.pid, Some(has_child.child.id()));
     assert!(snapshot.step.is_some_and(|step| step.number == 7));
     drop(waits);
 }
 
 #[test]
-fn a_stopped_rank_stops_beating_and_goes_on() {
+fn a_stopped_rank_has_no_heartbeat_until_continued() {
     let [waits, mut stopped] = start("stops", "60");
     stopped.until(|snapshot| doing(snapshot) == "forward layers.3");
     let pid = Pid::from_child(&stopped.child);

@@ -1,4 +1,4 @@
-//! Stores of threads and of processes: who is first, what is waited for, and who is kept out.
+//! Stores of threads, processes and groups.
 
 use std::{
     io::{Read, Write},
@@ -10,16 +10,16 @@ use std::{
 use fsdp_core::{
     Error, ProcessGroup, RankEnv,
     process_group::{GroupStore, local},
-    store::{MOST_VALUE, MemoryStore, Secret, Store, TcpStore},
+    store::{MAX_VALUE_LEN, MemoryStore, Secret, Store, TcpStore},
 };
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::processes::{all, start};
 
-/// Nothing takes this long unless it hangs.
+/// A limit that only a hang exceeds.
 const LONG: Duration = Duration::from_secs(100);
 
-/// A port that was free a moment ago.
+/// Returns a port that is likely to be free.
 fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
@@ -38,7 +38,7 @@ fn connect(rank: usize, world_size: usize, port: u16, timeout: Duration) -> Resu
     TcpStore::connect(&env, &secret(&env), timeout)
 }
 
-/// Counts to `count` as one of several that do.
+/// Increments a shared counter `count` times.
 fn count_up(store: &dyn Store, count: u32) {
     let text = |number: u32| number.to_string().into_bytes();
     for _ in 0..count {
@@ -56,14 +56,14 @@ fn number(store: &dyn Store, key: &str) -> u32 {
 }
 
 #[test]
-fn no_count_is_lost_between_threads() {
+fn threads_lose_no_increment() {
     let store = MemoryStore::default();
     thread::scope(|scope| (0..8).for_each(|_| drop(scope.spawn(|| count_up(&store, 50)))));
     assert_eq!(number(&store, "count"), 400);
 }
 
 #[test]
-fn no_count_is_lost_between_clients_and_their_threads() {
+fn clients_lose_no_increment() {
     let port = free_port();
     let all_done = MemoryStore::default();
     thread::scope(|scope| {
@@ -73,7 +73,7 @@ fn no_count_is_lost_between_clients_and_their_threads() {
                 let store = connect(rank, 6, port, LONG).unwrap();
                 thread::scope(|scope| (0..2).for_each(|_| drop(scope.spawn(|| count_up(&store, 20)))));
                 all_done.set(&rank.to_string(), b"").unwrap();
-                // The holder stays until all are done.
+                // Rank 0 serves the store until all ranks are done.
                 if rank == 0 {
                     (0..6).for_each(|rank| drop(all_done.get(&rank.to_string(), LONG).unwrap()));
                     assert_eq!(number(&store, "count"), 240);
@@ -84,7 +84,7 @@ fn no_count_is_lost_between_clients_and_their_threads() {
 }
 
 #[test]
-fn values_reach_a_hundred_clients_that_wait() {
+fn a_set_wakes_a_hundred_waiting_clients() {
     let port = free_port();
     let holder = connect(0, 101, port, LONG).unwrap();
     thread::scope(|scope| {
@@ -104,7 +104,7 @@ fn values_reach_a_hundred_clients_that_wait() {
 }
 
 #[test]
-fn a_wait_ends_by_an_error_that_names_key_holder_and_seconds() {
+fn a_timeout_names_key_holder_and_seconds() {
     let port = free_port();
     let stores = [connect(0, 2, port, LONG).unwrap(), connect(1, 2, port, LONG).unwrap()];
     for (rank, store) in stores.iter().enumerate() {
@@ -114,7 +114,7 @@ fn a_wait_ends_by_an_error_that_names_key_holder_and_seconds() {
         let Error::Store { seconds, .. } = &error else { panic!("{error:?}") };
         let told = format!(
             "rank {rank}: getting \"never\" in the store of rank 0 at 127.0.0.1:{port} failed after {seconds:.1} s: \
-             nobody has set it"
+             no rank has set it"
         );
         assert!(error.to_string().starts_with(&told) && error.to_string().contains("FSDP_TIMEOUT_S"), "{error}");
     }
@@ -123,7 +123,7 @@ fn a_wait_ends_by_an_error_that_names_key_holder_and_seconds() {
 }
 
 #[test]
-fn another_secret_another_job_and_another_attempt_are_refused() {
+fn refuses_other_secrets_jobs_and_attempts() {
     let port = free_port();
     let holder = connect(0, 2, port, LONG).unwrap();
     holder.set("key", b"value").unwrap();
@@ -148,14 +148,14 @@ fn another_secret_another_job_and_another_attempt_are_refused() {
 }
 
 #[test]
-fn strangers_are_not_answered_and_keep_nobody_out() {
+fn unauthenticated_connections_do_not_block_clients() {
     let port = free_port();
     let holder = connect(0, 2, port, LONG).unwrap();
     let mut silent = Vec::new();
     for len in (0..400).chain([4096, 70_000]) {
         let mut stranger = TcpStream::connect(("127.0.0.1", port)).unwrap();
         let bytes: Vec<u8> = (0..len).map(|index| (index * 31 + len) as u8).collect();
-        // It may have been closed in the middle.
+        // The server may close the connection early.
         stranger.write_all(&bytes).ok();
         if len % 3 == 0 {
             silent.push(stranger);
@@ -171,7 +171,7 @@ fn strangers_are_not_answered_and_keep_nobody_out() {
 }
 
 #[test]
-fn a_holder_that_is_not_there_and_a_port_that_is_taken_are_told() {
+fn reports_an_absent_server_and_a_used_port() {
     let port = free_port();
     let Err(error) = connect(1, 2, port, Duration::from_millis(200)) else { panic!("it connected") };
     let parts = ["can't be reached", "refused", "MASTER_ADDR and MASTER_PORT"];
@@ -181,11 +181,11 @@ fn a_holder_that_is_not_there_and_a_port_that_is_taken_are_told() {
     assert!(error.to_string().contains("rank 0 can't listen there"), "{error}");
     let hosts = RankEnv { hosts: 2, ..env(1, 2, port) };
     let Err(error) = TcpStore::connect(&hosts, &secret(&hosts), LONG) else { panic!("it connected") };
-    assert!(error.to_string().contains("127.0.0.1 leads to no other host, and the ranks run on 2"), "{error}");
+    assert!(error.to_string().contains("127.0.0.1 is a loopback address, but the ranks run on 2 hosts"), "{error}");
 }
 
 #[test]
-fn a_world_of_one_listens_nowhere() {
+fn a_world_of_one_does_not_listen() {
     let port = free_port();
     let store = connect(0, 1, port, LONG).unwrap();
     assert!(TcpStream::connect(("127.0.0.1", port)).is_err());
@@ -195,7 +195,7 @@ fn a_world_of_one_listens_nowhere() {
 }
 
 #[test]
-fn a_holder_that_leaves_ends_all_waits() {
+fn dropping_the_server_ends_all_waits() {
     let port = free_port();
     let holder = connect(0, 2, port, LONG).unwrap();
     let client = connect(1, 2, port, LONG).unwrap();
@@ -206,13 +206,13 @@ fn a_holder_that_leaves_ends_all_waits() {
         let error = waiting.join().unwrap().unwrap_err().to_string();
         assert!(error.contains("getting \"never\"") && error.contains("rank 0 has ended"), "{error}");
     });
-    // And those that come later.
+    // Later requests fail as well.
     let error = client.set("key", b"value").unwrap_err().to_string();
     assert!(error.contains("setting \"key\"") && error.contains("rank 0 has ended"), "{error}");
 }
 
 #[test]
-fn who_lets_the_holder_go_is_answered_first() {
+fn pending_requests_are_answered_before_the_server_stops() {
     for _ in 0..50 {
         let port = free_port();
         let holder = connect(0, 2, port, LONG).unwrap();
@@ -226,7 +226,7 @@ fn who_lets_the_holder_go_is_answered_first() {
     }
 }
 
-/// What a rank of the tests below does.
+/// Runs a rank of the tests below.
 pub(crate) fn take_part(role: &str, env: &RankEnv) -> String {
     let store = TcpStore::connect(env, &Secret::from_env(env).unwrap(), LONG).unwrap();
     match role {
@@ -244,12 +244,12 @@ pub(crate) fn take_part(role: &str, env: &RankEnv) -> String {
         "outlive" | "outwait" if env.rank == 0 => {
             let pid = rustix::process::getpid().as_raw_pid();
             store.set("pid of the holder", pid.to_string().as_bytes()).unwrap();
-            // All of them wait.
+            // Wait until all clients wait.
             (1..env.world_size).for_each(|rank| drop(store.get(&format!("waits {rank}"), LONG).unwrap()));
             thread::sleep(Duration::from_millis(100));
             let signal = if role == "outlive" { Signal::KILL } else { Signal::STOP };
             kill_process(rustix::process::getpid(), signal).unwrap();
-            // The signal may find another thread first.
+            // Another thread may receive the signal first.
             loop {
                 thread::park();
             }
@@ -260,7 +260,7 @@ pub(crate) fn take_part(role: &str, env: &RankEnv) -> String {
             let (began, timeout) = (Instant::now(), if role == "outlive" { LONG } else { Duration::from_secs(2) });
             let error = store.get("never", timeout).unwrap_err();
             let is_in_time = began.elapsed() < timeout + Duration::from_secs(1);
-            // So that nobody waits for it.
+            // The test waits for the stopped process to end.
             if role == "outwait" {
                 kill_process(holder, Signal::KILL).unwrap();
             }
@@ -275,7 +275,7 @@ fn processes_share_a_store() {
 }
 
 #[test]
-fn a_killed_holder_ends_every_wait_and_is_named() {
+fn a_killed_server_ends_every_wait() {
     let outcomes = start("store outlive", free_port(), all(3)).outcomes();
     assert!(outcomes[0].contains("signal: 9"), "{outcomes:?}");
     for (rank, outcome) in outcomes.iter().enumerate().skip(1) {
@@ -285,7 +285,7 @@ fn a_killed_holder_ends_every_wait_and_is_named() {
 }
 
 #[test]
-fn a_stopped_holder_keeps_nobody_beyond_the_deadline() {
+fn requests_to_a_stopped_server_time_out() {
     let outcomes = start("store outwait", free_port(), all(2)).outcomes();
     assert!(outcomes[0].contains("signal: 9"), "{outcomes:?}");
     assert!(
@@ -295,7 +295,7 @@ fn a_stopped_holder_keeps_nobody_beyond_the_deadline() {
 }
 
 #[test]
-fn all_calls_of_a_round_count_in_rank_order() {
+fn group_store_applies_calls_in_rank_order() {
     local::run(4, |group| {
         let store = GroupStore::new(&group);
         let own = group.rank().to_string();
@@ -303,33 +303,33 @@ fn all_calls_of_a_round_count_in_rank_order() {
         store.set(&own, own.as_bytes()).unwrap();
         assert_eq!(store.get("same", Duration::ZERO).unwrap(), b"3");
         assert_eq!(store.get(&((group.rank() + 1) % 4).to_string(), Duration::ZERO).unwrap().len(), 1);
-        // Of those that want to be first, one is.
+        // Exactly one rank is first.
         let before = store.compare_set("first", None, own.as_bytes()).unwrap();
         assert_eq!(before.as_deref(), (group.rank() > 0).then_some(&b"0"[..]));
         let before = store.compare_set("first", Some(b"0"), own.as_bytes()).unwrap().unwrap();
         assert_eq!(before, if group.rank() < 2 { b"0" } else { b"1" });
-        assert_eq!(group.agree(&store.get("first", Duration::ZERO).unwrap()).unwrap(), Vec::<usize>::new());
+        assert_eq!(group.differing_ranks(&store.get("first", Duration::ZERO).unwrap()).unwrap(), Vec::<usize>::new());
     });
 }
 
 #[test]
-fn what_nobody_has_set_and_what_is_too_long_fail_on_their_rank_alone() {
+fn group_store_errors_stay_on_their_rank() {
     local::run(2, |group| {
         let store = GroupStore::new(&group);
         let error = store.get("never", Duration::from_secs(1000)).unwrap_err().to_string();
         let told = format!("rank {}: getting \"never\" in the store of the group \"world\"", group.rank());
-        assert!(error.starts_with(&told) && error.contains("nobody has set it"), "{error}");
-        let long = vec![0; MOST_VALUE * group.rank() + 1];
+        assert!(error.starts_with(&told) && error.contains("no rank has set it"), "{error}");
+        let long = vec![0; MAX_VALUE_LEN * group.rank() + 1];
         assert_eq!(store.set("long", &long).is_err(), group.rank() == 1);
         assert_eq!(store.get("long", Duration::ZERO).unwrap().len(), 1);
-        // The group is as it was.
+        // The group is still usable.
         group.barrier().wait().unwrap();
     });
 }
 
 #[test]
-fn a_group_of_one_has_a_store_as_well() {
-    let store = GroupStore::new(&ProcessGroup::alone(Duration::from_secs(60)).unwrap());
+fn a_group_of_one_has_a_store() {
+    let store = GroupStore::new(&ProcessGroup::single_rank(Duration::from_secs(60)).unwrap());
     store.set("a", b"b").unwrap();
     assert_eq!(store.get("a", Duration::ZERO).unwrap(), b"b");
 }

@@ -81,7 +81,7 @@ impl JobFile {
         let rank = |worker: &Worker| RankFile {
             rank: worker.rank,
             process: ProcessId::of(pid_of(worker.pid)),
-            board: worker.board.as_ref().map(fsdp_core::heartbeat::Board::path),
+            board: worker.board.as_ref().map(fsdp_core::heartbeat::StatusPage::path),
         };
         JobFile {
             world_size: place.world_size,

@@ -3,8 +3,8 @@
 use std::fmt;
 
 /// Bytes of the longest key and of the longest value, as the ranks are told.
-pub(super) const MOST_KEY: usize = 64;
-pub(super) const MOST_VALUE: usize = 4096;
+pub(super) const MAX_KEY_LEN: usize = 64;
+pub(super) const MAX_VALUE_LEN: usize = 4096;
 /// Bytes of the longest name of a space.
 const MOST_NAME: usize = 256;
 
@@ -64,7 +64,7 @@ impl fmt::Display for Answer {
                 write!(f, "cmd=response_to_init rc={} pmi_version=1 pmi_subversion=1", rc(*is_served))
             }
             Answer::Maxes => {
-                write!(f, "cmd=maxes rc=0 kvsname_max={MOST_NAME} keylen_max={MOST_KEY} vallen_max={MOST_VALUE}")
+                write!(f, "cmd=maxes rc=0 kvsname_max={MOST_NAME} keylen_max={MAX_KEY_LEN} vallen_max={MAX_VALUE_LEN}")
             }
             Answer::Appnum => f.write_str("cmd=appnum rc=0 appnum=0"),
             Answer::MyKvsname(name) => write!(f, "cmd=my_kvsname rc=0 kvsname={name}"),
@@ -115,8 +115,8 @@ fn command(line: &str) -> Result<Command, String> {
     let name = word(line, "cmd").filter(|_| line.starts_with("cmd=")).ok_or_else(|| unknown(line))?;
     let wanted = |name: &str| word(line, name).ok_or_else(|| format!("{:?}, which lacks {name}=", shortened(line)));
     let key = || match wanted("key")? {
-        key if (1..=MOST_KEY).contains(&key.len()) => Ok(key.to_owned()),
-        key => Err(format!("a key of {} bytes: 1 to {MOST_KEY} are allowed", key.len())),
+        key if (1..=MAX_KEY_LEN).contains(&key.len()) => Ok(key.to_owned()),
+        key => Err(format!("a key of {} bytes: 1 to {MAX_KEY_LEN} are allowed", key.len())),
     };
     Ok(match name {
         "init" => {
@@ -131,8 +131,8 @@ fn command(line: &str) -> Result<Command, String> {
             // The last word: it may have spaces.
             let (_, value) =
                 line.split_once(" value=").ok_or_else(|| format!("{:?} without value=", shortened(line)))?;
-            if value.len() > MOST_VALUE {
-                return Err(format!("a value of {} bytes: {MOST_VALUE} are allowed", value.len()));
+            if value.len() > MAX_VALUE_LEN {
+                return Err(format!("a value of {} bytes: {MAX_VALUE_LEN} are allowed", value.len()));
             }
             Command::Put { space: wanted("kvsname")?.to_owned(), key: key()?, value: value.to_owned() }
         }
@@ -209,8 +209,8 @@ mod tests {
 
     #[test]
     fn what_is_wrong_with_a_line_is_told() {
-        let long = format!("cmd=get kvsname=s key={}", "k".repeat(MOST_KEY + 1));
-        let much = format!("cmd=put kvsname=s key=k value={}", "v".repeat(MOST_VALUE + 1));
+        let long = format!("cmd=get kvsname=s key={}", "k".repeat(MAX_KEY_LEN + 1));
+        let much = format!("cmd=put kvsname=s key=k value={}", "v".repeat(MAX_VALUE_LEN + 1));
         for (line, part) in [
             ("", "no command of PMI-1"),
             ("hello world", "\"hello world\", which is no command"),

@@ -255,7 +255,7 @@ fn mapping(ranks_of_hosts: &[(usize, usize)]) -> Option<String> {
         block
     });
     let mapping = format!("(vector{})", blocks.collect::<String>());
-    (mapping.len() <= super::command::MOST_VALUE).then_some(mapping)
+    (mapping.len() <= super::command::MAX_VALUE_LEN).then_some(mapping)
 }
 
 #[cfg(test)]

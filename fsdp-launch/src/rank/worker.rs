@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-use fsdp_core::heartbeat::{Board, VARIABLE};
+use fsdp_core::heartbeat::{StatusPage, VARIABLE};
 use rustix::{
     io::Errno,
     process::{Pid, Signal, WaitOptions, WaitStatus, kill_process_group, test_kill_process_group, waitpgid, waitpid},
@@ -37,7 +37,7 @@ pub(crate) struct Worker {
     /// What had been sent to the rank when it ended.
     pub(crate) ended_after: Option<Request>,
     /// On which it tells how it is; none where the system refused the memory.
-    pub(crate) board: Option<Board>,
+    pub(crate) board: Option<StatusPage>,
     /// How long its heart had not beaten, if it was ended for that.
     pub(crate) silent_for: Option<Duration>,
     /// Where it was when something went wrong.
@@ -68,7 +68,7 @@ impl Worker {
         command.args(&spec.args).stdin(Stdio::null()).stdout(stdout).stderr(stderr);
         job.apply(local_rank, &mut command)?;
         command.env(orphans::MARK, job.launch_id);
-        let board = Board::new().inspect_err(|error| tracing::warn!("no heartbeats: {error}")).ok();
+        let board = StatusPage::new().inspect_err(|error| tracing::warn!("no heartbeats: {error}")).ok();
         match &board {
             Some(board) => command.env(VARIABLE, board.path()),
             // Of a launcher around us.
@@ -149,7 +149,7 @@ impl Worker {
     /// Notes where the rank is, unless that was noted before.
     pub(crate) fn note_whereabouts(&mut self) {
         if self.whereabouts.is_none() {
-            let told = self.board.as_ref().map(Board::snapshot).unwrap_or_default();
+            let told = self.board.as_ref().map(StatusPage::snapshot).unwrap_or_default();
             self.whereabouts = Some(Whereabouts::of(pid_of(self.pid), told));
         }
     }
@@ -185,7 +185,7 @@ impl Worker {
         if self.end.is_some() || self.sent != Some(Request::Terminate) {
             return;
         }
-        let told = self.board.as_ref().map(Board::snapshot).unwrap_or_default();
+        let told = self.board.as_ref().map(StatusPage::snapshot).unwrap_or_default();
         let own = ProcessInfo::of(pid_of(self.pid));
         let is_stopped = |process: ProcessInfo| process.state == ProcessState::Stopped;
         // A rank may be a script around the process that tells.

@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use fsdp_core::channel::{Channel, Key, bind, dial};
+use fsdp_core::channel::{self, Channel, Key, bind};
 
 use crate::{
     RendezvousSpec,
@@ -168,7 +168,7 @@ impl Agent {
 
     fn connect(&self) -> std::result::Result<Channel, Trouble> {
         let port = self.spec.port();
-        let stream = dial(&self.spec.endpoint.host, port, CONNECT).map_err(Trouble::Later)?;
+        let stream = channel::connect(&self.spec.endpoint.host, port, CONNECT).map_err(Trouble::Later)?;
         let key = self.key.clone().map_or_else(|| shared_at(port).map_err(no_token), Ok);
         key.and_then(|key| connect(stream, &key)).map_err(Trouble::Stranger)
     }

@@ -10,7 +10,7 @@ const PURPOSE: &str = "fsdp-launch rendezvous 3";
 
 /// The key of a token.
 pub(crate) fn key(token: &[u8]) -> Key {
-    Key::of(PURPOSE, token)
+    Key::derive(PURPOSE, token)
 }
 
 /// The side that connects.

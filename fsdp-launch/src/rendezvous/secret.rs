@@ -2,7 +2,7 @@
 
 use std::{fmt, io};
 
-use fsdp_core::channel::random;
+use fsdp_core::channel::random_secret;
 use serde::{Deserialize, Serialize};
 
 /// A secret that the coordinator makes up, which launchers pass to their ranks in the environment and nowhere else.
@@ -12,7 +12,7 @@ pub(crate) struct Secret(String);
 impl Secret {
     /// A new one.
     pub(crate) fn new() -> io::Result<Self> {
-        Ok(Secret(hex(&random()?)))
+        Ok(Secret(hex(&random_secret()?)))
     }
 
     /// The text for ranks; none where there is nothing to be kept.
@@ -23,7 +23,7 @@ impl Secret {
 
 /// An id that no other run has.
 pub(crate) fn new_id() -> io::Result<String> {
-    Ok(hex(&random()?[..8]))
+    Ok(hex(&random_secret()?[..8]))
 }
 
 fn hex(bytes: &[u8]) -> String {

@@ -7,7 +7,7 @@ use std::{
     thread,
 };
 
-use fsdp_core::channel::{Channel, Guest, Host, Key, Listener};
+use fsdp_core::channel::{Accepted, Channel, Handler, Key, Listener};
 
 use crate::rendezvous::{
     channel::receive,
@@ -40,13 +40,13 @@ struct Server {
     keep_alive: KeepAlive,
 }
 
-impl Host for Server {
+impl Handler for Server {
     fn refused(&self, from: IpAddr, why: &io::Error) {
         tracing::warn!("refused {from}: {why} (--rdzv-token-file), or is no fsdp-launch");
     }
 
-    fn serve(&self, guest: Guest) -> io::Result<()> {
-        let Guest { channel: Channel { mut reader, writer }, first, from } = guest;
+    fn serve(&self, guest: Accepted) -> io::Result<()> {
+        let Accepted { channel: Channel { mut reader, writer }, first, from } = guest;
         let FromAgent::Join(mut member) = serde_json::from_slice(&first)? else {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "its first message is not that it joins"));
         };

@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use fsdp_core::channel::{Key, LEAST_SECRET, random};
+use fsdp_core::channel::{Key, MIN_SECRET_LEN, random_secret};
 
 use crate::{Error, Result, rendezvous::channel::key};
 
@@ -29,8 +29,8 @@ pub(crate) fn read(path: &Path) -> Result<Key> {
     }
     file.take(LONGEST).read_to_end(&mut text).map_err(|error| failed(format!("it can't be read: {error}")))?;
     let token = text.trim_ascii();
-    if token.len() < LEAST_SECRET {
-        return Err(failed(format!("it holds {} bytes, a token has at least {LEAST_SECRET}", token.len())));
+    if token.len() < MIN_SECRET_LEN {
+        return Err(failed(format!("it holds {} bytes, a token has at least {MIN_SECRET_LEN}", token.len())));
     }
     if meta.mode() & 0o004 != 0 {
         tracing::warn!("everybody on this host can read the token in {path:?}: chmod 600 closes it");
@@ -40,7 +40,7 @@ pub(crate) fn read(path: &Path) -> Result<Key> {
 
 /// A new one for the agents of this user on this host that meet at `port`; it goes when the returned file does.
 pub(crate) fn make_for(port: u16) -> io::Result<(Key, Shared)> {
-    let bytes = random()?;
+    let bytes = random_secret()?;
     let path = shared_path(port)?;
     let dir = path.parent().unwrap_or(Path::new("/"));
     // One launcher at a time: what another is making is not stale, nor what it puts in the place of something

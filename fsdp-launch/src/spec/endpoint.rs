@@ -50,7 +50,7 @@ impl fmt::Display for Endpoint {
 impl Endpoint {
     /// It is an address of this host.
     pub(crate) fn is_here(&self) -> bool {
-        channel::is_here(&self.host)
+        channel::is_local(&self.host)
     }
 
     /// Other hosts have no way to it.

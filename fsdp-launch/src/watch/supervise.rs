@@ -246,7 +246,7 @@ impl Shutdown<'_> {
         let place = job.place;
         let (world_size, run_id, attempt) = (place.world_size, place.run_id.clone(), place.attempt);
         let ended = RankEnv { rank, world_size, run_id, attempt, ..RankEnv::single() };
-        self.workers.iter().filter_map(|worker| worker.board.as_ref()).for_each(|board| board.tell_ended(&ended));
+        self.workers.iter().filter_map(|worker| worker.board.as_ref()).for_each(|board| board.record_exit(&ended));
     }
 
     /// The others have had their time to end by themselves.

@@ -3,6 +3,7 @@
 //! The crate depends on fsdp-core only, so that the tests of fsdp-core and fsdp-launch do not compile Candle.
 
 pub mod combinations;
+pub mod conformance;
 pub mod leftovers;
 pub mod tolerance;
 pub mod trace;

@@ -9,7 +9,7 @@ use fsdp_candle::{
     ShardedOptimizer, ShardedVarMap, ValuesOf, World, load_model, load_optimizer, model_tensors, optimizer_tensors,
     optimizer_values,
 };
-use fsdp_ckpt::{AsyncSaver, LoadOptions, MODEL, SaveOptions, SaveState, TensorSource, WhenBusy, shown};
+use fsdp_ckpt::{AsyncSaver, LoadOptions, MODEL, SaveOptions, SaveState, TensorSource, WhenBusy, escape};
 use fsdp_examples::console::Console;
 
 use crate::agree::{Finding, worst};
@@ -175,7 +175,7 @@ impl<'a> Checkpoints<'a> {
         }
         loss_scale.resume(source)?;
         if !loaded.unexpected.is_empty() {
-            let names = shown(loaded.unexpected.join(", "));
+            let names = escape(loaded.unexpected.join(", "));
             about.push_str(&format!("\nnot loaded, the model has no such parameters: {names}"));
         }
         Ok((Done::of(source, self.sequences_per_step)?, about))

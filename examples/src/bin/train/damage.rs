@@ -38,11 +38,11 @@ pub(crate) fn set_aside(hosts: &Hosts, path: &Path, why: &str) -> anyhow::Result
 pub(crate) fn check_something_is_left(dir: &Path, found: &Survey) -> anyhow::Result<()> {
     let was_step = |path: &Path| {
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        step_of(fsdp_ckpt::name_before_aside(name).unwrap_or(name)).is_some()
+        step_of(fsdp_ckpt::name_before_quarantine(name).unwrap_or(name)).is_some()
     };
     let unusable =
         found.skipped.iter().map(|(path, error)| (path, format!("{}: {}", path.display(), error.with_causes())));
-    let aside = found.set_aside.iter().map(|path| (path, format!("{}: set aside", path.display())));
+    let aside = found.quarantined.iter().map(|path| (path, format!("{}: set aside", path.display())));
     let links = found.links.iter().map(|(path, target)| {
         let why = if target.exists() { "which has a name of its own" } else { "which is not there" };
         (path, format!("{}: a link to {}, {why}", path.display(), target.display()))

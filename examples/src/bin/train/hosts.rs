@@ -83,7 +83,7 @@ impl Hosts {
 
     /// This rank's number among those that read the same files, and how many they are.
     pub(crate) fn readers(&self, world: &World) -> (usize, usize) {
-        self.dirs.as_ref().map_or((world.rank(), world.size()), HostDirs::place)
+        self.dirs.as_ref().map_or((world.rank(), world.size()), HostDirs::local_rank_and_size)
     }
 
     pub(crate) fn check_writable(&self, dir: &Path, world: &World) -> Result<()> {
@@ -109,7 +109,7 @@ impl Hosts {
     }
 
     pub(crate) fn set_aside(&self, path: &Path) -> Result<Option<PathBuf>> {
-        self.dirs.as_ref().map_or_else(|| fsdp_ckpt::set_aside(path), |dirs| dirs.set_aside(path))
+        self.dirs.as_ref().map_or_else(|| fsdp_ckpt::quarantine(path), |dirs| dirs.quarantine(path))
     }
 
     /// Leaves `newest` and `keep - 1` others in `dir`, everywhere. Collective.

@@ -102,7 +102,7 @@ fn check(args: &Args, hosts: &Hosts, world: &World) -> anyhow::Result<Found> {
         (Resume::Auto, Some(dir)) => {
             let found = hosts.survey(dir)?;
             if world.rank() == 0 {
-                found.warn_of_links();
+                found.warn_about_links();
             }
             damage::check_something_is_left(dir, &found)?;
             damage::check_no_newer_is_whole(&found)?;

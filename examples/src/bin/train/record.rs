@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::Context;
 use fsdp_candle::ShardedOptimizer;
-use fsdp_ckpt::{TensorSource, shown};
+use fsdp_ckpt::{TensorSource, escape};
 use fsdp_examples::data::Batches;
 use fsdp_examples::models::{Dropout, ModelConfig};
 use fsdp_examples::schedule::LrSchedule;
@@ -158,7 +158,7 @@ impl Record {
             if was == is || (name.starts_with(HYPER) && [was, is].contains(&NOT_GIVEN)) {
                 continue;
             }
-            let line = format!("{}: it was {}, and is {}", shown(name), saved.told(name, was), self.told(name, is));
+            let line = format!("{}: it was {}, and is {}", escape(name), saved.told(name, was), self.told(name, is));
             let is_fixed = [self, saved].iter().any(|record| record.fixed.contains_key(name));
             if is_fixed { &mut changes.refused } else { &mut changes.said }.push(line);
         }
@@ -172,7 +172,7 @@ impl Record {
     /// Formats a value with its explanation.
     fn told(&self, name: &str, value: &str) -> String {
         let beside = self.beside.get(name).map_or(String::new(), |beside| format!(" ({beside})"));
-        shown(format!("{value}{beside}")).to_string()
+        escape(format!("{value}{beside}")).to_string()
     }
 }
 

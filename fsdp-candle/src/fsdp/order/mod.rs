@@ -395,9 +395,7 @@ impl Order {
     fn end_uses_beside(&mut self, unit: Option<usize>, actions: &mut Vec<Action>) {
         let enclosing = unit.map_or(&[][..], |unit| self.units[unit].enclosing.as_slice());
         let mut ended = vec![];
-        while let Some(frame) =
-            self.step.frames.pop_if(|frame| frame.is_use() && !enclosing.contains(&frame.unit))
-        {
+        while let Some(frame) = self.step.frames.pop_if(|frame| frame.is_use() && !enclosing.contains(&frame.unit)) {
             ended.push(frame);
         }
         for Frame { unit, pass, graph, .. } in ended {
@@ -547,8 +545,7 @@ impl Order {
     /// Backward has passed everything between a unit's inputs and outputs.
     pub(crate) fn post_backward(&self, unit: usize) -> Option<Action> {
         // Frozen parameters have no hook of their own. A plan knows by itself when a visit is over.
-        (self.units[unit].settings.reshard_after_backward && !self.is_planned())
-            .then_some(Action::ReshardFrozen(unit))
+        (self.units[unit].settings.reshard_after_backward && !self.is_planned()).then_some(Action::ReshardFrozen(unit))
     }
 
     /// The gradient of a parameter is complete. Also returns whether its values are not needed again.

@@ -29,8 +29,8 @@ impl Kernels for Cpu {
         memory::buffer(storage)
     }
 
-    fn poison(&self) -> Result<Storage> {
-        Ok(memory::poison())
+    fn freed_storage(&self) -> Result<Storage> {
+        Ok(memory::freed_storage())
     }
 
     fn slice<'a>(&self, storage: &'a Storage, elements: Range<usize>) -> Result<Slice<'a>> {

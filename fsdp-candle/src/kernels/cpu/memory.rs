@@ -38,7 +38,7 @@ pub(super) fn buffer(storage: Storage) -> Option<Buffer> {
     }
 }
 
-pub(super) fn poison() -> Storage {
+pub(super) fn freed_storage() -> Storage {
     Storage::Cpu(CpuStorage::F4(vec![]))
 }
 

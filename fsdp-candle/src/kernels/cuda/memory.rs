@@ -49,7 +49,7 @@ pub(super) fn buffer(storage: Storage) -> Option<Buffer> {
     Some(Buffer::Cuda(memory))
 }
 
-pub(super) fn poison(cuda: &Cuda) -> Result<Storage> {
+pub(super) fn freed_storage(cuda: &Cuda) -> Result<Storage> {
     let nothing = cuda.stream.null::<u8>();
     let nothing = nothing.map_err(|error| Error::Core(failed(&cuda.stream, "taking memory away", &error)))?;
     Ok(Storage::Cuda(CudaStorage { slice: CudaStorageSlice::F4(nothing), device: cuda.device.clone() }))

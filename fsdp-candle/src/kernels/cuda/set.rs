@@ -29,8 +29,8 @@ impl Kernels for Cuda {
         memory::buffer(storage)
     }
 
-    fn poison(&self) -> Result<Storage> {
-        memory::poison(self)
+    fn freed_storage(&self) -> Result<Storage> {
+        memory::freed_storage(self)
     }
 
     fn slice<'a>(&self, storage: &'a Storage, elements: Range<usize>) -> Result<Slice<'a>> {

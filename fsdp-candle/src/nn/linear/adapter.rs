@@ -22,7 +22,7 @@ impl Adapter {
     /// The adapter that the map of this weight, `[out, in]` or `[in, out]`, asks for, if it does.
     pub(super) fn wanted(weight: &Tensor, in_out: bool, vb: VarBuilder) -> Result<Option<Self>> {
         let Some(param) = FsdpParam::of(weight) else { return Ok(None) };
-        let Some(config) = param.adapter() else { return Ok(None) };
+        let Some(config) = param.spec.adapter else { return Ok(None) };
         let (rows, columns) = param.shape().dims2()?;
         let (inputs, outputs) = if in_out { (rows, columns) } else { (columns, rows) };
         Adapter::new(inputs, outputs, config, vb).map(Some)

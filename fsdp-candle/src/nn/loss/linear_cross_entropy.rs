@@ -215,7 +215,7 @@ impl CustomOp2 for Head {
         let d_hidden = tensor(d_hidden, hidden.shape(), hidden.dtype())?;
         Ok((
             match &self.shared {
-                Some(shared) => shared.leave(d_hidden)?,
+                Some(shared) => shared.add_gradient(d_hidden)?,
                 None => Some(d_hidden),
             },
             dw,

@@ -19,7 +19,7 @@ fn any_layout_becomes_any_other_and_the_full_tensor() {
                     for to in all.iter().skip(at % step).step_by(step) {
                         match tensor.redistribute(to) {
                             Ok(moved) => assert_is(&moved, &full, &format!("{tensor:?} to {moved:?}")),
-                            Err(error) => assert!(error.to_string().contains("a shard is no term"), "{error}"),
+                            Err(error) => assert!(error.to_string().contains("a shard is not a term"), "{error}"),
                         }
                     }
                 }
@@ -43,7 +43,7 @@ fn the_data_is_that_of_the_rank_that_is_named() {
             assert!(values(own.to_local()).iter().all(|&value| value == mesh.rank() as f64));
         }
         let text = error(distribute_tensor_from(&mine, mesh, &[Shard(0), Shard(0)], Some(4)));
-        assert!(text.contains("rank 4 is outside mesh (a: 2, b: 2), whose ranks are 0..4"), "{text}");
+        assert!(text.contains("rank 4 is outside mesh (a: 2, b: 2) of ranks 0..4"), "{text}");
     });
 }
 
@@ -103,8 +103,8 @@ fn bad_arguments_are_refused_before_any_communication() {
                  have [2, 3]",
             ),
             (error(DTensor::from_local(&local(2), (3, 3), mesh, &[Shard(2)])), "no dimension 2"),
-            (error(distribute_tensor(&local(3), mesh, &[Shard(0); 2])), "there are 2 placements"),
-            (error(tensor.redistribute(&[])), "there are 0 placements"),
+            (error(distribute_tensor(&local(3), mesh, &[Shard(0); 2])), "found 2 placements"),
+            (error(tensor.redistribute(&[])), "found 0 placements"),
             (error(tensor.redistribute(&[SUM])), "from S(0) to P(sum)"),
         ] {
             assert!(text.contains(part), "{text}");

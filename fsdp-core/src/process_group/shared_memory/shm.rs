@@ -4,15 +4,18 @@
 use std::sync::Arc;
 
 use super::{
-    super::{backend::Backend, group::ProcessGroup, membership::Membership, options::Options, roll::Roll},
-    engine::SharedMemory,
-    meet::Meet,
+    super::{
+        backend::Backend,
+        group::ProcessGroup,
+        options::{Membership, Options},
+        waiting_ranks::Roll,
+    },
+    engine::{Meet, SharedMemory},
+    peer_monitor::Watch,
     rendezvous::{self, Meeting},
-    segment::{Port, Segment},
-    shape::Shape,
-    watch::Watch,
+    segment::{Port, Segment, Shape},
 };
-use crate::{Error, RankEnv, Result, heartbeat::Peers};
+use crate::{Error, RankEnv, Result, heartbeat::PeerExits};
 
 /// The most ranks of a group.
 pub(in super::super) const MOST_RANKS: usize = rendezvous::MOST_RANKS;
@@ -22,7 +25,7 @@ pub(in super::super) const MOST_RANKS: usize = rendezvous::MOST_RANKS;
 struct Processes {
     env: RankEnv,
     chunk_bytes: usize,
-    peers: Arc<Peers>,
+    peers: Arc<PeerExits>,
 }
 
 impl Meet for Processes {
@@ -39,7 +42,7 @@ impl Meet for Processes {
             group,
             all_well,
             // In the groups within it each rank watches the others' processes.
-            has_ended: &|rank| group.is_world() && self.peers.has_ended(rank),
+            has_ended: &|rank| group.is_world() && self.peers.has_exited(rank),
         };
         let met = rendezvous::meet(&meeting, self.chunk_bytes as u64, || {
             Segment::file(Shape::new(group.size, self.chunk_bytes)).map_err(os)
@@ -92,10 +95,11 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
         });
     }
     if env.world_size == 1 {
-        return ProcessGroup::alone(options.timeout);
+        return ProcessGroup::single_rank(options.timeout);
     }
     let world = Membership::world(env.rank, env.world_size, options.timeout);
-    let processes = Processes { env: env.clone(), chunk_bytes: options.chunk_bytes, peers: Arc::new(Peers::of(env)) };
+    let processes =
+        Processes { env: env.clone(), chunk_bytes: options.chunk_bytes, peers: Arc::new(PeerExits::open(env)) };
     let roll = Roll::enter(env, "shm");
     let all_well = || match roll.in_vain() {
         Some(message) => Err(Error::Rendezvous { rank: env.rank, message }),
@@ -113,6 +117,6 @@ pub(in super::super) fn join(
     group: &Membership,
     all_well: &dyn Fn() -> Result<()>,
 ) -> Result<Box<dyn Backend>> {
-    let processes = Processes { env: env.clone(), chunk_bytes, peers: Arc::new(Peers::of(env)) };
+    let processes = Processes { env: env.clone(), chunk_bytes, peers: Arc::new(PeerExits::open(env)) };
     Ok(Box::new(SharedMemory::join(Box::new(processes), group, all_well)?))
 }

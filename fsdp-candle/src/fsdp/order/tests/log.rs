@@ -1,18 +1,11 @@
-//! What ranks issue and wait for.
+//! The collectives that simulated ranks issue and wait for. Collectives of one hop run in the order in which they are
+//! issued, as those of one process group do.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
-use crate::fsdp::collectives::InFlight;
-
-/// Where collectives queue: those of one process group run in the order in which they are issued.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Queue {
-    Shards,
-    Replicas,
-    TensorParallel,
-}
+use crate::fsdp::collectives::{Hop, InFlight};
 
 /// A collective of a unit: which of its parameters it is for.
 pub(super) type Collective = (&'static str, usize, BTreeSet<usize>);
@@ -20,15 +13,15 @@ pub(super) type Collective = (&'static str, usize, BTreeSet<usize>);
 /// What one rank has issued, and what it has waited for between.
 #[derive(Default)]
 pub(super) struct Log {
-    pub(super) queues: BTreeMap<Queue, Vec<Collective>>,
+    pub(super) queues: BTreeMap<Hop, Vec<Collective>>,
     /// In the order of the program: a queue and a position there, issued or waited for.
-    pub(super) steps: Vec<(bool, Queue, usize)>,
+    pub(super) steps: Vec<(bool, Hop, usize)>,
     /// How many reductions over the shard ranks are in flight.
     pub(super) reducing: usize,
 }
 
 impl Log {
-    pub(super) fn issue(&mut self, queue: Queue, collective: Collective) -> (Queue, usize) {
+    pub(super) fn issue(&mut self, queue: Hop, collective: Collective) -> (Hop, usize) {
         let issued = self.queues.entry(queue).or_default();
         self.reducing += usize::from(collective.0 == "reduce");
         issued.push(collective);
@@ -37,7 +30,7 @@ impl Log {
         at
     }
 
-    pub(super) fn wait(&mut self, at: (Queue, usize)) {
+    pub(super) fn wait(&mut self, at: (Hop, usize)) {
         self.reducing -= usize::from(self.queues[&at.0][at.1].0 == "reduce");
         self.steps.push((false, at.0, at.1));
     }
@@ -46,7 +39,7 @@ impl Log {
 /// A reduction in flight.
 pub(super) struct Reducing {
     pub(super) log: Rc<RefCell<Log>>,
-    pub(super) at: (Queue, usize),
+    pub(super) at: (Hop, usize),
     pub(super) unit: usize,
     pub(super) params: BTreeSet<usize>,
     pub(super) replicated: bool,
@@ -54,19 +47,15 @@ pub(super) struct Reducing {
 }
 
 impl InFlight for Reducing {
-    fn hop(&self) -> usize {
-        match self.at.0 {
-            Queue::Shards => 0,
-            Queue::Replicas => 1,
-            Queue::TensorParallel => 2,
-        }
+    fn hop(&self) -> Hop {
+        self.at.0
     }
 
     fn advance(self) -> candle_core::Result<Option<Self>> {
         self.log.borrow_mut().wait(self.at);
         let next = match self.hop() {
-            0 if self.replicated => Queue::Replicas,
-            0 | 1 if self.partial => Queue::TensorParallel,
+            Hop::Shards if self.replicated => Hop::Replicas,
+            Hop::Shards | Hop::Replicas if self.partial => Hop::TensorParallel,
             _ => return Ok(None),
         };
         let at = self.log.borrow_mut().issue(next, ("all-reduce", self.unit, self.params.clone()));
@@ -79,7 +68,7 @@ impl InFlight for Reducing {
 /// Runs ranks against each other: a collective is over when all have issued it and those before it in its queue.
 pub(super) fn assert_no_rank_waits_for_ever(logs: &[Rc<RefCell<Log>>]) {
     let mut at = vec![0; logs.len()];
-    let mut issued: Vec<BTreeMap<Queue, usize>> = vec![BTreeMap::new(); logs.len()];
+    let mut issued: Vec<BTreeMap<Hop, usize>> = vec![BTreeMap::new(); logs.len()];
     loop {
         let mut moved = false;
         for rank in 0..logs.len() {

@@ -10,7 +10,6 @@ use std::rc::Rc;
 use proptest::prelude::*;
 
 use super::*;
-use crate::fsdp::policy::ReshardAfterForward::Default;
 use log::{Log, assert_alike};
 use model::{Model, Tape};
 use rank::Rank;
@@ -104,9 +103,18 @@ fn forward(order: &mut Order, root: usize) -> Vec<Action> {
 
 #[test]
 fn a_step_of_a_chain() {
-    use Action::{WaitForUnshard, Reshard, ReshardParam, Unshard};
+    use Action::{Reshard, ReshardParam, Unshard, WaitForUnshard};
     let (mut order, root) = chain(2);
-    let first = [Unshard(2), WaitForUnshard(2), Unshard(0), WaitForUnshard(0), Reshard(0), Unshard(1), WaitForUnshard(1), Reshard(1)];
+    let first = [
+        Unshard(2),
+        WaitForUnshard(2),
+        Unshard(0),
+        WaitForUnshard(0),
+        Reshard(0),
+        Unshard(1),
+        WaitForUnshard(1),
+        Reshard(1),
+    ];
     assert_eq!(forward(&mut order, root), first);
     order.begin_backward().unwrap();
     assert_eq!(order.pre_forward(0, true).unwrap_err(), OrderError::InBackward);
@@ -122,7 +130,18 @@ fn a_step_of_a_chain() {
     order.end_backward();
     assert_eq!(order.pre_backward(0, None).unwrap_err(), OrderError::NoBackward);
     // The next step knows who follows whom.
-    let next = [Unshard(2), WaitForUnshard(2), Unshard(0), Unshard(0), WaitForUnshard(0), Unshard(1), Reshard(0), Unshard(1), WaitForUnshard(1), Reshard(1)];
+    let next = [
+        Unshard(2),
+        WaitForUnshard(2),
+        Unshard(0),
+        Unshard(0),
+        WaitForUnshard(0),
+        Unshard(1),
+        Reshard(0),
+        Unshard(1),
+        WaitForUnshard(1),
+        Reshard(1),
+    ];
     assert_eq!(forward(&mut order, root), next);
     // Without a backward, the next forward frees what it left.
     let (_, actions) = order.pre_forward(root, true).unwrap();
@@ -131,7 +150,7 @@ fn a_step_of_a_chain() {
 
 #[test]
 fn what_some_rank_comes_to_all_ranks_gather_and_reduce() {
-    use Action::{WaitForUnshard, Reshard, Unshard, Reduce};
+    use Action::{Reduce, Reshard, Unshard, WaitForUnshard};
     let (mut order, root) = chain(3);
     order.settings.fixed_order = true;
     forward(&mut order, root);
@@ -139,7 +158,17 @@ fn what_some_rank_comes_to_all_ranks_gather_and_reduce() {
     // This rank comes to block 0 alone, another one to blocks 2 and 1; the root has no hook.
     order.plan_units(&[3, 2, 1, 0], &[0, 1, 2, 3]);
     assert_eq!(order.root_pre_backward().1, [Unshard(3), Unshard(2), WaitForUnshard(3)]);
-    let between = [Reduce(3), Reshard(3), Unshard(1), Reduce(2), Reshard(2), Unshard(0), Reduce(1), Reshard(1), WaitForUnshard(0)];
+    let between = [
+        Reduce(3),
+        Reshard(3),
+        Unshard(1),
+        Reduce(2),
+        Reshard(2),
+        Unshard(0),
+        Reduce(1),
+        Reshard(1),
+        WaitForUnshard(0),
+    ];
     assert_eq!(order.pre_backward(0, None).unwrap(), between);
     assert_eq!(order.root_post_backward(), [Reduce(0), Reshard(0), Reshard(0), Reshard(1), Reshard(2), Reshard(3)]);
 }

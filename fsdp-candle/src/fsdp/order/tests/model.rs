@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeSet, VecDeque};
 
-use crate::fsdp::policy::ReshardAfterForward::{Always, Default, Never, To};
 use crate::fsdp::order::UnitInfo;
+use crate::fsdp::policy::ReshardAfterForward::{Always, Default, Never, To};
 use crate::fsdp::settings::{ModelSettings, UnitSettings};
 
 /// A unit: one `fully_shard` call's, or one by name.
@@ -80,8 +80,7 @@ impl Tape {
             for _ in 0..by_name {
                 let mut unit = self.unit();
                 let mut chain = vec![called];
-                chain
-                    .extend(units.last().filter(|last| last.info.by_name_in == Some(called)).map(|_| units.len() - 1));
+                chain.extend(units.last().filter(|last| last.info.by_name_in == Some(called)).map(|_| units.len() - 1));
                 while let Some(around) = chain.last().and_then(|&at| units.get(at)?.parent).filter(|at| *at != called) {
                     chain.push(around);
                 }

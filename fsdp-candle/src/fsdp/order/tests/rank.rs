@@ -4,10 +4,10 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
-use super::log::{Log, Queue, Reducing};
+use super::log::{Log, Reducing};
 use super::model::{Call, Iteration, Model, Unit, count, may_skip, reach};
 use crate::autograd::next_number;
-use crate::fsdp::collectives::ReductionQueue;
+use crate::fsdp::collectives::{Hop, ReductionQueue};
 use crate::fsdp::order::plan::Reach;
 use crate::fsdp::order::{Action, Order};
 use crate::fsdp::policy::ReshardAfterForward::Never;
@@ -28,7 +28,7 @@ pub(super) type Forwards<'a> = Vec<(&'a Call, BTreeMap<Vec<usize>, Made>)>;
 pub(super) type Reached = BTreeSet<(usize, Vec<usize>)>;
 
 /// An all-gather in flight: the parameters, and where it is queued.
-type Pending = (BTreeSet<usize>, (Queue, usize));
+type Pending = (BTreeSet<usize>, (Hop, usize));
 
 /// A rank of a made-up world.
 pub(super) struct Rank<'a> {
@@ -136,7 +136,7 @@ impl<'a> Rank<'a> {
                     (0..self.model.units[unit].params.len()).filter(|param| !done(param)).collect();
                 if self.pending[unit].is_none() && !missing.is_empty() {
                     self.gather_shards(unit);
-                    let at = self.log.borrow_mut().issue(Queue::Shards, ("gather", unit, missing.clone()));
+                    let at = self.log.borrow_mut().issue(Hop::Shards, ("gather", unit, missing.clone()));
                     self.pending[unit] = Some((missing, at));
                 }
                 if action == Action::WaitForUnshard(unit) {
@@ -164,7 +164,7 @@ impl<'a> Rank<'a> {
     /// Gathers the unit's shards over replicas that hold parts of them.
     pub(super) fn gather_shards(&mut self, unit: usize) {
         if self.model.divided && !std::mem::replace(&mut self.shards[unit], true) {
-            let at = self.log.borrow_mut().issue(Queue::Replicas, ("shards", unit, BTreeSet::new()));
+            let at = self.log.borrow_mut().issue(Hop::Replicas, ("shards", unit, BTreeSet::new()));
             self.log.borrow_mut().wait(at);
         }
     }
@@ -182,7 +182,7 @@ impl<'a> Rank<'a> {
             params = all.filter(|(_, trainable)| **trainable).map(|(param, _)| param).collect();
         }
         if !params.is_empty() {
-            let at = self.log.borrow_mut().issue(Queue::Shards, ("reduce", unit, params.clone()));
+            let at = self.log.borrow_mut().issue(Hop::Shards, ("reduce", unit, params.clone()));
             let log = self.log.clone();
             let Model { replicated, partial, .. } = *self.model;
             self.reductions.add(vec![Reducing { log, at, unit, params, replicated, partial }]);
@@ -236,10 +236,9 @@ impl<'a> Rank<'a> {
     }
 
     fn has_lists(&self) -> bool {
-        self.model
-            .units
-            .iter()
-            .any(|unit| !(unit.info.settings.forward_prefetch.is_empty() && unit.info.settings.backward_prefetch.is_empty()))
+        self.model.units.iter().any(|unit| {
+            !(unit.info.settings.forward_prefetch.is_empty() && unit.info.settings.backward_prefetch.is_empty())
+        })
     }
 
     /// What the schedule does after a failure.
@@ -371,7 +370,8 @@ impl Rank<'_> {
                 actions = &actions[1..];
                 continue;
             }
-            let begins = matches!((first, actions.get(1)), (Action::Unshard(a), Some(Action::WaitForUnshard(b))) if a == b);
+            let begins =
+                matches!((first, actions.get(1)), (Action::Unshard(a), Some(Action::WaitForUnshard(b))) if a == b);
             let (now, rest) = actions.split_at(1 + usize::from(begins));
             self.note_by_name(now);
             match (begins, first) {
@@ -560,11 +560,7 @@ impl Walk {
 
 impl Rank<'_> {
     /// Begins a backward; returns where it comes to each unit, where ranks may differ.
-    pub(super) fn backward_begins(
-        &mut self,
-        forwards: &Forwards<'_>,
-        reached: &Reached,
-    ) -> Vec<Option<Reach>> {
+    pub(super) fn backward_begins(&mut self, forwards: &Forwards<'_>, reached: &Reached) -> Vec<Option<Reach>> {
         self.order.begin_backward().unwrap();
         self.complete.iter_mut().for_each(BTreeSet::clear);
         let walk = Walk::of(forwards, reached);
@@ -579,13 +575,7 @@ impl Rank<'_> {
     }
 
     /// Runs a backward over the calls that `reached` has, in reverse. `again` is true after the first.
-    pub(super) fn backward(
-        &mut self,
-        forwards: &Forwards<'_>,
-        reached: &Reached,
-        is_last: bool,
-        again: bool,
-    ) {
+    pub(super) fn backward(&mut self, forwards: &Forwards<'_>, reached: &Reached, is_last: bool, again: bool) {
         if let Err(Failed) = self.try_backward(forwards, reached, is_last, again) {
             self.forget();
         }
