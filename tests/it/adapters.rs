@@ -76,10 +76,10 @@ fn what_means_nothing_is_refused_by_name() {
     for (more, expected) in [
         ("--lora-rank 2 --lora-targets q_proj,qproj", &["`qproj`", "model.layers.*.self_attn.q_proj"][..]),
         ("--lora-rank 2 --lora-targets norm", &["`norm` means no fully connected layer"]),
-        ("--lora-rank 2 --lora-targets a[", &["--lora-targets", "`a[` is no pattern of names"]),
+        ("--lora-rank 2 --lora-targets a[", &["--lora-targets", "`a[` is not a valid pattern of names"]),
         ("--lora-from none", &["--lora-from none", "adapter_config.json"]),
         ("--no-decay scale", &["--no-decay: `scale` means no parameter that is trained"]),
-        ("--no-decay **x", &["--no-decay", "`**x` is no pattern of names"]),
+        ("--no-decay **x", &["--no-decay", "`**x` is not a valid pattern of names"]),
     ] {
         let mut args = golden_flags_of("llama_tiny", 1);
         args.extend(more.split_whitespace().map(String::from));

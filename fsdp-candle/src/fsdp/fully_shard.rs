@@ -236,7 +236,7 @@ impl FullyShard {
         self
     }
 
-    /// Sets the choice of what the all-gather of each parameter sends.
+    /// Sets the extension of each parameter, which encodes the shards that the all-gather sends.
     pub fn all_gather_extension(
         mut self,
         choose: impl Fn(&str) -> Option<Arc<dyn AllGatherExtension>> + Send + Sync + 'static,
@@ -246,8 +246,8 @@ impl FullyShard {
     }
 }
 
-/// Builds a module with `build`, and makes a unit of the parameters that it asks `vb` for, except for those of units
-/// inside it. Apply it bottom-up, as PyTorch's `fully_shard`. To make one unit of several modules, build a tuple of them
+/// Builds a module with `build`, and makes a unit of the parameters that it asks `vb` for, except for parameters of
+/// units inside it. Apply it bottom-up, as PyTorch's `fully_shard`. To make one unit of several modules, build a tuple of them
 /// and split it with [`FsdpModule::into_parts`].
 ///
 /// As on PyTorch's meta device, each rank allocates its shards only. The tensors that layers hold have no memory until

@@ -48,7 +48,7 @@
 //! forward and in backward: the first use unshards the unit and prefetches the next one, by the same state machine. A
 //! parameter whose layer runs no such hook is unmanaged, and stays in the enclosing unit.
 //!
-//! [Note: What bounds memory]
+//! [Note: Bound on memory]
 //!
 //! - A gradient buffer exists from the first use of a parameter in backward to its reduce-scatter. A full parameter
 //!   exists from its unit's pre-forward or pre-backward hook to the end of that forward, or to the anchor's backward.
@@ -60,7 +60,7 @@
 //! - Values that a forward unsharded and no backward freed are dropped when the next root forward begins, since an
 //!   optimizer may have stepped.
 //!
-//! [Note: Which thread may wait for what]
+//! [Note: Threads and waits]
 //!
 //! - Hooks run on the thread that computes, which waits for collectives. The process groups' threads never wait for it.
 //! - One thread at a time unshards or reshards a unit, and waits for others with the groups' timeout (`UnshardLock`).
@@ -68,7 +68,7 @@
 //!   allocators, initializers). Locks are taken in the order units, settings, order.
 //! - Units issue collectives in an order that follows from the graph and from counts, never from time. `order` decides
 //!   it, and its notes say why it is the same on every rank.
-//! - Everything between `backward` and the next forward can be dropped: `reset_iter_state` waits for what is pending.
+//! - Everything between `backward` and the next forward can be dropped: `reset_iter_state` waits for pending collectives.
 
 mod collectives;
 mod comm;

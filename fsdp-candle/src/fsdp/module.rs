@@ -26,7 +26,7 @@ pub struct FsdpModule<M> {
     inner: M,
     pub(crate) group: Arc<ParamGroup>,
     pub(crate) schedule: Arc<Schedule>,
-    /// Number of modules that make up the unit, each of which is called by itself.
+    /// Number of modules of the unit, which are called one by one.
     parts: usize,
     unmanaged: Arc<[Arc<FsdpParam>]>,
 }
@@ -122,7 +122,7 @@ impl<M> FsdpModule<M> {
         &self.unmanaged
     }
 
-    /// Returns the parameters of this unit: the module's parameters except for those of units inside it.
+    /// Returns the parameters of this unit. Units inside the module own the others.
     pub fn params(&self) -> &[Arc<FsdpParam>] {
         self.group.params()
     }
@@ -267,8 +267,8 @@ impl<M> FsdpModule<M> {
     }
 
     /// Returns the names of trainable parameters that took part in a forward and got no gradient in its backward, on any
-    /// rank: a layer cut the graph, or they were unused. [`FsdpModule::graph_cuts`] lists parameters with wrong
-    /// gradients, some of whose uses are before a cut.
+    /// rank: a layer cut the graph, or they were unused. [`FsdpModule::graph_cuts`] lists the cuts, before which
+    /// gradients are wrong.
     pub fn parameters_without_gradient(&self) -> Vec<String> {
         self.schedule.diagnostics.without_gradient()
     }
@@ -402,7 +402,7 @@ impl std::fmt::Debug for Unit {
 pub struct UnshardHandle(Arc<ParamGroup>);
 
 impl UnshardHandle {
-    /// Waits until the parameters are unsharded. A forward that begins earlier waits by itself.
+    /// Waits until the parameters are unsharded. A forward that begins earlier waits for them, too.
     ///
     /// # Errors
     /// Those of the all-gather.
@@ -487,7 +487,7 @@ impl<M> FsdpModule<M> {
     /// Prepares the whole model for a new iteration after an incomplete one: waits for pending collectives, drops
     /// gradients, and reshards parameters. Gradients that accumulated without synchronisation are lost.
     ///
-    /// An error of a forward or backward does this by itself. Call it if an iteration ends in another way: between a
+    /// The model does this after an error of a forward or backward. Call it if an iteration ends in another way: between a
     /// forward and its backward, for example. Every rank must call it at the same point of the program.
     ///
     /// ```

@@ -75,7 +75,7 @@ pub fn parallelize(vars: &ShardedVarMap, mesh: &DeviceMesh, plan: &ParallelPlan)
     }
     if ranks.parallel_dim(name, group).is_none() {
         return fail(format!(
-            "dimension \"{name}\" of the map's mesh {} is data-parallel: pass the data-parallel dimensions without it \
+            "dimension \"{name}\" of the map's mesh {} is data parallel: pass the data-parallel dimensions without it \
              to ShardedVarMap::on",
             of.layout()
         ));

@@ -75,7 +75,7 @@ pub struct FsdpParam {
     schedule: Weak<Schedule>,
 }
 
-/// What a parameter is made of. It never changes.
+/// Constant properties of a parameter.
 pub(crate) struct ParamSpec {
     pub(crate) name: String,
     /// Global shape.
@@ -120,7 +120,7 @@ enum ShardedState {
     },
 }
 
-/// What the layers that hold a parameter do for it.
+/// Support of the layers that hold a parameter.
 #[derive(Default)]
 struct LayerSupport {
     /// A layer of `nn` holds the parameter, and looks at `requires_grad` whenever it computes.
@@ -244,7 +244,7 @@ static BY_TENSOR: LazyLock<Lookup> = LazyLock::new(Default::default);
 /// Parameters by their shard.
 static BY_SHARD: LazyLock<Lookup> = LazyLock::new(Default::default);
 
-/// What a parameter is.
+/// Identity and properties.
 impl FsdpParam {
     pub(crate) fn new(spec: ParamSpec, shard: Var, nodes: ParamNodes, schedule: &Arc<Schedule>) -> Result<Arc<Self>> {
         let ParamNodes { leaf, anchor, full } = nodes;
@@ -687,8 +687,8 @@ impl FsdpParam {
         gradient.map(tensor).transpose()
     }
 
-    /// Stores the sharded gradient in `grads`. A rank with an empty shard stores a mark under the anchor: it tells that
-    /// other ranks have a gradient.
+    /// Stores the sharded gradient in `grads`. A rank with an empty shard stores a mark under the anchor: other
+    /// ranks have a gradient.
     pub(super) fn store_gradient(&self, grad: Tensor, grads: &mut GradStore) -> Result<()> {
         match self.spec.region.is_empty() {
             true => grads.insert(&self.anchor, self.anchor.zeros_like()?),

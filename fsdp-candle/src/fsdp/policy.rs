@@ -91,7 +91,7 @@ pub enum Recurse {
     No,
 }
 
-/// What a unit does with its unsharded parameters between forward and backward.
+/// Treatment of a unit's unsharded parameters between forward and backward.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ReshardAfterForward {
     /// Frees them, but keeps the root's, which backward needs at once. PyTorch's `None`.

@@ -1,4 +1,4 @@
-//! What the units of one model share: the order of their collectives, and the execution of its actions.
+//! The state that the units of one model share: the order of their collectives, and the execution of its actions.
 //!
 //! Hooks call in from forward ([`Schedule::pre_forward`], [`Schedule::post_forward`], [`Schedule::pre_use`]) and from
 //! backward ([`Schedule::pre_backward`], [`Schedule::post_accumulate_grad`]). Each passes the event to [`Order`] and
@@ -38,7 +38,7 @@ pub(crate) struct Schedule {
     units: Mutex<Vec<Arc<ParamGroup>>>,
     order: Mutex<Order>,
     reductions: ReductionQueue<Reduction>,
-    /// Calls of units with frozen parameters, whose graphs may come to backward.
+    /// Calls of units with frozen parameters whose graphs exist.
     frozen_calls: Mutex<Vec<Weak<FrozenCall>>>,
     /// A check of the complete model, which runs in the first forward.
     first_forward_check: Mutex<Option<Arc<Check>>>,

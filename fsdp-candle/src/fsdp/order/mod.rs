@@ -1,7 +1,7 @@
 //! The order of a step's collectives: a state machine with events in and actions out. It knows no tensor, process, lock
 //! or clock.
 //!
-//! [Note: What the order guarantees]
+//! [Note: Guarantees of the order]
 //!
 //! - All ranks issue the same collectives in the same order, whatever their speed. Where ranks may use different units,
 //!   that holds whatever their losses reach.
@@ -183,7 +183,7 @@ struct Frame {
     begun_by: BegunBy,
 }
 
-/// What began a forward.
+/// Event that began a forward.
 #[derive(Clone, Copy, Debug)]
 enum BegunBy {
     /// A call, whose end is reported.
@@ -534,7 +534,7 @@ impl Order {
         let preceded = position.and_then(|position| position.checked_sub(1)).map(|before| passes[before].unit);
         let prefetched = prefetched(&self.units[unit].settings.backward_prefetch, &preceded, self.settings);
         for &unit in prefetched.iter().filter(|&&unit| self.units[unit].settings.unshard_in_backward) {
-            // Backward may come to a unit by name before its enclosing unit: what was freed of it is not needed again.
+            // Backward may come to a unit by name before its enclosing unit: its freed parameters are not needed again.
             if self.units[unit].by_name_in.is_none() || !backward.units[unit].seen {
                 actions.push(Action::Unshard(unit));
             }
@@ -544,7 +544,7 @@ impl Order {
 
     /// Backward has passed everything between a unit's inputs and outputs.
     pub(crate) fn post_backward(&self, unit: usize) -> Option<Action> {
-        // Frozen parameters have no hook of their own. A plan knows by itself when a visit is over.
+        // Frozen parameters have no hook of their own. A plan has the end of each visit.
         (self.units[unit].settings.reshard_after_backward && !self.is_planned()).then_some(Action::ReshardFrozen(unit))
     }
 

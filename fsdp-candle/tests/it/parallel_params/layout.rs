@@ -160,7 +160,7 @@ fn parameters_that_do_not_fit_are_named() {
 fn layers_that_know_nothing_of_it_are_refused() {
     ranks(4, |world| {
         let columns = || ParallelPlan::new().module("*", ColwiseParallel::default());
-        let knows_nothing = ["`up.weight`", "ColwiseParallel", "knows nothing of tensor parallelism"];
+        let knows_nothing = ["`up.weight`", "ColwiseParallel", "does not support tensor parallelism"];
         let error = refused(&world, columns(), |vb| candle_nn::linear(4, 4, vb.pp("up")));
         assert_names(&error, &knows_nothing);
         let error = refused(&world, columns(), |vb| vb.pp("up").get((4, 4), "weight"));
@@ -203,9 +203,9 @@ fn plans_that_come_too_late_or_name_nothing_are_refused() {
         );
         assert_names(&error(vars.mesh(), &plan), &["(dp: 2, tp: 2)", "not one dimension"]);
         let other = world.mesh(&[("x", 2), ("tp", 2)]).unwrap().slice(&["tp"]).unwrap();
-        assert_names(&error(&other, &plan), &["(tp: 2)", "no dimension of the map's mesh"]);
+        assert_names(&error(&other, &plan), &["(tp: 2)", "not a dimension of the map's mesh"]);
         let bad = ParallelPlan::new().module("up[", ColwiseParallel::default());
-        assert_names(&error(&tp, &bad), &["`up[` is no pattern"]);
+        assert_names(&error(&tp, &bad), &["`up[` is not a valid pattern"]);
         let other = if world.rank() == 3 { ParallelPlan::new() } else { plan.clone() };
         assert_names(&error(&tp, &other), &["different plans", "same on every rank"]);
         parallelize(&vars, &tp, &plan).unwrap();

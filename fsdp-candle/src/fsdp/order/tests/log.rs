@@ -10,7 +10,7 @@ use crate::fsdp::collectives::{Hop, InFlight};
 /// A collective of a unit: which of its parameters it is for.
 pub(super) type Collective = (&'static str, usize, BTreeSet<usize>);
 
-/// What one rank has issued, and what it has waited for between.
+/// The collectives that one rank issued and waited for.
 #[derive(Default)]
 pub(super) struct Log {
     pub(super) queues: BTreeMap<Hop, Vec<Collective>>,
