@@ -6,7 +6,7 @@ use candle_core::{DType, Module, Result, Tensor, Var};
 use fsdp_candle::activation_checkpoint::{CheckpointPolicy, Operation, checkpoint, selective_checkpoint};
 use fsdp_candle::{FsdpModule, FullyShard, fully_shard, nn, random};
 
-use crate::common::{Gradients, device, gradients, ranks, vars};
+use crate::common::{Gradients, device, gradients, ranks, refused, vars};
 
 const WIDTH: usize = 8;
 
@@ -168,6 +168,8 @@ fn closures_in_each_other_keep_their_own_and_a_closure_that_changes_is_told() {
         layer.forward(&x.narrow(0, 0, *runs)?)?.sum_all()
     };
     let x = Tensor::ones((2, 4), DType::F32, &device()).unwrap();
-    let error = selective_checkpoint(|_| true, f, x).unwrap().backward().unwrap_err().to_string();
-    assert!(error.contains("it kept an output of [1, 4], which is [2, 4] in backward"), "{error}");
+    refused(
+        selective_checkpoint(|_| true, f, x).unwrap().backward(),
+        &["it kept an output of [1, 4], which is [2, 4] in backward"],
+    );
 }

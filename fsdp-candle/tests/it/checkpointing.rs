@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::common::{Block, Model, alone, batch, ranks, vars};
+use crate::common::{Block, Model, alone, batch, ranks, refused, vars};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, Result, Shape, Tensor, Var};
 use candle_nn::VarBuilder;
 use fsdp_candle::activation_checkpoint::checkpoint;
@@ -269,8 +269,7 @@ fn a_closure_that_does_something_else_the_second_time_is_an_error() {
         let (runs, w) = (AtomicUsize::new(0), w.clone());
         let f = move |x: Tensor| if runs.fetch_add(1, Ordering::Relaxed) == 0 { x.sqr() } else { second(&x, &w) };
         let y = checkpoint(f, x.as_tensor().clone()).unwrap();
-        let error = y.sum_all().unwrap().backward().unwrap_err().to_string();
-        assert!(error.contains(expected) && error.contains("checkpointed closure"), "{error}");
+        refused(y.sum_all().unwrap().backward(), &[expected, "checkpointed closure"]);
     }
 }
 
@@ -296,8 +295,7 @@ fn a_step_that_fails_while_it_recomputes_leaves_a_model_that_goes_on() {
                 model.backward(&y.sqr()?.mean_all()?)
             };
             if fail {
-                let error = step(true).unwrap_err().to_string();
-                assert!(error.contains("out of luck"), "{error}");
+                refused(step(true), &["out of luck"]);
             }
             let grads = step(false).unwrap();
             vars.params().iter().map(|p| bits(grads.get(p.var()).unwrap())).collect::<Vec<_>>()
@@ -318,6 +316,5 @@ fn a_sharded_unit_inside_a_closure_is_refused_with_the_way_out() {
         let block = block.clone();
         checkpoint(move |x: Tensor| block.forward(&x), root.forward(&batch(0, WIDTH))?)
     });
-    let error = root.backward(&y.unwrap().mean_all().unwrap()).unwrap_err().to_string();
-    assert!(error.contains("unit `block`") && error.contains("checkpointed closure"), "{error}");
+    refused(root.backward(&y.unwrap().mean_all().unwrap()), &["unit `block`", "checkpointed closure"]);
 }

@@ -4,12 +4,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::{DType, Module, Tensor};
-use fsdp_candle::{FullyShard, MixedPrecisionPolicy, Recurse, ReshardAfterForward, ShardedVarMap, fully_shard, nn};
+use fsdp_candle::{FullyShard, MixedPrecisionPolicy, Recurse, ReshardAfterForward, fully_shard, nn};
 use fsdp_core::{Buffer, Work};
 
 use crate::common::{
-    Gradients, Own, Parts, WIDTH, assert_close, batch, changed, gradients, journal, loss_of, ranks, reference, sharded,
-    vars,
+    Own, Parts, WIDTH, assert_close, batch, changed, gradients, journal, loss_of, ranks, reference, sharded, times,
+    vars, vars_on,
 };
 
 #[test]
@@ -113,8 +113,7 @@ fn collectives_are_counted_and_survive_a_failure() {
 fn hooks_and_factors_change_the_reduction() {
     ranks(2, |world| {
         let want = reference(&world);
-        let halves: Gradients =
-            want.iter().map(|(name, v)| (name.clone(), v.iter().map(|v| v / 2.).collect())).collect();
+        let halves = times(&want, 0.5);
         let vars = vars(&world);
         let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
         let backward = || gradients(&vars, &model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap());
@@ -141,7 +140,7 @@ fn sums_of_f16_do_not_overflow_before_they_are_divided() {
     const GRADIENT: f64 = 30000.;
     for mesh in [vec![("shard", 4)], vec![("replicate", 2), ("shard", 2)]] {
         ranks(4, |world| {
-            let vars = ShardedVarMap::new(&world.mesh(&mesh).unwrap(), world.device());
+            let vars = vars_on(&world, &mesh);
             let policy = MixedPrecisionPolicy { reduce_dtype: Some(DType::F16), ..Default::default() };
             // The gradient reduces in F16, be the parameter's dtype that or another.
             for (name, dtype) in [("half", DType::F16), ("single", DType::F32)] {
@@ -169,25 +168,6 @@ fn sums_of_f16_do_not_overflow_before_they_are_divided() {
             }
         });
     }
-}
-
-#[test]
-fn unused_parameters_join_with_zeros_where_asked() {
-    ranks(2, |world| {
-        let vars = vars(&world);
-        let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
-            Ok((nn::linear(WIDTH, WIDTH, vb.pp("a"))?, nn::linear(WIDTH, WIDTH, vb.pp("b"))?))
-        })
-        .unwrap();
-        model.set_reduce_scatter_unused_params(true, Recurse::Yes);
-        // Each rank uses a layer of its own.
-        let x = batch(world.rank(), WIDTH);
-        let y = model.call(|(a, b)| if world.rank() == 0 { a.forward(&x) } else { b.forward(&x) }).unwrap();
-        let grads = model.backward(&y.sqr().unwrap().mean_all().unwrap()).unwrap();
-        for (name, grad) in gradients(&vars, &grads) {
-            assert!(grad.iter().any(|v| *v != 0.), "{name}");
-        }
-    });
 }
 
 #[test]

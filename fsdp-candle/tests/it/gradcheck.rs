@@ -8,7 +8,7 @@ use fsdp_candle::{
     fully_shard, gradcheck, nn, shard,
 };
 
-use crate::common::{WIDTH, batch, on_cuda, one_of, ranks, vars};
+use crate::common::{WIDTH, batch, on_cuda, one_of, ranks, refused, vars};
 
 /// What is wrong in the layer in the middle.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -255,8 +255,10 @@ fn what_can_not_be_checked_says_why() {
         let x = batch(0, WIDTH);
         let options = GradcheckOptions::default();
         let (model, _vars) = build(Some(DType::BF16));
-        let error = gradcheck(&model, &options, |m| m.forward(&x)?.sum_all()).unwrap_err().to_string();
-        assert!(error.contains("`weight` is of BF16, whose differences are rounding"), "{error}");
+        refused(
+            gradcheck(&model, &options, |m| m.forward(&x)?.sum_all()),
+            &["`weight` is of BF16, whose differences are rounding"],
+        );
         let (model, _vars) = build(None);
         let mut calls = 0.;
         let random = gradcheck(&model, &options, |m| {
@@ -268,8 +270,7 @@ fn what_can_not_be_checked_says_why() {
         vars.freeze(|_| true);
         let model =
             fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear(WIDTH, 2, vb)).unwrap();
-        let error = gradcheck(&model, &options, |m| m.forward(&x)?.sum_all()).unwrap_err().to_string();
-        assert!(error.contains("no parameter of the model is trained"), "{error}");
+        refused(gradcheck(&model, &options, |m| m.forward(&x)?.sum_all()), &["no parameter of the model is trained"]);
     });
 }
 

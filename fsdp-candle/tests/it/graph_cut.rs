@@ -8,7 +8,7 @@ use fsdp_candle::activation_checkpoint::checkpoint;
 use fsdp_candle::initializer::{Initializer, Philox, ShardRequest};
 use fsdp_candle::{Cut, FsdpModule, FullyShard, GraphCut, ShardedVarMap, World, fully_shard, nn};
 
-use crate::common::{batch, loss_of, ranks, vars};
+use crate::common::{batch, ranks, vars};
 
 const WIDTH: usize = 6;
 const BLOCKS: usize = 3;
@@ -377,14 +377,4 @@ fn one_block_after_another_in_a_single_unit_is_seen_too() {
     // Norms that all start as one can't be told apart; the one before anything with a graph is among them.
     assert_eq!(norms(&model.graph_cuts()), ["(root): 0.0.norm or 0.1.norm or 1.0.norm or 1.1.norm"]);
     assert_eq!(model.graph_cuts()[0].before.len(), 6);
-}
-
-#[test]
-fn ordinary_models_of_this_crates_layers_are_not_reported() {
-    ranks(3, |world| {
-        let vars = vars(&world);
-        let model = crate::common::sharded(&FullyShard::new(&vars), &vars, WIDTH);
-        model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
-        assert_eq!((model.graph_cuts(), model.parameters_without_gradient()), (vec![], vec![]));
-    });
 }

@@ -3,7 +3,7 @@
 use candle_core::{DType, Module, Result, Tensor};
 use fsdp_candle::{FsdpModule, FullyShard, Recurse, ReshardAfterForward, ShardedVarMap, World, fully_shard, nn};
 
-use crate::common::{Gradients, WIDTH, assert_close, batch, gradients, journal, ranks, vars};
+use crate::common::{Gradients, WIDTH, assert_close, batch, gradients, journal, ranks, vars, vars_on};
 
 const UNITS: usize = 4;
 
@@ -52,10 +52,6 @@ fn step(world: &World, vars: &ShardedVarMap, model: &Model, step: usize, chain: 
     gradients(vars, &model.backward(&loss.unwrap()).unwrap())
 }
 
-fn whole_vars(world: &World, mesh: &[(&str, usize)]) -> ShardedVarMap {
-    ShardedVarMap::new(&world.mesh(mesh).unwrap(), world.device())
-}
-
 #[test]
 fn units_that_ran_everywhere_and_reach_the_loss_on_some_ranks() {
     let worlds = [(1, vec![("s", 1)]), (2, vec![("s", 2)]), (3, vec![("s", 3)]), (4, vec![("r", 2), ("s", 2)])];
@@ -64,7 +60,7 @@ fn units_that_ran_everywhere_and_reach_the_loss_on_some_ranks() {
             for reshard in [ReshardAfterForward::Default, ReshardAfterForward::Always, ReshardAfterForward::Never] {
                 for (chain, prefetch, max) in [(true, true, 1), (false, true, 2), (true, false, 1), (false, false, 3)] {
                     let make = || {
-                        let vars = whole_vars(&world, &mesh);
+                        let vars = vars_on(&world, &mesh);
                         let model = model(&FullyShard::new(&vars).reshard_after_forward(reshard), &vars);
                         model.set_implicit_prefetch(prefetch);
                         model.set_reduce_scatter_max_input_buffers(max);
@@ -78,39 +74,6 @@ fn units_that_ran_everywhere_and_reach_the_loss_on_some_ranks() {
                         assert!(vars.params().iter().all(|param| !param.is_unsharded()));
                     }
                 }
-            }
-        });
-    }
-}
-
-#[test]
-fn several_forwards_of_which_each_loss_reaches_some() {
-    for size in 2..=3 {
-        ranks(size, |world| {
-            let make = || {
-                let vars = vars(&world);
-                let model = model(&FullyShard::new(&vars), &vars);
-                (vars, model)
-            };
-            let ((all_vars, all), (vars, some)) = (make(), make());
-            some.set_reduce_scatter_unused_params(true, Recurse::Yes);
-            for step in 0..4 {
-                // Every rank's second forward counts, and the first of some.
-                let counts = (world.rank() + step) % 2 == 0;
-                let loss = |model: &Model, zeros: bool| {
-                    let last = |batch: Tensor| {
-                        model.call(|units| Ok(outputs(units, &batch, true)?.swap_remove(UNITS - 1))).unwrap()
-                    };
-                    let (first, second) = (last(batch(world.rank(), WIDTH)), last(batch(world.rank() + 7, WIDTH)));
-                    match (counts, zeros) {
-                        (true, _) => first + second,
-                        (false, true) => (&first * first.zeros_like().unwrap()).unwrap() + second,
-                        (false, false) => Ok(second),
-                    }
-                };
-                let want = gradients(&all_vars, &all.backward(&loss(&all, true).unwrap()).unwrap());
-                let got = gradients(&vars, &some.backward(&loss(&some, false).unwrap()).unwrap());
-                assert_close(&got, &want, 1e-6);
             }
         });
     }

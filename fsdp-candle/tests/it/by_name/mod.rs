@@ -89,23 +89,13 @@ fn an_untouched_model_trains_as_a_wrapped_one_bit_for_bit() {
 }
 
 #[test]
-fn tied_and_checkpointed_models_as_well() {
-    for (tied, again) in [(true, false), (false, true), (true, true)] {
+fn tied_checkpointed_and_adapted_models_match_wrapped_ones() {
+    for (tied, again, lora) in
+        [(true, false, false), (false, true, false), (true, true, false), (false, false, true), (false, true, true)]
+    {
         ranks(2, |world| {
-            let kind = Kind { tied, again, ..Kind::default() };
-            let runs = both(&world, kind, DType::F32, ReshardAfterForward::Default);
-            assert_same(&runs, &format!("{kind:?}"));
-        });
-    }
-}
-
-#[test]
-fn adapters_on_a_frozen_base_free_it_after_use() {
-    for again in [false, true] {
-        ranks(2, |world| {
-            let kind = Kind { lora: true, again, ..Kind::default() };
-            let runs = both(&world, kind, DType::F32, ReshardAfterForward::Default);
-            assert_same(&runs, &format!("{kind:?}"));
+            let kind = Kind { tied, again, lora, ..Kind::default() };
+            assert_same(&both(&world, kind, DType::F32, ReshardAfterForward::Default), &format!("{kind:?}"));
         });
     }
 }

@@ -10,7 +10,7 @@ use fsdp_candle::{
 use fsdp_core::layout::chunk_range;
 
 use super::model::{HIDDEN, MESHES, Mesh, VOCABULARY, WIDTH, build, plan};
-use crate::common::ranks;
+use crate::common::{ranks, vars_on};
 
 /// Every rank's box of a parameter, as the elements in it.
 fn covered(vars: &ShardedVarMap, param: &FsdpParam) -> Vec<u8> {
@@ -212,7 +212,7 @@ fn plans_that_come_too_late_or_name_nothing_are_refused() {
         assert_names(&error(&tp, &plan), &["a plan already"]);
 
         // A 2-D mesh without roles is HSDP, whose dimensions are both data parallel.
-        let vars = ShardedVarMap::new(&world.mesh(DP_TP).unwrap(), world.device());
+        let vars = vars_on(&world, DP_TP);
         let tp = vars.mesh().slice(&["tp"]).unwrap();
         let error = parallelize(&vars, &tp, &plan).unwrap_err().to_string();
         assert_names(&error, &["\"tp\"", "data parallel", "ShardedVarMap::on"]);

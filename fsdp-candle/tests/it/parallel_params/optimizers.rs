@@ -10,8 +10,8 @@ use fsdp_candle::{
     set_optimizer_state_dict,
 };
 
-use super::model::{MESHES, Mesh, Model, Values, build, full, loss, values};
-use crate::common::{device, one_of, ranks};
+use super::model::{MESHES, Mesh, Model, Values, build, loss, values};
+use crate::common::{device, full, one_of, ranks};
 
 type Params = Vec<Arc<FsdpParam>>;
 

@@ -6,7 +6,7 @@ use fsdp_candle::{
 };
 
 use super::model::{HIDDEN, MESHES, Mesh, Run, WIDTH, build, build_by_name, reference, train, values};
-use crate::common::{alone, assert_close, one_of, ranks};
+use crate::common::{alone, assert_close, one_of, ranks, vars_on};
 
 const TOLERANCE: f64 = 2e-5;
 
@@ -35,7 +35,7 @@ fn with_options(mesh: Mesh, sequence: bool, tolerance: f64, opts: impl Fn(FullyS
 #[test]
 fn every_mesh_starts_with_the_same_values() {
     let world = alone();
-    let vars = ShardedVarMap::new(&world.mesh(&[("dp", 1)]).unwrap(), world.device());
+    let vars = vars_on(&world, &[("dp", 1)]);
     build(&FullyShard::new(&vars), &vars).unwrap();
     let want = values(&vars);
     for mesh in MESHES {

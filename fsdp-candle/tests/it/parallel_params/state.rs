@@ -9,8 +9,8 @@ use fsdp_candle::{
 };
 use fsdp_ckpt::{LoadOptions, SaveState, save};
 
-use super::model::{Mesh, Model, build, full, loss, optimizer};
-use crate::common::ranks;
+use super::model::{Mesh, Model, build, loss, optimizer};
+use crate::common::{full, ranks};
 
 /// The meshes that checkpoints go between.
 const MESHES: &[Mesh] = &[
