@@ -15,8 +15,8 @@ thread_local! {
 }
 
 /// Runs `f` without a graph, for evaluation: PyTorch's `torch.no_grad()`. It holds for this thread and all models that
-/// `f` calls. The outputs of an [`FsdpModule`](crate::FsdpModule) have no graph, and the layers of [`nn`](crate::nn) use
-/// their weights as constants. Each unit frees its parameters after forward, whatever its
+/// `f` calls. The outputs of an [`FsdpModule`](crate::FsdpModule) have no graph, and the layers of [`nn`](crate::nn)
+/// use their weights as constants. Each unit frees its parameters after forward, whatever its
 /// [`ReshardAfterForward`](crate::ReshardAfterForward).
 ///
 /// Candle itself always records a graph: layers of other crates keep it for trainable parameters until the unit's call
@@ -58,8 +58,8 @@ fn set<T>(no_grad: bool, f: impl FnOnce() -> T) -> T {
     f()
 }
 
-/// Returns the number of a tensor. Candle numbers tensors in the order in which they are made, and shows the number only
-/// to hashers.
+/// Returns the number of a tensor. Candle numbers tensors in the order in which they are made, and shows the number
+/// only to hashers.
 pub(crate) fn number(id: TensorId) -> usize {
     struct Number(usize);
     impl Hasher for Number {

@@ -27,21 +27,21 @@ use crate::storage::{Pool, TensorMemory, cast, copy, from_numbers, scale, to_cor
 use crate::tensor_parallel::Parallel;
 
 /// Advice for ranks that unshard different parameters.
-const ALL_GATHER_ADVICE: &str = "Units are gathered as they are called, and units by name as their layers are used: every rank must call the same \
-     units in the same order, or `unshard()` all of them first. Where ranks use different units by name, call \
-     `set_reduce_scatter_unused_params(true, Recurse::Yes)` of the root on every rank";
+const ALL_GATHER_ADVICE: &str = "Units are gathered as they are called, and units by name as their layers are used: \
+     every rank must call the same units in the same order, or `unshard()` all of them first. Where ranks use \
+     different units by name, call `set_reduce_scatter_unused_params(true, Recurse::Yes)` of the root on every rank";
 
 /// Advice for ranks that gather different shards over replicas.
-const REPLICA_GATHER_ADVICE: &str = "Shards are gathered over replicas when a root's forward begins: every rank must call the same roots in the same \
-     order";
+const REPLICA_GATHER_ADVICE: &str = "Shards are gathered over replicas when a root's forward begins: every rank must \
+     call the same roots in the same order";
 
 /// Advice for ranks that reduce different gradients.
-const REDUCE_ADVICE: &str = "Ranks reduce the gradients of the same parameters, of as many backwards. Where ranks may use different \
-     parameters, call `set_reduce_scatter_unused_params(true, Recurse::Yes)` of the root on every rank";
+const REDUCE_ADVICE: &str = "Ranks reduce the gradients of the same parameters, of as many backwards. Where ranks may \
+     use different parameters, call `set_reduce_scatter_unused_params(true, Recurse::Yes)` of the root on every rank";
 
 /// Advice for ranks that compare different numbers of units.
-const COMPARE_ADVICE: &str = "Ranks that may use different parameters compare what their losses reach when a backward begins: every rank must \
-     call backward as often, of a model with the same units";
+const COMPARE_ADVICE: &str = "Ranks that may use different parameters compare what their losses reach when a backward \
+     begins: every rank must call backward as often, of a model with the same units";
 
 /// The pending all-gathers of a unit: PyTorch's `AllGatherResult`.
 pub(super) struct AllGatherResult(Vec<PendingAllGather>);
@@ -628,8 +628,8 @@ impl Reduction {
         Ok(Reduction { unit, ranks, positions, work, hop: Hop::Replicas, options, reduced: vec![] })
     }
 
-    /// Issues the all-reduce of gradients that are terms over the tensor-parallel ranks. They are summed, never divided.
-    /// Returns `None`, with all gradients handed out, if there are no terms.
+    /// Issues the all-reduce of gradients that are terms over the tensor-parallel ranks. They are summed, never
+    /// divided. Returns `None`, with all gradients handed out, if there are no terms.
     fn over_tensor_parallel(
         unit: Arc<ParamGroup>,
         ranks: Arc<DataParallel>,

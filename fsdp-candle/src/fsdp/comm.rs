@@ -75,8 +75,8 @@ pub trait AllGather: Send + Sync {
 /// A reduce-scatter that replaces a unit's own.
 pub trait ReduceScatter: Send + Sync {
     /// Reduces `parts`, as [`ProcessGroup::reduce_scatter`] of `ranks`. With
-    /// [`crate::FsdpModule::set_reduce_scatter_unused_params`], a last part of F32 tells for each parameter whether this
-    /// rank used it (1 or 0). It is reduced like the others.
+    /// [`crate::FsdpModule::set_reduce_scatter_unused_params`], a last part of F32 tells for each parameter whether
+    /// this rank used it (1 or 0). It is reduced like the others.
     fn reduce_scatter(
         &self,
         ranks: &ProcessGroup,

@@ -19,9 +19,10 @@ use crate::extension::AllGatherExtension;
 use crate::pattern::NamePattern;
 
 /// Error for a builder of another kind.
-const FOREIGN_BUILDER: &str = "it has no parameters: its VarBuilder is not of the ShardedVarMap of these options. Pass `vars.builder(dtype)` \
-     instead of VarBuilder::from_varmap, from_mmaped_safetensors, from_tensors and the like. To load weights, call \
-     `vars.init_with(initializer::Pretrained::open(dir)?)` before the model is built, or `load_model` after";
+const FOREIGN_BUILDER: &str = "it has no parameters: its VarBuilder is not of the ShardedVarMap of these options. \
+     Pass `vars.builder(dtype)` instead of VarBuilder::from_varmap, from_mmaped_safetensors, from_tensors and the \
+     like. To load weights, call `vars.init_with(initializer::Pretrained::open(dir)?)` before the model is built, or \
+     `load_model` after";
 
 /// Error for patterns of units by name that are passed to `fully_shard`.
 const FOR_SHARD: &str = "its options have patterns of units by name (`FullyShard::units`), which are for `shard`: call \
@@ -229,8 +230,8 @@ impl FullyShard {
     }
 
     /// Adds patterns of module FQNs that [`shard`] makes units of: `model.layers.*` makes a unit of each layer. A `*`
-    /// matches any characters between two dots, `**` any number of names (`**.blocks.*`), `?` and `[0-9]` one character.
-    /// A parameter belongs to the innermost module that a pattern matches.
+    /// matches any characters between two dots, `**` any number of names (`**.blocks.*`), `?` and `[0-9]` one
+    /// character. A parameter belongs to the innermost module that a pattern matches.
     pub fn units(mut self, patterns: impl IntoIterator<Item = impl Into<String>>) -> Self {
         self.units.extend(patterns.into_iter().map(Into::into));
         self
@@ -247,8 +248,8 @@ impl FullyShard {
 }
 
 /// Builds a module with `build`, and makes a unit of the parameters that it asks `vb` for, except for parameters of
-/// units inside it. Apply it bottom-up, as PyTorch's `fully_shard`. To make one unit of several modules, build a tuple of them
-/// and split it with [`FsdpModule::into_parts`].
+/// units inside it. Apply it bottom-up, as PyTorch's `fully_shard`. To make one unit of several modules, build a tuple
+/// of them and split it with [`FsdpModule::into_parts`].
 ///
 /// As on PyTorch's meta device, each rank allocates its shards only. The tensors that layers hold have no memory until
 /// the unit runs.
@@ -281,8 +282,8 @@ pub fn fully_shard<M>(
     make(opts, vb, build)
 }
 
-/// Builds a model that does not know of FSDP, and makes units of its modules by their names ([`FullyShard::units`]). The
-/// rest of the model is a unit of its own, as [`fully_shard`] makes it.
+/// Builds a model that does not know of FSDP, and makes units of its modules by their names ([`FullyShard::units`]).
+/// The rest of the model is a unit of its own, as [`fully_shard`] makes it.
 ///
 /// The model's layers are those of [`nn`](crate::nn): `use fsdp_candle::nn as candle_nn;` in the model's file is the
 /// only change. Nobody calls the units. The first use of a unit's parameters unshards it, in forward and in backward,
@@ -292,8 +293,8 @@ pub fn fully_shard<M>(
 /// A parameter that no layer of `nn` holds is *unmanaged*: the model multiplies it by hand, or a layer of another crate
 /// holds it. Nothing reports its uses, so it stays in the enclosing unit, whatever the patterns say.
 /// [`FsdpModule::unmanaged_parameters`] lists them, and a warning appears above 1 % of the model. A parameter that a
-/// layer of `nn` holds and the model also uses by hand is unsharded only in the layer's forward: exclude its module from
-/// the patterns, or wrap it in [`fully_shard`].
+/// layer of `nn` holds and the model also uses by hand is unsharded only in the layer's forward: exclude its module
+/// from the patterns, or wrap it in [`fully_shard`].
 ///
 /// Modules that `build` passes to [`fully_shard`] become called units, beside units by name. Checkpoint
 /// ([`activation_checkpoint`](crate::activation_checkpoint)) one layer at a time: all units that a closure uses are

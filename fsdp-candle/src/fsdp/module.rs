@@ -132,9 +132,9 @@ impl<M> FsdpModule<M> {
         self.group.name()
     }
 
-    /// Runs `forward` on the module with its parameters unsharded, for modules of any signature. Inputs that the closure
-    /// captures are not cast, and frozen parameters stay unsharded until backward ends. [`FsdpModule::call_with`] does
-    /// both.
+    /// Runs `forward` on the module with its parameters unsharded, for modules of any signature. Inputs that the
+    /// closure captures are not cast, and frozen parameters stay unsharded until backward ends.
+    /// [`FsdpModule::call_with`] does both.
     ///
     /// # Errors
     /// Those of `forward`, and of the collectives. After an error that all ranks get at the same point, the model is
@@ -260,14 +260,14 @@ impl<M> FsdpModule<M> {
     /// # Errors
     /// Candle's errors, and those of the collectives; [`FsdpModule::call`] tells the state after them. Fails for a loss
     /// without a graph, unless ranks may use different units
-    /// ([`set_reduce_scatter_unused_params`](FsdpModule::set_reduce_scatter_unused_params)). The other ranks then fail in
-    /// their next collective, or when this rank exits.
+    /// ([`set_reduce_scatter_unused_params`](FsdpModule::set_reduce_scatter_unused_params)). The other ranks then fail
+    /// in their next collective, or when this rank exits.
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
         self.schedule.backward(loss).map_err(|error| self.explain_backward(error))
     }
 
-    /// Returns the names of trainable parameters that took part in a forward and got no gradient in its backward, on any
-    /// rank: a layer cut the graph, or they were unused. [`FsdpModule::graph_cuts`] lists the cuts, before which
+    /// Returns the names of trainable parameters that took part in a forward and got no gradient in its backward, on
+    /// any rank: a layer cut the graph, or they were unused. [`FsdpModule::graph_cuts`] lists the cuts, before which
     /// gradients are wrong.
     pub fn parameters_without_gradient(&self) -> Vec<String> {
         self.schedule.diagnostics.without_gradient()
@@ -293,8 +293,8 @@ impl<M> FsdpModule<M> {
         }
         error.context(format!(
             "FSDP unit `{}`: backward came to parameters that are sharded (Candle calls their storage F4). Either the \
-             loss's graph has been through backward, or was dropped by reset_iter_state or by a failed step: run forward again. \
-             Or a unit has set_unshard_in_backward(false) and was not unsharded by hand",
+             loss's graph has been through backward, or was dropped by reset_iter_state or a failed step: run forward \
+             again. Or a unit has set_unshard_in_backward(false) and was not unsharded by hand",
             self.name()
         ))
     }
@@ -351,8 +351,8 @@ impl Hooks<'_> {
             return error; // a norm's weight of another dtype than its input
         }
         error.context(format!(
-            "FSDP unit `{}`: a sharded parameter was used (Candle calls its storage F4) outside the forward of the unit \
-             that owns it, or by a layer that computes on its weights while it is built. These units are not gathered \
+            "FSDP unit `{}`: a sharded parameter was used (Candle calls its storage F4) outside the forward of the \
+             unit that owns it, or by a layer that computes on its weights while it is built. These units are not gathered \
              here: {}. Call the unit through its FsdpModule (`forward` or `call`), or `unshard()` it first",
             self.group.name(),
             sharded.join(", ")
@@ -487,8 +487,8 @@ impl<M> FsdpModule<M> {
     /// Prepares the whole model for a new iteration after an incomplete one: waits for pending collectives, drops
     /// gradients, and reshards parameters. Gradients that accumulated without synchronisation are lost.
     ///
-    /// The model does this after an error of a forward or backward. Call it if an iteration ends in another way: between a
-    /// forward and its backward, for example. Every rank must call it at the same point of the program.
+    /// The model does this after an error of a forward or backward. Call it if an iteration ends in another way:
+    /// between a forward and its backward, for example. Every rank must call it at the same point of the program.
     ///
     /// ```
     /// # use candle_core::{DType, Module, Tensor};

@@ -48,10 +48,10 @@ use crate::tensor_parallel::{ParallelPlan, Planned};
 /// ```
 ///
 /// # Errors
-/// Fails if parameters are built already, or the map has a plan. Fails if `mesh` is not one dimension of the map's mesh,
-/// or is data-parallel. Fails for an invalid pattern, and if ranks have different plans. Later, building fails for a
-/// parameter whose dimension does not divide evenly, and for a layer that does not support tensor parallelism. The first
-/// forward fails if a pattern matched no module.
+/// Fails if parameters are built already, or the map has a plan. Fails if `mesh` is not one dimension of the map's
+/// mesh, or is data-parallel. Fails for an invalid pattern, and if ranks have different plans. Later, building fails
+/// for a parameter whose dimension does not divide evenly, and for a layer that does not support tensor parallelism.
+/// The first forward fails if a pattern matched no module.
 pub fn parallelize(vars: &ShardedVarMap, mesh: &DeviceMesh, plan: &ParallelPlan) -> Result<()> {
     let fail = |message: String| Err(Error::Argument(format!("parallelize: {message}")));
     let built = vars.params().first().map(|param| param.name().to_string());
@@ -95,7 +95,8 @@ fn check_matched(vars: &ShardedVarMap, plan: &Planned) -> Result<()> {
     let params = vars.params();
     let modules = params.iter().filter_map(|param| param.name().rsplit_once('.')).map(|(module, _)| module);
     Err(Error::Argument(format!(
-        "parallelize: the pattern `{idle}` of the plan matches no module with parameters of its own; the modules are {}",
+        "parallelize: the pattern `{idle}` of the plan matches no module with parameters of its own; the modules \
+         are {}",
         list_modules(modules).unwrap_or("none".into())
     )))
 }

@@ -793,9 +793,9 @@ impl FsdpParam {
         Ok(copy_tensor(&local, self.var().as_tensor())?)
     }
 
-    /// Copies this rank's part of a full tensor into its shard. Does not communicate: every rank passes the full tensor.
-    /// If only rank 0 has it, send the parts with [`distribute_tensor`](crate::distribute_tensor), and pass each to
-    /// [`FsdpParam::set_local`].
+    /// Copies this rank's part of a full tensor into its shard. Does not communicate: every rank passes the full
+    /// tensor. If only rank 0 has it, send the parts with [`distribute_tensor`](crate::distribute_tensor), and pass
+    /// each to [`FsdpParam::set_local`].
     ///
     /// # Errors
     /// Fails if the tensor does not have the parameter's shape, or is not floating point. The shard is unchanged then.

@@ -187,8 +187,8 @@ impl<M> FsdpModule<M> {
         self.change(recurse, |settings| settings.requires_gradient_sync = sync);
     }
 
-    /// Sets whether gradients are reduced over replicas (HSDP) and handed out. Otherwise they are reduced over the shard
-    /// ranks only, and add to the gradients of the next backward that does both. The setting also holds on meshes
+    /// Sets whether gradients are reduced over replicas (HSDP) and handed out. Otherwise they are reduced over the
+    /// shard ranks only, and add to the gradients of the next backward that does both. The setting also holds on meshes
     /// without replicas.
     ///
     /// ```
@@ -223,8 +223,8 @@ impl<M> FsdpModule<M> {
         self.change(recurse, |settings| settings.requires_all_reduce = all_reduce);
     }
 
-    /// Sets whether the next backward ends the iteration. Otherwise it does not wait for its reductions and hands out no
-    /// gradients; the last backward hands out their sum.
+    /// Sets whether the next backward ends the iteration. Otherwise it does not wait for its reductions and hands out
+    /// no gradients; the last backward hands out their sum.
     ///
     /// ```
     /// # use candle_core::{DType, Module, Tensor};
@@ -353,9 +353,9 @@ impl<M> FsdpModule<M> {
         self.change(recurse, |settings| settings.force_sum_reduction = force);
     }
 
-    /// Sets whether parameters without a gradient take part in the reduction with zeros, so that ranks may use different
-    /// parameters. Without this setting, such ranks get an error that names the parameters. Set it alike on all ranks.
-    /// [`FsdpModule::parameters_without_gradient`] then lists the parameters that no rank used.
+    /// Sets whether parameters without a gradient take part in the reduction with zeros, so that ranks may use
+    /// different parameters. Without this setting, such ranks get an error that names the parameters. Set it alike on
+    /// all ranks. [`FsdpModule::parameters_without_gradient`] then lists the parameters that no rank used.
     ///
     /// On some ranks, parameters and whole units may then have no gradient. While the setting holds for any unit, ranks
     /// compare what their losses reach when a backward begins, by two small all-reduces. Each rank then unshards and
@@ -365,8 +365,8 @@ impl<M> FsdpModule<M> {
     /// Forward always unshards a unit when it is called. Every rank must therefore call the same units in the same
     /// order, whatever it does with their outputs; otherwise all ranks get an error. To call different units, first
     /// `unshard()` all of them on every rank with [`ReshardAfterForward::Never`]. Units by name
-    /// ([`shard`](crate::shard)) are unsharded in the order in which they were built, whether a rank uses them or not: a
-    /// rank that uses one also unshards the units before it.
+    /// ([`shard`](crate::shard)) are unsharded in the order in which they were built, whether a rank uses them or not:
+    /// a rank that uses one also unshards the units before it.
     pub fn set_reduce_scatter_unused_params(&self, reduce: bool, recurse: Recurse) {
         self.change(recurse, |settings| settings.reduce_scatter_unused_params = reduce);
     }

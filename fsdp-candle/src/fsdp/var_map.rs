@@ -112,8 +112,8 @@ impl ShardedVarMap {
         Ok(ShardedVarMap::with_ranks(mesh, Some(ranks), device))
     }
 
-    /// Makes an empty map that shards over all ranks of a job, on this rank's device, as PyTorch's `fully_shard` without
-    /// a `mesh`. The mesh has one dimension, `dp_shard`. Does not communicate.
+    /// Makes an empty map that shards over all ranks of a job, on this rank's device, as PyTorch's `fully_shard`
+    /// without a `mesh`. The mesh has one dimension, `dp_shard`. Does not communicate.
     ///
     /// ```
     /// use fsdp_candle::{ShardedVarMap, World};
@@ -154,15 +154,15 @@ impl ShardedVarMap {
         *self.0.initializer.lock() = Arc::new(initializer);
     }
 
-    /// Freezes the parameters that are built from now on and whose FQN `frozen` accepts: they are sharded and unsharded,
-    /// and get no gradient. [`ShardedVarMap::set_requires_grad`] freezes parameters that are built.
+    /// Freezes the parameters that are built from now on and whose FQN `frozen` accepts: they are sharded and
+    /// unsharded, and get no gradient. [`ShardedVarMap::set_requires_grad`] freezes parameters that are built.
     pub fn freeze(&self, frozen: impl Fn(&str) -> bool + Send + Sync + 'static) {
         *self.0.frozen.lock() = Arc::new(frozen);
     }
 
     /// Adds low-rank adapters to the layers that are built from now on and whose FQN `targets` accepts. The model does
-    /// not change. Adapters exist for [`crate::nn::Linear`] and [`crate::nn::Conv1D`] that functions of `nn` make from a
-    /// builder. [`ShardedVarMap::adapted`] lists the layers with an adapter.
+    /// not change. Adapters exist for [`crate::nn::Linear`] and [`crate::nn::Conv1D`] that functions of `nn` make from
+    /// a builder. [`ShardedVarMap::adapted`] lists the layers with an adapter.
     ///
     /// To train only the adapters, [freeze](ShardedVarMap::freeze) all other parameters.
     ///
@@ -399,13 +399,13 @@ impl ShardedVarMap {
     /// number. Call it between steps: after an iteration's last backward, before the next forward. Collective: every
     /// rank selects the same parameters.
     ///
-    /// A frozen parameter gets no gradient, no memory for one and no reduction; its pending gradients are dropped. It is
-    /// unsharded as before. An optimizer that has it keeps its state and skips it. To step it when it is trained again,
-    /// make the optimizer of all parameters (`AdamW::new(vars.params(), ..)`).
+    /// A frozen parameter gets no gradient, no memory for one and no reduction; its pending gradients are dropped. It
+    /// is unsharded as before. An optimizer that has it keeps its state and skips it. To step it when it is trained
+    /// again, make the optimizer of all parameters (`AdamW::new(vars.params(), ..)`).
     ///
-    /// Layers of [`nn`](crate::nn) look at the setting whenever they compute. Other layers hold a tensor with or without
-    /// a graph: a parameter that was built trainable stays in their graph while it is frozen, and Candle computes its
-    /// gradient and drops it.
+    /// Layers of [`nn`](crate::nn) look at the setting whenever they compute. Other layers hold a tensor with or
+    /// without a graph: a parameter that was built trainable stays in their graph while it is frozen, and Candle
+    /// computes its gradient and drops it.
     ///
     /// ```
     /// # use candle_core::{DType, Module, Tensor};

@@ -10,9 +10,9 @@
 //! Two cases need a plan:
 //!
 //! - Units ran several times. All ranks have the same graph, so each rank derives the visits from its own nodes.
-//! - Ranks may use different units. Each unit then has one visit. Ranks agree on the visits when backward begins, by the
-//!   largest of all ranks' numbers: first on where each rank comes to a unit, then on which visits it needs before it is
-//!   done with one. Units that no rank comes to are reduced at the end, with zeros.
+//! - Ranks may use different units. Each unit then has one visit. Ranks agree on the visits when backward begins, by
+//!   the largest of all ranks' numbers: first on where each rank comes to a unit, then on which visits it needs before
+//!   it is done with one. Units that no rank comes to are reduced at the end, with zeros.
 
 use std::ops::Range;
 

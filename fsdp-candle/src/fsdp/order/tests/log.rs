@@ -7,16 +7,16 @@ use std::rc::Rc;
 
 use crate::fsdp::collectives::{Hop, InFlight};
 
-/// A collective of a unit: which of its parameters it is for.
+/// A collective: its kind, its unit, and the positions of its parameters.
 pub(super) type Collective = (&'static str, usize, BTreeSet<usize>);
 
 /// The collectives that one rank issued and waited for.
 #[derive(Default)]
 pub(super) struct Log {
     pub(super) queues: BTreeMap<Hop, Vec<Collective>>,
-    /// In the order of the program: a queue and a position there, issued or waited for.
+    /// Steps in program order: whether a collective is issued or waited for, its hop, and its position there.
     pub(super) steps: Vec<(bool, Hop, usize)>,
-    /// How many reductions over the shard ranks are in flight.
+    /// Number of pending reduce-scatters.
     pub(super) reducing: usize,
 }
 
@@ -36,7 +36,7 @@ impl Log {
     }
 }
 
-/// A reduction in flight.
+/// A pending reduction.
 pub(super) struct Reducing {
     pub(super) log: Rc<RefCell<Log>>,
     pub(super) at: (Hop, usize),
@@ -65,7 +65,8 @@ impl InFlight for Reducing {
     fn cancel(self) {}
 }
 
-/// Runs ranks against each other: a collective is over when all have issued it and those before it in its queue.
+/// Runs the ranks against each other. A collective is done when all ranks have issued it and all earlier collectives of
+/// its hop.
 pub(super) fn assert_no_rank_waits_for_ever(logs: &[Rc<RefCell<Log>>]) {
     let mut at = vec![0; logs.len()];
     let mut issued: Vec<BTreeMap<Hop, usize>> = vec![BTreeMap::new(); logs.len()];

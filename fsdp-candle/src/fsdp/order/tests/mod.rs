@@ -1,4 +1,4 @@
-//! Made-up models on made-up ranks: what the order says is written down and held against what must be true.
+//! Random models on simulated ranks. The simulation records the order's actions and checks its guarantees.
 
 mod log;
 mod model;
@@ -14,14 +14,15 @@ use log::{Log, assert_alike};
 use model::{Model, Tape};
 use rank::Rank;
 
-/// Runs a model on ranks whose losses reach what each tape says: nearly everything where `odds` are long.
+/// Runs a model on one rank for each of `losses`, a tape that decides what the rank's loss reaches. It skips one call
+/// in `odds`.
 fn run(model: &Model, losses: Vec<Vec<u8>>, odds: usize) -> Vec<Rc<RefCell<Log>>> {
     let mut ranks: Vec<Rank> = losses.iter().map(|_| Rank::new(model)).collect();
     let mut tapes: Vec<Tape> = losses.into_iter().map(|loss| Tape(loss.into())).collect();
     for iteration in &model.iterations {
         let forwards =
             ranks.iter_mut().zip(&mut tapes).map(|(rank, tape)| rank.forwards(iteration, &mut || !tape.once_in(odds)));
-        // All fail alike.
+        // All ranks fail alike.
         let forwards: Vec<_> = forwards.collect();
         let Some(forwards) = forwards.into_iter().collect::<Option<Vec<_>>>().filter(|all| !all[0].is_empty()) else {
             continue;
@@ -43,14 +44,14 @@ fn run(model: &Model, losses: Vec<Vec<u8>>, odds: usize) -> Vec<Rc<RefCell<Log>>
                 rank.backward(forwards, reached, iteration.is_last, backward > 0);
             }
             if iteration.fails_after.is_some() {
-                break; // it may have failed
+                break; // the backward may have failed
             }
         }
     }
     ranks.into_iter().map(|rank| rank.log).collect()
 }
 
-/// Returns the largest of each number, on which ranks agree.
+/// Returns the largest of all ranks' numbers, element by element.
 fn largest(all: impl Iterator<Item = Vec<usize>>) -> Vec<usize> {
     all.reduce(|a, b| a.into_iter().zip(b).map(|(a, b)| a.max(b)).collect()).unwrap()
 }
@@ -59,7 +60,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
 
     #[test]
-    fn all_ranks_issue_the_same_and_gather_no_more_than_they_need(
+    fn ranks_issue_the_same_collectives_within_the_memory_bound(
         tape in prop::collection::vec(any::<u8>(), 0..400),
         loss in prop::collection::vec(any::<u8>(), 0..60),
     ) {
@@ -68,7 +69,7 @@ proptest! {
     }
 
     #[test]
-    fn ranks_whose_losses_reach_different_units_issue_the_same(
+    fn ranks_with_different_losses_issue_the_same_collectives(
         tape in prop::collection::vec(any::<u8>(), 0..400),
         losses in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..60), 2..5),
     ) {
@@ -76,7 +77,7 @@ proptest! {
     }
 }
 
-/// A root with `blocks` inside it, all with one parameter, which run one after the other.
+/// Makes a root with `blocks` inside it that run one after the other. Each unit has one parameter.
 fn chain(blocks: usize) -> (Order, usize) {
     let mut order = Order::default();
     for _ in 0..=blocks {
@@ -129,7 +130,7 @@ fn a_step_of_a_chain() {
     assert_eq!(order.root_post_backward(), [Reshard(0), Reshard(1), Reshard(2)]);
     order.end_backward();
     assert_eq!(order.pre_backward(0, None).unwrap_err(), OrderError::NoBackward);
-    // The next step knows who follows whom.
+    // The next step prefetches in the order of the last step.
     let next = [
         Unshard(2),
         WaitForUnshard(2),
@@ -143,19 +144,19 @@ fn a_step_of_a_chain() {
         Reshard(1),
     ];
     assert_eq!(forward(&mut order, root), next);
-    // Without a backward, the next forward frees what it left.
+    // Without a backward, the next forward reshards the units.
     let (_, actions) = order.pre_forward(root, true).unwrap();
     assert_eq!(actions[..3], [Reshard(0), Reshard(1), Reshard(2)]);
 }
 
 #[test]
-fn what_some_rank_comes_to_all_ranks_gather_and_reduce() {
+fn all_ranks_reduce_the_units_of_any_rank() {
     use Action::{Reduce, Reshard, Unshard, WaitForUnshard};
     let (mut order, root) = chain(3);
     order.settings.fixed_order = true;
     forward(&mut order, root);
     order.begin_backward().unwrap();
-    // This rank comes to block 0 alone, another one to blocks 2 and 1; the root has no hook.
+    // This rank comes to block 0, another rank to blocks 2 and 1. The root has no hook.
     order.plan_units(&[3, 2, 1, 0], &[0, 1, 2, 3]);
     assert_eq!(order.root_pre_backward().1, [Unshard(3), Unshard(2), WaitForUnshard(3)]);
     let between = [
@@ -174,7 +175,7 @@ fn what_some_rank_comes_to_all_ranks_gather_and_reduce() {
 }
 
 #[test]
-fn units_that_failed_to_build_are_in_no_list() {
+fn truncate_removes_units_from_all_lists() {
     let (mut order, _) = chain(3);
     order.unit(0).unwrap().settings.forward_prefetch = vec![1, 3];
     forward(&mut order, 3);

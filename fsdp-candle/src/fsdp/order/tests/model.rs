@@ -1,4 +1,4 @@
-//! Made-up models and what they do.
+//! Random models and training steps.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -6,40 +6,40 @@ use crate::fsdp::order::UnitInfo;
 use crate::fsdp::policy::ReshardAfterForward::{Always, Default, Never, To};
 use crate::fsdp::settings::{ModelSettings, UnitSettings};
 
-/// A unit: one `fully_shard` call's, or one by name.
+/// A unit of one `fully_shard` call, or a unit by name.
 #[derive(Clone)]
 pub(super) struct Unit {
     pub(super) parent: Option<usize>,
-    /// Of each parameter, whether it gets a gradient.
+    /// For each parameter, whether it gets a gradient.
     pub(super) params: Vec<bool>,
     pub(super) info: UnitInfo,
 }
 
 impl Unit {
-    /// Whether nobody calls it.
+    /// Returns whether the unit was made by name.
     pub(super) fn is_by_name(&self) -> bool {
         self.info.by_name_in.is_some()
     }
 }
 
-/// A call of a unit's forward, or a use of one by name, with those inside it.
+/// A call of a unit, or a use of a unit by name, with the calls and uses inside it.
 #[derive(Clone)]
 pub(super) struct Call {
     pub(super) unit: usize,
-    /// Its own parameters that it uses.
+    /// The unit's own parameters that the call uses.
     pub(super) uses: BTreeSet<usize>,
     pub(super) inner: Vec<Call>,
 }
 
-/// One step: forwards, and maybe their backward.
+/// One step: forwards, and any number of backwards.
 #[derive(Clone)]
 pub(super) struct Iteration {
-    /// Each with whether it keeps a graph.
+    /// Forwards, each with whether it keeps a graph.
     pub(super) forwards: Vec<(Call, bool)>,
-    /// How many backwards follow, each of a loss of its own.
+    /// Number of backwards, each of another loss.
     pub(super) backwards: usize,
     pub(super) is_last: bool,
-    /// The number of actions after which the step fails.
+    /// Number of actions after which the step fails.
     pub(super) fails_after: Option<usize>,
 }
 
@@ -52,12 +52,12 @@ pub(super) struct Model {
     pub(super) partial: bool,
     /// Whether ranks may use different units.
     pub(super) fixed: bool,
-    /// Whether replicas hold parts of shards.
-    pub(super) divided: bool,
+    /// Whether replicas divide shards among them.
+    pub(super) replica_sharded: bool,
     pub(super) iterations: Vec<Iteration>,
 }
 
-/// Decisions, drawn one after the other.
+/// Random decisions, drawn one after the other.
 pub(super) struct Tape(pub(super) VecDeque<u8>);
 
 impl Tape {
@@ -73,8 +73,8 @@ impl Tape {
         let mut units: Vec<Unit> = vec![];
         let calls = 1 + self.below(5);
         for call in 0..calls {
-            // Those by name inside a unit that is called come before it, in the order in which they were built, each
-            // before those inside it.
+            // Units by name come before the called unit that they are inside, in the order in which they were built.
+            // Each comes before the units inside it.
             let by_name = [0, 0, 0, 1, 2, 3][self.below(6)];
             let called = units.len() + by_name;
             for _ in 0..by_name {
@@ -89,14 +89,14 @@ impl Tape {
                 units.push(unit);
             }
             let mut unit = self.unit();
-            // Built bottom-up: what is around a unit is built after it. Filled in below.
+            // Models are built bottom-up: the enclosing unit comes later, and is set below.
             unit.parent = (call + 1 < calls).then_some(called);
             units.push(unit);
         }
         let count = units.len();
         for at in 0..count {
             if units[at].parent == Some(at) {
-                // In a fixed order, where what is by name may be skipped, none is inside that.
+                // In a fixed order, units by name may be skipped, so no unit is inside them.
                 let later = (at + 1..count).filter(|&other| !fixed || !units[other].is_by_name());
                 let later: Vec<usize> = later.collect();
                 units[at].parent = Some(later[self.below(later.len())]);
@@ -121,15 +121,15 @@ impl Tape {
             fixed_order: fixed,
             ..ModelSettings::default()
         };
-        let (replicated, partial, divided) = (self.once_in(2), self.once_in(2), self.once_in(3));
-        let mut model = Model { units, settings, replicated, partial, fixed, divided, iterations: vec![] };
+        let (replicated, partial, replica_sharded) = (self.once_in(2), self.once_in(2), self.once_in(3));
+        let mut model = Model { units, settings, replicated, partial, fixed, replica_sharded, iterations: vec![] };
         let mut last: Option<Vec<(Call, bool)>> = None;
         for _ in 0..1 + self.below(4) {
             let forwards = match last.clone().filter(|_| self.once_in(2)) {
                 Some(same) => same,
                 None => (0..[1, 1, 2, 3][self.below(4)])
                     .map(|_| {
-                        // Nearly always the whole model, seldom a unit by itself.
+                        // Nearly always the whole model, rarely one unit.
                         let called: Vec<usize> = (0..count).filter(|&unit| !model.units[unit].is_by_name()).collect();
                         let unit = if self.once_in(8) { called[self.below(called.len())] } else { count - 1 };
                         (self.call(&model, unit), !self.once_in(7))
@@ -165,10 +165,10 @@ impl Tape {
         let mut inner = vec![];
         while !inside.is_empty() {
             let next = if self.once_in(4) { self.below(inside.len()) } else { 0 };
-            // In a fixed order, those by name are used as they were built.
+            // In a fixed order, units by name are used in the order in which they were built.
             let next = if model.fixed && model.units[inside[next]].is_by_name() { 0 } else { next };
             let next = inside.remove(next);
-            // Nearly always used once.
+            // Nearly always one use.
             let times = [1, 1, 1, 1, 0, 2][self.below(6)];
             let times = if model.fixed && model.units[next].is_by_name() { times.min(1) } else { times };
             inner.extend((0..times).map(|_| self.call(model, next)));
@@ -177,19 +177,19 @@ impl Tape {
     }
 }
 
-/// Whether ranks may differ in what they use by name inside a unit: where no unit is called there.
+/// Returns whether ranks may use different units by name beside this one: only where no unit is called beside them.
 pub(super) fn may_skip(model: &Model, unit: usize) -> bool {
     let called = model.units[unit].info.by_name_in;
     let is_called = |other: &Unit| !other.is_by_name() && other.parent == called;
     model.fixed && called.is_some() && !model.units.iter().any(is_called)
 }
 
-/// How many calls and uses a call is made of.
+/// Returns the number of calls and uses in a call.
 pub(super) fn count(call: &Call) -> usize {
     1 + call.inner.iter().map(count).sum::<usize>()
 }
 
-/// The calls that a loss reaches: those inside one that it does not reach are none.
+/// Adds the calls that a loss reaches. It reaches no calls inside an unreached call.
 pub(super) fn reach(
     call: &Call,
     root: usize,

@@ -12,55 +12,55 @@ use crate::fsdp::order::plan::Reach;
 use crate::fsdp::order::{Action, Order};
 use crate::fsdp::policy::ReshardAfterForward::Never;
 
-/// Nodes that a call left in the graph.
+/// Nodes that a call made in the graph.
 #[derive(Default)]
 pub(super) struct Made {
-    /// The number and the pass of the hook of its outputs.
+    /// Number and pass of the hook on the outputs.
     hook: Option<(usize, usize)>,
-    /// Number of each use of a parameter, and the pass whose anchor was used.
+    /// Number of each use of a parameter, and the pass of the anchor.
     uses: BTreeMap<usize, (usize, Option<usize>)>,
 }
 
-/// The forwards of a step that keep graphs, with the nodes of each call.
+/// The forwards of a step that keep a graph, with the nodes of each call.
 pub(super) type Forwards<'a> = Vec<(&'a Call, BTreeMap<Vec<usize>, Made>)>;
 
-/// The calls that a loss reaches: the forward and the place in it.
+/// The calls that a loss reaches: index of the forward, and place of the call in it.
 pub(super) type Reached = BTreeSet<(usize, Vec<usize>)>;
 
-/// An all-gather in flight: the parameters, and where it is queued.
+/// A pending all-gather: its parameters, and its position in the log.
 type Pending = (BTreeSet<usize>, (Hop, usize));
 
-/// A rank of a made-up world.
+/// A simulated rank.
 pub(super) struct Rank<'a> {
     model: &'a Model,
     order: Order,
     pub(super) log: Rc<RefCell<Log>>,
     reductions: ReductionQueue<Reducing>,
-    /// Of each unit, the parameters that are there, those on their way with their collective, those whose gradient is
-    /// complete, and those with a gradient that waits for its reduction.
-    there: Vec<BTreeSet<usize>>,
+    /// For each unit: unsharded parameters, the pending all-gather, parameters with a complete gradient, and parameters
+    /// with a gradient that waits for its reduction.
+    unsharded: Vec<BTreeSet<usize>>,
     pending: Vec<Option<Pending>>,
     complete: Vec<BTreeSet<usize>>,
-    collected: Vec<BTreeSet<usize>>,
-    /// Each unit's pass whose anchors its parameters have, and whether its shards are gathered.
+    accumulated: Vec<BTreeSet<usize>>,
+    /// For each unit: the pass of its anchors, and whether its shards are gathered over replicas.
     anchors: Vec<Option<usize>>,
     shards: Vec<bool>,
     shards_are_fresh: bool,
-    /// Units whose forward runs or whose backward has begun, with a count.
-    open: Vec<usize>,
-    /// Units that a forward leaves gathered for backward.
+    /// Units whose forward runs or whose backward has begun, once for each time.
+    running: Vec<usize>,
+    /// Units that a forward leaves unsharded for backward.
     kept: BTreeSet<usize>,
-    /// Units that were gathered ahead and come next, and those that did not.
-    ahead: BTreeSet<usize>,
-    strays: BTreeSet<usize>,
-    /// The units of the last root forward in their order, those of this one, and whether the order of backward follows
-    /// from this step's.
+    /// Prefetched units, and prefetched units that did not come next.
+    prefetched: BTreeSet<usize>,
+    mispredicted: BTreeSet<usize>,
+    /// Units of the last root forward in their order, units of this forward, and whether the order of backward follows
+    /// from this step's forwards.
     last: Option<Vec<usize>>,
     begun: Vec<usize>,
     is_fresh: bool,
-    /// Whether it does, each unit ran once, and the loss reaches all of them.
+    /// Whether it does, each unit ran once, and the loss reaches all units.
     is_plain: bool,
-    /// The units whose calls backward goes through, the innermost last.
+    /// Units whose calls backward is in, the innermost last.
     path: Vec<usize>,
     left: Option<usize>,
 }
@@ -79,17 +79,17 @@ impl<'a> Rank<'a> {
             order,
             log: Rc::default(),
             reductions: ReductionQueue::default(),
-            there: vec![BTreeSet::new(); count],
+            unsharded: vec![BTreeSet::new(); count],
             pending: vec![None; count],
             complete: vec![BTreeSet::new(); count],
-            collected: vec![BTreeSet::new(); count],
+            accumulated: vec![BTreeSet::new(); count],
             anchors: vec![None; count],
             shards: vec![false; count],
             shards_are_fresh: false,
-            open: vec![],
+            running: vec![],
             kept: BTreeSet::new(),
-            ahead: BTreeSet::new(),
-            strays: BTreeSet::new(),
+            prefetched: BTreeSet::new(),
+            mispredicted: BTreeSet::new(),
             last: None,
             begun: vec![],
             is_fresh: true,
@@ -108,7 +108,9 @@ impl<'a> Rank<'a> {
     }
 
     fn gathered(&self) -> BTreeSet<usize> {
-        (0..self.there.len()).filter(|&unit| !self.there[unit].is_empty() || self.pending[unit].is_some()).collect()
+        (0..self.unsharded.len())
+            .filter(|&unit| !self.unsharded[unit].is_empty() || self.pending[unit].is_some())
+            .collect()
     }
 
     fn wait_for_unshard(&mut self, unit: usize) -> BTreeSet<usize> {
@@ -117,21 +119,21 @@ impl<'a> Rank<'a> {
         params
     }
 
-    fn carry_out(&mut self, actions: impl IntoIterator<Item = Action>) -> Result<(), Failed> {
+    fn execute(&mut self, actions: impl IntoIterator<Item = Action>) -> Result<(), Failed> {
         for action in actions {
             if let Some(left) = &mut self.left {
                 *left = left.checked_sub(1).ok_or(Failed)?;
             }
-            self.carry_out_one(action);
+            self.execute_one(action);
         }
         self.check_bound();
         Ok(())
     }
 
-    fn carry_out_one(&mut self, action: Action) {
+    fn execute_one(&mut self, action: Action) {
         match action {
             Action::Unshard(unit) | Action::WaitForUnshard(unit) => {
-                let done = |param: &usize| self.there[unit].contains(param) || self.complete[unit].contains(param);
+                let done = |param: &usize| self.unsharded[unit].contains(param) || self.complete[unit].contains(param);
                 let missing: BTreeSet<usize> =
                     (0..self.model.units[unit].params.len()).filter(|param| !done(param)).collect();
                 if self.pending[unit].is_none() && !missing.is_empty() {
@@ -141,29 +143,29 @@ impl<'a> Rank<'a> {
                 }
                 if action == Action::WaitForUnshard(unit) {
                     let unsharded = self.wait_for_unshard(unit);
-                    self.there[unit].extend(unsharded);
+                    self.unsharded[unit].extend(unsharded);
                 }
             }
             Action::Reshard(unit) => {
                 self.wait_for_unshard(unit);
-                self.there[unit].clear();
+                self.unsharded[unit].clear();
             }
-            Action::ReshardTo { unit, .. } => self.there[unit].clear(),
+            Action::ReshardTo { unit, .. } => self.unsharded[unit].clear(),
             Action::ReshardParam { unit, position } => {
-                self.there[unit].remove(&position);
+                self.unsharded[unit].remove(&position);
             }
             Action::ReshardFrozen(unit) => {
                 let params = &self.model.units[unit].params;
-                self.there[unit].retain(|&param| params[param]);
+                self.unsharded[unit].retain(|&param| params[param]);
             }
             Action::Reduce(unit) => self.reduce(unit),
             Action::BeginPass { unit, pass } => self.anchors[unit] = pass,
         }
     }
 
-    /// Gathers the unit's shards over replicas that hold parts of them.
+    /// Gathers the unit's shards over the replicas that divide them.
     pub(super) fn gather_shards(&mut self, unit: usize) {
-        if self.model.divided && !std::mem::replace(&mut self.shards[unit], true) {
+        if self.model.replica_sharded && !std::mem::replace(&mut self.shards[unit], true) {
             let at = self.log.borrow_mut().issue(Hop::Replicas, ("shards", unit, BTreeSet::new()));
             self.log.borrow_mut().wait(at);
         }
@@ -175,9 +177,9 @@ impl<'a> Rank<'a> {
 
     fn reduce(&mut self, unit: usize) {
         self.reductions.limit(self.model.settings.max_reductions).unwrap();
-        let mut params = std::mem::take(&mut self.collected[unit]);
+        let mut params = std::mem::take(&mut self.accumulated[unit]);
         if self.model.fixed {
-            // Those without a gradient take part with zeros.
+            // Parameters without a gradient take part with zeros.
             let all = self.model.units[unit].params.iter().enumerate();
             params = all.filter(|(_, trainable)| **trainable).map(|(param, _)| param).collect();
         }
@@ -191,13 +193,13 @@ impl<'a> Rank<'a> {
         }
     }
 
-    /// Nothing is gathered but for a reason.
+    /// Checks that each unsharded unit has a reason to be.
     fn check_bound(&self) {
-        let open: BTreeSet<usize> = self.open.iter().copied().collect();
+        let open: BTreeSet<usize> = self.running.iter().copied().collect();
         let kept_after_backward =
-            (0..self.there.len()).filter(|&unit| !self.model.units[unit].info.settings.reshard_after_backward);
+            (0..self.unsharded.len()).filter(|&unit| !self.model.units[unit].info.settings.reshard_after_backward);
         let mut rest = self.gathered();
-        for unit in open.iter().chain(&self.kept).chain(&self.ahead).chain(&self.strays) {
+        for unit in open.iter().chain(&self.kept).chain(&self.prefetched).chain(&self.mispredicted) {
             rest.remove(unit);
         }
         kept_after_backward.for_each(|unit| {
@@ -205,20 +207,20 @@ impl<'a> Rank<'a> {
         });
         assert!(
             rest.is_empty(),
-            "gathered for nothing: {rest:?}; open {:?}, kept {:?}, ahead {:?}, strays {:?}",
-            self.open,
+            "unsharded without a reason: {rest:?}; running {:?}, kept {:?}, prefetched {:?}, mispredicted {:?}",
+            self.running,
             self.kept,
-            self.ahead,
-            self.strays
+            self.prefetched,
+            self.mispredicted
         );
     }
 
-    /// Notes what `actions` gather ahead of `unit`'s turn, given what was gathered before.
-    fn look_ahead(&mut self, unit: usize, actions: &[Action], listed: usize) {
-        self.ahead.remove(&unit);
-        let missed = std::mem::take(&mut self.ahead);
-        self.strays.extend(missed);
-        self.strays.remove(&unit);
+    /// Records the units that `actions` prefetch when `unit` begins.
+    fn note_prefetch(&mut self, unit: usize, actions: &[Action], listed: usize) {
+        self.prefetched.remove(&unit);
+        let missed = std::mem::take(&mut self.prefetched);
+        self.mispredicted.extend(missed);
+        self.mispredicted.remove(&unit);
         let before = self.gathered();
         let awaited = |other: usize| actions.contains(&Action::WaitForUnshard(other));
         for action in actions {
@@ -227,11 +229,11 @@ impl<'a> Rank<'a> {
                 && !before.contains(&other)
                 && !self.model.units[other].params.is_empty()
             {
-                self.ahead.insert(other);
+                self.prefetched.insert(other);
             }
         }
         if !self.model.fixed {
-            assert!(self.ahead.len() <= listed.max(1), "{:?} are gathered ahead", self.ahead);
+            assert!(self.prefetched.len() <= listed.max(1), "{:?} are prefetched", self.prefetched);
         }
     }
 
@@ -241,31 +243,31 @@ impl<'a> Rank<'a> {
         })
     }
 
-    /// What the schedule does after a failure.
-    fn forget(&mut self) {
+    /// Resets the rank after a failure, as the schedule does.
+    fn reset(&mut self) {
         self.order.reset();
         self.reductions.cancel();
         self.log.borrow_mut().reducing = 0;
         let count = self.model.units.len();
-        self.there = vec![BTreeSet::new(); count];
+        self.unsharded = vec![BTreeSet::new(); count];
         self.pending = vec![None; count];
         self.complete = vec![BTreeSet::new(); count];
-        self.collected = vec![BTreeSet::new(); count];
+        self.accumulated = vec![BTreeSet::new(); count];
         self.anchors = vec![None; count];
         self.drop_shards();
         self.shards_are_fresh = false;
-        self.open.clear();
+        self.running.clear();
         self.kept.clear();
-        self.ahead.clear();
-        self.strays.clear();
+        self.prefetched.clear();
+        self.mispredicted.clear();
         self.last = None;
         self.begun.clear();
         self.is_fresh = true;
         self.path.clear();
     }
 
-    /// Runs the forwards of a step, of which each skips what is by name and the loss does not reach, where ranks may
-    /// differ. `None` after a failure.
+    /// Runs the forwards of a step. Where ranks may differ, each skips units by name that the loss does not reach.
+    /// Returns `None` after a failure.
     pub(super) fn forwards<'i>(
         &mut self,
         iteration: &'i Iteration,
@@ -279,7 +281,7 @@ impl<'a> Rank<'a> {
                 Ok(made) if *graph => forwards.push((call, made)),
                 Ok(_) => {}
                 Err(Failed) => {
-                    self.forget();
+                    self.reset();
                     return None;
                 }
             }
@@ -288,7 +290,7 @@ impl<'a> Rank<'a> {
         Some(forwards)
     }
 
-    /// The calls that a loss reaches.
+    /// Returns the calls that a loss reaches.
     pub(super) fn reached(&self, forwards: &Forwards<'_>, reaches: &mut impl FnMut() -> bool) -> Reached {
         let mut reached = BTreeSet::new();
         for (root, (call, _)) in forwards.iter().enumerate() {
@@ -302,7 +304,7 @@ impl<'a> Rank<'a> {
 
 /// Forward.
 impl Rank<'_> {
-    /// Runs a forward; returns by the place of each call or use what it left in the graph.
+    /// Runs a forward. Returns the graph nodes of each call, by its place.
     pub(super) fn forward(
         &mut self,
         call: &Call,
@@ -316,36 +318,36 @@ impl Rank<'_> {
         }
         (0..self.model.units.len()).for_each(|unit| self.gather_shards(unit));
         self.forward_of(call, graph, skips, &mut vec![], &mut all)?;
-        let missed = std::mem::take(&mut self.ahead);
-        self.strays.extend(missed);
+        let missed = std::mem::take(&mut self.prefetched);
+        self.mispredicted.extend(missed);
         let in_turn = self.model.fixed && self.model.units.iter().any(Unit::is_by_name);
         if self.last.as_ref() == Some(&self.begun) && !self.has_lists() && !in_turn {
-            assert!(self.strays.is_empty(), "gathered ahead, and not next: {:?}", self.strays);
+            assert!(self.mispredicted.is_empty(), "prefetched, and not next: {:?}", self.mispredicted);
         }
         self.last = Some(self.begun.clone());
         if !graph {
             self.drop_shards();
             assert!(all.values().all(|made| made.hook.is_none()), "a hook without a graph");
             let left = self.gathered().into_iter().filter(|unit| self.begun.contains(unit));
-            let left: Vec<usize> = left.filter(|unit| !self.strays.contains(unit)).collect();
-            assert!(left.is_empty(), "{left:?} are gathered after a forward without a graph");
+            let left: Vec<usize> = left.filter(|unit| !self.mispredicted.contains(unit)).collect();
+            assert!(left.is_empty(), "{left:?} are unsharded after a forward without a graph");
         }
         Ok(all)
     }
 
-    /// Notes which forwards of units by name the actions begin and end.
+    /// Records the forwards of units by name that the actions begin and end.
     fn note_by_name(&mut self, actions: &[Action]) {
         for action in actions {
             match *action {
                 Action::WaitForUnshard(unit) if self.is_by_name(unit) => {
                     self.begun.push(unit);
-                    self.open.push(unit);
+                    self.running.push(unit);
                     if self.model.units[unit].info.settings.reshard_after_forward == Never {
                         self.kept.insert(unit);
                     }
                 }
                 Action::Reshard(unit) | Action::ReshardTo { unit, .. } if self.is_by_name(unit) => {
-                    self.open.retain(|&open| open != unit);
+                    self.running.retain(|&open| open != unit);
                     self.kept.remove(&unit);
                 }
                 _ => {}
@@ -353,20 +355,20 @@ impl Rank<'_> {
         }
     }
 
-    /// Units whose turn it is are gathered whether this rank uses them or not.
+    /// Records units that are unsharded in a fixed order, whether this rank uses them or not.
     fn note_fixed(&mut self, actions: &[Action]) {
         for action in actions {
             if let (Action::Unshard(unit), true) = (*action, self.model.fixed) {
-                self.ahead.insert(unit);
+                self.prefetched.insert(unit);
             }
         }
     }
 
-    /// Carries out what happens to several units by name, one after the other.
-    fn carry_out_noted(&mut self, mut actions: &[Action]) -> Result<(), Failed> {
+    /// Executes the actions of several units by name, one unit after the other.
+    fn execute_noted(&mut self, mut actions: &[Action]) -> Result<(), Failed> {
         while let Some(first) = actions.first() {
             if matches!(first, Action::BeginPass { .. }) {
-                self.carry_out_one(*first);
+                self.execute_one(*first);
                 actions = &actions[1..];
                 continue;
             }
@@ -375,49 +377,49 @@ impl Rank<'_> {
             let (now, rest) = actions.split_at(1 + usize::from(begins));
             self.note_by_name(now);
             match (begins, first) {
-                (true, Action::Unshard(unit)) => drop(self.ahead.remove(unit)),
+                (true, Action::Unshard(unit)) => drop(self.prefetched.remove(unit)),
                 _ => self.note_fixed(now),
             }
-            self.carry_out(now.to_vec())?;
+            self.execute(now.to_vec())?;
             actions = rest;
         }
         Ok(())
     }
 
-    /// A layer uses a parameter of a unit by name.
-    fn touch(&mut self, unit: usize, graph: bool) -> Result<(), Failed> {
+    /// Uses a parameter of a unit by name.
+    fn use_by_name(&mut self, unit: usize, graph: bool) -> Result<(), Failed> {
         let actions = self.order.pre_use(unit, graph, false).unwrap();
         if actions.is_empty() {
             return Ok(());
         }
         let opened = actions.iter().filter(|action| matches!(action, Action::WaitForUnshard(_))).count();
-        assert!(opened == 1 || self.model.fixed, "one use opens {opened} units");
+        assert!(opened == 1 || self.model.fixed, "one use begins {opened} units");
         let ends = |action: &&Action| matches!(action, Action::Reshard(_) | Action::ReshardTo { .. });
         let (ended, begun): (Vec<Action>, Vec<Action>) = match self.model.fixed {
             true => (vec![], actions),
             false => actions.iter().copied().partition(|action| ends(&action)),
         };
         self.note_by_name(&ended);
-        self.carry_out(ended)?;
+        self.execute(ended)?;
         if !self.model.fixed {
-            self.look_ahead(unit, &begun, self.model.units[unit].info.settings.forward_prefetch.len());
+            self.note_prefetch(unit, &begun, self.model.units[unit].info.settings.forward_prefetch.len());
         }
-        self.carry_out_noted(&begun)
+        self.execute_noted(&begun)
     }
 
-    /// Uses the parameters that come before the calls inside, or after them.
+    /// Uses the call's own parameters: those before the calls inside it, or those after.
     fn use_all(&mut self, call: &Call, late: bool, graph: bool, made: &mut Made) -> Result<(), Failed> {
         for &param in call.uses.iter().filter(|param| (*param % 2 == 1) == late) {
             if self.is_by_name(call.unit) {
-                self.touch(call.unit, graph)?;
+                self.use_by_name(call.unit, graph)?;
             }
-            assert!(self.there[call.unit].contains(&param), "forward used parameter {param} of {}", call.unit);
+            assert!(self.unsharded[call.unit].contains(&param), "forward used parameter {param} of {}", call.unit);
             made.uses.insert(param, (next_number(), self.anchors[call.unit]));
         }
         Ok(())
     }
 
-    /// Runs a forward; `all` gets, by the place of each call, what it left in the graph.
+    /// Runs a forward. `all` gets the graph nodes of each call, by its place.
     fn forward_of(
         &mut self,
         call: &Call,
@@ -449,25 +451,25 @@ impl Rank<'_> {
             let frees = actions.iter().take_while(ends).count();
             self.note_by_name(&actions[..frees]);
             if forward.is_root {
-                self.carry_out(actions[..frees].to_vec())?;
+                self.execute(actions[..frees].to_vec())?;
                 self.kept.clear();
-                self.strays.clear();
-                self.ahead.clear();
+                self.mispredicted.clear();
+                self.prefetched.clear();
                 self.check_bound();
             } else {
                 let by_name = |action: &Action| match action {
                     Action::Reshard(unit) | Action::ReshardTo { unit, .. } => self.is_by_name(*unit),
                     _ => false,
                 };
-                assert!(actions[..frees].iter().all(by_name), "a forward inside another frees what is by name alone");
-                self.carry_out(actions[..frees].to_vec())?;
+                assert!(actions[..frees].iter().all(by_name), "a forward inside another frees only units by name");
+                self.execute(actions[..frees].to_vec())?;
             }
             let actions = &actions[frees..];
-            self.look_ahead(unit, actions, self.model.units[unit].info.settings.forward_prefetch.len());
-            self.open.push(unit);
+            self.note_prefetch(unit, actions, self.model.units[unit].info.settings.forward_prefetch.len());
+            self.running.push(unit);
             self.begun.push(unit);
-            self.carry_out(actions.to_vec())?;
-            assert_eq!(self.there[unit].len(), self.model.units[unit].params.len(), "forward of {unit}");
+            self.execute(actions.to_vec())?;
+            assert_eq!(self.unsharded[unit].len(), self.model.units[unit].params.len(), "forward of {unit}");
             let mut made = Made::default();
             self.use_all(call, false, graph, &mut made)?;
             for (position, inner) in call.inner.iter().enumerate() {
@@ -486,28 +488,28 @@ impl Rank<'_> {
             let freed = actions.iter().any(frees);
             let own: Vec<Action> = actions.iter().copied().filter(frees).collect();
             let by_name: Vec<Action> = actions.into_iter().filter(|action| !frees(action)).collect();
-            self.carry_out_noted(&by_name)?;
-            // Those by name that are kept have ended as well.
-            while self.open.pop().is_some_and(|open| open != unit) {}
+            self.execute_noted(&by_name)?;
+            // Units by name that stay unsharded have ended as well.
+            while self.running.pop().is_some_and(|open| open != unit) {}
             match freed {
                 true => self.kept.remove(&unit),
                 false => self.kept.insert(unit),
             };
-            self.carry_out(own)
+            self.execute(own)
         })();
         self.order.end_forward(forward);
         outcome
     }
 }
 
-/// How many uses of each parameter backward has still to come to: of all passes, and of one with an anchor of its own.
+/// Number of uses of each parameter that backward has still to process: of all passes, and of each further pass.
 #[derive(Default)]
 struct Left {
     all: BTreeMap<(usize, usize), usize>,
     of_pass: BTreeMap<(usize, usize, usize), usize>,
 }
 
-/// The nodes that backward comes to, in its order, and where it comes to parameters.
+/// The nodes that backward processes, in its order, and the positions of parameters.
 #[derive(Default)]
 struct Walk {
     numbers: Vec<usize>,
@@ -559,7 +561,7 @@ impl Walk {
 }
 
 impl Rank<'_> {
-    /// Begins a backward; returns where it comes to each unit, where ranks may differ.
+    /// Begins a backward. Returns where it comes to each unit, if ranks may differ.
     pub(super) fn backward_begins(&mut self, forwards: &Forwards<'_>, reached: &Reached) -> Vec<Option<Reach>> {
         self.order.begin_backward().unwrap();
         self.complete.iter_mut().for_each(BTreeSet::clear);
@@ -574,10 +576,10 @@ impl Rank<'_> {
         vec![]
     }
 
-    /// Runs a backward over the calls that `reached` has, in reverse. `again` is true after the first.
+    /// Runs a backward over the calls in `reached`, in reverse. `again` is true after the first backward.
     pub(super) fn backward(&mut self, forwards: &Forwards<'_>, reached: &Reached, is_last: bool, again: bool) {
         if let Err(Failed) = self.try_backward(forwards, reached, is_last, again) {
-            self.forget();
+            self.reset();
         }
     }
 
@@ -596,10 +598,10 @@ impl Rank<'_> {
         let once = units.len() == self.begun.len() && units.len() == calls;
         self.is_plain = self.is_fresh && !again && forwards.len() == 1 && once && reached.len() == calls;
         self.is_plain &= !self.order.is_planned();
-        let before = self.strays.clone();
+        let before = self.mispredicted.clone();
         let outcome = (|| -> Result<(), Failed> {
             let (_, actions) = self.order.root_pre_backward();
-            self.open.extend(actions.iter().filter_map(|action| match action {
+            self.running.extend(actions.iter().filter_map(|action| match action {
                 Action::WaitForUnshard(unit) => Some(*unit),
                 _ => None,
             }));
@@ -607,33 +609,33 @@ impl Rank<'_> {
             if let (Some(Action::WaitForUnshard(first)), false) =
                 (actions.iter().find(|action| matches!(action, Action::WaitForUnshard(_))), self.order.is_planned())
             {
-                self.look_ahead(*first, &actions, self.model.units[*first].info.settings.backward_prefetch.len());
+                self.note_prefetch(*first, &actions, self.model.units[*first].info.settings.backward_prefetch.len());
             }
-            self.carry_out(actions)?;
+            self.execute(actions)?;
             let mut left = Walk::of(forwards, reached).left;
             for (root, (call, made)) in forwards.iter().enumerate().rev() {
                 self.backward_of(call, root, &mut vec![], made, reached, &mut left)?;
             }
             let actions = self.order.root_post_backward();
             self.note_planned(&actions);
-            self.carry_out(actions)
+            self.execute(actions)
         })();
         let planned = self.order.is_planned();
         self.order.end_backward();
         outcome?;
-        // What is inside a unit by name may come before it.
+        // Backward may come to the units inside a unit by name before the unit.
         let is_flat = self.model.units.iter().all(|unit| unit.info.enclosing.is_empty());
         if self.is_plain && is_flat && !planned && !self.has_lists() {
-            assert!(self.strays.is_subset(&before), "gathered ahead, and not next: {:?}", self.strays);
+            assert!(self.mispredicted.is_subset(&before), "prefetched, and not next: {:?}", self.mispredicted);
         }
         self.is_fresh = is_last;
-        self.open.clear();
+        self.running.clear();
         self.kept.clear();
-        self.ahead.clear();
-        self.strays.clear();
+        self.prefetched.clear();
+        self.mispredicted.clear();
         self.complete.iter_mut().for_each(BTreeSet::clear);
-        assert!(self.collected.iter().all(BTreeSet::is_empty), "gradients that are not reduced: {:?}", self.collected);
-        // All that was gathered is freed.
+        assert!(self.accumulated.iter().all(BTreeSet::is_empty), "gradients were not reduced: {:?}", self.accumulated);
+        // Everything that was unsharded is resharded.
         self.check_bound();
         self.shards_are_fresh = !is_last;
         if is_last {
@@ -643,11 +645,11 @@ impl Rank<'_> {
         Ok(())
     }
 
-    /// A plan gathers units that this rank may not come to.
+    /// Records the units that a plan unshards. This rank may not come to them.
     fn note_planned(&mut self, actions: &[Action]) {
         for action in actions {
             if let (Action::Unshard(unit), true) = (*action, self.order.is_planned()) {
-                self.ahead.insert(unit);
+                self.prefetched.insert(unit);
             }
         }
     }
@@ -656,16 +658,16 @@ impl Rank<'_> {
         if self.order.is_planned() {
             self.note_planned(&actions);
         } else {
-            self.look_ahead(unit, &actions, self.model.units[unit].info.settings.backward_prefetch.len());
+            self.note_prefetch(unit, &actions, self.model.units[unit].info.settings.backward_prefetch.len());
         }
-        self.open.push(unit);
-        self.carry_out(actions)?;
-        // Units that backward is done with do not hold gradients back for those of their parameters that were not used.
-        // Backward may come to what is inside a unit by name before it comes to the unit.
+        self.running.push(unit);
+        self.execute(actions)?;
+        // Unused parameters of a unit do not delay its reduction once backward is done with the unit. Backward may come
+        // to the units inside a unit by name before the unit.
         let inside = |other: usize| self.model.units[other].info.enclosing.contains(&unit);
-        let done = (0..self.collected.len()).filter(|&other| !self.path.contains(&other) && !inside(other));
-        let mut late = done.filter(|&other| !self.collected[other].is_empty());
-        assert!(!self.is_plain || late.next().is_none(), "gradients wait for nothing");
+        let done = (0..self.accumulated.len()).filter(|&other| !self.path.contains(&other) && !inside(other));
+        let mut late = done.filter(|&other| !self.accumulated[other].is_empty());
+        assert!(!self.is_plain || late.next().is_none(), "gradients wait without a reason");
         Ok(())
     }
 
@@ -687,7 +689,7 @@ impl Rank<'_> {
             self.begin_unit(call.unit, actions)?;
         }
         self.path.push(call.unit);
-        // Some parameters are used after the calls inside, and some before.
+        // Some parameters are used after the calls inside, some before.
         for late in [true, false] {
             for &param in call.uses.iter().filter(|param| (*param % 2 == 1) == late) {
                 self.use_of(call.unit, param, made.uses[&param].1, left)?;
@@ -704,24 +706,27 @@ impl Rank<'_> {
         Ok(())
     }
 
-    /// Backward comes to a use of a parameter.
+    /// Processes a use of a parameter in backward.
     fn use_of(&mut self, unit: usize, param: usize, pass: Option<usize>, left: &mut Left) -> Result<(), Failed> {
         if self.is_by_name(unit) {
-            let actions = self.order.pre_use(unit, true, !self.there[unit].contains(&param)).unwrap();
+            let actions = self.order.pre_use(unit, true, !self.unsharded[unit].contains(&param)).unwrap();
             if !actions.is_empty() {
                 self.begin_unit(unit, actions)?;
             }
         }
-        assert!(self.there[unit].contains(&param), "backward of {unit} came to parameter {param}, which is not there");
+        assert!(
+            self.unsharded[unit].contains(&param),
+            "backward of {unit} came to parameter {param}, which is sharded"
+        );
         if self.model.units[unit].params[param] {
-            self.collected[unit].insert(param);
+            self.accumulated[unit].insert(param);
         }
         if let Some(pass) = pass {
             let of_pass = left.of_pass.get_mut(&(unit, param, pass)).unwrap();
             *of_pass -= 1;
             if *of_pass == 0 && self.model.units[unit].params[param] {
                 let action = self.order.post_pass(unit, param, pass);
-                self.carry_out(action)?;
+                self.execute(action)?;
             }
         }
         let all = left.all.get_mut(&(unit, param)).unwrap();
@@ -736,11 +741,11 @@ impl Rank<'_> {
         if self.model.units[unit].info.settings.reshard_after_backward {
             assert_eq!(actions[0], Action::ReshardParam { unit, position: param });
         }
-        self.carry_out(actions)?;
+        self.execute(actions)?;
         let trainable = self.model.units[unit].params.iter().enumerate().filter(|(_, trainable)| **trainable);
         let whole = trainable.map(|(param, _)| param).all(|param| self.complete[unit].contains(&param));
         if whole && !self.order.is_planned() {
-            assert!(self.collected[unit].is_empty(), "the gradients of {unit} are whole and wait");
+            assert!(self.accumulated[unit].is_empty(), "the gradients of {unit} are complete and wait");
         }
         Ok(())
     }
