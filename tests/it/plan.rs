@@ -26,7 +26,7 @@ fn json(run: Run) -> Value {
 
 /// docs/planning.md promises state within 2 % and the peak within 5 %.
 #[test]
-fn memory_is_what_the_allocator_counts() {
+fn memory_matches_the_allocator() {
     for (config, ranks, batch) in [(GPT2, 1, "1"), (GPT2, 2, "2"), (LLAMA, 1, "4"), (LLAMA, 2, "1"), (LLAMA, 4, "2")] {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("config.json"), config).unwrap();

@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 
 use super::policy::OffloadPolicy;
 use crate::error::Error;
-use crate::kernels::{self, Copying, HostSink, HostSource, Kernels};
+use crate::kernels::{self, PendingCopy, HostSink, HostSource, Kernels};
 use crate::storage::{Pool, to_core_dtype, to_tensor};
 
 /// The copies of one offloaded parameter.
@@ -46,12 +46,12 @@ struct HostGradient {
 /// Pending copies of one model's gradients to the host, with their device buffers.
 pub(crate) struct Downloads {
     pool: Arc<Pool>,
-    pending: Mutex<Vec<(Box<dyn Copying>, Buffer)>>,
+    pending: Mutex<Vec<(Box<dyn PendingCopy>, Buffer)>>,
 }
 
 /// A shard on the device, which an all-gather reads. Its memory goes back to the pool.
 pub(super) struct Uploaded {
-    copying: Option<Box<dyn Copying>>,
+    copying: Option<Box<dyn PendingCopy>>,
     buffer: Option<Buffer>,
     via: Option<Buffer>,
     pool: Arc<Pool>,

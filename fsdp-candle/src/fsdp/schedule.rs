@@ -51,7 +51,7 @@ type Check = dyn Fn() -> crate::error::Result<()> + Send + Sync;
 /// Units and settings.
 impl Schedule {
     pub(crate) fn new(rank: usize, device: &Device) -> Self {
-        let pool = Arc::new(Pool::new(kernels::or_host(device)));
+        let pool = Arc::new(Pool::new(kernels::of_device_or_cpu(device)));
         Schedule {
             downloads: Arc::new(Downloads::new(pool.clone())),
             pool,

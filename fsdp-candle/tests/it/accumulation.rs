@@ -36,7 +36,7 @@ fn accumulation_without_communication() {
 }
 
 #[test]
-fn finalization_apart_from_backward() {
+fn manual_finalization() {
     ranks(2, |world| {
         let want = reference(&world);
         let vars = vars(&world);
@@ -59,7 +59,7 @@ fn finalization_apart_from_backward() {
 }
 
 #[test]
-fn a_refused_backward_leaves_no_gradients() {
+fn candles_backward_leaves_no_gradients() {
     ranks(2, |world| {
         let want = reference(&world);
         let vars = vars(&world);
@@ -71,7 +71,7 @@ fn a_refused_backward_leaves_no_gradients() {
 }
 
 #[test]
-fn two_losses_of_one_model_and_two_roots_in_one_map() {
+fn two_losses_and_two_roots() {
     ranks(2, |world| {
         for reshard in [ReshardAfterForward::Default, ReshardAfterForward::Always, ReshardAfterForward::Never] {
             // Two forwards, then a backward of each.
@@ -105,7 +105,7 @@ fn two_losses_of_one_model_and_two_roots_in_one_map() {
 }
 
 #[test]
-fn gradients_that_wait_for_their_all_reduce_are_not_forgotten() {
+fn delayed_all_reduces_are_kept() {
     ranks(4, |world| {
         let run = |wait: bool| {
             let map = vars_on(&world, &[("replicate", 2), ("shard", 2)]);

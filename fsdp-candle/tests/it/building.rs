@@ -17,7 +17,7 @@ fn error<T>(result: Result<T, impl std::fmt::Display>) -> String {
 }
 
 #[test]
-fn a_builder_of_candles_own_is_refused() {
+fn refuses_candles_own_builders() {
     let world = World::single().unwrap();
     let device = Device::Cpu;
     let dir = tempfile::tempdir().unwrap();
@@ -56,7 +56,7 @@ fn a_builder_of_candles_own_is_refused() {
 }
 
 #[test]
-fn a_unit_without_parameters_of_our_builder_is_legal() {
+fn accepts_units_without_parameters() {
     let world = World::single().unwrap();
     let vars = vars(&world);
     let opts = FullyShard::new(&vars).ignored_params(|name| name == "ignored");
@@ -70,7 +70,7 @@ fn a_unit_without_parameters_of_our_builder_is_legal() {
 }
 
 #[test]
-fn an_error_inside_the_closure_names_the_unit_and_keeps_the_cause() {
+fn build_errors_have_unit_and_cause() {
     let world = World::single().unwrap();
     let vars = vars(&world);
     let opts = FullyShard::new(&vars);
@@ -91,7 +91,7 @@ fn an_error_inside_the_closure_names_the_unit_and_keeps_the_cause() {
 }
 
 #[test]
-fn sizes_that_no_memory_has_are_errors() {
+fn refuses_sizes_larger_than_memory() {
     let world = World::single().unwrap();
     let vars = vars(&world);
     let opts = FullyShard::new(&vars);
@@ -122,7 +122,7 @@ impl Module for Model {
 }
 
 #[test]
-fn a_model_can_be_cloned_and_printed_and_its_clones_are_one_model() {
+fn clones_share_one_model() {
     ranks(2, |world| {
         let vars = vars(&world);
         let (opts, vb) = (FullyShard::new(&vars), vars.builder(DType::F32));

@@ -117,7 +117,7 @@ fn numbers(world_size: usize, reshard: ReshardAfterForward, again: Again, frozen
 }
 
 #[test]
-fn losses_and_gradients_are_the_same_bits() {
+fn checkpoints_keep_the_bits() {
     for world_size in 1..=3 {
         for reshard in [ReshardAfterForward::Default, ReshardAfterForward::Always, ReshardAfterForward::Never] {
             let plain = numbers(world_size, reshard, Again::Nothing, "");
@@ -160,7 +160,7 @@ impl Module for Tied {
 }
 
 #[test]
-fn a_parameter_may_be_used_in_several_closures_and_outside() {
+fn parameters_can_be_used_in_several_checkpoints() {
     let run = |again: bool| {
         ranks(2, move |world| {
             let vars = vars(&world);
@@ -177,7 +177,7 @@ fn a_parameter_may_be_used_in_several_closures_and_outside() {
 }
 
 #[test]
-fn plain_variables_get_their_gradients_without_fully_shard() {
+fn plain_variables_get_gradients() {
     let var = |seed: usize, shape: (usize, usize)| {
         let values = (0..shape.0 * shape.1).map(|i| ((i * 7 + seed) % 11) as f32 / 11. - 0.4).collect::<Vec<_>>();
         Var::from_tensor(&Tensor::from_vec(values, shape, &Device::Cpu).unwrap()).unwrap()
@@ -240,7 +240,7 @@ impl CustomOp1 for Count {
 }
 
 #[test]
-fn nothing_but_the_inputs_outlives_forward() {
+fn only_inputs_outlive_forward() {
     let x = Var::ones((4, 3), DType::F32, &Device::Cpu).unwrap();
     let count = Count::default();
     let inside = count.clone();
@@ -256,7 +256,7 @@ fn nothing_but_the_inputs_outlives_forward() {
 }
 
 #[test]
-fn a_closure_that_does_something_else_the_second_time_is_an_error() {
+fn refuses_nondeterministic_closures() {
     let x = Var::ones((4, 3), DType::F32, &Device::Cpu).unwrap();
     let w = Var::ones((4, 3), DType::F32, &Device::Cpu).unwrap();
     type Second = fn(&Tensor, &Tensor) -> Result<Tensor>;
@@ -274,7 +274,7 @@ fn a_closure_that_does_something_else_the_second_time_is_an_error() {
 }
 
 #[test]
-fn a_step_that_fails_while_it_recomputes_leaves_a_model_that_goes_on() {
+fn trains_after_a_failed_recomputation() {
     let run = |fail: bool| {
         ranks(2, move |world| {
             let vars = vars(&world);
@@ -305,7 +305,7 @@ fn a_step_that_fails_while_it_recomputes_leaves_a_model_that_goes_on() {
 }
 
 #[test]
-fn a_sharded_unit_inside_a_closure_is_refused_with_the_way_out() {
+fn refuses_units_inside_checkpoints() {
     let world = alone();
     let vars = vars(&world);
     let opts = FullyShard::new(&vars);

@@ -13,7 +13,7 @@ use crate::common::{
 };
 
 #[test]
-fn prefetch_lists_and_none_at_all() {
+fn prefetch_lists_keep_gradients() {
     ranks(2, |world| {
         let want = reference(&world);
         let vars = vars(&world);
@@ -34,7 +34,7 @@ fn prefetch_lists_and_none_at_all() {
 }
 
 #[test]
-fn unsharding_by_hand() {
+fn manual_unshard() {
     ranks(2, |world| {
         let vars = vars(&world);
         let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
@@ -75,7 +75,7 @@ impl Watch {
 }
 
 #[test]
-fn collectives_are_counted_and_survive_a_failure() {
+fn custom_collectives_fail_and_recover() {
     ranks(2, |world| {
         let want = reference(&world);
         for (reshard, gathers) in [(ReshardAfterForward::Always, 2), (ReshardAfterForward::Never, 1)] {
@@ -136,7 +136,7 @@ fn hooks_and_factors_change_the_reduction() {
 }
 
 #[test]
-fn sums_of_f16_do_not_overflow_before_they_are_divided() {
+fn f16_averages_do_not_overflow() {
     const GRADIENT: f64 = 30000.;
     for mesh in [vec![("shard", 4)], vec![("replicate", 2), ("shard", 2)]] {
         ranks(4, |world| {
@@ -171,7 +171,7 @@ fn sums_of_f16_do_not_overflow_before_they_are_divided() {
 }
 
 #[test]
-fn one_unused_parameter_does_not_hold_the_others_back() {
+fn an_unused_parameter_does_not_delay_others() {
     struct Half(nn::Linear, #[allow(dead_code)] nn::Linear);
     impl Module for Half {
         fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
@@ -205,7 +205,7 @@ fn one_unused_parameter_does_not_hold_the_others_back() {
 }
 
 #[test]
-fn frozen_parameters_are_freed_as_backward_passes() {
+fn backward_frees_frozen_parameters() {
     ranks(2, |world| {
         let vars = vars(&world);
         vars.freeze(|name| !name.contains("blocks.0"));
@@ -230,7 +230,7 @@ fn frozen_parameters_are_freed_as_backward_passes() {
 }
 
 #[test]
-fn a_printed_model_shows_its_units_and_placements() {
+fn printed_models_show_units_and_placements() {
     ranks(2, |world| {
         let vars = vars(&world);
         let policy = MixedPrecisionPolicy { param_dtype: Some(DType::BF16), ..Default::default() };
@@ -249,7 +249,7 @@ fn a_printed_model_shows_its_units_and_placements() {
 }
 
 #[test]
-fn collectives_come_in_the_order_that_overlaps_them_and_parameters_go_when_they_should() {
+fn collectives_overlap_compute_and_free_parameters() {
     ranks(2, |world| {
         let vars = vars(&world);
         let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);

@@ -13,7 +13,7 @@ fn error<T>(result: Result<T, impl std::fmt::Display>) -> String {
 }
 
 #[test]
-fn a_call_past_the_hooks_names_the_parameter_and_the_way_out() {
+fn calls_without_hooks_name_parameter_and_fix() {
     let world = alone();
     let vars = vars(&world);
     let model = sharded(&FullyShard::new(&vars), &vars, 4);
@@ -24,7 +24,7 @@ fn a_call_past_the_hooks_names_the_parameter_and_the_way_out() {
 }
 
 #[test]
-fn a_parameter_of_another_unit_is_refused() {
+fn refuses_parameters_of_another_unit() {
     let world = alone();
     let vars = vars(&world);
     let opts = FullyShard::new(&vars);
@@ -40,7 +40,7 @@ fn a_parameter_of_another_unit_is_refused() {
 }
 
 #[test]
-fn a_unit_that_failed_to_build_leaves_nothing() {
+fn a_failed_build_leaves_no_parameters() {
     let world = alone();
     let vars = vars(&world);
     let opts = FullyShard::new(&vars);
@@ -57,7 +57,7 @@ fn a_unit_that_failed_to_build_leaves_nothing() {
 }
 
 #[test]
-fn a_step_that_failed_can_be_followed_by_one_that_works() {
+fn trains_after_a_failed_step() {
     let losses = ranks(2, |world| {
         let vars = vars(&world);
         let model = sharded(&FullyShard::new(&vars), &vars, 4);
@@ -80,7 +80,7 @@ fn a_step_that_failed_can_be_followed_by_one_that_works() {
 }
 
 #[test]
-fn an_ignored_parameter_has_one_shape_and_dtype() {
+fn ignored_parameters_have_one_shape_and_dtype() {
     let world = alone();
     let vars = vars(&world);
     let opts = FullyShard::new(&vars).ignored_params(|name| name == "scale");
@@ -96,7 +96,7 @@ fn an_ignored_parameter_has_one_shape_and_dtype() {
 }
 
 #[test]
-fn settings_of_a_unit_taken_apart_do_not_reach_what_is_beside_it() {
+fn settings_of_split_units_do_not_reach_siblings() {
     let world = alone();
     let vars = vars(&world);
     let opts = FullyShard::new(&vars);
@@ -131,7 +131,7 @@ fn settings_of_a_unit_taken_apart_do_not_reach_what_is_beside_it() {
 }
 
 #[test]
-fn what_candle_says_of_a_sharded_weight_outside_of_any_unit() {
+fn candles_error_for_a_sharded_weight() {
     let world = alone();
     let vars = vars(&world);
     let vb = vars.builder(DType::F32);
@@ -142,7 +142,7 @@ fn what_candle_says_of_a_sharded_weight_outside_of_any_unit() {
 }
 
 #[test]
-fn a_second_backward_gathers_again_and_one_of_a_forgotten_graph_says_so() {
+fn repeats_backward_and_refuses_a_reset_graph() {
     use fsdp_candle::ReshardAfterForward::{Always, Default, Never};
     for policy in [Default, Always, Never] {
         ranks(2, |world| {
@@ -168,7 +168,7 @@ fn a_second_backward_gathers_again_and_one_of_a_forgotten_graph_says_so() {
 }
 
 #[test]
-fn frozen_parameters_stay_while_a_captured_tensor_needs_them() {
+fn captured_tensors_keep_frozen_parameters() {
     ranks(2, |world| {
         let run = |captured: bool| {
             let vars = vars(&world);

@@ -42,7 +42,7 @@ impl candle_core::CustomOp1 for Fragile {
 }
 
 #[test]
-fn an_error_in_the_middle_of_backward_leaves_the_next_step_right() {
+fn trains_after_an_error_in_backward() {
     ranks(2, |world| {
         let want = reference(&world);
         let vars = vars(&world);
@@ -92,7 +92,7 @@ impl ReduceScatter for Late {
 }
 
 #[test]
-fn a_reduction_that_fails_does_not_lose_those_behind_it() {
+fn trains_after_a_failed_reduction() {
     ranks(2, |world| {
         let want = reference(&world);
         let vars = vars(&world);
@@ -111,7 +111,7 @@ fn a_reduction_that_fails_does_not_lose_those_behind_it() {
 }
 
 #[test]
-fn a_gather_that_fails_leaves_none_of_its_unit_in_flight() {
+fn recovers_from_a_failed_gather() {
     ranks(4, |world| {
         // Two of a unit's parameters are on one mesh and two on another: two all-gathers.
         let grid = world.mesh(&[("replicate", 2), ("shard", 2)]).unwrap();

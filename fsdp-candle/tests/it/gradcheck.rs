@@ -154,7 +154,7 @@ fn mismatch(outcome: std::result::Result<(), Error>) -> GradientMismatch {
 }
 
 #[test]
-fn right_gradients_pass_and_wrong_ones_are_named() {
+fn passes_right_and_names_wrong_gradients() {
     for size in [3, 2, 1].into_iter().step_by(one_of(2)) {
         for lora in [true, false] {
             for wrong in [Wrong::Nothing, Wrong::RmsNorm, Wrong::LayerNorm, Wrong::Gradient] {
@@ -207,7 +207,7 @@ fn three_layers(
 
 /// Candle's `Linear` misreads a view of three dimensions on the host, and the gradients of its `conv1d` are wrong.
 #[test]
-fn candles_own_wrong_gradients_are_named_and_ours_pass() {
+fn names_candles_wrong_gradients() {
     for size in [1, 2] {
         for (candles, convolution) in [(true, false), (true, true), (false, false), (false, true)] {
             ranks(size, |world| {
@@ -244,7 +244,7 @@ fn candles_own_wrong_gradients_are_named_and_ours_pass() {
 }
 
 #[test]
-fn what_can_not_be_checked_says_why() {
+fn refuses_uncheckable_models() {
     ranks(2, |world| {
         let build = |dtype: Option<DType>| {
             let vars = vars(&world);
@@ -276,7 +276,7 @@ fn what_can_not_be_checked_says_why() {
 
 /// As a router's choice does.
 #[test]
-fn a_loss_that_jumps_nearby_is_looked_at_closer() {
+fn accepts_nearby_jumps() {
     ranks(2, |world| {
         let vars = vars(&world);
         let build = |vb| nn::linear_no_bias(WIDTH, 3, vb);

@@ -62,7 +62,7 @@ fn run_as_a_rank() {
 }
 
 #[test]
-fn a_training_step_tells_where_it_is() {
+fn a_training_step_reports_its_phase() {
     let board = StatusPage::new().unwrap();
     let mut rank = std::process::Command::new(std::env::current_exe().unwrap());
     rank.args(["--exact", "heartbeat::run_as_a_rank", "--nocapture", "--test-threads=1"])

@@ -179,12 +179,12 @@ fn train(cases: &[Case]) {
 }
 
 #[test]
-fn layers_of_candle_that_train_as_they_are() {
+fn candles_layers_train() {
     train(&layers!(candle_nn));
 }
 
 #[test]
-fn layers_of_this_crate_train() {
+fn this_crates_layers_train() {
     train(&layers!(fsdp_candle::nn));
     train(&[
         ("LayerNorm", |vb| Ok(boxed(nn::layer_norm(5, 1e-5, vb)?)), input, &[4, 5]),
@@ -207,7 +207,7 @@ fn layers_of_this_crate_train() {
 }
 
 #[test]
-fn a_layer_that_candle_can_not_differentiate_says_so() {
+fn layers_without_backward_are_errors() {
     let world = fsdp_candle::World::single().unwrap();
     let vars = vars(&world);
     let layer = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
@@ -221,7 +221,7 @@ fn a_layer_that_candle_can_not_differentiate_says_so() {
 }
 
 #[test]
-fn layers_that_have_a_twin_here() {
+fn layers_that_cut_the_graph_are_reported() {
     use candle_nn as cn;
     let cut: [(&str, Build, &[usize]); 4] = [
         ("LayerNorm", |vb| Ok(boxed(cn::layer_norm(4, 1e-5, vb)?)), &[3, 4]),
@@ -263,7 +263,7 @@ fn layers_that_have_a_twin_here() {
 }
 
 #[test]
-fn running_statistics_are_held_whole_and_never_trained() {
+fn running_statistics_are_whole_and_not_trained() {
     use candle_nn::Optimizer;
     ranks(3, |world| {
         let vars = vars(&world);
@@ -310,7 +310,7 @@ fn running_statistics_are_held_whole_and_never_trained() {
 }
 
 #[test]
-fn running_statistics_go_into_checkpoints_and_come_back() {
+fn running_statistics_are_saved() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("step-1");
     let build = |vars: &ShardedVarMap| {
@@ -377,7 +377,7 @@ written_once!(of_candle, candle_nn);
 written_once!(of_this_crate, fsdp_candle::nn);
 
 #[test]
-fn layers_of_one_signature_are_built_by_one_source_and_do_the_same() {
+fn layers_of_both_crates_build_from_one_source() {
     let mut tensors = std::collections::HashMap::new();
     for (i, (name, shape)) in [
         ("lone.weight", &[4][..]),

@@ -9,7 +9,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use crate::common::{WIDTH, batch, loss_of, refused, sharded, vars};
 
 #[test]
-fn a_parameter_that_no_memory_can_hold_is_named() {
+fn names_parameters_larger_than_memory() {
     let world = World::single().unwrap();
     let build = |shape: (usize, usize), ignored: bool| {
         let vars = vars(&world);
@@ -32,7 +32,7 @@ fn a_parameter_that_no_memory_can_hold_is_named() {
 }
 
 #[test]
-fn a_rotary_table_that_no_memory_can_hold_says_so() {
+fn names_rotary_tables_larger_than_memory() {
     for (dim, positions) in [(1 << 62, 8), (64, 1 << 62), (1 << 40, 1 << 40)] {
         let error = nn::Rotary::new(1e4, dim, positions, &Device::Cpu).unwrap_err().to_string();
         let what = format!("no memory for the rotary table of {positions} positions and heads of {dim} elements: ");
@@ -85,7 +85,7 @@ fn run_with_little_memory() {
 }
 
 #[test]
-fn memory_that_is_not_there_is_an_error_and_the_model_goes_on() {
+fn trains_after_out_of_memory_errors() {
     let child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "memory::run_with_little_memory", "--nocapture", "--test-threads=1"])
         .env("FSDP_TEST_ROLE", "little memory")

@@ -50,7 +50,7 @@ fn worlds() -> [(usize, Vec<(&'static str, usize)>); 5] {
 }
 
 #[test]
-fn heads_of_one_shape_chosen_differently_are_an_error_on_every_rank() {
+fn different_parameters_are_errors_on_every_rank() {
     for (size, mesh) in worlds() {
         for (dtype, own) in [(DType::F32, false), (DType::BF16, false), (DType::F32, true)] {
             let errors = ranks(size, |world| {
@@ -76,7 +76,7 @@ fn heads_of_one_shape_chosen_differently_are_an_error_on_every_rank() {
 }
 
 #[test]
-fn with_unused_parameters_reduced_it_trains_right_and_names_what_no_rank_used() {
+fn reduces_unused_parameters_and_names_them() {
     for (size, mesh) in worlds() {
         for dtype in [DType::F32, DType::BF16] {
             ranks(size, |world| {
@@ -113,7 +113,7 @@ fn with_unused_parameters_reduced_it_trains_right_and_names_what_no_rank_used() 
 }
 
 #[test]
-fn what_a_rank_used_in_any_backward_of_an_iteration_is_not_named() {
+fn parameters_used_in_an_earlier_backward_are_not_named() {
     ranks(4, |world| {
         let vars = vars_on(&world, &[("replicate", 2), ("shard", 2)]);
         let model = heads(&FullyShard::new(&vars), &vars, DType::F32);
@@ -141,7 +141,7 @@ fn what_a_rank_used_in_any_backward_of_an_iteration_is_not_named() {
 }
 
 #[test]
-fn experts_chosen_differently() {
+fn different_experts() {
     /// A unit with a gate, and experts of two weights each of which a rank runs those that its tokens go to.
     struct Experts(nn::Linear, Vec<(nn::Linear, nn::Linear)>);
     const EXPERTS: usize = 6;
@@ -207,7 +207,7 @@ fn experts_chosen_differently() {
 }
 
 #[test]
-fn replicas_that_reduced_different_parameters() {
+fn replicas_with_different_parameters_are_errors() {
     for (size, shards) in [(2, 1), (4, 2)] {
         let errors = ranks(size, |world| {
             let vars = vars_on(&world, &[("replicate", 2), ("shard", shards)]);
@@ -225,7 +225,7 @@ fn replicas_that_reduced_different_parameters() {
 }
 
 #[test]
-fn backwards_that_reduce_on_some_ranks_only() {
+fn backwards_reduced_on_some_ranks_are_errors() {
     type Dims = &'static [(&'static str, usize)];
     type Off = fn(&Heads);
     let cases: [(Dims, Off, &str); 4] = [
@@ -271,7 +271,7 @@ fn backwards_that_reduce_on_some_ranks_only() {
 }
 
 #[test]
-fn a_rank_that_reduces_nothing_is_told_in_its_next_collective() {
+fn a_missing_reduction_shows_in_the_next_collective() {
     let errors = ranks(2, |world| {
         let vars = vars_on(&world, &[("shard", 2)]);
         let model = heads(&FullyShard::new(&vars), &vars, DType::F32);
@@ -292,7 +292,7 @@ fn a_rank_that_reduces_nothing_is_told_in_its_next_collective() {
 }
 
 #[test]
-fn numbers_that_are_not_the_same_do_not_become_one_norm() {
+fn a_norm_does_not_match_other_numbers() {
     let errors = ranks(2, |world| {
         let vars = vars_on(&world, &[("shard", 2)]);
         let model = heads(&FullyShard::new(&vars), &vars, DType::F32);
@@ -310,7 +310,7 @@ fn numbers_that_are_not_the_same_do_not_become_one_norm() {
 }
 
 #[test]
-fn gathers_of_units_of_one_size_name_both_also_behind_the_users_own() {
+fn gathers_of_different_units_name_both() {
     for own in [false, true] {
         let errors = ranks(3, |world| {
             let vars = vars_on(&world, &[("shard", 3)]);

@@ -32,7 +32,7 @@ impl ReduceScatter for Short {
 }
 
 #[test]
-fn collectives_of_a_users_own_that_change_lengths_are_named_and_forgiven() {
+fn custom_collectives_with_wrong_lengths_are_errors() {
     ranks(2, |world| {
         let want = reference(&world);
         let vars = vars(&world);
@@ -60,7 +60,7 @@ fn collectives_of_a_users_own_that_change_lengths_are_named_and_forgiven() {
 }
 
 #[test]
-fn a_model_that_is_gone_and_a_backward_of_candles_own_are_named() {
+fn candles_backward_and_dropped_models_are_errors() {
     let world = alone();
     let x = batch(0, WIDTH);
     let all = vars(&world);
@@ -84,7 +84,7 @@ fn a_model_that_is_gone_and_a_backward_of_candles_own_are_named() {
 
 /// However the graph was lost, on every rank; what follows is as if nothing had been.
 #[test]
-fn a_loss_without_a_graph_is_refused() {
+fn refuses_a_loss_without_a_graph() {
     type Loss = fn(&FsdpModule<Model<FsdpModule<Block>>>, &Tensor) -> Tensor;
     let losses: [Loss; 4] = [
         |model, x| no_grad(|| loss_of(model, x)),
@@ -124,7 +124,7 @@ fn a_loss_without_a_graph_on_one_rank_ends_the_others() {
 }
 
 #[test]
-fn a_backward_inside_a_forward_is_refused() {
+fn refuses_backward_inside_forward() {
     let world = alone();
     let vars = vars(&world);
     let opts = FullyShard::new(&vars);
@@ -146,7 +146,7 @@ fn a_backward_inside_a_forward_is_refused() {
 }
 
 #[test]
-fn gradients_that_are_not_shards_and_scaling_out_of_turn_say_what_to_call() {
+fn refuses_whole_gradients_and_misused_scalers() {
     ranks(2, |world| {
         let vars = vars(&world);
         let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);

@@ -143,7 +143,7 @@ impl Matrix {
 }
 
 #[test]
-fn each_matrix_goes_along_the_nearest_orthogonal_one() {
+fn steps_along_the_orthogonalized_momentum() {
     for (adjust_lr, nesterov) in
         [(AdjustLr::Original, true), (AdjustLr::MatchRmsAdamW, true), (AdjustLr::SpectralUnclamped, false)]
     {
@@ -186,7 +186,7 @@ fn each_matrix_goes_along_the_nearest_orthogonal_one() {
 }
 
 #[test]
-fn any_mesh_and_any_cut_give_the_same_bits() {
+fn every_mesh_gives_the_same_bits() {
     for dtype in [DType::F32, DType::BF16, DType::F16] {
         let alone = trained(&[("shard", 1)], 0, dtype, CONFIG);
         for size in [2, 3, 4] {
@@ -218,7 +218,7 @@ fn replicas_that_divide_shards_give_the_same_bits() {
 }
 
 #[test]
-fn it_goes_on_from_a_state_dict_at_another_number_of_ranks() {
+fn resumes_at_another_world_size() {
     let (_, unbroken) = trained(&[("shard", 1)], 0, DType::F32, CONFIG);
     let half = ranks(2, |world| {
         let vars = vars_on(&world, &[("shard", 2)]);
@@ -250,7 +250,7 @@ fn it_goes_on_from_a_state_dict_at_another_number_of_ranks() {
 }
 
 #[test]
-fn what_is_no_matrix_and_matrices_without_gradients_on_some_ranks_are_named() {
+fn refuses_vectors_and_gradients_on_some_ranks() {
     ranks(2, |world| {
         let vars = vars_on(&world, &[("shard", 2)]);
         let model = layers(&FullyShard::new(&vars), &vars, DType::F32);

@@ -11,7 +11,7 @@ use fsdp_candle::{
 use crate::common::{WIDTH, assert_close, batch, gradients, loss_of, ranks, reference, refused, sharded, vars, whole};
 
 #[test]
-fn eight_bit_gathers_of_frozen_weights_stay_near() {
+fn eight_bit_gathers_of_frozen_weights_are_close() {
     ranks(2, |world| {
         let output = |quantised: bool| {
             let vars = vars(&world);
@@ -51,7 +51,7 @@ fn refuses_bad_norms() {
 }
 
 #[test]
-fn one_ranks_overflow_skips_everybodys_step() {
+fn an_overflow_on_one_rank_skips_the_step_on_all() {
     ranks(2, |world| {
         let vars = vars(&world);
         let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
@@ -117,7 +117,7 @@ impl Trained {
 }
 
 #[test]
-fn an_optimizer_steps_on_what_was_unscaled_alone() {
+fn steps_only_on_unscaled_gradients() {
     ranks(2, |world| {
         let (mut a, mut b) = (Trained::new(&world, "a"), Trained::new(&world, "b"));
         let mut scaler = GradScaler::new(1024.);
@@ -147,7 +147,7 @@ fn an_optimizer_steps_on_what_was_unscaled_alone() {
 }
 
 #[test]
-fn an_overflow_skips_the_optimizers_that_see_it_and_lowers_the_scale() {
+fn an_overflow_skips_its_optimizers_and_lowers_the_scale() {
     for overflows in [[true, false], [false, true]] {
         ranks(2, |world| {
             let mut both = [Trained::new(&world, "a"), Trained::new(&world, "b")];
@@ -183,7 +183,7 @@ fn an_overflow_skips_the_optimizers_that_see_it_and_lowers_the_scale() {
 }
 
 #[test]
-fn a_parameter_may_keep_its_own_dtype() {
+fn parameters_can_keep_their_dtype() {
     ranks(2, |world| {
         let vars = vars(&world);
         let policy = MixedPrecisionPolicy {

@@ -117,7 +117,7 @@ fn training_gives_the_same_bits() {
 }
 
 #[test]
-fn prefetched_shards_that_nothing_uses_are_given_back() {
+fn unused_prefetched_shards_are_freed() {
     ranks(2, |world| {
         let run = |policy| {
             let vars = vars_on(&world, PAIR);
@@ -140,7 +140,7 @@ fn prefetched_shards_that_nothing_uses_are_given_back() {
 }
 
 #[test]
-fn units_may_differ_and_norms_count_all() {
+fn units_with_and_without_offload_mix() {
     ranks(2, |world| {
         let run = |policy| {
             let vars = vars_on(&world, PAIR);
@@ -177,7 +177,7 @@ fn units_may_differ_and_norms_count_all() {
 }
 
 #[test]
-fn state_dicts_go_from_one_place_to_the_other() {
+fn state_dicts_move_between_host_and_device() {
     for full_state_dict in [false, true] {
         ranks(2, |world| {
             let options = StateDictOptions { full_state_dict, ..StateDictOptions::default() };
@@ -203,7 +203,7 @@ fn state_dicts_go_from_one_place_to_the_other() {
 }
 
 #[test]
-fn a_failed_step_leaves_nothing() {
+fn a_failed_step_leaves_no_state() {
     ranks(2, |world| {
         let run = |policy| {
             let vars = vars_on(&world, PAIR);

@@ -48,7 +48,7 @@ fn train_plain<O: Optimizer>(before: &Gradients, replicas: usize, make: impl Fn(
 }
 
 #[test]
-fn candles_optimizers_train_a_sharded_model_like_a_plain_one() {
+fn candles_optimizers_match_plain_candle() {
     let params = ParamsAdamW { lr: 0.02, weight_decay: 0.1, ..Default::default() };
     for world_size in 1..=4 {
         let (before, after) = train(world_size, |vars| candle_nn::SGD::new(vars.trainable_vars(), 0.1).unwrap());
@@ -63,7 +63,7 @@ fn candles_optimizers_train_a_sharded_model_like_a_plain_one() {
 }
 
 #[test]
-fn this_crates_adamw_is_one_of_candles_optimizers() {
+fn adamw_implements_candles_optimizer() {
     let config = AdamWConfig { lr: 0.02, weight_decay: 0.1, ..Default::default() };
     for world_size in 1..=4 {
         // Through the trait, as a generic training loop has it.
@@ -81,7 +81,7 @@ fn this_crates_adamw_is_one_of_candles_optimizers() {
 }
 
 #[test]
-fn what_adamw_can_not_do_as_candles_optimizer_is_said() {
+fn refuses_candles_backward_step() {
     let world = alone();
     let vars = vars(&world);
     let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
@@ -97,7 +97,7 @@ fn what_adamw_can_not_do_as_candles_optimizer_is_said() {
 }
 
 #[test]
-fn groups_are_stepped_as_optimizers_of_their_own_are() {
+fn groups_match_separate_optimizers() {
     let config = AdamWConfig { lr: 0.02, weight_decay: 0.3, ..Default::default() };
     let other = AdamWConfig { weight_decay: 0., betas: (0.5, 0.9), eps: 1e-3, ..config };
     for world_size in 1..=3 {

@@ -54,7 +54,7 @@ fn sharding_another_dimension() {
 }
 
 #[test]
-fn ignored_parameters_are_whole_and_not_reduced() {
+fn ignored_parameters_are_not_reduced() {
     ranks(2, |world| {
         let vars = vars(&world);
         let opts = FullyShard::new(&vars).ignored_params(|name| name.contains("norm"));
@@ -73,7 +73,7 @@ fn ignored_parameters_are_whole_and_not_reduced() {
 }
 
 #[test]
-fn a_unit_of_two_modules_called_apart() {
+fn units_of_two_modules_called_separately() {
     ranks(2, |world| {
         let build = |together: bool| {
             let vars = vars(&world);
@@ -139,7 +139,7 @@ fn nested_units() {
 }
 
 #[test]
-fn a_parameter_on_another_mesh() {
+fn parameters_on_another_mesh() {
     ranks(4, |world| {
         let want = reference(&world);
         let pairs = world.mesh(&[("replicate", 2), ("shard", 2)]).unwrap();

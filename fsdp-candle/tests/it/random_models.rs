@@ -334,7 +334,7 @@ fn number(name: &str) -> Option<u64> {
 }
 
 #[test]
-fn gradients_are_those_of_plain_candle() {
+fn random_models_match_plain_candle() {
     let first = number("FSDP_RANDOM_SEED").unwrap_or(1);
     let models = number("FSDP_RANDOM_MODELS").unwrap_or(200);
     (first..first + models).step_by(one_of(10)).for_each(check);

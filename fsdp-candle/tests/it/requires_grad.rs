@@ -72,7 +72,7 @@ fn has_exactly(vars: &ShardedVarMap, grads: &GradStore, trained: impl Fn(&str) -
 }
 
 #[test]
-fn freezing_and_training_again_is_what_plain_candle_does() {
+fn freezing_matches_plain_candle() {
     let initial = initial();
     for size in [1, 2, 3, 4] {
         let (want_losses, want_norms, want) = train_plain(&initial, size);
@@ -127,7 +127,7 @@ fn freezing_and_training_again_is_what_plain_candle_does() {
 }
 
 #[test]
-fn units_by_name_and_checkpointed_closures_know_what_is_frozen() {
+fn freezing_reaches_named_units_and_checkpoints() {
     ranks(2, |world| {
         let gradients = |frozen: bool, again: bool| {
             let vars = vars(&world);
@@ -160,7 +160,7 @@ fn units_by_name_and_checkpointed_closures_know_what_is_frozen() {
 }
 
 #[test]
-fn ranks_that_choose_differently_get_the_parameters_name() {
+fn refuses_different_choices_on_ranks() {
     for dims in [vec![("dp_shard", 4)], vec![("dp_replicate", 2), ("dp_shard", 2)]] {
         ranks(4, |world| {
             let vars = vars_on(&world, &dims);
@@ -178,7 +178,7 @@ fn ranks_that_choose_differently_get_the_parameters_name() {
 }
 
 #[test]
-fn what_can_not_be_chosen_is_said() {
+fn refuses_impossible_choices() {
     let world = alone();
     let vars = vars(&world);
     let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
@@ -211,7 +211,7 @@ fn what_can_not_be_chosen_is_said() {
 }
 
 #[test]
-fn gradients_that_wait_go_with_the_parameter_and_a_graph_outlives_the_change() {
+fn freezing_drops_accumulated_gradients() {
     ranks(2, |world| {
         let vars = vars(&world);
         let model =
@@ -245,7 +245,7 @@ fn gradients_that_wait_go_with_the_parameter_and_a_graph_outlives_the_change() {
 }
 
 #[test]
-fn state_dicts_gradcheck_and_cuts_follow() {
+fn state_dicts_and_gradcheck_follow_frozen_parameters() {
     ranks(2, |world| {
         let vars = vars(&world);
         let opts = FullyShard::new(&vars);

@@ -15,7 +15,7 @@ use crate::common::{
 };
 
 #[test]
-fn parameters_stay_after_backward_where_asked() {
+fn keeps_parameters_after_backward() {
     ranks(2, |world| {
         let want = reference(&world);
         let vars = vars(&world);
@@ -34,7 +34,7 @@ fn parameters_stay_after_backward_where_asked() {
 }
 
 #[test]
-fn resharding_after_forward_can_change() {
+fn changes_reshard_after_forward() {
     ranks(4, |world| {
         let want = reference(&world);
         let vars = vars(&world);
@@ -58,7 +58,7 @@ fn resharding_after_forward_can_change() {
 }
 
 #[test]
-fn backward_leaves_gathering_to_the_user_where_asked() {
+fn backward_without_unshard() {
     ranks(2, |world| {
         let want = reference(&world);
         let vars = vars(&world);
@@ -76,7 +76,7 @@ fn backward_leaves_gathering_to_the_user_where_asked() {
 }
 
 #[test]
-fn more_reductions_in_flight_and_an_end_that_is_waited_for_later() {
+fn limits_reductions_and_finalizes_asynchronously() {
     ranks(2, |world| {
         let want = reference(&world);
         let vars = vars(&world);
@@ -128,7 +128,7 @@ impl AllGather for Own {
 }
 
 #[test]
-fn an_allocator_of_the_users_own_gets_everything_back() {
+fn custom_allocators_get_all_buffers_back() {
     ranks(2, |world| {
         let want = reference(&world);
         for reshard in [ReshardAfterForward::Always, ReshardAfterForward::Never] {
@@ -149,7 +149,7 @@ fn an_allocator_of_the_users_own_gets_everything_back() {
 }
 
 #[test]
-fn kept_buffers_and_a_mesh_of_its_own_change_nothing_in_the_numbers() {
+fn kept_storage_and_own_meshes_keep_gradients() {
     ranks(4, |world| {
         let want = reference(&world);
         let vars = vars(&world);

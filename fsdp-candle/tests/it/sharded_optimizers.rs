@@ -103,7 +103,7 @@ fn exact(_: DType, value: f64) -> f64 {
 }
 
 #[test]
-fn sgd_is_pytorchs() {
+fn sgd_matches_pytorchs_formula() {
     steps_as(
         &|params| Box::new(SGD::new(params, SgdConfig { lr: 0.1, ..SgdConfig::default() }).unwrap()),
         |p, g, _, _| p - 0.1 * g,
@@ -139,7 +139,7 @@ fn adam(g: f64, [mean, square]: &mut [f64; 2], step: u64) -> f64 {
 }
 
 #[test]
-fn adam_is_pytorchs() {
+fn adam_matches_pytorchs_formula() {
     let config = AdamConfig { lr: 0.02, betas: (0.9, 0.95), eps: 1e-6, weight_decay: 0.3 };
     steps_as(
         &move |params| Box::new(Adam::new(params, config).unwrap()),
@@ -149,7 +149,7 @@ fn adam_is_pytorchs() {
 }
 
 #[test]
-fn adamw_is_pytorchs() {
+fn adamw_matches_pytorchs_formula() {
     let config = AdamWConfig { lr: 0.02, betas: (0.9, 0.95), eps: 1e-6, weight_decay: 0.3 };
     steps_as(
         &move |params| Box::new(AdamW::new(params, config).unwrap()),
@@ -171,7 +171,7 @@ fn mixed(params: Params) -> Box<dyn ShardedOptimizer> {
 }
 
 #[test]
-fn several_optimizers_are_saved_and_go_on_as_one_at_any_number_of_ranks() {
+fn combined_optimizers_resume_at_any_world_size() {
     let (_, unbroken) = trained(1, DType::F32, &mixed);
     // Weights and state after half of the steps, on two ranks.
     let half = ranks(2, |world| {
@@ -216,7 +216,7 @@ fn one(world: &World) -> (ShardedVarMap, FsdpModule<Layers>) {
 }
 
 #[test]
-fn groups_of_a_state_dict_are_found_by_their_parameters() {
+fn matches_state_dict_groups_by_parameters() {
     ranks(2, |world| {
         let (vars, _model) = one(&world);
         let options = StateDictOptions::default();
@@ -263,7 +263,7 @@ fn groups_of_a_state_dict_are_found_by_their_parameters() {
 
 /// Ours are a list of groups, PyTorch's those of each parameter by itself.
 #[test]
-fn hyper_parameters_are_read_from_checkpoints_of_both_kinds() {
+fn reads_hyper_parameters_of_both_checkpoint_formats() {
     let dir = tempfile::tempdir().unwrap();
     ranks(2, |world| {
         let (vars, _model) = one(&world);
@@ -303,7 +303,7 @@ fn hyper_parameters_are_read_from_checkpoints_of_both_kinds() {
 
 /// PyTorch's SGD does not count steps. Its buffer has begun, so dampening is heeded.
 #[test]
-fn a_state_dict_without_counts_is_one_that_has_begun() {
+fn a_state_dict_without_steps_has_begun() {
     ranks(1, |world| {
         let (vars, model) = one(&world);
         let config = SgdConfig { lr: 1., momentum: 0.5, dampening: 0.75, ..SgdConfig::default() };
@@ -323,7 +323,7 @@ fn a_state_dict_without_counts_is_one_that_has_begun() {
 }
 
 #[test]
-fn what_can_not_be_is_refused() {
+fn refuses_bad_configurations() {
     ranks(1, |world| {
         let (vars, model) = one(&world);
         let sgd = |config| SGD::new(vars.trainable(), config).map(drop);
@@ -350,7 +350,7 @@ fn what_can_not_be_is_refused() {
 
 /// Candle's optimizers fail on tensors without elements, which some ranks' shards are.
 #[test]
-fn candles_optimizers_are_stepped_like_ours() {
+fn candles_optimizers_step_like_this_crates() {
     let candles = |params: Params| -> Box<dyn ShardedOptimizer> {
         Box::new(CandleOptimizer::<candle_nn::SGD>::without_state(params, 0.1).unwrap())
     };

@@ -36,7 +36,7 @@ fn zeroed(dict: &StateDict) -> StateDict {
 }
 
 #[test]
-fn whole_tensors_are_the_same_on_every_rank_and_for_every_world_size() {
+fn full_state_dicts_are_the_same_at_every_world_size() {
     let of_one = ranks(1, |world| {
         let vars = vars(&world);
         sharded(&FullyShard::new(&vars), &vars, WIDTH);
@@ -56,7 +56,7 @@ fn whole_tensors_are_the_same_on_every_rank_and_for_every_world_size() {
 }
 
 #[test]
-fn what_was_taken_can_be_set_again_in_every_form() {
+fn state_dicts_round_trip_in_every_form() {
     for size in [1, 2, 3] {
         ranks(size, |world| {
             let vars = vars(&world);
@@ -87,7 +87,7 @@ fn what_was_taken_can_be_set_again_in_every_form() {
 }
 
 #[test]
-fn hyper_parameters_come_along() {
+fn state_dicts_have_hyper_parameters() {
     ranks(1, |world| {
         let vars = vars(&world);
         let mut optim = stepped(&world, &vars);
@@ -139,7 +139,7 @@ fn options_select_parameters() {
 }
 
 #[test]
-fn hyper_parameters_are_rank_0s_where_it_broadcasts() {
+fn broadcasts_hyper_parameters_of_rank_0() {
     ranks(3, |world| {
         let vars = vars(&world);
         let sgd = |momentum| SGD::new(vars.trainable(), SgdConfig { lr: 0.1, momentum, ..Default::default() }).unwrap();
@@ -172,7 +172,7 @@ fn hyper_parameters_are_rank_0s_where_it_broadcasts() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_on_every_rank_and_changes_nothing() {
+fn mismatched_state_dicts_are_refused_on_every_rank() {
     ranks(2, |world| {
         let vars = vars(&world);
         stepped(&world, &vars);
@@ -224,7 +224,7 @@ fn shards_of_another_mesh_are_refused() {
 }
 
 #[test]
-fn a_number_of_steps_that_is_none_is_refused() {
+fn refuses_a_fractional_step() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("step-1");
     ranks(1, |world| {

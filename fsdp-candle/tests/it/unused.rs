@@ -53,7 +53,7 @@ fn step(world: &World, vars: &ShardedVarMap, model: &Model, step: usize, chain: 
 }
 
 #[test]
-fn units_that_ran_everywhere_and_reach_the_loss_on_some_ranks() {
+fn units_reach_the_loss_on_some_ranks() {
     let worlds = [(1, vec![("s", 1)]), (2, vec![("s", 2)]), (3, vec![("s", 3)]), (4, vec![("r", 2), ("s", 2)])];
     for (size, mesh) in worlds {
         ranks(size, |world| {
@@ -80,7 +80,7 @@ fn units_that_ran_everywhere_and_reach_the_loss_on_some_ranks() {
 }
 
 #[test]
-fn resharding_to_fewer_ranks_and_lists_of_units_to_prefetch() {
+fn unused_units_with_reshard_size_and_prefetch_lists() {
     ranks(4, |world| {
         let make = || {
             let vars = vars(&world);
@@ -98,7 +98,7 @@ fn resharding_to_fewer_ranks_and_lists_of_units_to_prefetch() {
 }
 
 #[test]
-fn units_that_ran_on_some_ranks_only() {
+fn units_run_on_some_ranks() {
     for size in 1..=4 {
         ranks(size, |world| {
             let vars = vars(&world);
@@ -129,7 +129,7 @@ fn units_that_ran_on_some_ranks_only() {
 
 /// A rank whose loss has no graph takes part with zeros.
 #[test]
-fn a_rank_whose_loss_reaches_nothing() {
+fn a_rank_without_a_graph_takes_part() {
     ranks(2, |world| {
         let vars = vars(&world);
         let model = model(&FullyShard::new(&vars), &vars);
@@ -143,7 +143,7 @@ fn a_rank_whose_loss_reaches_nothing() {
 }
 
 #[test]
-fn forwards_that_gather_different_units_fail_on_every_rank() {
+fn different_gathers_fail_on_every_rank() {
     for (size, same) in [(2, false), (3, false), (2, true), (3, true)] {
         let errors = ranks(size, |world| {
             let vars = vars(&world);
@@ -167,7 +167,7 @@ fn forwards_that_gather_different_units_fail_on_every_rank() {
 }
 
 #[test]
-fn reductions_overlap_backward_where_all_units_are_used() {
+fn reductions_overlap_backward() {
     ranks(2, |world| {
         let vars = vars(&world);
         let model = model(&FullyShard::new(&vars), &vars);

@@ -70,7 +70,7 @@ fn assert_same([wrapped, by_name]: &[Run; 2], what: &str) {
 }
 
 #[test]
-fn an_untouched_model_trains_as_a_wrapped_one_bit_for_bit() {
+fn named_units_match_wrapped_units() {
     use ReshardAfterForward::{Always, Default, Never, To};
     for size in [1, 2, 3, 4] {
         for dtype in [DType::F32, DType::BF16] {
@@ -101,7 +101,7 @@ fn tied_checkpointed_and_adapted_models_match_wrapped_ones() {
 }
 
 #[test]
-fn nested_patterns_and_patterns_of_a_part_are_right() {
+fn nested_and_partial_patterns() {
     for names in
         [&["model.layers.*", "model.layers.*.mlp"][..], &["model.layers.[13]"], &["**.mlp"], &["model", "head"]]
     {
@@ -124,7 +124,7 @@ fn nested_patterns_and_patterns_of_a_part_are_right() {
 }
 
 #[test]
-fn gradients_accumulate_in_units_by_name() {
+fn named_units_accumulate_gradients() {
     ranks(2, |world| {
         let grads_of = |named: bool| {
             let kind = Kind::default();

@@ -5,7 +5,7 @@ use crate::common::{address, alone, refused};
 use fsdp_candle::{distribute_tensor, distribute_tensor_from};
 
 #[test]
-fn any_layout_becomes_any_other_and_the_full_tensor() {
+fn redistributes_between_all_layouts() {
     for dtype in [DType::F32, DType::BF16, DType::F16] {
         on_meshes(|mesh| {
             for shape in [&[5, 3][..], &[4, 2], &[1, 4], &[0, 2]] {
@@ -29,7 +29,7 @@ fn any_layout_becomes_any_other_and_the_full_tensor() {
 }
 
 #[test]
-fn the_data_is_that_of_the_rank_that_is_named() {
+fn distributes_the_source_ranks_data() {
     on_mesh(&[2, 2], |mesh| {
         let mine = Tensor::full(mesh.rank() as f32, (3, 2), &device()).unwrap();
         for placements in [[Shard(0), Shard(1)], [Replicate, Shard(0)], [strided(0, 2), Shard(0)]] {
@@ -50,7 +50,7 @@ fn the_data_is_that_of_the_rank_that_is_named() {
 }
 
 #[test]
-fn what_lies_right_already_shares_its_memory() {
+fn equal_layouts_share_memory() {
     let world = alone();
     let mesh = world.mesh(&[("dp", 1)]).unwrap();
     let local = Tensor::zeros((2, 3), DType::F32, &device()).unwrap();
@@ -64,7 +64,7 @@ fn what_lies_right_already_shares_its_memory() {
 }
 
 #[test]
-fn dtypes_and_devices_change_and_placements_stay() {
+fn conversions_keep_placements() {
     on_mesh(&[2], |mesh| {
         let full = numbers(&[3, 2], DType::F32);
         for placement in [Replicate, Shard(0), SUM, AVG, MAX] {
@@ -92,7 +92,7 @@ fn dtypes_and_devices_change_and_placements_stay() {
 }
 
 #[test]
-fn bad_arguments_are_refused_before_any_communication() {
+fn refuses_bad_arguments_before_communication() {
     on_mesh(&[2], |mesh| {
         // One rank alone: nothing of this may wait for the other.
         if mesh.rank() == 1 {

@@ -51,7 +51,7 @@ fn whole(vars: &ShardedVarMap, optim: &AdamW) -> Bits {
 }
 
 #[test]
-fn state_dicts_of_every_kind() {
+fn state_dicts_round_trip_on_every_mesh() {
     for mesh in MESHES {
         ranks(mesh.size(), |world| {
             let (vars, model, mut optim) = on(mesh, &world);

@@ -41,7 +41,7 @@ fn reference(world: &World, batches: usize) -> Gradients {
 }
 
 #[test]
-fn gradients_are_those_of_one_process_whatever_is_put_off() {
+fn delayed_gradients_match_one_process() {
     for mesh in [DP_TP, HSDP_TP] {
         ranks(mesh.size(), |world| {
             let vars = mesh.vars(&world, true);
@@ -79,7 +79,7 @@ fn gradients_are_those_of_one_process_whatever_is_put_off() {
 }
 
 #[test]
-fn parameters_that_only_some_batches_use() {
+fn parameters_used_by_some_ranks() {
     ranks(4, |world| {
         let vars = {
             let dims = fsdp_candle::DataParallelMeshDims { shard: &["dp"], replicate: &[] };
@@ -114,7 +114,7 @@ fn parameters_that_only_some_batches_use() {
 }
 
 #[test]
-fn norms_count_each_part_once() {
+fn norms_count_each_shard_once() {
     for mesh in MESHES {
         ranks(mesh.size(), |world| {
             let vars = mesh.vars(&world, true);
@@ -137,7 +137,7 @@ fn norms_count_each_part_once() {
 }
 
 #[test]
-fn what_is_not_finite_on_one_rank_is_told_to_all() {
+fn all_ranks_report_non_finite_values() {
     ranks(4, |world| {
         let vars = DP_TP.vars(&world, true);
         let model = build(&FullyShard::new(&vars), &vars).unwrap();
@@ -177,7 +177,7 @@ fn what_is_not_finite_on_one_rank_is_told_to_all() {
 }
 
 #[test]
-fn gradients_that_are_checked() {
+fn gradcheck_passes_and_finds_missing_plans() {
     ranks(4, |world| {
         let checked = |mesh: Mesh, sequence: bool| {
             let vars = mesh.vars(&world, sequence);

@@ -23,7 +23,7 @@ pub(super) fn shard(dim: isize) -> (ActivationLayout, Placement) {
 }
 
 #[test]
-fn linear_cut_along_its_outputs() {
+fn column_parallel_linear() {
     for (input_layout, input) in [REPLICATE, shard(1), shard(-1), shard(0)] {
         for (output_layout, output) in [REPLICATE, shard(-1), shard(1)] {
             let plan = ParallelPlan::new().module("up", ColwiseParallel { input_layout, output_layout });
@@ -35,7 +35,7 @@ fn linear_cut_along_its_outputs() {
 }
 
 #[test]
-fn linear_cut_along_its_inputs() {
+fn row_parallel_linear() {
     for (input_layout, input) in [REPLICATE, shard(1), shard(-1)] {
         for (output_layout, output) in [REPLICATE, shard(1), shard(0), shard(-1)] {
             let plan = ParallelPlan::new().module("down", RowwiseParallel { input_layout, output_layout });
@@ -62,7 +62,7 @@ pub(super) fn drawn(vars: &ShardedVarMap) {
 }
 
 #[test]
-fn adapters_stand_beside_cut_layers() {
+fn adapters_of_parallel_layers_match() {
     let (sequence, _) = shard(1);
     let of_sequence = ColwiseParallel { input_layout: sequence, ..Default::default() };
     let to_sequence = RowwiseParallel { output_layout: sequence, ..Default::default() };
@@ -82,7 +82,7 @@ fn adapters_stand_beside_cut_layers() {
 }
 
 #[test]
-fn an_adapter_around_a_cut_layer_is_refused() {
+fn refuses_adapters_around_parallel_layers() {
     ranks(2, |world| {
         let vars = parallel_vars(&world, &ParallelPlan::new().module("q", ColwiseParallel::default()));
         let config = LoraConfig { rank: 2, alpha: 4. };
@@ -105,7 +105,7 @@ impl Module for Looks {
 }
 
 #[test]
-fn embeddings_cut_along_their_vocabulary_or_their_width() {
+fn parallel_embeddings() {
     let cases = [(DType::U32, None), (DType::U32, Some(7)), (DType::I64, Some(23)), (DType::U8, Some(11))];
     for (dtype, padding_idx) in cases {
         let new = |vb: VarBuilder<'static>| {
@@ -132,7 +132,7 @@ fn embeddings_cut_along_their_vocabulary_or_their_width() {
 }
 
 #[test]
-fn ids_beyond_the_whole_vocabulary_are_refused_on_each_rank() {
+fn refuses_ids_out_of_range() {
     // On a device the kernel that finds one takes the process with it.
     if on_cuda() {
         return;
@@ -168,7 +168,7 @@ fn ids_beyond_the_whole_vocabulary_are_refused_on_each_rank() {
 }
 
 #[test]
-fn an_embedding_is_no_linear_layer() {
+fn refuses_linear_styles_of_embeddings() {
     ranks(2, |world| {
         for style in [ParallelStyle::from(ColwiseParallel::default()), RowwiseParallel::default().into()] {
             let vars = parallel_vars(&world, &ParallelPlan::new().module("embed", style));
@@ -180,7 +180,7 @@ fn an_embedding_is_no_linear_layer() {
 }
 
 #[test]
-fn a_sequence_that_does_not_divide_is_an_error_before_anything_moves() {
+fn refuses_indivisible_sequences_before_communication() {
     counted(2, |world, counts| {
         let (output_layout, _) = shard(1);
         let plan = ParallelPlan::new()
@@ -207,7 +207,7 @@ fn a_sequence_that_does_not_divide_is_an_error_before_anything_moves() {
 }
 
 #[test]
-fn ranks_with_other_ids_all_hear_of_it() {
+fn refuses_different_ids_on_ranks() {
     let errors = ranks(2, |world| {
         let vars = parallel_vars(&world, &ParallelPlan::new().module("embed", VocabParallel::default()));
         let model = build(&vars, DType::F32, |vb| nn::embedding(8, 4, vb.pp("embed")));
@@ -273,7 +273,7 @@ impl Module for Block {
 }
 
 #[test]
-fn a_block_of_all_of_the_sequence_and_of_parts_of_it() {
+fn blocks_with_and_without_sequence_parallelism() {
     for (of_sequence, layout) in [(false, Placement::Replicate), (true, Placement::Shard(1))] {
         let case = Case { plan: Block::plan(of_sequence), input: layout, output: layout };
         check(&format!("block {layout}"), &case, &[2, 12, WIDTH], drawn, Block::new);
@@ -291,7 +291,7 @@ impl Module for Again {
 }
 
 #[test]
-fn a_checkpointed_block_sends_again_in_one_order() {
+fn checkpointed_blocks_repeat_their_collectives() {
     // Norm 1, queries, keys and values, output, norm 2, up, down.
     let forward = ["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"];
     // The same again, and then each the other way, the last one first.

@@ -7,7 +7,7 @@ use fsdp_ckpt::{LoadOptions, MODEL, SaveState};
 use super::*;
 
 #[test]
-fn saved_by_two_ranks_and_loaded_by_others() {
+fn loads_at_other_world_sizes() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("step-1");
     let args = ModelArgs::default();

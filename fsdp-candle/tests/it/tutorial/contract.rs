@@ -7,7 +7,7 @@ use fsdp_candle::Placement::Shard;
 use fsdp_candle::{DTensor, StateDictOptions, clip_grad_norm, get_model_state_dict};
 
 #[test]
-fn what_the_documentation_promises() {
+fn the_documented_contract_holds() {
     on_worlds(&[1, 2], |world| {
         let args = ModelArgs::default();
         let vars = vars(world)?;
@@ -62,7 +62,7 @@ fn train_step(vars: &ShardedVarMap, model: &Sharded, optim: &mut Adam, x: &Tenso
 }
 
 #[test]
-fn a_script_in_the_blocks_of_the_skill() {
+fn the_documented_script_trains() {
     let args = ModelArgs::default();
     let script = |world: &World| -> anyhow::Result<_> {
         let (vars, model) = build_model(world, &args)?;

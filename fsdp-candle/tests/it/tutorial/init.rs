@@ -51,7 +51,7 @@ fn parameters_are_dtensors() {
 
 /// The mesh decides: 1-D shards, 2-D replicates and shards.
 #[test]
-fn one_dimension_shards_and_two_replicate_too() {
+fn two_dimensional_meshes_replicate() {
     on_worlds(&[2, 4], |world| {
         let args = ModelArgs::default();
         let n = world.size();

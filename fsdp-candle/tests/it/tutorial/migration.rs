@@ -17,7 +17,7 @@ type Grads = candle_core::backprop::GradStore;
 type Step = anyhow::Result<Parameters>;
 
 #[test]
-fn a_policy_becomes_calls_or_patterns() {
+fn wrap_policies_become_calls_or_patterns() {
     on_worlds(&[1, 2], |world| {
         let args = ModelArgs::default();
         let by_call = vars(world)?;

@@ -86,7 +86,7 @@ fn with_dtensor_apis() {
 
 /// "Optimizer state dict works similarly."
 #[test]
-fn an_optimizers_with_dtensor_apis() {
+fn optimizer_state_with_dtensor_apis() {
     let saved = on_worlds(&[2], |world| {
         let (vars, _model, optim) = trained(world, 2)?;
         let mut full = BTreeMap::new();
