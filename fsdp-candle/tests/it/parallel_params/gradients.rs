@@ -1,4 +1,4 @@
-//! Accumulation, unused parameters, norms and verdicts over both kinds of ranks.
+//! Accumulation, unused parameters, norms and gradient scaling on 2-D meshes.
 
 use candle_core::{DType, Module, Tensor};
 use candle_nn::Init;
@@ -14,7 +14,7 @@ use crate::common::{Gradients, assert_close, elements, ranks, refused, scattered
 const DP_TP: Mesh = Mesh::new(&[("dp", 2), ("tp", 2)], &["dp"], &[]);
 const HSDP_TP: Mesh = Mesh::new(&[("replicate", 2), ("shard", 2), ("tp", 2)], &["shard"], &["replicate"]);
 
-/// Every parameter's whole gradient. Of the ranks with the same region, the first adds its values.
+/// Every parameter's full gradient. Of the ranks with the same region, only the first adds its values.
 fn gradients(vars: &ShardedVarMap, grads: &candle_core::backprop::GradStore) -> Gradients {
     let whole = |param: &fsdp_candle::FsdpParam| {
         let (mesh, placements) = (param.device_mesh(), param.placements());
@@ -34,7 +34,7 @@ fn plain(world: &World) -> (ShardedVarMap, Model) {
     (vars, model)
 }
 
-/// The gradients of some batches' mean loss in one process.
+/// The gradients of the mean loss of some batches in one process.
 fn reference(world: &World, batches: usize) -> Gradients {
     let (vars, model) = plain(world);
     gradients(&vars, &model.backward(&loss(&model, 0..batches)).unwrap())
@@ -69,7 +69,7 @@ fn delayed_gradients_match_one_process() {
             assert_close(&gradients(&vars, &grads), &want, 2e-5);
             model.set_manual_backward_finalization(false);
 
-            // Sums that the unit divides by itself: by the data-parallel ranks alone.
+            // Sums with a divisor: only the data parallel ranks count.
             model.set_force_sum_reduction_for_comms(true, Recurse::Yes);
             assert_close(&gradients(&vars, &backward()), &want, 2e-5);
             model.set_gradient_divide_factor(Some(1.), Recurse::Yes);
@@ -98,7 +98,7 @@ fn parameters_used_by_some_ranks() {
         model.set_reduce_scatter_unused_params(true, Recurse::Yes);
         let (dp, part) = (world.rank() / 2, world.rank() % 2);
         for _ in 0..2 {
-            // Each rank has a part of a sum.
+            // Each rank has one term of a sum.
             let x = Tensor::full((part + 1) as f32, 3, world.device()).unwrap();
             let y = model.call(|[chosen, _, always]| {
                 let y = always.mul(&x)?;
@@ -147,7 +147,7 @@ fn all_ranks_report_non_finite_values() {
         assert!(!scaler.unscale(&vars, &mut grads).unwrap());
         scaler.step(&mut optimizer(&vars), &grads).unwrap();
 
-        // A part that the last rank alone has, and one that both ranks of the first pair have.
+        // A part that only the last rank holds, and one that both ranks of the first pair hold.
         let (cut, whole) = (vars.get("blocks.1.up.weight").unwrap(), vars.get("blocks.0.norm.weight").unwrap());
         let spoil = |param: &fsdp_candle::FsdpParam| (param.var().as_tensor() * f64::NAN).unwrap().detach();
         if world.rank() == 3 {
@@ -190,7 +190,7 @@ fn gradcheck_passes_and_finds_missing_plans() {
             assert_eq!(checked(Mesh::new(&[("tp", 4)], &[], &[]), sequence).unwrap().len(), 3);
         }
     });
-    // A norm on a part of the sequence that the plan says nothing of has a part of its gradient.
+    // A norm on a part of the sequence that the plan does not mention has a part of its gradient.
     ranks(2, |world| {
         let dims = fsdp_candle::DataParallelMeshDims::default();
         let vars = ShardedVarMap::on(&world.mesh(&[("tp", 2)]).unwrap(), &dims, world.device()).unwrap();
@@ -216,7 +216,7 @@ fn gradcheck_passes_and_finds_missing_plans() {
         };
         check(false).unwrap();
         assert!(matches!(check(true), Err(Error::Gradcheck(_))));
-        // A norm of gradients says so as well, of those that are there.
+        // The gradient norm is the same error.
         let part = fsdp_candle::collectives::split(&x, 0, &group).unwrap();
         let y = model.call(|(known, unknown)| known.forward(&unknown.forward(&part)?)?.powf(3.)?.sum_all()).unwrap();
         refused(grad_norm(&vars, &model.backward(&y).unwrap()), &["`unknown.weight`", "SequenceParallel"]);

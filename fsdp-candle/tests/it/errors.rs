@@ -1,4 +1,4 @@
-//! What users do wrong is an error that says what to do, on every rank, and the next step is right.
+//! Wrong use gives an error on every rank that says what to do, and the next step is correct.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use crate::common::{
     shard_of_gradient, sharded, vars,
 };
 
-/// Loses the last element of what it reduces.
+/// A reduce-scatter whose result lacks the last element.
 struct Short;
 
 impl ReduceScatter for Short {
@@ -71,7 +71,7 @@ fn candles_backward_and_dropped_models_are_errors() {
     drop(all);
     refused(loss.backward(), &["keep the FsdpModule alive until after backward"]);
 
-    // One that is dropped after its forward is no loss: the map has its parameters.
+    // A unit dropped after its forward is not an error: the map has its parameters.
     let all = vars(&world);
     let opts = FullyShard::new(&all);
     let vb = all.builder(DType::F32);
@@ -82,7 +82,7 @@ fn candles_backward_and_dropped_models_are_errors() {
     assert_eq!(shard_of_gradient(&all.params()[0], &model.backward(&loss).unwrap()).dims(), [WIDTH, WIDTH]);
 }
 
-/// However the graph was lost, on every rank; what follows is as if nothing had been.
+/// Every way to lose the graph, on every rank. The next step is not affected.
 #[test]
 fn refuses_a_loss_without_a_graph() {
     type Loss = fn(&FsdpModule<Model<FsdpModule<Block>>>, &Tensor) -> Tensor;
@@ -102,14 +102,14 @@ fn refuses_a_loss_without_a_graph() {
                 refused(model.backward(&loss(&model, &x)), &["the loss has no graph", "outside of no_grad"]);
                 assert_close(&gradients(&vars, &model.backward(&loss_of(&model, &x)).unwrap()), &want, 0.);
             }
-            // Nothing is trained, and nothing is missed.
+            // Nothing is trained, so nothing is missing.
             vars.set_requires_grad(false, |_| true).unwrap();
             assert!(model.backward(&losses[0](&model, &x)).is_ok());
         });
     }
 }
 
-/// The others learn that it has left, and do not wait for it.
+/// The other ranks get an error about the rank that left, and do not wait for it.
 #[test]
 fn a_loss_without_a_graph_on_one_rank_ends_the_others() {
     let outcomes = ranks(2, |world| {
@@ -157,7 +157,7 @@ fn refuses_whole_gradients_and_misused_scalers() {
         scaler.unscale(&vars, &mut grads).unwrap();
         refused(scaler.unscale(&vars, &mut grads), &["call step and update before"]);
         assert!(scaler.step(&mut optim, &grads).unwrap());
-        // The scale is another one from the update on, and gradients are unscaled once a step.
+        // Gradients are unscaled once a step, and the scale changes at the update.
         refused(scaler.unscale(&vars, &mut grads), &["call step and update"]);
         scaler.update().unwrap();
         assert!(scaler.update().is_err());
@@ -168,4 +168,53 @@ fn refuses_whole_gradients_and_misused_scalers() {
         refused(optim.step(&grads), &[param.name(), "take gradients from FsdpModule::backward"]);
         assert_eq!(param.var().flatten_all().unwrap().to_vec1::<f32>().unwrap(), before);
     });
+}
+
+#[test]
+fn trains_after_a_failed_step() {
+    let losses = ranks(2, |world| {
+        let vars = vars(&world);
+        let model = sharded(&FullyShard::new(&vars), &vars, 4);
+        let step = |fail: bool| -> candle_core::Result<(f32, f64)> {
+            let y = model.call(|m| {
+                let y = m.forward(&batch(world.rank(), 4))?;
+                if fail { candle_core::bail!("injected") } else { Ok(y) }
+            })?;
+            let loss = y.sqr()?.mean_all()?;
+            let grads = model.backward(&loss)?;
+            Ok((loss.to_scalar()?, fsdp_candle::grad_norm(&vars, &grads).map_err(candle_core::Error::wrap)?))
+        };
+        let first = step(false).unwrap();
+        refused(step(true), &["injected"]);
+        (first, step(false).unwrap())
+    });
+    for (before, after) in losses {
+        assert_eq!(before, after);
+    }
+}
+
+#[test]
+fn repeats_backward_and_refuses_a_reset_graph() {
+    use fsdp_candle::ReshardAfterForward::{Always, Default, Never};
+    for policy in [Default, Always, Never] {
+        ranks(2, |world| {
+            let vars = vars(&world);
+            vars.freeze(|name| name.contains("blocks.1.up"));
+            let model = sharded(&FullyShard::new(&vars).reshard_after_forward(policy), &vars, 4);
+            let loss = || loss_of(&model, &batch(world.rank(), 4));
+            let first = loss();
+            let want = gradients(&vars, &model.backward(&first).unwrap());
+            assert_close(&gradients(&vars, &model.backward(&first).unwrap()), &want, 0.);
+            if policy == Default {
+                let forgotten = loss();
+                model.reset_iter_state();
+                for loss in [&forgotten, &first] {
+                    let text = model.backward(loss).err().unwrap().to_string();
+                    assert!(text.contains("has been through backward") && text.contains("run forward again"), "{text}");
+                    assert!(!text.contains("outside the forward"), "{text}");
+                }
+            }
+            assert_close(&gradients(&vars, &model.backward(&loss()).unwrap()), &want, 0.);
+        });
+    }
 }
