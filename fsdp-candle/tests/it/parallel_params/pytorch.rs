@@ -1,4 +1,4 @@
-//! Placements and boxes are those that PyTorch's FSDP2 has, as tests/interop/placements.py recorded them.
+//! Placements and regions are those of PyTorch's FSDP2, as recorded by tests/interop/placements.py.
 
 use candle_core::DType;
 use fsdp_candle::{
@@ -47,7 +47,7 @@ fn placements_match_pytorch() {
             let opts = FullyShard::new(&vars).shard_placement_fn(move |_, _| Some(ShardPlacement::from(dim)));
             let unit = fully_shard(&opts, vars.builder(DType::F32), |vb| {
                 let weight = vb.pp("m").get(shape.as_slice(), "weight")?;
-                FsdpParam::serve(&weight);
+                FsdpParam::register_tp_layer(&weight);
                 Ok(weight)
             })
             .unwrap();

@@ -122,8 +122,7 @@ pub(crate) unsafe extern "C" fn ncclCommInitRankConfig(
         Some(config) if config.magic != MAGIC || config.size < size_of::<Config>() => return INVALID_ARGUMENT,
         Some(config) => config.version < 21_400 || config.blocking != 0,
     };
-    let (Ok(ranks @ 1..), Ok(rank), Some(device)) = (usize::try_from(ranks), usize::try_from(rank), current())
-    else {
+    let (Ok(ranks @ 1..), Ok(rank), Some(device)) = (usize::try_from(ranks), usize::try_from(rank), current()) else {
         return INVALID_ARGUMENT;
     };
     let end = id.0.iter().position(|byte| *byte == 0).unwrap_or(id.0.len());
