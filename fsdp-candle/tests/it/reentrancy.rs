@@ -191,7 +191,10 @@ fn refuses_gathering_a_unit_from_its_all_gather() {
             let errors = nested.1.lock().unwrap();
             assert_eq!(errors.len(), 6); // in forward and in backward
             for error in errors.iter() {
-                assert!(error.contains("FSDP unit `blocks.0`") && error.contains("must leave them alone"), "{error}");
+                assert!(
+                    error.contains("FSDP unit `blocks.0`") && error.contains("must not unshard or reshard it"),
+                    "{error}"
+                );
             }
         });
     });

@@ -160,7 +160,7 @@ fn refuses_sizes_that_do_not_divide() {
 fn refuses_layers_without_tensor_parallelism() {
     ranks(4, |world| {
         let columns = || ParallelPlan::new().module("*", ColwiseParallel::default());
-        let knows_nothing = ["`up.weight`", "ColwiseParallel", "knows nothing of tensor parallelism"];
+        let knows_nothing = ["`up.weight`", "ColwiseParallel", "does not support tensor parallelism"];
         refuses(&world, columns(), &knows_nothing, |vb| candle_nn::linear(4, 4, vb.pp("up")));
         refuses(&world, columns(), &knows_nothing, |vb| vb.pp("up").get((4, 4), "weight"));
         refuses(&world, columns(), &knows_nothing, |vb| nn::rms_norm(4, 1e-5, vb.pp("up")));
@@ -174,12 +174,12 @@ fn refuses_layers_without_tensor_parallelism() {
         parallelize(&vars, &tp, &plan).unwrap();
         fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
             let weight = vb.pp("up").get_with_hints((4, 6), "weight", Init::Const(1.))?;
-            let (style, ranks) = FsdpParam::serve(&weight).unwrap();
+            let (style, ranks) = FsdpParam::register_tp_layer(&weight).unwrap();
             assert_eq!(style, ParallelStyle::from(ColwiseParallel::default()));
             assert!(ranks.is(tp.group(0).unwrap()));
             assert_eq!(weight.dims(), [2, 6]);
             let scale = vb.pp("a.norm").get(4, "weight")?;
-            assert!(FsdpParam::serve(&Tensor::zeros(4, DType::F32, vb.device())?).is_none());
+            assert!(FsdpParam::register_tp_layer(&Tensor::zeros(4, DType::F32, vb.device())?).is_none());
             Ok((weight, scale))
         })
         .unwrap();
@@ -196,9 +196,9 @@ fn refuses_late_and_unmatched_plans() {
         refuses(&vars.mesh().slice(&["dp"]).unwrap(), &plan, &["\"dp\"", "(dp: 2, tp: 2)", "data parallel"]);
         refuses(vars.mesh(), &plan, &["(dp: 2, tp: 2)", "not one dimension"]);
         let other = world.mesh(&[("x", 2), ("tp", 2)]).unwrap().slice(&["tp"]).unwrap();
-        refuses(&other, &plan, &["(tp: 2)", "no dimension of the map's mesh"]);
+        refuses(&other, &plan, &["(tp: 2)", "not a dimension of the map's mesh"]);
         let bad = ParallelPlan::new().module("up[", ColwiseParallel::default());
-        refuses(&tp, &bad, &["`up[` is no pattern"]);
+        refuses(&tp, &bad, &["`up[` is not a valid pattern"]);
         let other = if world.rank() == 3 { ParallelPlan::new() } else { plan.clone() };
         refuses(&tp, &other, &["different plans", "same on every rank"]);
         parallelize(&vars, &tp, &plan).unwrap();
