@@ -100,7 +100,7 @@ fn what_means_nothing_to_an_optimizer_is_refused() {
     };
     refused(&["--momentum", "0.9"], &["--momentum is for --optimizer sgd or muon, and this one is adamw"]);
     let nesterov = ["--optimizer", "sgd", "--nesterov", "on", "--dampening", "0.5"];
-    refused(&nesterov, &["SGD: Nesterov's momentum needs a momentum, which is 0.9, and no dampening, which is 0.5"]);
+    refused(&nesterov, &["SGD: Nesterov momentum needs `momentum` above 0, found 0.9, and no `dampening`, found 0.5"]);
     let norms = ["--optimizer", "muon", "--lora-rank", "2"];
     refused(&norms, &["--optimizer muon is for the matrices of a model's blocks, and none is trained"]);
     // What an optimizer does not find in a checkpoint.

@@ -178,7 +178,7 @@ fn gradients_that_are_not_shards_and_scaling_out_of_turn_say_what_to_call() {
         let before = param.var().flatten_all().unwrap().to_vec1::<f32>().unwrap();
         grads.insert(param.var(), Tensor::zeros(param.shape(), DType::F32, world.device()).unwrap());
         let error = optim.step(&grads).unwrap_err().to_string();
-        assert!(error.contains(param.name()) && error.contains("take gradients from FsdpModule::backward"), "{error}");
+        assert!(error.contains(param.name()) && error.contains("use gradients of FsdpModule::backward"), "{error}");
         assert_eq!(param.var().flatten_all().unwrap().to_vec1::<f32>().unwrap(), before);
     });
 }

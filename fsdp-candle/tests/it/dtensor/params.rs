@@ -161,9 +161,9 @@ fn entries_of_state_dicts_are_dtensors_and_dtensors_are_entries() {
     on_mesh(&[2], |mesh| {
         let full = numbers(&[8], DType::F32);
         let text = error(StateTensor::of(&laid_out(&full, mesh, &[SUM])));
-        assert!(text.contains("a term of a reduction is no value; redistribute it first"), "{text}");
+        assert!(text.contains("a term of a reduction is not a value; redistribute it first"), "{text}");
         let text = error(StateTensor::of(&laid_out(&full, mesh, &[strided(0, 2)])));
-        assert!(text.contains("no single box"), "{text}");
+        assert!(text.contains("not one box"), "{text}");
     });
 }
 
