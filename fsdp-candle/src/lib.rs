@@ -87,7 +87,7 @@ mod world;
 
 pub use autograd::no_grad;
 pub use data_parallel::{DataParallelMeshDims, ShardMesh};
-pub use diagnostics::{Cut, GraphCut};
+pub use diagnostics::{GraphCut, GraphCutKind};
 pub use dtensor::{DTensor, Operand, PartialNorm, Redistribution, distribute_tensor, distribute_tensor_from};
 pub use error::{Error, GradientMismatch, NonFinite, NonFiniteTensor, Result, UnitGradient};
 pub use extension::{AllGatherExtension, Float8, Int8Blocks};

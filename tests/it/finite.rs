@@ -66,7 +66,7 @@ fn weights_that_overflow_are_neither_saved_nor_exported() {
             2,
             &[
                 "saved/step-00000001 was not saved: after step 1, ",
-                "values are infinite or not a number (on rank 0, 1)",
+                "values are infinite or NaN (on rank 0, 1)",
                 "in `model.layers.0.input_layernorm.weight`",
                 "They were finite after step 0",
                 "no checkpoint of this run yet",
@@ -119,7 +119,7 @@ fn checkpoints_that_were_poisoned_before_are_set_aside() {
     write_nan(&saved.join("step-00000003"), "optim.state.model.norm.weight.exp_avg");
     // Told to go on from it, a run does not.
     let run = train(dir.path(), &format!("--steps 4 --lr 1e-3 --resume {}", saved.join("step-00000003").display()));
-    let found = "1 values are infinite or not a number (on rank 0): 1 of 32 in the exp_avg of `model.norm.weight`";
+    let found = "1 values are infinite or NaN (on rank 0): 1 of 32 in the exp_avg of `model.norm.weight`";
     run.refused(2, &["can't resume from", found, "pass an older one"]);
 
     let run = train(dir.path(), &format!("--steps 3 {keep} --keep 1")).ok();

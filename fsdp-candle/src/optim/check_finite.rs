@@ -8,9 +8,10 @@ use fsdp_core::process_group::{self, Signature};
 use fsdp_core::{ProcessGroup, ReduceOp};
 
 use super::sharded_optimizer::ShardedOptimizer;
+use super::state::Moment;
 use crate::data_parallel::DataParallel;
 use crate::error::{Error, NonFinite, NonFiniteTensor, Result};
-use crate::fsdp::ShardedVarMap;
+use crate::fsdp::{FsdpParam, ShardedVarMap};
 use crate::storage::numbers_of;
 
 /// The values that [`check_finite`] checks.
@@ -93,43 +94,32 @@ fn counts(subjects: &[CheckedTensor]) -> Result<Vec<f64>> {
 }
 
 fn subjects(vars: &ShardedVarMap, of: &[ValuesOf<'_>]) -> Result<Vec<CheckedTensor>> {
+    let of_param = |param: &FsdpParam, what, tensor| CheckedTensor {
+        parameter: param.name().into(),
+        what,
+        elements: param.shape().elem_count(),
+        ranks: Some(param.ranks().clone()),
+        tensor,
+    };
     let mut subjects = Vec::new();
     for of in of {
         match of {
             ValuesOf::Parameters => {
-                subjects.extend(vars.params().iter().map(|param| CheckedTensor {
-                    parameter: param.name().into(),
-                    what: "",
-                    elements: param.shape().elem_count(),
-                    ranks: Some(param.ranks().clone()),
-                    tensor: Some(param.var().as_tensor().clone()),
-                }));
-                subjects.extend(vars.wholes().into_iter().map(|(parameter, var)| CheckedTensor {
-                    parameter,
-                    what: "",
-                    elements: var.elem_count(),
-                    ranks: None,
-                    tensor: Some(var.as_tensor().clone()),
+                let values = |param: &Arc<FsdpParam>| of_param(param, "", Some(param.var().as_tensor().clone()));
+                subjects.extend(vars.params().iter().map(values));
+                subjects.extend(vars.wholes().into_iter().map(|(parameter, var)| {
+                    let (elements, tensor) = (var.elem_count(), Some(var.as_tensor().clone()));
+                    CheckedTensor { parameter, what: "", elements, ranks: None, tensor }
                 }));
             }
-            ValuesOf::Gradients(grads) => subjects.extend(vars.trainable().iter().map(|param| CheckedTensor {
-                parameter: param.name().into(),
-                what: GRADIENT,
-                elements: param.shape().elem_count(),
-                ranks: Some(param.ranks().clone()),
-                tensor: grads.get(param.var()).cloned(),
-            })),
+            ValuesOf::Gradients(grads) => {
+                let gradient = |param: &Arc<FsdpParam>| of_param(param, "gradient", grads.get(param.var()).cloned());
+                subjects.extend(vars.trainable().iter().map(gradient));
+            }
             ValuesOf::Moments(optim) => {
                 for state in optim.states() {
-                    for (what, moment) in state.moments() {
-                        subjects.push(CheckedTensor {
-                            parameter: state.param.name().into(),
-                            what,
-                            elements: state.param.shape().elem_count(),
-                            ranks: Some(state.param.ranks().clone()),
-                            tensor: Some(moment.overflow_witness().clone()),
-                        });
-                    }
+                    let witness = |moment: &Moment| Some(moment.overflow_witness().clone());
+                    subjects.extend(state.moments().map(|(what, m)| of_param(&state.param, what, witness(m))));
                 }
             }
         }
@@ -137,7 +127,6 @@ fn subjects(vars: &ShardedVarMap, of: &[ValuesOf<'_>]) -> Result<Vec<CheckedTens
     Ok(subjects)
 }
 
-const GRADIENT: &str = "gradient";
 const COUNTS: &str = "counts of NaN and infinity";
 
 /// Combines the counts of all ranks. Collective.

@@ -40,7 +40,7 @@ const MOMENTUM: &str = "momentum_buffer";
 /// # let vars = ShardedVarMap::new(&world.mesh(&[("dp_shard", 1)])?, world.device());
 /// # let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| nn::linear_no_bias(4, 2, vb))?;
 /// # let x = Tensor::ones((3, 4), DType::F32, world.device())?;
-/// use fsdp_candle::{AdjustLr, Muon, MuonConfig};
+/// use fsdp_candle::{AdjustLr, Muon, MuonConfig, ShardedOptimizer};
 ///
 /// // Updates of AdamW's size: the learning rate is one for AdamW.
 /// let config = MuonConfig { lr: 1e-3, adjust_lr: AdjustLr::MatchRmsAdamW, ..MuonConfig::default() };
@@ -95,57 +95,6 @@ impl Muon {
     /// Returns the hyper-parameters of each group.
     pub fn groups(&self) -> &[MuonConfig] {
         &self.groups
-    }
-
-    /// Changes the learning rate of all groups.
-    pub fn set_learning_rate(&mut self, lr: f64) {
-        self.groups.iter_mut().for_each(|config| config.lr = lr);
-    }
-
-    /// Returns the state of every parameter, in the order of construction.
-    pub fn states(&self) -> &[ParamState] {
-        &self.states
-    }
-
-    /// Resets the state to that before the first step.
-    ///
-    /// # Errors
-    /// Returns an error when there is not enough memory.
-    pub fn reset(&mut self) -> Result<()> {
-        for state in &mut self.states {
-            let zeros = Moment::zeros(&state.param)?;
-            state.set_moments(vec![(MOMENTUM, zeros)]);
-            state.step = 0;
-        }
-        Ok(())
-    }
-
-    /// Updates every matrix that has a gradient. Collective: all ranks have gradients of the same matrices.
-    ///
-    /// # Errors
-    /// Returns an error when the shape or dtype of a gradient is not that of its parameter's shard, and the errors of
-    /// the exchange.
-    pub fn step(&mut self, grads: &GradStore) -> Result<()> {
-        let _span = tracing::debug_span!("optimizer").entered();
-        let _reported = heartbeat::span("optimizer", "");
-        check_gradients(self.states.iter(), grads)?;
-        // The updates to orthogonalize, of each matrix that takes a step, in BF16 as they are sent.
-        let mut updates: Vec<Option<Buffer>> = Vec::with_capacity(self.states.len());
-        for state in &mut self.states {
-            let before = state.step;
-            let grad = next_gradient(state, grads)?;
-            updates.push(match (grad, state.step > before) {
-                (Some(grad), _) => Some(to_bf16(&momentum(&self.groups[state.group], state, &grad)?)?),
-                // An empty shard.
-                (None, true) => Some(kernels::of_device(state.param.var().device())?.zeros(CoreDType::BF16, 0)?),
-                (None, false) => None,
-            });
-        }
-        for group in &self.work {
-            self.step_group(group, &mut updates)?;
-        }
-        heartbeat::step(self.states.iter().map(|state| state.step).max().unwrap_or(0));
-        Ok(())
     }
 
     fn step_group(&self, group: &MatrixGroup, updates: &mut [Option<Buffer>]) -> Result<()> {
@@ -211,8 +160,32 @@ fn to_bf16(tensor: &Tensor) -> Result<Buffer> {
 }
 
 impl ShardedOptimizer for Muon {
+    /// Updates every matrix that has a gradient. Collective: all ranks have gradients of the same matrices.
+    ///
+    /// # Errors
+    /// Returns an error when the shape or dtype of a gradient is not that of its parameter's shard, and the errors of
+    /// the exchange.
     fn step(&mut self, grads: &GradStore) -> Result<()> {
-        Muon::step(self, grads)
+        let _span = tracing::debug_span!("optimizer").entered();
+        let _reported = heartbeat::span("optimizer", "");
+        check_gradients(self.states.iter(), grads)?;
+        // The updates to orthogonalize, of each matrix that takes a step, in BF16 as they are sent.
+        let mut updates: Vec<Option<Buffer>> = Vec::with_capacity(self.states.len());
+        for state in &mut self.states {
+            let before = state.step;
+            let grad = next_gradient(state, grads)?;
+            updates.push(match (grad, state.step > before) {
+                (Some(grad), _) => Some(to_bf16(&momentum(&self.groups[state.group], state, &grad)?)?),
+                // An empty shard.
+                (None, true) => Some(kernels::of_device(state.param.var().device())?.zeros(CoreDType::BF16, 0)?),
+                (None, false) => None,
+            });
+        }
+        for group in &self.work {
+            self.step_group(group, &mut updates)?;
+        }
+        heartbeat::step(self.states.iter().map(|state| state.step).max().unwrap_or(0));
+        Ok(())
     }
 
     fn param_groups(&self) -> Vec<ParamGroup> {
@@ -233,7 +206,12 @@ impl ShardedOptimizer for Muon {
     }
 
     fn reset(&mut self) -> Result<()> {
-        Muon::reset(self)
+        for state in &mut self.states {
+            let zeros = Moment::zeros(&state.param)?;
+            state.set_moments(vec![(MOMENTUM, zeros)]);
+            state.step = 0;
+        }
+        Ok(())
     }
 
     fn set_group_learning_rate(&mut self, group: usize, lr: f64) {

@@ -124,7 +124,7 @@ impl Moment {
         }
     }
 
-    /// Sets the values to those of a tensor of the same shape and dtype.
+    /// Copies the values of a tensor of the same shape and dtype.
     pub(crate) fn set(&self, values: &Tensor) -> candle_core::Result<()> {
         match self {
             Moment::Full(tensor) => copy_tensor(values, tensor),
@@ -171,7 +171,7 @@ fn zeros(param: &FsdpParam, dtype: DType, shape: &[usize]) -> Result<Tensor> {
     Ok(to_tensor(zeros, shape, device)?)
 }
 
-/// What the codes encode.
+/// Encoding of the codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Encoding {
     /// The values.
@@ -226,7 +226,7 @@ impl Quantized {
         }
     }
 
-    /// Sets the values to those of an F32 tensor, rounded to 8 bits.
+    /// Encodes the values of an F32 tensor in 8 bits.
     pub(super) fn set(&self, values: &Tensor) -> candle_core::Result<()> {
         if values.elem_count() == 0 {
             return Ok(());

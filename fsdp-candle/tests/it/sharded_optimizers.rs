@@ -256,9 +256,9 @@ fn groups_of_a_state_dict_are_found_by_their_parameters() {
             (1, "amsgrad", true.into(), "`amsgrad` on"),
             (1, "maximize", true.into(), "`maximize` on"),
             (1, "differentiable", true.into(), "`differentiable` on"),
-            (1, "betas", serde_json::json!([0.9]), "not 2 numbers"),
+            (1, "betas", serde_json::json!([0.9]), "expected 2 numbers"),
             (1, "decoupled_weight_decay", false.into(), "are those of Adam, expected AdamW"),
-            (1, "eps", "small".into(), "no number"),
+            (1, "eps", "small".into(), "expected a number"),
         ] {
             let mut dict = get_optimizer_state_dict(&vars, &*optim, &options).unwrap();
             dict.values["param_groups"][0]["lr"] = 9.0.into();

@@ -6,7 +6,7 @@ use fsdp_core::DeviceMesh;
 
 use super::by_name::listed;
 use super::var_map::{ShardedVarMap, lock};
-use crate::data_parallel::check_alike;
+use crate::data_parallel::check_ranks_agree;
 use crate::error::{Error, Result};
 use crate::tensor_parallel::{ParallelPlan, Planned};
 
@@ -84,7 +84,7 @@ pub fn parallelize(vars: &ShardedVarMap, mesh: &DeviceMesh, plan: &ParallelPlan)
         return fail("the map has a plan already: make one of both".into());
     }
     let planned = Arc::new(Planned::new(mesh, plan)?);
-    check_alike(of, "plans of tensor parallelism", &format!("{name} {plan:?}"))?;
+    check_ranks_agree(of, "plans of tensor parallelism", &format!("{name} {plan:?}"))?;
     *lock(&vars.0.plan) = Some(planned.clone());
     let inner = Arc::downgrade(&vars.0);
     vars.schedule().before_first_forward(move || match inner.upgrade() {

@@ -180,7 +180,7 @@ impl<M> FsdpModule<M> {
     pub fn set_separate_reduce_scatter_group(&self, separate: bool, recurse: Recurse) -> Result<()> {
         if separate {
             for group in self.reached(recurse) {
-                group.params().iter().try_for_each(|param| param.ranks().shard_apart().map(drop))?;
+                group.params().iter().try_for_each(|param| param.ranks().dedicated_reduce_scatter_group().map(drop))?;
             }
         }
         self.change(recurse, |settings| settings.separate_reduce_scatter_group = separate);

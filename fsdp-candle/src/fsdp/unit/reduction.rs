@@ -138,7 +138,7 @@ impl Reduction {
         }
         for Flight { ranks, rule, members, mut parts, used } in flights {
             tracing::debug!(unit = group.name(), gradients = members.len(), "reduce-scatter");
-            let shard = if separate { ranks.shard_apart()? } else { ranks.shard().clone() };
+            let shard = if separate { ranks.dedicated_reduce_scatter_group()? } else { ranks.shard().clone() };
             let shard = shard.signed(group.signs(&members, backwards.0));
             if rule.told {
                 let counts = vec![members.len(); shard.size()];
