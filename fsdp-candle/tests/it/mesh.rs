@@ -49,9 +49,9 @@ fn a_trained_parameter_on_a_mesh_that_leaves_out_ranks_of_the_map_is_refused() {
 #[test]
 fn the_numbers_of_ranks_to_reshard_to_are_listed() {
     for (size, want) in [
-        (1, "there is one shard rank alone. Choose `always`"),
-        (3, "nothing but 1 and 3 divides the 3 shard ranks. Choose `always`"),
-        (4, "it must be a proper divisor of the 4 shard ranks. Choose 2, `always`"),
+        (1, "there is only one shard rank. Choose `always`"),
+        (3, "only 1 and 3 divide the 3 shard ranks. Choose `always`"),
+        (4, "expected a proper divisor of the 4 shard ranks. Choose 2, `always`"),
     ] {
         ranks(size, |world| {
             for bad in [0, 1, 3, size, usize::MAX] {
