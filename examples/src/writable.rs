@@ -24,7 +24,7 @@ pub fn try_file(path: &Path) -> io::Result<()> {
 /// It can't, or the directory can't be made.
 pub fn try_file_and_directory(path: &Path) -> io::Result<()> {
     let Some(directory) = path.parent() else { return try_file(path) };
-    let _made = MadeDirs::before(directory);
+    let _made = RemoveIfEmpty::missing(directory);
     in_directory(directory, || try_file(path))
 }
 
@@ -33,7 +33,7 @@ pub fn try_file_and_directory(path: &Path) -> io::Result<()> {
 /// # Errors
 /// They can't.
 pub fn try_directory(directory: &Path) -> io::Result<()> {
-    let _made = MadeDirs::before(directory);
+    let _made = RemoveIfEmpty::missing(directory);
     in_directory(directory, || append(&directory.join(format!(".write-test-{}", std::process::id()))))
 }
 
@@ -98,20 +98,21 @@ fn explained(path: &Path, error: io::Error) -> io::Error {
     io::Error::new(error.kind(), why)
 }
 
-/// Directories that are going to be made, the inner one first. Dropped, those that are empty go again.
-struct MadeDirs(Vec<PathBuf>);
+/// Directories to remove on drop if they are empty, the inner one first.
+pub struct RemoveIfEmpty(pub Vec<PathBuf>);
 
-impl MadeDirs {
-    fn before(directory: &Path) -> Self {
+impl RemoveIfEmpty {
+    /// Lists `directory` and its parents that do not exist yet.
+    fn missing(directory: &Path) -> Self {
         let missing = directory.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists());
-        MadeDirs(missing.map(Path::to_path_buf).collect())
+        RemoveIfEmpty(missing.map(Path::to_path_buf).collect())
     }
 }
 
-impl Drop for MadeDirs {
+impl Drop for RemoveIfEmpty {
     fn drop(&mut self) {
         for directory in &self.0 {
-            // Only what is empty can be removed like this.
+            // Fails for directories that are not empty.
             let _ = fs::remove_dir(directory);
         }
     }

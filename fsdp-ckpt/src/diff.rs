@@ -6,8 +6,8 @@ use fsdp_core::DType;
 use fsdp_core::layout::Region;
 use serde::Serialize;
 
-use crate::blocks::blocks;
 use crate::cast::decode;
+use crate::region::blocks;
 use crate::{MODEL, Result, TensorSource};
 
 /// The most bytes of a tensor that are read at once from each side.

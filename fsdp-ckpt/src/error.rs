@@ -1,317 +1,223 @@
-//! What can go wrong with checkpoints.
+//! The error type of this crate.
 
 use std::collections::BTreeMap;
+use std::error::Error as StdError;
+use std::fmt::{Display, Formatter};
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::file_names::{MANIFEST, copying, rank_of};
-use crate::shown::shown;
+use crate::escape::escape;
+use crate::file_names::{MANIFEST, copy_command, rank_of_file};
 
-/// The errors of this crate. Each names the file, tensor or rank at fault and, where there is one, the way out.
-#[derive(Debug, thiserror::Error)]
+/// Errors of this crate. Each message names the file, tensor or rank, and how to fix the problem where there is a way.
+#[derive(Debug)]
 #[non_exhaustive]
 pub enum Error {
-    /// The operating system refused something.
-    #[error("can't {action} {}", shown(path.display()))]
+    /// A file system operation failed.
     Io {
-        /// What was tried: "open", "write", ...
+        /// Operation: "open", "write", ...
         action: &'static str,
-        /// The file or directory.
+        /// File or directory.
         path: PathBuf,
-        /// The operating system's answer.
+        /// Error of the operating system.
         source: io::Error,
     },
-    /// An object store did not do what it was asked for.
-    #[error("can't {action} {}: {}", shown(path.display()), shown(reason))]
+    /// A request to an object store failed.
     Object {
-        /// What was tried: "read", "write", "list", ...
+        /// Operation: "read", "write", "list", ...
         action: &'static str,
-        /// The URL of the object or prefix.
+        /// URL of the object or prefix.
         path: PathBuf,
-        /// What went wrong, and what to do.
+        /// Cause and fix.
         reason: String,
-        /// The store's own words.
-        source: Option<Box<dyn std::error::Error + Send + Sync>>,
+        /// Error of the store's client.
+        source: Option<Box<dyn StdError + Send + Sync>>,
     },
-    /// A file or directory that should be there is not.
-    #[error("{} holds no {}", shown(path.display()), shown(looked_for))]
+    /// An expected file or directory is missing.
     NotFound {
-        /// Where it was looked for.
+        /// Directory that was searched.
         path: PathBuf,
-        /// What was looked for.
+        /// What is missing.
         looked_for: String,
     },
-    /// A file that is not what a safetensors file should be.
-    #[error("{} is not a whole safetensors file: {}", shown(path.display()), shown(reason))]
+    /// A safetensors file is truncated or malformed.
     NotSafetensors {
-        /// The file.
+        /// File.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Found and expected content.
         reason: String,
     },
-    /// A file of PyTorch's that can't be used.
-    #[error("{}: {}{}", shown(path.display()), named("", item.as_ref()), shown(reason))]
-    NotTorch {
-        /// The file.
+    /// A file of PyTorch, or the index of a Hugging Face model, is malformed or unsupported.
+    Malformed {
+        /// File.
         path: PathBuf,
-        /// The tensor or value it is about, if one.
+        /// Tensor or value with the problem, if there is one.
         item: Option<String>,
-        /// What is wrong with it.
+        /// Found and expected content.
         reason: String,
     },
-    /// A file that is too large for what it should be.
-    #[error("{} has {bytes} bytes; what it should be has {most} at most", shown(path.display()))]
-    TooLarge {
-        /// The file.
+    /// A manifest is malformed.
+    Manifest {
+        /// Manifest file.
         path: PathBuf,
-        /// Its size.
+        /// Tensor with the problem, if there is one.
+        tensor: Option<String>,
+        /// Found and expected content.
+        reason: String,
+    },
+    /// A file is larger than its format allows.
+    TooLarge {
+        /// File.
+        path: PathBuf,
+        /// Size of the file.
         bytes: u64,
-        /// The limit.
+        /// Largest allowed size.
         most: u64,
     },
-    /// A tensor that is not there.
-    #[error("{} has no tensor \"{}\"{}", shown(path.display()), shown(tensor), shown(hint))]
-    MissingTensor {
-        /// The file or directory.
+    /// A checkpoint was written by a newer version of this crate.
+    UnsupportedVersion {
+        /// Manifest file.
         path: PathBuf,
-        /// The name that was asked for.
-        tensor: String,
-        /// Names that are there and look alike, in words; may be empty.
-        hint: String,
-    },
-    /// A tensor of a dtype that this crate does not read.
-    #[error(
-        "tensor \"{}\" in {} has dtype {}; supported are U8, U32, I64, BF16, F16, F32 and F64",
-        shown(tensor),
-        shown(path.display()),
-        shown(dtype)
-    )]
-    DType {
-        /// The file.
-        path: PathBuf,
-        /// The tensor.
-        tensor: String,
-        /// Its dtype's name.
-        dtype: String,
-    },
-    /// Names that don't match as they should.
-    #[error("{} does not hold what is to be loaded: {}", shown(path.display()), shown(mismatch(missing, unexpected)))]
-    Names {
-        /// The checkpoint or model.
-        path: PathBuf,
-        /// Names that it lacks.
-        missing: Vec<String>,
-        /// Names that it should not have.
-        unexpected: Vec<String>,
-    },
-    /// A tensor that can't go where it should.
-    #[error(
-        "{} holds tensor \"{}\" with {}; load it into the model that was saved",
-        shown(path.display()),
-        shown(tensor),
-        shown(reason)
-    )]
-    Misfit {
-        /// The checkpoint or model.
-        path: PathBuf,
-        /// The tensor.
-        tensor: String,
-        /// What it is and what was expected.
-        reason: String,
-    },
-    /// Tensors of dtypes that this crate does not read, where all are needed.
-    #[error(
-        "{} has {} tensors of dtypes that can't be read: {}; they can be left out (--skip-unreadable)",
-        shown(path.display()),
-        tensors.len(),
-        shown(some(tensors.iter().map(|(name, dtype)| format!("\"{name}\" ({dtype})"))))
-    )]
-    Dtypes {
-        /// The file or directory.
-        path: PathBuf,
-        /// Their names and dtypes.
-        tensors: BTreeMap<String, String>,
-    },
-    /// A request for a part of a tensor that can't be.
-    #[error("tensor \"{}\": {}", shown(tensor), shown(reason))]
-    Request {
-        /// The tensor.
-        tensor: String,
-        /// What was asked and what was expected.
-        reason: String,
-    },
-    /// The index of a Hugging Face model that can't be used.
-    #[error("{}: {}", shown(path.display()), shown(reason))]
-    Index {
-        /// The index file.
-        path: PathBuf,
-        /// What is wrong with it.
-        reason: String,
-    },
-    /// A manifest that can't be used.
-    #[error("{}: {}{}", shown(path.display()), named("tensor ", tensor.as_ref()), shown(reason))]
-    Manifest {
-        /// The manifest file.
-        path: PathBuf,
-        /// The tensor it is about, if one.
-        tensor: Option<String>,
-        /// What is wrong with it.
-        reason: String,
-    },
-    /// A checkpoint written by a newer version of this crate.
-    #[error(
-        "{} has format version {version}, this program reads versions up to {known}; use a newer fsdp-ckpt",
-        shown(path.display())
-    )]
-    Newer {
-        /// The manifest file.
-        path: PathBuf,
-        /// Its version.
+        /// Version of the manifest.
         version: u64,
-        /// The newest version known here.
+        /// Newest supported version.
         known: u64,
     },
-    /// A directory without a manifest.
-    #[error(
-        "incomplete checkpoint: {} is missing, the save did not finish; use another step",
-        shown(path.join(MANIFEST).display())
-    )]
+    /// A directory has no manifest.
     Incomplete {
-        /// The directory.
+        /// Directory.
         path: PathBuf,
     },
-    /// A part of a checkpoint that hosts saved in directories of their own: files are missing that others wrote.
-    #[error(
-        "{0} is a part of a checkpoint: it lacks {1}; copy the directories of this name from all hosts into one, in \
-            any order, as `{2}` does",
-        shown(path.display()),
-        shown(lacking(files)),
-        shown(copying(files.values().next().map_or("HOST", String::as_str), path))
-    )]
-    Elsewhere {
-        /// The part.
+    /// A directory is one host's part of a checkpoint, without the files of other hosts.
+    MissingParts {
+        /// Directory.
         path: PathBuf,
-        /// The files that are not here, each with the host that wrote it.
+        /// Missing files, each with the host that wrote it.
         files: BTreeMap<String, String>,
     },
-    /// What the hosts' directories of one name hold makes no checkpoint together.
-    #[error("the hosts' directories {} make no checkpoint together: {}", shown(path.display()), shown(reason))]
-    Apart {
-        /// The name that the directories have on every host.
+    /// The hosts' directories of one name do not form a checkpoint.
+    InconsistentParts {
+        /// Name of the directories.
         path: PathBuf,
-        /// What is wrong, naming hosts, and what to do.
+        /// Problem and fix, with the hosts' names.
         reason: String,
-        /// Whether it is damaged, or not finished: not where what is missing may be elsewhere.
+        /// Whether the checkpoint is damaged or unfinished. False where missing files may exist on another host.
         damaged: bool,
     },
-    /// The target of a save is there already.
-    #[error("{} exists already; choose another name or remove it", shown(path.display()))]
-    Exists {
-        /// The target.
-        path: PathBuf,
-    },
-    /// Bytes on disk that are not those that were written.
-    #[error(
-        "tensor \"{}\" in {} is damaged: its checksum is {found:08x}, {expected:08x} was written; use another \
-            checkpoint",
-        shown(tensor),
-        shown(path.display())
-    )]
+    /// Bytes on disk differ from the bytes that were written.
     Checksum {
-        /// The file.
+        /// File.
         path: PathBuf,
-        /// The tensor.
-        tensor: String,
-        /// The checksum that was kept: a CRC-32C in our manifest, a CRC-32 in PyTorch's files.
+        /// Tensor; `None` for the file's header.
+        tensor: Option<String>,
+        /// Recorded checksum: CRC-32C in our manifest, CRC-32 in PyTorch's files.
         expected: u32,
-        /// That of the bytes that were read.
+        /// Checksum of the bytes on disk.
         found: u32,
     },
-    /// The header of a file that is not the one that was written.
-    #[error(
-        "{}: its header is damaged: its checksum is {found:08x}, {expected:08x} was written; use another checkpoint",
-        shown(path.display())
-    )]
-    Header {
-        /// The file.
+    /// A tensor does not exist.
+    MissingTensor {
+        /// File or directory.
         path: PathBuf,
-        /// The CRC-32C that the manifest keeps.
-        expected: u32,
-        /// That of the header that was read.
-        found: u32,
-    },
-    /// The ranks' shards don't make whole tensors.
-    #[error("tensor \"{}\": {}", shown(tensor), shown(reason))]
-    Shards {
-        /// The tensor.
+        /// Requested name.
         tensor: String,
-        /// What is wrong, naming ranks.
+        /// Suggestion of similar names; may be empty.
+        hint: String,
+    },
+    /// Tensors have dtypes that this crate does not read.
+    UnsupportedDTypes {
+        /// File or directory.
+        path: PathBuf,
+        /// Dtype of each such tensor, by name.
+        tensors: BTreeMap<String, String>,
+    },
+    /// The names of a source differ from the names to load.
+    NameMismatch {
+        /// Checkpoint or model.
+        path: PathBuf,
+        /// Names that the source lacks.
+        missing: Vec<String>,
+        /// Names that the source should not have.
+        unexpected: Vec<String>,
+    },
+    /// The shape or dtype of a tensor differs from the memory to load it into.
+    TensorMismatch {
+        /// Checkpoint or model.
+        path: PathBuf,
+        /// Tensor.
+        tensor: String,
+        /// Found and expected shape or dtype.
         reason: String,
     },
-    /// A shard's memory could not be read.
-    #[error("tensor \"{}\" can't be read: {}", shown(tensor), shown(reason))]
-    Unreadable {
-        /// The tensor.
+    /// A read asks for a region that the tensor does not have, or passes a buffer of another size.
+    InvalidRead {
+        /// Tensor.
         tensor: String,
-        /// The cause.
+        /// Requested and expected region or size.
         reason: String,
     },
-    /// Arguments that can't be.
-    #[error("{}", shown(_0))]
+    /// The ranks' shards do not form whole tensors.
+    InvalidShards {
+        /// Tensor.
+        tensor: String,
+        /// Problem, with the ranks' numbers.
+        reason: String,
+    },
+    /// The memory of a shard can't be read or written.
+    ShardMemory {
+        /// Tensor.
+        tensor: String,
+        /// Cause.
+        reason: String,
+    },
+    /// The target of a save exists.
+    AlreadyExists {
+        /// Target.
+        path: PathBuf,
+    },
+    /// An argument is invalid.
     Argument(String),
-    /// A rank failed; every rank of the group gets this.
-    #[error("rank {rank} failed to {phase}: {}", shown(cause))]
+    /// A rank failed. Every rank of the group gets this error.
     Rank {
-        /// The rank that failed.
+        /// Rank that failed.
         rank: usize,
-        /// What it was doing.
+        /// Phase in which it failed.
         phase: &'static str,
-        /// Its error with all causes, in words.
+        /// Its error with all causes, as text.
         cause: String,
-        /// Its error, on the rank that failed.
+        /// Its error; `None` on the other ranks.
         error: Option<Box<Error>>,
     },
-    /// A save in the background failed.
-    #[error("the asynchronous save of {} failed", shown(path.display()))]
+    /// An asynchronous save failed.
     AsyncSave {
-        /// The checkpoint that it was to become.
+        /// Target of the save.
         path: PathBuf,
-        /// The cause.
+        /// Cause.
         source: Box<Error>,
     },
-    /// A save in the background is still running.
-    #[error(
-        "the asynchronous save of {} is still running on rank {rank}; try again later, or wait for it",
-        shown(path.display())
-    )]
+    /// An asynchronous save is still running.
     Busy {
-        /// The checkpoint that it is to become.
+        /// Target of the save.
         path: PathBuf,
-        /// The first rank that is not done.
+        /// First rank that has not finished.
         rank: usize,
     },
-    /// State that is no tensor can't be given back to its owner.
-    #[error("the state \"{}\" can't be restored: {}", shown(name), shown(reason))]
-    State {
-        /// Its name.
-        name: String,
-        /// The cause.
-        reason: String,
-    },
     /// A collective failed.
-    #[error(transparent)]
-    Group(#[from] fsdp_core::Error),
+    Group(fsdp_core::Error),
 }
 
+/// A [`std::result::Result`] with this crate's [`enum@Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
 impl Error {
-    /// It and its causes in one line.
+    /// Returns the message with all causes, in one line.
     pub fn with_causes(&self) -> String {
         chain(self)
     }
 
-    /// Whether it says that a checkpoint is not as it was written: bytes that changed, files that are missing or too
-    /// short. It is not damage when the system or a store refuses something, when a checkpoint is of a newer version,
-    /// or when it is another model's.
+    /// Returns whether a checkpoint differs from what was written: changed bytes, or missing or truncated files.
+    ///
+    /// Refusals of the system or a store, newer versions, and checkpoints of another model are not damage.
     pub fn is_damage(&self) -> bool {
         match self {
             Error::NotFound { .. }
@@ -320,9 +226,8 @@ impl Error {
             | Error::Manifest { .. }
             | Error::Incomplete { .. }
             | Error::Checksum { .. }
-            | Error::Header { .. }
-            | Error::Apart { damaged: true, .. } => true,
-            // A file that went, or became shorter, after its checkpoint was opened.
+            | Error::InconsistentParts { damaged: true, .. } => true,
+            // A file that was removed or truncated after its checkpoint was opened.
             Error::Io { action: "open" | "read", source, .. } => {
                 matches!(source.kind(), io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof)
             }
@@ -331,68 +236,165 @@ impl Error {
     }
 }
 
-/// A [`std::result::Result`] with this crate's [`enum@Error`].
-pub type Result<T, E = Error> = std::result::Result<T, E>;
+impl Display for Error {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Error::Group(error) => error.fmt(f),
+            // Paths, names and reasons hold text from files.
+            _ => escape(Message(self)).fmt(f),
+        }
+    }
+}
 
-/// Turns an [`io::Error`] into [`Error::Io`], for `map_err`.
+impl StdError for Error {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        match self {
+            Error::Io { source, .. } => Some(source),
+            Error::Object { source: Some(source), .. } => Some(&**source),
+            Error::AsyncSave { source, .. } => Some(&**source),
+            Error::Group(error) => error.source(),
+            _ => None,
+        }
+    }
+}
+
+impl From<fsdp_core::Error> for Error {
+    fn from(error: fsdp_core::Error) -> Self {
+        Error::Group(error)
+    }
+}
+
+/// An error's message before it is escaped.
+struct Message<'a>(&'a Error);
+
+impl Display for Message<'_> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        let item = |what: &str, name: &Option<String>| {
+            name.as_ref().map_or(String::new(), |name| format!("{what}\"{name}\": "))
+        };
+        match self.0 {
+            Error::Io { action, path, .. } => write!(f, "can't {action} {}", path.display()),
+            Error::Object { action, path, reason, .. } => write!(f, "can't {action} {}: {reason}", path.display()),
+            Error::NotFound { path, looked_for } => write!(f, "{} has no {looked_for}", path.display()),
+            Error::NotSafetensors { path, reason } => {
+                write!(f, "{} is not a valid safetensors file: {reason}", path.display())
+            }
+            Error::Malformed { path, item: name, reason } => {
+                write!(f, "{}: {}{reason}", path.display(), item("", name))
+            }
+            Error::Manifest { path, tensor, reason } => {
+                write!(f, "{}: {}{reason}", path.display(), item("tensor ", tensor))
+            }
+            Error::TooLarge { path, bytes, most } => {
+                write!(f, "{} has {bytes} bytes, expected at most {most}", path.display())
+            }
+            Error::UnsupportedVersion { path, version, known } => write!(
+                f,
+                "{} has format version {version}, expected at most {known}; use a newer fsdp-ckpt",
+                path.display()
+            ),
+            Error::Incomplete { path } => {
+                let manifest = path.join(MANIFEST);
+                write!(f, "incomplete checkpoint: {} is missing; use another step", manifest.display())
+            }
+            Error::MissingParts { path, files } => {
+                let host = files.values().next().map_or("HOST", String::as_str);
+                let (files, copy) = (describe_missing(files), copy_command(host, path));
+                write!(f, "{} is one host's part of a checkpoint: it lacks {files}; ", path.display())?;
+                write!(f, "copy this directory from all hosts into one: `{copy}`")
+            }
+            Error::InconsistentParts { path, reason, .. } => {
+                write!(f, "the hosts' directories {} do not form a checkpoint: {reason}", path.display())
+            }
+            Error::Checksum { path, tensor, expected, found } => {
+                match tensor {
+                    Some(tensor) => write!(f, "tensor \"{tensor}\" in {} is damaged: ", path.display())?,
+                    None => write!(f, "the header of {} is damaged: ", path.display())?,
+                }
+                write!(f, "checksum {found:08x}, expected {expected:08x}; use another checkpoint")
+            }
+            Error::MissingTensor { path, tensor, hint } => {
+                write!(f, "{} has no tensor \"{tensor}\"{hint}", path.display())
+            }
+            Error::UnsupportedDTypes { path, tensors } => {
+                let listed = join(tensors.iter().map(|(name, dtype)| format!("\"{name}\" ({dtype})")), 20);
+                let supported = "expected U8, U32, I64, BF16, F16, F32 or F64";
+                let fix = "--skip-unreadable leaves them out";
+                write!(f, "{} has unsupported dtypes: {listed}; {supported}; {fix}", path.display())
+            }
+            Error::NameMismatch { path, missing, unexpected } => {
+                let few = |names: &[String]| join(names.iter().map(|name| format!("\"{name}\"")), 5);
+                let parts = [("lacks", missing), ("has unexpected", unexpected)];
+                let parts = parts.iter().filter(|(_, names)| !names.is_empty());
+                let parts: Vec<_> = parts.map(|(what, names)| format!("it {what} {}", few(names))).collect();
+                write!(f, "the names in {} do not match: {}", path.display(), parts.join("; "))
+            }
+            Error::TensorMismatch { path, tensor, reason } => write!(
+                f,
+                "tensor \"{tensor}\" in {} has {reason}; load it into the model that was saved",
+                path.display()
+            ),
+            Error::InvalidRead { tensor, reason } | Error::InvalidShards { tensor, reason } => {
+                write!(f, "tensor \"{tensor}\": {reason}")
+            }
+            Error::ShardMemory { tensor, reason } => write!(f, "can't access tensor \"{tensor}\": {reason}"),
+            Error::AlreadyExists { path } => {
+                write!(f, "{} exists already; choose another name or remove it", path.display())
+            }
+            Error::Argument(text) => f.write_str(text),
+            Error::Rank { rank, phase, cause, .. } => write!(f, "rank {rank} failed to {phase}: {cause}"),
+            Error::AsyncSave { path, .. } => write!(f, "the asynchronous save of {} failed", path.display()),
+            Error::Busy { path, rank } => write!(
+                f,
+                "the asynchronous save of {} is still running on rank {rank}; wait for it or try again later",
+                path.display()
+            ),
+            Error::Group(error) => error.fmt(f),
+        }
+    }
+}
+
+/// Converts an [`io::Error`] to [`Error::Io`], for `map_err`.
 pub(crate) fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
     move |source| Error::Io { action, path: path.to_path_buf(), source }
 }
 
-/// An error and its causes in one line.
-pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+/// Returns the messages of an error and its causes in one line.
+pub(crate) fn chain(error: &dyn StdError) -> String {
     let mut text = error.to_string();
     let mut next = error.source();
     while let Some(cause) = next {
-        text.push_str(&format!(": {}", shown(cause)));
+        text.push_str(&format!(": {}", escape(cause)));
         next = cause.source();
     }
     text
 }
 
-/// Files that are missing, by the hosts that wrote them, with their ranks.
-pub(crate) fn lacking(files: &BTreeMap<String, String>) -> String {
-    let mut hosts = BTreeMap::<&str, Vec<&str>>::new();
+/// Describes missing files by the host and ranks that wrote them.
+pub(crate) fn describe_missing(files: &BTreeMap<String, String>) -> String {
+    let mut hosts = BTreeMap::<&str, Vec<&String>>::new();
     for (file, host) in files {
         hosts.entry(host).or_default().push(file);
     }
     let listed = hosts.into_iter().map(|(host, files)| {
-        let ranks: Vec<_> = files.iter().filter_map(|file| Some(rank_of(file)?.to_string())).collect();
+        let ranks: Vec<_> = files.iter().filter_map(|file| Some(rank_of_file(file)?.to_string())).collect();
         let s = if files.len() > 1 { "s" } else { "" };
-        let files = some(files.iter().map(|file| (*file).to_string()));
-        format!("the file{s} of rank{s} {}, which {host} wrote ({files})", some(ranks.into_iter()))
+        let files = join(files.iter().map(|file| (*file).clone()), 20);
+        format!("the file{s} of rank{s} {} from {host} ({files})", join(ranks.into_iter(), 20))
     });
     listed.collect::<Vec<_>>().join(" and ")
 }
 
-/// What a message is about, in front of it.
-fn named(what: &str, name: Option<&String>) -> String {
-    name.map(|name| format!("{what}\"{}\": ", shown(name))).unwrap_or_default()
-}
-
-/// Names that are missing and that nobody knows, a few of each.
-fn mismatch(missing: &[String], unexpected: &[String]) -> String {
-    let few = |names: &[String], what: &str| {
-        let shown: Vec<String> = names.iter().take(5).map(|name| format!("\"{name}\"")).collect();
-        let more =
-            if names.len() > shown.len() { format!(" and {} more", names.len() - shown.len()) } else { String::new() };
-        (!names.is_empty()).then(|| format!("it {what} {}{more}", shown.join(", ")))
-    };
-    let parts = [few(missing, "lacks"), few(unexpected, "has unexpected")];
-    parts.into_iter().flatten().collect::<Vec<_>>().join("; ")
-}
-
-/// The first of a list, and how many more there are.
-fn some(items: impl ExactSizeIterator<Item = String>) -> String {
-    const MOST: usize = 20;
-    let more = items.len().saturating_sub(MOST);
-    let listed = items.take(MOST).collect::<Vec<_>>().join(", ");
+/// Joins the first `most` items, and counts the rest.
+fn join(items: impl ExactSizeIterator<Item = String>, most: usize) -> String {
+    let more = items.len().saturating_sub(most);
+    let listed = items.take(most).collect::<Vec<_>>().join(", ");
     if more > 0 { format!("{listed} and {more} more") } else { listed }
 }
 
-/// "; did you mean ...?" for a name that is not among `names`.
+/// Returns "; did you mean ...?" for a name that is not among `names`.
 pub(crate) fn did_you_mean<'a>(name: &str, names: impl Iterator<Item = &'a str>) -> String {
-    // A prefix more or less ("model.", "transformer.") is by far the commonest slip.
+    // A missing or extra prefix ("model.", "transformer.") is the most common mistake.
     let extends = |long: &str, short: &str| long.strip_suffix(short).is_some_and(|prefix| prefix.ends_with('.'));
     let near: Vec<&str> = names
         .filter(|have| !have.is_empty() && !name.is_empty() && (extends(have, name) || extends(name, have)))
@@ -406,7 +408,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_error_says_anything_that_steers_a_terminal() {
+    fn messages_are_escaped() {
         let text = || "a\u{1b}[2J\nb".to_string();
         let (path, tensor, reason) = (|| PathBuf::from(text()), text, text);
         let io = || io::Error::other(text());
@@ -414,35 +416,19 @@ mod tests {
             Error::Io { action: "open", path: path(), source: io() },
             Error::Object { action: "read", path: path(), reason: reason(), source: Some(Box::new(io())) },
             Error::NotFound { path: path(), looked_for: text() },
-            Error::NotSafetensors { path: path(), reason: reason() },
-            Error::NotTorch { path: path(), item: Some(text()), reason: reason() },
-            Error::TooLarge { path: path(), bytes: 2, most: 1 },
-            Error::MissingTensor { path: path(), tensor: tensor(), hint: text() },
-            Error::DType { path: path(), tensor: tensor(), dtype: text() },
-            Error::Names { path: path(), missing: vec![text()], unexpected: vec![text()] },
-            Error::Misfit { path: path(), tensor: tensor(), reason: reason() },
-            Error::Dtypes { path: path(), tensors: [(text(), text())].into() },
-            Error::Request { tensor: tensor(), reason: reason() },
-            Error::Index { path: path(), reason: reason() },
+            Error::Malformed { path: path(), item: Some(text()), reason: reason() },
             Error::Manifest { path: path(), tensor: Some(tensor()), reason: reason() },
-            Error::Newer { path: path(), version: 2, known: 1 },
-            Error::Incomplete { path: path() },
-            Error::Elsewhere { path: path(), files: [(text(), text())].into() },
-            Error::Apart { path: path(), reason: reason(), damaged: true },
-            Error::Exists { path: path() },
-            Error::Checksum { path: path(), tensor: tensor(), expected: 1, found: 2 },
-            Error::Header { path: path(), expected: 1, found: 2 },
-            Error::Shards { tensor: tensor(), reason: reason() },
-            Error::Unreadable { tensor: tensor(), reason: reason() },
+            Error::MissingParts { path: path(), files: [(text(), text())].into() },
+            Error::Checksum { path: path(), tensor: Some(tensor()), expected: 1, found: 2 },
+            Error::UnsupportedDTypes { path: path(), tensors: [(text(), text())].into() },
+            Error::NameMismatch { path: path(), missing: vec![text()], unexpected: vec![text()] },
             Error::Argument(text()),
             Error::Rank { rank: 0, phase: "test", cause: text(), error: None },
             Error::AsyncSave { path: path(), source: Box::new(Error::Argument(text())) },
-            Error::Busy { path: path(), rank: 0 },
-            Error::State { name: text(), reason: reason() },
         ];
         for error in errors {
-            let said = [error.to_string(), error.with_causes()];
-            assert!(!said.iter().any(|said| said.contains(char::is_control)), "{said:?}");
+            let messages = [error.to_string(), error.with_causes()];
+            assert!(!messages.iter().any(|message| message.contains(char::is_control)), "{messages:?}");
         }
     }
 }

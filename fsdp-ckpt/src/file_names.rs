@@ -11,14 +11,14 @@ pub(crate) fn file_name(rank: usize) -> String {
 }
 
 /// The rank that a file of this name is of.
-pub(crate) fn rank_of(name: &str) -> Option<usize> {
+pub(crate) fn rank_of_file(name: &str) -> Option<usize> {
     let rank = name.strip_prefix("shard-")?.split('-').next()?.parse::<usize>().ok()?.checked_sub(1)?;
     (file_name(rank) == name).then_some(rank)
 }
 
 /// What copies the directory of another host into this one's of the same name. A path without its beginning would be
 /// one of the home directory there.
-pub(crate) fn copying(host: &str, dir: &Path) -> String {
+pub(crate) fn copy_command(host: &str, dir: &Path) -> String {
     let is_url = dir.to_str().is_some_and(|text| text.contains("://"));
     let whole = if is_url { None } else { std::path::absolute(dir).ok() };
     let dir = whole.as_deref().unwrap_or(dir).display();
@@ -37,7 +37,7 @@ mod tests {
             ("/saved/step-1", "/saved/step-1".into()),
             ("s3://bucket/step-1", "s3://bucket/step-1".into()),
         ] {
-            assert_eq!(copying("node1", Path::new(dir)), format!("rsync -a node1:{whole}/ {whole}/"));
+            assert_eq!(copy_command("node1", Path::new(dir)), format!("rsync -a node1:{whole}/ {whole}/"));
         }
     }
 }

@@ -3,7 +3,7 @@
 use fsdp_core::DType;
 use serde::Serialize;
 
-use crate::blocks::blocks;
+use crate::region::blocks;
 use crate::{Result, TensorSource};
 
 /// Bytes that are read at once: what an object store gives in the requests that one read makes at a time.
@@ -138,9 +138,9 @@ fn index(element: usize, offsets: &[usize], sizes: &[usize]) -> Vec<usize> {
 
 #[cfg(test)]
 mod tests {
-    use half::{bf16, f16};
-
     use super::*;
+
+    use half::{bf16, f16};
 
     #[test]
     fn each_dtype_has_its_own_numbers_that_are_none() {

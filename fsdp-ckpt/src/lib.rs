@@ -1,10 +1,14 @@
-//! Sharded checkpoints in safetensors files.
+//! Saves, loads and converts sharded checkpoints.
 //!
-//! [`save`] writes a checkpoint from the shards of every rank of a process group; [`Checkpoint`] reads any box of any
-//! tensor from it, whatever mesh wrote it and whatever mesh reads it; [`latest`] finds the one to go on from,
-//! [`set_aside`] moves a damaged one away, [`keep_newest`] removes older ones. [`AsyncSaver`] saves while training goes
-//! on; [`HostDirs`] is for hosts without a shared directory; [`Stateful`] is for what is no tensor. [`hf`] reads and
-//! writes Hugging Face model directories, [`torch`] PyTorch's files.
+//! | to | use |
+//! |---|---|
+//! | save from the ranks of a process group | [`save`], [`AsyncSaver`] |
+//! | save where hosts share no directory | [`HostDirs`] |
+//! | read any format | [`open`], [`load`], [`TensorSource`] |
+//! | manage the checkpoints of a run | [`latest`], [`survey`], [`quarantine`], [`keep_newest`] |
+//! | read and write Hugging Face models | [`hf`] |
+//! | read and write PyTorch's files | [`torch`] |
+//! | write a source in another format | [`convert`] |
 //!
 //! # On disk
 //!
@@ -13,79 +17,55 @@
 //! ```text
 //! step-00000010/
 //!   checkpoint.json                                   the manifest
-//!   shard-00001-model-00001-of-00001.safetensors      what rank 0 wrote
-//!   shard-00002-model-00001-of-00001.safetensors      what rank 1 wrote
+//!   shard-00001-model-00001-of-00001.safetensors      written by rank 0
+//!   shard-00002-model-00001-of-00001.safetensors      written by rank 1
 //! ```
 //!
-//! The files are laid out as PyTorch's `HuggingFaceStorageWriter` does, so that its `HuggingFaceStorageReader` reads
-//! them: a file holds one chunk of a tensor at most, under the tensor's name, and `DCP_SHARDING_INFO` in its
-//! `__metadata__` says where each chunk starts. The manifest holds the format version, the mesh, each tensor's dtype,
-//! shape and chunks with their checksums (CRC-32C), those of the files' headers, and the non-tensor state. It ends with
-//! a checksum of itself, so that every byte of a checkpoint is under one.
+//! The files have the layout of PyTorch's `HuggingFaceStorageWriter`, so `HuggingFaceStorageReader` reads them. Each
+//! file holds at most one chunk of a tensor, under the tensor's name. `DCP_SHARDING_INFO` in the file's `__metadata__`
+//! holds the offsets of the chunks.
 //!
-//! The manifest is written last, when every file is on disk, and the directory then gets its name by an atomic rename:
-//! a reader never sees half a checkpoint. A directory without a manifest is none.
+//! The manifest lists the mesh, the tensors with their chunks and checksums (CRC-32C), the files with the checksums of
+//! their headers, and the non-tensor state. It ends with its own checksum, so every byte has a checksum.
+//!
+//! The manifest is written last. An atomic rename then gives the directory its name, so a reader never sees an
+//! unfinished checkpoint.
 
 #[cfg(not(target_endian = "little"))]
-compile_error!("safetensors files are little-endian, and this crate copies memory to them as it is");
+compile_error!("safetensors files are little-endian, and this crate copies memory to them unchanged");
 
-mod aside;
-mod async_save;
-mod blocks;
 mod cast;
 mod checkpoint;
 mod checksum;
-mod chunked;
 pub mod convert;
 mod diff;
 mod error;
-mod exchange;
+mod escape;
 mod file_names;
 mod finite;
 pub mod hf;
-mod host_dirs;
-mod hosts;
-mod latest;
 mod load;
-mod manifest;
-mod names;
 mod open;
-mod plan;
 mod region;
-mod retention;
 mod safetensors;
-mod save;
-mod scattered;
-mod seal;
-mod shown;
 mod source;
-mod staged;
-mod stateful;
 mod store;
-mod tensor;
 pub mod torch;
-mod writable;
-mod written;
 
-pub use aside::{name_before_aside, set_aside};
-pub use async_save::{AsyncSaver, WhenBusy};
-pub use blocks::blocks;
 pub use checkpoint::Checkpoint;
+pub use checkpoint::async_save::{AsyncSaver, WhenBusy};
+pub use checkpoint::hosts::HostDirs;
+pub use checkpoint::plan::TensorShard;
+pub use checkpoint::run_dir::{Survey, alias_target, keep_newest, latest, name_before_quarantine, quarantine, survey};
+pub use checkpoint::save::{SaveOptions, SaveState, SaveSummary, save, save_with};
+pub use checkpoint::writable::check_writable;
 pub use diff::{Diff, TensorDiff, Tolerance, ValueDiff, diff};
 pub use error::{Error, Result};
+pub use escape::{Escaped, escape};
 pub use file_names::MANIFEST;
 pub use finite::{NonFinite, count_non_finite, non_finite};
-pub use host_dirs::HostDirs;
-pub use latest::{Survey, latest, other_name_of, survey};
-pub use load::{LoadOptions, LoadReport, LoadTensor, Strict, load, read_as};
-pub use manifest::{ChunkEntry, FileEntry, TensorEntry};
-pub use names::{MODEL, Names};
+pub use load::{LoadOptions, LoadReport, LoadTensor, MODEL, ModelPrefix, Strict, load, read_as};
 pub use open::open;
-pub use retention::keep_newest;
-pub use safetensors::SafetensorsFile;
-pub use save::{SaveOptions, SaveState, SaveSummary, save, save_with};
-pub use shown::{Shown, shown};
-pub use source::{Checksums, Format, TensorSource, Verified, stream};
-pub use stateful::{Stateful, collect_state, restore_state};
-pub use tensor::{TensorInfo, TensorShard};
-pub use writable::check_writable;
+pub use region::blocks;
+pub use safetensors::{SafetensorsFile, TensorInfo};
+pub use source::{Checksums, ChunkEntry, FileEntry, Format, TensorEntry, TensorSource, Verified, WriteSummary, stream};

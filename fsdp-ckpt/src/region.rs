@@ -1,4 +1,4 @@
-//! Boxes of tensors as byte ranges.
+//! TODO
 
 use fsdp_core::layout::Region;
 
@@ -6,7 +6,7 @@ use crate::{Error, Result};
 
 /// A stretch of bytes that is contiguous on both sides of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Run {
+pub(crate) struct CopyRun {
     /// Where it starts in the source box, in bytes.
     pub(crate) src: usize,
     /// Where it starts in the destination box, in bytes.
@@ -17,7 +17,7 @@ pub(crate) struct Run {
 
 /// The runs that copy `part` from a row-major box `src` into a row-major box `dst`, in the order of both. All three are
 /// boxes of one tensor with elements of `size` bytes, and `part` lies in the other two.
-pub(crate) fn runs(src: &Region, dst: &Region, part: &Region, size: usize) -> impl Iterator<Item = Run> + use<> {
+pub(crate) fn runs(src: &Region, dst: &Region, part: &Region, size: usize) -> impl Iterator<Item = CopyRun> + use<> {
     let dims = part.sizes.len();
     // Dimensions from `inner` on are contiguous on both sides.
     let mut inner = dims;
@@ -37,7 +37,7 @@ pub(crate) fn runs(src: &Region, dst: &Region, part: &Region, size: usize) -> im
     let outer = part.sizes[..inner].to_vec();
     let count = if len == 0 { 0 } else { outer.iter().product::<usize>() };
     (0..count).map(move |index| {
-        let (mut rest, mut run) = (index, Run { src: src_start, dst: dst_start, len });
+        let (mut rest, mut run) = (index, CopyRun { src: src_start, dst: dst_start, len });
         for dim in (0..outer.len()).rev() {
             let at = rest % outer[dim];
             rest /= outer[dim];
@@ -74,22 +74,22 @@ pub(crate) fn fits(region: &Region, shape: &[usize]) -> bool {
 
 /// Checks that `region` is a box of `shape` and that a buffer of `bytes` is what it needs.
 pub(crate) fn check_request(tensor: &str, shape: &[usize], size: usize, region: &Region, bytes: usize) -> Result<()> {
-    let fail = |reason| Err(Error::Request { tensor: tensor.to_string(), reason });
+    let fail = |reason| Err(Error::InvalidRead { tensor: tensor.to_string(), reason });
     if !fits(region, shape) {
-        return fail(format!("{} is not a part of its shape {shape:?}", Span(region)));
+        return fail(format!("{} is not a part of its shape {shape:?}", Bounds(region)));
     }
     // It is no larger than the tensor, whose bytes are known to be countable.
     let need = region.elements() * size;
     if need != bytes {
-        return fail(format!("{} takes {need} bytes, the buffer has {bytes}", Span(region)));
+        return fail(format!("{} takes {need} bytes, the buffer has {bytes}", Bounds(region)));
     }
     Ok(())
 }
 
 /// A box as `[0..2, 0..3]`.
-pub(crate) struct Span<'a>(pub(crate) &'a Region);
+pub(crate) struct Bounds<'a>(pub(crate) &'a Region);
 
-impl std::fmt::Display for Span<'_> {
+impl std::fmt::Display for Bounds<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("[")?;
         for (dim, (&offset, &size)) in self.0.offsets.iter().zip(&self.0.sizes).enumerate() {
@@ -101,7 +101,7 @@ impl std::fmt::Display for Span<'_> {
 
 /// What keeps boxes from making a whole tensor.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Flaw {
+pub(crate) enum TilingError {
     /// These two (by position) have elements in common.
     Overlap(usize, usize),
     /// This many elements are in no box.
@@ -109,7 +109,7 @@ pub(crate) enum Flaw {
 }
 
 /// Checks that non-empty boxes of a tensor of `shape` cover each element exactly once. They must all fit the shape.
-pub(crate) fn check_tiling(shape: &[usize], regions: &[&Region]) -> Result<(), Flaw> {
+pub(crate) fn check_tiling(shape: &[usize], regions: &[&Region]) -> Result<(), TilingError> {
     // Sweep along the dimension in which the boxes differ most: only neighbours in it are compared.
     let distinct = |dim: usize| {
         let mut offsets: Vec<usize> = regions.iter().map(|region| region.offsets[dim]).collect();
@@ -130,18 +130,54 @@ pub(crate) fn check_tiling(shape: &[usize], regions: &[&Region]) -> Result<(), F
                 break;
             }
             if regions[i].intersect(regions[j]).is_some() {
-                return Err(Flaw::Overlap(i.min(j), i.max(j)));
+                return Err(TilingError::Overlap(i.min(j), i.max(j)));
             }
         }
     }
     let covered: usize = regions.iter().map(|region| region.elements()).sum();
     let all: usize = shape.iter().product();
-    if covered == all { Ok(()) } else { Err(Flaw::Gap(all - covered)) }
+    if covered == all { Ok(()) } else { Err(TilingError::Gap(all - covered)) }
+}
+
+/// Cuts a box with elements of `size` bytes into boxes of `most` bytes at most (one element at least), whose bytes one
+/// after another are its own, row-major. An empty box has none.
+pub fn blocks(region: &Region, size: usize, most: usize) -> impl Iterator<Item = Region> + use<> {
+    // Dimensions after `dim` are taken whole, `dim` in steps, and those before it an index at a time.
+    let mut dim = region.sizes.len();
+    let mut row = size;
+    while dim > 0 && row.saturating_mul(region.sizes[dim - 1]) <= most {
+        dim -= 1;
+        row *= region.sizes[dim];
+    }
+    let outer = region.sizes[..dim.saturating_sub(1)].to_vec();
+    let (extent, step) = match dim {
+        0 => (1, 1),
+        _ => (region.sizes[dim - 1], (most / row.max(1)).max(1)),
+    };
+    let each = extent.div_ceil(step);
+    let count = if region.is_empty() { 0 } else { outer.iter().product::<usize>() * each };
+    let region = region.clone();
+    (0..count).map(move |index| {
+        let mut block = region.clone();
+        if dim > 0 {
+            let at = index % each * step;
+            block.offsets[dim - 1] += at;
+            block.sizes[dim - 1] = step.min(extent - at);
+        }
+        let mut rest = index / each;
+        for dim in (0..outer.len()).rev() {
+            block.offsets[dim] += rest % outer[dim];
+            block.sizes[dim] = 1;
+            rest /= outer[dim];
+        }
+        block
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
     use proptest::prelude::*;
 
     fn region(offsets: &[usize], sizes: &[usize]) -> Region {
@@ -152,21 +188,21 @@ mod tests {
     fn whole_rows_are_one_run() {
         let shape = Region::whole(&[4, 3]);
         let rows = region(&[1, 0], &[2, 3]);
-        assert_eq!(runs(&shape, &rows, &rows, 4).collect::<Vec<_>>(), [Run { src: 12, dst: 0, len: 24 }]);
+        assert_eq!(runs(&shape, &rows, &rows, 4).collect::<Vec<_>>(), [CopyRun { src: 12, dst: 0, len: 24 }]);
         let scalar = Region::whole(&[]);
-        assert_eq!(runs(&scalar, &scalar, &scalar, 8).collect::<Vec<_>>(), [Run { src: 0, dst: 0, len: 8 }]);
+        assert_eq!(runs(&scalar, &scalar, &scalar, 8).collect::<Vec<_>>(), [CopyRun { src: 0, dst: 0, len: 8 }]);
     }
 
     #[test]
     fn flaws_are_found() {
         let (a, b) = (region(&[0, 0], &[2, 2]), region(&[0, 2], &[2, 1]));
         assert_eq!(check_tiling(&[2, 3], &[&a, &b]), Ok(()));
-        assert_eq!(check_tiling(&[2, 4], &[&a, &b]), Err(Flaw::Gap(2)));
-        assert_eq!(check_tiling(&[2, 3], &[&a, &b, &region(&[1, 1], &[1, 2])]), Err(Flaw::Overlap(0, 2)));
+        assert_eq!(check_tiling(&[2, 4], &[&a, &b]), Err(TilingError::Gap(2)));
+        assert_eq!(check_tiling(&[2, 3], &[&a, &b, &region(&[1, 1], &[1, 2])]), Err(TilingError::Overlap(0, 2)));
         let scalar = Region::whole(&[]);
         assert_eq!(check_tiling(&[], &[&scalar]), Ok(()));
-        assert_eq!(check_tiling(&[], &[&scalar, &scalar]), Err(Flaw::Overlap(0, 1)));
-        assert_eq!(check_tiling(&[], &[]), Err(Flaw::Gap(1)));
+        assert_eq!(check_tiling(&[], &[&scalar, &scalar]), Err(TilingError::Overlap(0, 1)));
+        assert_eq!(check_tiling(&[], &[]), Err(TilingError::Gap(1)));
     }
 
     /// A box within `n` in each of three dimensions.
@@ -198,6 +234,30 @@ mod tests {
                 let want = index(&dst, i);
                 prop_assert_eq!(got, if shared.contains(&want) { want } else { 255 });
             }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn blocks_one_after_another_are_the_box(
+            sizes in prop::collection::vec(0usize..6, 0..4),
+            offset in 0usize..3,
+            most in 1usize..200,
+        ) {
+            let region = Region { offsets: vec![offset; sizes.len()], sizes: sizes.clone() };
+            let strides: Vec<usize> = (0..sizes.len()).map(|dim| sizes[dim + 1..].iter().product()).collect();
+            let mut next = 0;
+            for block in blocks(&region, 4, most) {
+                prop_assert!(block.elements() * 4 <= most.max(4) && !block.is_empty());
+                let first: usize = (0..sizes.len()).map(|dim| (block.offsets[dim] - offset) * strides[dim]).sum();
+                let last: usize = (0..sizes.len())
+                    .map(|dim| (block.offsets[dim] - offset + block.sizes[dim] - 1) * strides[dim])
+                    .sum();
+                // It begins where the last one ended, and has no holes.
+                prop_assert_eq!((first, last + 1 - first), (next, block.elements()));
+                next += block.elements();
+            }
+            prop_assert_eq!(next, region.elements());
         }
     }
 }

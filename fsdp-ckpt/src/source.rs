@@ -1,17 +1,16 @@
-//! What checkpoints and models of every format have in common: tensors by name, of which any box can be read.
+//! TODO
 
 use std::collections::BTreeMap;
 use std::fmt::{Debug, Display, Formatter};
-use std::path::Path;
+use std::path::{Component, Path, PathBuf};
 
-use fsdp_core::MeshLayout;
 use fsdp_core::layout::Region;
-use serde::Serialize;
+use fsdp_core::{DType, MeshLayout};
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::blocks::blocks;
 use crate::error::did_you_mean;
-use crate::manifest::{ChunkEntry, FileEntry, TensorEntry};
+use crate::region::{Bounds, TilingError, blocks, check_tiling, checked_bytes, fits};
 use crate::{Error, Result};
 
 /// The most bytes that are read at once.
@@ -54,6 +53,110 @@ pub enum Checksums {
     Tensors,
     /// Every byte.
     Everything,
+}
+
+/// A file of a checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FileEntry {
+    /// Its size.
+    pub bytes: u64,
+    /// The CRC-32C of all that comes before the tensors' bytes: the header with its length and padding. Only our own
+    /// format keeps one, since version 2.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub header_crc32c: Option<u32>,
+    /// The host that wrote it, where each host wrote to a directory of its own ([`crate::HostDirs`]).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host: Option<String>,
+}
+
+/// A tensor of a checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TensorEntry {
+    /// The element type.
+    pub dtype: DType,
+    /// The global shape.
+    pub shape: Vec<usize>,
+    /// The boxes that together make the tensor, each in a file of its own.
+    pub chunks: Vec<ChunkEntry>,
+}
+
+impl TensorEntry {
+    /// The bytes of all its elements.
+    pub fn bytes(&self) -> u64 {
+        self.shape.iter().product::<usize>() as u64 * self.dtype.size() as u64
+    }
+
+    /// Checks that the chunks make the whole tensor, each element once.
+    pub(crate) fn check_chunks(&self) -> Result<(), String> {
+        let shape = &self.shape;
+        if checked_bytes(shape, self.dtype.size()).is_none() {
+            return Err(format!("its shape {shape:?} is too large to count its bytes"));
+        }
+        let mut regions = Vec::with_capacity(self.chunks.len());
+        for chunk in &self.chunks {
+            let region = chunk.region();
+            if !fits(&region, shape) {
+                return Err(format!(
+                    "its chunk {} in {:?} is outside its shape {shape:?}",
+                    Bounds(&region),
+                    chunk.file
+                ));
+            }
+            if region.is_empty() && !shape.contains(&0) {
+                return Err(format!("its chunk {} in {:?} is empty", Bounds(&region), chunk.file));
+            }
+            regions.push(region);
+        }
+        check_tiling(shape, &regions.iter().collect::<Vec<_>>()).map_err(|flaw| match flaw {
+            TilingError::Overlap(a, b) => format!(
+                "its chunks {} in {:?} and {} in {:?} overlap",
+                Bounds(&regions[a]),
+                self.chunks[a].file,
+                Bounds(&regions[b]),
+                self.chunks[b].file
+            ),
+            TilingError::Gap(missing) => format!("its chunks leave out {missing} elements of its shape {shape:?}"),
+        })
+    }
+}
+
+/// A box of a tensor in a file, stored there under the tensor's name.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ChunkEntry {
+    /// Where the box starts in the global tensor.
+    pub offsets: Vec<usize>,
+    /// The shape of the box.
+    pub sizes: Vec<usize>,
+    /// The name of the file, in the checkpoint's directory.
+    pub file: String,
+    /// Other files that hold the same bytes: each host's directory has its own ([`crate::HostDirs`]).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub copies: Vec<String>,
+    /// The CRC-32C of the chunk's bytes, where the format keeps one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub crc32c: Option<u32>,
+}
+
+impl ChunkEntry {
+    /// The box.
+    pub fn region(&self) -> Region {
+        Region { offsets: self.offsets.clone(), sizes: self.sizes.clone() }
+    }
+
+    /// The names of the files that hold it: one, and its copies.
+    pub fn files(&self) -> impl Iterator<Item = &String> {
+        std::iter::once(&self.file).chain(&self.copies)
+    }
+}
+
+/// Whether a name from a file may be joined to a directory: it can't leave it, or name another directory in it.
+pub(crate) fn is_plain_file_name(name: &str) -> bool {
+    let mut parts = Path::new(name).components();
+    matches!((parts.next(), parts.next()), (Some(Component::Normal(part)), None) if part == name)
+        && !name.contains('\0')
 }
 
 /// What [`TensorSource::verify`] has read.
@@ -102,7 +205,7 @@ pub trait TensorSource: Debug + Send + Sync {
     /// Reads a box of a tensor into `into`, row-major. Only the bytes of the box are read.
     ///
     /// # Errors
-    /// [`Error::MissingTensor`]; [`Error::Request`] when the tensor has no such box or `into` not its size in bytes;
+    /// [`Error::MissingTensor`]; [`Error::InvalidRead`] when the tensor has no such box or `into` not its size in bytes;
     /// what the format finds wrong.
     fn read(&self, fqn: &str, region: &Region, into: &mut [u8]) -> Result<()>;
 
@@ -120,12 +223,12 @@ pub trait TensorSource: Debug + Send + Sync {
     /// format keeps one. `seen` is told the bytes as they are read. Memory stays bounded, however large the chunk is.
     ///
     /// # Errors
-    /// As [`TensorSource::read`]; [`Error::Request`] when there is no such chunk.
+    /// As [`TensorSource::read`]; [`Error::InvalidRead`] when there is no such chunk.
     fn verify_chunk(&self, fqn: &str, chunk: usize, seen: &mut dyn FnMut(u64)) -> Result<()> {
         let tensor = self.tensor(fqn)?;
         let Some(chunk) = tensor.chunks.get(chunk) else {
             let reason = format!("it has {} chunks, none at {chunk}", tensor.chunks.len());
-            return Err(Error::Request { tensor: fqn.to_string(), reason });
+            return Err(Error::InvalidRead { tensor: fqn.to_string(), reason });
         };
         stream(self, fqn, &chunk.region(), &mut |bytes| {
             seen(bytes.len() as u64);
@@ -159,14 +262,14 @@ pub trait TensorSource: Debug + Send + Sync {
     /// One tensor.
     ///
     /// # Errors
-    /// [`Error::MissingTensor`]; [`Error::DType`] when it is there and can't be read.
+    /// [`Error::MissingTensor`]; [`Error::UnsupportedDTypes`] when it is there and can't be read.
     fn tensor(&self, fqn: &str) -> Result<&TensorEntry> {
         if let Some(tensor) = self.tensors().get(fqn) {
             return Ok(tensor);
         }
         let (path, tensor) = (self.path().to_path_buf(), fqn.to_string());
         Err(match self.unreadable().get(fqn) {
-            Some(dtype) => Error::DType { path, tensor, dtype: dtype.clone() },
+            Some(dtype) => Error::UnsupportedDTypes { path, tensors: [(tensor, dtype.clone())].into() },
             None => {
                 let hint = did_you_mean(fqn, self.tensors().keys().map(String::as_str));
                 Error::MissingTensor { path, tensor, hint }
@@ -193,4 +296,17 @@ pub fn stream<S: TensorSource + ?Sized>(
         sink(&buffer)?;
     }
     Ok(())
+}
+
+/// What has been written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WriteSummary {
+    /// Where.
+    pub path: PathBuf,
+    /// The number of tensors.
+    pub tensors: usize,
+    /// The number of files that hold them.
+    pub files: usize,
+    /// The bytes of the tensors.
+    pub bytes: u64,
 }

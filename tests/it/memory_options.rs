@@ -235,16 +235,16 @@ fn formula(shards: f64, kept: f64) -> [f64; 4] {
 }
 
 #[test]
-fn resharding_to_fewer_ranks_keeps_their_share_after_forward() {
-    alone("resharding_to_fewer_ranks_keeps_their_share_after_forward", || {
+fn reshard_size_keeps_a_share_after_forward() {
+    alone("reshard_size_keeps_a_share_after_forward", || {
         let way = Way { reshard: ReshardAfterForward::To(2), ..WAY };
         check("K = 2", &way, formula(4., MODEL / 2.));
     });
 }
 
 #[test]
-fn copies_hold_what_a_smaller_world_would() {
-    alone("copies_hold_what_a_smaller_world_would", || {
+fn replicas_hold_the_state_of_a_smaller_world() {
+    alone("replicas_hold_the_state_of_a_smaller_world", || {
         for (reshard, kept) in [(ReshardAfterForward::Always, 0.), (ReshardAfterForward::Never, MODEL)] {
             check(&format!("HSDP, {reshard:?}"), &Way { mesh: HSDP, reshard, ..WAY }, formula(2., kept));
         }
@@ -252,8 +252,8 @@ fn copies_hold_what_a_smaller_world_would() {
 }
 
 #[test]
-fn copies_that_divide_shards_hold_a_share_of_all_ranks_and_shards_while_a_step_lasts() {
-    alone("copies_that_divide_shards_hold_a_share_of_all_ranks_and_shards_while_a_step_lasts", || {
+fn replicas_that_divide_shards_gather_them_for_a_step() {
+    alone("replicas_that_divide_shards_gather_them_for_a_step", || {
         let share = MODEL / 4.;
         for (dtype, reshard, kept) in [
             (None, ReshardAfterForward::Always, MODEL / 2.),
@@ -271,16 +271,16 @@ fn copies_that_divide_shards_hold_a_share_of_all_ranks_and_shards_while_a_step_l
 }
 
 #[test]
-fn half_precision_halves_what_is_gathered_and_nothing_else() {
-    alone("half_precision_halves_what_is_gathered_and_nothing_else", || {
+fn half_precision_halves_gathered_parameters() {
+    alone("half_precision_halves_gathered_parameters", || {
         let way = Way { reshard: ReshardAfterForward::Never, dtype: Some(DType::BF16), ..WAY };
         check("BF16", &way, formula(4., MODEL / 2.));
     });
 }
 
 #[test]
-fn frozen_parameters_have_neither_moments_nor_gradients() {
-    alone("frozen_parameters_have_neither_moments_nor_gradients", || {
+fn frozen_parameters_have_no_moments_or_gradients() {
+    alone("frozen_parameters_have_no_moments_or_gradients", || {
         for (reshard, kept) in [(ReshardAfterForward::Always, 0.), (ReshardAfterForward::Never, MODEL + ADAPTERS)] {
             let (base, adapters) = (MODEL / 4., ADAPTERS / 4.);
             let formula = [base + adapters, base + 3. * adapters, base + 3. * adapters + kept, base + 4. * adapters];
@@ -293,8 +293,8 @@ fn frozen_parameters_have_neither_moments_nor_gradients() {
 }
 
 #[test]
-fn gradients_that_wait_for_a_reduction_are_whole() {
-    alone("gradients_that_wait_for_a_reduction_are_whole", || {
+fn unreduced_gradients_are_whole() {
+    alone("unreduced_gradients_are_whole", || {
         let share = MODEL / 4.;
         let way = Way { sync: false, ..WAY };
         check("without synchronisation", &way, [share, 3. * share, 3. * share, 3. * share + MODEL]);
@@ -302,8 +302,8 @@ fn gradients_that_wait_for_a_reduction_are_whole() {
 }
 
 #[test]
-fn activation_checkpointing_keeps_a_blocks_input_alone() {
-    alone("activation_checkpointing_keeps_a_blocks_input_alone", || {
+fn checkpointing_keeps_block_inputs() {
+    alone("checkpointing_keeps_block_inputs", || {
         let rows = 256;
         let bytes = rows as f64 * ROW;
         let widths = |way: Way| {
@@ -336,8 +336,8 @@ fn activation_checkpointing_keeps_a_blocks_input_alone() {
 
 /// Between them, the ranks hold what is inside a layer once. What is between layers each has, or its part of the rows.
 #[test]
-fn tensor_parallelism_divides_activations_inside_layers_by_its_ranks() {
-    alone("tensor_parallelism_divides_activations_inside_layers_by_its_ranks", || {
+fn tensor_parallelism_divides_activations() {
+    alone("tensor_parallelism_divides_activations", || {
         const DP2_TP2: &[(&str, usize)] = &[("dp_shard", 2), ("tp", 2)];
         const TP4: &[(&str, usize)] = &[("dp_shard", 1), ("tp", 4)];
         let (rows, blocks) = (256, LAYERS as f64);

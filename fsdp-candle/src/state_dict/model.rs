@@ -94,7 +94,7 @@ pub(super) fn check_keys(
     let same = keys == IncompatibleKeys::default();
     if options.strict && !decided_by_rank_0(same, vars.mesh(), options)? {
         let IncompatibleKeys { missing, unexpected } = keys;
-        return Err(fsdp_ckpt::Error::Names { path: "the state dict".into(), missing, unexpected }.into());
+        return Err(fsdp_ckpt::Error::NameMismatch { path: "the state dict".into(), missing, unexpected }.into());
     }
     Ok(keys)
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::Device;
 use cudarc::driver::CudaStream;
-use fsdp_core::process_group::{DeviceEngine, ThroughHost, share_a_device};
+use fsdp_core::process_group::{DeviceEngine, HostStaging, ranks_sharing_devices};
 use fsdp_core::{ProcessGroup, ReduceOp};
 
 use crate::error::{Error, Result};
@@ -26,7 +26,7 @@ pub(super) fn add_device(device: &Device, group: ProcessGroup) -> Result<Process
 fn engine(stream: &Arc<CudaStream>, group: &ProcessGroup) -> Result<Box<dyn DeviceEngine>> {
     let wanted = std::env::var(VARIABLE).ok();
     let several = group.size() > 1;
-    let sharing = if several { share_a_device(group, stream)? } else { vec![] };
+    let sharing = if several { ranks_sharing_devices(group, stream)? } else { vec![] };
     if let Some(warning) = warning(wanted.as_deref(), &sharing).filter(|_| group.rank() == 0) {
         tracing::warn!("{warning}");
     }
@@ -34,7 +34,7 @@ fn engine(stream: &Arc<CudaStream>, group: &ProcessGroup) -> Result<Box<dyn Devi
     if group.all_reduce_scalar(by_nccl, ReduceOp::Min)? == 1 {
         return nccl(stream, group);
     }
-    Ok(Box::new(ThroughHost::new(stream)?))
+    Ok(Box::new(HostStaging::new(stream)?))
 }
 
 /// Describes the ranks that share a device and this process's list of devices, which is the usual cause.

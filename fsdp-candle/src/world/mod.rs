@@ -56,7 +56,7 @@ impl World {
     /// # Errors
     /// Returns an error when the system refuses memory or threads.
     pub fn single() -> Result<Self> {
-        Ok(Self::of(ProcessGroup::alone(Options::default().timeout)?))
+        Ok(Self::of(ProcessGroup::single_rank(Options::default().timeout)?))
     }
 
     /// Makes the world of an existing process group.

@@ -7,13 +7,14 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Module, Result, Tensor};
+use candle_core::{DType, Module, Tensor};
 use candle_nn::VarBuilder;
 use fsdp_candle::{
-    AllGather, FsdpModule, FsdpParam, FullyShard, ReduceOp, ReduceScatter, ShardedVarMap, World, fully_shard, nn,
+    AllGather, FsdpModule, FsdpParam, FullyShard, ReduceOp, ReduceScatter, ShardedVarMap, StateDictOptions, World,
+    fully_shard, nn,
 };
 use fsdp_core::process_group::{Options, local};
-use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, ScatterPart, Work};
+use fsdp_core::{Allocator, GatherPart, ProcessGroup, ScatterPart, Work};
 
 pub(crate) use counted::counted;
 pub(crate) use device::{address, changed, device, elements, memory, on_cuda, one_of, rounding};
@@ -26,7 +27,7 @@ pub(crate) struct Block {
 }
 
 impl Block {
-    pub(crate) fn new(width: usize, vb: VarBuilder) -> Result<Self> {
+    pub(crate) fn new(width: usize, vb: VarBuilder) -> candle_core::Result<Self> {
         Ok(Block {
             norm: nn::rms_norm(width, 1e-5, vb.pp("norm"))?,
             up: candle_nn::linear(width, 3 * width, vb.pp("up"))?,
@@ -36,7 +37,7 @@ impl Block {
 }
 
 impl Module for Block {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         x + self.down.forward(&nn::gelu(&self.up.forward(&self.norm.forward(x)?)?)?)?
     }
 }
@@ -48,7 +49,7 @@ pub(crate) struct Model<B> {
 }
 
 impl<B: Module> Module for Model<B> {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         self.head.forward(&self.blocks.iter().try_fold(x.clone(), |x, block| block.forward(&x))?)
     }
 }
@@ -69,7 +70,16 @@ pub(crate) fn plain(vb: VarBuilder, width: usize) -> Model<Block> {
 }
 
 pub(crate) fn vars(world: &World) -> ShardedVarMap {
-    ShardedVarMap::new(&world.mesh(&[("dp_shard", world.size())]).unwrap(), world.device())
+    vars_on(world, &[("dp_shard", world.size())])
+}
+
+pub(crate) fn vars_on(world: &World, mesh: &[(&str, usize)]) -> ShardedVarMap {
+    ShardedVarMap::new(&world.mesh(mesh).unwrap(), world.device())
+}
+
+/// Options of full state dicts.
+pub(crate) fn full() -> StateDictOptions {
+    StateDictOptions { full_state_dict: true, ..StateDictOptions::default() }
 }
 
 /// Runs a closure on each rank of a world of threads: on the host, or on CUDA devices where `FSDP_TEST_DEVICE=cuda`.
@@ -81,7 +91,7 @@ pub(crate) fn ranks<T: Send>(size: usize, f: impl Fn(World) -> T + Sync) -> Vec<
 
 /// The world of one rank, on its device.
 pub(crate) fn alone() -> World {
-    device::world(ProcessGroup::alone(Duration::from_secs(60)).unwrap())
+    device::world(ProcessGroup::single_rank(Duration::from_secs(60)).unwrap())
 }
 
 /// A map of which each rank has everything, on its device. Collective.
@@ -96,14 +106,11 @@ pub(crate) fn batch(rank: usize, width: usize) -> Tensor {
     Tensor::from_vec(values, (4, width), &device()).unwrap()
 }
 
-/// A whole tensor from its shards, put together the plain way: every rank adds its box to zeros.
-pub(crate) fn whole(vars: &ShardedVarMap, param: &FsdpParam, shard: &Tensor) -> Vec<f32> {
-    let dims = vars.mesh().layout().shape().len();
-    let ranks = vars.mesh().group(dims - 1).unwrap();
-    let shape = param.shape().dims();
-    let region = param.region();
+/// Returns a tensor of zeros with this rank's values in their region.
+pub(crate) fn scattered(param: &FsdpParam, values: impl IntoIterator<Item = f32>) -> Vec<f32> {
+    let (shape, region) = (param.shape().dims(), param.region());
     let mut full = vec![0f32; shape.iter().product()];
-    for (local, value) in elements::<f32>(shard).into_iter().enumerate() {
+    for (local, value) in values.into_iter().enumerate() {
         let (mut rest, mut at, mut stride) = (local, 0, 1);
         for dim in (0..shape.len()).rev() {
             at += stride * (region.offsets[dim] + rest % region.sizes[dim]);
@@ -112,10 +119,38 @@ pub(crate) fn whole(vars: &ShardedVarMap, param: &FsdpParam, shard: &Tensor) -> 
         }
         full[at] = value;
     }
-    match ranks.all_reduce(vec![Buffer::F32(full)], ReduceOp::Sum).wait().unwrap().pop() {
-        Some(Buffer::F32(full)) => full,
-        other => panic!("{other:?}"),
-    }
+    full
+}
+
+/// Gathers a tensor without the library's all-gather: the ranks sum their values in zeros.
+pub(crate) fn whole(vars: &ShardedVarMap, param: &FsdpParam, shard: &Tensor) -> Vec<f32> {
+    let ranks = vars.mesh().group(vars.mesh().layout().shape().len() - 1).unwrap();
+    ranks.all_reduce_values(scattered(param, elements::<f32>(shard)), ReduceOp::Sum).unwrap()
+}
+
+/// Every parameter's whole values, by name.
+pub(crate) fn weights(vars: &ShardedVarMap) -> Gradients {
+    vars.params().iter().map(|param| (param.name().to_string(), whole(vars, param, param.var()))).collect()
+}
+
+/// This rank's part of a whole tensor.
+pub(crate) fn cut(param: &FsdpParam, whole: &Tensor) -> Tensor {
+    let region = param.region();
+    let part = |part: Tensor, dim: usize| part.narrow(dim, region.offsets[dim], region.sizes[dim]).unwrap();
+    (0..region.sizes.len()).fold(whole.clone(), part).force_contiguous().unwrap()
+}
+
+/// Multiplies all gradients.
+pub(crate) fn times(gradients: &Gradients, factor: f32) -> Gradients {
+    let times = |values: &Vec<f32>| values.iter().map(|value| factor * value).collect();
+    gradients.iter().map(|(name, values)| (name.clone(), times(values))).collect()
+}
+
+/// Asserts that a result is an error whose message contains all of `parts`.
+pub(crate) fn refused<T, E: std::fmt::Display>(result: Result<T, E>, parts: &[&str]) {
+    let Err(error) = result else { panic!("expected an error with {parts:?}") };
+    let text = error.to_string();
+    parts.iter().for_each(|part| assert!(text.contains(part), "{part:?} is not in {text}"));
 }
 
 /// This rank's part of a parameter's gradient. There is none of an empty shard.

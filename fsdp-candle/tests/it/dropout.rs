@@ -63,7 +63,7 @@ fn step(size: usize, again: bool, seed: u64) -> Vec<(Vec<f32>, Gradients)> {
 }
 
 #[test]
-fn masks_do_not_depend_on_the_number_of_ranks_nor_on_checkpoints() {
+fn masks_do_not_depend_on_ranks_or_checkpoints() {
     let want = step(1, false, 3).remove(0);
     for size in [1, 2, 3, 4] {
         let plain = step(size, false, 3);
@@ -78,7 +78,7 @@ fn masks_do_not_depend_on_the_number_of_ranks_nor_on_checkpoints() {
 /// Tensor-parallel ranks drop together what one rank drops: of attention each its heads, of a sequence that is shared
 /// out each its tokens.
 #[test]
-fn masks_do_not_depend_on_how_a_tensor_is_shared_out() {
+fn masks_do_not_depend_on_parallel_layouts() {
     const STEPS: usize = 8;
     const HEADS: usize = 4;
     const WIDTH: usize = 8;
@@ -130,7 +130,7 @@ fn masks_do_not_depend_on_how_a_tensor_is_shared_out() {
 }
 
 #[test]
-fn a_closure_of_a_part_draws_its_own_again() {
+fn checkpoints_redraw_a_parts_masks() {
     let layer = nn::linear(WIDTH, WIDTH, builder());
     let layer = Arc::new(layer.unwrap());
     let drawn = |index: usize, again: bool| {

@@ -40,7 +40,7 @@ fn backward(world: &World, vars: &ShardedVarMap) -> GradStore {
 }
 
 #[test]
-fn what_one_rank_finds_all_ranks_hear_wherever_it_is() {
+fn all_ranks_report_one_ranks_non_finite_values() {
     // Four ranks: four shards, or two replicas of two.
     for replicas in [1, 2] {
         ranks(4, |world| {
@@ -99,7 +99,7 @@ fn what_one_rank_finds_all_ranks_hear_wherever_it_is() {
 }
 
 #[test]
-fn large_gradients_have_a_norm_and_are_clipped_to_it() {
+fn clips_gradients_whose_squares_overflow() {
     ranks(2, |world| {
         let vars = map(&world, 1);
         let mut grads = backward(&world, &vars);
@@ -118,7 +118,7 @@ fn large_gradients_have_a_norm_and_are_clipped_to_it() {
 }
 
 #[test]
-fn values_may_be_finite_though_their_norm_is_not() {
+fn reports_an_infinite_norm_of_finite_values() {
     ranks(2, |world| {
         let vars = map(&world, 1);
         let mut grads = backward(&world, &vars);
@@ -132,7 +132,7 @@ fn values_may_be_finite_though_their_norm_is_not() {
 }
 
 #[test]
-fn what_only_one_stage_finds_that_stage_alone_hears_and_nobody_waits() {
+fn pipeline_stages_report_their_own_values() {
     ranks(4, |world| {
         let grid = world.mesh(&[("stage", 2), ("shard", 2)]).unwrap();
         // A map for the ranks of a stage, with a parameter that the stages share and one of its own.
@@ -164,7 +164,7 @@ fn what_only_one_stage_finds_that_stage_alone_hears_and_nobody_waits() {
 }
 
 #[test]
-fn buffers_are_looked_at_for_they_are_saved() {
+fn checks_buffers() {
     ranks(2, |world| {
         let vars = map(&world, 1);
         let opts = FullyShard::new(&vars);

@@ -101,7 +101,7 @@ fn model(vars: &ShardedVarMap, extension: Option<Arc<Looks>>) -> FsdpModule<Chai
 }
 
 #[test]
-fn the_model_can_be_printed_from_within_a_step() {
+fn prints_from_callbacks() {
     within_deadline(|| {
         ranks(2, |world| {
             let (looks, vars) = (Looks::on_this_device(), vars(&world));
@@ -145,7 +145,7 @@ impl AllGather for Waits {
 }
 
 #[test]
-fn the_model_can_be_printed_while_a_collective_is_waited_for() {
+fn prints_during_a_collective() {
     within_deadline(|| {
         ranks(2, |world| {
             let reference = {
@@ -179,7 +179,7 @@ impl AllGather for Nested {
 }
 
 #[test]
-fn an_all_gather_that_gathers_its_own_unit_is_refused() {
+fn refuses_gathering_a_unit_from_its_all_gather() {
     within_deadline(|| {
         ranks(2, |world| {
             let vars = vars(&world);
@@ -198,7 +198,7 @@ fn an_all_gather_that_gathers_its_own_unit_is_refused() {
 }
 
 #[test]
-fn two_threads_may_wait_for_one_unit() {
+fn two_threads_wait_for_one_unit() {
     within_deadline(|| {
         let world = alone();
         let vars = vars(&world);

@@ -10,7 +10,7 @@ use fsdp_core::DeviceMesh;
 use crate::common::{WIDTH, batch, loss_of, ranks, vars};
 
 #[test]
-fn a_trained_parameter_on_a_mesh_that_leaves_out_ranks_of_the_map_is_refused() {
+fn refuses_trained_parameters_on_part_of_the_ranks() {
     ranks(4, |world| {
         let grid = world.mesh(&[("replicate", 2), ("shard", 2)]).unwrap();
         let rows = grid.slice(&["shard"]).unwrap();
@@ -47,7 +47,7 @@ fn a_trained_parameter_on_a_mesh_that_leaves_out_ranks_of_the_map_is_refused() {
 }
 
 #[test]
-fn the_numbers_of_ranks_to_reshard_to_are_listed() {
+fn refusals_list_possible_reshard_sizes() {
     for (size, want) in [
         (1, "there is only one shard rank. Choose `always`"),
         (3, "only 1 and 3 divide the 3 shard ranks. Choose `always`"),
@@ -69,7 +69,7 @@ fn the_numbers_of_ranks_to_reshard_to_are_listed() {
 }
 
 #[test]
-fn the_verdict_on_an_overflow_covers_every_rank_that_a_parameter_lives_on() {
+fn overflow_checks_cover_all_ranks_of_a_parameter() {
     let verdicts = ranks(4, |world| {
         let grid = world.mesh(&[("stage", 2), ("shard", 2)]).unwrap();
         // A map for the ranks of a stage, and a parameter that the stages share.

@@ -11,20 +11,22 @@ use fsdp_candle::{
 };
 use fsdp_ckpt::{LoadOptions, SaveState, save};
 
-use crate::common::{Block, Model, WIDTH, batch, counted, elements, loss_of, one_of, ranks, rounding, sharded};
+use crate::common::{
+    Block, Model, WIDTH, batch, counted, elements, full, loss_of, one_of, ranks, refused, rounding, sharded, vars_on,
+};
 
 const CONFIG: AdamWConfig = AdamWConfig { lr: 0.02, betas: (0.9, 0.95), eps: 1e-8, weight_decay: 0.1 };
 
 fn map(world: &World, replicas: usize) -> ShardedVarMap {
     let dims = [("dp_replicate", replicas), ("dp_shard", world.size() / replicas)];
-    ShardedVarMap::new(&world.mesh(&dims).unwrap(), world.device())
+    vars_on(&world, &dims)
 }
 
 type Named = Vec<(String, Vec<f32>)>;
 
 /// All parameters and moments, whole.
 fn state(vars: &ShardedVarMap, optim: &AdamW) -> Named {
-    let options = StateDictOptions { full_state_dict: true, ..StateDictOptions::default() };
+    let options = full();
     let (model, optim) = get_state_dict(vars, optim, &options).unwrap();
     let all = model.tensors.into_iter().chain(optim.tensors);
     all.map(|(name, state)| (name, elements(&state.tensor))).collect()
@@ -89,7 +91,7 @@ fn assert_same_states(got: &Named, want: &Named, dtype: DType, what: &str) {
 }
 
 #[test]
-fn losses_and_states_are_those_of_replicas_that_hold_the_same() {
+fn matches_plain_replicas() {
     // Heads of two rows over three and six ranks: uneven and empty parts.
     let meshes = [(2, 2), (4, 2), (6, 2), (6, 3), (4, 4), (3, 1)];
     let ways: [(&str, Way); 6] = [
@@ -122,7 +124,7 @@ fn half() -> MixedPrecisionPolicy {
 }
 
 #[test]
-fn clipped_steps_are_the_same_up_to_the_rounding_of_a_norm() {
+fn clipped_steps_differ_by_rounding() {
     let way = Way { clip: Some(0.1), ..Way::default() };
     for (size, replicas) in [(4, 2), (6, 3)] {
         ranks(size, |world| {
@@ -139,7 +141,7 @@ fn clipped_steps_are_the_same_up_to_the_rounding_of_a_norm() {
 }
 
 #[test]
-fn whatever_is_gathered_and_however() {
+fn matches_with_other_placements_and_gathers() {
     let columns: fn(FullyShard) -> FullyShard =
         |opts| opts.shard_placement_fn(|_, shape| (shape == [WIDTH, 3 * WIDTH]).then(|| ShardPlacement::from(1)));
     let eight_bits: fn(FullyShard) -> FullyShard =
@@ -159,13 +161,12 @@ fn whatever_is_gathered_and_however() {
         let vars = map(&world, 2);
         let opts = FullyShard::new(&vars).shard_optimizer_over_replicas(true).shard_placement_fn(|_, _| Some(1.into()));
         let built = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear_no_bias(6, 4, vb));
-        let error = built.err().unwrap().to_string();
-        assert!(error.contains("does not divide evenly over 2 shard ranks and 2 replicas"), "{error}");
+        refused(built, &["does not divide evenly over 2 shard ranks and 2 replicas"]);
     });
 }
 
 #[test]
-fn units_by_name_unused_parameters_and_frozen_ones() {
+fn matches_with_named_units_and_unused_parameters() {
     ranks(4, |world| {
         let run = |divided: bool| {
             let vars = map(&world, 2);
@@ -201,7 +202,7 @@ fn units_by_name_unused_parameters_and_frozen_ones() {
 }
 
 #[test]
-fn a_failed_step_several_forwards_and_values_that_are_set() {
+fn matches_after_failed_steps_and_set_values() {
     ranks(4, |world| {
         let run = |divided: bool| {
             let vars = map(&world, 2);
@@ -237,7 +238,7 @@ fn a_failed_step_several_forwards_and_values_that_are_set() {
 }
 
 #[test]
-fn what_is_gathered_by_hand_is_that_of_the_last_step() {
+fn manual_unshard_has_the_last_step() {
     ranks(4, |world| {
         let vars = map(&world, 2);
         let opts = FullyShard::new(&vars).shard_optimizer_over_replicas(true);
@@ -265,7 +266,7 @@ fn what_is_gathered_by_hand_is_that_of_the_last_step() {
 }
 
 #[test]
-fn gradients_are_checked_and_what_is_not_finite_is_found() {
+fn gradcheck_and_check_finite_work() {
     ranks(6, |world| {
         let vars = map(&world, 3);
         let model = sharded(&FullyShard::new(&vars).shard_optimizer_over_replicas(true), &vars, WIDTH);
@@ -293,7 +294,7 @@ fn ranks_elements(world: &World, own: usize) -> Vec<usize> {
 }
 
 #[test]
-fn checkpoints_go_to_and_from_other_ways_of_sharding() {
+fn checkpoints_reshard() {
     let dir = tempfile::tempdir().unwrap();
     // Size, replicas, divided.
     let ways = [(4, 2, true), (6, 3, true), (4, 2, false), (3, 1, false), (1, 1, false), (6, 2, true)];
@@ -356,7 +357,7 @@ fn placements_are_strided_over_replicas() {
 /// ranks, a rank gives `P / (R S)` to the gather over replicas once, `P / S` to each all-gather of forward and of
 /// backward, `P` to the reduce-scatter over shard ranks, and `P / S` to that over replicas.
 #[test]
-fn a_step_communicates_what_the_formula_says() {
+fn communicates_the_expected_bytes() {
     const ROWS: usize = 24;
     for (replicas, shards) in [(2, 2), (2, 3), (3, 2)] {
         counted(replicas * shards, |world, counts| {

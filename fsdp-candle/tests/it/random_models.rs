@@ -14,9 +14,9 @@ use fsdp_candle::{
     FsdpModule, FsdpParam, FullyShard, Recurse, ReshardAfterForward, ShardedVarMap, World, fully_shard, nn, no_grad,
     shard,
 };
-use fsdp_core::{Buffer, ReduceOp};
+use fsdp_core::ReduceOp;
 
-use crate::common::{Gradients, WIDTH, assert_close, batch, elements, one_of, ranks};
+use crate::common::{Gradients, WIDTH, assert_close, batch, elements, one_of, ranks, scattered};
 
 /// Numbers drawn one after the other (splitmix64).
 struct Draw(u64);
@@ -217,23 +217,12 @@ fn run<U: Module>(
     Ok(all)
 }
 
-/// Puts a whole tensor together from all ranks' shards, which one replica or each may hold.
+/// Gathers a tensor. One replica or each may hold a shard.
 fn whole(world: &World, param: &FsdpParam, shard: &Tensor) -> Vec<f32> {
-    let shape = param.shape().dims();
-    let region = param.region();
-    let (mut sum, mut held) = (vec![0f32; param.shape().elem_count()], vec![0f32; param.shape().elem_count()]);
-    for (local, value) in elements::<f32>(shard).into_iter().enumerate() {
-        let (mut rest, mut at, mut stride) = (local, 0, 1);
-        for dim in (0..shape.len()).rev() {
-            at += stride * (region.offsets[dim] + rest % region.sizes[dim]);
-            rest /= region.sizes[dim];
-            stride *= shape[dim];
-        }
-        (sum[at], held[at]) = (value, 1.);
-    }
-    let all = world.group().all_reduce(vec![Buffer::F32(sum), Buffer::F32(held)], ReduceOp::Sum).wait().unwrap();
-    let [Buffer::F32(sum), Buffer::F32(held)] = &all[..] else { panic!("{all:?}") };
-    sum.iter().zip(held).map(|(sum, held)| sum / held).collect()
+    let values = elements::<f32>(shard);
+    let held = scattered(param, vec![1.; values.len()]);
+    let sum = |values| world.group().all_reduce_values(values, ReduceOp::Sum).unwrap();
+    sum(scattered(param, values)).into_iter().zip(sum(held)).map(|(sum, held): (f32, f32)| sum / held).collect()
 }
 
 /// Returns whole gradients by name; zeros where no loss reached the parameter.
@@ -281,8 +270,7 @@ fn plain(plan: &Plan, world: &World, vars: &ShardedVarMap) -> Vec<Gradients> {
         }
         let mean = |(sum, (name, trainable, var)): (Option<Tensor>, &(String, bool, Var))| {
             let own = sum.map_or(vec![0.; var.elem_count()], |sum| elements::<f32>(&sum));
-            let all = world.group().all_reduce(vec![Buffer::F32(own)], ReduceOp::Avg).wait().unwrap().pop();
-            let Some(Buffer::F32(mean)) = all else { panic!("{all:?}") };
+            let mean = world.group().all_reduce_values(own, ReduceOp::Avg).unwrap();
             trainable.then(|| (name.clone(), mean))
         };
         sums.into_iter().zip(&made).filter_map(mean).collect()
@@ -346,7 +334,7 @@ fn number(name: &str) -> Option<u64> {
 }
 
 #[test]
-fn gradients_are_those_of_plain_candle() {
+fn random_models_match_plain_candle() {
     let first = number("FSDP_RANDOM_SEED").unwrap_or(1);
     let models = number("FSDP_RANDOM_MODELS").unwrap_or(200);
     (first..first + models).step_by(one_of(10)).for_each(check);

@@ -3,7 +3,7 @@
 use candle_core::{DType, Module, Result, Tensor};
 use fsdp_candle::{FsdpModule, FullyShard, Recurse, ReshardAfterForward, ShardedVarMap, World, fully_shard, nn};
 
-use crate::common::{Gradients, WIDTH, assert_close, batch, gradients, journal, ranks, vars};
+use crate::common::{Gradients, WIDTH, assert_close, batch, gradients, journal, ranks, vars, vars_on};
 
 const UNITS: usize = 4;
 
@@ -52,19 +52,15 @@ fn step(world: &World, vars: &ShardedVarMap, model: &Model, step: usize, chain: 
     gradients(vars, &model.backward(&loss.unwrap()).unwrap())
 }
 
-fn whole_vars(world: &World, mesh: &[(&str, usize)]) -> ShardedVarMap {
-    ShardedVarMap::new(&world.mesh(mesh).unwrap(), world.device())
-}
-
 #[test]
-fn units_that_ran_everywhere_and_reach_the_loss_on_some_ranks() {
+fn units_reach_the_loss_on_some_ranks() {
     let worlds = [(1, vec![("s", 1)]), (2, vec![("s", 2)]), (3, vec![("s", 3)]), (4, vec![("r", 2), ("s", 2)])];
     for (size, mesh) in worlds {
         ranks(size, |world| {
             for reshard in [ReshardAfterForward::Default, ReshardAfterForward::Always, ReshardAfterForward::Never] {
                 for (chain, prefetch, max) in [(true, true, 1), (false, true, 2), (true, false, 1), (false, false, 3)] {
                     let make = || {
-                        let vars = whole_vars(&world, &mesh);
+                        let vars = vars_on(&world, &mesh);
                         let model = model(&FullyShard::new(&vars).reshard_after_forward(reshard), &vars);
                         model.set_implicit_prefetch(prefetch);
                         model.set_reduce_scatter_max_input_buffers(max);
@@ -84,40 +80,7 @@ fn units_that_ran_everywhere_and_reach_the_loss_on_some_ranks() {
 }
 
 #[test]
-fn several_forwards_of_which_each_loss_reaches_some() {
-    for size in 2..=3 {
-        ranks(size, |world| {
-            let make = || {
-                let vars = vars(&world);
-                let model = model(&FullyShard::new(&vars), &vars);
-                (vars, model)
-            };
-            let ((all_vars, all), (vars, some)) = (make(), make());
-            some.set_reduce_scatter_unused_params(true, Recurse::Yes);
-            for step in 0..4 {
-                // Every rank's second forward counts, and the first of some.
-                let counts = (world.rank() + step) % 2 == 0;
-                let loss = |model: &Model, zeros: bool| {
-                    let last = |batch: Tensor| {
-                        model.call(|units| Ok(outputs(units, &batch, true)?.swap_remove(UNITS - 1))).unwrap()
-                    };
-                    let (first, second) = (last(batch(world.rank(), WIDTH)), last(batch(world.rank() + 7, WIDTH)));
-                    match (counts, zeros) {
-                        (true, _) => first + second,
-                        (false, true) => (&first * first.zeros_like().unwrap()).unwrap() + second,
-                        (false, false) => Ok(second),
-                    }
-                };
-                let want = gradients(&all_vars, &all.backward(&loss(&all, true).unwrap()).unwrap());
-                let got = gradients(&vars, &some.backward(&loss(&some, false).unwrap()).unwrap());
-                assert_close(&got, &want, 1e-6);
-            }
-        });
-    }
-}
-
-#[test]
-fn resharding_to_fewer_ranks_and_lists_of_units_to_prefetch() {
+fn unused_units_with_reshard_size_and_prefetch_lists() {
     ranks(4, |world| {
         let make = || {
             let vars = vars(&world);
@@ -135,7 +98,7 @@ fn resharding_to_fewer_ranks_and_lists_of_units_to_prefetch() {
 }
 
 #[test]
-fn units_that_ran_on_some_ranks_only() {
+fn units_run_on_some_ranks() {
     for size in 1..=4 {
         ranks(size, |world| {
             let vars = vars(&world);
@@ -166,7 +129,7 @@ fn units_that_ran_on_some_ranks_only() {
 
 /// A rank whose loss has no graph takes part with zeros.
 #[test]
-fn a_rank_whose_loss_reaches_nothing() {
+fn a_rank_without_a_graph_takes_part() {
     ranks(2, |world| {
         let vars = vars(&world);
         let model = model(&FullyShard::new(&vars), &vars);
@@ -180,7 +143,7 @@ fn a_rank_whose_loss_reaches_nothing() {
 }
 
 #[test]
-fn forwards_that_gather_different_units_fail_on_every_rank() {
+fn different_gathers_fail_on_every_rank() {
     for (size, same) in [(2, false), (3, false), (2, true), (3, true)] {
         let errors = ranks(size, |world| {
             let vars = vars(&world);
@@ -204,7 +167,7 @@ fn forwards_that_gather_different_units_fail_on_every_rank() {
 }
 
 #[test]
-fn reductions_overlap_backward_where_all_units_are_used() {
+fn reductions_overlap_backward() {
     ranks(2, |world| {
         let vars = vars(&world);
         let model = model(&FullyShard::new(&vars), &vars);

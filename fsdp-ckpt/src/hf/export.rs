@@ -9,15 +9,15 @@ use std::path::{Path, PathBuf};
 use fsdp_core::ProcessGroup;
 use fsdp_core::layout::Region;
 
-use super::files::{INDEX, SINGLE};
+use crate::checkpoint::agree::{agree, on_rank_0};
+use crate::checkpoint::hosts::Hosts;
+use crate::checkpoint::plan::{Plan, exchange_plan};
 use crate::error::io_error;
-use crate::exchange::{agree, from_first};
-use crate::hosts::Hosts;
-use crate::plan::{Plan, negotiate};
+use crate::escape::escape;
+use crate::hf::{INDEX, SINGLE};
 use crate::region::runs;
 use crate::safetensors::{Entry, Layout, read_bytes};
-use crate::shown::shown;
-use crate::store::{Hidden, local_path, rename_to_new, sweep, sync_dir};
+use crate::store::{TempEntry, remove_stale, rename_noreplace, require_local, sync_dir};
 use crate::{Error, Result, TensorShard};
 
 /// What [`export_with`] writes besides tensors, and where.
@@ -51,8 +51,8 @@ impl Default for ExportOptions {
 /// have left in `dir` is removed.
 ///
 /// # Errors
-/// On every rank when any of them fails, naming that rank and its cause ([`Error::Rank`]). [`Error::Shards`] when the
-/// ranks' shards don't make whole tensors, [`Error::Exists`] (within [`Error::Rank`]) when `dir` holds weights already,
+/// On every rank when any of them fails, naming that rank and its cause ([`Error::Rank`]). [`Error::InvalidShards`] when the
+/// ranks' shards don't make whole tensors, [`Error::AlreadyExists`] (within [`Error::Rank`]) when `dir` holds weights already,
 /// [`Error::Group`] when a collective fails.
 pub fn export(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], config_files: &[PathBuf]) -> Result<u64> {
     export_with(dir, group, tensors, &ExportOptions { config_files: config_files.to_vec(), ..ExportOptions::default() })
@@ -63,8 +63,8 @@ pub fn export(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], config_
 /// # Errors
 /// As [`export`].
 pub fn export_with(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], options: &ExportOptions) -> Result<u64> {
-    let dir = agree(group, "start the export", local_path(dir, "an export from shards"))?;
-    let plan = negotiate(group, &Hosts::one(group.size()), "a model for export", tensors)?;
+    let dir = agree(group, "start the export", require_local(dir, "an export from shards"))?;
+    let plan = exchange_plan(group, &Hosts::shared(group.size()), "a model for export", tensors)?;
     let entries: Vec<Entry> = plan
         .iter()
         .map(|(name, tensor)| Entry { name: name.clone(), dtype: tensor.dtype, shape: tensor.shape.clone() })
@@ -74,11 +74,11 @@ pub fn export_with(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], op
     let layout = agree(group, "lay out the file", Layout::new(&entries, &metadata))?;
 
     let mut temporary = None;
-    let name = from_first(group, "create the file", || {
+    let name = on_rank_0(group, "create the file", || {
         let made = Temporary::create(dir, options, layout.bytes)?;
-        write_all_at(&made.hidden.file, &made.hidden.path, &layout.header, 0)?;
-        made.hidden.file.sync_all().map_err(io_error("sync", &made.hidden.path))?;
-        let name = made.hidden.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        write_all_at(&made.temp.file, &made.temp.path, &layout.header, 0)?;
+        made.temp.file.sync_all().map_err(io_error("sync", &made.temp.path))?;
+        let name = made.temp.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         temporary = Some(made);
         Ok(name)
     })?;
@@ -96,36 +96,36 @@ pub fn export_with(dir: &Path, group: &ProcessGroup, tensors: &[TensorShard], op
 
 /// A file while it is written. Dropped before [`Temporary::commit`], it is removed.
 struct Temporary {
-    hidden: Hidden,
+    temp: TempEntry,
     committed: bool,
 }
 
 impl Temporary {
     /// Creates the weights file in its full size, where nothing is in its way.
     fn create(dir: &Path, options: &ExportOptions, bytes: u64) -> Result<Self> {
-        sweep(dir);
+        remove_stale(dir);
         let in_the_way = |name: &&str| *name == INDEX || !options.replace || *name != options.file;
         for name in [SINGLE, INDEX, &options.file].iter().filter(|name| in_the_way(name)) {
             let path = dir.join(name);
             if path.symlink_metadata().is_ok() {
-                return Err(Error::Exists { path });
+                return Err(Error::AlreadyExists { path });
             }
         }
         let temporary = Self::new(dir, &options.file)?;
-        temporary.hidden.file.set_len(bytes).map_err(io_error("make room for", &temporary.hidden.path))?;
+        temporary.temp.file.set_len(bytes).map_err(io_error("make room for", &temporary.temp.path))?;
         Ok(temporary)
     }
 
     fn new(dir: &Path, name: &str) -> Result<Self> {
-        Ok(Temporary { hidden: Hidden::create_file(dir, name)?, committed: false })
+        Ok(Temporary { temp: TempEntry::create_file(dir, name)?, committed: false })
     }
 
     /// Gives it its name, for good. Unless it may `replace` what has that, something that has come meanwhile stays.
     fn commit(mut self, dir: &Path, name: &str, replace: bool) -> Result<()> {
-        let (path, target) = (&*self.hidden.path, dir.join(name));
-        let renamed = if replace { std::fs::rename(path, &target) } else { rename_to_new(path, &target) };
+        let (path, target) = (&*self.temp.path, dir.join(name));
+        let renamed = if replace { std::fs::rename(path, &target) } else { rename_noreplace(path, &target) };
         renamed.map_err(|error| match error.kind() {
-            ErrorKind::AlreadyExists => Error::Exists { path: target },
+            ErrorKind::AlreadyExists => Error::AlreadyExists { path: target },
             _ => io_error("rename", path)(error),
         })?;
         self.committed = true;
@@ -136,9 +136,9 @@ impl Temporary {
 impl Drop for Temporary {
     fn drop(&mut self) {
         if !self.committed
-            && let Err(error) = std::fs::remove_file(&self.hidden.path)
+            && let Err(error) = std::fs::remove_file(&self.temp.path)
         {
-            tracing::warn!("can't remove {}: {error}", shown(self.hidden.path.display()));
+            tracing::warn!("can't remove {}: {error}", escape(self.temp.path.display()));
         }
     }
 }
@@ -172,7 +172,7 @@ fn copy_all(files: &[PathBuf], dir: &Path) -> Result<()> {
         };
         // Copied under another name first: what has its final name is whole.
         let temporary = Temporary::new(dir, name)?;
-        let mut to = &temporary.hidden.file;
+        let mut to = &temporary.temp.file;
         File::open(from)
             .and_then(|mut from| std::io::copy(&mut from, &mut to))
             .and_then(|_| to.sync_all())

@@ -1,12 +1,17 @@
 //! Hugging Face model directories: a `config.json` and weights in safetensors files.
+//!
+//! [`HfModel`] reads a directory or a single file. [`write()`] writes the tensors of any source, one block at a time.
+//! [`export`] writes one file from the shards of all ranks at once, without gathering them.
 
 mod export;
-mod files;
 mod model;
-pub(crate) mod sharding;
 mod write;
 
 pub use export::{ExportOptions, export, export_with};
-pub(crate) use files::INDEX;
 pub use model::HfModel;
 pub use write::{config_files, write};
+
+/// File name of a model's weights in one file.
+const SINGLE: &str = "model.safetensors";
+/// File name of the index of a model in several files.
+pub(crate) const INDEX: &str = "model.safetensors.index.json";

@@ -8,12 +8,10 @@ use fsdp_core::layout::Region;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::files::{INDEX, SINGLE};
-use super::sharding;
-use crate::chunked::Chunked;
-use crate::manifest::{ChunkEntry, FileEntry, TensorEntry, is_plain_file_name};
-use crate::safetensors::SafetensorsFile;
-use crate::source::{Format, TensorSource};
+use super::{INDEX, SINGLE};
+use crate::safetensors::chunked::ChunkedTensors;
+use crate::safetensors::{SafetensorsFile, sharding};
+use crate::source::{ChunkEntry, FileEntry, Format, TensorEntry, TensorSource, is_plain_file_name};
 use crate::store::{Store, split, store};
 use crate::{Error, Result};
 
@@ -47,7 +45,7 @@ const MAX_INDEX: u64 = 1 << 28;
 #[derive(Debug)]
 pub struct HfModel {
     path: PathBuf,
-    chunked: Chunked,
+    chunked: ChunkedTensors,
     unreadable: BTreeMap<String, String>,
     values: Map<String, Value>,
 }
@@ -62,7 +60,7 @@ impl HfModel {
     /// else the files of several ranks whose headers say which part of each tensor they hold.
     ///
     /// # Errors
-    /// [`Error::NotFound`] when none of these is there or the index names a missing file; [`Error::Index`] when the
+    /// [`Error::NotFound`] when none of these is there or the index names a missing file; [`Error::Malformed`] when the
     /// index is damaged, names a file outside of `dir`, or a weight that its file has not; [`Error::Manifest`] when the
     /// ranks' files don't make whole tensors; [`Error::Incomplete`] for a checkpoint of this project without its
     /// manifest; [`Error::NotSafetensors`]; [`Error::Io`].
@@ -120,7 +118,7 @@ impl HfModel {
     /// The tensors that an index names.
     fn with_index(dir: &Path, store: Arc<dyn Store>, text: &[u8]) -> Result<Self> {
         let path = dir.join(INDEX);
-        let bad = |reason| Error::Index { path: path.clone(), reason };
+        let bad = |reason| Error::Malformed { path: path.clone(), item: None, reason };
         let index: Index =
             serde_json::from_slice(text).map_err(|error| bad(format!("not the index of a model: {error}")))?;
         let mut by_file = BTreeMap::<String, Vec<String>>::new();
@@ -207,8 +205,8 @@ impl Parts {
     fn add(&mut self, file: &SafetensorsFile, name: &str, fqn: &str, offsets: Option<Vec<usize>>) -> Result<()> {
         let info = match file.info(fqn) {
             Ok(info) => info,
-            Err(Error::DType { dtype, .. }) => {
-                self.unreadable.insert(fqn.to_string(), dtype);
+            Err(Error::UnsupportedDTypes { tensors, .. }) => {
+                self.unreadable.extend(tensors);
                 return Ok(());
             }
             Err(error) => return Err(error),
@@ -258,7 +256,8 @@ impl Parts {
             tensor.check_chunks().map_err(bad)?;
         }
         let Parts { tensors, unreadable, files, open } = self;
-        let chunked = Chunked { store, according_to, tensors, files, missing: BTreeMap::new(), open: Mutex::new(open) };
+        let chunked =
+            ChunkedTensors { store, according_to, tensors, files, missing: BTreeMap::new(), open: Mutex::new(open) };
         Ok(HfModel { path: path.to_path_buf(), chunked, unreadable, values: Map::new() })
     }
 }

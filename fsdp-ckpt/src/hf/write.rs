@@ -6,11 +6,10 @@ use std::path::{Path, PathBuf};
 use fsdp_core::layout::Region;
 use serde_json::json;
 
-use super::files::{INDEX, SINGLE};
+use crate::hf::{INDEX, SINGLE};
 use crate::safetensors::{Entry, write_file};
-use crate::source::stream;
-use crate::store::{Store, open_file, stage, staged, store};
-use crate::written::Written;
+use crate::source::{WriteSummary, stream};
+use crate::store::{Store, open_file, open_staging, stage, store};
 use crate::{Error, Result, TensorSource};
 
 /// The files beside a model's weights that others need to use it: of these, [`config_files`] finds those that are
@@ -54,15 +53,20 @@ pub fn config_files(dir: &Path) -> Result<Vec<PathBuf>> {
 /// copied beside them.
 ///
 /// # Errors
-/// [`Error::Exists`] when `dst` is there already; [`Error::Argument`] when there is nothing to write; [`Error::Io`]; as
+/// [`Error::AlreadyExists`] when `dst` is there already; [`Error::Argument`] when there is nothing to write; [`Error::Io`]; as
 /// [`TensorSource::read`].
-pub fn write(dst: &Path, source: &dyn TensorSource, max_shard_bytes: u64, config_files: &[PathBuf]) -> Result<Written> {
+pub fn write(
+    dst: &Path,
+    source: &dyn TensorSource,
+    max_shard_bytes: u64,
+    config_files: &[PathBuf],
+) -> Result<WriteSummary> {
     let parts = partition(source, max_shard_bytes);
     if parts.is_empty() {
         return Err(Error::Argument(format!("{} has no tensors for a model", source.path().display())));
     }
     let staging = stage(dst)?;
-    let store = staged(dst, &staging.name())?;
+    let store = open_staging(dst, &staging.name())?;
     let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
     let (mut map, mut total) = (BTreeMap::new(), 0);
     for (at, names) in parts.iter().enumerate() {
@@ -88,7 +92,7 @@ pub fn write(dst: &Path, source: &dyn TensorSource, max_shard_bytes: u64, config
     for path in config_files {
         copy(path, &*store)?;
     }
-    let written = Written { path: dst.to_path_buf(), tensors: map.len(), files: parts.len(), bytes: total };
+    let written = WriteSummary { path: dst.to_path_buf(), tensors: map.len(), files: parts.len(), bytes: total };
     if parts.len() == 1 {
         staging.publish()?;
     } else {

@@ -1,11 +1,390 @@
-//! Single safetensors files: reading any box of a tensor by byte ranges, and writing tensors one after another.
-//!
-//! A header is trusted in nothing: not in its length, not in where it says that tensors lie.
+//! TODO
 
-mod header;
-mod read;
-mod write;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
 
-pub(crate) use header::{Entry, Layout};
-pub use read::SafetensorsFile;
-pub(crate) use write::{WrittenFile, read_bytes, write_file};
+use fsdp_core::layout::Region;
+use fsdp_core::{DType, Readable};
+use safetensors::tensor::{self, Dtype, Metadata};
+use serde::ser::{Serialize, SerializeMap, Serializer};
+
+use crate::checksum::Checksum;
+use crate::error::did_you_mean;
+use crate::region::{check_request, checked_bytes, runs};
+use crate::store::{CACHE_BLOCK, ReadAt, Store, allocate, open_file, read_runs};
+use crate::{Error, Result};
+
+pub(crate) mod chunked;
+pub(crate) mod sharding;
+
+/// The safetensors library's own limit on a header.
+const MAX_HEADER: u64 = 100_000_000;
+
+/// A tensor in a file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorInfo {
+    /// The element type.
+    pub dtype: DType,
+    /// The shape.
+    pub shape: Vec<usize>,
+    /// The file that holds it.
+    pub file: PathBuf,
+}
+
+/// A safetensors file that is open, with a header that has been checked against the file's size.
+///
+/// Reads go to the byte ranges that are asked for and take no lock: several threads may read at once.
+#[derive(Debug)]
+pub struct SafetensorsFile {
+    file: Box<dyn ReadAt>,
+    tensors: BTreeMap<String, Stored>,
+    metadata: HashMap<String, String>,
+}
+
+#[derive(Debug)]
+struct Stored {
+    dtype: Dtype,
+    shape: Vec<usize>,
+    /// Where its bytes start in the file.
+    start: u64,
+}
+
+impl SafetensorsFile {
+    /// Opens a file and reads its header.
+    ///
+    /// # Errors
+    /// [`Error::Io`]; [`Error::NotSafetensors`] when the header is damaged or does not match the file's size.
+    pub fn open(path: &Path) -> Result<Self> {
+        Self::new(open_file(path)?)
+    }
+
+    /// Reads the header of a file.
+    pub(crate) fn new(file: Box<dyn ReadAt>) -> Result<Self> {
+        Self::with_header(file, None)
+    }
+
+    /// Reads the header of a file, which must have this CRC-32C, its length and padding included.
+    pub(crate) fn with_header(file: Box<dyn ReadAt>, expected: Option<u32>) -> Result<Self> {
+        let bytes = file.bytes();
+        let bad = |reason: String| Error::NotSafetensors { path: file.path().to_path_buf(), reason };
+        if bytes < 8 {
+            return Err(bad(format!("it has {bytes} bytes, a header has at least 8")));
+        }
+        let mut length = [0; 8];
+        file.read_exact_at(&mut length, 0)?;
+        let length = u64::from_le_bytes(length);
+        // Both bounds come before the allocation.
+        if length > bytes - 8 || length > MAX_HEADER {
+            return Err(bad(format!("its header claims {length} bytes, the file has {bytes}")));
+        }
+        let mut header = allocate(file.path(), length)?;
+        file.read_exact_at(&mut header, 8)?;
+        if let Some(expected) = expected {
+            let mut checksum = Checksum::new();
+            checksum.update(&length.to_le_bytes());
+            checksum.update(&header);
+            let found = checksum.value();
+            if found != expected {
+                return Err(Error::Checksum { path: file.path().to_path_buf(), tensor: None, expected, found });
+            }
+        }
+        // This checks that tensors lie one after another, that none overlap, and that each has the bytes its dtype and
+        // shape need.
+        let header: Metadata =
+            serde_json::from_slice(&header).map_err(|error| bad(format!("its header is damaged: {error}")))?;
+        let base = 8 + length;
+        if base.checked_add(header.data_len() as u64) != Some(bytes) {
+            return Err(bad(format!(
+                "its header describes {} bytes of tensors, the file has {}",
+                header.data_len(),
+                bytes - base
+            )));
+        }
+        let mut tensors = BTreeMap::new();
+        for (name, info) in header.tensors() {
+            if checked_bytes(&info.shape, info.dtype.bitsize().div_ceil(8)).is_none() {
+                return Err(bad(format!("tensor \"{name}\" has the impossible shape {:?}", info.shape)));
+            }
+            let start = base + info.data_offsets.0 as u64;
+            tensors.insert(name, Stored { dtype: info.dtype, shape: info.shape.clone(), start });
+        }
+        let metadata = header.metadata().clone().unwrap_or_default();
+        Ok(SafetensorsFile { file, tensors, metadata })
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        self.file.path()
+    }
+
+    /// The size of the file in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.file.bytes()
+    }
+
+    /// The names of the tensors, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// Whether there is a tensor of this name.
+    pub fn contains(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
+    /// The header's `__metadata__`.
+    pub fn metadata(&self) -> &HashMap<String, String> {
+        &self.metadata
+    }
+
+    /// A tensor's dtype and shape.
+    ///
+    /// # Errors
+    /// [`Error::MissingTensor`]; [`Error::UnsupportedDTypes`] for one that [`DType`] has not.
+    pub fn info(&self, name: &str) -> Result<TensorInfo> {
+        let (stored, dtype) = self.find(name)?;
+        Ok(TensorInfo { dtype, shape: stored.shape.clone(), file: self.path().to_path_buf() })
+    }
+
+    /// Reads a box of a tensor into `into`, row-major. Only the bytes of the box are read.
+    ///
+    /// # Errors
+    /// As [`SafetensorsFile::info`]; [`Error::InvalidRead`] when the tensor has no such box or `into` not its size in
+    /// bytes; [`Error::Io`].
+    pub fn read(&self, name: &str, region: &Region, into: &mut [u8]) -> Result<()> {
+        let (stored, dtype) = self.find(name)?;
+        check_request(name, &stored.shape, dtype.size(), region, into.len())?;
+        if region.is_empty() {
+            return Ok(());
+        }
+        let whole = Region::whole(&stored.shape);
+        read_runs(&*self.file, stored.start, runs(&whole, region, region, dtype.size()), into, &mut |_| ())
+    }
+
+    /// Reads `part` of the box `chunk`, which is what this file holds of a tensor, to its place in `into`, which is the
+    /// box `region` of the same tensor. All three are checked by the caller. `seen` gets what is read, in the file's
+    /// order: the chunk's bytes, where `part` is all of it.
+    pub(crate) fn read_part(
+        &self,
+        name: &str,
+        [chunk, region, part]: [&Region; 3],
+        into: &mut [u8],
+        seen: &mut dyn FnMut(&[u8]),
+    ) -> Result<()> {
+        let (stored, dtype) = self.find(name)?;
+        read_runs(&*self.file, stored.start, runs(chunk, region, part, dtype.size()), into, seen)
+    }
+
+    /// Passes all bytes of a tensor to `seen`, a block at a time.
+    pub(crate) fn scan(&self, name: &str, seen: &mut dyn FnMut(&[u8])) -> Result<()> {
+        let (stored, dtype) = self.find(name)?;
+        let bytes = stored.shape.iter().product::<usize>() * dtype.size();
+        let most = self.file.read_sizes().block;
+        let mut block = vec![0; bytes.min(most)];
+        let mut at = 0;
+        while at < bytes {
+            let block = &mut block[..(bytes - at).min(most)];
+            self.file.read_exact_at(block, stored.start + at as u64)?;
+            seen(block);
+            at += block.len();
+        }
+        Ok(())
+    }
+
+    fn find(&self, name: &str) -> Result<(&Stored, DType)> {
+        let Some(stored) = self.tensors.get(name) else {
+            let hint = did_you_mean(name, self.names());
+            return Err(Error::MissingTensor { path: self.path().to_path_buf(), tensor: name.to_string(), hint });
+        };
+        let text = stored.dtype.to_string();
+        match DType::ALL.into_iter().find(|dtype| dtype.name() == text) {
+            Some(dtype) => Ok((stored, dtype)),
+            None => {
+                let (path, tensors) = (self.path().to_path_buf(), [(name.to_string(), text)].into());
+                Err(Error::UnsupportedDTypes { path, tensors })
+            }
+        }
+    }
+}
+
+/// Takes a tensor's bytes, a piece at a time and in order.
+pub(crate) type Sink<'a> = dyn FnMut(&[u8]) -> Result<()> + 'a;
+
+/// A file that is on disk.
+pub(crate) struct WrittenFile {
+    /// Its size.
+    pub(crate) bytes: u64,
+    /// The CRC-32C of what comes before the entries' bytes.
+    pub(crate) header_crc32c: u32,
+    /// The CRC-32C of each entry's bytes.
+    pub(crate) checksums: Vec<u32>,
+}
+
+/// Writes a new safetensors file, which must not exist. `data` passes the bytes of an entry, which it is asked for by
+/// position, to a sink. Returns once everything is on disk.
+pub(crate) fn write_file(
+    store: &dyn Store,
+    name: &str,
+    entries: &[Entry],
+    metadata: &BTreeMap<String, String>,
+    data: &mut dyn FnMut(usize, &mut Sink<'_>) -> Result<()>,
+) -> Result<WrittenFile> {
+    let layout = Layout::new(entries, metadata)?;
+    let mut file = store.create(name, layout.bytes)?;
+    file.append(&layout.header)?;
+    let mut header = Checksum::new();
+    header.update(&layout.header);
+    let mut checksums = vec![0; entries.len()];
+    for &index in &layout.order {
+        let expected = layout.ranges[index].end - layout.ranges[index].start;
+        let mut written = 0;
+        let mut checksum = Checksum::new();
+        data(index, &mut |bytes| {
+            written += bytes.len() as u64;
+            if written > expected {
+                return Ok(());
+            }
+            for piece in bytes.chunks(CACHE_BLOCK) {
+                checksum.update(piece);
+                file.append(piece)?;
+            }
+            Ok(())
+        })?;
+        checksums[index] = checksum.value();
+        if written != expected {
+            let reason = format!("it gave {written} bytes, {expected} are expected");
+            return Err(Error::ShardMemory { tensor: entries[index].name.clone(), reason });
+        }
+    }
+    file.finish()?;
+    Ok(WrittenFile { bytes: layout.bytes, header_crc32c: header.value(), checksums })
+}
+
+/// Passes the bytes of `data`, which must be `expected` many, on in one piece.
+pub(crate) fn read_bytes(name: &str, data: &dyn Readable, expected: usize, sink: &mut Sink<'_>) -> Result<()> {
+    let fail = |reason| Err(Error::ShardMemory { tensor: name.to_string(), reason });
+    let mut outcome = None;
+    let read = data.read(&mut |bytes| {
+        outcome = Some(if bytes.len() == expected {
+            sink(bytes)
+        } else {
+            fail(format!("its memory has {} bytes, {expected} are expected", bytes.len()))
+        });
+    });
+    match (read, outcome) {
+        (Err(reason), _) => fail(reason),
+        (Ok(()), Some(outcome)) => outcome,
+        (Ok(()), None) => fail("it gave no bytes".to_string()),
+    }
+}
+
+/// A tensor to write.
+#[derive(Clone, Debug)]
+pub(crate) struct Entry {
+    pub(crate) name: String,
+    pub(crate) dtype: DType,
+    pub(crate) shape: Vec<usize>,
+}
+
+/// A file to write: its header, and where each tensor goes.
+#[derive(Debug)]
+pub(crate) struct Layout {
+    /// The first bytes of the file, padded so that tensors start at a multiple of 8.
+    pub(crate) header: Vec<u8>,
+    /// Where each entry's bytes lie in the file, in the order the entries were given.
+    pub(crate) ranges: Vec<Range<u64>>,
+    /// The entries' positions in the order in which they lie; nothing lies between them.
+    pub(crate) order: Vec<usize>,
+    /// The size of the whole file.
+    pub(crate) bytes: u64,
+}
+
+impl Layout {
+    /// Lays out a file as the safetensors library does: the largest alignment first, then by name. Equal input gives
+    /// equal bytes.
+    pub(crate) fn new(entries: &[Entry], metadata: &BTreeMap<String, String>) -> Result<Self> {
+        let too_large = || Error::Argument("the tensors are too large for one file".into());
+        let mut order: Vec<(Dtype, usize)> = Vec::with_capacity(entries.len());
+        for (i, entry) in entries.iter().enumerate() {
+            order.push((file_dtype(entry.dtype)?, i));
+        }
+        order.sort_by(|a, b| (Reverse(a.0), &entries[a.1].name).cmp(&(Reverse(b.0), &entries[b.1].name)));
+        let mut tensors = Vec::with_capacity(entries.len());
+        let mut offsets = vec![(0, 0); entries.len()];
+        let mut end = 0usize;
+        for &(dtype, i) in &order {
+            let entry = &entries[i];
+            let start = end;
+            let bytes = checked_bytes(&entry.shape, entry.dtype.size()).ok_or_else(too_large)?;
+            end = start.checked_add(bytes).ok_or_else(too_large)?;
+            offsets[i] = (start, end);
+            tensors.push((
+                entry.name.as_str(),
+                tensor::TensorInfo { dtype, shape: entry.shape.clone(), data_offsets: (start, end) },
+            ));
+        }
+        let json = serde_json::to_vec(&Json { metadata, tensors: &tensors })
+            .map_err(|error| Error::Argument(format!("can't write a safetensors header: {error}")))?;
+        let mut header = (json.len().next_multiple_of(8) as u64).to_le_bytes().to_vec();
+        header.extend(&json);
+        header.resize(8 + json.len().next_multiple_of(8), b' ');
+        let base = header.len() as u64;
+        let bytes = base.checked_add(end as u64).ok_or_else(too_large)?;
+        let ranges = offsets.into_iter().map(|(start, end)| base + start as u64..base + end as u64).collect();
+        let order = order.into_iter().map(|(_, i)| i).collect();
+        Ok(Layout { header, ranges, order, bytes })
+    }
+}
+
+/// The header's JSON: the metadata first, then tensors in the order in which they lie.
+struct Json<'a> {
+    metadata: &'a BTreeMap<String, String>,
+    tensors: &'a [(&'a str, tensor::TensorInfo)],
+}
+
+impl Serialize for Json<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(Some(self.tensors.len() + 1))?;
+        map.serialize_entry("__metadata__", self.metadata)?;
+        for (name, info) in self.tensors {
+            map.serialize_entry(name, info)?;
+        }
+        map.end()
+    }
+}
+
+/// The safetensors library's name for a dtype.
+fn file_dtype(dtype: DType) -> Result<Dtype> {
+    Ok(match dtype {
+        DType::U8 => Dtype::U8,
+        DType::U32 => Dtype::U32,
+        DType::I64 => Dtype::I64,
+        DType::BF16 => Dtype::BF16,
+        DType::F16 => Dtype::F16,
+        DType::F32 => Dtype::F32,
+        DType::F64 => Dtype::F64,
+        other => return Err(Error::Argument(format!("dtype {other} can't be written to a safetensors file"))),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_safetensors_library_reads_what_is_laid_out() {
+        let entry = |name: &str, dtype, shape: &[usize]| Entry { name: name.into(), dtype, shape: shape.to_vec() };
+        let entries = [entry("z", DType::U8, &[3]), entry("b", DType::F32, &[2, 2]), entry("a", DType::F32, &[])];
+        let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
+        let layout = Layout::new(&entries, &metadata).unwrap();
+        assert_eq!(layout.header.len() % 8, 0);
+        let mut file = layout.header.clone();
+        file.resize(layout.bytes as usize, 7);
+        let (_, read) = safetensors::SafeTensors::read_metadata(&file).unwrap();
+        assert_eq!(read.offset_keys(), ["a", "b", "z"]);
+        let base = layout.header.len() as u64;
+        assert_eq!(layout.ranges, [base + 20..base + 23, base + 4..base + 20, base..base + 4]);
+    }
+}

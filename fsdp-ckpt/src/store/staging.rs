@@ -1,23 +1,25 @@
-//! A directory of this host that grows under another name until it is whole, and one that goes.
+//! TODO
 
+use std::fs::File;
+use std::io;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use rustix::fs::{RenameFlags, renameat_with};
+use rustix::fs::{FlockOperation, RenameFlags, flock, renameat_with};
 use rustix::io::Errno;
+use rustix::process::{Pid, test_kill_process};
 
-use super::files::{Location, Moved, ReadAt, Staging, Store};
-use super::hidden::{Hidden, sweep, sync_dir};
-use super::local::{LocalDir, LocalFile};
-use super::place::split;
 use crate::error::io_error;
-use crate::shown::shown;
+use crate::escape::escape;
+use crate::store::local::{LocalDir, LocalFile};
+use crate::store::{Location, MoveOutcome, ReadAt, Staging, Store, split};
 use crate::{Error, Result};
 
 /// A directory beside its target, which it becomes.
 struct LocalStaging {
-    hidden: Hidden,
+    temp: TempEntry,
     target: PathBuf,
     committed: bool,
 }
@@ -27,38 +29,40 @@ impl LocalStaging {
     fn create(target: &Path) -> Result<Self> {
         let (parent, name) = split(target)?;
         if target.symlink_metadata().is_ok() {
-            return Err(Error::Exists { path: target.to_path_buf() });
+            return Err(Error::AlreadyExists { path: target.to_path_buf() });
         }
-        sweep(&parent);
-        let hidden = Hidden::create_dir(&parent, &name)?;
-        Ok(LocalStaging { hidden, target: target.to_path_buf(), committed: false })
+        remove_stale(&parent);
+        let temp = TempEntry::create_dir(&parent, &name)?;
+        Ok(LocalStaging { temp, target: target.to_path_buf(), committed: false })
     }
 }
 
 impl Staging for LocalStaging {
     fn name(&self) -> String {
         // It was made from text.
-        self.hidden.path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+        self.temp.path.file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
 
     fn commit(self: Box<Self>, manifest: &str, contents: &[u8]) -> Result<()> {
-        let mut file = LocalDir::new(&self.hidden.path).create(manifest, contents.len() as u64)?;
+        let mut file = LocalDir::new(&self.temp.path).create(manifest, contents.len() as u64)?;
         file.append(contents)?;
         file.finish()?;
         self.publish()
     }
 
     fn publish(mut self: Box<Self>) -> Result<()> {
-        let (path, target) = (&*self.hidden.path, &*self.target);
-        self.hidden.file.sync_all().map_err(io_error("sync", path))?;
-        rename_to_new(path, target).map_err(|error| match error.kind() {
-            ErrorKind::AlreadyExists | ErrorKind::DirectoryNotEmpty => Error::Exists { path: target.to_path_buf() },
+        let (path, target) = (&*self.temp.path, &*self.target);
+        self.temp.file.sync_all().map_err(io_error("sync", path))?;
+        rename_noreplace(path, target).map_err(|error| match error.kind() {
+            ErrorKind::AlreadyExists | ErrorKind::DirectoryNotEmpty => {
+                Error::AlreadyExists { path: target.to_path_buf() }
+            }
             _ => io_error("rename", path)(error),
         })?;
         self.committed = true;
         if let Err(error) = sync_dir(&split(target)?.0) {
             // What has failed is not to have the name. It goes as if it had never had it.
-            self.committed = rename_to_new(target, path).is_err();
+            self.committed = rename_noreplace(target, path).is_err();
             return Err(error);
         }
         Ok(())
@@ -68,16 +72,16 @@ impl Staging for LocalStaging {
 impl Drop for LocalStaging {
     fn drop(&mut self) {
         if !self.committed
-            && let Err(error) = std::fs::remove_dir_all(&self.hidden.path)
+            && let Err(error) = std::fs::remove_dir_all(&self.temp.path)
         {
-            let path = shown(self.hidden.path.display());
+            let path = escape(self.temp.path.display());
             tracing::warn!("can't remove {path}: {error}; the next save beside it tries again");
         }
     }
 }
 
 /// Renames a directory or a file to a name that nothing has.
-pub(crate) fn rename_to_new(path: &Path, target: &Path) -> std::io::Result<()> {
+pub(crate) fn rename_noreplace(path: &Path, target: &Path) -> std::io::Result<()> {
     let cwd = rustix::fs::CWD;
     match renameat_with(cwd, path, cwd, target, RenameFlags::NOREPLACE) {
         // Not every file system can refuse to replace. All refuse to replace a directory that holds something; a file
@@ -110,34 +114,284 @@ impl Location for LocalPath<'_> {
         Ok(Box::new(LocalStaging::create(self.0)?))
     }
 
-    fn staged(&self, name: &str) -> Result<Arc<dyn Store>> {
+    fn open_staging(&self, name: &str) -> Result<Arc<dyn Store>> {
         Ok(Arc::new(LocalDir::new(&split(self.0)?.0.join(name))))
     }
 
     /// For good.
-    fn move_to(&self, to: &Path) -> Result<Moved> {
-        match rename_to_new(self.0, to) {
+    fn move_to(&self, to: &Path) -> Result<MoveOutcome> {
+        match rename_noreplace(self.0, to) {
             Ok(()) => {}
             Err(error) => {
                 return match error.kind() {
-                    ErrorKind::NotFound => Ok(Moved::Gone),
+                    ErrorKind::NotFound => Ok(MoveOutcome::SourceMissing),
                     ErrorKind::AlreadyExists | ErrorKind::DirectoryNotEmpty | ErrorKind::NotADirectory => {
-                        Ok(Moved::Taken)
+                        Ok(MoveOutcome::TargetExists)
                     }
                     _ => Err(io_error("rename", self.0)(error)),
                 };
             }
         }
         sync_dir(&split(to)?.0)?;
-        Ok(Moved::Done)
+        Ok(MoveOutcome::Moved)
     }
 
     /// Under its name it is there as a whole, or not at all.
-    fn discard(&self) -> Result<bool> {
+    fn remove_dir(&self) -> Result<bool> {
         let (parent, name) = split(self.0)?;
-        match Hidden::take(self.0, &parent, &name)? {
-            Some(hidden) => hidden.remove().map(|()| true),
+        match TempEntry::take(self.0, &parent, &name)? {
+            Some(temp) => temp.remove().map(|()| true),
             None => Ok(false),
         }
+    }
+}
+
+/// What is done to something out of sight.
+const WRITING: &str = "tmp";
+const DELETING: &str = "deleting";
+/// Nothing is saved or removed for as long as this.
+const STALE: Duration = Duration::from_secs(24 * 60 * 60);
+/// How often other processes may take a new directory before it is locked, or the empty one that it is made in.
+const ATTEMPTS: usize = 32;
+
+/// A directory or file out of sight that is locked for as long as its process lives, so that others can tell a dead
+/// one's from one in use.
+#[derive(Debug)]
+pub(crate) struct TempEntry {
+    pub(crate) path: PathBuf,
+    pub(crate) file: File,
+}
+
+impl TempEntry {
+    /// A new directory in `parent`, which is made, that is to become `name`.
+    pub(super) fn create_dir(parent: &Path, name: &str) -> Result<Self> {
+        Self::create(parent, name, |path| std::fs::create_dir(path).and_then(|()| File::open(path)))
+    }
+
+    /// A new file in `parent`, which is made, open for writing, that is to become `name`.
+    pub(crate) fn create_file(parent: &Path, name: &str) -> Result<Self> {
+        Self::create(parent, name, |path| File::create_new(path))
+    }
+
+    fn create(parent: &Path, name: &str, make: impl Fn(&Path) -> io::Result<File>) -> Result<Self> {
+        for attempt in 1.. {
+            let path = parent.join(temp_name(name, WRITING));
+            let (made, what) = match std::fs::create_dir_all(parent) {
+                Ok(()) => (make(&path), &*path),
+                Err(error) => (Err(error), parent),
+            };
+            let file = match made {
+                // Between these calls a run that only tried to write may have removed the empty parent, or another
+                // save's remove_stale the new directory, which it took for a dead one's.
+                Err(error) if error.kind() == io::ErrorKind::NotFound && attempt < ATTEMPTS => continue,
+                made => made.map_err(io_error("create", what))?,
+            };
+            let locked = lock(&file).map_err(io_error("lock", &path))?;
+            if locked != Lock::Taken && path.exists() {
+                return Ok(TempEntry { path, file });
+            }
+            if attempt == ATTEMPTS {
+                break;
+            }
+        }
+        Err(io_error("lock something new in", parent)(io::Error::other("other processes took each of them")))
+    }
+
+    /// Moves the directory `path` out of sight, to be removed. `None` when another process is at it.
+    pub(super) fn take(path: &Path, parent: &Path, name: &str) -> Result<Option<Self>> {
+        let file = File::open(path).map_err(io_error("open", path))?;
+        if lock(&file).map_err(io_error("lock", path))? == Lock::Taken {
+            return Ok(None);
+        }
+        let temp = parent.join(temp_name(name, DELETING));
+        match std::fs::rename(path, &temp) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            renamed => renamed.map_err(io_error("rename", path))?,
+        }
+        // No crash may bring back its name once its files begin to go.
+        sync_dir(parent)?;
+        Ok(Some(TempEntry { path: temp, file }))
+    }
+
+    pub(super) fn remove(self) -> Result<()> {
+        std::fs::remove_dir_all(&self.path).map_err(io_error("remove", &self.path))
+    }
+}
+
+/// Waits until a directory's entries are on disk.
+pub(crate) fn sync_dir(dir: &Path) -> Result<()> {
+    File::open(dir).and_then(|dir| dir.sync_all()).map_err(io_error("sync", dir))
+}
+
+/// Something that no other process, live or dead, has likely used: its host, its number and the time.
+pub(crate) fn unique() -> String {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    format!("{}-{}-{:x}", host(), std::process::id(), since.as_nanos())
+}
+
+/// Removes the directories and files in `parent` whose makers are dead. What can't be removed is no reason not to save.
+pub(crate) fn remove_stale(parent: &Path) {
+    let Ok(entries) = std::fs::read_dir(parent) else { return };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let Some(maker) = name.to_str().and_then(TempName::of) else { continue };
+        let Ok(kind) = entry.file_type() else { continue };
+        if !kind.is_dir() && !kind.is_file() {
+            continue;
+        }
+        let path = entry.path();
+        let Ok(file) = File::open(&path) else { continue };
+        let dead = match lock(&file) {
+            // A file system that several hosts share may keep locks on each for itself, as NFS with `local_lock=flock`
+            // does: then this one says nothing about a process of another host.
+            Ok(Lock::Held) => maker.is_of_this_host() || maker.is_stale(),
+            Ok(Lock::Unsupported) => maker.is_dead(),
+            Ok(Lock::Taken) | Err(_) => false,
+        };
+        if !dead {
+            tracing::info!("{} is in use by another process", escape(path.display()));
+            continue;
+        }
+        let removed = if kind.is_dir() { std::fs::remove_dir_all(&path) } else { std::fs::remove_file(&path) };
+        match removed {
+            Ok(()) => tracing::info!("removed {}, left by a process that did not finish", escape(path.display())),
+            Err(error) => tracing::warn!("can't remove {}: {error}", escape(path.display())),
+        }
+    }
+}
+
+fn temp_name(name: &str, purpose: &str) -> String {
+    format!(".{name}.{purpose}-{}", unique())
+}
+
+fn host() -> String {
+    let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    name.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '-').take(40).collect()
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Lock {
+    Held,
+    /// By another process.
+    Taken,
+    /// The file system has none, or none for directories.
+    Unsupported,
+}
+
+fn lock(file: &File) -> io::Result<Lock> {
+    match flock(file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(Lock::Held),
+        Err(Errno::WOULDBLOCK) => Ok(Lock::Taken),
+        // NFS locks only what is open for writing, which a directory never is.
+        Err(Errno::NOSYS | Errno::OPNOTSUPP | Errno::NOLCK | Errno::BADF | Errno::INVAL) => Ok(Lock::Unsupported),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Who made a directory or a file, as its name says.
+#[derive(Debug, PartialEq)]
+struct TempName<'a> {
+    host: &'a str,
+    process: i32,
+    /// Since the epoch.
+    at: Duration,
+}
+
+impl<'a> TempName<'a> {
+    /// `None` for a name that [`temp_name`] does not make.
+    fn of(name: &'a str) -> Option<Self> {
+        let rest = name.strip_prefix('.')?;
+        let (rest, nanos) = rest.rsplit_once('-')?;
+        let (rest, process) = rest.rsplit_once('-')?;
+        let host = [WRITING, DELETING].iter().find_map(|purpose| {
+            let (name, host) = rest.rsplit_once(&format!(".{purpose}-"))?;
+            (!name.is_empty()).then_some(host)
+        })?;
+        let nanos = u64::from_str_radix(nanos, 16).ok()?;
+        Some(TempName { host, process: process.parse().ok()?, at: Duration::from_nanos(nanos) })
+    }
+
+    /// Where there are no locks: a process of this host that is gone, or one of any host that can't be at it any more.
+    fn is_dead(&self) -> bool {
+        let gone = || Pid::from_raw(self.process).is_some_and(|process| test_kill_process(process) == Err(Errno::SRCH));
+        self.is_stale() || (self.is_of_this_host() && gone())
+    }
+
+    fn is_of_this_host(&self) -> bool {
+        self.host == host()
+    }
+
+    /// Nobody can be at it any more.
+    fn is_stale(&self) -> bool {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        now.saturating_sub(self.at) > STALE
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_tell_who_made_them() {
+        let name = temp_name("step-00000010", WRITING);
+        let maker = TempName::of(&name).unwrap();
+        assert_eq!((maker.host, maker.process), (&*host(), std::process::id() as i32));
+        assert!(!maker.is_dead());
+        assert!(TempName { at: Duration::ZERO, ..maker }.is_dead());
+        let other = TempName { host: "another.host", process: i32::MAX, ..TempName::of(&name).unwrap() };
+        assert!(!other.is_dead());
+        assert!(TempName { process: i32::MAX, ..TempName::of(&name).unwrap() }.is_dead());
+        assert!(TempName::of(&temp_name("a.tmp-b", DELETING)).is_some());
+        for no in ["step-1", ".hidden", ".step-1.tmp-x", ".tmp-host-1-1f", ".step.tmp-host-x-1f", "step.tmp-host-1-1f"]
+        {
+            assert_eq!(TempName::of(no), None, "{no}");
+        }
+    }
+
+    #[test]
+    fn what_is_taken_is_out_of_sight_and_one_in_use_is_left() {
+        let root = tempfile::tempdir().unwrap();
+        let path = root.path().join("step-1");
+        std::fs::create_dir(&path).unwrap();
+        let user = File::open(&path).unwrap();
+        assert!(lock(&user).unwrap() == Lock::Held);
+        assert!(TempEntry::take(&path, root.path(), "step-1").unwrap().is_none());
+        drop(user);
+        let taken = TempEntry::take(&path, root.path(), "step-1").unwrap().unwrap();
+        assert!(!path.exists() && taken.path.exists());
+        remove_stale(root.path());
+        assert!(taken.path.exists(), "it is locked");
+        let left = taken.path.clone();
+        drop(taken);
+        remove_stale(root.path());
+        assert!(!left.exists());
+        // A file is no different; what has another name is nobody's to remove.
+        let file = TempEntry::create_file(root.path(), "model.safetensors").unwrap();
+        let other = root.path().join(".model.safetensors.tmp-mine");
+        std::fs::write(&other, "").unwrap();
+        remove_stale(root.path());
+        let left = file.path.clone();
+        assert!(left.exists(), "it is locked");
+        drop(file);
+        remove_stale(root.path());
+        assert!(!left.exists() && other.exists());
+    }
+
+    #[test]
+    fn what_another_host_may_be_writing_is_left_for_a_day() {
+        let root = tempfile::tempdir().unwrap();
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+        let left = |host: &str, at: Duration| {
+            let path = root.path().join(format!(".step-1.tmp-{host}-{}-{:x}", i32::MAX, at.as_nanos()));
+            std::fs::create_dir(&path).unwrap();
+            path
+        };
+        // Nobody on this host holds a lock on any of them.
+        let fresh = left("another-host", now);
+        let stale = left("another-host", now - STALE - Duration::from_secs(1));
+        let ours = left(&host(), now);
+        remove_stale(root.path());
+        assert!(fresh.exists() && !stale.exists() && !ours.exists());
     }
 }

@@ -5,8 +5,8 @@ use std::path::Path;
 
 use zip::{CompressionMethod, ZipArchive};
 
-use super::error::not_torch;
-use crate::store::{ReadAt, room};
+use crate::store::{ReadAt, allocate};
+use crate::torch::not_torch;
 use crate::{Error, Result};
 
 /// More than any pickle of a state dict or of a checkpoint's metadata has.
@@ -106,7 +106,7 @@ impl<'a> Archive<'a> {
         if size > most {
             return Err(Error::TooLarge { path: path.to_path_buf(), bytes: size, most });
         }
-        let mut contents = room(path, size)?;
+        let mut contents = allocate(path, size)?;
         contents.clear();
         entry.read_to_end(&mut contents).map_err(|error| bad(error.to_string()))?;
         if contents.len() as u64 != size {

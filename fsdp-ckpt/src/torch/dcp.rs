@@ -7,18 +7,17 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use fsdp_core::layout::Region;
 use serde_json::{Map, Value};
 
-use super::archive::{Archive, MAX_PICKLE};
-use super::error::not_torch;
-use super::file::{read_checked, verify};
-use super::metadata::{self, Place, ValueItem};
-use super::pickle::{Flaw, Pickle};
-use super::tensor::{Stored, sole};
-use super::walk;
 use crate::error::io_error;
-use crate::manifest::{ChunkEntry, FileEntry, TensorEntry};
-use crate::region::{Span, check_request};
-use crate::shown::shown;
+use crate::escape::escape;
+use crate::region::{Bounds, check_request};
+use crate::source::{ChunkEntry, FileEntry, TensorEntry};
 use crate::store::{ReadAt, Store, store};
+use crate::torch::archive::{Archive, MAX_PICKLE};
+use crate::torch::dcp_metadata::{ByteRange, ValueItem};
+use crate::torch::file::{read_checked, verify};
+use crate::torch::pickle::{Flaw, Pickle};
+use crate::torch::tensor::{StoredTensor, read_single_tensor};
+use crate::torch::{dcp_metadata, flatten, not_torch};
 use crate::{Checksums, Error, Format, Result, TensorSource};
 
 /// The file that makes a directory a checkpoint.
@@ -47,16 +46,16 @@ pub struct TorchDcp {
 /// A chunk in its file.
 #[derive(Debug)]
 struct Chunk {
-    place: Place,
+    place: ByteRange,
     /// Where its elements are, once that has been looked up.
-    stored: OnceLock<Stored>,
+    stored: OnceLock<StoredTensor>,
 }
 
 impl TorchDcp {
     /// Opens the checkpoint in the directory `dir`, and reads its values.
     ///
     /// # Errors
-    /// [`Error::NotFound`] without a `.metadata` or when a file that it names is missing; [`Error::NotTorch`] when it
+    /// [`Error::NotFound`] without a `.metadata` or when a file that it names is missing; [`Error::Malformed`] when it
     /// can't be read, contradicts itself, has names that metadata does not need, or a file is truncated;
     /// [`Error::TooLarge`]; [`Error::Io`], also for a link that leads out of `dir`.
     pub fn open(dir: &Path) -> Result<Self> {
@@ -70,8 +69,8 @@ impl TorchDcp {
             });
         };
         let according_to = dir.join(METADATA);
-        let metadata::Metadata { tensors, unreadable, values, files: ends } =
-            metadata::parse(&bytes).map_err(|bad| not_torch(&according_to, bad.item.as_deref(), bad.reason))?;
+        let dcp_metadata::Metadata { tensors, unreadable, values, files: ends } =
+            dcp_metadata::parse(&bytes).map_err(|bad| not_torch(&according_to, bad.item.as_deref(), bad.reason))?;
         let mut files = BTreeMap::new();
         for (name, end) in ends {
             check_stays(&*store, &name)?;
@@ -103,9 +102,9 @@ impl TorchDcp {
                 Err(what) => {
                     tracing::warn!(
                         "{}: \"{}\" is {}, which is left out",
-                        shown(dir.display()),
-                        shown(&fqn),
-                        shown(&what)
+                        escape(dir.display()),
+                        escape(&fqn),
+                        escape(&what)
                     );
                     checkpoint.unreadable.insert(fqn, what);
                 }
@@ -120,7 +119,7 @@ impl TorchDcp {
         let mut archive = Archive::open(&*file, Some(fqn), item.place.offset, item.place.bytes)?;
         let bytes = archive.pickle()?;
         match Pickle::parse(&bytes) {
-            Ok(pickle) => Ok(walk::json(&pickle, pickle.root())),
+            Ok(pickle) => Ok(flatten::json(&pickle, pickle.root())),
             Err(Flaw::Refused { name }) => Ok(Err(format!("a pickle that uses {name}"))),
             Err(flaw) => Err(not_torch(file.path(), Some(fqn), flaw.to_string())),
         }
@@ -138,7 +137,7 @@ impl TorchDcp {
     }
 
     /// The file of a chunk, and where in it the elements are.
-    fn chunk<'a>(&'a self, fqn: &str, at: usize) -> Result<(Arc<dyn ReadAt>, &'a Stored)> {
+    fn chunk<'a>(&'a self, fqn: &str, at: usize) -> Result<(Arc<dyn ReadAt>, &'a StoredTensor)> {
         let (tensor, chunk) = (&self.tensors[fqn], &self.places[fqn][at]);
         let entry = &tensor.chunks[at];
         let file = self.file(&entry.file)?;
@@ -146,11 +145,11 @@ impl TorchDcp {
             return Ok((file, stored));
         }
         let mut archive = Archive::open(&*file, Some(fqn), chunk.place.offset, chunk.place.bytes)?;
-        let stored = sole(file.path(), fqn, &mut archive, tensor.dtype, file.bytes())?;
+        let stored = read_single_tensor(file.path(), fqn, &mut archive, tensor.dtype, file.bytes())?;
         if stored.shape != entry.sizes {
             let reason = format!(
                 "{METADATA} says that its chunk {} is there, it is of shape {:?}",
-                Span(&entry.region()),
+                Bounds(&entry.region()),
                 stored.shape
             );
             return Err(not_torch(file.path(), Some(fqn), reason));
@@ -171,7 +170,7 @@ fn check_stays(store: &dyn Store, name: &str) -> Result<()> {
     }
     let reason = format!(
         "it is a symbolic link that leads out of the checkpoint, to {}; put a copy in its place",
-        shown(target.display())
+        escape(target.display())
     );
     Err(io_error("open", &store.path().join(name))(std::io::Error::other(reason)))
 }
@@ -225,7 +224,7 @@ impl TensorSource for TorchDcp {
         let chunks = self.tensor(fqn)?.chunks.len();
         if chunk >= chunks {
             let reason = format!("it has {chunks} chunks, none at {chunk}");
-            return Err(Error::Request { tensor: fqn.to_string(), reason });
+            return Err(Error::InvalidRead { tensor: fqn.to_string(), reason });
         }
         let (file, stored) = self.chunk(fqn, chunk)?;
         verify(&*file, fqn, stored.storage, seen)

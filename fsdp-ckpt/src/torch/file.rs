@@ -8,17 +8,15 @@ use fsdp_core::layout::Region;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::archive::{Archive, Storage};
-use super::error::not_torch;
-use super::pickle::Pickle;
-use super::strided::read_part;
-use super::tensor::{Stored, our_dtype, view};
-use super::walk::{Leaf, flatten};
-use crate::manifest::{ChunkEntry, FileEntry, TensorEntry, is_plain_file_name};
+use crate::escape::escape;
 use crate::region::check_request;
-use crate::scattered::BLOCK;
-use crate::shown::shown;
-use crate::store::{ReadAt, Store, open_file, split, store};
+use crate::source::{ChunkEntry, FileEntry, TensorEntry, is_plain_file_name};
+use crate::store::{BLOCK, ReadAt, Store, open_file, split, store};
+use crate::torch::archive::{Archive, Storage};
+use crate::torch::flatten::{Leaf, flatten};
+use crate::torch::not_torch;
+use crate::torch::pickle::Pickle;
+use crate::torch::tensor::{StoredTensor, from_torch_dtype, read_part, view};
 use crate::{Checksums, Error, Format, Result, TensorSource, Verified};
 
 /// The weights of a Hugging Face model in one file of `torch.save`.
@@ -45,7 +43,7 @@ pub struct TorchFile {
     unreadable: BTreeMap<String, String>,
     files: BTreeMap<String, FileEntry>,
     values: Map<String, Value>,
-    stored: BTreeMap<String, (Arc<dyn ReadAt>, Stored)>,
+    stored: BTreeMap<String, (Arc<dyn ReadAt>, StoredTensor)>,
 }
 
 #[derive(Deserialize)]
@@ -57,7 +55,7 @@ impl TorchFile {
     /// Opens a single file, whatever its name.
     ///
     /// # Errors
-    /// [`Error::NotTorch`] when it is not what `torch.save` of PyTorch 1.6 or newer writes, or its pickle has more than
+    /// [`Error::Malformed`] when it is not what `torch.save` of PyTorch 1.6 or newer writes, or its pickle has more than
     /// tensors and plain values; [`Error::TooLarge`]; [`Error::Io`].
     pub fn open(path: &Path) -> Result<Self> {
         let (_, name) = split(path)?;
@@ -70,7 +68,7 @@ impl TorchFile {
     /// `pytorch_model.bin.index.json` names.
     ///
     /// # Errors
-    /// [`Error::NotFound`] when none of these is there or the index names a missing file; [`Error::Index`] when the
+    /// [`Error::NotFound`] when none of these is there or the index names a missing file; [`Error::Malformed`] when the
     /// index is damaged, names a file outside of `dir`, or a weight that its file has not; those of
     /// [`TorchFile::open`].
     pub fn open_model(dir: &Path) -> Result<Self> {
@@ -111,7 +109,7 @@ impl TorchFile {
     }
 
     fn add_indexed(&mut self, store: &dyn Store, text: &[u8]) -> Result<()> {
-        let bad = |reason| Error::Index { path: store.path().join(BIN_INDEX), reason };
+        let bad = |reason| not_torch(&store.path().join(BIN_INDEX), None, reason);
         let index: Index =
             serde_json::from_slice(text).map_err(|error| bad(format!("not the index of a model: {error}")))?;
         for (weight, name) in &index.weight_map {
@@ -176,16 +174,16 @@ impl TorchFile {
                 Leaf::Other(what) => {
                     tracing::warn!(
                         "{}: \"{}\" is {}, which is left out",
-                        shown(path.display()),
-                        shown(&fqn),
-                        shown(&what)
+                        escape(path.display()),
+                        escape(&fqn),
+                        escape(&what)
                     );
                     self.unreadable.insert(fqn, what);
                     continue;
                 }
                 Leaf::Tensor(value) => view(&pickle, value).map_err(bad)?,
             };
-            let Some(dtype) = our_dtype(tensor.dtype) else {
+            let Some(dtype) = from_torch_dtype(tensor.dtype) else {
                 self.unreadable.insert(fqn, tensor.dtype.into());
                 continue;
             };
@@ -259,7 +257,7 @@ impl TensorSource for TorchFile {
         self.tensor(fqn)?;
         if chunk > 0 {
             let reason = format!("it has 1 chunk, none at {chunk}");
-            return Err(Error::Request { tensor: fqn.to_string(), reason });
+            return Err(Error::InvalidRead { tensor: fqn.to_string(), reason });
         }
         let (file, stored) = &self.stored[fqn];
         verify(&**file, fqn, stored.storage, seen)
@@ -285,7 +283,7 @@ impl TensorSource for TorchFile {
 pub(super) fn read_checked(
     file: &dyn ReadAt,
     fqn: &str,
-    stored: &Stored,
+    stored: &StoredTensor,
     [chunk, region, part]: [&Region; 3],
     into: &mut [u8],
 ) -> Result<()> {
@@ -318,5 +316,5 @@ fn check(file: &dyn ReadAt, fqn: &str, storage: Storage, crc: crc32fast::Hasher)
     if expected == found {
         return Ok(());
     }
-    Err(Error::Checksum { path: file.path().to_path_buf(), tensor: fqn.to_string(), expected, found })
+    Err(Error::Checksum { path: file.path().to_path_buf(), tensor: Some(fqn.to_string()), expected, found })
 }

@@ -1,14 +1,16 @@
-//! What a pickle says of a tensor, and where that leads in a file.
+//! TODO
 
 use std::path::Path;
 
 use fsdp_core::DType;
+use fsdp_core::layout::Region;
 
-use super::archive::{Archive, Storage};
-use super::error::not_torch;
-use super::pickle::{Node, Pickle, Value};
 use crate::Result;
-use crate::region::checked_bytes;
+use crate::region::{CopyRun, checked_bytes, runs};
+use crate::store::{ReadAt, read_runs};
+use crate::torch::archive::{Archive, Storage};
+use crate::torch::not_torch;
+use crate::torch::pickle::{Node, Pickle, Value};
 
 /// A view of an expanded tensor, in which elements are repeated, has no more bytes than this, or than its file.
 const MAX_EXPANDED: u64 = 16 << 20;
@@ -29,7 +31,7 @@ pub(super) struct View {
 
 /// A tensor in a file.
 #[derive(Clone, Debug)]
-pub(super) struct Stored {
+pub(super) struct StoredTensor {
     pub(super) dtype: DType,
     pub(super) shape: Vec<usize>,
     /// In elements.
@@ -97,7 +99,7 @@ fn rebuilt(pickle: &Pickle<'_>, function: &str, args: &[Value]) -> Result<View, 
 
 impl View {
     /// The tensor in its storage, in a file of `file_bytes` bytes.
-    pub(super) fn within(self, storage: Storage, dtype: DType, file_bytes: u64) -> Result<Stored, String> {
+    pub(super) fn within(self, storage: Storage, dtype: DType, file_bytes: u64) -> Result<StoredTensor, String> {
         let View { offset, shape, strides, .. } = self;
         let impossible = || format!("its shape {shape:?} with strides {strides:?} is too large to count its bytes");
         let bytes = checked_bytes(&shape, dtype.size()).ok_or_else(impossible)? as u64;
@@ -115,11 +117,11 @@ impl View {
             return Err(format!("its elements reach to byte {end} of its storage, which has {} bytes", storage.bytes));
         }
         let start = if bytes > 0 { storage.start + offset as u64 * size } else { storage.start };
-        Ok(Stored { dtype, shape, strides, start, storage })
+        Ok(StoredTensor { dtype, shape, strides, start, storage })
     }
 }
 
-impl Stored {
+impl StoredTensor {
     /// Whether the elements lie one after another, in row-major order.
     pub(super) fn is_contiguous(&self) -> bool {
         let mut expected = 1;
@@ -136,18 +138,18 @@ impl Stored {
 }
 
 /// A tensor's archive, in which there is nothing else: where the tensor is. `item` is its name.
-pub(super) fn sole(
+pub(super) fn read_single_tensor(
     path: &Path,
     item: &str,
     archive: &mut Archive<'_>,
     dtype: DType,
     file_bytes: u64,
-) -> Result<Stored> {
+) -> Result<StoredTensor> {
     let bad = |reason| not_torch(path, Some(item), reason);
     let bytes = archive.pickle()?;
     let pickle = Pickle::parse(&bytes).map_err(|flaw| bad(flaw.to_string()))?;
     let view = view(&pickle, pickle.root()).map_err(bad)?;
-    if our_dtype(view.dtype) != Some(dtype) {
+    if from_torch_dtype(view.dtype) != Some(dtype) {
         return Err(bad(format!("it is {}, the checkpoint's metadata says {dtype}", view.dtype)));
     }
     let storage = archive.storage(&view.key)?;
@@ -180,7 +182,7 @@ fn storage_dtype(class: &str) -> Option<&'static str> {
 }
 
 /// The dtype that PyTorch calls so, if this crate has it.
-pub(super) fn our_dtype(name: &str) -> Option<DType> {
+pub(super) fn from_torch_dtype(name: &str) -> Option<DType> {
     DType::ALL.into_iter().find(|dtype| torch_dtype(*dtype) == Some(name))
 }
 
@@ -209,4 +211,114 @@ pub(super) fn storage_class(dtype: DType) -> Option<&'static str> {
         DType::F64 => "DoubleStorage",
         _ => return None,
     })
+}
+
+/// Reads `part` of the box `chunk`, which is what `stored` holds of a tensor, to its place in `into`, which is the box
+/// `region` of the same tensor. All three are checked by the caller. `seen` gets what is read, in the file's order
+/// where the elements are.
+pub(super) fn read_part(
+    file: &dyn ReadAt,
+    stored: &StoredTensor,
+    [chunk, region, part]: [&Region; 3],
+    into: &mut [u8],
+    seen: &mut dyn FnMut(&[u8]),
+) -> Result<()> {
+    if part.is_empty() {
+        return Ok(());
+    }
+    let size = stored.dtype.size();
+    if stored.is_contiguous() {
+        return read_runs(file, stored.start, runs(chunk, region, part, size), into, seen);
+    }
+    read_runs(file, stored.start, strided_runs(stored, [chunk, region, part]), into, seen)
+}
+
+/// A dimension of a box to copy: its size, and the bytes from one index to the next on both sides.
+struct Dim {
+    size: usize,
+    src: usize,
+    dst: usize,
+}
+
+/// The runs in the order of the file, for views that don't overlap themselves.
+fn strided_runs(stored: &StoredTensor, [chunk, region, part]: [&Region; 3]) -> impl Iterator<Item = CopyRun> + use<> {
+    let size = stored.dtype.size();
+    let mut dims = Vec::with_capacity(part.sizes.len());
+    let (mut src_start, mut dst_start, mut dst) = (0, 0, size);
+    for at in (0..part.sizes.len()).rev() {
+        // The stride of a dimension of one index leads nowhere, and may be any number.
+        let src = if stored.shape[at] > 1 { stored.strides[at] * size } else { 0 };
+        src_start += (part.offsets[at] - chunk.offsets[at]) * src;
+        dst_start += (part.offsets[at] - region.offsets[at]) * dst;
+        if part.sizes[at] > 1 {
+            dims.push(Dim { size: part.sizes[at], src, dst });
+        }
+        dst *= region.sizes[at];
+    }
+    dims.reverse();
+    dims.sort_by_key(|dim| std::cmp::Reverse(dim.src));
+    let mut len = size;
+    while let Some(last) = dims.last()
+        && (last.src, last.dst) == (len, len)
+    {
+        len *= last.size;
+        dims.pop();
+    }
+    let count: usize = dims.iter().map(|dim| dim.size).product();
+    (0..count).map(move |index| {
+        let (mut rest, mut run) = (index, CopyRun { src: src_start, dst: dst_start, len });
+        for dim in dims.iter().rev() {
+            let at = rest % dim.size;
+            rest /= dim.size;
+            run.src += at * dim.src;
+            run.dst += at * dim.dst;
+        }
+        run
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    use proptest::prelude::*;
+
+    use crate::store::LocalFile;
+
+    proptest! {
+        #[test]
+        fn any_box_of_any_view_is_read(
+            sizes in prop::collection::vec(1usize..5, 3),
+            mut strides in prop::collection::vec(0usize..12, 3),
+            cut in prop::collection::vec((0usize..4, 1usize..5), 3),
+        ) {
+            // Nothing is reached by the stride of one index.
+            strides.iter_mut().zip(&sizes).filter(|(_, size)| **size == 1).for_each(|(stride, _)| *stride = usize::MAX);
+            let reach: usize = sizes.iter().zip(&strides).map(|(size, stride)| (size - 1) * stride).sum();
+            let memory: Vec<u8> = (0..4 + 2 * (reach + 1)).map(|i| (i * 7 + 3) as u8).collect();
+            let root = tempfile::tempdir().unwrap();
+            std::fs::write(root.path().join("f"), &memory).unwrap();
+            let file = LocalFile::open(&root.path().join("f")).unwrap();
+            let storage = Storage { start: 0, bytes: memory.len() as u64, crc32: 0 };
+            let (shape, dtype) = (sizes.clone(), DType::BF16);
+            let stored = StoredTensor { dtype, shape, strides: strides.clone(), start: 4, storage };
+            let offsets: Vec<usize> = cut.iter().zip(&sizes).map(|(cut, &size)| cut.0.min(size - 1)).collect();
+            let counts: Vec<usize> =
+                cut.iter().zip(&sizes).zip(&offsets).map(|((cut, size), at)| cut.1.min(size - at)).collect();
+            let part = Region { offsets: offsets.clone(), sizes: counts.clone() };
+            let mut into = vec![0; part.elements() * 2];
+            read_part(&file, &stored, [&Region::whole(&sizes), &part, &part], &mut into, &mut |_| ()).unwrap();
+            let mut at = 0;
+            for x in 0..counts[0] {
+                for y in 0..counts[1] {
+                    for z in 0..counts[2] {
+                        let steps = [x, y, z].into_iter().zip(&offsets).zip(&strides);
+                        let index: usize = steps.map(|((step, offset), stride)| (offset + step) * stride).sum();
+                        prop_assert_eq!(&into[at..at + 2], &memory[4 + 2 * index..6 + 2 * index]);
+                        at += 2;
+                    }
+                }
+            }
+        }
+    }
 }

@@ -126,7 +126,7 @@ fn a_run_is_shown_by_its_steps() {
     // Damaged where only a load sees it; its new name ends in a number.
     for _ in 0..2 {
         save_all(&run.join("step-00000014"), &zoo(), &line(1));
-        fsdp_ckpt::set_aside(&run.join("step-00000014")).unwrap().unwrap();
+        fsdp_ckpt::quarantine(&run.join("step-00000014")).unwrap().unwrap();
     }
     std::fs::write(run.join("losses.jsonl"), "").unwrap();
     let out = succeeds(&["inspect", text(&run)]);

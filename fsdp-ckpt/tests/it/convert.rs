@@ -130,7 +130,7 @@ fn a_model_directory_has_the_parameters_by_their_names() {
     assert_holds(&back, &parameters);
     assert!(tree(&src) == before, "the source was touched");
     let out = fails(&["convert", text(&src), text(&root.path().join("x")), "--to", "hf", "--config-from", text(&src)]);
-    assert!(out.contains("holds no config.json"), "{out}");
+    assert!(out.contains("has no config.json"), "{out}");
 }
 
 #[test]
@@ -281,7 +281,7 @@ fn what_can_not_be_done_leaves_nothing_behind() {
     for args in [&["--to", "hf"][..], &["--to", "fsdp", "--world-size", "3"]] {
         let dst = root.path().join("dst");
         let message = fails(&[&["convert", text(&src), text(&dst)], args].concat());
-        assert!(message.contains("is damaged: its checksum is"), "{message}");
+        assert!(message.contains("is damaged: checksum"), "{message}");
     }
     std::fs::write(&path, good).unwrap();
     assert_eq!(list(root.path()), ["step-00000010", "there"]);
@@ -298,7 +298,7 @@ fn tensors_of_other_dtypes_are_left_out_only_when_asked() {
     std::fs::write(&src, bytes).unwrap();
     let dst = root.path().join("dst");
     let message = fails(&["convert", text(&src), text(&dst), "--to", "fsdp"]);
-    assert!(message.contains("1 tensors of dtypes that can't be read: \"mask\" (BOOL)"), "{message}");
+    assert!(message.contains("has unsupported dtypes: \"mask\" (BOOL); expected"), "{message}");
     let out = succeeds(&["convert", text(&src), text(&dst), "--to", "fsdp", "--skip-unreadable"]);
     assert!(out.contains("1 tensors of dtypes that can't be read were left out"), "{out}");
     assert_eq!(open(&dst).unwrap().tensors().len(), 1);

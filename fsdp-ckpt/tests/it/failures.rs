@@ -35,7 +35,7 @@ fn a_rank_that_fails_fails_all_ranks_and_is_named() {
     });
     assert_eq!(
         message,
-        "rank 1 failed to write its shards: tensor \"model.even.weight\" can't be read: its storage has been resharded"
+        "rank 1 failed to write its shards: can't access tensor \"model.even.weight\": its storage has been resharded"
     );
     assert!(list(root.path()).is_empty());
 
@@ -45,7 +45,7 @@ fn a_rank_that_fails_fails_all_ranks_and_is_named() {
             state.tensors[0].data = Arc::new(Broken(state.tensors[0].data.len()));
         }
         match save(&dir, group, &state) {
-            Err(Error::Rank { rank: 1, error, .. }) => error.map(|error| matches!(*error, Error::Unreadable { .. })),
+            Err(Error::Rank { rank: 1, error, .. }) => error.map(|error| matches!(*error, Error::ShardMemory { .. })),
             other => panic!("{other:?}"),
         }
     });

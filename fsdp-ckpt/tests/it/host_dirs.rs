@@ -92,7 +92,7 @@ fn parts_copied_together_in_any_order_are_the_checkpoint() {
             let together = tempfile::tempdir().unwrap();
             let dir = together.path().join("step-1");
             copy(&disks.dir(order[0], "step-1"), &dir);
-            assert!(matches!(Checkpoint::open(&dir), Err(Error::Elsewhere { .. })));
+            assert!(matches!(Checkpoint::open(&dir), Err(Error::MissingParts { .. })));
             copy(&disks.dir(order[1], "step-1"), &dir);
             let checkpoint = Checkpoint::open(&dir).unwrap();
             checkpoint.verify().unwrap();
@@ -126,7 +126,7 @@ fn every_rank_finds_its_own_on_its_host() {
                 let region = global.region(&mesh, rank);
                 assert_eq!(read(&part, global, &region).unwrap(), global.cut(&region), "{}", global.fqn);
             }
-            let (reader, readers) = dirs.place();
+            let (reader, readers) = dirs.local_rank_and_size();
             assert_eq!((reader, readers), (rank % 2, 2));
             part.verify_share(reader, readers).unwrap().chunks
         });
@@ -154,22 +154,22 @@ fn what_is_on_another_host_is_named_with_the_host() {
         let file = format!("shard-{:05}-model-00001-of-00001.safetensors", rank + 1);
         let (path, host) = (disks.dir(1 - rank / 2, "step-1"), format!("node{}", rank / 2));
         let want = format!(
-            "{0} is a part of a checkpoint: it lacks the file of rank {rank}, which {host} wrote ({file}); copy the \
-             directories of this name from all hosts into one, in any order, as `rsync -a {host}:{0}/ {0}/` does",
+            "{0} is one host's part of a checkpoint: it lacks the file of rank {rank} from {host} ({file}); copy this \
+             directory from all hosts into one: `rsync -a {host}:{0}/ {0}/`",
             path.display()
         );
         assert_eq!(error.to_string(), want);
         assert!(!error.is_damage());
     }
     let alone = Checkpoint::open(&disks.dir(0, "step-1")).unwrap_err();
-    let Error::Elsewhere { files, .. } = &alone else { panic!("{alone}") };
+    let Error::MissingParts { files, .. } = &alone else { panic!("{alone}") };
     assert_eq!(files.len(), 2);
-    assert!(alone.to_string().contains("lacks the files of ranks 2, 3, which node1 wrote (shard-00003-"), "{alone}");
+    assert!(alone.to_string().contains("lacks the files of ranks 2, 3 from node1 (shard-00003-"), "{alone}");
     // A file that is lost after all were copied together is still one of its host's.
     copy(&disks.dir(1, "step-1"), &disks.dir(0, "step-1"));
     fs::remove_file(disks.dir(0, "step-1").join(list(&disks.dir(1, "step-1"))[2].clone())).unwrap();
     let lost = Checkpoint::open(&disks.dir(0, "step-1")).unwrap_err().to_string();
-    assert!(lost.contains("lacks the file of rank 3, which node1 wrote"), "{lost}");
+    assert!(lost.contains("lacks the file of rank 3 from node1"), "{lost}");
 }
 
 #[test]
@@ -184,14 +184,14 @@ fn all_ranks_go_on_from_the_newest_that_all_hosts_have() {
         one(world(4, |group| {
             let found = dirs(group).survey(disks.0[group.rank() / 2].path()).unwrap();
             let reason = |error: &Error| match error {
-                Error::Apart { reason, damaged, .. } => {
+                Error::InconsistentParts { reason, damaged, .. } => {
                     (reason.split(['/', ';']).next().unwrap().to_string(), *damaged)
                 }
                 other => panic!("{other}"),
             };
             let skipped: Vec<_> =
                 found.skipped.iter().map(|(path, error)| (name(path), reason(error).0, reason(error).1)).collect();
-            let aside: Vec<String> = found.set_aside.iter().map(|path| name(path)).collect();
+            let aside: Vec<String> = found.quarantined.iter().map(|path| name(path)).collect();
             (found.newest.map(|path| name(&path)), skipped, aside)
         }))
     };
@@ -201,11 +201,11 @@ fn all_ranks_go_on_from_the_newest_that_all_hosts_have() {
     let want = [
         (
             "step-25",
-            format!("none has the files of ranks 2, 3, which node1 wrote ({third}.safetensors, {fourth}.safetensors)"),
+            format!("none has the files of ranks 2, 3, from node1 ({third}.safetensors, {fourth}.safetensors)"),
             true,
         ),
         ("step-20", "on node1, incomplete checkpoint: ".into(), true),
-        ("step-15", format!("none has the file of rank 2, which node1 wrote ({third}.safetensors)"), true),
+        ("step-15", format!("none has the file of rank 2, from node1 ({third}.safetensors)"), true),
     ];
     assert_eq!(skipped, want.map(|(name, why, damaged)| (name.to_string(), why, damaged)));
 
@@ -213,7 +213,7 @@ fn all_ranks_go_on_from_the_newest_that_all_hosts_have() {
     one(world(4, |group| {
         let dirs = dirs(group);
         ["step-15", "step-20", "step-25"].map(|step| {
-            let moved = dirs.set_aside(&disks.dir(group.rank() / 2, step)).unwrap();
+            let moved = dirs.quarantine(&disks.dir(group.rank() / 2, step)).unwrap();
             assert_eq!(moved.is_some(), group.rank() == 0 || (group.rank() == 2 && step != "step-25"));
         })
     }));
@@ -245,7 +245,7 @@ fn what_may_be_whole_elsewhere_is_not_taken_for_damaged() {
             let dirs = HostDirs::new(group, host[group.rank() / 2]).unwrap();
             match dirs.open(&disks.dir(group.rank() / 2, "step-1")) {
                 Ok(_) => None,
-                Err(Error::Apart { reason, damaged, .. }) => {
+                Err(Error::InconsistentParts { reason, damaged, .. }) => {
                     let root = disks.0[group.rank() / 2].path().display().to_string();
                     Some((reason.replace(&root, ""), damaged))
                 }
@@ -259,7 +259,7 @@ fn what_may_be_whole_elsewhere_is_not_taken_for_damaged() {
     let (reason, damaged) = open(["node0", "node7"]).unwrap();
     let file = |rank: usize| format!("shard-{:05}-model-00001-of-00001.safetensors", rank + 1);
     let want = format!(
-        "none has the files of ranks 2, 3, which node1 wrote ({}, {}), and node1 is not among the hosts; start ranks \
+        "none has the files of ranks 2, 3, from node1 ({}, {}), and node1 is not among the hosts; start ranks \
          there as before, or copy its directory of this name into that of each host here, as `rsync -a node1:/step-1/ \
          /step-1/` does",
         file(2),
@@ -280,7 +280,7 @@ fn what_may_be_whole_elsewhere_is_not_taken_for_damaged() {
     }
     // Nobody has it.
     let errors = world(4, |group| dirs(group).open(&disks.dir(group.rank() / 2, "step-2")).unwrap_err());
-    assert!(errors.iter().all(|error| error.to_string().contains("holds no checkpoint, on any host")), "{errors:?}");
+    assert!(errors.iter().all(|error| error.to_string().contains("has no checkpoint, on any host")), "{errors:?}");
 }
 
 #[test]
@@ -294,7 +294,7 @@ fn damage_on_one_host_is_seen_there() {
     let verified = world(4, |group| {
         let dirs = dirs(group);
         let part = dirs.open(&disks.dir(group.rank() / 2, "step-1")).unwrap();
-        let (reader, readers) = dirs.place();
+        let (reader, readers) = dirs.local_rank_and_size();
         part.verify_share(reader, readers).map_err(|error| error.is_damage())
     });
     let found: Vec<bool> = verified.iter().map(|outcome| *outcome == Err(true)).collect();
@@ -353,7 +353,7 @@ fn the_command_says_what_a_part_lacks() {
     let disks = Disks::new();
     disks.saved(&["step-1"]);
     let part = disks.dir(1, "step-1");
-    let want = "is a part of a checkpoint: it lacks the files of ranks 0, 1, which node0 wrote (shard-00001-";
+    let want = "is one host's part of a checkpoint: it lacks the files of ranks 0, 1 from node0 (shard-00001-";
     let to = disks.dir(1, "to");
     for args in [
         vec!["verify", text(&part)],

@@ -99,7 +99,7 @@ fn dtypes_are_converted_where_that_makes_sense() {
         (&misshapen, &LoadOptions::default(), "shape [12, 5], shape [5, 12] is to be loaded"),
     ] {
         let error = load(&*source, std::slice::from_ref(tensor), options).unwrap_err();
-        assert!(matches!(error, Error::Misfit { .. }) && error.to_string().contains(part), "{error}");
+        assert!(matches!(error, Error::TensorMismatch { .. }) && error.to_string().contains(part), "{error}");
     }
     assert_eq!(untouched.lock().unwrap().bytes(), [1; 480]);
 }

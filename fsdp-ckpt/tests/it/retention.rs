@@ -3,7 +3,7 @@
 use std::num::NonZeroUsize;
 use std::path::Path;
 
-use fsdp_ckpt::{Checkpoint, TensorSource, keep_newest, latest, other_name_of, survey};
+use fsdp_ckpt::{Checkpoint, TensorSource, alias_target, keep_newest, latest, survey};
 
 use crate::world::{fresh, line, list, save_all, zoo};
 
@@ -60,14 +60,14 @@ fn a_link_is_no_checkpoint_of_its_own() {
     let moved = elsewhere.path().join("step-00000002").canonicalize().unwrap();
     let links = [(12, dir(4).canonicalize().unwrap()), (13, moved), (14, root.path().join("nowhere")), (15, dir(15))];
     assert_eq!(found.links, links.map(|(step, target)| (dir(step), target)));
-    assert_eq!(other_name_of(&dir(12)), Some(dir(4).canonicalize().unwrap()));
-    assert_eq!(other_name_of(&dir(4)), None);
+    assert_eq!(alias_target(&dir(12)), Some(dir(4).canonicalize().unwrap()));
+    assert_eq!(alias_target(&dir(4)), None);
 
     let out = crate::cli::succeeds(&["inspect", crate::cli::text(root.path())]);
     assert_eq!(out.matches("no run looks at it").count(), 2, "{out}");
     assert!(out.lines().any(|line| line.contains("step-00000008") && line.contains("<- the newest")), "{out}");
 
-    // Moved to another disk, with a link in its place, it is the one that it was; neither it nor the link goes.
+    // MoveOutcome to another disk, with a link in its place, it is the one that it was; neither it nor the link goes.
     for (name, target) in [("step-00000020", "step-00000020"), ("step-00000021", "moved")] {
         save_all(&elsewhere.path().join(target), &zoo(), &line(2));
         symlink(elsewhere.path().join(target), root.path().join(name)).unwrap();

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use fsdp_ckpt::{
-    Checkpoint, Error, MANIFEST, SaveState, TensorSource, keep_newest, latest, non_finite, save, set_aside, survey,
+    Checkpoint, Error, MANIFEST, SaveState, TensorSource, keep_newest, latest, non_finite, quarantine, save, survey,
 };
 use fsdp_core::layout::Region;
 use fsdp_core::{DType, Placement, Readable};
@@ -132,7 +132,9 @@ pub(crate) fn of_two_writers_one_wins() {
     save_all(dir, &zoo(), &line(2));
     go.send(()).unwrap();
     match late.join().unwrap() {
-        Err(Error::Rank { error: Some(error), .. }) => assert!(matches!(*error, Error::Exists { .. }), "{error}"),
+        Err(Error::Rank { error: Some(error), .. }) => {
+            assert!(matches!(*error, Error::AlreadyExists { .. }), "{error}")
+        }
         other => panic!("{other:?}"),
     }
     let checkpoint = Checkpoint::open(dir).unwrap();
@@ -225,12 +227,12 @@ pub(crate) fn a_damaged_checkpoint_is_set_aside() {
             found.skipped.len() == 1 && found.skipped[0].0 == steps[1] && found.skipped[0].1.is_damage(),
             "{found:?}"
         );
-        assert_eq!(set_aside(&steps[1]).unwrap(), Some(run.join(name)));
+        assert_eq!(quarantine(&steps[1]).unwrap(), Some(run.join(name)));
         assert!(names("aside/step-2").is_empty());
         assert_eq!(names(&format!("aside/{name}")), before);
     }
-    assert_eq!(set_aside(&steps[1]).unwrap(), None);
-    assert_eq!(survey(run).unwrap().set_aside.len(), 2);
+    assert_eq!(quarantine(&steps[1]).unwrap(), None);
+    assert_eq!(survey(run).unwrap().quarantined.len(), 2);
     assert_eq!(keep_newest(run, NonZeroUsize::MIN, &[]).unwrap(), [""; 0].map(PathBuf::from));
 }
 

@@ -122,7 +122,7 @@ pub(crate) fn errors_say_what_to_do() {
         (URL, &[("AWS_ALLOW_HTTP", "")], &["AWS_ALLOW_HTTP=true"]),
         (URL, &[("FSDP_STORE_TIMEOUT_S", "soon")], &["FSDP_STORE_TIMEOUT_S=\"soon\" is not a number"]),
         ("s3://no-such-bucket/step-1", &[], &["no-such-bucket", "there is no such bucket"]),
-        ("s3://bucket/errors/step-2", &[], &["s3://bucket/errors/step-2 holds no checkpoint"]),
+        ("s3://bucket/errors/step-2", &[], &["s3://bucket/errors/step-2 has no checkpoint"]),
     ];
     for (url, env, expected) in cases {
         let message = inspect(url, env);

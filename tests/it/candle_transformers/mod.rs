@@ -123,7 +123,7 @@ macro_rules! models {
 models!(Llama, Mistral, Qwen2, Qwen3, Gemma, Phi3, Mixtral, DeepSeek2, Bert, DistilBert, Vit, T5, Whisper);
 
 #[test]
-fn every_file_trains_on_two_ranks_as_on_one() {
+fn every_file_trains_as_on_one_rank() {
     let mut table = HEAD.to_owned();
     for (file, found) in comparisons() {
         let row = row(file, &found);
@@ -154,7 +154,7 @@ fn output(weights: &std::collections::BTreeMap<String, Tensor>, load: Load) -> T
 }
 
 #[test]
-fn the_changed_files_compute_what_the_files_compute() {
+fn changed_files_compute_the_same() {
     for (file, [ours, theirs]) in outputs() {
         let of = |tensor: Tensor| tensor.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
         let apart = of((ours - &theirs).unwrap()) / of(theirs);

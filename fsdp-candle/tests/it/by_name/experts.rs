@@ -63,7 +63,7 @@ fn step(world: &World, vars: &ShardedVarMap, model: &FsdpModule<Model>, step: us
 }
 
 #[test]
-fn ranks_that_use_different_experts_match() {
+fn different_experts_match_zero_weighted_ones() {
     use ReshardAfterForward::{Default, Never, To};
     for size in [1, 2, 3, 4] {
         for policy in [Default, Never, To(2)] {
@@ -87,7 +87,7 @@ fn ranks_that_use_different_experts_match() {
 }
 
 #[test]
-fn without_the_setting_different_experts_are_an_error_that_names_it() {
+fn different_experts_need_the_setting() {
     let errors = ranks(2, |world| {
         let (_vars, model) = build(&world, &["layers.*", "layers.*.experts.*"], ReshardAfterForward::Default);
         let used = |_: usize, j: usize| j == world.rank();
@@ -101,7 +101,7 @@ fn without_the_setting_different_experts_are_an_error_that_names_it() {
 }
 
 #[test]
-fn experts_that_nobody_chose_are_told_and_have_gradients_of_zero() {
+fn reports_unused_experts() {
     for size in [1, 2, 3] {
         ranks(size, |world| {
             let names = ["layers.*", "layers.*.experts.*"];

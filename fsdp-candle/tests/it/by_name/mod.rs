@@ -70,7 +70,7 @@ fn assert_same([wrapped, by_name]: &[Run; 2], what: &str) {
 }
 
 #[test]
-fn an_untouched_model_trains_as_a_wrapped_one_bit_for_bit() {
+fn named_units_match_wrapped_units() {
     use ReshardAfterForward::{Always, Default, Never, To};
     for size in [1, 2, 3, 4] {
         for dtype in [DType::F32, DType::BF16] {
@@ -89,29 +89,19 @@ fn an_untouched_model_trains_as_a_wrapped_one_bit_for_bit() {
 }
 
 #[test]
-fn tied_and_checkpointed_models_as_well() {
-    for (tied, again) in [(true, false), (false, true), (true, true)] {
+fn tied_checkpointed_and_adapted_models_match_wrapped_ones() {
+    for (tied, again, lora) in
+        [(true, false, false), (false, true, false), (true, true, false), (false, false, true), (false, true, true)]
+    {
         ranks(2, |world| {
-            let kind = Kind { tied, again, ..Kind::default() };
-            let runs = both(&world, kind, DType::F32, ReshardAfterForward::Default);
-            assert_same(&runs, &format!("{kind:?}"));
+            let kind = Kind { tied, again, lora, ..Kind::default() };
+            assert_same(&both(&world, kind, DType::F32, ReshardAfterForward::Default), &format!("{kind:?}"));
         });
     }
 }
 
 #[test]
-fn adapters_on_a_frozen_base_free_it_after_use() {
-    for again in [false, true] {
-        ranks(2, |world| {
-            let kind = Kind { lora: true, again, ..Kind::default() };
-            let runs = both(&world, kind, DType::F32, ReshardAfterForward::Default);
-            assert_same(&runs, &format!("{kind:?}"));
-        });
-    }
-}
-
-#[test]
-fn nested_patterns_and_patterns_of_a_part_are_right() {
+fn nested_and_partial_patterns() {
     for names in
         [&["model.layers.*", "model.layers.*.mlp"][..], &["model.layers.[13]"], &["**.mlp"], &["model", "head"]]
     {
@@ -134,7 +124,7 @@ fn nested_patterns_and_patterns_of_a_part_are_right() {
 }
 
 #[test]
-fn gradients_accumulate_in_units_by_name() {
+fn named_units_accumulate_gradients() {
     ranks(2, |world| {
         let grads_of = |named: bool| {
             let kind = Kind::default();

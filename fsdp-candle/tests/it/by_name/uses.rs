@@ -6,10 +6,10 @@ use fsdp_candle::{FullyShard, ReshardAfterForward, fully_shard, nn, no_grad, sha
 
 use super::EACH_LAYER;
 use super::model::{Kind, LAYERS, Layer, Mlp, Model, Seen, by_name, ids, loss_of, untouched, vars_of, wrapped};
-use crate::common::{gradients, on_cuda, ranks};
+use crate::common::{gradients, on_cuda, ranks, refused};
 
 #[test]
-fn what_is_multiplied_by_hand_is_found_and_stays_in_the_unit_around() {
+fn unmanaged_parameters_stay_in_the_parent_unit() {
     ranks(2, |world| {
         let kind = Kind { scale: true, ..Kind::default() };
         let vars = vars_of(&world, kind);
@@ -37,7 +37,7 @@ fn what_is_multiplied_by_hand_is_found_and_stays_in_the_unit_around() {
 }
 
 #[test]
-fn layers_of_candle_itself_are_raw() {
+fn candles_layers_are_unmanaged() {
     ranks(2, |world| {
         let vars = vars_of(&world, Kind::default());
         let opts = FullyShard::new(&vars).units(["layer"]);
@@ -54,7 +54,7 @@ fn layers_of_candle_itself_are_raw() {
 }
 
 #[test]
-fn patterns_that_can_not_be_are_refused_and_leave_nothing() {
+fn refuses_unmatched_patterns() {
     ranks(2, |world| {
         let kind = Kind::default();
         let vars = vars_of(&world, kind);
@@ -67,27 +67,27 @@ fn patterns_that_can_not_be_are_refused_and_leave_nothing() {
         assert!(error(&["model.["]).contains("is no pattern"));
         assert!(vars.params().is_empty());
         let opts = FullyShard::new(&vars).units(EACH_LAYER.iter().copied());
-        let message = fully_shard(&opts, vars.builder(DType::F32), |vb| untouched(kind, vb)).err().unwrap().to_string();
-        assert!(message.contains("which are for `shard`"), "{message}");
+        refused(fully_shard(&opts, vars.builder(DType::F32), |vb| untouched(kind, vb)), &["which are for `shard`"]);
         by_name(&FullyShard::new(&vars), &vars, kind, EACH_LAYER);
     });
 }
 
 #[test]
-fn outside_a_forward_a_use_is_an_error_that_says_so() {
+fn refuses_uses_outside_forward() {
     ranks(2, |world| {
         let kind = Kind::default();
         let vars = vars_of(&world, kind);
         let model = by_name(&FullyShard::new(&vars), &vars, kind, EACH_LAYER);
         let x = Tensor::ones((1, 2, 6), DType::F32, world.device()).unwrap();
-        let error = model.inner().layers[1].forward(&x).unwrap_err().to_string();
-        assert!(error.contains("unit `model.layers.1` is gathered inside a forward of the model alone"), "{error}");
-        assert!(error.contains("call_mut"), "{error}");
+        refused(
+            model.inner().layers[1].forward(&x),
+            &["unit `model.layers.1` is gathered inside a forward of the model alone", "call_mut"],
+        );
     });
 }
 
 #[test]
-fn a_forward_that_fails_or_comes_alone_leaves_the_model_ready() {
+fn recovers_from_failed_and_unused_forwards() {
     ranks(2, |world| {
         let kind = Kind::default();
         let vars = vars_of(&world, kind);
@@ -126,7 +126,7 @@ fn a_forward_that_fails_or_comes_alone_leaves_the_model_ready() {
 }
 
 #[test]
-fn without_a_graph_every_unit_goes_after_its_use() {
+fn frees_units_after_use_without_a_graph() {
     for policy in [ReshardAfterForward::Default, ReshardAfterForward::Never] {
         ranks(2, |world| {
             let kind = Kind { scale: true, ..Kind::default() };
@@ -157,7 +157,7 @@ fn without_a_graph_every_unit_goes_after_its_use() {
 }
 
 #[test]
-fn wrapped_units_without_a_graph() {
+fn wrapped_units_under_no_grad() {
     ranks(2, |world| {
         let kind = Kind { lora: true, ..Kind::default() };
         let vars = vars_of(&world, kind);
@@ -173,7 +173,7 @@ fn wrapped_units_without_a_graph() {
 }
 
 #[test]
-fn units_of_both_kinds_in_one_model() {
+fn named_and_wrapped_units_nest() {
     ranks(2, |world| {
         let kind = Kind::default();
         let vars = vars_of(&world, kind);
@@ -227,7 +227,7 @@ fn units_of_both_kinds_in_one_model() {
 }
 
 #[test]
-fn a_checkpoint_around_several_units_is_right() {
+fn one_checkpoint_around_several_units() {
     ranks(2, |world| {
         let kind = Kind::default();
         let vars = vars_of(&world, kind);
@@ -253,7 +253,7 @@ fn a_checkpoint_around_several_units_is_right() {
 }
 
 #[test]
-fn a_model_that_forward_changes_is_called_by_call_mut() {
+fn call_mut_changes_the_model() {
     struct Counts(super::model::Untouched, usize);
     ranks(2, |world| {
         let kind = Kind::default();

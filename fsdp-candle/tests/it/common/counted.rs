@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use fsdp_candle::World;
 use fsdp_core::process_group::{
-    Backend, Collective, Failure, Landing, Lookout, Membership, Op, Options, Promises, local,
+    Backend, Collective, CollectiveOutput, Failure, Guarantees, Membership, Op, Options, PeerMonitor, local,
 };
 use fsdp_core::{Buffer, DeviceId, ProcessGroup, Result};
 
@@ -39,11 +39,11 @@ impl Backend for Counted {
         self.backend.device()
     }
 
-    fn promises(&self) -> Promises {
-        self.backend.promises()
+    fn guarantees(&self) -> Guarantees {
+        self.backend.guarantees()
     }
 
-    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Landing> {
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
         let one = |buffer: &Buffer| bytes(std::slice::from_ref(buffer));
         let count = match &op {
             Op::AllGather { parts, .. } => {
@@ -68,8 +68,8 @@ impl Backend for Counted {
         self.backend.fail(why);
     }
 
-    fn lookout(&self) -> Option<Arc<dyn Lookout>> {
-        self.backend.lookout()
+    fn peer_monitor(&self) -> Option<Arc<dyn PeerMonitor>> {
+        self.backend.peer_monitor()
     }
 }
 

@@ -9,7 +9,7 @@ use super::*;
 /// rank 0 does not wait for anything. A call that blocked, or one that did nothing before it is waited for, would end
 /// in a timeout.
 #[test]
-fn collectives_are_issued_and_go_on_without_their_callers() {
+fn collectives_run_without_their_callers() {
     for (from, to) in [(Shard(0), Replicate), (Shard(0), Shard(1)), (SUM, Replicate), (SUM, Shard(0))] {
         let ((tell, told), (done, is_done)) = (channel(), channel());
         let ends = Mutex::new((Some((tell, is_done)), Some((told, done))));
@@ -42,7 +42,7 @@ fn collectives_are_issued_and_go_on_without_their_callers() {
 }
 
 #[test]
-fn handles_may_be_waited_for_in_any_order_and_dropped() {
+fn waits_in_any_order() {
     let together = Barrier::new(4);
     on_mesh(&[2, 2], |mesh| {
         let full = numbers(&[5, 3], DType::F32);

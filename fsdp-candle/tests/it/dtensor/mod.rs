@@ -14,7 +14,7 @@ use fsdp_candle::Placement::{self, Partial, Replicate, Shard};
 use fsdp_candle::{DTensor, DTensorSpec, DeviceMesh, ReduceOp, World};
 use fsdp_core::MeshLayout;
 
-use crate::common::{device, elements, one_of, ranks, rounding};
+use crate::common::{device, elements, one_of, ranks, refused, rounding};
 
 const SUM: Placement = Partial(ReduceOp::Sum);
 const AVG: Placement = Partial(ReduceOp::Avg);

@@ -30,7 +30,7 @@ fn after(
 }
 
 #[test]
-fn reductions_are_partial_over_shared_dimensions_and_keep_the_others() {
+fn reductions_are_partial_over_sharded_dimensions() {
     for dtype in [DType::F32, DType::BF16, DType::F16] {
         on_meshes(|mesh| {
             let shape = [3, 2, 4];
@@ -135,7 +135,7 @@ fn ranks_without_elements_add_nothing() {
 }
 
 #[test]
-fn norms_have_a_share_a_rank_until_all_are_asked_for() {
+fn norms_are_partial() {
     for dtype in [DType::F32, DType::BF16, DType::F16, DType::F64] {
         on_meshes(|mesh| {
             let full = numbers(&[5, 3], dtype);

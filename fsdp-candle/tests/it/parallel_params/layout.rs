@@ -10,7 +10,7 @@ use fsdp_candle::{
 use fsdp_core::layout::chunk_range;
 
 use super::model::{HIDDEN, MESHES, Mesh, VOCABULARY, WIDTH, build, plan};
-use crate::common::ranks;
+use crate::common::{ranks, vars_on};
 
 /// Every rank's box of a parameter, as the elements in it.
 fn covered(vars: &ShardedVarMap, param: &FsdpParam) -> Vec<u8> {
@@ -33,7 +33,7 @@ fn covered(vars: &ShardedVarMap, param: &FsdpParam) -> Vec<u8> {
 }
 
 #[test]
-fn boxes_cover_each_parameter_as_often_as_it_is_replicated() {
+fn regions_cover_each_parameter_once_per_replica() {
     for mesh in MESHES {
         ranks(mesh.size(), |world| {
             let vars = mesh.vars(&world, true);
@@ -51,7 +51,7 @@ fn boxes_cover_each_parameter_as_often_as_it_is_replicated() {
 }
 
 #[test]
-fn fsdp_shards_what_tensor_parallelism_left() {
+fn fsdp_shards_the_tensor_parallel_part() {
     let strided = |split_factor| Placement::StridedShard { dim: 0, split_factor };
     ranks(6, |world| {
         let mesh = Mesh::new(&[("dp", 3), ("tp", 2)], &["dp"], &[]);
@@ -137,7 +137,7 @@ fn assert_names(error: &str, parts: &[&str]) {
 }
 
 #[test]
-fn parameters_that_do_not_fit_are_named() {
+fn refuses_sizes_that_do_not_divide() {
     ranks(4, |world| {
         let columns = || ParallelPlan::new().module("*", ColwiseParallel::default());
         let rows = || ParallelPlan::new().module("*", RowwiseParallel::default());
@@ -157,7 +157,7 @@ fn parameters_that_do_not_fit_are_named() {
 }
 
 #[test]
-fn layers_that_know_nothing_of_it_are_refused() {
+fn refuses_layers_without_tensor_parallelism() {
     ranks(4, |world| {
         let columns = || ParallelPlan::new().module("*", ColwiseParallel::default());
         let knows_nothing = ["`up.weight`", "ColwiseParallel", "knows nothing of tensor parallelism"];
@@ -191,7 +191,7 @@ fn layers_that_know_nothing_of_it_are_refused() {
 }
 
 #[test]
-fn plans_that_come_too_late_or_name_nothing_are_refused() {
+fn refuses_late_and_unmatched_plans() {
     ranks(4, |world| {
         let vars = map(&world);
         let tp = vars.mesh().slice(&["tp"]).unwrap();
@@ -212,7 +212,7 @@ fn plans_that_come_too_late_or_name_nothing_are_refused() {
         assert_names(&error(&tp, &plan), &["a plan already"]);
 
         // A 2-D mesh without roles is HSDP, whose dimensions are both data parallel.
-        let vars = ShardedVarMap::new(&world.mesh(DP_TP).unwrap(), world.device());
+        let vars = vars_on(&world, DP_TP);
         let tp = vars.mesh().slice(&["tp"]).unwrap();
         let error = parallelize(&vars, &tp, &plan).unwrap_err().to_string();
         assert_names(&error, &["\"tp\"", "data parallel", "ShardedVarMap::on"]);
@@ -239,7 +239,7 @@ fn plans_that_come_too_late_or_name_nothing_are_refused() {
 }
 
 #[test]
-fn meshes_that_do_not_go_together_are_refused() {
+fn refuses_incompatible_meshes() {
     ranks(4, |world| {
         let mesh = world.mesh(DP_TP).unwrap();
         let on = |shard, replicate| {

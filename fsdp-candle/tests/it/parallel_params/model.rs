@@ -4,11 +4,11 @@ use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::VarBuilder;
 use fsdp_candle::{
     ActivationLayout, AdamW, AdamWConfig, ColwiseParallel, DataParallelMeshDims, FsdpModule, FullyShard, ParallelPlan,
-    RowwiseParallel, SequenceParallel, ShardedVarMap, StateDictOptions, VocabParallel, World, clip_grad_norm,
-    fully_shard, get_model_state_dict, nn, parallelize, shard,
+    RowwiseParallel, SequenceParallel, ShardedVarMap, VocabParallel, World, clip_grad_norm, fully_shard,
+    get_model_state_dict, nn, parallelize, shard,
 };
 
-use crate::common::{device, unsharded};
+use crate::common::{device, full, unsharded};
 
 /// What tensor parallelism cuts divides by 4 and leaves numbers that do not divide by 3.
 pub(super) const VOCABULARY: usize = 28;
@@ -179,10 +179,6 @@ pub(super) fn optimizer(vars: &ShardedVarMap) -> AdamW {
 
 /// Every parameter's elements, by name.
 pub(super) type Values = Vec<(String, Vec<f32>)>;
-
-pub(super) fn full() -> StateDictOptions {
-    StateDictOptions { full_state_dict: true, ..StateDictOptions::default() }
-}
 
 pub(super) fn values(vars: &ShardedVarMap) -> Values {
     let dict = get_model_state_dict(vars, &full()).unwrap();

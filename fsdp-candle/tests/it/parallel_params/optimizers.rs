@@ -10,8 +10,8 @@ use fsdp_candle::{
     set_optimizer_state_dict,
 };
 
-use super::model::{MESHES, Mesh, Model, Values, build, full, loss, values};
-use crate::common::{device, one_of, ranks};
+use super::model::{MESHES, Mesh, Model, Values, build, loss, values};
+use crate::common::{device, full, one_of, ranks};
 
 type Params = Vec<Arc<FsdpParam>>;
 
@@ -88,7 +88,7 @@ fn trained(mesh: &Mesh) -> (Vec<f64>, Values, Values, Values) {
 }
 
 #[test]
-fn matrices_that_are_cut_twice_are_made_orthogonal_as_wholes() {
+fn muon_orthogonalizes_whole_matrices_on_every_mesh() {
     let (norms, weights, means, state) = trained(&MESHES[0]);
     for mesh in MESHES[1..].iter().step_by(one_of(3)) {
         let (own_norms, own_weights, own_means, own_state) = trained(mesh);

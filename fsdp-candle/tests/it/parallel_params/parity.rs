@@ -6,7 +6,7 @@ use fsdp_candle::{
 };
 
 use super::model::{HIDDEN, MESHES, Mesh, Run, WIDTH, build, build_by_name, reference, train, values};
-use crate::common::{alone, assert_close, one_of, ranks};
+use crate::common::{alone, assert_close, one_of, ranks, vars_on};
 
 const TOLERANCE: f64 = 2e-5;
 
@@ -35,7 +35,7 @@ fn with_options(mesh: Mesh, sequence: bool, tolerance: f64, opts: impl Fn(FullyS
 #[test]
 fn every_mesh_starts_with_the_same_values() {
     let world = alone();
-    let vars = ShardedVarMap::new(&world.mesh(&[("dp", 1)]).unwrap(), world.device());
+    let vars = vars_on(&world, &[("dp", 1)]);
     build(&FullyShard::new(&vars), &vars).unwrap();
     let want = values(&vars);
     for mesh in MESHES {
@@ -55,7 +55,7 @@ fn every_mesh_trains_as_one_process() {
 }
 
 #[test]
-fn so_does_sequence_parallelism() {
+fn every_mesh_trains_with_sequence_parallelism() {
     for mesh in MESHES.iter().skip(1).step_by(one_of(3)).chain(&MESHES[..1]) {
         with_options(*mesh, true, TOLERANCE, |opts| opts);
     }
@@ -65,14 +65,14 @@ const DP_TP: Mesh = Mesh::new(&[("dp", 2), ("tp", 2)], &["dp"], &[]);
 const FOUR_TP: Mesh = Mesh::new(&[("dp", 4), ("tp", 2)], &["dp"], &[]);
 
 #[test]
-fn units_that_are_freed_kept_or_kept_for_fewer_ranks() {
+fn every_reshard_policy() {
     for policy in [ReshardAfterForward::Always, ReshardAfterForward::Never, ReshardAfterForward::To(2)] {
         with_options(FOUR_TP, true, TOLERANCE, |opts| opts.reshard_after_forward(policy));
     }
 }
 
 #[test]
-fn another_dimension_than_the_first() {
+fn sharding_the_second_dimension() {
     // Of a weight that is cut along its inputs, the same dimension; of others, another one.
     with_options(DP_TP, true, TOLERANCE, |opts| {
         opts.shard_placement_fn(|_, shape| (shape.len() == 2).then(|| ShardPlacement::from(1)))
@@ -140,7 +140,7 @@ fn adapters_of_parallel_layers() {
 }
 
 #[test]
-fn a_unit_may_name_a_slice_of_the_mesh() {
+fn units_on_a_slice_of_the_mesh() {
     ranks(4, |world| {
         let vars = DP_TP.vars(&world, true);
         let dp = vars.mesh().slice(&["dp"]).unwrap();

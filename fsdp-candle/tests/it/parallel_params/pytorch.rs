@@ -23,7 +23,7 @@ fn mesh(list: &Value) -> Vec<(&str, usize)> {
 }
 
 #[test]
-fn parameters_lie_as_in_pytorch() {
+fn placements_match_pytorch() {
     let recorded: Value = serde_json::from_str(include_str!("pytorch.json")).unwrap();
     let shape = numbers(&recorded["shape"]);
     let cases = recorded["cases"].as_array().unwrap();

@@ -9,8 +9,8 @@ use fsdp_candle::{
 };
 use fsdp_ckpt::{LoadOptions, SaveState, save};
 
-use super::model::{Mesh, Model, build, full, loss, optimizer};
-use crate::common::ranks;
+use super::model::{Mesh, Model, build, loss, optimizer};
+use crate::common::{full, ranks};
 
 /// The meshes that checkpoints go between.
 const MESHES: &[Mesh] = &[
@@ -51,7 +51,7 @@ fn whole(vars: &ShardedVarMap, optim: &AdamW) -> Bits {
 }
 
 #[test]
-fn state_dicts_of_every_kind() {
+fn state_dicts_round_trip_on_every_mesh() {
     for mesh in MESHES {
         ranks(mesh.size(), |world| {
             let (vars, model, mut optim) = on(mesh, &world);

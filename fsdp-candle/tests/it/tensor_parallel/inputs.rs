@@ -38,7 +38,7 @@ fn input() -> Var {
 }
 
 #[test]
-fn one_input_travels_once() {
+fn layers_share_the_collectives_of_one_input() {
     let bytes = 4 * 2 * 4 * WIDTH;
     counted(2, |world, counts| {
         for (layout, forward, backward) in [
@@ -69,7 +69,7 @@ fn one_input_travels_once() {
 }
 
 #[test]
-fn an_input_that_is_cut_for_layers_comes_back_once() {
+fn split_inputs_are_gathered_once() {
     counted(2, |world, counts| {
         let style = RowwiseParallel { input_layout: ActivationLayout::Replicate, ..Default::default() };
         let vars = parallel_vars(&world, &ParallelPlan::new().module("[qkv]", style));
@@ -103,7 +103,7 @@ impl CustomOp1 for Held {
 }
 
 #[test]
-fn a_graph_does_not_outlive_its_forward() {
+fn shared_inputs_do_not_keep_the_graph() {
     counted(2, |world, _| {
         for layout in [ActivationLayout::Replicate, ActivationLayout::Shard(1)] {
             let vars = parallel_vars(&world, &plan(layout));

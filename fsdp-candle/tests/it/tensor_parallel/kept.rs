@@ -64,7 +64,7 @@ fn check<M: Module + Send + Sync + 'static>(
 }
 
 #[test]
-fn outputs_of_cut_layers() {
+fn kept_outputs_of_parallel_layers() {
     for (input_layout, input) in [REPLICATE, shard(1), shard(-1)] {
         for (output_layout, _) in [REPLICATE, shard(1), shard(-1)] {
             let what = format!("{input_layout:?} -> {output_layout:?}");
@@ -80,7 +80,7 @@ fn outputs_of_cut_layers() {
 }
 
 #[test]
-fn products_and_attention_of_a_cut_block() {
+fn kept_products_of_parallel_blocks() {
     for (of_sequence, layout) in [(false, Placement::Replicate), (true, Placement::Shard(1))] {
         check(&format!("block {layout}"), (&Block::plan(of_sequence), layout), WIDTH, Block::new);
     }

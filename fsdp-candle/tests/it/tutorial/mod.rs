@@ -1,7 +1,5 @@
-//! The tutorials of FSDP2, line by line: what PyTorch's users write, and the same in Rust.
-//!
-//! Between `// tutorial: NAME` and `// end` stand lines of PyTorch's (`//>`) with ours below them. docs/tutorial.md
-//! shows both side by side; the test `tutorial` of the workspace holds it against these files.
+//! The Rust code of docs/tutorial.md, which shows PyTorch's FSDP2 tutorials beside it. The workspace's test `tutorial`
+//! checks that these files contain every block of the document.
 
 mod checkpoint;
 mod contract;

@@ -8,16 +8,14 @@ use anyhow::{Context, Result, bail};
 use bytesize::ByteSize;
 use clap::error::ErrorKind;
 use clap::{Args, ValueEnum};
-use fsdp_ckpt::convert::{View, Written, check, write_fsdp};
+use fsdp_ckpt::convert::{View, check, write_fsdp};
 use fsdp_ckpt::torch::{DcpOptions, write_dcp};
-use fsdp_ckpt::{TensorSource, hf, shown};
+use fsdp_ckpt::{TensorSource, WriteSummary, escape, hf};
 use fsdp_core::{DType, MeshLayout};
 use indicatif::ProgressBar;
 use serde_json::json;
 
-use crate::json::print_json;
-use crate::open::open;
-use crate::progress::bar;
+use crate::{bar, open, print_json};
 
 /// More ranks than any run of ours has; plans grow with them.
 const MOST_RANKS: usize = 4096;
@@ -48,7 +46,7 @@ enum To16 {
     fsdp-ckpt convert runs/llama/step-00000010 step-on-8 --to fsdp --mesh 2x4
     fsdp-ckpt convert runs/llama/step-00000010 llama-dcp --to torch-dcp --world-size 4
 
-A checkpoint loads at any world size as it is. Written for the world size that reads it, it loads faster, because each \
+A checkpoint loads at any world size as it is. WriteSummary for the world size that reads it, it loads faster, because each \
 rank then reads its own file.")]
 pub(crate) struct Convert {
     /// A checkpoint or model of any format.
@@ -229,7 +227,13 @@ impl<'a> Work<'a> {
         Ok(Work { source, src, dst, started, bar })
     }
 
-    fn write(self, view: View<'a>, to: &str, as_json: bool, write: &dyn Fn(&View) -> Result<Written>) -> Result<()> {
+    fn write(
+        self,
+        view: View<'a>,
+        to: &str,
+        as_json: bool,
+        write: &dyn Fn(&View) -> Result<WriteSummary>,
+    ) -> Result<()> {
         self.bar.reset();
         self.bar.set_message("writing");
         let seen = |bytes| self.bar.inc(bytes);
@@ -255,10 +259,10 @@ impl<'a> Work<'a> {
         writeln!(
             out,
             "{}: {to}, {} tensors, {} in {files}, from {} ({}) in {seconds:.1} s",
-            shown(self.dst.display()),
+            escape(self.dst.display()),
             written.tensors,
             ByteSize(written.bytes),
-            shown(self.src.display()),
+            escape(self.src.display()),
             self.source.format(),
         )?;
         for ([from, to], count) in view.converted() {

@@ -5,11 +5,9 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use clap::Args;
-use fsdp_ckpt::{TensorDiff, Tolerance, diff, shown};
+use fsdp_ckpt::{TensorDiff, Tolerance, diff, escape};
 
-use crate::json::print_json;
-use crate::open::open;
-use crate::progress::bar;
+use crate::{bar, open, print_json};
 
 #[derive(Args)]
 pub(crate) struct Diff {
@@ -51,11 +49,11 @@ impl Diff {
         let mut out = std::io::stdout().lock();
         for (side, names) in [(&self.a, &found.only_a), (&self.b, &found.only_b)] {
             for name in names {
-                writeln!(out, "{}  only in {}", shown(name), shown(side.display()))?;
+                writeln!(out, "{}  only in {}", escape(name), escape(side.display()))?;
             }
         }
         let differing: Vec<(String, &TensorDiff)> =
-            found.differing.iter().map(|(name, tensor)| (shown(name).to_string(), tensor)).collect();
+            found.differing.iter().map(|(name, tensor)| (escape(name).to_string(), tensor)).collect();
         let width = differing.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
         for (name, tensor) in differing {
             writeln!(out, "{name:<width$}  {}", in_words(tensor))?;
@@ -80,7 +78,7 @@ impl Diff {
         }
         for (side, count) in [&self.a, &self.b].into_iter().zip(found.unreadable) {
             if count > 0 {
-                let side = shown(side.display());
+                let side = escape(side.display());
                 writeln!(out, "{side} has {count} tensors of dtypes that can't be read; not compared")?;
             }
         }

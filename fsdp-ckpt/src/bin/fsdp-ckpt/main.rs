@@ -3,17 +3,16 @@
 mod convert;
 mod diff;
 mod inspect;
-mod json;
-mod open;
-mod progress;
 mod verify;
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::{CommandFactory, Parser, Subcommand};
-use fsdp_ckpt::shown;
+use fsdp_ckpt::{TensorSource, escape};
+use indicatif::{ProgressBar, ProgressStyle};
 
 /// Look into sharded checkpoints, check them, convert them, compare them.
 ///
@@ -128,7 +127,7 @@ fn main() -> ExitCode {
             Ok(usage) => usage.format(&mut Cli::command()).exit(),
             Err(error) => {
                 // Where stderr is closed, the exit status has to do.
-                let _ = writeln!(std::io::stderr(), "fsdp-ckpt: {}", shown(format!("{error:#}")));
+                let _ = writeln!(std::io::stderr(), "fsdp-ckpt: {}", escape(format!("{error:#}")));
                 ExitCode::FAILURE
             }
         },
@@ -137,4 +136,53 @@ fn main() -> ExitCode {
 
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.downcast_ref::<std::io::Error>().is_some_and(|error| error.kind() == std::io::ErrorKind::BrokenPipe)
+}
+
+/// Opens what a path holds. That a run is no checkpoint is told in the words of whoever gave its path.
+pub(crate) fn open(path: &Path) -> anyhow::Result<Box<dyn TensorSource>> {
+    fsdp_ckpt::open(path).map_err(|error| match inspect::steps::newest(path) {
+        Some(step) => anyhow::anyhow!(
+            "{} holds the steps of a run; name one of them, as in {}",
+            path.display(),
+            path.join(step).display()
+        ),
+        None => error.into(),
+    })
+}
+
+/// A value as pretty JSON, on stdout. Characters that steer a terminal stand in strings only, and JSON has escapes for
+/// all of them.
+pub(crate) fn print_json(value: &serde_json::Value) -> anyhow::Result<()> {
+    let mut text = String::new();
+    for c in format!("{value:#}\n").chars() {
+        if c == '\n' || escape(c).to_string().chars().eq([c]) {
+            text.push(c);
+        } else {
+            text.extend(c.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}")));
+        }
+    }
+    std::io::stdout().write_all(text.as_bytes())?;
+    Ok(())
+}
+
+const TEMPLATE: &str =
+    "{msg} [{wide_bar:.cyan/blue}] {binary_bytes}/{binary_total_bytes}  {binary_bytes_per_sec}  ETA {eta}";
+
+/// A bar over `bytes` bytes. Nothing is drawn where stderr is no terminal.
+pub(crate) fn bar(what: &'static str, bytes: u64) -> ProgressBar {
+    // The template is a constant that a test reads; a bar without it would still be a bar.
+    let style = ProgressStyle::with_template(TEMPLATE).unwrap_or_else(|_| ProgressStyle::default_bar());
+    let bar = ProgressBar::new(bytes).with_style(style.progress_chars("=> ")).with_message(what);
+    bar.enable_steady_tick(Duration::from_millis(200));
+    bar
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_template_is_one() {
+        assert!(ProgressStyle::with_template(TEMPLATE).is_ok());
+    }
 }

@@ -6,12 +6,10 @@ use std::path::Path;
 
 use anyhow::{Result, bail};
 use bytesize::ByteSize;
-use fsdp_ckpt::{Checksums, Error, Format, NonFinite, TensorSource, non_finite, shown};
+use fsdp_ckpt::{Checksums, Error, Format, NonFinite, TensorSource, escape, non_finite};
 use serde_json::json;
 
-use crate::json::print_json;
-use crate::open::open;
-use crate::progress::bar;
+use crate::{bar, open, print_json};
 
 /// Whether all is well.
 pub(crate) fn run(dir: &Path, finite: bool, as_json: bool) -> Result<bool> {
@@ -58,11 +56,11 @@ pub(crate) fn run(dir: &Path, finite: bool, as_json: bool) -> Result<bool> {
     let mut out = std::io::stdout().lock();
     for (error, tensors) in &damaged {
         writeln!(out, "{error}")?;
-        if tensors.len() > 1 || !error.contains(&shown(tensors[0]).to_string()) {
+        if tensors.len() > 1 || !error.contains(&escape(tensors[0]).to_string()) {
             writeln!(out, "  it holds {}", some(tensors))?;
         }
     }
-    let place = shown(dir.display());
+    let place = escape(dir.display());
     if !unreadable.is_empty() {
         writeln!(out, "{place}: {} tensors of other dtypes were not read", unreadable.len())?;
     }
@@ -100,7 +98,7 @@ fn not_covered(source: &dyn TensorSource) -> &'static str {
 
 fn counted(found: &NonFinite) -> String {
     let NonFinite { tensor, dtype, elements, nan, infinite, first, file } = found;
-    let (tensor, file) = (shown(tensor), shown(file));
+    let (tensor, file) = (escape(tensor), escape(file));
     let counts = format!("of {elements} numbers {nan} are NaN and {infinite} infinite");
     format!("\"{tensor}\" ({dtype}): {counts}, the first at {first:?}, in {file}")
 }
@@ -108,11 +106,11 @@ fn counted(found: &NonFinite) -> String {
 /// An error without the advice that comes once, at the end.
 fn in_words(error: Error) -> String {
     let text = format!("{:#}", anyhow::Error::from(error));
-    shown(text.strip_suffix("; use another checkpoint").unwrap_or(&text)).to_string()
+    escape(text.strip_suffix("; use another checkpoint").unwrap_or(&text)).to_string()
 }
 
 fn some(tensors: &[&str]) -> String {
     let more = tensors.len().saturating_sub(8);
-    let listed = tensors.iter().take(8).map(|name| format!("\"{}\"", shown(name))).collect::<Vec<_>>().join(", ");
+    let listed = tensors.iter().take(8).map(|name| format!("\"{}\"", escape(name))).collect::<Vec<_>>().join(", ");
     if more > 0 { format!("{listed} and {more} more") } else { listed }
 }

@@ -10,16 +10,14 @@ use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::path::Path as Key;
 use object_store::{ObjectStore, ObjectStoreExt, RetryConfig};
 
-use super::failure::Failure;
-use super::file::ObjectFile;
-use super::metadata::Connector;
-use super::runtime::{limit, wait};
-use super::upload::Upload;
-use crate::store::files::{Append, ReadAt, Store};
+use crate::store::object::metadata::Connector;
+use crate::store::object::request::{Failure, limit, wait};
+use crate::store::object::transfer::{ObjectFile, Upload};
+use crate::store::{Append, ReadAt, Store};
 use crate::{Error, Result};
 
 /// What is in front of an attempt's tag in the names of its files.
-pub(super) const TAGGED: &str = ".save-";
+pub(super) const SAVE_TAG: &str = ".save-";
 pub(super) const TENSORS: &str = ".safetensors";
 
 /// The objects under a prefix.
@@ -131,7 +129,7 @@ impl Store for ObjectDir {
 
     fn unique_name(&self, name: &str) -> String {
         match name.strip_suffix(TENSORS) {
-            Some(stem) if !self.tag.is_empty() => format!("{stem}{TAGGED}{}{TENSORS}", self.tag),
+            Some(stem) if !self.tag.is_empty() => format!("{stem}{SAVE_TAG}{}{TENSORS}", self.tag),
             _ => name.to_string(),
         }
     }
@@ -159,8 +157,8 @@ impl Store for ObjectDir {
 }
 
 /// Whether a name is that of an attempt's file.
-pub(super) fn is_tagged(name: &str) -> bool {
-    name.ends_with(TENSORS) && name.contains(TAGGED)
+pub(super) fn has_save_tag(name: &str) -> bool {
+    name.ends_with(TENSORS) && name.contains(SAVE_TAG)
 }
 
 fn parse(key: &str, url: &Path) -> Result<Key> {

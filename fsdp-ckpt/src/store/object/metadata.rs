@@ -26,7 +26,7 @@ const LIMIT: Duration = Duration::from_secs(3);
 
 /// What errors say where it is turned off, and where it gives nothing.
 pub(super) const OFF: &str = "asking the cloud's metadata address is turned off";
-pub(super) const SILENT: &str = "the cloud's metadata address does not answer";
+pub(super) const NO_ANSWER: &str = "the cloud's metadata address does not answer";
 
 /// Makes the clients of one kind of store.
 #[derive(Debug)]
@@ -55,7 +55,7 @@ impl HttpConnector for Connector {
         let others = OTHERS.iter().filter_map(|name| std::env::var(name).ok());
         let others = others.map(|url| authority(&url).to_string()).collect();
         let client = ReqwestConnector::default().connect(options)?;
-        Ok(HttpClient::new(Guarded { client, is_off: self.is_off, others }))
+        Ok(HttpClient::new(MetadataGuard { client, is_off: self.is_off, others }))
     }
 }
 
@@ -67,13 +67,13 @@ fn authority(url: &str) -> &str {
 
 /// A client that knows the address.
 #[derive(Debug)]
-struct Guarded {
+struct MetadataGuard {
     client: HttpClient,
     is_off: bool,
     others: Vec<String>,
 }
 
-impl Guarded {
+impl MetadataGuard {
     fn is_metadata(&self, request: &HttpRequest) -> bool {
         let Some(authority) = request.uri().authority() else { return false };
         HOSTS.contains(&authority.host()) || self.others.iter().any(|other| other == authority.as_str())
@@ -89,13 +89,13 @@ impl Guarded {
             return Err(failed(OFF.into()));
         }
         match tokio::time::timeout(LIMIT, self.client.execute(request)).await {
-            Ok(answer) => answer.map_err(|error| failed(format!("{SILENT}: {error}"))),
-            Err(_) => Err(failed(format!("{SILENT} within {} s", LIMIT.as_secs()))),
+            Ok(answer) => answer.map_err(|error| failed(format!("{NO_ANSWER}: {error}"))),
+            Err(_) => Err(failed(format!("{NO_ANSWER} within {} s", LIMIT.as_secs()))),
         }
     }
 }
 
-impl HttpService for Guarded {
+impl HttpService for MetadataGuard {
     fn call<'a, 'f>(
         &'a self,
         request: HttpRequest,
@@ -110,7 +110,7 @@ impl HttpService for Guarded {
 
 #[cfg(test)]
 mod tests {
-    use super::authority;
+    use super::*;
 
     #[test]
     fn urls_have_authorities() {

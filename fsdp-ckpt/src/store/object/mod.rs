@@ -4,7 +4,7 @@
 //! complete. So:
 //!
 //! - The manifest is the commit point. It is written last, with put-if-absent: of two saves to one prefix one gets
-//!   [`Error::Exists`](crate::Error::Exists).
+//!   [`Error::AlreadyExists`](crate::Error::AlreadyExists).
 //! - Each attempt has a tag, which is in the names of its tensor files, and the manifest names the files with the tag:
 //!   what a slow or dead attempt still uploads can't replace what another attempt's manifest names. Readers go by the
 //!   manifest alone.
@@ -22,11 +22,9 @@
 //! have.
 
 mod dir;
-mod failure;
-mod file;
 mod metadata;
-mod runtime;
+mod request;
 mod staging;
-mod upload;
+mod transfer;
 
 pub(super) use self::staging::ObjectPath;

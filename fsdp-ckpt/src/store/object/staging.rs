@@ -5,14 +5,13 @@ use std::sync::Arc;
 
 use object_store::{ObjectStoreExt, PutMode};
 
-use super::dir::{ObjectDir, TAGGED, TENSORS, is_tagged};
-use super::runtime::{Pending, start, wait};
-use super::upload::TIDY_UP;
 use crate::error::chain;
 use crate::file_names::MANIFEST;
-use crate::store::files::{Location, Moved, ReadAt, Staging, Store};
-use crate::store::hidden::unique;
-use crate::store::place::split;
+use crate::store::object::dir::{ObjectDir, SAVE_TAG, TENSORS, has_save_tag};
+use crate::store::object::request::{Pending, start, wait};
+use crate::store::object::transfer::CLEANUP_TIMEOUT;
+use crate::store::staging::unique;
+use crate::store::{Location, MoveOutcome, ReadAt, Staging, Store, split};
 use crate::{Error, Result};
 
 /// The URL of an object or of a prefix.
@@ -36,21 +35,21 @@ impl Location for ObjectPath<'_> {
         Ok(Box::new(ObjectStaging::create(self.0)?))
     }
 
-    fn staged(&self, name: &str) -> Result<Arc<dyn Store>> {
+    fn open_staging(&self, name: &str) -> Result<Arc<dyn Store>> {
         Ok(Arc::new(ObjectDir::with_tag(self.0, name)?))
     }
 
     /// Moves what is directly under a prefix: the store copies it, and then the old objects go. Interrupted, it has
     /// left a copy of a part, or an old prefix without a manifest, which is an unfinished checkpoint.
-    fn move_to(&self, to: &Path) -> Result<Moved> {
+    fn move_to(&self, to: &Path) -> Result<MoveOutcome> {
         let (from, to) = (ObjectDir::new(self.0)?, ObjectDir::new(&to.to_string_lossy())?);
         let names: Vec<String> = from.listing()?.files.into_keys().collect();
         if names.is_empty() {
-            return Ok(Moved::Gone);
+            return Ok(MoveOutcome::SourceMissing);
         }
         let there = to.listing()?;
         if !there.files.is_empty() || !there.dirs.is_empty() {
-            return Ok(Moved::Taken);
+            return Ok(MoveOutcome::TargetExists);
         }
         for name in &names {
             let (store, old, new) = (Arc::clone(&from.store), from.key(name)?, to.key(name)?);
@@ -58,11 +57,11 @@ impl Location for ObjectPath<'_> {
                 .map_err(|failure| failure.at("copy", &from.url.join(name)))?;
         }
         delete_all(&from, names)?;
-        Ok(Moved::Done)
+        Ok(MoveOutcome::Moved)
     }
 
     /// Deletes a checkpoint: its manifest first, so that it is at no time one that is not whole.
-    fn discard(&self) -> Result<bool> {
+    fn remove_dir(&self) -> Result<bool> {
         let dir = ObjectDir::new(self.0)?;
         let names = dir.listing()?.files.into_keys().collect();
         delete_all(&dir, names)?;
@@ -94,8 +93,8 @@ impl ObjectStaging {
             return Err(Error::Argument(format!("{url} is a whole bucket; name a prefix in it, as in {url}/step-1")));
         }
         let there = dir.listing()?;
-        if !there.dirs.is_empty() || there.files.keys().any(|name| !is_tagged(name)) {
-            return Err(Error::Exists { path: dir.url });
+        if !there.dirs.is_empty() || there.files.keys().any(|name| !has_save_tag(name)) {
+            return Err(Error::AlreadyExists { path: dir.url });
         }
         if !there.files.is_empty() {
             tracing::warn!(
@@ -109,13 +108,13 @@ impl ObjectStaging {
 
     /// Deletes the files of attempts, of this one or of all others. What can't be deleted does no harm.
     fn delete(&self, own: bool) {
-        let ours = format!("{TAGGED}{}{TENSORS}", self.dir.tag);
+        let ours = format!("{SAVE_TAG}{}{TENSORS}", self.dir.tag);
         let tidy = || -> Result<usize> {
             let names = self.dir.listing()?.files.into_keys();
-            let names: Vec<String> = names.filter(|name| is_tagged(name) && name.ends_with(&ours) == own).collect();
+            let names: Vec<String> = names.filter(|name| has_save_tag(name) && name.ends_with(&ours) == own).collect();
             for name in &names {
                 let (store, key) = (Arc::clone(&self.dir.store), self.dir.key(name)?);
-                start(TIDY_UP, async move { store.delete(&key).await })
+                start(CLEANUP_TIMEOUT, async move { store.delete(&key).await })
                     .and_then(Pending::wait)
                     .map_err(|failure| failure.at("delete", &self.dir.url.join(name)))?;
             }
@@ -146,7 +145,7 @@ impl Staging for ObjectStaging {
                 Ok(Some(found)) if found == contents => {}
                 Ok(Some(_)) | Err(Error::TooLarge { .. }) => {
                     self.keep = false;
-                    return Err(Error::Exists { path: self.dir.url.clone() });
+                    return Err(Error::AlreadyExists { path: self.dir.url.clone() });
                 }
                 Ok(None) | Err(_) => return Err(failure.at("write", Path::new(&self.dir.url.join(manifest)))),
             }

@@ -157,7 +157,7 @@ fn metadata_is_not_trusted() {
         (with(&|item| item.path = "../w"), "which is not a plain file name"),
         (with(&|item| item.path = "/etc/passwd"), "which is not a plain file name"),
         (with(&|item| item.path = ".."), "which is not a plain file name"),
-        (with(&|item| item.path = "gone"), "holds no file \"gone\""),
+        (with(&|item| item.path = "gone"), "has no file \"gone\""),
         (with(&|item| item.transforms = Some("zstd")), "\"w\": it is stored with transforms"),
         (with(&|item| item.offsets = None), "stored as if it was no tensor"),
         (with(&|item| item.fqn = "v"), "is in no file"),
@@ -222,11 +222,11 @@ fn damaged_checkpoints_are_noticed() {
     for len in (0..metadata.len()).step_by(3) {
         std::fs::write(root.path().join(".metadata"), &metadata[..len]).unwrap();
         let error = TorchDcp::open(root.path()).unwrap_err();
-        assert!(matches!(&error, Error::NotTorch { path, .. } if path.ends_with(".metadata")), "{error}");
+        assert!(matches!(&error, Error::Malformed { path, .. } if path.ends_with(".metadata")), "{error}");
     }
     std::fs::remove_file(root.path().join(".metadata")).unwrap();
     let message = TorchDcp::open(root.path()).unwrap_err().to_string();
-    assert!(message.contains("holds no .metadata: it is no DCP checkpoint, or its save did not finish"), "{message}");
+    assert!(message.contains("has no .metadata: it is no DCP checkpoint, or its save did not finish"), "{message}");
 }
 
 #[test]
@@ -235,7 +235,7 @@ fn links_and_directories_are_no_files() {
     let path = root.path().join("__0_0.distcp");
     std::fs::remove_file(&path).unwrap();
     std::os::unix::fs::symlink("nowhere", &path).unwrap();
-    assert!(TorchDcp::open(root.path()).unwrap_err().to_string().contains("holds no file \"__0_0.distcp\""));
+    assert!(TorchDcp::open(root.path()).unwrap_err().to_string().contains("has no file \"__0_0.distcp\""));
     std::fs::remove_file(&path).unwrap();
     std::os::unix::fs::symlink("__0_0.distcp", &path).unwrap();
     let error = TorchDcp::open(root.path()).unwrap_err();

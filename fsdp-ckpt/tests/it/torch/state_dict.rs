@@ -52,7 +52,9 @@ fn what_is_no_tensor_is_a_value_where_it_can_be() {
     assert_eq!(serde_json::Value::Object(state.values().clone()), expected);
     assert_eq!(state.unreadable()["model.flags"], "bool");
     assert_eq!(state.unreadable()["best"], "inf");
-    assert!(matches!(state.tensor("model.flags"), Err(Error::DType { dtype, .. }) if dtype == "bool"));
+    assert!(
+        matches!(state.tensor("model.flags"), Err(Error::UnsupportedDTypes { tensors, .. }) if tensors["model.flags"] == "bool")
+    );
 }
 
 #[test]
@@ -101,7 +103,7 @@ fn hugging_face_directories_with_bin_files_are_models() {
     assert_eq!(model.files().len(), 2);
     for (map, part) in [
         (json!({ "weight": "../a.bin" }), "which is not a plain file name"),
-        (json!({ "weight": "c.bin" }), "holds no file \"c.bin\""),
+        (json!({ "weight": "c.bin" }), "has no file \"c.bin\""),
         (json!({ "other": "a.bin" }), "weight \"other\" is in a.bin, which has no such tensor"),
     ] {
         let message = index(map).unwrap_err().to_string();

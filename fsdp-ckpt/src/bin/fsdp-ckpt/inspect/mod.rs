@@ -1,9 +1,7 @@
 //! `fsdp-ckpt inspect`.
 
-mod holdings;
-mod map;
-mod steps;
-mod svg;
+mod picture;
+pub(crate) mod steps;
 mod tree;
 
 use std::io::{IsTerminal, Write};
@@ -11,13 +9,12 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use bytesize::ByteSize;
-use fsdp_ckpt::{Checkpoint, Format, TensorSource, shown};
+use fsdp_ckpt::{Checkpoint, Format, TensorSource, escape};
 use serde_json::{Map, Value, json};
 
-use holdings::Holdings;
+use picture::{Holdings, draw_svg, draw_text};
 
-use crate::json::print_json;
-pub(crate) use steps::newest as newest_step;
+use crate::print_json;
 
 /// Columns of what is not a terminal.
 const PLAIN_WIDTH: usize = 120;
@@ -39,7 +36,7 @@ pub(crate) fn run(dir: &Path, as_json: bool, svg: Option<&Path>, full: bool) -> 
     if let Some(path) = svg {
         // Neither an older picture nor anything else is replaced.
         let mut file = std::fs::File::create_new(path).with_context(|| format!("can't create {}", path.display()))?;
-        svg::draw(&Holdings::of(&*source, usize::MAX), &title(&*source), &mut file)
+        draw_svg(&Holdings::of(&*source, usize::MAX), &title(&*source), &mut file)
             .with_context(|| format!("can't write {}", path.display()))?;
     }
     if as_json {
@@ -96,14 +93,14 @@ fn describe(source: &dyn TensorSource) -> Result<Value> {
 fn print(source: &dyn TensorSource, full: bool, out: &mut dyn Write) -> Result<()> {
     let tensors = source.tensors();
     let total = source.bytes();
-    writeln!(out, "{}", shown(source.path().display()))?;
+    writeln!(out, "{}", escape(source.path().display()))?;
     writeln!(out, "  format      {}", source.format())?;
     let ours = ours(source)?;
     if let Some(ours) = &ours {
-        writeln!(out, "  written by  {}", shown(ours.created_by()))?;
+        writeln!(out, "  written by  {}", escape(ours.created_by()))?;
     }
     if let Some(mesh) = source.mesh() {
-        writeln!(out, "  mesh        {} of {} ranks", shown(mesh), mesh.size())?;
+        writeln!(out, "  mesh        {} of {} ranks", escape(mesh), mesh.size())?;
     }
     writeln!(out, "  tensors     {} of {} together", tensors.len(), ByteSize(total))?;
     if let Some(ours) = ours {
@@ -117,7 +114,7 @@ fn print(source: &dyn TensorSource, full: bool, out: &mut dyn Write) -> Result<(
     if !source.unreadable().is_empty() {
         writeln!(out, "\nOF DTYPES THAT CAN'T BE READ")?;
         for (name, dtype) in source.unreadable() {
-            writeln!(out, "  {}  {}", shown(name), shown(dtype))?;
+            writeln!(out, "  {}  {}", escape(name), escape(dtype))?;
         }
     }
 
@@ -136,14 +133,14 @@ fn print(source: &dyn TensorSource, full: bool, out: &mut dyn Write) -> Result<(
         };
         let color = terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
         writeln!(out, "\nWHICH FILE HOLDS WHAT (a bar is full at the largest share of its row)")?;
-        map::draw(&holdings, width, color, out)?;
+        draw_text(&holdings, width, color, out)?;
     }
 
     if !source.values().is_empty() {
         writeln!(out, "\nVALUES")?;
         for (key, value, count) in values(source.values(), full) {
             let alike = if count > 1 { format!("  ({count} alike)") } else { String::new() };
-            writeln!(out, "  {} = {}{alike}", shown(key), shown(value))?;
+            writeln!(out, "  {} = {}{alike}", escape(key), escape(value))?;
         }
     }
     Ok(())

@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use bytesize::ByteSize;
-use fsdp_ckpt::{Error, TensorSource, shown};
+use fsdp_ckpt::{Error, TensorSource, escape};
 use serde_json::{Value, json};
 
-use crate::json::print_json;
+use crate::print_json;
 
 /// A directory in a run's.
 pub(super) struct Step {
@@ -42,15 +42,15 @@ pub(super) fn list(dir: &Path) -> Vec<Step> {
         }
         // A save grows as `.step-00000010.tmp-...`.
         let growing = name.strip_prefix('.').and_then(|rest| rest.split_once(".tmp-")).map(|(target, _)| target);
-        let aside = fsdp_ckpt::name_before_aside(&name);
+        let aside = fsdp_ckpt::name_before_quarantine(&name);
         let Some(number) = number_of(aside.or(growing).unwrap_or(&name)) else { continue };
-        let state = match (fsdp_ckpt::other_name_of(&entry.path()), fsdp_ckpt::open(&entry.path())) {
+        let state = match (fsdp_ckpt::alias_target(&entry.path()), fsdp_ckpt::open(&entry.path())) {
             _ if aside.is_some() => State::SetAside,
             (Some(target), _) => State::Link(target),
             _ if growing.is_some() => State::Unfinished,
             (_, Err(Error::Incomplete { .. } | Error::NotFound { .. })) => State::Unfinished,
             (_, Ok(source)) => State::Whole(source),
-            (_, Err(error @ Error::Elsewhere { .. })) => State::Part(error.to_string()),
+            (_, Err(error @ Error::MissingParts { .. })) => State::Part(error.to_string()),
             (_, Err(error)) => State::Damaged(format!("{:#}", anyhow::Error::from(error))),
         };
         steps.push(Step { name, number, state });
@@ -77,14 +77,14 @@ pub(super) fn show(dir: &Path, steps: &[Step], as_json: bool) -> Result<()> {
         return print_json(&json!({ "path": dir, "steps": steps }));
     }
     let mut out = std::io::stdout().lock();
-    writeln!(out, "{}", shown(dir.display()))?;
+    writeln!(out, "{}", escape(dir.display()))?;
     writeln!(out, "\nSTEPS")?;
-    let width = steps.iter().map(|step| shown(&step.name).to_string().chars().count()).max().unwrap_or(0);
+    let width = steps.iter().map(|step| escape(&step.name).to_string().chars().count()).max().unwrap_or(0);
     let newest = steps.iter().rposition(|step| matches!(step.state, State::Whole(_)));
     for (at, Step { name, state, .. }) in steps.iter().enumerate() {
         let about = match state {
             State::Whole(source) => {
-                let mesh = source.mesh().map_or(String::new(), |mesh| format!(", mesh {}", shown(mesh)));
+                let mesh = source.mesh().map_or(String::new(), |mesh| format!(", mesh {}", escape(mesh)));
                 let newest = if newest == Some(at) { "  <- the newest" } else { "" };
                 let (tensors, format) = (source.tensors().len(), source.format());
                 format!(
@@ -93,12 +93,12 @@ pub(super) fn show(dir: &Path, steps: &[Step], as_json: bool) -> Result<()> {
                 )
             }
             State::Unfinished => "unfinished  its save goes on, or ended too early".to_string(),
-            State::Damaged(error) => format!("damaged     {}", shown(error)),
-            State::Part(error) => format!("part        {}", shown(error)),
-            State::Link(target) => format!("link        to {}; no run looks at it", shown(target.display())),
+            State::Damaged(error) => format!("damaged     {}", escape(error)),
+            State::Part(error) => format!("part        {}", escape(error)),
+            State::Link(target) => format!("link        to {}; no run looks at it", escape(target.display())),
             State::SetAside => "set aside   it is damaged; no run looks at it".to_string(),
         };
-        writeln!(out, "  {:<width$}  {about}", shown(name).to_string())?;
+        writeln!(out, "  {:<width$}  {about}", escape(name).to_string())?;
     }
     Ok(())
 }

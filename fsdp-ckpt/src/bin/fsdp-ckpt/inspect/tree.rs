@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::io::{Result, Write};
 
 use bytesize::ByteSize;
-use fsdp_ckpt::{TensorEntry, TensorSource, shown};
+use fsdp_ckpt::{TensorEntry, TensorSource, escape};
 
 /// What shares the beginning of a name: a tensor, or more names, or both.
 #[derive(Default)]
@@ -104,7 +104,7 @@ impl<'a> Node<'a> {
             let alike = if full { 1 } else { alike.max(1) };
             let last = at + alike == self.children.len();
             let name = match alike {
-                1 => shown(&child.name).to_string(),
+                1 => escape(&child.name).to_string(),
                 n => format!("{}..{} ({n} alike)", child.name, self.children[at + n - 1].name),
             };
             let (branch, below) = if last { ("└─ ", "   ") } else { ("├─ ", "│  ") };

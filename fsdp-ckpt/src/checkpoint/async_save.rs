@@ -1,0 +1,366 @@
+//! TODO
+
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use fsdp_core::{Buffer, ProcessGroup, Readable};
+use rayon::prelude::*;
+
+use crate::checkpoint::agree::agree;
+use crate::error::chain;
+use crate::safetensors::read_bytes;
+use crate::store::split;
+use crate::{Error, HostDirs, Result, SaveOptions, SaveState, SaveSummary, TensorShard, keep_newest, save_with};
+
+/// What [`AsyncSaver::save`] does while the save before is still running.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum WhenBusy {
+    /// It waits for that one to end.
+    #[default]
+    Wait,
+    /// It returns [`Error::Busy`] on every rank when any of them is still writing, and nothing changes.
+    Refuse,
+}
+
+/// Saves checkpoints in the background: PyTorch's `async_save`.
+///
+/// [`AsyncSaver::save`] copies the state to buffers of its own, which it keeps for the next save, and returns; a thread
+/// then does what [`crate::save`] does, over a process group of its own. One save runs at a time. Its failure is
+/// returned by the next call of [`AsyncSaver::save`], [`AsyncSaver::wait`] or [`AsyncSaver::finish`], on every rank; no
+/// rank waits for another for longer than the group's timeout.
+///
+/// A program ends with [`AsyncSaver::finish`]. Dropping the saver waits for the write as well, and can only log a
+/// failure; `std::process::exit` waits for nothing, and the checkpoint that was being written is then an unfinished
+/// one.
+///
+/// ```
+/// use std::sync::Arc;
+/// use fsdp_ckpt::{AsyncSaver, SaveState, TensorShard, WhenBusy, latest};
+/// use fsdp_core::{Buffer, MeshLayout, process_group::local};
+///
+/// let root = tempfile::tempdir()?;
+/// local::run(2, |group| {
+///     let mut saver = AsyncSaver::new(group, WhenBusy::Wait)?;
+///     for step in [10, 20] {
+///         let weight = TensorShard::whole("weight", &[3], Arc::new(Buffer::F32(vec![step as f32; 3])));
+///         let mesh = MeshLayout::new(&[("dp", 2)])?;
+///         let state = SaveState { mesh, tensors: vec![weight], values: Default::default() };
+///         saver.save(&root.path().join(format!("step-{step}")), &state)?;
+///         // Here training goes on, and may change the weight.
+///     }
+///     saver.finish()
+/// })
+/// .into_iter()
+/// .collect::<Result<Vec<_>, _>>()?;
+/// assert_eq!(latest(root.path())?, Some(root.path().join("step-20")));
+/// # Ok::<_, Box<dyn std::error::Error>>(())
+/// ```
+pub struct AsyncSaver {
+    /// The caller's, for what ranks agree on while the caller waits.
+    group: ProcessGroup,
+    /// The background's; none after a failure, of which it may not recover.
+    own: Option<ProcessGroup>,
+    when_busy: WhenBusy,
+    keep: Option<NonZeroUsize>,
+    staged: StagedTensors,
+    running: Option<Running>,
+}
+
+/// A save in the background.
+struct Running {
+    path: PathBuf,
+    thread: JoinHandle<Result<SaveSummary>>,
+}
+
+impl Running {
+    fn join(self) -> Result<SaveSummary> {
+        let outcome = self.thread.join().unwrap_or_else(|_| Err(Error::Argument("its thread panicked".into())));
+        outcome.map_err(|error| Error::AsyncSave { path: self.path, source: Box::new(error) })
+    }
+}
+
+impl AsyncSaver {
+    /// Collective over `group`, which it splits once: the background has a group of its own.
+    ///
+    /// # Errors
+    /// [`Error::Group`].
+    pub fn new(group: ProcessGroup, when_busy: WhenBusy) -> Result<Self> {
+        let own = Some(group.split(0, group.rank())?);
+        Ok(AsyncSaver { group, own, when_busy, keep: None, staged: StagedTensors::default(), running: None })
+    }
+
+    /// After each save, rank 0 removes all but the `keep` newest checkpoints beside it, as [`keep_newest`] does. With
+    /// [`SaveOptions::host`] the first rank of each host does, as [`HostDirs::keep_newest`]. What can't be removed is
+    /// logged.
+    pub fn keep_newest(mut self, keep: NonZeroUsize) -> Self {
+        self.keep = Some(keep);
+        self
+    }
+
+    /// Allocates the buffers for a state of these tensors now, so that the first save blocks no longer than the others.
+    /// Not collective.
+    pub fn reserve(&mut self, tensors: &[TensorShard]) {
+        self.staged.reserve(tensors);
+    }
+
+    /// Copies the state and starts to save it as the directory `dir`; see [`crate::save`]. Collective; the tensors may
+    /// change as soon as it returns.
+    ///
+    /// # Errors
+    /// On every rank: that of the save before, when that has failed (the state is not saved then; call again to go on);
+    /// [`Error::Busy`] with [`WhenBusy::Refuse`]; [`Error::Rank`] when a rank can't read its tensors or start a thread;
+    /// [`Error::Group`].
+    pub fn save(&mut self, dir: &Path, state: &SaveState) -> Result<()> {
+        self.save_with(dir, state, &SaveOptions::default())
+    }
+
+    /// [`AsyncSaver::save`] with options.
+    ///
+    /// # Errors
+    /// As [`AsyncSaver::save`].
+    pub fn save_with(&mut self, dir: &Path, state: &SaveState, options: &SaveOptions) -> Result<()> {
+        let _span = fsdp_core::heartbeat::span("checkpoint save", "");
+        if self.when_busy == WhenBusy::Refuse {
+            self.refuse_when_busy()?;
+        }
+        self.wait()?;
+        let own = match &self.own {
+            Some(own) => own.clone(),
+            None => self.own.insert(self.group.split(0, self.group.rank())?).clone(),
+        };
+        let started = split(dir).and_then(|_| self.stage(state)).and_then(|state| {
+            let (go, told) = std::sync::mpsc::channel();
+            let (path, keep, options) = (dir.to_path_buf(), self.keep, options.clone());
+            let thread = std::thread::Builder::new()
+                .name("fsdp-ckpt-save".into())
+                .spawn(move || match told.recv() {
+                    Ok(()) => run(&path, &own, &state, &options, keep),
+                    Err(_) => Err(Error::Argument("it was not begun".into())),
+                })
+                .map_err(|error| Error::Argument(format!("can't start a thread for the save: {error}")))?;
+            Ok((go, Running { path: dir.to_path_buf(), thread }))
+        });
+        // The background begins once every rank has got here: one that could not would be waited for.
+        let (go, running) = agree(&self.group, "stage its tensors", started)?;
+        // It waits for this.
+        let _ = go.send(());
+        self.running = Some(running);
+        Ok(())
+    }
+
+    /// Waits until the save that is running, if one is, has ended on every rank; what it has done. Collective.
+    ///
+    /// # Errors
+    /// That of the save: [`Error::AsyncSave`], or [`Error::Rank`] where it failed on another rank only.
+    /// [`Error::Group`].
+    pub fn wait(&mut self) -> Result<Option<SaveSummary>> {
+        let _span = fsdp_core::heartbeat::span("wait for checkpoint save", "");
+        let outcome = self.running.take().map(Running::join).transpose();
+        let message = outcome.as_ref().err().map(|error| chain(error).into_bytes()).unwrap_or_default();
+        let messages = match self.group.gather_bytes(message) {
+            Ok(messages) => messages,
+            Err(error) => {
+                self.own = None;
+                return outcome.and(Err(error.into()));
+            }
+        };
+        let failed = messages.iter().enumerate().find(|(_, message)| !message.is_empty());
+        let Some((rank, cause)) = failed else { return outcome };
+        self.own = None;
+        let cause = String::from_utf8_lossy(cause).into_owned();
+        outcome.and(Err(Error::Rank { rank, phase: "save in the background", cause, error: None }))
+    }
+
+    /// [`AsyncSaver::wait`] for the last time.
+    ///
+    /// # Errors
+    /// As [`AsyncSaver::wait`].
+    pub fn finish(mut self) -> Result<Option<SaveSummary>> {
+        self.wait()
+    }
+
+    /// Whether a save is running on this rank. The others may be ahead or behind.
+    pub fn is_busy(&self) -> bool {
+        self.running.as_ref().is_some_and(|running| !running.thread.is_finished())
+    }
+
+    fn refuse_when_busy(&self) -> Result<()> {
+        let busy = self.running.as_ref().filter(|_| self.is_busy());
+        let message = busy.map(|running| running.path.display().to_string().into_bytes()).unwrap_or_default();
+        let messages = self.group.gather_bytes(message)?;
+        match messages.iter().enumerate().find(|(_, message)| !message.is_empty()) {
+            Some((rank, path)) => Err(Error::Busy { path: String::from_utf8_lossy(path).into_owned().into(), rank }),
+            None => Ok(()),
+        }
+    }
+
+    fn stage(&mut self, state: &SaveState) -> Result<SaveState> {
+        let tensors = self.staged.copy(&state.tensors)?;
+        Ok(SaveState { mesh: state.mesh.clone(), tensors, values: state.values.clone() })
+    }
+}
+
+impl Drop for AsyncSaver {
+    fn drop(&mut self) {
+        // Not agreed upon: the other ranks may not be here.
+        if let Some(running) = self.running.take()
+            && let Err(error) = running.join()
+        {
+            tracing::error!("rank {}: {}", self.group.rank(), chain(&error));
+        }
+    }
+}
+
+fn run(
+    path: &Path,
+    group: &ProcessGroup,
+    state: &SaveState,
+    options: &SaveOptions,
+    keep: Option<NonZeroUsize>,
+) -> Result<SaveSummary> {
+    let summary = save_with(path, group, state, options)?;
+    let removed = match (keep, &options.host) {
+        (None, _) => return Ok(summary),
+        (Some(keep), None) if group.rank() == 0 => {
+            split(path).and_then(|(parent, _)| keep_newest(&parent, keep, &[path]))
+        }
+        (Some(_), None) => return Ok(summary),
+        (Some(keep), Some(host)) => HostDirs::new(group, host)
+            .and_then(|dirs| split(path).and_then(|(parent, _)| dirs.keep_newest(&parent, keep, &[path]))),
+    };
+    if let Err(error) = removed {
+        tracing::warn!("can't remove older checkpoints: {}", chain(&error));
+    }
+    Ok(summary)
+}
+
+/// What one core copies at a time: large enough for the copy to be one that goes around the caches.
+const PIECE: usize = 8 << 20;
+
+/// Buffers that are used again.
+#[derive(Debug, Default)]
+pub(crate) struct StagedTensors {
+    buffers: Vec<Arc<Buffer>>,
+}
+
+impl StagedTensors {
+    /// Copies of the shards. Buffers of the copies before that nobody has any more are written to again; what fits no
+    /// shard is freed.
+    pub(crate) fn copy(&mut self, shards: &[TensorShard]) -> Result<Vec<TensorShard>> {
+        let mut free = std::mem::take(&mut self.buffers);
+        let mut copies = Vec::with_capacity(shards.len());
+        for shard in shards {
+            let mut buffer = take(&mut free, shard)?;
+            // It is ours alone.
+            if let Some(buffer) = Arc::get_mut(&mut buffer) {
+                let into = buffer.bytes_mut();
+                read_bytes(&shard.fqn, &*shard.data, into.len(), &mut |bytes| {
+                    copy(into, bytes);
+                    Ok(())
+                })?;
+            }
+            self.buffers.push(Arc::clone(&buffer));
+            copies.push(TensorShard { data: buffer as Arc<dyn Readable>, ..shard.clone() });
+        }
+        Ok(copies)
+    }
+
+    /// Allocates, and touches, what [`StagedTensors::copy`] of the same shards needs.
+    pub(crate) fn reserve(&mut self, shards: &[TensorShard]) {
+        let mut free = std::mem::take(&mut self.buffers);
+        for shard in shards {
+            // Where there is no memory the save says so.
+            let Ok(mut buffer) = take(&mut free, shard) else { continue };
+            if let Some(buffer) = Arc::get_mut(&mut buffer) {
+                // Fresh zeros are no memory yet.
+                buffer.bytes_mut().par_chunks_mut(PIECE).for_each(|piece| piece.fill(1));
+            }
+            self.buffers.push(buffer);
+        }
+    }
+}
+
+/// A buffer that nobody else has. In most states the first free one is it.
+fn take(free: &mut Vec<Arc<Buffer>>, shard: &TensorShard) -> Result<Arc<Buffer>> {
+    let (dtype, len) = (shard.data.dtype(), shard.data.len());
+    let fits =
+        |buffer: &mut Arc<Buffer>| buffer.dtype() == dtype && buffer.len() == len && Arc::get_mut(buffer).is_some();
+    match free.iter_mut().position(fits) {
+        Some(at) => Ok(free.remove(at)),
+        None => {
+            // A buffer that can't be allocated ends the process: it is asked for before, where that can be told.
+            let bytes = len.saturating_mul(dtype.size());
+            if Vec::<u8>::new().try_reserve_exact(bytes).is_err() {
+                let reason = format!("there is no memory for a copy of its {bytes} bytes");
+                return Err(Error::ShardMemory { tensor: shard.fqn.clone(), reason });
+            }
+            Ok(Arc::new(Buffer::zeros(dtype, len)))
+        }
+    }
+}
+
+/// With all cores that this process may use.
+fn copy(into: &mut [u8], from: &[u8]) {
+    if from.len() <= PIECE || rayon::current_num_threads() == 1 {
+        into.copy_from_slice(from);
+    } else {
+        into.par_chunks_mut(PIECE).zip(from.par_chunks(PIECE)).for_each(|(into, from)| into.copy_from_slice(from));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shard(fqn: &str, data: Buffer) -> TensorShard {
+        TensorShard::whole(fqn, &[data.len()], Arc::new(data))
+    }
+
+    /// Memory of a size that there is not.
+    struct Huge;
+
+    impl Readable for Huge {
+        fn dtype(&self) -> fsdp_core::DType {
+            fsdp_core::DType::F32
+        }
+        fn len(&self) -> usize {
+            1 << 60
+        }
+        fn read(&self, _: &mut dyn FnMut(&[u8])) -> std::result::Result<(), String> {
+            Err("nobody gets here".into())
+        }
+    }
+
+    #[test]
+    fn memory_that_is_not_there_is_an_error() {
+        let shards = [TensorShard::whole("a", &[1 << 60], Arc::new(Huge))];
+        let mut staged = StagedTensors::default();
+        staged.reserve(&shards);
+        let message = staged.copy(&shards).unwrap_err().to_string();
+        let want = "can't access tensor \"a\": there is no memory for a copy of its 4611686018427387904 bytes";
+        assert_eq!(message, want);
+    }
+
+    #[test]
+    fn buffers_are_used_again_when_nobody_has_them() {
+        let large = 3 * PIECE / 4 + 5;
+        let state = |value: f32| [shard("a", Buffer::F32(vec![value; large])), shard("b", Buffer::I64(vec![7; 3]))];
+        let mut staged = StagedTensors::default();
+        staged.reserve(&state(0.0));
+        let places = |staged: &StagedTensors| -> Vec<*const u8> {
+            staged.buffers.iter().map(|buffer| buffer.bytes().as_ptr()).collect()
+        };
+        let first = places(&staged);
+        let copies = staged.copy(&state(1.0)).unwrap();
+        assert_eq!(places(&staged), first);
+        let kept = Arc::clone(&staged.buffers[0]);
+        assert!(*kept == Buffer::F32(vec![1.0; large]) && *staged.buffers[1] == Buffer::I64(vec![7; 3]));
+        // Still in use: what is being written does not change.
+        let more = staged.copy(&state(2.0)).unwrap();
+        assert!(places(&staged)[0] != first[0] && *kept == Buffer::F32(vec![1.0; large]));
+        assert_eq!(more[0].data.len(), large);
+        drop((copies, kept));
+    }
+}

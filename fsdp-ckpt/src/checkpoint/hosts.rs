@@ -1,0 +1,430 @@
+//! TODO
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::ErrorKind;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+
+use fsdp_core::ProcessGroup;
+use serde::{Deserialize, Serialize};
+
+use crate::checkpoint::agree::agree;
+use crate::checkpoint::run_dir::{
+    all_resolved, candidates, links_to_nothing, name_before_quarantine, names, remove, resolved, step_of,
+};
+use crate::checkpoint::writable;
+use crate::error::{chain, describe_missing, io_error};
+use crate::escape::escape;
+use crate::file_names::copy_command;
+use crate::store::{as_local, require_local};
+use crate::{Checkpoint, Error, Result, Survey, quarantine};
+
+/// The hosts of a group's ranks, as far as directories are concerned: ranks of one host share theirs.
+#[derive(Clone, Debug)]
+pub(crate) struct Hosts {
+    /// In the order of their first ranks. Empty where one directory is everybody's.
+    names: Vec<String>,
+    /// By rank, the position of its host.
+    of: Vec<usize>,
+}
+
+impl Hosts {
+    /// One directory for all ranks.
+    pub(crate) fn shared(ranks: usize) -> Self {
+        Hosts { names: Vec::new(), of: vec![0; ranks] }
+    }
+
+    /// From what each rank calls its host, or none of them does. Collective.
+    pub(crate) fn exchange(group: &ProcessGroup, host: Option<&str>) -> Result<Self> {
+        let message = host.map_or(Vec::new(), |name| [b"=", name.as_bytes()].concat());
+        let messages = group.gather_bytes(message)?;
+        Self::of_messages(&messages)
+    }
+
+    fn of_messages(messages: &[Vec<u8>]) -> Result<Self> {
+        let nameless: Vec<usize> = (0..messages.len()).filter(|&rank| messages[rank].len() < 2).collect();
+        if messages.iter().all(Vec::is_empty) {
+            return Ok(Self::shared(messages.len()));
+        }
+        if let Some(rank) = nameless.first() {
+            let why = "all ranks name their hosts, or none does, and a name is not empty";
+            return Err(Error::Argument(format!("rank {rank} does not name its host, and others do: {why}")));
+        }
+        let mut hosts = Hosts { names: Vec::new(), of: Vec::with_capacity(messages.len()) };
+        for message in messages {
+            let name = String::from_utf8_lossy(&message[1..]).into_owned();
+            let known = hosts.names.iter().position(|known| *known == name);
+            hosts.of.push(known.unwrap_or(hosts.names.len()));
+            if known.is_none() {
+                hosts.names.push(name);
+            }
+        }
+        Ok(hosts)
+    }
+
+    /// The position of a rank's host.
+    pub(crate) fn of(&self, rank: usize) -> usize {
+        self.of[rank]
+    }
+
+    /// The name of a rank's host; `None` where one directory is everybody's.
+    pub(crate) fn name(&self, rank: usize) -> Option<&str> {
+        self.names.get(self.of[rank]).map(String::as_str)
+    }
+
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.names.iter().any(|known| known == name)
+    }
+
+    /// The first rank of a rank's host, which looks after the directory.
+    pub(crate) fn first(&self, rank: usize) -> usize {
+        self.of.iter().position(|host| *host == self.of[rank]).unwrap_or(rank)
+    }
+
+    pub(crate) fn is_first(&self, rank: usize) -> bool {
+        self.first(rank) == rank
+    }
+
+    /// A rank's number among those of its host, and how many they are.
+    pub(crate) fn local_rank_and_size(&self, rank: usize) -> (usize, usize) {
+        let on_host = |ranks: &[usize]| ranks.iter().filter(|host| **host == self.of[rank]).count();
+        (on_host(&self.of[..rank]), on_host(&self.of))
+    }
+}
+
+/// Directories of one name, of which each host has its own, on disks that the other hosts don't see.
+///
+/// A save with [`crate::SaveOptions::host`] writes the files of a host's ranks to the host's own directory, with the
+/// manifest of the whole checkpoint, which is the same everywhere. So **all hosts' directories copied into one, in any
+/// order, are an ordinary checkpoint** ([`Checkpoint::open`], any number of ranks). One host's alone is a part, and
+/// opening it is [`Error::MissingParts`], which says what is missing and who has it.
+///
+/// The hosts that saved can go on from their parts where they are: each rank of the same layout finds on its own host
+/// what it needs, for what ranks of several hosts hold alike is in each of their directories. That is what this type is
+/// for. Every method is collective over the group, and its outcome the same on every rank unless it says otherwise.
+///
+/// ```
+/// use std::sync::Arc;
+/// use fsdp_ckpt::{Checkpoint, Error, HostDirs, SaveOptions, SaveState, TensorShard, TensorSource, save_with};
+/// use fsdp_core::{Buffer, MeshLayout, layout::Region, process_group::local};
+///
+/// // Two directories stand for those of two hosts, which would have the same name.
+/// let disks = [tempfile::tempdir()?, tempfile::tempdir()?];
+/// let dir = |host: usize| disks[host].path().join("step-00000001");
+/// local::run(2, |group| {
+///     let host = group.rank();
+///     HostDirs::new(&group, &format!("node{host}"))?.check_writable(disks[host].path())?;
+///     let data = Arc::new(Buffer::F32(vec![host as f32; 6]));
+///     let region = Region { offsets: vec![2 * host, 0], sizes: vec![2, 3] };
+///     let shard = TensorShard { fqn: "weight".into(), shape: vec![4, 3], region, data };
+///     let mesh = MeshLayout::new(&[("dp_shard", 2)])?;
+///     let state = SaveState { mesh, tensors: vec![shard], values: Default::default() };
+///     let options = SaveOptions { host: Some(format!("node{host}")), ..SaveOptions::default() };
+///     save_with(&dir(host), &group, &state, &options)?;
+///     // Here it is again, from the parts.
+///     let dirs = HostDirs::new(&group, &format!("node{host}"))?;
+///     assert!(dirs.survey(disks[host].path())?.newest.is_some());
+///     let mut own = vec![0; 24];
+///     let region = Region { offsets: vec![2 * host, 0], sizes: vec![2, 3] };
+///     dirs.open(&dir(host))?.read("weight", &region, &mut own)
+/// })
+/// .into_iter()
+/// .collect::<Result<Vec<_>, _>>()?;
+///
+/// // A host alone has no checkpoint; with the other's files it has.
+/// assert!(matches!(Checkpoint::open(&dir(0)), Err(Error::MissingParts { .. })));
+/// for file in std::fs::read_dir(dir(1))? {
+///     let file = file?;
+///     std::fs::copy(file.path(), dir(0).join(file.file_name()))?;
+/// }
+/// assert_eq!(Checkpoint::open(&dir(0))?.verify()?.files, 2);
+/// # Ok::<_, Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct HostDirs {
+    group: ProcessGroup,
+    hosts: Hosts,
+}
+
+/// What a rank finds in its host's directory of a checkpoint.
+#[derive(Serialize, Deserialize)]
+enum Found {
+    /// There is no such directory.
+    Nothing,
+    Part {
+        seal: (u64, Option<u32>),
+        /// With the hosts that wrote them.
+        missing: BTreeMap<String, String>,
+    },
+    Bad {
+        damaged: bool,
+        why: String,
+    },
+}
+
+/// What a rank finds in its host's directory of checkpoints, by name.
+#[derive(Default, Serialize, Deserialize)]
+struct Listing {
+    steps: BTreeSet<String>,
+    aside: BTreeSet<String>,
+    /// With what they lead to.
+    links: BTreeSet<(String, PathBuf)>,
+}
+
+impl HostDirs {
+    /// `host` is a name that the ranks of a host have in common and no other host has, such as what `hostname` prints.
+    /// Messages and manifests say it.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] when a name is empty; [`Error::Group`].
+    pub fn new(group: &ProcessGroup, host: &str) -> Result<Self> {
+        Ok(HostDirs { group: group.clone(), hosts: Hosts::exchange(group, Some(host))? })
+    }
+
+    /// This rank's number among those of its host, and how many they are. Not collective.
+    pub fn local_rank_and_size(&self) -> (usize, usize) {
+        self.hosts.local_rank_and_size(self.group.rank())
+    }
+
+    /// Finds out whether every rank can write to its host's directory `dir`, as [`crate::check_writable`] does.
+    ///
+    /// # Errors
+    /// As that; and when two hosts have the directory in common.
+    pub fn check_writable(&self, dir: &Path) -> Result<()> {
+        agree(&self.group, "make a directory there", require_local(dir, "a directory of each host"))?;
+        writable::check(dir, &self.group, &self.hosts)
+    }
+
+    /// Opens what is here of the checkpoint `dir`, which the hosts' parts make together. What no file of this host
+    /// holds is [`Error::MissingParts`] when it is read.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] when no host has it. [`Error::InconsistentParts`] when the parts are of different saves, when one is
+    /// damaged, when files are on none of the hosts, and when a host has nothing.
+    pub fn open(&self, dir: &Path) -> Result<Checkpoint> {
+        let opened = open_here(dir);
+        let found = match &opened {
+            None => Found::Nothing,
+            Some(Ok(part)) => Found::Part { seal: part.seal(), missing: part.missing().clone() },
+            Some(Err(error)) => Found::Bad { damaged: error.is_damage(), why: chain(error) },
+        };
+        let all: Vec<Found> = self.exchange(&found)?;
+        self.judge(dir, &all)?;
+        // That is nobody's case.
+        opened.unwrap_or_else(|| Err(Error::Incomplete { path: dir.to_path_buf() }))
+    }
+
+    /// Whether what the ranks have found makes a checkpoint.
+    fn judge(&self, dir: &Path, all: &[Found]) -> Result<()> {
+        let apart = |damaged, reason| Err(Error::InconsistentParts { path: dir.to_path_buf(), reason, damaged });
+        let host = |rank: usize| self.hosts.name(rank).unwrap_or_default();
+        let bad = all.iter().enumerate().filter_map(|(rank, found)| match found {
+            Found::Bad { damaged, why } => Some((*damaged, rank, why)),
+            _ => None,
+        });
+        // What can't be read may be whole: that is told first.
+        if let Some((damaged, rank, why)) = bad.min_by_key(|(damaged, rank, _)| (*damaged, *rank)) {
+            return apart(damaged, format!("on {}, {why}", host(rank)));
+        }
+        let parts: Vec<_> = all
+            .iter()
+            .enumerate()
+            .filter_map(|(rank, found)| match found {
+                Found::Part { seal, missing } => Some((rank, seal, missing)),
+                _ => None,
+            })
+            .collect();
+        let Some((first, seal, missing)) = parts.first() else {
+            let looked_for = "checkpoint, on any host: there is no such directory".into();
+            return Err(Error::NotFound { path: dir.to_path_buf(), looked_for });
+        };
+        if let Some((other, ..)) = parts.iter().find(|(_, other, _)| other != seal) {
+            let (a, b) = (host(*first), host(*other));
+            return apart(false, format!("those of {a} and {b} are of different saves; move away what is not wanted"));
+        }
+        let is_nowhere = |file: &&String| parts.iter().all(|(_, _, missing)| missing.contains_key(*file));
+        let nowhere: BTreeMap<String, String> = missing
+            .iter()
+            .filter(|(file, _)| is_nowhere(file))
+            .map(|(file, host)| (file.clone(), host.clone()))
+            .collect();
+        let strangers: BTreeSet<&str> =
+            nowhere.values().map(String::as_str).filter(|name| !self.hosts.has(name)).collect();
+        if let Some(stranger) = strangers.first() {
+            let (what, copying) = (describe_missing(&nowhere), copy_command(stranger, as_local(dir)?.unwrap_or(dir)));
+            return apart(
+                false,
+                format!(
+                    "none has {what}, and {stranger} is not among the hosts; start ranks there as before, or copy its \
+                     directory of this name into that of each host here, as `{copying}` does"
+                ),
+            );
+        }
+        if !nowhere.is_empty() {
+            let what = describe_missing(&nowhere);
+            return apart(true, format!("none has {what}; the save did not finish, or it was removed since"));
+        }
+        match all.iter().position(|found| matches!(found, Found::Nothing)) {
+            Some(rank) => {
+                let (without, with) = (host(rank), host(*first));
+                apart(false, format!("{without} has none; copy that of {with} there"))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// [`crate::survey`] of the hosts' directories `dir`: the newest checkpoint that their parts make together. What
+    /// was skipped, set aside or is a link on one host is told to all.
+    ///
+    /// # Errors
+    /// When a rank can't list its directory ([`Error::Rank`]); [`Error::Group`].
+    pub fn survey(&self, dir: &Path) -> Result<Survey> {
+        let Listing { steps, aside, links } = self.list(dir)?;
+        let steps = newest_first(dir, &steps);
+        let quarantined = aside.iter().map(|name| dir.join(name)).collect();
+        let links = links.into_iter().map(|(name, target)| (dir.join(name), target)).collect();
+        let mut found = Survey { steps: steps.clone(), quarantined, links, ..Survey::default() };
+        for path in steps {
+            match self.open(&path) {
+                Ok(_) => {
+                    found.newest = Some(path);
+                    break;
+                }
+                Err(error @ Error::Group(_)) => return Err(error),
+                Err(error) => found.skipped.push((path, error)),
+            }
+        }
+        Ok(found)
+    }
+
+    /// [`crate::quarantine`] on every host that has something there. The new path is returned on the first rank of each
+    /// of them.
+    ///
+    /// # Errors
+    /// When a rank fails ([`Error::Rank`]); [`Error::Group`].
+    pub fn quarantine(&self, dir: &Path) -> Result<Option<PathBuf>> {
+        let moved = if self.is_first() { quarantine(dir) } else { Ok(None) };
+        agree(&self.group, "set its part of a checkpoint aside", moved)
+    }
+
+    /// [`crate::keep_newest`] in each host's directory `dir`. Only what the hosts' parts make together counts and goes,
+    /// but for the paths in `spare`. Returned is what has gone from this host, on its first rank.
+    ///
+    /// # Errors
+    /// When a rank can't list its directory or remove from it ([`Error::Rank`]); [`Error::Group`].
+    pub fn keep_newest(&self, dir: &Path, keep: NonZeroUsize, spare: &[&Path]) -> Result<Vec<PathBuf>> {
+        let mut going = Vec::new();
+        let mut whole = 0;
+        for path in newest_first(dir, &self.list(dir)?.steps) {
+            match self.open(&path) {
+                Ok(part) => {
+                    whole += 1;
+                    if whole > keep.get() {
+                        going.push((part, path));
+                    }
+                }
+                Err(error @ Error::Group(_)) => return Err(error),
+                Err(error) if self.group.rank() == 0 => {
+                    tracing::warn!("leaving {}: {}", escape(path.display()), chain(&error));
+                }
+                Err(_) => {}
+            }
+        }
+        // All have looked before anything goes.
+        let mut remove_all = || -> Result<Vec<PathBuf>> {
+            let (spared, mut removed) = (all_resolved(spare)?, Vec::new());
+            for (part, path) in going.drain(..).filter(|_| self.is_first()) {
+                if !spared.contains(&resolved(&path)?) && remove(&part, &path)? {
+                    removed.push(path);
+                }
+            }
+            Ok(removed)
+        };
+        agree(&self.group, "remove older checkpoints", remove_all())
+    }
+
+    fn is_first(&self) -> bool {
+        self.hosts.is_first(self.group.rank())
+    }
+
+    /// What may be checkpoints on any host.
+    fn list(&self, dir: &Path) -> Result<Listing> {
+        let own = || -> Result<Listing> {
+            let names = names(require_local(dir, "a directory of each host")?)?;
+            let aside = names.iter().filter(|name| name_before_quarantine(name).is_some()).cloned().collect();
+            let (steps, mut links) = candidates(dir, names);
+            links.extend(links_to_nothing(dir)?);
+            // They were read as text.
+            let name = |path: &Path| Some(path.file_name()?.to_str()?.to_string());
+            let steps = steps.iter().filter_map(|path| name(path)).collect();
+            Ok(Listing {
+                steps,
+                aside,
+                links: links.into_iter().filter_map(|(link, to)| Some((name(&link)?, to))).collect(),
+            })
+        };
+        let own = agree(&self.group, "list its checkpoints", own())?;
+        let mut all = Listing::default();
+        for Listing { steps, aside, links } in self.exchange(&own)? {
+            all.steps.extend(steps);
+            all.aside.extend(aside);
+            all.links.extend(links);
+        }
+        Ok(all)
+    }
+
+    /// Every rank's, by rank.
+    fn exchange<T: Serialize + for<'a> Deserialize<'a>>(&self, own: &T) -> Result<Vec<T>> {
+        let text =
+            serde_json::to_vec(own).map_err(|error| Error::Argument(format!("can't list what is there: {error}")));
+        let messages = self.group.gather_bytes(agree(&self.group, "list what is there", text)?)?;
+        let read = |(rank, message): (usize, &Vec<u8>)| {
+            serde_json::from_slice(message)
+                .map_err(|error| Error::Argument(format!("rank {rank} sent a list that can't be read: {error}")))
+        };
+        messages.iter().enumerate().map(read).collect()
+    }
+}
+
+/// What is in this host's directory. `None` when there is no such directory.
+fn open_here(dir: &Path) -> Option<Result<Checkpoint>> {
+    if let Ok(Some(path)) = as_local(dir)
+        && let Err(error) = path.symlink_metadata()
+    {
+        // What a disk does not answer says nothing of the checkpoint.
+        return (error.kind() != ErrorKind::NotFound).then(|| Err(io_error("open", path)(error)));
+    }
+    Some(Checkpoint::open_part(dir))
+}
+
+/// By the numbers at the end of their names.
+fn newest_first(dir: &Path, names: &BTreeSet<String>) -> Vec<PathBuf> {
+    let mut names: Vec<&String> = names.iter().collect();
+    names.sort_by_key(|name| Reverse(step_of(name)));
+    names.into_iter().map(|name| dir.join(name)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_of_one_name_are_of_one_host() {
+        let messages = ["=b", "=a", "=b", "=a", "=c"].map(|text| text.as_bytes().to_vec());
+        let hosts = Hosts::of_messages(&messages).unwrap();
+        assert_eq!((0..5).map(|rank| hosts.first(rank)).collect::<Vec<_>>(), [0, 1, 0, 1, 4]);
+        assert_eq!((hosts.name(2), hosts.name(4), hosts.local_rank_and_size(3)), (Some("b"), Some("c"), (1, 2)));
+        assert!(hosts.has("a") && !hosts.has("d") && hosts.is_first(1) && !hosts.is_first(3));
+        let one = Hosts::of_messages(&[Vec::new(), Vec::new()]).unwrap();
+        assert_eq!((one.first(1), one.name(1), one.local_rank_and_size(1)), (0, None, (1, 2)));
+    }
+
+    #[test]
+    fn a_rank_without_a_name_is_named_by_its_number() {
+        for nameless in [&b""[..], b"="] {
+            let error = Hosts::of_messages(&[b"=a".to_vec(), nameless.to_vec()]).unwrap_err().to_string();
+            assert!(error.contains("rank 1 does not name its host"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,314 @@
+//! TODO
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use fsdp_core::layout::Region;
+use fsdp_core::{DType, ProcessGroup, Readable};
+use serde::{Deserialize, Serialize};
+
+use crate::checkpoint::agree::agree;
+use crate::checkpoint::hosts::Hosts;
+use crate::region::{Bounds, TilingError, check_tiling, checked_bytes, fits};
+use crate::{Error, Result};
+
+/// One rank's part of a global tensor.
+#[derive(Clone)]
+pub struct TensorShard {
+    /// The fully qualified name, the same on every rank, as in `model.layers.0.weight`.
+    pub fqn: String,
+    /// The shape of the global tensor.
+    pub shape: Vec<usize>,
+    /// The box of the global tensor that this rank holds; may be empty.
+    pub region: Region,
+    /// The elements of the box, row-major. The tensor's dtype is this memory's.
+    pub data: Arc<dyn Readable>,
+}
+
+impl TensorShard {
+    /// A tensor that this rank holds as a whole.
+    pub fn whole(fqn: impl Into<String>, shape: &[usize], data: Arc<dyn Readable>) -> Self {
+        TensorShard { fqn: fqn.into(), shape: shape.to_vec(), region: Region::whole(shape), data }
+    }
+}
+
+impl std::fmt::Debug for TensorShard {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("TensorShard")
+            .field("fqn", &self.fqn)
+            .field("dtype", &self.data.dtype())
+            .field("shape", &self.shape)
+            .field("region", &self.region)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What a rank says that it holds of one tensor.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct ShardInfo {
+    pub(crate) fqn: String,
+    pub(crate) dtype: DType,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) offsets: Vec<usize>,
+    pub(crate) sizes: Vec<usize>,
+}
+
+/// One chunk and the rank that writes it. No rank writes two chunks of a tensor.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct PlannedChunk {
+    pub(crate) region: Region,
+    pub(crate) writer: usize,
+    /// Ranks of other hosts that write it too, each for the directory of its own.
+    pub(crate) copiers: Vec<usize>,
+}
+
+impl PlannedChunk {
+    pub(crate) fn writers(&self) -> impl Iterator<Item = usize> + '_ {
+        std::iter::once(self.writer).chain(self.copiers.iter().copied())
+    }
+}
+
+/// One tensor's chunks, ordered by their offsets.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct PlannedTensor {
+    pub(crate) dtype: DType,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) chunks: Vec<PlannedChunk>,
+}
+
+/// All tensors by name.
+pub(crate) type Plan = BTreeMap<String, PlannedTensor>;
+
+/// Exchanges what the ranks hold and plans who writes what. Collective. `subject` must be the same on every rank; it
+/// says what is being saved.
+pub(crate) fn exchange_plan(
+    group: &ProcessGroup,
+    hosts: &Hosts,
+    subject: &str,
+    shards: &[TensorShard],
+) -> Result<Plan> {
+    let claims = claims(shards).and_then(|claims| {
+        serde_json::to_vec(&(subject, claims))
+            .map_err(|error| Error::Argument(format!("can't list the shards: {error}")))
+    });
+    let message = agree(group, "list its shards", claims)?;
+    let mut all = Vec::<Vec<ShardInfo>>::with_capacity(group.size());
+    let mut first: Option<String> = None;
+    for (rank, message) in group.gather_bytes(message)?.iter().enumerate() {
+        let (theirs, claims): (String, Vec<ShardInfo>) = serde_json::from_slice(message).map_err(|error| {
+            Error::Argument(format!("rank {rank} sent a list of shards that can't be read: {error}"))
+        })?;
+        let first = first.get_or_insert_with(|| theirs.clone());
+        if *first != theirs {
+            return Err(Error::Argument(format!(
+                "the ranks don't save the same thing: rank 0 saves {first}, rank {rank} saves {theirs}"
+            )));
+        }
+        all.push(claims);
+    }
+    plan(&all, hosts)
+}
+
+/// This rank's claims, checked for what can be known without the other ranks.
+fn claims(shards: &[TensorShard]) -> Result<Vec<ShardInfo>> {
+    let mut seen = BTreeSet::new();
+    shards
+        .iter()
+        .map(|shard| {
+            let fail = |reason| Err(Error::InvalidShards { tensor: shard.fqn.clone(), reason });
+            let dtype = shard.data.dtype();
+            if shard.fqn.is_empty() || shard.fqn == "__metadata__" {
+                return fail("this name can't be used in a safetensors file; choose another".to_string());
+            }
+            if !seen.insert(shard.fqn.as_str()) {
+                return fail("it is given twice; give each tensor once a rank".to_string());
+            }
+            if checked_bytes(&shard.shape, dtype.size()).is_none() {
+                return fail(format!("its shape {:?} is too large to count its bytes", shard.shape));
+            }
+            if !fits(&shard.region, &shard.shape) {
+                return fail(format!("{} is not a part of its shape {:?}", Bounds(&shard.region), shard.shape));
+            }
+            if shard.data.len() != shard.region.elements() {
+                let (span, need, have) = (Bounds(&shard.region), shard.region.elements(), shard.data.len());
+                return fail(format!("{span} has {need} elements, its data has {have}"));
+            }
+            Ok(ShardInfo {
+                fqn: shard.fqn.clone(),
+                dtype,
+                shape: shard.shape.clone(),
+                offsets: shard.region.offsets.clone(),
+                sizes: shard.region.sizes.clone(),
+            })
+        })
+        .collect()
+}
+
+/// Plans from every rank's claims. Equal regions are written once a directory; of the ranks that hold one there, the
+/// one with the fewest bytes so far writes it.
+pub(crate) fn plan(claims: &[Vec<ShardInfo>], hosts: &Hosts) -> Result<Plan> {
+    let mut tensors = BTreeMap::<&str, TensorHolders<'_>>::new();
+    for (rank, claims) in claims.iter().enumerate() {
+        for claim in claims {
+            let known =
+                tensors.entry(&claim.fqn).or_insert_with(|| TensorHolders { rank, claim, held: BTreeMap::new() });
+            known.add(rank, claim)?;
+        }
+    }
+    let mut chunks = Vec::new();
+    for (&fqn, holders) in &tensors {
+        holders.check(fqn)?;
+        chunks.extend(holders.held.iter().map(|(key, ranks)| ChunkToWrite {
+            fqn,
+            key,
+            ranks,
+            bytes: holders.bytes(key),
+        }));
+    }
+    // What only one rank holds is settled first, then the largest: the rest evens it out.
+    chunks.sort_by(|a, b| (a.ranks.len() > 1, b.bytes, a.fqn, a.key).cmp(&(b.ranks.len() > 1, a.bytes, b.fqn, b.key)));
+    let mut load = vec![0usize; claims.len()];
+    let mut plan = Plan::new();
+    for chunk in chunks {
+        let mut writers = BTreeMap::new();
+        for &rank in chunk.ranks {
+            let writer = writers.entry(hosts.of(rank)).or_insert(rank);
+            if (load[rank], rank) < (load[*writer], *writer) {
+                *writer = rank;
+            }
+        }
+        let mut writers = writers.into_values();
+        let Some(writer) = writers.next() else { continue };
+        let copiers: Vec<usize> = writers.collect();
+        for &writer in std::iter::once(&writer).chain(&copiers) {
+            load[writer] = load[writer].saturating_add(chunk.bytes);
+        }
+        let claim = tensors[chunk.fqn].claim;
+        let planned = plan.entry(chunk.fqn.to_string()).or_insert_with(|| PlannedTensor {
+            dtype: claim.dtype,
+            shape: claim.shape.clone(),
+            chunks: Vec::new(),
+        });
+        let region = Region { offsets: chunk.key.0.clone(), sizes: chunk.key.1.clone() };
+        planned.chunks.push(PlannedChunk { region, writer, copiers });
+    }
+    for tensor in plan.values_mut() {
+        tensor.chunks.sort_by(|a, b| a.region.offsets.cmp(&b.region.offsets));
+    }
+    Ok(plan)
+}
+
+/// A region as offsets and sizes, ordered.
+type Key = (Vec<usize>, Vec<usize>);
+
+/// A region that somebody has to write.
+struct ChunkToWrite<'a> {
+    fqn: &'a str,
+    key: &'a Key,
+    ranks: &'a [usize],
+    bytes: usize,
+}
+
+/// Who holds what of one tensor.
+struct TensorHolders<'a> {
+    /// The first rank that has it, and what it says of it.
+    rank: usize,
+    claim: &'a ShardInfo,
+    held: BTreeMap<Key, Vec<usize>>,
+}
+
+impl<'a> TensorHolders<'a> {
+    fn add(&mut self, rank: usize, claim: &'a ShardInfo) -> Result<()> {
+        if (claim.dtype, &claim.shape) != (self.claim.dtype, &self.claim.shape) {
+            return Err(Error::InvalidShards {
+                tensor: claim.fqn.clone(),
+                reason: format!(
+                    "rank {} has it as {} {:?}, rank {rank} as {} {:?}; all ranks must agree",
+                    self.rank, self.claim.dtype, self.claim.shape, claim.dtype, claim.shape
+                ),
+            });
+        }
+        // A tensor without elements is written by somebody, so that it is there; other empty shards are nobody's
+        // business.
+        if claim.shape.contains(&0) {
+            self.held.entry((vec![0; claim.shape.len()], claim.shape.clone())).or_default().push(rank);
+        } else if !claim.sizes.contains(&0) {
+            self.held.entry((claim.offsets.clone(), claim.sizes.clone())).or_default().push(rank);
+        }
+        Ok(())
+    }
+
+    fn bytes(&self, key: &Key) -> usize {
+        key.1.iter().product::<usize>() * self.claim.dtype.size()
+    }
+
+    fn check(&self, fqn: &str) -> Result<()> {
+        let shape = &self.claim.shape;
+        let fail = |reason| Err(Error::InvalidShards { tensor: fqn.to_string(), reason });
+        let regions: Vec<(Region, usize)> = self
+            .held
+            .iter()
+            .map(|(key, ranks)| (Region { offsets: key.0.clone(), sizes: key.1.clone() }, ranks[0]))
+            .collect();
+        let all: Vec<&Region> = regions.iter().map(|(region, _)| region).collect();
+        match check_tiling(shape, &all) {
+            Ok(()) => Ok(()),
+            Err(TilingError::Overlap(a, b)) => {
+                let ((left, rank_a), (right, rank_b)) = (&regions[a], &regions[b]);
+                fail(format!(
+                    "rank {rank_a} holds {} and rank {rank_b} holds {} of shape {shape:?}: they overlap in part; \
+                        shards must be equal or disjoint",
+                    Bounds(left),
+                    Bounds(right)
+                ))
+            }
+            Err(TilingError::Gap(missing)) => {
+                let held: Vec<String> =
+                    regions.iter().take(8).map(|(region, rank)| format!("rank {rank} {}", Bounds(region))).collect();
+                let more = regions.len().saturating_sub(8);
+                let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+                let held = if held.is_empty() { "nothing".to_string() } else { held.join(", ") };
+                fail(format!("no rank holds {missing} of the elements of shape {shape:?}; held are {held}{more}"))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn claim(fqn: &str, shape: &[usize], offsets: &[usize], sizes: &[usize]) -> ShardInfo {
+        ShardInfo {
+            fqn: fqn.into(),
+            dtype: DType::F32,
+            shape: shape.to_vec(),
+            offsets: offsets.to_vec(),
+            sizes: sizes.to_vec(),
+        }
+    }
+
+    #[test]
+    fn replicas_are_written_once_and_spread_by_bytes() {
+        let names = ["a", "b", "c", "d"];
+        let rank: Vec<ShardInfo> = names.iter().map(|name| claim(name, &[4], &[0], &[4])).collect();
+        let plan = plan(&[rank.clone(), rank], &Hosts::shared(2)).unwrap();
+        let writers: Vec<usize> = plan.values().map(|tensor| tensor.chunks[0].writer).collect();
+        assert!(plan.values().all(|tensor| tensor.chunks.len() == 1));
+        assert_eq!(writers.iter().filter(|&&writer| writer == 0).count(), 2, "{writers:?}");
+    }
+
+    #[test]
+    fn shards_that_make_no_whole_are_refused() {
+        let part = |offset, size| vec![claim("w", &[4], &[offset], &[size])];
+        let text = |claims: &[Vec<ShardInfo>]| plan(claims, &Hosts::shared(claims.len())).unwrap_err().to_string();
+        let overlap = text(&[part(0, 3), part(2, 2)]);
+        assert!(overlap.contains("\"w\": rank 0 holds [0..3] and rank 1 holds [2..4]"), "{overlap}");
+        let gap = text(&[part(0, 1), part(2, 2)]);
+        assert!(gap.contains("no rank holds 1 of the elements") && gap.contains("rank 1 [2..4]"), "{gap}");
+        let nothing = text(&[part(0, 0)]);
+        assert!(nothing.contains("held are nothing"), "{nothing}");
+        let shapes = text(&[part(0, 4), vec![claim("w", &[5], &[0], &[5])]]);
+        assert!(shapes.contains("rank 1 as F32 [5]"), "{shapes}");
+    }
+}

@@ -1,0 +1,311 @@
+//! TODO
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use fsdp_core::{MeshLayout, ProcessGroup};
+use serde_json::{Map, Value};
+
+use crate::checkpoint::agree::{agree, on_first_ranks, on_rank_0};
+use crate::checkpoint::hosts::Hosts;
+use crate::checkpoint::manifest::Manifest;
+use crate::checkpoint::plan::{Plan, exchange_plan};
+use crate::error::chain;
+use crate::escape::escape;
+use crate::file_names::{MANIFEST, file_name};
+use crate::region::{Bounds, checked_bytes};
+use crate::safetensors::{Entry, WrittenFile, read_bytes, sharding, write_file};
+use crate::source::{ChunkEntry, FileEntry, TensorEntry};
+use crate::store::{Store, open_staging, remove_dir, require_local, split, stage};
+use crate::{Error, Result, TensorShard};
+
+/// What one rank passes to [`save`].
+#[derive(Clone, Debug)]
+pub struct SaveState {
+    /// The mesh that the tensors are sharded over, the same on every rank; it has as many ranks as the group.
+    pub mesh: MeshLayout,
+    /// What this rank holds, in any order.
+    pub tensors: Vec<TensorShard>,
+    /// Non-tensor state (step, data position, hyper-parameters, ...). Rank 0's are written; the other ranks' are not
+    /// looked at.
+    pub values: Map<String, Value>,
+}
+
+/// How to save.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SaveOptions {
+    /// Whether the caller has looked at every floating point number of this rank's tensors, as they are now, and found
+    /// it finite. When all ranks have, the checkpoint says so ([`crate::Checkpoint::is_finite`], `fsdp-ckpt inspect`).
+    /// It is the caller's word: the save itself does not look.
+    pub finite: bool,
+    /// The name of this rank's host, where each host saves to a directory of its own: see [`crate::HostDirs`]. `None`
+    /// on every rank where all of them share the directory.
+    pub host: Option<String>,
+}
+
+/// What a save has done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SaveSummary {
+    /// The checkpoint.
+    pub path: PathBuf,
+    /// The number of tensors.
+    pub tensors: usize,
+    /// The number of tensor files.
+    pub files: usize,
+    /// The bytes of all tensors, each counted once.
+    pub bytes: u64,
+    /// The bytes of tensors that this rank wrote.
+    pub bytes_by_this_rank: u64,
+}
+
+/// Saves a checkpoint as the directory `dir`, whose parents are created. Collective: every rank of `group` calls it
+/// with the same `dir`, on a file system that all of them share.
+///
+/// Files grow in a temporary directory beside `dir`. Once all of them are on disk, rank 0 writes the manifest and gives
+/// the directory its name by an atomic rename. Equal shards of several ranks are written by one of them. Ranks wait for
+/// the slowest writer, for the group's timeout at most.
+///
+/// With [`SaveOptions::host`] each host has a `dir` of its own: the first rank of each host writes the manifest there
+/// and names the directory, and equal shards are written once a host.
+///
+/// In an object store (`s3://bucket/run/step-1`, with the feature `object-store`), files go to their place under names
+/// that no other save uses, and the manifest comes last.
+///
+/// # Errors
+/// On every rank when any of them fails, naming that rank and its cause ([`Error::Rank`]); nothing is left behind then.
+/// [`Error::InvalidShards`] when the ranks' shards don't make whole tensors, [`Error::AlreadyExists`] (within [`Error::Rank`]) when
+/// `dir` is there already, [`Error::Group`] when a collective fails.
+///
+/// ```
+/// use std::sync::Arc;
+/// use fsdp_ckpt::{Checkpoint, SaveState, TensorShard, TensorSource, save};
+/// use fsdp_core::{Buffer, MeshLayout, layout::Region, process_group::local};
+///
+/// let root = tempfile::tempdir()?;
+/// let dir = root.path().join("step-00000001");
+/// local::run(2, |group| {
+///     // Each of two ranks holds two of four rows.
+///     let data = Arc::new(Buffer::F32(vec![group.rank() as f32; 6]));
+///     let region = Region { offsets: vec![2 * group.rank(), 0], sizes: vec![2, 3] };
+///     let shard = TensorShard { fqn: "model.weight".into(), shape: vec![4, 3], region, data };
+///     let mesh = MeshLayout::new(&[("dp_shard", 2)])?;
+///     save(&dir, &group, &SaveState { mesh, tensors: vec![shard], values: Default::default() })?;
+///     Ok::<_, fsdp_ckpt::Error>(())
+/// });
+/// let mut column = vec![0; 16];
+/// let region = Region { offsets: vec![0, 1], sizes: vec![4, 1] };
+/// Checkpoint::open(&dir)?.read("model.weight", &region, &mut column)?;
+/// assert_eq!(column[12..], 1f32.to_ne_bytes());
+/// # Ok::<_, Box<dyn std::error::Error>>(())
+/// ```
+pub fn save(dir: &Path, group: &ProcessGroup, state: &SaveState) -> Result<SaveSummary> {
+    save_with(dir, group, state, &SaveOptions::default())
+}
+
+/// [`save`] with options.
+///
+/// # Errors
+/// As [`save`].
+pub fn save_with(dir: &Path, group: &ProcessGroup, state: &SaveState, options: &SaveOptions) -> Result<SaveSummary> {
+    let started = std::time::Instant::now();
+    let _span = fsdp_core::heartbeat::span("checkpoint save", "");
+    let name = agree(group, "start the save", check_arguments(dir, group, &state.mesh, options))?;
+    let hosts = Hosts::exchange(group, options.host.as_deref())?;
+    let plan = exchange_plan(group, &hosts, &format!("checkpoint \"{name}\" of mesh {}", state.mesh), &state.tensors)?;
+
+    let mut staging = None;
+    let begun = "create the checkpoint's directory";
+    let here = on_first_ranks(group, &hosts, begun, || Ok(staging.insert(stage(dir)?).name()))?;
+    let here = open_staging(dir, &here[hosts.first(group.rank())])?;
+    let own = own_chunks(&plan, group.rank());
+    let written = agree(group, "write its shards", write_own(&*here, group.rank(), &plan, &own, &state.tensors))?;
+
+    let reports = group.gather_bytes(report(written.as_ref(), options))?;
+    // All ranks read the same: who can't, can't on any.
+    let reports =
+        reports.iter().enumerate().map(|(rank, report)| Report::of(rank, report)).collect::<Result<Vec<_>>>()?;
+    let finish = "finish the checkpoint";
+    // Rank 0's values are in it, and it is the same in every directory.
+    let manifest = on_rank_0(group, finish, || manifest(&*here, group, &hosts, state, &plan, &reports))?;
+    let committed = staging.map(|staging| staging.commit(MANIFEST, manifest.as_bytes())).transpose();
+    let is_here = matches!(committed, Ok(Some(())));
+    if let Err(error) = agree(group, finish, committed) {
+        // Another host could not.
+        if is_here
+            && matches!(error, Error::Rank { .. })
+            && let Err(left) = remove_dir(dir)
+        {
+            tracing::warn!("leaving this host's part of {}: {}", escape(dir.display()), chain(&left));
+        }
+        return Err(error);
+    }
+    let summary = SaveSummary {
+        path: dir.to_path_buf(),
+        tensors: plan.len(),
+        files: reports.iter().filter(|report| report.file.is_some()).count(),
+        bytes: plan.values().map(|t| t.shape.iter().product::<usize>() as u64 * t.dtype.size() as u64).sum(),
+        bytes_by_this_rank: own.iter().map(|own| own.bytes).sum(),
+    };
+    if group.rank() == 0 {
+        let seconds = started.elapsed().as_secs_f64();
+        tracing::info!(tensors = summary.tensors, bytes = summary.bytes, seconds, "saved {}", dir.display());
+    }
+    Ok(summary)
+}
+
+fn check_arguments(dir: &Path, group: &ProcessGroup, mesh: &MeshLayout, options: &SaveOptions) -> Result<String> {
+    if options.host.is_some() {
+        require_local(dir, "a save to a directory of each host")?;
+    }
+    if mesh.size() != group.size() {
+        return Err(Error::Argument(format!(
+            "the mesh {mesh} has {} ranks, the group \"{}\" that saves it has {}",
+            mesh.size(),
+            group.name(),
+            group.size()
+        )));
+    }
+    Ok(split(dir)?.1)
+}
+
+/// A chunk that this rank writes.
+struct OwnChunk<'a> {
+    fqn: &'a str,
+    /// Its position among the tensor's chunks.
+    chunk: usize,
+    bytes: u64,
+}
+
+fn own_chunks(plan: &Plan, rank: usize) -> Vec<OwnChunk<'_>> {
+    let mut own = Vec::new();
+    for (fqn, tensor) in plan {
+        for (chunk, planned) in
+            tensor.chunks.iter().enumerate().filter(|(_, planned)| planned.writers().any(|writer| writer == rank))
+        {
+            let bytes = checked_bytes(&planned.region.sizes, tensor.dtype.size()).unwrap_or(0) as u64;
+            own.push(OwnChunk { fqn, chunk, bytes });
+        }
+    }
+    own
+}
+
+/// What a rank tells the others of what it has written.
+struct Report {
+    /// As [`SaveOptions::finite`].
+    finite: bool,
+    /// None if it had nothing to write.
+    file: Option<FileEntry>,
+    /// A checksum for each of its chunks, in the plan's order.
+    checksums: Vec<u32>,
+}
+
+impl Report {
+    fn of(rank: usize, message: &[u8]) -> Result<Self> {
+        let report = (|| {
+            let (&finite, rest) = message.split_first()?;
+            let finite = finite != 0;
+            if rest.is_empty() {
+                return Some(Report { finite, file: None, checksums: Vec::new() });
+            }
+            let (&bytes, rest) = rest.split_first_chunk::<8>()?;
+            let (&header, rest) = rest.split_first_chunk::<4>()?;
+            let file = FileEntry {
+                bytes: u64::from_le_bytes(bytes),
+                header_crc32c: Some(u32::from_le_bytes(header)),
+                host: None,
+            };
+            let checksums = rest.as_chunks::<4>().0.iter().map(|crc| u32::from_le_bytes(*crc)).collect();
+            Some(Report { finite, file: Some(file), checksums })
+        })();
+        report.ok_or_else(|| too_little(rank))
+    }
+}
+
+fn too_little(rank: usize) -> Error {
+    Error::Argument(format!("rank {rank} reported too few checksums; do all ranks run the same program?"))
+}
+
+/// The message that [`Report::of`] reads.
+fn report(written: Option<&WrittenFile>, options: &SaveOptions) -> Vec<u8> {
+    let mut message = vec![u8::from(options.finite)];
+    if let Some(written) = written {
+        message.extend(written.bytes.to_le_bytes());
+        message.extend(written.header_crc32c.to_le_bytes());
+        message.extend(written.checksums.iter().flat_map(|crc| crc.to_le_bytes()));
+    }
+    message
+}
+
+/// Writes the file of this rank, nothing if it has none.
+fn write_own(
+    store: &dyn Store,
+    rank: usize,
+    plan: &Plan,
+    own: &[OwnChunk<'_>],
+    shards: &[TensorShard],
+) -> Result<Option<WrittenFile>> {
+    if own.is_empty() {
+        return Ok(None);
+    }
+    // Only what this rank holds is planned for it.
+    let by_name: BTreeMap<&str, &TensorShard> = shards.iter().map(|shard| (shard.fqn.as_str(), shard)).collect();
+    let mut entries = Vec::with_capacity(own.len());
+    for own in own {
+        let tensor = &plan[own.fqn];
+        let region = &tensor.chunks[own.chunk].region;
+        entries.push(Entry { name: own.fqn.to_string(), dtype: tensor.dtype, shape: region.sizes.clone() });
+    }
+    let parts = own.iter().map(|own| (own.fqn, &plan[own.fqn].chunks[own.chunk].region.offsets[..]));
+    let metadata = sharding::metadata(parts)?;
+    let name = store.unique_name(&file_name(rank));
+    let written = write_file(store, &name, &entries, &metadata, &mut |index, sink| {
+        let OwnChunk { fqn, bytes, .. } = own[index];
+        read_bytes(fqn, &*by_name[fqn].data, bytes as usize, sink)
+    })?;
+    Ok(Some(written))
+}
+
+/// What rank 0 writes of the checkpoint, as text.
+fn manifest(
+    store: &dyn Store,
+    group: &ProcessGroup,
+    hosts: &Hosts,
+    state: &SaveState,
+    plan: &Plan,
+    reports: &[Report],
+) -> Result<String> {
+    let mut files = BTreeMap::new();
+    for (rank, report) in reports.iter().enumerate() {
+        if let Some(file) = &report.file {
+            let host = hosts.name(rank).map(str::to_string);
+            files.insert(store.unique_name(&file_name(rank)), FileEntry { host, ..file.clone() });
+        }
+    }
+    let mut checksums: Vec<_> = reports.iter().map(|report| report.checksums.iter()).collect();
+    let mut next = |rank: usize| checksums[rank].next().copied().ok_or_else(|| too_little(rank));
+    let name = |rank: usize| store.unique_name(&file_name(rank));
+    let mut tensors = BTreeMap::new();
+    for (fqn, tensor) in plan {
+        let mut chunks = Vec::with_capacity(tensor.chunks.len());
+        for chunk in &tensor.chunks {
+            let crc = next(chunk.writer)?;
+            for &copier in &chunk.copiers {
+                if next(copier)? != crc {
+                    let (span, rank) = (Bounds(&chunk.region), chunk.writer);
+                    let reason = format!("ranks {rank} and {copier} hold {span} of it, and not the same bytes");
+                    return Err(Error::InvalidShards { tensor: fqn.clone(), reason });
+                }
+            }
+            chunks.push(ChunkEntry {
+                offsets: chunk.region.offsets.clone(),
+                sizes: chunk.region.sizes.clone(),
+                file: name(chunk.writer),
+                copies: chunk.copiers.iter().map(|&rank| name(rank)).collect(),
+                crc32c: Some(crc),
+            });
+        }
+        tensors.insert(fqn.clone(), TensorEntry { dtype: tensor.dtype, shape: tensor.shape.clone(), chunks });
+    }
+    let finite = reports.iter().all(|report| report.finite);
+    Manifest::new(&state.mesh, group.size(), finite, state.values.clone(), files, tensors).to_text()
+}

@@ -1,0 +1,197 @@
+//! TODO
+
+use std::io::{Error as IoError, ErrorKind};
+use std::path::{Path, PathBuf};
+
+use fsdp_core::ProcessGroup;
+
+use crate::checkpoint::agree::{agree, on_first_ranks};
+use crate::checkpoint::hosts::Hosts;
+use crate::error::io_error;
+use crate::file_names::file_name;
+use crate::store::{Store, as_local, open_staging, split, stage};
+use crate::{Error, Result};
+
+/// What is tried has this name while it grows.
+const NAME: &str = ".write-test";
+/// A block of most file systems: less may go to room that a file has already.
+const BYTES: usize = 4096;
+
+/// Finds out whether every rank of `group` can write to the directory `dir`, which need not be there yet, by doing what
+/// [`crate::save`] does there: rank 0 makes a directory out of sight, each rank writes a file in it and waits until it
+/// is on disk. Nothing of it stays, nor do directories that were made for it; what dead processes have left in `dir` is
+/// removed. Collective.
+///
+/// # Errors
+/// On every rank when any of them fails, naming that rank and its cause ([`Rank`](crate::Error::Rank)), or a
+/// collective does ([`Group`](crate::Error::Group)).
+///
+/// ```
+/// use fsdp_core::process_group::local;
+///
+/// let root = tempfile::tempdir()?;
+/// std::fs::write(root.path().join("file"), "")?;
+/// local::run(2, |group| {
+///     fsdp_ckpt::check_writable(&root.path().join("new/runs"), &group).unwrap();
+///     let error = fsdp_ckpt::check_writable(&root.path().join("file/below"), &group).unwrap_err();
+///     assert!(error.to_string().starts_with("rank 0 failed to make a directory there: can't create"));
+/// });
+/// assert_eq!(std::fs::read_dir(root.path())?.count(), 1);
+/// # Ok::<_, std::io::Error>(())
+/// ```
+pub fn check_writable(dir: &Path, group: &ProcessGroup) -> Result<()> {
+    check(dir, group, &Hosts::shared(group.size()))
+}
+
+/// The same where each host has a directory of its own: the first rank of each makes one out of sight.
+pub(crate) fn check(dir: &Path, group: &ProcessGroup, hosts: &Hosts) -> Result<()> {
+    let target = dir.join(NAME);
+    let (mut made, mut staging) = (None, None);
+    let begun = on_first_ranks(group, hosts, "make a directory there", || {
+        if let Some(dir) = as_local(dir)? {
+            check_path(dir)?;
+            made = Some(CreatedDirs::before(dir));
+        }
+        Ok(staging.insert(stage(&target)?).name())
+    })?;
+    let here = hosts.first(group.rank());
+    let written = check_alone(&target, &begun, hosts, group.rank())
+        .and_then(|()| open_staging(&target, &begun[here]))
+        .and_then(|store| write(&*store, &file_name(group.rank())));
+    let written = agree(group, "write a file there", written);
+    drop(staging);
+    // Where hosts have one directory, neither can remove it while the other's is in it.
+    let emptied = group.barrier().wait();
+    drop(made);
+    // Nobody goes on before all is as it was.
+    let settled = emptied.and_then(|_| group.barrier().wait());
+    written?;
+    Ok(settled.map(drop)?)
+}
+
+/// Whether a host sees what others have begun in theirs: then it is one directory, where two saves are in each other's
+/// way.
+fn check_alone(target: &Path, begun: &[String], hosts: &Hosts, rank: usize) -> Result<()> {
+    let Some(target) = as_local(target)? else { return Ok(()) };
+    let (dir, _) = split(target)?;
+    let others = (0..begun.len()).filter(|&other| hosts.is_first(other) && other != rank && hosts.is_first(rank));
+    for other in others {
+        if dir.join(&begun[other]).exists() {
+            let [own, other] = [rank, other].map(|rank| hosts.name(rank).unwrap_or_default());
+            let dir = dir.display();
+            return Err(Error::Argument(format!(
+                "{own} and {other} have one directory {dir} in common, and each is to have its own: let all ranks \
+                 share it, without naming hosts"
+            )));
+        }
+    }
+    Ok(())
+}
+
+fn write(store: &dyn Store, name: &str) -> Result<()> {
+    let mut file = store.create(&store.unique_name(name), BYTES as u64)?;
+    file.append(&[0; BYTES])?;
+    file.finish()
+}
+
+/// To create a directory where there is a file, or a link that leads nowhere, is an error without a reason: "File
+/// exists".
+fn check_path(dir: &Path) -> Result<()> {
+    let Some(path) = dir.ancestors().find(|path| path.symlink_metadata().is_ok() && !path.is_dir()) else {
+        return Ok(());
+    };
+    let cause = match std::fs::read_link(path) {
+        Ok(target) if !path.exists() => {
+            format!("{} is a symbolic link to {}, which is not there", path.display(), target.display())
+        }
+        _ => format!("{} is not a directory", path.display()),
+    };
+    Err(io_error("create", dir)(IoError::new(ErrorKind::NotADirectory, cause)))
+}
+
+/// The directories that are going to be made. Dropped, those that are empty go again.
+struct CreatedDirs(Vec<PathBuf>);
+
+impl CreatedDirs {
+    fn before(dir: &Path) -> Self {
+        let missing = dir.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists());
+        CreatedDirs(missing.map(Path::to_path_buf).collect())
+    }
+}
+
+impl Drop for CreatedDirs {
+    fn drop(&mut self) {
+        for dir in &self.0 {
+            // Only what is empty can be removed like this.
+            let _ = std::fs::remove_dir(dir);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    use fsdp_core::process_group::local;
+
+    #[test]
+    fn a_rank_that_can_not_write_is_named_on_all() {
+        let root = tempfile::tempdir().unwrap();
+        // Rank 1 sees another file system, as a host does that has not mounted the shared one.
+        let messages = local::run(3, |group| {
+            let dir = if group.rank() == 1 { "elsewhere" } else { "runs" };
+            check_writable(&root.path().join(dir), &group).unwrap_err().to_string()
+        });
+        let told = "rank 1 failed to write a file there: can't create";
+        assert!(messages[0].starts_with(told) && messages[0].contains("elsewhere/..write-test.tmp-"), "{messages:?}");
+        assert!(messages.iter().all(|message| *message == messages[0]), "{messages:?}");
+        assert_eq!(std::fs::read_dir(root.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn what_is_in_the_way_is_named() {
+        let root = tempfile::tempdir().unwrap();
+        std::fs::write(root.path().join("file"), "").unwrap();
+        std::os::unix::fs::symlink("nowhere", root.path().join("link")).unwrap();
+        for (dir, part) in [
+            (root.path().join("link"), "is a symbolic link to nowhere, which is not there"),
+            (root.path().join("link/below"), "is a symbolic link to nowhere, which is not there"),
+            (root.path().join("file"), "file is not a directory"),
+            (root.path().join("file/below"), "file is not a directory"),
+            ("/proc/runs".into(), "/proc/runs: No such file or directory"),
+        ] {
+            let outcome = local::run(1, |group| check_writable(&dir, &group)).pop().unwrap();
+            let Err(Error::Rank { cause, .. }) = outcome else { panic!("{outcome:?}") };
+            assert!(cause.contains(part), "{cause}");
+        }
+    }
+
+    #[test]
+    fn runs_that_try_at_the_same_time_do_not_hinder_each_other() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = root.path().join("new/checkpoints");
+        std::thread::scope(|scope| {
+            for _ in 0..6 {
+                scope.spawn(|| {
+                    for _ in 0..50 {
+                        local::run(1, |group| check_writable(&dir, &group).unwrap());
+                    }
+                });
+            }
+        });
+        // Two that end at once may each leave a directory to the other.
+        assert!(!dir.exists() || std::fs::read_dir(dir).unwrap().next().is_none());
+    }
+
+    #[test]
+    fn what_is_there_stays_and_what_the_dead_left_goes() {
+        let root = tempfile::tempdir().unwrap();
+        std::fs::create_dir(root.path().join(".step-1.tmp-host-1-1f")).unwrap();
+        std::fs::create_dir(root.path().join("runs")).unwrap();
+        for dir in ["runs", "runs/new/one", "."] {
+            local::run(2, |group| check_writable(&root.path().join(dir), &group).unwrap());
+        }
+        let left: Vec<_> = std::fs::read_dir(root.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!((left, std::fs::read_dir(root.path().join("runs")).unwrap().count()), (vec!["runs".into()], 0));
+    }
+}

@@ -1,0 +1,337 @@
+//! TODO
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::{Debug, Formatter};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use fsdp_core::layout::{Region, local_region};
+use fsdp_core::{DType, MeshLayout, Placement};
+use serde_json::{Map, Value};
+
+use crate::cast::{cast, infinities};
+use crate::checkpoint::hosts::Hosts;
+use crate::checkpoint::manifest::Manifest;
+use crate::checkpoint::plan::{Plan, ShardInfo, plan};
+use crate::file_names::{MANIFEST, file_name};
+use crate::safetensors::{Entry, sharding, write_file};
+use crate::source::{ChunkEntry, FileEntry, TensorEntry, WriteSummary, stream};
+use crate::store::{Store, open_staging, stage};
+use crate::{Error, Format, ModelPrefix, Result, TensorSource};
+
+/// Checks that everything in `source` can be read and has the checksums that its format keeps, and that writing `dst`
+/// does not touch it. `seen` is told the bytes as they are read; nothing is read from a format without checksums.
+///
+/// # Errors
+/// [`Error::UnsupportedDTypes`] when there are tensors of dtypes that can't be read, unless `skip_unreadable`; [`Error::AlreadyExists`]
+/// when `dst` is there; [`Error::Argument`] when `dst` is within the source; as [`TensorSource::verify`].
+pub fn check(source: &dyn TensorSource, dst: &Path, skip_unreadable: bool, seen: &mut dyn FnMut(u64)) -> Result<()> {
+    if !skip_unreadable && !source.unreadable().is_empty() {
+        return Err(Error::UnsupportedDTypes {
+            path: source.path().to_path_buf(),
+            tensors: source.unreadable().clone(),
+        });
+    }
+    if dst.symlink_metadata().is_ok() {
+        return Err(Error::AlreadyExists { path: dst.to_path_buf() });
+    }
+    if let (Ok(within), Some(parent)) = (source.path().canonicalize(), existing_parent(dst))
+        && parent.starts_with(&within)
+    {
+        return Err(Error::Argument(format!(
+            "{} is within {}, which is not to be touched; choose another place",
+            dst.display(),
+            source.path().display()
+        )));
+    }
+    for (fqn, tensor) in source.tensors() {
+        for (at, _) in tensor.chunks.iter().enumerate().filter(|(_, chunk)| source.has_checksum(chunk)) {
+            source.verify_chunk(fqn, at, seen)?;
+        }
+    }
+    Ok(())
+}
+
+/// The nearest directory above `path` that exists, resolved.
+fn existing_parent(path: &Path) -> Option<PathBuf> {
+    path.ancestors().skip(1).find_map(|dir| {
+        let dir = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
+        dir.canonicalize().ok()
+    })
+}
+
+/// Some tensors of a source, under other names and in other dtypes. What is read is converted on the way, so that
+/// writers know nothing of it.
+///
+/// ```
+/// use fsdp_ckpt::{TensorSource, convert::View};
+/// # use fsdp_ckpt::TensorShard;
+/// # use fsdp_core::{Buffer, DType, layout::Region, process_group::local};
+/// # let root = tempfile::tempdir()?;
+/// # let dir = root.path().join("model");
+/// # local::run(1, |group| {
+/// #     let data = std::sync::Arc::new(Buffer::F32(vec![0.5; 6]));
+/// #     fsdp_ckpt::hf::export(&dir, &group, &[TensorShard::whole("lm_head.weight", &[3, 2], data)], &[]).unwrap();
+/// # });
+/// let model = fsdp_ckpt::open(&dir)?;
+/// let view = View::training(&*model).dtype(DType::BF16)?;
+/// let weight = view.tensor("model.lm_head.weight")?;
+/// assert_eq!((weight.dtype, &weight.shape[..]), (DType::BF16, &[3, 2][..]));
+/// let mut bytes = vec![0; 12];
+/// view.read("model.lm_head.weight", &Region::whole(&[3, 2]), &mut bytes)?;
+/// assert_eq!(bytes, [0x00, 0x3f].repeat(6));
+/// # Ok::<_, Box<dyn std::error::Error>>(())
+/// ```
+pub struct View<'a> {
+    source: &'a dyn TensorSource,
+    prefix: ModelPrefix,
+    tensors: BTreeMap<String, TensorEntry>,
+    /// The source's names of the tensors.
+    from: BTreeMap<String, String>,
+    seen: Option<&'a (dyn Fn(u64) + Send + Sync)>,
+    overflowed: AtomicU64,
+}
+
+impl<'a> View<'a> {
+    /// Everything as it is.
+    pub fn all(source: &'a dyn TensorSource) -> Self {
+        Self::new(source, |_, name| Some(name.to_string()))
+    }
+
+    /// Everything, under the names of a training run: `model.<fqn>` for parameters.
+    pub fn training(source: &'a dyn TensorSource) -> Self {
+        Self::new(source, |prefix, name| Some(prefix.state_name(name).into_owned()))
+    }
+
+    /// The parameters alone, by their FQNs.
+    pub fn model(source: &'a dyn TensorSource) -> Self {
+        Self::new(source, |prefix, name| prefix.fqn(name).map(str::to_string))
+    }
+
+    fn new(source: &'a dyn TensorSource, name: impl Fn(ModelPrefix, &str) -> Option<String>) -> Self {
+        let prefix = ModelPrefix::guess(source);
+        let (mut tensors, mut from) = (BTreeMap::new(), BTreeMap::new());
+        for (old, tensor) in source.tensors() {
+            if let Some(new) = name(prefix, old) {
+                tensors.insert(new.clone(), tensor.clone());
+                from.insert(new, old.clone());
+            }
+        }
+        View { source, prefix, tensors, from, seen: None, overflowed: AtomicU64::new(0) }
+    }
+
+    /// Floating point parameters become `dtype`; the optimizer's state and integers stay as they are.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] when `dtype` is none of BF16, F16, F32 and F64.
+    pub fn dtype(mut self, dtype: DType) -> Result<Self> {
+        if !dtype.is_float() {
+            return Err(Error::Argument(format!("parameters can't become {dtype}; choose bf16, f16 or f32")));
+        }
+        for (name, tensor) in &mut self.tensors {
+            if tensor.dtype.is_float() && self.prefix.fqn(&self.from[name]).is_some() {
+                tensor.dtype = dtype;
+                // They are sums of other bytes.
+                tensor.chunks.iter_mut().for_each(|chunk| chunk.crc32c = None);
+            }
+        }
+        Ok(self)
+    }
+
+    /// Shows the tensor `of` under the name `alias`, too: a parameter that two layers share is one here, and two in the
+    /// state dict of a PyTorch module.
+    ///
+    /// # Errors
+    /// [`Error::MissingTensor`] when there is no `of`; [`Error::Argument`] when there is an `alias` already.
+    pub fn alias(mut self, alias: &str, of: &str) -> Result<Self> {
+        let tensor = self.tensor(of)?.clone();
+        if self.tensors.contains_key(alias) {
+            return Err(Error::Argument(format!("{} has a tensor \"{alias}\" already", self.path().display())));
+        }
+        self.tensors.insert(alias.to_string(), tensor);
+        self.from.insert(alias.to_string(), self.from[of].clone());
+        Ok(self)
+    }
+
+    /// `seen` is told the bytes of the source as they are read.
+    pub fn on_read(mut self, seen: &'a (dyn Fn(u64) + Send + Sync)) -> Self {
+        self.seen = Some(seen);
+        self
+    }
+
+    /// The tensors of the source that are left out.
+    pub fn left_out(&self) -> usize {
+        let shown: BTreeSet<&String> = self.from.values().collect();
+        self.source.tensors().len() - shown.len()
+    }
+
+    /// How many tensors change from one dtype to another.
+    pub fn converted(&self) -> Vec<([DType; 2], usize)> {
+        let mut converted = Vec::<([DType; 2], usize)>::new();
+        for (new, old) in &self.from {
+            let dtypes = [self.source.tensors()[old].dtype, self.tensors[new].dtype];
+            match converted.iter_mut().find(|(known, _)| *known == dtypes) {
+                Some((_, count)) => *count += 1,
+                None if dtypes[0] != dtypes[1] => converted.push((dtypes, 1)),
+                None => (),
+            }
+        }
+        converted
+    }
+
+    /// How many finite numbers have been read so far that the new dtype has no room for: they became infinite.
+    pub fn overflowed(&self) -> u64 {
+        self.overflowed.load(Ordering::Relaxed)
+    }
+}
+
+impl Debug for View<'_> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("View").field("source", &self.source).field("tensors", &self.tensors).finish_non_exhaustive()
+    }
+}
+
+impl TensorSource for View<'_> {
+    fn path(&self) -> &Path {
+        self.source.path()
+    }
+
+    fn format(&self) -> Format {
+        self.source.format()
+    }
+
+    fn mesh(&self) -> Option<&MeshLayout> {
+        self.source.mesh()
+    }
+
+    fn tensors(&self) -> &BTreeMap<String, TensorEntry> {
+        &self.tensors
+    }
+
+    fn files(&self) -> &BTreeMap<String, FileEntry> {
+        self.source.files()
+    }
+
+    fn values(&self) -> &Map<String, Value> {
+        self.source.values()
+    }
+
+    fn read(&self, fqn: &str, region: &Region, into: &mut [u8]) -> Result<()> {
+        let to = self.tensor(fqn)?.dtype;
+        let old = &self.from[fqn];
+        let from = self.source.tensor(old)?.dtype;
+        let bytes = if from == to {
+            self.source.read(old, region, into)?;
+            into.len()
+        } else {
+            let mut bytes = vec![0; into.len() / to.size() * from.size()];
+            self.source.read(old, region, &mut bytes)?;
+            if cast(&bytes, from, into, to).is_none() {
+                let reason = format!("{from} can't be converted to {to}");
+                return Err(Error::InvalidRead { tensor: fqn.to_string(), reason });
+            }
+            self.overflowed.fetch_add(infinities(into, to) - infinities(&bytes, from), Ordering::Relaxed);
+            bytes.len()
+        };
+        if let Some(seen) = self.seen {
+            seen(bytes as u64);
+        }
+        Ok(())
+    }
+}
+
+/// Writes what `source` holds as the checkpoint `dst`, as if the ranks of `mesh` had saved it: tensors are sharded on
+/// dimension 0 over the last mesh dimension, as `fully_shard` cuts them, and replicated over the others; scalars are
+/// replicated. The values are kept.
+///
+/// # Errors
+/// [`crate::Error::AlreadyExists`] when `dst` is there already; [`crate::Error::Io`]; as [`TensorSource::read`].
+pub fn write_fsdp(dst: &Path, source: &dyn TensorSource, mesh: &MeshLayout) -> Result<WriteSummary> {
+    let plan = plan_for(source, mesh)?;
+    let staging = stage(dst)?;
+    let store = open_staging(dst, &staging.name())?;
+    let (mut files, mut tensors) = (BTreeMap::new(), BTreeMap::new());
+    for (fqn, tensor) in &plan {
+        let (dtype, shape) = (tensor.dtype, tensor.shape.clone());
+        tensors.insert(fqn.clone(), TensorEntry { dtype, shape, chunks: Vec::with_capacity(tensor.chunks.len()) });
+    }
+    for rank in 0..mesh.size() {
+        if let Some(file) = write_rank(&*store, source, &plan, rank, &mut tensors)? {
+            files.insert(file_name(rank), file);
+        }
+    }
+    let summary =
+        WriteSummary { path: dst.to_path_buf(), tensors: tensors.len(), files: files.len(), bytes: source.bytes() };
+    for tensor in tensors.values_mut() {
+        tensor.chunks.sort_by(|a, b| a.offsets.cmp(&b.offsets));
+    }
+    let manifest = Manifest::new(mesh, mesh.size(), false, source.values().clone(), files, tensors);
+    staging.commit(MANIFEST, manifest.to_text()?.as_bytes())?;
+    Ok(summary)
+}
+
+fn plan_for(source: &dyn TensorSource, mesh: &MeshLayout) -> Result<Plan> {
+    let last = mesh.shape().len() - 1;
+    let mut claims = Vec::with_capacity(mesh.size());
+    for rank in 0..mesh.size() {
+        let coordinate = mesh.coordinate_of(rank).unwrap_or_default();
+        let mut of_rank = Vec::with_capacity(source.tensors().len());
+        for (fqn, TensorEntry { dtype, shape, .. }) in source.tensors() {
+            let mut placements = vec![Placement::Replicate; last + 1];
+            if !shape.is_empty() {
+                placements[last] = Placement::Shard(0);
+            }
+            let region = local_region(shape, mesh, &coordinate, &placements)?;
+            of_rank.push(ShardInfo {
+                fqn: fqn.clone(),
+                dtype: *dtype,
+                shape: shape.clone(),
+                offsets: region.offsets,
+                sizes: region.sizes,
+            });
+        }
+        claims.push(of_rank);
+    }
+    plan(&claims, &Hosts::shared(mesh.size()))
+}
+
+/// Writes the file of a rank, nothing if the rank has none.
+fn write_rank(
+    store: &dyn Store,
+    source: &dyn TensorSource,
+    plan: &Plan,
+    rank: usize,
+    tensors: &mut BTreeMap<String, TensorEntry>,
+) -> Result<Option<FileEntry>> {
+    let mut own = Vec::new();
+    let mut entries = Vec::new();
+    for (fqn, tensor) in plan {
+        if let Some(chunk) = tensor.chunks.iter().find(|chunk| chunk.writer == rank) {
+            own.push((fqn, &chunk.region));
+            let shape = chunk.region.sizes.clone();
+            entries.push(Entry { name: fqn.clone(), dtype: tensor.dtype, shape });
+        }
+    }
+    if own.is_empty() {
+        return Ok(None);
+    }
+    let metadata = sharding::metadata(own.iter().map(|(fqn, region)| (fqn.as_str(), &region.offsets[..])))?;
+    let file = file_name(rank);
+    let written = write_file(store, &file, &entries, &metadata, &mut |index, sink| {
+        let (fqn, region) = own[index];
+        stream(source, fqn, region, sink)
+    })?;
+    for ((fqn, region), crc) in own.into_iter().zip(written.checksums) {
+        if let Some(tensor) = tensors.get_mut(fqn) {
+            let (offsets, sizes) = (region.offsets.clone(), region.sizes.clone());
+            tensor.chunks.push(ChunkEntry {
+                offsets,
+                sizes,
+                file: file.clone(),
+                copies: Vec::new(),
+                crc32c: Some(crc),
+            });
+        }
+    }
+    Ok(Some(FileEntry { bytes: written.bytes, header_crc32c: Some(written.header_crc32c), host: None }))
+}

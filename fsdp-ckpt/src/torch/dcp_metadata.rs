@@ -1,0 +1,233 @@
+//! TODO
+
+use std::collections::BTreeMap;
+
+use fsdp_core::DType;
+
+use crate::region::{Bounds, checked_bytes};
+use crate::source::{ChunkEntry, TensorEntry, is_plain_file_name};
+use crate::torch::pickle::{Pickle, Value};
+use crate::torch::tensor::{dtype_name, from_torch_dtype};
+
+/// Longer than any file's name.
+const MAX_NAME: usize = 255;
+
+/// Where an item lies in its file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ByteRange {
+    pub(super) offset: u64,
+    pub(super) bytes: u64,
+}
+
+/// A value that is not a tensor.
+#[derive(Debug)]
+pub(super) struct ValueItem {
+    pub(super) file: String,
+    pub(super) place: ByteRange,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Metadata {
+    /// Each tensor, and where its chunks are.
+    pub(super) tensors: BTreeMap<String, (TensorEntry, Vec<ByteRange>)>,
+    /// Tensors of other dtypes, with PyTorch's names of these.
+    pub(super) unreadable: BTreeMap<String, String>,
+    pub(super) values: BTreeMap<String, ValueItem>,
+    /// The size that each file has at least.
+    pub(super) files: BTreeMap<String, u64>,
+}
+
+/// What is wrong, and the tensor or value it is about, if one.
+pub(super) struct Bad {
+    pub(super) item: Option<String>,
+    pub(super) reason: String,
+}
+
+fn bad(item: &str, reason: impl Into<String>) -> Bad {
+    Bad { item: Some(item.to_string()), reason: reason.into() }
+}
+
+/// An item as `storage_data` has it.
+struct Item<'a> {
+    /// Where in its tensor its chunk starts; `None` for what is no tensor.
+    offsets: Option<Vec<usize>>,
+    file: &'a str,
+    place: ByteRange,
+}
+
+/// Reads the metadata. Chunks are checked to make whole tensors.
+pub(super) fn parse(bytes: &[u8]) -> Result<Metadata, Bad> {
+    let whole = |reason: &str| Bad { item: None, reason: reason.to_string() };
+    let pickle = Pickle::parse(bytes).map_err(|flaw| Bad { item: None, reason: flaw.to_string() })?;
+    let root = pickle.root();
+    if !matches!(pickle.object(root), Some(("torch.distributed.checkpoint.metadata.Metadata", ..))) {
+        return Err(whole("it is not the metadata of a DCP checkpoint"));
+    }
+    let field = |name| pickle.field(root, name).and_then(|value| pickle.dict(value));
+    let items =
+        field("storage_data").ok_or_else(|| whole("it has no storage_data: it is of no file system's checkpoint"))?;
+    let mut items = storage(&pickle, items)?;
+    let mut metadata = Metadata { files: files(&items)?, ..Metadata::default() };
+    let mut left = bytes.len();
+    for &(fqn, about) in field("state_dict_metadata").ok_or_else(|| whole("it has no state_dict_metadata"))? {
+        let fqn = pickle.str(fqn).ok_or_else(|| whole("a name in state_dict_metadata is not a string"))?;
+        let class = pickle.object(about).map_or("", |(class, ..)| class);
+        let is_new = match class.rsplit('.').next() {
+            Some("TensorStorageMetadata") => {
+                let items = items.remove(fqn).unwrap_or_default();
+                match tensor(&pickle, fqn, about, items, &mut left)? {
+                    Ok(tensor) => metadata.tensors.insert(fqn.to_string(), tensor).is_none(),
+                    Err(dtype) => metadata.unreadable.insert(fqn.to_string(), dtype.to_string()).is_none(),
+                }
+            }
+            Some("BytesStorageMetadata") => {
+                let items = items.remove(fqn).unwrap_or_default();
+                let [Item { file, place, .. }] = &items[..] else {
+                    return Err(bad(fqn, format!("it is in {} places, a value is in one", items.len())));
+                };
+                let value = ValueItem { file: (*file).to_string(), place: *place };
+                metadata.values.insert(fqn.to_string(), value).is_none()
+            }
+            _ => return Err(bad(fqn, format!("it is {}, neither a tensor nor a value", pickle.describe(about)))),
+        };
+        if !is_new {
+            return Err(bad(fqn, "it is there twice"));
+        }
+    }
+    Ok(metadata)
+}
+
+/// The items of each name.
+fn storage<'a>(pickle: &Pickle<'a>, pairs: &[(Value, Value)]) -> Result<BTreeMap<&'a str, Vec<Item<'a>>>, Bad> {
+    let mut items = BTreeMap::<&str, Vec<Item<'_>>>::new();
+    for &(index, info) in pairs {
+        let fqn = pickle.field(index, "fqn").and_then(|fqn| pickle.str(fqn));
+        let Some(fqn) = fqn else {
+            return Err(Bad { item: None, reason: "an item of storage_data has no name".into() });
+        };
+        let offsets = match pickle.field(index, "offset") {
+            None | Some(Value::None) => None,
+            Some(offsets) => Some(
+                pickle.sizes(offsets).ok_or_else(|| bad(fqn, format!("it starts at {}", pickle.describe(offsets))))?,
+            ),
+        };
+        if let Some(transforms) = pickle.field(info, "transform_descriptors")
+            && transforms != Value::None
+            && pickle.items(transforms).is_none_or(|items| !items.is_empty())
+        {
+            return Err(bad(
+                fqn,
+                "it is stored with transforms (compressed?), which are not read; save without extensions",
+            ));
+        }
+        let number = |name| pickle.field(info, name).and_then(|number| pickle.size(number));
+        let file = pickle.field(info, "relative_path").and_then(|path| pickle.str(path));
+        let (Some(file), Some(offset), Some(bytes)) = (file, number("offset"), number("length")) else {
+            return Err(bad(fqn, "it has no file, offset and length"));
+        };
+        if !is_plain_file_name(file) || file.len() > MAX_NAME {
+            let shown: String = file.chars().take(MAX_NAME).collect();
+            return Err(bad(fqn, format!("it is in {shown:?}, which is not a plain file name")));
+        }
+        let place = ByteRange { offset: offset as u64, bytes: bytes as u64 };
+        items.entry(fqn).or_default().push(Item { offsets, file, place });
+    }
+    Ok(items)
+}
+
+/// The files, and where in each the last item ends. Items have nothing in common.
+fn files(items: &BTreeMap<&str, Vec<Item<'_>>>) -> Result<BTreeMap<String, u64>, Bad> {
+    let mut sorted: Vec<(&str, ByteRange, &str)> =
+        items.iter().flat_map(|(fqn, items)| items.iter().map(|item| (item.file, item.place, *fqn))).collect();
+    sorted.sort_unstable_by_key(|(file, place, _)| (*file, place.offset, place.bytes));
+    let mut files = BTreeMap::<String, u64>::new();
+    let mut last = "";
+    for (file, place, fqn) in sorted {
+        let Some(end) = place.offset.checked_add(place.bytes) else {
+            return Err(bad(fqn, format!("it has {} bytes from {} on", place.bytes, place.offset)));
+        };
+        match files.get_mut(file) {
+            Some(known) if *known > place.offset => {
+                return Err(bad(fqn, format!("it starts at {} of {file:?}, where \"{last}\" is", place.offset)));
+            }
+            Some(known) => *known = end,
+            None => drop(files.insert(file.to_string(), end)),
+        }
+        last = fqn;
+    }
+    Ok(files)
+}
+
+/// A tensor with its chunks; the name of its dtype when that is none of ours. `left` is how many chunks all tensors may
+/// still have.
+fn tensor(
+    pickle: &Pickle<'_>,
+    fqn: &str,
+    about: Value,
+    items: Vec<Item<'_>>,
+    left: &mut usize,
+) -> Result<Result<(TensorEntry, Vec<ByteRange>), &'static str>, Bad> {
+    let properties = pickle.field(about, "properties");
+    let state = properties.and_then(|properties| pickle.object(properties)).map(|(_, _, state)| state);
+    let dtype = match state.and_then(|state| pickle.items(state)) {
+        Some(state) => state.first().copied(),
+        None => properties.and_then(|properties| pickle.field(properties, "dtype")),
+    };
+    let dtype = dtype.and_then(|dtype| pickle.global(dtype)).and_then(dtype_name);
+    let dtype = dtype.ok_or_else(|| bad(fqn, "it has no dtype"))?;
+    let Some(dtype) = from_torch_dtype(dtype) else { return Ok(Err(dtype)) };
+    let shape = pickle.field(about, "size").and_then(|size| pickle.sizes(size));
+    let chunks = pickle.field(about, "chunks").and_then(|chunks| pickle.items(chunks));
+    let (Some(shape), Some(chunks)) = (shape, chunks) else { return Err(bad(fqn, "it has no shape and chunks")) };
+    *left = left.checked_sub(chunks.len()).ok_or_else(|| bad(fqn, "more chunks than the file has bytes"))?;
+
+    let mut by_offsets = BTreeMap::new();
+    for item in items {
+        let Some(offsets) = item.offsets else { return Err(bad(fqn, "a part of it is stored as if it was no tensor")) };
+        if by_offsets.insert(offsets, (item.file, item.place)).is_some() {
+            return Err(bad(fqn, "two parts of it start at the same place"));
+        }
+    }
+    let mut entry = TensorEntry { dtype, shape, chunks: Vec::new() };
+    let mut places = Vec::new();
+    for &chunk in chunks {
+        let sizes = |name| pickle.field(chunk, name).and_then(|sizes| pickle.sizes(sizes));
+        let (Some(offsets), Some(sizes)) = (sizes("offsets"), sizes("sizes")) else {
+            return Err(bad(fqn, "a chunk of it has no offsets and sizes"));
+        };
+        // A rank without a part of a tensor may have written an empty one.
+        if sizes.contains(&0) {
+            continue;
+        }
+        let stored = by_offsets.remove(&offsets);
+        let chunk = ChunkEntry {
+            offsets,
+            sizes,
+            file: stored.map_or("", |(file, _)| file).to_string(),
+            copies: Vec::new(),
+            crc32c: None,
+        };
+        let region = chunk.region();
+        let Some((_, place)) = stored else {
+            return Err(bad(fqn, format!("its chunk {} is in no file, or there twice", Bounds(&region))));
+        };
+        check_size(&chunk, dtype, place).map_err(|reason| bad(fqn, reason))?;
+        entry.chunks.push(chunk);
+        places.push(place);
+    }
+    entry.check_chunks().map_err(|reason| bad(fqn, reason))?;
+    Ok(Ok((entry, places)))
+}
+
+/// A chunk is stored as it is, with something around it: what is larger than its place is not there.
+fn check_size(chunk: &ChunkEntry, dtype: DType, place: ByteRange) -> Result<(), String> {
+    match checked_bytes(&chunk.sizes, dtype.size()) {
+        Some(bytes) if bytes as u64 <= place.bytes => Ok(()),
+        _ => Err(format!(
+            "its chunk {} as {dtype} can't be in the {} bytes that it has in {:?}",
+            Bounds(&chunk.region()),
+            place.bytes,
+            chunk.file
+        )),
+    }
+}

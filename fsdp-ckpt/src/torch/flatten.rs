@@ -1,0 +1,171 @@
+//! TODO
+
+use serde_json::{Map, Number, Value as Json};
+
+use crate::torch::pickle::{Node, Pickle, Value};
+use crate::torch::tensor::is_tensor;
+
+/// Deeper than any state dict is nested.
+const DEPTH: usize = 64;
+/// Longer than any name.
+const NAME: usize = 4096;
+
+/// What is at the end of a name.
+pub(super) enum Leaf {
+    Tensor(Value),
+    Plain(Json),
+    /// Neither: what it is, in words.
+    Other(String),
+}
+
+/// Passes all leaves of a value to `leaf`, under the names of the dicts that lead to them, joined by dots. A list is a
+/// leaf, unless there is something in it that JSON has not: tensors above all.
+pub(super) fn flatten(
+    pickle: &Pickle<'_>,
+    value: Value,
+    leaf: &mut dyn FnMut(String, Leaf) -> Result<(), String>,
+) -> Result<(), String> {
+    let mut flattener = Flattener::new(pickle);
+    flattener.flatten(value, "", 0, leaf)
+}
+
+/// A value as JSON, or why it can't be: what it has that JSON has not.
+pub(super) fn json(pickle: &Pickle<'_>, value: Value) -> Result<Json, String> {
+    Flattener::new(pickle).json(value, 0).map_err(|stop| match stop {
+        NotJson::Tensor => "a value with a tensor in it".into(),
+        NotJson::Value(what) => what,
+        NotJson::TooLarge => too_large(),
+    })
+}
+
+fn too_large() -> String {
+    format!("it is nested more than {DEPTH} deep, or repeats itself until it is far larger than its pickle")
+}
+
+/// Why a value is not JSON.
+enum NotJson {
+    Tensor,
+    Value(String),
+    TooLarge,
+}
+
+struct Flattener<'p, 'a> {
+    pickle: &'p Pickle<'a>,
+    /// How much may be looked at yet: parts that are shared are looked at several times, and an honest pickle shares
+    /// little.
+    left: usize,
+}
+
+impl<'p, 'a> Flattener<'p, 'a> {
+    fn new(pickle: &'p Pickle<'a>) -> Self {
+        Flattener { pickle, left: pickle.bytes().saturating_mul(64).saturating_add(1 << 12) }
+    }
+
+    fn spend(&mut self, count: usize, depth: usize) -> Result<(), NotJson> {
+        match self.left.checked_sub(count) {
+            Some(left) if depth <= DEPTH => {
+                self.left = left;
+                Ok(())
+            }
+            _ => Err(NotJson::TooLarge),
+        }
+    }
+
+    fn flatten(
+        &mut self,
+        value: Value,
+        name: &str,
+        depth: usize,
+        leaf: &mut dyn FnMut(String, Leaf) -> Result<(), String>,
+    ) -> Result<(), String> {
+        self.spend(1 + name.len(), depth).map_err(|_| too_large())?;
+        if name.len() > NAME {
+            return Err(format!("a name of {} bytes; {NAME} are read at most", name.len()));
+        }
+        let named = || if name.is_empty() { "tensor".to_string() } else { name.to_string() };
+        if is_tensor(self.pickle, value) {
+            return leaf(named(), Leaf::Tensor(value));
+        }
+        let pickle = self.pickle;
+        let below = |key: &str| if name.is_empty() { key.to_string() } else { format!("{name}.{key}") };
+        if let Some(pairs) = pickle.dict(value)
+            && !pairs.is_empty()
+        {
+            for &(key, value) in pairs {
+                let key = self.key(key).map_err(|what| format!("\"{name}\" has the key {what}"))?;
+                self.flatten(value, &below(&key), depth + 1, leaf)?;
+            }
+            return Ok(());
+        }
+        match self.json(value, depth) {
+            Ok(json) => leaf(named(), Leaf::Plain(json)),
+            Err(NotJson::TooLarge) => Err(too_large()),
+            Err(NotJson::Value(_) | NotJson::Tensor) if pickle.items(value).is_some_and(|items| !items.is_empty()) => {
+                for (at, item) in pickle.items(value).unwrap_or_default().iter().enumerate() {
+                    self.flatten(*item, &below(&at.to_string()), depth + 1, leaf)?;
+                }
+                Ok(())
+            }
+            Err(NotJson::Value(what)) => leaf(named(), Leaf::Other(what)),
+            Err(NotJson::Tensor) => leaf(named(), Leaf::Other(pickle.describe(value))),
+        }
+    }
+
+    fn key(&self, key: Value) -> Result<String, String> {
+        match (self.pickle.str(key), key) {
+            (Some(text), _) if text.len() <= NAME => Ok(text.to_string()),
+            (None, Value::Int(number)) => Ok(number.to_string()),
+            (None, Value::Bool(value)) => Ok(value.to_string()),
+            _ => Err(self.pickle.describe(key)),
+        }
+    }
+
+    fn json(&mut self, value: Value, depth: usize) -> Result<Json, NotJson> {
+        self.spend(1, depth)?;
+        let pickle = self.pickle;
+        let other = || Err(NotJson::Value(pickle.describe(value)));
+        match value {
+            Value::None => return Ok(Json::Null),
+            Value::Bool(value) => return Ok(value.into()),
+            Value::Int(number) => return Ok(number.into()),
+            Value::Unsigned(number) => return Ok(number.into()),
+            Value::Float(number) => return Number::from_f64(number).map(Json::Number).map_or_else(other, Ok),
+            Value::Node(_) if is_tensor(pickle, value) => return Err(NotJson::Tensor),
+            Value::Node(_) => {}
+        }
+        match pickle.node(value) {
+            Some(Node::Str(text)) => {
+                self.spend(text.len(), depth)?;
+                Ok((*text).into())
+            }
+            Some(Node::List(items) | Node::Tuple(items)) => {
+                let items: Result<Vec<Json>, NotJson> = items.iter().map(|item| self.json(*item, depth + 1)).collect();
+                Ok(Json::Array(items?))
+            }
+            Some(Node::Dict(pairs)) => {
+                let mut map = Map::new();
+                for &(key, value) in pairs {
+                    let key = self.key(key).map_err(|what| NotJson::Value(format!("a dict with the key {what}")))?;
+                    self.spend(key.len(), depth)?;
+                    map.insert(key, self.json(value, depth + 1)?);
+                }
+                Ok(Json::Object(map))
+            }
+            Some(Node::Global(name)) => Ok((*name).into()),
+            Some(Node::Object { class, .. }) if *class == "torch.device" || class.starts_with("pathlib.") => {
+                let separator = if *class == "torch.device" { ":" } else { "/" };
+                let mut text = String::new();
+                for &arg in pickle.object(value).map(|(_, args, _)| args).unwrap_or_default() {
+                    let part = self.key(arg).map_err(|_| NotJson::Value(pickle.describe(value)))?;
+                    self.spend(part.len(), depth)?;
+                    if !text.is_empty() && !text.ends_with(separator) {
+                        text.push_str(separator);
+                    }
+                    text.push_str(&part);
+                }
+                Ok(text.into())
+            }
+            _ => other(),
+        }
+    }
+}
