@@ -157,7 +157,7 @@ impl Check {
             }
         }
         let exact = params.iter().all(|param| param.compute_dtype() == DType::F64);
-        Ok(Check { ranks: first.ranks().clone(), noise: if exact { 1e-13 } else { 2e-6 } })
+        Ok(Check { ranks: first.spec.ranks.clone(), noise: if exact { 1e-13 } else { 2e-6 } })
     }
 
     fn checks(&self, params: &[Arc<FsdpParam>]) -> bool {
@@ -193,7 +193,7 @@ impl Check {
         // and the product of the first two.
         let mut sums: Vec<(Vec<ProcessGroup>, [f64; 4])> = vec![];
         for param in params.iter().filter(|param| param.trainable()) {
-            let parts: Vec<ProcessGroup> = param.ranks().parts().chain(param.cut_over()).cloned().collect();
+            let parts: Vec<ProcessGroup> = param.spec.ranks.parts().chain(param.cut_over()).cloned().collect();
             let known = |(others, _): &(Vec<ProcessGroup>, _)| {
                 others.len() == parts.len() && others.iter().zip(&parts).all(|(other, part)| other.is(part))
             };

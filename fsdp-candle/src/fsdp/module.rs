@@ -105,10 +105,10 @@ impl<M> FsdpModule<M> {
     ///     let vb = vb.pp("layer");
     ///     Ok((nn::linear_no_bias(4, 2, vb.clone())?, vb.get(2, "scale")?)) // multiplied by hand
     /// })?;
-    /// assert_eq!(model.raw_parameters()[0].name(), "layer.scale");
+    /// assert_eq!(model.unmanaged_parameters()[0].name(), "layer.scale");
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn raw_parameters(&self) -> &[Arc<FsdpParam>] {
+    pub fn unmanaged_parameters(&self) -> &[Arc<FsdpParam>] {
         &self.raw
     }
 

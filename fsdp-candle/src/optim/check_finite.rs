@@ -98,7 +98,7 @@ fn subjects(vars: &ShardedVarMap, of: &[ValuesOf<'_>]) -> Result<Vec<CheckedTens
         parameter: param.name().into(),
         what,
         elements: param.shape().elem_count(),
-        ranks: Some(param.ranks().clone()),
+        ranks: Some(param.spec.ranks.clone()),
         tensor,
     };
     let mut subjects = Vec::new();

@@ -85,7 +85,7 @@ fn have_same_ranks(a: &[MeshAxis], b: &[MeshAxis]) -> bool {
 /// Returns the axes of a parameter: the dimension that shards, the dimension that replicates (which also shards if
 /// shards are divided over replicas), and the tensor-parallel ranks.
 fn axes(param: &FsdpParam) -> Vec<MeshAxis> {
-    let ranks = param.ranks();
+    let ranks = &param.spec.ranks;
     let dims = 0..ranks.mesh().layout().shape().len();
     let dim_of = |group: &ProcessGroup| dims.clone().find(|&dim| ranks.mesh().group(dim).is_ok_and(|of| of.is(group)));
     let shard = MeshAxis { group: ranks.shard().clone(), mesh_dim: dim_of(ranks.shard()) };
@@ -155,7 +155,7 @@ impl MatrixGroup {
     /// Returns the box of a matrix that the rank at `at` holds.
     fn region(&self, matrix: usize, at: &[usize]) -> Result<Region> {
         let param = &self.matrices[matrix].param;
-        let mesh = param.ranks().mesh();
+        let mesh = param.spec.ranks.mesh();
         let mut coordinate = mesh.coordinate();
         for (axis, &at) in self.axes.iter().zip(at) {
             if let Some(dim) = axis.mesh_dim {

@@ -222,7 +222,7 @@ pub fn fully_shard<M>(
 /// a unit beside it computes, or the forward ends; in backward each parameter when its gradient is whole.
 ///
 /// What no layer of `nn` holds is *raw*: tensors that the model multiplies by hand, and layers of other crates. Nobody
-/// tells of their uses, so they stay in the unit around, whatever the patterns say: [`FsdpModule::raw_parameters`]
+/// tells of their uses, so they stay in the unit around, whatever the patterns say: [`FsdpModule::unmanaged_parameters`]
 /// lists them, and more than 1 % of the model is warned of. A tensor that a layer of `nn` holds and the model also uses
 /// by hand is there in the layer's forward alone: leave its module out of the patterns, or wrap it in [`fully_shard`].
 ///
@@ -273,7 +273,7 @@ pub fn fully_shard<M>(
 /// let opts = FullyShard::new(&vars).units(["model.layers.*"]);
 /// let model = shard(&opts, vars.builder(DType::F32), |vb| model::Model::new(3, vb))?;
 /// assert_eq!(model.units().len(), 4); // three layers, and the root
-/// assert!(model.raw_parameters().is_empty());
+/// assert!(model.unmanaged_parameters().is_empty());
 /// let logits = model.forward(&Tensor::new(&[1u32, 2, 3], world.device())?)?;
 /// model.backward(&logits.sqr()?.mean_all()?)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())

@@ -42,7 +42,7 @@ impl FsdpParam {
     ///     parallelize(&vars, &mesh, &ParallelPlan::new().module("up", ColwiseParallel::default()))?;
     ///     let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
     ///         let weight = vb.pp("up").get((6, 4), "weight")?;
-    ///         let ranks = FsdpParam::serve(&weight).map(|(_, ranks)| ranks);
+    ///         let ranks = FsdpParam::register_tp_layer(&weight).map(|(_, ranks)| ranks);
     ///         Ok(Columns(weight, ranks))
     ///     })?;
     ///     let y = model.forward(&Tensor::ones((5, 4), DType::F32, world.device())?)?;

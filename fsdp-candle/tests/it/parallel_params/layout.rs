@@ -178,12 +178,12 @@ fn refuses_layers_without_tensor_parallelism() {
         parallelize(&vars, &tp, &plan).unwrap();
         fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
             let weight = vb.pp("up").get_with_hints((4, 6), "weight", Init::Const(1.))?;
-            let (style, ranks) = FsdpParam::serve(&weight).unwrap();
+            let (style, ranks) = FsdpParam::register_tp_layer(&weight).unwrap();
             assert_eq!(style, ParallelStyle::from(ColwiseParallel::default()));
             assert!(ranks.is(tp.group(0).unwrap()));
             assert_eq!(weight.dims(), [2, 6]);
             let scale = vb.pp("a.norm").get(4, "weight")?;
-            assert!(FsdpParam::serve(&Tensor::zeros(4, DType::F32, vb.device())?).is_none());
+            assert!(FsdpParam::register_tp_layer(&Tensor::zeros(4, DType::F32, vb.device())?).is_none());
             Ok((weight, scale))
         })
         .unwrap();
