@@ -101,7 +101,7 @@ pub fn gradcheck<M>(
         )));
     }
     let grads = model.backward(&loss(model)?)?;
-    let order = model.schedule().forward_order();
+    let order = model.schedule.forward_order();
     let mut units: Vec<_> = model.units().into_iter().filter(|unit| check.checks(unit.params())).collect();
     units.sort_by_key(|unit| order.iter().position(|&index| index == unit.index()));
     let mut all = vec![];
@@ -171,7 +171,7 @@ impl Check {
         loss: &mut impl FnMut(&FsdpModule<M>) -> candle_core::Result<Tensor>,
     ) -> Result<f64> {
         // Drop gathered parameters, which are stale.
-        model.schedule().reshard_all()?;
+        model.schedule.reshard_all()?;
         let own = no_grad(|| loss(model))?.to_dtype(DType::F64)?.to_scalar::<f64>()?;
         let mean = self.ranks.shard().all_reduce_scalar(own, ReduceOp::Avg)?;
         match self.ranks.replicate() {

@@ -1,4 +1,4 @@
-//! A resumed run warns of settings that differ from those of the checkpoint, or is refused.
+//! A resume with settings that differ from those of the checkpoint gives a warning or an error.
 
 use std::fs;
 use std::path::Path;

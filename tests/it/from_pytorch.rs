@@ -256,7 +256,7 @@ fn names_of_ours(row: &Row) -> Vec<String> {
     let mut names = ours(&row.ours);
     if row.ours.starts_with("the same") {
         let theirs = row.theirs.split('`').skip(1).step_by(2).map(|code| {
-            // Short flags and environment variables are not names of ours.
+            // Short flags and environment variables are not defined by this project.
             let name = code.split(['(', ' ', '=', '.']).next().unwrap();
             if name.starts_with('-') && !name.starts_with("--") || name.ends_with(char::is_uppercase) {
                 ""

@@ -54,7 +54,7 @@ fn check(words: &[String]) {
             let at = args.iter().position(launched).expect("what the README launches is train or bench");
             args[at] = program(&args[at]).to_str().unwrap().to_owned();
             if args[..at].iter().any(|word| word == "--nnodes") {
-                // There is no second host: the launcher prints what it would start.
+                // This machine has no second host, so the launcher prints the command that it would start there.
                 args.insert(0, "--dry-run".into());
             }
             accepts("fsdp-launch", &args, limit);

@@ -68,7 +68,7 @@ fn losses_do_not_depend_on_ranks_and_resume_within_an_epoch() {
     let dir = tempfile::tempdir().unwrap();
     prepare(dir.path());
     let eval = "--eval others.jsonl --eval-every 4";
-    // 60 examples make some thirty sequences: ten steps of six go into the second or third epoch.
+    // 60 examples are about thirty sequences, so ten steps of six reach the second or third epoch.
     let (one, stdout) = train(dir.path(), 1, &format!("--steps 10 --checkpoint-dir one {eval}"), "one.jsonl");
     let (steps, evals) = (losses(&one, "loss"), losses(&one, "eval_loss"));
     assert_eq!(steps.len(), 10);
@@ -89,7 +89,7 @@ fn losses_do_not_depend_on_ranks_and_resume_within_an_epoch() {
         assert_same(&losses(&other, "loss"), &steps, flags);
         assert_same(&losses(&other, "eval_loss"), &evals, flags);
     }
-    // In the midst of an epoch, with steps behind it that go over the end of that.
+    // In the middle of an epoch, followed by steps into the next one.
     train(dir.path(), 2, &format!("--steps 3 --checkpoint-dir two {eval}"), "two.jsonl");
     for ranks in [1, 2, 3] {
         let flags = format!("--steps 10 --resume two/step-00000003 {eval}");
@@ -97,14 +97,14 @@ fn losses_do_not_depend_on_ranks_and_resume_within_an_epoch() {
         assert_same(&losses(&resumed, "loss"), &steps[3..], &format!("{ranks} ranks"));
         assert_same(&losses(&resumed, "eval_loss"), &evals[1..], &format!("{ranks} ranks"));
     }
-    // At the same number of ranks bit for bit.
+    // Bit for bit at the same number of ranks.
     let (whole, _) = train(dir.path(), 2, &format!("--steps 8 {eval}"), "whole.jsonl");
     let flags = format!("--steps 8 --resume two/step-00000003 {eval}");
     let (resumed, _) = train(dir.path(), 2, &flags, "again.jsonl");
     assert_eq!(losses(&resumed, "loss"), losses(&whole, "loss")[3..]);
 }
 
-/// Packing does not change examples: steps over all examples are equal.
+/// Packing does not change the examples: steps over all examples are equal.
 #[test]
 fn packing_equals_padding() {
     let dir = tempfile::tempdir().unwrap();

@@ -96,8 +96,7 @@ fn the_batch_script_trains_on_two_hosts() {
     assert!(!dir.path().join("run-1/rdzv-token").exists());
 }
 
-/// What happens to the job of [`a_job_survives_a_dead_rank_its_time_limit_and_a_failed_host`]. It writes its
-/// observations to files.
+/// The script of [`a_job_survives_a_dead_rank_its_time_limit_and_a_failed_host`]. It writes its observations to files.
 const HAPPENS: &str = r#"
 export NPROC_PER_NODE=1
 train=$1

@@ -180,7 +180,7 @@ where
     let token = scalar(&token, recompute)?;
     let node = number(token.id());
     // One report is enough, because the parameters belong to one model.
-    params.iter().any(|param| param.replays(begun..node, node));
+    params.iter().any(|param| param.register_recomputation(begun..node, node));
     let mut closure_outputs = closure_outputs.into_iter();
     result.map_tensors(&mut |tensor| match closure_outputs.next() {
         Some(end) if tensor.dtype().is_float() => end.output(&tensor, &token),
@@ -232,8 +232,8 @@ impl Leaves {
                     continue;
                 }
                 if let Some(param) = FsdpParam::of(node) {
-                    if params.insert(param.anchor().id()) {
-                        param_leaves.insert(param.leaf());
+                    if params.insert(param.anchor.id()) {
+                        param_leaves.insert(param.leaf);
                         leaves.params.push(param);
                     }
                 } else if node.is_variable() {
@@ -246,7 +246,7 @@ impl Leaves {
             .variables
             .iter()
             .map(Tensor::id)
-            .chain(leaves.params.iter().map(|param| param.anchor().id()))
+            .chain(leaves.params.iter().map(|param| param.anchor.id()))
             .collect();
         Ok(leaves)
     }

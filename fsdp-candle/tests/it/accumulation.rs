@@ -1,4 +1,4 @@
-//! Several forwards and backwards, with and without communication, add up to the gradients that they should.
+//! Several forwards and backwards, with and without communication, add up to the correct gradients.
 
 use candle_core::{DType, Module};
 use fsdp_candle::{FullyShard, Recurse, ReshardAfterForward, fully_shard, nn};
@@ -47,7 +47,7 @@ fn manual_finalization() {
         model.finalize_backward(&mut grads).unwrap();
         assert_close(&gradients(&vars, &grads), &want, 0.);
 
-        // Of two backwards the last hands out the sum.
+        // The last of two backwards reduces the sum.
         model.set_manual_backward_finalization(false);
         model.set_is_last_backward(false);
         let first = model.backward(&loss_of(&model, &batch(world.rank(), WIDTH))).unwrap();
@@ -83,7 +83,7 @@ fn two_losses_and_two_roots() {
             assert_close(&gradients(&one, &model.backward(&first).unwrap()), &apart[0], 0.);
             assert_close(&gradients(&one, &model.backward(&second).unwrap()), &apart[1], 0.);
 
-            // An encoder and a decoder, called one after the other with nothing around them; and with.
+            // An encoder and a decoder called one after the other, with and without a root unit.
             let run = |rooted: bool| {
                 let map = vars(&world);
                 let opts = FullyShard::new(&map).reshard_after_forward(reshard);

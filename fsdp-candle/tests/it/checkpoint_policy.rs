@@ -1,4 +1,4 @@
-//! Checkpointing by policy: which layers run again, and what they keep.
+//! Checkpointing by policy: which layers are recomputed, and what they keep.
 
 use std::sync::{Arc, Mutex};
 
@@ -102,10 +102,10 @@ fn policies_choose_layers() {
     assert_eq!(chosen(CheckpointPolicy::all()), [0, 1, 2, 3, 4, 5]);
     assert_eq!(chosen(CheckpointPolicy::every(4)), [0, 4]);
     assert_eq!(chosen(CheckpointPolicy::named(["layers.[0-2]", "model.*.5"]).unwrap()), [0, 1, 2, 5]);
-    assert!(CheckpointPolicy::named(["["]).unwrap_err().to_string().contains("is no pattern of names"));
+    assert!(CheckpointPolicy::named(["["]).unwrap_err().to_string().contains("is not a valid pattern of names"));
 }
 
-/// Two layers, of which the first has no weight any more when backward comes: only what was kept knows its output.
+/// Two layers. The first one's weight is gone when backward runs, so its output must have been kept.
 #[test]
 fn kept_outputs_are_not_recomputed() {
     let kept = |numbers: &'static [usize], operation: Operation| {

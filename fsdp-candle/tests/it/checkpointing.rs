@@ -1,4 +1,4 @@
-//! Activation checkpointing changes memory and time, never a number: same bits with and without it.
+//! Activation checkpointing changes memory and time, but no bit of the results.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,7 +11,7 @@ use fsdp_candle::{FsdpModule, FullyShard, ReshardAfterForward, ShardedVarMap, fu
 
 const WIDTH: usize = 5; // odd: shards are uneven
 
-/// What of a block runs again in backward.
+/// The part of a block that is recomputed in backward.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Again {
     Nothing,
@@ -91,7 +91,7 @@ fn bits(tensor: &Tensor) -> Vec<u32> {
 
 type Numbers = Vec<(String, Vec<u32>)>;
 
-/// Two steps' loss and gradients on each rank.
+/// Each rank's losses and gradients in two steps.
 fn numbers(world_size: usize, reshard: ReshardAfterForward, again: Again, frozen: &'static str) -> Vec<Numbers> {
     ranks(world_size, |world| {
         let vars = vars(&world);
@@ -138,7 +138,7 @@ fn frozen_parameters_stay_frozen() {
     }
 }
 
-/// A tied weight, used in two checkpoints of one unit and outside of both.
+/// A tied weight, used in two checkpoints of one unit and outside them.
 struct Tied {
     layer: Arc<nn::Linear>,
     again: bool,
@@ -192,7 +192,7 @@ fn plain_variables_get_gradients() {
         };
         let ids = Tensor::new(&[2u32, 0, 2], &Device::Cpu).unwrap();
         let inputs = ((x.as_tensor() * 2.).unwrap(), b.as_tensor().clone(), constant.clone(), ids);
-        // The second output reaches the loss, the last one does not, and `w` and `x` are used outside, too.
+        // The second output reaches the loss and the last one does not. `w` and `x` are used outside as well.
         let (a, c, rest) = if again {
             checkpoint(
                 move |((x, b), (c, ids)): ((Tensor, Tensor), (Tensor, Tensor))| f((x, b, c, ids)),
@@ -217,7 +217,7 @@ fn plain_variables_get_gradients() {
     }
 }
 
-/// The identity that counts how often its result is made, and how many results are alive.
+/// The identity, which counts its results and those still alive.
 #[derive(Clone, Default)]
 struct Count {
     made: Arc<AtomicUsize>,
@@ -245,7 +245,7 @@ fn only_inputs_outlive_forward() {
     let count = Count::default();
     let inside = count.clone();
     let y = checkpoint(move |x: Tensor| x.sqr()?.apply_op1(inside.clone())?.sqr(), x.as_tensor().clone()).unwrap();
-    // One in this test, one in the closure: none in a graph.
+    // One in this test and one in the closure, none in a graph.
     assert_eq!((count.made.load(Ordering::Relaxed), Arc::strong_count(&count.alive)), (1, 2));
     let grads = y.sum_all().unwrap().backward().unwrap();
     assert_eq!((count.made.load(Ordering::Relaxed), Arc::strong_count(&count.alive)), (2, 2));

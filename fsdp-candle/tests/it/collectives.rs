@@ -1,4 +1,4 @@
-//! Differentiable collectives against the same computed in one place: results and gradients.
+//! Differentiable collectives compared with one process: results and gradients.
 
 use candle_core::{D, DType, Result, Tensor, Var};
 use fsdp_candle::collectives::{
@@ -35,13 +35,13 @@ fn assert_close(what: &str, found: &Tensor, wanted: &Tensor) {
     }
 }
 
-/// What a collective is to do, with the tensors of all ranks in one place.
+/// A collective's definition on the tensors of all ranks.
 struct Plainly {
-    /// Whether all ranks have one input.
+    /// Whether all ranks have the same input.
     one_input: bool,
     /// From the ranks' inputs to their outputs.
     outputs: fn(&[Tensor], [usize; 2]) -> Result<Vec<Tensor>>,
-    /// Whether all ranks have one output, of which there is one loss.
+    /// Whether all ranks have the same output, and so one loss.
     one_output: bool,
 }
 
@@ -55,7 +55,7 @@ fn same(tensor: Tensor, ranks: usize) -> Result<Vec<Tensor>> {
     Ok(vec![tensor; ranks])
 }
 
-/// Compares a collective with what it is plainly, on one dimension of tensors of every dtype, dense and not.
+/// Compares a collective with its definition along one dimension, for every dtype, contiguous and not.
 fn check(
     name: &str,
     plainly: &Plainly,
@@ -87,7 +87,7 @@ fn check(
                         }
                         x
                     };
-                    // Each element of each rank's output weighs something else.
+                    // Each element of each rank's output has a different weight.
                     let weigh = |y: &Tensor, rank: usize| {
                         let seed = if plainly.one_output { 7 } else { 7 + rank };
                         (y * values(seed, y.dims(), dtype)).unwrap().to_dtype(DType::F64).unwrap().sum_all().unwrap()
@@ -225,7 +225,7 @@ fn refuses_indivisible_dimensions_before_communication() {
         }
         let error = prepare_module_output(&x, Placement::Partial(ReduceOp::Max), Placement::Replicate, world.group());
         assert!(error.unwrap_err().to_string().contains("Partial(ReduceOp::Sum)"));
-        // The group is none the worse for it.
+        // The group still works.
         assert_eq!(all_gather(&x, 1, world.group(), Consumers::Same).unwrap().dims(), [2, 14, 4]);
     });
 }

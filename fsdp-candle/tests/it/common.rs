@@ -1,4 +1,4 @@
-//! What the integration tests share: a small model in ordinary Candle code, and ranks as threads.
+//! Shared by the tests: a small model in ordinary Candle code, and ranks as threads.
 
 mod counted;
 mod device;
@@ -19,7 +19,7 @@ use fsdp_core::{Allocator, GatherPart, ProcessGroup, ScatterPart, Work};
 pub(crate) use counted::counted;
 pub(crate) use device::{address, changed, device, elements, memory, on_cuda, one_of, rounding};
 
-/// A residual MLP of Candle's own linear layers and this crate's norm.
+/// A residual MLP of Candle's linear layers and this crate's norm.
 pub(crate) struct Block {
     norm: nn::RmsNorm,
     up: candle_nn::Linear,
@@ -82,19 +82,19 @@ pub(crate) fn full() -> StateDictOptions {
     StateDictOptions { full_state_dict: true, ..StateDictOptions::default() }
 }
 
-/// Runs a closure on each rank of a world of threads: on the host, or on CUDA devices where `FSDP_TEST_DEVICE=cuda`.
+/// Runs a closure on each rank of a world of threads: on the host, or on CUDA devices if `FSDP_TEST_DEVICE=cuda`.
 pub(crate) fn ranks<T: Send>(size: usize, f: impl Fn(World) -> T + Sync) -> Vec<T> {
     let _turn = device::turn();
     let options = Options::default().with_timeout(Duration::from_secs(60));
     local::run_with(size, options, |group| f(device::world(group)))
 }
 
-/// The world of one rank, on its device.
+/// A world of one rank, on its device.
 pub(crate) fn alone() -> World {
     device::world(ProcessGroup::single_rank(Duration::from_secs(60)).unwrap())
 }
 
-/// A map of which each rank has everything, on its device. Collective.
+/// A map on the rank's device in which every rank has all parameters. Collective.
 pub(crate) fn unsharded(world: &World) -> ShardedVarMap {
     let mesh = world.mesh(&[("ranks", world.size()), ("each", 1)]).unwrap();
     ShardedVarMap::new(&mesh.slice(&["each"]).unwrap(), world.device())
@@ -106,7 +106,7 @@ pub(crate) fn batch(rank: usize, width: usize) -> Tensor {
     Tensor::from_vec(values, (4, width), &device()).unwrap()
 }
 
-/// Returns a tensor of zeros with this rank's values in their region.
+/// A full tensor of this rank's values, with zeros elsewhere.
 pub(crate) fn scattered(param: &FsdpParam, values: impl IntoIterator<Item = f32>) -> Vec<f32> {
     let (shape, region) = (param.shape().dims(), param.region());
     let mut full = vec![0f32; shape.iter().product()];
@@ -122,18 +122,18 @@ pub(crate) fn scattered(param: &FsdpParam, values: impl IntoIterator<Item = f32>
     full
 }
 
-/// Gathers a tensor without the library's all-gather: the ranks sum their values in zeros.
+/// Gathers a tensor without the library's all-gather, as the sum of the ranks' values and zeros.
 pub(crate) fn whole(vars: &ShardedVarMap, param: &FsdpParam, shard: &Tensor) -> Vec<f32> {
     let ranks = vars.mesh().group(vars.mesh().layout().shape().len() - 1).unwrap();
     ranks.all_reduce_values(scattered(param, elements::<f32>(shard)), ReduceOp::Sum).unwrap()
 }
 
-/// Every parameter's whole values, by name.
+/// Every full parameter, by name.
 pub(crate) fn weights(vars: &ShardedVarMap) -> Gradients {
     vars.params().iter().map(|param| (param.name().to_string(), whole(vars, param, param.var()))).collect()
 }
 
-/// This rank's part of a whole tensor.
+/// This rank's part of a full tensor.
 pub(crate) fn cut(param: &FsdpParam, whole: &Tensor) -> Tensor {
     let region = param.region();
     let part = |part: Tensor, dim: usize| part.narrow(dim, region.offsets[dim], region.sizes[dim]).unwrap();
@@ -149,11 +149,15 @@ pub(crate) fn times(gradients: &Gradients, factor: f32) -> Gradients {
 /// Asserts that a result is an error whose message contains all of `parts`.
 pub(crate) fn refused<T, E: std::fmt::Display>(result: Result<T, E>, parts: &[&str]) {
     let Err(error) = result else { panic!("expected an error with {parts:?}") };
-    let text = error.to_string();
+    assert_contains(&error.to_string(), parts);
+}
+
+/// Asserts that a text contains all of `parts`.
+pub(crate) fn assert_contains(text: &str, parts: &[&str]) {
     parts.iter().for_each(|part| assert!(text.contains(part), "{part:?} is not in {text}"));
 }
 
-/// This rank's part of a parameter's gradient. There is none of an empty shard.
+/// This rank's part of a parameter's gradient, unless the shard is empty.
 pub(crate) fn shard_of_gradient<'a>(param: &'a FsdpParam, grads: &'a GradStore) -> &'a Tensor {
     match grads.get(param.var()) {
         Some(grad) => grad,
@@ -162,7 +166,7 @@ pub(crate) fn shard_of_gradient<'a>(param: &'a FsdpParam, grads: &'a GradStore) 
     }
 }
 
-/// Every parameter's whole gradient, by name.
+/// Every full gradient, by name.
 pub(crate) fn gradients(vars: &ShardedVarMap, grads: &GradStore) -> Vec<(String, Vec<f32>)> {
     vars.trainable()
         .iter()
@@ -170,7 +174,7 @@ pub(crate) fn gradients(vars: &ShardedVarMap, grads: &GradStore) -> Vec<(String,
         .collect()
 }
 
-/// The mean of squares of what the model makes of a batch.
+/// The mean of the squares of the model's output for a batch.
 pub(crate) fn loss_of(model: &impl Module, x: &Tensor) -> Tensor {
     model.forward(x).unwrap().to_dtype(DType::F32).unwrap().sqr().unwrap().mean_all().unwrap()
 }
@@ -190,7 +194,7 @@ pub(crate) const WIDTH: usize = 6;
 
 pub(crate) type Gradients = Vec<(String, Vec<f32>)>;
 
-/// One backward with default options: what every other way is held against.
+/// One backward with default options, with which all others are compared.
 pub(crate) fn reference(world: &World) -> Gradients {
     let vars = vars(world);
     let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
@@ -198,14 +202,13 @@ pub(crate) fn reference(world: &World) -> Gradients {
     gradients(&vars, &grads)
 }
 
-/// What a collective of a user's own is given.
+/// The parts of a custom collective.
 pub(crate) enum Parts<'a> {
     Gather(&'a [GatherPart]),
     Scatter(&'a [ScatterPart]),
 }
 
-/// A collective of a user's own, which calls a closure first: it may look at the parts, and answer in place of the
-/// unit's own collective.
+/// A custom collective that first calls a closure, which may read the parts and replace the unit's own collective.
 pub(crate) struct Own<F>(pub(crate) F);
 
 impl<F: Fn(Parts<'_>) -> Option<Work> + Send + Sync> AllGather for Own<F> {
@@ -226,7 +229,7 @@ impl<F: Fn(Parts<'_>) -> Option<Work> + Send + Sync> ReduceScatter for Own<F> {
     }
 }
 
-/// A custom collective that writes `entry` down when it is issued.
+/// A custom collective that records `entry` when it is issued.
 pub(crate) fn journal(
     entry: String,
     entries: &Arc<Mutex<Vec<String>>>,

@@ -1,4 +1,4 @@
-//! What communicates when, and what users put in its place.
+//! The order of collectives, and custom collectives.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -50,7 +50,7 @@ fn manual_unshard() {
     });
 }
 
-/// Counts, and passes on; or fails when told to.
+/// Counts the calls and passes them on, or fails on request.
 #[derive(Default)]
 struct Watch {
     gathers: AtomicUsize,
@@ -142,7 +142,7 @@ fn f16_averages_do_not_overflow() {
         ranks(4, |world| {
             let vars = vars_on(&world, &mesh);
             let policy = MixedPrecisionPolicy { reduce_dtype: Some(DType::F16), ..Default::default() };
-            // The gradient reduces in F16, be the parameter's dtype that or another.
+            // Gradients are reduced in F16, whatever the parameter's dtype.
             for (name, dtype) in [("half", DType::F16), ("single", DType::F32)] {
                 let opts = FullyShard::new(&vars).mp_policy(policy.clone());
                 let unit = fully_shard(&opts, vars.builder(dtype), |vb| vb.get((8, 3), name)).unwrap();
@@ -268,10 +268,11 @@ fn collectives_overlap_compute_and_free_parameters() {
             entries.lock().unwrap().clear();
             assert_eq!(unsharded(), [false; 4]);
             let loss = loss_of(&model, &x);
-            // After forward the root alone is whole.
+            // After forward only the root is unsharded.
             assert_eq!(unsharded(), [false, false, false, true]);
             let _grads = model.backward(&loss).unwrap();
-            // The next block's gather is issued before this one computes, and its own gradients' reduction after that.
+            // The next block's all-gather is issued before this block computes, and the reduction of this block's
+            // gradients after that.
             let forward = ["gather 0", "gather 1", "gather 2"];
             let backward = ["gather 2", "gather 1", "reduce 2", "gather 0", "reduce 1", "reduce 0"];
             assert_eq!(*entries.lock().unwrap(), [&forward[..], &backward[..]].concat(), "step {step}");

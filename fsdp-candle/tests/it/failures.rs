@@ -1,4 +1,4 @@
-//! Collectives that fail: nothing stays in flight, nothing is lost, and the next step is right.
+//! Failing collectives: nothing stays in flight, nothing leaks, and the next step is correct.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -11,7 +11,7 @@ use crate::common::{
     Own, Parts, WIDTH, assert_close, batch, gradients, loss_of, ranks, reference, refused, sharded, vars,
 };
 
-/// The identity, whose backward fails when told to.
+/// The identity, whose backward fails on request.
 struct Fragile(Arc<AtomicUsize>);
 
 impl candle_core::CustomOp1 for Fragile {
@@ -65,7 +65,7 @@ fn trains_after_an_error_in_backward() {
     });
 }
 
-/// A reduce-scatter that fails, or one that takes its time and says when it is over.
+/// A reduce-scatter that fails, or one that is slow and reports when it is done.
 struct Late(Option<Arc<std::sync::atomic::AtomicBool>>);
 
 impl ReduceScatter for Late {
@@ -113,7 +113,7 @@ fn trains_after_a_failed_reduction() {
 #[test]
 fn recovers_from_a_failed_gather() {
     ranks(4, |world| {
-        // Two of a unit's parameters are on one mesh and two on another: two all-gathers.
+        // Two of a unit's parameters are on one mesh and two on another, so it has two all-gathers.
         let grid = world.mesh(&[("replicate", 2), ("shard", 2)]).unwrap();
         let vars = ShardedVarMap::new(&grid.slice(&["shard"]).unwrap(), world.device());
         let all = ShardMesh::new(&world.mesh(&[("all", 4)]).unwrap()).unwrap();
@@ -131,7 +131,7 @@ fn recovers_from_a_failed_gather() {
         unit.reset_iter_state();
         unit.reshard().unwrap();
 
-        // The first fails; the second takes its time, and is waited for.
+        // The first fails; the second is slow, and the unit waits for it.
         let (calls, over) = (AtomicUsize::new(0), Arc::new(AtomicBool::new(false)));
         let is_over = over.clone();
         let one_of_two = move |_: Parts<'_>| {
@@ -152,7 +152,7 @@ fn recovers_from_a_failed_gather() {
         refused(forward(), &["injected"]);
         assert!(is_over.load(Ordering::SeqCst), "an all-gather was in flight when forward had failed");
 
-        // What a user's all-gather returns is looked at.
+        // The result of a custom all-gather is checked.
         unit.reset_iter_state();
         unit.set_custom_all_gather(Some(Arc::new(Own(|_: Parts<'_>| Some(Work::ready(Ok(vec![])))))));
         refused(forward(), &["the all-gather returned too few buffers"]);

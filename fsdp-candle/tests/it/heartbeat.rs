@@ -1,5 +1,5 @@
-//! What a training step tells the launcher: this binary runs itself as a rank with a board, which the rank looks at in
-//! the middle of things.
+//! What a training step reports to the launcher. The test runs its own binary as a rank, which reads its own report
+//! during the step.
 
 use crate::common::vars_on;
 use candle_core::{DType, Module, Tensor};
@@ -34,7 +34,7 @@ impl Module for Model {
     }
 }
 
-/// No test, but what the rank runs.
+/// Not a test: the code that the rank runs.
 #[test]
 fn run_as_a_rank() {
     if std::env::var_os("FSDP_TEST_ROLE").is_none() {

@@ -1,4 +1,4 @@
-//! The layers of `candle_nn` under `fully_shard`: which train as they are, and which have to be this crate's.
+//! Which layers of `candle_nn` train under `fully_shard`, and which have to be replaced with those of this crate.
 
 use candle_core::{D, DType, Device, Module, Result, Tensor};
 use candle_nn::{ModuleT, RNN, VarBuilder, VarMap};
@@ -8,7 +8,7 @@ use crate::common::{Gradients, assert_close, device, full, gradients, ranks, ref
 
 type Layer = Box<dyn Fn(&Tensor) -> Result<Tensor>>;
 type Build = fn(VarBuilder) -> Result<Layer>;
-/// A layer's name, what builds it, what makes a rank's input, and the input's shape.
+/// A layer's name, builder, input on a rank, and input shape.
 type Case = (&'static str, Build, fn(usize, &[usize]) -> Tensor, &'static [usize]);
 
 fn boxed(module: impl Module + 'static) -> Layer {
@@ -28,7 +28,7 @@ fn ids(rank: usize, shape: &[usize]) -> Tensor {
     Tensor::from_vec(values, shape, &device()).unwrap()
 }
 
-/// A loss with no symmetry that would make gradients vanish.
+/// A loss without symmetries, under which gradients could vanish.
 fn loss(y: &Tensor) -> Tensor {
     let weights = input(7, y.dims());
     (y + weights).unwrap().sqr().unwrap().mean_all().unwrap()
@@ -48,7 +48,7 @@ fn plain_gradients(build: Build, initial: &Gradients, batches: &[Tensor]) -> Gra
     initial.iter().map(|(name, _)| (name.clone(), values(name))).collect()
 }
 
-/// The layers that train, of either crate.
+/// The layers that train, from both crates.
 macro_rules! layers {
     ($cn:path) => {{
         use $cn as cn;
@@ -278,7 +278,7 @@ fn running_statistics_are_whole_and_not_trained() {
         assert_eq!(names, ["bn.running_mean", "bn.running_var"]);
         assert!(buffers.iter().all(|(_, buffer)| buffer.dims() == [5]));
 
-        // They follow this rank's batches, as those of a plain layer do.
+        // Running statistics follow this rank's batches, as those of a plain layer do.
         let map = VarMap::new();
         let vb = VarBuilder::from_varmap(&map, DType::F32, &device());
         let plain = candle_nn::batch_norm(5, 1e-5, vb).unwrap();
@@ -295,7 +295,7 @@ fn running_statistics_are_whole_and_not_trained() {
         assert_eq!(values(&buffers[0].1), values(plain.running_mean()));
         assert_eq!(values(&buffers[1].1), values(plain.running_var()));
 
-        // One for all ranks, and through a state dict.
+        // The same statistics on all ranks, saved and loaded through a state dict.
         vars.average_buffers().unwrap();
         let mean = values(&buffers[0].1);
         let others = world.all_reduce(&[f64::from(mean[0])], fsdp_candle::ReduceOp::Max).unwrap();
@@ -338,7 +338,7 @@ fn running_statistics_are_saved() {
     });
 }
 
-/// One source, built of the layers of either crate: the parts whose names and signatures are the same.
+/// The same source with the layers of either crate: the names and signatures that both have.
 macro_rules! written_once {
     ($name:ident, $nn:path) => {
         fn $name(vb: VarBuilder, x: &Tensor) -> Result<Vec<Tensor>> {

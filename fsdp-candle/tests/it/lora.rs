@@ -63,7 +63,7 @@ fn initial() -> Vec<(String, Vec<usize>, Vec<f32>)> {
     .swap_remove(0)
 }
 
-/// Losses of rank 0 and the trained adapters of plain Candle's autograd with the same AdamW, on the mean of `replicas`
+/// The losses of rank 0 and the trained adapters of plain Candle with the same AdamW, on the mean of `replicas`
 /// batches.
 fn train_plain(replicas: usize) -> (Vec<f32>, Vec<(String, Vec<f32>)>) {
     let map = VarMap::new();
@@ -123,7 +123,7 @@ fn adapters_train_as_in_plain_candle() {
     close(&runs[0].0, &plain_losses, "losses");
     assert!(plain_losses[STEPS - 1] < plain_losses[0]);
     for (name, _, before) in initial {
-        // Shards of dimension 0: the ranks' values one after the other are the whole.
+        // Shards of dimension 0, so the ranks' values in order are the full tensor.
         let after: Vec<f32> =
             runs.iter().flat_map(|run| run.1.iter().find(|(other, _)| *other == name).unwrap().1.clone()).collect();
         match plain_adapters.iter().find(|(other, _)| *other == name) {
@@ -179,7 +179,7 @@ fn recognizes_adapter_names() {
     assert!(!nn::is_adapter("q_proj.weight") && !nn::is_adapter("explora_A.weight") && !nn::is_adapter("lora_A.bias"));
 }
 
-/// The same layers, of which none knows of adapters.
+/// The same layers without adapters.
 struct Plain {
     first: nn::Linear,
     second: nn::Linear,

@@ -1,4 +1,4 @@
-//! Memory that is not there is an error that says how much was wanted for what.
+//! Failed allocations are errors that say how much memory was needed for what.
 
 use std::process::Command;
 
@@ -20,7 +20,7 @@ fn names_parameters_larger_than_memory() {
         for shape in [(1 << 62, 1), (1 << 62, 4), (1 << 31, 1 << 31), (usize::MAX, usize::MAX)] {
             refused(build(shape, ignored), &["parameter `big.weight`: of shape [", "larger than memory"]);
         }
-        // A possible shape, but more memory than any machine has.
+        // A valid shape that needs more memory than any machine has.
         refused(
             build((1 << 45, 256), ignored),
             &[
@@ -40,7 +40,7 @@ fn names_rotary_tables_larger_than_memory() {
     }
 }
 
-/// Runs `f` with at most `more` bytes of address space beyond what this process has now.
+/// Runs `f` with at most `more` bytes of address space beyond the current usage.
 fn with_little_memory<T>(more: u64, f: impl FnOnce() -> T) -> T {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let size = status.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();
@@ -52,7 +52,7 @@ fn with_little_memory<T>(more: u64, f: impl FnOnce() -> T) -> T {
     outcome
 }
 
-/// No test, but what the process of the next one runs: limits are a whole process's.
+/// Not a test: the code of the next test's process, because the limit is process-wide.
 #[test]
 fn run_with_little_memory() {
     if std::env::var("FSDP_TEST_ROLE").is_err() {
@@ -62,10 +62,10 @@ fn run_with_little_memory() {
     let vars = vars(&world);
     let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
     let x = batch(0, WIDTH);
-    // The first call of each unit is looked at for cuts, which a stack that is not there only leaves out.
+    // The first call of each unit checks for cuts on a thread. It skips the check if it can't start the thread.
     with_little_memory(200 << 20, || loss_of(&model, &x));
     for _ in 0..2 {
-        // Once with memory, so that threads and buffers are there.
+        // One run without a limit, so that threads and buffers exist.
         model.backward(&loss_of(&model, &x)).unwrap();
         let loss = loss_of(&model, &x);
         let error = with_little_memory(200 << 20, || model.backward(&loss).unwrap_err().to_string());
@@ -78,7 +78,7 @@ fn run_with_little_memory() {
     let big = build().unwrap();
     let optim = || AdamW::new(big.params().to_vec(), AdamWConfig::default()).err().unwrap().to_string();
     println!("says: {}", with_little_memory(400 << 20, optim));
-    // Unsharding and a gradient, where they do not fit.
+    // Unsharded parameters and a gradient that do not fit.
     let error = with_little_memory(200 << 20, || big.unshard().unwrap_err().to_string());
     println!("says: {error}");
     big.reset_iter_state();

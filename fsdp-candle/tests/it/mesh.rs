@@ -1,4 +1,4 @@
-//! Which meshes a unit and a parameter may be on.
+//! The meshes that a unit and a parameter may use.
 
 use candle_core::{DType, Tensor};
 use fsdp_candle::{
@@ -36,7 +36,7 @@ fn refuses_trained_parameters_on_part_of_the_ranks() {
                 assert!(error.contains("parameter `head.weight`: it is trained on the mesh "), "{error}");
                 assert!(error.contains(&format!("{few} of 2 rank(s)")) && error.contains(&all.to_string()), "{error}");
                 assert!(error.contains("(replicate, shard) of all ranks") && error.contains("of their own"), "{error}");
-                // What is not trained does not drift.
+                // Replicas of a frozen parameter stay equal.
                 build(map, unit, true, placed).unwrap();
             }
             for (map, unit) in [(&grid, &grid), (&rows, &rows), (&rows, &grid), (&unrelated, &grid)] {
@@ -72,7 +72,7 @@ fn refusals_list_possible_reshard_sizes() {
 fn overflow_checks_cover_all_ranks_of_a_parameter() {
     let verdicts = ranks(4, |world| {
         let grid = world.mesh(&[("stage", 2), ("shard", 2)]).unwrap();
-        // A map for the ranks of a stage, and a parameter that the stages share.
+        // A map over the ranks of one pipeline stage, and a parameter shared by the stages.
         let vars = ShardedVarMap::new(&grid.slice(&["shard"]).unwrap(), world.device());
         let opts = FullyShard::new(&vars).mesh(&world.mesh(&[("all", 4)]).unwrap()).unwrap();
         let tied =

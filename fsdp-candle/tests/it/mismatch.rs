@@ -1,5 +1,5 @@
-//! Ranks that use different parameters: an error on all of them that says which, or with
-//! `set_reduce_scatter_unused_params` the right gradients.
+//! Ranks that use different parameters: an error on every rank that names the parameters, or with
+//! `set_reduce_scatter_unused_params` the correct gradients.
 
 use std::sync::Arc;
 
@@ -9,11 +9,13 @@ use fsdp_candle::{
     fully_shard, nn,
 };
 
-use crate::common::{WIDTH, assert_close, batch, gradients, journal, ranks, rounding, shard_of_gradient, vars_on};
+use crate::common::{
+    WIDTH, assert_close, assert_contains, batch, gradients, journal, ranks, rounding, shard_of_gradient, vars_on,
+};
 
 const ADVICE: &str = "call `set_reduce_scatter_unused_params(true, Recurse::Yes)` of the root on every rank";
 
-/// One unit: a body, and heads of one shape of which each rank chooses.
+/// One unit: a body, and heads of the same shape from which each rank chooses.
 type Heads = FsdpModule<(nn::Linear, Vec<nn::Linear>)>;
 
 fn heads(opts: &FullyShard, vars: &ShardedVarMap, dtype: DType) -> Heads {
@@ -24,7 +26,7 @@ fn heads(opts: &FullyShard, vars: &ShardedVarMap, dtype: DType) -> Heads {
     .unwrap()
 }
 
-/// The loss of some heads; the others are in it with the factor 0 where `all`.
+/// The loss of some heads; with `all` the other heads are in it with a factor of 0.
 fn loss(model: &Heads, x: &Tensor, chosen: &[usize], all: bool) -> Tensor {
     let x = x.to_dtype(model.params()[0].dtype()).unwrap();
     let loss = model.call(|(body, heads)| {
@@ -62,14 +64,20 @@ fn different_parameters_are_errors_on_every_rank() {
                 let loss = loss(&model, &batch(world.rank(), WIDTH), &[world.rank() % 2], false);
                 model.backward(&loss).unwrap_err().to_string()
             });
-            // Over pairs of shards both replicas have both heads.
+            // With pairs of shards, both replicas hold both heads.
             for error in errors {
-                assert!(error.contains("FSDP unit `(root)`: ") && error.contains(" of 4 parameters failed"), "{error}");
-                assert!(error.contains("unit `(root)`: body.weight, a.weight; "), "{error}");
-                assert!(error.contains("unit `(root)`: body.weight, b.weight; "), "{error}");
-                assert!(error.contains("`a.weight` is on rank(s) [0"), "{error}");
-                assert!(error.contains("] only, `b.weight` on rank(s) [1"), "{error}");
-                assert!(error.contains(ADVICE), "{error}");
+                assert_contains(
+                    &error,
+                    &[
+                        "FSDP unit `(root)`: ",
+                        " of 4 parameters failed",
+                        "unit `(root)`: body.weight, a.weight; ",
+                        "unit `(root)`: body.weight, b.weight; ",
+                        "`a.weight` is on rank(s) [0",
+                        "] only, `b.weight` on rank(s) [1",
+                        ADVICE,
+                    ],
+                );
             }
         }
     }
@@ -91,7 +99,7 @@ fn reduces_unused_parameters_and_names_them() {
                 let whole = |vars: &ShardedVarMap, model: &Heads, loss: &Tensor| {
                     let mut grads = model.backward(loss).unwrap();
                     for param in vars.trainable() {
-                        // Candle has no kernel for a shard of no elements.
+                        // Candle has no kernel for an empty shard.
                         let grad = match param.region().is_empty() {
                             true => Tensor::zeros(&param.region().sizes[..], DType::F32, &Device::Cpu),
                             false => shard_of_gradient(&param, &grads).to_dtype(DType::F32),
@@ -120,8 +128,8 @@ fn parameters_used_in_an_earlier_backward_are_not_named() {
         model.set_reduce_scatter_unused_params(true, Recurse::Yes);
         let x = batch(world.rank(), WIDTH);
         let run = |chosen: &[usize]| drop(model.backward(&loss(&model, &x, chosen, false)).unwrap());
-        // The head `b` is used by rank 3 alone: once in a backward that reduces nothing, once in one that reduces over
-        // shards alone, and once in one that waits for nothing.
+        // Only rank 3 uses the head `b`: in a backward without a reduction, in one that reduces over shards only, and
+        // in one that is not the last.
         let chosen: &[usize] = if world.rank() == 3 { &[0, 1] } else { &[0] };
         let switches: [fn(&Heads, bool); 3] = [
             |model, on| model.set_requires_gradient_sync(on, Recurse::Yes),
@@ -142,7 +150,7 @@ fn parameters_used_in_an_earlier_backward_are_not_named() {
 
 #[test]
 fn different_experts() {
-    /// A unit with a gate, and experts of two weights each of which a rank runs those that its tokens go to.
+    /// A unit with a router and experts of two weights. A rank runs the experts to which it routes its tokens.
     struct Experts(nn::Linear, Vec<(nn::Linear, nn::Linear)>);
     const EXPERTS: usize = 6;
     let build = |opts: &FullyShard, vars: &ShardedVarMap| {
@@ -179,11 +187,10 @@ fn different_experts() {
             model.backward(&run(&model, world.rank(), false)).unwrap_err().to_string()
         });
         for error in errors {
-            assert!(error.contains("FSDP unit `moe`: reduce-scatter of 13 parameters failed"), "{error}");
+            assert_contains(&error, &["FSDP unit `moe`: reduce-scatter of 13 parameters failed"]);
             let first = [0, 3].map(|i| format!("`moe.experts.{i}.w1.weight`, `moe.experts.{i}.w2.weight`")).join(", ");
             let on = if size == 4 { "[0, 3]" } else { "[0]" };
-            assert!(error.contains(&format!("{first} are on rank(s) {on} only, ")), "{error}");
-            assert!(error.contains(ADVICE), "{error}");
+            assert_contains(&error, &[&format!("{first} are on rank(s) {on} only, "), ADVICE]);
         }
         ranks(size, |world| {
             let make = || {
@@ -196,7 +203,7 @@ fn different_experts() {
             let want = gradients(&all_vars, &all.backward(&run(&all, world.rank(), true)).unwrap());
             let got = gradients(&vars, &some.backward(&run(&some, world.rank(), false)).unwrap());
             assert_close(&got, &want, 1e-6);
-            // Two ranks leave the experts of a third alone.
+            // Two ranks do not use the third rank's experts.
             let unused: &[_] = match size {
                 2 => &[1, 4].map(|i| [1, 2].map(|w| format!("moe.experts.{i}.w{w}.weight"))),
                 _ => &[],
@@ -212,14 +219,19 @@ fn replicas_with_different_parameters_are_errors() {
         let errors = ranks(size, |world| {
             let vars = vars_on(&world, &[("replicate", 2), ("shard", shards)]);
             let model = heads(&FullyShard::new(&vars), &vars, DType::F32);
-            // The ranks of a replica agree; the replicas do not.
+            // The ranks of each replica agree, but the replicas differ.
             let loss = loss(&model, &batch(world.rank(), WIDTH), &[world.rank() / shards], false);
             model.backward(&loss).unwrap_err().to_string()
         });
         for error in errors {
-            assert!(error.contains("FSDP unit `(root)`: all-reduce of 4 parameters failed"), "{error}");
-            assert!(error.contains("`a.weight` is on rank(s) [0] only, `b.weight` on rank(s) [1] only"), "{error}");
-            assert!(error.contains(ADVICE), "{error}");
+            assert_contains(
+                &error,
+                &[
+                    "FSDP unit `(root)`: all-reduce of 4 parameters failed",
+                    "`a.weight` is on rank(s) [0] only, `b.weight` on rank(s) [1] only",
+                    ADVICE,
+                ],
+            );
         }
     }
 }
@@ -244,7 +256,7 @@ fn backwards_reduced_on_some_ranks_are_errors() {
             let vars = vars_on(&world, mesh);
             let model =
                 heads(&FullyShard::new(&vars).reshard_after_forward(ReshardAfterForward::Never), &vars, DType::F32);
-            // Nothing else is gathered or reduced, so that nothing else tells.
+            // Nothing else is gathered or reduced, so nothing else can fail.
             model.set_reshard_after_backward(false, Recurse::Yes);
             model.unshard().unwrap();
             let quiet = world.rank() < size.div_ceil(2);
@@ -262,10 +274,15 @@ fn backwards_reduced_on_some_ranks_are_errors() {
             panic!("rank {} summed what others had summed already", world.rank())
         });
         for error in errors {
-            assert!(error.contains(&format!("FSDP unit `(root)`: {what} of 4 parameters failed")), "{error}");
-            assert!(error.contains("unit `(root)`, gradients of 2 backwards: body.weight, a.weight; "), "{error}");
-            assert!(error.contains("unit `(root)`: body.weight, a.weight; "), "{error}");
-            assert!(error.contains("of as many backwards"), "{error}");
+            assert_contains(
+                &error,
+                &[
+                    &format!("FSDP unit `(root)`: {what} of 4 parameters failed"),
+                    "unit `(root)`, gradients of 2 backwards: body.weight, a.weight; ",
+                    "unit `(root)`: body.weight, a.weight; ",
+                    "of as many backwards",
+                ],
+            );
         }
     }
 }
@@ -277,7 +294,7 @@ fn a_missing_reduction_shows_in_the_next_collective() {
         let model = heads(&FullyShard::new(&vars), &vars, DType::F32);
         let x = batch(world.rank(), WIDTH);
         let y = loss(&model, &x, &[0], false);
-        // It has a graph, which comes to no parameter.
+        // The loss has a graph, which reaches no parameter.
         let other = || Var::from_tensor(&x).unwrap().sum_all().unwrap();
         let loss = if world.rank() == 0 { y } else { other() };
         let clipped = model.backward(&loss).map_err(Into::into);
@@ -285,9 +302,14 @@ fn a_missing_reduction_shows_in_the_next_collective() {
         clipped.unwrap_err().to_string()
     });
     for error in errors {
-        assert!(error.contains("rank(s) [0] issued reduce_scatter(unit `(root)`: body.weight, a.weight; "), "{error}");
-        assert!(error.contains("rank(s) [1] issued all_reduce(the gradients' norm (Two); sum, F64 [1])"), "{error}");
-        assert!(error.contains(ADVICE), "{error}");
+        assert_contains(
+            &error,
+            &[
+                "rank(s) [0] issued reduce_scatter(unit `(root)`: body.weight, a.weight; ",
+                "rank(s) [1] issued all_reduce(the gradients' norm (Two); sum, F64 [1])",
+                ADVICE,
+            ],
+        );
     }
 }
 
@@ -299,13 +321,18 @@ fn a_norm_does_not_match_other_numbers() {
         let mut grads = model.backward(&loss(&model, &batch(world.rank(), WIDTH), &[0], false)).unwrap();
         match world.rank() {
             0 => clip_grad_norm(&vars, &mut grads, 1.).map(drop).unwrap_err().to_string(),
-            // One number too.
+            // A single number as well.
             _ => world.all_reduce(&[1.], fsdp_core::ReduceOp::Sum).map(drop).unwrap_err().to_string(),
         }
     });
     for error in errors {
-        assert!(error.contains("rank(s) [0] issued all_reduce(the gradients' norm (Two); sum, F64 [1])"), "{error}");
-        assert!(error.contains("rank(s) [1] issued all_reduce(sum, F64 [1])"), "{error}");
+        assert_contains(
+            &error,
+            &[
+                "rank(s) [0] issued all_reduce(the gradients' norm (Two); sum, F64 [1])",
+                "rank(s) [1] issued all_reduce(sum, F64 [1])",
+            ],
+        );
     }
 }
 
@@ -329,9 +356,14 @@ fn gathers_of_different_units_name_both() {
             chosen.unshard().unwrap_err().to_string()
         });
         for error in errors {
-            assert!(error.contains("rank(s) [0, 2] issued all_gather(unit `a`: a.weight, a.bias; BF16 [12"), "{error}");
-            assert!(error.contains("rank(s) [1] issued all_gather(unit `b`: b.weight, b.bias; BF16 [12"), "{error}");
-            assert!(error.contains("call the same units in the same order"), "{error}");
+            assert_contains(
+                &error,
+                &[
+                    "rank(s) [0, 2] issued all_gather(unit `a`: a.weight, a.bias; BF16 [12",
+                    "rank(s) [1] issued all_gather(unit `b`: b.weight, b.bias; BF16 [12",
+                    "call the same units in the same order",
+                ],
+            );
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Muon: each matrix is made orthogonal as a whole, by one rank, whatever the ranks hold of it.
+//! Muon: one rank orthogonalizes each full matrix, however the ranks shard it.
 
 use std::sync::Arc;
 
@@ -13,13 +13,13 @@ use fsdp_candle::{
 use crate::common::{Gradients, cut, device, elements, full, ranks, refused, vars_on, whole};
 
 const STEPS: u64 = 3;
-/// Rows and columns: fewer rows than ranks, uneven shards, more rows than columns and fewer.
+/// Rows and columns: fewer rows than ranks, uneven shards, tall and wide matrices.
 const SHAPES: [(usize, usize); 5] = [(6, 4), (2, 8), (7, 2), (1, 4), (4, 4)];
 
 struct Layers(Vec<nn::Linear>);
 
 impl Module for Layers {
-    /// Of what all of them make of ones.
+    /// The sum of all layers' outputs for ones.
     fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         let sum = |(layer, (_, columns)): (&nn::Linear, (usize, usize))| {
             layer.forward(&Tensor::ones((1, columns), x.dtype(), x.device())?)?.sum_all()
@@ -68,7 +68,7 @@ const CONFIG: MuonConfig = MuonConfig {
     adjust_lr: AdjustLr::Original,
 };
 
-/// Muon for the matrices, SGD for the rest.
+/// Muon for matrices, SGD for the rest.
 fn make(vars: &ShardedVarMap, config: MuonConfig) -> Optimizers {
     let (matrices, rest) = vars.trainable().into_iter().partition(|param| param.shape().rank() == 2);
     let muon = Muon::new(matrices, config).unwrap();
@@ -81,7 +81,7 @@ fn trained(mesh: &[(&str, usize)], dim: usize, dtype: DType, config: MuonConfig)
     trained_by(mesh, dim, dtype, config, false)
 }
 
-/// The same; replicas may divide shards.
+/// The same, with HSDP whose replicas may shard the state.
 fn trained_by(
     mesh: &[(&str, usize)],
     dim: usize,
@@ -130,7 +130,7 @@ impl Matrix {
         Matrix(self.0.iter().zip(&other.0).map(row).collect())
     }
 
-    /// Newton-Schulz without any rounding.
+    /// Newton-Schulz in exact arithmetic.
     fn orthogonal(&self, (a, b, c): (f64, f64, f64)) -> Self {
         let norm = self.0.iter().flatten().map(|x| x * x).sum::<f64>().sqrt();
         let mut x = self.plus(1. / norm, self, 0.);
@@ -176,7 +176,7 @@ fn steps_along_the_orthogonalized_momentum() {
                 let along = if nesterov { g.plus(0.1, &buffer, 0.9) } else { buffer.clone() };
                 p = p.plus(1. - 0.02 * 0.1, &along.orthogonal(config.ns_coefficients), -lr);
             }
-            // Three steps, of 8 bits each, which small singular values magnify.
+            // Three steps in bf16 (8 bits), whose rounding errors small singular values amplify.
             let apart = after.iter().zip(p.0.iter().flatten()).map(|(got, want)| (f64::from(*got) - want).abs());
             let apart: Vec<f64> = apart.map(|apart| apart / (3. * lr)).collect();
             let mean = apart.iter().sum::<f64>() / apart.len() as f64;
@@ -194,20 +194,20 @@ fn every_mesh_gives_the_same_bits() {
         }
     }
     let alone = trained(&[("shard", 1)], 0, DType::F32, CONFIG);
-    // Boxes that are no rows.
+    // Regions that are not full rows.
     assert_eq!(trained(&[("shard", 2)], 1, DType::F32, CONFIG), alone);
-    // Replicas share the work.
+    // Replicas divide the work.
     for (replicate, shard) in [(2, 1), (2, 2), (4, 1), (3, 2)] {
         let mesh = [("replicate", replicate), ("shard", shard)];
         assert_eq!(trained(&mesh, 0, DType::F32, CONFIG), alone, "{mesh:?}");
     }
 }
 
-/// Replicas that divide shards hold different rows: a matrix is put together along both dimensions of the mesh.
+/// Replicas that shard the state hold different rows, so a matrix is gathered along both mesh dimensions.
 #[test]
 fn replicas_that_divide_shards_give_the_same_bits() {
     let alone = trained(&[("shard", 1)], 0, DType::F32, CONFIG);
-    // Rows and boxes that are no rows, uneven and empty parts.
+    // Full rows and other regions, uneven and empty shards.
     for (replicate, shard, dim) in [(2, 2, 0), (3, 2, 0), (2, 3, 0), (4, 1, 0), (4, 2, 0), (2, 2, 1), (1, 3, 0)] {
         let mesh = [("replicate", replicate), ("shard", shard)];
         assert_eq!(trained_by(&mesh, dim, DType::F32, CONFIG, true), alone, "{mesh:?} {dim}");
@@ -239,7 +239,7 @@ fn resumes_at_another_world_size() {
                     param.var().set(&cut(param, &whole)).unwrap();
                 }
             }
-            // Of other hyper-parameters, which the state dict replaces.
+            // Different hyper-parameters, which the state dict replaces.
             let mut optim = make(&vars, MuonConfig { lr: 5., adjust_lr: AdjustLr::SpectralUnclamped, ..CONFIG });
             set_optimizer_state_dict(&vars, &mut optim, saved, &full()).unwrap();
             (2..=STEPS).for_each(|step| optim.step(&backward(&model, &vars, DType::F32, step)).unwrap());
@@ -261,13 +261,13 @@ fn refuses_vectors_and_gradients_on_some_ranks() {
 
         let mut optim = make(&vars, CONFIG);
         let mut grads = backward(&model, &vars, DType::F32, 1);
-        // A matrix that nobody has a gradient of stays as it is.
+        // A matrix without a gradient on any rank does not change.
         let param = vars.get("l2.weight").unwrap();
         let before = whole(&vars, &param, param.var());
         grads.remove(param.var());
         optim.step(&grads).unwrap();
         assert_eq!(whole(&vars, &param, param.var()), before);
-        // One that some have a gradient of is an error on all ranks.
+        // A matrix with a gradient on some ranks only is an error on all of them.
         let mut grads = backward(&model, &vars, DType::F32, 2);
         if world.rank() == 0 {
             grads.remove(param.var());

@@ -1,4 +1,4 @@
-//! Norms, scales and narrow numbers.
+//! Gradient norms, gradient scaling and narrow dtypes.
 
 use std::sync::Arc;
 
@@ -83,7 +83,7 @@ fn an_overflow_on_one_rank_skips_the_step_on_all() {
     });
 }
 
-/// A model in a map of its own, its optimizer, and the whole weight.
+/// A model in its own map, its optimizer, and the full weight.
 struct Trained {
     vars: ShardedVarMap,
     model: FsdpModule<nn::Linear>,
@@ -99,7 +99,7 @@ impl Trained {
         Trained { vars, model, optim }
     }
 
-    /// Gradients, infinite ones on the last rank if it is to overflow.
+    /// Sets gradients; the last rank's are infinite where `overflow`.
     fn backward(&self, world: &World, scaler: &GradScaler, overflow: bool) -> candle_core::backprop::GradStore {
         let loss = loss_of(&self.model, &batch(world.rank(), WIDTH));
         let mut grads = self.model.backward(&scaler.scale(&loss).unwrap()).unwrap();
@@ -127,7 +127,7 @@ fn steps_only_on_unscaled_gradients() {
         assert!(scaler.step(&mut a.optim, &of_a).unwrap());
         refused(scaler.step(&mut b.optim, &of_b), &["`b.weight`", "call unscale first"]);
         assert_eq!((b.weight(), b.optim.states()[0].step), (before.clone(), 0));
-        // One of both maps needs both.
+        // An optimizer of both maps needs the gradients of both to be unscaled.
         let all = a.vars.trainable().into_iter().chain(b.vars.trainable()).collect();
         let mut both = SGD::new(all, SgdConfig::default()).unwrap();
         refused(scaler.step(&mut both, &of_b), &["`b.weight`"]);
@@ -138,7 +138,7 @@ fn steps_only_on_unscaled_gradients() {
         let want = before.iter().zip(gradient(&b.vars.params()[0])).map(|(before, grad)| before - 0.1 * grad);
         assert!(b.weight().iter().zip(want).all(|(got, want)| (got - want).abs() < 1e-6));
 
-        // Other gradients of the same parameters, which are as large as the scale.
+        // Different gradients of the same parameters, as large as the scale.
         let again = b.backward(&world, &scaler, false);
         refused(scaler.step(&mut b.optim, &again), &["`b.weight`", "call update"]);
         scaler.update().unwrap();
@@ -163,12 +163,12 @@ fn an_overflow_skips_its_optimizers_and_lowers_the_scale() {
                 assert_eq!(scaler.step(&mut one.optim, grads).unwrap(), !overflow, "{overflows:?}");
                 assert_eq!((one.weight() == before, one.optim.states()[0].step == 0), (overflow, overflow));
             }
-            // An optimizer of nothing goes with what was found anywhere.
+            // An optimizer without parameters skips the step if any gradient overflowed.
             assert!(!scaler.step(&mut SGD::new(vec![], SgdConfig::default()).unwrap(), &unscaled[0]).unwrap());
             scaler.update().unwrap();
             assert_eq!(scaler.current_scale(), 512.);
 
-            // One optimizer of both sees either's.
+            // An optimizer of both maps skips the step if the gradients of either overflowed.
             let [a, b] = &both;
             let all = a.vars.trainable().into_iter().chain(b.vars.trainable()).collect();
             let mut optim = SGD::new(all, SgdConfig::default()).unwrap();
@@ -196,7 +196,7 @@ fn parameters_can_keep_their_dtype() {
         let head = fully_shard(&opts, vars.builder(DType::F32).pp("head"), |vb| nn::linear(4, 4, vb)).unwrap();
         assert_eq!(norm.params()[0].compute_dtype(), DType::F32);
         assert_eq!(head.params()[0].compute_dtype(), DType::BF16);
-        // Inputs are cast to the unit's dtype, outputs come in it.
+        // Inputs are cast to the unit's dtype, and so are outputs.
         assert_eq!(head.forward(&batch(0, 4)).unwrap().dtype(), DType::BF16);
     });
 }

@@ -1,5 +1,4 @@
-//! Shards, gradients and optimizer state in the host's memory: the same bits as on the device that computes. On the
-//! host they are there anyway.
+//! Shards, gradients and optimizer state in host memory give the same bits as on the device. On the host nothing moves.
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::Optimizer;
@@ -11,7 +10,7 @@ use fsdp_candle::{
 
 use crate::common::{Block, Model, batch, full, loss_of, ranks, sharded, vars_on};
 
-/// Wide enough for whole pages in the middle of a shard, and with biases that are smaller than one.
+/// Wide enough for whole pages inside a shard, with biases smaller than a page.
 const WIDTH: usize = 48;
 const IN_HOST: OffloadPolicy = OffloadPolicy::Cpu { pin_memory: true };
 const IN_PAGEABLE: OffloadPolicy = OffloadPolicy::Cpu { pin_memory: false };
@@ -28,7 +27,7 @@ fn elements(dict: &StateDict) -> Vec<(String, Vec<f32>)> {
     dict.tensors.iter().map(|(name, state)| (name.clone(), vector(&state.tensor))).collect()
 }
 
-/// What the parameters and the optimizer's moments hold after some steps, with what each step's loss was.
+/// The parameters, the optimizer's moments, and the loss of each step.
 type Outcome = (Vec<f32>, Vec<(String, Vec<f32>)>);
 
 fn outcome(vars: &ShardedVarMap, optim: &AdamW, losses: Vec<f32>) -> Outcome {
@@ -38,7 +37,7 @@ fn outcome(vars: &ShardedVarMap, optim: &AdamW, losses: Vec<f32>) -> Outcome {
     (losses, all)
 }
 
-/// Steps of two micro-batches, both reduced, with an evaluation between steps.
+/// Steps of two micro-batches, both reduced, with evaluations between steps.
 fn train(world: &World, vars: &ShardedVarMap, model: &Sharded) -> Outcome {
     let mut optim = AdamW::new(vars.trainable(), AdamWConfig { lr: 0.01, ..AdamWConfig::default() }).unwrap();
     let mut losses = vec![];
@@ -55,7 +54,7 @@ fn train(world: &World, vars: &ShardedVarMap, model: &Sharded) -> Outcome {
     outcome(vars, &optim, losses)
 }
 
-/// Trains with a policy and without one. What is done besides, `options` says.
+/// Compares training with an offload policy to training without one. `options` sets other options of the units.
 fn compare(
     size: usize,
     dims: &[(&str, usize)],
@@ -125,7 +124,7 @@ fn unused_prefetched_shards_are_freed() {
             let blocks = &model.inner().blocks;
             blocks[0].set_modules_to_forward_prefetch(&blocks[1].units());
             let _ = loss_of(&model, &numbered(&world, 0));
-            // Gathered for nothing, and again after the shards have changed.
+            // Gathered without a use, and again after the shards have changed.
             let before = model.unshard_async().unwrap();
             drop(before);
             model.reshard().unwrap();
@@ -192,7 +191,7 @@ fn state_dicts_move_between_host_and_device() {
                 param.var().set(&(param.var().as_tensor() * 0.5).unwrap()).unwrap();
             }
             let dict = get_model_state_dict(&here, &options).unwrap();
-            // What a forward has gathered is gathered anew.
+            // Parameters gathered by a forward are gathered again.
             set_model_state_dict(&there, &dict, &options).unwrap();
             assert_ne!(loss_of(&in_host, &numbered(&world, 0)).to_scalar::<f32>().unwrap(), before);
             let options = full();

@@ -1,5 +1,4 @@
-//! Any `candle_nn::Optimizer` trains a sharded model as it trains a plain one, on ranks whose shards are uneven or
-//! empty too.
+//! Any `candle_nn::Optimizer` trains a sharded model as it trains a plain one, with uneven and empty shards.
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW, VarBuilder, VarMap};
@@ -9,11 +8,11 @@ use fsdp_candle::{
 
 use crate::common::{Gradients, alone, assert_close, batch, loss_of, plain, ranks, refused, sharded, vars, weights};
 
-/// Odd: shards are uneven, and at 4 ranks those of the head's two rows are empty.
+/// Odd, so that shards are uneven. At 4 ranks some shards of the head's two rows are empty.
 const WIDTH: usize = 5;
 const STEPS: usize = 4;
 
-/// Weights before and after the training of a sharded model by the optimizer that `make` makes of its shards.
+/// Weights before and after training a sharded model with the optimizer that `make` builds of its shards.
 fn train<O: Optimizer>(world_size: usize, make: impl Fn(&ShardedVarMap) -> O + Sync) -> (Gradients, Gradients) {
     ranks(world_size, |world| {
         let vars = vars(&world);
@@ -66,7 +65,7 @@ fn candles_optimizers_match_plain_candle() {
 fn adamw_implements_candles_optimizer() {
     let config = AdamWConfig { lr: 0.02, weight_decay: 0.1, ..Default::default() };
     for world_size in 1..=4 {
-        // Through the trait, as a generic training loop has it.
+        // By the trait, as in a generic training loop.
         fn make<O: Optimizer>(vars: Vec<Var>, config: O::Config) -> O {
             let mut optim = O::new(vars, config).unwrap();
             let lr = optim.learning_rate();
@@ -121,7 +120,7 @@ fn groups_match_separate_optimizers() {
                 groups[1]["params"].as_array().unwrap().iter().all(|name| name.as_str().unwrap().ends_with("bias"))
             );
 
-            // Another optimizer of the same groups goes on from it, hyper-parameters and all.
+            // A new optimizer with the same groups loads it, with the hyper-parameters.
             let (biases, rest): (Vec<_>, Vec<_>) = parts();
             let mut again = AdamW::with_groups(vec![(rest, other), (biases, config)]).unwrap();
             set_optimizer_state_dict(&vars, &mut again, &dict, &options).unwrap();

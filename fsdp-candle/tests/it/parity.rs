@@ -45,7 +45,7 @@ fn train_sharded(
     })
 }
 
-/// The same model in one plain process, with the same initial values, on the mean of `replicas` batches.
+/// The same model in one process, with the same initial values, on the mean of `replicas` batches.
 fn train_plain(initial: &[(String, Vec<f32>)], steps: usize, replicas: usize) -> Run {
     let map = VarMap::new();
     let model = plain(VarBuilder::from_varmap(&map, DType::F32, &Device::Cpu), WIDTH);

@@ -1,4 +1,4 @@
-//! Wherever parameters are put, the gradients are those of the plainest sharding.
+//! With every placement of parameters, the gradients are those of plain FSDP.
 
 use candle_core::{DType, Module};
 use fsdp_candle::{FullyShard, Recurse, ReshardAfterForward, ShardMesh, ShardPlacement, World, fully_shard, nn};
@@ -163,7 +163,7 @@ fn parameters_on_another_mesh() {
                 let largest = want.iter().fold(1e-3f32, |max, v| max.max(v.abs()));
                 assert!(got.iter().zip(want).all(|(a, b)| (a - b).abs() < 1e-5 * largest), "{}", param.name());
             }
-            // Norms count each mesh's shards once.
+            // Norms count the shards of each mesh once.
             let all: f64 = want.iter().flat_map(|(_, v)| v).map(|&v| f64::from(v).powi(2)).sum::<f64>().sqrt();
             let norm = fsdp_candle::clip_grad_norm(&vars, &mut grads, 1e9).unwrap();
             assert!((norm - all).abs() < 1e-5 * all, "{norm} instead of {all}");

@@ -1,4 +1,4 @@
-//! Freezing and training parameters that are built, against plain Candle.
+//! Freezing and unfreezing parameters of built models, compared with plain Candle.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,10 +14,11 @@ use fsdp_candle::{
 };
 
 use crate::common::{
-    Own, Parts, WIDTH, alone, batch, device, loss_of, plain, ranks, refused, sharded, vars, vars_on, whole,
+    Own, Parts, WIDTH, alone, assert_close, batch, device, gradients, loss_of, plain, ranks, refused, sharded, vars,
+    vars_on, whole,
 };
 
-/// What is trained in each step: all, parts of blocks, nothing below the head, a whole unit but for one bias, all.
+/// The trainable parameters of each step: all, parts of blocks, only the head, one bias of a unit, all.
 const PHASES: [fn(&str) -> bool; 5] = [
     |_| true,
     |name| name.ends_with("weight") && !name.contains("up"),
@@ -25,7 +26,7 @@ const PHASES: [fn(&str) -> bool; 5] = [
     |name| !name.starts_with("blocks.1") || name.ends_with("up.bias"),
     |_| true,
 ];
-/// A larger one makes this model's steps explode, and rounding with them.
+/// A larger learning rate makes this model diverge, and rounding errors with it.
 const LR: f64 = 5e-5;
 
 type Named = BTreeMap<String, Vec<f32>>;
@@ -40,7 +41,7 @@ fn initial() -> Vec<(String, Tensor)> {
     vars.params().iter().map(|p| (p.name().to_string(), p.var().as_detached_tensor().copy().unwrap())).collect()
 }
 
-/// Losses of rank 0, norms, and the parameters at the end, of plain Candle on the mean of `ranks` batches.
+/// The losses of rank 0, the norms and the final parameters of plain Candle, trained on the mean of `ranks` batches.
 fn train_plain(initial: &[(String, Tensor)], ranks: usize) -> (Vec<f32>, Vec<f32>, Named) {
     let map = VarMap::new();
     let model = plain(VarBuilder::from_varmap(&map, DType::F32, &device()), WIDTH);
@@ -100,7 +101,7 @@ fn freezing_matches_plain_candle() {
                     let loss = loss_of(&model, &batch(world.rank(), WIDTH));
                     sent.store(0, Ordering::Relaxed);
                     let mut grads = model.backward(&loss).unwrap();
-                    // Nothing of a frozen parameter is sent, and nothing is missed.
+                    // A frozen parameter is not reduced.
                     assert_eq!(sent.load(Ordering::Relaxed), trainable);
                     assert!(model.parameters_without_gradient().is_empty() && model.graph_cuts().is_empty());
                     has_exactly(&vars, &grads, trained);
@@ -167,7 +168,7 @@ fn refuses_different_choices_on_ranks() {
             let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
             let own = if world.rank() == 3 { "blocks.1.up.bias" } else { "blocks.1.down.bias" };
             let error = vars.set_requires_grad(false, |name| name == own).unwrap_err().to_string();
-            // The first by the order of building.
+            // The first in the order of building.
             assert!(error.contains("parameter `blocks.1.up.bias`: ranks disagree on whether it is trained"), "{error}");
             let would = if world.rank() == 3 { "rank 3 would freeze it" } else { "would train it" };
             assert!(error.contains(would) && error.contains("nothing was changed"), "{error}");
@@ -190,7 +191,7 @@ fn refuses_impossible_choices() {
     });
     inside.unwrap();
 
-    // What was frozen when it was built: a layer of `nn` asks, one of Candle's own has no graph to it.
+    // Parameters frozen before they are built. A layer of `nn` checks this, one of Candle's has no graph to them.
     let vars = ShardedVarMap::of_world(&world).unwrap();
     vars.freeze(|name| name.contains("blocks.1"));
     let model = sharded(&FullyShard::new(&vars), &vars, WIDTH);
@@ -230,12 +231,12 @@ fn freezing_drops_accumulated_gradients() {
         let twice = of(&want, &bias).map(|bias| bias.iter().map(|b| 2. * b).collect::<Vec<_>>());
         assert_eq!(of(&grads, &bias), twice);
 
-        // Frozen between a forward and its backward: the graph has its place, and the gradient none.
+        // Frozen between a forward and its backward: the graph reaches it, but it gets no gradient.
         let begun = loss();
         vars.set_requires_grad(false, |name| name == "weight").unwrap();
         let grads = model.backward(&begun).unwrap();
         assert!(grads.get(&weight).is_none() && of(&grads, &bias) == of(&want, &bias));
-        // And trained between them: the graph has none.
+        // Unfrozen between them: the graph does not reach it.
         let begun = loss();
         vars.set_requires_grad(true, |name| name == "weight").unwrap();
         let grads = model.backward(&begun).unwrap();
@@ -271,7 +272,7 @@ fn state_dicts_and_gradcheck_follow_frozen_parameters() {
             })?;
             y.sqr()?.mean_all()
         };
-        // The head is behind the cut: with the rest frozen all is well.
+        // The head comes after the cut, so with the rest frozen the step works.
         gradcheck(&model, &GradcheckOptions::default(), forward).unwrap();
         assert!(model.graph_cuts().is_empty());
         vars.set_requires_grad(true, |_| true).unwrap();
@@ -281,5 +282,49 @@ fn state_dicts_and_gradcheck_follow_frozen_parameters() {
         assert_eq!(model.graph_cuts().len(), 1);
         let saved = names(get_model_state_dict(&vars, &options).unwrap());
         assert_eq!(saved.len(), 6);
+    });
+}
+
+#[test]
+fn captured_tensors_keep_frozen_parameters() {
+    ranks(2, |world| {
+        let run = |captured: bool| {
+            let vars = vars(&world);
+            vars.freeze(|name| name.contains("frozen"));
+            let vb = vars.builder(DType::F32);
+            let opts = FullyShard::new(&vars).reshard_after_forward(fsdp_candle::ReshardAfterForward::Always);
+            let before = fully_shard(&opts, vb.pp("before"), |vb| nn::linear(4, 4, vb)).unwrap();
+            // Candle's own layers, whose frozen weights no hook observes.
+            let unit = fully_shard(&opts, vb.pp("unit"), |vb| {
+                Ok((candle_nn::linear(4, 4, vb.pp("frozen"))?, nn::linear(4, 4, vb.pp("trained"))?))
+            });
+            let unit = unit.unwrap();
+            let root = fully_shard(&opts, vb, |_| Ok(())).unwrap();
+            let x = batch(world.rank(), 4);
+            let seen = std::sync::Mutex::new(vec![]);
+            let y = root.call(|()| {
+                let h = before.forward(&x)?;
+                let both = |(frozen, trained): &(candle_nn::Linear, nn::Linear), a: &Tensor, b: &Tensor| {
+                    let y = (frozen.forward(&frozen.forward(a)?)? + trained.forward(&frozen.forward(b)?.sqr()?)?)?;
+                    y + frozen.forward(&a.sqr()?)?
+                };
+                // In both orders. The other tensor is computed before the unit.
+                let first = match captured {
+                    true => unit.call_with(h.sin()?, |m, a| both(m, &a, &h))?,
+                    false => unit.call(|m| both(m, &h.sin()?, &h))?,
+                };
+                seen.lock().unwrap().push(unit.params()[0].is_unsharded());
+                let other = h.cos()?;
+                match captured {
+                    true => unit.call_with(first, |m, a| both(m, &other, &a)),
+                    false => unit.call(|m| both(m, &other, &first)),
+                }
+            });
+            let grads = root.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap()).unwrap();
+            assert_eq!(*seen.lock().unwrap(), [false]);
+            assert!(vars.params().iter().all(|param| !param.is_unsharded()));
+            gradients(&vars, &grads)
+        };
+        assert_close(&run(true), &run(false), 1e-6);
     });
 }

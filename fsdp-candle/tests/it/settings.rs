@@ -1,4 +1,4 @@
-//! Settings that change while a model trains, and options of one unit.
+//! Settings changed during training, and options of one unit.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,7 +11,8 @@ use fsdp_candle::{
 use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, Work};
 
 use crate::common::{
-    WIDTH, address, assert_close, batch, gradients, loss_of, memory, ranks, reference, shard_of_gradient, sharded, vars,
+    WIDTH, address, alone, assert_close, batch, gradients, loss_of, memory, ranks, reference, shard_of_gradient,
+    sharded, vars,
 };
 
 #[test]
@@ -47,7 +48,7 @@ fn changes_reshard_after_forward() {
             assert!(vars.params().iter().all(|param| param.is_unsharded() == kept), "{policy:?}");
             assert_close(&gradients(&vars, &model.backward(&loss).unwrap()), &want, 0.);
         }
-        // An evaluation between steps leaves nothing stale, whatever it kept.
+        // An evaluation between steps leaves no stale values, whatever it keeps.
         model.set_reshard_after_forward(ReshardAfterForward::To(2), Recurse::Yes).unwrap();
         let before = loss_of(&model, &x).to_scalar::<f32>().unwrap();
         for param in vars.params().iter().filter(|param| param.region().elements() > 0) {
@@ -92,7 +93,7 @@ fn limits_reductions_and_finalizes_asynchronously() {
     });
 }
 
-/// An allocator that counts what is out, behind an all-gather that is the group's own.
+/// An allocator that counts the buffers in use.
 struct Counted {
     memory: Arc<dyn Allocator>,
     taken: AtomicUsize,
@@ -194,7 +195,7 @@ fn kept_storage_stays_with_its_parameter() {
                     .reshard_after_forward(ReshardAfterForward::Always)
                     .shard_placement_fn(|name, _| name.starts_with("columns").then(|| 1.into()))
                     .all_gather_extension(move |name| name.starts_with("encoded").then(|| float8.clone()));
-                // All of one size, and used in another order than they were built in.
+                // All of one size, used in a different order than they were built in.
                 let names = ["a", "columns", "b", "encoded", "c"];
                 let unit = fully_shard(&opts, vars.builder(DType::F32), |vb| {
                     names
@@ -210,7 +211,7 @@ fn kept_storage_stays_with_its_parameter() {
                 let addresses = || unit.inner().iter().map(|layer| address(layer.weight())).collect::<Vec<_>>();
                 let mut first = None;
                 for step in 0..6usize {
-                    // Buffers come back in another order in each step.
+                    // Buffers are freed in a different order in each step.
                     let mut seen = vec![];
                     let y = unit.call(|layers| {
                         seen = addresses();
@@ -238,4 +239,39 @@ fn outputs_are_cast() {
         let model = fully_shard(&opts, vars.builder(DType::F32), |vb| nn::linear(WIDTH, 16, vb)).unwrap();
         assert_eq!(model.forward(&batch(world.rank(), WIDTH)).unwrap().dtype(), DType::F64);
     });
+}
+
+#[test]
+fn settings_of_split_units_do_not_reach_siblings() {
+    let world = alone();
+    let vars = vars(&world);
+    let opts = FullyShard::new(&vars);
+    let vb = vars.builder(DType::F32);
+    let linear = |name: &str| fully_shard(&opts, vb.pp(name), |vb| nn::linear(4, 4, vb)).unwrap();
+    let (block, adapter) = (linear("block"), linear("head.adapter"));
+    let pair = fully_shard(&opts, vb.clone(), |vb| {
+        Ok((nn::rms_norm(4, 1e-5, vb.pp("norm"))?, nn::linear(4, 4, vb.pp("head"))?))
+    });
+    let (norm, head) = pair.unwrap().into_parts();
+    let root = fully_shard(&opts, vb.clone(), |vb| nn::linear(4, 4, vb.pp("embed"))).unwrap();
+    let x = batch(0, 4);
+    let run = || {
+        let y = root.call(|embed| {
+            let y = adapter.forward(&block.forward(&embed.forward(&x)?)?)?;
+            head.forward(&norm.forward(&y)?)
+        });
+        let units = [block.params(), adapter.params(), norm.params(), root.params()];
+        let kept = units.map(|params| params[0].is_unsharded());
+        root.backward(&y.unwrap().sqr().unwrap().mean_all().unwrap()).unwrap();
+        kept
+    };
+    assert_eq!(run(), [false, false, false, true]);
+    norm.set_reshard_after_forward(fsdp_candle::ReshardAfterForward::Never, Recurse::Yes).unwrap();
+    assert_eq!(run(), [false, true, true, true]);
+    root.set_reshard_after_forward(fsdp_candle::ReshardAfterForward::Always, Recurse::Yes).unwrap();
+    assert_eq!(run(), [false; 4]);
+    let tree = root.to_string();
+    for unit in ["\n  block [", "\n  (root) [", "\n    head.adapter ["] {
+        assert!(tree.contains(unit), "{unit:?} in {tree}");
+    }
 }

@@ -1,5 +1,5 @@
-//! Optimizers over shards against PyTorch's formulas on whole tensors, on ranks whose shards are uneven or empty, in
-//! every dtype; their groups and state dicts.
+//! Optimizers on shards against PyTorch's formulas on full tensors, with uneven and empty shards, in every dtype;
+//! parameter groups and state dicts.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ type Make<'a> = &'a (dyn Fn(Params) -> Box<dyn ShardedOptimizer> + Sync);
 
 const STEPS: u64 = 4;
 
-/// Two layers: at 4 ranks, shards of 5 rows are uneven, and those of 2 rows empty on half of the ranks.
+/// Two layers. At 4 ranks the shards of 5 rows are uneven, and the shards of 2 rows are empty on two ranks.
 pub(crate) struct Layers(nn::Linear, nn::Linear);
 
 impl Module for Layers {
@@ -35,12 +35,12 @@ pub(crate) fn layers(vars: &ShardedVarMap, dtype: DType) -> FsdpModule<Layers> {
     fully_shard(&FullyShard::new(vars), vars.builder(dtype), build).unwrap()
 }
 
-/// What the gradient of an element is in a step.
+/// The gradient of an element in a step.
 fn gradient(element: usize, step: u64) -> f64 {
     ((element * 37 + step as usize * 101) % 64) as f64 / 64. - 0.5
 }
 
-/// Gradients of a step that are known, where backward has left its own.
+/// Replaces the gradients of backward with known ones.
 pub(crate) fn backward(
     model: &FsdpModule<Layers>,
     vars: &ShardedVarMap,
@@ -73,10 +73,10 @@ fn trained(world_size: usize, dtype: DType, make: Make<'_>) -> (Gradients, Gradi
     .swap_remove(0)
 }
 
-/// PyTorch's update of an element, from its value, gradient, state and the number of the step.
+/// PyTorch's update of one element, from its value, gradient, state and the step's number.
 type Plain = fn(f64, f64, &mut [f64; 2], u64) -> f64;
 
-/// Every dtype and number of ranks against the formula; other numbers of ranks to the bit.
+/// Compares every dtype and world size with the formula, and the world sizes with each other bit for bit.
 fn steps_as(make: Make<'_>, plain: Plain, rounded: impl Fn(DType, f64) -> f64) {
     for (dtype, near) in [(DType::F32, 2e-6), (DType::BF16, 2e-2), (DType::F16, 2e-3)] {
         let (before, alone) = trained(1, dtype, make);
@@ -97,7 +97,7 @@ fn steps_as(make: Make<'_>, plain: Plain, rounded: impl Fn(DType, f64) -> f64) {
     }
 }
 
-/// Gradients are multiples of 1/64, which every dtype has.
+/// Gradients are multiples of 1/64, which every dtype represents.
 fn exact(_: DType, value: f64) -> f64 {
     value
 }
@@ -130,7 +130,7 @@ fn sgd_matches_pytorchs_formula() {
     );
 }
 
-/// Adam's step of a gradient that is decayed already.
+/// Adam's update for a gradient to which weight decay has been applied.
 fn adam(g: f64, [mean, square]: &mut [f64; 2], step: u64) -> f64 {
     *mean = 0.9 * *mean + 0.1 * g;
     *square = 0.95 * *square + 0.05 * g * g;
@@ -158,7 +158,7 @@ fn adamw_matches_pytorchs_formula() {
     );
 }
 
-/// Biases by SGD, the rest by AdamW with a group that does not decay.
+/// SGD for biases, AdamW for the rest, with one group without weight decay.
 fn mixed(params: Params) -> Box<dyn ShardedOptimizer> {
     let patterns = |text: &str| vec![NamePattern::new(text).unwrap()];
     let (biases, down) = (patterns("bias"), patterns("down.weight"));
@@ -234,7 +234,7 @@ fn matches_state_dict_groups_by_parameters() {
         optim.set_group_learning_rate(3, 4.);
         assert_eq!(lr(&*optim), [0.5, 0.02, 3.]);
 
-        // What is wrong with one changes none.
+        // A state dict with one wrong entry changes nothing.
         for (group, name, value, why) in [
             (0, "lr", serde_json::json!(-1.), "`lr` is -1, expected at least 0"),
             (2, "nesterov", true.into(), "no `dampening`, found 0.5"),
@@ -261,7 +261,7 @@ fn matches_state_dict_groups_by_parameters() {
     });
 }
 
-/// Ours are a list of groups, PyTorch's those of each parameter by itself.
+/// Our state dict lists parameter groups, PyTorch's full state dict has each parameter's options.
 #[test]
 fn reads_hyper_parameters_of_both_checkpoint_formats() {
     let dir = tempfile::tempdir().unwrap();
@@ -291,7 +291,7 @@ fn reads_hyper_parameters_of_both_checkpoint_formats() {
             load_param_groups(&mut *again, &*source).unwrap();
             let found: Vec<_> = again.param_groups().into_iter().map(|group| group.hyper).collect();
             assert_eq!(found, wanted, "{name}");
-            // Groups that are others here.
+            // Different groups than in the state dict.
             let mut other = AdamW::new(vars.trainable(), AdamWConfig::default()).unwrap();
             refused(load_param_groups(&mut other, &*source), &["of the same group"]);
         }
@@ -301,7 +301,7 @@ fn reads_hyper_parameters_of_both_checkpoint_formats() {
     });
 }
 
-/// PyTorch's SGD does not count steps. Its buffer has begun, so dampening is heeded.
+/// PyTorch's SGD does not count steps. It has a momentum buffer, so dampening applies.
 #[test]
 fn a_state_dict_without_steps_has_begun() {
     ranks(1, |world| {
@@ -336,7 +336,7 @@ fn refuses_bad_configurations() {
         let pattern = [NamePattern::new("norm").unwrap()];
         refused(group_by_name(vars.trainable(), [&pattern[..]]).map(drop), &["`norm` matches no trainable parameter"]);
 
-        // What Candle's optimizer keeps nobody sees.
+        // The state of Candle's optimizer is not accessible.
         let params = candle_nn::ParamsAdamW::default();
         let mut candles = CandleOptimizer::<candle_nn::AdamW>::new(vars.trainable(), params).unwrap();
         refused(optimizer_tensors(&candles).map(drop), &["hides its state"]);
@@ -348,7 +348,7 @@ fn refuses_bad_configurations() {
     });
 }
 
-/// Candle's optimizers fail on tensors without elements, which some ranks' shards are.
+/// Candle's optimizers fail on empty tensors, which the shards of some ranks are.
 #[test]
 fn candles_optimizers_step_like_this_crates() {
     let candles = |params: Params| -> Box<dyn ShardedOptimizer> {

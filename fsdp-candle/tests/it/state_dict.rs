@@ -1,4 +1,4 @@
-//! State dicts of a model and its optimizer: taken and set as shards, whole, and from rank 0.
+//! State dicts of a model and its optimizer: sharded, full, and from rank 0.
 
 use candle_core::{DType, Module, Tensor};
 use fsdp_candle::{
@@ -152,7 +152,7 @@ fn broadcasts_hyper_parameters_of_rank_0() {
         set_optimizer_state_dict(&vars, &mut adamw, &dict, &broadcast).unwrap();
         assert_eq!(adamw.groups()[0].lr, 0.01);
 
-        // They say what is kept as well: without momentum there is nothing.
+        // They describe the optimizer's state too: without momentum there is none.
         let momentum = get_optimizer_state_dict(&vars, &sgd(0.9), &kept).unwrap();
         let mut plain = sgd(0.);
         set_optimizer_state_dict(&vars, &mut plain, &momentum, &broadcast).unwrap();
@@ -160,7 +160,7 @@ fn broadcasts_hyper_parameters_of_rank_0() {
         let kept = get_optimizer_state_dict(&vars, &plain, &StateDictOptions::default()).unwrap();
         assert!(kept.tensors.contains_key("state.head.weight.momentum_buffer"));
 
-        // What is refused is refused everywhere, and nobody waits.
+        // An error on one rank is an error on all of them, and no rank waits.
         let mut wrong = dict.clone();
         wrong.values.insert("param_groups".into(), serde_json::json!([{}, {}]));
         refused(
@@ -192,7 +192,7 @@ fn mismatched_state_dicts_are_refused_on_every_rank() {
             let who = if options.broadcast_from_rank0 && world.rank() > 0 { "rank 0" } else { "`head.weight`" };
             assert!(error.contains(who), "{error}");
         }
-        // Only rank 0's counts: what the others pass may be anything.
+        // Only rank 0's state dict counts: the other ranks may pass anything.
         let theirs = if world.rank() == 0 { &whole } else { &misshapen };
         set_model_state_dict(&vars, theirs, &broadcast).unwrap();
         assert_eq!(elements(&get_model_state_dict(&vars, &full()).unwrap()), before);

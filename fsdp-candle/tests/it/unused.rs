@@ -1,4 +1,4 @@
-//! Ranks that use different units: with `set_reduce_scatter_unused_params` their collectives match all the same.
+//! Ranks that use different units: with `set_reduce_scatter_unused_params` their collectives still match.
 
 use candle_core::{DType, Module, Result, Tensor};
 use fsdp_candle::{FsdpModule, FullyShard, Recurse, ReshardAfterForward, ShardedVarMap, World, fully_shard, nn};
@@ -9,7 +9,7 @@ const UNITS: usize = 4;
 
 type Model = FsdpModule<Vec<FsdpModule<nn::Linear>>>;
 
-/// Units of different sizes, and a root with nothing of its own or a parameter.
+/// Units of different sizes, and a root with or without a parameter.
 fn model(opts: &FullyShard, vars: &ShardedVarMap) -> Model {
     let vb = vars.builder(DType::F32);
     let units =
@@ -32,12 +32,12 @@ fn outputs(units: &[FsdpModule<nn::Linear>], x: &Tensor, chain: bool) -> Result<
     Ok(losses)
 }
 
-/// Which units' outputs a rank's loss reaches.
+/// The units whose outputs a rank's loss uses.
 fn used(rank: usize, step: usize) -> impl Fn(usize) -> bool {
     move |unit| [0b0001u32, 0b1000, 0b0110, 0b0101][(rank + step) % 4] & (1 << unit) != 0
 }
 
-/// One step; the outputs that a rank does not use are in its loss with the factor 0 where `all`.
+/// One step. With `all`, the loss has the outputs that a rank does not use with a factor of 0.
 fn step(world: &World, vars: &ShardedVarMap, model: &Model, step: usize, chain: bool, all: bool) -> Gradients {
     let used = used(world.rank(), step);
     let loss = model.call(|units| {
@@ -106,7 +106,7 @@ fn units_run_on_some_ranks() {
             model.set_reduce_scatter_unused_params(true, Recurse::Yes);
             let x = batch(world.rank(), WIDTH);
             for step in 0..3 {
-                // Every rank gathers all of them, and calls those that it wants in an order of its own.
+                // Every rank gathers all of them, and calls those that it uses in its own order.
                 model.inner().iter().for_each(|unit| unit.unshard().unwrap());
                 let mut mine: Vec<usize> = (0..UNITS).filter(|&unit| used(world.rank(), step)(unit)).collect();
                 if world.rank() % 2 == 1 {
@@ -127,7 +127,7 @@ fn units_run_on_some_ranks() {
     }
 }
 
-/// A rank whose loss has no graph takes part with zeros.
+/// A rank whose loss has no graph contributes zeros.
 #[test]
 fn a_rank_without_a_graph_takes_part() {
     ranks(2, |world| {
@@ -151,7 +151,7 @@ fn different_gathers_fail_on_every_rank() {
             let vb = vars.builder(DType::F32);
             let unit =
                 |name: &str, out: usize| fully_shard(&opts, vb.pp(name), |vb| nn::linear(WIDTH, out, vb)).unwrap();
-            // Units of one size move the same number of bytes, and must not be taken for one another.
+            // Units of one size move the same number of bytes, so their collectives could be confused.
             let (a, b) = (unit("a", WIDTH), unit("b", if same { WIDTH } else { 2 * WIDTH }));
             let x = batch(world.rank(), WIDTH);
             let chosen = if world.rank() == 0 { &a } else { &b };

@@ -15,7 +15,7 @@ use super::file;
 
 const DOCUMENT: &str = "docs/from-candle.md";
 
-/// The files as the document's diffs make them.
+/// The files after the document's diffs.
 mod my_models {
     pub(super) use fsdp_tests_candle_transformers::documented::llama;
 }
@@ -85,7 +85,7 @@ fn documented_code_is_this_code() {
     }
 }
 
-/// The first diff adds the line that every file gets.
+/// The first diff adds the line that every file needs.
 #[test]
 fn documented_diffs_apply() {
     let llama = file("models/llama.rs");
@@ -95,7 +95,7 @@ fn documented_diffs_apply() {
     assert_eq!(diffs[0].apply(llama.original).unwrap(), llama.changed);
     let second = diffs[1].apply(llama.changed).unwrap();
     assert_eq!(second.lines().count(), llama.original.lines().count());
-    // A diff that fits nowhere or in two places is an error.
+    // A diff that matches no place or two places is an error.
     let twice = format!("{0}{0}", llama.original);
     for (text, diff) in [(second.as_str(), &diffs[1]), (twice.as_str(), &diffs[0])] {
         assert!(diff.apply(text).unwrap_err().contains("do not stand in one place"));
@@ -111,7 +111,7 @@ fn decoder<T: FromJson>() -> T {
     )
 }
 
-/// The files' configurations.
+/// The configurations of the files.
 trait FromJson {
     fn from_json(text: &str) -> Self;
 }
@@ -167,7 +167,7 @@ fn a_cleared_cache_separates_steps() {
         forward(model, &ids(7)).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap()
     };
     assert_eq!(logits(&mut model), logits(&mut model));
-    // With the cache, the second step's mask does not fit its keys.
+    // With the cache, the shapes of the second step's mask and keys differ.
     assert!(model.call_mut(|m| m.forward(&ids(7), 0)).is_err());
     let checked = check(&model, &ids(7), &ids(1).flatten_all().unwrap()).unwrap();
     assert_eq!(checked.len(), 4);

@@ -6,7 +6,7 @@ use fsdp_test_support::trace::{Event, Trace};
 
 use super::{DP2_TP2, Mesh, REPLICATE2_TP2, SEQUENCE, SEQUENCES, TP4, train};
 
-// Of `llama_tp_tiny`.
+// The sizes of `llama_tp_tiny`.
 const TOKENS: u64 = 32;
 const WIDTH: u64 = 32;
 const INNER: u64 = 88;
@@ -66,7 +66,7 @@ impl Place {
         let rows = SEQUENCES as u64 / (replicate * shard) * TOKENS;
         let activations = F32 * rows * WIDTH;
         if sequence {
-            // Backward gathers what forward scatters, and the other way round.
+            // Backward gathers what forward scatters, and vice versa.
             for op in ["all_gather", "reduce_scatter"] {
                 add(layers(), op, of_layers, activations);
             }

@@ -43,7 +43,7 @@ fn documented(world: &World) -> anyhow::Result<()> {
         .module("blocks.*.up", ColwiseParallel::default())
         .module("blocks.*.down", RowwiseParallel::default());
     parallelize(&vars, &mesh.slice(&["tp"])?, &plan)?;
-    // From here on as without: fully_shard, the optimizer, clipping, checkpoints.
+    // The rest is the same as without tensor parallelism: fully_shard, the optimizer, clipping, checkpoints.
     let model = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| {
         let block = vb.pp("blocks.0");
         Ok((nn::linear(4, 6, block.pp("up"))?, nn::linear(6, 4, block.pp("down"))?))

@@ -1,4 +1,4 @@
-//! Experts by name, of which each rank uses others.
+//! Experts by name, of which each rank uses different ones.
 
 use candle_core::{DType, Module, Result, Tensor};
 use fsdp_candle::{FsdpModule, FullyShard, Recurse, ReshardAfterForward, ShardedVarMap, World, nn, shard};
@@ -20,14 +20,14 @@ impl Model {
         let layer = |i| {
             let vb: candle_nn::VarBuilder = vb.pp(format!("layers.{i}"));
             let expert = |j| nn::linear(WIDTH, WIDTH, vb.pp(format!("experts.{j}")));
-            // Built in another order than they run in.
+            // Built in a different order than they run in.
             let experts = (0..EXPERTS).map(expert).collect::<Result<_>>()?;
             Ok(Layer { experts, up: nn::linear(WIDTH, WIDTH, vb.pp("up"))? })
         };
         Ok(Model((0..LAYERS).map(layer).collect::<Result<_>>()?))
     }
 
-    /// The experts that `used` chooses; the others' factor is 0 where `all`.
+    /// The output of the experts in `used`; with `all` the other experts have a factor of 0.
     fn forward(&self, x: &Tensor, used: impl Fn(usize, usize) -> bool, all: bool) -> Result<Tensor> {
         let mut x = x.clone();
         for (i, layer) in self.0.iter().enumerate() {
@@ -108,7 +108,7 @@ fn reports_unused_experts() {
             let (vars, model) = build(&world, &names, ReshardAfterForward::Default);
             model.set_reduce_scatter_unused_params(true, Recurse::Yes);
             assert!(model.unused_parameters().is_empty());
-            // Each rank chooses one expert of each layer, and all together two of three, or what they are.
+            // Each rank uses one expert of each layer, all ranks together two of three.
             let chosen = |step: usize, rank: usize, i: usize| (i + step + rank.min(1)) % EXPERTS;
             for step in 0..3 {
                 let used = |i: usize, j: usize| j == chosen(step, world.rank(), i);

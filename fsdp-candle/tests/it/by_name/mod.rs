@@ -1,4 +1,4 @@
-//! Units by name: a model that knows nothing of FSDP does what the same model with its layers wrapped does.
+//! Units by name: a model without FSDP code does the same as one with wrapped layers.
 
 mod experts;
 mod model;
@@ -16,7 +16,7 @@ use model::{Kind, LAYERS, Seen, by_name, ids, loss_of, vars_of, wrapped};
 const STEPS: usize = 3;
 const EACH_LAYER: &[&str] = &["model.layers.*"];
 
-/// What a run leaves: losses and weights as bits, collectives, and the most elements that were gathered.
+/// The results of a run: losses and weights as bits, collectives, and the largest number of gathered elements.
 type Run = (Vec<u32>, Vec<(String, Vec<f32>)>, Vec<String>, usize);
 
 fn train<M: Module>(world: &World, vars: &ShardedVarMap, model: &FsdpModule<M>) -> Run {
@@ -44,7 +44,7 @@ fn opts(vars: &ShardedVarMap, dtype: DType, policy: ReshardAfterForward) -> Full
     FullyShard::new(vars).mp_policy(mp_policy).reshard_after_forward(policy)
 }
 
-/// Trains the model with its layers wrapped, and by name.
+/// Trains the model with wrapped layers and with units by name.
 fn both(world: &World, kind: Kind, dtype: DType, policy: ReshardAfterForward) -> [Run; 2] {
     let vars = vars_of(world, kind);
     let model = wrapped(&opts(&vars, dtype, policy), &vars, kind);
@@ -54,7 +54,7 @@ fn both(world: &World, kind: Kind, dtype: DType, policy: ReshardAfterForward) ->
     let names: Vec<String> = model.units().iter().map(|unit| unit.name().to_string()).collect();
     assert_eq!(names.len(), LAYERS + 1, "{names:?}");
     let by_name = train(world, &vars, &model);
-    // Parameters come in another order.
+    // Parameters are ordered differently.
     let sorted = |(losses, mut weights, collectives, most): Run| {
         weights.sort_by(|a, b| a.0.cmp(&b.0));
         (losses, weights, collectives, most)

@@ -1,4 +1,4 @@
-//! What uses of parameters lead to: raw ones, errors, evaluation, and units of both kinds in one model.
+//! Uses of parameters: raw parameters, errors, evaluation, and both kinds of units in one model.
 
 use candle_core::{DType, Module, Result, Tensor};
 use fsdp_candle::activation_checkpoint::checkpoint;
@@ -44,7 +44,7 @@ fn candles_layers_are_unmanaged() {
         let model = shard(&opts, vars.builder(DType::F32), |vb| candle_nn::linear(6, 6, vb.pp("layer"))).unwrap();
         assert_eq!(model.unmanaged_parameters().len(), 2);
         assert_eq!(model.units().len(), 1);
-        // What the kernels do not serve is a chain of Candle's operations: the host's have no F64, those of CUDA do.
+        // A dtype without a kernel runs Candle's operations: F64 has none on the host, and has one on CUDA.
         let opts = FullyShard::new(&vars).units(["wide"]);
         let model = shard(&opts, vars.builder(DType::F64), |vb| nn::linear(6, 6, vb.pp("wide"))).unwrap();
         assert_eq!(model.unmanaged_parameters().len(), if on_cuda() { 0 } else { 2 });
@@ -64,7 +64,7 @@ fn refuses_unmatched_patterns() {
         };
         let message = error(&["model.layers.*", "model.blocks.*"]);
         assert!(message.contains("`model.blocks.*` matches no module's name") && message.contains("`model.layers.*`"));
-        assert!(error(&["model.["]).contains("is no pattern"));
+        assert!(error(&["model.["]).contains("is not a valid pattern"));
         assert!(vars.params().is_empty());
         let opts = FullyShard::new(&vars).units(EACH_LAYER.iter().copied());
         refused(fully_shard(&opts, vars.builder(DType::F32), |vb| untouched(kind, vb)), &["which are for `shard`"]);
@@ -107,13 +107,13 @@ fn recovers_from_failed_and_unused_forwards() {
         assert!(failed.unwrap_err().to_string().contains("on purpose"));
         assert!(vars.params().iter().all(|param| !param.is_unsharded()));
         assert_eq!(grads(), want);
-        // Forgotten by hand, and forgotten by a forward that follows.
+        // Dropped with `reshard`, and dropped by the next forward.
         loss_of(&model, &batch);
         model.reset_iter_state();
         assert!(vars.params().iter().all(|param| !param.is_unsharded()));
         loss_of(&model, &batch);
         assert_eq!(grads(), want);
-        // Layers in another order than the last time.
+        // Layers in a different order than before.
         let turned = model.call(|m| [3, 1, 0, 2].iter().try_fold(x.clone(), |x, &i| m.layers[i].forward(&x))).unwrap();
         model.backward(&turned.sqr().unwrap().sum_all().unwrap()).unwrap();
         assert!(vars.params().iter().all(|param| !param.is_unsharded()));
@@ -150,7 +150,7 @@ fn frees_units_after_use_without_a_graph() {
             let other = no_grad(|| loss_of(&model, &ids(world.rank(), 1)));
             assert!(other.to_scalar::<f32>().unwrap() > 0.);
             assert_eq!(gradients(&vars, &model.backward(&with).unwrap()), grads);
-            // The unit inside a forward with a graph that is called without one.
+            // An inner unit called without a graph, within a forward with one.
             assert!(model.parameters_without_gradient().is_empty());
         });
     }
@@ -185,7 +185,7 @@ fn named_and_wrapped_units_nest() {
         };
         let want = sorted(gradients(&vars, &model.backward(&loss_of(&model, &batch)).unwrap()));
 
-        // MLPs that are called, inside layers by name.
+        // Wrapped MLPs in layers by name.
         let vars = vars_of(&world, kind);
         let opts = FullyShard::new(&vars);
         let called = opts.clone();
@@ -206,7 +206,7 @@ fn named_and_wrapped_units_nest() {
             assert!(vars.params().iter().all(|param| !param.is_unsharded()));
         }
 
-        // Layers that are called, with MLPs by name inside them.
+        // Wrapped layers with MLPs by name in them.
         let vars = vars_of(&world, kind);
         let opts = FullyShard::new(&vars);
         let vb = vars.builder(DType::F32);

@@ -1,4 +1,4 @@
-//! DTensors made of nothing.
+//! Creating DTensors.
 
 use super::*;
 use fsdp_candle::initializer::{Initializer, Philox, ShardRequest};
@@ -26,7 +26,7 @@ fn constants_under_all_placements() {
     });
 }
 
-/// What a generator of the seed draws for a whole tensor.
+/// The values that a generator with this seed draws for a full tensor.
 fn drawn(init: candle_nn::Init, shape: &[usize]) -> Tensor {
     let region = Region::whole(shape);
     let mut bytes = vec![0u8; 4 * region.elements()];
@@ -56,7 +56,7 @@ fn random_values_are_the_same_on_any_mesh() {
     });
 }
 
-/// Each rank holds a chunk of every piece: several boxes of two dimensions.
+/// Each rank holds a chunk of every part: several 2-D regions.
 #[test]
 fn draws_strided_shards() {
     on_mesh(&[2, 2], |mesh| {

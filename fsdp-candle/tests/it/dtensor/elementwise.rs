@@ -1,9 +1,9 @@
-//! Operations element by element.
+//! Elementwise operations.
 
 use super::*;
 use fsdp_candle::Result;
 
-/// An operation on DTensors and on plain tensors, and the partial placements that it keeps, each with what of.
+/// A unary operation on DTensors and on plain tensors, and the partial placements that it keeps.
 type Unary = (fn(&DTensor) -> Result<DTensor>, fn(&Tensor) -> candle_core::Result<Tensor>, &'static [[Placement; 2]]);
 
 const INCREASING: &[[Placement; 2]] = &[[MAX, MAX], [MIN, MIN]];
@@ -68,7 +68,8 @@ fn unary_operations_keep_placements_or_name_the_redistribution() {
     }
 }
 
-/// An operation on DTensors and on plain tensors, and the partial placements of both that it takes, with the result's.
+/// A binary operation on DTensors and on plain tensors, and the partial placements of both that it takes, with the
+/// result's.
 type Binary = (
     fn(&DTensor, &DTensor) -> Result<DTensor>,
     fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
@@ -127,7 +128,7 @@ fn binary() -> Vec<(&'static str, Binary)> {
     ]
 }
 
-/// Which placement of the result two operands have along one mesh dimension, if it takes no communication.
+/// The placement of the result of two operands along one mesh dimension, if no communication is needed.
 fn together(shapes: [&[usize]; 2], pair: [Placement; 2], partial: &[[Placement; 3]]) -> Option<Placement> {
     let out = shapes[0].len().max(shapes[1].len());
     let full = |at: usize, dim: usize| {
@@ -138,7 +139,7 @@ fn together(shapes: [&[usize]; 2], pair: [Placement; 2], partial: &[[Placement; 
     match (outer(0), outer(1)) {
         (None, None) if pair == [Replicate; 2] => Some(Replicate),
         (None, None) => partial.iter().find(|rule| rule[..2] == pair).map(|rule| rule[2]),
-        // Shapes here are of dimensions that are alike where both have them.
+        // Dimensions that both shapes have are equal here.
         (Some(l), Some(r)) => (l == r && full(0, l) && full(1, r)).then_some(Shard(l)),
         (Some(l), None) => (pair[1] == Replicate && full(0, l) && !full(1, l)).then_some(Shard(l)),
         (None, Some(r)) => (pair[0] == Replicate && full(1, r) && !full(0, r)).then_some(Shard(r)),
@@ -162,7 +163,7 @@ fn binary_operations_keep_placements_or_name_the_redistribution() {
                     for (name, (op, plain, partial)) in binary() {
                         let context = format!("{name} of {l:?} and {r:?}");
                         let pairs = a.iter().zip(&b).map(|(&a, &b)| together([left, right], [a, b], partial));
-                        // Of the largest of sums and the sum of the largest there is no telling which is meant.
+                        // A maximum of sums and a sum of maxima are ambiguous.
                         let can_be = |p: &Vec<Placement>| !p.contains(&MAX) || !(p.contains(&SUM) || p.contains(&AVG));
                         match (op(&l, &r), pairs.collect::<Option<Vec<_>>>().filter(can_be)) {
                             (Ok(result), Some(expected)) => {

@@ -14,7 +14,7 @@ fn redistributes_between_all_layouts() {
                 for (at, from) in all.iter().enumerate() {
                     let tensor = laid_out(&full, mesh, from);
                     assert_is(&tensor, &full, &format!("{tensor:?}"));
-                    // With two dimensions there are many: some of them, other ones each time.
+                    // With two mesh dimensions there are many cases: some of them, different ones for each shape.
                     let step = if mesh.layout().shape().len() == 1 { 1 } else { 5 };
                     for to in all.iter().skip(at % step).step_by(step) {
                         match tensor.redistribute(to) {
@@ -58,7 +58,7 @@ fn equal_layouts_share_memory() {
     assert_eq!(address(tensor.to_local()), address(&local));
     assert_eq!(address(tensor.redistribute(&[Replicate]).unwrap().to_local()), address(&local));
     assert_eq!(address(&tensor.full_tensor().unwrap()), address(&local));
-    // A shard of one is a copy: nobody changes the full tensor through it.
+    // The shard on a mesh of one rank is a copy: writing to it does not change the full tensor.
     let sharded = distribute_tensor_from(&local, &mesh, &[Shard(0)], None).unwrap();
     assert_ne!(address(sharded.to_local()), address(&local));
 }
@@ -94,7 +94,7 @@ fn conversions_keep_placements() {
 #[test]
 fn refuses_bad_arguments_before_communication() {
     on_mesh(&[2], |mesh| {
-        // One rank alone: nothing of this may wait for the other.
+        // On one rank only: none of this may wait for the other.
         if mesh.rank() == 1 {
             return;
         }

@@ -1,7 +1,7 @@
 //! Parameters, gradients and entries of state dicts as DTensors.
 
 use super::*;
-use crate::common::{address, batch, gradients, loss_of, refused, sharded, vars, whole};
+use crate::common::{address, batch, gradients, loss_of, ranks, refused, sharded, vars, whole};
 use candle_core::Module;
 use fsdp_candle::{
     AdamW, AdamWConfig, ColwiseParallel, DataParallelMeshDims, FullyShard, ParallelPlan, RowwiseParallel,
@@ -59,7 +59,7 @@ fn gradients_are_dtensors() {
             let got = values(&grad.full_tensor().unwrap());
             assert_eq!(got, want.into_iter().map(f64::from).collect::<Vec<_>>(), "{name}");
         }
-        // The norm of all gradients, by DTensors alone.
+        // The norm of all gradients, computed with DTensors only.
         let squares: f64 = (vars.trainable().iter())
             .map(|param| {
                 let norm = param.grad(&grads).unwrap().unwrap().norm(fsdp_candle::NormType::Two).unwrap();
@@ -86,7 +86,7 @@ fn set_values_invalidate_gathered_parameters() {
         let before = values(&model.forward(&x).unwrap().detach());
         let _ = world;
         for param in vars.params() {
-            // The root's parameters are gathered from the forward, and all of them by hand.
+            // The root's parameters are gathered since the forward, and all of them by `unshard`.
             model.unshard().unwrap();
             let full = param.dtensor().unwrap().full_tensor().unwrap();
             param.set_full(&(&full * 2.).unwrap().to_dtype(DType::F64).unwrap()).unwrap();
@@ -115,10 +115,10 @@ fn refuses_values_of_other_shapes_and_dtypes() {
         for (text, part) in [
             (
                 error(param.set_full(&zeros(&[2, 4], DType::F32))),
-                "parameter `head.weight`: it has shape [2, 5], and the full tensor [2, 4]",
+                "parameter `head.weight`: expected shape [2, 5], found [2, 4]",
             ),
-            (error(param.set_local(&zeros(&[2, 5], DType::F32))), "is [1, 5], and a tensor of shape [2, 5] is no part"),
-            (error(param.set_local(&zeros(&[1, 5], DType::U32))), "it is F32, and values of U32 are none of it"),
+            (error(param.set_local(&zeros(&[2, 5], DType::F32))), "has shape [1, 5], found [2, 5]"),
+            (error(param.set_local(&zeros(&[1, 5], DType::U32))), "expected a floating point tensor, found U32"),
         ] {
             assert!(text.contains(part), "{text}");
         }
@@ -143,7 +143,7 @@ fn state_dict_entries_convert_to_dtensors() {
             assert_eq!((dtensor.placements(), dtensor.shape()), (&param.placements()[..], param.shape().dims()));
             let moment = moments.tensors[&format!("state.{name}.exp_avg")].dtensor().unwrap().unwrap();
             assert_eq!(moment.spec(), dtensor.spec());
-            // Each as a full tensor and back again.
+            // Each to a full tensor and back.
             let full = dtensor.full_tensor().unwrap();
             let again = distribute_tensor(&(full + 1.).unwrap(), dtensor.device_mesh(), dtensor.placements()).unwrap();
             let region = entry.region.clone();
@@ -179,7 +179,7 @@ impl Module for Mlp {
     }
 }
 
-/// Under tensor parallelism a parameter lies on the whole mesh, strided where both cut one dimension.
+/// Under tensor parallelism a parameter is on the whole mesh, and strided if both shard one dimension.
 #[test]
 fn tensor_parallel_parameters_span_the_mesh() {
     let whole = Tensor::arange(0f32, 48., &Device::Cpu).unwrap().reshape((8, 6)).unwrap();

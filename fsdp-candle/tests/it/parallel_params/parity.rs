@@ -1,4 +1,4 @@
-//! Whatever the mesh, the model trains as in one process.
+//! On every mesh the model trains as in one process.
 
 use fsdp_candle::{
     Float8, FullyShard, Int8Blocks, MixedPrecisionPolicy, OffloadPolicy, ReduceOp, ReshardAfterForward, ShardMesh,
@@ -21,7 +21,7 @@ fn assert_same(world: &World, run: &Run, want: &Run, tolerance: f64, mesh: &Mesh
     assert_close(&run.values, &want.values, 20. * tolerance as f32);
 }
 
-/// Trains on a mesh with some options, and holds it against one process.
+/// Trains on a mesh with some options, and compares with one process.
 fn with_options(mesh: Mesh, sequence: bool, tolerance: f64, opts: impl Fn(FullyShard) -> FullyShard + Sync) {
     ranks(mesh.size(), |world| {
         let vars = mesh.vars(&world, sequence);
@@ -73,7 +73,7 @@ fn every_reshard_policy() {
 
 #[test]
 fn sharding_the_second_dimension() {
-    // Of a weight that is cut along its inputs, the same dimension; of others, another one.
+    // The same dimension for row-wise weights, another one for the others.
     with_options(DP_TP, true, TOLERANCE, |opts| {
         opts.shard_placement_fn(|_, shape| (shape.len() == 2).then(|| ShardPlacement::from(1)))
     });
@@ -82,7 +82,7 @@ fn sharding_the_second_dimension() {
 #[test]
 fn offloaded_and_extended_gathers() {
     with_options(DP_TP, true, TOLERANCE, |opts| opts.offload_policy(OffloadPolicy::Cpu { pin_memory: true }));
-    // What eight bits leave.
+    // The precision of eight bits.
     let matrices = |name: &str| name.ends_with("up.weight") || name.ends_with("down.weight");
     with_options(DP_TP, true, 0.02, |opts| {
         opts.all_gather_extension(move |name| matrices(name).then(|| std::sync::Arc::new(Int8Blocks::new(16)) as _))
@@ -158,7 +158,7 @@ fn units_on_a_slice_of_the_mesh() {
         let run = train(&model, &vars, (batch, 1, batches));
         assert_same(&world, &run, &reference(&world, batches, |_| ()), TOLERANCE, &DP_TP);
     });
-    // Roles of its own: the map shards, the unit replicates.
+    // The unit has its own roles: the map shards, the unit replicates.
     ranks(4, |world| {
         let vars = DP_TP.vars(&world, true);
         let dims = fsdp_candle::DataParallelMeshDims { shard: &[], replicate: &["dp"] };

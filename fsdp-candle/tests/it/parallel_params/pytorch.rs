@@ -1,4 +1,4 @@
-//! Placements and boxes are those that PyTorch's FSDP2 has, as tests/interop/placements.py recorded them.
+//! Placements and regions are those of PyTorch's FSDP2, as recorded by tests/interop/placements.py.
 
 use candle_core::DType;
 use fsdp_candle::{

@@ -1,4 +1,4 @@
-//! Layers by themselves, and a block of them.
+//! Single layers, and a transformer block.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use crate::common::{counted, device, on_cuda, ranks, refused};
 
 pub(super) const REPLICATE: (ActivationLayout, Placement) = (ActivationLayout::Replicate, Placement::Replicate);
 
-/// A layout that cuts a dimension, of a tensor of three.
+/// A layout that shards a dimension of a 3-D tensor.
 pub(super) fn shard(dim: isize) -> (ActivationLayout, Placement) {
     (ActivationLayout::Shard(dim), Placement::Shard(dim.rem_euclid(3) as usize))
 }
@@ -47,7 +47,7 @@ fn row_parallel_linear() {
     }
 }
 
-/// Values that no rank has by chance, none of them zero: `lora_B` is at first, and the gradient of `lora_A` with it.
+/// Values without zeros: `lora_B` is zero at first, and so is the gradient of `lora_A`.
 struct Drawn;
 
 impl Initializer for Drawn {
@@ -93,12 +93,12 @@ fn refuses_adapters_around_parallel_layers() {
     });
 }
 
-/// A table and what stands before it: ids are whole numbers, which have no gradient.
+/// An embedding with a layer before it, because ids have no gradient.
 struct Looks(Embedding, Tensor);
 
 impl Module for Looks {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        // A term that gives the input its gradient, of the output's shape.
+        // A term of the output's shape that gives the input a gradient.
         let rows = self.0.forward(&self.1)?;
         rows + x
     }
@@ -109,7 +109,7 @@ fn parallel_embeddings() {
     let cases = [(DType::U32, None), (DType::U32, Some(7)), (DType::I64, Some(23)), (DType::U8, Some(11))];
     for (dtype, padding_idx) in cases {
         let new = |vb: VarBuilder<'static>| {
-            // One of them is none.
+            // One of the ids is out of range.
             let ids = ids(5, &[2, 12], 24).to_dtype(dtype)?;
             let gap = ids.eq(&ids.zeros_like()?)?;
             let none = match dtype {
@@ -133,7 +133,7 @@ fn parallel_embeddings() {
 
 #[test]
 fn refuses_ids_out_of_range() {
-    // On a device the kernel that finds one takes the process with it.
+    // On a device the kernel would abort the process.
     if on_cuda() {
         return;
     }
@@ -158,7 +158,7 @@ fn refuses_ids_out_of_range() {
                         let error = model.forward(ids).expect_err(&what).to_string();
                         assert!(error.contains("out of range") || error.contains("invalid index"), "{what}: {error}");
                     }
-                    // The ids at both ends, and none.
+                    // The first and the last ids, and no ids.
                     let y = model.forward(&Tensor::new(&[0u32, 23, u32::MAX], &device).unwrap()).unwrap();
                     assert_eq!(y.dim(0).unwrap(), 3);
                 }
@@ -197,7 +197,7 @@ fn refuses_indivisible_sequences_before_communication() {
         for error in outputs {
             refused(error, &["dimension 1 of [2, 7, ", "2 does not divide"]);
         }
-        // Features that do not fit, in a layout that would be gathered.
+        // A wrong number of features, in a layout that would be gathered.
         refused(
             model.call(|(down, _)| down.forward(&values(1, &[2, 8, 8], DType::F32))),
             &["[2, 8, 8]", "the weight takes 4"],
@@ -217,7 +217,7 @@ fn refuses_different_ids_on_ranks() {
     });
     for error in errors {
         if on_cuda() {
-            // The host would wait for ids on a device: they are not compared.
+            // Ids on a device are not compared, because the host would have to wait for them.
             assert!(error.is_ok());
             continue;
         }
@@ -226,7 +226,7 @@ fn refuses_different_ids_on_ranks() {
     }
 }
 
-/// A block as decoders have it, on parts of the sequence or on all of it.
+/// A decoder block, on parts of the sequence or on all of it.
 pub(super) struct Block {
     norms: [LayerNorm; 2],
     qkv: [Linear; 3],
@@ -243,7 +243,7 @@ impl Block {
         let square = |name: &str| nn::linear(WIDTH, WIDTH, vb.pp(name));
         Ok(Block {
             norms: [nn::layer_norm(WIDTH, 1e-5, vb.pp("norm_1"))?, nn::layer_norm(WIDTH, 1e-5, vb.pp("norm_2"))?],
-            // A bias of the keys changes nothing: its gradient is rounding.
+            // The gradient of a bias of the keys is zero but for rounding.
             qkv: [square("q")?, nn::linear_no_bias(WIDTH, WIDTH, vb.pp("k"))?, square("v")?],
             output: square("o")?,
             up: nn::linear(WIDTH, 2 * WIDTH, vb.pp("up"))?,
@@ -280,7 +280,7 @@ fn blocks_with_and_without_sequence_parallelism() {
     }
 }
 
-/// A block that runs again in backward.
+/// A checkpointed block.
 struct Again(Arc<Block>);
 
 impl Module for Again {
@@ -294,7 +294,7 @@ impl Module for Again {
 fn checkpointed_blocks_repeat_their_collectives() {
     // Norm 1, queries, keys and values, output, norm 2, up, down.
     let forward = ["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"];
-    // The same again, and then each the other way, the last one first.
+    // The same again, and then their opposites in reverse.
     let backward = [&forward[..], &["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"]].concat();
     counted(2, |world, counts| {
         let vars = parallel_vars(&world, &Block::plan(true));
@@ -305,7 +305,7 @@ fn checkpointed_blocks_repeat_their_collectives() {
         assert_eq!(counts.names(), forward);
         model.backward(&y.sum_all().unwrap()).unwrap();
         let issued = counts.names();
-        // Terms of whole parameters' gradients are added up behind them.
+        // Terms of replicated parameters' gradients are added after those.
         assert_eq!(issued[..backward.len()], backward);
         assert!(issued[backward.len()..].iter().all(|name| *name == "all_reduce"), "{issued:?}");
     });

@@ -1,4 +1,4 @@
-//! Cross-entropies over a vocabulary of which each rank has a part.
+//! Cross-entropy over a vocabulary that is sharded among the ranks.
 
 use candle_core::{DType, Module, Result, Tensor, Var};
 use candle_nn::VarBuilder;
@@ -15,7 +15,7 @@ use super::{
 };
 use crate::common::{counted, one_of, ranks, refused, unsharded};
 
-/// Every combination of options, with targets to ignore some of the time.
+/// Every combination of options, some with targets to ignore.
 fn all_options() -> Vec<CrossEntropyOptions> {
     let mut all = vec![];
     for reduction in [Reduction::Mean, Reduction::Sum] {
@@ -26,7 +26,7 @@ fn all_options() -> Vec<CrossEntropyOptions> {
     all
 }
 
-/// Targets below `classes`, of which every third row's is ignored, or every row's.
+/// Targets below `classes`, with every third row ignored, or every row.
 fn targets(shape: &[usize], classes: u32, all_ignored: bool) -> Tensor {
     let found: Vec<u32> = ids(3, shape, classes).flatten_all().unwrap().to_vec1().unwrap();
     let gap = |row: usize| all_ignored || row % 3 == 1;
@@ -38,7 +38,7 @@ fn scalar(tensor: &Tensor) -> f64 {
     numbers(tensor)[0]
 }
 
-/// Whether two losses are the same within a part in a million, or both no numbers.
+/// Whether two losses agree within 1e-6, or both are NaN.
 fn assert_same_loss(what: &str, found: &Tensor, wanted: &Tensor) {
     assert_eq!(found.dtype(), wanted.dtype());
     let (found, wanted) = (scalar(found), scalar(wanted));
@@ -53,7 +53,7 @@ fn matches_the_unsharded_loss() {
             for dtype in DTYPES {
                 for (shape, all_ignored) in [(vec![1], false), (vec![7], false), (vec![3, 4], false), (vec![5], true)] {
                     let classes = 24;
-                    // Logits far from zero as well: what is subtracted must be the largest of all parts.
+                    // Large logits too: the maximum of all shards must be subtracted.
                     let logits = (values(4, &[&shape[..], &[classes]].concat(), dtype) * 20.).unwrap();
                     let targets = targets(&shape, classes as u32, all_ignored);
                     for options in all_options() {
@@ -100,7 +100,7 @@ fn refuses_bad_targets() {
         let error = vocab_parallel_cross_entropy(&logits, &targets, world.group(), &options).unwrap_err().to_string();
         assert!(error.contains("target 8") && error.contains("the number of classes is 8"), "{error}");
     });
-    // Ranks that have been given different batches.
+    // Ranks that were given different batches.
     let errors = ranks(2, |world| {
         let logits = values(1, &[2, 4], DType::F32);
         let targets = Tensor::new(&[1u32, world.rank() as u32], world.device()).unwrap();
@@ -115,7 +115,7 @@ fn refuses_bad_targets() {
 const WIDTH: usize = 6;
 const VOCABULARY: usize = 24;
 
-/// A head that is an embedding's weight, or its own.
+/// A head with its own weight or that of an embedding.
 struct Model {
     embedding: Option<Embedding>,
     head: Linear,
@@ -143,7 +143,7 @@ fn plan(tied: bool, input_layout: ActivationLayout) -> ParallelPlan {
     }
 }
 
-/// The loss of hidden states, beside which the ids of a tied model's embedding stand.
+/// The loss of hidden states; the ids are for the embedding of a tied model.
 fn loss(
     model: &FsdpModule<Model>,
     x: &Tensor,
@@ -241,10 +241,10 @@ fn does_not_communicate_logits() {
             let options = CrossEntropyOptions { label_smoothing, ..Default::default() };
             counts.take();
             let loss = model.call(|head| linear_cross_entropy_with(&x, head.weight(), &targets, &options)).unwrap();
-            // Of each row the largest logit, then sums, of four bytes each.
+            // The largest logit of each row, then sums, of four bytes each.
             assert_eq!(counts.take(), [("all_reduce", 4 * rows), ("all_reduce", 4 * rows * numbers)]);
             model.backward(&loss).unwrap();
-            // The gradient of the hidden states; a rank has all of its own parameters.
+            // The gradient of the hidden states. Each rank has its parameters' gradients in full.
             assert_eq!(counts.take(), [("all_reduce", 4 * rows * WIDTH)]);
         }
     });

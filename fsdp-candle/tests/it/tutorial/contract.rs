@@ -1,4 +1,4 @@
-//! The contract of `fully_shard` in its documentation, and a training script in the blocks that the skill asks for.
+//! The contract in the documentation of `fully_shard`, and a training script from the code blocks of the skill.
 
 use candle_core::{Module, backprop::GradStore};
 
@@ -80,7 +80,7 @@ fn the_documented_script_trains() {
         let near = |(a, b): (&f32, &f32)| (a - b).abs() < 1e-4;
         assert!(one.iter().zip(two).all(near), "{name}");
     }
-    // Outside a launcher it is a world of one.
+    // Without a launcher it is a world of one rank.
     let alone = init_distributed().unwrap();
     assert_eq!((alone.rank(), alone.size()), (0, 1));
 }

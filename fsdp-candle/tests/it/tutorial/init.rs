@@ -1,4 +1,4 @@
-//! Model initialization, and parameters that are DTensors.
+//! Model initialization and DTensor parameters.
 
 use super::*;
 use fsdp_candle::Placement::{Replicate, Shard};
@@ -22,7 +22,7 @@ fn layers_then_the_root() {
         for part in ["(root)", "layers.0", "layers.2", "tok_embeddings.weight [9, 8] F32 (S(0))"] {
             assert!(printed.contains(part), "no {part} in {printed}");
         }
-        // The root has what the layers left.
+        // The root has the parameters that no layer has.
         assert_eq!((model.params().len(), vars.params().len()), (5, 5 + 3 * 10));
         Ok(())
     });
@@ -40,7 +40,7 @@ fn parameters_are_dtensors() {
             println!("{:?} of {:?}", param.to_local().dims(), param.shape());
         }
         let optim = Adam::new(vars.trainable(), AdamConfig { lr: 1e-2, ..AdamConfig::default() })?;
-        // As `torch.chunk` cuts 9 rows.
+        // As `torch.chunk` splits 9 rows.
         let rows = [vec![9], vec![5, 4], vec![], vec![3, 3, 3, 0]][world.size() - 1][world.rank()];
         assert_eq!(vars.get("output.weight").unwrap().dtensor()?.to_local().dims(), [rows, 8]);
         assert_eq!(optim.states().len(), vars.params().len());

@@ -47,7 +47,7 @@ fn wrap_policies_become_calls_or_patterns() {
         })?;
         assert_eq!((model.units().len(), fsdp1.units().len()), (args.n_layers + 1, args.n_layers + 1));
         for param in by_pattern.params() {
-            // The values are the same on any mesh.
+            // The values are the same on every mesh.
             param.set_full(&by_call.get(param.name()).unwrap().dtensor()?.full_tensor()?)?;
         }
         let new = step(&by_call, &model, |loss| model.backward(loss))?;
@@ -58,7 +58,7 @@ fn wrap_policies_become_calls_or_patterns() {
     .for_each(|worlds| assert_eq!(worlds[0][0], worlds[1][0]));
 }
 
-/// Each keyword of FSDP1's, with what the guide says of it.
+/// Each keyword of FSDP1, with the guide's entry for it.
 #[test]
 fn keywords_become_options_and_methods() {
     on_worlds(&[2, 4], |world| {
@@ -94,7 +94,7 @@ fn keywords_become_options_and_methods() {
         train(&vars_1d, &offloaded)?;
         assert!(outcomes.windows(2).all(|two| two[0] == two[1]), "an option changed what is computed");
 
-        // Accumulation: two backwards, of which the second communicates.
+        // Accumulation: two backwards, and only the second communicates.
         let x = randint(args.vocab_size, (2, 8), world.device())?;
         let at_once = model.backward(&model.forward(&x)?.sum_all()?)?;
         model.set_requires_gradient_sync(false, Recurse::Yes);

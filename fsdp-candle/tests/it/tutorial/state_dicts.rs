@@ -1,4 +1,4 @@
-//! State dicts with DTensor APIs, and with DCP's.
+//! State dicts by the DTensor APIs and by the DCP APIs.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -40,7 +40,7 @@ fn save_with_dtensor_apis(world: &World, vars: &ShardedVarMap, path: &Path) -> a
     if world.rank() == 0 {
         safetensors::save(&cpu_state_dict, path)?;
     }
-    // Others go on to read it.
+    // Other tests read it afterwards.
     world.group().barrier().wait()?;
     Ok(())
 }
@@ -147,7 +147,7 @@ fn with_dcp_apis() {
     });
     for world in on_worlds(&[1, 2, 4], |world| {
         let (vars, _model, _) = trained(world, 0)?;
-        // Rank 0 alone has it.
+        // Only rank 0 has it.
         let full_sd = match world.rank() {
             0 => safetensors::load(&path, &Device::Cpu)?,
             _ => HashMap::new(),
@@ -166,7 +166,7 @@ fn with_dcp_apis() {
     }
 }
 
-/// Model and optimizer at once: `get_state_dict` and `set_state_dict`.
+/// Model and optimizer together: `get_state_dict` and `set_state_dict`.
 #[test]
 fn of_model_and_optimizer_at_once() {
     let full = StateDictOptions { full_state_dict: true, ..StateDictOptions::default() };

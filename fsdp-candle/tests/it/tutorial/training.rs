@@ -5,8 +5,8 @@ use candle_core::Module;
 use super::*;
 use fsdp_candle::{MixedPrecisionPolicy, NormType, OffloadPolicy, clip_grad_norm};
 
-/// What a loop leaves, the same on every rank, and in worlds of all sizes: each rank trains on the same tokens, and the
-/// mean of equal gradients over a power of two ranks is that gradient to the bit.
+/// The result of a training loop, which is the same on every rank and for every world size: all ranks train on the same
+/// tokens, and the mean of equal gradients over a power of two ranks is exact.
 fn all_alike(worlds: Vec<Vec<Parameters>>) {
     let first = &worlds[0][0];
     for world in &worlds {
@@ -79,7 +79,7 @@ fn explicit_prefetching() {
         }
         parameters(&vars)
     };
-    // When units are gathered changes no number.
+    // Prefetching changes no number.
     let mut worlds = on_worlds(&[1, 2], |world| run(world, true));
     worlds.extend(on_worlds(&[2], |world| run(world, false)));
     all_alike(worlds);
@@ -144,7 +144,7 @@ fn clipping() {
             optim.step(&grads)?;
             drop(grads);
         }
-        // The norm, from the gradients as DTensors.
+        // The norm of the gradients as DTensors.
         let x = randint(vocab_size, (batch_size, seq_len), device)?;
         let mut grads = model.backward(&model.forward(&x)?.sum_all()?)?;
         let before = fsdp_candle::grad_norm(&vars, &grads)?;
@@ -155,7 +155,7 @@ fn clipping() {
             squares += grad.norm(NormType::Two)?.full_tensor()?.to_scalar::<f32>()?.powi(2);
         }
         assert!(before > max_norm && (f64::from(squares.sqrt()) - max_norm).abs() < 1e-5, "{before} {squares}");
-        // Sums over different shards are not the same to the bit.
+        // Sums over different shards differ in the last bits.
         Ok(vec![])
     }));
 }
@@ -179,7 +179,7 @@ fn offload() {
             }
             optim.step(&grads)?;
         }
-        // A host DTensor moves over a mesh of devices as well.
+        // A host DTensor can be redistributed over a mesh of devices.
         parameters(&vars)
     }));
 }
