@@ -3,7 +3,9 @@
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::FileTypeExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+
+use fsdp_ckpt::CreatedDirs;
 
 /// What is written: a block of most file systems, because less may go to room that a file has already.
 const BLOCK: [u8; 4096] = [b'\n'; 4096];
@@ -24,7 +26,7 @@ pub fn try_file(path: &Path) -> io::Result<()> {
 /// It can't, or the directory can't be made.
 pub fn try_file_and_directory(path: &Path) -> io::Result<()> {
     let Some(directory) = path.parent() else { return try_file(path) };
-    let _made = MadeDirs::before(directory);
+    let _made = CreatedDirs::before(directory);
     in_directory(directory, || try_file(path))
 }
 
@@ -33,7 +35,7 @@ pub fn try_file_and_directory(path: &Path) -> io::Result<()> {
 /// # Errors
 /// They can't.
 pub fn try_directory(directory: &Path) -> io::Result<()> {
-    let _made = MadeDirs::before(directory);
+    let _made = CreatedDirs::before(directory);
     in_directory(directory, || append(&directory.join(format!(".write-test-{}", std::process::id()))))
 }
 
@@ -96,25 +98,6 @@ fn explained(path: &Path, error: io::Error) -> io::Error {
         (None, None) => return error,
     };
     io::Error::new(error.kind(), why)
-}
-
-/// Directories that are going to be made, the inner one first. Dropped, those that are empty go again.
-struct MadeDirs(Vec<PathBuf>);
-
-impl MadeDirs {
-    fn before(directory: &Path) -> Self {
-        let missing = directory.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists());
-        MadeDirs(missing.map(Path::to_path_buf).collect())
-    }
-}
-
-impl Drop for MadeDirs {
-    fn drop(&mut self) {
-        for directory in &self.0 {
-            // Only what is empty can be removed like this.
-            let _ = fs::remove_dir(directory);
-        }
-    }
 }
 
 #[cfg(test)]

@@ -55,7 +55,7 @@ fn a_checkpoint_is_shown_and_verified() {
         "replicated",
         "8 chunks",
         "step = 10",
-        "WHICH FILE HOLDS WHAT",
+        "TENSORS BY FILE",
         "240 B  ████████ ████████",
     ] {
         assert!(out.contains(part), "{part} is not in {out}");
@@ -145,7 +145,7 @@ fn a_run_is_shown_by_its_steps() {
     for args in
         [&["verify", text(&run)][..], &["diff", text(&run), text(&run)], &["consolidate", text(&run), text(&dir)]]
     {
-        assert!(fails(args).contains(&format!("name one of them, as in {newest}")));
+        assert!(fails(args).contains(&format!("pass one of its steps, such as {newest}")));
     }
 }
 

@@ -73,14 +73,14 @@ fn files_that_are_not_those_that_were_written() {
     let path = dir.join(FILES[1]);
     let good = std::fs::read(&path).unwrap();
     std::fs::write(&path, &good[..good.len() / 2]).unwrap();
-    all_fail(&dir, &[FILES[1], &format!("{} were written", good.len())]);
+    all_fail(&dir, &[FILES[1], &format!("expected {}", good.len())]);
     std::fs::remove_file(&path).unwrap();
     all_fail(&dir, &["has no file", FILES[1]]);
     // A link, though it leads to the very bytes.
     let elsewhere = dir.with_file_name("elsewhere");
     std::fs::write(&elsewhere, &good).unwrap();
     std::os::unix::fs::symlink(&elsewhere, &path).unwrap();
-    all_fail(&dir, &[FILES[1], "it is a symbolic link", "put a copy in its place"]);
+    all_fail(&dir, &[FILES[1], "it is a symbolic link", "replace it by a copy"]);
     std::fs::remove_file(&path).unwrap();
     std::fs::write(&path, &good).unwrap();
     succeeds(&["verify", text(&dir)]);
@@ -94,15 +94,15 @@ fn manifests_that_lie() {
     let chunk = "/tensors/model.even.weight/chunks/0";
     for (at, value, part) in [
         ("/version".into(), 4.into(), "use a newer fsdp-ckpt"),
-        ("/values/step".into(), (1u64 << 63).into(), "no run takes more than"),
+        ("/values/step".into(), (1u64 << 63).into(), "expected at most"),
         ("/tensors".into(), serde_json::json!({}), "no tensor has a chunk in its file"),
         (format!("{chunk}/file"), "../elsewhere".into(), "not a plain file name"),
         (format!("{chunk}/file"), "/etc/passwd".into(), "not a plain file name"),
         (format!("{chunk}/offsets/0"), 3.into(), "overlap"),
         (format!("{chunk}/sizes/0"), 5.into(), "leave out 5 elements"),
         (format!("{chunk}/offsets/0"), u64::MAX.into(), "outside its shape"),
-        ("/tensors/model.even.weight/shape/0".into(), (1u64 << 62).into(), "too large to count"),
-        ("/world_size".into(), 3.into(), "not one of 3 ranks"),
+        ("/tensors/model.even.weight/shape/0".into(), (1u64 << 62).into(), "overflow"),
+        ("/world_size".into(), 3.into(), "does not have 3 ranks"),
     ] {
         std::fs::write(&path, &good).unwrap();
         change_manifest(&dir, |manifest| *manifest.pointer_mut(&at).unwrap() = value);
@@ -111,12 +111,12 @@ fn manifests_that_lie() {
     // Changed by hand, or by a disk.
     let words = String::from_utf8(good.clone()).unwrap();
     std::fs::write(&path, words.replace("\"step\": 10", "\"step\": 11")).unwrap();
-    all_fail(&dir, &["checkpoint.json", "it is damaged, or was changed by hand"]);
+    all_fail(&dir, &["checkpoint.json", "it is damaged or edited by hand"]);
     // What only the files can tell: another dtype.
     std::fs::write(&path, &good).unwrap();
     change_manifest(&dir, |manifest| manifest["tensors"]["model.even.weight"]["dtype"] = "U32".into());
     let (code, out, _) = fsdp_ckpt(&["verify", text(&dir)]);
-    assert!(code == 1 && out.contains("should be U32 [6, 5], the file has F32 [6, 5]"), "{out}");
+    assert!(code == 1 && out.contains("should be U32 [6, 5], but the file has F32 [6, 5]"), "{out}");
     let message = fails(&["convert", text(&dir), text(&dir.with_file_name("dst")), "--to", "fsdp"]);
     assert!(message.contains("\"model.even.weight\"") && message.contains("should be U32"), "{message}");
 }
@@ -129,7 +129,7 @@ fn of_a_checkpoint_of_version_1_it_is_told_what_is_not_checked() {
     let old = std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus/manifest/good")).unwrap();
     std::fs::write(dir.join("checkpoint.json"), &old).unwrap();
     let out = succeeds(&["verify", text(&dir)]);
-    assert!(out.contains("ok, 5 chunks") && out.contains("an older fsdp-ckpt has written it"), "{out}");
+    assert!(out.contains("ok, 5 chunks") && out.contains("written by an older fsdp-ckpt"), "{out}");
     assert_eq!(json(&succeeds(&["verify", text(&dir), "--json"]))["covered"], "tensors");
     assert!(succeeds(&["inspect", text(&dir)]).contains("not checked"));
     // WriteSummary anew, it is as others are.
@@ -151,7 +151,7 @@ fn what_is_no_checkpoint_at_all() {
     let root = tempfile::tempdir().unwrap();
     let file = root.path().join("m.safetensors");
     for (bytes, part) in [
-        (&b""[..], "it has 0 bytes"),
+        (&b""[..], "it has 0 bytes, expected at least 8"),
         (b"hello, this is text", "claims"),
         (&u64::MAX.to_le_bytes(), "claims 18446744073709551615 bytes"),
     ] {
@@ -177,6 +177,6 @@ fn hugging_face_caches_are_made_of_links() {
     std::fs::create_dir(&cache).unwrap();
     std::os::unix::fs::symlink(real.join("model.safetensors"), cache.join("model.safetensors")).unwrap();
     let out = succeeds(&["verify", text(&cache)]);
-    assert!(out.contains("keeps no checksums"), "{out}");
+    assert!(out.contains("this format has no checksums"), "{out}");
     succeeds(&["diff", text(&cache), text(&dir)]);
 }

@@ -144,12 +144,12 @@ fn shards_that_do_not_fit_together_are_refused() {
                 }
             },
         ),
-        ("[11..17, 0..5] is not a part of its shape", &|rank, state| {
+        ("[11..17, 0..5] is not within its shape", &|rank, state| {
             if rank == 1 {
                 state.tensors[0].region.offsets[0] = 11;
             }
         }),
-        ("it is given twice", &|_, state| state.tensors.push(state.tensors[0].clone())),
+        ("this rank has it twice", &|_, state| state.tensors.push(state.tensors[0].clone())),
         ("can't be used in a safetensors file", &|_, state| state.tensors[0].fqn = "__metadata__".into()),
         ("rank 0 has it as F32 [12, 5], rank 1 as F64 [12, 5]", &|rank, state| {
             if rank == 1 {
@@ -161,8 +161,8 @@ fn shards_that_do_not_fit_together_are_refused() {
             state.tensors[0].region = Region::whole(&[0, 0, 0]);
             state.tensors[0].data = Arc::new(Buffer::F32(vec![]));
         }),
-        ("has 3 ranks, the group", &|_, state| state.mesh = line(3)),
-        ("the ranks don't save the same thing", &|rank, state| {
+        ("has 3 ranks, but the group", &|_, state| state.mesh = line(3)),
+        ("the ranks save different things", &|rank, state| {
             if rank == 1 {
                 state.mesh = fsdp_core::MeshLayout::new(&[("other", 2)]).unwrap();
             }

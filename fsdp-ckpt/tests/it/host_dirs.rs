@@ -201,11 +201,11 @@ fn all_ranks_go_on_from_the_newest_that_all_hosts_have() {
     let want = [
         (
             "step-25",
-            format!("none has the files of ranks 2, 3, from node1 ({third}.safetensors, {fourth}.safetensors)"),
+            format!("no host has the files of ranks 2, 3, from node1 ({third}.safetensors, {fourth}.safetensors)"),
             true,
         ),
         ("step-20", "on node1, incomplete checkpoint: ".into(), true),
-        ("step-15", format!("none has the file of rank 2, from node1 ({third}.safetensors)"), true),
+        ("step-15", format!("no host has the file of rank 2, from node1 ({third}.safetensors)"), true),
     ];
     assert_eq!(skipped, want.map(|(name, why, damaged)| (name.to_string(), why, damaged)));
 
@@ -229,7 +229,7 @@ fn all_ranks_go_on_from_the_newest_that_all_hosts_have() {
     copy(&disks.dir(1, "changed"), &disks.dir(1, "step-10"));
     let (newest, skipped, _) = survey();
     assert_eq!(newest.as_deref(), Some("step-5"));
-    assert_eq!(skipped, [("step-10".into(), "those of node0 and node1 are of different saves".into(), false)]);
+    assert_eq!(skipped, [("step-10".into(), "node0 and node1 have parts of different saves".into(), false)]);
 }
 
 fn name(path: &Path) -> String {
@@ -259,16 +259,15 @@ fn what_may_be_whole_elsewhere_is_not_taken_for_damaged() {
     let (reason, damaged) = open(["node0", "node7"]).unwrap();
     let file = |rank: usize| format!("shard-{:05}-model-00001-of-00001.safetensors", rank + 1);
     let want = format!(
-        "none has the files of ranks 2, 3, from node1 ({}, {}), and node1 is not among the hosts; start ranks \
-         there as before, or copy its directory of this name into that of each host here, as `rsync -a node1:/step-1/ \
-         /step-1/` does",
+        "no host has the files of ranks 2, 3, from node1 ({}, {}), and node1 is not among the hosts; start ranks \
+         there, or copy its part to each host: `rsync -a node1:/step-1/ /step-1/`",
         file(2),
         file(3)
     );
     assert_eq!((reason, damaged), (want, false));
     copy(&disks.dir(1, "away"), &disks.dir(0, "step-1"));
     let (reason, damaged) = open(["node0", "node7"]).unwrap();
-    assert_eq!((reason.as_str(), damaged), ("node7 has none; copy that of node0 there", false));
+    assert_eq!((reason.as_str(), damaged), ("node7 has no part; copy the part of node0 there", false));
     copy(&disks.dir(0, "step-1"), &disks.dir(1, "step-1"));
     assert_eq!(open(["node8", "node7"]), None);
     // A disk does not answer.
@@ -280,7 +279,7 @@ fn what_may_be_whole_elsewhere_is_not_taken_for_damaged() {
     }
     // Nobody has it.
     let errors = world(4, |group| dirs(group).open(&disks.dir(group.rank() / 2, "step-2")).unwrap_err());
-    assert!(errors.iter().all(|error| error.to_string().contains("has no checkpoint, on any host")), "{errors:?}");
+    assert!(errors.iter().all(|error| error.to_string().contains("has no checkpoint on any host")), "{errors:?}");
 }
 
 #[test]

@@ -63,7 +63,7 @@ fn arguments_that_make_no_hosts_are_refused() {
     };
     let (here, named) = (|rank: usize| disks.dir(rank / 2, "step-1"), |rank: usize| Some(format!("node{}", rank / 2)));
     let nameless = refused(&zoo(), &here, &|rank| named(rank).filter(|_| rank != 3));
-    assert!(nameless.starts_with("rank 3 does not name its host, and others do"), "{nameless}");
+    assert!(nameless.starts_with("rank 3 does not name its host, but others do"), "{nameless}");
     let empty = refused(&zoo(), &here, &|_| Some(String::new()));
     assert!(empty.starts_with("rank 0 does not name its host"), "{empty}");
     let url = refused(&zoo(), &|_| "s3://bucket/step-1".into(), &named);
@@ -83,7 +83,10 @@ fn arguments_that_make_no_hosts_are_refused() {
         disks.save_rank("step-1", group, &state).unwrap_err().to_string()
     });
     let error = one(errors);
-    assert!(error.contains("tensor \"model.norm.weight\": ranks ") && error.contains("not the same bytes"), "{error}");
+    assert!(
+        error.contains("tensor \"model.norm.weight\": ranks ") && error.contains("hold different bytes"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -99,9 +102,8 @@ fn directories_that_are_not_the_hosts_own_are_told_before_the_work() {
     assert!(check(&half, &half).iter().all(Result::is_ok));
     let in_common = |shared: String| {
         assert!(
-            shared.starts_with("rank 0 failed to write a file there: node0 and node1 have one directory ")
-                && shared
-                    .ends_with(" in common, and each is to have its own: let all ranks share it, without naming hosts"),
+            shared.starts_with("rank 0 failed to write a file there: node0 and node1 share the directory ")
+                && shared.ends_with("; give each host its own, or let all ranks share one without naming hosts"),
             "{shared}"
         );
     };

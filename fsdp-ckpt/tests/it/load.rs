@@ -69,7 +69,7 @@ fn names_match_as_strictly_as_asked() {
     let none = LoadOptions { exclude: vec!["model.*".into()], ..LoadOptions::default() };
     assert_eq!(load(&*source, &tensors, &none).unwrap().loaded, 0);
     let bad = LoadOptions { include: vec!["[".into()], ..LoadOptions::default() };
-    assert!(load(&*source, &tensors, &bad).unwrap_err().to_string().contains("\"[\" is not a pattern"));
+    assert!(load(&*source, &tensors, &bad).unwrap_err().to_string().contains("\"[\" is not a valid name pattern"));
     // Names are known before anything is read or written.
     assert!(load(&*source, &[norm], &asked(Strict::Both)).unwrap_err().to_string().contains("and 3 more"));
 }
@@ -94,9 +94,9 @@ fn dtypes_are_converted_where_that_makes_sense() {
     let (integer, untouched) = memory("model.even.weight", &[12, 5], DType::I64);
     let (misshapen, _) = memory("model.even.weight", &[5, 12], DType::F32);
     for (tensor, options, part) in [
-        (&half, &strict, "dtype F32, BF16 is to be loaded, and nothing is to be converted"),
+        (&half, &strict, "dtype F32, expected BF16, and conversion is off"),
         (&integer, &LoadOptions::default(), "only floating point types are converted"),
-        (&misshapen, &LoadOptions::default(), "shape [12, 5], shape [5, 12] is to be loaded"),
+        (&misshapen, &LoadOptions::default(), "shape [12, 5], expected [5, 12]"),
     ] {
         let error = load(&*source, std::slice::from_ref(tensor), options).unwrap_err();
         assert!(matches!(error, Error::TensorMismatch { .. }) && error.to_string().contains(part), "{error}");

@@ -64,7 +64,7 @@ fn a_link_is_no_checkpoint_of_its_own() {
     assert_eq!(alias_target(&dir(4)), None);
 
     let out = crate::cli::succeeds(&["inspect", crate::cli::text(root.path())]);
-    assert_eq!(out.matches("no run looks at it").count(), 2, "{out}");
+    assert_eq!(out.matches("not used by runs").count(), 2, "{out}");
     assert!(out.lines().any(|line| line.contains("step-00000008") && line.contains("<- the newest")), "{out}");
 
     // MoveOutcome to another disk, with a link in its place, it is the one that it was; neither it nor the link goes.

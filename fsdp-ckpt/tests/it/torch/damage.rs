@@ -61,21 +61,21 @@ fn pickles_are_not_trusted() {
         (laughs.end(), "repeats itself until"),
         (cycle, "nested more than 64 deep"),
         (Build::new().ops(b"}").text(&long).ops(b"K\x01s").end(), "has the key a string"),
-        (Build::new().ops(b"\x8d\xff\xff\xff\xff\xff\xff\xff\xff").end(), "bytes more and has 1"),
-        (Build::new().ops(b"X\xff\xff\xff\xff").end(), "it needs 4294967295 bytes more and has 1"),
-        (Build::new().ops(b"\x8a\x20").ops(&[1; 16]).end(), "it needs 32 bytes more and has 17"),
-        (Build::new().ops(b"h\x05").end(), "nothing is remembered as 5"),
+        (Build::new().ops(b"\x8d\xff\xff\xff\xff\xff\xff\xff\xff").end(), "more bytes, but has 1"),
+        (Build::new().ops(b"X\xff\xff\xff\xff").end(), "it needs 4294967295 more bytes, but has 1"),
+        (Build::new().ops(b"\x8a\x20").ops(&[1; 16]).end(), "it needs 32 more bytes, but has 17"),
+        (Build::new().ops(b"h\x05").end(), "the memo has no entry 5"),
         (Build::new().ops(b"R").end(), "the stack is empty"),
         (Build::new().ops(b"t").end(), "the stack has no mark"),
         (Build::new().ops(b"(").end(), "the stack is empty"),
-        (Build::new().ops(b"K\x01K\x02a").end(), "nothing on the stack can be changed"),
-        (Build::new().ops(b"}K\x02a").end(), "appended to what is no list"),
+        (Build::new().ops(b"K\x01K\x02a").end(), "the value on the stack can't be changed"),
+        (Build::new().ops(b"}K\x02a").end(), "appended to a value that is not a list"),
         (Build::new().ops(b"}(K\x02u").end(), "a key has no value"),
         (Build::new().ops(b"i").end(), "operation 0x69"),
         (b"\x80\x09N.".to_vec(), "its protocol is 9"),
-        (b"\x80\x02".to_vec(), "it needs 1 bytes more and has 0"),
+        (b"\x80\x02".to_vec(), "it needs 1 more bytes, but has 0"),
         (b"\x80\x02cos".to_vec(), "a name does not end"),
-        (Vec::new(), "it needs 1 bytes more"),
+        (Vec::new(), "it needs 1 more bytes"),
     ] {
         let message = message(&pickle);
         assert!(message.contains(part) && message.contains("hostile.pt: "), "{part}: {message}");
@@ -89,15 +89,15 @@ fn tensors_are_where_their_storage_is() {
     let huge = u64::MAX / 2;
     hostile::pickle(&state(|build| build.tensor("0", 0, &[4, 4], &[4, 1]))).unwrap();
     for (tensor, part) in [
-        (Build::default().tensor("0", 1, &[4, 4], &[4, 1]), "reach to byte 68 of its storage, which has 64 bytes"),
-        (Build::default().tensor("0", huge, &[1], &[1]), "too large to count its bytes"),
-        (Build::default().tensor("0", 0, &[huge, huge], &[1, 1]), "too large to count its bytes"),
-        (Build::default().tensor("0", 0, &[huge, huge, 0], &[1, 1, 1]), "too large to count its bytes"),
-        (Build::default().tensor("0", 0, &[2, 2], &[huge, huge]), "too large to count its bytes"),
-        (Build::default().tensor("0", 0, &[1 << 40], &[0]), "are 64 bytes, repeated"),
-        (Build::default().tensor("0", 0, &[2], &[1, 1]), "not those of a tensor"),
-        (Build::default().tensor("0", 0, &[u64::MAX], &[1]), "not those of a tensor"),
-        (Build::default().tensor("0", 0, &[1; 65], &[1; 65]), "not those of a tensor"),
+        (Build::default().tensor("0", 1, &[4, 4], &[4, 1]), "end at byte 68 of its storage, which has 64 bytes"),
+        (Build::default().tensor("0", huge, &[1], &[1]), "overflow"),
+        (Build::default().tensor("0", 0, &[huge, huge], &[1, 1]), "overflow"),
+        (Build::default().tensor("0", 0, &[huge, huge, 0], &[1, 1, 1]), "overflow"),
+        (Build::default().tensor("0", 0, &[2, 2], &[huge, huge]), "overflow"),
+        (Build::default().tensor("0", 0, &[1 << 40], &[0]), "it expands 64 bytes"),
+        (Build::default().tensor("0", 0, &[2], &[1, 1]), "do not describe a tensor"),
+        (Build::default().tensor("0", 0, &[u64::MAX], &[1]), "do not describe a tensor"),
+        (Build::default().tensor("0", 0, &[1; 65], &[1; 65]), "do not describe a tensor"),
         (Build::default().tensor("../0", 0, &[1], &[1]), "no storage \"../0\""),
     ] {
         let message = message(&state(|build| build.ops(&tensor.0)));
@@ -143,15 +143,15 @@ fn metadata_is_not_trusted() {
         (one(4, &[(0, 3), (2, 2)], &two), "overlap"),
         (one(4, &[(0, 2), (2, 3)], &two), "is outside its shape [4]"),
         (one(4, &[(0, 2), (2, 2)], &two[..1]), "its chunk [2..4] is in no file"),
-        (one(4, &[(0, 2), (0, 2)], &two), "is in no file, or there twice"),
-        (one(huge, &[(0, huge)], &two[..1]), "can't be in the 1000 bytes that it has in \"__0_0.distcp\""),
-        (one(4000, &[(0, 4000)], &two[..1]), "can't be in the 1000 bytes"),
+        (one(4, &[(0, 2), (0, 2)], &two), "is in no file, or is listed twice"),
+        (one(huge, &[(0, huge)], &two[..1]), "does not fit into the 1000 bytes of its item in \"__0_0.distcp\""),
+        (one(4000, &[(0, 4000)], &two[..1]), "does not fit into the 1000 bytes"),
         (
             one(4, &[(0, 2), (2, 2)], &[item(0, 0), item(2, 999)]),
-            "\"w\": it starts at 999 of \"__0_0.distcp\", where \"w\" is",
+            "\"w\": it starts at 999 of \"__0_0.distcp\", within \"w\"",
         ),
-        (one(4, &[(0, 2), (2, 2)], &[item(0, 0), item(0, 1000)]), "two parts of it start at the same place"),
-        (with(&|item| item.offset = 1 << 40), "has items up to byte 1099511628776 of it; is it truncated?"),
+        (one(4, &[(0, 2), (2, 2)], &[item(0, 0), item(0, 1000)]), "two chunks of it have the same offsets"),
+        (with(&|item| item.offset = 1 << 40), "has items up to byte 1099511628776; is it truncated?"),
         (with(&|item| item.offset = huge), "has items up to byte"),
         (with(&|item| item.offset = u64::MAX), "it has no file, offset and length"),
         (with(&|item| item.path = "../w"), "which is not a plain file name"),
@@ -159,10 +159,10 @@ fn metadata_is_not_trusted() {
         (with(&|item| item.path = ".."), "which is not a plain file name"),
         (with(&|item| item.path = "gone"), "has no file \"gone\""),
         (with(&|item| item.transforms = Some("zstd")), "\"w\": it is stored with transforms"),
-        (with(&|item| item.offsets = None), "stored as if it was no tensor"),
+        (with(&|item| item.offsets = None), "stored as a value"),
         (with(&|item| item.fqn = "v"), "is in no file"),
-        (with(&|_| ()), "\"w\": it is not what torch.save writes"),
-        (dcp(&[], &["v"], &[]), "\"v\": it is in 0 places, a value is in one"),
+        (with(&|_| ()), "\"w\": it is not a file of torch.save"),
+        (dcp(&[], &["v"], &[]), "\"v\": it is in 0 places, expected 1"),
         (dcp(&[], &["v", "v"], &[]), "\"v\": it is in 0 places"),
     ] {
         assert!(message.contains(part), "{part}: {message}");
@@ -226,7 +226,7 @@ fn damaged_checkpoints_are_noticed() {
     }
     std::fs::remove_file(root.path().join(".metadata")).unwrap();
     let message = TorchDcp::open(root.path()).unwrap_err().to_string();
-    assert!(message.contains("has no .metadata: it is no DCP checkpoint, or its save did not finish"), "{message}");
+    assert!(message.contains("has no .metadata: it is not a DCP checkpoint, or its save did not finish"), "{message}");
 }
 
 #[test]

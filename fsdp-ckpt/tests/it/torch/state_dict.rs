@@ -72,11 +72,12 @@ fn kinds_are_told_by_contents_and_not_by_names() {
     assert_eq!(open(&path).unwrap().format(), Format::HuggingFace);
     let path = root.path().join("text.pt");
     std::fs::write(&path, "text").unwrap();
-    assert!(
-        open(&path).unwrap_err().to_string().ends_with("text.pt: it is not what torch.save writes: it is no zip file")
-    );
+    assert!(open(&path).unwrap_err().to_string().ends_with("text.pt: it is not a zip file of torch.save"));
     let legacy = open(&fixture("legacy.bin")).unwrap_err().to_string();
-    assert!(legacy.contains("legacy.bin: it is in the format of PyTorch before 1.6, which is not read"), "{legacy}");
+    assert!(
+        legacy.contains("legacy.bin: it is in the format of PyTorch before 1.6, which is not supported"),
+        "{legacy}"
+    );
 
     let lone = open(&fixture("tensor.pt")).unwrap();
     assert_eq!(lone.tensor("tensor").unwrap().dtype, DType::F32);
@@ -104,7 +105,7 @@ fn hugging_face_directories_with_bin_files_are_models() {
     for (map, part) in [
         (json!({ "weight": "../a.bin" }), "which is not a plain file name"),
         (json!({ "weight": "c.bin" }), "has no file \"c.bin\""),
-        (json!({ "other": "a.bin" }), "weight \"other\" is in a.bin, which has no such tensor"),
+        (json!({ "other": "a.bin" }), "lists weight \"other\" in a.bin, which has no such tensor"),
     ] {
         let message = index(map).unwrap_err().to_string();
         assert!(message.contains(part), "{message}");

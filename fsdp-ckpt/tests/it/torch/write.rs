@@ -116,7 +116,7 @@ fn failures_leave_nothing() {
     let before = list(root.path());
     let write = |dst: &Path, world| write_dcp(dst, &source, &DcpOptions::new(world)).unwrap_err();
     assert!(matches!(write(&dir, 1), Error::AlreadyExists { path } if path == dir));
-    assert!(write(&root.path().join("dcp"), 0).to_string().contains("a checkpoint of 0 ranks can't be written"));
+    assert!(write(&root.path().join("dcp"), 0).to_string().contains("can't write a checkpoint of 0 ranks"));
     let file = source.files().keys().next().unwrap().clone();
     let bytes = std::fs::read(dir.join(&file)).unwrap();
     let mut bad = bytes.clone();
