@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rounds_once_and_to_nearest() {
+    fn rounds_once_to_nearest() {
         // Halfway between two bf16 after rounding to f32, but above halfway before.
         let value = 1.0 + f64::from(2f32.powi(-8)) + 1e-12;
         let mut half = [0; 2];
@@ -91,7 +91,7 @@ mod tests {
         assert!(cast(&[0; 4], DType::F32, &mut [0; 8], DType::I64).is_none());
     }
     #[test]
-    fn numbers_are_decoded_and_infinities_counted() {
+    fn decodes_numbers_and_counts_infinities() {
         for (dtype, bytes, number) in [
             (DType::U8, vec![200], 200.0),
             (DType::U32, 4_000_000_000u32.to_ne_bytes().to_vec(), 4e9),

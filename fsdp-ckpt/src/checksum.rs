@@ -25,7 +25,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_castagnolis() {
+    fn matches_check_values() {
         // The check value of the CRC catalogue, and values of RFC 3720, B.4.
         for (bytes, value) in [(&b"123456789"[..], 0xe306_9283), (&[0; 32], 0x8a91_36aa), (&[0xff; 32], 0x62a8_ab43)] {
             let mut checksum = Checksum::new();

@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_steers_or_is_unseen_is_escaped() {
+    fn escapes_controls_and_invisible_characters() {
         for (text, want) in [
             ("model.layers.0.weight", "model.layers.0.weight"),
             ("Größe \"a\\b\" 層 نموذج हिन्दी", "Größe \"a\\b\" 層 نموذج हिन्दी"),

@@ -30,7 +30,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_other_host_is_asked_for_the_same_directory() {
+    fn copies_the_same_absolute_directory() {
         let here = std::env::current_dir().unwrap();
         for (dir, whole) in [
             ("saved/step-1", here.join("saved/step-1").display().to_string()),

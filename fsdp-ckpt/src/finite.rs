@@ -141,7 +141,7 @@ mod tests {
     use half::{bf16, f16};
 
     #[test]
-    fn each_dtype_has_its_own_numbers_that_are_none() {
+    fn counts_nan_and_infinity_of_each_dtype() {
         fn check<const N: usize>(dtype: DType, finite: [[u8; N]; 4], nan: [u8; N], infinities: [[u8; N]; 2]) {
             // Beyond the first stride, and at its end.
             for count in [4, STRIDE / N, STRIDE / N + 1, 3 * STRIDE / N + 5] {
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn positions_in_a_box_are_indices_of_the_tensor() {
+    fn index_is_global() {
         assert_eq!(index(7, &[10, 0, 5], &[2, 2, 3]), [11, 0, 6]);
         assert_eq!(index(0, &[], &[]), [0; 0]);
     }

@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn the_naming_that_finds_more_is_taken() {
+    fn chooses_the_prefix_with_more_names() {
         let root = tempfile::tempdir().unwrap();
         let path = root.path().join("m.safetensors");
         let (with, without) = (ModelPrefix { has_prefix: true }, ModelPrefix { has_prefix: false });

@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn whole_rows_are_one_run() {
+    fn merges_whole_rows_into_one_run() {
         let shape = Region::whole(&[4, 3]);
         let rows = region(&[1, 0], &[2, 3]);
         assert_eq!(runs(&shape, &rows, &rows, 4).collect::<Vec<_>>(), [CopyRun { src: 12, dst: 0, len: 24 }]);
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn flaws_are_found() {
+    fn detects_gaps_and_overlaps() {
         let (a, b) = (region(&[0, 0], &[2, 2]), region(&[0, 2], &[2, 1]));
         assert_eq!(check_tiling(&[2, 3], &[&a, &b]), Ok(()));
         assert_eq!(check_tiling(&[2, 4], &[&a, &b]), Err(TilingError::Gap(2)));
@@ -216,7 +216,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn runs_copy_just_what_two_boxes_share(src in any_box(4), dst in any_box(4)) {
+        fn runs_copy_the_intersection(src in any_box(4), dst in any_box(4)) {
             // Each element's value is its index in the whole tensor.
             let index = |of: &Region, i: usize| {
                 let (x, y, z) = (i / (of.sizes[1] * of.sizes[2]), i / of.sizes[2] % of.sizes[1], i % of.sizes[2]);
@@ -240,7 +240,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn blocks_one_after_another_are_the_box(
+        fn blocks_cover_the_region_in_order(
             sizes in prop::collection::vec(0usize..6, 0..4),
             offset in 0usize..3,
             most in 1usize..200,

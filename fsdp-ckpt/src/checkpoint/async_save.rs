@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_is_not_there_is_an_error() {
+    fn missing_memory_is_an_error() {
         let shards = [TensorShard::whole("a", &[1 << 60], Arc::new(Huge))];
         let mut staged = StagedTensors::default();
         staged.reserve(&shards);
@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn buffers_are_used_again_when_nobody_has_them() {
+    fn reuses_free_buffers() {
         let large = 3 * PIECE / 4 + 5;
         let state = |value: f32| [shard("a", Buffer::F32(vec![value; large])), shard("b", Buffer::I64(vec![7; 3]))];
         let mut staged = StagedTensors::default();

@@ -414,7 +414,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranks_of_one_name_are_of_one_host() {
+    fn groups_ranks_by_host_name() {
         let messages = ["=b", "=a", "=b", "=a", "=c"].map(|text| text.as_bytes().to_vec());
         let hosts = Hosts::of_messages(&messages).unwrap();
         assert_eq!((0..5).map(|rank| hosts.first(rank)).collect::<Vec<_>>(), [0, 1, 0, 1, 4]);
@@ -425,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_without_a_name_is_named_by_its_number() {
+    fn names_the_rank_without_a_host() {
         for nameless in [&b""[..], b"="] {
             let error = Hosts::of_messages(&[b"=a".to_vec(), nameless.to_vec()]).unwrap_err().to_string();
             assert!(error.contains("rank 1 does not name its host"), "{error}");

@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn replicas_are_written_once_and_spread_by_bytes() {
+    fn spreads_replicas_by_bytes() {
         let names = ["a", "b", "c", "d"];
         let rank: Vec<ShardInfo> = names.iter().map(|name| claim(name, &[4], &[0], &[4])).collect();
         let plan = plan(&[rank.clone(), rank], &Hosts::shared(2)).unwrap();
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn shards_that_make_no_whole_are_refused() {
+    fn rejects_incomplete_shards() {
         let part = |offset, size| vec![claim("w", &[4], &[offset], &[size])];
         let text = |claims: &[Vec<ShardInfo>]| plan(claims, &Hosts::shared(claims.len())).unwrap_err().to_string();
         let overlap = text(&[part(0, 3), part(2, 2)]);
@@ -307,7 +307,7 @@ mod tests {
         let gap = text(&[part(0, 1), part(2, 2)]);
         assert!(gap.contains("no rank holds 1 of the elements") && gap.contains("rank 1 [2..4]"), "{gap}");
         let nothing = text(&[part(0, 0)]);
-        assert!(nothing.contains("held are nothing"), "{nothing}");
+        assert!(nothing.contains("the ranks hold nothing"), "{nothing}");
         let shapes = text(&[part(0, 4), vec![claim("w", &[5], &[0], &[5])]]);
         assert!(shapes.contains("rank 1 as F32 [5]"), "{shapes}");
     }

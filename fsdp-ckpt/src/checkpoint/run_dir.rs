@@ -294,7 +294,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn steps_are_the_numbers_at_the_end() {
+    fn step_is_the_number_at_the_end() {
         assert_eq!(step_of("step-00000010"), Some(10));
         assert_eq!(step_of("7"), Some(7));
         assert_eq!(step_of("step"), None);
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_set_aside_is_looked_at_by_nothing() {
+    fn survey_ignores_quarantined_checkpoints() {
         let root = tempfile::tempdir().unwrap();
         for _ in 0..3 {
             let step = root.path().join("step-00000006");
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_are_given_are_known_again() {
+    fn recognizes_quarantined_names() {
         assert_eq!(name_before_quarantine("step-1.damaged"), Some("step-1"));
         assert_eq!(name_before_quarantine("step-1.damaged-12"), Some("step-1"));
         assert_eq!(name_before_quarantine("a.damaged.damaged"), Some("a.damaged"));
@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_set_aside_stays() {
+    fn quarantine_keeps_earlier_ones() {
         let root = tempfile::tempdir().unwrap();
         let step = root.path().join("step-00000006");
         for (round, name) in

@@ -133,7 +133,7 @@ mod tests {
     use fsdp_core::process_group::local;
 
     #[test]
-    fn a_rank_that_can_not_write_is_named_on_all() {
+    fn names_the_failed_rank_on_all_ranks() {
         let root = tempfile::tempdir().unwrap();
         // Rank 1 sees another file system, like a host without the shared mount.
         let messages = local::run(3, |group| {
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_the_way_is_named() {
+    fn names_the_obstacle() {
         let root = tempfile::tempdir().unwrap();
         std::fs::write(root.path().join("file"), "").unwrap();
         std::os::unix::fs::symlink("nowhere", root.path().join("link")).unwrap();
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_that_try_at_the_same_time_do_not_hinder_each_other() {
+    fn concurrent_checks_succeed() {
         let root = tempfile::tempdir().unwrap();
         let dir = root.path().join("new/checkpoints");
         std::thread::scope(|scope| {
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_there_stays_and_what_the_dead_left_goes() {
+    fn removes_only_stale_entries() {
         let root = tempfile::tempdir().unwrap();
         std::fs::create_dir(root.path().join(".step-1.tmp-host-1-1f")).unwrap();
         std::fs::create_dir(root.path().join("runs")).unwrap();

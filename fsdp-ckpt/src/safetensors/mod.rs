@@ -376,7 +376,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_safetensors_library_reads_what_is_laid_out() {
+    fn the_safetensors_library_reads_the_layout() {
         let entry = |name: &str, dtype, shape: &[usize]| Entry { name: name.into(), dtype, shape: shape.to_vec() };
         let entries = [entry("z", DType::U8, &[3]), entry("b", DType::F32, &[2, 2]), entry("a", DType::F32, &[])];
         let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);

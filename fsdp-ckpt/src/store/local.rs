@@ -190,7 +190,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_appended_is_what_is_in_the_file() {
+    fn writes_appended_bytes() {
         let root = tempfile::tempdir().unwrap();
         for (i, bytes) in [0, 1, WRITEBACK_BYTES as usize + 1, 3 * WRITEBACK_BYTES as usize + 7].into_iter().enumerate()
         {

@@ -365,7 +365,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_needs_files_says_so() {
+    fn object_stores_are_not_local() {
         assert!(
             require_local(Path::new("s3://b/r"), "this").is_err_and(|error| error.to_string().contains("this needs"))
         );
@@ -373,7 +373,7 @@ mod tests {
 
     #[cfg(not(feature = "object-store"))]
     #[test]
-    fn without_the_feature_its_name_is_told() {
+    fn names_the_missing_feature() {
         let path = Path::new("s3://bucket/step-1");
         let errors = [store(path).err(), is_file(path).err(), stage(path).err(), open_staging(path, "x").err()];
         for error in errors {
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_says_where_it_leads() {
+    fn classifies_paths_by_scheme() {
         let local = |path: &str| match PathKind::of(Path::new(path)) {
             Ok(PathKind::Local(local)) => local.to_str().map(str::to_string),
             Ok(PathKind::Object(_)) | Err(_) => None,

@@ -335,7 +335,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_tell_who_made_them() {
+    fn parses_temporary_names() {
         let name = temp_name("step-00000010", WRITING);
         let maker = TempName::of(&name).unwrap();
         assert_eq!((maker.host, maker.process), (&*host(), std::process::id() as i32));
@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_taken_is_out_of_sight_and_one_in_use_is_left() {
+    fn removes_only_unlocked_entries() {
         let root = tempfile::tempdir().unwrap();
         let path = root.path().join("step-1");
         std::fs::create_dir(&path).unwrap();
@@ -381,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn what_another_host_may_be_writing_is_left_for_a_day() {
+    fn keeps_entries_of_other_hosts_for_a_day() {
         let root = tempfile::tempdir().unwrap();
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
         let left = |host: &str, at: Duration| {

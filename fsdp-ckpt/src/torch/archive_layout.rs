@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_laid_out_is_found_again_at_any_size() {
+    fn reads_layouts_of_any_size() {
         for bytes in [0, 1, 4096, LARGE - 1, LARGE, LARGE + 1, 1 << 40] {
             let item = ArchiveLayout::new(b"\x80\x02N.", Some(bytes));
             assert_eq!(item.head.len() % ALIGN, 0);

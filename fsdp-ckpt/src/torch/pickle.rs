@@ -669,7 +669,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_listed_names_are_allowed() {
+    fn allows_only_listed_names() {
         assert_eq!(allowed("torch", "Size"), Some("torch.Size"));
         assert_eq!(allowed("torch._utils", "_rebuild_tensor_v2"), Some("torch._utils._rebuild_tensor_v2"));
         for (module, name) in [("os", "system"), ("torch", "load"), ("torch.Size", ""), ("", "torch.Size")] {

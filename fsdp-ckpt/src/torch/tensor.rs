@@ -286,7 +286,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_box_of_any_view_is_read(
+        fn reads_any_region_of_any_view(
             sizes in prop::collection::vec(1usize..5, 3),
             mut strides in prop::collection::vec(0usize..12, 3),
             cut in prop::collection::vec((0usize..4, 1usize..5), 3),

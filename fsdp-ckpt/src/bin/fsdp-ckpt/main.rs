@@ -174,7 +174,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_template_is_one() {
+    fn template_is_valid() {
         assert!(ProgressStyle::with_template(TEMPLATE).is_ok());
     }
 }

@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn urls_have_authorities() {
+    fn finds_the_authority_of_a_url() {
         for url in ["http://host:1/a/b", "host:1", "host:1/a"] {
             assert_eq!(authority(url), "host:1");
         }

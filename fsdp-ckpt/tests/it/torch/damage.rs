@@ -1,4 +1,4 @@
-//! PyTorch's files that are not what they should be give errors that say what and where.
+//! Damaged and hostile files of PyTorch: errors name the problem and the file.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use super::build::{Build, Item, Tensor, metadata};
 use super::{fixture, hostile, recorded};
 
-/// A dict with one tensor.
+/// Pickles a dict with one tensor.
 fn state(tensor: impl Fn(Build) -> Build) -> Vec<u8> {
     tensor(Build::new().ops(b"}").text("w")).ops(b"s").end()
 }
@@ -19,7 +19,7 @@ fn message(pickle: &[u8]) -> String {
 }
 
 #[test]
-fn nothing_is_run_and_what_would_be_is_named() {
+fn names_refused_globals() {
     for (module, name) in
         [("os", "system"), ("builtins", "eval"), ("torch", "load"), ("torch.storage", "_load_from_bytes")]
     {
@@ -32,7 +32,7 @@ fn nothing_is_run_and_what_would_be_is_named() {
             assert!(message.contains(&format!("uses {module}.{name},")), "{message}");
         }
     }
-    // In a checkpoint, such a value is left out, and the tensors stay readable.
+    // A DCP checkpoint leaves out such values, and its tensors stay readable.
     let dcp = open(&fixture("dcp")).unwrap();
     assert_eq!(dcp.unreadable()["half"], "a pickle that uses fractions.Fraction");
     assert_eq!(dcp.unreadable()["state"], "a whole number of 17 bytes");
@@ -41,14 +41,14 @@ fn nothing_is_run_and_what_would_be_is_named() {
 }
 
 #[test]
-fn pickles_are_not_trusted() {
+fn rejects_invalid_pickles() {
     let nested = |depth: usize| {
         let lists = [b"]".repeat(depth), b"a".repeat(depth - 1)].concat();
         Build::new().ops(b"}").text("w").ops(&lists).ops(b"s").end()
     };
     let dicts =
         (0..100).fold(Build::new(), |build, _| build.ops(b"}").text("k")).ops(b"N").ops(&b"s".repeat(100)).end();
-    // Each list holds the one before ten times.
+    // Each list holds the previous one ten times.
     let laughs = (0..30u8).fold(Build::new().ops(b"]q\0"), |build, i| {
         let again = [b'h', i].repeat(10);
         build.ops(b"](").ops(&again).ops(b"eq").ops(&[i + 1])
@@ -80,12 +80,12 @@ fn pickles_are_not_trusted() {
         let message = message(&pickle);
         assert!(message.contains(part) && message.contains("hostile.pt: "), "{part}: {message}");
     }
-    // Everything that is remembered may be remembered under any number.
+    // The memo accepts any index.
     hostile::pickle(&Build::new().ops(b"}r\xff\xff\xff\xff").end()).unwrap();
 }
 
 #[test]
-fn tensors_are_where_their_storage_is() {
+fn rejects_tensors_outside_their_storage() {
     let huge = u64::MAX / 2;
     hostile::pickle(&state(|build| build.tensor("0", 0, &[4, 4], &[4, 1]))).unwrap();
     for (tensor, part) in [
@@ -107,14 +107,14 @@ fn tensors_are_where_their_storage_is() {
     assert!(message(&twice).contains("\"a.b\": this name is there twice"));
 }
 
-/// The one file of a checkpoint of one tensor `w`, which takes `length` bytes.
+/// Returns the error for a checkpoint of one file with these tensors, values and items.
 fn dcp(tensors: &[Tensor], values: &[&str], items: &[Item]) -> String {
     let metadata = metadata(tensors, values, items);
     hostile::dcp_metadata(&metadata, &fixture("dcp")).unwrap_err().to_string()
 }
 
 #[test]
-fn metadata_is_not_trusted() {
+fn rejects_invalid_metadata() {
     let file = "__0_0.distcp";
     let item = |at: u64, offset: u64| Item {
         fqn: "w",
@@ -188,7 +188,7 @@ fn copy(from: &Path) -> tempfile::TempDir {
 }
 
 #[test]
-fn damaged_checkpoints_are_noticed() {
+fn detects_damaged_checkpoints() {
     let root = copy(&fixture("dcp"));
     let path = root.path().join("__0_0.distcp");
     let good = std::fs::read(&path).unwrap();
@@ -230,7 +230,7 @@ fn damaged_checkpoints_are_noticed() {
 }
 
 #[test]
-fn links_and_directories_are_no_files() {
+fn rejects_links_directories_and_pipes() {
     let root = copy(&fixture("dcp"));
     let path = root.path().join("__0_0.distcp");
     std::fs::remove_file(&path).unwrap();
@@ -243,7 +243,7 @@ fn links_and_directories_are_no_files() {
     std::fs::remove_file(&path).unwrap();
     std::fs::create_dir(&path).unwrap();
     assert!(TorchDcp::open(root.path()).is_err());
-    // A pipe is not waited for.
+    // A pipe must not block.
     let path = root.path().join(".metadata");
     std::fs::remove_file(&path).unwrap();
     rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
@@ -302,7 +302,7 @@ proptest! {
 }
 
 #[test]
-fn links_that_lead_out_of_a_checkpoint_are_refused() {
+fn rejects_links_out_of_a_checkpoint() {
     use std::os::unix::fs::symlink;
     let root = tempfile::tempdir().unwrap();
     let (dir, inner) = (root.path().join("checkpoint"), root.path().join("inner"));
@@ -324,7 +324,7 @@ fn links_that_lead_out_of_a_checkpoint_are_refused() {
             message.contains(name) && message.contains("symbolic link that leads out of the checkpoint"),
             "{message}"
         );
-        // Within the directory a link is as good as the file.
+        // A link within the directory is allowed.
         std::fs::remove_file(&path).unwrap();
         let beside = format!("other-{name}");
         std::fs::copy(inner.join(name), dir.join(&beside)).unwrap();

@@ -269,7 +269,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_layer_is_a_name_up_to_its_number() {
+    fn layer_is_the_name_up_to_its_number() {
         assert_eq!(layer("model.layers.10.mlp.up.weight", false), "model.layers.10");
         assert_eq!(layer("model.layers.10.mlp.up.weight", true), "model.layers.*");
         assert_eq!(layer("model.lm_head.weight", true), "model.lm_head.weight");
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_are_bars() {
+    fn draws_bars() {
         let lines = picture(&[("layers.0", 9, &[1024, 1024, 512, 0]), ("norm", 1, &[0, 64, 0, 0])], 60);
         assert_eq!(
             lines,
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn many_files_and_long_names_fit_the_width() {
+    fn fits_the_width() {
         for (files, width) in [(8, 80), (20, 80), (64, 80), (500, 80), (3, 20), (64, 200)] {
             let bytes: Vec<u64> = (0..files).collect();
             let name = "optim.state.model.layers.17.self_attn.q_proj.weight.exp_avg_sq";
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn names_can_not_break_the_picture() {
+    fn escapes_names_in_svg() {
         let files =
             vec![File { name: "a&b".into(), bytes: 9, chunks: 1 }, File { name: "c".into(), bytes: 0, chunks: 0 }];
         let rows = vec![Row { name: "<script>".into(), tensors: 1, bytes: vec![9, 0] }];
