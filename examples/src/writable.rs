@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
-use fsdp_ckpt::CreatedDirs;
+use fsdp_ckpt::RemoveIfEmpty;
 
 /// What is written: a block of most file systems, because less may go to room that a file has already.
 const BLOCK: [u8; 4096] = [b'\n'; 4096];
@@ -26,7 +26,7 @@ pub fn try_file(path: &Path) -> io::Result<()> {
 /// It can't, or the directory can't be made.
 pub fn try_file_and_directory(path: &Path) -> io::Result<()> {
     let Some(directory) = path.parent() else { return try_file(path) };
-    let _made = CreatedDirs::before(directory);
+    let _made = RemoveIfEmpty::missing(directory);
     in_directory(directory, || try_file(path))
 }
 
@@ -35,7 +35,7 @@ pub fn try_file_and_directory(path: &Path) -> io::Result<()> {
 /// # Errors
 /// They can't.
 pub fn try_directory(directory: &Path) -> io::Result<()> {
-    let _made = CreatedDirs::before(directory);
+    let _made = RemoveIfEmpty::missing(directory);
     in_directory(directory, || append(&directory.join(format!(".write-test-{}", std::process::id()))))
 }
 

@@ -259,7 +259,7 @@ impl DeviceMesh {
 
 /// Checks that all ranks pass the same mesh: other groups would move the wrong shards.
 fn agree(layout: &MeshLayout, world: &ProcessGroup) -> Result<()> {
-    let others = world.agree(format!("{layout:?}").as_bytes())?;
+    let others = world.differing_ranks(format!("{layout:?}").as_bytes())?;
     if others.is_empty() {
         return Ok(());
     }

@@ -8,7 +8,6 @@ mod candle_nn;
 mod candle_transformers;
 mod changed;
 mod chaos;
-mod devices;
 mod dropout;
 mod fine_tuning;
 mod finite;

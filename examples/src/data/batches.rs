@@ -7,11 +7,11 @@ use anyhow::{Context, Result, ensure};
 use fsdp_candle::nn::IGNORED;
 use indicatif::{HumanBytes, HumanCount};
 
-use super::masking::Masking;
-use super::sft::Examples;
-use super::sft::packing::{Packed, PackingOptions};
-use super::stream::Stream;
-use super::tokens::Data;
+use crate::data::masking::Masking;
+use crate::data::sft::Examples;
+use crate::data::sft::packing::{Packed, PackingOptions};
+use crate::data::stream::Stream;
+use crate::data::tokens::Data;
 
 /// How one optimizer step's sequences are laid out over ranks and micro-batches. None of the numbers but `rank` may be
 /// 0.

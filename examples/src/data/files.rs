@@ -1,11 +1,9 @@
 //! Which files `--data` means.
 
-use std::{
-    ffi::OsStr,
-    fs::{self, File},
-    io::{self, Read},
-    path::{Path, PathBuf},
-};
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use walkdir::{DirEntry, WalkDir};

@@ -7,7 +7,7 @@ use fsdp_candle::nn::IGNORED;
 use rand_philox::philox4x32_10;
 use serde_json::Value;
 
-use super::text::Text;
+use crate::data::text::Text;
 
 /// Tells these random numbers from others of the same seed.
 const STREAM: u32 = u32::from_be_bytes(*b"mask");
@@ -136,9 +136,10 @@ fn named(model: &Path) -> Result<Option<String>> {
 mod tests {
     use std::fs;
 
+    use proptest::prelude::*;
+
     use super::*;
     use crate::data::text::tests::TOKENIZER;
-    use proptest::prelude::*;
 
     const MASKING: Masking = Masking { probability: 0.15, mask_token: 4, vocabulary: 1000, seed: 42 };
 

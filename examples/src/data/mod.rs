@@ -11,18 +11,17 @@
 //! | `batches` | [`Batches`]: which tokens each rank reads at each step |
 //! | `masking` | [`Masking`]: which of them a masked language model has to tell |
 
-mod batches;
-mod files;
-mod masking;
-mod permutation;
-mod sft;
-mod stream;
-mod text;
-mod tokens;
-
 pub use batches::{BatchShape, Batches, MicroBatch, Source};
 pub use masking::{Masking, mask_token};
 pub use sft::Examples;
 pub use sft::packing::PackingOptions;
 pub use text::Text;
 pub use tokens::Data;
+
+mod batches;
+mod files;
+mod masking;
+mod sft;
+mod stream;
+mod text;
+mod tokens;

@@ -1,12 +1,10 @@
 //! All the data as one sequence of tokens.
 
-use std::{
-    env, fmt,
-    fs::File,
-    io::{self, Read},
-    os::unix::fs::FileExt,
-    path::{Path, PathBuf},
-};
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::{env, fmt};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use crc_fast::{CrcAlgorithm, Digest};
@@ -14,10 +12,8 @@ use indicatif::HumanCount;
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use super::{
-    files::{DataFiles, Files, read_text},
-    text::Text,
-};
+use crate::data::files::{DataFiles, Files, read_text};
+use crate::data::text::Text;
 
 /// A sequence of tokens, each below the vocabulary's size: the concatenation of one or more files.
 ///

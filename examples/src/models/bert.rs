@@ -7,12 +7,9 @@ use candle_nn::{Init, VarBuilder};
 use fsdp_candle::FsdpModule;
 use fsdp_candle::nn::{self, AttentionOptions, Documents, Embedding, LayerNorm, Linear};
 
-use super::batch::Rows;
-use super::config::BertConfig;
-use super::config::activation::Activation;
-use super::dropout::Drops;
-use super::layer::{Layer, activate};
-use super::linear::linear;
+use crate::models::config::{Activation, BertConfig};
+use crate::models::language_model::Rows;
+use crate::models::layers::{Drops, Layer, activate, linear};
 
 /// One block: attention and MLP, each beside a residual and before a norm. Every token sees all others.
 pub struct Block {

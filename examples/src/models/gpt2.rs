@@ -8,10 +8,9 @@ use candle_nn::{Init, VarBuilder};
 use fsdp_candle::FsdpModule;
 use fsdp_candle::nn::{self, AttentionOptions, Conv1D, Documents, Embedding, LayerNorm, Linear};
 
-use super::batch::Rows;
-use super::config::Gpt2Config;
-use super::dropout::Drops;
-use super::layer::Layer;
+use crate::models::config::Gpt2Config;
+use crate::models::language_model::Rows;
+use crate::models::layers::{Drops, Layer};
 
 /// One block: attention and MLP, each behind a norm and beside a residual.
 pub struct Block {

@@ -1,45 +1,39 @@
 //! The models that `train` knows, built from Hugging Face directories: plain Candle modules whose blocks are FSDP
 //! units.
 
-mod batch;
+use anyhow::{Context, bail};
+use candle_core::DType;
+use candle_nn::VarBuilder;
+use config::DecoderConfig;
+pub use config::{Dropout, ModelConfig};
+use decoder::{Decoder, RotaryTables};
+use fsdp_candle::activation_checkpoint::CheckpointPolicy;
+use fsdp_candle::{FsdpModule, FullyShard, ShardedVarMap, Unit, fully_shard, shard};
+pub use language_model::LanguageModel;
+pub use language_model::{Batch, Rows};
+pub use language_model::{cross_entropy, cross_entropy_sum, loss};
+pub use layers::Drops;
+use layers::Layer;
+pub use parallel::TensorParallel;
+pub use parameter_names::is_block_matrix;
+pub use parameter_names::{Lora, Targets};
+pub use size::{ModelSize, UnitSize};
+pub use weights::fingerprint;
+pub use weights::pretrained;
+
 pub mod bert;
 pub mod config;
 pub mod decoder;
-mod dropout;
+mod experts;
 pub mod gpt2;
 mod language_model;
-pub mod layer;
-mod linear;
-mod lora;
-mod loss;
-mod matrices;
-mod old_names;
+pub mod layers;
 pub mod parallel;
+mod parameter_names;
 mod size;
 #[cfg(test)]
 mod tests;
 mod weights;
-
-use anyhow::{Context, bail};
-use candle_core::DType;
-use candle_nn::VarBuilder;
-use fsdp_candle::activation_checkpoint::CheckpointPolicy;
-use fsdp_candle::{FsdpModule, FullyShard, ShardedVarMap, Unit, fully_shard, shard};
-
-pub use batch::{Batch, Rows};
-use config::DecoderConfig;
-pub use config::{Dropout, ModelConfig};
-use decoder::{Decoder, Turns};
-pub use dropout::Drops;
-pub use language_model::LanguageModel;
-use layer::Layer;
-pub use lora::{Lora, Targets};
-pub use loss::{cross_entropy, cross_entropy_sum, loss};
-pub use matrices::is_block_matrix;
-pub use old_names::pretrained;
-pub use parallel::TensorParallel;
-pub use size::{ModelSize, UnitSize};
-pub use weights::fingerprint;
 
 /// How a model is built.
 #[derive(Clone)]
@@ -82,13 +76,13 @@ pub fn build(
             // A sequence that is shared out may be padded.
             let positions = parallel.map_or(options.positions, |parallel| parallel.padded(options.positions));
             let head_dim = config.head_dim;
-            let turns = Turns::new(&config.rope, config.local_rope.as_ref(), head_dim, positions, vb.device())?;
+            let rotary = RotaryTables::new(&config.rope, config.local_rope.as_ref(), head_dim, positions, vb.device())?;
             let blocks = names
                 .into_iter()
                 .enumerate()
                 .map(|(i, name)| {
                     fully_shard(opts, vb.pp(&name), |vb| {
-                        let block = decoder::Block::new(config, i, &turns, &drops, parallel, vb)?;
+                        let block = decoder::Block::new(config, i, &rotary, &drops, parallel, vb)?;
                         Ok(Layer::new(block, i, name, checkpoints))
                     })
                 })
@@ -159,12 +153,12 @@ pub fn build_by_name(
     }
     let vb = vars.builder(options.dtype);
     let (positions, head_dim) = (options.positions, config.head_dim);
-    let turns = Turns::new(&config.rope, config.local_rope.as_ref(), head_dim, positions, vb.device())?;
+    let rotary = RotaryTables::new(&config.rope, config.local_rope.as_ref(), head_dim, positions, vb.device())?;
     let drops = Drops::new(options.dropout, None);
     let model = shard(&opts.units(["model.layers.*"]), vb, |vb| {
         let block = |i| {
             let name = format!("model.layers.{i}");
-            let block = decoder::Block::new(config, i, &turns, &drops, None, vb.pp(&name))?;
+            let block = decoder::Block::new(config, i, &rotary, &drops, None, vb.pp(&name))?;
             Ok(Layer::new(block, i, name, &options.checkpoints))
         };
         let blocks = (0..config.layers).map(block).collect::<candle_core::Result<_>>()?;

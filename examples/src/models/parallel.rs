@@ -11,8 +11,8 @@ use fsdp_candle::{
 };
 use fsdp_core::{DeviceMesh, ProcessGroup};
 
-use super::config::experts::ExpertsConfig;
-use super::config::{DecoderConfig, ModelConfig};
+use crate::models::config::decoder::ExpertsConfig;
+use crate::models::config::{DecoderConfig, ModelConfig};
 
 /// The ranks that compute layers together.
 #[derive(Clone)]

@@ -1,7 +1,7 @@
 //! How large a model is, before anything of it is made.
 
-use super::config::{BertConfig, DecoderConfig, Gpt2Config, ModelConfig};
-use super::lora::Lora;
+use crate::models::config::{BertConfig, DecoderConfig, Gpt2Config, ModelConfig};
+use crate::models::parameter_names::Lora;
 
 /// Numbers of elements and of tensors. They are floats because a configuration may say anything: products of its
 /// numbers need not fit any integer.

@@ -3,7 +3,7 @@ use fsdp_candle::World;
 use fsdp_candle::initializer::Philox;
 use fsdp_candle::nn::{Documents, IGNORED, LoraConfig, is_adapter};
 
-use super::*;
+use crate::models::*;
 
 /// A small model with random weights, as one rank has it.
 fn model(config: &str, activation_checkpoint: bool) -> (ShardedVarMap, FsdpModule<LanguageModel>) {

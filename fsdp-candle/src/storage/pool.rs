@@ -150,7 +150,7 @@ mod tests {
     use crate::kernels;
 
     fn pool() -> Pool {
-        Pool::new(kernels::or_host(&candle_core::Device::Cpu))
+        Pool::new(kernels::of_device_or_cpu(&candle_core::Device::Cpu))
     }
 
     #[test]

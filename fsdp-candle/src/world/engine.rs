@@ -10,7 +10,7 @@ use fsdp_core::ProcessGroup;
 #[cfg(feature = "cuda")]
 use fsdp_core::{
     ReduceOp,
-    process_group::{DeviceEngine, ThroughHost, share_a_device},
+    process_group::{DeviceEngine, HostStaging, ranks_sharing_devices},
 };
 
 use crate::error::Result;
@@ -45,7 +45,7 @@ pub(super) fn group_on(_: &Device, group: ProcessGroup) -> Result<ProcessGroup> 
 fn engine(stream: &Arc<CudaStream>, group: &ProcessGroup) -> Result<Box<dyn DeviceEngine>> {
     let wanted = std::env::var(VARIABLE).ok();
     let several = group.size() > 1;
-    let sharing = if several { share_a_device(group, stream)? } else { vec![] };
+    let sharing = if several { ranks_sharing_devices(group, stream)? } else { vec![] };
     if let Some(warning) = warning(wanted.as_deref(), &sharing).filter(|_| group.rank() == 0) {
         tracing::warn!("{warning}");
     }
@@ -53,7 +53,7 @@ fn engine(stream: &Arc<CudaStream>, group: &ProcessGroup) -> Result<Box<dyn Devi
     if group.all_reduce_scalar(by_nccl, ReduceOp::Min)? == 1 {
         return nccl(stream, group);
     }
-    Ok(Box::new(ThroughHost::new(stream)?))
+    Ok(Box::new(HostStaging::new(stream)?))
 }
 
 /// Names the ranks that share a device, and this process's list of devices, which is the usual cause.

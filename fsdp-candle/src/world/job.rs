@@ -54,7 +54,7 @@ impl World {
     /// # Errors
     /// When the system refuses memory or threads.
     pub fn single() -> Result<Self> {
-        Ok(Self::of(ProcessGroup::alone(Options::default().timeout)?))
+        Ok(Self::of(ProcessGroup::single_rank(Options::default().timeout)?))
     }
 
     /// The world of a process group that is there already.

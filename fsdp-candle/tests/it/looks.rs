@@ -1,4 +1,4 @@
-//! Code of the user's that runs inside a step looks at the model: nothing is locked meanwhile.
+//! User code that runs within a step may use the model: no lock is held meanwhile.
 
 use std::sync::{Arc, Mutex, OnceLock, mpsc};
 use std::time::Duration;
@@ -11,12 +11,12 @@ use fsdp_core::{Allocator, Buffer, GatherPart, ProcessGroup, Work};
 
 use crate::common::{Own, Parts, WIDTH, alone, assert_close, batch, gradients, loss_of, memory, on_cuda, ranks, vars};
 
-/// More than the machine needs, however busy it is. On devices ranks wait for their turn meanwhile.
+/// More time than any machine needs. On devices, ranks wait for their turn.
 fn deadline() -> Duration {
     Duration::from_secs(if on_cuda() { 3600 } else { 120 })
 }
 
-/// Runs `f`, which may hang, on a thread of its own.
+/// Runs `f`, which could deadlock, on its own thread.
 fn within_deadline(f: impl FnOnce() + Send + 'static) {
     let (done, wait) = mpsc::channel();
     let thread = std::thread::spawn(move || {
@@ -38,7 +38,7 @@ impl Module for Chain {
     }
 }
 
-/// Prints the model wherever it is called from, and notes where that was.
+/// Prints the model and the map at every call, and records the caller.
 struct Looks {
     model: OnceLock<(FsdpModule<Chain>, ShardedVarMap)>,
     from: Mutex<Vec<&'static str>>,
@@ -101,7 +101,7 @@ fn model(vars: &ShardedVarMap, extension: Option<Arc<Looks>>) -> FsdpModule<Chai
 }
 
 #[test]
-fn the_model_can_be_printed_from_within_a_step() {
+fn prints_from_callbacks() {
     within_deadline(|| {
         ranks(2, |world| {
             let (looks, vars) = (Looks::on_this_device(), vars(&world));
@@ -129,7 +129,7 @@ fn the_model_can_be_printed_from_within_a_step() {
     });
 }
 
-/// An all-gather that is over when another thread has looked at the model.
+/// An all-gather that completes after another thread has read the model.
 struct Waits(Arc<Looks>);
 
 impl AllGather for Waits {
@@ -145,7 +145,7 @@ impl AllGather for Waits {
 }
 
 #[test]
-fn the_model_can_be_printed_while_a_collective_is_waited_for() {
+fn prints_during_a_collective() {
     within_deadline(|| {
         ranks(2, |world| {
             let reference = {
@@ -155,7 +155,7 @@ fn the_model_can_be_printed_while_a_collective_is_waited_for() {
             };
             let (looks, vars) = (Looks::on_this_device(), vars(&world));
             let model = model(&vars, None);
-            // One gather at a time: those of two threads have no order.
+            // One gather at a time: two threads' gathers would have no order.
             model.set_implicit_prefetch(false);
             assert!(looks.model.set((model.clone(), vars.clone())).is_ok());
             model.inner().0[1].set_custom_all_gather(Some(Arc::new(Waits(looks.clone()))));
@@ -166,7 +166,7 @@ fn the_model_can_be_printed_while_a_collective_is_waited_for() {
     });
 }
 
-/// An all-gather that gathers the unit which it gathers.
+/// An all-gather that calls `unshard` and `reshard` of its own unit.
 struct Nested(OnceLock<FsdpModule<Chain>>, Mutex<Vec<String>>);
 
 impl AllGather for Nested {
@@ -179,7 +179,7 @@ impl AllGather for Nested {
 }
 
 #[test]
-fn an_all_gather_that_gathers_its_own_unit_is_refused() {
+fn refuses_gathering_a_unit_from_its_all_gather() {
     within_deadline(|| {
         ranks(2, |world| {
             let vars = vars(&world);
@@ -198,7 +198,7 @@ fn an_all_gather_that_gathers_its_own_unit_is_refused() {
 }
 
 #[test]
-fn two_threads_may_wait_for_one_unit() {
+fn two_threads_wait_for_one_unit() {
     within_deadline(|| {
         let world = alone();
         let vars = vars(&world);

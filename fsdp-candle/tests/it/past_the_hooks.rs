@@ -1,4 +1,4 @@
-//! Layers of Candle's own that meet a sharded parameter: whatever Candle says of it, the unit around explains it.
+//! Candle's own layers applied to a sharded parameter: whatever Candle's error is, the unit explains it.
 
 use candle_core::{D, DType, Device, IndexOp, Module, Result, Tensor};
 use candle_nn::{self as cn, ModuleT, RNN, VarBuilder};
@@ -13,7 +13,7 @@ fn ones(shape: &[usize]) -> Tensor {
     Tensor::ones(shape, DType::F32, &Device::Cpu).unwrap()
 }
 
-/// The operation on a parameter of this shape.
+/// The operation, on a parameter of this shape.
 fn op(vb: VarBuilder, shape: &[usize], op: fn(&Tensor) -> Result<Tensor>) -> Result<Use> {
     let weight = vb.get(shape, "weight")?;
     Ok(Box::new(move || op(&weight)))
@@ -24,7 +24,7 @@ fn layer(module: impl Module + 'static, shape: &'static [usize]) -> Result<Use> 
 }
 
 #[test]
-fn every_message_of_candle_about_a_sharded_parameter_is_explained() {
+fn explains_candles_errors_about_sharded_parameters() {
     let uses: [(&str, Build); 31] = [
         ("Linear", |vb| layer(cn::linear(4, 4, vb)?, &[3, 4])),
         ("Embedding", |vb| {
@@ -91,7 +91,7 @@ fn every_message_of_candle_about_a_sharded_parameter_is_explained() {
 }
 
 #[test]
-fn a_norm_whose_weight_is_there_and_of_another_dtype_is_not_explained_away() {
+fn keeps_unrelated_candle_errors() {
     let world = World::single().unwrap();
     let vars = vars(&world);
     let unit = fully_shard(&FullyShard::new(&vars), vars.builder(DType::F32), |vb| cn::rms_norm(4, 1e-5, vb)).unwrap();

@@ -48,7 +48,7 @@ pub(crate) fn check(dir: &Path, group: &ProcessGroup, hosts: &Hosts) -> Result<(
     let begun = on_first_ranks(group, hosts, "make a directory there", || {
         if let Some(dir) = as_local(dir)? {
             check_path(dir)?;
-            made = Some(CreatedDirs::before(dir));
+            made = Some(RemoveIfEmpty::missing(dir));
         }
         Ok(staging.insert(stage(&target)?).name())
     })?;
@@ -105,19 +105,18 @@ fn check_path(dir: &Path) -> Result<()> {
     Err(io_error("create", dir)(IoError::new(ErrorKind::NotADirectory, cause)))
 }
 
-/// Directories that do not exist yet, the innermost first. Dropping the value removes those that exist then and are
-/// empty.
-pub struct CreatedDirs(Vec<PathBuf>);
+/// Directories to remove on drop if they are empty, the innermost first.
+pub struct RemoveIfEmpty(pub Vec<PathBuf>);
 
-impl CreatedDirs {
+impl RemoveIfEmpty {
     /// Lists `dir` and its parents that do not exist.
-    pub fn before(dir: &Path) -> Self {
+    pub fn missing(dir: &Path) -> Self {
         let missing = dir.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists());
-        CreatedDirs(missing.map(Path::to_path_buf).collect())
+        RemoveIfEmpty(missing.map(Path::to_path_buf).collect())
     }
 }
 
-impl Drop for CreatedDirs {
+impl Drop for RemoveIfEmpty {
     fn drop(&mut self) {
         for dir in &self.0 {
             // Fails unless the directory is empty.

@@ -3,7 +3,9 @@
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use fsdp_core::process_group::{Backend, Collective, Failure, Landing, Membership, Op, Options, Promises, local};
+use fsdp_core::process_group::{
+    Backend, Collective, CollectiveOutput, Failure, Guarantees, Membership, Op, Options, local,
+};
 use fsdp_core::{DeviceId, ProcessGroup, Result};
 
 pub(crate) type Gate = Arc<(Mutex<bool>, Condvar)>;
@@ -43,10 +45,10 @@ impl Backend for Gated {
     fn device(&self) -> DeviceId {
         self.inner.device()
     }
-    fn promises(&self) -> Promises {
-        self.inner.promises()
+    fn guarantees(&self) -> Guarantees {
+        self.inner.guarantees()
     }
-    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Landing> {
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
         self.pass().run(collective, op)
     }
     fn split(&mut self, collective: &Collective<'_>, ranks: &[usize], group: &Membership) -> Result<Box<dyn Backend>> {

@@ -4,8 +4,8 @@ use std::fmt::{Display, Write};
 
 use super::{
     host::packing::Stream,
-    membership::Membership,
-    parts::ExchangePart,
+    op::ExchangePart,
+    options::Membership,
     signature::{Signature, has},
 };
 use crate::{DType, hash::Hash, text::shortened};

@@ -1,4 +1,6 @@
 //! The process group: what all engines share, over the backend that moves the bytes.
+//! Small values over a group: numbers that are reduced, messages that are gathered, and what all ranks must agree
+//! about.
 
 use std::{
     fmt,
@@ -8,21 +10,19 @@ use std::{
 };
 
 use super::{
-    alone::Alone,
-    backend::{Backend, Promises},
+    backend::{Backend, CollectiveOutput, Guarantees, PeerMonitor},
     call::Call,
-    check,
     collective::Collective,
-    landing::Landing,
-    lookout::Lookout,
-    membership::Membership,
-    parts::{ExchangePart, GatherPart, Op, ScatterPart},
+    op::{self, ExchangePart, GatherPart, Op, ScatterPart},
+    options::Membership,
     queue::{Job, Queue, Run},
     signature::Signature,
+    single_rank::SingleRank,
     work::Work,
 };
-use crate::{Allocator, Buffer, DeviceId, Error, Heap, ReduceOp, Result};
+use crate::{Allocator, Buffer, DeviceId, Element, Error, Heap, ReduceOp, Result, hash::Hash};
 
+// ---- from process_group/group
 /// A group of ranks that run the same collectives in the same order. A handle: clones are the same group.
 ///
 /// Collectives take *lists* of buffers, so that the parameters of one FSDP unit move in one collective; they are issued
@@ -77,8 +77,8 @@ struct Ranks {
     origin: Origin,
     device: DeviceId,
     runs_when_issued: bool,
-    promises: Promises,
-    lookout: Option<Arc<dyn Lookout>>,
+    guarantees: Guarantees,
+    peer_monitor: Option<Arc<dyn PeerMonitor>>,
     queue: Arc<Queue>,
     thread: Option<JoinHandle<()>>,
 }
@@ -105,8 +105,9 @@ impl ProcessGroup {
             let message = format!("group \"{name}\" has {size} ranks: ranks count from 0 to one less");
             return Err(Error::Argument { rank: *rank, message });
         }
-        let (device, promises, runs_when_issued) = (backend.device(), backend.promises(), backend.runs_when_issued());
-        let lookout = backend.lookout();
+        let (device, guarantees, runs_when_issued) =
+            (backend.device(), backend.guarantees(), backend.runs_when_issued());
+        let peer_monitor = backend.peer_monitor();
         let queue = Arc::new(Queue::new(membership.clone(), backend));
         let served = queue.clone();
         let thread = std::thread::Builder::new()
@@ -118,7 +119,7 @@ impl ProcessGroup {
                 source: Arc::new(source),
             })?;
         let thread = Some(thread);
-        let ranks = Ranks { membership, origin, device, runs_when_issued, promises, lookout, queue, thread };
+        let ranks = Ranks { membership, origin, device, runs_when_issued, guarantees, peer_monitor, queue, thread };
         Ok(ProcessGroup { ranks: Arc::new(ranks), signature: None, is_deferred: false })
     }
 
@@ -130,12 +131,12 @@ impl ProcessGroup {
     /// ```
     /// use std::time::Duration;
     /// use fsdp_core::{Buffer, ProcessGroup, ReduceOp};
-    /// let world = ProcessGroup::alone(Duration::from_secs(600))?;
+    /// let world = ProcessGroup::single_rank(Duration::from_secs(600))?;
     /// assert_eq!(world.all_reduce_scalar(2.0, ReduceOp::Sum)?, 2.0);
     /// # Ok::<_, fsdp_core::Error>(())
     /// ```
-    pub fn alone(timeout: Duration) -> Result<Self> {
-        ProcessGroup::new(Membership::world(0, 1, timeout), Box::new(Alone(DeviceId::Host)))
+    pub fn single_rank(timeout: Duration) -> Result<Self> {
+        ProcessGroup::new(Membership::world(0, 1, timeout), Box::new(SingleRank(DeviceId::Host)))
     }
 
     /// A rank's number in the group that this one was split from in the end, if `other` was split from the same.
@@ -169,9 +170,9 @@ impl ProcessGroup {
         self.ranks.device
     }
 
-    /// What its backend promises.
-    pub fn promises(&self) -> Promises {
-        self.ranks.promises
+    /// What its backend guarantees.
+    pub fn guarantees(&self) -> Guarantees {
+        self.ranks.guarantees
     }
 
     /// Whether the other handle is of this group. Signatures don't matter.
@@ -205,32 +206,32 @@ impl ProcessGroup {
     /// Every rank gets the concatenation of every rank's input, for each part. Outputs are taken from `memory` when the
     /// collective starts.
     pub fn all_gather(&self, parts: Vec<GatherPart>, memory: Arc<dyn Allocator>) -> Work {
-        let call = check::gather(&parts, &self.ranks.membership, self.ranks.device);
+        let call = op::gather(&parts, &self.ranks.membership, self.ranks.device);
         self.issue(call, Op::AllGather { parts, memory })
     }
 
     /// Rank `r` gets the reduction over ranks of their elements for `r`, for each part. Outputs are taken from
     /// `memory`, inputs given to it as soon as they are consumed.
     pub fn reduce_scatter(&self, parts: Vec<ScatterPart>, op: ReduceOp, memory: Arc<dyn Allocator>) -> Work {
-        let call = check::scatter(&parts, op, &self.ranks.membership, self.ranks.device);
+        let call = op::scatter(&parts, op, &self.ranks.membership, self.ranks.device);
         self.issue(call, Op::ReduceScatter { parts, op, memory })
     }
 
     /// Every rank gets the reduction over ranks, in place.
     pub fn all_reduce(&self, buffers: Vec<Buffer>, op: ReduceOp) -> Work {
-        let call = check::reduce(&buffers, op, &self.ranks.membership, self.ranks.device);
+        let call = op::reduce(&buffers, op, &self.ranks.membership, self.ranks.device);
         self.issue(call, Op::AllReduce { buffers, op })
     }
 
     /// Every rank gets what rank `root` passed, in place.
     pub fn broadcast(&self, buffers: Vec<Buffer>, root: usize) -> Work {
-        let call = check::broadcast(&buffers, root, &self.ranks.membership, self.ranks.device);
+        let call = op::broadcast(&buffers, root, &self.ranks.membership, self.ranks.device);
         self.issue(call, Op::Broadcast { buffers, root })
     }
 
     /// Rank `r` gets what every rank sent it, concatenated in rank order, for each part.
     pub fn all_to_all(&self, parts: Vec<ExchangePart>, memory: Arc<dyn Allocator>) -> Work {
-        let call = check::exchange(&parts, &self.ranks.membership, self.ranks.device);
+        let call = op::exchange(&parts, &self.ranks.membership, self.ranks.device);
         self.issue(call, Op::AllToAll { parts, memory })
     }
 
@@ -250,7 +251,7 @@ impl ProcessGroup {
         let run = move |backend: &mut dyn Backend, collective: &Collective<'_>| {
             // Nobody hears it who has stopped listening.
             let _ = tell.send(split(backend, collective, color, key)?);
-            Ok(Landing::default())
+            Ok(CollectiveOutput::default())
         };
         self.queue(Ok(call), Box::new(run), self.is_deferred).wait()?;
         let (membership, members, backend) = told.recv().map_err(|_| Error::Internal {
@@ -273,12 +274,12 @@ impl ProcessGroup {
     }
 
     /// What this rank sees of its peers.
-    pub(super) fn lookout(&self) -> Option<Arc<dyn Lookout>> {
-        self.ranks.lookout.clone()
+    pub(super) fn peer_monitor(&self) -> Option<Arc<dyn PeerMonitor>> {
+        self.ranks.peer_monitor.clone()
     }
 
-    /// Who this process is in it.
-    pub(super) fn membership(&self) -> &Membership {
+    /// Returns the group's name and size, and this process's rank in it.
+    pub fn membership(&self) -> &Membership {
         &self.ranks.membership
     }
 
@@ -353,7 +354,7 @@ fn split(
     let hosts = group.hosts.select(&ranks);
     let membership = Membership { name, rank, size: ranks.len(), timeout: group.timeout, hosts };
     let backend = match ranks.len() {
-        1 => Box::new(Alone(backend.device())),
+        1 => Box::new(SingleRank(backend.device())),
         _ => backend.split(collective, &ranks, &membership)?,
     };
     Ok((membership, ranks, backend))
@@ -377,5 +378,114 @@ impl Drop for Ranks {
         {
             let _ = thread.join();
         }
+    }
+}
+
+// ---- from process_group/typed
+impl ProcessGroup {
+    /// The reduction of each rank's values, one by one. Collective; blocks.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::all_reduce`].
+    pub fn all_reduce_values<T: Element>(&self, values: Vec<T>, op: ReduceOp) -> Result<Vec<T>> {
+        let len = values.len();
+        self.elements(self.deferred().all_reduce(vec![Buffer::from(values)], op), len)
+    }
+
+    /// The reduction of each rank's value. Collective; blocks.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::all_reduce`].
+    ///
+    /// ```
+    /// use fsdp_core::{ReduceOp, process_group::local};
+    /// local::run(3, |group| {
+    ///     assert_eq!(group.all_reduce_scalar(group.rank() as f64, ReduceOp::Avg).unwrap(), 1.0);
+    ///     assert_eq!(group.all_reduce_scalar(group.rank() as u32, ReduceOp::Max).unwrap(), 2);
+    /// });
+    /// ```
+    pub fn all_reduce_scalar<T: Element>(&self, value: T, op: ReduceOp) -> Result<T> {
+        Ok(self.all_reduce_values(vec![value], op)?[0])
+    }
+
+    /// Every rank's values, of which each rank has as many, in rank order. Collective; blocks.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::all_gather`].
+    pub fn gather_values<T: Element>(&self, values: Vec<T>) -> Result<Vec<T>> {
+        let counts = vec![values.len(); self.size()];
+        self.gather(values, counts)
+    }
+
+    /// Every rank's message, in rank order. They may differ in length. Collective; blocks.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::all_gather`].
+    ///
+    /// ```
+    /// use fsdp_core::process_group::local;
+    /// let messages = local::run(3, |group| group.gather_bytes(vec![b'x'; group.rank()]).unwrap());
+    /// assert_eq!(messages[0], [&b""[..], b"x", b"xx"]);
+    /// ```
+    pub fn gather_bytes(&self, message: Vec<u8>) -> Result<Vec<Vec<u8>>> {
+        let lengths: Vec<usize> =
+            self.gather_values(vec![message.len() as i64])?.into_iter().map(|length| length as usize).collect();
+        if lengths.iter().all(|&length| length == 0) {
+            return Ok(vec![Vec::new(); self.size()]);
+        }
+        let all = self.gather(message, lengths.clone())?;
+        let mut rest = &all[..];
+        let messages = lengths.into_iter().map(|length| {
+            let (message, others) = rest.split_at(length);
+            rest = others;
+            message.to_vec()
+        });
+        Ok(messages.collect())
+    }
+
+    /// The ranks whose value is not this rank's: none where all agree. Values are compared by a hash of 64 bits.
+    /// Collective; blocks.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::all_gather`].
+    ///
+    /// ```
+    /// use fsdp_core::process_group::local;
+    /// let others = local::run(3, |group| group.differing_ranks(if group.rank() == 1 { b"b" } else { b"a" }).unwrap());
+    /// assert_eq!(others, [vec![1], vec![0, 2], vec![1]]);
+    /// ```
+    pub fn differing_ranks(&self, value: &[u8]) -> Result<Vec<usize>> {
+        let mut hash = Hash::default();
+        hash.bytes(value);
+        let own = hash.value() as i64;
+        let all = self.gather_values(vec![own])?;
+        Ok((0..all.len()).filter(|&rank| all[rank] != own).collect())
+    }
+
+    fn gather<T: Element>(&self, values: Vec<T>, counts: Vec<usize>) -> Result<Vec<T>> {
+        let len = counts.iter().sum();
+        let part = GatherPart { input: Arc::new(Buffer::from(values)), counts };
+        self.elements(self.deferred().all_gather(vec![part], Heap::shared()), len)
+    }
+
+    /// The output of a collective of one part.
+    pub(crate) fn only_output(&self, work: Work) -> Result<Buffer> {
+        work.wait()?.pop().ok_or_else(|| Error::Internal {
+            rank: self.rank(),
+            what: format!("group \"{}\" returned no output for a collective of one part", self.name()),
+        })
+    }
+
+    /// The `len` elements of a collective's only output.
+    fn elements<T: Element>(&self, work: Work, len: usize) -> Result<Vec<T>> {
+        let found = match self.only_output(work)?.into_vec() {
+            Ok(values) if values.len() == len => return Ok(values),
+            Ok(values) => format!("{} {}", values.len(), T::DTYPE),
+            Err(other) => format!("{} {}", other.len(), other.dtype()),
+        };
+        Err(Error::Internal {
+            rank: self.rank(),
+            what: format!("a collective of group \"{}\" gave {found} instead of {len} {}", self.name(), T::DTYPE),
+        })
     }
 }

@@ -1,15 +1,13 @@
 //! A store that the ranks of a group keep together.
 
-use std::{
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
+use parking_lot::Mutex;
+use std::{sync::Arc, time::Duration};
 
 use super::{
+    backend::CollectiveOutput,
     call::Call,
     group::ProcessGroup,
-    landing::Landing,
-    parts::{GatherPart, Op},
+    op::{GatherPart, Op},
 };
 use crate::{
     Buffer, Element, Error, Heap, Result,
@@ -52,7 +50,7 @@ impl GroupStore {
     fn ask(&self, request: &Request<'_>) -> Result<Option<Vec<u8>>> {
         let asked = RequestContext::new(request, Some(self.group.rank()), &self.holder);
         // One call at a time. Asked of all ranks even where it is refused, because they wait for it.
-        let copy = self.copy.lock().unwrap_or_else(PoisonError::into_inner);
+        let copy = self.copy.lock();
         let refusal = request.refusal();
         let own = if refusal.is_none() { request.clone() } else { Request::Ping };
         let all = messages(&self.group, own.to_bytes())?;
@@ -121,7 +119,7 @@ fn gather<T: Element>(group: &ProcessGroup, values: Vec<T>, counts: Vec<usize>) 
     let part = GatherPart { input: Arc::new(Buffer::from(values)), counts };
     let gathered = group.aside(call, |backend, collective| {
         let op = Op::AllGather { parts: vec![part], memory: Heap::shared() };
-        backend.run(collective, op).map(|Landing { outputs, .. }| outputs)
+        backend.run(collective, op).map(|CollectiveOutput { outputs, .. }| outputs)
     })?;
     let output = gathered.into_iter().next().and_then(|output| output.into_vec().ok());
     output.ok_or_else(|| Error::Internal {

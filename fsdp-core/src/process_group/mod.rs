@@ -7,62 +7,46 @@
 //!
 //! From the bottom up: `membership`, `options` (what can be chosen), `parts` and `signature` (what collectives are of,
 //! move and are about), `host` (what backends over host memory share), `call` and `mismatch` (what ranks compare),
-//! `collective` and `failure` (what a backend gets to know and tells), `landing` (what it returns), `lookout` (what it
+//! `collective` and `failure` (what a backend gets to know and tells), `landing` (what it returns), `peer_monitor` (what it
 //! sees beside collectives), `backend`, `fence` and `device_memory` (outputs that a device is still writing, and where
 //! they are), `alone` (groups of one), `check` (arguments), `work` and `queue` (running), `group`, `typed` (small
 //! values), `group_store`, `patience` and `roll` (waiting to meet). `on_device` moves a device's memory, over `nccl` or
 //! through the host; `shared_memory` and `mpi` are the backends; `init` chooses one; `conformance` is what each of them
 //! passes.
 
-mod alone;
 mod backend;
 mod call;
-mod check;
 mod collective;
-pub mod conformance;
 #[cfg(feature = "cuda")]
 mod device_memory;
-mod failure;
-#[cfg(feature = "cuda")]
-mod fence;
 mod group;
 mod group_store;
 mod host;
-mod init;
-mod landing;
-mod lookout;
-mod membership;
 mod mismatch;
 pub mod mpi;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod on_device;
+mod op;
 mod options;
-mod parts;
-mod patience;
 mod queue;
-mod roll;
 mod shared_memory;
 mod signature;
-mod typed;
+mod single_rank;
+mod waiting_ranks;
 mod work;
 
-pub use backend::{Backend, Promises};
-pub use collective::{Collective, Traffic};
-pub use failure::Failure;
+pub use backend::{Backend, CollectiveOutput, Fence, Guarantees, PeerMonitor, PeerState};
+pub use collective::{Collective, Failure, Traffic};
 pub use group::ProcessGroup;
 pub use group_store::GroupStore;
-pub use init::init;
-pub use landing::{Fence, Landing};
-pub use lookout::{Gone, Lookout};
-pub use membership::Membership;
 #[cfg(feature = "nccl")]
 pub use nccl::Nccl;
-pub use on_device::DeviceEngine;
+pub use on_device::{DeviceEngine, device_backend};
 #[cfg(feature = "cuda")]
-pub use on_device::{ThroughHost, share_a_device};
-pub use options::Options;
-pub use parts::{ExchangePart, GatherPart, Op, ScatterPart};
+pub use on_device::{HostStaging, ranks_sharing_devices};
+pub use op::{ExchangePart, GatherPart, Op, ScatterPart};
+pub use options::{Membership, Options, init};
 pub use shared_memory::{local, shm};
 pub use signature::{Signature, Subject};
 pub use work::{Completion, Work};

@@ -1,9 +1,14 @@
 //! What can be chosen about a process group.
+//! Which group, and who this process is in it.
+
+//! The group of all ranks, by the backend that the environment names.
 
 use std::time::Duration;
 
-use crate::{Error, Result};
+use super::{group::ProcessGroup, mpi, shared_memory::shm};
+use crate::{Error, HostNames, RankEnv, Result, heartbeat};
 
+// ---- from process_group/options
 /// Timeouts that make sense: longer than a look at a clock, and at most 30 years.
 const SECONDS: std::ops::RangeInclusive<f64> = 1e-3..=1e9;
 
@@ -96,6 +101,82 @@ impl Options {
     }
 }
 
+// ---- from process_group/membership
+/// The name of the group of all ranks.
+pub(crate) const WORLD: &str = "world";
+
+/// A group's name, and this process's place in it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Membership {
+    /// The group's name, the same on every rank and no other group's.
+    pub name: String,
+    /// This process's rank in the group.
+    pub rank: usize,
+    /// The number of ranks.
+    pub size: usize,
+    /// How long a collective may wait for its peers while none of them makes progress.
+    pub timeout: Duration,
+    /// The hosts of the ranks, for messages.
+    pub hosts: HostNames,
+}
+
+impl Membership {
+    /// That of the group of all ranks.
+    pub fn world(rank: usize, size: usize, timeout: Duration) -> Self {
+        Membership { name: WORLD.into(), rank, size, timeout, hosts: HostNames::default() }
+    }
+
+    /// With ranks on these hosts.
+    pub fn with_hosts(self, hosts: HostNames) -> Self {
+        Membership { hosts, ..self }
+    }
+
+    /// Whether the group is that of all ranks.
+    pub fn is_world(&self) -> bool {
+        self.name == WORLD
+    }
+}
+
+// ---- from process_group/init
+/// Makes the process group of all ranks, as the environment of this process wants it: `FSDP_BACKEND` names the backend,
+/// `FSDP_TIMEOUT_S` and `FSDP_HIERARCHY` override what `options` say ([`Options::overridden_by`]). By default it is
+/// `local` for a world of one, `mpi` where an MPI's launcher has started ranks on several hosts, and `shm` otherwise.
+/// Starts this process's [heartbeat] as well.
+///
+/// # Errors
+/// [`Error::Env`] when a variable can't be understood or names a backend that can't serve this world; those of
+/// [`shm::connect`] and [`mpi::connect`].
+pub fn init(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
+    heartbeat::start();
+    init_with(env, options, |name| std::env::var(name).ok())
+}
+
+fn init_with(env: &RankEnv, options: Options, var: impl Fn(&str) -> Option<String>) -> Result<ProcessGroup> {
+    let options = options.overridden_by(&var)?;
+    match var("FSDP_BACKEND").as_deref().unwrap_or_else(|| default(env, &var)) {
+        "local" if env.world_size == 1 => ProcessGroup::single_rank(options.timeout),
+        "local" => Err(Error::Env(format!(
+            "FSDP_BACKEND=local serves one process, but WORLD_SIZE={}: choose shm, or mpi for several hosts",
+            env.world_size
+        ))),
+        "shm" => shm::connect(env, options),
+        "mpi" => mpi::connect(env, options),
+        other => Err(Error::Env(format!(
+            "FSDP_BACKEND={other:?} is no backend of this build: choose one of local, shm, mpi"
+        ))),
+    }
+}
+
+/// The backend for ranks that say nothing of it. One that no MPI started can't use one.
+fn default(env: &RankEnv, var: impl Fn(&str) -> Option<String>) -> &'static str {
+    const OF_MPI: [&str; 4] = ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PMI_FD"];
+    match (env.world_size, env.hosts) {
+        (1, _) => "local",
+        (_, 2..) if OF_MPI.iter().any(|name| var(name).is_some()) => "mpi",
+        _ => "shm",
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -129,5 +210,32 @@ mod tests {
             let error = of(text).unwrap_err().to_string();
             assert!(error.starts_with(&format!("FSDP_HIERARCHY={text:?}: set 0")), "{error}");
         }
+    }
+
+    #[test]
+    fn the_backend_is_chosen_by_name_and_an_unknown_one_lists_those_there_are() {
+        let init = |size: usize, backend: Option<&str>| {
+            let env = RankEnv { world_size: size, ..RankEnv::single() };
+            init_with(&env, Options::default(), |name| (name == "FSDP_BACKEND").then(|| backend.map(str::to_string))?)
+        };
+        for backend in [None, Some("local"), Some("shm"), Some("mpi")] {
+            assert_eq!(init(1, backend).unwrap().size(), 1);
+        }
+        for (size, backend, part) in [(2, "local", "choose shm"), (1, "gloo", "one of local, shm")] {
+            let Err(error) = init(size, Some(backend)) else { panic!("{backend} was taken") };
+            assert!(error.to_string().contains(part), "{error}");
+        }
+    }
+
+    #[test]
+    fn ranks_on_several_hosts_use_the_mpi_that_started_them() {
+        let env = |world_size, hosts| RankEnv { world_size, hosts, ..RankEnv::single() };
+        let by = |name: &'static str| move |asked: &str| (asked == name).then(|| "0".to_string());
+        for name in ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "PMI_FD"] {
+            assert_eq!(default(&env(4, 2), by(name)), "mpi");
+            assert_eq!(default(&env(4, 1), by(name)), "shm");
+            assert_eq!(default(&env(1, 1), by(name)), "local");
+        }
+        assert_eq!(default(&env(4, 2), by("SLURM_PROCID")), "shm");
     }
 }

@@ -4,26 +4,24 @@
 //! A group's thread runs them as they come. Deferred ones are run by who waits for them: to wake a thread and be woken
 //! by it takes longer than a small collective does.
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::{
     collections::VecDeque,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError},
     thread::ThreadId,
 };
 
 use super::{
-    backend::Backend,
+    backend::{Backend, CollectiveOutput},
     call::Call,
-    collective::Collective,
-    failure::Failure,
-    landing::Landing,
-    membership::Membership,
+    collective::{Collective, Failure},
+    options::Membership,
     work::{Completion, Deferred},
 };
 use crate::{Error, Result, heartbeat, text};
 
 /// What a collective does when its turn comes.
-pub(super) type Run = Box<dyn FnOnce(&mut dyn Backend, &Collective<'_>) -> Result<Landing> + Send>;
+pub(super) type Run = Box<dyn FnOnce(&mut dyn Backend, &Collective<'_>) -> Result<CollectiveOutput> + Send>;
 
 /// What is done with the backend when its turn comes.
 pub(super) type RunAside = Box<dyn FnOnce(&mut dyn Backend, &Collective<'_>) + Send>;
@@ -64,7 +62,7 @@ impl Queue {
     }
 
     fn jobs(&self) -> MutexGuard<'_, Jobs> {
-        self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
+        self.jobs.lock()
     }
 
     /// Queues a job, for the group's thread to run at once, or else as [`Deferred`] says.
@@ -103,14 +101,14 @@ impl Queue {
             let mut jobs = self.jobs();
             while jobs.waiting.is_empty() && !jobs.is_closed {
                 jobs.thread_sleeps = true;
-                jobs = self.wake.wait(jobs).unwrap_or_else(PoisonError::into_inner);
+                self.wake.wait(&mut jobs);
                 jobs.thread_sleeps = false;
             }
             if jobs.waiting.is_empty() {
                 return;
             }
             drop(jobs);
-            self.run(self.runner.lock().unwrap_or_else(PoisonError::into_inner), false, || false);
+            self.run(self.runner.lock(), false, || false);
         }
     }
 
@@ -131,15 +129,14 @@ impl Queue {
 impl Deferred for Queue {
     fn help(&self, is_done: &mut dyn FnMut() -> bool) {
         match self.runner.try_lock() {
-            Ok(runner) => self.run(runner, true, is_done),
-            Err(TryLockError::Poisoned(runner)) => self.run(runner.into_inner(), true, is_done),
-            // Who runs jobs now may stop before this one.
-            Err(TryLockError::WouldBlock) => self.start(),
+            Some(runner) => self.run(runner, true, is_done),
+            // The thread that runs jobs now may stop before this one.
+            None => self.start(),
         }
     }
 
     fn run_here(&self, is_done: &mut dyn FnMut() -> bool) {
-        self.run(self.runner.lock().unwrap_or_else(PoisonError::into_inner), true, is_done);
+        self.run(self.runner.lock(), true, is_done);
     }
 
     fn start(&self) {
@@ -152,7 +149,7 @@ struct End<'a>(&'a Queue);
 
 impl Drop for End<'_> {
     fn drop(&mut self) {
-        let runner = self.0.runner.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let runner = self.0.runner.lock().take();
         let mut jobs = self.0.jobs();
         jobs.is_closed = true;
         let waiting = std::mem::take(&mut jobs.waiting);
@@ -197,7 +194,7 @@ impl Runner {
         }
     }
 
-    fn attempt(&mut self, call: &Call, run: Run, is_awaited: bool) -> Result<Landing> {
+    fn attempt(&mut self, call: &Call, run: Run, is_awaited: bool) -> Result<CollectiveOutput> {
         if let Some(told) = &mut self.told {
             told.begin(call.name, self.sequence);
         }
@@ -226,19 +223,22 @@ mod tests {
     use std::{sync::Arc, time::Duration};
 
     use super::{
-        super::{alone::Alone, work::Work},
+        super::{single_rank::SingleRank, work::Work},
         *,
     };
 
     fn queue() -> Arc<Queue> {
-        Arc::new(Queue::new(Membership::world(0, 1, Duration::from_secs(60)), Box::new(Alone(crate::DeviceId::Host))))
+        Arc::new(Queue::new(
+            Membership::world(0, 1, Duration::from_secs(60)),
+            Box::new(SingleRank(crate::DeviceId::Host)),
+        ))
     }
 
     fn push(queue: &Arc<Queue>, at_once: bool, run: impl FnOnce() + Send + 'static) -> Work {
         let (completion, work) = Work::pending(0);
         let run: Run = Box::new(|_, _| {
             run();
-            Ok(Landing::default())
+            Ok(CollectiveOutput::default())
         });
         let call = Call::new("test", "", std::iter::empty());
         queue.push(Job::Run { call, run, completion }, at_once);
@@ -253,15 +253,15 @@ mod tests {
             let (queue, ran, here) = (queue.clone(), ran.clone(), std::thread::current().id());
             push(&queue.clone(), false, move || {
                 assert!(queue.is_run_here() && std::thread::current().id() == here);
-                ran.lock().unwrap().push(number);
+                ran.lock().push(number);
             })
         };
         let [_first, second, third] = [1, 2, 3].map(issue);
         second.wait().unwrap();
-        assert_eq!(*ran.lock().unwrap(), [1, 2]);
+        assert_eq!(*ran.lock(), [1, 2]);
         assert!(!queue.is_run_here());
         third.wait().unwrap();
-        assert_eq!(*ran.lock().unwrap(), [1, 2, 3]);
+        assert_eq!(*ran.lock(), [1, 2, 3]);
     }
 
     /// However it is that nobody waits for it, and while another thread runs an earlier one.

@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use super::landing::Landing;
+use super::backend::CollectiveOutput;
 use crate::{Buffer, Error, Result, Stream};
 
 /// Where a collective waits until somebody wants it.
@@ -37,8 +37,8 @@ pub(super) trait Deferred: Send + Sync {
 /// ```
 #[must_use = "a collective's outputs and errors come from wait()"]
 pub struct Work {
-    receiver: Receiver<Result<Landing>>,
-    arrived: Option<Result<Landing>>,
+    receiver: Receiver<Result<CollectiveOutput>>,
+    arrived: Option<Result<CollectiveOutput>>,
     rank: usize,
     /// Where it is queued, if it is for who waits to run it and nobody has begun to wait.
     deferred: Option<Arc<dyn Deferred>>,
@@ -54,16 +54,16 @@ impl fmt::Debug for Work {
 /// The other end of a [`Work`], held by who runs the collective: a group, or collectives
 /// of a user's own.
 #[derive(Debug)]
-pub struct Completion(Sender<Result<Landing>>);
+pub struct Completion(Sender<Result<CollectiveOutput>>);
 
 impl Completion {
     /// Hands the outputs, or the error, to whoever waits. Nobody waiting is no error.
     pub fn complete(self, outcome: Result<Vec<Buffer>>) {
-        self.land(outcome.map(Landing::from));
+        self.land(outcome.map(CollectiveOutput::from));
     }
 
     /// The same, where a device may still be at it.
-    pub(super) fn land(self, outcome: Result<Landing>) {
+    pub(super) fn land(self, outcome: Result<CollectiveOutput>) {
         let _ = self.0.send(outcome);
     }
 }
@@ -131,7 +131,7 @@ impl Work {
     /// # Errors
     /// Those of [`crate::ProcessGroup`].
     pub fn then(self, stream: Stream) -> Result<Vec<Buffer>> {
-        let Landing { outputs, fence } = self.land()?;
+        let CollectiveOutput { outputs, fence } = self.land()?;
         if let Some(mut fence) = fence {
             match stream {
                 Stream::Host => fence.block()?,
@@ -142,7 +142,7 @@ impl Work {
     }
 
     /// Waits until the backend has handed it over.
-    fn land(mut self) -> Result<Landing> {
+    fn land(mut self) -> Result<CollectiveOutput> {
         if let Some(queue) = self.deferred.take() {
             queue.help(&mut || self.has_arrived());
         }

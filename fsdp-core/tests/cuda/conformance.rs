@@ -5,15 +5,16 @@ use std::sync::Arc;
 use cudarc::driver::CudaStream;
 use fsdp_core::{
     ProcessGroup, Result,
-    process_group::{
-        Nccl, Options, Promises, ThroughHost,
-        conformance::{self, over_host},
-    },
+    process_group::{Guarantees, HostStaging, Nccl, Options},
+};
+use fsdp_test_support::conformance;
+
+use crate::{
+    over_host::over_host,
+    ranks::{host, own, start},
 };
 
-use crate::ranks::{host, own, start};
-
-const NCCL: Promises = Promises { fixed_order: false, f32_sums: false, ..Promises::ALL };
+const NCCL: Guarantees = Guarantees { fixed_order: false, f32_accumulation: false, ..Guarantees::ALL };
 
 /// A rank's part in a trial.
 pub(crate) fn take_part(engine: &str, trial: &str, compute: &Arc<CudaStream>) -> String {
@@ -24,7 +25,7 @@ pub(crate) fn take_part(engine: &str, trial: &str, compute: &Arc<CudaStream>) ->
                 let engine = Nccl::new(&host, compute)?;
                 over_host(host, Box::new(engine), compute)
             }
-            _ => over_host(host, Box::new(ThroughHost::new(compute)?), compute),
+            _ => over_host(host, Box::new(HostStaging::new(compute)?), compute),
         }
     };
     conformance::take_part(trial, &join)
@@ -40,7 +41,7 @@ fn nccl_conforms_where_it_compares() {
 #[test]
 fn going_through_the_host_conforms_also_on_one_device() {
     for devices in [own, |ranks| vec![0; ranks]] {
-        conformance::run(Promises::ALL, &|trial| {
+        conformance::run(Guarantees::ALL, &|trial| {
             start(&format!("host conforms {}", trial.name), &devices(trial.size), &[]).outcomes()
         });
     }

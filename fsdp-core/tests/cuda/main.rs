@@ -5,6 +5,7 @@
 mod conformance;
 mod memory;
 mod nccl;
+mod over_host;
 mod ranks;
 mod roles;
 mod values;

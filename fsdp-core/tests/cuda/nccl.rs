@@ -8,7 +8,7 @@ use std::{
 use cudarc::driver::CudaStream;
 use fsdp_core::{
     Error, ProcessGroup, ReduceOp, Stream,
-    process_group::{Nccl, Options, Work, share_a_device},
+    process_group::{Nccl, Options, Work, ranks_sharing_devices},
 };
 
 use crate::{
@@ -25,7 +25,7 @@ pub(crate) fn run(role: &str, compute: &Arc<CudaStream>) -> Option<String> {
     Some(match role {
         "shares a device" => {
             let host = host(Options::default()).unwrap();
-            let shares = share_a_device(&host, compute).unwrap();
+            let shares = ranks_sharing_devices(&host, compute).unwrap();
             let engine = Nccl::new(&host, compute);
             host.barrier().wait().unwrap();
             format!("{shares:?} {}", engine.err().map_or("made".into(), |error| error.to_string()))

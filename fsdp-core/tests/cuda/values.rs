@@ -6,7 +6,7 @@ use cudarc::driver::CudaStream;
 use fsdp_core::{
     Allocator, Buffer, DType, GatherPart, ProcessGroup, ReduceOp, Result, ScatterPart, Stream,
     device::cuda::CudaMemory,
-    process_group::{Options, ThroughHost},
+    process_group::{HostStaging, Options},
 };
 
 use crate::ranks::{host, nccl, own, start};
@@ -51,7 +51,7 @@ pub(crate) fn run(role: &str, compute: &Arc<CudaStream>) -> Option<String> {
     let group = match role {
         "computes by nccl" => nccl(Options::default(), compute).unwrap(),
         "computes through the host" => {
-            let engine = ThroughHost::new(compute).unwrap();
+            let engine = HostStaging::new(compute).unwrap();
             host(Options::default()).unwrap().on_device(Box::new(engine)).unwrap()
         }
         _ => return None,

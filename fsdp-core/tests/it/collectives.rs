@@ -4,8 +4,9 @@ use std::{sync::Arc, time::Duration};
 
 use fsdp_core::{
     Allocator, Buffer, DType, DeviceMesh, GatherPart, ProcessGroup, ReduceOp,
-    process_group::{Options, conformance::Case, local},
+    process_group::{Options, local},
 };
+use fsdp_test_support::conformance::Case;
 use proptest::prelude::*;
 
 fn options(chunk_bytes: usize) -> Options {
@@ -88,7 +89,7 @@ fn a_job_that_drops_the_group_is_run_by_who_waits() {
         fn give(&self, _: Buffer) {}
     }
     for is_deferred in [true, false] {
-        let group = ProcessGroup::alone(Duration::from_secs(60)).unwrap();
+        let group = ProcessGroup::single_rank(Duration::from_secs(60)).unwrap();
         let issuer = if is_deferred { group.deferred() } else { group.clone() };
         let part = GatherPart { input: Arc::new(Buffer::F32(vec![1.])), counts: vec![1] };
         let work = issuer.all_gather(vec![part], Arc::new(Holds { _group: group }));

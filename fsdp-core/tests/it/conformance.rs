@@ -5,12 +5,9 @@ use std::{cell::Cell, sync::Mutex};
 use crate::processes;
 use fsdp_core::{
     Buffer, ProcessGroup, ReduceOp, Result,
-    process_group::{
-        Backend, Collective, Failure, Landing, Membership, Op, Options, Promises,
-        conformance::{self, Trial},
-        local,
-    },
+    process_group::{Backend, Collective, CollectiveOutput, Failure, Guarantees, Membership, Op, Options, local},
 };
+use fsdp_test_support::conformance::{self, Trial};
 
 /// Ranks as threads, which make worlds one after the other: the first to ask for one makes it.
 fn threads(trial: &Trial, make: &(dyn Fn(usize, Options) -> Result<Vec<ProcessGroup>> + Sync)) -> Vec<String> {
@@ -29,8 +26,8 @@ fn threads(trial: &Trial, make: &(dyn Fn(usize, Options) -> Result<Vec<ProcessGr
 
 #[test]
 fn threads_conform() {
-    let promises = Promises { sees_death: false, ..Promises::ALL };
-    conformance::run(promises, &|trial| threads(trial, &local::world));
+    let guarantees = Guarantees { detects_death: false, ..Guarantees::ALL };
+    conformance::run(guarantees, &|trial| threads(trial, &local::world));
 }
 
 #[test]
@@ -43,7 +40,7 @@ fn processes_conform_and_leave_nothing_behind() {
             .count()
     };
     let before = listed();
-    conformance::run(Promises::ALL, &|trial| {
+    conformance::run(Guarantees::ALL, &|trial| {
         processes::start(&format!("conforms {}", trial.name), processes::port(), processes::all(trial.size)).outcomes()
     });
     assert_eq!(listed(), before);
@@ -57,15 +54,15 @@ struct Around {
 
 #[derive(Clone, Copy, PartialEq)]
 enum Odd {
-    /// Promises nothing, as it may.
+    /// Guarantees nothing, as it may.
     Modest,
     /// The first element of every output of a rank but the first has a bit too many.
     Wrong,
     /// Sums are off by little.
     Rough,
-    /// Promises nothing, and sums are off by more than any order of additions makes them.
+    /// Guarantees nothing, and sums are off by more than any order of additions makes them.
     Off,
-    /// Promises what the one within it does not.
+    /// Guarantees what the one within it does not.
     Boastful,
 }
 
@@ -73,31 +70,31 @@ impl Backend for Around {
     fn device(&self) -> fsdp_core::DeviceId {
         self.inner.device()
     }
-    fn promises(&self) -> Promises {
+    fn guarantees(&self) -> Guarantees {
         match self.odd {
-            Odd::Modest | Odd::Off => Promises { fixed_order: false, f32_sums: false, sees_death: false },
-            Odd::Boastful => Promises::ALL,
-            Odd::Wrong | Odd::Rough => self.inner.promises(),
+            Odd::Modest | Odd::Off => Guarantees { fixed_order: false, f32_accumulation: false, detects_death: false },
+            Odd::Boastful => Guarantees::ALL,
+            Odd::Wrong | Odd::Rough => self.inner.guarantees(),
         }
     }
-    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Landing> {
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
         // The least and the greatest have no order and no rounding.
         let adds = matches!(op, Op::AllReduce { op: ReduceOp::Sum | ReduceOp::Avg, .. });
-        let mut landing = self.inner.run(collective, op)?;
+        let mut output = self.inner.run(collective, op)?;
         let is_hit = match self.odd {
             Odd::Wrong => collective.group().rank > 0,
             Odd::Rough | Odd::Modest | Odd::Off => adds,
             Odd::Boastful => false,
         };
-        for output in landing.outputs.iter_mut().filter(|_| is_hit) {
-            match (self.odd, output) {
-                (Odd::Wrong, output) => output.bytes_mut().iter_mut().take(1).for_each(|byte| *byte ^= 1),
+        for buffer in output.outputs.iter_mut().filter(|_| is_hit) {
+            match (self.odd, buffer) {
+                (Odd::Wrong, buffer) => buffer.bytes_mut().iter_mut().take(1).for_each(|byte| *byte ^= 1),
                 (Odd::Off, Buffer::F32(values)) => values.iter_mut().for_each(|x| *x += 0.5),
                 (_, Buffer::F32(values)) => values.iter_mut().for_each(|x| *x += *x * f32::EPSILON),
                 _ => {}
             }
         }
-        Ok(landing)
+        Ok(output)
     }
     fn split(&mut self, collective: &Collective<'_>, ranks: &[usize], group: &Membership) -> Result<Box<dyn Backend>> {
         let inner = self.inner.split(collective, ranks, group)?;
@@ -122,24 +119,24 @@ fn around(odd: Odd) -> impl Fn(usize, Options) -> Result<Vec<ProcessGroup>> + Sy
     }
 }
 
-/// What it promises not it need not keep: sums in another order have other bits.
+/// What it guarantees not it need not keep: sums in another order have other bits.
 #[test]
 fn a_backend_that_promises_less_conforms_all_the_same() {
-    let promises = Promises { fixed_order: false, f32_sums: false, sees_death: false };
-    conformance::run(promises, &|trial| threads(trial, &around(Odd::Modest)));
+    let guarantees = Guarantees { fixed_order: false, f32_accumulation: false, detects_death: false };
+    conformance::run(guarantees, &|trial| threads(trial, &around(Odd::Modest)));
 }
 
 #[test]
 fn a_backend_that_does_not_conform_is_found_out() {
-    let all = Promises { sees_death: false, ..Promises::ALL };
-    let none = Promises { fixed_order: false, f32_sums: false, sees_death: false };
-    for (odd, promises, found) in [
+    let all = Guarantees { detects_death: false, ..Guarantees::ALL };
+    let none = Guarantees { fixed_order: false, f32_accumulation: false, detects_death: false };
+    for (odd, guarantees, found) in [
         (Odd::Wrong, all, "all_gather: part "),
         (Odd::Rough, all, "all_reduce: part "),
         (Odd::Off, none, "all_reduce: part "),
-        (Odd::Boastful, all, "promises"),
+        (Odd::Boastful, all, "guarantees"),
     ] {
-        let outcome = std::panic::catch_unwind(|| conformance::run(promises, &|trial| threads(trial, &around(odd))));
+        let outcome = std::panic::catch_unwind(|| conformance::run(guarantees, &|trial| threads(trial, &around(odd))));
         let text = *outcome.unwrap_err().downcast::<String>().unwrap();
         assert!(text.contains(found), "{text}");
     }

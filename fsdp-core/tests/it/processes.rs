@@ -10,8 +10,9 @@ use std::{
 
 use fsdp_core::{
     Buffer, DType, Error, ProcessGroup, RankEnv, ReduceOp,
-    process_group::{Options, conformance, shm},
+    process_group::{Options, shm},
 };
+use fsdp_test_support::conformance;
 
 /// Nothing takes this long unless it hangs.
 const HANG: Duration = Duration::from_secs(100);

@@ -308,7 +308,7 @@ fn group_store_applies_calls_in_rank_order() {
         assert_eq!(before.as_deref(), (group.rank() > 0).then_some(&b"0"[..]));
         let before = store.compare_set("first", Some(b"0"), own.as_bytes()).unwrap().unwrap();
         assert_eq!(before, if group.rank() < 2 { b"0" } else { b"1" });
-        assert_eq!(group.agree(&store.get("first", Duration::ZERO).unwrap()).unwrap(), Vec::<usize>::new());
+        assert_eq!(group.differing_ranks(&store.get("first", Duration::ZERO).unwrap()).unwrap(), Vec::<usize>::new());
     });
 }
 
@@ -329,7 +329,7 @@ fn group_store_errors_stay_on_their_rank() {
 
 #[test]
 fn a_group_of_one_has_a_store() {
-    let store = GroupStore::new(&ProcessGroup::alone(Duration::from_secs(60)).unwrap());
+    let store = GroupStore::new(&ProcessGroup::single_rank(Duration::from_secs(60)).unwrap());
     store.set("a", b"b").unwrap();
     assert_eq!(store.get("a", Duration::ZERO).unwrap(), b"b");
 }

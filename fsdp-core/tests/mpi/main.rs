@@ -11,7 +11,8 @@ mod told;
 
 use std::{path::Path, process::Command};
 
-use fsdp_core::process_group::{Promises, conformance};
+use fsdp_core::process_group::Guarantees;
+use fsdp_test_support::conformance;
 use installed::Mpi;
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
@@ -45,7 +46,7 @@ const TRIALS: [(&str, Test); 13] = [
     ("ranks_of_different_backends_are_told", mixed),
 ];
 
-const PROMISES: Promises = Promises { fixed_order: true, f32_sums: true, sees_death: false };
+const PROMISES: Guarantees = Guarantees { fixed_order: true, f32_accumulation: true, detects_death: false };
 
 fn conforms(mpi: &Mpi) {
     conformance::run(PROMISES, &|trial| ranks::start(mpi, &format!("conforms {}", trial.name), trial.size).said);

@@ -4,8 +4,9 @@ use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use fsdp_core::{
     Buffer, DType, GatherPart, Heap, ProcessGroup, RankEnv, ReduceOp, ScatterPart,
-    process_group::{self, Options, conformance, mpi, shm},
+    process_group::{self, Options, mpi, shm},
 };
+use fsdp_test_support::conformance;
 use half::{bf16, f16};
 
 use crate::told;
@@ -188,9 +189,9 @@ fn stops_one(env: &RankEnv, options: Options) -> String {
 fn loses_one_within(env: &RankEnv, options: Options) -> String {
     let world = mpi::connect(env, options.with_timeout(Duration::from_secs(100))).unwrap();
     let host = world.split(world.rank() / 2, 0).unwrap();
-    assert!(host.promises().sees_death, "a group of one host shares memory");
+    assert!(host.guarantees().detects_death, "a group of one host shares memory");
     let across = world.split(world.rank() % 2, 0).unwrap();
-    assert!(!across.promises().sees_death, "a group of several hosts has MPI");
+    assert!(!across.guarantees().detects_death, "a group of several hosts has MPI");
     let within = host.split(0, 1 - host.rank()).unwrap();
     for group in [&host, &across, &within] {
         assert_eq!(group.all_reduce_scalar(1u32, ReduceOp::Sum).unwrap(), 2);
@@ -275,8 +276,8 @@ fn shares_hosts(env: &RankEnv, options: Options, hierarchy: Option<&str>) -> Str
     let again = three.split(world.rank() / 2, 0).unwrap();
     if again.size() == 2 {
         assert_eq!(again.all_reduce_scalar(1u32, ReduceOp::Sum).unwrap(), 2);
-        assert_eq!(again.promises().sees_death, host.promises().sees_death);
+        assert_eq!(again.guarantees().detects_death, host.guarantees().detects_death);
     }
     // Within a host the system says when a rank dies.
-    host.promises().sees_death.to_string()
+    host.guarantees().detects_death.to_string()
 }

@@ -1,12 +1,12 @@
-//! What `--help` teaches beyond the options.
+//! Help text beyond the options.
 
-/// The end of the short help.
+/// End of the short help.
 pub(crate) const EXAMPLES: &str = "\
 Examples:
   fsdp-launch --nproc-per-node 2 train --steps 100
   fsdp-launch --nproc-per-node gpu script.py          (--help tells more)";
 
-/// The end of the long help.
+/// End of the long help.
 pub(crate) const AFTER_HELP: &str = "\
 Examples:
   fsdp-launch --nproc-per-node 2 train --steps 100      a target of your Cargo workspace, built first

@@ -1,34 +1,26 @@
-//! From the command line to a launch: what its options mean together.
+//! Builds the [`LaunchSpec`] from the command line, and checks the options together.
 
 use std::{env, ffi::OsStr, net::IpAddr, num::NonZeroU16, path::PathBuf};
 
 use crate::{
     Args, Endpoint, Error, LaunchSpec, LinePrefix, RendezvousSpec, Result, SignalList, StreamChoice, Streams,
-    cli::{
-        rendezvous_conf::{CONF_KEYS, TORCHRUN_CONF_KEYS},
-        values::seconds,
-    },
+    cli::args::{CONF_KEYS, TORCHRUN_CONF_KEYS, parse_seconds},
     find_program,
-    program::{
-        nearest::nearest,
-        plan_program,
-        python::{self, Kind},
-    },
-    rendezvous::HOW_TO_MAKE_ONE,
-    spec::nodes::nnodes_text,
+    program::{PythonKind, is_python_script, nearest, plan_program, python_command},
+    rendezvous::TOKEN_HELP,
+    spec::values::nnodes_text,
 };
 
 impl Args {
-    /// Finds or builds the program and puts the launch together.
+    /// Finds or builds the program, and returns the launch that the options describe.
     ///
     /// # Errors
-    /// As [`find_program`]; [`Error::Usage`] where options contradict each other.
+    /// As [`find_program`], and [`Error::Usage`] for options that contradict each other.
     pub fn into_spec(self) -> Result<LaunchSpec> {
         self.spec_with(find_program)
     }
 
-    /// As [`into_spec`](Self::into_spec), but builds nothing: a program that would be built comes with the command that
-    /// builds it.
+    /// Like [`into_spec`](Self::into_spec), but does not build the program: returns the command that would build it.
     ///
     /// # Errors
     /// As [`into_spec`](Self::into_spec).
@@ -59,19 +51,19 @@ impl Args {
         let mut command = self.command.into_iter();
         let name = command.next().unwrap_or_default();
         let kind = match (self.module, self.run_path) {
-            (true, _) => Some(Kind::Module),
-            (_, true) => Some(Kind::RunPath),
-            _ => (!self.no_python && python::is_script(&name)).then_some(Kind::Script),
+            (true, _) => Some(PythonKind::Module),
+            (_, true) => Some(PythonKind::RunPath),
+            _ => (!self.no_python && is_python_script(&name)).then_some(PythonKind::Script),
         };
         let (program, mut args) = match kind {
-            Some(kind) => python::command(kind, name)?,
+            Some(kind) => python_command(kind, name)?,
             None => (find(&name)?, Vec::new()),
         };
         args.extend(command);
         let mut spec = LaunchSpec::new(program, self.nproc_per_node);
         spec.args = args;
         if let Some(meeting) = meeting {
-            // Where the endpoint is made of them, the launchers meet there, and the ranks elsewhere.
+            // If --master-addr and --master-port are the endpoint, the launchers use the port, so ranks need another.
             let is_endpoint = self.rdzv_endpoint.is_none();
             spec.master_addr = self.master_addr;
             spec.master_port = self.master_port.map(NonZeroU16::get).filter(|_| !is_endpoint);
@@ -81,7 +73,7 @@ impl Args {
             spec.master_port = self.master_port.map(NonZeroU16::get).or(port);
         }
         spec.run_id = self.rdzv_id.filter(|_| !self.standalone);
-        spec.shutdown_timeout = or_variable(self.shutdown_timeout, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", seconds)?
+        spec.shutdown_timeout = or_variable(self.shutdown_timeout, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", parse_seconds)?
             .unwrap_or(spec.shutdown_timeout);
         spec.max_restarts = self.max_restarts;
         spec.heartbeat_timeout = self.heartbeat_timeout;
@@ -92,7 +84,7 @@ impl Args {
         spec.virtual_local_rank = self.virtual_local_rank;
         spec.pin_cores = self.pin_cores;
         spec.numa_binding = self.numa_binding;
-        // Who names a directory for logs wants some.
+        // --log-dir alone logs everything.
         let all = self.log_dir.is_some() && self.redirects.is_none() && self.tee.is_none();
         spec.logs.dir = self.log_dir;
         spec.logs.redirects = self.redirects.unwrap_or_default();
@@ -100,7 +92,7 @@ impl Args {
             .tee
             .unwrap_or_else(|| if all { StreamChoice::EveryRank(Streams::BOTH) } else { StreamChoice::default() });
         spec.logs.local_ranks_filter = self.local_ranks_filter;
-        // An empty template is none.
+        // An empty template means the default.
         let template = self.log_line_prefix_template.filter(|it| *it != LinePrefix::default());
         spec.logs.line_prefix =
             or_variable(template, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", str::parse)?.unwrap_or_default();
@@ -108,7 +100,7 @@ impl Args {
         Ok(spec)
     }
 
-    /// How this host meets others, if there may be others.
+    /// Returns how this host meets other hosts; `None` for a launch on one host.
     fn meeting(&self) -> Result<Option<RendezvousSpec>> {
         let (min, max) = self.nnodes;
         let usage =
@@ -149,7 +141,7 @@ impl Args {
         }
         if self.rdzv_token_file.is_none() && !endpoint.is_loopback() {
             return Err(Error::Options(format!(
-                "--nnodes {nnodes} needs --rdzv-token-file FILE, so that no stranger takes part. {HOW_TO_MAKE_ONE}"
+                "--nnodes {nnodes} needs --rdzv-token-file FILE, so that no stranger takes part. {TOKEN_HELP}"
             )));
         }
         let conf = &self.rdzv_conf;
@@ -167,7 +159,7 @@ impl Args {
     }
 }
 
-/// A misspelt key must not pass for one of `torchrun`'s that means nothing here.
+/// Warns of an unknown key, which may be a misspelt one.
 fn warn_of_key(key: &str) {
     match nearest(key, CONF_KEYS.into_iter().chain(TORCHRUN_CONF_KEYS)) {
         Some(meant) => tracing::warn!("--rdzv-conf knows no key {key:?}; did you mean {meant}?"),
@@ -175,7 +167,7 @@ fn warn_of_key(key: &str) {
     }
 }
 
-/// One host can't meet anybody elsewhere.
+/// Checks that the endpoint of a launch on one host is this host.
 fn check_is_here(endpoint: &Endpoint) -> Result<()> {
     if endpoint.is_here() {
         return Ok(());
@@ -188,7 +180,7 @@ fn check_is_here(endpoint: &Endpoint) -> Result<()> {
     })
 }
 
-/// Options that name local ranks must name ranks that there are.
+/// Checks that options do not name local ranks beyond `--nproc-per-node`.
 fn check_ranks(spec: &LaunchSpec) -> Result<()> {
     let logs = &spec.logs;
     for (flag, highest) in [
@@ -204,7 +196,8 @@ fn check_ranks(spec: &LaunchSpec) -> Result<()> {
     Ok(())
 }
 
-/// An option's value, else that of the variable that is `torchrun`'s default for it; an empty one says nothing.
+/// Returns an option's value, or the value of the variable that is `torchrun`'s default for it. An empty variable
+/// counts as unset.
 fn or_variable<T>(
     option: Option<T>,
     name: &'static str,
@@ -259,7 +252,7 @@ mod tests {
         assert_eq!((c10d.last_call_timeout, c10d.join_timeout), (Duration::from_secs(2), Duration::from_secs(600)));
         let line = "l --nnodes 2 --node-rank 1 --master-addr a --master-port 7 --rdzv-token-file t /bin/true";
         assert_eq!((met(line).port(), met(line).is_host, met(line).node_rank), (7, Some(false), Some(1)));
-        // Where the launchers meet, no rank can listen.
+        // The launchers listen on the endpoint's port, so ranks cannot.
         assert_eq!((spec(line).unwrap().master_addr.as_deref(), spec(line).unwrap().master_port), (Some("a"), None));
         assert_eq!(met("l --nnodes 2 --rdzv-endpoint localhost /bin/true").port(), 29400);
 

@@ -14,6 +14,13 @@
 //! everything that the host has waited for. How threads of the host wait for each other cannot be seen. So what one of
 //! them has waited for by a synchronisation counts for all of them; what one learnt by a query counts for that thread
 //! only, and a watchdog that polls hides no missing wait of others.
+//!
+//! # Schedule
+//! Any stream that may continue can be chosen, in the order that is worst for the program. `GPU_DOUBLE_SEED` selects a
+//! schedule (default: 0). With seed 0, only operations run for which the host waits, and streams that were created
+//! earlier come first. With any other seed, streams have priorities that change occasionally, a stream sometimes runs
+//! out of turn, and operations run before anything waits for them. A program without races has the same results with
+//! all seeds. Ranks have different schedules with the same seed.
 
 use std::{
     cell::Cell,
@@ -24,18 +31,49 @@ use std::{
 };
 
 use crate::{
-    allocation::Allocations,
     bytes,
-    clock::Clock,
-    operation::{Access, Operation, Progress, Touch},
+    memory::Allocations,
     pool::Account,
-    queue::{Entry, Event, Point, Run, Streams},
-    race::Use,
+    races::{Clock, Use},
     report,
-    schedule::Schedule,
-    settings::Settings,
     status::Fault,
+    streams::{Access, Entry, Event, Operation, Point, Progress, Run, Streams, Touch},
 };
+
+/// The double's settings. Each has a variable, in brackets.
+#[derive(Clone, Debug)]
+pub(crate) struct Settings {
+    /// How many devices there are (`GPU_DOUBLE_DEVICES`, 8).
+    pub(crate) devices: usize,
+    /// Bytes of each (`GPU_DOUBLE_MEMORY`, 80 GiB).
+    pub(crate) memory: u64,
+    /// What a device's pool takes of them at once (`GPU_DOUBLE_SEGMENT`, 2 MiB).
+    pub(crate) segment: u64,
+    /// The schedule (`GPU_DOUBLE_SEED`, 0), as [`schedule`](crate::schedule) explains it.
+    pub(crate) seed: u64,
+    /// The host has waited for other processes for so long that they will not come (`GPU_DOUBLE_STALL`, 300 seconds).
+    pub(crate) stall: Duration,
+}
+
+impl Settings {
+    /// What is wrong with a variable is the error.
+    pub(crate) fn from_env() -> Result<Self, String> {
+        Ok(Self {
+            devices: number("GPU_DOUBLE_DEVICES", 8)? as usize,
+            memory: number("GPU_DOUBLE_MEMORY", 80 << 30)?,
+            segment: number("GPU_DOUBLE_SEGMENT", 2 << 20)?.max(1),
+            seed: number("GPU_DOUBLE_SEED", 0)?,
+            stall: Duration::from_secs(number("GPU_DOUBLE_STALL", 300)?),
+        })
+    }
+}
+
+fn number(name: &str, default: u64) -> Result<u64, String> {
+    match std::env::var(name) {
+        Err(_) => Ok(default),
+        Ok(text) => text.parse().map_err(|_| format!("{name} is {text:?}, and has to be a whole number")),
+    }
+}
 
 /// Without a call of the host for so long, streams go on by themselves.
 const PATIENCE: Duration = Duration::from_millis(100);
@@ -357,4 +395,88 @@ pub(crate) fn machine() -> &'static Machine {
 extern "C" fn at_exit() {
     let seed = Settings::from_env().map_or(0, |settings| settings.seed);
     report::write(seed);
+}
+
+thread_local! {
+    static CURRENT: Cell<Option<usize>> = const { Cell::new(None) };
+}
+
+/// The device of this thread's context.
+pub(crate) fn current() -> Option<usize> {
+    CURRENT.get()
+}
+
+pub(crate) fn set_current(device: Option<usize>) {
+    CURRENT.set(device);
+}
+
+/// A seeded choice.
+#[derive(Debug)]
+pub(crate) struct Schedule {
+    seed: u64,
+    state: u64,
+    /// Changes all priorities.
+    epoch: u64,
+}
+
+impl Schedule {
+    pub(crate) fn new(seed: u64, rank: u64) -> Self {
+        let seed = if seed == 0 { 0 } else { mix(seed).wrapping_add(rank) };
+        Self { seed, state: mix(seed), epoch: 0 }
+    }
+
+    /// One of `1 / of` calls, by chance.
+    pub(crate) fn one_in(&mut self, of: u64) -> bool {
+        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        mix(self.state).is_multiple_of(of)
+    }
+
+    /// Whether something is to run that nobody waits for.
+    pub(crate) fn strays(&mut self) -> bool {
+        self.seed != 0 && self.one_in(4)
+    }
+
+    /// One of `streams`, of which there is one at least.
+    pub(crate) fn choose(&mut self, streams: &[usize]) -> usize {
+        let first = streams.iter().copied().min().expect("there is one at least");
+        if self.seed == 0 {
+            return first;
+        }
+        if self.one_in(64) {
+            self.epoch += 1;
+        }
+        if self.one_in(8) {
+            let place = mix(self.state ^ self.seed) % streams.len() as u64;
+            return streams[place as usize];
+        }
+        let priority = |stream: &usize| mix(mix(self.seed ^ mix(self.epoch)) ^ *stream as u64);
+        streams.iter().copied().max_by_key(priority).unwrap_or(first)
+    }
+}
+
+/// SplitMix64's mixing of bits.
+fn mix(mut value: u64) -> u64 {
+    value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    value ^ (value >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_seed_is_a_schedule() {
+        let run = |seed, rank| {
+            let mut schedule = Schedule::new(seed, rank);
+            (0..200).map(|_| schedule.choose(&[3, 1, 2])).collect::<Vec<_>>()
+        };
+        assert_eq!(run(7, 0), run(7, 0));
+        assert_ne!(run(7, 0), run(8, 0));
+        assert_ne!(run(7, 0), run(7, 1));
+        assert!(run(0, 1).iter().all(|stream| *stream == 1));
+        for stream in 1..=3 {
+            assert!((1..20).all(|seed| run(seed, 0).contains(&stream)), "each stream has its turn");
+        }
+    }
 }

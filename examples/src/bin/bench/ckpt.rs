@@ -15,7 +15,7 @@ use fsdp_core::layout::{Region, chunk_range};
 use fsdp_core::{Buffer, MeshLayout, ReduceOp};
 use serde::Serialize;
 
-use crate::print::print;
+use crate::print;
 
 /// What to measure.
 #[derive(clap::Args)]

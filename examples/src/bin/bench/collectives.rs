@@ -7,8 +7,7 @@ use fsdp_candle::World;
 use fsdp_core::{Allocator, Buffer, DType, GatherPart, ReduceOp, ScatterPart};
 use serde::Serialize;
 
-use crate::count::count;
-use crate::print::print;
+use crate::{count, print};
 
 /// What to measure.
 #[derive(clap::Args)]

@@ -13,9 +13,8 @@ use fsdp_ckpt::{SaveState, save};
 use serde::Serialize;
 
 use crate::ckpt::Scratch;
-use crate::count::count;
-use crate::print::print;
 use crate::residual::Shape;
+use crate::{count, print};
 
 /// What to measure.
 #[derive(clap::Args)]

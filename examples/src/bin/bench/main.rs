@@ -1,26 +1,30 @@
 //! Measurements of the library, each printed as a table or, with `--json`, as one JSON object:
 //! `fsdp-launch --nproc-per-node 2 bench --help`.
-
+//! Sizes on the command line.
+//! Results, on stdout.
+//! Starting a measurement's ranks where no launcher has.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
+
+use std::fmt::Display;
+use std::io::Write;
+use std::process::ExitCode;
+
+use anyhow::Context;
+use clap::builder::RangedU64ValueParser;
+use clap::{Parser, Subcommand};
+use fsdp_candle::DeviceChoice;
+use fsdp_examples::console::Console;
+use fsdp_launch::{LaunchSpec, LinePrefix, launch};
 
 mod ckpt;
 mod collectives;
 mod communication;
-mod count;
 mod finite;
 mod memory;
 mod meter;
 mod plan;
-mod print;
-mod ranks;
 mod residual;
 mod step;
-
-use std::process::ExitCode;
-
-use clap::{Parser, Subcommand};
-use fsdp_examples::console::Console;
-use fsdp_examples::device::DeviceChoice;
 
 /// Measures candle-fsdp on this machine. Start it under fsdp-launch:
 ///
@@ -57,7 +61,7 @@ fn main() -> ExitCode {
         && world > 1
         && std::env::var_os("WORLD_SIZE").is_none()
     {
-        return ranks::start(usize::from(world)).unwrap_or_else(failed);
+        return start_ranks(usize::from(world)).unwrap_or_else(failed);
     }
     if let What::Plan(args) = &cli.what {
         return plan::run(args).map_or_else(failed, |()| ExitCode::SUCCESS);
@@ -67,7 +71,7 @@ fn main() -> ExitCode {
         What::Step(args) => args.device,
         _ => DeviceChoice::Cpu,
     };
-    fsdp_examples::job::run_on(device.into(), |world| match cli.what {
+    fsdp_examples::job::run(device, |world| match cli.what {
         What::Ckpt(args) => ckpt::run(&args, world),
         What::Collectives(args) => collectives::run(&args, world),
         What::Finite(args) => finite::run(&args, world),
@@ -80,4 +84,28 @@ fn main() -> ExitCode {
 fn failed(error: anyhow::Error) -> ExitCode {
     Console::Stderr.line(format_args!("Error: {error:#}"));
     ExitCode::FAILURE
+}
+
+/// Reads a number from 1 to `most`. Below that, products of such numbers are numbers still, and memory that is not
+/// there is an error of the library's.
+pub(crate) fn count(most: u64) -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..=most)
+}
+
+/// Prints a line of results, which are what a measurement is for: an error where they would be lost.
+pub(crate) fn print(line: impl Display) -> anyhow::Result<()> {
+    writeln!(std::io::stdout(), "{line}").context("can't print the results")
+}
+
+/// Starts this program, with the arguments that it has, once for each of `ranks` ranks, and waits for all.
+fn start_ranks(ranks: usize) -> anyhow::Result<ExitCode> {
+    let program = std::env::current_exe().context("can't tell which program this is")?;
+    let mut spec = LaunchSpec::new(program, ranks);
+    spec.args = std::env::args_os().skip(1).collect();
+    spec.logs.line_prefix = LinePrefix::none();
+    let outcome = launch(&spec)?;
+    if !outcome.succeeded() {
+        Console::Stderr.line(&outcome);
+    }
+    Ok(ExitCode::from(outcome.exit_code()))
 }

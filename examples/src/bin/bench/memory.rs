@@ -7,18 +7,17 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::{Optimizer as _, VarBuilder, VarMap};
 use clap::ValueEnum;
+use fsdp_candle::DeviceChoice;
 use fsdp_candle::{
     AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, FsdpModule, FullyShard, Muon, MuonConfig, Optimizers, ReduceOp,
     ReduceScatter, ReshardAfterForward, SGD, SgdConfig, ShardedOptimizer, ShardedVarMap, World,
 };
 use fsdp_core::{Allocator, ProcessGroup, ScatterPart, Work};
-use fsdp_examples::device::DeviceChoice;
 use serde::Serialize;
 
-use crate::count::count;
 use crate::meter::Meter;
-use crate::print::print;
 use crate::residual::{Residual, Shape};
+use crate::{count, print};
 
 /// What to measure.
 #[derive(clap::Args)]
@@ -44,8 +43,8 @@ pub(crate) struct Args {
     /// Print one JSON object a mode.
     #[arg(long)]
     json: bool,
-    /// Where to compute.
-    #[arg(long, value_enum, default_value_t = DeviceChoice::Cpu)]
+    /// Compute device.
+    #[arg(long, default_value = "cpu", value_parser = fsdp_examples::job::device_parser())]
     pub(crate) device: DeviceChoice,
 }
 

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::VarBuilder;
 use fsdp_candle::{FsdpModule, FullyShard, fully_shard, nn, shard};
 
-use crate::count::count;
+use crate::count;
 
 /// How large it is.
 #[derive(Clone, Copy, clap::Args)]

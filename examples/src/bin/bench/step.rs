@@ -6,21 +6,19 @@ use std::time::Instant;
 use anyhow::{Context, bail, ensure};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Tensor};
+use fsdp_candle::DeviceChoice;
 use fsdp_candle::initializer::Philox;
 use fsdp_candle::{
     AdamW, AdamWConfig, FullyShard, MixedPrecisionPolicy, ReduceOp, ShardedVarMap, World, clip_grad_norm, nn,
 };
-use fsdp_examples::device::DeviceChoice;
 use fsdp_examples::metrics::peak_memory_bytes;
 use fsdp_examples::models::{self, Batch, ModelConfig, ModelOptions, Rows, TensorParallel, parallel};
 use fsdp_examples::ranks::Ranks;
 use serde::Serialize;
 
 use crate::communication::Clock;
-use crate::count::count;
 use crate::meter::Meter;
-use crate::plan;
-use crate::print::print;
+use crate::{count, plan, print};
 
 /// What to measure.
 #[derive(clap::Args)]
@@ -59,8 +57,8 @@ pub(crate) struct Args {
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
-    /// Where to compute.
-    #[arg(long, value_enum, default_value_t = DeviceChoice::Cpu)]
+    /// Compute device.
+    #[arg(long, default_value = "cpu", value_parser = fsdp_examples::job::device_parser())]
     pub(crate) device: DeviceChoice,
 }
 

@@ -1,6 +1,7 @@
-use super::super::tokens::tests::data_of;
-use super::*;
 use proptest::prelude::*;
+
+use crate::data::batches::*;
+use crate::data::tokens::tests::data_of;
 
 fn counting(len: u32) -> Source {
     let ids: Vec<u32> = (0..len).collect();

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use anyhow::{Result, ensure};
 use fsdp_candle::nn::IGNORED;
 
-use super::examples::Examples;
-use crate::data::permutation::Permutation;
+use crate::data::sft::Examples;
+use crate::data::stream::Permutation;
 
 /// So many sequences are open at a time.
 const OPEN: usize = 64;

@@ -1,16 +1,23 @@
 //! Chat templates: Jinja, with what transformers gives to it.
+//! What of a conversation the assistant says.
+//! The special tokens that a model directory names.
+//! JSON as Python's `json.dumps` writes it, which templates expect of `tojson`.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::ops::{Range, RangeInclusive};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use minijinja::syntax::SyntaxConfig;
+use minijinja::value::Kwargs;
 use minijinja::{Environment, Error, ErrorKind, UndefinedBehavior, Value};
 use minijinja_contrib::pycompat::unknown_method_callback;
+use serde::Serialize;
+use serde_json::Serializer;
+use serde_json::ser::{Formatter, PrettyFormatter};
 
-use super::json::tojson;
-use super::specials::{Specials, read_json};
+use crate::data::text::{Marked, Text};
 
 /// How conversations are written where a model brings no template of its own.
 pub(super) const DEFAULT: &str = "{% for message in messages %}\
@@ -218,4 +225,191 @@ fn told(error: &Error) -> String {
         cause = error.source();
     }
     text
+}
+
+/// Writes a conversation and finds the assistant's turns in it: as the template marks them, or else by writing the
+/// conversation up to each of them, and with it.
+///
+/// A turn reaches to its last special token, if nothing but whitespace follows that, else to its end.
+pub(super) fn conversation(
+    template: &Template,
+    messages: &[Value],
+    others: &BTreeMap<String, Value>,
+    specials: &[String],
+) -> Result<Marked> {
+    let is_assistant = |message: &Value| message.get_attr("role").is_ok_and(|role| role.as_str() == Some("assistant"));
+    ensure!(
+        messages.iter().any(is_assistant),
+        "there is no message with the role \"assistant\", so there is nothing to learn: add the answer, or remove the \
+         line"
+    );
+    let (text, marked) = template.render(messages, others, false)?;
+    let mut learnt = marked;
+    if !template.marks {
+        for (i, _) in messages.iter().enumerate().filter(|(_, message)| is_assistant(message)) {
+            let turn = turn(template, messages, others, i, &text, specials)?;
+            learnt.push(turn);
+        }
+    }
+    for span in &mut learnt {
+        let said = text[span.clone()].trim_end();
+        if specials.iter().any(|token| said.ends_with(token.as_str())) {
+            span.end = span.start + said.len();
+        }
+    }
+    let says_something = |span: &Range<usize>| {
+        let said = specials.iter().fold(text[span.clone()].to_owned(), |said, token| said.replace(token.as_str(), ""));
+        !said.trim().is_empty()
+    };
+    ensure!(
+        learnt.iter().all(Range::is_empty) || learnt.iter().any(says_something),
+        "the assistant's answer is empty, so there is nothing to learn: write it, or remove the line"
+    );
+    learnt.retain(|span| !span.is_empty());
+    ensure!(
+        !learnt.is_empty(),
+        "{} leaves nothing of the assistant to be learnt{}",
+        template.origin,
+        if template.marks { ": it marks nothing by {% generation %} here" } else { "" }
+    );
+    Ok(Marked { text, learnt, bare: false })
+}
+
+/// The stretch that is message `i`, which is the assistant's.
+fn turn(
+    template: &Template,
+    messages: &[Value],
+    others: &BTreeMap<String, Value>,
+    i: usize,
+    text: &str,
+    specials: &[String],
+) -> Result<Range<usize>> {
+    let (before, _) = template.render(&messages[..i], others, true)?;
+    let (after, _) = template.render(&messages[..=i], others, false)?;
+    // Some templates end every conversation, and so this one, by a token of its own.
+    let endings = specials.iter().filter_map(|token| after.trim_end().strip_suffix(token.as_str()));
+    let end = std::iter::once(after.as_str()).chain(endings).find(|after| text.starts_with(after));
+    match end {
+        Some(end) if text.starts_with(&before) && before.len() <= end.len() => Ok(before.len()..end.len()),
+        _ => bail!(
+            "{} writes the messages up to number {} otherwise when they are alone than within the whole conversation, \
+             so that it is not known which words are the assistant's. Write the conversation as lines that end with \
+             the assistant's first answer, or mark what the assistant says by {{% generation %}} and \
+             {{% endgeneration %}} in a chat_template.jinja in the model directory",
+            template.origin,
+            i + 1
+        ),
+    }
+}
+
+/// What ends a turn where tokens are bytes: the one that is in no text.
+const END_OF_BYTES: &str = "\0";
+
+/// Special tokens by the names that templates know them by, `bos_token` and its like, and what ends a text.
+#[derive(Debug, Default)]
+pub(super) struct Specials {
+    pub(super) named: BTreeMap<String, String>,
+    /// What is put after a completion.
+    pub(super) end: Option<u32>,
+    /// The ids that end an answer.
+    pub(super) stops: Vec<u32>,
+}
+
+impl Specials {
+    /// Of `tokenizer_config.json`, `special_tokens_map.json`, `generation_config.json` and `config.json` in a model
+    /// directory, as far as they are there; of bytes, where there is no tokenizer.
+    pub(super) fn new(model: Option<&Path>, text: &Text) -> Result<Self> {
+        if text.is_bytes() {
+            let named = BTreeMap::from([("eos_token".to_owned(), END_OF_BYTES.to_owned())]);
+            return Ok(Specials { named, end: Some(0), stops: vec![0] });
+        }
+        let mut named = BTreeMap::new();
+        let mut stops = Vec::new();
+        for name in ["special_tokens_map.json", "tokenizer_config.json"] {
+            let Some(serde_json::Value::Object(fields)) = read_json(model, name)? else { continue };
+            for (key, value) in fields.iter().filter(|(key, _)| key.ends_with("_token")) {
+                if let Some(token) = value.as_str().or_else(|| value.get("content")?.as_str()) {
+                    named.insert(key.clone(), token.to_owned());
+                }
+            }
+        }
+        if let Some(id) = named.get("eos_token").and_then(|token| text.id_of(token)) {
+            stops.push(id);
+        }
+        for name in ["generation_config.json", "config.json"] {
+            let ids = read_json(model, name)?.and_then(|fields| fields.get("eos_token_id").cloned());
+            let ids = match ids {
+                Some(serde_json::Value::Array(ids)) => ids,
+                Some(id) => vec![id],
+                None => vec![],
+            };
+            stops.extend(ids.iter().filter_map(serde_json::Value::as_u64).filter_map(|id| u32::try_from(id).ok()));
+        }
+        let end = stops.first().copied();
+        if let (None, Some(token)) = (named.get("eos_token"), end.and_then(|id| text.token_of(id))) {
+            named.insert("eos_token".into(), token);
+        }
+        Ok(Specials { named, end, stops })
+    }
+
+    /// The text of a special token.
+    pub(super) fn token(&self, name: &str) -> Option<&str> {
+        self.named.get(name).map(String::as_str)
+    }
+}
+
+/// A file of the model directory, if it is there.
+pub(super) fn read_json(model: Option<&Path>, name: &str) -> Result<Option<serde_json::Value>> {
+    let Some(path) = model.map(|model| model.join(name)).filter(|path| path.exists()) else { return Ok(None) };
+    let read = || -> Result<serde_json::Value> { Ok(serde_json::from_str(&std::fs::read_to_string(&path)?)?) };
+    read().map(Some).with_context(|| format!("cannot read {}", path.display()))
+}
+
+/// The filter `tojson` of transformers' templates: `ensure_ascii` is false unless asked for, and nothing is escaped
+/// for HTML.
+pub(super) fn tojson(value: &Value, options: Kwargs) -> Result<Value, Error> {
+    let indent: Option<usize> = options.get("indent")?;
+    let sorted: Option<bool> = options.get("sort_keys")?;
+    let ascii: Option<bool> = options.get("ensure_ascii")?;
+    options.assert_all_used()?;
+    if ascii == Some(true) {
+        return Err(Error::new(ErrorKind::InvalidOperation, "tojson(ensure_ascii=true) is not supported"));
+    }
+    let written = match sorted {
+        // The values of `serde_json` have their keys sorted.
+        Some(true) => serde_json::to_value(value).and_then(|value| write(&value, indent)),
+        _ => write(value, indent),
+    };
+    let written = written.map_err(|error| Error::new(ErrorKind::BadSerialization, "no JSON").with_source(error))?;
+    Ok(Value::from(written))
+}
+
+fn write(value: &impl Serialize, indent: Option<usize>) -> Result<String, serde_json::Error> {
+    let mut out = Vec::new();
+    match indent {
+        Some(indent) => {
+            let indent = " ".repeat(indent.min(64));
+            let formatter = PrettyFormatter::with_indent(indent.as_bytes());
+            value.serialize(&mut Serializer::with_formatter(&mut out, formatter))?;
+        }
+        None => value.serialize(&mut Serializer::with_formatter(&mut out, Spaced))?,
+    }
+    String::from_utf8(out).map_err(serde::ser::Error::custom)
+}
+
+/// A space after each comma and colon.
+struct Spaced;
+
+impl Formatter for Spaced {
+    fn begin_array_value<W: ?Sized + io::Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { writer.write_all(b", ") }
+    }
+
+    fn begin_object_key<W: ?Sized + io::Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { writer.write_all(b", ") }
+    }
+
+    fn begin_object_value<W: ?Sized + io::Write>(&mut self, writer: &mut W) -> io::Result<()> {
+        writer.write_all(b": ")
+    }
 }

@@ -8,10 +8,8 @@ use minijinja::Value;
 use proptest::prelude::*;
 use tempfile::TempDir;
 
-use super::examples::Examples;
-use super::line;
-use super::specials::Specials;
-use super::template::Template;
+use crate::data::sft::Examples;
+use crate::data::sft::template::{Specials, Template};
 use crate::data::text::{Marked, Text};
 
 fn recorded(name: &str) -> PathBuf {
@@ -51,7 +49,7 @@ impl Reader {
     }
 
     fn read(&self, line: &str) -> anyhow::Result<Marked> {
-        line::read(line, &self.template, &self.specials)
+        super::read_line(line, &self.template, &self.specials)
     }
 
     /// What is learnt of a line, stretch by stretch.
@@ -85,7 +83,7 @@ fn templates_write_what_transformers_writes() {
         let dir = model_of(name);
         let reader = Reader::new(Some(dir.path()));
         let line = serde_json::to_string(&case["line"]).unwrap();
-        let (messages, others) = line::messages(&line).unwrap();
+        let (messages, others) = super::messages(&line).unwrap();
         let prompt = case["add_generation_prompt"].is_true();
         let rendered = reader.template.render(&messages, &others, prompt);
         if let Some(error) = case.get("error") {

@@ -1,6 +1,7 @@
-use super::*;
-use crate::data::text::tests::TOKENIZER;
 use std::fs;
+
+use crate::data::text::tests::TOKENIZER;
+use crate::data::tokens::*;
 
 pub(crate) fn data_of(ids: &[&[u32]]) -> Data {
     let mut data = Data::empty("a test".into());

@@ -3,8 +3,7 @@
 use anyhow::ensure;
 use serde::{Deserialize, Serialize};
 
-use super::activation::Activation;
-use super::checks::{at_least_one, below_one, not_negative, padding_row};
+use crate::models::config::{Activation, at_least_one, below_one, not_negative, padding_row};
 
 /// What Hugging Face's `BertConfig` says that matters here.
 #[derive(Clone, Debug, Deserialize, Serialize)]

@@ -1,14 +1,13 @@
 //! What the families of decoders differ in, as options.
+//! The fields that `config.json` of a decoder may have, and the families of decoders.
+//! The experts of a decoder's layers.
 
-use anyhow::{bail, ensure};
+use anyhow::{Context, bail, ensure};
 use fsdp_candle::nn::AttentionOptions;
-use serde::Serialize;
+use serde::{Deserialize, Deserializer, Serialize};
 
-use super::activation::Activation;
-use super::checks::{above_zero, at_least_one, below_one, not_negative, padding_row};
-use super::experts::ExpertsConfig;
-use super::fields::{Family, Fields, RopeParameters};
-use super::rope::{Around, Rope};
+use crate::models::config::rope::{Around, Rope};
+use crate::models::config::{Activation, above_zero, at_least_one, below_one, not_negative, padding_row};
 
 /// A decoder: what its `config.json` says, and what follows for its layers. Whatever a file leaves out is as
 /// transformers has it.
@@ -360,4 +359,199 @@ fn activation(gemma: bool, fields: &Fields) -> anyhow::Result<Activation> {
         false => ("hidden_act", fields.hidden_act.as_deref().unwrap_or("silu")),
     };
     Activation::parse(name, value)
+}
+
+/// Decoders whose layers are alike but for options.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Family {
+    Llama,
+    Mistral,
+    Qwen2,
+    Qwen3,
+    Gemma2,
+    Gemma3,
+    Phi3,
+    Mixtral,
+    Qwen3Moe,
+}
+
+/// The families by their `model_type`.
+pub(super) const FAMILIES: [(&str, Family); 9] = [
+    ("llama", Family::Llama),
+    ("mistral", Family::Mistral),
+    ("qwen2", Family::Qwen2),
+    ("qwen3", Family::Qwen3),
+    ("gemma2", Family::Gemma2),
+    ("gemma3_text", Family::Gemma3),
+    ("phi3", Family::Phi3),
+    ("mixtral", Family::Mixtral),
+    ("qwen3_moe", Family::Qwen3Moe),
+];
+
+/// Whatever the families' configurations say that matters here, by transformers' names. What is `None` inside `Some` is
+/// `null` in the file, which is something else than a default.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[allow(missing_docs)]
+pub struct Fields {
+    pub model_type: String,
+    pub hidden_size: usize,
+    pub intermediate_size: usize,
+    pub num_hidden_layers: usize,
+    pub num_attention_heads: usize,
+    #[serde(default, deserialize_with = "given")]
+    pub num_key_value_heads: Option<Option<usize>>,
+    pub head_dim: Option<usize>,
+    pub vocab_size: usize,
+    #[serde(default, deserialize_with = "given")]
+    pub pad_token_id: Option<Option<i64>>,
+    pub max_position_embeddings: Option<usize>,
+    pub rms_norm_eps: Option<f64>,
+    pub initializer_range: Option<f64>,
+    pub tie_word_embeddings: Option<bool>,
+    pub hidden_act: Option<String>,
+    pub hidden_activation: Option<String>,
+    pub attention_bias: Option<bool>,
+    pub mlp_bias: Option<bool>,
+    pub attention_dropout: Option<f64>,
+    pub resid_pdrop: Option<f64>,
+    pub embd_pdrop: Option<f64>,
+    pub rope_theta: Option<f64>,
+    pub rope_local_base_freq: Option<f64>,
+    pub rope_parameters: Option<Box<RopeParameters>>,
+    pub rope_scaling: Option<Box<RopeParameters>>,
+    pub partial_rotary_factor: Option<f64>,
+    pub original_max_position_embeddings: Option<f64>,
+    #[serde(default, deserialize_with = "given")]
+    pub sliding_window: Option<Option<usize>>,
+    pub use_sliding_window: Option<bool>,
+    pub max_window_layers: Option<usize>,
+    #[serde(alias = "_sliding_window_pattern")]
+    pub sliding_window_pattern: Option<usize>,
+    pub layer_types: Option<Vec<String>>,
+    pub use_bidirectional_attention: Option<bool>,
+    pub query_pre_attn_scalar: Option<f64>,
+    #[serde(default, deserialize_with = "given")]
+    pub attn_logit_softcapping: Option<Option<f64>>,
+    #[serde(default, deserialize_with = "given")]
+    pub final_logit_softcapping: Option<Option<f64>>,
+    pub num_local_experts: Option<usize>,
+    pub num_experts: Option<usize>,
+    pub num_experts_per_tok: Option<usize>,
+    pub moe_intermediate_size: Option<usize>,
+    pub norm_topk_prob: Option<bool>,
+    pub output_router_logits: Option<bool>,
+    pub router_aux_loss_coef: Option<f64>,
+    pub router_jitter_noise: Option<f64>,
+    pub decoder_sparse_step: Option<usize>,
+    pub mlp_only_layers: Option<Vec<usize>>,
+}
+
+/// `rope_parameters` (or the older `rope_scaling`).
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+#[allow(missing_docs)]
+pub struct RopeParameters {
+    pub rope_theta: Option<f64>,
+    pub rope_type: Option<String>,
+    /// `rope_type` in the oldest files.
+    #[serde(rename = "type")]
+    pub old_rope_type: Option<String>,
+    pub partial_rotary_factor: Option<f64>,
+    pub factor: Option<f64>,
+    pub low_freq_factor: Option<f64>,
+    pub high_freq_factor: Option<f64>,
+    pub original_max_position_embeddings: Option<f64>,
+    pub attention_factor: Option<f64>,
+    pub beta_fast: Option<f64>,
+    pub beta_slow: Option<f64>,
+    pub mscale: Option<f64>,
+    pub mscale_all_dim: Option<f64>,
+    pub truncate: Option<bool>,
+    pub short_factor: Option<Vec<f64>>,
+    pub long_factor: Option<Vec<f64>>,
+    /// Gemma 3 has one rotary embedding for each kind of layer.
+    pub full_attention: Option<Box<RopeParameters>>,
+    pub sliding_attention: Option<Box<RopeParameters>>,
+}
+
+/// A field that is there, be it `null`.
+fn given<'de, T: Deserialize<'de>, D: Deserializer<'de>>(from: D) -> Result<Option<Option<T>>, D::Error> {
+    Option::deserialize(from).map(Some)
+}
+
+/// MLPs of which each token chooses some.
+#[derive(Clone, Debug)]
+pub struct ExpertsConfig {
+    /// How many there are.
+    pub count: usize,
+    /// How many a token chooses.
+    pub per_token: usize,
+    /// Width inside one.
+    pub inner: usize,
+    /// What `config.json` calls it.
+    pub width_name: &'static str,
+    /// Whether the weights of those chosen are made to add up to 1.
+    pub renormalized: bool,
+    /// What the loss that keeps experts equally busy is multiplied by, where there is one.
+    pub auxiliary: Option<f64>,
+    /// Their name in a layer, and those of an expert's projections: gate, up, down.
+    pub names: (&'static str, [&'static str; 3]),
+    sparse_step: usize,
+    dense_layers: Vec<usize>,
+}
+
+impl ExpertsConfig {
+    pub(super) fn new(family: Family, fields: &Fields) -> anyhow::Result<Option<Self>> {
+        let (names, count, (width_name, inner), per_token, renormalized) = match family {
+            Family::Mixtral => {
+                let count = fields.num_local_experts.or(fields.num_experts).unwrap_or(8);
+                let inner = ("intermediate_size", fields.intermediate_size);
+                (("block_sparse_moe", ["w1", "w3", "w2"]), count, inner, 2, true)
+            }
+            Family::Qwen3Moe => {
+                let count = fields.num_experts.or(fields.num_local_experts).unwrap_or(128);
+                let name = "moe_intermediate_size";
+                let inner = (name, fields.moe_intermediate_size.with_context(|| format!("missing field `{name}`"))?);
+                let names = ("mlp", ["gate_proj", "up_proj", "down_proj"]);
+                (names, count, inner, 8, fields.norm_topk_prob.unwrap_or(false))
+            }
+            _ => return Ok(None),
+        };
+        let per_token = fields.num_experts_per_tok.unwrap_or(per_token);
+        let sparse_step = fields.decoder_sparse_step.filter(|_| family == Family::Qwen3Moe).unwrap_or(1);
+        let mut dense_layers = match family {
+            Family::Qwen3Moe => fields.mlp_only_layers.clone().unwrap_or_default(),
+            _ => vec![],
+        };
+        dense_layers.sort_unstable();
+        dense_layers.dedup();
+        at_least_one(&[
+            ("num_experts", count),
+            ("num_experts_per_tok", per_token),
+            (width_name, inner),
+            ("decoder_sparse_step", sparse_step),
+        ])?;
+        ensure!(per_token <= count, "num_experts_per_tok = {per_token} must be at most the {count} experts");
+        let noise = fields.router_jitter_noise.unwrap_or(0.);
+        ensure!(noise == 0., "router_jitter_noise = {noise} is not supported; 0 is");
+        let coefficient = fields.router_aux_loss_coef.unwrap_or(0.001);
+        not_negative(&[("router_aux_loss_coef", coefficient)])?;
+        let auxiliary = fields.output_router_logits.unwrap_or(false).then_some(coefficient);
+        Ok(Some(ExpertsConfig {
+            count,
+            per_token,
+            inner,
+            width_name,
+            renormalized,
+            auxiliary,
+            names,
+            sparse_step,
+            dense_layers,
+        }))
+    }
+
+    /// Whether a layer has them.
+    pub fn are_in(&self, layer: usize) -> bool {
+        (layer + 1).is_multiple_of(self.sparse_step) && self.dense_layers.binary_search(&layer).is_err()
+    }
 }

@@ -3,7 +3,7 @@
 use anyhow::ensure;
 use serde::{Deserialize, Serialize};
 
-use super::checks::{at_least_one, below_one, not_negative};
+use crate::models::config::{at_least_one, below_one, not_negative};
 
 /// What Hugging Face's `GPT2Config` says that matters here.
 #[derive(Clone, Debug, Deserialize, Serialize)]

@@ -1,27 +1,23 @@
 //! `config.json` of a Hugging Face model directory.
+//! How much a model drops while it trains.
+//! Activations by transformers' names.
+//! What numbers must be, and the words when they are not.
 
-pub mod activation;
+use std::path::Path;
+
+use anyhow::{Context, bail, ensure};
+pub use bert::BertConfig;
+pub use decoder::DecoderConfig;
+use decoder::{FAMILIES, Fields};
+pub use gpt2::Gpt2Config;
+use serde::{Deserialize, Serialize};
+
 pub mod bert;
-mod checks;
 pub mod decoder;
-mod dropout;
-pub mod experts;
-pub mod fields;
 pub mod gpt2;
 pub mod rope;
 #[cfg(test)]
 mod tests;
-
-use std::path::Path;
-
-use anyhow::{Context, bail};
-use serde::{Deserialize, Serialize};
-
-pub use bert::BertConfig;
-pub use decoder::DecoderConfig;
-pub use dropout::Dropout;
-use fields::{FAMILIES, Fields};
-pub use gpt2::Gpt2Config;
 
 /// `config.json` of the built-in model.
 pub const BUILTIN: &str = r#"{
@@ -156,4 +152,88 @@ impl ModelConfig {
     pub fn is_masked(&self) -> bool {
         matches!(self, ModelConfig::Bert(_))
     }
+}
+
+/// The probabilities, below 1, with which elements become 0 while a model trains.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Dropout {
+    /// Of embeddings. Decoders have none.
+    pub embedding: f64,
+    /// Of a query's weights of keys.
+    pub attention: f64,
+    /// Of what attention and MLP add to the residual stream. Decoders have none.
+    pub hidden: f64,
+}
+
+impl Dropout {
+    /// The same probability everywhere.
+    pub fn everywhere(probability: f64) -> Self {
+        Dropout { embedding: probability, attention: probability, hidden: probability }
+    }
+}
+
+/// An activation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Activation {
+    Silu,
+    Gelu,
+    GeluErf,
+}
+
+impl Activation {
+    /// The one that `field` of a configuration names.
+    pub(super) fn parse(field: &str, name: &str) -> anyhow::Result<Self> {
+        Ok(match name {
+            "silu" | "swish" => Activation::Silu,
+            "gelu_pytorch_tanh" | "gelu_new" => Activation::Gelu,
+            "gelu" => Activation::GeluErf,
+            _ => bail!(
+                "{field} = \"{name}\" is not known; \"silu\", \"gelu_pytorch_tanh\", \"gelu_new\" and \"gelu\" are"
+            ),
+        })
+    }
+}
+
+/// Numbers of things there must be.
+pub(super) fn at_least_one(fields: &[(&str, usize)]) -> anyhow::Result<()> {
+    fields.iter().try_for_each(|(name, value)| {
+        ensure!(*value > 0, "{name} = {value} must be at least 1");
+        Ok(())
+    })
+}
+
+pub(super) fn not_negative(fields: &[(&str, f64)]) -> anyhow::Result<()> {
+    fields.iter().try_for_each(|(name, value)| {
+        ensure!(value.is_finite() && *value >= 0., "{name} = {value} must be at least 0");
+        Ok(())
+    })
+}
+
+pub(super) fn below_one(fields: &[(&str, f64)]) -> anyhow::Result<()> {
+    fields.iter().try_for_each(|(name, value)| {
+        ensure!((0. ..1.).contains(value), "{name} = {value} must be at least 0 and below 1");
+        Ok(())
+    })
+}
+
+/// Returns the row of the embedding that lookups do not train, as PyTorch's `nn.Embedding` reads `padding_idx`: a
+/// negative id counts from the vocabulary's end.
+pub(super) fn padding_row(pad_token_id: Option<i64>, vocabulary: usize) -> anyhow::Result<Option<usize>> {
+    let Some(id) = pad_token_id else { return Ok(None) };
+    let from = if id < 0 { vocabulary as i128 } else { 0 };
+    let row = usize::try_from(i128::from(id) + from).ok().filter(|row| *row < vocabulary);
+    ensure!(
+        row.is_some(),
+        "pad_token_id = {id} (which may be the default of this model_type) is not in the vocabulary of {vocabulary} \
+         ids: give one that is, or null"
+    );
+    Ok(row)
+}
+
+pub(super) fn above_zero(fields: &[(&str, f64)]) -> anyhow::Result<()> {
+    fields.iter().try_for_each(|(name, value)| {
+        ensure!(value.is_finite() && *value > 0., "{name} = {value} must be above 0");
+        Ok(())
+    })
 }

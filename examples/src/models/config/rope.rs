@@ -4,8 +4,8 @@ use std::f64::consts::TAU;
 
 use anyhow::{Context, bail, ensure};
 
-use super::checks::above_zero;
-use super::fields::{Fields, RopeParameters};
+use crate::models::config::above_zero;
+use crate::models::config::decoder::{Fields, RopeParameters};
 
 /// Frequencies for sequences of more than so many positions, where they are others.
 pub type OfLonger = Option<(usize, Vec<f32>)>;

@@ -1,5 +1,5 @@
-use super::activation::Activation;
-use super::*;
+use crate::models::config::Activation;
+use crate::models::config::*;
 
 fn llama(more: &str) -> String {
     format!(

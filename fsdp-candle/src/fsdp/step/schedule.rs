@@ -40,7 +40,7 @@ type Check = dyn Fn() -> crate::error::Result<()> + Send + Sync;
 
 impl Schedule {
     pub(crate) fn of_rank(rank: usize, device: &Device) -> Self {
-        let pool = Arc::new(Pool::new(kernels::or_host(device)));
+        let pool = Arc::new(Pool::new(kernels::of_device_or_cpu(device)));
         Schedule {
             downloads: Arc::new(Downloads::new(pool.clone())),
             pool,

@@ -16,7 +16,7 @@ use fsdp_core::{Allocator, Buffer, DType, DeviceId, Readable, View};
 
 use crate::error::Error;
 use crate::fsdp::policy::OffloadPolicy;
-use crate::kernels::{self, Copying, HostSink, HostSource, Kernels};
+use crate::kernels::{self, HostSink, HostSource, Kernels, PendingCopy};
 use crate::storage::{Pool, to_core_dtype, to_tensor};
 
 /// What an offloaded parameter has besides its shard.
@@ -42,12 +42,12 @@ struct HostGradient {
 /// The buffers of one model's gradients that are on their way to the host.
 pub(crate) struct Downloads {
     pool: Arc<Pool>,
-    leaving: Mutex<Vec<(Box<dyn Copying>, Buffer)>>,
+    leaving: Mutex<Vec<(Box<dyn PendingCopy>, Buffer)>>,
 }
 
 /// A shard on the device, for an all-gather to read. Its memory goes back to the pool.
 pub(super) struct Uploaded {
-    copying: Option<Box<dyn Copying>>,
+    copying: Option<Box<dyn PendingCopy>>,
     buffer: Option<Buffer>,
     via: Option<Buffer>,
     pool: Arc<Pool>,
@@ -175,7 +175,7 @@ impl Downloads {
         Downloads { pool, leaving: Mutex::default() }
     }
 
-    fn leaving(&self) -> MutexGuard<'_, Vec<(Box<dyn Copying>, Buffer)>> {
+    fn leaving(&self) -> MutexGuard<'_, Vec<(Box<dyn PendingCopy>, Buffer)>> {
         self.leaving.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -1,25 +1,25 @@
-//! Ranks as threads whose collectives are counted.
+//! Ranks as threads whose collectives are recorded.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use fsdp_candle::World;
 use fsdp_core::process_group::{
-    Backend, Collective, Failure, Landing, Lookout, Membership, Op, Options, Promises, local,
+    Backend, Collective, CollectiveOutput, Failure, Guarantees, Membership, Op, Options, PeerMonitor, local,
 };
 use fsdp_core::{Buffer, DeviceId, ProcessGroup, Result};
 
-/// What a rank has issued, in order: the collective, and the bytes that it gave.
+/// The collectives of a rank in order, with the bytes of its input.
 #[derive(Clone, Default)]
 pub(crate) struct Counts(Arc<Mutex<Vec<(&'static str, usize)>>>);
 
 impl Counts {
-    /// What was issued since the last call.
+    /// The collectives since the last call.
     pub(crate) fn take(&self) -> Vec<(&'static str, usize)> {
         std::mem::take(&mut self.0.lock().unwrap())
     }
 
-    /// The names of these.
+    /// The names of these collectives.
     pub(crate) fn names(&self) -> Vec<&'static str> {
         self.take().into_iter().map(|(name, _)| name).collect()
     }
@@ -39,11 +39,11 @@ impl Backend for Counted {
         self.backend.device()
     }
 
-    fn promises(&self) -> Promises {
-        self.backend.promises()
+    fn guarantees(&self) -> Guarantees {
+        self.backend.guarantees()
     }
 
-    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<Landing> {
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
         let one = |buffer: &Buffer| bytes(std::slice::from_ref(buffer));
         let count = match &op {
             Op::AllGather { parts, .. } => {
@@ -68,12 +68,12 @@ impl Backend for Counted {
         self.backend.fail(why);
     }
 
-    fn lookout(&self) -> Option<Arc<dyn Lookout>> {
-        self.backend.lookout()
+    fn peer_monitor(&self) -> Option<Arc<dyn PeerMonitor>> {
+        self.backend.peer_monitor()
     }
 }
 
-/// Runs a closure on each of several ranks of a world of threads, on the host, with what it has issued.
+/// Runs a closure on each of several ranks as threads on the host, with the rank's recorded collectives.
 pub(crate) fn counted<T: Send>(size: usize, f: impl Fn(World, Counts) -> T + Sync) -> Vec<T> {
     let timeout = Duration::from_secs(60);
     let backends = local::backends(size, &Options::default().with_timeout(timeout)).unwrap();

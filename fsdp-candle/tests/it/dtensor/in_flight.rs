@@ -1,15 +1,14 @@
-//! Redistributions that run while their callers go on.
+//! Redistributions that run asynchronously.
 
 use std::sync::mpsc::channel;
 use std::sync::{Barrier, Mutex};
 
 use super::*;
 
-/// Rank 1 comes to its collectives only after rank 0 has issued its own and gone on; and it gets through them while
-/// rank 0 does not wait for anything. A call that blocked, or one that did nothing before it is waited for, would end
-/// in a timeout.
+/// Rank 1 issues its collectives only after rank 0 has issued its own and gone on, and completes them while rank 0
+/// waits for nothing. A call that blocked, or one that did nothing until waited for, would time out.
 #[test]
-fn collectives_are_issued_and_go_on_without_their_callers() {
+fn collectives_run_without_their_callers() {
     for (from, to) in [(Shard(0), Replicate), (Shard(0), Shard(1)), (SUM, Replicate), (SUM, Shard(0))] {
         let ((tell, told), (done, is_done)) = (channel(), channel());
         let ends = Mutex::new((Some((tell, is_done)), Some((told, done))));
@@ -20,7 +19,7 @@ fn collectives_are_issued_and_go_on_without_their_callers() {
                 let (tell, is_done) = ends.lock().unwrap().0.take().unwrap();
                 let moving = tensor.redistribute_async(&[to]).unwrap();
                 let whole = tensor.full_tensor_async().unwrap();
-                // Something else, while they run.
+                // Other work while they run.
                 let twice = tensor.mul(2.).unwrap();
                 tell.send(()).unwrap();
                 is_done.recv().unwrap();
@@ -42,7 +41,7 @@ fn collectives_are_issued_and_go_on_without_their_callers() {
 }
 
 #[test]
-fn handles_may_be_waited_for_in_any_order_and_dropped() {
+fn waits_in_any_order() {
     let together = Barrier::new(4);
     on_mesh(&[2, 2], |mesh| {
         let full = numbers(&[5, 3], DType::F32);
@@ -51,7 +50,7 @@ fn handles_may_be_waited_for_in_any_order_and_dropped() {
         let whole = tensor.full_tensor_async().unwrap();
         drop(tensor.redistribute_async(&[Replicate, Shard(0)]).unwrap());
         together.wait();
-        // Two ranks wait for one first, two for the other.
+        // Two ranks wait for one of them first, two for the other.
         if mesh.rank() % 2 == 0 {
             assert_is_later(columns, whole, &full);
         } else {
@@ -63,7 +62,7 @@ fn handles_may_be_waited_for_in_any_order_and_dropped() {
             let columns = columns.wait().unwrap();
             assert_eq!(values(columns.to_local()), part(&full, columns.spec(), mesh.rank()));
         }
-        // Nothing is left behind that the next collective would meet.
+        // Nothing is left that could disturb the next collective.
         assert_eq!(values(&tensor.full_tensor().unwrap()), values(&full));
     });
 }

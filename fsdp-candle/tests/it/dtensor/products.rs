@@ -1,8 +1,8 @@
-//! Products of matrices.
+//! Matrix products.
 
 use super::*;
 
-/// Where the product lies along one mesh dimension, if it takes no communication.
+/// The placement of the product along one mesh dimension, if no communication is needed.
 fn product(left: Placement, right: Placement, linear: &[Placement]) -> Option<Placement> {
     match (left, right) {
         (Replicate, Replicate) => Some(Replicate),
@@ -15,7 +15,7 @@ fn product(left: Placement, right: Placement, linear: &[Placement]) -> Option<Pl
 }
 
 #[test]
-fn products_are_made_where_their_factors_lie_or_say_how_they_may() {
+fn matmul_keeps_placements_or_names_the_redistribution() {
     for (dtype, inner) in [(DType::F32, 3), (DType::F32, 1), (DType::F64, 4), (DType::F16, 3)] {
         on_meshes(|mesh| {
             let (x, y) = (numbers(&[5, inner], dtype), numbers(&[inner, 4], dtype));
@@ -46,15 +46,14 @@ fn products_are_made_where_their_factors_lie_or_say_how_they_may() {
 }
 
 #[test]
-fn batches_may_be_shared_and_strided_shards_go_with_their_like() {
+fn matmul_of_batches_and_strided_shards() {
     on_mesh(&[3], |mesh| {
         let (x, y) = (numbers(&[4, 2, 3], DType::F32), numbers(&[4, 3, 2], DType::F32));
         let batch = |full| laid_out(full, mesh, &[Shard(0)]);
         let product = batch(&x).matmul(&batch(&y)).unwrap();
         assert_eq!(product.placements(), [Shard(0)]);
         assert_is(&product, &x.matmul(&y).unwrap(), "a batch");
-        let text = error(batch(&x).matmul(&laid_out(&y, mesh, &[Replicate])));
-        assert!(text.contains("both by a dimension before"), "{text}");
+        refused(batch(&x).matmul(&laid_out(&y, mesh, &[Replicate])), &["both by a dimension before"]);
         assert!(error(batch(&x).matmul(&batch(&x))).contains("the shapes are to be"));
     });
     on_mesh(&[2, 2], |mesh| {
@@ -70,7 +69,7 @@ fn batches_may_be_shared_and_strided_shards_go_with_their_like() {
 }
 
 #[test]
-fn what_is_turned_lies_as_before() {
+fn transposes_keep_layouts() {
     on_meshes(|mesh| {
         let full = numbers(&[5, 3], DType::BF16);
         for placements in layouts(mesh.layout(), &[5, 3], &[Replicate, Shard(0), Shard(1), SUM]) {

@@ -1,4 +1,4 @@
-//! Sums, means, the largest and smallest, and norms.
+//! Sums, means, minima, maxima and norms.
 
 use super::*;
 use fsdp_candle::NormType;
@@ -13,7 +13,7 @@ fn smallest(tensor: &Tensor, dims: &[usize]) -> Tensor {
     largest(&tensor.neg().unwrap(), dims).neg().unwrap()
 }
 
-/// Where a reduction leaves what lies so; none where it is of terms that it can't be made of.
+/// The placement of a reduction's result; none if it can't be computed from partial values.
 fn after(
     placement: Placement,
     dims: &[usize],
@@ -30,7 +30,7 @@ fn after(
 }
 
 #[test]
-fn reductions_are_partial_over_shared_dimensions_and_keep_the_others() {
+fn reductions_are_partial_over_sharded_dimensions() {
     for dtype in [DType::F32, DType::BF16, DType::F16] {
         on_meshes(|mesh| {
             let shape = [3, 2, 4];
@@ -93,7 +93,7 @@ fn reductions_are_partial_over_shared_dimensions_and_keep_the_others() {
 #[test]
 fn means_count_every_element_once() {
     on_meshes(|mesh| {
-        // Five rows: uneven shards, over four ranks one of them empty.
+        // Five rows: uneven shards, and an empty one on four ranks.
         let full = numbers(&[5, 3], DType::F32);
         for placements in layouts(mesh.layout(), &[5, 3], &[Replicate, Shard(0), Shard(1), SUM, AVG]) {
             let tensor = laid_out(&full, mesh, &placements);
@@ -135,7 +135,7 @@ fn ranks_without_elements_add_nothing() {
 }
 
 #[test]
-fn norms_have_a_share_a_rank_until_all_are_asked_for() {
+fn norms_are_partial() {
     for dtype in [DType::F32, DType::BF16, DType::F16, DType::F64] {
         on_meshes(|mesh| {
             let full = numbers(&[5, 3], dtype);

@@ -1,4 +1,4 @@
-//! What each rank holds of a parameter, and what a plan does not allow.
+//! The region of a parameter that each rank holds, and plans that are errors.
 
 use candle_core::{DType, Tensor};
 use candle_nn::{Init, VarBuilder};
@@ -10,9 +10,9 @@ use fsdp_candle::{
 use fsdp_core::layout::chunk_range;
 
 use super::model::{HIDDEN, MESHES, Mesh, VOCABULARY, WIDTH, build, plan};
-use crate::common::ranks;
+use crate::common::{ranks, vars_on};
 
-/// Every rank's box of a parameter, as the elements in it.
+/// Every rank's region of a parameter, as the elements in it.
 fn covered(vars: &ShardedVarMap, param: &FsdpParam) -> Vec<u8> {
     let (shape, region) = (param.shape().dims(), param.region());
     let mut inside = vec![0u8; shape.iter().product()];
@@ -33,7 +33,7 @@ fn covered(vars: &ShardedVarMap, param: &FsdpParam) -> Vec<u8> {
 }
 
 #[test]
-fn boxes_cover_each_parameter_as_often_as_it_is_replicated() {
+fn regions_cover_each_parameter_once_per_replica() {
     for mesh in MESHES {
         ranks(mesh.size(), |world| {
             let vars = mesh.vars(&world, true);
@@ -51,7 +51,7 @@ fn boxes_cover_each_parameter_as_often_as_it_is_replicated() {
 }
 
 #[test]
-fn fsdp_shards_what_tensor_parallelism_left() {
+fn fsdp_shards_the_tensor_parallel_part() {
     let strided = |split_factor| Placement::StridedShard { dim: 0, split_factor };
     ranks(6, |world| {
         let mesh = Mesh::new(&[("dp", 3), ("tp", 2)], &["dp"], &[]);
@@ -78,7 +78,7 @@ fn fsdp_shards_what_tensor_parallelism_left() {
             "{shown}"
         );
     });
-    // The dimension further left cuts first.
+    // The mesh dimension further left shards first.
     ranks(4, |world| {
         let vars = Mesh::new(&[("tp", 2), ("dp", 2)], &["dp"], &[]).vars(&world, false);
         build(&FullyShard::new(&vars), &vars).unwrap();
@@ -86,7 +86,7 @@ fn fsdp_shards_what_tensor_parallelism_left() {
         assert_eq!(up.placements(), [Placement::Shard(0), Placement::Shard(0)]);
         assert_eq!(up.region().offsets[0], world.rank() * HIDDEN / 4);
     });
-    // Dimensions that shard together are one; those that replicate stay.
+    // Dimensions that shard together are flattened into one; those that replicate are kept.
     ranks(8, |world| {
         let vars = Mesh::new(&[("outer", 2), ("tp", 2), ("inner", 2)], &["outer", "inner"], &[]).vars(&world, false);
         build(&FullyShard::new(&vars), &vars).unwrap();
@@ -99,7 +99,7 @@ fn fsdp_shards_what_tensor_parallelism_left() {
         assert_eq!(up.placements(), [Placement::Replicate, Placement::Replicate, Placement::Shard(0)]);
         assert_eq!(up.var().dims(), [HIDDEN / 2, WIDTH]);
     });
-    // Cut along one dimension and sharded along the same that is not the first.
+    // Tensor parallelism and FSDP shard the same dimension, which is not the first.
     ranks(4, |world| {
         let vars = Mesh::new(&[("dp", 2), ("tp", 2)], &["dp"], &[]).vars(&world, false);
         let second = |_: &str, shape: &[usize]| (shape.len() == 2).then(|| ShardPlacement::from(1));
@@ -119,7 +119,7 @@ fn map(world: &World) -> ShardedVarMap {
     ShardedVarMap::on(&world.mesh(DP_TP).unwrap(), &dims, world.device()).unwrap()
 }
 
-/// What building something under a plan fails with.
+/// The error of building a model under a plan.
 fn refused<M>(
     world: &World,
     plan: ParallelPlan,
@@ -137,7 +137,7 @@ fn assert_names(error: &str, parts: &[&str]) {
 }
 
 #[test]
-fn parameters_that_do_not_fit_are_named() {
+fn refuses_sizes_that_do_not_divide() {
     ranks(4, |world| {
         let columns = || ParallelPlan::new().module("*", ColwiseParallel::default());
         let rows = || ParallelPlan::new().module("*", RowwiseParallel::default());
@@ -157,7 +157,7 @@ fn parameters_that_do_not_fit_are_named() {
 }
 
 #[test]
-fn layers_that_know_nothing_of_it_are_refused() {
+fn refuses_layers_without_tensor_parallelism() {
     ranks(4, |world| {
         let columns = || ParallelPlan::new().module("*", ColwiseParallel::default());
         let knows_nothing = ["`up.weight`", "ColwiseParallel", "knows nothing of tensor parallelism"];
@@ -171,7 +171,7 @@ fn layers_that_know_nothing_of_it_are_refused() {
         let error = refused(&world, bias, |vb| vb.pp("down").get(4, "bias"));
         assert_names(&error, &["`down.bias`", "RowwiseParallel"]);
 
-        // A layer of one's own that asks is trusted, and one that works on a part of the sequence need not ask.
+        // A user's layer that queries the plan is accepted, and one on a part of the sequence need not query it.
         let vars = map(&world);
         let tp = vars.mesh().slice(&["tp"]).unwrap();
         let plan = columns().module("a.norm", SequenceParallel { sequence_dim: 0 });
@@ -191,7 +191,7 @@ fn layers_that_know_nothing_of_it_are_refused() {
 }
 
 #[test]
-fn plans_that_come_too_late_or_name_nothing_are_refused() {
+fn refuses_late_and_unmatched_plans() {
     ranks(4, |world| {
         let vars = map(&world);
         let tp = vars.mesh().slice(&["tp"]).unwrap();
@@ -211,8 +211,8 @@ fn plans_that_come_too_late_or_name_nothing_are_refused() {
         parallelize(&vars, &tp, &plan).unwrap();
         assert_names(&error(&tp, &plan), &["a plan already"]);
 
-        // A 2-D mesh without roles is HSDP, whose dimensions are both data parallel.
-        let vars = ShardedVarMap::new(&world.mesh(DP_TP).unwrap(), world.device());
+        // A 2-D mesh without roles is HSDP: both dimensions are data parallel.
+        let vars = vars_on(&world, DP_TP);
         let tp = vars.mesh().slice(&["tp"]).unwrap();
         let error = parallelize(&vars, &tp, &plan).unwrap_err().to_string();
         assert_names(&error, &["\"tp\"", "data parallel", "ShardedVarMap::on"]);
@@ -239,7 +239,7 @@ fn plans_that_come_too_late_or_name_nothing_are_refused() {
 }
 
 #[test]
-fn meshes_that_do_not_go_together_are_refused() {
+fn refuses_incompatible_meshes() {
     ranks(4, |world| {
         let mesh = world.mesh(DP_TP).unwrap();
         let on = |shard, replicate| {
@@ -251,7 +251,7 @@ fn meshes_that_do_not_go_together_are_refused() {
         let own: &[&str] = if world.rank() == 0 { &["dp"] } else { &[] };
         assert_names(&on(own, &[]), &["different roles", "(dp: 2, tp: 2)"]);
 
-        // A mesh of the unit's own that has no place for what the plan cuts, and one that shards over it.
+        // A unit's own mesh without the plan's dimension, and one that shards over that dimension.
         let vars = map(&world);
         parallelize(&vars, &mesh.slice(&["tp"]).unwrap(), &plan(false)).err().unwrap();
         parallelize(&vars, &vars.mesh().slice(&["tp"]).unwrap(), &plan(false)).unwrap();
@@ -272,7 +272,7 @@ fn meshes_that_do_not_go_together_are_refused() {
         let opts = FullyShard::new(&vars).ignored_params(|name| name.ends_with("down.bias"));
         assert_names(&build(&opts, &vars).err().unwrap().to_string(), &["down.bias", "ignored", "RowwiseParallel"]);
     });
-    // Whoever takes both as one has a map without tensor parallelism.
+    // To treat both dimensions as one, build the map without tensor parallelism.
     ranks(4, |world| {
         let dims = DataParallelMeshDims { shard: &["dp", "tp"], replicate: &[] };
         let vars = ShardedVarMap::on(&world.mesh(DP_TP).unwrap(), &dims, world.device()).unwrap();

@@ -1,4 +1,4 @@
-//! Parameters that tensor parallelism has cut, beside FSDP.
+//! Parameters sharded by tensor parallelism and FSDP.
 
 mod layout;
 mod model;

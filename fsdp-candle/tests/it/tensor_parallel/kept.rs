@@ -1,4 +1,4 @@
-//! What a checkpointed closure keeps of layers that are cut: their collectives may not use it up.
+//! What a checkpoint keeps of tensor parallel layers: collectives must not overwrite it.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use super::layers::{Block, REPLICATE, WIDTH, drawn, shard};
 use super::{build, numbers, parallel_vars, part, values};
 use crate::common::{one_of, ranks, shard_of_gradient};
 
-/// The output and all gradients, with what `keep` says of each operation, where there is a checkpoint.
+/// The output and all gradients; with a checkpoint if `keep` is given, which chooses the operations to keep.
 fn run<M: Module + Send + Sync + 'static>(
     world: &World,
     (plan, input): (&ParallelPlan, Placement),
@@ -39,7 +39,8 @@ fn run<M: Module + Send + Sync + 'static>(
     found
 }
 
-/// The same bits with a checkpoint as without, for one sequence and for two, of which one is scattered where it lies.
+/// The same bits with and without a checkpoint, for one sequence and for two; of two, the scattered part is not
+/// contiguous.
 fn check<M: Module + Send + Sync + 'static>(
     what: &str,
     case: (&ParallelPlan, Placement),
@@ -64,7 +65,7 @@ fn check<M: Module + Send + Sync + 'static>(
 }
 
 #[test]
-fn outputs_of_cut_layers() {
+fn kept_outputs_of_parallel_layers() {
     for (input_layout, input) in [REPLICATE, shard(1), shard(-1)] {
         for (output_layout, _) in [REPLICATE, shard(1), shard(-1)] {
             let what = format!("{input_layout:?} -> {output_layout:?}");
@@ -80,7 +81,7 @@ fn outputs_of_cut_layers() {
 }
 
 #[test]
-fn products_and_attention_of_a_cut_block() {
+fn kept_products_of_parallel_blocks() {
     for (of_sequence, layout) in [(false, Placement::Replicate), (true, Placement::Shard(1))] {
         check(&format!("block {layout}"), (&Block::plan(of_sequence), layout), WIDTH, Block::new);
     }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::buffers::range;
+use super::memory::range;
 use crate::DType;
 
 /// Where parts begin in a stream, so that elements of every dtype are aligned in a slot and never cut.

@@ -1,9 +1,12 @@
 //! The one thread that calls MPI, for all groups of the process.
+//! What the thread that calls MPI does.
 
+use parking_lot::Mutex;
 use std::{
+    collections::HashMap,
     path::PathBuf,
     sync::{
-        Arc, Mutex, OnceLock, PoisonError,
+        Arc, OnceLock,
         atomic::{AtomicBool, AtomicU16, Ordering},
         mpsc::{Receiver, RecvTimeoutError, Sender, channel},
     },
@@ -11,15 +14,18 @@ use std::{
 };
 
 use super::{
-    super::{failure::Failure, patience::Patience, roll::Roll},
-    find,
-    functions::Refused,
-    held::Held,
-    line::{Batch, Line, Transfer},
-    thread::{Command, PARTING, Thread},
+    super::{
+        backend::PeerState,
+        collective::Failure,
+        waiting_ranks::{Patience, Roll},
+    },
+    communicator::{self, Batch, Held, Line, NOTICE, Notice, Transfer, Way},
+    library::{self, Kind, Refused},
+    session::Mpi,
 };
 use crate::RankEnv;
 
+// ---- from process_group/mpi/driver
 /// Marks what is sent before there is a group.
 const MEETING: u16 = 1;
 /// The largest tag that every MPI has.
@@ -110,7 +116,7 @@ fn start(env: &RankEnv, roll: &Roll, timeout: Duration) -> Result<Driver, String
     let serve = move || {
         let (is_over, has_failed) = flags;
         let _end = Over(is_over);
-        let outcome = find::library(&|name| std::env::var(name).ok()).and_then(|(mut mpi, path)| {
+        let outcome = library::library(&|name| std::env::var(name).ok()).and_then(|(mut mpi, path)| {
             let name = |refused: Refused| format!("{}: {}", path.display(), refused.text);
             let (rank, size) = mpi.start().map_err(name)?;
             mpi.separate(timeout).map_err(name)?;
@@ -209,9 +215,312 @@ impl Drop for Over {
     }
 }
 
-/// The lock of something that stays whole.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+// ---- from process_group/mpi/thread
+/// Marks notices.
+const NOTICES: u16 = 0;
+/// How often to look for messages before letting others run, and then before sleeping.
+const SPINS: u32 = 2000;
+const YIELDS: u32 = 100;
+/// The shortest sleep while messages are on their way, how often it doubles, and how long it is otherwise.
+const NAP: Duration = Duration::from_micros(20);
+const DOUBLES: u32 = 4;
+const IDLE: Duration = Duration::from_millis(5);
+/// How long a process that has seen a failure waits for the others when it ends.
+pub(super) const PARTING: Duration = Duration::from_secs(2);
+
+/// Something for the thread to do, in order.
+pub(super) enum Command {
+    Open(Arc<Line>),
+    /// Start these messages.
+    Post {
+        line: Arc<Line>,
+        held: Arc<Held>,
+        transfers: Vec<Transfer>,
+        batch: Arc<Batch>,
+    },
+    /// Tell the peers that this rank has left, or why it has failed, and receive nothing more.
+    Close {
+        line: Arc<Line>,
+        why: Option<Failure>,
+    },
+    /// End MPI.
+    End(Sender<()>),
+}
+
+/// What a request of MPI's is for.
+enum Entry {
+    /// One message of a batch, whose memory it keeps.
+    Message { line: Arc<Line>, held: Arc<Held>, batch: Arc<Batch>, index: usize, way: Way },
+    /// Tells a peer that this rank is gone.
+    Tells { _bytes: Vec<u8> },
+    /// Hears that a process is gone, or has left a group.
+    Hears { from: usize, bytes: Vec<u8> },
+}
+
+pub(super) struct Thread {
+    mpi: Box<dyn Mpi>,
+    /// This process's rank in MPI's world, and the size of that.
+    rank: usize,
+    size: usize,
+    orders: Receiver<Command>,
+    is_crowded: bool,
+    has_failed: Arc<AtomicBool>,
+    lines: HashMap<u16, Arc<Line>>,
+    /// Those that this rank has left and others have not, as far as is known.
+    left: HashMap<u16, Arc<Line>>,
+    /// By the numbers of requests.
+    entries: Vec<Option<Entry>>,
+    free: Vec<usize>,
+    /// How many there are, without those that hear.
+    open: usize,
+    /// How often nothing has happened.
+    idle: u32,
+}
+
+impl Thread {
+    pub(super) fn new(
+        mpi: Box<dyn Mpi>,
+        (rank, size): (usize, usize),
+        orders: Receiver<Command>,
+        is_crowded: bool,
+        has_failed: Arc<AtomicBool>,
+    ) -> Self {
+        let (lines, left, entries, free) = (HashMap::new(), HashMap::new(), vec![], vec![]);
+        Thread { mpi, rank, size, orders, is_crowded, has_failed, lines, left, entries, free, open: 0, idle: 0 }
+    }
+
+    /// Carries out orders until the last one.
+    pub(super) fn serve(mut self) {
+        let rank = self.rank;
+        (0..self.size).filter(|&other| other != rank).for_each(|other| self.listen(other));
+        let ended = 'serve: loop {
+            while let Ok(order) = self.orders.try_recv() {
+                if let Some(ended) = self.obey(order) {
+                    break 'serve ended;
+                }
+            }
+            if self.poll() {
+                self.idle = 0;
+                continue;
+            }
+            self.idle = self.idle.saturating_add(1);
+            let spins = if self.is_crowded { 0 } else { SPINS };
+            if self.open > 0 && self.idle < spins {
+                std::hint::spin_loop();
+            } else if self.open > 0 && self.idle < spins + YIELDS {
+                std::thread::yield_now();
+            } else {
+                let naps = self.idle.saturating_sub(spins + YIELDS);
+                let nap = if self.open > 0 { NAP * (1 << naps.min(DOUBLES)) } else { IDLE };
+                if let Ok(order) = self.orders.recv_timeout(nap) {
+                    self.idle = 0;
+                    if let Some(ended) = self.obey(order) {
+                        break 'serve ended;
+                    }
+                }
+            }
+        };
+        self.end();
+        let _ = ended.send(());
+    }
+
+    /// Carries out an order; the last one says whom to tell.
+    fn obey(&mut self, order: Command) -> Option<Sender<()>> {
+        match order {
+            Command::Open(line) => drop(self.lines.insert(line.tag, line)),
+            Command::Post { line, held, transfers, batch } => {
+                for (index, transfer) in transfers.iter().enumerate() {
+                    self.post(&line, &held, transfer, &batch, index);
+                }
+            }
+            Command::Close { line, why } => self.close(&line, why.as_ref()),
+            Command::End(tell) => return Some(tell),
+        }
+        None
+    }
+
+    fn number(&mut self, entry: Entry) -> usize {
+        self.open += 1;
+        match self.free.pop() {
+            Some(number) => {
+                self.entries[number] = Some(entry);
+                number
+            }
+            None => {
+                self.entries.push(Some(entry));
+                self.entries.len() - 1
+            }
+        }
+    }
+
+    fn post(&mut self, line: &Arc<Line>, held: &Arc<Held>, transfer: &Transfer, batch: &Arc<Batch>, index: usize) {
+        let Transfer { way, peer, span } = transfer;
+        let (address, len) = (held.address(span), span.bytes.len());
+        let entry = Entry::Message { line: line.clone(), held: held.clone(), batch: batch.clone(), index, way: *way };
+        let number = self.number(entry);
+        let rank = line.ranks[*peer];
+        let outcome = match way {
+            Way::To => match line.tag_of(*peer) {
+                // SAFETY: the entry keeps the memory until the request is done, and the collective that issued it
+                // leaves it alone meanwhile.
+                Some(tag) => unsafe { self.mpi.send(number, address, len, rank, tag) },
+                None => Err(Refused::new("a message was sent before the ranks had met")),
+            },
+            // SAFETY: as above.
+            Way::From => unsafe { self.mpi.receive(number, address, len, rank, line.tag) },
+        };
+        if outcome.is_err() {
+            self.done(number, outcome);
+        }
+    }
+
+    /// Waits for what a process has to say. One receive from anybody would be less, but MPICH over UCX loses messages
+    /// to it: seen with 5.0.2 on three processes of two hosts.
+    fn listen(&mut self, from: usize) {
+        let mut bytes = vec![0; NOTICE];
+        let to = bytes.as_mut_ptr();
+        let number = self.number(Entry::Hears { from, bytes });
+        // SAFETY: the entry keeps the memory, and reads it when the request is done.
+        let outcome = unsafe { self.mpi.receive(number, to, NOTICE, from, NOTICES) };
+        self.open -= 1;
+        if let Err(refused) = outcome {
+            self.entries[number] = None;
+            self.free.push(number);
+            deaf(from, &refused);
+        }
+    }
+
+    fn close(&mut self, line: &Arc<Line>, why: Option<&Failure>) {
+        if self.lines.remove(&line.tag).is_none() {
+            return;
+        }
+        if line.is_met() && !line.is_over() {
+            self.left.insert(line.tag, line.clone());
+        }
+        if why.is_some() {
+            self.has_failed.store(true, Ordering::Release);
+        }
+        for peer in line.peers() {
+            let Some(tag) = line.tag_of(peer) else { continue };
+            let bytes = communicator::notice(tag, line, peer, why);
+            let from = bytes.as_ptr();
+            let number = self.number(Entry::Tells { _bytes: bytes });
+            // SAFETY: the entry keeps the memory until the request is done.
+            let outcome = unsafe { self.mpi.send(number, from, NOTICE, line.ranks[peer], NOTICES) };
+            if outcome.is_err() {
+                self.done(number, outcome);
+            }
+        }
+        let is_open = |entry: &Option<Entry>| match entry {
+            Some(Entry::Message { line: of, way: Way::From, .. }) => of.tag == line.tag,
+            _ => false,
+        };
+        let open: Vec<_> = (0..self.entries.len()).filter(|&number| is_open(&self.entries[number])).collect();
+        open.into_iter().for_each(|number| self.mpi.cancel(number));
+    }
+
+    fn poll(&mut self) -> bool {
+        let mut ended = Vec::new();
+        let outcome = self.mpi.poll(&mut |number, outcome| ended.push((number, outcome)));
+        if let Err(refused) = outcome {
+            // Nothing is known of any message any more, so what they use is kept for ever.
+            tracing::error!("MPI: {}", refused.text);
+            self.has_failed.store(true, Ordering::Release);
+            for line in self.lines.values() {
+                let gone = || PeerState::Failed(Failure::of(&crate::Error::Env(refused.text.clone())));
+                line.peers().for_each(|peer| {
+                    line.hear(peer, Notice { sent: 0, completed: 0, gone: gone(), heard: Instant::now() })
+                });
+            }
+            std::thread::sleep(IDLE);
+        }
+        let any = !ended.is_empty();
+        ended.into_iter().for_each(|(number, outcome)| self.done(number, outcome));
+        any
+    }
+
+    fn done(&mut self, number: usize, outcome: Result<(), Refused>) {
+        let Some(entry) = self.entries[number].take() else { return };
+        self.free.push(number);
+        match entry {
+            Entry::Message { line, held, batch, index, .. } => {
+                self.open -= 1;
+                drop(held);
+                line.finish(&batch, index, outcome);
+            }
+            Entry::Tells { .. } => self.open -= 1,
+            Entry::Hears { from, bytes } => match outcome {
+                Err(refused) if refused.kind == Kind::Died => self.mourn(from),
+                Err(refused) => deaf(from, &refused),
+                Ok(()) => {
+                    let (tag, peer, notice) = communicator::read(&bytes);
+                    if matches!(notice.gone, PeerState::Failed(_)) {
+                        self.has_failed.store(true, Ordering::Release);
+                    }
+                    let tag = u16::try_from(tag).unwrap_or_default();
+                    if let Some(line) = self.lines.get(&tag).or_else(|| self.left.get(&tag)) {
+                        line.hear(peer, notice);
+                    }
+                    self.left.retain(|_, line| !line.is_over());
+                    self.listen(from);
+                }
+            },
+        }
+    }
+
+    /// A process has ended, as libraries with ULFM ("user-level failure mitigation") tell.
+    fn mourn(&mut self, process: usize) {
+        self.has_failed.store(true, Ordering::Release);
+        for line in self.lines.values() {
+            if let Some(peer) = line.ranks.iter().position(|&other| other == process) {
+                line.hear(peer, Notice { sent: 0, completed: 0, gone: PeerState::Died, heard: Instant::now() });
+            }
+        }
+    }
+
+    /// Leaves what was not left, lets messages end, and ends MPI.
+    fn end(mut self) {
+        let lines: Vec<_> = self.lines.values().cloned().collect();
+        lines.iter().for_each(|line| self.close(line, None));
+        // What others have still to say is heard, as long as all goes well: MPI would wait for them as well.
+        let mut until = Instant::now() + PARTING;
+        while self.open > 0 || !self.left.is_empty() {
+            if !self.has_failed.load(Ordering::Acquire) && self.open == 0 {
+                until = Instant::now() + PARTING;
+            }
+            if Instant::now() >= until {
+                break;
+            }
+            if !self.poll() {
+                std::thread::sleep(NAP);
+            }
+        }
+        let hears = |&number: &usize| matches!(self.entries[number], Some(Entry::Hears { .. }));
+        let hearing: Vec<usize> = (0..self.entries.len()).filter(hears).collect();
+        self.open += hearing.len();
+        hearing.iter().for_each(|&number| self.mpi.cancel(number));
+        while self.open > 0 && Instant::now() < until {
+            let mut done = 0;
+            if self.mpi.poll(&mut |number, _| done += usize::from(hearing.contains(&number))).is_err() {
+                break;
+            }
+            self.open -= done;
+        }
+        if self.open > 0 {
+            // Their peers have given up, and MPI would wait for them. What they use is kept until the process is gone.
+            tracing::debug!("MPI is not finalized: {} messages that nobody receives are on their way", self.open);
+            std::mem::forget(self);
+            return;
+        }
+        if let Err(refused) = self.mpi.end() {
+            tracing::warn!("MPI: {}", refused.text);
+        }
+    }
+}
+
+/// Nothing is received any more that would say what became of a process.
+fn deaf(from: usize, refused: &Refused) {
+    tracing::warn!("MPI: a failure of rank {from} will not be heard of: {}", refused.text);
 }
 
 #[cfg(test)]

@@ -8,10 +8,7 @@ use std::{
 
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
-use super::{
-    abi::{self, Constants, Family},
-    functions::{Functions, Kind, Outcome, Refused, symbol},
-};
+use super::library::{Constants, Family, Functions, Kind, Outcome, Refused, mpich, open_mpi, standard, symbol};
 
 /// An MPI library in use. Requests have numbers that the caller chooses.
 pub(super) trait Mpi {
@@ -62,11 +59,11 @@ pub(super) fn open(found: &Path) -> Outcome<Box<dyn Mpi>> {
     // checked below.
     unsafe {
         if is_standard(found) || found.canonicalize().is_ok_and(|path| is_standard(&path)) {
-            checked(Family::Standard, abi::standard(), Functions::of(library)?)
+            checked(Family::Standard, standard(), Functions::of(library)?)
         } else if address("ompi_mpi_comm_world").is_ok() {
-            checked(Family::OpenMpi, abi::open_mpi(address)?, Functions::of(library)?)
+            checked(Family::OpenMpi, open_mpi(address)?, Functions::of(library)?)
         } else {
-            checked(Family::Mpich, abi::mpich(), Functions::of(library)?)
+            checked(Family::Mpich, mpich(), Functions::of(library)?)
         }
     }
 }
@@ -228,7 +225,7 @@ impl<H: Copy + PartialEq> Mpi for Session<H> {
         let mut request = self.constants.request_null;
         let Constants { byte, .. } = self.constants;
         let (len, to) = (count(len)?, to as c_int);
-        // SAFETY: MPI is initialised, and the memory is as the caller promises.
+        // SAFETY: MPI is initialised, and the memory is as the caller guarantees.
         let code = unsafe {
             (self.functions.isend)(from.cast(), len, byte, to, c_int::from(tag), self.world, &raw mut request)
         };
@@ -241,7 +238,7 @@ impl<H: Copy + PartialEq> Mpi for Session<H> {
         let mut request = self.constants.request_null;
         let Constants { byte, .. } = self.constants;
         let (len, from) = (count(len)?, from as c_int);
-        // SAFETY: MPI is initialised, and the memory is as the caller promises.
+        // SAFETY: MPI is initialised, and the memory is as the caller guarantees.
         let code = unsafe {
             (self.functions.irecv)(to.cast(), len, byte, from, c_int::from(tag), self.world, &raw mut request)
         };

@@ -1,9 +1,17 @@
 //! A communicator, from its beginning to its end.
+//! The configuration of a communicator.
 
+//! What NCCL answers, as errors.
+
+//! How ranks find each other before there is a communicator: in a store, and over a group that moves the host's memory.
+
+use parking_lot::{Mutex, MutexGuard};
 use std::{
     cell::Cell,
+    ffi::{CStr, c_char},
+    mem::offset_of,
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError,
+        Arc, OnceLock,
         atomic::{AtomicBool, Ordering},
     },
     time::{Duration, Instant},
@@ -11,19 +19,22 @@ use std::{
 
 use cudarc::{
     driver::CudaStream,
-    nccl::sys::{self, ncclResult_t},
-};
-
-use super::{
-    super::{
-        lookout::{Gone, Lookout},
-        membership::Membership,
+    nccl::{
+        result,
+        sys::{self, ncclResult_t},
     },
-    config,
-    failure::{device_error, refused},
 };
-use crate::{DeviceId, Error, Result, device::cuda::id};
 
+use super::super::{
+    backend::{PeerMonitor, PeerState},
+    call::Call,
+    group::ProcessGroup,
+    op::Op,
+    options::Membership,
+};
+use crate::{DeviceId, Error, Result, device::cuda::id, store::Store};
+
+// ---- from process_group/nccl/communicator
 /// How long whoever issues gets to stop before a communicator is aborted under its feet: it may be blocked in a launch
 /// that only the abort ends. And how long ranks that meet go on when one of them is gone.
 const GRACE: Duration = Duration::from_secs(1);
@@ -55,11 +66,11 @@ impl Communicator {
         unique: sys::ncclUniqueId,
         group: &Membership,
         compute: &Arc<CudaStream>,
-        lookout: Option<&dyn Lookout>,
+        peer_monitor: Option<&dyn PeerMonitor>,
     ) -> Result<Self> {
         let what = format!("making the NCCL communicator of group \"{}\", rank {}", group.name, group.rank);
         let mut raw = std::ptr::null_mut();
-        let mut config = config::nonblocking();
+        let mut config = nonblocking();
         // SAFETY: the pointers are to values that live through the call, which copies them.
         let status = unsafe {
             sys::ncclCommInitRankConfig(&raw mut raw, group.size as i32, unique, group.rank as i32, &raw mut config)
@@ -75,12 +86,12 @@ impl Communicator {
         };
         // Who has met the others may leave, and who fails is about to say why.
         let alarm = Cell::new(None);
-        let well = || match lookout.and_then(Lookout::gone) {
+        let well = || match peer_monitor.and_then(PeerMonitor::gone) {
             Some((peer, gone)) if alarm.get().get_or_insert_with(Instant::now).elapsed() >= GRACE => {
                 let how = match gone {
-                    Gone::Left => "has left",
-                    Gone::Died => "has died",
-                    Gone::Failed(_) => "has failed",
+                    PeerState::Left => "has left",
+                    PeerState::Died => "has died",
+                    PeerState::Failed(_) => "has failed",
                 };
                 let cause = format!("rank {peer} {how} meanwhile. The output of rank {peer} says more");
                 Err(device_error(device, &what, cause))
@@ -113,7 +124,7 @@ impl Communicator {
     }
 
     fn gate(&self) -> MutexGuard<'_, ()> {
-        self.gate.lock().unwrap_or_else(PoisonError::into_inner)
+        self.gate.lock()
     }
 
     /// Makes calls as one, and waits until NCCL has put all of it on its streams.
@@ -180,11 +191,7 @@ impl Communicator {
 
     /// An error that NCCL ran into in the background, unless somebody is using it.
     pub(super) fn trouble(&self, what: &str) -> Option<(ncclResult_t, Error)> {
-        let _gate = match self.gate.try_lock() {
-            Ok(gate) => gate,
-            Err(TryLockError::Poisoned(gate)) => gate.into_inner(),
-            Err(TryLockError::WouldBlock) => return None,
-        };
+        let _gate = self.gate.try_lock()?;
         if self.check().is_err() || self.is_over.load(Ordering::Acquire) {
             return None;
         }
@@ -197,15 +204,7 @@ impl Communicator {
     pub(super) fn abort(&self, why: Error) {
         // Before what is on its way ends: who waits for that asks why.
         let _ = self.failed.set(why);
-        let until = Instant::now() + GRACE;
-        let _gate = loop {
-            match self.gate.try_lock() {
-                Ok(gate) => break Some(gate),
-                Err(TryLockError::Poisoned(gate)) => break Some(gate.into_inner()),
-                Err(TryLockError::WouldBlock) if Instant::now() >= until => break None,
-                Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(1)),
-            }
-        };
+        let _gate = self.gate.try_lock_for(GRACE);
         if !self.is_over.swap(true, Ordering::AcqRel) {
             // SAFETY: it is alive, and by the flag freed once. Nobody calls NCCL with it any more, but perhaps a thread
             // that is blocked in a launch, as NCCL's documentation has it for aborts.
@@ -249,4 +248,103 @@ impl Drop for Communicator {
 /// Calls of a communicator that does not block may still be in progress.
 pub(super) fn is_fine(status: ncclResult_t) -> bool {
     matches!(status, ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress)
+}
+
+// ---- from process_group/nccl/config
+/// What a valid configuration begins with.
+const MAGIC: u32 = 0xcafe_beef;
+/// NCCL 2.18.0, as nccl.h spells versions. A library takes the fields that this version had and chooses the rest, so
+/// that this is right for every library since.
+const VERSION: u32 = 21_800;
+/// "Choose it": nccl.h's `NCCL_CONFIG_UNDEF_INT`.
+const UNDEFINED: i32 = i32::MIN;
+
+/// That of a communicator whose calls never block: nccl.h's `NCCL_CONFIG_INITIALIZER`, and `blocking = 0`.
+pub(super) fn nonblocking() -> sys::ncclConfig_t {
+    // SAFETY: it is made of numbers and pointers, for which zeros are valid.
+    let mut config: sys::ncclConfig_t = unsafe { std::mem::zeroed() };
+    // Up to the last field that is known to this version, and the padding behind it.
+    config.size = offset_of!(sys::ncclConfig_t, splitShare) + 8;
+    config.magic = MAGIC;
+    config.version = VERSION;
+    config.blocking = 0;
+    config.cgaClusterSize = UNDEFINED;
+    config.minCTAs = UNDEFINED;
+    config.maxCTAs = UNDEFINED;
+    config.netName = std::ptr::null();
+    config.splitShare = UNDEFINED;
+    config
+}
+
+// ---- from process_group/nccl/failure
+/// The text of a C function.
+///
+/// # Safety
+/// It is null, or ends in a zero.
+unsafe fn text(of: *const std::ffi::c_char) -> Option<String> {
+    // SAFETY: as the caller guarantees.
+    let text = (!of.is_null()).then(|| unsafe { CStr::from_ptr(of) }.to_string_lossy().trim().to_string())?;
+    (!text.is_empty()).then_some(text)
+}
+
+/// The error of a call that was refused. `communicator` may be null.
+pub(super) fn refused(device: DeviceId, what: &str, status: ncclResult_t, communicator: sys::ncclComm_t) -> Error {
+    // SAFETY: NCCL's texts are strings of its own that stay.
+    let meaning = unsafe { text(sys::ncclGetErrorString(status)) }.unwrap_or_else(|| format!("{status:?}"));
+    // SAFETY: as above; the communicator is alive or null.
+    let last = unsafe { text(sys::ncclGetLastError(communicator)) };
+    let last = last.map(|last| format!(" ({last})")).unwrap_or_default();
+    device_error(device, what, format!("NCCL says: {meaning}{last}. {}", way_out(status)))
+}
+
+/// An error of the device with a cause in words.
+pub(super) fn device_error(device: DeviceId, what: &str, cause: String) -> Error {
+    Error::Device { device, what: what.into(), cause }
+}
+
+fn way_out(status: ncclResult_t) -> &'static str {
+    match status {
+        ncclResult_t::ncclInvalidUsage => {
+            "Each rank needs a device of its own: see CUDA_VISIBLE_DEVICES and LOCAL_RANK. NCCL_DEBUG=WARN says more"
+        }
+        ncclResult_t::ncclSystemError => {
+            "The network or the shared memory of the host failed it: NCCL_DEBUG=INFO says which, NCCL_SOCKET_IFNAME \
+             chooses another network, and containers may need more shared memory (--shm-size)"
+        }
+        ncclResult_t::ncclRemoteError => "A peer or the way to it is gone: the output of the other ranks says more",
+        _ => "NCCL_DEBUG=INFO says more",
+    }
+}
+
+// ---- from process_group/nccl/meet
+/// The key of an id in a store of its own.
+const ID: &str = "NCCL's id";
+
+/// The id of a new communicator, which the first rank makes. It tells the others where to find that rank, so how it
+/// reaches them is all that NCCL asks of a `store` for several hosts.
+pub(super) fn unique_id(
+    store: &dyn Store,
+    host: &ProcessGroup,
+    compute: &Arc<CudaStream>,
+) -> Result<sys::ncclUniqueId> {
+    if host.rank() == 0 {
+        let refuse = |error: result::NcclError| {
+            refused(id(compute), "making the id of a communicator", error.0, std::ptr::null_mut())
+        };
+        let unique = result::get_uniqueid().map_err(refuse)?;
+        store.set(ID, &unique.internal.map(|byte| byte as u8))?;
+        return Ok(unique);
+    }
+    let bytes = store.get(ID, host.membership().timeout)?;
+    let internal = bytes.first_chunk::<128>().ok_or_else(|| Error::Internal {
+        rank: host.rank(),
+        what: format!("the id of a communicator came as {} bytes", bytes.len()),
+    })?;
+    Ok(sys::ncclUniqueId { internal: internal.map(|byte| byte as c_char) })
+}
+
+/// Waits until all ranks have made theirs of something, so that none leaves or fails while others are still at it.
+pub(super) fn all_are_here(host: &ProcessGroup) -> Result<()> {
+    let call = Call::new("meet", "NCCL", std::iter::empty());
+    host.aside(call, |backend, collective| backend.run(collective, Op::Barrier).map(drop))
 }

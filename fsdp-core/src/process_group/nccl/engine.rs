@@ -1,26 +1,37 @@
 //! The engine: collectives enqueued on a stream of their own.
+//! A collective as calls of NCCL, and the memory that they use.
+
+//! What NCCL is asked for.
 
 use std::sync::Arc;
 
-use cudarc::driver::{CudaStream, DriverError, result};
+use cudarc::{
+    driver::{
+        CudaStream, DriverError, result,
+        sys::{CUdeviceptr, CUstream},
+    },
+    nccl::sys::{self, ncclDataType_t, ncclRedOp_t, ncclResult_t},
+};
 
 use super::{
     super::{
-        backend::Promises, collective::Collective, device_memory::read, failure::Failure, fence::Running,
-        group::ProcessGroup, group_store::GroupStore, landing::Landing, on_device::DeviceEngine, parts::Op,
+        backend::{CollectiveOutput, Guarantees},
+        collective::{Collective, Failure},
+        device_memory::{Running, address, read, take},
+        group::ProcessGroup,
+        group_store::GroupStore,
+        on_device::DeviceEngine,
+        op::{ExchangePart, GatherPart, Op, ScatterPart},
     },
-    communicator::Communicator,
-    flight::Flight,
-    meet,
-    plan::Plan,
-    transfer::ask_all,
-    watchdog::Watchdog,
+    communicator::{self, Communicator, is_fine},
+    watchdog::{Flight, Watchdog},
 };
 use crate::{
-    DeviceId, Error, Result,
+    Allocator, Buffer, DType, DeviceId, Error, Readable, ReduceOp, Result,
     device::cuda::{failed, id},
 };
 
+// ---- from process_group/nccl/engine
 /// When ranks compare what they issue.
 const CHECK: &str = "FSDP_NCCL_CHECK";
 
@@ -45,7 +56,7 @@ pub struct Nccl {
 
 impl Nccl {
     /// The engine of a device, which computes on `compute`, for the ranks of `host`, each of which has a device of its
-    /// own ([`share_a_device`](super::super::share_a_device)). Collective over the group; blocks.
+    /// own ([`ranks_sharing_devices`](super::super::ranks_sharing_devices)). Collective over the group; blocks.
     ///
     /// # Errors
     /// [`Error::Device`] when NCCL can't connect the ranks within the group's timeout, or refuses their devices, or
@@ -59,11 +70,11 @@ impl Nccl {
         // Its kernels are small and others wait for them.
         let (_least, greatest) = result::stream::get_priority_range().map_err(driver)?;
         let stream = compute.context().new_stream_with_priority(greatest).map_err(driver)?;
-        let unique = meet::unique_id(&GroupStore::new(host), host, compute)?;
-        let (group, lookout) = (host.membership(), host.lookout());
-        let communicator = Arc::new(Communicator::meet(unique, group, compute, lookout.as_deref())?);
-        meet::all_are_here(host)?;
-        let watchdog = Watchdog::start(communicator.clone(), stream.clone(), group.clone(), lookout)?;
+        let unique = communicator::unique_id(&GroupStore::new(host), host, compute)?;
+        let (group, peer_monitor) = (host.membership(), host.peer_monitor());
+        let communicator = Arc::new(Communicator::meet(unique, group, compute, peer_monitor.as_deref())?);
+        communicator::all_are_here(host)?;
+        let watchdog = Watchdog::start(communicator.clone(), stream.clone(), group.clone(), peer_monitor)?;
         Ok(Nccl { watchdog, communicator, compute: compute.clone(), stream, checks, has_failed: false })
     }
 
@@ -72,7 +83,7 @@ impl Nccl {
     }
 
     /// Enqueues what was planned.
-    fn enqueue(&self, collective: &Collective<'_>, plan: Plan) -> Result<Landing> {
+    fn enqueue(&self, collective: &Collective<'_>, plan: Plan) -> Result<CollectiveOutput> {
         let Plan { transfers, outputs, inputs, consumed } = plan;
         // From here on inputs are ready, and outputs, which belong to the compute stream, are free: whatever used them
         // before has been issued there.
@@ -102,7 +113,7 @@ impl Nccl {
             running = running.giving_back(inputs, &memory);
         }
         let end = running.end().clone();
-        let landing = Landing::behind(outputs, Box::new(running));
+        let output = CollectiveOutput::pending(outputs, Box::new(running));
         asked?;
         self.watchdog.watch(Flight::new(collective, begin, end.clone()));
         if self.checks {
@@ -110,7 +121,7 @@ impl Nccl {
             // of another group that a peer issues behind this one.
             self.driver("waiting for a collective", end.synchronize())?;
         }
-        Ok(landing)
+        Ok(output)
     }
 }
 
@@ -139,8 +150,8 @@ impl DeviceEngine for Nccl {
     }
 
     /// It adds up in the buffers' dtype, in an order of its own.
-    fn promises(&self, host: Promises) -> Promises {
-        Promises { fixed_order: false, f32_sums: false, ..host }
+    fn guarantees(&self, host: Guarantees) -> Guarantees {
+        Guarantees { fixed_order: false, f32_accumulation: false, ..host }
     }
 
     /// A rank that compares waits for its peers, which may issue the collectives of two groups in another order than it
@@ -149,7 +160,7 @@ impl DeviceEngine for Nccl {
         !self.checks
     }
 
-    fn run(&mut self, collective: &Collective<'_>, op: Op, host: &ProcessGroup) -> Result<Landing> {
+    fn run(&mut self, collective: &Collective<'_>, op: Op, host: &ProcessGroup) -> Result<CollectiveOutput> {
         self.communicator.check()?;
         if self.checks {
             compare(collective, host)?;
@@ -183,6 +194,239 @@ impl Drop for Nccl {
             // The watchdog gave it up.
             Err(_) => {}
         }
+    }
+}
+
+// ---- from process_group/nccl/plan
+/// What is asked of NCCL, and what must stay meanwhile.
+#[derive(Default)]
+pub(super) struct Plan {
+    pub(super) transfers: Vec<Transfer>,
+    pub(super) outputs: Vec<Buffer>,
+    /// Inputs that somebody else holds as well.
+    pub(super) inputs: Vec<Arc<dyn Readable>>,
+    /// Inputs that go back, and where to.
+    pub(super) consumed: Option<(Vec<Buffer>, Arc<dyn Allocator>)>,
+}
+
+/// Where a rank's share begins in memory that all ranks' shares lie in one behind the other.
+fn starts(at: CUdeviceptr, dtype: DType, counts: &[usize]) -> impl Iterator<Item = (usize, CUdeviceptr, usize)> {
+    let mut next = at;
+    counts.iter().enumerate().map(move |(rank, &count)| {
+        let start = next;
+        next += (count * dtype.size()) as CUdeviceptr;
+        (rank, start, count)
+    })
+}
+
+/// Whether all ranks have as much.
+fn is_even(counts: &[usize]) -> bool {
+    counts.windows(2).all(|pair| pair[0] == pair[1])
+}
+
+impl Plan {
+    /// How to run a collective. Outputs are taken from its allocator.
+    pub(super) fn of(op: Op, rank: usize) -> Result<Self> {
+        let mut plan = Plan::default();
+        match op {
+            Op::AllGather { parts, memory } => {
+                for part in parts {
+                    plan.gather(part, &*memory, rank)?;
+                }
+            }
+            Op::ReduceScatter { parts, op, memory } => {
+                let mut inputs = vec![];
+                for part in parts {
+                    inputs.push(plan.scatter(part, op, &*memory, rank)?);
+                }
+                plan.consumed = Some((inputs, memory));
+            }
+            Op::AllToAll { parts, memory } => {
+                let mut inputs = vec![];
+                for part in parts {
+                    inputs.push(plan.exchange(part, &*memory, rank)?);
+                }
+                plan.consumed = Some((inputs, memory));
+            }
+            Op::AllReduce { buffers, op } => {
+                for buffer in &buffers {
+                    let at = address(buffer, rank)?;
+                    plan.ask(buffer.dtype(), buffer.len(), Kind::AllReduce { at, op });
+                }
+                plan.outputs = buffers;
+            }
+            Op::Broadcast { buffers, root } => {
+                for buffer in &buffers {
+                    let at = address(buffer, rank)?;
+                    plan.ask(buffer.dtype(), buffer.len(), Kind::Broadcast { from: at, to: at, root });
+                }
+                plan.outputs = buffers;
+            }
+            Op::Barrier => {}
+        }
+        Ok(plan)
+    }
+
+    fn ask(&mut self, dtype: DType, count: usize, kind: Kind) {
+        if count > 0 {
+            self.transfers.push(Transfer { dtype, count, kind });
+        }
+    }
+
+    /// Even shares go as NCCL's all-gather, uneven ones each by a broadcast into its place: no padding, so no copies
+    /// and no memory for them.
+    fn gather(&mut self, part: GatherPart, memory: &dyn Allocator, rank: usize) -> Result<()> {
+        let GatherPart { input, counts } = part;
+        let dtype = input.dtype();
+        let own = counts[rank];
+        let from = read(&*input, rank, |view| match own * dtype.size() {
+            bytes if view.bytes() == bytes => Ok(view.address()),
+            bytes => Err(Error::Argument {
+                rank,
+                message: format!("an input of {bytes} bytes shows {} of them", view.bytes()),
+            }),
+        })?;
+        let output = Buffer::Cuda(take(memory, dtype, counts.iter().sum(), rank)?);
+        let to = address(&output, rank)?;
+        if is_even(&counts) {
+            self.ask(dtype, own, Kind::AllGather { from, to });
+        } else {
+            for (root, to, count) in starts(to, dtype, &counts) {
+                let from = if root == rank { from } else { to };
+                self.ask(dtype, count, Kind::Broadcast { from, to, root });
+            }
+        }
+        self.outputs.push(output);
+        self.inputs.push(input);
+        Ok(())
+    }
+
+    /// Even shares go as NCCL's reduce-scatter, uneven ones each by a reduction to its rank.
+    fn scatter(&mut self, part: ScatterPart, op: ReduceOp, memory: &dyn Allocator, rank: usize) -> Result<Buffer> {
+        let ScatterPart { input, counts } = part;
+        let dtype = input.dtype();
+        let from = address(&input, rank)?;
+        let output = Buffer::Cuda(take(memory, dtype, counts[rank], rank)?);
+        let own = address(&output, rank)?;
+        if is_even(&counts) {
+            self.ask(dtype, counts[rank], Kind::ReduceScatter { from, to: own, op });
+        } else {
+            for (root, from, count) in starts(from, dtype, &counts) {
+                let to = if root == rank { own } else { 0 };
+                self.ask(dtype, count, Kind::Reduce { from, to, op, root });
+            }
+        }
+        self.outputs.push(output);
+        Ok(input)
+    }
+
+    /// What stays here is sent as well, to itself.
+    fn exchange(&mut self, part: ExchangePart, memory: &dyn Allocator, rank: usize) -> Result<Buffer> {
+        let ExchangePart { input, send_counts, recv_counts } = part;
+        let dtype = input.dtype();
+        let from = address(&input, rank)?;
+        let output = Buffer::Cuda(take(memory, dtype, recv_counts.iter().sum(), rank)?);
+        let to = address(&output, rank)?;
+        for (peer, from, count) in starts(from, dtype, &send_counts) {
+            self.ask(dtype, count, Kind::Send { from, peer });
+        }
+        for (peer, to, count) in starts(to, dtype, &recv_counts) {
+            self.ask(dtype, count, Kind::Receive { to, peer });
+        }
+        self.outputs.push(output);
+        Ok(input)
+    }
+}
+
+// ---- from process_group/nccl/transfer
+/// A call of NCCL's. Counts are elements, and of no rank 0.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Transfer {
+    pub(super) dtype: DType,
+    pub(super) count: usize,
+    pub(super) kind: Kind,
+}
+
+/// Which call, with its addresses. One that a rank does not use is 0.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Kind {
+    AllGather { from: CUdeviceptr, to: CUdeviceptr },
+    ReduceScatter { from: CUdeviceptr, to: CUdeviceptr, op: ReduceOp },
+    AllReduce { at: CUdeviceptr, op: ReduceOp },
+    Broadcast { from: CUdeviceptr, to: CUdeviceptr, root: usize },
+    Reduce { from: CUdeviceptr, to: CUdeviceptr, op: ReduceOp, root: usize },
+    Send { from: CUdeviceptr, peer: usize },
+    Receive { to: CUdeviceptr, peer: usize },
+}
+
+impl Transfer {
+    /// Asks for it, within a group of calls.
+    ///
+    /// # Safety
+    /// The communicator is alive, and there is memory of the counts at the addresses until the stream has run the call.
+    pub(super) unsafe fn ask(&self, communicator: sys::ncclComm_t, stream: CUstream) -> ncclResult_t {
+        let (dtype, count, stream) = (dtype(self.dtype), self.count, stream.cast());
+        let source = |address: CUdeviceptr| address as *const std::ffi::c_void;
+        let target = |address: CUdeviceptr| address as *mut std::ffi::c_void;
+        // SAFETY: as the caller guarantees.
+        unsafe {
+            match self.kind {
+                Kind::AllGather { from, to } => {
+                    sys::ncclAllGather(source(from), target(to), count, dtype, communicator, stream)
+                }
+                Kind::ReduceScatter { from, to, op } => {
+                    sys::ncclReduceScatter(source(from), target(to), count, dtype, how(op), communicator, stream)
+                }
+                Kind::AllReduce { at, op } => {
+                    sys::ncclAllReduce(source(at), target(at), count, dtype, how(op), communicator, stream)
+                }
+                Kind::Broadcast { from, to, root } => {
+                    sys::ncclBroadcast(source(from), target(to), count, dtype, root as i32, communicator, stream)
+                }
+                Kind::Reduce { from, to, op, root } => {
+                    let root = root as i32;
+                    sys::ncclReduce(source(from), target(to), count, dtype, how(op), root, communicator, stream)
+                }
+                Kind::Send { from, peer } => {
+                    sys::ncclSend(source(from), count, dtype, peer as i32, communicator, stream)
+                }
+                Kind::Receive { to, peer } => {
+                    sys::ncclRecv(target(to), count, dtype, peer as i32, communicator, stream)
+                }
+            }
+        }
+    }
+}
+
+/// Asks for all of them, up to the first that is refused.
+///
+/// # Safety
+/// As [`Transfer::ask`].
+pub(super) unsafe fn ask_all(transfers: &[Transfer], communicator: sys::ncclComm_t, stream: CUstream) -> ncclResult_t {
+    // SAFETY: as the caller guarantees.
+    let mut answers = transfers.iter().map(|transfer| unsafe { transfer.ask(communicator, stream) });
+    answers.find(|answer| !is_fine(*answer)).unwrap_or(ncclResult_t::ncclSuccess)
+}
+
+fn dtype(dtype: DType) -> ncclDataType_t {
+    match dtype {
+        DType::U8 => ncclDataType_t::ncclUint8,
+        DType::U32 => ncclDataType_t::ncclUint32,
+        DType::I64 => ncclDataType_t::ncclInt64,
+        DType::BF16 => ncclDataType_t::ncclBfloat16,
+        DType::F16 => ncclDataType_t::ncclFloat16,
+        DType::F32 => ncclDataType_t::ncclFloat32,
+        DType::F64 => ncclDataType_t::ncclFloat64,
+    }
+}
+
+fn how(op: ReduceOp) -> ncclRedOp_t {
+    match op {
+        ReduceOp::Sum => ncclRedOp_t::ncclSum,
+        ReduceOp::Avg => ncclRedOp_t::ncclAvg,
+        ReduceOp::Min => ncclRedOp_t::ncclMin,
+        ReduceOp::Max => ncclRedOp_t::ncclMax,
+        ReduceOp::Product => ncclRedOp_t::ncclProd,
     }
 }
 

@@ -18,14 +18,7 @@
 //! `flight` (collectives on their way), `diagnosis` (what became of one that does not end), `watchdog`, `engine`.
 
 mod communicator;
-mod config;
-mod diagnosis;
 mod engine;
-mod failure;
-mod flight;
-mod meet;
-mod plan;
-mod transfer;
 mod watchdog;
 
 pub use engine::Nccl;

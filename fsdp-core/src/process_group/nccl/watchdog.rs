@@ -1,24 +1,33 @@
 //! Ends what can't end by itself: a thread that looks at the collectives on their way.
+//! Collectives on their way.
 
+//! What keeps a collective that does not end: what each rank shows that it is at, and what follows.
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::{
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    collections::VecDeque,
+    sync::Arc,
     thread::JoinHandle,
     time::{Duration, Instant},
 };
 
 use cudarc::{
-    driver::{CudaStream, DriverError},
+    driver::{CudaEvent, CudaStream, DriverError},
     nccl::sys::ncclResult_t,
 };
 
 use super::{
-    super::{failure::Failure, lookout::Lookout, membership::Membership},
-    communicator::Communicator,
-    diagnosis::{self, Shown},
-    flight::{Flight, Flights},
+    super::{
+        backend::PeerMonitor,
+        call::Call,
+        collective::{Collective, Failure},
+        options::Membership,
+    },
+    communicator::{Communicator, device_error},
 };
-use crate::{Error, Result, device::cuda::failed};
+use crate::{DeviceId, Error, Result, device::cuda::failed};
 
+// ---- from process_group/nccl/watchdog
 /// How often it looks, at the least.
 const PERIOD: Duration = Duration::from_millis(100);
 /// How long a collective may go on when a peer is gone: it may have done its part, or is about to say why it went.
@@ -29,7 +38,7 @@ struct Shared {
     communicator: Arc<Communicator>,
     stream: Arc<CudaStream>,
     group: Membership,
-    lookout: Option<Arc<dyn Lookout>>,
+    peer_monitor: Option<Arc<dyn PeerMonitor>>,
     flights: Mutex<Flights>,
     stop: Mutex<bool>,
     wake: Condvar,
@@ -47,11 +56,11 @@ impl Watchdog {
         communicator: Arc<Communicator>,
         stream: Arc<CudaStream>,
         group: Membership,
-        lookout: Option<Arc<dyn Lookout>>,
+        peer_monitor: Option<Arc<dyn PeerMonitor>>,
     ) -> Result<Self> {
         let flights = Mutex::new(Flights::default());
         let (stop, wake) = (Mutex::new(false), Condvar::new());
-        let shared = Arc::new(Shared { communicator, stream, group, lookout, flights, stop, wake });
+        let shared = Arc::new(Shared { communicator, stream, group, peer_monitor, flights, stop, wake });
         let looks = shared.clone();
         let name = format!("nccl {}:{}", shared.group.name, shared.group.rank);
         let thread = std::thread::Builder::new().name(name).spawn(move || looks.look_out()).map_err(|source| {
@@ -83,7 +92,7 @@ impl Watchdog {
 
 impl Drop for Watchdog {
     fn drop(&mut self) {
-        *self.shared.stop.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        *self.shared.stop.lock() = true;
         self.shared.wake.notify_all();
         if let Some(thread) = self.thread.take() {
             // It panics nowhere.
@@ -94,12 +103,12 @@ impl Drop for Watchdog {
 
 impl Shared {
     fn flights(&self) -> MutexGuard<'_, Flights> {
-        self.flights.lock().unwrap_or_else(PoisonError::into_inner)
+        self.flights.lock()
     }
 
     fn look_out(&self) {
         let period = PERIOD.min(self.group.timeout / 4).max(Duration::from_millis(1));
-        let mut stop = self.stop.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut stop = self.stop.lock();
         while !*stop {
             drop(stop);
             if self.communicator.check().is_ok()
@@ -107,22 +116,22 @@ impl Shared {
             {
                 // A thread that waits for the device itself gets no error: the log is all that says why.
                 tracing::error!("NCCL is given up: {error}");
-                if let Some(lookout) = &self.lookout {
-                    lookout.fail(&Failure::of(&error));
+                if let Some(peer_monitor) = &self.peer_monitor {
+                    peer_monitor.fail(&Failure::of(&error));
                 }
                 self.communicator.abort(error);
                 self.flights().clear();
             }
-            stop = self.stop.lock().unwrap_or_else(PoisonError::into_inner);
+            stop = self.stop.lock();
             if !*stop {
-                stop = self.wake.wait_timeout(stop, period).unwrap_or_else(PoisonError::into_inner).0;
+                self.wake.wait_for(&mut stop, period);
             }
         }
     }
 
     /// Why the communicator is to be given up, if it is.
     fn look(&self) -> Option<Error> {
-        let lookout = self.lookout.as_deref();
+        let peer_monitor = self.peer_monitor.as_deref();
         let mut flights = self.flights();
         let issued = flights.issued;
         let (first, before) = match self.bound().and_then(|()| flights.first()) {
@@ -131,8 +140,8 @@ impl Shared {
             Err(error) => return Some(failed(&self.stream, "asking whether a collective has ended", &error)),
         };
         let at = first.as_deref().map(|flight| flight.collective(&self.group));
-        if let Some(lookout) = lookout {
-            lookout.show(&Shown::of(issued, at.as_ref()).to_bytes());
+        if let Some(peer_monitor) = peer_monitor {
+            peer_monitor.show(&Shown::of(issued, at.as_ref()).to_bytes());
         }
         let what = at.map_or_else(|| format!("group \"{}\"", self.group.name), |at| at.to_string());
         let trouble = self.communicator.trouble(&what);
@@ -141,12 +150,12 @@ impl Shared {
             let trouble = trouble.filter(|(status, _)| *status != ncclResult_t::ncclRemoteError);
             let stuck = || {
                 let (flight, waited) = before.and_then(|flight| Some((&*flight, flight.stuck(self.group.timeout)?)))?;
-                Some(diagnosis::not_begun(&flight.collective(&self.group), self.communicator.device, waited))
+                Some(not_begun(&flight.collective(&self.group), self.communicator.device, waited))
             };
             return trouble.map(|(_, error)| error).or_else(stuck);
         };
         let is_alarm = trouble.is_some();
-        let gone = lookout.and_then(Lookout::gone);
+        let gone = peer_monitor.and_then(PeerMonitor::gone);
         let is_late = flight.waited() >= self.group.timeout;
         if gone.is_none() && !is_alarm {
             flight.alarm = None;
@@ -161,11 +170,289 @@ impl Shared {
         }
         is_late.then(|| {
             let at = flight.collective(&self.group);
-            diagnosis::of(&at, self.communicator.device, flight.waited(), lookout)
+            of(&at, self.communicator.device, flight.waited(), peer_monitor)
         })
     }
 
     fn bound(&self) -> Result<(), DriverError> {
         self.stream.context().bind_to_thread()
+    }
+}
+
+// ---- from process_group/nccl/flight
+/// How many timeouts a device may compute before it begins with a collective that is first in line. Ranks that all
+/// compute for long keep nobody waiting, so that the group's timeout alone would be too short.
+const COMPUTE: u32 = 3;
+
+/// Start times of a collective's two waits.
+#[derive(Default)]
+struct Clock {
+    /// Since when it is the first that has not ended: nothing but the device's own work keeps it from beginning.
+    first: Option<Instant>,
+    /// Since when nothing keeps it but the peers.
+    begun: Option<Instant>,
+}
+
+impl Clock {
+    fn look(&mut self, now: Instant, has_begun: bool) {
+        self.first.get_or_insert(now);
+        if has_begun {
+            self.begun.get_or_insert(now);
+        }
+    }
+
+    /// For how long it has waited for the peers.
+    fn waited(&self, now: Instant) -> Duration {
+        self.begun.map_or(Duration::ZERO, |begun| now - begun)
+    }
+
+    /// For how long it has waited for the device, where that is too long.
+    fn stuck(&self, now: Instant, timeout: Duration) -> Option<Duration> {
+        let waited = self.first.filter(|_| self.begun.is_none()).map(|first| now - first)?;
+        (waited >= timeout.saturating_mul(COMPUTE)).then_some(waited)
+    }
+}
+
+/// A collective that was enqueued and is not seen to have ended.
+pub(super) struct Flight {
+    pub(super) call: Call,
+    pub(super) sequence: u64,
+    /// Its inputs are ready.
+    pub(super) begin: CudaEvent,
+    pub(super) end: Arc<CudaEvent>,
+    clock: Clock,
+    /// When a peer was first seen to be gone meanwhile.
+    pub(super) alarm: Option<Instant>,
+}
+
+impl Flight {
+    pub(super) fn new(collective: &Collective<'_>, begin: CudaEvent, end: Arc<CudaEvent>) -> Self {
+        let (call, sequence) = (collective.call().clone(), collective.sequence());
+        Flight { call, sequence, begin, end, clock: Clock::default(), alarm: None }
+    }
+
+    pub(super) fn collective<'a>(&'a self, group: &'a Membership) -> Collective<'a> {
+        Collective::new(&self.call, group, self.sequence, false)
+    }
+
+    /// For how long it has waited for the peers.
+    pub(super) fn waited(&self) -> Duration {
+        self.clock.waited(Instant::now())
+    }
+
+    /// Whether its inputs are ready, so that it waits for the peers alone.
+    pub(super) fn has_begun(&self) -> bool {
+        self.clock.begun.is_some()
+    }
+
+    /// Returns the time that the device has kept the collective from beginning, where that is too long.
+    pub(super) fn stuck(&self, timeout: Duration) -> Option<Duration> {
+        self.clock.stuck(Instant::now(), timeout)
+    }
+}
+
+/// In the order in which they run.
+#[derive(Default)]
+pub(super) struct Flights {
+    queue: VecDeque<Flight>,
+    /// The number behind that of the last one.
+    pub(super) issued: u64,
+}
+
+impl Flights {
+    pub(super) fn push(&mut self, flight: Flight) {
+        self.issued = flight.sequence + 1;
+        self.queue.push_back(flight);
+    }
+
+    /// Forgets those that have ended, and returns the first that has not.
+    pub(super) fn first(&mut self) -> Result<Option<&mut Flight>, DriverError> {
+        while let Some(first) = self.queue.front() {
+            if !first.end.try_is_complete()? {
+                break;
+            }
+            self.queue.pop_front();
+        }
+        let Some(first) = self.queue.front_mut() else { return Ok(None) };
+        let has_begun = first.has_begun() || first.begin.try_is_complete()?;
+        first.clock.look(Instant::now(), has_begun);
+        Ok(Some(first))
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.queue.is_empty()
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.queue.clear();
+    }
+}
+
+// ---- from process_group/nccl/diagnosis
+/// What a rank shows of itself.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Shown {
+    /// The number behind that of the last collective that it enqueued.
+    issued: u64,
+    /// The one that it waits in, as it announced it. Nothing, where it waits in none.
+    announced: Vec<u8>,
+}
+
+impl Shown {
+    pub(super) fn of(issued: u64, first: Option<&Collective<'_>>) -> Self {
+        let announced = first.map_or(vec![], |collective| {
+            let mut bytes = vec![0; Collective::announcement_len(collective.group().size)];
+            collective.announce(&mut bytes);
+            bytes
+        });
+        Shown { issued, announced }
+    }
+
+    pub(super) fn to_bytes(&self) -> Vec<u8> {
+        [&self.issued.to_le_bytes()[..], &self.announced].concat()
+    }
+
+    /// Reads what [`Shown::to_bytes`] made in a group of `ranks` ranks.
+    fn from_bytes(bytes: &[u8], ranks: usize) -> Option<Self> {
+        let (issued, announced) = bytes.split_first_chunk::<8>()?;
+        let is_whole = announced.is_empty() || announced.len() == Collective::announcement_len(ranks);
+        let issued = u64::from_le_bytes(*issued);
+        is_whole.then(|| Shown { issued, announced: announced.to_vec() })
+    }
+}
+
+/// The error of a rank that waited for `waited` in a collective of a device that did not end. Without a peer_monitor nobody
+/// knows who came.
+pub(super) fn of(
+    collective: &Collective<'_>,
+    device: DeviceId,
+    waited: Duration,
+    peer_monitor: Option<&dyn PeerMonitor>,
+) -> Error {
+    let group = collective.group();
+    let peers = (0..group.size).filter(|peer| *peer != group.rank);
+    let Some(peer_monitor) = peer_monitor else {
+        return collective.timed_out(peers.collect(), waited);
+    };
+    let own = Shown::of(0, Some(collective)).announced;
+    // A rank that shows nothing has issued nothing.
+    let shown: Vec<Shown> = (0..group.size)
+        .map(|rank| {
+            let shown = peer_monitor.shown(rank).and_then(|bytes| Shown::from_bytes(&bytes, group.size));
+            shown.unwrap_or(Shown { issued: 0, announced: vec![] })
+        })
+        .collect();
+    let number = |announced: &[u8]| announced.first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
+    let is_in_it = |rank: usize| number(&shown[rank].announced) == Some(collective.sequence());
+    let issued = |rank: usize| if is_in_it(rank) { &shown[rank].announced[..] } else { &own[..] };
+    // Elsewhere: not yet there, or in an earlier one.
+    let is_missing = |rank: &usize| {
+        shown[*rank].issued <= collective.sequence()
+            || number(&shown[*rank].announced).is_some_and(|number| number < collective.sequence())
+    };
+    let missing: Vec<_> = peers.filter(is_missing).collect();
+    if let Err(mut mismatch) = collective.compare(issued) {
+        if let Error::Mismatch { details, .. } = &mut mismatch
+            && !missing.is_empty()
+        {
+            details.push_str(&format!("; rank(s) {missing:?} are elsewhere, and are taken to have issued the same"));
+        }
+        return mismatch;
+    }
+    if !missing.is_empty() {
+        return collective.timed_out(missing, waited);
+    }
+    let cause = format!(
+        "it does not end although all ranks have issued it, for {:.1} s now: a link or a device does not get on, or \
+         ranks issued the collectives of several groups in different orders. NCCL_DEBUG=INFO says more, and \
+         FSDP_NCCL_CHECK=always compares every collective before it runs",
+        waited.as_secs_f64()
+    );
+    device_error(device, &format!("rank {}: {collective} in group \"{}\"", group.rank, group.name), cause)
+}
+
+/// The error of a collective that has not begun for `waited`, though all before it have ended: the device still does
+/// what was issued before. Peers have no part in that.
+pub(super) fn not_begun(collective: &Collective<'_>, device: DeviceId, waited: Duration) -> Error {
+    let group = collective.group();
+    let cause = format!(
+        "it has not begun for {:.1} s, because the device has not finished what this rank computes before it: a kernel \
+         does not end, or takes longer than three times FSDP_TIMEOUT_S. CUDA_LAUNCH_BLOCKING=1 shows which call it is; \
+         raise FSDP_TIMEOUT_S if it may take so long",
+        waited.as_secs_f64()
+    );
+    device_error(device, &format!("rank {}: {collective} in group \"{}\"", group.rank, group.name), cause)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use parking_lot::Mutex;
+
+    use super::super::super::{backend::PeerState, call::Call, collective::Failure, options::Membership};
+    use crate::DType;
+
+    #[test]
+    fn a_flight_waits_for_the_device_and_then_for_the_peers() {
+        let timeout = Duration::from_secs(10);
+        let start = Instant::now();
+        let at = |seconds: u64| start + Duration::from_secs(seconds);
+        let mut clock = Clock::default();
+        assert_eq!(
+            (clock.waited(at(99)), clock.stuck(at(99), timeout)),
+            (Duration::ZERO, None),
+            "others are before it"
+        );
+        clock.look(at(100), false);
+        clock.look(at(129), false);
+        assert_eq!((clock.waited(at(129)), clock.stuck(at(129), timeout)), (Duration::ZERO, None));
+        assert_eq!(clock.stuck(at(130), timeout), Some(Duration::from_secs(30)));
+        assert_eq!(clock.stuck(at(130), Duration::MAX), None);
+        clock.look(at(131), true);
+        clock.look(at(135), true);
+        assert_eq!((clock.waited(at(140)), clock.stuck(at(140), timeout)), (Duration::from_secs(9), None));
+    }
+
+    /// What three ranks show.
+    struct Boards(Mutex<[Option<Vec<u8>>; 3]>);
+
+    impl PeerMonitor for Boards {
+        fn gone(&self) -> Option<(usize, PeerState)> {
+            None
+        }
+        fn fail(&self, _: &Failure) {}
+        fn show(&self, _: &[u8]) {}
+        fn shown(&self, peer: usize) -> Option<Vec<u8>> {
+            self.0.lock()[peer].clone()
+        }
+    }
+
+    #[test]
+    fn a_rank_that_is_elsewhere_is_named_and_so_is_one_that_issued_something_else() {
+        let group = Membership::world(0, 3, Duration::from_secs(1));
+        let call = |name, count: usize| Call::new(name, "", [(DType::F32, &[count][..])].into_iter());
+        let (sum, other) = (call("all_reduce", 8), call("broadcast", 8));
+        let at = |call, sequence| Shown::of(sequence + 1, Some(&Collective::new(call, &group, sequence, false)));
+        let idle = |issued| Shown { issued, announced: vec![] };
+        let error = |second: Option<Shown>, third: Option<Shown>| {
+            let boards = [Some(at(&sum, 7)), second, third].map(|shown| shown.map(|shown| shown.to_bytes()));
+            let collective = Collective::new(&sum, &group, 7, false);
+            of(&collective, DeviceId::Cuda(0), group.timeout, Some(&Boards(Mutex::new(boards))))
+        };
+        let is_missing = |error: &Error, ranks: &[usize]| match error {
+            Error::Timeout { missing, what, .. } => missing == ranks && what.contains("collective 7"),
+            _ => false,
+        };
+        for absent in [None, Some(idle(7)), Some(at(&other, 5))] {
+            let error = error(Some(at(&sum, 7)), absent);
+            assert!(is_missing(&error, &[2]), "{error}");
+        }
+        let mismatch = error(Some(at(&other, 7)), Some(idle(3))).to_string();
+        let parts = ["rank(s) [1] issued broadcast(", "rank(s) [2] are elsewhere"];
+        assert!(parts.iter().all(|part| mismatch.contains(part)), "{mismatch}");
+        // Who is through with it is not missing, nor is one that shows something unreadable issued anything.
+        let stuck = error(Some(at(&sum, 7)), Some(idle(9))).to_string();
+        assert!(stuck.contains("although all ranks have issued it"), "{stuck}");
+        assert_eq!(Shown::from_bytes(&[1; 9], 3), None);
     }
 }

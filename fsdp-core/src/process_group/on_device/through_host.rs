@@ -1,40 +1,41 @@
 //! Collectives of a device's memory by way of the host's: for ranks that share a device, and builds without NCCL.
+//! Finds ranks that compute on one device.
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
 use cudarc::driver::{CudaStream, DriverError, result};
 
-use super::super::{
-    backend::Promises,
-    collective::Collective,
-    device_memory::{read, take},
-    failure::Failure,
-    fence::Running,
-    group::ProcessGroup,
-    landing::Landing,
-    parts::{ExchangePart, GatherPart, Op, ScatterPart},
+use super::{
+    super::{
+        backend::{CollectiveOutput, Guarantees},
+        collective::{Collective, Failure},
+        device_memory::{Running, read, take},
+        group::ProcessGroup,
+        op::{ExchangePart, GatherPart, Op, ScatterPart},
+    },
+    DeviceEngine,
 };
-use super::engine::DeviceEngine;
 use crate::{
     Allocator, Buffer, DType, DeviceId, Heap, Readable, Result,
     device::cuda::{CudaMemory, CudaView, failed, id},
 };
 
+// ---- from process_group/on_device/through_host
 /// The engine that copies inputs to the host, runs the collective there, and copies outputs back: on a stream of its
-/// own, by the group's thread. What the host's group promises, it promises.
-pub struct ThroughHost {
+/// own, by the group's thread. What the host's group guarantees, it guarantees.
+pub struct HostStaging {
     compute: Arc<CudaStream>,
     stream: Arc<CudaStream>,
 }
 
-impl ThroughHost {
+impl HostStaging {
     /// The engine of a device, which computes on `compute`.
     ///
     /// # Errors
     /// [`crate::Error::Device`] when the device refuses a stream.
     pub fn new(compute: &Arc<CudaStream>) -> Result<Self> {
         let stream = compute.context().new_stream().map_err(|error| failed(compute, "making a stream", &error))?;
-        Ok(ThroughHost { compute: compute.clone(), stream })
+        Ok(HostStaging { compute: compute.clone(), stream })
     }
 
     fn driver<T>(&self, what: &str, outcome: std::result::Result<T, DriverError>) -> Result<T> {
@@ -87,7 +88,7 @@ impl ThroughHost {
         op: Op,
         host: &ProcessGroup,
         memory: &dyn Allocator,
-    ) -> Result<Landing> {
+    ) -> Result<CollectiveOutput> {
         let rank = collective.group().rank;
         let take = |(dtype, len)| take(memory, dtype, len, rank);
         let landed = outputs(&op, rank).into_iter().map(take).collect::<Result<Vec<_>>>()?;
@@ -96,9 +97,9 @@ impl ThroughHost {
         self.hand_over(landed)
     }
 
-    fn hand_over(&self, outputs: Vec<CudaMemory>) -> Result<Landing> {
+    fn hand_over(&self, outputs: Vec<CudaMemory>) -> Result<CollectiveOutput> {
         let end = Running::on(&self.stream, &self.compute)?;
-        Ok(Landing::behind(outputs.into_iter().map(Buffer::Cuda).collect(), Box::new(end)))
+        Ok(CollectiveOutput::pending(outputs.into_iter().map(Buffer::Cuda).collect(), Box::new(end)))
     }
 
     /// Copies of buffers of the device.
@@ -128,12 +129,12 @@ fn outputs(op: &Op, rank: usize) -> Vec<(DType, usize)> {
     }
 }
 
-impl DeviceEngine for ThroughHost {
+impl DeviceEngine for HostStaging {
     fn device(&self) -> DeviceId {
         id(&self.compute)
     }
 
-    fn promises(&self, host: Promises) -> Promises {
+    fn guarantees(&self, host: Guarantees) -> Guarantees {
         host
     }
 
@@ -142,7 +143,7 @@ impl DeviceEngine for ThroughHost {
         false
     }
 
-    fn run(&mut self, collective: &Collective<'_>, op: Op, host: &ProcessGroup) -> Result<Landing> {
+    fn run(&mut self, collective: &Collective<'_>, op: Op, host: &ProcessGroup) -> Result<CollectiveOutput> {
         self.driver("using the device", self.stream.context().bind_to_thread())?;
         self.follow()?;
         let rank = collective.group().rank;
@@ -192,15 +193,21 @@ impl DeviceEngine for ThroughHost {
     }
 
     fn split(&mut self, _: &Collective<'_>, _: &[usize], _: &ProcessGroup) -> Result<Box<dyn DeviceEngine>> {
-        Ok(Box::new(ThroughHost::new(&self.compute)?))
+        Ok(Box::new(HostStaging::new(&self.compute)?))
     }
 
     fn fail(&mut self, _: &Failure) {}
 }
 
-impl ThroughHost {
+impl HostStaging {
     /// Runs it on the host, and copies its outputs to where the inputs were.
-    fn in_place(&self, collective: &Collective<'_>, op: Op, to: Vec<Buffer>, host: &ProcessGroup) -> Result<Landing> {
+    fn in_place(
+        &self,
+        collective: &Collective<'_>,
+        op: Op,
+        to: Vec<Buffer>,
+        host: &ProcessGroup,
+    ) -> Result<CollectiveOutput> {
         let outputs = host.issue(Ok(collective.call().clone()), op).wait()?;
         let memory = |buffer| match buffer {
             Buffer::Cuda(memory) => Some(memory),
@@ -209,5 +216,42 @@ impl ThroughHost {
         let to: Vec<_> = to.into_iter().filter_map(memory).collect();
         self.up(&outputs, &to)?;
         self.hand_over(to)
+    }
+}
+
+// ---- from process_group/on_device/sharing
+/// Returns the ranks of a group that compute on one device, device by device; nothing where each rank has a device of
+/// its own. NCCL refuses ranks that share one, and they need [`HostStaging`](super::HostStaging). Collective over the
+/// group; blocks. All ranks get the same answer.
+///
+/// # Errors
+/// [`Error::Device`](crate::Error::Device) when the device does not say which one it is; those of a collective.
+pub fn ranks_sharing_devices(host: &ProcessGroup, compute: &Arc<CudaStream>) -> Result<Vec<Vec<usize>>> {
+    let uuid = compute.context().uuid().map_err(|error| failed(compute, "asking for the device's UUID", &error))?;
+    let mut own: Vec<u8> = uuid.bytes.iter().map(|&byte| byte as u8).collect();
+    own.extend(rustix::system::uname().nodename().to_bytes());
+    Ok(sharing(host.gather_bytes(own)?))
+}
+
+/// The ranks that have named the same device, in the order of the first of them.
+fn sharing(devices: Vec<Vec<u8>>) -> Vec<Vec<usize>> {
+    let mut ranks: BTreeMap<Vec<u8>, Vec<usize>> = BTreeMap::new();
+    for (rank, device) in devices.into_iter().enumerate() {
+        ranks.entry(device).or_default().push(rank);
+    }
+    let mut shared: Vec<_> = ranks.into_values().filter(|ranks| ranks.len() > 1).collect();
+    shared.sort_unstable();
+    shared
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_of_one_device_are_told_device_by_device() {
+        let of = |devices: &[u8]| sharing(devices.iter().map(|&device| vec![device]).collect());
+        assert!(of(&[1, 2, 3]).is_empty());
+        assert_eq!(of(&[9, 2, 9, 2, 5, 9]), [vec![0, 2, 5], vec![1, 3]]);
     }
 }

@@ -2,18 +2,18 @@
 //!
 //! It runs what the `shm` backend runs, on memory that is not shared with other processes.
 
-use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex, PoisonError},
-};
+use parking_lot::Mutex;
+use std::{collections::HashMap, sync::Arc};
 
 use super::{
-    super::{backend::Backend, group::ProcessGroup, membership::Membership, options::Options},
-    engine::SharedMemory,
-    meet::Meet,
-    segment::{Port, Segment},
-    shape::Shape,
-    watch::Watch,
+    super::{
+        backend::Backend,
+        group::ProcessGroup,
+        options::{Membership, Options},
+    },
+    engine::{Meet, SharedMemory},
+    peer_monitor::Watch,
+    segment::{Port, Segment, Shape},
 };
 use crate::{Error, Result, text};
 
@@ -36,7 +36,7 @@ impl Meet for Threads {
             source: Arc::new(source.into()),
         };
         let segment = {
-            let mut segments = self.segments.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut segments = self.segments.lock();
             let (segment, missing) = match segments.remove(&group.name) {
                 Some(found) => found,
                 None => {
@@ -67,7 +67,7 @@ impl Meet for Threads {
 /// When `size` is 0 or the system refuses memory or threads.
 pub fn world(size: usize, options: Options) -> Result<Vec<ProcessGroup>> {
     if size == 1 {
-        return Ok(vec![ProcessGroup::alone(options.timeout)?]);
+        return Ok(vec![ProcessGroup::single_rank(options.timeout)?]);
     }
     let member = |(rank, backend)| ProcessGroup::new(Membership::world(rank, size, options.timeout), backend);
     backends(size, &options)?.into_iter().enumerate().map(member).collect()
@@ -94,7 +94,7 @@ pub fn backends(size: usize, options: &Options) -> Result<Vec<Box<dyn Backend>>>
             rank: 0,
             message: match size {
                 0 => "a world has at least one rank: its size can't be 0".into(),
-                _ => "a world of one has no backend: make it with ProcessGroup::alone".into(),
+                _ => "a world of one has no backend: make it with ProcessGroup::single_rank".into(),
             },
         });
     }

@@ -4,13 +4,16 @@
 use std::sync::Arc;
 
 use super::{
-    super::{backend::Backend, group::ProcessGroup, membership::Membership, options::Options, roll::Roll},
-    engine::SharedMemory,
-    meet::Meet,
+    super::{
+        backend::Backend,
+        group::ProcessGroup,
+        options::{Membership, Options},
+        waiting_ranks::Roll,
+    },
+    engine::{Meet, SharedMemory},
+    peer_monitor::Watch,
     rendezvous::{self, Meeting},
-    segment::{Port, Segment},
-    shape::Shape,
-    watch::Watch,
+    segment::{Port, Segment, Shape},
 };
 use crate::{Error, RankEnv, Result, heartbeat::PeerExits};
 
@@ -92,7 +95,7 @@ pub fn connect(env: &RankEnv, options: Options) -> Result<ProcessGroup> {
         });
     }
     if env.world_size == 1 {
-        return ProcessGroup::alone(options.timeout);
+        return ProcessGroup::single_rank(options.timeout);
     }
     let world = Membership::world(env.rank, env.world_size, options.timeout);
     let processes =

@@ -1,24 +1,36 @@
-//! cuBLAS: products of matrices, and of a matrix and a vector.
+//! cuBLAS: products of matrices, and of a matrix and a vector. Matrices are column-major.
 #![allow(non_snake_case, reason = "cuBLAS's names")]
 #![allow(clippy::too_many_arguments, reason = "cuBLAS's")]
 
 use std::{
     collections::BTreeMap,
-    ffi::{c_char, c_int, c_longlong, c_void},
+    ffi::{CStr, c_char, c_int, c_longlong, c_void},
     sync::{Mutex, PoisonError},
 };
 
 mod element;
-mod gemm;
-mod status;
 #[cfg(test)]
 mod tests;
 
-use self::{
-    gemm::{Call, Operand},
-    status::{EXECUTION_FAILED, NOT_INITIALIZED, NOT_SUPPORTED, SUCCESS},
-};
-use crate::stream;
+use crate::streams::{self, Access, Operation, Progress, Touch};
+use element::{Element, Matrix, Product, Strides, multiply};
+
+const SUCCESS: c_int = 0;
+const NOT_INITIALIZED: c_int = 1;
+const INVALID_VALUE: c_int = 7;
+const EXECUTION_FAILED: c_int = 13;
+const NOT_SUPPORTED: c_int = 15;
+
+fn text(status: c_int) -> &'static CStr {
+    match status {
+        SUCCESS => c"success",
+        NOT_INITIALIZED => c"no such handle",
+        INVALID_VALUE => c"invalid value",
+        EXECUTION_FAILED => c"the operation could not be queued",
+        NOT_SUPPORTED => c"not supported by the device double",
+        _ => c"unknown status",
+    }
+}
 
 // cudaDataType_t and cublasComputeType_t.
 const R_32F: c_int = 0;
@@ -117,7 +129,7 @@ extern "C" fn cublasSetWorkspace_v2(handle: *mut c_void, _workspace: *mut c_void
 
 #[unsafe(no_mangle)]
 extern "C" fn cublasGetStatusString(status: c_int) -> *const c_char {
-    status::text(status).as_ptr()
+    text(status).as_ptr()
 }
 
 /// # Safety
@@ -132,13 +144,13 @@ unsafe fn product(handle: *mut c_void, call: Call) -> c_int {
         return NOT_SUPPORTED;
     }
     // SAFETY: the caller's.
-    match unsafe { gemm::operation(call) } {
+    match unsafe { operation(call) } {
         Err((status, why)) => {
             eprintln!("gpu double: {why}");
             status
         }
         Ok(None) => SUCCESS,
-        Ok(Some(operation)) => match stream::enqueue(at.stream as *mut c_void, operation) {
+        Ok(Some(operation)) => match streams::enqueue(at.stream as *mut c_void, operation) {
             0 => SUCCESS,
             _ => EXECUTION_FAILED,
         },
@@ -345,4 +357,107 @@ unsafe extern "C" fn cublasGemmStridedBatchedEx(
     };
     // SAFETY: the scalars are of the type that `compute` says.
     unsafe { product(handle, call) }
+}
+
+/// An operand: where it begins, its type, the distance of columns, and of matrices of a batch, in elements.
+#[derive(Clone, Copy, Debug)]
+struct Operand {
+    at: u64,
+    element: i32,
+    leading: i32,
+    stride: i64,
+}
+
+/// What a call asks for.
+#[derive(Clone, Copy, Debug)]
+struct Call {
+    name: &'static str,
+    /// `cublasOperation_t` of the first two operands.
+    transposed: [i32; 2],
+    /// Rows of the result, its columns, and what is summed over.
+    sizes: [i32; 3],
+    alpha: *const c_void,
+    beta: *const c_void,
+    a: Operand,
+    b: Operand,
+    c: Operand,
+    batch: i32,
+    /// A `cublasComputeType_t`.
+    compute: i32,
+}
+
+/// The type in which `alpha` and `beta` are given, if the types go together.
+fn scale(compute: i32, a: Element, b: Element, c: Element) -> Option<Element> {
+    use Element::{BF16, F16, F32, F64};
+    let scale = match compute {
+        64 | 65 => F16,
+        68 | 69 | 74 | 75 | 77 | 78 => F32,
+        70 | 71 | 79 => F64,
+        _ => return None,
+    };
+    let together = match scale {
+        F64 => [a, b, c] == [F64; 3],
+        F16 => [a, b, c] == [F16; 3],
+        _ => a == b && matches!((a, c), (F32, F32) | (F16, F16 | F32) | (BF16, BF16 | F32)),
+    };
+    together.then_some(scale)
+}
+
+/// The work of a call, or nothing if the result is empty. The error is cuBLAS's status, and why.
+///
+/// # Safety
+/// `alpha` and `beta` lead to values of the type that `compute` says.
+unsafe fn operation(call: Call) -> Result<Option<Operation>, (i32, String)> {
+    let Call { name, sizes, batch, a, b, c, .. } = call;
+    let invalid = |what: String| (INVALID_VALUE, format!("{name}: {what}"));
+    let (Some(of_a), Some(of_b), Some(of_c)) = (Element::of(a.element), Element::of(b.element), Element::of(c.element))
+    else {
+        let types = [a.element, b.element, c.element];
+        return Err((NOT_SUPPORTED, format!("{name}: matrices of the cudaDataType_t {types:?}")));
+    };
+    let Some(scale) = scale(call.compute, of_a, of_b, of_c) else {
+        let why = format!("{name}: {of_a:?} times {of_b:?} to {of_c:?} with cublasComputeType_t {}", call.compute);
+        return Err((NOT_SUPPORTED, why));
+    };
+    if sizes.iter().chain([&batch]).any(|size| *size < 0) {
+        return Err(invalid(format!("a negative size among {sizes:?} and {batch} matrices")));
+    }
+    let [m, n, k] = sizes;
+    let [a_transposed, b_transposed] = call.transposed.map(|operation| operation != 0);
+    let a_rows = if a_transposed { k } else { m };
+    let b_rows = if b_transposed { n } else { k };
+    for (operand, rows, which) in [(a, a_rows, 'A'), (b, b_rows, 'B'), (c, m, 'C')] {
+        if operand.leading < rows.max(1) {
+            return Err(invalid(format!("{which} has {rows} rows and a leading dimension of {}", operand.leading)));
+        }
+    }
+    if m == 0 || n == 0 || batch == 0 {
+        return Ok(None);
+    }
+    // SAFETY: the caller promises values of this type.
+    let (alpha, beta) = unsafe { (scale.read(call.alpha.cast()), scale.read(call.beta.cast())) };
+    let product = Product { m: m as usize, n: n as usize, k: k as usize, alpha, beta };
+    let strides = |operand: Operand, transposed: bool| match (operand.leading as isize, transposed) {
+        (leading, false) => Strides { rows: 1, cols: leading },
+        (leading, true) => Strides { rows: leading, cols: 1 },
+    };
+    let matrix = move |operand: Operand, element: Element, transposed: bool, which: i64| Matrix {
+        at: operand.at.wrapping_add_signed(which * operand.stride * element.bytes() as i64),
+        element,
+        strides: strides(operand, transposed),
+    };
+    let run = move || {
+        for which in 0..i64::from(batch) {
+            let left = matrix(a, of_a, a_transposed, which);
+            let right = matrix(b, of_b, b_transposed, which);
+            // SAFETY: the stream has its turn, and the program said that matrices of these sizes lie there.
+            unsafe { multiply(product, left, right, matrix(c, of_c, false, which)) };
+        }
+        Progress::Done
+    };
+    let mut touches = vec![Touch { at: c.at, access: Access::Write }];
+    if k > 0 {
+        touches.extend([a, b].map(|operand| Touch { at: operand.at, access: Access::Read }));
+    }
+    Ok(Some(Operation { name: name.into(), touches, run: Box::new(run) }))
 }

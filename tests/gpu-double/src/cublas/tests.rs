@@ -2,8 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::{gemm::operation, status::INVALID_VALUE, *};
-use crate::operation::{Access, Progress};
+use super::*;
 
 /// Values from -2 to 2 in steps of 1/8, which all types have, for any place.
 fn value(place: usize) -> f64 {

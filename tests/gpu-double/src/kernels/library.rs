@@ -7,8 +7,8 @@ use std::{
 };
 
 use crate::{
-    kernels::limits,
-    operation::{Access, Touch},
+    kernels::SHARED_BYTES,
+    streams::{Access, Touch},
 };
 
 /// What stands before a library's path where the PTX would be.
@@ -164,7 +164,7 @@ impl Kernel {
             sizes: sizes.iter().map(|size| *size as usize).collect(),
             pointers: pointers.collect(),
             library,
-            most_shared: AtomicU32::new(limits::SHARED_BYTES),
+            most_shared: AtomicU32::new(SHARED_BYTES),
         }
     }
 

@@ -1,26 +1,31 @@
 //! Modules, kernels and launches of the driver.
 //!
-//! A module is a host library that the stand-in `nvcc` or NVRTC made of a CUDA source. The descriptions of its kernels
+//! A module is a host library that the stand-in `nvcc` or NVRTC made from a CUDA source. The descriptions of its kernels
 //! come from their C++ signatures: a pointer to const is memory that is read, any other pointer memory that is written.
+//! Limits are those of compute capability 9.0.
 #![allow(non_snake_case, reason = "the names of CUDA's driver")]
 
 use std::{
     collections::BTreeMap,
     ffi::{CStr, c_char, c_int, c_uint, c_void},
-    sync::{Mutex, PoisonError, atomic::Ordering},
+    sync::{
+        Mutex, OnceLock, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
-mod launch;
-pub(crate) mod library;
-mod limits;
+mod library;
 #[cfg(test)]
 mod tests;
 
-use self::{
-    launch::Shape,
-    library::{Image, Kernel},
+use crate::{
+    machine::Settings,
+    report,
+    status::{INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, SUCCESS},
+    streams::{self, Operation, Progress},
 };
-use crate::status::{INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, SUCCESS};
+pub(crate) use library::{Image, open};
+use library::{Kernel, Launch};
 
 const INVALID_IMAGE: c_int = 200;
 const FILE_NOT_FOUND: c_int = 301;
@@ -55,7 +60,7 @@ fn answer(result: Result<c_int, c_int>) -> c_int {
 }
 
 fn load(module: *mut *mut c_void, image: &str) -> c_int {
-    match library::open(image) {
+    match open(image) {
         Err(why) => refuse(INVALID_IMAGE, &why),
         Ok(image) => with(|handles| {
             handles.modules_made += 1;
@@ -135,7 +140,7 @@ const PREFERRED_SHARED_MEMORY_CARVEOUT: c_int = 9;
 unsafe extern "C" fn cuFuncGetAttribute(value: *mut c_int, attribute: c_int, function: *mut c_void) -> c_int {
     answer(kernel(function).map(|kernel| {
         let known = match attribute {
-            MAX_THREADS_PER_BLOCK => limits::THREADS as c_int,
+            MAX_THREADS_PER_BLOCK => THREADS as c_int,
             CONST_SIZE_BYTES | LOCAL_SIZE_BYTES => 0,
             NUM_REGS => 32,
             PTX_VERSION | BINARY_VERSION => 90,
@@ -153,7 +158,7 @@ unsafe extern "C" fn cuFuncGetAttribute(value: *mut c_int, attribute: c_int, fun
 extern "C" fn cuFuncSetAttribute(function: *mut c_void, attribute: c_int, value: c_int) -> c_int {
     answer(kernel(function).map(|kernel| match attribute {
         MAX_DYNAMIC_SHARED_SIZE_BYTES => match u32::try_from(value) {
-            Ok(bytes) if bytes <= limits::MOST_SHARED_BYTES => {
+            Ok(bytes) if bytes <= MOST_SHARED_BYTES => {
                 kernel.most_shared.store(bytes, Ordering::Relaxed);
                 SUCCESS
             }
@@ -189,12 +194,12 @@ unsafe extern "C" fn cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
     _flags: c_uint,
 ) -> c_int {
     answer(kernel(function).map(|_| {
-        if threads < 1 || threads as u32 > limits::THREADS {
+        if threads < 1 || threads as u32 > THREADS {
             return INVALID_VALUE;
         }
         let shared = u32::try_from(shared).unwrap_or(u32::MAX / 2);
         // SAFETY: the caller gives a place for the number.
-        unsafe { *blocks = limits::blocks_at_once(threads as u32, shared) as c_int };
+        unsafe { *blocks = blocks_at_once(threads as u32, shared) as c_int };
         SUCCESS
     }))
 }
@@ -207,11 +212,11 @@ unsafe extern "C" fn cuOccupancyAvailableDynamicSMemPerBlock(
     threads: c_int,
 ) -> c_int {
     answer(kernel(function).map(|_| {
-        if blocks < 1 || threads < 1 || limits::blocks_at_once(threads as u32, 0) < blocks as u32 {
+        if blocks < 1 || threads < 1 || blocks_at_once(threads as u32, 0) < blocks as u32 {
             return INVALID_VALUE;
         }
         // SAFETY: the caller gives a place for the number.
-        unsafe { *bytes = limits::shared_for(blocks as u32) as usize };
+        unsafe { *bytes = shared_for(blocks as u32) as usize };
         SUCCESS
     }))
 }
@@ -243,10 +248,10 @@ unsafe extern "C" fn cuOccupancyMaxPotentialBlockSizeWithFlags(
     _flags: c_uint,
 ) -> c_int {
     answer(kernel(function).map(|_| {
-        let most = if limit > 0 { limits::THREADS.min(limit as u32) } else { limits::THREADS };
+        let most = if limit > 0 { THREADS.min(limit as u32) } else { THREADS };
         let at_once = |threads: u32| {
             let shared = shared_for.map_or(shared, |bytes| bytes(threads as c_int));
-            limits::blocks_at_once(threads, u32::try_from(shared).unwrap_or(u32::MAX / 2))
+            blocks_at_once(threads, u32::try_from(shared).unwrap_or(u32::MAX / 2))
         };
         // The largest of the blocks with which most threads run at once.
         let candidates = (32..=most).step_by(32).chain([most]);
@@ -254,7 +259,7 @@ unsafe extern "C" fn cuOccupancyMaxPotentialBlockSizeWithFlags(
         // SAFETY: the caller gives places for both numbers.
         unsafe {
             *block = best as c_int;
-            *grid = (at_once(best) * limits::MULTIPROCESSORS) as c_int;
+            *grid = (at_once(best) * MULTIPROCESSORS) as c_int;
         }
         SUCCESS
     }))
@@ -281,7 +286,7 @@ unsafe extern "C" fn cuLaunchKernel(
     let shape = Shape { grid: [grid_x, grid_y, grid_z], block: [block_x, block_y, block_z], shared_bytes };
     answer(kernel(function).map(|kernel| {
         // SAFETY: the caller gives the kernel's parameters.
-        unsafe { launch::launch(kernel, shape, stream, parameters) }.unwrap_or_else(|why| refuse(INVALID_VALUE, &why))
+        unsafe { launch(kernel, shape, stream, parameters) }.unwrap_or_else(|why| refuse(INVALID_VALUE, &why))
     }))
 }
 
@@ -317,4 +322,119 @@ unsafe extern "C" fn cuLaunchCooperativeKernel(
             none,
         )
     }
+}
+
+/// A launch as the driver is asked for it.
+#[derive(Clone, Copy)]
+struct Shape {
+    grid: [u32; 3],
+    block: [u32; 3],
+    shared_bytes: u32,
+}
+
+/// The work of a launch. The error says what it asks for that it may not.
+///
+/// # Safety
+/// `parameters` leads to as many pointers as the kernel has parameters, and they to values of their types.
+unsafe fn operation(kernel: &'static Kernel, shape: Shape, parameters: *mut *mut c_void) -> Result<Operation, String> {
+    let most = kernel.most_shared.load(Ordering::Relaxed);
+    if let Some(why) = refusal(shape.grid, shape.block, shape.shared_bytes, most) {
+        return Err(format!("a launch of kernel {} asks for {why}", kernel.name));
+    }
+    if parameters.is_null() && !kernel.sizes.is_empty() {
+        return Err(format!("a launch of kernel {} gives none of its {} parameters", kernel.name, kernel.sizes.len()));
+    }
+    let copy = |(index, size): (usize, &usize)| {
+        let mut bytes = vec![0; *size].into_boxed_slice();
+        // SAFETY: the caller promises that a value of this size lies there.
+        unsafe { (*parameters.add(index)).cast::<u8>().copy_to_nonoverlapping(bytes.as_mut_ptr(), *size) };
+        bytes
+    };
+    let mut values: Vec<_> = kernel.sizes.iter().enumerate().map(copy).collect();
+    let touches = kernel.touches(&values);
+    let seed = next_seed();
+    let run = move || {
+        let mut arguments: Vec<*mut c_void> = values.iter_mut().map(|value| value.as_mut_ptr().cast()).collect();
+        let Shape { grid, block, shared_bytes } = shape;
+        let launch = Launch { grid, block, shared_bytes, seed, arguments: arguments.as_mut_ptr() };
+        // SAFETY: the values have the parameters' sizes, and the stream has its turn.
+        if let Err(fault) = unsafe { kernel.run(&launch) } {
+            report::fault(fault);
+        }
+        Progress::Done
+    };
+    Ok(Operation { name: format!("kernel {}", kernel.name), touches, run: Box::new(run) })
+}
+
+/// Queues a launch.
+///
+/// # Safety
+/// As for [`operation`].
+unsafe fn launch(
+    kernel: &'static Kernel,
+    shape: Shape,
+    stream: *mut c_void,
+    parameters: *mut *mut c_void,
+) -> Result<i32, String> {
+    // SAFETY: the caller promises it.
+    let operation = unsafe { operation(kernel, shape, parameters) }?;
+    Ok(streams::enqueue(stream, operation))
+}
+
+/// The order of this launch's blocks and threads. With the schedule 0 it is that of their numbers.
+fn next_seed() -> u64 {
+    static SEED: OnceLock<u64> = OnceLock::new();
+    static LAUNCHES: AtomicU64 = AtomicU64::new(1);
+    match *SEED.get_or_init(|| Settings::from_env().map_or(0, |settings| settings.seed)) {
+        0 => 0,
+        seed => (seed << 32) + LAUNCHES.fetch_add(1, Ordering::Relaxed),
+    }
+}
+
+/// Threads of a block.
+const THREADS: u32 = 1024;
+/// Threads of a block along each axis.
+const BLOCK: [u32; 3] = [1024, 1024, 64];
+/// Blocks of a grid along each axis.
+const GRID: [u32; 3] = [i32::MAX as u32, 65_535, 65_535];
+/// Shared memory of a block, in bytes, unless its kernel asks for more.
+const SHARED_BYTES: u32 = 48 << 10;
+/// Shared memory of a block that a kernel may ask for.
+const MOST_SHARED_BYTES: u32 = 227 << 10;
+/// Of a multiprocessor: blocks, threads, and shared memory with what the system takes of it for each block.
+const BLOCKS_AT_ONCE: u32 = 32;
+const THREADS_AT_ONCE: u32 = 2048;
+const SHARED_AT_ONCE: u32 = 228 << 10;
+const SHARED_OF_SYSTEM: u32 = 1 << 10;
+/// Multiprocessors of a device.
+const MULTIPROCESSORS: u32 = 132;
+
+/// Why a launch would be refused.
+fn refusal(grid: [u32; 3], block: [u32; 3], shared: u32, most_shared: u32) -> Option<String> {
+    let outside = |of: [u32; 3], most: [u32; 3]| of.iter().zip(most).any(|(one, most)| *one == 0 || *one > most);
+    if outside(grid, GRID) {
+        return Some(format!("a grid of {grid:?} blocks: each axis has at least one and at most {GRID:?}"));
+    }
+    if outside(block, BLOCK) || block.iter().product::<u32>() > THREADS {
+        return Some(format!(
+            "a block of {block:?} threads: it has at least one, and at most {BLOCK:?}, {THREADS} in all"
+        ));
+    }
+    (shared > most_shared).then(|| {
+        format!(
+            "{shared} bytes of dynamic shared memory: {most_shared} are allowed, more after \
+             CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES is set"
+        )
+    })
+}
+
+/// How many blocks a multiprocessor runs at once.
+fn blocks_at_once(threads: u32, shared: u32) -> u32 {
+    let warps = threads.max(1).next_multiple_of(32);
+    (THREADS_AT_ONCE / warps).min(SHARED_AT_ONCE / (shared + SHARED_OF_SYSTEM)).min(BLOCKS_AT_ONCE)
+}
+
+/// Dynamic shared memory that each of so many blocks of a multiprocessor can have.
+fn shared_for(blocks: u32) -> u32 {
+    (SHARED_AT_ONCE / blocks.max(1)).saturating_sub(SHARED_OF_SYSTEM).min(MOST_SHARED_BYTES)
 }

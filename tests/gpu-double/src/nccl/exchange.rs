@@ -1,9 +1,19 @@
-//! A group of calls as bytes that ranks exchange: who sends what to whom, and what comes of it.
+//! How ranks meet, and a group of calls as bytes that ranks exchange.
 
-use super::{
-    element::Element,
-    transfer::{Kind, Seat, Transfer},
+use std::{
+    collections::HashMap,
+    os::fd::AsFd,
+    sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc},
+    time::Duration,
 };
+
+use fsdp_core::{
+    Buffer, Error, ExchangePart, Heap, ProcessGroup, RankEnv,
+    process_group::{Options, Signature, Subject, Work, shm},
+};
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+
+use super::transfer::{Element, Kind, Seat, Transfer};
 use crate::bytes;
 
 /// Bytes of device memory that is read.
@@ -103,5 +113,140 @@ pub(crate) fn payload(transfer: &Transfer) -> Vec<u8> {
 pub(crate) fn deliver(transfer: &Transfer, payload: &[u8]) {
     if let Kind::Receive { to, .. } = transfer.kind {
         write(to, payload);
+    }
+}
+
+/// Nobody here gives up: whoever calls NCCL does.
+const FOR_EVER: Duration = Duration::from_secs(900_000_000);
+
+/// Meets the ranks of a world that is known by a name, on this thread.
+pub(crate) fn meet(name: &str, Seat { rank, ranks }: Seat) -> Result<ProcessGroup, Error> {
+    enter_network()?;
+    let env = RankEnv {
+        rank,
+        world_size: ranks,
+        local_rank: rank,
+        local_world_size: ranks,
+        run_id: name.into(),
+        master_port: 1,
+        ..RankEnv::single()
+    };
+    shm::connect(&env, Options::default().with_timeout(FOR_EVER))
+}
+
+/// Puts this thread into the network that joins the devices of several hosts, if there is one: sockets that are made in
+/// it stay there.
+fn enter_network() -> Result<(), Error> {
+    let Some(path) = std::env::var_os("GPU_DOUBLE_NETWORK") else { return Ok(()) };
+    let enter = || {
+        let network = std::fs::File::open(&path)?;
+        move_into_link_name_space(network.as_fd(), Some(LinkNameSpaceType::Network)).map_err(std::io::Error::from)
+    };
+    enter().map_err(|error| Error::Env(format!("GPU_DOUBLE_NETWORK={}: {error}", path.display())))
+}
+
+/// A world that may not have met yet.
+#[derive(Clone)]
+pub(crate) struct Link(Arc<Mutex<State>>);
+
+enum State {
+    Meets(mpsc::Receiver<Result<ProcessGroup, Error>>),
+    Met(Result<ProcessGroup, Error>),
+}
+
+impl Link {
+    /// Begins to meet, on a thread of its own.
+    pub(crate) fn begin(name: String, seat: Seat) -> Self {
+        let (tell, told) = mpsc::channel();
+        // Nobody hears it when the communicator is gone.
+        std::thread::spawn(move || tell.send(meet(&name, seat)));
+        Link(Arc::new(Mutex::new(State::Meets(told))))
+    }
+
+    /// The world, if it has met.
+    pub(crate) fn world(&self) -> Option<Result<ProcessGroup, Error>> {
+        let mut state: MutexGuard<'_, State> = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let State::Meets(told) = &*state {
+            *state = State::Met(told.try_recv().ok()?);
+        }
+        match &*state {
+            State::Met(world) => Some(world.clone()),
+            State::Meets(_) => None,
+        }
+    }
+}
+
+type Issue = Box<dyn FnOnce(&ProcessGroup) -> Work + Send>;
+
+/// Something that ranks exchange, which waits for its world to meet.
+pub(crate) struct Pending {
+    link: Link,
+    issue: Option<Issue>,
+    work: Option<Work>,
+}
+
+impl Pending {
+    pub(crate) fn new(link: &Link, issue: impl FnOnce(&ProcessGroup) -> Work + Send + 'static) -> Self {
+        Pending { link: link.clone(), issue: Some(Box::new(issue)), work: None }
+    }
+
+    /// All ranks send all ranks bytes. `alike` is what they must agree in.
+    pub(crate) fn exchange(link: &Link, alike: String, sent: (Vec<u8>, Vec<usize>), recv_counts: Vec<usize>) -> Self {
+        let (input, send_counts) = sent;
+        let part = ExchangePart { input: Buffer::U8(input), send_counts, recv_counts };
+        Self::new(link, move |world| {
+            let signature = Signature::new(&Subject::new(alike, []), []);
+            world.signed(signature).all_to_all(vec![part], Heap::shared())
+        })
+    }
+
+    /// The first rank sends the second bytes.
+    pub(crate) fn send(link: &Link, payload: Vec<u8>) -> Self {
+        Self::new(link, move |world| world.broadcast(vec![Buffer::U8(payload)], 0))
+    }
+
+    pub(crate) fn barrier(link: &Link) -> Self {
+        Self::new(link, ProcessGroup::barrier)
+    }
+
+    /// Begins, if its world has met.
+    pub(crate) fn is_issued(&mut self) -> bool {
+        if self.issue.is_some()
+            && let Some(world) = self.link.world()
+            && let Some(issue) = self.issue.take()
+        {
+            self.work = Some(world.map_or_else(|error| Work::ready(Err(error)), |world| issue(&world)));
+        }
+        self.issue.is_none()
+    }
+
+    /// Begins, if it can, and says what came.
+    pub(crate) fn poll(&mut self) -> Option<Result<Vec<u8>, Error>> {
+        self.is_issued();
+        self.came()
+    }
+
+    /// What came, once it has begun and it is there. Not called again after that.
+    pub(crate) fn came(&mut self) -> Option<Result<Vec<u8>, Error>> {
+        if !self.work.as_mut()?.is_done() {
+            return None;
+        }
+        let outputs = self.work.take()?.wait();
+        Some(outputs.map(|outputs| match outputs.into_iter().next() {
+            Some(Buffer::U8(bytes)) => bytes,
+            _ => vec![],
+        }))
+    }
+}
+
+/// The links of one direction between two ranks, made when they are first used.
+#[derive(Default)]
+pub(crate) struct Directions(HashMap<(usize, usize), Link>);
+
+impl Directions {
+    /// From a rank to another, one of which is this one. `name` is the communicator's.
+    pub(crate) fn link(&mut self, name: &str, from: usize, to: usize, own: usize) -> Link {
+        let begin = || Link::begin(format!("{name} {from} {to}"), Seat { rank: usize::from(own != from), ranks: 2 });
+        self.0.entry((from, to)).or_insert_with(begin).clone()
     }
 }

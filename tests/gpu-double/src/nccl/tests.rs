@@ -1,12 +1,7 @@
 //! Ranks as threads, each with a device of its own.
 
-use std::ffi::{CStr, c_void};
-
-use super::{
-    interface::*,
-    status::{IN_PROGRESS, INVALID_ARGUMENT, INVALID_USAGE, SUCCESS, Status},
-};
-use crate::{context::set_current, machine::machine, stream::synchronize};
+use super::*;
+use crate::{machine::set_current, streams::synchronize};
 
 const F32: u32 = 7;
 const BF16: u32 = 9;

@@ -3,11 +3,9 @@
 use std::time::Duration;
 
 use crate::{
-    context::set_current,
-    machine::Machine,
-    operation::{Access, Operation, Progress, Touch},
-    settings::Settings,
+    machine::{Machine, Settings, set_current},
     status::{Fault, Refusal},
+    streams::{Access, Operation, Progress, Touch},
 };
 
 /// A machine with a schedule, used from this thread.

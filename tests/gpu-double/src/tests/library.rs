@@ -3,10 +3,9 @@
 use std::{ffi::c_void, process::Command};
 
 use crate::{
-    context::set_current,
-    machine::machine,
-    operation::{Access, Operation, Progress, Touch},
-    report, stream,
+    machine::{machine, set_current},
+    report,
+    streams::{self, Access, Operation, Progress, Touch},
 };
 
 /// This test in a process of its own, with a program to run.
@@ -20,7 +19,7 @@ fn run(name: &str, program: &str, report: &std::path::Path) -> std::process::Out
 fn fill(stream: usize, at: u64) -> i32 {
     let touches = vec![Touch { at, access: Access::Write }];
     let run = Box::new(|| Progress::Done);
-    stream::enqueue(stream as *mut c_void, Operation { name: "kernel fill".into(), touches, run })
+    streams::enqueue(stream as *mut c_void, Operation { name: "kernel fill".into(), touches, run })
 }
 
 fn program(racy: bool) {
@@ -31,7 +30,7 @@ fn program(racy: bool) {
     assert_eq!(fill(one, memory), 0);
     report::mark("second");
     if !racy {
-        assert_eq!(stream::synchronize(one as *mut c_void, "cuStreamSynchronize"), 0);
+        assert_eq!(streams::synchronize(one as *mut c_void, "cuStreamSynchronize"), 0);
     }
     assert_eq!(fill(two, memory), 0);
     assert_eq!(fill(12345, memory), crate::status::INVALID_HANDLE);

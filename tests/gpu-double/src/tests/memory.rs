@@ -2,7 +2,7 @@
 
 use super::bench::{Bench, LEN, fault, read, write};
 use crate::{
-    copy::{Copy, Direction},
+    memory::{Copy, Direction},
     status::{ALREADY_REGISTERED, NOT_REGISTERED, OUT_OF_MEMORY, Refusal},
 };
 

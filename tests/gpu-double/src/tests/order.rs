@@ -6,7 +6,7 @@ use std::sync::{
 };
 
 use super::bench::{Bench, fault, read};
-use crate::operation::{Operation, Progress};
+use crate::streams::{Operation, Progress};
 
 /// A program with three streams. Without the joins it has races, which it keeps from the machine.
 fn program(seed: u64, joins: bool) -> [f32; 4] {
@@ -177,7 +177,7 @@ fn threads_share_streams() {
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {
-                    crate::context::set_current(Some(0));
+                    crate::machine::set_current(Some(0));
                     let (mine, default) = (bench.stream(), 2);
                     for _ in 0..50 {
                         for stream in [mine, default] {

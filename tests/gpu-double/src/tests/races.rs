@@ -1,7 +1,7 @@
 //! Missing waits are found when the second operation is queued, whatever the schedule.
 
 use super::bench::{Bench, fault};
-use crate::operation::{Access, Touch};
+use crate::streams::{Access, Touch};
 
 #[test]
 fn a_read_of_what_another_stream_wrote_needs_a_wait() {

@@ -7,9 +7,8 @@
 use clap::ValueEnum;
 use serde::Serialize;
 
-use super::device::Name;
-use super::layer::{Layer, Linear, Logits, MlpKind, Norm, Root};
-use super::precision::Precision;
+use super::hardware::{DeviceName, Precision};
+use super::model::{Layer, Linear, Logits, MlpKind, Norm, Root};
 use super::unfused;
 
 /// Whose training is planned.
@@ -42,8 +41,8 @@ const F32: f64 = 4.;
 
 impl Framework {
     /// The same on a device.
-    pub(super) fn on(self, device: Name) -> Self {
-        if self == Framework::Candle && device != Name::Cpu { Framework::Unfused } else { self }
+    pub(super) fn on(self, device: DeviceName) -> Self {
+        if self == Framework::Candle && device != DeviceName::Cpu { Framework::Unfused } else { self }
     }
 
     /// Bytes that a block's forward keeps for each token, whatever runs again.

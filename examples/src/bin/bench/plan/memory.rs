@@ -3,8 +3,8 @@
 use serde::Serialize;
 
 use super::framework::Checkpoint;
-use super::layer::Layer;
-use super::precision::Precision;
+use super::hardware::Precision;
+use super::model::Layer;
 use super::setup::{Reshard, Setup};
 
 /// Bytes of a rank.

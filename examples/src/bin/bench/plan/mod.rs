@@ -1,34 +1,27 @@
 //! `bench plan`: memory, time and the best layout of a training run, by arithmetic alone.
 
-mod device;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, ensure};
+use framework::{Checkpoint, Framework};
+use fsdp_examples::models::ModelConfig;
+use hardware::{Device, GIGA, Given, Links, Mesh, Precision};
+use model::Model;
+use report::Report;
+use setup::{Reshard, Setup};
+
+use crate::{count, print};
+
 mod framework;
-mod layer;
-mod link;
+mod hardware;
 mod memory;
-mod precision;
+mod model;
 mod report;
-mod search;
 mod setup;
-mod table;
 #[cfg(test)]
 mod tests;
 mod time;
 mod unfused;
-
-use std::path::{Path, PathBuf};
-
-use anyhow::{Context, ensure};
-use fsdp_examples::models::ModelConfig;
-
-use crate::count::count;
-use crate::print::print;
-use device::{Device, GIGA, Given};
-use framework::{Checkpoint, Framework};
-use layer::Model;
-use link::{Links, Mesh};
-use precision::Precision;
-use report::Report;
-use setup::{Reshard, Setup};
 
 /// What to plan.
 #[derive(clap::Args)]
@@ -65,7 +58,7 @@ pub(crate) struct Args {
 
     /// What a rank computes on.
     #[arg(long, value_enum, help_heading = "Device")]
-    device: device::Name,
+    device: hardware::DeviceName,
     /// TFLOP/s of the device's matrix products at its peak, in place of the table's; of a CPU, those that it reaches.
     #[arg(long, value_parser = positive, help_heading = "Device")]
     flops: Option<f64>,
@@ -126,7 +119,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let report = Report::new(&setup, args.top);
     match args.json {
         true => print(serde_json::to_string(&report)?),
-        false => print(table::table(&report, &setup)),
+        false => print(report::table(&report, &setup)),
     }
 }
 
@@ -150,7 +143,7 @@ pub(crate) fn operations(config: &ModelConfig, seq: usize) -> anyhow::Result<f64
 }
 
 fn setup<'a>(args: &Args, model: &'a Model, seq: usize) -> anyhow::Result<Setup<'a>> {
-    let on_cpu = args.device == device::Name::Cpu;
+    let on_cpu = args.device == hardware::DeviceName::Cpu;
     let compute = args.param_dtype.unwrap_or(if on_cpu { Precision::F32 } else { Precision::Bf16 });
     let framework = args.framework.on(args.device);
     let given = Given {

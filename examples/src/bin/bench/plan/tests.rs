@@ -1,7 +1,8 @@
 //! Plans against figures that torchtitan has published: the errors that docs/planning.md states.
 
-use super::*;
 use clap::Parser;
+
+use super::*;
 
 #[derive(Parser)]
 struct Cli {
@@ -183,7 +184,7 @@ fn a_plan_can_be_read() {
     let Cli { args } = Cli::try_parse_from(words).unwrap();
     let (model, seq) = model(&args).unwrap();
     let setup = setup(&args, &model, seq).unwrap();
-    let text = table::table(&Report::new(&setup, 5), &setup);
+    let text = report::table(&Report::new(&setup, 5), &setup);
     for words in [
         "8.030 billion parameters in 33 units, over 128 ranks on 16 hosts: 16 copies, each sharded over 8 ranks",
         "A rank reads 2 x 4096 tokens a step",

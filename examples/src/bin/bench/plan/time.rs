@@ -3,8 +3,8 @@
 use serde::Serialize;
 
 use super::framework::{Checkpoint, Framework};
-use super::layer::Layer;
-use super::link::Ring;
+use super::hardware::Ring;
+use super::model::Layer;
 use super::setup::{Reshard, Setup};
 use super::unfused;
 

@@ -3,8 +3,8 @@
 //!
 //! Figures are bytes a token, counted from `fsdp_candle::nn`: a term for each tensor of a chain.
 
-use super::layer::{Layer, Logits, MlpKind, Root};
-use super::precision::Precision;
+use super::hardware::Precision;
+use super::model::{Layer, Logits, MlpKind, Root};
 
 const F32: f64 = 4.;
 /// Tensors of so many elements are refused: Candle counts a launch in 32 bits.

